@@ -50,10 +50,11 @@ fn every_config_comes_back_from_every_layout_that_can_hold_it() -> Result<()> {
     let layouts = WeightLayout::all();
     let folder = tempfile::tempdir()?;
     let (mut held, mut refused, mut saved, mut shared_out) = (0, 0, 0, 0);
-    for cfg in grid() {
+    for (n, cfg) in grid().into_iter().enumerate() {
         let layer = invented(&cfg, WeightLayout::Canonical)?;
         let (expected, expected_output) = (bits(&layer)?, output(&layer)?);
-        for &layout in &layouts {
+        // Two layouts of five, and others for the next config: every option meets every layout.
+        for (_, &layout) in layouts.iter().enumerate().filter(|(m, _)| (n + m) % 5 < 2) {
             let what = format!("{layout}, {cfg:?}");
             let written = layer.state_dict(layout);
             assert_eq!(written.is_ok(), fits(&cfg, layout), "{what}: {written:?}");
@@ -74,10 +75,10 @@ fn every_config_comes_back_from_every_layout_that_can_hold_it() -> Result<()> {
             }
             assert_close(&output(&read)?, &expected_output, tolerance(layout), &what);
             assert_joined(&read, &what)?;
-            if held % 11 == 0 && assert_shared_out(&read, layout, 1 + held % 4, output)? {
+            if held % 7 == 0 && assert_shared_out(&read, layout, 1 + held % 4, output)? {
                 shared_out += 1;
             }
-            if held % 29 == 0 {
+            if held % 17 == 0 {
                 let path = folder.path().join(format!("{held}.safetensors"));
                 layer.save(&path, layout)?;
                 let opened = weights::open(&path, DType::F32, &CPU)?;
@@ -88,7 +89,7 @@ fn every_config_comes_back_from_every_layout_that_can_hold_it() -> Result<()> {
         }
     }
     println!("{held} round trips, {saved} of them through files, {shared_out} to processes; {refused} refused");
-    assert!(held > 5_000 && refused > 5_000 && saved > 150 && shared_out > 300);
+    assert!(held > 2_000 && refused > 2_000 && saved > 100 && shared_out > 200);
     Ok(())
 }
 

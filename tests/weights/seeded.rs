@@ -14,7 +14,8 @@ use crate::{CPU, assert_same_tensors};
 
 /// SHA-256 of the elements in row-major order as little-endian f32.
 fn sha256(tensor: &Tensor) -> Result<String> {
-    let bytes: Vec<_> = tensor.flatten_all()?.to_vec1::<f32>()?.into_iter().flat_map(f32::to_le_bytes).collect();
+    let mut bytes = Vec::new();
+    tensor.write_bytes(&mut bytes)?;
     Ok(Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect())
 }
 

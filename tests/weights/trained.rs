@@ -1,17 +1,14 @@
-//! Training follows PyTorch (`trained.py`), and a frozen layer is what training left.
+//! Training follows PyTorch (`trained.py`).
 
 use std::collections::HashMap;
 
 use candle_attention::init::TorchSeed;
-use candle_attention::{
-    AttentionInput, Backend, GateActivation, GatePlace, GateScope, MultiHeadAttention, MultiHeadAttentionConfig,
-    OutputGate, QkNorm, QkNormKind, QkNormScope, WeightLayout,
-};
+use candle_attention::{AttentionInput, Backend, MultiHeadAttention, MultiHeadAttentionConfig, WeightLayout};
 use candle_core::{DType, Result, Tensor, Var, safetensors};
 use candle_nn::{AdamW, Optimizer, ParamsAdamW, SGD, VarBuilder};
 
-use crate::common::{assert_close, values};
-use crate::{CPU, fresh, wave};
+use crate::common::assert_close;
+use crate::{CPU, wave};
 
 const E: usize = 16;
 const STEPS: usize = 20;
@@ -61,34 +58,4 @@ fn twenty_steps_are_those_of_torch() -> Result<()> {
         let mut optimizer = SGD::new(vars, 1.0)?;
         Ok(Box::new(move |loss| optimizer.backward_step(loss)))
     })
-}
-
-/// What variables hold at the time, in every layout; steps after it change nothing.
-#[test]
-fn a_frozen_layer_is_what_training_left() -> Result<()> {
-    let xs = wave(0.61, (2, 5, E))?;
-    let norm = QkNorm { kind: QkNormKind::Layer, scope: QkNormScope::PerHead, eps: 1e-5 };
-    let gate = |place| OutputGate { activation: GateActivation::Sigmoid, scope: GateScope::PerEntry, place };
-    for layout in ["canonical", "torch", "conv1d", "packed:Wqkv", "packed:query_key_value:by-head", "stacked:book"] {
-        let cfg = MultiHeadAttentionConfig::new(E, 4).with_qk_norm(norm).with_sinks(true);
-        let cfg = match layout {
-            "canonical" => cfg.with_output_gate(gate(GatePlace::Query)),
-            "packed:Wqkv" => cfg.with_output_gate(gate(GatePlace::Own { bias: true })),
-            _ => cfg,
-        };
-        let (vars, layer) = fresh(layout.parse()?, true, cfg)?;
-        let frozen = layer.freeze()?;
-        let ys = layer.forward(&xs)?;
-        assert!(ys.track_op() && !frozen.forward(&xs)?.track_op(), "{layout}");
-        assert_close(&frozen.forward(&xs)?, &ys, 1e-6, layout);
-        for (name, tensor) in frozen.state_dict(layout.parse()?)? {
-            assert!(!tensor.track_op(), "{layout}: {name}");
-        }
-        for var in vars.all_vars() {
-            var.set(&(var.as_tensor() * 0.5)?)?;
-        }
-        assert_close(&frozen.forward(&xs)?, &ys, 1e-6, layout);
-        assert!(values(&(layer.forward(&xs)? - ys)?.abs()?.max_all()?)[0] > 1e-3, "{layout}");
-    }
-    Ok(())
 }

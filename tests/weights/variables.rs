@@ -1,6 +1,9 @@
 //! Layers over fresh variables: PyTorch's bounds at the start, and training.
 
-use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig, WeightLayout};
+use candle_attention::{
+    GateActivation, GatePlace, GateScope, MultiHeadAttention, MultiHeadAttentionConfig, OutputGate, QkNorm, QkNormKind,
+    QkNormScope, WeightLayout,
+};
 use candle_core::{DType, Result, Tensor, Var};
 use candle_nn::{Optimizer, SGD, VarBuilder};
 
@@ -47,13 +50,22 @@ fn modules_start_as_their_own_do() -> Result<()> {
     Ok(())
 }
 
-/// Self-attention learns to copy its input, in every layout: each variable gets a gradient, and a step lowers the loss.
+/// Self-attention learns to copy its input, in every layout: each variable gets a gradient, a step lowers the loss, and
+/// a frozen layer is what was there before.
 #[test]
 fn a_step_of_gradient_descent_lowers_the_loss() -> Result<()> {
-    let xs = wave(0.61, (1, 5, E))?;
+    let xs = wave(0.61, (1, 5, 16))?;
+    let norm = QkNorm { kind: QkNormKind::Layer, scope: QkNormScope::PerHead, eps: 1e-5 };
+    let gate = |place| OutputGate { activation: GateActivation::Sigmoid, scope: GateScope::PerEntry, place };
     for layout in WeightLayout::all() {
         let spelling = layout.to_string();
-        let (vars, layer) = fresh(layout, !spelling.contains("raw"), MultiHeadAttentionConfig::new(E, 4))?;
+        let cfg = MultiHeadAttentionConfig::new(16, 4).with_qk_norm(norm).with_sinks(true);
+        let cfg = match spelling.as_str() {
+            "canonical" => cfg.with_output_gate(gate(GatePlace::Query)),
+            "packed:Wqkv" => cfg.with_output_gate(gate(GatePlace::Own { bias: true })),
+            _ => cfg,
+        };
+        let (vars, layer) = fresh(layout, !spelling.contains("raw"), cfg)?;
         let loss = || -> Result<Tensor> { (layer.forward(&xs)? - &xs)?.sqr()?.mean_all() };
         let before = loss()?;
         let gradients = before.backward()?;
@@ -65,11 +77,18 @@ fn a_step_of_gradient_descent_lowers_the_loss() -> Result<()> {
             assert!(squared > 0.0 || name.contains("bias"), "{layout}: the gradient of {name} is zero");
             steepness += squared;
         }
+        let frozen = layer.freeze()?;
+        let left = frozen.forward(&xs)?;
+        assert!(before.track_op() && !left.track_op(), "{layout}");
+        assert_close(&left, &layer.forward(&xs)?, 2e-5, &spelling);
+        assert!(frozen.state_dict(layout)?.iter().all(|(_, tensor)| !tensor.track_op()), "{layout}");
+
         // Downhill by a hundredth of the loss, as far as the slope tells.
         let rate = 0.01 * f64::from(before.to_scalar::<f32>()?) / steepness;
         SGD::new(vars.all_vars(), rate)?.step(&gradients)?;
         let (before, after) = (before.to_scalar::<f32>()?, loss()?.to_scalar::<f32>()?);
         assert!(after < 0.999 * before, "{layout}: {before} became {after}");
+        assert_close(&frozen.forward(&xs)?, &left, 0.0, &spelling);
 
         // The layer sees what its variables are now, as one that is built over them anew does.
         let vb = VarBuilder::from_varmap(&vars, DType::F32, &CPU);
