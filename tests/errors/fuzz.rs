@@ -9,7 +9,7 @@ use candle_attention::weights::Checkpoint;
 use crate::common::models;
 use crate::*;
 
-const ROUNDS: u64 = 6_000;
+const ROUNDS: u64 = 3_000;
 
 fn files() -> Vec<PathBuf> {
     let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data");

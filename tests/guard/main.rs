@@ -67,7 +67,7 @@ fn holds(draw: &Recipe) -> Result<()> {
 fn random_calls_stay_in_their_buffers() {
     let layout = || select(&TIGHT[..]);
     let strategy = (kernel_recipes(), [layout(), layout(), layout()]);
-    for_all(64, strategy, |(draw, layouts)| holds(&Recipe { layouts, ..draw }));
+    for_all(48, strategy, |(draw, layouts)| holds(&Recipe { layouts, ..draw }));
 }
 
 #[test]
@@ -81,7 +81,8 @@ fn every_edge_stays_in_its_buffers() {
         &[Kind::Bias(Reach::Head), Kind::Causal],
     ];
     for (n, &width) in WIDTHS.iter().enumerate() {
-        for (m, &length) in LENGTHS.iter().enumerate().filter(|(_, length)| **length <= 129) {
+        let some = |&(m, &length): &(usize, &usize)| length <= 129 && (n + 3 * m) % 7 < 4;
+        for (m, &length) in LENGTHS.iter().enumerate().filter(some) {
             let other = LENGTHS[(5 * m + n) % 17];
             let dims = Dims { b: 1, h: 2, h_kv: 1, t_q: other, t_kv: length, d: width, d_v: WIDTHS[(n + m) % 13] };
             let draw = Recipe::of_kernel(dims, masks[(n + m) % 6].to_vec(), DTYPES[(n + m) % 3]);
@@ -113,14 +114,14 @@ fn product_holds(product: &Product) -> Result<()> {
 #[test]
 fn random_projections_stay_in_their_buffers() {
     let strategy = (products(), prop_oneof![3 => select(&TIGHT[..]), 1 => select(&Layout::ALL[..])]);
-    for_all(64, strategy, |(product, layout)| product_holds(&Product { layout, ..product }));
+    for_all(48, strategy, |(product, layout)| product_holds(&Product { layout, ..product }));
 }
 
-/// Each number of inputs beside a third of the numbers of outputs, and the reverse.
+/// Each number of inputs beside a fifth of the numbers of outputs, and the reverse.
 #[test]
 fn every_edge_of_a_projection_stays_in_its_buffers() {
     for (n, &inputs) in INPUTS.iter().enumerate() {
-        let some = |&(m, &outputs): &(usize, &usize)| outputs <= 101 && (n + m).is_multiple_of(3);
+        let some = |&(m, &outputs): &(usize, &usize)| outputs <= 101 && (n + 2 * m).is_multiple_of(5);
         for (m, &outputs) in OUTPUTS.iter().enumerate().filter(some) {
             let rows = ROWS[(2 * n + m) % 23];
             let product = Product::plain(TYPES[(n + m) % 5], rows, (inputs, outputs));
