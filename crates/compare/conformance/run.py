@@ -24,7 +24,7 @@ def main():
         cases.write(ROOT / "tests" / "conformance")
         print(f"{cases.judge}: {len(cases.list)} cases")
     test = ["cargo", "test", "--quiet", "--test", "conformance"]
-    return subprocess.run(test, cwd=ROOT, env=os.environ | {"UPDATE_CONFORMANCE": "1"}).returncode
+    return subprocess.run(test, cwd=ROOT, env=os.environ | {"UPDATE_EXPECT": "1"}).returncode
 
 
 if __name__ == "__main__":
