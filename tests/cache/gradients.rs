@@ -26,13 +26,15 @@ fn variables_are_read_in_every_call() -> Result<()> {
             var.set(&var.affine(1.5, 0.1)?)?;
             let after = layer.run(AttentionInput::new(&xs))?;
             assert!(max_error(&after, &before) > 1e-4, "{kind:?}");
-            for pieces in [&[4][..], &[1; 4], &[2, 1, 1]] {
+            for (pieces, backend) in
+                [(&[4][..], Backend::Auto), (&[1; 4], Backend::Fused), (&[2, 1, 1], Backend::Fused)]
+            {
                 let mut cache = AttentionCache::new(&AttentionCacheConfig::new().with_detached(true))?;
                 let mut at = 0;
                 let decoded = pieces.iter().map(|&t| {
                     let xs = part(&xs, at, t)?;
                     at += t;
-                    layer.run(AttentionInput::new(&xs).with_backend(Backend::Fused).with_cache(&mut cache))
+                    layer.run(AttentionInput::new(&xs).with_backend(backend).with_cache(&mut cache))
                 });
                 let decoded = Tensor::cat(&decoded.collect::<Result<Vec<_>>>()?, 1)?;
                 assert_close(&decoded, &after, 1e-5, &format!("{kind:?}"));

@@ -180,7 +180,8 @@ fn with_field(config: &Value, place: &str, value: Value) -> Value {
     config
 }
 
-/// Every field that is read of a config with an integer, in lists where the field is one. Gives the number of them.
+/// Every field that is read of a config with an integer, in lists where the field is one: how many there are, and
+/// those that are true or false.
 fn try_integers(config: &Value, names: &[&str]) -> (usize, Vec<String>) {
     let (parts, mut fields) = (parts(config), Fields::default());
     fields.find(&parts, config, "", names);
