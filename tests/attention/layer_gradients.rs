@@ -1,16 +1,20 @@
 //! Every parameter of a layer gets a gradient, and it is the right one.
 
 use crate::by_hand::{Input, Parameters};
-use crate::registry::{Kind, configs};
+use crate::registry::{Kind, configs, content, relative};
 use crate::*;
 
-const SIZES: [usize; 3] = [2, 4, 4];
+/// Those of plain loops, and those that have relative positions.
+fn all_configs() -> impl Iterator<Item = (&'static str, Kind)> {
+    configs().into_iter().chain(relative()).chain(content().into_iter().map(|cfg| ("content", Kind::MultiHead(cfg))))
+}
 
 /// Lengths under which the first sequence is padded and its first query sees nothing, and a bias.
-fn padding_and_bias() -> Vec<Mask> {
-    let mut random = Random::new(29);
-    let bias = Array::new(&[4, 4]).filled(|| random.between(-1.0, 1.0));
-    vec![Mask::of(Part::ValidLens(Lens::PerQuery(vec![vec![0, 2, 3, 3], vec![4; 4]]))), Mask::of(Part::Bias(bias))]
+fn padding_and_bias(kind: &Kind) -> Vec<Mask> {
+    let (mut random, t) = (Random::new(29), kind.tokens().unwrap_or(4));
+    let bias = Array::new(&[t, t]).filled(|| random.between(-1.0, 1.0));
+    let padded = (0..t).map(|i| if i == 0 { 0 } else { (i + 1).min(t - 1) }).collect();
+    vec![Mask::of(Part::ValidLens(Lens::PerQuery(vec![padded, vec![t; t]]))), Mask::of(Part::Bias(bias))]
 }
 
 /// How keys and values come to a layer.
@@ -30,11 +34,12 @@ struct Call {
 
 impl Call {
     fn new(kind: &Kind, masks: Vec<Mask>) -> Self {
-        Self { kind: kind.clone(), parameters: kind.parameters(3), input: kind.input(SIZES, masks) }
+        let t = kind.tokens().unwrap_or(4);
+        Self { kind: kind.clone(), parameters: kind.parameters(3), input: kind.input([2, t, t], masks) }
     }
 
     fn is_self(&self) -> bool {
-        self.kind.is_self(SIZES[1], SIZES[2])
+        self.kind.is_self(1, 1)
     }
 }
 
@@ -42,10 +47,7 @@ impl Operation for Call {
     type Way = (DType, Through);
 
     fn run(&self, &(dtype, through): &Self::Way, leaf: Leaf) -> Result<Vec<Tensor>> {
-        let parameters = self.parameters.iter();
-        let parameters =
-            parameters.map(|(name, numbers)| Ok((name.clone(), leaf(name, numbers.tensor(dtype, &CPU)?)?)));
-        let layer = self.kind.layer(VarBuilder::from_tensors(parameters.collect::<Result<_>>()?, dtype, &CPU))?;
+        let layer = self.kind.of_leaves(&self.parameters, (dtype, &CPU), leaf)?;
         let Input { queries, keys, values, mask } = &self.input;
         let xs = leaf("queries", queries.tensor(dtype, &CPU)?)?;
         let mask = attention_mask(mask, &CPU, |_, _, bias| leaf("bias", bias.tensor(dtype, &CPU)?))?;
@@ -76,7 +78,12 @@ impl Exact for Call {
         self.parameters.iter_mut().map(|(name, x)| (name.clone(), &mut x.data)).chain(inputs).chain(biases).collect()
     }
 
+    /// Of plain loops, or the layer's own in f64.
     fn exact(&self) -> Vec<f64> {
+        if !self.kind.has_loops() {
+            let own = self.run(&(DType::F64, Through::Call), &mut |_, tensor| Ok(tensor));
+            return own.expect("the call runs").iter().flat_map(values).collect();
+        }
         let mut input = self.input.clone();
         if self.is_self() {
             (input.keys, input.values) = (input.queries.clone(), input.queries.clone());
@@ -87,13 +94,16 @@ impl Exact for Call {
 
 #[test]
 fn every_parameter_and_input_has_the_slopes_of_plain_loops() -> Result<()> {
-    for (name, kind) in configs() {
-        for masks in [vec![], padding_and_bias()] {
+    for (name, kind) in all_configs() {
+        for masks in [vec![], padding_and_bias(&kind)] {
             let call = Call::new(&kind, masks);
             has_slopes(&call, &(DType::F64, Through::Call), 1e-6, 4).map_err(|error| error.context(name))?;
-            let [plain, of_memory] =
-                [Through::Call, Through::Memory].map(|through| backward(&call, &(DType::F64, through), |_| true));
-            are_near(&of_memory?, &plain?, |_, _| 1e-9).map_err(|error| error.context(name))?;
+            // Positions by content are between the tokens of a call.
+            if kind.has_loops() {
+                let [plain, of_memory] =
+                    [Through::Call, Through::Memory].map(|through| backward(&call, &(DType::F64, through), |_| true));
+                are_near(&of_memory?, &plain?, |_, _| 1e-9).map_err(|error| error.context(name))?;
+            }
         }
     }
     Ok(())
@@ -103,8 +113,8 @@ fn every_parameter_and_input_has_the_slopes_of_plain_loops() -> Result<()> {
 #[test]
 fn what_is_tracked_alone_gets_the_same_gradient() -> Result<()> {
     for (dtype, most) in [(DType::F64, [1e-13, 1e-11]), (DType::F32, [1e-5, 2e-4])] {
-        for (name, kind) in configs() {
-            let call = Call::new(&kind, padding_and_bias());
+        for (name, kind) in all_configs() {
+            let call = Call::new(&kind, padding_and_bias(&kind));
             is_tracked_alone(&call, &(dtype, Through::Call), most).map_err(|error| error.context(name))?;
         }
     }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use crate::by_hand::{Numbers, Parameters};
-use crate::registry::{Kind, Layer, configs};
+use crate::registry::{Kind, Layer, configs, relative};
 use crate::seeded::layer;
 use crate::*;
 
@@ -36,14 +36,6 @@ fn part_of(xs: &Tensor, rows: &Range<usize>) -> Result<Tensor> {
     xs.narrow(0, rows.start, rows.len())
 }
 
-/// T5's relative bias, of which each sequence has the part from distance 0 on.
-fn relative() -> [(&'static str, Kind); 2] {
-    let buckets = RelativeBiasConfig::new(true).with_num_buckets(8).with_max_distance(6);
-    let relative = Config::new(12, 4).with_relative_bias(buckets).with_sinks(true);
-    let crossed = relative.clone().with_key_size(7);
-    [("relative bias", Kind::MultiHead(relative)), ("crossed relative bias", Kind::MultiHead(crossed))]
-}
-
 /// A call of a layer, under lengths that leave the last key of each sequence out.
 struct Call {
     kind: Kind,
@@ -56,14 +48,12 @@ impl Operation for Call {
     type Way = (Backend, bool);
 
     fn run(&self, &(backend, is_packed): &Self::Way, leaf: Leaf) -> Result<Vec<Tensor>> {
-        let mut variable = |name: &str, numbers: &Numbers| leaf(name, numbers.tensor(DType::F32, &self.device)?);
-        let parameters = self.parameters.iter().map(|(name, numbers)| Ok((name.clone(), variable(name, numbers)?)));
-        let vb = VarBuilder::from_tensors(parameters.collect::<Result<_>>()?, DType::F32, &self.device);
-        let (layer, is_self, [width, of_keys, of_values, _]) =
-            (self.kind.layer(vb)?, self.kind.is_self(1, 1), self.kind.widths());
+        let layer = self.kind.of_leaves(&self.parameters, (DType::F32, &self.device), leaf)?;
+        let (is_self, [width, of_keys, of_values, _]) = (self.kind.is_self(1, 1), self.kind.widths());
         let sequences = sequences(is_self)?;
         let (total_q, total_kv, random) = (sequences.total_queries(), sequences.total_keys(), &mut Random::new(7));
-        let mut draw = |name, t, width| variable(name, &Numbers::random(&[t, width], random));
+        let mut draw =
+            |name, t, width| leaf(name, Numbers::random(&[t, width], random).tensor(DType::F32, &self.device)?);
         let xs = draw("queries", total_q, width)?;
         let cross =
             if is_self { None } else { Some((draw("keys", total_kv, of_keys)?, draw("values", total_kv, of_values)?)) };

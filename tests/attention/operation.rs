@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::thread;
 
+use candle_core::backprop::GradStore;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use crate::*;
@@ -42,6 +43,31 @@ pub type Named = BTreeMap<String, Tensor>;
 
 /// The results of a call, and the gradients of those of its inputs that are tracked.
 pub fn backward<O: Operation>(call: &O, way: &O::Way, is_tracked: impl Fn(&str) -> bool) -> Result<Named> {
+    let (mut named, vars, loss) = forward(call, way, is_tracked)?;
+    if let Some(loss) = loss {
+        named.extend(of_variables(&vars, &loss.backward()?)?);
+    }
+    Ok(named)
+}
+
+/// The same, where once more on another thread gradients have the same bits.
+fn backward_twice<O: Operation>(call: &O, way: &O::Way, is_tracked: impl Fn(&str) -> bool) -> Result<Named> {
+    let (mut named, vars, loss) = forward(call, way, is_tracked)?;
+    if let Some(loss) = loss {
+        let gradients = of_variables(&vars, &loss.backward()?)?;
+        let again = thread::scope(|scope| scope.spawn(|| loss.backward()).join().expect("no panic"))?;
+        are_same(&of_variables(&vars, &again)?, &gradients)?;
+        named.extend(gradients);
+    }
+    Ok(named)
+}
+
+/// The results, what is tracked, and where anything is, a sum of the results with a factor for each number.
+fn forward<O: Operation>(
+    call: &O,
+    way: &O::Way,
+    is_tracked: impl Fn(&str) -> bool,
+) -> Result<(Named, BTreeMap<String, Var>, Option<Tensor>)> {
     let mut vars = BTreeMap::new();
     let results = call.run(way, &mut |name, tensor| {
         if !is_tracked(name) {
@@ -53,6 +79,10 @@ pub fn backward<O: Operation>(call: &O, way: &O::Way, is_tracked: impl Fn(&str) 
     })?;
     let (mut named, mut loss, mut first) = (Named::new(), None, 0);
     for (n, result) in results.into_iter().enumerate() {
+        named.insert(format!("result {n}"), result.detach());
+        if vars.is_empty() {
+            continue;
+        }
         let factors: Vec<f64> = (first..first + result.elem_count()).map(|n| call.factor(n) / 2.0).collect();
         first += result.elem_count();
         // Rows that see nothing have a log-sum-exp of -inf, which stays out of the loss.
@@ -67,22 +97,20 @@ pub fn backward<O: Operation>(call: &O, way: &O::Way, is_tracked: impl Fn(&str) 
         // A result that is used twice gets the sum.
         let own = (half.to_dtype(wide)? + half.to_dtype(wide)?)?;
         loss = Some(loss.map_or(Ok(own.clone()), |loss: Tensor| loss + own)?);
-        named.insert(format!("result {n}"), result.detach());
     }
-    let Some(loss) = loss.filter(|_| !vars.is_empty()) else { return Ok(named) };
-    let store = loss.backward()?;
-    let again = thread::scope(|scope| scope.spawn(|| loss.backward()).join().expect("no panic"))?;
-    for (name, var) in vars {
+    Ok((named, vars, loss))
+}
+
+fn of_variables(vars: &BTreeMap<String, Var>, store: &GradStore) -> Result<Named> {
+    let gradient = |(name, var): (&String, &Var)| {
         // No entry is a gradient of zero.
-        let [gradient, again] =
-            [&store, &again].map(|store| store.get(&var).map_or_else(|| var.zeros_like(), |found| Ok(found.clone())));
-        let (gradient, again) = (gradient?, again?);
-        if (gradient.dims(), gradient.dtype()) != (var.dims(), var.dtype()) || bits(&gradient) != bits(&again) {
-            bail!("the gradient of {name} is {gradient:?} of {var:?}, and once more, on another thread, {again:?}");
+        let gradient = store.get(var).map_or_else(|| var.zeros_like(), |found| Ok(found.clone()))?;
+        if (gradient.dims(), gradient.dtype()) != (var.dims(), var.dtype()) {
+            bail!("the gradient of {name} is {gradient:?} of {var:?}");
         }
-        named.insert(name, gradient);
-    }
-    Ok(named)
+        Ok((name.clone(), gradient))
+    };
+    vars.iter().map(gradient).collect()
 }
 
 /// What was found is what is expected; `most` says how far an entry may be off, by the name and the largest number.
@@ -108,7 +136,7 @@ pub fn has_slopes<O: Exact>(call: &O, way: &O::Way, tolerance: f64, probes: usiz
     // Its own error is about the square of this times a third derivative, and rounding adds the last digit of the loss
     // over the step.
     const STEP: f64 = 1e-5;
-    let (gradients, mut moved) = (backward(call, way, |_| true)?, call.clone());
+    let (gradients, mut moved) = (backward_twice(call, way, |_| true)?, call.clone());
     for buffer in 0..moved.buffers().len() {
         let name = moved.buffers()[buffer].0.clone();
         let gradient = values(&gradients[&name]);
@@ -143,7 +171,7 @@ pub fn is_tracked_alone<O: Operation>(call: &O, way: &O::Way, [of_result, of_gra
         true => of_result * largest.max(1.0),
         false => of_gradient * largest.max(1.0),
     };
-    let all = backward(call, way, |_| true)?;
+    let all = backward_twice(call, way, |_| true)?;
     are_near(&backward(call, way, |_| false)?, &all, most)?;
     all.keys().filter(|name| !name.starts_with("result ")).try_for_each(|name| {
         let alone = backward(call, way, |other| other == name)?;
@@ -162,9 +190,8 @@ pub fn is_the_same_in<O: Operation>(
     way: &O::Way,
     is_tracked: impl Fn(&str) -> bool + Sync,
 ) -> Result<()> {
-    let run = |pool: &ThreadPool| pool.install(|| backward(call, way, &is_tracked));
-    let first = run(&pools[0])?;
-    pools[1..].iter().try_for_each(|pool| are_same(&run(pool)?, &first))
+    let first = pools[0].install(|| backward_twice(call, way, &is_tracked))?;
+    pools[1..].iter().try_for_each(|pool| are_same(&pool.install(|| backward(call, way, &is_tracked))?, &first))
 }
 
 /// What is no number reaches what it takes part in and nothing else: results are near the exact ones, as `check` says,

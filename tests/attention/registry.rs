@@ -4,10 +4,10 @@ use candle_attention::GateActivation::{Sigmoid, Softplus};
 use candle_attention::QkNormKind::{Layer as LayerNorm, LayerNoBias, Rms, RmsNoWeight, RmsPlusOne};
 use candle_attention::QkNormScope::{PerHead, PerHeadWeights, Projection};
 use candle_attention::{
-    AlibiConfig, AttentionInput, AttentionStatistics, ContextNorm, GatePlace, GateScope, LayerOutput,
-    MultiHeadAttention, MultiHeadAttentionConfig as Config, MultiHeadLatentAttention,
-    MultiHeadLatentAttentionConfig as LatentConfig, OutputGate, QkNorm, QueryScaling, RelativeBias, RopeConfig,
-    RopeStyle, StatisticsOptions,
+    AlibiConfig, AttentionInput, AttentionStatistics, ContentPositions, ContextNorm, DisentangledConfig, GatePlace,
+    GateScope, LayerOutput, MultiHeadAttention, MultiHeadAttentionConfig as Config, MultiHeadLatentAttention,
+    MultiHeadLatentAttentionConfig as LatentConfig, OutputGate, QkNorm, QueryScaling, RelativeBias, RelativeBiasConfig,
+    RelativeEmbeddings, RopeConfig, RopeStyle, StatisticsOptions,
 };
 use candle_core::{DType, Device, ModuleT, Result, Tensor};
 use candle_nn::{VarBuilder, VarMap};
@@ -85,17 +85,11 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// With a relative bias where the config has one.
     pub fn layer(&self, vb: VarBuilder) -> Result<Box<dyn Layer>> {
-        let cfg = match self {
-            Self::Latent(cfg) => return Ok(Box::new(MultiHeadLatentAttention::new(cfg, vb)?)),
-            Self::MultiHead(cfg) => cfg,
-        };
-        let layer = MultiHeadAttention::new(cfg, vb.clone())?;
-        Ok(Box::new(match cfg.relative_bias() {
-            Some(buckets) => layer.with_relative_bias(RelativeBias::new(buckets, cfg.num_heads(), vb)?)?,
-            None => layer,
-        }))
+        Ok(match self {
+            Self::Latent(cfg) => Box::new(MultiHeadLatentAttention::new(cfg, vb)?),
+            Self::MultiHead(cfg) => Box::new(multi_head_layer(cfg, vb)?),
+        })
     }
 
     /// Random numbers for every parameter that a layer asks for.
@@ -107,13 +101,44 @@ impl Kind {
 
     /// Over plain tensors.
     pub fn of_parameters(&self, parameters: &Parameters, dtype: DType, device: &Device) -> Result<Box<dyn Layer>> {
-        self.layer(VarBuilder::from_tensors(tensors(parameters, dtype, device)?, dtype, device))
+        self.of_leaves(parameters, (dtype, device), &mut |_, tensor| Ok(tensor))
+    }
+
+    /// Over what `leaf` makes of each parameter, a variable say.
+    pub fn of_leaves(
+        &self,
+        parameters: &Parameters,
+        (dtype, device): (DType, &Device),
+        leaf: &mut dyn FnMut(&str, Tensor) -> Result<Tensor>,
+    ) -> Result<Box<dyn Layer>> {
+        let tensors = tensors(parameters, dtype, device)?.into_iter();
+        let leaves = tensors.map(|(name, tensor)| Ok((name.clone(), leaf(&name, tensor)?))).collect::<Result<_>>()?;
+        self.layer(VarBuilder::from_tensors(leaves, dtype, device))
     }
 
     pub fn by_hand(&self, parameters: &Parameters, input: &Input) -> Output {
         match self {
             Self::MultiHead(cfg) => by_hand::forward(cfg, parameters, input),
             Self::Latent(cfg) => by_hand::forward_latent(cfg, parameters, input),
+        }
+    }
+
+    /// Whether plain loops have its numbers.
+    pub fn has_loops(&self) -> bool {
+        match self {
+            Self::MultiHead(cfg) => cfg.relative_bias().is_none() && cfg.content_positions().is_none(),
+            Self::Latent(_) => true,
+        }
+    }
+
+    /// The tokens that a grid or a window has.
+    pub fn tokens(&self) -> Option<usize> {
+        let Self::MultiHead(cfg) = self else { return None };
+        match cfg.content_positions()? {
+            ContentPositions::Grid { height, width }
+            | ContentPositions::Window { height, width }
+            | ContentPositions::CosineWindow { height, width, .. } => Some(height * width),
+            _ => None,
         }
     }
 
@@ -162,6 +187,54 @@ impl Kind {
         };
         Input { queries, keys, values, mask }
     }
+}
+
+/// With what its relative positions need.
+pub fn multi_head_layer(cfg: &Config, vb: VarBuilder) -> Result<MultiHeadAttention> {
+    let layer = MultiHeadAttention::new(cfg, vb.clone())?;
+    match (cfg.relative_bias(), cfg.content_positions()) {
+        (Some(buckets), _) => layer.with_relative_bias(RelativeBias::new(buckets, cfg.num_heads(), vb)?),
+        (_, Some(ContentPositions::Disentangled(positions))) => {
+            layer.with_relative_embeddings(RelativeEmbeddings::new(positions, cfg.embed_dim(), vb)?)
+        }
+        _ => Ok(layer),
+    }
+}
+
+/// Biases of relative positions, which plain loops do not have.
+pub fn relative() -> [(&'static str, Kind); 2] {
+    let buckets = RelativeBiasConfig::new(true).with_num_buckets(8).with_max_distance(6);
+    let relative = Config::new(12, 4).with_relative_bias(buckets).with_sinks(true);
+    let crossed = relative.clone().with_key_size(7);
+    [("relative bias", Kind::MultiHead(relative)), ("crossed relative bias", Kind::MultiHead(crossed))]
+}
+
+/// Every kind of relative positions by content, in layers of grouped heads where they may be. Plain loops have none.
+pub fn content() -> Vec<Config> {
+    let (height, width) = (3, 5);
+    let buckets = || DisentangledConfig::new(9).with_num_buckets(6);
+    let disentangled = [
+        DisentangledConfig::new(8),
+        buckets().with_terms(true, false),
+        buckets().with_terms(false, true).with_layer_norm(1e-5),
+        buckets().with_shared_projections(true).with_layer_norm(1e-5),
+    ];
+    let disentangled = disentangled.map(|positions| {
+        let scale = 1.0 / ((6 * positions.num_terms()) as f64).sqrt();
+        let positions = ContentPositions::Disentangled(positions);
+        Config::new(24, 4).with_bias(true).with_scale(scale).with_content_positions(positions)
+    });
+    let others = [
+        ContentPositions::Grid { height, width },
+        ContentPositions::TransformerXl,
+        ContentPositions::Clipped { left: 4, right: 2 },
+        ContentPositions::Window { height, width },
+        ContentPositions::CosineWindow { height, width, trained: None },
+        ContentPositions::CosineWindow { height, width, trained: Some([6, 4]) },
+    ];
+    let grouped = || Config::new(24, 4).with_num_kv_heads(2).with_bias(true);
+    let others = others.map(|positions| grouped().with_content_positions(positions));
+    others.into_iter().chain(disentangled).collect()
 }
 
 /// A layer of latents with small, uneven widths.

@@ -106,19 +106,19 @@ fn whatever_is_tracked_has_the_gradient_of_f64() -> Result<()> {
 /// Beside random ones a large one, whose rows and columns are all split.
 #[test]
 fn random_projections_keep_their_bits_in_pools_of_any_size() {
-    let pools: Vec<_> = [1, 2, 3, 7].into_iter().map(pool).collect();
+    let pools: Vec<_> = [1, 3, 7].into_iter().map(pool).collect();
     let check = |product: &Product, tracked: &[&str]| {
         let call = Projection::of(product.case());
         let own = |tier| is_the_same_in(&pools, &call, &Some(tier), |name| tracked.contains(&name));
         Tier::available().into_iter().try_for_each(own)
     };
-    for_all(24, products(), |mut product| {
-        (product.inputs, product.outputs) = (1500 + product.inputs, 600 + product.outputs);
+    for_all(10, products(), |mut product| {
+        (product.inputs, product.outputs) = (800 + product.inputs, 400 + product.outputs);
         product.rows = product.rows.min(9);
         check(&product, TRACKED[1])
     });
     for types in TYPES {
-        check(&Product::plain(types, 1200, (130, 200)), TRACKED[0]).expect("the same bits");
+        check(&Product::plain(types, 500, (130, 200)), TRACKED[0]).expect("the same bits");
     }
 }
 

@@ -2,80 +2,31 @@
 
 use std::sync::Arc;
 
+use crate::registry::{Kind, content, multi_head_layer};
 use crate::*;
 
 const HEADS: usize = 4;
-const HEIGHT: usize = 3;
-const WIDTH: usize = 5;
 
-fn grouped() -> Config {
-    Config::new(24, HEADS).with_num_kv_heads(2).with_bias(true)
+/// Small numbers for every parameter, by name.
+fn weights(cfg: &Config) -> Result<Tensors> {
+    let of = Kind::MultiHead(cfg.clone()).parameters(3).into_iter();
+    of.map(|(name, numbers)| Ok((name, (numbers.tensor(DType::F32, &CPU)? * 0.6)?))).collect()
 }
 
-/// Every kind of terms, in layers of grouped heads where they may be.
-fn kinds() -> Vec<Config> {
-    let buckets = || DisentangledConfig::new(9).with_num_buckets(6);
-    let disentangled = [
-        DisentangledConfig::new(8),
-        buckets().with_terms(true, false),
-        buckets().with_terms(false, true).with_layer_norm(1e-5),
-        buckets().with_shared_projections(true).with_layer_norm(1e-5),
-    ];
-    let disentangled = disentangled.map(|positions| {
-        let scale = 1.0 / ((6 * positions.num_terms()) as f64).sqrt();
-        let positions = ContentPositions::Disentangled(positions);
-        Config::new(24, HEADS).with_bias(true).with_scale(scale).with_content_positions(positions)
-    });
-    let cosine = |trained| ContentPositions::CosineWindow { height: HEIGHT, width: WIDTH, trained };
-    let others = [
-        ContentPositions::Grid { height: HEIGHT, width: WIDTH },
-        ContentPositions::TransformerXl,
-        ContentPositions::Clipped { left: 4, right: 2 },
-        ContentPositions::Window { height: HEIGHT, width: WIDTH },
-        cosine(None),
-        cosine(Some([6, 4])),
-    ];
-    let others = others.map(|positions| grouped().with_content_positions(positions));
-    others.into_iter().chain(disentangled).collect()
+fn layer(cfg: &Config, weights: &Tensors, dtype: DType) -> Result<MultiHeadAttention> {
+    multi_head_layer(cfg, VarBuilder::from_tensors(weights.clone(), dtype, &CPU))
 }
 
-/// The tokens that a grid or a window has, if a layer is of one.
 fn tokens(cfg: &Config) -> usize {
-    match cfg.content_positions().expect("terms") {
-        ContentPositions::TransformerXl | ContentPositions::Clipped { .. } | ContentPositions::Disentangled(_) => 17,
-        _ => HEIGHT * WIDTH,
-    }
-}
-
-fn layer(cfg: &Config, vb: VarBuilder) -> Result<MultiHeadAttention> {
-    let layer = MultiHeadAttention::new(cfg, vb.clone())?;
-    match cfg.content_positions() {
-        Some(ContentPositions::Disentangled(positions)) => {
-            layer.with_relative_embeddings(RelativeEmbeddings::new(positions, 24, vb)?)
-        }
-        _ => Ok(layer),
-    }
-}
-
-/// Parameters that are not zero at first.
-fn variables(cfg: &Config) -> Result<VarMap> {
-    let variables = VarMap::new();
-    layer(cfg, VarBuilder::from_varmap(&variables, DType::F32, &CPU))?;
-    variables.all_vars().iter().try_for_each(|var| var.set(&(random(var.shape())? * 0.4)?))?;
-    Ok(variables)
-}
-
-fn plain(variables: &VarMap, dtype: DType) -> Result<VarBuilder<'static>> {
-    let cast = |(name, var): (String, Var)| Ok((name, var.as_detached_tensor().to_dtype(dtype)?));
-    Ok(VarBuilder::from_tensors(named(variables).into_iter().map(cast).collect::<Result<_>>()?, dtype, &CPU))
+    Kind::MultiHead(cfg.clone()).tokens().unwrap_or(17)
 }
 
 /// tests/hf has transformers' numbers of each kind, in f32 on both paths.
 #[test]
 fn every_path_and_dtype_gives_the_numbers_of_the_reference_path_in_f64() -> Result<()> {
-    for cfg in kinds() {
-        let (variables, t) = (variables(&cfg)?, tokens(&cfg));
-        let exact = layer(&cfg, plain(&variables, DType::F64)?)?;
+    for cfg in content() {
+        let (weights, t) = (weights(&cfg)?, tokens(&cfg));
+        let exact = layer(&cfg, &weights, DType::F64)?;
         let keep = Tensor::rand(0f32, 1.0, (2, HEADS, t, t), &CPU)?.ge(0.2)?;
         let masks = [
             (1, AttentionMask::none()),
@@ -87,7 +38,7 @@ fn every_path_and_dtype_gives_the_numbers_of_the_reference_path_in_f64() -> Resu
             let xs = random((b, t, 24))?.to_dtype(DType::F64)?;
             let expected = exact.forward_with(AttentionInput::new(&xs).with_mask(&mask))?;
             for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::BF16, 0.06), (DType::F16, 0.008)] {
-                let (layer, xs) = (layer(&cfg, plain(&variables, dtype)?)?, xs.to_dtype(dtype)?);
+                let (layer, xs) = (layer(&cfg, &weights, dtype)?, xs.to_dtype(dtype)?);
                 let near = |ys: &Tensor, how: &str| {
                     let error = relative_error(ys, &expected);
                     assert!(error < tolerance, "{cfg:?}, {dtype:?}, {how}: off by {error:e}");
@@ -108,7 +59,7 @@ fn every_path_and_dtype_gives_the_numbers_of_the_reference_path_in_f64() -> Resu
 /// Heads of a group read one key head, and a term that is absent is one whose projection is zero.
 #[test]
 fn groups_and_single_terms_are_those_of_whole_layers() -> Result<()> {
-    for cfg in kinds() {
+    for cfg in content() {
         let whole = match cfg.content_positions() {
             Some(ContentPositions::Disentangled(positions)) => {
                 let both = ContentPositions::Disentangled(positions.clone().with_terms(true, true));
@@ -116,77 +67,49 @@ fn groups_and_single_terms_are_those_of_whole_layers() -> Result<()> {
             }
             _ => cfg.clone().with_num_kv_heads(HEADS),
         };
-        let (own, mut all) = (named(&variables(&cfg)?), Tensors::new());
-        for (name, var) in named(&variables(&whole)?) {
-            let tensor = match own.get(&name).map(Var::as_detached_tensor) {
-                Some(tensor) if tensor.dims() == var.dims() => tensor,
+        let (own, mut all) = (weights(&cfg)?, Tensors::new());
+        for (name, other) in weights(&whole)? {
+            let tensor = match own.get(&name) {
+                Some(tensor) if tensor.dims() == other.dims() => tensor.clone(),
                 Some(tensor) => {
                     let heads: Vec<_> = tensor.chunk(2, 0)?.into_iter().flat_map(|head| [head.clone(), head]).collect();
                     Tensor::cat(&heads, 0)?
                 }
-                None => var.zeros_like()?,
+                None => other.zeros_like()?,
             };
             all.insert(name, tensor);
         }
-        let own = own.into_iter().map(|(name, var)| (name, var.as_detached_tensor())).collect();
         let xs = random((2, tokens(&cfg), 24))?;
         let [found, expected] =
-            [layer(&cfg, builder(own))?, layer(&whole, builder(all))?].map(|layer| layer.forward(&xs));
+            [layer(&cfg, &own, DType::F32)?, layer(&whole, &all, DType::F32)?].map(|layer| layer.forward(&xs));
         assert!(relative_error(&found?, &expected?) < 1e-5, "{cfg:?}");
     }
     Ok(())
 }
 
-/// Gradients are slopes. A step later the layer has what its variables hold then, a frozen one what they held, and what
-/// that saves is the layer again.
+/// A step later the layer has what its variables hold then, a frozen one what they held, and what that saves is the
+/// layer again.
 #[test]
 fn parameters_of_terms_are_trained_frozen_and_saved() -> Result<()> {
-    for cfg in kinds() {
-        let (variables, exact) = (variables(&cfg)?, VarMap::new());
-        for (name, var) in named(&variables) {
-            let wide = Var::from_tensor(&var.as_detached_tensor().to_dtype(DType::F64)?)?;
-            exact.data().lock().expect("one thread").insert(name, wide);
+    for cfg in content() {
+        let (vars, xs) = (VarMap::new(), random((2, tokens(&cfg), 24))?);
+        for (name, weight) in weights(&cfg)? {
+            vars.data().lock().expect("one thread").insert(name, Var::from_tensor(&weight)?);
         }
-        let of = |vars: &VarMap, dtype| layer(&cfg, VarBuilder::from_varmap(vars, dtype, &CPU));
-        let (layer_of_f64, learning) = (of(&exact, DType::F64)?, of(&variables, DType::F32)?);
-        let (xs, weights) = (random((2, tokens(&cfg), 24))?, random((2, tokens(&cfg), 24))?);
-        let loss = |layer: &MultiHeadAttention, dtype| {
-            layer.forward(&xs.to_dtype(dtype)?)?.mul(&weights.to_dtype(dtype)?)?.sum_all()
-        };
-        let slopes = loss(&layer_of_f64, DType::F64)?.backward()?;
-        let found = loss(&learning, DType::F32)?.backward()?;
-        let slopes_of = |var: &Var| values(slopes.get(var).expect("a gradient"));
-        let largest = exact.all_vars().iter().flat_map(slopes_of).fold(0f64, |most, x| most.max(x.abs()));
-        for (name, var) in named(&exact) {
-            let own = slopes_of(&var);
-            let gradient = found.get(&named(&variables)[&name]).expect("a gradient").clone();
-            let error = values(&gradient).iter().zip(&own).fold(0f64, |most, (a, b)| most.max((a - b).abs()));
-            assert!(error < 1e-5 * largest, "{cfg:?}, {name}: off by {error:e}");
-            let n = (0..own.len()).max_by(|&a, &b| own[a].abs().total_cmp(&own[b].abs())).expect("an entry");
-            let (before, mut step) = (var.as_detached_tensor().copy()?, vec![0.0; own.len()]);
-            step[n] = 1e-5;
-            let step = Tensor::from_vec(step, before.shape(), &CPU)?;
-            let at = |place: Tensor| {
-                var.set(&place)?;
-                loss(&layer_of_f64, DType::F64)?.to_scalar::<f64>()
-            };
-            let difference = (at((&before + &step)?)? - at((&before - &step)?)?) / 2e-5;
-            var.set(&before)?;
-            assert!((own[n] - difference).abs() < 1e-6 * largest, "{cfg:?}, {name}: {} and {difference}", own[n]);
-        }
-
+        let held =
+            || named(&vars).into_iter().map(|(name, var)| (name, var.as_tensor().copy().expect("memory").detach()));
+        let learning = multi_head_layer(&cfg, VarBuilder::from_varmap(&vars, DType::F32, &CPU))?;
         let (frozen, before) = (learning.freeze()?, learning.forward(&xs)?);
         let mut saved: Tensors = frozen.state_dict(WeightLayout::Canonical)?.into_iter().collect();
-        let of_stack = |name: &str| name.starts_with("rel_embeddings") || name.starts_with("LayerNorm");
-        let shared = named(&variables).into_iter().filter(|(name, _)| of_stack(name));
-        saved.extend(shared.map(|(name, var)| (name, var.as_tensor().copy().expect("memory").detach())));
-        for var in variables.all_vars() {
+        saved.extend(held().filter(|(name, _)| name.starts_with("rel_embeddings") || name.starts_with("LayerNorm")));
+        for var in vars.all_vars() {
             var.set(&(var.as_tensor() * 1.5)?)?;
         }
-        let after = layer(&cfg, plain(&variables, DType::F32)?)?.forward(&xs)?;
+        let after = layer(&cfg, &held().collect(), DType::F32)?.forward(&xs)?;
         assert!(relative_error(&learning.forward(&xs)?, &after) < 1e-5, "{cfg:?}");
         assert!(relative_error(&frozen.forward(&xs)?, &before) < 1e-5, "{cfg:?} frozen");
-        assert_eq!(values(&layer(&cfg, builder(saved))?.forward(&xs)?), values(&frozen.forward(&xs)?), "{cfg:?} saved");
+        let again = layer(&cfg, &saved, DType::F32)?.forward(&xs)?;
+        assert_eq!(values(&again), values(&frozen.forward(&xs)?), "{cfg:?} saved");
     }
     Ok(())
 }
@@ -231,8 +154,8 @@ fn windows_are_parts_of_an_image_and_come_together_again() -> Result<()> {
 /// So many tokens that each head has a bias of its own, and one call after the other of another length.
 #[test]
 fn heads_that_are_attended_to_one_by_one_give_the_numbers_of_all() -> Result<()> {
-    let cfg = grouped().with_content_positions(ContentPositions::TransformerXl).with_sinks(true);
-    let layer = layer(&cfg, plain(&variables(&cfg)?, DType::F32)?)?;
+    let cfg = content()[1].clone().with_sinks(true);
+    let layer = layer(&cfg, &weights(&cfg)?, DType::F32)?;
     for (b, t) in [(2, 1030), (1, 5), (3, 7)] {
         let xs = random((b, t, 24))?;
         let mask = AttentionMask::none().with_bias(&random((HEADS, 1, t))?);
@@ -249,9 +172,9 @@ fn heads_that_are_attended_to_one_by_one_give_the_numbers_of_all() -> Result<()>
 /// adapter that changes has new ones.
 #[test]
 fn vectors_of_distances_follow_the_modules_of_a_clone() -> Result<()> {
-    let cfg = kinds().pop().expect("shared projections");
-    let variables = variables(&cfg)?;
-    let frozen = || layer(&cfg, plain(&variables, DType::F32)?);
+    let cfg = content().pop().expect("shared projections");
+    let own = weights(&cfg)?;
+    let frozen = || layer(&cfg, &own, DType::F32);
     let (xs, weights) = (random((2, 7, 24))?, random((2, 7, 24))?);
     for (place, is_trained) in
         [ProjectionPlace::Query, ProjectionPlace::Key].into_iter().flat_map(|place| [(place, false), (place, true)])
@@ -287,19 +210,17 @@ fn vectors_of_distances_follow_the_modules_of_a_clone() -> Result<()> {
 /// Factors end at 100, and tokens of zeros have a cosine of zero.
 #[test]
 fn cosine_scores_are_bounded() -> Result<()> {
-    let positions = ContentPositions::CosineWindow { height: HEIGHT, width: WIDTH, trained: None };
-    let cfg = grouped().with_content_positions(positions);
-    let variables = variables(&cfg)?;
-    let xs = random((2, HEIGHT * WIDTH, 24))?;
-    let forward = || layer(&cfg, plain(&variables, DType::F32)?)?.forward(&xs);
-    let with = |logit: f64| {
-        named(&variables)["logit_scale"].set(&Tensor::full(logit as f32, (HEADS, 1, 1), &CPU)?)?;
-        forward()
+    let cfg = content()[4].clone();
+    let (mut weights, xs) = (weights(&cfg)?, random((2, tokens(&cfg), 24))?);
+    let mut with = |logit: f64| {
+        weights.insert("logit_scale".into(), Tensor::full(logit as f32, (HEADS, 1, 1), &CPU)?);
+        layer(&cfg, &weights, DType::F32)?.forward(&xs)
     };
     let most = with(100f64.ln())?;
     assert_eq!(values(&with(7.0)?), values(&most));
     assert!(max_error(&with(4.0)?, &most) > 1e-3);
-    variables.all_vars().iter().try_for_each(|var| var.set(&var.zeros_like()?))?;
-    assert!(values(&forward()?).iter().all(|&y| y == 0.0));
+    let zeros = weights.iter().map(|(name, weight)| Ok((name.clone(), weight.zeros_like()?)));
+    let of_zeros = layer(&cfg, &zeros.collect::<Result<_>>()?, DType::F32)?.forward(&xs)?;
+    assert!(values(&of_zeros).iter().all(|&y| y == 0.0));
     Ok(())
 }

@@ -219,6 +219,12 @@ pub fn round(value: f64, dtype: DType) -> f64 {
     }
 }
 
+/// Of the bits of numbers, each times an odd number of its own.
+pub fn checksum(numbers: &[f32]) -> u64 {
+    let terms = numbers.iter().zip(0u64..).map(|(x, n)| u64::from(x.to_bits()).wrapping_mul(2 * n + 1));
+    terms.fold(0, u64::wrapping_add)
+}
+
 /// SplitMix64 (Steele et al., 2014): numbers from a seed, the same everywhere.
 pub struct Random(u64);
 
