@@ -17,7 +17,7 @@ crate::on_each_device!(
 /// among the draws.
 fn random_calls_give_the_oracles_numbers(device: &Device) {
     let drawn = RefCell::new(BTreeSet::new());
-    for_all(6_000, recipes(dtypes(device)), |recipe| {
+    for_all(4_500, recipes(dtypes(device)), |recipe| {
         let (kinds, mut drawn) = (recipe.masks.concat(), drawn.borrow_mut());
         drawn.insert(format!("{:?}, {:?}", recipe.chosen, recipe.dtype));
         for (n, first) in kinds.iter().enumerate() {

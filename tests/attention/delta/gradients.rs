@@ -50,7 +50,7 @@ fn kernels_have_the_gradients_of_the_reference_path() -> Result<()> {
                 let expected = backward(&call, &paths[0], |_| true)?;
                 let check = |path: &(bool, DeltaOptions)| -> Result<()> {
                     are_near(&backward(&call, path, |_| true)?, &expected, |_, largest| tolerance * largest)?;
-                    if n % 6 > 0 {
+                    if n % 6 > 0 || only.is_some() {
                         return Ok(());
                     }
                     is_tracked_alone(&call, path, [0.0; 2])?;
