@@ -27,7 +27,6 @@ mod devices;
 mod extremes;
 mod files;
 mod function;
-mod fuzz;
 mod gguf;
 mod hf;
 mod layer;
