@@ -10,9 +10,9 @@ use crate::common::{error_text, models};
 use crate::{CPU, assert_same_tensors, invented};
 
 /// A folder with a layer in one of the layouts: name, config of the folder, config of the layer, layout.
-pub type Folder = (String, serde_json::Value, MultiHeadAttentionConfig, WeightLayout);
+type Folder = (String, serde_json::Value, MultiHeadAttentionConfig, WeightLayout);
 
-pub fn folders() -> Vec<Folder> {
+fn folders() -> Vec<Folder> {
     let mut folders = Vec::new();
     for entry in std::fs::read_dir(models()).expect("models/ can be listed") {
         let path = entry.expect("models/ can be listed").path();
@@ -29,7 +29,7 @@ pub fn folders() -> Vec<Folder> {
 }
 
 /// The tensors of a folder's layer, without those of the embedding in front of it.
-pub fn layer_tensors(name: &str) -> Result<Option<HashMap<String, Tensor>>> {
+fn layer_tensors(name: &str) -> Result<Option<HashMap<String, Tensor>>> {
     let file = models().join(name).join("model.safetensors");
     if !file.is_file() {
         return Ok(None);

@@ -1,15 +1,14 @@
-//! PyTorch's seeded initialisation, drawn through the layer.
-
-use std::collections::HashMap;
+//! PyTorch's seeded initialisation, drawn through the layers.
 
 use candle_attention::init::TorchSeed;
 use candle_attention::text::{EmbeddingConfig, EmbeddingLayer};
-use candle_attention::{AdditiveAttention, AdditiveAttentionConfig, MultiHeadAttention};
+use candle_attention::{AdditiveAttention, AdditiveAttentionConfig, MultiHeadAttention, WeightLayout};
 use candle_core::{DType, Result, Tensor};
+use candle_nn::VarBuilder;
+use serde_json::Value;
 use sha2::{Digest, Sha256};
 
-use crate::common::models;
-use crate::folders::{folders, layer_tensors};
+use crate::common::{Golden, models, systems};
 use crate::{CPU, assert_same_tensors};
 
 /// SHA-256 of the elements in row-major order as little-endian f32.
@@ -19,54 +18,51 @@ fn sha256(tensor: &Tensor) -> Result<String> {
     Ok(Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
-#[test]
-fn every_seeded_folder_is_drawn_to_the_bit() -> Result<()> {
-    let mut drawn = Vec::new();
-    for (name, config, cfg, layout) in folders() {
-        let Some(seed) = config["manual_seed"].as_u64() else { continue };
-        let vb = TorchSeed::new(seed).var_builder(DType::F32, &CPU);
-        // Systems that start from ids draw their embedding first.
-        let mut got = Vec::new();
-        if let Some(table) = config["embedding"].as_object() {
-            let size = |key: &str| table[key].as_u64().expect("a size") as usize;
-            let embedding =
-                EmbeddingLayer::new(&EmbeddingConfig::new(size("vocab_size"), size("embed_dim")), vb.clone())?;
-            got.push(("embedding.weight".to_string(), embedding.embeddings().clone()));
+/// The parameters of a system, in the order in which it draws them.
+fn draw(config: &Value, vb: VarBuilder) -> Result<Vec<(String, Tensor)>> {
+    let embedding = |table: &Value| {
+        let size = |key: &str| table[key].as_u64().expect("a size") as usize;
+        let cfg = EmbeddingConfig::new(size("vocab_size"), size("embed_dim"));
+        EmbeddingLayer::new(&cfg, vb.clone()).map(|layer| ("embedding.weight".to_string(), layer.embeddings().clone()))
+    };
+    match config["layout"].as_str().expect("a layout") {
+        "embedding" => embedding(&config["layer"]).map(|table| vec![table]),
+        "additive" => {
+            let cfg: AdditiveAttentionConfig = serde_json::from_value(config["layer"].clone()).expect("a config");
+            AdditiveAttention::new(&cfg, vb.clone())?;
+            let names = config["parameters"].as_object().expect("parameters").keys();
+            names.map(|name| Ok((name.clone(), vb.get_unchecked(name)?))).collect()
         }
-        got.extend(MultiHeadAttention::load(&cfg, layout, vb)?.state_dict(layout)?);
+        layout => {
+            let layout: WeightLayout = layout.parse()?;
+            let cfg = serde_json::from_value(config["layer"].clone()).expect("a config");
+            // Systems that start from ids draw their embedding first.
+            let table = Some(&config["embedding"]).filter(|table| table.is_object()).map(embedding).transpose()?;
+            let layer = MultiHeadAttention::load(&cfg, layout, vb.clone())?.state_dict(layout)?;
+            Ok(table.into_iter().chain(layer).collect())
+        }
+    }
+}
+
+#[test]
+fn every_seeded_system_is_drawn_to_the_bit() -> Result<()> {
+    let mut drawn = Vec::new();
+    for name in systems() {
+        let config = Golden::open_config(&name);
+        let (Some(_), Some(seed)) = (config.get("draw_order"), config["manual_seed"].as_u64()) else { continue };
+        let got = draw(&config, TorchSeed::new(seed).var_builder(DType::F32, &CPU))?;
         for (parameter, facts) in config["parameters"].as_object().expect("parameters") {
             let (_, tensor) =
                 got.iter().find(|(name, _)| name == parameter).unwrap_or_else(|| panic!("{name} has no {parameter}"));
             assert_eq!(serde_json::json!(tensor.dims()), facts["shape"], "{name}, {parameter}");
             assert_eq!(sha256(tensor)?, facts["sha256_f32_le"], "{name}, {parameter}");
         }
-        if let Some(expected) = layer_tensors(&name)? {
-            let layer: Vec<_> = got.into_iter().filter(|(name, _)| name != "embedding.weight").collect();
-            assert_same_tensors(&layer, &expected, &name);
+        let file = models().join(&name).join("model.safetensors");
+        if file.exists() {
+            assert_same_tensors(&got, &candle_core::safetensors::load(file, &CPU)?, &name);
         }
         drawn.push(name);
     }
-    println!("{} folders: {}", drawn.len(), drawn.join(", "));
-    assert!(
-        drawn.iter().any(|name| name == "torch_mha") && drawn.iter().any(|name| name == "frontend_1536"),
-        "{drawn:?}"
-    );
-    assert!(drawn.len() >= 15, "{drawn:?}");
-    Ok(())
-}
-
-#[test]
-fn additive_attention_is_drawn_to_the_bit() -> Result<()> {
-    let text = std::fs::read_to_string(models().join("d2l_additive/config.json"))?;
-    let config: serde_json::Value = serde_json::from_str(&text).map_err(candle_core::Error::wrap)?;
-    let Some(seed) = config["manual_seed"].as_u64() else { panic!("d2l_additive has a seed") };
-    let cfg: AdditiveAttentionConfig =
-        serde_json::from_value(config["layer"].clone()).map_err(candle_core::Error::wrap)?;
-    let vb = TorchSeed::new(seed).var_builder(DType::F32, &CPU);
-    AdditiveAttention::new(&cfg, vb.clone())?;
-    let expected: HashMap<_, _> =
-        candle_core::safetensors::load(models().join("d2l_additive/model.safetensors"), &CPU)?;
-    let got = expected.keys().map(|name| Ok((name.clone(), vb.get_unchecked(name)?))).collect::<Result<Vec<_>>>()?;
-    assert_same_tensors(&got, &expected, "d2l_additive");
+    assert!(drawn.len() >= 23, "{drawn:?}");
     Ok(())
 }

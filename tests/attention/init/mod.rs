@@ -1,8 +1,7 @@
-//! `TorchSeed` against PyTorch 2.15: the golden systems below `models/`, and literals with the snippet that made them.
+//! `TorchSeed` against PyTorch 2.15: literals with the snippet that made them. `tests/weights` draws whole layers.
 
 mod backend;
 mod draws;
-mod golden;
 
 use candle_nn::Init;
 use sha2::{Digest, Sha256};
