@@ -4,7 +4,7 @@ use candle_nn::Init;
 use candle_nn::init::{DEFAULT_KAIMING_NORMAL, DEFAULT_KAIMING_UNIFORM, FanInOut, NonLinearity, NormalOrUniform};
 use candle_nn::var_builder::SimpleBackend;
 
-use super::{STANDARD_NORMAL, message, sha256};
+use super::{STANDARD_NORMAL, sha256};
 use crate::*;
 
 #[test]
@@ -78,7 +78,7 @@ fn parameters_come_in_the_builders_dtype() -> Result<()> {
         assert_eq!(difference.abs()?.sum_all()?.to_scalar::<f64>()?, 0.0, "{dtype:?}");
     }
     let vb = TorchSeed::new(1).var_builder(DType::U8, &CPU);
-    let error = message(vb.get_with_hints(4, "w", STANDARD_NORMAL));
+    let error = error_text(vb.get_with_hints(4, "w", STANDARD_NORMAL));
     assert!(error.contains("[torch_seed] parameter `w`") && error.contains("U8"), "{error}");
     Ok(())
 }
@@ -87,7 +87,7 @@ fn parameters_come_in_the_builders_dtype() -> Result<()> {
 fn another_shape_for_the_same_name_is_an_error_with_both_shapes() -> Result<()> {
     let vb = TorchSeed::new(1).var_builder(DType::F32, &CPU);
     vb.pp("a").get_with_hints((2, 3), "w", STANDARD_NORMAL)?;
-    let error = message(vb.pp("a").get_with_hints((3, 2), "w", STANDARD_NORMAL));
+    let error = error_text(vb.pp("a").get_with_hints((3, 2), "w", STANDARD_NORMAL));
     for part in ["[torch_seed]", "`a.w`", "[2, 3]", "[3, 2]"] {
         assert!(error.contains(part), "{error}");
     }
@@ -99,7 +99,7 @@ fn only_drawn_names_are_contained_and_can_do_without_a_shape() -> Result<()> {
     let seed = TorchSeed::new(1);
     let vb = seed.var_builder(DType::F64, &CPU);
     assert!(!vb.contains_tensor("w"));
-    let error = message(vb.get_unchecked("w"));
+    let error = error_text(vb.get_unchecked("w"));
     assert!(error.contains("[torch_seed] parameter `w`") && error.contains("shape"), "{error}");
 
     let drawn = vb.get_with_hints(3, "w", STANDARD_NORMAL)?;
@@ -128,7 +128,7 @@ fn what_pytorch_refuses_is_an_error_that_draws_nothing() -> Result<()> {
             non_linearity: NonLinearity::ExplicitGain(-1.0),
         },
     ] {
-        let error = message(vb.get_with_hints((2, 2), "w", hint));
+        let error = error_text(vb.get_with_hints((2, 2), "w", hint));
         assert!(error.starts_with("[torch_seed] parameter `w`:"), "{error}");
     }
     assert!(!vb.contains_tensor("w"));
@@ -142,12 +142,12 @@ fn shapes_beyond_memory_are_errors() {
     for shape in [vec![usize::MAX, 2], vec![2, usize::MAX, 3], vec![0, usize::MAX, 3], vec![usize::MAX], vec![1 << 60]]
     {
         for result in [seed.rand(shape.clone()), seed.randn(shape.clone())] {
-            let error = message(result);
+            let error = error_text(result);
             assert!(error.contains("more elements than memory can hold"), "{error}");
         }
         let vb = seed.var_builder(DType::F32, &CPU);
         for hint in [DEFAULT_KAIMING_NORMAL, STANDARD_NORMAL, DEFAULT_KAIMING_UNIFORM] {
-            let error = message(vb.get_with_hints(shape.clone(), "w", hint));
+            let error = error_text(vb.get_with_hints(shape.clone(), "w", hint));
             let is_named = error.starts_with("[torch_seed] parameter `w`:");
             assert!(is_named && error.contains("than memory can hold"), "{error}");
         }

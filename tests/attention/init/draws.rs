@@ -2,7 +2,7 @@
 
 use candle_nn::Init;
 
-use super::{STANDARD_NORMAL, message, sha256, sha256_of_bytes};
+use super::{STANDARD_NORMAL, sha256, sha256_of_bytes};
 use crate::*;
 
 #[test]
@@ -60,7 +60,7 @@ fn a_stream_is_drawn_from_in_turn() -> Result<()> {
 #[test]
 fn dropout_takes_probabilities_only() -> Result<()> {
     for p in [-0.1, 1.5, f64::NAN, f64::INFINITY] {
-        let error = message(TorchSeed::new(1).dropout_keep(4, p));
+        let error = error_text(TorchSeed::new(1).dropout_keep(4, p));
         assert!(error.starts_with("[dropout_keep]") && error.contains(&p.to_string()), "{error}");
     }
     // torch.manual_seed(1); torch.nn.functional.dropout(torch.ones(10), p, True); print(torch.rand(1))

@@ -19,7 +19,3 @@ fn sha256(tensor: &Tensor) -> Result<String> {
 fn sha256_of_bytes(bytes: &[u8]) -> String {
     Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
 }
-
-fn message<T: std::fmt::Debug>(result: Result<T>) -> String {
-    result.expect_err("an error").to_string()
-}
