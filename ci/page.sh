@@ -6,9 +6,9 @@ cd "$(dirname "$0")/.."
 
 missing() { echo "ci/page.sh: $*" >&2; exit 1; }
 command -v node npm >/dev/null || missing "there is no Node.js with npm, expected version 20 or later"
-bash ci/install.sh >/dev/null || true
-CHROMIUM=${CHROMIUM:-$(command -v chromium || command -v google-chrome)} ||
-    missing "there is no Chromium, and apt-get cannot install it; CHROMIUM names one that is elsewhere"
+bash ci/install.sh page >/dev/null ||
+    missing "there is no Chromium that apt-get can install, unless CHROMIUM names one, or npm has no packages of tests/page"
+CHROMIUM=${CHROMIUM:-$(command -v chromium || command -v google-chrome)}
 export CHROMIUM
 
 cargo test --quiet --features plot --test page
@@ -16,7 +16,6 @@ PAGES=$(cargo metadata --format-version 1 --no-deps | sed -E 's/.*"target_direct
 export PAGES
 
 cd tests/page
-[ node_modules/.package-lock.json -nt package-lock.json ] || missing "npm cannot install the packages of tests/page"
 # One script, in the order of mod.rs, so that the linter knows what is used in another file.
 sed -nE 's/.*include_str!\("([a-z]*\.js)"\).*/\1/p' ../../crates/frontend/src/plot/page/mod.rs |
     sed 's|^|../../crates/frontend/src/plot/page/|' | xargs cat | npx eslint --stdin --stdin-filename page.js

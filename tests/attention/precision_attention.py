@@ -23,9 +23,11 @@ def shapes():
         yield 2, 16, 7, 7, d
         yield 2, 8, 33, 33, d
         yield 1, 8, 128, 128, d
-    yield 2, 32, 1, 777, 64
+        yield 2, 32, 1, 777, d
     yield 1, 2, 500, 500, 96
     yield 1, 1, 1024, 1024, 128
+    yield 1, 1, 2048, 2048, 64
+    yield 2, 32, 1, 2048, 128
     yield 1, 4, 64, 2048, 128
     # Sums over many keys, on few queries and on enough to fill tiles.
     yield 1, 8, 8, 16384, 64

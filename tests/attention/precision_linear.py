@@ -19,6 +19,7 @@ DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 # thirds to three quarters of what it does for more rows.
 SHAPES = [
     (1, 768, 2304),
+    (1, 4096, 4096),
     (1, 14336, 1024),
     (2, 3072, 1024),
     (8, 1536, 1536),
@@ -27,6 +28,7 @@ SHAPES = [
     (32, 1536, 1536),
     (64, 4096, 256),
     (128, 768, 768),
+    (200, 14336, 64),
     (400, 1024, 192),
     (1024, 64, 256),
 ]
