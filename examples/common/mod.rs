@@ -37,7 +37,7 @@ pub struct ModelArgs {
 
     /// The type of weights and activations
     #[arg(long, default_value = "f32")]
-    #[arg(value_parser = PossibleValuesParser::new(["f32", "bf16", "f16", "f64"]).try_map(|name| name.parse::<DType>()))]
+    #[arg(value_parser = PossibleValuesParser::new(["f32", "bf16", "f16", "f64"]).try_map(|s| s.parse::<DType>()))]
     pub dtype: DType,
 
     /// Writes a page to look around in what every head attends to, FILE.html; of several texts, that of the first

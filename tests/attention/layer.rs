@@ -79,7 +79,7 @@ fn run(kind: &Kind, sizes: [usize; 3], masks: Vec<Mask>, (dtype, device): (DType
         // A residual is added as its caller would, by variables too.
         let residual = ys.ones_like()?;
         let mut variable = |_: &str, tensor: Tensor| Ok(Var::from_tensor(&tensor)?.into_inner());
-        for layer in [&layer, &kind.of_leaves(&parameters, (dtype, device), &mut variable)?] {
+        for layer in [&layer, &kind.of_leaves(&parameters, dtype, device, &mut variable)?] {
             let added = layer.run(call().with_residual(&residual))?;
             assert_close(&added, &(&ys + &residual)?, 2.0 * most(0), "a residual");
         }

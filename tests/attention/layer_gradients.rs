@@ -47,7 +47,7 @@ impl Operation for Call {
     type Way = (DType, Through);
 
     fn run(&self, &(dtype, through): &Self::Way, leaf: Leaf) -> Result<Vec<Tensor>> {
-        let layer = self.kind.of_leaves(&self.parameters, (dtype, &CPU), leaf)?;
+        let layer = self.kind.of_leaves(&self.parameters, dtype, &CPU, leaf)?;
         let Input { queries, keys, values, mask } = &self.input;
         let xs = leaf("queries", queries.tensor(dtype, &CPU)?)?;
         let mask = attention_mask(mask, &CPU, |_, _, bias| leaf("bias", bias.tensor(dtype, &CPU)?))?;

@@ -48,7 +48,7 @@ impl Operation for Call {
     type Way = (Backend, bool);
 
     fn run(&self, &(backend, is_packed): &Self::Way, leaf: Leaf) -> Result<Vec<Tensor>> {
-        let layer = self.kind.of_leaves(&self.parameters, (DType::F32, &self.device), leaf)?;
+        let layer = self.kind.of_leaves(&self.parameters, DType::F32, &self.device, leaf)?;
         let (is_self, [width, of_keys, of_values, _]) = (self.kind.is_self(1, 1), self.kind.widths());
         let sequences = sequences(is_self)?;
         let (total_q, total_kv, random) = (sequences.total_queries(), sequences.total_keys(), &mut Random::new(7));

@@ -101,14 +101,15 @@ impl Kind {
 
     /// Over plain tensors.
     pub fn of_parameters(&self, parameters: &Parameters, dtype: DType, device: &Device) -> Result<Box<dyn Layer>> {
-        self.of_leaves(parameters, (dtype, device), &mut |_, tensor| Ok(tensor))
+        self.of_leaves(parameters, dtype, device, &mut |_, tensor| Ok(tensor))
     }
 
     /// Over what `leaf` makes of each parameter, a variable say.
     pub fn of_leaves(
         &self,
         parameters: &Parameters,
-        (dtype, device): (DType, &Device),
+        dtype: DType,
+        device: &Device,
         leaf: &mut dyn FnMut(&str, Tensor) -> Result<Tensor>,
     ) -> Result<Box<dyn Layer>> {
         let tensors = tensors(parameters, dtype, device)?.into_iter();
