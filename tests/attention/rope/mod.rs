@@ -94,6 +94,18 @@ fn many_tokens_give_what_each_gives_alone() -> Result<()> {
     Ok(())
 }
 
+#[test]
+fn empty_inputs_stay_empty() -> Result<()> {
+    let rotary = RotaryEmbedding::new(&RopeConfig::new(10_000.0), 4)?;
+    for shape in [(0, 2, 3, 4), (2, 0, 3, 4), (2, 2, 0, 4)] {
+        let xs = Tensor::zeros(shape, DType::F32, &CPU)?;
+        assert_eq!(rotary.apply_from(&xs, 2)?.dims4()?, shape);
+        let positions = Tensor::zeros((shape.0, shape.2), DType::I64, &CPU)?;
+        assert_eq!(rotary.apply(&xs, &positions)?.dims4()?, shape);
+    }
+    Ok(())
+}
+
 /// Layouts of 8 pairs, and for each pair its axis and the exponent of its period.
 fn layouts() -> Vec<(RopeAxes, Vec<(usize, f64)>)> {
     let common = |axes: [usize; 8]| axes.into_iter().enumerate().map(|(i, axis)| (axis, i as f64 / 8.0)).collect();
