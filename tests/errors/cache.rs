@@ -72,8 +72,9 @@ impl Held {
         let Some((&last, others)) = self.capacities.split_last() else { return attempt(None) };
         let outcome = attempt(Some(last));
         for &capacity in others {
+            // A backtrace, where there is one, has the line of each attempt.
             let texts = [&attempt(Some(capacity)), &outcome].map(|outcome| format!("{outcome:?}"));
-            assert_eq!(texts[0], texts[1]);
+            assert_eq!(texts[0].lines().next(), texts[1].lines().next());
         }
         outcome
     }
