@@ -39,10 +39,9 @@ use serde_json::Value;
 use crate::hf;
 use candle_attention_core::internal::projection_shapes;
 use candle_attention_core::{MultiHeadAttention, MultiHeadAttentionConfig, RopeConfig, RopeScaling, RopeStyle};
-use candle_attention_modules::base::HeadShard;
-use candle_attention_modules::base::root;
-use candle_attention_modules::linear::PackedLinear;
-use candle_attention_modules::linear::{ProjectionColumns, Projections};
+use candle_attention_modules::base::rowwise::to_vec;
+use candle_attention_modules::base::{HeadShard, root};
+use candle_attention_modules::linear::{PackedLinear, ProjectionColumns, Projections};
 use candle_attention_modules::norm::{QkNorm, QkNormKind};
 use file::{File, Weight};
 use metadata::{ARCHITECTURES, Metadata};
@@ -292,8 +291,7 @@ impl<R: Read + Seek> File<'_, R> {
         if *rope.scaling() != RopeScaling::None {
             return metadata.fail(format!("{} is in the file, but the metadata scale frequencies too", names[0]));
         }
-        let mut factors =
-            |name| self.tensor(name)?.dequantize(&Device::Cpu)?.flatten_all()?.to_dtype(DType::F64)?.to_vec1();
+        let mut factors = |name| to_vec::<f64>(&self.tensor(name)?.dequantize(&Device::Cpu)?);
         let context = match metadata.size("rope.scaling.original_context_length")? {
             None => metadata.size("context_length")?,
             original => original,

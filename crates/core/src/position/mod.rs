@@ -24,6 +24,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::mask::AttentionMask;
 use crate::sdpa::{PackedSequences, SdpaOptions};
+use candle_attention_modules::base::rowwise::to_vec;
 use candle_attention_modules::linear::Projections;
 
 /// The first position that f32, in which angles are computed, cannot tell from its neighbour.
@@ -68,11 +69,6 @@ impl Positions {
         if positions.dims() != [t] && positions.dims() != [b, t] {
             bail!("[rope] {name} have shape {:?}, expected (T,) = [{t}] or (B, T) = [{b}, {t}]", positions.dims())
         }
-        // A view of nothing may begin past the end of its buffer, where Candle's copies panic.
-        if positions.elem_count() == 0 {
-            return Ok(Self { entries: Vec::new(), t, length: 0 });
-        }
-        let wide = positions.to_device(&Device::Cpu)?.flatten_all()?.to_dtype(DType::I64)?.to_vec1::<i64>()?;
         let mut length = 0;
         let read = |position: i64| match usize::try_from(position) {
             Ok(position) if position < END => {
@@ -81,7 +77,7 @@ impl Positions {
             }
             _ => bail!("[rope] {name} hold {position}, expected 0 to {}", END - 1),
         };
-        let entries = wide.into_iter().map(read).collect::<Result<_>>()?;
+        let entries = to_vec(positions)?.into_iter().map(read).collect::<Result<_>>()?;
         Ok(Self { entries, t, length })
     }
 
@@ -137,11 +133,7 @@ impl AxisPositions {
                 positions.dims()
             )
         }
-        // A view of nothing may begin past the end of its buffer, where Candle's copies panic.
-        if positions.elem_count() == 0 {
-            return Ok(Self { entries: Vec::new(), axes, t });
-        }
-        let entries = positions.to_device(&Device::Cpu)?.flatten_all()?.to_dtype(DType::F32)?.to_vec1::<f32>()?;
+        let entries = to_vec::<f32>(positions)?;
         if let Some(other) = entries.iter().find(|entry| entry.is_nan() || entry.abs() >= END as f32) {
             bail!("[rope] axis positions hold {other}, expected numbers between ±{END}")
         }

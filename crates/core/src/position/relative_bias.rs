@@ -252,9 +252,10 @@ impl RelativeBias {
     /// [`SdpaOptions::with_distance_bias`](crate::SdpaOptions::with_distance_bias). Differentiable.
     ///
     /// # Errors
-    /// For positions of 2^24 and more.
+    /// As [`forward`](Self::forward).
     pub fn distance_bias(&self, t_q: usize, t_kv: usize, offset: usize) -> Result<Tensor> {
         Positions::starting_at(&[offset], t_q)?;
+        Positions::starting_at(&[0], t_kv)?;
         self.by_distance(&[offset as i64], t_q, t_kv)?.squeeze(0)
     }
 
@@ -296,33 +297,29 @@ impl RelativeBias {
             let furthest = offset + t_q as i64 - 1;
             (0..distances as i64).map(move |entry| self.config.bucket(furthest - entry))
         };
-        let buckets = offsets.iter().flat_map(of_sequence).collect();
-        self.gathered(buckets, &[offsets.len(), distances])?.transpose(0, 1)
+        self.gathered(offsets.iter().flat_map(of_sequence), &[offsets.len(), distances])?.transpose(0, 1)
     }
 
     /// (B, H, T_q, T_kv), with B = 1 where all sequences have the same positions.
     fn by_pair(&self, queries: &Positions, keys: &Positions) -> Result<Tensor> {
-        let (h, t_q, t_kv) = (self.num_heads(), queries.per_sequence(), keys.per_sequence());
-        let rows = [queries.rows(), keys.rows()];
+        let (t_q, t_kv, rows) = (queries.per_sequence(), keys.per_sequence(), [queries.rows(), keys.rows()]);
         // Positions for all sequences, of which there may be none.
         let b = if rows.contains(&0) { 0 } else { rows[0].max(rows[1]) };
-        if !fits_in_memory(&[b, h, t_q, t_kv]) {
-            bail!("[relative_bias] biases of {:?} do not fit in memory", [b, h, t_q, t_kv])
-        }
-        let mut buckets = Vec::with_capacity(b * t_q * t_kv);
-        for b in 0..b {
-            for &query in queries.of_sequence(b) {
-                let behind = |&key: &u32| i64::from(query) - i64::from(key);
-                buckets.extend(keys.of_sequence(b).iter().map(behind).map(|behind| self.config.bucket(behind)));
-            }
-        }
+        let pairs = (0..b).flat_map(|b| queries.of_sequence(b).iter().map(move |query| (query, keys.of_sequence(b))));
+        let buckets = pairs.flat_map(|(&query, keys)| {
+            keys.iter().map(move |&key| self.config.bucket(i64::from(query) - i64::from(key)))
+        });
         self.gathered(buckets, &[b, t_q, t_kv])?.transpose(0, 1)
     }
 
     /// The biases of buckets of a shape, (H, ..).
-    fn gathered(&self, buckets: Vec<u32>, shape: &[usize]) -> Result<Tensor> {
+    fn gathered(&self, buckets: impl Iterator<Item = u32>, shape: &[usize]) -> Result<Tensor> {
         let (dtype, device) = (accumulation_dtype(self.weight.dtype()), self.weight.device());
         let shape = [&[self.num_heads()], shape].concat();
+        if !fits_in_memory(&shape) {
+            bail!("[relative_bias] biases of {shape:?} do not fit in memory")
+        }
+        let buckets: Vec<_> = buckets.collect();
         if buckets.is_empty() {
             return Tensor::zeros(shape, dtype, device);
         }

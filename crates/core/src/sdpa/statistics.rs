@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use candle_attention_kernels::flash::{self, MAX_TOP};
-use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_core::{Device, Result, Tensor, bail};
 use macro_rules_attribute::apply;
 
 use super::plan::Outputs;
@@ -12,6 +12,7 @@ use super::validate::{Call, Dims};
 use super::varlen::attend_packed;
 use super::{PackedSequences, SdpaOptions, attend};
 use crate::mask::AttentionMask;
+use candle_attention_modules::base::rowwise::to_vec;
 use candle_attention_modules::base::{Options, accumulation_dtype, options};
 
 /// What [`scaled_dot_product_attention_with_statistics`] is to find out, besides entropies and sums.
@@ -133,7 +134,7 @@ impl AttentionStatistics {
     fn of_weights(weights: &Tensor, wanted: &StatisticsOptions) -> Result<Self> {
         let (b, h, t_q, t_kv) = weights.dims4()?;
         let (k, device) = (wanted.top_keys.min(t_kv), weights.device());
-        let numbers = weights.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>()?;
+        let numbers = to_vec::<f64>(weights)?;
         let (mut top_keys, mut entropy) = (Vec::new(), Vec::new());
         for index in 0..b * h * t_q {
             let row = &numbers[index * t_kv..][..t_kv];

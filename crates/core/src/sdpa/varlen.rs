@@ -3,12 +3,14 @@
 
 use std::ops::Range;
 
-use candle_core::{D, DType, Device, Result, Tensor, bail};
+use candle_core::{D, Result, Tensor, bail};
 
 use super::plan::Outputs;
 use super::validate::Call;
 use super::{Attended, SdpaOptions, run};
 use crate::mask::AttentionMask;
+use candle_attention_modules::base::rowwise::to_vec;
+use candle_attention_modules::base::{Dim, Expect};
 
 /// [`scaled_dot_product_attention`](crate::scaled_dot_product_attention) over sequences of different lengths, packed
 /// one after the other: flash-attention's `varlen`.
@@ -229,19 +231,12 @@ fn read(name: &str, cu_seqlens: &Tensor) -> Result<Vec<usize>> {
     if cu_seqlens.dtype().is_float() {
         bail!("[packed_sequences] {name} has dtype {:?}, expected integers", cu_seqlens.dtype())
     }
-    let &[len] = cu_seqlens.dims() else {
-        bail!("[packed_sequences] {name} has shape {:?}, expected (n + 1,)", cu_seqlens.dims())
-    };
-    // A view of nothing may begin past the end of its buffer, where Candle's copies panic.
-    if len == 0 {
-        return Ok(Vec::new());
-    }
-    let entries = cu_seqlens.to_device(&Device::Cpu)?.to_dtype(DType::I64)?.to_vec1::<i64>()?;
+    Expect::one("packed_sequences", name, cu_seqlens).shape(&[Dim::Any("n + 1")])?;
     let non_negative = |(i, entry): (usize, i64)| match usize::try_from(entry) {
         Ok(entry) => Ok(entry),
         Err(_) => bail!("[packed_sequences] entry {i} of {name} is {entry}, expected zero or more"),
     };
-    entries.into_iter().enumerate().map(non_negative).collect()
+    to_vec(cu_seqlens)?.into_iter().enumerate().map(non_negative).collect()
 }
 
 fn longest(cu_seqlens: &[usize]) -> usize {
@@ -258,6 +253,7 @@ fn range(cu_seqlens: &[usize], s: usize) -> Range<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use candle_core::{DType, Device};
 
     #[test]
     fn tensors_of_any_integer_dtype_are_lists() -> Result<()> {

@@ -10,7 +10,7 @@ use super::{GatedDeltaNetConfig, OP};
 use candle_attention_core::PackedSequences;
 use candle_attention_core::internal::NewTokens;
 use candle_attention_modules::base::rowwise::{Element, Rows, map_heads, read, with_contiguous_rows, with_float};
-use candle_attention_modules::base::{accumulation_dtype, part};
+use candle_attention_modules::base::{accumulation_dtype, part, rowwise::to_vec};
 use candle_attention_modules::gate::GateActivation;
 use candle_attention_modules::linear::ProjectionRows;
 
@@ -228,8 +228,7 @@ impl CustomOp2 for Convolve {
         _: &Tensor,
         gradient: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let numbers = |tensor: &Tensor| tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
-        let (of_ys, own_taps, inputs) = (numbers(gradient)?, numbers(taps)?, read(xs));
+        let (of_ys, own_taps, inputs) = (to_vec(gradient)?, to_vec(taps)?, read(xs));
         let (of_xs, of_taps) = with_float!(OP, xs.dtype(), |E| {
             self.operands(inputs.elements::<E>()?, inputs.layout, &own_taps)?.gradients(of_ys)
         });

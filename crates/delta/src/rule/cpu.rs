@@ -24,7 +24,7 @@ use candle_attention_kernels::delta::{
 use candle_attention_kernels::flash::Strided;
 use candle_attention_kernels::{Element, Tier};
 use candle_attention_modules::base::executor;
-use candle_attention_modules::base::rowwise::{Read, read, with_contiguous_rows, with_float};
+use candle_attention_modules::base::rowwise::{Read, read, to_vec, with_contiguous_rows, with_float};
 
 /// What the queries read, (B, H, T, D_v), a view of (B, T, H, D_v), and the states (n, H, D_k, D_v).
 pub(super) fn run(call: Call, tier: Tier) -> Result<(Tensor, Tensor)> {
@@ -149,7 +149,7 @@ impl Pass {
     fn run_backward<E: Element + WithDType>(&self, context: &Tensor) -> Result<()> {
         let (kernel, Call { rows, factors, dims, .. }) = (&self.kernel, &self.kernel.call);
         let context = with_contiguous_rows(&context.transpose(1, 2)?)?;
-        let states = self.take(STATES).map(|states| states.flatten_all()?.to_vec1()).transpose()?;
+        let states = self.take(STATES).as_ref().map(to_vec).transpose()?;
         let context = read(&context);
         let Gradients { q, k, v, decay, beta, states } = kernel.with_problem::<E, _>(|&forward| {
             let (context_grad, states_grad) = (context.strided()?, states.as_deref());

@@ -5,7 +5,7 @@ use std::ops::{Deref, Range};
 use std::sync::Mutex;
 
 use candle_core::utils::barrier_pool;
-use candle_core::{D, Layout, Result, Storage, Tensor, WithDType, bail};
+use candle_core::{D, Device, Layout, Result, Storage, Tensor, WithDType, bail};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use rayon::prelude::*;
@@ -103,11 +103,6 @@ impl Rows {
         Ok(Self { tokens: b * t, h, d, t, start: layout.start_offset(), strides })
     }
 
-    /// Whether no row has an element.
-    pub fn is_empty(&self) -> bool {
-        self.tokens * self.h * self.d == 0
-    }
-
     /// Those of a token's heads.
     pub fn heads(&self, token: usize) -> impl Iterator<Item = Range<usize>> {
         let [of_b, of_t, of_h] = self.strides;
@@ -127,7 +122,7 @@ pub fn map_heads<E: Element, F: Fn(usize, &[E::Wide], &mut [E::Wide])>(
     let width = rows.h * rows.d;
     let count = rows.tokens * width;
     let mut ys = vec![E::default(); count];
-    if rows.is_empty() {
+    if count == 0 {
         return Ok(ys);
     }
     let one_token = |scratch: &mut [Vec<E::Wide>; 2], (token, ys): (usize, &mut [E])| {
@@ -176,6 +171,15 @@ macro_rules! with_float {
     };
 }
 pub use with_float;
+
+/// The elements of a tensor in the order of its dimensions, converted to `E`.
+pub fn to_vec<E: WithDType>(tensor: &Tensor) -> Result<Vec<E>> {
+    // A view of nothing may begin past the end of its buffer, where Candle's copies panic.
+    if tensor.elem_count() == 0 {
+        return Ok(Vec::new());
+    }
+    tensor.to_device(&Device::Cpu)?.to_dtype(E::DTYPE)?.flatten_all()?.to_vec1()
+}
 
 /// A tensor on the CPU while its storage is read.
 pub struct Read<'a, G> {

@@ -13,7 +13,7 @@ use candle_nn::{Activation, Linear};
 
 use super::tracked::{packed_input_gradient, rows_of, with_even_rows};
 use super::{Kind, OP, PackedLinear};
-use crate::base::rowwise::{read, with_float};
+use crate::base::rowwise::{read, to_vec, with_float};
 use crate::base::{executor, fits_in_memory};
 use candle_attention_kernels::linear::{self, Codes, Epilogue, PackedWeight, Product, Right, Up};
 use candle_attention_kernels::{Element, Tier};
@@ -26,7 +26,8 @@ pub(super) fn choose_tier(tier: Option<Tier>, dtype: DType) -> Result<Tier> {
 /// A packed weight and its bias.
 pub(super) struct Packed {
     weight: PackedWeight,
-    dtype: DType,
+    /// Of the weight that was packed.
+    pub dtype: DType,
     /// What gives weight and bias back to the bit.
     linear_dtype: DType,
     bias: Option<Vec<f32>>,
@@ -34,13 +35,8 @@ pub(super) struct Packed {
 
 /// A bias in f32, and the dtype that holds it and a weight of `dtype`.
 fn bias_numbers(dtype: DType, bias: Option<&Tensor>) -> Result<(Option<Vec<f32>>, DType)> {
-    match bias {
-        Some(bias) if bias.dtype() == dtype => {
-            Ok((Some(contiguous("bias", bias)?.to_dtype(DType::F32)?.to_vec1()?), dtype))
-        }
-        Some(bias) => Ok((Some(contiguous("bias", bias)?.to_vec1()?), DType::F32)),
-        None => Ok((None, dtype)),
-    }
+    let linear_dtype = if bias.is_none_or(|bias| bias.dtype() == dtype) { dtype } else { DType::F32 };
+    Ok((bias.map(|bias| to_vec(&contiguous("bias", bias)?)).transpose()?, linear_dtype))
 }
 
 impl Packed {
@@ -73,10 +69,6 @@ impl Packed {
         (self.weight.outputs(), self.weight.inputs())
     }
 
-    pub fn dtype(&self) -> DType {
-        self.dtype
-    }
-
     pub fn to_linear(&self) -> Result<Linear> {
         let bias = |bias: &Vec<f32>| Tensor::new(bias.as_slice(), &Device::Cpu)?.to_dtype(self.linear_dtype);
         let weight = self.rows(None)?.to_dtype(self.linear_dtype)?;
@@ -95,11 +87,6 @@ impl Packed {
         };
         let count = outputs.map_or(self.shape().0, <[_]>::len);
         Tensor::from_vec(rows.map_err(kernel_error)?, (count, self.shape().1), &Device::Cpu)
-    }
-
-    /// Whether one pass can take both.
-    pub fn is_like(&self, other: &Self) -> bool {
-        self.weight.is_like(&other.weight)
     }
 }
 
@@ -349,7 +336,7 @@ impl Module for PackedGatedLinear {
         let columns = 0..self.out_dim();
         if let (Kind::Packed(gate), Kind::Packed(up), Some(activation)) =
             (&self.gate.kind, &self.up.kind, self.gate.activation)
-            && gate.is_like(up)
+            && gate.weight.is_like(&up.weight)
             && !xs.track_op()
         {
             self.gate.check(xs, &columns)?;

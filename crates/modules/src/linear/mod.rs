@@ -11,6 +11,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Module, Result, Tensor, bail};
 use candle_nn::{Activation, Linear, VarBuilder};
 
+use crate::base::rowwise::to_vec;
 use crate::base::{Dim, Expect, FLOATS, fits_in_memory, frozen, is_addressable};
 use candle_attention_kernels::Tier;
 pub use forward::PackedGatedLinear;
@@ -215,14 +216,19 @@ impl PackedLinear {
     /// For ids of another dtype or on another device, and those that are no outputs.
     pub fn weight_rows(&self, ids: &Tensor) -> Result<Tensor> {
         Expect::many(OP, "ids", ids).dtype_of(&[DType::U32], "")?.beside("the weight", self.device())?;
-        let flat: Vec<u32> = ids.flatten_all()?.to_vec1()?;
+        let flat: Vec<u32> = to_vec(ids)?;
         if let Some(id) = flat.iter().find(|&&id| id as usize >= self.out_dim()) {
             bail!("[{OP}] id {id} is no row of the weight, expected one below {}", self.out_dim())
         }
+        let list = || Tensor::new(flat.as_slice(), self.device());
         let rows = match &self.kind {
+            // Candle selects no rows of a view of nothing, which may begin past the end of its buffer.
+            _ if flat.len() * self.in_dim() == 0 => {
+                Tensor::zeros((flat.len(), self.in_dim()), self.dtype(), self.device())?
+            }
             Kind::Packed(packed) => packed.rows(Some(&flat.iter().map(|&id| id as usize).collect::<Vec<_>>()))?,
-            Kind::Plain(linear, _) => linear.weight().index_select(&ids.flatten_all()?, 0)?,
-            Kind::Quantized(quantized) => quantized.rows(&ids.flatten_all()?)?,
+            Kind::Plain(linear, _) => linear.weight().index_select(&list()?, 0)?,
+            Kind::Quantized(quantized) => quantized.rows(&list()?)?,
         };
         rows.reshape([ids.dims(), &[self.in_dim()]].concat())
     }
@@ -249,7 +255,7 @@ impl PackedLinear {
     pub fn dtype(&self) -> DType {
         match &self.kind {
             Kind::Plain(linear, _) => linear.weight().dtype(),
-            Kind::Packed(packed) => packed.dtype(),
+            Kind::Packed(packed) => packed.dtype,
             Kind::Quantized(_) => DType::F32,
         }
     }

@@ -111,8 +111,14 @@ impl RmsNorm {
         Ok(Self(checked(RMS, QkNormKind::RmsPlusOne, eps, weight, None)?))
     }
 
-    /// The norm of (B, T, H, D) times an activated gate of its shape and dtype.
+    /// The norm of (B, T, H, size) times an activated gate of its shape and dtype, rounded once.
+    ///
+    /// # Errors
+    /// As the [`Module`]'s, and for a gate that is not like the input.
     pub fn forward_gated(&self, xs: &Tensor, gate: &Tensor, activation: GateActivation) -> Result<Tensor> {
+        check(RMS, &self.0, xs)?.shape(&[Dim::Any("B"), Dim::Any("T"), Dim::Any("H"), Dim::Any("size")])?;
+        let gate_in = Expect::one(RMS, "gate", gate).sizes(xs.dims())?;
+        gate_in.dtype(xs.dtype(), "the input's")?.beside("the input", xs.device())?;
         let affine = self.0.affine()?;
         match self.0.rows(xs, &affine) {
             Some(norm) => GatedNorm { norm, activation }.apply(xs, &affine.factors, gate),
@@ -216,17 +222,21 @@ fn checked(op: &str, kind: QkNormKind, eps: f64, weight: Tensor, bias: Option<Te
     Norm::new(kind, eps, weight.into(), bias.map(Parameter::from))
 }
 
-fn forward(op: &str, norm: &Norm, xs: &Tensor) -> Result<Tensor> {
+/// What an input has to be like.
+fn check<'a>(op: &'a str, norm: &Norm, xs: &'a Tensor) -> Result<Expect<'a>> {
     let weight = norm.weight.first();
     let expected =
         if weight.dtype() == DType::F64 { &[DType::F64][..] } else { &[DType::F32, DType::F16, DType::BF16] };
     let input = Expect::one(op, "input", xs).shape(&[Dim::Any(".."), Dim::Is(weight.dims()[0])])?;
-    input
-        .dtype_of(expected, format_args!(" beside a weight in {:?}", weight.dtype()))?
-        .beside("the weight", weight.device())?;
+    let input = input.dtype_of(expected, format_args!(" beside a weight in {:?}", weight.dtype()))?;
     if !fits_in_memory(xs.dims()) {
         bail!("[{op}] an output of shape {:?} does not fit in memory", xs.dims())
     }
+    input.beside("the weight", weight.device())
+}
+
+fn forward(op: &str, norm: &Norm, xs: &Tensor) -> Result<Tensor> {
+    check(op, norm, xs)?;
     match xs.rank() {
         // All rows in one dimension, which is no copy of a contiguous input.
         rank if rank > 4 || (rank == 4 && xs.is_contiguous()) => {

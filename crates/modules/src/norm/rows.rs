@@ -91,12 +91,13 @@ impl RowNorm {
             wants: [weight.track_op(), bias.track_op()],
         };
         let (of_xs, [of_weight, of_bias]) = backward.run();
-        let own = |gradient, of: &Tensor| {
-            of.track_op().then(|| Tensor::from_vec(gradient, of.shape(), of.device())).transpose()
-        };
-        let of_xs = xs.track_op().then(|| Tensor::from_vec(of_xs, xs.shape(), xs.device())).transpose()?;
-        Ok([of_xs, own(of_weight, weight)?, own(of_bias, bias)?])
+        Ok([gradient_of(xs, of_xs)?, gradient_of(weight, of_weight)?, gradient_of(bias, of_bias)?])
     }
+}
+
+/// The gradient of a tensor, if it is tracked.
+fn gradient_of<E: WithDType>(tensor: &Tensor, numbers: Vec<E>) -> Result<Option<Tensor>> {
+    tensor.track_op().then(|| Tensor::from_vec(numbers, tensor.shape(), tensor.device())).transpose()
 }
 
 /// What a row is normalised with.
@@ -251,9 +252,7 @@ impl CustomOp3 for RowNorm {
         _: &Tensor,
         gradient: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let all = [xs, weight, bias];
-        let gradients = with_float!(OP, xs.dtype(), |E| self.backward::<E>(all, gradient));
-        Ok(gradients?.into())
+        with_float!(OP, xs.dtype(), |E| self.backward::<E>([xs, weight, bias], gradient).map(Into::into))
     }
 }
 
@@ -333,9 +332,9 @@ impl GatedNorm {
             })?;
             (of_normed, of_gate)
         };
-        let tensor = |numbers| Tensor::from_vec(numbers, gate.shape(), gate.device());
-        let [of_xs, of_weight, _] = self.norm.backward::<E>([xs, weight, &weight.detach()], &tensor(of_normed)?)?;
-        Ok([of_xs, of_weight, gate.track_op().then(|| tensor(of_gate)).transpose()?])
+        let of_normed = Tensor::from_vec(of_normed, gate.shape(), gate.device())?;
+        let [of_xs, of_weight, _] = self.norm.backward::<E>([xs, weight, &weight.detach()], &of_normed)?;
+        Ok([of_xs, of_weight, gradient_of(gate, of_gate)?])
     }
 }
 
@@ -370,8 +369,6 @@ impl CustomOp3 for GatedNorm {
         _: &Tensor,
         gradient: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let all = [xs, weight, gate];
-        let gradients = with_float!(OP, xs.dtype(), |E| self.backward::<E>(all, gradient));
-        Ok(gradients?.into())
+        with_float!(OP, xs.dtype(), |E| self.backward::<E>([xs, weight, gate], gradient).map(Into::into))
     }
 }

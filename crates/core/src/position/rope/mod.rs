@@ -10,12 +10,12 @@ pub(crate) use angles::score_factor;
 use std::ops::{Add, Mul, Sub};
 use std::sync::Arc;
 
-use candle_core::{CpuStorage, CustomOp1, D, DType, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CustomOp1, D, Layout, Result, Shape, Tensor, bail};
 use candle_nn::rotary_emb;
 
 use crate::position::{AxisPositions, Positions};
 use angles::{Angles, Rows, Tables};
-use candle_attention_modules::base::rowwise::{Element, map_heads, with_contiguous_rows};
+use candle_attention_modules::base::rowwise::{Element, map_heads, to_vec, with_contiguous_rows};
 use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, fits_in_memory};
 
 /// The cosines and sines of a [`RopeConfig`] for heads of one width, and the rotation of queries and keys by them.
@@ -91,7 +91,7 @@ impl RotaryEmbedding {
                 let tracked = if table.track_op() { " tracked for gradients" } else { "" };
                 bail!("[rope] {name} is {:?}{tracked}, expected floats that are not tracked", table.dtype())
             }
-            if table.elem_count() == 0 { Ok(Vec::new()) } else { table.flatten_all()?.to_dtype(DType::F32)?.to_vec1() }
+            to_vec(table)
         };
         let angles = Angles::given(entries("cos", cos)?, entries("sin", sin)?, half);
         Ok(Self { tables: Arc::new(Tables::given(config, head_dim, angles)) })
@@ -339,7 +339,7 @@ impl Rotation {
 mod tests {
     use super::*;
     use crate::position::Positions;
-    use candle_core::{Device, Var};
+    use candle_core::{DType, Device, Var};
 
     /// Candle's operations run on the CPU too: all three ways give the same numbers and gradients.
     #[test]

@@ -9,6 +9,7 @@ use super::{Inputs, Operation};
 use crate::sdpa::first_line;
 use crate::sdpa::rows::Window;
 use crate::sdpa::validate::{Call, Dims};
+use candle_attention_modules::base::rowwise::to_vec;
 
 /// candle-flash-attn: f16 and bf16 on CUDA, behind the feature `flash-attn`.
 pub(in crate::sdpa) static FLASH_ATTN: Operation = Operation {
@@ -158,7 +159,7 @@ fn probe(device: &Device, op: impl Fn(&Inputs) -> Result<Tensor>) -> Result<bool
     let qkv = [zeros(4)?, zeros(3)?, values];
     let window = Window::default();
     let context = op(&Inputs { qkv, lengths: None, alibi_slopes: None, scale: 1.0, softcap: 0.0, window })?;
-    let context = context.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
+    let context = to_vec::<f32>(&context)?;
     Ok(context.len() == 128 && context.iter().all(|x| (x - 4.0).abs() < 0.01))
 }
 

@@ -8,12 +8,12 @@ use std::path::Path;
 
 use base64::display::Base64Display;
 use base64::engine::general_purpose::STANDARD;
-use candle_core::{DType, Device, Error, Result, Tensor, bail};
+use candle_core::{DType, Error, Result, Tensor, bail};
 use serde_json::json;
 
 use super::style;
 use candle_attention_core::AttentionStatistics;
-use candle_attention_modules::base::{Expect, FLOATS};
+use candle_attention_modules::base::{Expect, FLOATS, rowwise::to_vec};
 
 const TEMPLATE: &str = include_str!("page.html");
 const STYLE: &str = include_str!("page.css");
@@ -284,7 +284,7 @@ impl Layer {
         let entropy = floats(&of_sequence(entropy, "entropy")?, "entropy", &[heads, queries])?;
         bytes.extend(received.iter().chain(&entropy).flat_map(|number| number.to_le_bytes()));
 
-        let found = top_keys.to_device(&Device::Cpu)?.flatten_all()?.to_vec1::<u32>()?;
+        let found = to_vec::<u32>(&top_keys)?;
         if let Some(key) = found.iter().find(|&&key| key as usize >= keys) {
             bail!("[page] the top keys have key {key}; expected keys below {keys}")
         }
@@ -304,7 +304,7 @@ impl Layer {
 /// The numbers of a tensor of floats of this shape.
 fn floats(tensor: &Tensor, what: &str, shape: &[usize]) -> Result<Vec<f32>> {
     Expect::one("page", what, tensor).sizes(shape)?.dtype_of(&FLOATS, "")?;
-    tensor.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1()
+    to_vec(tensor)
 }
 
 /// Appends the square roots of weights in whole steps of `SIZE` bytes, so that small weights keep their digits: 0 is
