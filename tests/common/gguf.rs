@@ -1,13 +1,16 @@
 //! GGUF files in memory.
 
+use std::collections::HashMap;
 use std::io::Cursor;
-use std::path::Path;
 
 use candle_attention::gguf;
 use candle_core::quantized::gguf_file::{self, Content, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{Device, Result, Tensor};
-use serde_json::Value as Json;
+use serde::Deserialize;
+use serde_json::{Map, Value as Json, json};
+
+use super::{recorded, recorded_tensors};
 
 /// A file that is being put together.
 #[derive(Default)]
@@ -17,18 +20,23 @@ pub struct File {
 }
 
 impl File {
+    /// With the metadata of an architecture.
+    pub fn of(architecture: &str, metadata: &Json) -> Self {
+        let mut file = Self::default();
+        file.set("general.architecture", Value::String(architecture.into()));
+        for (key, json) in metadata.as_object().expect("keys and values") {
+            file.set(&format!("{architecture}.{key}"), value(json));
+        }
+        file
+    }
+
     /// A layer of 2 heads over 1 that are 4 wide, by llama.cpp's metadata and names.
     pub fn llama() -> Result<Self> {
-        let mut file = Self::default();
-        file.set("general.architecture", Value::String("llama".into()));
-        let sizes = [
-            ("block_count", 1),
-            ("embedding_length", 8),
-            ("context_length", 64),
-            ("attention.head_count", 2),
-            ("attention.head_count_kv", 1),
-        ];
-        sizes.into_iter().for_each(|(key, size)| file.set(&format!("llama.{key}"), Value::U32(size)));
+        let metadata = json!({
+            "block_count": 1, "embedding_length": 8, "context_length": 64, "attention.head_count": 2,
+            "attention.head_count_kv": 1,
+        });
+        let mut file = Self::of("llama", &metadata);
         for (name, rows) in [("attn_q", 8), ("attn_k", 4), ("attn_v", 4), ("attn_output", 8)] {
             let weight = Tensor::arange(0f32, (rows * 8) as f32, &Device::Cpu)?.reshape((rows, 8))?;
             file.add(&format!("blk.0.{name}.weight"), &(weight.affine(0.37, 0.1)?.sin()? * 0.4)?, GgmlDType::F32)?;
@@ -65,6 +73,19 @@ impl File {
     }
 }
 
+/// Numbers are of 32 bits.
+fn value(json: &Json) -> Value {
+    match json {
+        Json::Bool(flag) => Value::Bool(*flag),
+        Json::String(text) => Value::String(text.clone()),
+        Json::Array(list) => Value::Array(list.iter().map(value).collect()),
+        number => match number.as_u64() {
+            Some(size) => Value::U32(size as u32),
+            None => Value::F32(number.as_f64().expect("a number") as f32),
+        },
+    }
+}
+
 /// llama.cpp's names of Llama's parts; the first that occurs counts.
 const NAMES: &[(&str, &str)] = &[
     ("model.embed_tokens.", "token_embd."),
@@ -78,6 +99,7 @@ const NAMES: &[(&str, &str)] = &[
     ("self_attn.o_proj", "attn_output"),
     ("self_attn.q_norm", "attn_q_norm"),
     ("self_attn.k_norm", "attn_k_norm"),
+    ("self_attn.sinks", "attn_sinks.weight"),
     ("input_layernorm", "attn_norm"),
     ("pre_feedforward_layernorm", "ffn_norm"),
     ("post_feedforward_layernorm", "post_ffw_norm"),
@@ -87,56 +109,67 @@ const NAMES: &[(&str, &str)] = &[
     ("mlp.down_proj", "ffn_down"),
 ];
 
-/// A checkpoint of a folder as llama.cpp's converter writes it, in F32.
-pub fn of_checkpoint(folder: &Path, architecture: &str) -> Result<File> {
-    let config = std::fs::read_to_string(folder.join("config.json")).expect("the folder has a config");
-    let config: Json = serde_json::from_str(&config).expect("the config is JSON");
-    let mut file = File::default();
-    file.set("general.architecture", Value::String(architecture.into()));
-    let size = |name: &str| config[name].as_u64().map(|size| size as usize);
-    let heads = size("num_attention_heads").expect("a number of heads");
-    let head_dim = size("head_dim").unwrap_or(size("hidden_size").expect("a width") / heads);
-    let sizes = [
-        ("block_count", size("num_hidden_layers")),
-        ("embedding_length", size("hidden_size")),
-        ("feed_forward_length", size("intermediate_size")),
-        ("attention.head_count", Some(heads)),
-        ("attention.head_count_kv", size("num_key_value_heads")),
-        ("attention.key_length", Some(head_dim)),
-        ("attention.sliding_window", size("sliding_window")),
-        ("context_length", size("max_position_embeddings")),
-    ];
-    for (key, size) in sizes {
-        if let Some(size) = size {
-            file.set(&format!("{architecture}.{key}"), Value::U32(size as u32));
+/// What the converter does to the rows of queries, keys and values.
+#[derive(Clone, Copy, PartialEq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Rows {
+    Kept,
+    Packed,
+    Permuted,
+}
+
+/// A model as llama.cpp's converter writes it in F32: a line of `tests/hf/gguf.jsonl` or `tests/causal_lm/gguf.jsonl`.
+#[derive(Deserialize)]
+pub struct Converted {
+    pub architecture: String,
+    pub model: String,
+    pub rows: Rows,
+    /// Fields of the model's config that are others, where a file cannot say what the model does.
+    #[serde(default)]
+    pub config: Map<String, Json>,
+    metadata: Json,
+    /// Those that divide the frequencies of positions.
+    #[serde(default)]
+    tensors: HashMap<String, Vec<f32>>,
+}
+
+impl Converted {
+    /// Those of a file below `tests/`.
+    pub fn all(file: &str) -> Vec<Self> {
+        let text = std::fs::read_to_string(recorded(file)).expect("the file is there");
+        text.lines().map(|line| serde_json::from_str(line).expect(line)).collect()
+    }
+
+    /// With tensors under Llama's names.
+    pub fn file(&self, tensors: impl IntoIterator<Item = (String, Tensor)>) -> Result<File> {
+        let (mut file, is_gemma) =
+            (File::of(&self.architecture, &self.metadata), self.architecture.starts_with("gemma"));
+        for (name, list) in &self.tensors {
+            file.add(name, &Tensor::new(&list[..], &Device::Cpu)?, GgmlDType::F32)?;
         }
+        for (name, tensor) in tensors {
+            let after_attention = if is_gemma { "post_attention_norm" } else { "ffn_norm" };
+            let name = name.replace("post_attention_layernorm", after_attention);
+            let name = NAMES.iter().fold(name, |name, (own, other)| name.replace(own, other));
+            let tensor = if is_gemma && name.ends_with("norm.weight") {
+                (tensor + 1.0)?
+            } else if self.rows == Rows::Permuted && (name.contains("attn_q.") || name.contains("attn_k.")) {
+                // (H, 2, D/2, ..) to (H, D/2, 2, ..).
+                let head_dim = self.metadata["attention.key_length"].as_u64().expect("a width") as usize;
+                let pairs = tensor.reshape((tensor.dim(0)? / head_dim, 2, head_dim / 2, ()))?.transpose(1, 2)?;
+                pairs.contiguous()?.reshape(tensor.shape())?
+            } else {
+                tensor
+            };
+            file.add(&name, &tensor, GgmlDType::F32)?;
+        }
+        Ok(file)
     }
-    let mut number = |key: &str, number: f64| file.set(&format!("{architecture}.{key}"), Value::F32(number as f32));
-    number("attention.layer_norm_rms_epsilon", config["rms_norm_eps"].as_f64().expect("an epsilon"));
-    let is_gemma = architecture == "gemma3";
-    let rope = if is_gemma { &config["rope_parameters"]["full_attention"] } else { &config["rope_parameters"] };
-    number("rope.freq_base", rope["rope_theta"].as_f64().expect("a base"));
-    if let Some(width) = config["query_pre_attn_scalar"].as_f64() {
-        number("attention.scale", width.powf(-0.5));
-    }
-    if is_gemma {
-        let pattern = vec![Value::Bool(true), Value::Bool(false)];
-        file.set("gemma3.attention.sliding_window_pattern", Value::Array(pattern));
-    }
-    for (name, tensor) in candle_core::safetensors::load(folder.join("model.safetensors"), &Device::Cpu)? {
-        let after_attention = if is_gemma { "post_attention_norm" } else { "ffn_norm" };
-        let named = name.replace("post_attention_layernorm", after_attention);
-        let named = NAMES.iter().fold(named, |name, (own, other)| name.replace(own, other));
-        let reordered = architecture == "llama" && (named.contains("attn_q.") || named.contains("attn_k."));
-        let tensor = match tensor.rank() {
-            1 if is_gemma => (tensor + 1.0)?,
-            2 if reordered => {
-                let shape = (tensor.dim(0)? / head_dim, 2, head_dim / 2, ());
-                tensor.reshape(shape)?.transpose(1, 2)?.contiguous()?.reshape(tensor.shape())?
-            }
-            _ => tensor,
-        };
-        file.add(&named, &tensor, GgmlDType::F32)?;
-    }
-    Ok(file)
+}
+
+/// One of the checkpoints of `tests/causal_lm`.
+pub fn of_checkpoint(model: &str) -> Result<File> {
+    let all = Converted::all("causal_lm/gguf.jsonl");
+    let converted = all.iter().find(|converted| converted.model == model).expect("a line of the file");
+    converted.file(recorded_tensors(&format!("causal_lm/models/{model}/model.safetensors"))?)
 }

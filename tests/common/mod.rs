@@ -16,6 +16,7 @@ use candle_nn::var_builder::{ShardedSafeTensors, ShardedVarBuilder};
 use candle_nn::{VarBuilder, VarMap};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use serde_json::Value;
 
 /// One test function for each device: `on_each_device!(name)` runs `fn name(&Device)`, which gives nothing or a
 /// `Result<()>`, on the CPU, on CUDA and on Metal, and says so where a device is absent.
@@ -55,9 +56,29 @@ pub fn present(kind: &str, device: Result<Device>) -> Option<Device> {
     }
 }
 
+/// The repository, which the tests of every package read from.
+fn root() -> &'static Path {
+    let mut above = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors();
+    above.find(|folder| folder.join("tests/common").is_dir()).expect("a folder of the repository")
+}
+
 /// A file below `tests/`.
 pub fn recorded(file: &str) -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests").join(file)
+    root().join("tests").join(file)
+}
+
+/// What a folder has, in the order of the names.
+pub fn listed(folder: impl AsRef<Path>) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(&folder).unwrap_or_else(|error| panic!("{}: {error}", folder.as_ref().display()));
+    let mut paths: Vec<_> = entries.map(|entry| entry.expect("it can be listed").path()).collect();
+    paths.sort();
+    paths
+}
+
+pub fn read_json<T: DeserializeOwned>(path: impl AsRef<Path>) -> T {
+    let (path, text) = (path.as_ref().display(), std::fs::read_to_string(&path));
+    serde_json::from_str(&text.unwrap_or_else(|error| panic!("{path}: {error}")))
+        .unwrap_or_else(|error| panic!("{path}: {error}"))
 }
 
 pub fn recorded_tensors(file: &str) -> Result<HashMap<String, Tensor>> {
@@ -169,25 +190,73 @@ pub fn error_text<T>(result: Result<T>) -> String {
     }
 }
 
+/// A folder of a Hugging Face model, with the numbers of transformers.
+pub struct Model {
+    pub name: String,
+    pub config: Value,
+    pub weights: HashMap<String, Tensor>,
+    pub golden: HashMap<String, Tensor>,
+}
+
+impl Model {
+    pub fn open(folder: &Path) -> Self {
+        let tensors = |file| candle_core::safetensors::load(folder.join(file), &Device::Cpu).expect(file);
+        Self {
+            name: folder.file_name().expect("a folder has a name").to_string_lossy().into_owned(),
+            config: read_json(folder.join("config.json")),
+            weights: tensors("model.safetensors"),
+            golden: tensors("golden.safetensors"),
+        }
+    }
+
+    /// Those of a folder.
+    pub fn all(folder: &Path) -> Vec<Self> {
+        listed(folder).iter().map(|folder| Self::open(folder)).collect()
+    }
+}
+
+/// Two texts, and what a decoder of `tests/causal_lm/models` makes of them in transformers.
+pub struct Decoded {
+    pub ids: Vec<Vec<u32>>,
+    /// (B, T, V)
+    pub logits: Tensor,
+    pub greedy: Vec<Vec<u32>>,
+}
+
+impl Decoded {
+    pub fn of(folder: &Path) -> Result<Self> {
+        let golden = candle_core::safetensors::load(folder.join("golden.safetensors"), &Device::Cpu)?;
+        Ok(Self {
+            ids: golden["ids"].to_vec2()?,
+            logits: golden["logits"].clone(),
+            greedy: golden["greedy"].to_vec2()?,
+        })
+    }
+}
+
+/// As examples take ids.
+pub fn spelled(ids: &[u32]) -> String {
+    ids.iter().map(u32::to_string).collect::<Vec<_>>().join(",")
+}
+
 /// One system of `models/`: its config, and its golden inputs and outputs.
 ///
 /// `CANDLE_ATTENTION_MODELS` names another folder of weights and numbers in the same form to test against; configs come
 /// from `models/` all the same.
 pub struct Golden {
     pub name: String,
-    pub config: serde_json::Value,
+    pub config: Value,
     io: HashMap<String, Tensor>,
 }
 
 pub fn models() -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("models")
+    root().join("models")
 }
 
 /// Folders of `models/` that have a config.
 pub fn systems() -> Vec<String> {
-    let folders = std::fs::read_dir(models()).expect("models/ is there");
-    let names = folders.map(|folder| folder.expect("it can be listed").file_name().into_string().expect("plain names"));
-    names.filter(|name| models().join(name).join("config.json").is_file()).collect()
+    let folders = listed(models()).into_iter().filter(|folder| folder.join("config.json").is_file());
+    folders.map(|folder| folder.file_name().expect("a name").to_string_lossy().into_owned()).collect()
 }
 
 fn data(name: &str) -> PathBuf {
@@ -202,9 +271,8 @@ impl Golden {
         Self { name: name.into(), config: Self::open_config(name), io }
     }
 
-    pub fn open_config(name: &str) -> serde_json::Value {
-        let text = std::fs::read_to_string(models().join(name).join("config.json")).expect("the folder has a config");
-        serde_json::from_str(&text).expect("the config is JSON")
+    pub fn open_config(name: &str) -> Value {
+        read_json(models().join(name).join("config.json"))
     }
 
     pub fn file(&self, file: &str) -> PathBuf {

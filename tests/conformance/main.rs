@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 
 use candle_attention::Backend;
 use candle_core::{DType, Device, Result, Tensor};
-use common::{max_error, values};
+use common::{max_error, read_json, values};
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -64,8 +64,7 @@ enum Verdict {
 impl Judge {
     fn open(name: &str) -> Self {
         let path = root().join("tests/conformance").join(name);
-        let text = std::fs::read_to_string(path.with_extension("json")).expect("the cases are there");
-        let mut judge: Self = serde_json::from_str(&text).expect("the cases are JSON");
+        let mut judge: Self = read_json(path.with_extension("json"));
         let file = path.with_extension("safetensors");
         let tensors = candle_core::safetensors::load(file, &Device::Cpu).expect("the tensors are there");
         for part in judge.cases.iter_mut().flat_map(|case| [&mut case.inputs, &mut case.outputs]) {

@@ -5,15 +5,9 @@ use candle_core::quantized::gguf_file::Value;
 use candle_core::{Device, Result, Tensor, safetensors};
 use tempfile::NamedTempFile;
 
-use crate::common::assert_near;
 use crate::common::gguf::{File, of_checkpoint};
-use crate::golden::{Golden, spelled};
+use crate::common::{Decoded, assert_near, spelled};
 use crate::process::{self, Checkpoint, Run};
-
-/// The GGUF file of one of the models.
-fn converted(model: &str, architecture: &str) -> Result<File> {
-    of_checkpoint(&Checkpoint::of("causal_lm", model).path, architecture)
-}
 
 fn on_disk(file: &File) -> Result<(NamedTempFile, Checkpoint)> {
     let path = tempfile::Builder::new().suffix(".gguf").tempfile()?;
@@ -29,10 +23,8 @@ fn logits(file: &File, ids: &str) -> Result<Tensor> {
 
 #[test]
 fn files_give_the_logits_and_tokens_of_their_checkpoints() -> Result<()> {
-    for (model, architecture) in
-        [("llama_tied", "llama"), ("qwen2", "qwen2"), ("phi3", "phi3"), ("gemma3_text", "gemma3")]
-    {
-        let (golden, file) = (Golden::of(&Checkpoint::of("causal_lm", model))?, converted(model, architecture)?);
+    for model in ["llama_tied", "qwen2", "phi3", "gemma3_text"] {
+        let (golden, file) = (Decoded::of(&Checkpoint::of("causal_lm", model).path)?, of_checkpoint(model)?);
         let logits = logits(&file, &spelled(&golden.ids[0]))?;
         assert_near(&logits, &golden.logits.narrow(0, 0, 1)?, 1e-5, model);
         let made = on_disk(&file)?.1.printed(&["--ids", &spelled(&golden.ids[0][..7]), "--max-tokens", "6"]);
@@ -44,7 +36,7 @@ fn files_give_the_logits_and_tokens_of_their_checkpoints() -> Result<()> {
 /// With a vocabulary of 37 letters and digits, text says what its ids say.
 #[test]
 fn text_goes_through_the_tokenizer_of_a_file() -> Result<()> {
-    let mut file = converted("qwen2", "qwen2")?;
+    let mut file = of_checkpoint("qwen2")?;
     let tokens: Vec<_> = ('a'..='z').chain('0'..='9').chain(['_']).collect();
     let list = tokens.iter().map(|token| Value::String(token.to_string())).collect();
     file.set("tokenizer.ggml.tokens", Value::Array(list));
@@ -66,7 +58,7 @@ fn text_goes_through_the_tokenizer_of_a_file() -> Result<()> {
 
 /// A llama, eight times as wide as that of the checkpoint, in a type whose blocks are too wide for it.
 fn wide(dtype: GgmlDType, tied: bool) -> Result<File> {
-    let mut file = converted(if tied { "llama_tied" } else { "llama" }, "llama")?;
+    let mut file = of_checkpoint(if tied { "llama_tied" } else { "llama" })?;
     for (key, size) in [("embedding_length", 128), ("feed_forward_length", 160), ("attention.key_length", 32)] {
         file.set(&format!("llama.{key}"), Value::U32(size));
     }

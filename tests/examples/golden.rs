@@ -4,32 +4,13 @@ use std::io::Cursor;
 
 use candle_core::{DType, Device, IndexOp, Result, Tensor, safetensors};
 
-use crate::common::relative_error;
+use crate::common::{Decoded, relative_error, spelled};
 use crate::process::{Checkpoint, command, run};
 
 const EXAMPLES: [(&str, usize); 4] =
     [("causal_lm", 45), ("image_embedding", 3), ("rerank", 4), ("sentence_embedding", 7)];
 const SENTENCES: &str = "tests/sentence_embedding/sentences.txt";
 const PICTURE: &str = "tests/image_embedding/picture.png";
-
-/// Two texts, and what a decoder makes of them.
-pub struct Golden {
-    pub ids: Vec<Vec<u32>>,
-    pub logits: Tensor,
-    pub greedy: Vec<Vec<u32>>,
-}
-
-impl Golden {
-    pub fn of(model: &Checkpoint) -> Result<Self> {
-        let mut tensors = model.tensors("golden.safetensors");
-        let mut take = |name: &str| tensors.remove(name).expect(name);
-        Ok(Self { ids: take("ids").to_vec2()?, logits: take("logits"), greedy: take("greedy").to_vec2()? })
-    }
-}
-
-pub fn spelled(ids: &[u32]) -> String {
-    ids.iter().map(u32::to_string).collect::<Vec<_>>().join(",")
-}
 
 /// What an example gives, and what transformers gives.
 fn pairs(model: &Checkpoint, options: &[&str]) -> Result<Vec<[Tensor; 2]>> {
@@ -96,7 +77,7 @@ fn examples_give_what_transformers_gives() -> Result<()> {
 #[test]
 fn generation_gives_the_tokens_of_transformers() -> Result<()> {
     for model in Checkpoint::all("causal_lm") {
-        let golden = Golden::of(&model)?;
+        let golden = Decoded::of(&model.path)?;
         let [one, other] = [0, 1].map(|row| spelled(&golden.ids[row][..7]));
         let [made, others] = [0, 1].map(|row| spelled(&golden.greedy[row]));
         let shorter = spelled(&golden.ids[1][..3]);

@@ -8,7 +8,7 @@ use std::sync::Mutex;
 use candle_core::{Device, Tensor, safetensors};
 use serde_json::Value;
 
-use crate::common::recorded;
+use crate::common::{listed, read_json, recorded};
 
 pub const SENTENCE: &str = "hello world how are you ?";
 
@@ -88,15 +88,11 @@ impl Checkpoint {
 
     /// All that an example has, in order.
     pub fn all(example: &'static str) -> Vec<Self> {
-        let folders = std::fs::read_dir(models(example)).expect("the folder of models is there");
-        let mut paths: Vec<_> = folders.map(|entry| entry.expect("it can be listed").path()).collect();
-        paths.sort();
-        paths.into_iter().map(|path| Self { example, path }).collect()
+        listed(models(example)).into_iter().map(|path| Self { example, path }).collect()
     }
 
     pub fn config(&self) -> Value {
-        let text = std::fs::read_to_string(self.path.join("config.json")).expect("a config");
-        serde_json::from_str(&text).expect("JSON")
+        read_json(self.path.join("config.json"))
     }
 
     pub fn tensors(&self, file: &str) -> Tensors {
@@ -134,9 +130,5 @@ pub fn copy(from: &Path, to: &Path) -> std::io::Result<()> {
         std::fs::create_dir_all(to.parent().expect("a file has a folder"))?;
         return std::fs::copy(from, to).map(drop);
     }
-    for entry in std::fs::read_dir(from)? {
-        let path = entry?.path();
-        copy(&path, &to.join(path.file_name().expect("a name")))?;
-    }
-    Ok(())
+    listed(from).iter().try_for_each(|path| copy(path, &to.join(path.file_name().expect("a name"))))
 }

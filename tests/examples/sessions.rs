@@ -21,12 +21,12 @@ use rayon::prelude::*;
 use serde_json::Value;
 use tempfile::TempDir;
 
+use crate::common::listed;
 use crate::process::{self, Run, Tensors};
 
 #[test]
 fn programs_print_what_was_reviewed() {
-    let files = std::fs::read_dir("tests/examples/sessions").expect("the folder is there");
-    let mut files: Vec<_> = files.map(|file| file.expect("it can be listed").path()).collect();
+    let mut files = listed("tests/examples/sessions");
     files.retain(|path| path.is_file());
     files.par_iter().for_each(|path| assert_reviewed(path));
 }

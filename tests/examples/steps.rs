@@ -3,10 +3,9 @@
 use candle_core::{DType, Device, IndexOp, Result, Tensor};
 use candle_nn::VarBuilder;
 
-use crate::common::{assert_near, error_text};
+use crate::common::{Decoded, assert_near, error_text};
 use crate::decoder::CausalLm;
 use crate::decoder::attention::{Cache, Input};
-use crate::golden::Golden;
 use crate::process::Checkpoint;
 
 fn load(checkpoint: &Checkpoint) -> Result<CausalLm> {
@@ -20,7 +19,7 @@ fn load(checkpoint: &Checkpoint) -> Result<CausalLm> {
 #[test]
 fn calls_of_any_lengths_give_the_logits_of_transformers() -> Result<()> {
     for checkpoint in Checkpoint::all("causal_lm") {
-        let (model, golden) = (load(&checkpoint)?, Golden::of(&checkpoint)?);
+        let (model, golden) = (load(&checkpoint)?, Decoded::of(&checkpoint.path)?);
         let t = golden.ids[0].len();
         let pieces = |most: usize| (0..t).step_by(most).map(|at| [most.min(t - at); 2]).collect::<Vec<_>>();
         let uneven = vec![[5, 1], [0, 3], [2, 4], [1, 0], [3, 3]];

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use crate::common::{Golden, models, systems, values};
+use crate::common::{Golden, models, read_json, systems, values};
 use crate::process::{Run, SENTENCE, command, printed, run};
 
 type Maps = Vec<Vec<Vec<f64>>>;
@@ -56,8 +56,7 @@ fn the_first_numbers_are_pytorchs() {
 fn maps_are_those_of_pytorch_and_transformers() {
     let weights = Golden::open("frontend_1536").get("main", "attn_weights_f64").mean(1).expect("a mean over heads");
     assert_maps(&[SENTENCE], &weights.to_vec3().expect("(B, T, T)"));
-    let exact = std::fs::read_to_string("tests/examples/attentions.json").expect("what make.py wrote");
-    let exact: HashMap<String, Vec<Maps>> = serde_json::from_str(&exact).expect("JSON");
+    let exact: HashMap<String, Vec<Maps>> = read_json("tests/examples/attentions.json");
     for (checkpoint, texts) in [
         ("causal_lm/models/gpt2", ["a b", "c d e"]),
         ("sentence_embedding/models/bert", ["man eats", "the sky is blue"]),

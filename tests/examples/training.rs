@@ -5,9 +5,8 @@ use candle_attention::untrained;
 use candle_core::{Device, Result, Tensor};
 use candle_nn::{AdamW, Optimizer, ParamsAdamW, loss};
 
-use crate::common::{assert_close, max_error, recorded_tensors, variables};
+use crate::common::{Decoded, assert_close, max_error, recorded_tensors, variables};
 use crate::decoder::CausalLm;
-use crate::golden::Golden;
 use crate::process::Checkpoint;
 use crate::{encoder, images};
 
@@ -21,7 +20,7 @@ fn steps_are_those_of_transformers_and_every_variable_moves() -> Result<()> {
         let (vars, vb) = variables(&checkpoint.path.join("model.safetensors"))?;
         let lm = CausalLm::load(&checkpoint.config(), vb, |_, _| {})?;
 
-        let ids = Tensor::new(Golden::of(&checkpoint)?.ids, &Device::Cpu)?;
+        let ids = Tensor::new(Decoded::of(&checkpoint.path)?.ids, &Device::Cpu)?;
         let (b, t) = ids.dims2()?;
         let positions: Vec<usize> = (0..b).flat_map(|_| 0..t).collect();
         let targets = ids.narrow(1, 1, t - 1)?.flatten_all()?;

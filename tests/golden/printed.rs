@@ -1,12 +1,11 @@
 //! What the tutorials print, to their four digits.
 
-use crate::common::{Golden, models, values};
+use crate::common::{Golden, models, read_json, values};
 
 /// Wherever the tutorial's own arithmetic was right, the numbers that the crate is held to round to the printed digits.
 #[test]
 fn printed_numbers_are_reproduced() {
-    let text = std::fs::read_to_string(models().join("printed_numbers.json")).expect("the list is there");
-    let list: serde_json::Value = serde_json::from_str(&text).expect("the list is JSON");
+    let list: serde_json::Value = read_json(models().join("printed_numbers.json"));
     let mut compared = 0;
     for entry in list.as_array().expect("a list") {
         let [folder, case, tensor] = ["folder", "case", "tensor"].map(|key| entry[key].as_str().expect("a name"));

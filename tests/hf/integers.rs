@@ -9,6 +9,7 @@ use candle_core::{Error, Result};
 use serde_json::{Value, json};
 
 use crate::common::allocations::{self, Counting};
+use crate::common::listed;
 use crate::golden::{forward, on_axes};
 use crate::{Model, Tensors, all_models, builder};
 
@@ -202,8 +203,7 @@ fn try_integers(config: &Value, names: &[&str]) -> (usize, Vec<String>) {
 
 /// The texts in the sources that may be names of fields.
 fn names(folder: &Path, found: &mut BTreeSet<String>) {
-    for entry in std::fs::read_dir(folder).expect("the sources are there") {
-        let path = entry.expect("they can be listed").path();
+    for path in listed(folder) {
         if path.is_dir() {
             names(&path, found);
             continue;

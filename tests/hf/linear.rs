@@ -8,8 +8,8 @@ use candle_nn::{VarBuilder, VarMap};
 use serde_json::json;
 use std::collections::HashMap;
 
-use crate::common::{assert_close, assert_near, sharded};
-use crate::{CPU, Model, TOLERANCE, models_in};
+use crate::common::{assert_close, assert_near, recorded, sharded};
+use crate::{CPU, Model, TOLERANCE};
 
 /// Gradients pass twice as many roundings, in f32 here and there.
 const OF_GRADIENTS: f64 = 2.0 * TOLERANCE;
@@ -17,7 +17,7 @@ const OF_GRADIENTS: f64 = 2.0 * TOLERANCE;
 const LAYOUTS: [DeltaLayout; 3] = [DeltaLayout::Separate, DeltaLayout::ByKeyHead, DeltaLayout::ByPart];
 
 fn models() -> Vec<Model> {
-    let models = models_in(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/hf/linear_models").as_ref());
+    let models = Model::all(&recorded("hf/linear_models"));
     assert_eq!(models.len(), 10);
     models
 }

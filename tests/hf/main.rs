@@ -11,13 +11,12 @@ mod names;
 mod variants;
 
 use std::collections::HashMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
-use serde_json::Value;
 
-use common::assert_near;
+use common::{Model, assert_near, recorded};
 
 const CPU: Device = Device::Cpu;
 
@@ -29,23 +28,7 @@ const LATENT: &[&str] = &["deepseek_v2", "deepseek_v3"];
 
 type Tensors = HashMap<String, Tensor>;
 
-/// A folder of `tests/hf/models`.
-struct Model {
-    name: String,
-    config: Value,
-    weights: Tensors,
-    golden: Tensors,
-}
-
 impl Model {
-    fn open(folder: &Path) -> Self {
-        let tensors = |file| candle_core::safetensors::load(folder.join(file), &CPU).expect("the folder has tensors");
-        let name = folder.file_name().expect("a folder has a name").to_string_lossy().into_owned();
-        let config = std::fs::read_to_string(folder.join("config.json")).expect("the folder has a config");
-        let config = serde_json::from_str(&config).expect("the config is JSON");
-        Self { name, config, weights: tensors("model.safetensors"), golden: tensors("golden.safetensors") }
-    }
-
     fn named(name: &str) -> Self {
         Self::open(&models().join(name))
     }
@@ -76,17 +59,10 @@ fn builder(tensors: Tensors) -> VarBuilder<'static> {
 fn models() -> PathBuf {
     match std::env::var_os("CANDLE_ATTENTION_HF_MODELS") {
         Some(folder) => folder.into(),
-        None => Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/hf/models"),
+        None => recorded("hf/models"),
     }
 }
 
 fn all_models() -> Vec<Model> {
-    models_in(&models())
-}
-
-fn models_in(folder: &Path) -> Vec<Model> {
-    let folders = std::fs::read_dir(folder).expect("the folder of models is there");
-    let mut folders: Vec<_> = folders.map(|entry| entry.expect("it can be listed").path()).collect();
-    folders.sort();
-    folders.iter().map(|folder| Model::open(folder)).collect()
+    Model::all(&models())
 }

@@ -8,17 +8,13 @@ use candle_core::Result;
 use serde_json::Value;
 
 use crate::LATENT;
-use crate::common::recorded;
+use crate::common::{read_json, recorded};
 
 #[test]
 fn other_spellings_and_absent_fields_say_what_transformers_reads_in_them() -> Result<()> {
-    let read = |file: &str| {
-        let text = std::fs::read_to_string(recorded(file)).expect("the file is there");
-        serde_json::from_str::<Vec<Value>>(&text).expect("the file is a list")
-    };
-    let variants = [read("hf/variants.json"), read("hf/spellings.json")].concat();
+    let lists: [Vec<Value>; 2] = ["hf/variants.json", "hf/spellings.json"].map(|file| read_json(recorded(file)));
     let mut compared = 0;
-    for variant in &variants {
+    for variant in lists.iter().flatten() {
         let [raw, saved] = ["raw", "saved"].map(|key| &variant[key]);
         if !hf::architectures().any(|known| raw["model_type"] == known) {
             continue;

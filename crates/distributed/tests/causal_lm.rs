@@ -1,20 +1,19 @@
 //! `causal_lm` in 1, 2 and 4 processes against the logits and tokens of transformers, which the test of the example has
 //! too.
 
-use std::collections::HashMap;
+#[path = "../../../tests/common/mod.rs"]
+mod common;
+
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use candle_core::{Device, Result, Tensor};
-
-#[path = "../../../tests/common/gguf.rs"]
-#[allow(dead_code, reason = "what other tests use")]
-mod gguf;
+use common::{Decoded, assert_near, gguf, read_json, recorded, spelled};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_causal_lm");
 
-fn models() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/causal_lm/models")
+fn of(model: &str) -> PathBuf {
+    recorded("causal_lm/models").join(model)
 }
 
 fn mpirun(args: &[&str]) -> Output {
@@ -36,24 +35,6 @@ fn run(processes: usize, model: &Path, args: &[&str]) -> [String; 2] {
     [out, error]
 }
 
-struct Golden {
-    ids: Vec<Vec<u32>>,
-    logits: Tensor,
-    greedy: Vec<Vec<u32>>,
-}
-
-impl Golden {
-    fn of(model: &Path) -> Result<Self> {
-        let mut tensors = candle_core::safetensors::load(model.join("golden.safetensors"), &Device::Cpu)?;
-        let mut take = |name: &str| tensors.remove(name).expect(name);
-        Ok(Self { ids: take("ids").to_vec2()?, logits: take("logits"), greedy: take("greedy").to_vec2()? })
-    }
-}
-
-fn spelled(ids: &[u32]) -> String {
-    ids.iter().map(u32::to_string).collect::<Vec<_>>().join(",")
-}
-
 /// The logits that processes write are these, to 1e-5 of the largest.
 fn check_logits(processes: usize, model: &Path, ids: &[Vec<u32>], expected: &Tensor) -> Result<()> {
     let file = tempfile::NamedTempFile::new()?;
@@ -61,9 +42,7 @@ fn check_logits(processes: usize, model: &Path, ids: &[Vec<u32>], expected: &Ten
     let rows = rows.iter().flat_map(|row| ["--ids", row.as_str()]);
     run(processes, model, &rows.chain(["--logits", file.path().to_str().expect("UTF-8")]).collect::<Vec<_>>());
     let written = candle_core::safetensors::load(file.path(), &Device::Cpu)?;
-    let largest = |tensor: &Tensor| tensor.abs()?.flatten_all()?.max(0)?.to_scalar::<f32>();
-    let difference = largest(&(&written["logits"] - expected)?)? / largest(expected)?;
-    assert!(difference < 1e-5, "{processes} processes, {}: {difference}", model.display());
+    assert_near(&written["logits"], expected, 1e-5, &format!("{processes} processes, {}", model.display()));
     Ok(())
 }
 
@@ -99,8 +78,8 @@ const DIVIDED: [&str; 19] = [
 
 #[test]
 fn every_number_of_processes_gives_the_logits_of_transformers() -> Result<()> {
-    for (n, model) in DIVIDED.iter().map(|model| models().join(model)).enumerate() {
-        let golden = Golden::of(&model)?;
+    for (n, model) in DIVIDED.iter().map(|model| of(model)).enumerate() {
+        let golden = Decoded::of(&model)?;
         check_logits([2, 4][n % 2], &model, &golden.ids, &golden.logits)?;
         check_logits([4, 2][n % 2], &model, &golden.ids, &golden.logits)?;
     }
@@ -110,10 +89,10 @@ fn every_number_of_processes_gives_the_logits_of_transformers() -> Result<()> {
 /// GPT-OSS's experts as they are published, twice as wide as in the folder: each half gives half of the sum.
 #[test]
 fn blocks_of_four_bits_are_divided() -> Result<()> {
-    let (model, copy) = (models().join("gpt_oss_mxfp4"), tempfile::tempdir()?);
-    let golden = Golden::of(&model)?;
+    let (model, copy) = (of("gpt_oss_mxfp4"), tempfile::tempdir()?);
+    let golden = Decoded::of(&model)?;
     std::fs::copy(model.join("config.json"), copy.path().join("config.json"))?;
-    let mut tensors: HashMap<_, _> = candle_core::safetensors::load(model.join("model.safetensors"), &Device::Cpu)?;
+    let mut tensors = candle_core::safetensors::load(model.join("model.safetensors"), &Device::Cpu)?;
     for (name, tensor) in &mut tensors {
         let twice = |tensor: &Tensor, dim| Tensor::cat(&[tensor, tensor], dim);
         *tensor = match name.rsplit_once("experts.").map_or("", |(_, name)| name) {
@@ -130,10 +109,9 @@ fn blocks_of_four_bits_are_divided() -> Result<()> {
 
 #[test]
 fn gguf_files_are_divided() -> Result<()> {
-    let files = [("llama_tied", "llama", 4), ("qwen2", "qwen2", 2), ("phi3", "phi3", 2), ("gemma3_text", "gemma3", 4)];
-    for (model, architecture, processes) in files {
-        let (golden, file) = (Golden::of(&models().join(model))?, tempfile::NamedTempFile::new()?);
-        std::fs::write(file.path(), gguf::of_checkpoint(&models().join(model), architecture)?.bytes()?)?;
+    for (model, processes) in [("llama_tied", 4), ("qwen2", 2), ("phi3", 2), ("gemma3_text", 4)] {
+        let (golden, file) = (Decoded::of(&of(model))?, tempfile::NamedTempFile::new()?);
+        std::fs::write(file.path(), gguf::of_checkpoint(model)?.bytes()?)?;
         check_logits(processes, file.path(), &golden.ids[..1], &golden.logits.narrow(0, 0, 1)?)?;
     }
     Ok(())
@@ -142,8 +120,8 @@ fn gguf_files_are_divided() -> Result<()> {
 #[test]
 fn every_number_of_processes_makes_the_same_tokens() -> Result<()> {
     let heads_and_positions = |model: &str, numbers: &[usize], divisions: &[&str]| -> Result<()> {
-        let model = models().join(model);
-        let golden = Golden::of(&model)?;
+        let model = of(model);
+        let golden = Decoded::of(&model)?;
         let prompt = spelled(&golden.ids[0][..7]);
         for &processes in numbers {
             for divide in divisions {
@@ -165,10 +143,9 @@ fn every_number_of_processes_makes_the_same_tokens() -> Result<()> {
 #[test]
 fn bytes_are_those_of_the_formula() -> Result<()> {
     for name in ["llama", "llama_tied"] {
-        let model = models().join(name);
-        let golden = Golden::of(&model)?;
-        let text = std::fs::read_to_string(model.join("config.json"))?;
-        let json: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+        let model = of(name);
+        let golden = Decoded::of(&model)?;
+        let json: serde_json::Value = read_json(model.join("config.json"));
         let number = |key: &str| json[key].as_u64().expect(key) as usize;
         let [layers, width, words] = ["num_hidden_layers", "hidden_size", "vocab_size"].map(number);
         let (prompt, tokens) = (spelled(&golden.ids[0]), golden.ids[0].len() + 2);
@@ -184,7 +161,7 @@ fn bytes_are_those_of_the_formula() -> Result<()> {
 
 #[test]
 fn what_differs_or_cannot_be_divided_is_an_error() {
-    let model = |name: &str| models().join(name).to_str().expect("UTF-8").to_string();
+    let model = |name: &str| of(name).to_str().expect("UTF-8").to_string();
     let (llama, qwen2) = (model("llama"), model("qwen2"));
     let (mxfp4, qwen3_next) = (model("gpt_oss_mxfp4"), model("qwen3_next"));
     let both = ["-n", "2", PROGRAM, "--ids", "5,7,9", "--model"];

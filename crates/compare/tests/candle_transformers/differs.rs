@@ -2,45 +2,26 @@
 //! `tests/causal_lm/models`; theirs are those of ours with what they pass over taken from the config, which shows that
 //! it is that and nothing else. A test that fails because they have become right is to move to `equal.rs`.
 
-use std::path::Path;
-
 use candle_core::{Device, Result, Tensor};
 use serde_json::{Value, json};
 
-use crate::common::{assert_near, error_text, relative_error};
+use crate::common::{Decoded, Model, assert_near, error_text, recorded, relative_error};
 use crate::decoders::{Decoder, logits, ours, theirs};
 use crate::equal::gemma3;
-use crate::{Weights, builder, ids, told, weights};
+use crate::{builder, ids, told, weights};
 
-/// A model with transformers' logits (B, T, V).
-struct Golden {
-    json: Value,
-    weights: Weights,
-    ids: Tensor,
-    logits: Tensor,
+/// A model of `tests/causal_lm`, and what transformers makes of two texts.
+fn open(name: &str) -> Result<(Model, Decoded)> {
+    let folder = recorded("causal_lm/models").join(name);
+    Ok((Model::open(&folder), Decoded::of(&folder)?))
 }
 
-impl Golden {
-    fn open(model: &str) -> Result<Self> {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/causal_lm/models").join(model);
-        let json = std::fs::read_to_string(folder.join("config.json")).expect("a config");
-        let mut golden = candle_core::safetensors::load(folder.join("golden.safetensors"), &Device::Cpu)?;
-        let mut take = |name: &str| golden.remove(name).expect(name);
-        Ok(Self {
-            json: serde_json::from_str(&json).expect("JSON"),
-            weights: candle_core::safetensors::load(folder.join("model.safetensors"), &Device::Cpu)?,
-            ids: take("ids"),
-            logits: take("logits"),
-        })
-    }
-
-    /// The logits (B, T, V): each the last of a prompt by itself, and those of one token after the other.
-    fn both(&self, decoder: impl Fn() -> Result<Decoder>) -> Result<[Tensor; 2]> {
-        let t = self.ids.dim(1)?;
-        let prompts = (1..=t).map(|len| Ok(logits(&mut decoder()?, &self.ids, &[len])?.remove(0)));
-        let tokens = logits(&mut decoder()?, &self.ids, &vec![1; t])?;
-        Ok([Tensor::stack(&prompts.collect::<Result<Vec<_>>>()?, 1)?, Tensor::stack(&tokens, 1)?])
-    }
+/// The logits (B, T, V): each the last of a prompt by itself, and those of one token after the other.
+fn both(ids: &[Vec<u32>], decoder: impl Fn() -> Result<Decoder>) -> Result<[Tensor; 2]> {
+    let (ids, t) = (Tensor::new(ids.to_vec(), &Device::Cpu)?, ids[0].len());
+    let prompts = (1..=t).map(|len| Ok(logits(&mut decoder()?, &ids, &[len])?.remove(0)));
+    let tokens = logits(&mut decoder()?, &ids, &vec![1; t])?;
+    Ok([Tensor::stack(&prompts.collect::<Result<Vec<_>>>()?, 1)?, Tensor::stack(&tokens, 1)?])
 }
 
 /// A model of which theirs gives other logits, and the options with which ours gives those.
@@ -98,17 +79,17 @@ fn theirs_are_ours_without_what_they_pass_over() -> Result<()> {
         },
     ];
     for Case { model, options, off, passed_over } in cases {
-        let golden = Golden::open(model)?;
-        let json = told(&golden.json, options);
-        let found = golden.both(|| theirs(&json, builder(&golden.weights)))?;
-        let own = golden.both(|| ours(&json, &golden.weights))?;
+        let (Model { config, weights, .. }, golden) = open(model)?;
+        let json = told(&config, options);
+        let found = both(&golden.ids, || theirs(&json, builder(&weights)))?;
+        let own = both(&golden.ids, || ours(&json, &weights))?;
         for (i, way) in ["prompts", "tokens one by one"].into_iter().enumerate() {
             assert_near(&own[i], &golden.logits, 1e-5, &format!("{model}, {way}"));
             // As measured; a change of what they compute changes it.
             let gap = relative_error(&found[i], &golden.logits);
             assert!((gap - off[i]).abs() < 0.01, "{model}, {way}: off by {gap:.2} of the largest, was by {}", off[i]);
             let json = told(&json, passed_over[i].clone());
-            let without = golden.both(|| ours(&json, &golden.weights))?;
+            let without = both(&golden.ids, || ours(&json, &weights))?;
             assert_near(&found[i], &without[i], 1e-5, &format!("{model}, {way}, theirs"));
         }
     }
@@ -118,7 +99,7 @@ fn theirs_are_ours_without_what_they_pass_over() -> Result<()> {
 /// What theirs refuses, in calls of so many tokens, and what it says.
 #[test]
 fn what_theirs_refuses_ours_computes() -> Result<()> {
-    let golden = Golden::open("gemma3_text")?;
+    let (model, _) = open("gemma3_text")?;
     let several = json!({"rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 2});
     let bigcode = json!({
         "model_type": "gpt_bigcode", "vocab_size": 61, "n_embd": 32, "n_inner": 40, "n_layer": 2, "n_head": 4,
@@ -136,7 +117,7 @@ fn what_theirs_refuses_ours_computes() -> Result<()> {
         ),
         // Gemma 3 of more than one key head, from 4B on, takes no prompt: values go to the cache as a view that it
         // refuses (https://github.com/huggingface/candle/pull/3902). So the others of it have one.
-        (told(&golden.json, several), golden.weights, &[9], "slice-set only supports contiguous tensors"),
+        (told(&model.config, several), model.weights, &[9], "slice-set only supports contiguous tensors"),
         // GPT BigCode with a key head for each query head loads and fails at its first call: it takes the width for the
         // number of heads. `tests/hf` compares our attention of it with transformers'.
         (
