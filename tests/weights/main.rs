@@ -9,7 +9,6 @@ mod one_weight;
 mod pth;
 mod reading;
 mod round_trip;
-mod seeded;
 mod shards;
 mod spelling;
 mod tensor_parallel;
