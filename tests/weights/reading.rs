@@ -120,34 +120,3 @@ fn float8_weights_are_multiplied_by_their_scales() -> Result<()> {
     assert_close(&stored.to_dtype(DType::F32)?, &exact, 0.0, "as it is stored");
     Ok(())
 }
-
-/// `pytorch_model.bin.index.json`, the folder it is in, and the index of safetensors by its path.
-#[test]
-fn an_index_is_opened_by_its_path_and_shards_may_be_pytorchs() -> Result<()> {
-    let folder = tempfile::tempdir()?;
-    let shards = [("book_mha/model.pth", "pytorch_model-00001-of-00002.bin"), ("../tests/data/nested.pth", "b.bin")];
-    let mut weight_map = serde_json::Map::new();
-    let mut expected = Vec::new();
-    for (from, to) in shards {
-        std::fs::copy(models().join(from), folder.path().join(to))?;
-        for (name, shape) in Checkpoint::open(models().join(from))?.shapes() {
-            weight_map.insert(name.to_string(), to.into());
-            expected.push((name.to_string(), shape.to_vec()));
-        }
-    }
-    let index = folder.path().join("pytorch_model.bin.index.json");
-    std::fs::write(&index, serde_json::json!({ "weight_map": weight_map }).to_string())?;
-    expected.sort();
-    for path in [folder.path(), &index] {
-        let checkpoint = Checkpoint::open(path)?;
-        let found: Vec<_> = checkpoint.shapes().map(|(name, shape)| (name.to_string(), shape.to_vec())).collect();
-        assert_eq!(found, expected);
-        let vb = checkpoint.var_builder(DType::F32, &CPU)?;
-        expected.iter().try_for_each(|(name, shape)| vb.get(shape.as_slice(), name).map(drop))?;
-    }
-    std::fs::rename(folder.path().join("pytorch_model-00001-of-00002.bin"), folder.path().join("model.safetensors"))?;
-    let index = folder.path().join("model.safetensors.index.json");
-    std::fs::write(&index, r#"{"weight_map": {"W_query.weight": "model.safetensors"}}"#)?;
-    assert_eq!(Checkpoint::open(&index)?.detect("")?, WeightLayout::Book);
-    Ok(())
-}

@@ -4,63 +4,71 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use candle_attention::weights::{self, Checkpoint};
-use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig, WeightLayout};
-use candle_core::{DType, Result, Tensor};
+use candle_attention::{MultiHeadAttentionConfig, WeightLayout};
+use candle_core::{DType, Result};
 
-use crate::{CPU, bits, invented};
+use crate::common::{assert_close, listed, models, recorded};
+use crate::{CPU, invented};
 
-fn cfg() -> MultiHeadAttentionConfig {
-    MultiHeadAttentionConfig::new(8, 2).with_bias(true)
+/// An index of the files of a folder, by which the folder is all that they have, whatever their order.
+fn assert_joined(folder: &Path, index: &str) -> Result<Checkpoint> {
+    let (files, mut weight_map, mut expected) = (listed(folder), serde_json::Map::new(), Vec::new());
+    for file in &files {
+        let (shard, vb) = (Checkpoint::open(file)?, weights::open(file, DType::F32, &CPU)?);
+        for (name, shape) in shard.shapes() {
+            weight_map.insert(name.into(), file.file_name().expect("a name").to_string_lossy().into());
+            expected.push((name.to_string(), vb.get(shape, name)?));
+        }
+    }
+    expected.sort_by(|(one, _), (other, _)| one.cmp(other));
+    let index = folder.join(index);
+    std::fs::write(&index, serde_json::json!({"metadata": {"total_size": 0}, "weight_map": weight_map}).to_string())?;
+    let in_reverse = files.iter().rev().collect::<Vec<_>>();
+    for checkpoint in [Checkpoint::from_files(&in_reverse)?, Checkpoint::open(&index)?, Checkpoint::open(folder)?] {
+        let shapes: Vec<_> = expected.iter().map(|(name, tensor)| (name.as_str(), tensor.dims())).collect();
+        assert_eq!(checkpoint.shapes().collect::<Vec<_>>(), shapes);
+        for vb in [checkpoint.var_builder(DType::F32, &CPU)?, weights::open(folder, DType::F32, &CPU)?] {
+            for (name, tensor) in &expected {
+                assert_close(&vb.get(tensor.dims(), name)?, tensor, 0.0, name);
+            }
+        }
+    }
+    Checkpoint::open(folder)
 }
 
-/// A checkpoint of three layers whose tensors are dealt out to three files in turn, with an index.
-fn write(folder: &Path) -> Result<Vec<(String, Tensor)>> {
-    let layer = invented(&cfg(), WeightLayout::Canonical)?.state_dict(WeightLayout::Canonical)?;
-    let named = |i: usize| {
-        layer
-            .iter()
-            .map(move |(name, tensor)| (format!("model.layers.{i}.self_attn.{name}"), (tensor * (i + 1) as f64)))
-    };
-    let tensors = (0..3).flat_map(named).map(|(name, tensor)| Ok((name, tensor?))).collect::<Result<Vec<_>>>()?;
-    let mut weight_map = serde_json::Map::new();
-    for shard in 0..3 {
-        let file = format!("model-0000{}-of-00003.safetensors", shard + 1);
-        let of_shard: HashMap<_, _> = tensors.iter().skip(shard).step_by(3).cloned().collect();
-        weight_map.extend(of_shard.keys().map(|name| (name.clone(), file.clone().into())));
-        candle_core::safetensors::save(&of_shard, folder.join(file))?;
+/// Three layers whose tensors are dealt out to three files in turn.
+#[test]
+fn shards_are_one_checkpoint() -> Result<()> {
+    let (folder, layout) = (tempfile::tempdir()?, WeightLayout::Canonical);
+    let layer = invented(&MultiHeadAttentionConfig::new(8, 2).with_bias(true), layout)?;
+    let mut shards = [(); 3].map(|()| HashMap::new());
+    for (i, (name, tensor)) in layer.state_dict(layout)?.iter().enumerate() {
+        for layer in 0..3 {
+            let name = format!("model.layers.{layer}.self_attn.{name}");
+            shards[(8 * layer + i) % 3].insert(name, (tensor * (layer + 1) as f64)?);
+        }
     }
-    let index = serde_json::json!({ "metadata": { "total_size": 0 }, "weight_map": weight_map });
-    std::fs::write(folder.join("model.safetensors.index.json"), index.to_string())?;
-    Ok(tensors)
+    let file = |i: usize| folder.path().join(format!("model-0000{i}-of-00003.safetensors"));
+    shards.iter().zip(1..).try_for_each(|(shard, i)| candle_core::safetensors::save(shard, file(i)))?;
+    let checkpoint = assert_joined(folder.path(), "model.safetensors.index.json")?;
+    assert_eq!(checkpoint.attention_layers(), [0, 1, 2].map(|i| format!("model.layers.{i}.self_attn")));
+    // A whole file beside an index is the checkpoint.
+    std::fs::copy(file(1), folder.path().join("model.safetensors"))?;
+    assert_eq!(Checkpoint::open(folder.path())?.shapes().count(), shards[0].len());
+    Ok(())
 }
 
 #[test]
-fn shards_are_one_checkpoint_whatever_their_order() -> Result<()> {
+fn shards_may_be_pytorchs() -> Result<()> {
     let folder = tempfile::tempdir()?;
-    let tensors = write(folder.path())?;
-    let checkpoint = Checkpoint::open(folder.path())?;
-    let mut names: Vec<_> = tensors.iter().map(|(name, tensor)| (name.as_str(), tensor.dims())).collect();
-    names.sort();
-    assert_eq!(checkpoint.shapes().collect::<Vec<_>>(), names);
-    let prefixes = ["model.layers.0.self_attn", "model.layers.1.self_attn", "model.layers.2.self_attn"];
-    assert_eq!(checkpoint.attention_layers(), prefixes);
-
-    let whole = weights::open(folder.path(), DType::F32, &CPU)?;
-    for prefix in prefixes {
-        let (vb, layout) = (whole.pp(prefix), checkpoint.detect(prefix)?);
-        assert_eq!(WeightLayout::detect(&vb)?, layout);
-        let read = MultiHeadAttention::load(&checkpoint.infer_config(prefix, layout, Some(2))?, layout, vb)?;
-        let of_layer = tensors
-            .iter()
-            .filter_map(|(name, tensor)| Some((name.strip_prefix(prefix)?[1..].to_string(), tensor.clone())));
-        let expected = crate::load(&cfg(), layout, &of_layer.collect::<Vec<_>>())?;
-        assert_eq!(bits(&read)?, bits(&expected)?, "{prefix}");
-    }
-
-    let file = |i: usize| folder.path().join(format!("model-0000{i}-of-00003.safetensors"));
-    assert_eq!(Checkpoint::from_files(&[file(3), file(1), file(2)])?.shapes().collect::<Vec<_>>(), names);
-    // A whole file beside an index is the checkpoint.
-    std::fs::copy(file(1), folder.path().join("model.safetensors"))?;
-    assert!(Checkpoint::open(folder.path())?.shapes().count() < names.len());
+    let [one, other] = ["pytorch_model-00001-of-00002.bin", "b.bin"].map(|name| folder.path().join(name));
+    std::fs::copy(models().join("book_mha/model.pth"), &one)?;
+    std::fs::copy(recorded("data/nested.pth"), other)?;
+    assert_joined(folder.path(), "pytorch_model.bin.index.json")?;
+    // An index counts by its path, whatever is beside it.
+    std::fs::rename(one, folder.path().join("model.safetensors"))?;
+    let index = folder.path().join("model.safetensors.index.json");
+    std::fs::write(&index, r#"{"weight_map": {"W_query.weight": "model.safetensors"}}"#)?;
+    assert_eq!(Checkpoint::open(&index)?.detect("")?, WeightLayout::Book);
     Ok(())
 }

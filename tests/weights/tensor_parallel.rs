@@ -25,17 +25,48 @@ fn shards(whole: &MultiHeadAttention, layout: WeightLayout, world_size: usize) -
         .collect()
 }
 
-/// What the processes give together.
-fn together(cfg: &Config, outputs: &[Tensor]) -> Result<Tensor> {
-    if !cfg.out_proj() {
-        return Tensor::cat(outputs, 2);
-    }
-    let (first, others) = outputs.split_first().expect("a process");
-    others.iter().try_fold(first.clone(), |sum, output| sum + output)
+/// Processes as threads, each of which waits for the others where their parts are added up.
+struct Processes {
+    barrier: Barrier,
+    parts: Mutex<Vec<Tensor>>,
 }
 
-fn xs(width: usize) -> Result<Tensor> {
-    Tensor::randn(0f32, 0.5, (2, 5, width), &CPU)
+impl Processes {
+    /// What the shares of a layer give together.
+    fn run(
+        layers: &[MultiHeadAttention],
+        call: impl Fn(usize, &MultiHeadAttention, &dyn Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> + Sync,
+    ) -> Result<Tensor> {
+        let processes = Self { barrier: Barrier::new(layers.len()), parts: Mutex::default() };
+        let outputs = std::thread::scope(|scope| {
+            let run = |(rank, layer)| {
+                let (processes, call) = (&processes, &call);
+                scope.spawn(move || call(rank, layer, &|own| processes.sum(own)))
+            };
+            let running: Vec<_> = layers.iter().enumerate().map(run).collect();
+            running.into_iter().map(|process| process.join().expect("no panic")).collect::<Result<Vec<_>>>()
+        })?;
+        match layers[0].config().out_proj() {
+            true => sum(&outputs),
+            false => Tensor::cat(&outputs, 2),
+        }
+    }
+
+    fn sum(&self, own: &Tensor) -> Result<Tensor> {
+        let parts = || self.parts.lock().expect("no thread panicked");
+        parts().push(own.clone());
+        self.barrier.wait();
+        let all = parts().clone();
+        if self.barrier.wait().is_leader() {
+            parts().clear();
+        }
+        self.barrier.wait();
+        sum(&all)
+    }
+}
+
+fn sum(parts: &[Tensor]) -> Result<Tensor> {
+    parts.iter().skip(1).try_fold(parts[0].clone(), |sum, part| sum + part)
 }
 
 /// What so many processes make of a layer is what it makes of a call itself; whether it has so many heads, and no norm
@@ -44,27 +75,29 @@ pub fn assert_shared_out(
     whole: &MultiHeadAttention,
     layout: WeightLayout,
     world_size: usize,
-    call: impl Fn(&MultiHeadAttention) -> Result<Tensor>,
+    call: impl Fn(&MultiHeadAttention) -> Result<Tensor> + Sync,
 ) -> Result<bool> {
     let cfg = whole.config();
     let spans = cfg.qk_norm().is_some_and(|norm| norm.scope == QkNormScope::Projection);
     if cfg.num_heads() < world_size || spans {
         return Ok(false);
     }
-    let outputs = shards(whole, layout, world_size)?.iter().map(&call).collect::<Result<Vec<_>>>()?;
-    assert_near(&together(cfg, &outputs)?, &call(whole)?, 1e-5, &format!("{cfg:?} as {layout} in {world_size}"));
+    let found = Processes::run(&shards(whole, layout, world_size)?, |_, layer, _| call(layer))?;
+    assert_near(&found, &call(whole)?, 1e-5, &format!("{cfg:?} as {layout} in {world_size}"));
     Ok(true)
 }
 
 #[test]
 fn options_by_head_are_those_of_the_shards_heads() -> Result<()> {
-    let grouped = || Config::new(EMBED_DIM, 4).with_num_kv_heads(2).with_head_dim(4);
+    let of = |h, h_kv| Config::new(EMBED_DIM, h).with_num_kv_heads(h_kv).with_head_dim(4);
+
+    let grouped = || of(4, 2);
     // Two processes have four heads and two: whole key heads.
-    let uneven = || Config::new(EMBED_DIM, 6).with_num_kv_heads(3).with_head_dim(4);
+    let uneven = || of(6, 3);
     let norm = QkNorm { kind: QkNormKind::Layer, scope: QkNormScope::PerHeadWeights, eps: 1e-5 };
     let buckets = RelativeBiasConfig::new(true);
     let gate = |scope, place| OutputGate { activation: GateActivation::Sigmoid, scope, place };
-    let configs = [
+    let mut configs = vec![
         grouped().with_output_gate(gate(GateScope::PerEntry, GatePlace::Query)).with_causal(true).with_bias(true),
         grouped().with_output_gate(gate(GateScope::PerHead, GatePlace::Own { bias: true })).with_value_norm(1e-5),
         grouped().with_alibi(AlibiConfig::Standard),
@@ -73,48 +106,50 @@ fn options_by_head_are_those_of_the_shards_heads() -> Result<()> {
         grouped().with_qk_norm(norm).with_rope(RopeConfig::new(100.0)).with_causal(true),
         grouped().with_relative_bias(buckets.clone()).with_scale(1.0),
         grouped().with_sinks(true).with_bias_kv(true).with_bias(true),
-        Config::new(EMBED_DIM, 4).with_num_kv_heads(1).with_head_dim(4).with_causal(true).with_bias(true),
-        Config::new(EMBED_DIM, 9).with_num_kv_heads(3).with_head_dim(4).with_causal(true),
+        of(4, 1).with_causal(true).with_bias(true),
+        of(9, 3).with_causal(true),
         uneven().with_alibi(AlibiConfig::Standard).with_causal(true).with_bias(true),
         uneven().with_alibi(AlibiConfig::Falcon).with_causal(true),
         uneven().with_qk_norm(norm).with_rope(RopeConfig::new(100.0)).with_causal(true).with_sinks(true),
         uneven().with_sinks(true).with_bias_kv(true).with_bias(true),
         uneven().with_output_gate(gate(GateScope::PerHead, GatePlace::Query)).with_window(2).with_causal(true),
     ];
+    // Where several processes have a copy of a key head, it counts once in a norm of the whole projection.
+    for kind in [QkNormKind::Rms, QkNormKind::RmsPlusOne, QkNormKind::RmsNoWeight] {
+        let norm = QkNorm { kind, scope: QkNormScope::Projection, eps: 1e-5 };
+        configs.extend([(6, 3), (4, 2), (4, 1), (9, 3)].map(|(h, h_kv)| of(h, h_kv).with_qk_norm(norm)));
+    }
     for cfg in configs {
         let invented_vb = || VarBuilder::from_backend(Box::new(Invented), DType::F32, CPU);
         let bias = cfg
             .relative_bias()
             .map(|buckets| RelativeBias::new(buckets, cfg.num_heads(), invented_vb()))
             .transpose()?;
-        let with_bias = |layer: MultiHeadAttention, bias: Option<RelativeBias>| match bias {
-            Some(bias) => layer.with_relative_bias(bias),
-            None => Ok(layer),
+        let with_bias = |layer: &MultiHeadAttention, bias: Option<RelativeBias>| match bias {
+            Some(bias) => layer.clone().with_relative_bias(bias),
+            None => Ok(layer.clone()),
         };
-        let whole = with_bias(invented(&cfg, WeightLayout::Canonical)?, bias.clone())?;
-        let xs = xs(EMBED_DIM)?;
-        let expected = whole.forward(&xs)?;
+        let whole = with_bias(&invented(&cfg, WeightLayout::Canonical)?, bias.clone())?;
+        let xs = Tensor::randn(0f32, 0.5, (2, 5, EMBED_DIM), &CPU)?;
         // A relative bias takes equal shares.
-        for world_size in (1..=4).filter(|&n| n != 3 || cfg.relative_bias().is_none()) {
-            let mut outputs = Vec::new();
-            for (rank, layer) in shards(&whole, WeightLayout::Canonical, world_size)?.into_iter().enumerate() {
+        for world_size in (1..=cfg.num_heads().min(5)).filter(|&n| n != 3 || cfg.relative_bias().is_none()) {
+            let layers = shards(&whole, WeightLayout::Canonical, world_size)?;
+            let found = Processes::run(&layers, |rank, layer, sum| {
                 let shard = HeadShard::new(rank, world_size)?;
                 let layer = with_bias(layer, bias.as_ref().map(|bias| bias.shard(shard)).transpose()?)?;
                 layer.config().validate()?;
                 if cfg.bias_kv() || !cfg.causal() {
-                    outputs.push(layer.forward(&xs)?);
-                    continue;
+                    return layer.forward_with(AttentionInput::new(&xs).with_sum(sum));
                 }
                 // A process keeps the keys of its own heads.
                 let mut cache = AttentionCache::default();
-                let step = |(start, len): (usize, usize), cache: &mut AttentionCache| {
+                let steps = [(0, 3), (3, 1), (4, 1)].map(|(start, len)| {
                     let tokens = xs.narrow(1, start, len)?.contiguous()?;
-                    layer.forward_with(AttentionInput::new(&tokens).with_cache(cache))
-                };
-                let calls = [step((0, 3), &mut cache)?, step((3, 1), &mut cache)?, step((4, 1), &mut cache)?];
-                outputs.push(Tensor::cat(&calls, 1)?);
-            }
-            assert_near(&together(&cfg, &outputs)?, &expected, 1e-5, &format!("{cfg:?} in {world_size}"));
+                    layer.forward_with(AttentionInput::new(&tokens).with_cache(&mut cache).with_sum(sum))
+                });
+                Tensor::cat(&steps.into_iter().collect::<Result<Vec<_>>>()?, 1)
+            })?;
+            assert_near(&found, &whole.forward(&xs)?, 1e-5, &format!("{cfg:?} in {world_size}"));
         }
     }
     Ok(())
@@ -128,50 +163,5 @@ fn whole_key_heads_are_divided() -> Result<()> {
     let heads = |layer: &MultiHeadAttention| (layer.config().num_heads(), layer.config().num_kv_heads());
     assert_eq!(shards.iter().map(heads).collect::<Vec<_>>(), [(6, 2), (3, 1)]);
     shards[0].state_dict(WeightLayout::Packed(PackedNaming::QueryKeyValue, QkvOrder::ByHead))?;
-    Ok(())
-}
-
-/// Processes as threads, each of which waits for the others where their parts are added up.
-struct Processes {
-    barrier: Barrier,
-    parts: Mutex<Vec<Tensor>>,
-}
-
-impl Processes {
-    fn sum(&self, own: &Tensor) -> Result<Tensor> {
-        let parts = || self.parts.lock().expect("no thread panicked");
-        parts().push(own.clone());
-        self.barrier.wait();
-        let all = parts().clone();
-        let sum = all.iter().skip(1).try_fold(all[0].clone(), |sum, part| sum + part)?;
-        if self.barrier.wait().is_leader() {
-            parts().clear();
-        }
-        self.barrier.wait();
-        Ok(sum)
-    }
-}
-
-/// Where several processes have a copy of a key head, it counts once.
-#[test]
-fn norms_of_whole_projections_are_over_all_processes() -> Result<()> {
-    for (h, h_kv, world_size) in [(6, 3, 2), (6, 3, 3), (4, 2, 4), (4, 1, 2), (9, 3, 5)] {
-        for kind in [QkNormKind::Rms, QkNormKind::RmsPlusOne, QkNormKind::RmsNoWeight] {
-            let norm = QkNorm { kind, scope: QkNormScope::Projection, eps: 1e-5 };
-            let cfg = Config::new(EMBED_DIM, h).with_num_kv_heads(h_kv).with_head_dim(4).with_qk_norm(norm);
-            let whole = invented(&cfg, WeightLayout::Canonical)?;
-            let layers = shards(&whole, WeightLayout::Canonical, world_size)?;
-            let xs = xs(EMBED_DIM)?;
-            let processes = Processes { barrier: Barrier::new(world_size), parts: Mutex::default() };
-            let sum = |own: &Tensor| processes.sum(own);
-            let call = |layer: &MultiHeadAttention| layer.forward_with(AttentionInput::new(&xs).with_sum(&sum));
-            let outputs = std::thread::scope(|scope| {
-                let running: Vec<_> = layers.iter().map(|layer| scope.spawn(move || call(layer))).collect();
-                running.into_iter().map(|process| process.join().expect("no panic")).collect::<Result<Vec<_>>>()
-            })?;
-            let what = format!("{h} and {h_kv} heads, {kind:?}, in {world_size}");
-            assert_near(&together(&cfg, &outputs)?, &whole.forward(&xs)?, 1e-5, &what);
-        }
-    }
     Ok(())
 }
