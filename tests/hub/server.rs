@@ -1,47 +1,66 @@
 //! A hub on this machine, as small as hf-hub's downloads allow: one model, a thread, no keep-alive.
 
+use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use serde::Deserialize;
+use serde_json::Value;
+
 use crate::child::COMMIT;
 
+/// By their names.
+pub type Files = BTreeMap<String, Vec<u8>>;
+
+/// Of a JSON object of texts, and of numbers of bytes.
+pub fn files(json: &str) -> Files {
+    let of = |value: Value| match value {
+        Value::String(text) => text.into_bytes(),
+        count => vec![7; count.as_u64().expect("a number") as usize],
+    };
+    let files: BTreeMap<_, _> = serde_json::from_str(json).expect(json);
+    files.into_iter().map(|(name, value)| (name, of(value))).collect()
+}
+
 /// What the hub does when it is asked for a file that it has.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Clone, Deserialize)]
 pub enum Mood {
     /// It gives it.
     Open,
     /// It answers with this status and `X-Error-Code`, whatever it is asked.
-    Refuses(u16, &'static str),
+    Refuses(u16, String),
     /// It takes the connection and says nothing.
     Silent,
     /// It promises the file, sends half, and says nothing more.
     Stalls,
     /// It promises the file and sends the page of an error.
     ErrorPage,
+    /// Nobody listens any more.
+    Gone,
 }
 
 /// A server of `files` as the model `org/name`, at the revisions `main`, `refs/pr/1` and [`COMMIT`]. A model `old/name`
 /// has been renamed to `org/name`.
 pub struct Server {
     pub endpoint: String,
-    pub mood: Mutex<Mood>,
-    files: Vec<(&'static str, &'static [u8])>,
+    files: Files,
+    mood: Mutex<Mood>,
     /// As `METHOD path`, with ` token` for those that carry the token of the tests.
     requests: Mutex<Vec<String>>,
     stopped: AtomicBool,
 }
 
 impl Server {
-    pub fn start(files: &[(&'static str, &'static [u8])]) -> Arc<Self> {
+    pub fn start(files: Files) -> Arc<Self> {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         listener.set_nonblocking(true).expect("a listener");
         let server = Arc::new(Self {
             endpoint: format!("http://{}", listener.local_addr().expect("an address")),
             mood: Mutex::new(Mood::Open),
-            files: files.to_vec(),
+            files,
             requests: Mutex::default(),
             stopped: AtomicBool::new(false),
         });
@@ -62,10 +81,11 @@ impl Server {
         server
     }
 
-    /// From soon on nobody listens any more.
-    pub fn stop(&self) {
-        self.stopped.store(true, Ordering::Relaxed);
-        while TcpStream::connect(&self.endpoint["http://".len()..]).is_ok() {
+    pub fn set(&self, mood: Mood) {
+        let gone = matches!(mood, Mood::Gone);
+        *self.mood.lock().expect("a mood") = mood;
+        self.stopped.store(gone, Ordering::Relaxed);
+        while gone && TcpStream::connect(&self.endpoint["http://".len()..]).is_ok() {
             std::thread::sleep(Duration::from_millis(2));
         }
     }
@@ -73,6 +93,10 @@ impl Server {
     /// The requests since the last call.
     pub fn requests(&self) -> Vec<String> {
         std::mem::take(&mut self.requests.lock().expect("requests"))
+    }
+
+    pub fn file(&self, file: &str) -> Option<&[u8]> {
+        self.files.get(file).map(|bytes| &bytes[..])
     }
 
     /// The other side may be gone, which is none of the server's business.
@@ -93,8 +117,8 @@ impl Server {
         };
         self.requests.lock().expect("requests").push(format!("{method} {path}{token}"));
 
-        let mood = *self.mood.lock().expect("a mood");
-        let (status, headers, body) = match mood {
+        let mood = self.mood.lock().expect("a mood").clone();
+        let (status, headers, body) = match &mood {
             Mood::Silent => return self.wait(),
             Mood::Refuses(status, code) => (format!("{status} No"), format!("X-Error-Code: {code}\r\n"), &b""[..]),
             Mood::ErrorPage if method == "GET" => {
@@ -114,13 +138,12 @@ impl Server {
     /// Status, headers and body of what there is.
     fn reply(&self, path: &str, asked: &[String]) -> (String, String, &[u8]) {
         let none = &b""[..];
-        let bytes = |file: &str| self.files.iter().find(|(name, _)| *name == file).map(|(_, bytes)| *bytes);
         if let Some(rest) = path.strip_prefix("/old/") {
             return ("307 Temporary Redirect".into(), format!("Location: /org/{rest}\r\n"), none);
         }
         // A model may have no organisation.
         let path = path.replacen("/org/name", "/name", 1);
-        if let Some(bytes) = path.strip_prefix("/store/").and_then(bytes) {
+        if let Some(bytes) = path.strip_prefix("/store/").and_then(|file| self.file(file)) {
             return ("200 OK".into(), String::new(), bytes);
         }
         let revisions = ["main", "refs%2Fpr%2F1", COMMIT];
@@ -130,7 +153,7 @@ impl Server {
             return (status.into(), String::new(), if path == "/api/models/name" { b"{}" } else { none });
         };
         let commit = format!("X-Repo-Commit: {COMMIT}\r\n");
-        let Some(bytes) = bytes(file) else {
+        let Some(bytes) = self.file(file) else {
             return ("404 Not Found".into(), format!("{commit}X-Error-Code: EntryNotFound\r\n"), none);
         };
         let etag = format!("\"etag-of-{file}\"");
