@@ -113,7 +113,7 @@ fn config<T: DeserializeOwned>(golden: &Golden) -> T {
 }
 
 /// The mask of a case: d2l's lengths, or PyTorch's tensors in which 1 hides.
-fn mask(golden: &Golden, case: &str, device: &Device) -> Result<AttentionMask> {
+pub fn mask(golden: &Golden, case: &str, device: &Device) -> Result<AttentionMask> {
     let mut mask = AttentionMask::none();
     if let Some(lens) = golden.find(case, "valid_lens") {
         mask = mask.with_valid_lens(ValidLens::from_tensor(lens)?).with_empty_rows(EmptyRows::Uniform);
@@ -131,15 +131,11 @@ fn every_system_gives_pytorchs_numbers(device: &Device) -> Result<()> {
     for golden in &all() {
         let system = System::open(golden, DType::F32, device)?;
         for case in golden.cases() {
-            let what = format!("{}, {case}", golden.name);
             let (output, weights) = system.run(&case, false)?;
-            assert_close(&output, golden.get(&case, "expected_f64"), TOLERANCE, &what);
-            assert_close(&output, golden.get(&case, "output"), TOLERANCE, &what);
-            if let Some(weights) = weights {
-                let expected = golden.get(&case, "attn_weights_f64");
-                // Single heads come without the head dimension, d2l with (batch · heads).
-                assert_close(&weights.reshape(expected.dims())?, expected, TOLERANCE, &format!("{what}, weights"));
-            }
+            assert_eq!(output.dims(), golden.get(&case, "output").dims(), "{}, {case}", golden.name);
+            golden.check(&case, "expected_f64", &output)?;
+            golden.check(&case, "output", &output)?;
+            weights.map(|weights| golden.check(&case, "attn_weights_f64", &weights)).transpose()?;
         }
     }
     Ok(())
@@ -230,8 +226,8 @@ fn frontend_48_train_drops_what_pytorch_drops() -> Result<()> {
     let system = System { golden: &golden, ..System::open(&plain, DType::F32, &Device::Cpu)? };
     let (output, weights) = system.run("main", true)?;
     let weights = weights.expect("a layer");
-    assert_close(&output, golden.get("main", "output"), TOLERANCE, "output");
-    assert_close(&weights, golden.get("main", "attn_weights"), TOLERANCE, "weights");
+    golden.check("main", "output", &output)?;
+    golden.check("main", "attn_weights", &weights)?;
     assert_close(&weights.ne(0f32)?, golden.get("main", "keep"), 0.0, "what is kept");
     Ok(())
 }

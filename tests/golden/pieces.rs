@@ -5,23 +5,10 @@ use candle_attention::{
     AttentionMask, AttentionOutput, EmptyRows, SdpaOptions, ValidLens, masked_softmax, scaled_dot_product_attention,
     scaled_dot_product_attention_with_lse, scaled_dot_product_attention_with_weights,
 };
-use candle_core::{D, Result, Tensor};
+use candle_core::{D, Device, Result, Tensor};
 
-use crate::TOLERANCE;
 use crate::common::{Golden, assert_close};
-
-/// `frontend_tokenizer` is tested in tests/tokenizer, which is about text.
-pub const TESTED: &[&str] = &[
-    "additive_mask",
-    "batched_matmul",
-    "d2l_dot_product",
-    "d2l_masked_softmax",
-    "d2l_transpose_qkv",
-    "dropout",
-    "frontend_tokenizer",
-    "qkv_2x2",
-    "shiny_sun",
-];
+use crate::{TOLERANCE, layers};
 
 /// (T, D) as (1, 1, T, D).
 fn heads(tensor: &Tensor) -> Result<Tensor> {
@@ -33,13 +20,9 @@ fn attend(q: &Tensor, k: &Tensor, v: &Tensor, mask: &AttentionMask, scale: Optio
     scaled_dot_product_attention_with_weights(q, k, v, mask, &options)
 }
 
-/// Both outputs are the case's, whatever dimensions of 1 they have more.
 fn assert_golden(output: &AttentionOutput, golden: &Golden, case: &str) -> Result<()> {
-    for (got, name) in [(&output.context, "expected_f64"), (&output.weights, "attn_weights_f64")] {
-        let expected = golden.get(case, name);
-        assert_close(&got.reshape(expected.dims())?, expected, TOLERANCE, &format!("{}, {case}, {name}", golden.name));
-    }
-    Ok(())
+    golden.check(case, "expected_f64", &output.context)?;
+    golden.check(case, "attn_weights_f64", &output.weights)
 }
 
 #[test]
@@ -49,17 +32,13 @@ fn small_examples_have_their_scores_weights_and_contexts() -> Result<()> {
     let output = attend(&x.narrow(2, 1, 1)?, &x, &x, &AttentionMask::none(), Some(1.0))?;
     assert_golden(&output, &sun, "main")?;
     // The tutorial lists the weighted embeddings component by component.
-    let weighted = output.weights.t()?.broadcast_mul(&x)?.t()?.squeeze(0)?.squeeze(0)?;
-    assert_close(&weighted, sun.get("main", "weighted"), TOLERANCE, "weighted");
+    sun.check("main", "weighted", &output.weights.t()?.broadcast_mul(&x)?.t()?)?;
     let x = heads(sun.get("all_queries", "x"))?;
-    let context = attend(&x, &x, &x, &AttentionMask::none(), Some(1.0))?.context;
-    assert_close(&context.squeeze(0)?.squeeze(0)?, sun.get("all_queries", "expected_f64"), TOLERANCE, "all queries");
+    sun.check("all_queries", "expected_f64", &attend(&x, &x, &x, &AttentionMask::none(), Some(1.0))?.context)?;
     let [q, k, v] = ["q", "k", "v"].map(|name| heads(golden.get("main", name)));
     let (q, k, v) = (q?, k?, v?);
-    for (name, scale) in [("scores", 1.0), ("scaled", 0.5f64.sqrt())] {
-        let scores = scores(&q, &k, scale)?.squeeze(0)?.squeeze(0)?;
-        assert_close(&scores, golden.get("main", name), TOLERANCE, name);
-    }
+    golden.check("main", "scores", &scores(&q, &k, 1.0)?)?;
+    golden.check("main", "scaled", &scores(&q, &k, 0.5f64.sqrt())?)?;
     assert_golden(&attend(&q, &k, &v, &AttentionMask::none(), None)?, &golden, "main")
 }
 
@@ -79,7 +58,7 @@ fn batched_matmul_equals_the_heads_one_by_one() -> Result<()> {
     let golden = Golden::open("batched_matmul");
     let a = golden.get("main", "a");
     let all = scores(a, a, 1.0)?;
-    assert_close(&all, golden.get("main", "expected_f64"), TOLERANCE, "all heads at once");
+    golden.check("main", "expected_f64", &all)?;
     for head in 0..a.dim(1)? {
         let one = a.narrow(1, head, 1)?;
         assert_close(&scores(&one, &one, 1.0)?, &all.narrow(1, head, 1)?, 0.0, "one head");
@@ -99,14 +78,9 @@ fn additive_mask_is_the_causal_mask() -> Result<()> {
     let q = heads(&Tensor::eye(t, scores.dtype(), scores.device())?)?;
     let k = heads(&scores.squeeze(0)?.t()?)?;
     for mask in [AttentionMask::causal(), AttentionMask::none().with_bias(meant)] {
-        let weights = attend(&q, &k, &q, &mask, Some(1.0))?.weights.squeeze(0)?;
-        assert_close(&weights, golden.get("main", "expected_f64"), TOLERANCE, "weights");
+        golden.check("main", "expected_f64", &attend(&q, &k, &q, &mask, Some(1.0))?.weights)?;
     }
     Ok(())
-}
-
-fn lens(golden: &Golden, case: &str) -> Result<Option<ValidLens>> {
-    golden.find(case, "valid_lens").map(ValidLens::from_tensor).transpose()
 }
 
 #[test]
@@ -114,9 +88,9 @@ fn d2l_masked_softmax_gives_pytorch_numbers() -> Result<()> {
     let golden = Golden::open("d2l_masked_softmax");
     let scores = golden.top("scores");
     for case in golden.cases() {
-        let lens = lens(&golden, &case)?;
+        let lens = golden.find(&case, "valid_lens").map(ValidLens::from_tensor).transpose()?;
         let weights = masked_softmax(scores, lens.as_ref(), EmptyRows::Uniform)?;
-        assert_close(&weights, golden.get(&case, "expected_f64"), TOLERANCE, &case);
+        golden.check(&case, "expected_f64", &weights)?;
         let zeros = masked_softmax(scores, lens.as_ref(), EmptyRows::Zero)?;
         if case.starts_with("zero") {
             let smallest = zeros.sum(D::Minus1)?.flatten_all()?.min(0)?.to_scalar::<f32>()?;
@@ -133,9 +107,7 @@ fn d2l_dot_product_gives_pytorch_numbers() -> Result<()> {
     let golden = Golden::open("d2l_dot_product");
     for case in golden.cases() {
         let [q, k, v] = ["queries", "keys", "values"].map(|name| golden.get(&case, name).unsqueeze(1));
-        let mask = lens(&golden, &case)?.map_or_else(AttentionMask::none, |lens| {
-            AttentionMask::none().with_valid_lens(lens).with_empty_rows(EmptyRows::Uniform)
-        });
+        let mask = layers::mask(&golden, &case, &Device::Cpu)?;
         assert_golden(&attend(&q?, &k?, &v?, &mask, None)?, &golden, &case)?;
     }
     Ok(())
