@@ -1,6 +1,8 @@
 //! What holds for all words and all texts.
 
+use candle_attention::AttentionMask;
 use candle_attention::text::{PaddingSide, SimpleTokenizer, Split, TokenizerError};
+use candle_core::{DType, Device, Tensor};
 use proptest::prelude::*;
 
 use super::{ids, save_and_load, tutorial};
@@ -14,6 +16,11 @@ proptest! {
     fn ids_come_back_from_their_text(words in words(), picks in proptest::collection::vec(any::<prop::sample::Index>(), 0..20)) {
         let tokenizer = SimpleTokenizer::from_words(words.clone()).unwrap();
         let ids: Vec<u32> = picks.iter().map(|pick| pick.index(words.len()) as u32).collect();
+        for &id in &ids {
+            prop_assert_eq!(tokenizer.id_to_token(id), Some(words[id as usize].clone()));
+            prop_assert_eq!(tokenizer.token_to_id(&words[id as usize]), Some(id));
+        }
+        prop_assert_eq!((tokenizer.id_to_token(words.len() as u32), tokenizer.token_to_id("two words")), (None, None));
         let text = tokenizer.decode(&ids).unwrap();
         prop_assert_eq!(tokenizer.encode(&text).unwrap().ids, ids.clone());
         prop_assert_eq!(save_and_load(&tokenizer).encode(&text).unwrap().ids, ids);
@@ -36,6 +43,7 @@ proptest! {
         }
     }
 
+    /// With the mask that transformers makes of the same padding.
     #[test]
     fn a_batch_is_its_texts_one_by_one(
         texts in proptest::collection::vec("(hello|you|\\?| ){0,8}", 1..8),
@@ -56,7 +64,18 @@ proptest! {
             prop_assert_eq!(batch.tokens()[i].len(), row.len());
             prop_assert_eq!(batch.lens()[i], single.len());
         }
-        prop_assert_eq!(batch.seq_len(), batch.lens().iter().copied().max().unwrap());
+        let (b, t) = (known.len(), batch.lens().iter().copied().max().unwrap());
+        prop_assert_eq!((batch.batch_size(), batch.seq_len()), (b, t));
+        let tensor = batch.ids_tensor(&Device::Cpu).unwrap();
+        prop_assert_eq!((tensor.dtype(), tensor.dims()), (DType::U32, &[b, t][..]));
+        prop_assert_eq!(tensor.to_vec2::<u32>().unwrap(), batch.ids());
+        let ones = batch.tokens().iter().flatten().map(|token| u8::from(token != "<pad>"));
+        let ones = Tensor::from_iter(ones, &Device::Cpu).unwrap().reshape((b, t)).unwrap();
+        let expected = AttentionMask::from_attention_mask(&ones).unwrap();
+        let drawn = |mask: &AttentionMask| mask.resolve(b, 2, t).unwrap().to_string();
+        prop_assert_eq!(drawn(&batch.mask()), drawn(&expected));
+        let other = batch.mask().resolve(b, 1, t + 1).unwrap_err().to_string();
+        prop_assert!(other.starts_with(&format!("[attention_mask] the attention mask has {t} columns, expected")), "{other}");
     }
 }
 
