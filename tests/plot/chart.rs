@@ -20,22 +20,3 @@ fn one_point_and_large_numbers_are_drawn() -> Result<()> {
     }
     Ok(())
 }
-
-#[test]
-fn what_cannot_be_drawn_is_an_error() {
-    let error = |result: Result<LineChart>| {
-        result.and_then(|chart| chart.to_svg()).map(drop).expect_err("an error").to_string()
-    };
-    let chart = || LineChart::new("training", "step", "loss");
-    for (result, expected) in [
-        (Ok(chart()), "[line_chart] there is no line to draw"),
-        (chart().with_line("loss", &[]), "the line \"loss\" has 0 points, expected at least one, all within ±1e300"),
-        (chart().with_line("loss", &[[0.0, f64::NAN]]), "expected at least one, all within ±1e300"),
-        (chart().with_line("loss", &[[2.0, 1.0], [1.0, 1.0]]), "the line \"loss\" goes from x = 2 back to 1"),
-    ] {
-        let text = error(result);
-        assert!(text.contains(expected), "{text}");
-    }
-    let unnamed = chart().with_line("loss", &[[0.0, 1.0]]).and_then(|chart| chart.save("loss.pdf"));
-    assert!(unnamed.expect_err("an error").to_string().contains("expected svg or png"));
-}
