@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use std::fmt::Debug;
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::process::{ExitCode, Termination};
+use std::process::{Command, ExitCode, Termination};
 
 use candle_core::{DType, Device, Result, Tensor, Var, bail};
 use candle_nn::var_builder::{ShardedSafeTensors, ShardedVarBuilder};
@@ -83,6 +83,19 @@ pub fn read_json<T: DeserializeOwned>(path: impl AsRef<Path>) -> T {
 
 pub fn recorded_tensors(file: &str) -> Result<HashMap<String, Tensor>> {
     candle_core::safetensors::load(recorded(file), &Device::Cpu)
+}
+
+/// What a run of a program left behind.
+pub struct Run {
+    pub code: Option<i32>,
+    pub stdout: String,
+    pub stderr: String,
+}
+
+pub fn run(mut command: Command) -> Run {
+    let output = command.output().expect("the program starts");
+    let text = |bytes| String::from_utf8(bytes).expect("what is printed is UTF-8");
+    Run { code: output.status.code(), stdout: text(output.stdout), stderr: text(output.stderr) }
 }
 
 /// The tensors of a file as variables, and a builder that gives them.
@@ -191,6 +204,7 @@ pub fn error_text<T>(result: Result<T>) -> String {
 }
 
 /// A folder of a Hugging Face model, with the numbers of transformers.
+#[derive(Clone)]
 pub struct Model {
     pub name: String,
     pub config: Value,

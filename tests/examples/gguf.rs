@@ -6,8 +6,8 @@ use candle_core::{Device, Result, Tensor, safetensors};
 use tempfile::NamedTempFile;
 
 use crate::common::gguf::{File, of_checkpoint};
-use crate::common::{Decoded, assert_near, spelled};
-use crate::process::{self, Checkpoint, Run};
+use crate::common::{Decoded, Run, assert_near, run, spelled};
+use crate::process::{self, Checkpoint};
 
 fn on_disk(file: &File) -> Result<(NamedTempFile, Checkpoint)> {
     let path = tempfile::Builder::new().suffix(".gguf").tempfile()?;
@@ -51,7 +51,7 @@ fn text_goes_through_the_tokenizer_of_a_file() -> Result<()> {
 
     let mut other = process::command("causal_lm");
     other.arg("--model").arg(&model.path).args(["--ids", "5", "--dtype", "bf16"]);
-    let (Run { code, stderr, .. }, said) = (process::run(other), "a GGUF file has its own types of weights");
+    let (Run { code, stderr, .. }, said) = (run(other), "a GGUF file has its own types of weights");
     assert!(code == Some(1) && stderr.starts_with(&format!("error: [causal_lm] {said}")), "{stderr}");
     Ok(())
 }

@@ -4,8 +4,8 @@ use std::io::Cursor;
 
 use candle_core::{DType, Device, IndexOp, Result, Tensor, safetensors};
 
-use crate::common::{Decoded, relative_error, spelled};
-use crate::process::{Checkpoint, command, run};
+use crate::common::{Decoded, relative_error, run, spelled};
+use crate::process::{Checkpoint, command};
 
 const EXAMPLES: [(&str, usize); 4] =
     [("causal_lm", 45), ("image_embedding", 3), ("rerank", 4), ("sentence_embedding", 7)];

@@ -8,18 +8,11 @@ use std::sync::Mutex;
 use candle_core::{Device, Tensor, safetensors};
 use serde_json::Value;
 
-use crate::common::{listed, read_json, recorded};
+use crate::common::{Run, listed, read_json, recorded, run};
 
 pub const SENTENCE: &str = "hello world how are you ?";
 
 pub type Tensors = HashMap<String, Tensor>;
-
-/// What a run left behind.
-pub struct Run {
-    pub code: Option<i32>,
-    pub stdout: String,
-    pub stderr: String,
-}
 
 /// An example in the package's folder, built once with this test's features. Backtraces are on, since a user may have
 /// them on.
@@ -57,12 +50,6 @@ fn build(example: &str) -> PathBuf {
         (message["target"]["name"] == example).then(|| message["executable"].as_str().map(PathBuf::from))?
     });
     executables.next().expect("cargo names the executable")
-}
-
-pub fn run(mut command: Command) -> Run {
-    let output = command.output().expect("the example starts");
-    let text = |bytes| String::from_utf8(bytes).expect("what is printed is UTF-8");
-    Run { code: output.status.code(), stdout: text(output.stdout), stderr: text(output.stderr) }
 }
 
 /// What a run prints, which has to succeed.

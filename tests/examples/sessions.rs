@@ -21,8 +21,8 @@ use rayon::prelude::*;
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::common::listed;
-use crate::process::{self, Run, Tensors};
+use crate::common::{Run, listed, run};
+use crate::process::{self, Tensors};
 
 #[test]
 fn programs_print_what_was_reviewed() {
@@ -152,7 +152,7 @@ impl Session {
 
     /// What a run prints and says. What other machines or runs give otherwise is `…`.
     fn said(&self, command: Command) -> String {
-        let Run { code, stdout, stderr } = process::run(command);
+        let Run { code, stdout, stderr } = run(command);
         let said = |mark: &str, text: &str| -> String {
             let text = text.replace(self.0.path().to_str().expect("UTF-8"), "DIR");
             let text = text.replace(env!("CARGO_MANIFEST_DIR"), "ROOT");

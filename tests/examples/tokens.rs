@@ -2,8 +2,8 @@
 
 use std::collections::HashMap;
 
-use crate::common::{Golden, models, read_json, systems, values};
-use crate::process::{Run, SENTENCE, command, printed, run};
+use crate::common::{Golden, Run, models, read_json, run, systems, values};
+use crate::process::{SENTENCE, command, printed};
 
 type Maps = Vec<Vec<Vec<f64>>>;
 

@@ -2,8 +2,6 @@
 
 use candle_attention::{AttentionInput, AttentionMask, Backend, HeadShard, QkNormScope, Windows, hf};
 use candle_core::{Result, Tensor};
-use candle_nn::VarBuilder;
-use serde_json::json;
 
 use crate::{CPU, LATENT, Model, all_models};
 
@@ -23,25 +21,10 @@ fn every_architecture_is_equal() {
     assert!(!page.contains("## Wrong"));
 }
 
-/// Gemma 3's text, as it stands in models that read images too.
-fn below_images() -> Vec<Model> {
-    let below = |prefix| {
-        all_models().into_iter().filter(|model| model.model_type() == "gemma3_text").map(move |mut model| {
-            model.config = json!({"model_type": "gemma3", "text_config": model.config});
-            let renamed = model.weights.drain().map(|(name, tensor)| (name.replacen("model.", prefix, 1), tensor));
-            model.weights = renamed.collect();
-            model
-        })
-    };
-    ["model.language_model.", "language_model.model.", "language_model."].into_iter().flat_map(below).collect()
-}
-
 /// By both backends.
 #[test]
 fn layers_give_the_numbers_of_transformers() -> Result<()> {
-    let below_images = below_images();
-    assert!(!below_images.is_empty());
-    for model in all_models().into_iter().chain(below_images) {
+    for model in all_models() {
         for i in 0..model.layers() {
             let shifts = model.config.get("depths").is_some() && i == 1;
             let mask = if shifts { Windows::new([4, 4], 2)?.with_shift(1)?.mask(2, &CPU)? } else { mask(&model)? };
@@ -106,21 +89,17 @@ fn shards_sum_to_the_layer() -> Result<()> {
     Ok(())
 }
 
+/// Layers with the keys of earlier ones have them in a memory; `tests/cache` has the same numbers from a cache that is
+/// shared.
 pub fn forward(model: &Model, i: usize, input: AttentionInput) -> Result<Tensor> {
-    forward_from(model.vb(), model, i, input)
-}
-
-/// A layer of a model with the weights of another builder. Layers with the keys of earlier ones have them in a memory;
-/// `tests/cache` has the same numbers from a cache that is shared.
-pub fn forward_from(vb: VarBuilder, model: &Model, i: usize, input: AttentionInput) -> Result<Tensor> {
     if LATENT.contains(&model.model_type()) {
-        hf::load_latent_attention(&model.config, i, vb)?.forward_with(input)
+        hf::load_latent_attention(&model.config, i, model.vb())?.forward_with(input)
     } else {
-        let layer = hf::load_attention(&model.config, i, vb.clone())?;
+        let layer = hf::load_attention(&model.config, i, model.vb())?;
         match hf::kv_layer(&model.config, i)? {
             Some(earlier) => {
                 let xs = &model.golden[&format!("layer{earlier}.in")];
-                let memory = hf::load_attention(&model.config, earlier, vb)?.project_memory(xs, xs)?;
+                let memory = hf::load_attention(&model.config, earlier, model.vb())?.project_memory(xs, xs)?;
                 layer.forward_with(input.with_memory(&memory))
             }
             None => layer.forward_with(input),

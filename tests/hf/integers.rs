@@ -95,12 +95,6 @@ fn integers(value: &Value, place: &str, found: &mut Vec<String>) {
     }
 }
 
-fn put(config: &Value, place: &str, value: Value) -> Value {
-    let mut config = config.clone();
-    *config.pointer_mut(place).expect("it has one there") = value;
-    config
-}
-
 /// A layer of a real checkpoint, and what it makes of a few positions, with a cache too.
 fn called(model: &Model, config: Value, what: &str) {
     let changed = Model { name: model.name.clone(), config, weights: model.weights.clone(), golden: Tensors::new() };
@@ -121,7 +115,7 @@ fn no_integer_of_a_model_hurts() {
     for model in all_models() {
         let own = [0, 1].map(|layer| described(&PARTS, &model.config, layer));
         let is_read = |place: &String| {
-            let config = put(&model.config, place, json!("text"));
+            let config = with_field(&model.config, place, json!("text"));
             own != [0, 1].map(|layer| described(&PARTS, &config, layer))
         };
         let mut places = Vec::new();
@@ -132,10 +126,10 @@ fn no_integer_of_a_model_hurts() {
             let mut all = model.config.clone();
             for place in &places {
                 let what = format!("{} with {integer} for {place}", model.name);
-                let config = put(&model.config, place, integer.into());
+                let config = with_field(&model.config, place, integer.into());
                 parsed(&config, &what);
                 called(&model, config, &what);
-                all = put(&all, place, integer.into());
+                all = with_field(&all, place, integer.into());
             }
             parsed(&all, &format!("{} with {integer} everywhere", model.name));
         }
@@ -177,7 +171,10 @@ impl Fields {
 /// With the objects that the place is in.
 fn with_field(config: &Value, place: &str, value: Value) -> Value {
     let mut config = config.clone();
-    *place.split('/').skip(1).fold(&mut config, |object, name| &mut object[name]) = value;
+    *place.split('/').skip(1).fold(&mut config, |part, name| match part {
+        Value::Array(list) => &mut list[name.parse::<usize>().expect("a place of the list")],
+        object => &mut object[name],
+    }) = value;
     config
 }
 

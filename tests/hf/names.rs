@@ -6,25 +6,25 @@ use candle_nn::{VarBuilder, VarMap};
 use serde_json::json;
 
 use crate::common::{error_text, values};
-use crate::golden::forward_from;
-use crate::{CPU, Model, Tensors, builder};
+use crate::golden::forward;
+use crate::{CPU, Model, Tensors, all_models};
 
 /// Models below a head, which is the first part of every name.
 const HEADS: &str = "bert bloom deepseek_v2_lite deepseek_v3 distilbert falcon_grouped gemma3 gpt2 gpt_bigcode \
     gpt_neox gpt_oss gptj llama modernbert mpt opt phi phi3 roberta";
 
-fn renamed(tensors: &Tensors, rename: impl Fn(&str) -> String) -> Tensors {
-    tensors.iter().map(|(name, tensor)| (rename(name), tensor.clone())).collect()
+fn renamed(model: &Model, rename: impl Fn(&str) -> String) -> Model {
+    let weights = model.weights.iter().map(|(name, tensor)| (rename(name), tensor.clone()));
+    Model { weights: weights.collect(), ..model.clone() }
 }
 
 /// A layer of a model by other names gives the same numbers.
 #[track_caller]
-fn assert_same(model: &Model, layer: usize, other: Tensors) {
+fn assert_same(model: &Model, layer: usize, other: &Model) {
     let xs = &model.golden[&format!("layer{layer}.in")];
-    let [own, other] = [model.weights.clone(), other].map(|weights| {
-        values(&forward_from(builder(weights), model, layer, AttentionInput::new(xs)).expect("its names are known"))
-    });
-    assert_eq!(own, other, "{}", model.name);
+    let [own, other] =
+        [model, other].map(|model| forward(model, layer, AttentionInput::new(xs)).expect("its names are known"));
+    assert_eq!(values(&own), values(&other), "{}", model.name);
 }
 
 #[test]
@@ -32,34 +32,48 @@ fn models_with_and_without_a_head_give_the_same_layer() {
     for name in HEADS.split(' ') {
         let model = Model::named(name);
         let bare = |name: &str| name.split_once('.').expect("below a head").1.to_string();
-        assert_same(&model, 0, renamed(&model.weights, bare));
+        assert_same(&model, 0, &renamed(&model, bare));
     }
     // T5's classifiers have a name before all others, and a bias in the first layer.
     let model = Model::named("t5");
-    assert_same(&model, 1, renamed(&model.weights, |name| format!("transformer.{name}")));
+    assert_same(&model, 1, &renamed(&model, |name| format!("transformer.{name}")));
+}
+
+/// Gemma 3's text, as it stands in models that read images too.
+#[test]
+fn layers_below_images_are_the_same() {
+    let texts: Vec<_> = all_models().into_iter().filter(|model| model.model_type() == "gemma3_text").collect();
+    assert!(!texts.is_empty());
+    for (model, prefix) in texts.iter().flat_map(|model| {
+        ["model.language_model.", "language_model.model.", "language_model."].map(|prefix| (model, prefix))
+    }) {
+        let mut other = renamed(model, |name| name.replacen("model.", prefix, 1));
+        other.config = json!({"model_type": "gemma3", "text_config": model.config});
+        (0..model.layers()).for_each(|layer| assert_same(model, layer, &other));
+    }
 }
 
 /// Nomic's published names, and those of transformers' own module.
 #[test]
 fn both_names_of_a_layer_give_the_same() -> Result<()> {
     let model = Model::named("nomic_bert");
-    let mut own = Tensors::new();
+    let mut own = Model { weights: Tensors::new(), ..model.clone() };
     let packed = &model.weights["encoder.layers.0.attn.Wqkv.weight"];
     for (i, part) in packed.chunk(3, 0)?.into_iter().enumerate() {
-        own.insert(format!("nomic_bert.layers.0.self_attn.{}_proj.weight", ["q", "k", "v"][i]), part);
+        own.weights.insert(format!("nomic_bert.layers.0.self_attn.{}_proj.weight", ["q", "k", "v"][i]), part);
     }
     let out = &model.weights["encoder.layers.0.attn.out_proj.weight"];
-    own.insert("nomic_bert.layers.0.self_attn.o_proj.weight".to_string(), out.clone());
-    assert_same(&model, 0, own);
+    own.weights.insert("nomic_bert.layers.0.self_attn.o_proj.weight".to_string(), out.clone());
+    assert_same(&model, 0, &own);
 
     // RF-DETR's names before transformers 5.18.
     let model = Model::named("rf_detr_dinov2");
-    let former = renamed(&model.weights, |name| {
+    let former = renamed(&model, |name| {
         let of_out = name.replace("attention.o_proj", "attention.output.dense");
         let names = [("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value")];
         names.iter().fold(of_out, |name, (new, old)| name.replace(new, &format!("attention.{old}")))
     });
-    assert_same(&model, 0, former);
+    assert_same(&model, 0, &former);
     Ok(())
 }
 
@@ -67,16 +81,16 @@ fn both_names_of_a_layer_give_the_same() -> Result<()> {
 /// biases in the config there may be none.
 #[test]
 fn a_bias_of_videomaes_keys_changes_nothing() -> Result<()> {
-    let mut model = Model::named("videomae");
+    let model = Model::named("videomae");
     let attention = "videomae.encoder.layer.0.attention.attention";
     let names = [("q_bias", "query.bias"), ("v_bias", "value.bias")];
-    let mut weights = renamed(&model.weights, |name| names.iter().fold(name.to_string(), |n, (a, b)| n.replace(a, b)));
-    weights.insert(format!("{attention}.key.bias"), Tensor::arange(-16f32, 16., &CPU)?.affine(0.1, 0.)?);
-    let ys = hf::load_attention(&model.config, 0, builder(weights.clone()))?.forward(&model.golden["layer0.in"])?;
+    let mut model = renamed(&model, |name| names.iter().fold(name.to_string(), |n, (a, b)| n.replace(a, b)));
+    model.weights.insert(format!("{attention}.key.bias"), Tensor::arange(-16f32, 16., &CPU)?.affine(0.1, 0.)?);
+    let ys = hf::load_attention(&model.config, 0, model.vb())?.forward(&model.golden["layer0.in"])?;
     model.assert_close(&ys, &model.golden["layer0.out"], "with a bias of keys");
 
     model.config["qv_bias"] = json!(false);
-    let error = error_text(hf::load_attention(&model.config, 0, builder(weights)));
+    let error = error_text(hf::load_attention(&model.config, 0, model.vb()));
     assert!(error.contains("query.bias is in the file, but the config says there is no such bias"), "{error}");
     Ok(())
 }

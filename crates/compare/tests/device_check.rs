@@ -1,19 +1,16 @@
 //! The program that checks devices, on the CPU.
 
+#[path = "../../../tests/common/mod.rs"]
+mod common;
+
 use std::process::Command;
 
-/// What a run left behind.
-struct Run {
-    code: Option<i32>,
-    stdout: String,
-    stderr: String,
-}
+use common::Run;
 
 fn run(args: &[&str]) -> Run {
     let mut command = Command::new(env!("CARGO_BIN_EXE_device_check"));
-    let output = command.args(args).env("RUST_BACKTRACE", "1").output().expect("the program starts");
-    let text = |bytes| String::from_utf8(bytes).expect("output is UTF-8");
-    Run { code: output.status.code(), stdout: text(output.stdout), stderr: text(output.stderr) }
+    command.args(args).env("RUST_BACKTRACE", "1");
+    common::run(command)
 }
 
 /// The counts of a row: passed, skipped, failed; and the errors in f32, f16 and bf16.
