@@ -1,11 +1,15 @@
 //! Pages of attention weights. `browser.test.mjs`, which `ci/page.sh` runs, opens those that
 //! `pages_are_written_for_the_browser` writes.
 
+#[path = "../common/mod.rs"]
+mod common;
+
 use std::path::Path;
 
 use candle_attention::plot::Page;
 use candle_attention::*;
 use candle_core::{DType, Device, Result, Tensor};
+use common::error_text;
 use serde_json::json;
 
 const CPU: Device = Device::Cpu;
@@ -156,44 +160,34 @@ fn texts_stay_texts() -> Result<()> {
     Ok(())
 }
 
+/// `UPDATE_EXPECT=1 cargo test --features plot --test page` writes `errors.txt`.
 #[test]
 fn what_does_not_fit_is_an_error() -> Result<()> {
     let good = synthetic(2, 6)?;
-    macro_rules! with {
-        ($field:ident = $value:expr) => {
-            Page::new("").with_layer("l", &AttentionStatistics { $field: $value, ..good.clone() }, 0)
-        };
-    }
-    let new = || Page::new("");
-    let page = || new().with_layer("l", &good, 0);
-    let sizes = "layer \"m\" has 3 heads, 6 queries, 6 keys and 8 top keys, the layers before it 2 heads, 6 queries";
-    let cases = [
-        (new().write_to(Vec::new()).map(|()| new()), "there is no layer to show"),
-        (new().with_layer("l", &good, 1), "sequence 1 is not below the batch size 1"),
-        (page()?.with_layer("m", &synthetic(3, 6)?, 0), sizes),
-        (page()?.with_tokens(&["a"]), "1 query tokens for 6 queries"),
-        (new().with_key_tokens(&["a"; 7])?.with_layer("l", &good, 0), "7 key tokens for 6 keys"),
-        (page()?.with_picture(b"GIF89a", [2, 3], 0), "the picture of 6 bytes is neither a PNG nor a JPEG file"),
-        (page()?.with_picture(&png(), [0, 3], 0), "0 x 3 patches, expected at least one"),
-        (page()?.with_picture(&png(), [2, 3], 1), "2 x 3 patches after 1 leading tokens for 6 keys"),
-        (with!(top_keys = good.top_keys.to_dtype(DType::I64)?), "top_keys has dtype I64, expected U32"),
-        (with!(top_keys = (&good.top_keys + 1.0)?), "the top keys have key 6; expected keys below 6"),
-        (with!(top_keys = good.entropy.get(0)?), "shape [2, 6]; expected (B, H, T_q, k) or (H, T_q, k)"),
-        (with!(top_keys = good.top_keys.narrow(3, 0, 0)?), "expected at least one head and one top key"),
-        (with!(top_weights = good.top_keys.clone()), "top_weights has dtype U32, expected F32, F16, BF16 or F64"),
-        (
-            with!(top_weights = (&good.top_weights * 3.0)?),
-            "layer \"l\" has a weight of 1.5; expected weights from 0 to 1",
-        ),
-        (with!(entropy = good.entropy.narrow(2, 0, 5)?), "entropy has shape [2, 5], expected (2, 6)"),
-        (with!(received = good.received.narrow(1, 0, 1)?), "received has shape [1, 6], expected (2, 6)"),
-        (with!(weights = Some(draw(0, &[1, 2, 3, 6])?)), "weights has shape [2, 3, 6], expected (2, 6, 6)"),
+    let (new, page) = (|| Page::new(""), || Page::new("").with_layer("l", &good, 0));
+    let mut wrong: [_; 9] = std::array::from_fn(|_| good.clone());
+    wrong[0].top_keys = good.top_keys.to_dtype(DType::I64)?;
+    wrong[1].top_keys = (&good.top_keys + 1.0)?;
+    wrong[2].top_keys = good.entropy.get(0)?;
+    wrong[3].top_keys = good.top_keys.narrow(3, 0, 0)?;
+    wrong[4].top_weights = good.top_keys.clone();
+    wrong[5].top_weights = (&good.top_weights * 3.0)?;
+    wrong[6].entropy = good.entropy.narrow(2, 0, 5)?;
+    wrong[7].received = good.received.narrow(1, 0, 1)?;
+    wrong[8].weights = Some(draw(0, &[1, 2, 3, 6])?);
+    let outcomes = [
+        new().write_to(Vec::new()).map(|()| new()),
+        new().with_layer("l", &good, 1),
+        page()?.with_layer("m", &synthetic(3, 6)?, 0),
+        page()?.with_tokens(&["a"]),
+        new().with_key_tokens(&["a"; 7])?.with_layer("l", &good, 0),
+        page()?.with_picture(b"GIF89a", [2, 3], 0),
+        page()?.with_picture(&png(), [0, 3], 0),
+        page()?.with_picture(&png(), [2, 3], 1),
     ];
-    for (outcome, expected) in cases {
-        let error = outcome.map(drop).expect_err(expected).to_string();
-        assert!(error.starts_with("[page] ") && error.contains(expected), "{error}\n    expected {expected}");
-    }
-    let error = page()?.write("/").expect_err("a folder").to_string();
-    assert!(error.starts_with("[page] cannot write /: "), "{error}");
+    let outcomes = outcomes.into_iter().chain(wrong.iter().map(|statistics| new().with_layer("l", statistics, 0)));
+    let said: String = outcomes.map(|outcome| error_text(outcome) + "\n").collect();
+    expect_test::expect_file!["errors.txt"].assert_eq(&said);
+    assert!(error_text(page()?.write("/")).starts_with("[page] cannot write /: "));
     Ok(())
 }
