@@ -143,8 +143,7 @@ fn every_system_gives_pytorchs_numbers(device: &Device) -> Result<()> {
 
 on_each_device!(every_system_gives_pytorchs_numbers);
 
-/// At most twice as much as PyTorch's own, both against f64. Over all cases of a system: in one case of a single token a
-/// few roundings decide, which is luck.
+/// Both against f64, over all cases of a system: in one case of a single token a few roundings decide, which is luck.
 #[test]
 fn half_precision_errs_at_most_twice_as_much_as_pytorchs() -> Result<()> {
     let all = all();

@@ -21,7 +21,7 @@ fn assert_uniform(tensor: &Tensor, lo: f64, up: f64, what: &str) {
     assert!(lo <= least && least < lo + margin && up - margin < most && most <= up, "{what}: from {least} to {most}");
 }
 
-/// `seeded` has the other layouts to the bit.
+/// `tests/golden` has the other layouts to the bit.
 #[test]
 fn modules_start_as_their_own_do() -> Result<()> {
     // A linear layer: within one over the root of its inputs. nn.Parameter(torch.rand(d_in, d_out)): from 0 to 1.
