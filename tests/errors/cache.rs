@@ -3,26 +3,11 @@
 use serde::Deserialize;
 
 use crate::common::values;
-use crate::layer::{LayerCall, read};
-use crate::words::{Tensors, builder, dtype, with};
+use crate::layer::run;
+use crate::words::{Fields, read, with};
 use crate::*;
 
-pub const SUBJECTS: &[(&str, Subject)] = &[("memory", run::<Memory>)];
-
-/// A cache, and the call of a layer that came before.
-#[derive(Deserialize, Default)]
-#[serde(deny_unknown_fields, default)]
-pub struct Held {
-    by: Option<Box<LayerCall>>,
-    /// Whether it is that of the layer's window.
-    sliding: bool,
-    /// Of several caches, with each of which the call is tried.
-    capacities: Vec<usize>,
-    fixed: bool,
-    window: Option<usize>,
-    dtype: Option<String>,
-    q8: bool,
-}
+pub const SUBJECTS: &[(&str, Subject)] = &[("memory", |_, call| memory(call).map(accepted))];
 
 /// Distinct numbers of both signs.
 pub fn numbers(shape: impl Into<Shape>) -> Tensor {
@@ -32,52 +17,52 @@ pub fn numbers(shape: impl Into<Shape>) -> Tensor {
     numbers.expect("numbers of any shape")
 }
 
-fn step(shape: Shape, by: &LayerCall, cache: &mut AttentionCache) -> Result<Tensor> {
-    by.run(&numbers(shape).to_dtype(by.dtype())?, Some(cache)).map(|(_, ys)| ys)
+/// A cache after the call of a layer that came before.
+pub fn filled(held: &Fields, capacity: Option<usize>) -> Result<AttentionCache> {
+    // That of the layer's window.
+    let cfg = match held.is("sliding") {
+        true => AttentionCacheConfig::for_layer(&read(&held.json("by").expect("a layer")["config"])?),
+        false => AttentionCacheConfig::new(),
+    };
+    let cfg = with(cfg, capacity, AttentionCacheConfig::with_capacity);
+    let cfg = with(cfg, held.is("fixed").then_some(false), AttentionCacheConfig::with_growth);
+    let cfg = with(cfg, held.get("window")?, AttentionCacheConfig::with_window);
+    let cfg = with(cfg, held.dtype(), AttentionCacheConfig::with_dtype);
+    let mut cache = AttentionCache::new(&if held.is("q8") { cfg.with_q8() } else { cfg })?;
+    held.part("by", |by| step(by.tensor("xs")?.shape(), by, &mut cache))?;
+    Ok(cache)
 }
 
-impl Held {
-    pub fn fill(&self, capacity: Option<usize>) -> Result<AttentionCache> {
-        let cfg = match self.by.as_ref().filter(|_| self.sliding) {
-            Some(by) => AttentionCacheConfig::for_layer(&by.config()?),
-            None => AttentionCacheConfig::new(),
-        };
-        let cfg = with(cfg, capacity, AttentionCacheConfig::with_capacity);
-        let cfg = with(cfg, self.fixed.then_some(false), AttentionCacheConfig::with_growth);
-        let cfg = with(cfg, self.window, AttentionCacheConfig::with_window);
-        let cfg = with(cfg, self.dtype.as_ref().map(|_| dtype(&self.dtype)), AttentionCacheConfig::with_dtype);
-        let mut cache = AttentionCache::new(&if self.q8 { cfg.with_q8() } else { cfg })?;
-        if let Some(by) = &self.by {
-            step(by.xs.shape().clone(), by, &mut cache)?;
-        }
-        Ok(cache)
-    }
+fn step(shape: &Shape, by: &Fields, cache: &mut AttentionCache) -> Result<Tensor> {
+    run(by, &numbers(shape).to_dtype(by.dtype().unwrap_or(DType::F32))?, Some(cache)).map(|(_, ys)| ys)
+}
 
-    /// What a call with a cache of each capacity gives. Where that is an error, or a plan, it leaves no trace.
-    pub fn check(&self, call: impl Fn(&mut AttentionCache) -> Result<String>) -> Result<String> {
-        let attempt = |capacity: Option<usize>| -> Result<String> {
-            let [mut cache, mut untouched] = [self.fill(capacity)?, self.fill(capacity)?];
-            let state = |cache: &AttentionCache| (cache.lens(), cache.capacity(), cache.memory());
-            let outcome = call(&mut cache);
-            if !outcome.as_ref().is_ok_and(|text| text == ACCEPTED) {
-                assert_eq!(state(&cache), state(&untouched));
-                if let Some(by) = &self.by {
-                    let token: Shape = (cache.lens().len(), 1, by.xs.dims()[2]).into();
-                    let [own, other] = [&mut cache, &mut untouched].map(|cache| step(token.clone(), by, cache));
-                    assert_eq!(values(&own?), values(&other?));
-                }
-            }
-            outcome
-        };
-        let Some((&last, others)) = self.capacities.split_last() else { return attempt(None) };
-        let outcome = attempt(Some(last));
-        for &capacity in others {
-            // A backtrace, where there is one, has the line of each attempt.
-            let texts = [&attempt(Some(capacity)), &outcome].map(|outcome| format!("{outcome:?}"));
-            assert_eq!(texts[0].lines().next(), texts[1].lines().next());
+/// What a call with a cache of each capacity gives. Where that is an error, or a plan, it leaves no trace.
+pub fn check(held: &Fields, call: impl Fn(&mut AttentionCache) -> Result<String>) -> Result<String> {
+    let attempt = |capacity: Option<usize>| -> Result<String> {
+        let [mut cache, mut untouched] = [filled(held, capacity)?, filled(held, capacity)?];
+        let state = |cache: &AttentionCache| (cache.lens(), cache.capacity(), cache.memory());
+        let outcome = call(&mut cache);
+        if !outcome.as_ref().is_ok_and(|text| text == ACCEPTED) {
+            assert_eq!(state(&cache), state(&untouched));
+            held.part("by", |by| {
+                let token = (cache.lens().len(), 1, by.tensor("xs")?.dim(2)?).into();
+                let [own, other] = [&mut cache, &mut untouched].map(|cache| step(&token, by, cache));
+                assert_eq!(values(&own?), values(&other?));
+                Ok(())
+            })?;
         }
         outcome
+    };
+    let capacities: Vec<usize> = held.get("capacities")?.unwrap_or_default();
+    let Some((&last, others)) = capacities.split_last() else { return attempt(None) };
+    let outcome = attempt(Some(last));
+    for &capacity in others {
+        // A backtrace, where there is one, has the line of each attempt.
+        let texts = [&attempt(Some(capacity)), &outcome].map(|outcome| format!("{outcome:?}"));
+        assert_eq!(texts[0].lines().next(), texts[1].lines().next());
     }
+    outcome
 }
 
 #[derive(Deserialize)]
@@ -98,26 +83,9 @@ impl Edit {
     }
 }
 
-/// What a layer projects.
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Memory {
-    config: Value,
-    dtype: Option<String>,
-    keys: Tensors,
-    /// The keys unless given.
-    values: Option<Tensors>,
-}
-
-impl Memory {
-    pub fn project(&self) -> Result<ProjectedMemory> {
-        let layer = MultiHeadAttention::new(&read(&self.config)?, builder(&"seed".into(), dtype(&self.dtype))?)?;
-        layer.project_memory(&self.keys, self.values.as_ref().unwrap_or(&self.keys))
-    }
-}
-
-impl Call for Memory {
-    fn call(self) -> Result<String> {
-        self.project().map(accepted)
-    }
+/// What a layer projects; the values' input is the keys' unless given.
+pub fn memory(of: &Fields) -> Result<ProjectedMemory> {
+    let layer = MultiHeadAttention::new(&of.need("config")?, of.builder("seed")?)?;
+    let (keys, [values]) = (of.tensor("keys")?, of.tensors(["values"])?);
+    layer.project_memory(&keys, values.as_ref().unwrap_or(&keys))
 }

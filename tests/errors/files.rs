@@ -1,13 +1,17 @@
 //! Files that are not what they should be.
 
-use candle_attention::weights::{self, Checkpoint};
-use serde::Deserialize;
+use candle_attention::weights::Checkpoint;
 
 use crate::common::models;
 use crate::*;
 
 pub const SUBJECTS: &[(&str, Subject)] = &[
-    ("file", run::<Bytes>),
+    // The first bytes of a file of `models/`, or all of them and more, or bytes.
+    ("file", |_, call| {
+        let whole = call.get::<String>("of")?.map_or(Ok(Vec::new()), |path| std::fs::read(models().join(path)))?;
+        let (first, more) = (call.get("first")?.unwrap_or(whole.len()), call.get::<String>("more")?);
+        read(&call.need::<String>("name")?, &[&whole[..first], &bytes(&more.unwrap_or_default())].concat())
+    }),
     ("safetensors header", |line, _| {
         let (bytes, header) = line.split_once(' ').expect("how many bytes stand behind it");
         read("damaged.safetensors", &safetensors(header, bytes.parse().expect("a number")))
@@ -44,25 +48,6 @@ pub fn read(name: &str, bytes: &[u8]) -> Result<String> {
 /// A letter for each byte.
 pub fn bytes(text: &str) -> Vec<u8> {
     text.chars().map(|letter| u8::try_from(u32::from(letter)).expect("a byte")).collect()
-}
-
-/// The first bytes of a file of `models/`, or all of them and more, or bytes.
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Bytes {
-    name: String,
-    of: Option<String>,
-    first: Option<usize>,
-    #[serde(default)]
-    more: String,
-}
-
-impl Call for Bytes {
-    fn call(self) -> Result<String> {
-        let whole = self.of.map_or(Ok(Vec::new()), |path| std::fs::read(models().join(path)))?;
-        let first = &whole[..self.first.unwrap_or(whole.len())];
-        read(&self.name, &[first, &bytes(&self.more)].concat())
-    }
 }
 
 /// A layer whose query weight is in a dtype that layers do not have.

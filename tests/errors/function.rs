@@ -1,18 +1,21 @@
 //! `scaled_dot_product_attention` and what goes with it, for batches and for packed sequences, and masks.
 
 use candle_attention::{scaled_dot_product_attention as sdpa, scaled_dot_product_attention_varlen as varlen};
-use serde::Deserialize;
 
-use crate::words::{Lens, Mask, Of, Packed, Tensors, backend, dtype_and_shape, with};
+use crate::words::{Fields, dtype_and_shape, lens, mask, packed, tensor, with};
 use crate::*;
 
 pub const SUBJECTS: &[(&str, Subject)] = &[
-    ("attention", run::<Attention>),
-    ("merge", run::<Parts>),
-    ("masked softmax", run::<Scores>),
-    ("packed sequences", |_, json| {
-        serde_json::from_value::<Packed>(json.clone()).map_err(Error::wrap)?.build().map(accepted)
+    ("attention", attention),
+    ("merge", |_, call| {
+        let parts: Vec<[Value; 2]> = call.need("parts")?;
+        let parts = parts.iter().map(|[context, lse]| Ok((tensor(context)?, tensor(lse)?)));
+        merge_attention(&parts.collect::<Result<Vec<_>>>()?).map(accepted)
     }),
+    ("masked softmax", |_, call| {
+        masked_softmax(&call.tensor("scores")?, call.read("lens", lens)?.as_ref(), EmptyRows::Zero).map(accepted)
+    }),
+    ("packed sequences", |_, call| packed(call).map(accepted)),
     ("additive mask", |line, _| {
         let (dtype, dims) = dtype_and_shape(line).expect("a dtype and a shape");
         AttentionMask::causal()
@@ -21,69 +24,24 @@ pub const SUBJECTS: &[(&str, Subject)] = &[
     }),
 ];
 
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Attention {
-    q: Tensors,
-    k: Tensors,
-    v: Tensors,
-    packed: Option<Packed>,
-    #[serde(default)]
-    mask: Mask,
-    scale: Option<Of<f64>>,
-    softcap: Option<Of<f64>>,
-    /// And whether it is training.
-    dropout: Option<(Of<f64>, bool)>,
-    slopes: Option<Tensors>,
-    sinks: Option<Tensors>,
-    backend: Option<String>,
-    entry: Option<String>,
-}
-
-impl Call for Attention {
-    fn call(self) -> Result<String> {
-        let options = SdpaOptions::default();
-        let options = with(options, self.scale, |options, Of(scale)| options.with_scale(scale));
-        let options = with(options, self.softcap, |options, Of(softcap)| options.with_softcap(softcap));
-        let options = with(options, self.dropout, |options, (Of(p), train)| options.with_dropout(p, train));
-        let options = with(options, self.slopes.as_deref(), SdpaOptions::with_alibi_slopes);
-        let options = with(options, self.sinks.as_deref(), SdpaOptions::with_sinks);
-        let options = &options.with_backend(backend(&self.backend));
-        let (q, k, v, mask) = (&self.q, &self.k, &self.v, &self.mask.build()?);
-        match (self.entry.as_deref(), self.packed) {
-            (None, None) => sdpa(q, k, v, mask, options).map(accepted),
-            (None, Some(packed)) => varlen(q, k, v, &packed.build()?, mask, options).map(accepted),
-            (Some("lse"), Some(packed)) => {
-                scaled_dot_product_attention_varlen_with_lse(q, k, v, &packed.build()?, mask, options).map(accepted)
-            }
-            (Some("lse"), None) => scaled_dot_product_attention_with_lse(q, k, v, mask, options).map(accepted),
-            (Some("weights"), _) => scaled_dot_product_attention_with_weights(q, k, v, mask, options).map(accepted),
-            _ => plan(q, k, v, mask, options).map(accepted),
+fn attention(_: &str, call: &Fields) -> Result<String> {
+    let [slopes, sinks] = call.tensors(["slopes", "sinks"])?;
+    let options = with(SdpaOptions::default(), call.get("scale")?, SdpaOptions::with_scale);
+    let options = with(options, call.get("softcap")?, SdpaOptions::with_softcap);
+    // And whether it is training.
+    let options = with(options, call.get("dropout")?, |options, (p, train)| options.with_dropout(p, train));
+    let options = with(options, slopes.as_ref(), SdpaOptions::with_alibi_slopes);
+    let options = &with(options, sinks.as_ref(), SdpaOptions::with_sinks).with_backend(call.backend());
+    let [q, k, v] = ["q", "k", "v"].map(|name| call.tensor(name));
+    let (q, k, v, mask) = (&q?, &k?, &v?, &call.part("mask", mask)?.unwrap_or_else(AttentionMask::none));
+    match (call.get::<String>("entry")?.as_deref(), call.part("packed", packed)?) {
+        (None, None) => sdpa(q, k, v, mask, options).map(accepted),
+        (None, Some(packed)) => varlen(q, k, v, &packed, mask, options).map(accepted),
+        (Some("lse"), Some(packed)) => {
+            scaled_dot_product_attention_varlen_with_lse(q, k, v, &packed, mask, options).map(accepted)
         }
-    }
-}
-
-/// Contexts and their log-sum-exps.
-#[derive(Deserialize)]
-struct Parts {
-    parts: Vec<(Tensors, Tensors)>,
-}
-
-impl Call for Parts {
-    fn call(self) -> Result<String> {
-        let parts = self.parts.iter().map(|(context, lse)| ((**context).clone(), (**lse).clone()));
-        merge_attention(&parts.collect::<Vec<_>>()).map(accepted)
-    }
-}
-
-#[derive(Deserialize)]
-struct Scores {
-    scores: Tensors,
-    lens: Lens,
-}
-
-impl Call for Scores {
-    fn call(self) -> Result<String> {
-        masked_softmax(&self.scores, Some(&self.lens.get()?), EmptyRows::Zero).map(accepted)
+        (Some("lse"), None) => scaled_dot_product_attention_with_lse(q, k, v, mask, options).map(accepted),
+        (Some("weights"), _) => scaled_dot_product_attention_with_weights(q, k, v, mask, options).map(accepted),
+        _ => plan(q, k, v, mask, options).map(accepted),
     }
 }

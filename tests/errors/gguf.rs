@@ -1,42 +1,39 @@
 //! GGUF files that lack something, contradict themselves, or end too early.
 
-use std::collections::BTreeMap;
 use std::io::Cursor;
 
 use candle_attention::gguf::{self, LinearPart};
 use candle_attention::text::SpecialTokens;
 use candle_core::Module;
 use candle_core::quantized::GgmlDType;
-use candle_core::quantized::gguf_file::Value as Entry;
-use serde::Deserialize;
+use candle_core::quantized::gguf_file::{Content, Value as Entry};
 
 use crate::common::gguf::File;
-use crate::words::Tensors;
+use crate::words::{self, Fields};
 use crate::*;
 
 pub const SUBJECTS: &[(&str, Subject)] = &[
-    ("gguf metadata", |_, json| {
-        let mut file = File { metadata: Vec::new(), ..File::llama()? };
-        set(&mut file, "", json);
-        gguf::attention_config(&file.open()?.0).map(accepted)
-    }),
-    ("gguf config", |_, json| {
-        let mut file = File { metadata: Vec::new(), ..File::llama()? };
-        set(&mut file, "", json);
-        gguf::hf_config(&file.open()?.0).map(|config| config.to_string())
-    }),
-    ("gguf tokenizer", |line, json| {
+    ("gguf metadata", |_, call| gguf::attention_config(&described(call)?).map(accepted)),
+    ("gguf config", |_, call| gguf::hf_config(&described(call)?).map(|config| config.to_string())),
+    ("gguf tokenizer", |_, call| {
         let mut file = File::llama()?;
-        set(&mut file, "tokenizer.ggml.", json);
+        set(&mut file, "tokenizer.ggml.", call)?;
         let tokenizer = gguf::tokenizer(&file.open()?.0)?;
-        let Some(text) = json["text"].as_str() else { return Ok(accepted(line)) };
-        let encoding = tokenizer.encode(text)?;
+        let Some(text) = call.get::<String>("text")? else { return Ok(accepted(tokenizer)) };
+        let encoding = tokenizer.encode(&text)?;
         let decoded = tokenizer.decode_with(&encoding.ids, SpecialTokens::Without)?;
         Ok(format!("{:?}, again {decoded:?}", encoding.tokens))
     }),
-    ("gguf layer", run::<Weights>),
+    ("gguf layer", loaded),
     ("gguf calls", |line, _| named(CALLS, line)),
 ];
+
+/// A file of these metadata and no others.
+fn described(metadata: &Fields) -> Result<Content> {
+    let mut file = File { metadata: Vec::new(), ..File::llama()? };
+    set(&mut file, "", metadata)?;
+    Ok(file.open()?.0)
+}
 
 fn entry(json: &Value) -> Entry {
     match json {
@@ -58,45 +55,29 @@ fn entry(json: &Value) -> Entry {
     }
 }
 
-fn set(file: &mut File, prefix: &str, json: &Value) {
-    let fields = json.as_object().expect("keys and values");
-    fields.iter().for_each(|(key, value)| file.set(&format!("{prefix}{key}"), entry(value)));
+fn set(file: &mut File, prefix: &str, metadata: &Fields) -> Result<()> {
+    metadata.each().for_each(|(key, value)| file.set(&format!("{prefix}{key}"), entry(value)));
+    Ok(())
 }
 
-/// Layer 0 of a file.
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Weights {
-    weights: BTreeMap<String, Tensors>,
-    #[serde(default)]
-    metadata: Value,
-    /// Dimensions that the file says of its weights, whatever it was written with.
-    claimed: Option<[usize; 2]>,
-    /// A linear layer in the place of layer 0.
-    linear: Option<String>,
-    #[serde(default)]
-    layer: usize,
-}
-
-impl Call for Weights {
-    fn call(self) -> Result<String> {
-        let mut file = File { tensors: Vec::new(), ..File::llama()? };
-        for (name, tensor) in &self.weights {
-            file.add(name, tensor, GgmlDType::F32)?;
-        }
-        if !self.metadata.is_null() {
-            set(&mut file, "llama.", &self.metadata);
-        }
-        let (mut content, mut reader) = file.open()?;
+/// A layer of a file, or a linear layer in its place.
+fn loaded(_: &str, call: &Fields) -> Result<String> {
+    let mut file = File { tensors: Vec::new(), ..File::llama()? };
+    for (name, tensor) in call.read("weights", words::named::<Vec<_>>)?.expect("names and tensors") {
+        file.add(&name, &tensor, GgmlDType::F32)?;
+    }
+    call.part("metadata", |metadata| set(&mut file, "llama.", metadata))?;
+    let (mut content, mut reader) = file.open()?;
+    // Dimensions that the file says of its weights, whatever it was written with.
+    if let Some([rows, columns]) = call.get::<[usize; 2]>("claimed")? {
         for (name, info) in content.tensor_infos.iter_mut() {
-            if let Some([rows, columns]) = self.claimed {
-                info.shape = if name.contains("output") { (columns, rows).into() } else { (rows, columns).into() };
-            }
+            info.shape = if name.contains("output") { (columns, rows).into() } else { (rows, columns).into() };
         }
-        match self.linear {
-            Some(name) => gguf::load_linear(&content, &mut reader, &name, &CPU)?.forward(&zeros((1, 8))).map(accepted),
-            None => gguf::load_attention(&content, &mut reader, self.layer, &CPU).map(accepted),
-        }
+    }
+    let layer = call.get("layer")?.unwrap_or(0);
+    match call.get::<String>("linear")? {
+        Some(name) => gguf::load_linear(&content, &mut reader, &name, &CPU)?.forward(&zeros((1, 8))).map(accepted),
+        None => gguf::load_attention(&content, &mut reader, layer, &CPU).map(accepted),
     }
 }
 

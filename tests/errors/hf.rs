@@ -4,6 +4,7 @@ use candle_attention::hf;
 use serde_json::json;
 
 use crate::common::recorded;
+use crate::words::Fields;
 use crate::*;
 
 pub const SUBJECTS: &[(&str, Subject)] = &[
@@ -52,7 +53,7 @@ fn layer_of(line: &str) -> Result<(Value, usize)> {
 }
 
 /// A layer of a folder of `tests/hf/models` without one of its tensors, as in `opt 0 k_proj.bias`.
-fn without(line: &str, _: &Value) -> Result<String> {
+fn without(line: &str, _: &Fields) -> Result<String> {
     let [folder, layer, missing] = line.split(' ').collect::<Vec<_>>()[..] else { panic!("{line}") };
     let folder = recorded("hf/models").join(folder);
     let config = serde_json::from_str(&std::fs::read_to_string(folder.join("config.json"))?).map_err(Error::wrap)?;

@@ -1,155 +1,91 @@
 //! The layers of heads and of latents: their configs, their inputs, and what a call has beside its tokens.
 
-use candle_attention::{MultiHeadLatentAttention as Latent, MultiHeadLatentAttentionConfig as LatentConfig};
+use candle_attention::MultiHeadLatentAttention as Latent;
 use candle_core::ModuleT;
-use serde::Deserialize;
 
-use crate::cache::{Edit, Held, Memory};
-use crate::rope::Rotary;
-use crate::words::{Mask, Of, Packed, Tensors, backend, builder, dtype, with};
+use crate::cache::{Edit, check, filled, memory};
+use crate::rope::rotary;
+use crate::words::{Fields, mask, packed, with};
 use crate::*;
 
 pub const SUBJECTS: &[(&str, Subject)] = &[
-    ("config", |_, json| read::<Config>(json)?.validate().map(accepted)),
+    ("config", |_, call| call.whole::<Config>()?.validate().map(accepted)),
     ("config in JSON", |line, _| serde_json::from_str::<Config>(line).map(accepted).map_err(Error::wrap)),
-    ("layer", run::<LayerCall>),
+    ("layer", layer),
     ("layer calls", |line, _| named(CALLS, line)),
 ];
-
-pub fn read<T: DeserializeOwned>(json: &Value) -> Result<T> {
-    serde_json::from_value(json.clone()).map(|Of(read)| read).map_err(Error::wrap)
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct LayerCall {
-    #[serde(default)]
-    latent: bool,
-    config: Value,
-    /// Of the weights, which are those of a seed unless said.
-    dtype: Option<String>,
-    weights: Option<Value>,
-    relative_bias: Option<Bias>,
-    vectors: Option<Of<DisentangledConfig>>,
-    rotary: Option<Rotary>,
-    pub xs: Tensors,
-    keys: Option<Tensors>,
-    values: Option<Tensors>,
-    positions: Option<Tensors>,
-    key_positions: Option<Tensors>,
-    axis_positions: Option<Tensors>,
-    residual: Option<Tensors>,
-    mask: Option<Mask>,
-    valid_lens: Option<Vec<usize>>,
-    starts: Option<Vec<usize>>,
-    packed: Option<Packed>,
-    memory: Option<Memory>,
-    shared: Option<Held>,
-    cache: Option<Held>,
-    /// What is done to the cache in the place of a call.
-    edit: Option<Edit>,
-    backend: Option<String>,
-    #[serde(default)]
-    train: bool,
-    /// Whether the first query of each head stands in the place of attention.
-    #[serde(default)]
-    function: bool,
-    entry: Option<String>,
-}
-
-/// A relative bias of these heads.
-#[derive(Deserialize)]
-struct Bias {
-    config: Of<RelativeBiasConfig>,
-    num_heads: usize,
-    dtype: Option<String>,
-}
 
 fn first(q: &Tensor, _: &Tensor, _: &Tensor, _: &AttentionMask, _: &SdpaOptions) -> Result<Tensor> {
     q.narrow(2, 0, 1)
 }
 
-impl LayerCall {
-    pub fn config<T: DeserializeOwned>(&self) -> Result<T> {
-        read(&self.config)
+/// With what the call says beside the config.
+fn multi_head(call: &Fields) -> Result<MultiHeadAttention> {
+    let mut layer = MultiHeadAttention::new(&call.need("config")?, call.builder("seed")?)?;
+    let bias = |of: &Fields| RelativeBias::new(&of.need("config")?, of.need("num_heads")?, of.builder("zeros")?);
+    if let Some(bias) = call.part("relative_bias", bias)? {
+        layer = layer.with_relative_bias(bias)?;
     }
-
-    pub fn dtype(&self) -> DType {
-        dtype(&self.dtype)
+    if let Some(config) = call.get("vectors")? {
+        layer = layer.with_relative_embeddings(RelativeEmbeddings::new(&config, 8, any_weights())?)?;
     }
-
-    fn layer(&self, vb: VarBuilder) -> Result<MultiHeadAttention> {
-        let mut layer = MultiHeadAttention::new(&self.config()?, vb)?;
-        if let Some(Bias { config: Of(config), num_heads, dtype: name }) = &self.relative_bias {
-            let bias = RelativeBias::new(config, *num_heads, VarBuilder::zeros(dtype(name), &CPU))?;
-            layer = layer.with_relative_bias(bias)?;
-        }
-        if let Some(Of(config)) = &self.vectors {
-            layer = layer.with_relative_embeddings(RelativeEmbeddings::new(config, 8, any_weights())?)?;
-        }
-        match &self.rotary {
-            Some(rotary) => layer.with_rotary(rotary.build()?),
-            None => Ok(layer),
-        }
-    }
-
-    /// The text of a plan, or `accepted` and what the call gives.
-    pub fn run(&self, xs: &Tensor, cache: Option<&mut AttentionCache>) -> Result<(String, Tensor)> {
-        let mask = self.mask.as_ref().map(Mask::build).transpose()?;
-        let packed = self.packed.as_ref().map(Packed::build).transpose()?;
-        let memory = self.memory.as_ref().map(Memory::project).transpose()?;
-        let shared = self.shared.as_ref().map(|shared| shared.fill(None)).transpose()?;
-        let key_value = self.keys.as_deref().zip(self.values.as_deref());
-        let input = AttentionInput::new(xs);
-        let input = with(input, self.positions.as_deref(), AttentionInput::with_positions);
-        let input = with(input, self.key_positions.as_deref(), AttentionInput::with_key_positions);
-        let input = with(input, self.axis_positions.as_deref(), AttentionInput::with_axis_positions);
-        let input = with(input, self.residual.as_deref(), AttentionInput::with_residual);
-        let input = with(input, mask.as_ref(), AttentionInput::with_mask);
-        let input = with(input, self.valid_lens.as_deref(), AttentionInput::with_valid_lens);
-        let input = with(input, self.starts.as_deref(), AttentionInput::with_starts);
-        let input = with(input, packed.as_ref(), AttentionInput::with_packed);
-        let input = with(input, memory.as_ref(), AttentionInput::with_memory);
-        let input = with(input, key_value, |input, (keys, values)| input.with_key_value(keys, values));
-        let input = with(input, cache, AttentionInput::with_cache);
-        let input = with(input, shared.as_ref(), AttentionInput::with_shared_cache);
-        let input = input.with_backend(backend(&self.backend)).with_train(self.train);
-        let input = if self.function { input.with_function(&first) } else { input };
-        let vb = builder(self.weights.as_ref().unwrap_or(&"seed".into()), self.dtype())?;
-        let entry = self.entry.as_deref();
-        let ys = if self.latent {
-            let mut layer = Latent::new(&self.config::<LatentConfig>()?, vb)?;
-            if let Some(rotary) = &self.rotary {
-                layer = layer.with_rotary(rotary.build()?)?;
-            }
-            match entry {
-                Some("plan") => return Ok((layer.plan(&input)?.to_string(), xs.clone())),
-                _ => layer.forward_with(input)?,
-            }
-        } else {
-            let layer = self.layer(vb)?;
-            match entry {
-                Some("plan") => return Ok((layer.plan(&input)?.to_string(), xs.clone())),
-                Some("weights") => layer.forward_with_weights(input)?.weights,
-                Some("training") => layer.forward_t(xs, true)?,
-                Some("projections") => layer.projections()?.0.weight().clone(),
-                _ => layer.forward_with(input)?,
-            }
-        };
-        Ok((ACCEPTED.into(), ys))
-    }
+    call.part("rotary", rotary)?.map_or(Ok(layer.clone()), |rotary| layer.with_rotary(rotary))
 }
 
-impl Call for LayerCall {
-    fn call(self) -> Result<String> {
-        let call = |cache: &mut AttentionCache| match &self.edit {
-            Some(edit) => edit.apply(cache).map(accepted),
-            None => self.run(&self.xs, Some(cache)).map(|(text, _)| text),
-        };
-        match &self.cache {
-            Some(held) => held.check(call),
-            None => self.run(&self.xs, None).map(|(text, _)| text),
-        }
+fn latent(call: &Fields) -> Result<Latent> {
+    let layer = Latent::new(&call.need("config")?, call.builder("seed")?)?;
+    call.part("rotary", rotary)?.map_or(Ok(layer.clone()), |rotary| layer.with_rotary(rotary))
+}
+
+/// The text of a plan, or `accepted` and what the call gives.
+pub fn run(call: &Fields, xs: &Tensor, cache: Option<&mut AttentionCache>) -> Result<(String, Tensor)> {
+    let [positions, key_positions, axis_positions, residual, keys, values] =
+        call.tensors(["positions", "key_positions", "axis_positions", "residual", "keys", "values"])?;
+    let (mask, packed) = (call.part("mask", mask)?, call.part("packed", packed)?);
+    let (memory, shared) = (call.part("memory", memory)?, call.part("shared", |held| filled(held, None))?);
+    let [valid_lens, starts] = ["valid_lens", "starts"].map(|name| call.get::<Vec<usize>>(name));
+    let (valid_lens, starts) = (valid_lens?, starts?);
+    let input = AttentionInput::new(xs);
+    let input = with(input, positions.as_ref(), AttentionInput::with_positions);
+    let input = with(input, key_positions.as_ref(), AttentionInput::with_key_positions);
+    let input = with(input, axis_positions.as_ref(), AttentionInput::with_axis_positions);
+    let input = with(input, residual.as_ref(), AttentionInput::with_residual);
+    let input = with(input, mask.as_ref(), AttentionInput::with_mask);
+    let input = with(input, valid_lens.as_deref(), AttentionInput::with_valid_lens);
+    let input = with(input, starts.as_deref(), AttentionInput::with_starts);
+    let input = with(input, packed.as_ref(), AttentionInput::with_packed);
+    let input = with(input, memory.as_ref(), AttentionInput::with_memory);
+    let input =
+        with(input, keys.as_ref().zip(values.as_ref()), |input, (keys, values)| input.with_key_value(keys, values));
+    let input = with(input, cache, AttentionInput::with_cache);
+    let input = with(input, shared.as_ref(), AttentionInput::with_shared_cache);
+    let input = input.with_backend(call.backend()).with_train(call.is("train"));
+    // The first query of each head stands in the place of attention.
+    let input = if call.is("function") { input.with_function(&first) } else { input };
+    let ys = match (call.is("latent"), call.get::<String>("entry")?.as_deref()) {
+        (true, Some("plan")) => return Ok((latent(call)?.plan(&input)?.to_string(), xs.clone())),
+        (false, Some("plan")) => return Ok((multi_head(call)?.plan(&input)?.to_string(), xs.clone())),
+        (false, Some("weights")) => multi_head(call)?.forward_with_weights(input)?.weights,
+        (false, Some("training")) => multi_head(call)?.forward_t(xs, true)?,
+        (false, Some("projections")) => multi_head(call)?.projections()?.0.weight().clone(),
+        (false, None) => multi_head(call)?.forward_with(input)?,
+        (true, None) => latent(call)?.forward_with(input)?,
+        (_, other) => panic!("no entry {other:?}"),
+    };
+    Ok((ACCEPTED.into(), ys))
+}
+
+fn layer(_: &str, call: &Fields) -> Result<String> {
+    let xs = call.tensor("xs")?;
+    // What is done to the cache in the place of a call.
+    let edit = call.get::<Edit>("edit")?;
+    let attempt = |cache: &mut AttentionCache| match &edit {
+        Some(edit) => edit.apply(cache).map(accepted),
+        None => run(call, &xs, Some(cache)).map(|(text, _)| text),
+    };
+    match call.part("cache", |held| check(held, attempt))? {
+        Some(text) => Ok(text),
+        None => run(call, &xs, None).map(|(text, _)| text),
     }
 }
 

@@ -45,16 +45,17 @@ use std::sync::LazyLock;
 // What every module of these tests uses.
 use candle_attention::MultiHeadAttentionConfig as Config;
 use candle_attention::*;
-use candle_core::{DType, Device, Error, Result, Shape, Tensor};
-use candle_nn::VarBuilder;
+use candle_core::{DType, Device, Error, Result, Shape, Tensor, bail};
+use candle_nn::{VarBuilder, VarMap};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 use tempfile::TempDir;
+use words::Fields;
 
 const CPU: Device = Device::Cpu;
 
 /// What is called with a line, and its JSON over that of the heading.
-type Subject = fn(&str, &Value) -> Result<String>;
+type Subject = fn(&str, &Fields) -> Result<String>;
 
 const SUBJECTS: &[&[(&str, Subject)]] = &[
     additive::SUBJECTS,
@@ -73,15 +74,6 @@ const SUBJECTS: &[&[(&str, Subject)]] = &[
     shards::SUBJECTS,
     text::SUBJECTS,
 ];
-
-/// A call that is all JSON.
-trait Call: DeserializeOwned {
-    fn call(self) -> Result<String>;
-}
-
-fn run<C: Call>(_: &str, json: &Value) -> Result<String> {
-    serde_json::from_value::<C>(json.clone()).map_err(Error::wrap)?.call()
-}
 
 /// Calls that are not data, by the lines that stand for them.
 type Named = (&'static str, fn() -> Result<()>);
@@ -122,8 +114,8 @@ impl Heading {
     }
 
     fn said(&self, line: &str) -> Vec<String> {
-        let Some(fitting) = &self.call else { return vec![text_of((self.subject)(line, &Value::Null))] };
-        let said = |call: Value| text_of((self.subject)(line, &call));
+        let said = |call: Value| text_of(Fields::all(&call, |call| (self.subject)(line, call)));
+        let Some(fitting) = &self.call else { return vec![said(Value::Null)] };
         match line {
             "each tensor" => wrong::tensors(fitting, said),
             "each weight" => wrong::weights(fitting, said),
@@ -228,5 +220,5 @@ fn weights_of(shapes: &[(&str, &[usize])]) -> VarBuilder<'static> {
 
 /// Variables that are made as they are asked for.
 fn variables() -> VarBuilder<'static> {
-    VarBuilder::from_varmap(&candle_nn::VarMap::new(), DType::F32, &CPU)
+    VarBuilder::from_varmap(&VarMap::new(), DType::F32, &CPU)
 }

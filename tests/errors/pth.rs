@@ -1,10 +1,8 @@
 //! `.pth` files that are no state dicts, or that a state dict never is.
 
 use std::io::Write;
-use std::path::PathBuf;
 
-use candle_attention::weights::{self, Checkpoint};
-use serde::Deserialize;
+use candle_attention::weights::Checkpoint;
 use zip::write::SimpleFileOptions;
 use zip::{CompressionMethod, ZipWriter};
 
@@ -19,7 +17,10 @@ pub const SUBJECTS: &[(&str, Subject)] = &[
         read("archive.pth", &archive(&files))
     }),
     ("saved", |line, _| Checkpoint::open(data(line)).map(accepted)),
-    ("stored tensor", run::<Stored>),
+    ("stored tensor", |_, call| {
+        let [key, view] = ["key", "view"].map(|name| call.need::<String>(name));
+        tensor("tensor.pth", &bytes(&key?), &bytes(&view?))
+    }),
     ("pickle", |line, _| {
         let (_, pickle) = line.split_once(": ").expect("what is wrong, and the pickle");
         pickled("pickle.pth", &bytes(&serde_json::from_str::<String>(pickle).map_err(Error::wrap)?))
@@ -53,19 +54,6 @@ fn tensor(name: &str, key: &[u8], view: &[u8]) -> Result<String> {
     let storage = [b"(X\x07\0\0\0storagectorch\nFloatStorage\n", key, b"X\x03\0\0\0cpuK\x04tQ"].concat();
     let call = [b"ctorch._utils\n_rebuild_tensor_v2\n(", storage.as_slice(), view, b"\x89NtR"].concat();
     pickled(name, &[b"}X\x01\0\0\0t", call.as_slice(), b"s"].concat())
-}
-
-/// A tensor of a state dict, and in words what is wrong with it.
-#[derive(Deserialize)]
-struct Stored {
-    key: String,
-    view: String,
-}
-
-impl Call for Stored {
-    fn call(self) -> Result<String> {
-        tensor("tensor.pth", &bytes(&self.key), &bytes(&self.view))
-    }
 }
 
 /// What would fill the memory or the stack of a reader that builds Python's objects.

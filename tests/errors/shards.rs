@@ -1,33 +1,19 @@
 //! Layers whose heads cannot be divided among processes, and files that hold no such layer.
 
-use std::collections::BTreeMap;
-
-use serde::Deserialize;
-
 use crate::common::sharded;
-use crate::words::{Of, Tensors};
+use crate::words::{self, Fields};
 use crate::*;
 
-pub const SUBJECTS: &[(&str, Subject)] = &[("share", run::<Share>), ("share calls", |line, _| named(CALLS, line))];
+pub const SUBJECTS: &[(&str, Subject)] = &[("share", share), ("share calls", |line, _| named(CALLS, line))];
 
 /// The first share of a layer of these tensors.
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Share {
-    config: Of<Config>,
-    processes: usize,
-    weights: BTreeMap<String, Tensors>,
-    xs: Option<Tensors>,
-}
-
-impl Call for Share {
-    fn call(self) -> Result<String> {
-        let tensors = self.weights.iter().map(|(name, tensor)| (format!("layer.{name}"), (**tensor).clone()));
-        let vb = sharded(&tensors.collect())?.pp("layer");
-        let shard = HeadShard::new(0, self.processes)?;
-        let layer = MultiHeadAttention::load_shard(&self.config.0, WeightLayout::Canonical, shard, &vb)?;
-        self.xs.map_or(Ok(()), |xs| layer.forward(&xs).map(drop)).map(accepted)
-    }
+fn share(_: &str, call: &Fields) -> Result<String> {
+    let tensors = call.read("weights", words::named::<Vec<_>>)?.expect("names and tensors").into_iter();
+    let vb = sharded(&tensors.map(|(name, tensor)| (format!("layer.{name}"), tensor)).collect())?.pp("layer");
+    let (config, shard) = (call.need("config")?, HeadShard::new(0, call.need("processes")?)?);
+    let layer = MultiHeadAttention::load_shard(&config, WeightLayout::Canonical, shard, &vb)?;
+    let [xs] = call.tensors(["xs"])?;
+    xs.map_or(Ok(()), |xs| layer.forward(&xs).map(drop)).map(accepted)
 }
 
 const CALLS: &[Named] = calls! {

@@ -5,41 +5,25 @@ use candle_attention::plot::{Heads, HeatMap, TerminalOptions};
 use candle_attention::text::{EmbeddingConfig, EmbeddingLayer, SimpleTokenizer, SpecialTokens};
 use candle_core::Module;
 use candle_nn::Embedding;
-use serde::Deserialize;
 
-use crate::words::{Of, Tensors, builder, dtype, dtype_and_shape};
+use crate::words::dtype_and_shape;
 use crate::*;
 
 pub const SUBJECTS: &[(&str, Subject)] = &[
-    ("embedding", run::<Embedded>),
+    ("embedding", |_, call| {
+        let layer = EmbeddingLayer::new(&call.need("config")?, call.builder("zeros")?)?;
+        let ids = call.tensor("ids")?;
+        match call.get("offset")? {
+            None => layer.forward(&ids).map(accepted),
+            Some(offset) => layer.forward_at(&ids, offset).map(accepted),
+        }
+    }),
     ("heat map", |line, _| {
         let (dtype, shape) = dtype_and_shape(line).expect("a dtype and a shape");
         HeatMap::new(&of(dtype, shape)).map(accepted)
     }),
     ("text calls", |line, _| named(CALLS, line)),
 ];
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Embedded {
-    config: Of<EmbeddingConfig>,
-    dtype: Option<String>,
-    #[serde(default)]
-    weights: Value,
-    ids: Tensors,
-    #[serde(default)]
-    offset: usize,
-}
-
-impl Call for Embedded {
-    fn call(self) -> Result<String> {
-        let layer = EmbeddingLayer::new(&self.config.0, builder(&self.weights, dtype(&self.dtype))?)?;
-        match self.offset {
-            0 => layer.forward(&self.ids).map(accepted),
-            offset => layer.forward_at(&self.ids, offset).map(accepted),
-        }
-    }
-}
 
 fn seven() -> Result<SimpleTokenizer> {
     Ok(SimpleTokenizer::from_words(["<pad>", "hello", "world", "how", "are", "you", "?"])?)

@@ -1,13 +1,12 @@
 //! The words in which a call is written as JSON.
 
-use std::ops::Deref;
+use std::cell::RefCell;
+use std::collections::BTreeSet;
 
-use candle_core::{Error, Var};
-use candle_nn::VarMap;
+use candle_core::Var;
 use serde::de::value::{MapAccessDeserializer, MapDeserializer, SeqDeserializer};
-use serde::de::{DeserializeOwned, Deserializer, Error as _, IntoDeserializer, Visitor};
-use serde::{Deserialize, forward_to_deserialize_any};
-use serde_json::Value;
+use serde::de::{Deserializer, IntoDeserializer, Visitor};
+use serde::forward_to_deserialize_any;
 
 use crate::common::models;
 use crate::*;
@@ -65,38 +64,125 @@ impl IntoDeserializer<'_, serde_json::Error> for Json {
 }
 
 /// A config, or a number, of such JSON.
-pub struct Of<T>(pub T);
+pub fn read<T: DeserializeOwned>(json: &Value) -> Result<T> {
+    T::deserialize(Json(json.clone())).map_err(Error::wrap)
+}
 
-impl<'de, T: DeserializeOwned> Deserialize<'de> for Of<T> {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
-        T::deserialize(Json(Value::deserialize(deserializer)?)).map(Self).map_err(D::Error::custom)
+/// A call, or a part of one: what its fields say. Null says nothing.
+pub struct Fields<'a> {
+    json: &'a Value,
+    asked: RefCell<BTreeSet<String>>,
+}
+
+impl<'a> Fields<'a> {
+    /// What `read` makes of an object. Where that is no error, it has asked for every field.
+    pub fn all<T>(json: &'a Value, read: impl FnOnce(&Self) -> Result<T>) -> Result<T> {
+        let fields = Self { json, asked: RefCell::default() };
+        let found = read(&fields)?;
+        let asked = fields.asked.into_inner();
+        let more = json.as_object().into_iter().flatten().find(|(name, _)| !asked.contains(*name));
+        assert_eq!(more, None, "nobody asks for a field of {json}");
+        Ok(found)
+    }
+
+    /// All of them, by names that are not known here.
+    pub fn each(&self) -> impl Iterator<Item = (&'a String, &'a Value)> {
+        let fields = self.json.as_object().expect("an object");
+        self.asked.borrow_mut().extend(fields.keys().cloned());
+        fields.iter()
+    }
+
+    /// All of them in one.
+    pub fn whole<T: DeserializeOwned>(&self) -> Result<T> {
+        self.each().for_each(drop);
+        read(self.json)
+    }
+
+    pub fn json(&self, name: &str) -> Option<&'a Value> {
+        self.asked.borrow_mut().insert(name.into());
+        self.json.get(name).filter(|json| !json.is_null())
+    }
+
+    pub fn read<T>(&self, name: &str, read: impl FnOnce(&'a Value) -> Result<T>) -> Result<Option<T>> {
+        self.json(name).map(read).transpose()
+    }
+
+    pub fn part<T>(&self, name: &str, read: impl FnOnce(&Self) -> Result<T>) -> Result<Option<T>> {
+        self.read(name, |json| Fields::all(json, read))
+    }
+
+    pub fn get<T: DeserializeOwned>(&self, name: &str) -> Result<Option<T>> {
+        self.read(name, read)
+    }
+
+    /// What has to be said.
+    pub fn need<T: DeserializeOwned>(&self, name: &str) -> Result<T> {
+        self.get(name).map(|found| found.unwrap_or_else(|| panic!("{} has no {name}", self.json)))
+    }
+
+    pub fn is(&self, name: &str) -> bool {
+        self.json(name).is_some_and(|json| json.as_bool().expect("true or false"))
+    }
+
+    pub fn tensor(&self, name: &str) -> Result<Tensor> {
+        self.tensors([name]).map(|[tensor]| tensor.unwrap_or_else(|| panic!("{} has no {name}", self.json)))
+    }
+
+    pub fn tensors<const N: usize>(&self, names: [&str; N]) -> Result<[Option<Tensor>; N]> {
+        let tensors = names.iter().map(|name| self.read(name, tensor)).collect::<Result<Vec<_>>>()?;
+        Ok(tensors.try_into().expect("one for each name"))
+    }
+
+    pub fn dtype(&self) -> Option<DType> {
+        self.json("dtype").map(|name| name.as_str().and_then(|name| name.parse().ok()).expect("a dtype"))
+    }
+
+    pub fn backend(&self) -> Backend {
+        match self.json("backend").and_then(Value::as_str) {
+            None => Backend::Auto,
+            Some("reference") => Backend::Reference,
+            Some("fused") => Backend::Fused,
+            Some(other) => panic!("no backend {other}"),
+        }
+    }
+
+    /// Where weights come from: a tensor of zeros for every name, those of names and shapes, a seed, variables, or a
+    /// file of `models/`. In f32 unless a dtype is said.
+    pub fn builder(&self, unless_said: &str) -> Result<VarBuilder<'static>> {
+        let dtype = self.dtype().unwrap_or(DType::F32);
+        let weights = self.json("weights");
+        match weights.map_or(Some(unless_said), Value::as_str) {
+            Some("zeros") => Ok(VarBuilder::zeros(dtype, &CPU)),
+            Some("seed") => Ok(TorchSeed::new(3).var_builder(dtype, &CPU)),
+            Some("variables") => Ok(VarBuilder::from_varmap(&VarMap::new(), dtype, &CPU)),
+            Some(path) => weights::open(models().join(path), dtype, &CPU),
+            None => Ok(VarBuilder::from_tensors(named(weights.expect("names and shapes"))?, dtype, &CPU)),
+        }
     }
 }
 
 /// A tensor of zeros by its dtype, f32 unless said, and its shape, as `"f16 2 3"`; a variable where `var` stands before
 /// them. Or a list of numbers, in i64, or in another dtype as `{"u8": [1, 0]}`.
-pub struct Tensors(Tensor);
-
-impl Deref for Tensors {
-    type Target = Tensor;
-
-    fn deref(&self) -> &Tensor {
-        &self.0
+pub fn tensor(json: &Value) -> Result<Tensor> {
+    match json {
+        Value::String(text) => {
+            let (is_var, text) = text.strip_prefix("var ").map_or((false, text.as_str()), |text| (true, text));
+            let Some((dtype, shape)) = dtype_and_shape(text) else { bail!("{text} is no tensor") };
+            let zeros = of(dtype, shape);
+            if is_var { Ok(Var::from_tensor(&zeros)?.into_inner()) } else { Ok(zeros) }
+        }
+        Value::Object(of) => {
+            let (dtype, list) = of.iter().next().expect("a dtype");
+            numbers(list)?.to_dtype(dtype.parse().map_err(Error::wrap)?)
+        }
+        list => numbers(list)?.to_dtype(DType::I64),
     }
 }
 
-impl<'de> Deserialize<'de> for Tensors {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
-        let tensor = match Value::deserialize(deserializer)? {
-            Value::String(text) => zeros_of(&text),
-            Value::Object(of) => {
-                let (dtype, list) = of.iter().next().expect("a dtype");
-                numbers(list).and_then(|tensor| tensor.to_dtype(dtype.parse().map_err(Error::wrap)?))
-            }
-            list => numbers(&list).and_then(|tensor| tensor.to_dtype(DType::I64)),
-        };
-        tensor.map(Self).map_err(D::Error::custom)
-    }
+/// Tensors by name, in the order of their names.
+pub fn named<C: FromIterator<(String, Tensor)>>(json: &Value) -> Result<C> {
+    let tensors = json.as_object().expect("names and tensors").iter();
+    tensors.map(|(name, json)| Ok((name.clone(), tensor(json)?))).collect()
 }
 
 /// The dtype and the shape in a text, if they are what is in it.
@@ -104,13 +190,6 @@ pub fn dtype_and_shape(text: &str) -> Option<(DType, Vec<usize>)> {
     let (first, rest) = text.split_once(' ').unwrap_or((text, ""));
     let (dtype, dims) = first.parse().map_or((DType::F32, text), |dtype| (dtype, rest));
     Some((dtype, dims.split_whitespace().map(|size| size.parse().ok()).collect::<Option<_>>()?))
-}
-
-fn zeros_of(text: &str) -> Result<Tensor> {
-    let (is_var, text) = text.strip_prefix("var ").map_or((false, text), |text| (true, text));
-    let Some((dtype, shape)) = dtype_and_shape(text) else { candle_core::bail!("{text} is no tensor") };
-    let zeros = of(dtype, shape);
-    if is_var { Ok(Var::from_tensor(&zeros)?.into_inner()) } else { Ok(zeros) }
 }
 
 fn numbers(list: &Value) -> Result<Tensor> {
@@ -130,36 +209,6 @@ fn numbers(list: &Value) -> Result<Tensor> {
     Tensor::from_vec(found, dims, &CPU)
 }
 
-/// Where weights come from: a tensor of zeros for every name unless said, those of names and shapes, `seed`,
-/// `variables`, or a file of `models/`.
-pub fn builder(weights: &Value, dtype: DType) -> Result<VarBuilder<'static>> {
-    match weights {
-        Value::String(kind) if kind == "seed" => Ok(TorchSeed::new(3).var_builder(dtype, &CPU)),
-        Value::String(kind) if kind == "variables" => Ok(VarBuilder::from_varmap(&VarMap::new(), dtype, &CPU)),
-        Value::String(path) => candle_attention::weights::open(models().join(path), dtype, &CPU),
-        Value::Object(tensors) => {
-            let tensors =
-                tensors.iter().map(|(name, text)| Ok((name.clone(), zeros_of(text.as_str().expect("a shape"))?)));
-            Ok(VarBuilder::from_tensors(tensors.collect::<Result<_>>()?, dtype, &CPU))
-        }
-        _ => Ok(VarBuilder::zeros(dtype, &CPU)),
-    }
-}
-
-/// F32 unless said.
-pub fn dtype(name: &Option<String>) -> DType {
-    name.as_ref().map_or(DType::F32, |name| name.parse().expect("a dtype"))
-}
-
-pub fn backend(name: &Option<String>) -> Backend {
-    match name.as_deref() {
-        None => Backend::Auto,
-        Some("reference") => Backend::Reference,
-        Some("fused") => Backend::Fused,
-        Some(other) => panic!("no backend {other}"),
-    }
-}
-
 /// Sets what is given.
 pub fn with<I, P>(input: I, part: Option<P>, set: impl FnOnce(I, P) -> I) -> I {
     match part {
@@ -169,81 +218,41 @@ pub fn with<I, P>(input: I, part: Option<P>, set: impl FnOnce(I, P) -> I) -> I {
 }
 
 /// Of each sequence, of each query, or in a tensor.
-#[derive(Deserialize)]
-#[serde(untagged)]
-pub enum Lens {
-    Each(Vec<usize>),
-    Rows(Vec<Vec<usize>>),
-    In(Tensors),
-}
-
-impl Lens {
-    pub fn get(&self) -> Result<ValidLens> {
-        match self {
-            Self::Each(lens) => Ok(lens.clone().into()),
-            Self::Rows(rows) => Ok(rows.clone().into()),
-            Self::In(tensor) => ValidLens::from_tensor(tensor),
-        }
+pub fn lens(json: &Value) -> Result<ValidLens> {
+    match (read::<Vec<usize>>(json), read::<Vec<Vec<usize>>>(json)) {
+        (Ok(each), _) => Ok(each.into()),
+        (_, Ok(rows)) => Ok(rows.into()),
+        _ => ValidLens::from_tensor(&tensor(json)?),
     }
 }
 
-#[derive(Deserialize, Default)]
-#[serde(deny_unknown_fields, default)]
-pub struct Mask {
-    causal: bool,
-    offsets: Option<Vec<i64>>,
-    attention_mask: Option<Tensors>,
-    valid_lens: Option<Lens>,
-    starts: Option<Lens>,
-    prefix: Option<Lens>,
-    window: Option<usize>,
-    chunk: Option<usize>,
-    keep: Option<Tensors>,
-    bias: Option<Tensors>,
-    uniform: bool,
-    and: Option<Box<Mask>>,
-}
-
-impl Mask {
-    pub fn build(&self) -> Result<AttentionMask> {
-        let mask = match (&self.attention_mask, &self.offsets) {
-            (Some(mask), _) => AttentionMask::from_attention_mask(mask)?,
-            (None, Some(offsets)) => AttentionMask::causal_with_offsets(offsets.clone()),
-            _ if self.causal => AttentionMask::causal(),
-            _ => AttentionMask::none(),
-        };
-        let lens = |lens: &Option<Lens>| lens.as_ref().map(Lens::get).transpose();
-        let mask = with(mask, lens(&self.valid_lens)?, AttentionMask::with_valid_lens);
-        let mask = with(mask, lens(&self.starts)?, AttentionMask::with_starts);
-        let mask = with(mask, lens(&self.prefix)?, AttentionMask::with_prefix);
-        let mask = with(mask, self.window, AttentionMask::with_window);
-        let mask = with(mask, self.chunk, AttentionMask::with_chunk);
-        let mask = with(mask, self.keep.as_deref(), AttentionMask::with_keep);
-        let mask = with(mask, self.bias.as_deref(), AttentionMask::with_bias);
-        let mask = with(mask, self.uniform.then_some(EmptyRows::Uniform), AttentionMask::with_empty_rows);
-        let other = self.and.as_ref().map(|other| other.build()).transpose()?;
-        Ok(with(mask, other, |mask, other| mask.and(&other)))
-    }
+pub fn mask(of: &Fields) -> Result<AttentionMask> {
+    let [attention_mask, keep, bias] = of.tensors(["attention_mask", "keep", "bias"])?;
+    let mask = match (attention_mask, of.get::<Vec<i64>>("offsets")?) {
+        (Some(mask), _) => AttentionMask::from_attention_mask(&mask)?,
+        (None, Some(offsets)) => AttentionMask::causal_with_offsets(offsets),
+        _ if of.is("causal") => AttentionMask::causal(),
+        _ => AttentionMask::none(),
+    };
+    let mask = with(mask, of.read("valid_lens", lens)?, AttentionMask::with_valid_lens);
+    let mask = with(mask, of.read("starts", lens)?, AttentionMask::with_starts);
+    let mask = with(mask, of.read("prefix", lens)?, AttentionMask::with_prefix);
+    let mask = with(mask, of.get("window")?, AttentionMask::with_window);
+    let mask = with(mask, of.get("chunk")?, AttentionMask::with_chunk);
+    let mask = with(mask, keep.as_ref(), AttentionMask::with_keep);
+    let mask = with(mask, bias.as_ref(), AttentionMask::with_bias);
+    let mask = with(mask, of.is("uniform").then_some(EmptyRows::Uniform), AttentionMask::with_empty_rows);
+    Ok(with(mask, of.part("and", self::mask)?, |mask, other| mask.and(&other)))
 }
 
 /// Sequences one after the other: the sums of their lengths or the lengths, of queries and keys or of both, as lists or
 /// in a tensor.
-#[derive(Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Packed {
-    Sums([Vec<usize>; 2]),
-    Lens([Vec<usize>; 2]),
-    Own(Vec<usize>),
-    In(Tensors),
-}
-
-impl Packed {
-    pub fn build(&self) -> Result<PackedSequences> {
-        match self {
-            Self::Sums([q, kv]) => PackedSequences::new(q.clone(), kv.clone()),
-            Self::Lens([q, kv]) => PackedSequences::from_lens(q, kv),
-            Self::Own(sums) => PackedSequences::self_attention(sums.clone()),
-            Self::In(sums) => PackedSequences::from_tensors(sums, sums),
-        }
+pub fn packed(of: &Fields) -> Result<PackedSequences> {
+    type Two = [Vec<usize>; 2];
+    match (of.get::<Two>("sums")?, of.get::<Two>("lens")?, of.tensors(["in"])?) {
+        (Some([q, kv]), ..) => PackedSequences::new(q, kv),
+        (_, Some([q, kv]), _) => PackedSequences::from_lens(&q, &kv),
+        (.., [Some(sums)]) => PackedSequences::from_tensors(&sums, &sums),
+        _ => PackedSequences::self_attention(of.need("own")?),
     }
 }
