@@ -77,22 +77,6 @@ fn a_cache_holds_a_latent_and_a_key_for_each_token() -> Result<()> {
     Ok(())
 }
 
-#[test]
-fn a_cache_that_is_reset_takes_the_next_batch() -> Result<()> {
-    let layer = layer(&Config::new(8, 4).with_causal(true))?;
-    let mut cache = AttentionCache::default();
-    assert_eq!((cache.len(), cache.lens(), cache.is_empty(), cache.memory()), (0, vec![], true, 0));
-    for b in [2, 2, 3, 1] {
-        let xs = wave(b, 4, 8, b as f32)?;
-        assert_close(&in_calls(&layer, &mut cache, &xs, &[3, 1])?, &layer.forward(&xs)?, 1e-5, "after a reset");
-        assert_eq!((cache.lens(), cache.len()), (vec![4; b], 4));
-        let memory = cache.memory();
-        cache.reset();
-        assert_eq!((cache.lens(), cache.is_empty(), cache.memory()), (vec![], true, memory), "the buffers stay");
-    }
-    Ok(())
-}
-
 /// The weights have a column for each position that is held, and none for padding; one sequence may be without a batch.
 #[test]
 fn weights_are_those_of_what_is_held() -> Result<()> {
@@ -115,34 +99,11 @@ fn weights_are_those_of_what_is_held() -> Result<()> {
     Ok(())
 }
 
-fn grouped() -> Config {
-    Config::new(8, 4).with_num_kv_heads(2).with_causal(true)
-}
-
-/// Speculative decoding: five tokens are tried in one call, and some of them taken back, wherever the window slides.
-#[test]
-fn what_the_last_call_brought_can_be_taken_back() -> Result<()> {
-    let cfg = grouped().with_window(4);
-    let (layer, whole) = (layer(&cfg)?, wave(1, 60, 8, 0.0)?);
-    let expected = layer.forward(&whole)?;
-    let mut cache = AttentionCache::new(&AttentionCacheConfig::for_layer(&cfg))?;
-    let (mut at, mut round) = (0, 0);
-    while at + 5 <= 60 {
-        let kept = 1 + round % 5;
-        let tried = Tensor::cat(&[&part(&whole, at, kept)?, &wave(1, 5 - kept, 8, round as f32)?], 1)?;
-        let ys = layer.forward_with(AttentionInput::new(&tried).with_cache(&mut cache))?;
-        assert_close(&part(&ys, 0, kept)?, &part(&expected, at, kept)?, 1e-5, "what is kept");
-        (at, round) = (at + kept, round + 1);
-        cache.truncate(at)?;
-    }
-    assert!(round > 10 && cache.lens() == [at]);
-    Ok(())
-}
-
 #[test]
 fn a_batch_of_one_size_is_reordered_where_it_lies() -> Result<()> {
     let mut cache = AttentionCache::new(&AttentionCacheConfig::new().with_capacity(64))?;
-    in_calls(&layer(&grouped())?, &mut cache, &wave(3, 5, 8, 0.0)?, &[5])?;
+    let layer = layer(&Config::new(8, 4).with_num_kv_heads(2).with_causal(true))?;
+    in_calls(&layer, &mut cache, &wave(3, 5, 8, 0.0)?, &[5])?;
     let memory = cache.memory();
     for order in [[0, 1, 2], [2, 0, 1], [1, 1, 1]] {
         cache.reorder(&order)?;

@@ -105,22 +105,23 @@ fn setups_by_position() -> Vec<(Config, AttentionCacheConfig)> {
     ]
 }
 
-fn assert_holds(setup: Setup, steps: usize, seeds: u64, most: f64, what: &str) {
+pub fn assert_holds(setup: Setup, steps: usize, seeds: u64, most: f64, what: &str) {
     for seed in 0..cases(seeds) {
         let found = Program::run(setup, steps, seed).unwrap_or_else(|error| panic!("{what}, seed {seed}: {error}"));
         assert!(found <= most, "{what}, seed {seed}: off by {found:e}");
     }
 }
 
-/// What a program needs of a layer and its cache.
-fn of<'a>(
+/// What a program needs of a layer with a window, or none, and its cache.
+pub fn of<'a>(
     layer: &'a dyn Layer,
-    (cfg, cache): (&Config, &'a AttentionCacheConfig),
+    (seen, cache): (Option<usize>, &'a AttentionCacheConfig),
     mask: &'a AttentionMask,
     device: &'a Device,
 ) -> Setup<'a> {
-    let back = cache.window().zip(cfg.window()).map(|(held, seen)| held - seen);
-    Setup { layer, cache, dtype: DType::F32, device, mask, back, gives_positions: false, draws_masks: false }
+    let back = cache.window().zip(seen).map(|(held, seen)| held - seen);
+    let dtype = DType::F32;
+    Setup { layer, earlier: None, cache, dtype, device, mask, back, gives_positions: false, draws_masks: false }
 }
 
 fn sequences_go_on_from_what_they_were_made(device: &Device) {
@@ -128,7 +129,7 @@ fn sequences_go_on_from_what_they_were_made(device: &Device) {
     for (gives_positions, setups) in [(true, setups_by_position()), (false, setups())] {
         for (cfg, cache) in setups {
             let layer = layer_on(&cfg, DType::F32, device).expect("the config fits");
-            let setup = Setup { gives_positions, ..of(&layer, (&cfg, &cache), &none, device) };
+            let setup = Setup { gives_positions, ..of(&layer, (cfg.window(), &cache), &none, device) };
             assert_holds(setup, 12, 12, tolerance(DType::F32, &cache), &format!("{cfg:?}, {cache:?}"));
         }
     }
@@ -145,7 +146,7 @@ fn masks_count_the_positions_of_each_sequence(device: &Device) {
         (base().with_window(5), sliding(5).with_capacity(5).with_growth(false)),
     ] {
         let layer = layer_on(&cfg, DType::F32, device).expect("the config fits");
-        let setup = Setup { draws_masks: true, ..of(&layer, (&cfg, &cache), &none, device) };
+        let setup = Setup { draws_masks: true, ..of(&layer, (cfg.window(), &cache), &none, device) };
         assert_holds(setup, 8, 40, tolerance(DType::F32, &cache), &format!("{cfg:?}, {cache:?}"));
     }
 }
@@ -169,11 +170,9 @@ fn latents_go_on_from_what_they_were_made(device: &Device) {
                 continue;
             }
             let layer = latents(cfg.clone(), dtype, device).expect("the config fits");
-            let back = cache.window().map(|window| window - 4);
-            let mask = if back.is_some() { &windowed } else { &none };
-            let gives_positions = seed % 2 == 0;
-            let setup =
-                Setup { layer: &*layer, cache: &cache, dtype, device, mask, back, gives_positions, draws_masks: false };
+            let mask = if cache.window().is_some() { &windowed } else { &none };
+            let setup = of(&*layer, (Some(4), &cache), mask, device);
+            let setup = Setup { dtype, gives_positions: seed % 2 == 0, ..setup };
             // A random layer's scale of the scores can be large, which makes more of what 8 bits lose.
             let most = if cache.q8() { 8e-2 } else { tolerance(dtype, &cache) };
             assert_holds(setup, 12, 2, most, &format!("{cfg:?}, {cache:?}"));
@@ -185,7 +184,7 @@ crate::on_each_device!(
     sequences_go_on_from_what_they_were_made,
     masks_count_the_positions_of_each_sequence,
     latents_go_on_from_what_they_were_made,
-    long_calls_of_latents_and_short_ones_go_on_from_each_other,
+    long_sequences_give_the_numbers_of_one_call,
 );
 
 #[test]
@@ -197,7 +196,7 @@ fn every_dtype_is_kept_in_every_other_and_in_8_bits() -> Result<()> {
             let layer = layer_on(&cfg, dtype, &CPU)?;
             let kept = dtypes.map(|kept| AttentionCacheConfig::for_layer(&cfg).with_dtype(kept));
             for cache in kept.into_iter().chain([AttentionCacheConfig::for_layer(&cfg).with_q8()]) {
-                let setup = Setup { dtype, ..of(&layer, (&cfg, &cache), &none, &CPU) };
+                let setup = Setup { dtype, ..of(&layer, (cfg.window(), &cache), &none, &CPU) };
                 assert_holds(setup, 8, 3, tolerance(dtype, &cache), &format!("{dtype:?}, {cfg:?}, {cache:?}"));
             }
         }
@@ -205,42 +204,32 @@ fn every_dtype_is_kept_in_every_other_and_in_8_bits() -> Result<()> {
     Ok(())
 }
 
-/// Long enough that the fused kernel cuts the keys into parts, and that buffers grow many times and slide often.
-#[test]
-fn long_sequences_give_the_numbers_of_one_call() -> Result<()> {
+/// Long enough that the fused kernel cuts the keys into parts, and that buffers grow many times and slide often. Long
+/// calls attend to latents in one way and short ones in another: each behind the other.
+fn long_sequences_give_the_numbers_of_one_call(device: &Device) -> Result<()> {
     let growing = || AttentionCacheConfig::new().with_capacity(16);
-    for (cfg, cache) in [
-        (grouped(), growing()),
-        (grouped(), growing().with_q8()),
-        (grouped().with_sinks(true).with_window(500), growing().with_q8()),
-        (grouped().with_window(100), sliding(100)),
-        (grouped().with_window(600), sliding(600)),
-        (grouped().with_window(600), sliding(600).with_q8()),
-    ] {
-        let layer = layer(&cfg)?;
-        for (b, prompt, single) in [(1, &[900, 400][..], 40), (2, &[90], 300)] {
-            let pieces = [prompt, &vec![1; single]].concat();
-            let xs = wave(b, pieces.iter().sum(), EMBED_DIM, 0.0)?;
-            let ys = in_calls(&layer, &mut AttentionCache::new(&cache)?, &xs, &pieces)?;
-            let expected = layer.forward_with(AttentionInput::new(&xs).with_backend(Backend::Reference))?;
-            let off = difference(&ys, &expected);
-            assert!(off <= tolerance(DType::F32, &cache), "{cfg:?}, {cache:?}: off by {off:e}");
-        }
-    }
-    Ok(())
-}
-
-/// A long prompt behind another one, and then single tokens: each the other way.
-fn long_calls_of_latents_and_short_ones_go_on_from_each_other(device: &Device) -> Result<()> {
-    let cfg = LatentConfig::new(16, 3).with_q_lora_rank(8).with_kv_lora_rank(48).with_nope_head_dim(16);
-    let cfg = cfg.with_rope_head_dim(8).with_value_head_dim(16);
+    let latent = LatentConfig::new(EMBED_DIM, 3).with_q_lora_rank(8).with_kv_lora_rank(48).with_nope_head_dim(16);
+    let latent = latent.with_rope_head_dim(8).with_value_head_dim(16);
     let rope = RopeConfig::new(50.0).with_scaling(yarn(Some(0.7)));
-    for cfg in [cfg.clone(), cfg.with_rope(rope)] {
-        let layer = latents(cfg, DType::F32, device)?;
-        let xs = wave(2, 201, 16, 0.0)?.to_device(device)?;
-        let expected = layer.run(AttentionInput::new(&xs).with_backend(Backend::Reference))?;
-        let ys = in_calls(&*layer, &mut AttentionCache::default(), &xs, &[100, 1, 1, 90, 1, 7, 1])?;
-        assert_close(&ys, &expected, 2e-5, "in calls");
+    for (kind, cache) in [
+        (Kind::MultiHead(grouped()), growing()),
+        (Kind::MultiHead(grouped()), growing().with_q8()),
+        (Kind::MultiHead(grouped().with_sinks(true).with_window(500)), growing().with_q8()),
+        (Kind::MultiHead(grouped().with_window(100)), sliding(100)),
+        (Kind::MultiHead(grouped().with_window(600)), sliding(600)),
+        (Kind::MultiHead(grouped().with_window(600)), sliding(600).with_q8()),
+        (Kind::Latent(latent.clone()), growing()),
+        (Kind::Latent(latent.with_rope(rope)), growing()),
+    ] {
+        let layer = kind.of_parameters(&kind.parameters(3), DType::F32, device)?;
+        for (b, prompt, single) in [(1, &[900, 400][..], 40), (2, &[90], 300), (2, &[100, 1, 1, 90, 1, 7], 1)] {
+            let pieces = [prompt, &vec![1; single]].concat();
+            let xs = wave(b, pieces.iter().sum(), EMBED_DIM, 0.0)?.to_device(device)?;
+            let ys = in_calls(&*layer, &mut AttentionCache::new(&cache)?, &xs, &pieces)?;
+            let expected = layer.run(AttentionInput::new(&xs).with_backend(Backend::Reference))?;
+            let off = difference(&ys, &expected);
+            assert!(off <= tolerance(DType::F32, &cache), "{kind:?}, {cache:?}, {pieces:?}: off by {off:e}");
+        }
     }
     Ok(())
 }

@@ -55,10 +55,15 @@ fn latents(cfg: LatentConfig, dtype: DType, device: &Device) -> Result<Box<dyn L
 }
 
 fn layer_on(cfg: &Config, dtype: DType, device: &Device) -> Result<MultiHeadAttention> {
-    let layer = seeded::layer(cfg, dtype, device)?;
-    let Some(buckets) = cfg.relative_bias() else { return Ok(layer) };
+    with_bias(seeded::layer(cfg, dtype, device)?, dtype, device)
+}
+
+/// A stack's, if the config has one.
+fn with_bias(layer: MultiHeadAttention, dtype: DType, device: &Device) -> Result<MultiHeadAttention> {
+    let Some(buckets) = layer.config().relative_bias() else { return Ok(layer) };
     let vb = TorchSeed::new(5).var_builder(dtype, device);
-    layer.with_relative_bias(RelativeBias::new(buckets, cfg.num_heads(), vb)?)
+    let bias = RelativeBias::new(buckets, layer.config().num_heads(), vb)?;
+    layer.with_relative_bias(bias)
 }
 
 /// Numbers (B, T, E) on [-1, 1], others for each `first`.

@@ -1,5 +1,6 @@
-//! Sequences that are continued in ragged calls, truncated, reordered and forked, each beside the same sequence in one
-//! call of the reference path without a cache.
+//! Sequences that are continued in ragged calls, truncated, reordered, forked and begun anew, each beside the same
+//! sequence in one call of the reference path without a cache. The layer has keys and values of its own, or reads those
+//! of an earlier one.
 
 use std::ops::Range;
 
@@ -8,20 +9,19 @@ use crate::*;
 
 pub const EMBED_DIM: usize = 12;
 
-/// The longest call that a sliding cache can take back.
-const SHORT: usize = 5;
-
 /// A layer, the cache that serves it, and what its calls may have.
 #[derive(Clone, Copy)]
 pub struct Setup<'a> {
     pub layer: &'a dyn Layer,
+    /// The one whose keys and values the layer reads, if it has none of its own.
+    pub earlier: Option<&'a MultiHeadAttention>,
     pub cache: &'a AttentionCacheConfig,
     pub dtype: DType,
     pub device: &'a Device,
     /// Of all calls.
     pub mask: &'a AttentionMask,
     /// How many positions a sliding cache holds beside those that the layer sees. It goes back as far behind the
-    /// position at which its last call began, if that was short.
+    /// position at which its last call began, if its capacity holds that call and the window.
     pub back: Option<usize>,
     /// Whether some calls say where their tokens stand.
     pub gives_positions: bool,
@@ -79,6 +79,8 @@ pub struct Program<'a> {
     setup: Setup<'a>,
     cache: AttentionCache,
     sequences: Vec<Sequence>,
+    /// Whether the layer hears of positions where an earlier one is given them.
+    says_positions: bool,
 }
 
 impl<'a> Program<'a> {
@@ -86,7 +88,10 @@ impl<'a> Program<'a> {
     pub fn run(setup: Setup<'a>, steps: usize, seed: u64) -> Result<f64> {
         let random = &mut Random::new(seed);
         let sequences = vec![Sequence::default(); 1 + random.up_to(2)];
-        let mut program = Self { setup, cache: AttentionCache::new(setup.cache)?, sequences };
+        let cache = AttentionCache::new(setup.cache)?;
+        assert_eq!((cache.len(), cache.lens(), cache.is_empty(), cache.memory()), (0, vec![], true, 0));
+        let says_positions = setup.earlier.is_none() || seed.is_multiple_of(2);
+        let mut program = Self { setup, cache, sequences, says_positions };
         let mut most = program.call(random)?;
         for _ in 0..steps {
             most = most.max(program.step(random)?);
@@ -97,18 +102,24 @@ impl<'a> Program<'a> {
     fn step(&mut self, random: &mut Random) -> Result<f64> {
         let lens: Vec<_> = self.sequences.iter().map(Sequence::len).collect();
         assert_eq!(self.cache.lens(), lens);
-        match random.up_to(6) {
-            0 => self.truncate(random)?,
-            1 => self.reorder(random)?,
-            2 => return self.fork(random),
-            _ => return self.call(random),
+        assert_eq!(self.cache.len(), lens.into_iter().max().unwrap_or(0));
+        match random.up_to(28) {
+            0..3 => self.truncate(random).map(|()| 0.0),
+            3..6 => {
+                // Tokens that are tried, and some of them taken back.
+                let most = self.call(random)?;
+                self.truncate(random).map(|()| most)
+            }
+            6..9 => self.reorder(random).map(|()| 0.0),
+            9 => self.reset(random),
+            10..14 => self.fork(random),
+            _ => self.call(random),
         }
-        Ok(0.0)
     }
 
     /// Some tokens for each sequence; their outputs are those of the whole sequence.
     fn call(&mut self, random: &mut Random) -> Result<f64> {
-        let Setup { layer, dtype, device, .. } = self.setup;
+        let Setup { layer, cache, dtype, device, .. } = self.setup;
         let call = Call::draw(random, self.sequences.iter().map(Sequence::len).collect());
         let (b, t) = (self.sequences.len(), call.t);
         // Nothing that the NaN of padding touches stays a number.
@@ -121,7 +132,7 @@ impl<'a> Program<'a> {
             let own = n * t + own.start..n * t + own.end;
             let numbers = &mut data[own.start * EMBED_DIM..own.end * EMBED_DIM];
             numbers.iter_mut().for_each(|number| *number = random.between(-1.0, 1.0) as f32);
-            let stays = self.setup.back.is_some_and(|back| back == 0 || t > SHORT);
+            let stays = cache.window().is_some_and(|window| t + window > cache.most_held().unwrap_or(t));
             sequence.begun = sequence.begun.max(sequence.len() + if stays { own.len() } else { 0 });
             let place = sequence.len() as u32;
             sequence.tokens.extend_from_slice(numbers);
@@ -141,14 +152,22 @@ impl<'a> Program<'a> {
         let [starts, ends] = [|own: &Range<usize>| own.start, |own: &Range<usize>| own.end]
             .map(|side| call.own.iter().map(side).collect::<Vec<_>>());
         let backend = if random.chance(0.25) { Backend::Reference } else { Backend::Auto };
-        let mut input = AttentionInput::new(&xs).with_mask(&mask).with_backend(backend).with_cache(&mut self.cache);
-        if ends.iter().any(|&end| end < t) {
-            input = input.with_valid_lens(&ends);
-        }
-        if starts.iter().any(|&start| start > 0) {
-            input = input.with_starts(&starts);
-        }
-        let ys = layer.run(if is_given { input.with_positions(&given) } else { input })?;
+        let input = |says: bool| {
+            let input = AttentionInput::new(&xs).with_mask(&mask).with_backend(backend);
+            let input = if ends.iter().any(|&end| end < t) { input.with_valid_lens(&ends) } else { input };
+            let input = if starts.iter().any(|&start| start > 0) { input.with_starts(&starts) } else { input };
+            if is_given && says { input.with_positions(&given) } else { input }
+        };
+        let ys = match self.setup.earlier {
+            None => layer.run(input(true).with_cache(&mut self.cache))?,
+            Some(earlier) => {
+                earlier.forward_with(input(true).with_cache(&mut self.cache))?;
+                let shared = || input(self.says_positions).with_shared_cache(&self.cache);
+                let ys = layer.run(shared())?;
+                assert!(difference(&layer.run_with_weights(shared())?.output, &ys) <= 1e-2, "beside the weights");
+                ys
+            }
+        };
 
         let mut most = 0.0f64;
         for (n, own) in call.own.iter().enumerate() {
@@ -172,8 +191,15 @@ impl<'a> Program<'a> {
         let positions = Tensor::new(sequence.positions.as_slice(), &Device::Cpu)?;
         let mask = drawn.map_or(Ok(AttentionMask::none()), |drawn| drawn.of_sequence(n, call, device))?;
         let mask = self.setup.mask.and(&mask);
+        let memory = self.setup.earlier.map(|earlier| earlier.project_memory(&xs, &xs)).transpose()?;
+        let gives = self.setup.gives_positions;
         let input = AttentionInput::new(&xs).with_mask(&mask).with_backend(Backend::Reference);
-        let ys = layer.run(if self.setup.gives_positions { input.with_positions(&positions) } else { input })?;
+        let input = if gives && self.says_positions { input.with_positions(&positions) } else { input };
+        let ys = layer.run(match &memory {
+            Some(memory) if gives => input.with_memory(memory).with_key_positions(&positions),
+            Some(memory) => input.with_memory(memory),
+            None => input,
+        })?;
         ys.narrow(0, call.before[n], call.own[n].len())
     }
 
@@ -208,6 +234,15 @@ impl<'a> Program<'a> {
         self.cache.reorder(&order)?;
         self.sequences = order.into_iter().map(|n| self.sequences[n].clone()).collect();
         Ok(())
+    }
+
+    /// The buffers stay for a batch of another size.
+    fn reset(&mut self, random: &mut Random) -> Result<f64> {
+        let memory = self.cache.memory();
+        self.cache.reset();
+        assert_eq!((self.cache.lens(), self.cache.is_empty(), self.cache.memory()), (vec![], true, memory));
+        self.sequences = vec![Sequence::default(); 1 + random.up_to(2)];
+        self.call(random)
     }
 
     /// Two go on in turn, and then one of them.

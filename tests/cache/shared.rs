@@ -2,12 +2,14 @@
 
 use std::collections::HashMap;
 
+use crate::layers::{assert_holds, of};
+use crate::program::{EMBED_DIM, Setup, tolerance};
 use crate::*;
 
 const T: usize = 23;
 
 fn base() -> Config {
-    Config::new(8, 4).with_num_kv_heads(2).with_head_dim(6).with_causal(true)
+    Config::new(EMBED_DIM, 4).with_num_kv_heads(2).with_head_dim(6).with_causal(true)
 }
 
 fn normed() -> Config {
@@ -19,107 +21,36 @@ fn normed() -> Config {
 fn layers(cfg: &Config, dtype: DType) -> Result<[MultiHeadAttention; 2]> {
     let later = cfg.clone().with_kv_source(KvSource::EarlierLayer);
     let cfg = if cfg.qk_norm().is_some() { cfg.clone().with_value_norm(1e-6) } else { cfg.clone() };
-    Ok([
-        MultiHeadAttention::new(&cfg, TorchSeed::new(3).var_builder(dtype, &CPU))?,
-        MultiHeadAttention::new(&later, TorchSeed::new(4).var_builder(dtype, &CPU))?,
-    ])
+    let layer = |cfg: &Config, seed| {
+        let layer = MultiHeadAttention::new(cfg, TorchSeed::new(seed).var_builder(dtype, &CPU))?;
+        with_bias(layer, dtype, &CPU)
+    };
+    Ok([layer(&cfg, 3)?, layer(&later, 4)?])
 }
 
-/// What the later layer gives in calls of so many tokens, after each of the earlier one with the same.
-fn in_calls_of_both(
-    layers: &[MultiHeadAttention; 2],
-    [earlier, later]: [&Tensor; 2],
-    cfg: &AttentionCacheConfig,
-    pieces: &[usize],
-) -> Result<Tensor> {
-    let mut cache = AttentionCache::new(cfg)?;
-    let (mut start, mut outputs) = (0, Vec::new());
-    for &t in pieces {
-        layers[0].forward_with(AttentionInput::new(&part(earlier, start, t)?).with_cache(&mut cache))?;
-        let later = part(later, start, t)?;
-        let input = || AttentionInput::new(&later).with_shared_cache(&cache);
-        let ys = layers[1].forward_with(input())?;
-        assert_close(&layers[1].forward_with(input().with_backend(Backend::Reference))?, &ys, 1e-2, "the reference");
-        assert_close(&layers[1].forward_with_weights(input())?.output, &ys, 1e-2, "beside the weights");
-        outputs.push(ys);
-        start += t;
-    }
-    Tensor::cat(&outputs, 1)
-}
-
+/// However a program of calls and edits goes on, a cache gives the numbers of a memory.
 #[test]
-fn a_cache_gives_the_numbers_of_a_memory() -> Result<()> {
+fn sequences_go_on_in_the_cache_of_the_earlier_layer() -> Result<()> {
     let place = GatePlace::Own { bias: true };
     let gate = OutputGate { activation: GateActivation::Sigmoid, scope: GateScope::PerHead, place };
-    for cfg in
-        [base(), base().with_alibi(AlibiConfig::Falcon), normed(), normed().with_window(5).with_output_gate(gate)]
-    {
-        for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::F64, 1e-14), (DType::BF16, 2e-2)] {
-            let layers = layers(&cfg, dtype)?;
-            let [earlier, later] = [0.0, 9.0].map(|first| wave(2, T, 8, first).and_then(|xs| xs.to_dtype(dtype)));
-            let (earlier, later) = (earlier?, later?);
-            let memory = layers[0].project_memory(&earlier, &earlier)?;
-            let expected = layers[1].forward_with(AttentionInput::new(&later).with_memory(&memory))?;
-            // The memory is also the earlier layer's own.
-            let own = layers[0].forward_with(AttentionInput::new(&earlier).with_memory(&memory))?;
-            assert_close(&own, &layers[0].forward(&earlier)?, tolerance, "the earlier layer");
-            let sliding = AttentionCacheConfig::for_layer(&cfg).with_shared(true);
-            for pieces in [&[T][..], &[19, 1, 1, 1, 1], &[2, 5, 9, 1, 6], &[1; T]] {
-                let found = in_calls_of_both(&layers, [&earlier, &later], &sliding, pieces)?;
-                assert_close(&found, &expected, tolerance, &format!("{cfg:?}, {dtype:?}, {pieces:?}"));
-            }
+    let (growing, buckets) = (AttentionCacheConfig::new, RelativeBiasConfig::new(true).with_num_buckets(8));
+    let none = AttentionMask::none();
+    let sliding = AttentionCacheConfig::new().with_window(5).with_shared(true);
+    for (cfg, cache, gives_positions) in [
+        (base(), growing(), false),
+        (base().with_alibi(AlibiConfig::Falcon), growing(), true),
+        (base().with_relative_bias(buckets.with_max_distance(9)), growing(), true),
+        (normed(), growing(), false),
+        (normed(), growing().with_q8(), false),
+        (normed().with_window(5).with_output_gate(gate), sliding, false),
+    ] {
+        for dtype in [DType::F32, DType::F64, DType::BF16] {
+            let [earlier, later] = &layers(&cfg, dtype)?;
+            let setup = of(later, (cfg.window(), &cache), &none, &CPU);
+            let setup = Setup { earlier: Some(earlier), dtype, gives_positions, ..setup };
+            assert_holds(setup, 12, 6, tolerance(dtype, &cache), &format!("{dtype:?}, {cfg:?}, {cache:?}"));
         }
     }
-    Ok(())
-}
-/// Keys stand where the earlier layer's calls put them, whether the later layer's calls say so or not.
-#[test]
-fn keys_keep_the_positions_of_the_earlier_layer() -> Result<()> {
-    let buckets = RelativeBiasConfig::new(true).with_num_buckets(8).with_max_distance(9);
-    let bias = RelativeBias::new(&buckets, 4, TorchSeed::new(5).var_builder(DType::F32, &CPU))?;
-    let relative = layers(&base().with_relative_bias(buckets), DType::F32)?;
-    let relative = relative.map(|layer| layer.with_relative_bias(bias.clone()).expect("the bias of the config"));
-    let falcon = layers(&base().with_alibi(AlibiConfig::Falcon), DType::F32)?;
-    let (earlier, later) = (wave(2, 6, 8, 0.0)?, wave(2, 6, 8, 9.0)?);
-    let positions = Tensor::new(&[[4u32, 0, 9, 9, 1, 70], [40, 41, 42, 43, 44, 45]], &CPU)?;
-    for (layers, says) in [(&relative, false), (&relative, true), (&falcon, false), (&falcon, true)] {
-        let memory = layers[0].project_memory(&earlier, &earlier)?;
-        let input = AttentionInput::new(&later).with_memory(&memory).with_key_positions(&positions);
-        let expected = layers[1].forward_with(if says { input.with_positions(&positions) } else { input })?;
-        let (mut cache, mut outputs) = (AttentionCache::default(), Vec::new());
-        for (start, t) in [(0, 3), (3, 1), (4, 2)] {
-            let (earlier, later, own) =
-                (part(&earlier, start, t)?, part(&later, start, t)?, part(&positions, start, t)?);
-            layers[0].forward_with(AttentionInput::new(&earlier).with_cache(&mut cache).with_positions(&own))?;
-            let input = AttentionInput::new(&later).with_shared_cache(&cache);
-            outputs.push(layers[1].forward_with(if says { input.with_positions(&own) } else { input })?);
-        }
-        assert_close(&Tensor::cat(&outputs, 1)?, &expected, 1e-5, &format!("said: {says}"));
-    }
-    Ok(())
-}
-
-#[test]
-fn eight_bits_and_padding_are_those_of_the_earlier_layer() -> Result<()> {
-    let layers = layers(&normed(), DType::F32)?;
-    let (earlier, later) = (wave(2, T, 8, 0.0)?, wave(2, T, 8, 9.0)?);
-    let plain = in_calls_of_both(&layers, [&earlier, &later], &AttentionCacheConfig::new(), &[T])?;
-    let q8 = AttentionCacheConfig::new().with_q8();
-    assert_close(&in_calls_of_both(&layers, [&earlier, &later], &q8, &[20, 1, 2])?, &plain, 2e-2, "8 bits");
-
-    // The second sequence has padding behind its first 8 tokens, and then before the next one.
-    let mut cache = AttentionCache::default();
-    let lens = [12, 8];
-    let (first, second) = (part(&earlier, 0, 12)?, part(&later, 0, 12)?);
-    layers[0].forward_with(AttentionInput::new(&first).with_cache(&mut cache).with_valid_lens(&lens))?;
-    let ys = layers[1].forward_with(AttentionInput::new(&second).with_shared_cache(&cache).with_valid_lens(&lens))?;
-    let of_second = |xs: &Tensor, start, t| part(&xs.narrow(0, 1, 1)?, start, t);
-    assert_close(&of_second(&ys, 0, 8)?, &of_second(&plain, 0, 8)?, 1e-5, "padding behind");
-    let starts = [0, 4];
-    let (first, second) = (part(&earlier, 4, 5)?, part(&later, 4, 5)?);
-    layers[0].forward_with(AttentionInput::new(&first).with_cache(&mut cache).with_starts(&starts))?;
-    let ys = layers[1].forward_with(AttentionInput::new(&second).with_shared_cache(&cache).with_starts(&starts))?;
-    assert_close(&of_second(&ys, 4, 1)?, &of_second(&plain, 8, 1)?, 1e-5, "padding before");
     Ok(())
 }
 
@@ -127,25 +58,27 @@ fn eight_bits_and_padding_are_those_of_the_earlier_layer() -> Result<()> {
 #[test]
 fn long_calls_take_a_shared_cache() -> Result<()> {
     let cfg = normed().with_window(5);
-    let layers = layers(&cfg, DType::F32)?;
-    let (earlier, later) = (wave(1, T, 8, 0.0)?, wave(1, T, 8, 9.0)?);
-    let call =
-        |cfg: &AttentionCacheConfig, pieces: &[usize]| in_calls_of_both(&layers, [&earlier, &later], cfg, pieces);
+    let [earlier, later] = layers(&cfg, DType::F32)?;
+    let (xs, others) = (wave(1, T, EMBED_DIM, 0.0)?, wave(1, T, EMBED_DIM, 9.0)?);
+    let call = |cache: &mut AttentionCache, start: usize, t: usize| {
+        earlier.forward_with(AttentionInput::new(&part(&xs, start, t)?).with_cache(cache))?;
+        later.forward_with(AttentionInput::new(&part(&others, start, t)?).with_shared_cache(cache))
+    };
     let own = AttentionCacheConfig::for_layer(&cfg);
-    let error = error_text(call(&own, &[T]));
+    let error = error_text(call(&mut AttentionCache::new(&own)?, 0, T));
     assert!(error.contains("expected a shorter window in the mask, or a longer one in the cache"), "{error}");
-    let expected = call(&own.clone().with_shared(true), &[T])?;
-    assert_close(&call(&own, &[5, 5, 1, 5, 5, 2])?, &expected, 1e-5, "calls of no more than a window");
-
-    let mut cache = AttentionCache::new(&own.with_shared(true))?;
-    layers[0].forward_with(AttentionInput::new(&earlier).with_cache(&mut cache))?;
-    let after_prompt = cache.capacity();
+    let mut cache = AttentionCache::new(&own.clone().with_shared(true))?;
+    let expected = call(&mut cache, 0, T)?;
+    assert_eq!(cache.capacity(), T);
     for n in 0..40 {
-        let token = wave(1, 1, 8, n as f32)?;
-        layers[0].forward_with(AttentionInput::new(&token).with_cache(&mut cache))?;
-        layers[1].forward_with(AttentionInput::new(&token).with_shared_cache(&cache))?;
+        call(&mut cache, n % T, 1)?;
     }
-    assert!((after_prompt, cache.capacity()) == (T, 10), "{after_prompt} and then {}", cache.capacity());
+    assert_eq!(cache.capacity(), 10);
+    let (mut cache, mut at) = (AttentionCache::new(&own)?, 0);
+    for t in [5, 5, 1, 5, 5, 2] {
+        assert_close(&call(&mut cache, at, t)?, &part(&expected, at, t)?, 1e-5, "calls of no more than a window");
+        at += t;
+    }
     Ok(())
 }
 
@@ -159,7 +92,7 @@ fn modules_may_be_without_keys_and_values() -> Result<()> {
     let vb = VarBuilder::zeros(DType::F32, &CPU);
     let of_modules = MultiHeadAttention::from_modules(later.config(), modules, vb)?;
     let mut cache = AttentionCache::default();
-    let xs = wave(2, T, 8, 0.0)?;
+    let xs = wave(2, T, EMBED_DIM, 0.0)?;
     earlier.forward_with(AttentionInput::new(&xs).with_cache(&mut cache))?;
     let call = |layer: &MultiHeadAttention| layer.forward_with(AttentionInput::new(&xs).with_shared_cache(&cache));
     assert_close(&call(&of_modules)?, &call(&later)?, 1e-5, "modules");
@@ -181,7 +114,7 @@ fn keys_are_values_before_norms_and_positions() -> Result<()> {
         weights.insert(format!("v_proj.{name}"), weights[&format!("k_proj.{name}")].clone());
     }
     let two = MultiHeadAttention::new(&cfg, builder(&weights))?;
-    let xs = wave(2, T, 8, 0.0)?;
+    let xs = wave(2, T, EMBED_DIM, 0.0)?;
     let expected = two.forward(&xs)?;
     let mask = AttentionMask::none().with_valid_lens(vec![T, 9]);
     for layer in [&one, &again, &one.freeze()?] {
