@@ -6,6 +6,7 @@ use attention_oracle::attention::linear_with_sizes;
 use candle_attention::PackedLinear;
 use candle_attention::cpu::Tier;
 use candle_core::{DType, Device, Module, Result, Tensor, bail};
+use candle_nn::Activation;
 use proptest::prelude::*;
 use proptest::sample::select;
 
@@ -32,6 +33,36 @@ pub const TYPES: [Types; 5] = [
 /// How the weight lies in memory before it is packed: GPT-2 has it transposed, and a packed projection has parts.
 pub const OF_WEIGHTS: [Layout; 4] = [Layout::Contiguous, Layout::ColumnMajor, Layout::CacheMiddle, Layout::NarrowRows];
 
+/// What follows a product in its pass.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Then {
+    Nothing,
+    Residual,
+    Activation(Activation),
+    /// And a residual.
+    Both(Activation),
+    /// Times the product of another weight.
+    Gate(Activation),
+}
+
+impl Then {
+    pub fn activation(self) -> Option<Activation> {
+        match self {
+            Self::Activation(own) | Self::Both(own) | Self::Gate(own) => Some(own),
+            Self::Nothing | Self::Residual => None,
+        }
+    }
+}
+
+pub const ACTIVATIONS: [Activation; 6] = [
+    Activation::Gelu,
+    Activation::NewGelu,
+    Activation::GeluPytorchTanh,
+    Activation::Silu,
+    Activation::Swish,
+    Activation::Relu,
+];
+
 /// What a case is made of.
 #[derive(Debug, Clone)]
 pub struct Product {
@@ -44,6 +75,7 @@ pub struct Product {
     pub rank: usize,
     pub layout: Layout,
     pub of_weight: Layout,
+    pub then: Then,
     /// Where some of the rows and of the columns begin and end, as fractions of all.
     pub part: (f64, f64),
     /// The largest entry of the weight.
@@ -62,6 +94,7 @@ impl Product {
             rank: 2,
             layout: Layout::Contiguous,
             of_weight: Layout::Contiguous,
+            then: Then::Nothing,
             part: (0.3, 0.8),
             size: 1.0,
             seed: (rows * 10_000 + inputs * 100 + outputs) as u64,
@@ -76,13 +109,19 @@ impl Product {
         let divisor = |n: usize| [5, 3, 2].into_iter().find(|d| n.is_multiple_of(*d)).unwrap_or(1);
         let h = if self.rank > 2 { divisor(self.rows) } else { 1 };
         let b = if self.rank > 3 { divisor(self.rows / h) } else { 1 };
-        let xs = self.layout.array([b, h, self.rows / (b * h), self.inputs]);
+        let rows = self.rows / (b * h);
+        let (xs, weight) = (self.layout.array([b, h, rows, self.inputs]), [1, 1, self.outputs, self.inputs]);
+        let has_residual = matches!(self.then, Then::Residual | Then::Both(_));
         Case {
             types: self.types,
+            then: self.then,
             rank: if self.rows == 1 { self.rank } else { self.rank.max(2) },
             bias: self.bias.then(|| filled(Array::new(&[self.outputs]), 2.0 * self.size, of_weight)),
-            weight: filled(self.of_weight.array([1, 1, self.outputs, self.inputs]), self.size, of_weight),
+            weight: filled(self.of_weight.array(weight), self.size, of_weight),
             xs: filled(xs, 1.0, of_input),
+            // With gaps between its rows.
+            residual: has_residual.then(|| filled(Layout::NarrowRows.array([b, h, rows, self.outputs]), 1.0, of_input)),
+            up: matches!(self.then, Then::Gate(_)).then(|| filled(self.of_weight.array(weight), self.size, of_weight)),
         }
     }
 
@@ -128,16 +167,30 @@ pub fn products() -> impl Strategy<Value = Product> {
     )
 }
 
-/// A weight, a bias and an input, as numbers.
+/// A weight, a bias and an input, and what follows them, as numbers.
 #[derive(Debug, Clone)]
 pub struct Case {
     pub types: Types,
+    pub then: Then,
     rank: usize,
     /// (1, 1, out, in)
     pub weight: Array,
     pub bias: Option<Array>,
     /// (.., .., .., in)
     pub xs: Array,
+    /// (.., .., .., out)
+    pub residual: Option<Array>,
+    /// (1, 1, out, in)
+    pub up: Option<Array>,
+}
+
+/// Those of a case.
+pub struct Tensors {
+    pub weight: Tensor,
+    pub bias: Option<Tensor>,
+    pub xs: Tensor,
+    pub residual: Option<Tensor>,
+    pub up: Option<Tensor>,
 }
 
 /// The outputs in f64, and the sums of the magnitudes of all that was added for each.
@@ -149,7 +202,8 @@ pub struct Expected {
 
 impl Case {
     pub fn tensors(&self) -> Result<(Tensor, Option<Tensor>, Tensor)> {
-        self.tensors_of(self.types, &mut |_, tensor| Ok(tensor))
+        let all = self.tensors_of(self.types, &mut |_, tensor| Ok(tensor))?;
+        Ok((all.weight, all.bias, all.xs))
     }
 
     /// `leaf` may put another tensor of the same numbers in the place of each buffer.
@@ -157,13 +211,18 @@ impl Case {
         &self,
         (of_weight, of_input): Types,
         leaf: &mut dyn FnMut(&str, Tensor) -> Result<Tensor>,
-    ) -> Result<(Tensor, Option<Tensor>, Tensor)> {
+    ) -> Result<Tensors> {
         let mut of_rank = |name: &str, array: &Array, dtype: DType, rank: usize| {
             let whole = array.look(&leaf(name, array.leaf(dtype, &CPU)?)?);
             (rank..array.rank()).try_fold(whole?, |tensor, _| tensor.squeeze(0))
         };
-        let bias = self.bias.as_ref().map(|bias| of_rank("bias", bias, of_weight, 1)).transpose()?;
-        Ok((of_rank("weight", &self.weight, of_weight, 2)?, bias, of_rank("xs", &self.xs, of_input, self.rank)?))
+        Ok(Tensors {
+            weight: of_rank("weight", &self.weight, of_weight, 2)?,
+            bias: self.bias.as_ref().map(|bias| of_rank("bias", bias, of_weight, 1)).transpose()?,
+            xs: of_rank("xs", &self.xs, of_input, self.rank)?,
+            residual: self.residual.as_ref().map(|own| of_rank("residual", own, of_input, self.rank)).transpose()?,
+            up: self.up.as_ref().map(|up| of_rank("up", up, of_weight, 2)).transpose()?,
+        })
     }
 
     pub fn packed(&self, tier: Tier) -> Result<PackedLinear> {
