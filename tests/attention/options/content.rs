@@ -87,33 +87,6 @@ fn groups_and_single_terms_are_those_of_whole_layers() -> Result<()> {
     Ok(())
 }
 
-/// A step later the layer has what its variables hold then, a frozen one what they held, and what that saves is the
-/// layer again.
-#[test]
-fn parameters_of_terms_are_trained_frozen_and_saved() -> Result<()> {
-    for cfg in content() {
-        let (vars, xs) = (VarMap::new(), random((2, tokens(&cfg), 24))?);
-        for (name, weight) in weights(&cfg)? {
-            vars.data().lock().expect("one thread").insert(name, Var::from_tensor(&weight)?);
-        }
-        let held =
-            || named(&vars).into_iter().map(|(name, var)| (name, var.as_tensor().copy().expect("memory").detach()));
-        let learning = multi_head_layer(&cfg, VarBuilder::from_varmap(&vars, DType::F32, &CPU))?;
-        let (frozen, before) = (learning.freeze()?, learning.forward(&xs)?);
-        let mut saved: Tensors = frozen.state_dict(WeightLayout::Canonical)?.into_iter().collect();
-        saved.extend(held().filter(|(name, _)| name.starts_with("rel_embeddings") || name.starts_with("LayerNorm")));
-        for var in vars.all_vars() {
-            var.set(&(var.as_tensor() * 1.5)?)?;
-        }
-        let after = layer(&cfg, &held().collect(), DType::F32)?.forward(&xs)?;
-        assert!(relative_error(&learning.forward(&xs)?, &after) < 1e-5, "{cfg:?}");
-        assert!(relative_error(&frozen.forward(&xs)?, &before) < 1e-5, "{cfg:?} frozen");
-        let again = layer(&cfg, &saved, DType::F32)?.forward(&xs)?;
-        assert_eq!(values(&again), values(&frozen.forward(&xs)?), "{cfg:?} saved");
-    }
-    Ok(())
-}
-
 /// Windows by their definition, shifted and padded, and masks that keep apart what the shift put side by side.
 #[test]
 fn windows_are_parts_of_an_image_and_come_together_again() -> Result<()> {

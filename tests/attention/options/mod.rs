@@ -5,9 +5,10 @@ mod models;
 mod modules;
 mod norms;
 mod relative;
+mod trained;
 
-use crate::common::recorded_tensors;
-use crate::tensors::Tensors;
+use crate::by_hand::{parameters, tensors};
+use crate::*;
 
 /// The tensors whose names begin so, without it.
 fn numbers(prefix: &str) -> Tensors {
@@ -16,4 +17,9 @@ fn numbers(prefix: &str) -> Tensors {
     let own: Tensors = own.collect();
     assert!(!own.is_empty(), "there are no numbers of {prefix}");
     own
+}
+
+/// Random ones for every parameter of a layer.
+fn weights(cfg: &Config) -> Result<Tensors> {
+    tensors(&parameters(cfg, 3), DType::F32, &CPU)
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use candle_core::Error;
 use candle_core::quantized::{GgmlDType, QMatMul, QTensor};
 
-use crate::by_hand::{parameters, tensors};
+use super::weights;
 use crate::registry::Kind;
 use crate::*;
 
@@ -34,10 +34,6 @@ fn configs() -> Vec<Config> {
         grouped().with_out_proj(false).with_causal(true),
         grouped().with_causal(true).with_output_gate(gate()),
     ]
-}
-
-fn weights(cfg: &Config) -> Result<Tensors> {
-    tensors(&parameters(cfg, 5), DType::F32, &CPU)
 }
 
 /// Small numbers, so that softmax does not pick one key.

@@ -1,16 +1,12 @@
-//! Norms under the names of other libraries, and of variables.
+//! Norms under the names of other libraries, of tensors and of variables.
 
 use std::collections::HashMap;
 
-use crate::by_hand::{parameters, tensors};
+use super::weights;
 use crate::*;
 
 fn config(kind: QkNormKind, scope: QkNormScope) -> Config {
     Config::new(12, 4).with_num_kv_heads(2).with_causal(true).with_qk_norm(QkNorm { kind, scope, eps: 1e-5 })
-}
-
-fn weights(cfg: &Config) -> Result<Tensors> {
-    tensors(&parameters(cfg, 3), DType::F32, &CPU)
 }
 
 /// The same with other names of norms; a (H, D) parameter becomes a list where the name says `{}`.
@@ -48,39 +44,25 @@ fn every_librarys_names_give_the_same_layer() -> Result<()> {
                 spellings.push(["q_layernorm.norms.{}", "k_layernorm.norms.{}"]);
             }
             for names in spellings {
-                let layer = MultiHeadAttention::new(&cfg, builder(renamed(&own, names)?))?;
-                assert_close(&layer.forward(&xs)?, &expected, 0.0, &format!("{kind:?} {scope:?} as {names:?}"));
+                let (renamed, what) = (renamed(&own, names)?, format!("{kind:?} {scope:?} as {names:?}"));
+                let layer = MultiHeadAttention::new(&cfg, builder(renamed.clone()))?;
+                assert_close(&layer.forward(&xs)?, &expected, 0.0, &what);
                 let saved: Tensors = layer.state_dict(WeightLayout::Canonical)?.into_iter().collect();
                 let again = MultiHeadAttention::new(&cfg, builder(saved))?;
                 assert_close(&again.forward(&xs)?, &expected, 0.0, "saved and loaded");
+                // Training changes variables in their own place.
+                let vars = VarMap::new();
+                for (name, tensor) in &renamed {
+                    vars.get(tensor.shape(), name, candle_nn::Init::Const(0.3), DType::F32, &CPU)?;
+                }
+                let learning = MultiHeadAttention::new(&cfg, VarBuilder::from_varmap(&vars, DType::F32, &CPU))?;
+                assert!(max_error(&learning.forward(&xs)?, &expected) > 1e-2, "{what}");
+                named(&vars).iter().try_for_each(|(name, var)| var.set(&renamed[name]))?;
+                let after = learning.forward(&xs)?;
+                assert_close(&after, &expected, 1e-5, &what);
+                assert_eq!(untrained(&after.sqr()?.sum_all()?.backward()?, &vars), [""; 0], "{what}");
             }
         }
-    }
-    Ok(())
-}
-
-/// Training changes variables in their own place.
-#[test]
-fn a_list_of_variables_is_read_in_every_call() -> Result<()> {
-    let cfg = config(QkNormKind::Layer, QkNormScope::PerHeadWeights);
-    let own = weights(&cfg)?;
-    let list = renamed(&own, ["q_layernorm.norms.{}", "k_layernorm.norms.{}"])?;
-    let varmap = VarMap::new();
-    for (name, tensor) in &list {
-        varmap.get(tensor.shape(), name, candle_nn::Init::Const(0.3), DType::F32, &CPU)?;
-    }
-    let layer = MultiHeadAttention::new(&cfg, VarBuilder::from_varmap(&varmap, DType::F32, &CPU))?;
-    let xs = random((2, 5, 12))?;
-    let before = layer.forward(&xs)?;
-    for (name, var) in named(&varmap) {
-        var.set(&list[&name])?;
-    }
-    let after = layer.forward(&xs)?;
-    assert!(max_error(&after, &before) > 1e-2);
-    assert_close(&after, &MultiHeadAttention::new(&cfg, builder(own))?.forward(&xs)?, 1e-5, "with the new numbers");
-    let store = after.sqr()?.sum_all()?.backward()?;
-    for (name, var) in named(&varmap) {
-        assert!(store.get(&var).is_some(), "{name} has no gradient");
     }
     Ok(())
 }

@@ -128,35 +128,6 @@ fn calls_of_nothing_have_no_positions() -> Result<()> {
     Ok(())
 }
 
-/// A stack trains one weight, whose gradient comes from all layers, and whose new numbers the next call sees.
-#[test]
-fn a_stack_trains_its_bias() -> Result<()> {
-    let varmap = VarMap::new();
-    let vb = VarBuilder::from_varmap(&varmap, DType::F64, &CPU);
-    let bias = RelativeBias::new(&few(true), HEADS, vb.clone())?;
-    let layers = [0, 1].map(|n| MultiHeadAttention::new(&config(), vb.pp(n))?.with_relative_bias(bias.clone()));
-    let [first, second] = layers;
-    let (first, second) = (first?, second?);
-    let xs = Tensor::randn(0f64, 1.0, (1, 5, 12), &CPU)?;
-    let loss = || second.forward(&first.forward(&xs)?)?.sqr()?.sum_all();
-    let variables = named(&varmap);
-    let weight = &variables["relative_attention_bias.weight"];
-    let store = loss()?.backward()?;
-    let gradient = values(store.get(weight).expect("the bias has a gradient"));
-    let before = weight.as_tensor().copy()?;
-    for n in [0, 3, 9, 22] {
-        let mut step = vec![0.0; 8 * HEADS];
-        step[n] = 1e-6;
-        let step = Tensor::from_vec(step, (8, HEADS), &CPU)?;
-        weight.set(&(&before + &step)?)?;
-        let above = loss()?.to_scalar::<f64>()?;
-        weight.set(&(&before - &step)?)?;
-        let difference = (above - loss()?.to_scalar::<f64>()?) / 2e-6;
-        assert!((gradient[n] - difference).abs() <= 1e-6 * (1.0 + difference.abs()), "entry {n}");
-    }
-    Ok(())
-}
-
 /// One process's heads of a bias that is trained.
 #[test]
 fn a_share_of_a_bias_follows_its_variable() -> Result<()> {

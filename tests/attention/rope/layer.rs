@@ -125,9 +125,9 @@ fn a_cache_and_packed_sequences_give_the_numbers_of_one_call(device: &Device) ->
 #[test]
 fn layers_share_tables() -> Result<()> {
     let xs = random((2, 5, 24))?;
-    let shared = |of: &RopeConfig, d: usize, cfg: &Config| layer(cfg, &CPU)?.with_rotary(RotaryEmbedding::new(of, d)?);
-    let own = layer(&config(), &CPU)?.forward(&xs)?;
-    assert_close(&shared(&rope(), 6, &config())?.forward(&xs)?, &own, 0.0, "the same tables");
+    let own = layer(&config(), &CPU)?;
+    let shared = own.clone().with_rotary(RotaryEmbedding::new(&rope(), 6)?)?;
+    assert_close(&shared.forward(&xs)?, &own.forward(&xs)?, 0.0, "the same tables");
     let of_latents = LatentConfig::new(24, 4);
     let latents = MultiHeadLatentAttention::new(&of_latents, TorchSeed::new(3).var_builder(DType::F32, &CPU))?;
     let tables = RotaryEmbedding::new(of_latents.rope(), of_latents.rope_head_dim())?;
@@ -139,30 +139,15 @@ fn layers_share_tables() -> Result<()> {
     let given = RotaryEmbedding::from_tables(&rope(), 6, &angles.cos()?, &angles.sin()?)?;
     let expected = layer(&config().with_rope(of_seven), &CPU)?.forward(&xs)?;
     assert_close(&layer(&config(), &CPU)?.with_rotary(given)?.forward(&xs)?, &expected, 2e-6, "tables of another base");
-    let without = Config::new(24, 4);
-    let other = "rotary tables are of RopeConfig { base: 100.0, ";
-    for (of, d, cfg, expected) in [
-        (rope(), 6, &without, "rotary tables are given, but the config has no rope"),
-        (rope().with_rotary_dim(2), 6, &config(), other),
-        (rope(), 8, &config(), other),
-    ] {
-        let text = error_text(shared(&of, d, cfg));
-        assert!(text.starts_with(&format!("[multi_head_attention] {expected}")), "{text}");
-    }
     Ok(())
 }
 
 /// Layers that have rotary positions and layers that have none take the same input.
 #[test]
-fn a_layer_without_rotary_positions_checks_them_only() -> Result<()> {
+fn a_layer_without_rotary_positions_takes_them() -> Result<()> {
     let (layer, xs) = (layer(&Config::new(24, 4), &CPU)?, random((2, 5, 24))?);
     let positions = Tensor::arange(3u32, 8, &CPU)?;
     let given = layer.forward_with(AttentionInput::new(&xs).with_positions(&positions))?;
     assert_close(&given, &layer.forward(&xs)?, 0.0, "no rope");
-    let short = positions.narrow(0, 0, 4)?;
-    assert_eq!(
-        error_text(layer.forward_with(AttentionInput::new(&xs).with_positions(&short))),
-        "[rope] positions have shape [4], expected (T,) = [5] or (B, T) = [2, 5]"
-    );
     Ok(())
 }
