@@ -104,6 +104,8 @@ const CALLS: &[Named] = calls! {
         RelativeBias::new(&RelativeBiasConfig::new(true).with_num_buckets(8), 4, weights_of(&[])),
     "biases beyond memory" =>
         RelativeBias::new(&RelativeBiasConfig::new(true), 3, any_weights())?.forward(1 << 24, 1 << 24, 0),
+    "distances beyond counting" =>
+        RelativeBias::new(&RelativeBiasConfig::new(true), 3, any_weights())?.distance_bias(1, usize::MAX, 0),
     "keys beyond counting" =>
         RelativeBias::new(&RelativeBiasConfig::new(true), 3, any_weights())?.forward(1, usize::MAX, 0),
 };

@@ -35,12 +35,13 @@ fn product(_: &str, call: &Fields) -> Result<String> {
     .map(accepted)
 }
 
-/// By the root mean square, or a layer norm where it has a bias.
+/// By the root mean square, also times a gate, or a layer norm where it has a bias.
 fn norm(_: &str, call: &Fields) -> Result<String> {
-    let (weight, [bias], eps) = (call.tensor("weight")?, call.tensors(["bias"])?, call.need("eps")?);
-    match bias {
-        Some(bias) => LayerNorm::new(weight, bias, eps)?.forward(&call.tensor("xs")?),
-        None => RmsNorm::new(weight, eps)?.forward(&call.tensor("xs")?),
+    let (weight, xs, eps) = (call.tensor("weight")?, call.tensor("xs")?, call.need("eps")?);
+    match call.tensors(["bias", "gate"])? {
+        [Some(bias), _] => LayerNorm::new(weight, bias, eps)?.forward(&xs),
+        [None, Some(gate)] => RmsNorm::new(weight, eps)?.forward_gated(&xs, &gate, GateActivation::Silu),
+        [None, None] => RmsNorm::new(weight, eps)?.forward(&xs),
     }
     .map(accepted)
 }
