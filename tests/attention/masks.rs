@@ -59,42 +59,34 @@ fn random_masks_have_one_meaning(device: &Device) {
         let (case, mask) = both(&recipe, device)?;
         let additive = mask.to_additive((b, h, t_q, t_kv), recipe.dtype, device)?;
         let (ranges, additive) = (mask.resolve(b, t_q, t_kv)?, values(&additive.broadcast_as((b, h, t_q, t_kv))?));
-        let mut structural = case.clone();
-        structural
-            .masks
-            .iter_mut()
-            .for_each(|mask| mask.parts.retain(|part| !matches!(part, Part::Keep(_) | Part::Bias(_))));
+        let (mut structural, biases) = (case.clone(), Case { options: Options::default(), ..case.clone() });
+        let is_interval = |part: &Part| !matches!(part, Part::Keep(_) | Part::Bias(_));
+        structural.masks.iter_mut().for_each(|mask| mask.parts.retain(is_interval));
         structural.options.alibi_slopes = None;
-        let biases = Case { options: Options::default(), ..case.clone() };
-        let mut entries = additive.into_iter();
-        let mut drawn = String::new();
-        for b in 0..b {
-            drawn.push_str(if b > 0 { "\n" } else { "" });
-            for i in 0..t_q {
-                let seen: Vec<usize> = (0..t_kv).filter(|&j| structural.sees([b, 0, i, j])).collect();
-                let range = ranges.kv_range(b, i);
-                if range.clone().collect::<Vec<_>>() != seen {
-                    bail!("query {i} of {b} sees {seen:?}, not {range:?}");
-                }
-                if seen.is_empty() && range != (0..0) {
-                    bail!("nothing is {range:?}");
-                }
-                let position = case.position(0, i).clamp(i64::MIN.into(), i64::MAX.into());
-                if i128::from(ranges.query_position(i)) != position {
-                    bail!("query {i} stands at {}, expected {position}", ranges.query_position(i));
-                }
-                let row: Vec<_> = (0..t_kv).map(|j| if seen.contains(&j) { "1" } else { "." }).collect();
-                drawn.push_str(&format!("{}\n", row.join(" ")));
+        let mut drawn = vec![String::new(); b];
+        for (b, i) in (0..b).flat_map(|b| (0..t_q).map(move |i| (b, i))) {
+            let seen: Vec<usize> = (0..t_kv).filter(|&j| structural.sees([b, 0, i, j])).collect();
+            let range = ranges.kv_range(b, i);
+            if range.clone().collect::<Vec<_>>() != seen || (seen.is_empty() && range != (0..0)) {
+                bail!("query {i} of {b} sees {seen:?}, not {range:?}");
             }
-            for index in (0..h).flat_map(|h| (0..t_q).flat_map(move |i| (0..t_kv).map(move |j| [b, h, i, j]))) {
-                let expected = if case.sees(index) { biases.bias(index) } else { f64::NEG_INFINITY };
-                let got = entries.next().expect("an entry for each");
-                let close = (got - expected).abs() <= 1e-6 * (1.0 + expected.abs());
-                if got != expected && !close {
-                    bail!("to_additive has {got} at {index:?}, expected {expected}");
-                }
+            let position = case.position(0, i).clamp(i64::MIN.into(), i64::MAX.into());
+            if i128::from(ranges.query_position(i)) != position {
+                bail!("query {i} stands at {}, expected {position}", ranges.query_position(i));
+            }
+            let row: Vec<_> = (0..t_kv).map(|j| if seen.contains(&j) { "1" } else { "." }).collect();
+            drawn[b].push_str(&format!("{}\n", row.join(" ")));
+        }
+        let indices =
+            (0..b * h * t_q * t_kv).map(|n| [n / (h * t_q * t_kv), n / (t_q * t_kv) % h, n / t_kv % t_q, n % t_kv]);
+        for (index, got) in indices.zip(additive) {
+            let expected = if case.sees(index) { biases.bias(index) } else { f64::NEG_INFINITY };
+            let close = (got - expected).abs() <= 1e-6 * (1.0 + expected.abs());
+            if got != expected && !close {
+                bail!("to_additive has {got} at {index:?}, expected {expected}");
             }
         }
+        let drawn = drawn.join("\n");
         if ranges.to_string() != drawn || ranges.kv_range(b, 0) != (0..0) || ranges.kv_range(0, t_q) != (0..0) {
             bail!("drawn as\n{ranges}expected\n{drawn}for {dims:?}");
         }
