@@ -11,17 +11,6 @@ fn table(rows: usize) -> Result<Tensor> {
     Tensor::from_iter((0..rows).flat_map(|i| (0..3).map(move |j| (10 * i + j) as f32)), &CPU)?.reshape((rows, 3))
 }
 
-fn layer(rows: usize) -> Result<EmbeddingLayer> {
-    EmbeddingLayer::from_embedding(Embedding::new(table(rows)?, 3))
-}
-
-/// Of seven words; positions add 0.1, 0.2, 0.3, 0.4 to every feature.
-fn layer_with_4_positions() -> Result<EmbeddingLayer> {
-    let positions = Tensor::new(&[0.1f32, 0.2, 0.3, 0.4], &CPU)?.unsqueeze(1)?.repeat((1, 3))?;
-    let tensors = [("embedding.weight".into(), table(7)?), ("position_embedding.weight".into(), positions)].into();
-    EmbeddingLayer::new(&EmbeddingConfig::new(7, 3).with_max_positions(4), builder(tensors))
-}
-
 /// A layer over new variables.
 fn trained(cfg: &EmbeddingConfig) -> Result<(VarMap, EmbeddingLayer)> {
     let map = VarMap::new();
@@ -31,74 +20,54 @@ fn trained(cfg: &EmbeddingConfig) -> Result<(VarMap, EmbeddingLayer)> {
 
 /// The first feature of each vector.
 fn firsts(layer: &EmbeddingLayer, ids: impl NdArray) -> Result<Vec<f64>> {
-    firsts_at(layer, ids, 0)
+    Ok(values(&layer.forward(&Tensor::new(ids, &CPU)?)?).into_iter().step_by(3).collect())
 }
 
-fn firsts_at(layer: &EmbeddingLayer, ids: impl NdArray, offset: usize) -> Result<Vec<f64>> {
-    let vectors = layer.forward_at(&Tensor::new(ids, &CPU)?, offset)?;
-    Ok(values(&vectors.narrow(vectors.rank() - 1, 0, 1)?).into_iter().map(|x| (x * 10.0).round() / 10.0).collect())
+/// Without positions, and with positions of which the pth adds p / 4 to every feature, which every dtype holds.
+fn layers(table: &Tensor) -> Result<[EmbeddingLayer; 2]> {
+    let positions = (Tensor::arange(0f32, 5., &CPU)? / 4.0)?.unsqueeze(1)?.repeat((1, 3))?.to_dtype(table.dtype())?;
+    let tensors = [("embedding.weight".into(), table.clone()), ("position_embedding.weight".into(), positions)].into();
+    let vb = VarBuilder::from_tensors(tensors, table.dtype(), &CPU);
+    let with = EmbeddingLayer::new(&EmbeddingConfig::new(7, 3).with_max_positions(5), vb)?;
+    Ok([EmbeddingLayer::from_embedding(Embedding::new(table.clone(), 3))?, with])
 }
 
+/// Each id becomes its row, and the row of its position is added: of ids and tables of any dtype and strides, and from
+/// any position on. No ids give no vectors.
 #[test]
-fn each_id_becomes_its_row() -> Result<()> {
-    let layer = layer(7)?;
-    assert_eq!((layer.vocab_size(), layer.embed_dim(), layer.position_embeddings().is_none()), (7, 3, true));
-    let found = layer.forward(&Tensor::new(&[[6u32, 0], [6, 4]], &CPU)?)?;
-    let expected = [[[60f32, 61., 62.], [0., 1., 2.]], [[60., 61., 62.], [40., 41., 42.]]];
-    assert_eq!(found.to_vec3::<f32>()?, expected);
-    for dtype in [DType::U8, DType::U32, DType::I64, DType::I32, DType::I16] {
-        let found = layer.forward(&Tensor::new(&[3u32, 1], &CPU)?.to_dtype(dtype)?)?;
-        assert_eq!(found.to_vec2::<f32>()?, [[30., 31., 32.], [10., 11., 12.]], "{dtype:?}");
-    }
-    for dtype in [DType::F16, DType::BF16, DType::F64] {
-        let layer = EmbeddingLayer::from_embedding(Embedding::new(table(7)?.to_dtype(dtype)?, 3))?;
-        assert_eq!(layer.forward(&Tensor::new(&[2u32], &CPU)?)?.dtype(), dtype);
-        assert_eq!(firsts(&layer, &[2u32])?, [20.]);
-    }
-    // candle's `index_select` gives zeros for the largest number of the ids' dtype.
-    assert_eq!(firsts(&self::layer(300)?, &[255u8, 254])?, [2550., 2540.]);
-    Ok(())
-}
-
-#[test]
-fn ids_and_tables_may_have_any_strides() -> Result<()> {
-    let (grid, layer) = (Tensor::new(&[[0u32, 1, 2], [3, 4, 5]], &CPU)?, layer(7)?);
+fn ids_become_the_sums_of_rows() -> Result<()> {
+    let grid = Tensor::new(&[[0u32, 6, 2], [3, 4, 3]], &CPU)?;
+    let none = [&[0][..], &[2, 0], &[0, 2]].map(|shape| Tensor::zeros(shape, DType::U32, &CPU));
+    let of_dtypes = [DType::U8, DType::U32, DType::I64, DType::I32, DType::I16].map(|dtype| grid.to_dtype(dtype));
+    let repeated = grid.i((0, ..1))?.broadcast_as((2, 3));
+    let views = [grid.t(), grid.i((.., 1)), grid.i(1)?.narrow(0, 1, 2), repeated];
+    let ids = none.into_iter().chain(of_dtypes).chain(views).collect::<Result<Vec<_>>>()?;
     let transposed = table(7)?.t()?.contiguous()?.t()?;
     assert!(!transposed.is_contiguous());
-    let of_view = EmbeddingLayer::from_embedding(Embedding::new(transposed, 3))?;
-    let repeated = Tensor::new(&[5u32], &CPU)?.broadcast_as((2, 3))?;
-    for ids in [grid.t()?, grid.i((.., 1))?, grid.i(1)?.narrow(0, 1, 2)?, repeated] {
-        let expected = layer.forward(&ids.force_contiguous()?)?;
-        assert_close(&layer.forward(&ids)?, &expected, 0.0, "a view of ids");
-        assert_close(&of_view.forward(&ids)?, &expected, 0.0, "a view of a table");
-    }
-    Ok(())
-}
-
-#[test]
-fn no_ids_give_no_vectors_and_a_tokenizers_batch_goes_straight_in() -> Result<()> {
-    for layer in [layer(7)?, layer_with_4_positions()?] {
-        for (shape, expected) in [(vec![0], vec![0, 3]), (vec![2, 0], vec![2, 0, 3]), (vec![0, 2], vec![0, 2, 3])] {
-            assert_eq!(layer.forward(&Tensor::zeros(shape, DType::U32, &CPU)?)?.dims(), expected);
+    for (table, &dtype) in [table(7)?, transposed].iter().flat_map(|x| dtypes(&CPU).iter().map(move |dtype| (x, dtype)))
+    {
+        let [without, with] = layers(&table.to_dtype(dtype)?)?;
+        assert_eq!((without.vocab_size(), without.embed_dim(), without.position_embeddings().is_none()), (7, 3, true));
+        let calls = [(&without, 0, 0.0), (&without, usize::MAX, 0.0), (&with, 0, 0.25), (&with, 2, 0.25)];
+        for ((layer, offset, step), ids) in calls.into_iter().flat_map(|call| ids.iter().map(move |ids| (call, ids))) {
+            let t = ids.dims()[ids.rank() - 1];
+            let vector = |(n, id): (usize, f64)| {
+                let position = step * (offset as f64 + (n % t) as f64);
+                [0.0, 1.0, 2.0].map(|feature| 10.0 * id + feature + position)
+            };
+            let expected: Vec<_> = values(ids).into_iter().enumerate().flat_map(vector).collect();
+            let (found, shape) = (layer.forward_at(ids, offset)?, [ids.dims(), &[3]].concat());
+            compare(&format!("{ids:?} from {offset}"), &found, (&shape, dtype), &expected, |_| 0.0)?;
         }
     }
+    // candle's `index_select` gives zeros for the largest number of the ids' dtype.
+    let large = EmbeddingLayer::from_embedding(Embedding::new(table(300)?, 3))?;
+    assert_eq!(firsts(&large, &[255u8, 254])?, [2550., 2540.]);
+    // A tokenizer's batch goes straight in.
     for texts in [["a b", "b"], ["", ""]] {
         let batch = SimpleTokenizer::from_words(["<pad>", "a", "b"])?.encode_batch(&texts)?;
-        assert_eq!(layer(3)?.forward(&batch.ids_tensor(&CPU)?)?.dims(), [2, batch.seq_len(), 3]);
+        assert_eq!(large.forward(&batch.ids_tensor(&CPU)?)?.dims(), [2, batch.seq_len(), 3]);
     }
-    Ok(())
-}
-
-/// Decoding one by one gives what the whole sequence gives; without positions the offset makes no difference.
-#[test]
-fn positions_are_added_from_the_offset_on() -> Result<()> {
-    let layer = layer_with_4_positions()?;
-    assert_eq!(firsts(&layer, &[1u32, 1, 1])?, [10.1, 10.2, 10.3]);
-    assert_eq!(firsts_at(&layer, &[[1u32, 2], [3, 4]], 1)?, [10.2, 20.3, 30.2, 40.3]);
-    for (n, id) in [6u32, 0, 3, 3].into_iter().enumerate() {
-        assert_eq!(firsts_at(&layer, &[id], n)?, firsts(&layer, &[6u32, 0, 3, 3])?[n..=n]);
-    }
-    assert_eq!(firsts_at(&self::layer(7)?, &[5u32], usize::MAX)?, [50.]);
     Ok(())
 }
 
