@@ -5,75 +5,58 @@ use crate::*;
 const DIMS: Dims = Dims { b: 2, h: 4, h_kv: 2, t_q: 35, t_kv: 67, d: 16, d_v: 24 };
 
 /// What differs from plain numbers and leaves finite results.
-#[derive(Debug, Clone, Default)]
-struct Change {
-    /// Every number of queries and keys is this or its negative.
-    size: Option<f64>,
-    /// Queries and keys are multiplied by these, but in f16, which cannot hold the products.
-    factors: Option<[f64; 2]>,
-    /// Values are up to the largest number.
-    values: bool,
-    scale: Option<f64>,
-    softcap: Option<f64>,
-    /// Of the first key, and more for each key after it.
-    bias: Option<[f64; 2]>,
-    sinks: Option<[f64; 4]>,
-}
+type Change = Box<dyn Fn(&mut Case, DType)>;
 
 fn set(array: &mut Array, dtype: DType, value: impl Fn(f64) -> f64) {
     array.data.iter_mut().for_each(|x| *x = round(value(*x), dtype));
 }
 
-impl Change {
-    fn apply(&self, case: &mut Case, dtype: DType) {
-        if self.factors.is_some() && dtype == DType::F16 {
-            return;
-        }
-        let [of_q, of_k] = self.factors.unwrap_or([1.0; 2]);
-        for (array, factor) in [(&mut case.q, of_q), (&mut case.k, of_k)] {
-            set(array, dtype, |x| self.size.map_or(x * factor, |size| x.signum() * size));
-        }
-        let largest = if dtype == DType::F16 { 30_000.0 } else { 1e36 };
-        set(&mut case.v, dtype, |x| if self.values { x * largest } else { x });
-        (case.options.scale, case.options.softcap) = (self.scale, self.softcap);
-        case.options.sinks = self.sinks.map(Vec::from);
-        if let Some([first, step]) = self.bias {
-            let mut bias = first - step;
-            let bias = Array::new(&[DIMS.t_kv]).filled(|| {
-                bias += step;
-                bias
-            });
-            case.masks.push(Mask::of(Part::Bias(bias)));
-        }
-    }
+/// Of the first key, and more for each key after it.
+fn add_bias(case: &mut Case, first: f64, step: f64) {
+    let mut keys = 0..DIMS.t_kv;
+    let bias = Array::new(&[DIMS.t_kv]).filled(|| first + step * keys.next().expect("a number for each") as f64);
+    case.masks.push(Mask::of(Part::Bias(bias)));
 }
 
 fn changes() -> Vec<Change> {
-    let plain = Change::default();
-    let mut all = vec![Change { values: true, ..plain.clone() }];
-    // Scores of ten thousand, and biases as large.
-    for (size, scale) in [(25.0, 1.0), (25.0, -1.0), (1.0, 625.0), (0.01, -6e6)] {
-        let biased =
-            |bias| Change { size: Some(size), scale: Some(scale), bias: Some([bias, 0.0]), ..Change::default() };
-        all.extend([0.0, 1e4, -1e4].map(biased));
+    let largest = |dtype| if dtype == DType::F16 { 30_000.0 } else { 1e36 };
+    let mut all: Vec<Change> = vec![Box::new(move |case, dtype| set(&mut case.v, dtype, |x| x * largest(dtype)))];
+    // Every number of queries and keys is a size or its negative: scores of ten thousand, and biases as large.
+    let sizes = [(25.0, 1.0), (25.0, -1.0), (1.0, 625.0), (0.01, -6e6)];
+    for ((size, scale), bias) in sizes.into_iter().flat_map(|size| [0.0, 1e4, -1e4].map(|bias| (size, bias))) {
+        all.push(Box::new(move |case, dtype| {
+            [&mut case.q, &mut case.k].into_iter().for_each(|array| set(array, dtype, |x| x.signum() * size));
+            case.options.scale = Some(scale);
+            add_bias(case, bias, 0.0);
+        }));
     }
-    // Products of up to 1e36 under a scale that brings them back to a few units, and the reverse.
+    // Products of up to 1e36 under a scale that brings them back to a few units, and the reverse; f16 cannot hold them.
     let large = [(1e15, 1e15, 1e-30), (1e30, 1.0, 1e-30), (1.0, 1e30, -1e-30), (1e18, 1e17, 1e-35)];
     let small = [(1e-15, 1e-15, 1e30), (1e-30, 1.0, 1e30), (1.0, 1e-30, 1e30), (1e15, 1e-15, 1.0)];
-    for (q, k, scale) in large.into_iter().chain(small) {
-        all.push(Change { factors: Some([q, k]), scale: Some(scale), ..plain.clone() });
+    for (of_q, of_k, scale) in large.into_iter().chain(small) {
+        all.push(Box::new(move |case, dtype| {
+            let held = |factor: f64| if dtype == DType::F16 { 1.0 } else { factor };
+            set(&mut case.q, dtype, |x| x * held(of_q));
+            set(&mut case.k, dtype, |x| x * held(of_k));
+            case.options.scale = Some(held(scale));
+        }));
     }
     // Scores that rise or fall by hundreds from one key to the next: the running maximum moves in every tile, or never.
     for slope in [30.0, -30.0, 0.3, -0.3] {
-        all.push(Change { scale: Some(1.0), bias: Some([slope, slope]), ..plain.clone() });
+        all.push(Box::new(move |case, _| {
+            case.options.scale = Some(1.0);
+            add_bias(case, slope, slope);
+        }));
     }
     // Caps far below and far above the scores.
     for (softcap, scale) in [(1e-3, 1.0), (30.0, 10.0), (50.0, 1e-3), (1e4, 1.0), (1e-20, 1e10), (1.0, 1e30)] {
-        all.push(Change { softcap: Some(softcap), scale: Some(scale), ..plain.clone() });
+        all.push(Box::new(move |case, _| {
+            (case.options.softcap, case.options.scale) = (Some(softcap), Some(scale));
+        }));
     }
     // A sink of -inf is no sink; one of 1e4 takes all.
     for sinks in [[f64::NEG_INFINITY, 0.0, 1e4, -1e4], [f64::NEG_INFINITY; 4]] {
-        all.push(Change { sinks: Some(sinks), ..plain.clone() });
+        all.push(Box::new(move |case, _| case.options.sinks = Some(sinks.into())));
     }
     all
 }
@@ -88,8 +71,8 @@ fn extreme_numbers_do_not_overflow(device: &Device) {
         for (m, dtype) in DTYPES.into_iter().enumerate() {
             for kinds in [masks[(n + m) % 4], masks[(n + m + 2) % 4]] {
                 let mut case = Recipe::of_kernel(DIMS, kinds.to_vec(), dtype).case();
-                change.apply(&mut case, dtype);
-                let what = format!("{change:?} in {dtype:?} under {kinds:?}");
+                change(&mut case, dtype);
+                let what = format!("change {n} with {:?} in {dtype:?} under {kinds:?}", case.options);
                 check(&case, dtype, device).unwrap_or_else(|difference| panic!("{difference}: {what}"));
                 set(&mut case.v, dtype, |_| 1.0);
                 let (expected, call) = (case.attend().context, Call::fused(&case, dtype).expect("tensors"));

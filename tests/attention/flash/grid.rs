@@ -2,46 +2,30 @@
 
 use crate::*;
 
-fn holds(draw: &Recipe) -> Result<()> {
-    check_kernel(&draw.case(), draw.dtype)
-}
-
 #[track_caller]
-fn assert_holds(draw: &Recipe) {
-    holds(draw).unwrap_or_else(|difference| panic!("{difference}\n{draw:?}"));
+fn assert_holds(recipe: &Recipe) {
+    check_kernel(&recipe.case(), recipe.dtype).unwrap_or_else(|difference| panic!("{difference}\n{recipe:?}"));
 }
 
 const DIMS: Dims = Dims { b: 1, h: 1, h_kv: 1, t_q: 1, t_kv: 1, d: 8, d_v: 8 };
-const GROUPED: Dims = Dims { b: 2, h: 4, h_kv: 2, t_q: 18, t_kv: 35, ..DIMS };
 
+/// As they come; under masks of intervals alone, which a kernel turns into bounds of its loops; and of a query or a few
+/// against many keys, whose sums a kernel may split.
 #[test]
 fn random_calls_agree_with_the_oracle() {
-    for_all(256, kernel_recipes(), |draw| holds(&draw));
-}
-
-/// Masks of intervals alone, which a kernel turns into bounds of its loops.
-#[test]
-fn random_intervals_agree_with_the_oracle() {
-    let structural: Vec<_> = Kind::all().into_iter().filter(|kind| !kind.is_tensor()).collect();
-    let kinds = move || proptest::collection::vec(proptest::sample::select(structural.clone()), 1..=3);
-    let strategy = (kernel_recipes(), kinds(), proptest::option::of(kinds()));
-    for_all(128, strategy, |(mut draw, first, second)| {
-        draw.masks = [Some(first), second].into_iter().flatten().collect();
-        holds(&draw)
+    let is_of_intervals = |recipe: &Recipe| recipe.masks.concat().iter().any(|kind| !kind.is_tensor());
+    let intervals = kernel_recipes().prop_filter_map("a mask of intervals", move |mut recipe| {
+        recipe.masks.iter_mut().for_each(|kinds| kinds.retain(|kind| !kind.is_tensor()));
+        Some(recipe).filter(is_of_intervals)
     });
-}
-
-/// One query or a few against many keys, whose sums a kernel may split.
-#[test]
-fn random_long_keys_agree_with_the_oracle() {
-    let t_kv = proptest::sample::select(&[511, 512, 513, 1023, 1025, 2047, 2049, 4099][..]);
-    for_all(64, (kernel_recipes(), t_kv, 1..=3usize), |(mut draw, t_kv, t_q)| {
-        let dims = draw.dims;
-        let (h_kv, group) = (dims.h_kv.min(2), dims.h / dims.h_kv);
-        let width = |d: usize| d.min(96);
-        draw.dims = Dims { b: dims.b.min(2), h: h_kv * group, h_kv, t_q, t_kv, d: width(dims.d), d_v: width(dims.d_v) };
-        holds(&draw)
+    let t_kv = select(&[511, 512, 513, 1023, 1025, 2047, 2049, 4099][..]);
+    let long = (kernel_recipes(), t_kv, 1..=3usize).prop_map(|(recipe, t_kv, t_q)| {
+        let Dims { b, h, h_kv: of_keys, d, d_v, .. } = recipe.dims;
+        let (b, h_kv, d, d_v) = (b.min(2), of_keys.min(2), d.min(96), d_v.min(96));
+        Recipe { dims: Dims { b, h: h_kv * (h / of_keys), h_kv, t_q, t_kv, d, d_v }, ..recipe }
     });
+    let recipes = prop_oneof![4 => kernel_recipes(), 2 => intervals, 1 => long];
+    for_all(448, recipes, |recipe| check_kernel(&recipe.case(), recipe.dtype));
 }
 
 /// Of the largest lengths only those beside the smaller ones, and squares.
@@ -95,10 +79,10 @@ fn keys_that_begin_within_a_block() {
 
 #[test]
 fn every_set_of_options_under_every_constraint() {
-    for set in 0..Chosen::SETS {
-        for (n, kind) in Kind::all().into_iter().enumerate() {
-            let recipe = Recipe::of_kernel(GROUPED, vec![kind], DTYPES[(n + set) % 3]);
-            assert_holds(&Recipe { chosen: Chosen::set(set), ..recipe });
-        }
+    let dims = Dims { b: 2, h: 4, h_kv: 2, t_q: 18, t_kv: 35, ..DIMS };
+    for (set, (n, kind)) in (0..Chosen::SETS).flat_map(|set| Kind::all().into_iter().enumerate().map(move |n| (set, n)))
+    {
+        let recipe = Recipe::of_kernel(dims, vec![kind], DTYPES[(n + set) % 3]);
+        assert_holds(&Recipe { chosen: Chosen::set(set), ..recipe });
     }
 }
