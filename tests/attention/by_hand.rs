@@ -13,46 +13,24 @@ use half::bf16;
 use crate::array::{Array, Random};
 use crate::oracle::{Alignment, Case, Dims, Mask, Options, Part, exact_linear};
 
-/// A parameter or an input: its shape, and its numbers in row-major order.
-#[derive(Debug, Clone)]
-pub struct Numbers {
-    pub shape: Vec<usize>,
-    pub data: Vec<f64>,
-}
-
-impl Numbers {
-    pub fn random(shape: &[usize], random: &mut Random) -> Self {
-        let data = (0..shape.iter().product()).map(|_| f64::from(random.between(-1.0, 1.0) as f32)).collect();
-        Self { shape: shape.to_vec(), data }
-    }
-
-    pub fn tensor(&self, dtype: DType, device: &Device) -> Result<Tensor> {
-        Tensor::from_slice(&self.data, self.shape.as_slice(), &Device::Cpu)?.to_dtype(dtype)?.to_device(device)
-    }
-
-    pub fn width(&self) -> usize {
-        self.shape[self.shape.len() - 1]
-    }
-
-    fn row(&self, row: usize) -> &[f64] {
-        &self.data[row * self.width()..(row + 1) * self.width()]
-    }
-}
-
-pub type Parameters = HashMap<String, Numbers>;
+pub type Parameters = HashMap<String, Array>;
 
 /// Random numbers for every parameter that a layer of this config asks for.
 pub fn parameters(cfg: &MultiHeadAttentionConfig, seed: u64) -> Parameters {
-    let asked = VarMap::new();
-    MultiHeadAttention::new(cfg, VarBuilder::from_varmap(&asked, DType::F32, &Device::Cpu)).expect("a valid config");
-    drawn(&asked, seed)
+    parameters_of(|vb| MultiHeadAttention::new(cfg, vb), seed)
 }
 
-/// For every variable, in the order of their names.
-pub fn drawn(asked: &VarMap, seed: u64) -> Parameters {
-    let (asked, mut random) = (asked.data().lock().expect("one thread").clone(), Random::new(seed));
-    let asked: BTreeMap<_, _> = asked.into_iter().collect();
-    asked.into_iter().map(|(name, var)| (name, Numbers::random(var.dims(), &mut random))).collect()
+/// For every variable that is asked for, in the order of their names.
+pub fn parameters_of<T>(make: impl FnOnce(VarBuilder) -> Result<T>, seed: u64) -> Parameters {
+    let (asked, mut random) = (VarMap::new(), Random::new(seed));
+    make(VarBuilder::from_varmap(&asked, DType::F32, &Device::Cpu)).expect("a valid config");
+    let asked: BTreeMap<_, _> = asked.data().lock().expect("one thread").clone().into_iter().collect();
+    asked.into_iter().map(|(name, var)| (name, drawn(var.dims(), &mut random))).collect()
+}
+
+/// A parameter or an input.
+pub fn drawn(shape: &[usize], random: &mut Random) -> Array {
+    Array::new(shape).uniform(random, 1.0, DType::F32)
 }
 
 pub fn tensors(parameters: &Parameters, dtype: DType, device: &Device) -> Result<HashMap<String, Tensor>> {
@@ -63,11 +41,11 @@ pub fn tensors(parameters: &Parameters, dtype: DType, device: &Device) -> Result
 #[derive(Clone)]
 pub struct Input {
     /// (B, T_q, E)
-    pub queries: Numbers,
+    pub queries: Array,
     /// (B, T_kv, key_size)
-    pub keys: Numbers,
+    pub keys: Array,
     /// (B, T_kv, value_size)
-    pub values: Numbers,
+    pub values: Array,
     /// The call's own.
     pub mask: Vec<Mask>,
 }
@@ -82,7 +60,7 @@ pub struct Output {
 
 pub fn forward(cfg: &MultiHeadAttentionConfig, parameters: &Parameters, input: &Input) -> Output {
     let (h, h_kv, d, d_v) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim());
-    let (b, t_q, t_kv) = (input.queries.shape[0], input.queries.shape[1], input.keys.shape[1]);
+    let (b, t_q, t_kv) = (input.queries.dim(0), input.queries.dim(1), input.keys.dim(1));
 
     let mut q = project(parameters, "q_proj", &input.queries);
     let gate = cfg.output_gate().map(|gate| match gate.place {
@@ -95,7 +73,7 @@ pub fn forward(cfg: &MultiHeadAttentionConfig, parameters: &Parameters, input: &
     });
     let mut k = project(parameters, "k_proj", &input.keys);
     let mut v = project(parameters, "v_proj", &input.values);
-    let normed = |q: &mut Numbers, k: &mut Numbers, now: bool| {
+    let normed = |q: &mut Array, k: &mut Array, now: bool| {
         if let Some(norm) = cfg.qk_norm().filter(|_| now) {
             normalise(parameters, "q_norm", norm, d, q);
             normalise(parameters, "k_norm", norm, d, k);
@@ -122,19 +100,13 @@ pub fn forward(cfg: &MultiHeadAttentionConfig, parameters: &Parameters, input: &
     }
     // A learned key and one of zeros stand after the others, without a norm.
     let more = usize::from(cfg.bias_kv()) + usize::from(cfg.add_zero_attn());
-    let append = |numbers: &Numbers, name: &str| -> Numbers {
-        let width = numbers.width();
-        let mut data = Vec::new();
-        for sequence in 0..b {
-            data.extend((0..t_kv).flat_map(|j| numbers.row(sequence * t_kv + j)));
-            if cfg.bias_kv() {
-                data.extend(&parameters[name].data);
-            }
-            if cfg.add_zero_attn() {
-                data.extend(vec![0.0; width]);
-            }
-        }
-        Numbers { shape: vec![b, t_kv + more, width], data }
+    let append = |xs: &Array, name: &str| {
+        let all = Array::each([1, b, t_kv + more, xs.width()], |[_, b, j, n]| match j.checked_sub(t_kv) {
+            None => xs.at([0, b, j, n]),
+            Some(0) if cfg.bias_kv() => parameters[name].data[n],
+            Some(_) => 0.0,
+        });
+        Array::of(&[b, t_kv + more, xs.width()], all.data)
     };
 
     let window = cfg.window().map(Part::Window);
@@ -164,7 +136,7 @@ pub fn forward(cfg: &MultiHeadAttentionConfig, parameters: &Parameters, input: &
     }
     let attended = case.attend();
 
-    let mut merged = merged(&attended.context, [b, h, t_q, d_v]);
+    let mut merged = merged(attended.context, [b, h, t_q, d_v]);
     if let (Some(gate), Some(config)) = (gate, cfg.output_gate()) {
         let each = d_v / gate_width(config, d_v);
         for (n, x) in merged.data.iter_mut().enumerate() {
@@ -187,8 +159,8 @@ pub fn forward(cfg: &MultiHeadAttentionConfig, parameters: &Parameters, input: &
 /// A layer of latents.
 pub fn forward_latent(cfg: &MultiHeadLatentAttentionConfig, parameters: &Parameters, input: &Input) -> Output {
     let (xs, h, d, d_v) = (&input.queries, cfg.num_heads(), cfg.head_dim(), cfg.value_head_dim());
-    let (b, t, nope, rope) = (xs.shape[0], xs.shape[1], cfg.nope_head_dim(), cfg.rope_head_dim());
-    let normalise = |name: &str, mut xs: Numbers| {
+    let (b, t, nope, rope) = (xs.dim(0), xs.dim(1), cfg.nope_head_dim(), cfg.rope_head_dim());
+    let normalise = |name: &str, mut xs: Array| {
         let norm = QkNorm { kind: QkNormKind::Rms, scope: QkNormScope::Projection, eps: cfg.norm_eps() };
         self::normalise(parameters, name, norm, xs.width(), &mut xs);
         xs
@@ -205,12 +177,12 @@ pub fn forward_latent(cfg: &MultiHeadLatentAttentionConfig, parameters: &Paramet
     let [q_nope, mut q_rope] = split(&queries, [nope, rope]);
     rotate(cfg.rope(), rope, &mut q_rope);
     rotate(cfg.rope(), rope, &mut k_rope);
-    // The rotated key is that of every head.
-    k_rope.data = k_rope.data.chunks(rope).flat_map(|row| row.repeat(h)).collect();
-    let join = |first: &Numbers, second: &Numbers| {
-        let pairs = first.data.chunks(nope).zip(second.data.chunks(rope));
-        let data = pairs.flat_map(|(first, second)| [first, second].concat()).collect();
-        heads(&Numbers { shape: vec![b, t, h * d], data }, h, d)
+    let join = |first: &Array, second: &Array| {
+        Array::each([b, h, t, d], |[b, h, i, n]| match n.checked_sub(nope) {
+            None => first.at([0, b, i, h * nope + n]),
+            // The rotated key is that of every head.
+            Some(n) => second.at([0, b, i, (h * rope + n) % second.width()]),
+        })
     };
     let own = Mask::new(if cfg.causal() { Alignment::Causal } else { Alignment::Free }, []);
     let attended = Case {
@@ -223,7 +195,7 @@ pub fn forward_latent(cfg: &MultiHeadLatentAttentionConfig, parameters: &Paramet
         options: Options { scale: Some(cfg.scale()), ..Options::default() },
     }
     .attend();
-    let ys = project(parameters, "o_proj", &merged(&attended.context, [b, h, t, d_v]));
+    let ys = project(parameters, "o_proj", &merged(attended.context, [b, h, t, d_v]));
     Output { ys: ys.data, weights: attended.weights }
 }
 
@@ -232,12 +204,11 @@ fn gate_width(gate: OutputGate, d_v: usize) -> usize {
 }
 
 /// Each head's columns of (B, T, H · (first + second)) in two.
-fn split(xs: &Numbers, widths: [usize; 2]) -> [Numbers; 2] {
-    let [first, second] = widths;
+fn split(xs: &Array, [first, second]: [usize; 2]) -> [Array; 2] {
     let heads = xs.width() / (first + second);
-    [0..first, first..first + second].map(|range| Numbers {
-        shape: vec![xs.shape[0], xs.shape[1], heads * range.len()],
-        data: xs.data.chunks(first + second).flat_map(|head| head[range.clone()].to_vec()).collect(),
+    [0..first, first..first + second].map(|range| {
+        let data = xs.data.chunks(first + second).flat_map(|head| head[range.clone()].to_vec()).collect();
+        Array::of(&[xs.dim(0), xs.dim(1), heads * range.len()], data)
     })
 }
 
@@ -247,15 +218,14 @@ fn factor(scaling: QueryScaling, position: usize) -> f64 {
 }
 
 /// (B, T, H · width) to (B, H, T, width).
-fn heads(numbers: &Numbers, heads: usize, width: usize) -> Array {
-    let (b, t) = (numbers.shape[0], numbers.shape[1]);
-    Array::each([b, heads, t, width], |[b, h, i, d]| numbers.row(b * t + i)[h * width + d])
+fn heads(xs: &Array, heads: usize, width: usize) -> Array {
+    Array::each([xs.dim(0), heads, xs.dim(1), width], |[b, h, i, d]| xs.at([0, b, i, h * width + d]))
 }
 
 /// (B, H, T, D_v) to (B, T, H · D_v).
-fn merged(context: &[f64], [b, h, t, d_v]: [usize; 4]) -> Numbers {
-    let by_token = Array::each([b, t, h, d_v], |[b, i, h_, d]| context[((b * h + h_) * t + i) * d_v + d]);
-    Numbers { shape: vec![b, t, h * d_v], data: by_token.data }
+fn merged(context: Vec<f64>, [b, h, t, d_v]: [usize; 4]) -> Array {
+    let context = Array::of(&[b, h, t, d_v], context);
+    Array::of(&[b, t, h * d_v], Array::each([b, t, h, d_v], |[b, i, h, d]| context.at([b, h, i, d])).data)
 }
 
 /// Slopes for the distance of query and key.
@@ -286,15 +256,15 @@ fn with_more_keys(mut case: Case, more: usize) -> Case {
     case
 }
 
-fn project(parameters: &Parameters, name: &str, xs: &Numbers) -> Numbers {
+fn project(parameters: &Parameters, name: &str, xs: &Array) -> Array {
     let weight = &parameters[&format!("{name}.weight")];
-    let zeros = vec![0.0; weight.shape[0]];
+    let zeros = vec![0.0; weight.dim(0)];
     let bias = parameters.get(&format!("{name}.bias")).map_or(&zeros, |bias| &bias.data);
     let data = xs.data.chunks(xs.width()).flat_map(|row| exact_linear(row, &weight.data, bias)).collect();
-    Numbers { shape: vec![xs.shape[0], xs.shape[1], weight.shape[0]], data }
+    Array::of(&[xs.dim(0), xs.dim(1), weight.dim(0)], data)
 }
 
-fn normalise(parameters: &Parameters, name: &str, norm: QkNorm, d: usize, xs: &mut Numbers) {
+fn normalise(parameters: &Parameters, name: &str, norm: QkNorm, d: usize, xs: &mut Array) {
     let (width, span) = (xs.width(), if norm.scope == QkNormScope::Projection { xs.width() } else { d });
     let ones = vec![1.0; width];
     let weight = parameters.get(&format!("{name}.weight")).map_or(&ones, |weight| &weight.data);
@@ -316,8 +286,8 @@ fn normalise(parameters: &Parameters, name: &str, norm: QkNorm, d: usize, xs: &m
 }
 
 /// By positions 0..T, with angles, cosines and sines rounded to f32.
-fn rotate(rope: &RopeConfig, d: usize, xs: &mut Numbers) {
-    let (t, width) = (xs.shape[1], xs.width());
+fn rotate(rope: &RopeConfig, d: usize, xs: &mut Array) {
+    let (t, width) = (xs.dim(1), xs.width());
     let r = rope.rotary_dim(d);
     for (n, head) in xs.data.chunks_mut(d).enumerate() {
         let position = n / (width / d) % t;

@@ -1,5 +1,6 @@
 //! Layers against themselves in plain loops, for everything that a config can say.
 
+use crate::recipe::Kind::{Band, Bias, Keep, UpperLeft, ValidLens, ValidLensPerQuery, Window};
 use crate::registry::{Kind, configs, latent_of};
 use crate::seeded::layer;
 use crate::statistics;
@@ -27,21 +28,17 @@ fn tolerance(dtype: DType) -> f64 {
     }
 }
 
-fn call_masks([b, t_q, t_kv]: [usize; 3], h: usize) -> Vec<Vec<Mask>> {
-    let mut random = Random::new(23);
-    let free = |parts| Mask { alignment: Alignment::Free, parts };
-    let lens = Lens::PerSequence((0..b).map(|n| t_kv.saturating_sub(n)).collect());
-    let table = Lens::PerQuery((0..b).map(|b| (0..t_q).map(|i| (b + i) % (t_kv + 1)).collect()).collect());
-    let keep = Array::new(&[b, h, t_q, t_kv]).filled(|| f64::from(u8::from(random.chance(0.6))));
-    // Numbers that f32 cannot hold, so that a detour through it shows in f64.
-    let bias = Array::new(&[h, t_q, t_kv]).filled(|| random.between(-1.0, 1.0));
-    vec![
+fn call_masks([b, t_q, t_kv]: [usize; 3], h: usize) -> [Vec<Mask>; 5] {
+    let dims = Dims { b, h, h_kv: h, t_q, t_kv, d: 1, d_v: 1 };
+    let kinds = [
         vec![],
-        vec![free(vec![Part::ValidLens(lens)])],
-        vec![free(vec![Part::ValidLens(table)])],
-        vec![Mask { alignment: Alignment::UpperLeft, parts: vec![Part::Window(2)] }],
-        vec![free(vec![Part::Keep(keep)]), free(vec![Part::Bias(bias), Part::Band(1, 2)])],
-    ]
+        vec![vec![ValidLens]],
+        vec![vec![ValidLensPerQuery]],
+        vec![vec![UpperLeft, Window]],
+        vec![vec![Keep(Reach::Whole)], vec![Bias(Reach::Head), Band]],
+    ];
+    // Numbers that f32 cannot hold, so that a detour through it shows in f64.
+    kinds.map(|kinds| Recipe { seed: 23, ..Recipe::plain(dims, kinds, DType::F64) }.case().masks)
 }
 
 fn run(kind: &Kind, sizes: [usize; 3], masks: Vec<Mask>, (dtype, device): (DType, &Device)) -> Result<()> {
@@ -51,7 +48,7 @@ fn run(kind: &Kind, sizes: [usize; 3], masks: Vec<Mask>, (dtype, device): (DType
     let [xs, keys, vs] = [&by_hand.queries, &by_hand.keys, &by_hand.values].map(|x| x.tensor(dtype, device));
     let (xs, keys, vs) = (xs?, keys?, vs?);
     let mask = attention_mask(&by_hand.mask, device, |_, _, bias| bias.tensor(dtype, device))?;
-    let shared = (&by_hand.keys.shape, &by_hand.keys.data) == (&by_hand.values.shape, &by_hand.values.data);
+    let shared = (by_hand.keys.width(), &by_hand.keys.data) == (by_hand.values.width(), &by_hand.values.data);
     let vs = if shared { keys.clone() } else { vs };
     let (is_self, is_plain) = (kind.is_self(t_q, t_kv), by_hand.mask.is_empty());
     let call = || {
@@ -61,13 +58,14 @@ fn run(kind: &Kind, sizes: [usize; 3], masks: Vec<Mask>, (dtype, device): (DType
     let (output, ys) = (layer.run_with_weights(call())?, layer.run(call())?);
     let largest = expected.ys.iter().fold(1.0, |most: f64, y| most.max(y.abs()));
     let most = |_| tolerance(dtype) * largest;
-    compare("the output", &ys, (&[b, t_q, out_dim], dtype), &expected.ys, most)?;
-    compare("that beside weights", &output.output, (&[b, t_q, out_dim], dtype), &expected.ys, most)?;
-    compare("weights", &output.weights, (&[b, h, t_q, t_kv + kind.more_keys()], dtype), &expected.weights, most)?;
-    if matches!(kind, Kind::Latent(_)) {
-        let of_reference = layer.run(call().with_backend(Backend::Reference))?;
-        compare("the reference path", &of_reference, (&[b, t_q, out_dim], dtype), &expected.ys, most)?;
+    for (what, ys) in [
+        ("the output", &ys),
+        ("that beside weights", &output.output),
+        ("the reference path", &layer.run(call().with_backend(Backend::Reference))?),
+    ] {
+        compare(what, ys, (&[b, t_q, out_dim], dtype), &expected.ys, most)?;
     }
+    compare("weights", &output.weights, (&[b, h, t_q, t_kv + kind.more_keys()], dtype), &expected.weights, most)?;
     if let Some(layer) = layer.as_multi_head().filter(|_| is_plain || dtype == DType::F32) {
         // The memory lies in other strides, and the kernel may add in another order.
         let memory = layer.project_memory(&keys, &vs)?;
@@ -90,7 +88,7 @@ fn run(kind: &Kind, sizes: [usize; 3], masks: Vec<Mask>, (dtype, device): (DType
         statistics::assert_of(&found, &output.weights, 5.0 * tolerance(dtype), "statistics")?;
     }
     if is_self && is_plain {
-        for own in [layer.run(AttentionInput::new(&xs))?, layer.run_in_training(&xs, false)?] {
+        for own in [layer.run(AttentionInput::new(&xs))?, layer.forward_t(&xs, false)?] {
             assert_close(&own, &ys, 0.0, "no mask is a mask of nothing");
         }
     }
@@ -225,12 +223,12 @@ fn dropout_happens_in_training_only(device: &Device) -> Result<()> {
         let (with, without) = (with?, without?);
         let xs = Tensor::randn(0f32, 1., (2, 20, 12), device)?;
         let plain = without.run_with_weights(AttentionInput::new(&xs))?;
-        let same = [without.run_in_training(&xs, true)?, with.run_in_training(&xs, false)?];
+        let same = [without.forward_t(&xs, true)?, with.forward_t(&xs, false)?];
         let expected = without.run(AttentionInput::new(&xs))?;
         for ys in [with.run(AttentionInput::new(&xs))?].into_iter().chain(same) {
             assert_close(&ys, &expected, 0.0, "p = 0, or no training");
         }
-        assert!(max_error(&with.run_in_training(&xs, true)?, &expected) > 1e-3, "in training");
+        assert!(max_error(&with.forward_t(&xs, true)?, &expected) > 1e-3, "in training");
         let trained = with.run_with_weights(AttentionInput::new(&xs).with_train(true))?;
         let (dropped, weights) = (values(&trained.weights), values(&plain.weights));
         let kept = dropped.iter().filter(|&&weight| weight != 0.0).count();

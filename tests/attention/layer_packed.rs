@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::by_hand::{Numbers, Parameters};
+use crate::by_hand::{Parameters, drawn};
 use crate::registry::{Kind, Layer, configs, relative};
 use crate::seeded::layer;
 use crate::*;
@@ -52,8 +52,7 @@ impl Operation for Call {
         let (is_self, [width, of_keys, of_values, _]) = (self.kind.is_self(1, 1), self.kind.widths());
         let sequences = sequences(is_self)?;
         let (total_q, total_kv, random) = (sequences.total_queries(), sequences.total_keys(), &mut Random::new(7));
-        let mut draw =
-            |name, t, width| leaf(name, Numbers::random(&[t, width], random).tensor(DType::F32, &self.device)?);
+        let mut draw = |name, t, width| leaf(name, drawn(&[t, width], random).tensor(DType::F32, &self.device)?);
         let xs = draw("queries", total_q, width)?;
         let cross =
             if is_self { None } else { Some((draw("keys", total_kv, of_keys)?, draw("values", total_kv, of_values)?)) };

@@ -10,35 +10,30 @@ use candle_attention::{
     RelativeEmbeddings, RopeConfig, RopeStyle, StatisticsOptions,
 };
 use candle_core::{DType, Device, ModuleT, Result, Tensor};
-use candle_nn::{VarBuilder, VarMap};
+use candle_nn::VarBuilder;
 
 use crate::array::Random;
-use crate::by_hand::{self, Input, Numbers, Output, Parameters, drawn, tensors};
+use crate::by_hand::{self, Input, Output, Parameters, drawn, tensors};
 use crate::oracle::Mask;
 
+/// An output beside statistics.
+pub type Observed = (Tensor, AttentionStatistics);
+
 /// What layers of both kinds do.
-pub trait Layer {
+pub trait Layer: ModuleT {
     fn run(&self, input: AttentionInput) -> Result<Tensor>;
 
     fn run_with_weights(&self, input: AttentionInput) -> Result<LayerOutput>;
 
-    fn run_with_statistics(
-        &self,
-        input: AttentionInput,
-        wanted: &StatisticsOptions,
-    ) -> Result<(Tensor, AttentionStatistics)>;
-
-    fn run_in_training(&self, xs: &Tensor, train: bool) -> Result<Tensor>;
+    fn run_with_statistics(&self, input: AttentionInput, wanted: &StatisticsOptions) -> Result<Observed>;
 
     fn frozen(&self) -> Result<Box<dyn Layer>>;
 
-    fn as_multi_head(&self) -> Option<&MultiHeadAttention> {
-        None
-    }
+    fn as_multi_head(&self) -> Option<&MultiHeadAttention>;
 }
 
 macro_rules! impl_layer {
-    ($layer:ty, $($more:tt)*) => {
+    ($layer:ty, $as_multi_head:expr) => {
         impl Layer for $layer {
             fn run(&self, input: AttentionInput) -> Result<Tensor> {
                 self.forward_with(input)
@@ -48,34 +43,23 @@ macro_rules! impl_layer {
                 self.forward_with_weights(input)
             }
 
-            fn run_with_statistics(
-                &self,
-                input: AttentionInput,
-                wanted: &StatisticsOptions,
-            ) -> Result<(Tensor, AttentionStatistics)> {
+            fn run_with_statistics(&self, input: AttentionInput, wanted: &StatisticsOptions) -> Result<Observed> {
                 self.forward_with_statistics(input, wanted)
-            }
-
-            fn run_in_training(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
-                self.forward_t(xs, train)
             }
 
             fn frozen(&self) -> Result<Box<dyn Layer>> {
                 Ok(Box::new(self.freeze()?))
             }
 
-            $($more)*
+            fn as_multi_head(&self) -> Option<&MultiHeadAttention> {
+                $as_multi_head(self)
+            }
         }
     };
 }
 
-impl_layer!(
-    MultiHeadAttention,
-    fn as_multi_head(&self) -> Option<&MultiHeadAttention> {
-        Some(self)
-    }
-);
-impl_layer!(MultiHeadLatentAttention,);
+impl_layer!(MultiHeadAttention, Some);
+impl_layer!(MultiHeadLatentAttention, |_| None);
 
 #[derive(Debug, Clone)]
 #[allow(clippy::large_enum_variant, reason = "there are few of them")]
@@ -94,9 +78,7 @@ impl Kind {
 
     /// Random numbers for every parameter that a layer asks for.
     pub fn parameters(&self, seed: u64) -> Parameters {
-        let asked = VarMap::new();
-        self.layer(VarBuilder::from_varmap(&asked, DType::F32, &Device::Cpu)).expect("a valid config");
-        drawn(&asked, seed)
+        by_hand::parameters_of(|vb| self.layer(vb), seed)
     }
 
     /// Over plain tensors.
@@ -176,16 +158,13 @@ impl Kind {
     /// sequence of keys and values if there are more of them than queries.
     pub fn input(&self, [b, t_q, t_kv]: [usize; 3], mask: Vec<Mask>) -> Input {
         let (mut random, [width, of_keys, of_values, _]) = (Random::new(17), self.widths());
-        let queries = Numbers::random(&[b, t_q, width], &mut random);
+        let queries = drawn(&[b, t_q, width], &mut random);
         if self.is_self(t_q, t_kv) {
             return Input { keys: queries.clone(), values: queries.clone(), queries, mask };
         }
-        let keys = Numbers::random(&[b, t_kv, of_keys], &mut random);
-        let values = if t_kv > t_q && of_keys == of_values {
-            keys.clone()
-        } else {
-            Numbers::random(&[b, t_kv, of_values], &mut random)
-        };
+        let keys = drawn(&[b, t_kv, of_keys], &mut random);
+        let values =
+            if t_kv > t_q && of_keys == of_values { keys.clone() } else { drawn(&[b, t_kv, of_values], &mut random) };
         Input { queries, keys, values, mask }
     }
 }

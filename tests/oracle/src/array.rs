@@ -39,6 +39,12 @@ impl Array {
         }
     }
 
+    /// Contiguous, of numbers in row-major order.
+    pub fn of(shape: &[usize], data: Vec<f64>) -> Self {
+        assert_eq!(data.len(), shape.iter().product::<usize>(), "a number for each entry of {shape:?}");
+        Self { data, ..Self::new(shape) }
+    }
+
     /// The number of each index, contiguous.
     pub fn each(shape: [usize; 4], number: impl Fn([usize; 4]) -> f64) -> Self {
         let [_, b, c, d] = shape;
@@ -104,6 +110,11 @@ impl Array {
 
     pub fn dim(&self, dim: usize) -> usize {
         self.shape[dim]
+    }
+
+    /// The last dimension.
+    pub fn width(&self) -> usize {
+        self.shape[self.rank() - 1]
     }
 
     /// Where in `data` an entry lies; the shape's last dimensions are the index's, and a dimension of 1 broadcasts.
