@@ -16,7 +16,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 
 use crate::array::Array;
 use crate::common::{bits, compare, values};
-use crate::oracle::{Alignment, Attended, Case, Dims, Lens, Mask, Part};
+use crate::oracle::{Alignment, Attended, Case, Dims, Lens, Mask, Options, Part};
 use crate::recipe::wide;
 
 pub const CPU: Device = Device::Cpu;
@@ -109,22 +109,22 @@ impl Call {
         scaled_dot_product_attention_with_weights(&self.q, &self.k, &self.v, &self.mask, &self.options)
     }
 
-    /// By all three functions: the same context beside each result, in the order of memory that is asked for.
-    pub fn results(&self) -> Result<Results> {
-        let (context, ran) = (self.context()?, self.plan()?.backend);
+    /// Context, log-sum-exp and, of paths that have them, weights: by all three functions, the same context beside each
+    /// result, in the order of memory that is asked for.
+    pub fn results(&self) -> Result<Vec<Tensor>> {
+        let (context, is_reference) = (self.context()?, self.plan()?.backend == Backend::Reference);
         let (sequence_first, lse) = self.in_order(OutputOrder::Bthd).with_lse()?;
         let lie_so = context.is_contiguous() && sequence_first.transpose(1, 2)?.is_contiguous();
         if !lie_so && context.elem_count() > 0 {
             bail!("strides {:?} and {:?} of {:?}", context.stride(), sequence_first.stride(), context.shape());
         }
         // No fused path has weights, and those of GPUs have no log-sum-exp.
-        let output = if ran == Backend::Reference { Some(self.with_weights()?) } else { None };
-        let beside =
-            std::iter::once(&sequence_first).filter(|_| ran == Backend::Reference || context.device().is_cpu());
+        let output = if is_reference { Some(self.with_weights()?) } else { None };
+        let beside = std::iter::once(&sequence_first).filter(|_| is_reference || context.device().is_cpu());
         if beside.chain(output.as_ref().map(|output| &output.context)).any(|other| bits(other) != bits(&context)) {
             bail!("another context beside the log-sum-exp or the weights");
         }
-        Ok(Results { ran, context, lse, weights: output.map(|output| output.weights) })
+        Ok([context, lse].into_iter().chain(output.map(|output| output.weights)).collect())
     }
 
     pub fn plan(&self) -> Result<Plan> {
@@ -157,16 +157,10 @@ impl Call {
         let mut heads = |name: &str, numbers: &[f64]| {
             leaf(name, Tensor::new(numbers, &Device::Cpu)?.to_dtype(wide(dtype))?.to_device(device)?)
         };
-        let mut options = reference();
+        let mut options = numbers(&case.options);
         if let Some(biases) = &distances {
             let is_shared = biases.dim(0)? == 1;
             options = options.with_distance_bias(&if is_shared { biases.squeeze(0)? } else { biases.clone() });
-        }
-        if let Some(scale) = case.options.scale {
-            options = options.with_scale(scale);
-        }
-        if let Some(softcap) = case.options.softcap {
-            options = options.with_softcap(softcap);
         }
         if let Some(slopes) = &case.options.alibi_slopes {
             options = options.with_alibi_slopes(&heads("slopes", slopes)?);
@@ -222,6 +216,12 @@ pub fn reference() -> SdpaOptions {
     SdpaOptions::default().with_backend(Backend::Reference)
 }
 
+/// Scale and softcap, on the reference path.
+pub fn numbers(given: &Options) -> SdpaOptions {
+    let options = given.scale.map_or(reference(), |scale| reference().with_scale(scale));
+    given.softcap.map_or(options.clone(), |softcap| options.with_softcap(softcap))
+}
+
 /// A case against the oracle on every path that can compute it.
 pub fn check(case: &Case, dtype: DType, device: &Device) -> Result<()> {
     check_on(case, dtype, device, &Path::of(case, dtype, device))
@@ -247,7 +247,7 @@ pub fn check_on(case: &Case, dtype: DType, device: &Device, paths: &[Path]) -> R
             }
             call.by(path).results()
         };
-        let outcome = run().and_then(|results| expected.check(case, &results));
+        let outcome = run().and_then(|results| expected.on(path).check(&results));
         outcome.map_err(|difference| difference.context(format!("{path:?}")))?;
     }
     Ok(())
@@ -258,21 +258,13 @@ pub fn has_word(sentence: &str, word: &str) -> bool {
     sentence.split(|c: char| !c.is_ascii_alphanumeric()).any(|other| other == word)
 }
 
-/// What a path makes of a call.
-pub struct Results {
-    pub ran: Backend,
-    pub context: Tensor,
-    pub lse: Tensor,
-    /// Of paths that have them.
-    pub weights: Option<Tensor>,
-}
-
 /// The oracle's numbers, and how far each result may be off them.
 #[derive(Clone)]
 pub struct Expected {
     pub attended: Attended,
     dims: Dims,
     dtype: DType,
+    softcap: f64,
     epsilon: f64,
     /// Of the result: the rounding error of one number, relative, and absolute below the smallest normal one.
     unit: f64,
@@ -291,23 +283,26 @@ impl Expected {
             _ => (0.0, 1e-37),
         };
         let epsilon = if dtype == DType::F64 { f64::EPSILON } else { f64::from(f32::EPSILON) };
-        let (attended, dims) = (case.attend(), case.dims);
-        Self { attended, dims, dtype, epsilon, unit, smallest, rounded_weights: 0.0, cap: 0.0 }
+        let (attended, dims, softcap) = (case.attend(), case.dims, case.options.softcap.unwrap_or(0.0));
+        Self { attended, dims, dtype, softcap, epsilon, unit, smallest, rounded_weights: 0.0, cap: 0.0 }
     }
 
-    /// For a fused kernel, which may round weights to bf16 before their product with bf16 values, as PyTorch's does,
-    /// and may take the cap's hyperbolic tangent from an exponential, so that it errs by some ε of 1 even near 0.
-    pub fn fused(mut self, case: &Case) -> Self {
-        self.rounded_weights = if self.dtype == DType::BF16 { self.unit } else { 0.0 };
-        self.cap = 4.0 * self.epsilon * case.options.softcap.unwrap_or(0.0);
-        self
+    /// A fused kernel may round weights to bf16 before their product with bf16 values, as PyTorch's does, and may take
+    /// the cap's hyperbolic tangent from an exponential, so that it errs by some ε of 1 even near 0.
+    pub fn on(&self, path: Path) -> Self {
+        let mut expected = self.clone();
+        if path != Path::REFERENCE {
+            expected.rounded_weights = if self.dtype == DType::BF16 { self.unit } else { 0.0 };
+            expected.cap = 4.0 * self.epsilon * self.softcap;
+        }
+        expected
     }
 
-    pub fn check(&self, case: &Case, results: &Results) -> Result<()> {
-        let fused = if results.ran == Backend::Fused { &self.clone().fused(case) } else { self };
-        fused.context("context", &results.context)?;
-        fused.lse("lse", &results.lse)?;
-        results.weights.as_ref().map_or(Ok(()), |weights| self.weights("weights", weights))
+    /// Context, log-sum-exp and, where there are any, weights.
+    pub fn check(&self, results: &[Tensor]) -> Result<()> {
+        self.context(&results[0])?;
+        self.lse(&results[1])?;
+        results.get(2).map_or(Ok(()), |weights| self.weights(weights))
     }
 
     fn score_bound(&self, row: usize) -> f64 {
@@ -324,9 +319,9 @@ impl Expected {
         if lse.is_finite() { sum + self.epsilon * lse.abs() } else { sum }
     }
 
-    pub fn context(&self, what: &str, context: &Tensor) -> Result<()> {
+    pub fn context(&self, context: &Tensor) -> Result<()> {
         let Dims { b, h, t_q, d_v, .. } = self.dims;
-        compare(what, context, (&[b, h, t_q, d_v], self.dtype), &self.attended.context, |n| {
+        compare("context", context, (&[b, h, t_q, d_v], self.dtype), &self.attended.context, |n| {
             let share = self.share_bound(n / d_v) + self.rounded_weights;
             self.attended.context_terms[n] * share + self.attended.context[n].abs() * self.unit + self.smallest
         })
@@ -334,9 +329,9 @@ impl Expected {
 
     /// A share of the whole errs as a log-sum-exp does, and in half precision each part's context was rounded before;
     /// so it is in each of several `stages`.
-    pub fn merged_context(&self, what: &str, context: &Tensor, stages: f64) -> Result<()> {
+    pub fn merged_context(&self, context: &Tensor, stages: f64) -> Result<()> {
         let Dims { b, h, t_q, d_v, .. } = self.dims;
-        compare(what, context, (&[b, h, t_q, d_v], self.dtype), &self.attended.context, |n| {
+        compare("context", context, (&[b, h, t_q, d_v], self.dtype), &self.attended.context, |n| {
             let row = n / d_v;
             let lse = if self.attended.lse[row].is_finite() { self.lse_bound(row) } else { 0.0 };
             let share = self.share_bound(row) + self.rounded_weights + 2.0 * lse + 2.0 * self.unit;
@@ -345,19 +340,19 @@ impl Expected {
     }
 
     /// What a hidden key weighs in a row of NaN says nothing.
-    pub fn weights(&self, what: &str, weights: &Tensor) -> Result<()> {
+    pub fn weights(&self, weights: &Tensor) -> Result<()> {
         let Dims { b, h, t_q, t_kv, .. } = self.dims;
         let expected = self.attended.weights.iter().zip(values(weights)).enumerate();
         let is_nan = |n: usize| self.attended.lse[n / t_kv].is_nan();
         let expected = expected.map(|(n, (&x, found))| if is_nan(n) && !x.is_nan() { found } else { x });
         let expected: Vec<f64> = expected.collect();
-        compare(what, weights, (&[b, h, t_q, t_kv], self.dtype), &expected, |n| {
+        compare("weights", weights, (&[b, h, t_q, t_kv], self.dtype), &expected, |n| {
             expected[n] * (self.share_bound(n / t_kv) + self.unit) + self.smallest
         })
     }
 
-    pub fn lse(&self, what: &str, lse: &Tensor) -> Result<()> {
+    pub fn lse(&self, lse: &Tensor) -> Result<()> {
         let Dims { b, h, t_q, .. } = self.dims;
-        compare(what, lse, (&[b, h, t_q], wide(self.dtype)), &self.attended.lse, |n| self.lse_bound(n))
+        compare("lse", lse, (&[b, h, t_q], wide(self.dtype)), &self.attended.lse, |n| self.lse_bound(n))
     }
 }

@@ -26,17 +26,21 @@ pub struct Attention {
     device: Device,
     /// The seed of dropout.
     dropout: Option<u64>,
-    /// What the contexts of rows that see nothing count for in the loss, and the rows.
-    unseen: Option<(f64, Vec<bool>)>,
+    /// Of the first numbers of the results in the loss, in the place of random ones.
+    factors: Vec<f64>,
 }
 
 impl Attention {
-    fn new(case: Case, function: Function) -> Self {
+    pub fn new(case: Case, function: Function) -> Self {
         Self::on(&CPU, case, function)
     }
 
     pub fn on(device: &Device, case: Case, function: Function) -> Self {
-        Self { case, function, device: device.clone(), dropout: None, unseen: None }
+        Self { case, function, device: device.clone(), dropout: None, factors: Vec::new() }
+    }
+
+    pub fn counted(self, factors: Vec<f64>) -> Self {
+        Self { factors, ..self }
     }
 
     /// Of some seeds.
@@ -90,19 +94,13 @@ impl Operation for Attention {
                 vec![output.context, output.weights]
             }
             Function::Lse => both(call.with_lse()?),
-            Function::All => {
-                let results = call.results()?;
-                [results.context, results.lse].into_iter().chain(results.weights).collect()
-            }
+            Function::All => call.results()?,
             Function::Merged(first, second) => both(self.merged([first, second], &call, &leaves)?),
         })
     }
 
     fn factor(&self, n: usize) -> f64 {
-        match &self.unseen {
-            Some((special, rows)) if rows.get(n / self.case.dims.d_v) == Some(&true) => *special,
-            _ => crate::operation::factor(n),
-        }
+        self.factors.get(n).copied().unwrap_or_else(|| factor(n))
     }
 }
 
@@ -171,15 +169,15 @@ fn tolerance(case: &Case, dtype: DType) -> f64 {
 /// NaN and infinities in keys and values that no query sees, in queries that see none, and in what their contexts get.
 fn spoil_unseen(call: &mut Attention, special: f64) {
     fill_unseen(&mut call.case, special);
-    let Dims { b, h, t_q, t_kv, d, .. } = call.case.dims;
+    let Dims { b, h, t_q, t_kv, d, d_v, .. } = call.case.dims;
     let sees = |[b, h, i]: [usize; 3]| (0..t_kv).any(|j| call.case.sees([b, h, i, j]));
-    let rows: Vec<_> = vectors(b, h, t_q).map(|row| !sees(row)).collect();
-    for ([b, h, i], _) in vectors(b, h, t_q).zip(&rows).filter(|(_, is_unseen)| **is_unseen) {
+    let unseen: Vec<_> = vectors(b, h, t_q).map(|row| !sees(row)).collect();
+    call.factors = (0..unseen.len() * d_v).map(|n| if unseen[n / d_v] { special } else { factor(n) }).collect();
+    for ([b, h, i], _) in vectors(b, h, t_q).zip(&unseen).filter(|(_, is_unseen)| **is_unseen) {
         for place in (0..d).map(|d| call.case.q.place([b, h, i, d])).collect::<Vec<_>>() {
             call.case.q.data[place] = special;
         }
     }
-    call.unseen = Some((special, rows));
 }
 
 /// With dropout in some cases, the log-sum-exp in the loss in others, and nothing but NaN and infinities where nobody

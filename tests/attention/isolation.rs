@@ -128,12 +128,7 @@ impl Poison {
         let expected = Expected::new(&spoilt, dtype);
         let [clean, spoilt] = [clean, spoilt].map(|case| Attention::on(device, case, Function::All));
         let ways: Vec<_> = paths.iter().map(|&path| (dtype, path)).collect();
-        isolates([&clean, &spoilt], &ways, |(_, path), results| {
-            let fused = if *path == Path::REFERENCE { expected.clone() } else { expected.clone().fused(&spoilt.case) };
-            fused.context("context", &results[0])?;
-            fused.lse("lse", &results[1])?;
-            results.get(2).map_or(Ok(()), |weights| fused.weights("weights", weights))
-        })
+        isolates([&clean, &spoilt], &ways, |(_, path), results| expected.on(*path).check(results))
     }
 }
 

@@ -53,11 +53,10 @@ impl Split {
         let halves = [front, back].into_iter().filter(|half| !half.is_empty());
         let in_stages = merge_attention(&halves.map(merge_attention).collect::<Result<Vec<_>>>()?)?;
         case.uniform_empty_rows = false;
-        let expected = Expected::new(&case, recipe.dtype);
-        let expected = if path == Path::REFERENCE { expected } else { expected.fused(&case) };
+        let expected = Expected::new(&case, recipe.dtype).on(path);
         let compare = |(context, lse): &(Tensor, Tensor), stages: f64| {
-            expected.merged_context("context", context, stages)?;
-            expected.lse("lse", lse)
+            expected.merged_context(context, stages)?;
+            expected.lse(lse)
         };
         compare(&merge_attention(&parts)?, 1.0).map_err(|error| error.context(format!("{path:?}, at once")))?;
         compare(&in_stages, 2.0).map_err(|error| error.context(format!("{path:?}, in stages")))
@@ -68,18 +67,6 @@ impl Split {
 fn columns(case: &Case, keys: &[usize], entry: impl Fn([usize; 4]) -> f64) -> Array {
     let Dims { b, h, t_q, .. } = case.dims;
     Array::each([b, h, t_q, keys.len()], |[b, h, i, n]| entry([b, h, i, keys[n]]))
-}
-
-/// Scale and softcap, which belong to every part.
-fn options(case: &Case) -> SdpaOptions {
-    let mut options = reference();
-    if let Some(scale) = case.options.scale {
-        options = options.with_scale(scale);
-    }
-    if let Some(softcap) = case.options.softcap {
-        options = options.with_softcap(softcap);
-    }
-    options
 }
 
 /// These keys of a call as a call of their own, with biases and sinks. What is hidden is written out, and what is added
@@ -102,7 +89,9 @@ pub fn part(whole: &Call, case: &Case, keys: &[usize], (biases, sinks): (&[Tenso
     };
     let keep = columns(case, keys, |index| f64::from(u8::from(case.sees(index)))).tensor(DType::U8, device)?;
     let mask = biases.iter().fold(AttentionMask::none().with_keep(&keep), |mask, bias| mask.with_bias(bias));
-    let options = sinks.map_or(options(case), |sinks| options(case).with_sinks(sinks));
+    // Scale and softcap belong to every part.
+    let options = numbers(&case.options);
+    let options = sinks.map_or(options.clone(), |sinks| options.with_sinks(sinks));
     Ok(Call { q: whole.q.clone(), k: take(&whole.k)?, v: take(&whole.v)?, mask, options })
 }
 

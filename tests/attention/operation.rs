@@ -41,6 +41,10 @@ pub trait Exact: Operation + Clone {
 /// The results by number, and the gradients by the names of their buffers.
 pub type Named = BTreeMap<String, Tensor>;
 
+pub fn is_result(name: &str) -> bool {
+    name.starts_with("result ")
+}
+
 /// The results of a call, and the gradients of those of its inputs that are tracked.
 pub fn backward<O: Operation>(call: &O, way: &O::Way, is_tracked: impl Fn(&str) -> bool) -> Result<Named> {
     let (mut named, vars, loss) = forward(call, way, is_tracked)?;
@@ -123,7 +127,7 @@ pub fn are_near(found: &Named, expected: &Named, most: impl Fn(&str, f64) -> f64
     Ok(())
 }
 
-fn are_same(found: &Named, expected: &Named) -> Result<()> {
+pub fn are_same(found: &Named, expected: &Named) -> Result<()> {
     match found.iter().find(|(name, found)| bits(found) != bits(&expected[*name])) {
         Some((name, _)) => bail!("{name} has other bits"),
         None => Ok(()),
@@ -167,13 +171,10 @@ pub fn has_slopes<O: Exact>(call: &O, way: &O::Way, tolerance: f64, probes: usiz
 /// What is tracked beside an input changes its gradient no more than by a part of the largest number, and no result by
 /// more than a part of the largest or of 1: no fused step swallows a gradient.
 pub fn is_tracked_alone<O: Operation>(call: &O, way: &O::Way, [of_result, of_gradient]: [f64; 2]) -> Result<()> {
-    let most = |name: &str, largest: f64| match name.starts_with("result ") {
-        true => of_result * largest.max(1.0),
-        false => of_gradient * largest.max(1.0),
-    };
+    let most = |name: &str, largest: f64| largest.max(1.0) * if is_result(name) { of_result } else { of_gradient };
     let all = backward_twice(call, way, |_| true)?;
     are_near(&backward(call, way, |_| false)?, &all, most)?;
-    all.keys().filter(|name| !name.starts_with("result ")).try_for_each(|name| {
+    all.keys().filter(|name| !is_result(name)).try_for_each(|name| {
         let alone = backward(call, way, |other| other == name)?;
         are_near(&alone, &all, most).map_err(|error| error.context(format!("{name} alone")))
     })

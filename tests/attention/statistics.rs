@@ -21,64 +21,57 @@ fn check(recipe: &Recipe, case: &Case, path: Path, device: &Device) -> Result<()
     let Call { q, k, v, mask, options } = Call::new(case, recipe.dtype, device)?.by(path);
     let wanted = wanted(recipe);
     let (context, found) = scaled_dot_product_attention_with_statistics(&q, &k, &v, &mask, &options, &wanted)?;
-    let expected = Expected::new(case, recipe.dtype);
-    let expected = if matches!(path, Path::Kernel(_)) { expected.fused(case) } else { expected };
-    expected.context("context", &context)?;
+    let expected = Expected::new(case, recipe.dtype).on(path);
+    expected.context(&context)?;
     statistics(&expected, recipe, &found)
 }
 
 /// Each number errs as the weights do that it was made of.
 fn statistics(expected: &Expected, recipe: &Recipe, found: &AttentionStatistics) -> Result<()> {
     let Dims { b, h, t_q, t_kv, .. } = recipe.dims;
-    let options = wanted(recipe);
-    let k = options.top_keys().min(t_kv);
-    let (float, rows) = (wide(recipe.dtype), b * h * t_q);
-    let top_shape = [b, h, t_q, k];
-    if (found.top_keys.dims(), found.top_keys.dtype()) != (&top_shape[..], DType::U32) {
-        bail!("{:?}, expected {top_shape:?} in U32", found.top_keys);
-    }
+    let (wanted, float, rows) = (wanted(recipe), wide(recipe.dtype), b * h * t_q);
     let weights = &expected.attended.weights;
     let bound = |at: usize| weights[at] * expected.share_bound(at / t_kv) + 1e-37;
-
-    let (mut sums, mut of_sums) = (vec![0.0; b * h * t_kv], vec![0.0; b * h * t_kv]);
-    let (mut entropy, mut of_entropy, mut sorted, mut of_keys) = (vec![], vec![], vec![], vec![]);
-    let top_keys = values(&found.top_keys);
-    for row in 0..rows {
-        let mut order: Vec<usize> = (row * t_kv..(row + 1) * t_kv).collect();
-        for &at in &order {
-            let key = row / t_q * t_kv + at % t_kv;
-            sums[key] += weights[at];
-            of_sums[key] += bound(at) + t_q as f64 * weights[at] * f64::from(f32::EPSILON);
-        }
-        let logarithms = || order.iter().filter(|at| weights[**at] > 0.0).map(|&at| (at, weights[at].ln()));
-        entropy.push(logarithms().map(|(at, ln)| -weights[at] * ln).sum());
-        let most: f64 = logarithms().map(|(at, ln)| bound(at) * (2.0 + 2.0 * ln.abs())).sum();
-        of_entropy.push(most + 1e-6 * expected.share_bound(row));
+    let of_row = |row: usize| row * t_kv..(row + 1) * t_kv;
+    let logarithms = |row| of_row(row).filter(|at| weights[*at] > 0.0).map(|at| (at, weights[at].ln()));
+    let entropy: Vec<f64> = (0..rows).map(|row| logarithms(row).map(|(at, ln)| -weights[at] * ln).sum()).collect();
+    compare("entropies", &found.entropy, (&[b, h, t_q], float), &entropy, |row| {
+        let most: f64 = logarithms(row).map(|(at, ln)| bound(at) * (2.0 + 2.0 * ln.abs())).sum();
+        most + 1e-6 * expected.share_bound(row)
+    })?;
+    let of_key = |key: usize| (0..t_q).map(move |i| (key / t_kv * t_q + i) * t_kv + key % t_kv);
+    let sums: Vec<f64> = (0..b * h * t_kv).map(|key| of_key(key).map(|at| weights[at]).sum()).collect();
+    compare("sums", &found.received, (&[b, h, t_kv], float), &sums, |key| {
+        of_key(key).map(|at| bound(at) + t_q as f64 * weights[at] * f64::from(f32::EPSILON)).sum()
+    })?;
+    // The weights at these places.
+    let are = |what: &str, found: &Tensor, shape: &[usize], places: Vec<usize>| {
+        let exact: Vec<_> = places.iter().map(|&at| weights[at]).collect();
+        compare(what, found, (shape, float), &exact, |n| bound(places[n]))
+    };
+    let k = wanted.top_keys().min(t_kv);
+    let (shape, mut sorted, mut of_keys) = ([b, h, t_q, k], vec![], vec![]);
+    if (found.top_keys.dims(), found.top_keys.dtype()) != (&shape[..], DType::U32) {
+        bail!("{:?}, expected {shape:?} in U32", found.top_keys);
+    }
+    for (row, keys) in values(&found.top_keys).chunks(k.max(1)).enumerate() {
+        let mut order: Vec<usize> = of_row(row).collect();
         order.sort_by(|one, other| weights[*other].total_cmp(&weights[*one]));
         sorted.extend_from_slice(&order[..k]);
-        let keys = &top_keys[row * k..][..k];
         of_keys.extend(keys.iter().map(|&key| row * t_kv + key as usize));
         if let Some(n) = (0..k).find(|&n| keys[..n].contains(&keys[n])) {
             bail!("a key comes twice in {keys:?}: {}", keys[n]);
         }
     }
-    // The weights at these places.
-    let are = |what: &str, found: &Tensor, shape: &[usize], places: &[usize]| {
-        let exact: Vec<_> = places.iter().map(|&at| weights[at]).collect();
-        compare(what, found, (shape, float), &exact, |n| bound(places[n]))
-    };
-    are("top weights", &found.top_weights, &top_shape, &sorted)?;
-    are("the weights of top keys", &found.top_weights, &top_shape, &of_keys)?;
-    compare("entropies", &found.entropy, (&[b, h, t_q], float), &entropy, |n| of_entropy[n])?;
-    compare("sums", &found.received, (&[b, h, t_kv], float), &sums, |n| of_sums[n])?;
+    are("top weights", &found.top_weights, &shape, sorted)?;
+    are("the weights of top keys", &found.top_weights, &shape, of_keys)?;
     let n = recipe.seed as usize % 3;
     let Some(window) = &found.weights else {
         return if n == 0 { Ok(()) } else { bail!("weights were asked for") };
     };
     let (first, columns) = (t_q / (n + 1), t_kv.div_ceil(n));
-    let rows = (0..rows).filter(|row| row % t_q >= first);
-    let places: Vec<_> = rows.flat_map(|row| row * t_kv..row * t_kv + columns).collect();
-    are("weights", window, &[b, h, t_q - first, columns], &places)
+    let places = (0..rows).filter(|row| row % t_q >= first).flat_map(|row| row * t_kv..row * t_kv + columns);
+    are("weights", window, &[b, h, t_q - first, columns], places.collect())
 }
 
 fn random_calls_have_the_statistics_of_the_oracles_weights(device: &Device) {
@@ -141,46 +134,33 @@ fn packed_sequences_have_the_statistics_of_each_by_itself() -> Result<()> {
     Ok(())
 }
 
-/// `layer` has the statistics of layers without them.
+/// Of layers whose scores have terms that `layer` has not, and of layers with a cache, of the keys that it holds.
 #[test]
-fn terms_of_scores_count_in_statistics() -> Result<()> {
+fn layers_have_the_statistics_of_their_weights() -> Result<()> {
+    let cfg = Config::new(32, 4).with_causal(true).with_num_kv_heads(2).with_rope(RopeConfig::new(100.0));
     let content = ContentPositions::Clipped { left: 4, right: 2 };
-    let relative = Config::new(32, 4).with_relative_bias(RelativeBiasConfig::new(true));
-    for kind in [relative, Config::new(32, 4).with_content_positions(content)].map(Kind::MultiHead) {
+    let (plain, of_content) = (Config::new(32, 4), Config::new(32, 4).with_content_positions(content));
+    let cache = AttentionCacheConfig::new;
+    for (kind, cache) in [
+        (Kind::MultiHead(plain.with_relative_bias(RelativeBiasConfig::new(true))), None),
+        (Kind::MultiHead(of_content), None),
+        (Kind::MultiHead(cfg.clone()), Some(cache())),
+        (Kind::MultiHead(cfg.clone()), Some(cache().with_q8())),
+        (Kind::MultiHead(cfg.with_window(4)), Some(cache().with_window(4))),
+        (Kind::Latent(LatentConfig::new(32, 4).with_causal(true)), Some(cache())),
+    ] {
         let layer = kind.of_parameters(&kind.parameters(3), DType::F32, &CPU)?;
-        for shape in [&[2, 11, 32][..], &[7, 32], &[2, 1, 32]] {
-            let (xs, wanted) = (random(shape)?, StatisticsOptions::default());
-            let (ys, found) = layer.run_with_statistics(AttentionInput::new(&xs), &wanted)?;
-            let expected = layer.run_with_weights(AttentionInput::new(&xs))?;
-            assert_close(&ys, &expected.output, 1e-4, "beside statistics");
+        let mut caches =
+            cache.iter().flat_map(|cache| [cache; 2]).map(AttentionCache::new).collect::<Result<Vec<_>>>()?;
+        for t in [9, 1, 3, 1] {
+            let (xs, mut caches) = (random(&[2, t, 32])?, caches.iter_mut());
+            let mut input = || caches.next().into_iter().fold(AttentionInput::new(&xs), AttentionInput::with_cache);
+            let (ys, found) = layer.run_with_statistics(input(), &StatisticsOptions::default().with_top_keys(3))?;
+            let expected = layer.run_with_weights(input())?;
+            assert_near(&ys, &expected.output, 1e-4, "beside statistics");
             assert_of(&found, &expected.weights, 1e-4, &format!("{kind:?}"))?;
         }
-    }
-    Ok(())
-}
-
-#[test]
-fn calls_with_a_cache_have_the_statistics_of_the_keys_that_it_holds() -> Result<()> {
-    let cfg = Config::new(32, 4).with_causal(true).with_num_kv_heads(2).with_rope(RopeConfig::new(100.0));
-    let latent = MultiHeadLatentAttentionConfig::new(32, 4).with_causal(true);
-    for (kind, cache) in [
-        (Kind::MultiHead(cfg.clone()), AttentionCacheConfig::new()),
-        (Kind::MultiHead(cfg.clone()), AttentionCacheConfig::new().with_q8()),
-        (Kind::MultiHead(cfg.with_window(4)), AttentionCacheConfig::new().with_window(4)),
-        (Kind::Latent(latent), AttentionCacheConfig::new()),
-    ] {
-        let layer = kind.layer(TorchSeed::new(3).var_builder(DType::F32, &CPU))?;
-        let mut caches = [AttentionCache::new(&cache)?, AttentionCache::new(&cache)?];
-        for t in [9, 1, 3, 1] {
-            let xs = random(&[2, t, 32])?;
-            let [one, other] = caches.each_mut();
-            let wanted = StatisticsOptions::default().with_top_keys(3);
-            let (ys, found) = layer.run_with_statistics(AttentionInput::new(&xs).with_cache(one), &wanted)?;
-            let expected = layer.run_with_weights(AttentionInput::new(&xs).with_cache(other))?;
-            assert_close(&ys, &expected.output, 1e-4, "a call with a cache");
-            assert_of(&found, &expected.weights, 1e-4, "a call with a cache")?;
-            assert_eq!(one.lens(), other.lens());
-        }
+        assert!(caches.windows(2).all(|pair| pair[0].lens() == pair[1].lens()));
     }
     Ok(())
 }

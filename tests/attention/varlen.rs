@@ -2,7 +2,6 @@
 
 use candle_attention::{
     scaled_dot_product_attention_varlen as varlen, scaled_dot_product_attention_varlen_with_lse as varlen_with_lse,
-    scaled_dot_product_attention_with_lse as with_lse,
 };
 
 use crate::*;
@@ -26,20 +25,18 @@ struct Packed {
 }
 
 fn packed(dtypes: &'static [DType]) -> impl Strategy<Value = Packed> {
-    let structural: Vec<_> = Kind::all().into_iter().filter(|kind| !kind.is_tensor()).collect();
-    let kinds = proptest::collection::vec(select(structural), 0..=2);
     let lens = proptest::collection::vec((0..=5usize, 0..=6usize), 0..=7);
-    let options = ((0..Chosen::SETS).prop_map(Chosen::set), proptest::bool::weighted(0.2), any::<u64>().no_shrink());
-    (lens, proptest::collection::vec(kinds, 0..=2), select(dtypes), options).prop_map(
-        |(lens, masks, dtype, (chosen, uniform_empty_rows, seed))| {
-            let [t_q, t_kv] = [|lens: &(usize, usize)| lens.0, |lens: &(usize, usize)| lens.1]
-                .map(|side| lens.iter().map(side).max().unwrap_or(0));
-            let dims = Dims { b: lens.len(), h: H, h_kv: H_KV, t_q, t_kv, d: D, d_v: D_V };
-            // Joined masks may count from positions that differ in one of the sequences, which leaves ALiBi none.
-            let chosen = Chosen { alibi: chosen.alibi && masks.len() < 2 && masks.concat().len() < 2, ..chosen };
-            Packed { lens, recipe: Recipe { chosen, uniform_empty_rows, seed, ..Recipe::plain(dims, masks, dtype) } }
-        },
-    )
+    (lens, recipes(dtypes)).prop_map(|(lens, mut recipe)| {
+        let longest = |side: fn(&(usize, usize)) -> usize| lens.iter().map(side).max().unwrap_or(0);
+        let (t_q, t_kv) = (longest(|lens| lens.0), longest(|lens| lens.1));
+        recipe.dims = Dims { b: lens.len(), h: H, h_kv: H_KV, t_q, t_kv, d: D, d_v: D_V };
+        // As packed sequences lie, since products take sums in another order where strides are others.
+        recipe.layouts = [Layout::HeadsTransposed; 3];
+        recipe.masks.iter_mut().for_each(|kinds| kinds.retain(|kind| !kind.is_tensor()));
+        // Joined masks may count from positions that differ in one of the sequences, which leaves ALiBi none.
+        recipe.chosen.alibi &= recipe.masks.len() < 2 && recipe.masks.concat().len() < 2;
+        Packed { lens, recipe }
+    })
 }
 
 impl Packed {
@@ -48,104 +45,110 @@ impl Packed {
         PackedSequences::from_lens(&lens_q, &lens_kv)
     }
 
-    /// Of all sequences or of one.
-    fn mask(&self, masks: &[Mask], of: Option<usize>) -> Result<AttentionMask> {
-        let mut masks: Vec<_> = masks.iter().map(|mask| of.map_or(mask.clone(), |s| mask.of_sequence(s))).collect();
-        for part in masks.iter_mut().flat_map(|mask| &mut mask.parts) {
+    /// Padded, under masks of the rows that each sequence has.
+    fn case(&self) -> Case {
+        let (mut case, sequences) = (self.recipe.case(), self.lens.len());
+        for part in case.masks.iter_mut().flat_map(|mask| &mut mask.parts) {
             if let Part::ValidLens(Lens::PerQuery(rows))
             | Part::Starts(Lens::PerQuery(rows))
             | Part::Prefix(Lens::PerQuery(rows)) = part
             {
-                let lens = &self.lens[of.unwrap_or(0)..];
-                rows.iter_mut().zip(lens).for_each(|(row, (t_q, _))| row.truncate(*t_q));
+                rows.iter_mut().zip(&self.lens).for_each(|(row, (t_q, _))| row.truncate(*t_q));
             }
         }
-        let mask = attention_mask(&masks, &Device::Cpu, |_, _, _| unreachable!("packed sequences have no bias"))?;
-        let uniform = self.recipe.uniform_empty_rows;
-        Ok(mask.with_empty_rows(if uniform { EmptyRows::Uniform } else { EmptyRows::Zero }))
-    }
-
-    /// Of biases (H, T_q + T_kv - 1) for the longest queries and keys, those of one sequence.
-    fn distances_of(&self, biases: &Tensor, s: usize) -> Result<Tensor> {
-        let (t_q, t_kv) = self.lens[s];
-        biases.narrow(1, self.recipe.dims.t_q - t_q, t_q + t_kv - 1)
-    }
-
-    /// The reference path: contexts and log-sum-exps to the bit, and gradients of everything in the widest dtype. And
-    /// the kernel's contexts.
-    fn check(&self, device: &Device) -> Result<()> {
-        let (dtype, sequences, mut case) = (self.recipe.dtype, self.sequences()?, self.recipe.case());
         // All sequences have one table of biases by distance, and where there are none, no table is for them.
-        let biases = case.options.distance_bias.take().filter(|_| !sequences.is_empty());
+        let biases = case.options.distance_bias.take().filter(|_| sequences > 0);
         case.options.distance_bias = biases.map(|biases| biases.of_sequence(0));
-        let (total_q, total_kv) = (sequences.total_queries(), sequences.total_keys());
-        let (mut vars, is_poisoned) = (Vec::new(), self.recipe.seed.is_multiple_of(5));
-        for shape in [(total_q, H, D), (total_kv, H_KV, D), (total_kv, H_KV, D_V)] {
-            let drawn = Tensor::randn(0f32, 1., shape, device)?.to_dtype(dtype)?;
-            // What is no number in the last row reaches no other sequence.
-            let last = shape.0.saturating_sub(usize::from(is_poisoned));
-            let poison = (drawn.narrow(0, last, shape.0 - last)? * f64::NAN)?;
-            vars.push(Var::from_tensor(&Tensor::cat(&[drawn.narrow(0, 0, last)?, poison], 0)?)?);
+        // What is no number in a last row reaches no other sequence.
+        let (t_q, t_kv) = self.lens.last().filter(|_| self.is_poisoned()).copied().unwrap_or_default();
+        for (array, t) in [(&mut case.q, t_q), (&mut case.k, t_kv), (&mut case.v, t_kv)].into_iter().filter(|x| x.1 > 0)
+        {
+            let last = array.place([sequences - 1, array.dim(1) - 1, t - 1, 0]);
+            array.data[last] = f64::NAN;
         }
-        let mut distances = None;
-        let options = Call::with_leaves(&case, dtype, device, &mut |name, leaf| {
-            let var = Var::from_tensor(&leaf)?;
-            vars.push(var.clone());
-            if name == "distances" {
-                distances = Some(var.narrow(0, 0, 1)?.squeeze(2)?.squeeze(0)?);
-            }
-            Ok(var.into_inner())
-        })?;
-        // Sequences have no mask of dropout in common but that of everything.
-        let drops = self.recipe.seed.is_multiple_of(8);
-        let options = if drops { options.options.with_dropout(1.0, true) } else { options.options };
-        let [q, k, v] = [0, 1, 2].map(|n| vars[n].as_tensor());
-        let mask = self.mask(&case.masks, None)?;
-        let (context, lse) = varlen_with_lse(q, k, v, &sequences, &mask, &options)?;
-        assert_eq!((context.dims(), lse.dims()), (&[total_q, H, D_V][..], &[H, total_q][..]));
-        assert!(context.is_contiguous() && lse.is_contiguous() && context.dtype() == dtype);
-        let (mut contexts, mut lses) = (vec![context.narrow(0, 0, 0)?], vec![lse.narrow(1, 0, 0)?]);
-        for s in (0..sequences.len()).filter(|&s| !sequences.queries(s).is_empty()) {
-            let own = |tensor: &Tensor, range: std::ops::Range<usize>| {
-                tensor.narrow(0, range.start, range.len())?.transpose(0, 1)?.unsqueeze(0)
-            };
-            let (q, k, v) = (own(q, sequences.queries(s))?, own(k, sequences.keys(s))?, own(v, sequences.keys(s))?);
-            let options = match &distances {
-                Some(biases) => options.clone().with_distance_bias(&self.distances_of(biases, s)?),
-                None => options.clone(),
-            };
-            let (context, lse) = with_lse(&q, &k, &v, &self.mask(&case.masks, Some(s))?, &options)?;
-            contexts.push(context.squeeze(0)?.transpose(0, 1)?);
-            lses.push(lse.squeeze(0)?);
+        case
+    }
+
+    /// Sequences have no mask of dropout in common but that of everything.
+    fn drops(&self) -> bool {
+        self.recipe.seed.is_multiple_of(8)
+    }
+
+    fn is_poisoned(&self) -> bool {
+        self.recipe.seed.is_multiple_of(5) && !self.drops()
+    }
+
+    /// The call of one sequence.
+    fn alone(&self, case: &Case, s: usize) -> Case {
+        let ((t_q, t_kv), case) = (self.lens[s], case.of_sequence(s));
+        let first = |xs: Array, len| xs.view(View::Narrow { dim: 2, start: 0, len });
+        // Of the biases for the longest queries and keys.
+        let distances = View::Narrow { dim: 3, start: case.dims.t_q - t_q, len: t_q + t_kv - 1 };
+        let distance_bias = case.options.distance_bias.map(|biases| biases.view(distances));
+        let (q, k, v) = (first(case.q, t_q), first(case.k, t_kv), first(case.v, t_kv));
+        Case {
+            dims: Dims { t_q, t_kv, ..case.dims },
+            q,
+            k,
+            v,
+            options: Options { distance_bias, ..case.options },
+            ..case
         }
-        let (expected, expected_lse) = (Tensor::cat(&contexts, 0)?, Tensor::cat(&lses, 1)?);
-        let alone = varlen(q, k, v, &sequences, &mask, &options)?;
-        if bits(&context) != bits(&expected) || bits(&alone) != bits(&expected) || bits(&lse) != bits(&expected_lse) {
-            bail!("other bits than each sequence by itself");
-        }
+    }
+
+    /// The reference path: contexts and log-sum-exps are the same, and gradients of everything in the widest dtype near.
+    /// And the kernel's results.
+    fn check(&self, device: &Device) -> Result<()> {
+        let (dtype, has_queries) = (self.recipe.dtype, self.lens.iter().any(|(t_q, _)| *t_q > 0));
+        let is_tracked = dtype == dtypes(device)[0] && has_queries && !self.is_poisoned();
+        let run = |backend, is_packed| backward(self, &(device.clone(), backend, is_packed), |_| is_tracked);
+        let (packed, tolerance) = (run(Backend::Reference, true)?, if dtype == DType::F64 { 1e-12 } else { 1e-4 });
+        let most = |name: &str, largest: f64| tolerance * if is_result(name) { 0.0 } else { largest.max(1.0) };
+        are_near(&packed, &run(Backend::Reference, false)?, most)?;
         if device.is_cpu() && dtype == DType::F32 && !self.recipe.uniform_empty_rows {
-            let fused = varlen(q, k, v, &sequences, &mask, &options.with_backend(Backend::Fused))?;
-            let error = max_error(&fused, &context);
-            if error > 1e-4 {
-                bail!("the kernel is off by {error:e}");
-            }
-        }
-        if dtype != dtypes(device)[0] || total_q == 0 || is_poisoned {
-            return Ok(());
-        }
-        let factors = Tensor::randn(0f32, 1., (total_q, H, D_V), device)?.to_dtype(dtype)?;
-        let [got, expected] = [context, expected].map(|context| (context * &factors)?.sum_all()?.backward());
-        let (got, expected, tolerance) = (got?, expected?, if dtype == DType::F64 { 1e-12 } else { 1e-4 });
-        for (n, var) in vars.iter().enumerate() {
-            // No entry is a gradient of zero.
-            let [got, expected] =
-                [&got, &expected].map(|store| store.get(var).map_or_else(|| var.zeros_like(), |x| Ok(x.clone())));
-            let error = max_error(&got?, &expected?);
-            if error > tolerance {
-                bail!("the gradient of leaf {n} is off by {error:e}");
-            }
+            let fused = run(Backend::Fused, true)?;
+            are_near(&fused, &packed, |_, _| 1e-4).map_err(|error| error.context("the kernel"))?;
         }
         Ok(())
+    }
+}
+
+impl Operation for Packed {
+    /// Packed, or one sequence after the other.
+    type Way = (Device, Backend, bool);
+
+    fn run(&self, (device, backend, is_packed): &Self::Way, leaf: Leaf) -> Result<Vec<Tensor>> {
+        let (dtype, case, mut leaves) = (self.recipe.dtype, self.case(), Named::new());
+        let mut call = |case: &Case| -> Result<Call> {
+            let call = Call::with_leaves(case, dtype, device, &mut |name, tensor| match leaves.get(name) {
+                Some(leaf) => Ok(leaf.clone()),
+                None => leaf(name, tensor).inspect(|leaf| drop(leaves.insert(name.to_string(), leaf.clone()))),
+            })?;
+            Ok(call.on(*backend).with(|options| options.with_dropout(1.0, self.drops())))
+        };
+        if !is_packed {
+            let mut contexts = vec![Tensor::zeros((0, H, D_V), dtype, device)?];
+            let mut lses = vec![Tensor::zeros((H, 0), wide(dtype), device)?];
+            for s in (0..self.lens.len()).filter(|s| self.lens[*s].0 > 0) {
+                let (context, lse) = call(&self.alone(&case, s))?.with_lse()?;
+                contexts.push(context.squeeze(0)?.transpose(0, 1)?);
+                lses.push(lse.squeeze(0)?);
+            }
+            return Ok(vec![Tensor::cat(&contexts, 0)?, Tensor::cat(&lses, 1)?]);
+        }
+        let Call { q, k, v, mask, options } = call(&case)?;
+        let pack = |xs: &Tensor, t: fn(&(usize, usize)) -> usize| -> Result<Tensor> {
+            let own = |(s, lens)| xs.i(s)?.narrow(1, 0, t(lens))?.transpose(0, 1);
+            let none = Tensor::zeros((0, xs.dim(1)?, xs.dim(3)?), dtype, device);
+            let all = std::iter::once(none).chain(self.lens.iter().enumerate().map(own));
+            Tensor::cat(&all.collect::<Result<Vec<_>>>()?, 0)
+        };
+        let (q, k, v) = (pack(&q, |lens| lens.0)?, pack(&k, |lens| lens.1)?, pack(&v, |lens| lens.1)?);
+        let sequences = self.sequences()?;
+        let (context, lse) = varlen_with_lse(&q, &k, &v, &sequences, &mask, &options)?;
+        assert!(context.is_contiguous() && lse.is_contiguous() && context.dtype() == dtype);
+        assert_eq!(bits(&varlen(&q, &k, &v, &sequences, &mask, &options)?), bits(&context));
+        Ok(vec![context, lse])
     }
 }
 

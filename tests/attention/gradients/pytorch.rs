@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 
+use super::{Attention, Function};
 use crate::precision::errors;
 use crate::*;
 
@@ -13,123 +14,89 @@ impl Numbers {
         Ok(Self(recorded_tensors("attention/gradients/pytorch.safetensors")?))
     }
 
-    fn input(&self, name: &str, dtype: DType) -> Result<Tensor> {
-        self.0[&format!("in.{name}")].to_dtype(dtype)
+    /// The first of each dimension, as many as in `shape`.
+    fn input(&self, name: &str, shape: [usize; 4]) -> Result<Array> {
+        let whole = &self.0[&format!("in.{name}")];
+        let own = &shape[4 - whole.rank()..];
+        let part = own.iter().enumerate().try_fold(whole.clone(), |part, (dim, &len)| part.narrow(dim, 0, len))?;
+        Ok(Array::of(own, values(&part)))
     }
 
-    /// The gradients of each case.
-    fn cases(&self) -> impl Iterator<Item = (&str, &Tensor)> {
-        self.0.iter().map(|(name, tensor)| (name.as_str(), tensor)).filter(|(name, _)| !name.contains('.'))
-    }
-}
-
-/// A case of the script.
-struct Case<'a> {
-    numbers: &'a Numbers,
-    name: &'a str,
-    /// Of the context and, where it takes part, of the log-sum-exp in the loss.
-    factors: Vec<f64>,
-}
-
-impl<'a> Case<'a> {
-    fn new(numbers: &'a Numbers, name: &'a str) -> Result<Self> {
-        let mut case = Self { numbers, name, factors: Vec::new() };
-        case.factors = values(&numbers.input("context", DType::F64)?.narrow(3, 0, case.width())?);
-        if case.has("lse") {
-            case.factors.extend(values(&numbers.input("lse", DType::F64)?));
-        }
-        Ok(case)
-    }
-
-    fn has(&self, option: &str) -> bool {
-        self.name.split('+').any(|each| each == option)
-    }
-
-    fn width(&self) -> usize {
-        if self.has("narrow_values") { 3 } else { 4 }
-    }
-
-    /// Each tracked tensor has a gradient, near the part of `expected` that is its own.
-    fn check(&self, way: &<Self as Operation>::Way, expected: &Tensor, tolerance: f64) -> Result<()> {
-        let (found, mut start) = (backward(self, way, |_| true)?, 0);
-        let tracked = self.name.split('+').filter(|option| found.contains_key(*option));
-        for leaf in ["q", "k", "v"].into_iter().chain(tracked) {
-            let gradient = &found[leaf];
-            let expected = expected.narrow(0, start, gradient.elem_count())?.reshape(gradient.shape())?;
-            assert_near(gradient, &expected, tolerance, &format!("{}, {leaf} by {way:?}", self.name));
-            start += gradient.elem_count();
-        }
-        assert_eq!(start, expected.elem_count(), "{}: as many numbers as PyTorch's", self.name);
-        Ok(())
-    }
-}
-
-impl Operation for Case<'_> {
-    /// In one call, or with keys cut in two, whose parts have gradients of their log-sum-exp too.
-    type Way = (DType, Path, bool);
-
-    fn run(&self, &(dtype, path, is_cut): &Self::Way, leaf: Leaf) -> Result<Vec<Tensor>> {
-        let mut leaf = |name: &str, tensor: Tensor| leaf(name, tensor.contiguous()?);
-        let input = |name: &str| self.numbers.input(name, dtype);
-        let heads = if self.has("ungrouped") { 4 } else { 2 - usize::from(self.has("one_key_head")) };
-        let q = leaf("q", input("q")?)?;
-        let k = leaf("k", input("k")?.narrow(1, 0, heads)?)?;
-        let v = leaf("v", input("v")?.narrow(1, 0, heads)?.narrow(3, 0, self.width())?)?;
-        let (mut mask, mut options) = (AttentionMask::none(), reference());
-        for option in self.name.split('+') {
-            let mut tracked = || leaf(option, input(option)?);
+    /// A case of the script, and what it tracks, in the order in which it wrote gradients.
+    fn call(&self, name: &str, function: Function) -> Result<(Attention, Vec<String>)> {
+        let has = |option: &str| name.split('+').any(|each| each == option);
+        let h_kv = if has("ungrouped") { 4 } else { 2 - usize::from(has("one_key_head")) };
+        let dims = Dims { b: 2, h: 4, h_kv, t_q: 3, t_kv: 6, d: 4, d_v: if has("narrow_values") { 3 } else { 4 } };
+        let Dims { b, h, t_q, t_kv, d, d_v, .. } = dims;
+        let (mut masks, mut options) = (Vec::new(), Options::default());
+        let mut tracked = vec!["q".to_string(), "k".into(), "v".into()];
+        let heads = |name: &str| self.input(name, [1, 1, 1, h]).map(|heads| Some(heads.data));
+        for option in name.split('+') {
+            let lens = |lens: [usize; 2]| Lens::PerSequence(lens.into());
+            masks.extend(match option {
+                "causal" => Some(Mask::new(Alignment::Causal, [])),
+                "window" => Some(Mask::new(Alignment::Causal, [Part::Window(3)])),
+                "band" => Some(Mask::of(Part::Band(2, 1))),
+                "prefix" => Some(Mask::new(Alignment::Causal, [Part::Prefix(lens([5, 2]))])),
+                "lens" => Some(Mask::of(Part::ValidLens(lens([6, 3])))),
+                "keep" => Some(Mask::of(Part::Keep(self.input(option, [b, 1, t_q, t_kv])?))),
+                "bias_heads" | "bias_keys" => {
+                    tracked.push(format!("bias {} 0", masks.len()));
+                    Some(Mask::of(Part::Bias(self.input(option, [1, h, t_q, t_kv])?)))
+                }
+                _ => None,
+            });
             match option {
-                "causal" => mask = mask.and(&AttentionMask::causal()),
-                "window" => mask = mask.and(&AttentionMask::causal().with_window(3)),
-                "band" => mask = mask.with_band(2, 1),
-                "prefix" => mask = mask.and(&AttentionMask::causal().with_prefix(vec![5, 2])),
-                "lens" => mask = mask.with_valid_lens(vec![6, 3]),
-                "keep" => mask = mask.with_keep(&self.numbers.input(option, DType::U8)?),
-                "bias_heads" | "bias_keys" => mask = mask.with_bias(&tracked()?),
-                "alibi" => options = options.with_alibi_slopes(&tracked()?),
-                "sinks" => options = options.with_sinks(&tracked()?),
-                "softcap" => options = options.with_softcap(1.5),
-                "scale" => options = options.with_scale(-0.75),
-                "plain" | "ungrouped" | "one_key_head" | "narrow_values" | "lse" => {}
-                other => panic!("{other} is no option"),
+                "alibi" => (options.alibi_slopes, _) = (heads(option)?, tracked.push("slopes".into())),
+                "sinks" => (options.sinks, _) = (heads(option)?, tracked.push("sinks".into())),
+                "softcap" => options.softcap = Some(1.5),
+                "scale" => options.scale = Some(-0.75),
+                _ => {}
             }
         }
-        let call = Call { q, k, v, mask, options }.by(path);
-        let part = |start: usize, len: usize| {
-            let (k, v) = (call.k.narrow(2, start, len)?, call.v.narrow(2, start, len)?);
-            Call { k, v, ..call.clone() }.with_lse()
-        };
-        let both = || if is_cut { merge_attention(&[part(0, 4)?, part(4, 2)?]) } else { call.with_lse() };
-        Ok(match self.has("lse") {
-            false if !is_cut => vec![call.context()?],
-            false => vec![both()?.0],
-            true => both().map(|(context, lse)| vec![context, lse])?,
-        })
+        let [q, k, v] = [("q", h, t_q, d), ("k", h_kv, t_kv, d), ("v", h_kv, t_kv, d_v)]
+            .map(|(name, heads, t, width)| self.input(name, [b, heads, t, width]));
+        let case = Case { dims, q: q?, k: k?, v: v?, masks, uniform_empty_rows: false, options };
+        let of_context = self.input("context", [b, h, t_q, d_v])?.data;
+        let of_lse = if has("lse") { self.input("lse", [1, b, h, t_q])?.data } else { vec![0.0; b * h * t_q] };
+        Ok((Attention::new(case, function).counted([of_context, of_lse].concat()), tracked))
     }
 
-    fn factor(&self, n: usize) -> f64 {
-        self.factors[n]
+    /// Each tracked tensor has a gradient, near the part of `expected` that is its own. Where no other function is
+    /// asked for, the log-sum-exp is one of the results if it is in the loss.
+    fn check(&self, name: &str, of: Option<Function>, way: (DType, Path), tolerance: f64) -> Result<()> {
+        let plain = if name.contains("lse") { Function::Lse } else { Function::Context };
+        let ((call, tracked), expected) = (self.call(name, of.unwrap_or(plain))?, &self.0[name]);
+        let (found, mut start) = (backward(&call, &way, |_| true)?, 0);
+        for leaf in &tracked {
+            let gradient = &found[leaf];
+            let expected = expected.narrow(0, start, gradient.elem_count())?.reshape(gradient.shape())?;
+            assert_near(gradient, &expected, tolerance, &format!("{name}, {leaf} by {way:?}"));
+            start += gradient.elem_count();
+        }
+        assert_eq!(start, expected.elem_count(), "{name}: as many numbers as PyTorch's");
+        Ok(())
     }
 }
 
 #[test]
 fn every_option_and_every_pair_has_pytorchs_gradients() -> Result<()> {
     let (numbers, mut count) = (Numbers::load()?, 0);
-    for (name, expected) in numbers.cases() {
-        let case = Case::new(&numbers, name)?;
+    for (name, expected) in numbers.0.iter().filter(|(name, _)| !name.contains('.')) {
         // What is stored in f32 is rounded to it.
         let tolerance = if expected.dtype() == DType::F64 { 1e-12 } else { 6e-8 };
-        case.check(&(DType::F64, Path::REFERENCE, false), expected, tolerance)?;
+        numbers.check(name, None, (DType::F64, Path::REFERENCE), tolerance)?;
         for path in Path::kernels().into_iter().chain([Path::REFERENCE]) {
-            case.check(&(DType::F32, path, false), expected, 1e-5)?;
+            numbers.check(name, None, (DType::F32, path), 1e-5)?;
         }
         count += 1;
     }
     assert_eq!(count, 1 + 16 + 13 * 12 / 2 + 1, "plain, each option, each pair of 13, and most of them at once");
+    // Keys that are cut, so that the log-sum-exps of parts have gradients too.
     for name in ["plain", "lse", "softcap+lse", "ungrouped", "narrow_values"] {
-        let case = Case::new(&numbers, name)?;
-        case.check(&(DType::F64, Path::REFERENCE, true), &numbers.0[name], 6e-8)?;
-        case.check(&(DType::F32, Path::Asked(Backend::Fused), true), &numbers.0[name], 1e-5)?;
+        let cut = Some(Function::Merged(4, 6));
+        numbers.check(name, cut, (DType::F64, Path::REFERENCE), 6e-8)?;
+        numbers.check(name, cut, (DType::F32, Path::Asked(Backend::Fused)), 1e-5)?;
     }
     Ok(())
 }
