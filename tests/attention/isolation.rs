@@ -45,29 +45,20 @@ enum Poisoned {
 struct Poison {
     recipe: Recipe,
     of: Poisoned,
-    seed: u64,
 }
 
 fn poisons(dims: Dims, dtypes: &'static [DType], of_kernel: bool) -> impl Strategy<Value = Poison> {
     use Poisoned::*;
     let of = select(&[Queries, Keys, Keys, Values, Values, Bias, Sinks, Unseen][..]);
-    let chosen = (0..Chosen::SETS).prop_map(Chosen::set);
-    (select(&MASKS[..]), of, select(dtypes), chosen, any::<bool>(), any::<u64>().no_shrink()).prop_map(
-        move |(kinds, of, dtype, chosen, runs, seed)| {
-            let layouts = [Layout::HeadsTransposed, Layout::CacheMiddle, Layout::Packed];
-            let chosen = Chosen {
-                scale: false,
-                softcap: of_kernel && chosen.softcap,
-                sinks: of == Sinks || chosen.sinks,
-                ..chosen
-            };
-            // A row that sees no key is no row of NaN, whatever its sink, nor is it one of numbers.
-            let kinds = if of == Sinks { &[Kind::Causal] } else { kinds };
-            let recipe = Recipe { layouts, chosen, runs, seed, ..Recipe::plain(dims, vec![kinds.to_vec()], dtype) };
-            let recipe = Recipe { uniform_empty_rows: !of_kernel && seed % 4 == 0, ..recipe };
-            Poison { recipe, of, seed }
-        },
-    )
+    (select(&MASKS[..]), of, recipes(dtypes), any::<bool>()).prop_map(move |(kinds, of, recipe, runs)| {
+        let layouts = [Layout::HeadsTransposed, Layout::CacheMiddle, Layout::Packed];
+        let (softcap, sinks) = (of_kernel && recipe.chosen.softcap, of == Sinks || recipe.chosen.sinks);
+        let chosen = Chosen { scale: false, softcap, sinks, ..recipe.chosen };
+        // A row that sees no key is no row of NaN, whatever its sink, nor is it one of numbers.
+        let masks = vec![if of == Sinks { vec![Kind::Causal] } else { kinds.to_vec() }];
+        let uniform_empty_rows = !of_kernel && recipe.uniform_empty_rows;
+        Poison { recipe: Recipe { dims, layouts, masks, chosen, runs, uniform_empty_rows, ..recipe }, of }
+    })
 }
 
 /// Every (b, h, t) of an array of vectors.
@@ -80,7 +71,7 @@ impl Poison {
     fn cases(&self) -> [Case; 2] {
         let mut clean = self.recipe.case();
         let Dims { b, h, t_q, t_kv, .. } = clean.dims;
-        let mut random = Random::new(self.seed);
+        let mut random = Random::new(self.recipe.seed);
         if self.of == Poisoned::Bias {
             let shapes: [&[usize]; 6] =
                 [&[t_kv], &[t_q, t_kv], &[b, 1, 1, t_kv], &[h, t_q, t_kv], &[b, h, t_q, t_kv], &[t_q, 1]];
@@ -102,8 +93,8 @@ impl Poison {
             _ => random.up_to(t - 1),
         };
         let (b, h, column) = (at(b), at(h), at(d.max(d_v)));
-        for n in 0..1 + self.seed as usize % 3 {
-            let special = SPECIALS[(self.seed as usize / 3 + n) % 3];
+        for n in 0..1 + self.recipe.seed as usize % 3 {
+            let special = SPECIALS[(self.recipe.seed as usize / 3 + n) % 3];
             let (array, place) = match self.of {
                 Poisoned::Queries => (&mut case.q, [b, h, at(t_q), column % d]),
                 Poisoned::Keys => (&mut case.k, [b, h % h_kv, at(t_kv), column % d]),
