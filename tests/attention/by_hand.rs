@@ -109,24 +109,21 @@ pub fn forward(cfg: &MultiHeadAttentionConfig, parameters: &Parameters, input: &
         Array::of(&[b, t_kv + more, xs.width()], all.data)
     };
 
-    let window = cfg.window().map(Part::Window);
+    let (alibi_slopes, bias) = alibi(cfg, t_q, t_kv);
     let band = cfg.band().map(|(left, right)| Part::Band(left, right));
-    let chunk = cfg.chunk().map(Part::Chunk);
-    let alignment = if cfg.causal() { Alignment::Causal } else { Alignment::Free };
-    let own =
-        Mask { alignment, parts: window.into_iter().chain(band).chain(chunk).chain(falcon(cfg, t_q, t_kv)).collect() };
-    let masks: Vec<Mask> = std::iter::once(own).chain(input.mask.iter().cloned()).collect();
+    let parts = [cfg.window().map(Part::Window), band, cfg.chunk().map(Part::Chunk), bias].into_iter().flatten();
+    let own = Mask::new(if cfg.causal() { Alignment::Causal } else { Alignment::Free }, parts.collect::<Vec<_>>());
     let mut case = Case {
         dims: Dims { b, h, h_kv, t_q, t_kv, d, d_v },
         q: heads(&q, h, d),
         k: heads(&append(&k, "bias_k"), h_kv, d),
         v: heads(&append(&v, "bias_v"), h_kv, d_v),
-        masks,
+        masks: std::iter::once(own).chain(input.mask.iter().cloned()).collect(),
         uniform_empty_rows: false,
         options: Options {
             scale: cfg.scale(),
             softcap: cfg.softcap(),
-            alibi_slopes: slopes(cfg).map(|slopes| slopes.into_iter().map(f64::from).collect()),
+            alibi_slopes,
             sinks: cfg.sinks().then(|| parameters["sinks"].data.clone()),
             distance_bias: None,
         },
@@ -228,21 +225,19 @@ fn merged(context: Vec<f64>, [b, h, t, d_v]: [usize; 4]) -> Array {
     Array::of(&[b, t, h * d_v], Array::each([b, t, h, d_v], |[b, i, h, d]| context.at([b, h, i, d])).data)
 }
 
-/// Slopes for the distance of query and key.
-fn slopes(cfg: &MultiHeadAttentionConfig) -> Option<Vec<f32>> {
-    let alibi = cfg.alibi().filter(|&alibi| *alibi != AlibiConfig::Falcon)?;
-    alibi.slopes(cfg.num_heads()).ok()
-}
-
-/// Falcon's biases of keys.
-fn falcon(cfg: &MultiHeadAttentionConfig, t_q: usize, t_kv: usize) -> Option<Part> {
-    let alibi = cfg.alibi().filter(|&alibi| *alibi == AlibiConfig::Falcon)?;
+/// Slopes for the distance of query and key, or Falcon's biases of keys.
+fn alibi(cfg: &MultiHeadAttentionConfig, t_q: usize, t_kv: usize) -> (Option<Vec<f64>>, Option<Part>) {
+    let Some(alibi) = cfg.alibi() else { return (None, None) };
     let slopes = alibi.slopes(cfg.num_heads()).expect("few heads");
+    if *alibi != AlibiConfig::Falcon {
+        return (Some(slopes.into_iter().map(f64::from).collect()), None);
+    }
     let scale = cfg.scale().unwrap_or(1.0 / (cfg.head_dim() as f64).sqrt());
-    Some(Part::Bias(Array::each([1, cfg.num_heads(), t_q, t_kv], |[_, h, _, j]| {
+    let bias = Array::each([1, cfg.num_heads(), t_q, t_kv], |[_, h, _, j]| {
         let product = bf16::from_f32(slopes[h]).to_f32() * bf16::from_f32(j as f32).to_f32();
         bf16::from_f32(product).to_f64() * scale
-    })))
+    });
+    (None, Some(Part::Bias(bias)))
 }
 
 /// The mask of T_kv keys written out for `more`, which every query sees.

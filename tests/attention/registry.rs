@@ -250,7 +250,8 @@ fn multi_head() -> Vec<(&'static str, Config)> {
     let (plain, grouped) = (|| Config::new(12, 4), || Config::new(12, 4).with_num_kv_heads(2));
     let norm = |kind, scope| plain().with_causal(true).with_qk_norm(QkNorm { kind, scope, eps: 1e-5 });
     let of_context = |kind| ContextNorm { kind, eps: 1e-5 };
-    let gate = |activation, scope, place| OutputGate { activation, scope, place };
+    let gate = |activation, place| OutputGate { activation, scope: GateScope::PerEntry, place };
+    let gate_of_heads = |place| OutputGate { activation: Softplus, scope: GateScope::PerHead, place };
     let (own, biased) = (GatePlace::Own { bias: false }, GatePlace::Own { bias: true });
     let scaled = |first| QueryScaling { beta: 0.7, interval: 2, first };
     let interleaved = || RopeConfig::new(100.0).with_style(RopeStyle::Interleaved).with_rotary_dim(4);
@@ -312,27 +313,18 @@ fn multi_head() -> Vec<(&'static str, Config)> {
         ("rope after norms", norm(Rms, PerHead).with_head_dim(4).with_rope(interleaved())),
         ("scaled queries", grouped().with_causal(true).with_query_scaling(scaled(0))),
         ("rope and scaled queries", plain().with_head_dim(6).with_rope(interleaved()).with_query_scaling(scaled(1))),
-        ("gate", grouped().with_output_gate(gate(Sigmoid, GateScope::PerEntry, own))),
-        ("gate of heads", plain().with_value_head_dim(5).with_output_gate(gate(Softplus, GateScope::PerHead, biased))),
+        ("gate", grouped().with_output_gate(gate(Sigmoid, own))),
+        ("gate of heads", plain().with_value_head_dim(5).with_output_gate(gate_of_heads(biased))),
+        ("gate and norm", plain().with_output_gate(gate(Sigmoid, biased)).with_context_norm(of_context(LayerNorm))),
         (
-            "layer norm of a gated context",
-            plain().with_context_norm(of_context(LayerNorm)).with_output_gate(gate(
-                Sigmoid,
-                GateScope::PerEntry,
-                biased,
-            )),
+            "gate beside the query",
+            grouped().with_value_head_dim(5).with_bias(true).with_output_gate(gate(Sigmoid, GatePlace::Query)),
         ),
-        ("gate beside the query", {
-            let gate = gate(Sigmoid, GateScope::PerEntry, GatePlace::Query);
-            grouped().with_value_head_dim(5).with_bias(true).with_output_gate(gate)
-        }),
-        ("gate of heads beside the query", {
-            plain().with_out_proj(false).with_output_gate(gate(Softplus, GateScope::PerHead, GatePlace::Query))
-        }),
-        ("gate, cross", {
-            let gate = gate(Softplus, GateScope::PerEntry, own);
-            plain().with_key_size(7).with_value_size(5).with_output_gate(gate)
-        }),
+        (
+            "gate of heads beside the query",
+            plain().with_out_proj(false).with_output_gate(gate_of_heads(GatePlace::Query)),
+        ),
+        ("gate, cross", plain().with_key_size(7).with_value_size(5).with_output_gate(gate(Softplus, own))),
         ("learned key", grouped().with_bias_kv(true)),
         ("key of zeros", grouped().with_add_zero_attn(true).with_bias(true).with_softcap(3.0)),
         ("learned key and one of zeros", plain().with_bias_kv(true).with_add_zero_attn(true)),
