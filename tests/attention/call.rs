@@ -78,10 +78,6 @@ impl Call {
         self.clone().with(|options| options.with_backend(backend))
     }
 
-    pub fn on_reference(&self) -> Self {
-        self.on(Backend::Reference)
-    }
-
     pub fn by(&self, path: Path) -> Self {
         match path {
             Path::Asked(backend) => self.on(backend),
@@ -91,10 +87,6 @@ impl Call {
 
     pub fn on_tier(&self, tier: Tier) -> Self {
         self.clone().with(|options| options.with_cpu_tier(tier))
-    }
-
-    pub fn in_order(&self, order: OutputOrder) -> Self {
-        self.clone().with(|options| options.with_output_order(order))
     }
 
     pub fn context(&self) -> Result<Tensor> {
@@ -113,7 +105,8 @@ impl Call {
     /// result, in the order of memory that is asked for.
     pub fn results(&self) -> Result<Vec<Tensor>> {
         let (context, is_reference) = (self.context()?, self.plan()?.backend == Backend::Reference);
-        let (sequence_first, lse) = self.in_order(OutputOrder::Bthd).with_lse()?;
+        let (sequence_first, lse) =
+            self.clone().with(|options| options.with_output_order(OutputOrder::Bthd)).with_lse()?;
         let lie_so = context.is_contiguous() && sequence_first.transpose(1, 2)?.is_contiguous();
         if !lie_so && context.elem_count() > 0 {
             bail!("strides {:?} and {:?} of {:?}", context.stride(), sequence_first.stride(), context.shape());

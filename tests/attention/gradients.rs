@@ -4,18 +4,19 @@
 mod pytorch;
 
 use crate::isolation::{fill_unseen, vectors};
+use crate::merge::{Split, splits};
 use crate::*;
 
 /// What the results are.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub enum Function {
     Context,
     Weights,
     Lse,
     /// Context, log-sum-exp and, of paths that have them, weights.
     All,
-    /// Context and log-sum-exp of keys cut in three.
-    Merged(usize, usize),
+    /// Context and log-sum-exp of keys in parts.
+    Merged(Split),
 }
 
 /// A call of attention.
@@ -47,29 +48,6 @@ impl Attention {
     fn dropping(self, seed: u64) -> Self {
         Self { dropout: seed.is_multiple_of(3).then_some(seed), ..self }
     }
-
-    fn merged(&self, [first, second]: [usize; 2], call: &Call, leaves: &Named) -> Result<(Tensor, Tensor)> {
-        let Dims { b, h, t_q, t_kv, .. } = self.case.dims;
-        let ends = [0, first.min(second), first.max(second), t_kv].map(|end| end.min(t_kv));
-        let part = |n: usize| {
-            let keys: Vec<usize> = (ends[n]..ends[n + 1]).collect();
-            let of = |(m, p, part): (usize, usize, &Part)| match part {
-                Part::Bias(array) => Some(array.look(&leaves[&format!("bias {m} {p}")])),
-                _ => None,
-            };
-            let own = |bias: Result<Tensor>| bias?.broadcast_as((b, h, t_q, t_kv))?.narrow(3, ends[n], keys.len());
-            let biases = parts(&self.case).filter_map(of).map(own).collect::<Result<Vec<_>>>()?;
-            // In the part in the middle, which may have no keys.
-            let sinks = leaves.get("sinks").filter(|_| n == 1);
-            crate::merge::part(call, &self.case, &keys, (&biases, sinks))?.with_lse()
-        };
-        merge_attention(&(0..3).map(part).collect::<Result<Vec<_>>>()?)
-    }
-}
-
-fn parts(case: &Case) -> impl Iterator<Item = (usize, usize, &Part)> {
-    let masks = case.masks.iter().enumerate();
-    masks.flat_map(|(m, mask)| mask.parts.iter().enumerate().map(move |(p, part)| (m, p, part)))
 }
 
 impl Operation for Attention {
@@ -87,7 +65,7 @@ impl Operation for Attention {
             None => options,
         });
         let both = |(context, lse)| vec![context, lse];
-        Ok(match self.function {
+        Ok(match &self.function {
             Function::Context => vec![call.context()?],
             Function::Weights => {
                 let output = call.with_weights()?;
@@ -95,7 +73,7 @@ impl Operation for Attention {
             }
             Function::Lse => both(call.with_lse()?),
             Function::All => call.results()?,
-            Function::Merged(first, second) => both(self.merged([first, second], &call, &leaves)?),
+            Function::Merged(split) => both(split.merge(&self.case, &call, &leaves, *path)?),
         })
     }
 
@@ -139,18 +117,18 @@ const EXACT: (DType, Path) = (DType::F64, Path::REFERENCE);
 
 #[test]
 fn random_gradients_are_slopes() {
-    let functions = prop_oneof![
-        Just(Function::Context),
-        Just(Function::Weights),
-        Just(Function::Lse),
-        (0..9usize, 0..9usize).prop_map(|(first, second)| Function::Merged(first, second)),
-    ];
-    for_all(400, (recipes(&[DType::F64]), functions), |(mut recipe, function): (Recipe, Function)| {
-        if let Function::Merged(..) = function {
-            // Parts have distances of their own, and an empty row of a part is no empty row of the whole.
-            (recipe.chosen.alibi, recipe.chosen.distances) = (false, false);
-            recipe.uniform_empty_rows = false;
-        }
+    for_all(400, (splits(recipes(&[DType::F64])), 0..4), |((mut recipe, split), function)| {
+        let function = match function {
+            0 => Function::Context,
+            1 => Function::Weights,
+            2 => Function::Lse,
+            _ => {
+                // Parts have distances of their own, and an empty row of a part is no empty row of the whole.
+                (recipe.chosen.alibi, recipe.chosen.distances) = (false, false);
+                recipe.uniform_empty_rows = false;
+                Function::Merged(split)
+            }
+        };
         has_slopes(&Attention::new(recipe.case(), function), &EXACT, 1e-6, 16)
     });
 }

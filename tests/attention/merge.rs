@@ -1,108 +1,116 @@
 //! Keys cut into parts, each attended alone, merge to what all keys together give.
 
+use crate::gradients::{Attention, Function};
 use crate::*;
 
 crate::on_each_device!(random_parts_merge_to_the_whole);
 
-/// A call, and the part that each key goes to.
+/// The part that each key goes to, side by side or scattered, and the part that the sinks go to.
 #[derive(Debug, Clone)]
-struct Split {
-    recipe: Recipe,
-    parts: usize,
-    sinks_in: usize,
-    /// Side by side, or scattered.
-    assigned: Vec<usize>,
+pub struct Split {
+    pub parts: usize,
+    pub sinks_in: usize,
+    pub assigned: Vec<usize>,
+    /// Parts are merged in two stages, as a tree of machines would do it, and not at once.
+    pub in_stages: bool,
 }
 
-fn splits(recipes: impl Strategy<Value = Recipe>) -> impl Strategy<Value = Split> {
+pub fn splits(recipes: impl Strategy<Value = Recipe>) -> impl Strategy<Value = (Recipe, Split)> {
     (recipes, 1..=5usize).prop_flat_map(|(recipe, parts)| {
         let assigned = proptest::collection::vec(0..parts, recipe.dims.t_kv);
-        (Just(recipe), Just(parts), 0..parts, any::<bool>(), assigned).prop_map(
-            |(recipe, parts, sinks_in, in_order, mut assigned)| {
-                if in_order {
-                    assigned.sort_unstable();
-                }
-                Split { recipe, parts, sinks_in, assigned }
-            },
-        )
+        (Just(recipe), 0..parts, any::<bool>(), assigned).prop_map(move |(recipe, sinks_in, in_order, mut assigned)| {
+            if in_order {
+                assigned.sort_unstable();
+            }
+            (recipe, Split { parts, sinks_in, assigned, in_stages: false })
+        })
     })
 }
 
 impl Split {
-    /// At once, and in two stages, as a tree of machines would do it.
-    fn check(&self, device: &Device, path: Path) -> Result<()> {
-        let Self { recipe, parts, sinks_in, assigned } = self;
-        let mut case = recipe.case();
-        let mut sinks = None;
-        let whole = Call::with_leaves(&case, recipe.dtype, device, &mut |name, leaf| {
-            sinks = if name == "sinks" { Some(leaf.clone()) } else { sinks.take() };
-            Ok(leaf)
-        })?;
-        let part = |n: usize| {
-            let keys: Vec<usize> = (0..case.dims.t_kv).filter(|&j| assigned[j] == n).collect();
-            let bias = columns(&case, &keys, |index| case.bias(index)).tensor(wide(recipe.dtype), device)?;
-            let mut part = part(&whole, &case, &keys, (&[bias], sinks.as_ref().filter(|_| n == *sinks_in)))?;
-            // The mean of a part's keys must not enter the whole's; with a sink it would, which no merge can tell.
-            if recipe.uniform_empty_rows && case.options.sinks.is_none() {
-                part.mask = part.mask.with_empty_rows(EmptyRows::Uniform);
-            }
-            part.by(path).with_lse()
-        };
-        let parts = (0..*parts).map(part).collect::<Result<Vec<_>>>()?;
-        let (front, back) = parts.split_at(*sinks_in);
+    /// Of a case, as a call with these leaves.
+    pub fn merge(&self, case: &Case, whole: &Call, leaves: &Named, path: Path) -> Result<(Tensor, Tensor)> {
+        let part = |n| self.part(n, case, whole, leaves)?.by(path).with_lse();
+        let parts = (0..self.parts).map(part).collect::<Result<Vec<_>>>()?;
+        if !self.in_stages {
+            return merge_attention(&parts);
+        }
+        let (front, back) = parts.split_at(self.sinks_in);
         let halves = [front, back].into_iter().filter(|half| !half.is_empty());
-        let in_stages = merge_attention(&halves.map(merge_attention).collect::<Result<Vec<_>>>()?)?;
-        case.uniform_empty_rows = false;
-        let expected = Expected::new(&case, recipe.dtype).on(path);
-        let compare = |(context, lse): &(Tensor, Tensor), stages: f64| {
-            expected.merged_context(context, stages)?;
-            expected.lse(lse)
+        merge_attention(&halves.map(merge_attention).collect::<Result<Vec<_>>>()?)
+    }
+
+    /// The keys of a part as a call of their own. What is hidden is written out, and what distances add has to be, since
+    /// positions count in the whole.
+    fn part(&self, n: usize, case: &Case, whole: &Call, leaves: &Named) -> Result<Call> {
+        let (Dims { b, h, t_q, t_kv, .. }, device) = (case.dims, whole.q.device());
+        let keys: Vec<usize> = (0..t_kv).filter(|&j| self.assigned[j] == n).collect();
+        let in_order = keys.windows(2).all(|pair| pair[1] == pair[0] + 1);
+        let take = |tensor: &Tensor, dim: usize| match keys.first() {
+            Some(&first) if in_order => tensor.narrow(dim, first, keys.len()),
+            // Candle copies no view of an empty buffer that begins past its end.
+            Some(_) if tensor.elem_count() == 0 => {
+                let sizes = tensor.dims().iter().enumerate().map(|(n, &size)| if n == dim { keys.len() } else { size });
+                Tensor::zeros(sizes.collect::<Vec<_>>(), tensor.dtype(), device)
+            }
+            Some(_) => {
+                let index: Vec<u32> = keys.iter().map(|&j| j as u32).collect();
+                tensor.contiguous()?.index_select(&Tensor::new(index, device)?, dim)
+            }
+            None => tensor.narrow(dim, 0, 0),
         };
-        compare(&merge_attention(&parts)?, 1.0).map_err(|error| error.context(format!("{path:?}, at once")))?;
-        compare(&in_stages, 2.0).map_err(|error| error.context(format!("{path:?}, in stages")))
+        let columns = |dtype: DType, entry: &dyn Fn([usize; 4]) -> f64| {
+            let column = |[b, h, i, n]: [usize; 4]| entry([b, h, i, keys[n]]);
+            Array::each([b, h, t_q, keys.len()], column).tensor(dtype, device)
+        };
+        let keep = columns(DType::U8, &|index| f64::from(u8::from(case.sees(index))))?;
+        let (mut mask, mut by_distance) = (AttentionMask::none().with_keep(&keep), case.clone());
+        for (m, own) in by_distance.masks.iter_mut().enumerate() {
+            for (p, part) in std::mem::take(&mut own.parts).into_iter().enumerate() {
+                match &part {
+                    Part::Bias(bias) => {
+                        let whole = bias.look(&leaves[&format!("bias {m} {p}")])?.broadcast_as((b, h, t_q, t_kv))?;
+                        mask = mask.with_bias(&take(&whole, 3)?);
+                    }
+                    _ => own.parts.push(part),
+                }
+            }
+        }
+        mask = mask.with_bias(&columns(wide(whole.q.dtype()), &|index| by_distance.bias(index))?);
+        // The mean of a part's keys must not enter the whole's; with a sink it would, which no merge can tell.
+        if case.uniform_empty_rows && case.options.sinks.is_none() {
+            mask = mask.with_empty_rows(EmptyRows::Uniform);
+        }
+        // Scale and softcap belong to every part.
+        let (options, sinks) = (numbers(&case.options), leaves.get("sinks").filter(|_| n == self.sinks_in));
+        let options = sinks.map_or(options.clone(), |sinks| options.with_sinks(sinks));
+        Ok(Call { q: whole.q.clone(), k: take(&whole.k, 2)?, v: take(&whole.v, 2)?, mask, options })
     }
 }
 
-/// The columns `keys` of a matrix (B, H, T_q, T_kv).
-fn columns(case: &Case, keys: &[usize], entry: impl Fn([usize; 4]) -> f64) -> Array {
-    let Dims { b, h, t_q, .. } = case.dims;
-    Array::each([b, h, t_q, keys.len()], |[b, h, i, n]| entry([b, h, i, keys[n]]))
-}
-
-/// These keys of a call as a call of their own, with biases and sinks. What is hidden is written out, and what is added
-/// has to be, since positions, and ALiBi's distances, count in the whole.
-pub fn part(whole: &Call, case: &Case, keys: &[usize], (biases, sinks): (&[Tensor], Option<&Tensor>)) -> Result<Call> {
-    let (dtype, device) = (whole.q.dtype(), whole.q.device());
-    let in_order = keys.windows(2).all(|pair| pair[1] == pair[0] + 1);
-    let take = |tensor: &Tensor| match keys.first() {
-        Some(&first) if in_order => tensor.narrow(2, first, keys.len()),
-        // Candle copies no view of an empty buffer that begins past its end.
-        Some(_) if tensor.elem_count() == 0 => {
-            let (b, h, _, d) = tensor.dims4()?;
-            Tensor::zeros((b, h, keys.len(), d), dtype, device)
-        }
-        Some(_) => {
-            let index: Vec<u32> = keys.iter().map(|&j| j as u32).collect();
-            tensor.contiguous()?.index_select(&Tensor::new(index, device)?, 2)
-        }
-        None => tensor.narrow(2, 0, 0),
-    };
-    let keep = columns(case, keys, |index| f64::from(u8::from(case.sees(index)))).tensor(DType::U8, device)?;
-    let mask = biases.iter().fold(AttentionMask::none().with_keep(&keep), |mask, bias| mask.with_bias(bias));
-    // Scale and softcap belong to every part.
-    let options = numbers(&case.options);
-    let options = sinks.map_or(options.clone(), |sinks| options.with_sinks(sinks));
-    Ok(Call { q: whole.q.clone(), k: take(&whole.k)?, v: take(&whole.v)?, mask, options })
+fn check(recipe: &Recipe, split: &Split, device: &Device, path: Path) -> Result<()> {
+    let (case, dtype) = (recipe.case(), recipe.dtype);
+    let expected = Expected::new(&Case { uniform_empty_rows: false, ..case.clone() }, dtype).on(path);
+    for in_stages in [false, true] {
+        let split = Split { in_stages, ..split.clone() };
+        let call = Attention::on(device, case.clone(), Function::Merged(split));
+        let merged = call.run(&(dtype, path), &mut |_, tensor| Ok(tensor))?;
+        let outcome = expected.merged_context(&merged[0], if in_stages { 2.0 } else { 1.0 });
+        let outcome = outcome.and_then(|()| expected.lse(&merged[1]));
+        outcome.map_err(|error| error.context(format!("{path:?}, in stages: {in_stages}")))?;
+    }
+    Ok(())
 }
 
 fn random_parts_merge_to_the_whole(device: &Device) {
-    for_all(2_000, splits(recipes(dtypes(device))), |split| split.check(device, Path::REFERENCE));
+    let splits = splits(recipes(dtypes(device)));
+    for_all(2_000, splits, |(recipe, split)| check(&recipe, &split, device, Path::REFERENCE));
 }
 
 /// Some of which have no keys.
 #[test]
 fn random_parts_of_the_kernel_merge_to_the_whole() {
-    for_all(64, splits(kernel_recipes()), |split| {
-        Path::kernels().into_iter().try_for_each(|path| split.check(&CPU, path))
+    for_all(64, splits(kernel_recipes()), |(recipe, split)| {
+        Path::kernels().into_iter().try_for_each(|path| check(&recipe, &split, &CPU, path))
     });
 }

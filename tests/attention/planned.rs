@@ -19,7 +19,7 @@ fn outcomes(call: &Call) -> [(&'static str, Result<()>); 3] {
 
 /// What `Auto` plans it runs; the reference path is what runs where it is asked for; and `Fused` runs or says why not.
 fn planned(call: &Call) -> Result<Plan> {
-    let asked = call.on_reference().plan()?;
+    let asked = call.on(Backend::Reference).plan()?;
     assert_eq!((asked.backend, asked.reason.as_str()), (Backend::Reference, "asked for"));
     let (auto, fused) = (call.on(Backend::Auto), call.on(Backend::Fused));
     let plan = auto.plan()?;
