@@ -11,24 +11,6 @@ const SPECIALS: [f64; 3] = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY];
 /// The edges of the kernel's tiles of 8, 16, 32 and 64 keys.
 const EDGES: [usize; 13] = [0, 7, 8, 15, 16, 31, 32, 33, 47, 48, 63, 64, 66];
 
-const MASKS: [&[Kind]; 15] = [
-    &[],
-    &[Kind::Causal],
-    &[Kind::UpperLeft, Kind::Prefix],
-    &[Kind::Offset],
-    &[Kind::ValidLens],
-    &[Kind::ValidLensPerQuery, Kind::Starts],
-    &[Kind::StartsPerQuery],
-    &[Kind::Causal, Kind::Window],
-    &[Kind::Band],
-    &[Kind::Causal, Kind::Chunk],
-    &[Kind::UpperLeft, Kind::PrefixPerQuery],
-    &[Kind::Keep(Reach::Keys), Kind::Causal],
-    &[Kind::Keep(Reach::Whole)],
-    &[Kind::Keep(Reach::Queries)],
-    &[Kind::Keep(Reach::Head), Kind::ValidLens],
-];
-
 /// What becomes special: one to three entries, or everything that nobody sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Poisoned {
@@ -50,12 +32,13 @@ struct Poison {
 fn poisons(dims: Dims, dtypes: &'static [DType], of_kernel: bool) -> impl Strategy<Value = Poison> {
     use Poisoned::*;
     let of = select(&[Queries, Keys, Keys, Values, Values, Bias, Sinks, Unseen][..]);
-    (select(&MASKS[..]), of, recipes(dtypes), any::<bool>()).prop_map(move |(kinds, of, recipe, runs)| {
+    (of, recipes(dtypes), any::<bool>()).prop_map(move |(of, mut recipe, runs)| {
         let layouts = [Layout::HeadsTransposed, Layout::CacheMiddle, Layout::Packed];
         let (softcap, sinks) = (of_kernel && recipe.chosen.softcap, of == Sinks || recipe.chosen.sinks);
         let chosen = Chosen { scale: false, softcap, sinks, ..recipe.chosen };
+        recipe.masks.iter_mut().for_each(|kinds| kinds.retain(|kind| !matches!(kind, Kind::Bias(_))));
         // A row that sees no key is no row of NaN, whatever its sink, nor is it one of numbers.
-        let masks = vec![if of == Sinks { vec![Kind::Causal] } else { kinds.to_vec() }];
+        let masks = if of == Sinks { vec![vec![Kind::Causal]] } else { recipe.masks };
         let uniform_empty_rows = !of_kernel && recipe.uniform_empty_rows;
         Poison { recipe: Recipe { dims, layouts, masks, chosen, runs, uniform_empty_rows, ..recipe }, of }
     })

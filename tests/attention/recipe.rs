@@ -87,13 +87,18 @@ impl Kind {
         matches!(self, Self::Keep(_) | Self::Bias(_))
     }
 
-    fn is_alignment(self) -> bool {
-        matches!(self, Self::Causal | Self::UpperLeft | Self::Offset | Self::Offsets)
-    }
-
-    fn part(self, dims: &Dims, dtype: DType, random: &mut Random) -> Option<Part> {
+    /// An alignment or a part of a mask.
+    fn drawn(self, dims: &Dims, dtype: DType, random: &mut Random) -> (Alignment, Option<Part>) {
         let Dims { b, t_q, t_kv, .. } = *dims;
-        Some(match self {
+        let part = match self {
+            Self::Causal => return (Alignment::Causal, None),
+            Self::UpperLeft => return (Alignment::UpperLeft, None),
+            Self::Offset => return (Alignment::Offset(random.up_to(t_kv + 1)), None),
+            // From where no query sees a key to where all see all.
+            Self::Offsets => {
+                let mut offset = || random.up_to(t_q + t_kv + 2) as i64 - t_q as i64 - 1;
+                return (Alignment::Offsets((0..b).map(|_| offset()).collect()), None);
+            }
             Self::ValidLens => Part::ValidLens(lens(random, b, t_kv + 2)),
             Self::Starts => Part::Starts(lens(random, b, t_kv + 1)),
             Self::Prefix => Part::Prefix(lens(random, b, t_kv + 1)),
@@ -108,8 +113,8 @@ impl Kind {
                 let number = || if random.chance(0.15) { f64::NEG_INFINITY } else { random.between(-3.0, 3.0) };
                 Part::Bias(reach.array(dims).filled(number).rounded(wide(dtype)))
             }
-            Self::Causal | Self::UpperLeft | Self::Offset | Self::Offsets => return None,
-        })
+        };
+        (Alignment::Free, Some(part))
     }
 }
 
@@ -218,29 +223,19 @@ impl Recipe {
     }
 
     fn masks(&self, kinds: &[Kind], random: &mut Random) -> Vec<Mask> {
-        let free = || Mask { alignment: Alignment::Free, parts: Vec::new() };
+        let free = || Mask::new(Alignment::Free, []);
         let mut masks = vec![free()];
         for &kind in kinds {
-            let alignment = match kind {
-                Kind::Causal => Alignment::Causal,
-                Kind::UpperLeft => Alignment::UpperLeft,
-                Kind::Offset => Alignment::Offset(random.up_to(self.dims.t_kv + 1)),
-                // From where no query sees a key to where all see all.
-                Kind::Offsets => {
-                    let Dims { b, t_q, t_kv, .. } = self.dims;
-                    let mut offset = || random.up_to(t_q + t_kv + 2) as i64 - t_q as i64 - 1;
-                    Alignment::Offsets((0..b).map(|_| offset()).collect())
-                }
-                _ => Alignment::Free,
-            };
-            if kind.is_alignment() && masks.last().is_some_and(|mask| mask.alignment != Alignment::Free) {
+            let (alignment, part) = kind.drawn(&self.dims, self.dtype, random);
+            let is_aligned = alignment != Alignment::Free;
+            if is_aligned && masks.last().is_some_and(|mask| mask.alignment != Alignment::Free) {
                 masks.push(free());
             }
             let mask = masks.last_mut().expect("there is at least one");
-            if kind.is_alignment() {
+            if is_aligned {
                 mask.alignment = alignment;
             }
-            mask.parts.extend(kind.part(&self.dims, self.dtype, random));
+            mask.parts.extend(part);
         }
         masks
     }
