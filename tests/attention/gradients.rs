@@ -187,33 +187,26 @@ fn random_gradients_of_the_kernel_are_those_of_the_reference_path() {
     });
 }
 
-/// On every tier, in pools of any size; beside random calls one whose keys are split.
+/// Nothing changes a bit: neither pools of any size nor, on the best tier, what is tracked beside an input. Of random
+/// calls, one whose keys are split, a plain one, and one with tensors of every reach and all options at once.
 #[test]
-fn random_calls_keep_their_bits_in_pools_of_any_size() {
+fn random_calls_keep_their_bits() -> Result<()> {
     let pools: Vec<_> = [1, 2, 3, 8].into_iter().map(pool).collect();
-    let check = |recipe: Recipe| {
+    let in_pools = |recipe: &Recipe| {
         let call = Attention::new(recipe.case(), Function::Lse).dropping(recipe.seed);
-        Path::kernels()
-            .into_iter()
-            .flat_map(|path| [(path, false), (path, true)])
-            .try_for_each(|(path, is_tracked)| is_the_same_in(&pools, &call, &(recipe.dtype, path), |_| is_tracked))
+        let ways = Path::kernels().into_iter().flat_map(|path| [(path, false), (path, true)]);
+        let mut ways = ways.map(|(path, is_tracked)| ((recipe.dtype, path), is_tracked));
+        ways.try_for_each(|(way, is_tracked)| is_the_same_in(&pools, &call, &way, |_| is_tracked))
     };
-    for_all(28, kernel_recipes(), check);
-    let dims = Dims { b: 1, h: 2, h_kv: 1, t_q: 3, t_kv: 2100, d: 32, d_v: 24 };
-    DTYPES
-        .into_iter()
-        .try_for_each(|dtype| check(Recipe::of_kernel(dims, vec![Kind::Causal], dtype)))
-        .expect("the same");
-}
-
-/// Every mask with tensors of every reach and all options at once, and a plain call.
-#[test]
-fn what_is_tracked_alone_has_the_same_gradient() -> Result<()> {
-    let dims = Dims { b: 2, h: 4, h_kv: 2, t_q: 60, t_kv: 200, d: 24, d_v: 16 };
+    for_all(28, kernel_recipes(), |recipe| in_pools(&recipe));
     for dtype in DTYPES {
+        let split = Dims { b: 1, h: 2, h_kv: 1, t_q: 3, t_kv: 2100, d: 32, d_v: 24 };
+        let dims = Dims { b: 2, h: 4, h_kv: 2, t_q: 60, t_kv: 200, d: 24, d_v: 16 };
+        let [split, plain] = [split, dims].map(|dims| Recipe::of_kernel(dims, vec![Kind::Causal], dtype));
         let masks = vec![Kind::Causal, Kind::Keep(Reach::Keys), Kind::Bias(Reach::Head), Kind::Bias(Reach::Keys)];
         let everything = Recipe { chosen: Chosen::ALL, seed: 4, ..Recipe::of_kernel(dims, masks, dtype) };
-        for recipe in [everything, Recipe::of_kernel(dims, vec![Kind::Causal], dtype)] {
+        in_pools(&split)?;
+        for recipe in [plain, everything] {
             let call = Attention::new(recipe.case(), Function::Context);
             is_tracked_alone(&call, &(dtype, Path::kernels().pop().expect("a tier")), [0.0; 2])?;
         }

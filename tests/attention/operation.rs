@@ -47,31 +47,17 @@ pub fn is_result(name: &str) -> bool {
 
 /// The results of a call, and the gradients of those of its inputs that are tracked.
 pub fn backward<O: Operation>(call: &O, way: &O::Way, is_tracked: impl Fn(&str) -> bool) -> Result<Named> {
-    let (mut named, vars, loss) = forward(call, way, is_tracked)?;
-    if let Some(loss) = loss {
-        named.extend(of_variables(&vars, &loss.backward()?)?);
-    }
-    Ok(named)
+    differentiate(call, way, is_tracked, false)
 }
 
-/// The same, where once more on another thread gradients have the same bits.
-fn backward_twice<O: Operation>(call: &O, way: &O::Way, is_tracked: impl Fn(&str) -> bool) -> Result<Named> {
-    let (mut named, vars, loss) = forward(call, way, is_tracked)?;
-    if let Some(loss) = loss {
-        let gradients = of_variables(&vars, &loss.backward()?)?;
-        let again = thread::scope(|scope| scope.spawn(|| loss.backward()).join().expect("no panic"))?;
-        are_same(&of_variables(&vars, &again)?, &gradients)?;
-        named.extend(gradients);
-    }
-    Ok(named)
-}
-
-/// The results, what is tracked, and where anything is, a sum of the results with a factor for each number.
-fn forward<O: Operation>(
+/// Of a sum of the results with a factor for each number. Where it is done `twice`, once more on another thread, the
+/// gradients have the same bits.
+fn differentiate<O: Operation>(
     call: &O,
     way: &O::Way,
     is_tracked: impl Fn(&str) -> bool,
-) -> Result<(Named, BTreeMap<String, Var>, Option<Tensor>)> {
+    twice: bool,
+) -> Result<Named> {
     let mut vars = BTreeMap::new();
     let results = call.run(way, &mut |name, tensor| {
         if !is_tracked(name) {
@@ -102,7 +88,14 @@ fn forward<O: Operation>(
         let own = (half.to_dtype(wide)? + half.to_dtype(wide)?)?;
         loss = Some(loss.map_or(Ok(own.clone()), |loss: Tensor| loss + own)?);
     }
-    Ok((named, vars, loss))
+    let Some(loss) = loss else { return Ok(named) };
+    let gradients = of_variables(&vars, &loss.backward()?)?;
+    if twice {
+        let again = thread::scope(|scope| scope.spawn(|| loss.backward()).join().expect("no panic"))?;
+        are_same(&of_variables(&vars, &again)?, &gradients)?;
+    }
+    named.extend(gradients);
+    Ok(named)
 }
 
 fn of_variables(vars: &BTreeMap<String, Var>, store: &GradStore) -> Result<Named> {
@@ -140,7 +133,7 @@ pub fn has_slopes<O: Exact>(call: &O, way: &O::Way, tolerance: f64, probes: usiz
     // Its own error is about the square of this times a third derivative, and rounding adds the last digit of the loss
     // over the step.
     const STEP: f64 = 1e-5;
-    let (gradients, mut moved) = (backward_twice(call, way, |_| true)?, call.clone());
+    let (gradients, mut moved) = (differentiate(call, way, |_| true, true)?, call.clone());
     for buffer in 0..moved.buffers().len() {
         let name = moved.buffers()[buffer].0.clone();
         let gradient = values(&gradients[&name]);
@@ -172,7 +165,7 @@ pub fn has_slopes<O: Exact>(call: &O, way: &O::Way, tolerance: f64, probes: usiz
 /// more than a part of the largest or of 1: no fused step swallows a gradient.
 pub fn is_tracked_alone<O: Operation>(call: &O, way: &O::Way, [of_result, of_gradient]: [f64; 2]) -> Result<()> {
     let most = |name: &str, largest: f64| largest.max(1.0) * if is_result(name) { of_result } else { of_gradient };
-    let all = backward_twice(call, way, |_| true)?;
+    let all = differentiate(call, way, |_| true, true)?;
     are_near(&backward(call, way, |_| false)?, &all, most)?;
     all.keys().filter(|name| !is_result(name)).try_for_each(|name| {
         let alone = backward(call, way, |other| other == name)?;
@@ -191,7 +184,7 @@ pub fn is_the_same_in<O: Operation>(
     way: &O::Way,
     is_tracked: impl Fn(&str) -> bool + Sync,
 ) -> Result<()> {
-    let first = pools[0].install(|| backward_twice(call, way, &is_tracked))?;
+    let first = pools[0].install(|| differentiate(call, way, &is_tracked, true))?;
     pools[1..].iter().try_for_each(|pool| are_same(&pool.install(|| backward(call, way, &is_tracked))?, &first))
 }
 
