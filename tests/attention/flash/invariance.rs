@@ -34,10 +34,12 @@ fn a_sequence_does_not_feel_its_batch() {
     });
 }
 
-/// Decoding, where a kernel may split the keys by how many workers are left.
+/// Decoding, and few queries of many keys, where a kernel may split the keys by how many workers are left.
 #[test]
 fn a_decoded_token_does_not_feel_its_batch() -> Result<()> {
-    for (b, h, h_kv, t_q, t_kv) in [(2, 8, 1, 1, 4100), (3, 4, 2, 1, 1030), (7, 1, 1, 2, 300), (2, 1, 1, 1, 9000)] {
+    let few = (2, 8, 2, 9, 2100);
+    for (b, h, h_kv, t_q, t_kv) in [(2, 8, 1, 1, 4100), (3, 4, 2, 1, 1030), (7, 1, 1, 2, 300), (2, 1, 1, 1, 9000), few]
+    {
         for dtype in DTYPES {
             let recipe = Recipe::of_kernel(Dims { b, h, h_kv, t_q, t_kv, d: 64, d_v: 64 }, vec![Kind::Causal], dtype);
             is_batch_invariant(&recipe).map_err(|error| error.context(format!("{recipe:?}")))?;
