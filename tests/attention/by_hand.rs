@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 
 use candle_attention::{
     AlibiConfig, GateActivation, GatePlace, GateScope, MultiHeadAttention, MultiHeadAttentionConfig,
-    MultiHeadLatentAttentionConfig, OutputGate, QkNorm, QkNormKind, QkNormScope, QueryScaling, RopeConfig, RopeStyle,
+    MultiHeadLatentAttentionConfig, OutputGate, QkNorm, QkNormKind, QkNormScope, RopeConfig, RopeStyle,
 };
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{VarBuilder, VarMap};
@@ -65,9 +65,9 @@ pub fn forward(cfg: &MultiHeadAttentionConfig, parameters: &Parameters, input: &
     let mut q = project(parameters, "q_proj", &input.queries);
     let gate = cfg.output_gate().map(|gate| match gate.place {
         GatePlace::Query => {
-            let parts = split(&q, [d, gate_width(gate, d_v)]);
-            q = parts[0].clone();
-            parts[1].clone()
+            let [own, beside] = split(&q, [d, gate_width(gate, d_v)]);
+            q = own;
+            beside
         }
         _ => project(parameters, "gate_proj", &input.queries),
     });
@@ -92,7 +92,10 @@ pub fn forward(cfg: &MultiHeadAttentionConfig, parameters: &Parameters, input: &
     normed(&mut q, &mut k, cfg.norm_after_rope());
     if let Some(scaling) = cfg.query_scaling() {
         let width = q.width();
-        q.data.iter_mut().enumerate().for_each(|(n, x)| *x *= factor(scaling, n / width % t_q));
+        for (n, x) in q.data.iter_mut().enumerate() {
+            let intervals = (n / width % t_q + scaling.first) / scaling.interval;
+            *x *= 1.0 + scaling.beta * (1.0 + intervals as f64).ln();
+        }
     }
     if let Some(eps) = cfg.value_norm() {
         let norm = QkNorm { kind: QkNormKind::RmsNoWeight, scope: QkNormScope::PerHead, eps };
@@ -207,11 +210,6 @@ fn split(xs: &Array, [first, second]: [usize; 2]) -> [Array; 2] {
         let data = xs.data.chunks(first + second).flat_map(|head| head[range.clone()].to_vec()).collect();
         Array::of(&[xs.dim(0), xs.dim(1), heads * range.len()], data)
     })
-}
-
-/// What a query at a position is multiplied by.
-fn factor(scaling: QueryScaling, position: usize) -> f64 {
-    1.0 + scaling.beta * (1.0 + ((position + scaling.first) / scaling.interval) as f64).ln()
 }
 
 /// (B, T, H · width) to (B, H, T, width).

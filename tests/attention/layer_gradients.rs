@@ -17,13 +17,6 @@ fn padding_and_bias(kind: &Kind) -> Vec<Mask> {
     vec![Mask::of(Part::ValidLens(Lens::PerQuery(vec![padded, vec![t; t]]))), Mask::of(Part::Bias(bias))]
 }
 
-/// How keys and values come to a layer.
-#[derive(Clone, Copy, PartialEq)]
-enum Through {
-    Call,
-    Memory,
-}
-
 /// A call of a layer.
 #[derive(Clone)]
 struct Call {
@@ -44,9 +37,10 @@ impl Call {
 }
 
 impl Operation for Call {
-    type Way = (DType, Through);
+    /// In which dtype, and whether keys and values come in a memory.
+    type Way = (DType, bool);
 
-    fn run(&self, &(dtype, through): &Self::Way, leaf: Leaf) -> Result<Vec<Tensor>> {
+    fn run(&self, &(dtype, in_memory): &Self::Way, leaf: Leaf) -> Result<Vec<Tensor>> {
         let layer = self.kind.of_leaves(&self.parameters, dtype, &CPU, leaf)?;
         let Input { queries, keys, values, mask } = &self.input;
         let xs = leaf("queries", queries.tensor(dtype, &CPU)?)?;
@@ -55,7 +49,7 @@ impl Operation for Call {
             true => (xs.clone(), xs.clone()),
             false => (leaf("keys", keys.tensor(dtype, &CPU)?)?, leaf("values", values.tensor(dtype, &CPU)?)?),
         };
-        let memory = layer.as_multi_head().filter(|_| through == Through::Memory);
+        let memory = layer.as_multi_head().filter(|_| in_memory);
         let memory = memory.map(|layer| layer.project_memory(&keys, &vs)).transpose()?;
         let call = AttentionInput::new(&xs).with_mask(&mask);
         Ok(vec![layer.run(match &memory {
@@ -81,7 +75,7 @@ impl Exact for Call {
     /// Of plain loops, or the layer's own in f64.
     fn exact(&self) -> Vec<f64> {
         if !self.kind.has_loops() {
-            let own = self.run(&(DType::F64, Through::Call), &mut |_, tensor| Ok(tensor));
+            let own = self.run(&EXACT, &mut |_, tensor| Ok(tensor));
             return own.expect("the call runs").iter().flat_map(values).collect();
         }
         let mut input = self.input.clone();
@@ -92,50 +86,50 @@ impl Exact for Call {
     }
 }
 
+const EXACT: (DType, bool) = (DType::F64, false);
+
+fn for_each_config(check: impl Fn(&str, &Kind) -> Result<()>) -> Result<()> {
+    all_configs().try_for_each(|(name, kind)| check(name, &kind).map_err(|error| error.context(name)))
+}
+
 #[test]
 fn every_parameter_and_input_has_the_slopes_of_plain_loops() -> Result<()> {
-    for (name, kind) in all_configs() {
-        for masks in [vec![], padding_and_bias(&kind)] {
-            let call = Call::new(&kind, masks);
-            has_slopes(&call, &(DType::F64, Through::Call), 1e-6, 4).map_err(|error| error.context(name))?;
+    for_each_config(|_, kind| {
+        [vec![], padding_and_bias(kind)].into_iter().try_for_each(|masks| {
+            let call = Call::new(kind, masks);
+            has_slopes(&call, &EXACT, 1e-6, 4)?;
             // Positions by content are between the tokens of a call.
-            if kind.has_loops() {
-                let [plain, of_memory] =
-                    [Through::Call, Through::Memory].map(|through| backward(&call, &(DType::F64, through), |_| true));
-                are_near(&of_memory?, &plain?, |_, _| 1e-9).map_err(|error| error.context(name))?;
-            }
-        }
-    }
-    Ok(())
+            let ways = if kind.has_loops() { [EXACT, (DType::F64, true)] } else { return Ok(()) };
+            let [plain, of_memory] = ways.map(|way| backward(&call, &way, |_| true));
+            are_near(&of_memory?, &plain?, |_, _| 1e-9)
+        })
+    })
 }
 
 /// No fused step, and no product for q, k and v at once, swallows a gradient.
 #[test]
 fn what_is_tracked_alone_gets_the_same_gradient() -> Result<()> {
-    for (dtype, most) in [(DType::F64, [1e-13, 1e-11]), (DType::F32, [1e-5, 2e-4])] {
-        for (name, kind) in all_configs() {
-            let call = Call::new(&kind, padding_and_bias(&kind));
-            is_tracked_alone(&call, &(dtype, Through::Call), most).map_err(|error| error.context(name))?;
-        }
-    }
-    Ok(())
+    for_each_config(|_, kind| {
+        let call = Call::new(kind, padding_and_bias(kind));
+        is_tracked_alone(&call, &EXACT, [1e-13, 1e-11])?;
+        is_tracked_alone(&call, &(DType::F32, false), [1e-5, 2e-4])
+    })
 }
 
 /// A bias of keys alone moves all scores of a query together, so its gradient is zero there but for rounding.
 #[test]
 fn every_parameter_gets_a_gradient_in_every_dtype() -> Result<()> {
-    for (name, kind) in all_configs() {
-        let call = Call::new(&kind, vec![]);
-        let exact = backward(&call, &(DType::F64, Through::Call), |_| true)?;
+    for_each_config(|name, kind| {
+        let call = Call::new(kind, vec![]);
+        let exact = backward(&call, &EXACT, |_| true)?;
         // Small networks of positions turn other units off where they round.
         let dtypes = [(DType::F32, 1e-4), (DType::F16, 0.05), (DType::BF16, 0.4)].into_iter();
         for (dtype, tolerance) in dtypes.take(if kind.has_loops() { 3 } else { 1 }) {
-            let found = backward(&call, &(dtype, Through::Call), |_| true)?;
-            are_near(&found, &exact, |_, largest| tolerance * largest.max(1.0))
-                .map_err(|error| error.context(format!("{name} in {dtype:?}")))?;
+            let found = backward(&call, &(dtype, false), |_| true)?;
+            are_near(&found, &exact, |_, largest| tolerance * largest.max(1.0))?;
             let zeros = found.iter().filter(|(_, found)| values(found).iter().all(|&entry| entry == 0.0));
             assert!(zeros.into_iter().all(|(parameter, _)| parameter == "k_proj.bias"), "{name} in {dtype:?}");
         }
-    }
-    Ok(())
+        Ok(())
+    })
 }
