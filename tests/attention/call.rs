@@ -220,11 +220,6 @@ pub fn check(case: &Case, dtype: DType, device: &Device) -> Result<()> {
     check_on(case, dtype, device, &Path::of(case, dtype, device))
 }
 
-/// On the CPU's kernel alone, since the reference path takes long for large cases.
-pub fn check_kernel(case: &Case, dtype: DType) -> Result<()> {
-    check_on(case, dtype, &CPU, &Path::kernels())
-}
-
 pub fn check_on(case: &Case, dtype: DType, device: &Device, paths: &[Path]) -> Result<()> {
     let expected = Expected::new(case, dtype);
     for &path in paths {

@@ -81,7 +81,7 @@ pub struct Case {
 }
 
 /// What comes out, row-major, and how large the terms were from which it was summed (for bounds on rounding).
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub struct Attended {
     /// (B, H, T_q, D_v)
     pub context: Vec<f64>,
@@ -251,13 +251,7 @@ impl Case {
 
     pub fn attend(&self) -> Attended {
         let Dims { b, h, t_q, t_kv, d, d_v, .. } = self.dims;
-        let mut out = Attended {
-            context: Vec::new(),
-            weights: Vec::new(),
-            lse: Vec::new(),
-            score_terms: Vec::new(),
-            context_terms: Vec::new(),
-        };
+        let mut out = Attended::default();
         for b in 0..b {
             for h in 0..h {
                 let keys = vectors(&self.k, [b, self.kv_head(h)], t_kv, d);
@@ -351,7 +345,8 @@ pub fn exact_attention(query: &[f64], keys: &[f64], values: &[f64]) -> Vec<f64> 
 
 /// One row through a weight (out, in) and its bias.
 pub fn exact_linear(row: &[f64], weight: &[f64], bias: &[f64]) -> Vec<f64> {
-    weight.chunks_exact(row.len()).zip(bias).map(|(weight, bias)| bias + dot(row, weight)).collect()
+    let output = |(n, bias): (usize, &f64)| bias + dot(row, &weight[n * row.len()..][..row.len()]);
+    bias.iter().enumerate().map(output).collect()
 }
 
 /// In eight sums, since one waits for itself.
@@ -367,11 +362,9 @@ fn dot(x: &[f64], y: &[f64]) -> f64 {
 /// output.
 pub fn linear_with_sizes(xs: &[f64], weight: &[f64], bias: &[f64], rows: usize) -> (Vec<f64>, Vec<f64>) {
     let inputs = xs.len() / rows.max(1);
-    let one = |n: usize| {
-        let (row, column) = (n / bias.len(), n % bias.len());
-        let (row, weights) = (&xs[row * inputs..][..inputs], &weight[column * inputs..][..inputs]);
-        let terms = row.iter().zip(weights).map(|(x, w)| x * w);
-        terms.fold((bias[column], bias[column].abs()), |(y, size), term| (y + term, size + term.abs()))
+    let through = |xs: &[f64], weight: &[f64], bias: &[f64]| -> Vec<f64> {
+        (0..rows).flat_map(|row| exact_linear(&xs[row * inputs..][..inputs], weight, bias)).collect()
     };
-    (0..rows * bias.len()).map(one).unzip()
+    let sizes = |numbers: &[f64]| numbers.iter().map(|x| x.abs()).collect::<Vec<_>>();
+    (through(xs, weight, bias), through(&sizes(xs), &sizes(weight), &sizes(bias)))
 }
