@@ -40,7 +40,7 @@ impl Split {
         merge_attention(&halves.map(merge_attention).collect::<Result<Vec<_>>>()?)
     }
 
-    /// The keys of a part as a call of their own. What is hidden is written out, and what distances add has to be, since
+    /// The keys of a part as a call of their own. What is hidden is written out, and so is what distances add, since
     /// positions count in the whole.
     fn part(&self, n: usize, case: &Case, whole: &Call, leaves: &Named) -> Result<Call> {
         let (Dims { b, h, t_q, t_kv, .. }, device) = (case.dims, whole.q.device());
@@ -66,15 +66,13 @@ impl Split {
         let keep = columns(DType::U8, &|index| f64::from(u8::from(case.sees(index))))?;
         let (mut mask, mut by_distance) = (AttentionMask::none().with_keep(&keep), case.clone());
         for (m, own) in by_distance.masks.iter_mut().enumerate() {
-            for (p, part) in std::mem::take(&mut own.parts).into_iter().enumerate() {
-                match &part {
-                    Part::Bias(bias) => {
-                        let whole = bias.look(&leaves[&format!("bias {m} {p}")])?.broadcast_as((b, h, t_q, t_kv))?;
-                        mask = mask.with_bias(&take(&whole, 3)?);
-                    }
-                    _ => own.parts.push(part),
+            for (p, part) in own.parts.iter().enumerate() {
+                if let Part::Bias(bias) = part {
+                    let whole = bias.look(&leaves[&format!("bias {m} {p}")])?.broadcast_as((b, h, t_q, t_kv))?;
+                    mask = mask.with_bias(&take(&whole, 3)?);
                 }
             }
+            own.parts.retain(|part| !matches!(part, Part::Bias(_)));
         }
         mask = mask.with_bias(&columns(wide(whole.q.dtype()), &|index| by_distance.bias(index))?);
         // The mean of a part's keys must not enter the whole's; with a sink it would, which no merge can tell.

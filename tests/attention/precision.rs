@@ -48,12 +48,7 @@ impl Case {
 
     /// Random tensors of these shapes, bit for bit those of the script.
     fn draw(&self, shapes: [&[usize]; 3], widening: f64) -> Result<[Tensor; 3]> {
-        let dtype = match self.dtype.as_str() {
-            "f32" => DType::F32,
-            "bf16" => DType::BF16,
-            "f16" => DType::F16,
-            other => panic!("{other} is no dtype of the scripts"),
-        };
+        let dtype = DTYPES.into_iter().find(|dtype| dtype.as_str() == self.dtype).expect("a dtype of the scripts");
         let seed = TorchSeed::new(self.seed);
         let first = (seed.randn(shapes[0])? * widening)?.to_dtype(dtype)?;
         let drawn = [first, seed.randn(shapes[1])?.to_dtype(dtype)?, seed.randn(shapes[2])?.to_dtype(dtype)?];

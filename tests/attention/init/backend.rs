@@ -7,9 +7,12 @@ use candle_nn::var_builder::SimpleBackend;
 use super::{STANDARD_NORMAL, sha256};
 use crate::*;
 
+fn kaiming(dist: NormalOrUniform, fan: FanInOut, non_linearity: NonLinearity) -> Init {
+    Init::Kaiming { dist, fan, non_linearity }
+}
+
 #[test]
 fn hints_are_read_as_pytorchs_initialisers() -> Result<()> {
-    let kaiming = |dist, fan, non_linearity| Init::Kaiming { dist, fan, non_linearity };
     // Each hash: torch.manual_seed(9), then the call in the comment, hashed as above, and the beginning of the hash.
     for (hint, shape, expected) in [
         // torch.empty(1000).uniform_(1e6, 1e6 + 1): values that round up to the bound
@@ -115,11 +118,7 @@ fn what_pytorch_refuses_is_an_error_that_draws_nothing() -> Result<()> {
         Init::Randn { mean: 0.0, stdev: 1e300 },
         Init::Randn { mean: f64::NAN, stdev: 1.0 },
         Init::Const(1e300),
-        Init::Kaiming {
-            dist: NormalOrUniform::Uniform,
-            fan: FanInOut::FanIn,
-            non_linearity: NonLinearity::ExplicitGain(-1.0),
-        },
+        kaiming(NormalOrUniform::Uniform, FanInOut::FanIn, NonLinearity::ExplicitGain(-1.0)),
     ] {
         let error = error_text(vb.get_with_hints((2, 2), "w", hint));
         assert!(error.starts_with("[torch_seed] parameter `w`:"), "{error}");
