@@ -193,7 +193,8 @@ impl KeptTile<'_, '_> {
                     let at = top.as_mut_ptr().add(column);
                     let before = K::Vector::load(at);
                     let is_larger = before.less_than(largest);
-                    K::Vector::select(is_larger, largest, before).store(at);
+                    // Not a selection, which would be a masked store: those are slow on AMD's processors.
+                    largest.max(before).store(at);
                     largest = K::Vector::select(is_larger, before, largest);
                 }
             }
