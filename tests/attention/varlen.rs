@@ -66,7 +66,7 @@ impl Packed {
     }
 
     fn is_poisoned(&self) -> bool {
-        self.recipe.seed.is_multiple_of(5) && !self.drops()
+        self.recipe.seed.is_multiple_of(5)
     }
 
     /// The call of one sequence.

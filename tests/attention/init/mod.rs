@@ -1,4 +1,4 @@
-//! `TorchSeed` against PyTorch 2.15: literals with the snippet that made them. `tests/weights` draws whole layers.
+//! `TorchSeed` against PyTorch 2.15: literals with the snippet that made them. `tests/golden` draws whole layers.
 
 mod backend;
 mod draws;

@@ -195,7 +195,8 @@ impl<'a> Dropout<'a> {
 /// Zeroes entries with probability p and divides the others by 1 - p.
 pub(crate) fn dropout(weights: &Tensor, Dropout { p, seed, philox }: Dropout) -> Result<Tensor> {
     if p >= 1.0 {
-        return weights.zeros_like();
+        // Not zeros: what is no number stays none.
+        return weights * 0.0;
     }
     // Not Candle's own dropout, which rounds p to f32 and refuses one that becomes 1.
     let keep = match (seed, philox) {
