@@ -114,12 +114,14 @@ fn whatever_is_tracked_has_the_gradient_of_f64() -> Result<()> {
                 if m % 2 == 0 || then != Then::Nothing { 0..outputs } else { outputs.div_ceil(6)..outputs * 5 / 6 };
             let call = Projection { columns, ..Projection::of(product.case()) };
             let expected = backward(&call, &None, |_| true)?;
+            // Candle's own activations, which have the gradients, round after each of their steps.
+            let most = tolerance(types.0) * if then.activation().is_some() { 2.0 } else { 1.0 };
             let alone = expected.keys().filter(|name| !name.starts_with("result ")).map(Some);
             for (tier, only) in
                 alone.chain([None]).flat_map(|only| Tier::available().into_iter().map(move |tier| (tier, only)))
             {
                 let found = backward(&call, &Some(tier), |name| only.is_none_or(|only| only == name))?;
-                are_near(&found, &expected, |_, largest| tolerance(types.0) * largest)
+                are_near(&found, &expected, |_, largest| most * largest)
                     .map_err(|error| error.context(format!("{tier}: {only:?} of {product:?}")))?;
             }
         }
