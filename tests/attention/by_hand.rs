@@ -144,7 +144,7 @@ pub fn forward(cfg: &MultiHeadAttentionConfig, parameters: &Parameters, input: &
             *x *= match config.activation {
                 GateActivation::Sigmoid => 1.0 / (1.0 + (-gate).exp()),
                 GateActivation::Softplus => gate.exp().ln_1p(),
-                other => unimplemented!("no numbers of {other:?}"),
+                other => panic!("no numbers of {other:?}"),
             };
         }
     }
@@ -267,7 +267,7 @@ fn normalise(parameters: &Parameters, name: &str, norm: QkNorm, d: usize, xs: &m
         let mean = match norm.kind {
             QkNormKind::Rms | QkNormKind::RmsPlusOne | QkNormKind::RmsNoWeight => 0.0,
             QkNormKind::Layer | QkNormKind::LayerNoBias => chunk.iter().sum::<f64>() / span as f64,
-            other => unimplemented!("no mean of {other:?}"),
+            other => panic!("no mean of {other:?}"),
         };
         let more = if norm.kind == QkNormKind::RmsPlusOne { 1.0 } else { 0.0 };
         let spread = chunk.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / span as f64;
