@@ -221,18 +221,10 @@ impl MultiHeadAttentionConfig {
     pub fn validate(&self) -> Result<()> {
         self.check(OP)?;
         self.validate_sizes()?;
-        if let Some(scaling) = &self.query_scaling {
-            scaling.validate()?;
-        }
-        if let Some(rope) = &self.rope {
-            rope.validate(self.head_dim())?;
-        }
-        if let Some(alibi) = &self.alibi {
-            alibi.validate(self.num_heads)?;
-        }
-        if let Some(relative_bias) = &self.relative_bias {
-            relative_bias.validate()?;
-        }
+        self.query_scaling.iter().try_for_each(QueryScaling::validate)?;
+        self.rope.iter().try_for_each(|rope| rope.validate(self.head_dim()))?;
+        self.alibi.iter().try_for_each(|alibi| alibi.validate(self.num_heads))?;
+        self.relative_bias.iter().try_for_each(RelativeBiasConfig::validate)?;
         self.validate_kv_source()?;
         if let Some(positions) = &self.content_positions {
             if self.kv_source == KvSource::EarlierLayer {

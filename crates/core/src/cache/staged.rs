@@ -9,7 +9,7 @@ use candle_core::{DType, Result, Tensor, bail};
 
 use super::storage::{KvBuffers, KvFormat};
 use super::{AttentionCache, OP};
-use crate::mask::{AttentionMask, Placement, RebaseDims};
+use crate::mask::{AttentionMask, Placement};
 use crate::position::Positions;
 use crate::sdpa::{Attended, Keys, Outputs, Plan, QuantizedKv, SdpaOptions, attend, plan};
 use candle_attention_modules::base::accumulation_dtype;
@@ -152,13 +152,6 @@ pub(crate) struct CachedCall<'c> {
     in_graph: Cell<bool>,
 }
 
-/// The rows of the buffers that hold a key of some sequence, and what attention to them is told.
-pub(super) struct AllRows {
-    pub rows: Range<usize>,
-    mask: AttentionMask,
-    options: SdpaOptions,
-}
-
 /// What a cache becomes.
 #[derive(Debug)]
 struct Append<'c> {
@@ -276,11 +269,17 @@ impl<'c> CachedCall<'c> {
         if self.detached { q.detach() } else { q.clone() }
     }
 
-    /// The mask counts positions in the sequence.
+    /// The rows of the buffers that hold a key of some sequence, and the mask and the options of attention to them, of
+    /// those that count positions in the sequence.
     ///
     /// # Errors
     /// If a query sees a key that a sliding cache no longer holds, and for a mask that does not fit.
-    pub(super) fn all_rows(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<AllRows> {
+    pub(super) fn all_rows(
+        &self,
+        q: &Tensor,
+        mask: &AttentionMask,
+        options: &SdpaOptions,
+    ) -> Result<(Range<usize>, AttentionMask, SdpaOptions)> {
         let held = &self.read.held;
         let rows = 0..longest(held);
         let placements = self.placements();
@@ -293,11 +292,11 @@ impl<'c> CachedCall<'c> {
                 held[sequence].start
             )
         }
-        let (_, h, t_q, _) = q.dims4()?;
-        let mask = mask.rebase(&placements, RebaseDims { h, t_q, rows: rows.len() }, q.device())?;
+        let (b, h, t_q, _) = q.dims4()?;
+        let mask = mask.rebase(&placements, (b, h, t_q, rows.len()), q.device())?;
         let starts: Vec<_> = held.iter().map(|held| held.start).collect();
         let options = options.of_keys(&starts, t_q, rows.len())?;
-        Ok(AllRows { rows, mask, options })
+        Ok((rows, mask, options))
     }
 
     fn placements(&self) -> Vec<Placement> {
@@ -317,7 +316,7 @@ impl<'c> CachedCall<'c> {
 impl Keys for CachedCall<'_> {
     /// Weights are of floats, over the keys that the cache holds.
     fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, outputs: Outputs) -> Result<Attended> {
-        let AllRows { rows, mask, options } = &self.all_rows(q, mask, options)?;
+        let (rows, mask, options) = &self.all_rows(q, mask, options)?;
         if outputs != Outputs::Weights
             && let Some(kv) = self.quantized(rows)?
             && let Some(attended) = kv.attend(&self.own_query(q), mask, options, outputs)?
@@ -332,7 +331,7 @@ impl Keys for CachedCall<'_> {
     }
 
     fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
-        let AllRows { rows, mask, options } = &self.all_rows(q, mask, options)?;
+        let (rows, mask, options) = &self.all_rows(q, mask, options)?;
         if let Some(kv) = self.quantized(rows)?
             && let Some(plan) = kv.plan(&self.own_query(q), mask, options)?
         {

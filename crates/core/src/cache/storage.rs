@@ -6,9 +6,10 @@ use std::ops::Range;
 use candle_core::{D, DType, Result, Tensor, bail};
 use macro_rules_attribute::apply;
 
+use super::OP;
 use crate::config::MultiHeadAttentionConfig;
 use crate::sdpa::QuantizedKv;
-use candle_attention_modules::base::{FLOATS, Options, fits_in_memory, options, part};
+use candle_attention_modules::base::{self, FLOATS, Options, number, options, part};
 
 /// The capacity at first, in positions, unless said otherwise: less than what a prompt takes.
 const FIRST_CAPACITY: usize = 256;
@@ -41,6 +42,7 @@ pub struct AttentionCacheConfig {
     /// [`AttentionMask::with_window`](crate::AttentionMask::with_window)) needs and no more than twice that, or the
     /// capacity where it is larger. An older key that a mask leaves to a query is an error, not one that is passed
     /// over.
+    #[check(number::size)]
     window: Option<usize>,
     /// The dtype in which keys and values are kept, F32, BF16, F16 or F64; that of the first keys unless given.
     /// Attention is computed in it, and its result converted back.
@@ -116,21 +118,10 @@ impl AttentionCacheConfig {
         if self.capacity == 0 && !self.growth {
             bail!("[attention_cache] capacity is 0 without growth, expected at least 1")
         }
-        if self.capacity > u32::MAX as usize {
-            bail!("[attention_cache] capacity is {}, expected at most {}", self.capacity, u32::MAX)
-        }
-        match self.window {
-            Some(0) => bail!("[attention_cache] window is 0, expected at least 1 (the query's own key)"),
-            Some(window) if window > u32::MAX as usize => {
-                bail!("[attention_cache] window is {window}, expected at most {}", u32::MAX)
-            }
-            Some(window) if !self.growth && self.capacity < window => {
-                bail!(
-                    "[attention_cache] capacity is {} without growth, expected at least the window {window}",
-                    self.capacity
-                )
-            }
-            _ => {}
+        number::within(OP, "capacity", self.capacity, 0..=u32::MAX as usize)?;
+        self.check(OP)?;
+        if let Some(window) = self.window.filter(|&window| !self.growth && self.capacity < window) {
+            bail!("[{OP}] capacity is {} without growth, expected at least the window {window}", self.capacity)
         }
         if let Some(dtype) = self.dtype.filter(|_| self.q8) {
             bail!("[attention_cache] dtype is {dtype:?} beside q8, expected one of the two")
@@ -321,10 +312,7 @@ impl KvBuffers {
 }
 
 fn check_memory(dims: &[usize], dtype: DType) -> Result<()> {
-    if !fits_in_memory(&[dims, &[dtype.size_in_bytes()]].concat()) {
-        bail!("[attention_cache] a buffer of {dims:?} does not fit in memory")
-    }
-    Ok(())
+    base::check_memory(OP, format_args!("a buffer of {dims:?}"), &[dims, &[dtype.size_in_bytes()]].concat())
 }
 
 /// Rows (.., width) of floats as u8 (.., width) and f32 scales (.., 1): x is stored as `round(x / scale) + 128`, where

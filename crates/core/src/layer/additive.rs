@@ -1,6 +1,6 @@
 //! Additive (Bahdanau) attention.
 
-use candle_core::{Module, Result, Tensor, bail};
+use candle_core::{Module, Result, Tensor};
 use candle_nn::{Linear, VarBuilder};
 use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::mask::AttentionMask;
 use crate::sdpa::{AttentionOutput, Dropout, VisibleSoftmax, dropout, weighted_values};
 use candle_attention_modules::base::{
-    Dim, Expect, Options, Source, accumulation_dtype, check_keys_and_values, fits_in_memory, number, options,
+    Dim, Expect, Options, Source, accumulation_dtype, check_keys_and_values, check_memory, number, options,
 };
 use candle_attention_modules::init::TorchSeed;
 
@@ -186,13 +186,9 @@ impl AdditiveAttention {
         }
         let ([b, t_q], t_kv) = ([queries.dims()[0], queries.dims()[1]], keys.dims()[1]);
         check_keys_and_values("additive_attention", Some(b), keys, values)?;
+        let units = self.config.hidden_size;
+        let hidden = format_args!("a score for each of {t_q} queries and {t_kv} keys through {units} units");
         // Four bytes an entry.
-        if !fits_in_memory(&[4, b, t_q, t_kv, self.config.hidden_size]) {
-            bail!(
-                "[additive_attention] scores of {t_q} queries and {t_kv} keys through {} units do not fit in memory",
-                self.config.hidden_size
-            )
-        }
-        Ok(())
+        check_memory("additive_attention", hidden, &[4, b, t_q, t_kv, units])
     }
 }

@@ -254,7 +254,6 @@ impl MultiHeadAttention {
     pub(super) fn positions(&self, input: &AttentionInput, inputs: &Inputs) -> Result<Option<CallPositions>> {
         let Inputs { b, t_q, t_kv, .. } = *inputs;
         let new_tokens = inputs.new_tokens.as_ref();
-        let queries = if new_tokens.is_some() { None } else { input.given_positions((b, t_q))? };
         let keys = input.key_positions.map(|given| Positions::from_tensor("key positions", given, b, t_kv));
         let keys = keys.transpose()?;
         if keys.is_some() && !input.is_cross() {
@@ -263,13 +262,12 @@ impl MultiHeadAttention {
         let axes = self.axis_positions(input, inputs)?;
         let terms_take_positions = self.terms().any(|term| term.takes_positions());
         if self.rotary.is_none() && self.config.query_scaling().is_none() && !terms_take_positions {
+            if new_tokens.is_none() {
+                input.given_positions((b, t_q))?;
+            }
             return Ok(None);
         }
-        let queries = match (queries, new_tokens) {
-            (None, Some(new_tokens)) => new_tokens.positions()?,
-            (Some(given), _) => given,
-            (None, None) => input.default_positions(PackedSequences::queries, t_q)?,
-        };
+        let queries = input.query_positions((b, t_q), new_tokens)?;
         let or_default = || input.default_positions(PackedSequences::keys, t_kv);
         let keys = input.is_cross().then(|| keys.map_or_else(or_default, Ok)).transpose()?;
         let length = keys.iter().map(Positions::length).fold(queries.length(), usize::max);

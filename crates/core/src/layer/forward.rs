@@ -4,13 +4,11 @@ use candle_core::{Result, Tensor, bail};
 
 use super::checks::{Inputs, NO_KEYS};
 use super::heads::{Projected, split_heads};
-use super::input::KeysFrom;
+use super::input::{Given, KeysFrom};
 use super::{AttentionInput, LayerOutput, MultiHeadAttention};
 use crate::mask::AttentionMask;
 use crate::position::{KeysByHeads, Scores, TermCall};
-use crate::sdpa::{
-    Attended, AttentionStatistics, Keys, Outputs, OwnKeys, Plan, SdpaOptions, StatisticsOptions, uncached,
-};
+use crate::sdpa::{Attended, AttentionStatistics, Keys, Outputs, OwnKeys, Plan, SdpaOptions, StatisticsOptions};
 use candle_attention_modules::base::accumulation_dtype;
 
 impl MultiHeadAttention {
@@ -130,7 +128,10 @@ impl MultiHeadAttention {
             }
             (Some(k), Some(v), ..) => match by_heads {
                 Some(terms) => Box::new(KeysByHeads { k, v, terms }),
-                None => uncached(OwnKeys { k, v, sequences: input.packed }, input.function.map(|given| given.0)),
+                None => {
+                    let function = input.function.map(|Given(function)| function);
+                    Box::new(OwnKeys { k, v, sequences: input.packed, function })
+                }
             },
             (.., KeysFrom::EarlierLayer(cache), Some(new)) => {
                 let cfg = &self.config;

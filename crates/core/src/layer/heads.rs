@@ -8,7 +8,6 @@ use super::{AttentionInput, MultiHeadAttention, OP};
 use crate::config::KvSource;
 use crate::position::{Positions, RopeAxes, RopeConfig, Rotation};
 use candle_attention_modules::base::{Expect, check_keys_and_values};
-use candle_attention_modules::linear::Queries;
 use candle_attention_modules::norm::{Norm, SumFunction};
 
 /// Projected inputs as heads.
@@ -34,12 +33,12 @@ impl MultiHeadAttention {
         };
         let on_axes = positions.and_then(|positions| positions.axes.as_ref()).zip(self.rotary.as_ref());
         let at_queries = match on_axes {
-            Some((axes, rotary)) => Some(rotary.on_axes(axes)),
+            Some((axes, rotary)) => Some(rotary.on_axes(axes)?),
             None => at(positions.map(|positions| &positions.queries))?,
         };
         let at_keys = at(positions.and_then(|positions| positions.keys.as_ref()))?;
         let sum = input.sum;
-        let (Queries { q, gate }, kv) = match (&inputs.key_value, &input.keys) {
+        let ((q, gate), kv) = match (&inputs.key_value, &input.keys) {
             (Some([keys, values]), _) => {
                 let (own, kv) = self.projections.query_key_value(&inputs.queries, keys, values)?;
                 let rotation = at_keys.as_ref().or(at_queries.as_ref());

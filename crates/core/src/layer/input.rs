@@ -398,6 +398,15 @@ impl<'a> AttentionInput<'a> {
         }
     }
 
+    /// The positions of a call's queries (B, T): those behind a cache's, those that were given, or the default ones.
+    pub(super) fn query_positions(&self, dims: (usize, usize), new_tokens: Option<&NewTokens>) -> Result<Positions> {
+        if let Some(new_tokens) = new_tokens {
+            return new_tokens.positions();
+        }
+        let default = || self.default_positions(PackedSequences::queries, dims.1);
+        self.given_positions(dims)?.map_or_else(default, Ok)
+    }
+
     /// The positions that a call of `dims` (B, T) was given.
     pub(super) fn given_positions(&self, (b, t): (usize, usize)) -> Result<Option<Positions>> {
         self.positions.map(|given| Positions::from_tensor("positions", given, b, t)).transpose()

@@ -14,12 +14,11 @@ pub use ranges::KvRanges;
 pub use windows::Windows;
 
 pub(crate) use constraint::Placement;
-pub(crate) use ranges::RebaseDims;
 
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
-use constraint::{Alignment, Constraint};
+use constraint::{Alignment, Constraint, Reach};
 use ranges::Frames;
 
 /// What a query that sees no key receives.
@@ -108,7 +107,7 @@ impl AttentionMask {
     }
 
     fn aligned(alignment: Alignment) -> Self {
-        Self::none().with(Constraint::Causal { alignment, prefix: Vec::new() })
+        Self::none().with(Constraint::Aligned(alignment, Reach::Causal { prefix: Vec::new() }))
     }
 
     /// A tokenizer's attention mask `(B, T_kv)` of ones (a token) and zeros (padding), in any dtype.
@@ -160,14 +159,14 @@ impl AttentionMask {
     /// masks (see [`and`](Self::and)) in which queries stand at different positions.
     #[must_use]
     pub fn with_window(self, w: usize) -> Self {
-        self.with_aligned("with_window", |alignment| Constraint::Window { alignment, size: w })
+        self.with_aligned("with_window", Reach::Window(w))
     }
 
     /// Leaves a query the keys from `left` before its position to `right` after it: local attention in encoders. An
     /// error where the mask is used: a band on joined masks in which queries stand at different positions.
     #[must_use]
     pub fn with_band(self, left: usize, right: usize) -> Self {
-        self.with_aligned("with_band", |alignment| Constraint::Band { alignment, left, right })
+        self.with_aligned("with_band", Reach::Band { left, right })
     }
 
     /// Divides positions into chunks of `size`, from 0 on, and leaves a query the keys of its own chunk: Llama 4's
@@ -175,7 +174,7 @@ impl AttentionMask {
     /// queries stand at different positions.
     #[must_use]
     pub fn with_chunk(self, size: usize) -> Self {
-        self.with_aligned("with_chunk", |alignment| Constraint::Chunk { alignment, size })
+        self.with_aligned("with_chunk", Reach::Chunk(size))
     }
 
     /// Lifts the causal constraint for the keys before the prefix length, which all queries see then (prefix LM).
@@ -185,12 +184,12 @@ impl AttentionMask {
     #[must_use]
     pub fn with_prefix(mut self, prefix: impl Into<ValidLens>) -> Self {
         let mut causals = self.constraints.iter().filter_map(|constraint| match constraint {
-            Constraint::Causal { alignment, prefix } => Some((alignment, prefix)),
+            Constraint::Aligned(alignment, Reach::Causal { prefix }) => Some((alignment, prefix)),
             _ => None,
         });
         let Some(first) = causals.next() else { return self.with(Constraint::Prefix(prefix.into())) };
         if causals.any(|other| other != first) {
-            return self.with(Constraint::Ambiguous { builder: "with_prefix" });
+            return self.with(Constraint::ambiguous("with_prefix"));
         }
         self.lift(&[prefix.into()]);
         self
@@ -207,7 +206,8 @@ impl AttentionMask {
     pub fn with_keep(self, keep: &Tensor) -> Self {
         let entry = tensors::largest_entry(keep).filter(|&entry| entry > 1);
         let this = self.with(Constraint::Keep(keep.clone()));
-        entry.into_iter().fold(this, |this, entry| this.with(Constraint::KeepEntry(entry)))
+        let wrong = |entry| format!("keep has an entry {entry}, expected ones (the key is seen) and zeros");
+        entry.into_iter().fold(this, |this, entry| this.with(Constraint::Wrong(wrong(entry))))
     }
 
     /// Adds a float tensor to the scores, broadcastable to (B, H, T_q, T_kv) as [`with_keep`](Self::with_keep) has it:
@@ -274,8 +274,9 @@ impl AttentionMask {
     /// Whether a query may see keys after its own: nothing hides these, and no tensor is there that could.
     pub(crate) fn shows_later_keys(&self) -> bool {
         let may_hide = |constraint: &Constraint| match constraint {
-            Constraint::Band { right, .. } => *right == 0,
-            constraint => matches!(constraint, Constraint::Causal { .. } | Constraint::Keep(_) | Constraint::Bias(_)),
+            Constraint::Aligned(_, Reach::Band { right, .. }) => *right == 0,
+            Constraint::Aligned(_, reach) => matches!(reach, Reach::Causal { .. }),
+            constraint => matches!(constraint, Constraint::Keep(_) | Constraint::Bias(_)),
         };
         !self.constraints.iter().any(may_hide)
     }
@@ -309,16 +310,16 @@ impl AttentionMask {
     }
 
     /// A constraint that counts from the positions of the mask's others, which count from the end where there is none.
-    fn with_aligned(self, builder: &'static str, constraint: impl FnOnce(Alignment) -> Constraint) -> Self {
+    fn with_aligned(self, builder: &str, reach: Reach) -> Self {
         let mut alignments = self.constraints.iter().filter_map(Constraint::alignment);
         let alignment = alignments.next().unwrap_or(&Alignment::End).clone();
         let clear = alignments.all(|other| *other == alignment);
-        self.with(if clear { constraint(alignment) } else { Constraint::Ambiguous { builder } })
+        self.with(if clear { Constraint::Aligned(alignment, reach) } else { Constraint::ambiguous(builder) })
     }
 
     fn lift(&mut self, prefixes: &[ValidLens]) {
         for constraint in &mut self.constraints {
-            if let Constraint::Causal { prefix, .. } = constraint {
+            if let Constraint::Aligned(_, Reach::Causal { prefix }) = constraint {
                 prefix.extend_from_slice(prefixes);
             }
         }

@@ -166,26 +166,22 @@ impl fmt::Display for KvRanges {
     }
 }
 
-/// H and T_q of the call, and how many rows of keys it reads.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct RebaseDims {
-    pub h: usize,
-    pub t_q: usize,
-    pub rows: usize,
-}
-
 impl AttentionMask {
-    /// This mask, in which keys are counted by their position in the sequence, for keys that are counted by row. T_kv
-    /// of this mask is the length of the longest sequence, and what is aligned to the end is aligned to that of each
-    /// sequence.
+    /// This mask, in which keys are counted by their position in the sequence, for keys that are counted by row: for
+    /// scores (B, H, T_q, rows). T_kv of this mask is the length of the longest sequence, and what is aligned to the
+    /// end is aligned to that of each sequence.
     ///
     /// # Errors
     /// As [`resolve`](Self::resolve), and for `keep` and `bias` tensors that do not fit.
-    pub(crate) fn rebase(&self, placements: &[Placement], dims: RebaseDims, device: &Device) -> Result<Self> {
-        let b = placements.len();
+    pub(crate) fn rebase(
+        &self,
+        placements: &[Placement],
+        (b, h, t_q, rows): (usize, usize, usize, usize),
+        device: &Device,
+    ) -> Result<Self> {
         let t_kv = longest(placements);
-        self.resolve(b, dims.t_q, t_kv)?;
-        let whole = Placement { keys: 0..t_kv, tokens: 0..dims.t_q, ..Placement::whole(dims.t_q, t_kv) };
+        self.resolve(b, t_q, t_kv)?;
+        let whole = Placement::whole(t_q, t_kv);
         if placements.iter().all(|placement| *placement == whole) {
             return Ok(self.clone());
         }
@@ -197,9 +193,9 @@ impl AttentionMask {
         let mut mask = self.with_frames(Frames { placements: placements.to_vec(), first: 0, of: b });
         // Checked above; rows of keys are no columns of it.
         mask.constraints.retain(|constraint| !matches!(constraint, Constraint::Columns(_)));
-        let full = (b, dims.h, dims.t_q, t_kv);
+        let full = (b, h, t_q, t_kv);
         for constraint in &self.constraints {
-            let cut = |what, tensor| columns(&fit(what, tensor, full, device)?, placements, dims.rows);
+            let cut = |what, tensor| columns(&fit(what, tensor, full, device)?, placements, rows);
             match constraint {
                 Constraint::Keep(keep) => mask.constraints.push(Constraint::Keep(cut("keep", keep)?)),
                 Constraint::Bias(bias) => mask.constraints.push(Constraint::Bias(cut("bias", bias)?)),

@@ -3,7 +3,7 @@
 use candle_core::{Device, Result, Tensor, bail};
 
 use crate::mask::AttentionMask;
-use candle_attention_modules::base::fits_in_memory;
+use candle_attention_modules::base::check_memory;
 
 /// An image of height × width tokens in square windows, in which attention stays (SAM, ViTDet, Swin): they are rows of
 /// a batch for a layer. An image that windows do not divide is padded with zeros, below and on the right, which are
@@ -115,9 +115,7 @@ impl Windows {
             (is_behind(row, down), is_behind(column, across))
         };
         let dims = [b, down * across, w * w, w * w];
-        if !fits_in_memory(&dims) {
-            bail!("[windows] a mask of {dims:?} entries does not fit in memory")
-        }
+        check_memory("windows", format_args!("a mask of {dims:?} entries"), &dims)?;
         let mut keep = Vec::with_capacity(down * across * w * w * w * w);
         for window in 0..down * across {
             let sides: Vec<_> = (0..w * w).map(|token| side(window, token)).collect();

@@ -17,7 +17,7 @@ pub(crate) use content::{ContentLayer, KeysByHeads, content, content_specs};
 pub(crate) use rope::{Rotation, score_factor};
 
 use std::fmt::Debug;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
@@ -25,6 +25,7 @@ use serde::{Deserialize, Serialize};
 use crate::mask::AttentionMask;
 use crate::sdpa::{PackedSequences, SdpaOptions};
 use candle_attention_modules::base::rowwise::to_vec;
+use candle_attention_modules::base::{Dim, Expect, number};
 use candle_attention_modules::linear::Projections;
 
 /// The first position that f32, in which angles are computed, cannot tell from its neighbour.
@@ -63,22 +64,9 @@ impl Positions {
 
     /// From an integer tensor (T,) or (B, T); `name` says in errors what it is.
     pub(crate) fn from_tensor(name: &str, positions: &Tensor, b: usize, t: usize) -> Result<Self> {
-        if positions.dtype().is_float() {
-            bail!("[rope] {name} have dtype {:?}, expected integers", positions.dtype())
-        }
-        if positions.dims() != [t] && positions.dims() != [b, t] {
-            bail!("[rope] {name} have shape {:?}, expected (T,) = [{t}] or (B, T) = [{b}, {t}]", positions.dims())
-        }
-        let mut length = 0;
-        let read = |position: i64| match usize::try_from(position) {
-            Ok(position) if position < END => {
-                length = length.max(position + 1);
-                Ok(position as u32)
-            }
-            _ => bail!("[rope] {name} hold {position}, expected 0 to {}", END - 1),
-        };
-        let entries = to_vec(positions)?.into_iter().map(read).collect::<Result<_>>()?;
-        Ok(Self { entries, t, length })
+        let [b, t_dim] = [Dim::Named("B", b), Dim::Named("T", t)];
+        let positions = Expect::many("rope", name, positions).shape_of(&[&[t_dim], &[b, t_dim]])?;
+        Self::of_each(positions.counts()?, t)
     }
 
     /// The largest position + 1, or 0.
@@ -127,12 +115,8 @@ pub(crate) struct AxisPositions {
 impl AxisPositions {
     /// From a tensor (A, T) or (A, B, T).
     pub(crate) fn from_tensor(positions: &Tensor, axes: usize, b: usize, t: usize) -> Result<Self> {
-        if positions.dims() != [axes, t] && positions.dims() != [axes, b, t] {
-            bail!(
-                "[rope] axis positions have shape {:?}, expected (A, T) = [{axes}, {t}] or (A, B, T) = [{axes}, {b}, {t}]",
-                positions.dims()
-            )
-        }
+        let [a, b, t_dim] = [Dim::Named("A", axes), Dim::Named("B", b), Dim::Named("T", t)];
+        Expect::many("rope", "axis positions", positions).shape_of(&[&[a, t_dim], &[a, b, t_dim]])?;
         let entries = to_vec::<f32>(positions)?;
         if let Some(other) = entries.iter().find(|entry| entry.is_nan() || entry.abs() >= END as f32) {
             bail!("[rope] axis positions hold {other}, expected numbers between ±{END}")
@@ -158,6 +142,31 @@ impl AxisPositions {
     pub(super) fn length(&self) -> usize {
         self.entries.iter().map(|&entry| entry.max(0.0) as usize + 1).max().unwrap_or(0)
     }
+}
+
+/// What was computed last and what it is for: the layers of a model ask for the same one by one.
+type Latest<K, V> = Mutex<Option<(K, V)>>;
+
+/// What was computed last, if it is for the same; else it is computed now, and kept under the key that `key` gives.
+///
+/// None may be kept of what is tracked for gradients: training changes a variable in its own place, which what was
+/// computed before would not see.
+fn latest<K, V: Clone>(
+    latest: &Latest<K, V>,
+    is_same: impl FnOnce(&K) -> bool,
+    compute: impl FnOnce() -> Result<V>,
+    key: impl FnOnce(&V) -> Option<K>,
+) -> Result<V> {
+    let latest = || latest.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((own, value)) = &*latest()
+        && is_same(own)
+    {
+        return Ok(value.clone());
+    }
+    // Not under the lock: a thread that computes may meanwhile take up other work that wants the same.
+    let value = compute()?;
+    *latest() = key(&value).map(|key| (key, value.clone()));
+    Ok(value)
 }
 
 /// A factor on each query by its position p, `1 + beta · ln(1 + floor((p + first) / interval))`, so that the weights of
@@ -187,16 +196,10 @@ impl QueryScaling {
     /// # Errors
     /// Says what was expected and what was found.
     pub fn validate(&self) -> Result<()> {
-        if !(self.beta as f32).is_finite() {
-            bail!("[query_scaling] beta is {}, expected a finite number", self.beta)
-        }
-        if self.interval == 0 || self.interval > u32::MAX as usize {
-            bail!("[query_scaling] interval is {}, expected 1 to {}", self.interval, u32::MAX)
-        }
-        if self.first > u32::MAX as usize {
-            bail!("[query_scaling] first is {}, expected at most {}", self.first, u32::MAX)
-        }
-        Ok(())
+        const OP: &str = "query_scaling";
+        number::expect(OP, "beta", self.beta, |beta: f64| (beta as f32).is_finite(), "a finite number")?;
+        number::within(OP, "interval", self.interval, 1..=u32::MAX as usize)?;
+        number::within(OP, "first", self.first, 0..=u32::MAX as usize)
     }
 
     /// The factors (1, 1, T, 1), or (B, 1, T, 1) where sequences have positions of their own; `None` where all are 1.

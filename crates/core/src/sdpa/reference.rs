@@ -9,7 +9,7 @@ use super::validate::{Call, Dims};
 use super::{Attended, OutputOrder, PackedSequences};
 use crate::mask::{AttentionMask, EmptyRows, ValidLens};
 use candle_attention_kernels::flash::philox_keeps;
-use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, fits_in_memory};
+use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, check_memory};
 use candle_attention_modules::init::TorchSeed;
 
 /// With weights in the dtype of the accumulation: none of packed sequences, and none without an entry on CUDA, where
@@ -67,15 +67,9 @@ fn attend_sequences(packed: &Call, sequences: &PackedSequences) -> Result<Attend
 
 fn attend_batch(call: &Call) -> Result<Attended> {
     let Dims { b, h, t_q, t_kv, d_v, .. } = call.dims;
-    if !fits_in_memory(&[b, h, t_q, t_kv]) {
-        bail!(
-            "[{}] scores of {:?} for q {:?} and k {:?} do not fit in memory",
-            call.op,
-            [b, h, t_q, t_kv],
-            call.q.dims(),
-            call.k.dims()
-        )
-    }
+    let scores = [b, h, t_q, t_kv];
+    let of = format_args!("a tensor of scores {scores:?} for q {:?} and k {:?}", call.q.dims(), call.k.dims());
+    check_memory(call.op, of, &scores)?;
     let (device, dtype) = (call.q.device(), accumulation_dtype(call.q.dtype()));
     let keep = call.mask.keep_tensor(call.score_dims(), device)?;
     let bias = call.mask.bias_tensor(call.score_dims(), dtype, device)?;
@@ -85,9 +79,7 @@ fn attend_batch(call: &Call) -> Result<Attended> {
     };
     if b == 0 || t_q == 0 || t_kv == 0 {
         for shape in [&[b, h, t_q][..], &[b, h, t_q, d_v]] {
-            if !fits_in_memory(shape) {
-                bail!("[{}] a result of {shape:?} does not fit in memory", call.op)
-            }
+            check_memory(call.op, format_args!("a result of {shape:?}"), shape)?;
         }
         let lse = match &sinks {
             Some(sinks) => sinks.squeeze(3)?.broadcast_as((b, h, t_q))?.contiguous()?,

@@ -203,12 +203,10 @@ impl<'a> Call<'a> {
             DType::F64 => (f64::MIN_POSITIVE, f64::MAX),
             _ => (f32::MIN_POSITIVE.into(), f32::MAX.into()),
         };
-        if let Some(scale) = options.scale.filter(|scale| !(-most..=most).contains(scale)) {
-            bail!("[{op}] scale is {scale:?}, expected a finite number in {dtype:?}")
-        }
-        if let Some(softcap) = options.softcap.filter(|softcap| !(least..=most).contains(softcap)) {
-            bail!("[{op}] softcap is {softcap:?}, expected a finite number above zero in {dtype:?}")
-        }
+        let finite = format_args!("a finite number in {dtype:?}");
+        number::expect(op, "scale", options.scale, |scale: f64| scale.abs() <= most, finite)?;
+        let above_zero = format_args!("a finite number above zero in {dtype:?}");
+        number::expect(op, "softcap", options.softcap, |softcap| (least..=most).contains(&softcap), above_zero)?;
         number::probability(op, "dropout", options.dropout)?;
         for (name, tensor) in [("alibi_slopes", &options.alibi_slopes), ("sinks", &options.sinks)] {
             let Some(tensor) = tensor else { continue };

@@ -14,7 +14,7 @@ use candle_nn::{Activation, Linear};
 use super::tracked::{packed_input_gradient, rows_of, with_even_rows};
 use super::{Kind, OP, PackedLinear};
 use crate::base::rowwise::{read, to_vec, with_float};
-use crate::base::{executor, fits_in_memory};
+use crate::base::{check_memory, executor};
 use candle_attention_kernels::linear::{self, Codes, Epilogue, PackedWeight, Product, Right, Up};
 use candle_attention_kernels::{Element, Tier};
 
@@ -257,8 +257,8 @@ pub(super) fn contiguous(what: &str, tensor: &Tensor) -> Result<Tensor> {
     if tensor.elem_count() == 0 {
         return Ok(tensor.clone());
     }
-    if !tensor.is_contiguous() && !fits_in_memory(tensor.dims()) {
-        bail!("[{OP}] a contiguous copy of the {what} of shape {:?} does not fit in memory", tensor.dims())
+    if !tensor.is_contiguous() {
+        check_memory(OP, format_args!("a contiguous copy of the {what} of shape {:?}", tensor.dims()), tensor.dims())?;
     }
     tensor.contiguous()
 }

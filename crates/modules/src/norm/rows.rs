@@ -45,14 +45,7 @@ impl RowNorm {
         Moments { mean, factor: (variance + self.eps).sqrt().recip() }
     }
 
-    fn forward(self, xs: &CpuStorage, layout: &Layout, affine: Affine) -> Result<(CpuStorage, Shape)> {
-        let ys = with_float!(OP, xs.dtype(), |E| self
-            .rows(xs.as_slice::<E>()?, layout, affine)
-            .map(E::to_cpu_storage_owned));
-        Ok((ys?, layout.shape().clone()))
-    }
-
-    fn rows<E: Element<Wide = f32>>(self, xs: &[E], layout: &Layout, affine: Affine) -> Result<Vec<E>> {
+    fn forward<E: Element<Wide = f32>>(self, xs: &[E], layout: &Layout, affine: Affine) -> Result<Vec<E>> {
         let Rows { h, d, .. } = Rows::new(layout)?;
         for numbers in [affine.weight, affine.bias.unwrap_or(affine.weight)] {
             if layout.shape().elem_count() > 0 && numbers.len() != d && numbers.len() != h * d {
@@ -241,7 +234,11 @@ impl CustomOp3 for RowNorm {
         bias_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
         let (weight, bias) = (parameter(weight.as_slice()?, weight_layout)?, parameter(bias.as_slice()?, bias_layout)?);
-        self.forward(xs, layout, Affine { weight, bias: Some(bias).filter(|bias| !bias.is_empty()) })
+        let affine = Affine { weight, bias: Some(bias).filter(|bias| !bias.is_empty()) };
+        let ys = with_float!(OP, xs.dtype(), |E| self
+            .forward(xs.as_slice::<E>()?, layout, affine)
+            .map(E::to_cpu_storage_owned));
+        Ok((ys?, layout.shape().clone()))
     }
 
     fn bwd(

@@ -14,13 +14,11 @@ use candle_nn::var_builder::ShardedVarBuilder;
 use super::LayerOutput;
 use super::checks::Expected;
 use super::forward::AttentionCall;
-use super::input::{AttentionInput, KeysFrom};
-use crate::cache::{Expand, NewTokens};
+use super::input::{AttentionInput, Given, KeysFrom};
+use crate::cache::Expand;
 use crate::mask::AttentionMask;
-use crate::position::{Positions, RotaryEmbedding};
-use crate::sdpa::{
-    Attended, AttentionStatistics, Keys, Outputs, OwnKeys, PackedSequences, Plan, StatisticsOptions, uncached,
-};
+use crate::position::RotaryEmbedding;
+use crate::sdpa::{Attended, AttentionStatistics, Keys, Outputs, OwnKeys, Plan, StatisticsOptions};
 use candle_attention_modules::base::{HeadDim, HeadShard, Heads, Source, is_addressable, part};
 use candle_attention_modules::linear::PackedLinear;
 use candle_attention_modules::norm::Norm;
@@ -293,7 +291,7 @@ impl MultiHeadLatentAttention {
         let (b, t, _) = xs.dims3()?;
         input.check_packed(OP, &xs, t)?;
         let new_tokens = input.new_tokens(OP, (b, t), &self.mask)?;
-        let positions = positions(&input, b, t, new_tokens.as_ref())?;
+        let positions = input.query_positions((b, t), new_tokens.as_ref())?;
         let (h, rank, nope) = (cfg.num_heads(), cfg.kv_lora_rank(), cfg.nope_head_dim());
         if !is_addressable(&[b, t, h * (2 * cfg.head_dim() + cfg.value_head_dim() + rank)]) {
             bail!("[{OP}] queries {:?} are too large to address", input.queries.dims())
@@ -326,10 +324,13 @@ impl MultiHeadLatentAttention {
                 staged.expansion = if form == Form::Expanded { Some(&self.up) } else { None };
                 Box::new(staged)
             }
-            (_, _, Form::Absorbed) => Box::new(OwnKeys { v: part(&rows, 3, 0..rank)?, k: rows, sequences: None }),
+            (_, _, Form::Absorbed) => {
+                Box::new(OwnKeys { v: part(&rows, 3, 0..rank)?, k: rows, sequences: None, function: None })
+            }
             (_, _, Form::Expanded) => {
                 let (k, v) = self.up.expand(&rows)?;
-                uncached(OwnKeys { k, v, sequences: input.packed }, input.function.map(|given| given.0))
+                let function = input.function.map(|Given(function)| function);
+                Box::new(OwnKeys { k, v, sequences: input.packed, function })
             }
         };
         Ok((AttentionCall { q, keys, mask, options, batched, residual, gate: None }, form))
@@ -345,14 +346,6 @@ impl MultiHeadLatentAttention {
         let (b, t, h, d_v) = context.dims4()?;
         self.out.product(&context.reshape((b, t, h * d_v))?, 0..self.out.out_dim(), call.residual.as_ref())
     }
-}
-
-fn positions(input: &AttentionInput, b: usize, t: usize, new_tokens: Option<&NewTokens>) -> Result<Positions> {
-    if let Some(new_tokens) = new_tokens {
-        return new_tokens.positions();
-    }
-    let given = input.given_positions((b, t))?;
-    given.map_or_else(|| input.default_positions(PackedSequences::queries, t), Ok)
 }
 
 /// Not `Module`: Candle gives every `Module` a `forward_t` that ignores `train`, and dropout would be lost in silence.

@@ -1,14 +1,15 @@
 //! Positions of patches of an image: in a grid, as part of the product of queries and keys (SAM), and in a window, as a
 //! bias and with cosine scores (Swin and Swin v2).
 
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use candle_core::{D, DType, Device, Result, Tensor, bail};
 use candle_nn::{Init, ops};
 
-use super::{ScoreTerm, Scores, TermCall};
+use super::{OP, ScoreTerm, Scores, TermCall};
+use crate::position::{Latest, latest};
 use candle_attention_modules::base::{
-    Heads, LINEAR_WEIGHT, ParameterList, Source, Spec, Stored, accumulation_dtype, fits_in_memory, linear_bias,
+    Heads, LINEAR_WEIGHT, ParameterList, Source, Spec, Stored, accumulation_dtype, check_memory, linear_bias,
 };
 use candle_attention_modules::norm::Norm;
 
@@ -102,7 +103,7 @@ pub(super) struct WindowTables {
     parameters: ParameterList,
     cosine: Option<Cosine>,
     /// (1, H, T, T), where nothing is tracked.
-    bias: Arc<OnceLock<Tensor>>,
+    bias: Arc<Latest<(), Tensor>>,
 }
 
 #[derive(Debug, Clone)]
@@ -200,15 +201,7 @@ impl WindowTables {
         if t != rows * columns {
             bail!("[multi_head_attention] queries have {t} tokens, expected the {rows} × {columns} of the window")
         }
-        if let Some(bias) = self.bias.get() {
-            return Ok(bias.clone());
-        }
-        let bias = self.computed(t)?;
-        // Training changes a variable in its own place, which a bias of before would not see.
-        if !bias.track_op() {
-            self.bias.get_or_init(|| bias.clone());
-        }
-        Ok(bias)
+        latest(&self.bias, |()| true, || self.computed(t), |bias| (!bias.track_op()).then_some(()))
     }
 
     fn computed(&self, t: usize) -> Result<Tensor> {
@@ -217,9 +210,7 @@ impl WindowTables {
             None => self.wide(TABLE)?,
         };
         let h = of_places.dim(1)?;
-        if !fits_in_memory(&[t, t, h]) {
-            bail!("[content_positions] a bias of {:?} does not fit in memory", [h, t, t])
-        }
+        check_memory(OP, format_args!("a bias of {:?}", [h, t, t]), &[h, t, t])?;
         let [rows, columns] = self.sizes;
         let place = |query: usize, key: usize| {
             let down = query / columns + rows - 1 - key / columns;
@@ -257,9 +248,7 @@ impl WindowTables {
 /// How many places a key may have from its query.
 fn places(sizes: [usize; 2]) -> Result<usize> {
     let sizes = sizes.map(|size| 2 * size - 1);
-    if !fits_in_memory(&sizes) {
-        bail!("[content_positions] a bias for {sizes:?} places does not fit in memory")
-    }
+    check_memory(OP, format_args!("a bias for {sizes:?} places"), &sizes)?;
     Ok(sizes[0] * sizes[1])
 }
 

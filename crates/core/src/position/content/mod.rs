@@ -16,10 +16,12 @@ use candle_core::{Result, bail};
 use serde::{Deserialize, Serialize};
 
 use super::{ScoreTerm, Scores, Term, TermCall};
-use candle_attention_modules::base::{ParameterList, Source, Spec};
+use candle_attention_modules::base::{ParameterList, Source, Spec, number};
 use disentangled::Disentangled;
 use distances::{DistanceTables, Kind};
 use images::{GridTables, WindowTables};
+
+const OP: &str = "content_positions";
 
 /// Terms of the scores by the place of the key from its query and, but for those of windows, by what one of the two
 /// holds, for self-attention.
@@ -149,11 +151,8 @@ impl ContentPositions {
             ContentPositions::Window { height, width } => check_window([*height, *width])?,
             ContentPositions::CosineWindow { height, width, trained } => {
                 check_window([*height, *width])?;
-                if let Some(trained) =
-                    trained.filter(|trained| trained.iter().any(|size| !(2..=MAX_SIZE).contains(size)))
-                {
-                    bail!("[content_positions] trained is {trained:?}, expected 2 to {MAX_SIZE} each")
-                }
+                let mut trained = trained.iter().flatten();
+                trained.try_for_each(|&size| number::within(OP, "a size of trained", size, 2..=MAX_SIZE))?;
                 if let Some(scale) = layer.scale {
                     bail!("[content_positions] scale is {scale}, expected none beside the factors of cosine scores")
                 }
@@ -164,11 +163,8 @@ impl ContentPositions {
                 }
             }
             ContentPositions::Clipped { left, right } => {
-                for (name, size) in [("left", *left), ("right", *right)] {
-                    if size > MAX_SIZE {
-                        bail!("[content_positions] {name} is {size}, expected at most {MAX_SIZE}")
-                    }
-                }
+                number::within(OP, "left", *left, 0..=MAX_SIZE)?;
+                number::within(OP, "right", *right, 0..=MAX_SIZE)?;
             }
             ContentPositions::Disentangled(config) => {
                 config.validate()?;
@@ -185,11 +181,9 @@ impl ContentPositions {
     }
 }
 
-fn check_window(sizes: [usize; 2]) -> Result<()> {
-    match ["height", "width"].into_iter().zip(sizes).find(|&(_, size)| size == 0 || size > MAX_SIZE) {
-        Some((name, size)) => bail!("[content_positions] {name} is {size}, expected 1 to {MAX_SIZE}"),
-        None => Ok(()),
-    }
+fn check_window([height, width]: [usize; 2]) -> Result<()> {
+    number::within(OP, "height", height, 1..=MAX_SIZE)?;
+    number::within(OP, "width", width, 1..=MAX_SIZE)
 }
 
 /// The parameters of such terms.

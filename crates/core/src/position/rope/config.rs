@@ -5,7 +5,9 @@ use candle_core::{Result, bail};
 use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
-use candle_attention_modules::base::{Options, options};
+use candle_attention_modules::base::{Options, number, options};
+
+const OP: &str = "rope";
 
 /// Which two entries of a head are rotated as a pair, of the r that are rotated.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -186,9 +188,8 @@ impl RopeConfig {
             RopeScaling::Linear { factor } => above_zero("factor", *factor)?,
             RopeScaling::Dynamic { factor, original_context } => {
                 context(*original_context)?;
-                if !((*factor as f32).is_finite() && *factor >= 1.0) {
-                    bail!("[rope] factor is {factor}, expected a finite number of at least 1")
-                }
+                let is_right = |factor: f64| (factor as f32).is_finite() && factor >= 1.0;
+                number::expect(OP, "factor", *factor, is_right, "a finite number of at least 1")?;
                 if r == 2 {
                     bail!("[rope] rotary_dim is 2, expected at least 4 with dynamic scaling")
                 }
@@ -204,9 +205,8 @@ impl RopeConfig {
                 context(original_context)?;
                 all_above_zero(&[("factor", factor), ("beta_fast", beta_fast), ("beta_slow", beta_slow)])?;
                 for (name, value) in [("mscale", mscale), ("mscale_all_dim", mscale_all_dim)] {
-                    if let Some(value) = value.filter(|value| !(value.is_finite() && *value >= 0.0)) {
-                        bail!("[rope] {name} is {value}, expected a finite number of zero or more")
-                    }
+                    let is_right = |value: f64| value.is_finite() && value >= 0.0;
+                    number::expect(OP, name, value, is_right, "a finite number of zero or more")?;
                 }
                 if beta_fast < beta_slow {
                     bail!("[rope] beta_fast is {beta_fast}, expected at least beta_slow {beta_slow}")
@@ -227,9 +227,8 @@ impl RopeConfig {
             }
             RopeScaling::Proportional { factor, proportion } => {
                 above_zero("factor", *factor)?;
-                if !(0.0..=1.0).contains(proportion) {
-                    bail!("[rope] proportion is {proportion}, expected a number from 0 to 1")
-                }
+                let is_right = |proportion: f64| (0.0..=1.0).contains(&proportion);
+                number::expect(OP, "proportion", *proportion, is_right, "a number from 0 to 1")?;
                 if r != head_dim {
                     bail!("[rope] rotary_dim is {r}, but proportional scaling has pairs of whole heads of {head_dim}")
                 }
@@ -246,17 +245,12 @@ impl RopeConfig {
 
 /// Frequencies are f32.
 fn above_zero(name: &str, value: f64) -> Result<()> {
-    if !((value as f32).is_finite() && value as f32 > 0.0) {
-        bail!("[rope] {name} is {value:?}, expected a finite number above zero in F32")
-    }
-    Ok(())
+    let is_right = |value: f64| (value as f32).is_finite() && value as f32 > 0.0;
+    number::expect(OP, name, value, is_right, "a finite number above zero in F32")
 }
 
 fn context(original_context: usize) -> Result<()> {
-    if original_context < 2 {
-        bail!("[rope] original_context is {original_context}, expected at least 2")
-    }
-    Ok(())
+    number::expect(OP, "original_context", original_context, |positions: usize| positions >= 2, "at least 2")
 }
 
 /// Which axis turns a pair, and how fast.

@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::OnceLock;
 
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp3, DType, Error, Layout, Result, Shape, Tensor, WithDType, bail};
+use candle_core::{CpuStorage, CustomOp3, DType, Error, Layout, Result, Shape, Tensor, WithDType};
 
 use super::rows::RowRanges;
 use super::validate::{self, Call};
@@ -17,13 +17,13 @@ use candle_attention_kernels::flash::{
 };
 use candle_attention_kernels::{Element, Tier};
 use candle_attention_modules::base::rowwise::{Read, read, strided, with_contiguous_rows, with_float};
-use candle_attention_modules::base::{executor, fits_in_memory};
+use candle_attention_modules::base::{check_memory, executor};
 
 /// What is wanted of a call. No input is tracked for gradients where it is statistics.
 pub(super) fn attend(call: &Call, tier: Tier, outputs: Outputs) -> Result<Attended> {
     let (validate::Dims { b, h, t_q, .. }, wants_lse) = (call.dims, outputs == Outputs::LogSumExp);
-    if wants_lse && !fits_in_memory(&[b, h, t_q]) {
-        bail!("[{}] a log-sum-exp of {:?} does not fit in memory", call.op, [b, h, t_q])
+    if wants_lse {
+        check_memory(call.op, format_args!("a log-sum-exp of {:?}", [b, h, t_q]), &[b, h, t_q])?;
     }
     let [q, k, v] = [with_contiguous_rows(&call.q)?, with_contiguous_rows(&call.k)?, with_contiguous_rows(&call.v)?];
     let score_tensors = ScoreTensors::new(call)?;
