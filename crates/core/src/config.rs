@@ -393,8 +393,7 @@ impl MultiHeadAttentionConfig {
                 ];
                 match options.into_iter().find(|&(_, is_set)| is_set) {
                     Some((name, _)) => bail!(
-                        "[{OP}] {name} is set, but keys and values are those of an earlier layer, as it \
-                         made them"
+                        "[{OP}] {name} is set, but keys and values are those of an earlier layer, as it made them"
                     ),
                     None => Ok(()),
                 }

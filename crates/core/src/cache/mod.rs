@@ -130,7 +130,7 @@ impl AttentionCache {
     /// As [`truncate_to`](Self::truncate_to).
     pub fn truncate(&mut self, len: usize) -> Result<()> {
         if self.held.is_empty() && len > 0 {
-            bail!("[attention_cache] an empty cache is to be truncated to {len} positions, expected 0")
+            bail!("[{OP}] an empty cache is to be truncated to {len} positions, expected 0")
         }
         self.truncate_to(&vec![len; self.held.len()])
     }
@@ -148,22 +148,18 @@ impl AttentionCache {
     /// dropped. The cache is as it was then.
     pub fn truncate_to(&mut self, lens: &[usize]) -> Result<()> {
         if lens.len() != self.held.len() {
-            bail!(
-                "[attention_cache] {} lengths were given, expected one for each of {} sequences",
-                lens.len(),
-                self.held.len()
-            )
+            bail!("[{OP}] {} lengths were given, expected one for each of {} sequences", lens.len(), self.held.len())
         }
         for (sequence, (&len, held)) in lens.iter().zip(&self.held).enumerate() {
             if len > held.end {
                 bail!(
-                    "[attention_cache] sequence {sequence} is to be truncated to {len} positions, expected at most its {}",
+                    "[{OP}] sequence {sequence} is to be truncated to {len} positions, expected at most its {}",
                     held.end
                 )
             }
             if len > 0 && len < held.start {
                 bail!(
-                    "[attention_cache] sequence {sequence} is to be truncated to {len} positions, expected 0 or at least \
+                    "[{OP}] sequence {sequence} is to be truncated to {len} positions, expected 0 or at least \
                      the {} that the window has dropped",
                     held.start
                 )
@@ -189,7 +185,7 @@ impl AttentionCache {
     pub fn reorder(&mut self, sequences: &[usize]) -> Result<()> {
         if let Some(sequence) = sequences.iter().find(|&&sequence| sequence >= self.held.len()) {
             bail!(
-                "[attention_cache] sequence {sequence} was asked for, expected one of the {} that the cache holds",
+                "[{OP}] sequence {sequence} was asked for, expected one of the {} that the cache holds",
                 self.held.len()
             )
         }
@@ -253,7 +249,7 @@ impl AttentionCache {
         for (sequence, (len, of_call)) in tokens.before.iter_mut().zip(&tokens.tokens).enumerate() {
             let Some(before) = len.checked_sub(of_call.len()) else {
                 bail!(
-                    "[attention_cache] sequence {sequence} has {} tokens, but the cache of the earlier layer holds {len}; \
+                    "[{OP}] sequence {sequence} has {} tokens, but the cache of the earlier layer holds {len}; \
                      expected its call with the same tokens first",
                     of_call.len()
                 )
@@ -272,7 +268,7 @@ impl AttentionCache {
         if let Some(held) = self.buffers.as_ref().filter(|own| own.sizes() != Some(sizes)) {
             let ((keys, values), [h, d, d_v]) = (held.shapes(), sizes);
             bail!(
-                "[attention_cache] the earlier layer's keys {keys} and values {values} do not fit, expected {h} heads, {d} and \
+                "[{OP}] the earlier layer's keys {keys} and values {values} do not fit, expected {h} heads, {d} and \
                  {d_v} wide"
             )
         }
@@ -295,21 +291,17 @@ impl AttentionCache {
         let v = own_v.unwrap_or(k);
         let ((b, h, t, _), (b_v, h_v, t_v, _)) = (k.dims4()?, v.dims4()?);
         if [b, h, t] != [b_v, h_v, t_v] || [b, t] != [new.tokens.len(), new.t] {
-            bail!(
-                "[attention_cache] keys {:?} and values {:?} differ in more than the last dimension",
-                k.dims(),
-                v.dims()
-            )
+            bail!("[{OP}] keys {:?} and values {:?} differ in more than the last dimension", k.dims(), v.dims())
         }
         if k.dtype() != v.dtype() || !FLOATS.contains(&k.dtype()) {
-            bail!("[attention_cache] keys are {:?} and values {:?}, expected one float dtype", k.dtype(), v.dtype())
+            bail!("[{OP}] keys are {:?} and values {:?}, expected one float dtype", k.dtype(), v.dtype())
         }
         if let Some(dtype) = self.dtype.filter(|&dtype| dtype != k.dtype()) {
-            bail!("[attention_cache] keys have dtype {:?}, expected {dtype:?} as in the calls before", k.dtype())
+            bail!("[{OP}] keys have dtype {:?}, expected {dtype:?} as in the calls before", k.dtype())
         }
         if (k.track_op() || v.track_op()) && !self.config.detached() {
             bail!(
-                "[attention_cache] keys or values are tracked for gradients, which a cache would lose; expected a layer after \
+                "[{OP}] keys or values are tracked for gradients, which a cache would lose; expected a layer after \
                  `freeze()` and an input `xs.detach()`, or a cache made `with_detached(true)`"
             )
         }
@@ -320,9 +312,7 @@ impl AttentionCache {
         let kv = KvBuffers::encode(k, own_v, d_v, format)?;
         if let Some(buffers) = self.buffers.as_ref().filter(|own| !self.held.is_empty() && !own.accepts(&kv)) {
             let [(k_is, v_is), (k_was, v_was)] = [&kv, buffers].map(KvBuffers::shapes);
-            bail!(
-                "[attention_cache] keys {k_is} and values {v_is} do not fit those of the calls before, {k_was} and {v_was}"
-            )
+            bail!("[{OP}] keys {k_is} and values {v_is} do not fit those of the calls before, {k_was} and {v_was}")
         }
         CachedCall::new(self, new, &kv, k.dtype())
     }

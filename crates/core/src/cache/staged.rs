@@ -167,16 +167,10 @@ impl<'c> CachedCall<'c> {
     /// For queries of another dtype than the keys, and for a copy that does not fit in memory.
     pub(super) fn reading(cache: &AttentionCache, new: NewTokens, q: &Tensor) -> Result<Self> {
         let (Some(buffers), Some(dtype)) = (&cache.buffers, cache.dtype) else {
-            bail!(
-                "[attention_cache] the cache of the earlier layer is empty, expected its call with the same tokens \
-                 first"
-            )
+            bail!("[{OP}] the cache of the earlier layer is empty, expected its call with the same tokens first")
         };
         if dtype != q.dtype() {
-            bail!(
-                "[attention_cache] the earlier layer's keys have dtype {dtype:?}, expected the queries' {:?}",
-                q.dtype()
-            )
+            bail!("[{OP}] the earlier layer's keys have dtype {dtype:?}, expected the queries' {:?}", q.dtype())
         }
         let detached = cache.config.detached();
         // Later calls of the earlier layer write to its buffers in place.
@@ -231,7 +225,7 @@ impl<'c> CachedCall<'c> {
         } else {
             let full = grown.iter().position(|held| held.len() > most).unwrap_or(0);
             bail!(
-                "[attention_cache] sequence {full} holds {} positions, and {} more exceed the capacity of {most}",
+                "[{OP}] sequence {full} holds {} positions, and {} more exceed the capacity of {most}",
                 held[full].len(),
                 new.tokens[full].len()
             )
@@ -287,7 +281,7 @@ impl<'c> CachedCall<'c> {
             && let Some((sequence, position)) = mask.missing_key(&placements, q.dim(2)?)?
         {
             bail!(
-                "[attention_cache] a query of sequence {sequence} sees the key at position {position}, but the cache \
+                "[{OP}] a query of sequence {sequence} sees the key at position {position}, but the cache \
                  holds those from {} on; expected a shorter window in the mask, or a longer one in the cache",
                 held[sequence].start
             )

@@ -116,7 +116,7 @@ impl AttentionCacheConfig {
     /// Names the option, what was expected and what was found.
     pub(super) fn validate(&self) -> Result<()> {
         if self.capacity == 0 && !self.growth {
-            bail!("[attention_cache] capacity is 0 without growth, expected at least 1")
+            bail!("[{OP}] capacity is 0 without growth, expected at least 1")
         }
         number::within(OP, "capacity", self.capacity, 0..=u32::MAX as usize)?;
         self.check(OP)?;
@@ -124,10 +124,10 @@ impl AttentionCacheConfig {
             bail!("[{OP}] capacity is {} without growth, expected at least the window {window}", self.capacity)
         }
         if let Some(dtype) = self.dtype.filter(|_| self.q8) {
-            bail!("[attention_cache] dtype is {dtype:?} beside q8, expected one of the two")
+            bail!("[{OP}] dtype is {dtype:?} beside q8, expected one of the two")
         }
         if let Some(dtype) = self.dtype.filter(|dtype| !FLOATS.contains(dtype)) {
-            bail!("[attention_cache] dtype is {dtype:?}, expected F32, F16, BF16 or F64")
+            bail!("[{OP}] dtype is {dtype:?}, expected F32, F16, BF16 or F64")
         }
         Ok(())
     }

@@ -118,15 +118,15 @@ impl MultiHeadAttention {
         let residual = self.expected(cfg.embed_dim(), batched).check_residual(input, cfg.out_dim())?;
         let is_of_earlier_layer = cfg.kv_source() == KvSource::EarlierLayer;
         let (key_value, t_kv, key_dims) = match &input.keys {
-            KeysFrom::EarlierLayer(_) if !is_of_earlier_layer => bail!(
-                "[multi_head_attention] the cache of an earlier layer was given, but the layer has keys of its own"
-            ),
+            KeysFrom::EarlierLayer(_) if !is_of_earlier_layer => {
+                bail!("[{OP}] the cache of an earlier layer was given, but the layer has keys of its own")
+            }
             KeysFrom::EarlierLayer(cache) => (None, cache.len(), input.queries.dims()),
             KeysFrom::Memory(memory) => {
                 self.check_memory(input, memory, b)?;
                 (None, memory.t_kv, memory.k.dims())
             }
-            _ if is_of_earlier_layer => bail!("[multi_head_attention] {NO_KEYS}"),
+            _ if is_of_earlier_layer => bail!("[{OP}] {NO_KEYS}"),
             &KeysFrom::Cross { keys, values } => {
                 let [keys_in, values_in] = self.check_key_value(&queries, [input.queries, keys, values])?;
                 let t_kv = keys_in.dim(1)?;
@@ -135,7 +135,7 @@ impl MultiHeadAttention {
             KeysFrom::Own | KeysFrom::Cache(_) => {
                 if [cfg.key_size(), cfg.value_size()] != [cfg.embed_dim(); 2] {
                     bail!(
-                        "[multi_head_attention] queries are {} wide, the inputs of keys {} and of values {}; expected a \
+                        "[{OP}] queries are {} wide, the inputs of keys {} and of values {}; expected a \
                          call `with_key_value` or `with_memory` (cross-attention)",
                         cfg.embed_dim(),
                         cfg.key_size(),
@@ -152,10 +152,7 @@ impl MultiHeadAttention {
             self.check_takes_packed(input)?;
         }
         if cfg.relative_bias().is_some() && self.relative_bias.is_none() {
-            bail!(
-                "[multi_head_attention] the config has a relative bias, expected the stack's one in \
-                 `with_relative_bias`"
-            )
+            bail!("[{OP}] the config has a relative bias, expected the stack's one in `with_relative_bias`")
         }
         let new_tokens = input.new_tokens(OP, (b, t_q), &self.mask)?;
         if let Some(new_tokens) = &new_tokens {
@@ -187,11 +184,11 @@ impl MultiHeadAttention {
     /// That the layer appends no keys, and that the call has no memory of rotated keys: both know of one sequence only.
     fn check_takes_packed(&self, input: &AttentionInput) -> Result<()> {
         if self.config.appended_keys() > 0 {
-            bail!("[multi_head_attention] the layer has keys that it appends, which packed sequences do not take")
+            bail!("[{OP}] the layer has keys that it appends, which packed sequences do not take")
         }
         if matches!(input.keys, KeysFrom::Memory(_)) && self.rotary.is_some() {
             bail!(
-                "[multi_head_attention] packed sequences were given with a memory, whose keys stand at 0..T_kv; \
+                "[{OP}] packed sequences were given with a memory, whose keys stand at 0..T_kv; \
                  expected keys and values"
             )
         }
@@ -204,7 +201,7 @@ impl MultiHeadAttention {
             ("a key of zeros (add_zero_attn)", self.config.add_zero_attn()),
         ];
         if let Some((key, _)) = appended.into_iter().find(|&(_, is_there)| is_there) {
-            bail!("[multi_head_attention] the layer has {key}, which stands behind the last of a call, not in a cache")
+            bail!("[{OP}] the layer has {key}, which stands behind the last of a call, not in a cache")
         }
         if let Some(context_length) = self.config.context_length().filter(|&most| new_tokens.longest() > most) {
             bail!(
@@ -221,11 +218,11 @@ impl MultiHeadAttention {
     pub(super) fn check_lengths(&self, b: usize, t: usize, longest: usize, what: impl Fn() -> String) -> Result<()> {
         let cfg = &self.config;
         if let Some(context_length) = cfg.context_length().filter(|&most| longest > most) {
-            bail!("[multi_head_attention] {longest} positions are more than the context length {context_length}")
+            bail!("[{OP}] {longest} positions are more than the context length {context_length}")
         }
         let (h, h_kv, d, d_v) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim());
         if !is_addressable(&[b, t, h * d + h_kv * (d + d_v)]) {
-            bail!("[multi_head_attention] {} are too large to address", what())
+            bail!("[{OP}] {} are too large to address", what())
         }
         Ok(())
     }
@@ -257,7 +254,7 @@ impl MultiHeadAttention {
         let keys = input.key_positions.map(|given| Positions::from_tensor("key positions", given, b, t_kv));
         let keys = keys.transpose()?;
         if keys.is_some() && !input.is_cross() {
-            bail!("[multi_head_attention] key positions are given, but the keys are the queries")
+            bail!("[{OP}] key positions are given, but the keys are the queries")
         }
         let axes = self.axis_positions(input, inputs)?;
         let terms_take_positions = self.terms().any(|term| term.takes_positions());
@@ -272,7 +269,7 @@ impl MultiHeadAttention {
         let keys = input.is_cross().then(|| keys.map_or_else(or_default, Ok)).transpose()?;
         let length = keys.iter().map(Positions::length).fold(queries.length(), usize::max);
         if let Some(context_length) = self.config.context_length().filter(|&most| length > most) {
-            bail!("[multi_head_attention] position {} is not below the context length {context_length}", length - 1)
+            bail!("[{OP}] position {} is not below the context length {context_length}", length - 1)
         }
         let cached = if terms_take_positions { input.cached_positions(new_tokens)? } else { None };
         Ok(Some(CallPositions { queries, keys, cached, axes }))
@@ -283,14 +280,14 @@ impl MultiHeadAttention {
         match (self.config.rope().and_then(RopeConfig::axes), input.axis_positions) {
             (None, None) => Ok(None),
             (None, Some(_)) => {
-                bail!("[multi_head_attention] axis positions were given, but the config's rope has no axes")
+                bail!("[{OP}] axis positions were given, but the config's rope has no axes")
             }
             (Some(_), Some(_)) if input.is_cross() => {
-                bail!("[multi_head_attention] axis positions were given beside keys, expected self-attention")
+                bail!("[{OP}] axis positions were given beside keys, expected self-attention")
             }
             (Some(axes), Some(positions)) => given(positions, axes.sections().len()).map(Some),
             (Some(axes), None) if axes.is_axial() => bail!(
-                "[multi_head_attention] rotary positions are on {} axes, expected a call `with_axis_positions`",
+                "[{OP}] rotary positions are on {} axes, expected a call `with_axis_positions`",
                 axes.sections().len()
             ),
             (Some(_), None) => Ok(None),

@@ -5,7 +5,7 @@ use candle_core::{Result, Tensor, bail};
 use super::checks::{Inputs, NO_KEYS};
 use super::heads::{Projected, split_heads};
 use super::input::{Given, KeysFrom};
-use super::{AttentionInput, LayerOutput, MultiHeadAttention};
+use super::{AttentionInput, LayerOutput, MultiHeadAttention, OP};
 use crate::mask::AttentionMask;
 use crate::position::{KeysByHeads, Scores, TermCall};
 use crate::sdpa::{Attended, AttentionStatistics, Keys, Outputs, OwnKeys, Plan, SdpaOptions, StatisticsOptions};
@@ -137,7 +137,7 @@ impl MultiHeadAttention {
                 let cfg = &self.config;
                 Box::new(cache.read(new, &q, [cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim()])?)
             }
-            _ => bail!("[multi_head_attention] {NO_KEYS}"),
+            _ => bail!("[{OP}] {NO_KEYS}"),
         };
         Ok(AttentionCall { q, keys, mask, options, batched, residual: inputs.residual, gate })
     }

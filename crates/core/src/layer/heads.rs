@@ -199,18 +199,13 @@ impl MultiHeadAttention {
         self.check_lengths(b, t_kv, t_kv, || format!("keys {:?} and values {:?}", keys.dims(), values.dims()))?;
         let rotation = match &self.rotary {
             Some(_) if cfg.rope().and_then(RopeConfig::axes).is_some_and(RopeAxes::is_axial) => {
-                bail!(
-                    "[multi_head_attention] keys of a memory have one position each, but rotary positions are on several axes"
-                )
+                bail!("[{OP}] keys of a memory have one position each, but rotary positions are on several axes")
             }
             Some(rotary) => Some(rotary.at(&Positions::starting_at(&[0], t_kv)?)?),
             None => None,
         };
         let Some([k, v]) = self.projections.key_value(&k_in, &v_in)? else {
-            bail!(
-                "[multi_head_attention] keys and values are those of an earlier layer, expected a memory that it \
-                 projects"
-            )
+            bail!("[{OP}] keys and values are those of an earlier layer, expected a memory that it projects")
         };
         let [k, v] = self.key_value_heads([k, v], rotation.as_ref(), None)?;
         // Read in every call from now on: each head's positions side by side.
@@ -220,7 +215,7 @@ impl MultiHeadAttention {
     /// That nothing is given for values which are the keys' projection.
     pub(super) fn check_one_input(&self, keys: &Tensor, values: &Tensor) -> Result<()> {
         if self.config.kv_source() == KvSource::KeysAsValues && keys.id() != values.id() {
-            bail!("[multi_head_attention] values are the keys' projection, expected one tensor as the input of both")
+            bail!("[{OP}] values are the keys' projection, expected one tensor as the input of both")
         }
         Ok(())
     }
@@ -229,17 +224,13 @@ impl MultiHeadAttention {
     pub(super) fn check_memory(&self, input: &AttentionInput, memory: &ProjectedMemory, b: usize) -> Result<()> {
         let batched = input.queries.rank() == 3;
         if input.key_positions.is_some() && self.rotary.is_some() {
-            bail!("[multi_head_attention] key positions were given beside a memory, whose keys stand at 0..T_kv")
+            bail!("[{OP}] key positions were given beside a memory, whose keys stand at 0..T_kv")
         }
         let cfg = &self.config;
         let rows = memory.t_kv + cfg.appended_keys();
         if memory.batched != batched {
             let of = |batched| if batched { "a batch" } else { "one sequence without a batch" };
-            bail!(
-                "[multi_head_attention] the memory is of {}, expected {} as the queries",
-                of(memory.batched),
-                of(batched)
-            )
+            bail!("[{OP}] the memory is of {}, expected {} as the queries", of(memory.batched), of(batched))
         }
         let (dtype, device) = (self.projections.dtype(), self.projections.device());
         for (name, tensor, width) in

@@ -240,7 +240,7 @@ impl MultiHeadAttention {
     /// If the tables are not those of the layer's config.
     pub fn with_rotary(self, rotary: RotaryEmbedding) -> Result<Self> {
         match self.config.rope() {
-            None => bail!("[multi_head_attention] rotary tables are given, but the config has no rope"),
+            None => bail!("[{OP}] rotary tables are given, but the config has no rope"),
             Some(rope) => rotary.check_config(OP, rope, self.config.head_dim())?,
         }
         Ok(Self { rotary: Some(rotary), ..self })
@@ -254,9 +254,9 @@ impl MultiHeadAttention {
     pub fn with_relative_bias(mut self, bias: RelativeBias) -> Result<Self> {
         let h = self.config.num_heads();
         match self.config.relative_bias() {
-            None => bail!("[multi_head_attention] a relative bias is given, but the config has none"),
+            None => bail!("[{OP}] a relative bias is given, but the config has none"),
             Some(buckets) if buckets != bias.config() || h != bias.num_heads() => bail!(
-                "[multi_head_attention] the relative bias is of {:?} and {} heads, expected {buckets:?} and {h} heads",
+                "[{OP}] the relative bias is of {:?} and {} heads, expected {buckets:?} and {h} heads",
                 bias.config(),
                 bias.num_heads()
             ),
@@ -278,7 +278,7 @@ impl MultiHeadAttention {
         let weight = Expect::many(OP, "the relative embeddings", embeddings.weight());
         weight.dtype(self.projections.dtype(), "the weights'")?.beside("the weights", self.projections.device())?;
         if !matches!(self.config.content_positions(), Some(ContentPositions::Disentangled(_))) {
-            bail!("[multi_head_attention] relative embeddings are given, but the config has no disentangled positions")
+            bail!("[{OP}] relative embeddings are given, but the config has no disentangled positions")
         }
         self.relative_embeddings = Some(embeddings);
         let parameters = self.parameters.clone();
@@ -375,7 +375,7 @@ impl MultiHeadAttention {
     /// [`PackedLinear`]: candle_attention_modules::linear::PackedLinear
     pub fn projections(&self) -> Result<(Linear, Linear, Linear, Option<Linear>)> {
         let [Some(q), Some(k), v, o, _] = self.projections.to_linears()? else {
-            bail!("[multi_head_attention] keys and values are those of an earlier layer, which has their projections")
+            bail!("[{OP}] keys and values are those of an earlier layer, which has their projections")
         };
         Ok((q, k.clone(), v.unwrap_or(k), o))
     }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use candle_core::{Result, Tensor, bail};
 
+use super::OP;
 use candle_attention_modules::base::{Dim, Expect, number};
 
 /// One thing that hides keys or changes scores. All of a mask's constraints hold together.
@@ -161,21 +162,18 @@ impl Constraint {
         if let Some(Alignment::Offsets(offsets)) = self.alignment()
             && offsets.len() != n
         {
-            bail!(
-                "[attention_mask] causal_with_offsets has {} entries, expected one for each of {n} sequences",
-                offsets.len()
-            )
+            bail!("[{OP}] causal_with_offsets has {} entries, expected one for each of {n} sequences", offsets.len())
         }
         let own_key = |name, size: usize| {
-            number::expect("attention_mask", name, size, |size: usize| size > 0, "at least 1 (the query's own key)")
+            number::expect(OP, name, size, |size: usize| size > 0, "at least 1 (the query's own key)")
         };
         match self {
             Self::Aligned(_, Reach::Window(size)) => own_key("window", *size),
             Self::Aligned(_, Reach::Chunk(size)) => own_key("chunk", *size),
             Self::Columns(columns) if *columns != t_kv => {
-                bail!("[attention_mask] the attention mask has {columns} columns, expected one for each of {t_kv} keys")
+                bail!("[{OP}] the attention mask has {columns} columns, expected one for each of {t_kv} keys")
             }
-            Self::Wrong(problem) => bail!("[attention_mask] {problem}"),
+            Self::Wrong(problem) => bail!("[{OP}] {problem}"),
             _ => Ok(()),
         }
     }
@@ -217,13 +215,13 @@ impl ValidLens {
             Lens::PerQuery(rows) => (rows.len(), "rows"),
         };
         if found != n {
-            bail!("[attention_mask] {what} has {found} {unit}, expected one for each of {n} sequences")
+            bail!("[{OP}] {what} has {found} {unit}, expected one for each of {n} sequences")
         }
         if let Lens::PerQuery(rows) = &*self.0 {
             for (row, lens) in rows.iter().enumerate().take(sequences.end).skip(sequences.start) {
                 if lens.len() != t_q {
                     bail!(
-                        "[attention_mask] row {row} of {what} has {} entries, expected one for each of {t_q} queries",
+                        "[{OP}] row {row} of {what} has {} entries, expected one for each of {t_q} queries",
                         lens.len()
                     )
                 }

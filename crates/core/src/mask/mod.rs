@@ -21,6 +21,8 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use constraint::{Alignment, Constraint, Reach};
 use ranges::Frames;
 
+const OP: &str = "attention_mask";
+
 /// What a query that sees no key receives.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]

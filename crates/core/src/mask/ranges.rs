@@ -9,7 +9,7 @@ use candle_core::{Device, Result, Tensor, bail};
 
 use super::constraint::{Alignment, Constraint, Placement};
 use super::tensors::{check_memory, fit};
-use super::{AttentionMask, EmptyRows};
+use super::{AttentionMask, EmptyRows, OP};
 use candle_attention_modules::base::filled;
 
 /// The structural constraints of an [`AttentionMask`] for given B, T_q and T_kv.
@@ -39,7 +39,7 @@ impl KvRanges {
             None => (0..b, b),
             Some(frames) if frames.placements.len() == b => (frames.first..frames.first + b, frames.of),
             Some(frames) => {
-                bail!("[attention_mask] positions of {} sequences were given, expected {b}", frames.placements.len())
+                bail!("[{OP}] positions of {} sequences were given, expected {b}", frames.placements.len())
             }
         };
         for constraint in &mask.constraints {
@@ -93,13 +93,13 @@ impl KvRanges {
             let first = self.position(b, 0);
             if let Some(other) = self.alignments().map(of).find(|&other| other != first) {
                 bail!(
-                    "[attention_mask] ALiBi counts from a query's position, and the joined masks give query 0 of sequence \
+                    "[{OP}] ALiBi counts from a query's position, and the joined masks give query 0 of sequence \
                      {b} the positions {first} and {other}, expected one"
                 )
             }
         }
         let Some(mut positions) = filled(&[b, self.t_q], 0) else {
-            bail!("[attention_mask] the positions of {b} × {} queries do not fit in memory", self.t_q)
+            bail!("[{OP}] the positions of {b} × {} queries do not fit in memory", self.t_q)
         };
         for (row, position) in positions.iter_mut().enumerate() {
             *position = self.position(row / self.t_q, row % self.t_q);
@@ -121,7 +121,7 @@ impl KvRanges {
         let by_sequence = self.frames.is_some() || self.constraints.iter().any(Constraint::differs_by_sequence);
         let b = if by_sequence { self.b } else { self.b.min(1) };
         let Some(mut keep) = filled(&[b, self.t_q, self.t_kv], 0u8) else {
-            bail!("[attention_mask] a mask of {b} × {} × {} entries does not fit in memory", self.t_q, self.t_kv)
+            bail!("[{OP}] a mask of {b} × {} × {} entries does not fit in memory", self.t_q, self.t_kv)
         };
         if self.t_kv > 0 {
             for (row, keys) in keep.chunks_exact_mut(self.t_kv).enumerate() {
@@ -186,9 +186,7 @@ impl AttentionMask {
             return Ok(self.clone());
         }
         if self.empty_rows == EmptyRows::Uniform {
-            bail!(
-                "[attention_mask] uniform empty rows weigh all keys alike, expected every sequence to hold all of its keys"
-            )
+            bail!("[{OP}] uniform empty rows weigh all keys alike, expected every sequence to hold all of its keys")
         }
         let mut mask = self.with_frames(Frames { placements: placements.to_vec(), first: 0, of: b });
         // Checked above; rows of keys are no columns of it.
@@ -228,7 +226,7 @@ impl AttentionMask {
             None => self.frames.as_ref().map(|_| "is of a part already".into()),
         };
         if let Some(obstacle) = obstacle {
-            bail!("[attention_mask] the mask {obstacle}, expected one that leaves intervals of a whole sequence")
+            bail!("[{OP}] the mask {obstacle}, expected one that leaves intervals of a whole sequence")
         }
         let query = queries.start as i128;
         let placement = Placement { query, tokens: 0..queries.len(), end: keys.end.max(queries.end), keys };

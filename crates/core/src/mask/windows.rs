@@ -5,6 +5,8 @@ use candle_core::{Device, Result, Tensor, bail};
 use crate::mask::AttentionMask;
 use candle_attention_modules::base::check_memory;
 
+const OP: &str = "windows";
+
 /// An image of height × width tokens in square windows, in which attention stays (SAM, ViTDet, Swin): they are rows of
 /// a batch for a layer. An image that windows do not divide is padded with zeros, below and on the right, which are
 /// tokens like others, as in these models.
@@ -36,7 +38,7 @@ impl Windows {
     pub fn new(image: [usize; 2], window: usize) -> Result<Self> {
         const MOST: usize = 1 << 24;
         if window == 0 || window > MOST || image.iter().any(|&size| size == 0 || size > MOST) {
-            bail!("[windows] the image is {image:?} and windows are of {window}, expected 1 to {MOST} each")
+            bail!("[{OP}] the image is {image:?} and windows are of {window}, expected 1 to {MOST} each")
         }
         Ok(Self { image, window, shift: 0 })
     }
@@ -48,7 +50,7 @@ impl Windows {
     /// For a shift that is not below the window.
     pub fn with_shift(self, shift: usize) -> Result<Self> {
         if shift >= self.window {
-            bail!("[windows] shift is {shift}, expected less than the window {}", self.window)
+            bail!("[{OP}] shift is {shift}, expected less than the window {}", self.window)
         }
         Ok(Self { shift, ..self })
     }
@@ -71,7 +73,7 @@ impl Windows {
         let ([height, width], [down, across], w) = (self.image, self.counts(), self.window);
         let (b, e) = match xs.dims() {
             &[b, t, e] if t == height * width => (b, e),
-            dims => bail!("[windows] images have shape {dims:?}, expected (B, {height} · {width}, E)"),
+            dims => bail!("[{OP}] images have shape {dims:?}, expected (B, {height} · {width}, E)"),
         };
         let padded = xs.reshape((b, height, width, e))?;
         let padded = padded.pad_with_zeros(1, 0, down * w - height)?.pad_with_zeros(2, 0, across * w - width)?;
@@ -89,7 +91,7 @@ impl Windows {
         let ([height, width], [down, across], w) = (self.image, self.counts(), self.window);
         let (b, e) = match xs.dims() {
             &[n, t, e] if t == w * w && n % (down * across) == 0 => (n / (down * across), e),
-            dims => bail!("[windows] windows have shape {dims:?}, expected (B · {}, {w} · {w}, E)", down * across),
+            dims => bail!("[{OP}] windows have shape {dims:?}, expected (B · {}, {w} · {w}, E)", down * across),
         };
         let parts = xs.contiguous()?.reshape(vec![b, down, across, w, w, e])?.transpose(2, 3)?.contiguous()?;
         let padded = parts.reshape((b, down * w, across * w, e))?;
@@ -115,7 +117,7 @@ impl Windows {
             (is_behind(row, down), is_behind(column, across))
         };
         let dims = [b, down * across, w * w, w * w];
-        check_memory("windows", format_args!("a mask of {dims:?} entries"), &dims)?;
+        check_memory(OP, format_args!("a mask of {dims:?} entries"), &dims)?;
         let mut keep = Vec::with_capacity(down * across * w * w * w * w);
         for window in 0..down * across {
             let sides: Vec<_> = (0..w * w).map(|token| side(window, token)).collect();

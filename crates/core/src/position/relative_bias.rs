@@ -68,7 +68,7 @@ impl RelativeBiasConfig {
         let exact = self.directed() / 2;
         if self.max_distance <= exact || self.max_distance > u32::MAX as usize {
             bail!(
-                "[relative_bias] max_distance is {}, expected {} to {}, since the first {exact} distances have buckets of \
+                "[{OP}] max_distance is {}, expected {} to {}, since the first {exact} distances have buckets of \
                  their own",
                 self.max_distance,
                 exact + 1,
@@ -194,7 +194,7 @@ impl RelativeBias {
     pub fn shard(&self, shard: HeadShard) -> Result<Self> {
         let (h, n) = (self.num_heads(), shard.world_size());
         if !h.is_multiple_of(n) {
-            bail!("[relative_bias] a world size of {n} does not divide the {h} heads")
+            bail!("[{OP}] a world size of {n} does not divide the {h} heads")
         }
         let share = shard.shares(h, h).0;
         let heads = share.range(h);

@@ -11,6 +11,8 @@ use super::{Attended, SdpaOptions, run};
 use crate::mask::AttentionMask;
 use candle_attention_modules::base::{Dim, Expect};
 
+const OP: &str = "packed_sequences";
+
 /// [`scaled_dot_product_attention`](crate::scaled_dot_product_attention) over sequences of different lengths, packed
 /// one after the other: flash-attention's `varlen`.
 ///
@@ -109,7 +111,7 @@ impl PackedSequences {
         check("cu_seqlens_kv", &cu_seqlens_kv)?;
         if cu_seqlens_q.len() != cu_seqlens_kv.len() {
             bail!(
-                "[packed_sequences] cu_seqlens_q has {} entries and cu_seqlens_kv has {}, expected the same",
+                "[{OP}] cu_seqlens_q has {} entries and cu_seqlens_kv has {}, expected the same",
                 cu_seqlens_q.len(),
                 cu_seqlens_kv.len()
             )
@@ -139,11 +141,7 @@ impl PackedSequences {
     /// For more lengths of one kind than of the other, and for a sum that no tensor has.
     pub fn from_lens(lens_q: &[usize], lens_kv: &[usize]) -> Result<Self> {
         if lens_q.len() != lens_kv.len() {
-            bail!(
-                "[packed_sequences] lens_q has {} entries and lens_kv has {}, expected the same",
-                lens_q.len(),
-                lens_kv.len()
-            )
+            bail!("[{OP}] lens_q has {} entries and lens_kv has {}, expected the same", lens_q.len(), lens_kv.len())
         }
         Self::new(accumulate("lens_q", lens_q)?, accumulate("lens_kv", lens_kv)?)
     }
@@ -199,16 +197,11 @@ impl PackedSequences {
 fn check(name: &str, cu_seqlens: &[usize]) -> Result<()> {
     match cu_seqlens.first() {
         Some(0) => {}
-        Some(first) => bail!("[packed_sequences] {name} begins with {first}, expected 0"),
-        None => bail!("[packed_sequences] {name} is empty, expected 0 and then the end of each sequence"),
+        Some(first) => bail!("[{OP}] {name} begins with {first}, expected 0"),
+        None => bail!("[{OP}] {name} is empty, expected 0 and then the end of each sequence"),
     }
     if let Some((i, pair)) = cu_seqlens.windows(2).enumerate().find(|(_, pair)| pair[1] < pair[0]) {
-        bail!(
-            "[packed_sequences] entry {} of {name} is {}, expected at least the {} before it",
-            i + 1,
-            pair[1],
-            pair[0]
-        )
+        bail!("[{OP}] entry {} of {name} is {}, expected at least the {} before it", i + 1, pair[1], pair[0])
     }
     Ok(())
 }
@@ -217,9 +210,7 @@ fn accumulate(name: &str, lens: &[usize]) -> Result<Vec<usize>> {
     let mut cu_seqlens = vec![0];
     let mut sum = 0usize;
     for &len in lens {
-        let Some(next) = sum.checked_add(len) else {
-            bail!("[packed_sequences] {name} add up to more than {}", usize::MAX)
-        };
+        let Some(next) = sum.checked_add(len) else { bail!("[{OP}] {name} add up to more than {}", usize::MAX) };
         sum = next;
         cu_seqlens.push(sum);
     }
@@ -227,7 +218,7 @@ fn accumulate(name: &str, lens: &[usize]) -> Result<Vec<usize>> {
 }
 
 fn read(name: &str, cu_seqlens: &Tensor) -> Result<Vec<usize>> {
-    Expect::one("packed_sequences", name, cu_seqlens).shape(&[Dim::Any("n + 1")])?.counts()
+    Expect::one(OP, name, cu_seqlens).shape(&[Dim::Any("n + 1")])?.counts()
 }
 
 fn longest(cu_seqlens: &[usize]) -> usize {

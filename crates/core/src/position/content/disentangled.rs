@@ -72,8 +72,7 @@ impl DisentangledConfig {
             && !(buckets >= 4 && buckets / 2 + 1 < self.max_distance)
         {
             bail!(
-                "[content_positions] num_buckets is {buckets}, expected at least 4, and half of them below \
-                 max_distance {} - 1",
+                "[{OP}] num_buckets is {buckets}, expected at least 4, and half of them below max_distance {} - 1",
                 self.max_distance
             )
         }

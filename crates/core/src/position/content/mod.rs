@@ -139,13 +139,10 @@ impl ContentPositions {
             ContentPositions::Grid { height, width } => {
                 check_window([*height, *width])?;
                 if layer.softcap.is_some() {
-                    bail!(
-                        "[content_positions] softcap is set, which bounds scores before relative positions of a grid \
-                         are added"
-                    )
+                    bail!("[{OP}] softcap is set, which bounds scores before relative positions of a grid are added")
                 }
                 if layer.scale.is_some_and(|scale| scale as f32 == 0.0) {
-                    bail!("[content_positions] scale is 0, expected another beside relative positions of a grid")
+                    bail!("[{OP}] scale is 0, expected another beside relative positions of a grid")
                 }
             }
             ContentPositions::Window { height, width } => check_window([*height, *width])?,
@@ -154,12 +151,12 @@ impl ContentPositions {
                 let mut trained = trained.iter().flatten();
                 trained.try_for_each(|&size| number::within(OP, "a size of trained", size, 2..=MAX_SIZE))?;
                 if let Some(scale) = layer.scale {
-                    bail!("[content_positions] scale is {scale}, expected none beside the factors of cosine scores")
+                    bail!("[{OP}] scale is {scale}, expected none beside the factors of cosine scores")
                 }
             }
             ContentPositions::TransformerXl => {
                 if !layer.embed_dim.is_multiple_of(2) {
-                    bail!("[content_positions] embed_dim is {}, expected pairs of sines and cosines", layer.embed_dim)
+                    bail!("[{OP}] embed_dim is {}, expected pairs of sines and cosines", layer.embed_dim)
                 }
             }
             ContentPositions::Clipped { left, right } => {
@@ -170,10 +167,7 @@ impl ContentPositions {
                 config.validate()?;
                 let (h, h_kv) = (layer.num_heads, layer.num_kv_heads);
                 if h != h_kv {
-                    bail!(
-                        "[content_positions] num_kv_heads is {h_kv}, expected the {h} query heads of disentangled \
-                         positions"
-                    )
+                    bail!("[{OP}] num_kv_heads is {h_kv}, expected the {h} query heads of disentangled positions")
                 }
             }
         }

@@ -176,7 +176,7 @@ impl RopeConfig {
     pub fn validate(&self, head_dim: usize) -> Result<()> {
         let r = self.rotary_dim(head_dim);
         if r == 0 || r > head_dim || !r.is_multiple_of(2) {
-            bail!("[rope] rotary_dim is {r}, expected an even number from 2 to head_dim {head_dim}")
+            bail!("[{OP}] rotary_dim is {r}, expected an even number from 2 to head_dim {head_dim}")
         }
         above_zero("base", self.base)?;
         if let Some(axes) = &self.axes {
@@ -191,14 +191,14 @@ impl RopeConfig {
                 let is_right = |factor: f64| (factor as f32).is_finite() && factor >= 1.0;
                 number::expect(OP, "factor", *factor, is_right, "a finite number of at least 1")?;
                 if r == 2 {
-                    bail!("[rope] rotary_dim is 2, expected at least 4 with dynamic scaling")
+                    bail!("[{OP}] rotary_dim is 2, expected at least 4 with dynamic scaling")
                 }
             }
             &RopeScaling::Llama3 { factor, low_freq_factor: low, high_freq_factor: high, original_context } => {
                 context(original_context)?;
                 all_above_zero(&[("factor", factor), ("low_freq_factor", low), ("high_freq_factor", high)])?;
                 if high <= low {
-                    bail!("[rope] high_freq_factor is {high}, expected more than low_freq_factor {low}")
+                    bail!("[{OP}] high_freq_factor is {high}, expected more than low_freq_factor {low}")
                 }
             }
             &RopeScaling::Yarn { factor, original_context, beta_fast, beta_slow, mscale, mscale_all_dim, .. } => {
@@ -209,17 +209,17 @@ impl RopeConfig {
                     number::expect(OP, name, value, is_right, "a finite number of zero or more")?;
                 }
                 if beta_fast < beta_slow {
-                    bail!("[rope] beta_fast is {beta_fast}, expected at least beta_slow {beta_slow}")
+                    bail!("[{OP}] beta_fast is {beta_fast}, expected at least beta_slow {beta_slow}")
                 }
                 if self.base == 1.0 {
-                    bail!("[rope] base is 1, whose frequencies are all the same, expected another with yarn scaling")
+                    bail!("[{OP}] base is 1, whose frequencies are all the same, expected another with yarn scaling")
                 }
             }
             RopeScaling::LongRope { short_factor, long_factor, original_context, factor, .. } => {
                 context(*original_context)?;
                 for (name, list) in [("short_factor", short_factor), ("long_factor", long_factor)] {
                     if list.len() != r / 2 {
-                        bail!("[rope] {name} has {} entries, expected one for each of {} pairs", list.len(), r / 2)
+                        bail!("[{OP}] {name} has {} entries, expected one for each of {} pairs", list.len(), r / 2)
                     }
                     list.iter().try_for_each(|&value| above_zero(name, value))?;
                 }
@@ -230,7 +230,7 @@ impl RopeConfig {
                 let is_right = |proportion: f64| (0.0..=1.0).contains(&proportion);
                 number::expect(OP, "proportion", *proportion, is_right, "a number from 0 to 1")?;
                 if r != head_dim {
-                    bail!("[rope] rotary_dim is {r}, but proportional scaling has pairs of whole heads of {head_dim}")
+                    bail!("[{OP}] rotary_dim is {r}, but proportional scaling has pairs of whole heads of {head_dim}")
                 }
             }
         }
@@ -321,7 +321,7 @@ impl RopeAxes {
         let count = sections.len();
         let sum = sections.iter().fold(0usize, |sum, &section| sum.saturating_add(section));
         if count < 2 || sections.contains(&0) || sum != pairs {
-            bail!("[rope] axes have {sections:?} pairs, expected two or more numbers whose sum is {pairs}")
+            bail!("[{OP}] axes have {sections:?} pairs, expected two or more numbers whose sum is {pairs}")
         }
         // The last pair of each axis, where they take turns.
         let reaches = |(axis, section): (usize, &usize)| count * (section - 1) + axis < pairs;
@@ -331,10 +331,10 @@ impl RopeAxes {
             RopeAxisLayout::Sections | RopeAxisLayout::Axial => true,
         };
         if !fits {
-            bail!("[rope] axes have {sections:?} pairs, which cannot take turns in {pairs}")
+            bail!("[{OP}] axes have {sections:?} pairs, which cannot take turns in {pairs}")
         }
         if is_scaled && self.is_axial() {
-            bail!("[rope] axes have series of their own, for which no scaling is defined")
+            bail!("[{OP}] axes have series of their own, for which no scaling is defined")
         }
         Ok(())
     }

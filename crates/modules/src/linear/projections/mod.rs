@@ -206,7 +206,7 @@ fn present<'a, T>(all: &'a ByPlace<T>, places: &[ProjectionPlace]) -> Vec<(Proje
     places.iter().filter_map(|&place| Some((place, all[place as usize].as_ref()?))).collect()
 }
 
-/// What queries' inputs are projected to: q (B, T_q, H·D), and the gate (B, T_q, H·D_v) or (B, T_q, H), if there is one.
+/// What queries' inputs are projected to: q (B, T_q, H·D), and the gate (B, T_q, H·D_v) or (B, T_q, H) if there is one.
 pub type Queries = (Tensor, Option<Tensor>);
 
 impl Projections {
