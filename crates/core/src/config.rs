@@ -5,7 +5,7 @@ use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
 use crate::position::{AlibiConfig, ContentLayer, ContentPositions, QueryScaling, RelativeBiasConfig, RopeConfig};
-use candle_attention_modules::base::{Options, number, options};
+use candle_attention_modules::base::{Options, number, options, yes};
 use candle_attention_modules::gate::OutputGate;
 use candle_attention_modules::norm::{self, ContextNorm, QkNorm, QkNormScope};
 
@@ -153,10 +153,6 @@ pub struct MultiHeadAttentionConfig {
     #[serde(default)]
     #[check(number::probability)]
     dropout: f64,
-}
-
-fn yes() -> bool {
-    true
 }
 
 impl MultiHeadAttentionConfig {

@@ -144,20 +144,13 @@ pub(crate) struct CachedCall<'c> {
     detached: bool,
     /// What attention reads.
     read: HeldKv,
+    /// What the cache becomes, which may be less than is read: where a call brings more than a sliding cache holds.
     /// Nothing for a call that only reads.
-    append: Option<Append<'c>>,
+    append: Option<(&'c mut AttentionCache, HeldKv)>,
     /// What computes the keys and values that are attended to from those that the cache holds.
     pub expansion: Option<&'c dyn Expand>,
     /// Whether a graph refers to the buffers that are read.
     in_graph: Cell<bool>,
-}
-
-/// What a cache becomes.
-#[derive(Debug)]
-struct Append<'c> {
-    cache: &'c mut AttentionCache,
-    /// What it keeps: less than is read, where a call brings more than a sliding cache holds.
-    kept: HeldKv,
 }
 
 impl<'c> CachedCall<'c> {
@@ -230,7 +223,7 @@ impl<'c> CachedCall<'c> {
                 new.tokens[full].len()
             )
         };
-        let (detached, append) = (cache.config.detached(), Some(Append { cache, kept }));
+        let (detached, append) = (cache.config.detached(), Some((cache, kept)));
         Ok(Self { new, dtype, detached, read, append, expansion: None, in_graph: Cell::new(false) })
     }
 
@@ -344,7 +337,7 @@ impl Keys for CachedCall<'_> {
     /// For a copy that does not fit in memory.
     fn commit(self: Box<Self>) -> Result<()> {
         let Self { append, new, in_graph, dtype, .. } = *self;
-        let Some(Append { cache, kept: HeldKv { buffers, held } }) = append else { return Ok(()) };
+        let Some((cache, HeldKv { buffers, held })) = append else { return Ok(()) };
         let positions = cache.positions_with(Some(&new))?;
         cache.buffers = Some(if in_graph.get() { buffers.copy()? } else { buffers });
         cache.positions = positions;

@@ -176,12 +176,9 @@ impl Rows {
         Ok(Self { numbers: f(&self.numbers)?, scales: self.scales.as_ref().map(f).transpose()? })
     }
 
-    fn read(&self, rows: &Range<usize>, floats: DType) -> Result<Tensor> {
-        let view = |tensor: &Tensor| tensor.narrow(2, rows.start, rows.len());
-        match &self.scales {
-            None => view(&self.numbers),
-            Some(scales) => dequantize(&view(&self.numbers)?, &view(scales)?, floats),
-        }
+    /// Floats as they are, and 8 bits as `floats`.
+    fn read(self, floats: DType) -> Result<Tensor> {
+        self.scales.map_or_else(|| Ok(self.numbers.clone()), |scales| dequantize(&self.numbers, &scales, floats))
     }
 
     fn tensors(&self) -> impl Iterator<Item = &Tensor> {
@@ -262,28 +259,31 @@ impl KvBuffers {
 
     /// Keys (B, H_kv, len, D) and values (B, H_kv, len, D_v) of some positions: views, or of 8 bits as `floats`.
     pub fn read(&self, rows: &Range<usize>, floats: DType) -> Result<(Tensor, Tensor)> {
-        let keys = self.keys.read(rows, floats)?;
-        let values = match &self.values {
-            Some(values) => values.read(rows, floats)?,
-            None => part(&keys, 3, 0..self.d_v)?,
-        };
+        let Self { keys, values, d_v } = self.positions(rows)?;
+        let keys = keys.read(floats)?;
+        let values = values.map_or_else(|| part(&keys, 3, 0..d_v), |values| values.read(floats))?;
         Ok((keys, values))
     }
 
     /// Views of some positions, if they are of 8 bits.
     pub fn quantized(&self, rows: &Range<usize>) -> Result<Option<QuantizedKv>> {
-        let keys = self.keys.try_map(|tensor| tensor.narrow(2, rows.start, rows.len()))?;
-        let values = match &self.values {
-            Some(values) => values.try_map(|tensor| tensor.narrow(2, rows.start, rows.len()))?,
-            None => Rows { numbers: part(&keys.numbers, 3, 0..self.d_v)?, ..keys.clone() },
+        let Self { keys, values, d_v } = self.positions(rows)?;
+        let values = match values {
+            Some(values) => values,
+            None => Rows { numbers: part(&keys.numbers, 3, 0..d_v)?, ..keys.clone() },
         };
         let scales = keys.scales.zip(values.scales);
         Ok(scales.map(|(k, v)| QuantizedKv { k: keys.numbers, v: values.numbers, scales: [k, v] }))
     }
 
+    /// A view of some positions.
+    fn positions(&self, rows: &Range<usize>) -> Result<Self> {
+        self.try_map(|part| part.narrow(2, rows.start, rows.len()))
+    }
+
     /// A view of some positions of one sequence, as buffers of a batch of 1.
     pub fn rows(&self, sequence: usize, rows: Range<usize>) -> Result<Self> {
-        self.try_map(|part| part.narrow(0, sequence, 1)?.narrow(2, rows.start, rows.len()))
+        self.positions(&rows)?.try_map(|part| part.narrow(0, sequence, 1))
     }
 
     /// Writes all positions of `from` at position `at` of every sequence.

@@ -4,7 +4,7 @@ use candle_core::{Result, Tensor, bail};
 
 use super::checks::{Inputs, NO_KEYS};
 use super::heads::{Projected, split_heads};
-use super::input::{Given, KeysFrom};
+use super::input::KeysFrom;
 use super::{AttentionInput, LayerOutput, MultiHeadAttention, OP};
 use crate::mask::AttentionMask;
 use crate::position::{KeysByHeads, Scores, TermCall};
@@ -128,10 +128,7 @@ impl MultiHeadAttention {
             }
             (Some(k), Some(v), ..) => match by_heads {
                 Some(terms) => Box::new(KeysByHeads { k, v, terms }),
-                None => {
-                    let function = input.function.map(|Given(function)| function);
-                    Box::new(OwnKeys { k, v, sequences: input.packed, function })
-                }
+                None => Box::new(OwnKeys { k, v, sequences: input.packed, function: input.function }),
             },
             (.., KeysFrom::EarlierLayer(cache), Some(new)) => {
                 let cfg = &self.config;

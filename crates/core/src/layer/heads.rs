@@ -3,7 +3,7 @@
 use candle_core::{Result, Tensor, bail};
 
 use super::checks::{CallPositions, Inputs};
-use super::input::{Given, KeysFrom};
+use super::input::KeysFrom;
 use super::{AttentionInput, MultiHeadAttention, OP};
 use crate::config::KvSource;
 use crate::position::{Positions, RopeAxes, RopeConfig, Rotation};
@@ -70,7 +70,7 @@ impl MultiHeadAttention {
         &self,
         kv: [Tensor; 2],
         rotation: Option<&Rotation>,
-        sum: Option<Given<SumFunction>>,
+        sum: Option<&SumFunction>,
     ) -> Result<[Tensor; 2]> {
         let [k, v] = kv;
         let norm = self.qk_norm.as_ref().and_then(|norms| norms.k.as_ref());
@@ -97,14 +97,9 @@ impl MultiHeadAttention {
     }
 
     /// What happens to a projection before it is split into heads.
-    fn normed_projection(
-        &self,
-        mut xs: Tensor,
-        norm: Option<&Norm>,
-        sum: Option<Given<SumFunction>>,
-    ) -> Result<Tensor> {
+    fn normed_projection(&self, mut xs: Tensor, norm: Option<&Norm>, sum: Option<&SumFunction>) -> Result<Tensor> {
         if let Some(norm) = norm.filter(|_| self.qk_norm.as_ref().is_some_and(|norms| norms.of_projections())) {
-            xs = norm.forward_over(&xs, sum.map(|Given(sum)| sum))?;
+            xs = norm.forward_over(&xs, sum)?;
         }
         match self.config.clip_qkv() {
             Some(clip) => xs.clamp(-clip, clip),

@@ -77,7 +77,8 @@ impl Windows {
         };
         let padded = xs.reshape((b, height, width, e))?;
         let padded = padded.pad_with_zeros(1, 0, down * w - height)?.pad_with_zeros(2, 0, across * w - width)?;
-        let moved = rolled(&rolled(&padded, 1, self.shift)?, 2, self.shift)?;
+        let shift = -(self.shift as i32);
+        let moved = padded.roll(shift, 1)?.roll(shift, 2)?;
         let parts = moved.contiguous()?.reshape(vec![b, down, w, across, w, e])?.transpose(2, 3)?.contiguous()?;
         parts.reshape((b * down * across, w * w, e))
     }
@@ -95,8 +96,7 @@ impl Windows {
         };
         let parts = xs.contiguous()?.reshape(vec![b, down, across, w, w, e])?.transpose(2, 3)?.contiguous()?;
         let padded = parts.reshape((b, down * w, across * w, e))?;
-        let back = |size: usize| (size - self.shift) % size;
-        let moved = rolled(&rolled(&padded, 1, back(down * w))?, 2, back(across * w))?;
+        let moved = padded.roll(self.shift as i32, 1)?.roll(self.shift as i32, 2)?;
         moved.narrow(1, 0, height)?.narrow(2, 0, width)?.contiguous()?.reshape((b, height * width, e))
     }
 
@@ -127,12 +127,4 @@ impl Windows {
         let keep = keep.broadcast_as((b, down * across, w * w, w * w))?.contiguous()?;
         Ok(AttentionMask::none().with_keep(&keep.reshape((b * down * across, 1, w * w, w * w))?))
     }
-}
-
-/// The first `by` entries of a dimension behind the last.
-fn rolled(xs: &Tensor, dim: usize, by: usize) -> Result<Tensor> {
-    if by == 0 {
-        return Ok(xs.clone());
-    }
-    Tensor::cat(&[xs.narrow(dim, by, xs.dim(dim)? - by)?, xs.narrow(dim, 0, by)?], dim)
 }

@@ -196,13 +196,10 @@ impl RelativeBias {
         if !h.is_multiple_of(n) {
             bail!("[{OP}] a world size of {n} does not divide the {h} heads")
         }
-        let share = shard.shares(h, h).0;
-        let heads = share.range(h);
+        let heads = shard.part_of(h);
+        let own = self.weight.narrow(1, heads.start, heads.len())?;
         // A view of a variable, which training changes in place.
-        Ok(self.with_weight(match self.weight.track_op() {
-            true => self.weight.narrow(1, heads.start, heads.len())?,
-            false => share.copy(&self.weight, 1)?,
-        }))
+        Ok(self.with_weight(if own.track_op() { own } else { own.force_contiguous()? }))
     }
 
     pub(crate) fn freeze(&self) -> Result<Self> {

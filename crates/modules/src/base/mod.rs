@@ -13,7 +13,7 @@ pub use expect::{
     is_addressable,
 };
 pub use nearest::{did_you_mean, edits, nearest};
-pub use options::{Options, options};
+pub use options::{Options, options, yes};
 pub use parameters::{
     HeadDim, HeadShard, Heads, Parameter, ParameterList, Rows, Share, Spec, Stored, frozen, part, save, untrained,
 };

@@ -7,14 +7,14 @@ mod up;
 
 pub use config::MultiHeadLatentAttentionConfig;
 
-use candle_core::{Module, ModuleT, Result, Tensor, bail};
+use candle_core::{Error, Module, ModuleT, Result, Tensor, bail};
 use candle_nn::VarBuilder;
 use candle_nn::var_builder::ShardedVarBuilder;
 
 use super::LayerOutput;
 use super::checks::Expected;
 use super::forward::AttentionCall;
-use super::input::{AttentionInput, Given, KeysFrom};
+use super::input::{AttentionInput, KeysFrom};
 use crate::cache::Expand;
 use crate::mask::AttentionMask;
 use crate::position::RotaryEmbedding;
@@ -78,10 +78,10 @@ pub struct MultiHeadLatentAttention {
 
 /// The way to queries (B, T, H · D).
 #[derive(Debug, Clone)]
-enum Queries {
-    Direct(PackedLinear),
-    /// By something narrower, which is normalised.
-    Compressed(PackedLinear, Norm, PackedLinear),
+struct Queries {
+    /// To something narrower, which is normalised.
+    compress: Option<(PackedLinear, Norm)>,
+    heads: PackedLinear,
 }
 
 impl Queries {
@@ -89,23 +89,23 @@ impl Queries {
     fn load(cfg: &MultiHeadLatentAttentionConfig, source: &Source) -> Result<Self> {
         let (width, embed_dim) = (cfg.num_heads() * cfg.head_dim(), cfg.embed_dim());
         let heads = |name, inputs| source.linear(name, (width, inputs), false, Some(ROWS))?.try_into();
-        let Some(rank) = cfg.q_lora_rank() else { return Ok(Self::Direct(heads("q_proj", embed_dim)?)) };
+        let Some(rank) = cfg.q_lora_rank() else {
+            return Ok(Self { compress: None, heads: heads("q_proj", embed_dim)? });
+        };
         let down = source.linear("q_a_proj", (rank, embed_dim), cfg.bias(), None)?.try_into()?;
         let norm = Norm::rms("q_a_layernorm", rank, cfg.norm_eps(), source)?;
-        Ok(Self::Compressed(down, norm, heads("q_b_proj", rank)?))
+        Ok(Self { compress: Some((down, norm)), heads: heads("q_b_proj", rank)? })
     }
 
     fn freeze(&self) -> Result<Self> {
-        Ok(match self {
-            Self::Direct(linear) => Self::Direct(linear.freeze()?),
-            Self::Compressed(down, norm, up) => Self::Compressed(down.freeze()?, norm.freeze()?, up.freeze()?),
-        })
+        let compress = self.compress.as_ref().map(|(down, norm)| Ok::<_, Error>((down.freeze()?, norm.freeze()?)));
+        Ok(Self { compress: compress.transpose()?, heads: self.heads.freeze()? })
     }
 
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        match self {
-            Self::Direct(linear) => linear.forward(xs),
-            Self::Compressed(down, norm, up) => up.forward(&norm.forward(&down.forward(xs)?)?),
+        match &self.compress {
+            None => self.heads.forward(xs),
+            Some((down, norm)) => self.heads.forward(&norm.forward(&down.forward(xs)?)?),
         }
     }
 }
@@ -329,8 +329,7 @@ impl MultiHeadLatentAttention {
             }
             (_, _, Form::Expanded) => {
                 let (k, v) = self.up.expand(&rows)?;
-                let function = input.function.map(|Given(function)| function);
-                Box::new(OwnKeys { k, v, sequences: input.packed, function })
+                Box::new(OwnKeys { k, v, sequences: input.packed, function: input.function })
             }
         };
         Ok((AttentionCall { q, keys, mask, options, batched, residual, gate: None }, form))

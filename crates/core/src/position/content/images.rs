@@ -17,9 +17,9 @@ use candle_attention_modules::norm::Norm;
 #[derive(Debug, Clone)]
 pub(super) struct GridTables {
     /// Rows and columns of the grid.
-    sizes: [usize; 2],
+    pub sizes: [usize; 2],
     /// (2 · rows - 1, D) and (2 · columns - 1, D), which all heads share.
-    parameters: ParameterList,
+    pub parameters: ParameterList,
 }
 
 pub(super) const GRID: [&str; 2] = ["rel_pos_h", "rel_pos_w"];
@@ -33,10 +33,6 @@ impl ScoreTerm for GridTables {
 }
 
 impl GridTables {
-    pub(super) fn new(sizes: [usize; 2], parameters: ParameterList) -> Self {
-        Self { sizes, parameters }
-    }
-
     pub(super) fn specs(sizes: [usize; 2], d: usize) -> Vec<Spec> {
         let table = |axis: usize| Spec::new(GRID[axis], [2 * sizes[axis] - 1, d], Init::Const(0.0));
         vec![table(0), table(1)]
@@ -131,7 +127,8 @@ impl ScoreTerm for WindowTables {
         let [q, k] = self.scaled(scores.q.clone(), scores.own_keys(call)?)?;
         scores.mask = scores.mask.clone().with_bias(&self.bias(q.dim(2)?)?);
         (scores.q, scores.k) = (q, Some(k));
-        if self.is_cosine() {
+        if self.cosine.is_some() {
+            // Queries have their scale already.
             scores.options.scale = Some(1.0);
         }
         Ok(())
@@ -175,11 +172,6 @@ impl WindowTables {
     pub(super) fn refuse(source: &Source) -> Result<()> {
         let names = PREFIXES.into_iter().flat_map(|prefix| [TABLE, COSINE[0]].map(|name| format!("{prefix}{name}")));
         names.into_iter().try_for_each(|name| source.refuse(&name, "the config has no content_positions"))
-    }
-
-    /// Whether queries have their scale already.
-    fn is_cosine(&self) -> bool {
-        self.cosine.is_some()
     }
 
     /// Queries (B, H, T, D) and keys (B, H_kv, T, D), views of (B, T, ..), of which products are the scores, but for

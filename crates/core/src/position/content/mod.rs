@@ -221,7 +221,7 @@ pub(crate) fn content(
     let parameters = parameters.clone();
     let distances = |kind, parameters| Arc::new(DistanceTables::new(kind, parameters));
     Ok(match *positions {
-        ContentPositions::Grid { height, width } => Arc::new(GridTables::new([height, width], parameters)),
+        ContentPositions::Grid { height, width } => Arc::new(GridTables { sizes: [height, width], parameters }),
         ContentPositions::Window { height, width } => Arc::new(WindowTables::of_table([height, width], parameters)),
         ContentPositions::CosineWindow { height, width, trained } => {
             let sizes = [height, width];

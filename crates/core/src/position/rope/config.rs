@@ -5,7 +5,7 @@ use candle_core::{Result, bail};
 use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
-use candle_attention_modules::base::{Options, number, options};
+use candle_attention_modules::base::{Options, number, options, yes};
 
 const OP: &str = "rope";
 
@@ -111,10 +111,6 @@ fn beta_fast() -> f64 {
 
 fn beta_slow() -> f64 {
     1.0
-}
-
-fn yes() -> bool {
-    true
 }
 
 /// Rotary positions (<https://arxiv.org/abs/2104.09864>): pair i of a query or key at position p is rotated by the
