@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::OnceLock;
 
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp3, DType, Error, Layout, Result, Shape, Tensor, WithDType};
+use candle_core::{CpuStorage, DType, Error, Result, Shape, Tensor, WithDType};
 
 use super::rows::RowRanges;
 use super::validate::{self, Call};
@@ -16,7 +16,9 @@ use candle_attention_kernels::flash::{
     self, Alibi, Dims, DistanceBias, Dropout, DropoutMask, KvRows, Problem, ScoreOptions, SoftmaxStats, Strided,
 };
 use candle_attention_kernels::{Element, Tier};
-use candle_attention_modules::base::rowwise::{Read, read, strided, with_contiguous_rows, with_float};
+use candle_attention_modules::base::rowwise::{
+    Op3, Operand, Read, Ternary, read, strided, with_contiguous_rows, with_float,
+};
 use candle_attention_modules::base::{check_memory, executor};
 
 /// What is wanted of a call. No input is tracked for gradients where it is statistics.
@@ -39,7 +41,9 @@ pub(super) fn attend(call: &Call, tier: Tier, outputs: Outputs) -> Result<Attend
     };
     let flash = Flash { lse, observed, ..Flash::new(call, tier, &score_tensors, is_tracked)? };
     let attended = if !is_tracked {
+        let flash = Op3(flash);
         let context = q.apply_op3_no_bwd(&k, &v, &flash)?;
+        let Op3(flash) = flash;
         let lse = flash.lse.and_then(OnceLock::into_inner);
         let found = flash.observed.and_then(|observed| observed.found.into_inner());
         let statistics = match (found, outputs) {
@@ -52,7 +56,7 @@ pub(super) fn attend(call: &Call, tier: Tier, outputs: Outputs) -> Result<Attend
         let (context, lse) = FlattenedFlash::attend([&q, &k, &v], &score_tensors, flash)?;
         Attended { lse, ..Attended::context(context) }
     } else {
-        Attended::context(q.apply_op3(&k, &v, flash)?)
+        Attended::context(q.apply_op3(&k, &v, Op3(flash))?)
     };
     // The context as it lies in memory, as (B, H, T_q, D_v).
     match call.output_order {
@@ -285,7 +289,7 @@ impl Flash {
         Ok(context)
     }
 
-    fn attend_to<E: Element + WithDType>(&self, [q, k, v]: [(&CpuStorage, &Layout); 3]) -> Result<Vec<E>> {
+    fn attend_to<E: Element + WithDType>(&self, [q, k, v]: [Operand; 3]) -> Result<Vec<E>> {
         let scales = self.scales.as_ref().map(|scales| scales.each_ref().map(read));
         let kv = match &scales {
             None => [KvRows::Float(strided(k.0.as_slice()?, k.1)), KvRows::Float(strided(v.0.as_slice()?, v.1))],
@@ -298,33 +302,16 @@ impl Flash {
     }
 }
 
-impl CustomOp3 for Flash {
-    fn name(&self) -> &'static str {
-        "flash-attention"
-    }
+impl Ternary for Flash {
+    const NAME: &'static str = "flash-attention";
 
-    fn cpu_fwd(
-        &self,
-        q: &CpuStorage,
-        q_layout: &Layout,
-        k: &CpuStorage,
-        k_layout: &Layout,
-        v: &CpuStorage,
-        v_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let operands = [(q, q_layout), (k, k_layout), (v, v_layout)];
-        let context = with_float!(self.op, q.dtype(), |E| self.attend_to::<E>(operands).map(E::to_cpu_storage_owned));
+    fn forward(&self, operands: [Operand; 3]) -> Result<(CpuStorage, Shape)> {
+        let dtype = operands[0].0.dtype();
+        let context = with_float!(self.op, dtype, |E| self.attend_to::<E>(operands).map(E::to_cpu_storage_owned));
         Ok((context?, self.context_shape()))
     }
 
-    fn bwd(
-        &self,
-        q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
-        context: &Tensor,
-        gradient: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        Ok(self.operand_gradients([q, k, v], context, gradient)?.into())
+    fn backward(&self, operands: [&Tensor; 3], context: &Tensor, gradient: &Tensor) -> Result<[Option<Tensor>; 3]> {
+        self.operand_gradients(operands, context, gradient)
     }
 }
