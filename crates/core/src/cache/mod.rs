@@ -14,7 +14,7 @@ use std::ops::Range;
 use candle_core::{DType, Result, Tensor, bail};
 
 use crate::position::Positions;
-use candle_attention_modules::base::FLOATS;
+use candle_attention_modules::base::{FLOATS, check_entries};
 use storage::{KvBuffers, KvFormat};
 
 const OP: &str = "attention_cache";
@@ -147,9 +147,7 @@ impl AttentionCache {
     /// For another number of sequences, for more positions than a sequence has, and for fewer than a sliding cache has
     /// dropped. The cache is as it was then.
     pub fn truncate_to(&mut self, lens: &[usize]) -> Result<()> {
-        if lens.len() != self.held.len() {
-            bail!("[{OP}] {} lengths were given, expected one for each of {} sequences", lens.len(), self.held.len())
-        }
+        check_entries(OP, "lens", lens.len(), self.held.len(), "sequences")?;
         for (sequence, (&len, held)) in lens.iter().zip(&self.held).enumerate() {
             if len > held.end {
                 bail!(

@@ -12,7 +12,7 @@ use super::{AttentionCache, OP};
 use crate::mask::{AttentionMask, Placement};
 use crate::position::Positions;
 use crate::sdpa::{Attended, Keys, Outputs, Plan, QuantizedKv, SdpaOptions, attend, plan};
-use candle_attention_modules::base::accumulation_dtype;
+use candle_attention_modules::base::{accumulation_dtype, check_entries};
 
 /// The padding of a batch (B, T): sequence b has its tokens at `starts[b]..valid_lens[b]`.
 #[derive(Debug, Clone, Copy, Default)]
@@ -43,26 +43,15 @@ impl NewTokens {
         if !before.is_empty() && before.len() != b {
             bail!("[{op}] the call has {b} sequences, expected the {} that the cache holds", before.len())
         }
-        let entries = |name, given: Option<&[usize]>, default| match given {
-            None => Ok(vec![default; b]),
-            Some(entries) if entries.len() != b => {
-                bail!("[{op}] {name} has {} entries, expected one for each of {b} sequences", entries.len())
+        let entries = |name, given: Option<&[usize]>, default| {
+            let Some(entries) = given else { return Ok(vec![default; b]) };
+            check_entries(op, name, entries.len(), b, "sequences")?;
+            if let Some((sequence, entry)) = entries.iter().enumerate().find(|&(_, &entry)| entry > t) {
+                let mask = "; what counts the positions of earlier calls too is `AttentionMask::with_";
+                let hint = if op == OP { format!("{mask}{name}`") } else { String::new() };
+                bail!("[{op}] {name} has {entry} for sequence {sequence}, expected at most the call's {t}{hint}")
             }
-            Some(entries) => match entries.iter().position(|&entry| entry > t) {
-                Some(sequence) => {
-                    let hint = match op {
-                        OP => {
-                            format!("; what counts the positions of earlier calls too is `AttentionMask::with_{name}`")
-                        }
-                        _ => String::new(),
-                    };
-                    bail!(
-                        "[{op}] {name} has {} for sequence {sequence}, expected at most the call's {t}{hint}",
-                        entries[sequence]
-                    )
-                }
-                None => Ok(entries.to_vec()),
-            },
+            Ok(entries.to_vec())
         };
         let ends = entries("valid_lens", padding.valid_lens, t)?;
         let starts = entries("starts", padding.starts, 0)?;

@@ -42,16 +42,9 @@ impl Expected<'_> {
     /// The residual of a call, as (B, T, out_dim), if it has one.
     pub fn check_residual(self, input: &AttentionInput, out_dim: usize) -> Result<Option<Tensor>> {
         let Some(residual) = input.residual else { return Ok(None) };
-        let checked = Expected { width: out_dim, ..self }.check("residuals", residual)?;
-        if residual.dims()[..residual.rank() - 1] != input.queries.dims()[..input.queries.rank() - 1] {
-            bail!(
-                "[{}] residuals have shape {:?}, expected that of the output of queries {:?}",
-                self.op,
-                residual.dims(),
-                input.queries.dims()
-            )
-        }
-        Ok(Some(checked))
+        let of_output = [&input.queries.dims()[..input.queries.rank() - 1], &[out_dim]].concat();
+        Expect::many(self.op, "residuals", residual).sizes(&of_output)?;
+        Expected { width: out_dim, ..self }.check("residuals", residual).map(Some)
     }
 }
 
@@ -148,16 +141,21 @@ impl MultiHeadAttention {
         let what = || format!("queries {:?} and keys {key_dims:?}", input.queries.dims());
         self.check_lengths(b, t_q.max(t_kv), input.longest(t_q, t_kv), what)?;
         input.check_packed(OP, &queries, t_kv)?;
-        if input.packed.is_some() {
-            self.check_takes_packed(input)?;
+        if cfg.appended_keys() > 0 && (input.packed.is_some() || input.is_cached()) {
+            bail!(
+                "[{OP}] the layer appends keys of its own to a call's, which neither packed sequences nor a cache take"
+            )
+        }
+        if input.packed.is_some() && matches!(input.keys, KeysFrom::Memory(_)) && self.rotary.is_some() {
+            bail!(
+                "[{OP}] packed sequences were given with a memory, whose keys stand at 0..T_kv; expected keys and values"
+            )
         }
         if cfg.relative_bias().is_some() && self.relative_bias.is_none() {
             bail!("[{OP}] the config has a relative bias, expected the stack's one in `with_relative_bias`")
         }
         let new_tokens = input.new_tokens(OP, (b, t_q), &self.mask)?;
-        if let Some(new_tokens) = &new_tokens {
-            self.check_cached(new_tokens)?;
-        }
+        new_tokens.iter().try_for_each(|new_tokens| self.check_context(new_tokens.longest()))?;
         Ok(Inputs { queries, key_value, new_tokens, residual, b, t_q, t_kv })
     }
 
@@ -181,45 +179,19 @@ impl MultiHeadAttention {
         Ok([keys, values])
     }
 
-    /// That the layer appends no keys, and that the call has no memory of rotated keys: both know of one sequence only.
-    fn check_takes_packed(&self, input: &AttentionInput) -> Result<()> {
-        if self.config.appended_keys() > 0 {
-            bail!("[{OP}] the layer has keys that it appends, which packed sequences do not take")
+    /// That so many positions, those of calls before included, are within the context length.
+    fn check_context(&self, positions: usize) -> Result<()> {
+        match self.config.context_length().filter(|&most| positions > most) {
+            Some(most) => bail!("[{OP}] {positions} positions are more than the context length {most}"),
+            None => Ok(()),
         }
-        if matches!(input.keys, KeysFrom::Memory(_)) && self.rotary.is_some() {
-            bail!(
-                "[{OP}] packed sequences were given with a memory, whose keys stand at 0..T_kv; \
-                 expected keys and values"
-            )
-        }
-        Ok(())
-    }
-
-    fn check_cached(&self, new_tokens: &NewTokens) -> Result<()> {
-        let appended = [
-            ("a learned key (bias_kv)", self.bias_kv.is_some()),
-            ("a key of zeros (add_zero_attn)", self.config.add_zero_attn()),
-        ];
-        if let Some((key, _)) = appended.into_iter().find(|&(_, is_there)| is_there) {
-            bail!("[{OP}] the layer has {key}, which stands behind the last of a call, not in a cache")
-        }
-        if let Some(context_length) = self.config.context_length().filter(|&most| new_tokens.longest() > most) {
-            bail!(
-                "[attention_cache] {} positions with those of the calls before are more than the context length \
-                 {context_length}",
-                new_tokens.longest()
-            )
-        }
-        Ok(())
     }
 
     /// Of `b` rows with `t` queries or keys, of which a sequence has at most `longest`; `what` they are is for an
     /// error.
     pub(super) fn check_lengths(&self, b: usize, t: usize, longest: usize, what: impl Fn() -> String) -> Result<()> {
         let cfg = &self.config;
-        if let Some(context_length) = cfg.context_length().filter(|&most| longest > most) {
-            bail!("[{OP}] {longest} positions are more than the context length {context_length}")
-        }
+        self.check_context(longest)?;
         let (h, h_kv, d, d_v) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim());
         if !is_addressable(&[b, t, h * d + h_kv * (d + d_v)]) {
             bail!("[{OP}] {} are too large to address", what())

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use candle_core::{Result, Tensor, bail};
 
 use super::OP;
-use candle_attention_modules::base::{Dim, Expect, number};
+use candle_attention_modules::base::{Dim, Expect, check_entries, number};
 
 /// One thing that hides keys or changes scores. All of a mask's constraints hold together.
 #[derive(Debug, Clone)]
@@ -159,10 +159,8 @@ impl Constraint {
 
     /// What is wrong with it for any lengths, for `n` sequences and `t_kv` keys.
     pub fn check(&self, n: usize, t_kv: usize) -> Result<()> {
-        if let Some(Alignment::Offsets(offsets)) = self.alignment()
-            && offsets.len() != n
-        {
-            bail!("[{OP}] causal_with_offsets has {} entries, expected one for each of {n} sequences", offsets.len())
+        if let Some(Alignment::Offsets(offsets)) = self.alignment() {
+            check_entries(OP, "causal_with_offsets", offsets.len(), n, "sequences")?;
         }
         let own_key = |name, size: usize| {
             number::expect(OP, name, size, |size: usize| size > 0, "at least 1 (the query's own key)")
@@ -210,24 +208,15 @@ impl ValidLens {
     /// Checks that there is an entry for each of `n` sequences, and one for each of `t_q` queries of those in
     /// `sequences`; `what` names the lengths in errors.
     pub(super) fn check(&self, what: &str, n: usize, sequences: Range<usize>, t_q: usize) -> Result<()> {
-        let (found, unit) = match &*self.0 {
-            Lens::PerSequence(lens) => (lens.len(), "entries"),
-            Lens::PerQuery(rows) => (rows.len(), "rows"),
+        let rows = match &*self.0 {
+            Lens::PerSequence(lens) => return check_entries(OP, what, lens.len(), n, "sequences"),
+            Lens::PerQuery(rows) => rows,
         };
-        if found != n {
-            bail!("[{OP}] {what} has {found} {unit}, expected one for each of {n} sequences")
-        }
-        if let Lens::PerQuery(rows) = &*self.0 {
-            for (row, lens) in rows.iter().enumerate().take(sequences.end).skip(sequences.start) {
-                if lens.len() != t_q {
-                    bail!(
-                        "[{OP}] row {row} of {what} has {} entries, expected one for each of {t_q} queries",
-                        lens.len()
-                    )
-                }
-            }
-        }
-        Ok(())
+        check_entries(OP, what, rows.len(), n, "sequences")?;
+        let mut own = rows.iter().enumerate().take(sequences.end).skip(sequences.start);
+        own.try_for_each(|(row, lens)| {
+            check_entries(OP, format_args!("row {row} of {what}"), lens.len(), t_q, "queries")
+        })
     }
 
     /// The entry of query `i` of sequence `b`; zero where there is none.

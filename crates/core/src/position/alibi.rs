@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{ScoreTerm, Scores, Term, TermCall};
 use crate::position::Positions;
-use candle_attention_modules::base::{accumulation_dtype, check_memory, number};
+use candle_attention_modules::base::{accumulation_dtype, check_entries, check_memory, number};
 
 /// The slopes' largest exponent in the paper, and in every model but some of MPT.
 const BIAS_MAX: f64 = 8.0;
@@ -53,10 +53,8 @@ impl AlibiConfig {
         match self {
             Self::Standard | Self::Falcon => Ok(()),
             Self::BiasMax(bias_max) => number::above_zero("alibi", "bias_max", *bias_max),
-            Self::Slopes(slopes) if slopes.len() != num_heads => {
-                bail!("[alibi] there are {} slopes, expected one for each of {num_heads} heads", slopes.len())
-            }
             Self::Slopes(slopes) => {
+                check_entries("alibi", "the list of slopes", slopes.len(), num_heads, "heads")?;
                 slopes.iter().try_for_each(|&slope| number::finite("alibi", "a slope", f64::from(slope)))
             }
         }

@@ -65,17 +65,9 @@ impl RelativeBiasConfig {
     pub fn validate(&self) -> Result<()> {
         let least = if self.bidirectional { 4 } else { 2 };
         number::within(OP, "num_buckets", self.num_buckets, least..=u32::MAX as usize)?;
+        // The first distances have buckets of their own.
         let exact = self.directed() / 2;
-        if self.max_distance <= exact || self.max_distance > u32::MAX as usize {
-            bail!(
-                "[{OP}] max_distance is {}, expected {} to {}, since the first {exact} distances have buckets of \
-                 their own",
-                self.max_distance,
-                exact + 1,
-                u32::MAX
-            )
-        }
-        Ok(())
+        number::within(OP, "max_distance", self.max_distance, exact + 1..=u32::MAX as usize)
     }
 
     /// The buckets of one direction.

@@ -9,7 +9,7 @@ use super::plan::Outputs;
 use super::validate::Call;
 use super::{Attended, SdpaOptions, run};
 use crate::mask::AttentionMask;
-use candle_attention_modules::base::{Dim, Expect};
+use candle_attention_modules::base::{Dim, Expect, check_entries};
 
 const OP: &str = "packed_sequences";
 
@@ -109,13 +109,8 @@ impl PackedSequences {
     pub fn new(cu_seqlens_q: Vec<usize>, cu_seqlens_kv: Vec<usize>) -> Result<Self> {
         check("cu_seqlens_q", &cu_seqlens_q)?;
         check("cu_seqlens_kv", &cu_seqlens_kv)?;
-        if cu_seqlens_q.len() != cu_seqlens_kv.len() {
-            bail!(
-                "[{OP}] cu_seqlens_q has {} entries and cu_seqlens_kv has {}, expected the same",
-                cu_seqlens_q.len(),
-                cu_seqlens_kv.len()
-            )
-        }
+        let [of_q, of_kv] = [cu_seqlens_q.len(), cu_seqlens_kv.len()];
+        check_entries(OP, "cu_seqlens_kv", of_kv, of_q, "entries of cu_seqlens_q")?;
         Ok(Self { cu_seqlens_q, cu_seqlens_kv })
     }
 
@@ -140,9 +135,7 @@ impl PackedSequences {
     /// # Errors
     /// For more lengths of one kind than of the other, and for a sum that no tensor has.
     pub fn from_lens(lens_q: &[usize], lens_kv: &[usize]) -> Result<Self> {
-        if lens_q.len() != lens_kv.len() {
-            bail!("[{OP}] lens_q has {} entries and lens_kv has {}, expected the same", lens_q.len(), lens_kv.len())
-        }
+        check_entries(OP, "lens_kv", lens_kv.len(), lens_q.len(), "entries of lens_q")?;
         Self::new(accumulate("lens_q", lens_q)?, accumulate("lens_kv", lens_kv)?)
     }
 

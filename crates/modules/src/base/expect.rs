@@ -225,6 +225,17 @@ pub fn expect<T: Copy + fmt::Debug>(
     }
 }
 
+/// That each of `n` things, sequences or heads, has its entry in a list.
+///
+/// # Errors
+/// `[op] name has .. entries, expected one for each of n things`.
+pub fn check_entries(op: &str, name: impl fmt::Display, found: usize, n: usize, things: &str) -> Result<()> {
+    if found != n {
+        bail!("[{op}] {name} has {found} entries, expected one for each of {n} {things}")
+    }
+    Ok(())
+}
+
 /// From how many bytes on the allocator is asked before Candle is: smaller requests are not refused in practice.
 const LARGE: u64 = 1 << 32;
 

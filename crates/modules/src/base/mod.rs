@@ -9,8 +9,8 @@ pub mod rowwise;
 mod source;
 
 pub use expect::{
-    Dim, Expect, FLOATS, accumulation_dtype, check_keys_and_values, check_memory, filled, fits_in_memory,
-    is_addressable,
+    Dim, Expect, FLOATS, accumulation_dtype, check_entries, check_keys_and_values, check_memory, filled,
+    fits_in_memory, is_addressable,
 };
 pub use nearest::{did_you_mean, edits, nearest};
 pub use options::{Options, options, yes};

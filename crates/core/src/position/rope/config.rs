@@ -5,7 +5,7 @@ use candle_core::{Result, bail};
 use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
-use candle_attention_modules::base::{Options, number, options, yes};
+use candle_attention_modules::base::{Options, check_entries, number, options, yes};
 
 const OP: &str = "rope";
 
@@ -214,9 +214,7 @@ impl RopeConfig {
             RopeScaling::LongRope { short_factor, long_factor, original_context, factor, .. } => {
                 context(*original_context)?;
                 for (name, list) in [("short_factor", short_factor), ("long_factor", long_factor)] {
-                    if list.len() != r / 2 {
-                        bail!("[{OP}] {name} has {} entries, expected one for each of {} pairs", list.len(), r / 2)
-                    }
+                    check_entries(OP, name, list.len(), r / 2, "pairs")?;
                     list.iter().try_for_each(|&value| above_zero(name, value))?;
                 }
                 factor.map_or(Ok(()), |factor| above_zero("factor", factor))?;
