@@ -257,22 +257,6 @@ impl AttentionCache {
         Ok(tokens)
     }
 
-    /// The call of a later layer, with the queries `q`, that reads what this cache holds of the same tokens.
-    ///
-    /// # Errors
-    /// As [`CachedCall::reading`], and for keys (B, H_kv, T, D) and values (B, H_kv, T, D_v) of other sizes than
-    /// `sizes` [H_kv, D, D_v].
-    pub(crate) fn read(&self, new: NewTokens, q: &Tensor, sizes: [usize; 3]) -> Result<CachedCall<'_>> {
-        if let Some(held) = self.buffers.as_ref().filter(|own| own.sizes() != Some(sizes)) {
-            let ((keys, values), [h, d, d_v]) = (held.shapes(), sizes);
-            bail!(
-                "[{OP}] the earlier layer's keys {keys} and values {values} do not fit, expected {h} heads, {d} and \
-                 {d_v} wide"
-            )
-        }
-        CachedCall::reading(self, new, q)
-    }
-
     /// Stages the keys (B, H_kv, T, D) and values (B, H_kv, T, D_v) of a call behind what is held. Without `own_v`,
     /// values are the first `d_v` columns of the keys.
     ///

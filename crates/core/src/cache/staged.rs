@@ -143,14 +143,22 @@ pub(crate) struct CachedCall<'c> {
 }
 
 impl<'c> CachedCall<'c> {
-    /// A call that reads what an earlier layer's call of the same tokens left in its cache.
+    /// The call of a later layer, with the queries `q`, that reads what an earlier layer's call of the same tokens left
+    /// in its cache: keys (B, H_kv, T, D) and values (B, H_kv, T, D_v) of the `sizes` [H_kv, D, D_v].
     ///
     /// # Errors
-    /// For queries of another dtype than the keys, and for a copy that does not fit in memory.
-    pub(super) fn reading(cache: &AttentionCache, new: NewTokens, q: &Tensor) -> Result<Self> {
+    /// For other sizes, for queries of another dtype than the keys, and for a copy that does not fit in memory.
+    pub fn reading(cache: &AttentionCache, new: NewTokens, q: &Tensor, sizes: [usize; 3]) -> Result<Self> {
         let (Some(buffers), Some(dtype)) = (&cache.buffers, cache.dtype) else {
             bail!("[{OP}] the cache of the earlier layer is empty, expected its call with the same tokens first")
         };
+        if buffers.sizes() != Some(sizes) {
+            let ((keys, values), [h, d, d_v]) = (buffers.shapes(), sizes);
+            bail!(
+                "[{OP}] the earlier layer's keys {keys} and values {values} do not fit, expected {h} heads, {d} and \
+                 {d_v} wide"
+            )
+        }
         if dtype != q.dtype() {
             bail!("[{OP}] the earlier layer's keys have dtype {dtype:?}, expected the queries' {:?}", q.dtype())
         }

@@ -239,7 +239,7 @@ impl MultiHeadAttention {
         let queries = input.query_positions((b, t_q), new_tokens)?;
         let or_default = || input.default_positions(PackedSequences::keys, t_kv);
         let keys = input.is_cross().then(|| keys.map_or_else(or_default, Ok)).transpose()?;
-        let length = keys.iter().map(Positions::length).fold(queries.length(), usize::max);
+        let length = keys.iter().map(|keys| keys.length).fold(queries.length, usize::max);
         if let Some(context_length) = self.config.context_length().filter(|&most| length > most) {
             bail!("[{OP}] position {} is not below the context length {context_length}", length - 1)
         }

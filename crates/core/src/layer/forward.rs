@@ -6,6 +6,7 @@ use super::checks::{Inputs, NO_KEYS};
 use super::heads::{Projected, split_heads};
 use super::input::KeysFrom;
 use super::{AttentionInput, LayerOutput, MultiHeadAttention, OP};
+use crate::cache::CachedCall;
 use crate::mask::AttentionMask;
 use crate::position::{KeysByHeads, Scores, TermCall};
 use crate::sdpa::{Attended, AttentionStatistics, Keys, Outputs, OwnKeys, Plan, SdpaOptions, StatisticsOptions};
@@ -132,7 +133,8 @@ impl MultiHeadAttention {
             },
             (.., KeysFrom::EarlierLayer(cache), Some(new)) => {
                 let cfg = &self.config;
-                Box::new(cache.read(new, &q, [cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim()])?)
+                let sizes = [cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim()];
+                Box::new(CachedCall::reading(cache, new, &q, sizes)?)
             }
             _ => bail!("[{OP}] {NO_KEYS}"),
         };

@@ -254,15 +254,6 @@ impl AttentionMask {
         lifted
     }
 
-    /// The structural constraints for `b` sequences, `t_q` queries and `t_kv` keys, as an interval for each query.
-    ///
-    /// # Errors
-    /// For lengths whose shape is neither (B,) nor (B, T_q), for a window or a chunk of 0, and for what was built on
-    /// joined masks that let it mean several things.
-    pub fn resolve(&self, b: usize, t_q: usize, t_kv: usize) -> Result<KvRanges> {
-        KvRanges::new(self, b, t_q, t_kv)
-    }
-
     /// Whether nothing is hidden and nothing added, whatever the shape.
     pub fn is_none(&self) -> bool {
         self.constraints.is_empty() && self.frames.is_none()

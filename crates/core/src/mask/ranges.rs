@@ -34,24 +34,6 @@ pub(super) struct Frames {
 }
 
 impl KvRanges {
-    pub(super) fn new(mask: &AttentionMask, b: usize, t_q: usize, t_kv: usize) -> Result<Self> {
-        let (sequences, of) = match &mask.frames {
-            None => (0..b, b),
-            Some(frames) if frames.placements.len() == b => (frames.first..frames.first + b, frames.of),
-            Some(frames) => {
-                bail!("[{OP}] positions of {} sequences were given, expected {b}", frames.placements.len())
-            }
-        };
-        for constraint in &mask.constraints {
-            constraint.check(of, t_kv)?;
-            let (what, lens) = constraint.lens();
-            lens.iter().try_for_each(|lens| lens.check(what, of, sequences.clone(), t_q))?;
-        }
-        let structural = |constraint: &&Constraint| constraint.bounds_keys();
-        let constraints = mask.constraints.iter().filter(structural).cloned().collect();
-        Ok(Self { b, t_q, t_kv, constraints, frames: mask.frames.clone() })
-    }
-
     /// The keys that query `i` of sequence `b` sees; `0..0` when it sees none, or lies outside the shape.
     pub fn kv_range(&self, b: usize, i: usize) -> Range<usize> {
         if b >= self.b || i >= self.t_q {
@@ -167,6 +149,29 @@ impl fmt::Display for KvRanges {
 }
 
 impl AttentionMask {
+    /// The structural constraints for `b` sequences, `t_q` queries and `t_kv` keys, as an interval for each query.
+    ///
+    /// # Errors
+    /// For lengths whose shape is neither (B,) nor (B, T_q), for a window or a chunk of 0, and for what was built on
+    /// joined masks that let it mean several things.
+    pub fn resolve(&self, b: usize, t_q: usize, t_kv: usize) -> Result<KvRanges> {
+        let (sequences, of) = match &self.frames {
+            None => (0..b, b),
+            Some(frames) if frames.placements.len() == b => (frames.first..frames.first + b, frames.of),
+            Some(frames) => {
+                bail!("[{OP}] positions of {} sequences were given, expected {b}", frames.placements.len())
+            }
+        };
+        for constraint in &self.constraints {
+            constraint.check(of, t_kv)?;
+            let (what, lens) = constraint.lens();
+            lens.iter().try_for_each(|lens| lens.check(what, of, sequences.clone(), t_q))?;
+        }
+        let structural = |constraint: &&Constraint| constraint.bounds_keys();
+        let constraints = self.constraints.iter().filter(structural).cloned().collect();
+        Ok(KvRanges { b, t_q, t_kv, constraints, frames: self.frames.clone() })
+    }
+
     /// This mask, in which keys are counted by their position in the sequence, for keys that are counted by row: for
     /// scores (B, H, T_q, rows). T_kv of this mask is the length of the longest sequence, and what is aligned to the
     /// end is aligned to that of each sequence.

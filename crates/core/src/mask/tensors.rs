@@ -45,16 +45,11 @@ impl AttentionMask {
 
     /// The `keep` tensors alone, without the intervals of [`resolve`](Self::resolve); their views stay views.
     pub(crate) fn explicit_keep(&self, dims: (usize, usize, usize, usize), device: &Device) -> Result<Option<Tensor>> {
-        let mut all: Option<Tensor> = None;
-        for keep in self.keeps() {
+        self.keeps().try_fold(None, |all, keep| {
             Expect::one(OP, "keep", keep).dtype_of(&[DType::U8], " with 1 = attend")?;
             let keep = fit("keep", keep, dims, device)?;
-            all = Some(match all {
-                None => keep,
-                Some(all) => all_of(&all, &keep)?,
-            });
-        }
-        Ok(all)
+            all.map_or_else(|| Ok(keep.clone()), |all| all_of(&all, &keep)).map(Some)
+        })
     }
 
     /// The sum of all biases in `dtype`, broadcastable to (B, H, T_q, T_kv); `None` when there is none.
@@ -64,23 +59,17 @@ impl AttentionMask {
         dtype: DType,
         device: &Device,
     ) -> Result<Option<Tensor>> {
-        let mut sum: Option<Tensor> = None;
-        for bias in self.biases() {
+        self.biases().try_fold(None, |sum: Option<Tensor>, bias| {
             Expect::one(OP, "bias", bias).dtype_of(&FLOATS, "; a mask of ones and zeros is a keep")?;
             let bias = fit("bias", bias, dims, device)?;
             if bias.dtype() != dtype {
                 check_memory(bias.dims())?;
             }
             let bias = bias.to_dtype(dtype)?;
-            sum = Some(match sum {
-                None => bias,
-                Some(sum) => {
-                    check_memory(sum.shape().broadcast_shape_binary_op(bias.shape(), "bias")?.dims())?;
-                    sum.broadcast_add(&bias)?
-                }
-            });
-        }
-        Ok(sum)
+            let Some(sum) = sum else { return Ok(Some(bias)) };
+            check_memory(sum.shape().broadcast_shape_binary_op(bias.shape(), "bias")?.dims())?;
+            sum.broadcast_add(&bias).map(Some)
+        })
     }
 
     /// The mask of some of `h` heads.

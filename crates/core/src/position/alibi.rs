@@ -151,7 +151,7 @@ impl ScoreTerm for KeyBias {
 impl KeyBias {
     /// (B, H, 1, T_kv), or (1, H, 1, T_kv) where all sequences have the same positions.
     fn at(&self, keys: &Positions, dtype: DType) -> Result<Tensor> {
-        let (b, t, entries) = (keys.rows(), keys.per_sequence(), keys.entries());
+        let (b, t, entries) = (keys.rows(), keys.t, &keys.entries);
         let mut biases = Vec::with_capacity(entries.len() * self.slopes.len());
         for sequence in entries.chunks(t.max(1)) {
             for slope in &self.slopes {

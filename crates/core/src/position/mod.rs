@@ -34,11 +34,12 @@ const END: usize = 1 << 24;
 /// The position of each token of a call: (T,) for all sequences, or (B, T).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Positions {
-    /// Row by row.
-    entries: Vec<u32>,
-    t: usize,
+    /// Row by row, T for all sequences or B · T.
+    pub entries: Vec<u32>,
+    /// T.
+    pub t: usize,
     /// The largest entry + 1, or 0.
-    length: usize,
+    pub length: usize,
 }
 
 impl Positions {
@@ -69,16 +70,6 @@ impl Positions {
         Self::of_each(positions.counts()?, t)
     }
 
-    /// The largest position + 1, or 0.
-    pub(crate) fn length(&self) -> usize {
-        self.length
-    }
-
-    /// T.
-    pub(crate) fn per_sequence(&self) -> usize {
-        self.t
-    }
-
     /// B, or 1 where all sequences have the same.
     pub(super) fn rows(&self) -> usize {
         self.entries.len().checked_div(self.t).unwrap_or(1)
@@ -96,11 +87,6 @@ impl Positions {
         let is_run = |row: &[u32]| row.windows(2).all(|pair| pair[0] + 1 == pair[1]);
         rows.clone().all(is_run).then(|| rows.by_ref().map(|row| row[0]).collect())
     }
-
-    /// Row by row, T for all sequences or B · T.
-    pub(super) fn entries(&self) -> &[u32] {
-        &self.entries
-    }
 }
 
 /// A position on each axis for each token of a call, which need not be a whole number.
@@ -109,7 +95,8 @@ pub(crate) struct AxisPositions {
     /// Axis by axis, and there row by row.
     entries: Vec<f32>,
     axes: usize,
-    t: usize,
+    /// T.
+    pub t: usize,
 }
 
 impl AxisPositions {
@@ -122,11 +109,6 @@ impl AxisPositions {
             bail!("[rope] axis positions hold {other}, expected numbers between ±{END}")
         }
         Ok(Self { entries, axes, t })
-    }
-
-    /// T.
-    pub(super) fn per_sequence(&self) -> usize {
-        self.t
     }
 
     /// T for all sequences, or B · T.
@@ -204,15 +186,15 @@ impl QueryScaling {
 
     /// The factors (1, 1, T, 1), or (B, 1, T, 1) where sequences have positions of their own; `None` where all are 1.
     pub(crate) fn factors(&self, positions: &Positions, dtype: DType, device: &Device) -> Result<Option<Tensor>> {
-        if positions.length().saturating_add(self.first) <= self.interval {
+        if positions.length.saturating_add(self.first) <= self.interval {
             return Ok(None);
         }
         let factor = |&position: &u32| {
             let turns = (position as usize).saturating_add(self.first) / self.interval;
             1.0 + self.beta * (turns as f64).ln_1p()
         };
-        let factors: Vec<f64> = positions.entries().iter().map(factor).collect();
-        let factors = Tensor::from_vec(factors, (positions.rows(), 1, positions.per_sequence(), 1), &Device::Cpu)?;
+        let factors: Vec<f64> = positions.entries.iter().map(factor).collect();
+        let factors = Tensor::from_vec(factors, (positions.rows(), 1, positions.t, 1), &Device::Cpu)?;
         factors.to_dtype(dtype)?.to_device(device).map(Some)
     }
 }
@@ -282,11 +264,11 @@ mod tests {
     #[test]
     fn offsets_are_the_first_positions() -> Result<()> {
         let each = Positions::starting_at(&[3, 0], 2)?;
-        assert_eq!((each.entries(), each.per_sequence(), each.length()), ([3, 4, 0, 1].as_slice(), 2, 5));
+        assert_eq!((each.entries.as_slice(), each.t, each.length), ([3, 4, 0, 1].as_slice(), 2, 5));
         let tensor = Tensor::new(&[[3i64, 4], [0, 1]], &Device::Cpu)?;
         assert_eq!(each, Positions::from_tensor("positions", &tensor, 2, 2)?);
-        assert_eq!(Positions::starting_at(&[7], 0)?.length(), 0);
-        assert_eq!(Positions::starting_at(&[END - 2], 2)?.length(), END);
+        assert_eq!(Positions::starting_at(&[7], 0)?.length, 0);
+        assert_eq!(Positions::starting_at(&[END - 2], 2)?.length, END);
         Ok(())
     }
 

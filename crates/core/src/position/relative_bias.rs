@@ -250,7 +250,7 @@ impl RelativeBias {
     }
 
     fn computed(&self, queries: &Positions, keys: &Positions) -> Result<Biases> {
-        let (t_q, t_kv) = (queries.per_sequence(), keys.per_sequence());
+        let (t_q, t_kv) = (queries.t, keys.t);
         Ok(match (queries.starts(), keys.starts()) {
             (Some(first_queries), Some(first_keys)) if !first_queries.is_empty() && !first_keys.is_empty() => {
                 let b = first_queries.len().max(first_keys.len());
@@ -278,7 +278,7 @@ impl RelativeBias {
 
     /// (B, H, T_q, T_kv), with B = 1 where all sequences have the same positions.
     fn by_pair(&self, queries: &Positions, keys: &Positions) -> Result<Tensor> {
-        let (t_q, t_kv, rows) = (queries.per_sequence(), keys.per_sequence(), [queries.rows(), keys.rows()]);
+        let (t_q, t_kv, rows) = (queries.t, keys.t, [queries.rows(), keys.rows()]);
         // Positions for all sequences, of which there may be none.
         let b = if rows.contains(&0) { 0 } else { rows[0].max(rows[1]) };
         let pairs = (0..b).flat_map(|b| queries.of_sequence(b).iter().map(move |query| (query, keys.of_sequence(b))));

@@ -29,28 +29,23 @@ pub enum Dim {
     Named(&'static str, usize),
 }
 
-/// A shape of which some dimensions may have any size, `(B, T, 64)`.
-struct Dims<'a>(&'a [Dim]);
-
-impl Dims<'_> {
-    fn fit(&self, found: &[usize]) -> bool {
-        let (found, expected) = match self.0 {
-            [Any(".."), last @ ..] if found.len() >= last.len() => (&found[found.len() - last.len()..], last),
-            all => (found, all),
-        };
-        let fits = |(&found, expected): (&usize, &Dim)| match *expected {
-            Any(_) => true,
-            Is(size) | Named(_, size) => found == size,
-        };
-        found.len() == expected.len() && found.iter().zip(expected).all(fits)
-    }
+/// Whether a shape is one of which some dimensions may have any size, `(B, T, 64)`.
+fn fits(expected: &[Dim], found: &[usize]) -> bool {
+    let (found, expected) = match expected {
+        [Any(".."), last @ ..] if found.len() >= last.len() => (&found[found.len() - last.len()..], last),
+        all => (found, all),
+    };
+    let is_right = |(&found, expected): (&usize, &Dim)| match *expected {
+        Any(_) => true,
+        Is(size) | Named(_, size) => found == size,
+    };
+    found.len() == expected.len() && found.iter().zip(expected).all(is_right)
 }
 
-impl fmt::Display for Dims<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        let dims: Vec<_> = self.0.iter().map(Dim::to_string).collect();
-        write!(f, "({}{})", dims.join(", "), if dims.len() == 1 { "," } else { "" })
-    }
+/// Such a shape in an error.
+fn shape_text(dims: &[Dim]) -> String {
+    let names: Vec<_> = dims.iter().map(Dim::to_string).collect();
+    format!("({}{})", names.join(", "), if dims.len() == 1 { "," } else { "" })
 }
 
 impl fmt::Display for Dim {
@@ -96,10 +91,10 @@ impl<'a> Expect<'a> {
 
     /// One of several shapes.
     pub fn shape_of(self, expected: &[&[Dim]]) -> Result<Self> {
-        if expected.iter().any(|dims| Dims(dims).fit(self.tensor.dims())) {
+        if expected.iter().any(|dims| fits(dims, self.tensor.dims())) {
             return Ok(self);
         }
-        let expected: Vec<_> = expected.iter().map(|dims| Dims(dims).to_string()).collect();
+        let expected: Vec<_> = expected.iter().map(|dims| shape_text(dims)).collect();
         self.fail("shape", self.tensor.dims(), expected.join(" or "))
     }
 

@@ -118,18 +118,16 @@ pub(crate) struct ContentLayer {
     pub softcap: Option<f64>,
 }
 
+/// The most rows and columns of a grid or window, and the furthest key that has a vector of its own.
+const MAX_SIZE: usize = 1 << 16;
+
 impl ContentPositions {
     /// Whether a parameter of a checkpoint, whose name is elsewhere another one's, belongs to these positions.
     pub(crate) fn has_parameter(&self, name: &str, source: &Source) -> bool {
         let mut names = distances::TRANSFORMER_XL.iter();
         *self == Self::TransformerXl && names.any(|names| source.has(names[1]) && names.contains(&name))
     }
-}
 
-/// The most rows and columns of a grid or window, and the furthest key that has a vector of its own.
-const MAX_SIZE: usize = 1 << 16;
-
-impl ContentPositions {
     /// Checks that the numbers fit together and the layer.
     ///
     /// # Errors

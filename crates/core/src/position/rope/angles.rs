@@ -144,22 +144,22 @@ impl Tables {
     /// For a position past the end of a given table.
     pub fn rows(&self, positions: &Positions) -> Result<Rows> {
         if let Some(angles) = &self.given {
-            if positions.length() > angles.rows() {
-                let (last, rows) = (positions.length() - 1, angles.rows());
+            if positions.length > angles.rows() {
+                let (last, rows) = (positions.length - 1, angles.rows());
                 bail!("[rope] position {last} is past the given tables of {rows} positions")
             }
-            return Ok(Rows { angles: angles.clone(), index: positions.entries().into() });
+            return Ok(Rows { angles: angles.clone(), index: positions.entries.as_slice().into() });
         }
-        let range = ContextRange::of(self.config.scaling(), positions.length());
+        let range = ContextRange::of(self.config.scaling(), positions.length);
         let table = match range {
             ContextRange::Short => Some(&self.regular[0]),
             ContextRange::Long => Some(&self.regular[1]),
             ContextRange::DynamicNtk(_) => None,
         };
         if let Some(angles) = table.and_then(|table| self.table(table, range, positions)) {
-            return Ok(Rows { angles, index: positions.entries().into() });
+            return Ok(Rows { angles, index: positions.entries.as_slice().into() });
         }
-        let entries = positions.entries();
+        let entries = &positions.entries;
         let compute = || Ok(self.angles(range, entries.len(), |row, _| entries[row] as f32));
         let is_same = |(own, of): &(ContextRange, Positions)| (own, of) == (&range, positions);
         let angles = latest(&self.latest, is_same, compute, |_| Some((range, positions.clone())))?;
@@ -169,12 +169,12 @@ impl Tables {
     /// A table that reaches to the last position, unless most of it would be computed for a few far positions.
     fn table(&self, table: &RwLock<Arc<Angles>>, range: ContextRange, positions: &Positions) -> Option<Arc<Angles>> {
         let angles = table.read().unwrap_or_else(PoisonError::into_inner).clone();
-        let (length, rows) = (positions.length(), angles.rows());
+        let (length, rows) = (positions.length, angles.rows());
         if length <= rows {
             return Some(angles);
         }
         let most = TABLE_ENTRIES / (self.config.rotary_dim(self.head_dim) / 2);
-        if length > most || length > (4 * positions.entries().len()).max(2 * rows).max(256) {
+        if length > most || length > (4 * positions.entries.len()).max(2 * rows).max(256) {
             return None;
         }
         // Not under the lock: a thread that computes rows may meanwhile take up other work that wants the table.

@@ -160,12 +160,12 @@ impl RotaryEmbedding {
     /// # Errors
     /// For a position past the end of given tables.
     pub(crate) fn at(&self, positions: &Positions) -> Result<Rotation> {
-        Ok(self.rotation(self.tables.rows(positions)?, positions.per_sequence()))
+        Ok(self.rotation(self.tables.rows(positions)?, positions.t))
     }
 
     /// The same at positions on several axes.
     pub(crate) fn on_axes(&self, positions: &AxisPositions) -> Result<Rotation> {
-        Ok(self.rotation(self.tables.rows_on_axes(positions)?, positions.per_sequence()))
+        Ok(self.rotation(self.tables.rows_on_axes(positions)?, positions.t))
     }
 
     fn rotation(&self, rows: Rows, t: usize) -> Rotation {

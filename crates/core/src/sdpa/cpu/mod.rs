@@ -66,12 +66,7 @@ pub(super) fn attend(call: &Call, tier: Tier, outputs: Outputs) -> Result<Attend
 }
 
 /// The weights that a call drops.
-struct DrawnDropout {
-    mask: DrawnMask,
-    p: f64,
-}
-
-enum DrawnMask {
+enum DrawnDropout {
     /// By the seed of Philox, which is drawn unless it was given.
     Philox(u64),
     /// By PyTorch's generator: a bit for each weight.
@@ -79,7 +74,8 @@ enum DrawnMask {
 }
 
 impl DrawnDropout {
-    fn draw(call: &Call) -> Result<Option<Self>> {
+    /// With the probability, if there is to be dropout.
+    fn draw(call: &Call) -> Result<Option<(Self, f64)>> {
         let (p, options) = (call.options.dropout, call.options);
         if !options.train || p == 0.0 {
             return Ok(None);
@@ -89,25 +85,24 @@ impl DrawnDropout {
                 let validate::Dims { b, h, t_q, t_kv, .. } = call.dims;
                 let keep = seed.dropout_keep((b, h, t_q, t_kv), p)?.flatten_all()?.to_vec1::<u8>()?;
                 let byte = |bits: &[u8]| bits.iter().rev().fold(0, |byte, bit| byte << 1 | bit);
-                DrawnMask::Kept(keep.chunks(8).map(byte).collect())
+                Self::Kept(keep.chunks(8).map(byte).collect())
             }
-            (None, Some(seed)) => DrawnMask::Philox(seed),
+            (None, Some(seed)) => Self::Philox(seed),
             (None, None) => {
                 // 24 bits of each number, from the generator of the device.
                 let numbers = Tensor::rand(0f32, 1f32, 3, call.q.device())?.to_vec1::<f32>()?;
                 let bits = |x: f32| (f64::from(x) * f64::from(1 << 24)) as u64;
-                DrawnMask::Philox(numbers.into_iter().fold(0u64, |seed, x| seed.rotate_left(24) ^ bits(x)))
+                Self::Philox(numbers.into_iter().fold(0u64, |seed, x| seed.rotate_left(24) ^ bits(x)))
             }
         };
-        Ok(Some(Self { mask, p }))
+        Ok(Some((mask, p)))
     }
 
-    fn as_kernels(&self) -> Dropout<'_> {
-        let mask = match &self.mask {
-            DrawnMask::Philox(seed) => DropoutMask::Philox(*seed),
-            DrawnMask::Kept(bits) => DropoutMask::Kept(bits),
-        };
-        Dropout { mask, p: self.p }
+    fn as_kernels(&self) -> DropoutMask<'_> {
+        match self {
+            Self::Philox(seed) => DropoutMask::Philox(*seed),
+            Self::Kept(bits) => DropoutMask::Kept(bits),
+        }
     }
 }
 
@@ -168,7 +163,7 @@ struct Flash {
     positions: Vec<f32>,
     slopes: Option<Vec<f32>>,
     sinks: Option<Vec<f32>>,
-    dropout: Option<DrawnDropout>,
+    dropout: Option<(DrawnDropout, f64)>,
     /// (B, T_q), where there are biases by distance.
     origins: Vec<i64>,
     distances: Option<Tensor>,
@@ -254,7 +249,7 @@ impl Flash {
             bias: bias.as_ref().map(Read::strided).transpose()?,
             keep: keep.as_ref().map(Read::strided).transpose()?,
             sinks: self.sinks.as_deref(),
-            dropout: self.dropout.as_ref().map(DrawnDropout::as_kernels),
+            dropout: self.dropout.as_ref().map(|(mask, p)| Dropout { mask: mask.as_kernels(), p: *p }),
         };
         run(&Problem {
             dims: self.dims,
