@@ -178,18 +178,18 @@ impl<'c> CachedCall<'c> {
         let most = cache.config.most_held().unwrap_or(usize::MAX);
         let capacity = buffers.map_or(0, KvBuffers::capacity);
 
-        let (read, kept) = if let Some(buffers) = buffers.filter(|_| needed <= capacity) {
-            append(buffers, &held, kv, &new)?;
-            let all = HeldKv { buffers: buffers.clone(), held: grown };
-            (all.clone(), all)
-        } else if needed <= most {
-            let first = cache.config.first_capacity();
-            let larger = kv.empty_like(held.len(), capacity.saturating_mul(2).max(first).max(needed).min(most))?;
-            if let Some(buffers) = buffers {
-                larger.write(0, buffers)?;
-            }
-            append(&larger, &held, kv, &new)?;
-            let all = HeldKv { buffers: larger, held: grown };
+        let (read, kept) = if needed <= most || buffers.is_some() && needed <= capacity {
+            let to = match buffers {
+                Some(buffers) if needed <= capacity => buffers.clone(),
+                _ => {
+                    let least = capacity.saturating_mul(2).max(cache.config.first_capacity());
+                    let larger = kv.empty_like(held.len(), least.max(needed).min(most))?;
+                    buffers.map_or(Ok(()), |buffers| larger.write(0, buffers))?;
+                    larger
+                }
+            };
+            append(&to, &held, kv, &new)?;
+            let all = HeldKv { buffers: to, held: grown };
             (all.clone(), all)
         } else if let Some(window) = cache.config.window() {
             // New buffers, so that a call that fails leaves the cache as it was. They are made once in every
@@ -245,11 +245,7 @@ impl<'c> CachedCall<'c> {
         }
     }
 
-    fn query(&self, q: &Tensor) -> Result<Tensor> {
-        self.own_query(q).to_dtype(self.float_dtype())
-    }
-
-    fn own_query(&self, q: &Tensor) -> Tensor {
+    fn query(&self, q: &Tensor) -> Tensor {
         if self.detached { q.detach() } else { q.clone() }
     }
 
@@ -303,12 +299,13 @@ impl Keys for CachedCall<'_> {
         let (rows, mask, options) = &self.all_rows(q, mask, options)?;
         if outputs != Outputs::Weights
             && let Some(kv) = self.quantized(rows)?
-            && let Some(attended) = kv.attend(&self.own_query(q), mask, options, outputs)?
+            && let Some(attended) = kv.attend(&self.query(q), mask, options, outputs)?
         {
             return Ok(attended);
         }
         let (k, v) = self.read(rows)?;
-        let attended = attend(outputs, [&self.query(q)?, &k, &v], mask, options)?;
+        let q_in = self.query(q).to_dtype(self.float_dtype())?;
+        let attended = attend(outputs, [&q_in, &k, &v], mask, options)?;
         self.in_graph.set(attended.context.track_op());
         let weights = attended.weights.map(|weights| weights.to_dtype(q.dtype())).transpose()?;
         Ok(Attended { context: attended.context.to_dtype(q.dtype())?, weights, ..attended })
@@ -317,12 +314,12 @@ impl Keys for CachedCall<'_> {
     fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
         let (rows, mask, options) = &self.all_rows(q, mask, options)?;
         if let Some(kv) = self.quantized(rows)?
-            && let Some(plan) = kv.plan(&self.own_query(q), mask, options)?
+            && let Some(plan) = kv.plan(&self.query(q), mask, options)?
         {
             return Ok(plan);
         }
         let (k, v) = self.read(rows)?;
-        plan(&self.query(q)?, &k, &v, mask, options)
+        plan(&self.query(q).to_dtype(self.float_dtype())?, &k, &v, mask, options)
     }
 
     /// Makes the call's keys and values part of the cache, if it has any.

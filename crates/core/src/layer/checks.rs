@@ -39,12 +39,12 @@ impl Expected<'_> {
         if batched { Ok(xs.clone()) } else { xs.unsqueeze(0) }
     }
 
-    /// The residual of a call, as (B, T, out_dim), if it has one.
-    pub fn check_residual(self, input: &AttentionInput, out_dim: usize) -> Result<Option<Tensor>> {
+    /// The residual of a call, as (B, T, width), if it has one.
+    pub fn check_residual(&self, input: &AttentionInput) -> Result<Option<Tensor>> {
         let Some(residual) = input.residual else { return Ok(None) };
-        let of_output = [&input.queries.dims()[..input.queries.rank() - 1], &[out_dim]].concat();
+        let of_output = [&input.queries.dims()[..input.queries.rank() - 1], &[self.width]].concat();
         Expect::many(self.op, "residuals", residual).sizes(&of_output)?;
-        Expected { width: out_dim, ..self }.check("residuals", residual).map(Some)
+        self.check("residuals", residual).map(Some)
     }
 }
 
@@ -61,9 +61,7 @@ impl AttentionInput<'_> {
     /// has no shape for them.
     pub(super) fn check_packed(&self, op: &str, queries: &Tensor, t_kv: usize) -> Result<()> {
         let Some(sequences) = self.packed else { return Ok(()) };
-        if self.queries.rank() != 2 {
-            bail!("[{op}] packed queries have shape {:?}, expected (total_q, E)", self.queries.dims())
-        }
+        Expect::many(op, "packed queries", self.queries).shape(&["total_q", "E"].map(Dim::Any))?;
         if self.is_cached() {
             bail!("[{op}] packed sequences were given with a cache, expected one of the two")
         }
@@ -108,7 +106,7 @@ impl MultiHeadAttention {
         let batched = input.queries.rank() == 3;
         let queries = self.expected(cfg.embed_dim(), batched).check("queries", input.queries)?;
         let (b, t_q, _) = queries.dims3()?;
-        let residual = self.expected(cfg.embed_dim(), batched).check_residual(input, cfg.out_dim())?;
+        let residual = self.expected(cfg.out_dim(), batched).check_residual(input)?;
         let is_of_earlier_layer = cfg.kv_source() == KvSource::EarlierLayer;
         let (key_value, t_kv, key_dims) = match &input.keys {
             KeysFrom::EarlierLayer(_) if !is_of_earlier_layer => {
@@ -121,9 +119,14 @@ impl MultiHeadAttention {
             }
             _ if is_of_earlier_layer => bail!("[{OP}] {NO_KEYS}"),
             &KeysFrom::Cross { keys, values } => {
-                let [keys_in, values_in] = self.check_key_value(&queries, [input.queries, keys, values])?;
-                let t_kv = keys_in.dim(1)?;
-                (Some([keys_in, values_in]), t_kv, keys.dims())
+                let mut key_value = self.check_key_value(Some(b), batched, [keys, values])?;
+                for (own, given) in key_value.iter_mut().zip([keys, values]) {
+                    if given.id() == input.queries.id() {
+                        *own = queries.clone();
+                    }
+                }
+                let t_kv = key_value[0].dim(1)?;
+                (Some(key_value), t_kv, keys.dims())
             }
             KeysFrom::Own | KeysFrom::Cache(_) => {
                 if [cfg.key_size(), cfg.value_size()] != [cfg.embed_dim(); 2] {
@@ -142,9 +145,7 @@ impl MultiHeadAttention {
         self.check_lengths(b, t_q.max(t_kv), input.longest(t_q, t_kv), what)?;
         input.check_packed(OP, &queries, t_kv)?;
         if cfg.appended_keys() > 0 && (input.packed.is_some() || input.is_cached()) {
-            bail!(
-                "[{OP}] the layer appends keys of its own to a call's, which neither packed sequences nor a cache take"
-            )
+            bail!("[{OP}] the layer appends keys to those of a call, which packed sequences do not take, and no cache")
         }
         if input.packed.is_some() && matches!(input.keys, KeysFrom::Memory(_)) && self.rotary.is_some() {
             bail!(
@@ -159,24 +160,22 @@ impl MultiHeadAttention {
         Ok(Inputs { queries, key_value, new_tokens, residual, b, t_q, t_kv })
     }
 
-    /// The inputs of cross-attention's keys and values, of the queries, keys and values that were given.
-    fn check_key_value(
+    /// The inputs of cross-attention's keys and values, for `b` sequences of queries if these are there already: clones
+    /// of each other where the caller's are one tensor.
+    pub(super) fn check_key_value(
         &self,
-        queries: &Tensor,
-        [given_queries, given_keys, given_values]: [&Tensor; 3],
+        b: Option<usize>,
+        batched: bool,
+        [keys, values]: [&Tensor; 2],
     ) -> Result<[Tensor; 2]> {
-        let (cfg, batched) = (&self.config, given_queries.rank() == 3);
-        self.check_one_input(given_keys, given_values)?;
-        let mut keys = self.expected(cfg.key_size(), batched).check("keys", given_keys)?;
-        let mut values = self.expected(cfg.value_size(), batched).check("values", given_values)?;
-        check_keys_and_values(OP, Some(queries.dim(0)?), &keys, &values)?;
-        if given_keys.id() == given_queries.id() {
-            keys = queries.clone();
+        let (cfg, is_one) = (&self.config, keys.id() == values.id());
+        if cfg.kv_source() == KvSource::KeysAsValues && !is_one {
+            bail!("[{OP}] values are the keys' projection, expected one tensor as the input of both")
         }
-        if given_values.id() == given_keys.id() {
-            values = keys.clone();
-        }
-        Ok([keys, values])
+        let k_in = self.expected(cfg.key_size(), batched).check("keys", keys)?;
+        let v_in = self.expected(cfg.value_size(), batched).check("values", values)?;
+        check_keys_and_values(OP, b, &k_in, &v_in)?;
+        Ok(if is_one { [k_in.clone(), k_in] } else { [k_in, v_in] })
     }
 
     /// That so many positions, those of calls before included, are within the context length.

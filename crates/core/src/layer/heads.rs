@@ -5,9 +5,8 @@ use candle_core::{Result, Tensor, bail};
 use super::checks::{CallPositions, Inputs};
 use super::input::KeysFrom;
 use super::{AttentionInput, MultiHeadAttention, OP};
-use crate::config::KvSource;
 use crate::position::{Positions, RopeAxes, RopeConfig, Rotation};
-use candle_attention_modules::base::{Expect, check_keys_and_values};
+use candle_attention_modules::base::Expect;
 use candle_attention_modules::norm::{Norm, SumFunction};
 
 /// Projected inputs as heads.
@@ -28,15 +27,12 @@ impl MultiHeadAttention {
         inputs: &Inputs,
         positions: Option<&CallPositions>,
     ) -> Result<Projected> {
-        let at = |positions: Option<&Positions>| {
-            positions.zip(self.rotary.as_ref()).map(|(positions, rotary)| rotary.at(positions)).transpose()
-        };
-        let on_axes = positions.and_then(|positions| positions.axes.as_ref()).zip(self.rotary.as_ref());
-        let at_queries = match on_axes {
-            Some((axes, rotary)) => Some(rotary.on_axes(axes)?),
-            None => at(positions.map(|positions| &positions.queries))?,
-        };
-        let at_keys = at(positions.and_then(|positions| positions.keys.as_ref()))?;
+        let (mut at_queries, mut at_keys) = (None, None);
+        if let (Some(positions), Some(rotary)) = (positions, &self.rotary) {
+            let on_axes = positions.axes.as_ref().map(|axes| rotary.on_axes(axes));
+            at_queries = Some(on_axes.unwrap_or_else(|| rotary.at(&positions.queries))?);
+            at_keys = positions.keys.as_ref().map(|keys| rotary.at(keys)).transpose()?;
+        }
         let sum = input.sum;
         let ((q, gate), kv) = match (&inputs.key_value, &input.keys) {
             (Some([keys, values]), _) => {
@@ -52,11 +48,9 @@ impl MultiHeadAttention {
         let norm = self.qk_norm.as_ref().map(|norms| &norms.q);
         let q =
             self.heads(self.normed_projection(q, norm, sum)?, self.config.num_heads(), norm, at_queries.as_ref())?;
-        let factors = match (self.config.query_scaling(), positions) {
-            (Some(scaling), Some(at)) => scaling.factors(&at.queries, q.dtype(), q.device())?,
-            _ => None,
-        };
-        let q = match factors {
+        let scaling = self.config.query_scaling().zip(positions);
+        let factors = scaling.map(|(scaling, at)| scaling.factors(&at.queries, q.dtype(), q.device())).transpose()?;
+        let q = match factors.flatten() {
             // In the order of q's memory, (B, T, H, D).
             Some(factors) => q.transpose(1, 2)?.broadcast_mul(&factors.transpose(1, 2)?)?.transpose(1, 2)?,
             None => q,
@@ -88,10 +82,8 @@ impl MultiHeadAttention {
     /// (B, T, width) and the rows that the layer appends to each sequence: the learned one, then that of zeros.
     fn append_rows(&self, xs: Tensor, learned: Option<&Tensor>) -> Result<Tensor> {
         let (b, _, width) = xs.dims3()?;
-        let zeros = match self.config.add_zero_attn() {
-            true => Some(Tensor::zeros((b, 1, width), xs.dtype(), xs.device())?),
-            false => None,
-        };
+        let zeros = || Tensor::zeros((b, 1, width), xs.dtype(), xs.device());
+        let zeros = self.config.add_zero_attn().then(zeros).transpose()?;
         let learned = learned.map(|row| row.broadcast_as((b, 1, width))?.contiguous()).transpose()?;
         Tensor::cat(&[Some(xs), learned, zeros].into_iter().flatten().collect::<Vec<_>>(), 1)
     }
@@ -183,14 +175,8 @@ impl MultiHeadAttention {
     pub fn project_memory(&self, keys: &Tensor, values: &Tensor) -> Result<ProjectedMemory> {
         let cfg = &self.config;
         let batched = keys.rank() != 2;
-        self.check_one_input(keys, values)?;
-        let k_in = self.expected(cfg.key_size(), batched).check("keys", keys)?;
-        let mut v_in = self.expected(cfg.value_size(), batched).check("values", values)?;
-        check_keys_and_values(OP, None, &k_in, &v_in)?;
+        let [k_in, v_in] = self.check_key_value(None, batched, [keys, values])?;
         let (b, t_kv, _) = k_in.dims3()?;
-        if keys.id() == values.id() {
-            v_in = k_in.clone();
-        }
         self.check_lengths(b, t_kv, t_kv, || format!("keys {:?} and values {:?}", keys.dims(), values.dims()))?;
         let rotation = match &self.rotary {
             Some(_) if cfg.rope().and_then(RopeConfig::axes).is_some_and(RopeAxes::is_axial) => {
@@ -205,14 +191,6 @@ impl MultiHeadAttention {
         let [k, v] = self.key_value_heads([k, v], rotation.as_ref(), None)?;
         // Read in every call from now on: each head's positions side by side.
         Ok(ProjectedMemory { k: k.contiguous()?, v: v.contiguous()?, t_kv, batched })
-    }
-
-    /// That nothing is given for values which are the keys' projection.
-    pub(super) fn check_one_input(&self, keys: &Tensor, values: &Tensor) -> Result<()> {
-        if self.config.kv_source() == KvSource::KeysAsValues && keys.id() != values.id() {
-            bail!("[{OP}] values are the keys' projection, expected one tensor as the input of both")
-        }
-        Ok(())
     }
 
     /// That a memory is this layer's or one that it may read, and of the queries' batch.

@@ -201,26 +201,18 @@ impl MultiHeadAttention {
         let parameters = ParameterList::load(&shard::specs(cfg, &source)?, &source)?;
         let own = source.own_range(Heads::Query, h);
         let alibi = cfg.alibi().map(|config| alibi(config, h, own, cfg.score_scale(), source.device())).transpose()?;
-        let mut mask = if cfg.causal() { AttentionMask::causal() } else { AttentionMask::none() };
-        if let Some(window) = cfg.window() {
-            mask = mask.with_window(window);
-        }
-        if let Some((left, right)) = cfg.band() {
-            mask = mask.with_band(left, right);
-        }
-        if let Some(chunk) = cfg.chunk() {
-            mask = mask.with_chunk(chunk);
-        }
+        let mask = if cfg.causal() { AttentionMask::causal() } else { AttentionMask::none() };
+        let mask = cfg.window().into_iter().fold(mask, AttentionMask::with_window);
+        let mask = cfg.band().into_iter().fold(mask, |mask, (left, right)| mask.with_band(left, right));
+        let mask = cfg.chunk().into_iter().fold(mask, AttentionMask::with_chunk);
+        let value_norm = cfg.value_norm().map(|eps| Norm::without_weight(eps, d_v, source.dtype(), source.device()));
         let layer = Self {
             config,
             projections,
             parameters: ParameterList::default(),
             norm_spans: shard.map_or([None; 2], |shard| cfg.norm_spans(shard)),
             qk_norm: None,
-            value_norm: match cfg.value_norm() {
-                Some(eps) => Some(Norm::without_weight(eps, d_v, source.dtype(), source.device())?),
-                None => None,
-            },
+            value_norm: value_norm.transpose()?,
             context_norm: None,
             rotary: cfg.rope().map(|rope| RotaryEmbedding::new(rope, d)).transpose()?,
             content: None,

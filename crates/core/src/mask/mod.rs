@@ -21,6 +21,8 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use constraint::{Alignment, Constraint, Reach};
 use ranges::Frames;
 
+use candle_attention_modules::base::{Dim, Expect};
+
 const OP: &str = "attention_mask";
 
 /// What a query that sees no key receives.
@@ -120,9 +122,7 @@ impl AttentionMask {
     /// # Errors
     /// For another rank, and for a value other than 0 and 1; where the mask is used, for another T_kv.
     pub fn from_attention_mask(mask: &Tensor) -> Result<Self> {
-        if mask.rank() != 2 {
-            bail!("[from_attention_mask] expected shape (B, T_kv), found {:?}", mask.shape())
-        }
+        Expect::one("from_attention_mask", "the mask", mask).shape(&["B", "T_kv"].map(Dim::Any))?;
         let mask = &tensors::readable(mask)?;
         let runs = runs_of_ones("from_attention_mask", mask)?;
         if runs.iter().any(Option::is_none) {

@@ -73,10 +73,8 @@ fn attend_batch(call: &Call) -> Result<Attended> {
     let (device, dtype) = (call.q.device(), accumulation_dtype(call.q.dtype()));
     let keep = call.mask.keep_tensor(call.score_dims(), device)?;
     let bias = call.mask.bias_tensor(call.score_dims(), dtype, device)?;
-    let sinks = match &call.options.sinks {
-        Some(sinks) => Some(sinks.to_dtype(dtype)?.reshape((1, h, 1, 1))?),
-        None => None,
-    };
+    let sinks = |sinks: &Tensor| sinks.to_dtype(dtype)?.reshape((1, h, 1, 1));
+    let sinks = call.options.sinks.as_ref().map(sinks).transpose()?;
     if b == 0 || t_q == 0 || t_kv == 0 {
         for shape in [&[b, h, t_q][..], &[b, h, t_q, d_v]] {
             check_memory(call.op, format_args!("a result of {shape:?}"), shape)?;
@@ -119,11 +117,7 @@ fn attend_batch(call: &Call) -> Result<Attended> {
     };
     let context = weighted_values(&weights, &call.v.to_dtype(dtype)?, keep.as_ref())?;
     let context = context.to_dtype(call.q.dtype())?;
-    let context = match call.output_order {
-        OutputOrder::Bhtd => context.contiguous()?,
-        OutputOrder::Bthd => context.transpose(1, 2)?.contiguous()?.transpose(1, 2)?,
-    };
-    Ok(Attended { lse: Some(lse), weights: Some(weights), ..Attended::context(context) })
+    Ok(Attended { lse: Some(lse), weights: Some(weights), ..Attended::context(call.in_output_order(context)?) })
 }
 
 /// (B, H, T, X) times (B, H_kv, X, Y): the query heads of a group are rows of one product, so that k and v are not

@@ -49,6 +49,7 @@ impl StatisticsOptions {
     pub(super) fn check(&self, call: &Call) -> Result<()> {
         let (op, Dims { t_q, t_kv, .. }) = (call.op, call.dims);
         number::within(op, "top_keys", self.top_keys, 0..=MAX_TOP)?;
+        let is_within = |range: &Range<usize>, count| range.start <= range.end && range.end <= count;
         match &self.window {
             Some([rows, columns]) if !is_within(rows, t_q) || !is_within(columns, t_kv) => bail!(
                 "[{op}] weights of queries {rows:?} and keys {columns:?} were asked for, expected some of {t_q} queries \
@@ -63,10 +64,6 @@ impl StatisticsOptions {
         let [rows, columns] = self.window.clone().unwrap_or([0..0, 0..0]);
         flash::StatisticsOptions { top: self.top_keys, rows, columns }
     }
-}
-
-fn is_within(range: &Range<usize>, count: usize) -> bool {
-    range.start <= range.end && range.end <= count
 }
 
 /// Statistics of the weights of one call, after the softmax and before dropout: in f32 (f64 for f64 inputs), on q's

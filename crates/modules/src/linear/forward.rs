@@ -117,14 +117,11 @@ impl Columns {
         let shape = with_width(layout.dims(), self.columns.len());
         let count = shape.elem_count();
         let out = with_float!(OP, xs.dtype(), |E| {
-            let added = match residual {
-                Some((added, own)) => {
-                    let added = added.as_slice::<E>()?;
-                    Some(&added[own.start_offset().min(added.len())..][..count])
-                }
-                None => None,
-            };
-            self.run_on(xs.as_slice::<E>()?, layout, added).map(E::to_cpu_storage_owned)
+            let added = residual.map(|(added, own)| {
+                let added = added.as_slice::<E>()?;
+                Ok::<_, candle_core::Error>(&added[own.start_offset().min(added.len())..][..count])
+            });
+            self.run_on(xs.as_slice::<E>()?, layout, added.transpose()?).map(E::to_cpu_storage_owned)
         })?;
         Ok((out, shape))
     }

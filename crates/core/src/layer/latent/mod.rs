@@ -287,7 +287,7 @@ impl MultiHeadLatentAttention {
         let (dtype, device) = (self.down.dtype(), self.down.device());
         let expected = Expected { op: OP, width: cfg.embed_dim(), batched, dtype, device };
         let xs = expected.check("queries", input.queries)?;
-        let residual = expected.check_residual(&input, cfg.embed_dim())?;
+        let residual = expected.check_residual(&input)?;
         let (b, t, _) = xs.dims3()?;
         input.check_packed(OP, &xs, t)?;
         let new_tokens = input.new_tokens(OP, (b, t), &self.mask)?;

@@ -125,12 +125,8 @@ impl DistanceTables {
 
     /// For T tokens and heads of width D.
     fn rows(&self, [t, d]: [usize; 2], projections: &Projections) -> Result<DistanceRows> {
-        let is_fixed = match &self.kind {
-            Kind::Disentangled(vectors) => vectors.are_fixed(projections),
-            Kind::TransformerXl | Kind::Clipped { .. } => true,
-        };
         let compute = || self.computed([t, d], projections);
-        if !is_fixed {
+        if matches!(&self.kind, Kind::Disentangled(vectors) if !vectors.are_fixed(projections)) {
             return compute();
         }
         latest(&self.latest, |length| *length == t, compute, |rows| (!rows.is_tracked()).then_some(t))
@@ -182,12 +178,6 @@ pub(crate) struct DistanceTerms {
 }
 
 impl DistanceTerms {
-    /// The numbers that [`bias`](Self::bias) holds at once for a head.
-    pub(crate) fn numbers_of_head(&self) -> Result<usize> {
-        let (b, _, t, _) = self.queries.dims4()?;
-        Ok(b.saturating_mul(t).saturating_mul(2 * t))
-    }
-
     /// The terms of some query heads, (B, heads, T, T).
     pub(crate) fn bias(&self, heads: Range<usize>) -> Result<Tensor> {
         let of = |tensor: &Tensor, rows: &Tensor| -> Result<Tensor> {
@@ -265,8 +255,9 @@ impl Keys for KeysByHeads {
 impl KeysByHeads {
     /// Key heads that are attended to at once.
     fn blocks(&self, q: &Tensor, options: &SdpaOptions) -> Result<Vec<Range<usize>>> {
-        let (h, h_kv) = (q.dim(1)?, self.k.dim(1)?);
-        let numbers = self.terms.numbers_of_head()?.saturating_mul(h / h_kv).max(1);
+        let ((b, h, t, _), h_kv) = (q.dims4()?, self.k.dim(1)?);
+        // What the terms of a head's scores hold at once.
+        let numbers = [t, 2 * t, h / h_kv].into_iter().fold(b, usize::saturating_mul).max(1);
         let size = if options.drops_by_seed() { h_kv } else { (MAX_NUMBERS / numbers).clamp(1, h_kv) };
         Ok((0..h_kv).step_by(size).map(|start| start..h_kv.min(start + size)).collect())
     }

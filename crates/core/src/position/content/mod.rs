@@ -133,9 +133,16 @@ impl ContentPositions {
     /// # Errors
     /// Names the option, what was expected and what was found.
     pub(crate) fn validate(&self, layer: &ContentLayer) -> Result<()> {
+        if let Self::Grid { height, width }
+        | Self::Window { height, width }
+        | Self::CosineWindow { height, width, .. } = self
+        {
+            number::within(OP, "height", *height, 1..=MAX_SIZE)?;
+            number::within(OP, "width", *width, 1..=MAX_SIZE)?;
+        }
         match self {
-            ContentPositions::Grid { height, width } => {
-                check_window([*height, *width])?;
+            Self::Window { .. } => {}
+            Self::Grid { .. } => {
                 if layer.softcap.is_some() {
                     bail!("[{OP}] softcap is set, which bounds scores before relative positions of a grid are added")
                 }
@@ -143,25 +150,22 @@ impl ContentPositions {
                     bail!("[{OP}] scale is 0, expected another beside relative positions of a grid")
                 }
             }
-            ContentPositions::Window { height, width } => check_window([*height, *width])?,
-            ContentPositions::CosineWindow { height, width, trained } => {
-                check_window([*height, *width])?;
+            Self::CosineWindow { trained, .. } => {
                 let mut trained = trained.iter().flatten();
                 trained.try_for_each(|&size| number::within(OP, "a size of trained", size, 2..=MAX_SIZE))?;
                 if let Some(scale) = layer.scale {
                     bail!("[{OP}] scale is {scale}, expected none beside the factors of cosine scores")
                 }
             }
-            ContentPositions::TransformerXl => {
-                if !layer.embed_dim.is_multiple_of(2) {
-                    bail!("[{OP}] embed_dim is {}, expected pairs of sines and cosines", layer.embed_dim)
-                }
+            Self::TransformerXl => {
+                let is_even = |width: usize| width.is_multiple_of(2);
+                number::expect(OP, "embed_dim", layer.embed_dim, is_even, "pairs of sines and cosines")?;
             }
-            ContentPositions::Clipped { left, right } => {
+            Self::Clipped { left, right } => {
                 number::within(OP, "left", *left, 0..=MAX_SIZE)?;
                 number::within(OP, "right", *right, 0..=MAX_SIZE)?;
             }
-            ContentPositions::Disentangled(config) => {
+            Self::Disentangled(config) => {
                 config.validate()?;
                 let (h, h_kv) = (layer.num_heads, layer.num_kv_heads);
                 if h != h_kv {
@@ -171,11 +175,6 @@ impl ContentPositions {
         }
         Ok(())
     }
-}
-
-fn check_window([height, width]: [usize; 2]) -> Result<()> {
-    number::within(OP, "height", height, 1..=MAX_SIZE)?;
-    number::within(OP, "width", width, 1..=MAX_SIZE)
 }
 
 /// The parameters of such terms.
