@@ -15,7 +15,7 @@ use candle_core::{DType, Result, Tensor, bail};
 
 use crate::position::Positions;
 use candle_attention_modules::base::{FLOATS, check_entries};
-use storage::{KvBuffers, KvFormat};
+use storage::KvBuffers;
 
 const OP: &str = "attention_cache";
 
@@ -287,11 +287,8 @@ impl AttentionCache {
                  `freeze()` and an input `xs.detach()`, or a cache made `with_detached(true)`"
             )
         }
-        let format = match self.config.q8() {
-            true => KvFormat::Q8,
-            false => KvFormat::Float(self.config.dtype().unwrap_or(k.dtype())),
-        };
-        let kv = KvBuffers::encode(k, own_v, d_v, format)?;
+        let floats = (!self.config.q8()).then(|| self.config.dtype().unwrap_or(k.dtype()));
+        let kv = KvBuffers::encode(k, own_v, d_v, floats)?;
         if let Some(buffers) = self.buffers.as_ref().filter(|own| !self.held.is_empty() && !own.accepts(&kv)) {
             let [(k_is, v_is), (k_was, v_was)] = [&kv, buffers].map(KvBuffers::shapes);
             bail!("[{OP}] keys {k_is} and values {v_is} do not fit those of the calls before, {k_was} and {v_was}")

@@ -7,12 +7,12 @@ use std::ops::Range;
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use super::storage::{KvBuffers, KvFormat};
+use super::storage::KvBuffers;
 use super::{AttentionCache, OP};
 use crate::mask::{AttentionMask, Placement};
 use crate::position::Positions;
 use crate::sdpa::{Attended, Keys, Outputs, Plan, QuantizedKv, SdpaOptions, attend, plan};
-use candle_attention_modules::base::{accumulation_dtype, check_entries};
+use candle_attention_modules::base::check_entries;
 
 /// The padding of a batch (B, T): sequence b has its tokens at `starts[b]..valid_lens[b]`.
 #[derive(Debug, Clone, Copy, Default)]
@@ -239,10 +239,7 @@ impl<'c> CachedCall<'c> {
 
     /// What attention to floats is computed in.
     fn float_dtype(&self) -> DType {
-        match self.read.buffers.format() {
-            KvFormat::Float(dtype) => dtype,
-            KvFormat::Q8 => accumulation_dtype(self.dtype),
-        }
+        self.read.buffers.float_dtype(self.dtype)
     }
 
     fn query(&self, q: &Tensor) -> Tensor {

@@ -9,7 +9,7 @@ use macro_rules_attribute::apply;
 use super::OP;
 use crate::config::MultiHeadAttentionConfig;
 use crate::sdpa::QuantizedKv;
-use candle_attention_modules::base::{self, FLOATS, Options, number, options, part};
+use candle_attention_modules::base::{self, FLOATS, Options, accumulation_dtype, number, options, part};
 
 /// The capacity at first, in positions, unless said otherwise: less than what a prompt takes.
 const FIRST_CAPACITY: usize = 256;
@@ -136,13 +136,6 @@ impl AttentionCacheConfig {
 /// The integer that stands for 0 in 8 bits.
 const ZERO_POINT: f64 = 128.0;
 
-/// How numbers are stored.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum KvFormat {
-    Float(DType),
-    Q8,
-}
-
 /// Keys (B, H_kv, capacity, D) and values (B, H_kv, capacity, D_v). Views made by [`rows`](Self::rows) share the
 /// storage: what is written to one is written to all.
 #[derive(Debug, Clone)]
@@ -161,15 +154,14 @@ struct Rows {
 }
 
 impl Rows {
-    fn encode(tensor: &Tensor, format: KvFormat) -> Result<Self> {
+    /// As floats of a dtype, or as 8 bits.
+    fn encode(tensor: &Tensor, floats: Option<DType>) -> Result<Self> {
         let tensor = &tensor.detach();
-        match format {
-            KvFormat::Float(dtype) => Ok(Self { numbers: tensor.to_dtype(dtype)?.contiguous()?, scales: None }),
-            KvFormat::Q8 => {
-                let (numbers, scales) = quantize(tensor)?;
-                Ok(Self { numbers, scales: Some(scales) })
-            }
-        }
+        let Some(dtype) = floats else {
+            let (numbers, scales) = quantize(tensor)?;
+            return Ok(Self { numbers, scales: Some(scales) });
+        };
+        Ok(Self { numbers: tensor.to_dtype(dtype)?.contiguous()?, scales: None })
     }
 
     fn try_map(&self, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
@@ -188,9 +180,9 @@ impl Rows {
 
 impl KvBuffers {
     /// Keys and values of any strides, as a cache stores them; without values, these are the first `d_v` columns of the
-    /// keys.
-    pub fn encode(k: &Tensor, v: Option<&Tensor>, d_v: usize, format: KvFormat) -> Result<Self> {
-        Ok(Self { keys: Rows::encode(k, format)?, values: v.map(|v| Rows::encode(v, format)).transpose()?, d_v })
+    /// keys. As floats of a dtype, or as 8 bits.
+    pub fn encode(k: &Tensor, v: Option<&Tensor>, d_v: usize, floats: Option<DType>) -> Result<Self> {
+        Ok(Self { keys: Rows::encode(k, floats)?, values: v.map(|v| Rows::encode(v, floats)).transpose()?, d_v })
     }
 
     /// Empty buffers like these, for `b` sequences of `capacity` positions.
@@ -215,11 +207,9 @@ impl KvBuffers {
         self.keys.numbers.dims()[2]
     }
 
-    pub fn format(&self) -> KvFormat {
-        match self.keys.scales {
-            None => KvFormat::Float(self.keys.numbers.dtype()),
-            Some(_) => KvFormat::Q8,
-        }
+    /// In which attention to the floats is computed, of keys that came in the dtype `came`.
+    pub fn float_dtype(&self, came: DType) -> DType {
+        if self.keys.scales.is_some() { accumulation_dtype(came) } else { self.keys.numbers.dtype() }
     }
 
     /// Whether the rows of other buffers may be written to these.
@@ -230,7 +220,7 @@ impl KvBuffers {
                 && own.dtype() == other.dtype()
                 && own.device().same_device(other.device())
         };
-        (self.values.is_some(), self.d_v, self.format()) == (other.values.is_some(), other.d_v, other.format())
+        (self.values.is_some(), self.d_v) == (other.values.is_some(), other.d_v)
             && self.tensors().zip(other.tensors()).all(fits)
     }
 
