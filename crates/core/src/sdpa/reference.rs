@@ -68,8 +68,7 @@ fn attend_sequences(packed: &Call, sequences: &PackedSequences) -> Result<Attend
 fn attend_batch(call: &Call) -> Result<Attended> {
     let Dims { b, h, t_q, t_kv, d_v, .. } = call.dims;
     let scores = [b, h, t_q, t_kv];
-    let of = format_args!("a tensor of scores {scores:?} for q {:?} and k {:?}", call.q.dims(), call.k.dims());
-    check_memory(call.op, of, &scores)?;
+    check_memory(call.op, format_args!("a tensor of scores {scores:?}"), &scores)?;
     let (device, dtype) = (call.q.device(), accumulation_dtype(call.q.dtype()));
     let keep = call.mask.keep_tensor(call.score_dims(), device)?;
     let bias = call.mask.bias_tensor(call.score_dims(), dtype, device)?;

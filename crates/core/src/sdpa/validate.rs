@@ -210,10 +210,16 @@ impl<'a> Call<'a> {
             DType::F64 => (f64::MIN_POSITIVE, f64::MAX),
             _ => (f32::MIN_POSITIVE.into(), f32::MAX.into()),
         };
-        let finite = format_args!("a finite number in {dtype:?}");
-        number::expect(op, "scale", options.scale, |scale: f64| scale.abs() <= most, finite)?;
-        let above_zero = format_args!("a finite number above zero in {dtype:?}");
-        number::expect(op, "softcap", options.softcap, |softcap| (least..=most).contains(&softcap), above_zero)?;
+        let is_finite = |scale: f64| scale.abs() <= most;
+        number::expect(op, "scale", options.scale, is_finite, format_args!("a finite number in {dtype:?}"))?;
+        let is_right = |softcap: f64| (least..=most).contains(&softcap);
+        number::expect(
+            op,
+            "softcap",
+            options.softcap,
+            is_right,
+            format_args!("a finite number above zero in {dtype:?}"),
+        )?;
         number::probability(op, "dropout", options.dropout)?;
         for (name, tensor) in [("alibi_slopes", &options.alibi_slopes), ("sinks", &options.sinks)] {
             let Some(tensor) = tensor else { continue };
