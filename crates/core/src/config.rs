@@ -5,7 +5,7 @@ use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
 use crate::position::{AlibiConfig, ContentLayer, ContentPositions, QueryScaling, RelativeBiasConfig, RopeConfig};
-use candle_attention_modules::base::{Options, number, options};
+use candle_attention_modules::base::{Options, number, options, yes};
 use candle_attention_modules::gate::OutputGate;
 use candle_attention_modules::norm::{self, ContextNorm, QkNorm, QkNormScope};
 
@@ -155,10 +155,6 @@ pub struct MultiHeadAttentionConfig {
     dropout: f64,
 }
 
-fn yes() -> bool {
-    true
-}
-
 impl MultiHeadAttentionConfig {
     /// Self-attention over inputs (B, T, `embed_dim`) with `num_heads` heads, an output projection, no biases, no mask.
     pub fn new(embed_dim: usize, num_heads: usize) -> Self {
@@ -221,18 +217,10 @@ impl MultiHeadAttentionConfig {
     pub fn validate(&self) -> Result<()> {
         self.check(OP)?;
         self.validate_sizes()?;
-        if let Some(scaling) = &self.query_scaling {
-            scaling.validate()?;
-        }
-        if let Some(rope) = &self.rope {
-            rope.validate(self.head_dim())?;
-        }
-        if let Some(alibi) = &self.alibi {
-            alibi.validate(self.num_heads)?;
-        }
-        if let Some(relative_bias) = &self.relative_bias {
-            relative_bias.validate()?;
-        }
+        self.query_scaling.iter().try_for_each(QueryScaling::validate)?;
+        self.rope.iter().try_for_each(|rope| rope.validate(self.head_dim()))?;
+        self.alibi.iter().try_for_each(|alibi| alibi.validate(self.num_heads))?;
+        self.relative_bias.iter().try_for_each(RelativeBiasConfig::validate)?;
         self.validate_kv_source()?;
         if let Some(positions) = &self.content_positions {
             if self.kv_source == KvSource::EarlierLayer {
@@ -401,8 +389,7 @@ impl MultiHeadAttentionConfig {
                 ];
                 match options.into_iter().find(|&(_, is_set)| is_set) {
                     Some((name, _)) => bail!(
-                        "[{OP}] {name} is set, but keys and values are those of an earlier layer, as it \
-                         made them"
+                        "[{OP}] {name} is set, but keys and values are those of an earlier layer, as it made them"
                     ),
                     None => Ok(()),
                 }

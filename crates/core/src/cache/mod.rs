@@ -14,8 +14,8 @@ use std::ops::Range;
 use candle_core::{DType, Result, Tensor, bail};
 
 use crate::position::Positions;
-use candle_attention_modules::base::FLOATS;
-use storage::{KvBuffers, KvFormat};
+use candle_attention_modules::base::{FLOATS, check_entries};
+use storage::KvBuffers;
 
 const OP: &str = "attention_cache";
 
@@ -130,7 +130,7 @@ impl AttentionCache {
     /// As [`truncate_to`](Self::truncate_to).
     pub fn truncate(&mut self, len: usize) -> Result<()> {
         if self.held.is_empty() && len > 0 {
-            bail!("[attention_cache] an empty cache is to be truncated to {len} positions, expected 0")
+            bail!("[{OP}] an empty cache is to be truncated to {len} positions, expected 0")
         }
         self.truncate_to(&vec![len; self.held.len()])
     }
@@ -147,23 +147,17 @@ impl AttentionCache {
     /// For another number of sequences, for more positions than a sequence has, and for fewer than a sliding cache has
     /// dropped. The cache is as it was then.
     pub fn truncate_to(&mut self, lens: &[usize]) -> Result<()> {
-        if lens.len() != self.held.len() {
-            bail!(
-                "[attention_cache] {} lengths were given, expected one for each of {} sequences",
-                lens.len(),
-                self.held.len()
-            )
-        }
+        check_entries(OP, "lens", lens.len(), self.held.len(), "sequences")?;
         for (sequence, (&len, held)) in lens.iter().zip(&self.held).enumerate() {
             if len > held.end {
                 bail!(
-                    "[attention_cache] sequence {sequence} is to be truncated to {len} positions, expected at most its {}",
+                    "[{OP}] sequence {sequence} is to be truncated to {len} positions, expected at most its {}",
                     held.end
                 )
             }
             if len > 0 && len < held.start {
                 bail!(
-                    "[attention_cache] sequence {sequence} is to be truncated to {len} positions, expected 0 or at least \
+                    "[{OP}] sequence {sequence} is to be truncated to {len} positions, expected 0 or at least \
                      the {} that the window has dropped",
                     held.start
                 )
@@ -189,7 +183,7 @@ impl AttentionCache {
     pub fn reorder(&mut self, sequences: &[usize]) -> Result<()> {
         if let Some(sequence) = sequences.iter().find(|&&sequence| sequence >= self.held.len()) {
             bail!(
-                "[attention_cache] sequence {sequence} was asked for, expected one of the {} that the cache holds",
+                "[{OP}] sequence {sequence} was asked for, expected one of the {} that the cache holds",
                 self.held.len()
             )
         }
@@ -253,7 +247,7 @@ impl AttentionCache {
         for (sequence, (len, of_call)) in tokens.before.iter_mut().zip(&tokens.tokens).enumerate() {
             let Some(before) = len.checked_sub(of_call.len()) else {
                 bail!(
-                    "[attention_cache] sequence {sequence} has {} tokens, but the cache of the earlier layer holds {len}; \
+                    "[{OP}] sequence {sequence} has {} tokens, but the cache of the earlier layer holds {len}; \
                      expected its call with the same tokens first",
                     of_call.len()
                 )
@@ -261,22 +255,6 @@ impl AttentionCache {
             *len = before;
         }
         Ok(tokens)
-    }
-
-    /// The call of a later layer, with the queries `q`, that reads what this cache holds of the same tokens.
-    ///
-    /// # Errors
-    /// As [`CachedCall::reading`], and for keys (B, H_kv, T, D) and values (B, H_kv, T, D_v) of other sizes than
-    /// `sizes` [H_kv, D, D_v].
-    pub(crate) fn read(&self, new: NewTokens, q: &Tensor, sizes: [usize; 3]) -> Result<CachedCall<'_>> {
-        if let Some(held) = self.buffers.as_ref().filter(|own| own.sizes() != Some(sizes)) {
-            let ((keys, values), [h, d, d_v]) = (held.shapes(), sizes);
-            bail!(
-                "[attention_cache] the earlier layer's keys {keys} and values {values} do not fit, expected {h} heads, {d} and \
-                 {d_v} wide"
-            )
-        }
-        CachedCall::reading(self, new, q)
     }
 
     /// Stages the keys (B, H_kv, T, D) and values (B, H_kv, T, D_v) of a call behind what is held. Without `own_v`,
@@ -295,34 +273,25 @@ impl AttentionCache {
         let v = own_v.unwrap_or(k);
         let ((b, h, t, _), (b_v, h_v, t_v, _)) = (k.dims4()?, v.dims4()?);
         if [b, h, t] != [b_v, h_v, t_v] || [b, t] != [new.tokens.len(), new.t] {
-            bail!(
-                "[attention_cache] keys {:?} and values {:?} differ in more than the last dimension",
-                k.dims(),
-                v.dims()
-            )
+            bail!("[{OP}] keys {:?} and values {:?} differ in more than the last dimension", k.dims(), v.dims())
         }
         if k.dtype() != v.dtype() || !FLOATS.contains(&k.dtype()) {
-            bail!("[attention_cache] keys are {:?} and values {:?}, expected one float dtype", k.dtype(), v.dtype())
+            bail!("[{OP}] keys are {:?} and values {:?}, expected one float dtype", k.dtype(), v.dtype())
         }
         if let Some(dtype) = self.dtype.filter(|&dtype| dtype != k.dtype()) {
-            bail!("[attention_cache] keys have dtype {:?}, expected {dtype:?} as in the calls before", k.dtype())
+            bail!("[{OP}] keys have dtype {:?}, expected {dtype:?} as in the calls before", k.dtype())
         }
         if (k.track_op() || v.track_op()) && !self.config.detached() {
             bail!(
-                "[attention_cache] keys or values are tracked for gradients, which a cache would lose; expected a layer after \
+                "[{OP}] keys or values are tracked for gradients, which a cache would lose; expected a layer after \
                  `freeze()` and an input `xs.detach()`, or a cache made `with_detached(true)`"
             )
         }
-        let format = match self.config.q8() {
-            true => KvFormat::Q8,
-            false => KvFormat::Float(self.config.dtype().unwrap_or(k.dtype())),
-        };
-        let kv = KvBuffers::encode(k, own_v, d_v, format)?;
+        let floats = (!self.config.q8()).then(|| self.config.dtype().unwrap_or(k.dtype()));
+        let kv = KvBuffers::encode(k, own_v, d_v, floats)?;
         if let Some(buffers) = self.buffers.as_ref().filter(|own| !self.held.is_empty() && !own.accepts(&kv)) {
             let [(k_is, v_is), (k_was, v_was)] = [&kv, buffers].map(KvBuffers::shapes);
-            bail!(
-                "[attention_cache] keys {k_is} and values {v_is} do not fit those of the calls before, {k_was} and {v_was}"
-            )
+            bail!("[{OP}] keys {k_is} and values {v_is} do not fit those of the calls before, {k_was} and {v_was}")
         }
         CachedCall::new(self, new, &kv, k.dtype())
     }

@@ -7,12 +7,12 @@ use std::ops::Range;
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use super::storage::{KvBuffers, KvFormat};
+use super::storage::KvBuffers;
 use super::{AttentionCache, OP};
-use crate::mask::{AttentionMask, Placement, RebaseDims};
+use crate::mask::{AttentionMask, Placement};
 use crate::position::Positions;
 use crate::sdpa::{Attended, Keys, Outputs, Plan, QuantizedKv, SdpaOptions, attend, plan};
-use candle_attention_modules::base::accumulation_dtype;
+use candle_attention_modules::base::check_entries;
 
 /// The padding of a batch (B, T): sequence b has its tokens at `starts[b]..valid_lens[b]`.
 #[derive(Debug, Clone, Copy, Default)]
@@ -43,26 +43,15 @@ impl NewTokens {
         if !before.is_empty() && before.len() != b {
             bail!("[{op}] the call has {b} sequences, expected the {} that the cache holds", before.len())
         }
-        let entries = |name, given: Option<&[usize]>, default| match given {
-            None => Ok(vec![default; b]),
-            Some(entries) if entries.len() != b => {
-                bail!("[{op}] {name} has {} entries, expected one for each of {b} sequences", entries.len())
+        let entries = |name, given: Option<&[usize]>, default| {
+            let Some(entries) = given else { return Ok(vec![default; b]) };
+            check_entries(op, name, entries.len(), b, "sequences")?;
+            if let Some((sequence, entry)) = entries.iter().enumerate().find(|&(_, &entry)| entry > t) {
+                let mask = "; what counts the positions of earlier calls too is `AttentionMask::with_";
+                let hint = if op == OP { format!("{mask}{name}`") } else { String::new() };
+                bail!("[{op}] {name} has {entry} for sequence {sequence}, expected at most the call's {t}{hint}")
             }
-            Some(entries) => match entries.iter().position(|&entry| entry > t) {
-                Some(sequence) => {
-                    let hint = match op {
-                        OP => {
-                            format!("; what counts the positions of earlier calls too is `AttentionMask::with_{name}`")
-                        }
-                        _ => String::new(),
-                    };
-                    bail!(
-                        "[{op}] {name} has {} for sequence {sequence}, expected at most the call's {t}{hint}",
-                        entries[sequence]
-                    )
-                }
-                None => Ok(entries.to_vec()),
-            },
+            Ok(entries.to_vec())
         };
         let ends = entries("valid_lens", padding.valid_lens, t)?;
         let starts = entries("starts", padding.starts, 0)?;
@@ -144,46 +133,34 @@ pub(crate) struct CachedCall<'c> {
     detached: bool,
     /// What attention reads.
     read: HeldKv,
+    /// What the cache becomes, which may be less than is read: where a call brings more than a sliding cache holds.
     /// Nothing for a call that only reads.
-    append: Option<Append<'c>>,
+    append: Option<(&'c mut AttentionCache, HeldKv)>,
     /// What computes the keys and values that are attended to from those that the cache holds.
     pub expansion: Option<&'c dyn Expand>,
     /// Whether a graph refers to the buffers that are read.
     in_graph: Cell<bool>,
 }
 
-/// The rows of the buffers that hold a key of some sequence, and what attention to them is told.
-pub(super) struct AllRows {
-    pub rows: Range<usize>,
-    mask: AttentionMask,
-    options: SdpaOptions,
-}
-
-/// What a cache becomes.
-#[derive(Debug)]
-struct Append<'c> {
-    cache: &'c mut AttentionCache,
-    /// What it keeps: less than is read, where a call brings more than a sliding cache holds.
-    kept: HeldKv,
-}
-
 impl<'c> CachedCall<'c> {
-    /// A call that reads what an earlier layer's call of the same tokens left in its cache.
+    /// The call of a later layer, with the queries `q`, that reads what an earlier layer's call of the same tokens left
+    /// in its cache: keys (B, H_kv, T, D) and values (B, H_kv, T, D_v) of the `sizes` [H_kv, D, D_v].
     ///
     /// # Errors
-    /// For queries of another dtype than the keys, and for a copy that does not fit in memory.
-    pub(super) fn reading(cache: &AttentionCache, new: NewTokens, q: &Tensor) -> Result<Self> {
+    /// For other sizes, for queries of another dtype than the keys, and for a copy that does not fit in memory.
+    pub fn reading(cache: &AttentionCache, new: NewTokens, q: &Tensor, sizes: [usize; 3]) -> Result<Self> {
         let (Some(buffers), Some(dtype)) = (&cache.buffers, cache.dtype) else {
-            bail!(
-                "[attention_cache] the cache of the earlier layer is empty, expected its call with the same tokens \
-                 first"
-            )
+            bail!("[{OP}] the cache of the earlier layer is empty, expected its call with the same tokens first")
         };
-        if dtype != q.dtype() {
+        if buffers.sizes() != Some(sizes) {
+            let ((keys, values), [h, d, d_v]) = (buffers.shapes(), sizes);
             bail!(
-                "[attention_cache] the earlier layer's keys have dtype {dtype:?}, expected the queries' {:?}",
-                q.dtype()
+                "[{OP}] the earlier layer's keys {keys} and values {values} do not fit, expected {h} heads, {d} and \
+                 {d_v} wide"
             )
+        }
+        if dtype != q.dtype() {
+            bail!("[{OP}] the earlier layer's keys have dtype {dtype:?}, expected the queries' {:?}", q.dtype())
         }
         let detached = cache.config.detached();
         // Later calls of the earlier layer write to its buffers in place.
@@ -201,18 +178,18 @@ impl<'c> CachedCall<'c> {
         let most = cache.config.most_held().unwrap_or(usize::MAX);
         let capacity = buffers.map_or(0, KvBuffers::capacity);
 
-        let (read, kept) = if let Some(buffers) = buffers.filter(|_| needed <= capacity) {
-            append(buffers, &held, kv, &new)?;
-            let all = HeldKv { buffers: buffers.clone(), held: grown };
-            (all.clone(), all)
-        } else if needed <= most {
-            let first = cache.config.first_capacity();
-            let larger = kv.empty_like(held.len(), capacity.saturating_mul(2).max(first).max(needed).min(most))?;
-            if let Some(buffers) = buffers {
-                larger.write(0, buffers)?;
-            }
-            append(&larger, &held, kv, &new)?;
-            let all = HeldKv { buffers: larger, held: grown };
+        let (read, kept) = if needed <= most || buffers.is_some() && needed <= capacity {
+            let to = match buffers {
+                Some(buffers) if needed <= capacity => buffers.clone(),
+                _ => {
+                    let least = capacity.saturating_mul(2).max(cache.config.first_capacity());
+                    let larger = kv.empty_like(held.len(), least.max(needed).min(most))?;
+                    buffers.map_or(Ok(()), |buffers| larger.write(0, buffers))?;
+                    larger
+                }
+            };
+            append(&to, &held, kv, &new)?;
+            let all = HeldKv { buffers: to, held: grown };
             (all.clone(), all)
         } else if let Some(window) = cache.config.window() {
             // New buffers, so that a call that fails leaves the cache as it was. They are made once in every
@@ -238,12 +215,12 @@ impl<'c> CachedCall<'c> {
         } else {
             let full = grown.iter().position(|held| held.len() > most).unwrap_or(0);
             bail!(
-                "[attention_cache] sequence {full} holds {} positions, and {} more exceed the capacity of {most}",
+                "[{OP}] sequence {full} holds {} positions, and {} more exceed the capacity of {most}",
                 held[full].len(),
                 new.tokens[full].len()
             )
         };
-        let (detached, append) = (cache.config.detached(), Some(Append { cache, kept }));
+        let (detached, append) = (cache.config.detached(), Some((cache, kept)));
         Ok(Self { new, dtype, detached, read, append, expansion: None, in_graph: Cell::new(false) })
     }
 
@@ -262,25 +239,24 @@ impl<'c> CachedCall<'c> {
 
     /// What attention to floats is computed in.
     fn float_dtype(&self) -> DType {
-        match self.read.buffers.format() {
-            KvFormat::Float(dtype) => dtype,
-            KvFormat::Q8 => accumulation_dtype(self.dtype),
-        }
+        self.read.buffers.float_dtype(self.dtype)
     }
 
-    fn query(&self, q: &Tensor) -> Result<Tensor> {
-        self.own_query(q).to_dtype(self.float_dtype())
-    }
-
-    fn own_query(&self, q: &Tensor) -> Tensor {
+    fn query(&self, q: &Tensor) -> Tensor {
         if self.detached { q.detach() } else { q.clone() }
     }
 
-    /// The mask counts positions in the sequence.
+    /// The rows of the buffers that hold a key of some sequence, and the mask and the options of attention to them, of
+    /// those that count positions in the sequence.
     ///
     /// # Errors
     /// If a query sees a key that a sliding cache no longer holds, and for a mask that does not fit.
-    pub(super) fn all_rows(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<AllRows> {
+    pub(super) fn all_rows(
+        &self,
+        q: &Tensor,
+        mask: &AttentionMask,
+        options: &SdpaOptions,
+    ) -> Result<(Range<usize>, AttentionMask, SdpaOptions)> {
         let held = &self.read.held;
         let rows = 0..longest(held);
         let placements = self.placements();
@@ -288,16 +264,16 @@ impl<'c> CachedCall<'c> {
             && let Some((sequence, position)) = mask.missing_key(&placements, q.dim(2)?)?
         {
             bail!(
-                "[attention_cache] a query of sequence {sequence} sees the key at position {position}, but the cache \
+                "[{OP}] a query of sequence {sequence} sees the key at position {position}, but the cache \
                  holds those from {} on; expected a shorter window in the mask, or a longer one in the cache",
                 held[sequence].start
             )
         }
-        let (_, h, t_q, _) = q.dims4()?;
-        let mask = mask.rebase(&placements, RebaseDims { h, t_q, rows: rows.len() }, q.device())?;
+        let (b, h, t_q, _) = q.dims4()?;
+        let mask = mask.rebase(&placements, (b, h, t_q, rows.len()), q.device())?;
         let starts: Vec<_> = held.iter().map(|held| held.start).collect();
         let options = options.of_keys(&starts, t_q, rows.len())?;
-        Ok(AllRows { rows, mask, options })
+        Ok((rows, mask, options))
     }
 
     fn placements(&self) -> Vec<Placement> {
@@ -317,29 +293,30 @@ impl<'c> CachedCall<'c> {
 impl Keys for CachedCall<'_> {
     /// Weights are of floats, over the keys that the cache holds.
     fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, outputs: Outputs) -> Result<Attended> {
-        let AllRows { rows, mask, options } = &self.all_rows(q, mask, options)?;
+        let (rows, mask, options) = &self.all_rows(q, mask, options)?;
         if outputs != Outputs::Weights
             && let Some(kv) = self.quantized(rows)?
-            && let Some(attended) = kv.attend(&self.own_query(q), mask, options, outputs)?
+            && let Some(attended) = kv.attend(&self.query(q), mask, options, outputs)?
         {
             return Ok(attended);
         }
         let (k, v) = self.read(rows)?;
-        let attended = attend(outputs, [&self.query(q)?, &k, &v], mask, options)?;
+        let q_in = self.query(q).to_dtype(self.float_dtype())?;
+        let attended = attend(outputs, [&q_in, &k, &v], mask, options)?;
         self.in_graph.set(attended.context.track_op());
         let weights = attended.weights.map(|weights| weights.to_dtype(q.dtype())).transpose()?;
         Ok(Attended { context: attended.context.to_dtype(q.dtype())?, weights, ..attended })
     }
 
     fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
-        let AllRows { rows, mask, options } = &self.all_rows(q, mask, options)?;
+        let (rows, mask, options) = &self.all_rows(q, mask, options)?;
         if let Some(kv) = self.quantized(rows)?
-            && let Some(plan) = kv.plan(&self.own_query(q), mask, options)?
+            && let Some(plan) = kv.plan(&self.query(q), mask, options)?
         {
             return Ok(plan);
         }
         let (k, v) = self.read(rows)?;
-        plan(&self.query(q)?, &k, &v, mask, options)
+        plan(&self.query(q).to_dtype(self.float_dtype())?, &k, &v, mask, options)
     }
 
     /// Makes the call's keys and values part of the cache, if it has any.
@@ -351,7 +328,7 @@ impl Keys for CachedCall<'_> {
     /// For a copy that does not fit in memory.
     fn commit(self: Box<Self>) -> Result<()> {
         let Self { append, new, in_graph, dtype, .. } = *self;
-        let Some(Append { cache, kept: HeldKv { buffers, held } }) = append else { return Ok(()) };
+        let Some((cache, HeldKv { buffers, held })) = append else { return Ok(()) };
         let positions = cache.positions_with(Some(&new))?;
         cache.buffers = Some(if in_graph.get() { buffers.copy()? } else { buffers });
         cache.positions = positions;

@@ -6,9 +6,10 @@ use std::ops::Range;
 use candle_core::{D, DType, Result, Tensor, bail};
 use macro_rules_attribute::apply;
 
+use super::OP;
 use crate::config::MultiHeadAttentionConfig;
 use crate::sdpa::QuantizedKv;
-use candle_attention_modules::base::{FLOATS, Options, fits_in_memory, options, part};
+use candle_attention_modules::base::{self, FLOATS, Options, accumulation_dtype, number, options, part};
 
 /// The capacity at first, in positions, unless said otherwise: less than what a prompt takes.
 const FIRST_CAPACITY: usize = 256;
@@ -41,6 +42,7 @@ pub struct AttentionCacheConfig {
     /// [`AttentionMask::with_window`](crate::AttentionMask::with_window)) needs and no more than twice that, or the
     /// capacity where it is larger. An older key that a mask leaves to a query is an error, not one that is passed
     /// over.
+    #[check(number::size)]
     window: Option<usize>,
     /// The dtype in which keys and values are kept, F32, BF16, F16 or F64; that of the first keys unless given.
     /// Attention is computed in it, and its result converted back.
@@ -114,29 +116,18 @@ impl AttentionCacheConfig {
     /// Names the option, what was expected and what was found.
     pub(super) fn validate(&self) -> Result<()> {
         if self.capacity == 0 && !self.growth {
-            bail!("[attention_cache] capacity is 0 without growth, expected at least 1")
+            bail!("[{OP}] capacity is 0 without growth, expected at least 1")
         }
-        if self.capacity > u32::MAX as usize {
-            bail!("[attention_cache] capacity is {}, expected at most {}", self.capacity, u32::MAX)
-        }
-        match self.window {
-            Some(0) => bail!("[attention_cache] window is 0, expected at least 1 (the query's own key)"),
-            Some(window) if window > u32::MAX as usize => {
-                bail!("[attention_cache] window is {window}, expected at most {}", u32::MAX)
-            }
-            Some(window) if !self.growth && self.capacity < window => {
-                bail!(
-                    "[attention_cache] capacity is {} without growth, expected at least the window {window}",
-                    self.capacity
-                )
-            }
-            _ => {}
+        number::within(OP, "capacity", self.capacity, 0..=u32::MAX as usize)?;
+        self.check(OP)?;
+        if let Some(window) = self.window.filter(|&window| !self.growth && self.capacity < window) {
+            bail!("[{OP}] capacity is {} without growth, expected at least the window {window}", self.capacity)
         }
         if let Some(dtype) = self.dtype.filter(|_| self.q8) {
-            bail!("[attention_cache] dtype is {dtype:?} beside q8, expected one of the two")
+            bail!("[{OP}] dtype is {dtype:?} beside q8, expected one of the two")
         }
         if let Some(dtype) = self.dtype.filter(|dtype| !FLOATS.contains(dtype)) {
-            bail!("[attention_cache] dtype is {dtype:?}, expected F32, F16, BF16 or F64")
+            bail!("[{OP}] dtype is {dtype:?}, expected F32, F16, BF16 or F64")
         }
         Ok(())
     }
@@ -144,13 +135,6 @@ impl AttentionCacheConfig {
 
 /// The integer that stands for 0 in 8 bits.
 const ZERO_POINT: f64 = 128.0;
-
-/// How numbers are stored.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum KvFormat {
-    Float(DType),
-    Q8,
-}
 
 /// Keys (B, H_kv, capacity, D) and values (B, H_kv, capacity, D_v). Views made by [`rows`](Self::rows) share the
 /// storage: what is written to one is written to all.
@@ -170,27 +154,23 @@ struct Rows {
 }
 
 impl Rows {
-    fn encode(tensor: &Tensor, format: KvFormat) -> Result<Self> {
+    /// As floats of a dtype, or as 8 bits.
+    fn encode(tensor: &Tensor, floats: Option<DType>) -> Result<Self> {
         let tensor = &tensor.detach();
-        match format {
-            KvFormat::Float(dtype) => Ok(Self { numbers: tensor.to_dtype(dtype)?.contiguous()?, scales: None }),
-            KvFormat::Q8 => {
-                let (numbers, scales) = quantize(tensor)?;
-                Ok(Self { numbers, scales: Some(scales) })
-            }
-        }
+        let Some(dtype) = floats else {
+            let (numbers, scales) = quantize(tensor)?;
+            return Ok(Self { numbers, scales: Some(scales) });
+        };
+        Ok(Self { numbers: tensor.to_dtype(dtype)?.contiguous()?, scales: None })
     }
 
     fn try_map(&self, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
         Ok(Self { numbers: f(&self.numbers)?, scales: self.scales.as_ref().map(f).transpose()? })
     }
 
-    fn read(&self, rows: &Range<usize>, floats: DType) -> Result<Tensor> {
-        let view = |tensor: &Tensor| tensor.narrow(2, rows.start, rows.len());
-        match &self.scales {
-            None => view(&self.numbers),
-            Some(scales) => dequantize(&view(&self.numbers)?, &view(scales)?, floats),
-        }
+    /// Floats as they are, and 8 bits as `floats`.
+    fn read(self, floats: DType) -> Result<Tensor> {
+        self.scales.map_or_else(|| Ok(self.numbers.clone()), |scales| dequantize(&self.numbers, &scales, floats))
     }
 
     fn tensors(&self) -> impl Iterator<Item = &Tensor> {
@@ -200,9 +180,9 @@ impl Rows {
 
 impl KvBuffers {
     /// Keys and values of any strides, as a cache stores them; without values, these are the first `d_v` columns of the
-    /// keys.
-    pub fn encode(k: &Tensor, v: Option<&Tensor>, d_v: usize, format: KvFormat) -> Result<Self> {
-        Ok(Self { keys: Rows::encode(k, format)?, values: v.map(|v| Rows::encode(v, format)).transpose()?, d_v })
+    /// keys. As floats of a dtype, or as 8 bits.
+    pub fn encode(k: &Tensor, v: Option<&Tensor>, d_v: usize, floats: Option<DType>) -> Result<Self> {
+        Ok(Self { keys: Rows::encode(k, floats)?, values: v.map(|v| Rows::encode(v, floats)).transpose()?, d_v })
     }
 
     /// Empty buffers like these, for `b` sequences of `capacity` positions.
@@ -227,11 +207,9 @@ impl KvBuffers {
         self.keys.numbers.dims()[2]
     }
 
-    pub fn format(&self) -> KvFormat {
-        match self.keys.scales {
-            None => KvFormat::Float(self.keys.numbers.dtype()),
-            Some(_) => KvFormat::Q8,
-        }
+    /// In which attention to the floats is computed, of keys that came in the dtype `came`.
+    pub fn float_dtype(&self, came: DType) -> DType {
+        if self.keys.scales.is_some() { accumulation_dtype(came) } else { self.keys.numbers.dtype() }
     }
 
     /// Whether the rows of other buffers may be written to these.
@@ -242,7 +220,7 @@ impl KvBuffers {
                 && own.dtype() == other.dtype()
                 && own.device().same_device(other.device())
         };
-        (self.values.is_some(), self.d_v, self.format()) == (other.values.is_some(), other.d_v, other.format())
+        (self.values.is_some(), self.d_v) == (other.values.is_some(), other.d_v)
             && self.tensors().zip(other.tensors()).all(fits)
     }
 
@@ -271,28 +249,31 @@ impl KvBuffers {
 
     /// Keys (B, H_kv, len, D) and values (B, H_kv, len, D_v) of some positions: views, or of 8 bits as `floats`.
     pub fn read(&self, rows: &Range<usize>, floats: DType) -> Result<(Tensor, Tensor)> {
-        let keys = self.keys.read(rows, floats)?;
-        let values = match &self.values {
-            Some(values) => values.read(rows, floats)?,
-            None => part(&keys, 3, 0..self.d_v)?,
-        };
+        let Self { keys, values, d_v } = self.positions(rows)?;
+        let keys = keys.read(floats)?;
+        let values = values.map_or_else(|| part(&keys, 3, 0..d_v), |values| values.read(floats))?;
         Ok((keys, values))
     }
 
     /// Views of some positions, if they are of 8 bits.
     pub fn quantized(&self, rows: &Range<usize>) -> Result<Option<QuantizedKv>> {
-        let keys = self.keys.try_map(|tensor| tensor.narrow(2, rows.start, rows.len()))?;
-        let values = match &self.values {
-            Some(values) => values.try_map(|tensor| tensor.narrow(2, rows.start, rows.len()))?,
-            None => Rows { numbers: part(&keys.numbers, 3, 0..self.d_v)?, ..keys.clone() },
+        let Self { keys, values, d_v } = self.positions(rows)?;
+        let values = match values {
+            Some(values) => values,
+            None => Rows { numbers: part(&keys.numbers, 3, 0..d_v)?, ..keys.clone() },
         };
         let scales = keys.scales.zip(values.scales);
         Ok(scales.map(|(k, v)| QuantizedKv { k: keys.numbers, v: values.numbers, scales: [k, v] }))
     }
 
+    /// A view of some positions.
+    fn positions(&self, rows: &Range<usize>) -> Result<Self> {
+        self.try_map(|part| part.narrow(2, rows.start, rows.len()))
+    }
+
     /// A view of some positions of one sequence, as buffers of a batch of 1.
     pub fn rows(&self, sequence: usize, rows: Range<usize>) -> Result<Self> {
-        self.try_map(|part| part.narrow(0, sequence, 1)?.narrow(2, rows.start, rows.len()))
+        self.positions(&rows)?.try_map(|part| part.narrow(0, sequence, 1))
     }
 
     /// Writes all positions of `from` at position `at` of every sequence.
@@ -321,10 +302,7 @@ impl KvBuffers {
 }
 
 fn check_memory(dims: &[usize], dtype: DType) -> Result<()> {
-    if !fits_in_memory(&[dims, &[dtype.size_in_bytes()]].concat()) {
-        bail!("[attention_cache] a buffer of {dims:?} does not fit in memory")
-    }
-    Ok(())
+    base::check_memory(OP, format_args!("a buffer of {dims:?}"), &[dims, &[dtype.size_in_bytes()]].concat())
 }
 
 /// Rows (.., width) of floats as u8 (.., width) and f32 scales (.., 1): x is stored as `round(x / scale) + 128`, where

@@ -43,7 +43,7 @@ fn append(cache: &mut AttentionCache, t: usize, first: usize, padding: Padding) 
     let (k, v) = new(t, first)?;
     let staged = stage(cache, &k, &v, padding)?;
     // A mask that sees no key which a sliding cache has dropped.
-    let rows = staged.all_rows(&k, &AttentionMask::causal().with_window(1), &SdpaOptions::default())?.rows;
+    let rows = staged.all_rows(&k, &AttentionMask::causal().with_window(1), &SdpaOptions::default())?.0;
     let views = staged.read(&rows)?;
     Box::new(staged).commit()?;
     Ok(views)

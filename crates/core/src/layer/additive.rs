@@ -1,6 +1,6 @@
 //! Additive (Bahdanau) attention.
 
-use candle_core::{Module, Result, Tensor, bail};
+use candle_core::{Module, Result, Tensor};
 use candle_nn::{Linear, VarBuilder};
 use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
@@ -8,9 +8,11 @@ use serde::{Deserialize, Serialize};
 use crate::mask::AttentionMask;
 use crate::sdpa::{AttentionOutput, Dropout, VisibleSoftmax, dropout, weighted_values};
 use candle_attention_modules::base::{
-    Dim, Expect, Options, Source, accumulation_dtype, check_keys_and_values, fits_in_memory, number, options,
+    Dim, Expect, Options, Source, accumulation_dtype, check_keys_and_values, check_memory, number, options,
 };
 use candle_attention_modules::init::TorchSeed;
+
+const OP: &str = "additive_attention";
 
 /// The shape of an [`AdditiveAttention`].
 #[apply(options)]
@@ -96,8 +98,8 @@ impl AdditiveAttention {
     /// For a size of 0, a dropout that is no probability, and for a missing or misshapen tensor, named with both
     /// shapes.
     pub fn new(cfg: &AdditiveAttentionConfig, vb: VarBuilder) -> Result<Self> {
-        cfg.check("additive_attention")?;
-        let source = Source::new("additive_attention", "d2l", vb);
+        cfg.check(OP)?;
+        let source = Source::new(OP, "d2l", vb);
         source.check_dtype()?;
         let linear = |name, outputs, inputs| source.linear(name, (outputs, inputs), false, None);
         Ok(Self {
@@ -181,18 +183,18 @@ impl AdditiveAttention {
             ("keys", keys, [Dim::Any("B"), Dim::Any("T_kv"), Dim::Is(self.config.key_size)]),
             ("values", values, ["B", "T_kv", "D_v"].map(Dim::Any)),
         ] {
-            let tensor = Expect::many("additive_attention", name, tensor).shape(&shape)?;
+            let tensor = Expect::many(OP, name, tensor).shape(&shape)?;
             tensor.dtype(weight.dtype(), "the weights'")?.beside("the weights", weight.device())?;
         }
         let ([b, t_q], t_kv) = ([queries.dims()[0], queries.dims()[1]], keys.dims()[1]);
-        check_keys_and_values("additive_attention", Some(b), keys, values)?;
+        check_keys_and_values(OP, Some(b), keys, values)?;
+        let units = self.config.hidden_size;
         // Four bytes an entry.
-        if !fits_in_memory(&[4, b, t_q, t_kv, self.config.hidden_size]) {
-            bail!(
-                "[additive_attention] scores of {t_q} queries and {t_kv} keys through {} units do not fit in memory",
-                self.config.hidden_size
-            )
-        }
-        Ok(())
+        let bytes = [4, b, t_q, t_kv, units];
+        check_memory(
+            OP,
+            format_args!("a score for each of {t_q} queries and {t_kv} keys through {units} units"),
+            &bytes,
+        )
     }
 }

@@ -39,19 +39,12 @@ impl Expected<'_> {
         if batched { Ok(xs.clone()) } else { xs.unsqueeze(0) }
     }
 
-    /// The residual of a call, as (B, T, out_dim), if it has one.
-    pub fn check_residual(self, input: &AttentionInput, out_dim: usize) -> Result<Option<Tensor>> {
+    /// The residual of a call, as (B, T, width), if it has one.
+    pub fn check_residual(&self, input: &AttentionInput) -> Result<Option<Tensor>> {
         let Some(residual) = input.residual else { return Ok(None) };
-        let checked = Expected { width: out_dim, ..self }.check("residuals", residual)?;
-        if residual.dims()[..residual.rank() - 1] != input.queries.dims()[..input.queries.rank() - 1] {
-            bail!(
-                "[{}] residuals have shape {:?}, expected that of the output of queries {:?}",
-                self.op,
-                residual.dims(),
-                input.queries.dims()
-            )
-        }
-        Ok(Some(checked))
+        let of_output = [&input.queries.dims()[..input.queries.rank() - 1], &[self.width]].concat();
+        Expect::many(self.op, "residuals", residual).sizes(&of_output)?;
+        self.check("residuals", residual).map(Some)
     }
 }
 
@@ -68,9 +61,7 @@ impl AttentionInput<'_> {
     /// has no shape for them.
     pub(super) fn check_packed(&self, op: &str, queries: &Tensor, t_kv: usize) -> Result<()> {
         let Some(sequences) = self.packed else { return Ok(()) };
-        if self.queries.rank() != 2 {
-            bail!("[{op}] packed queries have shape {:?}, expected (total_q, E)", self.queries.dims())
-        }
+        Expect::many(op, "packed queries", self.queries).shape(&["total_q", "E"].map(Dim::Any))?;
         if self.is_cached() {
             bail!("[{op}] packed sequences were given with a cache, expected one of the two")
         }
@@ -115,27 +106,32 @@ impl MultiHeadAttention {
         let batched = input.queries.rank() == 3;
         let queries = self.expected(cfg.embed_dim(), batched).check("queries", input.queries)?;
         let (b, t_q, _) = queries.dims3()?;
-        let residual = self.expected(cfg.embed_dim(), batched).check_residual(input, cfg.out_dim())?;
+        let residual = self.expected(cfg.out_dim(), batched).check_residual(input)?;
         let is_of_earlier_layer = cfg.kv_source() == KvSource::EarlierLayer;
         let (key_value, t_kv, key_dims) = match &input.keys {
-            KeysFrom::EarlierLayer(_) if !is_of_earlier_layer => bail!(
-                "[multi_head_attention] the cache of an earlier layer was given, but the layer has keys of its own"
-            ),
+            KeysFrom::EarlierLayer(_) if !is_of_earlier_layer => {
+                bail!("[{OP}] the cache of an earlier layer was given, but the layer has keys of its own")
+            }
             KeysFrom::EarlierLayer(cache) => (None, cache.len(), input.queries.dims()),
             KeysFrom::Memory(memory) => {
                 self.check_memory(input, memory, b)?;
                 (None, memory.t_kv, memory.k.dims())
             }
-            _ if is_of_earlier_layer => bail!("[multi_head_attention] {NO_KEYS}"),
+            _ if is_of_earlier_layer => bail!("[{OP}] {NO_KEYS}"),
             &KeysFrom::Cross { keys, values } => {
-                let [keys_in, values_in] = self.check_key_value(&queries, [input.queries, keys, values])?;
-                let t_kv = keys_in.dim(1)?;
-                (Some([keys_in, values_in]), t_kv, keys.dims())
+                let mut key_value = self.check_key_value(Some(b), batched, [keys, values])?;
+                for (own, given) in key_value.iter_mut().zip([keys, values]) {
+                    if given.id() == input.queries.id() {
+                        *own = queries.clone();
+                    }
+                }
+                let t_kv = key_value[0].dim(1)?;
+                (Some(key_value), t_kv, keys.dims())
             }
             KeysFrom::Own | KeysFrom::Cache(_) => {
                 if [cfg.key_size(), cfg.value_size()] != [cfg.embed_dim(); 2] {
                     bail!(
-                        "[multi_head_attention] queries are {} wide, the inputs of keys {} and of values {}; expected a \
+                        "[{OP}] queries are {} wide, the inputs of keys {} and of values {}; expected a \
                          call `with_key_value` or `with_memory` (cross-attention)",
                         cfg.embed_dim(),
                         cfg.key_size(),
@@ -148,84 +144,56 @@ impl MultiHeadAttention {
         let what = || format!("queries {:?} and keys {key_dims:?}", input.queries.dims());
         self.check_lengths(b, t_q.max(t_kv), input.longest(t_q, t_kv), what)?;
         input.check_packed(OP, &queries, t_kv)?;
-        if input.packed.is_some() {
-            self.check_takes_packed(input)?;
+        if cfg.appended_keys() > 0 && (input.packed.is_some() || input.is_cached()) {
+            bail!("[{OP}] the layer appends keys to those of a call, which packed sequences do not take, and no cache")
         }
-        if cfg.relative_bias().is_some() && self.relative_bias.is_none() {
+        if input.packed.is_some() && matches!(input.keys, KeysFrom::Memory(_)) && self.rotary.is_some() {
             bail!(
-                "[multi_head_attention] the config has a relative bias, expected the stack's one in \
-                 `with_relative_bias`"
+                "[{OP}] packed sequences were given with a memory, whose keys stand at 0..T_kv; expected keys and values"
             )
         }
-        let new_tokens = input.new_tokens(OP, (b, t_q), &self.mask)?;
-        if let Some(new_tokens) = &new_tokens {
-            self.check_cached(new_tokens)?;
+        if cfg.relative_bias().is_some() && self.relative_bias.is_none() {
+            bail!("[{OP}] the config has a relative bias, expected the stack's one in `with_relative_bias`")
         }
+        let new_tokens = input.new_tokens(OP, (b, t_q), &self.mask)?;
+        new_tokens.iter().try_for_each(|new_tokens| self.check_context(new_tokens.longest()))?;
         Ok(Inputs { queries, key_value, new_tokens, residual, b, t_q, t_kv })
     }
 
-    /// The inputs of cross-attention's keys and values, of the queries, keys and values that were given.
-    fn check_key_value(
+    /// The inputs of cross-attention's keys and values, for `b` sequences of queries if these are there already: clones
+    /// of each other where the caller's are one tensor.
+    pub(super) fn check_key_value(
         &self,
-        queries: &Tensor,
-        [given_queries, given_keys, given_values]: [&Tensor; 3],
+        b: Option<usize>,
+        batched: bool,
+        [keys, values]: [&Tensor; 2],
     ) -> Result<[Tensor; 2]> {
-        let (cfg, batched) = (&self.config, given_queries.rank() == 3);
-        self.check_one_input(given_keys, given_values)?;
-        let mut keys = self.expected(cfg.key_size(), batched).check("keys", given_keys)?;
-        let mut values = self.expected(cfg.value_size(), batched).check("values", given_values)?;
-        check_keys_and_values(OP, Some(queries.dim(0)?), &keys, &values)?;
-        if given_keys.id() == given_queries.id() {
-            keys = queries.clone();
+        let (cfg, is_one) = (&self.config, keys.id() == values.id());
+        if cfg.kv_source() == KvSource::KeysAsValues && !is_one {
+            bail!("[{OP}] values are the keys' projection, expected one tensor as the input of both")
         }
-        if given_values.id() == given_keys.id() {
-            values = keys.clone();
-        }
-        Ok([keys, values])
+        let k_in = self.expected(cfg.key_size(), batched).check("keys", keys)?;
+        let v_in = self.expected(cfg.value_size(), batched).check("values", values)?;
+        check_keys_and_values(OP, b, &k_in, &v_in)?;
+        Ok(if is_one { [k_in.clone(), k_in] } else { [k_in, v_in] })
     }
 
-    /// That the layer appends no keys, and that the call has no memory of rotated keys: both know of one sequence only.
-    fn check_takes_packed(&self, input: &AttentionInput) -> Result<()> {
-        if self.config.appended_keys() > 0 {
-            bail!("[multi_head_attention] the layer has keys that it appends, which packed sequences do not take")
+    /// That so many positions, those of calls before included, are within the context length.
+    fn check_context(&self, positions: usize) -> Result<()> {
+        match self.config.context_length().filter(|&most| positions > most) {
+            Some(most) => bail!("[{OP}] {positions} positions are more than the context length {most}"),
+            None => Ok(()),
         }
-        if matches!(input.keys, KeysFrom::Memory(_)) && self.rotary.is_some() {
-            bail!(
-                "[multi_head_attention] packed sequences were given with a memory, whose keys stand at 0..T_kv; \
-                 expected keys and values"
-            )
-        }
-        Ok(())
-    }
-
-    fn check_cached(&self, new_tokens: &NewTokens) -> Result<()> {
-        let appended = [
-            ("a learned key (bias_kv)", self.bias_kv.is_some()),
-            ("a key of zeros (add_zero_attn)", self.config.add_zero_attn()),
-        ];
-        if let Some((key, _)) = appended.into_iter().find(|&(_, is_there)| is_there) {
-            bail!("[multi_head_attention] the layer has {key}, which stands behind the last of a call, not in a cache")
-        }
-        if let Some(context_length) = self.config.context_length().filter(|&most| new_tokens.longest() > most) {
-            bail!(
-                "[attention_cache] {} positions with those of the calls before are more than the context length \
-                 {context_length}",
-                new_tokens.longest()
-            )
-        }
-        Ok(())
     }
 
     /// Of `b` rows with `t` queries or keys, of which a sequence has at most `longest`; `what` they are is for an
     /// error.
     pub(super) fn check_lengths(&self, b: usize, t: usize, longest: usize, what: impl Fn() -> String) -> Result<()> {
         let cfg = &self.config;
-        if let Some(context_length) = cfg.context_length().filter(|&most| longest > most) {
-            bail!("[multi_head_attention] {longest} positions are more than the context length {context_length}")
-        }
+        self.check_context(longest)?;
         let (h, h_kv, d, d_v) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim());
         if !is_addressable(&[b, t, h * d + h_kv * (d + d_v)]) {
-            bail!("[multi_head_attention] {} are too large to address", what())
+            bail!("[{OP}] {} are too large to address", what())
         }
         Ok(())
     }
@@ -254,27 +222,25 @@ impl MultiHeadAttention {
     pub(super) fn positions(&self, input: &AttentionInput, inputs: &Inputs) -> Result<Option<CallPositions>> {
         let Inputs { b, t_q, t_kv, .. } = *inputs;
         let new_tokens = inputs.new_tokens.as_ref();
-        let queries = if new_tokens.is_some() { None } else { input.given_positions((b, t_q))? };
         let keys = input.key_positions.map(|given| Positions::from_tensor("key positions", given, b, t_kv));
         let keys = keys.transpose()?;
         if keys.is_some() && !input.is_cross() {
-            bail!("[multi_head_attention] key positions are given, but the keys are the queries")
+            bail!("[{OP}] key positions are given, but the keys are the queries")
         }
         let axes = self.axis_positions(input, inputs)?;
         let terms_take_positions = self.terms().any(|term| term.takes_positions());
         if self.rotary.is_none() && self.config.query_scaling().is_none() && !terms_take_positions {
+            if new_tokens.is_none() {
+                input.given_positions((b, t_q))?;
+            }
             return Ok(None);
         }
-        let queries = match (queries, new_tokens) {
-            (None, Some(new_tokens)) => new_tokens.positions()?,
-            (Some(given), _) => given,
-            (None, None) => input.default_positions(PackedSequences::queries, t_q)?,
-        };
+        let queries = input.query_positions((b, t_q), new_tokens)?;
         let or_default = || input.default_positions(PackedSequences::keys, t_kv);
         let keys = input.is_cross().then(|| keys.map_or_else(or_default, Ok)).transpose()?;
-        let length = keys.iter().map(Positions::length).fold(queries.length(), usize::max);
+        let length = keys.iter().map(|keys| keys.length).fold(queries.length, usize::max);
         if let Some(context_length) = self.config.context_length().filter(|&most| length > most) {
-            bail!("[multi_head_attention] position {} is not below the context length {context_length}", length - 1)
+            bail!("[{OP}] position {} is not below the context length {context_length}", length - 1)
         }
         let cached = if terms_take_positions { input.cached_positions(new_tokens)? } else { None };
         Ok(Some(CallPositions { queries, keys, cached, axes }))
@@ -285,14 +251,14 @@ impl MultiHeadAttention {
         match (self.config.rope().and_then(RopeConfig::axes), input.axis_positions) {
             (None, None) => Ok(None),
             (None, Some(_)) => {
-                bail!("[multi_head_attention] axis positions were given, but the config's rope has no axes")
+                bail!("[{OP}] axis positions were given, but the config's rope has no axes")
             }
             (Some(_), Some(_)) if input.is_cross() => {
-                bail!("[multi_head_attention] axis positions were given beside keys, expected self-attention")
+                bail!("[{OP}] axis positions were given beside keys, expected self-attention")
             }
             (Some(axes), Some(positions)) => given(positions, axes.sections().len()).map(Some),
             (Some(axes), None) if axes.is_axial() => bail!(
-                "[multi_head_attention] rotary positions are on {} axes, expected a call `with_axis_positions`",
+                "[{OP}] rotary positions are on {} axes, expected a call `with_axis_positions`",
                 axes.sections().len()
             ),
             (Some(_), None) => Ok(None),

@@ -5,12 +5,11 @@ use candle_core::{Result, Tensor, bail};
 use super::checks::{Inputs, NO_KEYS};
 use super::heads::{Projected, split_heads};
 use super::input::KeysFrom;
-use super::{AttentionInput, LayerOutput, MultiHeadAttention};
+use super::{AttentionInput, LayerOutput, MultiHeadAttention, OP};
+use crate::cache::CachedCall;
 use crate::mask::AttentionMask;
 use crate::position::{KeysByHeads, Scores, TermCall};
-use crate::sdpa::{
-    Attended, AttentionStatistics, Keys, Outputs, OwnKeys, Plan, SdpaOptions, StatisticsOptions, uncached,
-};
+use crate::sdpa::{Attended, AttentionStatistics, Keys, Outputs, OwnKeys, Plan, SdpaOptions, StatisticsOptions};
 use candle_attention_modules::base::accumulation_dtype;
 
 impl MultiHeadAttention {
@@ -130,13 +129,14 @@ impl MultiHeadAttention {
             }
             (Some(k), Some(v), ..) => match by_heads {
                 Some(terms) => Box::new(KeysByHeads { k, v, terms }),
-                None => uncached(OwnKeys { k, v, sequences: input.packed }, input.function.map(|given| given.0)),
+                None => Box::new(OwnKeys { k, v, sequences: input.packed, function: input.function }),
             },
             (.., KeysFrom::EarlierLayer(cache), Some(new)) => {
                 let cfg = &self.config;
-                Box::new(cache.read(new, &q, [cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim()])?)
+                let sizes = [cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim()];
+                Box::new(CachedCall::reading(cache, new, &q, sizes)?)
             }
-            _ => bail!("[multi_head_attention] {NO_KEYS}"),
+            _ => bail!("[{OP}] {NO_KEYS}"),
         };
         Ok(AttentionCall { q, keys, mask, options, batched, residual: inputs.residual, gate })
     }

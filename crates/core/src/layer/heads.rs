@@ -3,12 +3,10 @@
 use candle_core::{Result, Tensor, bail};
 
 use super::checks::{CallPositions, Inputs};
-use super::input::{Given, KeysFrom};
+use super::input::KeysFrom;
 use super::{AttentionInput, MultiHeadAttention, OP};
-use crate::config::KvSource;
 use crate::position::{Positions, RopeAxes, RopeConfig, Rotation};
-use candle_attention_modules::base::{Expect, check_keys_and_values};
-use candle_attention_modules::linear::Queries;
+use candle_attention_modules::base::Expect;
 use candle_attention_modules::norm::{Norm, SumFunction};
 
 /// Projected inputs as heads.
@@ -29,17 +27,14 @@ impl MultiHeadAttention {
         inputs: &Inputs,
         positions: Option<&CallPositions>,
     ) -> Result<Projected> {
-        let at = |positions: Option<&Positions>| {
-            positions.zip(self.rotary.as_ref()).map(|(positions, rotary)| rotary.at(positions)).transpose()
-        };
-        let on_axes = positions.and_then(|positions| positions.axes.as_ref()).zip(self.rotary.as_ref());
-        let at_queries = match on_axes {
-            Some((axes, rotary)) => Some(rotary.on_axes(axes)),
-            None => at(positions.map(|positions| &positions.queries))?,
-        };
-        let at_keys = at(positions.and_then(|positions| positions.keys.as_ref()))?;
+        let (mut at_queries, mut at_keys) = (None, None);
+        if let (Some(positions), Some(rotary)) = (positions, &self.rotary) {
+            let on_axes = positions.axes.as_ref().map(|axes| rotary.on_axes(axes));
+            at_queries = Some(on_axes.unwrap_or_else(|| rotary.at(&positions.queries))?);
+            at_keys = positions.keys.as_ref().map(|keys| rotary.at(keys)).transpose()?;
+        }
         let sum = input.sum;
-        let (Queries { q, gate }, kv) = match (&inputs.key_value, &input.keys) {
+        let ((q, gate), kv) = match (&inputs.key_value, &input.keys) {
             (Some([keys, values]), _) => {
                 let (own, kv) = self.projections.query_key_value(&inputs.queries, keys, values)?;
                 let rotation = at_keys.as_ref().or(at_queries.as_ref());
@@ -53,11 +48,9 @@ impl MultiHeadAttention {
         let norm = self.qk_norm.as_ref().map(|norms| &norms.q);
         let q =
             self.heads(self.normed_projection(q, norm, sum)?, self.config.num_heads(), norm, at_queries.as_ref())?;
-        let factors = match (self.config.query_scaling(), positions) {
-            (Some(scaling), Some(at)) => scaling.factors(&at.queries, q.dtype(), q.device())?,
-            _ => None,
-        };
-        let q = match factors {
+        let scaling = self.config.query_scaling().zip(positions);
+        let factors = scaling.map(|(scaling, at)| scaling.factors(&at.queries, q.dtype(), q.device())).transpose()?;
+        let q = match factors.flatten() {
             // In the order of q's memory, (B, T, H, D).
             Some(factors) => q.transpose(1, 2)?.broadcast_mul(&factors.transpose(1, 2)?)?.transpose(1, 2)?,
             None => q,
@@ -71,7 +64,7 @@ impl MultiHeadAttention {
         &self,
         kv: [Tensor; 2],
         rotation: Option<&Rotation>,
-        sum: Option<Given<SumFunction>>,
+        sum: Option<&SumFunction>,
     ) -> Result<[Tensor; 2]> {
         let [k, v] = kv;
         let norm = self.qk_norm.as_ref().and_then(|norms| norms.k.as_ref());
@@ -89,23 +82,16 @@ impl MultiHeadAttention {
     /// (B, T, width) and the rows that the layer appends to each sequence: the learned one, then that of zeros.
     fn append_rows(&self, xs: Tensor, learned: Option<&Tensor>) -> Result<Tensor> {
         let (b, _, width) = xs.dims3()?;
-        let zeros = match self.config.add_zero_attn() {
-            true => Some(Tensor::zeros((b, 1, width), xs.dtype(), xs.device())?),
-            false => None,
-        };
+        let zeros = || Tensor::zeros((b, 1, width), xs.dtype(), xs.device());
+        let zeros = self.config.add_zero_attn().then(zeros).transpose()?;
         let learned = learned.map(|row| row.broadcast_as((b, 1, width))?.contiguous()).transpose()?;
         Tensor::cat(&[Some(xs), learned, zeros].into_iter().flatten().collect::<Vec<_>>(), 1)
     }
 
     /// What happens to a projection before it is split into heads.
-    fn normed_projection(
-        &self,
-        mut xs: Tensor,
-        norm: Option<&Norm>,
-        sum: Option<Given<SumFunction>>,
-    ) -> Result<Tensor> {
+    fn normed_projection(&self, mut xs: Tensor, norm: Option<&Norm>, sum: Option<&SumFunction>) -> Result<Tensor> {
         if let Some(norm) = norm.filter(|_| self.qk_norm.as_ref().is_some_and(|norms| norms.of_projections())) {
-            xs = norm.forward_over(&xs, sum.map(|Given(sum)| sum))?;
+            xs = norm.forward_over(&xs, sum)?;
         }
         match self.config.clip_qkv() {
             Some(clip) => xs.clamp(-clip, clip),
@@ -189,58 +175,35 @@ impl MultiHeadAttention {
     pub fn project_memory(&self, keys: &Tensor, values: &Tensor) -> Result<ProjectedMemory> {
         let cfg = &self.config;
         let batched = keys.rank() != 2;
-        self.check_one_input(keys, values)?;
-        let k_in = self.expected(cfg.key_size(), batched).check("keys", keys)?;
-        let mut v_in = self.expected(cfg.value_size(), batched).check("values", values)?;
-        check_keys_and_values(OP, None, &k_in, &v_in)?;
+        let [k_in, v_in] = self.check_key_value(None, batched, [keys, values])?;
         let (b, t_kv, _) = k_in.dims3()?;
-        if keys.id() == values.id() {
-            v_in = k_in.clone();
-        }
         self.check_lengths(b, t_kv, t_kv, || format!("keys {:?} and values {:?}", keys.dims(), values.dims()))?;
         let rotation = match &self.rotary {
             Some(_) if cfg.rope().and_then(RopeConfig::axes).is_some_and(RopeAxes::is_axial) => {
-                bail!(
-                    "[multi_head_attention] keys of a memory have one position each, but rotary positions are on several axes"
-                )
+                bail!("[{OP}] keys of a memory have one position each, but rotary positions are on several axes")
             }
             Some(rotary) => Some(rotary.at(&Positions::starting_at(&[0], t_kv)?)?),
             None => None,
         };
         let Some([k, v]) = self.projections.key_value(&k_in, &v_in)? else {
-            bail!(
-                "[multi_head_attention] keys and values are those of an earlier layer, expected a memory that it \
-                 projects"
-            )
+            bail!("[{OP}] keys and values are those of an earlier layer, expected a memory that it projects")
         };
         let [k, v] = self.key_value_heads([k, v], rotation.as_ref(), None)?;
         // Read in every call from now on: each head's positions side by side.
         Ok(ProjectedMemory { k: k.contiguous()?, v: v.contiguous()?, t_kv, batched })
     }
 
-    /// That nothing is given for values which are the keys' projection.
-    pub(super) fn check_one_input(&self, keys: &Tensor, values: &Tensor) -> Result<()> {
-        if self.config.kv_source() == KvSource::KeysAsValues && keys.id() != values.id() {
-            bail!("[multi_head_attention] values are the keys' projection, expected one tensor as the input of both")
-        }
-        Ok(())
-    }
-
     /// That a memory is this layer's or one that it may read, and of the queries' batch.
     pub(super) fn check_memory(&self, input: &AttentionInput, memory: &ProjectedMemory, b: usize) -> Result<()> {
         let batched = input.queries.rank() == 3;
         if input.key_positions.is_some() && self.rotary.is_some() {
-            bail!("[multi_head_attention] key positions were given beside a memory, whose keys stand at 0..T_kv")
+            bail!("[{OP}] key positions were given beside a memory, whose keys stand at 0..T_kv")
         }
         let cfg = &self.config;
         let rows = memory.t_kv + cfg.appended_keys();
         if memory.batched != batched {
             let of = |batched| if batched { "a batch" } else { "one sequence without a batch" };
-            bail!(
-                "[multi_head_attention] the memory is of {}, expected {} as the queries",
-                of(memory.batched),
-                of(batched)
-            )
+            bail!("[{OP}] the memory is of {}, expected {} as the queries", of(memory.batched), of(batched))
         }
         let (dtype, device) = (self.projections.dtype(), self.projections.device());
         for (name, tensor, width) in

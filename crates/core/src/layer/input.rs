@@ -14,23 +14,6 @@ use crate::sdpa::{AttentionFunction, Backend, OutputOrder, PackedSequences, Sdpa
 use candle_attention_modules::init::TorchSeed;
 use candle_attention_modules::norm::SumFunction;
 
-/// A function that can be printed.
-pub(super) struct Given<'a, F: ?Sized>(pub &'a F);
-
-impl<F: ?Sized> Clone for Given<'_, F> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-
-impl<F: ?Sized> Copy for Given<'_, F> {}
-
-impl<F: ?Sized> fmt::Debug for Given<'_, F> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a function")
-    }
-}
-
 /// Where the keys and values of a call come from.
 #[derive(Debug)]
 pub(super) enum KeysFrom<'a> {
@@ -59,7 +42,6 @@ impl KeysFrom<'_> {
 }
 
 /// What one call of a layer reads besides the layer's parameters. A `&Tensor` is self-attention over it.
-#[derive(Debug)]
 #[must_use]
 pub struct AttentionInput<'a> {
     pub(super) queries: &'a Tensor,
@@ -76,8 +58,8 @@ pub struct AttentionInput<'a> {
     pub(super) padding: Padding<'a>,
     pub(super) packed: Option<&'a PackedSequences>,
     pub(super) residual: Option<&'a Tensor>,
-    pub(super) function: Option<Given<'a, AttentionFunction<'a>>>,
-    pub(super) sum: Option<Given<'a, SumFunction<'a>>>,
+    pub(super) function: Option<&'a AttentionFunction<'a>>,
+    pub(super) sum: Option<&'a SumFunction<'a>>,
 }
 
 impl<'a> AttentionInput<'a> {
@@ -275,7 +257,7 @@ impl<'a> AttentionInput<'a> {
     /// tensors: for norms of whole projections, of which each process has a part (OLMo 2). Two numbers of each token,
     /// in f32, are added up; a layer without such norms does not ask for it.
     pub fn with_sum(self, sum: &'a SumFunction<'a>) -> Self {
-        Self { sum: Some(Given(sum)), ..self }
+        Self { sum: Some(sum), ..self }
     }
 
     /// Another function in the place of [`scaled_dot_product_attention`](crate::scaled_dot_product_attention), between
@@ -297,7 +279,7 @@ impl<'a> AttentionInput<'a> {
     /// # Ok(()) }
     /// ```
     pub fn with_function(self, function: &'a AttentionFunction<'a>) -> Self {
-        Self { function: Some(Given(function)), ..self }
+        Self { function: Some(function), ..self }
     }
 
     /// Which implementation of attention runs.
@@ -398,9 +380,29 @@ impl<'a> AttentionInput<'a> {
         }
     }
 
+    /// The positions of a call's queries (B, T): those behind a cache's, those that were given, or the default ones.
+    pub(super) fn query_positions(&self, dims: (usize, usize), new_tokens: Option<&NewTokens>) -> Result<Positions> {
+        if let Some(new_tokens) = new_tokens {
+            return new_tokens.positions();
+        }
+        let default = || self.default_positions(PackedSequences::queries, dims.1);
+        self.given_positions(dims)?.map_or_else(default, Ok)
+    }
+
     /// The positions that a call of `dims` (B, T) was given.
     pub(super) fn given_positions(&self, (b, t): (usize, usize)) -> Result<Option<Positions>> {
         self.positions.map(|given| Positions::from_tensor("positions", given, b, t)).transpose()
+    }
+}
+
+/// Without functions, which cannot be printed.
+impl fmt::Debug for AttentionInput<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut input = f.debug_struct("AttentionInput");
+        input.field("queries", self.queries).field("keys", &self.keys).field("mask", &self.mask);
+        input.field("positions", &[self.positions, self.key_positions, self.axis_positions]);
+        input.field("padding", &self.padding).field("packed", &self.packed).field("residual", &self.residual);
+        input.field("train", &self.train).field("backend", &self.backend).finish_non_exhaustive()
     }
 }
 

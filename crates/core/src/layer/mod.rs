@@ -201,26 +201,18 @@ impl MultiHeadAttention {
         let parameters = ParameterList::load(&shard::specs(cfg, &source)?, &source)?;
         let own = source.own_range(Heads::Query, h);
         let alibi = cfg.alibi().map(|config| alibi(config, h, own, cfg.score_scale(), source.device())).transpose()?;
-        let mut mask = if cfg.causal() { AttentionMask::causal() } else { AttentionMask::none() };
-        if let Some(window) = cfg.window() {
-            mask = mask.with_window(window);
-        }
-        if let Some((left, right)) = cfg.band() {
-            mask = mask.with_band(left, right);
-        }
-        if let Some(chunk) = cfg.chunk() {
-            mask = mask.with_chunk(chunk);
-        }
+        let mask = if cfg.causal() { AttentionMask::causal() } else { AttentionMask::none() };
+        let mask = cfg.window().into_iter().fold(mask, AttentionMask::with_window);
+        let mask = cfg.band().into_iter().fold(mask, |mask, (left, right)| mask.with_band(left, right));
+        let mask = cfg.chunk().into_iter().fold(mask, AttentionMask::with_chunk);
+        let value_norm = cfg.value_norm().map(|eps| Norm::without_weight(eps, d_v, source.dtype(), source.device()));
         let layer = Self {
             config,
             projections,
             parameters: ParameterList::default(),
             norm_spans: shard.map_or([None; 2], |shard| cfg.norm_spans(shard)),
             qk_norm: None,
-            value_norm: match cfg.value_norm() {
-                Some(eps) => Some(Norm::without_weight(eps, d_v, source.dtype(), source.device())?),
-                None => None,
-            },
+            value_norm: value_norm.transpose()?,
             context_norm: None,
             rotary: cfg.rope().map(|rope| RotaryEmbedding::new(rope, d)).transpose()?,
             content: None,
@@ -240,7 +232,7 @@ impl MultiHeadAttention {
     /// If the tables are not those of the layer's config.
     pub fn with_rotary(self, rotary: RotaryEmbedding) -> Result<Self> {
         match self.config.rope() {
-            None => bail!("[multi_head_attention] rotary tables are given, but the config has no rope"),
+            None => bail!("[{OP}] rotary tables are given, but the config has no rope"),
             Some(rope) => rotary.check_config(OP, rope, self.config.head_dim())?,
         }
         Ok(Self { rotary: Some(rotary), ..self })
@@ -254,9 +246,9 @@ impl MultiHeadAttention {
     pub fn with_relative_bias(mut self, bias: RelativeBias) -> Result<Self> {
         let h = self.config.num_heads();
         match self.config.relative_bias() {
-            None => bail!("[multi_head_attention] a relative bias is given, but the config has none"),
+            None => bail!("[{OP}] a relative bias is given, but the config has none"),
             Some(buckets) if buckets != bias.config() || h != bias.num_heads() => bail!(
-                "[multi_head_attention] the relative bias is of {:?} and {} heads, expected {buckets:?} and {h} heads",
+                "[{OP}] the relative bias is of {:?} and {} heads, expected {buckets:?} and {h} heads",
                 bias.config(),
                 bias.num_heads()
             ),
@@ -278,7 +270,7 @@ impl MultiHeadAttention {
         let weight = Expect::many(OP, "the relative embeddings", embeddings.weight());
         weight.dtype(self.projections.dtype(), "the weights'")?.beside("the weights", self.projections.device())?;
         if !matches!(self.config.content_positions(), Some(ContentPositions::Disentangled(_))) {
-            bail!("[multi_head_attention] relative embeddings are given, but the config has no disentangled positions")
+            bail!("[{OP}] relative embeddings are given, but the config has no disentangled positions")
         }
         self.relative_embeddings = Some(embeddings);
         let parameters = self.parameters.clone();
@@ -375,7 +367,7 @@ impl MultiHeadAttention {
     /// [`PackedLinear`]: candle_attention_modules::linear::PackedLinear
     pub fn projections(&self) -> Result<(Linear, Linear, Linear, Option<Linear>)> {
         let [Some(q), Some(k), v, o, _] = self.projections.to_linears()? else {
-            bail!("[multi_head_attention] keys and values are those of an earlier layer, which has their projections")
+            bail!("[{OP}] keys and values are those of an earlier layer, which has their projections")
         };
         Ok((q, k.clone(), v.unwrap_or(k), o))
     }

@@ -4,7 +4,7 @@
 use candle_core::{Result, bail};
 use candle_nn::Init;
 
-use super::MultiHeadAttention;
+use super::{MultiHeadAttention, OP};
 use crate::config::{KvSource, MultiHeadAttentionConfig};
 use crate::position::{AlibiConfig, content, content_specs};
 use candle_attention_modules::base::{HeadShard, Heads, ParameterList, Source, Spec};
@@ -20,21 +20,20 @@ impl MultiHeadAttentionConfig {
     pub fn for_shard(&self, shard: HeadShard) -> Result<Self> {
         let (h, h_kv, n) = (self.num_heads(), self.num_kv_heads(), shard.world_size());
         if n > h {
-            bail!("[multi_head_attention] a world size of {n} is more than the {h} query heads")
+            bail!("[{OP}] a world size of {n} is more than the {h} query heads")
         }
         if self.context_norm().is_some() && n > 1 {
-            bail!("[multi_head_attention] a norm of the context spans the heads of all processes")
+            bail!("[{OP}] a norm of the context spans the heads of all processes")
         }
         let subtracts_mean = |norm: QkNorm| matches!(norm.kind, QkNormKind::Layer | QkNormKind::LayerNoBias);
         if self.qk_norm().is_some_and(|norm| norm.scope == QkNormScope::Projection && subtracts_mean(norm)) && n > 1 {
             bail!(
-                "[multi_head_attention] layer norms of whole projections span the heads of all processes, expected a root \
-                 mean square"
+                "[{OP}] layer norms of whole projections span the heads of all processes, expected a root mean square"
             )
         }
         if self.relative_bias().is_some() && shard.all().any(|shard| shard.shares(h, h_kv).0.range(h).len() * n != h) {
             bail!(
-                "[multi_head_attention] a world size of {n} does not divide the {h} heads of a relative bias equally, \
+                "[{OP}] a world size of {n} does not divide the {h} heads of a relative bias equally, \
                  with {h_kv} key heads"
             )
         }

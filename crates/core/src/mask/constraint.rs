@@ -3,19 +3,16 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{Result, Tensor, bail};
+
+use super::OP;
+use candle_attention_modules::base::{Dim, Expect, check_entries, number};
 
 /// One thing that hides keys or changes scores. All of a mask's constraints hold together.
 #[derive(Debug, Clone)]
 pub(super) enum Constraint {
-    /// No key after the query's own but those before all prefixes.
-    Causal { alignment: Alignment, prefix: Vec<ValidLens> },
-    /// `size` keys with the query's own, and all that come later.
-    Window { alignment: Alignment, size: usize },
-    /// From `left` keys before the query's own to `right` after it.
-    Band { alignment: Alignment, left: usize, right: usize },
-    /// The keys of the chunk of `size` positions that the query stands in.
-    Chunk { alignment: Alignment, size: usize },
+    /// What a query sees from where it stands.
+    Aligned(Alignment, Reach),
     /// Keys at and past the length are hidden.
     ValidLens(ValidLens),
     /// Keys before the start are hidden.
@@ -26,12 +23,23 @@ pub(super) enum Constraint {
     Columns(usize),
     /// u8, 0 hides.
     Keep(Tensor),
-    /// The largest entry of a `Keep`, which is more than 1: an error where the mask is resolved.
-    KeepEntry(u8),
     /// Added to the scores.
     Bias(Tensor),
-    /// A builder whose meaning depends on the order in which masks were joined: an error where the mask is resolved.
-    Ambiguous { builder: &'static str },
+    /// Hides nothing; what is wrong with the mask whatever its shape: an error where it is resolved.
+    Wrong(String),
+}
+
+/// The keys that a query sees from its position.
+#[derive(Debug, Clone)]
+pub(super) enum Reach {
+    /// None after its own but those before all prefixes.
+    Causal { prefix: Vec<ValidLens> },
+    /// So many with its own, and all that come later.
+    Window(usize),
+    /// From `left` before its own to `right` after it.
+    Band { left: usize, right: usize },
+    /// Those of the chunk of so many positions that it stands in.
+    Chunk(usize),
 }
 
 /// At which key position a query stands.
@@ -78,66 +86,58 @@ impl Alignment {
 }
 
 impl Constraint {
+    /// That the meaning of a builder depends on the order in which masks were joined.
+    pub fn ambiguous(builder: &str) -> Self {
+        Self::Wrong(format!(
+            "{builder} was called on masks that were joined and whose queries stand at different positions, expected it \
+             on one of them before `and`"
+        ))
+    }
+
     /// The key positions that are left to query `i` of sequence `b`.
     pub fn keys(&self, b: usize, i: usize, placement: &Placement) -> Range<i128> {
         const ALL: Range<i128> = i128::MIN..i128::MAX;
         match self {
-            Self::Causal { alignment, prefix } => {
-                let prefix = prefix.iter().map(|lens| lens.get(b, i) as i128).min().unwrap_or(0);
-                ALL.start..(alignment.position(b, placement, i) + 1).max(prefix)
-            }
-            Self::Window { alignment, size } => alignment.position(b, placement, i) + 1 - *size as i128..ALL.end,
-            Self::Band { alignment, left, right } => {
+            Self::Aligned(alignment, reach) => {
                 let position = alignment.position(b, placement, i);
-                position - *left as i128..position + *right as i128 + 1
-            }
-            Self::Chunk { alignment, size } => {
-                // A size of 0 is an error where the mask is resolved.
-                let size = (*size).max(1) as i128;
-                let start = alignment.position(b, placement, i).div_euclid(size) * size;
-                start..start + size
+                match reach {
+                    Reach::Causal { prefix } => {
+                        let prefix = prefix.iter().map(|lens| lens.get(b, i) as i128).min().unwrap_or(0);
+                        ALL.start..(position + 1).max(prefix)
+                    }
+                    Reach::Window(size) => position + 1 - *size as i128..ALL.end,
+                    Reach::Band { left, right } => position - *left as i128..position + *right as i128 + 1,
+                    Reach::Chunk(size) => {
+                        // A size of 0 is an error where the mask is resolved.
+                        let size = (*size).max(1) as i128;
+                        let start = position.div_euclid(size) * size;
+                        start..start + size
+                    }
+                }
             }
             Self::ValidLens(lens) => ALL.start..lens.get(b, i) as i128,
             Self::Starts(starts) => starts.get(b, i) as i128..ALL.end,
-            Self::Prefix(_)
-            | Self::Columns(_)
-            | Self::Keep(_)
-            | Self::KeepEntry(_)
-            | Self::Bias(_)
-            | Self::Ambiguous { .. } => ALL,
+            Self::Prefix(_) | Self::Columns(_) | Self::Keep(_) | Self::Bias(_) | Self::Wrong(_) => ALL,
         }
     }
 
     /// Whether [`keys`](Self::keys) may leave out a key.
     pub fn bounds_keys(&self) -> bool {
-        self.alignment().is_some() || matches!(self, Self::ValidLens(_) | Self::Starts(_))
+        matches!(self, Self::Aligned(..) | Self::ValidLens(_) | Self::Starts(_))
     }
 
     pub fn alignment(&self) -> Option<&Alignment> {
-        match self {
-            Self::Causal { alignment, .. }
-            | Self::Window { alignment, .. }
-            | Self::Band { alignment, .. }
-            | Self::Chunk { alignment, .. } => Some(alignment),
-            _ => None,
-        }
+        if let Self::Aligned(alignment, _) = self { Some(alignment) } else { None }
     }
 
     /// The same for the queries after the first `n`.
     pub fn skip_queries(&mut self, n: usize) {
-        let (Self::Causal { alignment, .. }
-        | Self::Window { alignment, .. }
-        | Self::Band { alignment, .. }
-        | Self::Chunk { alignment, .. }) = self
-        else {
-            return;
-        };
-        match alignment {
-            Alignment::End => {}
-            Alignment::Offset(offset) => *offset = offset.saturating_add(n),
-            Alignment::Offsets(offsets) => {
+        match self {
+            Self::Aligned(Alignment::Offset(offset), _) => *offset = offset.saturating_add(n),
+            Self::Aligned(Alignment::Offsets(offsets), _) => {
                 *offsets = offsets.iter().map(|offset| offset.saturating_add_unsigned(n as u64)).collect();
             }
+            _ => {}
         }
     }
 
@@ -152,38 +152,26 @@ impl Constraint {
             Self::ValidLens(lens) => ("valid_lens", std::slice::from_ref(lens)),
             Self::Starts(starts) => ("starts", std::slice::from_ref(starts)),
             Self::Prefix(prefix) => ("prefix", std::slice::from_ref(prefix)),
-            Self::Causal { prefix, .. } => ("prefix", prefix),
+            Self::Aligned(_, Reach::Causal { prefix }) => ("prefix", prefix),
             _ => ("", &[]),
         }
     }
 
     /// What is wrong with it for any lengths, for `n` sequences and `t_kv` keys.
     pub fn check(&self, n: usize, t_kv: usize) -> Result<()> {
-        if let Some(Alignment::Offsets(offsets)) = self.alignment()
-            && offsets.len() != n
-        {
-            bail!(
-                "[attention_mask] causal_with_offsets has {} entries, expected one for each of {n} sequences",
-                offsets.len()
-            )
+        if let Some(Alignment::Offsets(offsets)) = self.alignment() {
+            check_entries(OP, "causal_with_offsets", offsets.len(), n, "sequences")?;
         }
+        let own_key = |name, size: usize| {
+            number::expect(OP, name, size, |size: usize| size > 0, "at least 1 (the query's own key)")
+        };
         match self {
-            Self::Window { size: 0, .. } => {
-                bail!("[attention_mask] window is 0, expected at least 1 (the query's own key)")
-            }
-            Self::Chunk { size: 0, .. } => {
-                bail!("[attention_mask] chunk is 0, expected at least 1 (the query's own key)")
-            }
+            Self::Aligned(_, Reach::Window(size)) => own_key("window", *size),
+            Self::Aligned(_, Reach::Chunk(size)) => own_key("chunk", *size),
             Self::Columns(columns) if *columns != t_kv => {
-                bail!("[attention_mask] the attention mask has {columns} columns, expected one for each of {t_kv} keys")
+                bail!("[{OP}] the attention mask has {columns} columns, expected one for each of {t_kv} keys")
             }
-            Self::KeepEntry(entry) => {
-                bail!("[attention_mask] keep has an entry {entry}, expected ones (the key is seen) and zeros")
-            }
-            Self::Ambiguous { builder } => bail!(
-                "[attention_mask] {builder} was called on masks that were joined and whose queries stand at different \
-                 positions, expected it on one of them before `and`"
-            ),
+            Self::Wrong(problem) => bail!("[{OP}] {problem}"),
             _ => Ok(()),
         }
     }
@@ -209,49 +197,26 @@ impl ValidLens {
     /// # Errors
     /// For another rank, for a float tensor, and for a negative entry.
     pub fn from_tensor(lens: &Tensor) -> Result<Self> {
-        if lens.dtype().is_float() {
-            bail!("[valid_lens] expected an integer tensor, found {:?}", lens.dtype());
-        }
-        let non_negative = |len: i64| match usize::try_from(len) {
-            Ok(len) => Ok(len),
-            Err(_) => bail!("[valid_lens] expected lengths of zero or more, found {len}"),
-        };
-        let wide = super::tensors::readable(lens)?.to_dtype(DType::I64)?;
-        match lens.rank() {
-            1 => {
-                let row = wide.to_vec1::<i64>()?;
-                Ok(row.into_iter().map(non_negative).collect::<Result<Vec<_>>>()?.into())
-            }
-            2 => {
-                let rows = wide.to_vec2::<i64>()?.into_iter();
-                let rows = rows.map(|row| row.into_iter().map(non_negative).collect::<Result<Vec<_>>>());
-                Ok(rows.collect::<Result<Vec<_>>>()?.into())
-            }
-            _ => bail!("[valid_lens] expected shape (B,) or (B, T_q), found {:?}", lens.shape()),
-        }
+        let entries = Expect::many("valid_lens", "lengths", lens);
+        let entries = entries.shape_of(&[&[Dim::Any("B")], &["B", "T_q"].map(Dim::Any)])?.counts()?;
+        Ok(match *lens.dims() {
+            [b, t_q] => (0..b).map(|b| entries[b * t_q..][..t_q].to_vec()).collect::<Vec<_>>().into(),
+            _ => entries.into(),
+        })
     }
 
     /// Checks that there is an entry for each of `n` sequences, and one for each of `t_q` queries of those in
     /// `sequences`; `what` names the lengths in errors.
     pub(super) fn check(&self, what: &str, n: usize, sequences: Range<usize>, t_q: usize) -> Result<()> {
-        let (found, unit) = match &*self.0 {
-            Lens::PerSequence(lens) => (lens.len(), "entries"),
-            Lens::PerQuery(rows) => (rows.len(), "rows"),
+        let rows = match &*self.0 {
+            Lens::PerSequence(lens) => return check_entries(OP, what, lens.len(), n, "sequences"),
+            Lens::PerQuery(rows) => rows,
         };
-        if found != n {
-            bail!("[attention_mask] {what} has {found} {unit}, expected one for each of {n} sequences")
-        }
-        if let Lens::PerQuery(rows) = &*self.0 {
-            for (row, lens) in rows.iter().enumerate().take(sequences.end).skip(sequences.start) {
-                if lens.len() != t_q {
-                    bail!(
-                        "[attention_mask] row {row} of {what} has {} entries, expected one for each of {t_q} queries",
-                        lens.len()
-                    )
-                }
-            }
-        }
-        Ok(())
+        check_entries(OP, what, rows.len(), n, "sequences")?;
+        let mut own = rows.iter().enumerate().take(sequences.end).skip(sequences.start);
+        own.try_for_each(|(row, lens)| {
+            check_entries(OP, format_args!("row {row} of {what}"), lens.len(), t_q, "queries")
+        })
     }
 
     /// The entry of query `i` of sequence `b`; zero where there is none.

@@ -14,13 +14,16 @@ pub use ranges::KvRanges;
 pub use windows::Windows;
 
 pub(crate) use constraint::Placement;
-pub(crate) use ranges::RebaseDims;
 
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
-use constraint::{Alignment, Constraint};
+use constraint::{Alignment, Constraint, Reach};
 use ranges::Frames;
+
+use candle_attention_modules::base::{Dim, Expect};
+
+const OP: &str = "attention_mask";
 
 /// What a query that sees no key receives.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -108,7 +111,7 @@ impl AttentionMask {
     }
 
     fn aligned(alignment: Alignment) -> Self {
-        Self::none().with(Constraint::Causal { alignment, prefix: Vec::new() })
+        Self::none().with(Constraint::Aligned(alignment, Reach::Causal { prefix: Vec::new() }))
     }
 
     /// A tokenizer's attention mask `(B, T_kv)` of ones (a token) and zeros (padding), in any dtype.
@@ -119,9 +122,7 @@ impl AttentionMask {
     /// # Errors
     /// For another rank, and for a value other than 0 and 1; where the mask is used, for another T_kv.
     pub fn from_attention_mask(mask: &Tensor) -> Result<Self> {
-        if mask.rank() != 2 {
-            bail!("[from_attention_mask] expected shape (B, T_kv), found {:?}", mask.shape())
-        }
+        Expect::one("from_attention_mask", "the mask", mask).shape(&["B", "T_kv"].map(Dim::Any))?;
         let mask = &tensors::readable(mask)?;
         let runs = runs_of_ones("from_attention_mask", mask)?;
         if runs.iter().any(Option::is_none) {
@@ -160,14 +161,14 @@ impl AttentionMask {
     /// masks (see [`and`](Self::and)) in which queries stand at different positions.
     #[must_use]
     pub fn with_window(self, w: usize) -> Self {
-        self.with_aligned("with_window", |alignment| Constraint::Window { alignment, size: w })
+        self.with_aligned("with_window", Reach::Window(w))
     }
 
     /// Leaves a query the keys from `left` before its position to `right` after it: local attention in encoders. An
     /// error where the mask is used: a band on joined masks in which queries stand at different positions.
     #[must_use]
     pub fn with_band(self, left: usize, right: usize) -> Self {
-        self.with_aligned("with_band", |alignment| Constraint::Band { alignment, left, right })
+        self.with_aligned("with_band", Reach::Band { left, right })
     }
 
     /// Divides positions into chunks of `size`, from 0 on, and leaves a query the keys of its own chunk: Llama 4's
@@ -175,7 +176,7 @@ impl AttentionMask {
     /// queries stand at different positions.
     #[must_use]
     pub fn with_chunk(self, size: usize) -> Self {
-        self.with_aligned("with_chunk", |alignment| Constraint::Chunk { alignment, size })
+        self.with_aligned("with_chunk", Reach::Chunk(size))
     }
 
     /// Lifts the causal constraint for the keys before the prefix length, which all queries see then (prefix LM).
@@ -185,12 +186,12 @@ impl AttentionMask {
     #[must_use]
     pub fn with_prefix(mut self, prefix: impl Into<ValidLens>) -> Self {
         let mut causals = self.constraints.iter().filter_map(|constraint| match constraint {
-            Constraint::Causal { alignment, prefix } => Some((alignment, prefix)),
+            Constraint::Aligned(alignment, Reach::Causal { prefix }) => Some((alignment, prefix)),
             _ => None,
         });
         let Some(first) = causals.next() else { return self.with(Constraint::Prefix(prefix.into())) };
         if causals.any(|other| other != first) {
-            return self.with(Constraint::Ambiguous { builder: "with_prefix" });
+            return self.with(Constraint::ambiguous("with_prefix"));
         }
         self.lift(&[prefix.into()]);
         self
@@ -207,7 +208,8 @@ impl AttentionMask {
     pub fn with_keep(self, keep: &Tensor) -> Self {
         let entry = tensors::largest_entry(keep).filter(|&entry| entry > 1);
         let this = self.with(Constraint::Keep(keep.clone()));
-        entry.into_iter().fold(this, |this, entry| this.with(Constraint::KeepEntry(entry)))
+        let wrong = |entry| format!("keep has an entry {entry}, expected ones (the key is seen) and zeros");
+        entry.into_iter().fold(this, |this, entry| this.with(Constraint::Wrong(wrong(entry))))
     }
 
     /// Adds a float tensor to the scores, broadcastable to (B, H, T_q, T_kv) as [`with_keep`](Self::with_keep) has it:
@@ -252,15 +254,6 @@ impl AttentionMask {
         lifted
     }
 
-    /// The structural constraints for `b` sequences, `t_q` queries and `t_kv` keys, as an interval for each query.
-    ///
-    /// # Errors
-    /// For lengths whose shape is neither (B,) nor (B, T_q), for a window or a chunk of 0, and for what was built on
-    /// joined masks that let it mean several things.
-    pub fn resolve(&self, b: usize, t_q: usize, t_kv: usize) -> Result<KvRanges> {
-        KvRanges::new(self, b, t_q, t_kv)
-    }
-
     /// Whether nothing is hidden and nothing added, whatever the shape.
     pub fn is_none(&self) -> bool {
         self.constraints.is_empty() && self.frames.is_none()
@@ -274,8 +267,9 @@ impl AttentionMask {
     /// Whether a query may see keys after its own: nothing hides these, and no tensor is there that could.
     pub(crate) fn shows_later_keys(&self) -> bool {
         let may_hide = |constraint: &Constraint| match constraint {
-            Constraint::Band { right, .. } => *right == 0,
-            constraint => matches!(constraint, Constraint::Causal { .. } | Constraint::Keep(_) | Constraint::Bias(_)),
+            Constraint::Aligned(_, Reach::Band { right, .. }) => *right == 0,
+            Constraint::Aligned(_, reach) => matches!(reach, Reach::Causal { .. }),
+            constraint => matches!(constraint, Constraint::Keep(_) | Constraint::Bias(_)),
         };
         !self.constraints.iter().any(may_hide)
     }
@@ -309,16 +303,16 @@ impl AttentionMask {
     }
 
     /// A constraint that counts from the positions of the mask's others, which count from the end where there is none.
-    fn with_aligned(self, builder: &'static str, constraint: impl FnOnce(Alignment) -> Constraint) -> Self {
+    fn with_aligned(self, builder: &str, reach: Reach) -> Self {
         let mut alignments = self.constraints.iter().filter_map(Constraint::alignment);
         let alignment = alignments.next().unwrap_or(&Alignment::End).clone();
         let clear = alignments.all(|other| *other == alignment);
-        self.with(if clear { constraint(alignment) } else { Constraint::Ambiguous { builder } })
+        self.with(if clear { Constraint::Aligned(alignment, reach) } else { Constraint::ambiguous(builder) })
     }
 
     fn lift(&mut self, prefixes: &[ValidLens]) {
         for constraint in &mut self.constraints {
-            if let Constraint::Causal { prefix, .. } = constraint {
+            if let Constraint::Aligned(_, Reach::Causal { prefix }) = constraint {
                 prefix.extend_from_slice(prefixes);
             }
         }

@@ -9,7 +9,7 @@ use candle_core::{Device, Result, Tensor, bail};
 
 use super::constraint::{Alignment, Constraint, Placement};
 use super::tensors::{check_memory, fit};
-use super::{AttentionMask, EmptyRows};
+use super::{AttentionMask, EmptyRows, OP};
 use candle_attention_modules::base::filled;
 
 /// The structural constraints of an [`AttentionMask`] for given B, T_q and T_kv.
@@ -34,24 +34,6 @@ pub(super) struct Frames {
 }
 
 impl KvRanges {
-    pub(super) fn new(mask: &AttentionMask, b: usize, t_q: usize, t_kv: usize) -> Result<Self> {
-        let (sequences, of) = match &mask.frames {
-            None => (0..b, b),
-            Some(frames) if frames.placements.len() == b => (frames.first..frames.first + b, frames.of),
-            Some(frames) => {
-                bail!("[attention_mask] positions of {} sequences were given, expected {b}", frames.placements.len())
-            }
-        };
-        for constraint in &mask.constraints {
-            constraint.check(of, t_kv)?;
-            let (what, lens) = constraint.lens();
-            lens.iter().try_for_each(|lens| lens.check(what, of, sequences.clone(), t_q))?;
-        }
-        let structural = |constraint: &&Constraint| constraint.bounds_keys();
-        let constraints = mask.constraints.iter().filter(structural).cloned().collect();
-        Ok(Self { b, t_q, t_kv, constraints, frames: mask.frames.clone() })
-    }
-
     /// The keys that query `i` of sequence `b` sees; `0..0` when it sees none, or lies outside the shape.
     pub fn kv_range(&self, b: usize, i: usize) -> Range<usize> {
         if b >= self.b || i >= self.t_q {
@@ -93,13 +75,13 @@ impl KvRanges {
             let first = self.position(b, 0);
             if let Some(other) = self.alignments().map(of).find(|&other| other != first) {
                 bail!(
-                    "[attention_mask] ALiBi counts from a query's position, and the joined masks give query 0 of sequence \
+                    "[{OP}] ALiBi counts from a query's position, and the joined masks give query 0 of sequence \
                      {b} the positions {first} and {other}, expected one"
                 )
             }
         }
         let Some(mut positions) = filled(&[b, self.t_q], 0) else {
-            bail!("[attention_mask] the positions of {b} × {} queries do not fit in memory", self.t_q)
+            bail!("[{OP}] the positions of {b} × {} queries do not fit in memory", self.t_q)
         };
         for (row, position) in positions.iter_mut().enumerate() {
             *position = self.position(row / self.t_q, row % self.t_q);
@@ -121,7 +103,7 @@ impl KvRanges {
         let by_sequence = self.frames.is_some() || self.constraints.iter().any(Constraint::differs_by_sequence);
         let b = if by_sequence { self.b } else { self.b.min(1) };
         let Some(mut keep) = filled(&[b, self.t_q, self.t_kv], 0u8) else {
-            bail!("[attention_mask] a mask of {b} × {} × {} entries does not fit in memory", self.t_q, self.t_kv)
+            bail!("[{OP}] a mask of {b} × {} × {} entries does not fit in memory", self.t_q, self.t_kv)
         };
         if self.t_kv > 0 {
             for (row, keys) in keep.chunks_exact_mut(self.t_kv).enumerate() {
@@ -166,40 +148,57 @@ impl fmt::Display for KvRanges {
     }
 }
 
-/// H and T_q of the call, and how many rows of keys it reads.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct RebaseDims {
-    pub h: usize,
-    pub t_q: usize,
-    pub rows: usize,
-}
-
 impl AttentionMask {
-    /// This mask, in which keys are counted by their position in the sequence, for keys that are counted by row. T_kv
-    /// of this mask is the length of the longest sequence, and what is aligned to the end is aligned to that of each
-    /// sequence.
+    /// The structural constraints for `b` sequences, `t_q` queries and `t_kv` keys, as an interval for each query.
+    ///
+    /// # Errors
+    /// For lengths whose shape is neither (B,) nor (B, T_q), for a window or a chunk of 0, and for what was built on
+    /// joined masks that let it mean several things.
+    pub fn resolve(&self, b: usize, t_q: usize, t_kv: usize) -> Result<KvRanges> {
+        let (sequences, of) = match &self.frames {
+            None => (0..b, b),
+            Some(frames) if frames.placements.len() == b => (frames.first..frames.first + b, frames.of),
+            Some(frames) => {
+                bail!("[{OP}] positions of {} sequences were given, expected {b}", frames.placements.len())
+            }
+        };
+        for constraint in &self.constraints {
+            constraint.check(of, t_kv)?;
+            let (what, lens) = constraint.lens();
+            lens.iter().try_for_each(|lens| lens.check(what, of, sequences.clone(), t_q))?;
+        }
+        let structural = |constraint: &&Constraint| constraint.bounds_keys();
+        let constraints = self.constraints.iter().filter(structural).cloned().collect();
+        Ok(KvRanges { b, t_q, t_kv, constraints, frames: self.frames.clone() })
+    }
+
+    /// This mask, in which keys are counted by their position in the sequence, for keys that are counted by row: for
+    /// scores (B, H, T_q, rows). T_kv of this mask is the length of the longest sequence, and what is aligned to the
+    /// end is aligned to that of each sequence.
     ///
     /// # Errors
     /// As [`resolve`](Self::resolve), and for `keep` and `bias` tensors that do not fit.
-    pub(crate) fn rebase(&self, placements: &[Placement], dims: RebaseDims, device: &Device) -> Result<Self> {
-        let b = placements.len();
+    pub(crate) fn rebase(
+        &self,
+        placements: &[Placement],
+        (b, h, t_q, rows): (usize, usize, usize, usize),
+        device: &Device,
+    ) -> Result<Self> {
         let t_kv = longest(placements);
-        self.resolve(b, dims.t_q, t_kv)?;
-        let whole = Placement { keys: 0..t_kv, tokens: 0..dims.t_q, ..Placement::whole(dims.t_q, t_kv) };
+        self.resolve(b, t_q, t_kv)?;
+        let whole = Placement::whole(t_q, t_kv);
         if placements.iter().all(|placement| *placement == whole) {
             return Ok(self.clone());
         }
         if self.empty_rows == EmptyRows::Uniform {
-            bail!(
-                "[attention_mask] uniform empty rows weigh all keys alike, expected every sequence to hold all of its keys"
-            )
+            bail!("[{OP}] uniform empty rows weigh all keys alike, expected every sequence to hold all of its keys")
         }
         let mut mask = self.with_frames(Frames { placements: placements.to_vec(), first: 0, of: b });
         // Checked above; rows of keys are no columns of it.
         mask.constraints.retain(|constraint| !matches!(constraint, Constraint::Columns(_)));
-        let full = (b, dims.h, dims.t_q, t_kv);
+        let full = (b, h, t_q, t_kv);
         for constraint in &self.constraints {
-            let cut = |what, tensor| columns(&fit(what, tensor, full, device)?, placements, dims.rows);
+            let cut = |what, tensor| columns(&fit(what, tensor, full, device)?, placements, rows);
             match constraint {
                 Constraint::Keep(keep) => mask.constraints.push(Constraint::Keep(cut("keep", keep)?)),
                 Constraint::Bias(bias) => mask.constraints.push(Constraint::Bias(cut("bias", bias)?)),
@@ -232,7 +231,7 @@ impl AttentionMask {
             None => self.frames.as_ref().map(|_| "is of a part already".into()),
         };
         if let Some(obstacle) = obstacle {
-            bail!("[attention_mask] the mask {obstacle}, expected one that leaves intervals of a whole sequence")
+            bail!("[{OP}] the mask {obstacle}, expected one that leaves intervals of a whole sequence")
         }
         let query = queries.start as i128;
         let placement = Placement { query, tokens: 0..queries.len(), end: keys.end.max(queries.end), keys };

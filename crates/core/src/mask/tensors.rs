@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-use super::AttentionMask;
 use super::constraint::Constraint;
+use super::{AttentionMask, OP};
 use candle_attention_modules::base::{Expect, FLOATS, fits_in_memory, is_addressable};
 
 impl AttentionMask {
@@ -17,7 +17,7 @@ impl AttentionMask {
     /// dimensions that are too large to address.
     pub fn to_additive(&self, dims: (usize, usize, usize, usize), dtype: DType, device: &Device) -> Result<Tensor> {
         if !FLOATS.contains(&dtype) {
-            bail!("[attention_mask] an additive mask in {dtype:?} has no -inf, expected F32, F16, BF16 or F64")
+            bail!("[{OP}] an additive mask in {dtype:?} has no -inf, expected F32, F16, BF16 or F64")
         }
         check_addressable(dims)?;
         check_memory(&[dims.2, dims.3])?;
@@ -45,16 +45,11 @@ impl AttentionMask {
 
     /// The `keep` tensors alone, without the intervals of [`resolve`](Self::resolve); their views stay views.
     pub(crate) fn explicit_keep(&self, dims: (usize, usize, usize, usize), device: &Device) -> Result<Option<Tensor>> {
-        let mut all: Option<Tensor> = None;
-        for keep in self.keeps() {
-            Expect::one("attention_mask", "keep", keep).dtype_of(&[DType::U8], " with 1 = attend")?;
+        self.keeps().try_fold(None, |all, keep| {
+            Expect::one(OP, "keep", keep).dtype_of(&[DType::U8], " with 1 = attend")?;
             let keep = fit("keep", keep, dims, device)?;
-            all = Some(match all {
-                None => keep,
-                Some(all) => all_of(&all, &keep)?,
-            });
-        }
-        Ok(all)
+            all.map_or_else(|| Ok(keep.clone()), |all| all_of(&all, &keep)).map(Some)
+        })
     }
 
     /// The sum of all biases in `dtype`, broadcastable to (B, H, T_q, T_kv); `None` when there is none.
@@ -64,23 +59,17 @@ impl AttentionMask {
         dtype: DType,
         device: &Device,
     ) -> Result<Option<Tensor>> {
-        let mut sum: Option<Tensor> = None;
-        for bias in self.biases() {
-            Expect::one("attention_mask", "bias", bias).dtype_of(&FLOATS, "; a mask of ones and zeros is a keep")?;
+        self.biases().try_fold(None, |sum: Option<Tensor>, bias| {
+            Expect::one(OP, "bias", bias).dtype_of(&FLOATS, "; a mask of ones and zeros is a keep")?;
             let bias = fit("bias", bias, dims, device)?;
             if bias.dtype() != dtype {
                 check_memory(bias.dims())?;
             }
             let bias = bias.to_dtype(dtype)?;
-            sum = Some(match sum {
-                None => bias,
-                Some(sum) => {
-                    check_memory(sum.shape().broadcast_shape_binary_op(bias.shape(), "bias")?.dims())?;
-                    sum.broadcast_add(&bias)?
-                }
-            });
-        }
-        Ok(sum)
+            let Some(sum) = sum else { return Ok(Some(bias)) };
+            check_memory(sum.shape().broadcast_shape_binary_op(bias.shape(), "bias")?.dims())?;
+            sum.broadcast_add(&bias).map(Some)
+        })
     }
 
     /// The mask of some of `h` heads.
@@ -148,7 +137,7 @@ fn all_of(one: &Tensor, other: &Tensor) -> Result<Tensor> {
 pub(super) fn check_memory(dims: &[usize]) -> Result<()> {
     if !fits_in_memory(dims) {
         let dims: Vec<_> = dims.iter().map(usize::to_string).collect();
-        bail!("[attention_mask] a mask of {} entries does not fit in memory", dims.join(" × "))
+        bail!("[{OP}] a mask of {} entries does not fit in memory", dims.join(" × "))
     }
     Ok(())
 }
@@ -156,7 +145,7 @@ pub(super) fn check_memory(dims: &[usize]) -> Result<()> {
 fn check_addressable(dims: (usize, usize, usize, usize)) -> Result<()> {
     let dims = [dims.0, dims.1, dims.2, dims.3];
     if !is_addressable(&dims) {
-        bail!("[attention_mask] (B, H, T_q, T_kv) = {dims:?} is too large to address")
+        bail!("[{OP}] (B, H, T_q, T_kv) = {dims:?} is too large to address")
     }
     Ok(())
 }
@@ -177,11 +166,9 @@ pub(super) fn fit(what: &str, tensor: &Tensor, dims: (usize, usize, usize, usize
             }
             _ => "",
         };
-        bail!(
-            "[attention_mask] {what} has shape {shape:?}, which does not broadcast to (B, H, T_q, T_kv) = {full:?}{meant}"
-        )
+        bail!("[{OP}] {what} has shape {shape:?}, which does not broadcast to (B, H, T_q, T_kv) = {full:?}{meant}")
     }
-    Expect::one("attention_mask", what, tensor).beside("the queries", device)?;
+    Expect::one(OP, what, tensor).beside("the queries", device)?;
     // Not a reshape, which would write out a view that is expanded.
     let mut padded = readable(tensor)?;
     while padded.rank() < 4 {

@@ -3,7 +3,9 @@
 use candle_core::{Device, Result, Tensor, bail};
 
 use crate::mask::AttentionMask;
-use candle_attention_modules::base::fits_in_memory;
+use candle_attention_modules::base::check_memory;
+
+const OP: &str = "windows";
 
 /// An image of height × width tokens in square windows, in which attention stays (SAM, ViTDet, Swin): they are rows of
 /// a batch for a layer. An image that windows do not divide is padded with zeros, below and on the right, which are
@@ -36,7 +38,7 @@ impl Windows {
     pub fn new(image: [usize; 2], window: usize) -> Result<Self> {
         const MOST: usize = 1 << 24;
         if window == 0 || window > MOST || image.iter().any(|&size| size == 0 || size > MOST) {
-            bail!("[windows] the image is {image:?} and windows are of {window}, expected 1 to {MOST} each")
+            bail!("[{OP}] the image is {image:?} and windows are of {window}, expected 1 to {MOST} each")
         }
         Ok(Self { image, window, shift: 0 })
     }
@@ -48,7 +50,7 @@ impl Windows {
     /// For a shift that is not below the window.
     pub fn with_shift(self, shift: usize) -> Result<Self> {
         if shift >= self.window {
-            bail!("[windows] shift is {shift}, expected less than the window {}", self.window)
+            bail!("[{OP}] shift is {shift}, expected less than the window {}", self.window)
         }
         Ok(Self { shift, ..self })
     }
@@ -71,11 +73,12 @@ impl Windows {
         let ([height, width], [down, across], w) = (self.image, self.counts(), self.window);
         let (b, e) = match xs.dims() {
             &[b, t, e] if t == height * width => (b, e),
-            dims => bail!("[windows] images have shape {dims:?}, expected (B, {height} · {width}, E)"),
+            dims => bail!("[{OP}] images have shape {dims:?}, expected (B, {height} · {width}, E)"),
         };
         let padded = xs.reshape((b, height, width, e))?;
         let padded = padded.pad_with_zeros(1, 0, down * w - height)?.pad_with_zeros(2, 0, across * w - width)?;
-        let moved = rolled(&rolled(&padded, 1, self.shift)?, 2, self.shift)?;
+        let shift = -(self.shift as i32);
+        let moved = padded.roll(shift, 1)?.roll(shift, 2)?;
         let parts = moved.contiguous()?.reshape(vec![b, down, w, across, w, e])?.transpose(2, 3)?.contiguous()?;
         parts.reshape((b * down * across, w * w, e))
     }
@@ -89,12 +92,11 @@ impl Windows {
         let ([height, width], [down, across], w) = (self.image, self.counts(), self.window);
         let (b, e) = match xs.dims() {
             &[n, t, e] if t == w * w && n % (down * across) == 0 => (n / (down * across), e),
-            dims => bail!("[windows] windows have shape {dims:?}, expected (B · {}, {w} · {w}, E)", down * across),
+            dims => bail!("[{OP}] windows have shape {dims:?}, expected (B · {}, {w} · {w}, E)", down * across),
         };
         let parts = xs.contiguous()?.reshape(vec![b, down, across, w, w, e])?.transpose(2, 3)?.contiguous()?;
         let padded = parts.reshape((b, down * w, across * w, e))?;
-        let back = |size: usize| (size - self.shift) % size;
-        let moved = rolled(&rolled(&padded, 1, back(down * w))?, 2, back(across * w))?;
+        let moved = padded.roll(self.shift as i32, 1)?.roll(self.shift as i32, 2)?;
         moved.narrow(1, 0, height)?.narrow(2, 0, width)?.contiguous()?.reshape((b, height * width, e))
     }
 
@@ -115,9 +117,7 @@ impl Windows {
             (is_behind(row, down), is_behind(column, across))
         };
         let dims = [b, down * across, w * w, w * w];
-        if !fits_in_memory(&dims) {
-            bail!("[windows] a mask of {dims:?} entries does not fit in memory")
-        }
+        check_memory(OP, format_args!("a mask of {dims:?} entries"), &dims)?;
         let mut keep = Vec::with_capacity(down * across * w * w * w * w);
         for window in 0..down * across {
             let sides: Vec<_> = (0..w * w).map(|token| side(window, token)).collect();
@@ -127,12 +127,4 @@ impl Windows {
         let keep = keep.broadcast_as((b, down * across, w * w, w * w))?.contiguous()?;
         Ok(AttentionMask::none().with_keep(&keep.reshape((b * down * across, 1, w * w, w * w))?))
     }
-}
-
-/// The first `by` entries of a dimension behind the last.
-fn rolled(xs: &Tensor, dim: usize, by: usize) -> Result<Tensor> {
-    if by == 0 {
-        return Ok(xs.clone());
-    }
-    Tensor::cat(&[xs.narrow(dim, by, xs.dim(dim)? - by)?, xs.narrow(dim, 0, by)?], dim)
 }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use candle_core::{Result, Tensor};
 use candle_nn::Init;
 
-use super::layout::{Form, Kind, Orientation, QkvOrder, WeightLayout};
+use super::layout::{Form, Kind, QkvOrder, WeightLayout};
 use crate::config::{KvSource, MultiHeadAttentionConfig};
 use candle_attention_modules::base::{DRAWN_THEN_ZEROED, Heads, LINEAR_WEIGHT, Rows, Source, Spec, linear_bias};
 use candle_attention_modules::gate::{GatePlace, OutputGate};
@@ -272,7 +272,7 @@ impl Module<'_> {
 
     fn weight(&self) -> ProjectionTensor {
         let (out_dim, in_dim) = (self.out_dim(), self.in_dim);
-        let is_transposed = matches!(self.kind, Kind::Conv1d | Kind::Raw(Orientation::InOut));
+        let is_transposed = self.kind.is_transposed();
         let init = match self.kind {
             Kind::Linear => LINEAR_WEIGHT,
             Kind::Conv1d => Init::Randn { mean: 0.0, stdev: 0.02 },

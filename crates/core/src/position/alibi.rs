@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{ScoreTerm, Scores, Term, TermCall};
 use crate::position::Positions;
-use candle_attention_modules::base::{accumulation_dtype, fits_in_memory};
+use candle_attention_modules::base::{accumulation_dtype, check_entries, check_memory, number};
 
 /// The slopes' largest exponent in the paper, and in every model but some of MPT.
 const BIAS_MAX: f64 = 8.0;
@@ -51,22 +51,13 @@ impl AlibiConfig {
     /// Says what was expected and what was found.
     pub fn validate(&self, num_heads: usize) -> Result<()> {
         match self {
-            Self::Standard | Self::Falcon => {}
-            Self::BiasMax(bias_max) => {
-                if !(bias_max.is_finite() && *bias_max > 0.0) {
-                    bail!("[alibi] bias_max is {bias_max}, expected a finite number above zero")
-                }
-            }
+            Self::Standard | Self::Falcon => Ok(()),
+            Self::BiasMax(bias_max) => number::above_zero("alibi", "bias_max", *bias_max),
             Self::Slopes(slopes) => {
-                if slopes.len() != num_heads {
-                    bail!("[alibi] there are {} slopes, expected one for each of {num_heads} heads", slopes.len())
-                }
-                if let Some(slope) = slopes.iter().find(|slope| !slope.is_finite()) {
-                    bail!("[alibi] a slope is {slope}, expected finite numbers")
-                }
+                check_entries("alibi", "the list of slopes", slopes.len(), num_heads, "heads")?;
+                slopes.iter().try_for_each(|&slope| number::finite("alibi", "a slope", f64::from(slope)))
             }
         }
-        Ok(())
     }
 }
 
@@ -92,9 +83,7 @@ pub fn alibi_slopes(num_heads: usize) -> Result<Vec<f32>> {
 /// What the paper says for powers of two, and MPT's rule elsewhere, which is the paper's: of the power of two above,
 /// the even ones are the slopes of the power of two below.
 fn series(num_heads: usize, bias_max: f64) -> Result<Vec<f32>> {
-    if !fits_in_memory(&[num_heads, size_of::<f32>()]) {
-        bail!("[alibi] the slopes of {num_heads} heads do not fit in memory")
-    }
+    check_memory("alibi", format_args!("a slope for each of {num_heads} heads"), &[num_heads, size_of::<f32>()])?;
     let slope = |i: usize, n: usize| (-(i as f64) * bias_max / n as f64).exp2() as f32;
     let n = num_heads.next_power_of_two();
     if n == num_heads {
@@ -162,7 +151,7 @@ impl ScoreTerm for KeyBias {
 impl KeyBias {
     /// (B, H, 1, T_kv), or (1, H, 1, T_kv) where all sequences have the same positions.
     fn at(&self, keys: &Positions, dtype: DType) -> Result<Tensor> {
-        let (b, t, entries) = (keys.rows(), keys.per_sequence(), keys.entries());
+        let (b, t, entries) = (keys.rows(), keys.t, &keys.entries);
         let mut biases = Vec::with_capacity(entries.len() * self.slopes.len());
         for sequence in entries.chunks(t.max(1)) {
             for slope in &self.slopes {
@@ -207,7 +196,10 @@ mod tests {
         assert!(alibi_slopes(0).expect("no heads").is_empty());
         for n in [usize::MAX, 1 << 62] {
             let error = alibi_slopes(n).expect_err("no memory holds them").to_string();
-            assert!(error.starts_with(&format!("[alibi] the slopes of {n} heads do not fit in memory")), "{error}");
+            assert!(
+                error.starts_with(&format!("[alibi] a slope for each of {n} heads does not fit in memory")),
+                "{error}"
+            );
         }
     }
 }

@@ -17,7 +17,7 @@ pub(crate) use content::{ContentLayer, KeysByHeads, content, content_specs};
 pub(crate) use rope::{Rotation, score_factor};
 
 use std::fmt::Debug;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
@@ -25,6 +25,7 @@ use serde::{Deserialize, Serialize};
 use crate::mask::AttentionMask;
 use crate::sdpa::{PackedSequences, SdpaOptions};
 use candle_attention_modules::base::rowwise::to_vec;
+use candle_attention_modules::base::{Dim, Expect, number};
 use candle_attention_modules::linear::Projections;
 
 /// The first position that f32, in which angles are computed, cannot tell from its neighbour.
@@ -33,11 +34,12 @@ const END: usize = 1 << 24;
 /// The position of each token of a call: (T,) for all sequences, or (B, T).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Positions {
-    /// Row by row.
-    entries: Vec<u32>,
-    t: usize,
+    /// Row by row, T for all sequences or B · T.
+    pub entries: Vec<u32>,
+    /// T.
+    pub t: usize,
     /// The largest entry + 1, or 0.
-    length: usize,
+    pub length: usize,
 }
 
 impl Positions {
@@ -63,32 +65,9 @@ impl Positions {
 
     /// From an integer tensor (T,) or (B, T); `name` says in errors what it is.
     pub(crate) fn from_tensor(name: &str, positions: &Tensor, b: usize, t: usize) -> Result<Self> {
-        if positions.dtype().is_float() {
-            bail!("[rope] {name} have dtype {:?}, expected integers", positions.dtype())
-        }
-        if positions.dims() != [t] && positions.dims() != [b, t] {
-            bail!("[rope] {name} have shape {:?}, expected (T,) = [{t}] or (B, T) = [{b}, {t}]", positions.dims())
-        }
-        let mut length = 0;
-        let read = |position: i64| match usize::try_from(position) {
-            Ok(position) if position < END => {
-                length = length.max(position + 1);
-                Ok(position as u32)
-            }
-            _ => bail!("[rope] {name} hold {position}, expected 0 to {}", END - 1),
-        };
-        let entries = to_vec(positions)?.into_iter().map(read).collect::<Result<_>>()?;
-        Ok(Self { entries, t, length })
-    }
-
-    /// The largest position + 1, or 0.
-    pub(crate) fn length(&self) -> usize {
-        self.length
-    }
-
-    /// T.
-    pub(crate) fn per_sequence(&self) -> usize {
-        self.t
+        let [b, t_dim] = [Dim::Named("B", b), Dim::Named("T", t)];
+        let positions = Expect::many("rope", name, positions).shape_of(&[&[t_dim], &[b, t_dim]])?;
+        Self::of_each(positions.counts()?, t)
     }
 
     /// B, or 1 where all sequences have the same.
@@ -108,11 +87,6 @@ impl Positions {
         let is_run = |row: &[u32]| row.windows(2).all(|pair| pair[0] + 1 == pair[1]);
         rows.clone().all(is_run).then(|| rows.by_ref().map(|row| row[0]).collect())
     }
-
-    /// Row by row, T for all sequences or B · T.
-    pub(super) fn entries(&self) -> &[u32] {
-        &self.entries
-    }
 }
 
 /// A position on each axis for each token of a call, which need not be a whole number.
@@ -121,28 +95,20 @@ pub(crate) struct AxisPositions {
     /// Axis by axis, and there row by row.
     entries: Vec<f32>,
     axes: usize,
-    t: usize,
+    /// T.
+    pub t: usize,
 }
 
 impl AxisPositions {
     /// From a tensor (A, T) or (A, B, T).
     pub(crate) fn from_tensor(positions: &Tensor, axes: usize, b: usize, t: usize) -> Result<Self> {
-        if positions.dims() != [axes, t] && positions.dims() != [axes, b, t] {
-            bail!(
-                "[rope] axis positions have shape {:?}, expected (A, T) = [{axes}, {t}] or (A, B, T) = [{axes}, {b}, {t}]",
-                positions.dims()
-            )
-        }
+        let [a, b, t_dim] = [Dim::Named("A", axes), Dim::Named("B", b), Dim::Named("T", t)];
+        Expect::many("rope", "axis positions", positions).shape_of(&[&[a, t_dim], &[a, b, t_dim]])?;
         let entries = to_vec::<f32>(positions)?;
         if let Some(other) = entries.iter().find(|entry| entry.is_nan() || entry.abs() >= END as f32) {
             bail!("[rope] axis positions hold {other}, expected numbers between ±{END}")
         }
         Ok(Self { entries, axes, t })
-    }
-
-    /// T.
-    pub(super) fn per_sequence(&self) -> usize {
-        self.t
     }
 
     /// T for all sequences, or B · T.
@@ -158,6 +124,31 @@ impl AxisPositions {
     pub(super) fn length(&self) -> usize {
         self.entries.iter().map(|&entry| entry.max(0.0) as usize + 1).max().unwrap_or(0)
     }
+}
+
+/// What was computed last and what it is for: the layers of a model ask for the same one by one.
+type Latest<K, V> = Mutex<Option<(K, V)>>;
+
+/// What was computed last, if it is for the same; else it is computed now, and kept under the key that `key` gives.
+///
+/// None may be kept of what is tracked for gradients: training changes a variable in its own place, which what was
+/// computed before would not see.
+fn latest<K, V: Clone>(
+    latest: &Latest<K, V>,
+    is_same: impl FnOnce(&K) -> bool,
+    compute: impl FnOnce() -> Result<V>,
+    key: impl FnOnce(&V) -> Option<K>,
+) -> Result<V> {
+    let latest = || latest.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((own, value)) = &*latest()
+        && is_same(own)
+    {
+        return Ok(value.clone());
+    }
+    // Not under the lock: a thread that computes may meanwhile take up other work that wants the same.
+    let value = compute()?;
+    *latest() = key(&value).map(|key| (key, value.clone()));
+    Ok(value)
 }
 
 /// A factor on each query by its position p, `1 + beta · ln(1 + floor((p + first) / interval))`, so that the weights of
@@ -187,29 +178,23 @@ impl QueryScaling {
     /// # Errors
     /// Says what was expected and what was found.
     pub fn validate(&self) -> Result<()> {
-        if !(self.beta as f32).is_finite() {
-            bail!("[query_scaling] beta is {}, expected a finite number", self.beta)
-        }
-        if self.interval == 0 || self.interval > u32::MAX as usize {
-            bail!("[query_scaling] interval is {}, expected 1 to {}", self.interval, u32::MAX)
-        }
-        if self.first > u32::MAX as usize {
-            bail!("[query_scaling] first is {}, expected at most {}", self.first, u32::MAX)
-        }
-        Ok(())
+        const OP: &str = "query_scaling";
+        number::expect(OP, "beta", self.beta, |beta: f64| (beta as f32).is_finite(), "a finite number")?;
+        number::within(OP, "interval", self.interval, 1..=u32::MAX as usize)?;
+        number::within(OP, "first", self.first, 0..=u32::MAX as usize)
     }
 
     /// The factors (1, 1, T, 1), or (B, 1, T, 1) where sequences have positions of their own; `None` where all are 1.
     pub(crate) fn factors(&self, positions: &Positions, dtype: DType, device: &Device) -> Result<Option<Tensor>> {
-        if positions.length().saturating_add(self.first) <= self.interval {
+        if positions.length.saturating_add(self.first) <= self.interval {
             return Ok(None);
         }
         let factor = |&position: &u32| {
             let turns = (position as usize).saturating_add(self.first) / self.interval;
             1.0 + self.beta * (turns as f64).ln_1p()
         };
-        let factors: Vec<f64> = positions.entries().iter().map(factor).collect();
-        let factors = Tensor::from_vec(factors, (positions.rows(), 1, positions.per_sequence(), 1), &Device::Cpu)?;
+        let factors: Vec<f64> = positions.entries.iter().map(factor).collect();
+        let factors = Tensor::from_vec(factors, (positions.rows(), 1, positions.t, 1), &Device::Cpu)?;
         factors.to_dtype(dtype)?.to_device(device).map(Some)
     }
 }
@@ -279,11 +264,11 @@ mod tests {
     #[test]
     fn offsets_are_the_first_positions() -> Result<()> {
         let each = Positions::starting_at(&[3, 0], 2)?;
-        assert_eq!((each.entries(), each.per_sequence(), each.length()), ([3, 4, 0, 1].as_slice(), 2, 5));
+        assert_eq!((each.entries.as_slice(), each.t, each.length), ([3, 4, 0, 1].as_slice(), 2, 5));
         let tensor = Tensor::new(&[[3i64, 4], [0, 1]], &Device::Cpu)?;
         assert_eq!(each, Positions::from_tensor("positions", &tensor, 2, 2)?);
-        assert_eq!(Positions::starting_at(&[7], 0)?.length(), 0);
-        assert_eq!(Positions::starting_at(&[END - 2], 2)?.length(), END);
+        assert_eq!(Positions::starting_at(&[7], 0)?.length, 0);
+        assert_eq!(Positions::starting_at(&[END - 2], 2)?.length, END);
         Ok(())
     }
 

@@ -1,15 +1,18 @@
 //! T5's relative positions: a learned bias for each head and bucket of distances.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use candle_core::{Result, Tensor, bail};
 use candle_nn::{Init, VarBuilder};
 use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
-use super::{ScoreTerm, Scores, TermCall};
-use crate::position::Positions;
-use candle_attention_modules::base::{HeadShard, Options, Source, accumulation_dtype, fits_in_memory, frozen, options};
+use super::{Latest, Positions, ScoreTerm, Scores, TermCall, latest};
+use candle_attention_modules::base::{
+    HeadShard, Options, Source, accumulation_dtype, check_memory, frozen, number, options,
+};
+
+const OP: &str = "relative_bias";
 
 /// The most biases that are kept for the next layer, 64 MB.
 const KEPT: usize = 1 << 24;
@@ -61,20 +64,10 @@ impl RelativeBiasConfig {
     /// Says what was expected and what was found.
     pub fn validate(&self) -> Result<()> {
         let least = if self.bidirectional { 4 } else { 2 };
-        if self.num_buckets < least || self.num_buckets > u32::MAX as usize {
-            bail!("[relative_bias] num_buckets is {}, expected {least} to {}", self.num_buckets, u32::MAX)
-        }
+        number::within(OP, "num_buckets", self.num_buckets, least..=u32::MAX as usize)?;
+        // The first distances have buckets of their own.
         let exact = self.directed() / 2;
-        if self.max_distance <= exact || self.max_distance > u32::MAX as usize {
-            bail!(
-                "[relative_bias] max_distance is {}, expected {} to {}, since the first {exact} distances have buckets of \
-                 their own",
-                self.max_distance,
-                exact + 1,
-                u32::MAX
-            )
-        }
-        Ok(())
+        number::within(OP, "max_distance", self.max_distance, exact + 1..=u32::MAX as usize)
     }
 
     /// The buckets of one direction.
@@ -131,15 +124,8 @@ pub struct RelativeBias {
     config: RelativeBiasConfig,
     /// (num_buckets, H).
     weight: Tensor,
-    latest: Arc<Mutex<Option<Computed>>>,
-}
-
-/// Biases, and what they are for.
-#[derive(Debug)]
-struct Computed {
-    queries: Positions,
-    keys: Positions,
-    biases: Biases,
+    /// Of queries and keys at these positions.
+    latest: Arc<Latest<[Positions; 2], Biases>>,
 }
 
 /// What is added to the scores.
@@ -184,10 +170,8 @@ impl RelativeBias {
     /// For a config that does not fit together, and for a missing or misshapen tensor.
     pub fn new(config: &RelativeBiasConfig, num_heads: usize, vb: VarBuilder) -> Result<Self> {
         config.validate()?;
-        if num_heads == 0 {
-            bail!("[relative_bias] num_heads is 0, expected at least 1")
-        }
-        let source = Source::new("relative_bias", "t5", vb);
+        number::size(OP, "num_heads", num_heads)?;
+        let source = Source::new(OP, "t5", vb);
         source.check_dtype()?;
         // `nn.Embedding`'s initialisation.
         let init = Init::Randn { mean: 0.0, stdev: 1.0 };
@@ -202,15 +186,12 @@ impl RelativeBias {
     pub fn shard(&self, shard: HeadShard) -> Result<Self> {
         let (h, n) = (self.num_heads(), shard.world_size());
         if !h.is_multiple_of(n) {
-            bail!("[relative_bias] a world size of {n} does not divide the {h} heads")
+            bail!("[{OP}] a world size of {n} does not divide the {h} heads")
         }
-        let share = shard.shares(h, h).0;
-        let heads = share.range(h);
+        let heads = shard.part_of(h);
+        let own = self.weight.narrow(1, heads.start, heads.len())?;
         // A view of a variable, which training changes in place.
-        Ok(self.with_weight(match self.weight.track_op() {
-            true => self.weight.narrow(1, heads.start, heads.len())?,
-            false => share.copy(&self.weight, 1)?,
-        }))
+        Ok(self.with_weight(if own.track_op() { own } else { own.force_contiguous()? }))
     }
 
     pub(crate) fn freeze(&self) -> Result<Self> {
@@ -260,14 +241,17 @@ impl RelativeBias {
     }
 
     fn between(&self, queries: &Positions, keys: &Positions) -> Result<Biases> {
-        let latest = || self.latest.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(latest) = &*latest()
-            && (&latest.queries, &latest.keys) == (queries, keys)
-        {
-            return Ok(latest.biases.clone());
-        }
-        let (t_q, t_kv) = (queries.per_sequence(), keys.per_sequence());
-        let biases = match (queries.starts(), keys.starts()) {
+        let key = |biases: &Biases| {
+            let (Biases::ByDistance(tensor) | Biases::ByPair(tensor)) = biases;
+            let is_kept = !tensor.track_op() && tensor.elem_count() <= KEPT;
+            is_kept.then(|| [queries.clone(), keys.clone()])
+        };
+        latest(&self.latest, |[q, k]| (q, k) == (queries, keys), || self.computed(queries, keys), key)
+    }
+
+    fn computed(&self, queries: &Positions, keys: &Positions) -> Result<Biases> {
+        let (t_q, t_kv) = (queries.t, keys.t);
+        Ok(match (queries.starts(), keys.starts()) {
             (Some(first_queries), Some(first_keys)) if !first_queries.is_empty() && !first_keys.is_empty() => {
                 let b = first_queries.len().max(first_keys.len());
                 let of = |firsts: &[u32], b: usize| i64::from(firsts[b % firsts.len()]);
@@ -279,15 +263,7 @@ impl RelativeBias {
                 Biases::ByDistance(if offsets.len() == 1 { biases.squeeze(0)? } else { biases })
             }
             _ => Biases::ByPair(self.by_pair(queries, keys)?),
-        };
-        let (Biases::ByDistance(tensor) | Biases::ByPair(tensor)) = &biases;
-        // Training changes a variable in its own place, which biases of before would not see.
-        *latest() = (!tensor.track_op() && tensor.elem_count() <= KEPT).then(|| Computed {
-            queries: queries.clone(),
-            keys: keys.clone(),
-            biases: biases.clone(),
-        });
-        Ok(biases)
+        })
     }
 
     /// For sequences whose first query is so far behind its first key, (B, H, T_q + T_kv - 1).
@@ -302,7 +278,7 @@ impl RelativeBias {
 
     /// (B, H, T_q, T_kv), with B = 1 where all sequences have the same positions.
     fn by_pair(&self, queries: &Positions, keys: &Positions) -> Result<Tensor> {
-        let (t_q, t_kv, rows) = (queries.per_sequence(), keys.per_sequence(), [queries.rows(), keys.rows()]);
+        let (t_q, t_kv, rows) = (queries.t, keys.t, [queries.rows(), keys.rows()]);
         // Positions for all sequences, of which there may be none.
         let b = if rows.contains(&0) { 0 } else { rows[0].max(rows[1]) };
         let pairs = (0..b).flat_map(|b| queries.of_sequence(b).iter().map(move |query| (query, keys.of_sequence(b))));
@@ -316,9 +292,7 @@ impl RelativeBias {
     fn gathered(&self, buckets: impl Iterator<Item = u32>, shape: &[usize]) -> Result<Tensor> {
         let (dtype, device) = (accumulation_dtype(self.weight.dtype()), self.weight.device());
         let shape = [&[self.num_heads()], shape].concat();
-        if !fits_in_memory(&shape) {
-            bail!("[relative_bias] biases of {shape:?} do not fit in memory")
-        }
+        check_memory(OP, format_args!("a bias of {shape:?}"), &shape)?;
         let buckets: Vec<_> = buckets.collect();
         if buckets.is_empty() {
             return Tensor::zeros(shape, dtype, device);

@@ -33,6 +33,7 @@ use candle_core::{Result, Tensor, bail};
 
 use crate::mask::AttentionMask;
 use candle_attention_kernels::Tier;
+use candle_attention_modules::base::Expect;
 use plan::{Choice, choose};
 use validate::Call;
 
@@ -246,41 +247,21 @@ pub(crate) trait Keys {
     }
 }
 
-/// The keys and values of a call alone, or of packed sequences, for a function of the caller's if there is one.
-pub(crate) fn uncached<'a>(own: OwnKeys<'a>, function: Option<&'a AttentionFunction<'a>>) -> Box<dyn Keys + 'a> {
-    match function.filter(|_| own.sequences.is_none()) {
-        Some(function) => Box::new(FunctionKeys { own, function }),
-        None => Box::new(own),
-    }
-}
-
 /// Keys (B, H_kv, T_kv, D) and values (B, H_kv, T_kv, D_v), or those (1, H_kv, total_kv, ..) of packed sequences.
 pub(crate) struct OwnKeys<'a> {
     pub k: Tensor,
     pub v: Tensor,
     pub sequences: Option<&'a PackedSequences>,
+    /// The caller's, which attends to them; of no packed sequences.
+    pub function: Option<&'a AttentionFunction<'a>>,
 }
 
 impl Keys for OwnKeys<'_> {
     fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, outputs: Outputs) -> Result<Attended> {
-        let (op, qkv) = (outputs.op(self.sequences.is_some()), [q, &self.k, &self.v]);
-        run(&Call::of(op, qkv, self.sequences, mask, options)?, outputs)
-    }
-
-    fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
-        let call = Call::of("plan", [q, &self.k, &self.v], self.sequences, mask, options)?;
-        Ok(choose(&call, Outputs::Context)?.plan())
-    }
-}
-
-/// The same, attended to by a function of the caller's.
-struct FunctionKeys<'a> {
-    own: OwnKeys<'a>,
-    function: &'a AttentionFunction<'a>,
-}
-
-impl Keys for FunctionKeys<'_> {
-    fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, outputs: Outputs) -> Result<Attended> {
+        let Some(function) = self.function else {
+            let (op, qkv) = (outputs.op(self.sequences.is_some()), [q, &self.k, &self.v]);
+            return run(&Call::of(op, qkv, self.sequences, mask, options)?, outputs);
+        };
         let missing = match outputs {
             Outputs::Context | Outputs::LogSumExp => None,
             Outputs::Weights => Some("weights"),
@@ -289,23 +270,19 @@ impl Keys for FunctionKeys<'_> {
         if let Some(missing) = missing {
             bail!("[attention_function] {missing} are asked for, which a function of the caller's does not give")
         }
-        let OwnKeys { k, v, .. } = &self.own;
-        let context = (self.function)(q, k, v, mask, options)?;
+        let context = function(q, &self.k, &self.v, mask, options)?;
         let (b, h, t_q, _) = q.dims4()?;
-        let shape = (b, h, t_q, v.dim(3)?);
-        if context.shape() != &shape.into() || context.dtype() != q.dtype() {
-            bail!(
-                "[attention_function] the context is {:?} {:?}, expected {:?} {shape:?}",
-                context.dtype(),
-                context.dims(),
-                q.dtype()
-            )
-        }
+        let found = Expect::one("attention_function", "the context", &context).sizes(&[b, h, t_q, self.v.dim(3)?])?;
+        found.dtype(q.dtype(), "the queries'")?;
         Ok(Attended::context(context))
     }
 
-    fn plan(&self, _: &Tensor, _: &AttentionMask, _: &SdpaOptions) -> Result<Plan> {
-        bail!("[attention_function] plans are asked for, which a function of the caller's does not give")
+    fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
+        if self.function.is_some() {
+            bail!("[attention_function] plans are asked for, which a function of the caller's does not give")
+        }
+        let call = Call::of("plan", [q, &self.k, &self.v], self.sequences, mask, options)?;
+        Ok(choose(&call, Outputs::Context)?.plan())
     }
 }
 

@@ -9,7 +9,7 @@ use super::validate::{Call, Dims};
 use super::{Attended, OutputOrder, PackedSequences};
 use crate::mask::{AttentionMask, EmptyRows, ValidLens};
 use candle_attention_kernels::flash::philox_keeps;
-use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, fits_in_memory};
+use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, check_memory};
 use candle_attention_modules::init::TorchSeed;
 
 /// With weights in the dtype of the accumulation: none of packed sequences, and none without an entry on CUDA, where
@@ -67,27 +67,16 @@ fn attend_sequences(packed: &Call, sequences: &PackedSequences) -> Result<Attend
 
 fn attend_batch(call: &Call) -> Result<Attended> {
     let Dims { b, h, t_q, t_kv, d_v, .. } = call.dims;
-    if !fits_in_memory(&[b, h, t_q, t_kv]) {
-        bail!(
-            "[{}] scores of {:?} for q {:?} and k {:?} do not fit in memory",
-            call.op,
-            [b, h, t_q, t_kv],
-            call.q.dims(),
-            call.k.dims()
-        )
-    }
+    let scores = [b, h, t_q, t_kv];
+    check_memory(call.op, format_args!("a tensor of scores {scores:?}"), &scores)?;
     let (device, dtype) = (call.q.device(), accumulation_dtype(call.q.dtype()));
     let keep = call.mask.keep_tensor(call.score_dims(), device)?;
     let bias = call.mask.bias_tensor(call.score_dims(), dtype, device)?;
-    let sinks = match &call.options.sinks {
-        Some(sinks) => Some(sinks.to_dtype(dtype)?.reshape((1, h, 1, 1))?),
-        None => None,
-    };
+    let sinks = |sinks: &Tensor| sinks.to_dtype(dtype)?.reshape((1, h, 1, 1));
+    let sinks = call.options.sinks.as_ref().map(sinks).transpose()?;
     if b == 0 || t_q == 0 || t_kv == 0 {
         for shape in [&[b, h, t_q][..], &[b, h, t_q, d_v]] {
-            if !fits_in_memory(shape) {
-                bail!("[{}] a result of {shape:?} does not fit in memory", call.op)
-            }
+            check_memory(call.op, format_args!("a result of {shape:?}"), shape)?;
         }
         let lse = match &sinks {
             Some(sinks) => sinks.squeeze(3)?.broadcast_as((b, h, t_q))?.contiguous()?,
@@ -127,11 +116,7 @@ fn attend_batch(call: &Call) -> Result<Attended> {
     };
     let context = weighted_values(&weights, &call.v.to_dtype(dtype)?, keep.as_ref())?;
     let context = context.to_dtype(call.q.dtype())?;
-    let context = match call.output_order {
-        OutputOrder::Bhtd => context.contiguous()?,
-        OutputOrder::Bthd => context.transpose(1, 2)?.contiguous()?.transpose(1, 2)?,
-    };
-    Ok(Attended { lse: Some(lse), weights: Some(weights), ..Attended::context(context) })
+    Ok(Attended { lse: Some(lse), weights: Some(weights), ..Attended::context(call.in_output_order(context)?) })
 }
 
 /// (B, H, T, X) times (B, H_kv, X, Y): the query heads of a group are rows of one product, so that k and v are not

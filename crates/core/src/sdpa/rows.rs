@@ -6,7 +6,7 @@ use candle_core::{Result, bail};
 
 use super::PackedSequences;
 use super::validate::{Call, Dims};
-use candle_attention_modules::base::fits_in_memory;
+use candle_attention_modules::base::check_memory;
 
 /// What the structural constraints of a mask leave: an interval of keys for each row of queries.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -47,9 +47,8 @@ impl RowRanges {
 
     fn of_sequences(call: &Call, sequences: &PackedSequences) -> Result<Self> {
         let (total, n) = (sequences.total_queries(), sequences.len());
-        if !fits_in_memory(&[total, size_of::<Range<usize>>() + size_of::<i64>()]) {
-            bail!("[packed_sequences] the ranges of {total} queries do not fit in memory")
-        }
+        let bytes = size_of::<Range<usize>>() + size_of::<i64>();
+        check_memory("packed_sequences", format_args!("a range for each of {total} queries"), &[total, bytes])?;
         let mut rows = Self { keys: Vec::with_capacity(total), ..Self::default() };
         let last_query = sequences.longest_queries() as i64 - 1;
         for s in 0..n {

@@ -13,7 +13,7 @@ use super::varlen::attend_packed;
 use super::{PackedSequences, SdpaOptions, attend};
 use crate::mask::AttentionMask;
 use candle_attention_modules::base::rowwise::to_vec;
-use candle_attention_modules::base::{Options, accumulation_dtype, options};
+use candle_attention_modules::base::{Options, accumulation_dtype, number, options};
 
 /// What [`scaled_dot_product_attention_with_statistics`] is to find out, besides entropies and sums.
 ///
@@ -48,9 +48,8 @@ impl StatisticsOptions {
 
     pub(super) fn check(&self, call: &Call) -> Result<()> {
         let (op, Dims { t_q, t_kv, .. }) = (call.op, call.dims);
-        if self.top_keys > MAX_TOP {
-            bail!("[{op}] top_keys is {}, expected at most {MAX_TOP}", self.top_keys)
-        }
+        number::within(op, "top_keys", self.top_keys, 0..=MAX_TOP)?;
+        let is_within = |range: &Range<usize>, count| range.start <= range.end && range.end <= count;
         match &self.window {
             Some([rows, columns]) if !is_within(rows, t_q) || !is_within(columns, t_kv) => bail!(
                 "[{op}] weights of queries {rows:?} and keys {columns:?} were asked for, expected some of {t_q} queries \
@@ -65,10 +64,6 @@ impl StatisticsOptions {
         let [rows, columns] = self.window.clone().unwrap_or([0..0, 0..0]);
         flash::StatisticsOptions { top: self.top_keys, rows, columns }
     }
-}
-
-fn is_within(range: &Range<usize>, count: usize) -> bool {
-    range.start <= range.end && range.end <= count
 }
 
 /// Statistics of the weights of one call, after the softmax and before dropout: in f32 (f64 for f64 inputs), on q's

@@ -83,8 +83,7 @@ impl<'a> Call<'a> {
         mask: &'a AttentionMask,
         options: &'a SdpaOptions,
     ) -> Result<Self> {
-        let shapes = ["(total_q, H, D)", "(total_kv, H_kv, D)", "(total_kv, H_kv, D_v)"];
-        check_ranks(op, qkv, 3, shapes)?;
+        check_ranks(op, qkv, [["total_q", "H", "D"], ["total_kv", "H_kv", "D"], ["total_kv", "H_kv", "D_v"]], 3)?;
         let [q, k, v] = qkv.map(|tensor| tensor.unsqueeze(0)?.transpose(1, 2));
         Self::of(op, [&q?, &k?, &v?], Some(sequences), mask, options)
     }
@@ -161,6 +160,14 @@ impl<'a> Call<'a> {
         (self.rank..4).try_fold(result, |result, _| result.squeeze(0))
     }
 
+    /// A context (B, H, T_q, D_v) that lies in memory in the order of the call.
+    pub(super) fn in_output_order(&self, context: Tensor) -> Result<Tensor> {
+        match self.output_order {
+            OutputOrder::Bhtd => context.contiguous(),
+            OutputOrder::Bthd => context.transpose(1, 2)?.contiguous()?.transpose(1, 2),
+        }
+    }
+
     fn expect<'b>(&'b self, name: &'b str, tensor: &'b Tensor) -> Result<Expect<'b>> {
         Expect::one(self.op, name, tensor).beside("q", self.q.device())
     }
@@ -203,12 +210,16 @@ impl<'a> Call<'a> {
             DType::F64 => (f64::MIN_POSITIVE, f64::MAX),
             _ => (f32::MIN_POSITIVE.into(), f32::MAX.into()),
         };
-        if let Some(scale) = options.scale.filter(|scale| !(-most..=most).contains(scale)) {
-            bail!("[{op}] scale is {scale:?}, expected a finite number in {dtype:?}")
-        }
-        if let Some(softcap) = options.softcap.filter(|softcap| !(least..=most).contains(softcap)) {
-            bail!("[{op}] softcap is {softcap:?}, expected a finite number above zero in {dtype:?}")
-        }
+        let is_finite = |scale: f64| scale.abs() <= most;
+        number::expect(op, "scale", options.scale, is_finite, format_args!("a finite number in {dtype:?}"))?;
+        let is_right = |softcap: f64| (least..=most).contains(&softcap);
+        number::expect(
+            op,
+            "softcap",
+            options.softcap,
+            is_right,
+            format_args!("a finite number above zero in {dtype:?}"),
+        )?;
         number::probability(op, "dropout", options.dropout)?;
         for (name, tensor) in [("alibi_slopes", &options.alibi_slopes), ("sinks", &options.sinks)] {
             let Some(tensor) = tensor else { continue };
@@ -221,22 +232,19 @@ impl<'a> Call<'a> {
 /// (H, T, D) and (T, D) as (1, H, T, D).
 fn with_batch(op: &str, qkv: [&Tensor; 3]) -> Result<[Tensor; 3]> {
     let rank = qkv[0].rank();
-    let shapes = match rank {
-        2 => ["(T_q, D)", "(T_kv, D)", "(T_kv, D_v)"],
-        3 => ["(H, T_q, D)", "(H_kv, T_kv, D)", "(H_kv, T_kv, D_v)"],
-        4 => ["(B, H, T_q, D)", "(B, H_kv, T_kv, D)", "(B, H_kv, T_kv, D_v)"],
-        _ => bail!("[{op}] q has shape {:?}, expected (B, H, T_q, D), (H, T_q, D) or (T_q, D)", qkv[0].dims()),
-    };
-    check_ranks(op, qkv, rank, shapes)?;
+    if !(2..=4).contains(&rank) {
+        bail!("[{op}] q has shape {:?}, expected (B, H, T_q, D), (H, T_q, D) or (T_q, D)", qkv[0].dims())
+    }
+    let shapes = [["B", "H", "T_q", "D"], ["B", "H_kv", "T_kv", "D"], ["B", "H_kv", "T_kv", "D_v"]];
+    check_ranks(op, qkv, shapes, rank)?;
     let [q, k, v] = qkv.map(|tensor| (rank..4).try_fold(tensor.clone(), |tensor, _| tensor.unsqueeze(0)));
     Ok([q?, k?, v?])
 }
 
-fn check_ranks(op: &str, qkv: [&Tensor; 3], rank: usize, shapes: [&str; 3]) -> Result<()> {
-    for ((name, tensor), shape) in ["q", "k", "v"].into_iter().zip(qkv).zip(shapes) {
-        if tensor.rank() != rank {
-            bail!("[{op}] {name} has shape {:?}, expected {shape}", tensor.dims())
-        }
+/// That q, k and v have the last `rank` of these dimensions.
+fn check_ranks<const N: usize>(op: &str, qkv: [&Tensor; 3], dims: [[&'static str; N]; 3], rank: usize) -> Result<()> {
+    for ((name, tensor), dims) in ["q", "k", "v"].into_iter().zip(qkv).zip(dims) {
+        Expect::one(op, name, tensor).shape(&dims.map(Dim::Any)[N - rank..])?;
     }
     Ok(())
 }
@@ -264,9 +272,7 @@ fn dims(op: &str, [q, k, v]: [&Tensor; 3]) -> Result<Dims> {
     if d_k != d {
         bail!("[{op}] k has head dimension {d_k}, expected q's {d}")
     }
-    if d == 0 {
-        bail!("[{op}] q has head dimension 0, expected at least 1")
-    }
+    number::expect(op, "q's head dimension", d, |d: usize| d > 0, "at least 1")?;
     check_addressable(op, [q, k, v], &[[b, h, t_q, d], [b, h, t_kv, d], [b, h, t_q.max(t_kv), d_v]])?;
     Ok(Dims { b, h, t_q, t_kv, d, d_v })
 }

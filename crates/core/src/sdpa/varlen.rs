@@ -9,8 +9,9 @@ use super::plan::Outputs;
 use super::validate::Call;
 use super::{Attended, SdpaOptions, run};
 use crate::mask::AttentionMask;
-use candle_attention_modules::base::rowwise::to_vec;
-use candle_attention_modules::base::{Dim, Expect};
+use candle_attention_modules::base::{Dim, Expect, check_entries};
+
+const OP: &str = "packed_sequences";
 
 /// [`scaled_dot_product_attention`](crate::scaled_dot_product_attention) over sequences of different lengths, packed
 /// one after the other: flash-attention's `varlen`.
@@ -108,13 +109,8 @@ impl PackedSequences {
     pub fn new(cu_seqlens_q: Vec<usize>, cu_seqlens_kv: Vec<usize>) -> Result<Self> {
         check("cu_seqlens_q", &cu_seqlens_q)?;
         check("cu_seqlens_kv", &cu_seqlens_kv)?;
-        if cu_seqlens_q.len() != cu_seqlens_kv.len() {
-            bail!(
-                "[packed_sequences] cu_seqlens_q has {} entries and cu_seqlens_kv has {}, expected the same",
-                cu_seqlens_q.len(),
-                cu_seqlens_kv.len()
-            )
-        }
+        let [of_q, of_kv] = [cu_seqlens_q.len(), cu_seqlens_kv.len()];
+        check_entries(OP, "cu_seqlens_kv", of_kv, of_q, "entries of cu_seqlens_q")?;
         Ok(Self { cu_seqlens_q, cu_seqlens_kv })
     }
 
@@ -139,13 +135,7 @@ impl PackedSequences {
     /// # Errors
     /// For more lengths of one kind than of the other, and for a sum that no tensor has.
     pub fn from_lens(lens_q: &[usize], lens_kv: &[usize]) -> Result<Self> {
-        if lens_q.len() != lens_kv.len() {
-            bail!(
-                "[packed_sequences] lens_q has {} entries and lens_kv has {}, expected the same",
-                lens_q.len(),
-                lens_kv.len()
-            )
-        }
+        check_entries(OP, "lens_kv", lens_kv.len(), lens_q.len(), "entries of lens_q")?;
         Self::new(accumulate("lens_q", lens_q)?, accumulate("lens_kv", lens_kv)?)
     }
 
@@ -200,16 +190,11 @@ impl PackedSequences {
 fn check(name: &str, cu_seqlens: &[usize]) -> Result<()> {
     match cu_seqlens.first() {
         Some(0) => {}
-        Some(first) => bail!("[packed_sequences] {name} begins with {first}, expected 0"),
-        None => bail!("[packed_sequences] {name} is empty, expected 0 and then the end of each sequence"),
+        Some(first) => bail!("[{OP}] {name} begins with {first}, expected 0"),
+        None => bail!("[{OP}] {name} is empty, expected 0 and then the end of each sequence"),
     }
     if let Some((i, pair)) = cu_seqlens.windows(2).enumerate().find(|(_, pair)| pair[1] < pair[0]) {
-        bail!(
-            "[packed_sequences] entry {} of {name} is {}, expected at least the {} before it",
-            i + 1,
-            pair[1],
-            pair[0]
-        )
+        bail!("[{OP}] entry {} of {name} is {}, expected at least the {} before it", i + 1, pair[1], pair[0])
     }
     Ok(())
 }
@@ -218,9 +203,7 @@ fn accumulate(name: &str, lens: &[usize]) -> Result<Vec<usize>> {
     let mut cu_seqlens = vec![0];
     let mut sum = 0usize;
     for &len in lens {
-        let Some(next) = sum.checked_add(len) else {
-            bail!("[packed_sequences] {name} add up to more than {}", usize::MAX)
-        };
+        let Some(next) = sum.checked_add(len) else { bail!("[{OP}] {name} add up to more than {}", usize::MAX) };
         sum = next;
         cu_seqlens.push(sum);
     }
@@ -228,15 +211,7 @@ fn accumulate(name: &str, lens: &[usize]) -> Result<Vec<usize>> {
 }
 
 fn read(name: &str, cu_seqlens: &Tensor) -> Result<Vec<usize>> {
-    if cu_seqlens.dtype().is_float() {
-        bail!("[packed_sequences] {name} has dtype {:?}, expected integers", cu_seqlens.dtype())
-    }
-    Expect::one("packed_sequences", name, cu_seqlens).shape(&[Dim::Any("n + 1")])?;
-    let non_negative = |(i, entry): (usize, i64)| match usize::try_from(entry) {
-        Ok(entry) => Ok(entry),
-        Err(_) => bail!("[packed_sequences] entry {i} of {name} is {entry}, expected zero or more"),
-    };
-    to_vec(cu_seqlens)?.into_iter().enumerate().map(non_negative).collect()
+    Expect::one(OP, name, cu_seqlens).shape(&[Dim::Any("n + 1")])?.counts()
 }
 
 fn longest(cu_seqlens: &[usize]) -> usize {

@@ -3,9 +3,11 @@
 //! the argument.
 
 use std::fmt;
+use std::ops::RangeInclusive;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
+use super::rowwise::to_vec;
 use Dim::{Any, Is, Named};
 
 /// The dtypes in which attention is computed. Candle's other floats lack what it needs: an infinity, or conversions.
@@ -27,28 +29,23 @@ pub enum Dim {
     Named(&'static str, usize),
 }
 
-/// A shape of which some dimensions may have any size, `(B, T, 64)`.
-struct Dims<'a>(&'a [Dim]);
-
-impl Dims<'_> {
-    fn fit(&self, found: &[usize]) -> bool {
-        let (found, expected) = match self.0 {
-            [Any(".."), last @ ..] if found.len() >= last.len() => (&found[found.len() - last.len()..], last),
-            all => (found, all),
-        };
-        let fits = |(&found, expected): (&usize, &Dim)| match *expected {
-            Any(_) => true,
-            Is(size) | Named(_, size) => found == size,
-        };
-        found.len() == expected.len() && found.iter().zip(expected).all(fits)
-    }
+/// Whether a shape is one of which some dimensions may have any size, `(B, T, 64)`.
+fn fits(expected: &[Dim], found: &[usize]) -> bool {
+    let (found, expected) = match expected {
+        [Any(".."), last @ ..] if found.len() >= last.len() => (&found[found.len() - last.len()..], last),
+        all => (found, all),
+    };
+    let is_right = |(&found, expected): (&usize, &Dim)| match *expected {
+        Any(_) => true,
+        Is(size) | Named(_, size) => found == size,
+    };
+    found.len() == expected.len() && found.iter().zip(expected).all(is_right)
 }
 
-impl fmt::Display for Dims<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        let dims: Vec<_> = self.0.iter().map(Dim::to_string).collect();
-        write!(f, "({}{})", dims.join(", "), if dims.len() == 1 { "," } else { "" })
-    }
+/// Such a shape in an error.
+fn shape_text(dims: &[Dim]) -> String {
+    let names: Vec<_> = dims.iter().map(Dim::to_string).collect();
+    format!("({}{})", names.join(", "), if dims.len() == 1 { "," } else { "" })
 }
 
 impl fmt::Display for Dim {
@@ -94,10 +91,10 @@ impl<'a> Expect<'a> {
 
     /// One of several shapes.
     pub fn shape_of(self, expected: &[&[Dim]]) -> Result<Self> {
-        if expected.iter().any(|dims| Dims(dims).fit(self.tensor.dims())) {
+        if expected.iter().any(|dims| fits(dims, self.tensor.dims())) {
             return Ok(self);
         }
-        let expected: Vec<_> = expected.iter().map(|dims| Dims(dims).to_string()).collect();
+        let expected: Vec<_> = expected.iter().map(|dims| shape_text(dims)).collect();
         self.fail("shape", self.tensor.dims(), expected.join(" or "))
     }
 
@@ -131,6 +128,19 @@ impl<'a> Expect<'a> {
         bail!("[{op}] {name} {are} on {found:?}, expected {them} beside {other} on {expected:?}")
     }
 
+    /// The whole numbers of zero or more in it, in the order of its dimensions. They are read back from their device.
+    pub fn counts(self) -> Result<Vec<usize>> {
+        let Self { op, name, tensor, .. } = self;
+        if tensor.dtype().is_float() {
+            return self.fail("dtype", tensor.dtype(), "integers".into());
+        }
+        let count = |(at, number): (usize, i64)| match usize::try_from(number) {
+            Ok(count) => Ok(count),
+            Err(_) => bail!("[{op}] entry {at} of {name} is {number}, expected zero or more"),
+        };
+        to_vec(tensor)?.into_iter().enumerate().map(count).collect()
+    }
+
     fn fail<T>(self, what: &str, found: impl fmt::Debug, expected: String) -> Result<T> {
         let Self { op, name, is_plural, .. } = self;
         let have = if is_plural { "have" } else { "has" };
@@ -159,42 +169,66 @@ pub fn check_keys_and_values(op: &str, b: Option<usize>, keys: &Tensor, values: 
 /// From 1 to `u32::MAX`, so that the product of two sizes fits a tensor's shape.
 pub fn size(op: &str, name: &str, size: impl Into<Option<usize>>) -> Result<()> {
     let size = size.into();
-    check(op, name, size, |size| size > 0, "at least 1")?;
-    check(op, name, size, |size| size <= u32::MAX as usize, &format!("at most {}", u32::MAX))
+    expect(op, name, size, |size: usize| size > 0, "at least 1")?;
+    expect(op, name, size, |size: usize| size <= u32::MAX as usize, format_args!("at most {}", u32::MAX))
+}
+
+/// From the first to the last of a range.
+pub fn within(op: &str, name: &str, number: usize, range: RangeInclusive<usize>) -> Result<()> {
+    let is_right = |number| range.contains(&number);
+    match (range.start(), range.end()) {
+        (0, most) => expect(op, name, number, is_right, format_args!("at most {most}")),
+        (least, most) => expect(op, name, number, is_right, format_args!("{least} to {most}")),
+    }
 }
 
 /// From 0 to 1.
 pub fn probability(op: &str, name: &str, p: f64) -> Result<()> {
-    check(op, name, Some(p), |p| (0.0..=1.0).contains(&p), "a probability from 0 to 1")
+    expect(op, name, p, |p| (0.0..=1.0).contains(&p), "a probability from 0 to 1")
 }
 
 /// Neither infinite nor NaN.
 pub fn finite(op: &str, name: &str, number: impl Into<Option<f64>>) -> Result<()> {
-    check(op, name, number.into(), f64::is_finite, "a finite number")
+    expect(op, name, number, f64::is_finite, "a finite number")
 }
 
 /// Finite and above zero.
 pub fn above_zero(op: &str, name: &str, number: impl Into<Option<f64>>) -> Result<()> {
-    check(op, name, number.into(), |number| number.is_finite() && number > 0.0, "a finite number above zero")
+    expect(op, name, number, |number: f64| number.is_finite() && number > 0.0, "a finite number above zero")
 }
 
 /// What a norm adds to a mean square or a variance in f32: finite there, zero or more.
 pub fn epsilon(op: &str, name: &str, eps: impl Into<Option<f64>>) -> Result<()> {
-    let is_right = |eps| (eps as f32).is_finite() && eps >= 0.0;
-    check(op, name, eps.into(), is_right, "a finite number of zero or more")
+    let is_right = |eps: f64| (eps as f32).is_finite() && eps >= 0.0;
+    expect(op, name, eps, is_right, "a finite number of zero or more")
 }
 
-fn check<T: Copy + fmt::Debug>(
+/// What `expected` says, if the number is given: the check below all others.
+///
+/// # Errors
+/// `[op] name is .., expected ..`.
+pub fn expect<T: Copy + fmt::Debug>(
     op: &str,
     name: &str,
-    number: Option<T>,
+    number: impl Into<Option<T>>,
     is_right: impl Fn(T) -> bool,
-    expected: &str,
+    expected: impl fmt::Display,
 ) -> Result<()> {
-    match number.filter(|&number| !is_right(number)) {
+    match number.into().filter(|&number| !is_right(number)) {
         Some(number) => bail!("[{op}] {name} is {number:?}, expected {expected}"),
         None => Ok(()),
     }
+}
+
+/// That each of `n` things, sequences or heads, has its entry in a list.
+///
+/// # Errors
+/// `[op] name has .. entries, expected one for each of n things`.
+pub fn check_entries(op: &str, name: impl fmt::Display, found: usize, n: usize, things: &str) -> Result<()> {
+    if found != n {
+        bail!("[{op}] {name} has {found} entries, expected one for each of {n} {things}")
+    }
+    Ok(())
 }
 
 /// From how many bytes on the allocator is asked before Candle is: smaller requests are not refused in practice.
@@ -219,6 +253,17 @@ pub fn fits_in_memory(dims: &[usize]) -> bool {
             count if (count as u64) < LARGE => true,
             count => Vec::<u8>::new().try_reserve_exact(count).is_ok(),
         }
+}
+
+/// That a tensor of these dimensions can be allocated.
+///
+/// # Errors
+/// Says that `what` does not fit in memory.
+pub fn check_memory(op: &str, what: impl fmt::Display, dims: &[usize]) -> Result<()> {
+    if !fits_in_memory(dims) {
+        bail!("[{op}] {what} does not fit in memory")
+    }
+    Ok(())
 }
 
 /// A vector of as many elements as the dimensions have, all `value`; `None` where it cannot be allocated.

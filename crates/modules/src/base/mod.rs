@@ -9,10 +9,11 @@ pub mod rowwise;
 mod source;
 
 pub use expect::{
-    Dim, Expect, FLOATS, accumulation_dtype, check_keys_and_values, filled, fits_in_memory, is_addressable,
+    Dim, Expect, FLOATS, accumulation_dtype, check_entries, check_keys_and_values, check_memory, filled,
+    fits_in_memory, is_addressable,
 };
 pub use nearest::{did_you_mean, edits, nearest};
-pub use options::{Options, options};
+pub use options::{Options, options, yes};
 pub use parameters::{
     HeadDim, HeadShard, Heads, Parameter, ParameterList, Rows, Share, Spec, Stored, frozen, part, save, untrained,
 };
@@ -26,5 +27,5 @@ pub use pastey;
 pub mod number {
     //! What a number that somebody sets is expected to be.
 
-    pub use crate::base::expect::{above_zero, epsilon, finite, probability, size};
+    pub use crate::base::expect::{above_zero, epsilon, expect, finite, probability, size, within};
 }

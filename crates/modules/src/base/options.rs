@@ -14,6 +14,11 @@ pub trait Options: Sized {
     fn check(&self, op: &str) -> Result<()>;
 }
 
+/// The default of what is so unless a config says otherwise.
+pub fn yes() -> bool {
+    true
+}
+
 /// `#[apply(options)]` on a struct gives each field `name: T` a builder `with_name`, which takes a `T`, or what is in
 /// it where it is an `Option`, and a reader `name`. Both have the field's documentation; a field without any has
 /// neither. A field may have these attributes, in this order:

@@ -300,12 +300,6 @@ impl Share {
         let width = len / self.of;
         self.start * width..self.end * width
     }
-
-    /// A copy of the entries of a tensor along a dimension.
-    pub fn copy(self, tensor: &Tensor, dim: usize) -> Result<Tensor> {
-        let Range { start, end } = self.range(tensor.dim(dim)?);
-        tensor.narrow(dim, start, end - start)?.force_contiguous()
-    }
 }
 
 /// Of the `groups` of equally many rows that a tensor (rows, ..) is divided into, `range` of each.

@@ -5,7 +5,7 @@ use std::ops::{Deref, Range};
 use std::sync::Mutex;
 
 use candle_core::utils::barrier_pool;
-use candle_core::{D, Device, Layout, Result, Storage, Tensor, WithDType, bail};
+use candle_core::{CpuStorage, CustomOp3, D, Device, Layout, Result, Shape, Storage, Tensor, WithDType, bail};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use rayon::prelude::*;
@@ -214,6 +214,53 @@ pub fn strided<'a, T, const N: usize>(data: &'a [T], layout: &Layout) -> Strided
     let stride = |n: usize| if layout.dims()[n] > 1 { layout.stride()[n] } else { 0 };
     // A view of nothing may begin anywhere.
     Strided { data: &data[layout.start_offset().min(data.len())..], strides: std::array::from_fn(stride) }
+}
+
+/// A tensor in memory: its storage, and where it lies there.
+pub type Operand<'a> = (&'a CpuStorage, &'a Layout);
+
+/// An operation on three tensors, which is Candle's as an [`Op3`].
+pub trait Ternary {
+    /// In graphs.
+    const NAME: &'static str;
+
+    /// The result of tensors on a CPU, contiguous.
+    fn forward(&self, operands: [Operand; 3]) -> Result<(CpuStorage, Shape)>;
+
+    /// The gradients of the operands, as far as these are tracked.
+    fn backward(&self, operands: [&Tensor; 3], result: &Tensor, gradient: &Tensor) -> Result<[Option<Tensor>; 3]>;
+}
+
+/// A [`Ternary`] operation for [`apply_op3`](Tensor::apply_op3).
+pub struct Op3<O>(pub O);
+
+impl<O: Ternary> CustomOp3 for Op3<O> {
+    fn name(&self) -> &'static str {
+        O::NAME
+    }
+
+    fn cpu_fwd(
+        &self,
+        a: &CpuStorage,
+        of_a: &Layout,
+        b: &CpuStorage,
+        of_b: &Layout,
+        c: &CpuStorage,
+        of_c: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        self.0.forward([(a, of_a), (b, of_b), (c, of_c)])
+    }
+
+    fn bwd(
+        &self,
+        a: &Tensor,
+        b: &Tensor,
+        c: &Tensor,
+        result: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        Ok(self.0.backward([a, b, c], result, gradient)?.into())
+    }
 }
 
 /// Candle's barrier pool, which runs Candle's own brief operations: its threads wait for the next call for a while

@@ -14,7 +14,7 @@ use candle_nn::{Activation, Linear};
 use super::tracked::{packed_input_gradient, rows_of, with_even_rows};
 use super::{Kind, OP, PackedLinear};
 use crate::base::rowwise::{read, to_vec, with_float};
-use crate::base::{executor, fits_in_memory};
+use crate::base::{check_memory, executor};
 use candle_attention_kernels::linear::{self, Codes, Epilogue, PackedWeight, Product, Right, Up};
 use candle_attention_kernels::{Element, Tier};
 
@@ -42,18 +42,16 @@ fn bias_numbers(dtype: DType, bias: Option<&Tensor>) -> Result<(Option<Vec<f32>>
 impl Packed {
     /// Packs `weight` (out, in), in f32, bf16 or f16, and `bias` (out,), on the CPU.
     pub fn new(weight: &Tensor, bias: Option<&Tensor>, tier: Tier) -> Result<Self> {
-        with_float!(OP, weight.dtype(), |E| Self::of::<E>(weight, bias, tier))
-    }
-
-    fn of<E: Element + WithDType>(weight: &Tensor, bias: Option<&Tensor>, tier: Tier) -> Result<Self> {
         let (bias, linear_dtype) = bias_numbers(weight.dtype(), bias)?;
         let weight = contiguous("weight", weight)?;
-        let storage = read(&weight);
-        let (elements, shape) = (storage.elements::<E>()?, weight.dims2()?);
-        // A view of nothing may begin anywhere.
-        let start = storage.layout.start_offset().min(elements.len());
-        let packed = PackedWeight::new(&elements[start..][..shape.0 * shape.1], shape, tier).map_err(kernel_error)?;
-        Ok(Self { weight: packed, dtype: weight.dtype(), linear_dtype, bias })
+        let (storage, shape) = (read(&weight), weight.dims2()?);
+        let packed = with_float!(OP, weight.dtype(), |E| {
+            let elements = storage.elements::<E>()?;
+            // A view of nothing may begin anywhere.
+            let start = storage.layout.start_offset().min(elements.len());
+            PackedWeight::new(&elements[start..][..shape.0 * shape.1], shape, tier).map_err(kernel_error)
+        });
+        Ok(Self { weight: packed?, dtype: weight.dtype(), linear_dtype, bias })
     }
 
     /// Packs codes that stand for f32, and `bias` (out,) on the CPU.
@@ -64,11 +62,6 @@ impl Packed {
         Ok(Self { weight, dtype: DType::F32, linear_dtype, bias })
     }
 
-    /// (out, in).
-    pub fn shape(&self) -> (usize, usize) {
-        (self.weight.outputs(), self.weight.inputs())
-    }
-
     pub fn to_linear(&self) -> Result<Linear> {
         let bias = |bias: &Vec<f32>| Tensor::new(bias.as_slice(), &Device::Cpu)?.to_dtype(self.linear_dtype);
         let weight = self.rows(None)?.to_dtype(self.linear_dtype)?;
@@ -77,16 +70,14 @@ impl Packed {
 
     /// The rows of some outputs or of all, (outputs, in), in the weight's dtype.
     pub fn rows(&self, outputs: Option<&[usize]>) -> Result<Tensor> {
-        with_float!(OP, self.dtype, |E| self.rows_of::<E>(outputs))
-    }
-
-    fn rows_of<E: Element + WithDType>(&self, outputs: Option<&[usize]>) -> Result<Tensor> {
-        let rows = match outputs {
-            Some(outputs) => self.weight.unpack_rows::<E>(outputs),
-            None => self.weight.unpack(),
-        };
-        let count = outputs.map_or(self.shape().0, <[_]>::len);
-        Tensor::from_vec(rows.map_err(kernel_error)?, (count, self.shape().1), &Device::Cpu)
+        let shape = (outputs.map_or(self.weight.outputs(), <[_]>::len), self.weight.inputs());
+        with_float!(OP, self.dtype, |E| {
+            let rows = match outputs {
+                Some(outputs) => self.weight.unpack_rows::<E>(outputs),
+                None => self.weight.unpack(),
+            };
+            Tensor::from_vec(rows.map_err(kernel_error)?, shape, &Device::Cpu)
+        })
     }
 }
 
@@ -126,14 +117,11 @@ impl Columns {
         let shape = with_width(layout.dims(), self.columns.len());
         let count = shape.elem_count();
         let out = with_float!(OP, xs.dtype(), |E| {
-            let added = match residual {
-                Some((added, own)) => {
-                    let added = added.as_slice::<E>()?;
-                    Some(&added[own.start_offset().min(added.len())..][..count])
-                }
-                None => None,
-            };
-            self.run_on(xs.as_slice::<E>()?, layout, added).map(E::to_cpu_storage_owned)
+            let added = residual.map(|(added, own)| {
+                let added = added.as_slice::<E>()?;
+                Ok::<_, candle_core::Error>(&added[own.start_offset().min(added.len())..][..count])
+            });
+            self.run_on(xs.as_slice::<E>()?, layout, added.transpose()?).map(E::to_cpu_storage_owned)
         })?;
         Ok((out, shape))
     }
@@ -257,8 +245,8 @@ pub(super) fn contiguous(what: &str, tensor: &Tensor) -> Result<Tensor> {
     if tensor.elem_count() == 0 {
         return Ok(tensor.clone());
     }
-    if !tensor.is_contiguous() && !fits_in_memory(tensor.dims()) {
-        bail!("[{OP}] a contiguous copy of the {what} of shape {:?} does not fit in memory", tensor.dims())
+    if !tensor.is_contiguous() {
+        check_memory(OP, format_args!("a contiguous copy of the {what} of shape {:?}", tensor.dims()), tensor.dims())?;
     }
     tensor.contiguous()
 }

@@ -12,7 +12,7 @@ use candle_core::{DType, Device, Module, Result, Tensor, bail};
 use candle_nn::{Activation, Linear, VarBuilder};
 
 use crate::base::rowwise::to_vec;
-use crate::base::{Dim, Expect, FLOATS, fits_in_memory, frozen, is_addressable};
+use crate::base::{Dim, Expect, FLOATS, check_memory, frozen, is_addressable};
 use candle_attention_kernels::Tier;
 pub use forward::PackedGatedLinear;
 use forward::{Columns, Packed, choose_tier, kernel_activation, plain};
@@ -57,6 +57,10 @@ const OP: &str = "packed_linear";
 #[derive(Debug, Clone)]
 pub struct PackedLinear {
     kind: Kind,
+    /// (out, in).
+    shape: (usize, usize),
+    dtype: DType,
+    device: Device,
     activation: Option<Activation>,
 }
 
@@ -127,7 +131,8 @@ impl PackedLinear {
             ),
             None => Kind::Plain(linear(), None),
         };
-        Ok(Self { kind, activation: None })
+        let (shape, device) = (weight.dims2()?, weight.device().clone());
+        Ok(Self { kind, shape, dtype, device, activation: None })
     }
 
     /// Packs a [`Linear`].
@@ -167,7 +172,7 @@ impl PackedLinear {
     /// For any other activation.
     pub fn with_activation(self, activation: Activation) -> Result<Self> {
         kernel_activation(activation)?;
-        Ok(Self { kind: self.kind, activation: Some(activation) })
+        Ok(Self { activation: Some(activation), ..self })
     }
 
     /// The activation of its outputs.
@@ -235,38 +240,22 @@ impl PackedLinear {
 
     /// The width of the output.
     pub fn out_dim(&self) -> usize {
-        match &self.kind {
-            Kind::Plain(linear, _) => linear.weight().dims()[0],
-            Kind::Packed(packed) => packed.shape().0,
-            Kind::Quantized(quantized) => quantized.dims()[0],
-        }
+        self.shape.0
     }
 
     /// The width of the input.
     pub fn in_dim(&self) -> usize {
-        match &self.kind {
-            Kind::Plain(linear, _) => linear.weight().dims()[1],
-            Kind::Packed(packed) => packed.shape().1,
-            Kind::Quantized(quantized) => quantized.dims()[1],
-        }
+        self.shape.1
     }
 
     /// The weight's dtype; f32 of a quantised one.
     pub fn dtype(&self) -> DType {
-        match &self.kind {
-            Kind::Plain(linear, _) => linear.weight().dtype(),
-            Kind::Packed(packed) => packed.dtype,
-            Kind::Quantized(_) => DType::F32,
-        }
+        self.dtype
     }
 
     /// Where the weight is.
     pub fn device(&self) -> &Device {
-        match &self.kind {
-            Kind::Plain(linear, _) => linear.weight().device(),
-            Kind::Packed(_) => &Device::Cpu,
-            Kind::Quantized(quantized) => quantized.device(),
-        }
+        &self.device
     }
 
     /// Whether the weight is packed: on a CPU, in a type that is, and not tracked for gradients.
@@ -309,10 +298,7 @@ impl PackedLinear {
             bail!("[{OP}] input has shape {:?}, which is too large to address", xs.dims())
         }
         let rows: usize = xs.dims()[..xs.rank() - 1].iter().product();
-        if !fits_in_memory(&[rows, columns.len()]) {
-            bail!("[{OP}] an output of {rows} rows of {} does not fit in memory", columns.len())
-        }
-        Ok(())
+        check_memory(OP, format_args!("an output of {rows} rows of {}", columns.len()), &[rows, columns.len()])
     }
 
     /// Some of the outputs, with what follows.

@@ -4,13 +4,13 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::quantized::{GgmlDType, QMatMul, QTensor};
-use candle_core::{DType, Device, Module, Result, Tensor, bail};
+use candle_core::{DType, Module, Result, Tensor, bail};
 use candle_nn::Linear;
 use half::f16;
 
 use super::forward::{Packed, choose_tier, contiguous, plain};
 use super::{Kind, OP, PackedLinear};
-use crate::base::{Dim, Expect, fits_in_memory, part};
+use crate::base::{Dim, Expect, check_memory, part};
 use candle_attention_kernels::linear::{CODE_BLOCK, Codes};
 
 impl PackedLinear {
@@ -40,39 +40,36 @@ impl PackedLinear {
     /// # Errors
     /// For shapes, dtypes or devices that do not fit, and if memory is short.
     pub fn from_qtensor(weight: QTensor, bias: Option<&Tensor>) -> Result<Self> {
-        let Ok((outputs, _)) = weight.shape().dims2() else {
+        let Ok(shape) = weight.shape().dims2() else {
             bail!("[{OP}] weight has shape {:?}, expected (out, in)", weight.shape().dims())
         };
         let device = weight.device();
         if let Some(bias) = bias {
-            let bias = Expect::one(OP, "bias", bias).shape(&[Dim::Is(outputs)])?;
+            let bias = Expect::one(OP, "bias", bias).shape(&[Dim::Is(shape.0)])?;
             bias.dtype_of(&[DType::F32], "")?.beside("the quantised weight", &device)?;
         }
+        let of = |kind, dtype| Ok(Self { kind, shape, dtype, device: device.clone(), activation: None });
         let dtype = match weight.dtype() {
             GgmlDType::Q2K | GgmlDType::Q3K | GgmlDType::Q4K | GgmlDType::Q5K | GgmlDType::Q6K | GgmlDType::Q8K => {
-                let kind = Kind::Quantized(Quantized::new(weight, bias.cloned())?.into());
-                return Ok(Self { kind, activation: None });
+                return of(Kind::Quantized(Quantized::new(weight, bias.cloned())?.into()), DType::F32);
             }
             GgmlDType::F16 => DType::F16,
             GgmlDType::BF16 => DType::BF16,
             _ => DType::F32,
         };
-        if !fits_in_memory(weight.shape().dims()) {
-            bail!("[{OP}] weight has shape {:?}, which does not fit in memory", weight.shape().dims())
-        }
+        check_memory(OP, format_args!("a weight of shape {shape:?}"), &[shape.0, shape.1])?;
         let is_packed = device.is_cpu() && !bias.is_some_and(Tensor::track_op);
-        let kind = match Blocks::of(weight.dtype()) {
+        match Blocks::of(weight.dtype()) {
             Some(blocks) if is_packed => {
                 let data = blocks.read(&weight.data()?);
-                Kind::Packed(Packed::of_codes(&data.codes(blocks), weight.shape().dims2()?, bias)?.into())
+                of(Kind::Packed(Packed::of_codes(&data.codes(blocks), shape, bias)?.into()), DType::F32)
             }
             _ if is_packed => {
                 let rows = weight.dequantize(&device)?.to_dtype(dtype)?;
-                Kind::Packed(Packed::new(&rows, bias, choose_tier(None, dtype)?)?.into())
+                of(Kind::Packed(Packed::new(&rows, bias, choose_tier(None, dtype)?)?.into()), dtype)
             }
-            _ => Kind::Plain(Linear::new(weight.dequantize(&device)?, bias.cloned()), None),
-        };
-        Ok(Self { kind, activation: None })
+            _ => of(Kind::Plain(Linear::new(weight.dequantize(&device)?, bias.cloned()), None), DType::F32),
+        }
     }
 }
 
@@ -155,27 +152,17 @@ pub(super) struct Quantized {
     weight: Arc<QTensor>,
     product: QMatMul,
     bias: Option<Tensor>,
-    device: Device,
 }
 
 impl Quantized {
     fn new(weight: QTensor, bias: Option<Tensor>) -> Result<Self> {
-        let (device, weight) = (weight.device(), Arc::new(weight));
-        Ok(Self { product: QMatMul::from_arc(weight.clone())?, weight, bias, device })
-    }
-
-    /// (out, in).
-    pub fn dims(&self) -> &[usize] {
-        self.weight.shape().dims()
-    }
-
-    pub fn device(&self) -> &Device {
-        &self.device
+        let weight = Arc::new(weight);
+        Ok(Self { product: QMatMul::from_arc(weight.clone())?, weight, bias })
     }
 
     /// Dequantised.
     pub fn to_linear(&self) -> Result<Linear> {
-        Ok(Linear::new(self.weight.dequantize(&self.device)?, self.bias.clone()))
+        Ok(Linear::new(self.weight.dequantize(&self.weight.device())?, self.bias.clone()))
     }
 
     pub fn rows(&self, ids: &Tensor) -> Result<Tensor> {
@@ -190,6 +177,6 @@ impl Quantized {
         }
         let ys = self.product.forward(&contiguous("input", xs)?)?;
         let ys = if let Some(bias) = &self.bias { ys.broadcast_add(bias)? } else { ys };
-        if columns.len() == self.dims()[0] { Ok(ys) } else { part(&ys, ys.rank() - 1, columns) }
+        if columns.len() == self.weight.shape().dims()[0] { Ok(ys) } else { part(&ys, ys.rank() - 1, columns) }
     }
 }

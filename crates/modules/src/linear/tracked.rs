@@ -3,12 +3,12 @@
 use std::ops::Range;
 
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp3, D, Device, Layout, Result, Shape, Tensor, WithDType, bail};
+use candle_core::{CpuStorage, D, Device, Layout, Result, Shape, Tensor, WithDType, bail};
 
 use super::OP;
 use super::forward::{contiguous, kernel_error, row_stride, with_width};
 use crate::base::executor;
-use crate::base::rowwise::{read, with_float};
+use crate::base::rowwise::{Op3, Operand, Ternary, read, with_float};
 use candle_attention_kernels::linear::{self, Epilogue, Matrix, Product, Right};
 use candle_attention_kernels::{Element, Tier};
 
@@ -20,7 +20,7 @@ pub(super) fn product(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>, tier:
         Some(bias) => contiguous("bias", bias)?,
         None => nothing(&xs)?,
     };
-    xs.apply_op3(&weight, &bias, Project { tier })
+    xs.apply_op3(&weight, &bias, Op3(Project { tier }))
 }
 
 /// No bias, beside these inputs.
@@ -61,6 +61,7 @@ pub(super) fn rows_of<'a, E>(data: &'a [E], layout: &Layout) -> Result<Matrix<'a
 }
 
 /// `xs · weightᵀ + bias`; an empty bias adds nothing.
+#[derive(Clone, Copy)]
 struct Project {
     tier: Tier,
 }
@@ -99,7 +100,7 @@ impl Project {
             tensor.reshape((lead.iter().product::<usize>(), width))
         };
         let gradient = rows(gradient)?;
-        let multiply = |left: &Tensor, right: &Tensor| left.apply_op3_no_bwd(&right.t()?, &nothing(left)?, self);
+        let multiply = |left: &Tensor, right: &Tensor| left.apply_op3_no_bwd(&right.t()?, &nothing(left)?, &Op3(*self));
         let of_xs = || multiply(&gradient, &weight.detach())?.reshape(xs.dims());
         // In the order in which the weight is stored.
         let of_weight = || match weight.is_contiguous() {
@@ -110,39 +111,25 @@ impl Project {
     }
 }
 
-impl CustomOp3 for Project {
-    fn name(&self) -> &'static str {
-        OP
-    }
+impl Ternary for Project {
+    const NAME: &'static str = OP;
 
-    fn cpu_fwd(
+    fn forward(
         &self,
-        xs: &CpuStorage,
-        xs_layout: &Layout,
-        weight: &CpuStorage,
-        layout: &Layout,
-        bias: &CpuStorage,
-        own: &Layout,
+        [(xs, of_xs), (weight, of_weight), (bias, of_bias)]: [Operand; 3],
     ) -> Result<(CpuStorage, Shape)> {
         let ys = with_float!(OP, xs.dtype(), |E| {
             let (xs, weight, bias) = (xs.as_slice::<E>()?, weight.as_slice()?, bias.as_slice()?);
-            self.run((xs, xs_layout), (weight, layout), (bias, own)).map(E::to_cpu_storage_owned)
+            self.run((xs, of_xs), (weight, of_weight), (bias, of_bias)).map(E::to_cpu_storage_owned)
         })?;
-        Ok((ys, with_width(xs_layout.dims(), layout.dims()[0])))
+        Ok((ys, with_width(of_xs.dims(), of_weight.dims()[0])))
     }
 
-    fn bwd(
-        &self,
-        xs: &Tensor,
-        weight: &Tensor,
-        bias: &Tensor,
-        _: &Tensor,
-        gradient: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+    fn backward(&self, [xs, weight, bias]: [&Tensor; 3], _: &Tensor, gradient: &Tensor) -> Result<[Option<Tensor>; 3]> {
         let gradient = contiguous("gradient", gradient)?;
         let [of_xs, of_weight] = self.gradients(xs, weight, &gradient)?;
         let sums = || column_sums(&gradient, self.tier);
-        Ok((of_xs, of_weight, bias.track_op().then(sums).transpose()?))
+        Ok([of_xs, of_weight, bias.track_op().then(sums).transpose()?])
     }
 }
 

@@ -1,11 +1,11 @@
 //! The norms between the layers of a model, under candle-nn's names.
 
-use candle_core::{D, DType, Module, Result, Tensor, bail};
+use candle_core::{D, DType, Module, Result, Tensor};
 use candle_nn::{LayerNormConfig, VarBuilder};
 
 use super::rows::GatedNorm;
 use super::{Norm, QkNormKind};
-use crate::base::{Dim, Expect, FLOATS, Parameter, Source, fits_in_memory, number};
+use crate::base::{Dim, Expect, FLOATS, Parameter, Source, check_memory, number};
 use crate::gate::GateActivation;
 
 const RMS: &str = "rms_norm";
@@ -212,9 +212,7 @@ fn load(op: &'static str, kind: QkNormKind, size: usize, config: LayerNormConfig
 fn checked(op: &str, kind: QkNormKind, eps: f64, weight: Tensor, bias: Option<Tensor>) -> Result<Norm> {
     number::epsilon(op, "eps", eps)?;
     Expect::one(op, "weight", &weight).shape(&[Dim::Any("size")])?.dtype_of(&FLOATS, "")?;
-    if !fits_in_memory(weight.dims()) {
-        bail!("[{op}] a weight of shape {:?} does not fit in memory", weight.dims())
-    }
+    check_memory(op, format_args!("a weight of shape {:?}", weight.dims()), weight.dims())?;
     if let Some(bias) = &bias {
         let bias = Expect::one(op, "bias", bias).shape(&[Dim::Is(weight.dims()[0])])?;
         bias.dtype(weight.dtype(), "the weight's")?.beside("the weight", weight.device())?;
@@ -229,9 +227,7 @@ fn check<'a>(op: &'a str, norm: &Norm, xs: &'a Tensor) -> Result<Expect<'a>> {
         if weight.dtype() == DType::F64 { &[DType::F64][..] } else { &[DType::F32, DType::F16, DType::BF16] };
     let input = Expect::one(op, "input", xs).shape(&[Dim::Any(".."), Dim::Is(weight.dims()[0])])?;
     let input = input.dtype_of(expected, format_args!(" beside a weight in {:?}", weight.dtype()))?;
-    if !fits_in_memory(xs.dims()) {
-        bail!("[{op}] an output of shape {:?} does not fit in memory", xs.dims())
-    }
+    check_memory(op, format_args!("an output of shape {:?}", xs.dims()), xs.dims())?;
     input.beside("the weight", weight.device())
 }
 

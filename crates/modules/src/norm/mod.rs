@@ -9,7 +9,7 @@ use candle_core::{D, DType, Device, Result, Tensor, bail};
 use candle_nn::{Init, ops};
 use serde::{Deserialize, Serialize};
 
-use crate::base::{Heads, Parameter, ParameterList, Source, Spec, Stored, accumulation_dtype, fits_in_memory, number};
+use crate::base::{Heads, Parameter, ParameterList, Source, Spec, Stored, accumulation_dtype, check_memory, number};
 pub use blocks::{LayerNorm, RmsNorm, layer_norm, layer_norm_no_bias, rms_norm, rms_norm_plus_one};
 use rows::RowNorm;
 
@@ -197,9 +197,7 @@ pub fn refuse_norms(qk_norm: Option<QkNorm>, context_norm: Option<ContextNorm>, 
 
 /// The factors of a norm without a weight.
 fn ones(size: usize, dtype: DType, device: &Device) -> Result<Parameter> {
-    if !fits_in_memory(&[size]) {
-        bail!("[norm] a norm of {size} entries does not fit in memory")
-    }
+    check_memory("norm", format_args!("a norm of {size} entries"), &[size])?;
     Ok(Tensor::ones(size, dtype, device)?.into())
 }
 

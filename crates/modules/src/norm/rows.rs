@@ -4,10 +4,12 @@
 use std::ops::Range;
 
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, WithDType, bail};
+use candle_core::{CpuStorage, Layout, Result, Shape, Tensor, WithDType, bail};
 use rayon::prelude::*;
 
-use crate::base::rowwise::{Element, Rows, TASK_ELEMENTS, map_heads, read, with_contiguous_rows, with_float};
+use crate::base::rowwise::{
+    Element, Op3, Operand, Rows, TASK_ELEMENTS, Ternary, map_heads, read, with_contiguous_rows, with_float,
+};
 use crate::gate::GateActivation;
 
 const OP: &str = "norm";
@@ -35,7 +37,7 @@ impl RowNorm {
     /// dtype. Weight and bias are (D,) or (H, D), contiguous, in f32; an empty bias adds nothing. Each of the three may
     /// be tracked for gradients.
     pub fn apply(self, xs: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<Tensor> {
-        with_contiguous_rows(xs)?.apply_op3(weight, bias, self)
+        with_contiguous_rows(xs)?.apply_op3(weight, bias, Op3(self))
     }
 
     fn moments(self, row: &[f32]) -> Moments {
@@ -43,13 +45,6 @@ impl RowNorm {
         let mean = if self.subtracts_mean { sum(row, row, |x, _| x) / d } else { 0.0 };
         let variance = sum(row, row, |x, _| (x - mean) * (x - mean)) / d;
         Moments { mean, factor: (variance + self.eps).sqrt().recip() }
-    }
-
-    fn forward(self, xs: &CpuStorage, layout: &Layout, affine: Affine) -> Result<(CpuStorage, Shape)> {
-        let ys = with_float!(OP, xs.dtype(), |E| self
-            .rows(xs.as_slice::<E>()?, layout, affine)
-            .map(E::to_cpu_storage_owned));
-        Ok((ys?, layout.shape().clone()))
     }
 
     fn rows<E: Element<Wide = f32>>(self, xs: &[E], layout: &Layout, affine: Affine) -> Result<Vec<E>> {
@@ -74,7 +69,7 @@ impl RowNorm {
     }
 
     /// The gradients of rows, weight and bias, as far as these are tracked.
-    pub fn backward<E: Element<Wide = f32> + WithDType>(
+    fn gradients<E: Element<Wide = f32> + WithDType>(
         self,
         [xs, weight, bias]: [&Tensor; 3],
         gradient: &Tensor,
@@ -226,33 +221,20 @@ fn sum(xs: &[f32], ys: &[f32], of: impl Fn(f32, f32) -> f32) -> f32 {
     lanes.iter().sum()
 }
 
-impl CustomOp3 for RowNorm {
-    fn name(&self) -> &'static str {
-        OP
+impl Ternary for RowNorm {
+    const NAME: &'static str = OP;
+
+    fn forward(&self, [(xs, layout), weight, bias]: [Operand; 3]) -> Result<(CpuStorage, Shape)> {
+        let (weight, bias) = (parameter(weight.0.as_slice()?, weight.1)?, parameter(bias.0.as_slice()?, bias.1)?);
+        let affine = Affine { weight, bias: Some(bias).filter(|bias| !bias.is_empty()) };
+        let ys = with_float!(OP, xs.dtype(), |E| {
+            self.rows(xs.as_slice::<E>()?, layout, affine).map(E::to_cpu_storage_owned)
+        });
+        Ok((ys?, layout.shape().clone()))
     }
 
-    fn cpu_fwd(
-        &self,
-        xs: &CpuStorage,
-        layout: &Layout,
-        weight: &CpuStorage,
-        weight_layout: &Layout,
-        bias: &CpuStorage,
-        bias_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let (weight, bias) = (parameter(weight.as_slice()?, weight_layout)?, parameter(bias.as_slice()?, bias_layout)?);
-        self.forward(xs, layout, Affine { weight, bias: Some(bias).filter(|bias| !bias.is_empty()) })
-    }
-
-    fn bwd(
-        &self,
-        xs: &Tensor,
-        weight: &Tensor,
-        bias: &Tensor,
-        _: &Tensor,
-        gradient: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        with_float!(OP, xs.dtype(), |E| self.backward::<E>([xs, weight, bias], gradient).map(Into::into))
+    fn backward(&self, operands: [&Tensor; 3], _: &Tensor, gradient: &Tensor) -> Result<[Option<Tensor>; 3]> {
+        with_float!(OP, operands[0].dtype(), |E| self.gradients::<E>(operands, gradient))
     }
 }
 
@@ -274,7 +256,7 @@ impl GatedNorm {
     /// Views (B, T, H, D) of one shape and dtype, and a weight (D,) in f32, to a contiguous tensor. Each of the three
     /// may be tracked for gradients.
     pub fn apply(self, xs: &Tensor, weight: &Tensor, gate: &Tensor) -> Result<Tensor> {
-        with_contiguous_rows(xs)?.apply_op3(weight, &with_contiguous_rows(gate)?, self)
+        with_contiguous_rows(xs)?.apply_op3(weight, &with_contiguous_rows(gate)?, Op3(self))
     }
 
     /// What `of` writes of each row of `xs`, beside the same row of `others`.
@@ -296,7 +278,7 @@ impl GatedNorm {
         })
     }
 
-    fn forward<E: Element<Wide = f32>>(self, xs: View<E>, weight: &[f32], gate: View<E>) -> Result<Vec<E>> {
+    fn rows<E: Element<Wide = f32>>(self, xs: View<E>, weight: &[f32], gate: View<E>) -> Result<Vec<E>> {
         Self::map(xs, [gate], |xs, [gate], ys| {
             let moments = self.norm.moments(xs);
             for (((y, &x), weight), &gate) in ys.iter_mut().zip(xs).zip(weight).zip(gate) {
@@ -306,7 +288,7 @@ impl GatedNorm {
     }
 
     /// The gradients of rows, weight and gate.
-    fn backward<E: Element<Wide = f32> + WithDType>(
+    fn gradients<E: Element<Wide = f32> + WithDType>(
         self,
         [xs, weight, gate]: [&Tensor; 3],
         gradient: &Tensor,
@@ -333,42 +315,25 @@ impl GatedNorm {
             (of_normed, of_gate)
         };
         let of_normed = Tensor::from_vec(of_normed, gate.shape(), gate.device())?;
-        let [of_xs, of_weight, _] = self.norm.backward::<E>([xs, weight, &weight.detach()], &of_normed)?;
+        let [of_xs, of_weight, _] = self.norm.gradients::<E>([xs, weight, &weight.detach()], &of_normed)?;
         Ok([of_xs, of_weight, gradient_of(gate, of_gate)?])
     }
 }
 
-impl CustomOp3 for GatedNorm {
-    fn name(&self) -> &'static str {
-        OP
-    }
+impl Ternary for GatedNorm {
+    const NAME: &'static str = OP;
 
-    fn cpu_fwd(
-        &self,
-        xs: &CpuStorage,
-        layout: &Layout,
-        weight: &CpuStorage,
-        of_weight: &Layout,
-        gate: &CpuStorage,
-        of_gate: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let weight = parameter(weight.as_slice()?, of_weight)?;
+    fn forward(&self, [(xs, layout), weight, gate]: [Operand; 3]) -> Result<(CpuStorage, Shape)> {
+        let weight = parameter(weight.0.as_slice()?, weight.1)?;
         let ys = with_float!(OP, xs.dtype(), |E| {
             let xs = View { elements: xs.as_slice::<E>()?, layout };
-            let gate = View { elements: gate.as_slice()?, layout: of_gate };
-            self.forward(xs, weight, gate).map(E::to_cpu_storage_owned)
+            let gate = View { elements: gate.0.as_slice()?, layout: gate.1 };
+            self.rows(xs, weight, gate).map(E::to_cpu_storage_owned)
         });
         Ok((ys?, layout.shape().clone()))
     }
 
-    fn bwd(
-        &self,
-        xs: &Tensor,
-        weight: &Tensor,
-        gate: &Tensor,
-        _: &Tensor,
-        gradient: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        with_float!(OP, xs.dtype(), |E| self.backward::<E>([xs, weight, gate], gradient).map(Into::into))
+    fn backward(&self, operands: [&Tensor; 3], _: &Tensor, gradient: &Tensor) -> Result<[Option<Tensor>; 3]> {
+        with_float!(OP, operands[0].dtype(), |E| self.gradients::<E>(operands, gradient))
     }
 }

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::OP;
 use crate::position::{RopeConfig, RopeStyle, score_factor};
-use candle_attention_modules::base::{Options, number, options};
+use candle_attention_modules::base::{Options, number, options, yes};
 
 /// The shape and options of a [`MultiHeadLatentAttention`](crate::MultiHeadLatentAttention). What belongs to the data
 /// (lengths, padding, a cache) is given at the call.
@@ -88,10 +88,6 @@ pub struct MultiHeadLatentAttentionConfig {
 
 fn norm_eps() -> f64 {
     1e-6
-}
-
-fn yes() -> bool {
-    true
 }
 
 impl MultiHeadLatentAttentionConfig {

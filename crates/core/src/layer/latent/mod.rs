@@ -7,7 +7,7 @@ mod up;
 
 pub use config::MultiHeadLatentAttentionConfig;
 
-use candle_core::{Module, ModuleT, Result, Tensor, bail};
+use candle_core::{Error, Module, ModuleT, Result, Tensor, bail};
 use candle_nn::VarBuilder;
 use candle_nn::var_builder::ShardedVarBuilder;
 
@@ -15,12 +15,10 @@ use super::LayerOutput;
 use super::checks::Expected;
 use super::forward::AttentionCall;
 use super::input::{AttentionInput, KeysFrom};
-use crate::cache::{Expand, NewTokens};
+use crate::cache::Expand;
 use crate::mask::AttentionMask;
-use crate::position::{Positions, RotaryEmbedding};
-use crate::sdpa::{
-    Attended, AttentionStatistics, Keys, Outputs, OwnKeys, PackedSequences, Plan, StatisticsOptions, uncached,
-};
+use crate::position::RotaryEmbedding;
+use crate::sdpa::{Attended, AttentionStatistics, Keys, Outputs, OwnKeys, Plan, StatisticsOptions};
 use candle_attention_modules::base::{HeadDim, HeadShard, Heads, Source, is_addressable, part};
 use candle_attention_modules::linear::PackedLinear;
 use candle_attention_modules::norm::Norm;
@@ -80,10 +78,10 @@ pub struct MultiHeadLatentAttention {
 
 /// The way to queries (B, T, H · D).
 #[derive(Debug, Clone)]
-enum Queries {
-    Direct(PackedLinear),
-    /// By something narrower, which is normalised.
-    Compressed(PackedLinear, Norm, PackedLinear),
+struct Queries {
+    /// To something narrower, which is normalised.
+    compress: Option<(PackedLinear, Norm)>,
+    heads: PackedLinear,
 }
 
 impl Queries {
@@ -91,23 +89,23 @@ impl Queries {
     fn load(cfg: &MultiHeadLatentAttentionConfig, source: &Source) -> Result<Self> {
         let (width, embed_dim) = (cfg.num_heads() * cfg.head_dim(), cfg.embed_dim());
         let heads = |name, inputs| source.linear(name, (width, inputs), false, Some(ROWS))?.try_into();
-        let Some(rank) = cfg.q_lora_rank() else { return Ok(Self::Direct(heads("q_proj", embed_dim)?)) };
+        let Some(rank) = cfg.q_lora_rank() else {
+            return Ok(Self { compress: None, heads: heads("q_proj", embed_dim)? });
+        };
         let down = source.linear("q_a_proj", (rank, embed_dim), cfg.bias(), None)?.try_into()?;
         let norm = Norm::rms("q_a_layernorm", rank, cfg.norm_eps(), source)?;
-        Ok(Self::Compressed(down, norm, heads("q_b_proj", rank)?))
+        Ok(Self { compress: Some((down, norm)), heads: heads("q_b_proj", rank)? })
     }
 
     fn freeze(&self) -> Result<Self> {
-        Ok(match self {
-            Self::Direct(linear) => Self::Direct(linear.freeze()?),
-            Self::Compressed(down, norm, up) => Self::Compressed(down.freeze()?, norm.freeze()?, up.freeze()?),
-        })
+        let compress = self.compress.as_ref().map(|(down, norm)| Ok::<_, Error>((down.freeze()?, norm.freeze()?)));
+        Ok(Self { compress: compress.transpose()?, heads: self.heads.freeze()? })
     }
 
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        match self {
-            Self::Direct(linear) => linear.forward(xs),
-            Self::Compressed(down, norm, up) => up.forward(&norm.forward(&down.forward(xs)?)?),
+        match &self.compress {
+            None => self.heads.forward(xs),
+            Some((down, norm)) => self.heads.forward(&norm.forward(&down.forward(xs)?)?),
         }
     }
 }
@@ -289,11 +287,11 @@ impl MultiHeadLatentAttention {
         let (dtype, device) = (self.down.dtype(), self.down.device());
         let expected = Expected { op: OP, width: cfg.embed_dim(), batched, dtype, device };
         let xs = expected.check("queries", input.queries)?;
-        let residual = expected.check_residual(&input, cfg.embed_dim())?;
+        let residual = expected.check_residual(&input)?;
         let (b, t, _) = xs.dims3()?;
         input.check_packed(OP, &xs, t)?;
         let new_tokens = input.new_tokens(OP, (b, t), &self.mask)?;
-        let positions = positions(&input, b, t, new_tokens.as_ref())?;
+        let positions = input.query_positions((b, t), new_tokens.as_ref())?;
         let (h, rank, nope) = (cfg.num_heads(), cfg.kv_lora_rank(), cfg.nope_head_dim());
         if !is_addressable(&[b, t, h * (2 * cfg.head_dim() + cfg.value_head_dim() + rank)]) {
             bail!("[{OP}] queries {:?} are too large to address", input.queries.dims())
@@ -326,10 +324,12 @@ impl MultiHeadLatentAttention {
                 staged.expansion = if form == Form::Expanded { Some(&self.up) } else { None };
                 Box::new(staged)
             }
-            (_, _, Form::Absorbed) => Box::new(OwnKeys { v: part(&rows, 3, 0..rank)?, k: rows, sequences: None }),
+            (_, _, Form::Absorbed) => {
+                Box::new(OwnKeys { v: part(&rows, 3, 0..rank)?, k: rows, sequences: None, function: None })
+            }
             (_, _, Form::Expanded) => {
                 let (k, v) = self.up.expand(&rows)?;
-                uncached(OwnKeys { k, v, sequences: input.packed }, input.function.map(|given| given.0))
+                Box::new(OwnKeys { k, v, sequences: input.packed, function: input.function })
             }
         };
         Ok((AttentionCall { q, keys, mask, options, batched, residual, gate: None }, form))
@@ -345,14 +345,6 @@ impl MultiHeadLatentAttention {
         let (b, t, h, d_v) = context.dims4()?;
         self.out.product(&context.reshape((b, t, h * d_v))?, 0..self.out.out_dim(), call.residual.as_ref())
     }
-}
-
-fn positions(input: &AttentionInput, b: usize, t: usize, new_tokens: Option<&NewTokens>) -> Result<Positions> {
-    if let Some(new_tokens) = new_tokens {
-        return new_tokens.positions();
-    }
-    let given = input.given_positions((b, t))?;
-    given.map_or_else(|| input.default_positions(PackedSequences::queries, t), Ok)
 }
 
 /// Not `Module`: Candle gives every `Module` a `forward_t` that ignores `train`, and dropout would be lost in silence.

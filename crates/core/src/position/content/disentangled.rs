@@ -5,6 +5,7 @@ use candle_nn::{Init, VarBuilder};
 use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
+use super::OP;
 use super::distances::{DistanceRows, descending, rows_of};
 use candle_attention_modules::base::{
     Dim, Expect, Heads, LINEAR_WEIGHT, Options, ParameterList, Source, Spec, Stored, accumulation_dtype, frozen,
@@ -66,19 +67,16 @@ impl DisentangledConfig {
 
     pub(crate) fn validate(&self) -> Result<()> {
         const MOST: usize = 1 << 24;
-        if self.max_distance == 0 || self.max_distance > MOST {
-            bail!("[content_positions] max_distance is {}, expected 1 to {MOST}", self.max_distance)
-        }
+        number::within(OP, "max_distance", self.max_distance, 1..=MOST)?;
         if let Some(buckets) = self.num_buckets
             && !(buckets >= 4 && buckets / 2 + 1 < self.max_distance)
         {
             bail!(
-                "[content_positions] num_buckets is {buckets}, expected at least 4, and half of them below \
-                 max_distance {} - 1",
+                "[{OP}] num_buckets is {buckets}, expected at least 4, and half of them below max_distance {} - 1",
                 self.max_distance
             )
         }
-        self.check("content_positions")
+        self.check(OP)
     }
 
     /// The vector of a key so far behind its query (in front of it, where negative). The first half of the buckets are
@@ -199,9 +197,9 @@ impl Disentangled {
         let [keys, queries] = match self.config.shared_projections {
             true => {
                 let xs = embeddings.unsqueeze(0)?;
-                let (own, keys) = projections.query_key_value(&xs, &xs, &xs)?;
+                let ((queries, _), keys) = projections.query_key_value(&xs, &xs, &xs)?;
                 let keys = keys.map(|[keys, _]| keys.squeeze(0)).transpose()?;
-                [keys, Some(own.q.squeeze(0)?)]
+                [keys, Some(queries.squeeze(0)?)]
             }
             false => {
                 let project = |name: &str| -> Result<Option<Tensor>> {

@@ -2,17 +2,18 @@
 //! multiplied with; and attention for some heads at a time, so that there is a bias for these alone.
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
-use candle_core::{D, Device, Result, Tensor, bail};
+use candle_core::{D, Device, Result, Tensor};
 use candle_nn::Init;
 
 use super::disentangled::Disentangled;
-use super::{ContentLayer, ScoreTerm, Scores, TermCall};
+use super::{ContentLayer, OP, ScoreTerm, Scores, TermCall};
 use crate::mask::AttentionMask;
-use crate::sdpa::{Attended, Keys, Outputs, Plan, SdpaOptions, attend, plan, scaled_dot_product_attention};
+use crate::position::{Latest, latest};
+use crate::sdpa::{Attended, Keys, Outputs, OwnKeys, Plan, SdpaOptions};
 use candle_attention_modules::base::{
-    Heads, LINEAR_WEIGHT, ParameterList, Source, Spec, Stored, accumulation_dtype, fits_in_memory,
+    Heads, LINEAR_WEIGHT, ParameterList, Source, Spec, Stored, accumulation_dtype, check_memory,
 };
 use candle_attention_modules::linear::Projections;
 
@@ -22,7 +23,7 @@ pub(super) struct DistanceTables {
     kind: Kind,
     parameters: ParameterList,
     /// For the latest length, where they depend on plain tensors alone. Clones of a layer share it.
-    latest: Arc<Mutex<Option<(usize, DistanceRows)>>>,
+    latest: Arc<Latest<usize, DistanceRows>>,
 }
 
 #[derive(Debug, Clone)]
@@ -124,23 +125,11 @@ impl DistanceTables {
 
     /// For T tokens and heads of width D.
     fn rows(&self, [t, d]: [usize; 2], projections: &Projections) -> Result<DistanceRows> {
-        let is_fixed = match &self.kind {
-            Kind::Disentangled(vectors) => vectors.are_fixed(projections),
-            Kind::TransformerXl | Kind::Clipped { .. } => true,
-        };
-        if !is_fixed {
-            return self.computed([t, d], projections);
+        let compute = || self.computed([t, d], projections);
+        if matches!(&self.kind, Kind::Disentangled(vectors) if !vectors.are_fixed(projections)) {
+            return compute();
         }
-        let latest = || self.latest.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((length, rows)) = &*latest()
-            && *length == t
-        {
-            return Ok(rows.clone());
-        }
-        let rows = self.computed([t, d], projections)?;
-        // Training changes a variable in its own place, which rows of before would not see.
-        *latest() = (!rows.is_tracked()).then(|| (t, rows.clone()));
-        Ok(rows)
+        latest(&self.latest, |length| *length == t, compute, |rows| (!rows.is_tracked()).then_some(t))
     }
 
     fn computed(&self, [t, d]: [usize; 2], projections: &Projections) -> Result<DistanceRows> {
@@ -167,9 +156,7 @@ impl DistanceTables {
 /// Sine and cosine in turns of the distances T - 1 down to -T, (2T, E), as in a table of absolute positions (Vaswani et
 /// al., <https://arxiv.org/abs/1706.03762>).
 fn sinusoids(t: usize, e: usize, device: &Device) -> Result<Tensor> {
-    if !fits_in_memory(&[2 * t, e]) {
-        bail!("[content_positions] the waves of {t} tokens do not fit in memory")
-    }
+    check_memory(OP, format_args!("a wave for each distance of {t} tokens"), &[2 * t, e])?;
     let frequency = |pair: usize| (-(10_000f64.ln()) * (2 * pair) as f64 / e as f64).exp() as f32;
     let frequencies: Vec<_> = (0..e.div_ceil(2)).map(frequency).collect();
     let mut waves = Vec::with_capacity(2 * t * e);
@@ -191,12 +178,6 @@ pub(crate) struct DistanceTerms {
 }
 
 impl DistanceTerms {
-    /// The numbers that [`bias`](Self::bias) holds at once for a head.
-    pub(crate) fn numbers_of_head(&self) -> Result<usize> {
-        let (b, _, t, _) = self.queries.dims4()?;
-        Ok(b.saturating_mul(t).saturating_mul(2 * t))
-    }
-
     /// The terms of some query heads, (B, heads, T, T).
     pub(crate) fn bias(&self, heads: Range<usize>) -> Result<Tensor> {
         let of = |tensor: &Tensor, rows: &Tensor| -> Result<Tensor> {
@@ -226,9 +207,8 @@ fn by_distance(vectors: &Tensor, rows: &Tensor) -> Result<Tensor> {
     if b * t == 0 {
         return Tensor::zeros((b, h, t, t), vectors.dtype(), vectors.device());
     }
-    if !fits_in_memory(&[b, h, t, 2 * t]) {
-        bail!("[content_positions] terms of {:?} do not fit in memory", [b, h, t, 2 * t])
-    }
+    let dims = [b, h, t, 2 * t];
+    check_memory(OP, format_args!("a term of {dims:?}"), &dims)?;
     let products = vectors.contiguous()?.broadcast_matmul(&rows.transpose(D::Minus2, D::Minus1)?)?;
     let shifted = products.reshape((b, h, 2 * t * t))?.narrow(2, t - 1, t * (2 * t - 1))?;
     shifted.reshape((b, h, t, 2 * t - 1))?.narrow(3, 0, t)
@@ -247,24 +227,18 @@ pub(crate) struct KeysByHeads {
 }
 
 /// The arguments of attention for some heads.
-struct Part {
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: AttentionMask,
-    options: SdpaOptions,
-}
+type Part = (Tensor, OwnKeys<'static>, AttentionMask, SdpaOptions);
 
 impl Keys for KeysByHeads {
     /// Weights and statistics are of all heads at once.
     fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, outputs: Outputs) -> Result<Attended> {
         if outputs != Outputs::Context {
-            let Part { q, k, v, mask, options } = self.part(q, mask, options, 0..self.k.dim(1)?)?;
-            return attend(outputs, [&q, &k, &v], &mask, &options);
+            let (q, keys, mask, options) = self.part(q, mask, options, 0..self.k.dim(1)?)?;
+            return keys.attend(&q, &mask, &options, outputs);
         }
         let contexts = self.blocks(q, options)?.into_iter().map(|heads| {
-            let Part { q, k, v, mask, options } = self.part(q, mask, options, heads)?;
-            scaled_dot_product_attention(&q, &k, &v, &mask, &options)?.transpose(1, 2)
+            let (q, keys, mask, options) = self.part(q, mask, options, heads)?;
+            keys.attend(&q, &mask, &options, outputs)?.context.transpose(1, 2)
         });
         let context = Tensor::cat(&contexts.collect::<Result<Vec<_>>>()?, 2)?.contiguous()?.transpose(1, 2)?;
         Ok(Attended::context(context))
@@ -273,16 +247,17 @@ impl Keys for KeysByHeads {
     /// The path of the first heads, which is that of all.
     fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
         let first = self.blocks(q, options)?.into_iter().next().unwrap_or(0..0);
-        let Part { q, k, v, mask, options } = self.part(q, mask, options, first)?;
-        plan(&q, &k, &v, &mask, &options)
+        let (q, keys, mask, options) = self.part(q, mask, options, first)?;
+        keys.plan(&q, &mask, &options)
     }
 }
 
 impl KeysByHeads {
     /// Key heads that are attended to at once.
     fn blocks(&self, q: &Tensor, options: &SdpaOptions) -> Result<Vec<Range<usize>>> {
-        let (h, h_kv) = (q.dim(1)?, self.k.dim(1)?);
-        let numbers = self.terms.numbers_of_head()?.saturating_mul(h / h_kv).max(1);
+        let ((b, h, t, _), h_kv) = (q.dims4()?, self.k.dim(1)?);
+        // What the terms of a head's scores hold at once.
+        let numbers = [t, 2 * t, h / h_kv].into_iter().fold(b, usize::saturating_mul).max(1);
         let size = if options.drops_by_seed() { h_kv } else { (MAX_NUMBERS / numbers).clamp(1, h_kv) };
         Ok((0..h_kv).step_by(size).map(|start| start..h_kv.min(start + size)).collect())
     }
@@ -291,14 +266,10 @@ impl KeysByHeads {
         let (h, h_kv) = (q.dim(1)?, self.k.dim(1)?);
         let heads = keys.start * (h / h_kv)..keys.end * (h / h_kv);
         let of_keys = |tensor: &Tensor| tensor.narrow(1, keys.start, keys.len());
-        let mask = mask.of_heads(heads.clone(), h)?;
-        Ok(Part {
-            q: q.narrow(1, heads.start, heads.len())?,
-            k: of_keys(&self.k)?,
-            v: of_keys(&self.v)?,
-            options: options.of_heads(&heads)?,
-            mask: mask.with_bias(&self.terms.bias(heads)?),
-        })
+        let (q, options) = (q.narrow(1, heads.start, heads.len())?, options.of_heads(&heads)?);
+        let keys = OwnKeys { k: of_keys(&self.k)?, v: of_keys(&self.v)?, sequences: None, function: None };
+        let mask = mask.of_heads(heads.clone(), h)?.with_bias(&self.terms.bias(heads)?);
+        Ok((q, keys, mask, options))
     }
 }
 

@@ -1,14 +1,15 @@
 //! Positions of patches of an image: in a grid, as part of the product of queries and keys (SAM), and in a window, as a
 //! bias and with cosine scores (Swin and Swin v2).
 
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use candle_core::{D, DType, Device, Result, Tensor, bail};
 use candle_nn::{Init, ops};
 
-use super::{ScoreTerm, Scores, TermCall};
+use super::{OP, ScoreTerm, Scores, TermCall};
+use crate::position::{Latest, latest};
 use candle_attention_modules::base::{
-    Heads, LINEAR_WEIGHT, ParameterList, Source, Spec, Stored, accumulation_dtype, fits_in_memory, linear_bias,
+    Heads, LINEAR_WEIGHT, ParameterList, Source, Spec, Stored, accumulation_dtype, check_memory, linear_bias,
 };
 use candle_attention_modules::norm::Norm;
 
@@ -16,9 +17,9 @@ use candle_attention_modules::norm::Norm;
 #[derive(Debug, Clone)]
 pub(super) struct GridTables {
     /// Rows and columns of the grid.
-    sizes: [usize; 2],
+    pub sizes: [usize; 2],
     /// (2 · rows - 1, D) and (2 · columns - 1, D), which all heads share.
-    parameters: ParameterList,
+    pub parameters: ParameterList,
 }
 
 pub(super) const GRID: [&str; 2] = ["rel_pos_h", "rel_pos_w"];
@@ -32,10 +33,6 @@ impl ScoreTerm for GridTables {
 }
 
 impl GridTables {
-    pub(super) fn new(sizes: [usize; 2], parameters: ParameterList) -> Self {
-        Self { sizes, parameters }
-    }
-
     pub(super) fn specs(sizes: [usize; 2], d: usize) -> Vec<Spec> {
         let table = |axis: usize| Spec::new(GRID[axis], [2 * sizes[axis] - 1, d], Init::Const(0.0));
         vec![table(0), table(1)]
@@ -102,7 +99,7 @@ pub(super) struct WindowTables {
     parameters: ParameterList,
     cosine: Option<Cosine>,
     /// (1, H, T, T), where nothing is tracked.
-    bias: Arc<OnceLock<Tensor>>,
+    bias: Arc<Latest<(), Tensor>>,
 }
 
 #[derive(Debug, Clone)]
@@ -130,7 +127,8 @@ impl ScoreTerm for WindowTables {
         let [q, k] = self.scaled(scores.q.clone(), scores.own_keys(call)?)?;
         scores.mask = scores.mask.clone().with_bias(&self.bias(q.dim(2)?)?);
         (scores.q, scores.k) = (q, Some(k));
-        if self.is_cosine() {
+        if self.cosine.is_some() {
+            // Queries have their scale already.
             scores.options.scale = Some(1.0);
         }
         Ok(())
@@ -176,11 +174,6 @@ impl WindowTables {
         names.into_iter().try_for_each(|name| source.refuse(&name, "the config has no content_positions"))
     }
 
-    /// Whether queries have their scale already.
-    fn is_cosine(&self) -> bool {
-        self.cosine.is_some()
-    }
-
     /// Queries (B, H, T, D) and keys (B, H_kv, T, D), views of (B, T, ..), of which products are the scores, but for
     /// the layer's scale where these are no cosines.
     fn scaled(&self, q: Tensor, k: Tensor) -> Result<[Tensor; 2]> {
@@ -200,15 +193,7 @@ impl WindowTables {
         if t != rows * columns {
             bail!("[multi_head_attention] queries have {t} tokens, expected the {rows} × {columns} of the window")
         }
-        if let Some(bias) = self.bias.get() {
-            return Ok(bias.clone());
-        }
-        let bias = self.computed(t)?;
-        // Training changes a variable in its own place, which a bias of before would not see.
-        if !bias.track_op() {
-            self.bias.get_or_init(|| bias.clone());
-        }
-        Ok(bias)
+        latest(&self.bias, |()| true, || self.computed(t), |bias| (!bias.track_op()).then_some(()))
     }
 
     fn computed(&self, t: usize) -> Result<Tensor> {
@@ -217,9 +202,7 @@ impl WindowTables {
             None => self.wide(TABLE)?,
         };
         let h = of_places.dim(1)?;
-        if !fits_in_memory(&[t, t, h]) {
-            bail!("[content_positions] a bias of {:?} does not fit in memory", [h, t, t])
-        }
+        check_memory(OP, format_args!("a bias of {:?}", [h, t, t]), &[h, t, t])?;
         let [rows, columns] = self.sizes;
         let place = |query: usize, key: usize| {
             let down = query / columns + rows - 1 - key / columns;
@@ -257,9 +240,7 @@ impl WindowTables {
 /// How many places a key may have from its query.
 fn places(sizes: [usize; 2]) -> Result<usize> {
     let sizes = sizes.map(|size| 2 * size - 1);
-    if !fits_in_memory(&sizes) {
-        bail!("[content_positions] a bias for {sizes:?} places does not fit in memory")
-    }
+    check_memory(OP, format_args!("a bias for {sizes:?} places"), &sizes)?;
     Ok(sizes[0] * sizes[1])
 }
 

@@ -16,10 +16,12 @@ use candle_core::{Result, bail};
 use serde::{Deserialize, Serialize};
 
 use super::{ScoreTerm, Scores, Term, TermCall};
-use candle_attention_modules::base::{ParameterList, Source, Spec};
+use candle_attention_modules::base::{ParameterList, Source, Spec, number};
 use disentangled::Disentangled;
 use distances::{DistanceTables, Kind};
 use images::{GridTables, WindowTables};
+
+const OP: &str = "content_positions";
 
 /// Terms of the scores by the place of the key from its query and, but for those of windows, by what one of the two
 /// holds, for self-attention.
@@ -116,79 +118,62 @@ pub(crate) struct ContentLayer {
     pub softcap: Option<f64>,
 }
 
+/// The most rows and columns of a grid or window, and the furthest key that has a vector of its own.
+const MAX_SIZE: usize = 1 << 16;
+
 impl ContentPositions {
     /// Whether a parameter of a checkpoint, whose name is elsewhere another one's, belongs to these positions.
     pub(crate) fn has_parameter(&self, name: &str, source: &Source) -> bool {
         let mut names = distances::TRANSFORMER_XL.iter();
         *self == Self::TransformerXl && names.any(|names| source.has(names[1]) && names.contains(&name))
     }
-}
 
-/// The most rows and columns of a grid or window, and the furthest key that has a vector of its own.
-const MAX_SIZE: usize = 1 << 16;
-
-impl ContentPositions {
     /// Checks that the numbers fit together and the layer.
     ///
     /// # Errors
     /// Names the option, what was expected and what was found.
     pub(crate) fn validate(&self, layer: &ContentLayer) -> Result<()> {
+        if let Self::Grid { height, width }
+        | Self::Window { height, width }
+        | Self::CosineWindow { height, width, .. } = self
+        {
+            number::within(OP, "height", *height, 1..=MAX_SIZE)?;
+            number::within(OP, "width", *width, 1..=MAX_SIZE)?;
+        }
         match self {
-            ContentPositions::Grid { height, width } => {
-                check_window([*height, *width])?;
+            Self::Window { .. } => {}
+            Self::Grid { .. } => {
                 if layer.softcap.is_some() {
-                    bail!(
-                        "[content_positions] softcap is set, which bounds scores before relative positions of a grid \
-                         are added"
-                    )
+                    bail!("[{OP}] softcap is set, which bounds scores before relative positions of a grid are added")
                 }
                 if layer.scale.is_some_and(|scale| scale as f32 == 0.0) {
-                    bail!("[content_positions] scale is 0, expected another beside relative positions of a grid")
+                    bail!("[{OP}] scale is 0, expected another beside relative positions of a grid")
                 }
             }
-            ContentPositions::Window { height, width } => check_window([*height, *width])?,
-            ContentPositions::CosineWindow { height, width, trained } => {
-                check_window([*height, *width])?;
-                if let Some(trained) =
-                    trained.filter(|trained| trained.iter().any(|size| !(2..=MAX_SIZE).contains(size)))
-                {
-                    bail!("[content_positions] trained is {trained:?}, expected 2 to {MAX_SIZE} each")
-                }
+            Self::CosineWindow { trained, .. } => {
+                let mut trained = trained.iter().flatten();
+                trained.try_for_each(|&size| number::within(OP, "a size of trained", size, 2..=MAX_SIZE))?;
                 if let Some(scale) = layer.scale {
-                    bail!("[content_positions] scale is {scale}, expected none beside the factors of cosine scores")
+                    bail!("[{OP}] scale is {scale}, expected none beside the factors of cosine scores")
                 }
             }
-            ContentPositions::TransformerXl => {
-                if !layer.embed_dim.is_multiple_of(2) {
-                    bail!("[content_positions] embed_dim is {}, expected pairs of sines and cosines", layer.embed_dim)
-                }
+            Self::TransformerXl => {
+                let is_even = |width: usize| width.is_multiple_of(2);
+                number::expect(OP, "embed_dim", layer.embed_dim, is_even, "pairs of sines and cosines")?;
             }
-            ContentPositions::Clipped { left, right } => {
-                for (name, size) in [("left", *left), ("right", *right)] {
-                    if size > MAX_SIZE {
-                        bail!("[content_positions] {name} is {size}, expected at most {MAX_SIZE}")
-                    }
-                }
+            Self::Clipped { left, right } => {
+                number::within(OP, "left", *left, 0..=MAX_SIZE)?;
+                number::within(OP, "right", *right, 0..=MAX_SIZE)?;
             }
-            ContentPositions::Disentangled(config) => {
+            Self::Disentangled(config) => {
                 config.validate()?;
                 let (h, h_kv) = (layer.num_heads, layer.num_kv_heads);
                 if h != h_kv {
-                    bail!(
-                        "[content_positions] num_kv_heads is {h_kv}, expected the {h} query heads of disentangled \
-                         positions"
-                    )
+                    bail!("[{OP}] num_kv_heads is {h_kv}, expected the {h} query heads of disentangled positions")
                 }
             }
         }
         Ok(())
-    }
-}
-
-fn check_window(sizes: [usize; 2]) -> Result<()> {
-    match ["height", "width"].into_iter().zip(sizes).find(|&(_, size)| size == 0 || size > MAX_SIZE) {
-        Some((name, size)) => bail!("[content_positions] {name} is {size}, expected 1 to {MAX_SIZE}"),
-        None => Ok(()),
     }
 }
 
@@ -233,7 +218,7 @@ pub(crate) fn content(
     let parameters = parameters.clone();
     let distances = |kind, parameters| Arc::new(DistanceTables::new(kind, parameters));
     Ok(match *positions {
-        ContentPositions::Grid { height, width } => Arc::new(GridTables::new([height, width], parameters)),
+        ContentPositions::Grid { height, width } => Arc::new(GridTables { sizes: [height, width], parameters }),
         ContentPositions::Window { height, width } => Arc::new(WindowTables::of_table([height, width], parameters)),
         ContentPositions::CosineWindow { height, width, trained } => {
             let sizes = [height, width];

@@ -12,7 +12,7 @@ use rayon::prelude::*;
 
 use super::RopeAxisLayout;
 use super::config::{RopeConfig, RopeScaling};
-use crate::position::{AxisPositions, Positions};
+use crate::position::{AxisPositions, Latest, Positions, latest};
 
 /// The most entries of a table, 32 MB each of cosines and of sines: positions up to 131,072 of heads of 128.
 const TABLE_ENTRIES: usize = 1 << 23;
@@ -103,10 +103,9 @@ pub(super) struct Tables {
     pub head_dim: usize,
     /// For calls within the original context, and beyond it.
     regular: [RwLock<Arc<Angles>>; 2],
-    /// What was last computed for positions that no table holds: the layers of a model ask for the same one by one.
-    latest: Mutex<Option<(ContextRange, Positions, Arc<Angles>)>>,
-    /// What was last computed on several axes.
-    latest_on_axes: Mutex<Option<(AxisPositions, Arc<Angles>)>>,
+    /// For positions that no table holds.
+    latest: Latest<(ContextRange, Positions), Arc<Angles>>,
+    latest_on_axes: Latest<AxisPositions, Arc<Angles>>,
     /// A table that was given and does not grow.
     given: Option<Arc<Angles>>,
 }
@@ -118,8 +117,8 @@ impl Tables {
             config: config.clone(),
             head_dim,
             regular: Default::default(),
-            latest: Mutex::new(None),
-            latest_on_axes: Mutex::new(None),
+            latest: Latest::default(),
+            latest_on_axes: Latest::default(),
             given: None,
         }
     }
@@ -130,52 +129,52 @@ impl Tables {
     }
 
     /// For positions on the config's axes.
-    pub fn rows_on_axes(&self, positions: &AxisPositions) -> Rows {
+    pub fn rows_on_axes(&self, positions: &AxisPositions) -> Result<Rows> {
         let rows = positions.rows();
-        let latest = || self.latest_on_axes.lock().unwrap_or_else(PoisonError::into_inner);
-        let kept = latest().as_ref().filter(|(of, _)| of == positions).map(|(_, angles)| angles.clone());
-        let angles = kept.unwrap_or_else(|| {
+        let compute = || {
             let axis_of = self.config.axes().map(|axes| axes.axis_of_pairs()).unwrap_or_default();
             let position = |row: usize, pair: usize| positions.at(axis_of[pair], row);
-            let angles = self.angles(ContextRange::of(self.config.scaling(), positions.length()), rows, position);
-            *latest() = Some((positions.clone(), angles.clone()));
-            angles
-        });
-        Rows { angles, index: (0..rows as u32).collect() }
+            Ok(self.angles(ContextRange::of(self.config.scaling(), positions.length()), rows, position))
+        };
+        let angles = latest(&self.latest_on_axes, |own| own == positions, compute, |_| Some(positions.clone()))?;
+        Ok(Rows { angles, index: (0..rows as u32).collect() })
     }
 
     /// # Errors
     /// For a position past the end of a given table.
     pub fn rows(&self, positions: &Positions) -> Result<Rows> {
         if let Some(angles) = &self.given {
-            if positions.length() > angles.rows() {
-                let (last, rows) = (positions.length() - 1, angles.rows());
+            if positions.length > angles.rows() {
+                let (last, rows) = (positions.length - 1, angles.rows());
                 bail!("[rope] position {last} is past the given tables of {rows} positions")
             }
-            return Ok(Rows { angles: angles.clone(), index: positions.entries().into() });
+            return Ok(Rows { angles: angles.clone(), index: positions.entries.as_slice().into() });
         }
-        let range = ContextRange::of(self.config.scaling(), positions.length());
+        let range = ContextRange::of(self.config.scaling(), positions.length);
         let table = match range {
             ContextRange::Short => Some(&self.regular[0]),
             ContextRange::Long => Some(&self.regular[1]),
             ContextRange::DynamicNtk(_) => None,
         };
         if let Some(angles) = table.and_then(|table| self.table(table, range, positions)) {
-            return Ok(Rows { angles, index: positions.entries().into() });
+            return Ok(Rows { angles, index: positions.entries.as_slice().into() });
         }
-        let index = (0..positions.entries().len() as u32).collect();
-        Ok(Rows { angles: self.computed(range, positions), index })
+        let entries = &positions.entries;
+        let compute = || Ok(self.angles(range, entries.len(), |row, _| entries[row] as f32));
+        let is_same = |(own, of): &(ContextRange, Positions)| (own, of) == (&range, positions);
+        let angles = latest(&self.latest, is_same, compute, |_| Some((range, positions.clone())))?;
+        Ok(Rows { angles, index: (0..entries.len() as u32).collect() })
     }
 
     /// A table that reaches to the last position, unless most of it would be computed for a few far positions.
     fn table(&self, table: &RwLock<Arc<Angles>>, range: ContextRange, positions: &Positions) -> Option<Arc<Angles>> {
         let angles = table.read().unwrap_or_else(PoisonError::into_inner).clone();
-        let (length, rows) = (positions.length(), angles.rows());
+        let (length, rows) = (positions.length, angles.rows());
         if length <= rows {
             return Some(angles);
         }
         let most = TABLE_ENTRIES / (self.config.rotary_dim(self.head_dim) / 2);
-        if length > most || length > (4 * positions.entries().len()).max(2 * rows).max(256) {
+        if length > most || length > (4 * positions.entries.len()).max(2 * rows).max(256) {
             return None;
         }
         // Not under the lock: a thread that computes rows may meanwhile take up other work that wants the table.
@@ -185,19 +184,6 @@ impl Tables {
             *current = grown;
         }
         Some(current.clone())
-    }
-
-    fn computed(&self, range: ContextRange, positions: &Positions) -> Arc<Angles> {
-        let latest = || self.latest.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((of_range, of_positions, angles)) = &*latest()
-            && (of_range, of_positions) == (&range, positions)
-        {
-            return angles.clone();
-        }
-        let entries = positions.entries();
-        let angles = self.angles(range, entries.len(), |row, _| entries[row] as f32);
-        *latest() = Some((range, positions.clone(), angles.clone()));
-        angles
     }
 
     fn angles(&self, range: ContextRange, rows: usize, position: impl Fn(usize, usize) -> f32 + Sync) -> Arc<Angles> {
@@ -238,12 +224,8 @@ fn frequencies(config: &RopeConfig, head_dim: usize, range: ContextRange) -> Vec
                 sections.iter().flat_map(|section| periods(base, 2 * section).map(f32::recip)).collect()
             }
             Some((RopeAxisLayout::AxialDealt, sections)) => {
-                let (count, all) = (sections.len(), plain().collect::<Vec<_>>());
-                let dealt = |axis: usize, i: usize| all[axis + count * i];
-                (0..count)
-                    .flat_map(|axis| (0..sections[axis]).map(move |i| (axis, i)))
-                    .map(|(axis, i)| dealt(axis, i))
-                    .collect()
+                let dealt = |axis: usize| plain().skip(axis).step_by(sections.len()).take(sections[axis]);
+                (0..sections.len()).flat_map(dealt).collect()
             }
             _ => plain().collect(),
         },

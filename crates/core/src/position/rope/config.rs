@@ -5,7 +5,9 @@ use candle_core::{Result, bail};
 use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
-use candle_attention_modules::base::{Options, options};
+use candle_attention_modules::base::{Options, check_entries, number, options, yes};
+
+const OP: &str = "rope";
 
 /// Which two entries of a head are rotated as a pair, of the r that are rotated.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -111,10 +113,6 @@ fn beta_slow() -> f64 {
     1.0
 }
 
-fn yes() -> bool {
-    true
-}
-
 /// Rotary positions (<https://arxiv.org/abs/2104.09864>): pair i of a query or key at position p is rotated by the
 /// angle `p · base^(-2i/r)`, so that a score depends on the distance of its query and key.
 ///
@@ -174,7 +172,7 @@ impl RopeConfig {
     pub fn validate(&self, head_dim: usize) -> Result<()> {
         let r = self.rotary_dim(head_dim);
         if r == 0 || r > head_dim || !r.is_multiple_of(2) {
-            bail!("[rope] rotary_dim is {r}, expected an even number from 2 to head_dim {head_dim}")
+            bail!("[{OP}] rotary_dim is {r}, expected an even number from 2 to head_dim {head_dim}")
         }
         above_zero("base", self.base)?;
         if let Some(axes) = &self.axes {
@@ -186,52 +184,47 @@ impl RopeConfig {
             RopeScaling::Linear { factor } => above_zero("factor", *factor)?,
             RopeScaling::Dynamic { factor, original_context } => {
                 context(*original_context)?;
-                if !((*factor as f32).is_finite() && *factor >= 1.0) {
-                    bail!("[rope] factor is {factor}, expected a finite number of at least 1")
-                }
+                let is_right = |factor: f64| (factor as f32).is_finite() && factor >= 1.0;
+                number::expect(OP, "factor", *factor, is_right, "a finite number of at least 1")?;
                 if r == 2 {
-                    bail!("[rope] rotary_dim is 2, expected at least 4 with dynamic scaling")
+                    bail!("[{OP}] rotary_dim is 2, expected at least 4 with dynamic scaling")
                 }
             }
             &RopeScaling::Llama3 { factor, low_freq_factor: low, high_freq_factor: high, original_context } => {
                 context(original_context)?;
                 all_above_zero(&[("factor", factor), ("low_freq_factor", low), ("high_freq_factor", high)])?;
                 if high <= low {
-                    bail!("[rope] high_freq_factor is {high}, expected more than low_freq_factor {low}")
+                    bail!("[{OP}] high_freq_factor is {high}, expected more than low_freq_factor {low}")
                 }
             }
             &RopeScaling::Yarn { factor, original_context, beta_fast, beta_slow, mscale, mscale_all_dim, .. } => {
                 context(original_context)?;
                 all_above_zero(&[("factor", factor), ("beta_fast", beta_fast), ("beta_slow", beta_slow)])?;
                 for (name, value) in [("mscale", mscale), ("mscale_all_dim", mscale_all_dim)] {
-                    if let Some(value) = value.filter(|value| !(value.is_finite() && *value >= 0.0)) {
-                        bail!("[rope] {name} is {value}, expected a finite number of zero or more")
-                    }
+                    let is_right = |value: f64| value.is_finite() && value >= 0.0;
+                    number::expect(OP, name, value, is_right, "a finite number of zero or more")?;
                 }
                 if beta_fast < beta_slow {
-                    bail!("[rope] beta_fast is {beta_fast}, expected at least beta_slow {beta_slow}")
+                    bail!("[{OP}] beta_fast is {beta_fast}, expected at least beta_slow {beta_slow}")
                 }
                 if self.base == 1.0 {
-                    bail!("[rope] base is 1, whose frequencies are all the same, expected another with yarn scaling")
+                    bail!("[{OP}] base is 1, whose frequencies are all the same, expected another with yarn scaling")
                 }
             }
             RopeScaling::LongRope { short_factor, long_factor, original_context, factor, .. } => {
                 context(*original_context)?;
                 for (name, list) in [("short_factor", short_factor), ("long_factor", long_factor)] {
-                    if list.len() != r / 2 {
-                        bail!("[rope] {name} has {} entries, expected one for each of {} pairs", list.len(), r / 2)
-                    }
+                    check_entries(OP, name, list.len(), r / 2, "pairs")?;
                     list.iter().try_for_each(|&value| above_zero(name, value))?;
                 }
                 factor.map_or(Ok(()), |factor| above_zero("factor", factor))?;
             }
             RopeScaling::Proportional { factor, proportion } => {
                 above_zero("factor", *factor)?;
-                if !(0.0..=1.0).contains(proportion) {
-                    bail!("[rope] proportion is {proportion}, expected a number from 0 to 1")
-                }
+                let is_right = |proportion: f64| (0.0..=1.0).contains(&proportion);
+                number::expect(OP, "proportion", *proportion, is_right, "a number from 0 to 1")?;
                 if r != head_dim {
-                    bail!("[rope] rotary_dim is {r}, but proportional scaling has pairs of whole heads of {head_dim}")
+                    bail!("[{OP}] rotary_dim is {r}, but proportional scaling has pairs of whole heads of {head_dim}")
                 }
             }
         }
@@ -246,17 +239,12 @@ impl RopeConfig {
 
 /// Frequencies are f32.
 fn above_zero(name: &str, value: f64) -> Result<()> {
-    if !((value as f32).is_finite() && value as f32 > 0.0) {
-        bail!("[rope] {name} is {value:?}, expected a finite number above zero in F32")
-    }
-    Ok(())
+    let is_right = |value: f64| (value as f32).is_finite() && value as f32 > 0.0;
+    number::expect(OP, name, value, is_right, "a finite number above zero in F32")
 }
 
 fn context(original_context: usize) -> Result<()> {
-    if original_context < 2 {
-        bail!("[rope] original_context is {original_context}, expected at least 2")
-    }
-    Ok(())
+    number::expect(OP, "original_context", original_context, |positions: usize| positions >= 2, "at least 2")
 }
 
 /// Which axis turns a pair, and how fast.
@@ -327,7 +315,7 @@ impl RopeAxes {
         let count = sections.len();
         let sum = sections.iter().fold(0usize, |sum, &section| sum.saturating_add(section));
         if count < 2 || sections.contains(&0) || sum != pairs {
-            bail!("[rope] axes have {sections:?} pairs, expected two or more numbers whose sum is {pairs}")
+            bail!("[{OP}] axes have {sections:?} pairs, expected two or more numbers whose sum is {pairs}")
         }
         // The last pair of each axis, where they take turns.
         let reaches = |(axis, section): (usize, &usize)| count * (section - 1) + axis < pairs;
@@ -337,10 +325,10 @@ impl RopeAxes {
             RopeAxisLayout::Sections | RopeAxisLayout::Axial => true,
         };
         if !fits {
-            bail!("[rope] axes have {sections:?} pairs, which cannot take turns in {pairs}")
+            bail!("[{OP}] axes have {sections:?} pairs, which cannot take turns in {pairs}")
         }
         if is_scaled && self.is_axial() {
-            bail!("[rope] axes have series of their own, for which no scaling is defined")
+            bail!("[{OP}] axes have series of their own, for which no scaling is defined")
         }
         Ok(())
     }

@@ -16,7 +16,7 @@ use candle_nn::rotary_emb;
 use crate::position::{AxisPositions, Positions};
 use angles::{Angles, Rows, Tables};
 use candle_attention_modules::base::rowwise::{Element, map_heads, to_vec, with_contiguous_rows};
-use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, fits_in_memory};
+use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, check_memory};
 
 /// The cosines and sines of a [`RopeConfig`] for heads of one width, and the rotation of queries and keys by them.
 ///
@@ -83,9 +83,7 @@ impl RotaryEmbedding {
         }
         Expect::one("rope", "cos", cos).shape(&[Dim::Any("P"), Dim::Named("r/2", half)])?;
         Expect::one("rope", "sin", sin).shape(&[Dim::Named("P", cos.dim(0)?), Dim::Named("r/2", half)])?;
-        if !fits_in_memory(&[cos.elem_count(), size_of::<f32>()]) {
-            bail!("[rope] tables of shape {:?} do not fit in memory", cos.dims())
-        }
+        check_memory("rope", format_args!("a table of shape {:?}", cos.dims()), &[cos.elem_count(), size_of::<f32>()])?;
         let entries = |name: &str, table: &Tensor| -> Result<Vec<f32>> {
             if !FLOATS.contains(&table.dtype()) || table.track_op() {
                 let tracked = if table.track_op() { " tracked for gradients" } else { "" };
@@ -150,7 +148,7 @@ impl RotaryEmbedding {
             bail!("[rope] axis positions were given, but the config has no axes")
         };
         let positions = AxisPositions::from_tensor(positions, axes.sections().len(), b, t)?;
-        self.on_axes(&positions).apply(&xs.transpose(1, 2)?)?.transpose(1, 2)
+        self.on_axes(&positions)?.apply(&xs.transpose(1, 2)?)?.transpose(1, 2)
     }
 
     fn rotate(&self, xs: &Tensor, positions: &Positions) -> Result<Tensor> {
@@ -162,12 +160,12 @@ impl RotaryEmbedding {
     /// # Errors
     /// For a position past the end of given tables.
     pub(crate) fn at(&self, positions: &Positions) -> Result<Rotation> {
-        Ok(self.rotation(self.tables.rows(positions)?, positions.per_sequence()))
+        Ok(self.rotation(self.tables.rows(positions)?, positions.t))
     }
 
     /// The same at positions on several axes.
-    pub(crate) fn on_axes(&self, positions: &AxisPositions) -> Rotation {
-        self.rotation(self.tables.rows_on_axes(positions), positions.per_sequence())
+    pub(crate) fn on_axes(&self, positions: &AxisPositions) -> Result<Rotation> {
+        Ok(self.rotation(self.tables.rows_on_axes(positions)?, positions.t))
     }
 
     fn rotation(&self, rows: Rows, t: usize) -> Rotation {
@@ -179,9 +177,8 @@ impl RotaryEmbedding {
         let shape = [Dim::Any("B"), Dim::Any("H"), Dim::Any("T"), Dim::Named("D", self.head_dim())];
         Expect::many("rope", "xs", xs).shape(&shape)?.dtype_of(&FLOATS, "")?;
         let (b, _, t, _) = xs.dims4()?;
-        if !fits_in_memory(&[xs.dims(), &[xs.dtype().size_in_bytes()]].concat()) {
-            bail!("[rope] xs of shape {:?} are too large to address or allocate", xs.dims())
-        }
+        let bytes = [xs.dims(), &[xs.dtype().size_in_bytes()]].concat();
+        check_memory("rope", format_args!("a result of shape {:?}", xs.dims()), &bytes)?;
         Ok((b, t))
     }
 }

@@ -18,15 +18,8 @@ struct Results<'a> {
     lse_gradient: Option<Vec<f32>>,
 }
 
-/// [`Gradients`] as tensors.
-struct TensorGradients {
-    /// In the shapes of the operands.
-    q: Option<Tensor>,
-    k: Option<Tensor>,
-    v: Option<Tensor>,
-    /// One after the other.
-    score_tensors: Vec<f32>,
-}
+/// [`Gradients`]: those of q, k and v in their shapes, and those of the score tensors one after the other.
+type TensorGradients = ([Option<Tensor>; 3], Vec<f32>);
 
 impl Flash {
     /// Of q, k and v, as far as they are tracked.
@@ -39,8 +32,8 @@ impl Flash {
         let results = Results { context, gradient, lse_gradient: None };
         let [q, k, v] = operands.map(Tensor::track_op);
         let wanted = Wanted { q, k, v, ..Default::default() };
-        let gradients = with_float!(self.op, operands[0].dtype(), |E| self.gradients::<E>(operands, &results, wanted))?;
-        Ok([gradients.q, gradients.k, gradients.v])
+        let gradients = with_float!(self.op, operands[0].dtype(), |E| self.gradients::<E>(operands, &results, wanted));
+        Ok(gradients?.0)
     }
 
     fn gradients<E: Element + WithDType>(
@@ -78,12 +71,8 @@ impl Flash {
         let tensor = |gradient: Option<Vec<E>>, h: usize, t: usize, width: usize| {
             gradient.map(|gradient| Tensor::from_vec(gradient, (b, h, t, width), device)).transpose()
         };
-        Ok(TensorGradients {
-            q: tensor(q, h, t_q, d)?,
-            k: tensor(k, h_kv, t_kv, d)?,
-            v: tensor(v, h_kv, t_kv, d_v)?,
-            score_tensors: [bias, distances, slopes, sinks].into_iter().flatten().flatten().collect(),
-        })
+        let operands = [tensor(q, h, t_q, d)?, tensor(k, h_kv, t_kv, d)?, tensor(v, h_kv, t_kv, d_v)?];
+        Ok((operands, [bias, distances, slopes, sinks].into_iter().flatten().flatten().collect()))
     }
 }
 
@@ -166,10 +155,9 @@ impl FlattenedFlash {
             detached.narrow(0, start - count, count)?.reshape(&shape[..])
         });
         let wanted = Wanted { q: wants_operands, k: wants_operands, v: wants_operands, ..self.wanted };
-        let gradients = self.flash.gradients::<E>([&q?, &k?, &v?], results, wanted)?;
-        let flat = [gradients.q, gradients.k, gradients.v].into_iter().flatten().map(|tensor| tensor.flatten_all());
-        let flat: Vec<_> = flat.collect::<Result<_>>()?;
-        Ok((wants_operands.then(|| Tensor::cat(&flat, 0)).transpose()?, gradients.score_tensors))
+        let (of_operands, of_score_tensors) = self.flash.gradients::<E>([&q?, &k?, &v?], results, wanted)?;
+        let flat = of_operands.into_iter().flatten().map(|tensor| tensor.flatten_all()).collect::<Result<Vec<_>>>()?;
+        Ok((wants_operands.then(|| Tensor::cat(&flat, 0)).transpose()?, of_score_tensors))
     }
 }
 

@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::OnceLock;
 
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp3, DType, Error, Layout, Result, Shape, Tensor, WithDType, bail};
+use candle_core::{CpuStorage, DType, Error, Result, Shape, Tensor, WithDType};
 
 use super::rows::RowRanges;
 use super::validate::{self, Call};
@@ -16,14 +16,16 @@ use candle_attention_kernels::flash::{
     self, Alibi, Dims, DistanceBias, Dropout, DropoutMask, KvRows, Problem, ScoreOptions, SoftmaxStats, Strided,
 };
 use candle_attention_kernels::{Element, Tier};
-use candle_attention_modules::base::rowwise::{Read, read, strided, with_contiguous_rows, with_float};
-use candle_attention_modules::base::{executor, fits_in_memory};
+use candle_attention_modules::base::rowwise::{
+    Op3, Operand, Read, Ternary, read, strided, with_contiguous_rows, with_float,
+};
+use candle_attention_modules::base::{check_memory, executor};
 
 /// What is wanted of a call. No input is tracked for gradients where it is statistics.
 pub(super) fn attend(call: &Call, tier: Tier, outputs: Outputs) -> Result<Attended> {
     let (validate::Dims { b, h, t_q, .. }, wants_lse) = (call.dims, outputs == Outputs::LogSumExp);
-    if wants_lse && !fits_in_memory(&[b, h, t_q]) {
-        bail!("[{}] a log-sum-exp of {:?} does not fit in memory", call.op, [b, h, t_q])
+    if wants_lse {
+        check_memory(call.op, format_args!("a log-sum-exp of {:?}", [b, h, t_q]), &[b, h, t_q])?;
     }
     let [q, k, v] = [with_contiguous_rows(&call.q)?, with_contiguous_rows(&call.k)?, with_contiguous_rows(&call.v)?];
     let score_tensors = ScoreTensors::new(call)?;
@@ -39,7 +41,9 @@ pub(super) fn attend(call: &Call, tier: Tier, outputs: Outputs) -> Result<Attend
     };
     let flash = Flash { lse, observed, ..Flash::new(call, tier, &score_tensors, is_tracked)? };
     let attended = if !is_tracked {
+        let flash = Op3(flash);
         let context = q.apply_op3_no_bwd(&k, &v, &flash)?;
+        let Op3(flash) = flash;
         let lse = flash.lse.and_then(OnceLock::into_inner);
         let found = flash.observed.and_then(|observed| observed.found.into_inner());
         let statistics = match (found, outputs) {
@@ -52,7 +56,7 @@ pub(super) fn attend(call: &Call, tier: Tier, outputs: Outputs) -> Result<Attend
         let (context, lse) = FlattenedFlash::attend([&q, &k, &v], &score_tensors, flash)?;
         Attended { lse, ..Attended::context(context) }
     } else {
-        Attended::context(q.apply_op3(&k, &v, flash)?)
+        Attended::context(q.apply_op3(&k, &v, Op3(flash))?)
     };
     // The context as it lies in memory, as (B, H, T_q, D_v).
     match call.output_order {
@@ -62,12 +66,7 @@ pub(super) fn attend(call: &Call, tier: Tier, outputs: Outputs) -> Result<Attend
 }
 
 /// The weights that a call drops.
-struct DrawnDropout {
-    mask: DrawnMask,
-    p: f64,
-}
-
-enum DrawnMask {
+enum DrawnDropout {
     /// By the seed of Philox, which is drawn unless it was given.
     Philox(u64),
     /// By PyTorch's generator: a bit for each weight.
@@ -75,7 +74,8 @@ enum DrawnMask {
 }
 
 impl DrawnDropout {
-    fn draw(call: &Call) -> Result<Option<Self>> {
+    /// With the probability, if there is to be dropout.
+    fn draw(call: &Call) -> Result<Option<(Self, f64)>> {
         let (p, options) = (call.options.dropout, call.options);
         if !options.train || p == 0.0 {
             return Ok(None);
@@ -85,25 +85,24 @@ impl DrawnDropout {
                 let validate::Dims { b, h, t_q, t_kv, .. } = call.dims;
                 let keep = seed.dropout_keep((b, h, t_q, t_kv), p)?.flatten_all()?.to_vec1::<u8>()?;
                 let byte = |bits: &[u8]| bits.iter().rev().fold(0, |byte, bit| byte << 1 | bit);
-                DrawnMask::Kept(keep.chunks(8).map(byte).collect())
+                Self::Kept(keep.chunks(8).map(byte).collect())
             }
-            (None, Some(seed)) => DrawnMask::Philox(seed),
+            (None, Some(seed)) => Self::Philox(seed),
             (None, None) => {
                 // 24 bits of each number, from the generator of the device.
                 let numbers = Tensor::rand(0f32, 1f32, 3, call.q.device())?.to_vec1::<f32>()?;
                 let bits = |x: f32| (f64::from(x) * f64::from(1 << 24)) as u64;
-                DrawnMask::Philox(numbers.into_iter().fold(0u64, |seed, x| seed.rotate_left(24) ^ bits(x)))
+                Self::Philox(numbers.into_iter().fold(0u64, |seed, x| seed.rotate_left(24) ^ bits(x)))
             }
         };
-        Ok(Some(Self { mask, p }))
+        Ok(Some((mask, p)))
     }
 
-    fn as_kernels(&self) -> Dropout<'_> {
-        let mask = match &self.mask {
-            DrawnMask::Philox(seed) => DropoutMask::Philox(*seed),
-            DrawnMask::Kept(bits) => DropoutMask::Kept(bits),
-        };
-        Dropout { mask, p: self.p }
+    fn as_kernels(&self) -> DropoutMask<'_> {
+        match self {
+            Self::Philox(seed) => DropoutMask::Philox(*seed),
+            Self::Kept(bits) => DropoutMask::Kept(bits),
+        }
     }
 }
 
@@ -164,7 +163,7 @@ struct Flash {
     positions: Vec<f32>,
     slopes: Option<Vec<f32>>,
     sinks: Option<Vec<f32>>,
-    dropout: Option<DrawnDropout>,
+    dropout: Option<(DrawnDropout, f64)>,
     /// (B, T_q), where there are biases by distance.
     origins: Vec<i64>,
     distances: Option<Tensor>,
@@ -250,7 +249,7 @@ impl Flash {
             bias: bias.as_ref().map(Read::strided).transpose()?,
             keep: keep.as_ref().map(Read::strided).transpose()?,
             sinks: self.sinks.as_deref(),
-            dropout: self.dropout.as_ref().map(DrawnDropout::as_kernels),
+            dropout: self.dropout.as_ref().map(|(mask, p)| Dropout { mask: mask.as_kernels(), p: *p }),
         };
         run(&Problem {
             dims: self.dims,
@@ -285,7 +284,7 @@ impl Flash {
         Ok(context)
     }
 
-    fn attend_to<E: Element + WithDType>(&self, [q, k, v]: [(&CpuStorage, &Layout); 3]) -> Result<Vec<E>> {
+    fn attend_to<E: Element + WithDType>(&self, [q, k, v]: [Operand; 3]) -> Result<Vec<E>> {
         let scales = self.scales.as_ref().map(|scales| scales.each_ref().map(read));
         let kv = match &scales {
             None => [KvRows::Float(strided(k.0.as_slice()?, k.1)), KvRows::Float(strided(v.0.as_slice()?, v.1))],
@@ -298,33 +297,16 @@ impl Flash {
     }
 }
 
-impl CustomOp3 for Flash {
-    fn name(&self) -> &'static str {
-        "flash-attention"
-    }
+impl Ternary for Flash {
+    const NAME: &'static str = "flash-attention";
 
-    fn cpu_fwd(
-        &self,
-        q: &CpuStorage,
-        q_layout: &Layout,
-        k: &CpuStorage,
-        k_layout: &Layout,
-        v: &CpuStorage,
-        v_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let operands = [(q, q_layout), (k, k_layout), (v, v_layout)];
-        let context = with_float!(self.op, q.dtype(), |E| self.attend_to::<E>(operands).map(E::to_cpu_storage_owned));
+    fn forward(&self, operands: [Operand; 3]) -> Result<(CpuStorage, Shape)> {
+        let dtype = operands[0].0.dtype();
+        let context = with_float!(self.op, dtype, |E| self.attend_to::<E>(operands).map(E::to_cpu_storage_owned));
         Ok((context?, self.context_shape()))
     }
 
-    fn bwd(
-        &self,
-        q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
-        context: &Tensor,
-        gradient: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        Ok(self.operand_gradients([q, k, v], context, gradient)?.into())
+    fn backward(&self, operands: [&Tensor; 3], context: &Tensor, gradient: &Tensor) -> Result<[Option<Tensor>; 3]> {
+        self.operand_gradients(operands, context, gradient)
     }
 }

@@ -13,9 +13,9 @@ use std::ops::Range;
 use candle_core::{DType, Device, Result, Tensor};
 
 use super::plan::{Outputs, tracks_gradients};
+use super::reference;
 use super::rows::{Bands, Window};
 use super::validate::{Call, Dims};
-use super::{OutputOrder, reference};
 use crate::mask::AttentionMask;
 
 /// A fused operation, and what it computes rightly.
@@ -253,9 +253,6 @@ impl Plan {
             Some(last) => Tensor::cat(&[context, last], 2)?,
             None => context,
         };
-        match call.output_order {
-            OutputOrder::Bhtd => context.contiguous(),
-            OutputOrder::Bthd => context.transpose(1, 2)?.contiguous()?.transpose(1, 2),
-        }
+        call.in_output_order(context)
     }
 }

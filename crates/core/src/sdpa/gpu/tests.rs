@@ -6,7 +6,7 @@ use std::sync::Mutex;
 use super::operations::{BLOCK, contiguous, probe_once};
 use super::*;
 use crate::mask::ValidLens;
-use crate::sdpa::{PackedSequences, SdpaOptions};
+use crate::sdpa::{OutputOrder, PackedSequences, SdpaOptions};
 
 fn shaped(q: [usize; 4], kv: [usize; 4], dtype: DType) -> Result<[Tensor; 3]> {
     let zero = |dims: [usize; 4]| Tensor::zeros(1, dtype, &Device::Cpu)?.broadcast_as(&dims);

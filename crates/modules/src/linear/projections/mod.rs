@@ -11,7 +11,7 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-use candle_core::{DType, Device, Module, Result, Tensor, bail};
+use candle_core::{DType, Device, Error, Module, Result, Tensor, bail};
 use candle_nn::Linear;
 
 use super::PackedLinear;
@@ -206,14 +206,8 @@ fn present<'a, T>(all: &'a ByPlace<T>, places: &[ProjectionPlace]) -> Vec<(Proje
     places.iter().filter_map(|&place| Some((place, all[place as usize].as_ref()?))).collect()
 }
 
-/// What queries' inputs are projected to.
-#[derive(Debug)]
-pub struct Queries {
-    /// (B, T_q, H·D).
-    pub q: Tensor,
-    /// (B, T_q, H·D_v) or (B, T_q, H).
-    pub gate: Option<Tensor>,
-}
+/// What queries' inputs are projected to: q (B, T_q, H·D), and the gate (B, T_q, H·D_v) or (B, T_q, H) if there is one.
+pub type Queries = (Tensor, Option<Tensor>);
 
 impl Projections {
     /// From a checkpoint: weights are packed now, or read in each call where training changes them.
@@ -221,7 +215,7 @@ impl Projections {
     /// # Errors
     /// If there is none of queries, and if memory is short.
     pub fn new(loaded: ByPlace<ProjectionRows>) -> Result<Self> {
-        let Some(q) = &loaded[Query as usize] else { bail!("[{OP}] expected a query projection") };
+        let q = existing(loaded[Query as usize].as_ref())?;
         let (dtype, device) = (q.weight().dtype(), q.weight().device().clone());
         Ok(Self { all: Self::pack(&loaded)?, dtype, device })
     }
@@ -355,7 +349,7 @@ impl Projections {
     ) -> Result<(Queries, Option<[Tensor; 2]>)> {
         if queries.id() == keys.id() && keys.id() == values.id() {
             let [q, k, v, _, gate] = self.project(&PACKED_ORDER, queries)?;
-            return Ok((Queries::new(q, gate)?, k.map(|k| [k.clone(), v.unwrap_or(k)])));
+            return Ok(((existing(q)?, gate), k.map(|k| [k.clone(), v.unwrap_or(k)])));
         }
         Ok((self.query(queries)?, self.key_value(keys, values)?))
     }
@@ -363,7 +357,7 @@ impl Projections {
     /// q and the gate alone.
     pub fn query(&self, queries: &Tensor) -> Result<Queries> {
         let [q, .., gate] = self.project(&[Query, Gate], queries)?;
-        Queries::new(q, gate)
+        Ok((existing(q)?, gate))
     }
 
     /// k (B, T_kv, H_kv·D) and v (B, T_kv, H_kv·D_v) alone, if the layer has them.
@@ -397,11 +391,7 @@ impl Projections {
     }
 }
 
-impl Queries {
-    fn new(q: Option<Tensor>, gate: Option<Tensor>) -> Result<Self> {
-        match q {
-            Some(q) => Ok(Self { q, gate }),
-            None => bail!("[{OP}] expected a query projection"),
-        }
-    }
+/// That of queries, which every layer has.
+fn existing<T>(query: Option<T>) -> Result<T> {
+    query.ok_or_else(|| Error::msg(format!("[{OP}] expected a query projection")))
 }
