@@ -94,10 +94,9 @@ pub mod gguf {
     //! ```no_run
     //! use candle_attention::gguf;
     //! use candle_core::Device;
-    //! use candle_core::quantized::gguf_file::Content;
     //! # fn main() -> candle_core::Result<()> {
     //! let mut file = std::fs::File::open("model.gguf")?;
-    //! let content = Content::read(&mut file)?;
+    //! let content = gguf::read(&mut file)?;
     //! let attention = gguf::load_attention(&content, &mut file, 0, &Device::Cpu)?;
     //! # Ok(()) }
     //! ```

@@ -3,7 +3,7 @@
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
-use clap::Parser;
+use clap::{ArgGroup, Parser};
 
 use crate::common::ModelArgs;
 
@@ -12,17 +12,17 @@ use crate::common::ModelArgs;
 /// Text goes to stdout as it is made, everything else to stderr. Prompts are given to the model as they are: a chat
 /// template is yours to apply. --model takes a GGUF file too, which has config, tokenizer and weights.
 #[derive(Debug, Clone, Parser)]
-#[command(name = "causal_lm")]
+#[command(name = "causal_lm", group = ArgGroup::new("input").required(true))]
 pub struct Args {
     #[command(flatten)]
     pub model: ModelArgs,
 
     /// Text to go on from; several are one batch
-    #[arg(long, value_name = "TEXT", required_unless_present = "ids", conflicts_with = "ids")]
+    #[arg(long, value_name = "TEXT", group = "input")]
     pub prompt: Vec<String>,
 
     /// Token ids instead of text, `5,7,9`; several are one batch
-    #[arg(long, value_name = "IDS", value_parser = ids)]
+    #[arg(long, value_name = "IDS", value_parser = ids, group = "input")]
     pub ids: Vec<Ids>,
 
     /// Writes the logits of every prompt token (B, T, V) as safetensors, to compare with PyTorch; generates nothing
@@ -35,7 +35,7 @@ pub struct Args {
     pub max_tokens: Option<usize>,
 
     /// 0 takes the likeliest token every time
-    #[arg(long, default_value_t = 0.0, value_parser = temperature)]
+    #[arg(long, default_value_t = 0.0, value_parser = temperature, allow_negative_numbers = true)]
     pub temperature: f64,
 
     /// Draws from the likeliest tokens that have this much probability together

@@ -14,7 +14,7 @@ use candle_nn::ops::softmax_last_dim;
 
 use crate::args::Args;
 use crate::common::page::{PageOfLayers, texts};
-use crate::common::with_bar;
+use crate::common::{cannot, with_bar};
 use crate::files::Files;
 use crate::model::CausalLm;
 use crate::model::attention::Cache;
@@ -152,8 +152,7 @@ fn write_logits(model: &CausalLm, prompts: &[Vec<u32>], path: Option<&PathBuf>) 
     let logits = model.logits(&model.forward(&ids, Some(&lens), &mut caches)?)?;
     let Some(path) = path else { return Ok(()) };
     let tensors = HashMap::from([("logits", logits)]);
-    candle_core::safetensors::save(&tensors, path)
-        .map_err(|error| Error::Msg(format!("[causal_lm] cannot write {}: {error}", path.display())))
+    candle_core::safetensors::save(&tensors, path).map_err(cannot("write", path))
 }
 
 /// Makes tokens after each prompt, as the arguments say, and tells `made` of each: the sequence and the token. A

@@ -6,6 +6,7 @@ pub mod page;
 
 pub use command_line::*;
 
+use std::fmt::Display;
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
@@ -58,7 +59,7 @@ impl ModelArgs {
             (None, None) => bail!("[{EXAMPLE}] expected --model or --model-id"),
         };
         if !folder.join("config.json").is_file() {
-            bail!("[{EXAMPLE}] {} has no config.json", folder.display())
+            bail!("[{EXAMPLE}] {} is no folder with a config.json", folder.display())
         }
         Ok(folder)
     }
@@ -121,14 +122,17 @@ fn fetch(_: &str, _: &[&str]) -> Result<PathBuf> {
 
 /// A file of text.
 pub fn read_text(path: &Path) -> Result<String> {
-    std::fs::read_to_string(path)
-        .map_err(|error| Error::Msg(format!("[{EXAMPLE}] cannot read {}: {error}", path.display())))
+    std::fs::read_to_string(path).map_err(cannot("read", path))
+}
+
+/// The error of what could not be done with a file.
+pub fn cannot<E: Display>(what: &str, path: &Path) -> impl FnOnce(E) -> Error {
+    move |error| Error::Msg(format!("[{EXAMPLE}] cannot {what} {}: {error}", path.display()))
 }
 
 /// A file of JSON.
 pub fn read_json(path: &Path) -> Result<Value> {
-    serde_json::from_str(&read_text(path)?)
-        .map_err(|error| Error::Msg(format!("[{EXAMPLE}] {}: {error}", path.display())))
+    serde_json::from_str(&read_text(path)?).map_err(cannot("read", path))
 }
 
 /// The same, null where there is no such file.

@@ -58,7 +58,7 @@ impl PageOfLayers {
     pub fn write(self, path: &Path) -> Result<()> {
         self.bar.finish_and_clear();
         self.page.write(path)?;
-        eprintln!("{}: {:.1} MB, to open in a browser", path.display(), std::fs::metadata(path)?.len() as f64 / 1e6);
+        eprintln!("{}: {:.2} MB, to open in a browser", path.display(), std::fs::metadata(path)?.len() as f64 / 1e6);
         Ok(())
     }
 }

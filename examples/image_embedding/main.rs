@@ -19,7 +19,7 @@ use candle_core::{Result, Tensor, bail};
 use clap::Parser;
 
 use common::page::PageOfLayers;
-use common::{EXAMPLE, Files, ModelArgs, read_json, with_bar};
+use common::{EXAMPLE, Files, ModelArgs, cannot, read_json, with_bar};
 use model::{Encoder, Output};
 use picture::{Picture, Preprocessor};
 
@@ -85,12 +85,12 @@ fn run(args: &Args) -> Result<String> {
         Some(head) => bail!("[{EXAMPLE}] there is no head {head}, expected 1 to {heads}"),
     };
     if let Some(path) = &args.attention {
-        std::fs::write(path, seen.with_heat(&weights)?.to_png()?)?;
+        std::fs::write(path, seen.with_heat(&weights)?.to_png()?).map_err(cannot("write", path))?;
     }
     let weights = weights.flatten_all()?.to_vec1::<f32>()?;
     if let Some(path) = &args.out {
         let tensors = HashMap::from([("embedding", embedding.clone()), ("attention", attention)]);
-        candle_core::safetensors::save(&tensors, path)?;
+        candle_core::safetensors::save(&tensors, path).map_err(cannot("write", path))?;
     }
     let most = (0..weights.len()).max_by(|&a, &b| weights[a].total_cmp(&weights[b])).unwrap_or(0);
     let percent = |weight: f32| format!("{:.1} %", 100.0 * weight);

@@ -17,10 +17,10 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use candle_core::{Error, Result, Tensor, bail};
+use candle_core::{Result, Tensor, bail};
 use clap::Parser;
 
-use common::{EXAMPLE, Files, ModelArgs, with_bar};
+use common::{EXAMPLE, Files, ModelArgs, cannot, with_bar};
 use embed::{Embedder, Embeddings, FILES, Pooling, Recipe};
 use model::Encoder;
 use texts::{TextArgs, shown, tokenizer, write_page};
@@ -92,8 +92,7 @@ fn run(args: &Args) -> Result<String> {
 fn write_vectors(vectors: &Tensor, sentences: &[String], path: &Path) -> Result<()> {
     let Ok(list) = serde_json::to_string(sentences) else { bail!("[{EXAMPLE}] sentences as JSON") };
     let metadata = HashMap::from([("sentences".to_string(), list)]);
-    safetensors::serialize_to_file([("embeddings", vectors)], Some(metadata), path)
-        .map_err(|error| Error::Msg(format!("[{EXAMPLE}] cannot write {}: {error}", path.display())))
+    safetensors::serialize_to_file([("embeddings", vectors)], Some(metadata), path).map_err(cannot("write", path))
 }
 
 /// The cosines of all pairs of vectors (N, E) as a table, or the nearest to each.

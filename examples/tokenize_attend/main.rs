@@ -22,7 +22,7 @@ use std::time::Instant;
 use candle_attention::plot::Heads;
 use candle_attention::{AttentionInput, WeightLayout};
 use candle_core::{Error, Result, bail};
-use clap::Parser;
+use clap::{ArgGroup, Parser};
 
 use common::ModelArgs;
 use report::Report;
@@ -33,7 +33,7 @@ use source::Source;
 /// The layer comes from --model (a name in `models/` will do), --model-id or --weights; without one of them it is the
 /// tutorial's: hidden size 1536, 16 heads, and the weights of `torch.manual_seed(0)`.
 #[derive(Debug, Parser)]
-#[command(name = "tokenize_attend")]
+#[command(name = "tokenize_attend", group = ArgGroup::new("source").args(["model", "model_id", "weights"]))]
 struct Args {
     /// One text, or several to run as a padded batch
     #[arg(required = true)]
@@ -43,7 +43,7 @@ struct Args {
     pub model: ModelArgs,
 
     /// An attention layer exported from PyTorch: safetensors or .pth, alone or within a model
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["model", "model_id"])]
+    #[arg(long, value_name = "FILE")]
     pub weights: Option<PathBuf>,
 
     /// The number of heads of --weights, which a file does not tell
@@ -56,7 +56,7 @@ struct Args {
     pub layout: Option<WeightLayout>,
 
     /// Which attention layer, from 0; the first unless given, of a model that is attention alone the last
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", requires = "source")]
     pub layer: Option<usize>,
 
     /// Draw the weights of each head: FILE.svg or FILE.png, for one text (needs `--features plot`)
@@ -96,17 +96,12 @@ fn run(args: &Args) -> Result<String> {
     lap("attention")?;
 
     let report = Report { source, batch, hidden, output, times };
-    let text = match &args.texts[..] {
-        [_, _, ..] if args.plot.is_some() || args.model.page.is_some() => {
-            bail!("[tokenize_attend] --plot and --page show one text, found several")
-        }
-        texts => &texts[0],
-    };
     if let Some(file) = &args.plot {
+        let [text] = &args.texts[..] else { bail!("[tokenize_attend] --plot shows one text, found several") };
         report.heat_map(0)?.with_title(text).save(file, Heads::All)?;
     }
     if let Some(file) = &args.model.page {
-        report.write_page(text, file)?;
+        report.write_page(&args.texts[0], file)?;
     }
     report.to_text()
 }

@@ -7,6 +7,7 @@ use candle_attention::LayerOutput;
 use candle_attention::plot::{Heads, HeatMap, TerminalOptions};
 use candle_attention::text::Batch;
 use candle_core::{DType, Result, Tensor};
+use unicode_width::UnicodeWidthStr;
 
 use crate::common::page::PageOfLayers;
 use crate::source::Source;
@@ -54,9 +55,10 @@ impl Report {
         for (token, id) in self.batch.tokens()[row].iter().zip(&self.batch.ids()[row]) {
             // Tokens are untrusted text: control characters are not sent to the terminal.
             let (token, id) = (token.replace(char::is_control, "\u{fffd}"), id.to_string());
-            let width = token.chars().count().max(id.len()) + 2;
-            tokens += &format!("{token:<width$}");
-            ids += &format!("{id:<width$}");
+            let width = token.width().max(id.len()) + 2;
+            for (line, cell) in [(&mut tokens, token), (&mut ids, id)] {
+                *line += &format!("{cell}{}", " ".repeat(width - cell.width()));
+            }
         }
         format!("{}\n{}\n", tokens.trim_end(), ids.trim_end())
     }
@@ -76,11 +78,12 @@ impl Report {
         Ok([tokens, &vec!["(learned)".to_string(); learned]].concat())
     }
 
-    /// The weights of the only text as a page.
+    /// The weights of the first text, without its padding, as a page.
     pub fn write_page(&self, title: &str, file: &Path) -> Result<()> {
-        let heads = self.source.layer.config().num_heads();
-        let mut page = PageOfLayers::new(title, &self.batch.tokens()[0], &self.keys(0)?, [1, heads])?;
-        page.attend("", |wanted| self.source.layer.forward_with_statistics(&self.hidden, wanted))?;
+        let (heads, len) = (self.source.layer.config().num_heads(), self.batch.lens()[0]);
+        let hidden = self.hidden.narrow(0, 0, 1)?.narrow(1, 0, len)?;
+        let mut page = PageOfLayers::new(title, &self.batch.tokens()[0][..len], &self.keys(0)?, [1, heads])?;
+        page.attend("", |wanted| self.source.layer.forward_with_statistics(&hidden, wanted))?;
         page.write(file)
     }
 }

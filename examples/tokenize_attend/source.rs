@@ -88,7 +88,7 @@ impl Source {
             (model.blocks.attention(n).cloned(), Box::new(move |ids, padding| model.attention_input(ids, padding, n)))
         };
         let weights = format!("{}, layer {n}", folder.display());
-        let layer = layer.with_context(|| format!("[tokenize_attend] {weights} is none of multi-head attention"))?;
+        let layer = layer.with_context(|| format!("[tokenize_attend] no multi-head attention in {weights}"))?;
         Ok(Self { tokenizer: tokenizer(args, Some(&folder))?, input, layer, weights, embedding: "the model's".into() })
     }
 }

@@ -12,26 +12,28 @@ OPEN = """let vb = weights::open("models/{folder}/model.safetensors", DType::F32
 
 INDEX = """# Small layers with PyTorch's numbers
 
-Each folder is one system: a layer or a single step of attention, with the numbers PyTorch gives for it. The crate's tests read
-them; they also serve as tiny checkpoints to try the loader on. `export.py` makes every file here.
+Each folder is one system: a layer or a single step of attention, with the numbers PyTorch gives for it. The crate's
+tests read them; they also serve as tiny checkpoints to try the loader on. `export.py` makes every file here.
 
 ## What a folder holds
 
 | file | content |
 | --- | --- |
 | `config.json` | class and arguments, seed and draw order of the weights, each parameter's shape and SHA-256 (over its little-endian f32 bytes), the cases; `layout` and `layer` say how this crate loads it |
-| `model.safetensors` | the state dict under PyTorch's names, f32; absent where there are no parameters |
+| `model.safetensors` | the state dict under PyTorch's names, f32; absent where there are no parameters, or where `weights` in config.json says where they come from |
 | `io.safetensors` | inputs and results, as `<case>.<tensor>` |
 | `README.md` | the card |
 
-The tensors of a case: its inputs under the names of `forward`'s arguments (an input that is None is absent), `output` (f32),
-`expected_f64` (the same weights and inputs in f64), `attn_weights` and `attn_weights_f64`, and `output_f16`, `output_bf16`: what
-PyTorch gives when module and inputs are converted to that dtype, on the CPU, through an explicit matmul and softmax. Masks are u8,
-ids and lengths i64. `output` is within {f32:.0e} of `expected_f64`, and `expected_f64` within {loops:.0e} of a second implementation in
-plain Python loops (`_systems/loops.py`); the script writes nothing where that fails.
+The tensors of a case: its inputs under the names of `forward`'s arguments (an input that is None is absent),
+`output` (f32), `expected_f64` (the same weights and inputs in f64), `attn_weights` and `attn_weights_f64`, and
+`output_f16`, `output_bf16`: what PyTorch gives when module and inputs are converted to that dtype, on the CPU,
+through an explicit matmul and softmax. Masks are u8, ids and lengths i64. `output` is within {f32:.0e} of
+`expected_f64`, and `expected_f64` within {loops:.0e} of a second implementation in plain Python loops
+(`_systems/loops.py`); the script writes nothing where that fails.
 
-Inputs that are not a tutorial's own are multiples of 1/64 below 2 in size, which f16 and bf16 hold without rounding.
-`printed_numbers.json` lists what the tutorials print and, value by value, whether the stored numbers round to it.
+Inputs that are not a tutorial's own are multiples of 1/64 below 2 in size, which f16 and bf16 hold without
+rounding. `printed_numbers.json` lists what the tutorials print and, value by value, whether the stored numbers
+round to it.
 
 ## The systems
 
@@ -41,8 +43,8 @@ Inputs that are not a tutorial's own are multiples of 1/64 below 2 in size, whic
 
 ### The test that shows each
 
-The layer is held to 2e-6 of PyTorch in f64; in f16 and bf16 it errs, over the cases of a system, at most twice as much as PyTorch
-itself.
+The layer is held to 2e-6 of PyTorch in f64; in f16 and bf16 it errs, over the cases of a system, at most twice as
+much as PyTorch itself.
 
 | system | folder | test |
 | --- | --- | --- |
@@ -51,14 +53,14 @@ itself.
 | scores of all heads as one product | `batched_matmul` | `golden::pieces::batched_matmul_equals_the_heads_one_by_one` |
 | the causal mask as an additive triangle | `additive_mask` | `golden::pieces::additive_mask_is_the_causal_mask` |
 | dropout of weights | `dropout`, `frontend_48_train` | `golden::pieces::dropout_keeps_what_pytorch_keeps`, `golden::layers::frontend_48_train_drops_what_pytorch_drops` |
-| single heads (Raschka, ch. 3) | `book_self_attention_v1`, `_v2`, `book_causal` | `golden::layers::every_layer_gives_pytorchs_numbers` |
-| stacks of heads | `book_stack`, `_bias`, `_exercise32`, `short_stack`, `short_stack_raw` | `golden::layers::every_layer_gives_pytorchs_numbers` |
-| one projection split into heads | `book_mha`, `_bias`, `_unmasked`, `short_mha` | `golden::layers::every_layer_gives_pytorchs_numbers` |
-| `torch.nn.MultiheadAttention` | `torch_mha`, `_kdim`, `_bias_kv` | `golden::layers::every_layer_gives_pytorchs_numbers` |
-| Dive into Deep Learning | `d2l_mha_100`, `_sizes`, `_sizes_bias`, `d2l_additive`, `d2l_dot_product`, `d2l_masked_softmax`, `d2l_transpose_qkv` | `golden::layers::every_layer_gives_pytorchs_numbers`, `golden::pieces::d2l_*` |
-| tokenizer, embedding and attention | `frontend_tokenizer`, `_embedding`, `frontend_48`, `frontend_1536` | `tokenizer`, `golden::layers::frontend_*`, `golden::layers::every_layer_gives_pytorchs_numbers` |
-| grouped and single key heads | `gqa_48`, `mqa_48` | `golden::layers::every_layer_gives_pytorchs_numbers` |
-| layouts of GPT-2, Phi-3, MPT, GPT-NeoX, Falcon, BERT | `gpt2_conv1d`, `packed_*`, `bert_self` | `golden::layers::every_layer_gives_pytorchs_numbers` |
+| single heads (Raschka, ch. 3) | `book_self_attention_v1`, `_v2`, `book_causal` | `golden::layers::every_system_gives_pytorchs_numbers` |
+| stacks of heads | `book_stack`, `_bias`, `_exercise32`, `short_stack`, `short_stack_raw` | `golden::layers::every_system_gives_pytorchs_numbers` |
+| one projection split into heads | `book_mha`, `_bias`, `_unmasked`, `short_mha` | `golden::layers::every_system_gives_pytorchs_numbers` |
+| `torch.nn.MultiheadAttention` | `torch_mha`, `_kdim`, `_bias_kv` | `golden::layers::every_system_gives_pytorchs_numbers` |
+| Dive into Deep Learning | `d2l_mha_100`, `_sizes`, `_sizes_bias`, `d2l_additive`, `d2l_dot_product`, `d2l_masked_softmax`, `d2l_transpose_qkv` | `golden::layers::every_system_gives_pytorchs_numbers`, `golden::pieces::d2l_*` |
+| tokenizer, embedding and attention | `frontend_tokenizer`, `_embedding`, `frontend_48`, `frontend_1536` | `tokenizer`, `golden::layers::frontend_*`, `golden::layers::every_system_gives_pytorchs_numbers` |
+| grouped and single key heads | `gqa_48`, `mqa_48` | `golden::layers::every_system_gives_pytorchs_numbers` |
+| layouts of GPT-2, Phi-3, MPT, GPT-NeoX, Falcon, BERT | `gpt2_conv1d`, `packed_*`, `bert_self` | `golden::layers::every_system_gives_pytorchs_numbers` |
 | a layout with two readings | `raw_square` | `weights::folders::every_folder_is_detected_inferred_and_written_as_it_was_read` |
 | seeded initialisation, every parameter bit for bit | all with a `manual_seed` | `init` |
 | what the tutorials print, to their digits | `printed_numbers.json` | `golden::printed` |
@@ -72,7 +74,8 @@ python models/export.py --only book_mha     # some folders
 python models/export.py --check             # writes nothing; names the files that would change
 ```
 
-`_systems/` holds the classes, a file for each source, and `loops.py`, the second implementation. A second run gives the same bytes. The weights are those of PyTorch on x86 with AVX2 or AVX-512; the script stops where PyTorch draws
+`_systems/` holds the classes, a file for each source, and `loops.py`, the second implementation. A second run gives
+the same bytes. The weights are those of PyTorch on x86 with AVX2 or AVX-512; the script stops where PyTorch draws
 others. Results may differ in the last digit between processors and versions of PyTorch.
 
 ## Your own layer
@@ -81,10 +84,10 @@ others. Results may differ in the last digit between processors and versions of 
 python models/export.py --layer my_module:build attention.safetensors
 ```
 
-imports `my_module` (from the current directory or the Python path), calls `build()`, and writes the state dict of the `nn.Module` it
-returns: floats as contiguous f32, buffers included, and tied tensors once under each of their names. It prints every name and
-shape, what was converted, and the buffers that the state dict leaves out. The number of heads is not in the weights: it goes into
-`MultiHeadAttentionConfig`. Then, in Rust:
+imports `my_module` (from the current directory or the Python path), calls `build()`, and writes the state dict of
+the `nn.Module` it returns: floats as contiguous f32, buffers included, and tied tensors once under each of their
+names. It prints every name and shape, what was converted, and the buffers that the state dict leaves out. The
+number of heads is not in the weights: it goes into `MultiHeadAttentionConfig`. Then, in Rust:
 
 ```rust,ignore
 let vb = weights::open("attention.safetensors", DType::F32, &Device::Cpu)?;
@@ -93,7 +96,7 @@ let mha = MultiHeadAttention::load(&cfg, layout, vb)?;
 ```
 
 [induction_heads](induction_heads) is none of these: a model of two attention layers that this crate trained
-(`cargo run --features plot --example induction_heads`), to be looked at with `tokenize_attend --model induction_heads`.
+(`cargo run --features plot --example induction_heads`). `tokenize_attend --model induction_heads` shows it.
 """
 
 

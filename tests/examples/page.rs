@@ -46,8 +46,8 @@ fn one_layer_has_a_page_of_its_tokens_and_a_training_one_of_both_layers() {
     for token in SENTENCE.split(' ') {
         assert!(html.contains(&format!("\"{token}\"")), "{token}");
     }
-    // Keys that the layer appends, and no tokens.
-    assert_eq!(page("tokenize_attend", &["hello world", "--model", "torch_mha_bias_kv"]).1, 1);
+    // The first of several texts, without padding, with keys that the layer appends and that are no tokens.
+    assert_eq!(page("tokenize_attend", &["hello world", "how are you", "--model", "torch_mha_bias_kv"]).1, 1);
     let out = tempfile::tempdir().expect("a folder");
     assert_eq!(page("induction_heads", &["--steps", "1", "--out", out.path().to_str().expect("UTF-8")]).1, 2);
 }

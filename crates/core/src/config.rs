@@ -90,11 +90,14 @@ pub struct MultiHeadAttentionConfig {
     /// No query sees a later key; aligned to the end, see [`AttentionMask::causal`](crate::AttentionMask::causal).
     #[serde(default)]
     causal: bool,
-    /// The most positions that a call may have; more are an error.
+    /// The most positions that a sequence may have, those in a cache included; more are an error.
     #[check(number::size)]
     context_length: Option<usize>,
-    /// The number of keys that a query sees back from its own, see
-    /// [`AttentionMask::with_window`](crate::AttentionMask::with_window).
+    /// The number of keys that a query sees, its own and those before it, see
+    /// [`AttentionMask::with_window`](crate::AttentionMask::with_window). Later keys are for [`with_causal`] to hide;
+    /// [`with_band`](Self::with_band) is a window on both sides.
+    ///
+    /// [`with_causal`]: Self::with_causal
     #[check(number::size)]
     window: Option<usize>,
     /// The numbers of keys that a query sees before its own and after it, see [`with_band`](Self::with_band).

@@ -357,8 +357,9 @@ impl MultiHeadAttention {
     /// [`state_dict`](Self::state_dict) alone.
     ///
     /// A layer over plain tensors on a CPU holds packed weights ([`PackedLinear`]), which this copies back; those of q,
-    /// k and v that read inputs of one width are views of one weight. Where values are the keys' projection, it stands
-    /// in both places.
+    /// k and v that read inputs of one width are views of one weight. Candle's `QTensor::quantize` reads the buffer of
+    /// a view from its beginning, and so the weight of q for all three, without an error: give it a copy
+    /// (`force_contiguous`). Where values are the keys' projection, it stands in both places.
     ///
     /// # Errors
     /// If a projection is a module of the caller's, for a layer without projections of keys and values, and if memory
@@ -374,7 +375,8 @@ impl MultiHeadAttention {
 
     /// The layer's parameters under the names and in the shapes of a layout, as a state dict that PyTorch reads.
     ///
-    /// A relative bias is not among them: it belongs to the stack of layers.
+    /// A relative bias is not among them: it belongs to the stack of layers. Tensors may be views of one weight, as
+    /// in [`projections`](Self::projections).
     ///
     /// A causal layer with a context length gets the persistent `mask` buffer in the layouts whose modules register one
     /// (`book`, `short` and their stacks), so that a strict `load_state_dict` succeeds.

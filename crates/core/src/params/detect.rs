@@ -35,7 +35,9 @@ impl WeightLayout {
     /// The layout of the attention layer at the builder's prefix.
     ///
     /// Plain parameters that are not square are taken as (in, out), as `nn.Parameter(torch.rand(d_in, d_out))` makes
-    /// them; read the other way they do not fit the config, and loading says so.
+    /// them; read the other way they do not fit the config, and loading says so. Packed rows are taken to be by part
+    /// but under `query_key_value` and `c_attn`, whose two orders are both in use: a file that was
+    /// [saved](crate::MultiHeadAttention::save) as, say, `packed:qkv_proj:by-head` has to be named.
     ///
     /// # Errors
     /// If nothing there looks like attention, or nothing is there yet, as in a new `VarMap`; and where names and shapes

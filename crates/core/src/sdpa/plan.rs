@@ -164,7 +164,8 @@ impl SdpaOptions {
     }
 
     /// Draws the dropout mask from PyTorch's generator instead of the device's, for the same numbers as a PyTorch run.
-    /// It takes a bit a weight, B·H·T_q·T_kv in all; of packed sequences, the reference path draws them.
+    /// The next call goes on in the generator's stream. A mask takes a bit a weight, B·H·T_q·T_kv in all; of packed
+    /// sequences, the reference path draws it.
     pub fn with_dropout_seed(self, seed: &TorchSeed) -> Self {
         Self { dropout_seed: Some(seed.clone()), ..self }
     }

@@ -57,8 +57,7 @@ pub struct GatedDeltaNetConfig {
     #[check(number::size)]
     value_head_dim: usize,
     /// K, the kernel size of the convolutions, 2 or more: a query, key or value is computed from its own token and the
-    /// K
-    /// - 1 before it; 4 unless given.
+    /// `K - 1` before it; 4 unless given.
     #[serde(default = "conv_kernel")]
     #[default(conv_kernel())]
     #[check(number::size)]

@@ -55,7 +55,7 @@ pub struct TerminalOptions {
 }
 
 impl TerminalOptions {
-    /// What the standard output can show. No colour if it is no terminal, if `NO_COLOR` is set to anything, or if
+    /// What the standard output can show. No colour if it is no terminal, if `NO_COLOR` is set and not empty, or if
     /// `TERM` is unset, `dumb`, or names less than 256 colours; 24-bit colour if `COLORTERM` is `truecolor` or `24bit`,
     /// or `TERM` ends in `-direct`. At a terminal the width is that of `COLUMNS`, or 80 (most shells do not export it),
     /// and panels have at most 64 rows; into a file or pipe everything is written.

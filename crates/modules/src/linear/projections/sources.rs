@@ -56,8 +56,7 @@ pub type ByPlace<T> = [Option<T>; PROJECTIONS];
 /// A module in a projection's place.
 pub type ProjectionModule = Arc<dyn Module + Send + Sync>;
 
-/// Modules for all projections of a layer
-/// (`MultiHeadAttention::from_modules`), biases included.
+/// Modules for all projections of a layer (`MultiHeadAttention::from_modules`), biases included.
 #[derive(Clone, Default)]
 #[must_use]
 pub struct ProjectionModules(pub(super) ByPlace<ProjectionModule>);
