@@ -13,7 +13,14 @@
 //! Factors are multiplied along the tokens, and never divided: a factor of 0 is as good as any.
 
 use super::rows::{Rows, dot};
-use crate::cpu::{MAX_LANES, Scratch, Vector};
+use crate::cpu::{Scratch, Vector};
+
+/// The places of the rows of a chunk: of keys and of queries that read the state before it, of keys that write, and one
+/// of what is kept of the state.
+pub(super) const KEYS: usize = 0;
+pub(super) const QUERIES: usize = 1;
+pub(super) const WRITING_KEYS: usize = 2;
+pub(super) const KEPT: usize = 3;
 
 /// Of `tokens` tokens, which follow each other from `first` in a block.
 pub(super) struct Chunk {
@@ -28,33 +35,18 @@ pub(super) struct Chunk {
 
 impl Chunk {
     pub fn new(tokens: usize, width: usize) -> Self {
-        // Squares of words, which are transposed, begin with these rows.
-        let rows = (3 * tokens + 1).max(MAX_LANES);
-        let (rows, products) = (Scratch::zeros(rows * width), Scratch::zeros(2 * tokens * tokens));
+        let (rows, products) = (Scratch::zeros((3 * tokens + 1) * width), Scratch::zeros(2 * tokens * tokens));
         Self { tokens, width, rows, products }
     }
 
-    /// The rows of keys that read the state before the chunk; those of queries and of keys that write follow.
-    pub fn reading_keys(&self) -> *const f32 {
-        self.rows.as_ptr()
+    /// The first of some rows, by their place.
+    pub fn at(&self, place: usize) -> *const f32 {
+        self.rows.as_ptr().wrapping_add(place * self.tokens * self.width)
     }
 
-    pub fn writing_keys(&self) -> *const f32 {
-        self.rows.as_ptr().wrapping_add(2 * self.tokens * self.width)
-    }
-
-    /// What is kept of the state: one row.
-    pub fn kept(&self) -> *const f32 {
-        self.rows.as_ptr().wrapping_add(3 * self.tokens * self.width)
-    }
-
-    /// (tokens, tokens).
-    pub fn key_products(&self) -> &[f32] {
-        &self.products.words()[..self.tokens * self.tokens]
-    }
-
-    pub fn query_products(&self) -> &[f32] {
-        &self.products.words()[self.tokens * self.tokens..][..self.tokens * self.tokens]
+    /// Those of keys and those of queries, (tokens, tokens).
+    pub fn products(&self) -> (&[f32], &[f32]) {
+        self.products.words().split_at(self.tokens * self.tokens)
     }
 
     /// # Safety

@@ -2,12 +2,12 @@
 //! cache while all tokens of a block pass over it, a few at a time.
 //!
 //! Each pass over a panel adds what some tokens write to it, and reads for the tokens after them, so that a number of
-//! the state is loaded and stored once for as many tokens as registers hold sums for.
+//! the state is stored once for as many tokens as registers hold updates of.
 
 use std::ops::Range;
 
 use super::Call;
-use super::chunk::Chunk;
+use super::chunk::{Chunk, KEPT, KEYS, QUERIES, WRITING_KEYS};
 use super::problem::Dims;
 use super::rows::{Ahead, BLOCK, ReadRows, Rows, StoredRows};
 use crate::cpu::{Kernel, Scratch, SimdTask, Vector};
@@ -30,8 +30,11 @@ pub(super) struct Shape {
     pub heads: usize,
 }
 
-/// The vectors of a panel of several tokens: for four tokens that are 16 sums, 8 updates and 2 vectors of the state in
-/// registers.
+/// The tokens of a pass, and the vectors of its panels: 16 sums, 8 updates and 2 vectors of the state, which the 32
+/// registers of AVX-512 hold at once. The 16 of AVX2 hold the updates, or the sums of keys, or those of queries: a pass
+/// of these three loops takes a Zen 3 0.86 of the time of two passes of two tokens in one loop, whose row waits for a
+/// longer chain of multiply-adds.
+const TOKENS: usize = 4;
 const VECTORS: usize = 2;
 
 /// The vectors of a panel of one token: rows of 512 bytes with AVX-512, which memory is read in at its full speed.
@@ -41,8 +44,7 @@ impl Shape {
     pub fn new<V: Vector>(longest: usize, d_v: usize, heads: usize) -> Self {
         let is_wide = longest == 1 && d_v.is_multiple_of(VECTORS_OF_ONE * V::LANES);
         let panel = V::LANES * if is_wide { VECTORS_OF_ONE } else { VECTORS };
-        // A record of a channel has four words for each token, and fills a vector.
-        let tokens = if longest == 1 { 1 } else { V::LANES / 4 };
+        let tokens = if longest > 1 && V::LANES >= 8 { TOKENS } else { 1 };
         Self { tokens, passes: longest.min(BLOCK).div_ceil(tokens), panel, panels: d_v.div_ceil(panel), heads }
     }
 }
@@ -140,7 +142,8 @@ pub(super) unsafe fn run_heads<K: Kernel, E: Number>(
         }
         for index in 0..tokens.len().div_ceil(BLOCK) * heads.len() {
             let ((head, own), (next_head, next)) = (block_of(index), block_of(index + 1));
-            let ahead = Ahead::new(stored(next_head, next.start), next.len(), workspace.ahead.as_mut_ptr().cast());
+            let rows = stored(next_head, next.start);
+            let ahead = Ahead { from: rows, to: rows.beside(workspace.ahead.as_mut_ptr().cast()), tokens: next.len() };
             // Those after the first block were copied with the block before.
             let from = if index == 0 { stored(head, own.start) } else { ahead.to };
             K::run_simd(ReadRows { problem, head, tokens: own.clone(), from, rows: &mut workspace.rows });
@@ -150,8 +153,7 @@ pub(super) unsafe fn run_heads<K: Kernel, E: Number>(
             });
             K::run_simd(Block {
                 head: head - heads.start,
-                d_k,
-                d_v,
+                dims: problem.dims,
                 has_beta: problem.beta.is_some(),
                 tokens: own.len(),
                 ahead,
@@ -188,8 +190,7 @@ impl Workspace {
 struct Block<'a> {
     /// One of the workspace's.
     head: usize,
-    d_k: usize,
-    d_v: usize,
+    dims: Dims,
     has_beta: bool,
     tokens: usize,
     /// What the next block reads.
@@ -209,10 +210,8 @@ impl SimdTask for Block<'_> {
         let Shape { tokens, panel, .. } = self.workspace.shape;
         // SAFETY: the processor has the tier of K, and the workspace was made for this shape.
         unsafe {
-            if tokens > 1 && const { K::Vector::LANES == 16 } {
-                self.passes::<K::Vector, 4, VECTORS>();
-            } else if tokens > 1 && const { K::Vector::LANES == 8 } {
-                self.passes::<K::Vector, 2, VECTORS>();
+            if tokens > 1 && const { K::Vector::LANES >= 8 } {
+                self.passes::<K::Vector, TOKENS, VECTORS>();
             } else if panel == VECTORS * K::Vector::LANES {
                 self.passes::<K::Vector, 1, VECTORS>();
             } else {
@@ -222,18 +221,14 @@ impl SimdTask for Block<'_> {
     }
 }
 
-/// What the tokens of a pass read of a panel, by their keys and by their queries.
-struct Sums<V, const C: usize, const N: usize> {
-    keys: [[V; N]; C],
-    queries: [[V; N]; C],
-}
-
 impl Block<'_> {
     /// # Safety
     /// As [`SimdTask::run`], for the shape's C tokens and panels of N vectors.
     #[inline(always)]
     unsafe fn passes<V: Vector, const C: usize, const N: usize>(&mut self) {
         let passes = self.tokens.div_ceil(C);
+        // Of the next block with each pass, so that memory is as busy all the time.
+        let copied = self.ahead.tokens.div_ceil(passes * self.panels.len().max(1));
         // SAFETY: as this method's contract.
         unsafe {
             let Workspace { rows, chunks, .. } = &mut *self.workspace;
@@ -241,30 +236,29 @@ impl Block<'_> {
                 chunk.fill::<V>(rows, pass * C);
             }
             for panel in self.panels.clone() {
-                let own = self.workspace.place(self.head, panel, self.d_k);
-                let columns = self.workspace.columns(panel, self.d_v);
+                let own = self.workspace.place(self.head, panel, self.dims.d_k);
+                let columns = self.workspace.columns(panel, self.dims.d_v);
                 let direct = |place: Option<Place>| {
                     place.filter(|_| columns.len() == own.stride).map_or(own, |place| place.at_column(columns.start))
                 };
                 let (mut from, last) = (direct(self.initial), direct(self.result));
                 if let Some(saved) = self.saved {
-                    let saved = Place { at: saved, stride: self.d_v };
-                    from.copy_to(saved.at_column(columns.start), self.d_k, columns.len());
+                    let saved = Place { at: saved, stride: self.dims.d_v };
+                    from.copy_to(saved.at_column(columns.start), self.dims.d_k, columns.len());
                 }
-                let nothing = [[V::splat(0.0); N]; C];
-                let chunk = &self.workspace.chunks[0];
-                let mut sums = pass::<V, C, N, false, true>([from, own], self.d_k, [chunk; 2], &nothing);
+                let chunks = [&self.workspace.chunks[0]; 2];
+                let mut sums = pass::<V, C, N, false>([from, own], self.dims.d_k, chunks, &[[V::splat(0.0); N]; C]);
                 for pass_index in 0..passes {
-                    if panel == self.panels.start {
-                        self.ahead.copy::<V>(pass_index * C..(pass_index + 1) * C);
-                    }
+                    let step = (panel - self.panels.start) * passes + pass_index;
+                    self.ahead.copy::<V>(step * copied..(step + 1) * copied);
                     let updates = self.finish::<V, C, N>(pass_index, columns.start, &sums);
                     let chunks = &self.workspace.chunks;
                     let chunks = [&chunks[pass_index], &chunks[passes.min(pass_index + 2) - 1]];
-                    sums = match pass_index + 1 < passes {
-                        true => pass::<V, C, N, true, true>([from, own], self.d_k, chunks, &updates),
-                        false => pass::<V, C, N, true, false>([from, last], self.d_k, chunks, &updates),
-                    };
+                    if pass_index + 1 < passes {
+                        sums = pass::<V, C, N, true>([from, own], self.dims.d_k, chunks, &updates);
+                    } else {
+                        sweep::<V, C, N, true, 0>([from, last], self.dims.d_k, chunks[0], chunks[0].at(KEYS), &updates);
+                    }
                     from = own;
                 }
             }
@@ -280,10 +274,10 @@ impl Block<'_> {
         &mut self,
         pass: usize,
         column: usize,
-        sums: &Sums<V, C, N>,
+        [keys, queries]: &[[[V; N]; C]; 2],
     ) -> [[V; N]; C] {
         let Workspace { rows, chunks, context, errors, .. } = &mut *self.workspace;
-        let (key_products, query_products) = (chunks[pass].key_products(), chunks[pass].query_products());
+        let (key_products, query_products) = chunks[pass].products();
         // SAFETY: as this method's contract.
         let mut updates = unsafe { [[V::splat(0.0); N]; C] };
         for i in 0..C.min(self.tokens - pass * C) {
@@ -294,13 +288,13 @@ impl Block<'_> {
                 unsafe {
                     let mut error = V::load(rows.values.as_ptr().add(at));
                     if self.has_beta {
-                        error = error.sub(sums.keys[i][n]);
+                        error = error.sub(keys[i][n]);
                         for j in 0..i {
                             error = updates[j][n].mul_add(V::splat(-key_products[i * C + j]), error);
                         }
                     }
                     updates[i][n] = error.mul(V::splat(rows.beta[token]));
-                    let mut sum = sums.queries[i][n];
+                    let mut sum = queries[i][n];
                     for j in 0..=i {
                         sum = updates[j][n].mul_add(V::splat(query_products[i * C + j]), sum);
                     }
@@ -315,35 +309,59 @@ impl Block<'_> {
     }
 }
 
-/// Adds the updates of C tokens to N vectors of columns of a state, from one place to another, and then reads them for
-/// the C tokens after those. The chunks are those of the tokens that write and of those that read.
+/// Adds the updates of C tokens to N vectors of columns of a state, from one place to another, and then reads them by
+/// the keys and by the queries of the C tokens after those. The chunks are those of the tokens that write and of those
+/// that read.
 ///
 /// # Safety
 /// The processor has the tier of V; both places have `channels` rows of N vectors, and the chunks C tokens.
 #[inline(always)]
-unsafe fn pass<V: Vector, const C: usize, const N: usize, const WRITES: bool, const READS: bool>(
-    [mut from, mut to]: [Place; 2],
+unsafe fn pass<V: Vector, const C: usize, const N: usize, const WRITES: bool>(
+    [from, to]: [Place; 2],
     channels: usize,
     [writing, reading]: [&Chunk; 2],
     updates: &[[V; N]; C],
-) -> Sums<V, C, N> {
+) -> [[[V; N]; C]; 2] {
+    let (keys, queries) = (reading.at(KEYS), reading.at(QUERIES));
+    // SAFETY: as this function's contract; the rows of queries follow those of keys.
+    unsafe {
+        if const { C == 1 || V::LANES > 8 } {
+            return sweep::<V, C, N, WRITES, 2>([from, to], channels, writing, keys, updates);
+        }
+        sweep::<V, C, N, WRITES, 0>([from, to], channels, writing, keys, updates);
+        let read = if WRITES { to } else { from };
+        let [keys] = sweep::<V, C, N, false, 1>([read; 2], channels, reading, keys, updates);
+        let [queries] = sweep::<V, C, N, false, 1>([read; 2], channels, reading, queries, updates);
+        [keys, queries]
+    }
+}
+
+/// [`pass`] in one loop, or a part of it: the updates of a chunk, and the sums of R times C rows of words.
+///
+/// # Safety
+/// As there; each row of words is as wide as one of the chunk.
+#[inline(always)]
+unsafe fn sweep<V: Vector, const C: usize, const N: usize, const WRITES: bool, const R: usize>(
+    [mut from, mut to]: [Place; 2],
+    channels: usize,
+    chunk: &Chunk,
+    words: *const f32,
+    updates: &[[V; N]; C],
+) -> [[[V; N]; C]; R] {
     // SAFETY: as this function's contract.
-    let nothing = unsafe { [[V::splat(0.0); N]; C] };
-    let mut sums = Sums { keys: nothing, queries: nothing };
-    let (kept, writing_keys) = (writing.kept(), writing.writing_keys());
-    let (reading_keys, width) = (reading.reading_keys(), reading.width);
+    let mut sums = unsafe { [[[V::splat(0.0); N]; C]; R] };
+    let (kept, writing_keys, width) = (chunk.at(KEPT), chunk.at(WRITING_KEYS), chunk.width);
     for d in 0..channels {
         // SAFETY: as this function's contract.
         unsafe {
             let mut row = [V::splat(0.0); N];
             for (n, vector) in row.iter_mut().enumerate() {
                 *vector = V::load(from.at.add(n * V::LANES));
+                if WRITES {
+                    *vector = vector.mul(V::splat(*kept.add(d)));
+                }
             }
             if WRITES {
-                let kept = V::splat(*kept.add(d));
-                for vector in &mut row {
-                    *vector = vector.mul(kept);
-                }
                 for (i, updates) in updates.iter().enumerate() {
                     let key = V::splat(*writing_keys.add(i * width + d));
                     for (vector, update) in row.iter_mut().zip(updates) {
@@ -355,13 +373,11 @@ unsafe fn pass<V: Vector, const C: usize, const N: usize, const WRITES: bool, co
                 }
                 to = to.at_column(to.stride);
             }
-            if READS {
-                for i in 0..C {
-                    let key = V::splat(*reading_keys.add(i * width + d));
-                    let query = V::splat(*reading_keys.add((C + i) * width + d));
-                    for (n, vector) in row.iter().enumerate() {
-                        sums.keys[i][n] = key.mul_add(*vector, sums.keys[i][n]);
-                        sums.queries[i][n] = query.mul_add(*vector, sums.queries[i][n]);
+            for i in 0..C {
+                for (n, vector) in row.iter().enumerate() {
+                    for (r, sums) in sums.iter_mut().enumerate() {
+                        let word = V::splat(*words.add((r * C + i) * width + d));
+                        sums[i][n] = word.mul_add(*vector, sums[i][n]);
                     }
                 }
             }

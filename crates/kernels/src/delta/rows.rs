@@ -68,7 +68,7 @@ impl StoredRows {
     }
 
     /// Of the same widths, one block after the other in other memory.
-    fn beside(self, to: *mut u8) -> Self {
+    pub fn beside(self, to: *mut u8) -> Self {
         let [q, k, _] = self.widths;
         let at = [0, BLOCK * q, BLOCK * (q + k)].map(|bytes| to.wrapping_add(bytes));
         Self { at, strides: self.widths, ..self }
@@ -82,17 +82,12 @@ impl StoredRows {
 /// The rows of the next block, which are copied while one is computed. In memory they lie apart, often by a power of
 /// two: the processor's own prefetching does not follow, and a whole block does not fit the few sets of its caches.
 pub(super) struct Ahead {
-    from: StoredRows,
+    pub from: StoredRows,
     pub to: StoredRows,
     pub tokens: usize,
 }
 
 impl Ahead {
-    /// To memory for a block of rows.
-    pub fn new(from: StoredRows, tokens: usize, to: *mut u8) -> Self {
-        Self { from, to: from.beside(to), tokens }
-    }
-
     /// Copies the rows of some tokens, and prefetches those of as many after them.
     ///
     /// # Safety

@@ -20,7 +20,7 @@
 mod panels;
 mod rows;
 
-use super::chunk::Chunk;
+use super::chunk::{Chunk, KEPT, KEYS, WRITING_KEYS};
 use super::problem::{Decay, Dims, Head};
 use super::rows::{BLOCK, ReadRows, Rows, StoredRows};
 use super::{BackwardCall, BackwardProblem, Gradients, Saved};
@@ -221,8 +221,8 @@ impl Block<'_> {
         let (before, after, chunk) = (&before[chunk], &mut after[0], &chunks[chunk]);
         // SAFETY: as this method's contract.
         unsafe {
-            keep::<K::Vector>(before.at(0, 0), chunk.kept(), after);
-            let keys = left::<K>(chunk.writing_keys(), 1, rows.width);
+            keep::<K::Vector>(before.at(0, 0), chunk.at(KEPT), after);
+            let keys = left::<K>(chunk.at(WRITING_KEYS), 1, rows.width);
             for panel in 0..after.count() {
                 let sizes = [self.dims.d_k, CHUNK, after.len(panel)];
                 multiply::<K>(keys, updates.at(panel, 0), after.at_mut(panel, 0), sizes, true);
@@ -247,8 +247,8 @@ impl Block<'_> {
                     K::Vector::load(from).store(outer.at_mut(panel, CHUNK + i).add(at));
                 });
             }
-            let queries = left::<K>(chunk.query_products().as_ptr(), 1, CHUNK);
-            let keys = left::<K>(chunk.writing_keys(), rows.width, 1);
+            let queries = left::<K>(chunk.products().1.as_ptr(), 1, CHUNK);
+            let keys = left::<K>(chunk.at(WRITING_KEYS), rows.width, 1);
             for panel in 0..solution.count() {
                 let (to, columns) = (solution.at_mut(panel, 0), solution.len(panel));
                 multiply::<K>(queries, outer.at(panel, CHUNK), to, [CHUNK, CHUNK, columns], false);
@@ -257,7 +257,7 @@ impl Block<'_> {
             for i in (0..CHUNK).rev() {
                 let beta = rows.beta[first + i];
                 for j in 0..if self.has_beta { i } else { 0 } {
-                    let factor = K::Vector::splat(-beta * chunk.key_products()[i * CHUNK + j]);
+                    let factor = K::Vector::splat(-beta * chunk.products().0[i * CHUNK + j]);
                     for_each_vector!(solution, K::Vector, |panel, at| {
                         let to = solution.at_mut(panel, j).add(at);
                         K::Vector::load(solution.at(panel, i).add(at)).mul_add(factor, K::Vector::load(to)).store(to);
@@ -320,8 +320,8 @@ impl Block<'_> {
         let chunk = &chunks[chunk];
         // SAFETY: as this method's contract; the queries that read follow the keys.
         unsafe {
-            keep::<K::Vector>(gradient.at(0, 0), chunk.kept(), gradient);
-            let reading = left::<K>(chunk.reading_keys(), 1, rows.width);
+            keep::<K::Vector>(gradient.at(0, 0), chunk.at(KEPT), gradient);
+            let reading = left::<K>(chunk.at(KEYS), 1, rows.width);
             for panel in 0..gradient.count() {
                 let sizes = [self.dims.d_k, 2 * CHUNK, gradient.len(panel)];
                 multiply::<K>(reading, outer.at(panel, 0), gradient.at_mut(panel, 0), sizes, true);

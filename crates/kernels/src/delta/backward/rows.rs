@@ -1,6 +1,6 @@
 //! From the gradients of what reads and writes a state to those of queries, keys and decays.
 
-use super::{Block, CHUNK, Workspace};
+use super::{Block, CHUNK, KEPT, WRITING_KEYS, Workspace};
 use crate::cpu::{MAX_LANES, Scratch, Vector};
 use crate::delta::problem::Decay;
 use crate::delta::rows::dot;
@@ -31,14 +31,14 @@ impl Block<'_> {
                 }
                 let zero = V::splat(0.0);
                 let (mut dq, mut reading, mut writing) = ([zero; CHUNK], [zero; CHUNK], [zero; CHUNK]);
-                let mut later = V::load(ends.as_ptr()).mul(V::load(chunk.kept().add(at)));
+                let mut later = V::load(ends.as_ptr()).mul(V::load(chunk.at(KEPT).add(at)));
                 let mut decayed = V::splat(1.0);
                 for i in 0..CHUNK {
                     decayed = decayed.mul(V::load(factors.add(i * width + at)));
                     reading[i] = V::load(workspace.reading.at(0, i).add(at)).mul(decayed);
                     dq[i] = V::load(workspace.reading.at(0, CHUNK + i).add(at)).mul(decayed);
                     let written = V::load(workspace.writing.at(0, i).add(at));
-                    later = V::load(chunk.writing_keys().add(i * width + at)).mul_add(written, later);
+                    later = V::load(chunk.at(WRITING_KEYS).add(i * width + at)).mul_add(written, later);
                 }
                 for j in 0..CHUNK {
                     let mut key = V::load(k.add(j * width + at));
