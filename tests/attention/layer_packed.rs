@@ -85,7 +85,7 @@ fn every_config_gives_each_sequence_the_numbers_and_gradients_of_a_call_by_itsel
         for backend in [Backend::Auto, Backend::Reference] {
             let packed = match backward(&call, &(backend, true), |_| true) {
                 Err(error) if call.kind.more_keys() > 0 || name.contains("Falcon") => {
-                    assert!(error.to_string().contains("which packed sequences do not take"), "{name}: {error}");
+                    assert!(error.to_string().contains("packed sequences"), "{name}: {error}");
                     refused += 1;
                     continue;
                 }

@@ -145,7 +145,7 @@ impl MultiHeadAttention {
         self.check_lengths(b, t_q.max(t_kv), input.longest(t_q, t_kv), what)?;
         input.check_packed(OP, &queries, t_kv)?;
         if cfg.appended_keys() > 0 && (input.packed.is_some() || input.is_cached()) {
-            bail!("[{OP}] the layer appends keys to those of a call, which packed sequences do not take, and no cache")
+            bail!("[{OP}] the layer appends keys to those of a call, which neither a cache nor packed sequences take")
         }
         if input.packed.is_some() && matches!(input.keys, KeysFrom::Memory(_)) && self.rotary.is_some() {
             bail!(

@@ -15,7 +15,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, ThreadId};
 
-use candle_core::{CpuStorage, CustomOp3, DType, Error, Layout, Result, Shape, Tensor, WithDType};
+use candle_core::{CpuStorage, DType, Error, Result, Shape, Tensor, WithDType};
 
 use super::{Call, Dims};
 use candle_attention_kernels::delta::{
@@ -24,7 +24,9 @@ use candle_attention_kernels::delta::{
 use candle_attention_kernels::flash::Strided;
 use candle_attention_kernels::{Element, Tier};
 use candle_attention_modules::base::executor;
-use candle_attention_modules::base::rowwise::{Read, read, to_vec, with_contiguous_rows, with_float};
+use candle_attention_modules::base::rowwise::{
+    Op3, Operand, Read, Ternary, read, to_vec, with_contiguous_rows, with_float,
+};
 
 /// What the queries read, (B, H, T, D_v), a view of (B, T, H, D_v), and the states (n, H, D_k, D_v).
 pub(super) fn run(call: Call, tier: Tier) -> Result<(Tensor, Tensor)> {
@@ -116,7 +118,7 @@ fn track(kernel: Kernel, saved: Saved, context: CpuStorage, states: Vec<f32>) ->
     let pass = Arc::new(Pass { kernel, saved, gradients: Mutex::default() });
     let node = |role, [a, b, c]: [&Tensor; 3], result, shape| {
         let result = Mutex::new(Some((result, shape)));
-        a.apply_op3(b, c, Node { pass: pass.clone(), role, result })
+        a.apply_op3(b, c, Op3(Node { pass: pass.clone(), role, result }))
     };
     let rows = node(Role::Inputs([0, 1, 2]), [&q, &k, &v], one.clone(), 1.into())?;
     let factors = node(Role::Inputs([3, 4, 5]), [&decay, &beta, &before], one, 1.into())?;
@@ -186,29 +188,21 @@ struct Node {
     result: Mutex<Option<(CpuStorage, Shape)>>,
 }
 
-impl CustomOp3 for Node {
-    fn name(&self) -> &'static str {
-        "gated-delta-rule"
-    }
+impl Ternary for Node {
+    const NAME: &'static str = "gated-delta-rule";
 
-    #[rustfmt::skip]
-    fn cpu_fwd(
-        &self, _: &CpuStorage, _: &Layout, _: &CpuStorage, _: &Layout, _: &CpuStorage, _: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
+    fn forward(&self, _: [Operand; 3]) -> Result<(CpuStorage, Shape)> {
         lock(&self.result).take().ok_or_else(|| self.pass.kernel.error("a result was asked for twice"))
     }
 
-    #[rustfmt::skip]
-    fn bwd(
-        &self, a: &Tensor, b: &Tensor, _: &Tensor, _: &Tensor, gradient: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+    fn backward(&self, [a, b, _]: [&Tensor; 3], _: &Tensor, gradient: &Tensor) -> Result<[Option<Tensor>; 3]> {
         let op = self.pass.kernel.call.op;
         match &self.role {
-            Role::Inputs(of) => return Ok(of.map(|of| self.pass.take(of)).into()),
+            Role::Inputs(of) => return Ok(of.map(|of| self.pass.take(of))),
             Role::States => self.pass.put(STATES, gradient.clone()),
             Role::Context => with_float!(op, gradient.dtype(), |E| self.pass.run_backward::<E>(gradient)?),
         }
         // What comes before is to have its turn.
-        Ok((Some(a.zeros_like()?), Some(b.zeros_like()?), None))
+        Ok([Some(a.zeros_like()?), Some(b.zeros_like()?), None])
     }
 }
