@@ -62,8 +62,10 @@ fn main() -> Result<()> {
     let asked = |dtype: &DType| args.dtype.as_ref().is_none_or(|asked| asked == dtype.as_str());
     for dtype in [DType::F32, DType::BF16].into_iter().filter(asked) {
         let vb = || VarBuilder::from_tensors(tensors.clone(), dtype, &Device::Cpu);
-        let mut sides =
-            vec![Side { name: "candle-attention", model: Model::Ours(CausalLm::load(&json, vb(), |_, _| {})?) }];
+        let mut sides = vec![Side {
+            name: "candle-attention",
+            model: Model::Ours(Box::new(CausalLm::load(&json, vb(), |_, _| {})?)),
+        }];
         if !args.ours {
             sides.push(Side { name: "candle-transformers", model: Model::theirs(&json, vb(), dtype)? });
             compare(&sides, &ids[..args.prompt.min(64)], dtype)?;
@@ -138,7 +140,7 @@ struct Side {
 }
 
 enum Model {
-    Ours(CausalLm),
+    Ours(Box<CausalLm>),
     Theirs(Box<Llama>, Config, DType),
 }
 
