@@ -41,17 +41,17 @@ impl Generator {
             }
             return;
         }
-        let (simd, parameters) = (pulp::Arch::new(), [mean as f32, std as f32]);
+        let (simd, mean, std) = (pulp::Arch::new(), mean as f32, std as f32);
         self.fill_unit_f32(out);
         let (blocks, remainder) = out.as_chunks_mut();
-        simd.dispatch(BoxMuller(blocks, parameters));
+        simd.dispatch(BoxMuller { blocks, mean, std });
         // Where the last block is not full, the last sixteen elements are drawn afresh, those of the block before
         // included.
         if !remainder.is_empty()
             && let Some(last) = out.last_chunk_mut()
         {
             self.fill_unit_f32(last);
-            simd.dispatch(BoxMuller(std::slice::from_mut(last), parameters));
+            simd.dispatch(BoxMuller { blocks: std::slice::from_mut(last), mean, std });
         }
     }
 
@@ -94,22 +94,6 @@ impl Generator {
     }
 }
 
-/// Box-Muller on blocks, with the processor's fused multiply-add where it has one: the same bits as of the C library's,
-/// without a call for each. What it calls has to be inlined.
-struct BoxMuller<'a>(&'a mut [[f32; BLOCK]], [f32; 2]);
-
-impl pulp::WithSimd for BoxMuller<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: pulp::Simd>(self, _: S) {
-        let Self(blocks, [mean, std]) = self;
-        for block in blocks {
-            box_muller(block, mean, std);
-        }
-    }
-}
-
 /// Draws that one block of the transform takes and normals that it gives.
 const BLOCK: usize = 16;
 
@@ -117,18 +101,31 @@ const BLOCK: usize = 16;
 ///
 /// The polynomials are those of the Cephes library's single-precision `logf`, `sinf` and `cosf`, for the small domain
 /// that the transform needs: a logarithm on (0, 1] and an angle on [0, 2π]. Each `mul_add` stands where PyTorch's
-/// compiled kernel rounds once, each separate product and sum where it rounds twice.
-///
-/// `block` holds uniform draws from [0, 1): eight radii, then the eight angles that go with them. They are replaced by
-/// sixteen normals of the given mean and standard deviation, the cosines first.
-#[inline(always)]
-fn box_muller(block: &mut [f32; BLOCK], mean: f32, std: f32) {
-    let (radii, angles) = block.split_at_mut(BLOCK / 2);
-    for (first, second) in radii.iter_mut().zip(angles) {
-        let radius = (-2.0 * ln(1.0 - *first)).sqrt();
-        let (sin, cos) = sin_cos(TAU * *second);
-        *first = (radius * cos).mul_add(std, mean);
-        *second = (radius * sin).mul_add(std, mean);
+/// compiled kernel rounds once, each separate product and sum where it rounds twice. It is the processor's where that
+/// has one, and not a call of the C library with the same bits: what it stands in has to be inlined.
+struct BoxMuller<'a> {
+    /// Uniform draws from [0, 1): eight radii, then the eight angles that go with them. They are replaced by sixteen
+    /// normals, the cosines first.
+    blocks: &'a mut [[f32; BLOCK]],
+    mean: f32,
+    std: f32,
+}
+
+impl pulp::WithSimd for BoxMuller<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: pulp::Simd>(self, _: S) {
+        let Self { blocks, mean, std } = self;
+        for block in blocks {
+            let (radii, angles) = block.split_at_mut(BLOCK / 2);
+            for (first, second) in radii.iter_mut().zip(angles) {
+                let radius = (-2.0 * ln(1.0 - *first)).sqrt();
+                let (sin, cos) = sin_cos(TAU * *second);
+                *first = (radius * cos).mul_add(std, mean);
+                *second = (radius * sin).mul_add(std, mean);
+            }
+        }
     }
 }
 
