@@ -11,9 +11,10 @@ bash ci/install.sh page >/dev/null ||
 CHROMIUM=${CHROMIUM:-$(command -v chromium || command -v google-chrome)}
 export CHROMIUM
 
-cargo test --quiet --features plot --test page
-PAGES=$(cargo metadata --format-version 1 --no-deps | sed -E 's/.*"target_directory":"([^"]*)".*/\1/')/tmp/page
+PAGES=$(mktemp -d)
 export PAGES
+trap 'rm -r "$PAGES"' EXIT
+cargo test --quiet --features plot --test page
 
 cd tests/page
 # One script, in the order of mod.rs, so that the linter knows what is used in another file.

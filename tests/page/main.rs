@@ -4,7 +4,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
-use std::path::Path;
+use std::{env, path::PathBuf};
 
 use candle_attention::plot::Page;
 use candle_attention::*;
@@ -112,7 +112,7 @@ fn png() -> Vec<u8> {
 
 #[test]
 fn pages_are_written_for_the_browser() -> Result<()> {
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("page");
+    let folder = PathBuf::from(env::var_os("PAGES").unwrap_or(concat!(env!("CARGO_TARGET_TMPDIR"), "/page").into()));
     std::fs::create_dir_all(&folder)?;
     let write = |name: &str, page: Page| page.write(folder.join(name).with_extension("html"));
     let of = |shape: [usize; 3], mask: AttentionMask, wanted| {
