@@ -149,7 +149,8 @@ impl MultiHeadAttention {
         }
         if input.packed.is_some() && matches!(input.keys, KeysFrom::Memory(_)) && self.rotary.is_some() {
             bail!(
-                "[{OP}] packed sequences were given with a memory, whose keys stand at 0..T_kv; expected keys and values"
+                "[{OP}] packed sequences were given with a memory, whose keys stand at 0..T_kv; expected keys and \
+                 values"
             )
         }
         if cfg.relative_bias().is_some() && self.relative_bias.is_none() {

@@ -7,6 +7,7 @@ use super::input::KeysFrom;
 use super::{AttentionInput, MultiHeadAttention, OP};
 use crate::position::{Positions, RopeAxes, RopeConfig, Rotation};
 use candle_attention_modules::base::Expect;
+use candle_attention_modules::linear::Queries;
 use candle_attention_modules::norm::{Norm, SumFunction};
 
 /// Projected inputs as heads.
@@ -34,7 +35,7 @@ impl MultiHeadAttention {
             at_keys = positions.keys.as_ref().map(|keys| rotary.at(keys)).transpose()?;
         }
         let sum = input.sum;
-        let ((q, gate), kv) = match (&inputs.key_value, &input.keys) {
+        let (Queries { q, gate }, kv) = match (&inputs.key_value, &input.keys) {
             (Some([keys, values]), _) => {
                 let (own, kv) = self.projections.query_key_value(&inputs.queries, keys, values)?;
                 let rotation = at_keys.as_ref().or(at_queries.as_ref());

@@ -89,8 +89,8 @@ impl Constraint {
     /// That the meaning of a builder depends on the order in which masks were joined.
     pub fn ambiguous(builder: &str) -> Self {
         Self::Wrong(format!(
-            "{builder} was called on masks that were joined and whose queries stand at different positions, expected it \
-             on one of them before `and`"
+            "{builder} was called on masks that were joined and whose queries stand at different positions, expected \
+             it on one of them before `and`"
         ))
     }
 

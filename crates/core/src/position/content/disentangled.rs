@@ -197,9 +197,9 @@ impl Disentangled {
         let [keys, queries] = match self.config.shared_projections {
             true => {
                 let xs = embeddings.unsqueeze(0)?;
-                let ((queries, _), keys) = projections.query_key_value(&xs, &xs, &xs)?;
+                let (own, keys) = projections.query_key_value(&xs, &xs, &xs)?;
                 let keys = keys.map(|[keys, _]| keys.squeeze(0)).transpose()?;
-                [keys, Some(queries.squeeze(0)?)]
+                [keys, Some(own.q.squeeze(0)?)]
             }
             false => {
                 let project = |name: &str| -> Result<Option<Tensor>> {

@@ -227,17 +227,22 @@ pub(crate) struct KeysByHeads {
 }
 
 /// The arguments of attention for some heads.
-type Part = (Tensor, OwnKeys<'static>, AttentionMask, SdpaOptions);
+struct Part {
+    q: Tensor,
+    keys: OwnKeys<'static>,
+    mask: AttentionMask,
+    options: SdpaOptions,
+}
 
 impl Keys for KeysByHeads {
     /// Weights and statistics are of all heads at once.
     fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, outputs: Outputs) -> Result<Attended> {
         if outputs != Outputs::Context {
-            let (q, keys, mask, options) = self.part(q, mask, options, 0..self.k.dim(1)?)?;
+            let Part { q, keys, mask, options } = self.part(q, mask, options, 0..self.k.dim(1)?)?;
             return keys.attend(&q, &mask, &options, outputs);
         }
         let contexts = self.blocks(q, options)?.into_iter().map(|heads| {
-            let (q, keys, mask, options) = self.part(q, mask, options, heads)?;
+            let Part { q, keys, mask, options } = self.part(q, mask, options, heads)?;
             keys.attend(&q, &mask, &options, outputs)?.context.transpose(1, 2)
         });
         let context = Tensor::cat(&contexts.collect::<Result<Vec<_>>>()?, 2)?.contiguous()?.transpose(1, 2)?;
@@ -247,7 +252,7 @@ impl Keys for KeysByHeads {
     /// The path of the first heads, which is that of all.
     fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
         let first = self.blocks(q, options)?.into_iter().next().unwrap_or(0..0);
-        let (q, keys, mask, options) = self.part(q, mask, options, first)?;
+        let Part { q, keys, mask, options } = self.part(q, mask, options, first)?;
         keys.plan(&q, &mask, &options)
     }
 }
@@ -269,7 +274,7 @@ impl KeysByHeads {
         let (q, options) = (q.narrow(1, heads.start, heads.len())?, options.of_heads(&heads)?);
         let keys = OwnKeys { k: of_keys(&self.k)?, v: of_keys(&self.v)?, sequences: None, function: None };
         let mask = mask.of_heads(heads.clone(), h)?.with_bias(&self.terms.bias(heads)?);
-        Ok((q, keys, mask, options))
+        Ok(Part { q, keys, mask, options })
     }
 }
 

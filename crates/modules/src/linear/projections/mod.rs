@@ -206,8 +206,14 @@ fn present<'a, T>(all: &'a ByPlace<T>, places: &[ProjectionPlace]) -> Vec<(Proje
     places.iter().filter_map(|&place| Some((place, all[place as usize].as_ref()?))).collect()
 }
 
-/// What queries' inputs are projected to: q (B, T_q, H·D), and the gate (B, T_q, H·D_v) or (B, T_q, H) if there is one.
-pub type Queries = (Tensor, Option<Tensor>);
+/// What queries' inputs are projected to.
+#[derive(Debug)]
+pub struct Queries {
+    /// (B, T_q, H·D).
+    pub q: Tensor,
+    /// (B, T_q, H·D_v) or (B, T_q, H).
+    pub gate: Option<Tensor>,
+}
 
 impl Projections {
     /// From a checkpoint: weights are packed now, or read in each call where training changes them.
@@ -349,7 +355,7 @@ impl Projections {
     ) -> Result<(Queries, Option<[Tensor; 2]>)> {
         if queries.id() == keys.id() && keys.id() == values.id() {
             let [q, k, v, _, gate] = self.project(&PACKED_ORDER, queries)?;
-            return Ok(((existing(q)?, gate), k.map(|k| [k.clone(), v.unwrap_or(k)])));
+            return Ok((Queries { q: existing(q)?, gate }, k.map(|k| [k.clone(), v.unwrap_or(k)])));
         }
         Ok((self.query(queries)?, self.key_value(keys, values)?))
     }
@@ -357,7 +363,7 @@ impl Projections {
     /// q and the gate alone.
     pub fn query(&self, queries: &Tensor) -> Result<Queries> {
         let [q, .., gate] = self.project(&[Query, Gate], queries)?;
-        Ok((existing(q)?, gate))
+        Ok(Queries { q: existing(q)?, gate })
     }
 
     /// k (B, T_kv, H_kv·D) and v (B, T_kv, H_kv·D_v) alone, if the layer has them.
