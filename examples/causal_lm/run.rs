@@ -1,6 +1,5 @@
 //! From the command line to text, in one process or in each of several.
 
-use std::collections::HashMap;
 use std::io::Write;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -9,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use candle_attention::TorchSeed;
 use candle_attention::text::{SimpleTokenizer, SpecialTokens};
-use candle_core::{DType, Device, Error, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor, bail};
 use candle_nn::ops::softmax_last_dim;
 
 use crate::args::Args;
@@ -68,12 +67,10 @@ fn answer(
     tokenizer: Option<&SimpleTokenizer>,
     out: &mut dyn Write,
 ) -> Result<String> {
-    let dtype = args.kv_cache.as_deref().filter(|&name| name != "q8").map(str::parse).transpose();
-    let dtype = dtype.map_err(Error::wrap)?;
-    let mut caches = model.caches(|config| match (&args.kv_cache, dtype) {
-        (None, _) => config,
-        (Some(_), Some(dtype)) => config.with_dtype(dtype),
-        (Some(_), None) => config.with_q8(),
+    let mut caches = model.caches(|config| match args.kv_cache.as_ref().map(|name| name.parse()) {
+        None => config,
+        Some(Ok(dtype)) => config.with_dtype(dtype),
+        Some(Err(_)) => config.with_q8(), // the one name that is no dtype
     })?;
     let mut made = vec![Vec::new(); prompts.len()];
     let streamed = tokenizer.filter(|_| prompts.len() == 1);
@@ -151,8 +148,7 @@ fn write_logits(model: &CausalLm, prompts: &[Vec<u32>], path: Option<&PathBuf>) 
     let mut caches = model.caches(|config| config)?;
     let logits = model.logits(&model.forward(&ids, Some(&lens), &mut caches)?)?;
     let Some(path) = path else { return Ok(()) };
-    let tensors = HashMap::from([("logits", logits)]);
-    candle_core::safetensors::save(&tensors, path).map_err(cannot("write", path))
+    logits.save_safetensors("logits", path).map_err(cannot("write", path))
 }
 
 /// Makes tokens after each prompt, as the arguments say, and tells `made` of each: the sequence and the token. A

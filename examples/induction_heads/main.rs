@@ -73,8 +73,7 @@ fn run(args: &Args) -> Result<()> {
     let layer = MultiHeadAttentionConfig::new(WIDTH, HEADS).with_causal(true).with_rope(RopeConfig::new(10_000.0));
     let cfg = AttentionOnlyConfig { vocab_size: WORDS.len(), num_layers: 2, layer };
     let tokenizer = SimpleTokenizer::from_words(WORDS)?;
-    std::fs::create_dir_all(&args.out)
-        .map_err(|error| Error::msg(format!("--out: cannot make {}: {error}", args.out.display())))?;
+    std::fs::create_dir_all(&args.out).map_err(common::cannot("make", &args.out))?;
 
     let sentence = tokenizer.encode_batch(&[SENTENCE])?;
     let (tokens, ids) = (&sentence.tokens()[0], sentence.ids_tensor(&Device::Cpu)?);

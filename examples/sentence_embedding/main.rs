@@ -98,12 +98,13 @@ fn write_vectors(vectors: &Tensor, sentences: &[String], path: &Path) -> Result<
 /// The cosines of all pairs of vectors (N, E) as a table, or the nearest to each.
 fn similarity(vectors: &Tensor, sentences: &[String]) -> Result<String> {
     let unit = embed::normalized(vectors)?;
-    let cosines: Vec<Vec<f32>> = unit.matmul(&unit.t()?)?.to_vec2()?;
+    // By the digits that are shown, so that of equal sentences the first is the nearest on every processor.
+    let cosines: Vec<Vec<f32>> = ((unit.matmul(&unit.t()?)? * 1e4)?.round()? / 1e4)?.to_vec2()?;
     let digits = sentences.len().to_string().len();
     let rows = cosines.iter().zip(sentences).enumerate();
     if sentences.len() > TABLE {
         let nearest = rows.filter_map(|(i, (row, sentence))| {
-            let others = row.iter().enumerate().filter(|&(j, _)| j != i);
+            let others = row.iter().enumerate().filter(|&(j, _)| j != i).rev();
             let (j, cosine) = others.max_by(|a, b| a.1.total_cmp(b.1))?;
             Some(format!("{:>digits$}  {cosine:>7.4}  to {:>digits$}  {}\n", i + 1, j + 1, shown(sentence)))
         });

@@ -59,16 +59,16 @@ struct Args {
     #[arg(long, value_name = "N", requires = "source")]
     pub layer: Option<usize>,
 
-    /// Draw the weights of each head: FILE.svg or FILE.png, for one text (needs `--features plot`)
+    /// Draw the weights of each head, FILE.svg or FILE.png; of several texts, those of the first (needs `--features plot`)
     #[arg(long, value_name = "FILE")]
     pub plot: Option<PathBuf>,
 }
 
 fn main() -> ExitCode {
-    common::main(|args| common::print(&run(&args)?))
+    common::main(|args| run(&args))
 }
 
-fn run(args: &Args) -> Result<String> {
+fn run(args: &Args) -> Result<()> {
     let device = args.model.device.open(0)?;
     let (mut times, mut start) = (Vec::new(), Instant::now());
     let mut lap = |step| {
@@ -96,12 +96,13 @@ fn run(args: &Args) -> Result<String> {
     lap("attention")?;
 
     let report = Report { source, batch, hidden, output, times };
+    common::print(&report.to_text()?)?;
+    common::print(&report.heat_maps()?)?;
     if let Some(file) = &args.plot {
-        let [text] = &args.texts[..] else { bail!("[tokenize_attend] --plot shows one text, found several") };
-        report.heat_map(0)?.with_title(text).save(file, Heads::All)?;
+        report.heat_map(0)?.with_title(&args.texts[0]).save(file, Heads::All)?;
     }
-    if let Some(file) = &args.model.page {
-        report.write_page(&args.texts[0], file)?;
+    match &args.model.page {
+        Some(file) => report.write_page(&args.texts[0], file),
+        None => Ok(()),
     }
-    report.to_text()
 }

@@ -39,14 +39,15 @@ impl Report {
             ("device", format!("{:?}", hidden.device().location()).to_lowercase()),
             ("times", self.times.iter().map(step).collect::<Vec<_>>().join(", ")),
         ];
-        let texts = 0..self.batch.batch_size();
-        let mut text: String = texts.clone().map(|row| self.token_table(row)).collect();
+        let mut text: String = (0..self.batch.batch_size()).map(|row| self.token_table(row)).collect();
         text.extend(lines.map(|(name, line)| format!("{name:<10}{line}\n")));
-        for row in texts {
-            let map = self.heat_map(row)?.to_terminal(Heads::Mean, &TerminalOptions::detect())?;
-            text += &format!("\n{map}\n");
-        }
         Ok(text)
+    }
+
+    /// What attends to what in each text, for the terminal.
+    pub fn heat_maps(&self) -> Result<String> {
+        let map = |row| self.heat_map(row)?.to_terminal(Heads::Mean, &TerminalOptions::detect());
+        (0..self.batch.batch_size()).map(|row| Ok(format!("\n{}\n", map(row)?))).collect()
     }
 
     /// Tokens above their ids.
