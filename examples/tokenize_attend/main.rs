@@ -59,7 +59,7 @@ struct Args {
     #[arg(long, value_name = "N", requires = "source")]
     pub layer: Option<usize>,
 
-    /// Draw the weights of each head, FILE.svg or FILE.png; of several texts, those of the first (needs `--features plot`)
+    /// Draw the weights of each head of the first text, FILE.svg or FILE.png (needs `--features plot`)
     #[arg(long, value_name = "FILE")]
     pub plot: Option<PathBuf>,
 }
