@@ -95,8 +95,6 @@ pub(crate) struct AxisPositions {
     /// Axis by axis, and there row by row.
     entries: Vec<f32>,
     axes: usize,
-    /// T.
-    pub t: usize,
 }
 
 impl AxisPositions {
@@ -108,21 +106,7 @@ impl AxisPositions {
         if let Some(other) = entries.iter().find(|entry| entry.is_nan() || entry.abs() >= END as f32) {
             bail!("[rope] axis positions hold {other}, expected numbers between ±{END}")
         }
-        Ok(Self { entries, axes, t })
-    }
-
-    /// T for all sequences, or B · T.
-    pub(super) fn rows(&self) -> usize {
-        self.entries.len() / self.axes.max(1)
-    }
-
-    pub(super) fn at(&self, axis: usize, row: usize) -> f32 {
-        self.entries[axis * self.rows() + row]
-    }
-
-    /// The largest position + 1, as whole numbers count.
-    pub(super) fn length(&self) -> usize {
-        self.entries.iter().map(|&entry| entry.max(0.0) as usize + 1).max().unwrap_or(0)
+        Ok(Self { entries, axes })
     }
 }
 

@@ -7,11 +7,11 @@
 use std::f64::consts::PI;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
-use candle_core::{Device, DeviceLocation, Result, Tensor, bail};
+use candle_core::{Device, Result, Tensor, bail};
 use rayon::prelude::*;
 
-use super::RopeAxisLayout;
-use super::config::{RopeConfig, RopeScaling};
+use super::config::{RopeAxes, RopeAxisLayout, RopeConfig, RopeScaling};
+use super::{RotaryEmbedding, Rotation};
 use crate::position::{AxisPositions, Latest, Positions, latest};
 
 /// The most entries of a table, 32 MB each of cosines and of sines: positions up to 131,072 of heads of 128.
@@ -26,7 +26,8 @@ pub(super) struct Angles {
     pub cos: Vec<f32>,
     pub sin: Vec<f32>,
     pub half: usize,
-    copies: Mutex<Vec<DeviceAngles>>,
+    /// On devices.
+    copies: Mutex<Vec<[Tensor; 2]>>,
 }
 
 impl Angles {
@@ -54,16 +55,14 @@ impl Angles {
         Self { cos, sin, half, copies: Mutex::default() }
     }
 
-    /// On a device, where they are copied once.
-    pub fn on(&self, device: &Device) -> Result<DeviceAngles> {
-        let location = device.location();
+    /// Both on a device, (rows, r/2) each in f32, where they are copied once.
+    pub fn on(&self, device: &Device) -> Result<[Tensor; 2]> {
         let mut copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(copy) = copies.iter().find(|copy| copy.location == location) {
+        if let Some(copy) = copies.iter().find(|[cos, _]| cos.device().location() == device.location()) {
             return Ok(copy.clone());
         }
-        let shape = (self.rows(), self.half);
-        let [cos, sin] = [&self.cos, &self.sin].map(|entries| Tensor::from_slice(entries, shape, device));
-        let copy = DeviceAngles { location, cos: cos?, sin: sin? };
+        let copied = |entries: &[f32]| Tensor::from_slice(entries, (self.rows(), self.half), device);
+        let copy = [copied(&self.cos)?, copied(&self.sin)?];
         copies.push(copy.clone());
         Ok(copy)
     }
@@ -80,105 +79,78 @@ impl Angles {
     }
 }
 
-/// Cosines and sines on a device, (rows, r/2) each in f32.
-#[derive(Debug, Clone)]
-pub(super) struct DeviceAngles {
-    location: DeviceLocation,
-    pub cos: Tensor,
-    pub sin: Tensor,
-}
-
-/// Where the angles of one call stand.
-#[derive(Debug, Clone)]
-pub(super) struct Rows {
-    pub angles: Arc<Angles>,
-    /// The row of each position of the call, in the positions' order.
-    pub index: Arc<[u32]>,
-}
-
-/// The tables of one config, which grow with the positions that are asked for. Shared between layers and threads.
-#[derive(Debug)]
+/// The angles of one config and width of heads. Shared between layers and threads.
+#[derive(Debug, Default)]
 pub(super) struct Tables {
-    pub config: RopeConfig,
-    pub head_dim: usize,
     /// For calls within the original context, and beyond it.
-    regular: [RwLock<Arc<Angles>>; 2],
+    pub regular: [RwLock<Arc<Angles>>; 2],
     /// For positions that no table holds.
-    latest: Latest<(ContextRange, Positions), Arc<Angles>>,
-    latest_on_axes: Latest<AxisPositions, Arc<Angles>>,
-    /// A table that was given and does not grow.
-    given: Option<Arc<Angles>>,
+    pub latest: Latest<AxisPositions, Arc<Angles>>,
+    /// A table that was given, with a row for each position up to its end, and does not grow.
+    pub given: Option<Arc<Angles>>,
 }
 
-impl Tables {
-    /// Empty tables of a config that fits the heads.
-    pub fn new(config: &RopeConfig, head_dim: usize) -> Self {
-        Self {
-            config: config.clone(),
-            head_dim,
-            regular: Default::default(),
-            latest: Latest::default(),
-            latest_on_axes: Latest::default(),
-            given: None,
-        }
-    }
-
-    /// A table with a row for each position up to its end.
-    pub fn given(config: &RopeConfig, head_dim: usize, angles: Angles) -> Self {
-        Self { given: Some(Arc::new(angles)), ..Self::new(config, head_dim) }
-    }
-
-    /// For positions on the config's axes.
-    pub fn rows_on_axes(&self, positions: &AxisPositions) -> Result<Rows> {
-        let rows = positions.rows();
-        let compute = || {
-            let axis_of = self.config.axes().map(|axes| axes.axis_of_pairs()).unwrap_or_default();
-            let position = |row: usize, pair: usize| positions.at(axis_of[pair], row);
-            Ok(self.angles(ContextRange::of(self.config.scaling(), positions.length()), rows, position))
-        };
-        let angles = latest(&self.latest_on_axes, |own| own == positions, compute, |_| Some(positions.clone()))?;
-        Ok(Rows { angles, index: (0..rows as u32).collect() })
-    }
-
+impl RotaryEmbedding {
+    /// The rotation of one call, whose tensors have their sequences before their heads.
+    ///
     /// # Errors
-    /// For a position past the end of a given table.
-    pub fn rows(&self, positions: &Positions) -> Result<Rows> {
-        if let Some(angles) = &self.given {
-            if positions.length > angles.rows() {
-                let (last, rows) = (positions.length - 1, angles.rows());
-                bail!("[rope] position {last} is past the given tables of {rows} positions")
+    /// For a position past the end of given tables.
+    pub(crate) fn at(&self, positions: &Positions) -> Result<Rotation> {
+        let (length, scaling) = (positions.length, self.config.scaling());
+        let is_long = is_long(scaling, length);
+        let table = match &self.tables.given {
+            Some(given) if length > given.rows() => {
+                bail!("[rope] position {} is past the given tables of {} positions", length - 1, given.rows())
             }
-            return Ok(Rows { angles: angles.clone(), index: positions.entries.as_slice().into() });
-        }
-        let range = ContextRange::of(self.config.scaling(), positions.length);
-        let table = match range {
-            ContextRange::Short => Some(&self.regular[0]),
-            ContextRange::Long => Some(&self.regular[1]),
-            ContextRange::DynamicNtk(_) => None,
+            Some(given) => Some(given.clone()),
+            // These frequencies are those of calls of exactly this length.
+            None if is_long && matches!(scaling, RopeScaling::Dynamic { .. }) => None,
+            None => self.table(&self.tables.regular[usize::from(is_long)], positions),
         };
-        if let Some(angles) = table.and_then(|table| self.table(table, range, positions)) {
-            return Ok(Rows { angles, index: positions.entries.as_slice().into() });
+        match table {
+            Some(angles) => Ok(self.rotation(angles, positions.entries.as_slice().into())),
+            None => {
+                let entries = positions.entries.iter().map(|&position| position as f32).collect();
+                self.on_axes(&AxisPositions { entries, axes: 1 })
+            }
         }
-        let entries = &positions.entries;
-        let compute = || Ok(self.angles(range, entries.len(), |row, _| entries[row] as f32));
-        let is_same = |(own, of): &(ContextRange, Positions)| (own, of) == (&range, positions);
-        let angles = latest(&self.latest, is_same, compute, |_| Some((range, positions.clone())))?;
-        Ok(Rows { angles, index: (0..entries.len() as u32).collect() })
+    }
+
+    /// The same at positions on the config's axes, or on one for all.
+    pub(crate) fn on_axes(&self, positions: &AxisPositions) -> Result<Rotation> {
+        let rows = positions.entries.len() / positions.axes.max(1);
+        let compute = || {
+            let axes = self.config.axes().filter(|_| positions.axes > 1);
+            let axis_of = axes.map_or_else(|| vec![0; self.half()], RopeAxes::axis_of_pairs);
+            let position = |row: usize, pair: usize| positions.entries[axis_of[pair] * rows + row];
+            let length = positions.entries.iter().map(|&entry| entry.max(0.0) as usize + 1).max();
+            Ok(self.angles(length.unwrap_or(0), rows, position))
+        };
+        let angles = latest(&self.tables.latest, |own| own == positions, compute, |_| Some(positions.clone()))?;
+        Ok(self.rotation(angles, (0..rows as u32).collect()))
+    }
+
+    fn rotation(&self, angles: Arc<Angles>, index: Arc<[u32]>) -> Rotation {
+        Rotation { angles, index, style: self.config.style(), inverse: false }
+    }
+
+    fn half(&self) -> usize {
+        self.config.rotary_dim(self.head_dim) / 2
     }
 
     /// A table that reaches to the last position, unless most of it would be computed for a few far positions.
-    fn table(&self, table: &RwLock<Arc<Angles>>, range: ContextRange, positions: &Positions) -> Option<Arc<Angles>> {
+    fn table(&self, table: &RwLock<Arc<Angles>>, positions: &Positions) -> Option<Arc<Angles>> {
         let angles = table.read().unwrap_or_else(PoisonError::into_inner).clone();
         let (length, rows) = (positions.length, angles.rows());
         if length <= rows {
             return Some(angles);
         }
-        let most = TABLE_ENTRIES / (self.config.rotary_dim(self.head_dim) / 2);
+        let most = TABLE_ENTRIES / self.half();
         if length > most || length > (4 * positions.entries.len()).max(2 * rows).max(256) {
             return None;
         }
         // Not under the lock: a thread that computes rows may meanwhile take up other work that wants the table.
-        let grown = self.angles(range, length.next_power_of_two().min(most), |row, _| row as f32);
+        let grown = self.angles(length, length.next_power_of_two().min(most), |row, _| row as f32);
         let mut current = table.write().unwrap_or_else(PoisonError::into_inner);
         if grown.rows() > current.rows() {
             *current = grown;
@@ -186,35 +158,25 @@ impl Tables {
         Some(current.clone())
     }
 
-    fn angles(&self, range: ContextRange, rows: usize, position: impl Fn(usize, usize) -> f32 + Sync) -> Arc<Angles> {
-        let frequencies = frequencies(&self.config, self.head_dim, range);
+    /// Of a call of some length: its largest position + 1.
+    fn angles(&self, length: usize, rows: usize, position: impl Fn(usize, usize) -> f32 + Sync) -> Arc<Angles> {
+        let frequencies = frequencies(&self.config, self.head_dim, length);
         Arc::new(Angles::of(rows, position, &frequencies, attention_factor(self.config.scaling()) as f32))
     }
 }
 
-/// Which frequencies a call has, by its length: its largest position + 1.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum ContextRange {
-    /// Those of every call, or of calls within the original context.
-    Short,
-    /// Those of all calls beyond the original context.
-    Long,
-    /// Those of calls of exactly this length.
-    DynamicNtk(usize),
-}
-
-impl ContextRange {
-    fn of(scaling: &RopeScaling, length: usize) -> Self {
-        match scaling {
-            RopeScaling::Dynamic { original_context, .. } if length > *original_context => Self::DynamicNtk(length),
-            RopeScaling::LongRope { original_context, .. } if length > *original_context => Self::Long,
-            _ => Self::Short,
+/// Whether a call of this length has other frequencies than one within the original context.
+fn is_long(scaling: &RopeScaling, length: usize) -> bool {
+    match scaling {
+        RopeScaling::Dynamic { original_context, .. } | RopeScaling::LongRope { original_context, .. } => {
+            length > *original_context
         }
+        _ => false,
     }
 }
 
 /// The angle between one position and the next for each pair, (r/2,). The config fits the heads.
-fn frequencies(config: &RopeConfig, head_dim: usize, range: ContextRange) -> Vec<f32> {
+fn frequencies(config: &RopeConfig, head_dim: usize, length: usize) -> Vec<f32> {
     let r = config.rotary_dim(head_dim);
     let base = config.base() as f32;
     let plain = || periods(base, r).map(f32::recip);
@@ -230,14 +192,12 @@ fn frequencies(config: &RopeConfig, head_dim: usize, range: ContextRange) -> Vec
             _ => plain().collect(),
         },
         RopeScaling::Linear { factor } => plain().map(|frequency| frequency / *factor as f32).collect(),
-        RopeScaling::Dynamic { factor, original_context } => {
-            let ContextRange::DynamicNtk(length) = range else {
-                return plain().collect();
-            };
+        RopeScaling::Dynamic { factor, original_context } if length > *original_context => {
             let stretch = *factor as f32 * length as f32 / *original_context as f32 - (factor - 1.0) as f32;
             let base = base * power(stretch, r as f64 / (r as f64 - 2.0));
             periods(base, r).map(f32::recip).collect()
         }
+        RopeScaling::Dynamic { .. } => plain().collect(),
         &RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_context } => {
             let context = original_context as f64;
             let scale = |frequency: f32| {
@@ -276,7 +236,7 @@ fn frequencies(config: &RopeConfig, head_dim: usize, range: ContextRange) -> Vec
             periods(base, r).enumerate().map(scale).collect()
         }
         RopeScaling::LongRope { short_factor, long_factor, .. } => {
-            let divisors = if range == ContextRange::Long { long_factor } else { short_factor };
+            let divisors = if is_long(config.scaling(), length) { long_factor } else { short_factor };
             let scale = |(period, &divisor): (f32, &f64)| (divisor as f32 * period).recip();
             periods(base, r).zip(divisors).map(scale).collect()
         }
@@ -332,43 +292,43 @@ fn power(base: f32, exponent: f64) -> f32 {
 mod tests {
     use super::*;
 
-    fn tables(scaling: RopeScaling) -> Tables {
-        Tables::new(&RopeConfig::new(10_000.0).with_scaling(scaling), 8)
+    fn rotary(scaling: RopeScaling) -> Result<RotaryEmbedding> {
+        RotaryEmbedding::new(&RopeConfig::new(10_000.0).with_scaling(scaling), 8)
     }
 
     /// The cosines of each position, whichever way they were found.
-    fn cosines(tables: &Tables, positions: &Positions) -> Vec<f32> {
-        let Rows { angles, index } = tables.rows(positions).expect("no table is given");
+    fn cosines(rotary: &RotaryEmbedding, positions: &Positions) -> Vec<f32> {
+        let Rotation { angles, index, .. } = rotary.at(positions).expect("no table is given");
         index.iter().flat_map(|&row| angles.row(row as usize).0.to_vec()).collect()
     }
 
     #[test]
     fn a_table_is_computed_once_and_grows_by_doubling() -> Result<()> {
-        let tables = tables(RopeScaling::None);
-        let first = tables.rows(&Positions::starting_at(&[0], 100)?)?.angles;
+        let rotary = rotary(RopeScaling::None)?;
+        let first = rotary.at(&Positions::starting_at(&[0], 100)?)?.angles;
         assert_eq!(first.rows(), 128);
-        let within = tables.rows(&Positions::starting_at(&[127], 1)?)?;
+        let within = rotary.at(&Positions::starting_at(&[127], 1)?)?;
         assert!(Arc::ptr_eq(&first, &within.angles) && *within.index == [127]);
-        let next = tables.rows(&Positions::starting_at(&[128], 1)?)?.angles;
+        let next = rotary.at(&Positions::starting_at(&[128], 1)?)?.angles;
         assert_eq!((next.rows(), &next.cos[..128 * 4]), (256, first.cos.as_slice()));
         Ok(())
     }
 
     #[test]
     fn far_positions_alone_are_computed_alone_and_for_all_layers() -> Result<()> {
-        let tables = tables(RopeScaling::None);
+        let rotary = rotary(RopeScaling::None)?;
         let far = Positions::starting_at(&[100_000, 1 << 23], 1)?;
-        let rows = tables.rows(&far)?;
+        let rows = rotary.at(&far)?;
         assert_eq!((rows.angles.rows(), &*rows.index), (2, [0, 1].as_slice()));
-        assert!(Arc::ptr_eq(&rows.angles, &tables.rows(&far)?.angles));
+        assert!(Arc::ptr_eq(&rows.angles, &rotary.at(&far)?.angles));
         let long = Positions::starting_at(&[0], 100_001)?;
-        assert_eq!(cosines(&tables, &far)[..4], cosines(&tables, &long)[100_000 * 4..]);
+        assert_eq!(cosines(&rotary, &far)[..4], cosines(&rotary, &long)[100_000 * 4..]);
         Ok(())
     }
 
     #[test]
     fn frequencies_follow_the_length_of_the_call() -> Result<()> {
-        let dynamic = tables(RopeScaling::Dynamic { factor: 2.0, original_context: 8 });
+        let dynamic = rotary(RopeScaling::Dynamic { factor: 2.0, original_context: 8 })?;
         let long = RopeScaling::LongRope {
             short_factor: vec![1.0; 4],
             long_factor: vec![2.0; 4],
@@ -376,10 +336,10 @@ mod tests {
             factor: None,
             attention_factor: None,
         };
-        let (long, none) = (tables(long), tables(RopeScaling::None));
+        let (long, none) = (rotary(long)?, rotary(RopeScaling::None)?);
         let within = Positions::starting_at(&[0], 8)?;
-        for tables in [&dynamic, &long] {
-            assert_eq!(cosines(tables, &within), cosines(&none, &within));
+        for rotary in [&dynamic, &long] {
+            assert_eq!(cosines(rotary, &within), cosines(&none, &within));
         }
         let half = cosines(&none, &Positions::starting_at(&[2], 1)?);
         assert_eq!(cosines(&long, &Positions::starting_at(&[0], 9)?)[4 * 4..][..4], half);
@@ -394,17 +354,17 @@ mod tests {
 
     #[test]
     fn threads_share_one_table() -> Result<()> {
-        let tables = tables(RopeScaling::None);
+        let rotary = rotary(RopeScaling::None)?;
         let starting_at = |thread: usize, t: usize| Positions::starting_at(&[thread], t).expect("few positions");
         std::thread::scope(|scope| {
             let work = |thread| {
-                let tables = &tables;
-                scope.spawn(move || (1..300).map(|t| cosines(tables, &starting_at(thread, t))).next_back())
+                let rotary = &rotary;
+                scope.spawn(move || (1..300).map(|t| cosines(rotary, &starting_at(thread, t))).next_back())
             };
             let threads: Vec<_> = (0..4).map(work).collect();
             for (thread, found) in threads.into_iter().enumerate() {
                 let found = found.join().expect("no panic").expect("the last of many");
-                assert_eq!(found, cosines(&tables, &starting_at(thread, 299)));
+                assert_eq!(found, cosines(&rotary, &starting_at(thread, 299)));
             }
         });
         Ok(())

@@ -66,14 +66,11 @@ pub enum RopeScaling {
         #[serde(default = "beta_slow")]
         beta_slow: f64,
         /// The factor on cosines and sines; worked out from `factor` and the two below unless given.
-        #[serde(default)]
         attention_factor: Option<f64>,
         /// `0.1 · mscale · ln(factor) + 1` over the same of `mscale_all_dim` is the attention factor where both are
         /// given (DeepSeek); `0.1 · ln(factor) + 1` otherwise.
-        #[serde(default)]
         mscale: Option<f64>,
         /// See `mscale`.
-        #[serde(default)]
         mscale_all_dim: Option<f64>,
         /// Whether the boundaries between kinds of pairs are rounded to whole numbers.
         #[serde(default = "yes")]
@@ -90,10 +87,8 @@ pub enum RopeScaling {
         original_context: usize,
         /// How many times longer the context is than in training; the attention factor is
         /// `sqrt(1 + ln(factor) / ln(original_context))`, or 1 where this is not given or at most 1.
-        #[serde(default)]
         factor: Option<f64>,
         /// The factor on cosines and sines, in place of the one worked out.
-        #[serde(default)]
         attention_factor: Option<f64>,
     },
     /// Pairs of the whole head, of which only the first, fastest ones are rotated.
@@ -141,7 +136,6 @@ pub struct RopeConfig {
     style: RopeStyle,
     /// r, the number of entries at the beginning of each head that are rotated (Hugging Face's `partial_rotary_factor`
     /// times D); all D unless given.
-    #[serde(default)]
     #[methods(with)]
     rotary_dim: Option<usize>,
     /// How frequencies change for contexts longer than those of the training; [`RopeScaling::None`] unless given.
@@ -217,7 +211,7 @@ impl RopeConfig {
                     check_entries(OP, name, list.len(), r / 2, "pairs")?;
                     list.iter().try_for_each(|&value| above_zero(name, value))?;
                 }
-                factor.map_or(Ok(()), |factor| above_zero("factor", factor))?;
+                above_zero("factor", *factor)?;
             }
             RopeScaling::Proportional { factor, proportion } => {
                 above_zero("factor", *factor)?;
@@ -238,7 +232,7 @@ impl RopeConfig {
 }
 
 /// Frequencies are f32.
-fn above_zero(name: &str, value: f64) -> Result<()> {
+fn above_zero(name: &str, value: impl Into<Option<f64>>) -> Result<()> {
     let is_right = |value: f64| (value as f32).is_finite() && value as f32 > 0.0;
     number::expect(OP, name, value, is_right, "a finite number above zero in F32")
 }

@@ -14,7 +14,7 @@ use candle_core::{CpuStorage, CustomOp1, D, Layout, Result, Shape, Tensor, bail}
 use candle_nn::rotary_emb;
 
 use crate::position::{AxisPositions, Positions};
-use angles::{Angles, Rows, Tables};
+use angles::{Angles, Tables};
 use candle_attention_modules::base::rowwise::{Element, map_heads, to_vec, with_contiguous_rows};
 use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, check_memory};
 
@@ -39,6 +39,8 @@ use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, ch
 /// ```
 #[derive(Debug, Clone)]
 pub struct RotaryEmbedding {
+    config: RopeConfig,
+    head_dim: usize,
     tables: Arc<Tables>,
 }
 
@@ -49,7 +51,7 @@ impl RotaryEmbedding {
     /// As [`RopeConfig::validate`].
     pub fn new(config: &RopeConfig, head_dim: usize) -> Result<Self> {
         config.validate(head_dim)?;
-        Ok(Self { tables: Arc::new(Tables::new(config, head_dim)) })
+        Ok(Self { config: config.clone(), head_dim, tables: Arc::default() })
     }
 
     /// From given tables of cosines and sines, (P, r/2) each: row p is of position p, column i of the pair i of the r
@@ -91,18 +93,19 @@ impl RotaryEmbedding {
             }
             to_vec(table)
         };
-        let angles = Angles::given(entries("cos", cos)?, entries("sin", sin)?, half);
-        Ok(Self { tables: Arc::new(Tables::given(config, head_dim, angles)) })
+        let given = Some(Arc::new(Angles::given(entries("cos", cos)?, entries("sin", sin)?, half)));
+        let tables = Arc::new(Tables { given, ..Tables::default() });
+        Ok(Self { config: config.clone(), head_dim, tables })
     }
 
     /// What the tables were made for.
     pub fn config(&self) -> &RopeConfig {
-        &self.tables.config
+        &self.config
     }
 
     /// D, the width of a head.
     pub fn head_dim(&self) -> usize {
-        self.tables.head_dim
+        self.head_dim
     }
 
     /// An error of `op` unless the tables were made for this config and heads of this width.
@@ -155,23 +158,6 @@ impl RotaryEmbedding {
         self.at(positions)?.apply(&xs.transpose(1, 2)?)?.transpose(1, 2)
     }
 
-    /// The rotation of one call, whose tensors have their sequences before their heads.
-    ///
-    /// # Errors
-    /// For a position past the end of given tables.
-    pub(crate) fn at(&self, positions: &Positions) -> Result<Rotation> {
-        Ok(self.rotation(self.tables.rows(positions)?, positions.t))
-    }
-
-    /// The same at positions on several axes.
-    pub(crate) fn on_axes(&self, positions: &AxisPositions) -> Result<Rotation> {
-        Ok(self.rotation(self.tables.rows_on_axes(positions)?, positions.t))
-    }
-
-    fn rotation(&self, rows: Rows, t: usize) -> Rotation {
-        Rotation { rows, t, style: self.config().style(), inverse: false }
-    }
-
     /// B and T.
     fn check(&self, xs: &Tensor) -> Result<(usize, usize)> {
         let shape = [Dim::Any("B"), Dim::Any("H"), Dim::Any("T"), Dim::Named("D", self.head_dim())];
@@ -186,9 +172,9 @@ impl RotaryEmbedding {
 /// Which angles each token of a call is rotated by.
 #[derive(Debug, Clone)]
 pub(crate) struct Rotation {
-    rows: Rows,
-    /// T.
-    t: usize,
+    angles: Arc<Angles>,
+    /// The row of each position of the call, T for all sequences or B · T.
+    index: Arc<[u32]>,
     style: RopeStyle,
     /// By the opposite angles: the backward pass.
     inverse: bool,
@@ -206,12 +192,12 @@ impl Rotation {
 
     fn run<E: Element<Wide: Number>>(&self, xs: &[E], layout: &Layout) -> Result<Vec<E>> {
         let (b, t, ..) = layout.shape().dims4()?;
-        let Rows { angles, index } = &self.rows;
-        if layout.shape().elem_count() > 0 && (t != self.t || ![t, b * t].contains(&index.len())) {
+        let index = &self.index;
+        if layout.shape().elem_count() > 0 && ![t, b * t].contains(&index.len()) {
             bail!("[rope] there are {} positions, expected {t}, or {b} times {t}", index.len())
         }
         map_heads(xs, layout, |token| {
-            let angles = angles.row(index[token % index.len()] as usize);
+            let angles = self.angles.row(index[token % index.len()] as usize);
             move |_, head: &[E::Wide], rotated: &mut [E::Wide]| {
                 rotated.copy_from_slice(head);
                 self.rotate_pairs(rotated, angles);
@@ -293,8 +279,8 @@ impl Rotation {
 
     /// Cosines and sines for `xs`, (T, r/2) or (B, T, r/2), in the dtype of the computation.
     fn tensors(&self, xs: &Tensor) -> Result<(Tensor, Tensor)> {
-        let (index, device) = (&self.rows.index, xs.device());
-        let copy = self.rows.angles.on(device)?;
+        let (index, device, t) = (&self.index, xs.device(), xs.dim(1)?);
+        let [cos, sin] = self.angles.on(device)?;
         let in_a_row = index.windows(2).all(|pair| pair[1] == pair[0] + 1);
         let chosen = |table: &Tensor| {
             let rows = match index.first() {
@@ -302,33 +288,26 @@ impl Rotation {
                 _ => table.index_select(&Tensor::from_slice(index, index.len(), device)?, 0)?,
             };
             let rows = rows.to_dtype(accumulation_dtype(xs.dtype()))?;
-            let sequences = index.len() / self.t;
-            if sequences == 1 { Ok(rows) } else { rows.reshape((sequences, self.t, ())) }
+            if index.len() == t { Ok(rows) } else { rows.reshape((index.len() / t, t, ())) }
         };
-        let (cos, sin) = (chosen(&copy.cos)?, chosen(&copy.sin)?);
+        let (cos, sin) = (chosen(&cos)?, chosen(&sin)?);
         Ok((cos, if self.inverse { sin.neg()? } else { sin }))
     }
 
     /// (B, H, T, r), in differentiable operations.
     fn composed(&self, xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
         let (b, h, t, r) = xs.dims4()?;
-        let heads = cos.rank() - 2;
-        let (cos, sin) = (cos.unsqueeze(heads)?, sin.unsqueeze(heads)?);
-        let rotated = |x: &Tensor, y: &Tensor| -> Result<[Tensor; 2]> {
-            let first = (x.broadcast_mul(&cos)? - y.broadcast_mul(&sin)?)?;
-            Ok([first, (y.broadcast_mul(&cos)? + x.broadcast_mul(&sin)?)?])
+        let (of_pair, shape) = match self.style {
+            RopeStyle::Halves => (3, [b, h, t, 2, r / 2]),
+            RopeStyle::Interleaved => (4, [b, h, t, r / 2, 2]),
         };
-        match self.style {
-            RopeStyle::Halves => {
-                let half = r / 2;
-                Tensor::cat(&rotated(&xs.narrow(3, 0, half)?, &xs.narrow(3, half, half)?)?, 3)
-            }
-            RopeStyle::Interleaved => {
-                let pairs = xs.reshape((b, h, t, r / 2, 2))?;
-                let of = |which| pairs.narrow(4, which, 1)?.squeeze(4);
-                Tensor::stack(&rotated(&of(0)?, &of(1)?)?, 4)?.reshape((b, h, t, r))
-            }
-        }
+        let pairs = xs.reshape(&shape)?;
+        let [x, y] = [0, 1].map(|which| pairs.narrow(of_pair, which, 1)?.squeeze(of_pair));
+        let (x, y, heads) = (x?, y?, cos.rank() - 2);
+        let (cos, sin) = (cos.unsqueeze(heads)?, sin.unsqueeze(heads)?);
+        let first = (x.broadcast_mul(&cos)? - y.broadcast_mul(&sin)?)?;
+        let second = (y.broadcast_mul(&cos)? + x.broadcast_mul(&sin)?)?;
+        Tensor::stack(&[first, second], of_pair)?.reshape((b, h, t, r))
     }
 }
 
