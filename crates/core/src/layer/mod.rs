@@ -25,7 +25,7 @@ use crate::mask::AttentionMask;
 use crate::params::{WeightLayout, load_projections, projection_shapes, state_dict};
 use crate::position::{ContentPositions, RelativeBias, RelativeEmbeddings, RotaryEmbedding, ScoreTerm, Term, alibi};
 use crate::sdpa::Attended;
-use candle_attention_modules::base::{Expect, HeadShard, Heads, ParameterList, Source, save};
+use candle_attention_modules::base::{Dim, Expect, HeadShard, Heads, ParameterList, Source, save};
 use candle_attention_modules::linear::{ProjectionModule, ProjectionModules, ProjectionPlace, Projections};
 use candle_attention_modules::norm::{Norm, QkNorms, Span};
 use checks::Expected;
@@ -269,9 +269,10 @@ impl MultiHeadAttention {
     pub fn with_relative_embeddings(mut self, embeddings: RelativeEmbeddings) -> Result<Self> {
         let weight = Expect::many(OP, "the relative embeddings", embeddings.weight());
         weight.dtype(self.projections.dtype(), "the weights'")?.beside("the weights", self.projections.device())?;
-        if !matches!(self.config.content_positions(), Some(ContentPositions::Disentangled(_))) {
+        let Some(ContentPositions::Disentangled(config)) = self.config.content_positions() else {
             bail!("[{OP}] relative embeddings are given, but the config has no disentangled positions")
-        }
+        };
+        weight.shape(&[Dim::Named("2 · span", 2 * config.span()), Dim::Named("E", self.config.embed_dim())])?;
         self.relative_embeddings = Some(embeddings);
         let parameters = self.parameters.clone();
         self.with_parameters(parameters)

@@ -7,7 +7,7 @@ use candle_nn::Init;
 use super::{MultiHeadAttention, OP};
 use crate::config::{KvSource, MultiHeadAttentionConfig};
 use crate::position::{AlibiConfig, content, content_specs};
-use candle_attention_modules::base::{HeadShard, Heads, ParameterList, Source, Spec};
+use candle_attention_modules::base::{HeadShard, Heads, ParameterList, Source, Spec, Stored};
 use candle_attention_modules::norm::{NormPlace, QkNorm, QkNormKind, QkNormScope, QkNorms, Span, refuse_norms};
 
 impl MultiHeadAttentionConfig {
@@ -82,6 +82,7 @@ fn context_norm(cfg: &MultiHeadAttentionConfig) -> Option<NormPlace> {
 /// If the file has what the config does not mention.
 pub(super) fn specs(cfg: &MultiHeadAttentionConfig, source: &Source) -> Result<Vec<Spec>> {
     refuse_norms(cfg.qk_norm(), cfg.context_norm(), source)?;
+    let content = content_specs(cfg.content_positions(), &cfg.content_layer(), source)?;
     let (q, k) = qk_norms(cfg).unzip();
     let mut specs = Vec::new();
     for norm in [q, k.flatten(), context_norm(cfg)].into_iter().flatten() {
@@ -95,8 +96,9 @@ pub(super) fn specs(cfg: &MultiHeadAttentionConfig, source: &Source) -> Result<V
             specs.push(Spec::new(name, [1, 1, width], init).by_head(Heads::Key, 2));
         }
     } else {
-        let positions = cfg.content_positions();
-        let is_other = |name: &&str| positions.is_some_and(|positions| positions.has_parameter(name, source));
+        // NeMo's Transformer-XL has one of these names for another parameter.
+        let is_other =
+            |name: &str| content.iter().any(|spec| matches!(&spec.stored, Stored::Whole(own) if own == name));
         let mut names = ["bias_k", "bias_v"].into_iter().filter(|name| !is_other(name));
         names.try_for_each(|name| source.refuse(name, "the config says there is no bias_kv"))?;
     }
@@ -105,7 +107,7 @@ pub(super) fn specs(cfg: &MultiHeadAttentionConfig, source: &Source) -> Result<V
     } else {
         source.refuse("sinks", "the config says there are no sinks")?;
     }
-    specs.extend(content_specs(cfg.content_positions(), &cfg.content_layer(), source)?);
+    specs.extend(content);
     Ok(specs)
 }
 
@@ -122,8 +124,8 @@ impl MultiHeadAttention {
         self.context_norm = context_norm(&self.config).map(norm).transpose()?;
         self.bias_kv = parameters.tensor("bias_k")?.zip(parameters.tensor("bias_v")?);
         self.sinks = parameters.tensor("sinks")?;
-        let (layer, embeddings) = (self.config.content_layer(), self.relative_embeddings.as_ref());
-        let of = |positions| content(positions, &layer, &parameters, embeddings);
+        let (d, embeddings) = (self.config.head_dim(), self.relative_embeddings.as_ref());
+        let of = |positions| content(positions, d, &parameters, embeddings);
         self.content = self.config.content_positions().map(of).transpose()?;
         Ok(Self { parameters, ..self })
     }

@@ -196,24 +196,6 @@ pub(crate) struct Scores {
     pub by_heads: Option<content::DistanceTerms>,
 }
 
-impl Scores {
-    /// What products of queries and keys are multiplied by.
-    fn scale(&self) -> f64 {
-        self.options.scale.unwrap_or(1.0)
-    }
-
-    /// The keys of a call whose tokens attend to each other.
-    fn own_keys(&self, call: &TermCall) -> Result<Tensor> {
-        match (&self.k, call.others) {
-            (Some(k), None) => Ok(k.clone()),
-            (_, others) => bail!(
-                "[multi_head_attention] {} were given, but relative positions by content are between the tokens of a call",
-                others.unwrap_or("keys of others")
-            ),
-        }
-    }
-}
-
 /// A call, as far as terms depend on it.
 pub(crate) struct TermCall<'a> {
     /// Of the queries, and of all keys that they may see; for a layer with a term that takes positions.

@@ -5,11 +5,11 @@ use candle_nn::{Init, VarBuilder};
 use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
-use super::OP;
 use super::distances::{DistanceRows, descending, rows_of};
+use super::{OP, spec};
 use candle_attention_modules::base::{
-    Dim, Expect, Heads, LINEAR_WEIGHT, Options, ParameterList, Source, Spec, Stored, accumulation_dtype, frozen,
-    linear_bias, number, options,
+    Heads, LINEAR_WEIGHT, Options, ParameterList, Source, Spec, accumulation_dtype, frozen, linear_bias, number,
+    options,
 };
 use candle_attention_modules::linear::Projections;
 use candle_attention_modules::norm::Norm;
@@ -36,7 +36,7 @@ pub struct DisentangledConfig {
     position_to_content: bool,
     /// Whether the layer's projections of queries and keys are those of distances too (`share_att_key`).
     #[methods(with)]
-    shared_projections: bool,
+    pub(super) shared_projections: bool,
     /// The vectors are normalised before they are projected (`norm_rel_ebd`); this is the epsilon.
     #[check(number::epsilon)]
     #[methods(with)]
@@ -128,21 +128,12 @@ impl RelativeEmbeddings {
 
     /// (2 · span, E), normalised.
     fn forward(&self) -> Result<Tensor> {
-        let Some(norm) = &self.norm else { return Ok(self.weight.clone()) };
-        // As the rows of one head.
-        norm.forward(&self.weight.unsqueeze(0)?.unsqueeze(2)?)?.squeeze(2)?.squeeze(0)
+        self.norm.as_ref().map_or_else(|| Ok(self.weight.clone()), |norm| norm.forward(&self.weight))
     }
 
     pub(crate) fn freeze(&self) -> Result<Self> {
         Ok(Self { weight: frozen(&self.weight)?, norm: self.norm.as_ref().map(Norm::freeze).transpose()? })
     }
-}
-
-/// The vectors of one layer.
-#[derive(Debug, Clone)]
-pub(super) struct Disentangled {
-    config: DisentangledConfig,
-    embeddings: Option<RelativeEmbeddings>,
 }
 
 const NAMES: [&str; 2] = ["pos_key_proj", "pos_query_proj"];
@@ -151,77 +142,56 @@ const NAMES: [&str; 2] = ["pos_key_proj", "pos_query_proj"];
 pub(super) fn specs(config: &DisentangledConfig, [outputs, inputs]: [usize; 2], source: &Source) -> Vec<Spec> {
     let wanted = [config.content_to_position, config.position_to_content];
     let wanted = NAMES.into_iter().zip(wanted).filter(|&(_, wanted)| wanted && !config.shared_projections);
+    let of_heads = |name: String, shape: &[usize], init| spec(&name, shape, init, source).by_head(Heads::Query, 0);
     let of = |(name, _): (&str, bool)| {
-        let prefix = if source.pp("self").pp(name).has("weight") { "self." } else { "" };
-        let spec = |part: &str, shape: &[usize], init| {
-            let name = format!("{name}.{part}");
-            let stored = Stored::Whole(format!("{prefix}{name}"));
-            Spec::new(name, shape, init).stored(stored).by_head(Heads::Query, 0)
-        };
-        [spec("weight", &[outputs, inputs], LINEAR_WEIGHT), spec("bias", &[outputs], linear_bias(inputs))]
+        let weight = of_heads(format!("{name}.weight"), &[outputs, inputs], LINEAR_WEIGHT);
+        [weight, of_heads(format!("{name}.bias"), &[outputs], linear_bias(inputs))]
     };
     wanted.flat_map(of).collect()
 }
 
-impl Disentangled {
-    /// # Errors
-    /// For embeddings of another shape.
-    pub fn new(config: &DisentangledConfig, embed_dim: usize, embeddings: Option<&RelativeEmbeddings>) -> Result<Self> {
-        if let Some(embeddings) = embeddings {
-            let shape = [Dim::Named("2 · span", 2 * config.span()), Dim::Named("E", embed_dim)];
-            Expect::many("multi_head_attention", "the relative embeddings", embeddings.weight()).shape(&shape)?;
+/// For T tokens and heads of width D.
+pub(super) fn rows(
+    config: &DisentangledConfig,
+    [t, d]: [usize; 2],
+    embeddings: Option<&RelativeEmbeddings>,
+    parameters: &ParameterList,
+    projections: &Projections,
+) -> Result<DistanceRows> {
+    let Some(embeddings) = embeddings else {
+        bail!(
+            "[multi_head_attention] the config has disentangled positions, expected the stack's embeddings in \
+             `with_relative_embeddings`"
+        )
+    };
+    let embeddings = embeddings.forward()?;
+    let [keys, queries] = match config.shared_projections {
+        true => {
+            let xs = embeddings.unsqueeze(0)?;
+            let (own, keys) = projections.query_key_value(&xs, &xs, &xs)?;
+            let keys = keys.map(|[keys, _]| keys.squeeze(0)).transpose()?;
+            [keys, Some(own.q.squeeze(0)?)]
         }
-        Ok(Self { config: config.clone(), embeddings: embeddings.cloned() })
-    }
-
-    /// Whether [`rows`](Self::rows) depends on tensors alone, and not on modules, which may differ in a clone of the
-    /// layer and may change.
-    pub fn are_fixed(&self, projections: &Projections) -> bool {
-        !(self.config.shared_projections && projections.has_modules())
-    }
-
-    /// For T tokens and heads of width D.
-    pub fn rows(
-        &self,
-        [t, d]: [usize; 2],
-        parameters: &ParameterList,
-        projections: &Projections,
-    ) -> Result<DistanceRows> {
-        let Some(embeddings) = &self.embeddings else {
-            bail!(
-                "[multi_head_attention] the config has disentangled positions, expected the stack's embeddings in \
-                 `with_relative_embeddings`"
-            )
-        };
-        let embeddings = embeddings.forward()?;
-        let [keys, queries] = match self.config.shared_projections {
-            true => {
-                let xs = embeddings.unsqueeze(0)?;
-                let (own, keys) = projections.query_key_value(&xs, &xs, &xs)?;
-                let keys = keys.map(|[keys, _]| keys.squeeze(0)).transpose()?;
-                [keys, Some(own.q.squeeze(0)?)]
-            }
-            false => {
-                let project = |name: &str| -> Result<Option<Tensor>> {
-                    let Some(weight) = parameters.tensor(&format!("{name}.weight"))? else { return Ok(None) };
-                    let bias = parameters.expect(&format!("{name}.bias"))?;
-                    Ok(Some(embeddings.matmul(&weight.t()?)?.broadcast_add(&bias)?))
-                };
-                [project(NAMES[0])?, project(NAMES[1])?]
-            }
-        };
-        let (config, dtype) = (&self.config, accumulation_dtype(embeddings.dtype()));
-        // (2 · span, H·D) to (H, 2T, D).
-        let by_heads = |wanted: bool, table: Option<Tensor>, distances: &mut dyn Iterator<Item = i64>| {
-            let Some(table) = table.filter(|_| wanted) else { return Ok(None) };
-            let rows = rows_of(&table.to_dtype(dtype)?, distances.map(|distance| config.row(distance)))?;
-            rows.reshape((2 * t, (), d))?.transpose(0, 1)?.contiguous().map(Some)
-        };
-        Ok(DistanceRows {
-            queries: by_heads(config.content_to_position, keys, &mut descending(t))?,
-            keys: by_heads(config.position_to_content, queries, &mut descending(t).map(|distance| -distance))?,
-        })
-    }
+        false => {
+            let project = |name: &str| -> Result<Option<Tensor>> {
+                let Some(weight) = parameters.tensor(&format!("{name}.weight"))? else { return Ok(None) };
+                let bias = parameters.expect(&format!("{name}.bias"))?;
+                Ok(Some(embeddings.matmul(&weight.t()?)?.broadcast_add(&bias)?))
+            };
+            [project(NAMES[0])?, project(NAMES[1])?]
+        }
+    };
+    let dtype = accumulation_dtype(embeddings.dtype());
+    // (2 · span, H·D) to (H, 2T, D).
+    let by_heads = |table: Option<Tensor>, sign: i64| {
+        let Some(table) = table else { return Ok(None) };
+        let rows = rows_of(&table.to_dtype(dtype)?, descending(t).map(|distance| config.row(sign * distance)))?;
+        rows.reshape((2 * t, (), d))?.transpose(0, 1)?.contiguous().map(Some)
+    };
+    Ok(DistanceRows {
+        queries: by_heads(keys.filter(|_| config.content_to_position), 1)?,
+        keys: by_heads(queries.filter(|_| config.position_to_content), -1)?,
+    })
 }
 
 #[cfg(test)]

@@ -2,45 +2,21 @@
 //! multiplied with; and attention for some heads at a time, so that there is a bias for these alone.
 
 use std::ops::Range;
-use std::sync::Arc;
 
 use candle_core::{D, Device, Result, Tensor};
 use candle_nn::Init;
 
-use super::disentangled::Disentangled;
-use super::{ContentLayer, OP, ScoreTerm, Scores, TermCall};
+use super::{ContentLayer, OP};
 use crate::mask::AttentionMask;
-use crate::position::{Latest, latest};
 use crate::sdpa::{Attended, Keys, Outputs, OwnKeys, Plan, SdpaOptions};
 use candle_attention_modules::base::{
     Heads, LINEAR_WEIGHT, ParameterList, Source, Spec, Stored, accumulation_dtype, check_memory,
 };
-use candle_attention_modules::linear::Projections;
 
-/// The parameters of a layer's [`ContentPositions`] that go by the distance of query and key.
-#[derive(Debug, Clone)]
-pub(super) struct DistanceTables {
-    kind: Kind,
-    parameters: ParameterList,
-    /// For the latest length, where they depend on plain tensors alone. Clones of a layer share it.
-    latest: Arc<Latest<usize, DistanceRows>>,
-}
-
-#[derive(Debug, Clone)]
-pub(super) enum Kind {
-    TransformerXl,
-    /// Keys from `left` before their query to `right` after it have vectors of their own.
-    Clipped {
-        left: usize,
-        right: usize,
-    },
-    Disentangled(Disentangled),
-}
-
-/// Names of these parameters: ESPnet's and NeMo's, which transformers has of Parakeet.
+/// Names of its parameters: ESPnet's and NeMo's, which transformers has of Parakeet.
 pub(super) const TRANSFORMER_XL: [[&str; 3]; 2] =
-    [["linear_pos", "pos_bias_u", "pos_bias_v"], ["relative_k_proj", "bias_u", "bias_v"]];
-const CLIPPED: &str = "distance_embedding.weight";
+    [["linear_pos.weight", "pos_bias_u", "pos_bias_v"], ["relative_k_proj.weight", "bias_u", "bias_v"]];
+pub(super) const CLIPPED: &str = "distance_embedding.weight";
 /// One of each kind.
 pub(super) const PARAMETERS: [&str; 5] =
     ["pos_bias_u", "bias_u", "distance_embedding.weight", "pos_key_proj.weight", "pos_query_proj.weight"];
@@ -52,12 +28,6 @@ pub(super) struct DistanceRows {
     pub queries: Option<Tensor>,
     /// To be multiplied with keys: of the distances 1 - T up to T.
     pub keys: Option<Tensor>,
-}
-
-impl DistanceRows {
-    fn is_tracked(&self) -> bool {
-        [&self.queries, &self.keys].into_iter().flatten().any(Tensor::track_op)
-    }
 }
 
 /// Distances from T - 1 down to -T.
@@ -72,85 +42,31 @@ pub(super) fn rows_of(table: &Tensor, indices: impl Iterator<Item = usize>) -> R
     table.contiguous()?.index_select(&indices, 0)
 }
 
-impl ScoreTerm for DistanceTables {
-    fn add(&self, scores: &mut Scores, call: &TermCall) -> Result<()> {
-        let k = scores.own_keys(call)?;
-        let (q, terms) = self.terms(&scores.q, &k, scores.scale(), call.projections)?;
-        (scores.q, scores.by_heads) = (q, Some(terms));
-        Ok(())
-    }
-}
-
 pub(super) fn transformer_xl(layer: &ContentLayer, source: &Source) -> Vec<Spec> {
-    let (h, d) = (layer.num_heads, layer.head_dim);
-    let has = |names: &&[&str; 3]| source.has(names[1]);
-    let [projection, u, v] = *TRANSFORMER_XL.iter().find(has).unwrap_or(&TRANSFORMER_XL[0]);
-    let [own_projection, own_u, own_v] = TRANSFORMER_XL[0];
-    let spec = |name: String, stored: String, shape: [usize; 2], init| {
-        Spec::new(name, shape, init).stored(Stored::Whole(stored)).by_head(Heads::Query, 0)
+    let (h, d, own) = (layer.num_heads, layer.head_dim, TRANSFORMER_XL[0]);
+    let stored = TRANSFORMER_XL.into_iter().find(|names| source.has(names[1])).unwrap_or(own);
+    let spec = |n: usize, shape: [usize; 2], init| {
+        Spec::new(own[n], shape, init).stored(Stored::Whole(stored[n].into())).by_head(Heads::Query, 0)
     };
-    let weight = |name: &str| format!("{name}.weight");
-    vec![
-        spec(weight(own_projection), weight(projection), [h * d, layer.embed_dim], LINEAR_WEIGHT),
-        spec(own_u.into(), u.into(), [h, d], Init::Const(0.0)),
-        spec(own_v.into(), v.into(), [h, d], Init::Const(0.0)),
-    ]
+    let bias = |n| spec(n, [h, d], Init::Const(0.0));
+    vec![spec(0, [h * d, layer.embed_dim], LINEAR_WEIGHT), bias(1), bias(2)]
 }
 
-pub(super) fn clipped(distances: usize, d: usize) -> Vec<Spec> {
-    vec![Spec::new(CLIPPED, [distances, d], Init::Randn { mean: 0.0, stdev: 1.0 })]
+/// Transformer-XL's, for T tokens and heads of width D.
+pub(super) fn wave_rows([t, d]: [usize; 2], parameters: &ParameterList) -> Result<DistanceRows> {
+    let projection = parameters.expect(TRANSFORMER_XL[0][0])?;
+    let (h, dtype) = (projection.dim(0)? / d, accumulation_dtype(projection.dtype()));
+    let waves = sinusoids(t, projection.dim(1)?, projection.device())?.to_dtype(dtype)?;
+    let rows = waves.matmul(&projection.to_dtype(dtype)?.t()?)?.reshape((2 * t, h, d))?;
+    Ok(DistanceRows { queries: Some(rows.transpose(0, 1)?.contiguous()?), keys: None })
 }
 
-impl DistanceTables {
-    pub(super) fn new(kind: Kind, parameters: ParameterList) -> Self {
-        Self { kind, parameters, latest: Arc::default() }
-    }
-
-    /// The queries (B, H, T, D) that meet keys (B, H_kv, T, D), and the terms of the scores beside.
-    fn terms(&self, q: &Tensor, k: &Tensor, scale: f64, projections: &Projections) -> Result<(Tensor, DistanceTerms)> {
-        let (dtype, dims) = (accumulation_dtype(q.dtype()), [q.dim(2)?, q.dim(3)?]);
-        let rows = self.rows(dims, projections)?;
-        let wide = q.to_dtype(dtype)?;
-        let with = |bias: &str| wide.broadcast_add(&self.parameters.expect(bias)?.to_dtype(dtype)?.unsqueeze(1)?);
-        let (of_keys, of_distances) = match &self.kind {
-            Kind::TransformerXl => {
-                let [_, u, v] = TRANSFORMER_XL[0];
-                (with(u)?.to_dtype(q.dtype())?, with(v)?)
-            }
-            Kind::Clipped { .. } | Kind::Disentangled(_) => (q.clone(), wide.clone()),
-        };
-        let terms = DistanceTerms { rows, queries: (of_distances * scale)?, keys: (k.to_dtype(dtype)? * scale)? };
-        Ok((of_keys, terms))
-    }
-
-    /// For T tokens and heads of width D.
-    fn rows(&self, [t, d]: [usize; 2], projections: &Projections) -> Result<DistanceRows> {
-        let compute = || self.computed([t, d], projections);
-        if matches!(&self.kind, Kind::Disentangled(vectors) if !vectors.are_fixed(projections)) {
-            return compute();
-        }
-        latest(&self.latest, |length| *length == t, compute, |rows| (!rows.is_tracked()).then_some(t))
-    }
-
-    fn computed(&self, [t, d]: [usize; 2], projections: &Projections) -> Result<DistanceRows> {
-        let dtype = accumulation_dtype(projections.dtype());
-        match &self.kind {
-            Kind::TransformerXl => {
-                let projection = self.parameters.expect(&format!("{}.weight", TRANSFORMER_XL[0][0]))?;
-                let h = projection.dim(0)? / d;
-                let waves = sinusoids(t, projection.dim(1)?, projection.device())?.to_dtype(dtype)?;
-                let rows = waves.matmul(&projection.to_dtype(dtype)?.t()?)?.reshape((2 * t, h, d))?;
-                Ok(DistanceRows { queries: Some(rows.transpose(0, 1)?.contiguous()?), keys: None })
-            }
-            &Kind::Clipped { left, right } => {
-                let table = self.parameters.expect(CLIPPED)?;
-                let behind = |distance: i64| (left as i64 - distance.clamp(-(right as i64), left as i64)) as usize;
-                let rows = rows_of(&table.to_dtype(dtype)?, descending(t).map(behind))?;
-                Ok(DistanceRows { queries: Some(rows.unsqueeze(0)?), keys: None })
-            }
-            Kind::Disentangled(vectors) => vectors.rows([t, d], &self.parameters, projections),
-        }
-    }
+/// Those of a table in which keys from `left` before their query to `right` after it have vectors of their own.
+pub(super) fn clipped_rows(t: usize, [left, right]: [usize; 2], parameters: &ParameterList) -> Result<DistanceRows> {
+    let table = parameters.expect(CLIPPED)?;
+    let behind = |distance: i64| (left as i64 - distance.clamp(-(right as i64), left as i64)) as usize;
+    let rows = rows_of(&table.to_dtype(accumulation_dtype(table.dtype()))?, descending(t).map(behind))?;
+    Ok(DistanceRows { queries: Some(rows.unsqueeze(0)?), keys: None })
 }
 
 /// Sine and cosine in turns of the distances T - 1 down to -T, (2T, E), as in a table of absolute positions (Vaswani et
@@ -178,6 +94,12 @@ pub(crate) struct DistanceTerms {
 }
 
 impl DistanceTerms {
+    /// Of queries (B, H, T, D) and keys (B, H_kv, T, D).
+    pub(super) fn new(rows: DistanceRows, q: &Tensor, k: &Tensor, scale: f64) -> Result<Self> {
+        let scaled = |tensor: &Tensor| tensor.to_dtype(accumulation_dtype(tensor.dtype()))? * scale;
+        Ok(Self { rows, queries: scaled(q)?, keys: scaled(k)? })
+    }
+
     /// The terms of some query heads, (B, heads, T, T).
     pub(crate) fn bias(&self, heads: Range<usize>) -> Result<Tensor> {
         let of = |tensor: &Tensor, rows: &Tensor| -> Result<Tensor> {
@@ -226,25 +148,16 @@ pub(crate) struct KeysByHeads {
     pub terms: DistanceTerms,
 }
 
-/// The arguments of attention for some heads.
-struct Part {
-    q: Tensor,
-    keys: OwnKeys<'static>,
-    mask: AttentionMask,
-    options: SdpaOptions,
-}
-
 impl Keys for KeysByHeads {
     /// Weights and statistics are of all heads at once.
     fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, outputs: Outputs) -> Result<Attended> {
+        let attend = |heads| {
+            self.with_part(heads, q, mask, options, |keys, q, mask, options| keys.attend(q, mask, options, outputs))
+        };
         if outputs != Outputs::Context {
-            let Part { q, keys, mask, options } = self.part(q, mask, options, 0..self.k.dim(1)?)?;
-            return keys.attend(&q, &mask, &options, outputs);
+            return attend(0..self.k.dim(1)?);
         }
-        let contexts = self.blocks(q, options)?.into_iter().map(|heads| {
-            let Part { q, keys, mask, options } = self.part(q, mask, options, heads)?;
-            keys.attend(&q, &mask, &options, outputs)?.context.transpose(1, 2)
-        });
+        let contexts = self.blocks(q, options)?.into_iter().map(|heads| attend(heads)?.context.transpose(1, 2));
         let context = Tensor::cat(&contexts.collect::<Result<Vec<_>>>()?, 2)?.contiguous()?.transpose(1, 2)?;
         Ok(Attended::context(context))
     }
@@ -252,8 +165,7 @@ impl Keys for KeysByHeads {
     /// The path of the first heads, which is that of all.
     fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
         let first = self.blocks(q, options)?.into_iter().next().unwrap_or(0..0);
-        let Part { q, keys, mask, options } = self.part(q, mask, options, first)?;
-        keys.plan(&q, &mask, &options)
+        self.with_part(first, q, mask, options, |keys, q, mask, options| keys.plan(q, mask, options))
     }
 }
 
@@ -267,14 +179,22 @@ impl KeysByHeads {
         Ok((0..h_kv).step_by(size).map(|start| start..h_kv.min(start + size)).collect())
     }
 
-    fn part(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, keys: Range<usize>) -> Result<Part> {
+    /// Gives what attention to some key heads takes to a function.
+    fn with_part<R>(
+        &self,
+        keys: Range<usize>,
+        q: &Tensor,
+        mask: &AttentionMask,
+        options: &SdpaOptions,
+        run: impl FnOnce(OwnKeys, &Tensor, &AttentionMask, &SdpaOptions) -> Result<R>,
+    ) -> Result<R> {
         let (h, h_kv) = (q.dim(1)?, self.k.dim(1)?);
         let heads = keys.start * (h / h_kv)..keys.end * (h / h_kv);
         let of_keys = |tensor: &Tensor| tensor.narrow(1, keys.start, keys.len());
         let (q, options) = (q.narrow(1, heads.start, heads.len())?, options.of_heads(&heads)?);
         let keys = OwnKeys { k: of_keys(&self.k)?, v: of_keys(&self.v)?, sequences: None, function: None };
         let mask = mask.of_heads(heads.clone(), h)?.with_bias(&self.terms.bias(heads)?);
-        Ok(Part { q, keys, mask, options })
+        run(keys, &q, &mask, &options)
     }
 }
 

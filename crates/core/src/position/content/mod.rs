@@ -12,14 +12,14 @@ pub(crate) use distances::KeysByHeads;
 
 use std::sync::Arc;
 
-use candle_core::{Result, bail};
+use candle_core::{Result, Tensor, bail};
+use candle_nn::Init;
 use serde::{Deserialize, Serialize};
 
-use super::{ScoreTerm, Scores, Term, TermCall};
-use candle_attention_modules::base::{ParameterList, Source, Spec, number};
-use disentangled::Disentangled;
-use distances::{DistanceTables, Kind};
-use images::{GridTables, WindowTables};
+use super::{Latest, ScoreTerm, Scores, Term, TermCall, latest};
+use candle_attention_modules::base::{ParameterList, Source, Spec, Stored, accumulation_dtype, number};
+use candle_attention_modules::norm::Norm;
+use distances::{DistanceRows, TRANSFORMER_XL};
 
 const OP: &str = "content_positions";
 
@@ -122,10 +122,15 @@ pub(crate) struct ContentLayer {
 const MAX_SIZE: usize = 1 << 16;
 
 impl ContentPositions {
-    /// Whether a parameter of a checkpoint, whose name is elsewhere another one's, belongs to these positions.
-    pub(crate) fn has_parameter(&self, name: &str, source: &Source) -> bool {
-        let mut names = distances::TRANSFORMER_XL.iter();
-        *self == Self::TransformerXl && names.any(|names| source.has(names[1]) && names.contains(&name))
+    /// What it is of, and its rows and columns.
+    fn image(&self) -> Option<(&'static str, [usize; 2])> {
+        match *self {
+            Self::Grid { height, width } => Some(("grid", [height, width])),
+            Self::Window { height, width } | Self::CosineWindow { height, width, .. } => {
+                Some(("window", [height, width]))
+            }
+            Self::TransformerXl | Self::Clipped { .. } | Self::Disentangled(_) => None,
+        }
     }
 
     /// Checks that the numbers fit together and the layer.
@@ -133,12 +138,9 @@ impl ContentPositions {
     /// # Errors
     /// Names the option, what was expected and what was found.
     pub(crate) fn validate(&self, layer: &ContentLayer) -> Result<()> {
-        if let Self::Grid { height, width }
-        | Self::Window { height, width }
-        | Self::CosineWindow { height, width, .. } = self
-        {
-            number::within(OP, "height", *height, 1..=MAX_SIZE)?;
-            number::within(OP, "width", *width, 1..=MAX_SIZE)?;
+        if let Some((_, [height, width])) = self.image() {
+            number::within(OP, "height", height, 1..=MAX_SIZE)?;
+            number::within(OP, "width", width, 1..=MAX_SIZE)?;
         }
         match self {
             Self::Window { .. } => {}
@@ -188,46 +190,129 @@ pub(crate) fn content_specs(
 ) -> Result<Vec<Spec>> {
     let &ContentLayer { num_heads, head_dim, embed_dim, .. } = layer;
     let Some(positions) = positions else {
-        let mut names = images::GRID.iter().chain(&distances::PARAMETERS);
-        names.try_for_each(|name| source.refuse(name, "the config has no content_positions"))?;
-        WindowTables::refuse(source)?;
+        let anywhere = PREFIXES.iter().flat_map(|prefix| images::WINDOW.map(|name| format!("{prefix}{name}")));
+        let mut names = images::GRID.iter().chain(&distances::PARAMETERS).map(|name| name.to_string()).chain(anywhere);
+        names.try_for_each(|name| source.refuse(&name, "the config has no content_positions"))?;
         return Ok(Vec::new());
     };
     Ok(match *positions {
-        ContentPositions::Grid { height, width } => GridTables::specs([height, width], head_dim),
-        ContentPositions::Window { height, width } => WindowTables::table_specs([height, width], num_heads, source)?,
-        ContentPositions::CosineWindow { .. } => WindowTables::cosine_specs(num_heads, source),
+        ContentPositions::Grid { height, width } => images::grid_specs([height, width], head_dim),
+        ContentPositions::Window { height, width } => vec![images::table_spec([height, width], num_heads, source)?],
+        ContentPositions::CosineWindow { .. } => images::cosine_specs(num_heads, source),
         ContentPositions::TransformerXl => distances::transformer_xl(layer, source),
-        ContentPositions::Clipped { left, right } => distances::clipped(left + right + 1, head_dim),
+        ContentPositions::Clipped { left, right } => {
+            let init = Init::Randn { mean: 0.0, stdev: 1.0 };
+            vec![Spec::new(distances::CLIPPED, [left + right + 1, head_dim], init)]
+        }
         ContentPositions::Disentangled(ref config) => {
             disentangled::specs(config, [num_heads * head_dim, embed_dim], source)
         }
     })
 }
 
-/// The term of a layer with these parameters, and with the vectors of distances that the layers of a stack share.
-///
-/// # Errors
-/// For vectors of another shape.
+/// Below which files have the parameters of windows and of disentangled positions, the crate's own first.
+const PREFIXES: [&str; 3] = ["", "self.", "relative_position_bias."];
+
+/// A parameter, below whichever prefix the file has it.
+fn spec(name: &str, shape: &[usize], init: Init, source: &Source) -> Spec {
+    let names = PREFIXES.map(|prefix| format!("{prefix}{name}"));
+    let stored = names.iter().find(|name| source.has(name)).unwrap_or(&names[0]);
+    Spec::new(name, shape, init).stored(Stored::Whole(stored.clone()))
+}
+
+/// The term of a layer.
+#[derive(Debug)]
+struct Content {
+    positions: ContentPositions,
+    parameters: ParameterList,
+    /// The stack's.
+    embeddings: Option<RelativeEmbeddings>,
+    /// Of the queries and keys of cosines.
+    norm: Option<Norm>,
+    /// For the latest length, where they depend on plain tensors alone.
+    rows: Latest<usize, DistanceRows>,
+    /// That of a window, where nothing is tracked.
+    bias: Latest<(), Tensor>,
+}
+
+/// The term of a layer with these parameters and heads of width `head_dim`, and with the vectors of distances that the
+/// layers of a stack share.
 pub(crate) fn content(
     positions: &ContentPositions,
-    layer: &ContentLayer,
+    head_dim: usize,
     parameters: &ParameterList,
     embeddings: Option<&RelativeEmbeddings>,
 ) -> Result<Term> {
-    let parameters = parameters.clone();
-    let distances = |kind, parameters| Arc::new(DistanceTables::new(kind, parameters));
-    Ok(match *positions {
-        ContentPositions::Grid { height, width } => Arc::new(GridTables { sizes: [height, width], parameters }),
-        ContentPositions::Window { height, width } => Arc::new(WindowTables::of_table([height, width], parameters)),
-        ContentPositions::CosineWindow { height, width, trained } => {
-            let sizes = [height, width];
-            Arc::new(WindowTables::of_cosines(sizes, trained.unwrap_or(sizes), layer.head_dim, parameters)?)
+    let is_cosine = matches!(positions, ContentPositions::CosineWindow { .. });
+    Ok(Arc::new(Content {
+        positions: positions.clone(),
+        parameters: parameters.clone(),
+        embeddings: embeddings.cloned(),
+        norm: is_cosine.then(|| images::cosine_norm(head_dim, parameters)).transpose()?,
+        rows: Latest::default(),
+        bias: Latest::default(),
+    }))
+}
+
+impl ScoreTerm for Content {
+    fn add(&self, scores: &mut Scores, call: &TermCall) -> Result<()> {
+        let (Some(k), None) = (scores.k.clone(), call.others) else {
+            bail!(
+                "[multi_head_attention] {} were given, but relative positions by content are between the tokens of a call",
+                call.others.unwrap_or("keys of others")
+            )
+        };
+        let (scale, parameters) = (scores.options.scale.unwrap_or(1.0), &self.parameters);
+        let [t, d] = [scores.q.dim(2)?, scores.q.dim(3)?];
+        if let Some((image, [rows, columns])) = self.positions.image()
+            && t != rows * columns
+        {
+            bail!("[multi_head_attention] queries have {t} tokens, expected the {rows} × {columns} of the {image}")
         }
-        ContentPositions::TransformerXl => distances(Kind::TransformerXl, parameters),
-        ContentPositions::Clipped { left, right } => distances(Kind::Clipped { left, right }, parameters),
-        ContentPositions::Disentangled(ref config) => {
-            distances(Kind::Disentangled(Disentangled::new(config, layer.embed_dim, embeddings)?), parameters)
+        match self.positions {
+            ContentPositions::Grid { height, width } => {
+                let [q, k] = images::widened(&scores.q, &k, scale, [height, width], parameters)?;
+                (scores.q, scores.k) = (q, Some(k));
+            }
+            ContentPositions::Window { height, width } | ContentPositions::CosineWindow { height, width, .. } => {
+                let compute = || images::window_bias([height, width], &self.positions, parameters);
+                let bias = latest(&self.bias, |()| true, compute, |bias| (!bias.track_op()).then_some(()))?;
+                scores.mask = scores.mask.clone().with_bias(&bias);
+                if let Some(norm) = &self.norm {
+                    let [q, k] = images::cosines(&scores.q, &k, norm, parameters)?;
+                    (scores.q, scores.k) = (q, Some(k));
+                    // Queries have their scale already.
+                    scores.options.scale = Some(1.0);
+                }
+            }
+            ContentPositions::TransformerXl => {
+                let rows = self.latest_rows(t, || distances::wave_rows([t, d], parameters))?;
+                let [_, u, v] = TRANSFORMER_XL[0];
+                let wide = scores.q.to_dtype(accumulation_dtype(k.dtype()))?;
+                let with = |bias| wide.broadcast_add(&parameters.expect(bias)?.to_dtype(wide.dtype())?.unsqueeze(1)?);
+                scores.by_heads = Some(DistanceTerms::new(rows, &with(v)?, &k, scale)?);
+                scores.q = with(u)?.to_dtype(k.dtype())?;
+            }
+            ContentPositions::Clipped { left, right } => {
+                let rows = self.latest_rows(t, || distances::clipped_rows(t, [left, right], parameters))?;
+                scores.by_heads = Some(DistanceTerms::new(rows, &scores.q, &k, scale)?);
+            }
+            ContentPositions::Disentangled(ref config) => {
+                let (vectors, projections) = (self.embeddings.as_ref(), call.projections);
+                let compute = || disentangled::rows(config, [t, d], vectors, parameters, projections);
+                // Modules may differ in a clone of the layer, and may change.
+                let is_fixed = !(config.shared_projections && projections.has_modules());
+                let rows = if is_fixed { self.latest_rows(t, compute)? } else { compute()? };
+                scores.by_heads = Some(DistanceTerms::new(rows, &scores.q, &k, scale)?);
+            }
         }
-    })
+        Ok(())
+    }
+}
+
+impl Content {
+    fn latest_rows(&self, t: usize, compute: impl FnOnce() -> Result<DistanceRows>) -> Result<DistanceRows> {
+        let is_tracked = |rows: &DistanceRows| [&rows.queries, &rows.keys].into_iter().flatten().any(Tensor::track_op);
+        latest(&self.rows, |length| *length == t, compute, |rows| (!is_tracked(rows)).then_some(t))
+    }
 }
