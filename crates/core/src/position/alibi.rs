@@ -4,11 +4,9 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
-use half::bf16;
 use serde::{Deserialize, Serialize};
 
 use super::{ScoreTerm, Scores, Term, TermCall};
-use crate::position::Positions;
 use candle_attention_modules::base::{accumulation_dtype, check_entries, check_memory, number};
 
 /// The slopes' largest exponent in the paper, and in every model but some of MPT.
@@ -102,70 +100,44 @@ pub(crate) fn alibi(
     scale: f64,
     device: &Device,
 ) -> Result<Term> {
-    let slopes = config.slopes(num_heads)?[own].to_vec();
-    if *config == AlibiConfig::Falcon {
-        let slopes = slopes.into_iter().map(round).collect();
-        return Ok(Arc::new(KeyBias { slopes, scale, device: device.clone() }));
+    let slopes = &config.slopes(num_heads)?[own];
+    if *config != AlibiConfig::Falcon {
+        return Ok(Arc::new(Alibi::OfDistances(Tensor::new(slopes, device)?)));
     }
-    Ok(Arc::new(Slopes(Tensor::new(slopes, device)?)))
+    let slopes = Tensor::new(slopes, &Device::Cpu)?.to_dtype(DType::BF16)?.reshape((1, (), 1, 1))?;
+    Ok(Arc::new(Alibi::OfKeys { slopes, scale }))
 }
 
-/// Slopes (H,) in f32, for the distance of each query and key.
-#[derive(Debug, Clone)]
-struct Slopes(Tensor);
-
-impl ScoreTerm for Slopes {
-    fn add(&self, scores: &mut Scores, _: &TermCall) -> Result<()> {
-        scores.options.alibi_slopes = Some(self.0.clone());
-        Ok(())
-    }
+#[derive(Debug)]
+enum Alibi {
+    /// Slopes (H,) in f32, for the distance of each query and key.
+    OfDistances(Tensor),
+    /// Slopes (1, H, 1, 1) in bf16 on the CPU, for each key's own position, whatever the query's.
+    OfKeys { slopes: Tensor, scale: f64 },
 }
 
-/// A bias for each key by its own position, whatever the query's.
-#[derive(Debug, Clone)]
-struct KeyBias {
-    slopes: Vec<f32>,
-    scale: f64,
-    device: Device,
-}
-
-impl ScoreTerm for KeyBias {
+impl ScoreTerm for Alibi {
     fn add(&self, scores: &mut Scores, call: &TermCall) -> Result<()> {
-        if call.packed.is_some() {
-            bail!(
+        match (self, call.keys) {
+            (Self::OfDistances(slopes), _) => scores.options.alibi_slopes = Some(slopes.clone()),
+            (Self::OfKeys { .. }, _) if call.packed.is_some() => bail!(
                 "[multi_head_attention] the layer has a bias for each key that follows from its position, which packed \
                  sequences do not take"
-            )
-        }
-        if let Some(keys) = call.keys {
-            scores.mask = scores.mask.clone().with_bias(&self.at(keys, accumulation_dtype(scores.q.dtype()))?);
+            ),
+            (Self::OfKeys { slopes, scale }, Some(keys)) => {
+                let positions = Tensor::from_slice(&keys.entries, (keys.rows(), 1, 1, keys.t), &Device::Cpu)?;
+                let biases = positions.to_dtype(DType::BF16)?.broadcast_mul(slopes)?.to_dtype(DType::F64)?;
+                let biases = (biases * *scale)?.to_dtype(accumulation_dtype(scores.q.dtype()))?;
+                scores.mask = scores.mask.clone().with_bias(&biases.to_device(scores.q.device())?);
+            }
+            (Self::OfKeys { .. }, None) => {}
         }
         Ok(())
     }
 
     fn takes_positions(&self) -> bool {
-        true
+        matches!(self, Self::OfKeys { .. })
     }
-}
-
-impl KeyBias {
-    /// (B, H, 1, T_kv), or (1, H, 1, T_kv) where all sequences have the same positions.
-    fn at(&self, keys: &Positions, dtype: DType) -> Result<Tensor> {
-        let (b, t, entries) = (keys.rows(), keys.t, &keys.entries);
-        let mut biases = Vec::with_capacity(entries.len() * self.slopes.len());
-        for sequence in entries.chunks(t.max(1)) {
-            for slope in &self.slopes {
-                biases.extend(sequence.iter().map(|&j| f64::from(round(slope * round(j as f32))) * self.scale));
-            }
-        }
-        let biases = Tensor::from_vec(biases, (b, self.slopes.len(), 1, t), &Device::Cpu)?;
-        biases.to_dtype(dtype)?.to_device(&self.device)
-    }
-}
-
-/// To bf16 and back.
-fn round(x: f32) -> f32 {
-    bf16::from_f32(x).to_f32()
 }
 
 #[cfg(test)]
