@@ -125,16 +125,7 @@ pub struct RelativeBias {
     /// (num_buckets, H).
     weight: Tensor,
     /// Of queries and keys at these positions.
-    latest: Arc<Latest<[Positions; 2], Biases>>,
-}
-
-/// What is added to the scores.
-#[derive(Debug, Clone)]
-enum Biases {
-    /// (H, T_q + T_kv - 1), or one for each sequence: where positions count up by one.
-    ByDistance(Tensor),
-    /// (B, H, T_q, T_kv).
-    ByPair(Tensor),
+    latest: Arc<Latest<[Positions; 2], Tensor>>,
 }
 
 impl ScoreTerm for RelativeBias {
@@ -151,9 +142,9 @@ impl ScoreTerm for RelativeBias {
             (None, Some(queries), Some(keys)) => self.between(queries, keys)?,
             (None, ..) => return Ok(()),
         };
-        match biases {
-            Biases::ByDistance(biases) => scores.options.distance_bias = Some(biases),
-            Biases::ByPair(bias) => scores.mask = scores.mask.clone().with_bias(&bias),
+        match biases.rank() {
+            4 => scores.mask = scores.mask.clone().with_bias(&biases),
+            _ => scores.options.distance_bias = Some(biases),
         }
         Ok(())
     }
@@ -240,30 +231,25 @@ impl RelativeBias {
         self.by_distance(&[offset as i64], t_q, t_kv)?.squeeze(0)
     }
 
-    fn between(&self, queries: &Positions, keys: &Positions) -> Result<Biases> {
-        let key = |biases: &Biases| {
-            let (Biases::ByDistance(tensor) | Biases::ByPair(tensor)) = biases;
-            let is_kept = !tensor.track_op() && tensor.elem_count() <= KEPT;
+    /// By distance, (H, T_q + T_kv - 1) or one for each sequence, where positions count up by one; otherwise by pair.
+    fn between(&self, queries: &Positions, keys: &Positions) -> Result<Tensor> {
+        let key = |biases: &Tensor| {
+            let is_kept = !biases.track_op() && biases.elem_count() <= KEPT;
             is_kept.then(|| [queries.clone(), keys.clone()])
         };
         latest(&self.latest, |[q, k]| (q, k) == (queries, keys), || self.computed(queries, keys), key)
     }
 
-    fn computed(&self, queries: &Positions, keys: &Positions) -> Result<Biases> {
-        let (t_q, t_kv) = (queries.t, keys.t);
-        Ok(match (queries.starts(), keys.starts()) {
-            (Some(first_queries), Some(first_keys)) if !first_queries.is_empty() && !first_keys.is_empty() => {
-                let b = first_queries.len().max(first_keys.len());
-                let of = |firsts: &[u32], b: usize| i64::from(firsts[b % firsts.len()]);
-                let mut offsets: Vec<_> = (0..b).map(|b| of(&first_queries, b) - of(&first_keys, b)).collect();
-                if offsets.iter().all(|offset| *offset == offsets[0]) {
-                    offsets.truncate(1);
-                }
-                let biases = self.by_distance(&offsets, t_q, t_kv)?;
-                Biases::ByDistance(if offsets.len() == 1 { biases.squeeze(0)? } else { biases })
-            }
-            _ => Biases::ByPair(self.by_pair(queries, keys)?),
-        })
+    fn computed(&self, queries: &Positions, keys: &Positions) -> Result<Tensor> {
+        let starts = queries.starts().zip(keys.starts()).filter(|(q, k)| !q.is_empty() && !k.is_empty());
+        let Some((of_queries, of_keys)) = starts else { return self.by_pair(queries, keys) };
+        let offset = |b: usize| i64::from(of_queries[b % of_queries.len()]) - i64::from(of_keys[b % of_keys.len()]);
+        let mut offsets: Vec<_> = (0..of_queries.len().max(of_keys.len())).map(offset).collect();
+        if offsets.iter().all(|offset| *offset == offsets[0]) {
+            offsets.truncate(1);
+        }
+        let biases = self.by_distance(&offsets, queries.t, keys.t)?;
+        if offsets.len() == 1 { biases.squeeze(0) } else { Ok(biases) }
     }
 
     /// For sequences whose first query is so far behind its first key, (B, H, T_q + T_kv - 1).
@@ -321,9 +307,7 @@ mod tests {
     fn layers_of_a_stack_share_what_was_computed() -> Result<()> {
         let bias = bias(2)?;
         let computed = |bias: &RelativeBias, offset: usize| -> Result<_> {
-            match bias.between(&Positions::starting_at(&[offset], 3)?, &Positions::starting_at(&[0], 5)?)? {
-                Biases::ByDistance(biases) | Biases::ByPair(biases) => Ok(biases.id()),
-            }
+            Ok(bias.between(&Positions::starting_at(&[offset], 3)?, &Positions::starting_at(&[0], 5)?)?.id())
         };
         let first = computed(&bias, 2)?;
         assert_eq!(computed(&bias.clone(), 2)?, first);
@@ -349,8 +333,7 @@ mod tests {
     fn biases_by_distance_are_those_of_every_pair() -> Result<()> {
         let bias = bias(2)?;
         let (queries, keys) = (Positions::starting_at(&[4, 0, 9], 3)?, Positions::starting_at(&[0], 6)?);
-        let Biases::ByDistance(by_distance) = bias.between(&queries, &keys)? else { panic!("positions count up") };
-        let by_pair = bias.by_pair(&queries, &keys)?;
+        let (by_distance, by_pair) = (bias.between(&queries, &keys)?, bias.by_pair(&queries, &keys)?);
         assert_eq!(by_distance.dims(), [3, 2, 8]);
         for i in 0..3 {
             let diagonal = by_distance.narrow(2, 2 - i, 6)?.flatten_all()?.to_vec1::<f32>()?;
@@ -358,7 +341,7 @@ mod tests {
         }
         assert_eq!(bias.distance_bias(3, 6, 4)?.to_vec2::<f32>()?, by_distance.get(0)?.to_vec2::<f32>()?);
         let scattered = Positions::of_each(vec![0, 2, 3], 3)?;
-        assert!(matches!(bias.between(&scattered, &keys)?, Biases::ByPair(_)));
+        assert_eq!(bias.between(&scattered, &keys)?.dims(), [1, 2, 3, 6]);
         Ok(())
     }
 }
