@@ -10,7 +10,9 @@ use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
 use super::OP;
-use candle_attention_modules::base::{Heads, LINEAR_WEIGHT, Options, Rows, Source, Spec, has, number, options};
+use candle_attention_modules::base::{
+    Heads, LINEAR_WEIGHT, Options, Parameter, Rows, Source, Spec, has, number, options,
+};
 use candle_attention_modules::gate::GateActivation;
 use candle_attention_modules::linear::{Piece, ProjectionRows};
 
@@ -254,7 +256,7 @@ impl DeltaLayout {
     }
 
     /// The taps (C, 1, K) of queries, keys and values, or this process's of them.
-    pub(super) fn read_convolutions(self, cfg: &GatedDeltaNetConfig, source: &Source) -> Result<ProjectionRows> {
+    pub(super) fn read_convolutions(self, cfg: &GatedDeltaNetConfig, source: &Source) -> Result<Parameter> {
         let ([q, k, v, ..], taps) = (cfg.rows(), cfg.conv_kernel());
         // `nn.Conv1d`'s.
         let bound = (taps as f64).sqrt().recip();
@@ -264,22 +266,22 @@ impl DeltaLayout {
         // transformers 5 saves three convolutions as thirds of all rows, whatever their widths.
         let first = spec(convolutions[0].name, third);
         let are_thirds = convolutions.len() == 3 && source.has(&first.name) && source.read(&first).is_ok();
-        let mut whole = ProjectionRows::default();
+        let mut whole = Vec::new();
         for (n, Packed { name, parts, .. }) in convolutions.into_iter().enumerate() {
             source.refuse(&format!("{name}.bias"), "the layer has no biases")?;
             let usual = parts.map(|part| cfg.rows()[part].len()).sum();
             let rows = if are_thirds { third.min(v.end.saturating_sub(n * third)) } else { usual };
-            whole.push(Piece::whole(source.read(&spec(name, rows))?), false);
+            whole.push(source.read(&spec(name, rows))?);
         }
         if !source.is_sharded() {
-            return Ok(whole);
+            return Ok(Parameter(whole));
         }
-        let (whole, mut own) = (ProjectionRows::to_linear(&[&whole])?, ProjectionRows::default());
-        for (part, rows) in [q, k, v].into_iter().enumerate() {
-            let rows = Piece::new(whole.weight().clone(), Rows { groups: 1, range: rows });
-            own.push(rows.narrow(own_rows(part, cfg, source))?, false);
-        }
-        Ok(own)
+        let whole = Tensor::cat(&whole, 0)?;
+        let own = [q, k, v].into_iter().enumerate().map(|(part, rows)| {
+            let own = own_rows(part, cfg, source);
+            whole.narrow(0, rows.start + own.start, own.len())
+        });
+        Ok(Tensor::cat(&own.collect::<Result<Vec<_>>>()?, 0)?.into())
     }
 }
 

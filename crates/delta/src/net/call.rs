@@ -91,22 +91,20 @@ impl DeltaInput<'_> {
         if !fits_in_memory(&[b, t.saturating_add(cfg.conv_kernel()), cfg.rows()[5].end]) {
             bail!("[{OP}] input has shape {:?}, which does not fit in memory", xs.dims())
         }
-        let (mut starts, mut ends) = (Vec::new(), Vec::new());
+        let (starts, ends): (Vec<usize>, Vec<usize>);
         let padding = match (self.attention_mask, self.valid_lens) {
             (Some(_), Some(_)) => {
                 bail!("[{OP}] both attention_mask and valid_lens were given, expected one of the two")
             }
             (Some(mask), None) => {
                 Expect::one(OP, "attention_mask", mask).shape(&[Named("B", b), Named("T", t)])?;
-                for (sequence, run) in runs_of_ones(OP, mask)?.into_iter().enumerate() {
-                    let Some((start, end)) = run else {
-                        bail!(
-                            "[{OP}] attention_mask has zeros between ones in sequence {sequence}, expected one run of ones"
-                        )
-                    };
-                    starts.push(start);
-                    ends.push(end);
+                let runs = runs_of_ones(OP, mask)?;
+                if let Some(sequence) = runs.iter().position(Option::is_none) {
+                    bail!(
+                        "[{OP}] attention_mask has zeros between ones in sequence {sequence}, expected one run of ones"
+                    )
                 }
+                (starts, ends) = runs.into_iter().flatten().unzip();
                 Padding { valid_lens: Some(&ends), starts: Some(&starts) }
             }
             (None, valid_lens) => Padding { valid_lens, starts: None },
@@ -116,8 +114,7 @@ impl DeltaInput<'_> {
         if let Some(n) = (0..b).find(|&n| tokens.before[n] > 0 && tokens.tokens[n].start > 0) {
             bail!("[{OP}] sequence {n} has padding between its tokens and those in the cache, expected none")
         }
-        let is_padded = self.attention_mask.is_some() || self.valid_lens.is_some();
-        if self.packed.is_some() && (self.cache.is_some() || is_padded) {
+        if self.packed.is_some() && (self.cache.is_some() || padding.valid_lens.is_some()) {
             bail!("[{OP}] packed sequences were given with a cache or with padding, expected neither")
         }
         Ok((tokens.without_padding(batch)?, tokens))

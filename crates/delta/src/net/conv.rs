@@ -3,28 +3,29 @@
 use std::ops::Range;
 
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp2, DType, Layout, Result, Shape, Tensor, WithDType};
+use candle_core::{CpuStorage, DType, Layout, Result, Shape, Tensor, WithDType};
 use rayon::prelude::*;
 
 use super::{GatedDeltaNetConfig, OP};
 use candle_attention_core::PackedSequences;
 use candle_attention_core::internal::NewTokens;
-use candle_attention_modules::base::rowwise::{Element, Rows, map_heads, read, with_contiguous_rows, with_float};
-use candle_attention_modules::base::{accumulation_dtype, part, rowwise::to_vec};
+use candle_attention_modules::base::rowwise::{
+    Element, Op3, Operand, Rows, Ternary, map_heads, read, to_vec, with_contiguous_rows, with_float,
+};
+use candle_attention_modules::base::{Parameter, accumulation_dtype, part};
 use candle_attention_modules::gate::GateActivation;
-use candle_attention_modules::linear::ProjectionRows;
 
 /// `y[t] = silu(Σ taps[i] x[t - K + 1 + i])` of each channel. The K - 1 inputs before a call are its state, or zeros.
 #[derive(Debug, Clone)]
 pub(super) struct ShortConvolution {
     /// (C, 1, K).
-    weight: ProjectionRows,
+    weight: Parameter,
     /// (K, C) in the accumulation dtype, unless the weight is a variable.
     taps: Option<Tensor>,
 }
 
 impl ShortConvolution {
-    pub fn new(weight: ProjectionRows) -> Result<Self> {
+    pub fn new(weight: Parameter) -> Result<Self> {
         let mut own = Self { weight, taps: None };
         if !own.weight.is_tracked() {
             own.taps = Some(own.taps()?);
@@ -37,14 +38,9 @@ impl ShortConvolution {
         Self::new(self.weight.freeze()?)
     }
 
-    /// The weight (C, 1, K) that variables hold now.
-    fn weight(&self) -> Result<Tensor> {
-        Ok(ProjectionRows::to_linear(&[&self.weight])?.weight().clone())
-    }
-
     /// Those of queries, keys and values.
     pub fn weights(&self, cfg: &GatedDeltaNetConfig) -> Result<Vec<Tensor>> {
-        let weight = self.weight()?;
+        let weight = self.weight.tensor()?;
         cfg.rows()[..3].iter().map(|rows| part(&weight, 0, rows.clone())).collect()
     }
 
@@ -53,7 +49,7 @@ impl ShortConvolution {
         if let Some(taps) = &self.taps {
             return Ok(taps.clone());
         }
-        let weight = self.weight()?;
+        let weight = self.weight.tensor()?;
         weight.to_dtype(accumulation_dtype(weight.dtype()))?.squeeze(1)?.t()?.contiguous()
     }
 }
@@ -74,8 +70,8 @@ pub(super) fn convolve(
             Some(sequences) => (0..sequences.len()).map(|s| sequences.queries(s).start).collect(),
             None => (0..b).map(|b| b * t).collect(),
         };
-        let convolve = Convolve { state: state.detach().flatten_all()?, starts };
-        return with_contiguous_rows(xs)?.apply_op2(&taps.contiguous()?, convolve);
+        let (taps, state) = (taps.contiguous()?, state.detach().contiguous()?);
+        return with_contiguous_rows(xs)?.apply_op3(&taps, &state, Op3(Convolve { starts }));
     }
     let Some(sequences) = sequences else { return shifted(xs, state, taps) };
     let one = |s| shifted(&part(xs, 1, sequences.queries(s))?, state, taps);
@@ -106,10 +102,8 @@ fn shifted(xs: &Tensor, state: &Tensor, taps: &Tensor) -> Result<Tensor> {
     (1..k).try_fold(tap(0)?, |sum, i| sum + tap(i)?)?.silu()?.to_dtype(xs.dtype())
 }
 
-/// The same in one pass on a CPU.
+/// The same in one pass on a CPU, over inputs, taps and a state, which gets no gradient.
 struct Convolve {
-    /// (B, K - 1, C), flat. Packed sequences after the first have none, which is as good as zeros.
-    state: Tensor,
     /// The first token of each sequence, counted through the batch.
     starts: Vec<usize>,
 }
@@ -122,19 +116,9 @@ struct Operands<'a, E> {
     elements: &'a [E],
     rows: Rows,
     taps: &'a [f32],
-    state: Vec<E>,
+    /// (B, K - 1, C). Packed sequences after the first have none, which is as good as zeros.
+    state: &'a [E],
     starts: &'a [usize],
-}
-
-impl Convolve {
-    fn operands<'a, E: WithDType>(
-        &'a self,
-        elements: &'a [E],
-        layout: &Layout,
-        taps: &'a [f32],
-    ) -> Result<Operands<'a, E>> {
-        Ok(Operands { elements, rows: Rows::new(layout)?, taps, state: self.state.to_vec1()?, starts: &self.starts })
-    }
 }
 
 impl<E: Element<Wide = f32>> Operands<'_, E> {
@@ -167,10 +151,9 @@ impl<E: Element<Wide = f32>> Operands<'_, E> {
         }
     }
 
-    /// The gradients of the inputs, by rows, and of the taps.
-    fn gradients(&self, gradient: Vec<f32>) -> (Vec<f32>, Vec<f32>) {
+    /// The gradients of the inputs, by rows, and of the taps, from those of the outputs.
+    fn gradients(&self, mut of_sums: Vec<f32>) -> (Vec<f32>, Vec<f32>) {
         let (c, tokens) = (self.rows.d, self.rows.tokens);
-        let mut of_sums = gradient;
         let of_chunk = |(chunk, gradients): (usize, &mut [f32])| {
             let (mut of_taps, mut sum, mut scratch) = (vec![0f32; self.taps.len()], vec![0f32; c], Vec::new());
             for (token, gradient) in (chunk * TOKENS..).zip(gradients.chunks_exact_mut(c)) {
@@ -202,38 +185,32 @@ impl<E: Element<Wide = f32>> Operands<'_, E> {
     }
 }
 
-impl CustomOp2 for Convolve {
-    fn name(&self) -> &'static str {
-        "short-convolution"
-    }
+/// The elements of a contiguous tensor.
+fn flat<'a, T: WithDType>((storage, layout): Operand<'a>) -> Result<&'a [T]> {
+    Ok(&storage.as_slice()?[layout.start_offset()..][..layout.shape().elem_count()])
+}
 
-    fn cpu_fwd(
-        &self,
-        xs: &CpuStorage,
-        layout: &Layout,
-        taps: &CpuStorage,
-        of_taps: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let taps = &taps.as_slice::<f32>()?[of_taps.start_offset()..][..of_taps.shape().elem_count()];
+impl Ternary for Convolve {
+    const NAME: &'static str = "short-convolution";
+
+    fn forward(&self, [(xs, layout), taps, state]: [Operand; 3]) -> Result<(CpuStorage, Shape)> {
+        let (rows, taps, starts) = (Rows::new(layout)?, flat(taps)?, &self.starts);
         let ys = with_float!(OP, xs.dtype(), |E| {
-            self.operands(xs.as_slice::<E>()?, layout, taps)?.outputs(layout).map(E::to_cpu_storage_owned)
+            let operands = Operands { elements: xs.as_slice::<E>()?, rows, taps, state: flat(state)?, starts };
+            operands.outputs(layout).map(E::to_cpu_storage_owned)
         });
         Ok((ys?, layout.shape().clone()))
     }
 
-    fn bwd(
-        &self,
-        xs: &Tensor,
-        taps: &Tensor,
-        _: &Tensor,
-        gradient: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+    fn backward(&self, [xs, taps, state]: [&Tensor; 3], _: &Tensor, gradient: &Tensor) -> Result<[Option<Tensor>; 3]> {
         let (of_ys, own_taps, inputs) = (to_vec(gradient)?, to_vec(taps)?, read(xs));
+        let (rows, starts) = (Rows::new(inputs.layout)?, &self.starts);
         let (of_xs, of_taps) = with_float!(OP, xs.dtype(), |E| {
-            self.operands(inputs.elements::<E>()?, inputs.layout, &own_taps)?.gradients(of_ys)
+            let (elements, state) = (inputs.elements::<E>()?, to_vec::<E>(state)?);
+            Operands { elements, rows, taps: &own_taps, state: &state, starts }.gradients(of_ys)
         });
         let tensor = |numbers, like: &Tensor| Tensor::from_vec(numbers, like.shape(), like.device());
-        Ok((Some(tensor(of_xs, xs)?.to_dtype(xs.dtype())?), Some(tensor(of_taps, taps)?)))
+        Ok([Some(tensor(of_xs, xs)?.to_dtype(xs.dtype())?), Some(tensor(of_taps, taps)?), None])
     }
 }
 

@@ -228,11 +228,8 @@ impl GatedDeltaNet {
         let ((b, t, _), packed) = (xs.dims3()?, input.packed);
         let (h, h_k, d_k, d_v) = (cfg.num_heads(), cfg.num_key_heads(), cfg.key_head_dim(), cfg.value_head_dim());
         let [of_q, of_k, of_v, ..] = cfg.rows();
-        let of_tail = [b, cfg.conv_kernel() - 1, of_v.end];
-        let held = match &input.cache {
-            Some(cache) => cache.held(&of_tail, &[b, h, d_k, d_v], &xs)?,
-            None => None,
-        };
+        let (of_tail, of_states) = ([b, cfg.conv_kernel() - 1, of_v.end], [b, h, d_k, d_v]);
+        let held = input.cache.as_ref().map(|cache| cache.held(&of_tail, &of_states, &xs)).transpose()?.flatten();
         let (before, state) = match held {
             Some([before, state]) => (before.clone(), Some(state)),
             None => (Tensor::zeros(&of_tail, xs.dtype(), xs.device())?, None),

@@ -86,9 +86,10 @@ impl Spec {
     }
 }
 
-/// A parameter that was read: a tensor, or parts of it along its first dimension. Training may change them in place.
+/// A parameter that was read: a tensor, or parts of it along its first dimension, at least one. Training may change
+/// them in place.
 #[derive(Debug, Clone)]
-pub struct Parameter(Vec<Tensor>);
+pub struct Parameter(pub Vec<Tensor>);
 
 impl From<Tensor> for Parameter {
     fn from(tensor: Tensor) -> Self {
