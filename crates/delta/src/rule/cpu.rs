@@ -11,7 +11,6 @@
 //! On the way back `States` puts its gradient down, `Context` runs the backward pass, and `Inputs` take what is theirs.
 
 use std::collections::HashMap;
-use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, ThreadId};
 
@@ -29,60 +28,47 @@ use candle_attention_modules::base::rowwise::{
 };
 
 /// What the queries read, (B, H, T, D_v), a view of (B, T, H, D_v), and the states (n, H, D_k, D_v).
-pub(super) fn run(call: Call, tier: Tier) -> Result<(Tensor, Tensor)> {
-    let kernel = Kernel::new(call, tier)?;
-    let (ys, states) = with_float!(kernel.call.op, kernel.call.dtype(), |E| kernel.run::<E>()?);
+pub(super) fn run(mut call: Call, tier: Tier) -> Result<(Tensor, Tensor)> {
+    for tensor in call.rows.iter_mut().chain(call.factors.iter_mut().flatten()) {
+        *tensor = with_contiguous_rows(tensor)?;
+    }
+    let (ys, states) = with_float!(call.op, call.dtype(), |E| call.run_kernel::<E>(tier)?);
     Ok((ys.transpose(1, 2)?, states))
 }
 
-/// A call as the kernel takes it.
-struct Kernel {
-    call: Call,
-    tier: Tier,
-    /// Of the tokens of all entries of the batch.
-    sequences: Vec<Range<usize>>,
-}
-
-impl Kernel {
-    fn new(mut call: Call, tier: Tier) -> Result<Self> {
-        let Dims { b, t, .. } = call.dims;
-        for tensor in call.rows.iter_mut().chain(call.factors.iter_mut().flatten()) {
-            *tensor = with_contiguous_rows(tensor)?;
-        }
-        let sequences = match &call.sequences {
-            None => (0..b).map(|entry| entry * t..(entry + 1) * t).collect(),
-            Some(sequences) => (0..sequences.len()).map(|s| sequences.queries(s)).collect(),
-        };
-        Ok(Self { call, tier, sequences })
-    }
-
+impl Call {
     /// (B, T, H, D_v), and the states (n, H, D_k, D_v).
-    fn run<E: Element + WithDType>(self) -> Result<(Tensor, Tensor)> {
-        let is_tracked = self.call.tracks_gradients();
+    fn run_kernel<E: Element + WithDType>(self, tier: Tier) -> Result<(Tensor, Tensor)> {
+        let is_tracked = self.tracks_gradients();
         let delta::Output { context, states, saved } = self.with_problem::<E, _>(|problem| {
-            delta::gated_delta_rule(problem, self.tier, is_tracked).map_err(|error| self.error(error))
+            delta::gated_delta_rule(problem, tier, is_tracked).map_err(|error| self.error(error))
         })?;
         if let Some(saved) = saved {
-            return track(self, saved, E::to_cpu_storage_owned(context), states);
+            return track(self, tier, saved, E::to_cpu_storage_owned(context), states);
         }
-        let ([context_shape, states_shape], device) = (self.shapes(), self.call.rows[0].device());
+        let ([context_shape, states_shape], device) = (self.shapes(), self.rows[0].device());
         Ok((Tensor::from_vec(context, &context_shape, device)?, Tensor::from_vec(states, &states_shape, device)?))
     }
 
     /// Of the context and the states.
     fn shapes(&self) -> [[usize; 4]; 2] {
-        let Dims { b, n, t, h, d_k, d_v, .. } = self.call.dims;
+        let Dims { b, n, t, h, d_k, d_v, .. } = self.dims;
         [[b, t, h, d_v], [n, h, d_k, d_v]]
     }
 
     fn error(&self, error: impl std::fmt::Display) -> Error {
-        Error::msg(format!("[{}] {error}", self.call.op))
+        Error::msg(format!("[{}] {error}", self.op))
     }
 
     /// Gives the call to a function.
     fn with_problem<E: Element + WithDType, R>(&self, run: impl FnOnce(&Problem<E>) -> Result<R>) -> Result<R> {
-        let Dims { b, t, h, d_k, d_v, .. } = self.call.dims;
-        let Call { rows, factors, scale, options, .. } = &self.call;
+        let Dims { b, t, h, d_k, d_v, .. } = self.dims;
+        let Self { rows, factors, scale, options, .. } = self;
+        // Of the tokens of all entries of the batch.
+        let sequences: Vec<_> = match &self.sequences {
+            None => (0..b).map(|entry| entry * t..(entry + 1) * t).collect(),
+            Some(sequences) => (0..sequences.len()).map(|s| sequences.queries(s)).collect(),
+        };
         let [h_q, h_k, h_v] = rows.each_ref().map(|row| row.dims()[1]);
         let [q, k, v] = rows.each_ref().map(read);
         let [decay, beta, states] = factors.each_ref().map(|xs| xs.as_ref().map(read));
@@ -101,7 +87,7 @@ impl Kernel {
             decay,
             beta: beta.as_ref().map(Read::strided).transpose()?,
             states: states.map(|states| &states.data[..count]),
-            sequences: &self.sequences,
+            sequences: &sequences,
             scale: *scale as f32,
             qk_norm: options.qk_norm.map(|eps| eps as f32),
             executor: executor(),
@@ -110,12 +96,12 @@ impl Kernel {
 }
 
 /// The results of a forward pass, (B, T, H, D_v) and states, with gradients for the inputs that are tracked.
-fn track(kernel: Kernel, saved: Saved, context: CpuStorage, states: Vec<f32>) -> Result<(Tensor, Tensor)> {
-    let ([of_context, of_states], one) = (kernel.shapes(), CpuStorage::F32(vec![0.0]));
-    let absent = Tensor::zeros(1, DType::F32, kernel.call.rows[0].device())?;
-    let [q, k, v] = kernel.call.rows.clone();
-    let [decay, beta, before] = kernel.call.factors.clone().map(|factor| factor.unwrap_or(absent.clone()));
-    let pass = Arc::new(Pass { kernel, saved, gradients: Mutex::default() });
+fn track(call: Call, tier: Tier, saved: Saved, context: CpuStorage, states: Vec<f32>) -> Result<(Tensor, Tensor)> {
+    let ([of_context, of_states], one) = (call.shapes(), CpuStorage::F32(vec![0.0]));
+    let absent = Tensor::zeros(1, DType::F32, call.rows[0].device())?;
+    let [q, k, v] = call.rows.clone();
+    let [decay, beta, before] = call.factors.clone().map(|factor| factor.unwrap_or(absent.clone()));
+    let pass = Arc::new(Pass { call, tier, saved, gradients: Mutex::default() });
     let node = |role, [a, b, c]: [&Tensor; 3], result, shape| {
         let result = Mutex::new(Some((result, shape)));
         a.apply_op3(b, c, Op3(Node { pass: pass.clone(), role, result }))
@@ -130,7 +116,8 @@ fn track(kernel: Kernel, saved: Saved, context: CpuStorage, states: Vec<f32>) ->
 
 /// What the nodes of a call have in common.
 struct Pass {
-    kernel: Kernel,
+    call: Call,
+    tier: Tier,
     saved: Saved,
     /// Between nodes, by the thread whose backward pass it is: those of the six inputs, and that of the last states.
     gradients: Mutex<HashMap<(ThreadId, usize), Tensor>>,
@@ -149,14 +136,14 @@ impl Pass {
 
     /// From the gradients of the results, that of (B, T, H, D_v), to those of the inputs that are tracked.
     fn run_backward<E: Element + WithDType>(&self, context: &Tensor) -> Result<()> {
-        let (kernel, Call { rows, factors, dims, .. }) = (&self.kernel, &self.kernel.call);
+        let Call { rows, factors, dims, .. } = &self.call;
         let context = with_contiguous_rows(&context.transpose(1, 2)?)?;
         let states = self.take(STATES).as_ref().map(to_vec).transpose()?;
         let context = read(&context);
-        let Gradients { q, k, v, decay, beta, states } = kernel.with_problem::<E, _>(|&forward| {
+        let Gradients { q, k, v, decay, beta, states } = self.call.with_problem::<E, _>(|&forward| {
             let (context_grad, states_grad) = (context.strided()?, states.as_deref());
             let problem = BackwardProblem { forward, saved: &self.saved, context_grad, states_grad };
-            gated_delta_rule_backward(&problem, kernel.tier).map_err(|error| kernel.error(error))
+            gated_delta_rule_backward(&problem, self.tier).map_err(|error| self.call.error(error))
         })?;
         let inputs = rows.iter().map(Some).chain(factors.iter().map(Option::as_ref));
         for (of, (input, gradient)) in inputs.zip([q, k, v, decay, beta, states]).enumerate() {
@@ -192,15 +179,16 @@ impl Ternary for Node {
     const NAME: &'static str = "gated-delta-rule";
 
     fn forward(&self, _: [Operand; 3]) -> Result<(CpuStorage, Shape)> {
-        lock(&self.result).take().ok_or_else(|| self.pass.kernel.error("a result was asked for twice"))
+        lock(&self.result).take().ok_or_else(|| self.pass.call.error("a result was asked for twice"))
     }
 
     fn backward(&self, [a, b, _]: [&Tensor; 3], _: &Tensor, gradient: &Tensor) -> Result<[Option<Tensor>; 3]> {
-        let op = self.pass.kernel.call.op;
         match &self.role {
             Role::Inputs(of) => return Ok(of.map(|of| self.pass.take(of))),
             Role::States => self.pass.put(STATES, gradient.clone()),
-            Role::Context => with_float!(op, gradient.dtype(), |E| self.pass.run_backward::<E>(gradient)?),
+            Role::Context => {
+                with_float!(self.pass.call.op, gradient.dtype(), |E| self.pass.run_backward::<E>(gradient)?)
+            }
         }
         // What comes before is to have its turn.
         Ok([Some(a.zeros_like()?), Some(b.zeros_like()?), None])

@@ -156,9 +156,6 @@ fn run(call: Call) -> Result<(Tensor, Tensor)> {
         Some(tier) => cpu::run(call, tier)?,
         None => reference::run(&call)?,
     };
-    if h == h_s {
-        return Ok((ys, states));
-    }
     // Heads of queries that read one state have it once each.
     Ok((ys, states.reshape((n, h_s, h / h_s, d_k, d_v))?.narrow(2, 0, 1)?.squeeze(2)?.contiguous()?))
 }
@@ -313,9 +310,7 @@ fn dims(
             bail!("[{op}] {name} has {found} heads, expected a number that divides k's or v's {h_s}{or_more}")
         }
     }
-    if d_k == 0 {
-        bail!("[{op}] q has head dimension 0, expected at least 1")
-    }
+    number::expect(op, "q's head dimension", d_k, |d: usize| d > 0, "at least 1")?;
     let h = q.dim(1)?.max(h_s);
     for shape in [[b, h, t, d_k.max(d_v)], [n, h, d_k, d_v]] {
         if !fits_in_memory(&shape) {

@@ -55,19 +55,13 @@ pub(super) fn run(call: &Call) -> Result<(Tensor, Tensor)> {
 
 /// Rows (B, heads, T, D) one token after the other, for `h` heads: (B, h, 1, D) each.
 fn rows(xs: &Tensor, h: usize) -> Result<Vec<Tensor>> {
-    let mut rows = Vec::with_capacity(xs.dim(2)?);
-    split(&with_heads(xs, h)?, &mut rows)?;
-    Ok(rows)
+    split(&with_heads(xs, h)?)
 }
 
 /// By halves: the gradient of a view is as large as what is viewed.
-fn split(xs: &Tensor, rows: &mut Vec<Tensor>) -> Result<()> {
-    match xs.dim(2)? {
-        1 => rows.push(xs.contiguous()?),
-        t => {
-            split(&xs.narrow(2, 0, t / 2)?, rows)?;
-            split(&xs.narrow(2, t / 2, t - t / 2)?, rows)?;
-        }
-    }
-    Ok(())
+fn split(xs: &Tensor) -> Result<Vec<Tensor>> {
+    Ok(match xs.dim(2)? {
+        1 => vec![xs.contiguous()?],
+        t => [split(&xs.narrow(2, 0, t / 2)?)?, split(&xs.narrow(2, t / 2, t - t / 2)?)?].concat(),
+    })
 }
