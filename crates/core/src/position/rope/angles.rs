@@ -83,11 +83,9 @@ impl Angles {
 #[derive(Debug, Default)]
 pub(super) struct Tables {
     /// For calls within the original context, and beyond it.
-    pub regular: [RwLock<Arc<Angles>>; 2],
+    regular: [RwLock<Arc<Angles>>; 2],
     /// For positions that no table holds.
-    pub latest: Latest<AxisPositions, Arc<Angles>>,
-    /// A table that was given, with a row for each position up to its end, and does not grow.
-    pub given: Option<Arc<Angles>>,
+    latest: Latest<AxisPositions, Arc<Angles>>,
 }
 
 impl RotaryEmbedding {
@@ -98,7 +96,7 @@ impl RotaryEmbedding {
     pub(crate) fn at(&self, positions: &Positions) -> Result<Rotation> {
         let (length, scaling) = (positions.length, self.config.scaling());
         let is_long = is_long(scaling, length);
-        let table = match &self.tables.given {
+        let table = match &self.given {
             Some(given) if length > given.rows() => {
                 bail!("[rope] position {} is past the given tables of {} positions", length - 1, given.rows())
             }
@@ -134,7 +132,8 @@ impl RotaryEmbedding {
         Rotation { angles, index, style: self.config.style(), inverse: false }
     }
 
-    fn half(&self) -> usize {
+    /// r/2.
+    pub(super) fn half(&self) -> usize {
         self.config.rotary_dim(self.head_dim) / 2
     }
 

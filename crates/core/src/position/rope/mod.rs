@@ -42,6 +42,8 @@ pub struct RotaryEmbedding {
     config: RopeConfig,
     head_dim: usize,
     tables: Arc<Tables>,
+    /// A table that was given, with a row for each position up to its end, and does not grow.
+    given: Option<Arc<Angles>>,
 }
 
 impl RotaryEmbedding {
@@ -51,7 +53,7 @@ impl RotaryEmbedding {
     /// As [`RopeConfig::validate`].
     pub fn new(config: &RopeConfig, head_dim: usize) -> Result<Self> {
         config.validate(head_dim)?;
-        Ok(Self { config: config.clone(), head_dim, tables: Arc::default() })
+        Ok(Self { config: config.clone(), head_dim, tables: Arc::default(), given: None })
     }
 
     /// From given tables of cosines and sines, (P, r/2) each: row p is of position p, column i of the pair i of the r
@@ -78,8 +80,8 @@ impl RotaryEmbedding {
     /// As [`RopeConfig::validate`], for a config with axes, and for tables of another shape or dtype, too large for
     /// memory, or tracked for gradients, which they would not get. A position past their end is an error of the call.
     pub fn from_tables(config: &RopeConfig, head_dim: usize, cos: &Tensor, sin: &Tensor) -> Result<Self> {
-        config.validate(head_dim)?;
-        let half = config.rotary_dim(head_dim) / 2;
+        let own = Self::new(config, head_dim)?;
+        let half = own.half();
         if config.axes().is_some() {
             bail!("[rope] tables have one row for a position, but the config has axes")
         }
@@ -93,9 +95,8 @@ impl RotaryEmbedding {
             }
             to_vec(table)
         };
-        let given = Some(Arc::new(Angles::given(entries("cos", cos)?, entries("sin", sin)?, half)));
-        let tables = Arc::new(Tables { given, ..Tables::default() });
-        Ok(Self { config: config.clone(), head_dim, tables })
+        let given = Angles::given(entries("cos", cos)?, entries("sin", sin)?, half);
+        Ok(Self { given: Some(Arc::new(given)), ..own })
     }
 
     /// What the tables were made for.
