@@ -86,25 +86,23 @@ fn sinusoids(t: usize, e: usize, device: &Device) -> Result<Tensor> {
 /// What the scores of a call get beside the product of queries and keys.
 #[derive(Debug, Clone)]
 pub(crate) struct DistanceTerms {
-    rows: DistanceRows,
-    /// (B, H, T, D), scaled, in the dtype of the accumulation.
-    queries: Tensor,
-    /// (B, H_kv, T, D) likewise.
-    keys: Tensor,
+    pub(super) rows: DistanceRows,
+    /// (B, H, T, D).
+    pub(super) queries: Tensor,
+    /// (B, H_kv, T, D).
+    pub(super) keys: Tensor,
+    /// A factor of all terms.
+    pub(super) scale: f64,
 }
 
 impl DistanceTerms {
-    /// Of queries (B, H, T, D) and keys (B, H_kv, T, D).
-    pub(super) fn new(rows: DistanceRows, q: &Tensor, k: &Tensor, scale: f64) -> Result<Self> {
-        let scaled = |tensor: &Tensor| tensor.to_dtype(accumulation_dtype(tensor.dtype()))? * scale;
-        Ok(Self { rows, queries: scaled(q)?, keys: scaled(k)? })
-    }
-
-    /// The terms of some query heads, (B, heads, T, T).
+    /// The terms of some query heads, (B, heads, T, T), in the dtype of the accumulation.
     pub(crate) fn bias(&self, heads: Range<usize>) -> Result<Tensor> {
+        let dtype = accumulation_dtype(self.keys.dtype());
         let of = |tensor: &Tensor, rows: &Tensor| -> Result<Tensor> {
             let rows = if rows.dim(0)? == 1 { rows.clone() } else { rows.narrow(0, heads.start, heads.len())? };
-            by_distance(&tensor.narrow(1, heads.start, heads.len())?, &rows)
+            let vectors = tensor.narrow(1, heads.start, heads.len())?.to_dtype(dtype)?;
+            by_distance(&(vectors * self.scale)?, &rows)
         };
         let by_queries = self.rows.queries.as_ref().map(|rows| of(&self.queries, rows)).transpose()?;
         let by_keys = self.rows.keys.as_ref().map(|rows| of(&self.keys, rows)?.transpose(2, 3)).transpose()?;
@@ -113,7 +111,7 @@ impl DistanceTerms {
             (Some(bias), None) | (None, Some(bias)) => Ok(bias),
             (None, None) => {
                 let (b, _, t, _) = self.queries.dims4()?;
-                Tensor::zeros((b, heads.len(), t, t), self.queries.dtype(), self.queries.device())
+                Tensor::zeros((b, heads.len(), t, t), dtype, self.queries.device())
             }
         }
     }

@@ -290,12 +290,12 @@ impl ScoreTerm for Content {
                 let [_, u, v] = TRANSFORMER_XL[0];
                 let wide = scores.q.to_dtype(accumulation_dtype(k.dtype()))?;
                 let with = |bias| wide.broadcast_add(&parameters.expect(bias)?.to_dtype(wide.dtype())?.unsqueeze(1)?);
-                scores.by_heads = Some(DistanceTerms::new(rows, &with(v)?, &k, scale)?);
                 scores.q = with(u)?.to_dtype(k.dtype())?;
+                scores.by_heads = Some(DistanceTerms { rows, queries: with(v)?, keys: k, scale });
             }
             ContentPositions::Clipped { left, right } => {
                 let rows = self.latest_rows(t, || distances::clipped_rows(t, [left, right], parameters))?;
-                scores.by_heads = Some(DistanceTerms::new(rows, &scores.q, &k, scale)?);
+                scores.by_heads = Some(DistanceTerms { rows, queries: scores.q.clone(), keys: k, scale });
             }
             ContentPositions::Disentangled(ref config) => {
                 let (vectors, projections) = (self.embeddings.as_ref(), call.projections);
@@ -303,7 +303,7 @@ impl ScoreTerm for Content {
                 // Modules may differ in a clone of the layer, and may change.
                 let is_fixed = !(config.shared_projections && projections.has_modules());
                 let rows = if is_fixed { self.latest_rows(t, compute)? } else { compute()? };
-                scores.by_heads = Some(DistanceTerms::new(rows, &scores.q, &k, scale)?);
+                scores.by_heads = Some(DistanceTerms { rows, queries: scores.q.clone(), keys: k, scale });
             }
         }
         Ok(())
