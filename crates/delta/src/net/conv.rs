@@ -9,7 +9,7 @@ use rayon::prelude::*;
 use super::{GatedDeltaNetConfig, OP};
 use candle_attention_core::PackedSequences;
 use candle_attention_core::internal::NewTokens;
-use candle_attention_modules::base::rowwise::{Element, Rows, map_heads, read, with_contiguous_rows, with_float};
+use candle_attention_modules::base::rowwise::{Element, HeadRows, map_heads, read, with_contiguous_rows, with_float};
 use candle_attention_modules::base::{accumulation_dtype, part, rowwise::to_vec};
 use candle_attention_modules::gate::GateActivation;
 use candle_attention_modules::linear::ProjectionRows;
@@ -119,8 +119,7 @@ const TOKENS: usize = 64;
 
 /// Inputs (B, T, C) in memory, taps (K, C), and what comes before the inputs.
 struct Operands<'a, E> {
-    elements: &'a [E],
-    rows: Rows,
+    rows: HeadRows<'a, E>,
     taps: &'a [f32],
     state: Vec<E>,
     starts: &'a [usize],
@@ -133,13 +132,14 @@ impl Convolve {
         layout: &Layout,
         taps: &'a [f32],
     ) -> Result<Operands<'a, E>> {
-        Ok(Operands { elements, rows: Rows::new(layout)?, taps, state: self.state.to_vec1()?, starts: &self.starts })
+        let rows = HeadRows::new(elements, layout)?;
+        Ok(Operands { rows, taps, state: self.state.to_vec1()?, starts: &self.starts })
     }
 }
 
-impl<E: Element<Wide = f32>> Operands<'_, E> {
-    fn outputs(&self, layout: &Layout) -> Result<Vec<E>> {
-        map_heads(self.elements, layout, |token| {
+impl<E: Element> Operands<'_, E> {
+    fn outputs(&self) -> Vec<E> {
+        map_heads(&self.rows, |token| {
             move |_, _: &[f32], ys: &mut [f32]| {
                 self.sum(token, ys, &mut Vec::new());
                 ys.iter_mut().for_each(|y| *y = GateActivation::Silu.with_slope(*y).0);
@@ -152,7 +152,7 @@ impl<E: Element<Wide = f32>> Operands<'_, E> {
         let (c, sequence) = (self.rows.d, self.starts.partition_point(|&start| start <= token) - 1);
         let (at, before) = (token - self.starts[sequence], self.taps.len() / c - 1);
         let row = match at {
-            _ if at >= back => self.rows.heads(token - back).next().map(|row| &self.elements[row]),
+            _ if at >= back => Some(self.rows.of_token(token - back)(0)),
             _ => self.state.chunks_exact(c).nth(sequence * before + before + at - back),
         };
         row.map(|row| E::widen(row, scratch)).into_iter().flatten()
@@ -216,9 +216,9 @@ impl CustomOp2 for Convolve {
     ) -> Result<(CpuStorage, Shape)> {
         let taps = &taps.as_slice::<f32>()?[of_taps.start_offset()..][..of_taps.shape().elem_count()];
         let ys = with_float!(OP, xs.dtype(), |E| {
-            self.operands(xs.as_slice::<E>()?, layout, taps)?.outputs(layout).map(E::to_cpu_storage_owned)
+            E::to_cpu_storage_owned(self.operands(xs.as_slice::<E>()?, layout, taps)?.outputs())
         });
-        Ok((ys?, layout.shape().clone()))
+        Ok((ys, layout.shape().clone()))
     }
 
     fn bwd(

@@ -325,7 +325,7 @@ impl Norm {
     /// The norm in one pass, where a CPU computes in f32.
     fn rows(&self, xs: &Tensor, affine: &Affine) -> Option<RowNorm> {
         let on_cpu = xs.device().is_cpu() && affine.factors.device().is_cpu();
-        let rows = RowNorm { subtracts_mean: self.kind.subtracts_mean(), eps: self.eps as f32 };
+        let rows = RowNorm { subtracts_mean: self.kind.subtracts_mean(), eps: self.eps as f32, gate: None };
         (on_cpu && affine.factors.dtype() == DType::F32 && xs.dtype() != DType::F64).then_some(rows)
     }
 
