@@ -7,21 +7,12 @@ use super::input::KeysFrom;
 use super::{AttentionInput, MultiHeadAttention, OP};
 use crate::position::{Positions, RopeAxes, RopeConfig, Rotation};
 use candle_attention_modules::base::Expect;
-use candle_attention_modules::linear::Queries;
+use candle_attention_modules::linear::Projected;
 use candle_attention_modules::norm::{Norm, SumFunction};
 
-/// Projected inputs as heads.
-pub(super) struct Projected {
-    /// (B, H, T_q, D).
-    pub q: Tensor,
-    /// (B, H_kv, T_kv, D) and (B, H_kv, T_kv, D_v), if the call does not take them from an earlier layer's cache.
-    pub kv: Option<[Tensor; 2]>,
-    /// (B, T_q, H·D_v) or (B, T_q, H).
-    pub gate: Option<Tensor>,
-}
-
 impl MultiHeadAttention {
-    /// Queries, keys and values, normalised and rotated.
+    /// Queries (B, H, T_q, D), keys (B, H_kv, T_kv, D) and values (B, H_kv, T_kv, D_v), normalised and rotated; no keys
+    /// and values if the call takes them from an earlier layer's cache.
     pub(super) fn project(
         &self,
         input: &AttentionInput,
@@ -35,16 +26,12 @@ impl MultiHeadAttention {
             at_keys = positions.keys.as_ref().map(|keys| rotary.at(keys)).transpose()?;
         }
         let sum = input.sum;
-        let (Queries { q, gate }, kv) = match (&inputs.key_value, &input.keys) {
-            (Some([keys, values]), _) => {
-                let (own, kv) = self.projections.query_key_value(&inputs.queries, keys, values)?;
-                let rotation = at_keys.as_ref().or(at_queries.as_ref());
-                (own, kv.map(|kv| self.key_value_heads(kv, rotation, sum)).transpose()?)
-            }
-            (None, KeysFrom::Memory(memory)) => {
-                (self.projections.query(&inputs.queries)?, Some([memory.k.clone(), memory.v.clone()]))
-            }
-            (None, _) => (self.projections.query(&inputs.queries)?, None),
+        let key_value = inputs.key_value.as_ref().map(|[keys, values]| [keys, values]);
+        let Projected { q, kv, gate } = self.projections.query_key_value(&inputs.queries, key_value)?;
+        let rotation = at_keys.as_ref().or(at_queries.as_ref());
+        let kv = match (kv, &input.keys) {
+            (None, KeysFrom::Memory(memory)) => Some([memory.k.clone(), memory.v.clone()]),
+            (kv, _) => kv.map(|kv| self.key_value_heads(kv, rotation, sum)).transpose()?,
         };
         let norm = self.qk_norm.as_ref().map(|norms| &norms.q);
         let q =

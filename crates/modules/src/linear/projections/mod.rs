@@ -206,11 +206,13 @@ fn present<'a, T>(all: &'a ByPlace<T>, places: &[ProjectionPlace]) -> Vec<(Proje
     places.iter().filter_map(|&place| Some((place, all[place as usize].as_ref()?))).collect()
 }
 
-/// What queries' inputs are projected to.
+/// What the inputs of a call are projected to.
 #[derive(Debug)]
-pub struct Queries {
+pub struct Projected {
     /// (B, T_q, H·D).
     pub q: Tensor,
+    /// (B, T_kv, H_kv·D) and (B, T_kv, H_kv·D_v), if the call has inputs for them and the layer projects them.
+    pub kv: Option<[Tensor; 2]>,
     /// (B, T_q, H·D_v) or (B, T_q, H).
     pub gate: Option<Tensor>,
 }
@@ -327,55 +329,31 @@ impl Projections {
         [Query, Key].iter().any(|&place| matches!(self.all[place as usize], Some(Projection::Module { .. })))
     }
 
-    /// What there is of the projections in these places, by place.
-    fn each<T>(
-        &self,
-        places: &[ProjectionPlace],
-        of_all: impl FnOnce(&[&Projection]) -> Result<Vec<T>>,
-    ) -> Result<ByPlace<T>> {
-        let (places, all): (Vec<_>, Vec<_>) = present(&self.all, places).into_iter().unzip();
-        let mut found = ByPlace::default();
-        for (place, own) in places.into_iter().zip(of_all(&all)?) {
-            found[place as usize] = Some(own);
+    /// The inputs of some places projected; those of one tensor that share a weight are views of one product.
+    fn project(&self, inputs: &[(ProjectionPlace, &Tensor)]) -> Result<ByPlace<Tensor>> {
+        let mut projected = ByPlace::default();
+        for run in inputs.chunk_by(|(_, own), (_, next)| own.id() == next.id()) {
+            let places: Vec<_> = run.iter().map(|(place, _)| *place).collect();
+            let (places, all): (Vec<_>, Vec<_>) = present(&self.all, &places).into_iter().unzip();
+            for (place, ys) in places.into_iter().zip(Projection::project(&all, run[0].1)?) {
+                projected[place as usize] = Some(ys);
+            }
         }
-        Ok(found)
+        Ok(projected)
     }
 
-    /// Projections of one input.
-    fn project(&self, places: &[ProjectionPlace], xs: &Tensor) -> Result<ByPlace<Tensor>> {
-        self.each(places, |all| Projection::project(all, xs))
-    }
-
-    /// q and the gate, and k (B, T_kv, H_kv·D) and v (B, T_kv, H_kv·D_v), if the layer has them.
-    pub fn query_key_value(
-        &self,
-        queries: &Tensor,
-        keys: &Tensor,
-        values: &Tensor,
-    ) -> Result<(Queries, Option<[Tensor; 2]>)> {
-        if queries.id() == keys.id() && keys.id() == values.id() {
-            let [q, k, v, _, gate] = self.project(&PACKED_ORDER, queries)?;
-            return Ok((Queries { q: existing(q)?, gate }, k.map(|k| [k.clone(), v.unwrap_or(k)])));
-        }
-        Ok((self.query(queries)?, self.key_value(keys, values)?))
-    }
-
-    /// q and the gate alone.
-    pub fn query(&self, queries: &Tensor) -> Result<Queries> {
-        let [q, .., gate] = self.project(&[Query, Gate], queries)?;
-        Ok(Queries { q: existing(q)?, gate })
+    /// q and the gate, and k and v where these have inputs.
+    pub fn query_key_value(&self, queries: &Tensor, key_value: Option<[&Tensor; 2]>) -> Result<Projected> {
+        let mut inputs = vec![(Query, queries), (Gate, queries)];
+        inputs.extend(key_value.into_iter().flat_map(|[keys, values]| [(Key, keys), (Value, values)]));
+        let [q, k, v, _, gate] = self.project(&inputs)?;
+        Ok(Projected { q: existing(q)?, kv: keys_and_values(k, v), gate })
     }
 
     /// k (B, T_kv, H_kv·D) and v (B, T_kv, H_kv·D_v) alone, if the layer has them.
     pub fn key_value(&self, keys: &Tensor, values: &Tensor) -> Result<Option<[Tensor; 2]>> {
-        let [_, k, v, ..] = if keys.id() == values.id() {
-            self.project(&[Key, Value], keys)?
-        } else {
-            let [_, k, ..] = self.project(&[Key], keys)?;
-            let [_, _, v, ..] = self.project(&[Value], values)?;
-            [None, k, v, None, None]
-        };
-        Ok(k.map(|k| [k.clone(), v.unwrap_or(k)]))
+        let [_, k, v, ..] = self.project(&[(Key, keys), (Value, values)])?;
+        Ok(keys_and_values(k, v))
     }
 
     /// The output projection of merged heads (B, T_q, H·D_v), or the heads as they are, plus a residual of that shape.
@@ -393,8 +371,19 @@ impl Projections {
     /// # Errors
     /// If a projection is a module, whose weights the layer does not know, and if memory is short.
     pub fn to_linears(&self) -> Result<ByPlace<Linear>> {
-        self.each(&[Query, Gate, Key, Value, Output], |all| Projection::to_linears(all))
+        let places = [Query, Gate, Key, Value, Output];
+        let (places, all): (Vec<_>, Vec<_>) = present(&self.all, &places).into_iter().unzip();
+        let mut linears = ByPlace::default();
+        for (place, linear) in places.into_iter().zip(Projection::to_linears(&all)?) {
+            linears[place as usize] = Some(linear);
+        }
+        Ok(linears)
     }
+}
+
+/// Where there are keys and no projection of values, values are what that of keys gives.
+fn keys_and_values(k: Option<Tensor>, v: Option<Tensor>) -> Option<[Tensor; 2]> {
+    k.map(|k| [k.clone(), v.unwrap_or(k)])
 }
 
 /// That of queries, which every layer has.
