@@ -27,7 +27,7 @@ use crate::position::{ContentPositions, RelativeBias, RelativeEmbeddings, Rotary
 use crate::sdpa::Attended;
 use candle_attention_modules::base::{Expect, HeadShard, Heads, ParameterList, Source, save};
 use candle_attention_modules::linear::{ProjectionModule, ProjectionModules, ProjectionPlace, Projections};
-use candle_attention_modules::norm::{Norm, QkNorms, Span};
+use candle_attention_modules::norm::{Norm, Span};
 use checks::Expected;
 
 const OP: &str = "multi_head_attention";
@@ -76,7 +76,8 @@ pub struct MultiHeadAttention {
     projections: Projections,
     parameters: ParameterList,
     norm_spans: [Option<Span>; 2],
-    qk_norm: Option<QkNorms>,
+    q_norm: Option<Norm>,
+    k_norm: Option<Norm>,
     value_norm: Option<Norm>,
     context_norm: Option<Norm>,
     rotary: Option<RotaryEmbedding>,
@@ -211,7 +212,8 @@ impl MultiHeadAttention {
             projections,
             parameters: ParameterList::default(),
             norm_spans: shard.map_or([None; 2], |shard| cfg.norm_spans(shard)),
-            qk_norm: None,
+            q_norm: None,
+            k_norm: None,
             value_norm: value_norm.transpose()?,
             context_norm: None,
             rotary: cfg.rope().map(|rope| RotaryEmbedding::new(rope, d)).transpose()?,
