@@ -187,6 +187,19 @@ impl<G: Deref<Target = Storage>> Read<'_, G> {
     }
 }
 
+/// The elements of a contiguous view.
+///
+/// # Errors
+/// If it is not contiguous.
+pub fn contiguous<'a, E>(elements: &'a [E], layout: &Layout) -> Result<&'a [E]> {
+    match layout.contiguous_offsets() {
+        // A view of nothing may begin anywhere.
+        Some((start, end)) if start == end => Ok(&[]),
+        Some((start, end)) => Ok(&elements[start..end]),
+        None => bail!("expected a contiguous tensor, found strides {:?} of shape {:?}", layout.stride(), layout.dims()),
+    }
+}
+
 /// A view of the first N dimensions, in which a dimension of 1 in the layout stands for all entries.
 pub fn strided<'a, T, const N: usize>(data: &'a [T], layout: &Layout) -> Strided<'a, T, N> {
     let stride = |n: usize| if layout.dims()[n] > 1 { layout.stride()[n] } else { 0 };

@@ -313,11 +313,11 @@ impl PackedLinear {
         let ys = match &self.kind {
             Kind::Packed(packed) => {
                 let activation = self.activation.map(kernel_activation).transpose()?;
-                let product = Columns { packed: packed.clone(), columns, activation, up: None };
+                let product = Columns::new(packed, columns);
                 if !is_tracked {
-                    return product.forward(xs, residual);
+                    return Columns { activation, residual: residual.cloned(), ..product }.forward(xs);
                 }
-                Columns { activation: None, ..product }.forward(xs, None)?
+                product.forward(xs)?
             }
             Kind::Plain(linear, Some(tier)) => {
                 let own = |tensor: &Tensor| {

@@ -6,10 +6,10 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, D, Device, Layout, Result, Shape, Tensor, WithDType, bail};
 
 use super::OP;
-use super::forward::{contiguous, kernel_error, row_stride, with_width};
+use super::forward::{contiguous, kernel_error, multiply, row_stride, with_width};
 use crate::base::executor;
-use crate::base::rowwise::{Op3, Operand, Ternary, read, with_float};
-use candle_attention_kernels::linear::{self, Epilogue, Matrix, Product, Right};
+use crate::base::rowwise::{self, Op3, Operand, Ternary, read, with_float};
+use candle_attention_kernels::linear::{self, Epilogue, Matrix, Right};
 use candle_attention_kernels::{Element, Tier};
 
 /// `xs · weightᵀ + bias` of inputs (.., in), a weight (out, in) and a bias (out,) of one dtype, each of which may be
@@ -74,8 +74,7 @@ impl Project {
         (bias, bias_layout): (&[E], &Layout),
     ) -> Result<Vec<E>> {
         let Some(weight) = view(weight, layout) else { bail!("[{OP}] the weight has no contiguous lines") };
-        let bias = bias.iter().skip(bias_layout.start_offset()).take(bias_layout.dims()[0]);
-        let bias: Vec<_> = bias.map(|x| x.to_f64() as f32).collect();
+        let bias: Vec<_> = rowwise::contiguous(bias, bias_layout)?.iter().map(|x| x.to_f64() as f32).collect();
         // A matrix may be transposed.
         let left = match xs_layout.dims() {
             [_, _] => view(xs, xs_layout),
@@ -83,13 +82,7 @@ impl Project {
         };
         let Some(left) = left else { bail!("[{OP}] the input has no contiguous lines") };
         let bias = Some(bias.as_slice()).filter(|bias| !bias.is_empty());
-        linear::multiply_vec(&Product {
-            left,
-            right: Right::Matrix(weight.t(), self.tier),
-            epilogue: Epilogue { bias, ..Default::default() },
-            executor: executor(),
-        })
-        .map_err(kernel_error)
+        multiply(left, Right::Matrix(weight.t(), self.tier), Epilogue { bias, ..Default::default() })
     }
 
     /// The gradients of the inputs and of the weight: `gradient · weight` and `gradientᵀ · xs`.
@@ -154,8 +147,7 @@ pub(super) fn packed_input_gradient(
     let (storage, shape) = (read(&gradient), with_width(gradient.dims(), weight.inputs()));
     with_float!(OP, gradient.dtype(), |E| {
         let left = rows_of(storage.elements::<E>()?, storage.layout)?;
-        let right = Right::Transposed(weight, columns);
-        let product = Product { left, right, epilogue: Epilogue::default(), executor: executor() };
-        Tensor::from_vec(linear::multiply_vec(&product).map_err(kernel_error)?, shape, &Device::Cpu)
+        let ys = multiply(left, Right::Transposed(weight, columns), Epilogue::default())?;
+        Tensor::from_vec(ys, shape, &Device::Cpu)
     })
 }

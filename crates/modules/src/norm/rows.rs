@@ -8,7 +8,8 @@ use candle_core::{CpuStorage, Layout, Result, Shape, Tensor, WithDType, bail};
 use rayon::prelude::*;
 
 use crate::base::rowwise::{
-    Element, HeadRows, Op3, Operand, TASK_ELEMENTS, Ternary, map_heads, read, with_contiguous_rows, with_float,
+    Element, HeadRows, Op3, Operand, TASK_ELEMENTS, Ternary, contiguous, map_heads, read, with_contiguous_rows,
+    with_float,
 };
 use crate::gate::GateActivation;
 
@@ -103,7 +104,7 @@ impl RowNorm {
             norm: self,
             xs: HeadRows::<E>::new(rows.elements()?, rows.layout)?,
             gradient: HeadRows::new(gradients.elements()?, gradients.layout)?,
-            weight: parameter(numbers.elements()?, numbers.layout)?,
+            weight: contiguous(numbers.elements()?, numbers.layout)?,
             wants: [weight.track_op(), bias.track_op()],
         };
         let (of_xs, [of_weight, of_bias]) = backward.run();
@@ -123,7 +124,7 @@ impl RowNorm {
             let rows = HeadRows::<E>::new(rows.elements()?, rows.layout)?;
             let gates = HeadRows::<E>::new(gates.elements()?, gates.layout)?;
             let gradients = HeadRows::<E>::new(gradients.elements()?, gradients.layout)?;
-            let weight = parameter(numbers.elements()?, numbers.layout)?;
+            let weight = contiguous(numbers.elements()?, numbers.layout)?;
             let of_normed = map_heads(&gradients, |token| {
                 let gate = gates.of_token(token);
                 move |head, gradient: &[f32], own: &mut [f32]| {
@@ -171,15 +172,6 @@ struct Moments {
 impl Moments {
     pub fn normed(self, x: f32) -> f32 {
         (x - self.mean) * self.factor
-    }
-}
-
-fn parameter<'a>(numbers: &'a [f32], layout: &Layout) -> Result<&'a [f32]> {
-    match layout.contiguous_offsets() {
-        // A view of nothing may begin anywhere.
-        Some((start, end)) if start == end => Ok(&[]),
-        Some((start, end)) => Ok(&numbers[start..end]),
-        None => bail!("[{OP}] weight or bias is not contiguous"),
     }
 }
 
@@ -283,12 +275,12 @@ impl Ternary for RowNorm {
         &self,
         [(xs, layout), (weight, of_weight), (third, of_third)]: [Operand; 3],
     ) -> Result<(CpuStorage, Shape)> {
-        let weight = parameter(weight.as_slice()?, of_weight)?;
+        let weight = contiguous(weight.as_slice()?, of_weight)?;
         let ys = with_float!(OP, xs.dtype(), |E| {
             let xs = HeadRows::<E>::new(xs.as_slice()?, layout)?;
             E::to_cpu_storage_owned(match self.gate {
                 Some(gate) => self.gated_rows(&xs, weight, &HeadRows::new(third.as_slice()?, of_third)?, gate),
-                None => self.rows(&xs, weight, parameter(third.as_slice()?, of_third)?)?,
+                None => self.rows(&xs, weight, contiguous(third.as_slice()?, of_third)?)?,
             })
         });
         Ok((ys, layout.shape().clone()))
