@@ -15,9 +15,9 @@ use layout::Form;
 use tensors::{GATE_NAMES, Part, heads_of, projection_tensors};
 
 use crate::config::{KvSource, MultiHeadAttentionConfig};
-use candle_attention_modules::base::{Heads, Source, Spec, fits_in_memory};
+use candle_attention_modules::base::{Heads, Parameter, Source, Spec, fits_in_memory};
 use candle_attention_modules::gate::GatePlace;
-use candle_attention_modules::linear::{ByPlace, PROJECTIONS, Piece, ProjectionPlace, ProjectionRows};
+use candle_attention_modules::linear::{ByPlace, PROJECTIONS, ProjectionPlace, ProjectionRows};
 
 /// The projections in any layout, or this process's part of each, where the config is the whole layer's.
 ///
@@ -59,20 +59,20 @@ pub(crate) fn load_projections(
                     true => source.bias_of_sum(tensor.read(source)?)?,
                     false => tensor.read_part(1, own_inputs.clone(), source)?,
                 };
-                projections[ProjectionPlace::Output as usize].push(Piece::whole(stored), tensor.is_bias);
+                projections[ProjectionPlace::Output as usize].push(stored.into(), tensor.is_bias);
             }
             [part] => {
                 let own = own_rows(part);
                 if !own.is_empty() {
                     let stored = tensor.read_part(0, own, source)?;
-                    projections[part.place as usize].push(Piece::whole(stored), tensor.is_bias);
+                    projections[part.place as usize].push(stored.into(), tensor.is_bias);
                 }
             }
             parts => {
                 let stored = tensor.read(source)?;
                 for part in parts {
-                    let piece = Piece::new(stored.clone(), part.rows.clone()).narrow(own_rows(part))?;
-                    projections[part.place as usize].push(piece, tensor.is_bias);
+                    let own = Parameter::of(stored.clone(), part.rows.clone()).narrow(own_rows(part))?;
+                    projections[part.place as usize].push(own, tensor.is_bias);
                 }
             }
         }
@@ -91,7 +91,7 @@ pub(crate) fn load_projections(
             return source.fail(format!("the file has more than the {h} heads of the config"));
         }
     }
-    Ok(projections.map(|rows| (!rows.is_empty()).then_some(rows)))
+    Ok(projections.map(|rows| (!rows.weight.is_empty()).then_some(rows)))
 }
 
 /// The parameter beside the projections in which BEiT's and VideoMAE's first files keep a bias.

@@ -10,9 +10,11 @@ use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
 use super::OP;
-use candle_attention_modules::base::{Heads, LINEAR_WEIGHT, Options, Rows, Source, Spec, has, number, options};
+use candle_attention_modules::base::{
+    Heads, LINEAR_WEIGHT, Options, Parameter, Rows, Source, Spec, has, number, options,
+};
 use candle_attention_modules::gate::GateActivation;
-use candle_attention_modules::linear::{Piece, ProjectionRows};
+use candle_attention_modules::linear::ProjectionRows;
 
 /// The shape and options of a [`GatedDeltaNet`](crate::GatedDeltaNet). What belongs to the data (padding, a cache) is
 /// given at the call.
@@ -254,7 +256,7 @@ impl DeltaLayout {
     }
 
     /// The taps (C, 1, K) of queries, keys and values, or this process's of them.
-    pub(super) fn read_convolutions(self, cfg: &GatedDeltaNetConfig, source: &Source) -> Result<ProjectionRows> {
+    pub(super) fn read_convolutions(self, cfg: &GatedDeltaNetConfig, source: &Source) -> Result<Parameter> {
         let ([q, k, v, ..], taps) = (cfg.rows(), cfg.conv_kernel());
         // `nn.Conv1d`'s.
         let bound = (taps as f64).sqrt().recip();
@@ -264,22 +266,20 @@ impl DeltaLayout {
         // transformers 5 saves three convolutions as thirds of all rows, whatever their widths.
         let first = spec(convolutions[0].name, third);
         let are_thirds = convolutions.len() == 3 && source.has(&first.name) && source.read(&first).is_ok();
-        let mut whole = ProjectionRows::default();
+        let mut whole = Parameter::default();
         for (n, Packed { name, parts, .. }) in convolutions.into_iter().enumerate() {
             source.refuse(&format!("{name}.bias"), "the layer has no biases")?;
             let usual = parts.map(|part| cfg.rows()[part].len()).sum();
             let rows = if are_thirds { third.min(v.end.saturating_sub(n * third)) } else { usual };
-            whole.push(Piece::whole(source.read(&spec(name, rows))?), false);
+            whole.extend(source.read(&spec(name, rows))?.into());
         }
         if !source.is_sharded() {
             return Ok(whole);
         }
-        let (whole, mut own) = (ProjectionRows::to_linear(&[&whole])?, ProjectionRows::default());
-        for (part, rows) in [q, k, v].into_iter().enumerate() {
-            let rows = Piece::new(whole.weight().clone(), Rows { groups: 1, range: rows });
-            own.push(rows.narrow(own_rows(part, cfg, source))?, false);
-        }
-        Ok(own)
+        let whole = whole.tensor()?;
+        let own =
+            |(part, range)| Parameter::of(whole.clone(), Rows { groups: 1, range }).narrow(own_rows(part, cfg, source));
+        [q, k, v].into_iter().enumerate().map(own).collect()
     }
 }
 
@@ -305,14 +305,14 @@ impl Packed {
             let whole = if reads_parts { None } else { Some(source.read(&spec)?) };
             for part in parts.clone() {
                 let (own, at) = (own_rows(part, cfg, source), rows[part].start - start);
-                let piece = match &whole {
+                let weight = match &whole {
                     Some(whole) => {
                         let range = at / groups..(at + rows[part].len()) / groups;
-                        Piece::new(whole.clone(), Rows { groups: *groups, range }).narrow(own)?
+                        Parameter::of(whole.clone(), Rows { groups: *groups, range }).narrow(own)?
                     }
-                    None => Piece::whole(source.read_part(&spec, 0, at + own.start..at + own.end)?),
+                    None => source.read_part(&spec, 0, at + own.start..at + own.end)?.into(),
                 };
-                read.push(ProjectionRows::of(piece));
+                read.push(ProjectionRows { weight, bias: None });
             }
         }
         Ok(read)

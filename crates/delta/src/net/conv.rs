@@ -10,21 +10,20 @@ use super::{GatedDeltaNetConfig, OP};
 use candle_attention_core::PackedSequences;
 use candle_attention_core::internal::NewTokens;
 use candle_attention_modules::base::rowwise::{Element, HeadRows, map_heads, read, with_contiguous_rows, with_float};
-use candle_attention_modules::base::{accumulation_dtype, part, rowwise::to_vec};
+use candle_attention_modules::base::{Parameter, accumulation_dtype, part, rowwise::to_vec};
 use candle_attention_modules::gate::GateActivation;
-use candle_attention_modules::linear::ProjectionRows;
 
 /// `y[t] = silu(Σ taps[i] x[t - K + 1 + i])` of each channel. The K - 1 inputs before a call are its state, or zeros.
 #[derive(Debug, Clone)]
 pub(super) struct ShortConvolution {
     /// (C, 1, K).
-    weight: ProjectionRows,
+    weight: Parameter,
     /// (K, C) in the accumulation dtype, unless the weight is a variable.
     taps: Option<Tensor>,
 }
 
 impl ShortConvolution {
-    pub fn new(weight: ProjectionRows) -> Result<Self> {
+    pub fn new(weight: Parameter) -> Result<Self> {
         let mut own = Self { weight, taps: None };
         if !own.weight.is_tracked() {
             own.taps = Some(own.taps()?);
@@ -37,14 +36,9 @@ impl ShortConvolution {
         Self::new(self.weight.freeze()?)
     }
 
-    /// The weight (C, 1, K) that variables hold now.
-    fn weight(&self) -> Result<Tensor> {
-        Ok(ProjectionRows::to_linear(&[&self.weight])?.weight().clone())
-    }
-
-    /// Those of queries, keys and values.
+    /// The weights (C, 1, K) of queries, keys and values that variables hold now.
     pub fn weights(&self, cfg: &GatedDeltaNetConfig) -> Result<Vec<Tensor>> {
-        let weight = self.weight()?;
+        let weight = self.weight.tensor()?;
         cfg.rows()[..3].iter().map(|rows| part(&weight, 0, rows.clone())).collect()
     }
 
@@ -53,7 +47,7 @@ impl ShortConvolution {
         if let Some(taps) = &self.taps {
             return Ok(taps.clone());
         }
-        let weight = self.weight()?;
+        let weight = self.weight.tensor()?;
         weight.to_dtype(accumulation_dtype(weight.dtype()))?.squeeze(1)?.t()?.contiguous()
     }
 }

@@ -2,7 +2,7 @@
 
 mod sources;
 
-pub use sources::{ByPlace, PROJECTIONS, Piece, ProjectionModule, ProjectionModules, ProjectionPlace, ProjectionRows};
+pub use sources::{ByPlace, PROJECTIONS, ProjectionModule, ProjectionModules, ProjectionPlace, ProjectionRows};
 
 use ProjectionPlace::{Gate, Key, Output, Query, Value};
 
@@ -92,7 +92,7 @@ impl Projection {
                 Ok(all.chunks(1).map(Self::of_rows).collect::<Result<Vec<_>>>()?.concat())
             }
             _ => {
-                let parts = all.iter().map(|rows| (rows.len(), rows.has_bias()));
+                let parts = all.iter().map(|rows| (rows.weight.len(), rows.bias.is_some()));
                 let columns = ProjectionColumns::split(ProjectionRows::to_linear(all)?.try_into()?, parts);
                 Ok(columns.into_iter().map(Self::Columns).collect())
             }
@@ -168,7 +168,7 @@ impl Projection {
             (Self::Columns(ProjectionColumns { weight, range, .. }), _) => weight.product(xs, range.clone(), residual),
             (Self::Tracked(rows), _) => {
                 let linear: PackedLinear = ProjectionRows::to_linear(&[rows])?.try_into()?;
-                linear.product(xs, 0..rows.len(), residual)
+                linear.product(xs, 0..rows.weight.len(), residual)
             }
             (Self::Module { module, expected }, None) => expected.of(module, xs),
             (Self::Module { module, expected }, Some(residual)) => expected.of(module, xs)? + residual,
@@ -224,14 +224,14 @@ impl Projections {
     /// If there is none of queries, and if memory is short.
     pub fn new(loaded: ByPlace<ProjectionRows>) -> Result<Self> {
         let q = existing(loaded[Query as usize].as_ref())?;
-        let (dtype, device) = (q.weight().dtype(), q.weight().device().clone());
+        let (dtype, device) = (q.weight.first().dtype(), q.weight.first().device().clone());
         Ok(Self { all: Self::pack(&loaded)?, dtype, device })
     }
 
     /// Those of inputs of one width are columns of one product.
     fn pack(loaded: &ByPlace<ProjectionRows>) -> Result<ByPlace<Projection>> {
         let mut all = ByPlace::default();
-        let width = |rows: &ProjectionRows| rows.weight().dims()[1];
+        let width = |rows: &ProjectionRows| rows.weight.first().dims()[1];
         let of_inputs = present(loaded, &PACKED_ORDER);
         let output = present(loaded, &[Output]);
         for run in of_inputs.chunk_by(|(_, own), (_, next)| width(own) == width(next)).chain(output.chunks(1)) {
