@@ -20,7 +20,8 @@ impl MultiHeadAttentionConfig {
     /// unequal shares of a relative bias, whose heads are divided without the key heads.
     #[doc(hidden)]
     pub fn for_shard(&self, shard: HeadShard) -> Result<Self> {
-        let (h, h_kv, n) = (self.num_heads(), self.num_kv_heads(), shard.world_size());
+        let (heads, n) = ((self.num_heads(), self.num_kv_heads()), shard.world_size());
+        let (h, h_kv) = heads;
         if n > h {
             bail!("[{OP}] a world size of {n} is more than the {h} query heads")
         }
@@ -33,14 +34,13 @@ impl MultiHeadAttentionConfig {
                 "[{OP}] layer norms of whole projections span the heads of all processes, expected a root mean square"
             )
         }
-        if self.relative_bias().is_some() && shard.all().any(|shard| shard.shares(h, h_kv).0.range(h).len() * n != h) {
+        if self.relative_bias().is_some() && shard.all().any(|one| one.range(Heads::Query, heads, h).len() * n != h) {
             bail!(
                 "[{OP}] a world size of {n} does not divide the {h} heads of a relative bias equally, \
                  with {h_kv} key heads"
             )
         }
-        let (queries, keys) = shard.shares(h, h_kv);
-        let (queries, keys) = (queries.range(h), keys.range(h_kv));
+        let (queries, keys) = (shard.range(Heads::Query, heads, h), shard.range(Heads::Key, heads, h_kv));
         // What follows from the number of heads is as in the whole layer.
         let mut own = self
             .clone()
@@ -141,8 +141,8 @@ mod tests {
                 let mut next = 0;
                 for rank in 0..world_size {
                     let shard = HeadShard::new(rank, world_size)?;
-                    let (queries, keys) = shard.shares(h, h_kv);
-                    let (queries, keys) = (queries.range(h), keys.range(h_kv));
+                    let own = |heads, len| shard.range(heads, (h, h_kv), len);
+                    let (queries, keys) = (own(Heads::Query, h), own(Heads::Key, h_kv));
                     let own = MultiHeadAttentionConfig::new(h * 2, h).with_num_kv_heads(h_kv).for_shard(shard)?;
                     assert_eq!((own.num_heads(), own.num_kv_heads()), (queries.len(), keys.len()));
                     assert!(queries.start == next && !queries.is_empty(), "{h}, {h_kv}, {rank} of {world_size}");

@@ -315,18 +315,25 @@ impl HeadShard {
         ith_of(self.rank, len, self.world_size)
     }
 
-    /// The shares of the query heads and of the key heads, of which there are no fewer query heads than processes.
+    /// This process's part of `len` entries that `h` query heads or `h_kv` key heads divide equally; there are no fewer
+    /// query heads than processes.
     #[doc(hidden)]
-    pub fn shares(&self, h: usize, h_kv: usize) -> (Share, Share) {
+    pub fn range(&self, heads: Heads, (h, h_kv): (usize, usize), len: usize) -> Range<usize> {
         let (n, group) = (self.world_size, h / h_kv);
-        if n <= h_kv {
+        let (queries, keys) = if n <= h_kv {
             let keys = self.part_of(h_kv);
-            return (Share::new(keys.start * group..keys.end * group, h), Share::new(keys, h_kv));
-        }
-        let key = self.rank * h_kv / n;
-        let readers = ith_of(key, n, h_kv);
-        let own = ith_of(self.rank - readers.start, group, readers.len());
-        (Share::new(key * group + own.start..key * group + own.end, h), Share::new(key..key + 1, h_kv))
+            (keys.start * group..keys.end * group, keys)
+        } else {
+            let key = self.rank * h_kv / n;
+            let readers = ith_of(key, n, h_kv);
+            let own = ith_of(self.rank - readers.start, group, readers.len());
+            (key * group + own.start..key * group + own.end, key..key + 1)
+        };
+        let (own, width) = match heads {
+            Heads::Query => (queries, len / h),
+            Heads::Key => (keys, len / h_kv),
+        };
+        own.start * width..own.end * width
     }
 
     /// Whether no process before this one has its key heads.
@@ -339,26 +346,6 @@ impl HeadShard {
 /// The entries of `len` that belong to part `i` of `of`.
 fn ith_of(i: usize, len: usize, of: usize) -> Range<usize> {
     (i * len).div_ceil(of)..((i + 1) * len).div_ceil(of)
-}
-
-/// The heads `start..end` of the `of` that divide a dimension equally.
-#[derive(Debug, Clone, Copy)]
-pub struct Share {
-    start: usize,
-    end: usize,
-    of: usize,
-}
-
-impl Share {
-    fn new(heads: Range<usize>, of: usize) -> Self {
-        Self { start: heads.start, end: heads.end, of }
-    }
-
-    /// The entries of a dimension of `len`.
-    pub fn range(self, len: usize) -> Range<usize> {
-        let width = len / self.of;
-        self.start * width..self.end * width
-    }
 }
 
 /// Of the `groups` of equally many rows that a tensor (rows, ..) is divided into, `range` of each.
