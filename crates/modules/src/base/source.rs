@@ -239,22 +239,15 @@ impl<'a> Source<'a> {
     }
 
     fn explain(&self, name: &str, expected: &Shape, error: Error) -> Error {
-        let (op, layout, full_name) = (self.op, &self.layout, self.full_name(name));
-        match root(&error) {
+        let (problem, hint) = match root(&error) {
             Error::CannotFindTensor { .. } | Error::SafeTensor(safetensors::SafeTensorError::TensorNotFound(_)) => {
-                let hint = match hint(&error) {
-                    hint if hint.is_empty() => hint,
-                    hint => format!("; {hint}"),
-                };
-                Error::msg(format!(
-                    "[{op}] {full_name} is missing, expected shape {expected:?} (layout {layout}){hint}"
-                ))
+                (format!(" is missing, expected shape {expected:?}"), hint(&error))
             }
-            Error::UnexpectedShape { got, .. } => {
-                Error::msg(format!("[{op}] {full_name} has shape {got:?}, expected {expected:?} (layout {layout})"))
-            }
-            other => Error::msg(format!("[{op}] {full_name}: {other} (layout {layout})")),
-        }
+            Error::UnexpectedShape { got, .. } => (format!(" has shape {got:?}, expected {expected:?}"), String::new()),
+            other => (format!(": {other}"), String::new()),
+        };
+        let hint = if hint.is_empty() { hint } else { format!("; {hint}") };
+        Error::msg(format!("[{}] {}{problem} (layout {}){hint}", self.op, self.full_name(name), self.layout))
     }
 }
 

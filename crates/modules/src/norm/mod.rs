@@ -228,7 +228,7 @@ pub type SumFunction<'a> = dyn Fn(&Tensor) -> Result<Tensor> + 'a;
 impl Norm {
     fn new(kind: QkNormKind, eps: f64, weight: Parameter, bias: Option<Parameter>) -> Result<Self> {
         let mut norm = Self { kind, eps, weight, bias, affine: None, span: None };
-        if !norm.has_variables() {
+        if !norm.weight.is_tracked() && !norm.bias.as_ref().is_some_and(Parameter::is_tracked) {
             norm.affine = Some(norm.affine()?);
         }
         Ok(norm)
@@ -268,22 +268,16 @@ impl Norm {
         Ok(Self::new(self.kind, self.eps, self.weight.freeze()?, bias)?.over(self.span))
     }
 
-    fn has_variables(&self) -> bool {
-        self.weight.is_tracked() || self.bias.as_ref().is_some_and(Parameter::is_tracked)
-    }
-
     /// (.., size), or (.., H, D) with weights of heads, to the same shape and dtype.
     pub fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         let affine = self.affine()?;
         if let Some(rows) = self.rows(xs, &affine) {
             return rows.apply(xs, &affine.factors, &affine.bias);
         }
-        // Candle's fused norms have no backward pass and no f64.
-        if xs.track_op() || self.has_variables() || xs.dtype() == DType::F64 {
-            return self.differentiable(xs, &affine);
-        }
         let (weight, eps) = (self.weight.tensor()?, self.eps as f32);
         match (self.kind, &self.bias) {
+            // Candle's fused norms have no backward pass and no f64, and take a weight (D,) of the dtype of the rows.
+            _ if xs.track_op() || self.affine.is_none() || xs.dtype() == DType::F64 => self.differentiable(xs, &affine),
             _ if weight.rank() > 1 || weight.dtype() != xs.dtype() => self.differentiable(xs, &affine),
             (QkNormKind::Rms | QkNormKind::RmsNoWeight, None) => ops::rms_norm(&xs.contiguous()?, &weight, eps),
             (QkNormKind::Layer, Some(bias)) => ops::layer_norm(&xs.contiguous()?, &weight, &bias.tensor()?, eps),

@@ -23,19 +23,14 @@ const OP: &str = "multi_head_attention";
 const PACKED_ORDER: [ProjectionPlace; 4] = [Query, Gate, Key, Value];
 
 /// One projection, (B, T, in) to (B, T, out).
-#[derive(Clone)]
+#[derive(Debug, Clone)]
 pub enum Projection {
     /// Columns of a weight that is packed.
     Columns(ProjectionColumns),
     /// Rows of variables, which each call reads.
     Tracked(ProjectionRows),
-    /// A module of the caller's, whose output is checked.
-    Module {
-        /// What projects.
-        module: ProjectionModule,
-        /// What its output has to be like.
-        expected: ModuleOutput,
-    },
+    /// A module of the caller's.
+    Module(CheckedModule),
 }
 
 /// Columns of the product with a weight. Projections of one input that share the weight are views of one product.
@@ -58,28 +53,35 @@ impl ProjectionColumns {
     }
 }
 
-/// What a module has to give.
-#[derive(Debug, Clone)]
-pub struct ModuleOutput {
+/// A module whose output is checked.
+#[derive(Clone)]
+pub struct CheckedModule {
+    module: ProjectionModule,
     place: ProjectionPlace,
     width: usize,
     dtype: DType,
     device: Device,
 }
 
-impl ModuleOutput {
-    /// A module's output, checked; empty without a call where there is nothing to compute.
-    fn of(&self, module: &ProjectionModule, xs: &Tensor) -> Result<Tensor> {
+impl Module for CheckedModule {
+    /// Empty without a call where there is nothing to compute.
+    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         let (b, t, _) = xs.dims3()?;
         let expected = [b, t, self.width];
         if expected.contains(&0) {
             return Tensor::zeros(&expected, self.dtype, &self.device);
         }
-        let ys = module.forward(&xs.contiguous()?)?;
+        let ys = self.module.forward(&xs.contiguous()?)?;
         let name = format!("the output of the {} projection", self.place);
         let output = Expect::one(OP, &name, &ys).sizes(&expected)?;
         output.dtype(self.dtype, "the weights'")?.beside("the weights", &self.device)?;
         Ok(ys)
+    }
+}
+
+impl fmt::Debug for CheckedModule {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(f, "a module to {} outputs in {:?} on {:?}", self.width, self.dtype, self.device)
     }
 }
 
@@ -109,9 +111,8 @@ impl Projection {
             let whole = match run[0].borrow() {
                 Self::Columns(columns) => columns.weight.to_linear()?,
                 Self::Tracked(rows) => ProjectionRows::to_linear(&[rows])?,
-                Self::Module { expected, .. } => bail!(
-                    "[{OP}] the {} projection is a module of the caller's, whose weights the layer does not know",
-                    expected.place
+                Self::Module(CheckedModule { place, .. }) => bail!(
+                    "[{OP}] the {place} projection is a module of the caller's, whose weights the layer does not know"
                 ),
             };
             for projection in run {
@@ -157,7 +158,7 @@ impl Projection {
 
     fn as_module(&self) -> ProjectionModule {
         match self {
-            Self::Module { module, .. } => module.clone(),
+            Self::Module(own) => own.module.clone(),
             own => Arc::new(own.clone()),
         }
     }
@@ -170,8 +171,8 @@ impl Projection {
                 let linear: PackedLinear = ProjectionRows::to_linear(&[rows])?.try_into()?;
                 linear.product(xs, 0..rows.weight.len(), residual)
             }
-            (Self::Module { module, expected }, None) => expected.of(module, xs),
-            (Self::Module { module, expected }, Some(residual)) => expected.of(module, xs)? + residual,
+            (Self::Module(module), None) => module.forward(xs),
+            (Self::Module(module), Some(residual)) => module.forward(xs)? + residual,
         }
     }
 }
@@ -179,16 +180,6 @@ impl Projection {
 impl Module for Projection {
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         self.product(xs, None)
-    }
-}
-
-impl fmt::Debug for Projection {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        match self {
-            Self::Columns(columns) => columns.fmt(f),
-            Self::Tracked(rows) => rows.fmt(f),
-            Self::Module { expected, .. } => write!(f, "a module to {expected:?}"),
-        }
     }
 }
 
@@ -275,13 +266,14 @@ impl Projections {
         let mut all = ByPlace::default();
         for (place, module) in ProjectionPlace::ALL.into_iter().zip(modules.0) {
             let (width, noun) = (widths[place as usize], place.noun());
-            let expected = ModuleOutput { place, width, dtype, device: device.clone() };
             all[place as usize] = match module {
                 None if width > 0 => bail!("[{OP}] no module was given for the {noun} that the config wants"),
                 Some(_) if width == 0 => {
                     bail!("[{OP}] a module was given for the {noun}, but the config says there is none")
                 }
-                module => module.map(|module| Projection::Module { module, expected }),
+                module => module.map(|module| {
+                    Projection::Module(CheckedModule { module, place, width, dtype, device: device.clone() })
+                }),
             };
         }
         Ok(Self { all, dtype, device: device.clone() })
@@ -309,8 +301,8 @@ impl Projections {
         let Some(own) = &mut self.all[place as usize] else {
             bail!("[{OP}] the config says there is no {}, so none can be changed", place.noun())
         };
-        let expected = ModuleOutput { place, width, dtype: self.dtype, device: self.device.clone() };
-        *own = Projection::Module { module: change(own.as_module())?, expected };
+        let (module, device) = (change(own.as_module())?, self.device.clone());
+        *own = Projection::Module(CheckedModule { module, place, width, dtype: self.dtype, device });
         Ok(self)
     }
 
@@ -326,7 +318,7 @@ impl Projections {
 
     /// Whether queries and keys are projected by modules of the caller's, which may change.
     pub fn has_modules(&self) -> bool {
-        [Query, Key].iter().any(|&place| matches!(self.all[place as usize], Some(Projection::Module { .. })))
+        [Query, Key].iter().any(|&place| matches!(self.all[place as usize], Some(Projection::Module(_))))
     }
 
     /// The inputs of some places projected; those of one tensor that share a weight are views of one product.
