@@ -22,7 +22,7 @@ use candle_nn::{Linear, VarBuilder};
 
 use crate::config::MultiHeadAttentionConfig;
 use crate::mask::AttentionMask;
-use crate::params::{WeightLayout, load_projections, projection_shapes, state_dict};
+use crate::params::{WeightLayout, load_projections, projection_shape, state_dict};
 use crate::position::{ContentPositions, RelativeBias, RelativeEmbeddings, RotaryEmbedding, ScoreTerm, Term, alibi};
 use crate::sdpa::Attended;
 use candle_attention_modules::base::{Expect, HeadShard, Heads, ParameterList, Source, save};
@@ -127,8 +127,8 @@ impl MultiHeadAttention {
     /// As [`new`](Self::new), and for an output projection that the config does not want, or a missing one.
     pub fn from_modules(cfg: &MultiHeadAttentionConfig, modules: ProjectionModules, vb: VarBuilder) -> Result<Self> {
         Self::build(cfg, None, Source::new(OP, "of modules", vb), |source| {
-            let widths = projection_shapes(cfg).map(|(width, _)| width);
-            Projections::from_modules(widths, modules, source.dtype(), source.device())
+            let width = |place| projection_shape(cfg, place).0;
+            Projections::from_modules(width, &modules, source.dtype(), source.device())
         })
     }
 
@@ -316,7 +316,7 @@ impl MultiHeadAttention {
         place: ProjectionPlace,
         change: impl FnOnce(ProjectionModule) -> Result<ProjectionModule>,
     ) -> Result<Self> {
-        self.projections = self.projections.map(projection_shapes(&self.config)[place as usize].0, place, change)?;
+        self.projections = self.projections.map(projection_shape(&self.config, place).0, place, change)?;
         Ok(self)
     }
 
@@ -369,10 +369,12 @@ impl MultiHeadAttention {
     ///
     /// [`PackedLinear`]: candle_attention_modules::linear::PackedLinear
     pub fn projections(&self) -> Result<(Linear, Linear, Linear, Option<Linear>)> {
-        let [Some(q), Some(k), v, o, _] = self.projections.to_linears()? else {
+        let mut all = self.projections.to_linears()?;
+        let mut take = |place| all.remove(&place);
+        let (Some(q), Some(k)) = (take(ProjectionPlace::Query), take(ProjectionPlace::Key)) else {
             bail!("[{OP}] keys and values are those of an earlier layer, which has their projections")
         };
-        Ok((q, k.clone(), v.unwrap_or(k), o))
+        Ok((q, k.clone(), take(ProjectionPlace::Value).unwrap_or(k), take(ProjectionPlace::Output)))
     }
 
     /// The layer's parameters under the names and in the shapes of a layout, as a state dict that PyTorch reads.

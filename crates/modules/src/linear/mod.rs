@@ -17,8 +17,8 @@ use candle_attention_kernels::Tier;
 pub use forward::PackedGatedLinear;
 use forward::{Columns, Packed, choose_tier, kernel_activation, plain};
 pub use projections::{
-    ByPlace, PROJECTIONS, Projected, Projection, ProjectionColumns, ProjectionModule, ProjectionModules,
-    ProjectionPlace, ProjectionRows, Projections,
+    ByPlace, Projected, Projection, ProjectionColumns, ProjectionModule, ProjectionModules, ProjectionPlace,
+    ProjectionRows, Projections,
 };
 use quantized::Quantized;
 

@@ -2,7 +2,7 @@
 
 mod sources;
 
-pub use sources::{ByPlace, PROJECTIONS, ProjectionModule, ProjectionModules, ProjectionPlace, ProjectionRows};
+pub use sources::{ByPlace, ProjectionModule, ProjectionModules, ProjectionPlace, ProjectionRows};
 
 use ProjectionPlace::{Gate, Key, Output, Query, Value};
 
@@ -18,9 +18,6 @@ use super::PackedLinear;
 use crate::base::{Expect, part};
 
 const OP: &str = "multi_head_attention";
-
-/// The order in which projections of one input lie in a weight that they share: the gate beside the query.
-const PACKED_ORDER: [ProjectionPlace; 4] = [Query, Gate, Key, Value];
 
 /// One projection, (B, T, in) to (B, T, out).
 #[derive(Debug, Clone)]
@@ -192,11 +189,6 @@ pub struct Projections {
     device: Device,
 }
 
-/// What there is in some places.
-fn present<'a, T>(all: &'a ByPlace<T>, places: &[ProjectionPlace]) -> Vec<(ProjectionPlace, &'a T)> {
-    places.iter().filter_map(|&place| Some((place, all[place as usize].as_ref()?))).collect()
-}
-
 /// What the inputs of a call are projected to.
 #[derive(Debug)]
 pub struct Projected {
@@ -214,22 +206,19 @@ impl Projections {
     /// # Errors
     /// If there is none of queries, and if memory is short.
     pub fn new(loaded: ByPlace<ProjectionRows>) -> Result<Self> {
-        let q = existing(loaded[Query as usize].as_ref())?;
+        let q = existing(loaded.get(&Query))?;
         let (dtype, device) = (q.weight.first().dtype(), q.weight.first().device().clone());
         Ok(Self { all: Self::pack(&loaded)?, dtype, device })
     }
 
     /// Those of inputs of one width are columns of one product.
     fn pack(loaded: &ByPlace<ProjectionRows>) -> Result<ByPlace<Projection>> {
-        let mut all = ByPlace::default();
+        let mut all = ByPlace::new();
+        let loaded: Vec<_> = loaded.iter().collect();
         let width = |rows: &ProjectionRows| rows.weight.first().dims()[1];
-        let of_inputs = present(loaded, &PACKED_ORDER);
-        let output = present(loaded, &[Output]);
-        for run in of_inputs.chunk_by(|(_, own), (_, next)| width(own) == width(next)).chain(output.chunks(1)) {
-            let rows: Vec<_> = run.iter().map(|(_, rows)| *rows).collect();
-            for ((place, _), projection) in run.iter().zip(Projection::of_rows(&rows)?) {
-                all[*place as usize] = Some(projection);
-            }
+        for run in loaded.chunk_by(|(_, own), (place, next)| **place != Output && width(own) == width(next)) {
+            let (places, rows): (Vec<_>, Vec<_>) = run.iter().copied().unzip();
+            all.extend(places.into_iter().copied().zip(Projection::of_rows(&rows)?));
         }
         Ok(all)
     }
@@ -239,17 +228,15 @@ impl Projections {
     /// # Errors
     /// If memory is short.
     pub fn freeze(&self) -> Result<Self> {
-        let mut frozen = ByPlace::default();
-        for (frozen, own) in frozen.iter_mut().zip(&self.all) {
-            if let Some(Projection::Tracked(rows)) = own {
-                *frozen = Some(rows.freeze()?);
+        let mut frozen = ByPlace::new();
+        for (place, own) in &self.all {
+            if let Projection::Tracked(rows) = own {
+                frozen.insert(*place, rows.freeze()?);
             }
         }
+        let mut all = self.all.clone();
         // Together, so that those of one input are one product again.
-        let mut all = Self::pack(&frozen)?;
-        for (packed, own) in all.iter_mut().zip(&self.all).filter(|(packed, _)| packed.is_none()) {
-            *packed = own.clone();
-        }
+        all.extend(Self::pack(&frozen)?);
         Ok(Self { all, ..self.clone() })
     }
 
@@ -258,33 +245,31 @@ impl Projections {
     /// # Errors
     /// If the config wants a projection and there is none, or the other way around.
     pub fn from_modules(
-        widths: [usize; PROJECTIONS],
-        modules: ProjectionModules,
+        width: impl Fn(ProjectionPlace) -> usize,
+        modules: &ProjectionModules,
         dtype: DType,
         device: &Device,
     ) -> Result<Self> {
-        let mut all = ByPlace::default();
-        for (place, module) in ProjectionPlace::ALL.into_iter().zip(modules.0) {
-            let (width, noun) = (widths[place as usize], place.noun());
-            all[place as usize] = match module {
+        let mut all = ByPlace::new();
+        for place in ProjectionPlace::ALL {
+            let (width, noun) = (width(place), place.noun());
+            match modules.0.get(&place).cloned() {
                 None if width > 0 => bail!("[{OP}] no module was given for the {noun} that the config wants"),
                 Some(_) if width == 0 => {
                     bail!("[{OP}] a module was given for the {noun}, but the config says there is none")
                 }
-                module => module.map(|module| {
-                    Projection::Module(CheckedModule { module, place, width, dtype, device: device.clone() })
-                }),
-            };
+                module => all.extend(module.map(|module| {
+                    (place, Projection::Module(CheckedModule { module, place, width, dtype, device: device.clone() }))
+                })),
+            }
         }
         Ok(Self { all, dtype, device: device.clone() })
     }
 
     /// Of weights that are packed, query, key, value and output, for inputs in f32.
     pub fn of_columns(columns: Vec<ProjectionColumns>, device: &Device) -> Self {
-        let mut all = ByPlace::default();
-        for (place, columns) in all.iter_mut().zip(columns) {
-            *place = Some(Projection::Columns(columns));
-        }
+        let columns = columns.into_iter().map(Projection::Columns);
+        let all = [Query, Key, Value, Output].into_iter().zip(columns).collect();
         Self { all, dtype: DType::F32, device: device.clone() }
     }
 
@@ -298,7 +283,7 @@ impl Projections {
         place: ProjectionPlace,
         change: impl FnOnce(ProjectionModule) -> Result<ProjectionModule>,
     ) -> Result<Self> {
-        let Some(own) = &mut self.all[place as usize] else {
+        let Some(own) = self.all.get_mut(&place) else {
             bail!("[{OP}] the config says there is no {}, so none can be changed", place.noun())
         };
         let (module, device) = (change(own.as_module())?, self.device.clone());
@@ -318,18 +303,16 @@ impl Projections {
 
     /// Whether queries and keys are projected by modules of the caller's, which may change.
     pub fn has_modules(&self) -> bool {
-        [Query, Key].iter().any(|&place| matches!(self.all[place as usize], Some(Projection::Module(_))))
+        [Query, Key].iter().any(|place| matches!(self.all.get(place), Some(Projection::Module(_))))
     }
 
     /// The inputs of some places projected; those of one tensor that share a weight are views of one product.
     fn project(&self, inputs: &[(ProjectionPlace, &Tensor)]) -> Result<ByPlace<Tensor>> {
-        let mut projected = ByPlace::default();
+        let mut projected = ByPlace::new();
         for run in inputs.chunk_by(|(_, own), (_, next)| own.id() == next.id()) {
-            let places: Vec<_> = run.iter().map(|(place, _)| *place).collect();
-            let (places, all): (Vec<_>, Vec<_>) = present(&self.all, &places).into_iter().unzip();
-            for (place, ys) in places.into_iter().zip(Projection::project(&all, run[0].1)?) {
-                projected[place as usize] = Some(ys);
-            }
+            let own = run.iter().filter_map(|(place, _)| self.all.get_key_value(place));
+            let (places, all): (Vec<_>, Vec<_>) = own.unzip();
+            projected.extend(places.into_iter().copied().zip(Projection::project(&all, run[0].1)?));
         }
         Ok(projected)
     }
@@ -338,19 +321,19 @@ impl Projections {
     pub fn query_key_value(&self, queries: &Tensor, key_value: Option<[&Tensor; 2]>) -> Result<Projected> {
         let mut inputs = vec![(Query, queries), (Gate, queries)];
         inputs.extend(key_value.into_iter().flat_map(|[keys, values]| [(Key, keys), (Value, values)]));
-        let [q, k, v, _, gate] = self.project(&inputs)?;
-        Ok(Projected { q: existing(q)?, kv: keys_and_values(k, v), gate })
+        let mut projected = self.project(&inputs)?;
+        let (q, gate) = (existing(projected.remove(&Query))?, projected.remove(&Gate));
+        Ok(Projected { q, kv: keys_and_values(projected), gate })
     }
 
     /// k (B, T_kv, H_kv·D) and v (B, T_kv, H_kv·D_v) alone, if the layer has them.
     pub fn key_value(&self, keys: &Tensor, values: &Tensor) -> Result<Option<[Tensor; 2]>> {
-        let [_, k, v, ..] = self.project(&[(Key, keys), (Value, values)])?;
-        Ok(keys_and_values(k, v))
+        Ok(keys_and_values(self.project(&[(Key, keys), (Value, values)])?))
     }
 
     /// The output projection of merged heads (B, T_q, H·D_v), or the heads as they are, plus a residual of that shape.
     pub fn output(&self, merged: Tensor, residual: Option<&Tensor>) -> Result<Tensor> {
-        match (&self.all[Output as usize], residual) {
+        match (self.all.get(&Output), residual) {
             (Some(output), _) => output.product(&merged, residual),
             (None, Some(residual)) => merged + residual,
             (None, None) => Ok(merged),
@@ -363,19 +346,15 @@ impl Projections {
     /// # Errors
     /// If a projection is a module, whose weights the layer does not know, and if memory is short.
     pub fn to_linears(&self) -> Result<ByPlace<Linear>> {
-        let places = [Query, Gate, Key, Value, Output];
-        let (places, all): (Vec<_>, Vec<_>) = present(&self.all, &places).into_iter().unzip();
-        let mut linears = ByPlace::default();
-        for (place, linear) in places.into_iter().zip(Projection::to_linears(&all)?) {
-            linears[place as usize] = Some(linear);
-        }
-        Ok(linears)
+        let (places, all): (Vec<_>, Vec<_>) = self.all.iter().unzip();
+        Ok(places.into_iter().copied().zip(Projection::to_linears(&all)?).collect())
     }
 }
 
 /// Where there are keys and no projection of values, values are what that of keys gives.
-fn keys_and_values(k: Option<Tensor>, v: Option<Tensor>) -> Option<[Tensor; 2]> {
-    k.map(|k| [k.clone(), v.unwrap_or(k)])
+fn keys_and_values(mut projected: ByPlace<Tensor>) -> Option<[Tensor; 2]> {
+    let k = projected.remove(&Key)?;
+    Some([k.clone(), projected.remove(&Value).unwrap_or(k)])
 }
 
 /// That of queries, which every layer has.

@@ -1,5 +1,6 @@
 //! What a layer's projections are made from: rows of tensors, wherever a checkpoint keeps them, or modules.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
@@ -8,25 +9,24 @@ use candle_nn::Linear;
 
 use crate::base::Parameter;
 
-/// One of a layer's projections.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+/// One of a layer's projections. Those of one input lie in this order in a weight that they share.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum ProjectionPlace {
     /// (B, T_q, embed_dim) to (B, T_q, H·D).
     Query,
+    /// (B, T_q, embed_dim) to (B, T_q, H·D_v), or (B, T_q, H) for a gate of whole heads
+    /// ([`OutputGate`](crate::gate::OutputGate)).
+    Gate,
     /// (B, T_kv, key_size) to (B, T_kv, H_kv·D).
     Key,
     /// (B, T_kv, value_size) to (B, T_kv, H_kv·D_v).
     Value,
     /// (B, T_q, H·D_v) to (B, T_q, out_dim).
     Output,
-    /// (B, T_q, embed_dim) to (B, T_q, H·D_v), or (B, T_q, H) for a gate of whole heads
-    /// ([`OutputGate`](crate::gate::OutputGate)).
-    Gate,
 }
 
 impl ProjectionPlace {
-    /// In the order of the type.
-    pub(super) const ALL: [Self; PROJECTIONS] = [Self::Query, Self::Key, Self::Value, Self::Output, Self::Gate];
+    pub(super) const ALL: [Self; 5] = [Self::Query, Self::Gate, Self::Key, Self::Value, Self::Output];
 
     /// For errors.
     pub(super) fn noun(self) -> String {
@@ -46,11 +46,8 @@ impl fmt::Display for ProjectionPlace {
     }
 }
 
-/// How many projections a layer may have.
-pub const PROJECTIONS: usize = 5;
-
-/// What there is of something for each projection, in the order of [`ProjectionPlace`].
-pub type ByPlace<T> = [Option<T>; PROJECTIONS];
+/// What there is of something for each projection.
+pub type ByPlace<T> = BTreeMap<ProjectionPlace, T>;
 
 /// A module in a projection's place.
 pub type ProjectionModule = Arc<dyn Module + Send + Sync>;
@@ -91,15 +88,14 @@ impl ProjectionModules {
     }
 
     fn with(mut self, place: ProjectionPlace, module: impl Module + Send + Sync + 'static) -> Self {
-        self.0[place as usize] = Some(Arc::new(module));
+        self.0.insert(place, Arc::new(module));
         self
     }
 }
 
 impl fmt::Debug for ProjectionModules {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        let places = ProjectionPlace::ALL.into_iter().filter(|&place| self.0[place as usize].is_some());
-        f.debug_tuple("ProjectionModules").field(&places.collect::<Vec<_>>()).finish()
+        f.debug_tuple("ProjectionModules").field(&self.0.keys()).finish()
     }
 }
 
