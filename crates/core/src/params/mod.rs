@@ -60,18 +60,17 @@ pub(crate) fn load_projections(
                 };
                 projections.entry(ProjectionPlace::Output).or_default().push(stored.into(), tensor.is_bias);
             }
-            [part] => {
-                let own = own_rows(part);
-                if !own.is_empty() {
-                    let stored = tensor.read_part(0, own, source)?;
-                    projections.entry(part.place).or_default().push(stored.into(), tensor.is_bias);
-                }
-            }
             parts => {
-                let stored = tensor.read(source)?;
+                // A tensor of several is read once.
+                let whole = if parts.len() > 1 { Some(tensor.read(source)?) } else { None };
                 for part in parts {
-                    let own = Parameter::of(stored.clone(), part.rows.clone()).narrow(own_rows(part))?;
-                    projections.entry(part.place).or_default().push(own, tensor.is_bias);
+                    let own = own_rows(part);
+                    let rows = match &whole {
+                        Some(whole) => Parameter::of(whole.clone(), part.rows.clone()).narrow(own)?,
+                        None if own.is_empty() => continue,
+                        None => tensor.read_part(0, own, source)?.into(),
+                    };
+                    projections.entry(part.place).or_default().push(rows, tensor.is_bias);
                 }
             }
         }

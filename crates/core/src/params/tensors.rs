@@ -65,7 +65,7 @@ impl ProjectionTensor {
         let mut own = Vec::with_capacity(self.parts.len());
         for Part { place, rows, first } in &self.parts {
             let Some(whole) = of(*place) else { return Ok(None) };
-            own.push((rows, whole.narrow(0, *first, rows.count())?));
+            own.push((rows.clone(), whole.narrow(0, *first, rows.count())?));
         }
         let joined = Rows::join(&own)?;
         let stored = if self.is_transposed { joined.t()? } else { joined };

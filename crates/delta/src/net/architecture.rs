@@ -320,12 +320,9 @@ impl Packed {
 
     /// The inverse: the tensor, of the rows of all parts.
     pub fn of(&self, all: &[Tensor]) -> Result<(String, Tensor)> {
-        let grouped = |rows: &Tensor| {
-            let dims = rows.dims();
-            rows.reshape([&[self.groups, dims[0] / self.groups], &dims[1..]].concat())
-        };
-        let parts = all[self.parts.clone()].iter().map(grouped).collect::<Result<Vec<_>>>()?;
-        Ok((format!("{}.weight", self.name), Tensor::cat(&parts, 1)?.flatten(0, 1)?.contiguous()?))
+        let rows = |whole: &Tensor| Rows { groups: self.groups, range: 0..whole.dims()[0] / self.groups };
+        let parts: Vec<_> = all[self.parts.clone()].iter().map(|whole| (rows(whole), whole.clone())).collect();
+        Ok((format!("{}.weight", self.name), Rows::join(&parts)?.contiguous()?))
     }
 }
 

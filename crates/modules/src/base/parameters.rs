@@ -383,7 +383,7 @@ impl Rows {
     }
 
     /// The inverse: for each of several rows of one tensor what they hold, (len, ..), to the whole tensor.
-    pub fn join(parts: &[(&Self, Tensor)]) -> Result<Tensor> {
+    pub fn join(parts: &[(Self, Tensor)]) -> Result<Tensor> {
         let grouped = parts
             .iter()
             .map(|(rows, part)| part.reshape([&[rows.groups, rows.range.len()], &part.dims()[1..]].concat()));

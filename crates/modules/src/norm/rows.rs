@@ -51,7 +51,13 @@ impl RowNorm {
     }
 
     /// An empty bias adds nothing.
-    fn rows<E: Element>(self, xs: &HeadRows<E>, weight: &[f32], bias: &[f32]) -> Result<Vec<E>> {
+    fn rows<E: Element>(
+        self,
+        xs: &HeadRows<E>,
+        weight: &[f32],
+        bias: &[f32],
+        gate: Option<(&HeadRows<E>, GateActivation)>,
+    ) -> Result<Vec<E>> {
         let &HeadRows { tokens, h, d, .. } = xs;
         let bias = Some(bias).filter(|bias| !bias.is_empty());
         for numbers in [weight, bias.unwrap_or(weight)] {
@@ -59,37 +65,24 @@ impl RowNorm {
                 bail!("[{OP}] there are {} weights, expected {d}, or {h} times {d}", numbers.len())
             }
         }
-        Ok(map_heads(xs, |_| {
-            |head, xs: &[f32], ys: &mut [f32]| {
-                let (moments, weight) = (self.moments(xs), &weight[of_head(weight, head, d)]);
-                let row = ys.iter_mut().zip(xs).zip(weight);
-                match bias {
-                    Some(bias) => row
+        Ok(map_heads(xs, |token| {
+            let gate = gate.map(|(gate, activation)| (gate.of_token(token), activation));
+            move |head, xs: &[f32], ys: &mut [f32]| {
+                let (moments, mut wide) = (self.moments(xs), Vec::new());
+                let row = ys.iter_mut().zip(xs).zip(&weight[of_head(weight, head, d)]);
+                match (bias, &gate) {
+                    (Some(bias), _) => row
                         .zip(&bias[of_head(bias, head, d)])
                         .for_each(|(((y, &x), weight), bias)| *y = moments.normed(x) * weight + bias),
-                    None => row.for_each(|((y, &x), weight)| *y = moments.normed(x) * weight),
+                    (None, Some((gate, activation))) => {
+                        row.zip(E::widen(gate(head), &mut wide)).for_each(|(((y, &x), weight), &gate)| {
+                            *y = moments.normed(x) * weight * activation.with_slope(gate).0;
+                        })
+                    }
+                    (None, None) => row.for_each(|((y, &x), weight)| *y = moments.normed(x) * weight),
                 }
             }
         }))
-    }
-
-    fn gated_rows<E: Element>(
-        self,
-        xs: &HeadRows<E>,
-        weight: &[f32],
-        gate: &HeadRows<E>,
-        activation: GateActivation,
-    ) -> Vec<E> {
-        map_heads(xs, |token| {
-            let gate = gate.of_token(token);
-            move |head, xs: &[f32], ys: &mut [f32]| {
-                let (moments, mut wide) = (self.moments(xs), Vec::new());
-                let gate = E::widen(gate(head), &mut wide);
-                for (((y, &x), weight), &gate) in ys.iter_mut().zip(xs).zip(weight).zip(gate) {
-                    *y = moments.normed(x) * weight * activation.with_slope(gate).0;
-                }
-            }
-        })
     }
 
     /// The gradients of rows, weight and bias, as far as these are tracked.
@@ -279,8 +272,11 @@ impl Ternary for RowNorm {
         let ys = with_float!(OP, xs.dtype(), |E| {
             let xs = HeadRows::<E>::new(xs.as_slice()?, layout)?;
             E::to_cpu_storage_owned(match self.gate {
-                Some(gate) => self.gated_rows(&xs, weight, &HeadRows::new(third.as_slice()?, of_third)?, gate),
-                None => self.rows(&xs, weight, contiguous(third.as_slice()?, of_third)?)?,
+                Some(activation) => {
+                    let gate = HeadRows::new(third.as_slice()?, of_third)?;
+                    self.rows(&xs, weight, &[], Some((&gate, activation)))?
+                }
+                None => self.rows(&xs, weight, contiguous(third.as_slice()?, of_third)?, None)?,
             })
         });
         Ok((ys, layout.shape().clone()))
