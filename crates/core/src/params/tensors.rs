@@ -73,14 +73,9 @@ impl ProjectionTensor {
     }
 }
 
-/// All rows of one projection.
-fn whole(place: ProjectionPlace, rows: usize) -> Vec<Part> {
-    vec![Part { place, rows: Rows::first(rows), first: 0 }]
-}
-
-/// All rows of several projections, so many of each in every one of `groups`: in one group they follow each other, by
-/// head there is a group for each.
-fn several(groups: usize, each: impl IntoIterator<Item = (ProjectionPlace, usize)>) -> Vec<Part> {
+/// All rows of projections, so many of each in every one of `groups`: in one group they follow each other, by head
+/// there is a group for each.
+fn rows_of(groups: usize, each: impl IntoIterator<Item = (ProjectionPlace, usize)>) -> Vec<Part> {
     let mut end = 0;
     let part = |(place, len)| {
         end += len;
@@ -89,17 +84,12 @@ fn several(groups: usize, each: impl IntoIterator<Item = (ProjectionPlace, usize
     each.into_iter().map(part).collect()
 }
 
-fn packed_rows(cfg: &MultiHeadAttentionConfig, order: QkvOrder) -> Vec<Part> {
-    let groups = if order == QkvOrder::ByHead { cfg.num_kv_heads() } else { 1 };
-    several(groups, [Query, Key, Value].map(|place| (place, projection_shape(cfg, place).0 / groups)))
-}
-
 /// Of a query projection, which may hold the gate too, each head's after its query.
 fn query_rows(cfg: &MultiHeadAttentionConfig) -> Vec<Part> {
     let h = cfg.num_heads();
     match cfg.output_gate().filter(|gate| gate.place == GatePlace::Query) {
-        Some(gate) => several(h, [(Query, cfg.head_dim()), (Gate, gate.width(cfg.value_head_dim()))]),
-        None => whole(Query, h * cfg.head_dim()),
+        Some(gate) => rows_of(h, [(Query, cfg.head_dim()), (Gate, gate.width(cfg.value_head_dim()))]),
+        None => rows_of(1, [(Query, h * cfg.head_dim())]),
     }
 }
 
@@ -134,10 +124,14 @@ pub(super) fn projection_tensors(
     let shapes @ [q, k, v, _] = PLACES.map(|place| projection_shape(cfg, place));
     let projection = |place: ProjectionPlace, name, kind| {
         let (rows, in_dim) = projection_shape(cfg, place);
-        let parts = if place == Query { query_rows(cfg) } else { whole(place, rows) };
+        let parts = if place == Query { query_rows(cfg) } else { rows_of(1, [(place, rows)]) };
         Module { name, kind, parts, in_dim }
     };
-    let packed = |name, kind, order| Module { name, kind, parts: packed_rows(cfg, order), in_dim: q.1 };
+    let packed = |name, kind, order| {
+        let groups = if order == QkvOrder::ByHead { cfg.num_kv_heads() } else { 1 };
+        let parts = rows_of(groups, [(Query, q.0 / groups), (Key, k.0 / groups), (Value, v.0 / groups)]);
+        Module { name, kind, parts, in_dim: q.1 }
+    };
     let gate = match cfg.output_gate() {
         Some(OutputGate { place: GatePlace::Own { bias }, .. }) => {
             projection(Gate, gate_name, Kind::Linear).tensors(bias)
