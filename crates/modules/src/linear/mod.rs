@@ -69,7 +69,7 @@ enum Kind {
     Packed(Arc<Packed>),
     /// Read in each call: by the CPU's kernels, where it is tracked for gradients, or by Candle's own operations.
     Plain(Linear, Option<Tier>),
-    Quantized(Arc<Quantized>),
+    Quantized(Quantized),
 }
 
 /// [`candle_nn::linear`](candle_nn::linear()), packed: `weight` (out, in) and `bias` (out,) below the builder's prefix.
@@ -233,7 +233,7 @@ impl PackedLinear {
             }
             Kind::Packed(packed) => packed.rows(Some(&flat.iter().map(|&id| id as usize).collect::<Vec<_>>()))?,
             Kind::Plain(linear, _) => linear.weight().index_select(&list()?, 0)?,
-            Kind::Quantized(quantized) => quantized.rows(&list()?)?,
+            Kind::Quantized(quantized) => quantized.weight.embedding(&list()?)?,
         };
         rows.reshape([ids.dims(), &[self.in_dim()]].concat())
     }

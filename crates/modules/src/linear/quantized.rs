@@ -51,7 +51,9 @@ impl PackedLinear {
         let of = |kind, dtype| Ok(Self { kind, shape, dtype, device: device.clone(), activation: None });
         let dtype = match weight.dtype() {
             GgmlDType::Q2K | GgmlDType::Q3K | GgmlDType::Q4K | GgmlDType::Q5K | GgmlDType::Q6K | GgmlDType::Q8K => {
-                return of(Kind::Quantized(Quantized::new(weight, bias.cloned())?.into()), DType::F32);
+                let weight = Arc::new(weight);
+                let quantized = Quantized { product: QMatMul::from_arc(weight.clone())?, weight, bias: bias.cloned() };
+                return of(Kind::Quantized(quantized), DType::F32);
             }
             GgmlDType::F16 => DType::F16,
             GgmlDType::BF16 => DType::BF16,
@@ -128,24 +130,15 @@ impl Blocks {
 /// A weight that Candle multiplies.
 #[derive(Debug, Clone)]
 pub(super) struct Quantized {
-    weight: Arc<QTensor>,
+    pub weight: Arc<QTensor>,
     product: QMatMul,
     bias: Option<Tensor>,
 }
 
 impl Quantized {
-    fn new(weight: QTensor, bias: Option<Tensor>) -> Result<Self> {
-        let weight = Arc::new(weight);
-        Ok(Self { product: QMatMul::from_arc(weight.clone())?, weight, bias })
-    }
-
     /// Dequantised.
     pub fn to_linear(&self) -> Result<Linear> {
         Ok(Linear::new(self.weight.dequantize(&self.weight.device())?, self.bias.clone()))
-    }
-
-    pub fn rows(&self, ids: &Tensor) -> Result<Tensor> {
-        self.weight.embedding(ids)
     }
 
     /// Some of the outputs. Candle's product has no gradient and takes no input of nothing; its dequantised weight has
