@@ -41,8 +41,7 @@ use candle_attention_core::internal::projection_shape;
 use candle_attention_core::{MultiHeadAttention, MultiHeadAttentionConfig, RopeConfig, RopeScaling, RopeStyle};
 use candle_attention_modules::base::rowwise::to_vec;
 use candle_attention_modules::base::{HeadShard, Heads, root};
-use candle_attention_modules::linear::ProjectionPlace::{Key, Output, Query, Value};
-use candle_attention_modules::linear::{PackedLinear, ProjectionColumns, Projections};
+use candle_attention_modules::linear::{PackedLinear, ProjectionColumns, ProjectionPlace, Projections};
 use candle_attention_modules::norm::{QkNorm, QkNormKind};
 use file::{File, Weight};
 use metadata::{ARCHITECTURES, Metadata};
@@ -112,7 +111,8 @@ fn load<R: Read + Seek>(file: &mut File<R>, layer: usize, shard: Option<HeadShar
     let cfg = file.with_rope_factors(&metadata, layer_config(&metadata, layer)?)?;
     cfg.validate()?;
 
-    let [q, k, v, o] = [Query, Key, Value, Output].map(|place| projection_shape(&cfg, place));
+    let places = [ProjectionPlace::Query, ProjectionPlace::Key, ProjectionPlace::Value, ProjectionPlace::Output];
+    let [q, k, v, o] = places.map(|place| projection_shape(&cfg, place));
     let at = |name: &str| format!("blk.{layer}.{name}");
     let biases = cfg.qkv_bias();
     // The rows of this process's heads, and its columns of the output projection.

@@ -124,7 +124,7 @@ impl CustomOp1 for Columns {
     }
 
     fn cpu_fwd(&self, xs: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let ys = with_float!(OP, xs.dtype(), |E| { E::to_cpu_storage_owned(self.run(xs.as_slice::<E>()?, layout)?) });
+        let ys = with_float!(OP, xs.dtype(), |E| E::to_cpu_storage_owned(self.run(xs.as_slice::<E>()?, layout)?));
         Ok((ys, with_width(layout.dims(), self.columns.len())))
     }
 
@@ -172,10 +172,10 @@ pub(super) fn row_stride(layout: &Layout) -> Option<usize> {
     if layout.shape().elem_count() == 0 {
         return Some(0);
     }
-    let counts = layout.dims()[..layout.dims().len() - 1].iter().zip(layout.stride()).filter(|&(&dim, _)| dim != 1);
+    let mut counts = layout.dims()[..layout.dims().len() - 1].iter().zip(layout.stride()).filter(|&(&dim, _)| dim != 1);
     let mut pairs = counts.clone().zip(counts.clone().skip(1));
     let is_even = pairs.all(|((_, &outer), (&dim, &inner))| outer == dim * inner);
-    is_even.then(|| counts.last().map_or(0, |(_, &stride)| stride))
+    is_even.then(|| counts.next_back().map_or(0, |(_, &stride)| stride))
 }
 
 /// Candle's own operations, with gradients, on any device.

@@ -9,8 +9,8 @@ use super::OP;
 use super::forward::{contiguous, kernel_error, multiply, row_stride, with_width};
 use crate::base::executor;
 use crate::base::rowwise::{self, Op3, Operand, Ternary, read, with_float};
+use candle_attention_kernels::Tier;
 use candle_attention_kernels::linear::{self, Epilogue, Matrix, Right};
-use candle_attention_kernels::{Element, Tier};
 
 /// `xs · weightᵀ + bias` of inputs (.., in), a weight (out, in) and a bias (out,) of one dtype, each of which may be
 /// tracked for gradients. The weight is read as it is when the operation runs.

@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, Layout, Result, Shape, Tensor, WithDType, bail};
+use candle_core::{CpuStorage, Result, Shape, Tensor, WithDType, bail};
 use rayon::prelude::*;
 
 use crate::base::rowwise::{
@@ -117,7 +117,7 @@ impl RowNorm {
             let rows = HeadRows::<E>::new(rows.elements()?, rows.layout)?;
             let gates = HeadRows::<E>::new(gates.elements()?, gates.layout)?;
             let gradients = HeadRows::<E>::new(gradients.elements()?, gradients.layout)?;
-            let weight = contiguous(numbers.elements()?, numbers.layout)?;
+            let weight = contiguous::<f32>(numbers.elements()?, numbers.layout)?;
             let of_normed = map_heads(&gradients, |token| {
                 let gate = gates.of_token(token);
                 move |head, gradient: &[f32], own: &mut [f32]| {
