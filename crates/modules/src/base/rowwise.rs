@@ -193,8 +193,8 @@ impl<G: Deref<Target = Storage>> Read<'_, G> {
 /// If it is not contiguous.
 pub fn contiguous<'a, E>(elements: &'a [E], layout: &Layout) -> Result<&'a [E]> {
     match layout.contiguous_offsets() {
-        // A view of nothing may begin anywhere.
-        Some((start, end)) if start == end => Ok(&[]),
+        // A view of nothing may begin anywhere and have any strides.
+        _ if layout.shape().elem_count() == 0 => Ok(&[]),
         Some((start, end)) => Ok(&elements[start..end]),
         None => bail!("expected a contiguous tensor, found strides {:?} of shape {:?}", layout.stride(), layout.dims()),
     }
