@@ -37,11 +37,11 @@ use candle_nn::{Init, VarBuilder};
 use serde_json::Value;
 
 use crate::hf;
-use candle_attention_core::internal::projection_shapes;
+use candle_attention_core::internal::projection_shape;
 use candle_attention_core::{MultiHeadAttention, MultiHeadAttentionConfig, RopeConfig, RopeScaling, RopeStyle};
 use candle_attention_modules::base::rowwise::to_vec;
-use candle_attention_modules::base::{HeadShard, root};
-use candle_attention_modules::linear::{PackedLinear, ProjectionColumns, Projections};
+use candle_attention_modules::base::{HeadShard, Heads, root};
+use candle_attention_modules::linear::{PackedLinear, ProjectionColumns, ProjectionPlace, Projections};
 use candle_attention_modules::norm::{QkNorm, QkNormKind};
 use file::{File, Weight};
 use metadata::{ARCHITECTURES, Metadata};
@@ -111,17 +111,15 @@ fn load<R: Read + Seek>(file: &mut File<R>, layer: usize, shard: Option<HeadShar
     let cfg = file.with_rope_factors(&metadata, layer_config(&metadata, layer)?)?;
     cfg.validate()?;
 
-    let [q, k, v, o, _] = projection_shapes(&cfg);
+    let places = [ProjectionPlace::Query, ProjectionPlace::Key, ProjectionPlace::Value, ProjectionPlace::Output];
+    let [q, k, v, o] = places.map(|place| projection_shape(&cfg, place));
     let at = |name: &str| format!("blk.{layer}.{name}");
     let biases = cfg.qkv_bias();
     // The rows of this process's heads, and its columns of the output projection.
-    let shares = shard.map(|shard| cfg.for_shard(shard).map(|_| shard.shares(cfg.num_heads(), cfg.num_kv_heads())));
-    let shares = shares.transpose()?;
-    let own = |width: usize, of_queries: bool| match shares {
-        Some((queries, keys)) => if of_queries { queries } else { keys }.range(width),
-        None => 0..width,
-    };
-    let rows = [own(q.0, true), own(k.0, false), own(v.0, false)];
+    shard.map(|shard| cfg.for_shard(shard)).transpose()?;
+    let heads = (cfg.num_heads(), cfg.num_kv_heads());
+    let own = |of, width| shard.map_or(0..width, |shard| shard.range(of, heads, width));
+    let rows = [own(Heads::Query, q.0), own(Heads::Key, k.0), own(Heads::Key, v.0)];
     let parts = [(rows[0].len(), biases[0]), (rows[1].len(), biases[1]), (rows[2].len(), biases[2])];
     let qkv = if file.has(&at("attn_qkv.weight")) {
         let mut joint = file.weight(&at("attn_qkv"), (q.0 + k.0 + v.0, q.1), biases.contains(&true))?;
@@ -151,7 +149,7 @@ fn load<R: Read + Seek>(file: &mut File<R>, layer: usize, shard: Option<HeadShar
     };
     let mut output = file.weight(&at("attn_output"), o, cfg.out_bias())?;
     if let Some(shard) = shard {
-        let part = LinearPart::Inputs { range: own(o.1, true), has_bias: shard.rank() == 0 };
+        let part = LinearPart::Inputs { range: own(Heads::Query, o.1), has_bias: shard.rank() == 0 };
         output = output.part(&at("attn_output"), &part)?;
     }
     let projections = Projections::of_columns([qkv, output.columns()?].concat(), device);

@@ -3,7 +3,7 @@
 use candle_core::{Result, Tensor, bail};
 
 use super::checks::{Inputs, NO_KEYS};
-use super::heads::{Projected, split_heads};
+use super::heads::split_heads;
 use super::input::KeysFrom;
 use super::{AttentionInput, LayerOutput, MultiHeadAttention, OP};
 use crate::cache::CachedCall;
@@ -11,6 +11,7 @@ use crate::mask::AttentionMask;
 use crate::position::{KeysByHeads, Scores, TermCall};
 use crate::sdpa::{Attended, AttentionStatistics, Keys, Outputs, OwnKeys, Plan, SdpaOptions, StatisticsOptions};
 use candle_attention_modules::base::accumulation_dtype;
+use candle_attention_modules::linear::Projected;
 
 impl MultiHeadAttention {
     /// Self-attention under the layer's own mask: (B, T, E) gives (B, T, out_dim). Training is

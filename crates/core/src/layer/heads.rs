@@ -7,21 +7,12 @@ use super::input::KeysFrom;
 use super::{AttentionInput, MultiHeadAttention, OP};
 use crate::position::{Positions, RopeAxes, RopeConfig, Rotation};
 use candle_attention_modules::base::Expect;
-use candle_attention_modules::linear::Queries;
-use candle_attention_modules::norm::{Norm, SumFunction};
-
-/// Projected inputs as heads.
-pub(super) struct Projected {
-    /// (B, H, T_q, D).
-    pub q: Tensor,
-    /// (B, H_kv, T_kv, D) and (B, H_kv, T_kv, D_v), if the call does not take them from an earlier layer's cache.
-    pub kv: Option<[Tensor; 2]>,
-    /// (B, T_q, H·D_v) or (B, T_q, H).
-    pub gate: Option<Tensor>,
-}
+use candle_attention_modules::linear::Projected;
+use candle_attention_modules::norm::{Norm, QkNormScope, SumFunction};
 
 impl MultiHeadAttention {
-    /// Queries, keys and values, normalised and rotated.
+    /// Queries (B, H, T_q, D), keys (B, H_kv, T_kv, D) and values (B, H_kv, T_kv, D_v), normalised and rotated; no keys
+    /// and values if the call takes them from an earlier layer's cache.
     pub(super) fn project(
         &self,
         input: &AttentionInput,
@@ -35,18 +26,14 @@ impl MultiHeadAttention {
             at_keys = positions.keys.as_ref().map(|keys| rotary.at(keys)).transpose()?;
         }
         let sum = input.sum;
-        let (Queries { q, gate }, kv) = match (&inputs.key_value, &input.keys) {
-            (Some([keys, values]), _) => {
-                let (own, kv) = self.projections.query_key_value(&inputs.queries, keys, values)?;
-                let rotation = at_keys.as_ref().or(at_queries.as_ref());
-                (own, kv.map(|kv| self.key_value_heads(kv, rotation, sum)).transpose()?)
-            }
-            (None, KeysFrom::Memory(memory)) => {
-                (self.projections.query(&inputs.queries)?, Some([memory.k.clone(), memory.v.clone()]))
-            }
-            (None, _) => (self.projections.query(&inputs.queries)?, None),
+        let key_value = inputs.key_value.as_ref().map(|[keys, values]| [keys, values]);
+        let Projected { q, kv, gate } = self.projections.query_key_value(&inputs.queries, key_value)?;
+        let rotation = at_keys.as_ref().or(at_queries.as_ref());
+        let kv = match (kv, &input.keys) {
+            (None, KeysFrom::Memory(memory)) => Some([memory.k.clone(), memory.v.clone()]),
+            (kv, _) => kv.map(|kv| self.key_value_heads(kv, rotation, sum)).transpose()?,
         };
-        let norm = self.qk_norm.as_ref().map(|norms| &norms.q);
+        let norm = self.q_norm.as_ref();
         let q =
             self.heads(self.normed_projection(q, norm, sum)?, self.config.num_heads(), norm, at_queries.as_ref())?;
         let scaling = self.config.query_scaling().zip(positions);
@@ -68,7 +55,7 @@ impl MultiHeadAttention {
         sum: Option<&SumFunction>,
     ) -> Result<[Tensor; 2]> {
         let [k, v] = kv;
-        let norm = self.qk_norm.as_ref().and_then(|norms| norms.k.as_ref());
+        let norm = self.k_norm.as_ref();
         let (mut k, mut v) = (self.normed_projection(k, norm, sum)?, self.normed_projection(v, None, None)?);
         if self.config.appended_keys() > 0 {
             let (learned_k, learned_v) = self.bias_kv.as_ref().map_or((None, None), |(k, v)| (Some(k), Some(v)));
@@ -89,9 +76,14 @@ impl MultiHeadAttention {
         Tensor::cat(&[Some(xs), learned, zeros].into_iter().flatten().collect::<Vec<_>>(), 1)
     }
 
+    /// Whether norms of queries and keys span whole projections, and so come before these are split into heads.
+    fn norms_projections(&self) -> bool {
+        self.config.qk_norm().is_some_and(|norm| norm.scope == QkNormScope::Projection)
+    }
+
     /// What happens to a projection before it is split into heads.
     fn normed_projection(&self, mut xs: Tensor, norm: Option<&Norm>, sum: Option<&SumFunction>) -> Result<Tensor> {
-        if let Some(norm) = norm.filter(|_| self.qk_norm.as_ref().is_some_and(|norms| norms.of_projections())) {
+        if let Some(norm) = norm.filter(|_| self.norms_projections()) {
             xs = norm.forward_over(&xs, sum)?;
         }
         match self.config.clip_qkv() {
@@ -103,7 +95,7 @@ impl MultiHeadAttention {
     /// (B, T, heads · width) as heads (B, heads, T, width), a view of (B, T, ..), normalised and rotated.
     fn heads(&self, xs: Tensor, heads: usize, norm: Option<&Norm>, rotation: Option<&Rotation>) -> Result<Tensor> {
         let mut xs = split_heads(&xs, heads)?;
-        let norm = norm.filter(|_| self.qk_norm.as_ref().is_some_and(|norms| !norms.of_projections()));
+        let norm = norm.filter(|_| !self.norms_projections());
         if let Some(norm) = norm.filter(|_| !self.config.norm_after_rope()) {
             xs = norm.forward(&xs)?;
         }

@@ -22,12 +22,12 @@ use candle_nn::{Linear, VarBuilder};
 
 use crate::config::MultiHeadAttentionConfig;
 use crate::mask::AttentionMask;
-use crate::params::{WeightLayout, load_projections, projection_shapes, state_dict};
+use crate::params::{WeightLayout, load_projections, projection_shape, state_dict};
 use crate::position::{ContentPositions, RelativeBias, RelativeEmbeddings, RotaryEmbedding, ScoreTerm, Term, alibi};
 use crate::sdpa::Attended;
 use candle_attention_modules::base::{Dim, Expect, HeadShard, Heads, ParameterList, Source, save};
 use candle_attention_modules::linear::{ProjectionModule, ProjectionModules, ProjectionPlace, Projections};
-use candle_attention_modules::norm::{Norm, QkNorms, Span};
+use candle_attention_modules::norm::{Norm, Span};
 use checks::Expected;
 
 const OP: &str = "multi_head_attention";
@@ -76,7 +76,8 @@ pub struct MultiHeadAttention {
     projections: Projections,
     parameters: ParameterList,
     norm_spans: [Option<Span>; 2],
-    qk_norm: Option<QkNorms>,
+    q_norm: Option<Norm>,
+    k_norm: Option<Norm>,
     value_norm: Option<Norm>,
     context_norm: Option<Norm>,
     rotary: Option<RotaryEmbedding>,
@@ -126,8 +127,8 @@ impl MultiHeadAttention {
     /// As [`new`](Self::new), and for an output projection that the config does not want, or a missing one.
     pub fn from_modules(cfg: &MultiHeadAttentionConfig, modules: ProjectionModules, vb: VarBuilder) -> Result<Self> {
         Self::build(cfg, None, Source::new(OP, "of modules", vb), |source| {
-            let widths = projection_shapes(cfg).map(|(width, _)| width);
-            Projections::from_modules(widths, modules, source.dtype(), source.device())
+            let width = |place| projection_shape(cfg, place).0;
+            Projections::from_modules(width, &modules, source.dtype(), source.device())
         })
     }
 
@@ -211,7 +212,8 @@ impl MultiHeadAttention {
             projections,
             parameters: ParameterList::default(),
             norm_spans: shard.map_or([None; 2], |shard| cfg.norm_spans(shard)),
-            qk_norm: None,
+            q_norm: None,
+            k_norm: None,
             value_norm: value_norm.transpose()?,
             context_norm: None,
             rotary: cfg.rope().map(|rope| RotaryEmbedding::new(rope, d)).transpose()?,
@@ -315,7 +317,7 @@ impl MultiHeadAttention {
         place: ProjectionPlace,
         change: impl FnOnce(ProjectionModule) -> Result<ProjectionModule>,
     ) -> Result<Self> {
-        self.projections = self.projections.map(projection_shapes(&self.config)[place as usize].0, place, change)?;
+        self.projections = self.projections.map(projection_shape(&self.config, place).0, place, change)?;
         Ok(self)
     }
 
@@ -368,10 +370,12 @@ impl MultiHeadAttention {
     ///
     /// [`PackedLinear`]: candle_attention_modules::linear::PackedLinear
     pub fn projections(&self) -> Result<(Linear, Linear, Linear, Option<Linear>)> {
-        let [Some(q), Some(k), v, o, _] = self.projections.to_linears()? else {
+        let mut all = self.projections.to_linears()?;
+        let mut take = |place| all.remove(&place);
+        let (Some(q), Some(k)) = (take(ProjectionPlace::Query), take(ProjectionPlace::Key)) else {
             bail!("[{OP}] keys and values are those of an earlier layer, which has their projections")
         };
-        Ok((q, k.clone(), v.unwrap_or(k), o))
+        Ok((q, k.clone(), take(ProjectionPlace::Value).unwrap_or(k), take(ProjectionPlace::Output)))
     }
 
     /// The layer's parameters under the names and in the shapes of a layout, as a state dict that PyTorch reads.

@@ -8,7 +8,9 @@ use super::{MultiHeadAttention, OP};
 use crate::config::{KvSource, MultiHeadAttentionConfig};
 use crate::position::{AlibiConfig, content, content_specs};
 use candle_attention_modules::base::{HeadShard, Heads, ParameterList, Source, Spec, Stored};
-use candle_attention_modules::norm::{NormPlace, QkNorm, QkNormKind, QkNormScope, QkNorms, Span, refuse_norms};
+use candle_attention_modules::norm::{
+    NormPlace, OF_CONTEXT, OF_KEYS, OF_QUERIES, QkNorm, QkNormKind, QkNormScope, Span, refuse_norms,
+};
 
 impl MultiHeadAttentionConfig {
     /// The config of one process's own layer.
@@ -18,7 +20,8 @@ impl MultiHeadAttentionConfig {
     /// unequal shares of a relative bias, whose heads are divided without the key heads.
     #[doc(hidden)]
     pub fn for_shard(&self, shard: HeadShard) -> Result<Self> {
-        let (h, h_kv, n) = (self.num_heads(), self.num_kv_heads(), shard.world_size());
+        let (heads, n) = ((self.num_heads(), self.num_kv_heads()), shard.world_size());
+        let (h, h_kv) = heads;
         if n > h {
             bail!("[{OP}] a world size of {n} is more than the {h} query heads")
         }
@@ -31,14 +34,13 @@ impl MultiHeadAttentionConfig {
                 "[{OP}] layer norms of whole projections span the heads of all processes, expected a root mean square"
             )
         }
-        if self.relative_bias().is_some() && shard.all().any(|shard| shard.shares(h, h_kv).0.range(h).len() * n != h) {
+        if self.relative_bias().is_some() && shard.all().any(|one| one.range(Heads::Query, heads, h).len() * n != h) {
             bail!(
                 "[{OP}] a world size of {n} does not divide the {h} heads of a relative bias equally, \
                  with {h_kv} key heads"
             )
         }
-        let (queries, keys) = shard.shares(h, h_kv);
-        let (queries, keys) = (queries.range(h), keys.range(h_kv));
+        let (queries, keys) = (shard.range(Heads::Query, heads, h), shard.range(Heads::Key, heads, h_kv));
         // What follows from the number of heads is as in the whole layer.
         let mut own = self
             .clone()
@@ -64,16 +66,19 @@ impl MultiHeadAttentionConfig {
     }
 }
 
-/// The norms of queries and of keys, if the config wants them; no norm of keys where these are an earlier layer's.
-fn qk_norms(cfg: &MultiHeadAttentionConfig) -> Option<(NormPlace, Option<NormPlace>)> {
-    let (norm, d) = (cfg.qk_norm()?, cfg.head_dim());
-    let has_keys = cfg.kv_source() != KvSource::EarlierLayer;
-    let of_keys = has_keys.then(|| NormPlace::of_keys(norm, cfg.num_kv_heads(), d));
-    Some((NormPlace::of_queries(norm, cfg.num_heads(), d), of_keys))
-}
-
-fn context_norm(cfg: &MultiHeadAttentionConfig) -> Option<NormPlace> {
-    cfg.context_norm().map(|norm| NormPlace::of_context(norm, cfg.num_heads(), cfg.value_head_dim()))
+/// The norms of queries, keys and the context that the config wants; none of keys where these are an earlier layer's.
+fn norms(cfg: &MultiHeadAttentionConfig) -> [Option<NormPlace>; 3] {
+    let (h, d, qk_norm) = (cfg.num_heads(), cfg.head_dim(), cfg.qk_norm());
+    let k_norm = qk_norm.filter(|_| cfg.kv_source() != KvSource::EarlierLayer);
+    let context_norm = cfg.context_norm().map(QkNorm::from);
+    let place = |norm: Option<QkNorm>, names, heads, count, width| {
+        norm.map(|norm| NormPlace { norm, names, heads, count, width })
+    };
+    [
+        place(qk_norm, OF_QUERIES, Heads::Query, h, d),
+        place(k_norm, OF_KEYS, Heads::Key, cfg.num_kv_heads(), d),
+        place(context_norm, OF_CONTEXT, Heads::Query, h, cfg.value_head_dim()),
+    ]
 }
 
 /// What the config wants, in the order in which it is read and written.
@@ -83,9 +88,8 @@ fn context_norm(cfg: &MultiHeadAttentionConfig) -> Option<NormPlace> {
 pub(super) fn specs(cfg: &MultiHeadAttentionConfig, source: &Source) -> Result<Vec<Spec>> {
     refuse_norms(cfg.qk_norm(), cfg.context_norm(), source)?;
     let content = content_specs(cfg.content_positions(), &cfg.content_layer(), source)?;
-    let (q, k) = qk_norms(cfg).unzip();
     let mut specs = Vec::new();
-    for norm in [q, k.flatten(), context_norm(cfg)].into_iter().flatten() {
+    for norm in norms(cfg).into_iter().flatten() {
         specs.extend(norm.specs(source)?);
     }
     if cfg.bias_kv() {
@@ -115,13 +119,10 @@ impl MultiHeadAttention {
     /// The same layer with what computes made of other parameters under the same names.
     pub(super) fn with_parameters(mut self, parameters: ParameterList) -> Result<Self> {
         let (dtype, device) = (self.projections.dtype(), self.projections.device());
-        let norm = |place: NormPlace| place.norm(&parameters, dtype, device);
-        if let (Some((q, k)), Some(norms)) = (qk_norms(&self.config), self.config.qk_norm()) {
-            let [of_q, of_k] = self.norm_spans;
-            let k = k.map(|k| Ok::<_, candle_core::Error>(norm(k)?.over(of_k))).transpose()?;
-            self.qk_norm = Some(QkNorms { scope: norms.scope, q: norm(q)?.over(of_q), k });
-        }
-        self.context_norm = context_norm(&self.config).map(norm).transpose()?;
+        let norm = |place: Option<NormPlace>| place.map(|place| place.norm(&parameters, dtype, device)).transpose();
+        let ([q, k, context], [of_q, of_k]) = (norms(&self.config).map(norm), self.norm_spans);
+        (self.q_norm, self.k_norm) = (q?.map(|norm| norm.over(of_q)), k?.map(|norm| norm.over(of_k)));
+        self.context_norm = context?;
         self.bias_kv = parameters.tensor("bias_k")?.zip(parameters.tensor("bias_v")?);
         self.sinks = parameters.tensor("sinks")?;
         let (d, embeddings) = (self.config.head_dim(), self.relative_embeddings.as_ref());
@@ -142,8 +143,8 @@ mod tests {
                 let mut next = 0;
                 for rank in 0..world_size {
                     let shard = HeadShard::new(rank, world_size)?;
-                    let (queries, keys) = shard.shares(h, h_kv);
-                    let (queries, keys) = (queries.range(h), keys.range(h_kv));
+                    let own = |heads, len| shard.range(heads, (h, h_kv), len);
+                    let (queries, keys) = (own(Heads::Query, h), own(Heads::Key, h_kv));
                     let own = MultiHeadAttentionConfig::new(h * 2, h).with_num_kv_heads(h_kv).for_shard(shard)?;
                     assert_eq!((own.num_heads(), own.num_kv_heads()), (queries.len(), keys.len()));
                     assert!(queries.start == next && !queries.is_empty(), "{h}, {h_kv}, {rank} of {world_size}");

@@ -173,14 +173,6 @@ struct Matrix {
     columns: usize,
 }
 
-/// What the shapes say.
-struct Shapes {
-    qkv: [Matrix; 3],
-    qkv_bias: [bool; 3],
-    out: Option<Matrix>,
-    out_bias: bool,
-}
-
 /// The config that the shapes of a layer imply.
 ///
 /// # Errors
@@ -196,18 +188,25 @@ pub fn infer_config(
     if let Some(name) = GATE_NAMES.into_iter().find(|name| has(vb, &format!("{name}.weight"))) {
         bail!("[weights] the layer has an output gate ({name}); shapes do not tell its activation, so give a config")
     }
+    let out = match layout.form() {
+        Form::Separate([.., name], kind) | Form::Packed([_, name], kind, _) => Some((name, kind)),
+        Form::Torch => Some(("out_proj", Kind::Linear)),
+        Form::Stacked(..) => None,
+    };
+    let out_bias = out.is_some_and(|(name, kind)| has(vb, &kind.bias(name)));
+    let out = out.filter(|(name, kind)| has(vb, &kind.weight(name)));
+    let out = out.map(|(name, kind)| matrix(vb, name, kind)).transpose()?;
     let mut counted = None;
-    let shapes = match layout.form() {
-        Form::Separate(names, kind) => separate(vb, names, kind)?,
-        Form::Packed(names, kind, _) => packed(vb, names, kind, num_heads)?,
-        Form::Torch if has(vb, "in_proj_weight") => packed(vb, ["in_proj", "out_proj"], Kind::InProj, num_heads)?,
-        Form::Torch => separate(vb, ["q_proj", "k_proj", "v_proj", "out_proj"], Kind::InProj)?,
-        Form::Stacked(names, kind) => {
-            let heads = (0..).take_while(|head| has(vb, &kind.weight(&format!("heads.{head}.{}", names[0])))).count();
+    let ([q, k, v], biases) = match layout.form() {
+        Form::Separate([q, k, v, _], kind) => separate(vb, [q, k, v], kind)?,
+        Form::Packed(names, kind, _) => packed(vb, names, kind, out, num_heads)?,
+        Form::Torch if has(vb, "in_proj_weight") => packed(vb, ["in_proj", "out_proj"], Kind::InProj, out, num_heads)?,
+        Form::Torch => separate(vb, ["q_proj", "k_proj", "v_proj"], Kind::InProj)?,
+        Form::Stacked([q, k, v, _], kind) => {
+            let heads = (0..).take_while(|head| has(vb, &kind.weight(&format!("heads.{head}.{q}")))).count();
             counted = Some(heads);
-            let first = separate(&vb.pp("heads").pp(0), names, kind)?;
-            let qkv = first.qkv.map(|Matrix { rows, columns }| Matrix { rows: rows.saturating_mul(heads), columns });
-            Shapes { qkv, out: None, out_bias: false, ..first }
+            let (qkv, biases) = separate(&vb.pp("heads").pp(0), [q, k, v], kind)?;
+            (qkv.map(|Matrix { rows, columns }| Matrix { rows: rows.saturating_mul(heads), columns }), biases)
         }
     };
     let h = match (counted, num_heads) {
@@ -217,7 +216,6 @@ pub fn infer_config(
         (Some(h), _) | (None, Some(h)) if h > 0 => h,
         _ => bail!("[weights] shapes do not tell the number of heads; give num_heads (at least 1)"),
     };
-    let [q, k, v] = shapes.qkv;
     let head_dim = divide("the query projection", q.rows, h)?;
     let h_kv = divide("the key projection", k.rows, head_dim)?;
     let value_head_dim = divide("the value projection", v.rows, h_kv)?;
@@ -230,12 +228,12 @@ pub fn infer_config(
         .with_value_head_dim(value_head_dim)
         .with_key_size(k.columns)
         .with_value_size(v.columns)
-        .with_q_bias(shapes.qkv_bias[0])
-        .with_k_bias(shapes.qkv_bias[1])
-        .with_v_bias(shapes.qkv_bias[2])
-        .with_out_proj(shapes.out.is_some())
-        .with_out_bias(shapes.out_bias)
-        .with_out_dim(shapes.out.map_or(heads_dim, |out| out.rows))
+        .with_q_bias(biases[0])
+        .with_k_bias(biases[1])
+        .with_v_bias(biases[2])
+        .with_out_proj(out.is_some())
+        .with_out_bias(out_bias)
+        .with_out_dim(out.map_or(heads_dim, |out| out.rows))
         .with_sinks(has(vb, "sinks"))
         .with_bias_kv(has(vb, "bias_k"));
     let mask = if counted.is_some() { "heads.0.mask" } else { "mask" };
@@ -266,29 +264,23 @@ fn matrix(vb: &VarBuilder, name: &str, kind: Kind) -> Result<Matrix> {
     }
 }
 
-/// The matrix of an output projection, if there is one, and whether it has a bias.
-fn output(vb: &VarBuilder, name: &str, kind: Kind) -> Result<(Option<Matrix>, bool)> {
-    let kind = if kind == Kind::InProj { Kind::Linear } else { kind };
-    let out = if has(vb, &kind.weight(name)) { Some(matrix(vb, name, kind)?) } else { None };
-    Ok((out, has(vb, &kind.bias(name))))
-}
+/// The matrices of queries, keys and values, and which of them have biases.
+type Qkv = ([Matrix; 3], [bool; 3]);
 
-fn separate(vb: &VarBuilder, names: [&str; 4], kind: Kind) -> Result<Shapes> {
-    let [q, k, v, o] = names;
-    let (out, out_bias) = output(vb, o, kind)?;
-    Ok(Shapes {
-        qkv: [matrix(vb, q, kind)?, matrix(vb, k, kind)?, matrix(vb, v, kind)?],
-        qkv_bias: [q, k, v].map(|name| has(vb, &kind.bias(name))),
-        out,
-        out_bias,
-    })
+fn separate(vb: &VarBuilder, names: [&str; 3], kind: Kind) -> Result<Qkv> {
+    let [q, k, v] = names.map(|name| matrix(vb, name, kind));
+    Ok(([q?, k?, v?], names.map(|name| has(vb, &kind.bias(name)))))
 }
 
 /// A packed weight has (H + 2 · H_kv) · D rows; the input of the output projection, H · D, tells D.
-fn packed(vb: &VarBuilder, names: [&str; 2], kind: Kind, num_heads: Option<usize>) -> Result<Shapes> {
-    let [qkv, out] = names;
+fn packed(
+    vb: &VarBuilder,
+    [qkv, out]: [&str; 2],
+    kind: Kind,
+    out_matrix: Option<Matrix>,
+    num_heads: Option<usize>,
+) -> Result<Qkv> {
     let Matrix { rows, columns } = matrix(vb, qkv, kind)?;
-    let (out_matrix, out_bias) = output(vb, out, kind)?;
     let queries = match out_matrix {
         Some(out) => out.columns,
         None if num_heads == Some(1) => divide(qkv, rows, 3)?,
@@ -300,10 +292,5 @@ fn packed(vb: &VarBuilder, names: [&str; 2], kind: Kind, num_heads: Option<usize
     if let Some(h) = num_heads.filter(|&h| h > 0) {
         divide(qkv, keys, divide(qkv, queries, h)?)?;
     }
-    Ok(Shapes {
-        qkv: [queries, keys, keys].map(|rows| Matrix { rows, columns }),
-        qkv_bias: [has(vb, &kind.bias(qkv)); 3],
-        out: out_matrix,
-        out_bias,
-    })
+    Ok(([queries, keys, keys].map(|rows| Matrix { rows, columns }), [has(vb, &kind.bias(qkv)); 3]))
 }

@@ -7,7 +7,7 @@ mod tensors;
 
 pub use detect::{detect_with, infer_config, query_weights};
 pub use layout::{Naming, Orientation, PackedNaming, QkvOrder, Storage, WeightLayout};
-pub use tensors::projection_shapes;
+pub use tensors::projection_shape;
 
 use candle_core::{Error, Result, Tensor};
 use candle_nn::Linear;
@@ -15,9 +15,9 @@ use layout::Form;
 use tensors::{GATE_NAMES, Part, heads_of, projection_tensors};
 
 use crate::config::{KvSource, MultiHeadAttentionConfig};
-use candle_attention_modules::base::{Heads, Source, Spec, fits_in_memory};
+use candle_attention_modules::base::{Heads, Parameter, Source, Spec, fits_in_memory};
 use candle_attention_modules::gate::GatePlace;
-use candle_attention_modules::linear::{ByPlace, PROJECTIONS, Piece, ProjectionPlace, ProjectionRows};
+use candle_attention_modules::linear::{ByPlace, ProjectionPlace, ProjectionRows};
 
 /// The projections in any layout, or this process's part of each, where the config is the whole layer's.
 ///
@@ -36,9 +36,8 @@ pub(crate) fn load_projections(
             source.refuse(&format!("{gate_name}.{parameter}"), "the config says there is no such gate")?;
         }
     }
-    let shapes = projection_shapes(cfg);
-    let own_inputs = source.own_range(Heads::Query, shapes[ProjectionPlace::Output as usize].1);
-    let mut projections: [ProjectionRows; PROJECTIONS] = Default::default();
+    let own_inputs = source.own_range(Heads::Query, projection_shape(cfg, ProjectionPlace::Output).1);
+    let mut projections = ByPlace::<ProjectionRows>::new();
     for mut tensor in tensors {
         let beside = tensor.is_bias.then(|| bias_beside(&tensor.spec.name)).flatten();
         if let Some(beside) = beside.filter(|name| source.has(name)) {
@@ -50,7 +49,7 @@ pub(crate) fn load_projections(
         }
         // Of the rows of this process's heads those that are in the tensor.
         let own_rows = |Part { place, rows, first }: &Part| {
-            let own = source.own_range(heads_of(*place), shapes[*place as usize].0);
+            let own = source.own_range(heads_of(*place), projection_shape(cfg, *place).0);
             own.start.clamp(*first, first + rows.count()) - first..own.end.clamp(*first, first + rows.count()) - first
         };
         match tensor.parts.as_slice() {
@@ -59,20 +58,19 @@ pub(crate) fn load_projections(
                     true => source.bias_of_sum(tensor.read(source)?)?,
                     false => tensor.read_part(1, own_inputs.clone(), source)?,
                 };
-                projections[ProjectionPlace::Output as usize].push(Piece::whole(stored), tensor.is_bias);
-            }
-            [part] => {
-                let own = own_rows(part);
-                if !own.is_empty() {
-                    let stored = tensor.read_part(0, own, source)?;
-                    projections[part.place as usize].push(Piece::whole(stored), tensor.is_bias);
-                }
+                projections.entry(ProjectionPlace::Output).or_default().push(stored.into(), tensor.is_bias);
             }
             parts => {
-                let stored = tensor.read(source)?;
+                // A tensor of several is read once.
+                let whole = if parts.len() > 1 { Some(tensor.read(source)?) } else { None };
                 for part in parts {
-                    let piece = Piece::new(stored.clone(), part.rows.clone()).narrow(own_rows(part))?;
-                    projections[part.place as usize].push(piece, tensor.is_bias);
+                    let own = own_rows(part);
+                    let rows = match &whole {
+                        Some(whole) => Parameter::of(whole.clone(), part.rows.clone()).narrow(own)?,
+                        None if own.is_empty() => continue,
+                        None => tensor.read_part(0, own, source)?.into(),
+                    };
+                    projections.entry(part.place).or_default().push(rows, tensor.is_bias);
                 }
             }
         }
@@ -91,7 +89,7 @@ pub(crate) fn load_projections(
             return source.fail(format!("the file has more than the {h} heads of the config"));
         }
     }
-    Ok(projections.map(|rows| (!rows.is_empty()).then_some(rows)))
+    Ok(projections)
 }
 
 /// The parameter beside the projections in which BEiT's and VideoMAE's first files keep a bias.
@@ -123,7 +121,7 @@ pub(crate) fn state_dict(
     let mut named = Vec::new();
     for tensor in projection_tensors(cfg, layout, GATE_NAMES[0]).map_err(fail)?.filter(|tensor| tensor.is_wanted) {
         let rows_of = |place: ProjectionPlace| {
-            let linear = projections[place as usize].as_ref()?;
+            let linear = projections.get(&place)?;
             if tensor.is_bias { linear.bias() } else { Some(linear.weight()) }
         };
         if let Some(stored) = tensor.join(rows_of)? {

@@ -9,7 +9,7 @@ use super::layout::{Form, Kind, QkvOrder, WeightLayout};
 use crate::config::{KvSource, MultiHeadAttentionConfig};
 use candle_attention_modules::base::{DRAWN_THEN_ZEROED, Heads, LINEAR_WEIGHT, Rows, Source, Spec, linear_bias};
 use candle_attention_modules::gate::{GatePlace, OutputGate};
-use candle_attention_modules::linear::{PROJECTIONS, ProjectionPlace};
+use candle_attention_modules::linear::ProjectionPlace;
 
 use ProjectionPlace::{Gate, Key, Output, Query, Value};
 
@@ -34,6 +34,9 @@ pub(super) struct Part {
     /// The first of them in the projection.
     pub first: usize,
 }
+
+/// The projections in the order in which layouts name them.
+const PLACES: [ProjectionPlace; 4] = [Query, Key, Value, Output];
 
 /// The names of a gate's own projection, the first of which is the crate's own.
 pub(super) const GATE_NAMES: [&str; 2] = ["gate_proj", "g_proj"];
@@ -62,7 +65,7 @@ impl ProjectionTensor {
         let mut own = Vec::with_capacity(self.parts.len());
         for Part { place, rows, first } in &self.parts {
             let Some(whole) = of(*place) else { return Ok(None) };
-            own.push((rows, whole.narrow(0, *first, rows.count())?));
+            own.push((rows.clone(), whole.narrow(0, *first, rows.count())?));
         }
         let joined = Rows::join(&own)?;
         let stored = if self.is_transposed { joined.t()? } else { joined };
@@ -70,14 +73,9 @@ impl ProjectionTensor {
     }
 }
 
-/// All rows of one projection.
-fn whole(place: ProjectionPlace, rows: usize) -> Vec<Part> {
-    vec![Part { place, rows: Rows::first(rows), first: 0 }]
-}
-
-/// All rows of several projections, so many of each in every one of `groups`: in one group they follow each other, by
-/// head there is a group for each.
-fn several(groups: usize, each: impl IntoIterator<Item = (ProjectionPlace, usize)>) -> Vec<Part> {
+/// All rows of projections, so many of each in every one of `groups`: in one group they follow each other, by head
+/// there is a group for each.
+fn rows_of(groups: usize, each: impl IntoIterator<Item = (ProjectionPlace, usize)>) -> Vec<Part> {
     let mut end = 0;
     let part = |(place, len)| {
         end += len;
@@ -86,37 +84,28 @@ fn several(groups: usize, each: impl IntoIterator<Item = (ProjectionPlace, usize
     each.into_iter().map(part).collect()
 }
 
-fn packed_rows(cfg: &MultiHeadAttentionConfig, order: QkvOrder) -> Vec<Part> {
-    let groups = if order == QkvOrder::ByHead { cfg.num_kv_heads() } else { 1 };
-    let shapes = projection_shapes(cfg);
-    several(groups, [Query, Key, Value].map(|place| (place, shapes[place as usize].0 / groups)))
-}
-
 /// Of a query projection, which may hold the gate too, each head's after its query.
 fn query_rows(cfg: &MultiHeadAttentionConfig) -> Vec<Part> {
     let h = cfg.num_heads();
     match cfg.output_gate().filter(|gate| gate.place == GatePlace::Query) {
-        Some(gate) => several(h, [(Query, cfg.head_dim()), (Gate, gate.width(cfg.value_head_dim()))]),
-        None => whole(Query, h * cfg.head_dim()),
+        Some(gate) => rows_of(h, [(Query, cfg.head_dim()), (Gate, gate.width(cfg.value_head_dim()))]),
+        None => rows_of(1, [(Query, h * cfg.head_dim())]),
     }
 }
 
-/// (out, in) of the query, key, value and output projections and of the gate; those that there are not have no outputs.
-pub fn projection_shapes(cfg: &MultiHeadAttentionConfig) -> [(usize, usize); PROJECTIONS] {
-    let (h, h_kv) = (cfg.num_heads(), cfg.num_kv_heads());
-    let gate = cfg.output_gate().map_or(0, |gate| h * gate.width(cfg.value_head_dim()));
-    let (key_heads, value_heads) = match cfg.kv_source() {
-        KvSource::Projected => (h_kv, h_kv),
-        KvSource::KeysAsValues => (h_kv, 0),
-        KvSource::EarlierLayer => (0, 0),
-    };
-    [
-        (h * cfg.head_dim(), cfg.embed_dim()),
-        (key_heads * cfg.head_dim(), cfg.key_size()),
-        (value_heads * cfg.value_head_dim(), cfg.value_size()),
-        (if cfg.out_proj() { cfg.out_dim() } else { 0 }, h * cfg.value_head_dim()),
-        (gate, cfg.embed_dim()),
-    ]
+/// (out, in) of a projection; one that there is not has no outputs.
+pub fn projection_shape(cfg: &MultiHeadAttentionConfig, place: ProjectionPlace) -> (usize, usize) {
+    let (h, h_kv, d_v, source) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.value_head_dim(), cfg.kv_source());
+    let gate = cfg.output_gate().map_or(0, |gate| h * gate.width(d_v));
+    match place {
+        Query => (h * cfg.head_dim(), cfg.embed_dim()),
+        Gate => (gate, cfg.embed_dim()),
+        Key if source == KvSource::EarlierLayer => (0, cfg.key_size()),
+        Key => (h_kv * cfg.head_dim(), cfg.key_size()),
+        Value if source != KvSource::Projected => (0, cfg.value_size()),
+        Value => (h_kv * d_v, cfg.value_size()),
+        Output => (if cfg.out_proj() { cfg.out_dim() } else { 0 }, h * d_v),
+    }
 }
 
 /// The tensors of a layer, in the order in which PyTorch draws them: one after the other, since a config may claim more
@@ -130,15 +119,19 @@ pub(super) fn projection_tensors(
     gate_name: &'static str,
 ) -> std::result::Result<Box<dyn Iterator<Item = ProjectionTensor>>, String> {
     fits(cfg, layout)?;
-    let shapes = projection_shapes(cfg);
-    let ([q_bias, k_bias, v_bias], [q, k, v, ..]) = (cfg.qkv_bias(), shapes);
+    let [q_bias, k_bias, v_bias] = cfg.qkv_bias();
     let biases = [q_bias, k_bias, v_bias, cfg.out_bias()];
+    let shapes @ [q, k, v, _] = PLACES.map(|place| projection_shape(cfg, place));
     let projection = |place: ProjectionPlace, name, kind| {
-        let (rows, in_dim) = shapes[place as usize];
-        let parts = if place == Query { query_rows(cfg) } else { whole(place, rows) };
+        let (rows, in_dim) = projection_shape(cfg, place);
+        let parts = if place == Query { query_rows(cfg) } else { rows_of(1, [(place, rows)]) };
         Module { name, kind, parts, in_dim }
     };
-    let packed = |name, kind, order| Module { name, kind, parts: packed_rows(cfg, order), in_dim: q.1 };
+    let packed = |name, kind, order| {
+        let groups = if order == QkvOrder::ByHead { cfg.num_kv_heads() } else { 1 };
+        let parts = rows_of(groups, [(Query, q.0 / groups), (Key, k.0 / groups), (Value, v.0 / groups)]);
+        Module { name, kind, parts, in_dim: q.1 }
+    };
     let gate = match cfg.output_gate() {
         Some(OutputGate { place: GatePlace::Own { bias }, .. }) => {
             projection(Gate, gate_name, Kind::Linear).tensors(bias)
@@ -148,33 +141,33 @@ pub(super) fn projection_tensors(
     Ok(match layout.form() {
         Form::Separate(names, kind) => {
             let mut tensors = Vec::new();
-            for place in [Query, Key, Value, Output].into_iter().filter(|&place| shapes[place as usize].0 > 0) {
-                tensors.extend(projection(place, names[place as usize], kind).tensors(biases[place as usize]));
+            for n in (0..PLACES.len()).filter(|&n| shapes[n].0 > 0) {
+                tensors.extend(projection(PLACES[n], names[n], kind).tensors(biases[n]));
             }
             Box::new(tensors.into_iter().chain(gate))
         }
         Form::Stacked(names, kind) => {
             let heads = cfg.num_heads();
-            let of_head = move |place: ProjectionPlace, head| {
-                let (rows, in_dim) = shapes[place as usize];
+            let of_head = move |n: usize, head| {
+                let (rows, in_dim) = shapes[n];
                 let rows = Rows::first(rows / heads);
-                let name = format!("heads.{head}.{}", names[place as usize]);
-                let parts = vec![Part { place, first: head * rows.count(), rows }];
-                Module { name: &name, kind, parts, in_dim }.tensors(biases[place as usize])
+                let name = format!("heads.{head}.{}", names[n]);
+                let parts = vec![Part { place: PLACES[n], first: head * rows.count(), rows }];
+                Module { name: &name, kind, parts, in_dim }.tensors(biases[n])
             };
-            let of_heads = move |head| [Query, Key, Value].into_iter().flat_map(move |place| of_head(place, head));
+            let of_heads = move |head| (0..3).flat_map(move |n| of_head(n, head));
             Box::new((0..heads).flat_map(of_heads))
         }
         Form::Packed([qkv, out], kind, order) => {
             let mut tensors = packed(qkv, kind, order).tensors(q_bias);
             if cfg.out_proj() {
-                tensors.extend(projection(Output, out, kind).tensors(biases[Output as usize]));
+                tensors.extend(projection(Output, out, kind).tensors(cfg.out_bias()));
             }
             Box::new(tensors.into_iter().chain(gate))
         }
         Form::Torch => {
             let out = projection(Output, "out_proj", Kind::Linear);
-            let mut out_bias = out.bias(biases[Output as usize]);
+            let mut out_bias = out.bias(cfg.out_bias());
             out_bias.spec.init = DRAWN_THEN_ZEROED;
             let mut tensors = vec![out.weight(), out_bias];
             let qkv = packed("in_proj", Kind::InProj, QkvOrder::ByPart);
@@ -193,7 +186,7 @@ pub(super) fn projection_tensors(
 /// An error if the layout cannot hold the config.
 fn fits(cfg: &MultiHeadAttentionConfig, layout: WeightLayout) -> std::result::Result<(), String> {
     let (h, h_kv, embed_dim) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.embed_dim());
-    let ([q_bias, k_bias, v_bias], [q, k, v, ..]) = (cfg.qkv_bias(), projection_shapes(cfg));
+    let ([q_bias, k_bias, v_bias], [q, k, v, _]) = (cfg.qkv_bias(), PLACES.map(|place| projection_shape(cfg, place)));
     let form = layout.form();
     let holds_gate = match (cfg.output_gate().map(|gate| gate.place), &form) {
         (None, _) | (Some(_), Form::Separate(_, Kind::Linear)) => true,

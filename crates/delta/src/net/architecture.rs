@@ -14,7 +14,7 @@ use candle_attention_modules::base::{
     Heads, LINEAR_WEIGHT, Options, Parameter, Rows, Source, Spec, has, number, options,
 };
 use candle_attention_modules::gate::GateActivation;
-use candle_attention_modules::linear::{Piece, ProjectionRows};
+use candle_attention_modules::linear::ProjectionRows;
 
 /// The shape and options of a [`GatedDeltaNet`](crate::GatedDeltaNet). What belongs to the data (padding, a cache) is
 /// given at the call.
@@ -266,22 +266,20 @@ impl DeltaLayout {
         // transformers 5 saves three convolutions as thirds of all rows, whatever their widths.
         let first = spec(convolutions[0].name, third);
         let are_thirds = convolutions.len() == 3 && source.has(&first.name) && source.read(&first).is_ok();
-        let mut whole = Vec::new();
+        let mut whole = Parameter::default();
         for (n, Packed { name, parts, .. }) in convolutions.into_iter().enumerate() {
             source.refuse(&format!("{name}.bias"), "the layer has no biases")?;
             let usual = parts.map(|part| cfg.rows()[part].len()).sum();
             let rows = if are_thirds { third.min(v.end.saturating_sub(n * third)) } else { usual };
-            whole.push(source.read(&spec(name, rows))?);
+            whole.extend(source.read(&spec(name, rows))?.into());
         }
         if !source.is_sharded() {
-            return Ok(Parameter(whole));
+            return Ok(whole);
         }
-        let whole = Tensor::cat(&whole, 0)?;
-        let own = [q, k, v].into_iter().enumerate().map(|(part, rows)| {
-            let own = own_rows(part, cfg, source);
-            whole.narrow(0, rows.start + own.start, own.len())
-        });
-        Ok(Tensor::cat(&own.collect::<Result<Vec<_>>>()?, 0)?.into())
+        let whole = whole.tensor()?;
+        let own =
+            |(part, range)| Parameter::of(whole.clone(), Rows { groups: 1, range }).narrow(own_rows(part, cfg, source));
+        [q, k, v].into_iter().enumerate().map(own).collect()
     }
 }
 
@@ -307,14 +305,14 @@ impl Packed {
             let whole = if reads_parts { None } else { Some(source.read(&spec)?) };
             for part in parts.clone() {
                 let (own, at) = (own_rows(part, cfg, source), rows[part].start - start);
-                let piece = match &whole {
+                let weight = match &whole {
                     Some(whole) => {
                         let range = at / groups..(at + rows[part].len()) / groups;
-                        Piece::new(whole.clone(), Rows { groups: *groups, range }).narrow(own)?
+                        Parameter::of(whole.clone(), Rows { groups: *groups, range }).narrow(own)?
                     }
-                    None => Piece::whole(source.read_part(&spec, 0, at + own.start..at + own.end)?),
+                    None => source.read_part(&spec, 0, at + own.start..at + own.end)?.into(),
                 };
-                read.push(ProjectionRows::of(piece));
+                read.push(ProjectionRows { weight, bias: None });
             }
         }
         Ok(read)
@@ -322,12 +320,9 @@ impl Packed {
 
     /// The inverse: the tensor, of the rows of all parts.
     pub fn of(&self, all: &[Tensor]) -> Result<(String, Tensor)> {
-        let grouped = |rows: &Tensor| {
-            let dims = rows.dims();
-            rows.reshape([&[self.groups, dims[0] / self.groups], &dims[1..]].concat())
-        };
-        let parts = all[self.parts.clone()].iter().map(grouped).collect::<Result<Vec<_>>>()?;
-        Ok((format!("{}.weight", self.name), Tensor::cat(&parts, 1)?.flatten(0, 1)?.contiguous()?))
+        let rows = |whole: &Tensor| Rows { groups: self.groups, range: 0..whole.dims()[0] / self.groups };
+        let parts: Vec<_> = all[self.parts.clone()].iter().map(|whole| (rows(whole), whole.clone())).collect();
+        Ok((format!("{}.weight", self.name), Rows::join(&parts)?.contiguous()?))
     }
 }
 

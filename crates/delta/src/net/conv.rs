@@ -3,14 +3,14 @@
 use std::ops::Range;
 
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, DType, Layout, Result, Shape, Tensor, WithDType};
+use candle_core::{CpuStorage, DType, Result, Shape, Tensor, WithDType};
 use rayon::prelude::*;
 
 use super::{GatedDeltaNetConfig, OP};
 use candle_attention_core::PackedSequences;
 use candle_attention_core::internal::NewTokens;
 use candle_attention_modules::base::rowwise::{
-    Element, Op3, Operand, Rows, Ternary, map_heads, read, to_vec, with_contiguous_rows, with_float,
+    Element, HeadRows, Op3, Operand, Ternary, map_heads, read, to_vec, with_contiguous_rows, with_float,
 };
 use candle_attention_modules::base::{Parameter, accumulation_dtype, part};
 use candle_attention_modules::gate::GateActivation;
@@ -38,7 +38,7 @@ impl ShortConvolution {
         Self::new(self.weight.freeze()?)
     }
 
-    /// Those of queries, keys and values.
+    /// The weights (C, 1, K) of queries, keys and values that variables hold now.
     pub fn weights(&self, cfg: &GatedDeltaNetConfig) -> Result<Vec<Tensor>> {
         let weight = self.weight.tensor()?;
         cfg.rows()[..3].iter().map(|rows| part(&weight, 0, rows.clone())).collect()
@@ -113,17 +113,16 @@ const TOKENS: usize = 64;
 
 /// Inputs (B, T, C) in memory, taps (K, C), and what comes before the inputs.
 struct Operands<'a, E> {
-    elements: &'a [E],
-    rows: Rows,
+    rows: HeadRows<'a, E>,
     taps: &'a [f32],
     /// (B, K - 1, C). Packed sequences after the first have none, which is as good as zeros.
     state: &'a [E],
     starts: &'a [usize],
 }
 
-impl<E: Element<Wide = f32>> Operands<'_, E> {
-    fn outputs(&self, layout: &Layout) -> Result<Vec<E>> {
-        map_heads(self.elements, layout, |token| {
+impl<E: Element> Operands<'_, E> {
+    fn outputs(&self) -> Vec<E> {
+        map_heads(&self.rows, |token| {
             move |_, _: &[f32], ys: &mut [f32]| {
                 self.sum(token, ys, &mut Vec::new());
                 ys.iter_mut().for_each(|y| *y = GateActivation::Silu.with_slope(*y).0);
@@ -136,7 +135,7 @@ impl<E: Element<Wide = f32>> Operands<'_, E> {
         let (c, sequence) = (self.rows.d, self.starts.partition_point(|&start| start <= token) - 1);
         let (at, before) = (token - self.starts[sequence], self.taps.len() / c - 1);
         let row = match at {
-            _ if at >= back => self.rows.heads(token - back).next().map(|row| &self.elements[row]),
+            _ if at >= back => Some(self.rows.of_token(token - back)(0)),
             _ => self.state.chunks_exact(c).nth(sequence * before + before + at - back),
         };
         row.map(|row| E::widen(row, scratch)).into_iter().flatten()
@@ -194,20 +193,19 @@ impl Ternary for Convolve {
     const NAME: &'static str = "short-convolution";
 
     fn forward(&self, [(xs, layout), taps, state]: [Operand; 3]) -> Result<(CpuStorage, Shape)> {
-        let (rows, taps, starts) = (Rows::new(layout)?, flat(taps)?, &self.starts);
+        let (taps, starts) = (flat(taps)?, &self.starts);
         let ys = with_float!(OP, xs.dtype(), |E| {
-            let operands = Operands { elements: xs.as_slice::<E>()?, rows, taps, state: flat(state)?, starts };
-            operands.outputs(layout).map(E::to_cpu_storage_owned)
+            let rows = HeadRows::new(xs.as_slice::<E>()?, layout)?;
+            E::to_cpu_storage_owned(Operands { rows, taps, state: flat(state)?, starts }.outputs())
         });
-        Ok((ys?, layout.shape().clone()))
+        Ok((ys, layout.shape().clone()))
     }
 
     fn backward(&self, [xs, taps, state]: [&Tensor; 3], _: &Tensor, gradient: &Tensor) -> Result<[Option<Tensor>; 3]> {
         let (of_ys, own_taps, inputs) = (to_vec(gradient)?, to_vec(taps)?, read(xs));
-        let (rows, starts) = (Rows::new(inputs.layout)?, &self.starts);
         let (of_xs, of_taps) = with_float!(OP, xs.dtype(), |E| {
-            let (elements, state) = (inputs.elements::<E>()?, to_vec::<E>(state)?);
-            Operands { elements, rows, taps: &own_taps, state: &state, starts }.gradients(of_ys)
+            let (rows, state) = (HeadRows::new(inputs.elements::<E>()?, inputs.layout)?, to_vec::<E>(state)?);
+            Operands { rows, taps: &own_taps, state: &state, starts: &self.starts }.gradients(of_ys)
         });
         let tensor = |numbers, like: &Tensor| Tensor::from_vec(numbers, like.shape(), like.device());
         Ok([Some(tensor(of_xs, xs)?.to_dtype(xs.dtype())?), Some(tensor(of_taps, taps)?), None])

@@ -20,7 +20,7 @@ use candle_attention_modules::base::{
     HeadDim, HeadShard, Heads, ParameterList, Source, Spec, Stored, accumulation_dtype, frozen, part, save,
 };
 use candle_attention_modules::gate::GateActivation;
-use candle_attention_modules::linear::{PackedLinear, Piece, Projection, ProjectionRows};
+use candle_attention_modules::linear::{PackedLinear, Projection, ProjectionRows};
 use candle_attention_modules::norm::RmsNorm;
 use conv::{ShortConvolution, convolve, tail};
 
@@ -151,7 +151,7 @@ impl GatedDeltaNet {
     /// # Errors
     /// If memory is short.
     pub fn freeze(&self) -> Result<Self> {
-        let rows = |weight: &Tensor| Ok(ProjectionRows::of(Piece::whole(frozen(weight)?)));
+        let rows = |weight: &Tensor| Ok(ProjectionRows { weight: frozen(weight)?.into(), bias: None });
         let inputs = self.input_weights()?.iter().map(rows).collect::<Result<Vec<_>>>()?;
         let [gate, decay] = &self.up;
         let frozen = |up: &Option<PackedLinear>| up.as_ref().map(PackedLinear::freeze).transpose();

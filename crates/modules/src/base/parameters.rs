@@ -81,36 +81,94 @@ impl Spec {
         let Stored::List { list, part } = &self.stored else { return Ok(source.read(self)?.into()) };
         let own = self.by_head.map_or(0..self.shape[0], |by_head| source.own_range(by_head.heads, self.shape[0]));
         let entry = |i: usize| source.pp(list).pp(i).get(&self.shape[1..], part, self.init)?.unsqueeze(0);
-        let parameter = Parameter(own.map(entry).collect::<Result<_>>()?);
+        let parameter = own.map(|i| entry(i).map(Parameter::from)).collect::<Result<Parameter>>()?;
         if parameter.is_tracked() { Ok(parameter) } else { Ok(parameter.tensor()?.into()) }
     }
 }
 
-/// A parameter that was read: a tensor, or parts of it along its first dimension, at least one. Training may change
-/// them in place.
+/// A parameter that was read: rows of tensors, one after the other. Training may change them in place.
+#[derive(Debug, Clone, Default)]
+pub struct Parameter(Vec<Piece>);
+
+/// Rows of one tensor.
 #[derive(Debug, Clone)]
-pub struct Parameter(pub Vec<Tensor>);
+struct Piece {
+    tensor: Tensor,
+    rows: Rows,
+}
 
 impl From<Tensor> for Parameter {
     fn from(tensor: Tensor) -> Self {
-        Self(vec![tensor])
+        let rows = Rows::first(tensor.dims()[0]);
+        Self::of(tensor, rows)
+    }
+}
+
+/// One after the other.
+impl FromIterator<Parameter> for Parameter {
+    fn from_iter<I: IntoIterator<Item = Self>>(all: I) -> Self {
+        Self(all.into_iter().flat_map(|parameter| parameter.0).collect())
+    }
+}
+
+impl Piece {
+    /// Whether the rows of `next` follow this piece's own in one tensor.
+    fn is_followed_by(&self, next: &Self) -> bool {
+        self.tensor.id() == next.tensor.id()
+            && (self.rows.groups, next.rows.groups, self.rows.range.end) == (1, 1, next.rows.range.start)
     }
 }
 
 impl Parameter {
-    /// What it holds now.
+    /// Some of the rows of a tensor.
+    pub fn of(tensor: Tensor, rows: Rows) -> Self {
+        Self(vec![Piece { tensor, rows }])
+    }
+
+    /// More rows after these.
+    pub fn extend(&mut self, more: Self) {
+        self.0.extend(more.0);
+    }
+
+    /// How many rows there are.
+    pub fn len(&self) -> usize {
+        self.0.iter().map(|piece| piece.rows.count()).sum()
+    }
+
+    /// Whether nothing was read.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// A copy of some of the rows, unless these are all.
+    pub fn narrow(self, own: Range<usize>) -> Result<Self> {
+        if own.len() == self.len() {
+            return Ok(self);
+        }
+        Ok(self.tensor()?.narrow(0, own.start, own.len())?.force_contiguous()?.into())
+    }
+
+    /// What it holds now: the tensor or a view of it where the rows lie side by side in one, and a copy otherwise.
     pub fn tensor(&self) -> Result<Tensor> {
-        if let [whole] = self.0.as_slice() { Ok(whole.clone()) } else { Tensor::cat(&self.0, 0) }
+        let mut joined: Vec<Piece> = Vec::new();
+        for piece in &self.0 {
+            match joined.last_mut() {
+                Some(last) if last.is_followed_by(piece) => last.rows.range.end = piece.rows.range.end,
+                _ => joined.push(piece.clone()),
+            }
+        }
+        let mut tensors = joined.iter().map(|piece| piece.rows.of(&piece.tensor)).collect::<Result<Vec<_>>>()?;
+        if tensors.len() == 1 { Ok(tensors.remove(0)) } else { Tensor::cat(&tensors, 0) }
     }
 
-    /// The tensor, or the first part of it.
+    /// The tensor that has the first of the rows.
     pub fn first(&self) -> &Tensor {
-        &self.0[0]
+        &self.0[0].tensor
     }
 
-    /// Whether training may change it.
+    /// Whether training may change it, so that a copy would not stay the same.
     pub fn is_tracked(&self) -> bool {
-        self.0.iter().any(Tensor::track_op)
+        self.0.iter().any(|piece| piece.tensor.track_op())
     }
 
     /// With what variables hold now.
@@ -257,18 +315,25 @@ impl HeadShard {
         ith_of(self.rank, len, self.world_size)
     }
 
-    /// The shares of the query heads and of the key heads, of which there are no fewer query heads than processes.
+    /// This process's part of `len` entries that `h` query heads or `h_kv` key heads divide equally; there are no fewer
+    /// query heads than processes.
     #[doc(hidden)]
-    pub fn shares(&self, h: usize, h_kv: usize) -> (Share, Share) {
+    pub fn range(&self, heads: Heads, (h, h_kv): (usize, usize), len: usize) -> Range<usize> {
         let (n, group) = (self.world_size, h / h_kv);
-        if n <= h_kv {
+        let (queries, keys) = if n <= h_kv {
             let keys = self.part_of(h_kv);
-            return (Share::new(keys.start * group..keys.end * group, h), Share::new(keys, h_kv));
-        }
-        let key = self.rank * h_kv / n;
-        let readers = ith_of(key, n, h_kv);
-        let own = ith_of(self.rank - readers.start, group, readers.len());
-        (Share::new(key * group + own.start..key * group + own.end, h), Share::new(key..key + 1, h_kv))
+            (keys.start * group..keys.end * group, keys)
+        } else {
+            let key = self.rank * h_kv / n;
+            let readers = ith_of(key, n, h_kv);
+            let own = ith_of(self.rank - readers.start, group, readers.len());
+            (key * group + own.start..key * group + own.end, key..key + 1)
+        };
+        let (own, width) = match heads {
+            Heads::Query => (queries, len / h),
+            Heads::Key => (keys, len / h_kv),
+        };
+        own.start * width..own.end * width
     }
 
     /// Whether no process before this one has its key heads.
@@ -281,26 +346,6 @@ impl HeadShard {
 /// The entries of `len` that belong to part `i` of `of`.
 fn ith_of(i: usize, len: usize, of: usize) -> Range<usize> {
     (i * len).div_ceil(of)..((i + 1) * len).div_ceil(of)
-}
-
-/// The heads `start..end` of the `of` that divide a dimension equally.
-#[derive(Debug, Clone, Copy)]
-pub struct Share {
-    start: usize,
-    end: usize,
-    of: usize,
-}
-
-impl Share {
-    fn new(heads: Range<usize>, of: usize) -> Self {
-        Self { start: heads.start, end: heads.end, of }
-    }
-
-    /// The entries of a dimension of `len`.
-    pub fn range(self, len: usize) -> Range<usize> {
-        let width = len / self.of;
-        self.start * width..self.end * width
-    }
 }
 
 /// Of the `groups` of equally many rows that a tensor (rows, ..) is divided into, `range` of each.
@@ -338,7 +383,7 @@ impl Rows {
     }
 
     /// The inverse: for each of several rows of one tensor what they hold, (len, ..), to the whole tensor.
-    pub fn join(parts: &[(&Self, Tensor)]) -> Result<Tensor> {
+    pub fn join(parts: &[(Self, Tensor)]) -> Result<Tensor> {
         let grouped = parts
             .iter()
             .map(|(rows, part)| part.reshape([&[rows.groups, rows.range.len()], &part.dims()[1..]].concat()));

@@ -1,7 +1,7 @@
 //! One pass over rows on a CPU, those of queries or keys head by head, whatever their strides: what norms and rotary
 //! positions have in common. And the threads of brief calls.
 
-use std::ops::{Deref, Range};
+use std::ops::Deref;
 use std::sync::Mutex;
 
 use candle_core::utils::barrier_pool;
@@ -16,69 +16,48 @@ use candle_attention_kernels::flash::Strided;
 /// The fewest elements that are worth a task of their own.
 pub const TASK_ELEMENTS: usize = 1 << 14;
 
-/// The types that tensors hold.
+/// The types that tensors hold whose rows are computed in f32. `scratch` belongs to the task.
 pub trait Element: Copy + Default + Send + Sync {
-    /// What they are computed with in.
-    type Wide: Copy + Default;
+    /// A row in f32.
+    fn widen<'a>(xs: &'a [Self], scratch: &'a mut Vec<f32>) -> &'a [f32];
 
-    /// Writes to `ys` what `change` writes of a row in the wide type, all of it. `scratch` belongs to the task.
-    fn map(
-        xs: &[Self],
-        ys: &mut [Self],
-        change: impl FnOnce(&[Self::Wide], &mut [Self::Wide]),
-        scratch: &mut [Vec<Self::Wide>; 2],
-    );
-
-    /// A row in the wide type. `scratch` belongs to the task.
-    fn widen<'a>(xs: &'a [Self], scratch: &'a mut Vec<Self::Wide>) -> &'a [Self::Wide];
+    /// Writes to a row what `compute` writes in f32, all of it.
+    fn write(ys: &mut [Self], scratch: &mut Vec<f32>, compute: impl FnOnce(&mut [f32]));
 }
 
-macro_rules! computed_in_own_type {
-    ($($float:ty),+) => {$(
-        impl Element for $float {
-            type Wide = Self;
+impl Element for f32 {
+    fn widen<'a>(xs: &'a [Self], _: &'a mut Vec<f32>) -> &'a [f32] {
+        xs
+    }
 
-            fn map(xs: &[Self], ys: &mut [Self], change: impl FnOnce(&[Self], &mut [Self]), _: &mut [Vec<Self>; 2]) {
-                change(xs, ys);
-            }
-
-            fn widen<'a>(xs: &'a [Self], _: &'a mut Vec<Self>) -> &'a [Self] {
-                xs
-            }
-        }
-    )+};
+    fn write(ys: &mut [Self], _: &mut Vec<f32>, compute: impl FnOnce(&mut [f32])) {
+        compute(ys);
+    }
 }
 
-macro_rules! computed_in_f32 {
+macro_rules! widened {
     ($($float:ty),+) => {$(
         impl Element for $float {
-            type Wide = f32;
-
-            fn map(
-                xs: &[Self],
-                ys: &mut [Self],
-                change: impl FnOnce(&[f32], &mut [f32]),
-                [of_xs, of_ys]: &mut [Vec<f32>; 2],
-            ) {
-                of_ys.resize(ys.len(), 0.0);
-                change(Self::widen(xs, of_xs), of_ys);
-                ys.convert_from_f32_slice(of_ys);
-            }
-
             fn widen<'a>(xs: &'a [Self], scratch: &'a mut Vec<f32>) -> &'a [f32] {
                 scratch.resize(xs.len(), 0.0);
                 xs.convert_to_f32_slice(scratch);
                 scratch
             }
+
+            fn write(ys: &mut [Self], scratch: &mut Vec<f32>, compute: impl FnOnce(&mut [f32])) {
+                scratch.resize(ys.len(), 0.0);
+                compute(scratch);
+                ys.convert_from_f32_slice(scratch);
+            }
         }
     )+};
 }
 
-computed_in_own_type!(f32, f64);
-computed_in_f32!(bf16, f16);
+widened!(bf16, f16);
 
-/// Where the rows (D,) of a view (B, T, H, D) are in memory. A view (B, T, D), (T, D) or (D,) has one head.
-pub struct Rows {
+/// The rows (D,) of a view (B, T, H, D) in memory, each contiguous. A view (B, T, D), (T, D) or (D,) has one head.
+pub struct HeadRows<'a, E> {
+    elements: &'a [E],
     /// B · T.
     pub tokens: usize,
     /// The heads of a token.
@@ -90,9 +69,9 @@ pub struct Rows {
     strides: [usize; 3],
 }
 
-impl Rows {
-    /// The rows of a view of one to four dimensions.
-    pub fn new(layout: &Layout) -> Result<Self> {
+impl<'a, E> HeadRows<'a, E> {
+    /// The rows of a view of one to four dimensions, of all elements of its storage.
+    pub fn new(elements: &'a [E], layout: &Layout) -> Result<Self> {
         let ([b, t, h, d], strides) = match (layout.dims(), layout.stride()) {
             (&[b, t, h, d], &[of_b, of_t, of_h, _]) => ([b, t, h, d], [of_b, of_t, of_h]),
             (&[b, t, d], &[of_b, of_t, _]) => ([b, t, 1, d], [of_b, of_t, 0]),
@@ -100,35 +79,34 @@ impl Rows {
             (&[d], _) => ([1, 1, 1, d], [0; 3]),
             (dims, _) => bail!("rows have shape {dims:?}, expected one to four dimensions"),
         };
-        Ok(Self { tokens: b * t, h, d, t, start: layout.start_offset(), strides })
+        Ok(Self { elements, tokens: b * t, h, d, t, start: layout.start_offset(), strides })
     }
 
-    /// Those of a token's heads.
-    pub fn heads(&self, token: usize) -> impl Iterator<Item = Range<usize>> {
-        let [of_b, of_t, of_h] = self.strides;
-        let start = self.start + token / self.t * of_b + token % self.t * of_t;
-        (0..self.h).map(move |head| start + head * of_h).map(|start| start..start + self.d)
+    /// Those of a token, by head.
+    pub fn of_token(&self, token: usize) -> impl Fn(usize) -> &'a [E] {
+        let (&Self { elements, d, t, .. }, [of_b, of_t, of_h]) = (self, self.strides);
+        let start = self.start + token / t * of_b + token % t * of_t;
+        move |head| &elements[start + head * of_h..][..d]
     }
 }
 
-/// The heads (D,) of a view (B, T, H, D) with contiguous rows, each changed by what `of_token` gives for its token,
-/// from 0 to B · T; that is called with the number of the head, the row, and the row to write.
-pub fn map_heads<E: Element, F: Fn(usize, &[E::Wide], &mut [E::Wide])>(
-    xs: &[E],
-    layout: &Layout,
+/// The rows of a view, each changed by what `of_token` gives for its token, from 0 to B · T; that is called with the
+/// number of the head, the row, and the row to write.
+pub fn map_heads<E: Element, F: Fn(usize, &[f32], &mut [f32])>(
+    rows: &HeadRows<E>,
     of_token: impl Fn(usize) -> F + Sync,
-) -> Result<Vec<E>> {
-    let rows = Rows::new(layout)?;
+) -> Vec<E> {
     let width = rows.h * rows.d;
     let count = rows.tokens * width;
     let mut ys = vec![E::default(); count];
     if count == 0 {
-        return Ok(ys);
+        return ys;
     }
-    let one_token = |scratch: &mut [Vec<E::Wide>; 2], (token, ys): (usize, &mut [E])| {
-        let change = of_token(token);
-        for ((head, own), ys) in rows.heads(token).enumerate().zip(ys.chunks_exact_mut(rows.d)) {
-            E::map(&xs[own], ys, |xs, ys| change(head, xs, ys), scratch);
+    let one_token = |[of_xs, of_ys]: &mut [Vec<f32>; 2], (token, ys): (usize, &mut [E])| {
+        let (row, change) = (rows.of_token(token), of_token(token));
+        for (head, ys) in ys.chunks_exact_mut(rows.d).enumerate() {
+            let xs = E::widen(row(head), of_xs);
+            E::write(ys, of_ys, |ys| change(head, xs, ys));
         }
     };
     if count <= TASK_ELEMENTS {
@@ -138,7 +116,7 @@ pub fn map_heads<E: Element, F: Fn(usize, &[E::Wide], &mut [E::Wide])>(
         let least = TASK_ELEMENTS.div_ceil(width);
         ys.par_chunks_mut(width).enumerate().with_min_len(least).for_each_init(Default::default, one_token);
     }
-    Ok(ys)
+    ys
 }
 
 /// A tensor whose rows, along its last dimension, are contiguous: itself, or a copy.
@@ -206,6 +184,19 @@ impl<G: Deref<Target = Storage>> Read<'_, G> {
     /// The tensor with its strides, as kernels take it; its last dimension is contiguous.
     pub fn strided<E: WithDType, const N: usize>(&self) -> Result<Strided<'_, E, N>> {
         Ok(strided(self.elements()?, self.layout))
+    }
+}
+
+/// The elements of a contiguous view.
+///
+/// # Errors
+/// If it is not contiguous.
+pub fn contiguous<'a, E>(elements: &'a [E], layout: &Layout) -> Result<&'a [E]> {
+    match layout.contiguous_offsets() {
+        // A view of nothing may begin anywhere and have any strides.
+        _ if layout.shape().elem_count() == 0 => Ok(&[]),
+        Some((start, end)) => Ok(&elements[start..end]),
+        None => bail!("expected a contiguous tensor, found strides {:?} of shape {:?}", layout.stride(), layout.dims()),
     }
 }
 

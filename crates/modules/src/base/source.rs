@@ -8,7 +8,7 @@ use candle_nn::init::{FanInOut, Init, NonLinearity, NormalOrUniform};
 use candle_nn::var_builder::{Shard, ShardedVarBuilder, SimpleBackend};
 use candle_nn::{Linear, VarBuilder};
 
-use super::{FLOATS, HeadDim, HeadShard, Heads, Share, Spec, Stored, fits_in_memory};
+use super::{FLOATS, HeadDim, HeadShard, Heads, Spec, Stored, fits_in_memory};
 
 /// What is added to a float8 weight's name for that of its scale. Both are factors, whatever `inv` may suggest.
 pub const SCALES: [&str; 2] = ["_scale_inv", "_scale"];
@@ -39,21 +39,14 @@ pub struct Source<'a> {
     layout: String,
     /// The root of a builder that reads parts of the same tensors.
     sharded: Option<ShardedVarBuilder<'static>>,
-    own: Option<OwnHeads>,
-}
-
-/// The heads of one process of several.
-#[derive(Clone, Copy)]
-struct OwnHeads {
-    queries: Share,
-    keys: Share,
-    is_first: bool,
+    /// One process of several, and the query and key heads of all.
+    shard: Option<(HeadShard, (usize, usize))>,
 }
 
 impl<'a> Source<'a> {
     /// Of `layout`, as errors call it, for the operation `op`.
     pub fn new(op: &'static str, layout: impl ToString, vb: VarBuilder<'a>) -> Self {
-        Self { vb, op, layout: layout.to_string(), sharded: None, own: None }
+        Self { vb, op, layout: layout.to_string(), sharded: None, shard: None }
     }
 
     /// Over a builder that can read parts of tensors.
@@ -70,27 +63,22 @@ impl<'a> Source<'a> {
         if shard.world_size() > h {
             bail!("[{}] a world size of {} is more than the {h} heads", self.op, shard.world_size())
         }
-        let (queries, keys) = shard.shares(h, h_kv);
-        Ok(Self { own: Some(OwnHeads { queries, keys, is_first: shard.rank() == 0 }), ..self })
+        Ok(Self { shard: Some((shard, (h, h_kv))), ..self })
     }
 
     /// Whether it gives a process some of the heads.
     pub fn is_sharded(&self) -> bool {
-        self.own.is_some()
+        self.shard.is_some()
     }
 
     /// The entries of this process's heads along a dimension of `len`.
     pub fn own_range(&self, heads: Heads, len: usize) -> Range<usize> {
-        match (self.own, heads) {
-            (None, _) => 0..len,
-            (Some(own), Heads::Query) => own.queries.range(len),
-            (Some(own), Heads::Key) => own.keys.range(len),
-        }
+        self.shard.map_or(0..len, |(shard, of)| shard.range(heads, of, len))
     }
 
     /// A bias that is added to the sum of what all processes give: one of them has it, the others have zeros.
     pub fn bias_of_sum(&self, bias: Tensor) -> Result<Tensor> {
-        if self.own.is_none_or(|own| own.is_first) { Ok(bias) } else { bias.zeros_like() }
+        if self.shard.is_none_or(|(shard, _)| shard.rank() == 0) { Ok(bias) } else { bias.zeros_like() }
     }
 
     /// Below a prefix.
@@ -251,22 +239,15 @@ impl<'a> Source<'a> {
     }
 
     fn explain(&self, name: &str, expected: &Shape, error: Error) -> Error {
-        let (op, layout, full_name) = (self.op, &self.layout, self.full_name(name));
-        match root(&error) {
+        let (problem, hint) = match root(&error) {
             Error::CannotFindTensor { .. } | Error::SafeTensor(safetensors::SafeTensorError::TensorNotFound(_)) => {
-                let hint = match hint(&error) {
-                    hint if hint.is_empty() => hint,
-                    hint => format!("; {hint}"),
-                };
-                Error::msg(format!(
-                    "[{op}] {full_name} is missing, expected shape {expected:?} (layout {layout}){hint}"
-                ))
+                (format!(" is missing, expected shape {expected:?}"), hint(&error))
             }
-            Error::UnexpectedShape { got, .. } => {
-                Error::msg(format!("[{op}] {full_name} has shape {got:?}, expected {expected:?} (layout {layout})"))
-            }
-            other => Error::msg(format!("[{op}] {full_name}: {other} (layout {layout})")),
-        }
+            Error::UnexpectedShape { got, .. } => (format!(" has shape {got:?}, expected {expected:?}"), String::new()),
+            other => (format!(": {other}"), String::new()),
+        };
+        let hint = if hint.is_empty() { hint } else { format!("; {hint}") };
+        Error::msg(format!("[{}] {}{problem} (layout {}){hint}", self.op, self.full_name(name), self.layout))
     }
 }
 

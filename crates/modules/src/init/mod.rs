@@ -28,12 +28,12 @@ mod generator;
 use candle_core::{DType, Device, Error, Result, Shape, Tensor, bail};
 use candle_nn::Init;
 use candle_nn::var_builder::{SimpleBackend, VarBuilder};
-use generator::{Distribution, Generator};
+use generator::Generator;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::base::{filled, is_addressable, number};
+use crate::base::{filled, number};
 
 /// PyTorch's CPU generator after `torch.manual_seed(seed)`, with the parameters drawn from it so far.
 ///
@@ -93,7 +93,7 @@ impl TorchSeed {
     ///
     /// If `shape` has more elements than memory can hold.
     pub fn rand<S: Into<Shape>>(&self, shape: S) -> Result<Tensor> {
-        draw(&mut self.lock().generator, "[rand]", shape.into(), Distribution::Uniform { lo: 0.0, hi: 1.0 })
+        draw(&mut self.lock().generator, "[rand]", shape.into(), Init::Uniform { lo: 0.0, up: 1.0 })
     }
 
     /// `torch.randn(shape)`: mean 0 and standard deviation 1, f32 on the CPU.
@@ -102,7 +102,7 @@ impl TorchSeed {
     ///
     /// If `shape` has more elements than memory can hold.
     pub fn randn<S: Into<Shape>>(&self, shape: S) -> Result<Tensor> {
-        draw(&mut self.lock().generator, "[randn]", shape.into(), Distribution::Normal { mean: 0.0, std: 1.0 })
+        draw(&mut self.lock().generator, "[randn]", shape.into(), Init::Randn { mean: 0.0, stdev: 1.0 })
     }
 
     /// The elements that `torch.nn.Dropout(p)` keeps in train mode: u8 on the CPU, 1 = kept. PyTorch divides the kept
@@ -157,13 +157,7 @@ impl SimpleBackend for TorchSeed {
                 entry.into_mut()
             }
             Entry::Vacant(entry) => {
-                let what = format!("[torch_seed] parameter `{name}`:");
-                if !is_addressable(shape.dims()) {
-                    return too_large(&what, &shape);
-                }
-                let distribution =
-                    Distribution::of(hint, &shape).map_err(|problem| Error::msg(format!("{what} {problem}")))?;
-                let exact = draw(generator, &what, shape, distribution)?;
+                let exact = draw(generator, &format!("[torch_seed] parameter `{name}`:"), shape, hint)?;
                 entry.insert(Parameter { served: exact.clone(), exact })
             }
         };
@@ -195,25 +189,17 @@ impl Parameter {
 }
 
 /// `what` opens the message of an error, here and below.
-fn draw(generator: &mut Generator, what: &str, shape: Shape, distribution: Distribution) -> Result<Tensor> {
+fn draw(generator: &mut Generator, what: &str, shape: Shape, hint: Init) -> Result<Tensor> {
     let mut values = buffer(what, &shape, 0.0)?;
-    match distribution {
-        Distribution::Constant(value) => values.fill(value),
-        Distribution::Uniform { lo, hi } => generator.uniform(lo, hi, &mut values),
-        Distribution::Normal { mean, std } => generator.normal(mean, std, &mut values),
-    }
+    generator.draw(hint, &shape, &mut values).map_err(|problem| Error::msg(format!("{what} {problem}")))?;
     Tensor::from_vec(values, shape, &Device::Cpu)
 }
 
 fn buffer<T: Copy>(what: &str, shape: &Shape, value: T) -> Result<Vec<T>> {
     match filled(shape.dims(), value) {
         Some(values) => Ok(values),
-        None => too_large(what, shape),
+        None => bail!("{what} shape {shape:?} has more elements than memory can hold"),
     }
-}
-
-fn too_large<T>(what: &str, shape: &Shape) -> Result<T> {
-    bail!("{what} shape {shape:?} has more elements than memory can hold")
 }
 
 #[cfg(test)]

@@ -6,16 +6,14 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::backend::BackendStorage;
-use candle_core::{
-    CpuStorage, CustomOp1, CustomOp2, DType, Device, Layout, Module, Result, Shape, Tensor, WithDType, bail,
-};
+use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Module, Result, Shape, Tensor, WithDType, bail};
 use candle_nn::{Activation, Linear};
 
 use super::tracked::{packed_input_gradient, rows_of, with_even_rows};
 use super::{Kind, OP, PackedLinear};
-use crate::base::rowwise::{read, to_vec, with_float};
+use crate::base::rowwise::{self, read, to_vec, with_float};
 use crate::base::{check_memory, executor};
-use candle_attention_kernels::linear::{self, Codes, Epilogue, PackedWeight, Product, Right, Up};
+use candle_attention_kernels::linear::{self, Codes, Epilogue, Matrix, PackedWeight, Product, Right, Up};
 use candle_attention_kernels::{Element, Tier};
 
 /// The instruction set of products with a weight: one in particular, or the fastest.
@@ -33,33 +31,28 @@ pub(super) struct Packed {
     bias: Option<Vec<f32>>,
 }
 
-/// A bias in f32, and the dtype that holds it and a weight of `dtype`.
-fn bias_numbers(dtype: DType, bias: Option<&Tensor>) -> Result<(Option<Vec<f32>>, DType)> {
-    let linear_dtype = if bias.is_none_or(|bias| bias.dtype() == dtype) { dtype } else { DType::F32 };
-    Ok((bias.map(|bias| to_vec(&contiguous("bias", bias)?)).transpose()?, linear_dtype))
-}
-
 impl Packed {
     /// Packs `weight` (out, in), in f32, bf16 or f16, and `bias` (out,), on the CPU.
     pub fn new(weight: &Tensor, bias: Option<&Tensor>, tier: Tier) -> Result<Self> {
-        let (bias, linear_dtype) = bias_numbers(weight.dtype(), bias)?;
         let weight = contiguous("weight", weight)?;
         let (storage, shape) = (read(&weight), weight.dims2()?);
         let packed = with_float!(OP, weight.dtype(), |E| {
-            let elements = storage.elements::<E>()?;
-            // A view of nothing may begin anywhere.
-            let start = storage.layout.start_offset().min(elements.len());
-            PackedWeight::new(&elements[start..][..shape.0 * shape.1], shape, tier).map_err(kernel_error)
+            let elements = rowwise::contiguous(storage.elements::<E>()?, storage.layout)?;
+            PackedWeight::new(elements, shape, tier).map_err(kernel_error)
         });
-        Ok(Self { weight: packed?, dtype: weight.dtype(), linear_dtype, bias })
+        Self::with_bias(packed?, weight.dtype(), bias)
     }
 
     /// Packs codes that stand for f32, and `bias` (out,) on the CPU.
     pub fn of_codes(codes: &Codes, shape: (usize, usize), bias: Option<&Tensor>) -> Result<Self> {
         let tier = choose_tier(None, DType::F32)?;
-        let (bias, linear_dtype) = bias_numbers(DType::F32, bias)?;
-        let weight = PackedWeight::from_codes(codes, shape, tier).map_err(kernel_error)?;
-        Ok(Self { weight, dtype: DType::F32, linear_dtype, bias })
+        Self::with_bias(PackedWeight::from_codes(codes, shape, tier).map_err(kernel_error)?, DType::F32, bias)
+    }
+
+    fn with_bias(weight: PackedWeight, dtype: DType, bias: Option<&Tensor>) -> Result<Self> {
+        let linear_dtype = if bias.is_none_or(|bias| bias.dtype() == dtype) { dtype } else { DType::F32 };
+        let bias = bias.map(|bias| to_vec(&contiguous("bias", bias)?)).transpose()?;
+        Ok(Self { weight, dtype, linear_dtype, bias })
     }
 
     pub fn to_linear(&self) -> Result<Linear> {
@@ -95,51 +88,33 @@ pub(super) struct Columns {
     pub activation: Option<linear::Activation>,
     /// What the activated outputs are multiplied by: a product of the same input.
     pub up: Option<Arc<Packed>>,
+    /// What is added, (.., columns) in the input's dtype.
+    pub residual: Option<Tensor>,
 }
 
 impl Columns {
-    /// The product with `xs` (.., in), and the residual (.., columns), all of which were checked.
-    pub fn forward(self, xs: &Tensor, residual: Option<&Tensor>) -> Result<Tensor> {
-        let xs = with_even_rows("input", xs)?;
-        match residual {
-            Some(residual) => xs.apply_op2_no_bwd(&contiguous("residual", residual)?, &self),
-            None => xs.apply_op1(self),
-        }
+    /// The product alone.
+    pub fn new(packed: &Arc<Packed>, columns: Range<usize>) -> Self {
+        Self { packed: packed.clone(), columns, activation: None, up: None, residual: None }
     }
 
-    /// The output's storage and shape; the residual is contiguous and in the input's dtype.
-    fn run(
-        &self,
-        xs: &CpuStorage,
-        layout: &Layout,
-        residual: Option<(&CpuStorage, &Layout)>,
-    ) -> Result<(CpuStorage, Shape)> {
-        let shape = with_width(layout.dims(), self.columns.len());
-        let count = shape.elem_count();
-        let out = with_float!(OP, xs.dtype(), |E| {
-            let added = residual.map(|(added, own)| {
-                let added = added.as_slice::<E>()?;
-                Ok::<_, candle_core::Error>(&added[own.start_offset().min(added.len())..][..count])
-            });
-            self.run_on(xs.as_slice::<E>()?, layout, added.transpose()?).map(E::to_cpu_storage_owned)
-        })?;
-        Ok((out, shape))
+    /// The product with `xs` (.., in); all was checked.
+    pub fn forward(self, xs: &Tensor) -> Result<Tensor> {
+        let residual = self.residual.as_ref().map(|residual| contiguous("residual", residual)).transpose()?;
+        with_even_rows("input", xs)?.apply_op1(Self { residual, ..self })
     }
 
-    fn run_on<X: Element>(&self, xs: &[X], layout: &Layout, residual: Option<&[X]>) -> Result<Vec<X>> {
+    fn run<X: Element + WithDType>(&self, xs: &[X], layout: &Layout) -> Result<Vec<X>> {
         let Packed { weight, bias, .. } = &*self.packed;
-        let product = Product {
-            left: rows_of(xs, layout)?,
-            right: Right::Weight(weight, self.columns.clone()),
-            epilogue: Epilogue {
-                bias: bias.as_deref(),
-                activation: self.activation,
-                up: self.up.as_ref().map(|up| Up { weight: &up.weight, bias: up.bias.as_deref() }),
-                residual,
-            },
-            executor: executor(),
+        let residual = self.residual.as_ref().map(read);
+        let added = residual.as_ref().map(|residual| rowwise::contiguous(residual.elements()?, residual.layout));
+        let epilogue = Epilogue {
+            bias: bias.as_deref(),
+            activation: self.activation,
+            up: self.up.as_ref().map(|up| Up { weight: &up.weight, bias: up.bias.as_deref() }),
+            residual: added.transpose()?,
         };
-        linear::multiply_vec(&product).map_err(kernel_error)
+        multiply(rows_of(xs, layout)?, Right::Weight(weight, self.columns.clone()), epilogue)
     }
 }
 
@@ -149,32 +124,21 @@ impl CustomOp1 for Columns {
     }
 
     fn cpu_fwd(&self, xs: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        self.run(xs, layout, None)
+        let ys = with_float!(OP, xs.dtype(), |E| E::to_cpu_storage_owned(self.run(xs.as_slice::<E>()?, layout)?));
+        Ok((ys, with_width(layout.dims(), self.columns.len())))
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
-        if self.activation.is_some() || self.up.is_some() {
-            bail!("[{OP}] an activation in the pass of its product has no gradient")
+        if self.activation.is_some() || self.up.is_some() || self.residual.is_some() {
+            bail!("[{OP}] what follows a product in its pass has no gradient")
         }
         packed_input_gradient(gradient, &self.packed.weight, self.columns.clone()).map(Some)
     }
 }
 
-/// With a residual.
-impl CustomOp2 for Columns {
-    fn name(&self) -> &'static str {
-        OP
-    }
-
-    fn cpu_fwd(
-        &self,
-        xs: &CpuStorage,
-        layout: &Layout,
-        added: &CpuStorage,
-        own: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        self.run(xs, layout, Some((added, own)))
-    }
+/// A product on the threads of brief calls.
+pub(super) fn multiply<X: Element>(left: Matrix<X>, right: Right<X>, epilogue: Epilogue<X>) -> Result<Vec<X>> {
+    linear::multiply_vec(&Product { left, right, epilogue, executor: executor() }).map_err(kernel_error)
 }
 
 /// The kernels' activation of this name.
@@ -208,17 +172,10 @@ pub(super) fn row_stride(layout: &Layout) -> Option<usize> {
     if layout.shape().elem_count() == 0 {
         return Some(0);
     }
-    let dims = layout.dims().len() - 1;
-    let mut counted = layout.dims().iter().zip(layout.stride()).take(dims).rev().filter(|&(&dim, _)| dim != 1);
-    let Some((&dim, &stride)) = counted.next() else { return Some(0) };
-    let mut whole = dim * stride;
-    for (&dim, &stride) in counted {
-        if stride != whole {
-            return None;
-        }
-        whole *= dim;
-    }
-    Some(stride)
+    let mut counts = layout.dims()[..layout.dims().len() - 1].iter().zip(layout.stride()).filter(|&(&dim, _)| dim != 1);
+    let mut pairs = counts.clone().zip(counts.clone().skip(1));
+    let is_even = pairs.all(|((_, &outer), (&dim, &inner))| outer == dim * inner);
+    is_even.then(|| counts.next_back().map_or(0, |(_, &stride)| stride))
 }
 
 /// Candle's own operations, with gradients, on any device.
@@ -328,8 +285,8 @@ impl Module for PackedGatedLinear {
             && !xs.track_op()
         {
             self.gate.check(xs, &columns)?;
-            let activation = Some(kernel_activation(activation)?);
-            return Columns { packed: gate.clone(), columns, activation, up: Some(up.clone()) }.forward(xs, None);
+            let (activation, up) = (Some(kernel_activation(activation)?), Some(up.clone()));
+            return Columns { activation, up, ..Columns::new(gate, columns) }.forward(xs);
         }
         self.gate.forward(xs)?.mul(&self.up.forward(xs)?)
     }

@@ -17,8 +17,8 @@ use candle_attention_kernels::Tier;
 pub use forward::PackedGatedLinear;
 use forward::{Columns, Packed, choose_tier, kernel_activation, plain};
 pub use projections::{
-    ByPlace, PROJECTIONS, Piece, Projection, ProjectionColumns, ProjectionModule, ProjectionModules, ProjectionPlace,
-    ProjectionRows, Projections, Queries,
+    ByPlace, Projected, Projection, ProjectionColumns, ProjectionModule, ProjectionModules, ProjectionPlace,
+    ProjectionRows, Projections,
 };
 use quantized::Quantized;
 
@@ -69,7 +69,7 @@ enum Kind {
     Packed(Arc<Packed>),
     /// Read in each call: by the CPU's kernels, where it is tracked for gradients, or by Candle's own operations.
     Plain(Linear, Option<Tier>),
-    Quantized(Arc<Quantized>),
+    Quantized(Quantized),
 }
 
 /// [`candle_nn::linear`](candle_nn::linear()), packed: `weight` (out, in) and `bias` (out,) below the builder's prefix.
@@ -233,7 +233,7 @@ impl PackedLinear {
             }
             Kind::Packed(packed) => packed.rows(Some(&flat.iter().map(|&id| id as usize).collect::<Vec<_>>()))?,
             Kind::Plain(linear, _) => linear.weight().index_select(&list()?, 0)?,
-            Kind::Quantized(quantized) => quantized.rows(&list()?)?,
+            Kind::Quantized(quantized) => quantized.weight.embedding(&list()?)?,
         };
         rows.reshape([ids.dims(), &[self.in_dim()]].concat())
     }
@@ -313,11 +313,11 @@ impl PackedLinear {
         let ys = match &self.kind {
             Kind::Packed(packed) => {
                 let activation = self.activation.map(kernel_activation).transpose()?;
-                let product = Columns { packed: packed.clone(), columns, activation, up: None };
+                let product = Columns::new(packed, columns);
                 if !is_tracked {
-                    return product.forward(xs, residual);
+                    return Columns { activation, residual: residual.cloned(), ..product }.forward(xs);
                 }
-                Columns { activation: None, ..product }.forward(xs, None)?
+                product.forward(xs)?
             }
             Kind::Plain(linear, Some(tier)) => {
                 let own = |tensor: &Tensor| {

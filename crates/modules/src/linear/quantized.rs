@@ -51,7 +51,9 @@ impl PackedLinear {
         let of = |kind, dtype| Ok(Self { kind, shape, dtype, device: device.clone(), activation: None });
         let dtype = match weight.dtype() {
             GgmlDType::Q2K | GgmlDType::Q3K | GgmlDType::Q4K | GgmlDType::Q5K | GgmlDType::Q6K | GgmlDType::Q8K => {
-                return of(Kind::Quantized(Quantized::new(weight, bias.cloned())?.into()), DType::F32);
+                let weight = Arc::new(weight);
+                let quantized = Quantized { product: QMatMul::from_arc(weight.clone())?, weight, bias: bias.cloned() };
+                return of(Kind::Quantized(quantized), DType::F32);
             }
             GgmlDType::F16 => DType::F16,
             GgmlDType::BF16 => DType::BF16,
@@ -61,8 +63,7 @@ impl PackedLinear {
         let is_packed = device.is_cpu() && !bias.is_some_and(Tensor::track_op);
         match Blocks::of(weight.dtype()) {
             Some(blocks) if is_packed => {
-                let data = blocks.read(&weight.data()?);
-                of(Kind::Packed(Packed::of_codes(&data.codes(blocks), shape, bias)?.into()), DType::F32)
+                of(Kind::Packed(blocks.pack(&weight.data()?, shape, bias)?.into()), DType::F32)
             }
             _ if is_packed => {
                 let rows = weight.dequantize(&device)?.to_dtype(dtype)?;
@@ -94,79 +95,50 @@ impl Blocks {
         Some(Self { bits, has_minimums })
     }
 
-    fn bytes(self) -> usize {
-        let scales = if self.has_minimums { 4 } else { 2 };
-        scales + CODE_BLOCK * self.bits / 8
-    }
-
-    fn read(self, data: &[u8]) -> BlockData {
-        let mut read = BlockData::default();
-        for block in data.chunks_exact(self.bytes()) {
+    fn pack(self, data: &[u8], shape: (usize, usize), bias: Option<&Tensor>) -> Result<Packed> {
+        let (mut codes, mut scales, mut minimums) = (Vec::new(), Vec::new(), Vec::new());
+        let bytes = CODE_BLOCK * self.bits / 8 + if self.has_minimums { 4 } else { 2 };
+        for block in data.chunks_exact(bytes) {
             let half = |at: usize| f16::from_le_bytes([block[at], block[at + 1]]);
-            read.scales.push(half(0));
+            scales.push(half(0));
             let mut rest = &block[2..];
             if self.has_minimums {
-                read.minimums.push(half(2));
+                minimums.push(half(2));
                 rest = &rest[2..];
             }
             let (fifth, lower) = rest.split_at(if self.bits == 5 { 4 } else { 0 });
             if self.bits == 8 {
                 // Signed bytes.
-                read.codes.extend(lower.iter().map(|code| code ^ 0x80));
+                codes.extend(lower.iter().map(|code| code ^ 0x80));
                 continue;
             }
             // Without a minimum, zero is in the middle of the codes: 16 of 5 bits, and 128 of the 8 that they are held
             // in.
             let middle = if self.bits == 5 && !self.has_minimums { 128 - 16 } else { 0 };
             let numbers = lower.iter().map(|pair| pair & 0xf).chain(lower.iter().map(|pair| pair >> 4));
-            read.codes.extend(numbers.enumerate().map(|(at, number)| {
+            codes.extend(numbers.enumerate().map(|(at, number)| {
                 let fifth = fifth.get(at / 8).map_or(0, |byte| byte >> (at % 8) & 1);
                 middle + (fifth << 4 | number)
             }));
         }
-        read
-    }
-}
-
-#[derive(Default)]
-struct BlockData {
-    codes: Vec<u8>,
-    scales: Vec<f16>,
-    minimums: Vec<f16>,
-}
-
-impl BlockData {
-    fn codes(&self, blocks: Blocks) -> Codes<'_> {
-        Codes {
-            bits: if blocks.bits == 4 { 4 } else { 8 },
-            codes: &self.codes,
-            scales: &self.scales,
-            minimums: blocks.has_minimums.then_some(&self.minimums),
-        }
+        let bits = if self.bits == 4 { 4 } else { 8 };
+        let minimums = self.has_minimums.then_some(minimums.as_slice());
+        Packed::of_codes(&Codes { bits, codes: &codes, scales: &scales, minimums }, shape, bias)
     }
 }
 
 /// A weight that Candle multiplies.
 #[derive(Debug, Clone)]
 pub(super) struct Quantized {
-    weight: Arc<QTensor>,
+    pub weight: Arc<QTensor>,
     product: QMatMul,
     bias: Option<Tensor>,
 }
 
 impl Quantized {
-    fn new(weight: QTensor, bias: Option<Tensor>) -> Result<Self> {
-        let weight = Arc::new(weight);
-        Ok(Self { product: QMatMul::from_arc(weight.clone())?, weight, bias })
-    }
-
     /// Dequantised.
     pub fn to_linear(&self) -> Result<Linear> {
         Ok(Linear::new(self.weight.dequantize(&self.weight.device())?, self.bias.clone()))
-    }
-
-    pub fn rows(&self, ids: &Tensor) -> Result<Tensor> {
-        self.weight.embedding(ids)
     }
 
     /// Some of the outputs. Candle's product has no gradient and takes no input of nothing; its dequantised weight has

@@ -6,11 +6,11 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, D, Device, Layout, Result, Shape, Tensor, WithDType, bail};
 
 use super::OP;
-use super::forward::{contiguous, kernel_error, row_stride, with_width};
+use super::forward::{contiguous, kernel_error, multiply, row_stride, with_width};
 use crate::base::executor;
-use crate::base::rowwise::{Op3, Operand, Ternary, read, with_float};
-use candle_attention_kernels::linear::{self, Epilogue, Matrix, Product, Right};
-use candle_attention_kernels::{Element, Tier};
+use crate::base::rowwise::{self, Op3, Operand, Ternary, read, with_float};
+use candle_attention_kernels::Tier;
+use candle_attention_kernels::linear::{self, Epilogue, Matrix, Right};
 
 /// `xs · weightᵀ + bias` of inputs (.., in), a weight (out, in) and a bias (out,) of one dtype, each of which may be
 /// tracked for gradients. The weight is read as it is when the operation runs.
@@ -66,51 +66,6 @@ struct Project {
     tier: Tier,
 }
 
-impl Project {
-    fn run<E: Element + WithDType>(
-        &self,
-        (xs, xs_layout): (&[E], &Layout),
-        (weight, layout): (&[E], &Layout),
-        (bias, bias_layout): (&[E], &Layout),
-    ) -> Result<Vec<E>> {
-        let Some(weight) = view(weight, layout) else { bail!("[{OP}] the weight has no contiguous lines") };
-        let bias = bias.iter().skip(bias_layout.start_offset()).take(bias_layout.dims()[0]);
-        let bias: Vec<_> = bias.map(|x| x.to_f64() as f32).collect();
-        // A matrix may be transposed.
-        let left = match xs_layout.dims() {
-            [_, _] => view(xs, xs_layout),
-            _ => rows_of(xs, xs_layout).ok(),
-        };
-        let Some(left) = left else { bail!("[{OP}] the input has no contiguous lines") };
-        let bias = Some(bias.as_slice()).filter(|bias| !bias.is_empty());
-        linear::multiply_vec(&Product {
-            left,
-            right: Right::Matrix(weight.t(), self.tier),
-            epilogue: Epilogue { bias, ..Default::default() },
-            executor: executor(),
-        })
-        .map_err(kernel_error)
-    }
-
-    /// The gradients of the inputs and of the weight: `gradient · weight` and `gradientᵀ · xs`.
-    fn gradients(&self, xs: &Tensor, weight: &Tensor, gradient: &Tensor) -> Result<[Option<Tensor>; 2]> {
-        let rows = |tensor: &Tensor| {
-            let tensor = contiguous("input", &tensor.detach())?;
-            let (width, lead) = (tensor.dim(D::Minus1)?, &tensor.dims()[..tensor.rank() - 1]);
-            tensor.reshape((lead.iter().product::<usize>(), width))
-        };
-        let gradient = rows(gradient)?;
-        let multiply = |left: &Tensor, right: &Tensor| left.apply_op3_no_bwd(&right.t()?, &nothing(left)?, &Op3(*self));
-        let of_xs = || multiply(&gradient, &weight.detach())?.reshape(xs.dims());
-        // In the order in which the weight is stored.
-        let of_weight = || match weight.is_contiguous() {
-            true => multiply(&gradient.t()?, &rows(xs)?),
-            false => multiply(&rows(xs)?.t()?, &gradient)?.t(),
-        };
-        Ok([xs.track_op().then(of_xs).transpose()?, weight.track_op().then(of_weight).transpose()?])
-    }
-}
-
 impl Ternary for Project {
     const NAME: &'static str = OP;
 
@@ -119,17 +74,42 @@ impl Ternary for Project {
         [(xs, of_xs), (weight, of_weight), (bias, of_bias)]: [Operand; 3],
     ) -> Result<(CpuStorage, Shape)> {
         let ys = with_float!(OP, xs.dtype(), |E| {
-            let (xs, weight, bias) = (xs.as_slice::<E>()?, weight.as_slice()?, bias.as_slice()?);
-            self.run((xs, of_xs), (weight, of_weight), (bias, of_bias)).map(E::to_cpu_storage_owned)
-        })?;
+            let xs = xs.as_slice::<E>()?;
+            // A matrix may be transposed.
+            let left = if of_xs.dims().len() == 2 { view(xs, of_xs) } else { rows_of(xs, of_xs).ok() };
+            let (Some(left), Some(weight)) = (left, view(weight.as_slice::<E>()?, of_weight)) else {
+                bail!("[{OP}] the input or the weight has no contiguous lines")
+            };
+            let bias = rowwise::contiguous(bias.as_slice::<E>()?, of_bias)?;
+            let bias: Vec<_> = bias.iter().map(|x| x.to_f64() as f32).collect();
+            let bias = Some(bias.as_slice()).filter(|bias| !bias.is_empty());
+            let right = Right::Matrix(weight.t(), self.tier);
+            E::to_cpu_storage_owned(multiply(left, right, Epilogue { bias, ..Default::default() })?)
+        });
         Ok((ys, with_width(of_xs.dims(), of_weight.dims()[0])))
     }
 
+    /// `gradient · weight`, `gradientᵀ · xs`, and the sums of the gradient's columns.
     fn backward(&self, [xs, weight, bias]: [&Tensor; 3], _: &Tensor, gradient: &Tensor) -> Result<[Option<Tensor>; 3]> {
-        let gradient = contiguous("gradient", gradient)?;
-        let [of_xs, of_weight] = self.gradients(xs, weight, &gradient)?;
-        let sums = || column_sums(&gradient, self.tier);
-        Ok([of_xs, of_weight, bias.track_op().then(sums).transpose()?])
+        let rows = |what: &str, tensor: &Tensor| {
+            let tensor = contiguous(what, &tensor.detach())?;
+            let (width, lead) = (tensor.dim(D::Minus1)?, &tensor.dims()[..tensor.rank() - 1]);
+            tensor.reshape((lead.iter().product::<usize>(), width))
+        };
+        let gradient = rows("gradient", gradient)?;
+        let multiply = |left: &Tensor, right: &Tensor| left.apply_op3_no_bwd(&right.t()?, &nothing(left)?, &Op3(*self));
+        let of_xs = || multiply(&gradient, &weight.detach())?.reshape(xs.dims());
+        // In the order in which the weight is stored.
+        let of_weight = || match weight.is_contiguous() {
+            true => multiply(&gradient.t()?, &rows("input", xs)?),
+            false => multiply(&rows("input", xs)?.t()?, &gradient)?.t(),
+        };
+        let of_bias = || column_sums(&gradient, self.tier);
+        Ok([
+            xs.track_op().then(of_xs).transpose()?,
+            weight.track_op().then(of_weight).transpose()?,
+            bias.track_op().then(of_bias).transpose()?,
+        ])
     }
 }
 
@@ -154,8 +134,7 @@ pub(super) fn packed_input_gradient(
     let (storage, shape) = (read(&gradient), with_width(gradient.dims(), weight.inputs()));
     with_float!(OP, gradient.dtype(), |E| {
         let left = rows_of(storage.elements::<E>()?, storage.layout)?;
-        let right = Right::Transposed(weight, columns);
-        let product = Product { left, right, epilogue: Epilogue::default(), executor: executor() };
-        Tensor::from_vec(linear::multiply_vec(&product).map_err(kernel_error)?, shape, &Device::Cpu)
+        let ys = multiply(left, Right::Transposed(weight, columns), Epilogue::default())?;
+        Tensor::from_vec(ys, shape, &Device::Cpu)
     })
 }

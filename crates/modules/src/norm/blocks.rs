@@ -3,7 +3,7 @@
 use candle_core::{D, DType, Module, Result, Tensor};
 use candle_nn::{LayerNormConfig, VarBuilder};
 
-use super::rows::GatedNorm;
+use super::rows::RowNorm;
 use super::{Norm, QkNormKind};
 use crate::base::{Dim, Expect, FLOATS, Parameter, Source, check_memory, number};
 use crate::gate::GateActivation;
@@ -121,7 +121,7 @@ impl RmsNorm {
         gate_in.dtype(xs.dtype(), "the input's")?.beside("the input", xs.device())?;
         let affine = self.0.affine()?;
         match self.0.rows(xs, &affine) {
-            Some(norm) => GatedNorm { norm, activation }.apply(xs, &affine.factors, gate),
+            Some(norm) => RowNorm { gate: Some(activation), ..norm }.apply(xs, &affine.factors, gate),
             None => activation.gate(&self.forward(xs)?, gate),
         }
     }

@@ -91,39 +91,31 @@ pub fn check_epsilon(op: &str, name: &str, norm: Option<impl Into<QkNorm>>) -> R
     number::epsilon(op, &format!("eps of {name}"), norm.map(|norm| norm.into().eps))
 }
 
-const OF_CONTEXT: [&str; 3] = ["context_norm", "attn_sub_norm", "inner_attn_ln"];
-
 /// The names under which files keep the norm of queries, the first of which is the crate's own.
-const OF_QUERIES: [&str; 3] = ["q_norm", "q_layernorm", "query_layernorm"];
-const OF_KEYS: [&str; 3] = ["k_norm", "k_layernorm", "key_layernorm"];
+pub const OF_QUERIES: [&str; 3] = ["q_norm", "q_layernorm", "query_layernorm"];
+
+/// Likewise of keys.
+pub const OF_KEYS: [&str; 3] = ["k_norm", "k_layernorm", "key_layernorm"];
+
+/// Likewise of the context.
+pub const OF_CONTEXT: [&str; 3] = ["context_norm", "attn_sub_norm", "inner_attn_ln"];
 
 /// One of a layer's norms: where its parameters are, and what it spans.
 #[derive(Debug, Clone, Copy)]
 pub struct NormPlace {
-    norm: QkNorm,
-    names: [&'static str; 3],
-    heads: Heads,
-    /// How many heads there are, and how wide each is.
-    count: usize,
-    width: usize,
+    /// What it computes.
+    pub norm: QkNorm,
+    /// Where files keep it.
+    pub names: [&'static str; 3],
+    /// Whose heads it is of.
+    pub heads: Heads,
+    /// How many heads there are.
+    pub count: usize,
+    /// How wide each is.
+    pub width: usize,
 }
 
 impl NormPlace {
-    /// H heads of width D.
-    pub fn of_queries(norm: QkNorm, h: usize, d: usize) -> Self {
-        Self { norm, names: OF_QUERIES, heads: Heads::Query, count: h, width: d }
-    }
-
-    /// H_kv heads of width D.
-    pub fn of_keys(norm: QkNorm, h_kv: usize, d: usize) -> Self {
-        Self { norm, names: OF_KEYS, heads: Heads::Key, count: h_kv, width: d }
-    }
-
-    /// H heads of width D_v together.
-    pub fn of_context(norm: ContextNorm, h: usize, d_v: usize) -> Self {
-        Self { norm: norm.into(), names: OF_CONTEXT, heads: Heads::Query, count: h, width: d_v }
-    }
-
     fn shape(&self) -> Vec<usize> {
         match self.norm.scope {
             QkNormScope::Projection => vec![self.count * self.width],
@@ -178,17 +170,12 @@ impl NormPlace {
 
 /// An error if the file has norms of queries, keys or a context that the config does not mention.
 pub fn refuse_norms(qk_norm: Option<QkNorm>, context_norm: Option<ContextNorm>, source: &Source) -> Result<()> {
-    if qk_norm.is_none() {
-        for name in OF_QUERIES.into_iter().chain(OF_KEYS) {
+    let of_heads = [OF_QUERIES, OF_KEYS].map(|names| ("qk_norm", qk_norm.is_some(), names));
+    let all = of_heads.into_iter().chain([("context_norm", context_norm.is_some(), OF_CONTEXT)]);
+    for (option, _, names) in all.filter(|(_, is_set, _)| !is_set) {
+        for name in names {
             for parameter in [format!("{name}.weight"), format!("{name}.bias"), first_of_list(name)] {
-                source.refuse(&parameter, "the config says there is no qk_norm")?;
-            }
-        }
-    }
-    if context_norm.is_none() {
-        for name in OF_CONTEXT {
-            for parameter in ["weight", "bias"] {
-                source.refuse(&format!("{name}.{parameter}"), "the config says there is no context_norm")?;
+                source.refuse(&parameter, &format!("the config says there is no {option}"))?;
             }
         }
     }
@@ -203,24 +190,6 @@ fn ones(size: usize, dtype: DType, device: &Device) -> Result<Parameter> {
 
 fn first_of_list(name: &str) -> String {
     format!("{name}.norms.0.weight")
-}
-
-/// The norms of a layer's queries and keys.
-#[derive(Debug, Clone)]
-pub struct QkNorms {
-    /// What each of them spans.
-    pub scope: QkNormScope,
-    /// The norm of queries.
-    pub q: Norm,
-    /// The norm of keys; none where these are an earlier layer's.
-    pub k: Option<Norm>,
-}
-
-impl QkNorms {
-    /// Whether the norms span whole projections, and so come before these are split.
-    pub fn of_projections(&self) -> bool {
-        self.scope == QkNormScope::Projection
-    }
 }
 
 /// A normalisation over the last dimension.
@@ -259,7 +228,7 @@ pub type SumFunction<'a> = dyn Fn(&Tensor) -> Result<Tensor> + 'a;
 impl Norm {
     fn new(kind: QkNormKind, eps: f64, weight: Parameter, bias: Option<Parameter>) -> Result<Self> {
         let mut norm = Self { kind, eps, weight, bias, affine: None, span: None };
-        if !norm.has_variables() {
+        if !norm.weight.is_tracked() && !norm.bias.as_ref().is_some_and(Parameter::is_tracked) {
             norm.affine = Some(norm.affine()?);
         }
         Ok(norm)
@@ -299,22 +268,16 @@ impl Norm {
         Ok(Self::new(self.kind, self.eps, self.weight.freeze()?, bias)?.over(self.span))
     }
 
-    fn has_variables(&self) -> bool {
-        self.weight.is_tracked() || self.bias.as_ref().is_some_and(Parameter::is_tracked)
-    }
-
     /// (.., size), or (.., H, D) with weights of heads, to the same shape and dtype.
     pub fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         let affine = self.affine()?;
         if let Some(rows) = self.rows(xs, &affine) {
             return rows.apply(xs, &affine.factors, &affine.bias);
         }
-        // Candle's fused norms have no backward pass and no f64.
-        if xs.track_op() || self.has_variables() || xs.dtype() == DType::F64 {
-            return self.differentiable(xs, &affine);
-        }
         let (weight, eps) = (self.weight.tensor()?, self.eps as f32);
         match (self.kind, &self.bias) {
+            // Candle's fused norms have no backward pass and no f64, and take a weight (D,) of the dtype of the rows.
+            _ if xs.track_op() || self.affine.is_none() || xs.dtype() == DType::F64 => self.differentiable(xs, &affine),
             _ if weight.rank() > 1 || weight.dtype() != xs.dtype() => self.differentiable(xs, &affine),
             (QkNormKind::Rms | QkNormKind::RmsNoWeight, None) => ops::rms_norm(&xs.contiguous()?, &weight, eps),
             (QkNormKind::Layer, Some(bias)) => ops::layer_norm(&xs.contiguous()?, &weight, &bias.tensor()?, eps),
@@ -325,7 +288,7 @@ impl Norm {
     /// The norm in one pass, where a CPU computes in f32.
     fn rows(&self, xs: &Tensor, affine: &Affine) -> Option<RowNorm> {
         let on_cpu = xs.device().is_cpu() && affine.factors.device().is_cpu();
-        let rows = RowNorm { subtracts_mean: self.kind.subtracts_mean(), eps: self.eps as f32 };
+        let rows = RowNorm { subtracts_mean: self.kind.subtracts_mean(), eps: self.eps as f32, gate: None };
         (on_cpu && affine.factors.dtype() == DType::F32 && xs.dtype() != DType::F64).then_some(rows)
     }
 

@@ -4,11 +4,12 @@
 use std::ops::Range;
 
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, Layout, Result, Shape, Tensor, WithDType, bail};
+use candle_core::{CpuStorage, Result, Shape, Tensor, WithDType, bail};
 use rayon::prelude::*;
 
 use crate::base::rowwise::{
-    Element, Op3, Operand, Rows, TASK_ELEMENTS, Ternary, map_heads, read, with_contiguous_rows, with_float,
+    Element, HeadRows, Op3, Operand, TASK_ELEMENTS, Ternary, contiguous, map_heads, read, with_contiguous_rows,
+    with_float,
 };
 use crate::gate::GateActivation;
 
@@ -21,8 +22,8 @@ const LANES: usize = 16;
 /// depends on the shape alone, so that the bits of these gradients do too.
 const MOST_TASKS: usize = 64;
 
-/// `(x - mean) / sqrt(variance + eps) · weight + bias` of each row; where the mean stays, `mean` is 0 and `variance`
-/// the mean square.
+/// `(x - mean) / sqrt(variance + eps) · weight + bias` of each row, rounded once; where the mean stays, `mean` is 0 and
+/// `variance` the mean square.
 ///
 /// Candle's own norms have no backward pass, want contiguous inputs and a weight (D,), and its layer norm finds the
 /// variance as a difference of squares, which loses the digits of numbers that are far from zero.
@@ -30,14 +31,16 @@ const MOST_TASKS: usize = 64;
 pub(super) struct RowNorm {
     pub subtracts_mean: bool,
     pub eps: f32,
+    /// Whether rows are multiplied by an activated gate in the place of a bias.
+    pub gate: Option<GateActivation>,
 }
 
 impl RowNorm {
     /// A view (D,), (T, D), (B, T, D) or (B, T, H, D) in f32, bf16 or f16 to a contiguous tensor of its shape and
-    /// dtype. Weight and bias are (D,) or (H, D), contiguous, in f32; an empty bias adds nothing. Each of the three may
-    /// be tracked for gradients.
-    pub fn apply(self, xs: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<Tensor> {
-        with_contiguous_rows(xs)?.apply_op3(weight, bias, Op3(self))
+    /// dtype. Weight and bias are (D,) or (H, D), contiguous, in f32; an empty bias adds nothing. A gate is a view of
+    /// the shape and dtype of the rows, whose weight is (D,). Each of the three may be tracked for gradients.
+    pub fn apply(self, xs: &Tensor, weight: &Tensor, bias_or_gate: &Tensor) -> Result<Tensor> {
+        with_contiguous_rows(xs)?.apply_op3(weight, &with_contiguous_rows(bias_or_gate)?, Op3(self))
     }
 
     fn moments(self, row: &[f32]) -> Moments {
@@ -47,29 +50,43 @@ impl RowNorm {
         Moments { mean, factor: (variance + self.eps).sqrt().recip() }
     }
 
-    fn rows<E: Element<Wide = f32>>(self, xs: &[E], layout: &Layout, affine: Affine) -> Result<Vec<E>> {
-        let Rows { h, d, .. } = Rows::new(layout)?;
-        for numbers in [affine.weight, affine.bias.unwrap_or(affine.weight)] {
-            if layout.shape().elem_count() > 0 && numbers.len() != d && numbers.len() != h * d {
+    /// An empty bias adds nothing.
+    fn rows<E: Element>(
+        self,
+        xs: &HeadRows<E>,
+        weight: &[f32],
+        bias: &[f32],
+        gate: Option<(&HeadRows<E>, GateActivation)>,
+    ) -> Result<Vec<E>> {
+        let &HeadRows { tokens, h, d, .. } = xs;
+        let bias = Some(bias).filter(|bias| !bias.is_empty());
+        for numbers in [weight, bias.unwrap_or(weight)] {
+            if tokens * h * d > 0 && numbers.len() != d && numbers.len() != h * d {
                 bail!("[{OP}] there are {} weights, expected {d}, or {h} times {d}", numbers.len())
             }
         }
-        map_heads(xs, layout, |_| {
-            |head, xs: &[f32], ys: &mut [f32]| {
-                let (moments, weight) = (self.moments(xs), &affine.weight[of_head(affine.weight, head, d)]);
-                let row = ys.iter_mut().zip(xs).zip(weight);
-                match affine.bias {
-                    Some(bias) => row
+        Ok(map_heads(xs, |token| {
+            let gate = gate.map(|(gate, activation)| (gate.of_token(token), activation));
+            move |head, xs: &[f32], ys: &mut [f32]| {
+                let (moments, mut wide) = (self.moments(xs), Vec::new());
+                let row = ys.iter_mut().zip(xs).zip(&weight[of_head(weight, head, d)]);
+                match (bias, &gate) {
+                    (Some(bias), _) => row
                         .zip(&bias[of_head(bias, head, d)])
                         .for_each(|(((y, &x), weight), bias)| *y = moments.normed(x) * weight + bias),
-                    None => row.for_each(|((y, &x), weight)| *y = moments.normed(x) * weight),
+                    (None, Some((gate, activation))) => {
+                        row.zip(E::widen(gate(head), &mut wide)).for_each(|(((y, &x), weight), &gate)| {
+                            *y = moments.normed(x) * weight * activation.with_slope(gate).0;
+                        })
+                    }
+                    (None, None) => row.for_each(|((y, &x), weight)| *y = moments.normed(x) * weight),
                 }
             }
-        })
+        }))
     }
 
     /// The gradients of rows, weight and bias, as far as these are tracked.
-    fn gradients<E: Element<Wide = f32> + WithDType>(
+    fn gradients<E: Element + WithDType>(
         self,
         [xs, weight, bias]: [&Tensor; 3],
         gradient: &Tensor,
@@ -78,15 +95,57 @@ impl RowNorm {
         let [rows, gradients, numbers] = [xs, &gradient, weight].map(read);
         let backward = Backward {
             norm: self,
-            xs: rows.elements::<E>()?,
-            rows: Rows::new(rows.layout)?,
-            gradient: gradients.elements()?,
-            gradient_rows: Rows::new(gradients.layout)?,
-            weight: parameter(numbers.elements()?, numbers.layout)?,
+            xs: HeadRows::<E>::new(rows.elements()?, rows.layout)?,
+            gradient: HeadRows::new(gradients.elements()?, gradients.layout)?,
+            weight: contiguous(numbers.elements()?, numbers.layout)?,
             wants: [weight.track_op(), bias.track_op()],
         };
         let (of_xs, [of_weight, of_bias]) = backward.run();
         Ok([gradient_of(xs, of_xs)?, gradient_of(weight, of_weight)?, gradient_of(bias, of_bias)?])
+    }
+
+    /// The gradients of rows, weight and gate.
+    fn gated_gradients<E: Element + WithDType>(
+        self,
+        [xs, weight, gate]: [&Tensor; 3],
+        gradient: &Tensor,
+        activation: GateActivation,
+    ) -> Result<[Option<Tensor>; 3]> {
+        let gradient = with_contiguous_rows(&gradient.detach())?;
+        let (of_normed, of_gate) = {
+            let [rows, gates, gradients, numbers] = [xs, gate, &gradient, weight].map(read);
+            let rows = HeadRows::<E>::new(rows.elements()?, rows.layout)?;
+            let gates = HeadRows::<E>::new(gates.elements()?, gates.layout)?;
+            let gradients = HeadRows::<E>::new(gradients.elements()?, gradients.layout)?;
+            let weight = contiguous::<f32>(numbers.elements()?, numbers.layout)?;
+            let of_normed = map_heads(&gradients, |token| {
+                let gate = gates.of_token(token);
+                move |head, gradient: &[f32], own: &mut [f32]| {
+                    let mut wide = Vec::new();
+                    let gate = E::widen(gate(head), &mut wide);
+                    for ((own, gradient), &gate) in own.iter_mut().zip(gradient).zip(gate) {
+                        *own = gradient * activation.with_slope(gate).0;
+                    }
+                }
+            });
+            let of_gate = map_heads(&gates, |token| {
+                let (row, gradient) = (rows.of_token(token), gradients.of_token(token));
+                move |head, gate: &[f32], own: &mut [f32]| {
+                    let mut wide = [Vec::new(), Vec::new()];
+                    let [of_row, of_gradient] = &mut wide;
+                    let (row, gradient) = (E::widen(row(head), of_row), E::widen(gradient(head), of_gradient));
+                    let moments = self.moments(row);
+                    let all = own.iter_mut().zip(gate).zip(gradient).zip(row).zip(weight);
+                    for ((((own, &gate), gradient), &x), weight) in all {
+                        *own = gradient * moments.normed(x) * weight * activation.with_slope(gate).1;
+                    }
+                }
+            });
+            (of_normed, of_gate)
+        };
+        let of_normed = Tensor::from_vec(of_normed, gate.shape(), gate.device())?;
+        let [of_xs, of_weight, _] = self.gradients::<E>([xs, weight, &weight.detach()], &of_normed)?;
+        Ok([of_xs, of_weight, gradient_of(gate, of_gate)?])
     }
 }
 
@@ -109,41 +168,23 @@ impl Moments {
     }
 }
 
-/// What normed rows are multiplied by, and what is added: a row (D,), or one for each head.
-#[derive(Clone, Copy)]
-struct Affine<'a> {
-    weight: &'a [f32],
-    bias: Option<&'a [f32]>,
-}
-
-fn parameter<'a>(numbers: &'a [f32], layout: &Layout) -> Result<&'a [f32]> {
-    match layout.contiguous_offsets() {
-        // A view of nothing may begin anywhere.
-        Some((start, end)) if start == end => Ok(&[]),
-        Some((start, end)) => Ok(&numbers[start..end]),
-        None => bail!("[{OP}] weight or bias is not contiguous"),
-    }
-}
-
 fn of_head(parameter: &[f32], head: usize, d: usize) -> Range<usize> {
     if parameter.len() == d { 0..d } else { head * d..(head + 1) * d }
 }
 
 struct Backward<'a, E> {
     norm: RowNorm,
-    xs: &'a [E],
-    rows: Rows,
-    gradient: &'a [E],
-    gradient_rows: Rows,
+    xs: HeadRows<'a, E>,
+    gradient: HeadRows<'a, E>,
     weight: &'a [f32],
     /// The gradients of weight and bias.
     wants: [bool; 2],
 }
 
-impl<E: Element<Wide = f32>> Backward<'_, E> {
+impl<E: Element> Backward<'_, E> {
     /// The gradients of the rows, and of weight and bias, which are empty where they are not wanted.
     fn run(&self) -> (Vec<E>, [Vec<f32>; 2]) {
-        let Rows { tokens, h, d, .. } = self.rows;
+        let &HeadRows { tokens, h, d, .. } = &self.xs;
         let mut of_xs = vec![E::default(); tokens * h * d];
         let mut sums = self.zeros();
         if of_xs.is_empty() {
@@ -170,14 +211,13 @@ impl<E: Element<Wide = f32>> Backward<'_, E> {
 
     /// Writes the gradients of some tokens, and gives their part of those of weight and bias.
     fn task(&self, first: usize, of_xs: &mut [E]) -> [Vec<f32>; 2] {
-        let (mut sums, mut wide, mut scratch) = (self.zeros(), Vec::new(), Default::default());
-        let Rows { h, d, .. } = self.rows;
-        for (token, of_xs) in of_xs.chunks_exact_mut(h * d).enumerate() {
-            let own = self.rows.heads(first + token).zip(self.gradient_rows.heads(first + token));
-            for ((head, (x, gradient)), of_x) in own.enumerate().zip(of_xs.chunks_exact_mut(d)) {
-                let x = E::widen(&self.xs[x], &mut wide);
-                let change = |gradient: &[f32], of_x: &mut [f32]| self.row(head, [x, gradient], of_x, &mut sums);
-                E::map(&self.gradient[gradient], of_x, change, &mut scratch);
+        let (mut sums, [mut of_x, mut of_gradient, mut scratch]) = (self.zeros(), Default::default());
+        let &HeadRows { h, d, .. } = &self.xs;
+        for (token, own) in of_xs.chunks_exact_mut(h * d).enumerate() {
+            let (x, gradient) = (self.xs.of_token(first + token), self.gradient.of_token(first + token));
+            for (head, own) in own.chunks_exact_mut(d).enumerate() {
+                let rows = [E::widen(x(head), &mut of_x), E::widen(gradient(head), &mut of_gradient)];
+                E::write(own, &mut scratch, |own| self.row(head, rows, own, &mut sums));
             }
         }
         sums
@@ -224,116 +264,28 @@ fn sum(xs: &[f32], ys: &[f32], of: impl Fn(f32, f32) -> f32) -> f32 {
 impl Ternary for RowNorm {
     const NAME: &'static str = OP;
 
-    fn forward(&self, [(xs, layout), weight, bias]: [Operand; 3]) -> Result<(CpuStorage, Shape)> {
-        let (weight, bias) = (parameter(weight.0.as_slice()?, weight.1)?, parameter(bias.0.as_slice()?, bias.1)?);
-        let affine = Affine { weight, bias: Some(bias).filter(|bias| !bias.is_empty()) };
+    fn forward(
+        &self,
+        [(xs, layout), (weight, of_weight), (third, of_third)]: [Operand; 3],
+    ) -> Result<(CpuStorage, Shape)> {
+        let weight = contiguous(weight.as_slice()?, of_weight)?;
         let ys = with_float!(OP, xs.dtype(), |E| {
-            self.rows(xs.as_slice::<E>()?, layout, affine).map(E::to_cpu_storage_owned)
+            let xs = HeadRows::<E>::new(xs.as_slice()?, layout)?;
+            E::to_cpu_storage_owned(match self.gate {
+                Some(activation) => {
+                    let gate = HeadRows::new(third.as_slice()?, of_third)?;
+                    self.rows(&xs, weight, &[], Some((&gate, activation)))?
+                }
+                None => self.rows(&xs, weight, contiguous(third.as_slice()?, of_third)?, None)?,
+            })
         });
-        Ok((ys?, layout.shape().clone()))
+        Ok((ys, layout.shape().clone()))
     }
 
     fn backward(&self, operands: [&Tensor; 3], _: &Tensor, gradient: &Tensor) -> Result<[Option<Tensor>; 3]> {
-        with_float!(OP, operands[0].dtype(), |E| self.gradients::<E>(operands, gradient))
-    }
-}
-
-/// `RowNorm(x) · activation(gate)` of rows (D,), without a mean or a bias, in f32 and rounded once.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct GatedNorm {
-    pub norm: RowNorm,
-    pub activation: GateActivation,
-}
-
-/// Rows in memory.
-#[derive(Clone, Copy)]
-struct View<'a, E> {
-    elements: &'a [E],
-    layout: &'a Layout,
-}
-
-impl GatedNorm {
-    /// Views (B, T, H, D) of one shape and dtype, and a weight (D,) in f32, to a contiguous tensor. Each of the three
-    /// may be tracked for gradients.
-    pub fn apply(self, xs: &Tensor, weight: &Tensor, gate: &Tensor) -> Result<Tensor> {
-        with_contiguous_rows(xs)?.apply_op3(weight, &with_contiguous_rows(gate)?, Op3(self))
-    }
-
-    /// What `of` writes of each row of `xs`, beside the same row of `others`.
-    fn map<E: Element<Wide = f32>, const N: usize>(
-        xs: View<E>,
-        others: [View<E>; N],
-        of: impl Fn(&[f32], [&[f32]; N], &mut [f32]) + Sync,
-    ) -> Result<Vec<E>> {
-        let rows = others.iter().map(|view| Rows::new(view.layout)).collect::<Result<Vec<_>>>()?;
-        map_heads(xs.elements, xs.layout, |token| {
-            let (of, rows) = (&of, &rows);
-            move |head, xs: &[f32], ys: &mut [f32]| {
-                let mut wide: [Vec<f32>; N] = std::array::from_fn(|_| Vec::new());
-                let mut own = rows.iter().zip(&others).zip(&mut wide).filter_map(|((rows, view), wide)| {
-                    rows.heads(token).nth(head).map(|row| E::widen(&view.elements[row], wide))
-                });
-                of(xs, std::array::from_fn(|_| own.next().unwrap_or_default()), ys);
-            }
+        with_float!(OP, operands[0].dtype(), |E| match self.gate {
+            Some(gate) => self.gated_gradients::<E>(operands, gradient, gate),
+            None => self.gradients::<E>(operands, gradient),
         })
-    }
-
-    fn rows<E: Element<Wide = f32>>(self, xs: View<E>, weight: &[f32], gate: View<E>) -> Result<Vec<E>> {
-        Self::map(xs, [gate], |xs, [gate], ys| {
-            let moments = self.norm.moments(xs);
-            for (((y, &x), weight), &gate) in ys.iter_mut().zip(xs).zip(weight).zip(gate) {
-                *y = moments.normed(x) * weight * self.activation.with_slope(gate).0;
-            }
-        })
-    }
-
-    /// The gradients of rows, weight and gate.
-    fn gradients<E: Element<Wide = f32> + WithDType>(
-        self,
-        [xs, weight, gate]: [&Tensor; 3],
-        gradient: &Tensor,
-    ) -> Result<[Option<Tensor>; 3]> {
-        let gradient = with_contiguous_rows(&gradient.detach())?;
-        let (of_normed, of_gate) = {
-            let [xs, gate, gradient, weight] = [xs, gate, &gradient, weight].map(read);
-            let xs = View::<E> { elements: xs.elements()?, layout: xs.layout };
-            let gate = View { elements: gate.elements()?, layout: gate.layout };
-            let gradient = View { elements: gradient.elements()?, layout: gradient.layout };
-            let weight = parameter(weight.elements()?, weight.layout)?;
-            let of_normed = Self::map(gradient, [gate], |gradient, [gate], own| {
-                for ((own, gradient), &gate) in own.iter_mut().zip(gradient).zip(gate) {
-                    *own = gradient * self.activation.with_slope(gate).0;
-                }
-            })?;
-            let of_gate = Self::map(gate, [gradient, xs], |gate, [gradient, xs], own| {
-                let moments = self.norm.moments(xs);
-                let all = own.iter_mut().zip(gate).zip(gradient).zip(xs).zip(weight);
-                for ((((own, &gate), gradient), &x), weight) in all {
-                    *own = gradient * moments.normed(x) * weight * self.activation.with_slope(gate).1;
-                }
-            })?;
-            (of_normed, of_gate)
-        };
-        let of_normed = Tensor::from_vec(of_normed, gate.shape(), gate.device())?;
-        let [of_xs, of_weight, _] = self.norm.gradients::<E>([xs, weight, &weight.detach()], &of_normed)?;
-        Ok([of_xs, of_weight, gradient_of(gate, of_gate)?])
-    }
-}
-
-impl Ternary for GatedNorm {
-    const NAME: &'static str = OP;
-
-    fn forward(&self, [(xs, layout), weight, gate]: [Operand; 3]) -> Result<(CpuStorage, Shape)> {
-        let weight = parameter(weight.0.as_slice()?, weight.1)?;
-        let ys = with_float!(OP, xs.dtype(), |E| {
-            let xs = View { elements: xs.as_slice::<E>()?, layout };
-            let gate = View { elements: gate.0.as_slice()?, layout: gate.1 };
-            self.rows(xs, weight, gate).map(E::to_cpu_storage_owned)
-        });
-        Ok((ys?, layout.shape().clone()))
-    }
-
-    fn backward(&self, operands: [&Tensor; 3], _: &Tensor, gradient: &Tensor) -> Result<[Option<Tensor>; 3]> {
-        with_float!(OP, operands[0].dtype(), |E| self.gradients::<E>(operands, gradient))
     }
 }

@@ -66,7 +66,10 @@ const COLUMNS: HeadDim = HeadDim { heads: Heads::Query, dim: 1 };
 #[derive(Debug, Clone)]
 pub struct MultiHeadLatentAttention {
     config: MultiHeadLatentAttentionConfig,
-    queries: Queries,
+    /// To something narrower that queries are made from, which is normalised.
+    compress: Option<(PackedLinear, Norm)>,
+    /// To queries, (H · D, ..).
+    queries: PackedLinear,
     /// To latents and shared keys, (rank + rope, E).
     down: PackedLinear,
     norm: Norm,
@@ -74,40 +77,6 @@ pub struct MultiHeadLatentAttention {
     out: PackedLinear,
     rotary: RotaryEmbedding,
     mask: AttentionMask,
-}
-
-/// The way to queries (B, T, H · D).
-#[derive(Debug, Clone)]
-struct Queries {
-    /// To something narrower, which is normalised.
-    compress: Option<(PackedLinear, Norm)>,
-    heads: PackedLinear,
-}
-
-impl Queries {
-    /// The config is the whole layer's.
-    fn load(cfg: &MultiHeadLatentAttentionConfig, source: &Source) -> Result<Self> {
-        let (width, embed_dim) = (cfg.num_heads() * cfg.head_dim(), cfg.embed_dim());
-        let heads = |name, inputs| source.linear(name, (width, inputs), false, Some(ROWS))?.try_into();
-        let Some(rank) = cfg.q_lora_rank() else {
-            return Ok(Self { compress: None, heads: heads("q_proj", embed_dim)? });
-        };
-        let down = source.linear("q_a_proj", (rank, embed_dim), cfg.bias(), None)?.try_into()?;
-        let norm = Norm::rms("q_a_layernorm", rank, cfg.norm_eps(), source)?;
-        Ok(Self { compress: Some((down, norm)), heads: heads("q_b_proj", rank)? })
-    }
-
-    fn freeze(&self) -> Result<Self> {
-        let compress = self.compress.as_ref().map(|(down, norm)| Ok::<_, Error>((down.freeze()?, norm.freeze()?)));
-        Ok(Self { compress: compress.transpose()?, heads: self.heads.freeze()? })
-    }
-
-    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        match &self.compress {
-            None => self.heads.forward(xs),
-            Some((down, norm)) => self.heads.forward(&norm.forward(&down.forward(xs)?)?),
-        }
-    }
 }
 
 impl MultiHeadLatentAttention {
@@ -144,8 +113,14 @@ impl MultiHeadLatentAttention {
         let source = source.with_shard(shard, h, h)?;
         let down = (rank + cfg.rope_head_dim(), embed_dim);
         let out = (embed_dim, h * cfg.value_head_dim());
+        let compress = |rank| {
+            let down = source.linear("q_a_proj", (rank, embed_dim), cfg.bias(), None)?.try_into()?;
+            Ok::<_, Error>((down, Norm::rms("q_a_layernorm", rank, cfg.norm_eps(), &source)?))
+        };
+        let (queries, width) = cfg.q_lora_rank().map_or(("q_proj", embed_dim), |rank| ("q_b_proj", rank));
         Ok(Self {
-            queries: Queries::load(cfg, &source)?,
+            compress: cfg.q_lora_rank().map(compress).transpose()?,
+            queries: source.linear(queries, (h * cfg.head_dim(), width), false, Some(ROWS))?.try_into()?,
             down: source.linear("kv_a_proj_with_mqa", down, cfg.bias(), None)?.try_into()?,
             norm: Norm::rms("kv_a_layernorm", rank, cfg.norm_eps(), &source)?,
             up: UpProjection::load(cfg, &source)?,
@@ -171,7 +146,9 @@ impl MultiHeadLatentAttention {
     /// # Errors
     /// If memory is short.
     pub fn freeze(&self) -> Result<Self> {
+        let compress = self.compress.as_ref().map(|(down, norm)| Ok::<_, Error>((down.freeze()?, norm.freeze()?)));
         Ok(Self {
+            compress: compress.transpose()?,
             queries: self.queries.freeze()?,
             down: self.down.freeze()?,
             norm: self.norm.freeze()?,
@@ -308,7 +285,8 @@ impl MultiHeadLatentAttention {
         let keys = part(&compressed, 2, rank..rank + cfg.rope_head_dim())?.unsqueeze(2)?;
         let rows = Tensor::cat(&[&latents, &rotated(keys)?.squeeze(2)?], 2)?.unsqueeze(1)?;
 
-        let q = self.queries.forward(&xs)?.reshape((b, t, h, cfg.head_dim()))?;
+        let narrow = self.compress.as_ref().map(|(down, norm)| norm.forward(&down.forward(&xs)?)).transpose()?;
+        let q = self.queries.forward(narrow.as_ref().unwrap_or(&xs))?.reshape((b, t, h, cfg.head_dim()))?;
         let own = part(&q, 3, 0..nope)?;
         let own = match form {
             Form::Expanded => own.contiguous()?,

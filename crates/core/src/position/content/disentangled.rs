@@ -11,7 +11,7 @@ use candle_attention_modules::base::{
     Heads, LINEAR_WEIGHT, Options, ParameterList, Source, Spec, accumulation_dtype, frozen, linear_bias, number,
     options,
 };
-use candle_attention_modules::linear::Projections;
+use candle_attention_modules::linear::{Projected, Projections};
 use candle_attention_modules::norm::Norm;
 
 /// The terms of [`ContentPositions::Disentangled`](crate::ContentPositions::Disentangled).
@@ -168,9 +168,8 @@ pub(super) fn rows(
     let [keys, queries] = match config.shared_projections {
         true => {
             let xs = embeddings.unsqueeze(0)?;
-            let (own, keys) = projections.query_key_value(&xs, &xs, &xs)?;
-            let keys = keys.map(|[keys, _]| keys.squeeze(0)).transpose()?;
-            [keys, Some(own.q.squeeze(0)?)]
+            let Projected { q, kv, .. } = projections.query_key_value(&xs, Some([&xs, &xs]))?;
+            [kv.map(|[keys, _]| keys.squeeze(0)).transpose()?, Some(q.squeeze(0)?)]
         }
         false => {
             let project = |name: &str| -> Result<Option<Tensor>> {

@@ -7,15 +7,15 @@ pub use config::{RopeAxes, RopeAxisLayout, RopeConfig, RopeScaling, RopeStyle};
 
 pub(crate) use angles::score_factor;
 
-use std::ops::{Add, Mul, Sub};
 use std::sync::Arc;
 
-use candle_core::{CpuStorage, CustomOp1, D, Layout, Result, Shape, Tensor, bail};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp1, D, DType, Layout, Result, Shape, Tensor, WithDType, bail};
 use candle_nn::rotary_emb;
 
 use crate::position::{AxisPositions, Positions};
 use angles::{Angles, Tables};
-use candle_attention_modules::base::rowwise::{Element, map_heads, to_vec, with_contiguous_rows};
+use candle_attention_modules::base::rowwise::{Element, HeadRows, map_heads, to_vec, with_contiguous_rows, with_float};
 use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, check_memory};
 
 /// The cosines and sines of a [`RopeConfig`] for heads of one width, and the rotation of queries and keys by them.
@@ -184,34 +184,34 @@ pub(crate) struct Rotation {
 impl Rotation {
     /// A view (B, T, H, D) of queries or keys to a contiguous tensor of the same shape and dtype. Differentiable.
     pub(crate) fn apply(&self, xs: &Tensor) -> Result<Tensor> {
-        if !xs.device().is_cpu() {
-            return self.on_device(xs);
+        if !xs.device().is_cpu() || xs.dtype() == DType::F64 {
+            return self.by_candle(xs);
         }
         let xs = with_contiguous_rows(xs)?;
         if xs.track_op() { xs.apply_op1(self.clone()) } else { xs.apply_op1_no_bwd(self) }
     }
 
-    fn run<E: Element<Wide: Number>>(&self, xs: &[E], layout: &Layout) -> Result<Vec<E>> {
+    fn run<E: Element>(&self, xs: &[E], layout: &Layout) -> Result<Vec<E>> {
         let (b, t, ..) = layout.shape().dims4()?;
         let index = &self.index;
         if layout.shape().elem_count() > 0 && ![t, b * t].contains(&index.len()) {
             bail!("[rope] there are {} positions, expected {t}, or {b} times {t}", index.len())
         }
-        map_heads(xs, layout, |token| {
+        Ok(map_heads(&HeadRows::new(xs, layout)?, |token| {
             let angles = self.angles.row(index[token % index.len()] as usize);
-            move |_, head: &[E::Wide], rotated: &mut [E::Wide]| {
+            move |_, head: &[f32], rotated: &mut [f32]| {
                 rotated.copy_from_slice(head);
                 self.rotate_pairs(rotated, angles);
             }
-        })
+        }))
     }
 
     /// `angles` are cosines and sines.
-    fn rotate_pairs<F: Number>(&self, head: &mut [F], angles: (&[f32], &[f32])) {
+    fn rotate_pairs(&self, head: &mut [f32], angles: (&[f32], &[f32])) {
         let (cos, sin) = angles;
-        let sign = F::from(if self.inverse { -1.0 } else { 1.0 });
-        let rotated = |x: F, y: F, cos: &f32, sin: &f32| {
-            let (cos, sin) = (F::from(*cos), sign * F::from(*sin));
+        let sign = if self.inverse { -1.0 } else { 1.0 };
+        let rotated = |x: f32, y: f32, cos: &f32, sin: &f32| {
+            let (cos, sin) = (*cos, sign * sin);
             (x * cos - y * sin, y * cos + x * sin)
         };
         let half = cos.len();
@@ -237,13 +237,9 @@ impl CustomOp1 for Rotation {
     }
 
     fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let ys = match storage {
-            CpuStorage::F32(xs) => CpuStorage::F32(self.run(xs, layout)?),
-            CpuStorage::F64(xs) => CpuStorage::F64(self.run(xs, layout)?),
-            CpuStorage::BF16(xs) => CpuStorage::BF16(self.run(xs, layout)?),
-            CpuStorage::F16(xs) => CpuStorage::F16(self.run(xs, layout)?),
-            _ => bail!("[rope] queries or keys are no floats"),
-        };
+        let ys = with_float!("rope", storage.dtype(), |E| {
+            E::to_cpu_storage_owned(self.run(storage.as_slice::<E>()?, layout)?)
+        });
         Ok((ys, layout.shape().clone()))
     }
 
@@ -252,16 +248,10 @@ impl CustomOp1 for Rotation {
     }
 }
 
-/// f32 or f64: what a rotation is computed in.
-trait Number: Copy + Add<Output = Self> + Sub<Output = Self> + Mul<Output = Self> + From<f32> {}
-
-impl Number for f32 {}
-impl Number for f64 {}
-
 impl Rotation {
-    /// As [`apply`](Self::apply), on any device. Candle's fused operations have no backward pass, so they serve where
-    /// nothing is tracked.
-    fn on_device(&self, xs: &Tensor) -> Result<Tensor> {
+    /// As [`apply`](Self::apply), on any device and for f64. Candle's fused operations have no backward pass, so they
+    /// serve where nothing is tracked.
+    fn by_candle(&self, xs: &Tensor) -> Result<Tensor> {
         let (b, t, h, d) = xs.dims4()?;
         if xs.elem_count() == 0 {
             return Tensor::zeros((b, t, h, d), xs.dtype(), xs.device());
@@ -316,7 +306,7 @@ impl Rotation {
 mod tests {
     use super::*;
     use crate::position::Positions;
-    use candle_core::{DType, Device, Var};
+    use candle_core::{Device, Var};
 
     /// Candle's operations run on the CPU too: all three ways give the same numbers and gradients.
     #[test]
@@ -330,11 +320,11 @@ mod tests {
                 let rotary = RotaryEmbedding::new(&config, d)?;
                 for positions in [Positions::starting_at(&[4], t)?, ragged.clone()] {
                     let rotation = rotary.at(&positions)?;
-                    let xs = Var::from_tensor(&Tensor::randn(0f64, 1.0, (b, t, h, d), &Device::Cpu)?)?;
-                    let weigh = Tensor::randn(0f64, 1.0, (b, t, h, d), &Device::Cpu)?;
+                    let xs = Var::from_tensor(&Tensor::randn(0f32, 1.0, (b, t, h, d), &Device::Cpu)?)?;
+                    let weigh = Tensor::randn(0f32, 1.0, (b, t, h, d), &Device::Cpu)?;
                     let plain = xs.as_detached_tensor();
-                    let (own, composed) = (rotation.apply(&xs)?, rotation.on_device(&xs)?);
-                    let fused = rotation.on_device(&plain)?;
+                    let (own, composed) = (rotation.apply(&xs)?, rotation.by_candle(&xs)?);
+                    let fused = rotation.by_candle(&plain)?;
                     let gradient = |ys: &Tensor| -> Result<Tensor> {
                         let store = ys.mul(&weigh)?.sum_all()?.backward()?;
                         Ok(store.get(&xs).expect("xs are tracked").clone())
@@ -347,7 +337,7 @@ mod tests {
                     ];
                     for (n, (found, expected)) in pairs.into_iter().enumerate() {
                         let off = (found - expected)?.abs()?.max_all()?.to_dtype(DType::F64)?.to_scalar::<f64>()?;
-                        assert!(off < 1e-14, "{style:?}, r = {r}, pair {n}: off by {off}");
+                        assert!(off < 1e-6, "{style:?}, r = {r}, pair {n}: off by {off}");
                     }
                 }
             }

@@ -2,7 +2,7 @@
 
 mod sources;
 
-pub use sources::{ByPlace, PROJECTIONS, Piece, ProjectionModule, ProjectionModules, ProjectionPlace, ProjectionRows};
+pub use sources::{ByPlace, ProjectionModule, ProjectionModules, ProjectionPlace, ProjectionRows};
 
 use ProjectionPlace::{Gate, Key, Output, Query, Value};
 
@@ -19,23 +19,15 @@ use crate::base::{Expect, part};
 
 const OP: &str = "multi_head_attention";
 
-/// The order in which projections of one input lie in a weight that they share: the gate beside the query.
-const PACKED_ORDER: [ProjectionPlace; 4] = [Query, Gate, Key, Value];
-
 /// One projection, (B, T, in) to (B, T, out).
-#[derive(Clone)]
+#[derive(Debug, Clone)]
 pub enum Projection {
     /// Columns of a weight that is packed.
     Columns(ProjectionColumns),
     /// Rows of variables, which each call reads.
     Tracked(ProjectionRows),
-    /// A module of the caller's, whose output is checked.
-    Module {
-        /// What projects.
-        module: ProjectionModule,
-        /// What its output has to be like.
-        expected: ModuleOutput,
-    },
+    /// A module of the caller's.
+    Module(CheckedModule),
 }
 
 /// Columns of the product with a weight. Projections of one input that share the weight are views of one product.
@@ -58,28 +50,35 @@ impl ProjectionColumns {
     }
 }
 
-/// What a module has to give.
-#[derive(Debug, Clone)]
-pub struct ModuleOutput {
+/// A module whose output is checked.
+#[derive(Clone)]
+pub struct CheckedModule {
+    module: ProjectionModule,
     place: ProjectionPlace,
     width: usize,
     dtype: DType,
     device: Device,
 }
 
-impl ModuleOutput {
-    /// A module's output, checked; empty without a call where there is nothing to compute.
-    fn of(&self, module: &ProjectionModule, xs: &Tensor) -> Result<Tensor> {
+impl Module for CheckedModule {
+    /// Empty without a call where there is nothing to compute.
+    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         let (b, t, _) = xs.dims3()?;
         let expected = [b, t, self.width];
         if expected.contains(&0) {
             return Tensor::zeros(&expected, self.dtype, &self.device);
         }
-        let ys = module.forward(&xs.contiguous()?)?;
+        let ys = self.module.forward(&xs.contiguous()?)?;
         let name = format!("the output of the {} projection", self.place);
         let output = Expect::one(OP, &name, &ys).sizes(&expected)?;
         output.dtype(self.dtype, "the weights'")?.beside("the weights", &self.device)?;
         Ok(ys)
+    }
+}
+
+impl fmt::Debug for CheckedModule {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(f, "a module to {} outputs in {:?} on {:?}", self.width, self.dtype, self.device)
     }
 }
 
@@ -92,7 +91,7 @@ impl Projection {
                 Ok(all.chunks(1).map(Self::of_rows).collect::<Result<Vec<_>>>()?.concat())
             }
             _ => {
-                let parts = all.iter().map(|rows| (rows.len(), rows.has_bias()));
+                let parts = all.iter().map(|rows| (rows.weight.len(), rows.bias.is_some()));
                 let columns = ProjectionColumns::split(ProjectionRows::to_linear(all)?.try_into()?, parts);
                 Ok(columns.into_iter().map(Self::Columns).collect())
             }
@@ -109,9 +108,8 @@ impl Projection {
             let whole = match run[0].borrow() {
                 Self::Columns(columns) => columns.weight.to_linear()?,
                 Self::Tracked(rows) => ProjectionRows::to_linear(&[rows])?,
-                Self::Module { expected, .. } => bail!(
-                    "[{OP}] the {} projection is a module of the caller's, whose weights the layer does not know",
-                    expected.place
+                Self::Module(CheckedModule { place, .. }) => bail!(
+                    "[{OP}] the {place} projection is a module of the caller's, whose weights the layer does not know"
                 ),
             };
             for projection in run {
@@ -157,7 +155,7 @@ impl Projection {
 
     fn as_module(&self) -> ProjectionModule {
         match self {
-            Self::Module { module, .. } => module.clone(),
+            Self::Module(own) => own.module.clone(),
             own => Arc::new(own.clone()),
         }
     }
@@ -168,10 +166,10 @@ impl Projection {
             (Self::Columns(ProjectionColumns { weight, range, .. }), _) => weight.product(xs, range.clone(), residual),
             (Self::Tracked(rows), _) => {
                 let linear: PackedLinear = ProjectionRows::to_linear(&[rows])?.try_into()?;
-                linear.product(xs, 0..rows.len(), residual)
+                linear.product(xs, 0..rows.weight.len(), residual)
             }
-            (Self::Module { module, expected }, None) => expected.of(module, xs),
-            (Self::Module { module, expected }, Some(residual)) => expected.of(module, xs)? + residual,
+            (Self::Module(module), None) => module.forward(xs),
+            (Self::Module(module), Some(residual)) => module.forward(xs)? + residual,
         }
     }
 }
@@ -179,16 +177,6 @@ impl Projection {
 impl Module for Projection {
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         self.product(xs, None)
-    }
-}
-
-impl fmt::Debug for Projection {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        match self {
-            Self::Columns(columns) => columns.fmt(f),
-            Self::Tracked(rows) => rows.fmt(f),
-            Self::Module { expected, .. } => write!(f, "a module to {expected:?}"),
-        }
     }
 }
 
@@ -201,16 +189,13 @@ pub struct Projections {
     device: Device,
 }
 
-/// What there is in some places.
-fn present<'a, T>(all: &'a ByPlace<T>, places: &[ProjectionPlace]) -> Vec<(ProjectionPlace, &'a T)> {
-    places.iter().filter_map(|&place| Some((place, all[place as usize].as_ref()?))).collect()
-}
-
-/// What queries' inputs are projected to.
+/// What the inputs of a call are projected to.
 #[derive(Debug)]
-pub struct Queries {
+pub struct Projected {
     /// (B, T_q, H·D).
     pub q: Tensor,
+    /// (B, T_kv, H_kv·D) and (B, T_kv, H_kv·D_v), if the call has inputs for them and the layer projects them.
+    pub kv: Option<[Tensor; 2]>,
     /// (B, T_q, H·D_v) or (B, T_q, H).
     pub gate: Option<Tensor>,
 }
@@ -221,22 +206,19 @@ impl Projections {
     /// # Errors
     /// If there is none of queries, and if memory is short.
     pub fn new(loaded: ByPlace<ProjectionRows>) -> Result<Self> {
-        let q = existing(loaded[Query as usize].as_ref())?;
-        let (dtype, device) = (q.weight().dtype(), q.weight().device().clone());
+        let q = existing(loaded.get(&Query))?;
+        let (dtype, device) = (q.weight.first().dtype(), q.weight.first().device().clone());
         Ok(Self { all: Self::pack(&loaded)?, dtype, device })
     }
 
     /// Those of inputs of one width are columns of one product.
     fn pack(loaded: &ByPlace<ProjectionRows>) -> Result<ByPlace<Projection>> {
-        let mut all = ByPlace::default();
-        let width = |rows: &ProjectionRows| rows.weight().dims()[1];
-        let of_inputs = present(loaded, &PACKED_ORDER);
-        let output = present(loaded, &[Output]);
-        for run in of_inputs.chunk_by(|(_, own), (_, next)| width(own) == width(next)).chain(output.chunks(1)) {
-            let rows: Vec<_> = run.iter().map(|(_, rows)| *rows).collect();
-            for ((place, _), projection) in run.iter().zip(Projection::of_rows(&rows)?) {
-                all[*place as usize] = Some(projection);
-            }
+        let mut all = ByPlace::new();
+        let loaded: Vec<_> = loaded.iter().collect();
+        let width = |rows: &ProjectionRows| rows.weight.first().dims()[1];
+        for run in loaded.chunk_by(|(_, own), (place, next)| **place != Output && width(own) == width(next)) {
+            let (places, rows): (Vec<_>, Vec<_>) = run.iter().copied().unzip();
+            all.extend(places.into_iter().copied().zip(Projection::of_rows(&rows)?));
         }
         Ok(all)
     }
@@ -246,17 +228,15 @@ impl Projections {
     /// # Errors
     /// If memory is short.
     pub fn freeze(&self) -> Result<Self> {
-        let mut frozen = ByPlace::default();
-        for (frozen, own) in frozen.iter_mut().zip(&self.all) {
-            if let Some(Projection::Tracked(rows)) = own {
-                *frozen = Some(rows.freeze()?);
+        let mut frozen = ByPlace::new();
+        for (place, own) in &self.all {
+            if let Projection::Tracked(rows) = own {
+                frozen.insert(*place, rows.freeze()?);
             }
         }
+        let mut all = self.all.clone();
         // Together, so that those of one input are one product again.
-        let mut all = Self::pack(&frozen)?;
-        for (packed, own) in all.iter_mut().zip(&self.all).filter(|(packed, _)| packed.is_none()) {
-            *packed = own.clone();
-        }
+        all.extend(Self::pack(&frozen)?);
         Ok(Self { all, ..self.clone() })
     }
 
@@ -265,32 +245,31 @@ impl Projections {
     /// # Errors
     /// If the config wants a projection and there is none, or the other way around.
     pub fn from_modules(
-        widths: [usize; PROJECTIONS],
-        modules: ProjectionModules,
+        width: impl Fn(ProjectionPlace) -> usize,
+        modules: &ProjectionModules,
         dtype: DType,
         device: &Device,
     ) -> Result<Self> {
-        let mut all = ByPlace::default();
-        for (place, module) in ProjectionPlace::ALL.into_iter().zip(modules.0) {
-            let (width, noun) = (widths[place as usize], place.noun());
-            let expected = ModuleOutput { place, width, dtype, device: device.clone() };
-            all[place as usize] = match module {
+        let mut all = ByPlace::new();
+        for place in ProjectionPlace::ALL {
+            let (width, noun) = (width(place), place.noun());
+            match modules.0.get(&place).cloned() {
                 None if width > 0 => bail!("[{OP}] no module was given for the {noun} that the config wants"),
                 Some(_) if width == 0 => {
                     bail!("[{OP}] a module was given for the {noun}, but the config says there is none")
                 }
-                module => module.map(|module| Projection::Module { module, expected }),
-            };
+                module => all.extend(module.map(|module| {
+                    (place, Projection::Module(CheckedModule { module, place, width, dtype, device: device.clone() }))
+                })),
+            }
         }
         Ok(Self { all, dtype, device: device.clone() })
     }
 
     /// Of weights that are packed, query, key, value and output, for inputs in f32.
     pub fn of_columns(columns: Vec<ProjectionColumns>, device: &Device) -> Self {
-        let mut all = ByPlace::default();
-        for (place, columns) in all.iter_mut().zip(columns) {
-            *place = Some(Projection::Columns(columns));
-        }
+        let columns = columns.into_iter().map(Projection::Columns);
+        let all = [Query, Key, Value, Output].into_iter().zip(columns).collect();
         Self { all, dtype: DType::F32, device: device.clone() }
     }
 
@@ -304,11 +283,11 @@ impl Projections {
         place: ProjectionPlace,
         change: impl FnOnce(ProjectionModule) -> Result<ProjectionModule>,
     ) -> Result<Self> {
-        let Some(own) = &mut self.all[place as usize] else {
+        let Some(own) = self.all.get_mut(&place) else {
             bail!("[{OP}] the config says there is no {}, so none can be changed", place.noun())
         };
-        let expected = ModuleOutput { place, width, dtype: self.dtype, device: self.device.clone() };
-        *own = Projection::Module { module: change(own.as_module())?, expected };
+        let (module, device) = (change(own.as_module())?, self.device.clone());
+        *own = Projection::Module(CheckedModule { module, place, width, dtype: self.dtype, device });
         Ok(self)
     }
 
@@ -324,63 +303,37 @@ impl Projections {
 
     /// Whether queries and keys are projected by modules of the caller's, which may change.
     pub fn has_modules(&self) -> bool {
-        [Query, Key].iter().any(|&place| matches!(self.all[place as usize], Some(Projection::Module { .. })))
+        [Query, Key].iter().any(|place| matches!(self.all.get(place), Some(Projection::Module(_))))
     }
 
-    /// What there is of the projections in these places, by place.
-    fn each<T>(
-        &self,
-        places: &[ProjectionPlace],
-        of_all: impl FnOnce(&[&Projection]) -> Result<Vec<T>>,
-    ) -> Result<ByPlace<T>> {
-        let (places, all): (Vec<_>, Vec<_>) = present(&self.all, places).into_iter().unzip();
-        let mut found = ByPlace::default();
-        for (place, own) in places.into_iter().zip(of_all(&all)?) {
-            found[place as usize] = Some(own);
+    /// The inputs of some places projected; those of one tensor that share a weight are views of one product.
+    fn project(&self, inputs: &[(ProjectionPlace, &Tensor)]) -> Result<ByPlace<Tensor>> {
+        let mut projected = ByPlace::new();
+        for run in inputs.chunk_by(|(_, own), (_, next)| own.id() == next.id()) {
+            let own = run.iter().filter_map(|(place, _)| self.all.get_key_value(place));
+            let (places, all): (Vec<_>, Vec<_>) = own.unzip();
+            projected.extend(places.into_iter().copied().zip(Projection::project(&all, run[0].1)?));
         }
-        Ok(found)
+        Ok(projected)
     }
 
-    /// Projections of one input.
-    fn project(&self, places: &[ProjectionPlace], xs: &Tensor) -> Result<ByPlace<Tensor>> {
-        self.each(places, |all| Projection::project(all, xs))
-    }
-
-    /// q and the gate, and k (B, T_kv, H_kv·D) and v (B, T_kv, H_kv·D_v), if the layer has them.
-    pub fn query_key_value(
-        &self,
-        queries: &Tensor,
-        keys: &Tensor,
-        values: &Tensor,
-    ) -> Result<(Queries, Option<[Tensor; 2]>)> {
-        if queries.id() == keys.id() && keys.id() == values.id() {
-            let [q, k, v, _, gate] = self.project(&PACKED_ORDER, queries)?;
-            return Ok((Queries { q: existing(q)?, gate }, k.map(|k| [k.clone(), v.unwrap_or(k)])));
-        }
-        Ok((self.query(queries)?, self.key_value(keys, values)?))
-    }
-
-    /// q and the gate alone.
-    pub fn query(&self, queries: &Tensor) -> Result<Queries> {
-        let [q, .., gate] = self.project(&[Query, Gate], queries)?;
-        Ok(Queries { q: existing(q)?, gate })
+    /// q and the gate, and k and v where these have inputs.
+    pub fn query_key_value(&self, queries: &Tensor, key_value: Option<[&Tensor; 2]>) -> Result<Projected> {
+        let mut inputs = vec![(Query, queries), (Gate, queries)];
+        inputs.extend(key_value.into_iter().flat_map(|[keys, values]| [(Key, keys), (Value, values)]));
+        let mut projected = self.project(&inputs)?;
+        let (q, gate) = (existing(projected.remove(&Query))?, projected.remove(&Gate));
+        Ok(Projected { q, kv: keys_and_values(projected), gate })
     }
 
     /// k (B, T_kv, H_kv·D) and v (B, T_kv, H_kv·D_v) alone, if the layer has them.
     pub fn key_value(&self, keys: &Tensor, values: &Tensor) -> Result<Option<[Tensor; 2]>> {
-        let [_, k, v, ..] = if keys.id() == values.id() {
-            self.project(&[Key, Value], keys)?
-        } else {
-            let [_, k, ..] = self.project(&[Key], keys)?;
-            let [_, _, v, ..] = self.project(&[Value], values)?;
-            [None, k, v, None, None]
-        };
-        Ok(k.map(|k| [k.clone(), v.unwrap_or(k)]))
+        Ok(keys_and_values(self.project(&[(Key, keys), (Value, values)])?))
     }
 
     /// The output projection of merged heads (B, T_q, H·D_v), or the heads as they are, plus a residual of that shape.
     pub fn output(&self, merged: Tensor, residual: Option<&Tensor>) -> Result<Tensor> {
-        match (&self.all[Output as usize], residual) {
+        match (self.all.get(&Output), residual) {
             (Some(output), _) => output.product(&merged, residual),
             (None, Some(residual)) => merged + residual,
             (None, None) => Ok(merged),
@@ -393,8 +346,15 @@ impl Projections {
     /// # Errors
     /// If a projection is a module, whose weights the layer does not know, and if memory is short.
     pub fn to_linears(&self) -> Result<ByPlace<Linear>> {
-        self.each(&[Query, Gate, Key, Value, Output], |all| Projection::to_linears(all))
+        let (places, all): (Vec<_>, Vec<_>) = self.all.iter().unzip();
+        Ok(places.into_iter().copied().zip(Projection::to_linears(&all)?).collect())
     }
+}
+
+/// Where there are keys and no projection of values, values are what that of keys gives.
+fn keys_and_values(mut projected: ByPlace<Tensor>) -> Option<[Tensor; 2]> {
+    let k = projected.remove(&Key)?;
+    Some([k.clone(), projected.remove(&Value).unwrap_or(k)])
 }
 
 /// That of queries, which every layer has.
