@@ -167,7 +167,7 @@ fn beside<T>(context: Tensor, found: Option<T>, what: &str) -> Result<(Tensor, T
 }
 
 /// What is wanted of a batch, in the rank of q.
-pub(crate) fn attend(
+fn attend(
     outputs: Outputs,
     qkv: [&Tensor; 3],
     mask: &AttentionMask,
