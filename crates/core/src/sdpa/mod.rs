@@ -167,12 +167,7 @@ fn beside<T>(context: Tensor, found: Option<T>, what: &str) -> Result<(Tensor, T
 }
 
 /// What is wanted of a batch, in the rank of q.
-fn attend(
-    outputs: Outputs,
-    qkv: [&Tensor; 3],
-    mask: &AttentionMask,
-    options: &SdpaOptions,
-) -> Result<Attended> {
+fn attend(outputs: Outputs, qkv: [&Tensor; 3], mask: &AttentionMask, options: &SdpaOptions) -> Result<Attended> {
     let call = Call::new(outputs.op(false), qkv, mask, options)?;
     let in_rank = |tensor| call.in_rank_of_q(tensor);
     run(&call, outputs)?.map(in_rank, in_rank)
