@@ -11,7 +11,7 @@ use super::storage::KvBuffers;
 use super::{AttentionCache, OP};
 use crate::mask::{AttentionMask, Placement};
 use crate::position::Positions;
-use crate::sdpa::{Attended, Keys, Outputs, Plan, QuantizedKv, SdpaOptions, attend, plan};
+use crate::sdpa::{Attended, Call, Keys, Outputs, Plan, SdpaOptions, planned, reads_codes, run};
 use candle_attention_modules::base::check_entries;
 
 /// The padding of a batch (B, T): sequence b has its tokens at `starts[b]..valid_lens[b]`.
@@ -95,12 +95,9 @@ impl NewTokens {
         if let Some(given) = &self.given {
             return Ok(given.clone());
         }
-        if self.all_valid() {
-            let first = self.before.first().copied().unwrap_or(0);
-            return match self.before.iter().all(|&before| before == first) {
-                true => Positions::starting_at(&[first], self.t),
-                false => Positions::starting_at(&self.before, self.t),
-            };
+        let first = self.before.first().copied().unwrap_or(0);
+        if self.all_valid() && self.before.iter().all(|&before| before == first) {
+            return Positions::starting_at(&[first], self.t);
         }
         let of_sequence = |(&before, tokens): (&usize, &Range<usize>)| {
             let (start, last) = (tokens.start, (before + tokens.len()).saturating_sub(1));
@@ -121,6 +118,32 @@ pub(crate) trait Expand: fmt::Debug {
 struct HeldKv {
     buffers: KvBuffers,
     held: Vec<Range<usize>>,
+}
+
+impl HeldKv {
+    /// Some of the positions of each sequence, in new buffers that hold `capacity` of them.
+    fn part(&self, part: Vec<Range<usize>>, capacity: usize) -> Result<Self> {
+        let buffers = self.buffers.empty_like(part.len(), capacity)?;
+        for (sequence, (held, part)) in self.held.iter().zip(&part).enumerate() {
+            let rows = part.start - held.start..part.end - held.start;
+            buffers.write_sequence(sequence, 0, &self.buffers.rows(sequence, rows)?)?;
+        }
+        Ok(Self { buffers, held: part })
+    }
+
+    /// Writes the tokens of a call behind what is held.
+    fn append(mut self, kv: &KvBuffers, new: &NewTokens) -> Result<Self> {
+        let at = self.held.first().map_or(0, Range::len);
+        if new.all_valid() && self.held.iter().all(|held| held.len() == at) {
+            self.buffers.write(at, kv)?;
+        } else {
+            for (sequence, (held, tokens)) in self.held.iter().zip(&new.tokens).enumerate() {
+                self.buffers.write_sequence(sequence, held.len(), &kv.rows(sequence, tokens.clone())?)?;
+            }
+        }
+        self.held.iter_mut().zip(&new.tokens).for_each(|(held, tokens)| held.end += tokens.len());
+        Ok(self)
+    }
 }
 
 /// The keys and values of a call behind those of the calls before. The cache changes only in [`commit`](Self::commit).
@@ -173,13 +196,14 @@ impl<'c> CachedCall<'c> {
     pub(super) fn new(cache: &'c mut AttentionCache, new: NewTokens, kv: &KvBuffers, dtype: DType) -> Result<Self> {
         let held = if cache.held.is_empty() { vec![0..0; new.tokens.len()] } else { cache.held.clone() };
         let buffers = cache.buffers.as_ref().filter(|buffers| buffers.accepts(kv));
-        let grown: Vec<_> = held.iter().zip(new.ends()).map(|(held, end)| held.start..end).collect();
-        let needed = longest(&grown);
+        let with_new = |(held, tokens): (&Range<usize>, &Range<usize>)| held.len() + tokens.len();
+        let most_with_new = |held: &[Range<usize>]| held.iter().zip(&new.tokens).map(with_new).max().unwrap_or(0);
+        let needed = most_with_new(&held);
         let most = cache.config.most_held().unwrap_or(usize::MAX);
         let capacity = buffers.map_or(0, KvBuffers::capacity);
 
-        let (read, kept) = if needed <= most || buffers.is_some() && needed <= capacity {
-            let to = match buffers {
+        let (read, kept) = if needed <= most.max(capacity) {
+            let buffers = match buffers {
                 Some(buffers) if needed <= capacity => buffers.clone(),
                 _ => {
                     let least = capacity.saturating_mul(2).max(cache.config.first_capacity());
@@ -188,32 +212,22 @@ impl<'c> CachedCall<'c> {
                     larger
                 }
             };
-            append(&to, &held, kv, &new)?;
-            let all = HeldKv { buffers: to, held: grown };
+            let all = HeldKv { buffers, held }.append(kv, &new)?;
             (all.clone(), all)
         } else if let Some(window) = cache.config.window() {
             // New buffers, so that a call that fails leaves the cache as it was. They are made once in every
             // `capacity - window` positions. Before the first new token, a window reaches back by one key less than its
             // length.
             let before: Vec<_> = held.iter().map(|held| last(held, window - 1)).collect();
-            let after: Vec<_> = before.iter().zip(new.ends()).map(|(before, end)| before.start..end).collect();
-            let slid = kv.empty_like(held.len(), longest(&after).max(most))?;
-            if let Some(buffers) = buffers {
-                copy_positions(buffers, &held, &before, &slid)?;
-            }
-            append(&slid, &before, kv, &new)?;
-            let read = HeldKv { buffers: slid, held: after };
+            let capacity = most_with_new(&before).max(most);
+            let all = HeldKv { buffers: buffers.unwrap_or(kv).clone(), held };
+            let read = all.part(before, capacity)?.append(kv, &new)?;
             let kept: Vec<_> = read.held.iter().map(|held| last(held, most)).collect();
-            let kept = if kept == read.held || cache.config.shared() {
-                read.clone()
-            } else {
-                let buffers = read.buffers.empty_like(kept.len(), most)?;
-                copy_positions(&read.buffers, &read.held, &kept, &buffers)?;
-                HeldKv { buffers, held: kept }
-            };
+            let is_whole = kept == read.held || cache.config.shared();
+            let kept = if is_whole { read.clone() } else { read.part(kept, most)? };
             (read, kept)
         } else {
-            let full = grown.iter().position(|held| held.len() > most).unwrap_or(0);
+            let full = held.iter().zip(&new.tokens).map(with_new).position(|len| len > most).unwrap_or(0);
             bail!(
                 "[{OP}] sequence {full} holds {} positions, and {} more exceed the capacity of {most}",
                 held[full].len(),
@@ -225,16 +239,11 @@ impl<'c> CachedCall<'c> {
     }
 
     /// Keys (B, H_kv, rows, D) and values (B, H_kv, rows, D_v): views, or of 8 bits as floats, or computed from these.
-    pub(super) fn read(&self, rows: &Range<usize>) -> Result<(Tensor, Tensor)> {
-        let (keys, values) = self.read.buffers.read(rows, self.float_dtype())?;
+    pub(super) fn read(&self, rows: &KvBuffers) -> Result<(Tensor, Tensor)> {
+        let (keys, values) = rows.floats(self.float_dtype())?;
         let Some(expansion) = self.expansion else { return Ok((keys, values)) };
         let (keys, values) = expansion.expand(&keys)?;
         Ok(if self.detached { (keys.detach(), values.detach()) } else { (keys, values) })
-    }
-
-    /// Keys and values of 8 bits as they are, if attention is to them and not to what is computed from them.
-    fn quantized(&self, rows: &Range<usize>) -> Result<Option<QuantizedKv>> {
-        if self.expansion.is_some() { Ok(None) } else { self.read.buffers.quantized(rows) }
     }
 
     /// What attention to floats is computed in.
@@ -242,8 +251,28 @@ impl<'c> CachedCall<'c> {
         self.read.buffers.float_dtype(self.dtype)
     }
 
-    fn query(&self, q: &Tensor) -> Tensor {
-        if self.detached { q.detach() } else { q.clone() }
+    /// Gives `run` the call of `op` for some outputs, whose keys and values are of 8 bits where a kernel reads them and
+    /// nothing else is computed from them, and floats otherwise.
+    fn with_call<R>(
+        &self,
+        op: &'static str,
+        q: &Tensor,
+        mask: &AttentionMask,
+        options: &SdpaOptions,
+        outputs: Outputs,
+        run: impl FnOnce(&Call) -> Result<R>,
+    ) -> Result<R> {
+        let (rows, mask, options) = &self.all_rows(q, mask, options)?;
+        let q = if self.detached { &q.detach() } else { q };
+        if let (None, Some(scales)) = (self.expansion, rows.scales()) {
+            let [k, v] = &rows.stored()?;
+            let call = Call::of(op, [q, k, v], Some(&scales), None, mask, options)?;
+            if reads_codes(&call, outputs)? {
+                return run(&call);
+            }
+        }
+        let (k, v) = self.read(rows)?;
+        run(&Call::new(op, [&q.to_dtype(self.float_dtype())?, &k, &v], mask, options)?)
     }
 
     /// The rows of the buffers that hold a key of some sequence, and the mask and the options of attention to them, of
@@ -256,9 +285,9 @@ impl<'c> CachedCall<'c> {
         q: &Tensor,
         mask: &AttentionMask,
         options: &SdpaOptions,
-    ) -> Result<(Range<usize>, AttentionMask, SdpaOptions)> {
+    ) -> Result<(KvBuffers, AttentionMask, SdpaOptions)> {
         let held = &self.read.held;
-        let rows = 0..longest(held);
+        let rows = longest(held);
         let placements = self.placements();
         if held.iter().any(|held| held.start > 0)
             && let Some((sequence, position)) = mask.missing_key(&placements, q.dim(2)?)?
@@ -270,10 +299,10 @@ impl<'c> CachedCall<'c> {
             )
         }
         let (b, h, t_q, _) = q.dims4()?;
-        let mask = mask.rebase(&placements, (b, h, t_q, rows.len()), q.device())?;
+        let mask = mask.rebase(&placements, [b, h, t_q, rows], q.device())?;
         let starts: Vec<_> = held.iter().map(|held| held.start).collect();
-        let options = options.of_keys(&starts, t_q, rows.len())?;
-        Ok((rows, mask, options))
+        let options = options.of_keys(&starts, t_q, rows)?;
+        Ok((self.read.buffers.positions(&(0..rows))?, mask, options))
     }
 
     fn placements(&self) -> Vec<Placement> {
@@ -293,30 +322,15 @@ impl<'c> CachedCall<'c> {
 impl Keys for CachedCall<'_> {
     /// Weights are of floats, over the keys that the cache holds.
     fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, outputs: Outputs) -> Result<Attended> {
-        let (rows, mask, options) = &self.all_rows(q, mask, options)?;
-        if outputs != Outputs::Weights
-            && let Some(kv) = self.quantized(rows)?
-            && let Some(attended) = kv.attend(&self.query(q), mask, options, outputs)?
-        {
-            return Ok(attended);
-        }
-        let (k, v) = self.read(rows)?;
-        let q_in = self.query(q).to_dtype(self.float_dtype())?;
-        let attended = attend(outputs, [&q_in, &k, &v], mask, options)?;
+        let run = |call: &Call| run(call, outputs);
+        let attended = self.with_call(outputs.op(false), q, mask, options, outputs, run)?;
         self.in_graph.set(attended.context.track_op());
         let weights = attended.weights.map(|weights| weights.to_dtype(q.dtype())).transpose()?;
         Ok(Attended { context: attended.context.to_dtype(q.dtype())?, weights, ..attended })
     }
 
     fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
-        let (rows, mask, options) = &self.all_rows(q, mask, options)?;
-        if let Some(kv) = self.quantized(rows)?
-            && let Some(plan) = kv.plan(&self.query(q), mask, options)?
-        {
-            return Ok(plan);
-        }
-        let (k, v) = self.read(rows)?;
-        plan(&self.query(q).to_dtype(self.float_dtype())?, &k, &v, mask, options)
+        self.with_call("plan", q, mask, options, Outputs::Context, planned)
     }
 
     /// Makes the call's keys and values part of the cache, if it has any.
@@ -346,24 +360,4 @@ fn longest(held: &[Range<usize>]) -> usize {
 /// The last n positions, or all.
 fn last(held: &Range<usize>, n: usize) -> Range<usize> {
     held.end - held.len().min(n)..held.end
-}
-
-/// Copies some of the held positions of each sequence to the front of other buffers.
-fn copy_positions(from: &KvBuffers, held: &[Range<usize>], copied: &[Range<usize>], to: &KvBuffers) -> Result<()> {
-    for (sequence, (held, copied)) in held.iter().zip(copied).enumerate() {
-        to.write_sequence(sequence, 0, &from.rows(sequence, copied.start - held.start..copied.end - held.start)?)?;
-    }
-    Ok(())
-}
-
-/// Writes the tokens of a call behind what is held.
-fn append(to: &KvBuffers, held: &[Range<usize>], kv: &KvBuffers, new: &NewTokens) -> Result<()> {
-    let at = held.first().map_or(0, Range::len);
-    if new.all_valid() && held.iter().all(|held| held.len() == at) {
-        return to.write(at, kv);
-    }
-    for (sequence, (held, tokens)) in held.iter().zip(&new.tokens).enumerate() {
-        to.write_sequence(sequence, held.len(), &kv.rows(sequence, tokens.clone())?)?;
-    }
-    Ok(())
 }

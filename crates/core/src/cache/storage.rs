@@ -8,7 +8,6 @@ use macro_rules_attribute::apply;
 
 use super::OP;
 use crate::config::MultiHeadAttentionConfig;
-use crate::sdpa::QuantizedKv;
 use candle_attention_modules::base::{self, FLOATS, Options, accumulation_dtype, number, options, part};
 
 /// The capacity at first, in positions, unless said otherwise: less than what a prompt takes.
@@ -136,53 +135,32 @@ impl AttentionCacheConfig {
 /// The integer that stands for 0 in 8 bits.
 const ZERO_POINT: f64 = 128.0;
 
-/// Keys (B, H_kv, capacity, D) and values (B, H_kv, capacity, D_v). Views made by [`rows`](Self::rows) share the
-/// storage: what is written to one is written to all.
+/// Keys (B, H_kv, capacity, D) and values (B, H_kv, capacity, D_v), as floats or as 8 bits. Views made by
+/// [`rows`](Self::rows) share the storage: what is written to one is written to all.
 #[derive(Debug, Clone)]
 pub(super) struct KvBuffers {
-    keys: Rows,
+    keys: Tensor,
     /// `None` where they are the first columns of the keys.
-    values: Option<Rows>,
+    values: Option<Tensor>,
     d_v: usize,
-}
-
-/// Numbers (B, H_kv, T, width), and in 8 bits the scales (B, H_kv, T, 1) of their rows.
-#[derive(Debug, Clone)]
-struct Rows {
-    numbers: Tensor,
-    scales: Option<Tensor>,
-}
-
-impl Rows {
-    /// As floats of a dtype, or as 8 bits.
-    fn encode(tensor: &Tensor, floats: Option<DType>) -> Result<Self> {
-        let tensor = &tensor.detach();
-        let Some(dtype) = floats else {
-            let (numbers, scales) = quantize(tensor)?;
-            return Ok(Self { numbers, scales: Some(scales) });
-        };
-        Ok(Self { numbers: tensor.to_dtype(dtype)?.contiguous()?, scales: None })
-    }
-
-    fn try_map(&self, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
-        Ok(Self { numbers: f(&self.numbers)?, scales: self.scales.as_ref().map(f).transpose()? })
-    }
-
-    /// Floats as they are, and 8 bits as `floats`.
-    fn read(self, floats: DType) -> Result<Tensor> {
-        self.scales.map_or_else(|| Ok(self.numbers.clone()), |scales| dequantize(&self.numbers, &scales, floats))
-    }
-
-    fn tensors(&self) -> impl Iterator<Item = &Tensor> {
-        std::iter::once(&self.numbers).chain(&self.scales)
-    }
+    /// Of the rows of keys of 8 bits, (B, H_kv, capacity, 1).
+    key_scales: Option<Tensor>,
+    value_scales: Option<Tensor>,
 }
 
 impl KvBuffers {
     /// Keys and values of any strides, as a cache stores them; without values, these are the first `d_v` columns of the
     /// keys. As floats of a dtype, or as 8 bits.
     pub fn encode(k: &Tensor, v: Option<&Tensor>, d_v: usize, floats: Option<DType>) -> Result<Self> {
-        Ok(Self { keys: Rows::encode(k, floats)?, values: v.map(|v| Rows::encode(v, floats)).transpose()?, d_v })
+        let (k, v) = (k.detach(), v.map(Tensor::detach));
+        if let Some(dtype) = floats {
+            let stored = |tensor: &Tensor| tensor.to_dtype(dtype)?.contiguous();
+            let values = v.as_ref().map(stored).transpose()?;
+            return Ok(Self { keys: stored(&k)?, values, d_v, key_scales: None, value_scales: None });
+        }
+        let (keys, key_scales) = quantize(&k)?;
+        let (values, value_scales) = v.as_ref().map(quantize).transpose()?.unzip();
+        Ok(Self { keys, values, d_v, key_scales: Some(key_scales), value_scales })
     }
 
     /// Empty buffers like these, for `b` sequences of `capacity` positions.
@@ -204,12 +182,12 @@ impl KvBuffers {
 
     /// The most positions of a sequence.
     pub fn capacity(&self) -> usize {
-        self.keys.numbers.dims()[2]
+        self.keys.dims()[2]
     }
 
     /// In which attention to the floats is computed, of keys that came in the dtype `came`.
     pub fn float_dtype(&self, came: DType) -> DType {
-        if self.keys.scales.is_some() { accumulation_dtype(came) } else { self.keys.numbers.dtype() }
+        if self.key_scales.is_some() { accumulation_dtype(came) } else { self.keys.dtype() }
     }
 
     /// Whether the rows of other buffers may be written to these.
@@ -226,48 +204,52 @@ impl KvBuffers {
 
     /// H_kv, D and D_v of keys and values; nothing for latents.
     pub fn sizes(&self) -> Option<[usize; 3]> {
-        let (_, h, _, d) = self.keys.numbers.dims4().ok()?;
+        let (_, h, _, d) = self.keys.dims4().ok()?;
         self.values.is_some().then_some([h, d, self.d_v])
     }
 
     /// The shapes of keys and values, for errors.
     pub fn shapes(&self) -> (String, String) {
-        let shape = |part: &Rows| match part.numbers.dims() {
-            [b, h, _, width] => format!("({b}, {h}, T, {width}) on {:?}", part.numbers.device().location()),
+        let shape = |part: &Tensor| match part.dims() {
+            [b, h, _, width] => format!("({b}, {h}, T, {width}) on {:?}", part.device().location()),
             other => format!("{other:?}"),
         };
-        let values = match &self.values {
-            Some(values) => shape(values),
-            None => format!("in their first {} columns", self.d_v),
-        };
-        (shape(&self.keys), values)
+        let in_keys = || format!("in their first {} columns", self.d_v);
+        (shape(&self.keys), self.values.as_ref().map_or_else(in_keys, shape))
     }
 
     pub fn bytes(&self) -> usize {
         self.tensors().map(|part| part.elem_count() * part.dtype().size_in_bytes()).sum()
     }
 
-    /// Keys (B, H_kv, len, D) and values (B, H_kv, len, D_v) of some positions: views, or of 8 bits as `floats`.
-    pub fn read(&self, rows: &Range<usize>, floats: DType) -> Result<(Tensor, Tensor)> {
-        let Self { keys, values, d_v } = self.positions(rows)?;
-        let keys = keys.read(floats)?;
-        let values = values.map_or_else(|| part(&keys, 3, 0..d_v), |values| values.read(floats))?;
+    /// Keys and values in `dtype`, or as they are if they are floats.
+    pub fn floats(&self, dtype: DType) -> Result<(Tensor, Tensor)> {
+        let read = |numbers: &Tensor, scales: &Option<Tensor>| match scales {
+            Some(scales) => dequantize(numbers, scales, dtype),
+            None => Ok(numbers.clone()),
+        };
+        let keys = read(&self.keys, &self.key_scales)?;
+        let values = match &self.values {
+            Some(values) => read(values, &self.value_scales)?,
+            None => part(&keys, 3, 0..self.d_v)?,
+        };
         Ok((keys, values))
     }
 
-    /// Views of some positions, if they are of 8 bits.
-    pub fn quantized(&self, rows: &Range<usize>) -> Result<Option<QuantizedKv>> {
-        let Self { keys, values, d_v } = self.positions(rows)?;
-        let values = match values {
-            Some(values) => values,
-            None => Rows { numbers: part(&keys.numbers, 3, 0..d_v)?, ..keys.clone() },
-        };
-        let scales = keys.scales.zip(values.scales);
-        Ok(scales.map(|(k, v)| QuantizedKv { k: keys.numbers, v: values.numbers, scales: [k, v] }))
+    /// Keys and values as they are.
+    pub fn stored(&self) -> Result<[Tensor; 2]> {
+        let values = self.values.clone().map_or_else(|| part(&self.keys, 3, 0..self.d_v), Ok)?;
+        Ok([self.keys.clone(), values])
+    }
+
+    /// Their scales (B, H_kv, capacity, 1), if they are codes of 8 bits.
+    pub fn scales(&self) -> Option<[Tensor; 2]> {
+        let of_keys = self.key_scales.clone()?;
+        Some([of_keys.clone(), self.value_scales.clone().unwrap_or(of_keys)])
     }
 
     /// A view of some positions.
-    fn positions(&self, rows: &Range<usize>) -> Result<Self> {
+    pub fn positions(&self, rows: &Range<usize>) -> Result<Self> {
         self.try_map(|part| part.narrow(2, rows.start, rows.len()))
     }
 
@@ -292,12 +274,19 @@ impl KvBuffers {
     }
 
     fn try_map(&self, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
-        let values = self.values.as_ref().map(|values| values.try_map(&f)).transpose()?;
-        Ok(Self { keys: self.keys.try_map(&f)?, values, d_v: self.d_v })
+        let mapped = |part: &Option<Tensor>| part.as_ref().map(&f).transpose();
+        Ok(Self {
+            keys: f(&self.keys)?,
+            values: mapped(&self.values)?,
+            d_v: self.d_v,
+            key_scales: mapped(&self.key_scales)?,
+            value_scales: mapped(&self.value_scales)?,
+        })
     }
 
     fn tensors(&self) -> impl Iterator<Item = &Tensor> {
-        self.keys.tensors().chain(self.values.iter().flat_map(Rows::tensors))
+        let others = [&self.values, &self.key_scales, &self.value_scales];
+        std::iter::once(&self.keys).chain(others.into_iter().flatten())
     }
 }
 

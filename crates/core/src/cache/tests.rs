@@ -111,7 +111,8 @@ fn what_is_staged_and_not_kept_leaves_no_trace() -> Result<()> {
         let mut cache = AttentionCache::new(&cfg)?;
         append(&mut cache, 3, 0, Padding::default())?;
         let held = |cache: &AttentionCache| -> Result<Vec<f32>> {
-            let (k, v) = cache.buffers.as_ref().expect("buffers").read(&(0..cache.held[0].len()), DType::F32)?;
+            let rows = cache.buffers.as_ref().expect("buffers").positions(&(0..cache.held[0].len()))?;
+            let (k, v) = rows.floats(DType::F32)?;
             Ok([numbers(&k)?, numbers(&v)?].concat())
         };
         let (before, capacity, memory) = (held(&cache)?, cache.capacity(), cache.memory());

@@ -151,8 +151,8 @@ impl AdditiveAttention {
         let ((b, t_q, _), (_, t_kv, d_v)) = (queries.dims3()?, values.dims3()?);
         let (device, dtype) = (queries.device(), accumulation_dtype(queries.dtype()));
         let mask = input.mask.cloned().unwrap_or_default();
-        let keep = mask.keep_tensor((b, 1, t_q, t_kv), device)?;
-        let bias = mask.bias_tensor((b, 1, t_q, t_kv), dtype, device)?;
+        let keep = mask.keep_tensor([b, 1, t_q, t_kv], device)?;
+        let bias = mask.bias_tensor([b, 1, t_q, t_kv], dtype, device)?;
         if [b, t_q, t_kv].contains(&0) {
             return Ok(AttentionOutput {
                 context: Tensor::zeros((b, t_q, d_v), queries.dtype(), device)?,

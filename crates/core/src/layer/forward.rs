@@ -149,7 +149,7 @@ impl MultiHeadAttention {
         if appended == 0 {
             return Ok(mask);
         }
-        let dims = (inputs.b, self.config.num_heads(), inputs.t_q, inputs.t_kv);
+        let dims = [inputs.b, self.config.num_heads(), inputs.t_q, inputs.t_kv];
         let dtype = accumulation_dtype(self.projections.dtype());
         mask.with_appended_keys(appended, dims, dtype, self.projections.device())
     }

@@ -8,7 +8,7 @@ use candle_core::{Result, Tensor, bail};
 use super::OP;
 use candle_attention_modules::base::{Dim, Expect, check_entries, number};
 
-/// One thing that hides keys or changes scores. All of a mask's constraints hold together.
+/// One thing that hides keys, without a tensor. All of a mask's constraints hold together.
 #[derive(Debug, Clone)]
 pub(super) enum Constraint {
     /// What a query sees from where it stands.
@@ -21,10 +21,6 @@ pub(super) enum Constraint {
     Prefix(ValidLens),
     /// Hides nothing; T_kv of the attention mask that lengths were read from.
     Columns(usize),
-    /// u8, 0 hides.
-    Keep(Tensor),
-    /// Added to the scores.
-    Bias(Tensor),
     /// Hides nothing; what is wrong with the mask whatever its shape: an error where it is resolved.
     Wrong(String),
 }
@@ -117,7 +113,7 @@ impl Constraint {
             }
             Self::ValidLens(lens) => ALL.start..lens.get(b, i) as i128,
             Self::Starts(starts) => starts.get(b, i) as i128..ALL.end,
-            Self::Prefix(_) | Self::Columns(_) | Self::Keep(_) | Self::Bias(_) | Self::Wrong(_) => ALL,
+            Self::Prefix(_) | Self::Columns(_) | Self::Wrong(_) => ALL,
         }
     }
 

@@ -64,6 +64,10 @@ pub enum EmptyRows {
 #[derive(Debug, Clone, Default)]
 pub struct AttentionMask {
     constraints: Vec<Constraint>,
+    /// u8, 0 hides.
+    keeps: Vec<Tensor>,
+    /// Added to the scores.
+    biases: Vec<Tensor>,
     /// Where the sequences stand, unless each is a whole of T_q queries and T_kv keys.
     frames: Option<Frames>,
     empty_rows: EmptyRows,
@@ -127,7 +131,7 @@ impl AttentionMask {
         let runs = runs_of_ones("from_attention_mask", mask)?;
         if runs.iter().any(Option::is_none) {
             let keep = mask.ne(&mask.zeros_like()?)?.unsqueeze(1)?.unsqueeze(1)?;
-            return Ok(Self::none().with(Constraint::Keep(keep)));
+            return Ok(Self { keeps: vec![keep], ..Self::none() });
         }
         Ok(Self::of_runs(runs.into_iter().flatten(), mask.dim(1)?))
     }
@@ -205,18 +209,19 @@ impl AttentionMask {
     /// Other entries than 0 and 1 are an error where the mask is used. A tensor on a CPU is read for them now; one on
     /// another device, for which the program would wait, counts every entry but 0 as 1.
     #[must_use]
-    pub fn with_keep(self, keep: &Tensor) -> Self {
-        let entry = tensors::largest_entry(keep).filter(|&entry| entry > 1);
-        let this = self.with(Constraint::Keep(keep.clone()));
-        let wrong = |entry| format!("keep has an entry {entry}, expected ones (the key is seen) and zeros");
-        entry.into_iter().fold(this, |this, entry| this.with(Constraint::Wrong(wrong(entry))))
+    pub fn with_keep(mut self, keep: &Tensor) -> Self {
+        self.keeps.push(keep.clone());
+        let Some(entry) = tensors::largest_entry(keep).filter(|&entry| entry > 1) else { return self };
+        let wrong = format!("keep has an entry {entry}, expected ones (the key is seen) and zeros");
+        self.with(Constraint::Wrong(wrong))
     }
 
     /// Adds a float tensor to the scores, broadcastable to (B, H, T_q, T_kv) as [`with_keep`](Self::with_keep) has it:
     /// two dimensions are (T_q, T_kv). Gradients flow into it.
     #[must_use]
-    pub fn with_bias(self, bias: &Tensor) -> Self {
-        self.with(Constraint::Bias(bias.clone()))
+    pub fn with_bias(mut self, bias: &Tensor) -> Self {
+        self.biases.push(bias.clone());
+        self
     }
 
     /// What a query that sees no key receives; zeros unless said otherwise.
@@ -235,6 +240,8 @@ impl AttentionMask {
     pub fn and(&self, other: &Self) -> Self {
         let mut both = self.clone();
         both.constraints.extend_from_slice(&other.constraints);
+        both.keeps.extend_from_slice(&other.keeps);
+        both.biases.extend_from_slice(&other.biases);
         both.frames = both.frames.or_else(|| other.frames.clone());
         if other.empty_rows == EmptyRows::Uniform {
             both.empty_rows = EmptyRows::Uniform;
@@ -256,7 +263,7 @@ impl AttentionMask {
 
     /// Whether nothing is hidden and nothing added, whatever the shape.
     pub fn is_none(&self) -> bool {
-        self.constraints.is_empty() && self.frames.is_none()
+        self.constraints.is_empty() && self.tensor_kind().is_none() && self.frames.is_none()
     }
 
     /// What a query that sees no key receives.
@@ -268,33 +275,22 @@ impl AttentionMask {
     pub(crate) fn shows_later_keys(&self) -> bool {
         let may_hide = |constraint: &Constraint| match constraint {
             Constraint::Aligned(_, Reach::Band { right, .. }) => *right == 0,
-            Constraint::Aligned(_, reach) => matches!(reach, Reach::Causal { .. }),
-            constraint => matches!(constraint, Constraint::Keep(_) | Constraint::Bias(_)),
+            constraint => matches!(constraint, Constraint::Aligned(_, Reach::Causal { .. })),
         };
-        !self.constraints.iter().any(may_hide)
+        self.tensor_kind().is_none() && !self.constraints.iter().any(may_hide)
     }
 
     /// What kind of tensor hides or adds, if any does: a mask without one is structural.
     pub(crate) fn tensor_kind(&self) -> Option<&'static str> {
-        self.keeps().next().map(|_| "keep").or_else(|| self.biases().next().map(|_| "bias"))
+        match (self.keeps.is_empty(), self.biases.is_empty()) {
+            (false, _) => Some("keep"),
+            (true, false) => Some("bias"),
+            (true, true) => None,
+        }
     }
 
     pub(crate) fn tracks_gradients(&self) -> bool {
-        self.biases().any(Tensor::track_op)
-    }
-
-    fn keeps(&self) -> impl Iterator<Item = &Tensor> {
-        self.constraints.iter().filter_map(|constraint| match constraint {
-            Constraint::Keep(keep) => Some(keep),
-            _ => None,
-        })
-    }
-
-    fn biases(&self) -> impl Iterator<Item = &Tensor> {
-        self.constraints.iter().filter_map(|constraint| match constraint {
-            Constraint::Bias(bias) => Some(bias),
-            _ => None,
-        })
+        self.biases.iter().any(Tensor::track_op)
     }
 
     fn with(mut self, constraint: Constraint) -> Self {

@@ -1,7 +1,6 @@
 //! A mask resolved for a shape, one interval of keys for each query; moved to the keys that a cache holds of a
 //! sequence; and taken apart over packed sequences.
 
-use std::borrow::Cow;
 use std::fmt;
 use std::ops::Range;
 
@@ -21,7 +20,10 @@ pub struct KvRanges {
     t_q: usize,
     t_kv: usize,
     constraints: Vec<Constraint>,
-    frames: Option<Frames>,
+    /// Of each sequence, or one of all.
+    placements: Vec<Placement>,
+    /// The number of the first sequence, of those that lengths are given for.
+    first: usize,
 }
 
 /// Sequences that stand at positions of their own: with a cache, or packed.
@@ -39,13 +41,13 @@ impl KvRanges {
         if b >= self.b || i >= self.t_q {
             return 0..0;
         }
-        let (placement, sequence) = self.placement(b);
+        let placement = self.placement(b);
         if !placement.tokens.contains(&i) {
             return 0..0;
         }
         let (mut start, mut end) = (placement.keys.start as i128, placement.keys.end as i128);
         for constraint in &self.constraints {
-            let keys = constraint.keys(sequence, i, &placement);
+            let keys = constraint.keys(self.first + b, i, placement);
             (start, end) = (start.max(keys.start), end.min(keys.end));
         }
         let first = placement.keys.start;
@@ -91,16 +93,16 @@ impl KvRanges {
 
     /// Whether sequences stand at positions of their own.
     pub(crate) fn positions_differ(&self) -> bool {
-        self.frames.is_some() || self.alignments().any(|alignment| matches!(alignment, Alignment::Offsets(_)))
+        self.placements.len() > 1 || self.alignments().any(|alignment| matches!(alignment, Alignment::Offsets(_)))
     }
 
     /// The intervals as u8 (B or 1, 1, T_q, T_kv), 1 = seen; `None` when no constraint was given.
     pub(super) fn to_keep(&self, device: &Device) -> Result<Option<Tensor>> {
         let is_part = |placement: &Placement| placement.tokens != (0..self.t_q) || placement.keys.len() != self.t_kv;
-        if self.constraints.is_empty() && !self.frames.iter().flat_map(|frames| &frames.placements).any(is_part) {
+        if self.constraints.is_empty() && !self.placements.iter().any(is_part) {
             return Ok(None);
         }
-        let by_sequence = self.frames.is_some() || self.constraints.iter().any(Constraint::differs_by_sequence);
+        let by_sequence = self.placements.len() > 1 || self.constraints.iter().any(Constraint::differs_by_sequence);
         let b = if by_sequence { self.b } else { self.b.min(1) };
         let Some(mut keep) = filled(&[b, self.t_q, self.t_kv], 0u8) else {
             bail!("[{OP}] a mask of {b} × {} × {} entries does not fit in memory", self.t_q, self.t_kv)
@@ -113,12 +115,9 @@ impl KvRanges {
         Ok(Some(Tensor::from_vec(keep, (b, 1, self.t_q, self.t_kv), device)?))
     }
 
-    /// Where sequence `b` stands, and the number that its lengths go by.
-    fn placement(&self, b: usize) -> (Cow<'_, Placement>, usize) {
-        match self.frames.as_ref().and_then(|frames| Some((frames.placements.get(b)?, frames.first))) {
-            Some((placement, first)) => (Cow::Borrowed(placement), first + b),
-            None => (Cow::Owned(Placement::whole(self.t_q, self.t_kv)), b),
-        }
+    /// Where sequence `b` stands.
+    fn placement(&self, b: usize) -> &Placement {
+        self.placements.get(b).unwrap_or(&self.placements[0])
     }
 
     fn alignments(&self) -> impl Iterator<Item = &Alignment> {
@@ -126,8 +125,8 @@ impl KvRanges {
     }
 
     fn position_by(&self, alignment: &Alignment, b: usize, i: usize) -> i64 {
-        let (placement, sequence) = self.placement(b);
-        let position = alignment.position(sequence, &placement, i) - placement.keys.start as i128;
+        let placement = self.placement(b);
+        let position = alignment.position(self.first + b, placement, i) - placement.keys.start as i128;
         position.clamp(i64::MIN.into(), i64::MAX.into()) as i64
     }
 }
@@ -155,21 +154,23 @@ impl AttentionMask {
     /// For lengths whose shape is neither (B,) nor (B, T_q), for a window or a chunk of 0, and for what was built on
     /// joined masks that let it mean several things.
     pub fn resolve(&self, b: usize, t_q: usize, t_kv: usize) -> Result<KvRanges> {
-        let (sequences, of) = match &self.frames {
-            None => (0..b, b),
-            Some(frames) if frames.placements.len() == b => (frames.first..frames.first + b, frames.of),
-            Some(frames) => {
+        let whole = || vec![Placement::whole(t_q, t_kv)];
+        let (placements, first, of) = match &self.frames {
+            None => (whole(), 0, b),
+            Some(frames) if frames.placements.len() != b => {
                 bail!("[{OP}] positions of {} sequences were given, expected {b}", frames.placements.len())
             }
+            Some(Frames { placements, first, of }) if b > 0 => (placements.clone(), *first, *of),
+            Some(frames) => (whole(), frames.first, frames.of),
         };
         for constraint in &self.constraints {
             constraint.check(of, t_kv)?;
             let (what, lens) = constraint.lens();
-            lens.iter().try_for_each(|lens| lens.check(what, of, sequences.clone(), t_q))?;
+            lens.iter().try_for_each(|lens| lens.check(what, of, first..first + b, t_q))?;
         }
         let structural = |constraint: &&Constraint| constraint.bounds_keys();
         let constraints = self.constraints.iter().filter(structural).cloned().collect();
-        Ok(KvRanges { b, t_q, t_kv, constraints, frames: self.frames.clone() })
+        Ok(KvRanges { b, t_q, t_kv, constraints, placements, first })
     }
 
     /// This mask, in which keys are counted by their position in the sequence, for keys that are counted by row: for
@@ -181,7 +182,7 @@ impl AttentionMask {
     pub(crate) fn rebase(
         &self,
         placements: &[Placement],
-        (b, h, t_q, rows): (usize, usize, usize, usize),
+        [b, h, t_q, rows]: [usize; 4],
         device: &Device,
     ) -> Result<Self> {
         let t_kv = longest(placements);
@@ -193,19 +194,12 @@ impl AttentionMask {
         if self.empty_rows == EmptyRows::Uniform {
             bail!("[{OP}] uniform empty rows weigh all keys alike, expected every sequence to hold all of its keys")
         }
-        let mut mask = self.with_frames(Frames { placements: placements.to_vec(), first: 0, of: b });
-        // Checked above; rows of keys are no columns of it.
-        mask.constraints.retain(|constraint| !matches!(constraint, Constraint::Columns(_)));
-        let full = (b, h, t_q, t_kv);
-        for constraint in &self.constraints {
-            let cut = |what, tensor| columns(&fit(what, tensor, full, device)?, placements, rows);
-            match constraint {
-                Constraint::Keep(keep) => mask.constraints.push(Constraint::Keep(cut("keep", keep)?)),
-                Constraint::Bias(bias) => mask.constraints.push(Constraint::Bias(cut("bias", bias)?)),
-                _ => {}
-            }
-        }
-        Ok(mask)
+        let cut = |what, tensors: &[Tensor]| {
+            let own = tensors.iter().map(|tensor| fit(what, tensor, [b, h, t_q, t_kv], device));
+            own.map(|tensor| columns(&tensor?, placements, rows)).collect::<Result<_>>()
+        };
+        let (keeps, biases) = (cut("keep", &self.keeps)?, cut("bias", &self.biases)?);
+        Ok(Self { keeps, biases, ..self.placed(placements.to_vec()) })
     }
 
     /// This mask of `b` sequences for some of their queries and some of their keys, as each of several processes has
@@ -235,8 +229,7 @@ impl AttentionMask {
         }
         let query = queries.start as i128;
         let placement = Placement { query, tokens: 0..queries.len(), end: keys.end.max(queries.end), keys };
-        let mut mask = self.with_frames(Frames { placements: vec![placement; b], first: 0, of: b });
-        mask.constraints.retain(|constraint| !matches!(constraint, Constraint::Columns(_)));
+        let mut mask = self.placed(vec![placement; b]);
         mask.constraints.iter_mut().for_each(|constraint| constraint.skip_queries(queries.start));
         Ok(mask)
     }
@@ -248,7 +241,7 @@ impl AttentionMask {
     pub(crate) fn missing_key(&self, placements: &[Placement], t_q: usize) -> Result<Option<(usize, usize)>> {
         let (b, t_kv) = (placements.len(), longest(placements));
         let whole = placements.iter().map(|placement| Placement { keys: 0..placement.end, ..placement.clone() });
-        let ranges = self.with_frames(Frames { placements: whole.collect(), first: 0, of: b }).resolve(b, t_q, t_kv)?;
+        let ranges = self.placed(whole.collect()).resolve(b, t_q, t_kv)?;
         let seen = (0..b).flat_map(|b| (0..t_q).map(move |i| (b, i)));
         Ok(seen
             .map(|(b, i)| (b, ranges.kv_range(b, i)))
@@ -262,10 +255,17 @@ impl AttentionMask {
         self.with_frames(Frames { placements: vec![Placement::whole(t_q, t_kv)], first: s, of: n })
     }
 
+    /// The constraints for a placement of each sequence, where rows of keys are no columns of an attention mask.
+    fn placed(&self, placements: Vec<Placement>) -> Self {
+        let of = placements.len();
+        let mut mask = self.with_frames(Frames { placements, first: 0, of });
+        mask.constraints.retain(|constraint| !matches!(constraint, Constraint::Columns(_)));
+        mask
+    }
+
     fn with_frames(&self, frames: Frames) -> Self {
-        let tensor = |constraint: &&Constraint| matches!(constraint, Constraint::Keep(_) | Constraint::Bias(_));
-        let constraints = self.constraints.iter().filter(|constraint| !tensor(constraint)).cloned().collect();
-        Self { constraints, frames: Some(frames), empty_rows: self.empty_rows }
+        let (constraints, empty_rows) = (self.constraints.clone(), self.empty_rows);
+        Self { constraints, empty_rows, frames: Some(frames), ..Self::none() }
     }
 }
 

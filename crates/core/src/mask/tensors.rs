@@ -4,7 +4,6 @@ use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-use super::constraint::Constraint;
 use super::{AttentionMask, OP};
 use candle_attention_modules::base::{Expect, FLOATS, fits_in_memory, is_addressable};
 
@@ -19,11 +18,13 @@ impl AttentionMask {
         if !FLOATS.contains(&dtype) {
             bail!("[{OP}] an additive mask in {dtype:?} has no -inf, expected F32, F16, BF16 or F64")
         }
+        let dims = dims.into();
         check_addressable(dims)?;
-        check_memory(&[dims.2, dims.3])?;
+        let [_, _, t_q, t_kv] = dims;
+        check_memory(&[t_q, t_kv])?;
         let bias = match self.bias_tensor(dims, dtype, device)? {
             Some(bias) => bias,
-            None => Tensor::zeros((1, 1, dims.2, dims.3), dtype, device)?,
+            None => Tensor::zeros((1, 1, t_q, t_kv), dtype, device)?,
         };
         let Some(keep) = self.keep_tensor(dims, device)? else { return Ok(bias) };
         let shape = keep.shape().broadcast_shape_binary_op(bias.shape(), "to_additive")?;
@@ -33,9 +34,9 @@ impl AttentionMask {
     }
 
     /// All that hides, as u8 broadcastable to (B, H, T_q, T_kv), 1 = seen; `None` when nothing hides.
-    pub(crate) fn keep_tensor(&self, dims: (usize, usize, usize, usize), device: &Device) -> Result<Option<Tensor>> {
+    pub(crate) fn keep_tensor(&self, dims: [usize; 4], device: &Device) -> Result<Option<Tensor>> {
         check_addressable(dims)?;
-        let (b, _, t_q, t_kv) = dims;
+        let [b, _, t_q, t_kv] = dims;
         let structural = self.resolve(b, t_q, t_kv)?.to_keep(device)?;
         Ok(match (structural, self.explicit_keep(dims, device)?) {
             (Some(structural), Some(keep)) => Some(all_of(&structural, &keep)?),
@@ -44,8 +45,8 @@ impl AttentionMask {
     }
 
     /// The `keep` tensors alone, without the intervals of [`resolve`](Self::resolve); their views stay views.
-    pub(crate) fn explicit_keep(&self, dims: (usize, usize, usize, usize), device: &Device) -> Result<Option<Tensor>> {
-        self.keeps().try_fold(None, |all, keep| {
+    pub(crate) fn explicit_keep(&self, dims: [usize; 4], device: &Device) -> Result<Option<Tensor>> {
+        self.keeps.iter().try_fold(None, |all, keep| {
             Expect::one(OP, "keep", keep).dtype_of(&[DType::U8], " with 1 = attend")?;
             let keep = fit("keep", keep, dims, device)?;
             all.map_or_else(|| Ok(keep.clone()), |all| all_of(&all, &keep)).map(Some)
@@ -53,13 +54,8 @@ impl AttentionMask {
     }
 
     /// The sum of all biases in `dtype`, broadcastable to (B, H, T_q, T_kv); `None` when there is none.
-    pub(crate) fn bias_tensor(
-        &self,
-        dims: (usize, usize, usize, usize),
-        dtype: DType,
-        device: &Device,
-    ) -> Result<Option<Tensor>> {
-        self.biases().try_fold(None, |sum: Option<Tensor>, bias| {
+    pub(crate) fn bias_tensor(&self, dims: [usize; 4], dtype: DType, device: &Device) -> Result<Option<Tensor>> {
+        self.biases.iter().try_fold(None, |sum: Option<Tensor>, bias| {
             Expect::one(OP, "bias", bias).dtype_of(&FLOATS, "; a mask of ones and zeros is a keep")?;
             let bias = fit("bias", bias, dims, device)?;
             if bias.dtype() != dtype {
@@ -75,8 +71,7 @@ impl AttentionMask {
     /// The mask of some of `h` heads.
     pub(crate) fn of_heads(&self, heads: Range<usize>, h: usize) -> Result<Self> {
         let mut own = self.clone();
-        for constraint in &mut own.constraints {
-            let (Constraint::Keep(tensor) | Constraint::Bias(tensor)) = constraint else { continue };
+        for tensor in own.keeps.iter_mut().chain(&mut own.biases) {
             if let [.., of, _, _] = *tensor.dims()
                 && of == h
             {
@@ -89,28 +84,18 @@ impl AttentionMask {
     /// The same mask for keys after which `n` more were appended that every query sees, its biases in `dtype`.
     ///
     /// The interval of a query cannot say "these, and the last one", so the mask is written out as tensors.
-    pub(crate) fn with_appended_keys(
-        &self,
-        n: usize,
-        dims: (usize, usize, usize, usize),
-        dtype: DType,
-        device: &Device,
-    ) -> Result<Self> {
+    pub(crate) fn with_appended_keys(&self, n: usize, dims: [usize; 4], dtype: DType, device: &Device) -> Result<Self> {
         let appended = |tensor: Tensor, fill: f64| -> Result<Tensor> {
-            let (b, h, t_q, _) = tensor.dims4()?;
-            check_memory(&[b, h, t_q, dims.3.saturating_add(n)])?;
-            let tensor = tensor.broadcast_as((b, h, t_q, dims.3))?;
+            let ((b, h, t_q, _), t_kv) = (tensor.dims4()?, dims[3]);
+            check_memory(&[b, h, t_q, t_kv.saturating_add(n)])?;
+            let tensor = tensor.broadcast_as((b, h, t_q, t_kv))?;
             let fill = (Tensor::zeros((b, h, t_q, n), tensor.dtype(), device)? + fill)?;
             Tensor::cat(&[&tensor.contiguous()?, &fill], 3)
         };
-        let mut all = Self::none().with_empty_rows(self.empty_rows);
-        if let Some(keep) = self.keep_tensor(dims, device)? {
-            all = all.with(Constraint::Keep(appended(keep, 1.0)?));
-        }
-        if let Some(bias) = self.bias_tensor(dims, dtype, device)? {
-            all = all.with_bias(&appended(bias, 0.0)?);
-        }
-        Ok(all)
+        let keep = self.keep_tensor(dims, device)?.map(|keep| appended(keep, 1.0)).transpose()?;
+        let bias = self.bias_tensor(dims, dtype, device)?.map(|bias| appended(bias, 0.0)).transpose()?;
+        let (keeps, biases) = (Vec::from_iter(keep), Vec::from_iter(bias));
+        Ok(Self { keeps, biases, empty_rows: self.empty_rows, ..Self::none() })
     }
 }
 
@@ -142,8 +127,7 @@ pub(super) fn check_memory(dims: &[usize]) -> Result<()> {
     Ok(())
 }
 
-fn check_addressable(dims: (usize, usize, usize, usize)) -> Result<()> {
-    let dims = [dims.0, dims.1, dims.2, dims.3];
+fn check_addressable(dims: [usize; 4]) -> Result<()> {
     if !is_addressable(&dims) {
         bail!("[{OP}] (B, H, T_q, T_kv) = {dims:?} is too large to address")
     }
@@ -151,22 +135,21 @@ fn check_addressable(dims: (usize, usize, usize, usize)) -> Result<()> {
 }
 
 /// A mask tensor as rank 4 with every dimension 1 or that of `dims`, on the device of the call.
-pub(super) fn fit(what: &str, tensor: &Tensor, dims: (usize, usize, usize, usize), device: &Device) -> Result<Tensor> {
-    let full = [dims.0, dims.1, dims.2, dims.3];
+pub(super) fn fit(what: &str, tensor: &Tensor, dims: [usize; 4], device: &Device) -> Result<Tensor> {
     let shape = tensor.dims();
     let fits =
-        shape.len() <= 4 && shape.iter().rev().zip(full.iter().rev()).all(|(&have, &want)| have == want || have == 1);
+        shape.len() <= 4 && shape.iter().rev().zip(dims.iter().rev()).all(|(&have, &want)| have == want || have == 1);
     if !fits {
         let meant = match *shape {
-            [b, t_kv] if [b, t_kv] == [dims.0, dims.3] => {
+            [b, t_kv] if [b, t_kv] == [dims[0], dims[3]] => {
                 "; a padding mask (B, T_kv) is for `AttentionMask::from_attention_mask`, or (B, 1, 1, T_kv)"
             }
-            [b, t_q, t_kv] if [b, t_q, t_kv] == [dims.0, dims.2, dims.3] => {
+            [b, t_q, t_kv] if [b, t_q, t_kv] == [dims[0], dims[2], dims[3]] => {
                 "; `unsqueeze(1)` makes (B, 1, T_q, T_kv) of (B, T_q, T_kv)"
             }
             _ => "",
         };
-        bail!("[{OP}] {what} has shape {shape:?}, which does not broadcast to (B, H, T_q, T_kv) = {full:?}{meant}")
+        bail!("[{OP}] {what} has shape {shape:?}, which does not broadcast to (B, H, T_q, T_kv) = {dims:?}{meant}")
     }
     Expect::one(OP, what, tensor).beside("the queries", device)?;
     // Not a reshape, which would write out a view that is expanded.

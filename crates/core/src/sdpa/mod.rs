@@ -24,18 +24,17 @@ pub use statistics::{
 };
 pub use varlen::{PackedSequences, scaled_dot_product_attention_varlen, scaled_dot_product_attention_varlen_with_lse};
 
-pub(crate) use plan::Outputs;
+pub(crate) use plan::{Outputs, reads_codes};
 pub(crate) use reference::{Dropout, VisibleSoftmax, dropout, weighted_values};
+pub(crate) use validate::Call;
 
 use std::sync::Once;
 
 use candle_core::{Result, Tensor, bail};
 
 use crate::mask::AttentionMask;
-use candle_attention_kernels::Tier;
 use candle_attention_modules::base::Expect;
 use plan::{Choice, choose};
-use validate::Call;
 
 /// What attention gives when the weights are asked for too.
 #[derive(Debug, Clone)]
@@ -168,39 +167,21 @@ fn beside<T>(context: Tensor, found: Option<T>, what: &str) -> Result<(Tensor, T
 }
 
 /// What is wanted of a batch, in the rank of q.
-pub(crate) fn attend(
-    outputs: Outputs,
-    qkv: [&Tensor; 3],
-    mask: &AttentionMask,
-    options: &SdpaOptions,
-) -> Result<Attended> {
+fn attend(outputs: Outputs, qkv: [&Tensor; 3], mask: &AttentionMask, options: &SdpaOptions) -> Result<Attended> {
     let call = Call::new(outputs.op(false), qkv, mask, options)?;
     let in_rank = |tensor| call.in_rank_of_q(tensor);
     run(&call, outputs)?.map(in_rank, in_rank)
 }
 
 /// What is wanted of a call, with all dimensions.
-fn run(call: &Call, outputs: Outputs) -> Result<Attended> {
+pub(crate) fn run(call: &Call, outputs: Outputs) -> Result<Attended> {
     outputs.check(call)?;
-    let reference = || by_reference(call, outputs);
+    let reference = || reference::attend(call, outputs);
     match choose(call, outputs)? {
         Choice::Reference { .. } => reference(),
         Choice::Cpu(tier) => cpu::attend(call, tier, outputs),
         Choice::Gpu(plan) => or_reference(call, plan.attend(call).map(Attended::context), reference),
     }
-}
-
-fn by_reference(call: &Call, outputs: Outputs) -> Result<Attended> {
-    let mut attended = reference::attend(call)?;
-    let weights = attended.weights.take();
-    match outputs {
-        Outputs::Context | Outputs::LogSumExp => {}
-        Outputs::Weights => attended.weights = Some(reference::present(call, weights)?.to_dtype(call.q.dtype())?),
-        Outputs::Statistics(wanted) => {
-            attended.statistics = Some(AttentionStatistics::by_reference(call, weights, wanted)?);
-        }
-    }
-    Ok(attended)
 }
 
 /// What a GPU's fused operation gave; where it failed and another path was allowed, what the reference path gives.
@@ -227,7 +208,12 @@ fn first_line(error: &candle_core::Error) -> String {
 /// # Errors
 /// As [`scaled_dot_product_attention`].
 pub fn plan(q: &Tensor, k: &Tensor, v: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
-    Ok(choose(&Call::new("plan", [q, k, v], mask, options)?, Outputs::Context)?.plan())
+    planned(&Call::new("plan", [q, k, v], mask, options)?)
+}
+
+/// The backend that a call for its context would run, and why.
+pub(crate) fn planned(call: &Call) -> Result<Plan> {
+    Ok(choose(call, Outputs::Context)?.plan())
 }
 
 /// A function of the arguments and with the result of
@@ -260,7 +246,7 @@ impl Keys for OwnKeys<'_> {
     fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, outputs: Outputs) -> Result<Attended> {
         let Some(function) = self.function else {
             let (op, qkv) = (outputs.op(self.sequences.is_some()), [q, &self.k, &self.v]);
-            return run(&Call::of(op, qkv, self.sequences, mask, options)?, outputs);
+            return run(&Call::of(op, qkv, None, self.sequences, mask, options)?, outputs);
         };
         let missing = match outputs {
             Outputs::Context | Outputs::LogSumExp => None,
@@ -281,57 +267,6 @@ impl Keys for OwnKeys<'_> {
         if self.function.is_some() {
             bail!("[attention_function] plans are asked for, which a function of the caller's does not give")
         }
-        let call = Call::of("plan", [q, &self.k, &self.v], self.sequences, mask, options)?;
-        Ok(choose(&call, Outputs::Context)?.plan())
-    }
-}
-
-/// Keys and values whose numbers are `(code - 128) · scale`.
-pub(crate) struct QuantizedKv {
-    /// u8 codes of keys (B, H_kv, T_kv, D).
-    pub k: Tensor,
-    /// u8 codes of values (B, H_kv, T_kv, D_v).
-    pub v: Tensor,
-    /// The f32 scales of keys and of values, (B, H_kv, T_kv, 1).
-    pub scales: [Tensor; 2],
-}
-
-impl QuantizedKv {
-    /// What a kernel gives that reads the codes as they are; `None` where no kernel does, and they have to become
-    /// floats. There are no weights.
-    ///
-    /// # Errors
-    /// As [`scaled_dot_product_attention`].
-    pub fn attend(
-        &self,
-        q: &Tensor,
-        mask: &AttentionMask,
-        options: &SdpaOptions,
-        outputs: Outputs,
-    ) -> Result<Option<Attended>> {
-        let Some((call, tier)) = self.call(q, mask, options)? else { return Ok(None) };
-        outputs.check(&call)?;
-        cpu::attend(&call, tier, outputs).map(Some)
-    }
-
-    /// The path that [`attend`](Self::attend) takes.
-    pub fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Option<Plan>> {
-        Ok(self.call(q, mask, options)?.map(|(_, tier)| Choice::Cpu(tier).plan()))
-    }
-
-    fn call<'a>(
-        &'a self,
-        q: &Tensor,
-        mask: &'a AttentionMask,
-        options: &'a SdpaOptions,
-    ) -> Result<Option<(Call<'a>, Tier)>> {
-        if !q.device().is_cpu() {
-            return Ok(None);
-        }
-        let call = Call::quantized("scaled_dot_product_attention", q, self, mask, options)?;
-        Ok(match choose(&call, Outputs::Context)? {
-            Choice::Cpu(tier) => Some((call, tier)),
-            _ => None,
-        })
+        planned(&Call::of("plan", [q, &self.k, &self.v], None, self.sequences, mask, options)?)
     }
 }

@@ -119,13 +119,14 @@ impl SdpaOptions {
         Ok(own)
     }
 
-    /// Those of one of several packed sequences: its part of a distance bias.
+    /// Those of one of several packed sequences: its part of a distance bias. Contexts are put in order together.
     pub(super) fn of_sequence(&self, sequences: &PackedSequences, s: usize) -> Result<Self> {
         let (t_q, t_kv) = (sequences.queries(s).len(), sequences.keys(s).len());
         let part = |biases: &Tensor| {
             biases.narrow(D::Minus1, sequences.longest_queries() - t_q, (t_q + t_kv).saturating_sub(1))
         };
-        Ok(Self { distance_bias: self.distance_bias.as_ref().map(part).transpose()?, ..self.clone() })
+        let distance_bias = self.distance_bias.as_ref().map(part).transpose()?;
+        Ok(Self { distance_bias, output_order: OutputOrder::Bhtd, ..self.clone() })
     }
 
     /// Those of `t_q` queries and `t_kv` keys, of which the first of each sequence is the one at its start: each its
@@ -198,7 +199,7 @@ pub(crate) enum Outputs<'a> {
 
 impl Outputs<'_> {
     /// The public function that gives them, for errors.
-    pub(super) fn op(self, is_packed: bool) -> &'static str {
+    pub fn op(self, is_packed: bool) -> &'static str {
         match (self, is_packed) {
             (Self::Context, false) => "scaled_dot_product_attention",
             (Self::Weights, _) => "scaled_dot_product_attention_with_weights",
@@ -259,14 +260,20 @@ pub(super) fn choose(call: &Call, outputs: Outputs) -> Result<Choice> {
             Tier::choose(call.options.cpu_tier, call.q.dtype() == DType::BF16)
                 .map_err(|error| candle_core::Error::msg(format!("[{}] {error}", call.op)))?,
         )),
-        (None, device @ Device::Cuda(_)) => on_gpu(&gpu::FLASH_ATTN, call, outputs, device)?,
-        (None, device @ Device::Metal(_)) => on_gpu(&gpu::METAL, call, outputs, device)?,
+        (None, Device::Cuda(_)) => gpu::FLASH_ATTN.plan(call, outputs)?.map(Choice::Gpu),
+        (None, Device::Metal(_)) => gpu::METAL.plan(call, outputs)?.map(Choice::Gpu),
     };
     match chosen {
         Ok(choice) => Ok(choice),
         Err(obstacle) if call.options.backend == Backend::Fused => bail!("[{}] no fused path: {obstacle}", call.op),
         Err(reason) => Ok(Choice::Reference { reason }),
     }
+}
+
+/// Whether a kernel reads the codes of a call's keys and values as they are; where none does, they have to become
+/// floats.
+pub(crate) fn reads_codes(call: &Call, outputs: Outputs) -> Result<bool> {
+    Ok(call.q.device().is_cpu() && matches!(choose(call, outputs)?, Choice::Cpu(_)))
 }
 
 /// Whether an input of the call is tracked.
@@ -294,13 +301,4 @@ fn obstacle_of_every_kernel(call: &Call, outputs: Outputs) -> Option<String> {
         return Some("queries that see nothing are to weigh all keys alike, and fused kernels skip hidden keys".into());
     }
     None
-}
-
-fn on_gpu(
-    operation: &'static gpu::Operation,
-    call: &Call,
-    outputs: Outputs,
-    device: &Device,
-) -> Result<std::result::Result<Choice, String>> {
-    Ok(operation.decide(call, outputs)?.and_then(|plan| plan.on(device)).map(Choice::Gpu))
 }

@@ -1,77 +1,69 @@
 //! The specification: attention in Candle's own operations, differentiable, on any device; its softmax, over the keys
 //! that a query sees; and attention over parts of the keys put back together.
 
-use std::ops::Range;
-
 use candle_core::{D, DType, Device, Result, Tensor, bail};
 
 use super::validate::{Call, Dims};
-use super::{Attended, OutputOrder, PackedSequences};
+use super::{Attended, AttentionStatistics, Outputs, PackedSequences};
 use crate::mask::{AttentionMask, EmptyRows, ValidLens};
 use candle_attention_kernels::flash::philox_keeps;
 use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, check_memory};
 use candle_attention_modules::init::TorchSeed;
 
-/// With weights in the dtype of the accumulation: none of packed sequences, and none without an entry on CUDA, where
-/// Candle has no empty tensors.
-pub(super) fn attend(call: &Call) -> Result<Attended> {
-    match call.sequences {
-        None => attend_batch(call),
-        Some(sequences) => attend_sequences(call, sequences),
-    }
+/// The context, the log-sum-exp, and what is wanted beside.
+pub(super) fn attend(call: &Call, outputs: Outputs) -> Result<Attended> {
+    let Attended { context, lse, weights, .. } = match call.sequences {
+        None => attend_batch(call, outputs)?,
+        Some(sequences) => attend_sequences(call, sequences, outputs)?,
+    };
+    let (weights, statistics) = match (outputs, weights) {
+        (Outputs::Weights, Some(weights)) => (Some(weights.to_dtype(call.q.dtype())?), None),
+        (Outputs::Statistics(wanted), Some(weights)) => {
+            (None, Some(AttentionStatistics::of_weights(&weights.detach(), wanted)?))
+        }
+        _ => (None, None),
+    };
+    Ok(Attended { context, lse, weights, statistics })
 }
 
-/// The weights that [`attend`] gave.
-pub(super) fn present(call: &Call, weights: Option<Tensor>) -> Result<Tensor> {
-    match weights {
-        Some(weights) => Ok(weights),
-        None => bail!("[{}] expected queries and keys on CUDA, where Candle has no empty tensors", call.op),
-    }
-}
-
-/// Each sequence that has queries by itself, with the keys that are its own.
-pub(super) fn each_sequence<'a>(
-    packed: &'a Call,
-    sequences: &'a PackedSequences,
-) -> impl Iterator<Item = Result<(Range<usize>, Attended)>> + 'a {
-    (0..sequences.len()).filter(|&s| !sequences.queries(s).is_empty()).map(|s| {
+/// Each sequence by itself. Weights, which are wanted for statistics alone, are (1, H, total_q, total_kv).
+fn attend_sequences(packed: &Call, sequences: &PackedSequences, outputs: Outputs) -> Result<Attended> {
+    let Dims { h, t_q, t_kv, d_v, .. } = packed.dims;
+    let (mut contexts, mut lses, mut weights) = (Vec::new(), Vec::new(), Vec::new());
+    for s in (0..sequences.len()).filter(|&s| !sequences.queries(s).is_empty()) {
         let (queries, keys) = (sequences.queries(s), sequences.keys(s));
         let mask = packed.mask.of_sequence(s, sequences.len(), queries.len(), keys.len());
         let [q, k, v] = sequences.narrow(s, [&packed.q, &packed.k, &packed.v])?;
         let options = packed.options.of_sequence(sequences, s)?;
         let call = Call::new(packed.op, [&q, &k, &v], &mask, &options)?;
-        let first_row_and_key = [queries.start, keys.start];
-        Ok((keys, attend_batch(&Call { output_order: packed.output_order, first_row_and_key, ..call })?))
-    })
-}
-
-/// Each sequence by itself. No weights: they have no one shape.
-fn attend_sequences(packed: &Call, sequences: &PackedSequences) -> Result<Attended> {
-    let (Dims { h, t_q, d_v, .. }, device) = (packed.dims, packed.q.device());
-    let (mut contexts, mut lses) = (Vec::new(), Vec::new());
-    for own in each_sequence(packed, sequences) {
-        let (_, own) = own?;
-        contexts.push(own.context.transpose(1, 2)?);
+        let own = attend_batch(&Call { first_row_and_key: [queries.start, keys.start], ..call }, outputs)?;
+        contexts.push(own.context);
         lses.extend(own.lse);
+        let padded = |own: Tensor| own.pad_with_zeros(3, keys.start, t_kv - keys.end);
+        weights.extend(own.weights.map(padded).transpose()?);
     }
-    let dtype = accumulation_dtype(packed.q.dtype());
-    let (context, lse) = match contexts.is_empty() {
-        true => {
-            let context = Tensor::zeros((1, t_q, h, d_v), packed.q.dtype(), device)?;
-            (context, Tensor::zeros((1, h, t_q), dtype, device)?)
-        }
-        false => (Tensor::cat(&contexts, 1)?.contiguous()?, Tensor::cat(&lses, 2)?.contiguous()?),
+    let joined = |parts: &[Tensor], shape: &[usize], dtype| match parts {
+        [] => Tensor::zeros(shape, dtype, packed.q.device()),
+        parts => Tensor::cat(parts, 2)?.contiguous(),
     };
-    Ok(Attended { lse: Some(lse), ..Attended::context(context.transpose(1, 2)?) })
+    let dtype = accumulation_dtype(packed.q.dtype());
+    let context = joined(&contexts, &[1, h, t_q, d_v], packed.q.dtype())?;
+    let weights = match outputs {
+        Outputs::Statistics(_) => Some(joined(&weights, &[1, h, t_q, t_kv], dtype)?),
+        _ => None,
+    };
+    let lse = Some(joined(&lses, &[1, h, t_q], dtype)?);
+    Ok(Attended { lse, weights, ..Attended::context(packed.in_output_order(context)?) })
 }
 
-fn attend_batch(call: &Call) -> Result<Attended> {
+/// With weights in the dtype of the accumulation, where they are wanted: before dropout for statistics.
+fn attend_batch(call: &Call, outputs: Outputs) -> Result<Attended> {
     let Dims { b, h, t_q, t_kv, d_v, .. } = call.dims;
-    let scores = [b, h, t_q, t_kv];
+    let scores = call.score_dims();
     check_memory(call.op, format_args!("a tensor of scores {scores:?}"), &scores)?;
     let (device, dtype) = (call.q.device(), accumulation_dtype(call.q.dtype()));
-    let keep = call.mask.keep_tensor(call.score_dims(), device)?;
-    let bias = call.mask.bias_tensor(call.score_dims(), dtype, device)?;
+    let keep = call.mask.keep_tensor(scores, device)?;
+    let bias = call.mask.bias_tensor(scores, dtype, device)?;
     let sinks = |sinks: &Tensor| sinks.to_dtype(dtype)?.reshape((1, h, 1, 1));
     let sinks = call.options.sinks.as_ref().map(sinks).transpose()?;
     if b == 0 || t_q == 0 || t_kv == 0 {
@@ -82,15 +74,15 @@ fn attend_batch(call: &Call) -> Result<Attended> {
             Some(sinks) => sinks.squeeze(3)?.broadcast_as((b, h, t_q))?.contiguous()?,
             None => Tensor::full(f32::NEG_INFINITY, (b, h, t_q), device)?.to_dtype(dtype)?,
         };
-        return Ok(Attended {
-            context: match call.output_order {
-                OutputOrder::Bhtd => Tensor::zeros((b, h, t_q, d_v), call.q.dtype(), device)?,
-                OutputOrder::Bthd => Tensor::zeros((b, t_q, h, d_v), call.q.dtype(), device)?.transpose(1, 2)?,
-            },
-            weights: if device.is_cuda() { None } else { Some(Tensor::zeros((b, h, t_q, t_kv), dtype, device)?) },
-            lse: Some(lse),
-            statistics: None,
-        });
+        let weights = match outputs {
+            Outputs::Context | Outputs::LogSumExp => None,
+            _ if device.is_cuda() => {
+                bail!("[{}] expected queries and keys on CUDA, where Candle has no empty tensors", call.op)
+            }
+            _ => Some(Tensor::zeros(&scores, dtype, device)?),
+        };
+        let context = call.in_output_order(Tensor::zeros((b, h, t_q, d_v), call.q.dtype(), device)?)?;
+        return Ok(Attended { lse: Some(lse), weights, ..Attended::context(context) });
     }
 
     // Scaling the queries is scaling the scores, over T_q · D numbers and not T_q · T_kv.
@@ -109,14 +101,16 @@ fn attend_batch(call: &Call) -> Result<Attended> {
         scores = scores.broadcast_add(&bias)?;
     }
     let softmax = VisibleSoftmax { keep: keep.as_ref(), sinks: sinks.as_ref(), empty_rows: call.mask.empty_rows() };
-    let (weights, lse) = softmax.apply(&scores)?;
-    let weights = match Dropout::of(call) {
-        Some(drop) => dropout(&weights, drop)?,
-        None => weights,
+    let (whole, lse) = softmax.apply(&scores)?;
+    let dropped = Dropout::of(call).map_or_else(|| Ok(whole.clone()), |drop| dropout(&whole, drop))?;
+    let context = weighted_values(&dropped, &call.v.to_dtype(dtype)?, keep.as_ref())?;
+    let context = call.in_output_order(context.to_dtype(call.q.dtype())?)?;
+    let weights = match outputs {
+        Outputs::Context | Outputs::LogSumExp => None,
+        Outputs::Weights => Some(dropped),
+        Outputs::Statistics(_) => Some(whole),
     };
-    let context = weighted_values(&weights, &call.v.to_dtype(dtype)?, keep.as_ref())?;
-    let context = context.to_dtype(call.q.dtype())?;
-    Ok(Attended { lse: Some(lse), weights: Some(weights), ..Attended::context(call.in_output_order(context)?) })
+    Ok(Attended { lse: Some(lse), weights, ..Attended::context(context) })
 }
 
 /// (B, H, T, X) times (B, H_kv, X, Y): the query heads of a group are rows of one product, so that k and v are not
@@ -216,24 +210,18 @@ pub(crate) fn weighted_values(weights: &Tensor, v: &Tensor, keep: Option<&Tensor
         return grouped_matmul(weights, v);
     }
     let finite = v.sub(v)?.eq(&v.zeros_like()?)?;
-    let context = grouped_matmul(weights, &finite.where_cond(v, &v.zeros_like()?)?)?;
+    let mut context = grouped_matmul(weights, &finite.where_cond(v, &v.zeros_like()?)?)?;
 
     // Uniform rows weigh what they do not see.
     let weighed = weights.ne(&weights.zeros_like()?)?.to_dtype(v.dtype())?;
     let seen = (keep.broadcast_as(weights.shape())?.to_dtype(v.dtype())? + weighed)?;
-    let value = |x: f64| scalar(x, v)?.broadcast_as(v.shape());
-    let is_nan = v.ne(v)?;
-    let is_positive = v.eq(&value(f64::INFINITY)?)?;
-    let is_negative = v.eq(&value(f64::NEG_INFINITY)?)?;
-    [(is_nan, f64::NAN), (is_positive, f64::INFINITY), (is_negative, f64::NEG_INFINITY)].into_iter().try_fold(
-        context,
-        |context, (which, special)| {
-            let reached = grouped_matmul(&seen, &which.to_dtype(v.dtype())?)?;
-            let reached = reached.ne(&reached.zeros_like()?)?;
-            let special = scalar(special, v)?.broadcast_as(context.shape())?;
-            &context + reached.where_cond(&special, &context.zeros_like()?)?
-        },
-    )
+    for special in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
+        let which = if special.is_nan() { v.ne(v)? } else { v.eq(&filled(special, v)?)? };
+        let reached = grouped_matmul(&seen, &which.to_dtype(v.dtype())?)?;
+        let reached = reached.ne(&reached.zeros_like()?)?;
+        context = (&context + reached.where_cond(&filled(special, &context)?, &context.zeros_like()?)?)?;
+    }
+    Ok(context)
 }
 
 /// A softmax over the last dimension that knows of hidden keys, sinks and rows that see nothing.
@@ -252,20 +240,17 @@ impl VisibleSoftmax<'_> {
     pub(crate) fn apply(&self, scores: &Tensor) -> Result<(Tensor, Tensor)> {
         let scores = match self.keep {
             None => scores.clone(),
-            Some(keep) => {
-                let hidden = scalar(f64::NEG_INFINITY, scores)?;
-                keep.broadcast_as(scores.shape())?.where_cond(scores, &hidden.broadcast_as(scores.shape())?)?
-            }
+            Some(keep) => keep.broadcast_as(scores.shape())?.where_cond(scores, &filled(f64::NEG_INFINITY, scores)?)?,
         };
         // The softmax does not change when its row is shifted, so the maximum needs no gradient.
         let row_max = scores.max_keepdim(D::Minus1)?.detach();
-        let no_max = row_max.eq(&scalar(f64::NEG_INFINITY, &scores)?.broadcast_as(row_max.shape())?)?;
+        let no_max = row_max.eq(&filled(f64::NEG_INFINITY, &row_max)?)?;
         let shift = match self.sinks {
             None => row_max,
             Some(sinks) => row_max.broadcast_maximum(&sinks.detach())?,
         };
         // Only a row without any score above -inf has this shift; any finite one keeps -inf - shift from being NaN.
-        let lowest = shift.eq(&scalar(f64::NEG_INFINITY, &scores)?.broadcast_as(shift.shape())?)?;
+        let lowest = shift.eq(&filled(f64::NEG_INFINITY, &shift)?)?;
         let shift = lowest.where_cond(&shift.zeros_like()?, &shift)?;
 
         let exponentials = scores.broadcast_sub(&shift)?.exp()?;
@@ -278,13 +263,12 @@ impl VisibleSoftmax<'_> {
         // Put aside before the logarithm and the division, whose gradients at 0 are NaN.
         let nothing = sum.eq(&sum.zeros_like()?)?;
         let sum = nothing.where_cond(&sum.ones_like()?, &sum)?;
-        let lowest = scalar(f64::NEG_INFINITY, &scores)?.broadcast_as(sum.shape())?;
-        let lse = nothing.where_cond(&lowest, &(sum.log()? + &shift)?)?.squeeze(D::Minus1)?;
+        let lse = nothing.where_cond(&filled(f64::NEG_INFINITY, &sum)?, &(sum.log()? + &shift)?)?.squeeze(D::Minus1)?;
         let weights = exponentials.broadcast_div(&sum)?;
         let weights = match self.empty_rows {
             EmptyRows::Zero => weights,
             EmptyRows::Uniform => {
-                let uniform = scalar(1.0 / scores.dim(D::Minus1)? as f64, &scores)?.broadcast_as(weights.shape())?;
+                let uniform = filled(1.0 / scores.dim(D::Minus1)? as f64, &weights)?;
                 empty.broadcast_as(weights.shape())?.where_cond(&uniform, &weights)?
             }
         };
@@ -292,9 +276,9 @@ impl VisibleSoftmax<'_> {
     }
 }
 
-/// A constant in the dtype and on the device of a tensor; converted on the CPU, since Metal has no f64.
-fn scalar(value: f64, like: &Tensor) -> Result<Tensor> {
-    Tensor::new(value, &Device::Cpu)?.to_dtype(like.dtype())?.to_device(like.device())
+/// A constant in the shape and dtype and on the device of a tensor; converted on the CPU, since Metal has no f64.
+fn filled(value: f64, like: &Tensor) -> Result<Tensor> {
+    Tensor::new(value, &Device::Cpu)?.to_dtype(like.dtype())?.to_device(like.device())?.broadcast_as(like.shape())
 }
 
 /// d2l's `masked_softmax`: softmax over the last dimension of scores (B, T_q, T_kv), leaving out the keys at and past a
@@ -310,7 +294,7 @@ pub fn masked_softmax(scores: &Tensor, valid_lens: Option<&ValidLens>, empty_row
     Expect::many("masked_softmax", "scores", scores).shape(&shape)?.dtype_of(&FLOATS, "")?;
     let (b, t_q, t_kv) = scores.dims3()?;
     let mask = valid_lens.map_or_else(AttentionMask::none, |lens| AttentionMask::none().with_valid_lens(lens.clone()));
-    let keep = mask.keep_tensor((b, 1, t_q, t_kv), scores.device())?;
+    let keep = mask.keep_tensor([b, 1, t_q, t_kv], scores.device())?;
     if scores.elem_count() == 0 {
         return Ok(scores.clone());
     }

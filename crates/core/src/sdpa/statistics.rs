@@ -7,13 +7,12 @@ use candle_core::{Device, Result, Tensor, bail};
 use macro_rules_attribute::apply;
 
 use super::plan::Outputs;
-use super::reference::{self, present};
 use super::validate::{Call, Dims};
 use super::varlen::attend_packed;
 use super::{PackedSequences, SdpaOptions, attend};
 use crate::mask::AttentionMask;
 use candle_attention_modules::base::rowwise::to_vec;
-use candle_attention_modules::base::{Options, accumulation_dtype, number, options};
+use candle_attention_modules::base::{Options, number, options};
 
 /// What [`scaled_dot_product_attention_with_statistics`] is to find out, besides entropies and sums.
 ///
@@ -112,21 +111,8 @@ impl AttentionStatistics {
         })
     }
 
-    /// Those of the weights that the reference path gave; after dropout, it gives others.
-    pub(super) fn by_reference(call: &Call, weights: Option<Tensor>, wanted: &StatisticsOptions) -> Result<Self> {
-        let drops = call.options.train && call.options.dropout > 0.0;
-        let weights = match weights.filter(|_| !drops) {
-            Some(weights) => weights,
-            None => {
-                let options = SdpaOptions { train: false, ..call.options.clone() };
-                before_dropout(&Call { options: &options, ..call.clone() })?
-            }
-        };
-        Self::of_weights(&weights.detach(), wanted)
-    }
-
     /// The specification: those of weights (B, H, T_q, T_kv), in plain loops.
-    fn of_weights(weights: &Tensor, wanted: &StatisticsOptions) -> Result<Self> {
+    pub(super) fn of_weights(weights: &Tensor, wanted: &StatisticsOptions) -> Result<Self> {
         let (b, h, t_q, t_kv) = weights.dims4()?;
         let (k, device) = (wanted.top_keys.min(t_kv), weights.device());
         let numbers = to_vec::<f64>(weights)?;
@@ -207,19 +193,4 @@ pub fn scaled_dot_product_attention_varlen_with_statistics(
     wanted: &StatisticsOptions,
 ) -> Result<(Tensor, AttentionStatistics)> {
     attend_packed(Outputs::Statistics(wanted), [q, k, v], sequences, mask, options)?.with_statistics()
-}
-
-/// The weights (B, H, T_q, T_kv) of a call that drops none, or (1, H, total_q, total_kv) of packed sequences.
-fn before_dropout(call: &Call) -> Result<Tensor> {
-    let Some(sequences) = call.sequences else { return present(call, reference::attend(call)?.weights) };
-    let total = sequences.total_keys();
-    let own = reference::each_sequence(call, sequences).map(|own| {
-        let (keys, own) = own?;
-        present(call, own.weights)?.pad_with_zeros(3, keys.start, total - keys.end)
-    });
-    let own = own.collect::<Result<Vec<_>>>()?;
-    match own.is_empty() {
-        true => Tensor::zeros((1, call.dims.h, 0, total), accumulation_dtype(call.q.dtype()), call.q.device()),
-        false => Tensor::cat(&own, 2),
-    }
 }

@@ -2,31 +2,14 @@
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use super::{OutputOrder, PackedSequences, QuantizedKv, SdpaOptions};
+use super::{OutputOrder, PackedSequences, SdpaOptions};
 use crate::mask::AttentionMask;
+pub(super) use candle_attention_kernels::flash::Dims;
 use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, is_addressable, number};
-
-/// The dimensions of a call, by the letters of the glossary.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Dims {
-    pub b: usize,
-    pub h: usize,
-    pub t_q: usize,
-    pub t_kv: usize,
-    pub d: usize,
-    pub d_v: usize,
-}
-
-impl Dims {
-    /// Whether there are no queries, no keys or no values.
-    pub fn is_empty(&self) -> bool {
-        [self.b, self.t_q, self.t_kv, self.d_v].contains(&0)
-    }
-}
 
 /// Arguments that were found to fit together.
 #[derive(Clone)]
-pub(super) struct Call<'a> {
+pub(crate) struct Call<'a> {
     pub op: &'static str,
     /// (B, H, T_q, D)
     pub q: Tensor,
@@ -39,7 +22,6 @@ pub(super) struct Call<'a> {
     pub options: &'a SdpaOptions,
     /// Of a packed call, whose q, k and v are (1, H, total, D).
     pub sequences: Option<&'a PackedSequences>,
-    pub output_order: OutputOrder,
     /// Of a sequence of packed ones: the numbers of its first query and first key among all.
     pub first_row_and_key: [usize; 2],
     pub dims: Dims,
@@ -48,35 +30,13 @@ pub(super) struct Call<'a> {
 }
 
 impl<'a> Call<'a> {
-    pub(super) fn new(
-        op: &'static str,
-        qkv: [&Tensor; 3],
-        mask: &'a AttentionMask,
-        options: &'a SdpaOptions,
-    ) -> Result<Self> {
-        Self::checked(op, qkv, None, mask, options)?.with_addressable_scores()
-    }
-
-    /// A call of keys and values of 8 bits.
-    pub(super) fn quantized(
-        op: &'static str,
-        q: &Tensor,
-        QuantizedKv { k, v, scales }: &'a QuantizedKv,
-        mask: &'a AttentionMask,
-        options: &'a SdpaOptions,
-    ) -> Result<Self> {
-        Self::checked(op, [q, k, v], Some(scales), mask, options)?.with_addressable_scores()
-    }
-
-    fn with_addressable_scores(self) -> Result<Self> {
-        let (b, h, t_q, t_kv) = self.score_dims();
-        check_addressable(self.op, [&self.q, &self.k, &self.v], &[[b, h, t_q, t_kv]])?;
-        self.check_distance_bias(b, [t_q, t_kv])?;
-        Ok(self)
+    /// A call of a batch.
+    pub fn new(op: &'static str, qkv: [&Tensor; 3], mask: &'a AttentionMask, options: &'a SdpaOptions) -> Result<Self> {
+        Self::of(op, qkv, None, None, mask, options)
     }
 
     /// A call over packed sequences: q (total_q, H, D), k (total_kv, H_kv, D), v (total_kv, H_kv, D_v).
-    pub(super) fn packed(
+    pub fn packed(
         op: &'static str,
         qkv: [&Tensor; 3],
         sequences: &'a PackedSequences,
@@ -85,46 +45,17 @@ impl<'a> Call<'a> {
     ) -> Result<Self> {
         check_ranks(op, qkv, [["total_q", "H", "D"], ["total_kv", "H_kv", "D"], ["total_kv", "H_kv", "D_v"]], 3)?;
         let [q, k, v] = qkv.map(|tensor| tensor.unsqueeze(0)?.transpose(1, 2));
-        Self::of(op, [&q?, &k?, &v?], Some(sequences), mask, options)
+        Self::of(op, [&q?, &k?, &v?], None, Some(sequences), mask, options)
     }
 
-    /// A call with all dimensions: of a batch, or of packed sequences with q (1, H, total_q, D), k (1, H_kv, total_kv,
-    /// D), v (1, H_kv, total_kv, D_v), and the context (1, H, total_q, D_v), a view of (1, total_q, H, D_v).
-    ///
-    /// The scores of all packed queries with all keys are never held at once.
-    pub(super) fn of(
-        op: &'static str,
-        qkv: [&Tensor; 3],
-        sequences: Option<&'a PackedSequences>,
-        mask: &'a AttentionMask,
-        options: &'a SdpaOptions,
-    ) -> Result<Self> {
-        let Some(sequences) = sequences else { return Self::new(op, qkv, mask, options) };
-        let call = Self::checked(op, qkv, None, mask, options)?;
-        let totals = [
-            ("q", call.dims.t_q, "cu_seqlens_q", sequences.total_queries()),
-            ("k", call.dims.t_kv, "cu_seqlens_kv", sequences.total_keys()),
-        ];
-        for (name, found, lens, expected) in totals {
-            if found != expected {
-                bail!("[{op}] {name} has {found} positions, expected the {expected} that {lens} ends with")
-            }
-        }
-        if let Some(tensor) = mask.tensor_kind() {
-            bail!("[{op}] the mask has a {tensor} tensor, expected none: packed sequences have no (B, H, T_q, T_kv)")
-        }
-        if sequences.is_empty() {
-            // No sequence resolves the mask, which may be wrong all the same.
-            mask.resolve(0, 0, 0)?;
-        }
-        call.check_distance_bias(1, [sequences.longest_queries(), sequences.longest_keys()])?;
-        Ok(Self { sequences: Some(sequences), output_order: OutputOrder::Bthd, ..call })
-    }
-
-    fn checked(
+    /// A call of a batch, or of packed sequences with q (1, H, total_q, D), k (1, H_kv, total_kv, D), v (1, H_kv,
+    /// total_kv, D_v), and the context (1, H, total_q, D_v), a view of (1, total_q, H, D_v). Keys and values that have
+    /// `scales` are codes of 8 bits.
+    pub fn of(
         op: &'static str,
         qkv: [&Tensor; 3],
         scales: Option<&'a [Tensor; 2]>,
+        sequences: Option<&'a PackedSequences>,
         mask: &'a AttentionMask,
         options: &'a SdpaOptions,
     ) -> Result<Self> {
@@ -135,34 +66,62 @@ impl<'a> Call<'a> {
             let (b, h_kv, t, d) = tensor.dims4()?;
             if b == dims.b { Ok(tensor) } else { tensor.broadcast_as((dims.b, h_kv, t, d)) }
         };
-        let (k, v, output_order) = (expanded(k)?, expanded(v)?, options.output_order);
-        let call = Self {
-            op,
-            q,
-            k,
-            v,
-            scales,
-            mask,
-            options,
-            sequences: None,
-            output_order,
-            first_row_and_key: [0; 2],
-            dims,
-            rank,
-        };
-        call.check_tensors()?;
+        let (k, v) = (expanded(k)?, expanded(v)?);
+        let call = Self { op, q, k, v, scales, mask, options, sequences, first_row_and_key: [0; 2], dims, rank };
+        for (name, tensor) in [("k", &call.k), ("v", &call.v)] {
+            let tensor = call.expect(name, tensor)?;
+            if scales.is_none() {
+                tensor.dtype(call.q.dtype(), "q's")?;
+            }
+        }
+        call.expect("q", &call.q)?.dtype_of(&FLOATS, "")?;
         call.check_options()?;
+        let scores @ [b, _, t_q, t_kv] = call.score_dims();
+        match sequences {
+            None => {
+                check_addressable(op, [&call.q, &call.k, &call.v], &[scores])?;
+                call.check_distance_bias(b, [t_q, t_kv])?;
+            }
+            Some(sequences) => call.check_sequences(sequences)?,
+        }
         Ok(call)
     }
 
+    /// The scores of all packed queries with all keys are never held at once.
+    fn check_sequences(&self, sequences: &PackedSequences) -> Result<()> {
+        let op = self.op;
+        let totals = [
+            ("q", self.dims.t_q, "cu_seqlens_q", sequences.total_queries()),
+            ("k", self.dims.t_kv, "cu_seqlens_kv", sequences.total_keys()),
+        ];
+        for (name, found, lens, expected) in totals {
+            if found != expected {
+                bail!("[{op}] {name} has {found} positions, expected the {expected} that {lens} ends with")
+            }
+        }
+        if let Some(tensor) = self.mask.tensor_kind() {
+            bail!("[{op}] the mask has a {tensor} tensor, expected none: packed sequences have no (B, H, T_q, T_kv)")
+        }
+        if sequences.is_empty() {
+            // No sequence resolves the mask, which may be wrong all the same.
+            self.mask.resolve(0, 0, 0)?;
+        }
+        self.check_distance_bias(1, [sequences.longest_queries(), sequences.longest_keys()])
+    }
+
     /// A result (B, H, ..) in the rank of q: without B, or without B and H, where q came without them.
-    pub(super) fn in_rank_of_q(&self, result: Tensor) -> Result<Tensor> {
+    pub fn in_rank_of_q(&self, result: Tensor) -> Result<Tensor> {
         (self.rank..4).try_fold(result, |result, _| result.squeeze(0))
     }
 
+    /// In which order the context lies in memory.
+    pub fn output_order(&self) -> OutputOrder {
+        if self.sequences.is_some() { OutputOrder::Bthd } else { self.options.output_order }
+    }
+
     /// A context (B, H, T_q, D_v) that lies in memory in the order of the call.
-    pub(super) fn in_output_order(&self, context: Tensor) -> Result<Tensor> {
-        match self.output_order {
+    pub fn in_output_order(&self, context: Tensor) -> Result<Tensor> {
+        match self.output_order() {
             OutputOrder::Bhtd => context.contiguous(),
             OutputOrder::Bthd => context.transpose(1, 2)?.contiguous()?.transpose(1, 2),
         }
@@ -172,23 +131,12 @@ impl<'a> Call<'a> {
         Expect::one(self.op, name, tensor).beside("q", self.q.device())
     }
 
-    fn check_tensors(&self) -> Result<()> {
-        for (name, tensor) in [("k", &self.k), ("v", &self.v)] {
-            let tensor = self.expect(name, tensor)?;
-            if self.scales.is_none() {
-                tensor.dtype(self.q.dtype(), "q's")?;
-            }
-        }
-        self.expect("q", &self.q)?.dtype_of(&FLOATS, "")?;
-        Ok(())
-    }
-
     /// (B, H, T_q, T_kv).
-    pub(super) fn score_dims(&self) -> (usize, usize, usize, usize) {
-        (self.dims.b, self.dims.h, self.dims.t_q, self.dims.t_kv)
+    pub fn score_dims(&self) -> [usize; 4] {
+        [self.dims.b, self.dims.h, self.dims.t_q, self.dims.t_kv]
     }
 
-    pub(super) fn scale(&self) -> f64 {
+    pub fn scale(&self) -> f64 {
         self.options.scale.unwrap_or(1.0 / (self.dims.d as f64).sqrt())
     }
 
@@ -274,7 +222,7 @@ fn dims(op: &str, [q, k, v]: [&Tensor; 3]) -> Result<Dims> {
     }
     number::expect(op, "q's head dimension", d, |d: usize| d > 0, "at least 1")?;
     check_addressable(op, [q, k, v], &[[b, h, t_q, d], [b, h, t_kv, d], [b, h, t_q.max(t_kv), d_v]])?;
-    Ok(Dims { b, h, t_q, t_kv, d, d_v })
+    Ok(Dims { b, h, h_kv, t_q, t_kv, d, d_v })
 }
 
 fn check_addressable(op: &str, [q, k, v]: [&Tensor; 3], shapes: &[[usize; 4]]) -> Result<()> {

@@ -14,7 +14,7 @@ use candle_core::{DType, Device, Result, Tensor};
 
 use super::plan::{Outputs, tracks_gradients};
 use super::reference;
-use super::rows::{Bands, Window};
+use super::rows::{Bands, Span, Window};
 use super::validate::{Call, Dims};
 use crate::mask::AttentionMask;
 
@@ -83,7 +83,7 @@ enum Sequences {
     /// reference path.
     Alike { keys: Range<usize>, rest: usize },
     /// Sequences of different lengths, by their cumulative lengths.
-    Varlen { cu_seqlens_q: Vec<u32>, cu_seqlens_kv: Vec<u32> },
+    Varlen { cu_seqlens: [Vec<u32>; 2] },
 }
 
 impl fmt::Display for Plan {
@@ -102,7 +102,13 @@ impl Operation {
     ///
     /// # Errors
     /// As [`AttentionMask::resolve`].
-    pub fn decide(&'static self, call: &Call, outputs: Outputs) -> Result<std::result::Result<Plan, String>> {
+    pub fn plan(&'static self, call: &Call, outputs: Outputs) -> Result<std::result::Result<Plan, String>> {
+        let runs = |plan| (self.obstacle)(call.q.device()).map_or(Ok(plan), Err);
+        Ok(self.decide(call, outputs)?.and_then(runs))
+    }
+
+    /// [`plan`](Self::plan) on a device on which the operation runs.
+    fn decide(&'static self, call: &Call, outputs: Outputs) -> Result<std::result::Result<Plan, String>> {
         let refuse = |reason: String| Ok(Err(format!("{} {reason}", self.name)));
         if let Some(reason) = self.refusal(call, outputs).or_else(|| (self.limit)(call)) {
             return refuse(reason);
@@ -125,11 +131,12 @@ impl Operation {
             },
             None if self.varlen => {
                 let Dims { b, t_q, t_kv, .. } = call.dims;
-                let (cu_seqlens_q, cu_seqlens_kv) = cumulative(&bands, b * t_q, b * t_kv);
-                if cu_seqlens_q.len() > operations::GRID + 1 {
-                    return refuse(operations::too_many(cu_seqlens_q.len() - 1));
+                let cu_seqlens = cumulative(&bands, b * t_q, b * t_kv);
+                let sequences = cu_seqlens[0].len() - 1;
+                if sequences > operations::GRID {
+                    return refuse(operations::too_many(sequences));
                 }
-                Sequences::Varlen { cu_seqlens_q, cu_seqlens_kv }
+                Sequences::Varlen { cu_seqlens }
             }
             None => return refuse("takes sequences that all see the same keys".into()),
         };
@@ -169,34 +176,18 @@ impl Operation {
 
 /// The cumulative lengths of all spans, and of what lies between them: queries without keys, which get zeros, and keys
 /// without queries.
-fn cumulative(bands: &Bands, total_q: usize, total_kv: usize) -> (Vec<u32>, Vec<u32>) {
-    let (mut cu_seqlens_q, mut cu_seqlens_kv) = (vec![0], vec![0]);
-    let (mut last_q, mut last_kv) = (0, 0);
-    let mut end_at = |q: usize, kv: usize| {
-        if (q, kv) != (last_q, last_kv) {
-            cu_seqlens_q.push(q as u32);
-            cu_seqlens_kv.push(kv as u32);
-            (last_q, last_kv) = (q, kv);
-        }
-    };
-    let mut before = 0;
-    for span in &bands.spans {
-        end_at(span.queries.start, before);
-        end_at(span.queries.start, span.keys.start);
-        end_at(span.queries.end, span.keys.end);
-        before = span.keys.end;
+fn cumulative(bands: &Bands, total_q: usize, total_kv: usize) -> [Vec<u32>; 2] {
+    let (mut ends, mut before) = (vec![[0, 0]], 0);
+    for Span { queries, keys } in &bands.spans {
+        ends.extend([[queries.start, before], [queries.start, keys.start], [queries.end, keys.end]]);
+        before = keys.end;
     }
-    end_at(total_q, before);
-    end_at(total_q, total_kv);
-    (cu_seqlens_q, cu_seqlens_kv)
+    ends.extend([[total_q, before], [total_q, total_kv]]);
+    ends.dedup();
+    [0, 1].map(|of| ends.iter().map(|end| end[of] as u32).collect())
 }
 
 impl Plan {
-    /// The plan, if the operation runs on a device.
-    pub fn on(self, device: &Device) -> std::result::Result<Self, String> {
-        (self.operation.obstacle)(device).map_or(Ok(self), Err)
-    }
-
     /// Context (B, H, T_q, D) in the order asked for.
     pub fn attend(&self, call: &Call) -> Result<Tensor> {
         self.attend_by(call, self.operation.run)
@@ -213,29 +204,23 @@ impl Plan {
         let (qkv, lengths) = match &self.sequences {
             Sequences::Alike { keys, rest } => {
                 let [t_q, t_kv] = [call.dims.t_q - rest, keys.len() - rest];
-                let of_keys = |xs: &Tensor, start: usize, len: usize| xs.narrow(2, keys.start + start, len);
+                let [k, v] = [&call.k, &call.v].map(|xs| xs.narrow(2, keys.start, keys.len()));
+                let (k, v) = (k?, v?);
                 if *rest > 0 {
-                    let qkv = [
-                        call.q.narrow(2, t_q, *rest)?,
-                        of_keys(&call.k, 0, keys.len())?,
-                        of_keys(&call.v, 0, keys.len())?,
-                    ];
-                    let causal = Call::new(call.op, qkv.each_ref(), &AttentionMask::causal(), call.options)
-                        .map(|call| reference::attend(&call));
-                    last = Some(causal??.context);
+                    let (q, causal) = (call.q.narrow(2, t_q, *rest)?, AttentionMask::causal());
+                    let own = Call::new(call.op, [&q, &k, &v], &causal, call.options)?;
+                    last = Some(reference::attend(&own, Outputs::Context)?.context);
                 }
-                let q = in_order(&call.q.narrow(2, 0, t_q)?)?;
-                ([q, in_order(&of_keys(&call.k, 0, t_kv)?)?, in_order(&of_keys(&call.v, 0, t_kv)?)?], None)
+                let first = |xs: &Tensor, t: usize| in_order(&xs.narrow(2, 0, t)?);
+                ([first(&call.q, t_q)?, first(&k, t_kv)?, first(&v, t_kv)?], None)
             }
-            Sequences::Varlen { cu_seqlens_q, cu_seqlens_kv } => {
+            Sequences::Varlen { cu_seqlens } => {
                 let joined = |tensor: &Tensor| in_order(tensor)?.flatten(0, 1);
-                let tensor = |lens: &[u32]| Tensor::new(lens, call.q.device());
                 let longest =
-                    |lens: &[u32]| lens.windows(2).map(|pair| (pair[1] - pair[0]) as usize).max().unwrap_or(0);
-                let lengths = Lengths {
-                    cu_seqlens: [tensor(cu_seqlens_q)?, tensor(cu_seqlens_kv)?],
-                    max: [longest(cu_seqlens_q), longest(cu_seqlens_kv)],
-                };
+                    |lens: &Vec<u32>| lens.windows(2).map(|pair| (pair[1] - pair[0]) as usize).max().unwrap_or(0);
+                let max = cu_seqlens.each_ref().map(longest);
+                let [of_q, of_kv] = cu_seqlens.each_ref().map(|lens| Tensor::new(lens.as_slice(), call.q.device()));
+                let lengths = Lengths { cu_seqlens: [of_q?, of_kv?], max };
                 ([joined(&call.q)?, joined(&call.k)?, joined(&call.v)?], Some(lengths))
             }
         };
@@ -243,10 +228,9 @@ impl Plan {
         let alibi_slopes = call.options.alibi_slopes.as_ref().map(slopes).transpose()?;
         let (scale, softcap) = (call.scale() as f32, call.options.softcap.unwrap_or(0.0) as f32);
         let context = run(&Inputs { qkv, lengths, alibi_slopes, scale, softcap, window: self.window })?;
-        let Dims { b, h, t_q, d_v, .. } = call.dims;
-        let t_q = t_q - last.as_ref().map_or(Ok(0), |last| last.dim(2))?;
+        let Dims { b, h, d_v, .. } = call.dims;
         let context = match operation.sequence_first {
-            true => context.reshape((b, t_q, h, d_v))?.transpose(1, 2)?,
+            true => context.reshape((b, (), h, d_v))?.transpose(1, 2)?,
             false => context,
         };
         let context = match last {

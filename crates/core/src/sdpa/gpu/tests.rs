@@ -153,7 +153,8 @@ fn flash_attn(inputs: &Inputs) -> Result<Tensor> {
             assert!(x.stride()[..3].iter().all(|n| n % 8 == 0) && x.stride()[3] == 1, "{:?}", x.layout());
         }
         let [q, k, v] = qkv.map(|x| x.transpose(1, 2));
-        let call = Call::new("test", [&q?, &k?, &v?], &mask, &options).map(|call| reference::attend(&call));
+        let call =
+            Call::new("test", [&q?, &k?, &v?], &mask, &options).map(|call| reference::attend(&call, Outputs::Context));
         call??.context.transpose(1, 2)?.contiguous()
     };
     let Some(Lengths { cu_seqlens, max }) = &inputs.lengths else {
@@ -183,18 +184,20 @@ fn sdpa(inputs: &Inputs) -> Result<Tensor> {
     if is_causal {
         assert!(q.dim(2)?.is_multiple_of(BLOCK) && k.dim(2)?.is_multiple_of(BLOCK));
     }
-    reference::attend(&Call::new("test", [q, k, v], &mask, &options)?).map(|attended| attended.context)
+    reference::attend(&Call::new("test", [q, k, v], &mask, &options)?, Outputs::Context)
+        .map(|attended| attended.context)
 }
 
 /// The largest difference of a call by a stand-in from the reference path, whose order the result has.
 fn difference(call: &Call, plan: &Plan, stand_in: fn(&Inputs) -> Result<Tensor>) -> Result<f32> {
     let context = plan.attend_by(call, stand_in)?;
-    let in_order = match call.output_order {
+    let in_order = match call.output_order() {
         OutputOrder::Bhtd => context.is_contiguous(),
         OutputOrder::Bthd => context.transpose(1, 2)?.is_contiguous(),
     };
     assert!(in_order, "{:?}", context.layout());
-    let difference = (context.to_dtype(DType::F32)? - reference::attend(call)?.context.to_dtype(DType::F32)?)?;
+    let difference =
+        (context.to_dtype(DType::F32)? - reference::attend(call, Outputs::Context)?.context.to_dtype(DType::F32)?)?;
     difference.abs()?.flatten_all()?.max(0)?.to_scalar()
 }
 
