@@ -145,18 +145,46 @@ impl<'a, S: Stored> Block<'a, S> {
 ///
 /// # Safety
 /// The processor has the tier of K; the rows exist; `to` takes a block of rows of `depth` words.
-#[inline(always)]
 pub(super) unsafe fn pack_rows<K: Kernel, S: Stored>(rows: &HeadRows<S>, to: *mut f32, depth: usize) -> LeftOperand {
     // SAFETY: as this function's contract.
-    unsafe {
-        for key in rows.keys.clone() {
-            let to = to.add((key - rows.keys.start) * depth);
-            pack_row::<K, S>(rows.prefetched::<K::Vector>(key), rows.width, to, depth, rows.scale(key));
-        }
-        let count = rows.keys.end - rows.keys.start;
-        to.add(count * depth).write_bytes(0, (count.next_multiple_of(K::ROWS) - count) * depth);
-    }
+    unsafe { K::run_simd(Pack { rows, to, form: Form::Rows { depth } }) };
     LeftOperand { at: to, group: K::ROWS * depth, row: depth, step: 1 }
+}
+
+/// Rows on their way to words, as they are or transposed.
+struct Pack<'a, S> {
+    rows: &'a HeadRows<'a, S>,
+    to: *mut f32,
+    form: Form,
+}
+
+enum Form {
+    Rows { depth: usize },
+    Columns { staging: *mut f32, width: PackedWidth },
+}
+
+impl<S: Stored> SimdTask for Pack<'_, S> {
+    #[inline(always)]
+    unsafe fn run<K: Kernel>(self) {
+        let Self { rows, to, form } = self;
+        // SAFETY: by the contracts of `pack_rows` and `pack_columns`.
+        unsafe {
+            match form {
+                Form::Rows { depth } => {
+                    for (index, key) in rows.keys.clone().enumerate() {
+                        let (row, to) = (rows.prefetched::<K::Vector>(key), to.add(index * depth));
+                        pack_row::<K, S>(row, rows.width, to, depth, rows.scale(key));
+                    }
+                    let count = rows.keys.len();
+                    to.add(count * depth).write_bytes(0, (count.next_multiple_of(K::ROWS) - count) * depth);
+                }
+                Form::Columns { staging, width } if const { K::IS_BF16 } => {
+                    pack_column_pairs::<K, S>(rows, to, staging, width);
+                }
+                Form::Columns { staging, width } => pack_column_groups::<K, S>(rows, to, staging, width),
+            }
+        }
+    }
 }
 
 /// Some rows of at most a block, transposed: their width is the rows of a product, and they are its depth.
@@ -164,7 +192,6 @@ pub(super) unsafe fn pack_rows<K: Kernel, S: Stored>(rows: &HeadRows<S>, to: *mu
 /// # Safety
 /// The processor has the tier of K; the rows exist; `to` takes [`PackedWidth::column_words`] and `staging`
 /// [`PackedWidth::staging_words`].
-#[inline(always)]
 pub(super) unsafe fn pack_columns<K: Kernel, S: Stored>(
     rows: &HeadRows<S>,
     to: *mut f32,
@@ -172,14 +199,10 @@ pub(super) unsafe fn pack_columns<K: Kernel, S: Stored>(
     width: PackedWidth,
 ) -> LeftOperand {
     // SAFETY: as this function's contract.
-    unsafe {
-        if K::IS_BF16 {
-            pack_column_pairs::<K, S>(rows, to, staging, width);
-            LeftOperand { at: to, group: K::ROWS * (K::BLOCK / 2), row: K::BLOCK / 2, step: 1 }
-        } else {
-            pack_column_groups::<K, S>(rows, to, staging, width);
-            LeftOperand { at: to, group: column_group::<K>(), row: 1, step: K::ROWS }
-        }
+    unsafe { K::run_simd(Pack { rows, to, form: Form::Columns { staging, width } }) };
+    match K::IS_BF16 {
+        true => LeftOperand { at: to, group: K::ROWS * (K::BLOCK / 2), row: K::BLOCK / 2, step: 1 },
+        false => LeftOperand { at: to, group: column_group::<K>(), row: 1, step: K::ROWS },
     }
 }
 

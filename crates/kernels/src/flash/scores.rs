@@ -66,7 +66,7 @@ impl SimdTask for &TileScores<'_> {
                 self.mask::<K::Vector>();
             }
             if let Some(dropout) = &options.dropout {
-                dropout.factors(self);
+                dropout.factors::<K::Vector>(self);
             }
         }
     }

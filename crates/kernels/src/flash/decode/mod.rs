@@ -132,7 +132,7 @@ impl<S: Stored> Decode<'_, '_, S> {
             Operand::Queries(self.queries.wrapping_add(row))
         };
         let context = |index: usize| partials.row(kv, index * group, part);
-        let products = |rows, operand: &dyn Fn(usize) -> Operand| {
+        let products = |&rows: &StoredRows<S>, operand: &dyn Fn(usize) -> Operand| {
             for first in keys.clone().step_by(block) {
                 for index in 0..tiles.len() {
                     let (keys, numbers, operand) =

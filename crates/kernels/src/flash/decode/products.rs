@@ -14,9 +14,9 @@ pub(super) const KEY_BLOCK: usize = 32;
 
 /// The products of a group of R query rows of one key head, a power of two, with some of the keys of one part, or of
 /// their weights with the values.
-pub(super) struct RowProducts<'a, 'b, S> {
-    /// Keys or values.
-    pub rows: &'a StoredRows<'b, S>,
+pub(super) struct RowProducts<'a, S> {
+    /// Keys or values. Not behind a reference, from which loops would read it again after each store.
+    pub rows: StoredRows<'a, S>,
     pub kv: KvHead,
     pub keys: Range<usize>,
     /// R.
@@ -35,7 +35,7 @@ pub(super) enum Operand {
     Context(*mut f32, usize),
 }
 
-impl<S: Stored> SimdTask for RowProducts<'_, '_, S> {
+impl<S: Stored> SimdTask for RowProducts<'_, S> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         // SAFETY: by the contract of `SimdTask`.
@@ -50,7 +50,7 @@ impl<S: Stored> SimdTask for RowProducts<'_, '_, S> {
     }
 }
 
-impl<S: Stored> RowProducts<'_, '_, S> {
+impl<S: Stored> RowProducts<'_, S> {
     /// # Safety
     /// The processor has the tier of V; the keys belong to the call; the pointers are valid for what they name.
     #[inline(always)]
@@ -81,11 +81,11 @@ impl<S: Stored> RowProducts<'_, '_, S> {
     #[inline(always)]
     unsafe fn score<V: Vector, const R: usize>(&self, queries: *const f32) {
         let (d, lanes, together) = (self.rows.width, V::LANES, V::LANES / R);
-        let whole = d / lanes * lanes;
+        let (whole, start) = (d / lanes * lanes, self.rows.row(self.kv, self.keys.start));
         for first in (0..self.keys.len()).step_by(together) {
             // SAFETY: as this method's contract; the rows of keys have D elements.
             unsafe {
-                let from = self.prefetched_keys::<V>(first, together);
+                let from = self.prefetched_keys::<V>(start, first, together);
                 let mut sums = [V::splat(0.0); MAX_LANES];
                 for at in (0..whole).step_by(lanes) {
                     self.add_keys::<V, R>(&mut sums, &from, at..at + lanes, queries);
@@ -98,15 +98,15 @@ impl<S: Stored> RowProducts<'_, '_, S> {
         }
     }
 
-    /// The rows of `count` keys from the one with index `first` on. Past the end the last key is repeated; its scores
-    /// are hidden later.
+    /// The rows of `count` keys from the one with index `first` on, where `start` is the first key's. Past the end the
+    /// last key is repeated; its scores are hidden later.
     ///
     /// # Safety
     /// The processor has the tier of V.
     #[inline(always)]
-    unsafe fn prefetched_keys<V: Vector>(&self, first: usize, count: usize) -> [*const S; MAX_LANES] {
+    unsafe fn prefetched_keys<V: Vector>(&self, start: *const S, first: usize, count: usize) -> [*const S; MAX_LANES] {
         let stride = self.rows.stride();
-        let mut keys = [self.rows.row(self.kv, self.keys.start); MAX_LANES];
+        let mut keys = [start; MAX_LANES];
         for (k, key) in keys[..count].iter_mut().enumerate() {
             *key = key.wrapping_add((first + k).min(self.keys.len() - 1) * stride);
             // SAFETY: as this method's contract.
@@ -146,14 +146,13 @@ impl<S: Stored> RowProducts<'_, '_, S> {
     /// As [`multiply`](Self::multiply).
     #[inline(always)]
     unsafe fn scale<const R: usize>(&self) {
-        if !S::IS_SCALED {
-            return;
-        }
-        for (index, key) in self.keys.clone().enumerate() {
-            let scale = self.rows.scale(self.kv, key);
-            for r in 0..R {
-                // SAFETY: as this method's contract.
-                unsafe { *self.numbers.add(index * R + r) *= scale };
+        let Some(scales) = self.rows.scales.filter(|_| S::IS_SCALED) else { return };
+        let (first, stride) = (scales.at([self.kv.b, self.kv.head, self.keys.start]), scales.strides[2]);
+        for key in 0..self.keys.len() {
+            // SAFETY: as this method's contract; the view was checked for every key of the call.
+            unsafe {
+                let scale = *first.wrapping_add(key * stride);
+                (0..R).for_each(|r| *self.numbers.add(key * R + r) *= scale);
             }
         }
     }
@@ -168,16 +167,19 @@ impl<S: Stored> RowProducts<'_, '_, S> {
         let to = (context, stride);
         // SAFETY: as this method's contract; `d` counts whole vectors within D_v, then the rest of it.
         unsafe {
-            // Eight sums hide the latency of a multiply-add; registers for sixteen halve the loads of weights.
-            while const { R == 1 } && d + 8 * lanes <= d_v {
+            // Eight sums hide the latency of a multiply-add; registers for sixteen halve the loads of weights. No more
+            // than the tile of a product has, which is four on the scalar tier.
+            while const { R == 1 && 8 <= V::ROWS * V::VECTORS } && d + 8 * lanes <= d_v {
                 self.accumulate_columns::<V, R, 8>(&keys, to, d);
                 d += 8 * lanes;
             }
-            while const { R <= 2 || (R == 4 && V::LANES == MAX_LANES) } && d + 4 * lanes <= d_v {
+            while const { (R <= 2 || V::LANES == MAX_LANES) && R <= 4 && 4 * R <= V::ROWS * V::VECTORS }
+                && d + 4 * lanes <= d_v
+            {
                 self.accumulate_columns::<V, R, 4>(&keys, to, d);
                 d += 4 * lanes;
             }
-            while d + 2 * lanes <= d_v {
+            while const { 2 * R <= V::ROWS * V::VECTORS } && d + 2 * lanes <= d_v {
                 self.accumulate_columns::<V, R, 2>(&keys, to, d);
                 d += 2 * lanes;
             }
@@ -197,7 +199,7 @@ impl<S: Stored> RowProducts<'_, '_, S> {
         (context, context_stride): (*mut f32, usize),
         d: usize,
     ) {
-        let (rows, lanes) = (self.rows, V::LANES);
+        let (rows, lanes) = (&self.rows, V::LANES);
         let (mut from, stride) = (rows.row(self.kv, keys.start).wrapping_add(d), rows.stride());
         let mut weights = self.numbers.wrapping_add((keys.start - self.keys.start) * R).cast_const();
         // SAFETY: as this method's contract.
