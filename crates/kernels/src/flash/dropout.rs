@@ -102,7 +102,10 @@ impl Dropout<'_> {
             }
             for (key, words) in (4 * group..).zip(&of_keys).filter(|(key, _)| keys.contains(key)) {
                 let to = to.wrapping_add((key - keys.start) * panel + column);
-                let factors = words.map(|word| if word >= threshold { factor } else { 0.0 });
+                let mut factors = [0f32; MAX_LANES];
+                for (lane, &word) in factors.iter_mut().zip(words) {
+                    *lane = if word >= threshold { factor } else { 0.0 };
+                }
                 for lane in (0..MAX_LANES.min(panel - column)).step_by(V::LANES) {
                     // SAFETY: as this method's contract; the lanes are some of the panel's columns, whole vectors.
                     unsafe { V::load(factors.as_ptr().add(lane)).store(to.add(lane)) };

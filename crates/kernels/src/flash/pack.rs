@@ -245,8 +245,8 @@ pub(super) unsafe fn pack_row<K: Kernel, S: Stored>(
     }
 }
 
-/// The rows of a tile of a matrix, transposed into a panel (width, panel) and times a factor; zeros for those that see no
-/// key.
+/// The rows of a tile of a matrix, transposed into a panel (width, panel) and times a factor; zeros for those that see
+/// no key.
 pub(super) struct PackPanel<'a, E> {
     pub rows: &'a TileRows<'a, E>,
     pub width: PackedWidth,

@@ -174,8 +174,8 @@ impl PackedWeight {
 }
 
 /// Some inputs of some columns of a panel as f32, each as many words after the one before. The inputs lie within
-/// [`PackedWeight::padded`], the columns are whole vectors of the panel, and `to` takes them. Does not depend on the type
-/// of what is multiplied, so that it is compiled once for all of them.
+/// [`PackedWeight::padded`], the columns are whole vectors of the panel, and `to` takes them. Does not depend on the
+/// type of what is multiplied, so that it is compiled once for all of them.
 struct Widen<'a> {
     weight: &'a PackedWeight,
     panel: usize,
