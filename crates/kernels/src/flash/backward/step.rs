@@ -195,8 +195,8 @@ unsafe fn add_row<K: Kernel>(side: &Side, sums: *mut f32, key: usize, factor: f3
 }
 
 /// The product of a tile's weights, (keys, panel) in words, with its gradients of contexts, (panels, panel in words,
-/// panel), over parts of both; or of the gradients of its scores with its queries. Keys are rows, queries the depth, D or
-/// D_v the columns, whose sums are (panels, block, panel).
+/// panel), over parts of both; or of the gradients of its scores with its queries. Keys are rows, queries the depth, D
+/// or D_v the columns, whose sums are (panels, block, panel).
 ///
 /// # Safety
 /// As [`Step::run`]; the weights of the part are there, and zeros beyond it where the kernel takes whole tiles.
