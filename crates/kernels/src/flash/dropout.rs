@@ -102,13 +102,12 @@ impl Dropout<'_> {
             }
             for (key, words) in (4 * group..).zip(&of_keys).filter(|(key, _)| keys.contains(key)) {
                 let to = to.wrapping_add((key - keys.start) * panel + column);
-                let mut factors = [0f32; MAX_LANES];
-                for (lane, &word) in factors.iter_mut().zip(words) {
-                    *lane = if word >= threshold { factor } else { 0.0 };
-                }
-                for lane in (0..MAX_LANES.min(panel - column)).step_by(V::LANES) {
-                    // SAFETY: as this method's contract; the lanes are some of the panel's columns, whole vectors.
-                    unsafe { V::load(factors.as_ptr().add(lane)).store(to.add(lane)) };
+                // SAFETY: as this method's contract; the lanes written are columns of the panel.
+                let write = |lane, word| unsafe { to.add(lane).write(if word >= threshold { factor } else { 0.0 }) };
+                // A number of lanes that is known is written as vectors.
+                match panel - column {
+                    lanes @ 0..MAX_LANES => (0..lanes).for_each(|lane| write(lane, words[lane])),
+                    _ => (0..MAX_LANES).for_each(|lane| write(lane, words[lane])),
                 }
             }
         }
