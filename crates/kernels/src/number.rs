@@ -10,6 +10,9 @@ pub trait Stored: Copy + Default + Send + Sync + 'static {
     /// Whether what is read is to be multiplied by the scale of its row.
     const IS_SCALED: bool;
 
+    /// Whether it is neither infinite nor NaN.
+    fn is_finite(self) -> bool;
+
     /// # Safety
     /// As [`Vector::load`].
     unsafe fn load<V: Vector>(from: *const Self) -> V;
@@ -18,6 +21,11 @@ pub trait Stored: Copy + Default + Send + Sync + 'static {
 /// Codes of keys and values: 128 stands for 0.
 impl Stored for u8 {
     const IS_SCALED: bool = true;
+
+    #[inline(always)]
+    fn is_finite(self) -> bool {
+        true
+    }
 
     #[inline(always)]
     unsafe fn load<V: Vector>(from: *const Self) -> V {
@@ -48,6 +56,11 @@ macro_rules! number {
     ($type:ty, $format:ident, $load:ident, $store:ident, $from_f32:expr, $dispatch:path) => {
         impl Stored for $type {
             const IS_SCALED: bool = false;
+
+            #[inline(always)]
+            fn is_finite(self) -> bool {
+                <$type>::is_finite(self)
+            }
 
             #[inline(always)]
             unsafe fn load<V: Vector>(from: *const Self) -> V {

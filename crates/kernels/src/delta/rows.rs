@@ -130,8 +130,11 @@ impl<E: Number> SimdTask for ReadRows<'_, '_, E> {
             // SAFETY: the processor has the tier of K; the problem was checked, and a block has this many rows.
             unsafe {
                 let (q_row, k_row) = (q_rows.add(i * width), k_rows.add(i * width));
-                widen_row::<E, K::Vector>(self.from.row(0, i).cast(), d_k, q_row, width, 1.0);
-                widen_row::<E, K::Vector>(self.from.row(1, i).cast(), d_k, k_row, width, 1.0);
+                let to =
+                    [(q_row, d_k, width), (k_row, d_k, width), (value_rows.add(i * value_width), d_v, value_width)];
+                for (of, (to, own, padded)) in to.into_iter().enumerate() {
+                    widen_row::<E, K::Vector>(self.from.row(of, i).cast(), own, to, padded, 1.0);
+                }
                 for (scaled, (row, mut scale)) in rows.scales[i].iter_mut().zip([(q_row, scale), (k_row, 1.0)]) {
                     if let Some(eps) = qk_norm {
                         scale /= (dot::<K::Vector>(row, row, width) + eps).sqrt();
@@ -139,8 +142,6 @@ impl<E: Number> SimdTask for ReadRows<'_, '_, E> {
                     widen_row::<f32, K::Vector>(row, width, row, width, scale);
                     *scaled = scale;
                 }
-                let value_row = value_rows.add(i * value_width);
-                widen_row::<E, K::Vector>(self.from.row(2, i).cast(), d_v, value_row, value_width, 1.0);
                 let factors = rows.factors.as_mut_ptr().add(i * width);
                 read_factors::<K::Vector>(self.problem.decay, [b, head, at], factors, [d_k, width]);
                 rows.beta[i] = self.problem.beta.map_or(1.0, |beta| *beta.at([b, head, at]));

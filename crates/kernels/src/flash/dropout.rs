@@ -7,7 +7,7 @@
 
 use super::problem::Dims;
 use super::scores::TileScores;
-use crate::cpu::{Kernel, MAX_LANES};
+use crate::cpu::{MAX_LANES, Vector};
 use crate::error::{Error, check_len};
 
 /// Weights are dropped with a probability, and the others divided by what is left of 1.
@@ -51,9 +51,9 @@ impl Dropout<'_> {
     /// Writes what the weights of a tile are to be multiplied by.
     ///
     /// # Safety
-    /// The tile has room for a factor for each score.
+    /// The processor has the tier of V; the tile has room for a factor for each score.
     #[inline(always)]
-    pub(super) unsafe fn factors<K: Kernel>(&self, scores: &TileScores) {
+    pub(super) unsafe fn factors<V: Vector>(&self, scores: &TileScores) {
         let (dims, tile) = (scores.inputs.dims, scores.tile);
         for column in (0..tile.rows.len()).step_by(MAX_LANES) {
             let (mut queries, mut heads) = ([0u32; MAX_LANES], [0u32; MAX_LANES]);
@@ -68,10 +68,10 @@ impl Dropout<'_> {
             // SAFETY: as this method's contract.
             unsafe {
                 match self.mask {
-                    DropoutMask::Philox(seed) => self.write::<K>(scores, column, |group, lane| {
+                    DropoutMask::Philox(seed) => self.write::<V>(scores, column, |group, lane| {
                         philox([group as u32, queries[lane], heads[lane], tile.kv.b as u32], seed)
                     }),
-                    DropoutMask::Kept(bits) => self.write::<K>(scores, column, |group, lane| {
+                    DropoutMask::Kept(bits) => self.write::<V>(scores, column, |group, lane| {
                         [0, 1, 2, 3].map(|n| {
                             let at = first[lane] + 4 * group + n;
                             bits.get(at / 8).map_or(0, |byte| u32::from(byte >> (at % 8) & 1))
@@ -88,9 +88,9 @@ impl Dropout<'_> {
     /// # Safety
     /// As [`factors`](Self::factors).
     #[inline(always)]
-    unsafe fn write<K: Kernel>(&self, scores: &TileScores, column: usize, words: impl Fn(usize, usize) -> [u32; 4]) {
+    unsafe fn write<V: Vector>(&self, scores: &TileScores, column: usize, words: impl Fn(usize, usize) -> [u32; 4]) {
         // Copies, since what is written might be what references lead to.
-        let (keys, to) = (scores.keys.clone(), scores.dropout);
+        let (keys, to, panel) = (scores.keys.clone(), scores.dropout, scores.tile.panel);
         let factor = if self.p < 1.0 { (1.0 / (1.0 - self.p)) as f32 } else { 0.0 };
         let threshold = if let DropoutMask::Philox(_) = self.mask { threshold(self.p) } else { 1 };
         for group in keys.start / 4..keys.end.div_ceil(4) {
@@ -101,10 +101,13 @@ impl Dropout<'_> {
                 }
             }
             for (key, words) in (4 * group..).zip(&of_keys).filter(|(key, _)| keys.contains(key)) {
-                let to = to.wrapping_add((key - keys.start) * K::PANEL + column);
-                for (lane, &word) in words.iter().enumerate().take(K::PANEL - column) {
-                    // SAFETY: as this method's contract; the lane is one of the panel's columns.
-                    unsafe { to.add(lane).write(if word >= threshold { factor } else { 0.0 }) };
+                let to = to.wrapping_add((key - keys.start) * panel + column);
+                // SAFETY: as this method's contract; the lanes written are columns of the panel.
+                let write = |lane, word| unsafe { to.add(lane).write(if word >= threshold { factor } else { 0.0 }) };
+                // A number of lanes that is known is written as vectors.
+                match panel - column {
+                    lanes @ 0..MAX_LANES => (0..lanes).for_each(|lane| write(lane, words[lane])),
+                    _ => (0..MAX_LANES).for_each(|lane| write(lane, words[lane])),
                 }
             }
         }

@@ -34,7 +34,7 @@ use half::{bf16, f16};
 use crate::cpu::{Kernel, SimdTask, Tier, Unwritten, for_each_task};
 use crate::error::{Error, check_tier};
 use crate::number::{Number, Stored};
-use pack::PackQueries;
+use pack::{PackPanel, TileRows};
 use prefill::Prefill;
 use problem::{Call, KernelCall, Outputs, ScoreInputs, StoredRows};
 use scores::DistanceTable;
@@ -97,15 +97,16 @@ pub fn attend<E: AttentionKernels>(
 fn attend_to<E: AttentionKernels>(problem: &Problem<E>, tier: Tier, outputs: Outputs<E>) -> Result<(), Error> {
     check_tier(tier)?;
     let Dims { d, d_v, .. } = problem.dims;
+    let call = &Call::new(problem, outputs)?;
     let done = match (problem.k, problem.v) {
         (KvRows::Float(k), KvRows::Float(v)) => {
             let kv = [(k, d), (v, d_v)].map(|(rows, width)| StoredRows { rows, scales: None, width });
-            E::run(KernelCall::Float(&Call::new(problem, kv, outputs)?), tier)
+            E::run(KernelCall::Float(call, kv), tier)
         }
         (KvRows::Q8 { codes: k, scales: of_k }, KvRows::Q8 { codes: v, scales: of_v }) => {
             let kv = [(k, of_k, d), (v, of_v, d_v)];
             let kv = kv.map(|(rows, scales, width)| StoredRows { rows, scales: Some(scales), width });
-            E::run(KernelCall::Q8(&Call::new(problem, kv, outputs)?), tier)
+            E::run(KernelCall::Q8(call, kv), tier)
         }
         _ => return Err(Error::Shape("expected keys and values that are both floats or both of 8 bits".into())),
     };
@@ -178,9 +179,9 @@ impl<E: Number> SimdTask for Run<'_, '_, E> {
         // SAFETY: the processor has the tier of K, by the contract of `SimdTask`.
         *self.done = unsafe {
             match self.call {
-                KernelCall::Float(call) => attend_on::<K, E, E>(call),
-                KernelCall::Q8(call) => attend_on::<K, E, u8>(call),
-                KernelCall::Backward(call) => backward::run_on::<K, E>(call),
+                KernelCall::Float(call, keys_values) => attend_on::<K, E, E>(call, &keys_values),
+                KernelCall::Q8(call, keys_values) => attend_on::<K, E, u8>(call, &keys_values),
+                KernelCall::Backward(call, keys_values) => backward::run_on::<K, E>(call, &keys_values),
             }
         };
     }
@@ -190,7 +191,7 @@ impl<E: Number> SimdTask for Run<'_, '_, E> {
 ///
 /// # Safety
 /// The processor has the tier of K.
-unsafe fn attend_on<K: Kernel, E: Number, S: Stored>(call: &Call<E, S>) -> Option<()> {
+unsafe fn attend_on<K: Kernel, E: Number, S: Stored>(call: &Call<E>, keys_values: &[StoredRows<S>; 2]) -> Option<()> {
     let dims = &call.inputs.dims;
     if dims.b * dims.rows() == 0 {
         return Some(());
@@ -198,14 +199,14 @@ unsafe fn attend_on<K: Kernel, E: Number, S: Stored>(call: &Call<E, S>) -> Optio
     let is_decoded = call.inputs.options.dropout.is_none() && call.statistics.is_none();
     if is_decoded && dims.rows() <= decode::max_rows::<K>() {
         // SAFETY: the processor has the tier of K, which includes that of its kernel for f32.
-        return unsafe { decode::run::<K::Vector, E, S>(call) };
+        return unsafe { decode::run::<K::Vector, E, S>(call, keys_values) };
     }
     let distances = match call.inputs.options.distance_bias {
         Some(bias) => Some(DistanceTable::new(bias, dims)?),
         None => None,
     };
     let inputs = &ScoreInputs { distances: distances.as_ref(), ..call.inputs };
-    let workers = tasks::workers(call, 1);
+    let (units, workers) = (inputs.options.units(K::IS_BF16), tasks::workers(call, size_of::<S>(), 1));
     let split = TaskSplit::new::<K>(dims, workers.count, call.statistics.is_some());
     let heads = dims.b * dims.h_kv;
     let chunks = heads.checked_mul(split.row_chunks)?;
@@ -221,15 +222,18 @@ unsafe fn attend_on<K: Kernel, E: Number, S: Stored>(call: &Call<E, S>) -> Optio
         let (kv, [rows, keys]) = split.task(dims, task, part);
         let tile = |first| Tile::new::<K>(inputs, kv, first..rows.end.min(first + K::PANEL));
         let tiles = &rows.clone().step_by(K::PANEL).map(tile).collect::<Vec<_>>();
-        let (q, keys_values, partials) =
-            (&call.q, &call.keys_values, partials.as_ref().map(|partials| (partials, part)));
+        let partials = partials.as_ref().map(|partials| (partials, part));
         // SAFETY: the processor has the tier of K, which includes that of its kernel for f32; the workspace was made
         // for the call and has a panel for each tile.
         unsafe {
-            K::run_simd(PackQueries { q, inputs, workspace, tiles });
-            K::run_simd(Prefill { inputs, keys_values, workspace, kv, tiles, keys });
+            for (index, tile) in tiles.iter().enumerate() {
+                let rows = &TileRows { matrix: &call.q, width: dims.d, dims, tile };
+                let (width, staging) = (workspace.sizes[0], workspace.staging.as_mut_ptr());
+                let panel = workspace.queries.as_mut_ptr().add(index * width.word_squares * K::PANEL);
+                K::run_simd(PackPanel { rows, width, panel, staging, factor: units.query });
+            }
+            K::run_simd(Prefill { inputs, units, keys_values, workspace, kv, tiles, keys });
             if let Some(output) = &call.statistics {
-                let units = inputs.options.units(K::IS_BF16);
                 K::Vector::run_simd(Observe { inputs, output, workspace, kv, tiles, units, chain, task });
             }
             K::Vector::run_simd(Epilogue { call, state: &mut workspace.state, kv, rows, partials });

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use half::bf16;
 
-use super::problem::{Dims, KvHead, ScoreInputs, StoredRows, Strided};
+use super::problem::{Dims, KvHead, StoredRows, Strided};
 use super::tasks::{PackedWidth, Workspace};
 use super::tile::Tile;
 use crate::cpu::{Kernel, LeftOperand, SimdTask, Vector, prefetch_bytes};
@@ -33,12 +33,12 @@ pub(super) struct HeadRows<'a, S> {
     /// Numbers in a row.
     pub width: usize,
     pub keys: Range<usize>,
-    non_finite: OnceCell<bool>,
+    finite: OnceCell<bool>,
 }
 
 impl<'a, S: Stored> HeadRows<'a, S> {
     pub fn new(rows: &'a StoredRows<'a, S>, kv: KvHead, keys: Range<usize>) -> Self {
-        Self { rows, kv, width: rows.width, keys, non_finite: OnceCell::new() }
+        Self { rows, kv, width: rows.width, keys, finite: OnceCell::new() }
     }
 
     #[inline(always)]
@@ -80,61 +80,24 @@ impl<'a, S: Stored> HeadRows<'a, S> {
         }
     }
 
-    /// Whether a number is infinite or NaN, which a weight of zero does not silence. Found out once.
+    /// Whether all numbers are finite, found out once: a weight of zero does not silence the others.
     ///
     /// # Safety
-    /// The processor has the tier of K; the keys belong to the call.
-    pub unsafe fn has_non_finite<K: Kernel>(&self) -> bool {
-        let find: &dyn Fn() -> bool = &|| match S::IS_SCALED {
-            true => self.keys.clone().any(|key| !self.scale(key).is_finite()),
-            false => {
-                let row = |at: usize| Some(self.row(self.keys.start + at));
-                // SAFETY: as this method's contract.
-                unsafe { has_non_finite::<K, S>(self.keys.len(), self.width, &row) }
-            }
-        };
-        *self.non_finite.get_or_init(find)
+    /// The keys belong to the call.
+    pub unsafe fn are_finite(&self) -> bool {
+        // SAFETY: as this method's contract.
+        let is_finite = |key| self.scale(key).is_finite() && unsafe { is_finite_row(self.row(key), self.width) };
+        *self.finite.get_or_init(|| self.keys.clone().all(is_finite))
     }
 }
 
-/// Whether a number of some of `count` rows, which are not scaled, is infinite or NaN.
+/// Whether all numbers of a row are finite, without a branch for each.
 ///
 /// # Safety
-/// The processor has the tier of K; `row` returns rows that are valid for `width` elements.
-pub(super) unsafe fn has_non_finite<K: Kernel, S: Stored>(
-    count: usize,
-    width: usize,
-    row: &dyn Fn(usize) -> Option<*const S>,
-) -> bool {
-    struct Find<'a, S> {
-        count: usize,
-        width: usize,
-        row: &'a dyn Fn(usize) -> Option<*const S>,
-        found: &'a mut bool,
-    }
-    impl<S: Stored> SimdTask for Find<'_, S> {
-        #[inline(always)]
-        unsafe fn run<K: Kernel>(self) {
-            let lanes = K::Vector::LANES;
-            // SAFETY: the processor has the tier of K; a row has `width` elements.
-            unsafe {
-                let mut residue = K::Vector::splat(0.0);
-                for at in 0..self.count {
-                    let Some(row) = (self.row)(at) else { continue };
-                    for d in (0..self.width).step_by(lanes) {
-                        let value: K::Vector = load_first(row.add(d), lanes.min(self.width - d));
-                        // 0 for what is finite, NaN for the rest.
-                        residue = residue.add(value.sub(value));
-                    }
-                }
-                *self.found = residue.sum().is_nan();
-            }
-        }
-    }
-    let mut found = false;
-    // SAFETY: as this function's contract; the tier includes that of its kernel for f32.
-    unsafe { K::Vector::run_simd(Find { count, width, row, found: &mut found }) };
-    found
+/// The row is valid for `width` elements.
+pub(super) unsafe fn is_finite_row<S: Stored>(row: *const S, width: usize) -> bool {
+    // SAFETY: as this function's contract.
+    (0..width).fold(true, |all, d| all & unsafe { *row.add(d) }.is_finite())
 }
 
 /// The words from one group of columns to the next: a cache line more than a block of keys has, since groups a power of
@@ -182,18 +145,46 @@ impl<'a, S: Stored> Block<'a, S> {
 ///
 /// # Safety
 /// The processor has the tier of K; the rows exist; `to` takes a block of rows of `depth` words.
-#[inline(always)]
 pub(super) unsafe fn pack_rows<K: Kernel, S: Stored>(rows: &HeadRows<S>, to: *mut f32, depth: usize) -> LeftOperand {
     // SAFETY: as this function's contract.
-    unsafe {
-        for key in rows.keys.clone() {
-            let to = to.add((key - rows.keys.start) * depth);
-            pack_row::<K, S>(rows.prefetched::<K::Vector>(key), rows.width, to, depth, rows.scale(key));
-        }
-        let count = rows.keys.end - rows.keys.start;
-        to.add(count * depth).write_bytes(0, (count.next_multiple_of(K::ROWS) - count) * depth);
-    }
+    unsafe { K::run_simd(Pack { rows, to, form: Form::Rows { depth } }) };
     LeftOperand { at: to, group: K::ROWS * depth, row: depth, step: 1 }
+}
+
+/// Rows on their way to words, as they are or transposed.
+struct Pack<'a, S> {
+    rows: &'a HeadRows<'a, S>,
+    to: *mut f32,
+    form: Form,
+}
+
+enum Form {
+    Rows { depth: usize },
+    Columns { staging: *mut f32, width: PackedWidth },
+}
+
+impl<S: Stored> SimdTask for Pack<'_, S> {
+    #[inline(always)]
+    unsafe fn run<K: Kernel>(self) {
+        let Self { rows, to, form } = self;
+        // SAFETY: by the contracts of `pack_rows` and `pack_columns`.
+        unsafe {
+            match form {
+                Form::Rows { depth } => {
+                    for (index, key) in rows.keys.clone().enumerate() {
+                        let (row, to) = (rows.prefetched::<K::Vector>(key), to.add(index * depth));
+                        pack_row::<K, S>(row, rows.width, to, depth, rows.scale(key));
+                    }
+                    let count = rows.keys.len();
+                    to.add(count * depth).write_bytes(0, (count.next_multiple_of(K::ROWS) - count) * depth);
+                }
+                Form::Columns { staging, width } if const { K::IS_BF16 } => {
+                    pack_column_pairs::<K, S>(rows, to, staging, width);
+                }
+                Form::Columns { staging, width } => pack_column_groups::<K, S>(rows, to, staging, width),
+            }
+        }
+    }
 }
 
 /// Some rows of at most a block, transposed: their width is the rows of a product, and they are its depth.
@@ -201,7 +192,6 @@ pub(super) unsafe fn pack_rows<K: Kernel, S: Stored>(rows: &HeadRows<S>, to: *mu
 /// # Safety
 /// The processor has the tier of K; the rows exist; `to` takes [`PackedWidth::column_words`] and `staging`
 /// [`PackedWidth::staging_words`].
-#[inline(always)]
 pub(super) unsafe fn pack_columns<K: Kernel, S: Stored>(
     rows: &HeadRows<S>,
     to: *mut f32,
@@ -209,14 +199,10 @@ pub(super) unsafe fn pack_columns<K: Kernel, S: Stored>(
     width: PackedWidth,
 ) -> LeftOperand {
     // SAFETY: as this function's contract.
-    unsafe {
-        if K::IS_BF16 {
-            pack_column_pairs::<K, S>(rows, to, staging, width);
-            LeftOperand { at: to, group: K::ROWS * (K::BLOCK / 2), row: K::BLOCK / 2, step: 1 }
-        } else {
-            pack_column_groups::<K, S>(rows, to, staging, width);
-            LeftOperand { at: to, group: column_group::<K>(), row: 1, step: K::ROWS }
-        }
+    unsafe { K::run_simd(Pack { rows, to, form: Form::Columns { staging, width } }) };
+    match K::IS_BF16 {
+        true => LeftOperand { at: to, group: K::ROWS * (K::BLOCK / 2), row: K::BLOCK / 2, step: 1 },
+        false => LeftOperand { at: to, group: column_group::<K>(), row: 1, step: K::ROWS },
     }
 }
 
@@ -259,64 +245,40 @@ pub(super) unsafe fn pack_row<K: Kernel, S: Stored>(
     }
 }
 
-/// The queries of tiles, each transposed into a panel (D, panel) of the workspace and multiplied by the unit of the
-/// scores.
-pub(super) struct PackQueries<'a, 'b, E> {
-    pub q: &'a Strided<'b, E, 3>,
-    pub inputs: &'a ScoreInputs<'b>,
-    /// Made for the call, with a panel for each tile.
-    pub workspace: &'a mut Workspace,
-    pub tiles: &'a [Tile],
+/// The rows of a tile of a matrix, transposed into a panel (width, panel) and times a factor; zeros for those that see
+/// no key.
+pub(super) struct PackPanel<'a, E> {
+    pub rows: &'a TileRows<'a, E>,
+    pub width: PackedWidth,
+    /// Takes `width.word_squares` rows of a panel.
+    pub panel: *mut f32,
+    /// Takes `LANES` rows of so many words.
+    pub staging: *mut f32,
+    pub factor: f32,
 }
 
-impl<E: Number> SimdTask for PackQueries<'_, '_, E> {
+impl<E: Number> SimdTask for PackPanel<'_, E> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
-        let Self { q, inputs, workspace, tiles } = self;
-        let (width, staging) = (workspace.sizes[0], workspace.staging.as_mut_ptr());
-        let factor = inputs.options.units(K::IS_BF16).query;
-        for (index, tile) in tiles.iter().enumerate() {
-            let rows = TileRows { matrix: q, width: inputs.dims.d, dims: &inputs.dims, tile };
-            // SAFETY: the processor has the tier of K; the workspace has a panel for each tile.
-            unsafe {
-                let panel = workspace.queries.as_mut_ptr().add(index * width.word_squares * K::PANEL);
-                pack_panel::<K, E>(&rows, width, panel, staging, factor);
-            }
-        }
-    }
-}
-
-/// The rows of a tile of a matrix (B, H, T_q), transposed into a panel (width, panel) and times a factor; zeros for
-/// those that see no key.
-///
-/// # Safety
-/// The processor has the tier of K; the matrix has the rows of the tile, of `width` elements; `panel` takes
-/// `width.word_squares` rows of a panel and `staging` `LANES` rows of so many words.
-#[inline(always)]
-pub(super) unsafe fn pack_panel<K: Kernel, E: Number>(
-    matrix: &TileRows<E>,
-    width: PackedWidth,
-    panel: *mut f32,
-    staging: *mut f32,
-    factor: f32,
-) {
-    let (lanes, square, tile) = (K::Vector::LANES, width.word_squares, matrix.tile);
-    // SAFETY: as this function's contract.
-    unsafe {
-        for vector in 0..tile.vectors {
-            for lane in 0..lanes {
-                let to = staging.add(lane * square);
-                match matrix.row(vector * lanes + lane) {
-                    Some(from) => {
-                        prefetch_row::<K::Vector, E>(from, matrix.matrix.strides[2], matrix.width);
-                        pack_row::<K, E>(from, matrix.width, to, square, factor);
+        let Self { rows, staging, .. } = self;
+        let (lanes, square) = (K::Vector::LANES, self.width.word_squares);
+        // SAFETY: the processor has the tier of K; the matrix has the rows, and the pointers take what they say.
+        unsafe {
+            for vector in 0..rows.tile.vectors {
+                for lane in 0..lanes {
+                    let to = staging.add(lane * square);
+                    match rows.row(vector * lanes + lane) {
+                        Some(from) => {
+                            prefetch_row::<K::Vector, E>(from, rows.matrix.strides[2], rows.width);
+                            pack_row::<K, E>(from, rows.width, to, square, self.factor);
+                        }
+                        None => to.write_bytes(0, square),
                     }
-                    None => to.write_bytes(0, square),
                 }
-            }
-            for depth in (0..square).step_by(lanes) {
-                let to = panel.add(depth * K::PANEL + vector * lanes);
-                K::Vector::transpose(staging.add(depth), square, to, K::PANEL);
+                for depth in (0..square).step_by(lanes) {
+                    let to = self.panel.add(depth * K::PANEL + vector * lanes);
+                    K::Vector::transpose(staging.add(depth), square, to, K::PANEL);
+                }
             }
         }
     }

@@ -18,13 +18,14 @@ use super::problem::{KvHead, ScoreInputs, ScoreUnits, StoredRows};
 use super::scores::TileScores;
 use super::softmax::TileSoftmax;
 use super::tasks::Workspace;
-use super::tile::{Part, Tile};
+use super::tile::{Overlap, Part, Tile};
 use crate::cpu::{Format, Kernel, LeftOperand, MAX_COLUMNS, Product, SimdTask, Vector};
 use crate::number::{Stored, store_first};
 
 /// Tiles of one key head, whose queries are packed, against some of its keys. Leaves their state in the workspace.
 pub(super) struct Prefill<'a, 'b, S> {
     pub inputs: &'a ScoreInputs<'b>,
+    pub units: ScoreUnits,
     pub keys_values: &'a [StoredRows<'b, S>; 2],
     pub workspace: &'a mut Workspace,
     pub kv: KvHead,
@@ -35,8 +36,7 @@ pub(super) struct Prefill<'a, 'b, S> {
 impl<S: Stored> SimdTask for Prefill<'_, '_, S> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
-        let Self { inputs, keys_values, workspace, kv, tiles, keys } = self;
-        let units = inputs.options.units(K::IS_BF16);
+        let Self { inputs, units, keys_values, workspace, kv, tiles, keys } = self;
         workspace.state.clear();
         // SAFETY: the processor has the tier of K; the workspace was made for the call and has a panel for each tile.
         unsafe {
@@ -80,10 +80,8 @@ impl<S: Stored> Step<'_, '_, S> {
         // SAFETY: as this method's contract; a block has `BLOCK` rows, which is a multiple of `ROWS`.
         unsafe {
             let queries = workspace.queries.as_ptr().add(index * d.word_squares * K::PANEL);
-            let keys = OverKeys { from: block.values.keys.start, first };
-            let product = KeyProduct { keys, rows: block.k, depth: d.words, columns: queries, to: scores };
             for part in overlap.parts.iter() {
-                product.multiply::<K>(part);
+                multiply_keys::<K>(&overlap, part, block.k, d.words, queries, scores);
             }
             let tile_scores = TileScores {
                 inputs: *inputs,
@@ -95,18 +93,18 @@ impl<S: Stored> Step<'_, '_, S> {
                 scores,
                 staging: workspace.staging.as_mut_ptr(),
                 dropout: workspace.dropout.as_mut_ptr(),
+                cap_slopes: None,
             };
             let kept = workspace.kept.as_mut();
             let scores_out = kept.map(|kept| kept.as_mut_ptr().add((index * inputs.dims.t_kv + first) * K::PANEL));
             let factors_out = factors.as_mut_ptr();
             K::run_simd(TileSoftmax { scores: tile_scores, depth, pairs, state, factors: factors_out, scores_out });
             let weights = if K::IS_BF16 { pairs } else { scores };
-            let values = ValueProduct { keys, columns: block.v, rows: d_v.rows, weights, to: state.context };
-            let only_seen = is_masked && block.values.has_non_finite::<K>();
+            let only_seen = is_masked && !block.values.are_finite();
             for part in overlap.parts.iter() {
                 match only_seen {
-                    true => values.add_seen::<K, S>(self, part, &factors),
-                    false => values.add::<K>(part, &factors),
+                    true => self.add_seen::<K>(&overlap, part, weights, &factors, state.context),
+                    false => add_values::<K>(&overlap, part, (block.v, d_v.rows), weights, &factors, state.context),
                 }
                 // The first part of a vector corrected its context; the next ones only add.
                 factors[part.vectors.start * K::Vector::LANES..part.vectors.end * K::Vector::LANES].fill(1.0);
@@ -115,88 +113,84 @@ impl<S: Stored> Step<'_, '_, S> {
     }
 }
 
-/// Where the rows of a tile's scores begin.
-#[derive(Clone, Copy)]
-pub(super) struct OverKeys {
-    /// The first key of the block.
-    pub from: usize,
-    /// That of the scores.
-    pub first: usize,
-}
-
-/// The product of a block's keys with a tile's queries, over parts of both; or of its values with the gradients of
-/// contexts.
-pub(super) struct KeyProduct {
-    pub keys: OverKeys,
-    pub rows: LeftOperand,
-    pub depth: usize,
-    pub columns: *const f32,
-    pub to: *mut f32,
-}
-
-impl KeyProduct {
-    /// # Safety
-    /// The processor has the tier of K, whose tiles are configured; the operands are a block and a panel of the depth;
-    /// the part begins at a whole group of keys.
-    pub unsafe fn multiply<K: Kernel>(&self, part: &Part) {
-        let column = part.vectors.start * K::Vector::LANES;
-        // SAFETY: as this method's contract; a block has `BLOCK` rows, which is a multiple of `ROWS`.
-        unsafe {
-            K::multiply(&Product {
-                a: self.rows.offset((part.keys.start - self.keys.from) * self.rows.row),
-                b: self.columns.add(column),
-                c: self.to.add((part.keys.start - self.keys.first) * K::PANEL + column),
-                rows: part.keys.len().next_multiple_of(K::ROWS),
-                depth: self.depth,
-                vectors: part.vectors.len(),
-                factors: None,
-                format: Format::F32,
-            });
-        }
+/// The product of a block's keys with a tile's queries, (depth, panel), over parts of both; or of its values with the
+/// gradients of contexts.
+///
+/// # Safety
+/// The processor has the tier of K, whose tiles are configured; the operands are a block and a panel of the depth; the
+/// part begins at a whole group of keys.
+pub(super) unsafe fn multiply_keys<K: Kernel>(
+    overlap: &Overlap,
+    part: &Part,
+    rows: LeftOperand,
+    depth: usize,
+    columns: *const f32,
+    to: *mut f32,
+) {
+    let column = part.vectors.start * K::Vector::LANES;
+    // SAFETY: as this function's contract; a block has `BLOCK` rows, which is a multiple of `ROWS`.
+    unsafe {
+        K::multiply(&Product {
+            a: rows.offset((part.keys.start - overlap.block) * rows.row),
+            b: columns.add(column),
+            c: to.add((part.keys.start - overlap.keys.start) * K::PANEL + column),
+            rows: part.keys.len().next_multiple_of(K::ROWS),
+            depth,
+            vectors: part.vectors.len(),
+            factors: None,
+            format: Format::F32,
+        });
     }
 }
 
-/// The product of a block's values with a tile's weights, over parts of both; or of its keys with the gradients of
-/// scores. Each part is summed from zero and added to what was there times its factors.
-pub(super) struct ValueProduct {
-    pub keys: OverKeys,
-    pub columns: LeftOperand,
-    /// D_v, or D of keys, as a product takes it.
-    pub rows: usize,
-    pub weights: *const f32,
-    pub to: *mut f32,
+/// The product of a block's values, the rows of whose transposition are counted, with a tile's weights, over parts of
+/// both; or of its keys with the gradients of scores. Each part is summed from zero and added to what was there times
+/// its factors.
+///
+/// # Safety
+/// The processor has the tier of K, whose tiles are configured; the operands are a block of the rows and weights of a
+/// panel; the part begins at a whole step of depth.
+pub(super) unsafe fn add_values<K: Kernel>(
+    overlap: &Overlap,
+    part: &Part,
+    (values, rows): (LeftOperand, usize),
+    weights: *const f32,
+    factors: &[f32; MAX_COLUMNS],
+    to: *mut f32,
+) {
+    let column = part.vectors.start * K::Vector::LANES;
+    // SAFETY: as this function's contract.
+    unsafe {
+        K::multiply(&Product {
+            a: values.offset((part.keys.start - overlap.block) / K::ELEMENTS * values.step),
+            b: weights.add((part.keys.start - overlap.keys.start) / K::ELEMENTS * K::PANEL + column),
+            c: to.add(column),
+            rows,
+            depth: part.keys.len().div_ceil(K::ELEMENTS).next_multiple_of(K::DEPTH),
+            vectors: part.vectors.len(),
+            factors: Some(factors.as_ptr().add(column)),
+            format: Format::F32,
+        });
+    }
 }
 
-impl ValueProduct {
-    /// # Safety
-    /// The processor has the tier of K, whose tiles are configured; the operands are a block of the rows and weights of
-    /// a panel; the part begins at a whole step of depth.
-    pub unsafe fn add<K: Kernel>(&self, part: &Part, factors: &[f32; MAX_COLUMNS]) {
-        let column = part.vectors.start * K::Vector::LANES;
-        // SAFETY: as this method's contract.
-        unsafe {
-            K::multiply(&Product {
-                a: self.columns.offset((part.keys.start - self.keys.from) / K::ELEMENTS * self.columns.step),
-                b: self.weights.add((part.keys.start - self.keys.first) / K::ELEMENTS * K::PANEL + column),
-                c: self.to.add(column),
-                rows: self.rows,
-                depth: part.keys.len().div_ceil(K::ELEMENTS).next_multiple_of(K::DEPTH),
-                vectors: part.vectors.len(),
-                factors: Some(factors.as_ptr().add(column)),
-                format: Format::F32,
-            });
-        }
-    }
-
-    /// The same over values that are not all finite: zero times NaN is NaN, so each query sums the keys that it sees
+impl<S: Stored> Step<'_, '_, S> {
+    /// [`add_values`] where these are not all finite: zero times NaN is NaN, so each query sums the keys that it sees
     /// and no others. One query after the other, since such values are rare; finite values get the same sums as
     /// elsewhere.
     ///
     /// # Safety
-    /// As [`add`](Self::add).
+    /// As [`add_values`].
     #[inline(always)]
-    unsafe fn add_seen<K: Kernel, S: Stored>(&self, step: &Step<S>, part: &Part, factors: &[f32; MAX_COLUMNS]) {
-        let &Step { inputs, tile, block, .. } = step;
+    unsafe fn add_seen<K: Kernel>(
+        &self,
+        overlap: &Overlap,
+        part: &Part,
+        weights: *const f32,
+        factors: &[f32; MAX_COLUMNS],
+        to: *mut f32,
+    ) {
+        let &Self { inputs, tile, block, .. } = self;
         let (d_v, lanes) = (inputs.dims.d_v, K::Vector::LANES);
         let mut sums = vec![0f32; d_v.next_multiple_of(lanes)];
         let end = tile.rows.len().min(part.vectors.end * lanes);
@@ -205,8 +199,8 @@ impl ValueProduct {
             // SAFETY: as this method's contract.
             unsafe {
                 for key in tile.seen_by(inputs, column, &part.keys) {
-                    let at = key - self.keys.first;
-                    let mut weight = (*self.weights.add(at / K::ELEMENTS * K::PANEL + column)).to_bits();
+                    let at = key - overlap.keys.start;
+                    let mut weight = (*weights.add(at / K::ELEMENTS * K::PANEL + column)).to_bits();
                     if K::IS_BF16 {
                         // A bf16 is the upper half of the same f32.
                         weight = if at.is_multiple_of(2) { weight << 16 } else { weight & 0xffff_0000 };
@@ -215,7 +209,7 @@ impl ValueProduct {
                 }
                 let factor = K::Vector::splat(factor);
                 for (d, &sum) in sums[..d_v].iter().enumerate() {
-                    let at = self.to.add(d * K::PANEL + column);
+                    let at = to.add(d * K::PANEL + column);
                     store_first(K::Vector::splat(*at).mul_add(factor, K::Vector::splat(sum)), at, 1);
                 }
             }

@@ -329,18 +329,18 @@ impl ScoreInputs<'_> {
 
 /// Keys or values of a call.
 #[derive(Clone, Copy)]
-pub(super) struct StoredRows<'a, S> {
-    pub rows: Strided<'a, S, 3>,
+pub struct StoredRows<'a, S> {
+    pub(super) rows: Strided<'a, S, 3>,
     /// Of rows that are scaled.
-    pub scales: Option<Strided<'a, f32, 3>>,
+    pub(super) scales: Option<Strided<'a, f32, 3>>,
     /// D or D_v.
-    pub width: usize,
+    pub(super) width: usize,
 }
 
 impl<S: Stored> StoredRows<'_, S> {
     /// The numbers of a key.
     #[inline(always)]
-    pub fn row(&self, kv: KvHead, key: usize) -> *const S {
+    pub(super) fn row(&self, kv: KvHead, key: usize) -> *const S {
         self.rows.at([kv.b, kv.head, key])
     }
 
@@ -351,7 +351,7 @@ impl<S: Stored> StoredRows<'_, S> {
 
     /// What the numbers of a key are to be multiplied by.
     #[inline(always)]
-    pub fn scale(&self, kv: KvHead, key: usize) -> f32 {
+    pub(super) fn scale(&self, kv: KvHead, key: usize) -> f32 {
         match &self.scales {
             // SAFETY: the view was checked for every key of the call.
             Some(scales) if S::IS_SCALED => unsafe { *scales.at([kv.b, kv.head, key]) },
@@ -369,10 +369,9 @@ pub(super) struct Outputs<'a, E> {
     pub statistics: Option<StatisticsOutput<'a>>,
 }
 
-/// A problem that was checked, and where its results go. Keys and values are stored as S.
-pub struct Call<'a, E, S = E> {
+/// A problem that was checked, without its keys and values, and where its results go.
+pub struct Call<'a, E> {
     pub(super) q: Strided<'a, E, 3>,
-    pub(super) keys_values: [StoredRows<'a, S>; 2],
     pub(super) inputs: ScoreInputs<'a>,
     output_order: OutputOrder,
     /// B·H·T_q rows of D_v elements.
@@ -386,13 +385,8 @@ pub struct Call<'a, E, S = E> {
     pub(super) executor: Option<Executor>,
 }
 
-impl<'a, E: Number, S> Call<'a, E, S> {
-    /// `keys_values` are those of the problem.
-    pub(super) fn new(
-        problem: &Problem<'a, E>,
-        keys_values: [StoredRows<'a, S>; 2],
-        outputs: Outputs<'a, E>,
-    ) -> Result<Self, Error> {
+impl<'a, E: Number> Call<'a, E> {
+    pub(super) fn new(problem: &Problem<'a, E>, outputs: Outputs<'a, E>) -> Result<Self, Error> {
         let Problem { dims, q, ranges, scores: options, output_order, executor, .. } = *problem;
         let Outputs { context, lse, stats, statistics } = outputs;
         let count = problem.context_len()?;
@@ -403,7 +397,6 @@ impl<'a, E: Number, S> Call<'a, E, S> {
         stats.as_ref().map_or(Ok(()), |stats| check_len("stats", stats.len(), queries))?;
         Ok(Self {
             q,
-            keys_values,
             inputs: ScoreInputs { dims, ranges, options, distances: None },
             output_order,
             context: SharedPtr(context.cast()),
@@ -444,10 +437,9 @@ impl<'a, E: Number, S> Call<'a, E, S> {
     }
 }
 
-/// What is computed on a kernel.
+/// What is computed on a kernel, with keys and values as they are stored.
 pub enum KernelCall<'a, 'b, E> {
-    Float(&'a Call<'b, E>),
-    /// With keys and values of 8 bits.
-    Q8(&'a Call<'b, E, u8>),
-    Backward(&'a BackwardCall<'b, E>),
+    Float(&'a Call<'b, E>, [StoredRows<'b, E>; 2]),
+    Q8(&'a Call<'b, E>, [StoredRows<'b, u8>; 2]),
+    Backward(&'a BackwardCall<'b, E>, [StoredRows<'b, E>; 2]),
 }

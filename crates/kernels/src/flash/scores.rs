@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use super::problem::{Dims, KvHead, Row, ScoreInputs, ScoreUnits, Strided};
 use super::tile::Tile;
-use crate::cpu::{Kernel, MAX_COLUMNS, MAX_LANES, Scratch, Vector, tanh};
+use crate::cpu::{Kernel, MAX_COLUMNS, MAX_LANES, Scratch, SimdTask, Vector, tanh};
 use crate::error::{Error, check_len};
 use crate::number::{load_first, store_first};
 
@@ -27,70 +27,72 @@ pub(super) struct TileScores<'a> {
     pub staging: *mut f32,
     /// As the scores, where weights are dropped: takes what they are multiplied by.
     pub dropout: *mut f32,
+    /// As the scores, where it is wanted: takes the derivative of the softcap, if there is one.
+    pub cap_slopes: Option<*mut f32>,
 }
 
 /// Replaces the scores of some rows of the panel by an expression of the score, the row and the column. A closure would
 /// not be compiled for the tier.
 macro_rules! for_each {
-    ($this:expr, $K:ident, $rows:expr, |$score:ident, $row:ident, $column:ident| $value:expr) => {
+    ($this:expr, $V:ident, $rows:expr, |$score:ident, $row:ident, $column:ident| $value:expr) => {
+        let Tile { panel, vectors, .. } = *$this.tile;
         for $row in $rows {
-            for vector in 0..$this.tile.vectors {
-                let $column = vector * <$K::Vector as crate::cpu::Vector>::LANES;
-                let at = $this.scores.add($row * $K::PANEL + $column);
-                let $score = $K::Vector::load(at);
+            for vector in 0..vectors {
+                let $column = vector * <$V as Vector>::LANES;
+                let at = $this.scores.add($row * panel + $column);
+                let $score = $V::load(at);
                 $value.store(at);
             }
         }
     };
 }
 
-impl TileScores<'_> {
-    /// Products become scores in [`ScoreUnits::exponent`]'s unit, and factors of dropout are drawn. `cap_slopes`, if it
-    /// is given, receives the derivative of the softcap, if there is one.
-    ///
-    /// # Safety
-    /// The processor has the tier of K; the pointers are valid for a panel of the sizes that the fields name.
+/// Products become scores in [`ScoreUnits::exponent`]'s unit, and factors of dropout are drawn. The pointers are valid
+/// for a panel of the sizes that the fields name.
+impl SimdTask for &TileScores<'_> {
     #[inline(always)]
-    pub unsafe fn finish<K: Kernel>(&self, cap_slopes: Option<*mut f32>) {
+    unsafe fn run<K: Kernel>(self) {
         let options = &self.inputs.options;
-        // SAFETY: as this method's contract.
+        // SAFETY: the processor has the tier of K; the pointers are valid.
         unsafe {
             if options.modify_scores() {
-                self.cap::<K>();
-                if let (Some(softcap), Some(to)) = (options.softcap, cap_slopes) {
-                    self.derive_cap::<K>(softcap, to);
+                self.cap::<K::Vector>();
+                if let (Some(softcap), Some(to)) = (options.softcap, self.cap_slopes) {
+                    self.derive_cap::<K::Vector>(softcap, to);
                 }
-                self.add_biases::<K>();
+                self.add_biases::<K::Vector>();
             }
             if self.is_masked {
-                self.mask::<K>();
+                self.mask::<K::Vector>();
             }
             if let Some(dropout) = &options.dropout {
-                dropout.factors::<K>(self);
+                dropout.factors::<K::Vector>(self);
             }
         }
     }
+}
 
+impl TileScores<'_> {
     /// The keys of a row of the panel.
-    pub fn keys_of_row<K: Kernel>(&self) -> usize {
-        K::PANEL / self.tile.width
+    pub fn keys_of_row(&self) -> usize {
+        self.tile.panel / self.tile.width
     }
 
     /// The scale and the softcap, after which scores are in natural units.
     ///
     /// # Safety
-    /// As [`finish`](Self::finish).
+    /// As [`SimdTask::run`].
     #[inline(always)]
-    unsafe fn cap<K: Kernel>(&self) {
+    unsafe fn cap<V: Vector>(&self) {
         let (options, product) = (&self.inputs.options, self.units.product);
         // SAFETY: as this method's contract.
         unsafe {
             if let Some(softcap) = options.softcap {
-                let (cap, shrink) = (K::Vector::splat(softcap), K::Vector::splat(product / softcap));
-                for_each!(self, K, 0..self.rows, |score, _row, _column| tanh(score.mul(shrink)).mul(cap));
+                let (cap, shrink) = (V::splat(softcap), V::splat(product / softcap));
+                for_each!(self, V, 0..self.rows, |score, _row, _column| tanh(score.mul(shrink)).mul(cap));
             } else if product != 1.0 {
-                let product = K::Vector::splat(product);
-                for_each!(self, K, 0..self.rows, |score, _row, _column| score.mul(product));
+                let product = V::splat(product);
+                for_each!(self, V, 0..self.rows, |score, _row, _column| score.mul(product));
             }
         }
     }
@@ -98,70 +100,70 @@ impl TileScores<'_> {
     /// `1 - tanh²` of capped scores.
     ///
     /// # Safety
-    /// As [`finish`](Self::finish).
+    /// As [`SimdTask::run`].
     #[inline(always)]
-    unsafe fn derive_cap<K: Kernel>(&self, softcap: f32, to: *mut f32) {
+    unsafe fn derive_cap<V: Vector>(&self, softcap: f32, to: *mut f32) {
         // SAFETY: as this method's contract.
         unsafe {
-            let (one, shrink) = (K::Vector::splat(1.0), K::Vector::splat(-1.0 / softcap));
-            for at in self.entries::<K>() {
-                let tanh = K::Vector::load(self.scores.add(at)).mul(shrink);
+            let (one, shrink) = (V::splat(1.0), V::splat(-1.0 / softcap));
+            for at in self.entries::<V>() {
+                let tanh = V::load(self.scores.add(at)).mul(shrink);
                 one.sub(tanh.mul(tanh)).store(to.add(at));
             }
         }
     }
 
     /// The vectors of all keys.
-    pub fn entries<K: Kernel>(&self) -> impl Iterator<Item = usize> + use<K> {
-        let vectors = self.tile.vectors;
-        (0..self.rows).flat_map(move |row| (0..vectors).map(move |vector| row * K::PANEL + vector * K::Vector::LANES))
+    pub fn entries<V: Vector>(&self) -> impl Iterator<Item = usize> + use<V> {
+        let (vectors, panel) = (self.tile.vectors, self.tile.panel);
+        (0..self.rows).flat_map(move |row| (0..vectors).map(move |vector| row * panel + vector * V::LANES))
     }
 
     /// ALiBi and biases, in natural units.
     ///
     /// # Safety
-    /// As [`finish`](Self::finish).
+    /// As [`SimdTask::run`].
     #[inline(always)]
-    unsafe fn add_biases<K: Kernel>(&self) {
+    unsafe fn add_biases<V: Vector>(&self) {
         let (options, dims, kv) = (&self.inputs.options, &self.inputs.dims, self.tile.kv);
         // SAFETY: as this method's contract; the arrays have an element for each column.
         unsafe {
             if let Some(alibi) = &options.alibi {
                 let (mut slopes, mut positions) = ([0f32; MAX_COLUMNS], [0f32; MAX_COLUMNS]);
-                for (column, row, after) in self.tile.columns::<K>() {
+                for (column, row, after) in self.tile.columns() {
                     (slopes[column], positions[column]) = self.inputs.slope_and_position(alibi, dims.row(kv, row));
                     positions[column] -= after as f32;
                 }
-                let keys_of_row = self.keys_of_row::<K>();
-                for_each!(self, K, 0..self.rows, |score, row, column| {
-                    let key = K::Vector::splat((self.keys.start + row * keys_of_row) as f32);
-                    let distance = K::Vector::load(positions.as_ptr().add(column)).sub(key).abs();
-                    K::Vector::load(slopes.as_ptr().add(column)).mul_add(distance, score)
+                let keys_of_row = self.keys_of_row();
+                for_each!(self, V, 0..self.rows, |score, row, column| {
+                    let key = V::splat((self.keys.start + row * keys_of_row) as f32);
+                    let distance = V::load(positions.as_ptr().add(column)).sub(key).abs();
+                    V::load(slopes.as_ptr().add(column)).mul_add(distance, score)
                 });
             }
             match (self.inputs.distances, &options.distance_bias) {
-                (Some(table), _) => self.add_distances::<K>(table),
+                (Some(table), _) => self.add_distances::<V>(table),
                 (None, Some(bias)) => self.add_distances_of_rows(bias),
                 (None, None) => {}
             }
             if let Some(bias) = &options.bias {
-                self.combine::<K, f32, true>(bias);
+                self.combine::<V, f32, true>(bias);
             }
         }
     }
 
     /// # Safety
-    /// As [`finish`](Self::finish).
+    /// As [`SimdTask::run`].
     #[inline(always)]
-    unsafe fn add_distances<K: Kernel>(&self, table: &DistanceTable) {
+    unsafe fn add_distances<V: Vector>(&self, table: &DistanceTable) {
         let words = table.of_head(&self.inputs.dims, self.tile.kv).as_ptr();
-        for run in table.runs(&self.inputs.dims, self.tile, K::Vector::LANES) {
+        for run in table.runs(&self.inputs.dims, self.tile, V::LANES) {
             for (index, key) in self.keys.clone().enumerate() {
                 // SAFETY: as this method's contract; the table has a vector from each word of a run on.
                 unsafe {
-                    let at = self.scores.add(index * K::PANEL + run.column);
-                    let score: K::Vector = load_first(at.cast_const(), run.width);
-                    let bias = K::Vector::load(words.add(run.word(key)));
+                    let at = self.scores.add(index * self.tile.panel + run.column);
+                    let score: V = load_first(at.cast_const(), run.width);
+                    let bias = V::load(words.add(run.word(key)));
                     store_first(score.add(bias), at, run.width);
                 }
             }
@@ -171,7 +173,7 @@ impl TileScores<'_> {
     /// The same of a narrow tile, without a table.
     ///
     /// # Safety
-    /// As [`finish`](Self::finish).
+    /// As [`SimdTask::run`].
     unsafe fn add_distances_of_rows(&self, bias: &DistanceBias) {
         let dims = &self.inputs.dims;
         for (column, row) in self.tile.rows.clone().enumerate() {
@@ -188,10 +190,10 @@ impl TileScores<'_> {
     /// Scores of hidden keys become -inf.
     ///
     /// # Safety
-    /// As [`finish`](Self::finish).
+    /// As [`SimdTask::run`].
     #[inline(always)]
-    unsafe fn mask<K: Kernel>(&self) {
-        let (every, first, keys_of_row) = (&self.tile.every, self.keys.start, self.keys_of_row::<K>());
+    unsafe fn mask<V: Vector>(&self) {
+        let (every, first, keys_of_row) = (&self.tile.every, self.keys.start, self.keys_of_row());
         // Keys that every query sees stay as they are: of a window, all but the edges.
         let from = every.start.saturating_sub(first).div_ceil(keys_of_row).min(self.rows);
         let to = match every.end.saturating_sub(first) {
@@ -200,21 +202,20 @@ impl TileScores<'_> {
         };
         // SAFETY: as this method's contract; the bounds have an element for each column.
         unsafe {
-            let hidden = K::Vector::splat(f32::NEG_INFINITY);
-            for at in self.keys.len() * self.tile.width..self.rows * K::PANEL {
+            let hidden = V::splat(f32::NEG_INFINITY);
+            for at in self.keys.len() * self.tile.width..self.rows * self.tile.panel {
                 *self.scores.add(at) = f32::NEG_INFINITY;
             }
             if from > 0 || to < self.rows {
-                let [starts, ends] = self.tile.bounds::<K>(first, self.keys.len());
-                for_each!(self, K, (0..from).chain(to..self.rows), |score, row, column| {
-                    let key = K::Vector::splat((row * keys_of_row) as f32);
-                    let after_start =
-                        K::Vector::select(key.less_than(K::Vector::load(starts.as_ptr().add(column))), hidden, score);
-                    K::Vector::select(key.less_than(K::Vector::load(ends.as_ptr().add(column))), after_start, hidden)
+                let [starts, ends] = self.tile.bounds(first, self.keys.len());
+                for_each!(self, V, (0..from).chain(to..self.rows), |score, row, column| {
+                    let key = V::splat((row * keys_of_row) as f32);
+                    let after_start = V::select(key.less_than(V::load(starts.as_ptr().add(column))), hidden, score);
+                    V::select(key.less_than(V::load(ends.as_ptr().add(column))), after_start, hidden)
                 });
             }
             if let Some(keep) = &self.inputs.options.keep {
-                self.combine::<K, u8, false>(keep);
+                self.combine::<V, u8, false>(keep);
             }
         }
     }
@@ -223,15 +224,16 @@ impl TileScores<'_> {
     /// tensor are staged, then transposed.
     ///
     /// # Safety
-    /// As [`finish`](Self::finish); the tensor has an entry for each score.
+    /// As [`SimdTask::run`]; the tensor has an entry for each score.
     #[inline(always)]
-    unsafe fn combine<K: Kernel, T: Copy + Into<f32>, const IS_BIAS: bool>(&self, tensor: &Strided<T, 4>) {
-        let (lanes, step, keys) = (K::Vector::LANES, tensor.strides[3], self.keys.len());
+    unsafe fn combine<V: Vector, T: Copy + Into<f32>, const IS_BIAS: bool>(&self, tensor: &Strided<T, 4>) {
+        let (lanes, step, keys) = (V::LANES, tensor.strides[3], self.keys.len());
+        let staged = keys.next_multiple_of(lanes);
         let from = |row: usize| {
             let row = self.inputs.dims.row(self.tile.kv, row);
             tensor.at([row.b, row.head, row.query, self.keys.start])
         };
-        if self.tile.width < K::PANEL {
+        if self.tile.width < self.tile.panel {
             for (column, row) in self.tile.rows.clone().enumerate() {
                 // SAFETY: as this method's contract.
                 unsafe { self.combine_row::<T, IS_BIAS>(column, 0..keys, from(row), step) };
@@ -244,9 +246,9 @@ impl TileScores<'_> {
             let filled = lanes.min(self.tile.rows.end - first_row);
             // SAFETY: as this method's contract; the staging memory has `lanes` rows of a block.
             unsafe {
-                let hidden = K::Vector::splat(f32::NEG_INFINITY);
+                let hidden = V::splat(f32::NEG_INFINITY);
                 for lane in 0..filled {
-                    let (from, to) = (from(first_row + lane), self.staging.add(lane * K::BLOCK));
+                    let (from, to) = (from(first_row + lane), self.staging.add(lane * staged));
                     if step == 1 {
                         (0..keys).for_each(|key| *to.add(key) = (*from.add(key)).into());
                     } else {
@@ -254,15 +256,15 @@ impl TileScores<'_> {
                     }
                 }
                 // Columns without a query stay finite.
-                (filled..lanes).for_each(|lane| self.staging.add(lane * K::BLOCK).write_bytes(0, keys));
+                (filled..lanes).for_each(|lane| self.staging.add(lane * staged).write_bytes(0, keys));
                 for key in (0..keys).step_by(lanes) {
-                    K::Vector::transpose(self.staging.add(key), K::BLOCK, square.as_mut_ptr(), lanes);
+                    V::transpose(self.staging.add(key), staged, square.as_mut_ptr(), lanes);
                     for k in 0..lanes.min(keys - key) {
-                        let at = self.scores.add((key + k) * K::PANEL + vector * lanes);
-                        let (score, entry) = (K::Vector::load(at), K::Vector::load(square.as_ptr().add(k * lanes)));
+                        let at = self.scores.add((key + k) * self.tile.panel + vector * lanes);
+                        let (score, entry) = (V::load(at), V::load(square.as_ptr().add(k * lanes)));
                         let combined = match IS_BIAS {
                             true => score.add(entry),
-                            false => K::Vector::select(entry.less_than(K::Vector::splat(0.5)), hidden, score),
+                            false => V::select(entry.less_than(V::splat(0.5)), hidden, score),
                         };
                         combined.store(at);
                     }
@@ -274,7 +276,7 @@ impl TileScores<'_> {
     /// The same for some of the keys of one row of a narrow tile, whose entries are `step` apart.
     ///
     /// # Safety
-    /// As [`finish`](Self::finish); there is an entry for each of the keys, which count from the first.
+    /// As [`SimdTask::run`]; there is an entry for each of the keys, which count from the first.
     #[inline(always)]
     unsafe fn combine_row<T: Copy + Into<f32>, const IS_BIAS: bool>(
         &self,

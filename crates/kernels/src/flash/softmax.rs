@@ -12,7 +12,7 @@ use super::problem::{Call, Dims, KvHead, Row, ScoreInputs, SoftmaxStats};
 use super::scores::TileScores;
 use super::tasks::{PanelState, State};
 use crate::cpu::{Kernel, MAX_LANES, Scratch, SharedPtr, SimdTask, Vector, Workers, for_each_index};
-use crate::number::{Number, Stored, store_first};
+use crate::number::{Number, store_first};
 
 /// Sums that a thread adds to in turn: several short sums round less than a long one.
 const PARTIAL_SUMS: usize = 4;
@@ -39,7 +39,7 @@ impl SimdTask for TileSoftmax<'_> {
         // SAFETY: the processor has the tier of K; the pointers are valid for a panel of the sizes that the fields
         // name.
         unsafe {
-            self.scores.finish::<K>(None);
+            K::Vector::run_simd(&self.scores);
             if let Some(scores_out) = self.scores_out {
                 self.scores.scores.cast_const().copy_to_nonoverlapping(scores_out, self.scores.rows * K::PANEL);
             }
@@ -50,7 +50,7 @@ impl SimdTask for TileSoftmax<'_> {
                 vectors => (0..vectors).for_each(|vector| self.softmax::<K, 1>(vector)),
             }
             if const { !K::IS_BF16 } && self.drops() {
-                for at in self.scores.entries::<K>() {
+                for at in self.scores.entries::<K::Vector>() {
                     let to = self.scores.scores.add(at);
                     self.kept::<K>(K::Vector::load(to), at).store(to);
                 }
@@ -242,8 +242,8 @@ impl<K: Kernel, const N: usize> Weights<K, N> {
 }
 
 /// Writes the rows whose state is given.
-pub(super) struct Epilogue<'a, 'b, E, S> {
-    pub call: &'a Call<'b, E, S>,
+pub(super) struct Epilogue<'a, 'b, E> {
+    pub call: &'a Call<'b, E>,
     pub state: &'a mut State,
     pub kv: KvHead,
     pub rows: Range<usize>,
@@ -251,7 +251,7 @@ pub(super) struct Epilogue<'a, 'b, E, S> {
     pub partials: Option<(&'a Partials, usize)>,
 }
 
-impl<E: Number, S> SimdTask for Epilogue<'_, '_, E, S> {
+impl<E: Number> SimdTask for Epilogue<'_, '_, E> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let Self { call, state, kv, rows, partials } = self;
@@ -279,7 +279,7 @@ impl<E: Number, S> SimdTask for Epilogue<'_, '_, E, S> {
                         let values = K::Vector::load(square.as_ptr().add(lane * lanes)).mul(K::Vector::splat(factor));
                         let row = first + lane;
                         match partials {
-                            Some((partials, part)) => store_first(values, partials.row(kv, row, part).add(d), width),
+                            Some((partials, part)) => values.store(partials.row(kv, row, part).add(d)),
                             None => store_first(values, call.context_row(dims.row(kv, row)).add(d), width),
                         }
                     }
@@ -289,33 +289,36 @@ impl<E: Number, S> SimdTask for Epilogue<'_, '_, E, S> {
     }
 }
 
-/// What is found of rows over each part of the keys, where these are split: D_v sums of weighted values, the largest
-/// exponent and the sum of the weights. Each task writes rows of its own.
+/// What is found of rows over each part of the keys, where these are split: D_v sums of weighted values, up to whole
+/// vectors, the largest exponent and the sum of the weights. Each task writes rows of its own.
 pub(super) struct Partials {
-    /// Of the memory: (B, H_kv, rows, parts, D_v + 2).
+    /// Of the memory: (B, H_kv, rows, parts, width + 2).
     at: SharedPtr<f32>,
     _memory: Scratch,
-    dims: Dims,
+    heads: usize,
     rows: usize,
     parts: usize,
+    /// D_v, up to a whole vector.
+    width: usize,
 }
 
 impl Partials {
     /// For so many rows of each key head; `None` where there is no memory for them.
     pub fn new(dims: &Dims, rows: usize, parts: usize) -> Option<Self> {
-        let mut memory = Scratch::try_zeros(&[dims.b * dims.h_kv, rows, parts, dims.d_v + 2])?;
-        Some(Self { at: SharedPtr(memory.as_mut_ptr()), _memory: memory, dims: *dims, rows, parts })
+        let width = dims.d_v.checked_next_multiple_of(MAX_LANES)?;
+        let mut memory = Scratch::try_zeros(&[dims.b * dims.h_kv, rows, parts, width + 2])?;
+        Some(Self { at: SharedPtr(memory.as_mut_ptr()), _memory: memory, heads: dims.h_kv, rows, parts, width })
     }
 
     /// The words from one row to the next.
     pub fn stride(&self) -> usize {
-        self.parts * (self.dims.d_v + 2)
+        self.parts * (self.width + 2)
     }
 
     #[inline(always)]
     pub fn row(&self, kv: KvHead, row: usize, part: usize) -> *mut f32 {
-        let row = (kv.b * self.dims.h_kv + kv.head) * self.rows + row;
-        self.at.0.wrapping_add(row * self.stride() + part * (self.dims.d_v + 2))
+        let row = (kv.b * self.heads + kv.head) * self.rows + row;
+        self.at.0.wrapping_add(row * self.stride() + part * (self.width + 2))
     }
 
     /// Writes what stands behind the sums of a row.
@@ -326,15 +329,15 @@ impl Partials {
     pub unsafe fn set(&self, row: *mut f32, max: f32, sum: f32) {
         // SAFETY: as this method's contract.
         unsafe {
-            row.add(self.dims.d_v).write(max);
-            row.add(self.dims.d_v + 1).write(sum);
+            row.add(self.width).write(max);
+            row.add(self.width + 1).write(sum);
         }
     }
 
     /// Merges the parts of each row of a call, in order, and writes it.
-    pub fn merge<E: Number, S: Stored>(self, call: &Call<E, S>) {
-        let (dims, rows, unit) = (&self.dims, self.dims.rows(), call.inputs.options.exponent_unit());
-        let (d_v, heads) = (dims.d_v, dims.b * dims.h_kv);
+    pub fn merge<E: Number>(self, call: &Call<E>) {
+        let (dims, width, unit) = (&call.inputs.dims, self.width, call.inputs.options.exponent_unit());
+        let (rows, d_v, heads) = (dims.rows(), dims.d_v, dims.b * dims.h_kv);
         // Brief for most calls: it is over before another thread would have begun.
         let sums = heads * rows * self.parts * d_v;
         let workers = Workers::of(sums, sums.saturating_mul(size_of::<f32>()), call.executor);
@@ -342,21 +345,21 @@ impl Partials {
             let (kv, row) = (dims.kv_head(index / rows), index % rows);
             // SAFETY: the words are initialised, and each row is one task's.
             let parts = unsafe { std::slice::from_raw_parts_mut(self.row(kv, row, 0), self.stride()) };
-            let most = parts.chunks_exact(d_v + 2).fold(f32::NEG_INFINITY, |most, part| most.max(part[d_v]));
+            let most = parts.chunks_exact(width + 2).fold(f32::NEG_INFINITY, |most, part| most.max(part[width]));
             // Where no part has seen a key, the factors are of zeros.
             let shift = if most == f32::NEG_INFINITY { 0.0 } else { most };
-            let factor = |part: &[f32]| ((part[d_v] - shift) * unit).exp2();
-            let (whole, others) = parts.split_at_mut(d_v + 2);
+            let factor = |part: &[f32]| ((part[width] - shift) * unit).exp2();
+            let (whole, others) = parts.split_at_mut(width + 2);
             let first = factor(whole);
             whole.iter_mut().for_each(|sum| *sum *= first);
-            for part in others.chunks_exact(d_v + 2) {
+            for part in others.chunks_exact(width + 2) {
                 let factor = factor(part);
                 whole.iter_mut().zip(part).for_each(|(sum, x)| *sum += x * factor);
             }
             let row = dims.row(kv, row);
             // SAFETY: the row belongs to the call, and to this task.
             unsafe {
-                let factor = normalise(call, row, most, whole[d_v + 1]);
+                let factor = normalise(call, row, most, whole[width + 1]);
                 let to = call.context_row(row);
                 for (d, &sum) in whole[..d_v].iter().enumerate() {
                     to.add(d).write(E::from_f32(sum * factor));
@@ -382,7 +385,7 @@ pub(super) fn with_sink(inputs: &ScoreInputs, row: Row, max: f32, sum: f32) -> S
 /// # Safety
 /// The row belongs to the call, and no other thread writes its log-sum-exp.
 #[inline(always)]
-pub(super) unsafe fn normalise<E: Number, S>(call: &Call<E, S>, row: Row, max: f32, sum: f32) -> f32 {
+pub(super) unsafe fn normalise<E: Number>(call: &Call<E>, row: Row, max: f32, sum: f32) -> f32 {
     let unit = call.inputs.options.exponent_unit();
     let SoftmaxStats { max: shift, sum: whole } = with_sink(&call.inputs, row, max, sum);
     let lse = || match (whole == 0.0, shift * (LN_2 * unit)) {

@@ -42,13 +42,14 @@ pub(super) fn backward_blocks<K: Kernel>(dims: &Dims, block_words: usize) -> usi
 /// where keys are split shows in the last bits of the result.
 pub(super) const KV_SPLIT: usize = 1024;
 
-/// How many threads a call is worth, which reads keys and values once and multiplies them `passes` times.
-pub(super) fn workers<E, S>(call: &Call<E, S>, passes: usize) -> Workers {
+/// How many threads a call is worth, which reads keys and values, of so many bytes a number, once and multiplies them
+/// `passes` times.
+pub(super) fn workers<E>(call: &Call<E>, bytes: usize, passes: usize) -> Workers {
     let Dims { b, h, h_kv, t_q, t_kv, d, d_v } = call.inputs.dims;
     let product = |counts: [usize; 5]| counts.into_iter().fold(1usize, usize::saturating_mul);
     let width = d.saturating_add(d_v);
     let multiply_adds = product([b, h, t_q, t_kv, width]).saturating_mul(passes);
-    Workers::of(multiply_adds, product([b, h_kv, t_kv, width, size_of::<S>()]), call.executor)
+    Workers::of(multiply_adds, product([b, h_kv, t_kv, width, bytes]), call.executor)
 }
 
 /// The threads that a call with statistics has tasks for.

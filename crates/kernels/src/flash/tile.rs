@@ -10,6 +10,8 @@ pub(super) struct Tile {
     pub kv: KvHead,
     /// Rows of the key head, see [`Dims::rows`](super::problem::Dims::rows).
     pub rows: Range<usize>,
+    /// The columns of the panel.
+    pub panel: usize,
     /// The columns of one key: those of the panel, or of a narrow tile a part of them, and the next ones are those of
     /// the next key.
     pub width: usize,
@@ -27,6 +29,8 @@ pub(super) struct Tile {
 
 /// A block's keys from about the first that a tile sees to the last.
 pub(super) struct Overlap {
+    /// The first key of the block.
+    pub block: usize,
     pub keys: Range<usize>,
     /// The words of depth of a product over them.
     pub depth: usize,
@@ -104,13 +108,14 @@ impl Tile {
             every = every.start.max(range.start)..every.end.min(range.end);
             ranges.push(range);
         }
-        Self { kv, rows, width, vectors: K::VECTORS, some: first.min(end)..end, every, seen, ranges }
+        let (panel, vectors) = (K::PANEL, K::VECTORS);
+        Self { kv, rows, panel, width, vectors, some: first.min(end)..end, every, seen, ranges }
     }
 
     /// The columns of a panel that are of one of the rows, with the row and how many keys its key is after the first.
-    pub fn columns<K: Kernel>(&self) -> impl Iterator<Item = (usize, usize, usize)> {
+    pub fn columns(&self) -> impl Iterator<Item = (usize, usize, usize)> {
         let of_key = move |(after, first)| self.rows.clone().enumerate().map(move |(n, row)| (first + n, row, after));
-        (0..K::PANEL).step_by(self.width).enumerate().flat_map(of_key)
+        (0..self.panel).step_by(self.width).enumerate().flat_map(of_key)
     }
 
     /// The keys from the first to the last that some query of some tiles sees.
@@ -153,10 +158,10 @@ impl Tile {
 
     /// Where each column begins and ends to see keys, counted from `first` and bounded by `keys`: exact in f32. Of a
     /// narrow tile, where the keys of the first columns of its row of the panel do.
-    pub fn bounds<K: Kernel>(&self, first: usize, keys: usize) -> [[f32; MAX_COLUMNS]; 2] {
+    pub fn bounds(&self, first: usize, keys: usize) -> [[f32; MAX_COLUMNS]; 2] {
         // A column without a query sees no key.
         let mut bounds = [[0f32; MAX_COLUMNS]; 2];
-        for (column, row, after) in self.columns::<K>() {
+        for (column, row, after) in self.columns() {
             let seen = &self.ranges[row - self.rows.start];
             bounds[0][column] = seen.start.saturating_sub(first + after).min(keys) as f32;
             bounds[1][column] = seen.end.saturating_sub(first + after).min(keys) as f32;
@@ -178,7 +183,8 @@ impl Tile {
         // A product over these keys reads `depth` words of them, of which those past the end weigh nothing.
         let read = (keys.start + depth * K::ELEMENTS).min(block.end);
         let all_seen = self.sees_all(&(keys.start..read)) && inputs.options.keep.is_none();
-        Some(Overlap { parts: self.parts(keys.clone(), step), keys, depth, is_masked: !all_seen })
+        let parts = self.parts(keys.clone(), step);
+        Some(Overlap { block: block.start, keys, depth, is_masked: !all_seen, parts })
     }
 
     /// Whether a column has no query, or one that sees no key.
@@ -209,6 +215,7 @@ mod tests {
         Tile {
             kv,
             rows: 0..1,
+            panel: MAX_COLUMNS,
             width: MAX_COLUMNS,
             vectors: seen.len(),
             some: 0..0,

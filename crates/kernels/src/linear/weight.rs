@@ -8,7 +8,7 @@ use half::f16;
 use super::operands::Square;
 use crate::cpu::{
     Bf16Pairs, CodeBlocks, ColumnBlock, Columns, F16Rows, Format, Kernel, Product as PanelProduct, Scratch, SharedPtr,
-    Tier, Vector, Words, Workers, for_each_index,
+    SimdTask, Tier, Vector, Words, Workers, for_each_index,
 };
 use crate::error::Error;
 use crate::linear::ProductKernels;
@@ -138,68 +138,11 @@ impl PackedWeight {
         unsafe {
             (product.b, product.format) = (self.at(panel, first), self.format);
             if self.is_widened::<K>(product.rows) {
-                self.widen::<K::Vector>(panel, 0..self.panel, first..first + product.depth, (widened, K::PANEL));
+                let (columns, inputs) = (0..self.panel, first..first + product.depth);
+                K::Vector::run_simd(Widen { weight: self, panel, columns, inputs, to: widened, stride: K::PANEL });
                 (product.b, product.format) = (widened, Format::F32);
             }
             K::multiply(&product);
-        }
-    }
-
-    /// Some inputs of some columns of a panel as f32, each as many words after the one before.
-    ///
-    /// # Safety
-    /// The processor has the tier of V; the inputs lie within [`padded`](Self::padded), the columns are whole vectors
-    /// of the panel, and `to` takes them.
-    #[inline(always)]
-    unsafe fn widen<V: Vector>(
-        &self,
-        panel: usize,
-        columns: Range<usize>,
-        inputs: Range<usize>,
-        to: (*mut f32, usize),
-    ) {
-        // SAFETY: as this method's contract.
-        unsafe {
-            match self.format {
-                Format::F32 => self.widen_columns::<V, Words>(panel, columns, inputs, to),
-                Format::BF16 => self.widen_columns::<V, Bf16Pairs>(panel, columns, inputs, to),
-                Format::F16 => self.widen_columns::<V, F16Rows>(panel, columns, inputs, to),
-                Format::Codes { bits: 4, .. } => self.widen_columns::<V, CodeBlocks<4>>(panel, columns, inputs, to),
-                Format::Codes { .. } => self.widen_columns::<V, CodeBlocks<8>>(panel, columns, inputs, to),
-            }
-        }
-    }
-
-    /// # Safety
-    /// As [`widen`](Self::widen), of a weight that is stored as B.
-    #[inline(always)]
-    unsafe fn widen_columns<V: Vector, B: Columns>(
-        &self,
-        panel: usize,
-        columns: Range<usize>,
-        inputs: Range<usize>,
-        (to, stride): (*mut f32, usize),
-    ) {
-        for first in (inputs.start / B::BLOCK * B::BLOCK..inputs.end).step_by(B::BLOCK) {
-            let block =
-                ColumnBlock { at: self.at(panel, first), panel: self.panel, has_minimums: self.format.has_minimums() };
-            for column in columns.clone().step_by(V::LANES) {
-                let to = to.wrapping_add(column - columns.start);
-                let mut words = B::numbers(&block);
-                for step in (first..first + B::BLOCK).step_by(B::STEPS) {
-                    // SAFETY: as this method's contract; the block lies within the panel.
-                    unsafe {
-                        let mut loaded = B::load::<V>(words, &block, column);
-                        for input in step..step + B::STEPS {
-                            let numbers = B::take(&mut loaded);
-                            if inputs.contains(&input) {
-                                numbers.store(to.add((input - inputs.start) * stride));
-                            }
-                        }
-                    }
-                    words = words.wrapping_byte_add(B::BYTES * self.panel);
-                }
-            }
         }
     }
 
@@ -222,8 +165,70 @@ impl PackedWeight {
         let inputs = input..self.padded.min(input + V::LANES);
         widened[inputs.len() * V::LANES..].fill(0.0);
         // SAFETY: as this method's contract.
-        unsafe { self.widen::<V>(panel, column..column + V::LANES, inputs, (widened.as_mut_ptr(), V::LANES)) };
+        unsafe {
+            let (columns, to) = (column..column + V::LANES, widened.as_mut_ptr());
+            // A call takes a part of the time of a square.
+            Widen { weight: self, panel, columns, inputs, to, stride: V::LANES }.run::<V>();
+        }
         (widened.as_ptr(), V::LANES)
+    }
+}
+
+/// Some inputs of some columns of a panel as f32, each as many words after the one before. The inputs lie within
+/// [`PackedWeight::padded`], the columns are whole vectors of the panel, and `to` takes them. Does not depend on the
+/// type of what is multiplied, so that it is compiled once for all of them.
+struct Widen<'a> {
+    weight: &'a PackedWeight,
+    panel: usize,
+    columns: Range<usize>,
+    inputs: Range<usize>,
+    to: *mut f32,
+    stride: usize,
+}
+
+impl SimdTask for Widen<'_> {
+    #[inline(always)]
+    unsafe fn run<K: Kernel>(self) {
+        // SAFETY: the processor has the tier of K, and the fields are as they say.
+        unsafe {
+            match self.weight.format {
+                Format::F32 => self.widen::<K::Vector, Words>(),
+                Format::BF16 => self.widen::<K::Vector, Bf16Pairs>(),
+                Format::F16 => self.widen::<K::Vector, F16Rows>(),
+                Format::Codes { bits: 4, .. } => self.widen::<K::Vector, CodeBlocks<4>>(),
+                Format::Codes { .. } => self.widen::<K::Vector, CodeBlocks<8>>(),
+            }
+        }
+    }
+}
+
+impl Widen<'_> {
+    /// # Safety
+    /// As [`SimdTask::run`], of a weight that is stored as B.
+    #[inline(always)]
+    unsafe fn widen<V: Vector, B: Columns>(self) {
+        let Self { weight, panel, columns, inputs, .. } = self;
+        let has_minimums = weight.format.has_minimums();
+        for first in (inputs.start / B::BLOCK * B::BLOCK..inputs.end).step_by(B::BLOCK) {
+            let block = ColumnBlock { at: weight.at(panel, first), panel: weight.panel, has_minimums };
+            for column in columns.clone().step_by(V::LANES) {
+                let to = self.to.wrapping_add(column - columns.start);
+                let mut words = B::numbers(&block);
+                for step in (first..first + B::BLOCK).step_by(B::STEPS) {
+                    // SAFETY: as this method's contract; the block lies within the panel.
+                    unsafe {
+                        let mut loaded = B::load::<V>(words, &block, column);
+                        for input in step..step + B::STEPS {
+                            let numbers = B::take(&mut loaded);
+                            if inputs.contains(&input) {
+                                numbers.store(to.add((input - inputs.start) * self.stride));
+                            }
+                        }
+                    }
+                    words = words.wrapping_byte_add(B::BYTES * weight.panel);
+                }
+            }
+        }
     }
 }
 

@@ -1,5 +1,6 @@
 //! Plain Rust, which every processor runs: the tier that the others are read against.
 
+use half::slice::{HalfBitsSliceExt, HalfFloatSliceExt};
 use half::{bf16, f16};
 
 use crate::cpu::tier::{Kernel, SimdTask};
@@ -36,6 +37,24 @@ impl Scalar {
     }
 }
 
+/// Conversions ask for the processor's features, or are long: they are compiled once, and not wherever they are used.
+#[inline(never)]
+fn widen_f16(bits: Lanes<u16>) -> Lanes<f32> {
+    let mut lanes = [0.0; LANES];
+    bits.reinterpret_cast::<f16>().convert_to_f32_slice(&mut lanes);
+    lanes
+}
+
+#[inline(never)]
+fn narrow<T: Copy>(lanes: Lanes<f32>, nothing: T) -> Lanes<T>
+where
+    [T]: HalfFloatSliceExt,
+{
+    let mut narrow = [nothing; LANES];
+    narrow.convert_from_f32_slice(&lanes);
+    narrow
+}
+
 impl Vector for Scalar {
     const LANES: usize = LANES;
     type Mask = Lanes<bool>;
@@ -60,16 +79,9 @@ impl Vector for Scalar {
             let lowest = self.map(|x| (x.to_bits() & ((1 << BITS) - 1)) as f32);
             (lowest, self.map(|x| f32::from_bits(x.to_bits() >> BITS)))
         }
-        fn load_f16(from: *const u16) -> Self {
-            let bits = from.cast::<Lanes<u16>>().read_unaligned();
-            Self::each(|lane| f16::from_bits(bits[lane]).to_f32())
-        }
-        fn store_bf16(self, to: *mut u16) {
-            (0..LANES).for_each(|lane| to.add(lane).write_unaligned(bf16::from_f32(self.0[lane]).to_bits()));
-        }
-        fn store_f16(self, to: *mut u16) {
-            (0..LANES).for_each(|lane| to.add(lane).write_unaligned(f16::from_f32(self.0[lane]).to_bits()));
-        }
+        fn load_f16(from: *const u16) -> Self { Self(widen_f16(from.cast::<Lanes<u16>>().read_unaligned())) }
+        fn store_bf16(self, to: *mut u16) { to.cast::<Lanes<bf16>>().write_unaligned(narrow(self.0, bf16::ZERO)) }
+        fn store_f16(self, to: *mut u16) { to.cast::<Lanes<f16>>().write_unaligned(narrow(self.0, f16::ZERO)) }
 
         fn add(self, other: Self) -> Self { self.zip(other, |a, b| a + b) }
         fn sub(self, other: Self) -> Self { self.zip(other, |a, b| a - b) }

@@ -157,7 +157,7 @@ pub fn attend_backward<E: AttentionKernels>(
     };
     let keys_values = [(k, dims.d), (v, dims.d_v)].map(|(rows, width)| StoredRows { rows, scales: None, width });
     let outputs = Outputs { context: std::ptr::from_ref(context).cast_mut(), lse: None, stats: None, statistics: None };
-    let mut call = Call::new(&forward, keys_values, outputs)?;
+    let mut call = Call::new(&forward, outputs)?;
     let no_memory = || Error::Memory("what attention's backward pass keeps between its steps".into());
     let table = |bias| DistanceTable::new(bias, &dims).ok_or_else(no_memory);
     let table = forward.scores.distance_bias.map(table).transpose()?;
@@ -206,7 +206,7 @@ pub fn attend_backward<E: AttentionKernels>(
         // The other dimensions may be anything then.
         [&mut k, &mut v].into_iter().flatten().for_each(Unwritten::clear);
     } else {
-        E::run(KernelCall::Backward(&backward), tier).ok_or_else(no_memory)?;
+        E::run(KernelCall::Backward(&backward, keys_values), tier).ok_or_else(no_memory)?;
     }
     // SAFETY: every element was written.
     let [q, k, v] = [q, k, v].map(|gradient| gradient.map(|gradient| unsafe { gradient.written() }));
@@ -215,10 +215,13 @@ pub fn attend_backward<E: AttentionKernels>(
 
 /// # Safety
 /// The processor has the tier of K.
-pub(super) unsafe fn run_on<K: Kernel, E: Number>(backward: &BackwardCall<E>) -> Option<()> {
+pub(super) unsafe fn run_on<K: Kernel, E: Number>(
+    backward: &BackwardCall<E>,
+    keys_values: &[StoredRows<E>; 2],
+) -> Option<()> {
     let (inputs, wanted) = (&backward.call.inputs, &backward.wanted);
     let dims = &inputs.dims;
-    let workers = tasks::workers(&backward.call, 3);
+    let workers = tasks::workers(&backward.call, size_of::<E>(), 3);
     let rows = dims.b * dims.h;
     let mut sinks = vec![0f32; rows];
     let sink_sums = SharedPtr(sinks.as_mut_ptr());
@@ -256,6 +259,7 @@ pub(super) unsafe fn run_on<K: Kernel, E: Number>(backward: &BackwardCall<E>) ->
         unsafe {
             K::run_simd(BackwardTask {
                 backward,
+                keys_values,
                 memory,
                 kv,
                 keys: first..dims.t_kv.min(first + chunk),

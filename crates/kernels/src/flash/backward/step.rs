@@ -9,8 +9,8 @@ use super::BackwardCall;
 use super::gradient::{BiasGradients, TileColumns, TileGradient};
 use super::task::{BackwardMemory, BlockMemory, Side};
 use crate::cpu::{Format, Kernel, LeftOperand, MAX_COLUMNS, Product, Scratch, SharedPtr, SimdTask, Vector};
-use crate::flash::pack::{HeadRows, TileRows, has_non_finite, pack_columns, pack_rows};
-use crate::flash::prefill::{KeyProduct, OverKeys, ValueProduct};
+use crate::flash::pack::{HeadRows, TileRows, is_finite_row, pack_columns, pack_rows};
+use crate::flash::prefill::{add_values, multiply_keys};
 use crate::flash::problem::{Row, ScoreUnits};
 use crate::flash::scores::TileScores;
 use crate::flash::tile::{Overlap, Part, Tile};
@@ -59,21 +59,18 @@ pub(super) struct PackedTile<'a, E> {
     pub columns: TileColumns,
     /// Its queries, and the gradients of its contexts.
     pub rows: [TileRows<'a, E>; 2],
-    pub non_finite: OnceCell<bool>,
+    pub finite: OnceCell<bool>,
 }
 
 impl<E: Number> PackedTile<'_, E> {
-    /// Whether a query or the gradient of a context is not finite, found out once.
-    ///
-    /// # Safety
-    /// The processor has the tier of K.
-    unsafe fn has_non_finite_rows<K: Kernel>(&self) -> bool {
+    /// Whether all queries and gradients of contexts are finite, found out once.
+    fn are_finite(&self) -> bool {
         let of = |rows: &TileRows<E>| {
-            // SAFETY: as this method's contract; the rows belong to the call.
-            unsafe { has_non_finite::<K, E>(self.tile.rows.len(), rows.width, &|column| rows.row(column)) }
+            // SAFETY: the rows belong to the call.
+            let is_finite = |row| unsafe { is_finite_row(row, rows.width) };
+            (0..self.tile.rows.len()).filter_map(|column| rows.row(column)).all(is_finite)
         };
-        let find: &dyn Fn() -> bool = &|| self.rows.iter().any(of);
-        *self.non_finite.get_or_init(find)
+        *self.finite.get_or_init(|| self.rows.iter().all(of))
     }
 }
 
@@ -99,20 +96,16 @@ impl<E: Number> Step<'_, '_, E> {
         let &Self { backward, block, tile: packed, units, biases } = self;
         let (inputs, tile, sides, wanted) = (backward.call.inputs, packed.tile, memory.sizes.sides, &backward.wanted);
         let Some(overlap) = tile.overlap::<K>(block.keys(), &inputs) else { return };
-        let keys = OverKeys { from: block.keys().start, first: overlap.keys.start };
         let [scores, products] = memory.products.each_mut().map(Scratch::as_mut_ptr);
         // SAFETY: as this method's contract.
         unsafe {
             for part in overlap.parts.iter() {
                 for (side, to) in [scores, products].into_iter().enumerate() {
                     let (depth, columns) = (sides[side].packed.words, memory.panels[side].as_ptr());
-                    KeyProduct { keys, rows: block.rows[side], depth, columns, to }.multiply::<K>(part);
+                    multiply_keys::<K>(&overlap, part, block.rows[side], depth, columns, to);
                 }
             }
-            let [weight_halves, gradient_halves] =
-                [&mut memory.weight_halves, &mut memory.gradient_halves].map(Scratch::as_mut_ptr);
-            let gradient_pairs = memory.gradient_pairs.as_mut_ptr();
-            K::run_simd(TileGradient {
+            K::Vector::run_simd(TileGradient {
                 scores: TileScores {
                     inputs,
                     tile,
@@ -123,35 +116,31 @@ impl<E: Number> Step<'_, '_, E> {
                     scores,
                     staging: memory.staging.as_mut_ptr(),
                     dropout: memory.dropout.as_mut_ptr(),
+                    cap_slopes: Some(memory.slopes.as_mut_ptr()),
                 },
                 products,
                 columns: &packed.columns,
                 scale: inputs.options.scale as f32,
-                slopes: memory.slopes.as_mut_ptr(),
                 biases,
-                weight_halves,
-                gradient_halves,
-                gradient_pairs,
-                depth: overlap.depth,
             });
-            let is_finite = || !block.sources[0].has_non_finite::<K>() && !packed.has_non_finite_rows::<K>();
-            if overlap.is_masked && !is_finite() {
+            if overlap.is_masked && !(block.sources[0].are_finite() && packed.are_finite()) {
                 return self.add_seen::<K>(memory, &overlap);
             }
-            let (gradient_columns, gradient_rows) = match K::ELEMENTS {
-                1 => (products, [products, scores]),
-                _ => (gradient_pairs, [gradient_halves, weight_halves]),
-            };
-            let (rows, to) = (sides[0].packed.rows, memory.query_sums.as_mut_ptr());
-            let of_queries = ValueProduct { keys, columns: block.key_columns, rows, weights: gradient_columns, to };
+            let (mut gradient_columns, mut gradient_rows) = (products, [products, scores]);
+            if const { K::IS_BF16 } {
+                memory.store_words::<K>(&overlap, tile.vectors);
+                let [of_weights, of_gradients] = memory.halves.each_mut().map(Scratch::as_mut_ptr);
+                (gradient_columns, gradient_rows) = (memory.pairs.as_mut_ptr(), [of_gradients, of_weights]);
+            }
+            let (keys, to) = ((block.key_columns, sides[0].packed.rows), memory.query_sums.as_mut_ptr());
             for part in overlap.parts.iter() {
                 if wanted.q {
-                    of_queries.add::<K>(part, &ONES);
+                    add_values::<K>(&overlap, part, keys, gradient_columns, &ONES, to);
                 }
                 for (side, is_wanted) in [wanted.k, wanted.v].into_iter().enumerate() {
                     if is_wanted {
                         let (weights, rows, to) = (gradient_rows[side], memory.rows[side].as_ptr(), block.sums[side]);
-                        RowProduct { keys, side: &sides[side], weights, rows, to }.add::<K>(part);
+                        add_rows::<K>(&overlap, part, &sides[side], weights, rows, to);
                     }
                 }
             }
@@ -205,42 +194,37 @@ unsafe fn add_row<K: Kernel>(side: &Side, sums: *mut f32, key: usize, factor: f3
     }
 }
 
-/// The product of a tile's weights with its gradients of contexts, over parts of both; or of the gradients of its
-/// scores with its queries. Keys are rows, queries the depth, D or D_v the columns.
-struct RowProduct<'a> {
-    keys: OverKeys,
-    side: &'a Side,
-    /// (keys, panel), in words.
+/// The product of a tile's weights, (keys, panel) in words, with its gradients of contexts, (panels, panel in words,
+/// panel), over parts of both; or of the gradients of its scores with its queries. Keys are rows, queries the depth, D
+/// or D_v the columns, whose sums are (panels, block, panel).
+///
+/// # Safety
+/// As [`Step::run`]; the weights of the part are there, and zeros beyond it where the kernel takes whole tiles.
+unsafe fn add_rows<K: Kernel>(
+    overlap: &Overlap,
+    part: &Part,
+    side: &Side,
     weights: *const f32,
-    /// (panels, panel in words, panel).
     rows: *const f32,
-    /// (panels, block, panel).
     to: *mut f32,
-}
-
-impl RowProduct<'_> {
-    /// # Safety
-    /// As [`Step::run`]; the weights of the part are there, and zeros beyond it where the kernel takes whole tiles.
-    unsafe fn add<K: Kernel>(&self, part: &Part) {
-        let lanes = K::Vector::LANES;
-        let words = K::PANEL / K::ELEMENTS;
-        let start = part.vectors.start * lanes / K::ELEMENTS / K::DEPTH * K::DEPTH;
-        let end = (part.vectors.end * lanes / K::ELEMENTS).next_multiple_of(K::DEPTH);
-        let row = (part.keys.start - self.keys.first) * words;
-        for panel in 0..self.side.count {
-            // SAFETY: as this method's contract.
-            unsafe {
-                K::multiply(&Product {
-                    a: LeftOperand { at: self.weights.add(row + start), group: K::ROWS * words, row: words, step: 1 },
-                    b: self.rows.add((panel * words + start) * K::PANEL),
-                    c: self.to.add((panel * K::BLOCK + part.keys.start - self.keys.from) * K::PANEL),
-                    rows: part.keys.len().next_multiple_of(K::MIN_ROWS),
-                    depth: end - start,
-                    vectors: self.side.vectors(panel),
-                    factors: Some(ONES.as_ptr()),
-                    format: Format::F32,
-                });
-            }
+) {
+    let (lanes, words) = (K::Vector::LANES, K::PANEL / K::ELEMENTS);
+    let start = part.vectors.start * lanes / K::ELEMENTS / K::DEPTH * K::DEPTH;
+    let end = (part.vectors.end * lanes / K::ELEMENTS).next_multiple_of(K::DEPTH);
+    let row = (part.keys.start - overlap.keys.start) * words;
+    for panel in 0..side.count {
+        // SAFETY: as this function's contract.
+        unsafe {
+            K::multiply(&Product {
+                a: LeftOperand { at: weights.add(row + start), group: K::ROWS * words, row: words, step: 1 },
+                b: rows.add((panel * words + start) * K::PANEL),
+                c: to.add((panel * K::BLOCK + part.keys.start - overlap.block) * K::PANEL),
+                rows: part.keys.len().next_multiple_of(K::MIN_ROWS),
+                depth: end - start,
+                vectors: side.vectors(panel),
+                factors: Some(ONES.as_ptr()),
+                format: Format::F32,
+            });
         }
     }
 }

@@ -22,16 +22,17 @@ use super::BackwardCall;
 use super::gradient::{BiasGradients, BiasOutput, TileColumns};
 use super::step::{KeyBlock, PackedTile, Step};
 use crate::cpu::{Kernel, MAX_COLUMNS, MAX_LANES, Scratch, SharedPtr, SimdTask, Vector};
-use crate::flash::pack::{HeadRows, TileRows, pack_panel};
-use crate::flash::problem::{Dims, KvHead, Row, ScoreOptions};
+use crate::flash::pack::{HeadRows, PackPanel, TileRows};
+use crate::flash::problem::{Dims, KvHead, Row, ScoreOptions, StoredRows};
 use crate::flash::scores::DistanceTable;
 use crate::flash::tasks::{Chain, PackedWidth, backward_blocks};
-use crate::flash::tile::Tile;
-use crate::number::{Number, load_first, pack_row_pair, store_first, widen_row};
+use crate::flash::tile::{Overlap, Tile};
+use crate::number::{Number, pack_row_pair, store_first, widen_row};
 
 /// Some keys of one key head.
 pub(super) struct BackwardTask<'a, 'b, E> {
     pub backward: &'a BackwardCall<'b, E>,
+    pub keys_values: &'a [StoredRows<'b, E>; 2],
     pub memory: &'a mut BackwardMemory,
     pub kv: KvHead,
     pub keys: Range<usize>,
@@ -47,9 +48,11 @@ pub(super) struct BackwardTask<'a, 'b, E> {
 impl<E: Number> SimdTask for BackwardTask<'_, '_, E> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
-        let Self { backward, memory, kv, keys, tiles, chain, task, slopes } = self;
+        let Self { backward, keys_values, memory, kv, keys, tiles, chain, task, slopes } = self;
         let (call, bias, distances) = (&backward.call, backward.bias, backward.distances);
         let (inputs, units) = (&call.inputs, call.inputs.options.units(K::ELEMENTS == 2));
+        let Dims { b, h, t_q, d, .. } = inputs.dims;
+        let queries = BiasOutput::new(backward.q_sums, [b, h, t_q, d]);
         let (group, count) = (inputs.dims.group(), keys.len());
         // What queries share is summed by the task first.
         let bias_sums = bias.filter(|bias| bias.is_summed_over_queries).map_or(0, |_| group * count);
@@ -71,7 +74,7 @@ impl<E: Number> SimdTask for BackwardTask<'_, '_, E> {
             let mut blocks = Vec::new();
             for (index, first) in keys.clone().step_by(K::BLOCK).enumerate() {
                 let source = |rows| HeadRows::new(rows, kv, first..keys.end.min(first + K::BLOCK));
-                blocks.push(KeyBlock::new::<K>(call.keys_values.each_ref().map(source), memory, index));
+                blocks.push(KeyBlock::new::<K>(keys_values.each_ref().map(source), memory, index));
             }
             for (index, seen) in tiles.iter().enumerate() {
                 if seen.start >= keys.end || seen.end <= keys.start {
@@ -82,14 +85,14 @@ impl<E: Number> SimdTask for BackwardTask<'_, '_, E> {
                 let tile = &Tile::new::<K>(inputs, kv, first..inputs.dims.rows().min(first + K::PANEL));
                 let packed = &pack_tile::<K, E>(backward, memory, tile, units.query);
                 if let Some(bias) = shared {
-                    chain.wait(task, bias.last_sharing::<K>(&inputs.dims, tile.rows.end));
+                    chain.wait(task, bias.last_sharing(&inputs.dims, tile));
                 }
                 for block in &blocks {
                     Step { backward, block, tile: packed, units, biases }.run::<K>(memory);
                 }
                 if backward.wanted.q {
                     chain.wait(task, index);
-                    add_queries::<K, E>(backward, memory, tile);
+                    queries.add::<K::Vector>(&inputs.dims, tile, 0..d, memory.query_sums.as_ptr());
                 }
             }
             for block in &blocks {
@@ -147,14 +150,15 @@ unsafe fn pack_tile<'a, K: Kernel, E: Number>(
     // SAFETY: as this function's contract.
     unsafe {
         for (side, factor) in [factor, 1.0].into_iter().enumerate() {
-            let (rows, sizes, to) = (&rows[side], &memory.sizes.sides[side], memory.panels[side].as_mut_ptr());
-            pack_panel::<K, E>(rows, sizes.packed, to, memory.staging.as_mut_ptr(), factor);
+            let (rows, sizes, staging) = (&rows[side], &memory.sizes.sides[side], memory.staging.as_mut_ptr());
+            let panel = memory.panels[side].as_mut_ptr();
+            K::run_simd(PackPanel { rows, width: sizes.packed, panel, staging, factor });
             pack_row_panels::<K, E>(rows, sizes, memory.rows[side].as_mut_ptr());
         }
         let count = memory.sizes.sides[0].packed.row_squares * K::PANEL;
         memory.query_sums.as_mut_ptr().write_bytes(0, count);
     }
-    PackedTile { tile, columns, rows, non_finite: OnceCell::new() }
+    PackedTile { tile, columns, rows, finite: OnceCell::new() }
 }
 
 /// The rows of a tile as the right operand of a product over queries: (panels, rows in words, panel).
@@ -178,32 +182,6 @@ unsafe fn pack_row_panels<K: Kernel, E: Number>(rows: &TileRows<E>, side: &Side,
                     widen_row::<E, K::Vector>(row, width, to, K::PANEL, 1.0);
                 } else {
                     to.write_bytes(0, K::PANEL);
-                }
-            }
-        }
-    }
-}
-
-/// Adds a tile's sums to the gradients of its queries.
-///
-/// # Safety
-/// The processor has the tier of K; no other thread uses the gradients of these queries.
-#[inline(always)]
-unsafe fn add_queries<K: Kernel, E: Number>(backward: &BackwardCall<E>, memory: &mut BackwardMemory, tile: &Tile) {
-    let (dims, lanes) = (&backward.call.inputs.dims, K::Vector::LANES);
-    let mut square = [0f32; MAX_LANES * MAX_LANES];
-    for vector in 0..tile.vectors {
-        let first = tile.rows.start + vector * lanes;
-        for d in (0..dims.d).step_by(lanes) {
-            let width = lanes.min(dims.d - d);
-            // SAFETY: as this function's contract; the sums have a multiple of `lanes` rows.
-            unsafe {
-                let from = memory.query_sums.as_ptr().add(d * K::PANEL + vector * lanes);
-                K::Vector::transpose(from, K::PANEL, square.as_mut_ptr(), lanes);
-                for (row, sums) in (first..tile.rows.end).zip(square.chunks_exact(lanes)).take(lanes) {
-                    let to = backward.q_sums.add(dims.row_index(dims.row(tile.kv, row)) * dims.d + d);
-                    let sum: K::Vector = load_first::<f32, _>(to, width);
-                    store_first(sum.add(K::Vector::load(sums.as_ptr())), to, width);
                 }
             }
         }
@@ -310,9 +288,8 @@ pub(super) struct BackwardMemory {
     pub dropout: Scratch,
     /// The weights and the gradients of scores in bf16, (block, panel / 2), and the latter in pairs of keys,
     /// (block / 2, panel).
-    pub weight_halves: Scratch,
-    pub gradient_halves: Scratch,
-    pub gradient_pairs: Scratch,
+    pub halves: [Scratch; 2],
+    pub pairs: Scratch,
     pub staging: Scratch,
 }
 
@@ -335,10 +312,42 @@ impl BackwardMemory {
             products: [scores; 2].map(Scratch::zeros),
             slopes: if_wanted(options.softcap.is_some(), scores),
             dropout: if_wanted(options.dropout.is_some(), scores),
-            weight_halves: if_wanted(K::IS_BF16, scores / 2),
-            gradient_halves: if_wanted(K::IS_BF16, scores / 2),
-            gradient_pairs: if_wanted(K::IS_BF16, scores / 2),
+            halves: [scores / 2; 2].map(|words| if_wanted(K::IS_BF16, words)),
+            pairs: if_wanted(K::IS_BF16, scores / 2),
             staging: Scratch::zeros((K::Vector::LANES * K::BLOCK).max(of_keys).max(of_values)),
+        }
+    }
+    /// The weights and gradients of a tile's scores over some keys as the words that the kernel multiplies, and zeros
+    /// where a product reads more than there is.
+    ///
+    /// # Safety
+    /// The processor has the tier of K; the products are those of the tile.
+    #[inline(always)]
+    pub unsafe fn store_words<K: Kernel>(&mut self, overlap: &Overlap, vectors: usize) {
+        let (keys, lanes) = (overlap.keys.len(), K::Vector::LANES);
+        let rows = keys.next_multiple_of(K::MIN_ROWS);
+        let [[weights, gradients], [weight_halves, gradient_halves]] =
+            [&mut self.products, &mut self.halves].map(|of| of.each_mut().map(Scratch::as_mut_ptr));
+        // SAFETY: as this method's contract; a block has `BLOCK` rows, a multiple of `MIN_ROWS` and of twice the depth.
+        unsafe {
+            for pair in 0..overlap.depth.max(rows.div_ceil(2)) {
+                for vector in 0..K::VECTORS {
+                    let column = vector * lanes;
+                    let mut pairs = [K::Vector::splat(0.0); 2];
+                    for (row, gradient) in (2 * pair..).zip(&mut pairs) {
+                        let mut weight = K::Vector::splat(0.0);
+                        if row < keys && vector < vectors {
+                            weight = K::Vector::load(weights.add(row * K::PANEL + column));
+                            *gradient = K::Vector::load(gradients.add(row * K::PANEL + column));
+                        }
+                        let at = (row * K::PANEL + column) / 2;
+                        weight.store_halves(weight_halves.add(at));
+                        gradient.store_halves(gradient_halves.add(at));
+                    }
+                    let [low, high] = pairs;
+                    low.store_pairs(high, self.pairs.as_mut_ptr().add(pair * K::PANEL + column));
+                }
+            }
         }
     }
 }

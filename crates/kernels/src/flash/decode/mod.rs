@@ -22,7 +22,7 @@ use super::tasks::{self, KV_SPLIT, PanelState};
 use super::tile::Tile;
 use crate::cpu::{Kernel, MAX_COLUMNS, MAX_LANES, Scratch, SimdTask, Vector, for_each_task};
 use crate::number::{Number, Stored, widen_row};
-use products::{AccumulateSeen, KEY_BLOCK, RowProducts};
+use products::{AccumulateSeen, KEY_BLOCK, Operand, RowProducts};
 
 /// The most rows that are decoded on any tier.
 const MAX_ROWS: usize = 16;
@@ -41,8 +41,12 @@ pub(super) const fn max_rows<K: Kernel>() -> usize {
 ///
 /// # Safety
 /// The processor has the tier of K, whose words are f32.
-pub(super) unsafe fn run<K: Kernel, E: Number, S: Stored>(call: &Call<E, S>) -> Option<()> {
-    let dims = &call.inputs.dims;
+pub(super) unsafe fn run<K: Kernel, E: Number, S: Stored>(
+    call: &Call<E>,
+    keys_values: &[StoredRows<S>; 2],
+) -> Option<()> {
+    let (inputs, workers) = (&call.inputs, tasks::workers(call, size_of::<S>(), 1));
+    let dims = &inputs.dims;
     let parts = dims.t_kv.div_ceil(KV_SPLIT).max(1);
     // Rows that fill up the last group have no query.
     let rows = dims.rows().next_multiple_of(group_rows::<K::Vector>(dims));
@@ -51,16 +55,15 @@ pub(super) unsafe fn run<K: Kernel, E: Number, S: Stored>(call: &Call<E, S>) -> 
         let scores = rows * KV_SPLIT.min(dims.t_kv) + rows * MAX_COLUMNS;
         [rows * dims.d.next_multiple_of(MAX_LANES), scores].map(Scratch::zeros)
     };
-    for_each_task(dims.b * dims.h_kv * parts, tasks::workers(call, 1), memory, |[queries, scores], task| {
+    for_each_task(dims.b * dims.h_kv * parts, workers, memory, |[queries, scores], task| {
         let (kv, part) = (dims.kv_head(task / parts), task % parts);
         let keys = part * KV_SPLIT..dims.t_kv.min((part + 1) * KV_SPLIT);
-        let (inputs, keys_values) = (&call.inputs, &call.keys_values);
         // SAFETY: the processor has the tier of K; the memory was made for these sizes; each task writes parts of its
         // own.
         unsafe {
             K::run_simd(WidenQueries { q: &call.q, inputs, kv, queries: queries.as_mut_ptr() });
             let (queries, scores) = (queries.as_ptr(), scores.as_mut_ptr());
-            K::run_simd(Decode { inputs, keys_values, queries, scores, kv, keys, partials: (&partials, part) });
+            Decode { inputs, keys_values, queries, scores, kv, keys, partials: (&partials, part) }.run::<K>();
         }
     });
     partials.merge(call);
@@ -108,68 +111,54 @@ struct Decode<'a, 'b, S> {
     partials: (&'a Partials, usize),
 }
 
-impl<S: Stored> SimdTask for Decode<'_, '_, S> {
-    #[inline(always)]
-    unsafe fn run<K: Kernel>(self) {
-        // SAFETY: by the contract of `SimdTask`.
-        unsafe {
-            match group_rows::<K::Vector>(&self.inputs.dims) {
-                1 => self.decode::<K, 1>(),
-                2 => self.decode::<K, 2>(),
-                8 if const { K::Vector::LANES == MAX_LANES } => self.decode::<K, 8>(),
-                _ => self.decode::<K, 4>(),
-            }
-        }
-    }
-}
-
 impl<S: Stored> Decode<'_, '_, S> {
-    /// In groups of R rows.
-    ///
     /// # Safety
     /// The processor has the tier of K; the memory was made for the call's sizes.
-    #[inline(always)]
-    unsafe fn decode<K: Kernel, const R: usize>(&self) {
-        let &Self { inputs, keys_values, kv, partials: (partials, part), .. } = self;
-        let dims = &inputs.dims;
+    unsafe fn run<K: Kernel>(&self) {
+        let &Self { inputs, keys_values: [key_rows, value_rows], kv, partials: (partials, part), .. } = self;
+        let (dims, group) = (&inputs.dims, group_rows::<K::Vector>(&inputs.dims));
         let tile = |first: usize| {
-            let rows = first..dims.rows().min(first + R);
-            Tile::narrow::<K>(inputs, kv, rows, self.keys.clone(), R)
+            let rows = first..dims.rows().min(first + group);
+            Tile::narrow::<K>(inputs, kv, rows, self.keys.clone(), group)
         };
-        let tiles: Vec<_> = (0..dims.rows()).step_by(R).map(tile).collect();
+        let tiles: Vec<_> = (0..dims.rows()).step_by(group).map(tile).collect();
         let keys = Tile::seen_keys(&tiles);
         let block = if tiles.len() == 1 { keys.len().max(1) } else { KEY_BLOCK };
-        let queries = |group: usize| self.queries.wrapping_add(group * R * dims.d.next_multiple_of(K::Vector::LANES));
-        let scores = |group: usize, key: usize| {
-            self.scores.wrapping_add(group * (keys.len() * R + MAX_COLUMNS) + (key - keys.start) * R)
+        let scores = |index: usize, key: usize| {
+            self.scores.wrapping_add(index * (keys.len() * group + MAX_COLUMNS) + (key - keys.start) * group)
         };
-        let products = |first: usize| RowProducts::<S, R> {
-            keys_values,
-            kv,
-            keys: first..keys.end.min(first + block),
-            widths: [dims.d, dims.d_v],
-            stride: partials.stride(),
+        let queries = |index: usize| {
+            let row = index * group * dims.d.next_multiple_of(K::Vector::LANES);
+            Operand::Queries(self.queries.wrapping_add(row))
         };
-        let context = |group: usize| partials.row(kv, group * R, part);
+        let context = |index: usize| partials.row(kv, index * group, part);
+        let products = |&rows: &StoredRows<S>, operand: &dyn Fn(usize) -> Operand| {
+            for first in keys.clone().step_by(block) {
+                for index in 0..tiles.len() {
+                    let (keys, numbers, operand) =
+                        (first..keys.end.min(first + block), scores(index, first), operand(index));
+                    // SAFETY: as this method's contract.
+                    unsafe { K::run_simd(RowProducts { rows, kv, keys, group, numbers, operand }) };
+                }
+            }
+        };
+        products(key_rows, &queries);
         // The keys that every row sees.
         let every = if inputs.options.keep.is_some() { 0..0 } else { keys.clone() };
         let every = tiles.iter().fold(every, |all, tile| all.start.max(tile.every.start)..all.end.min(tile.every.end));
+        let values = |keys: Range<usize>| HeadRows::new(value_rows, kv, keys);
+        // A weight of zero does not silence what is not finite. Most calls hide no key, or few.
+        let hidden = [keys.start..every.start.min(keys.end), every.end.max(keys.start)..keys.end];
         // SAFETY: as this method's contract.
-        unsafe {
-            for first in keys.clone().step_by(block) {
-                for group in 0..tiles.len() {
-                    products(first).scores::<K::Vector>(queries(group), scores(group, first));
-                }
-            }
-            let values = |keys: Range<usize>| HeadRows::new(&keys_values[1], kv, keys);
-            // A weight of zero does not silence what is not finite. Most calls hide no key, or few.
-            let hidden = [keys.start..every.start.min(keys.end), every.end.max(keys.start)..keys.end];
-            let only_seen = hidden.into_iter().any(|keys| values(keys).has_non_finite::<K>());
-            for (group, tile) in tiles.iter().enumerate() {
-                let rows = (keys.len() * R).div_ceil(K::PANEL);
-                let (mut max, mut sum) = ([f32::NEG_INFINITY; MAX_COLUMNS], [0f32; MAX_COLUMNS]);
-                let mut factors = [0f32; MAX_COLUMNS];
-                let nothing = std::ptr::null_mut();
+        let only_seen = !hidden.into_iter().all(|keys| unsafe { values(keys).are_finite() });
+        for (index, tile) in tiles.iter().enumerate() {
+            let (scores, context, stride) = (scores(index, keys.start), context(index), partials.stride());
+            let rows = (keys.len() * group).div_ceil(K::PANEL);
+            let (mut max, mut sum) = ([f32::NEG_INFINITY; MAX_COLUMNS], [0f32; MAX_COLUMNS]);
+            let mut factors = [0f32; MAX_COLUMNS];
+            let nothing = std::ptr::null_mut();
+            // SAFETY: as this method's contract.
+            unsafe {
                 K::run_simd(TileSoftmax {
                     scores: TileScores {
                         inputs: *inputs,
@@ -177,10 +166,11 @@ impl<S: Stored> Decode<'_, '_, S> {
                         units: inputs.options.units(false),
                         keys: keys.clone(),
                         rows,
-                        is_masked: every != keys || rows * K::PANEL != keys.len() * R,
-                        scores: scores(group, keys.start),
+                        is_masked: every != keys || rows * K::PANEL != keys.len() * group,
+                        scores,
                         staging: nothing,
                         dropout: nothing,
+                        cap_slopes: None,
                     },
                     depth: rows,
                     pairs: nothing,
@@ -188,21 +178,18 @@ impl<S: Stored> Decode<'_, '_, S> {
                     factors: factors.as_mut_ptr(),
                     scores_out: None,
                 });
-                for r in 0..R {
-                    let sum = sum[r..K::PANEL].iter().step_by(R).sum();
-                    partials.set(context(group).add(r * partials.stride()), max[r], sum);
+                for r in 0..group {
+                    let sum = sum[r..K::PANEL].iter().step_by(group).sum();
+                    partials.set(context.add(r * stride), max[r], sum);
                 }
                 if only_seen {
-                    let (weights, context, stride) = (scores(group, keys.start), context(group), partials.stride());
                     let values = values(keys.clone());
-                    K::run_simd(AccumulateSeen { inputs, values, tile, weights, context, stride });
+                    K::run_simd(AccumulateSeen { inputs, values, tile, weights: scores, context, stride });
                 }
             }
-            for first in keys.clone().step_by(block).filter(|_| !only_seen) {
-                for group in 0..tiles.len() {
-                    products(first).accumulate::<K::Vector>(scores(group, first), context(group));
-                }
-            }
+        }
+        if !only_seen {
+            products(value_rows, &|index| Operand::Context(context(index), partials.stride()));
         }
     }
 }
