@@ -117,7 +117,7 @@ fn load<R: Read + Seek>(file: &mut File<R>, layer: usize, shard: Option<HeadShar
     let biases = cfg.qkv_bias();
     // The rows of this process's heads, and its columns of the output projection.
     shard.map(|shard| cfg.for_shard(shard)).transpose()?;
-    let heads = (cfg.num_heads(), cfg.num_kv_heads());
+    let heads = [cfg.num_heads(), cfg.num_kv_heads()];
     let own = |of, width| shard.map_or(0..width, |shard| shard.range(of, heads, width));
     let rows = [own(Heads::Query, q.0), own(Heads::Key, k.0), own(Heads::Key, v.0)];
     let parts = [(rows[0].len(), biases[0]), (rows[1].len(), biases[1]), (rows[2].len(), biases[2])];

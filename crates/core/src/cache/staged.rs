@@ -220,6 +220,7 @@ impl<'c> CachedCall<'c> {
             // length.
             let before: Vec<_> = held.iter().map(|held| last(held, window - 1)).collect();
             let capacity = most_with_new(&before).max(most);
+            // Where there are no buffers nothing is held, and nothing is read of what stands for them.
             let all = HeldKv { buffers: buffers.unwrap_or(kv).clone(), held };
             let read = all.part(before, capacity)?.append(kv, &new)?;
             let kept: Vec<_> = read.held.iter().map(|held| last(held, most)).collect();
@@ -251,7 +252,7 @@ impl<'c> CachedCall<'c> {
         self.read.buffers.float_dtype(self.dtype)
     }
 
-    /// Gives `run` the call of `op` for some outputs, whose keys and values are of 8 bits where a kernel reads them and
+    /// Gives `with` the call of `op` for some outputs. Its keys and values are of 8 bits where a kernel reads them and
     /// nothing else is computed from them, and floats otherwise.
     fn with_call<R>(
         &self,
@@ -260,7 +261,7 @@ impl<'c> CachedCall<'c> {
         mask: &AttentionMask,
         options: &SdpaOptions,
         outputs: Outputs,
-        run: impl FnOnce(&Call) -> Result<R>,
+        with: impl FnOnce(&Call) -> Result<R>,
     ) -> Result<R> {
         let (rows, mask, options) = &self.all_rows(q, mask, options)?;
         let q = if self.detached { &q.detach() } else { q };
@@ -268,11 +269,11 @@ impl<'c> CachedCall<'c> {
             let [k, v] = &rows.stored()?;
             let call = Call::of(op, [q, k, v], Some(&scales), None, mask, options)?;
             if reads_codes(&call, outputs)? {
-                return run(&call);
+                return with(&call);
             }
         }
         let (k, v) = self.read(rows)?;
-        run(&Call::new(op, [&q.to_dtype(self.float_dtype())?, &k, &v], mask, options)?)
+        with(&Call::new(op, [&q.to_dtype(self.float_dtype())?, &k, &v], mask, options)?)
     }
 
     /// The rows of the buffers that hold a key of some sequence, and the mask and the options of attention to them, of
@@ -322,8 +323,7 @@ impl<'c> CachedCall<'c> {
 impl Keys for CachedCall<'_> {
     /// Weights are of floats, over the keys that the cache holds.
     fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, outputs: Outputs) -> Result<Attended> {
-        let run = |call: &Call| run(call, outputs);
-        let attended = self.with_call(outputs.op(false), q, mask, options, outputs, run)?;
+        let attended = self.with_call(outputs.op(false), q, mask, options, outputs, |call| run(call, outputs))?;
         self.in_graph.set(attended.context.track_op());
         let weights = attended.weights.map(|weights| weights.to_dtype(q.dtype())).transpose()?;
         Ok(Attended { context: attended.context.to_dtype(q.dtype())?, weights, ..attended })

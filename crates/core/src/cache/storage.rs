@@ -145,6 +145,7 @@ pub(super) struct KvBuffers {
     d_v: usize,
     /// Of the rows of keys of 8 bits, (B, H_kv, capacity, 1).
     key_scales: Option<Tensor>,
+    /// Of the rows of values of 8 bits, unless these are columns of the keys.
     value_scales: Option<Tensor>,
 }
 
@@ -222,7 +223,8 @@ impl KvBuffers {
         self.tensors().map(|part| part.elem_count() * part.dtype().size_in_bytes()).sum()
     }
 
-    /// Keys and values in `dtype`, or as they are if they are floats.
+    /// Keys (B, H_kv, capacity, D) and values (B, H_kv, capacity, D_v): codes of 8 bits in `dtype`, floats as they are,
+    /// which share the buffers.
     pub fn floats(&self, dtype: DType) -> Result<(Tensor, Tensor)> {
         let read = |numbers: &Tensor, scales: &Option<Tensor>| match scales {
             Some(scales) => dequantize(numbers, scales, dtype),

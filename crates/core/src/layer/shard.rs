@@ -20,8 +20,7 @@ impl MultiHeadAttentionConfig {
     /// unequal shares of a relative bias, whose heads are divided without the key heads.
     #[doc(hidden)]
     pub fn for_shard(&self, shard: HeadShard) -> Result<Self> {
-        let (heads, n) = ((self.num_heads(), self.num_kv_heads()), shard.world_size());
-        let (h, h_kv) = heads;
+        let (heads @ [h, h_kv], n) = ([self.num_heads(), self.num_kv_heads()], shard.world_size());
         if n > h {
             bail!("[{OP}] a world size of {n} is more than the {h} query heads")
         }
@@ -143,7 +142,7 @@ mod tests {
                 let mut next = 0;
                 for rank in 0..world_size {
                     let shard = HeadShard::new(rank, world_size)?;
-                    let own = |heads, len| shard.range(heads, (h, h_kv), len);
+                    let own = |heads, len| shard.range(heads, [h, h_kv], len);
                     let (queries, keys) = (own(Heads::Query, h), own(Heads::Key, h_kv));
                     let own = MultiHeadAttentionConfig::new(h * 2, h).with_num_kv_heads(h_kv).for_shard(shard)?;
                     assert_eq!((own.num_heads(), own.num_kv_heads()), (queries.len(), keys.len()));

@@ -20,7 +20,7 @@ pub struct KvRanges {
     t_q: usize,
     t_kv: usize,
     constraints: Vec<Constraint>,
-    /// Of each sequence, or one of all.
+    /// Of each sequence, or one of all; never empty.
     placements: Vec<Placement>,
     /// The number of the first sequence, of those that lengths are given for.
     first: usize,
@@ -91,7 +91,7 @@ impl KvRanges {
         Ok(positions)
     }
 
-    /// Whether sequences stand at positions of their own.
+    /// Whether sequences may stand at different positions.
     pub(crate) fn positions_differ(&self) -> bool {
         self.placements.len() > 1 || self.alignments().any(|alignment| matches!(alignment, Alignment::Offsets(_)))
     }

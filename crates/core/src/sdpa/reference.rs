@@ -216,10 +216,10 @@ pub(crate) fn weighted_values(weights: &Tensor, v: &Tensor, keep: Option<&Tensor
     let weighed = weights.ne(&weights.zeros_like()?)?.to_dtype(v.dtype())?;
     let seen = (keep.broadcast_as(weights.shape())?.to_dtype(v.dtype())? + weighed)?;
     for special in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
-        let which = if special.is_nan() { v.ne(v)? } else { v.eq(&filled(special, v)?)? };
+        let which = if special.is_nan() { v.ne(v)? } else { v.eq(&constant_like(special, v)?)? };
         let reached = grouped_matmul(&seen, &which.to_dtype(v.dtype())?)?;
         let reached = reached.ne(&reached.zeros_like()?)?;
-        context = (&context + reached.where_cond(&filled(special, &context)?, &context.zeros_like()?)?)?;
+        context = (&context + reached.where_cond(&constant_like(special, &context)?, &context.zeros_like()?)?)?;
     }
     Ok(context)
 }
@@ -240,17 +240,19 @@ impl VisibleSoftmax<'_> {
     pub(crate) fn apply(&self, scores: &Tensor) -> Result<(Tensor, Tensor)> {
         let scores = match self.keep {
             None => scores.clone(),
-            Some(keep) => keep.broadcast_as(scores.shape())?.where_cond(scores, &filled(f64::NEG_INFINITY, scores)?)?,
+            Some(keep) => {
+                keep.broadcast_as(scores.shape())?.where_cond(scores, &constant_like(f64::NEG_INFINITY, scores)?)?
+            }
         };
         // The softmax does not change when its row is shifted, so the maximum needs no gradient.
         let row_max = scores.max_keepdim(D::Minus1)?.detach();
-        let no_max = row_max.eq(&filled(f64::NEG_INFINITY, &row_max)?)?;
+        let no_max = row_max.eq(&constant_like(f64::NEG_INFINITY, &row_max)?)?;
         let shift = match self.sinks {
             None => row_max,
             Some(sinks) => row_max.broadcast_maximum(&sinks.detach())?,
         };
         // Only a row without any score above -inf has this shift; any finite one keeps -inf - shift from being NaN.
-        let lowest = shift.eq(&filled(f64::NEG_INFINITY, &shift)?)?;
+        let lowest = shift.eq(&constant_like(f64::NEG_INFINITY, &shift)?)?;
         let shift = lowest.where_cond(&shift.zeros_like()?, &shift)?;
 
         let exponentials = scores.broadcast_sub(&shift)?.exp()?;
@@ -263,12 +265,14 @@ impl VisibleSoftmax<'_> {
         // Put aside before the logarithm and the division, whose gradients at 0 are NaN.
         let nothing = sum.eq(&sum.zeros_like()?)?;
         let sum = nothing.where_cond(&sum.ones_like()?, &sum)?;
-        let lse = nothing.where_cond(&filled(f64::NEG_INFINITY, &sum)?, &(sum.log()? + &shift)?)?.squeeze(D::Minus1)?;
+        let lse = nothing
+            .where_cond(&constant_like(f64::NEG_INFINITY, &sum)?, &(sum.log()? + &shift)?)?
+            .squeeze(D::Minus1)?;
         let weights = exponentials.broadcast_div(&sum)?;
         let weights = match self.empty_rows {
             EmptyRows::Zero => weights,
             EmptyRows::Uniform => {
-                let uniform = filled(1.0 / scores.dim(D::Minus1)? as f64, &weights)?;
+                let uniform = constant_like(1.0 / scores.dim(D::Minus1)? as f64, &weights)?;
                 empty.broadcast_as(weights.shape())?.where_cond(&uniform, &weights)?
             }
         };
@@ -277,7 +281,7 @@ impl VisibleSoftmax<'_> {
 }
 
 /// A constant in the shape and dtype and on the device of a tensor; converted on the CPU, since Metal has no f64.
-fn filled(value: f64, like: &Tensor) -> Result<Tensor> {
+fn constant_like(value: f64, like: &Tensor) -> Result<Tensor> {
     Tensor::new(value, &Device::Cpu)?.to_dtype(like.dtype())?.to_device(like.device())?.broadcast_as(like.shape())
 }
 

@@ -1,7 +1,7 @@
 //! Shapes of the function, and what it does where a path fails.
 
 use super::*;
-use candle_core::{DType, Device, Error};
+use candle_core::{DType, Device, Error, Var};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// (H, T, D), (T, D) and a batch of one for k and v, against the call with all four dimensions written out.
@@ -110,5 +110,28 @@ fn an_operation_that_fails_is_named_or_replaced_and_logged_once() -> Result<()> 
     assert!(both.contains("after the fused operation failed: DriverError(CUDA_ERROR_OUT_OF_MEMORY)"), "{both}");
     assert!(both.contains("the reference path too"), "{both}");
     assert_eq!(warnings(), 1);
+    Ok(())
+}
+
+/// An optimiser may change variables between the backward passes of two losses of one call.
+#[test]
+fn gradients_are_those_of_the_slopes_and_sinks_that_a_call_had() -> Result<()> {
+    let (q, k) = (Tensor::randn(0f32, 1., (1, 2, 5, 8), &Device::Cpu)?, Tensor::randn(0f32, 1., 640, &Device::Cpu)?);
+    let k = k.reshape((1, 2, 40, 8))?;
+    let gradients = |is_changed: bool| -> Result<Vec<Vec<f32>>> {
+        let vars = [q.clone(), Tensor::new(&[0.5f32, 1.], &Device::Cpu)?, Tensor::new(&[0.1f32, -1.], &Device::Cpu)?];
+        let [q, slopes, sinks] = vars.map(|values| Var::from_tensor(&values));
+        let (q, slopes, sinks) = (q?, slopes?, sinks?);
+        let options = SdpaOptions::default().with_alibi_slopes(&slopes).with_sinks(&sinks);
+        let context = scaled_dot_product_attention(&q, &k, &k, &AttentionMask::causal(), &options)?;
+        if is_changed {
+            slopes.set(&Tensor::new(&[3f32, 4.], &Device::Cpu)?)?;
+            sinks.set(&Tensor::new(&[9f32, 9.], &Device::Cpu)?)?;
+        }
+        let found = context.sqr()?.sum_all()?.backward()?;
+        let of = |var: &Var| found.get(var).expect("a gradient").flatten_all()?.to_vec1();
+        [&q, &slopes, &sinks].map(of).into_iter().collect()
+    };
+    assert_eq!(gradients(true)?, gradients(false)?);
     Ok(())
 }

@@ -78,6 +78,7 @@ impl<'a> Call<'a> {
         call.check_options()?;
         let scores @ [b, _, t_q, t_kv] = call.score_dims();
         match sequences {
+            // The kernels hold no scores of all packed queries with all keys.
             None => {
                 check_addressable(op, [&call.q, &call.k, &call.v], &[scores])?;
                 call.check_distance_bias(b, [t_q, t_kv])?;
@@ -87,7 +88,7 @@ impl<'a> Call<'a> {
         Ok(call)
     }
 
-    /// The scores of all packed queries with all keys are never held at once.
+    /// That the lengths of sequences end with the lengths of q and k, and that the mask has no tensor.
     fn check_sequences(&self, sequences: &PackedSequences) -> Result<()> {
         let op = self.op;
         let totals = [

@@ -10,7 +10,7 @@ use super::{GatedDeltaNetConfig, OP};
 use candle_attention_core::PackedSequences;
 use candle_attention_core::internal::NewTokens;
 use candle_attention_modules::base::rowwise::{
-    Element, HeadRows, Op3, Operand, Ternary, map_heads, read, to_vec, with_contiguous_rows, with_float,
+    Element, HeadRows, Op3, Operand, Ternary, contiguous, map_heads, read, to_vec, with_contiguous_rows, with_float,
 };
 use candle_attention_modules::base::{Parameter, accumulation_dtype, part};
 use candle_attention_modules::gate::GateActivation;
@@ -184,19 +184,15 @@ impl<E: Element> Operands<'_, E> {
     }
 }
 
-/// The elements of a contiguous tensor.
-fn flat<'a, T: WithDType>((storage, layout): Operand<'a>) -> Result<&'a [T]> {
-    Ok(&storage.as_slice()?[layout.start_offset()..][..layout.shape().elem_count()])
-}
-
 impl Ternary for Convolve {
     const NAME: &'static str = "short-convolution";
 
-    fn forward(&self, [(xs, layout), taps, state]: [Operand; 3]) -> Result<(CpuStorage, Shape)> {
-        let (taps, starts) = (flat(taps)?, &self.starts);
+    fn forward(&self, [(xs, layout), (taps, of_taps), (state, of_state)]: [Operand; 3]) -> Result<(CpuStorage, Shape)> {
+        let (taps, starts) = (contiguous(taps.as_slice()?, of_taps)?, &self.starts);
         let ys = with_float!(OP, xs.dtype(), |E| {
             let rows = HeadRows::new(xs.as_slice::<E>()?, layout)?;
-            E::to_cpu_storage_owned(Operands { rows, taps, state: flat(state)?, starts }.outputs())
+            let state = contiguous(state.as_slice()?, of_state)?;
+            E::to_cpu_storage_owned(Operands { rows, taps, state, starts }.outputs())
         });
         Ok((ys, layout.shape().clone()))
     }

@@ -60,8 +60,11 @@ fn rows(xs: &Tensor, h: usize) -> Result<Vec<Tensor>> {
 
 /// By halves: the gradient of a view is as large as what is viewed.
 fn split(xs: &Tensor) -> Result<Vec<Tensor>> {
-    Ok(match xs.dim(2)? {
-        1 => vec![xs.contiguous()?],
-        t => [split(&xs.narrow(2, 0, t / 2)?)?, split(&xs.narrow(2, t / 2, t - t / 2)?)?].concat(),
-    })
+    let t = xs.dim(2)?;
+    if t == 1 {
+        return Ok(vec![xs.contiguous()?]);
+    }
+    let mut rows = split(&xs.narrow(2, 0, t / 2)?)?;
+    rows.extend(split(&xs.narrow(2, t / 2, t - t / 2)?)?);
+    Ok(rows)
 }

@@ -318,7 +318,7 @@ impl HeadShard {
     /// This process's part of `len` entries that `h` query heads or `h_kv` key heads divide equally; there are no fewer
     /// query heads than processes.
     #[doc(hidden)]
-    pub fn range(&self, heads: Heads, (h, h_kv): (usize, usize), len: usize) -> Range<usize> {
+    pub fn range(&self, heads: Heads, [h, h_kv]: [usize; 2], len: usize) -> Range<usize> {
         let (n, group) = (self.world_size, h / h_kv);
         let (queries, keys) = if n <= h_kv {
             let keys = self.part_of(h_kv);

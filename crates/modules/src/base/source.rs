@@ -40,7 +40,7 @@ pub struct Source<'a> {
     /// The root of a builder that reads parts of the same tensors.
     sharded: Option<ShardedVarBuilder<'static>>,
     /// One process of several, and the query and key heads of all.
-    shard: Option<(HeadShard, (usize, usize))>,
+    shard: Option<(HeadShard, [usize; 2])>,
 }
 
 impl<'a> Source<'a> {
@@ -63,7 +63,7 @@ impl<'a> Source<'a> {
         if shard.world_size() > h {
             bail!("[{}] a world size of {} is more than the {h} heads", self.op, shard.world_size())
         }
-        Ok(Self { shard: Some((shard, (h, h_kv))), ..self })
+        Ok(Self { shard: Some((shard, [h, h_kv])), ..self })
     }
 
     /// Whether it gives a process some of the heads.

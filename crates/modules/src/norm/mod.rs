@@ -274,10 +274,12 @@ impl Norm {
         if let Some(rows) = self.rows(xs, &affine) {
             return rows.apply(xs, &affine.factors, &affine.bias);
         }
+        // Candle's fused norms have no backward pass and no f64, and take a weight (D,) of the dtype of the rows.
+        if xs.track_op() || self.affine.is_none() || xs.dtype() == DType::F64 {
+            return self.differentiable(xs, &affine);
+        }
         let (weight, eps) = (self.weight.tensor()?, self.eps as f32);
         match (self.kind, &self.bias) {
-            // Candle's fused norms have no backward pass and no f64, and take a weight (D,) of the dtype of the rows.
-            _ if xs.track_op() || self.affine.is_none() || xs.dtype() == DType::F64 => self.differentiable(xs, &affine),
             _ if weight.rank() > 1 || weight.dtype() != xs.dtype() => self.differentiable(xs, &affine),
             (QkNormKind::Rms | QkNormKind::RmsNoWeight, None) => ops::rms_norm(&xs.contiguous()?, &weight, eps),
             (QkNormKind::Layer, Some(bias)) => ops::layer_norm(&xs.contiguous()?, &weight, &bias.tensor()?, eps),

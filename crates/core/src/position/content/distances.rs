@@ -13,7 +13,7 @@ use candle_attention_modules::base::{
     Heads, LINEAR_WEIGHT, ParameterList, Source, Spec, Stored, accumulation_dtype, check_memory,
 };
 
-/// Names of its parameters: ESPnet's and NeMo's, which transformers has of Parakeet.
+/// Names of Transformer-XL's parameters: ESPnet's and NeMo's, which transformers has of Parakeet.
 pub(super) const TRANSFORMER_XL: [[&str; 3]; 2] =
     [["linear_pos.weight", "pos_bias_u", "pos_bias_v"], ["relative_k_proj.weight", "bias_u", "bias_v"]];
 pub(super) const CLIPPED: &str = "distance_embedding.weight";
@@ -35,7 +35,7 @@ pub(super) fn descending(t: usize) -> impl Iterator<Item = i64> {
     (-(t as i64)..t as i64).rev()
 }
 
-/// Rows of a table (N, ..) for these indices, (2T, ..).
+/// Rows of a table (N, ..), (indices, ..).
 pub(super) fn rows_of(table: &Tensor, indices: impl Iterator<Item = usize>) -> Result<Tensor> {
     let indices = indices.map(|index| index as u32).collect::<Vec<_>>();
     let indices = Tensor::from_iter(indices, table.device())?;

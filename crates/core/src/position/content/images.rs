@@ -11,7 +11,7 @@ use candle_attention_modules::base::{
 };
 use candle_attention_modules::norm::Norm;
 
-/// (2 · rows - 1, D) and (2 · columns - 1, D), which all heads share.
+/// Names of (2 · rows - 1, D) and (2 · columns - 1, D), which all heads share.
 pub(super) const GRID: [&str; 2] = ["rel_pos_h", "rel_pos_w"];
 
 pub(super) fn grid_specs(sizes: [usize; 2], d: usize) -> Vec<Spec> {

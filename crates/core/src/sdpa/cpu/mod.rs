@@ -83,15 +83,15 @@ struct ScoreTensors {
     bias: Option<Tensor>,
     /// Rows of (B or 1, H).
     distances: Option<Tensor>,
-    /// (H,).
+    /// (H,), contiguous. Copies, so that what a variable holds later does not reach the backward pass.
     slopes: Option<Tensor>,
     sinks: Option<Tensor>,
 }
 
 impl ScoreTensors {
     fn new(call: &Call) -> Result<Self> {
-        let floats = |tensor: &Option<Tensor>| {
-            tensor.as_ref().map(|tensor| tensor.to_dtype(DType::F32)?.contiguous()).transpose()
+        let copy = |tensor: &Option<Tensor>| {
+            tensor.as_ref().map(|tensor| tensor.to_dtype(DType::F32)?.force_contiguous()).transpose()
         };
         let bias = call.mask.bias_tensor(call.score_dims(), DType::F32, call.q.device())?;
         let narrowed = |bias: Tensor| {
@@ -101,12 +101,13 @@ impl ScoreTensors {
         };
         Ok(Self {
             bias: bias.map(narrowed).transpose()?,
-            distances: match floats(&call.options.distance_bias)? {
-                Some(biases) if biases.rank() == 2 => Some(biases.unsqueeze(0)?),
-                biases => biases,
+            distances: match &call.options.distance_bias {
+                Some(biases) if biases.rank() == 2 => Some(biases.to_dtype(DType::F32)?.contiguous()?.unsqueeze(0)?),
+                Some(biases) => Some(biases.to_dtype(DType::F32)?.contiguous()?),
+                None => None,
             },
-            slopes: floats(&call.options.alibi_slopes)?,
-            sinks: floats(&call.options.sinks)?,
+            slopes: copy(&call.options.alibi_slopes)?,
+            sinks: copy(&call.options.sinks)?,
         })
     }
 

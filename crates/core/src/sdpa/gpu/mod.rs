@@ -82,7 +82,7 @@ enum Sequences {
     /// All queries of all sequences see the same keys, up to the window; the last `rest` queries and keys are for the
     /// reference path.
     Alike { keys: Range<usize>, rest: usize },
-    /// Sequences of different lengths, by their cumulative lengths.
+    /// Sequences of different lengths, by the cumulative lengths of queries, and of keys.
     Varlen { cu_seqlens: [Vec<u32>; 2] },
 }
 

@@ -189,7 +189,7 @@ pub struct Projections {
     device: Device,
 }
 
-/// What the inputs of a call are projected to.
+/// What the inputs of a call are projected to; as heads (B, H, T, D) where a layer has split them.
 #[derive(Debug)]
 pub struct Projected {
     /// (B, T_q, H·D).
