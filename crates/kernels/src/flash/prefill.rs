@@ -104,7 +104,7 @@ impl<S: Stored> Step<'_, '_, S> {
             for part in overlap.parts.iter() {
                 match only_seen {
                     true => self.add_seen::<K>(&overlap, part, weights, &factors, state.context),
-                    false => add_values::<K>(&overlap, part, (block.v, d_v.rows), weights, &factors, state.context),
+                    false => add_values::<K>(&overlap, part, block.v, d_v.rows, weights, &factors, state.context),
                 }
                 // The first part of a vector corrected its context; the next ones only add.
                 factors[part.vectors.start * K::Vector::LANES..part.vectors.end * K::Vector::LANES].fill(1.0);
@@ -153,7 +153,8 @@ pub(super) unsafe fn multiply_keys<K: Kernel>(
 pub(super) unsafe fn add_values<K: Kernel>(
     overlap: &Overlap,
     part: &Part,
-    (values, rows): (LeftOperand, usize),
+    values: LeftOperand,
+    rows: usize,
     weights: *const f32,
     factors: &[f32; MAX_COLUMNS],
     to: *mut f32,

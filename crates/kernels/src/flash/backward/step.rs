@@ -132,10 +132,10 @@ impl<E: Number> Step<'_, '_, E> {
                 let [of_weights, of_gradients] = memory.halves.each_mut().map(Scratch::as_mut_ptr);
                 (gradient_columns, gradient_rows) = (memory.pairs.as_mut_ptr(), [of_gradients, of_weights]);
             }
-            let (keys, to) = ((block.key_columns, sides[0].packed.rows), memory.query_sums.as_mut_ptr());
+            let (keys, d, to) = (block.key_columns, sides[0].packed.rows, memory.query_sums.as_mut_ptr());
             for part in overlap.parts.iter() {
                 if wanted.q {
-                    add_values::<K>(&overlap, part, keys, gradient_columns, &ONES, to);
+                    add_values::<K>(&overlap, part, keys, d, gradient_columns, &ONES, to);
                 }
                 for (side, is_wanted) in [wanted.k, wanted.v].into_iter().enumerate() {
                     if is_wanted {

@@ -135,10 +135,9 @@ impl<S: Stored> Decode<'_, '_, S> {
         let products = |&rows: &StoredRows<S>, operand: &dyn Fn(usize) -> Operand| {
             for first in keys.clone().step_by(block) {
                 for index in 0..tiles.len() {
-                    let (keys, numbers, operand) =
-                        (first..keys.end.min(first + block), scores(index, first), operand(index));
+                    let (keys, numbers) = (first..keys.end.min(first + block), scores(index, first));
                     // SAFETY: as this method's contract.
-                    unsafe { K::run_simd(RowProducts { rows, kv, keys, group, numbers, operand }) };
+                    unsafe { K::run_simd(RowProducts { rows, kv, keys, group, numbers, operand: operand(index) }) };
                 }
             }
         };

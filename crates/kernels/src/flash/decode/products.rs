@@ -164,27 +164,26 @@ impl<S: Stored> RowProducts<'_, S> {
     #[inline(always)]
     unsafe fn accumulate<V: Vector, const R: usize>(&self, keys: Range<usize>, context: *mut f32, stride: usize) {
         let (d_v, lanes, mut d) = (self.rows.width, V::LANES, 0);
-        let to = (context, stride);
         // SAFETY: as this method's contract; `d` counts whole vectors within D_v, then the rest of it.
         unsafe {
             // Eight sums hide the latency of a multiply-add; registers for sixteen halve the loads of weights. No more
             // than the tile of a product has, which is four on the scalar tier.
             while const { R == 1 && 8 <= V::ROWS * V::VECTORS } && d + 8 * lanes <= d_v {
-                self.accumulate_columns::<V, R, 8>(&keys, to, d);
+                self.accumulate_columns::<V, R, 8>(&keys, context, stride, d);
                 d += 8 * lanes;
             }
             while const { (R <= 2 || V::LANES == MAX_LANES) && R <= 4 && 4 * R <= V::ROWS * V::VECTORS }
                 && d + 4 * lanes <= d_v
             {
-                self.accumulate_columns::<V, R, 4>(&keys, to, d);
+                self.accumulate_columns::<V, R, 4>(&keys, context, stride, d);
                 d += 4 * lanes;
             }
             while const { 2 * R <= V::ROWS * V::VECTORS } && d + 2 * lanes <= d_v {
-                self.accumulate_columns::<V, R, 2>(&keys, to, d);
+                self.accumulate_columns::<V, R, 2>(&keys, context, stride, d);
                 d += 2 * lanes;
             }
             while d < d_v {
-                self.accumulate_columns::<V, R, 1>(&keys, to, d);
+                self.accumulate_columns::<V, R, 1>(&keys, context, stride, d);
                 d += lanes;
             }
         }
@@ -196,7 +195,8 @@ impl<S: Stored> RowProducts<'_, S> {
     unsafe fn accumulate_columns<V: Vector, const R: usize, const N: usize>(
         &self,
         keys: &Range<usize>,
-        (context, context_stride): (*mut f32, usize),
+        context: *mut f32,
+        context_stride: usize,
         d: usize,
     ) {
         let (rows, lanes) = (&self.rows, V::LANES);
