@@ -8,7 +8,6 @@ pub(super) use candle_attention_kernels::flash::Dims;
 use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, is_addressable, number};
 
 /// Arguments that were found to fit together.
-#[derive(Clone)]
 pub(crate) struct Call<'a> {
     pub op: &'static str,
     /// (B, H, T_q, D)

@@ -181,6 +181,11 @@ impl<G: Deref<Target = Storage>> Read<'_, G> {
         }
     }
 
+    /// Those of the tensor, which is contiguous.
+    pub fn contiguous<E: WithDType>(&self) -> Result<&[E]> {
+        contiguous(self.elements()?, self.layout)
+    }
+
     /// The tensor with its strides, as kernels take it; its last dimension is contiguous.
     pub fn strided<E: WithDType, const N: usize>(&self) -> Result<Strided<'_, E, N>> {
         Ok(strided(self.elements()?, self.layout))

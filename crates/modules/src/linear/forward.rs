@@ -11,7 +11,7 @@ use candle_nn::{Activation, Linear};
 
 use super::tracked::{packed_input_gradient, rows_of, with_even_rows};
 use super::{Kind, OP, PackedLinear};
-use crate::base::rowwise::{self, read, to_vec, with_float};
+use crate::base::rowwise::{Read, read, to_vec, with_float};
 use crate::base::{check_memory, executor};
 use candle_attention_kernels::linear::{self, Codes, Epilogue, Matrix, PackedWeight, Product, Right, Up};
 use candle_attention_kernels::{Element, Tier};
@@ -37,8 +37,7 @@ impl Packed {
         let weight = contiguous("weight", weight)?;
         let (storage, shape) = (read(&weight), weight.dims2()?);
         let packed = with_float!(OP, weight.dtype(), |E| {
-            let elements = rowwise::contiguous(storage.elements::<E>()?, storage.layout)?;
-            PackedWeight::new(elements, shape, tier).map_err(kernel_error)
+            PackedWeight::new(storage.contiguous::<E>()?, shape, tier).map_err(kernel_error)
         });
         Self::with_bias(packed?, weight.dtype(), bias)
     }
@@ -107,12 +106,11 @@ impl Columns {
     fn run<X: Element + WithDType>(&self, xs: &[X], layout: &Layout) -> Result<Vec<X>> {
         let Packed { weight, bias, .. } = &*self.packed;
         let residual = self.residual.as_ref().map(read);
-        let added = residual.as_ref().map(|residual| rowwise::contiguous(residual.elements()?, residual.layout));
         let epilogue = Epilogue {
             bias: bias.as_deref(),
             activation: self.activation,
             up: self.up.as_ref().map(|up| Up { weight: &up.weight, bias: up.bias.as_deref() }),
-            residual: added.transpose()?,
+            residual: residual.as_ref().map(Read::contiguous).transpose()?,
         };
         multiply(rows_of(xs, layout)?, Right::Weight(weight, self.columns.clone()), epilogue)
     }

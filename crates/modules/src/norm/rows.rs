@@ -8,8 +8,7 @@ use candle_core::{CpuStorage, Result, Shape, Tensor, WithDType, bail};
 use rayon::prelude::*;
 
 use crate::base::rowwise::{
-    Element, HeadRows, Op3, Operand, TASK_ELEMENTS, Ternary, contiguous, map_heads, read, with_contiguous_rows,
-    with_float,
+    self, Element, HeadRows, Op3, Operand, TASK_ELEMENTS, Ternary, map_heads, read, with_contiguous_rows, with_float,
 };
 use crate::gate::GateActivation;
 
@@ -97,7 +96,7 @@ impl RowNorm {
             norm: self,
             xs: HeadRows::<E>::new(rows.elements()?, rows.layout)?,
             gradient: HeadRows::new(gradients.elements()?, gradients.layout)?,
-            weight: contiguous(numbers.elements()?, numbers.layout)?,
+            weight: numbers.contiguous()?,
             wants: [weight.track_op(), bias.track_op()],
         };
         let (of_xs, [of_weight, of_bias]) = backward.run();
@@ -117,7 +116,7 @@ impl RowNorm {
             let rows = HeadRows::<E>::new(rows.elements()?, rows.layout)?;
             let gates = HeadRows::<E>::new(gates.elements()?, gates.layout)?;
             let gradients = HeadRows::<E>::new(gradients.elements()?, gradients.layout)?;
-            let weight = contiguous::<f32>(numbers.elements()?, numbers.layout)?;
+            let weight = numbers.contiguous::<f32>()?;
             let of_normed = map_heads(&gradients, |token| {
                 let gate = gates.of_token(token);
                 move |head, gradient: &[f32], own: &mut [f32]| {
@@ -268,7 +267,7 @@ impl Ternary for RowNorm {
         &self,
         [(xs, layout), (weight, of_weight), (third, of_third)]: [Operand; 3],
     ) -> Result<(CpuStorage, Shape)> {
-        let weight = contiguous(weight.as_slice()?, of_weight)?;
+        let weight = rowwise::contiguous(weight.as_slice()?, of_weight)?;
         let ys = with_float!(OP, xs.dtype(), |E| {
             let xs = HeadRows::<E>::new(xs.as_slice()?, layout)?;
             E::to_cpu_storage_owned(match self.gate {
@@ -276,7 +275,7 @@ impl Ternary for RowNorm {
                     let gate = HeadRows::new(third.as_slice()?, of_third)?;
                     self.rows(&xs, weight, &[], Some((&gate, activation)))?
                 }
-                None => self.rows(&xs, weight, contiguous(third.as_slice()?, of_third)?, None)?,
+                None => self.rows(&xs, weight, rowwise::contiguous(third.as_slice()?, of_third)?, None)?,
             })
         });
         Ok((ys, layout.shape().clone()))

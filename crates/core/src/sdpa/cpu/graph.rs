@@ -7,7 +7,7 @@ use candle_core::{CpuStorage, Result, Shape, Tensor, WithDType, bail};
 use super::{Dims, Flash};
 use crate::sdpa::{Attended, OutputOrder};
 use candle_attention_kernels::Element;
-use candle_attention_kernels::flash::{self, BackwardProblem, Problem, SoftmaxStats, Strided, Wanted};
+use candle_attention_kernels::flash::{self, BackwardProblem, Problem, SoftmaxStats, Wanted};
 use candle_attention_modules::base::rowwise::{Op3, Operand, Ternary, read, with_contiguous_rows, with_float};
 
 /// A call in Candle's graph, whose operations have three operands at most and one result. Where score tensors are
@@ -93,7 +93,7 @@ impl Node {
         lse_gradient: Option<Vec<f32>>,
     ) -> Result<[Option<Tensor>; 3]> {
         let flash = &self.flash;
-        let Dims { b, h, h_kv, t_q, t_kv, d, d_v } = flash.dims;
+        let Dims { b, h_kv, t_kv, d, d_v, .. } = flash.dims;
         // (B, H, T_q, D_v), whatever the order in memory.
         let gradient = match flash.output_order {
             OutputOrder::Bhtd => gradient.clone(),
@@ -101,11 +101,10 @@ impl Node {
         };
         let gradient = with_contiguous_rows(&gradient)?;
         let (context, gradient) = (read(context), read(&gradient));
-        let (context, context_grad): (Strided<E, 1>, _) = (context.strided()?, gradient.strided()?);
-        let (context, lse_grad) = (&context.data[..b * h * t_q * d_v], lse_gradient.as_deref());
+        let (context, context_grad, lse_grad) = (context.contiguous()?, gradient.strided()?, lse_gradient.as_deref());
 
-        let of_scores = flash.scores.wanted()?;
-        let are_joined = of_scores != Wanted::default();
+        let wanted_of_scores = flash.scores.wanted()?;
+        let are_joined = wanted_of_scores != Wanted::default();
         let [q, second, third] = operands;
         let (k, v) = match are_joined {
             true => {
@@ -116,7 +115,7 @@ impl Node {
             false => (second.clone(), third.clone()),
         };
         let of_v = if are_joined { second } else { third };
-        let wanted = Wanted { q: q.track_op(), k: second.track_op(), v: of_v.track_op(), ..of_scores };
+        let wanted = Wanted { q: q.track_op(), k: second.track_op(), v: of_v.track_op(), ..wanted_of_scores };
         let found = flash.with_problem([q, &k, &v], |&forward: &Problem<E>| {
             let problem = BackwardProblem { forward, context, stats: &self.stats, context_grad, lse_grad };
             flash::attend_backward(&problem, flash.tier, wanted)
@@ -128,8 +127,8 @@ impl Node {
             return Ok([like(q, found.q)?, like(second, found.k)?, like(third, found.v)?]);
         }
         let of_both = found.k.zip(found.v).map(|(k, v)| [k, v].concat());
-        let of_scores = [found.bias, found.distances, found.slopes, found.sinks].into_iter().flatten().flatten();
-        let of_scores = Tensor::from_vec(of_scores.collect::<Vec<_>>(), third.shape(), third.device())?;
+        let numbers = [found.bias, found.distances, found.slopes, found.sinks].into_iter().flatten().flatten();
+        let of_scores = Tensor::from_vec(numbers.collect::<Vec<_>>(), third.shape(), third.device())?;
         Ok([like(q, found.q)?, like(second, of_both)?, Some(of_scores)])
     }
 }

@@ -10,7 +10,7 @@ use super::rows::RowRanges;
 use super::validate::{Call, Dims};
 use super::{Attended, AttentionStatistics, OutputOrder, Outputs, plan, reference};
 use candle_attention_kernels::flash::{
-    self, Alibi, DistanceBias, Dropout, DropoutMask, KvRows, Problem, ScoreOptions, Strided, Wanted,
+    self, Alibi, DistanceBias, Dropout, DropoutMask, KvRows, Problem, ScoreOptions, Wanted,
 };
 use candle_attention_kernels::{Element, Tier};
 use candle_attention_modules::base::rowwise::{Read, read, with_contiguous_rows, with_float};
@@ -38,10 +38,14 @@ pub(super) fn attend(call: &Call, tier: Tier, outputs: Outputs) -> Result<Attend
 /// The weights that a call drops, with probability `p`.
 struct DrawnDropout {
     p: f64,
+    mask: DrawnMask,
+}
+
+enum DrawnMask {
+    /// By the seed of Philox, which is drawn unless it was given.
+    Philox(u64),
     /// By PyTorch's generator: a bit for each weight.
-    kept: Option<Vec<u8>>,
-    /// Of Philox, otherwise: drawn, unless it was given.
-    seed: u64,
+    Kept(Vec<u8>),
 }
 
 impl DrawnDropout {
@@ -51,27 +55,27 @@ impl DrawnDropout {
         if !options.train || p == 0.0 {
             return Ok(None);
         }
-        let (kept, seed) = match (&options.dropout_seed, options.dropout_philox_seed) {
+        let mask = match (&options.dropout_seed, options.dropout_philox_seed) {
             (Some(seed), _) => {
                 let keep = seed.dropout_keep(&call.score_dims(), p)?.flatten_all()?.to_vec1::<u8>()?;
                 let byte = |bits: &[u8]| bits.iter().rev().fold(0, |byte, bit| byte << 1 | bit);
-                (Some(keep.chunks(8).map(byte).collect()), 0)
+                DrawnMask::Kept(keep.chunks(8).map(byte).collect())
             }
-            (None, Some(seed)) => (None, seed),
+            (None, Some(seed)) => DrawnMask::Philox(seed),
             (None, None) => {
                 // 24 bits of each number, from the generator of the device.
                 let numbers = Tensor::rand(0f32, 1f32, 3, call.q.device())?.to_vec1::<f32>()?;
                 let bits = |x: f32| (f64::from(x) * f64::from(1 << 24)) as u64;
-                (None, numbers.into_iter().fold(0u64, |seed, x| seed.rotate_left(24) ^ bits(x)))
+                DrawnMask::Philox(numbers.into_iter().fold(0u64, |seed, x| seed.rotate_left(24) ^ bits(x)))
             }
         };
-        Ok(Some(Self { p, kept, seed }))
+        Ok(Some(Self { p, mask }))
     }
 
     fn as_kernels(&self) -> Dropout<'_> {
-        let mask = match &self.kept {
-            Some(bits) => DropoutMask::Kept(bits),
-            None => DropoutMask::Philox(self.seed),
+        let mask = match &self.mask {
+            DrawnMask::Philox(seed) => DropoutMask::Philox(*seed),
+            DrawnMask::Kept(bits) => DropoutMask::Kept(bits),
         };
         Dropout { mask, p: self.p }
     }
@@ -90,9 +94,8 @@ struct ScoreTensors {
 
 impl ScoreTensors {
     fn new(call: &Call) -> Result<Self> {
-        let copy = |tensor: &Option<Tensor>| {
-            tensor.as_ref().map(|tensor| tensor.to_dtype(DType::F32)?.force_contiguous()).transpose()
-        };
+        let floats = |tensor: &Option<Tensor>| tensor.as_ref().map(|tensor| tensor.to_dtype(DType::F32)).transpose();
+        let copy = |tensor: &Option<Tensor>| floats(tensor)?.map(|tensor| tensor.force_contiguous()).transpose();
         let bias = call.mask.bias_tensor(call.score_dims(), DType::F32, call.q.device())?;
         let narrowed = |bias: Tensor| {
             // An entry that a view repeats is one entry, whose gradient is the sum.
@@ -101,10 +104,9 @@ impl ScoreTensors {
         };
         Ok(Self {
             bias: bias.map(narrowed).transpose()?,
-            distances: match &call.options.distance_bias {
-                Some(biases) if biases.rank() == 2 => Some(biases.to_dtype(DType::F32)?.contiguous()?.unsqueeze(0)?),
-                Some(biases) => Some(biases.to_dtype(DType::F32)?.contiguous()?),
-                None => None,
+            distances: match floats(&call.options.distance_bias)? {
+                Some(biases) if biases.rank() == 2 => Some(biases.contiguous()?.unsqueeze(0)?),
+                biases => biases.map(|biases| biases.contiguous()).transpose()?,
             },
             slopes: copy(&call.options.alibi_slopes)?,
             sinks: copy(&call.options.sinks)?,
@@ -209,17 +211,15 @@ impl Flash {
             }
             None => None,
         };
-        let slopes: Option<Strided<f32, 1>> = slopes.map(Read::strided).transpose()?;
-        let sinks: Option<Strided<f32, 1>> = sinks.map(Read::strided).transpose()?;
-        let h = self.dims.h;
+        let slopes = slopes.map(Read::contiguous).transpose()?;
         let scores = ScoreOptions {
             scale: self.scale,
             softcap: self.softcap,
-            alibi: slopes.map(|slopes| Alibi { slopes: &slopes.data[..h], positions: &self.positions }),
+            alibi: slopes.map(|slopes| Alibi { slopes, positions: &self.positions }),
             distance_bias,
             bias: bias.map(Read::strided).transpose()?,
             keep: keep.map(Read::strided).transpose()?,
-            sinks: sinks.map(|sinks| &sinks.data[..h]),
+            sinks: sinks.map(Read::contiguous).transpose()?,
             dropout: self.dropout.as_ref().map(DrawnDropout::as_kernels),
         };
         let problem = Problem {
