@@ -2,7 +2,7 @@
 //! class token of a layer attends to, drawn over the picture; `model.rs` is the model, and short.
 //!
 //! ```sh
-//! cargo run --release --example image_embedding -- --model path/to/dinov2-small cat.png --attention attention.png
+//! cargo run --release --features plot --example image_embedding -- --model DIR cat.png --attention attention.png
 //! ```
 
 #[path = "../common/mod.rs"]

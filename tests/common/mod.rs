@@ -57,7 +57,7 @@ pub fn present(kind: &str, device: Result<Device>) -> Option<Device> {
 }
 
 /// The repository, which the tests of every package read from.
-fn root() -> &'static Path {
+pub fn root() -> &'static Path {
     let mut above = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors();
     above.find(|folder| folder.join("tests/common").is_dir()).expect("a folder of the repository")
 }

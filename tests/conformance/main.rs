@@ -11,11 +11,10 @@ mod page;
 mod pytorch;
 
 use std::collections::HashMap;
-use std::path::{Path, PathBuf};
 
 use candle_attention::Backend;
 use candle_core::{DType, Device, Result, Tensor};
-use common::{max_error, read_json, values};
+use common::{max_error, read_json, recorded, root, values};
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -63,7 +62,7 @@ enum Verdict {
 
 impl Judge {
     fn open(name: &str) -> Self {
-        let path = root().join("tests/conformance").join(name);
+        let path = recorded("conformance").join(name);
         let mut judge: Self = read_json(path.with_extension("json"));
         let file = path.with_extension("safetensors");
         let tensors = candle_core::safetensors::load(file, &Device::Cpu).expect("the tensors are there");
@@ -132,10 +131,6 @@ fn tolerance(dtype: DType) -> f64 {
         DType::F16 => 1e-3,
         _ => 1e-5,
     }
-}
-
-fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).into()
 }
 
 #[test]

@@ -151,7 +151,8 @@ fn merged(call: Value, patch: Value) -> Value {
 fn text_of(outcome: Result<String>) -> String {
     let text = outcome.unwrap_or_else(|error| error.to_string());
     let text = text.lines().next().unwrap_or_default();
-    let text = text.replace(&DIR.path().display().to_string(), "DIR").replace(env!("CARGO_MANIFEST_DIR"), "ROOT");
+    let text =
+        text.replace(&DIR.path().display().to_string(), "DIR").replace(common::root().to_str().expect("UTF-8"), "ROOT");
     let of_system = text.split_once(" (os error ").and_then(|(said, _)| said.rsplit_once(": "));
     match of_system.or(text.split_once(": ").filter(|(said, _)| said.ends_with("tokenizer.json that can be used"))) {
         Some((said, _)) => format!("{said}: …"),

@@ -1,14 +1,17 @@
 //! The checkpoints of `tests/{example}/models` against transformers, whose numbers each folder's `make.py` writes.
 
-use std::io::Cursor;
-
 use candle_core::{DType, Device, IndexOp, Result, Tensor, safetensors};
 
 use crate::common::{Decoded, relative_error, run, spelled};
 use crate::process::{Checkpoint, command};
 
-const EXAMPLES: [(&str, usize); 4] =
-    [("causal_lm", 45), ("image_embedding", 3), ("rerank", 4), ("sentence_embedding", 7)];
+const EXAMPLES: &[(&str, usize)] = &[
+    ("causal_lm", 45),
+    #[cfg(feature = "plot")]
+    ("image_embedding", 3),
+    ("rerank", 4),
+    ("sentence_embedding", 7),
+];
 const SENTENCES: &str = "tests/sentence_embedding/sentences.txt";
 const PICTURE: &str = "tests/image_embedding/picture.png";
 
@@ -52,7 +55,7 @@ fn pairs(model: &Checkpoint, options: &[&str]) -> Result<Vec<[Tensor; 2]>> {
 
 #[test]
 fn examples_give_what_transformers_gives() -> Result<()> {
-    for (example, count) in EXAMPLES {
+    for &(example, count) in EXAMPLES {
         let models = Checkpoint::all(example);
         assert_eq!(models.len(), count, "{example}");
         for model in &models {
@@ -136,10 +139,11 @@ fn vectors_are_written_with_their_sentences() {
 
 /// Where the class token looks, the picture is lightest.
 #[test]
+#[cfg(feature = "plot")]
 fn attention_is_drawn_over_the_picture_that_the_model_sees() -> Result<()> {
     for model in Checkpoint::all("image_embedding") {
         let png = model.written("--attention", &[PICTURE, "--head", "2"]);
-        let mut reader = png::Decoder::new(Cursor::new(png)).read_info().expect("a PNG");
+        let mut reader = png::Decoder::new(std::io::Cursor::new(png)).read_info().expect("a PNG");
         let mut pixels = vec![0; reader.output_buffer_size().expect("a small picture")];
         let info = reader.next_frame(&mut pixels).expect("pixels");
         let golden = model.tensors("golden.safetensors");

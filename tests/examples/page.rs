@@ -21,6 +21,7 @@ fn every_checkpoint_has_a_page_of_all_layers() {
         ("causal_lm", &["--ids", "5,7,9,11,2", "--max-tokens", "1"][..]),
         ("sentence_embedding", &["a man is eating", "another"]),
         ("rerank", &["what is it", "a man", "a bird"]),
+        #[cfg(feature = "plot")]
         ("image_embedding", &["tests/image_embedding/picture.png"]),
     ] {
         for model in Checkpoint::all(example) {

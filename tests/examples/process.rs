@@ -8,7 +8,7 @@ use std::sync::Mutex;
 use candle_core::{Device, Tensor, safetensors};
 use serde_json::Value;
 
-use crate::common::{Run, listed, read_json, recorded, run};
+use crate::common::{Run, listed, read_json, recorded, root, run};
 
 pub const SENTENCE: &str = "hello world how are you ?";
 
@@ -20,7 +20,7 @@ pub fn command(example: &str) -> Command {
     static BUILT: Mutex<BTreeMap<String, PathBuf>> = Mutex::new(BTreeMap::new());
     let mut built = BUILT.lock().expect("every example is built");
     let mut command = Command::new(built.entry(example.to_string()).or_insert_with(|| build(example)));
-    command.current_dir(env!("CARGO_MANIFEST_DIR")).env("RUST_BACKTRACE", "1").env_remove("NO_COLOR");
+    command.current_dir(root()).env("RUST_BACKTRACE", "1").env_remove("NO_COLOR");
     command
 }
 
@@ -40,7 +40,7 @@ fn build(example: &str) -> PathBuf {
         .args(["--features", &features.join(",")])
         // Those that this test was built with, so that nothing is compiled twice.
         .args(std::env::var("EXAMPLE_BUILD_ARGS").unwrap_or_default().split_whitespace())
-        .current_dir(env!("CARGO_MANIFEST_DIR"))
+        .current_dir(root())
         .output()
         .expect("cargo runs");
     assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
@@ -70,12 +70,12 @@ pub struct Checkpoint {
 
 impl Checkpoint {
     pub fn of(example: &'static str, model: &str) -> Self {
-        Self { example, path: models(example).join(model) }
+        Self { example, path: recorded(example).join("models").join(model) }
     }
 
     /// All that an example has, in order.
     pub fn all(example: &'static str) -> Vec<Self> {
-        listed(models(example)).into_iter().map(|path| Self { example, path }).collect()
+        listed(recorded(example).join("models")).into_iter().map(|path| Self { example, path }).collect()
     }
 
     pub fn config(&self) -> Value {
@@ -105,10 +105,6 @@ impl std::fmt::Display for Checkpoint {
     fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
         write!(f, "{} {}", self.example, self.path.display())
     }
-}
-
-fn models(example: &str) -> PathBuf {
-    recorded(example).join("models")
 }
 
 /// Copies a file, or all that a folder has.

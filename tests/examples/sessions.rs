@@ -21,12 +21,12 @@ use rayon::prelude::*;
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::common::{Run, listed, run};
+use crate::common::{Run, listed, recorded, root, run};
 use crate::process::{self, Tensors};
 
 #[test]
 fn programs_print_what_was_reviewed() {
-    let mut files = listed("tests/examples/sessions");
+    let mut files = listed(recorded("examples/sessions"));
     files.retain(|path| path.is_file());
     files.par_iter().for_each(|path| assert_reviewed(path));
 }
@@ -37,11 +37,12 @@ fn what_features_change_is_printed_as_reviewed() {
         ("hub", cfg!(feature = "hub")),
         ("no_hub", cfg!(not(feature = "hub"))),
         ("plot", cfg!(feature = "plot")),
+        ("image_embedding", cfg!(feature = "plot")),
         ("no_plot", cfg!(not(feature = "plot"))),
         ("no_device", cfg!(not(any(feature = "cuda", feature = "flash-attn", feature = "metal")))),
     ] {
         if runs {
-            assert_reviewed(&Path::new("tests/examples/sessions/features").join(file).with_extension("txt"));
+            assert_reviewed(&recorded("examples/sessions/features").join(file).with_extension("txt"));
         }
     }
 }
@@ -50,7 +51,7 @@ fn assert_reviewed(file: &Path) {
     let script = std::fs::read_to_string(file).expect("a text");
     let found = Session(tempfile::tempdir().expect("a folder")).answer(&script);
     if !is_near(&script, &found) {
-        expect_test::expect_file![Path::new(env!("CARGO_MANIFEST_DIR")).join(file)].assert_eq(&found);
+        expect_test::expect_file![file].assert_eq(&found);
     }
 }
 
@@ -105,9 +106,9 @@ impl Session {
                 }
                 ["+", from] => {
                     std::fs::remove_dir_all(dir).and_then(|()| std::fs::create_dir(dir)).expect("an empty folder");
-                    process::copy(Path::new(from), dir).expect(line);
+                    process::copy(&root().join(from), dir).expect(line);
                 }
-                ["+", from, to] => process::copy(Path::new(from), &dir.join(to)).expect(line),
+                ["+", from, to] => process::copy(&root().join(from), &dir.join(to)).expect(line),
                 ["-", file] => std::fs::remove_file(dir.join(file)).expect(line),
                 ["-", file, key] => {
                     self.edit(file, |json| _ = json.as_object_mut().expect(line).remove(key).expect(line))
@@ -155,7 +156,7 @@ impl Session {
         let Run { code, stdout, stderr } = run(command);
         let said = |mark: &str, text: &str| -> String {
             let text = text.replace(self.0.path().to_str().expect("UTF-8"), "DIR");
-            let text = text.replace(env!("CARGO_MANIFEST_DIR"), "ROOT");
+            let text = text.replace(root().to_str().expect("UTF-8"), "ROOT");
             text.lines().map(|line| format!("{}\n", format!("{mark} {}", stable(line)).trim_end())).collect()
         };
         let end = if code == Some(0) { String::new() } else { format!("({})\n", code.unwrap_or(-1)) };

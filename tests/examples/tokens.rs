@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use crate::common::{Golden, Run, models, read_json, run, systems, values};
+use crate::common::{Golden, Run, models, read_json, recorded, root, run, systems, values};
 use crate::process::{SENTENCE, command, printed};
 
 type Maps = Vec<Vec<Vec<f64>>>;
@@ -56,7 +56,7 @@ fn the_first_numbers_are_pytorchs() {
 fn maps_are_those_of_pytorch_and_transformers() {
     let weights = Golden::open("frontend_1536").get("main", "attn_weights_f64").mean(1).expect("a mean over heads");
     assert_maps(&[SENTENCE], &weights.to_vec3().expect("(B, T, T)"));
-    let exact: HashMap<String, Vec<Maps>> = read_json("tests/examples/attentions.json");
+    let exact: HashMap<String, Vec<Maps>> = read_json(recorded("examples/attentions.json"));
     for (checkpoint, texts) in [
         ("causal_lm/models/gpt2", ["a b", "c d e"]),
         ("sentence_embedding/models/bert", ["man eats", "the sky is blue"]),
@@ -88,7 +88,7 @@ fn every_folder_of_models_runs_or_says_why_not() {
 fn a_reader_that_goes_away_is_no_error() {
     // The map does not fit a pipe's buffer, so the write fails once the reader has left.
     let mut shell = std::process::Command::new("sh");
-    shell.args(["-c", "\"$0\" \"$1\" --model frontend_48 | head -c 10"]).current_dir(env!("CARGO_MANIFEST_DIR"));
+    shell.args(["-c", "\"$0\" \"$1\" --model frontend_48 | head -c 10"]).current_dir(root());
     shell.args([command("tokenize_attend").get_program(), vec!["hello"; 200].join(" ").as_ref()]);
     let Run { stdout, stderr, .. } = run(shell);
     assert_eq!(stdout, "tokens    ");

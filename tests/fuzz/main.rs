@@ -10,16 +10,14 @@ mod safetensors_index;
 mod tokenizer_json;
 mod weights;
 
-use std::path::Path;
-
 use attention_oracle::array::Random;
-use common::listed;
+use common::{listed, root};
 
 type Target = (&'static str, fn(&[u8]));
 
 /// The contents of the seeds of a target, in the order of their names.
 fn seeds(target: &str) -> Vec<Vec<u8>> {
-    let seeds = listed(Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/seeds").join(target));
+    let seeds = listed(root().join("fuzz/seeds").join(target));
     assert!(!seeds.is_empty(), "{target} has no seeds");
     println!("{seeds:?}");
     seeds.iter().map(|seed| std::fs::read(seed).expect("its bytes")).collect()

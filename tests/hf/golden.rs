@@ -3,12 +3,13 @@
 use candle_attention::{AttentionInput, AttentionMask, Backend, HeadShard, QkNormScope, Windows, hf};
 use candle_core::{Result, Tensor};
 
+use crate::common::root;
 use crate::{CPU, LATENT, Model, all_models};
 
 /// In the census of `compare/census`, whose page says so.
 #[test]
 fn every_architecture_is_equal() {
-    let page = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/architectures.md")).expect("a page");
+    let page = std::fs::read_to_string(root().join("docs/architectures.md")).expect("a page");
     let (_, equal) = page.split_once("## Equal").expect("a part of the page");
     // Rows may be for layers of linear attention alone.
     let (equal, _) = equal.split_once("## Refused").expect("parts after it");

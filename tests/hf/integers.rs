@@ -9,7 +9,7 @@ use candle_core::{Error, Result};
 use serde_json::{Value, json};
 
 use crate::common::allocations::{self, Counting};
-use crate::common::listed;
+use crate::common::{listed, root};
 use crate::golden::{forward, on_axes};
 use crate::{Model, Tensors, all_models, builder};
 
@@ -215,7 +215,7 @@ fn names(folder: &Path, found: &mut BTreeSet<String>) {
 #[test]
 fn no_integer_of_an_architecture_hurts() {
     let mut all = BTreeSet::new();
-    names(concat!(env!("CARGO_MANIFEST_DIR"), "/crates/checkpoints/src/hf").as_ref(), &mut all);
+    names(&root().join("crates/checkpoints/src/hf"), &mut all);
     // What `per_layer_config` has for a layer are the same fields.
     let known: Vec<_> = hf::architectures().chain(["model_type", "per_layer_config"]).collect();
     let all: Vec<_> = all.iter().map(String::as_str).filter(|name| !known.contains(name)).collect();

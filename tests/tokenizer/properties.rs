@@ -5,6 +5,8 @@ use candle_attention::text::{PaddingSide, SimpleTokenizer, Split, TokenizerError
 use candle_core::{DType, Device, Tensor};
 use proptest::prelude::*;
 
+use crate::common::recorded;
+
 use super::{ids, save_and_load, tutorial};
 
 fn words() -> impl Strategy<Value = Vec<String>> {
@@ -87,7 +89,7 @@ fn pairs_are_those_of_the_tokenizers_crate() {
 
     let texts = ["", "man", "the sky is blue", "a girl carries a baby on the street while the old man plays a guitar"];
     for model in ["bert", "xlm-roberta"] {
-        let path = format!("{}/tests/rerank/models/{model}/tokenizer.json", env!("CARGO_MANIFEST_DIR"));
+        let path = recorded(&format!("rerank/models/{model}/tokenizer.json"));
         let own = SimpleTokenizer::from_file(&path).expect("a tokenizer");
         let mut theirs = Tokenizer::from_file(&path).expect("the same");
         let mut cut = 0;

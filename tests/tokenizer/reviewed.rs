@@ -134,7 +134,7 @@ impl Case {
 
 #[test]
 fn texts_become_what_was_reviewed() {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/tokenizer/texts.txt");
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tokenizer/texts.txt");
     let (reviewed, mut text) = (std::fs::read_to_string(path).expect("the texts"), String::new());
     for line in reviewed.lines().filter(|line| !line.starts_with("    ")) {
         let case: Case = serde_json::from_str(line).unwrap_or_else(|error| panic!("{line}: {error}"));

@@ -7,7 +7,7 @@ use candle_attention::{AttentionInput, Backend, MultiHeadAttention, MultiHeadAtt
 use candle_core::{DType, Result, Tensor, Var, safetensors};
 use candle_nn::{AdamW, Optimizer, ParamsAdamW, SGD, VarBuilder};
 
-use crate::common::assert_close;
+use crate::common::{assert_close, recorded};
 use crate::{CPU, wave};
 
 const E: usize = 16;
@@ -26,7 +26,7 @@ fn seeded(cfg: &MultiHeadAttentionConfig) -> Result<(HashMap<String, Var>, Multi
 }
 
 fn follows_torch(name: &str, make: impl Fn(Vec<Var>) -> Result<Box<dyn FnMut(&Tensor) -> Result<()>>>) -> Result<()> {
-    let expected = safetensors::load(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/weights/trained.safetensors"), &CPU)?;
+    let expected = safetensors::load(recorded("weights/trained.safetensors"), &CPU)?;
     let (xs, target) = (wave(0.61, (2, 9, E))?, wave(0.37, (2, 9, E))?);
     for backend in [Backend::Auto, Backend::Reference] {
         let (vars, layer) = seeded(&MultiHeadAttentionConfig::new(E, 4).with_causal(true))?;
