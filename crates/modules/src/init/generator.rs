@@ -3,10 +3,13 @@
 
 use std::f32::consts::{FRAC_1_SQRT_2, FRAC_2_PI, TAU};
 
-use candle_core::Shape;
+use candle_core::{Result, Shape, bail};
 use candle_nn::Init;
 use candle_nn::init::{FanInOut, NonLinearity, NormalOrUniform};
 use rand_mt::Mt;
+
+use super::buffer;
+use crate::base::is_addressable;
 
 /// The state that `torch.manual_seed` sets: MT19937, and the second half of a Box-Muller pair that waits for its turn.
 pub(super) struct Generator {
@@ -20,36 +23,35 @@ impl Generator {
         Self { twister: Mt::new(seed as u32), spare_normal: None }
     }
 
-    /// What a hint says, or what PyTorch would object to.
-    pub(super) fn draw(&mut self, hint: Init, shape: &Shape, out: &mut [f32]) -> Result<(), String> {
+    /// What a hint says, once it is known that PyTorch would not object. `what` opens the message of an error.
+    pub(super) fn draw(&mut self, what: &str, hint: Init, shape: &Shape) -> Result<Vec<f32>> {
+        let is_finite = |x: f64| (x as f32).is_finite();
         match hint {
-            Init::Const(value) => {
-                if value.is_finite() && (value as f32).is_infinite() {
-                    return Err(format!("the constant {value} is too large for f32"));
-                }
-                out.fill(value as f32);
+            Init::Const(value) if value.is_finite() && !is_finite(value) => {
+                bail!("{what} the constant {value} is too large for f32")
             }
-            // A shape without elements draws nothing; its fan may be 0, and a bound from it infinite.
-            _ if out.is_empty() => {}
+            Init::Const(value) => buffer(what, shape, value as f32),
+            // Without elements nothing is drawn, whose fan may be 0, and a bound from it infinite; and of more than can
+            // be counted there is no fan.
+            _ if shape.dims().contains(&0) || !is_addressable(shape.dims()) => buffer(what, shape, 0.0),
             Init::Uniform { lo, up } if lo <= up && (up as f32 - lo as f32).is_finite() => {
-                self.uniform(lo as f32, up as f32, out);
+                let mut values = buffer(what, shape, 0.0)?;
+                self.uniform(lo as f32, up as f32, &mut values);
+                Ok(values)
             }
-            Init::Uniform { lo, up } => {
-                return Err(format!(
-                    "a uniform distribution takes bounds lo <= up that are finite in f32, as is up - lo; found lo {lo}, up {up}"
-                ));
+            Init::Uniform { lo, up } => bail!(
+                "{what} a uniform distribution takes bounds lo <= up that are finite in f32, as is up - lo; found lo {lo}, up {up}"
+            ),
+            Init::Randn { mean, stdev } if is_finite(mean) && is_finite(stdev) && stdev >= 0.0 => {
+                let mut values = buffer(what, shape, 0.0)?;
+                self.normal(mean, stdev, &mut values);
+                Ok(values)
             }
-            Init::Randn { mean, stdev } => {
-                if !(mean as f32).is_finite() || stdev < 0.0 || !(stdev as f32).is_finite() {
-                    return Err(format!(
-                        "a normal distribution takes a mean and a standard deviation >= 0 that are finite in f32; found {mean}, {stdev}"
-                    ));
-                }
-                self.normal(mean, stdev, out);
-            }
-            Init::Kaiming { .. } => return self.draw(resolved(hint, shape), shape, out),
+            Init::Randn { mean, stdev } => bail!(
+                "{what} a normal distribution takes a mean and a standard deviation >= 0 that are finite in f32; found {mean}, {stdev}"
+            ),
+            Init::Kaiming { .. } => self.draw(what, resolved(hint, shape), shape),
         }
-        Ok(())
     }
 
     /// `uniform_(lo, hi)`, one 32-bit output an element.
@@ -57,7 +59,7 @@ impl Generator {
     /// PyTorch's vector kernels scale and shift with one rounding, which `mul_add` promises on every machine. A detour
     /// over f64 would not: its sum rounds too where `lo` has bits far below those of the range. A value that rounds up
     /// to `hi` becomes `lo`, as in PyTorch 2.15, since `hi` is outside the interval.
-    pub(super) fn uniform(&mut self, lo: f32, hi: f32, out: &mut [f32]) {
+    fn uniform(&mut self, lo: f32, hi: f32, out: &mut [f32]) {
         let range = hi - lo;
         for slot in out {
             let value = self.unit_f32().mul_add(range, lo);
@@ -66,7 +68,7 @@ impl Generator {
     }
 
     /// `normal_(mean, std)`: by blocks of sixteen in f32, or one by one in f64 for fewer elements than a block.
-    pub(super) fn normal(&mut self, mean: f64, std: f64, out: &mut [f32]) {
+    fn normal(&mut self, mean: f64, std: f64, out: &mut [f32]) {
         if out.len() < BLOCK {
             for slot in out {
                 *slot = self.unit_normal().mul_add(std, mean) as f32;

@@ -25,7 +25,7 @@
 
 mod generator;
 
-use candle_core::{DType, Device, Error, Result, Shape, Tensor, bail};
+use candle_core::{DType, Device, Result, Shape, Tensor, bail};
 use candle_nn::Init;
 use candle_nn::var_builder::{SimpleBackend, VarBuilder};
 use generator::Generator;
@@ -190,8 +190,7 @@ impl Parameter {
 
 /// `what` opens the message of an error, here and below.
 fn draw(generator: &mut Generator, what: &str, shape: Shape, hint: Init) -> Result<Tensor> {
-    let mut values = buffer(what, &shape, 0.0)?;
-    generator.draw(hint, &shape, &mut values).map_err(|problem| Error::msg(format!("{what} {problem}")))?;
+    let values = generator.draw(what, hint, &shape)?;
     Tensor::from_vec(values, shape, &Device::Cpu)
 }
 

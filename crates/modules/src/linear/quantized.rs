@@ -8,7 +8,7 @@ use candle_core::{DType, Module, Result, Tensor, bail};
 use candle_nn::Linear;
 use half::f16;
 
-use super::forward::{Packed, choose_tier, contiguous, plain};
+use super::forward::{Packed, choose_tier, contiguous, outputs, plain};
 use super::{Kind, OP, PackedLinear};
 use crate::base::{Dim, Expect, check_memory, part};
 use candle_attention_kernels::linear::{CODE_BLOCK, Codes};
@@ -101,25 +101,21 @@ impl Blocks {
         for block in data.chunks_exact(bytes) {
             let half = |at: usize| f16::from_le_bytes([block[at], block[at + 1]]);
             scales.push(half(0));
-            let mut rest = &block[2..];
-            if self.has_minimums {
-                minimums.push(half(2));
-                rest = &rest[2..];
-            }
-            let (fifth, lower) = rest.split_at(if self.bits == 5 { 4 } else { 0 });
-            if self.bits == 8 {
-                // Signed bytes.
-                codes.extend(lower.iter().map(|code| code ^ 0x80));
-                continue;
-            }
+            minimums.extend(self.has_minimums.then(|| half(2)));
+            let (fifth, lower) =
+                block[bytes - CODE_BLOCK * self.bits / 8..].split_at(if self.bits == 5 { 4 } else { 0 });
             // Without a minimum, zero is in the middle of the codes: 16 of 5 bits, and 128 of the 8 that they are held
             // in.
             let middle = if self.bits == 5 && !self.has_minimums { 128 - 16 } else { 0 };
-            let numbers = lower.iter().map(|pair| pair & 0xf).chain(lower.iter().map(|pair| pair >> 4));
-            codes.extend(numbers.enumerate().map(|(at, number)| {
-                let fifth = fifth.get(at / 8).map_or(0, |byte| byte >> (at % 8) & 1);
-                middle + (fifth << 4 | number)
-            }));
+            let code = |at: usize| {
+                let number = lower[at % 16] >> (at / 16 * 4) & 0xf;
+                middle + (fifth.get(at / 8).map_or(0, |byte| byte >> (at % 8) & 1) << 4 | number)
+            };
+            match self.bits {
+                // Signed bytes.
+                8 => codes.extend(lower.iter().map(|code| code ^ 0x80)),
+                _ => codes.extend((0..CODE_BLOCK).map(code)),
+            }
         }
         let bits = if self.bits == 4 { 4 } else { 8 };
         let minimums = self.has_minimums.then_some(minimums.as_slice());
@@ -145,7 +141,7 @@ impl Quantized {
     /// both.
     pub fn forward(&self, xs: &Tensor, columns: Range<usize>) -> Result<Tensor> {
         if xs.track_op() || xs.elem_count() == 0 {
-            return plain(&self.to_linear()?, xs, columns);
+            return plain(&outputs(&self.to_linear()?, &columns, xs.dtype())?, xs);
         }
         let ys = self.product.forward(&contiguous("input", xs)?)?;
         let ys = if let Some(bias) = &self.bias { ys.broadcast_add(bias)? } else { ys };
