@@ -5,8 +5,8 @@
 //! nodes of their own, which copy nothing:
 //!
 //! ```text
-//! c, d, ..    -> a number -+
-//! a, b -------------------+-> first result -> second result
+//! a, b ------------------+
+//! c, d, .. -> a number --+-> first result -> second result
 //! ```
 //!
 //! On the way back the node of a second result puts its gradient down, that of the first runs the backward pass, and
@@ -24,8 +24,8 @@ type Backward = dyn Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send +
 
 /// The result of an operation, contiguous numbers on the CPU, with gradients for those of its operands that are tracked.
 ///
-/// `backward` is given the result and its gradient, and gives those of the operands, in their order, at least of all that
-/// are tracked.
+/// `backward` is given the result and its gradient, and gives those of the operands in their order, at least of all
+/// that are tracked.
 pub fn record<E: WithDType>(
     name: &'static str,
     operands: &[Option<&Tensor>],

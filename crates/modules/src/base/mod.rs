@@ -1,5 +1,5 @@
-//! What every room stands on: options, numbers, what a tensor is expected to be, rows of tensors, operations in Candle's
-//! graph, parameters by name, and shares of them.
+//! What every room stands on: options, numbers, what a tensor is expected to be, rows of tensors, operations in
+//! Candle's graph, parameters by name, and shares of them.
 
 mod expect;
 mod graph;

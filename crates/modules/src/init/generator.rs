@@ -3,7 +3,7 @@
 
 use std::f32::consts::{FRAC_1_SQRT_2, FRAC_2_PI, TAU};
 
-use candle_core::{Result, Shape, bail};
+use candle_core::{Device, Result, Shape, Tensor, bail};
 use candle_nn::Init;
 use candle_nn::init::{FanInOut, NonLinearity, NormalOrUniform};
 use rand_mt::Mt;
@@ -24,34 +24,36 @@ impl Generator {
     }
 
     /// What a hint says, once it is known that PyTorch would not object. `what` opens the message of an error.
-    pub(super) fn draw(&mut self, what: &str, hint: Init, shape: &Shape) -> Result<Vec<f32>> {
+    pub(super) fn draw(&mut self, what: &str, hint: Init, shape: &Shape) -> Result<Tensor> {
         let is_finite = |x: f64| (x as f32).is_finite();
-        match hint {
+        let values = || buffer(what, shape, 0f32);
+        let values = match hint {
             Init::Const(value) if value.is_finite() && !is_finite(value) => {
                 bail!("{what} the constant {value} is too large for f32")
             }
-            Init::Const(value) => buffer(what, shape, value as f32),
+            Init::Const(value) => buffer(what, shape, value as f32)?,
             // Without elements nothing is drawn, whose fan may be 0, and a bound from it infinite; and of more than can
             // be counted there is no fan.
-            _ if shape.dims().contains(&0) || !is_addressable(shape.dims()) => buffer(what, shape, 0.0),
+            _ if shape.dims().contains(&0) || !is_addressable(shape.dims()) => values()?,
             Init::Uniform { lo, up } if lo <= up && (up as f32 - lo as f32).is_finite() => {
-                let mut values = buffer(what, shape, 0.0)?;
+                let mut values = values()?;
                 self.uniform(lo as f32, up as f32, &mut values);
-                Ok(values)
+                values
             }
             Init::Uniform { lo, up } => bail!(
                 "{what} a uniform distribution takes bounds lo <= up that are finite in f32, as is up - lo; found lo {lo}, up {up}"
             ),
             Init::Randn { mean, stdev } if is_finite(mean) && is_finite(stdev) && stdev >= 0.0 => {
-                let mut values = buffer(what, shape, 0.0)?;
+                let mut values = values()?;
                 self.normal(mean, stdev, &mut values);
-                Ok(values)
+                values
             }
             Init::Randn { mean, stdev } => bail!(
                 "{what} a normal distribution takes a mean and a standard deviation >= 0 that are finite in f32; found {mean}, {stdev}"
             ),
-            Init::Kaiming { .. } => self.draw(what, resolved(hint, shape), shape),
-        }
+            Init::Kaiming { .. } => return self.draw(what, resolved(hint, shape), shape),
+        };
+        Tensor::from_vec(values, shape, &Device::Cpu)
     }
 
     /// `uniform_(lo, hi)`, one 32-bit output an element.
@@ -61,22 +63,19 @@ impl Generator {
     /// to `hi` becomes `lo`, as in PyTorch 2.15, since `hi` is outside the interval.
     fn uniform(&mut self, lo: f32, hi: f32, out: &mut [f32]) {
         let range = hi - lo;
-        for slot in out {
+        out.fill_with(|| {
             let value = self.unit_f32().mul_add(range, lo);
-            *slot = if value < hi { value } else { lo };
-        }
+            if value < hi { value } else { lo }
+        });
     }
 
     /// `normal_(mean, std)`: by blocks of sixteen in f32, or one by one in f64 for fewer elements than a block.
     fn normal(&mut self, mean: f64, std: f64, out: &mut [f32]) {
         if out.len() < BLOCK {
-            for slot in out {
-                *slot = self.unit_normal().mul_add(std, mean) as f32;
-            }
-            return;
+            return out.fill_with(|| self.unit_normal().mul_add(std, mean) as f32);
         }
         let (simd, mean, std) = (pulp::Arch::new(), mean as f32, std as f32);
-        self.fill_unit_f32(out);
+        out.fill_with(|| self.unit_f32());
         let (blocks, remainder) = out.as_chunks_mut();
         simd.dispatch(BoxMuller { blocks, mean, std });
         // Where the last block is not full, the last sixteen elements are drawn afresh, those of the block before
@@ -84,22 +83,14 @@ impl Generator {
         if !remainder.is_empty()
             && let Some(last) = out.last_chunk_mut()
         {
-            self.fill_unit_f32(last);
+            last.fill_with(|| self.unit_f32());
             simd.dispatch(BoxMuller { blocks: std::slice::from_mut(last), mean, std });
         }
     }
 
-    /// `bernoulli_(probability)` as bytes, one 64-bit draw an element.
-    pub(super) fn bernoulli(&mut self, probability: f64, out: &mut [u8]) {
-        for slot in out {
-            *slot = u8::from(self.unit_f64() < probability);
-        }
-    }
-
-    fn fill_unit_f32(&mut self, out: &mut [f32]) {
-        for slot in out {
-            *slot = self.unit_f32();
-        }
+    /// `bernoulli_(probability)` as a byte, of one 64-bit draw.
+    pub(super) fn bernoulli(&mut self, probability: f64) -> u8 {
+        u8::from(self.unit_f64() < probability)
     }
 
     /// From [0, 1), a multiple of 2^-24.
@@ -236,18 +227,15 @@ fn resolved(hint: Init, shape: &Shape) -> Init {
     // Candle's default hint: that of its linear layers and convolutions.
     let is_default =
         matches!((dist, fan, non_linearity), (NormalOrUniform::Normal, FanInOut::FanIn, NonLinearity::ReLU));
-    let gain = if is_default { linear_gain() } else { non_linearity.gain() };
+    // That of `torch.nn.Linear.reset_parameters`, a leaky ReLU of slope sqrt(5), in PyTorch's own roundings.
+    let of_linear = (2.0 / (1.0 + 5f64.sqrt().powi(2))).sqrt();
+    let gain = if is_default { of_linear } else { non_linearity.gain() };
     let stdev = gain / (fan.for_shape(shape) as f64).sqrt();
     if is_default || matches!(dist, NormalOrUniform::Uniform) {
         let bound = 3f64.sqrt() * stdev;
         return Init::Uniform { lo: -bound, up: bound };
     }
     Init::Randn { mean: 0.0, stdev }
-}
-
-/// The gain of `torch.nn.Linear.reset_parameters`, a leaky ReLU of slope sqrt(5), in PyTorch's own roundings.
-fn linear_gain() -> f64 {
-    (2.0 / (1.0 + 5f64.sqrt().powi(2))).sqrt()
 }
 
 #[cfg(test)]

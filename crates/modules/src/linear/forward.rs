@@ -12,7 +12,7 @@ use super::{Kind, OP, PackedLinear};
 use crate::base::rowwise::{Element, Read, read, to_vec, with_float};
 use crate::base::{check_memory, executor, record};
 use candle_attention_kernels::Tier;
-use candle_attention_kernels::linear::{self, Codes, Epilogue, Matrix, PackedWeight, Product, Right, Up};
+use candle_attention_kernels::linear::{self, Epilogue, Matrix, PackedWeight, Product, Right, Up};
 
 /// The instruction set of products with a weight: one in particular, or the fastest.
 pub(super) fn choose_tier(tier: Option<Tier>, dtype: DType) -> Result<Tier> {
@@ -40,13 +40,8 @@ impl Packed {
         Self::with_bias(packed?, weight.dtype(), bias)
     }
 
-    /// Packs codes that stand for f32, and `bias` (out,) on the CPU.
-    pub fn of_codes(codes: &Codes, shape: (usize, usize), bias: Option<&Tensor>) -> Result<Self> {
-        let tier = choose_tier(None, DType::F32)?;
-        Self::with_bias(PackedWeight::from_codes(codes, shape, tier).map_err(kernel_error)?, DType::F32, bias)
-    }
-
-    fn with_bias(weight: PackedWeight, dtype: DType, bias: Option<&Tensor>) -> Result<Self> {
+    /// With `bias` (out,) on the CPU.
+    pub fn with_bias(weight: PackedWeight, dtype: DType, bias: Option<&Tensor>) -> Result<Self> {
         let linear_dtype = if bias.is_none_or(|bias| bias.dtype() == dtype) { dtype } else { DType::F32 };
         let bias = bias.map(|bias| to_vec(&contiguous("bias", bias)?)).transpose()?;
         Ok(Self { weight, dtype, linear_dtype, bias })
@@ -139,8 +134,8 @@ pub(super) fn tracked(xs: &Tensor, linear: &Linear, tier: Tier) -> Result<Tensor
                 false => product(&flat("input", xs)?.t()?, &gradient)?.t(),
             };
             let of_bias = || {
-                let sums = |rows: Matrix<E>| linear::column_sums::<E>(rows, tier, executor()).map_err(kernel_error);
-                Tensor::from_vec(with_matrix(&gradient, sums)?, weight.dim(0)?, &Device::Cpu)
+                let ones = Tensor::ones((1, gradient.dim(0)?), gradient.dtype(), &Device::Cpu)?;
+                product(&ones, &gradient)?.squeeze(0)
             };
             Ok(vec![
                 xs.track_op().then(of_xs).transpose()?,
@@ -164,7 +159,7 @@ pub(super) fn kernel_activation(activation: Activation) -> Result<linear::Activa
     })
 }
 
-fn kernel_error(error: candle_attention_kernels::Error) -> candle_core::Error {
+pub(super) fn kernel_error(error: candle_attention_kernels::Error) -> candle_core::Error {
     candle_core::Error::msg(format!("[{OP}] {error}"))
 }
 
@@ -173,14 +168,14 @@ fn with_width(dims: &[usize], width: usize) -> Shape {
     [&dims[..dims.len() - 1], &[width]].concat().into()
 }
 
-/// A tensor (.., columns) as it is in memory, as a matrix, if its rows lie at one distance and either they or its columns
-/// are contiguous. One of nothing is anywhere.
+/// A tensor (.., columns) as it is in memory, as a matrix, if its rows lie at one distance and either they or its
+/// columns are contiguous. One of nothing is anywhere.
 fn matrix<'a, E>(data: &'a [E], layout: &Layout) -> Option<Matrix<'a, E>> {
     let (&columns, lead) = layout.dims().split_last()?;
-    let counts = lead.iter().zip(layout.stride()).filter(|&(&dim, _)| dim != 1);
+    let mut counts = lead.iter().zip(layout.stride()).filter(|&(&dim, _)| dim != 1);
     let mut pairs = counts.clone().zip(counts.clone().skip(1));
     let is_even = pairs.all(|((_, &outer), (&dim, &inner))| outer == dim * inner);
-    let (row, column) = (counts.last().map_or(0, |(_, &stride)| stride), layout.stride()[lead.len()]);
+    let (row, column) = (counts.next_back().map_or(0, |(_, &stride)| stride), layout.stride()[lead.len()]);
     let data = &data[layout.start_offset().min(data.len())..];
     let rows = Matrix { data, rows: lead.iter().product(), columns, stride: row, is_transposed: false };
     match () {

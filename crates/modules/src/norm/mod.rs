@@ -119,8 +119,8 @@ impl NormPlace {
     fn shape(&self) -> Vec<usize> {
         match self.norm.scope {
             QkNormScope::Projection => vec![self.count * self.width],
-            QkNormScope::PerHeadWeights if self.norm.kind != QkNormKind::RmsNoWeight => vec![self.count, self.width],
-            QkNormScope::PerHead | QkNormScope::PerHeadWeights => vec![self.width],
+            QkNormScope::PerHeadWeights => vec![self.count, self.width],
+            QkNormScope::PerHead => vec![self.width],
         }
     }
 
@@ -160,11 +160,11 @@ impl NormPlace {
     /// The norm, of numbers in a dtype on a device.
     pub fn norm(&self, parameters: &ParameterList, dtype: DType, device: &Device) -> Result<Norm> {
         let get = |part: &str| parameters.get(&format!("{}.{part}", self.names[0])).cloned();
-        let weight = match get("weight") {
-            Some(weight) => weight,
-            None => ones(self.shape()[0], dtype, device)?,
-        };
-        Norm::new(self.norm.kind, self.norm.eps, weight, get("bias"))
+        let QkNorm { kind, eps, .. } = self.norm;
+        match get("weight") {
+            Some(weight) => Norm::new(kind, eps, weight, get("bias")),
+            None => Norm::without_weight(eps, *self.shape().last().unwrap_or(&0), dtype, device),
+        }
     }
 }
 
@@ -180,12 +180,6 @@ pub fn refuse_norms(qk_norm: Option<QkNorm>, context_norm: Option<ContextNorm>, 
         }
     }
     Ok(())
-}
-
-/// The factors of a norm without a weight.
-fn ones(size: usize, dtype: DType, device: &Device) -> Result<Parameter> {
-    check_memory("norm", format_args!("a norm of {size} entries"), &[size])?;
-    Ok(Tensor::ones(size, dtype, device)?.into())
 }
 
 fn first_of_list(name: &str) -> String {
@@ -245,7 +239,8 @@ impl Norm {
 
     /// The root mean square of rows of one width, without a parameter.
     pub fn without_weight(eps: f64, size: usize, dtype: DType, device: &Device) -> Result<Self> {
-        Self::new(QkNormKind::RmsNoWeight, eps, ones(size, dtype, device)?, None)
+        check_memory("norm", format_args!("a norm of {size} entries"), &[size])?;
+        Self::new(QkNormKind::RmsNoWeight, eps, Tensor::ones(size, dtype, device)?.into(), None)
     }
 
     /// Over the parts of all processes.

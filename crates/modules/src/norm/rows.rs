@@ -127,16 +127,15 @@ impl<'a, E: Element> Rows<'a, E> {
             move |head, xs: &[f32], ys: &mut [f32]| {
                 let (moments, mut wide) = (self.norm.moments(xs), Vec::new());
                 let row = ys.iter_mut().zip(xs).zip(&weight[of_head(weight, head, d)]);
-                match (bias, &gate) {
-                    (Some(bias), _) => row
+                match bias {
+                    Some(bias) => row
                         .zip(&bias[of_head(bias, head, d)])
                         .for_each(|(((y, &x), weight), bias)| *y = moments.normed(x) * weight + bias),
-                    (None, Some((gate, activation))) => {
-                        row.zip(E::widen(gate(head), &mut wide)).for_each(|(((y, &x), weight), &gate)| {
-                            *y = moments.normed(x) * weight * activation.with_slope(gate).0;
-                        })
-                    }
-                    (None, None) => row.for_each(|((y, &x), weight)| *y = moments.normed(x) * weight),
+                    None => row.for_each(|((y, &x), weight)| *y = moments.normed(x) * weight),
+                }
+                if let Some((gate, activation)) = &gate {
+                    let gate = E::widen(gate(head), &mut wide);
+                    ys.iter_mut().zip(gate).for_each(|(y, &gate)| *y *= activation.with_slope(gate).0);
                 }
             }
         }))

@@ -199,9 +199,9 @@ impl Flash {
                 KvRows::Q8 { codes: v.strided()?, scales: of_v.strided()? },
             ),
         };
-        let score_tensors = self.scores.all().map(|tensor| tensor.map(read));
-        let [bias, distances, slopes, sinks] = score_tensors.each_ref().map(Option::as_ref);
-        let keep = self.keep.as_ref().map(read);
+        let [bias, distances, slopes, sinks] = self.scores.all();
+        let score_tensors = [bias, distances, slopes, sinks, self.keep.as_ref()].map(|tensor| tensor.map(read));
+        let [bias, distances, slopes, sinks, keep] = score_tensors.each_ref().map(Option::as_ref);
         let distance_bias = match distances {
             Some(biases) => {
                 Some(DistanceBias { rows: biases.strided()?, len: biases.layout.dims()[2], origins: &self.origins })
@@ -215,7 +215,7 @@ impl Flash {
             alibi: slopes.map(|slopes| Alibi { slopes, positions: &self.positions }),
             distance_bias,
             bias: bias.map(Read::strided).transpose()?,
-            keep: keep.as_ref().map(Read::strided).transpose()?,
+            keep: keep.map(Read::strided).transpose()?,
             sinks: sinks.map(Read::contiguous).transpose()?,
             dropout: self.dropout.as_ref().map(DrawnDropout::as_kernels),
         };
