@@ -2,17 +2,16 @@
 
 use std::ops::Range;
 
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, DType, Result, Shape, Tensor, WithDType};
+use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
 
 use super::{GatedDeltaNetConfig, OP};
 use candle_attention_core::PackedSequences;
 use candle_attention_core::internal::NewTokens;
 use candle_attention_modules::base::rowwise::{
-    Element, HeadRows, Op3, Operand, Ternary, contiguous, map_heads, read, to_vec, with_contiguous_rows, with_float,
+    Element, HeadRows, map_heads, read, to_vec, with_contiguous_rows, with_float,
 };
-use candle_attention_modules::base::{Parameter, accumulation_dtype, part};
+use candle_attention_modules::base::{Parameter, accumulation_dtype, gradient_of, part, record};
 use candle_attention_modules::gate::GateActivation;
 
 /// `y[t] = silu(Σ taps[i] x[t - K + 1 + i])` of each channel. The K - 1 inputs before a call are its state, or zeros.
@@ -66,12 +65,21 @@ pub(super) fn convolve(
         return Tensor::zeros(xs.shape(), xs.dtype(), xs.device());
     }
     if xs.device().is_cpu() && xs.dtype() != DType::F64 {
-        let starts = match sequences {
+        let starts: Vec<_> = match sequences {
             Some(sequences) => (0..sequences.len()).map(|s| sequences.queries(s).start).collect(),
             None => (0..b).map(|b| b * t).collect(),
         };
-        let (taps, state) = (taps.contiguous()?, state.detach().contiguous()?);
-        return with_contiguous_rows(xs)?.apply_op3(&taps, &state, Op3(Convolve { starts }));
+        let (xs, taps, state) = (with_contiguous_rows(xs)?, taps.contiguous()?, state.detach().contiguous()?);
+        return with_float!(OP, xs.dtype(), |E| {
+            let ys = with_operands([&xs, &taps, &state], &starts, |own: &Operands<E>| Ok(own.outputs()))?;
+            let own = [xs.clone(), taps.clone(), state];
+            record("short-convolution", &[Some(&xs), Some(&taps)], ys, xs.shape(), move |_, gradient| {
+                let gradients = |own: &Operands<E>| Ok(own.gradients(to_vec(gradient)?));
+                let (of_xs, of_taps) = with_operands(own.each_ref(), &starts, gradients)?;
+                let of_xs = gradient_of(Some(&own[0]), Some(of_xs))?.map(|of_xs| of_xs.to_dtype(gradient.dtype()));
+                Ok(vec![of_xs.transpose()?, gradient_of(Some(&own[1]), Some(of_taps))?])
+            })
+        });
     }
     let Some(sequences) = sequences else { return shifted(xs, state, taps) };
     let one = |s| shifted(&part(xs, 1, sequences.queries(s))?, state, taps);
@@ -102,22 +110,28 @@ fn shifted(xs: &Tensor, state: &Tensor, taps: &Tensor) -> Result<Tensor> {
     (1..k).try_fold(tap(0)?, |sum, i| sum + tap(i)?)?.silu()?.to_dtype(xs.dtype())
 }
 
-/// The same in one pass on a CPU, over inputs, taps and a state, which gets no gradient.
-struct Convolve {
-    /// The first token of each sequence, counted through the batch.
-    starts: Vec<usize>,
-}
-
 /// The tokens whose gradients of taps are added up before those of others.
 const TOKENS: usize = 64;
 
-/// Inputs (B, T, C) in memory, taps (K, C), and what comes before the inputs.
+/// What is convolved in one pass on a CPU: inputs (B, T, C) in memory, taps (K, C), and what comes before the inputs,
+/// which gets no gradient.
 struct Operands<'a, E> {
     rows: HeadRows<'a, E>,
     taps: &'a [f32],
     /// (B, K - 1, C). Packed sequences after the first have none, which is as good as zeros.
     state: &'a [E],
+    /// The first token of each sequence, counted through the batch.
     starts: &'a [usize],
+}
+
+/// Of inputs, taps and a state.
+fn with_operands<E: Element, R>(
+    tensors: [&Tensor; 3],
+    starts: &[usize],
+    run: impl FnOnce(&Operands<E>) -> Result<R>,
+) -> Result<R> {
+    let [xs, taps, state] = tensors.map(read);
+    run(&Operands { rows: xs.rows()?, taps: taps.contiguous()?, state: state.contiguous()?, starts })
 }
 
 impl<E: Element> Operands<'_, E> {
@@ -181,30 +195,6 @@ impl<E: Element> Operands<'_, E> {
             }
         });
         (of_xs, of_taps)
-    }
-}
-
-impl Ternary for Convolve {
-    const NAME: &'static str = "short-convolution";
-
-    fn forward(&self, [(xs, layout), (taps, of_taps), (state, of_state)]: [Operand; 3]) -> Result<(CpuStorage, Shape)> {
-        let (taps, starts) = (contiguous(taps.as_slice()?, of_taps)?, &self.starts);
-        let ys = with_float!(OP, xs.dtype(), |E| {
-            let rows = HeadRows::new(xs.as_slice::<E>()?, layout)?;
-            let state = contiguous(state.as_slice()?, of_state)?;
-            E::to_cpu_storage_owned(Operands { rows, taps, state, starts }.outputs())
-        });
-        Ok((ys, layout.shape().clone()))
-    }
-
-    fn backward(&self, [xs, taps, state]: [&Tensor; 3], _: &Tensor, gradient: &Tensor) -> Result<[Option<Tensor>; 3]> {
-        let (of_ys, own_taps, inputs) = (to_vec(gradient)?, to_vec(taps)?, read(xs));
-        let (of_xs, of_taps) = with_float!(OP, xs.dtype(), |E| {
-            let (rows, state) = (HeadRows::new(inputs.elements::<E>()?, inputs.layout)?, to_vec::<E>(state)?);
-            Operands { rows, taps: &own_taps, state: &state, starts: &self.starts }.gradients(of_ys)
-        });
-        let tensor = |numbers, like: &Tensor| Tensor::from_vec(numbers, like.shape(), like.device());
-        Ok([Some(tensor(of_xs, xs)?.to_dtype(xs.dtype())?), Some(tensor(of_taps, taps)?), None])
     }
 }
 

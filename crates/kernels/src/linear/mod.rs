@@ -150,17 +150,3 @@ pub fn multiply_vec<X: ProductKernels>(product: &Product<X>) -> Result<Vec<X>, E
     // SAFETY: `multiply` initialises every element, or fails.
     Ok(unsafe { output.written() })
 }
-
-/// The sum of each column, in f32 and rounded once: a bias's gradient.
-///
-/// # Errors
-/// As [`multiply_vec`].
-pub fn column_sums<X: ProductKernels>(
-    matrix: Matrix<X>,
-    tier: Tier,
-    executor: Option<Executor>,
-) -> Result<Vec<X>, Error> {
-    let ones = vec![X::from_f32(1.0); matrix.rows];
-    let left = Matrix { data: &ones, rows: 1, columns: matrix.rows, stride: matrix.rows, is_transposed: false };
-    multiply_vec(&Product { left, right: Right::Matrix(matrix, tier), epilogue: Epilogue::default(), executor })
-}

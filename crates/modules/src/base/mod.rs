@@ -1,7 +1,8 @@
-//! What every room stands on: options, numbers, what a tensor is expected to be, rows of tensors, parameters by name,
-//! and shares of them.
+//! What every room stands on: options, numbers, what a tensor is expected to be, rows of tensors, operations in
+//! Candle's graph, parameters by name, and shares of them.
 
 mod expect;
+mod graph;
 mod nearest;
 mod options;
 mod parameters;
@@ -12,6 +13,7 @@ pub use expect::{
     Dim, Expect, FLOATS, accumulation_dtype, check_entries, check_keys_and_values, check_memory, filled,
     fits_in_memory, is_addressable,
 };
+pub use graph::{gradient_of, record, record_two};
 pub use nearest::{did_you_mean, edits, nearest};
 pub use options::{Options, options, yes};
 pub use parameters::{

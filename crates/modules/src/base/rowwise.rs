@@ -5,19 +5,19 @@ use std::ops::Deref;
 use std::sync::Mutex;
 
 use candle_core::utils::barrier_pool;
-use candle_core::{CpuStorage, CustomOp3, D, Device, Layout, Result, Shape, Storage, Tensor, WithDType, bail};
+use candle_core::{D, Device, Layout, Result, Storage, Tensor, WithDType, bail};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use rayon::prelude::*;
 
-use candle_attention_kernels::Executor;
 use candle_attention_kernels::flash::Strided;
+use candle_attention_kernels::{self as kernels, Executor};
 
 /// The fewest elements that are worth a task of their own.
 pub const TASK_ELEMENTS: usize = 1 << 14;
 
 /// The types that tensors hold whose rows are computed in f32. `scratch` belongs to the task.
-pub trait Element: Copy + Default + Send + Sync {
+pub trait Element: kernels::Element + WithDType {
     /// A row in f32.
     fn widen<'a>(xs: &'a [Self], scratch: &'a mut Vec<f32>) -> &'a [f32];
 
@@ -70,19 +70,7 @@ pub struct HeadRows<'a, E> {
 }
 
 impl<'a, E> HeadRows<'a, E> {
-    /// The rows of a view of one to four dimensions, of all elements of its storage.
-    pub fn new(elements: &'a [E], layout: &Layout) -> Result<Self> {
-        let ([b, t, h, d], strides) = match (layout.dims(), layout.stride()) {
-            (&[b, t, h, d], &[of_b, of_t, of_h, _]) => ([b, t, h, d], [of_b, of_t, of_h]),
-            (&[b, t, d], &[of_b, of_t, _]) => ([b, t, 1, d], [of_b, of_t, 0]),
-            (&[t, d], &[of_t, _]) => ([1, t, 1, d], [0, of_t, 0]),
-            (&[d], _) => ([1, 1, 1, d], [0; 3]),
-            (dims, _) => bail!("rows have shape {dims:?}, expected one to four dimensions"),
-        };
-        Ok(Self { elements, tokens: b * t, h, d, t, start: layout.start_offset(), strides })
-    }
-
-    /// Those of a token, by head.
+    /// Those of a token, from 0 to B · T, by head.
     pub fn of_token(&self, token: usize) -> impl Fn(usize) -> &'a [E] {
         let (&Self { elements, d, t, .. }, [of_b, of_t, of_h]) = (self, self.strides);
         let start = self.start + token / t * of_b + token % t * of_t;
@@ -182,80 +170,41 @@ impl<G: Deref<Target = Storage>> Read<'_, G> {
     }
 
     /// Those of the tensor, which is contiguous.
+    ///
+    /// # Errors
+    /// If it is not.
     pub fn contiguous<E: WithDType>(&self) -> Result<&[E]> {
-        contiguous(self.elements()?, self.layout)
+        match self.layout.contiguous_offsets() {
+            // A view of nothing may begin anywhere and have any strides.
+            _ if self.layout.shape().elem_count() == 0 => Ok(&[]),
+            Some((start, end)) => Ok(&self.elements()?[start..end]),
+            None => {
+                let (strides, shape) = (self.layout.stride(), self.layout.dims());
+                bail!("expected a contiguous tensor, found strides {strides:?} of shape {shape:?}")
+            }
+        }
     }
 
-    /// The tensor with its strides, as kernels take it; its last dimension is contiguous.
+    /// The tensor with its strides, as kernels take it: its first N dimensions, in which one of 1 stands for all
+    /// entries. Its last dimension is contiguous.
     pub fn strided<E: WithDType, const N: usize>(&self) -> Result<Strided<'_, E, N>> {
-        Ok(strided(self.elements()?, self.layout))
-    }
-}
-
-/// The elements of a contiguous view.
-///
-/// # Errors
-/// If it is not contiguous.
-pub fn contiguous<'a, E>(elements: &'a [E], layout: &Layout) -> Result<&'a [E]> {
-    match layout.contiguous_offsets() {
-        // A view of nothing may begin anywhere and have any strides.
-        _ if layout.shape().elem_count() == 0 => Ok(&[]),
-        Some((start, end)) => Ok(&elements[start..end]),
-        None => bail!("expected a contiguous tensor, found strides {:?} of shape {:?}", layout.stride(), layout.dims()),
-    }
-}
-
-/// A view of the first N dimensions, in which a dimension of 1 in the layout stands for all entries.
-pub fn strided<'a, T, const N: usize>(data: &'a [T], layout: &Layout) -> Strided<'a, T, N> {
-    let stride = |n: usize| if layout.dims()[n] > 1 { layout.stride()[n] } else { 0 };
-    // A view of nothing may begin anywhere.
-    Strided { data: &data[layout.start_offset().min(data.len())..], strides: std::array::from_fn(stride) }
-}
-
-/// A tensor in memory: its storage, and where it lies there.
-pub type Operand<'a> = (&'a CpuStorage, &'a Layout);
-
-/// An operation on three tensors, which is Candle's as an [`Op3`].
-pub trait Ternary {
-    /// In graphs.
-    const NAME: &'static str;
-
-    /// The result of tensors on a CPU, contiguous.
-    fn forward(&self, operands: [Operand; 3]) -> Result<(CpuStorage, Shape)>;
-
-    /// The gradients of the operands, as far as these are tracked.
-    fn backward(&self, operands: [&Tensor; 3], result: &Tensor, gradient: &Tensor) -> Result<[Option<Tensor>; 3]>;
-}
-
-/// A [`Ternary`] operation for [`apply_op3`](Tensor::apply_op3).
-pub struct Op3<O>(pub O);
-
-impl<O: Ternary> CustomOp3 for Op3<O> {
-    fn name(&self) -> &'static str {
-        O::NAME
+        let (data, layout) = (self.elements()?, self.layout);
+        let stride = |n: usize| if layout.dims()[n] > 1 { layout.stride()[n] } else { 0 };
+        // A view of nothing may begin anywhere.
+        Ok(Strided { data: &data[layout.start_offset().min(data.len())..], strides: std::array::from_fn(stride) })
     }
 
-    fn cpu_fwd(
-        &self,
-        a: &CpuStorage,
-        of_a: &Layout,
-        b: &CpuStorage,
-        of_b: &Layout,
-        c: &CpuStorage,
-        of_c: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        self.0.forward([(a, of_a), (b, of_b), (c, of_c)])
-    }
-
-    fn bwd(
-        &self,
-        a: &Tensor,
-        b: &Tensor,
-        c: &Tensor,
-        result: &Tensor,
-        gradient: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        Ok(self.0.backward([a, b, c], result, gradient)?.into())
+    /// The rows of a tensor of one to four dimensions, the last of which is contiguous.
+    pub fn rows<E: WithDType>(&self) -> Result<HeadRows<'_, E>> {
+        let (layout, elements) = (self.layout, self.elements()?);
+        let ([b, t, h, d], strides) = match (layout.dims(), layout.stride()) {
+            (&[b, t, h, d], &[of_b, of_t, of_h, _]) => ([b, t, h, d], [of_b, of_t, of_h]),
+            (&[b, t, d], &[of_b, of_t, _]) => ([b, t, 1, d], [of_b, of_t, 0]),
+            (&[t, d], &[of_t, _]) => ([1, t, 1, d], [0, of_t, 0]),
+            (&[d], _) => ([1, 1, 1, d], [0; 3]),
+            (dims, _) => bail!("rows have shape {dims:?}, expected one to four dimensions"),
+        };
+        Ok(HeadRows { elements, tokens: b * t, h, d, t, start: layout.start_offset(), strides })
     }
 }
 

@@ -3,10 +3,13 @@
 
 use std::f32::consts::{FRAC_1_SQRT_2, FRAC_2_PI, TAU};
 
-use candle_core::Shape;
+use candle_core::{Device, Result, Shape, Tensor, bail};
 use candle_nn::Init;
 use candle_nn::init::{FanInOut, NonLinearity, NormalOrUniform};
 use rand_mt::Mt;
+
+use super::buffer;
+use crate::base::is_addressable;
 
 /// The state that `torch.manual_seed` sets: MT19937, and the second half of a Box-Muller pair that waits for its turn.
 pub(super) struct Generator {
@@ -20,36 +23,37 @@ impl Generator {
         Self { twister: Mt::new(seed as u32), spare_normal: None }
     }
 
-    /// What a hint says, or what PyTorch would object to.
-    pub(super) fn draw(&mut self, hint: Init, shape: &Shape, out: &mut [f32]) -> Result<(), String> {
-        match hint {
-            Init::Const(value) => {
-                if value.is_finite() && (value as f32).is_infinite() {
-                    return Err(format!("the constant {value} is too large for f32"));
-                }
-                out.fill(value as f32);
+    /// What a hint says, once it is known that PyTorch would not object. `what` opens the message of an error.
+    pub(super) fn draw(&mut self, what: &str, hint: Init, shape: &Shape) -> Result<Tensor> {
+        let is_finite = |x: f64| (x as f32).is_finite();
+        let values = || buffer(what, shape, 0f32);
+        let values = match hint {
+            Init::Const(value) if value.is_finite() && !is_finite(value) => {
+                bail!("{what} the constant {value} is too large for f32")
             }
-            // A shape without elements draws nothing; its fan may be 0, and a bound from it infinite.
-            _ if out.is_empty() => {}
+            Init::Const(value) => buffer(what, shape, value as f32)?,
+            // Without elements nothing is drawn, whose fan may be 0, and a bound from it infinite; and of more than can
+            // be counted there is no fan.
+            _ if shape.dims().contains(&0) || !is_addressable(shape.dims()) => values()?,
             Init::Uniform { lo, up } if lo <= up && (up as f32 - lo as f32).is_finite() => {
-                self.uniform(lo as f32, up as f32, out);
+                let mut values = values()?;
+                self.uniform(lo as f32, up as f32, &mut values);
+                values
             }
-            Init::Uniform { lo, up } => {
-                return Err(format!(
-                    "a uniform distribution takes bounds lo <= up that are finite in f32, as is up - lo; found lo {lo}, up {up}"
-                ));
+            Init::Uniform { lo, up } => bail!(
+                "{what} a uniform distribution takes bounds lo <= up that are finite in f32, as is up - lo; found lo {lo}, up {up}"
+            ),
+            Init::Randn { mean, stdev } if is_finite(mean) && is_finite(stdev) && stdev >= 0.0 => {
+                let mut values = values()?;
+                self.normal(mean, stdev, &mut values);
+                values
             }
-            Init::Randn { mean, stdev } => {
-                if !(mean as f32).is_finite() || stdev < 0.0 || !(stdev as f32).is_finite() {
-                    return Err(format!(
-                        "a normal distribution takes a mean and a standard deviation >= 0 that are finite in f32; found {mean}, {stdev}"
-                    ));
-                }
-                self.normal(mean, stdev, out);
-            }
-            Init::Kaiming { .. } => return self.draw(resolved(hint, shape), shape, out),
-        }
-        Ok(())
+            Init::Randn { mean, stdev } => bail!(
+                "{what} a normal distribution takes a mean and a standard deviation >= 0 that are finite in f32; found {mean}, {stdev}"
+            ),
+            Init::Kaiming { .. } => return self.draw(what, resolved(hint, shape), shape),
+        };
+        Tensor::from_vec(values, shape, &Device::Cpu)
     }
 
     /// `uniform_(lo, hi)`, one 32-bit output an element.
@@ -57,24 +61,21 @@ impl Generator {
     /// PyTorch's vector kernels scale and shift with one rounding, which `mul_add` promises on every machine. A detour
     /// over f64 would not: its sum rounds too where `lo` has bits far below those of the range. A value that rounds up
     /// to `hi` becomes `lo`, as in PyTorch 2.15, since `hi` is outside the interval.
-    pub(super) fn uniform(&mut self, lo: f32, hi: f32, out: &mut [f32]) {
+    fn uniform(&mut self, lo: f32, hi: f32, out: &mut [f32]) {
         let range = hi - lo;
-        for slot in out {
+        out.fill_with(|| {
             let value = self.unit_f32().mul_add(range, lo);
-            *slot = if value < hi { value } else { lo };
-        }
+            if value < hi { value } else { lo }
+        });
     }
 
     /// `normal_(mean, std)`: by blocks of sixteen in f32, or one by one in f64 for fewer elements than a block.
-    pub(super) fn normal(&mut self, mean: f64, std: f64, out: &mut [f32]) {
+    fn normal(&mut self, mean: f64, std: f64, out: &mut [f32]) {
         if out.len() < BLOCK {
-            for slot in out {
-                *slot = self.unit_normal().mul_add(std, mean) as f32;
-            }
-            return;
+            return out.fill_with(|| self.unit_normal().mul_add(std, mean) as f32);
         }
         let (simd, mean, std) = (pulp::Arch::new(), mean as f32, std as f32);
-        self.fill_unit_f32(out);
+        out.fill_with(|| self.unit_f32());
         let (blocks, remainder) = out.as_chunks_mut();
         simd.dispatch(BoxMuller { blocks, mean, std });
         // Where the last block is not full, the last sixteen elements are drawn afresh, those of the block before
@@ -82,22 +83,14 @@ impl Generator {
         if !remainder.is_empty()
             && let Some(last) = out.last_chunk_mut()
         {
-            self.fill_unit_f32(last);
+            last.fill_with(|| self.unit_f32());
             simd.dispatch(BoxMuller { blocks: std::slice::from_mut(last), mean, std });
         }
     }
 
-    /// `bernoulli_(probability)` as bytes, one 64-bit draw an element.
-    pub(super) fn bernoulli(&mut self, probability: f64, out: &mut [u8]) {
-        for slot in out {
-            *slot = u8::from(self.unit_f64() < probability);
-        }
-    }
-
-    fn fill_unit_f32(&mut self, out: &mut [f32]) {
-        for slot in out {
-            *slot = self.unit_f32();
-        }
+    /// `bernoulli_(probability)` as a byte, of one 64-bit draw.
+    pub(super) fn bernoulli(&mut self, probability: f64) -> u8 {
+        u8::from(self.unit_f64() < probability)
     }
 
     /// From [0, 1), a multiple of 2^-24.
@@ -234,18 +227,15 @@ fn resolved(hint: Init, shape: &Shape) -> Init {
     // Candle's default hint: that of its linear layers and convolutions.
     let is_default =
         matches!((dist, fan, non_linearity), (NormalOrUniform::Normal, FanInOut::FanIn, NonLinearity::ReLU));
-    let gain = if is_default { linear_gain() } else { non_linearity.gain() };
+    // That of `torch.nn.Linear.reset_parameters`, a leaky ReLU of slope sqrt(5), in PyTorch's own roundings.
+    let of_linear = (2.0 / (1.0 + 5f64.sqrt().powi(2))).sqrt();
+    let gain = if is_default { of_linear } else { non_linearity.gain() };
     let stdev = gain / (fan.for_shape(shape) as f64).sqrt();
     if is_default || matches!(dist, NormalOrUniform::Uniform) {
         let bound = 3f64.sqrt() * stdev;
         return Init::Uniform { lo: -bound, up: bound };
     }
     Init::Randn { mean: 0.0, stdev }
-}
-
-/// The gain of `torch.nn.Linear.reset_parameters`, a leaky ReLU of slope sqrt(5), in PyTorch's own roundings.
-fn linear_gain() -> f64 {
-    (2.0 / (1.0 + 5f64.sqrt().powi(2))).sqrt()
 }
 
 #[cfg(test)]

@@ -25,7 +25,7 @@
 
 mod generator;
 
-use candle_core::{DType, Device, Error, Result, Shape, Tensor, bail};
+use candle_core::{DType, Device, Result, Shape, Tensor, bail};
 use candle_nn::Init;
 use candle_nn::var_builder::{SimpleBackend, VarBuilder};
 use generator::Generator;
@@ -93,7 +93,7 @@ impl TorchSeed {
     ///
     /// If `shape` has more elements than memory can hold.
     pub fn rand<S: Into<Shape>>(&self, shape: S) -> Result<Tensor> {
-        draw(&mut self.lock().generator, "[rand]", shape.into(), Init::Uniform { lo: 0.0, up: 1.0 })
+        self.lock().generator.draw("[rand]", Init::Uniform { lo: 0.0, up: 1.0 }, &shape.into())
     }
 
     /// `torch.randn(shape)`: mean 0 and standard deviation 1, f32 on the CPU.
@@ -102,7 +102,7 @@ impl TorchSeed {
     ///
     /// If `shape` has more elements than memory can hold.
     pub fn randn<S: Into<Shape>>(&self, shape: S) -> Result<Tensor> {
-        draw(&mut self.lock().generator, "[randn]", shape.into(), Init::Randn { mean: 0.0, stdev: 1.0 })
+        self.lock().generator.draw("[randn]", Init::Randn { mean: 0.0, stdev: 1.0 }, &shape.into())
     }
 
     /// The elements that `torch.nn.Dropout(p)` keeps in train mode: u8 on the CPU, 1 = kept. PyTorch divides the kept
@@ -120,7 +120,8 @@ impl TorchSeed {
         let shape = shape.into();
         let mut keep = buffer("[dropout_keep]", &shape, u8::from(p == 0.0))?;
         if p > 0.0 && p < 1.0 {
-            self.lock().generator.bernoulli(1.0 - p, &mut keep);
+            let generator = &mut self.lock().generator;
+            keep.fill_with(|| generator.bernoulli(1.0 - p));
         }
         Tensor::from_vec(keep, shape, &Device::Cpu)
     }
@@ -157,7 +158,7 @@ impl SimpleBackend for TorchSeed {
                 entry.into_mut()
             }
             Entry::Vacant(entry) => {
-                let exact = draw(generator, &format!("[torch_seed] parameter `{name}`:"), shape, hint)?;
+                let exact = generator.draw(&format!("[torch_seed] parameter `{name}`:"), hint, &shape)?;
                 entry.insert(Parameter { served: exact.clone(), exact })
             }
         };
@@ -188,13 +189,7 @@ impl Parameter {
     }
 }
 
-/// `what` opens the message of an error, here and below.
-fn draw(generator: &mut Generator, what: &str, shape: Shape, hint: Init) -> Result<Tensor> {
-    let mut values = buffer(what, &shape, 0.0)?;
-    generator.draw(hint, &shape, &mut values).map_err(|problem| Error::msg(format!("{what} {problem}")))?;
-    Tensor::from_vec(values, shape, &Device::Cpu)
-}
-
+/// `what` opens the message of an error.
 fn buffer<T: Copy>(what: &str, shape: &Shape, value: T) -> Result<Vec<T>> {
     match filled(shape.dims(), value) {
         Some(values) => Ok(values),

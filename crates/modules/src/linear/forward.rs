@@ -1,20 +1,18 @@
-//! A weight in panels as one of Candle's custom operations, and the same by Candle's own; and two projections of one
-//! input, one of which gates the other.
+//! Products by the CPU's kernels as operations in Candle's graph, of a weight in panels and of one that is tracked for
+//! gradients, and the same by Candle's own; and two projections of one input, one of which gates the other.
 
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Module, Result, Shape, Tensor, WithDType, bail};
+use candle_core::{D, DType, Device, Layout, Module, Result, Shape, Tensor, bail};
 use candle_nn::{Activation, Linear};
 
-use super::tracked::{packed_input_gradient, rows_of, with_even_rows};
 use super::{Kind, OP, PackedLinear};
-use crate::base::rowwise::{Read, read, to_vec, with_float};
-use crate::base::{check_memory, executor};
-use candle_attention_kernels::linear::{self, Codes, Epilogue, Matrix, PackedWeight, Product, Right, Up};
-use candle_attention_kernels::{Element, Tier};
+use crate::base::rowwise::{Element, Read, read, to_vec, with_float};
+use crate::base::{check_memory, executor, record};
+use candle_attention_kernels::Tier;
+use candle_attention_kernels::linear::{self, Epilogue, Matrix, PackedWeight, Product, Right, Up};
 
 /// The instruction set of products with a weight: one in particular, or the fastest.
 pub(super) fn choose_tier(tier: Option<Tier>, dtype: DType) -> Result<Tier> {
@@ -42,13 +40,8 @@ impl Packed {
         Self::with_bias(packed?, weight.dtype(), bias)
     }
 
-    /// Packs codes that stand for f32, and `bias` (out,) on the CPU.
-    pub fn of_codes(codes: &Codes, shape: (usize, usize), bias: Option<&Tensor>) -> Result<Self> {
-        let tier = choose_tier(None, DType::F32)?;
-        Self::with_bias(PackedWeight::from_codes(codes, shape, tier).map_err(kernel_error)?, DType::F32, bias)
-    }
-
-    fn with_bias(weight: PackedWeight, dtype: DType, bias: Option<&Tensor>) -> Result<Self> {
+    /// With `bias` (out,) on the CPU.
+    pub fn with_bias(weight: PackedWeight, dtype: DType, bias: Option<&Tensor>) -> Result<Self> {
         let linear_dtype = if bias.is_none_or(|bias| bias.dtype() == dtype) { dtype } else { DType::F32 };
         let bias = bias.map(|bias| to_vec(&contiguous("bias", bias)?)).transpose()?;
         Ok(Self { weight, dtype, linear_dtype, bias })
@@ -79,64 +72,78 @@ impl fmt::Debug for Packed {
     }
 }
 
-/// A forward pass to some of the outputs, with what follows in the same pass. Only the product alone has a backward
-/// pass.
-pub(super) struct Columns {
-    pub packed: Arc<Packed>,
-    pub columns: Range<usize>,
+/// What follows a product in its pass, where nothing is tracked for gradients.
+#[derive(Default)]
+pub(super) struct After<'a> {
     pub activation: Option<linear::Activation>,
     /// What the activated outputs are multiplied by: a product of the same input.
-    pub up: Option<Arc<Packed>>,
+    pub up: Option<&'a Packed>,
     /// What is added, (.., columns) in the input's dtype.
-    pub residual: Option<Tensor>,
+    pub residual: Option<&'a Tensor>,
 }
 
-impl Columns {
-    /// The product alone.
-    pub fn new(packed: &Arc<Packed>, columns: Range<usize>) -> Self {
-        Self { packed: packed.clone(), columns, activation: None, up: None, residual: None }
-    }
-
-    /// The product with `xs` (.., in); all was checked.
-    pub fn forward(self, xs: &Tensor) -> Result<Tensor> {
-        let residual = self.residual.as_ref().map(|residual| contiguous("residual", residual)).transpose()?;
-        with_even_rows("input", xs)?.apply_op1(Self { residual, ..self })
-    }
-
-    fn run<X: Element + WithDType>(&self, xs: &[X], layout: &Layout) -> Result<Vec<X>> {
-        let Packed { weight, bias, .. } = &*self.packed;
-        let residual = self.residual.as_ref().map(read);
+/// The product of `xs` (.., in) with some outputs of a packed weight, and what follows it; all was checked.
+pub(super) fn packed(xs: &Tensor, own: &Arc<Packed>, columns: Range<usize>, after: After) -> Result<Tensor> {
+    let (xs, shape) = (with_even_rows("input", xs)?, with_width(xs.dims(), columns.len()));
+    let residual = after.residual.map(|residual| contiguous("residual", residual)).transpose()?;
+    with_float!(OP, xs.dtype(), |E| {
+        let residual = residual.as_ref().map(read);
         let epilogue = Epilogue {
-            bias: bias.as_deref(),
-            activation: self.activation,
-            up: self.up.as_ref().map(|up| Up { weight: &up.weight, bias: up.bias.as_deref() }),
+            bias: own.bias.as_deref(),
+            activation: after.activation,
+            up: after.up.map(|up| Up { weight: &up.weight, bias: up.bias.as_deref() }),
             residual: residual.as_ref().map(Read::contiguous).transpose()?,
         };
-        multiply(rows_of(xs, layout)?, Right::Weight(weight, self.columns.clone()), epilogue)
-    }
+        let ys: Vec<E> = multiply(&xs, Right::Weight(&own.weight, columns.clone()), epilogue)?;
+        let own = own.clone();
+        record(OP, &[Some(&xs)], ys, shape, move |_, gradient| {
+            let (gradient, right) =
+                (with_even_rows("gradient", gradient)?, Right::Transposed(&own.weight, columns.clone()));
+            let of_xs: Vec<E> = multiply(&gradient, right, Epilogue::default())?;
+            let shape = with_width(gradient.dims(), own.weight.inputs());
+            Ok(vec![Some(Tensor::from_vec(of_xs, shape, &Device::Cpu)?)])
+        })
+    })
 }
 
-impl CustomOp1 for Columns {
-    fn name(&self) -> &'static str {
-        OP
-    }
-
-    fn cpu_fwd(&self, xs: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let ys = with_float!(OP, xs.dtype(), |E| E::to_cpu_storage_owned(self.run(xs.as_slice::<E>()?, layout)?));
-        Ok((ys, with_width(layout.dims(), self.columns.len())))
-    }
-
-    fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
-        if self.activation.is_some() || self.up.is_some() || self.residual.is_some() {
-            bail!("[{OP}] what follows a product in its pass has no gradient")
-        }
-        packed_input_gradient(gradient, &self.packed.weight, self.columns.clone()).map(Some)
-    }
-}
-
-/// A product on the threads of brief calls.
-pub(super) fn multiply<X: Element>(left: Matrix<X>, right: Right<X>, epilogue: Epilogue<X>) -> Result<Vec<X>> {
-    linear::multiply_vec(&Product { left, right, epilogue, executor: executor() }).map_err(kernel_error)
+/// `xs · weightᵀ + bias` of inputs (.., in), a weight (out, in) and a bias (out,) of one dtype, each of which may be
+/// tracked for gradients. The weight is read as it is when this runs.
+pub(super) fn tracked(xs: &Tensor, linear: &Linear, tier: Tier) -> Result<Tensor> {
+    let (xs, weight) = (with_even_rows("input", xs)?, linear.weight());
+    let weight =
+        if matrix::<()>(&[], weight.layout()).is_some() { weight.clone() } else { contiguous("weight", weight)? };
+    let bias = linear.bias().map(|bias| contiguous("bias", bias)).transpose()?;
+    let shape = with_width(xs.dims(), weight.dim(0)?);
+    with_float!(OP, xs.dtype(), |E| {
+        // In f32.
+        let added: Option<Vec<f32>> = bias.as_ref().map(|bias| to_vec(&bias.detach())).transpose()?;
+        let epilogue = Epilogue { bias: added.as_deref(), ..Default::default() };
+        let ys = with_matrix(&weight, |weight| multiply::<E>(&xs, Right::Matrix(weight.t(), tier), epilogue))?;
+        let own = (xs.clone(), weight.clone(), bias.clone());
+        record(OP, &[Some(&xs), Some(&weight), bias.as_ref()], ys, shape, move |_, gradient| {
+            let ((xs, weight, bias), gradient) = (&own, flat("gradient", gradient)?);
+            let product = |left: &Tensor, right: &Tensor| {
+                let shape = (left.dim(0)?, right.dim(1)?);
+                let with = |right: Matrix<E>| multiply::<E>(left, Right::Matrix(right, tier), Epilogue::default());
+                Tensor::from_vec(with_matrix(right, with)?, shape, &Device::Cpu)
+            };
+            let of_xs = || product(&gradient, weight)?.reshape(xs.dims());
+            // In the order in which the weight is stored.
+            let of_weight = || match weight.is_contiguous() {
+                true => product(&gradient.t()?, &flat("input", xs)?),
+                false => product(&flat("input", xs)?.t()?, &gradient)?.t(),
+            };
+            let of_bias = || {
+                let ones = Tensor::ones((1, gradient.dim(0)?), gradient.dtype(), &Device::Cpu)?;
+                product(&ones, &gradient)?.squeeze(0)
+            };
+            Ok(vec![
+                xs.track_op().then(of_xs).transpose()?,
+                weight.track_op().then(of_weight).transpose()?,
+                bias.as_ref().filter(|bias| bias.track_op()).map(|_| of_bias()).transpose()?,
+            ])
+        })
+    })
 }
 
 /// The kernels' activation of this name.
@@ -157,41 +164,71 @@ pub(super) fn kernel_error(error: candle_attention_kernels::Error) -> candle_cor
 }
 
 /// Dimensions, the last of which is another.
-pub(super) fn with_width(dims: &[usize], width: usize) -> Shape {
-    let mut dims = dims.to_vec();
-    if let Some(last) = dims.last_mut() {
-        *last = width;
-    }
-    dims.into()
+fn with_width(dims: &[usize], width: usize) -> Shape {
+    [&dims[..dims.len() - 1], &[width]].concat().into()
 }
 
-/// The stride between rows, if all dimensions before the last count rows at one distance. Rows of nothing are anywhere.
-pub(super) fn row_stride(layout: &Layout) -> Option<usize> {
-    if layout.shape().elem_count() == 0 {
-        return Some(0);
-    }
-    let mut counts = layout.dims()[..layout.dims().len() - 1].iter().zip(layout.stride()).filter(|&(&dim, _)| dim != 1);
+/// A tensor (.., columns) as it is in memory, as a matrix, if its rows lie at one distance and either they or its
+/// columns are contiguous. One of nothing is anywhere.
+fn matrix<'a, E>(data: &'a [E], layout: &Layout) -> Option<Matrix<'a, E>> {
+    let (&columns, lead) = layout.dims().split_last()?;
+    let mut counts = lead.iter().zip(layout.stride()).filter(|&(&dim, _)| dim != 1);
     let mut pairs = counts.clone().zip(counts.clone().skip(1));
     let is_even = pairs.all(|((_, &outer), (&dim, &inner))| outer == dim * inner);
-    is_even.then(|| counts.next_back().map_or(0, |(_, &stride)| stride))
+    let (row, column) = (counts.next_back().map_or(0, |(_, &stride)| stride), layout.stride()[lead.len()]);
+    let data = &data[layout.start_offset().min(data.len())..];
+    let rows = Matrix { data, rows: lead.iter().product(), columns, stride: row, is_transposed: false };
+    match () {
+        () if layout.shape().elem_count() == 0 => Some(Matrix { stride: 0, ..rows }),
+        () if is_even && (column == 1 || columns == 1) => Some(rows),
+        () if is_even && (row == 1 || rows.rows == 1) => Some(Matrix { stride: column, is_transposed: true, ..rows }),
+        () => None,
+    }
 }
 
-/// Candle's own operations, with gradients, on any device.
-pub(super) fn plain(linear: &Linear, xs: &Tensor, columns: Range<usize>) -> Result<Tensor> {
-    let part = |tensor: &Tensor| tensor.narrow(0, columns.start, columns.len())?.to_dtype(xs.dtype());
-    let bias = linear.bias().map(part).transpose()?;
-    let out = with_width(xs.dims(), columns.len());
-    let rows: usize = xs.dims()[..xs.rank() - 1].iter().product();
-    if rows == 0 || columns.is_empty() || xs.elem_count() == 0 {
+/// Gives a function the matrix that a tensor is in memory.
+fn with_matrix<E: Element, R>(tensor: &Tensor, run: impl FnOnce(Matrix<E>) -> Result<R>) -> Result<R> {
+    let own = read(tensor);
+    match matrix(own.elements()?, own.layout) {
+        Some(matrix) => run(matrix),
+        None => bail!("[{OP}] lines of strides {:?} are not contiguous and evenly spaced", own.layout.stride()),
+    }
+}
+
+/// A product on the threads of brief calls.
+fn multiply<E: Element>(left: &Tensor, right: Right<E>, epilogue: Epilogue<E>) -> Result<Vec<E>> {
+    with_matrix(left, |left| {
+        linear::multiply_vec(&Product { left, right, epilogue, executor: executor() }).map_err(kernel_error)
+    })
+}
+
+/// Itself, or a copy whose rows are contiguous and at one distance.
+fn with_even_rows(what: &str, xs: &Tensor) -> Result<Tensor> {
+    let is_even = matrix::<()>(&[], xs.layout()).is_some_and(|rows| !rows.is_transposed);
+    if is_even { Ok(xs.clone()) } else { contiguous(what, xs) }
+}
+
+/// (.., width) as (rows, width), contiguous.
+fn flat(what: &str, xs: &Tensor) -> Result<Tensor> {
+    let (width, lead) = (xs.dim(D::Minus1)?, &xs.dims()[..xs.rank() - 1]);
+    contiguous(what, xs)?.reshape((lead.iter().product::<usize>(), width))
+}
+
+/// Some outputs of a projection, in a dtype.
+pub(super) fn outputs(linear: &Linear, columns: &Range<usize>, dtype: DType) -> Result<Linear> {
+    let own = |tensor: &Tensor| tensor.narrow(0, columns.start, columns.len())?.to_dtype(dtype);
+    Ok(Linear::new(own(linear.weight())?, linear.bias().map(own).transpose()?))
+}
+
+/// By Candle's own operations, with gradients, on any device.
+pub(super) fn plain(linear: &Linear, xs: &Tensor) -> Result<Tensor> {
+    let out = with_width(xs.dims(), linear.weight().dim(0)?);
+    if out.elem_count() == 0 || xs.elem_count() == 0 {
         let zeros = Tensor::zeros(out, xs.dtype(), xs.device())?;
-        return match bias {
-            Some(bias) => zeros.broadcast_add(&bias),
-            None => Ok(zeros),
-        };
+        return linear.bias().map_or(Ok(zeros.clone()), |bias| zeros.broadcast_add(bias));
     }
     // Candle multiplies no vectors.
-    let xs = contiguous("input", xs)?.reshape((rows, ()))?;
-    Linear::new(part(linear.weight())?, bias).forward(&xs)?.reshape(out)
+    linear.forward(&flat("input", xs)?)?.reshape(out)
 }
 
 /// Candle ends the program where there is no memory for a copy; this asks first. It copies no view of nothing either,
@@ -283,8 +320,8 @@ impl Module for PackedGatedLinear {
             && !xs.track_op()
         {
             self.gate.check(xs, &columns)?;
-            let (activation, up) = (Some(kernel_activation(activation)?), Some(up.clone()));
-            return Columns { activation, up, ..Columns::new(gate, columns) }.forward(xs);
+            let after = After { activation: Some(kernel_activation(activation)?), up: Some(up), residual: None };
+            return packed(xs, gate, columns, after);
         }
         self.gate.forward(xs)?.mul(&self.up.forward(xs)?)
     }

@@ -3,7 +3,6 @@
 mod forward;
 mod projections;
 mod quantized;
-mod tracked;
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -15,7 +14,7 @@ use crate::base::rowwise::to_vec;
 use crate::base::{Dim, Expect, FLOATS, check_memory, frozen, is_addressable};
 use candle_attention_kernels::Tier;
 pub use forward::PackedGatedLinear;
-use forward::{Columns, Packed, choose_tier, kernel_activation, plain};
+use forward::{After, Packed, choose_tier, kernel_activation, outputs, packed, plain, tracked};
 pub use projections::{
     ByPlace, Projected, Projection, ProjectionColumns, ProjectionModule, ProjectionModules, ProjectionPlace,
     ProjectionRows, Projections,
@@ -311,23 +310,15 @@ impl PackedLinear {
         }
         let is_tracked = xs.track_op() || residual.is_some_and(Tensor::track_op);
         let ys = match &self.kind {
-            Kind::Packed(packed) => {
+            Kind::Packed(own) if !is_tracked => {
                 let activation = self.activation.map(kernel_activation).transpose()?;
-                let product = Columns::new(packed, columns);
-                if !is_tracked {
-                    return Columns { activation, residual: residual.cloned(), ..product }.forward(xs);
-                }
-                product.forward(xs)?
+                return packed(xs, own, columns, After { activation, residual, up: None });
             }
-            Kind::Plain(linear, Some(tier)) => {
-                let own = |tensor: &Tensor| {
-                    let all = columns.len() == self.out_dim();
-                    let part = if all { tensor.clone() } else { tensor.narrow(0, columns.start, columns.len())? };
-                    part.to_dtype(xs.dtype())
-                };
-                tracked::product(xs, &own(linear.weight())?, linear.bias().map(own).transpose()?.as_ref(), *tier)?
+            Kind::Packed(own) => packed(xs, own, columns, After::default())?,
+            Kind::Plain(linear, tier) => {
+                let linear = outputs(linear, &columns, xs.dtype())?;
+                tier.map_or_else(|| plain(&linear, xs), |tier| tracked(xs, &linear, tier))?
             }
-            Kind::Plain(linear, None) => plain(linear, xs, columns)?,
             Kind::Quantized(quantized) => quantized.forward(xs, columns)?,
         };
         let ys = if let Some(activation) = self.activation { activation.forward(&ys)? } else { ys };

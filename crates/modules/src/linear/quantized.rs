@@ -8,10 +8,10 @@ use candle_core::{DType, Module, Result, Tensor, bail};
 use candle_nn::Linear;
 use half::f16;
 
-use super::forward::{Packed, choose_tier, contiguous, plain};
+use super::forward::{Packed, choose_tier, contiguous, kernel_error, outputs, plain};
 use super::{Kind, OP, PackedLinear};
 use crate::base::{Dim, Expect, check_memory, part};
-use candle_attention_kernels::linear::{CODE_BLOCK, Codes};
+use candle_attention_kernels::linear::{CODE_BLOCK, Codes, PackedWeight};
 
 impl PackedLinear {
     /// Packs `weight` (out, in) of any type of GGUF files and `bias` (out,) in f32, for inputs in f32.
@@ -61,70 +61,51 @@ impl PackedLinear {
         };
         check_memory(OP, format_args!("a weight of shape {shape:?}"), &[shape.0, shape.1])?;
         let is_packed = device.is_cpu() && !bias.is_some_and(Tensor::track_op);
-        match Blocks::of(weight.dtype()) {
-            Some(blocks) if is_packed => {
-                of(Kind::Packed(blocks.pack(&weight.data()?, shape, bias)?.into()), DType::F32)
-            }
-            _ if is_packed => {
+        match is_packed.then(|| pack_blocks(&weight, bias)).transpose()?.flatten() {
+            Some(packed) => of(Kind::Packed(packed.into()), DType::F32),
+            None if is_packed => {
                 let rows = weight.dequantize(&device)?.to_dtype(dtype)?;
                 of(Kind::Packed(Packed::new(&rows, bias, choose_tier(None, dtype)?)?.into()), dtype)
             }
-            _ => of(Kind::Plain(Linear::new(weight.dequantize(&device)?, bias.cloned()), None), DType::F32),
+            None => of(Kind::Plain(Linear::new(weight.dequantize(&device)?, bias.cloned()), None), DType::F32),
         }
     }
 }
 
-/// The blocks of a type, which have 32 numbers: a scale, a minimum of the same 16 bits, the fifth bits, and then the
-/// lower bits of the numbers, or all of them.
-#[derive(Clone, Copy)]
-struct Blocks {
-    bits: usize,
-    has_minimums: bool,
-}
-
-impl Blocks {
-    fn of(dtype: GgmlDType) -> Option<Self> {
-        let (bits, has_minimums) = match dtype {
-            GgmlDType::Q4_0 => (4, false),
-            GgmlDType::Q4_1 => (4, true),
-            GgmlDType::Q5_0 => (5, false),
-            GgmlDType::Q5_1 => (5, true),
-            GgmlDType::Q8_0 => (8, false),
-            _ => return None,
+/// The codes of a type whose blocks have 32 numbers: a scale, a minimum of the same 16 bits, the fifth bits, and then
+/// the lower bits of the numbers, or all of them. `None` for other types.
+fn pack_blocks(weight: &QTensor, bias: Option<&Tensor>) -> Result<Option<Packed>> {
+    let (bits, has_minimums) = match weight.dtype() {
+        GgmlDType::Q4_0 => (4, false),
+        GgmlDType::Q4_1 => (4, true),
+        GgmlDType::Q5_0 => (5, false),
+        GgmlDType::Q5_1 => (5, true),
+        GgmlDType::Q8_0 => (8, false),
+        _ => return Ok(None),
+    };
+    let (mut codes, mut scales, mut minimums) = (Vec::new(), Vec::new(), Vec::new());
+    let (numbers, factors) = (CODE_BLOCK * bits / 8, if has_minimums { 4 } else { 2 });
+    for block in weight.data()?.chunks_exact(factors + numbers) {
+        let half = |at: usize| f16::from_le_bytes([block[at], block[at + 1]]);
+        scales.push(half(0));
+        minimums.extend(has_minimums.then(|| half(2)));
+        let (fifth, lower) = block[factors..].split_at(if bits == 5 { 4 } else { 0 });
+        // Without a minimum, zero is in the middle of the codes: 16 of 5 bits, and 128 of the 8 that they are held in.
+        let middle = if bits == 5 && !has_minimums { 128 - 16 } else { 0 };
+        let code = |at: usize| {
+            let number = lower[at % 16] >> (at / 16 * 4) & 0xf;
+            middle + (fifth.get(at / 8).map_or(0, |byte| byte >> (at % 8) & 1) << 4 | number)
         };
-        Some(Self { bits, has_minimums })
-    }
-
-    fn pack(self, data: &[u8], shape: (usize, usize), bias: Option<&Tensor>) -> Result<Packed> {
-        let (mut codes, mut scales, mut minimums) = (Vec::new(), Vec::new(), Vec::new());
-        let bytes = CODE_BLOCK * self.bits / 8 + if self.has_minimums { 4 } else { 2 };
-        for block in data.chunks_exact(bytes) {
-            let half = |at: usize| f16::from_le_bytes([block[at], block[at + 1]]);
-            scales.push(half(0));
-            let mut rest = &block[2..];
-            if self.has_minimums {
-                minimums.push(half(2));
-                rest = &rest[2..];
-            }
-            let (fifth, lower) = rest.split_at(if self.bits == 5 { 4 } else { 0 });
-            if self.bits == 8 {
-                // Signed bytes.
-                codes.extend(lower.iter().map(|code| code ^ 0x80));
-                continue;
-            }
-            // Without a minimum, zero is in the middle of the codes: 16 of 5 bits, and 128 of the 8 that they are held
-            // in.
-            let middle = if self.bits == 5 && !self.has_minimums { 128 - 16 } else { 0 };
-            let numbers = lower.iter().map(|pair| pair & 0xf).chain(lower.iter().map(|pair| pair >> 4));
-            codes.extend(numbers.enumerate().map(|(at, number)| {
-                let fifth = fifth.get(at / 8).map_or(0, |byte| byte >> (at % 8) & 1);
-                middle + (fifth << 4 | number)
-            }));
+        match bits {
+            // Signed bytes.
+            8 => codes.extend(lower.iter().map(|code| code ^ 0x80)),
+            _ => codes.extend((0..CODE_BLOCK).map(code)),
         }
-        let bits = if self.bits == 4 { 4 } else { 8 };
-        let minimums = self.has_minimums.then_some(minimums.as_slice());
-        Packed::of_codes(&Codes { bits, codes: &codes, scales: &scales, minimums }, shape, bias)
     }
+    let (bits, minimums) = (if bits == 4 { 4 } else { 8 }, has_minimums.then_some(minimums.as_slice()));
+    let (codes, tier) = (Codes { bits, codes: &codes, scales: &scales, minimums }, choose_tier(None, DType::F32)?);
+    let packed = PackedWeight::from_codes(&codes, weight.shape().dims2()?, tier).map_err(kernel_error)?;
+    Packed::with_bias(packed, DType::F32, bias).map(Some)
 }
 
 /// A weight that Candle multiplies.
@@ -145,7 +126,7 @@ impl Quantized {
     /// both.
     pub fn forward(&self, xs: &Tensor, columns: Range<usize>) -> Result<Tensor> {
         if xs.track_op() || xs.elem_count() == 0 {
-            return plain(&self.to_linear()?, xs, columns);
+            return plain(&outputs(&self.to_linear()?, &columns, xs.dtype())?, xs);
         }
         let ys = self.product.forward(&contiguous("input", xs)?)?;
         let ys = if let Some(bias) = &self.bias { ys.broadcast_add(bias)? } else { ys };

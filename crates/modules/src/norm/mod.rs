@@ -119,8 +119,8 @@ impl NormPlace {
     fn shape(&self) -> Vec<usize> {
         match self.norm.scope {
             QkNormScope::Projection => vec![self.count * self.width],
-            QkNormScope::PerHeadWeights if self.norm.kind != QkNormKind::RmsNoWeight => vec![self.count, self.width],
-            QkNormScope::PerHead | QkNormScope::PerHeadWeights => vec![self.width],
+            QkNormScope::PerHeadWeights => vec![self.count, self.width],
+            QkNormScope::PerHead => vec![self.width],
         }
     }
 
@@ -160,11 +160,11 @@ impl NormPlace {
     /// The norm, of numbers in a dtype on a device.
     pub fn norm(&self, parameters: &ParameterList, dtype: DType, device: &Device) -> Result<Norm> {
         let get = |part: &str| parameters.get(&format!("{}.{part}", self.names[0])).cloned();
-        let weight = match get("weight") {
-            Some(weight) => weight,
-            None => ones(self.shape()[0], dtype, device)?,
-        };
-        Norm::new(self.norm.kind, self.norm.eps, weight, get("bias"))
+        let QkNorm { kind, eps, .. } = self.norm;
+        match get("weight") {
+            Some(weight) => Norm::new(kind, eps, weight, get("bias")),
+            None => Norm::without_weight(eps, *self.shape().last().unwrap_or(&0), dtype, device),
+        }
     }
 }
 
@@ -180,12 +180,6 @@ pub fn refuse_norms(qk_norm: Option<QkNorm>, context_norm: Option<ContextNorm>, 
         }
     }
     Ok(())
-}
-
-/// The factors of a norm without a weight.
-fn ones(size: usize, dtype: DType, device: &Device) -> Result<Parameter> {
-    check_memory("norm", format_args!("a norm of {size} entries"), &[size])?;
-    Ok(Tensor::ones(size, dtype, device)?.into())
 }
 
 fn first_of_list(name: &str) -> String {
@@ -234,27 +228,19 @@ impl Norm {
         Ok(norm)
     }
 
-    /// Below the source's prefix: `weight`, also read as `gamma`, and `bias`, also read as `beta` (size,).
-    fn load(kind: QkNormKind, eps: f64, size: usize, has_bias: bool, source: &Source) -> Result<Self> {
+    /// Of rows of one width, below the source's prefix: `weight`, also read as `gamma`, and `bias`, also read as `beta`
+    /// (size,).
+    pub fn load(kind: QkNormKind, eps: f64, size: usize, has_bias: bool, source: &Source) -> Result<Self> {
         let name = |names: [&'static str; 2]| names.into_iter().find(|name| source.has(name)).unwrap_or(names[0]);
         let weight = source.get(size, name(["weight", "gamma"]), kind.initial_weight())?;
         let bias = source.bias(name(["bias", "beta"]), size, has_bias, Init::Const(0.0))?;
         Self::new(kind, eps, weight.into(), bias.map(Parameter::from))
     }
 
-    /// The root mean square of rows of one width: the weight `name.weight` (size,).
-    pub fn rms(name: &str, size: usize, eps: f64, source: &Source) -> Result<Self> {
-        Self::load(QkNormKind::Rms, eps, size, false, &source.pp(name))
-    }
-
-    /// The mean and variance of rows of one width: `name.weight` and `name.bias` (size,).
-    pub fn layer(name: &str, size: usize, eps: f64, source: &Source) -> Result<Self> {
-        Self::load(QkNormKind::Layer, eps, size, true, &source.pp(name))
-    }
-
     /// The root mean square of rows of one width, without a parameter.
     pub fn without_weight(eps: f64, size: usize, dtype: DType, device: &Device) -> Result<Self> {
-        Self::new(QkNormKind::RmsNoWeight, eps, ones(size, dtype, device)?, None)
+        check_memory("norm", format_args!("a norm of {size} entries"), &[size])?;
+        Self::new(QkNormKind::RmsNoWeight, eps, Tensor::ones(size, dtype, device)?.into(), None)
     }
 
     /// Over the parts of all processes.
@@ -275,15 +261,13 @@ impl Norm {
             return rows.apply(xs, &affine.factors, &affine.bias);
         }
         // Candle's fused norms have no backward pass and no f64, and take a weight (D,) of the dtype of the rows.
-        if xs.track_op() || self.affine.is_none() || xs.dtype() == DType::F64 {
-            return self.differentiable(xs, &affine);
-        }
         let (weight, eps) = (self.weight.tensor()?, self.eps as f32);
+        let is_fused = weight.rank() == 1 && weight.dtype() == xs.dtype() && xs.dtype() != DType::F64;
         match (self.kind, &self.bias) {
-            _ if weight.rank() > 1 || weight.dtype() != xs.dtype() => self.differentiable(xs, &affine),
+            _ if xs.track_op() || self.affine.is_none() || !is_fused => self.composed(xs, &affine, None),
             (QkNormKind::Rms | QkNormKind::RmsNoWeight, None) => ops::rms_norm(&xs.contiguous()?, &weight, eps),
             (QkNormKind::Layer, Some(bias)) => ops::layer_norm(&xs.contiguous()?, &weight, &bias.tensor()?, eps),
-            _ => self.differentiable(xs, &affine),
+            _ => self.composed(xs, &affine, None),
         }
     }
 
@@ -296,33 +280,36 @@ impl Norm {
 
     /// [`forward`](Self::forward) of (B, T, width), where the mean is over all processes if the norm spans them.
     pub fn forward_over(&self, xs: &Tensor, sum: Option<&SumFunction>) -> Result<Tensor> {
-        let Some(Span { width, counts }) = self.span else { return self.forward(xs) };
-        let Some(sum) = sum else {
-            bail!(
+        match (self.span, sum) {
+            (None, _) => self.forward(xs),
+            (Some(span), Some(sum)) => self.composed(xs, &self.affine()?, Some((span, sum))),
+            (Some(_), None) => bail!(
                 "[multi_head_attention] norms of whole projections span the heads of all processes, expected their sum in \
                  the call, `with_sum`"
-            )
-        };
-        let dtype = accumulation_dtype(xs.dtype());
-        let wide = xs.to_dtype(dtype)?;
-        let squares = match counts {
-            true => wide.sqr()?.sum_keepdim(D::Minus1)?,
-            false => Tensor::zeros((xs.dim(0)?, xs.dim(1)?, 1), dtype, xs.device())?,
-        };
-        self.affine()?.apply(&wide, &((sum(&squares)? / width as f64)? + self.eps)?)?.to_dtype(xs.dtype())
+            ),
+        }
     }
 
-    fn differentiable(&self, xs: &Tensor, affine: &Affine) -> Result<Tensor> {
+    /// By Candle's operations, which have gradients.
+    fn composed(&self, xs: &Tensor, affine: &Affine, over: Option<(Span, &SumFunction)>) -> Result<Tensor> {
         // A view of nothing may begin past the end of its buffer, where Candle's sums panic.
         let is_far = xs.elem_count() == 0 && xs.layout().start_offset() > 0;
         let xs = if is_far { &xs.zeros_like()? } else { xs };
-        let size = xs.dim(D::Minus1)? as f64;
-        let mut wide = xs.to_dtype(accumulation_dtype(xs.dtype()))?;
+        let (mut size, mut rows) = (xs.dim(D::Minus1)?, xs.to_dtype(accumulation_dtype(xs.dtype()))?);
         if self.kind.subtracts_mean() {
-            wide = wide.broadcast_sub(&(wide.sum_keepdim(D::Minus1)? / size)?)?;
+            rows = rows.broadcast_sub(&(rows.sum_keepdim(D::Minus1)? / size as f64)?)?;
         }
-        let mean_square = (wide.sqr()?.sum_keepdim(D::Minus1)? / size)?;
-        affine.apply(&wide, &(mean_square + self.eps)?)?.to_dtype(xs.dtype())
+        let mut squares = rows.sqr()?.sum_keepdim(D::Minus1)?;
+        if let Some((Span { width, counts }, sum)) = over {
+            squares = sum(&if counts { squares } else { squares.zeros_like()? })?;
+            size = width;
+        }
+        let own = |parameter: &Tensor| parameter.to_dtype(rows.dtype());
+        let root = ((squares / size as f64)? + self.eps)?.sqrt()?;
+        let normed = rows.broadcast_div(&root)?.broadcast_mul(&own(&affine.factors)?)?;
+        let has_bias = affine.bias.elem_count() > 0;
+        let normed = if has_bias { normed.broadcast_add(&own(&affine.bias)?)? } else { normed };
+        normed.to_dtype(xs.dtype())
     }
 
     fn affine(&self) -> Result<Affine> {
@@ -339,14 +326,5 @@ impl Norm {
             None => Tensor::zeros(0, weight.dtype(), weight.device())?,
         };
         Ok(Affine { factors: if self.kind == QkNormKind::RmsPlusOne { (weight + 1.0)? } else { weight }, bias })
-    }
-}
-
-impl Affine {
-    /// Rows over the root of their `squares` (.., 1), by Candle's operations.
-    fn apply(&self, rows: &Tensor, squares: &Tensor) -> Result<Tensor> {
-        let own = |parameter: &Tensor| parameter.to_dtype(rows.dtype());
-        let normed = rows.broadcast_div(&squares.sqrt()?)?.broadcast_mul(&own(&self.factors)?)?;
-        if self.bias.elem_count() > 0 { normed.broadcast_add(&own(&self.bias)?) } else { Ok(normed) }
     }
 }

@@ -21,7 +21,7 @@ use crate::position::RotaryEmbedding;
 use crate::sdpa::{Attended, AttentionStatistics, Keys, Outputs, OwnKeys, Plan, StatisticsOptions};
 use candle_attention_modules::base::{HeadDim, HeadShard, Heads, Source, is_addressable, part};
 use candle_attention_modules::linear::PackedLinear;
-use candle_attention_modules::norm::Norm;
+use candle_attention_modules::norm::{Norm, QkNormKind};
 use up::UpProjection;
 
 const OP: &str = "multi_head_latent_attention";
@@ -113,16 +113,17 @@ impl MultiHeadLatentAttention {
         let source = source.with_shard(shard, h, h)?;
         let down = (rank + cfg.rope_head_dim(), embed_dim);
         let out = (embed_dim, h * cfg.value_head_dim());
+        let norm = |name, rank| Norm::load(QkNormKind::Rms, cfg.norm_eps(), rank, false, &source.pp(name));
         let compress = |rank| {
             let down = source.linear("q_a_proj", (rank, embed_dim), cfg.bias(), None)?.try_into()?;
-            Ok::<_, Error>((down, Norm::rms("q_a_layernorm", rank, cfg.norm_eps(), &source)?))
+            Ok::<_, Error>((down, norm("q_a_layernorm", rank)?))
         };
         let (queries, width) = cfg.q_lora_rank().map_or(("q_proj", embed_dim), |rank| ("q_b_proj", rank));
         Ok(Self {
             compress: cfg.q_lora_rank().map(compress).transpose()?,
             queries: source.linear(queries, (h * cfg.head_dim(), width), false, Some(ROWS))?.try_into()?,
             down: source.linear("kv_a_proj_with_mqa", down, cfg.bias(), None)?.try_into()?,
-            norm: Norm::rms("kv_a_layernorm", rank, cfg.norm_eps(), &source)?,
+            norm: norm("kv_a_layernorm", rank)?,
             up: UpProjection::load(cfg, &source)?,
             out: source.linear("o_proj", out, cfg.bias(), Some(COLUMNS))?.try_into()?,
             rotary: RotaryEmbedding::new(cfg.rope(), cfg.rope_head_dim())?,

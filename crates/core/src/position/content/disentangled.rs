@@ -12,7 +12,7 @@ use candle_attention_modules::base::{
     options,
 };
 use candle_attention_modules::linear::{Projected, Projections};
-use candle_attention_modules::norm::Norm;
+use candle_attention_modules::norm::{Norm, QkNormKind};
 
 /// The terms of [`ContentPositions::Disentangled`](crate::ContentPositions::Disentangled).
 ///
@@ -117,7 +117,8 @@ impl RelativeEmbeddings {
         source.check_dtype()?;
         let init = Init::Randn { mean: 0.0, stdev: 1.0 };
         let weight = source.pp("rel_embeddings").get((2 * config.span(), embed_dim), "weight", init)?;
-        let norm = config.layer_norm.map(|eps| Norm::layer("LayerNorm", embed_dim, eps, &source)).transpose()?;
+        let norm = |eps| Norm::load(QkNormKind::Layer, eps, embed_dim, true, &source.pp("LayerNorm"));
+        let norm = config.layer_norm.map(norm).transpose()?;
         Ok(Self { weight, norm })
     }
 

@@ -9,14 +9,13 @@ pub(crate) use angles::score_factor;
 
 use std::sync::Arc;
 
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp1, D, DType, Layout, Result, Shape, Tensor, WithDType, bail};
+use candle_core::{D, DType, Result, Tensor, bail};
 use candle_nn::rotary_emb;
 
 use crate::position::{AxisPositions, Positions};
 use angles::{Angles, Tables};
-use candle_attention_modules::base::rowwise::{Element, HeadRows, map_heads, to_vec, with_contiguous_rows, with_float};
-use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, check_memory};
+use candle_attention_modules::base::rowwise::{Element, map_heads, read, to_vec, with_contiguous_rows, with_float};
+use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, check_memory, record};
 
 /// The cosines and sines of a [`RopeConfig`] for heads of one width, and the rotation of queries and keys by them.
 ///
@@ -188,16 +187,20 @@ impl Rotation {
             return self.by_candle(xs);
         }
         let xs = with_contiguous_rows(xs)?;
-        if xs.track_op() { xs.apply_op1(self.clone()) } else { xs.apply_op1_no_bwd(self) }
+        let inverse = Self { inverse: !self.inverse, ..self.clone() };
+        let backward = move |_: &Tensor, gradient: &Tensor| Ok(vec![Some(inverse.apply(gradient)?)]);
+        with_float!("rope", xs.dtype(), |E| {
+            record("rotary-embedding", &[Some(&xs)], self.run::<E>(&xs)?, xs.shape(), backward)
+        })
     }
 
-    fn run<E: Element>(&self, xs: &[E], layout: &Layout) -> Result<Vec<E>> {
-        let (b, t, ..) = layout.shape().dims4()?;
+    fn run<E: Element>(&self, xs: &Tensor) -> Result<Vec<E>> {
+        let (b, t, ..) = xs.dims4()?;
         let index = &self.index;
-        if layout.shape().elem_count() > 0 && ![t, b * t].contains(&index.len()) {
+        if xs.elem_count() > 0 && ![t, b * t].contains(&index.len()) {
             bail!("[rope] there are {} positions, expected {t}, or {b} times {t}", index.len())
         }
-        Ok(map_heads(&HeadRows::new(xs, layout)?, |token| {
+        Ok(map_heads(&read(xs).rows()?, |token| {
             let angles = self.angles.row(index[token % index.len()] as usize);
             move |_, head: &[f32], rotated: &mut [f32]| {
                 rotated.copy_from_slice(head);
@@ -229,26 +232,7 @@ impl Rotation {
             }
         }
     }
-}
 
-impl CustomOp1 for Rotation {
-    fn name(&self) -> &'static str {
-        "rotary-embedding"
-    }
-
-    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let ys = with_float!("rope", storage.dtype(), |E| {
-            E::to_cpu_storage_owned(self.run(storage.as_slice::<E>()?, layout)?)
-        });
-        Ok((ys, layout.shape().clone()))
-    }
-
-    fn bwd(&self, _arg: &Tensor, _res: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
-        Ok(Some(Self { inverse: !self.inverse, ..self.clone() }.apply(gradient)?))
-    }
-}
-
-impl Rotation {
     /// As [`apply`](Self::apply), on any device and for f64. Candle's fused operations have no backward pass, so they
     /// serve where nothing is tracked.
     fn by_candle(&self, xs: &Tensor) -> Result<Tensor> {

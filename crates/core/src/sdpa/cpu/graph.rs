@@ -1,134 +1,68 @@
 //! The fused kernel in Candle's graph, and its backward pass.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::Arc;
 
-use candle_core::{CpuStorage, Result, Shape, Tensor, WithDType, bail};
+use candle_core::{Result, Tensor};
 
 use super::{Dims, Flash};
 use crate::sdpa::{Attended, OutputOrder};
-use candle_attention_kernels::Element;
 use candle_attention_kernels::flash::{self, BackwardProblem, Problem, SoftmaxStats, Wanted};
-use candle_attention_modules::base::rowwise::{Op3, Operand, Ternary, read, with_contiguous_rows, with_float};
-
-/// A call in Candle's graph, whose operations have three operands at most and one result. Where score tensors are
-/// tracked, they are the third operand, one after the other, and keys and values are the second; where there is a
-/// log-sum-exp, it follows the context in a flat result in f32. Candle's own operations join and take apart, and know
-/// the gradients of that.
-struct Node {
-    flash: Flash,
-    /// (B, H, T_q).
-    stats: Vec<SoftmaxStats>,
-    has_lse: bool,
-    /// What the kernel gave, until it is in the graph.
-    results: Mutex<Option<(CpuStorage, Shape)>>,
-}
+use candle_attention_modules::base::rowwise::{Element, read, to_vec, with_contiguous_rows};
+use candle_attention_modules::base::{gradient_of, record, record_two};
 
 /// What the kernel gave for q, k and v, with gradients: the context as it lies in memory, and the log-sum-exp if it is
-/// wanted.
-pub(super) fn attended<E: Element + WithDType>(
+/// wanted. `stats` are (B, H, T_q).
+pub(super) fn attended<E: Element>(
     flash: Flash,
-    [q, k, v]: [&Tensor; 3],
+    rows: [&Tensor; 3],
     context: Vec<E>,
     lse: Option<Vec<f32>>,
     stats: Vec<SoftmaxStats>,
 ) -> Result<Attended> {
-    let (Dims { b, h, t_q, .. }, shape, has_lse) = (flash.dims, flash.context_shape(), lse.is_some());
-    let count = context.len();
-    let results = match lse {
-        Some(lse) => {
-            let context = context.iter().map(|x| x.to_f64() as f32);
-            (CpuStorage::F32(context.chain(lse).collect()), (count + b * h * t_q).into())
-        }
-        None => (E::to_cpu_storage_owned(context), shape.clone()),
+    let (name, Dims { b, h, t_q, .. }, shape) = ("flash-attention", flash.dims, flash.context_shape());
+    let (own, flash) = (rows.map(Tensor::clone), Arc::new(flash));
+    let operands: Vec<_> = rows.map(Some).into_iter().chain(flash.scores.all()).collect();
+    let call = flash.clone();
+    let backward = move |context: &Tensor, gradient: &Tensor, of_lse: Option<Tensor>| {
+        call.gradients::<E>(own.each_ref(), &stats, context, gradient, of_lse)
     };
-    let tracked = flash.scores.tracked().map(Tensor::flatten_all).collect::<Result<Vec<_>>>()?;
-    let node = Op3(Node { flash, stats, has_lse, results: Mutex::new(Some(results)) });
-    let results = match tracked.is_empty() {
-        true => q.apply_op3(k, v, node)?,
-        false => {
-            let keys_and_values = Tensor::cat(&[k.flatten_all()?, v.flatten_all()?], 0)?;
-            q.apply_op3(&keys_and_values, &Tensor::cat(&tracked, 0)?, node)?
-        }
+    let Some(lse) = lse else {
+        let backward = move |context: &Tensor, gradient: &Tensor| backward(context, gradient, None);
+        return Ok(Attended::context(record(name, &operands, context, shape, backward)?));
     };
-    if !has_lse {
-        return Ok(Attended::context(results));
-    }
-    let context = results.narrow(0, 0, count)?.reshape(shape)?.to_dtype(q.dtype())?;
-    let lse = results.narrow(0, count, b * h * t_q)?.reshape((b, h, t_q))?;
+    let [context, lse] = record_two(name, &operands, [shape, (b, h, t_q).into()], context, lse, backward)?;
     Ok(Attended { lse: Some(lse), ..Attended::context(context) })
 }
 
-impl Ternary for Node {
-    const NAME: &'static str = "flash-attention";
-
-    fn forward(&self, _: [Operand; 3]) -> Result<(CpuStorage, Shape)> {
-        match self.results.lock().unwrap_or_else(PoisonError::into_inner).take() {
-            Some(results) => Ok(results),
-            None => bail!("[{}] the operation is in a graph already", self.flash.op),
-        }
-    }
-
-    fn backward(&self, operands: [&Tensor; 3], results: &Tensor, gradient: &Tensor) -> Result<[Option<Tensor>; 3]> {
-        let (Dims { b, h, t_q, .. }, dtype) = (self.flash.dims, operands[0].dtype());
-        let shape = self.flash.context_shape();
-        let count = shape.elem_count();
-        let context_of = |results: &Tensor| match self.has_lse {
-            true => results.detach().narrow(0, 0, count)?.reshape(&shape)?.to_dtype(dtype),
-            false => Ok(results.clone()),
-        };
-        let of_lse = || gradient.narrow(0, count, b * h * t_q)?.to_vec1::<f32>();
-        let lse_gradient = self.has_lse.then(of_lse).transpose()?;
-        let (context, gradient) = (context_of(results)?, context_of(gradient)?);
-        with_float!(self.flash.op, dtype, |E| self.gradients::<E>(operands, &context, &gradient, lse_gradient))
-    }
-}
-
-impl Node {
-    /// The gradients of the operands, as far as they are tracked. Contexts are as they lie in memory.
-    fn gradients<E: Element + WithDType>(
+impl Flash {
+    /// The gradients of q, k and v and of the score tensors, as far as they are tracked. Contexts are as they lie in
+    /// memory.
+    fn gradients<E: Element>(
         &self,
-        operands: [&Tensor; 3],
+        rows: [&Tensor; 3],
+        stats: &[SoftmaxStats],
         context: &Tensor,
         gradient: &Tensor,
-        lse_gradient: Option<Vec<f32>>,
-    ) -> Result<[Option<Tensor>; 3]> {
-        let flash = &self.flash;
-        let Dims { b, h_kv, t_kv, d, d_v, .. } = flash.dims;
+        of_lse: Option<Tensor>,
+    ) -> Result<Vec<Option<Tensor>>> {
         // (B, H, T_q, D_v), whatever the order in memory.
-        let gradient = match flash.output_order {
+        let gradient = match self.output_order {
             OutputOrder::Bhtd => gradient.clone(),
             OutputOrder::Bthd => gradient.transpose(1, 2)?,
         };
-        let gradient = with_contiguous_rows(&gradient)?;
+        let (gradient, lse_grad) = (with_contiguous_rows(&gradient)?, of_lse.as_ref().map(to_vec).transpose()?);
         let (context, gradient) = (read(context), read(&gradient));
-        let (context, context_grad, lse_grad) = (context.contiguous()?, gradient.strided()?, lse_gradient.as_deref());
-
-        let wanted_of_scores = flash.scores.wanted()?;
-        let are_joined = wanted_of_scores != Wanted::default();
-        let [q, second, third] = operands;
-        let (k, v) = match are_joined {
-            true => {
-                let (both, count) = (second.detach(), b * h_kv * t_kv * d);
-                let values = both.narrow(0, count, b * h_kv * t_kv * d_v)?.reshape((b, h_kv, t_kv, d_v))?;
-                (both.narrow(0, 0, count)?.reshape((b, h_kv, t_kv, d))?, values)
-            }
-            false => (second.clone(), third.clone()),
-        };
-        let of_v = if are_joined { second } else { third };
-        let wanted = Wanted { q: q.track_op(), k: second.track_op(), v: of_v.track_op(), ..wanted_of_scores };
-        let found = flash.with_problem([q, &k, &v], |&forward: &Problem<E>| {
-            let problem = BackwardProblem { forward, context, stats: &self.stats, context_grad, lse_grad };
-            flash::attend_backward(&problem, flash.tier, wanted)
+        let (context, context_grad, lse_grad) = (context.contiguous()?, gradient.strided()?, lse_grad.as_deref());
+        let [q, k, v] = rows.map(Tensor::track_op);
+        let wanted = Wanted { q, k, v, ..self.scores.wanted()? };
+        let found = self.with_problem(rows, |&forward: &Problem<E>| {
+            let problem = BackwardProblem { forward, context, stats, context_grad, lse_grad };
+            flash::attend_backward(&problem, self.tier, wanted)
         })?;
-        let like = |operand: &Tensor, gradient: Option<Vec<E>>| {
-            gradient.map(|gradient| Tensor::from_vec(gradient, operand.shape(), operand.device())).transpose()
-        };
-        if !are_joined {
-            return Ok([like(q, found.q)?, like(second, found.k)?, like(third, found.v)?]);
-        }
-        let of_both = found.k.zip(found.v).map(|(k, v)| [k, v].concat());
-        let numbers = [found.bias, found.distances, found.slopes, found.sinks].into_iter().flatten().flatten();
-        let of_scores = Tensor::from_vec(numbers.collect::<Vec<_>>(), third.shape(), third.device())?;
-        Ok([like(q, found.q)?, like(second, of_both)?, Some(of_scores)])
+        let of_rows = rows.into_iter().zip([found.q, found.k, found.v]);
+        let of_scores = [found.bias, found.distances, found.slopes, found.sinks];
+        let of_scores = self.scores.all().into_iter().zip(of_scores);
+        let of_rows = of_rows.map(|(row, numbers)| gradient_of(Some(row), numbers));
+        of_rows.chain(of_scores.map(|(tensor, numbers)| gradient_of(tensor, numbers))).collect()
     }
 }

@@ -9,11 +9,11 @@ use candle_core::{DType, Error, Result, Shape, Tensor, WithDType};
 use super::rows::RowRanges;
 use super::validate::{Call, Dims};
 use super::{Attended, AttentionStatistics, OutputOrder, Outputs, plan, reference};
+use candle_attention_kernels::Tier;
 use candle_attention_kernels::flash::{
     self, Alibi, DistanceBias, Dropout, DropoutMask, KvRows, Problem, ScoreOptions, Wanted,
 };
-use candle_attention_kernels::{Element, Tier};
-use candle_attention_modules::base::rowwise::{Read, read, with_contiguous_rows, with_float};
+use candle_attention_modules::base::rowwise::{Element, Read, read, with_contiguous_rows, with_float};
 use candle_attention_modules::base::{check_memory, executor};
 
 /// What is wanted of a call. No input is tracked for gradients where it is statistics.
@@ -23,7 +23,7 @@ pub(super) fn attend(call: &Call, tier: Tier, outputs: Outputs) -> Result<Attend
         check_memory(call.op, format_args!("a log-sum-exp of {:?}", [b, h, t_q]), &[b, h, t_q])?;
     }
     if plan::tracks_gradients(call) && [b, t_q, t_kv, d_v].contains(&0) {
-        // Candle has no views of nothing to take gradients apart with.
+        // The backward pass of the kernel is for calls that compute something.
         return reference::attend(call, outputs);
     }
     let flash = Flash::new(call, tier)?;
@@ -113,23 +113,20 @@ impl ScoreTensors {
         })
     }
 
-    /// Those that are tracked for gradients, in the order of the fields.
-    fn tracked(&self) -> impl Iterator<Item = &Tensor> {
-        [&self.bias, &self.distances, &self.slopes, &self.sinks]
-            .into_iter()
-            .flatten()
-            .filter(|tensor| tensor.track_op())
+    /// In the order of the fields.
+    fn all(&self) -> [Option<&Tensor>; 4] {
+        let Self { bias, distances, slopes, sinks } = self;
+        [bias, distances, slopes, sinks].map(Option::as_ref)
     }
 
-    /// The same, as the kernel names them.
+    /// Those that are tracked for gradients, as the kernel names them.
     fn wanted(&self) -> Result<Wanted> {
-        let is_tracked = |tensor: &Option<Tensor>| tensor.as_ref().is_some_and(Tensor::track_op);
-        let bias = self.bias.as_ref().filter(|bias| bias.track_op());
+        let [bias, distances, slopes, sinks] = self.all().map(|tensor| tensor.filter(|tensor| tensor.track_op()));
         Ok(Wanted {
             bias: bias.map(|bias| bias.dims4()).transpose()?.map(<[usize; 4]>::from),
-            distances: is_tracked(&self.distances),
-            slopes: is_tracked(&self.slopes),
-            sinks: is_tracked(&self.sinks),
+            distances: distances.is_some(),
+            slopes: slopes.is_some(),
+            sinks: sinks.is_some(),
             ..Default::default()
         })
     }
@@ -202,8 +199,8 @@ impl Flash {
                 KvRows::Q8 { codes: v.strided()?, scales: of_v.strided()? },
             ),
         };
-        let ScoreTensors { bias, distances, slopes, sinks } = &self.scores;
-        let score_tensors = [bias, distances, slopes, sinks, &self.keep].map(|tensor| tensor.as_ref().map(read));
+        let [bias, distances, slopes, sinks] = self.scores.all();
+        let score_tensors = [bias, distances, slopes, sinks, self.keep.as_ref()].map(|tensor| tensor.map(read));
         let [bias, distances, slopes, sinks, keep] = score_tensors.each_ref().map(Option::as_ref);
         let distance_bias = match distances {
             Some(biases) => {
@@ -236,7 +233,7 @@ impl Flash {
     }
 
     /// The context as it lies in memory, and what is wanted beside it.
-    fn attend<E: Element + WithDType>(self, call: &Call, outputs: Outputs) -> Result<Attended> {
+    fn attend<E: Element>(self, call: &Call, outputs: Outputs) -> Result<Attended> {
         let [q, k, v] = [&call.q, &call.k, &call.v].map(with_contiguous_rows);
         let (operands, device) = ([&q?, &k?, &v?], call.q.device());
         if let Outputs::Statistics(wanted) = outputs {
