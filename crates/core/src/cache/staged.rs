@@ -11,7 +11,7 @@ use super::storage::KvBuffers;
 use super::{AttentionCache, OP};
 use crate::mask::{AttentionMask, Placement};
 use crate::position::Positions;
-use crate::sdpa::{Attended, Call, Keys, Outputs, Plan, SdpaOptions, planned, reads_codes, run};
+use crate::sdpa::{Attended, Call, Choice, Keys, Outputs, Plan, SdpaOptions};
 use candle_attention_modules::base::check_entries;
 
 /// The padding of a batch (B, T): sequence b has its tokens at `starts[b]..valid_lens[b]`.
@@ -252,8 +252,8 @@ impl<'c> CachedCall<'c> {
         self.read.buffers.float_dtype(self.dtype)
     }
 
-    /// Gives `with` the call of `op` for some outputs. Its keys and values are of 8 bits where a kernel reads them and
-    /// nothing else is computed from them, and floats otherwise.
+    /// Gives `with` the call of `op` for some outputs, and the path that it takes. Its keys and values are of 8 bits
+    /// where a kernel reads them and nothing else is computed from them, and floats otherwise.
     fn with_call<R>(
         &self,
         op: &'static str,
@@ -261,19 +261,21 @@ impl<'c> CachedCall<'c> {
         mask: &AttentionMask,
         options: &SdpaOptions,
         outputs: Outputs,
-        with: impl FnOnce(&Call) -> Result<R>,
+        with: impl FnOnce(&Call, Choice) -> Result<R>,
     ) -> Result<R> {
         let (rows, mask, options) = &self.all_rows(q, mask, options)?;
         let q = if self.detached { &q.detach() } else { q };
-        if let (None, Some(scales)) = (self.expansion, rows.scales()) {
+        if let (None, Some(scales), true) = (self.expansion, rows.scales(), q.device().is_cpu()) {
             let [k, v] = &rows.stored()?;
             let call = Call::of(op, [q, k, v], Some(&scales), None, mask, options)?;
-            if reads_codes(&call, outputs)? {
-                return with(&call);
+            let choice = Choice::of(&call, outputs)?;
+            if let Choice::Cpu(_) = choice {
+                return with(&call, choice);
             }
         }
         let (k, v) = self.read(rows)?;
-        with(&Call::new(op, [&q.to_dtype(self.float_dtype())?, &k, &v], mask, options)?)
+        let call = Call::of(op, [&q.to_dtype(self.float_dtype())?, &k, &v], None, None, mask, options)?;
+        with(&call, Choice::of(&call, outputs)?)
     }
 
     /// The rows of the buffers that hold a key of some sequence, and the mask and the options of attention to them, of
@@ -323,14 +325,15 @@ impl<'c> CachedCall<'c> {
 impl Keys for CachedCall<'_> {
     /// Weights are of floats, over the keys that the cache holds.
     fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, outputs: Outputs) -> Result<Attended> {
-        let attended = self.with_call(outputs.op(false), q, mask, options, outputs, |call| run(call, outputs))?;
+        let attended =
+            self.with_call(outputs.op(false), q, mask, options, outputs, |call, choice| choice.run(call, outputs))?;
         self.in_graph.set(attended.context.track_op());
         let weights = attended.weights.map(|weights| weights.to_dtype(q.dtype())).transpose()?;
         Ok(Attended { context: attended.context.to_dtype(q.dtype())?, weights, ..attended })
     }
 
     fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
-        self.with_call("plan", q, mask, options, Outputs::Context, planned)
+        self.with_call("plan", q, mask, options, Outputs::Context, |_, choice| Ok(choice.plan()))
     }
 
     /// Makes the call's keys and values part of the cache, if it has any.

@@ -9,7 +9,6 @@ use candle_core::{Device, Result, Tensor, bail};
 use super::constraint::{Alignment, Constraint, Placement};
 use super::tensors::{check_memory, fit};
 use super::{AttentionMask, EmptyRows, OP};
-use candle_attention_modules::base::filled;
 
 /// The structural constraints of an [`AttentionMask`] for given B, T_q and T_kv.
 ///
@@ -24,15 +23,6 @@ pub struct KvRanges {
     placements: Vec<Placement>,
     /// The number of the first sequence, of those that lengths are given for.
     first: usize,
-}
-
-/// Sequences that stand at positions of their own: with a cache, or packed.
-#[derive(Debug, Clone)]
-pub(super) struct Frames {
-    placements: Vec<Placement>,
-    /// The sequence of the first placement, of so many that lengths are given for.
-    first: usize,
-    of: usize,
 }
 
 impl KvRanges {
@@ -67,12 +57,12 @@ impl KvRanges {
         self.position_by(self.alignments().next().unwrap_or(&Alignment::End), b, i)
     }
 
-    /// The positions of all queries of the first `b` sequences, (b, T_q), for ALiBi.
+    /// That each query has one position, from which ALiBi counts.
     ///
     /// # Errors
-    /// For joined masks that give a query different positions, and where memory is short.
-    pub(crate) fn positions(&self, b: usize) -> Result<Vec<i64>> {
-        for b in 0..b {
+    /// For joined masks that give a query different positions.
+    pub(crate) fn check_positions(&self) -> Result<()> {
+        for b in 0..self.b {
             let of = |alignment| self.position_by(alignment, b, 0);
             let first = self.position(b, 0);
             if let Some(other) = self.alignments().map(of).find(|&other| other != first) {
@@ -82,13 +72,14 @@ impl KvRanges {
                 )
             }
         }
-        let Some(mut positions) = filled(&[b, self.t_q], 0) else {
-            bail!("[{OP}] the positions of {b} × {} queries do not fit in memory", self.t_q)
-        };
-        for (row, position) in positions.iter_mut().enumerate() {
-            *position = self.position(row / self.t_q, row % self.t_q);
-        }
-        Ok(positions)
+        Ok(())
+    }
+
+    /// Those of one of several packed sequences, as of a batch of one.
+    pub(crate) fn of_sequence(&self, s: usize) -> Self {
+        let placement = self.placement(s).clone();
+        let (t_q, t_kv) = (placement.tokens.len(), placement.keys.len());
+        Self { b: 1, t_q, t_kv, constraints: self.constraints.clone(), placements: vec![placement], first: s }
     }
 
     /// Whether sequences may stand at different positions.
@@ -104,9 +95,8 @@ impl KvRanges {
         }
         let by_sequence = self.placements.len() > 1 || self.constraints.iter().any(Constraint::differs_by_sequence);
         let b = if by_sequence { self.b } else { self.b.min(1) };
-        let Some(mut keep) = filled(&[b, self.t_q, self.t_kv], 0u8) else {
-            bail!("[{OP}] a mask of {b} × {} × {} entries does not fit in memory", self.t_q, self.t_kv)
-        };
+        check_memory(&[b, self.t_q, self.t_kv])?;
+        let mut keep = vec![0u8; b * self.t_q * self.t_kv];
         if self.t_kv > 0 {
             for (row, keys) in keep.chunks_exact_mut(self.t_kv).enumerate() {
                 keys[self.kv_range(row / self.t_q, row % self.t_q)].fill(1);
@@ -154,23 +144,32 @@ impl AttentionMask {
     /// For lengths whose shape is neither (B,) nor (B, T_q), for a window or a chunk of 0, and for what was built on
     /// joined masks that let it mean several things.
     pub fn resolve(&self, b: usize, t_q: usize, t_kv: usize) -> Result<KvRanges> {
-        let whole = || vec![Placement::whole(t_q, t_kv)];
-        let (placements, first, of) = match &self.frames {
-            None => (whole(), 0, b),
-            Some(frames) if frames.placements.len() != b => {
-                bail!("[{OP}] positions of {} sequences were given, expected {b}", frames.placements.len())
+        self.check(b, &[[t_q, t_kv]])?;
+        let placements = match &self.placements {
+            Some(placements) if placements.len() != b => {
+                bail!("[{OP}] positions of {} sequences were given, expected {b}", placements.len())
             }
-            Some(Frames { placements, first, of }) if b > 0 => (placements.clone(), *first, *of),
-            Some(frames) => (whole(), frames.first, frames.of),
+            Some(placements) if b > 0 => placements.clone(),
+            _ => vec![Placement::whole(t_q, t_kv)],
         };
-        for constraint in &self.constraints {
-            constraint.check(of, t_kv)?;
-            let (what, lens) = constraint.lens();
-            lens.iter().try_for_each(|lens| lens.check(what, of, first..first + b, t_q))?;
-        }
-        let structural = |constraint: &&Constraint| constraint.bounds_keys();
-        let constraints = self.constraints.iter().filter(structural).cloned().collect();
-        Ok(KvRanges { b, t_q, t_kv, constraints, placements, first })
+        Ok(KvRanges { b, t_q, t_kv, constraints: self.structural(), placements, first: 0 })
+    }
+
+    /// The same for packed sequences of so many queries and keys, each as a batch of one. `keep` and `bias` tensors have
+    /// no meaning there.
+    pub(crate) fn resolve_packed(&self, sizes: &[[usize; 2]]) -> Result<KvRanges> {
+        self.check(sizes.len(), sizes)?;
+        let [t_q, t_kv] = [0, 1].map(|of| sizes.iter().map(|size| size[of]).max().unwrap_or(0));
+        let placements = sizes.iter().map(|&[t_q, t_kv]| Placement::whole(t_q, t_kv)).collect();
+        Ok(KvRanges { b: sizes.len(), t_q, t_kv, constraints: self.structural(), placements, first: 0 })
+    }
+
+    fn check(&self, n: usize, sizes: &[[usize; 2]]) -> Result<()> {
+        self.constraints.iter().try_for_each(|constraint| constraint.check(n, sizes))
+    }
+
+    fn structural(&self) -> Vec<Constraint> {
+        self.constraints.iter().filter(|constraint| constraint.bounds_keys()).cloned().collect()
     }
 
     /// This mask, in which keys are counted by their position in the sequence, for keys that are counted by row: for
@@ -222,7 +221,7 @@ impl AttentionMask {
             None if self.empty_rows == EmptyRows::Uniform => {
                 Some("has uniform empty rows, which weigh all keys".into())
             }
-            None => self.frames.as_ref().map(|_| "is of a part already".into()),
+            None => self.placements.as_ref().map(|_| "is of a part already".into()),
         };
         if let Some(obstacle) = obstacle {
             bail!("[{OP}] the mask {obstacle}, expected one that leaves intervals of a whole sequence")
@@ -249,23 +248,12 @@ impl AttentionMask {
             .map(|(b, range)| (b, range.start)))
     }
 
-    /// The constraints of sequence `s` of `n` packed ones, of `t_q` queries and `t_kv` keys, as for a batch of one;
-    /// without `keep` and `bias` tensors, which have no meaning there.
-    pub(crate) fn of_sequence(&self, s: usize, n: usize, t_q: usize, t_kv: usize) -> Self {
-        self.with_frames(Frames { placements: vec![Placement::whole(t_q, t_kv)], first: s, of: n })
-    }
-
-    /// The constraints for a placement of each sequence, where rows of keys are no columns of an attention mask.
+    /// The constraints for a placement of each sequence, where rows of keys are no columns of an attention mask;
+    /// without `keep` and `bias` tensors.
     fn placed(&self, placements: Vec<Placement>) -> Self {
-        let of = placements.len();
-        let mut mask = self.with_frames(Frames { placements, first: 0, of });
-        mask.constraints.retain(|constraint| !matches!(constraint, Constraint::Columns(_)));
-        mask
-    }
-
-    fn with_frames(&self, frames: Frames) -> Self {
-        let (constraints, empty_rows) = (self.constraints.clone(), self.empty_rows);
-        Self { constraints, empty_rows, frames: Some(frames), ..Self::none() }
+        let is_of_rows = |constraint: &&Constraint| !matches!(constraint, Constraint::Columns(_));
+        let constraints = self.constraints.iter().filter(is_of_rows).cloned().collect();
+        Self { constraints, empty_rows: self.empty_rows, placements: Some(placements), ..Self::none() }
     }
 }
 

@@ -24,8 +24,8 @@ pub use statistics::{
 };
 pub use varlen::{PackedSequences, scaled_dot_product_attention_varlen, scaled_dot_product_attention_varlen_with_lse};
 
-pub(crate) use plan::{Outputs, reads_codes};
-pub(crate) use reference::{Dropout, VisibleSoftmax, dropout, weighted_values};
+pub(crate) use plan::{Choice, Outputs};
+pub(crate) use reference::{dropout, visible_softmax, weighted_values};
 pub(crate) use validate::Call;
 
 use std::sync::Once;
@@ -34,7 +34,6 @@ use candle_core::{Result, Tensor, bail};
 
 use crate::mask::AttentionMask;
 use candle_attention_modules::base::Expect;
-use plan::{Choice, choose};
 
 /// What attention gives when the weights are asked for too.
 #[derive(Debug, Clone)]
@@ -79,7 +78,7 @@ pub fn scaled_dot_product_attention(
     mask: &AttentionMask,
     options: &SdpaOptions,
 ) -> Result<Tensor> {
-    Ok(attend(Outputs::Context, [q, k, v], mask, options)?.context)
+    Ok(attend(Outputs::Context, [q, k, v], None, mask, options)?.context)
 }
 
 /// [`scaled_dot_product_attention`] that also returns the weights.
@@ -93,7 +92,7 @@ pub fn scaled_dot_product_attention_with_weights(
     mask: &AttentionMask,
     options: &SdpaOptions,
 ) -> Result<AttentionOutput> {
-    let (context, weights) = attend(Outputs::Weights, [q, k, v], mask, options)?.with_weights()?;
+    let (context, weights) = attend(Outputs::Weights, [q, k, v], None, mask, options)?.with_weights()?;
     Ok(AttentionOutput { context, weights })
 }
 
@@ -112,7 +111,7 @@ pub fn scaled_dot_product_attention_with_lse(
     mask: &AttentionMask,
     options: &SdpaOptions,
 ) -> Result<(Tensor, Tensor)> {
-    attend(Outputs::LogSumExp, [q, k, v], mask, options)?.with_lse()
+    attend(Outputs::LogSumExp, [q, k, v], None, mask, options)?.with_lse()
 }
 
 /// The context of a call, and what was wanted beside it.
@@ -166,22 +165,26 @@ fn beside<T>(context: Tensor, found: Option<T>, what: &str) -> Result<(Tensor, T
     }
 }
 
-/// What is wanted of a batch, in the rank of q.
-fn attend(outputs: Outputs, qkv: [&Tensor; 3], mask: &AttentionMask, options: &SdpaOptions) -> Result<Attended> {
-    let call = Call::new(outputs.op(false), qkv, mask, options)?;
-    let in_rank = |tensor| call.in_rank_of_q(tensor);
-    run(&call, outputs)?.map(in_rank, in_rank)
+/// What is wanted of a batch, in the rank of q, or of packed sequences, without B.
+fn attend(
+    outputs: Outputs,
+    qkv: [&Tensor; 3],
+    sequences: Option<&PackedSequences>,
+    mask: &AttentionMask,
+    options: &SdpaOptions,
+) -> Result<Attended> {
+    let op = outputs.op(sequences.is_some());
+    if let Some(sequences) = sequences {
+        let attended = run(&Call::packed(op, qkv, sequences, mask, options)?, outputs)?;
+        return attended.map(|context| context.transpose(1, 2)?.squeeze(0), |found| found.squeeze(0));
+    }
+    let in_rank = |found| (qkv[0].rank()..4).try_fold(found, |found: Tensor, _| found.squeeze(0));
+    run(&Call::new(op, qkv, mask, options)?, outputs)?.map(in_rank, in_rank)
 }
 
 /// What is wanted of a call, with all dimensions.
-pub(crate) fn run(call: &Call, outputs: Outputs) -> Result<Attended> {
-    outputs.check(call)?;
-    let reference = || reference::attend(call, outputs);
-    match choose(call, outputs)? {
-        Choice::Reference { .. } => reference(),
-        Choice::Cpu(tier) => cpu::attend(call, tier, outputs),
-        Choice::Gpu(plan) => or_reference(call, plan.attend(call).map(Attended::context), reference),
-    }
+fn run(call: &Call, outputs: Outputs) -> Result<Attended> {
+    Choice::of(call, outputs)?.run(call, outputs)
 }
 
 /// What a GPU's fused operation gave; where it failed and another path was allowed, what the reference path gives.
@@ -208,12 +211,7 @@ fn first_line(error: &candle_core::Error) -> String {
 /// # Errors
 /// As [`scaled_dot_product_attention`].
 pub fn plan(q: &Tensor, k: &Tensor, v: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
-    planned(&Call::new("plan", [q, k, v], mask, options)?)
-}
-
-/// The backend that a call for its context would run, and why.
-pub(crate) fn planned(call: &Call) -> Result<Plan> {
-    Ok(choose(call, Outputs::Context)?.plan())
+    Ok(Choice::of(&Call::new("plan", [q, k, v], mask, options)?, Outputs::Context)?.plan())
 }
 
 /// A function of the arguments and with the result of
@@ -267,6 +265,7 @@ impl Keys for OwnKeys<'_> {
         if self.function.is_some() {
             bail!("[attention_function] plans are asked for, which a function of the caller's does not give")
         }
-        planned(&Call::of("plan", [q, &self.k, &self.v], None, self.sequences, mask, options)?)
+        let call = Call::of("plan", [q, &self.k, &self.v], None, self.sequences, mask, options)?;
+        Ok(Choice::of(&call, Outputs::Context)?.plan())
     }
 }

@@ -5,6 +5,7 @@ mod operations;
 #[cfg(test)]
 mod tests;
 
+use operations::GRID;
 pub(super) use operations::{FLASH_ATTN, METAL};
 
 use std::fmt;
@@ -32,7 +33,7 @@ pub(super) struct Operation {
     /// What else keeps a call from it: widths, sizes, and what it makes of softcaps.
     limit: fn(&Call) -> Option<String>,
     /// The last queries and keys of a call with such keys and window that go to the reference path, or why all do.
-    rest: fn(&Call, &Range<usize>, Window) -> std::result::Result<usize, String>,
+    rest: fn(&Call, &Range<usize>, Window) -> Decided<usize>,
     /// What keeps it from a device.
     obstacle: fn(&Device) -> Option<String>,
     /// (B, T, H, D) is the order of its tensors, and not (B, H, T, D).
@@ -41,6 +42,9 @@ pub(super) struct Operation {
     readable: fn(&Tensor, t_q: usize) -> Result<Tensor>,
     run: fn(&Inputs) -> Result<Tensor>,
 }
+
+/// What an operation does for a call, or why it does not take it.
+type Decided<T> = std::result::Result<T, String>;
 
 /// What an operation reads.
 #[cfg_attr(
@@ -71,7 +75,7 @@ struct Lengths {
 
 /// A call that an operation takes.
 #[derive(Debug)]
-pub(super) struct Plan {
+pub(crate) struct Plan {
     operation: &'static Operation,
     sequences: Sequences,
     window: Window,
@@ -99,48 +103,43 @@ impl fmt::Display for Plan {
 
 impl Operation {
     /// How a call goes to the operation, or why it does not.
-    ///
-    /// # Errors
-    /// As [`AttentionMask::resolve`].
-    pub fn plan(&'static self, call: &Call, outputs: Outputs) -> Result<std::result::Result<Plan, String>> {
-        let runs = |plan| (self.obstacle)(call.q.device()).map_or(Ok(plan), Err);
-        Ok(self.decide(call, outputs)?.and_then(runs))
+    pub fn plan(&'static self, call: &Call, outputs: Outputs) -> Decided<Plan> {
+        let plan = self.decide(call, outputs)?;
+        (self.obstacle)(call.q.device()).map_or(Ok(plan), Err)
     }
 
     /// [`plan`](Self::plan) on a device on which the operation runs.
-    fn decide(&'static self, call: &Call, outputs: Outputs) -> Result<std::result::Result<Plan, String>> {
-        let refuse = |reason: String| Ok(Err(format!("{} {reason}", self.name)));
+    fn decide(&'static self, call: &Call, outputs: Outputs) -> Decided<Plan> {
+        let named = |reason: String| format!("{} {reason}", self.name);
         if let Some(reason) = self.refusal(call, outputs).or_else(|| (self.limit)(call)) {
-            return refuse(reason);
+            return Err(named(reason));
         }
-        let bands = Bands::new(call)?;
-        if bands.as_ref().is_some_and(|bands| bands.spans.is_empty()) {
-            return Ok(Err("no query sees a key".into()));
-        }
-        let Some(bands) = bands else {
-            return refuse(
+        let bands = Bands::new(call).map_err(|error| error.to_string())?.ok_or_else(|| {
+            named(
                 "takes masks that are one band of keys, aligned with the last query and key, and ALiBi from there"
                     .into(),
-            );
-        };
-        let (window, keys) = (bands.window, bands.common_keys(call).filter(|_| call.sequences.is_none()));
-        let sequences = match keys {
-            Some(keys) => match (self.rest)(call, &keys, window) {
-                Ok(rest) => Sequences::Alike { keys, rest },
-                Err(reason) => return refuse(reason),
-            },
-            None if self.varlen => {
-                let Dims { b, t_q, t_kv, .. } = call.dims;
-                let cu_seqlens = cumulative(&bands, b * t_q, b * t_kv);
-                let sequences = cu_seqlens[0].len() - 1;
-                if sequences > operations::GRID {
-                    return refuse(operations::too_many(sequences));
-                }
-                Sequences::Varlen { cu_seqlens }
-            }
-            None => return refuse("takes sequences that all see the same keys".into()),
-        };
-        Ok(Ok(Plan { operation: self, sequences, window }))
+            )
+        })?;
+        if bands.spans.is_empty() {
+            return Err("no query sees a key".into());
+        }
+        let sequences = self.sequences(call, &bands).map_err(named)?;
+        Ok(Plan { operation: self, sequences, window: bands.window })
+    }
+
+    fn sequences(&self, call: &Call, bands: &Bands) -> Decided<Sequences> {
+        if let Some(keys) = bands.common_keys(call).filter(|_| call.sequences.is_none()) {
+            return Ok(Sequences::Alike { rest: (self.rest)(call, &keys, bands.window)?, keys });
+        }
+        if !self.varlen {
+            return Err("takes sequences that all see the same keys".into());
+        }
+        let Dims { b, t_q, t_kv, .. } = call.dims;
+        let cu_seqlens = cumulative(bands, b * t_q, b * t_kv);
+        match cu_seqlens[0].len() - 1 {
+            0..=GRID => Ok(Sequences::Varlen { cu_seqlens }),
+            sequences => Err(format!("launches {GRID} sequences at most, and there are {sequences}")),
+        }
     }
 
     /// What it has not.

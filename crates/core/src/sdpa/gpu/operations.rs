@@ -5,7 +5,7 @@ use std::sync::{Mutex, PoisonError};
 
 use candle_core::{DType, Device, DeviceLocation, Result, Tensor};
 
-use super::{Inputs, Operation};
+use super::{Decided, Inputs, Operation};
 use crate::sdpa::first_line;
 use crate::sdpa::rows::Window;
 use crate::sdpa::validate::{Call, Dims};
@@ -33,10 +33,6 @@ const NORMAL: [f64; 2] = [f32::MIN_POSITIVE as f64, f32::MAX as f64 / 2.0];
 
 /// CUDA's limit on the second and third dimension of a grid, in which the kernel lays out sequences and heads.
 pub(super) const GRID: usize = 65_535;
-
-pub(super) fn too_many(sequences: usize) -> String {
-    format!("launches {GRID} sequences at most, and there are {sequences}")
-}
 
 fn flash_attn_limit(call: &Call) -> Option<String> {
     let Dims { b, h, t_q, t_kv, d, .. } = call.dims;
@@ -212,7 +208,7 @@ fn metal_limit(call: &Call) -> Option<String> {
 /// Its causal mask is right where blocks of queries end with blocks of keys: elsewhere it looks at one block too few
 /// for hidden keys, or walks on to keys that are not there. Other masks it takes as tensors as large as the scores,
 /// with the faults above.
-fn rest(call: &Call, keys: &Range<usize>, window: Window) -> std::result::Result<usize, String> {
+fn rest(call: &Call, keys: &Range<usize>, window: Window) -> Decided<usize> {
     let t_q = call.dims.t_q;
     match window {
         Window { left: None, right: None } => Ok(0),
