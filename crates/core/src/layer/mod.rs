@@ -43,7 +43,7 @@ pub struct LayerOutput {
 
 impl LayerOutput {
     fn of(attended: Attended) -> Result<Self> {
-        let (output, weights) = attended.with_weights()?;
+        let (output, weights) = attended.with(|found| found.weights.take())?;
         Ok(Self { output, weights })
     }
 }

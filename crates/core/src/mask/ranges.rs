@@ -90,7 +90,7 @@ impl KvRanges {
     /// The intervals as u8 (B or 1, 1, T_q, T_kv), 1 = seen; `None` when no constraint was given.
     pub(super) fn to_keep(&self, device: &Device) -> Result<Option<Tensor>> {
         let is_part = |placement: &Placement| placement.tokens != (0..self.t_q) || placement.keys.len() != self.t_kv;
-        if self.constraints.is_empty() && !self.placements.iter().any(is_part) {
+        if !self.constraints.iter().any(Constraint::bounds_keys) && !self.placements.iter().any(is_part) {
             return Ok(None);
         }
         let by_sequence = self.placements.len() > 1 || self.constraints.iter().any(Constraint::differs_by_sequence);
@@ -144,7 +144,7 @@ impl AttentionMask {
     /// For lengths whose shape is neither (B,) nor (B, T_q), for a window or a chunk of 0, and for what was built on
     /// joined masks that let it mean several things.
     pub fn resolve(&self, b: usize, t_q: usize, t_kv: usize) -> Result<KvRanges> {
-        self.check(b, &[[t_q, t_kv]])?;
+        self.constraints.iter().try_for_each(|constraint| constraint.check(b, &[[t_q, t_kv]]))?;
         let placements = match &self.placements {
             Some(placements) if placements.len() != b => {
                 bail!("[{OP}] positions of {} sequences were given, expected {b}", placements.len())
@@ -152,24 +152,17 @@ impl AttentionMask {
             Some(placements) if b > 0 => placements.clone(),
             _ => vec![Placement::whole(t_q, t_kv)],
         };
-        Ok(KvRanges { b, t_q, t_kv, constraints: self.structural(), placements, first: 0 })
+        Ok(KvRanges { b, t_q, t_kv, constraints: self.constraints.clone(), placements, first: 0 })
     }
 
     /// The same for packed sequences of so many queries and keys, each as a batch of one. `keep` and `bias` tensors have
     /// no meaning there.
     pub(crate) fn resolve_packed(&self, sizes: &[[usize; 2]]) -> Result<KvRanges> {
-        self.check(sizes.len(), sizes)?;
+        self.constraints.iter().try_for_each(|constraint| constraint.check(sizes.len(), sizes))?;
         let [t_q, t_kv] = [0, 1].map(|of| sizes.iter().map(|size| size[of]).max().unwrap_or(0));
         let placements = sizes.iter().map(|&[t_q, t_kv]| Placement::whole(t_q, t_kv)).collect();
-        Ok(KvRanges { b: sizes.len(), t_q, t_kv, constraints: self.structural(), placements, first: 0 })
-    }
-
-    fn check(&self, n: usize, sizes: &[[usize; 2]]) -> Result<()> {
-        self.constraints.iter().try_for_each(|constraint| constraint.check(n, sizes))
-    }
-
-    fn structural(&self) -> Vec<Constraint> {
-        self.constraints.iter().filter(|constraint| constraint.bounds_keys()).cloned().collect()
+        let constraints = self.constraints.clone();
+        Ok(KvRanges { b: sizes.len(), t_q, t_kv, constraints, placements, first: 0 })
     }
 
     /// This mask, in which keys are counted by their position in the sequence, for keys that are counted by row: for
@@ -177,15 +170,31 @@ impl AttentionMask {
     /// end is aligned to that of each sequence.
     ///
     /// # Errors
-    /// As [`resolve`](Self::resolve), and for `keep` and `bias` tensors that do not fit.
+    /// As [`resolve`](Self::resolve), for `keep` and `bias` tensors that do not fit, and if a query sees a key that the
+    /// cache of `op` no longer holds.
     pub(crate) fn rebase(
         &self,
+        op: &str,
         placements: &[Placement],
         [b, h, t_q, rows]: [usize; 4],
         device: &Device,
     ) -> Result<Self> {
         let t_kv = longest(placements);
         self.resolve(b, t_q, t_kv)?;
+        if placements.iter().any(|placement| placement.keys.start > 0) {
+            let all = placements.iter().map(|placement| Placement { keys: 0..placement.end, ..placement.clone() });
+            let ranges = self.placed(all.collect()).resolve(b, t_q, t_kv)?;
+            for (sequence, first) in placements.iter().map(|placement| placement.keys.start).enumerate() {
+                let mut seen = (0..t_q).map(|i| ranges.kv_range(sequence, i));
+                if let Some(keys) = seen.find(|keys| !keys.is_empty() && keys.start < first) {
+                    bail!(
+                        "[{op}] a query of sequence {sequence} sees the key at position {}, but the cache holds those \
+                         from {first} on; expected a shorter window in the mask, or a longer one in the cache",
+                        keys.start
+                    )
+                }
+            }
+        }
         let whole = Placement::whole(t_q, t_kv);
         if placements.iter().all(|placement| *placement == whole) {
             return Ok(self.clone());
@@ -233,21 +242,6 @@ impl AttentionMask {
         Ok(mask)
     }
 
-    /// The sequence and position of a key that a query sees and that is not read.
-    ///
-    /// # Errors
-    /// As [`resolve`](Self::resolve).
-    pub(crate) fn missing_key(&self, placements: &[Placement], t_q: usize) -> Result<Option<(usize, usize)>> {
-        let (b, t_kv) = (placements.len(), longest(placements));
-        let whole = placements.iter().map(|placement| Placement { keys: 0..placement.end, ..placement.clone() });
-        let ranges = self.placed(whole.collect()).resolve(b, t_q, t_kv)?;
-        let seen = (0..b).flat_map(|b| (0..t_q).map(move |i| (b, i)));
-        Ok(seen
-            .map(|(b, i)| (b, ranges.kv_range(b, i)))
-            .find(|(b, range)| !range.is_empty() && range.start < placements[*b].keys.start)
-            .map(|(b, range)| (b, range.start)))
-    }
-
     /// The constraints for a placement of each sequence, where rows of keys are no columns of an attention mask;
     /// without `keep` and `bias` tensors.
     fn placed(&self, placements: Vec<Placement>) -> Self {
@@ -272,26 +266,26 @@ fn columns(tensor: &Tensor, placements: &[Placement], rows: usize) -> Result<Ten
         // Candle copies no empty views.
         return Tensor::zeros((placements.len(), h, t_q, rows), tensor.dtype(), tensor.device());
     }
-    let of_sequence = |tensor: &Tensor, start: usize| -> Result<Tensor> {
-        let own = tensor.narrow(3, start.min(t_kv), rows.min(t_kv - start.min(t_kv)))?;
+    let own = |tensor: &Tensor, start: usize| {
+        let start = start.min(t_kv);
+        let own = tensor.narrow(3, start, rows.min(t_kv - start))?;
         let (b, h, t_q, have) = own.dims4()?;
         if have == rows {
             return Ok(own);
         }
         // Hidden, since the sequence holds no more keys.
         check_memory(&[b, h, t_q, rows])?;
-        let rest = Tensor::zeros((b, h, t_q, rows - have), own.dtype(), own.device())?;
-        if have == 0 { Ok(rest) } else { Tensor::cat(&[&own.contiguous()?, &rest], 3) }
+        match have {
+            0 => Tensor::zeros((b, h, t_q, rows), own.dtype(), own.device()),
+            _ => own.contiguous()?.pad_with_zeros(3, 0, rows - have),
+        }
     };
     let start = placements.first().map_or(0, |placement| placement.keys.start);
     if placements.iter().all(|placement| placement.keys.start == start) {
-        return of_sequence(tensor, start);
+        return own(tensor, start);
     }
     check_memory(&[placements.len(), h, t_q, rows])?;
-    let by_sequence = tensor.dim(0)? > 1;
-    let own = placements.iter().enumerate().map(|(b, placement)| {
-        let tensor = if by_sequence { tensor.narrow(0, b, 1)? } else { tensor.clone() };
-        of_sequence(&tensor, placement.keys.start)?.contiguous()
-    });
-    Tensor::cat(&own.collect::<Result<Vec<_>>>()?, 0)
+    let of_all = tensor.broadcast_as((placements.len(), h, t_q, t_kv))?;
+    let parts = placements.iter().enumerate().map(|(b, placement)| own(&of_all.narrow(0, b, 1)?, placement.keys.start));
+    Tensor::cat(&parts.collect::<Result<Vec<_>>>()?, 0)
 }

@@ -92,7 +92,8 @@ pub fn scaled_dot_product_attention_with_weights(
     mask: &AttentionMask,
     options: &SdpaOptions,
 ) -> Result<AttentionOutput> {
-    let (context, weights) = attend(Outputs::Weights, [q, k, v], None, mask, options)?.with_weights()?;
+    let (context, weights) =
+        attend(Outputs::Weights, [q, k, v], None, mask, options)?.with(|found| found.weights.take())?;
     Ok(AttentionOutput { context, weights })
 }
 
@@ -111,12 +112,12 @@ pub fn scaled_dot_product_attention_with_lse(
     mask: &AttentionMask,
     options: &SdpaOptions,
 ) -> Result<(Tensor, Tensor)> {
-    attend(Outputs::LogSumExp, [q, k, v], None, mask, options)?.with_lse()
+    attend(Outputs::LogSumExp, [q, k, v], None, mask, options)?.with(|found| found.lse.take())
 }
 
 /// The context of a call, and what was wanted beside it.
 pub(crate) struct Attended {
-    /// (B, H, T_q, D_v) in the dtype of the queries, in the order of the options.
+    /// (B, H, T_q, D_v) in the dtype of the queries, in the order of the options; nothing of use beside a plan.
     pub context: Tensor,
     /// (B, H, T_q) in the dtype of the accumulation.
     pub lse: Option<Tensor>,
@@ -124,11 +125,12 @@ pub(crate) struct Attended {
     pub weights: Option<Tensor>,
     /// (B, H, ..).
     pub statistics: Option<AttentionStatistics>,
+    pub plan: Option<Plan>,
 }
 
 impl Attended {
     pub fn context(context: Tensor) -> Self {
-        Self { context, lse: None, weights: None, statistics: None }
+        Self { context, lse: None, weights: None, statistics: None, plan: None }
     }
 
     /// The same after a change of the context, and of each tensor beside it.
@@ -142,26 +144,16 @@ impl Attended {
             lse: self.lse.map(&change).transpose()?,
             weights: self.weights.map(&change).transpose()?,
             statistics: self.statistics.map(|found| found.map(&change)).transpose()?,
+            plan: self.plan,
         })
     }
 
-    pub fn with_lse(self) -> Result<(Tensor, Tensor)> {
-        beside(self.context, self.lse, "log-sum-exp")
-    }
-
-    pub fn with_weights(self) -> Result<(Tensor, Tensor)> {
-        beside(self.context, self.weights, "weights")
-    }
-
-    pub fn with_statistics(self) -> Result<(Tensor, AttentionStatistics)> {
-        beside(self.context, self.statistics, "statistics")
-    }
-}
-
-fn beside<T>(context: Tensor, found: Option<T>, what: &str) -> Result<(Tensor, T)> {
-    match found {
-        Some(found) => Ok((context, found)),
-        None => bail!("[scaled_dot_product_attention] attention gave no {what}"),
+    /// The context, and what was wanted beside it.
+    pub fn with<T>(mut self, wanted: impl FnOnce(&mut Self) -> Option<T>) -> Result<(Tensor, T)> {
+        match wanted(&mut self) {
+            Some(found) => Ok((self.context, found)),
+            None => bail!("[scaled_dot_product_attention] attention gave nothing but the context"),
+        }
     }
 }
 
@@ -183,7 +175,7 @@ fn attend(
 }
 
 /// What is wanted of a call, with all dimensions.
-fn run(call: &Call, outputs: Outputs) -> Result<Attended> {
+pub(crate) fn run(call: &Call, outputs: Outputs) -> Result<Attended> {
     Choice::of(call, outputs)?.run(call, outputs)
 }
 
@@ -211,7 +203,7 @@ fn first_line(error: &candle_core::Error) -> String {
 /// # Errors
 /// As [`scaled_dot_product_attention`].
 pub fn plan(q: &Tensor, k: &Tensor, v: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
-    Ok(Choice::of(&Call::new("plan", [q, k, v], mask, options)?, Outputs::Context)?.plan())
+    Ok(attend(Outputs::Plan, [q, k, v], None, mask, options)?.with(|found| found.plan.take())?.1)
 }
 
 /// A function of the arguments and with the result of
@@ -221,9 +213,6 @@ pub type AttentionFunction<'a> = dyn Fn(&Tensor, &Tensor, &Tensor, &AttentionMas
 /// The keys and values of one call, to which queries (B, H, T_q, D) attend.
 pub(crate) trait Keys {
     fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, outputs: Outputs) -> Result<Attended>;
-
-    /// The path that [`attend`](Self::attend) takes, and why.
-    fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan>;
 
     /// Keeps the keys and values of the call, where there is a cache: the last thing that is done.
     fn commit(self: Box<Self>) -> Result<()> {
@@ -250,6 +239,7 @@ impl Keys for OwnKeys<'_> {
             Outputs::Context | Outputs::LogSumExp => None,
             Outputs::Weights => Some("weights"),
             Outputs::Statistics(_) => Some("statistics"),
+            Outputs::Plan => Some("plans"),
         };
         if let Some(missing) = missing {
             bail!("[attention_function] {missing} are asked for, which a function of the caller's does not give")
@@ -259,13 +249,5 @@ impl Keys for OwnKeys<'_> {
         let found = Expect::one("attention_function", "the context", &context).sizes(&[b, h, t_q, self.v.dim(3)?])?;
         found.dtype(q.dtype(), "the queries'")?;
         Ok(Attended::context(context))
-    }
-
-    fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
-        if self.function.is_some() {
-            bail!("[attention_function] plans are asked for, which a function of the caller's does not give")
-        }
-        let call = Call::of("plan", [q, &self.k, &self.v], None, self.sequences, mask, options)?;
-        Ok(Choice::of(&call, Outputs::Context)?.plan())
     }
 }

@@ -189,6 +189,8 @@ pub(crate) enum Outputs<'a> {
     Weights,
     LogSumExp,
     Statistics(&'a StatisticsOptions),
+    /// The path that a call for its context would take, without taking it.
+    Plan,
 }
 
 impl Outputs<'_> {
@@ -196,6 +198,7 @@ impl Outputs<'_> {
     pub fn op(self, is_packed: bool) -> &'static str {
         match (self, is_packed) {
             (Self::Context, false) => "scaled_dot_product_attention",
+            (Self::Plan, _) => "plan",
             (Self::Weights, _) => "scaled_dot_product_attention_with_weights",
             (Self::LogSumExp, false) => "scaled_dot_product_attention_with_lse",
             (Self::Statistics(_), false) => "scaled_dot_product_attention_with_statistics",
@@ -230,27 +233,24 @@ impl Choice {
     pub fn of(call: &Call, outputs: Outputs) -> Result<Self> {
         outputs.check(call)?;
         let (options, device, is_tracked) = (call.options, call.q.device(), tracks_gradients(call));
+        let (is_cpu, drops, is_f64) = (device.is_cpu(), options.drops(), call.q.dtype() == DType::F64);
+        let (has_seed, is_packed) = (options.dropout_seed.is_some(), call.sequences.is_some());
+        let is_uniform = call.mask.empty_rows() == EmptyRows::Uniform;
         if options.backend == Backend::Reference {
             return Ok(Self::Reference { reason: "asked for".into() });
         }
         let is_observed = matches!(outputs, Outputs::Statistics(_));
         let obstacles = [
             (outputs == Outputs::Weights, "the weights are asked for, which a fused kernel never has as a whole"),
+            (drops && !is_cpu, "dropout happens to the weights, which a fused kernel never has as a whole"),
             (
-                options.drops() && !device.is_cpu(),
-                "dropout happens to the weights, which a fused kernel never has as a whole",
-            ),
-            (
-                options.drops() && options.dropout_seed.is_some() && call.sequences.is_some(),
+                drops && has_seed && is_packed,
                 "PyTorch's generator draws the dropout of one packed sequence after the other",
             ),
+            (is_uniform, "queries that see nothing are to weigh all keys alike, and fused kernels skip hidden keys"),
+            (is_cpu && is_f64, "the CPU kernel computes in f32, and the inputs are F64"),
             (
-                call.mask.empty_rows() == EmptyRows::Uniform,
-                "queries that see nothing are to weigh all keys alike, and fused kernels skip hidden keys",
-            ),
-            (device.is_cpu() && call.q.dtype() == DType::F64, "the CPU kernel computes in f32, and the inputs are F64"),
-            (
-                device.is_cpu() && is_observed && is_tracked,
+                is_cpu && is_observed && is_tracked,
                 "an input is tracked for gradients, which the kernel does not have beside statistics",
             ),
             (
@@ -278,13 +278,16 @@ impl Choice {
     pub fn run(self, call: &Call, outputs: Outputs) -> Result<Attended> {
         let reference = || reference::attend(call, outputs);
         match self {
+            choice if outputs == Outputs::Plan => {
+                Ok(Attended { plan: Some(choice.plan()), ..Attended::context(call.q.clone()) })
+            }
             Self::Reference { .. } => reference(),
             Self::Cpu(tier) => cpu::attend(call, tier, outputs),
             Self::Gpu(plan) => or_reference(call, plan.attend(call).map(Attended::context), reference),
         }
     }
 
-    pub fn plan(self) -> Plan {
+    fn plan(self) -> Plan {
         let fused = |reason: String| Plan { backend: Backend::Fused, reason };
         match self {
             Self::Reference { reason } => Plan { backend: Backend::Reference, reason },

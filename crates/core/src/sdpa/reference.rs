@@ -25,15 +25,16 @@ pub(super) fn attend(call: &Call, outputs: Outputs) -> Result<Attended> {
         }
         _ => (None, None),
     };
-    Ok(Attended { context, lse, weights, statistics })
+    Ok(Attended { lse, weights, statistics, ..Attended::context(context) })
 }
 
 /// Each sequence by itself. Weights, which are wanted for statistics alone, are (1, H, total_q, total_kv).
 fn attend_sequences(packed: &Call, sequences: &PackedSequences, outputs: Outputs) -> Result<Attended> {
-    let Dims { h, t_q: total_q, t_kv: total_kv, d_v, .. } = packed.dims;
+    if packed.dims.t_q == 0 {
+        return attend_batch(packed, outputs);
+    }
     let (mut contexts, mut lses, mut weights) = (Vec::new(), Vec::new(), Vec::new());
-    for s in (0..sequences.len()).filter(|&s| !sequences.queries(s).is_empty()) {
-        let [queries, keys] = [sequences.queries(s), sequences.keys(s)];
+    for (s, [queries, keys]) in sequences.parts().enumerate().filter(|(_, [queries, _])| !queries.is_empty()) {
         let (t_q, t_kv) = (queries.len(), keys.len());
         let of = |xs: &Tensor, rows: &Range<usize>| xs.narrow(2, rows.start, rows.len());
         let distances = |biases: &Tensor| {
@@ -55,21 +56,13 @@ fn attend_sequences(packed: &Call, sequences: &PackedSequences, outputs: Outputs
         let own = attend_batch(&call, outputs)?;
         contexts.push(own.context);
         lses.extend(own.lse);
-        let padded = |own: Tensor| own.pad_with_zeros(3, keys.start, total_kv - keys.end);
+        let padded = |own: Tensor| own.pad_with_zeros(3, keys.start, packed.dims.t_kv - keys.end);
         weights.extend(own.weights.map(padded).transpose()?);
     }
-    let joined = |parts: &[Tensor], shape: &[usize], dtype| match parts {
-        [] => Tensor::zeros(shape, dtype, packed.q.device()),
-        parts => Tensor::cat(parts, 2)?.contiguous(),
-    };
-    let dtype = accumulation_dtype(packed.q.dtype());
-    let context = joined(&contexts, &[1, h, total_q, d_v], packed.q.dtype())?;
-    let weights = match outputs {
-        Outputs::Statistics(_) => Some(joined(&weights, &[1, h, total_q, total_kv], dtype)?),
-        _ => None,
-    };
-    let lse = Some(joined(&lses, &[1, h, total_q], dtype)?);
-    Ok(Attended { lse, weights, ..Attended::context(packed.in_output_order(context)?) })
+    let joined = |parts: &[Tensor]| Tensor::cat(parts, 2)?.contiguous();
+    let context = packed.in_output_order(joined(&contexts)?)?;
+    let weights = if weights.is_empty() { None } else { Some(joined(&weights)?) };
+    Ok(Attended { lse: Some(joined(&lses)?), weights, ..Attended::context(context) })
 }
 
 /// With weights in the dtype of the accumulation, where they are wanted: before dropout for statistics.
@@ -91,11 +84,11 @@ fn attend_batch(call: &Call, outputs: Outputs) -> Result<Attended> {
             None => Tensor::full(f32::NEG_INFINITY, (b, h, t_q), device)?.to_dtype(dtype)?,
         };
         let weights = match outputs {
-            Outputs::Context | Outputs::LogSumExp => None,
-            _ if device.is_cuda() => {
+            Outputs::Weights | Outputs::Statistics(_) if device.is_cuda() => {
                 bail!("[{}] expected queries and keys on CUDA, where Candle has no empty tensors", call.op)
             }
-            _ => Some(Tensor::zeros(&scores, dtype, device)?),
+            Outputs::Weights | Outputs::Statistics(_) => Some(Tensor::zeros(&scores, dtype, device)?),
+            _ => None,
         };
         let context = call.in_output_order(Tensor::zeros((b, h, t_q, d_v), call.q.dtype(), device)?)?;
         return Ok(Attended { lse: Some(lse), weights, ..Attended::context(context) });
@@ -125,9 +118,9 @@ fn attend_batch(call: &Call, outputs: Outputs) -> Result<Attended> {
     let context = weighted_values(&dropped, &call.v.to_dtype(dtype)?, keep.as_ref())?;
     let context = call.in_output_order(context.to_dtype(call.q.dtype())?)?;
     let weights = match outputs {
-        Outputs::Context | Outputs::LogSumExp => None,
         Outputs::Weights => Some(dropped),
         Outputs::Statistics(_) => Some(whole),
+        _ => None,
     };
     Ok(Attended { lse: Some(lse), weights, ..Attended::context(context) })
 }

@@ -4,7 +4,6 @@ use std::ops::Range;
 
 use candle_core::Result;
 
-use super::PackedSequences;
 use super::validate::{Call, Dims};
 use candle_attention_modules::base::check_memory;
 
@@ -32,7 +31,7 @@ impl RowRanges {
         if has_alibi {
             call.ranges.check_positions()?;
         }
-        let last_query = call.sequences.map_or(call.dims.t_q, PackedSequences::longest_queries) as i64 - 1;
+        let last_query = call.longest()[0] as i64 - 1;
         let mut rows = Self { keys: Vec::with_capacity(total), ..Self::default() };
         for (s, [queries, keys]) in parts.into_iter().enumerate() {
             let first = if call.sequences.is_some() { keys.start } else { 0 };
@@ -132,7 +131,7 @@ impl Bands {
 mod tests {
     use super::*;
     use crate::mask::{AttentionMask, ValidLens};
-    use crate::sdpa::SdpaOptions;
+    use crate::sdpa::{PackedSequences, SdpaOptions};
     use candle_core::{DType, Device, Tensor};
 
     /// Two sequences of 2 and 3 queries against 4 and 2 keys, with an empty one of each kind between them.

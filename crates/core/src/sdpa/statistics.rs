@@ -171,7 +171,7 @@ pub fn scaled_dot_product_attention_with_statistics(
     options: &SdpaOptions,
     wanted: &StatisticsOptions,
 ) -> Result<(Tensor, AttentionStatistics)> {
-    attend(Outputs::Statistics(wanted), [q, k, v], None, mask, options)?.with_statistics()
+    attend(Outputs::Statistics(wanted), [q, k, v], None, mask, options)?.with(|found| found.statistics.take())
 }
 
 /// [`scaled_dot_product_attention_varlen`](crate::scaled_dot_product_attention_varlen) that also returns statistics of
@@ -190,5 +190,6 @@ pub fn scaled_dot_product_attention_varlen_with_statistics(
     options: &SdpaOptions,
     wanted: &StatisticsOptions,
 ) -> Result<(Tensor, AttentionStatistics)> {
-    attend(Outputs::Statistics(wanted), [q, k, v], Some(sequences), mask, options)?.with_statistics()
+    attend(Outputs::Statistics(wanted), [q, k, v], Some(sequences), mask, options)?
+        .with(|found| found.statistics.take())
 }

@@ -68,13 +68,21 @@ impl<'a> Call<'a> {
         options: &'a SdpaOptions,
     ) -> Result<Self> {
         let dims = dims(op, qkv)?;
+        let Dims { b, h, t_q, t_kv, d, d_v, .. } = dims;
+        // The kernels hold no scores of all packed queries with all keys.
+        let scores = if sequences.is_some() { [1; 4] } else { [b, h, t_q, t_kv] };
+        let shapes = [[b, h, t_q, d], [b, h, t_kv, d], [b, h, t_q.max(t_kv), d_v], scores];
+        if shapes.iter().any(|shape| !is_addressable(shape)) {
+            let [q, k, v] = qkv.map(Tensor::dims);
+            bail!("[{op}] q {q:?}, k {k:?} and v {v:?} are too large to address")
+        }
         let expanded = |tensor: &Tensor| -> Result<Tensor> {
             let (b, h_kv, t, d) = tensor.dims4()?;
             if b == dims.b { Ok(tensor.clone()) } else { tensor.broadcast_as((dims.b, h_kv, t, d)) }
         };
         let (q, k, v) = (qkv[0].clone(), expanded(qkv[1])?, expanded(qkv[2])?);
         let ranges = match sequences {
-            None => mask.resolve(dims.b, dims.t_q, dims.t_kv)?,
+            None => mask.resolve(b, t_q, t_kv)?,
             Some(sequences) => {
                 mask.resolve_packed(&sequences.parts().map(|part| part.map(|rows| rows.len())).collect::<Vec<_>>())?
             }
@@ -88,24 +96,16 @@ impl<'a> Call<'a> {
         }
         call.expect("q", &call.q)?.dtype_of(&FLOATS, "")?;
         call.check_options()?;
-        let scores @ [b, _, t_q, t_kv] = call.score_dims();
-        match sequences {
-            // The kernels hold no scores of all packed queries with all keys.
-            None => {
-                check_addressable(op, [&call.q, &call.k, &call.v], &[scores])?;
-                call.check_distance_bias(b, [t_q, t_kv])?;
-            }
-            Some(sequences) => call.check_sequences(sequences)?,
-        }
+        sequences.map_or(Ok(()), |sequences| call.check_sequences(sequences))?;
         Ok(call)
     }
 
     /// That the lengths of sequences end with the lengths of q and k, and that the mask has no tensor.
     fn check_sequences(&self, sequences: &PackedSequences) -> Result<()> {
-        let op = self.op;
+        let (op, Dims { t_q, t_kv, .. }) = (self.op, self.dims);
         let totals = [
-            ("q", self.dims.t_q, "cu_seqlens_q", sequences.total_queries()),
-            ("k", self.dims.t_kv, "cu_seqlens_kv", sequences.total_keys()),
+            ("q", t_q, "cu_seqlens_q", sequences.total_queries()),
+            ("k", t_kv, "cu_seqlens_kv", sequences.total_keys()),
         ];
         for (name, found, lens, expected) in totals {
             if found != expected {
@@ -115,7 +115,13 @@ impl<'a> Call<'a> {
         if let Some(tensor) = self.mask.tensor_kind() {
             bail!("[{op}] the mask has a {tensor} tensor, expected none: packed sequences have no (B, H, T_q, T_kv)")
         }
-        self.check_distance_bias(1, [sequences.longest_queries(), sequences.longest_keys()])
+        Ok(())
+    }
+
+    /// T_q and T_kv, or the most queries and the most keys of a packed sequence.
+    pub fn longest(&self) -> [usize; 2] {
+        let longest = |sequences: &PackedSequences| [sequences.longest_queries(), sequences.longest_keys()];
+        self.sequences.map_or([self.dims.t_q, self.dims.t_kv], longest)
     }
 
     /// The queries and the keys of each sequence, rows of (B · T_q) and (B · T_kv), or of (total_q) and (total_kv).
@@ -153,16 +159,6 @@ impl<'a> Call<'a> {
         self.options.scale.unwrap_or(1.0 / (self.dims.d as f64).sqrt())
     }
 
-    /// For `b` sequences of at most so many queries and keys.
-    fn check_distance_bias(&self, b: usize, [t_q, t_kv]: [usize; 2]) -> Result<()> {
-        let Some(biases) = &self.options.distance_bias else { return Ok(()) };
-        let (h, distances) = (self.dims.h, (t_q + t_kv).saturating_sub(1));
-        let (h, distances) = (Dim::Named("H", h), Dim::Named("T_q + T_kv - 1", distances));
-        let biases = self.expect("distance_bias", biases)?.dtype_of(&FLOATS, "")?;
-        biases.shape_of(&[&[h, distances], &[Dim::Named("B", b), h, distances]])?;
-        Ok(())
-    }
-
     fn check_options(&self) -> Result<()> {
         let (op, options) = (self.op, self.options);
         // What the scores are computed in has to hold the factors as well, and one over the softcap.
@@ -176,9 +172,17 @@ impl<'a> Call<'a> {
         let (softcap, is_right) = (options.softcap, |softcap: f64| (least..=most).contains(&softcap));
         number::expect(op, "softcap", softcap, is_right, format_args!("a finite number above zero in {dtype:?}"))?;
         number::probability(op, "dropout", options.dropout)?;
-        for (name, tensor) in [("alibi_slopes", &options.alibi_slopes), ("sinks", &options.sinks)] {
+        let distances = self.longest().iter().sum::<usize>().saturating_sub(1);
+        let (b, h) = (Dim::Named("B", self.dims.b), Dim::Named("H", self.dims.h));
+        let distances = Dim::Named("T_q + T_kv - 1", distances);
+        let (by_head, by_distance): (&[&[Dim]], &[&[Dim]]) = (&[&[h]], &[&[h, distances], &[b, h, distances]]);
+        for (name, tensor, shapes) in [
+            ("alibi_slopes", &options.alibi_slopes, by_head),
+            ("sinks", &options.sinks, by_head),
+            ("distance_bias", &options.distance_bias, by_distance),
+        ] {
             let Some(tensor) = tensor else { continue };
-            self.expect(name, tensor)?.shape(&[Dim::Named("H", self.dims.h)])?.dtype_of(&FLOATS, "")?;
+            self.expect(name, tensor)?.shape_of(shapes)?.dtype_of(&FLOATS, "")?;
         }
         Ok(())
     }
@@ -216,13 +220,5 @@ fn dims(op: &str, [q, k, v]: [&Tensor; 3]) -> Result<Dims> {
         bail!("[{op}] k has head dimension {d_k}, expected q's {d}")
     }
     number::expect(op, "q's head dimension", d, |d: usize| d > 0, "at least 1")?;
-    check_addressable(op, [q, k, v], &[[b, h, t_q, d], [b, h, t_kv, d], [b, h, t_q.max(t_kv), d_v]])?;
     Ok(Dims { b, h, h_kv, t_q, t_kv, d, d_v })
-}
-
-fn check_addressable(op: &str, [q, k, v]: [&Tensor; 3], shapes: &[[usize; 4]]) -> Result<()> {
-    if shapes.iter().any(|shape| !is_addressable(shape)) {
-        bail!("[{op}] q {:?}, k {:?} and v {:?} are too large to address", q.dims(), k.dims(), v.dims())
-    }
-    Ok(())
 }

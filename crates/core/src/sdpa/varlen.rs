@@ -63,7 +63,7 @@ pub fn scaled_dot_product_attention_varlen_with_lse(
     mask: &AttentionMask,
     options: &SdpaOptions,
 ) -> Result<(Tensor, Tensor)> {
-    attend(Outputs::LogSumExp, [q, k, v], Some(sequences), mask, options)?.with_lse()
+    attend(Outputs::LogSumExp, [q, k, v], Some(sequences), mask, options)?.with(|found| found.lse.take())
 }
 
 /// Where each sequence of a packed batch begins and ends, among the queries and among the keys.

@@ -54,23 +54,14 @@ type Decided<T> = std::result::Result<T, String>;
 pub(super) struct Inputs {
     /// Queries, keys and values, without B where there are cumulative lengths.
     qkv: [Tensor; 3],
-    lengths: Option<Lengths>,
+    /// Of queries and of keys: cumulative lengths (n + 1,) in u32, and the longest sequence.
+    lengths: Option<[(Tensor, usize); 2]>,
     /// (H,) in f32.
     alibi_slopes: Option<Tensor>,
     scale: f32,
     /// 0 is none.
     softcap: f32,
     window: Window,
-}
-
-/// (n + 1,) in u32 each, and the longest sequence of each kind.
-#[cfg_attr(
-    not(any(feature = "flash-attn", test)),
-    expect(dead_code, reason = "read by candle-flash-attn and by the tests")
-)]
-struct Lengths {
-    cu_seqlens: [Tensor; 2],
-    max: [usize; 2],
 }
 
 /// A call that an operation takes.
@@ -215,12 +206,12 @@ impl Plan {
             }
             Sequences::Varlen { cu_seqlens } => {
                 let joined = |tensor: &Tensor| in_order(tensor)?.flatten(0, 1);
-                let longest =
-                    |lens: &Vec<u32>| lens.windows(2).map(|pair| (pair[1] - pair[0]) as usize).max().unwrap_or(0);
-                let max = cu_seqlens.each_ref().map(longest);
-                let [of_q, of_kv] = cu_seqlens.each_ref().map(|lens| Tensor::new(lens.as_slice(), call.q.device()));
-                let lengths = Lengths { cu_seqlens: [of_q?, of_kv?], max };
-                ([joined(&call.q)?, joined(&call.k)?, joined(&call.v)?], Some(lengths))
+                let with_longest = |lens: &Vec<u32>| -> Result<(Tensor, usize)> {
+                    let longest = lens.windows(2).map(|pair| (pair[1] - pair[0]) as usize).max().unwrap_or(0);
+                    Ok((Tensor::new(lens.as_slice(), call.q.device())?, longest))
+                };
+                let [of_q, of_kv] = cu_seqlens.each_ref().map(with_longest);
+                ([joined(&call.q)?, joined(&call.k)?, joined(&call.v)?], Some([of_q?, of_kv?]))
             }
         };
         let slopes = |slopes: &Tensor| slopes.to_dtype(DType::F32)?.contiguous();

@@ -70,36 +70,13 @@ fn aligned(tensor: &Tensor) -> Result<Tensor> {
 /// The operation itself: a contiguous tensor of q's shape.
 #[cfg(feature = "flash-attn")]
 fn flash_attn(inputs: &Inputs) -> Result<Tensor> {
-    let Inputs { qkv: [q, k, v], lengths, alibi_slopes, scale, softcap, window } = inputs;
-    let slopes = alibi_slopes.as_ref();
-    match lengths {
-        None => candle_flash_attn::flash_attn_alibi_windowed_softcap(
-            q,
-            k,
-            v,
-            slopes,
-            *scale,
-            window.left,
-            window.right,
-            *softcap,
-        ),
-        Some(super::Lengths { cu_seqlens: [of_q, of_kv], max: [max_q, max_kv] }) => {
-            candle_flash_attn::flash_attn_varlen_alibi_windowed_softcap(
-                q,
-                k,
-                v,
-                slopes,
-                of_q,
-                of_kv,
-                *max_q,
-                *max_kv,
-                *scale,
-                window.left,
-                window.right,
-                *softcap,
-            )
-        }
-    }
+    use candle_flash_attn::{flash_attn_alibi_windowed_softcap, flash_attn_varlen_alibi_windowed_softcap};
+    let Inputs { qkv: [q, k, v], lengths, alibi_slopes, scale, softcap, window: Window { left, right } } = inputs;
+    let (slopes, scale, left, right, softcap) = (alibi_slopes.as_ref(), *scale, *left, *right, *softcap);
+    let Some([(of_q, max_q), (of_kv, max_kv)]) = lengths else {
+        return flash_attn_alibi_windowed_softcap(q, k, v, slopes, scale, left, right, softcap);
+    };
+    flash_attn_varlen_alibi_windowed_softcap(q, k, v, slopes, of_q, of_kv, *max_q, *max_kv, scale, left, right, softcap)
 }
 
 #[cfg(not(feature = "flash-attn"))]

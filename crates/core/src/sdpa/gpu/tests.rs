@@ -157,16 +157,16 @@ fn flash_attn(inputs: &Inputs) -> Result<Tensor> {
             Call::new("test", [&q?, &k?, &v?], &mask, &options).map(|call| reference::attend(&call, Outputs::Context));
         call??.context.transpose(1, 2)?.contiguous()
     };
-    let Some(Lengths { cu_seqlens, max }) = &inputs.lengths else {
+    let Some([(of_q, max_q), (of_kv, max_kv)]) = &inputs.lengths else {
         return attend([q.clone(), k.clone(), v.clone()]);
     };
-    let (of_q, of_kv) = (cu_seqlens[0].to_vec1::<u32>()?, cu_seqlens[1].to_vec1::<u32>()?);
+    let (of_q, of_kv) = (of_q.to_vec1::<u32>()?, of_kv.to_vec1::<u32>()?);
     let mut contexts = Vec::new();
     for (q_ends, kv_ends) in of_q.windows(2).zip(of_kv.windows(2)) {
         let part = |x: &Tensor, ends: &[u32]| {
             x.narrow(0, ends[0] as usize, (ends[1] - ends[0]) as usize)?.unsqueeze(0)?.contiguous()
         };
-        assert!(q_ends[1] - q_ends[0] <= max[0] as u32 && kv_ends[1] - kv_ends[0] <= max[1] as u32);
+        assert!(q_ends[1] - q_ends[0] <= *max_q as u32 && kv_ends[1] - kv_ends[0] <= *max_kv as u32);
         if q_ends[0] < q_ends[1] {
             contexts.push(attend([part(q, q_ends)?, part(k, kv_ends)?, part(v, kv_ends)?])?.squeeze(0)?);
         }
