@@ -263,7 +263,7 @@ impl MultiHeadAttention {
     }
 
     /// The same layer with the vectors of distances that it shares with the other layers of its stack, as
-    /// [`ContentPositions::Disentangled`](crate::ContentPositions::Disentangled) wants them. A layer whose config has
+    /// [`DisentangledConfig`](crate::DisentangledConfig) wants them. A layer whose config has
     /// that cannot be called without them.
     ///
     /// # Errors

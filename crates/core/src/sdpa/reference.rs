@@ -14,18 +14,17 @@ use candle_attention_modules::init::TorchSeed;
 
 /// The context, the log-sum-exp, and what is wanted beside.
 pub(super) fn attend(call: &Call, outputs: Outputs) -> Result<Attended> {
-    let Attended { context, lse, weights, .. } = match call.sequences {
+    let mut attended = match call.sequences {
         None => attend_batch(call, outputs)?,
         Some(sequences) => attend_sequences(call, sequences, outputs)?,
     };
-    let (weights, statistics) = match (outputs, weights) {
-        (Outputs::Weights, Some(weights)) => (Some(weights.to_dtype(call.q.dtype())?), None),
+    match (outputs, attended.weights.take()) {
         (Outputs::Statistics(wanted), Some(weights)) => {
-            (None, Some(AttentionStatistics::of_weights(&weights.detach(), wanted)?))
+            attended.statistics = Some(AttentionStatistics::of_weights(&weights.detach(), wanted)?);
         }
-        _ => (None, None),
-    };
-    Ok(Attended { lse, weights, statistics, ..Attended::context(context) })
+        (_, weights) => attended.weights = weights.map(|weights| weights.to_dtype(call.q.dtype())).transpose()?,
+    }
+    Ok(attended)
 }
 
 /// Each sequence by itself. Weights, which are wanted for statistics alone, are (1, H, total_q, total_kv).
@@ -37,9 +36,8 @@ fn attend_sequences(packed: &Call, sequences: &PackedSequences, outputs: Outputs
     for (s, [queries, keys]) in sequences.parts().enumerate().filter(|(_, [queries, _])| !queries.is_empty()) {
         let (t_q, t_kv) = (queries.len(), keys.len());
         let of = |xs: &Tensor, rows: &Range<usize>| xs.narrow(2, rows.start, rows.len());
-        let distances = |biases: &Tensor| {
-            biases.narrow(D::Minus1, sequences.longest_queries() - t_q, (t_q + t_kv).saturating_sub(1))
-        };
+        let (first, count) = (sequences.longest()[0] - t_q, (t_q + t_kv).saturating_sub(1));
+        let distances = |biases: &Tensor| biases.narrow(D::Minus1, first, count);
         let distance_bias = packed.options.distance_bias.as_ref().map(distances).transpose()?;
         // Contexts are put in order together.
         let call = Call {

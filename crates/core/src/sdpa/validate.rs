@@ -120,8 +120,7 @@ impl<'a> Call<'a> {
 
     /// T_q and T_kv, or the most queries and the most keys of a packed sequence.
     pub fn longest(&self) -> [usize; 2] {
-        let longest = |sequences: &PackedSequences| [sequences.longest_queries(), sequences.longest_keys()];
-        self.sequences.map_or([self.dims.t_q, self.dims.t_kv], longest)
+        self.sequences.map_or([self.dims.t_q, self.dims.t_kv], PackedSequences::longest)
     }
 
     /// The queries and the keys of each sequence, rows of (B · T_q) and (B · T_kv), or of (total_q) and (total_kv).

@@ -157,14 +157,9 @@ impl PackedSequences {
         (0..self.len()).map(|s| [self.queries(s), self.keys(s)])
     }
 
-    /// The most queries of a sequence.
-    pub(crate) fn longest_queries(&self) -> usize {
-        self.longest[0]
-    }
-
-    /// The most keys of a sequence.
-    pub(crate) fn longest_keys(&self) -> usize {
-        self.longest[1]
+    /// The most queries and the most keys of a sequence.
+    pub(crate) fn longest(&self) -> [usize; 2] {
+        self.longest
     }
 
     /// The queries of all sequences.

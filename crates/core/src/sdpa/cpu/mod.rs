@@ -13,16 +13,13 @@ use candle_attention_kernels::flash::{
     self, Alibi, DistanceBias, Dropout, DropoutMask, KvRows, Problem, ScoreOptions, Wanted,
 };
 use candle_attention_kernels::{Element, Tier};
+use candle_attention_modules::base::executor;
 use candle_attention_modules::base::rowwise::{Read, read, with_contiguous_rows, with_float};
-use candle_attention_modules::base::{check_memory, executor};
 use candle_attention_modules::init::TorchSeed;
 
 /// What is wanted of a call. No input is tracked for gradients where it is statistics.
 pub(super) fn attend(call: &Call, tier: Tier, outputs: Outputs) -> Result<Attended> {
-    let Dims { b, h, t_q, t_kv, d_v, .. } = call.dims;
-    if outputs == Outputs::LogSumExp {
-        check_memory(call.op, format_args!("a log-sum-exp of {:?}", [b, h, t_q]), &[b, h, t_q])?;
-    }
+    let Dims { b, t_q, t_kv, d_v, .. } = call.dims;
     if plan::tracks_gradients(call) && [b, t_q, t_kv, d_v].contains(&0) {
         // Candle has no views of nothing to take gradients apart with.
         return reference::attend(call, outputs);

@@ -38,7 +38,7 @@ pub(super) struct Operation {
     obstacle: fn(&Device) -> Option<String>,
     /// (B, T, H, D) is the order of its tensors, and not (B, H, T, D).
     sequence_first: bool,
-    /// A tensor in that order, of a call with `t_q` queries, as the operation reads it.
+    /// A tensor (B, H, T, D) of a call with `t_q` queries, in that order and as the operation reads it.
     readable: fn(&Tensor, t_q: usize) -> Result<Tensor>,
     run: fn(&Inputs) -> Result<Tensor>,
 }
@@ -186,10 +186,7 @@ impl Plan {
     /// [`attend`](Self::attend) by another function in the operation's place.
     fn attend_by(&self, call: &Call, run: impl Fn(&Inputs) -> Result<Tensor>) -> Result<Tensor> {
         let operation = self.operation;
-        let in_order = |tensor: &Tensor| {
-            let tensor = if operation.sequence_first { tensor.transpose(1, 2)? } else { tensor.clone() };
-            (operation.readable)(&tensor, call.dims.t_q)
-        };
+        let in_order = |tensor: &Tensor| (operation.readable)(tensor, call.dims.t_q);
         let mut last = None;
         let (qkv, lengths) = match &self.sequences {
             Sequences::Alike { keys, rest } => {

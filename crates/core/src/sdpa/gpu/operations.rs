@@ -24,7 +24,7 @@ pub(in crate::sdpa) static FLASH_ATTN: Operation = Operation {
     rest: |_, _, _| Ok(0),
     obstacle,
     sequence_first: true,
-    readable: |tensor, _| aligned(tensor),
+    readable: |tensor, _| aligned(&tensor.transpose(1, 2)?),
     run: flash_attn,
 };
 
