@@ -155,8 +155,8 @@ impl AttentionMask {
         Ok(KvRanges { b, t_q, t_kv, constraints: self.constraints.clone(), placements, first: 0 })
     }
 
-    /// The same for packed sequences of so many queries and keys, each as a batch of one. `keep` and `bias` tensors have
-    /// no meaning there.
+    /// The same for packed sequences of so many queries and keys, each as a batch of one. Tensors `keep` and `bias`
+    /// have no meaning there.
     pub(crate) fn resolve_packed(&self, sizes: &[[usize; 2]]) -> Result<KvRanges> {
         self.constraints.iter().try_for_each(|constraint| constraint.check(sizes.len(), sizes))?;
         let [t_q, t_kv] = [0, 1].map(|of| sizes.iter().map(|size| size[of]).max().unwrap_or(0));

@@ -153,13 +153,12 @@ fn alibi_penalty(call: &Call, slopes: &Tensor) -> Result<Tensor> {
     slopes.reshape((1, h, 1, 1))?.broadcast_mul(&distance)
 }
 
-/// Biases (.., H, T_q + T_kv - 1) as a tensor of the scores, (.., H, T_q, T_kv).
+/// Biases (H, T_q + T_kv - 1), or (B, H, T_q + T_kv - 1), as a tensor of the scores, (1 or B, H, T_q, T_kv).
 fn by_diagonal(biases: &Tensor, [t_q, t_kv]: [usize; 2]) -> Result<Tensor> {
     let entries = (0..t_q).flat_map(|i| (0..t_kv).map(move |j| (t_q - 1 + j - i) as u32));
     let entries = Tensor::from_iter(entries, biases.device())?;
-    let mut shape = biases.dims().to_vec();
-    shape.truncate(biases.rank() - 1);
-    biases.contiguous()?.index_select(&entries, biases.rank() - 1)?.reshape([shape, vec![t_q, t_kv]].concat())
+    let by_pair = biases.contiguous()?.index_select(&entries, biases.rank() - 1)?;
+    by_pair.reshape(((), biases.dim(D::Minus2)?, t_q, t_kv))
 }
 
 /// Zeroes entries with probability p, by PyTorch's generator, by a seed of Philox or by the device's generator, and

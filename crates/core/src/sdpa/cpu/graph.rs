@@ -2,7 +2,7 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use candle_core::{CpuStorage, Result, Shape, Tensor, WithDType, bail};
+use candle_core::{CpuStorage, DType, Result, Shape, Tensor, WithDType, bail};
 
 use super::{Dims, Flash};
 use crate::sdpa::{Attended, OutputOrder};
@@ -18,7 +18,6 @@ struct Node {
     flash: Flash,
     /// (B, H, T_q).
     stats: Vec<SoftmaxStats>,
-    has_lse: bool,
     /// What the kernel gave, until it is in the graph.
     results: Mutex<Option<(CpuStorage, Shape)>>,
 }
@@ -32,17 +31,17 @@ pub(super) fn attended<E: Element + WithDType>(
     lse: Option<Vec<f32>>,
     stats: Vec<SoftmaxStats>,
 ) -> Result<Attended> {
-    let (Dims { b, h, t_q, .. }, shape, has_lse) = (flash.dims, flash.context_shape(), lse.is_some());
-    let count = context.len();
+    let (dims, shape) = (flash.dims, flash.context_shape());
     let results = match lse {
         Some(lse) => {
-            let context = context.iter().map(|x| x.to_f64() as f32);
-            (CpuStorage::F32(context.chain(lse).collect()), (count + b * h * t_q).into())
+            let both: Vec<_> = context.iter().map(|x| x.to_f64() as f32).chain(lse).collect();
+            let count = both.len();
+            (CpuStorage::F32(both), count.into())
         }
         None => (E::to_cpu_storage_owned(context), shape.clone()),
     };
     let tracked = flash.scores.tracked().map(Tensor::flatten_all).collect::<Result<Vec<_>>>()?;
-    let node = Op3(Node { flash, stats, has_lse, results: Mutex::new(Some(results)) });
+    let node = Op3(Node { flash, stats, results: Mutex::new(Some(results)) });
     let results = match tracked.is_empty() {
         true => q.apply_op3(k, v, node)?,
         false => {
@@ -50,12 +49,18 @@ pub(super) fn attended<E: Element + WithDType>(
             q.apply_op3(&keys_and_values, &Tensor::cat(&tracked, 0)?, node)?
         }
     };
-    if !has_lse {
-        return Ok(Attended::context(results));
+    let (context, lse) = apart(&results, &shape, dims, q.dtype())?;
+    Ok(Attended { lse, ..Attended::context(context) })
+}
+
+/// The context of results, in its shape and dtype, and the log-sum-exp (B, H, T_q) that follows it in flat ones.
+fn apart(results: &Tensor, shape: &Shape, dims: Dims, dtype: DType) -> Result<(Tensor, Option<Tensor>)> {
+    if results.rank() > 1 {
+        return Ok((results.clone(), None));
     }
-    let context = results.narrow(0, 0, count)?.reshape(shape)?.to_dtype(q.dtype())?;
+    let (Dims { b, h, t_q, .. }, count) = (dims, shape.elem_count());
     let lse = results.narrow(0, count, b * h * t_q)?.reshape((b, h, t_q))?;
-    Ok(Attended { lse: Some(lse), ..Attended::context(context) })
+    Ok((results.narrow(0, 0, count)?.reshape(shape)?.to_dtype(dtype)?, Some(lse)))
 }
 
 impl Ternary for Node {
@@ -69,16 +74,10 @@ impl Ternary for Node {
     }
 
     fn backward(&self, operands: [&Tensor; 3], results: &Tensor, gradient: &Tensor) -> Result<[Option<Tensor>; 3]> {
-        let (Dims { b, h, t_q, .. }, dtype) = (self.flash.dims, operands[0].dtype());
-        let shape = self.flash.context_shape();
-        let count = shape.elem_count();
-        let context_of = |results: &Tensor| match self.has_lse {
-            true => results.detach().narrow(0, 0, count)?.reshape(&shape)?.to_dtype(dtype),
-            false => Ok(results.clone()),
-        };
-        let of_lse = || gradient.narrow(0, count, b * h * t_q)?.to_vec1::<f32>();
-        let lse_gradient = self.has_lse.then(of_lse).transpose()?;
-        let (context, gradient) = (context_of(results)?, context_of(gradient)?);
+        let dtype = operands[0].dtype();
+        let parts = |results: &Tensor| apart(&results.detach(), &self.flash.context_shape(), self.flash.dims, dtype);
+        let ((context, _), (gradient, lse_gradient)) = (parts(results)?, parts(gradient)?);
+        let lse_gradient = lse_gradient.map(|of_lse| of_lse.flatten_all()?.to_vec1::<f32>()).transpose()?;
         with_float!(self.flash.op, dtype, |E| self.gradients::<E>(operands, &context, &gradient, lse_gradient))
     }
 }

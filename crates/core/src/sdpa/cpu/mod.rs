@@ -104,10 +104,8 @@ impl ScoreTensors {
 
     /// Those that are tracked for gradients, in the order of the fields.
     fn tracked(&self) -> impl Iterator<Item = &Tensor> {
-        [&self.bias, &self.distances, &self.slopes, &self.sinks]
-            .into_iter()
-            .flatten()
-            .filter(|tensor| tensor.track_op())
+        let Self { bias, distances, slopes, sinks } = self;
+        [bias, distances, slopes, sinks].into_iter().flatten().filter(|tensor| tensor.track_op())
     }
 
     /// The same, as the kernel names them.
