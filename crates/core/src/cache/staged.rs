@@ -11,7 +11,7 @@ use super::storage::KvBuffers;
 use super::{AttentionCache, OP};
 use crate::mask::{AttentionMask, Placement};
 use crate::position::Positions;
-use crate::sdpa::{Attended, Call, Keys, Outputs, Plan, SdpaOptions, planned, reads_codes, run};
+use crate::sdpa::{Attended, Call, Choice, Keys, Outputs, SdpaOptions, run};
 use candle_attention_modules::base::check_entries;
 
 /// The padding of a batch (B, T): sequence b has its tokens at `starts[b]..valid_lens[b]`.
@@ -252,28 +252,21 @@ impl<'c> CachedCall<'c> {
         self.read.buffers.float_dtype(self.dtype)
     }
 
-    /// Gives `with` the call of `op` for some outputs. Its keys and values are of 8 bits where a kernel reads them and
-    /// nothing else is computed from them, and floats otherwise.
-    fn with_call<R>(
-        &self,
-        op: &'static str,
-        q: &Tensor,
-        mask: &AttentionMask,
-        options: &SdpaOptions,
-        outputs: Outputs,
-        with: impl FnOnce(&Call) -> Result<R>,
-    ) -> Result<R> {
+    /// Attention to keys and values of 8 bits where a kernel reads them and nothing else is computed from them, and to
+    /// floats otherwise.
+    fn attended(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, outputs: Outputs) -> Result<Attended> {
         let (rows, mask, options) = &self.all_rows(q, mask, options)?;
-        let q = if self.detached { &q.detach() } else { q };
-        if let (None, Some(scales)) = (self.expansion, rows.scales()) {
+        let (op, q) = (outputs.op(false), if self.detached { &q.detach() } else { q });
+        if let (None, Some(scales), true) = (self.expansion, rows.scales(), q.device().is_cpu()) {
             let [k, v] = &rows.stored()?;
             let call = Call::of(op, [q, k, v], Some(&scales), None, mask, options)?;
-            if reads_codes(&call, outputs)? {
-                return with(&call);
+            let choice = Choice::of(&call, outputs)?;
+            if let Choice::Cpu(_) = choice {
+                return choice.run(&call, outputs);
             }
         }
         let (k, v) = self.read(rows)?;
-        with(&Call::new(op, [&q.to_dtype(self.float_dtype())?, &k, &v], mask, options)?)
+        run(&Call::of(op, [&q.to_dtype(self.float_dtype())?, &k, &v], None, None, mask, options)?, outputs)
     }
 
     /// The rows of the buffers that hold a key of some sequence, and the mask and the options of attention to them, of
@@ -289,18 +282,8 @@ impl<'c> CachedCall<'c> {
     ) -> Result<(KvBuffers, AttentionMask, SdpaOptions)> {
         let held = &self.read.held;
         let rows = longest(held);
-        let placements = self.placements();
-        if held.iter().any(|held| held.start > 0)
-            && let Some((sequence, position)) = mask.missing_key(&placements, q.dim(2)?)?
-        {
-            bail!(
-                "[{OP}] a query of sequence {sequence} sees the key at position {position}, but the cache \
-                 holds those from {} on; expected a shorter window in the mask, or a longer one in the cache",
-                held[sequence].start
-            )
-        }
         let (b, h, t_q, _) = q.dims4()?;
-        let mask = mask.rebase(&placements, [b, h, t_q, rows], q.device())?;
+        let mask = mask.rebase(OP, &self.placements(), [b, h, t_q, rows], q.device())?;
         let starts: Vec<_> = held.iter().map(|held| held.start).collect();
         let options = options.of_keys(&starts, t_q, rows)?;
         Ok((self.read.buffers.positions(&(0..rows))?, mask, options))
@@ -323,14 +306,10 @@ impl<'c> CachedCall<'c> {
 impl Keys for CachedCall<'_> {
     /// Weights are of floats, over the keys that the cache holds.
     fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, outputs: Outputs) -> Result<Attended> {
-        let attended = self.with_call(outputs.op(false), q, mask, options, outputs, |call| run(call, outputs))?;
+        let attended = self.attended(q, mask, options, outputs)?;
         self.in_graph.set(attended.context.track_op());
         let weights = attended.weights.map(|weights| weights.to_dtype(q.dtype())).transpose()?;
         Ok(Attended { context: attended.context.to_dtype(q.dtype())?, weights, ..attended })
-    }
-
-    fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
-        self.with_call("plan", q, mask, options, Outputs::Context, planned)
     }
 
     /// Makes the call's keys and values part of the cache, if it has any.

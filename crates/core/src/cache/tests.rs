@@ -301,7 +301,7 @@ fn compare(small: &CachedCall, plain: &CachedCall, slides: bool) -> Result<()> {
                 let what = format!("mask {n}, {options:?}");
                 let options = seeded(&options);
                 assert_close(&small.attend(&q, &mask, &options, Outputs::Context)?.context, &expected.context, &what)?;
-                let plan = small.plan(&q, &mask, &options)?;
+                let plan = small.attend(&q, &mask, &options, Outputs::Plan)?.plan.expect("asked for");
                 let expected = if options.backend == Backend::Auto { Backend::Fused } else { Backend::Reference };
                 assert_eq!(plan.backend, expected, "{what}: {plan}");
             }

@@ -6,7 +6,7 @@ use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
 use crate::mask::AttentionMask;
-use crate::sdpa::{AttentionOutput, Dropout, VisibleSoftmax, dropout, weighted_values};
+use crate::sdpa::{AttentionOutput, dropout, visible_softmax, weighted_values};
 use candle_attention_modules::base::{
     Dim, Expect, Options, Source, accumulation_dtype, check_keys_and_values, check_memory, number, options,
 };
@@ -166,10 +166,9 @@ impl AdditiveAttention {
         if let Some(bias) = bias {
             scores = scores.broadcast_add(&bias)?;
         }
-        let softmax = VisibleSoftmax { keep: keep.as_ref(), sinks: None, empty_rows: mask.empty_rows() };
-        let (mut weights, _) = softmax.apply(&scores)?;
+        let (mut weights, _) = visible_softmax(&scores, keep.as_ref(), None, mask.empty_rows())?;
         if train && self.config.dropout > 0.0 {
-            weights = dropout(&weights, Dropout { p: self.config.dropout, seed: dropout_seed, philox: None })?;
+            weights = dropout(&weights, self.config.dropout, dropout_seed, None, [0; 2])?;
         }
         let context = weighted_values(&weights, &values.to_dtype(dtype)?.unsqueeze(1)?, keep.as_ref())?;
         let one_head = |tensor: Tensor| tensor.squeeze(1)?.to_dtype(queries.dtype());

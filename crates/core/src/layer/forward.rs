@@ -67,7 +67,7 @@ impl MultiHeadAttention {
         input: impl Into<AttentionInput<'a>>,
         wanted: &StatisticsOptions,
     ) -> Result<(Tensor, AttentionStatistics)> {
-        self.attended(input.into(), Outputs::Statistics(wanted))?.with_statistics()
+        self.attended(input.into(), Outputs::Statistics(wanted))?.with(|found| found.statistics.take())
     }
 
     fn attended(&self, input: AttentionInput, outputs: Outputs) -> Result<Attended> {
@@ -199,7 +199,8 @@ impl AttentionCall<'_> {
 
     /// The path that attention takes, and why.
     pub fn plan(&self) -> Result<Plan> {
-        self.keys.plan(&self.q, &self.mask, &self.options)
+        let attended = self.keys.attend(&self.q, &self.mask, &self.options, Outputs::Plan)?;
+        Ok(attended.with(|found| found.plan.take())?.1)
     }
 
     fn in_rank_of_input(&self, ys: Tensor) -> Result<Tensor> {

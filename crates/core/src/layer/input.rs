@@ -320,10 +320,8 @@ impl<'a> AttentionInput<'a> {
 
     /// The most positions that a sequence of `t` queries and `t_kv` keys has.
     pub(super) fn longest(&self, t_q: usize, t_kv: usize) -> usize {
-        match self.packed {
-            Some(sequences) => sequences.longest_queries().max(sequences.longest_keys()),
-            None => t_q.max(t_kv),
-        }
+        let [t_q, t_kv] = self.packed.map_or([t_q, t_kv], PackedSequences::longest);
+        t_q.max(t_kv)
     }
 
     /// Gives the same input, with a copy of its cache if it has one, to a function.

@@ -43,7 +43,7 @@ pub struct LayerOutput {
 
 impl LayerOutput {
     fn of(attended: Attended) -> Result<Self> {
-        let (output, weights) = attended.with_weights()?;
+        let (output, weights) = attended.with(|found| found.weights.take())?;
         Ok(Self { output, weights })
     }
 }
@@ -263,7 +263,7 @@ impl MultiHeadAttention {
     }
 
     /// The same layer with the vectors of distances that it shares with the other layers of its stack, as
-    /// [`ContentPositions::Disentangled`](crate::ContentPositions::Disentangled) wants them. A layer whose config has
+    /// [`DisentangledConfig`](crate::DisentangledConfig) wants them. A layer whose config has
     /// that cannot be called without them.
     ///
     /// # Errors

@@ -153,8 +153,10 @@ impl Constraint {
         }
     }
 
-    /// What is wrong with it for any lengths, for `n` sequences and `t_kv` keys.
-    pub fn check(&self, n: usize, t_kv: usize) -> Result<()> {
+    /// What is wrong with it for `n` sequences, of which `sizes` are the queries and keys of each, or of all.
+    pub fn check(&self, n: usize, sizes: &[[usize; 2]]) -> Result<()> {
+        let (what, lens) = self.lens();
+        lens.iter().try_for_each(|lens| lens.check(what, n, sizes))?;
         if let Some(Alignment::Offsets(offsets)) = self.alignment() {
             check_entries(OP, "causal_with_offsets", offsets.len(), n, "sequences")?;
         }
@@ -164,9 +166,12 @@ impl Constraint {
         match self {
             Self::Aligned(_, Reach::Window(size)) => own_key("window", *size),
             Self::Aligned(_, Reach::Chunk(size)) => own_key("chunk", *size),
-            Self::Columns(columns) if *columns != t_kv => {
-                bail!("[{OP}] the attention mask has {columns} columns, expected one for each of {t_kv} keys")
-            }
+            Self::Columns(columns) => match sizes.iter().find(|[_, t_kv]| t_kv != columns) {
+                Some([_, t_kv]) => {
+                    bail!("[{OP}] the attention mask has {columns} columns, expected one for each of {t_kv} keys")
+                }
+                None => Ok(()),
+            },
             Self::Wrong(problem) => bail!("[{OP}] {problem}"),
             _ => Ok(()),
         }
@@ -201,22 +206,22 @@ impl ValidLens {
         })
     }
 
-    /// Checks that there is an entry for each of `n` sequences, and one for each of `t_q` queries of those in
-    /// `sequences`; `what` names the lengths in errors.
-    pub(super) fn check(&self, what: &str, n: usize, sequences: Range<usize>, t_q: usize) -> Result<()> {
+    /// Checks that there is an entry for each of `n` sequences, and one for each of its queries, of which `sizes` begin
+    /// with the count for each sequence, or for all; `what` names the lengths in errors.
+    fn check(&self, what: &str, n: usize, sizes: &[[usize; 2]]) -> Result<()> {
         let rows = match &*self.0 {
             Lens::PerSequence(lens) => return check_entries(OP, what, lens.len(), n, "sequences"),
             Lens::PerQuery(rows) => rows,
         };
         check_entries(OP, what, rows.len(), n, "sequences")?;
-        let mut own = rows.iter().enumerate().take(sequences.end).skip(sequences.start);
-        own.try_for_each(|(row, lens)| {
-            check_entries(OP, format_args!("row {row} of {what}"), lens.len(), t_q, "queries")
+        let queries = |row: usize| sizes.get(row).or(sizes.first()).map_or(0, |[t_q, _]| *t_q);
+        rows.iter().enumerate().try_for_each(|(row, lens)| {
+            check_entries(OP, format_args!("row {row} of {what}"), lens.len(), queries(row), "queries")
         })
     }
 
     /// The entry of query `i` of sequence `b`; zero where there is none.
-    pub(super) fn get(&self, b: usize, i: usize) -> usize {
+    fn get(&self, b: usize, i: usize) -> usize {
         let entry = match &*self.0 {
             Lens::PerSequence(lens) => lens.get(b),
             Lens::PerQuery(rows) => rows.get(b).and_then(|row| row.get(i)),

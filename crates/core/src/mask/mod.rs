@@ -19,7 +19,6 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 use constraint::{Alignment, Constraint, Reach};
-use ranges::Frames;
 
 use candle_attention_modules::base::{Dim, Expect};
 
@@ -69,7 +68,7 @@ pub struct AttentionMask {
     /// Added to the scores.
     biases: Vec<Tensor>,
     /// Where the sequences stand, unless each is a whole of T_q queries and T_kv keys.
-    frames: Option<Frames>,
+    placements: Option<Vec<Placement>>,
     empty_rows: EmptyRows,
 }
 
@@ -242,7 +241,7 @@ impl AttentionMask {
         both.constraints.extend_from_slice(&other.constraints);
         both.keeps.extend_from_slice(&other.keeps);
         both.biases.extend_from_slice(&other.biases);
-        both.frames = both.frames.or_else(|| other.frames.clone());
+        both.placements = both.placements.or_else(|| other.placements.clone());
         if other.empty_rows == EmptyRows::Uniform {
             both.empty_rows = EmptyRows::Uniform;
         }
@@ -263,7 +262,7 @@ impl AttentionMask {
 
     /// Whether nothing is hidden and nothing added, whatever the shape.
     pub fn is_none(&self) -> bool {
-        self.constraints.is_empty() && self.tensor_kind().is_none() && self.frames.is_none()
+        self.constraints.is_empty() && self.tensor_kind().is_none() && self.placements.is_none()
     }
 
     /// What a query that sees no key receives.

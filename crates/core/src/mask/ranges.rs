@@ -9,7 +9,6 @@ use candle_core::{Device, Result, Tensor, bail};
 use super::constraint::{Alignment, Constraint, Placement};
 use super::tensors::{check_memory, fit};
 use super::{AttentionMask, EmptyRows, OP};
-use candle_attention_modules::base::filled;
 
 /// The structural constraints of an [`AttentionMask`] for given B, T_q and T_kv.
 ///
@@ -24,15 +23,6 @@ pub struct KvRanges {
     placements: Vec<Placement>,
     /// The number of the first sequence, of those that lengths are given for.
     first: usize,
-}
-
-/// Sequences that stand at positions of their own: with a cache, or packed.
-#[derive(Debug, Clone)]
-pub(super) struct Frames {
-    placements: Vec<Placement>,
-    /// The sequence of the first placement, of so many that lengths are given for.
-    first: usize,
-    of: usize,
 }
 
 impl KvRanges {
@@ -67,12 +57,12 @@ impl KvRanges {
         self.position_by(self.alignments().next().unwrap_or(&Alignment::End), b, i)
     }
 
-    /// The positions of all queries of the first `b` sequences, (b, T_q), for ALiBi.
+    /// That each query has one position, from which ALiBi counts.
     ///
     /// # Errors
-    /// For joined masks that give a query different positions, and where memory is short.
-    pub(crate) fn positions(&self, b: usize) -> Result<Vec<i64>> {
-        for b in 0..b {
+    /// For joined masks that give a query different positions.
+    pub(crate) fn check_positions(&self) -> Result<()> {
+        for b in 0..self.b {
             let of = |alignment| self.position_by(alignment, b, 0);
             let first = self.position(b, 0);
             if let Some(other) = self.alignments().map(of).find(|&other| other != first) {
@@ -82,13 +72,14 @@ impl KvRanges {
                 )
             }
         }
-        let Some(mut positions) = filled(&[b, self.t_q], 0) else {
-            bail!("[{OP}] the positions of {b} × {} queries do not fit in memory", self.t_q)
-        };
-        for (row, position) in positions.iter_mut().enumerate() {
-            *position = self.position(row / self.t_q, row % self.t_q);
-        }
-        Ok(positions)
+        Ok(())
+    }
+
+    /// Those of one of several packed sequences, as of a batch of one.
+    pub(crate) fn of_sequence(&self, s: usize) -> Self {
+        let placement = self.placement(s).clone();
+        let (t_q, t_kv) = (placement.tokens.len(), placement.keys.len());
+        Self { b: 1, t_q, t_kv, constraints: self.constraints.clone(), placements: vec![placement], first: s }
     }
 
     /// Whether sequences may stand at different positions.
@@ -99,14 +90,13 @@ impl KvRanges {
     /// The intervals as u8 (B or 1, 1, T_q, T_kv), 1 = seen; `None` when no constraint was given.
     pub(super) fn to_keep(&self, device: &Device) -> Result<Option<Tensor>> {
         let is_part = |placement: &Placement| placement.tokens != (0..self.t_q) || placement.keys.len() != self.t_kv;
-        if self.constraints.is_empty() && !self.placements.iter().any(is_part) {
+        if !self.constraints.iter().any(Constraint::bounds_keys) && !self.placements.iter().any(is_part) {
             return Ok(None);
         }
         let by_sequence = self.placements.len() > 1 || self.constraints.iter().any(Constraint::differs_by_sequence);
         let b = if by_sequence { self.b } else { self.b.min(1) };
-        let Some(mut keep) = filled(&[b, self.t_q, self.t_kv], 0u8) else {
-            bail!("[{OP}] a mask of {b} × {} × {} entries does not fit in memory", self.t_q, self.t_kv)
-        };
+        check_memory(&[b, self.t_q, self.t_kv])?;
+        let mut keep = vec![0u8; b * self.t_q * self.t_kv];
         if self.t_kv > 0 {
             for (row, keys) in keep.chunks_exact_mut(self.t_kv).enumerate() {
                 keys[self.kv_range(row / self.t_q, row % self.t_q)].fill(1);
@@ -154,23 +144,25 @@ impl AttentionMask {
     /// For lengths whose shape is neither (B,) nor (B, T_q), for a window or a chunk of 0, and for what was built on
     /// joined masks that let it mean several things.
     pub fn resolve(&self, b: usize, t_q: usize, t_kv: usize) -> Result<KvRanges> {
-        let whole = || vec![Placement::whole(t_q, t_kv)];
-        let (placements, first, of) = match &self.frames {
-            None => (whole(), 0, b),
-            Some(frames) if frames.placements.len() != b => {
-                bail!("[{OP}] positions of {} sequences were given, expected {b}", frames.placements.len())
+        self.constraints.iter().try_for_each(|constraint| constraint.check(b, &[[t_q, t_kv]]))?;
+        let placements = match &self.placements {
+            Some(placements) if placements.len() != b => {
+                bail!("[{OP}] positions of {} sequences were given, expected {b}", placements.len())
             }
-            Some(Frames { placements, first, of }) if b > 0 => (placements.clone(), *first, *of),
-            Some(frames) => (whole(), frames.first, frames.of),
+            Some(placements) if b > 0 => placements.clone(),
+            _ => vec![Placement::whole(t_q, t_kv)],
         };
-        for constraint in &self.constraints {
-            constraint.check(of, t_kv)?;
-            let (what, lens) = constraint.lens();
-            lens.iter().try_for_each(|lens| lens.check(what, of, first..first + b, t_q))?;
-        }
-        let structural = |constraint: &&Constraint| constraint.bounds_keys();
-        let constraints = self.constraints.iter().filter(structural).cloned().collect();
-        Ok(KvRanges { b, t_q, t_kv, constraints, placements, first })
+        Ok(KvRanges { b, t_q, t_kv, constraints: self.constraints.clone(), placements, first: 0 })
+    }
+
+    /// The same for packed sequences of so many queries and keys, each as a batch of one. Tensors `keep` and `bias`
+    /// have no meaning there.
+    pub(crate) fn resolve_packed(&self, sizes: &[[usize; 2]]) -> Result<KvRanges> {
+        self.constraints.iter().try_for_each(|constraint| constraint.check(sizes.len(), sizes))?;
+        let [t_q, t_kv] = [0, 1].map(|of| sizes.iter().map(|size| size[of]).max().unwrap_or(0));
+        let placements = sizes.iter().map(|&[t_q, t_kv]| Placement::whole(t_q, t_kv)).collect();
+        let constraints = self.constraints.clone();
+        Ok(KvRanges { b: sizes.len(), t_q, t_kv, constraints, placements, first: 0 })
     }
 
     /// This mask, in which keys are counted by their position in the sequence, for keys that are counted by row: for
@@ -178,15 +170,31 @@ impl AttentionMask {
     /// end is aligned to that of each sequence.
     ///
     /// # Errors
-    /// As [`resolve`](Self::resolve), and for `keep` and `bias` tensors that do not fit.
+    /// As [`resolve`](Self::resolve), for `keep` and `bias` tensors that do not fit, and if a query sees a key that the
+    /// cache of `op` no longer holds.
     pub(crate) fn rebase(
         &self,
+        op: &str,
         placements: &[Placement],
         [b, h, t_q, rows]: [usize; 4],
         device: &Device,
     ) -> Result<Self> {
         let t_kv = longest(placements);
         self.resolve(b, t_q, t_kv)?;
+        if placements.iter().any(|placement| placement.keys.start > 0) {
+            let all = placements.iter().map(|placement| Placement { keys: 0..placement.end, ..placement.clone() });
+            let ranges = self.placed(all.collect()).resolve(b, t_q, t_kv)?;
+            for (sequence, first) in placements.iter().map(|placement| placement.keys.start).enumerate() {
+                let mut seen = (0..t_q).map(|i| ranges.kv_range(sequence, i));
+                if let Some(keys) = seen.find(|keys| !keys.is_empty() && keys.start < first) {
+                    bail!(
+                        "[{op}] a query of sequence {sequence} sees the key at position {}, but the cache holds those \
+                         from {first} on; expected a shorter window in the mask, or a longer one in the cache",
+                        keys.start
+                    )
+                }
+            }
+        }
         let whole = Placement::whole(t_q, t_kv);
         if placements.iter().all(|placement| *placement == whole) {
             return Ok(self.clone());
@@ -222,7 +230,7 @@ impl AttentionMask {
             None if self.empty_rows == EmptyRows::Uniform => {
                 Some("has uniform empty rows, which weigh all keys".into())
             }
-            None => self.frames.as_ref().map(|_| "is of a part already".into()),
+            None => self.placements.as_ref().map(|_| "is of a part already".into()),
         };
         if let Some(obstacle) = obstacle {
             bail!("[{OP}] the mask {obstacle}, expected one that leaves intervals of a whole sequence")
@@ -234,38 +242,12 @@ impl AttentionMask {
         Ok(mask)
     }
 
-    /// The sequence and position of a key that a query sees and that is not read.
-    ///
-    /// # Errors
-    /// As [`resolve`](Self::resolve).
-    pub(crate) fn missing_key(&self, placements: &[Placement], t_q: usize) -> Result<Option<(usize, usize)>> {
-        let (b, t_kv) = (placements.len(), longest(placements));
-        let whole = placements.iter().map(|placement| Placement { keys: 0..placement.end, ..placement.clone() });
-        let ranges = self.placed(whole.collect()).resolve(b, t_q, t_kv)?;
-        let seen = (0..b).flat_map(|b| (0..t_q).map(move |i| (b, i)));
-        Ok(seen
-            .map(|(b, i)| (b, ranges.kv_range(b, i)))
-            .find(|(b, range)| !range.is_empty() && range.start < placements[*b].keys.start)
-            .map(|(b, range)| (b, range.start)))
-    }
-
-    /// The constraints of sequence `s` of `n` packed ones, of `t_q` queries and `t_kv` keys, as for a batch of one;
-    /// without `keep` and `bias` tensors, which have no meaning there.
-    pub(crate) fn of_sequence(&self, s: usize, n: usize, t_q: usize, t_kv: usize) -> Self {
-        self.with_frames(Frames { placements: vec![Placement::whole(t_q, t_kv)], first: s, of: n })
-    }
-
-    /// The constraints for a placement of each sequence, where rows of keys are no columns of an attention mask.
+    /// The constraints for a placement of each sequence, where rows of keys are no columns of an attention mask;
+    /// without `keep` and `bias` tensors.
     fn placed(&self, placements: Vec<Placement>) -> Self {
-        let of = placements.len();
-        let mut mask = self.with_frames(Frames { placements, first: 0, of });
-        mask.constraints.retain(|constraint| !matches!(constraint, Constraint::Columns(_)));
-        mask
-    }
-
-    fn with_frames(&self, frames: Frames) -> Self {
-        let (constraints, empty_rows) = (self.constraints.clone(), self.empty_rows);
-        Self { constraints, empty_rows, frames: Some(frames), ..Self::none() }
+        let is_of_rows = |constraint: &&Constraint| !matches!(constraint, Constraint::Columns(_));
+        let constraints = self.constraints.iter().filter(is_of_rows).cloned().collect();
+        Self { constraints, empty_rows: self.empty_rows, placements: Some(placements), ..Self::none() }
     }
 }
 
@@ -284,26 +266,26 @@ fn columns(tensor: &Tensor, placements: &[Placement], rows: usize) -> Result<Ten
         // Candle copies no empty views.
         return Tensor::zeros((placements.len(), h, t_q, rows), tensor.dtype(), tensor.device());
     }
-    let of_sequence = |tensor: &Tensor, start: usize| -> Result<Tensor> {
-        let own = tensor.narrow(3, start.min(t_kv), rows.min(t_kv - start.min(t_kv)))?;
+    let own = |tensor: &Tensor, start: usize| {
+        let start = start.min(t_kv);
+        let own = tensor.narrow(3, start, rows.min(t_kv - start))?;
         let (b, h, t_q, have) = own.dims4()?;
         if have == rows {
             return Ok(own);
         }
         // Hidden, since the sequence holds no more keys.
         check_memory(&[b, h, t_q, rows])?;
-        let rest = Tensor::zeros((b, h, t_q, rows - have), own.dtype(), own.device())?;
-        if have == 0 { Ok(rest) } else { Tensor::cat(&[&own.contiguous()?, &rest], 3) }
+        match have {
+            0 => Tensor::zeros((b, h, t_q, rows), own.dtype(), own.device()),
+            _ => own.contiguous()?.pad_with_zeros(3, 0, rows - have),
+        }
     };
     let start = placements.first().map_or(0, |placement| placement.keys.start);
     if placements.iter().all(|placement| placement.keys.start == start) {
-        return of_sequence(tensor, start);
+        return own(tensor, start);
     }
     check_memory(&[placements.len(), h, t_q, rows])?;
-    let by_sequence = tensor.dim(0)? > 1;
-    let own = placements.iter().enumerate().map(|(b, placement)| {
-        let tensor = if by_sequence { tensor.narrow(0, b, 1)? } else { tensor.clone() };
-        of_sequence(&tensor, placement.keys.start)?.contiguous()
-    });
-    Tensor::cat(&own.collect::<Result<Vec<_>>>()?, 0)
+    let of_all = tensor.broadcast_as((placements.len(), h, t_q, t_kv))?;
+    let parts = placements.iter().enumerate().map(|(b, placement)| own(&of_all.narrow(0, b, 1)?, placement.keys.start));
+    Tensor::cat(&parts.collect::<Result<Vec<_>>>()?, 0)
 }

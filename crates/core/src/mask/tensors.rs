@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-use super::{AttentionMask, OP};
-use candle_attention_modules::base::{Expect, FLOATS, fits_in_memory, is_addressable};
+use super::{AttentionMask, KvRanges, OP};
+use candle_attention_modules::base::{self, Expect, FLOATS, is_addressable};
 
 impl AttentionMask {
     /// The mask as one tensor to add to scores: the biases, and -inf where a key is hidden. Shape broadcastable to
@@ -37,8 +37,12 @@ impl AttentionMask {
     pub(crate) fn keep_tensor(&self, dims: [usize; 4], device: &Device) -> Result<Option<Tensor>> {
         check_addressable(dims)?;
         let [b, _, t_q, t_kv] = dims;
-        let structural = self.resolve(b, t_q, t_kv)?.to_keep(device)?;
-        Ok(match (structural, self.explicit_keep(dims, device)?) {
+        self.keep_within(&self.resolve(b, t_q, t_kv)?, dims, device)
+    }
+
+    /// [`keep_tensor`](Self::keep_tensor) of a mask that is resolved.
+    pub(crate) fn keep_within(&self, ranges: &KvRanges, dims: [usize; 4], device: &Device) -> Result<Option<Tensor>> {
+        Ok(match (ranges.to_keep(device)?, self.explicit_keep(dims, device)?) {
             (Some(structural), Some(keep)) => Some(all_of(&structural, &keep)?),
             (structural, keep) => structural.or(keep),
         })
@@ -120,11 +124,7 @@ fn all_of(one: &Tensor, other: &Tensor) -> Result<Tensor> {
 
 /// Asks for the memory of a mask before Candle does, which ends the program where it is refused.
 pub(super) fn check_memory(dims: &[usize]) -> Result<()> {
-    if !fits_in_memory(dims) {
-        let dims: Vec<_> = dims.iter().map(usize::to_string).collect();
-        bail!("[{OP}] a mask of {} entries does not fit in memory", dims.join(" × "))
-    }
-    Ok(())
+    base::check_memory(OP, format_args!("a mask of {dims:?} entries"), dims)
 }
 
 fn check_addressable(dims: [usize; 4]) -> Result<()> {

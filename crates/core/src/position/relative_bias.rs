@@ -136,7 +136,7 @@ impl ScoreTerm for RelativeBias {
                  bias: each counts from 0"
             ),
             (Some(sequences), ..) => {
-                let (t_q, t_kv) = (sequences.longest_queries(), sequences.longest_keys());
+                let [t_q, t_kv] = sequences.longest();
                 self.between(&Positions::starting_at(&[0], t_q)?, &Positions::starting_at(&[0], t_kv)?)?
             }
             (None, Some(queries), Some(keys)) => self.between(queries, keys)?,

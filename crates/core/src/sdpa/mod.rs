@@ -24,8 +24,8 @@ pub use statistics::{
 };
 pub use varlen::{PackedSequences, scaled_dot_product_attention_varlen, scaled_dot_product_attention_varlen_with_lse};
 
-pub(crate) use plan::{Outputs, reads_codes};
-pub(crate) use reference::{Dropout, VisibleSoftmax, dropout, weighted_values};
+pub(crate) use plan::{Choice, Outputs};
+pub(crate) use reference::{dropout, visible_softmax, weighted_values};
 pub(crate) use validate::Call;
 
 use std::sync::Once;
@@ -34,7 +34,6 @@ use candle_core::{Result, Tensor, bail};
 
 use crate::mask::AttentionMask;
 use candle_attention_modules::base::Expect;
-use plan::{Choice, choose};
 
 /// What attention gives when the weights are asked for too.
 #[derive(Debug, Clone)]
@@ -79,7 +78,7 @@ pub fn scaled_dot_product_attention(
     mask: &AttentionMask,
     options: &SdpaOptions,
 ) -> Result<Tensor> {
-    Ok(attend(Outputs::Context, [q, k, v], mask, options)?.context)
+    Ok(attend(Outputs::Context, [q, k, v], None, mask, options)?.context)
 }
 
 /// [`scaled_dot_product_attention`] that also returns the weights.
@@ -93,7 +92,8 @@ pub fn scaled_dot_product_attention_with_weights(
     mask: &AttentionMask,
     options: &SdpaOptions,
 ) -> Result<AttentionOutput> {
-    let (context, weights) = attend(Outputs::Weights, [q, k, v], mask, options)?.with_weights()?;
+    let (context, weights) =
+        attend(Outputs::Weights, [q, k, v], None, mask, options)?.with(|found| found.weights.take())?;
     Ok(AttentionOutput { context, weights })
 }
 
@@ -112,12 +112,12 @@ pub fn scaled_dot_product_attention_with_lse(
     mask: &AttentionMask,
     options: &SdpaOptions,
 ) -> Result<(Tensor, Tensor)> {
-    attend(Outputs::LogSumExp, [q, k, v], mask, options)?.with_lse()
+    attend(Outputs::LogSumExp, [q, k, v], None, mask, options)?.with(|found| found.lse.take())
 }
 
 /// The context of a call, and what was wanted beside it.
 pub(crate) struct Attended {
-    /// (B, H, T_q, D_v) in the dtype of the queries, in the order of the options.
+    /// (B, H, T_q, D_v) in the dtype of the queries, in the order of the options; nothing of use beside a plan.
     pub context: Tensor,
     /// (B, H, T_q) in the dtype of the accumulation.
     pub lse: Option<Tensor>,
@@ -125,11 +125,12 @@ pub(crate) struct Attended {
     pub weights: Option<Tensor>,
     /// (B, H, ..).
     pub statistics: Option<AttentionStatistics>,
+    pub plan: Option<Plan>,
 }
 
 impl Attended {
     pub fn context(context: Tensor) -> Self {
-        Self { context, lse: None, weights: None, statistics: None }
+        Self { context, lse: None, weights: None, statistics: None, plan: None }
     }
 
     /// The same after a change of the context, and of each tensor beside it.
@@ -143,45 +144,39 @@ impl Attended {
             lse: self.lse.map(&change).transpose()?,
             weights: self.weights.map(&change).transpose()?,
             statistics: self.statistics.map(|found| found.map(&change)).transpose()?,
+            plan: self.plan,
         })
     }
 
-    pub fn with_lse(self) -> Result<(Tensor, Tensor)> {
-        beside(self.context, self.lse, "log-sum-exp")
-    }
-
-    pub fn with_weights(self) -> Result<(Tensor, Tensor)> {
-        beside(self.context, self.weights, "weights")
-    }
-
-    pub fn with_statistics(self) -> Result<(Tensor, AttentionStatistics)> {
-        beside(self.context, self.statistics, "statistics")
+    /// The context, and what was wanted beside it.
+    pub fn with<T>(mut self, wanted: impl FnOnce(&mut Self) -> Option<T>) -> Result<(Tensor, T)> {
+        match wanted(&mut self) {
+            Some(found) => Ok((self.context, found)),
+            None => bail!("[scaled_dot_product_attention] attention gave nothing but the context"),
+        }
     }
 }
 
-fn beside<T>(context: Tensor, found: Option<T>, what: &str) -> Result<(Tensor, T)> {
-    match found {
-        Some(found) => Ok((context, found)),
-        None => bail!("[scaled_dot_product_attention] attention gave no {what}"),
+/// What is wanted of a batch, in the rank of q, or of packed sequences, without B.
+fn attend(
+    outputs: Outputs,
+    qkv: [&Tensor; 3],
+    sequences: Option<&PackedSequences>,
+    mask: &AttentionMask,
+    options: &SdpaOptions,
+) -> Result<Attended> {
+    let op = outputs.op(sequences.is_some());
+    if let Some(sequences) = sequences {
+        let attended = run(&Call::packed(op, qkv, sequences, mask, options)?, outputs)?;
+        return attended.map(|context| context.transpose(1, 2)?.squeeze(0), |found| found.squeeze(0));
     }
-}
-
-/// What is wanted of a batch, in the rank of q.
-fn attend(outputs: Outputs, qkv: [&Tensor; 3], mask: &AttentionMask, options: &SdpaOptions) -> Result<Attended> {
-    let call = Call::new(outputs.op(false), qkv, mask, options)?;
-    let in_rank = |tensor| call.in_rank_of_q(tensor);
-    run(&call, outputs)?.map(in_rank, in_rank)
+    let in_rank = |found| (qkv[0].rank()..4).try_fold(found, |found: Tensor, _| found.squeeze(0));
+    run(&Call::new(op, qkv, mask, options)?, outputs)?.map(in_rank, in_rank)
 }
 
 /// What is wanted of a call, with all dimensions.
 pub(crate) fn run(call: &Call, outputs: Outputs) -> Result<Attended> {
-    outputs.check(call)?;
-    let reference = || reference::attend(call, outputs);
-    match choose(call, outputs)? {
-        Choice::Reference { .. } => reference(),
-        Choice::Cpu(tier) => cpu::attend(call, tier, outputs),
-        Choice::Gpu(plan) => or_reference(call, plan.attend(call).map(Attended::context), reference),
-    }
+    Choice::of(call, outputs)?.run(call, outputs)
 }
 
 /// What a GPU's fused operation gave; where it failed and another path was allowed, what the reference path gives.
@@ -208,12 +203,7 @@ fn first_line(error: &candle_core::Error) -> String {
 /// # Errors
 /// As [`scaled_dot_product_attention`].
 pub fn plan(q: &Tensor, k: &Tensor, v: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
-    planned(&Call::new("plan", [q, k, v], mask, options)?)
-}
-
-/// The backend that a call for its context would run, and why.
-pub(crate) fn planned(call: &Call) -> Result<Plan> {
-    Ok(choose(call, Outputs::Context)?.plan())
+    Ok(attend(Outputs::Plan, [q, k, v], None, mask, options)?.with(|found| found.plan.take())?.1)
 }
 
 /// A function of the arguments and with the result of
@@ -223,9 +213,6 @@ pub type AttentionFunction<'a> = dyn Fn(&Tensor, &Tensor, &Tensor, &AttentionMas
 /// The keys and values of one call, to which queries (B, H, T_q, D) attend.
 pub(crate) trait Keys {
     fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, outputs: Outputs) -> Result<Attended>;
-
-    /// The path that [`attend`](Self::attend) takes, and why.
-    fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan>;
 
     /// Keeps the keys and values of the call, where there is a cache: the last thing that is done.
     fn commit(self: Box<Self>) -> Result<()> {
@@ -252,6 +239,7 @@ impl Keys for OwnKeys<'_> {
             Outputs::Context | Outputs::LogSumExp => None,
             Outputs::Weights => Some("weights"),
             Outputs::Statistics(_) => Some("statistics"),
+            Outputs::Plan => Some("plans"),
         };
         if let Some(missing) = missing {
             bail!("[attention_function] {missing} are asked for, which a function of the caller's does not give")
@@ -261,12 +249,5 @@ impl Keys for OwnKeys<'_> {
         let found = Expect::one("attention_function", "the context", &context).sizes(&[b, h, t_q, self.v.dim(3)?])?;
         found.dtype(q.dtype(), "the queries'")?;
         Ok(Attended::context(context))
-    }
-
-    fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
-        if self.function.is_some() {
-            bail!("[attention_function] plans are asked for, which a function of the caller's does not give")
-        }
-        planned(&Call::of("plan", [q, &self.k, &self.v], None, self.sequences, mask, options)?)
     }
 }

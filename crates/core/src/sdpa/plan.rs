@@ -7,7 +7,7 @@ use candle_core::{D, DType, Device, Result, Tensor, bail};
 use macro_rules_attribute::apply;
 
 use super::validate::Call;
-use super::{PackedSequences, StatisticsOptions, gpu};
+use super::{Attended, StatisticsOptions, cpu, gpu, or_reference, reference};
 use crate::mask::EmptyRows;
 use candle_attention_kernels::Tier;
 use candle_attention_modules::base::options;
@@ -119,16 +119,6 @@ impl SdpaOptions {
         Ok(own)
     }
 
-    /// Those of one of several packed sequences: its part of a distance bias. Contexts are put in order together.
-    pub(super) fn of_sequence(&self, sequences: &PackedSequences, s: usize) -> Result<Self> {
-        let (t_q, t_kv) = (sequences.queries(s).len(), sequences.keys(s).len());
-        let part = |biases: &Tensor| {
-            biases.narrow(D::Minus1, sequences.longest_queries() - t_q, (t_q + t_kv).saturating_sub(1))
-        };
-        let distance_bias = self.distance_bias.as_ref().map(part).transpose()?;
-        Ok(Self { distance_bias, output_order: OutputOrder::Bhtd, ..self.clone() })
-    }
-
     /// Those of `t_q` queries and `t_kv` keys, of which the first of each sequence is the one at its start: each its
     /// part of a distance bias.
     pub(crate) fn of_keys(&self, starts: &[usize], t_q: usize, t_kv: usize) -> Result<Self> {
@@ -147,10 +137,14 @@ impl SdpaOptions {
         Ok(Self { distance_bias: Some(Tensor::stack(&parts, 0)?), ..self.clone() })
     }
 
+    /// Whether weights are dropped.
+    pub(super) fn drops(&self) -> bool {
+        self.train && self.dropout > 0.0
+    }
+
     /// Whether a seed says which weights are dropped. It counts all heads of a call, which are not to be taken apart.
     pub(crate) fn drops_by_seed(&self) -> bool {
-        let is_seeded = self.dropout_seed.is_some() || self.dropout_philox_seed.is_some();
-        self.train && self.dropout > 0.0 && is_seeded
+        self.drops() && (self.dropout_seed.is_some() || self.dropout_philox_seed.is_some())
     }
 
     /// The same without ALiBi, and its slopes.
@@ -195,6 +189,8 @@ pub(crate) enum Outputs<'a> {
     Weights,
     LogSumExp,
     Statistics(&'a StatisticsOptions),
+    /// The path that a call for its context would take, without taking it.
+    Plan,
 }
 
 impl Outputs<'_> {
@@ -202,6 +198,7 @@ impl Outputs<'_> {
     pub fn op(self, is_packed: bool) -> &'static str {
         match (self, is_packed) {
             (Self::Context, false) => "scaled_dot_product_attention",
+            (Self::Plan, _) => "plan",
             (Self::Weights, _) => "scaled_dot_product_attention_with_weights",
             (Self::LogSumExp, false) => "scaled_dot_product_attention_with_lse",
             (Self::Statistics(_), false) => "scaled_dot_product_attention_with_statistics",
@@ -224,56 +221,80 @@ impl Outputs<'_> {
 }
 
 /// What is going to run.
-pub(super) enum Choice {
+pub(crate) enum Choice {
     Reference { reason: String },
     Cpu(Tier),
     Gpu(gpu::Plan),
 }
 
 impl Choice {
-    pub(super) fn plan(&self) -> Plan {
+    /// # Errors
+    /// For outputs that the call cannot have, and where a fused path is asked for and none can run the call.
+    pub fn of(call: &Call, outputs: Outputs) -> Result<Self> {
+        outputs.check(call)?;
+        let (options, device, is_tracked) = (call.options, call.q.device(), tracks_gradients(call));
+        let (is_cpu, drops, is_f64) = (device.is_cpu(), options.drops(), call.q.dtype() == DType::F64);
+        let (has_seed, is_packed) = (options.dropout_seed.is_some(), call.sequences.is_some());
+        let is_uniform = call.mask.empty_rows() == EmptyRows::Uniform;
+        if options.backend == Backend::Reference {
+            return Ok(Self::Reference { reason: "asked for".into() });
+        }
+        let is_observed = matches!(outputs, Outputs::Statistics(_));
+        let obstacles = [
+            (outputs == Outputs::Weights, "the weights are asked for, which a fused kernel never has as a whole"),
+            (drops && !is_cpu, "dropout happens to the weights, which a fused kernel never has as a whole"),
+            (
+                drops && has_seed && is_packed,
+                "PyTorch's generator draws the dropout of one packed sequence after the other",
+            ),
+            (is_uniform, "queries that see nothing are to weigh all keys alike, and fused kernels skip hidden keys"),
+            (is_cpu && is_f64, "the CPU kernel computes in f32, and the inputs are F64"),
+            (
+                is_cpu && is_observed && is_tracked,
+                "an input is tracked for gradients, which the kernel does not have beside statistics",
+            ),
+            (
+                call.scales.is_some() && is_tracked,
+                "an input is tracked for gradients, which keys and values of 8 bits do not have",
+            ),
+        ];
+        let chosen = match (obstacles.into_iter().find(|&(is_there, _)| is_there), device) {
+            (Some((_, obstacle)), _) => Err(obstacle.into()),
+            (None, Device::Cpu) => Ok(Self::Cpu(
+                Tier::choose(options.cpu_tier, call.q.dtype() == DType::BF16)
+                    .map_err(|error| candle_core::Error::msg(format!("[{}] {error}", call.op)))?,
+            )),
+            (None, Device::Cuda(_)) => gpu::FLASH_ATTN.plan(call, outputs).map(Self::Gpu),
+            (None, Device::Metal(_)) => gpu::METAL.plan(call, outputs).map(Self::Gpu),
+        };
+        match chosen {
+            Err(obstacle) if options.backend == Backend::Fused => bail!("[{}] no fused path: {obstacle}", call.op),
+            Err(reason) => Ok(Self::Reference { reason }),
+            Ok(choice) => Ok(choice),
+        }
+    }
+
+    /// What is wanted of the call that this was chosen for.
+    pub fn run(self, call: &Call, outputs: Outputs) -> Result<Attended> {
+        let reference = || reference::attend(call, outputs);
+        match self {
+            choice if outputs == Outputs::Plan => {
+                Ok(Attended { plan: Some(choice.plan()), ..Attended::context(call.q.clone()) })
+            }
+            Self::Reference { .. } => reference(),
+            Self::Cpu(tier) => cpu::attend(call, tier, outputs),
+            Self::Gpu(plan) => or_reference(call, plan.attend(call).map(Attended::context), reference),
+        }
+    }
+
+    fn plan(self) -> Plan {
         let fused = |reason: String| Plan { backend: Backend::Fused, reason };
         match self {
-            Self::Reference { reason } => Plan { backend: Backend::Reference, reason: reason.clone() },
+            Self::Reference { reason } => Plan { backend: Backend::Reference, reason },
             Self::Cpu(tier) => fused(format!("the CPU kernel, {tier}")),
             Self::Gpu(plan) => fused(plan.to_string()),
         }
     }
-}
-
-pub(super) fn choose(call: &Call, outputs: Outputs) -> Result<Choice> {
-    if call.options.backend == Backend::Reference {
-        return Ok(Choice::Reference { reason: "asked for".into() });
-    }
-    let chosen = match (obstacle_of_every_kernel(call, outputs), call.q.device()) {
-        (Some(obstacle), _) => Err(obstacle),
-        (None, Device::Cpu) if call.q.dtype() == DType::F64 => {
-            Err("the CPU kernel computes in f32, and the inputs are F64".into())
-        }
-        (None, Device::Cpu) if matches!(outputs, Outputs::Statistics(_)) && tracks_gradients(call) => {
-            Err("an input is tracked for gradients, which the kernel does not have beside statistics".into())
-        }
-        (None, Device::Cpu) if call.scales.is_some() && tracks_gradients(call) => {
-            Err("an input is tracked for gradients, which keys and values of 8 bits do not have".into())
-        }
-        (None, Device::Cpu) => Ok(Choice::Cpu(
-            Tier::choose(call.options.cpu_tier, call.q.dtype() == DType::BF16)
-                .map_err(|error| candle_core::Error::msg(format!("[{}] {error}", call.op)))?,
-        )),
-        (None, Device::Cuda(_)) => gpu::FLASH_ATTN.plan(call, outputs)?.map(Choice::Gpu),
-        (None, Device::Metal(_)) => gpu::METAL.plan(call, outputs)?.map(Choice::Gpu),
-    };
-    match chosen {
-        Ok(choice) => Ok(choice),
-        Err(obstacle) if call.options.backend == Backend::Fused => bail!("[{}] no fused path: {obstacle}", call.op),
-        Err(reason) => Ok(Choice::Reference { reason }),
-    }
-}
-
-/// Whether a kernel reads the codes of a call's keys and values as they are; where none does, they have to become
-/// floats.
-pub(crate) fn reads_codes(call: &Call, outputs: Outputs) -> Result<bool> {
-    Ok(call.q.device().is_cpu() && matches!(choose(call, outputs)?, Choice::Cpu(_)))
 }
 
 /// Whether an input of the call is tracked.
@@ -282,23 +303,4 @@ pub(super) fn tracks_gradients(call: &Call) -> bool {
     let SdpaOptions { alibi_slopes, distance_bias, sinks, .. } = options;
     let tensors = [Some(q), Some(k), Some(v), alibi_slopes.as_ref(), distance_bias.as_ref(), sinks.as_ref()];
     tensors.into_iter().flatten().any(Tensor::track_op) || call.mask.tracks_gradients()
-}
-
-/// What keeps the call from every fused kernel.
-fn obstacle_of_every_kernel(call: &Call, outputs: Outputs) -> Option<String> {
-    let options = call.options;
-    if outputs == Outputs::Weights {
-        return Some("the weights are asked for, which a fused kernel never has as a whole".into());
-    }
-    let drops = options.train && options.dropout > 0.0;
-    if drops && !matches!(call.q.device(), Device::Cpu) {
-        return Some("dropout happens to the weights, which a fused kernel never has as a whole".into());
-    }
-    if drops && options.dropout_seed.is_some() && call.sequences.is_some() {
-        return Some("PyTorch's generator draws the dropout of one packed sequence after the other".into());
-    }
-    if call.mask.empty_rows() == EmptyRows::Uniform {
-        return Some("queries that see nothing are to weigh all keys alike, and fused kernels skip hidden keys".into());
-    }
-    None
 }

@@ -1,10 +1,12 @@
 //! The specification: attention in Candle's own operations, differentiable, on any device; its softmax, over the keys
 //! that a query sees; and attention over parts of the keys put back together.
 
+use std::ops::Range;
+
 use candle_core::{D, DType, Device, Result, Tensor, bail};
 
 use super::validate::{Call, Dims};
-use super::{Attended, AttentionStatistics, Outputs, PackedSequences};
+use super::{Attended, AttentionStatistics, OutputOrder, Outputs, PackedSequences, SdpaOptions};
 use crate::mask::{AttentionMask, EmptyRows, ValidLens};
 use candle_attention_kernels::flash::philox_keeps;
 use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, check_memory};
@@ -12,48 +14,53 @@ use candle_attention_modules::init::TorchSeed;
 
 /// The context, the log-sum-exp, and what is wanted beside.
 pub(super) fn attend(call: &Call, outputs: Outputs) -> Result<Attended> {
-    let Attended { context, lse, weights, .. } = match call.sequences {
+    let mut attended = match call.sequences {
         None => attend_batch(call, outputs)?,
         Some(sequences) => attend_sequences(call, sequences, outputs)?,
     };
-    let (weights, statistics) = match (outputs, weights) {
-        (Outputs::Weights, Some(weights)) => (Some(weights.to_dtype(call.q.dtype())?), None),
+    match (outputs, attended.weights.take()) {
         (Outputs::Statistics(wanted), Some(weights)) => {
-            (None, Some(AttentionStatistics::of_weights(&weights.detach(), wanted)?))
+            attended.statistics = Some(AttentionStatistics::of_weights(&weights.detach(), wanted)?);
         }
-        _ => (None, None),
-    };
-    Ok(Attended { context, lse, weights, statistics })
+        (_, weights) => attended.weights = weights.map(|weights| weights.to_dtype(call.q.dtype())).transpose()?,
+    }
+    Ok(attended)
 }
 
 /// Each sequence by itself. Weights, which are wanted for statistics alone, are (1, H, total_q, total_kv).
 fn attend_sequences(packed: &Call, sequences: &PackedSequences, outputs: Outputs) -> Result<Attended> {
-    let Dims { h, t_q, t_kv, d_v, .. } = packed.dims;
+    if packed.dims.t_q == 0 {
+        return attend_batch(packed, outputs);
+    }
     let (mut contexts, mut lses, mut weights) = (Vec::new(), Vec::new(), Vec::new());
-    for s in (0..sequences.len()).filter(|&s| !sequences.queries(s).is_empty()) {
-        let (queries, keys) = (sequences.queries(s), sequences.keys(s));
-        let mask = packed.mask.of_sequence(s, sequences.len(), queries.len(), keys.len());
-        let [q, k, v] = sequences.narrow(s, [&packed.q, &packed.k, &packed.v])?;
-        let options = packed.options.of_sequence(sequences, s)?;
-        let call = Call::new(packed.op, [&q, &k, &v], &mask, &options)?;
-        let own = attend_batch(&Call { first_row_and_key: [queries.start, keys.start], ..call }, outputs)?;
+    for (s, [queries, keys]) in sequences.parts().enumerate().filter(|(_, [queries, _])| !queries.is_empty()) {
+        let (t_q, t_kv) = (queries.len(), keys.len());
+        let of = |xs: &Tensor, rows: &Range<usize>| xs.narrow(2, rows.start, rows.len());
+        let (first, count) = (sequences.longest()[0] - t_q, (t_q + t_kv).saturating_sub(1));
+        let distances = |biases: &Tensor| biases.narrow(D::Minus1, first, count);
+        let distance_bias = packed.options.distance_bias.as_ref().map(distances).transpose()?;
+        // Contexts are put in order together.
+        let call = Call {
+            q: of(&packed.q, &queries)?,
+            k: of(&packed.k, &keys)?,
+            v: of(&packed.v, &keys)?,
+            ranges: packed.ranges.of_sequence(s),
+            options: &SdpaOptions { distance_bias, output_order: OutputOrder::Bhtd, ..packed.options.clone() },
+            sequences: None,
+            first_row_and_key: [queries.start, keys.start],
+            dims: Dims { t_q, t_kv, ..packed.dims },
+            ..*packed
+        };
+        let own = attend_batch(&call, outputs)?;
         contexts.push(own.context);
         lses.extend(own.lse);
-        let padded = |own: Tensor| own.pad_with_zeros(3, keys.start, t_kv - keys.end);
+        let padded = |own: Tensor| own.pad_with_zeros(3, keys.start, packed.dims.t_kv - keys.end);
         weights.extend(own.weights.map(padded).transpose()?);
     }
-    let joined = |parts: &[Tensor], shape: &[usize], dtype| match parts {
-        [] => Tensor::zeros(shape, dtype, packed.q.device()),
-        parts => Tensor::cat(parts, 2)?.contiguous(),
-    };
-    let dtype = accumulation_dtype(packed.q.dtype());
-    let context = joined(&contexts, &[1, h, t_q, d_v], packed.q.dtype())?;
-    let weights = match outputs {
-        Outputs::Statistics(_) => Some(joined(&weights, &[1, h, t_q, t_kv], dtype)?),
-        _ => None,
-    };
-    let lse = Some(joined(&lses, &[1, h, t_q], dtype)?);
-    Ok(Attended { lse, weights, ..Attended::context(packed.in_output_order(context)?) })
+    let joined = |parts: &[Tensor]| Tensor::cat(parts, 2)?.contiguous();
+    let context = packed.in_output_order(joined(&contexts)?)?;
+    let weights = if weights.is_empty() { None } else { Some(joined(&weights)?) };
+    Ok(Attended { lse: Some(joined(&lses)?), weights, ..Attended::context(context) })
 }
 
 /// With weights in the dtype of the accumulation, where they are wanted: before dropout for statistics.
@@ -62,7 +69,7 @@ fn attend_batch(call: &Call, outputs: Outputs) -> Result<Attended> {
     let scores = call.score_dims();
     check_memory(call.op, format_args!("a tensor of scores {scores:?}"), &scores)?;
     let (device, dtype) = (call.q.device(), accumulation_dtype(call.q.dtype()));
-    let keep = call.mask.keep_tensor(scores, device)?;
+    let keep = call.mask.keep_within(&call.ranges, scores, device)?;
     let bias = call.mask.bias_tensor(scores, dtype, device)?;
     let sinks = |sinks: &Tensor| sinks.to_dtype(dtype)?.reshape((1, h, 1, 1));
     let sinks = call.options.sinks.as_ref().map(sinks).transpose()?;
@@ -75,11 +82,11 @@ fn attend_batch(call: &Call, outputs: Outputs) -> Result<Attended> {
             None => Tensor::full(f32::NEG_INFINITY, (b, h, t_q), device)?.to_dtype(dtype)?,
         };
         let weights = match outputs {
-            Outputs::Context | Outputs::LogSumExp => None,
-            _ if device.is_cuda() => {
+            Outputs::Weights | Outputs::Statistics(_) if device.is_cuda() => {
                 bail!("[{}] expected queries and keys on CUDA, where Candle has no empty tensors", call.op)
             }
-            _ => Some(Tensor::zeros(&scores, dtype, device)?),
+            Outputs::Weights | Outputs::Statistics(_) => Some(Tensor::zeros(&scores, dtype, device)?),
+            _ => None,
         };
         let context = call.in_output_order(Tensor::zeros((b, h, t_q, d_v), call.q.dtype(), device)?)?;
         return Ok(Attended { lse: Some(lse), weights, ..Attended::context(context) });
@@ -100,15 +107,18 @@ fn attend_batch(call: &Call, outputs: Outputs) -> Result<Attended> {
     if let Some(bias) = bias {
         scores = scores.broadcast_add(&bias)?;
     }
-    let softmax = VisibleSoftmax { keep: keep.as_ref(), sinks: sinks.as_ref(), empty_rows: call.mask.empty_rows() };
-    let (whole, lse) = softmax.apply(&scores)?;
-    let dropped = Dropout::of(call).map_or_else(|| Ok(whole.clone()), |drop| dropout(&whole, drop))?;
+    let (whole, lse) = visible_softmax(&scores, keep.as_ref(), sinks.as_ref(), call.mask.empty_rows())?;
+    let (options, first) = (call.options, call.first_row_and_key);
+    let dropped = match options.drops() {
+        true => dropout(&whole, options.dropout, options.dropout_seed.as_ref(), options.dropout_philox_seed, first)?,
+        false => whole.clone(),
+    };
     let context = weighted_values(&dropped, &call.v.to_dtype(dtype)?, keep.as_ref())?;
     let context = call.in_output_order(context.to_dtype(call.q.dtype())?)?;
     let weights = match outputs {
-        Outputs::Context | Outputs::LogSumExp => None,
         Outputs::Weights => Some(dropped),
         Outputs::Statistics(_) => Some(whole),
+        _ => None,
     };
     Ok(Attended { lse: Some(lse), weights, ..Attended::context(context) })
 }
@@ -133,9 +143,9 @@ fn matmul_ready(matrix: &Tensor) -> Result<Tensor> {
 /// `slope · |query position - key position|`, (B or 1, H, T_q, T_kv).
 fn alibi_penalty(call: &Call, slopes: &Tensor) -> Result<Tensor> {
     let Dims { b, h, t_q, t_kv, .. } = call.dims;
-    let ranges = call.mask.resolve(b, t_q, t_kv)?;
-    let b = if ranges.positions_differ() { b } else { 1 };
-    let positions: Vec<_> = ranges.positions(b)?.into_iter().map(|position| position as f64).collect();
+    call.ranges.check_positions()?;
+    let b = if call.ranges.positions_differ() { b } else { 1 };
+    let positions = (0..b).flat_map(|b| (0..t_q).map(move |i| call.ranges.position(b, i) as f64)).collect();
     let queries = Tensor::from_vec(positions, (b, 1, t_q, 1), &Device::Cpu)?.to_dtype(slopes.dtype())?;
     let queries = queries.to_device(slopes.device())?;
     let keys = Tensor::arange(0, t_kv as i64, slopes.device())?.to_dtype(slopes.dtype())?.reshape((1, t_kv))?;
@@ -143,36 +153,23 @@ fn alibi_penalty(call: &Call, slopes: &Tensor) -> Result<Tensor> {
     slopes.reshape((1, h, 1, 1))?.broadcast_mul(&distance)
 }
 
-/// Biases (.., H, T_q + T_kv - 1) as a tensor of the scores, (.., H, T_q, T_kv).
+/// Biases (H, T_q + T_kv - 1), or (B, H, T_q + T_kv - 1), as a tensor of the scores, (1 or B, H, T_q, T_kv).
 fn by_diagonal(biases: &Tensor, [t_q, t_kv]: [usize; 2]) -> Result<Tensor> {
     let entries = (0..t_q).flat_map(|i| (0..t_kv).map(move |j| (t_q - 1 + j - i) as u32));
     let entries = Tensor::from_iter(entries, biases.device())?;
-    let mut shape = biases.dims().to_vec();
-    shape.truncate(biases.rank() - 1);
-    biases.contiguous()?.index_select(&entries, biases.rank() - 1)?.reshape([shape, vec![t_q, t_kv]].concat())
+    let by_pair = biases.contiguous()?.index_select(&entries, biases.rank() - 1)?;
+    by_pair.reshape(((), biases.dim(D::Minus2)?, t_q, t_kv))
 }
 
-/// Dropout that is to happen.
-pub(crate) struct Dropout<'a> {
-    pub p: f64,
-    pub seed: Option<&'a TorchSeed>,
-    /// The seed of Philox, and the number of the first query and of the first key.
-    pub philox: Option<(u64, [usize; 2])>,
-}
-
-impl<'a> Dropout<'a> {
-    fn of(call: &'a Call) -> Option<Self> {
-        let options = call.options;
-        (options.train && options.dropout > 0.0).then_some(Self {
-            p: options.dropout,
-            seed: options.dropout_seed.as_ref(),
-            philox: options.dropout_philox_seed.map(|seed| (seed, call.first_row_and_key)),
-        })
-    }
-}
-
-/// Zeroes entries with probability p and divides the others by 1 - p.
-pub(crate) fn dropout(weights: &Tensor, Dropout { p, seed, philox }: Dropout) -> Result<Tensor> {
+/// Zeroes entries with probability p, by PyTorch's generator, by a seed of Philox or by the device's generator, and
+/// divides the others by 1 - p. Philox counts from the numbers of the first query and of the first key.
+pub(crate) fn dropout(
+    weights: &Tensor,
+    p: f64,
+    seed: Option<&TorchSeed>,
+    philox: Option<u64>,
+    first: [usize; 2],
+) -> Result<Tensor> {
     if p >= 1.0 {
         // Not zeros: what is no number stays none.
         return weights * 0.0;
@@ -180,14 +177,14 @@ pub(crate) fn dropout(weights: &Tensor, Dropout { p, seed, philox }: Dropout) ->
     // Not Candle's own dropout, which rounds p to f32 and refuses one that becomes 1.
     let keep = match (seed, philox) {
         (Some(seed), _) => seed.dropout_keep(weights.shape(), p)?.to_device(weights.device())?,
-        (None, Some(philox)) => philox_keep(weights, p, philox)?,
+        (None, Some(seed)) => philox_keep(weights, p, seed, first)?,
         (None, None) => Tensor::rand(0f32, 1f32, weights.shape(), weights.device())?.ge(p)?,
     };
     weights.mul(&keep.to_dtype(weights.dtype())?)? / (1.0 - p)
 }
 
 /// 1 for the weights (B, H, T_q, T_kv) that Philox keeps.
-fn philox_keep(weights: &Tensor, p: f64, (seed, [query, key]): (u64, [usize; 2])) -> Result<Tensor> {
+fn philox_keep(weights: &Tensor, p: f64, seed: u64, [query, key]: [usize; 2]) -> Result<Tensor> {
     let (b, h, t_q, t_kv) = weights.dims4()?;
     let rows = b * h * t_q;
     let of_row = |row: usize| {
@@ -224,60 +221,55 @@ pub(crate) fn weighted_values(weights: &Tensor, v: &Tensor, keep: Option<&Tensor
     Ok(context)
 }
 
-/// A softmax over the last dimension that knows of hidden keys, sinks and rows that see nothing.
-#[derive(Default)]
-pub(crate) struct VisibleSoftmax<'a> {
-    /// u8, broadcastable to the scores; 0 hides.
-    pub keep: Option<&'a Tensor>,
-    /// One more logit a row, broadcastable to (.., T_q, 1), which takes weight but has no column.
-    pub sinks: Option<&'a Tensor>,
-    pub empty_rows: EmptyRows,
-}
-
-impl VisibleSoftmax<'_> {
-    /// Scores (.., T_q, T_kv) in f32 or f64, T_kv at least 1, to weights of the same shape and the log-sum-exp
-    /// (.., T_q). Differentiable.
-    pub(crate) fn apply(&self, scores: &Tensor) -> Result<(Tensor, Tensor)> {
-        let scores = match self.keep {
-            None => scores.clone(),
-            Some(keep) => {
-                keep.broadcast_as(scores.shape())?.where_cond(scores, &constant_like(f64::NEG_INFINITY, scores)?)?
-            }
-        };
-        // The softmax does not change when its row is shifted, so the maximum needs no gradient.
-        let row_max = scores.max_keepdim(D::Minus1)?.detach();
-        let no_max = row_max.eq(&constant_like(f64::NEG_INFINITY, &row_max)?)?;
-        let shift = match self.sinks {
-            None => row_max,
-            Some(sinks) => row_max.broadcast_maximum(&sinks.detach())?,
-        };
-        // Only a row without any score above -inf has this shift; any finite one keeps -inf - shift from being NaN.
-        let lowest = shift.eq(&constant_like(f64::NEG_INFINITY, &shift)?)?;
-        let shift = lowest.where_cond(&shift.zeros_like()?, &shift)?;
-
-        let exponentials = scores.broadcast_sub(&shift)?.exp()?;
-        let mut sum = exponentials.sum_keepdim(D::Minus1)?;
-        // Candle's maximum may pass over a NaN, the sum does not: a row that sees one is not empty.
-        let empty = no_max.mul(&sum.eq(&sum.zeros_like()?)?)?;
-        if let Some(sinks) = self.sinks {
-            sum = (sum + sinks.broadcast_sub(&shift)?.exp()?)?;
+/// A softmax over the last dimension that knows of hidden keys, sinks and rows that see nothing: scores (.., T_q, T_kv)
+/// in f32 or f64, T_kv at least 1, to weights of the same shape and the log-sum-exp (.., T_q). Differentiable.
+///
+/// `keep` is u8, broadcastable to the scores; 0 hides. `sinks` are one more logit a row, broadcastable to (.., T_q, 1),
+/// which takes weight but has no column.
+pub(crate) fn visible_softmax(
+    scores: &Tensor,
+    keep: Option<&Tensor>,
+    sinks: Option<&Tensor>,
+    empty_rows: EmptyRows,
+) -> Result<(Tensor, Tensor)> {
+    let scores = match keep {
+        None => scores.clone(),
+        Some(keep) => {
+            keep.broadcast_as(scores.shape())?.where_cond(scores, &constant_like(f64::NEG_INFINITY, scores)?)?
         }
-        // Put aside before the logarithm and the division, whose gradients at 0 are NaN.
-        let nothing = sum.eq(&sum.zeros_like()?)?;
-        let sum = nothing.where_cond(&sum.ones_like()?, &sum)?;
-        let lse = nothing
-            .where_cond(&constant_like(f64::NEG_INFINITY, &sum)?, &(sum.log()? + &shift)?)?
-            .squeeze(D::Minus1)?;
-        let weights = exponentials.broadcast_div(&sum)?;
-        let weights = match self.empty_rows {
-            EmptyRows::Zero => weights,
-            EmptyRows::Uniform => {
-                let uniform = constant_like(1.0 / scores.dim(D::Minus1)? as f64, &weights)?;
-                empty.broadcast_as(weights.shape())?.where_cond(&uniform, &weights)?
-            }
-        };
-        Ok((weights, lse))
+    };
+    // The softmax does not change when its row is shifted, so the maximum needs no gradient.
+    let row_max = scores.max_keepdim(D::Minus1)?.detach();
+    let no_max = row_max.eq(&constant_like(f64::NEG_INFINITY, &row_max)?)?;
+    let shift = match sinks {
+        None => row_max,
+        Some(sinks) => row_max.broadcast_maximum(&sinks.detach())?,
+    };
+    // Only a row without any score above -inf has this shift; any finite one keeps -inf - shift from being NaN.
+    let lowest = shift.eq(&constant_like(f64::NEG_INFINITY, &shift)?)?;
+    let shift = lowest.where_cond(&shift.zeros_like()?, &shift)?;
+
+    let exponentials = scores.broadcast_sub(&shift)?.exp()?;
+    let mut sum = exponentials.sum_keepdim(D::Minus1)?;
+    // Candle's maximum may pass over a NaN, the sum does not: a row that sees one is not empty.
+    let empty = no_max.mul(&sum.eq(&sum.zeros_like()?)?)?;
+    if let Some(sinks) = sinks {
+        sum = (sum + sinks.broadcast_sub(&shift)?.exp()?)?;
     }
+    // Put aside before the logarithm and the division, whose gradients at 0 are NaN.
+    let nothing = sum.eq(&sum.zeros_like()?)?;
+    let sum = nothing.where_cond(&sum.ones_like()?, &sum)?;
+    let lse =
+        nothing.where_cond(&constant_like(f64::NEG_INFINITY, &sum)?, &(sum.log()? + &shift)?)?.squeeze(D::Minus1)?;
+    let weights = exponentials.broadcast_div(&sum)?;
+    let weights = match empty_rows {
+        EmptyRows::Zero => weights,
+        EmptyRows::Uniform => {
+            let uniform = constant_like(1.0 / scores.dim(D::Minus1)? as f64, &weights)?;
+            empty.broadcast_as(weights.shape())?.where_cond(&uniform, &weights)?
+        }
+    };
+    Ok((weights, lse))
 }
 
 /// A constant in the shape and dtype and on the device of a tensor; converted on the CPU, since Metal has no f64.
@@ -302,8 +294,8 @@ pub fn masked_softmax(scores: &Tensor, valid_lens: Option<&ValidLens>, empty_row
     if scores.elem_count() == 0 {
         return Ok(scores.clone());
     }
-    let softmax = VisibleSoftmax { keep: keep.as_ref(), sinks: None, empty_rows };
-    let (weights, _) = softmax.apply(&scores.unsqueeze(1)?.to_dtype(accumulation_dtype(scores.dtype()))?)?;
+    let floats = scores.unsqueeze(1)?.to_dtype(accumulation_dtype(scores.dtype()))?;
+    let (weights, _) = visible_softmax(&floats, keep.as_ref(), None, empty_rows)?;
     weights.squeeze(1)?.to_dtype(scores.dtype())
 }
 
@@ -340,7 +332,7 @@ pub fn merge_attention(parts: &[(Tensor, Tensor)]) -> Result<(Tensor, Tensor)> {
     let dtype = accumulation_dtype(first.dtype());
     let lses = parts.iter().map(|(_, lse)| lse.to_dtype(dtype)?.unsqueeze(D::Minus1)).collect::<Result<Vec<_>>>()?;
     // The shares (.., parts) of the parts in the whole are the softmax of their log-sum-exps.
-    let (shares, lse) = VisibleSoftmax::default().apply(&Tensor::cat(&lses, D::Minus1)?)?;
+    let (shares, lse) = visible_softmax(&Tensor::cat(&lses, D::Minus1)?, None, None, EmptyRows::Zero)?;
     let lse = lse.to_dtype(first_lse.dtype())?;
     if first.elem_count() == 0 {
         return Ok((first.clone(), lse));

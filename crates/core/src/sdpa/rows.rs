@@ -2,9 +2,8 @@
 
 use std::ops::Range;
 
-use candle_core::{Result, bail};
+use candle_core::Result;
 
-use super::PackedSequences;
 use super::validate::{Call, Dims};
 use candle_attention_modules::base::check_memory;
 
@@ -23,45 +22,28 @@ pub(super) struct RowRanges {
 
 impl RowRanges {
     /// # Errors
-    /// As [`AttentionMask::resolve`](crate::AttentionMask::resolve), and where memory is short.
+    /// For joined masks that let ALiBi count from several positions, and where memory is short.
     pub fn new(call: &Call) -> Result<Self> {
-        match call.sequences {
-            None => Self::of_batch(call),
-            Some(sequences) => Self::of_sequences(call, sequences),
-        }
-    }
-
-    fn of_batch(call: &Call) -> Result<Self> {
-        let Dims { b, t_q, t_kv, .. } = call.dims;
-        let ranges = call.mask.resolve(b, t_q, t_kv)?;
-        let mut keys = Vec::new();
-        if keys.try_reserve_exact(b * t_q).is_err() {
-            bail!("[{}] the ranges of {} queries do not fit in memory", call.op, b * t_q)
-        }
-        keys.extend((0..b * t_q).map(|row| ranges.kv_range(row / t_q, row % t_q)));
-        let positions = if call.options.alibi_slopes.is_some() { ranges.positions(b)? } else { Vec::new() };
-        let diagonals = if call.options.distance_bias.is_some() { b * t_q } else { 0 };
-        let origins = (0..diagonals).map(|row| (t_q - 1 - row % t_q) as i64).collect();
-        Ok(Self { keys, positions, origins })
-    }
-
-    fn of_sequences(call: &Call, sequences: &PackedSequences) -> Result<Self> {
-        let (total, n) = (sequences.total_queries(), sequences.len());
+        let (total, parts) = (call.dims.b * call.dims.t_q, call.parts());
+        let (has_alibi, has_biases) = (call.options.alibi_slopes.is_some(), call.options.distance_bias.is_some());
         let bytes = size_of::<Range<usize>>() + size_of::<i64>();
-        check_memory("packed_sequences", format_args!("a range for each of {total} queries"), &[total, bytes])?;
+        check_memory(call.op, format_args!("a range for each of {total} queries"), &[total, bytes])?;
+        if has_alibi {
+            call.ranges.check_positions()?;
+        }
+        let last_query = call.longest()[0] as i64 - 1;
         let mut rows = Self { keys: Vec::with_capacity(total), ..Self::default() };
-        let last_query = sequences.longest_queries() as i64 - 1;
-        for s in 0..n {
-            let (t_q, keys) = (sequences.queries(s).len(), sequences.keys(s));
-            let ranges = call.mask.of_sequence(s, n, t_q, keys.len()).resolve(1, t_q, keys.len())?;
-            let first = keys.start;
-            rows.keys.extend((0..t_q).map(|i| ranges.kv_range(0, i)).map(|own| first + own.start..first + own.end));
-            if call.options.distance_bias.is_some() {
-                rows.origins.extend((0..t_q).map(|i| last_query - i as i64 - first as i64));
-            }
-            if call.options.alibi_slopes.is_some() {
-                let first = i64::try_from(first).unwrap_or(i64::MAX);
-                rows.positions.extend(ranges.positions(1)?.into_iter().map(|position| position.saturating_add(first)));
+        for (s, [queries, keys]) in parts.into_iter().enumerate() {
+            let first = if call.sequences.is_some() { keys.start } else { 0 };
+            for i in 0..queries.len() {
+                let own = call.ranges.kv_range(s, i);
+                rows.keys.push(first + own.start..first + own.end);
+                if has_biases {
+                    rows.origins.push(last_query - i as i64 - first as i64);
+                }
+                if has_alibi {
+                    rows.positions.push(call.ranges.position(s, i).saturating_add(first as i64));
+                }
             }
         }
         Ok(rows)
@@ -99,50 +81,38 @@ impl Bands {
     /// # Errors
     /// As [`RowRanges::new`].
     pub fn new(call: &Call) -> Result<Option<Self>> {
-        let rows = RowRanges::new(call)?;
-        let Dims { b, t_q, t_kv, .. } = call.dims;
-        let sequences: Vec<_> = match call.sequences {
-            None => (0..b).map(|b| (b * t_q..(b + 1) * t_q, b * t_kv)).collect(),
-            // The intervals of packed sequences count all keys.
-            Some(packed) => (0..packed.len()).map(|s| (packed.queries(s), 0)).collect(),
-        };
+        let rows = &RowRanges::new(call)?;
         let mut spans = Vec::new();
-        for (queries, first_key) in sequences {
+        for [queries, keys] in call.parts() {
+            // The ranges of packed sequences count all keys.
+            let first_key = if call.sequences.is_some() { 0 } else { keys.start };
             let sees = |row: &usize| !rows.keys[*row].is_empty();
             let (Some(first), Some(last)) = (queries.clone().find(sees), queries.clone().rfind(sees)) else { continue };
             let keys = first_key + rows.keys[first].start..first_key + rows.keys[last].end;
             spans.push((Span { queries: first..last + 1, keys }, first_key as i64));
         }
 
-        // Key positions from here on count from the first key of each sequence.
-        let own = |(span, first_key): &(Span, i64)| {
-            let (lo, hi) = (span.keys.start as i64 - first_key, span.keys.end as i64 - first_key);
-            (lo, hi, hi - span.queries.len() as i64)
+        // Of each row its position, the keys that it sees, and those of its span, from the sequence's first key on.
+        let seen = || {
+            spans.iter().flat_map(|(span, first_key)| {
+                let (lo, hi) = (span.keys.start as i64 - first_key, span.keys.end as i64 - first_key);
+                span.queries.clone().map(move |row| {
+                    let (start, end) = (rows.keys[row].start as i64, rows.keys[row].end as i64);
+                    (row, hi - (span.queries.end - row) as i64, start..end, lo..hi)
+                })
+            })
         };
-        let sides = |row: usize| (rows.keys[row].start as i64, rows.keys[row].end as i64);
-        let left = spans.iter().filter_map(|span| {
-            let ((lo, hi, _), (start, _)) = (own(span), sides(span.0.queries.end - 1));
-            (start > lo).then_some(hi - 1 - start)
-        });
-        let right = spans.iter().filter_map(|span| {
-            let ((_, hi, position), (_, end)) = (own(span), sides(span.0.queries.start));
-            (end < hi).then_some(end - 1 - position)
-        });
-        let (left, right) = (left.min(), right.min());
-        let is_band = |span: &(Span, i64)| {
-            let (lo, hi, first) = own(span);
+        let left = seen().filter_map(|(_, at, seen, all)| (seen.start > all.start).then_some(at - seen.start)).min();
+        let right = seen().filter_map(|(_, at, seen, all)| (seen.end < all.end).then_some(seen.end - 1 - at)).min();
+        let is_band = seen().all(|(row, at, seen, all)| {
             // A window of more queries than keys has queries that stand before all keys.
-            let fits = (left.is_none() && right.is_none()) || first >= lo;
-            let alibi = rows.positions.get(span.0.queries.start).is_none_or(|&position| position == first);
-            let sees = |row: usize| {
-                let position = first + (row - span.0.queries.start) as i64;
-                let start = left.map_or(lo, |left| lo.max(position - left));
-                (start, right.map_or(hi, |right| hi.min(position + right + 1)))
-            };
-            fits && alibi && span.0.queries.clone().all(|row| sides(row) == sees(row))
-        };
+            let fits = (left.is_none() && right.is_none()) || at >= all.start;
+            let alibi = rows.positions.get(row).is_none_or(|&position| position == at);
+            let start = left.map_or(all.start, |left| all.start.max(at - left));
+            fits && alibi && seen == (start..right.map_or(all.end, |right| all.end.min(at + right + 1)))
+        });
         let size = |side: Option<i64>| side.map(usize::try_from).transpose();
-        let (Ok(left), Ok(right), true) = (size(left), size(right), spans.iter().all(is_band)) else { return Ok(None) };
+        let (Ok(left), Ok(right), true) = (size(left), size(right), is_band) else { return Ok(None) };
         Ok(Some(Self { spans: spans.into_iter().map(|(span, _)| span).collect(), window: Window { left, right } }))
     }
 
@@ -161,7 +131,7 @@ impl Bands {
 mod tests {
     use super::*;
     use crate::mask::{AttentionMask, ValidLens};
-    use crate::sdpa::SdpaOptions;
+    use crate::sdpa::{PackedSequences, SdpaOptions};
     use candle_core::{DType, Device, Tensor};
 
     /// Two sequences of 2 and 3 queries against 4 and 2 keys, with an empty one of each kind between them.

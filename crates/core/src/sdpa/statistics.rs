@@ -6,10 +6,8 @@ use candle_attention_kernels::flash::{self, MAX_TOP};
 use candle_core::{Device, Result, Tensor, bail};
 use macro_rules_attribute::apply;
 
-use super::plan::Outputs;
 use super::validate::{Call, Dims};
-use super::varlen::attend_packed;
-use super::{PackedSequences, SdpaOptions, attend};
+use super::{Outputs, PackedSequences, SdpaOptions, attend};
 use crate::mask::AttentionMask;
 use candle_attention_modules::base::rowwise::to_vec;
 use candle_attention_modules::base::{Options, number, options};
@@ -173,7 +171,7 @@ pub fn scaled_dot_product_attention_with_statistics(
     options: &SdpaOptions,
     wanted: &StatisticsOptions,
 ) -> Result<(Tensor, AttentionStatistics)> {
-    attend(Outputs::Statistics(wanted), [q, k, v], mask, options)?.with_statistics()
+    attend(Outputs::Statistics(wanted), [q, k, v], None, mask, options)?.with(|found| found.statistics.take())
 }
 
 /// [`scaled_dot_product_attention_varlen`](crate::scaled_dot_product_attention_varlen) that also returns statistics of
@@ -192,5 +190,6 @@ pub fn scaled_dot_product_attention_varlen_with_statistics(
     options: &SdpaOptions,
     wanted: &StatisticsOptions,
 ) -> Result<(Tensor, AttentionStatistics)> {
-    attend_packed(Outputs::Statistics(wanted), [q, k, v], sequences, mask, options)?.with_statistics()
+    attend(Outputs::Statistics(wanted), [q, k, v], Some(sequences), mask, options)?
+        .with(|found| found.statistics.take())
 }

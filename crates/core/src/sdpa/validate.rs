@@ -1,9 +1,11 @@
 //! Every shape, dtype and device check of a call, once.
 
+use std::ops::Range;
+
 use candle_core::{DType, Result, Tensor, bail};
 
 use super::{OutputOrder, PackedSequences, SdpaOptions};
-use crate::mask::AttentionMask;
+use crate::mask::{AttentionMask, KvRanges};
 pub(super) use candle_attention_kernels::flash::Dims;
 use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, is_addressable, number};
 
@@ -18,20 +20,27 @@ pub(crate) struct Call<'a> {
     /// The scales (B, H_kv, T_kv, 1) of keys and of values that are codes of 8 bits.
     pub scales: Option<&'a [Tensor; 2]>,
     pub mask: &'a AttentionMask,
+    /// What the mask leaves each query: of a batch, or of each packed sequence.
+    pub ranges: KvRanges,
     pub options: &'a SdpaOptions,
     /// Of a packed call, whose q, k and v are (1, H, total, D).
     pub sequences: Option<&'a PackedSequences>,
     /// Of a sequence of packed ones: the numbers of its first query and first key among all.
     pub first_row_and_key: [usize; 2],
     pub dims: Dims,
-    /// Of q as it was given: 4, 3 without B, or 2 without B and H.
-    pub rank: usize,
 }
 
 impl<'a> Call<'a> {
-    /// A call of a batch.
+    /// A call of a batch, whose tensors may all lack B, or B and H.
     pub fn new(op: &'static str, qkv: [&Tensor; 3], mask: &'a AttentionMask, options: &'a SdpaOptions) -> Result<Self> {
-        Self::of(op, qkv, None, None, mask, options)
+        let rank = qkv[0].rank();
+        if !(2..=4).contains(&rank) {
+            bail!("[{op}] q has shape {:?}, expected (B, H, T_q, D), (H, T_q, D) or (T_q, D)", qkv[0].dims())
+        }
+        let shapes = [["B", "H", "T_q", "D"], ["B", "H_kv", "T_kv", "D"], ["B", "H_kv", "T_kv", "D_v"]];
+        check_ranks(op, qkv, shapes, rank)?;
+        let [q, k, v] = qkv.map(|tensor| (rank..4).try_fold(tensor.clone(), |tensor, _| tensor.unsqueeze(0)));
+        Self::of(op, [&q?, &k?, &v?], None, None, mask, options)
     }
 
     /// A call over packed sequences: q (total_q, H, D), k (total_kv, H_kv, D), v (total_kv, H_kv, D_v).
@@ -58,15 +67,27 @@ impl<'a> Call<'a> {
         mask: &'a AttentionMask,
         options: &'a SdpaOptions,
     ) -> Result<Self> {
-        let rank = qkv[0].rank();
-        let [q, k, v] = with_batch(op, qkv)?;
-        let dims = dims(op, [&q, &k, &v])?;
-        let expanded = |tensor: Tensor| -> Result<Tensor> {
+        let dims = dims(op, qkv)?;
+        let Dims { b, h, t_q, t_kv, d, d_v, .. } = dims;
+        // The kernels hold no scores of all packed queries with all keys.
+        let scores = if sequences.is_some() { [1; 4] } else { [b, h, t_q, t_kv] };
+        let shapes = [[b, h, t_q, d], [b, h, t_kv, d], [b, h, t_q.max(t_kv), d_v], scores];
+        if shapes.iter().any(|shape| !is_addressable(shape)) {
+            let [q, k, v] = qkv.map(Tensor::dims);
+            bail!("[{op}] q {q:?}, k {k:?} and v {v:?} are too large to address")
+        }
+        let expanded = |tensor: &Tensor| -> Result<Tensor> {
             let (b, h_kv, t, d) = tensor.dims4()?;
-            if b == dims.b { Ok(tensor) } else { tensor.broadcast_as((dims.b, h_kv, t, d)) }
+            if b == dims.b { Ok(tensor.clone()) } else { tensor.broadcast_as((dims.b, h_kv, t, d)) }
         };
-        let (k, v) = (expanded(k)?, expanded(v)?);
-        let call = Self { op, q, k, v, scales, mask, options, sequences, first_row_and_key: [0; 2], dims, rank };
+        let (q, k, v) = (qkv[0].clone(), expanded(qkv[1])?, expanded(qkv[2])?);
+        let ranges = match sequences {
+            None => mask.resolve(b, t_q, t_kv)?,
+            Some(sequences) => {
+                mask.resolve_packed(&sequences.parts().map(|part| part.map(|rows| rows.len())).collect::<Vec<_>>())?
+            }
+        };
+        let call = Self { op, q, k, v, scales, mask, ranges, options, sequences, first_row_and_key: [0; 2], dims };
         for (name, tensor) in [("k", &call.k), ("v", &call.v)] {
             let tensor = call.expect(name, tensor)?;
             if scales.is_none() {
@@ -75,24 +96,16 @@ impl<'a> Call<'a> {
         }
         call.expect("q", &call.q)?.dtype_of(&FLOATS, "")?;
         call.check_options()?;
-        let scores @ [b, _, t_q, t_kv] = call.score_dims();
-        match sequences {
-            // The kernels hold no scores of all packed queries with all keys.
-            None => {
-                check_addressable(op, [&call.q, &call.k, &call.v], &[scores])?;
-                call.check_distance_bias(b, [t_q, t_kv])?;
-            }
-            Some(sequences) => call.check_sequences(sequences)?,
-        }
+        sequences.map_or(Ok(()), |sequences| call.check_sequences(sequences))?;
         Ok(call)
     }
 
     /// That the lengths of sequences end with the lengths of q and k, and that the mask has no tensor.
     fn check_sequences(&self, sequences: &PackedSequences) -> Result<()> {
-        let op = self.op;
+        let (op, Dims { t_q, t_kv, .. }) = (self.op, self.dims);
         let totals = [
-            ("q", self.dims.t_q, "cu_seqlens_q", sequences.total_queries()),
-            ("k", self.dims.t_kv, "cu_seqlens_kv", sequences.total_keys()),
+            ("q", t_q, "cu_seqlens_q", sequences.total_queries()),
+            ("k", t_kv, "cu_seqlens_kv", sequences.total_keys()),
         ];
         for (name, found, lens, expected) in totals {
             if found != expected {
@@ -102,16 +115,21 @@ impl<'a> Call<'a> {
         if let Some(tensor) = self.mask.tensor_kind() {
             bail!("[{op}] the mask has a {tensor} tensor, expected none: packed sequences have no (B, H, T_q, T_kv)")
         }
-        if sequences.is_empty() {
-            // No sequence resolves the mask, which may be wrong all the same.
-            self.mask.resolve(0, 0, 0)?;
-        }
-        self.check_distance_bias(1, [sequences.longest_queries(), sequences.longest_keys()])
+        Ok(())
     }
 
-    /// A result (B, H, ..) in the rank of q: without B, or without B and H, where q came without them.
-    pub fn in_rank_of_q(&self, result: Tensor) -> Result<Tensor> {
-        (self.rank..4).try_fold(result, |result, _| result.squeeze(0))
+    /// T_q and T_kv, or the most queries and the most keys of a packed sequence.
+    pub fn longest(&self) -> [usize; 2] {
+        self.sequences.map_or([self.dims.t_q, self.dims.t_kv], PackedSequences::longest)
+    }
+
+    /// The queries and the keys of each sequence, rows of (B · T_q) and (B · T_kv), or of (total_q) and (total_kv).
+    pub fn parts(&self) -> Vec<[Range<usize>; 2]> {
+        let Dims { b, t_q, t_kv, .. } = self.dims;
+        match self.sequences {
+            None => (0..b).map(|b| [b * t_q..(b + 1) * t_q, b * t_kv..(b + 1) * t_kv]).collect(),
+            Some(sequences) => sequences.parts().collect(),
+        }
     }
 
     /// In which order the context lies in memory.
@@ -140,16 +158,6 @@ impl<'a> Call<'a> {
         self.options.scale.unwrap_or(1.0 / (self.dims.d as f64).sqrt())
     }
 
-    /// For `b` sequences of at most so many queries and keys.
-    fn check_distance_bias(&self, b: usize, [t_q, t_kv]: [usize; 2]) -> Result<()> {
-        let Some(biases) = &self.options.distance_bias else { return Ok(()) };
-        let (h, distances) = (self.dims.h, (t_q + t_kv).saturating_sub(1));
-        let (h, distances) = (Dim::Named("H", h), Dim::Named("T_q + T_kv - 1", distances));
-        let biases = self.expect("distance_bias", biases)?.dtype_of(&FLOATS, "")?;
-        biases.shape_of(&[&[h, distances], &[Dim::Named("B", b), h, distances]])?;
-        Ok(())
-    }
-
     fn check_options(&self) -> Result<()> {
         let (op, options) = (self.op, self.options);
         // What the scores are computed in has to hold the factors as well, and one over the softcap.
@@ -160,33 +168,23 @@ impl<'a> Call<'a> {
         };
         let is_finite = |scale: f64| scale.abs() <= most;
         number::expect(op, "scale", options.scale, is_finite, format_args!("a finite number in {dtype:?}"))?;
-        let is_right = |softcap: f64| (least..=most).contains(&softcap);
-        number::expect(
-            op,
-            "softcap",
-            options.softcap,
-            is_right,
-            format_args!("a finite number above zero in {dtype:?}"),
-        )?;
+        let (softcap, is_right) = (options.softcap, |softcap: f64| (least..=most).contains(&softcap));
+        number::expect(op, "softcap", softcap, is_right, format_args!("a finite number above zero in {dtype:?}"))?;
         number::probability(op, "dropout", options.dropout)?;
-        for (name, tensor) in [("alibi_slopes", &options.alibi_slopes), ("sinks", &options.sinks)] {
+        let distances = self.longest().iter().sum::<usize>().saturating_sub(1);
+        let (b, h) = (Dim::Named("B", self.dims.b), Dim::Named("H", self.dims.h));
+        let distances = Dim::Named("T_q + T_kv - 1", distances);
+        let (by_head, by_distance): (&[&[Dim]], &[&[Dim]]) = (&[&[h]], &[&[h, distances], &[b, h, distances]]);
+        for (name, tensor, shapes) in [
+            ("alibi_slopes", &options.alibi_slopes, by_head),
+            ("sinks", &options.sinks, by_head),
+            ("distance_bias", &options.distance_bias, by_distance),
+        ] {
             let Some(tensor) = tensor else { continue };
-            self.expect(name, tensor)?.shape(&[Dim::Named("H", self.dims.h)])?.dtype_of(&FLOATS, "")?;
+            self.expect(name, tensor)?.shape_of(shapes)?.dtype_of(&FLOATS, "")?;
         }
         Ok(())
     }
-}
-
-/// (H, T, D) and (T, D) as (1, H, T, D).
-fn with_batch(op: &str, qkv: [&Tensor; 3]) -> Result<[Tensor; 3]> {
-    let rank = qkv[0].rank();
-    if !(2..=4).contains(&rank) {
-        bail!("[{op}] q has shape {:?}, expected (B, H, T_q, D), (H, T_q, D) or (T_q, D)", qkv[0].dims())
-    }
-    let shapes = [["B", "H", "T_q", "D"], ["B", "H_kv", "T_kv", "D"], ["B", "H_kv", "T_kv", "D_v"]];
-    check_ranks(op, qkv, shapes, rank)?;
-    let [q, k, v] = qkv.map(|tensor| (rank..4).try_fold(tensor.clone(), |tensor, _| tensor.unsqueeze(0)));
-    Ok([q?, k?, v?])
 }
 
 /// That q, k and v have the last `rank` of these dimensions.
@@ -221,13 +219,5 @@ fn dims(op: &str, [q, k, v]: [&Tensor; 3]) -> Result<Dims> {
         bail!("[{op}] k has head dimension {d_k}, expected q's {d}")
     }
     number::expect(op, "q's head dimension", d, |d: usize| d > 0, "at least 1")?;
-    check_addressable(op, [q, k, v], &[[b, h, t_q, d], [b, h, t_kv, d], [b, h, t_q.max(t_kv), d_v]])?;
     Ok(Dims { b, h, h_kv, t_q, t_kv, d, d_v })
-}
-
-fn check_addressable(op: &str, [q, k, v]: [&Tensor; 3], shapes: &[[usize; 4]]) -> Result<()> {
-    if shapes.iter().any(|shape| !is_addressable(shape)) {
-        bail!("[{op}] q {:?}, k {:?} and v {:?} are too large to address", q.dims(), k.dims(), v.dims())
-    }
-    Ok(())
 }

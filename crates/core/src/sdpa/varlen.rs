@@ -3,11 +3,9 @@
 
 use std::ops::Range;
 
-use candle_core::{D, Result, Tensor, bail};
+use candle_core::{Result, Tensor, bail};
 
-use super::plan::Outputs;
-use super::validate::Call;
-use super::{Attended, SdpaOptions, run};
+use super::{Outputs, SdpaOptions, attend};
 use crate::mask::AttentionMask;
 use candle_attention_modules::base::{Dim, Expect, check_entries};
 
@@ -49,7 +47,7 @@ pub fn scaled_dot_product_attention_varlen(
     mask: &AttentionMask,
     options: &SdpaOptions,
 ) -> Result<Tensor> {
-    Ok(attend_packed(Outputs::Context, [q, k, v], sequences, mask, options)?.context)
+    Ok(attend(Outputs::Context, [q, k, v], Some(sequences), mask, options)?.context)
 }
 
 /// [`scaled_dot_product_attention_varlen`] that also returns the log-sum-exp of each query's scores: (H, total_q) in
@@ -65,19 +63,7 @@ pub fn scaled_dot_product_attention_varlen_with_lse(
     mask: &AttentionMask,
     options: &SdpaOptions,
 ) -> Result<(Tensor, Tensor)> {
-    attend_packed(Outputs::LogSumExp, [q, k, v], sequences, mask, options)?.with_lse()
-}
-
-/// What is wanted of packed sequences, without B.
-pub(super) fn attend_packed(
-    outputs: Outputs,
-    qkv: [&Tensor; 3],
-    sequences: &PackedSequences,
-    mask: &AttentionMask,
-    options: &SdpaOptions,
-) -> Result<Attended> {
-    let call = Call::packed(outputs.op(true), qkv, sequences, mask, options)?;
-    run(&call, outputs)?.map(|context| context.transpose(1, 2)?.squeeze(0), |found| found.squeeze(0))
+    attend(Outputs::LogSumExp, [q, k, v], Some(sequences), mask, options)?.with(|found| found.lse.take())
 }
 
 /// Where each sequence of a packed batch begins and ends, among the queries and among the keys.
@@ -96,8 +82,9 @@ pub(super) fn attend_packed(
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PackedSequences {
-    cu_seqlens_q: Vec<usize>,
-    cu_seqlens_kv: Vec<usize>,
+    /// Of the queries, and of the keys.
+    cu_seqlens: [Vec<usize>; 2],
+    longest: [usize; 2],
 }
 
 impl PackedSequences {
@@ -107,11 +94,10 @@ impl PackedSequences {
     /// For lengths that do not begin with 0 or that decrease, and if there are more sequences of one kind than of the
     /// other.
     pub fn new(cu_seqlens_q: Vec<usize>, cu_seqlens_kv: Vec<usize>) -> Result<Self> {
-        check("cu_seqlens_q", &cu_seqlens_q)?;
-        check("cu_seqlens_kv", &cu_seqlens_kv)?;
+        let longest = [longest("cu_seqlens_q", &cu_seqlens_q)?, longest("cu_seqlens_kv", &cu_seqlens_kv)?];
         let [of_q, of_kv] = [cu_seqlens_q.len(), cu_seqlens_kv.len()];
         check_entries(OP, "cu_seqlens_kv", of_kv, of_q, "entries of cu_seqlens_q")?;
-        Ok(Self { cu_seqlens_q, cu_seqlens_kv })
+        Ok(Self { cu_seqlens: [cu_seqlens_q, cu_seqlens_kv], longest })
     }
 
     /// Self-attention: queries and keys have the same cumulative lengths.
@@ -141,7 +127,7 @@ impl PackedSequences {
 
     /// n, the number of sequences.
     pub fn len(&self) -> usize {
-        self.cu_seqlens_q.len() - 1
+        self.cu_seqlens[0].len() - 1
     }
 
     /// Whether there is no sequence.
@@ -151,43 +137,44 @@ impl PackedSequences {
 
     /// The packed queries of sequence `s`; `0..0` where there is no such sequence.
     pub fn queries(&self, s: usize) -> Range<usize> {
-        range(&self.cu_seqlens_q, s)
+        self.range(0, s)
     }
 
     /// The packed keys of sequence `s`; `0..0` where there is no such sequence.
     pub fn keys(&self, s: usize) -> Range<usize> {
-        range(&self.cu_seqlens_kv, s)
+        self.range(1, s)
     }
 
-    /// Packed queries (.., total_q, D), keys and values of sequence `s`.
-    pub(crate) fn narrow(&self, s: usize, qkv: [&Tensor; 3]) -> Result<[Tensor; 3]> {
-        let (queries, keys, [q, k, v]) = (self.queries(s), self.keys(s), qkv);
-        let of = |xs: &Tensor, rows: &Range<usize>| xs.narrow(D::Minus2, rows.start, rows.len());
-        Ok([of(q, &queries)?, of(k, &keys)?, of(v, &keys)?])
+    fn range(&self, of: usize, s: usize) -> Range<usize> {
+        match self.cu_seqlens[of].get(s..).unwrap_or_default() {
+            [start, end, ..] => *start..*end,
+            _ => 0..0,
+        }
     }
 
-    /// The most queries of a sequence.
-    pub(crate) fn longest_queries(&self) -> usize {
-        longest(&self.cu_seqlens_q)
+    /// The queries and the keys of each sequence.
+    pub(crate) fn parts(&self) -> impl Iterator<Item = [Range<usize>; 2]> {
+        (0..self.len()).map(|s| [self.queries(s), self.keys(s)])
     }
 
-    /// The most keys of a sequence.
-    pub(crate) fn longest_keys(&self) -> usize {
-        longest(&self.cu_seqlens_kv)
+    /// The most queries and the most keys of a sequence.
+    pub(crate) fn longest(&self) -> [usize; 2] {
+        self.longest
     }
 
     /// The queries of all sequences.
     pub fn total_queries(&self) -> usize {
-        self.cu_seqlens_q.last().copied().unwrap_or(0)
+        self.cu_seqlens[0].last().copied().unwrap_or(0)
     }
 
     /// The keys of all sequences.
     pub fn total_keys(&self) -> usize {
-        self.cu_seqlens_kv.last().copied().unwrap_or(0)
+        self.cu_seqlens[1].last().copied().unwrap_or(0)
     }
 }
 
-fn check(name: &str, cu_seqlens: &[usize]) -> Result<()> {
+/// The longest sequence, where each begins with the end of the one before.
+fn longest(name: &str, cu_seqlens: &[usize]) -> Result<usize> {
     match cu_seqlens.first() {
         Some(0) => {}
         Some(first) => bail!("[{OP}] {name} begins with {first}, expected 0"),
@@ -196,7 +183,7 @@ fn check(name: &str, cu_seqlens: &[usize]) -> Result<()> {
     if let Some((i, pair)) = cu_seqlens.windows(2).enumerate().find(|(_, pair)| pair[1] < pair[0]) {
         bail!("[{OP}] entry {} of {name} is {}, expected at least the {} before it", i + 1, pair[1], pair[0])
     }
-    Ok(())
+    Ok(cu_seqlens.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap_or(0))
 }
 
 fn accumulate(name: &str, lens: &[usize]) -> Result<Vec<usize>> {
@@ -212,17 +199,6 @@ fn accumulate(name: &str, lens: &[usize]) -> Result<Vec<usize>> {
 
 fn read(name: &str, cu_seqlens: &Tensor) -> Result<Vec<usize>> {
     Expect::one(OP, name, cu_seqlens).shape(&[Dim::Any("n + 1")])?.counts()
-}
-
-fn longest(cu_seqlens: &[usize]) -> usize {
-    cu_seqlens.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap_or(0)
-}
-
-fn range(cu_seqlens: &[usize], s: usize) -> Range<usize> {
-    match cu_seqlens.get(s..).unwrap_or_default() {
-        [start, end, ..] => *start..*end,
-        _ => 0..0,
-    }
 }
 
 #[cfg(test)]

@@ -227,7 +227,7 @@ impl MultiHeadLatentAttention {
         input: impl Into<AttentionInput<'a>>,
         wanted: &StatisticsOptions,
     ) -> Result<(Tensor, AttentionStatistics)> {
-        self.attended(input.into(), Outputs::Statistics(wanted))?.with_statistics()
+        self.attended(input.into(), Outputs::Statistics(wanted))?.with(|found| found.statistics.take())
     }
 
     fn attended<'a>(&'a self, input: AttentionInput<'a>, outputs: Outputs) -> Result<Attended> {

@@ -8,7 +8,7 @@ use candle_nn::Init;
 
 use super::{ContentLayer, OP};
 use crate::mask::AttentionMask;
-use crate::sdpa::{Attended, Keys, Outputs, OwnKeys, Plan, SdpaOptions};
+use crate::sdpa::{Attended, Keys, Outputs, OwnKeys, SdpaOptions};
 use candle_attention_modules::base::{
     Heads, LINEAR_WEIGHT, ParameterList, Source, Spec, Stored, accumulation_dtype, check_memory,
 };
@@ -149,21 +149,17 @@ pub(crate) struct KeysByHeads {
 impl Keys for KeysByHeads {
     /// Weights and statistics are of all heads at once.
     fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, outputs: Outputs) -> Result<Attended> {
-        let attend = |heads| {
-            self.with_part(heads, q, mask, options, |keys, q, mask, options| keys.attend(q, mask, options, outputs))
-        };
-        if outputs != Outputs::Context {
-            return attend(0..self.k.dim(1)?);
+        let attend = |heads| self.attend_part(heads, q, mask, options, outputs);
+        let mut blocks = self.blocks(q, options)?.into_iter();
+        match outputs {
+            Outputs::Context => {}
+            // The path of the first heads is that of all.
+            Outputs::Plan => return attend(blocks.next().unwrap_or(0..0)),
+            _ => return attend(0..self.k.dim(1)?),
         }
-        let contexts = self.blocks(q, options)?.into_iter().map(|heads| attend(heads)?.context.transpose(1, 2));
+        let contexts = blocks.map(|heads| attend(heads)?.context.transpose(1, 2));
         let context = Tensor::cat(&contexts.collect::<Result<Vec<_>>>()?, 2)?.contiguous()?.transpose(1, 2)?;
         Ok(Attended::context(context))
-    }
-
-    /// The path of the first heads, which is that of all.
-    fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
-        let first = self.blocks(q, options)?.into_iter().next().unwrap_or(0..0);
-        self.with_part(first, q, mask, options, |keys, q, mask, options| keys.plan(q, mask, options))
     }
 }
 
@@ -177,22 +173,22 @@ impl KeysByHeads {
         Ok((0..h_kv).step_by(size).map(|start| start..h_kv.min(start + size)).collect())
     }
 
-    /// Gives what attention to some key heads takes to a function.
-    fn with_part<R>(
+    /// Attention to some key heads.
+    fn attend_part(
         &self,
         keys: Range<usize>,
         q: &Tensor,
         mask: &AttentionMask,
         options: &SdpaOptions,
-        run: impl FnOnce(OwnKeys, &Tensor, &AttentionMask, &SdpaOptions) -> Result<R>,
-    ) -> Result<R> {
+        outputs: Outputs,
+    ) -> Result<Attended> {
         let (h, h_kv) = (q.dim(1)?, self.k.dim(1)?);
         let heads = keys.start * (h / h_kv)..keys.end * (h / h_kv);
         let of_keys = |tensor: &Tensor| tensor.narrow(1, keys.start, keys.len());
         let (q, options) = (q.narrow(1, heads.start, heads.len())?, options.of_heads(&heads)?);
         let keys = OwnKeys { k: of_keys(&self.k)?, v: of_keys(&self.v)?, sequences: None, function: None };
         let mask = mask.of_heads(heads.clone(), h)?.with_bias(&self.terms.bias(heads)?);
-        run(keys, &q, &mask, &options)
+        keys.attend(&q, &mask, &options, outputs)
     }
 }
 

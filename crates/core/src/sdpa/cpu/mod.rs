@@ -13,20 +13,41 @@ use candle_attention_kernels::Tier;
 use candle_attention_kernels::flash::{
     self, Alibi, DistanceBias, Dropout, DropoutMask, KvRows, Problem, ScoreOptions, Wanted,
 };
+use candle_attention_modules::base::executor;
 use candle_attention_modules::base::rowwise::{Element, Read, read, with_contiguous_rows, with_float};
-use candle_attention_modules::base::{check_memory, executor};
+use candle_attention_modules::init::TorchSeed;
 
 /// What is wanted of a call. No input is tracked for gradients where it is statistics.
 pub(super) fn attend(call: &Call, tier: Tier, outputs: Outputs) -> Result<Attended> {
-    let Dims { b, h, t_q, t_kv, d_v, .. } = call.dims;
-    if outputs == Outputs::LogSumExp {
-        check_memory(call.op, format_args!("a log-sum-exp of {:?}", [b, h, t_q]), &[b, h, t_q])?;
-    }
+    let Dims { b, t_q, t_kv, d_v, .. } = call.dims;
     if plan::tracks_gradients(call) && [b, t_q, t_kv, d_v].contains(&0) {
         // The backward pass of the kernel is for calls that compute something.
         return reference::attend(call, outputs);
     }
-    let flash = Flash::new(call, tier)?;
+    let rows = RowRanges::new(call)?;
+    let (kept, philox) = match (&call.options.dropout_seed, call.options.dropout_philox_seed) {
+        _ if !call.options.drops() => (None, None),
+        (Some(seed), _) => (Some(kept_weights(seed, call)?), None),
+        (None, Some(seed)) => (None, Some(seed)),
+        (None, None) => (None, Some(drawn_seed(call)?)),
+    };
+    let flash = Flash {
+        op: call.op,
+        tier,
+        dims: call.dims,
+        scale: call.scale(),
+        softcap: call.options.softcap.map(|softcap| softcap as f32),
+        ranges: rows.keys,
+        positions: rows.positions.into_iter().map(|position| position as f32).collect(),
+        origins: rows.origins,
+        scores: ScoreTensors::new(call)?,
+        keep: call.mask.explicit_keep(call.score_dims(), call.q.device())?,
+        dropout: call.options.dropout,
+        kept,
+        philox,
+        scales: call.scales.cloned(),
+        output_order: call.output_order(),
+    };
     let attended = with_float!(call.op, call.q.dtype(), |E| flash.attend::<E>(call, outputs))?;
     // The context as it lies in memory, as (B, H, T_q, D_v).
     match call.output_order() {
@@ -35,50 +56,18 @@ pub(super) fn attend(call: &Call, tier: Tier, outputs: Outputs) -> Result<Attend
     }
 }
 
-/// The weights that a call drops, with probability `p`.
-struct DrawnDropout {
-    p: f64,
-    mask: DrawnMask,
+/// Which weights PyTorch's generator keeps: a bit for each.
+fn kept_weights(seed: &TorchSeed, call: &Call) -> Result<Vec<u8>> {
+    let keep = seed.dropout_keep(&call.score_dims(), call.options.dropout)?.flatten_all()?.to_vec1::<u8>()?;
+    let byte = |bits: &[u8]| bits.iter().rev().fold(0, |byte, bit| byte << 1 | bit);
+    Ok(keep.chunks(8).map(byte).collect())
 }
 
-enum DrawnMask {
-    /// By the seed of Philox, which is drawn unless it was given.
-    Philox(u64),
-    /// By PyTorch's generator: a bit for each weight.
-    Kept(Vec<u8>),
-}
-
-impl DrawnDropout {
-    /// If there is to be dropout.
-    fn draw(call: &Call) -> Result<Option<Self>> {
-        let (p, options) = (call.options.dropout, call.options);
-        if !options.train || p == 0.0 {
-            return Ok(None);
-        }
-        let mask = match (&options.dropout_seed, options.dropout_philox_seed) {
-            (Some(seed), _) => {
-                let keep = seed.dropout_keep(&call.score_dims(), p)?.flatten_all()?.to_vec1::<u8>()?;
-                let byte = |bits: &[u8]| bits.iter().rev().fold(0, |byte, bit| byte << 1 | bit);
-                DrawnMask::Kept(keep.chunks(8).map(byte).collect())
-            }
-            (None, Some(seed)) => DrawnMask::Philox(seed),
-            (None, None) => {
-                // 24 bits of each number, from the generator of the device.
-                let numbers = Tensor::rand(0f32, 1f32, 3, call.q.device())?.to_vec1::<f32>()?;
-                let bits = |x: f32| (f64::from(x) * f64::from(1 << 24)) as u64;
-                DrawnMask::Philox(numbers.into_iter().fold(0u64, |seed, x| seed.rotate_left(24) ^ bits(x)))
-            }
-        };
-        Ok(Some(Self { p, mask }))
-    }
-
-    fn as_kernels(&self) -> Dropout<'_> {
-        let mask = match &self.mask {
-            DrawnMask::Philox(seed) => DropoutMask::Philox(*seed),
-            DrawnMask::Kept(bits) => DropoutMask::Kept(bits),
-        };
-        Dropout { mask, p: self.p }
-    }
+/// A seed of Philox: 24 bits of each of some numbers, from the generator of the device.
+fn drawn_seed(call: &Call) -> Result<u64> {
+    let numbers = Tensor::rand(0f32, 1f32, 3, call.q.device())?.to_vec1::<f32>()?;
+    let bits = |x: f32| (f64::from(x) * f64::from(1 << 24)) as u64;
+    Ok(numbers.into_iter().fold(0u64, |seed, x| seed.rotate_left(24) ^ bits(x)))
 }
 
 /// What a call reads besides q, k and v, in f32. Gradients flow into it.
@@ -148,33 +137,16 @@ struct Flash {
     scores: ScoreTensors,
     /// Broadcastable to (B, H, T_q, T_kv).
     keep: Option<Tensor>,
-    dropout: Option<DrawnDropout>,
+    /// The probability with which weights are dropped: those with a bit of 0, or those that Philox draws for a seed.
+    dropout: f64,
+    kept: Option<Vec<u8>>,
+    philox: Option<u64>,
     /// Of keys and values of 8 bits.
     scales: Option<[Tensor; 2]>,
     output_order: OutputOrder,
 }
 
 impl Flash {
-    fn new(call: &Call, tier: Tier) -> Result<Self> {
-        let scores = ScoreTensors::new(call)?;
-        let rows = RowRanges::new(call)?;
-        Ok(Self {
-            op: call.op,
-            tier,
-            dims: call.dims,
-            scale: call.scale(),
-            softcap: call.options.softcap.map(|softcap| softcap as f32),
-            ranges: rows.keys,
-            positions: rows.positions.into_iter().map(|position| position as f32).collect(),
-            origins: rows.origins,
-            scores,
-            keep: call.mask.explicit_keep(call.score_dims(), call.q.device())?,
-            dropout: DrawnDropout::draw(call)?,
-            scales: call.scales.cloned(),
-            output_order: call.output_order(),
-        })
-    }
-
     /// The context as it lies in memory.
     fn context_shape(&self) -> Shape {
         let Dims { b, h, t_q, d_v, .. } = self.dims;
@@ -209,6 +181,7 @@ impl Flash {
             None => None,
         };
         let slopes = slopes.map(Read::contiguous).transpose()?;
+        let kept = self.kept.as_deref().map(DropoutMask::Kept);
         let scores = ScoreOptions {
             scale: self.scale,
             softcap: self.softcap,
@@ -217,7 +190,7 @@ impl Flash {
             bias: bias.map(Read::strided).transpose()?,
             keep: keep.map(Read::strided).transpose()?,
             sinks: sinks.map(Read::contiguous).transpose()?,
-            dropout: self.dropout.as_ref().map(DrawnDropout::as_kernels),
+            dropout: kept.or(self.philox.map(DropoutMask::Philox)).map(|mask| Dropout { mask, p: self.dropout }),
         };
         let problem = Problem {
             dims: self.dims,

@@ -5,6 +5,7 @@ mod operations;
 #[cfg(test)]
 mod tests;
 
+use operations::GRID;
 pub(super) use operations::{FLASH_ATTN, METAL};
 
 use std::fmt;
@@ -32,15 +33,18 @@ pub(super) struct Operation {
     /// What else keeps a call from it: widths, sizes, and what it makes of softcaps.
     limit: fn(&Call) -> Option<String>,
     /// The last queries and keys of a call with such keys and window that go to the reference path, or why all do.
-    rest: fn(&Call, &Range<usize>, Window) -> std::result::Result<usize, String>,
+    rest: fn(&Call, &Range<usize>, Window) -> Decided<usize>,
     /// What keeps it from a device.
     obstacle: fn(&Device) -> Option<String>,
     /// (B, T, H, D) is the order of its tensors, and not (B, H, T, D).
     sequence_first: bool,
-    /// A tensor in that order, of a call with `t_q` queries, as the operation reads it.
+    /// A tensor (B, H, T, D) of a call with `t_q` queries, in that order and as the operation reads it.
     readable: fn(&Tensor, t_q: usize) -> Result<Tensor>,
     run: fn(&Inputs) -> Result<Tensor>,
 }
+
+/// What an operation does for a call, or why it does not take it.
+type Decided<T> = std::result::Result<T, String>;
 
 /// What an operation reads.
 #[cfg_attr(
@@ -50,7 +54,8 @@ pub(super) struct Operation {
 pub(super) struct Inputs {
     /// Queries, keys and values, without B where there are cumulative lengths.
     qkv: [Tensor; 3],
-    lengths: Option<Lengths>,
+    /// Of queries and of keys: cumulative lengths (n + 1,) in u32, and the longest sequence.
+    lengths: Option<[(Tensor, usize); 2]>,
     /// (H,) in f32.
     alibi_slopes: Option<Tensor>,
     scale: f32,
@@ -59,19 +64,9 @@ pub(super) struct Inputs {
     window: Window,
 }
 
-/// (n + 1,) in u32 each, and the longest sequence of each kind.
-#[cfg_attr(
-    not(any(feature = "flash-attn", test)),
-    expect(dead_code, reason = "read by candle-flash-attn and by the tests")
-)]
-struct Lengths {
-    cu_seqlens: [Tensor; 2],
-    max: [usize; 2],
-}
-
 /// A call that an operation takes.
 #[derive(Debug)]
-pub(super) struct Plan {
+pub(crate) struct Plan {
     operation: &'static Operation,
     sequences: Sequences,
     window: Window,
@@ -99,48 +94,43 @@ impl fmt::Display for Plan {
 
 impl Operation {
     /// How a call goes to the operation, or why it does not.
-    ///
-    /// # Errors
-    /// As [`AttentionMask::resolve`].
-    pub fn plan(&'static self, call: &Call, outputs: Outputs) -> Result<std::result::Result<Plan, String>> {
-        let runs = |plan| (self.obstacle)(call.q.device()).map_or(Ok(plan), Err);
-        Ok(self.decide(call, outputs)?.and_then(runs))
+    pub fn plan(&'static self, call: &Call, outputs: Outputs) -> Decided<Plan> {
+        let plan = self.decide(call, outputs)?;
+        (self.obstacle)(call.q.device()).map_or(Ok(plan), Err)
     }
 
     /// [`plan`](Self::plan) on a device on which the operation runs.
-    fn decide(&'static self, call: &Call, outputs: Outputs) -> Result<std::result::Result<Plan, String>> {
-        let refuse = |reason: String| Ok(Err(format!("{} {reason}", self.name)));
+    fn decide(&'static self, call: &Call, outputs: Outputs) -> Decided<Plan> {
+        let named = |reason: String| format!("{} {reason}", self.name);
         if let Some(reason) = self.refusal(call, outputs).or_else(|| (self.limit)(call)) {
-            return refuse(reason);
+            return Err(named(reason));
         }
-        let bands = Bands::new(call)?;
-        if bands.as_ref().is_some_and(|bands| bands.spans.is_empty()) {
-            return Ok(Err("no query sees a key".into()));
-        }
-        let Some(bands) = bands else {
-            return refuse(
+        let bands = Bands::new(call).map_err(|error| error.to_string())?.ok_or_else(|| {
+            named(
                 "takes masks that are one band of keys, aligned with the last query and key, and ALiBi from there"
                     .into(),
-            );
-        };
-        let (window, keys) = (bands.window, bands.common_keys(call).filter(|_| call.sequences.is_none()));
-        let sequences = match keys {
-            Some(keys) => match (self.rest)(call, &keys, window) {
-                Ok(rest) => Sequences::Alike { keys, rest },
-                Err(reason) => return refuse(reason),
-            },
-            None if self.varlen => {
-                let Dims { b, t_q, t_kv, .. } = call.dims;
-                let cu_seqlens = cumulative(&bands, b * t_q, b * t_kv);
-                let sequences = cu_seqlens[0].len() - 1;
-                if sequences > operations::GRID {
-                    return refuse(operations::too_many(sequences));
-                }
-                Sequences::Varlen { cu_seqlens }
-            }
-            None => return refuse("takes sequences that all see the same keys".into()),
-        };
-        Ok(Ok(Plan { operation: self, sequences, window }))
+            )
+        })?;
+        if bands.spans.is_empty() {
+            return Err("no query sees a key".into());
+        }
+        let sequences = self.sequences(call, &bands).map_err(named)?;
+        Ok(Plan { operation: self, sequences, window: bands.window })
+    }
+
+    fn sequences(&self, call: &Call, bands: &Bands) -> Decided<Sequences> {
+        if let Some(keys) = bands.common_keys(call).filter(|_| call.sequences.is_none()) {
+            return Ok(Sequences::Alike { rest: (self.rest)(call, &keys, bands.window)?, keys });
+        }
+        if !self.varlen {
+            return Err("takes sequences that all see the same keys".into());
+        }
+        let Dims { b, t_q, t_kv, .. } = call.dims;
+        let cu_seqlens = cumulative(bands, b * t_q, b * t_kv);
+        match cu_seqlens[0].len() - 1 {
+            0..=GRID => Ok(Sequences::Varlen { cu_seqlens }),
+            sequences => Err(format!("launches {GRID} sequences at most, and there are {sequences}")),
+        }
     }
 
     /// What it has not.
@@ -196,10 +186,7 @@ impl Plan {
     /// [`attend`](Self::attend) by another function in the operation's place.
     fn attend_by(&self, call: &Call, run: impl Fn(&Inputs) -> Result<Tensor>) -> Result<Tensor> {
         let operation = self.operation;
-        let in_order = |tensor: &Tensor| {
-            let tensor = if operation.sequence_first { tensor.transpose(1, 2)? } else { tensor.clone() };
-            (operation.readable)(&tensor, call.dims.t_q)
-        };
+        let in_order = |tensor: &Tensor| (operation.readable)(tensor, call.dims.t_q);
         let mut last = None;
         let (qkv, lengths) = match &self.sequences {
             Sequences::Alike { keys, rest } => {
@@ -216,12 +203,12 @@ impl Plan {
             }
             Sequences::Varlen { cu_seqlens } => {
                 let joined = |tensor: &Tensor| in_order(tensor)?.flatten(0, 1);
-                let longest =
-                    |lens: &Vec<u32>| lens.windows(2).map(|pair| (pair[1] - pair[0]) as usize).max().unwrap_or(0);
-                let max = cu_seqlens.each_ref().map(longest);
-                let [of_q, of_kv] = cu_seqlens.each_ref().map(|lens| Tensor::new(lens.as_slice(), call.q.device()));
-                let lengths = Lengths { cu_seqlens: [of_q?, of_kv?], max };
-                ([joined(&call.q)?, joined(&call.k)?, joined(&call.v)?], Some(lengths))
+                let with_longest = |lens: &Vec<u32>| -> Result<(Tensor, usize)> {
+                    let longest = lens.windows(2).map(|pair| (pair[1] - pair[0]) as usize).max().unwrap_or(0);
+                    Ok((Tensor::new(lens.as_slice(), call.q.device())?, longest))
+                };
+                let [of_q, of_kv] = cu_seqlens.each_ref().map(with_longest);
+                ([joined(&call.q)?, joined(&call.k)?, joined(&call.v)?], Some([of_q?, of_kv?]))
             }
         };
         let slopes = |slopes: &Tensor| slopes.to_dtype(DType::F32)?.contiguous();

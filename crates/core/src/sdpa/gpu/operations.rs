@@ -5,7 +5,7 @@ use std::sync::{Mutex, PoisonError};
 
 use candle_core::{DType, Device, DeviceLocation, Result, Tensor};
 
-use super::{Inputs, Operation};
+use super::{Decided, Inputs, Operation};
 use crate::sdpa::first_line;
 use crate::sdpa::rows::Window;
 use crate::sdpa::validate::{Call, Dims};
@@ -24,7 +24,7 @@ pub(in crate::sdpa) static FLASH_ATTN: Operation = Operation {
     rest: |_, _, _| Ok(0),
     obstacle,
     sequence_first: true,
-    readable: |tensor, _| aligned(tensor),
+    readable: |tensor, _| aligned(&tensor.transpose(1, 2)?),
     run: flash_attn,
 };
 
@@ -33,10 +33,6 @@ const NORMAL: [f64; 2] = [f32::MIN_POSITIVE as f64, f32::MAX as f64 / 2.0];
 
 /// CUDA's limit on the second and third dimension of a grid, in which the kernel lays out sequences and heads.
 pub(super) const GRID: usize = 65_535;
-
-pub(super) fn too_many(sequences: usize) -> String {
-    format!("launches {GRID} sequences at most, and there are {sequences}")
-}
 
 fn flash_attn_limit(call: &Call) -> Option<String> {
     let Dims { b, h, t_q, t_kv, d, .. } = call.dims;
@@ -74,36 +70,13 @@ fn aligned(tensor: &Tensor) -> Result<Tensor> {
 /// The operation itself: a contiguous tensor of q's shape.
 #[cfg(feature = "flash-attn")]
 fn flash_attn(inputs: &Inputs) -> Result<Tensor> {
-    let Inputs { qkv: [q, k, v], lengths, alibi_slopes, scale, softcap, window } = inputs;
-    let slopes = alibi_slopes.as_ref();
-    match lengths {
-        None => candle_flash_attn::flash_attn_alibi_windowed_softcap(
-            q,
-            k,
-            v,
-            slopes,
-            *scale,
-            window.left,
-            window.right,
-            *softcap,
-        ),
-        Some(super::Lengths { cu_seqlens: [of_q, of_kv], max: [max_q, max_kv] }) => {
-            candle_flash_attn::flash_attn_varlen_alibi_windowed_softcap(
-                q,
-                k,
-                v,
-                slopes,
-                of_q,
-                of_kv,
-                *max_q,
-                *max_kv,
-                *scale,
-                window.left,
-                window.right,
-                *softcap,
-            )
-        }
-    }
+    use candle_flash_attn::{flash_attn_alibi_windowed_softcap, flash_attn_varlen_alibi_windowed_softcap};
+    let Inputs { qkv: [q, k, v], lengths, alibi_slopes, scale, softcap, window: Window { left, right } } = inputs;
+    let (slopes, scale, left, right, softcap) = (alibi_slopes.as_ref(), *scale, *left, *right, *softcap);
+    let Some([(of_q, max_q), (of_kv, max_kv)]) = lengths else {
+        return flash_attn_alibi_windowed_softcap(q, k, v, slopes, scale, left, right, softcap);
+    };
+    flash_attn_varlen_alibi_windowed_softcap(q, k, v, slopes, of_q, of_kv, *max_q, *max_kv, scale, left, right, softcap)
 }
 
 #[cfg(not(feature = "flash-attn"))]
@@ -212,7 +185,7 @@ fn metal_limit(call: &Call) -> Option<String> {
 /// Its causal mask is right where blocks of queries end with blocks of keys: elsewhere it looks at one block too few
 /// for hidden keys, or walks on to keys that are not there. Other masks it takes as tensors as large as the scores,
 /// with the faults above.
-fn rest(call: &Call, keys: &Range<usize>, window: Window) -> std::result::Result<usize, String> {
+fn rest(call: &Call, keys: &Range<usize>, window: Window) -> Decided<usize> {
     let t_q = call.dims.t_q;
     match window {
         Window { left: None, right: None } => Ok(0),
