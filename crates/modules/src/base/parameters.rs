@@ -42,29 +42,16 @@ pub struct Spec {
     pub init: Init,
     /// `None` where each process has all of it.
     pub by_head: Option<HeadDim>,
-    /// Where a file has it.
-    pub stored: Stored,
-}
-
-/// Where a file has a parameter.
-#[derive(Debug, Clone)]
-pub enum Stored {
-    /// Whole, under this name.
-    Whole(String),
-    /// Each entry of the first dimension by itself, `list.{i}.part`.
-    List {
-        /// The name of the list.
-        list: String,
-        /// What follows the number of an entry.
-        part: &'static str,
-    },
+    /// Its name in a file; with `{}` for the number of an entry where a file has each entry of the first dimension by
+    /// itself.
+    pub stored: String,
 }
 
 impl Spec {
     /// One that files have under the crate's own name, and each process whole.
     pub fn new(name: impl Into<String>, shape: impl Into<Vec<usize>>, init: Init) -> Self {
         let name = name.into();
-        Self { stored: Stored::Whole(name.clone()), name, shape: shape.into(), init, by_head: None }
+        Self { stored: name.clone(), name, shape: shape.into(), init, by_head: None }
     }
 
     /// One whose dimension `dim` is divided by heads.
@@ -72,15 +59,18 @@ impl Spec {
         Self { by_head: Some(HeadDim { heads, dim }), ..self }
     }
 
-    /// One that a file has in another place.
-    pub fn stored(self, stored: Stored) -> Self {
-        Self { stored, ..self }
+    /// One that a file has under another name.
+    pub fn stored(self, stored: impl Into<String>) -> Self {
+        Self { stored: stored.into(), ..self }
     }
 
     fn load(&self, source: &Source) -> Result<Parameter> {
-        let Stored::List { list, part } = &self.stored else { return Ok(source.read(self)?.into()) };
+        if !self.stored.contains("{}") {
+            return Ok(source.read(self)?.into());
+        }
         let own = self.by_head.map_or(0..self.shape[0], |by_head| source.own_range(by_head.heads, self.shape[0]));
-        let entry = |i: usize| source.pp(list).pp(i).get(&self.shape[1..], part, self.init)?.unsqueeze(0);
+        let name = |i: usize| self.stored.replace("{}", &i.to_string());
+        let entry = |i: usize| source.get(&self.shape[1..], &name(i), self.init)?.unsqueeze(0);
         let parameter = own.map(|i| entry(i).map(Parameter::from)).collect::<Result<Parameter>>()?;
         if parameter.is_tracked() { Ok(parameter) } else { Ok(parameter.tensor()?.into()) }
     }
@@ -283,6 +273,9 @@ pub struct HeadShard {
 }
 
 impl HeadShard {
+    /// That of a process alone: all heads.
+    pub const WHOLE: Self = Self { rank: 0, world_size: 1 };
+
     /// The share of process `rank`, from 0 on.
     ///
     /// # Errors

@@ -9,7 +9,7 @@ use candle_core::{D, DType, Device, Result, Tensor, bail};
 use candle_nn::{Init, ops};
 use serde::{Deserialize, Serialize};
 
-use crate::base::{Heads, Parameter, ParameterList, Source, Spec, Stored, accumulation_dtype, check_memory, number};
+use crate::base::{Heads, Parameter, ParameterList, Source, Spec, accumulation_dtype, check_memory, number};
 pub use blocks::{LayerNorm, RmsNorm, layer_norm, layer_norm_no_bias, rms_norm, rms_norm_plus_one};
 use rows::RowNorm;
 
@@ -146,10 +146,7 @@ impl NormPlace {
             }
         }
         let spec = |part: &'static str, init| {
-            let stored = match is_list {
-                true => Stored::List { list: list.clone(), part },
-                false => Stored::Whole(format!("{stored}.{part}")),
-            };
+            let stored = if is_list { format!("{list}.{{}}.{part}") } else { format!("{stored}.{part}") };
             let spec = Spec::new(format!("{}.{part}", names[0]), self.shape(), init).stored(stored);
             if norm.scope == QkNormScope::PerHead { spec } else { spec.by_head(heads, 0) }
         };
