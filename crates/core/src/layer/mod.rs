@@ -109,8 +109,7 @@ impl MultiHeadAttention {
     /// # Errors
     /// As [`new`](Self::new), and for a config that the layout cannot hold.
     pub fn load(cfg: &MultiHeadAttentionConfig, layout: WeightLayout, vb: VarBuilder) -> Result<Self> {
-        let projections = |source: &Source| Projections::new(load_projections(cfg, layout, source)?);
-        Self::build(cfg, Source::new(OP, layout, vb), projections)
+        Self::build(cfg, Source::new(OP, layout, vb), |source| load_projections(cfg, layout, source))
     }
 
     /// A layer whose projections are modules of any kind, such as Candle's `QMatMul` over a quantised checkpoint, or
@@ -182,8 +181,8 @@ impl MultiHeadAttention {
         shard: HeadShard,
         vb: &ShardedVarBuilder<'static>,
     ) -> Result<Self> {
-        let projections = |source: &Source| Projections::new(load_projections(cfg, layout, source)?);
-        Self::build(cfg, Source::sharded(OP, layout, vb).with_shard(shard), projections)
+        let source = Source::sharded(OP, layout, vb).with_shard(shard);
+        Self::build(cfg, source, |source| load_projections(cfg, layout, source))
     }
 
     /// A layer, or a process's share of it, where the config is the whole layer's.

@@ -104,13 +104,13 @@ pub(super) fn specs(cfg: &MultiHeadAttentionConfig, source: &Source) -> Result<V
     } else {
         // NeMo's Transformer-XL has one of these names for another parameter.
         let is_other = |name: &str| content.iter().any(|spec| spec.stored == name);
-        let mut names = ["bias_k", "bias_v"].into_iter().filter(|name| !is_other(name));
-        names.try_for_each(|name| source.refuse(name, "the config says there is no bias_kv"))?;
+        let names = ["bias_k", "bias_v"].into_iter().filter(|name| !is_other(name));
+        source.refuse(names, "the config says there is no bias_kv")?;
     }
     if cfg.sinks() {
         specs.push(Spec::new("sinks", [cfg.num_heads()], Init::Const(0.0)).by_head(Heads::Query, 0));
     } else {
-        source.refuse("sinks", "the config says there are no sinks")?;
+        source.refuse(["sinks"], "the config says there are no sinks")?;
     }
     specs.extend(content);
     Ok(specs)

@@ -98,13 +98,12 @@ fn used_by(layout: WeightLayout) -> &'static str {
 /// For a builder that makes parameters and has none yet: there is nothing to look for.
 fn elsewhere(vb: &VarBuilder) -> Result<String> {
     let prefix = vb.prefix();
-    let mut wrappers: Vec<_> = WRAPPERS.iter().map(ToString::to_string).collect();
-    wrappers.extend(WRAPPERS.iter().flat_map(|outer| WRAPPERS.map(|inner| format!("{outer}.{inner}"))));
-    let mut candidates: Vec<_> =
-        wrappers.iter().map(|wrapper| format!("{wrapper}.{prefix}").trim_end_matches('.').to_string()).collect();
-    candidates.extend(prefix.split_once('.').map(|(_, rest)| rest.to_string()));
-    for candidate in candidates {
-        if !readings(&vb.root().pp(&candidate))?.is_empty() {
+    let one_or_two = std::iter::once("").chain(WRAPPERS);
+    let wrapped = one_or_two.flat_map(|outer| WRAPPERS.map(|inner| format!("{outer}.{inner}.{prefix}")));
+    let without_first = prefix.split_once('.').map(|(_, rest)| rest.to_string());
+    for candidate in wrapped.chain(without_first) {
+        let candidate = candidate.trim_matches('.');
+        if !readings(&vb.root().pp(candidate))?.is_empty() {
             return Ok(format!("they are below {candidate:?}, from the root of the file"));
         }
     }
@@ -123,13 +122,11 @@ fn elsewhere(vb: &VarBuilder) -> Result<String> {
 
 /// Every layout that the names and shapes allow.
 fn readings(vb: &VarBuilder) -> Result<Vec<WeightLayout>> {
-    let mut found: Vec<(WeightLayout, [String; 2])> = Vec::new();
+    let mut found = Vec::new();
     for layout in WeightLayout::all() {
-        let [query, out] = layout.query_and_output();
+        let [query, out] = layout.query_and_output(has(vb, "in_proj_weight"));
         if has(vb, &query) && fits(vb, layout, &query)? {
             found.push((layout, [query, out]));
-        } else if layout == WeightLayout::Torch && has(vb, "q_proj_weight") {
-            found.push((layout, ["q_proj_weight".to_string(), out]));
         }
     }
     // Of several that share the name of the query projection, those whose output projection is there, or the first.
@@ -160,11 +157,8 @@ fn fits(vb: &VarBuilder, layout: WeightLayout, query: &str) -> Result<bool> {
 
 /// The weights that mark a layer, each once: the query projections of all layouts.
 pub fn query_weights() -> BTreeSet<String> {
-    let queries = WeightLayout::all().into_iter().map(|layout| {
-        let [query, _] = layout.query_and_output();
-        query
-    });
-    queries.chain(["q_proj_weight".to_string()]).collect()
+    let of = |layout: WeightLayout| [true, false].map(|one_width| layout.query_and_output(one_width));
+    WeightLayout::all().into_iter().flat_map(of).map(|[query, _]| query).collect()
 }
 
 /// Rows (out) and columns (in) of a projection, as an `nn.Linear` has them.

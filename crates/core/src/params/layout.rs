@@ -6,7 +6,7 @@ use std::str::FromStr;
 use candle_core::{Error, Result};
 
 use candle_attention_modules::base::did_you_mean;
-use candle_attention_modules::linear::ProjectionPlace;
+use candle_attention_modules::linear::ProjectionPlace::{self, Gate, Key, Output, Query, Value};
 
 /// How a checkpoint lays out the projections of one attention layer.
 ///
@@ -281,12 +281,13 @@ impl WeightLayout {
         modules.flat_map(|(places, name)| LayoutTensor::of_module(format!("{prefix}{name}"), kind, places)).collect()
     }
 
-    /// The weights of the query projection, or the first of them, and of the output projection.
+    /// The weights of the query projection, or the first of them, and of the output projection; for inputs of
+    /// `one_width` or of several, which makes a difference to `torch`.
     #[doc(hidden)]
-    pub fn query_and_output(self) -> [String; 2] {
-        let tensors = self.tensors(0, true);
+    pub fn query_and_output(self, one_width: bool) -> [String; 2] {
+        let tensors = self.tensors(0, one_width);
         let weight = |place| tensors.iter().filter(|tensor| tensor.holds(place)).map(LayoutTensor::name).next();
-        [ProjectionPlace::Query, ProjectionPlace::Output].map(|place| weight(place).unwrap_or_default())
+        [Query, Output].map(|place| weight(place).unwrap_or_default())
     }
 
     /// Whether each head is a module of its own.
@@ -315,13 +316,7 @@ fn torch(one_width: bool) -> Vec<LayoutTensor> {
 pub(super) const GATE_NAMES: [&str; 2] = ["gate_proj", "g_proj"];
 
 /// The projections in the order in which layouts name them.
-static PLACES: [ProjectionPlace; 5] = [
-    ProjectionPlace::Query,
-    ProjectionPlace::Key,
-    ProjectionPlace::Value,
-    ProjectionPlace::Output,
-    ProjectionPlace::Gate,
-];
+static PLACES: [ProjectionPlace; 5] = [Query, Key, Value, Output, Gate];
 
 /// A weight or a bias of a layout.
 #[derive(Clone)]

@@ -17,7 +17,7 @@ use tensors::projection_tensors;
 use crate::config::{KvSource, MultiHeadAttentionConfig};
 use candle_attention_modules::base::{Heads, Parameter, Source, Spec, fits_in_memory};
 use candle_attention_modules::gate::GatePlace;
-use candle_attention_modules::linear::{ByPlace, ProjectionPlace, ProjectionRows};
+use candle_attention_modules::linear::{ByPlace, ProjectionPlace, ProjectionRows, Projections};
 
 /// The projections in any layout, or this process's part of each, where the config is the whole layer's.
 ///
@@ -27,13 +27,12 @@ pub(crate) fn load_projections(
     cfg: &MultiHeadAttentionConfig,
     layout: WeightLayout,
     source: &Source,
-) -> Result<ByPlace<ProjectionRows>> {
+) -> Result<Projections> {
     let own_heads = source.own_range(Heads::Query, cfg.num_heads());
     let tensors = projection_tensors(cfg, layout, own_heads).or_else(|problem| source.fail(problem))?;
     if !cfg.output_gate().is_some_and(|gate| gate.place != GatePlace::Query) {
-        for name in GATE_NAMES.map(|name| [format!("{name}.weight"), format!("{name}.bias")]).as_flattened() {
-            source.refuse(name, "the config says there is no such gate")?;
-        }
+        let names = GATE_NAMES.into_iter().flat_map(|name| ["weight", "bias"].map(|part| format!("{name}.{part}")));
+        source.refuse(names, "the config says there is no such gate")?;
     }
     let mut projections = ByPlace::<ProjectionRows>::new();
     for mut tensor in tensors {
@@ -41,7 +40,7 @@ pub(crate) fn load_projections(
             tensor.spec = Spec { name: other.clone(), stored: other, ..tensor.spec };
         }
         if !tensor.is_wanted {
-            source.refuse(&tensor.spec.name, "the config says there is no such bias")?;
+            source.refuse([&tensor.spec.name], "the config says there is no such bias")?;
             continue;
         }
         let read = source.read(&tensor.spec)?;
@@ -66,8 +65,8 @@ pub(crate) fn load_projections(
     // The published files of layers that read those of an earlier one have both, which nobody reads.
     if cfg.kv_source() == KvSource::KeysAsValues {
         let all = layout.tensors(0, true);
-        let mut values = all.iter().filter(|tensor| tensor.holds(ProjectionPlace::Value)).map(LayoutTensor::name);
-        values.try_for_each(|name| source.refuse(&name, "the config says that values are the keys' projection"))?;
+        let values = all.iter().filter(|tensor| tensor.holds(ProjectionPlace::Value)).map(LayoutTensor::name);
+        source.refuse(values, "the config says that values are the keys' projection")?;
     }
     if layout.is_stacked() {
         let h = cfg.num_heads();
@@ -76,11 +75,11 @@ pub(crate) fn load_projections(
             return source.fail(format!("the file has more than the {h} heads of the config"));
         }
     }
-    Ok(projections)
+    Projections::new(&projections, source.dtype(), source.device())
 }
 
-/// The other name of a gate's projection; and the parameter beside projections in which BEiT's and VideoMAE's first files
-/// keep a bias.
+/// The other name of a gate's projection; and the parameter beside projections in which the first files of BEiT and
+/// VideoMAE keep a bias.
 fn other_name(name: &str) -> Option<String> {
     let names = [("query.bias", "q_bias"), ("key.bias", "k_bias"), ("value.bias", "v_bias")];
     let beside = names.into_iter().find_map(|(usual, beside)| Some(format!("{}{beside}", name.strip_suffix(usual)?)));
@@ -89,12 +88,8 @@ fn other_name(name: &str) -> Option<String> {
 
 /// No layout's output projection may be there, whatever its name: without it the numbers are others.
 fn refuse_out_proj(source: &Source) -> Result<()> {
-    for name in WeightLayout::output_names() {
-        for name in [format!("{name}.weight"), format!("{name}.bias"), name.to_string()] {
-            source.refuse(&name, "the config says there is no output projection")?;
-        }
-    }
-    Ok(())
+    let of = |name: &str| [format!("{name}.weight"), format!("{name}.bias"), name.to_string()];
+    source.refuse(WeightLayout::output_names().flat_map(of), "the config says there is no output projection")
 }
 
 /// The inverse of [`load_projections`]: the tensors of a layer's projections, and the mask that some layouts keep.

@@ -8,7 +8,7 @@ use candle_nn::Init;
 use super::layout::{Kind, LayoutTensor, QkvOrder, WeightLayout};
 use crate::config::{KvSource, MultiHeadAttentionConfig};
 use candle_attention_modules::base::{DRAWN_THEN_ZEROED, HeadDim, Heads, LINEAR_WEIGHT, Rows, Spec, linear_bias};
-use candle_attention_modules::gate::GatePlace;
+use candle_attention_modules::gate::{GatePlace, OutputGate};
 use candle_attention_modules::linear::ProjectionPlace;
 
 use ProjectionPlace::{Gate, Key, Output, Query, Value};
@@ -92,7 +92,7 @@ pub(super) fn projection_tensors(
     layout: WeightLayout,
     heads: Range<usize>,
 ) -> std::result::Result<impl Iterator<Item = ProjectionTensor>, String> {
-    fits(cfg, layout)?;
+    problem(cfg, layout).map_or(Ok(()), Err)?;
     let one_width = [cfg.key_size(), cfg.value_size()] == [cfg.embed_dim(); 2];
     let heads = if layout.is_stacked() { heads } else { 0..1 };
     let all = heads.flat_map(move |head| layout.tensors(head, one_width).into_iter().map(move |own| (head, own)));
@@ -157,56 +157,50 @@ impl ProjectionTensor {
     }
 }
 
-/// An error if the layout cannot hold the config.
-fn fits(cfg: &MultiHeadAttentionConfig, layout: WeightLayout) -> std::result::Result<(), String> {
-    let (h, h_kv, embed_dim) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.embed_dim());
-    let widths @ [q, k, v] = [embed_dim, cfg.key_size(), cfg.value_size()];
-    let tensors = layout.tensors(0, true);
+/// Why the layout cannot hold the config, if it cannot.
+fn problem(cfg: &MultiHeadAttentionConfig, layout: WeightLayout) -> Option<String> {
+    let (h, h_kv, d, d_v) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim());
+    let widths @ [q, k, v] = [cfg.embed_dim(), cfg.key_size(), cfg.value_size()];
+    let (tensors, [q_bias, ..]) = (layout.tensors(0, true), cfg.qkv_bias());
     // The first of torch's is that of its output projection.
-    let is_packed = tensors[0].places.len() > 1;
-    let holds_gate = tensors.iter().any(|tensor| tensor.holds(Gate));
-    if cfg.output_gate().is_some_and(|gate| !holds_gate || (is_packed && gate.place == GatePlace::Query)) {
-        return Err("the config wants an output gate, for which the layout has no place".into());
-    }
-    let is_separate = !is_packed && !layout.is_stacked() && layout != WeightLayout::Torch;
-    if cfg.kv_source() != KvSource::Projected && !is_separate {
-        return Err(
+    let (is_packed, is_torch, is_stack) =
+        (tensors[0].places.len() > 1, layout == WeightLayout::Torch, layout.is_stacked());
+    let has_place = |gate: OutputGate| {
+        tensors.iter().any(|tensor| tensor.holds(Gate)) && !(is_packed && gate.place == GatePlace::Query)
+    };
+    let plain = tensors.iter().find(|tensor| matches!(tensor.kind, Kind::Raw(_)) && has_bias(cfg, tensor.places[0]));
+    let plain = plain.map(|tensor| tensor.module.trim_start_matches("heads.0."));
+    let torch = |what: &str| format!("torch.nn.MultiheadAttention has {what}");
+    let problems = [
+        (
+            !cfg.output_gate().is_none_or(has_place),
+            "the config wants an output gate, for which the layout has no place".into(),
+        ),
+        (
+            cfg.kv_source() != KvSource::Projected && (is_packed || is_torch || is_stack),
             "the layout keeps keys and values with the queries, but the config says they are not all projected".into(),
-        );
-    }
-    if layout.is_stacked() {
-        if cfg.out_proj() {
-            return Err("a stack of heads has no output projection, but the config has one".into());
-        }
-        if h_kv != h {
-            return Err(format!("a stack of heads has keys for each of its {h} heads, but num_kv_heads is {h_kv}"));
-        }
-    }
-    let is_plain = |tensor: &&LayoutTensor| matches!(tensor.kind, Kind::Raw(_)) && has_bias(cfg, tensor.places[0]);
-    if let Some(LayoutTensor { module, .. }) = tensors.iter().find(is_plain) {
-        let name = module.trim_start_matches("heads.0.");
-        return Err(format!("the config wants a bias on {name}, which plain parameters do not have"));
-    }
-    if is_packed && widths != [q; 3] {
-        return Err(format!("one packed weight reads one input, but the config has input widths {q}, {k} and {v}"));
-    }
-    if is_packed && cfg.qkv_bias() != [has_bias(cfg, Query); 3] {
-        return Err("one packed bias covers q, k and v, but the config wants some of them only".into());
-    }
-    if layout != WeightLayout::Torch {
-        return Ok(());
-    }
-    if !cfg.out_proj() {
-        return Err("torch.nn.MultiheadAttention has an output projection, but the config has none".into());
-    }
-    if h_kv != h || cfg.value_head_dim() != cfg.head_dim() {
-        return Err("torch.nn.MultiheadAttention has as many key heads as query heads, all of one width".into());
-    }
-    if h * cfg.head_dim() != embed_dim || cfg.out_dim() != embed_dim {
-        return Err(format!("torch.nn.MultiheadAttention has heads and an output of {embed_dim} in all"));
-    }
-    if cfg.qkv_bias() != [cfg.out_bias(); 3] {
-        return Err("torch.nn.MultiheadAttention has all four biases or none, but the config has some".into());
-    }
-    Ok(())
+        ),
+        (is_stack && cfg.out_proj(), "a stack of heads has no output projection, but the config has one".into()),
+        (
+            is_stack && h_kv != h,
+            format!("a stack of heads has keys for each of its {h} heads, but num_kv_heads is {h_kv}"),
+        ),
+        (
+            plain.is_some(),
+            format!("the config wants a bias on {}, which plain parameters do not have", plain.unwrap_or_default()),
+        ),
+        (
+            is_packed && widths != [q; 3],
+            format!("one packed weight reads one input, but the config has input widths {q}, {k} and {v}"),
+        ),
+        (
+            is_packed && cfg.qkv_bias() != [q_bias; 3],
+            "one packed bias covers q, k and v, but the config wants some of them only".into(),
+        ),
+        (is_torch && !cfg.out_proj(), torch("an output projection, but the config has none")),
+        (is_torch && [h_kv, d_v] != [h, d], torch("as many key heads as query heads, all of one width")),
+        (is_torch && [h * d, cfg.out_dim()] != [q; 2], torch(&format!("heads and an output of {q} in all"))),
+        (is_torch && cfg.qkv_bias() != [cfg.out_bias(); 3], torch("all four biases or none, but the config has some")),
+    ];
+    problems.into_iter().find(|&(is_there, _)| is_there).map(|(_, text)| text)
 }

@@ -268,7 +268,7 @@ impl DeltaLayout {
         let are_thirds = convolutions.len() == 3 && source.has(&first.name) && source.read(&first).is_ok();
         let mut whole = Parameter::default();
         for (n, Packed { name, parts, .. }) in convolutions.into_iter().enumerate() {
-            source.refuse(&format!("{name}.bias"), "the layer has no biases")?;
+            source.refuse([format!("{name}.bias")], "the layer has no biases")?;
             let usual = parts.map(|part| cfg.rows()[part].len()).sum();
             let rows = if are_thirds { third.min(v.end.saturating_sub(n * third)) } else { usual };
             whole.extend(source.read(&spec(name, rows))?.into());
@@ -298,7 +298,7 @@ impl Packed {
     pub fn read(all: &[Self], cfg: &GatedDeltaNetConfig, source: &Source) -> Result<Vec<ProjectionRows>> {
         let (rows, mut read) = (cfg.rows(), Vec::new());
         for Self { name, parts, groups } in all {
-            source.refuse(&format!("{name}.bias"), "the layer has no biases")?;
+            source.refuse([format!("{name}.bias")], "the layer has no biases")?;
             let (start, end) = (rows[parts.start].start, rows[parts.end - 1].end);
             let spec = Spec::new(format!("{name}.weight"), [end - start, cfg.embed_dim()], LINEAR_WEIGHT);
             let reads_parts = source.shard() != HeadShard::WHOLE && *groups == 1;

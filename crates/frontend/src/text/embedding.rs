@@ -108,7 +108,7 @@ impl EmbeddingLayer {
         }
         let positions = |n| source.pp("position_embedding").get((n, cfg.embed_dim), "weight", normal);
         if cfg.max_positions.is_none() {
-            source.refuse("position_embedding.weight", "the config says there are no positions")?;
+            source.refuse(["position_embedding.weight"], "the config says there are no positions")?;
         }
         let positions = cfg.max_positions.map(positions).transpose()?;
         Ok(Self { table, positions, padding_idx: cfg.padding_idx })

@@ -121,18 +121,13 @@ impl Parameter {
     }
 
     /// How many rows there are.
-    pub fn len(&self) -> usize {
+    pub fn count(&self) -> usize {
         self.0.iter().map(|piece| piece.rows.count()).sum()
-    }
-
-    /// Whether nothing was read.
-    pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
     }
 
     /// A copy of some of the rows, unless these are all.
     pub fn narrow(self, own: Range<usize>) -> Result<Self> {
-        if own.len() == self.len() {
+        if own.len() == self.count() {
             return Ok(self);
         }
         Ok(self.tensor()?.narrow(0, own.start, own.len())?.force_contiguous()?.into())

@@ -198,19 +198,19 @@ impl<'a> Source<'a> {
         if wanted {
             return Ok(Some(self.get(shape, name, init)?));
         }
-        self.refuse(name, "the config says there is no such bias")?;
+        self.refuse([name], "the config says there is no such bias")?;
         Ok(None)
     }
 
-    /// That the file holds no such tensor, which would be left out though it changes the numbers.
+    /// That the file holds no tensor of these names, which would be left out though it changes the numbers.
     ///
     /// # Errors
     /// If it does, with the reason `why`.
-    pub fn refuse(&self, name: &str, why: &str) -> Result<()> {
-        if self.has(name) {
-            bail!("[{}] {} is in the file, but {why} (layout {})", self.op, self.full_name(name), self.layout)
+    pub fn refuse(&self, names: impl IntoIterator<Item = impl AsRef<str>>, why: &str) -> Result<()> {
+        match names.into_iter().find(|name| self.has(name.as_ref())) {
+            Some(name) => self.fail(format!("{} is in the file, but {why}", self.full_name(name.as_ref()))),
+            None => Ok(()),
         }
-        Ok(())
     }
 
     /// An error if the builder has a scale for the weight: it would give float8 without it. The builder of a

@@ -135,15 +135,14 @@ impl NormPlace {
         let is_list = norm.scope == QkNormScope::PerHeadWeights && source.has(&first_of_list(stored));
         let list = format!("{stored}.norms");
         if is_list {
-            source.refuse(&format!("{list}.{count}.weight"), &format!("there are {count} heads"))?;
+            source.refuse([format!("{list}.{count}.weight")], &format!("there are {count} heads"))?;
         }
         let has_bias = norm.kind == QkNormKind::Layer;
         if !has_bias {
             let heads = (0..count).map(|head| format!("{list}.{head}"));
             let in_list = heads.take_while(|head| is_list && source.has(&format!("{head}.weight")));
-            for module in in_list.chain([stored.to_string()]) {
-                source.refuse(&format!("{module}.bias"), "the config says there is no such bias")?;
-            }
+            let biases = in_list.chain([stored.to_string()]).map(|module| format!("{module}.bias"));
+            source.refuse(biases, "the config says there is no such bias")?;
         }
         let spec = |part: &'static str, init| {
             let stored = if is_list { format!("{list}.{{}}.{part}") } else { format!("{stored}.{part}") };
@@ -170,11 +169,8 @@ pub fn refuse_norms(qk_norm: Option<QkNorm>, context_norm: Option<ContextNorm>, 
     let of_heads = [OF_QUERIES, OF_KEYS].map(|names| ("qk_norm", qk_norm.is_some(), names));
     let all = of_heads.into_iter().chain([("context_norm", context_norm.is_some(), OF_CONTEXT)]);
     for (option, _, names) in all.filter(|(_, is_set, _)| !is_set) {
-        for name in names {
-            for parameter in [format!("{name}.weight"), format!("{name}.bias"), first_of_list(name)] {
-                source.refuse(&parameter, &format!("the config says there is no {option}"))?;
-            }
-        }
+        let of = |name| [format!("{name}.weight"), format!("{name}.bias"), first_of_list(name)];
+        source.refuse(names.into_iter().flat_map(of), &format!("the config says there is no {option}"))?;
     }
     Ok(())
 }

@@ -191,8 +191,8 @@ pub(crate) fn content_specs(
     let &ContentLayer { num_heads, head_dim, embed_dim, .. } = layer;
     let Some(positions) = positions else {
         let anywhere = PREFIXES.iter().flat_map(|prefix| images::WINDOW.map(|name| format!("{prefix}{name}")));
-        let mut names = images::GRID.iter().chain(&distances::PARAMETERS).map(|name| name.to_string()).chain(anywhere);
-        names.try_for_each(|name| source.refuse(&name, "the config has no content_positions"))?;
+        let names = images::GRID.iter().chain(&distances::PARAMETERS).map(|name| name.to_string()).chain(anywhere);
+        source.refuse(names, "the config has no content_positions")?;
         return Ok(Vec::new());
     };
     Ok(match *positions {
