@@ -109,7 +109,7 @@ impl MultiHeadAttention {
     /// # Errors
     /// As [`new`](Self::new), and for a config that the layout cannot hold.
     pub fn load(cfg: &MultiHeadAttentionConfig, layout: WeightLayout, vb: VarBuilder) -> Result<Self> {
-        Self::build(cfg, Source::new(OP, layout, vb), |source| load_projections(cfg, layout, source))
+        Self::build(cfg, Source::new(OP, layout, vb)?, |source| load_projections(cfg, layout, source))
     }
 
     /// A layer whose projections are modules of any kind, such as Candle's `QMatMul` over a quantised checkpoint, or
@@ -125,7 +125,7 @@ impl MultiHeadAttention {
     /// # Errors
     /// As [`new`](Self::new), and for an output projection that the config does not want, or a missing one.
     pub fn from_modules(cfg: &MultiHeadAttentionConfig, modules: ProjectionModules, vb: VarBuilder) -> Result<Self> {
-        Self::build(cfg, Source::new(OP, "of modules", vb), |source| {
+        Self::build(cfg, Source::new(OP, "of modules", vb)?, |source| {
             let width = |place| projection_shape(cfg, place).0;
             Projections::from_modules(width, &modules, source.dtype(), source.device())
         })
@@ -143,7 +143,7 @@ impl MultiHeadAttention {
         vb: VarBuilder,
         shard: HeadShard,
     ) -> Result<Self> {
-        Self::build(cfg, Source::new(OP, "gguf", vb).with_shard(shard), |_| Ok(projections))
+        Self::build(cfg, Source::new(OP, "gguf", vb)?.with_shard(shard), |_| Ok(projections))
     }
 
     /// The heads of one process of several, from weights in any layout and Candle's sharded builder: tensor
@@ -181,7 +181,7 @@ impl MultiHeadAttention {
         shard: HeadShard,
         vb: &ShardedVarBuilder<'static>,
     ) -> Result<Self> {
-        let source = Source::sharded(OP, layout, vb).with_shard(shard);
+        let source = Source::sharded(OP, layout, vb)?.with_shard(shard);
         Self::build(cfg, source, |source| load_projections(cfg, layout, source))
     }
 
@@ -195,7 +195,6 @@ impl MultiHeadAttention {
         let (h, h_kv, d, d_v) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim());
         let config = cfg.for_shard(source.shard())?;
         let source = source.with_heads([h, h_kv])?;
-        source.check_dtype()?;
         let projections = projections(&source)?;
         let parameters = ParameterList::load(&shard::specs(cfg, &source)?, &source)?;
         let own = source.own_range(Heads::Query, h);

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use candle_core::{Error, Result};
+use candle_core::{Error, Result, bail};
 
 use candle_attention_modules::base::did_you_mean;
 use candle_attention_modules::linear::ProjectionPlace::{self, Gate, Key, Output, Query, Value};
@@ -396,17 +396,14 @@ impl FromStr for WeightLayout {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        Self::all().into_iter().find(|layout| layout.to_string() == text).ok_or_else(|| {
-            let known: Vec<_> = Self::all().iter().map(ToString::to_string).collect();
-            let first = || {
-                format!(
-                    "expected one of: {}, .. ({} in all, `WeightLayout::all()`)",
-                    known[..5].join(", "),
-                    known.len()
-                )
-            };
-            let hint = did_you_mean(text, known.iter().map(String::as_str), first);
-            Error::msg(format!("[weight_layout] unknown layout {text:?}, {hint}"))
-        })
+        let all = Self::all();
+        let known: Vec<_> = all.iter().map(ToString::to_string).collect();
+        if let Some(at) = known.iter().position(|name| name == text) {
+            return Ok(all[at]);
+        }
+        let first = known[..5].join(", ");
+        let first = || format!("expected one of: {first}, .. ({} in all, `WeightLayout::all()`)", known.len());
+        let hint = did_you_mean(text, known.iter().map(String::as_str), first);
+        bail!("[weight_layout] unknown layout {text:?}, {hint}")
     }
 }

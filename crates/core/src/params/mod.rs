@@ -120,8 +120,7 @@ pub(crate) fn state_dict(
             return Err(fail(format!("the mask buffer of a context length of {t} does not fit in memory")));
         }
         // The book's `triu(ones(T, T), diagonal=1)`: 1 where a key is hidden.
-        let hidden: Vec<f32> = (0..t * t).map(|at| if at % t > at / t { 1.0 } else { 0.0 }).collect();
-        let mask = Tensor::from_vec(hidden, (t, t), weight.device())?.to_dtype(weight.dtype())?;
+        let mask = Tensor::tril2(t, weight.dtype(), weight.device())?.affine(-1.0, 1.0)?;
         match layout.is_stacked() {
             true => named.extend((0..cfg.num_heads()).map(|head| (format!("heads.{head}.mask"), mask.clone()))),
             false => named.push(("mask".to_string(), mask)),

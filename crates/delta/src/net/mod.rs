@@ -97,7 +97,7 @@ impl GatedDeltaNet {
     /// For a config that does not fit together or that the layout cannot hold, and for a missing or misshapen tensor,
     /// named with both shapes.
     pub fn load(cfg: &GatedDeltaNetConfig, layout: DeltaLayout, vb: VarBuilder) -> Result<Self> {
-        Self::read(cfg, layout, Source::new(OP, layout, vb))
+        Self::read(cfg, layout, Source::new(OP, layout, vb)?)
     }
 
     /// The heads of one process of several, from Candle's sharded builder: tensor parallelism, as
@@ -114,13 +114,12 @@ impl GatedDeltaNet {
         shard: HeadShard,
         vb: &ShardedVarBuilder<'static>,
     ) -> Result<Self> {
-        Self::read(cfg, layout, Source::sharded(OP, layout, vb).with_shard(shard))
+        Self::read(cfg, layout, Source::sharded(OP, layout, vb)?.with_shard(shard))
     }
 
     /// All heads, or those of a shard.
     fn read(cfg: &GatedDeltaNetConfig, layout: DeltaLayout, source: Source) -> Result<Self> {
         cfg.validate()?;
-        source.check_dtype()?;
         let (h, h_k, embed_dim) = (cfg.num_heads(), cfg.num_key_heads(), cfg.embed_dim());
         let source = source.with_heads([h, h_k])?;
         let packed = layout.projections(cfg).or_else(|problem| source.fail(problem))?;

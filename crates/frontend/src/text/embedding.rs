@@ -96,8 +96,7 @@ impl EmbeddingLayer {
     pub fn new(cfg: &EmbeddingConfig, vb: VarBuilder) -> Result<Self> {
         cfg.validate()?;
         let normal = Init::Randn { mean: 0., stdev: 1. };
-        let source = Source::new("embedding", "embedding", vb);
-        source.check_dtype()?;
+        let source = Source::new("embedding", "embedding", vb)?;
         let tokens = source.pp("embedding");
         let is_new = !tokens.has("weight");
         let table = tokens.get((cfg.vocab_size, cfg.embed_dim), "weight", normal)?;

@@ -89,7 +89,7 @@ struct Piece {
 
 impl From<Tensor> for Parameter {
     fn from(tensor: Tensor) -> Self {
-        let rows = Rows::first(tensor.dims()[0]);
+        let rows = Rows { groups: 1, range: 0..tensor.dims()[0] };
         Self::of(tensor, rows)
     }
 }
@@ -346,11 +346,6 @@ pub struct Rows {
 }
 
 impl Rows {
-    /// The first `len` rows.
-    pub fn first(len: usize) -> Self {
-        Self { groups: 1, range: 0..len }
-    }
-
     /// How many they are.
     pub fn count(&self) -> usize {
         self.groups * self.range.len()

@@ -46,13 +46,23 @@ pub struct Source<'a> {
 
 impl<'a> Source<'a> {
     /// Of `layout`, as errors call it, for the operation `op`.
-    pub fn new(op: &'static str, layout: impl ToString, vb: VarBuilder<'a>) -> Self {
-        Self { vb, op, layout: layout.to_string(), sharded: None, shard: HeadShard::WHOLE, heads: [1; 2] }
+    ///
+    /// # Errors
+    /// If the builder gives what no attention can be computed in.
+    pub fn new(op: &'static str, layout: impl ToString, vb: VarBuilder<'a>) -> Result<Self> {
+        let dtype = vb.dtype();
+        if !FLOATS.contains(&dtype) {
+            bail!("[{op}] the builder gives weights as {dtype:?}, expected F32, F16, BF16 or F64")
+        }
+        Ok(Self { vb, op, layout: layout.to_string(), sharded: None, shard: HeadShard::WHOLE, heads: [1; 2] })
     }
 
     /// Over a builder that can read parts of tensors.
-    pub fn sharded(op: &'static str, layout: impl ToString, vb: &ShardedVarBuilder<'static>) -> Self {
-        Self { sharded: Some(vb.root()), ..Self::new(op, layout, whole(vb)) }
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn sharded(op: &'static str, layout: impl ToString, vb: &ShardedVarBuilder<'static>) -> Result<Self> {
+        Ok(Self { sharded: Some(vb.root()), ..Self::new(op, layout, whole(vb))? })
     }
 
     /// One that gives a process its own.
@@ -100,15 +110,6 @@ impl<'a> Source<'a> {
     /// The device that parameters are read to.
     pub fn device(&self) -> &Device {
         self.vb.device()
-    }
-
-    /// An error if the builder gives what no attention can be computed in.
-    pub fn check_dtype(&self) -> Result<()> {
-        let dtype = self.vb.dtype();
-        if !FLOATS.contains(&dtype) {
-            bail!("[{}] the builder gives weights as {dtype:?}, expected F32, F16, BF16 or F64", self.op)
-        }
-        Ok(())
     }
 
     /// The tensor of that name and shape.

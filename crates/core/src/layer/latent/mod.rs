@@ -88,7 +88,7 @@ impl MultiHeadLatentAttention {
     /// # Errors
     /// For a config that does not fit together, and for a missing or misshapen tensor, named with both shapes.
     pub fn new(cfg: &MultiHeadLatentAttentionConfig, vb: VarBuilder) -> Result<Self> {
-        Self::load(cfg, Source::new(OP, "latent", vb))
+        Self::load(cfg, Source::new(OP, "latent", vb)?)
     }
 
     /// The heads of one process of several, from Candle's sharded builder: tensor parallelism, as
@@ -102,13 +102,12 @@ impl MultiHeadLatentAttention {
         shard: HeadShard,
         vb: &ShardedVarBuilder<'static>,
     ) -> Result<Self> {
-        Self::load(cfg, Source::sharded(OP, "latent", vb).with_shard(shard))
+        Self::load(cfg, Source::sharded(OP, "latent", vb)?.with_shard(shard))
     }
 
     /// All heads, or those of a shard.
     fn load(cfg: &MultiHeadLatentAttentionConfig, source: Source) -> Result<Self> {
         cfg.validate()?;
-        source.check_dtype()?;
         let (h, embed_dim, rank) = (cfg.num_heads(), cfg.embed_dim(), cfg.kv_lora_rank());
         let source = source.with_heads([h; 2])?;
         let down = (rank + cfg.rope_head_dim(), embed_dim);
