@@ -219,54 +219,91 @@ impl MultiHeadAttentionConfig {
     /// Names the option, what was expected and what was found.
     pub fn validate(&self) -> Result<()> {
         self.check(OP)?;
-        self.validate_sizes()?;
+        if let Some(problem) = self.problem() {
+            bail!("[{OP}] {problem}")
+        }
         self.query_scaling.iter().try_for_each(QueryScaling::validate)?;
         self.rope.iter().try_for_each(|rope| rope.validate(self.head_dim()))?;
         self.alibi.iter().try_for_each(|alibi| alibi.validate(self.num_heads))?;
         self.relative_bias.iter().try_for_each(RelativeBiasConfig::validate)?;
-        self.validate_kv_source()?;
         if let Some(positions) = &self.content_positions {
             if self.kv_source == KvSource::EarlierLayer {
                 bail!("[content_positions] keys are an earlier layer's, expected those of the tokens of a call")
             }
             positions.validate(&self.content_layer())?;
         }
-        self.validate_appended()?;
-        self.validate_order()
+        Ok(())
     }
 
-    /// Keys of the layer's own come after those of a call, whose norms and positions they do not have.
-    fn validate_appended(&self) -> Result<()> {
-        let (option, key) = match (self.bias_kv, self.add_zero_attn) {
-            (true, _) => ("bias_kv", "a learned key"),
-            (false, true) => ("add_zero_attn", "a key of zeros"),
-            (false, false) => return Ok(()),
+    /// The first of what no layer can have, if the config says any of it.
+    fn problem(&self) -> Option<String> {
+        let (h, h_kv, d, d_v) = (self.num_heads, self.num_kv_heads(), self.head_dim(), self.value_head_dim());
+        let too_wide = |name: &str, width: usize| {
+            let text = format!("num_heads {h} times {name} {width} is more than {}", u32::MAX);
+            (h.saturating_mul(width) > u32::MAX as usize, text)
         };
-        let others = [
-            ("qk_norm", self.qk_norm.is_some(), format!("no norm is defined for {key}")),
-            ("value_norm", self.value_norm.is_some(), format!("no norm is defined for {key}")),
-            ("rope", self.rope.is_some(), format!("{key} has no position")),
-            ("alibi", self.alibi.is_some(), format!("{key} has no position")),
-            ("relative_bias", self.relative_bias.is_some(), format!("{key} has no position")),
-            ("content_positions", self.content_positions.is_some(), format!("{key} has no position")),
+        // Without a width of its own, a head has its part of these.
+        let heads = if self.out_dim.is_some() { "out_dim" } else { "embed_dim" };
+        let whole = self.out_dim.unwrap_or(self.embed_dim);
+        let (out_dim, contexts) = (self.out_dim(), h.saturating_mul(d_v));
+        let keys = [d, self.key_size(), usize::from(self.k_bias)];
+        let values = [d_v, self.value_size(), usize::from(self.v_bias)];
+        let of_no_projection = |name: &str, is_set: bool| {
+            let text = format!("{name} is set, but keys and values are those of an earlier layer, as it made them");
+            (is_set && self.kv_source == KvSource::EarlierLayer, text)
+        };
+        // Keys of the layer's own come after those of a call, whose norms and positions they do not have.
+        let (option, key) =
+            if self.bias_kv { ("bias_kv", "a learned key") } else { ("add_zero_attn", "a key of zeros") };
+        let beside_appended = |other: &str, is_set: bool, why: String| {
+            (is_set && self.appended_keys() > 0, format!("{option} and {other} are both set, but {why}"))
+        };
+        let no_norm = |other, is_set| beside_appended(other, is_set, format!("no norm is defined for {key}"));
+        let no_position = |other, is_set| beside_appended(other, is_set, format!("{key} has no position"));
+        let norms_projections = self.qk_norm.is_some_and(|norm| norm.scope == QkNormScope::Projection);
+        let problems = [
+            (!h.is_multiple_of(h_kv), format!("num_kv_heads is {h_kv}, which does not divide num_heads {h}")),
+            too_wide("head_dim", d),
+            too_wide("value_head_dim", d_v),
+            (
+                self.head_dim.is_none() && !whole.is_multiple_of(h),
+                format!("num_heads is {h}, which does not divide {heads} {whole}; give head_dim"),
+            ),
+            (
+                !self.out_proj && out_dim != contexts,
+                format!(
+                    "out_dim is {out_dim}, but without an output projection the {h} heads of width {d_v} give {contexts}"
+                ),
+            ),
+            (!self.out_proj && self.out_bias, "out_bias is set, but there is no output projection".into()),
+            (
+                self.kv_source == KvSource::KeysAsValues && keys != values,
+                format!(
+                    "values are the keys' projection, expected one width of heads and inputs and a bias on both or \
+                     neither, found {keys:?} for keys and {values:?} for values"
+                ),
+            ),
+            of_no_projection("k_bias", self.k_bias),
+            of_no_projection("v_bias", self.v_bias),
+            of_no_projection("bias_kv", self.bias_kv),
+            of_no_projection("add_zero_attn", self.add_zero_attn),
+            of_no_projection("value_norm", self.value_norm.is_some()),
+            no_norm("qk_norm", self.qk_norm.is_some()),
+            no_norm("value_norm", self.value_norm.is_some()),
+            no_position("rope", self.rope.is_some()),
+            no_position("alibi", self.alibi.is_some()),
+            no_position("relative_bias", self.relative_bias.is_some()),
+            no_position("content_positions", self.content_positions.is_some()),
+            (
+                self.norm_after_rope && (self.rope.is_none() || self.qk_norm.is_none()),
+                "norm_after_rope is set, expected both qk_norm and rope".into(),
+            ),
+            (
+                self.norm_after_rope && norms_projections,
+                "norm_after_rope is set, but a norm of whole projections comes before heads".into(),
+            ),
         ];
-        match others.into_iter().find(|&(_, is_set, _)| is_set) {
-            Some((other, _, why)) => bail!("[{OP}] {option} and {other} are both set, but {why}"),
-            None => Ok(()),
-        }
-    }
-
-    fn validate_order(&self) -> Result<()> {
-        if !self.norm_after_rope {
-            return Ok(());
-        }
-        match (&self.rope, self.qk_norm) {
-            (Some(_), Some(norm)) if norm.scope == QkNormScope::Projection => {
-                bail!("[{OP}] norm_after_rope is set, but a norm of whole projections comes before heads")
-            }
-            (Some(_), Some(_)) => Ok(()),
-            _ => bail!("[{OP}] norm_after_rope is set, expected both qk_norm and rope"),
-        }
+        problems.into_iter().find(|&(is_there, _)| is_there).map(|(_, text)| text)
     }
 }
 
@@ -306,39 +343,6 @@ impl MultiHeadAttentionConfig {
     pub fn value_size(&self) -> usize {
         self.value_size.unwrap_or_else(|| self.key_size())
     }
-
-    /// That heads divide into groups, and that widths are those of the heads together.
-    pub(super) fn validate_sizes(&self) -> Result<()> {
-        let (h, h_kv) = (self.num_heads, self.num_kv_heads());
-        if !h.is_multiple_of(h_kv) {
-            bail!("[{OP}] num_kv_heads is {h_kv}, which does not divide num_heads {h}")
-        }
-        for (name, width) in [("head_dim", self.head_dim()), ("value_head_dim", self.value_head_dim())] {
-            if h.saturating_mul(width) > u32::MAX as usize {
-                bail!("[{OP}] num_heads {h} times {name} {width} is more than {}", u32::MAX)
-            }
-        }
-        let out_dim = self.out_dim.unwrap_or(self.embed_dim);
-        if self.head_dim.is_none() && !out_dim.is_multiple_of(h) {
-            let name = if self.out_dim.is_some() { "out_dim" } else { "embed_dim" };
-            bail!("[{OP}] num_heads is {h}, which does not divide {name} {out_dim}; give head_dim")
-        }
-        if self.out_proj {
-            return Ok(());
-        }
-        let heads = h.saturating_mul(self.value_head_dim());
-        if self.out_dim() != heads {
-            bail!(
-                "[{OP}] out_dim is {}, but without an output projection the {h} heads of width {} give {heads}",
-                self.out_dim(),
-                self.value_head_dim()
-            )
-        }
-        if self.out_bias {
-            bail!("[{OP}] out_bias is set, but there is no output projection")
-        }
-        Ok(())
-    }
 }
 
 /// Where a layer's keys and values come from.
@@ -362,41 +366,4 @@ pub enum KvSource {
     /// [cache](crate::AttentionInput::with_shared_cache), or has projected to a
     /// [memory](crate::AttentionInput::with_memory) (`num_kv_shared_layers` of Gemma 3n and Gemma 4).
     EarlierLayer,
-}
-
-impl MultiHeadAttentionConfig {
-    /// Nothing may be asked of keys and values that are not there.
-    pub(super) fn validate_kv_source(&self) -> Result<()> {
-        match self.kv_source {
-            KvSource::Projected => Ok(()),
-            KvSource::KeysAsValues => {
-                let (keys, values) = (
-                    [self.head_dim(), self.key_size(), usize::from(self.k_bias)],
-                    [self.value_head_dim(), self.value_size(), usize::from(self.v_bias)],
-                );
-                if keys != values {
-                    bail!(
-                        "[{OP}] values are the keys' projection, expected one width of heads and inputs and \
-                         a bias on both or neither, found {keys:?} for keys and {values:?} for values"
-                    )
-                }
-                Ok(())
-            }
-            KvSource::EarlierLayer => {
-                let options = [
-                    ("k_bias", self.k_bias),
-                    ("v_bias", self.v_bias),
-                    ("bias_kv", self.bias_kv),
-                    ("add_zero_attn", self.add_zero_attn),
-                    ("value_norm", self.value_norm.is_some()),
-                ];
-                match options.into_iter().find(|&(_, is_set)| is_set) {
-                    Some((name, _)) => bail!(
-                        "[{OP}] {name} is set, but keys and values are those of an earlier layer, as it made them"
-                    ),
-                    None => Ok(()),
-                }
-            }
-        }
-    }
 }

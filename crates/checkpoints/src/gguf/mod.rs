@@ -86,7 +86,7 @@ pub fn load_attention<R: Read + Seek>(
     layer: usize,
     device: &Device,
 ) -> Result<MultiHeadAttention> {
-    load(&mut File { content, reader, device }, layer, None)
+    load(&mut File { content, reader, device }, layer, HeadShard::WHOLE)
 }
 
 /// One process's heads of a layer's attention, as [`MultiHeadAttention::load_shard`] has them: parts of the quantised
@@ -102,10 +102,10 @@ pub fn load_attention_shard<R: Read + Seek>(
     shard: HeadShard,
     device: &Device,
 ) -> Result<MultiHeadAttention> {
-    load(&mut File { content, reader, device }, layer, Some(shard))
+    load(&mut File { content, reader, device }, layer, shard)
 }
 
-fn load<R: Read + Seek>(file: &mut File<R>, layer: usize, shard: Option<HeadShard>) -> Result<MultiHeadAttention> {
+fn load<R: Read + Seek>(file: &mut File<R>, layer: usize, shard: HeadShard) -> Result<MultiHeadAttention> {
     let device = file.device;
     let metadata = Metadata::of(file.content)?;
     let cfg = file.with_rope_factors(&metadata, layer_config(&metadata, layer)?)?;
@@ -116,14 +116,14 @@ fn load<R: Read + Seek>(file: &mut File<R>, layer: usize, shard: Option<HeadShar
     let at = |name: &str| format!("blk.{layer}.{name}");
     let biases = cfg.qkv_bias();
     // The rows of this process's heads, and its columns of the output projection.
-    shard.map(|shard| cfg.for_shard(shard)).transpose()?;
-    let heads = [cfg.num_heads(), cfg.num_kv_heads()];
-    let own = |of, width| shard.map_or(0..width, |shard| shard.range(of, heads, width));
+    let _ = cfg.for_shard(shard)?;
+    let is_part = shard != HeadShard::WHOLE;
+    let own = |of, width| shard.range(of, [cfg.num_heads(), cfg.num_kv_heads()], width);
     let rows = [own(Heads::Query, q.0), own(Heads::Key, k.0), own(Heads::Key, v.0)];
     let parts = [(rows[0].len(), biases[0]), (rows[1].len(), biases[1]), (rows[2].len(), biases[2])];
     let qkv = if file.has(&at("attn_qkv.weight")) {
         let mut joint = file.weight(&at("attn_qkv"), (q.0 + k.0 + v.0, q.1), biases.contains(&true))?;
-        if shard.is_some() {
+        if is_part {
             let firsts = [0, q.0, q.0 + k.0];
             let rows = rows.iter().zip(firsts).map(|(rows, first)| first + rows.start..first + rows.end).collect();
             joint = joint.part("attn_qkv", &LinearPart::Outputs(rows))?;
@@ -133,7 +133,7 @@ fn load<R: Read + Seek>(file: &mut File<R>, layer: usize, shard: Option<HeadShar
         let [q_bias, k_bias, v_bias] = biases;
         let mut weight = |name, shape, bias, rows: &Range<usize>| {
             let whole = file.weight(&at(name), shape, bias)?;
-            if shard.is_some() { whole.part(name, &LinearPart::Outputs(vec![rows.clone()])) } else { Ok(whole) }
+            if is_part { whole.part(name, &LinearPart::Outputs(vec![rows.clone()])) } else { Ok(whole) }
         };
         let all = [
             weight("attn_q", q, q_bias, &rows[0])?,
@@ -148,7 +148,7 @@ fn load<R: Read + Seek>(file: &mut File<R>, layer: usize, shard: Option<HeadShar
         }
     };
     let mut output = file.weight(&at("attn_output"), o, cfg.out_bias())?;
-    if let Some(shard) = shard {
+    if is_part {
         let part = LinearPart::Inputs { range: own(Heads::Query, o.1), has_bias: shard.rank() == 0 };
         output = output.part(&at("attn_output"), &part)?;
     }

@@ -164,7 +164,7 @@ impl ModuleNames {
     }
 
     fn parameter(&self, module: &str) -> String {
-        let [query, _] = self.layout.query_and_output();
+        let [query, _] = self.layout.query_and_output(true);
         format!("{module}.{}", self.parameter.unwrap_or(&query))
     }
 }

@@ -99,8 +99,7 @@ impl AdditiveAttention {
     /// shapes.
     pub fn new(cfg: &AdditiveAttentionConfig, vb: VarBuilder) -> Result<Self> {
         cfg.check(OP)?;
-        let source = Source::new(OP, "d2l", vb);
-        source.check_dtype()?;
+        let source = Source::new(OP, "d2l", vb)?;
         let linear = |name, outputs, inputs| source.linear(name, (outputs, inputs), false, None);
         Ok(Self {
             config: cfg.clone(),

@@ -109,8 +109,7 @@ impl MultiHeadAttention {
     /// # Errors
     /// As [`new`](Self::new), and for a config that the layout cannot hold.
     pub fn load(cfg: &MultiHeadAttentionConfig, layout: WeightLayout, vb: VarBuilder) -> Result<Self> {
-        let projections = |source: &Source| Projections::new(load_projections(cfg, layout, source)?);
-        Self::build(cfg, None, Source::new(OP, layout, vb), projections)
+        Self::build(cfg, Source::new(OP, layout, vb)?, |source| load_projections(cfg, layout, source))
     }
 
     /// A layer whose projections are modules of any kind, such as Candle's `QMatMul` over a quantised checkpoint, or
@@ -126,7 +125,7 @@ impl MultiHeadAttention {
     /// # Errors
     /// As [`new`](Self::new), and for an output projection that the config does not want, or a missing one.
     pub fn from_modules(cfg: &MultiHeadAttentionConfig, modules: ProjectionModules, vb: VarBuilder) -> Result<Self> {
-        Self::build(cfg, None, Source::new(OP, "of modules", vb), |source| {
+        Self::build(cfg, Source::new(OP, "of modules", vb)?, |source| {
             let width = |place| projection_shape(cfg, place).0;
             Projections::from_modules(width, &modules, source.dtype(), source.device())
         })
@@ -142,9 +141,9 @@ impl MultiHeadAttention {
         cfg: &MultiHeadAttentionConfig,
         projections: Projections,
         vb: VarBuilder,
-        shard: Option<HeadShard>,
+        shard: HeadShard,
     ) -> Result<Self> {
-        Self::build(cfg, shard, Source::new(OP, "gguf", vb), |_| Ok(projections))
+        Self::build(cfg, Source::new(OP, "gguf", vb)?.with_shard(shard), |_| Ok(projections))
     }
 
     /// The heads of one process of several, from weights in any layout and Candle's sharded builder: tensor
@@ -182,22 +181,20 @@ impl MultiHeadAttention {
         shard: HeadShard,
         vb: &ShardedVarBuilder<'static>,
     ) -> Result<Self> {
-        let projections = |source: &Source| Projections::new(load_projections(cfg, layout, source)?);
-        Self::build(cfg, Some(shard), Source::sharded(OP, layout, vb), projections)
+        let source = Source::sharded(OP, layout, vb)?.with_shard(shard);
+        Self::build(cfg, source, |source| load_projections(cfg, layout, source))
     }
 
     /// A layer, or a process's share of it, where the config is the whole layer's.
     fn build(
         cfg: &MultiHeadAttentionConfig,
-        shard: Option<HeadShard>,
         source: Source,
         projections: impl FnOnce(&Source) -> Result<Projections>,
     ) -> Result<Self> {
         cfg.validate()?;
         let (h, h_kv, d, d_v) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim());
-        let config = shard.map_or_else(|| Ok(cfg.clone()), |shard| cfg.for_shard(shard))?;
-        let source = source.with_shard(shard, h, h_kv)?;
-        source.check_dtype()?;
+        let config = cfg.for_shard(source.shard())?;
+        let source = source.with_heads([h, h_kv])?;
         let projections = projections(&source)?;
         let parameters = ParameterList::load(&shard::specs(cfg, &source)?, &source)?;
         let own = source.own_range(Heads::Query, h);
@@ -211,7 +208,7 @@ impl MultiHeadAttention {
             config,
             projections,
             parameters: ParameterList::default(),
-            norm_spans: shard.map_or([None; 2], |shard| cfg.norm_spans(shard)),
+            norm_spans: cfg.norm_spans(source.shard()),
             q_norm: None,
             k_norm: None,
             value_norm: value_norm.transpose()?,

@@ -7,7 +7,7 @@ use candle_nn::Init;
 use super::{MultiHeadAttention, OP};
 use crate::config::{KvSource, MultiHeadAttentionConfig};
 use crate::position::{AlibiConfig, content, content_specs};
-use candle_attention_modules::base::{HeadShard, Heads, ParameterList, Source, Spec, Stored};
+use candle_attention_modules::base::{HeadShard, Heads, ParameterList, Source, Spec};
 use candle_attention_modules::norm::{
     NormPlace, OF_CONTEXT, OF_KEYS, OF_QUERIES, QkNorm, QkNormKind, QkNormScope, Span, refuse_norms,
 };
@@ -21,14 +21,17 @@ impl MultiHeadAttentionConfig {
     #[doc(hidden)]
     pub fn for_shard(&self, shard: HeadShard) -> Result<Self> {
         let (heads @ [h, h_kv], n) = ([self.num_heads(), self.num_kv_heads()], shard.world_size());
+        if n == 1 {
+            return Ok(self.clone());
+        }
         if n > h {
             bail!("[{OP}] a world size of {n} is more than the {h} query heads")
         }
-        if self.context_norm().is_some() && n > 1 {
+        if self.context_norm().is_some() {
             bail!("[{OP}] a norm of the context spans the heads of all processes")
         }
         let subtracts_mean = |norm: QkNorm| matches!(norm.kind, QkNormKind::Layer | QkNormKind::LayerNoBias);
-        if self.qk_norm().is_some_and(|norm| norm.scope == QkNormScope::Projection && subtracts_mean(norm)) && n > 1 {
+        if self.qk_norm().is_some_and(|norm| norm.scope == QkNormScope::Projection && subtracts_mean(norm)) {
             bail!(
                 "[{OP}] layer norms of whole projections span the heads of all processes, expected a root mean square"
             )
@@ -56,7 +59,7 @@ impl MultiHeadAttentionConfig {
 
     /// What norms of whole queries and keys span, where the config has such.
     pub(super) fn norm_spans(&self, shard: HeadShard) -> [Option<Span>; 2] {
-        if self.qk_norm().is_none_or(|norm| norm.scope != QkNormScope::Projection) {
+        if shard.world_size() == 1 || self.qk_norm().is_none_or(|norm| norm.scope != QkNormScope::Projection) {
             return [None; 2];
         }
         let (h, h_kv, d) = (self.num_heads(), self.num_kv_heads(), self.head_dim());
@@ -100,15 +103,14 @@ pub(super) fn specs(cfg: &MultiHeadAttentionConfig, source: &Source) -> Result<V
         }
     } else {
         // NeMo's Transformer-XL has one of these names for another parameter.
-        let is_other =
-            |name: &str| content.iter().any(|spec| matches!(&spec.stored, Stored::Whole(own) if own == name));
-        let mut names = ["bias_k", "bias_v"].into_iter().filter(|name| !is_other(name));
-        names.try_for_each(|name| source.refuse(name, "the config says there is no bias_kv"))?;
+        let is_other = |name: &str| content.iter().any(|spec| spec.stored == name);
+        let names = ["bias_k", "bias_v"].into_iter().filter(|name| !is_other(name));
+        source.refuse(names, "the config says there is no bias_kv")?;
     }
     if cfg.sinks() {
         specs.push(Spec::new("sinks", [cfg.num_heads()], Init::Const(0.0)).by_head(Heads::Query, 0));
     } else {
-        source.refuse("sinks", "the config says there are no sinks")?;
+        source.refuse(["sinks"], "the config says there are no sinks")?;
     }
     specs.extend(content);
     Ok(specs)

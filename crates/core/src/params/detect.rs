@@ -5,10 +5,10 @@ use std::collections::BTreeSet;
 use candle_core::{Error, Result, bail};
 use candle_nn::VarBuilder;
 
-use super::layout::{Form, Kind, Orientation, PackedNaming, QkvOrder, Storage, WeightLayout};
-use super::tensors::GATE_NAMES;
+use super::layout::{GATE_NAMES, LayoutTensor, Orientation, PackedNaming, QkvOrder, Storage, WeightLayout};
 use crate::config::MultiHeadAttentionConfig;
 use candle_attention_modules::base::{has, hint, root};
+use candle_attention_modules::linear::ProjectionPlace::{Gate, Key, Output, Query, Value};
 
 /// What training loops and compilers put in front of a model's names.
 const WRAPPERS: [&str; 5] = ["module", "_orig_mod", "model", "state_dict", "model_state_dict"];
@@ -24,10 +24,11 @@ fn shape(vb: &VarBuilder, name: &str) -> Result<Vec<usize>> {
     };
     match root(&error) {
         Error::UnexpectedShape { got, .. } => Ok(got.dims().to_vec()),
-        Error::CannotFindTensor { .. } => Err(error),
-        other => bail!(
-            "[weight_layout] the shape of {name}, which tells its layout, cannot be had from this builder ({other}); name the layout"
+        // A `VarMap` says what it was asked for, which is no shape at all.
+        Error::Msg(_) => bail!(
+            "[weight_layout] the shape of {name}, which tells its layout, cannot be had from this builder; name the layout"
         ),
+        _ => Err(error),
     }
 }
 
@@ -97,13 +98,12 @@ fn used_by(layout: WeightLayout) -> &'static str {
 /// For a builder that makes parameters and has none yet: there is nothing to look for.
 fn elsewhere(vb: &VarBuilder) -> Result<String> {
     let prefix = vb.prefix();
-    let mut wrappers: Vec<_> = WRAPPERS.iter().map(ToString::to_string).collect();
-    wrappers.extend(WRAPPERS.iter().flat_map(|outer| WRAPPERS.map(|inner| format!("{outer}.{inner}"))));
-    let mut candidates: Vec<_> =
-        wrappers.iter().map(|wrapper| format!("{wrapper}.{prefix}").trim_end_matches('.').to_string()).collect();
-    candidates.extend(prefix.split_once('.').map(|(_, rest)| rest.to_string()));
-    for candidate in candidates {
-        if !readings(&vb.root().pp(&candidate))?.is_empty() {
+    let one_or_two = std::iter::once("").chain(WRAPPERS);
+    let wrapped = one_or_two.flat_map(|outer| WRAPPERS.map(|inner| format!("{outer}.{inner}.{prefix}")));
+    let without_first = prefix.split_once('.').map(|(_, rest)| rest.to_string());
+    for candidate in wrapped.chain(without_first) {
+        let candidate = candidate.trim_matches('.');
+        if !readings(&vb.root().pp(candidate))?.is_empty() {
             return Ok(format!("they are below {candidate:?}, from the root of the file"));
         }
     }
@@ -122,13 +122,11 @@ fn elsewhere(vb: &VarBuilder) -> Result<String> {
 
 /// Every layout that the names and shapes allow.
 fn readings(vb: &VarBuilder) -> Result<Vec<WeightLayout>> {
-    let mut found: Vec<(WeightLayout, [String; 2])> = Vec::new();
+    let mut found = Vec::new();
     for layout in WeightLayout::all() {
-        let [query, out] = layout.query_and_output();
+        let [query, out] = layout.query_and_output(has(vb, "in_proj_weight"));
         if has(vb, &query) && fits(vb, layout, &query)? {
             found.push((layout, [query, out]));
-        } else if layout == WeightLayout::Torch && has(vb, "q_proj_weight") {
-            found.push((layout, ["q_proj_weight".to_string(), out]));
         }
     }
     // Of several that share the name of the query projection, those whose output projection is there, or the first.
@@ -159,11 +157,8 @@ fn fits(vb: &VarBuilder, layout: WeightLayout, query: &str) -> Result<bool> {
 
 /// The weights that mark a layer, each once: the query projections of all layouts.
 pub fn query_weights() -> BTreeSet<String> {
-    let queries = WeightLayout::all().into_iter().map(|layout| {
-        let [query, _] = layout.query_and_output();
-        query
-    });
-    queries.chain(["q_proj_weight".to_string()]).collect()
+    let of = |layout: WeightLayout| [true, false].map(|one_width| layout.query_and_output(one_width));
+    WeightLayout::all().into_iter().flat_map(of).map(|[query, _]| query).collect()
 }
 
 /// Rows (out) and columns (in) of a projection, as an `nn.Linear` has them.
@@ -188,27 +183,23 @@ pub fn infer_config(
     if let Some(name) = GATE_NAMES.into_iter().find(|name| has(vb, &format!("{name}.weight"))) {
         bail!("[weights] the layer has an output gate ({name}); shapes do not tell its activation, so give a config")
     }
-    let out = match layout.form() {
-        Form::Separate([.., name], kind) | Form::Packed([_, name], kind, _) => Some((name, kind)),
-        Form::Torch => Some(("out_proj", Kind::Linear)),
-        Form::Stacked(..) => None,
-    };
-    let out_bias = out.is_some_and(|(name, kind)| has(vb, &kind.bias(name)));
-    let out = out.filter(|(name, kind)| has(vb, &kind.weight(name)));
-    let out = out.map(|(name, kind)| matrix(vb, name, kind)).transpose()?;
-    let mut counted = None;
-    let ([q, k, v], biases) = match layout.form() {
-        Form::Separate([q, k, v, _], kind) => separate(vb, [q, k, v], kind)?,
-        Form::Packed(names, kind, _) => packed(vb, names, kind, out, num_heads)?,
-        Form::Torch if has(vb, "in_proj_weight") => packed(vb, ["in_proj", "out_proj"], Kind::InProj, out, num_heads)?,
-        Form::Torch => separate(vb, ["q_proj", "k_proj", "v_proj"], Kind::InProj)?,
-        Form::Stacked([q, k, v, _], kind) => {
-            let heads = (0..).take_while(|head| has(vb, &kind.weight(&format!("heads.{head}.{q}")))).count();
-            counted = Some(heads);
-            let (qkv, biases) = separate(&vb.pp("heads").pp(0), [q, k, v], kind)?;
-            (qkv.map(|Matrix { rows, columns }| Matrix { rows: rows.saturating_mul(heads), columns }), biases)
+    let tensors = layout.tensors(0, has(vb, "in_proj_weight"));
+    let biases = tensors.iter().filter(|tensor| tensor.is_bias && has(vb, &tensor.name()));
+    let biased: Vec<_> = biases.flat_map(|tensor| tensor.places).collect();
+    let weights = tensors.iter().filter(|tensor| !tensor.is_bias && !tensor.holds(Gate));
+    let (outs, weights): (Vec<_>, Vec<_>) = weights.partition(|tensor| tensor.holds(Output));
+    let out = outs.iter().find(|out| has(vb, &out.name()) && !layout.is_stacked());
+    let out = out.map(|out| matrix(vb, out)).transpose()?;
+    let is_there = |head: &usize| has(vb, &layout.tensors(*head, true)[0].name());
+    let counted = layout.is_stacked().then(|| (0..).take_while(is_there).count());
+    let [q, k, v] = match weights.as_slice() {
+        [joint] => packed(vb, [joint, outs[0]], out, num_heads)?,
+        weights => {
+            let all = weights.iter().map(|weight| matrix(vb, weight)).collect::<Result<Vec<_>>>()?;
+            [all[0], all[1], all[2]]
         }
     };
+    let [q, k, v] = [q, k, v].map(|one| Matrix { rows: one.rows.saturating_mul(counted.unwrap_or(1)), ..one });
     let h = match (counted, num_heads) {
         (Some(counted), Some(said)) if counted != said => {
             bail!("[weights] the file has a stack of {counted} heads, but num_heads is {said}")
@@ -228,11 +219,11 @@ pub fn infer_config(
         .with_value_head_dim(value_head_dim)
         .with_key_size(k.columns)
         .with_value_size(v.columns)
-        .with_q_bias(biases[0])
-        .with_k_bias(biases[1])
-        .with_v_bias(biases[2])
+        .with_q_bias(biased.contains(&&Query))
+        .with_k_bias(biased.contains(&&Key))
+        .with_v_bias(biased.contains(&&Value))
         .with_out_proj(out.is_some())
-        .with_out_bias(out_bias)
+        .with_out_bias(out.is_some() && biased.contains(&&Output))
         .with_out_dim(out.map_or(heads_dim, |out| out.rows))
         .with_sinks(has(vb, "sinks"))
         .with_bias_kv(has(vb, "bias_k"));
@@ -255,32 +246,25 @@ fn divide(what: &str, rows: usize, by: usize) -> Result<usize> {
     Ok(rows / by)
 }
 
-fn matrix(vb: &VarBuilder, name: &str, kind: Kind) -> Result<Matrix> {
-    let name = kind.weight(name);
+fn matrix(vb: &VarBuilder, weight: &LayoutTensor) -> Result<Matrix> {
+    let name = weight.name();
     match *shape(vb, &name)?.as_slice() {
-        [columns, rows] if kind.is_transposed() => Ok(Matrix { rows, columns }),
+        [columns, rows] if weight.is_transposed() => Ok(Matrix { rows, columns }),
         [rows, columns] => Ok(Matrix { rows, columns }),
         ref other => bail!("[weights] {name} has shape {other:?}, expected a matrix"),
     }
 }
 
-/// The matrices of queries, keys and values, and which of them have biases.
-type Qkv = ([Matrix; 3], [bool; 3]);
-
-fn separate(vb: &VarBuilder, names: [&str; 3], kind: Kind) -> Result<Qkv> {
-    let [q, k, v] = names.map(|name| matrix(vb, name, kind));
-    Ok(([q?, k?, v?], names.map(|name| has(vb, &kind.bias(name)))))
-}
-
-/// A packed weight has (H + 2 · H_kv) · D rows; the input of the output projection, H · D, tells D.
+/// Queries, keys and values of a packed weight, which has (H + 2 · H_kv) · D rows; the input of the output projection,
+/// H · D, tells D.
 fn packed(
     vb: &VarBuilder,
-    [qkv, out]: [&str; 2],
-    kind: Kind,
+    [qkv, out]: [&LayoutTensor; 2],
     out_matrix: Option<Matrix>,
     num_heads: Option<usize>,
-) -> Result<Qkv> {
-    let Matrix { rows, columns } = matrix(vb, qkv, kind)?;
+) -> Result<[Matrix; 3]> {
+    let Matrix { rows, columns } = matrix(vb, qkv)?;
+    let (qkv, out) = (&qkv.module, &out.module);
     let queries = match out_matrix {
         Some(out) => out.columns,
         None if num_heads == Some(1) => divide(qkv, rows, 3)?,
@@ -292,5 +276,5 @@ fn packed(
     if let Some(h) = num_heads.filter(|&h| h > 0) {
         divide(qkv, keys, divide(qkv, queries, h)?)?;
     }
-    Ok(([queries, keys, keys].map(|rows| Matrix { rows, columns }), [has(vb, &kind.bias(qkv)); 3]))
+    Ok([queries, keys, keys].map(|rows| Matrix { rows, columns }))
 }

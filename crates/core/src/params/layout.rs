@@ -3,9 +3,10 @@
 use std::fmt;
 use std::str::FromStr;
 
-use candle_core::{Error, Result};
+use candle_core::{Error, Result, bail};
 
 use candle_attention_modules::base::did_you_mean;
+use candle_attention_modules::linear::ProjectionPlace::{self, Gate, Key, Output, Query, Value};
 
 /// How a checkpoint lays out the projections of one attention layer.
 ///
@@ -187,7 +188,7 @@ pub enum QkvOrder {
 }
 
 /// The layouts of four linear layers: spelling, and the names of query, key, value and output.
-const LINEAR: [(WeightLayout, &str, [&str; 4]); 22] = [
+static LINEAR: [(WeightLayout, &str, [&str; 4]); 22] = [
     (WeightLayout::Canonical, "canonical", ["q_proj", "k_proj", "v_proj", "o_proj"]),
     (WeightLayout::Book, "book", ["W_query", "W_key", "W_value", "out_proj"]),
     (WeightLayout::Short, "short", ["Wq", "Wk", "Wv", "Wo"]),
@@ -213,7 +214,7 @@ const LINEAR: [(WeightLayout, &str, [&str; 4]); 22] = [
 ];
 
 /// The packed namings, in the order of their type: spelling, and the names of the packed and the output projection.
-const PACKED: [(PackedNaming, &str, [&str; 2]); 10] = [
+static PACKED: [(PackedNaming, &str, [&str; 2]); 10] = [
     (PackedNaming::QkvProj, "qkv_proj", ["qkv_proj", "o_proj"]),
     (PackedNaming::Wqkv, "Wqkv", ["Wqkv", "out_proj"]),
     (PackedNaming::WqkvWo, "Wqkv-Wo", ["Wqkv", "Wo"]),
@@ -230,8 +231,8 @@ impl Naming {
     pub(crate) const ALL: [Self; 4] = [Self::Canonical, Self::Book, Self::Short, Self::D2l];
 
     /// Its layout of linear layers, spelling, and names of query, key, value and output: the first rows of [`LINEAR`].
-    fn row(self) -> (WeightLayout, &'static str, [&'static str; 4]) {
-        LINEAR[self as usize]
+    fn row(self) -> &'static (WeightLayout, &'static str, [&'static str; 4]) {
+        &LINEAR[self as usize]
     }
 }
 
@@ -258,32 +259,40 @@ impl WeightLayout {
         all
     }
 
-    /// How the layout keeps its projections: what detection, inference, loading and saving go by.
-    pub(super) fn form(self) -> Form {
-        match self {
-            Self::Raw(naming, orientation) => Form::Separate(naming.row().2, Kind::Raw(orientation)),
-            Self::StackedHeads(naming, Storage::Linear) => Form::Stacked(naming.row().2, Kind::Linear),
-            Self::StackedHeads(naming, Storage::Raw(way)) => Form::Stacked(naming.row().2, Kind::Raw(way)),
-            Self::Conv1d => Form::Packed(["c_attn", "c_proj"], Kind::Conv1d, QkvOrder::ByPart),
-            Self::Packed(naming, order) => Form::Packed(PACKED[naming as usize].2, Kind::Linear, order),
+    /// The weights and biases of the projections, as far as a layer has them, in the order in which PyTorch draws them:
+    /// what detection, inference, loading and saving go by. Of a stack those of one head; `torch` has a weight each for
+    /// queries, keys and values where their inputs are of several widths.
+    pub(super) fn tensors(self, head: usize, one_width: bool) -> Vec<LayoutTensor> {
+        // Of query, key, value and output, or of the first three together and of output.
+        let (names, kind): (&[&str], _) = match self {
+            Self::Raw(naming, way) | Self::StackedHeads(naming, Storage::Raw(way)) => (&naming.row().2, Kind::Raw(way)),
+            Self::StackedHeads(naming, Storage::Linear) => (&naming.row().2, Kind::Linear),
+            Self::Conv1d => (&["c_attn", "c_proj"], Kind::Conv1d),
+            Self::Packed(naming, _) => (&PACKED[naming as usize].2, Kind::Linear),
             _ => match LINEAR.iter().find(|(layout, ..)| *layout == self) {
-                Some((.., names)) => Form::Separate(*names, Kind::Linear),
-                None => Form::Torch,
+                Some((.., names)) => (names, Kind::Linear),
+                None => return torch(one_width),
             },
-        }
+        };
+        let prefix = if self.is_stacked() { format!("heads.{head}.") } else { String::new() };
+        // Linear layers may be beside a gate of their kind.
+        let gate = if kind == Kind::Linear && !self.is_stacked() { Some((&PLACES[4..], &GATE_NAMES[0])) } else { None };
+        let modules = PLACES[..4].chunks(if names.len() == 2 { 3 } else { 1 }).zip(names).chain(gate);
+        modules.flat_map(|(places, name)| LayoutTensor::of_module(format!("{prefix}{name}"), kind, places)).collect()
     }
 
-    /// The weights of the query projection, or the first of them, and of the output projection.
+    /// The weights of the query projection, or the first of them, and of the output projection; for inputs of
+    /// `one_width` or of several, which makes a difference to `torch`.
     #[doc(hidden)]
-    pub fn query_and_output(self) -> [String; 2] {
-        match self.form() {
-            Form::Separate([query, .., out], kind) | Form::Packed([query, out], kind, _) => {
-                [kind.weight(query), kind.weight(out)]
-            }
-            Form::Stacked([query, .., out], kind) => [query, out].map(|name| kind.weight(&format!("heads.0.{name}"))),
-            // Over one input width; over several there is `q_proj_weight` in its place.
-            Form::Torch => ["in_proj_weight".to_string(), "out_proj.weight".to_string()],
-        }
+    pub fn query_and_output(self, one_width: bool) -> [String; 2] {
+        let tensors = self.tensors(0, one_width);
+        let weight = |place| tensors.iter().filter(|tensor| tensor.holds(place)).map(LayoutTensor::name).next();
+        [Query, Output].map(|place| weight(place).unwrap_or_default())
+    }
+
+    /// Whether each head is a module of its own.
+    pub(super) fn is_stacked(self) -> bool {
+        matches!(self, Self::StackedHeads(..))
     }
 
     /// Whether the modules of this layout register their causal mask as a buffer, `mask`; elsewhere a tensor of that
@@ -293,19 +302,62 @@ impl WeightLayout {
     }
 }
 
-/// How a layout keeps its projections.
-pub(super) enum Form {
-    /// Query, key, value and output, each under its name.
-    Separate([&'static str; 4], Kind),
-    /// Query, key and value of each head below `heads.{i}`; no output projection.
-    Stacked([&'static str; 4], Kind),
-    /// Query, key and value in one, and the output projection.
-    Packed([&'static str; 2], Kind, QkvOrder),
-    /// That of `torch.nn.MultiheadAttention`.
-    Torch,
+/// Those of `torch.nn.MultiheadAttention`.
+fn torch(one_width: bool) -> Vec<LayoutTensor> {
+    let out = LayoutTensor::of_module("out_proj", Kind::OutProj, &PLACES[3..4]);
+    let [joint, bias] = LayoutTensor::of_module("in_proj", Kind::InProj, &PLACES[..3]);
+    let each = PLACES.chunks(1).zip(["q_proj", "k_proj", "v_proj"]);
+    let each = each.map(|(places, name)| LayoutTensor { module: name.into(), places, ..joint.clone() });
+    let weights = if one_width { vec![joint.clone()] } else { each.collect() };
+    out.into_iter().chain(weights).chain([bias]).collect()
 }
 
-/// How one projection is stored: a [`Storage`], or as GPT-2 or `torch.nn.MultiheadAttention` has it.
+/// The names of a gate's own projection, the first of which is the crate's own.
+pub(super) const GATE_NAMES: [&str; 2] = ["gate_proj", "g_proj"];
+
+/// The projections in the order in which layouts name them.
+static PLACES: [ProjectionPlace; 5] = [Query, Key, Value, Output, Gate];
+
+/// A weight or a bias of a layout.
+#[derive(Clone)]
+pub(super) struct LayoutTensor {
+    /// The linear layer that has it, or the plain parameter.
+    pub module: String,
+    pub kind: Kind,
+    pub is_bias: bool,
+    /// The projections whose rows it holds.
+    pub places: &'static [ProjectionPlace],
+}
+
+impl LayoutTensor {
+    /// A weight and its bias.
+    fn of_module(module: impl Into<String>, kind: Kind, places: &'static [ProjectionPlace]) -> [Self; 2] {
+        let weight = Self { module: module.into(), kind, is_bias: false, places };
+        [weight.clone(), Self { is_bias: true, ..weight }]
+    }
+
+    /// As a file has it.
+    pub fn name(&self) -> String {
+        let part = if self.is_bias { "bias" } else { "weight" };
+        match self.kind {
+            Kind::Raw(_) if !self.is_bias => self.module.clone(),
+            Kind::InProj => format!("{}_{part}", self.module),
+            _ => format!("{}.{part}", self.module),
+        }
+    }
+
+    /// Whether it holds rows of a projection's weight.
+    pub fn holds(&self, place: ProjectionPlace) -> bool {
+        !self.is_bias && self.places.contains(&place)
+    }
+
+    /// Whether it is (in, out).
+    pub fn is_transposed(&self) -> bool {
+        !self.is_bias && matches!(self.kind, Kind::Conv1d | Kind::Raw(Orientation::InOut))
+    }
+}
+
+/// How projections are stored: a [`Storage`], or as GPT-2 or `torch.nn.MultiheadAttention` has them.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     /// `.weight` (out, in) and perhaps `.bias`.
@@ -316,27 +368,8 @@ pub(super) enum Kind {
     Raw(Orientation),
     /// `_weight` (out, in), and perhaps `in_proj_bias` for all of q, k and v.
     InProj,
-}
-
-impl Kind {
-    /// The name of the weight of a projection.
-    pub fn weight(self, projection: &str) -> String {
-        match self {
-            Self::Linear | Self::Conv1d => format!("{projection}.weight"),
-            Self::Raw(_) => projection.to_string(),
-            Self::InProj => format!("{projection}_weight"),
-        }
-    }
-
-    /// The name of its bias.
-    pub fn bias(self, projection: &str) -> String {
-        if self == Self::InProj { "in_proj_bias".to_string() } else { format!("{projection}.bias") }
-    }
-
-    /// Whether the weight is (in, out).
-    pub fn is_transposed(self) -> bool {
-        matches!(self, Self::Conv1d | Self::Raw(Orientation::InOut))
-    }
+    /// As a linear layer, whose bias begins with zeros.
+    OutProj,
 }
 
 impl fmt::Display for WeightLayout {
@@ -363,17 +396,14 @@ impl FromStr for WeightLayout {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        Self::all().into_iter().find(|layout| layout.to_string() == text).ok_or_else(|| {
-            let known: Vec<_> = Self::all().iter().map(ToString::to_string).collect();
-            let first = || {
-                format!(
-                    "expected one of: {}, .. ({} in all, `WeightLayout::all()`)",
-                    known[..5].join(", "),
-                    known.len()
-                )
-            };
-            let hint = did_you_mean(text, known.iter().map(String::as_str), first);
-            Error::msg(format!("[weight_layout] unknown layout {text:?}, {hint}"))
-        })
+        let all = Self::all();
+        let known: Vec<_> = all.iter().map(ToString::to_string).collect();
+        if let Some(at) = known.iter().position(|name| name == text) {
+            return Ok(all[at]);
+        }
+        let first = known[..5].join(", ");
+        let first = || format!("expected one of: {first}, .. ({} in all, `WeightLayout::all()`)", known.len());
+        let hint = did_you_mean(text, known.iter().map(String::as_str), first);
+        bail!("[weight_layout] unknown layout {text:?}, {hint}")
     }
 }

@@ -11,13 +11,13 @@ pub use tensors::projection_shape;
 
 use candle_core::{Error, Result, Tensor};
 use candle_nn::Linear;
-use layout::Form;
-use tensors::{GATE_NAMES, Part, heads_of, projection_tensors};
+use layout::{GATE_NAMES, LayoutTensor};
+use tensors::projection_tensors;
 
 use crate::config::{KvSource, MultiHeadAttentionConfig};
 use candle_attention_modules::base::{Heads, Parameter, Source, Spec, fits_in_memory};
 use candle_attention_modules::gate::GatePlace;
-use candle_attention_modules::linear::{ByPlace, ProjectionPlace, ProjectionRows};
+use candle_attention_modules::linear::{ByPlace, ProjectionPlace, ProjectionRows, Projections};
 
 /// The projections in any layout, or this process's part of each, where the config is the whole layer's.
 ///
@@ -27,85 +27,69 @@ pub(crate) fn load_projections(
     cfg: &MultiHeadAttentionConfig,
     layout: WeightLayout,
     source: &Source,
-) -> Result<ByPlace<ProjectionRows>> {
-    let has_weight = |name: &&str| source.has(&format!("{name}.weight"));
-    let gate_name = GATE_NAMES.into_iter().find(has_weight).unwrap_or(GATE_NAMES[0]);
-    let tensors = projection_tensors(cfg, layout, gate_name).or_else(|problem| source.fail(problem))?;
+) -> Result<Projections> {
+    let own_heads = source.own_range(Heads::Query, cfg.num_heads());
+    let tensors = projection_tensors(cfg, layout, own_heads).or_else(|problem| source.fail(problem))?;
     if !cfg.output_gate().is_some_and(|gate| gate.place != GatePlace::Query) {
-        for parameter in ["weight", "bias"] {
-            source.refuse(&format!("{gate_name}.{parameter}"), "the config says there is no such gate")?;
-        }
+        let names = GATE_NAMES.into_iter().flat_map(|name| ["weight", "bias"].map(|part| format!("{name}.{part}")));
+        source.refuse(names, "the config says there is no such gate")?;
     }
-    let own_inputs = source.own_range(Heads::Query, projection_shape(cfg, ProjectionPlace::Output).1);
     let mut projections = ByPlace::<ProjectionRows>::new();
     for mut tensor in tensors {
-        let beside = tensor.is_bias.then(|| bias_beside(&tensor.spec.name)).flatten();
-        if let Some(beside) = beside.filter(|name| source.has(name)) {
-            tensor.spec = Spec::new(beside, tensor.spec.shape, tensor.spec.init);
+        if let Some(other) = other_name(&tensor.spec.name).filter(|name| source.has(name)) {
+            tensor.spec = Spec { name: other.clone(), stored: other, ..tensor.spec };
         }
         if !tensor.is_wanted {
-            source.refuse(&tensor.spec.name, "the config says there is no such bias")?;
+            source.refuse([&tensor.spec.name], "the config says there is no such bias")?;
             continue;
         }
-        // Of the rows of this process's heads those that are in the tensor.
-        let own_rows = |Part { place, rows, first }: &Part| {
-            let own = source.own_range(heads_of(*place), projection_shape(cfg, *place).0);
-            own.start.clamp(*first, first + rows.count()) - first..own.end.clamp(*first, first + rows.count()) - first
-        };
-        match tensor.parts.as_slice() {
-            [Part { place: ProjectionPlace::Output, .. }] => {
-                let stored = match tensor.is_bias {
-                    true => source.bias_of_sum(tensor.read(source)?)?,
-                    false => tensor.read_part(1, own_inputs.clone(), source)?,
-                };
-                projections.entry(ProjectionPlace::Output).or_default().push(stored.into(), tensor.is_bias);
-            }
-            parts => {
-                // A tensor of several is read once.
-                let whole = if parts.len() > 1 { Some(tensor.read(source)?) } else { None };
-                for part in parts {
-                    let own = own_rows(part);
-                    let rows = match &whole {
-                        Some(whole) => Parameter::of(whole.clone(), part.rows.clone()).narrow(own)?,
-                        None if own.is_empty() => continue,
-                        None => tensor.read_part(0, own, source)?.into(),
-                    };
-                    projections.entry(part.place).or_default().push(rows, tensor.is_bias);
+        let read = source.read(&tensor.spec)?;
+        let read = if tensor.is_transposed { read.t()? } else { read };
+        let is_of_sum = tensor.is_bias && tensor.parts[0].place == ProjectionPlace::Output;
+        let read = if is_of_sum { source.bias_of_sum(read)? } else { read };
+        for part in &tensor.parts {
+            let own = match tensor.parts.len() {
+                1 => read.clone().into(),
+                // Read once, whole.
+                _ => {
+                    let own = source.own_range(part.heads(), part.rows.count());
+                    Parameter::of(read.clone(), part.rows.clone()).narrow(own)?
                 }
-            }
+            };
+            projections.entry(part.place).or_default().push(own, tensor.is_bias);
         }
     }
     if !cfg.out_proj() {
         refuse_out_proj(source)?;
     }
     // The published files of layers that read those of an earlier one have both, which nobody reads.
-    if let (KvSource::KeysAsValues, Form::Separate([.., value, _], kind)) = (cfg.kv_source(), layout.form()) {
-        source.refuse(&kind.weight(value), "the config says that values are the keys' projection")?;
+    if cfg.kv_source() == KvSource::KeysAsValues {
+        let all = layout.tensors(0, true);
+        let values = all.iter().filter(|tensor| tensor.holds(ProjectionPlace::Value)).map(LayoutTensor::name);
+        source.refuse(values, "the config says that values are the keys' projection")?;
     }
-    if let Form::Stacked([query, ..], kind) = layout.form() {
+    if layout.is_stacked() {
         let h = cfg.num_heads();
         (0..h).try_for_each(|head| refuse_out_proj(&source.pp("heads").pp(head)))?;
-        if source.has(&kind.weight(&format!("heads.{h}.{query}"))) {
+        if source.has(&layout.tensors(h, true)[0].name()) {
             return source.fail(format!("the file has more than the {h} heads of the config"));
         }
     }
-    Ok(projections)
+    Projections::new(&projections, source.dtype(), source.device())
 }
 
-/// The parameter beside the projections in which BEiT's and VideoMAE's first files keep a bias.
-fn bias_beside(name: &str) -> Option<String> {
+/// The other name of a gate's projection; and the parameter beside projections in which the first files of BEiT and
+/// VideoMAE keep a bias.
+fn other_name(name: &str) -> Option<String> {
     let names = [("query.bias", "q_bias"), ("key.bias", "k_bias"), ("value.bias", "v_bias")];
-    names.into_iter().find_map(|(usual, beside)| Some(format!("{}{beside}", name.strip_suffix(usual)?)))
+    let beside = names.into_iter().find_map(|(usual, beside)| Some(format!("{}{beside}", name.strip_suffix(usual)?)));
+    beside.or_else(|| Some(format!("{}{}", GATE_NAMES[1], name.strip_prefix(GATE_NAMES[0])?)))
 }
 
 /// No layout's output projection may be there, whatever its name: without it the numbers are others.
 fn refuse_out_proj(source: &Source) -> Result<()> {
-    for name in WeightLayout::output_names() {
-        for name in [format!("{name}.weight"), format!("{name}.bias"), name.to_string()] {
-            source.refuse(&name, "the config says there is no output projection")?;
-        }
-    }
-    Ok(())
+    let of = |name: &str| [format!("{name}.weight"), format!("{name}.bias"), name.to_string()];
+    source.refuse(WeightLayout::output_names().flat_map(of), "the config says there is no output projection")
 }
 
 /// The inverse of [`load_projections`]: the tensors of a layer's projections, and the mask that some layouts keep.
@@ -119,7 +103,8 @@ pub(crate) fn state_dict(
 ) -> Result<Vec<(String, Tensor)>> {
     let fail = |problem: String| Error::msg(format!("[state_dict] {problem} (layout {layout})"));
     let mut named = Vec::new();
-    for tensor in projection_tensors(cfg, layout, GATE_NAMES[0]).map_err(fail)?.filter(|tensor| tensor.is_wanted) {
+    let tensors = projection_tensors(cfg, layout, 0..cfg.num_heads()).map_err(fail)?;
+    for tensor in tensors.filter(|tensor| tensor.is_wanted) {
         let rows_of = |place: ProjectionPlace| {
             let linear = projections.get(&place)?;
             if tensor.is_bias { linear.bias() } else { Some(linear.weight()) }
@@ -135,13 +120,10 @@ pub(crate) fn state_dict(
             return Err(fail(format!("the mask buffer of a context length of {t} does not fit in memory")));
         }
         // The book's `triu(ones(T, T), diagonal=1)`: 1 where a key is hidden.
-        let hidden: Vec<f32> = (0..t * t).map(|at| if at % t > at / t { 1.0 } else { 0.0 }).collect();
-        let mask = Tensor::from_vec(hidden, (t, t), weight.device())?.to_dtype(weight.dtype())?;
-        match layout.form() {
-            Form::Stacked(..) => {
-                named.extend((0..cfg.num_heads()).map(|head| (format!("heads.{head}.mask"), mask.clone())))
-            }
-            _ => named.push(("mask".to_string(), mask)),
+        let mask = Tensor::tril2(t, weight.dtype(), weight.device())?.affine(-1.0, 1.0)?;
+        match layout.is_stacked() {
+            true => named.extend((0..cfg.num_heads()).map(|head| (format!("heads.{head}.mask"), mask.clone()))),
+            false => named.push(("mask".to_string(), mask)),
         }
     }
     Ok(named)

@@ -162,8 +162,7 @@ impl RelativeBias {
     pub fn new(config: &RelativeBiasConfig, num_heads: usize, vb: VarBuilder) -> Result<Self> {
         config.validate()?;
         number::size(OP, "num_heads", num_heads)?;
-        let source = Source::new(OP, "t5", vb);
-        source.check_dtype()?;
+        let source = Source::new(OP, "t5", vb)?;
         // `nn.Embedding`'s initialisation.
         let init = Init::Randn { mean: 0.0, stdev: 1.0 };
         let weight = source.pp("relative_attention_bias").get((config.num_buckets, num_heads), "weight", init)?;

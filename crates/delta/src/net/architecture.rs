@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::OP;
 use candle_attention_modules::base::{
-    Heads, LINEAR_WEIGHT, Options, Parameter, Rows, Source, Spec, has, number, options,
+    HeadShard, Heads, LINEAR_WEIGHT, Options, Parameter, Rows, Source, Spec, has, number, options,
 };
 use candle_attention_modules::gate::GateActivation;
 use candle_attention_modules::linear::ProjectionRows;
@@ -268,12 +268,12 @@ impl DeltaLayout {
         let are_thirds = convolutions.len() == 3 && source.has(&first.name) && source.read(&first).is_ok();
         let mut whole = Parameter::default();
         for (n, Packed { name, parts, .. }) in convolutions.into_iter().enumerate() {
-            source.refuse(&format!("{name}.bias"), "the layer has no biases")?;
+            source.refuse([format!("{name}.bias")], "the layer has no biases")?;
             let usual = parts.map(|part| cfg.rows()[part].len()).sum();
             let rows = if are_thirds { third.min(v.end.saturating_sub(n * third)) } else { usual };
             whole.extend(source.read(&spec(name, rows))?.into());
         }
-        if !source.is_sharded() {
+        if source.shard() == HeadShard::WHOLE {
             return Ok(whole);
         }
         let whole = whole.tensor()?;
@@ -298,10 +298,10 @@ impl Packed {
     pub fn read(all: &[Self], cfg: &GatedDeltaNetConfig, source: &Source) -> Result<Vec<ProjectionRows>> {
         let (rows, mut read) = (cfg.rows(), Vec::new());
         for Self { name, parts, groups } in all {
-            source.refuse(&format!("{name}.bias"), "the layer has no biases")?;
+            source.refuse([format!("{name}.bias")], "the layer has no biases")?;
             let (start, end) = (rows[parts.start].start, rows[parts.end - 1].end);
             let spec = Spec::new(format!("{name}.weight"), [end - start, cfg.embed_dim()], LINEAR_WEIGHT);
-            let reads_parts = source.is_sharded() && *groups == 1;
+            let reads_parts = source.shard() != HeadShard::WHOLE && *groups == 1;
             let whole = if reads_parts { None } else { Some(source.read(&spec)?) };
             for part in parts.clone() {
                 let (own, at) = (own_rows(part, cfg, source), rows[part].start - start);

@@ -17,7 +17,7 @@ use candle_nn::{Init, VarBuilder};
 use crate::rule::{DeltaOptions, gated_delta_rule, gated_delta_rule_varlen};
 use architecture::Packed;
 use candle_attention_modules::base::{
-    HeadDim, HeadShard, Heads, ParameterList, Source, Spec, Stored, accumulation_dtype, frozen, part, save,
+    HeadDim, HeadShard, Heads, ParameterList, Source, Spec, accumulation_dtype, frozen, part, save,
 };
 use candle_attention_modules::gate::GateActivation;
 use candle_attention_modules::linear::{PackedLinear, Projection, ProjectionRows};
@@ -97,7 +97,7 @@ impl GatedDeltaNet {
     /// For a config that does not fit together or that the layout cannot hold, and for a missing or misshapen tensor,
     /// named with both shapes.
     pub fn load(cfg: &GatedDeltaNetConfig, layout: DeltaLayout, vb: VarBuilder) -> Result<Self> {
-        Self::read(cfg, layout, None, Source::new(OP, layout, vb))
+        Self::read(cfg, layout, Source::new(OP, layout, vb)?)
     }
 
     /// The heads of one process of several, from Candle's sharded builder: tensor parallelism, as
@@ -114,15 +114,14 @@ impl GatedDeltaNet {
         shard: HeadShard,
         vb: &ShardedVarBuilder<'static>,
     ) -> Result<Self> {
-        Self::read(cfg, layout, Some(shard), Source::sharded(OP, layout, vb))
+        Self::read(cfg, layout, Source::sharded(OP, layout, vb)?.with_shard(shard))
     }
 
     /// All heads, or those of a shard.
-    fn read(cfg: &GatedDeltaNetConfig, layout: DeltaLayout, shard: Option<HeadShard>, source: Source) -> Result<Self> {
+    fn read(cfg: &GatedDeltaNetConfig, layout: DeltaLayout, source: Source) -> Result<Self> {
         cfg.validate()?;
-        source.check_dtype()?;
         let (h, h_k, embed_dim) = (cfg.num_heads(), cfg.num_key_heads(), cfg.embed_dim());
-        let source = source.with_shard(shard, h, h_k)?;
+        let source = source.with_heads([h, h_k])?;
         let packed = layout.projections(cfg).or_else(|problem| source.fail(problem))?;
         let inputs = Packed::read(&packed, cfg, &source)?;
         let by_head = |dim| Some(HeadDim { heads: Heads::Query, dim });
@@ -312,6 +311,6 @@ fn specs(cfg: &GatedDeltaNetConfig, norm: &str, source: &Source) -> [Spec; 3] {
     [
         Spec::new(RATE, shape, init).by_head(Heads::Query, dim),
         Spec::new(BIAS, [cfg.num_decays()], Init::Const(1.0)).by_head(Heads::Query, 0),
-        Spec::new(NORM, [cfg.value_head_dim()], Init::Const(1.0)).stored(Stored::Whole(format!("{norm}.weight"))),
+        Spec::new(NORM, [cfg.value_head_dim()], Init::Const(1.0)).stored(format!("{norm}.weight")),
     ]
 }

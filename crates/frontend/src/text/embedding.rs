@@ -96,8 +96,7 @@ impl EmbeddingLayer {
     pub fn new(cfg: &EmbeddingConfig, vb: VarBuilder) -> Result<Self> {
         cfg.validate()?;
         let normal = Init::Randn { mean: 0., stdev: 1. };
-        let source = Source::new("embedding", "embedding", vb);
-        source.check_dtype()?;
+        let source = Source::new("embedding", "embedding", vb)?;
         let tokens = source.pp("embedding");
         let is_new = !tokens.has("weight");
         let table = tokens.get((cfg.vocab_size, cfg.embed_dim), "weight", normal)?;
@@ -108,7 +107,7 @@ impl EmbeddingLayer {
         }
         let positions = |n| source.pp("position_embedding").get((n, cfg.embed_dim), "weight", normal);
         if cfg.max_positions.is_none() {
-            source.refuse("position_embedding.weight", "the config says there are no positions")?;
+            source.refuse(["position_embedding.weight"], "the config says there are no positions")?;
         }
         let positions = cfg.max_positions.map(positions).transpose()?;
         Ok(Self { table, positions, padding_idx: cfg.padding_idx })

@@ -42,29 +42,16 @@ pub struct Spec {
     pub init: Init,
     /// `None` where each process has all of it.
     pub by_head: Option<HeadDim>,
-    /// Where a file has it.
-    pub stored: Stored,
-}
-
-/// Where a file has a parameter.
-#[derive(Debug, Clone)]
-pub enum Stored {
-    /// Whole, under this name.
-    Whole(String),
-    /// Each entry of the first dimension by itself, `list.{i}.part`.
-    List {
-        /// The name of the list.
-        list: String,
-        /// What follows the number of an entry.
-        part: &'static str,
-    },
+    /// Its name in a file; with `{}` for the number of an entry where a file has each entry of the first dimension by
+    /// itself.
+    pub stored: String,
 }
 
 impl Spec {
     /// One that files have under the crate's own name, and each process whole.
     pub fn new(name: impl Into<String>, shape: impl Into<Vec<usize>>, init: Init) -> Self {
         let name = name.into();
-        Self { stored: Stored::Whole(name.clone()), name, shape: shape.into(), init, by_head: None }
+        Self { stored: name.clone(), name, shape: shape.into(), init, by_head: None }
     }
 
     /// One whose dimension `dim` is divided by heads.
@@ -72,15 +59,18 @@ impl Spec {
         Self { by_head: Some(HeadDim { heads, dim }), ..self }
     }
 
-    /// One that a file has in another place.
-    pub fn stored(self, stored: Stored) -> Self {
-        Self { stored, ..self }
+    /// One that a file has under another name.
+    pub fn stored(self, stored: impl Into<String>) -> Self {
+        Self { stored: stored.into(), ..self }
     }
 
     fn load(&self, source: &Source) -> Result<Parameter> {
-        let Stored::List { list, part } = &self.stored else { return Ok(source.read(self)?.into()) };
+        if !self.stored.contains("{}") {
+            return Ok(source.read(self)?.into());
+        }
         let own = self.by_head.map_or(0..self.shape[0], |by_head| source.own_range(by_head.heads, self.shape[0]));
-        let entry = |i: usize| source.pp(list).pp(i).get(&self.shape[1..], part, self.init)?.unsqueeze(0);
+        let name = |i: usize| self.stored.replace("{}", &i.to_string());
+        let entry = |i: usize| source.get(&self.shape[1..], &name(i), self.init)?.unsqueeze(0);
         let parameter = own.map(|i| entry(i).map(Parameter::from)).collect::<Result<Parameter>>()?;
         if parameter.is_tracked() { Ok(parameter) } else { Ok(parameter.tensor()?.into()) }
     }
@@ -99,7 +89,7 @@ struct Piece {
 
 impl From<Tensor> for Parameter {
     fn from(tensor: Tensor) -> Self {
-        let rows = Rows::first(tensor.dims()[0]);
+        let rows = Rows { groups: 1, range: 0..tensor.dims()[0] };
         Self::of(tensor, rows)
     }
 }
@@ -131,18 +121,13 @@ impl Parameter {
     }
 
     /// How many rows there are.
-    pub fn len(&self) -> usize {
+    pub fn count(&self) -> usize {
         self.0.iter().map(|piece| piece.rows.count()).sum()
-    }
-
-    /// Whether nothing was read.
-    pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
     }
 
     /// A copy of some of the rows, unless these are all.
     pub fn narrow(self, own: Range<usize>) -> Result<Self> {
-        if own.len() == self.len() {
+        if own.len() == self.count() {
             return Ok(self);
         }
         Ok(self.tensor()?.narrow(0, own.start, own.len())?.force_contiguous()?.into())
@@ -283,6 +268,9 @@ pub struct HeadShard {
 }
 
 impl HeadShard {
+    /// That of a process alone: all heads.
+    pub const WHOLE: Self = Self { rank: 0, world_size: 1 };
+
     /// The share of process `rank`, from 0 on.
     ///
     /// # Errors
@@ -358,11 +346,6 @@ pub struct Rows {
 }
 
 impl Rows {
-    /// The first `len` rows.
-    pub fn first(len: usize) -> Self {
-        Self { groups: 1, range: 0..len }
-    }
-
     /// How many they are.
     pub fn count(&self) -> usize {
         self.groups * self.range.len()

@@ -8,7 +8,7 @@ use candle_nn::init::{FanInOut, Init, NonLinearity, NormalOrUniform};
 use candle_nn::var_builder::{Shard, ShardedVarBuilder, SimpleBackend};
 use candle_nn::{Linear, VarBuilder};
 
-use super::{FLOATS, HeadDim, HeadShard, Heads, Spec, Stored, fits_in_memory};
+use super::{FLOATS, HeadDim, HeadShard, Heads, Spec, fits_in_memory};
 
 /// What is added to a float8 weight's name for that of its scale. Both are factors, whatever `inv` may suggest.
 pub const SCALES: [&str; 2] = ["_scale_inv", "_scale"];
@@ -39,46 +39,62 @@ pub struct Source<'a> {
     layout: String,
     /// The root of a builder that reads parts of the same tensors.
     sharded: Option<ShardedVarBuilder<'static>>,
-    /// One process of several, and the query and key heads of all.
-    shard: Option<(HeadShard, [usize; 2])>,
+    shard: HeadShard,
+    /// How many query and key heads all processes have together.
+    heads: [usize; 2],
 }
 
 impl<'a> Source<'a> {
     /// Of `layout`, as errors call it, for the operation `op`.
-    pub fn new(op: &'static str, layout: impl ToString, vb: VarBuilder<'a>) -> Self {
-        Self { vb, op, layout: layout.to_string(), sharded: None, shard: None }
+    ///
+    /// # Errors
+    /// If the builder gives what no attention can be computed in.
+    pub fn new(op: &'static str, layout: impl ToString, vb: VarBuilder<'a>) -> Result<Self> {
+        let dtype = vb.dtype();
+        if !FLOATS.contains(&dtype) {
+            bail!("[{op}] the builder gives weights as {dtype:?}, expected F32, F16, BF16 or F64")
+        }
+        Ok(Self { vb, op, layout: layout.to_string(), sharded: None, shard: HeadShard::WHOLE, heads: [1; 2] })
     }
 
     /// Over a builder that can read parts of tensors.
-    pub fn sharded(op: &'static str, layout: impl ToString, vb: &ShardedVarBuilder<'static>) -> Self {
-        Self { sharded: Some(vb.root()), ..Self::new(op, layout, whole(vb)) }
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn sharded(op: &'static str, layout: impl ToString, vb: &ShardedVarBuilder<'static>) -> Result<Self> {
+        Ok(Self { sharded: Some(vb.root()), ..Self::new(op, layout, whole(vb))? })
     }
 
-    /// One that gives a process of several its own of `h` query heads and `h_kv` key heads.
+    /// One that gives a process its own.
+    pub fn with_shard(self, shard: HeadShard) -> Self {
+        Self { shard, ..self }
+    }
+
+    /// Whose parameters the source gives.
+    pub fn shard(&self) -> HeadShard {
+        self.shard
+    }
+
+    /// One that knows the numbers of query and key heads.
     ///
     /// # Errors
     /// For more processes than query heads.
-    pub fn with_shard(self, shard: Option<HeadShard>, h: usize, h_kv: usize) -> Result<Self> {
-        let Some(shard) = shard else { return Ok(self) };
-        if shard.world_size() > h {
-            bail!("[{}] a world size of {} is more than the {h} heads", self.op, shard.world_size())
+    pub fn with_heads(self, heads: [usize; 2]) -> Result<Self> {
+        let (n, h) = (self.shard.world_size(), heads[0]);
+        if n > h {
+            bail!("[{}] a world size of {n} is more than the {h} heads", self.op)
         }
-        Ok(Self { shard: Some((shard, [h, h_kv])), ..self })
-    }
-
-    /// Whether it gives a process some of the heads.
-    pub fn is_sharded(&self) -> bool {
-        self.shard.is_some()
+        Ok(Self { heads, ..self })
     }
 
     /// The entries of this process's heads along a dimension of `len`.
     pub fn own_range(&self, heads: Heads, len: usize) -> Range<usize> {
-        self.shard.map_or(0..len, |(shard, of)| shard.range(heads, of, len))
+        self.shard.range(heads, self.heads, len)
     }
 
     /// A bias that is added to the sum of what all processes give: one of them has it, the others have zeros.
     pub fn bias_of_sum(&self, bias: Tensor) -> Result<Tensor> {
-        if self.shard.is_none_or(|(shard, _)| shard.rank() == 0) { Ok(bias) } else { bias.zeros_like() }
+        if self.shard.rank() == 0 { Ok(bias) } else { bias.zeros_like() }
     }
 
     /// Below a prefix.
@@ -94,15 +110,6 @@ impl<'a> Source<'a> {
     /// The device that parameters are read to.
     pub fn device(&self) -> &Device {
         self.vb.device()
-    }
-
-    /// An error if the builder gives what no attention can be computed in.
-    pub fn check_dtype(&self) -> Result<()> {
-        let dtype = self.vb.dtype();
-        if !FLOATS.contains(&dtype) {
-            bail!("[{}] the builder gives weights as {dtype:?}, expected F32, F16, BF16 or F64", self.op)
-        }
-        Ok(())
     }
 
     /// The tensor of that name and shape.
@@ -142,7 +149,7 @@ impl<'a> Source<'a> {
 
     /// Some entries of a parameter along a dimension.
     pub fn read_part(&self, spec: &Spec, dim: usize, own: Range<usize>) -> Result<Tensor> {
-        let name = if let Stored::Whole(name) = &spec.stored { name } else { &spec.name };
+        let name = &spec.stored;
         if own.len() == spec.shape[dim] {
             return self.get(spec.shape.as_slice(), name, spec.init);
         }
@@ -192,19 +199,19 @@ impl<'a> Source<'a> {
         if wanted {
             return Ok(Some(self.get(shape, name, init)?));
         }
-        self.refuse(name, "the config says there is no such bias")?;
+        self.refuse([name], "the config says there is no such bias")?;
         Ok(None)
     }
 
-    /// That the file holds no such tensor, which would be left out though it changes the numbers.
+    /// That the file holds no tensor of these names, which would be left out though it changes the numbers.
     ///
     /// # Errors
     /// If it does, with the reason `why`.
-    pub fn refuse(&self, name: &str, why: &str) -> Result<()> {
-        if self.has(name) {
-            bail!("[{}] {} is in the file, but {why} (layout {})", self.op, self.full_name(name), self.layout)
+    pub fn refuse(&self, names: impl IntoIterator<Item = impl AsRef<str>>, why: &str) -> Result<()> {
+        match names.into_iter().find(|name| self.has(name.as_ref())) {
+            Some(name) => self.fail(format!("{} is in the file, but {why}", self.full_name(name.as_ref()))),
+            None => Ok(()),
         }
-        Ok(())
     }
 
     /// An error if the builder has a scale for the weight: it would give float8 without it. The builder of a

@@ -204,8 +204,7 @@ impl Module for LayerNorm {
 
 fn load(op: &'static str, kind: QkNormKind, size: usize, config: LayerNormConfig, vb: VarBuilder) -> Result<Norm> {
     number::epsilon(op, "eps", config.eps)?;
-    let source = Source::new(op, "candle-nn", vb);
-    source.check_dtype()?;
+    let source = Source::new(op, "candle-nn", vb)?;
     Norm::load(kind, config.eps, size, config.affine, &source)
 }
 

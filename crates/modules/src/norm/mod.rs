@@ -9,7 +9,7 @@ use candle_core::{D, DType, Device, Result, Tensor, bail};
 use candle_nn::{Init, ops};
 use serde::{Deserialize, Serialize};
 
-use crate::base::{Heads, Parameter, ParameterList, Source, Spec, Stored, accumulation_dtype, check_memory, number};
+use crate::base::{Heads, Parameter, ParameterList, Source, Spec, accumulation_dtype, check_memory, number};
 pub use blocks::{LayerNorm, RmsNorm, layer_norm, layer_norm_no_bias, rms_norm, rms_norm_plus_one};
 use rows::RowNorm;
 
@@ -135,21 +135,17 @@ impl NormPlace {
         let is_list = norm.scope == QkNormScope::PerHeadWeights && source.has(&first_of_list(stored));
         let list = format!("{stored}.norms");
         if is_list {
-            source.refuse(&format!("{list}.{count}.weight"), &format!("there are {count} heads"))?;
+            source.refuse([format!("{list}.{count}.weight")], &format!("there are {count} heads"))?;
         }
         let has_bias = norm.kind == QkNormKind::Layer;
         if !has_bias {
             let heads = (0..count).map(|head| format!("{list}.{head}"));
             let in_list = heads.take_while(|head| is_list && source.has(&format!("{head}.weight")));
-            for module in in_list.chain([stored.to_string()]) {
-                source.refuse(&format!("{module}.bias"), "the config says there is no such bias")?;
-            }
+            let biases = in_list.chain([stored.to_string()]).map(|module| format!("{module}.bias"));
+            source.refuse(biases, "the config says there is no such bias")?;
         }
         let spec = |part: &'static str, init| {
-            let stored = match is_list {
-                true => Stored::List { list: list.clone(), part },
-                false => Stored::Whole(format!("{stored}.{part}")),
-            };
+            let stored = if is_list { format!("{list}.{{}}.{part}") } else { format!("{stored}.{part}") };
             let spec = Spec::new(format!("{}.{part}", names[0]), self.shape(), init).stored(stored);
             if norm.scope == QkNormScope::PerHead { spec } else { spec.by_head(heads, 0) }
         };
@@ -173,11 +169,8 @@ pub fn refuse_norms(qk_norm: Option<QkNorm>, context_norm: Option<ContextNorm>, 
     let of_heads = [OF_QUERIES, OF_KEYS].map(|names| ("qk_norm", qk_norm.is_some(), names));
     let all = of_heads.into_iter().chain([("context_norm", context_norm.is_some(), OF_CONTEXT)]);
     for (option, _, names) in all.filter(|(_, is_set, _)| !is_set) {
-        for name in names {
-            for parameter in [format!("{name}.weight"), format!("{name}.bias"), first_of_list(name)] {
-                source.refuse(&parameter, &format!("the config says there is no {option}"))?;
-            }
-        }
+        let of = |name| [format!("{name}.weight"), format!("{name}.bias"), first_of_list(name)];
+        source.refuse(names.into_iter().flat_map(of), &format!("the config says there is no {option}"))?;
     }
     Ok(())
 }

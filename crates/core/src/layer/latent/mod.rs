@@ -88,7 +88,7 @@ impl MultiHeadLatentAttention {
     /// # Errors
     /// For a config that does not fit together, and for a missing or misshapen tensor, named with both shapes.
     pub fn new(cfg: &MultiHeadLatentAttentionConfig, vb: VarBuilder) -> Result<Self> {
-        Self::load(cfg, None, Source::new(OP, "latent", vb))
+        Self::load(cfg, Source::new(OP, "latent", vb)?)
     }
 
     /// The heads of one process of several, from Candle's sharded builder: tensor parallelism, as
@@ -102,15 +102,14 @@ impl MultiHeadLatentAttention {
         shard: HeadShard,
         vb: &ShardedVarBuilder<'static>,
     ) -> Result<Self> {
-        Self::load(cfg, Some(shard), Source::sharded(OP, "latent", vb))
+        Self::load(cfg, Source::sharded(OP, "latent", vb)?.with_shard(shard))
     }
 
     /// All heads, or those of a shard.
-    fn load(cfg: &MultiHeadLatentAttentionConfig, shard: Option<HeadShard>, source: Source) -> Result<Self> {
+    fn load(cfg: &MultiHeadLatentAttentionConfig, source: Source) -> Result<Self> {
         cfg.validate()?;
-        source.check_dtype()?;
         let (h, embed_dim, rank) = (cfg.num_heads(), cfg.embed_dim(), cfg.kv_lora_rank());
-        let source = source.with_shard(shard, h, h)?;
+        let source = source.with_heads([h; 2])?;
         let down = (rank + cfg.rope_head_dim(), embed_dim);
         let out = (embed_dim, h * cfg.value_head_dim());
         let norm = |name, rank| Norm::load(QkNormKind::Rms, cfg.norm_eps(), rank, false, &source.pp(name));
@@ -128,7 +127,7 @@ impl MultiHeadLatentAttention {
             out: source.linear("o_proj", out, cfg.bias(), Some(COLUMNS))?.try_into()?,
             rotary: RotaryEmbedding::new(cfg.rope(), cfg.rope_head_dim())?,
             mask: if cfg.causal() { AttentionMask::causal() } else { AttentionMask::none() },
-            config: cfg.clone().with_num_heads(shard.map_or(h, |shard| shard.part_of(h).len())),
+            config: cfg.clone().with_num_heads(source.shard().part_of(h).len()),
         })
     }
 

@@ -113,8 +113,7 @@ impl RelativeEmbeddings {
     /// For a config that does not fit together, and for a missing or misshapen tensor.
     pub fn new(config: &DisentangledConfig, embed_dim: usize, vb: VarBuilder) -> Result<Self> {
         config.validate()?;
-        let source = Source::new("relative_embeddings", "deberta", vb);
-        source.check_dtype()?;
+        let source = Source::new("relative_embeddings", "deberta", vb)?;
         let init = Init::Randn { mean: 0.0, stdev: 1.0 };
         let weight = source.pp("rel_embeddings").get((2 * config.span(), embed_dim), "weight", init)?;
         let norm = |eps| Norm::load(QkNormKind::Layer, eps, embed_dim, true, &source.pp("LayerNorm"));

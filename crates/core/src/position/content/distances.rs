@@ -10,7 +10,7 @@ use super::{ContentLayer, OP};
 use crate::mask::AttentionMask;
 use crate::sdpa::{Attended, Keys, Outputs, OwnKeys, SdpaOptions};
 use candle_attention_modules::base::{
-    Heads, LINEAR_WEIGHT, ParameterList, Source, Spec, Stored, accumulation_dtype, check_memory,
+    Heads, LINEAR_WEIGHT, ParameterList, Source, Spec, accumulation_dtype, check_memory,
 };
 
 /// Names of Transformer-XL's parameters: ESPnet's and NeMo's, which transformers has of Parakeet.
@@ -45,9 +45,8 @@ pub(super) fn rows_of(table: &Tensor, indices: impl Iterator<Item = usize>) -> R
 pub(super) fn transformer_xl(layer: &ContentLayer, source: &Source) -> Vec<Spec> {
     let (h, d, own) = (layer.num_heads, layer.head_dim, TRANSFORMER_XL[0]);
     let stored = TRANSFORMER_XL.into_iter().find(|names| source.has(names[1])).unwrap_or(own);
-    let spec = |n: usize, shape: [usize; 2], init| {
-        Spec::new(own[n], shape, init).stored(Stored::Whole(stored[n].into())).by_head(Heads::Query, 0)
-    };
+    let spec =
+        |n: usize, shape: [usize; 2], init| Spec::new(own[n], shape, init).stored(stored[n]).by_head(Heads::Query, 0);
     let bias = |n| spec(n, [h, d], Init::Const(0.0));
     vec![spec(0, [h * d, layer.embed_dim], LINEAR_WEIGHT), bias(1), bias(2)]
 }

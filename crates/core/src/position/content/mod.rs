@@ -17,7 +17,7 @@ use candle_nn::Init;
 use serde::{Deserialize, Serialize};
 
 use super::{Latest, ScoreTerm, Scores, Term, TermCall, latest};
-use candle_attention_modules::base::{ParameterList, Source, Spec, Stored, accumulation_dtype, number};
+use candle_attention_modules::base::{ParameterList, Source, Spec, accumulation_dtype, number};
 use candle_attention_modules::norm::Norm;
 use distances::{DistanceRows, TRANSFORMER_XL};
 
@@ -191,8 +191,8 @@ pub(crate) fn content_specs(
     let &ContentLayer { num_heads, head_dim, embed_dim, .. } = layer;
     let Some(positions) = positions else {
         let anywhere = PREFIXES.iter().flat_map(|prefix| images::WINDOW.map(|name| format!("{prefix}{name}")));
-        let mut names = images::GRID.iter().chain(&distances::PARAMETERS).map(|name| name.to_string()).chain(anywhere);
-        names.try_for_each(|name| source.refuse(&name, "the config has no content_positions"))?;
+        let names = images::GRID.iter().chain(&distances::PARAMETERS).map(|name| name.to_string()).chain(anywhere);
+        source.refuse(names, "the config has no content_positions")?;
         return Ok(Vec::new());
     };
     Ok(match *positions {
@@ -217,7 +217,7 @@ const PREFIXES: [&str; 3] = ["", "self.", "relative_position_bias."];
 fn spec(name: &str, shape: &[usize], init: Init, source: &Source) -> Spec {
     let names = PREFIXES.map(|prefix| format!("{prefix}{name}"));
     let stored = names.iter().find(|name| source.has(name)).unwrap_or(&names[0]);
-    Spec::new(name, shape, init).stored(Stored::Whole(stored.clone()))
+    Spec::new(name, shape, init).stored(stored)
 }
 
 /// The term of a layer.

@@ -11,7 +11,7 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-use candle_core::{DType, Device, Error, Module, Result, Tensor, bail};
+use candle_core::{DType, Device, Module, Result, Tensor, bail};
 use candle_nn::Linear;
 
 use super::PackedLinear;
@@ -91,7 +91,7 @@ impl Projection {
                 Ok(all.chunks(1).map(Self::of_rows).collect::<Result<Vec<_>>>()?.concat())
             }
             _ => {
-                let parts = all.iter().map(|rows| (rows.weight.len(), rows.bias.is_some()));
+                let parts = all.iter().map(|rows| (rows.weight.count(), rows.bias.is_some()));
                 let columns = ProjectionColumns::split(ProjectionRows::to_linear(all)?.try_into()?, parts);
                 Ok(columns.into_iter().map(Self::Columns).collect())
             }
@@ -166,7 +166,7 @@ impl Projection {
             (Self::Columns(ProjectionColumns { weight, range, .. }), _) => weight.product(xs, range.clone(), residual),
             (Self::Tracked(rows), _) => {
                 let linear: PackedLinear = ProjectionRows::to_linear(&[rows])?.try_into()?;
-                linear.product(xs, 0..rows.weight.len(), residual)
+                linear.product(xs, 0..rows.weight.count(), residual)
             }
             (Self::Module(module), None) => module.forward(xs),
             (Self::Module(module), Some(residual)) => module.forward(xs)? + residual,
@@ -201,14 +201,13 @@ pub struct Projected {
 }
 
 impl Projections {
-    /// From a checkpoint: weights are packed now, or read in each call where training changes them.
+    /// From a checkpoint, of a dtype on a device: weights are packed now, or read in each call where training changes
+    /// them.
     ///
     /// # Errors
-    /// If there is none of queries, and if memory is short.
-    pub fn new(loaded: ByPlace<ProjectionRows>) -> Result<Self> {
-        let q = existing(loaded.get(&Query))?;
-        let (dtype, device) = (q.weight.first().dtype(), q.weight.first().device().clone());
-        Ok(Self { all: Self::pack(&loaded)?, dtype, device })
+    /// If memory is short.
+    pub fn new(loaded: &ByPlace<ProjectionRows>, dtype: DType, device: &Device) -> Result<Self> {
+        Ok(Self { all: Self::pack(loaded)?, dtype, device: device.clone() })
     }
 
     /// Those of inputs of one width are columns of one product.
@@ -322,7 +321,8 @@ impl Projections {
         let mut inputs = vec![(Query, queries), (Gate, queries)];
         inputs.extend(key_value.into_iter().flat_map(|[keys, values]| [(Key, keys), (Value, values)]));
         let mut projected = self.project(&inputs)?;
-        let (q, gate) = (existing(projected.remove(&Query))?, projected.remove(&Gate));
+        let Some(q) = projected.remove(&Query) else { bail!("[{OP}] expected a query projection") };
+        let gate = projected.remove(&Gate);
         Ok(Projected { q, kv: keys_and_values(projected), gate })
     }
 
@@ -355,9 +355,4 @@ impl Projections {
 fn keys_and_values(mut projected: ByPlace<Tensor>) -> Option<[Tensor; 2]> {
     let k = projected.remove(&Key)?;
     Some([k.clone(), projected.remove(&Value).unwrap_or(k)])
-}
-
-/// That of queries, which every layer has.
-fn existing<T>(query: Option<T>) -> Result<T> {
-    query.ok_or_else(|| Error::msg(format!("[{OP}] expected a query projection")))
 }

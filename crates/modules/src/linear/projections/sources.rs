@@ -135,7 +135,7 @@ impl ProjectionRows {
         let bias = |rows: &&Self| match &rows.bias {
             Some(bias) => Ok(bias.clone()),
             // Adding zero changes no number.
-            None => Ok(Tensor::zeros(rows.weight.len(), weight.dtype(), weight.device())?.into()),
+            None => Ok(Tensor::zeros(rows.weight.count(), weight.dtype(), weight.device())?.into()),
         };
         let bias = projections.iter().map(bias).collect::<Result<Parameter>>()?.tensor()?;
         Ok(Linear::new(weight, Some(bias)))
