@@ -27,6 +27,8 @@ pub(super) enum KeysFrom<'a> {
     Cache(&'a mut AttentionCache),
     /// What an earlier layer's call of the same tokens left.
     EarlierLayer(&'a AttentionCache),
+    /// Two of these were given, of which one is meant.
+    Conflict([&'static str; 2]),
 }
 
 impl KeysFrom<'_> {
@@ -37,6 +39,7 @@ impl KeysFrom<'_> {
             Self::Memory(_) => "a memory",
             Self::Cache(_) => "a cache",
             Self::EarlierLayer(_) => "the cache of an earlier layer",
+            Self::Conflict([_, last]) => last,
         }
     }
 }
@@ -46,8 +49,6 @@ impl KeysFrom<'_> {
 pub struct AttentionInput<'a> {
     pub(super) queries: &'a Tensor,
     pub(super) keys: KeysFrom<'a>,
-    /// Two origins of keys that were given, of which one is meant.
-    pub(super) conflict: Option<[&'static str; 2]>,
     pub(super) mask: Option<&'a AttentionMask>,
     pub(super) positions: Option<&'a Tensor>,
     pub(super) key_positions: Option<&'a Tensor>,
@@ -68,7 +69,6 @@ impl<'a> AttentionInput<'a> {
         Self {
             queries: xs,
             keys: KeysFrom::Own,
-            conflict: None,
             mask: None,
             positions: None,
             key_positions: None,
@@ -96,11 +96,9 @@ impl<'a> AttentionInput<'a> {
     }
 
     fn with_keys_from(mut self, keys: KeysFrom<'a>) -> Self {
-        let [before, after] = [self.keys.name(), keys.name()];
-        if !matches!(self.keys, KeysFrom::Own) && before != after {
-            self.conflict = Some([before, after]);
-        }
-        self.keys = keys;
+        let both = [self.keys.name(), keys.name()];
+        let is_one = matches!(self.keys, KeysFrom::Own) || both[0] == both[1];
+        self.keys = if is_one { keys } else { KeysFrom::Conflict(both) };
         self
     }
 
@@ -310,40 +308,26 @@ impl<'a> AttentionInput<'a> {
         ranges: fn(&PackedSequences, usize) -> Range<usize>,
         t: usize,
     ) -> Result<Positions> {
-        match self.packed {
-            Some(sequences) => {
-                Positions::of_each((0..sequences.len()).flat_map(|s| 0..ranges(sequences, s).len()).collect(), t)
-            }
-            None => Positions::starting_at(&[0], t),
+        let Some(sequences) = self.packed else { return Positions::starting_at(&[0], t) };
+        Positions::of_each((0..sequences.len()).flat_map(|s| 0..ranges(sequences, s).len()).collect(), t)
+    }
+
+    /// The positions of the queries: those that were given, or the places of the tokens in their sequences.
+    pub(super) fn query_positions(&self, tokens: &NewTokens) -> Result<Positions> {
+        match (self.packed, &tokens.given) {
+            (Some(_), None) => self.default_positions(PackedSequences::queries, tokens.t),
+            _ => tokens.positions(),
         }
     }
 
     /// The most positions that a sequence of `t` queries and `t_kv` keys has.
     pub(super) fn longest(&self, t_q: usize, t_kv: usize) -> usize {
-        match self.packed {
-            Some(sequences) => sequences.longest_queries().max(sequences.longest_keys()),
-            None => t_q.max(t_kv),
-        }
+        let of_packed = |sequences: &PackedSequences| sequences.longest_queries().max(sequences.longest_keys());
+        self.packed.map_or(t_q.max(t_kv), of_packed)
     }
 
-    /// Gives the same input, with a copy of its cache if it has one, to a function.
-    pub(super) fn with_forked_cache<R>(&self, run: impl FnOnce(AttentionInput) -> Result<R>) -> Result<R> {
-        let mut fork;
-        let keys = match &self.keys {
-            KeysFrom::Own => KeysFrom::Own,
-            &KeysFrom::Cross { keys, values } => KeysFrom::Cross { keys, values },
-            KeysFrom::Memory(memory) => KeysFrom::Memory(memory),
-            KeysFrom::EarlierLayer(cache) => KeysFrom::EarlierLayer(cache),
-            KeysFrom::Cache(cache) => {
-                fork = cache.fork()?;
-                KeysFrom::Cache(&mut fork)
-            }
-        };
-        run(AttentionInput { keys, ..*self })
-    }
-
-    /// The tokens that a call of `dims` (B, T) adds to its cache, if it has one. `own` is the layer's mask.
-    pub(super) fn new_tokens(&self, op: &str, dims: (usize, usize), own: &AttentionMask) -> Result<Option<NewTokens>> {
+    /// The tokens of a call of `dims` (B, T), behind those that a cache holds. `own` is the layer's mask.
+    pub(super) fn tokens(&self, op: &str, dims: (usize, usize), own: &AttentionMask) -> Result<NewTokens> {
         if self.function.is_some() && (self.is_cached() || self.packed.is_some()) {
             bail!("[{op}] an attention function was given with a cache or packed sequences, expected one of them")
         }
@@ -354,7 +338,8 @@ impl<'a> AttentionInput<'a> {
                 "[{op}] valid_lens or starts of an `AttentionInput` were given to a call without a cache, expected those \
                  of an `AttentionMask`"
             ),
-            _ => return Ok(None),
+            // All of them, in any number of sequences.
+            _ => NewTokens { t: dims.1, ..NewTokens::default() },
         };
         let has_earlier = tokens.before.iter().any(|&before| before > 0);
         if has_earlier && own.shows_later_keys() && self.mask.is_none_or(AttentionMask::shows_later_keys) {
@@ -367,31 +352,8 @@ impl<'a> AttentionInput<'a> {
                 );
             });
         }
-        Ok(Some(NewTokens { given: self.given_positions(dims)?, ..tokens }))
-    }
-
-    /// The positions of all keys that a cache holds with those that the call adds to it.
-    pub(super) fn cached_positions(&self, new_tokens: Option<&NewTokens>) -> Result<Option<Positions>> {
-        match &self.keys {
-            KeysFrom::Cache(cache) => cache.key_positions(new_tokens).map(Some),
-            // It has the call's tokens already.
-            KeysFrom::EarlierLayer(cache) => cache.key_positions(None).map(Some),
-            _ => Ok(None),
-        }
-    }
-
-    /// The positions of a call's queries (B, T): those behind a cache's, those that were given, or the default ones.
-    pub(super) fn query_positions(&self, dims: (usize, usize), new_tokens: Option<&NewTokens>) -> Result<Positions> {
-        if let Some(new_tokens) = new_tokens {
-            return new_tokens.positions();
-        }
-        let default = || self.default_positions(PackedSequences::queries, dims.1);
-        self.given_positions(dims)?.map_or_else(default, Ok)
-    }
-
-    /// The positions that a call of `dims` (B, T) was given.
-    pub(super) fn given_positions(&self, (b, t): (usize, usize)) -> Result<Option<Positions>> {
-        self.positions.map(|given| Positions::from_tensor("positions", given, b, t)).transpose()
+        let given = self.positions.map(|given| Positions::from_tensor("positions", given, dims.0, dims.1));
+        Ok(NewTokens { given: given.transpose()?, ..tokens })
     }
 }
 

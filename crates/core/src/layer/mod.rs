@@ -24,7 +24,6 @@ use crate::config::MultiHeadAttentionConfig;
 use crate::mask::AttentionMask;
 use crate::params::{WeightLayout, load_projections, projection_shape, state_dict};
 use crate::position::{ContentPositions, RelativeBias, RelativeEmbeddings, RotaryEmbedding, ScoreTerm, Term, alibi};
-use crate::sdpa::Attended;
 use candle_attention_modules::base::{Dim, Expect, HeadShard, Heads, ParameterList, Source, save};
 use candle_attention_modules::linear::{ProjectionModule, ProjectionModules, ProjectionPlace, Projections};
 use candle_attention_modules::norm::{Norm, Span};
@@ -39,13 +38,6 @@ pub struct LayerOutput {
     pub output: Tensor,
     /// The weights after softmax and dropout: (B, H, T_q, T_kv); (H, T_q, T_kv) for an input (T_q, E).
     pub weights: Tensor,
-}
-
-impl LayerOutput {
-    fn of(attended: Attended) -> Result<Self> {
-        let (output, weights) = attended.with_weights()?;
-        Ok(Self { output, weights })
-    }
 }
 
 /// Multi-head attention: self or cross, of any head count down to one.
@@ -87,8 +79,6 @@ pub struct MultiHeadAttention {
     /// The stack's, as is the bias.
     relative_embeddings: Option<RelativeEmbeddings>,
     relative_bias: Option<RelativeBias>,
-    sinks: Option<Tensor>,
-    bias_kv: Option<(Tensor, Tensor)>,
     mask: AttentionMask,
 }
 
@@ -221,8 +211,6 @@ impl MultiHeadAttention {
             alibi,
             relative_embeddings: None,
             relative_bias: None,
-            sinks: None,
-            bias_kv: None,
             mask,
         };
         layer.with_parameters(parameters)
@@ -407,9 +395,13 @@ impl MultiHeadAttention {
         [&self.content, &self.alibi].into_iter().flatten().map(|term| &**term).chain(bias)
     }
 
-    /// What an input of that width has to be like.
-    fn expected(&self, width: usize, batched: bool) -> Expected<'_> {
-        Expected { op: OP, width, batched, dtype: self.projections.dtype(), device: self.projections.device() }
+    fn terms_take_positions(&self) -> bool {
+        self.terms().any(|term| term.takes_positions())
+    }
+
+    /// What inputs have to be like.
+    fn expected(&self, batched: bool) -> Expected<'_> {
+        Expected { op: OP, batched, dtype: self.projections.dtype(), device: self.projections.device() }
     }
 }
 

@@ -122,8 +122,6 @@ impl MultiHeadAttention {
         let ([q, k, context], [of_q, of_k]) = (norms(&self.config).map(norm), self.norm_spans);
         (self.q_norm, self.k_norm) = (q?.map(|norm| norm.over(of_q)), k?.map(|norm| norm.over(of_k)));
         self.context_norm = context?;
-        self.bias_kv = parameters.tensor("bias_k")?.zip(parameters.tensor("bias_v")?);
-        self.sinks = parameters.tensor("sinks")?;
         let (d, embeddings) = (self.config.head_dim(), self.relative_embeddings.as_ref());
         let of = |positions| content(positions, d, &parameters, embeddings);
         self.content = self.config.content_positions().map(of).transpose()?;

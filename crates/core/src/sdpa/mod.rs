@@ -226,11 +226,6 @@ pub(crate) trait Keys {
 
     /// The path that [`attend`](Self::attend) takes, and why.
     fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan>;
-
-    /// Keeps the keys and values of the call, where there is a cache: the last thing that is done.
-    fn commit(self: Box<Self>) -> Result<()> {
-        Ok(())
-    }
 }
 
 /// Keys (B, H_kv, T_kv, D) and values (B, H_kv, T_kv, D_v), or those (1, H_kv, total_kv, ..) of packed sequences.
