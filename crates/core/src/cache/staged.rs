@@ -72,6 +72,17 @@ impl NewTokens {
         self.ends().max().unwrap_or(0)
     }
 
+    /// Where the queries of each sequence stand, beside the keys that are held of it.
+    fn placements(&self, held: &[Range<usize>]) -> Vec<Placement> {
+        let of_sequence = |((&before, tokens), keys): ((&usize, &Range<usize>), &Range<usize>)| Placement {
+            query: before as i128 - tokens.start as i128,
+            keys: keys.clone(),
+            end: before + tokens.len(),
+            tokens: tokens.clone(),
+        };
+        self.before.iter().zip(&self.tokens).zip(held).map(of_sequence).collect()
+    }
+
     /// Whether nothing is padding.
     pub fn all_valid(&self) -> bool {
         self.tokens.iter().all(|tokens| *tokens == (0..self.t))
@@ -115,11 +126,10 @@ pub(crate) trait Expand: fmt::Debug {
 /// What one call reads of a cache: with its own keys and values where it brings some.
 #[derive(Debug)]
 pub(crate) struct CachedCall<'e> {
-    new: NewTokens,
     buffers: KvBuffers,
-    /// Of each sequence, the positions that the buffers hold: the first of them is in row 0.
-    held: Vec<Range<usize>>,
-    /// The dtype of the call's keys.
+    /// Of each sequence, where its queries stand, and the keys that the buffers hold: the first of them is in row 0.
+    placements: Vec<Placement>,
+    /// What attention to floats is computed in.
     dtype: DType,
     /// Whether gradients end at the cache.
     detached: bool,
@@ -129,15 +139,14 @@ pub(crate) struct CachedCall<'e> {
 
 impl AttentionCache {
     /// Stages the keys (B, H_kv, T, D) and values (B, H_kv, T, D_v) of a call behind what is held: what the call reads,
-    /// and what the cache becomes if all goes well ([`commit`](Self::commit)). Without `own_v`, values are the first
-    /// `d_v` columns of the keys.
+    /// and what the cache becomes if all goes well. Without `own_v`, values are the first `d_v` columns of the keys.
     ///
     /// # Errors
     /// For keys and values that do not fit each other or those before, that are tracked for gradients, and for more
     /// positions than there may be.
     pub(crate) fn stage<'e>(
         &self,
-        new: NewTokens,
+        new: &NewTokens,
         k: &Tensor,
         own_v: Option<&Tensor>,
         d_v: usize,
@@ -145,15 +154,16 @@ impl AttentionCache {
         let kv = self.encode(k, own_v, d_v)?;
         let own = self.buffers.as_ref().filter(|own| own.accepts(&kv));
         let held = if self.held.is_empty() { vec![0..0; new.tokens.len()] } else { self.held.clone() };
-        let with_new = |(held, tokens): (&Range<usize>, &Range<usize>)| held.len() + tokens.len();
-        let longest_with_new = |held: &[Range<usize>]| held.iter().zip(&new.tokens).map(with_new).max().unwrap_or(0);
+        let with_new = |held: &[Range<usize>]| -> Vec<_> {
+            held.iter().zip(&new.tokens).map(|(held, tokens)| held.start..held.end + tokens.len()).collect()
+        };
         let (capacity, most) = (own.map_or(0, KvBuffers::capacity), self.config.most_held().unwrap_or(usize::MAX));
         let before: Vec<_> = match self.config.window() {
-            _ if longest_with_new(&held) <= most.max(capacity) => held.clone(),
+            _ if longest(&with_new(&held)) <= most.max(capacity) => held.clone(),
             // Before the first new token, a window reaches back by one key less than its length.
             Some(window) => held.iter().map(|held| last(held, window - 1)).collect(),
             None => {
-                let full = held.iter().zip(&new.tokens).map(with_new).position(|len| len > most).unwrap_or(0);
+                let full = with_new(&held).iter().position(|held| held.len() > most).unwrap_or(0);
                 bail!(
                     "[{OP}] sequence {full} holds {} positions, and {} more exceed the capacity of {most}",
                     held[full].len(),
@@ -161,7 +171,8 @@ impl AttentionCache {
                 )
             }
         };
-        let needed = longest_with_new(&before);
+        let held_now = with_new(&before);
+        let needed = longest(&held_now);
         let buffers = match own {
             Some(own) if before == held && needed <= capacity => own.clone(),
             // New ones, so that a call that fails leaves the cache as it was: in a sliding cache, once in every
@@ -171,21 +182,19 @@ impl AttentionCache {
                 own.unwrap_or(&kv).gather(&rows_of(&held, &before), needed.max(larger))?
             }
         };
-        buffers.append(&kv, &before, &new)?;
-        let with_new = |(held, tokens): (&Range<usize>, &Range<usize>)| held.start..held.end + tokens.len();
-        let held: Vec<_> = before.iter().zip(&new.tokens).map(with_new).collect();
+        buffers.append(&kv, &before, new)?;
         // Less than is read, where a call brings more than a sliding cache holds.
-        let kept: Vec<_> = held.iter().map(|held| last(held, most)).collect();
-        let is_whole = kept == held || self.config.shared();
+        let kept: Vec<_> = held_now.iter().map(|held| last(held, most)).collect();
+        let is_whole = kept == held_now || self.config.shared();
         let cache = Self {
             config: self.config.clone(),
-            buffers: Some(if is_whole { buffers.clone() } else { buffers.gather(&rows_of(&held, &kept), most)? }),
-            held: if is_whole { held.clone() } else { kept },
-            positions: self.positions_with(&new)?,
+            buffers: Some(if is_whole { buffers.clone() } else { buffers.gather(&rows_of(&held_now, &kept), most)? }),
+            held: if is_whole { held_now.clone() } else { kept },
+            positions: self.positions_with(new)?,
             dtype: Some(k.dtype()),
         };
-        let (dtype, detached) = (k.dtype(), self.config.detached());
-        Ok((CachedCall { new, buffers, held, dtype, detached, expansion: None }, cache))
+        let (dtype, detached) = (buffers.float_dtype(k.dtype()), self.config.detached());
+        Ok((CachedCall { buffers, placements: new.placements(&held_now), dtype, detached, expansion: None }, cache))
     }
 
     /// The keys and values of a call in the format of the cache.
@@ -208,24 +217,12 @@ impl AttentionCache {
         Ok(kv)
     }
 
-    /// Makes the keys and values of a call part of the cache.
-    ///
-    /// Later calls write to the buffers of a cache in place. A graph that refers to them keeps them for its `backward`,
-    /// and the cache goes on with a copy.
-    ///
-    /// # Errors
-    /// For a copy that does not fit in memory.
-    pub(crate) fn commit(&mut self, staged: Self, in_graph: bool) -> Result<()> {
-        *self = if in_graph { staged.fork()? } else { staged };
-        Ok(())
-    }
-
     /// The call of a later layer, with the queries `q`, that reads what an earlier layer's call of the same tokens left
     /// in its cache: keys (B, H_kv, T, D) and values (B, H_kv, T, D_v) of the `sizes` [H_kv, D, D_v].
     ///
     /// # Errors
     /// For other sizes, for queries of another dtype than the keys, and for a copy that does not fit in memory.
-    pub(crate) fn reading<'e>(&self, new: NewTokens, q: &Tensor, sizes: [usize; 3]) -> Result<CachedCall<'e>> {
+    pub(crate) fn reading<'e>(&self, new: &NewTokens, q: &Tensor, sizes: [usize; 3]) -> Result<CachedCall<'e>> {
         let (Some(buffers), Some(dtype)) = (&self.buffers, self.dtype) else {
             bail!("[{OP}] the cache of the earlier layer is empty, expected its call with the same tokens first")
         };
@@ -242,22 +239,18 @@ impl AttentionCache {
         let detached = self.config.detached();
         // Later calls of the earlier layer write to its buffers in place.
         let buffers = if q.track_op() && !detached { buffers.copy()? } else { buffers.clone() };
-        Ok(CachedCall { new, buffers, held: self.held.clone(), dtype, detached, expansion: None })
+        let (dtype, placements) = (buffers.float_dtype(dtype), new.placements(&self.held));
+        Ok(CachedCall { buffers, placements, dtype, detached, expansion: None })
     }
 }
 
 impl CachedCall<'_> {
     /// Keys (B, H_kv, rows, D) and values (B, H_kv, rows, D_v): views, or of 8 bits as floats, or computed from these.
     pub(super) fn read(&self, rows: &KvBuffers) -> Result<[Tensor; 2]> {
-        let floats = rows.floats(self.float_dtype())?;
+        let floats = rows.floats(self.dtype)?;
         let Some(expansion) = self.expansion else { return Ok(floats) };
         let expanded = expansion.expand(&floats[0])?;
         Ok(if self.detached { expanded.map(|tensor| tensor.detach()) } else { expanded })
-    }
-
-    /// What attention to floats is computed in.
-    fn float_dtype(&self) -> DType {
-        self.buffers.float_dtype(self.dtype)
     }
 
     /// Gives `with` the call of `op` for some outputs. Its keys and values are of 8 bits where a kernel reads them and
@@ -280,7 +273,7 @@ impl CachedCall<'_> {
             }
         }
         let [k, v] = self.read(rows)?;
-        with(&Call::new(op, [&q.to_dtype(self.float_dtype())?, &k, &v], mask, options)?)
+        with(&Call::new(op, [&q.to_dtype(self.dtype)?, &k, &v], mask, options)?)
     }
 
     /// The rows of the buffers that hold a key of some sequence, and the mask and the options of attention to them, of
@@ -294,36 +287,21 @@ impl CachedCall<'_> {
         mask: &AttentionMask,
         options: &SdpaOptions,
     ) -> Result<(KvBuffers, AttentionMask, SdpaOptions)> {
-        let held = &self.held;
-        let rows = held.iter().map(Range::len).max().unwrap_or(0);
-        let placements = self.placements();
-        if held.iter().any(|held| held.start > 0)
-            && let Some((sequence, position)) = mask.missing_key(&placements, q.dim(2)?)?
+        let starts: Vec<_> = self.placements.iter().map(|placement| placement.keys.start).collect();
+        let rows = self.placements.iter().map(|placement| placement.keys.len()).max().unwrap_or(0);
+        if starts.iter().any(|&start| start > 0)
+            && let Some((sequence, position)) = mask.missing_key(&self.placements, q.dim(2)?)?
         {
             bail!(
                 "[{OP}] a query of sequence {sequence} sees the key at position {position}, but the cache \
                  holds those from {} on; expected a shorter window in the mask, or a longer one in the cache",
-                held[sequence].start
+                starts[sequence]
             )
         }
         let (b, h, t_q, _) = q.dims4()?;
-        let mask = mask.rebase(&placements, [b, h, t_q, rows], q.device())?;
-        let starts: Vec<_> = held.iter().map(|held| held.start).collect();
+        let mask = mask.rebase(&self.placements, [b, h, t_q, rows], q.device())?;
         let options = options.of_keys(&starts, t_q, rows)?;
         Ok((self.buffers.positions(&(0..rows))?, mask, options))
-    }
-
-    fn placements(&self) -> Vec<Placement> {
-        let of_sequence = |(sequence, held): (usize, &Range<usize>)| {
-            let (before, tokens) = (self.new.before[sequence], self.new.tokens[sequence].clone());
-            Placement {
-                query: before as i128 - tokens.start as i128,
-                keys: held.clone(),
-                end: before + tokens.len(),
-                tokens,
-            }
-        };
-        self.held.iter().enumerate().map(of_sequence).collect()
     }
 }
 
@@ -344,6 +322,11 @@ impl Keys for CachedCall<'_> {
 fn rows_of(held: &[Range<usize>], part: &[Range<usize>]) -> Vec<(usize, Range<usize>)> {
     let rows = |(held, part): (&Range<usize>, &Range<usize>)| part.start - held.start..part.end - held.start;
     held.iter().zip(part).map(rows).enumerate().collect()
+}
+
+/// The most positions that are held of a sequence.
+fn longest(held: &[Range<usize>]) -> usize {
+    held.iter().map(Range::len).max().unwrap_or(0)
 }
 
 /// The last n positions, or all.

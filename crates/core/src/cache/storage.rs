@@ -300,9 +300,7 @@ fn check_memory(dims: &[usize], dtype: DType) -> Result<()> {
 pub(super) fn quantize(rows: &Tensor) -> Result<(Tensor, Tensor)> {
     let rows = rows.to_dtype(DType::F32)?.contiguous()?;
     if rows.elem_count() == 0 {
-        let mut dims = rows.dims().to_vec();
-        dims.pop();
-        dims.push(1);
+        let dims = [&rows.dims()[..rows.rank() - 1], &[1]].concat();
         return Ok((rows.to_dtype(DType::U8)?, Tensor::zeros(dims, DType::F32, rows.device())?));
     }
     // x - x is 0 for finite x and NaN otherwise, which a maximum may pass over.

@@ -1,14 +1,14 @@
-//! What the inputs of a call have to be like, and the positions of its queries and keys.
+//! What the inputs of a call have to be like.
 
 use std::fmt;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-use super::input::KeysFrom;
+use super::input::{CallPositions, KeysFrom};
 use super::{AttentionInput, MultiHeadAttention, OP};
 use crate::cache::NewTokens;
 use crate::config::KvSource;
-use crate::position::{AxisPositions, Positions, RopeConfig};
+use crate::position::RopeConfig;
 use crate::sdpa::PackedSequences;
 use candle_attention_modules::base::{Dim, Expect, check_keys_and_values, is_addressable};
 
@@ -95,15 +95,6 @@ pub(super) struct Inputs {
     pub residual: Option<Tensor>,
 }
 
-/// The positions of a call's tokens.
-pub(super) struct CallPositions {
-    pub queries: Positions,
-    /// Those of the call's own keys; `None` where they are the queries'.
-    pub keys: Option<Positions>,
-    /// Those by which queries and keys are rotated, where these are on several axes.
-    pub axes: Option<AxisPositions>,
-}
-
 impl MultiHeadAttention {
     pub(super) fn check(&self, input: &AttentionInput) -> Result<Inputs> {
         let cfg = &self.config;
@@ -144,8 +135,10 @@ impl MultiHeadAttention {
                 (Some([queries.clone(), queries.clone()]), t_q)
             }
         };
+        let of_packed = |sequences: &PackedSequences| sequences.longest_queries().max(sequences.longest_keys());
+        let longest = input.packed.map_or(t_q.max(t_kv), of_packed);
         let what = format_args!("queries {:?} and {t_kv} keys", input.queries.dims());
-        self.check_lengths(b, t_q.max(t_kv), input.longest(t_q, t_kv), what)?;
+        self.check_lengths(b, t_q.max(t_kv), longest, what)?;
         input.check_packed(OP, &queries, t_kv)?;
         if cfg.appended_keys() > 0 && (input.packed.is_some() || input.is_cached()) {
             bail!("[{OP}] the layer appends keys to those of a call, which neither a cache nor packed sequences take")
@@ -161,7 +154,14 @@ impl MultiHeadAttention {
         }
         let tokens = input.tokens(OP, (b, t_q), &self.mask)?;
         self.check_context(tokens.longest())?;
-        let positions = self.positions(input, &tokens, b, t_kv)?;
+        let axes = cfg.rope().and_then(RopeConfig::axes);
+        let takes_positions = self.rotary.is_some() || cfg.query_scaling().is_some() || self.terms_take_positions();
+        let positions = input.positions(OP, (&tokens, b, t_kv), axes, takes_positions)?;
+        let all = positions.iter().flat_map(|at| [&at.queries].into_iter().chain(&at.keys));
+        let length = all.map(|positions| positions.length).max().unwrap_or(0);
+        if let Some(context_length) = cfg.context_length().filter(|&most| length > most) {
+            bail!("[{OP}] position {} is not below the context length {context_length}", length - 1)
+        }
         Ok(Inputs { queries, key_value, t_kv, tokens, positions, residual })
     }
 
@@ -201,52 +201,5 @@ impl MultiHeadAttention {
             bail!("[{OP}] {what} are too large to address")
         }
         Ok(())
-    }
-
-    /// `None` for a layer that has no use for positions; their shape is checked all the same.
-    fn positions(
-        &self,
-        input: &AttentionInput,
-        tokens: &NewTokens,
-        b: usize,
-        t_kv: usize,
-    ) -> Result<Option<CallPositions>> {
-        let keys = input.key_positions.map(|given| Positions::from_tensor("key positions", given, b, t_kv));
-        let keys = keys.transpose()?;
-        if keys.is_some() && !input.is_cross() {
-            bail!("[{OP}] key positions are given, but the keys are the queries")
-        }
-        let axes = self.axis_positions(input, b, tokens.t)?;
-        if self.rotary.is_none() && self.config.query_scaling().is_none() && !self.terms_take_positions() {
-            return Ok(None);
-        }
-        let queries = input.query_positions(tokens)?;
-        let or_default = || input.default_positions(PackedSequences::keys, t_kv);
-        let keys = input.is_cross().then(|| keys.map_or_else(or_default, Ok)).transpose()?;
-        let length = keys.iter().map(|keys| keys.length).fold(queries.length, usize::max);
-        if let Some(context_length) = self.config.context_length().filter(|&most| length > most) {
-            bail!("[{OP}] position {} is not below the context length {context_length}", length - 1)
-        }
-        Ok(Some(CallPositions { queries, keys, axes }))
-    }
-
-    fn axis_positions(&self, input: &AttentionInput, b: usize, t: usize) -> Result<Option<AxisPositions>> {
-        match (self.config.rope().and_then(RopeConfig::axes), input.axis_positions) {
-            (None, None) => Ok(None),
-            (None, Some(_)) => {
-                bail!("[{OP}] axis positions were given, but the config's rope has no axes")
-            }
-            (Some(_), Some(_)) if input.is_cross() => {
-                bail!("[{OP}] axis positions were given beside keys, expected self-attention")
-            }
-            (Some(axes), Some(positions)) => {
-                AxisPositions::from_tensor(positions, axes.sections().len(), b, t).map(Some)
-            }
-            (Some(axes), None) if axes.is_axial() => bail!(
-                "[{OP}] rotary positions are on {} axes, expected a call `with_axis_positions`",
-                axes.sections().len()
-            ),
-            (Some(_), None) => Ok(None),
-        }
     }
 }

@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Tensor, bail};
 
-use super::checks::{Inputs, NO_KEYS};
+use super::checks::NO_KEYS;
 use super::heads::split_heads;
 use super::input::KeysFrom;
 use super::{AttentionInput, LayerOutput, MultiHeadAttention, OP};
@@ -103,22 +103,27 @@ impl MultiHeadAttention {
         let Projected { q, kv, gate } = self.project(input, &inputs)?;
         // No context is computed for padding, and zero times what it holds is to be zero.
         let gate = gate.map(|gate| inputs.tokens.without_padding(gate)).transpose()?;
-        let (k, v, cached, cache) = match (&input.keys, kv) {
+        let (own, cached, cache) = match (&input.keys, kv) {
             (KeysFrom::Cache(cache), Some([k, v])) => {
-                let (cached, cache) = cache.stage(inputs.tokens.clone(), &k, Some(&v), v.dim(3)?)?;
-                (None, None, Some(cached), Some(cache))
+                let (cached, cache) = cache.stage(&inputs.tokens, &k, Some(&v), v.dim(3)?)?;
+                (None, Some(cached), Some(cache))
             }
-            (KeysFrom::EarlierLayer(cache), None) => {
+            (KeysFrom::EarlierLayer(cache), _) => {
                 let sizes = [cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim()];
-                (None, None, Some(cache.reading(inputs.tokens.clone(), &q, sizes)?), None)
+                (None, Some(cache.reading(&inputs.tokens, &q, sizes)?), None)
             }
-            (_, Some([k, v])) => (Some(k), Some(v), None, None),
-            _ => bail!("[{OP}] {NO_KEYS}"),
+            (_, own) => (own, None, None),
         };
 
         let options = input.options(cfg.dropout()).with_scale(cfg.score_scale());
         let options = SdpaOptions { softcap: cfg.softcap(), sinks: self.parameters.tensor("sinks")?, ..options };
-        let mut scores = Scores { q, k, mask: self.mask(input, &inputs)?, options, by_heads: None };
+        let mut mask = input.mask_with(&self.mask);
+        if cfg.appended_keys() > 0 {
+            let dims = [q.dim(0)?, cfg.num_heads(), q.dim(2)?, inputs.t_kv];
+            mask = mask.with_appended_keys(cfg.appended_keys(), dims, accumulation_dtype(q.dtype()), q.device())?;
+        }
+        let (k, v) = own.map_or((None, None), |[k, v]| (Some(k), Some(v)));
+        let mut scores = Scores { q, k, mask, options, by_heads: None };
         let positions = inputs.positions.as_ref();
         let of_cache = match (&cache, &input.keys) {
             (Some(cache), _) | (None, &KeysFrom::EarlierLayer(cache)) if self.terms_take_positions() => {
@@ -148,19 +153,6 @@ impl MultiHeadAttention {
         Ok(AttentionCall { q, keys, cache, mask, options, batched, residual: inputs.residual, gate })
     }
 
-    /// The layer's own mask and the call's, over the keys that the layer appends too.
-    fn mask(&self, input: &AttentionInput, inputs: &Inputs) -> Result<AttentionMask> {
-        let mask = input.mask_with(&self.mask);
-        let appended = self.config.appended_keys();
-        if appended == 0 {
-            return Ok(mask);
-        }
-        let (b, t_q, _) = inputs.queries.dims3()?;
-        let dims = [b, self.config.num_heads(), t_q, inputs.t_kv];
-        let dtype = accumulation_dtype(self.projections.dtype());
-        mask.with_appended_keys(appended, dims, dtype, self.projections.device())
-    }
-
     /// The context of a call (B, H, T, D_v), a view of (B, T, H, D_v), to (B, T, out_dim).
     pub(super) fn output(&self, context: &Tensor, call: &AttentionCall) -> Result<Tensor> {
         let (b, h, t, d_v) = context.dims4()?;
@@ -170,7 +162,7 @@ impl MultiHeadAttention {
             _ => context,
         };
         let merged = gated.reshape((b, t, h * d_v))?;
-        let merged = match &self.context_norm {
+        let merged = match &self.norms[3] {
             Some(norm) => norm.forward(&merged)?,
             None => merged,
         };
@@ -209,7 +201,9 @@ impl AttentionCall<'_> {
         let in_rank = |tensor| self.in_rank_of_input(tensor);
         let finished = attended.map(|context| in_rank(output(&context, &self)?), in_rank)?;
         if let (KeysFrom::Cache(cache), Some(staged)) = (from, self.cache) {
-            cache.commit(staged, in_graph)?;
+            // Later calls write to the buffers of a cache in place. A graph that refers to them keeps them for its
+            // `backward`, and the cache goes on with a copy.
+            *cache = if in_graph { staged.fork()? } else { staged };
         }
         Ok(finished)
     }

@@ -9,7 +9,7 @@ use crate::position::{Positions, RopeAxes, RopeConfig, Rotation};
 use ProjectionPlace::{Key, Query, Value};
 use candle_attention_modules::base::Expect;
 use candle_attention_modules::linear::{Projected, ProjectionPlace};
-use candle_attention_modules::norm::{QkNorm, QkNormScope, SumFunction};
+use candle_attention_modules::norm::{QkNormScope, SumFunction};
 
 impl MultiHeadAttention {
     /// Queries (B, H, T_q, D), keys (B, H_kv, T_kv, D) and values (B, H_kv, T_kv, D_v), normalised and rotated; no keys
@@ -23,11 +23,11 @@ impl MultiHeadAttention {
         }
         let key_value = inputs.key_value.as_ref().map(|[keys, values]| [keys, values]);
         let Projected { q, kv, gate } = self.projections.query_key_value(&inputs.queries, key_value)?;
+        let rotation = at_keys.as_ref().or(at_queries.as_ref());
         let kv = match (kv, &input.keys) {
+            (Some([k, v]), _) => Some([self.heads(Key, k, rotation, input.sum)?, self.heads(Value, v, None, None)?]),
             (None, KeysFrom::Memory(memory)) => Some([memory.k.clone(), memory.v.clone()]),
-            (kv, _) => kv
-                .map(|kv| self.key_value_heads(kv, at_keys.as_ref().or(at_queries.as_ref()), input.sum))
-                .transpose()?,
+            (None, _) => None,
         };
         let q = self.heads(Query, q, at_queries.as_ref(), input.sum)?;
         let scaling = self.config.query_scaling().zip(inputs.positions.as_ref());
@@ -38,17 +38,6 @@ impl MultiHeadAttention {
             None => q,
         };
         Ok(Projected { q, kv, gate })
-    }
-
-    /// Projected keys (B, T_kv, H_kv·D) and values (B, T_kv, H_kv·D_v), followed by those that the layer appends, as
-    /// heads.
-    fn key_value_heads(
-        &self,
-        [k, v]: [Tensor; 2],
-        rotation: Option<&Rotation>,
-        sum: Option<&SumFunction>,
-    ) -> Result<[Tensor; 2]> {
-        Ok([self.heads(Key, k, rotation, sum)?, self.heads(Value, v, None, None)?])
     }
 
     /// What the projection of a place gives, (B, T, heads · width), as heads (B, heads, T, width), a view of (B, T,
@@ -62,15 +51,12 @@ impl MultiHeadAttention {
     ) -> Result<Tensor> {
         let (cfg, h_kv) = (&self.config, self.config.num_kv_heads());
         let (heads, norm, appended) = match place {
-            Query => (cfg.num_heads(), &self.q_norm, None),
-            Key => (h_kv, &self.k_norm, Some("bias_k")),
-            _ => (h_kv, &self.value_norm, Some("bias_v")),
+            Query => (cfg.num_heads(), &self.norms[0], None),
+            Key => (h_kv, &self.norms[1], Some("bias_k")),
+            _ => (h_kv, &self.norms[2], Some("bias_v")),
         };
-        let is_of_all = |norm: QkNorm| norm.scope == QkNormScope::Projection && place != Value;
-        let (of_all, of_each) = match cfg.qk_norm().is_some_and(is_of_all) {
-            true => (norm.as_ref(), None),
-            false => (None, norm.as_ref()),
-        };
+        let is_of_all = place != Value && cfg.qk_norm().is_some_and(|norm| norm.scope == QkNormScope::Projection);
+        let (of_all, of_each) = if is_of_all { (norm.as_ref(), None) } else { (None, norm.as_ref()) };
         if let Some(norm) = of_all {
             xs = norm.forward_over(&xs, sum)?;
         }
@@ -175,7 +161,7 @@ impl MultiHeadAttention {
         let Some([k, v]) = self.projections.key_value(&k_in, &v_in)? else {
             bail!("[{OP}] keys and values are those of an earlier layer, expected a memory that it projects")
         };
-        let [k, v] = self.key_value_heads([k, v], rotation.as_ref(), None)?;
+        let (k, v) = (self.heads(Key, k, rotation.as_ref(), None)?, self.heads(Value, v, None, None)?);
         // Read in every call from now on: each head's positions side by side.
         Ok(ProjectedMemory { k: k.contiguous()?, v: v.contiguous()?, t_kv, batched })
     }

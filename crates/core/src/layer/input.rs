@@ -9,7 +9,7 @@ use candle_core::{Result, Tensor, bail};
 use super::ProjectedMemory;
 use crate::cache::{AttentionCache, NewTokens, Padding};
 use crate::mask::AttentionMask;
-use crate::position::Positions;
+use crate::position::{AxisPositions, Positions, RopeAxes};
 use crate::sdpa::{AttentionFunction, Backend, OutputOrder, PackedSequences, SdpaOptions};
 use candle_attention_modules::init::TorchSeed;
 use candle_attention_modules::norm::SumFunction;
@@ -31,17 +31,13 @@ pub(super) enum KeysFrom<'a> {
     Conflict([&'static str; 2]),
 }
 
-impl KeysFrom<'_> {
-    fn name(&self) -> &'static str {
-        match self {
-            Self::Own => "the queries' inputs",
-            Self::Cross { .. } => "keys and values",
-            Self::Memory(_) => "a memory",
-            Self::Cache(_) => "a cache",
-            Self::EarlierLayer(_) => "the cache of an earlier layer",
-            Self::Conflict([_, last]) => last,
-        }
-    }
+/// The positions of a call's tokens.
+pub(super) struct CallPositions {
+    pub queries: Positions,
+    /// Those of the call's own keys; `None` where they are the queries'.
+    pub keys: Option<Positions>,
+    /// Those by which queries and keys are rotated, where these are on several axes.
+    pub axes: Option<AxisPositions>,
 }
 
 /// What one call of a layer reads besides the layer's parameters. A `&Tensor` is self-attention over it.
@@ -49,6 +45,8 @@ impl KeysFrom<'_> {
 pub struct AttentionInput<'a> {
     pub(super) queries: &'a Tensor,
     pub(super) keys: KeysFrom<'a>,
+    /// What these were given as.
+    keys_name: Option<&'static str>,
     pub(super) mask: Option<&'a AttentionMask>,
     pub(super) positions: Option<&'a Tensor>,
     pub(super) key_positions: Option<&'a Tensor>,
@@ -69,6 +67,7 @@ impl<'a> AttentionInput<'a> {
         Self {
             queries: xs,
             keys: KeysFrom::Own,
+            keys_name: None,
             mask: None,
             positions: None,
             key_positions: None,
@@ -86,19 +85,21 @@ impl<'a> AttentionInput<'a> {
 
     /// Cross-attention: keys are projected from `keys` (B, T_kv, key_size), values from `values` (B, T_kv, value_size).
     pub fn with_key_value(self, keys: &'a Tensor, values: &'a Tensor) -> Self {
-        self.with_keys_from(KeysFrom::Cross { keys, values })
+        self.with_keys_from("keys and values", KeysFrom::Cross { keys, values })
     }
 
     /// Cross-attention to keys and values that the layer projected before
     /// ([`project_memory`](crate::MultiHeadAttention::project_memory)).
     pub fn with_memory(self, memory: &'a ProjectedMemory) -> Self {
-        self.with_keys_from(KeysFrom::Memory(memory))
+        self.with_keys_from("a memory", KeysFrom::Memory(memory))
     }
 
-    fn with_keys_from(mut self, keys: KeysFrom<'a>) -> Self {
-        let both = [self.keys.name(), keys.name()];
-        let is_one = matches!(self.keys, KeysFrom::Own) || both[0] == both[1];
-        self.keys = if is_one { keys } else { KeysFrom::Conflict(both) };
+    fn with_keys_from(mut self, name: &'static str, keys: KeysFrom<'a>) -> Self {
+        self.keys = match (self.keys, self.keys_name.replace(name)) {
+            (conflict @ KeysFrom::Conflict(_), _) => conflict,
+            (_, Some(before)) if before != name => KeysFrom::Conflict([before, name]),
+            _ => keys,
+        };
         self
     }
 
@@ -172,7 +173,7 @@ impl<'a> AttentionInput<'a> {
     /// that is not causal, the tokens of earlier calls have not seen those of this one; the first time, this is logged
     /// as a warning.
     pub fn with_cache(self, cache: &'a mut AttentionCache) -> Self {
-        self.with_keys_from(KeysFrom::Cache(cache))
+        self.with_keys_from("a cache", KeysFrom::Cache(cache))
     }
 
     /// Attention to the keys and values in the cache of an earlier layer, whose call with the same tokens and padding
@@ -198,7 +199,7 @@ impl<'a> AttentionInput<'a> {
     /// # Ok(()) }
     /// ```
     pub fn with_shared_cache(self, cache: &'a AttentionCache) -> Self {
-        self.with_keys_from(KeysFrom::EarlierLayer(cache))
+        self.with_keys_from("the cache of an earlier layer", KeysFrom::EarlierLayer(cache))
     }
 
     /// Right padding in a call with a cache: of each sequence, the length up to which the T positions are tokens. The
@@ -303,27 +304,47 @@ impl<'a> AttentionInput<'a> {
     }
 
     /// Those of `t` queries or keys, which are `ranges` of the packed sequences where there are such.
-    pub(super) fn default_positions(
-        &self,
-        ranges: fn(&PackedSequences, usize) -> Range<usize>,
-        t: usize,
-    ) -> Result<Positions> {
+    fn default_positions(&self, ranges: fn(&PackedSequences, usize) -> Range<usize>, t: usize) -> Result<Positions> {
         let Some(sequences) = self.packed else { return Positions::starting_at(&[0], t) };
         Positions::of_each((0..sequences.len()).flat_map(|s| 0..ranges(sequences, s).len()).collect(), t)
     }
 
-    /// The positions of the queries: those that were given, or the places of the tokens in their sequences.
-    pub(super) fn query_positions(&self, tokens: &NewTokens) -> Result<Positions> {
-        match (self.packed, &tokens.given) {
-            (Some(_), None) => self.default_positions(PackedSequences::queries, tokens.t),
-            _ => tokens.positions(),
+    /// The positions of a call of `b` sequences with `t_kv` keys, in a layer with rotary positions on these axes.
+    /// `None` for a layer that does not use them; their shape is checked all the same.
+    pub(super) fn positions(
+        &self,
+        op: &str,
+        (tokens, b, t_kv): (&NewTokens, usize, usize),
+        axes: Option<&RopeAxes>,
+        is_used: bool,
+    ) -> Result<Option<CallPositions>> {
+        let keys = self.key_positions.map(|given| Positions::from_tensor("key positions", given, b, t_kv));
+        let keys = keys.transpose()?;
+        if keys.is_some() && !self.is_cross() {
+            bail!("[{op}] key positions are given, but the keys are the queries")
         }
-    }
-
-    /// The most positions that a sequence of `t` queries and `t_kv` keys has.
-    pub(super) fn longest(&self, t_q: usize, t_kv: usize) -> usize {
-        let of_packed = |sequences: &PackedSequences| sequences.longest_queries().max(sequences.longest_keys());
-        self.packed.map_or(t_q.max(t_kv), of_packed)
+        let axes = match (axes, self.axis_positions) {
+            (None, Some(_)) => bail!("[{op}] axis positions were given, but the config's rope has no axes"),
+            (Some(_), Some(_)) if self.is_cross() => {
+                bail!("[{op}] axis positions were given beside keys, expected self-attention")
+            }
+            (Some(axes), Some(given)) => Some(AxisPositions::from_tensor(given, axes.sections().len(), b, tokens.t)?),
+            (Some(axes), None) if axes.is_axial() => bail!(
+                "[{op}] rotary positions are on {} axes, expected a call `with_axis_positions`",
+                axes.sections().len()
+            ),
+            (_, None) => None,
+        };
+        if !is_used {
+            return Ok(None);
+        }
+        let queries = match (self.packed, &tokens.given) {
+            (Some(_), None) => self.default_positions(PackedSequences::queries, tokens.t)?,
+            _ => tokens.positions()?,
+        };
+        let or_default = || self.default_positions(PackedSequences::keys, t_kv);
+        let keys = self.is_cross().then(|| keys.map_or_else(or_default, Ok)).transpose()?;
+        Ok(Some(CallPositions { queries, keys, axes }))
     }
 
     /// The tokens of a call of `dims` (B, T), behind those that a cache holds. `own` is the layer's mask.

@@ -68,10 +68,8 @@ pub struct MultiHeadAttention {
     projections: Projections,
     parameters: ParameterList,
     norm_spans: [Option<Span>; 2],
-    q_norm: Option<Norm>,
-    k_norm: Option<Norm>,
-    value_norm: Option<Norm>,
-    context_norm: Option<Norm>,
+    /// Of queries, keys, values and the context.
+    norms: [Option<Norm>; 4],
     rotary: Option<RotaryEmbedding>,
     /// What is added to the scores, in this order.
     content: Option<Term>,
@@ -184,7 +182,7 @@ impl MultiHeadAttention {
         projections: impl FnOnce(&Source) -> Result<Projections>,
     ) -> Result<Self> {
         cfg.validate()?;
-        let (h, h_kv, d, d_v) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim());
+        let (h, h_kv, d) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim());
         let config = shard.map_or_else(|| Ok(cfg.clone()), |shard| cfg.for_shard(shard))?;
         let source = source.with_shard(shard, h, h_kv)?;
         source.check_dtype()?;
@@ -196,16 +194,12 @@ impl MultiHeadAttention {
         let mask = cfg.window().into_iter().fold(mask, AttentionMask::with_window);
         let mask = cfg.band().into_iter().fold(mask, |mask, (left, right)| mask.with_band(left, right));
         let mask = cfg.chunk().into_iter().fold(mask, AttentionMask::with_chunk);
-        let value_norm = cfg.value_norm().map(|eps| Norm::without_weight(eps, d_v, source.dtype(), source.device()));
         let layer = Self {
             config,
             projections,
             parameters: ParameterList::default(),
             norm_spans: shard.map_or([None; 2], |shard| cfg.norm_spans(shard)),
-            q_norm: None,
-            k_norm: None,
-            value_norm: value_norm.transpose()?,
-            context_norm: None,
+            norms: [const { None }; 4],
             rotary: cfg.rope().map(|rope| RotaryEmbedding::new(rope, d)).transpose()?,
             content: None,
             alibi,

@@ -257,16 +257,10 @@ impl MultiHeadLatentAttention {
         if matches!(input.keys, KeysFrom::EarlierLayer(_)) {
             bail!("[{OP}] the cache of an earlier layer was given, but the layer has latents of its own")
         }
-        if input.key_positions.is_some() {
-            bail!("[{OP}] key positions are given, but the keys are the queries")
-        }
-        if input.axis_positions.is_some() {
-            bail!("[{OP}] axis positions are given, but rotary positions are on one axis")
-        }
         let (b, t, _) = xs.dims3()?;
         input.check_packed(OP, &xs, t)?;
         let tokens = input.tokens(OP, (b, t), &self.mask)?;
-        let positions = input.query_positions(&tokens)?;
+        let positions = input.positions(OP, (&tokens, b, t), None, cfg.rotates())?;
         let (h, rank, nope) = (cfg.num_heads(), cfg.kv_lora_rank(), cfg.nope_head_dim());
         if !is_addressable(&[b, t, h * (2 * cfg.head_dim() + cfg.value_head_dim() + rank)]) {
             bail!("[{OP}] queries {:?} are too large to address", input.queries.dims())
@@ -274,7 +268,7 @@ impl MultiHeadLatentAttention {
         let of_cache = || if input.is_cached() { Form::of(cfg, t, tokens.longest()) } else { Form::Expanded };
         let form = form.unwrap_or_else(of_cache);
 
-        let rotation = cfg.rotates().then(|| self.rotary.at(&positions)).transpose()?;
+        let rotation = positions.map(|at| self.rotary.at(&at.queries)).transpose()?;
         let rotated = |xs: Tensor| rotation.as_ref().map_or_else(|| xs.contiguous(), |rotation| rotation.apply(&xs));
         let compressed = self.down.forward(&xs)?;
         let latents = self.norm.forward(&part(&compressed, 2, 0..rank)?)?;
@@ -294,7 +288,7 @@ impl MultiHeadLatentAttention {
         let options = input.options(cfg.dropout()).with_scale(cfg.scale());
         let (keys, cache): (Box<dyn Keys + 'a>, _) = match &input.keys {
             KeysFrom::Cache(cache) => {
-                let (mut cached, cache) = cache.stage(tokens, &rows, None, rank)?;
+                let (mut cached, cache) = cache.stage(&tokens, &rows, None, rank)?;
                 cached.expansion = if form == Form::Expanded { Some(&self.up) } else { None };
                 (Box::new(cached), Some(cache))
             }
