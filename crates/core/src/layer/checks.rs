@@ -25,7 +25,8 @@ pub(super) struct Expected<'a> {
 }
 
 impl Expected<'_> {
-    /// The queries of a call as (B, T_q, width), and what is added to its output as (B, T_q, out_width), if anything.
+    /// The queries of a call as (B, T_q, width), and what is added to its output as (B, T_q, out_width), if anything;
+    /// after a check that keys come from one place.
     pub fn queries(&self, input: &AttentionInput, width: usize, out_width: usize) -> Result<(Tensor, Option<Tensor>)> {
         if let KeysFrom::Conflict([one, other]) = input.keys {
             bail!("[{}] both {one} and {other} were given, expected one of the two", self.op)
@@ -122,6 +123,7 @@ impl MultiHeadAttention {
                 let t_kv = key_value[0].dim(1)?;
                 (Some(key_value), t_kv)
             }
+            // A conflict was refused with the queries.
             KeysFrom::Own | KeysFrom::Cache(_) | KeysFrom::Conflict(_) => {
                 if [cfg.key_size(), cfg.value_size()] != [cfg.embed_dim(); 2] {
                     bail!(
