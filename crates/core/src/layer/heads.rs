@@ -41,7 +41,8 @@ impl MultiHeadAttention {
     }
 
     /// What the projection of a place gives, (B, T, heads · width), as heads (B, heads, T, width), a view of (B, T,
-    /// ..): normalised as a whole or head by head, clipped, with what the layer appends to keys and values, and rotated.
+    /// ..): normalised as a whole or head by head, clipped, with what the layer appends to keys and values, and
+    /// rotated.
     fn heads(
         &self,
         place: ProjectionPlace,
