@@ -5,16 +5,16 @@ mod storage;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use staged::{CachedCall, Expand};
+pub(crate) use staged::Expand;
 pub use staged::{NewTokens, Padding};
 pub use storage::AttentionCacheConfig;
 
 use std::ops::Range;
 
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Result, bail};
 
 use crate::position::Positions;
-use candle_attention_modules::base::{FLOATS, check_entries};
+use candle_attention_modules::base::check_entries;
 use storage::KvBuffers;
 
 const OP: &str = "attention_cache";
@@ -191,21 +191,17 @@ impl AttentionCache {
             self.reset();
             return Ok(());
         }
-        let rows = |buffers: &KvBuffers, sequence: usize| buffers.rows(sequence, 0..self.held[sequence].len());
         if let Some(buffers) = &self.buffers {
             if sequences.len() == self.held.len() {
                 let moved = sequences.iter().enumerate().filter(|&(n, &from)| n != from && !self.held[from].is_empty());
                 // All are read before one is written.
-                let copies = moved.map(|(n, &from)| Ok((n, rows(buffers, from)?.copy()?)));
+                let copies = moved.map(|(n, &from)| Ok((n, buffers.rows(from, 0..self.held[from].len())?.copy()?)));
                 for (n, copy) in copies.collect::<Result<Vec<_>>>()? {
                     buffers.write_sequence(n, 0, &copy)?;
                 }
             } else {
-                let gathered = buffers.empty_like(sequences.len(), buffers.capacity())?;
-                for (n, &from) in sequences.iter().enumerate() {
-                    gathered.write_sequence(n, 0, &rows(buffers, from)?)?;
-                }
-                self.buffers = Some(gathered);
+                let rows: Vec<_> = sequences.iter().map(|&from| (from, 0..self.held[from].len())).collect();
+                self.buffers = Some(buffers.gather(&rows, buffers.capacity())?);
             }
         }
         self.held = sequences.iter().map(|&sequence| self.held[sequence].clone()).collect();
@@ -257,55 +253,13 @@ impl AttentionCache {
         Ok(tokens)
     }
 
-    /// Stages the keys (B, H_kv, T, D) and values (B, H_kv, T, D_v) of a call behind what is held. Without `own_v`,
-    /// values are the first `d_v` columns of the keys.
-    ///
-    /// # Errors
-    /// For keys and values that do not fit each other or those before, that are tracked for gradients, and for more
-    /// positions than there may be.
-    pub(crate) fn stage(
-        &mut self,
-        new: NewTokens,
-        k: &Tensor,
-        own_v: Option<&Tensor>,
-        d_v: usize,
-    ) -> Result<CachedCall<'_>> {
-        let v = own_v.unwrap_or(k);
-        let ((b, h, t, _), (b_v, h_v, t_v, _)) = (k.dims4()?, v.dims4()?);
-        if [b, h, t] != [b_v, h_v, t_v] || [b, t] != [new.tokens.len(), new.t] {
-            bail!("[{OP}] keys {:?} and values {:?} differ in more than the last dimension", k.dims(), v.dims())
-        }
-        if k.dtype() != v.dtype() || !FLOATS.contains(&k.dtype()) {
-            bail!("[{OP}] keys are {:?} and values {:?}, expected one float dtype", k.dtype(), v.dtype())
-        }
-        if let Some(dtype) = self.dtype.filter(|&dtype| dtype != k.dtype()) {
-            bail!("[{OP}] keys have dtype {:?}, expected {dtype:?} as in the calls before", k.dtype())
-        }
-        if (k.track_op() || v.track_op()) && !self.config.detached() {
-            bail!(
-                "[{OP}] keys or values are tracked for gradients, which a cache would lose; expected a layer after \
-                 `freeze()` and an input `xs.detach()`, or a cache made `with_detached(true)`"
-            )
-        }
-        let floats = (!self.config.q8()).then(|| self.config.dtype().unwrap_or(k.dtype()));
-        let kv = KvBuffers::encode(k, own_v, d_v, floats)?;
-        if let Some(buffers) = self.buffers.as_ref().filter(|own| !self.held.is_empty() && !own.accepts(&kv)) {
-            let [(k_is, v_is), (k_was, v_was)] = [&kv, buffers].map(KvBuffers::shapes);
-            bail!("[{OP}] keys {k_is} and values {v_is} do not fit those of the calls before, {k_was} and {v_was}")
-        }
-        CachedCall::new(self, new, &kv, k.dtype())
-    }
-}
-
-impl AttentionCache {
-    /// The positions of all keys with those that a call adds, if it adds any: (T_kv,) or (B, T_kv) for the T_kv of the
-    /// longest sequence.
+    /// The positions of all keys: (T_kv,) or (B, T_kv) for the T_kv of the longest sequence.
     ///
     /// # Errors
     /// For positions of 2^24 and more.
-    pub(crate) fn key_positions(&self, added: Option<&NewTokens>) -> Result<Positions> {
-        let longest = added.map_or(self.len(), NewTokens::longest);
-        let Some(mut rows) = self.positions_with(added)? else { return Positions::starting_at(&[0], longest) };
+    pub(crate) fn key_positions(&self) -> Result<Positions> {
+        let longest = self.len();
+        let Some(mut rows) = self.positions.clone() else { return Positions::starting_at(&[0], longest) };
         if rows.iter().all(|row| *row == rows[0]) {
             rows.truncate(1);
         }
@@ -315,20 +269,18 @@ impl AttentionCache {
     }
 
     /// The position of each token of each sequence with those of a call, if any were given.
-    pub(super) fn positions_with(&self, added: Option<&NewTokens>) -> Result<Option<Vec<Vec<u32>>>> {
-        let mut rows = match (&self.positions, added) {
-            (Some(rows), _) => rows.clone(),
-            (None, Some(NewTokens { before, given: Some(_), .. })) => {
+    fn positions_with(&self, new: &NewTokens) -> Result<Option<Vec<Vec<u32>>>> {
+        let mut rows = match &self.positions {
+            Some(rows) => rows.clone(),
+            None if new.given.is_some() => {
                 let places = Positions::starting_at(&[0], self.len())?;
-                before.iter().map(|&before| places.of_sequence(0)[..before].to_vec()).collect()
+                new.before.iter().map(|&before| places.of_sequence(0)[..before].to_vec()).collect()
             }
-            _ => return Ok(None),
+            None => return Ok(None),
         };
-        if let Some(added) = added {
-            let positions = added.positions()?;
-            for (b, (row, tokens)) in rows.iter_mut().zip(&added.tokens).enumerate() {
-                row.extend(&positions.of_sequence(b)[tokens.clone()]);
-            }
+        let positions = new.positions()?;
+        for (b, (row, tokens)) in rows.iter_mut().zip(&new.tokens).enumerate() {
+            row.extend(&positions.of_sequence(b)[tokens.clone()]);
         }
         Ok(Some(rows))
     }

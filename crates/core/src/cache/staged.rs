@@ -1,7 +1,6 @@
 //! One call with a cache: its tokens are checked, its keys and values are staged, attended to, and committed if all
 //! went well; or those of an earlier layer's call are attended to.
 
-use std::cell::Cell;
 use std::fmt;
 use std::ops::Range;
 
@@ -24,7 +23,7 @@ pub struct Padding<'a> {
 }
 
 /// The tokens of a call (B, T), checked against what the cache holds.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub struct NewTokens {
     /// T.
     pub t: usize,
@@ -73,6 +72,17 @@ impl NewTokens {
         self.ends().max().unwrap_or(0)
     }
 
+    /// Where the queries of each sequence stand, beside the keys that are held of it.
+    fn placements(&self, held: &[Range<usize>]) -> Vec<Placement> {
+        let of_sequence = |((&before, tokens), keys): ((&usize, &Range<usize>), &Range<usize>)| Placement {
+            query: before as i128 - tokens.start as i128,
+            keys: keys.clone(),
+            end: before + tokens.len(),
+            tokens: tokens.clone(),
+        };
+        self.before.iter().zip(&self.tokens).zip(held).map(of_sequence).collect()
+    }
+
     /// Whether nothing is padding.
     pub fn all_valid(&self) -> bool {
         self.tokens.iter().all(|tokens| *tokens == (0..self.t))
@@ -110,146 +120,137 @@ impl NewTokens {
 /// Computes keys and values from the rows of a cache.
 pub(crate) trait Expand: fmt::Debug {
     /// Keys (B, H, T, D) and values (B, H, T, D_v) from rows (B, H_kv, T, width), in the dtype of the rows.
-    fn expand(&self, rows: &Tensor) -> Result<(Tensor, Tensor)>;
+    fn expand(&self, rows: &Tensor) -> Result<[Tensor; 2]>;
 }
 
-/// Buffers, and of each sequence the positions that they hold: the first of them is in row 0.
-#[derive(Debug, Clone)]
-struct HeldKv {
-    buffers: KvBuffers,
-    held: Vec<Range<usize>>,
-}
-
-impl HeldKv {
-    /// Some of the positions of each sequence, in new buffers that hold `capacity` of them.
-    fn part(&self, part: Vec<Range<usize>>, capacity: usize) -> Result<Self> {
-        let buffers = self.buffers.empty_like(part.len(), capacity)?;
-        for (sequence, (held, part)) in self.held.iter().zip(&part).enumerate() {
-            let rows = part.start - held.start..part.end - held.start;
-            buffers.write_sequence(sequence, 0, &self.buffers.rows(sequence, rows)?)?;
-        }
-        Ok(Self { buffers, held: part })
-    }
-
-    /// Writes the tokens of a call behind what is held.
-    fn append(mut self, kv: &KvBuffers, new: &NewTokens) -> Result<Self> {
-        let at = self.held.first().map_or(0, Range::len);
-        if new.all_valid() && self.held.iter().all(|held| held.len() == at) {
-            self.buffers.write(at, kv)?;
-        } else {
-            for (sequence, (held, tokens)) in self.held.iter().zip(&new.tokens).enumerate() {
-                self.buffers.write_sequence(sequence, held.len(), &kv.rows(sequence, tokens.clone())?)?;
-            }
-        }
-        self.held.iter_mut().zip(&new.tokens).for_each(|(held, tokens)| held.end += tokens.len());
-        Ok(self)
-    }
-}
-
-/// The keys and values of a call behind those of the calls before. The cache changes only in [`commit`](Self::commit).
+/// What one call reads of a cache: with its own keys and values where it brings some.
 #[derive(Debug)]
-pub(crate) struct CachedCall<'c> {
-    new: NewTokens,
-    /// The dtype of the call's keys.
+pub(crate) struct CachedCall<'e> {
+    buffers: KvBuffers,
+    /// Of each sequence, where its queries stand, and the keys that the buffers hold: the first of them is in row 0.
+    placements: Vec<Placement>,
+    /// What attention to floats is computed in.
     dtype: DType,
     /// Whether gradients end at the cache.
     detached: bool,
-    /// What attention reads.
-    read: HeldKv,
-    /// What the cache becomes, which may be less than is read: where a call brings more than a sliding cache holds.
-    /// Nothing for a call that only reads.
-    append: Option<(&'c mut AttentionCache, HeldKv)>,
     /// What computes the keys and values that are attended to from those that the cache holds.
-    pub expansion: Option<&'c dyn Expand>,
-    /// Whether a graph refers to the buffers that are read.
-    in_graph: Cell<bool>,
+    pub expansion: Option<&'e dyn Expand>,
 }
 
-impl<'c> CachedCall<'c> {
+impl AttentionCache {
+    /// Stages the keys (B, H_kv, T, D) and values (B, H_kv, T, D_v) of a call behind what is held: what the call reads,
+    /// and what the cache becomes if all goes well. Without `own_v`, values are the first `d_v` columns of the keys.
+    ///
+    /// # Errors
+    /// For keys and values that do not fit each other or those before, that are tracked for gradients, and for more
+    /// positions than there may be.
+    pub(crate) fn stage<'e>(
+        &self,
+        new: &NewTokens,
+        k: &Tensor,
+        own_v: Option<&Tensor>,
+        d_v: usize,
+    ) -> Result<(CachedCall<'e>, Self)> {
+        let kv = self.encode(k, own_v, d_v)?;
+        let own = self.buffers.as_ref().filter(|own| own.accepts(&kv));
+        let held = if self.held.is_empty() { vec![0..0; new.tokens.len()] } else { self.held.clone() };
+        let with_new = |held: &[Range<usize>]| -> Vec<_> {
+            held.iter().zip(&new.tokens).map(|(held, tokens)| held.start..held.end + tokens.len()).collect()
+        };
+        let (capacity, most) = (own.map_or(0, KvBuffers::capacity), self.config.most_held().unwrap_or(usize::MAX));
+        let before: Vec<_> = match self.config.window() {
+            _ if longest(&with_new(&held)) <= most.max(capacity) => held.clone(),
+            // Before the first new token, a window reaches back by one key less than its length.
+            Some(window) => held.iter().map(|held| last(held, window - 1)).collect(),
+            None => {
+                let full = with_new(&held).iter().position(|held| held.len() > most).unwrap_or(0);
+                bail!(
+                    "[{OP}] sequence {full} holds {} positions, and {} more exceed the capacity of {most}",
+                    held[full].len(),
+                    new.tokens[full].len()
+                )
+            }
+        };
+        let held_now = with_new(&before);
+        let needed = longest(&held_now);
+        let buffers = match own {
+            Some(own) if before == held && needed <= capacity => own.clone(),
+            // New ones, so that a call that fails leaves the cache as it was: in a sliding cache, once in every
+            // `capacity - window` positions. Nothing is read of what stands for buffers where there are none.
+            own => {
+                let larger = capacity.saturating_mul(2).max(self.config.first_capacity()).min(most);
+                own.unwrap_or(&kv).gather(&rows_of(&held, &before), needed.max(larger))?
+            }
+        };
+        buffers.append(&kv, &before, new)?;
+        // Less than is read, where a call brings more than a sliding cache holds.
+        let kept: Vec<_> = held_now.iter().map(|held| last(held, most)).collect();
+        let is_whole = kept == held_now || self.config.shared();
+        let cache = Self {
+            config: self.config.clone(),
+            buffers: Some(if is_whole { buffers.clone() } else { buffers.gather(&rows_of(&held_now, &kept), most)? }),
+            held: if is_whole { held_now.clone() } else { kept },
+            positions: self.positions_with(new)?,
+            dtype: Some(k.dtype()),
+        };
+        let (dtype, detached) = (buffers.float_dtype(k.dtype()), self.config.detached());
+        Ok((CachedCall { buffers, placements: new.placements(&held_now), dtype, detached, expansion: None }, cache))
+    }
+
+    /// The keys and values of a call in the format of the cache.
+    fn encode(&self, k: &Tensor, own_v: Option<&Tensor>, d_v: usize) -> Result<KvBuffers> {
+        if let Some(dtype) = self.dtype.filter(|&dtype| dtype != k.dtype()) {
+            bail!("[{OP}] keys have dtype {:?}, expected {dtype:?} as in the calls before", k.dtype())
+        }
+        if (k.track_op() || own_v.is_some_and(Tensor::track_op)) && !self.config.detached() {
+            bail!(
+                "[{OP}] keys or values are tracked for gradients, which a cache would lose; expected a layer after \
+                 `freeze()` and an input `xs.detach()`, or a cache made `with_detached(true)`"
+            )
+        }
+        let floats = (!self.config.q8()).then(|| self.config.dtype().unwrap_or(k.dtype()));
+        let kv = KvBuffers::encode(k, own_v, d_v, floats)?;
+        if let Some(buffers) = self.buffers.as_ref().filter(|own| !self.held.is_empty() && !own.accepts(&kv)) {
+            let [(k_is, v_is), (k_was, v_was)] = [&kv, buffers].map(KvBuffers::shapes);
+            bail!("[{OP}] keys {k_is} and values {v_is} do not fit those of the calls before, {k_was} and {v_was}")
+        }
+        Ok(kv)
+    }
+
     /// The call of a later layer, with the queries `q`, that reads what an earlier layer's call of the same tokens left
     /// in its cache: keys (B, H_kv, T, D) and values (B, H_kv, T, D_v) of the `sizes` [H_kv, D, D_v].
     ///
     /// # Errors
     /// For other sizes, for queries of another dtype than the keys, and for a copy that does not fit in memory.
-    pub fn reading(cache: &AttentionCache, new: NewTokens, q: &Tensor, sizes: [usize; 3]) -> Result<Self> {
-        let (Some(buffers), Some(dtype)) = (&cache.buffers, cache.dtype) else {
+    pub(crate) fn reading<'e>(&self, new: &NewTokens, q: &Tensor, sizes: [usize; 3]) -> Result<CachedCall<'e>> {
+        let (Some(buffers), Some(dtype)) = (&self.buffers, self.dtype) else {
             bail!("[{OP}] the cache of the earlier layer is empty, expected its call with the same tokens first")
         };
         if buffers.sizes() != Some(sizes) {
             let ((keys, values), [h, d, d_v]) = (buffers.shapes(), sizes);
             bail!(
-                "[{OP}] the earlier layer's keys {keys} and values {values} do not fit, expected {h} heads, {d} and \
+                "[{OP}] the earlier layer's keys {keys} and values {values} do not fit, expected H_kv = {h}, {d} and \
                  {d_v} wide"
             )
         }
         if dtype != q.dtype() {
             bail!("[{OP}] the earlier layer's keys have dtype {dtype:?}, expected the queries' {:?}", q.dtype())
         }
-        let detached = cache.config.detached();
+        let detached = self.config.detached();
         // Later calls of the earlier layer write to its buffers in place.
         let buffers = if q.track_op() && !detached { buffers.copy()? } else { buffers.clone() };
-        let read = HeldKv { buffers, held: cache.held.clone() };
-        Ok(Self { new, dtype, detached, read, append: None, expansion: None, in_graph: Cell::new(false) })
+        let (dtype, placements) = (buffers.float_dtype(dtype), new.placements(&self.held));
+        Ok(CachedCall { buffers, placements, dtype, detached, expansion: None })
     }
+}
 
-    /// `kv` are the call's keys and values in the format of the cache, `dtype` that in which they came.
-    pub(super) fn new(cache: &'c mut AttentionCache, new: NewTokens, kv: &KvBuffers, dtype: DType) -> Result<Self> {
-        let held = if cache.held.is_empty() { vec![0..0; new.tokens.len()] } else { cache.held.clone() };
-        let buffers = cache.buffers.as_ref().filter(|buffers| buffers.accepts(kv));
-        let with_new = |(held, tokens): (&Range<usize>, &Range<usize>)| held.len() + tokens.len();
-        let most_with_new = |held: &[Range<usize>]| held.iter().zip(&new.tokens).map(with_new).max().unwrap_or(0);
-        let needed = most_with_new(&held);
-        let most = cache.config.most_held().unwrap_or(usize::MAX);
-        let capacity = buffers.map_or(0, KvBuffers::capacity);
-
-        let (read, kept) = if needed <= most.max(capacity) {
-            let buffers = match buffers {
-                Some(buffers) if needed <= capacity => buffers.clone(),
-                _ => {
-                    let least = capacity.saturating_mul(2).max(cache.config.first_capacity());
-                    let larger = kv.empty_like(held.len(), least.max(needed).min(most))?;
-                    buffers.map_or(Ok(()), |buffers| larger.write(0, buffers))?;
-                    larger
-                }
-            };
-            let all = HeldKv { buffers, held }.append(kv, &new)?;
-            (all.clone(), all)
-        } else if let Some(window) = cache.config.window() {
-            // New buffers, so that a call that fails leaves the cache as it was. They are made once in every
-            // `capacity - window` positions. Before the first new token, a window reaches back by one key less than its
-            // length.
-            let before: Vec<_> = held.iter().map(|held| last(held, window - 1)).collect();
-            let capacity = most_with_new(&before).max(most);
-            // Where there are no buffers nothing is held, and nothing is read of what stands for them.
-            let all = HeldKv { buffers: buffers.unwrap_or(kv).clone(), held };
-            let read = all.part(before, capacity)?.append(kv, &new)?;
-            let kept: Vec<_> = read.held.iter().map(|held| last(held, most)).collect();
-            let is_whole = kept == read.held || cache.config.shared();
-            let kept = if is_whole { read.clone() } else { read.part(kept, most)? };
-            (read, kept)
-        } else {
-            let full = held.iter().zip(&new.tokens).map(with_new).position(|len| len > most).unwrap_or(0);
-            bail!(
-                "[{OP}] sequence {full} holds {} positions, and {} more exceed the capacity of {most}",
-                held[full].len(),
-                new.tokens[full].len()
-            )
-        };
-        let (detached, append) = (cache.config.detached(), Some((cache, kept)));
-        Ok(Self { new, dtype, detached, read, append, expansion: None, in_graph: Cell::new(false) })
-    }
-
+impl CachedCall<'_> {
     /// Keys (B, H_kv, rows, D) and values (B, H_kv, rows, D_v): views, or of 8 bits as floats, or computed from these.
-    pub(super) fn read(&self, rows: &KvBuffers) -> Result<(Tensor, Tensor)> {
-        let (keys, values) = rows.floats(self.float_dtype())?;
-        let Some(expansion) = self.expansion else { return Ok((keys, values)) };
-        let (keys, values) = expansion.expand(&keys)?;
-        Ok(if self.detached { (keys.detach(), values.detach()) } else { (keys, values) })
-    }
-
-    /// What attention to floats is computed in.
-    fn float_dtype(&self) -> DType {
-        self.read.buffers.float_dtype(self.dtype)
+    pub(super) fn read(&self, rows: &KvBuffers) -> Result<[Tensor; 2]> {
+        let floats = rows.floats(self.dtype)?;
+        let Some(expansion) = self.expansion else { return Ok(floats) };
+        let expanded = expansion.expand(&floats[0])?;
+        Ok(if self.detached { expanded.map(|tensor| tensor.detach()) } else { expanded })
     }
 
     /// Attention to keys and values of 8 bits where a kernel reads them and nothing else is computed from them, and to
@@ -257,16 +258,15 @@ impl<'c> CachedCall<'c> {
     fn attended(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, outputs: Outputs) -> Result<Attended> {
         let (rows, mask, options) = &self.all_rows(q, mask, options)?;
         let (op, q) = (outputs.op(false), if self.detached { &q.detach() } else { q });
-        if let (None, Some(scales), true) = (self.expansion, rows.scales(), q.device().is_cpu()) {
-            let [k, v] = &rows.stored()?;
-            let call = Call::of(op, [q, k, v], Some(&scales), None, mask, options)?;
+        if let (None, Some([[k, v], scales]), true) = (self.expansion, &rows.codes()?, q.device().is_cpu()) {
+            let call = Call::of(op, [q, k, v], Some(scales), None, mask, options)?;
             let choice = Choice::of(&call, outputs)?;
             if let Choice::Cpu(_) = choice {
                 return choice.run(&call, outputs);
             }
         }
-        let (k, v) = self.read(rows)?;
-        run(&Call::of(op, [&q.to_dtype(self.float_dtype())?, &k, &v], None, None, mask, options)?, outputs)
+        let [k, v] = self.read(rows)?;
+        run(&Call::of(op, [&q.to_dtype(self.dtype)?, &k, &v], None, None, mask, options)?, outputs)
     }
 
     /// The rows of the buffers that hold a key of some sequence, and the mask and the options of attention to them, of
@@ -280,26 +280,12 @@ impl<'c> CachedCall<'c> {
         mask: &AttentionMask,
         options: &SdpaOptions,
     ) -> Result<(KvBuffers, AttentionMask, SdpaOptions)> {
-        let held = &self.read.held;
-        let rows = longest(held);
+        let starts: Vec<_> = self.placements.iter().map(|placement| placement.keys.start).collect();
+        let rows = self.placements.iter().map(|placement| placement.keys.len()).max().unwrap_or(0);
         let (b, h, t_q, _) = q.dims4()?;
-        let mask = mask.rebase(OP, &self.placements(), [b, h, t_q, rows], q.device())?;
-        let starts: Vec<_> = held.iter().map(|held| held.start).collect();
+        let mask = mask.rebase(OP, &self.placements, [b, h, t_q, rows], q.device())?;
         let options = options.of_keys(&starts, t_q, rows)?;
-        Ok((self.read.buffers.positions(&(0..rows))?, mask, options))
-    }
-
-    fn placements(&self) -> Vec<Placement> {
-        let of_sequence = |(sequence, held): (usize, &Range<usize>)| {
-            let (before, tokens) = (self.new.before[sequence], self.new.tokens[sequence].clone());
-            Placement {
-                query: before as i128 - tokens.start as i128,
-                keys: held.clone(),
-                end: before + tokens.len(),
-                tokens,
-            }
-        };
-        self.read.held.iter().enumerate().map(of_sequence).collect()
+        Ok((self.buffers.positions(&(0..rows))?, mask, options))
     }
 }
 
@@ -307,28 +293,15 @@ impl Keys for CachedCall<'_> {
     /// Weights are of floats, over the keys that the cache holds.
     fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, outputs: Outputs) -> Result<Attended> {
         let attended = self.attended(q, mask, options, outputs)?;
-        self.in_graph.set(attended.context.track_op());
         let weights = attended.weights.map(|weights| weights.to_dtype(q.dtype())).transpose()?;
         Ok(Attended { context: attended.context.to_dtype(q.dtype())?, weights, ..attended })
     }
+}
 
-    /// Makes the call's keys and values part of the cache, if it has any.
-    ///
-    /// Later calls write to the buffers of a cache in place. A graph that refers to them keeps them for its `backward`,
-    /// and the cache goes on with a copy.
-    ///
-    /// # Errors
-    /// For a copy that does not fit in memory.
-    fn commit(self: Box<Self>) -> Result<()> {
-        let Self { append, new, in_graph, dtype, .. } = *self;
-        let Some((cache, HeldKv { buffers, held })) = append else { return Ok(()) };
-        let positions = cache.positions_with(Some(&new))?;
-        cache.buffers = Some(if in_graph.get() { buffers.copy()? } else { buffers });
-        cache.positions = positions;
-        cache.held = held;
-        cache.dtype = Some(dtype);
-        Ok(())
-    }
+/// Of each sequence, the rows that hold a part of what is held.
+fn rows_of(held: &[Range<usize>], part: &[Range<usize>]) -> Vec<(usize, Range<usize>)> {
+    let rows = |(held, part): (&Range<usize>, &Range<usize>)| part.start - held.start..part.end - held.start;
+    held.iter().zip(part).map(rows).enumerate().collect()
 }
 
 /// The most positions that are held of a sequence.

@@ -6,7 +6,7 @@ use std::ops::Range;
 use candle_core::{D, DType, Result, Tensor, bail};
 use macro_rules_attribute::apply;
 
-use super::OP;
+use super::{NewTokens, OP};
 use crate::config::MultiHeadAttentionConfig;
 use candle_attention_modules::base::{self, FLOATS, Options, accumulation_dtype, number, options, part};
 
@@ -139,38 +139,38 @@ const ZERO_POINT: f64 = 128.0;
 /// [`rows`](Self::rows) share the storage: what is written to one is written to all.
 #[derive(Debug, Clone)]
 pub(super) struct KvBuffers {
-    keys: Tensor,
-    /// `None` where they are the first columns of the keys.
-    values: Option<Tensor>,
+    /// Keys, and values unless they are the first columns of the keys.
+    numbers: Vec<Tensor>,
+    /// Of the rows of each of them, where they are of 8 bits: (B, H_kv, capacity, 1).
+    scales: Vec<Tensor>,
     d_v: usize,
-    /// Of the rows of keys of 8 bits, (B, H_kv, capacity, 1).
-    key_scales: Option<Tensor>,
-    /// Of the rows of values of 8 bits, unless these are columns of the keys.
-    value_scales: Option<Tensor>,
 }
 
 impl KvBuffers {
     /// Keys and values of any strides, as a cache stores them; without values, these are the first `d_v` columns of the
     /// keys. As floats of a dtype, or as 8 bits.
     pub fn encode(k: &Tensor, v: Option<&Tensor>, d_v: usize, floats: Option<DType>) -> Result<Self> {
-        let (k, v) = (k.detach(), v.map(Tensor::detach));
-        if let Some(dtype) = floats {
-            let stored = |tensor: &Tensor| tensor.to_dtype(dtype)?.contiguous();
-            let values = v.as_ref().map(stored).transpose()?;
-            return Ok(Self { keys: stored(&k)?, values, d_v, key_scales: None, value_scales: None });
-        }
-        let (keys, key_scales) = quantize(&k)?;
-        let (values, value_scales) = v.as_ref().map(quantize).transpose()?.unzip();
-        Ok(Self { keys, values, d_v, key_scales: Some(key_scales), value_scales })
+        let parts = [k].into_iter().chain(v).map(Tensor::detach);
+        let Some(dtype) = floats else {
+            let (numbers, scales) = parts.map(|part| quantize(&part)).collect::<Result<Vec<_>>>()?.into_iter().unzip();
+            return Ok(Self { numbers, scales, d_v });
+        };
+        let numbers = parts.map(|part| part.to_dtype(dtype)?.contiguous()).collect::<Result<_>>()?;
+        Ok(Self { numbers, scales: Vec::new(), d_v })
     }
 
-    /// Empty buffers like these, for `b` sequences of `capacity` positions.
-    pub fn empty_like(&self, b: usize, capacity: usize) -> Result<Self> {
-        self.try_map(|like| {
+    /// New buffers like these that hold rows of some sequences, the first of them in row 0.
+    pub fn gather(&self, rows: &[(usize, Range<usize>)], capacity: usize) -> Result<Self> {
+        let gathered = self.try_map(|like| {
             let (_, h, _, width) = like.dims4()?;
-            check_memory(&[b, h, capacity, width], like.dtype())?;
-            Tensor::zeros((b, h, capacity, width), like.dtype(), like.device())
-        })
+            let dims = [rows.len(), h, capacity, width];
+            check_memory(&dims, like.dtype())?;
+            Tensor::zeros(&dims, like.dtype(), like.device())
+        })?;
+        for (n, (sequence, rows)) in rows.iter().enumerate() {
+            gathered.write_sequence(n, 0, &self.rows(*sequence, rows.clone())?)?;
+        }
+        Ok(gathered)
     }
 
     /// The same in storage of its own.
@@ -183,40 +183,38 @@ impl KvBuffers {
 
     /// The most positions of a sequence.
     pub fn capacity(&self) -> usize {
-        self.keys.dims()[2]
+        self.numbers[0].dims()[2]
     }
 
     /// In which attention to the floats is computed, of keys that came in the dtype `came`.
     pub fn float_dtype(&self, came: DType) -> DType {
-        if self.key_scales.is_some() { accumulation_dtype(came) } else { self.keys.dtype() }
+        if self.scales.is_empty() { self.numbers[0].dtype() } else { accumulation_dtype(came) }
     }
 
     /// Whether the rows of other buffers may be written to these.
     pub fn accepts(&self, other: &Self) -> bool {
         let fits = |(own, other): (&Tensor, &Tensor)| {
-            let ([b, h, _, d], [other_b, other_h, _, other_d]) = (own.dims(), other.dims()) else { return false };
-            [b, h, d] == [other_b, other_h, other_d]
-                && own.dtype() == other.dtype()
-                && own.device().same_device(other.device())
+            let is_alike = own.dtype() == other.dtype() && own.device().same_device(other.device());
+            is_alike && [0, 1, 3].iter().all(|&dim| own.dims()[dim] == other.dims()[dim])
         };
-        (self.values.is_some(), self.d_v) == (other.values.is_some(), other.d_v)
+        (self.numbers.len(), self.d_v) == (other.numbers.len(), other.d_v)
             && self.tensors().zip(other.tensors()).all(fits)
     }
 
     /// H_kv, D and D_v of keys and values; nothing for latents.
     pub fn sizes(&self) -> Option<[usize; 3]> {
-        let (_, h, _, d) = self.keys.dims4().ok()?;
-        self.values.is_some().then_some([h, d, self.d_v])
+        let (_, h, _, d) = self.numbers[0].dims4().ok()?;
+        (self.numbers.len() > 1).then_some([h, d, self.d_v])
     }
 
     /// The shapes of keys and values, for errors.
     pub fn shapes(&self) -> (String, String) {
-        let shape = |part: &Tensor| match part.dims() {
-            [b, h, _, width] => format!("({b}, {h}, T, {width}) on {:?}", part.device().location()),
-            other => format!("{other:?}"),
+        let shape = |part: &Tensor| {
+            let dims = part.dims();
+            format!("({}, {}, T, {}) on {:?}", dims[0], dims[1], dims[3], part.device().location())
         };
         let in_keys = || format!("in their first {} columns", self.d_v);
-        (shape(&self.keys), self.values.as_ref().map_or_else(in_keys, shape))
+        (shape(&self.numbers[0]), self.numbers.get(1).map_or_else(in_keys, shape))
     }
 
     pub fn bytes(&self) -> usize {
@@ -225,29 +223,25 @@ impl KvBuffers {
 
     /// Keys (B, H_kv, capacity, D) and values (B, H_kv, capacity, D_v): codes of 8 bits in `dtype`, floats as they are,
     /// which share the buffers.
-    pub fn floats(&self, dtype: DType) -> Result<(Tensor, Tensor)> {
-        let read = |numbers: &Tensor, scales: &Option<Tensor>| match scales {
+    pub fn floats(&self, dtype: DType) -> Result<[Tensor; 2]> {
+        let read = |(n, numbers): (usize, &Tensor)| match self.scales.get(n) {
             Some(scales) => dequantize(numbers, scales, dtype),
             None => Ok(numbers.clone()),
         };
-        let keys = read(&self.keys, &self.key_scales)?;
-        let values = match &self.values {
-            Some(values) => read(values, &self.value_scales)?,
-            None => part(&keys, 3, 0..self.d_v)?,
-        };
-        Ok((keys, values))
+        self.keys_and_values(self.numbers.iter().enumerate().map(read).collect::<Result<_>>()?)
     }
 
-    /// Keys and values as they are.
-    pub fn stored(&self) -> Result<[Tensor; 2]> {
-        let values = self.values.clone().map_or_else(|| part(&self.keys, 3, 0..self.d_v), Ok)?;
-        Ok([self.keys.clone(), values])
+    /// Codes of 8 bits of keys and values, and their scales (B, H_kv, capacity, 1), if they are that.
+    pub fn codes(&self) -> Result<Option<[[Tensor; 2]; 2]>> {
+        let Some((of_keys, of_values)) = self.scales.first().zip(self.scales.last()) else { return Ok(None) };
+        Ok(Some([self.keys_and_values(self.numbers.clone())?, [of_keys.clone(), of_values.clone()]]))
     }
 
-    /// Their scales (B, H_kv, capacity, 1), if they are codes of 8 bits.
-    pub fn scales(&self) -> Option<[Tensor; 2]> {
-        let of_keys = self.key_scales.clone()?;
-        Some([of_keys.clone(), self.value_scales.clone().unwrap_or(of_keys)])
+    fn keys_and_values(&self, parts: Vec<Tensor>) -> Result<[Tensor; 2]> {
+        match <[Tensor; 2]>::try_from(parts) {
+            Ok(both) => Ok(both),
+            Err(keys) => Ok([keys[0].clone(), part(&keys[0], 3, 0..self.d_v)?]),
+        }
     }
 
     /// A view of some positions.
@@ -275,20 +269,23 @@ impl KvBuffers {
         self.try_map(|part| part.narrow(0, sequence, 1))?.write(at, from)
     }
 
+    /// Writes the tokens of a call behind what is held of each sequence.
+    pub fn append(&self, kv: &Self, held: &[Range<usize>], new: &NewTokens) -> Result<()> {
+        let at = held.first().map_or(0, Range::len);
+        if new.all_valid() && held.iter().all(|held| held.len() == at) {
+            return self.write(at, kv);
+        }
+        let mut of_each = held.iter().zip(&new.tokens).enumerate();
+        of_each.try_for_each(|(n, (held, tokens))| self.write_sequence(n, held.len(), &kv.rows(n, tokens.clone())?))
+    }
+
     fn try_map(&self, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
-        let mapped = |part: &Option<Tensor>| part.as_ref().map(&f).transpose();
-        Ok(Self {
-            keys: f(&self.keys)?,
-            values: mapped(&self.values)?,
-            d_v: self.d_v,
-            key_scales: mapped(&self.key_scales)?,
-            value_scales: mapped(&self.value_scales)?,
-        })
+        let mapped = |parts: &[Tensor]| parts.iter().map(&f).collect::<Result<_>>();
+        Ok(Self { numbers: mapped(&self.numbers)?, scales: mapped(&self.scales)?, d_v: self.d_v })
     }
 
     fn tensors(&self) -> impl Iterator<Item = &Tensor> {
-        let others = [&self.values, &self.key_scales, &self.value_scales];
-        std::iter::once(&self.keys).chain(others.into_iter().flatten())
+        self.numbers.iter().chain(&self.scales)
     }
 }
 
@@ -303,9 +300,7 @@ fn check_memory(dims: &[usize], dtype: DType) -> Result<()> {
 pub(super) fn quantize(rows: &Tensor) -> Result<(Tensor, Tensor)> {
     let rows = rows.to_dtype(DType::F32)?.contiguous()?;
     if rows.elem_count() == 0 {
-        let mut dims = rows.dims().to_vec();
-        dims.pop();
-        dims.push(1);
+        let dims = [&rows.dims()[..rows.rank() - 1], &[1]].concat();
         return Ok((rows.to_dtype(DType::U8)?, Tensor::zeros(dims, DType::F32, rows.device())?));
     }
     // x - x is 0 for finite x and NaN otherwise, which a maximum may pass over.

@@ -2,8 +2,9 @@
 
 use candle_core::{DType, Device, Result, Storage, Tensor};
 
+use super::staged::CachedCall;
 use super::storage::{dequantize, quantize};
-use super::{AttentionCache, AttentionCacheConfig, CachedCall, Padding};
+use super::{AttentionCache, AttentionCacheConfig, Padding};
 use crate::mask::{AttentionMask, EmptyRows};
 use crate::sdpa::{Backend, Keys, Outputs, SdpaOptions, scaled_dot_product_attention};
 use candle_attention_kernels::Tier;
@@ -33,20 +34,26 @@ fn place(tensor: &Tensor) -> (usize, Vec<usize>) {
     (storage.as_slice::<f32>().expect("f32").as_ptr() as usize, layout.stride().to_vec())
 }
 
-fn stage<'c>(cache: &'c mut AttentionCache, k: &Tensor, v: &Tensor, padding: Padding) -> Result<CachedCall<'c>> {
+/// What a call reads, and what the cache becomes.
+fn stage(
+    cache: &AttentionCache,
+    k: &Tensor,
+    v: &Tensor,
+    padding: Padding,
+) -> Result<(CachedCall<'static>, AttentionCache)> {
     let new = cache.new_tokens((B, k.dim(2)?), padding)?;
-    cache.stage(new, k, Some(v), v.dim(3)?)
+    cache.stage(&new, k, Some(v), v.dim(3)?)
 }
 
 /// What a call reads, after it was committed.
 fn append(cache: &mut AttentionCache, t: usize, first: usize, padding: Padding) -> Result<(Tensor, Tensor)> {
     let (k, v) = new(t, first)?;
-    let staged = stage(cache, &k, &v, padding)?;
+    let (staged, after) = stage(cache, &k, &v, padding)?;
     // A mask that sees no key which a sliding cache has dropped.
     let rows = staged.all_rows(&k, &AttentionMask::causal().with_window(1), &SdpaOptions::default())?.0;
-    let views = staged.read(&rows)?;
-    Box::new(staged).commit()?;
-    Ok(views)
+    let [keys, values] = staged.read(&rows)?;
+    *cache = after;
+    Ok((keys, values))
 }
 
 fn numbers(tensor: &Tensor) -> Result<Vec<f32>> {
@@ -112,13 +119,13 @@ fn what_is_staged_and_not_kept_leaves_no_trace() -> Result<()> {
         append(&mut cache, 3, 0, Padding::default())?;
         let held = |cache: &AttentionCache| -> Result<Vec<f32>> {
             let rows = cache.buffers.as_ref().expect("buffers").positions(&(0..cache.held[0].len()))?;
-            let (k, v) = rows.floats(DType::F32)?;
+            let [k, v] = rows.floats(DType::F32)?;
             Ok([numbers(&k)?, numbers(&v)?].concat())
         };
         let (before, capacity, memory) = (held(&cache)?, cache.capacity(), cache.memory());
         for t in [1, 2, 9] {
             let (k, v) = new(t, 1)?;
-            drop(stage(&mut cache, &k, &v, Padding::default())?);
+            drop(stage(&cache, &k, &v, Padding::default())?);
             assert_eq!((cache.lens(), cache.capacity(), cache.memory()), (vec![3, 3], capacity, memory));
             assert_eq!(held(&cache)?, before);
         }
@@ -244,8 +251,8 @@ fn rounded(rows: &Tensor) -> Result<Tensor> {
 #[test]
 fn queries_that_see_nothing_may_weigh_keys_of_8_bits_alike() -> Result<()> {
     let (k, v) = (random((B, 2, 5, 6))?, random((B, 2, 5, 5))?);
-    let mut cache = AttentionCache::new(&AttentionCacheConfig::new().with_q8())?;
-    let staged = stage(&mut cache, &k, &v, Padding::default())?;
+    let cache = AttentionCache::new(&AttentionCacheConfig::new().with_q8())?;
+    let (staged, _) = stage(&cache, &k, &v, Padding::default())?;
     let mask = AttentionMask::none().with_valid_lens(vec![3, 0]).with_empty_rows(EmptyRows::Uniform);
     let (q, options) = (random((B, H, 5, 6))?, SdpaOptions::default());
     let expected = scaled_dot_product_attention(&q, &rounded(&k)?, &rounded(&v)?, &mask, &options)?;
@@ -262,13 +269,12 @@ fn eight_bits_give_the_numbers_of_their_floats() -> Result<()> {
         for (n, (t, starts, lens)) in calls().into_iter().enumerate() {
             let (k, v) = (random((B, 2, t, 6))?, random((B, 2, t, 5))?);
             let padding = Padding { valid_lens: Some(&lens), starts: Some(&starts) };
-            let staged_q8 = stage(&mut small, &k, &v, padding)?;
-            let staged = stage(&mut plain, &rounded(&k)?, &rounded(&v)?, padding)?;
+            let (staged_q8, after_q8) = stage(&small, &k, &v, padding)?;
+            let (staged, after) = stage(&plain, &rounded(&k)?, &rounded(&v)?, padding)?;
             if n == 2 {
                 compare(&staged_q8, &staged, slides)?;
             }
-            Box::new(staged_q8).commit()?;
-            Box::new(staged).commit()?;
+            (small, plain) = (after_q8, after);
         }
         assert_eq!(small.lens(), LENS);
     }

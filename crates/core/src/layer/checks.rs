@@ -1,32 +1,45 @@
-//! What the inputs of a call have to be like, and the positions of its queries and keys.
+//! What the inputs of a call have to be like.
+
+use std::fmt;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-use super::input::KeysFrom;
+use super::input::{CallPositions, KeysFrom};
 use super::{AttentionInput, MultiHeadAttention, OP};
 use crate::cache::NewTokens;
 use crate::config::KvSource;
-use crate::position::{AxisPositions, Positions, RopeConfig};
-use crate::sdpa::PackedSequences;
+use crate::position::RopeConfig;
 use candle_attention_modules::base::{Dim, Expect, check_keys_and_values, is_addressable};
 
 pub(super) const NO_KEYS: &str =
     "the layer has no keys and values of its own, expected an earlier layer's, `with_shared_cache` or `with_memory`";
 
-/// What the inputs of a layer have to be like.
+/// What the inputs of a call have to be like.
 #[derive(Clone, Copy)]
 pub(super) struct Expected<'a> {
     pub op: &'static str,
-    pub width: usize,
     pub batched: bool,
     pub dtype: DType,
     pub device: &'a Device,
 }
 
 impl Expected<'_> {
+    /// The queries of a call as (B, T_q, width), and what is added to its output as (B, T_q, out_width), if anything;
+    /// after a check that keys come from one place.
+    pub fn queries(&self, input: &AttentionInput, width: usize, out_width: usize) -> Result<(Tensor, Option<Tensor>)> {
+        if let KeysFrom::Conflict([one, other]) = input.keys {
+            bail!("[{}] both {one} and {other} were given, expected one of the two", self.op)
+        }
+        let queries = self.check("queries", input.queries, width)?;
+        let Some(residual) = input.residual else { return Ok((queries, None)) };
+        let of_output = [&input.queries.dims()[..input.queries.rank() - 1], &[out_width]].concat();
+        Expect::many(self.op, "residuals", residual).sizes(&of_output)?;
+        Ok((queries, Some(self.check("residuals", residual, out_width)?)))
+    }
+
     /// An input as (B, T, width), after its shape, dtype and device were checked.
-    pub fn check(&self, what: &str, xs: &Tensor) -> Result<Tensor> {
-        let &Self { op, width, batched, dtype, device } = self;
+    pub fn check(&self, what: &str, xs: &Tensor, width: usize) -> Result<Tensor> {
+        let &Self { op, batched, dtype, device } = self;
         let (one, batch) = ([Dim::Any("T"), Dim::Is(width)], [Dim::Any("B"), Dim::Any("T"), Dim::Is(width)]);
         let xs_in = Expect::many(op, what, xs);
         let xs_in = match (batched, what) {
@@ -38,25 +51,9 @@ impl Expected<'_> {
         xs_in.dtype(dtype, "the weights'")?.beside("the weights", device)?;
         if batched { Ok(xs.clone()) } else { xs.unsqueeze(0) }
     }
-
-    /// The residual of a call, as (B, T, width), if it has one.
-    pub fn check_residual(&self, input: &AttentionInput) -> Result<Option<Tensor>> {
-        let Some(residual) = input.residual else { return Ok(None) };
-        let of_output = [&input.queries.dims()[..input.queries.rank() - 1], &[self.width]].concat();
-        Expect::many(self.op, "residuals", residual).sizes(&of_output)?;
-        self.check("residuals", residual).map(Some)
-    }
 }
 
 impl AttentionInput<'_> {
-    /// That keys come from one place.
-    pub(super) fn check_keys(&self, op: &str) -> Result<()> {
-        match self.conflict {
-            Some([one, other]) => bail!("[{op}] both {one} and {other} were given, expected one of the two"),
-            None => Ok(()),
-        }
-    }
-
     /// That packed sequences fit the queries (1, total_q, ..) and `t_kv` keys, and that nothing else is asked for that
     /// has no shape for them.
     pub(super) fn check_packed(&self, op: &str, queries: &Tensor, t_kv: usize) -> Result<()> {
@@ -90,45 +87,43 @@ pub(super) struct Inputs {
     /// What keys (B, T_kv, key_size) and values (B, T_kv, value_size) are projected from: clones of the queries or of
     /// each other where the caller's are one tensor. `None` for a memory and for an earlier layer's.
     pub key_value: Option<[Tensor; 2]>,
-    /// The tokens that the call adds to its cache, if it has one.
-    pub new_tokens: Option<NewTokens>,
+    pub t_kv: usize,
+    pub tokens: NewTokens,
+    /// Where the layer has a use for them.
+    pub positions: Option<CallPositions>,
     /// (B, T_q, out_dim).
     pub residual: Option<Tensor>,
-    pub b: usize,
-    pub t_q: usize,
-    pub t_kv: usize,
 }
 
 impl MultiHeadAttention {
     pub(super) fn check(&self, input: &AttentionInput) -> Result<Inputs> {
         let cfg = &self.config;
-        input.check_keys(OP)?;
-        let batched = input.queries.rank() == 3;
-        let queries = self.expected(cfg.embed_dim(), batched).check("queries", input.queries)?;
+        let expected = self.expected(input.queries.rank() == 3);
+        let (queries, residual) = expected.queries(input, cfg.embed_dim(), cfg.out_dim())?;
         let (b, t_q, _) = queries.dims3()?;
-        let residual = self.expected(cfg.out_dim(), batched).check_residual(input)?;
         let is_of_earlier_layer = cfg.kv_source() == KvSource::EarlierLayer;
-        let (key_value, t_kv, key_dims) = match &input.keys {
+        let (key_value, t_kv) = match &input.keys {
             KeysFrom::EarlierLayer(_) if !is_of_earlier_layer => {
                 bail!("[{OP}] the cache of an earlier layer was given, but the layer has keys of its own")
             }
-            KeysFrom::EarlierLayer(cache) => (None, cache.len(), input.queries.dims()),
+            KeysFrom::EarlierLayer(cache) => (None, cache.len()),
             KeysFrom::Memory(memory) => {
                 self.check_memory(input, memory, b)?;
-                (None, memory.t_kv, memory.k.dims())
+                (None, memory.t_kv)
             }
             _ if is_of_earlier_layer => bail!("[{OP}] {NO_KEYS}"),
             &KeysFrom::Cross { keys, values } => {
-                let mut key_value = self.check_key_value(Some(b), batched, [keys, values])?;
+                let mut key_value = self.check_key_value(Some(b), &expected, [keys, values])?;
                 for (own, given) in key_value.iter_mut().zip([keys, values]) {
                     if given.id() == input.queries.id() {
                         *own = queries.clone();
                     }
                 }
                 let t_kv = key_value[0].dim(1)?;
-                (Some(key_value), t_kv, keys.dims())
+                (Some(key_value), t_kv)
             }
-            KeysFrom::Own | KeysFrom::Cache(_) => {
+            // A conflict was refused with the queries.
+            KeysFrom::Own | KeysFrom::Cache(_) | KeysFrom::Conflict(_) => {
                 if [cfg.key_size(), cfg.value_size()] != [cfg.embed_dim(); 2] {
                     bail!(
                         "[{OP}] queries are {} wide, the inputs of keys {} and of values {}; expected a \
@@ -138,10 +133,10 @@ impl MultiHeadAttention {
                         cfg.value_size()
                     )
                 }
-                (Some([queries.clone(), queries.clone()]), t_q, input.queries.dims())
+                (Some([queries.clone(), queries.clone()]), t_q)
             }
         };
-        let what = || format!("queries {:?} and keys {key_dims:?}", input.queries.dims());
+        let what = format_args!("queries {:?} and {t_kv} keys", input.queries.dims());
         self.check_lengths(b, t_q.max(t_kv), input.longest(t_q, t_kv), what)?;
         input.check_packed(OP, &queries, t_kv)?;
         if cfg.appended_keys() > 0 && (input.packed.is_some() || input.is_cached()) {
@@ -156,9 +151,17 @@ impl MultiHeadAttention {
         if cfg.relative_bias().is_some() && self.relative_bias.is_none() {
             bail!("[{OP}] the config has a relative bias, expected the stack's one in `with_relative_bias`")
         }
-        let new_tokens = input.new_tokens(OP, (b, t_q), &self.mask)?;
-        new_tokens.iter().try_for_each(|new_tokens| self.check_context(new_tokens.longest()))?;
-        Ok(Inputs { queries, key_value, new_tokens, residual, b, t_q, t_kv })
+        let tokens = input.tokens(OP, (b, t_q), &self.mask)?;
+        self.check_context(tokens.longest())?;
+        let axes = cfg.rope().and_then(RopeConfig::axes);
+        let takes_positions = self.rotary.is_some() || cfg.query_scaling().is_some() || self.terms_take_positions();
+        let positions = input.positions(OP, (&tokens, b, t_kv), axes, takes_positions)?;
+        let all = positions.iter().flat_map(|at| [&at.queries].into_iter().chain(&at.keys));
+        let length = all.map(|positions| positions.length).max().unwrap_or(0);
+        if let Some(context_length) = cfg.context_length().filter(|&most| length > most) {
+            bail!("[{OP}] position {} is not below the context length {context_length}", length - 1)
+        }
+        Ok(Inputs { queries, key_value, t_kv, tokens, positions, residual })
     }
 
     /// The inputs of cross-attention's keys and values, for `b` sequences of queries if these are there already: clones
@@ -166,15 +169,15 @@ impl MultiHeadAttention {
     pub(super) fn check_key_value(
         &self,
         b: Option<usize>,
-        batched: bool,
+        expected: &Expected,
         [keys, values]: [&Tensor; 2],
     ) -> Result<[Tensor; 2]> {
         let (cfg, is_one) = (&self.config, keys.id() == values.id());
         if cfg.kv_source() == KvSource::KeysAsValues && !is_one {
             bail!("[{OP}] values are the keys' projection, expected one tensor as the input of both")
         }
-        let k_in = self.expected(cfg.key_size(), batched).check("keys", keys)?;
-        let v_in = self.expected(cfg.value_size(), batched).check("values", values)?;
+        let k_in = expected.check("keys", keys, cfg.key_size())?;
+        let v_in = expected.check("values", values, cfg.value_size())?;
         check_keys_and_values(OP, b, &k_in, &v_in)?;
         Ok(if is_one { [k_in.clone(), k_in] } else { [k_in, v_in] })
     }
@@ -189,80 +192,13 @@ impl MultiHeadAttention {
 
     /// Of `b` rows with `t` queries or keys, of which a sequence has at most `longest`; `what` they are is for an
     /// error.
-    pub(super) fn check_lengths(&self, b: usize, t: usize, longest: usize, what: impl Fn() -> String) -> Result<()> {
+    pub(super) fn check_lengths(&self, b: usize, t: usize, longest: usize, what: fmt::Arguments) -> Result<()> {
         let cfg = &self.config;
         self.check_context(longest)?;
         let (h, h_kv, d, d_v) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim());
         if !is_addressable(&[b, t, h * d + h_kv * (d + d_v)]) {
-            bail!("[{OP}] {} are too large to address", what())
+            bail!("[{OP}] {what} are too large to address")
         }
         Ok(())
-    }
-}
-
-/// The positions of a call's tokens.
-pub(super) struct CallPositions {
-    pub queries: Positions,
-    /// Those of the call's own keys; `None` where they are the queries'.
-    pub keys: Option<Positions>,
-    /// Those of the calls before too; `None` where there are none.
-    pub cached: Option<Positions>,
-    /// Those by which queries and keys are rotated, where these are on several axes.
-    pub axes: Option<AxisPositions>,
-}
-
-impl CallPositions {
-    /// Those of all keys that queries may see.
-    pub fn all_keys(&self) -> &Positions {
-        self.cached.as_ref().or(self.keys.as_ref()).unwrap_or(&self.queries)
-    }
-}
-
-impl MultiHeadAttention {
-    /// `None` for a layer that has no use for positions; their shape is checked all the same.
-    pub(super) fn positions(&self, input: &AttentionInput, inputs: &Inputs) -> Result<Option<CallPositions>> {
-        let Inputs { b, t_q, t_kv, .. } = *inputs;
-        let new_tokens = inputs.new_tokens.as_ref();
-        let keys = input.key_positions.map(|given| Positions::from_tensor("key positions", given, b, t_kv));
-        let keys = keys.transpose()?;
-        if keys.is_some() && !input.is_cross() {
-            bail!("[{OP}] key positions are given, but the keys are the queries")
-        }
-        let axes = self.axis_positions(input, inputs)?;
-        let terms_take_positions = self.terms().any(|term| term.takes_positions());
-        if self.rotary.is_none() && self.config.query_scaling().is_none() && !terms_take_positions {
-            if new_tokens.is_none() {
-                input.given_positions((b, t_q))?;
-            }
-            return Ok(None);
-        }
-        let queries = input.query_positions((b, t_q), new_tokens)?;
-        let or_default = || input.default_positions(PackedSequences::keys, t_kv);
-        let keys = input.is_cross().then(|| keys.map_or_else(or_default, Ok)).transpose()?;
-        let length = keys.iter().map(|keys| keys.length).fold(queries.length, usize::max);
-        if let Some(context_length) = self.config.context_length().filter(|&most| length > most) {
-            bail!("[{OP}] position {} is not below the context length {context_length}", length - 1)
-        }
-        let cached = if terms_take_positions { input.cached_positions(new_tokens)? } else { None };
-        Ok(Some(CallPositions { queries, keys, cached, axes }))
-    }
-
-    fn axis_positions(&self, input: &AttentionInput, inputs: &Inputs) -> Result<Option<AxisPositions>> {
-        let given = |given: &Tensor, axes: usize| AxisPositions::from_tensor(given, axes, inputs.b, inputs.t_q);
-        match (self.config.rope().and_then(RopeConfig::axes), input.axis_positions) {
-            (None, None) => Ok(None),
-            (None, Some(_)) => {
-                bail!("[{OP}] axis positions were given, but the config's rope has no axes")
-            }
-            (Some(_), Some(_)) if input.is_cross() => {
-                bail!("[{OP}] axis positions were given beside keys, expected self-attention")
-            }
-            (Some(axes), Some(positions)) => given(positions, axes.sections().len()).map(Some),
-            (Some(axes), None) if axes.is_axial() => bail!(
-                "[{OP}] rotary positions are on {} axes, expected a call `with_axis_positions`",
-                axes.sections().len()
-            ),
-            (Some(_), None) => Ok(None),
-        }
     }
 }

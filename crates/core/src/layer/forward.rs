@@ -2,11 +2,11 @@
 
 use candle_core::{Result, Tensor, bail};
 
-use super::checks::{Inputs, NO_KEYS};
+use super::checks::NO_KEYS;
 use super::heads::split_heads;
 use super::input::KeysFrom;
 use super::{AttentionInput, LayerOutput, MultiHeadAttention, OP};
-use crate::cache::CachedCall;
+use crate::cache::AttentionCache;
 use crate::mask::AttentionMask;
 use crate::position::{KeysByHeads, Scores, TermCall};
 use crate::sdpa::{Attended, AttentionStatistics, Keys, Outputs, OwnKeys, Plan, SdpaOptions, StatisticsOptions};
@@ -38,7 +38,8 @@ impl MultiHeadAttention {
     /// # Errors
     /// As [`forward_with`](Self::forward_with).
     pub fn forward_with_weights<'a>(&self, input: impl Into<AttentionInput<'a>>) -> Result<LayerOutput> {
-        LayerOutput::of(self.attended(input.into(), Outputs::Weights)?)
+        let (output, weights) = self.attended(input.into(), Outputs::Weights)?.with(|found| found.weights.take())?;
+        Ok(LayerOutput { output, weights })
     }
 
     /// [`forward_with`](Self::forward_with) that also returns statistics of the weights: for each query its largest
@@ -71,11 +72,11 @@ impl MultiHeadAttention {
     }
 
     fn attended(&self, input: AttentionInput, outputs: Outputs) -> Result<Attended> {
-        self.call(input)?.finish(outputs, |context, call| self.output(context, call))
+        self.call(&input)?.finish(input.keys, outputs, |context, call| self.output(context, call))
     }
 
-    /// The path that [`forward_with`](Self::forward_with) takes for an input, and why. It costs the input's projections
-    /// and a copy of its cache, which stays as it is.
+    /// The path that [`forward_with`](Self::forward_with) takes for an input, and why. It costs the input's
+    /// projections; its cache stays as it is.
     ///
     /// ```
     /// use candle_attention::{AttentionInput, Backend, MultiHeadAttention, MultiHeadAttentionConfig};
@@ -93,23 +94,47 @@ impl MultiHeadAttention {
     /// # Errors
     /// As [`forward_with`](Self::forward_with).
     pub fn plan(&self, input: &AttentionInput) -> Result<Plan> {
-        input.with_forked_cache(|input| self.call(input)?.plan())
+        self.call(input)?.plan()
     }
 
     /// Everything before attention.
-    pub(super) fn call<'a>(&self, input: AttentionInput<'a>) -> Result<AttentionCall<'a>> {
-        let inputs = self.check(&input)?;
-        let positions = self.positions(&input, &inputs)?;
-        let Projected { q, kv, gate } = self.project(&input, &inputs, positions.as_ref())?;
-        let (k, v) = kv.map_or((None, None), |[k, v]| (Some(k), Some(v)));
-        let mut options = input.options(self.config.dropout()).with_scale(self.config.score_scale());
-        options.softcap = self.config.softcap();
-        options.sinks = self.sinks.clone();
+    pub(super) fn call<'a>(&self, input: &AttentionInput<'a>) -> Result<AttentionCall<'a>> {
+        let (cfg, inputs) = (&self.config, self.check(input)?);
+        let Projected { q, kv, gate } = self.project(input, &inputs)?;
+        // No context is computed for padding, and zero times what it holds is to be zero.
+        let gate = gate.map(|gate| inputs.tokens.without_padding(gate)).transpose()?;
+        let (own, cached, cache) = match (&input.keys, kv) {
+            (KeysFrom::Cache(cache), Some([k, v])) => {
+                let (cached, cache) = cache.stage(&inputs.tokens, &k, Some(&v), v.dim(3)?)?;
+                (None, Some(cached), Some(cache))
+            }
+            (KeysFrom::EarlierLayer(cache), _) => {
+                let sizes = [cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim()];
+                (None, Some(cache.reading(&inputs.tokens, &q, sizes)?), None)
+            }
+            (_, own) => (own, None, None),
+        };
 
-        let mut scores = Scores { q, k, mask: self.mask(&input, &inputs)?, options, by_heads: None };
+        let options = input.options(cfg.dropout()).with_scale(cfg.score_scale());
+        let options = SdpaOptions { softcap: cfg.softcap(), sinks: self.parameters.tensor("sinks")?, ..options };
+        let mut mask = input.mask_with(&self.mask);
+        if cfg.appended_keys() > 0 {
+            let dims = [q.dim(0)?, cfg.num_heads(), q.dim(2)?, inputs.t_kv];
+            mask = mask.with_appended_keys(cfg.appended_keys(), dims, accumulation_dtype(q.dtype()), q.device())?;
+        }
+        let (k, v) = own.map_or((None, None), |[k, v]| (Some(k), Some(v)));
+        let mut scores = Scores { q, k, mask, options, by_heads: None };
+        let positions = inputs.positions.as_ref();
+        let of_cache = match (&cache, &input.keys) {
+            (Some(cache), _) | (None, &KeysFrom::EarlierLayer(cache)) if self.terms_take_positions() => {
+                Some(cache.key_positions()?)
+            }
+            _ => None,
+        };
+        let of_call = positions.map(|at| at.keys.as_ref().unwrap_or(&at.queries));
         let call = TermCall {
-            queries: positions.as_ref().map(|positions| &positions.queries),
-            keys: positions.as_ref().map(|positions| positions.all_keys()),
+            queries: positions.map(|at| &at.queries),
+            keys: of_cache.as_ref().or(of_call),
             has_given_positions: input.positions.is_some() || input.key_positions.is_some(),
             packed: input.packed,
             projections: &self.projections,
@@ -118,40 +143,14 @@ impl MultiHeadAttention {
         self.terms().try_for_each(|term| term.add(&mut scores, &call))?;
 
         let Scores { q, k, mask, options, by_heads } = scores;
+        let keys: Box<dyn Keys + 'a> = match (cached, k.zip(v), by_heads) {
+            (Some(cached), ..) => Box::new(cached),
+            (None, Some((k, v)), Some(terms)) => Box::new(KeysByHeads { k, v, terms }),
+            (None, Some((k, v)), None) => Box::new(OwnKeys { k, v, sequences: input.packed, function: input.function }),
+            (None, None, _) => bail!("[{OP}] {NO_KEYS}"),
+        };
         let batched = input.queries.rank() == 3;
-        let gate = match (gate, &inputs.new_tokens) {
-            // No context is computed for padding, and zero times what it holds is to be zero.
-            (Some(gate), Some(new_tokens)) => Some(new_tokens.without_padding(gate)?),
-            (gate, _) => gate,
-        };
-        let keys: Box<dyn Keys + 'a> = match (k, v, input.keys, inputs.new_tokens) {
-            (Some(k), Some(v), KeysFrom::Cache(cache), Some(new)) => {
-                Box::new(cache.stage(new, &k, Some(&v), v.dim(3)?)?)
-            }
-            (Some(k), Some(v), ..) => match by_heads {
-                Some(terms) => Box::new(KeysByHeads { k, v, terms }),
-                None => Box::new(OwnKeys { k, v, sequences: input.packed, function: input.function }),
-            },
-            (.., KeysFrom::EarlierLayer(cache), Some(new)) => {
-                let cfg = &self.config;
-                let sizes = [cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim()];
-                Box::new(CachedCall::reading(cache, new, &q, sizes)?)
-            }
-            _ => bail!("[{OP}] {NO_KEYS}"),
-        };
-        Ok(AttentionCall { q, keys, mask, options, batched, residual: inputs.residual, gate })
-    }
-
-    /// The layer's own mask and the call's, over the keys that the layer appends too.
-    fn mask(&self, input: &AttentionInput, inputs: &Inputs) -> Result<AttentionMask> {
-        let mask = input.mask_with(&self.mask);
-        let appended = self.config.appended_keys();
-        if appended == 0 {
-            return Ok(mask);
-        }
-        let dims = [inputs.b, self.config.num_heads(), inputs.t_q, inputs.t_kv];
-        let dtype = accumulation_dtype(self.projections.dtype());
-        mask.with_appended_keys(appended, dims, dtype, self.projections.device())
+        Ok(AttentionCall { q, keys, cache, mask, options, batched, residual: inputs.residual, gate })
     }
 
     /// The context of a call (B, H, T, D_v), a view of (B, T, H, D_v), to (B, T, out_dim).
@@ -163,7 +162,7 @@ impl MultiHeadAttention {
             _ => context,
         };
         let merged = gated.reshape((b, t, h * d_v))?;
-        let merged = match &self.context_norm {
+        let merged = match &self.norms[3] {
             Some(norm) => norm.forward(&merged)?,
             None => merged,
         };
@@ -176,6 +175,8 @@ pub(super) struct AttentionCall<'a> {
     /// (B, H, T_q, D), a view of (B, T_q, ..).
     pub q: Tensor,
     pub keys: Box<dyn Keys + 'a>,
+    /// What the call's cache becomes, where it has one.
+    pub cache: Option<AttentionCache>,
     pub mask: AttentionMask,
     pub options: SdpaOptions,
     /// Whether the input had a batch dimension.
@@ -188,12 +189,22 @@ pub(super) struct AttentionCall<'a> {
 
 impl AttentionCall<'_> {
     /// Attends, projects the context (B, H, T_q, D_v) by `output` to (B, T_q, out_dim), and keeps the keys and values
-    /// where there is a cache. The output stands in the place of the context.
-    pub fn finish(self, outputs: Outputs, output: impl FnOnce(&Tensor, &Self) -> Result<Tensor>) -> Result<Attended> {
+    /// in a cache that they are `from`. The output stands in the place of the context.
+    pub fn finish(
+        self,
+        from: KeysFrom,
+        outputs: Outputs,
+        output: impl FnOnce(&Tensor, &Self) -> Result<Tensor>,
+    ) -> Result<Attended> {
         let attended = self.keys.attend(&self.q, &self.mask, &self.options, outputs)?;
+        let in_graph = attended.context.track_op();
         let in_rank = |tensor| self.in_rank_of_input(tensor);
         let finished = attended.map(|context| in_rank(output(&context, &self)?), in_rank)?;
-        self.keys.commit()?;
+        if let (KeysFrom::Cache(cache), Some(staged)) = (from, self.cache) {
+            // Later calls write to the buffers of a cache in place. A graph that refers to them keeps them for its
+            // `backward`, and the cache goes on with a copy.
+            *cache = if in_graph { staged.fork()? } else { staged };
+        }
         Ok(finished)
     }
 

@@ -2,41 +2,35 @@
 
 use candle_core::{Result, Tensor, bail};
 
-use super::checks::{CallPositions, Inputs};
+use super::checks::Inputs;
 use super::input::KeysFrom;
 use super::{AttentionInput, MultiHeadAttention, OP};
 use crate::position::{Positions, RopeAxes, RopeConfig, Rotation};
+use ProjectionPlace::{Key, Query, Value};
 use candle_attention_modules::base::Expect;
-use candle_attention_modules::linear::Projected;
-use candle_attention_modules::norm::{Norm, QkNormScope, SumFunction};
+use candle_attention_modules::linear::{Projected, ProjectionPlace};
+use candle_attention_modules::norm::{QkNormScope, SumFunction};
 
 impl MultiHeadAttention {
     /// Queries (B, H, T_q, D), keys (B, H_kv, T_kv, D) and values (B, H_kv, T_kv, D_v), normalised and rotated; no keys
     /// and values if the call takes them from an earlier layer's cache.
-    pub(super) fn project(
-        &self,
-        input: &AttentionInput,
-        inputs: &Inputs,
-        positions: Option<&CallPositions>,
-    ) -> Result<Projected> {
+    pub(super) fn project(&self, input: &AttentionInput, inputs: &Inputs) -> Result<Projected> {
         let (mut at_queries, mut at_keys) = (None, None);
-        if let (Some(positions), Some(rotary)) = (positions, &self.rotary) {
+        if let (Some(positions), Some(rotary)) = (&inputs.positions, &self.rotary) {
             let on_axes = positions.axes.as_ref().map(|axes| rotary.on_axes(axes));
             at_queries = Some(on_axes.unwrap_or_else(|| rotary.at(&positions.queries))?);
             at_keys = positions.keys.as_ref().map(|keys| rotary.at(keys)).transpose()?;
         }
-        let sum = input.sum;
         let key_value = inputs.key_value.as_ref().map(|[keys, values]| [keys, values]);
         let Projected { q, kv, gate } = self.projections.query_key_value(&inputs.queries, key_value)?;
         let rotation = at_keys.as_ref().or(at_queries.as_ref());
         let kv = match (kv, &input.keys) {
+            (Some([k, v]), _) => Some([self.heads(Key, k, rotation, input.sum)?, self.heads(Value, v, None, None)?]),
             (None, KeysFrom::Memory(memory)) => Some([memory.k.clone(), memory.v.clone()]),
-            (kv, _) => kv.map(|kv| self.key_value_heads(kv, rotation, sum)).transpose()?,
+            (None, _) => None,
         };
-        let norm = self.q_norm.as_ref();
-        let q =
-            self.heads(self.normed_projection(q, norm, sum)?, self.config.num_heads(), norm, at_queries.as_ref())?;
-        let scaling = self.config.query_scaling().zip(positions);
+        let q = self.heads(Query, q, at_queries.as_ref(), input.sum)?;
+        let scaling = self.config.query_scaling().zip(inputs.positions.as_ref());
         let factors = scaling.map(|(scaling, at)| scaling.factors(&at.queries, q.dtype(), q.device())).transpose()?;
         let q = match factors.flatten() {
             // In the order of q's memory, (B, T, H, D).
@@ -46,66 +40,53 @@ impl MultiHeadAttention {
         Ok(Projected { q, kv, gate })
     }
 
-    /// Projected keys (B, T_kv, H_kv·D) and values (B, T_kv, H_kv·D_v), followed by those that the layer
-    /// appends, as heads.
-    pub(super) fn key_value_heads(
+    /// What the projection of a place gives, (B, T, heads · width), as heads (B, heads, T, width), a view of (B, T,
+    /// ..): normalised as a whole or head by head, clipped, with what the layer appends to keys and values, and
+    /// rotated.
+    fn heads(
         &self,
-        kv: [Tensor; 2],
+        place: ProjectionPlace,
+        mut xs: Tensor,
         rotation: Option<&Rotation>,
         sum: Option<&SumFunction>,
-    ) -> Result<[Tensor; 2]> {
-        let [k, v] = kv;
-        let norm = self.k_norm.as_ref();
-        let (mut k, mut v) = (self.normed_projection(k, norm, sum)?, self.normed_projection(v, None, None)?);
-        if self.config.appended_keys() > 0 {
-            let (learned_k, learned_v) = self.bias_kv.as_ref().map_or((None, None), |(k, v)| (Some(k), Some(v)));
-            (k, v) = (self.append_rows(k, learned_k)?, self.append_rows(v, learned_v)?);
-        }
-        let h_kv = self.config.num_kv_heads();
-        let v = split_heads(&v, h_kv)?;
-        let v = self.value_norm.as_ref().map_or_else(|| Ok(v.clone()), |norm| norm.forward(&v))?;
-        Ok([self.heads(k, h_kv, norm, rotation)?, v.transpose(1, 2)?])
-    }
-
-    /// (B, T, width) and the rows that the layer appends to each sequence: the learned one, then that of zeros.
-    fn append_rows(&self, xs: Tensor, learned: Option<&Tensor>) -> Result<Tensor> {
-        let (b, _, width) = xs.dims3()?;
-        let zeros = || Tensor::zeros((b, 1, width), xs.dtype(), xs.device());
-        let zeros = self.config.add_zero_attn().then(zeros).transpose()?;
-        let learned = learned.map(|row| row.broadcast_as((b, 1, width))?.contiguous()).transpose()?;
-        Tensor::cat(&[Some(xs), learned, zeros].into_iter().flatten().collect::<Vec<_>>(), 1)
-    }
-
-    /// Whether norms of queries and keys span whole projections, and so come before these are split into heads.
-    fn norms_projections(&self) -> bool {
-        self.config.qk_norm().is_some_and(|norm| norm.scope == QkNormScope::Projection)
-    }
-
-    /// What happens to a projection before it is split into heads.
-    fn normed_projection(&self, mut xs: Tensor, norm: Option<&Norm>, sum: Option<&SumFunction>) -> Result<Tensor> {
-        if let Some(norm) = norm.filter(|_| self.norms_projections()) {
+    ) -> Result<Tensor> {
+        let (cfg, h_kv) = (&self.config, self.config.num_kv_heads());
+        let (heads, norm, appended) = match place {
+            Query => (cfg.num_heads(), &self.norms[0], None),
+            Key => (h_kv, &self.norms[1], Some("bias_k")),
+            _ => (h_kv, &self.norms[2], Some("bias_v")),
+        };
+        let is_of_all = place != Value && cfg.qk_norm().is_some_and(|norm| norm.scope == QkNormScope::Projection);
+        let (of_all, of_each) = if is_of_all { (norm.as_ref(), None) } else { (None, norm.as_ref()) };
+        if let Some(norm) = of_all {
             xs = norm.forward_over(&xs, sum)?;
         }
-        match self.config.clip_qkv() {
-            Some(clip) => xs.clamp(-clip, clip),
-            None => Ok(xs),
+        if let Some(clip) = cfg.clip_qkv() {
+            xs = xs.clamp(-clip, clip)?;
         }
-    }
-
-    /// (B, T, heads · width) as heads (B, heads, T, width), a view of (B, T, ..), normalised and rotated.
-    fn heads(&self, xs: Tensor, heads: usize, norm: Option<&Norm>, rotation: Option<&Rotation>) -> Result<Tensor> {
-        let mut xs = split_heads(&xs, heads)?;
-        let norm = norm.filter(|_| !self.norms_projections());
-        if let Some(norm) = norm.filter(|_| !self.config.norm_after_rope()) {
+        if let Some(learned) = appended.filter(|_| cfg.appended_keys() > 0) {
+            xs = self.append_rows(xs, self.parameters.tensor(learned)?)?;
+        }
+        xs = split_heads(&xs, heads)?;
+        if let Some(norm) = of_each.filter(|_| !cfg.norm_after_rope()) {
             xs = norm.forward(&xs)?;
         }
         if let Some(rotation) = rotation {
             xs = rotation.apply(&xs)?;
         }
-        if let Some(norm) = norm.filter(|_| self.config.norm_after_rope()) {
+        if let Some(norm) = of_each.filter(|_| cfg.norm_after_rope()) {
             xs = norm.forward(&xs)?;
         }
         xs.transpose(1, 2)
+    }
+
+    /// (B, T, width) and the rows that the layer appends to each sequence: the learned one, then that of zeros.
+    fn append_rows(&self, xs: Tensor, learned: Option<Tensor>) -> Result<Tensor> {
+        let (b, _, width) = xs.dims3()?;
+        let zeros = || Tensor::zeros((b, 1, width), xs.dtype(), xs.device());
+        let zeros = self.config.add_zero_attn().then(zeros).transpose()?;
+        let learned = learned.map(|row| row.broadcast_as((b, 1, width))?.contiguous()).transpose()?;
+        Tensor::cat(&[Some(xs), learned, zeros].into_iter().flatten().collect::<Vec<_>>(), 1)
     }
 }
 
@@ -168,9 +149,9 @@ impl MultiHeadAttention {
     pub fn project_memory(&self, keys: &Tensor, values: &Tensor) -> Result<ProjectedMemory> {
         let cfg = &self.config;
         let batched = keys.rank() != 2;
-        let [k_in, v_in] = self.check_key_value(None, batched, [keys, values])?;
+        let [k_in, v_in] = self.check_key_value(None, &self.expected(batched), [keys, values])?;
         let (b, t_kv, _) = k_in.dims3()?;
-        self.check_lengths(b, t_kv, t_kv, || format!("keys {:?} and values {:?}", keys.dims(), values.dims()))?;
+        self.check_lengths(b, t_kv, t_kv, format_args!("keys {:?} and values {:?}", keys.dims(), values.dims()))?;
         let rotation = match &self.rotary {
             Some(_) if cfg.rope().and_then(RopeConfig::axes).is_some_and(RopeAxes::is_axial) => {
                 bail!("[{OP}] keys of a memory have one position each, but rotary positions are on several axes")
@@ -181,7 +162,7 @@ impl MultiHeadAttention {
         let Some([k, v]) = self.projections.key_value(&k_in, &v_in)? else {
             bail!("[{OP}] keys and values are those of an earlier layer, expected a memory that it projects")
         };
-        let [k, v] = self.key_value_heads([k, v], rotation.as_ref(), None)?;
+        let (k, v) = (self.heads(Key, k, rotation.as_ref(), None)?, self.heads(Value, v, None, None)?);
         // Read in every call from now on: each head's positions side by side.
         Ok(ProjectedMemory { k: k.contiguous()?, v: v.contiguous()?, t_kv, batched })
     }

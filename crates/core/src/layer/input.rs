@@ -9,7 +9,7 @@ use candle_core::{Result, Tensor, bail};
 use super::ProjectedMemory;
 use crate::cache::{AttentionCache, NewTokens, Padding};
 use crate::mask::AttentionMask;
-use crate::position::Positions;
+use crate::position::{AxisPositions, Positions, RopeAxes};
 use crate::sdpa::{AttentionFunction, Backend, OutputOrder, PackedSequences, SdpaOptions};
 use candle_attention_modules::init::TorchSeed;
 use candle_attention_modules::norm::SumFunction;
@@ -27,18 +27,17 @@ pub(super) enum KeysFrom<'a> {
     Cache(&'a mut AttentionCache),
     /// What an earlier layer's call of the same tokens left.
     EarlierLayer(&'a AttentionCache),
+    /// Two of these were given, of which one is meant.
+    Conflict([&'static str; 2]),
 }
 
-impl KeysFrom<'_> {
-    fn name(&self) -> &'static str {
-        match self {
-            Self::Own => "the queries' inputs",
-            Self::Cross { .. } => "keys and values",
-            Self::Memory(_) => "a memory",
-            Self::Cache(_) => "a cache",
-            Self::EarlierLayer(_) => "the cache of an earlier layer",
-        }
-    }
+/// The positions of a call's tokens.
+pub(super) struct CallPositions {
+    pub queries: Positions,
+    /// Those of the call's own keys; `None` where they are the queries'.
+    pub keys: Option<Positions>,
+    /// Those by which queries and keys are rotated, where these are on several axes.
+    pub axes: Option<AxisPositions>,
 }
 
 /// What one call of a layer reads besides the layer's parameters. A `&Tensor` is self-attention over it.
@@ -46,8 +45,8 @@ impl KeysFrom<'_> {
 pub struct AttentionInput<'a> {
     pub(super) queries: &'a Tensor,
     pub(super) keys: KeysFrom<'a>,
-    /// Two origins of keys that were given, of which one is meant.
-    pub(super) conflict: Option<[&'static str; 2]>,
+    /// What these were given as.
+    keys_name: Option<&'static str>,
     pub(super) mask: Option<&'a AttentionMask>,
     pub(super) positions: Option<&'a Tensor>,
     pub(super) key_positions: Option<&'a Tensor>,
@@ -68,7 +67,7 @@ impl<'a> AttentionInput<'a> {
         Self {
             queries: xs,
             keys: KeysFrom::Own,
-            conflict: None,
+            keys_name: None,
             mask: None,
             positions: None,
             key_positions: None,
@@ -86,21 +85,21 @@ impl<'a> AttentionInput<'a> {
 
     /// Cross-attention: keys are projected from `keys` (B, T_kv, key_size), values from `values` (B, T_kv, value_size).
     pub fn with_key_value(self, keys: &'a Tensor, values: &'a Tensor) -> Self {
-        self.with_keys_from(KeysFrom::Cross { keys, values })
+        self.with_keys_from("keys and values", KeysFrom::Cross { keys, values })
     }
 
     /// Cross-attention to keys and values that the layer projected before
     /// ([`project_memory`](crate::MultiHeadAttention::project_memory)).
     pub fn with_memory(self, memory: &'a ProjectedMemory) -> Self {
-        self.with_keys_from(KeysFrom::Memory(memory))
+        self.with_keys_from("a memory", KeysFrom::Memory(memory))
     }
 
-    fn with_keys_from(mut self, keys: KeysFrom<'a>) -> Self {
-        let [before, after] = [self.keys.name(), keys.name()];
-        if !matches!(self.keys, KeysFrom::Own) && before != after {
-            self.conflict = Some([before, after]);
-        }
-        self.keys = keys;
+    fn with_keys_from(mut self, name: &'static str, keys: KeysFrom<'a>) -> Self {
+        self.keys = match (self.keys, self.keys_name.replace(name)) {
+            (conflict @ KeysFrom::Conflict(_), _) => conflict,
+            (_, Some(before)) if before != name => KeysFrom::Conflict([before, name]),
+            _ => keys,
+        };
         self
     }
 
@@ -174,7 +173,7 @@ impl<'a> AttentionInput<'a> {
     /// that is not causal, the tokens of earlier calls have not seen those of this one; the first time, this is logged
     /// as a warning.
     pub fn with_cache(self, cache: &'a mut AttentionCache) -> Self {
-        self.with_keys_from(KeysFrom::Cache(cache))
+        self.with_keys_from("a cache", KeysFrom::Cache(cache))
     }
 
     /// Attention to the keys and values in the cache of an earlier layer, whose call with the same tokens and padding
@@ -200,7 +199,7 @@ impl<'a> AttentionInput<'a> {
     /// # Ok(()) }
     /// ```
     pub fn with_shared_cache(self, cache: &'a AttentionCache) -> Self {
-        self.with_keys_from(KeysFrom::EarlierLayer(cache))
+        self.with_keys_from("the cache of an earlier layer", KeysFrom::EarlierLayer(cache))
     }
 
     /// Right padding in a call with a cache: of each sequence, the length up to which the T positions are tokens. The
@@ -305,43 +304,57 @@ impl<'a> AttentionInput<'a> {
     }
 
     /// Those of `t` queries or keys, which are `ranges` of the packed sequences where there are such.
-    pub(super) fn default_positions(
-        &self,
-        ranges: fn(&PackedSequences, usize) -> Range<usize>,
-        t: usize,
-    ) -> Result<Positions> {
-        match self.packed {
-            Some(sequences) => {
-                Positions::of_each((0..sequences.len()).flat_map(|s| 0..ranges(sequences, s).len()).collect(), t)
-            }
-            None => Positions::starting_at(&[0], t),
-        }
+    fn default_positions(&self, ranges: fn(&PackedSequences, usize) -> Range<usize>, t: usize) -> Result<Positions> {
+        let Some(sequences) = self.packed else { return Positions::starting_at(&[0], t) };
+        Positions::of_each((0..sequences.len()).flat_map(|s| 0..ranges(sequences, s).len()).collect(), t)
     }
 
-    /// The most positions that a sequence of `t` queries and `t_kv` keys has.
+    /// The most positions that a sequence of `t_q` queries and `t_kv` keys has.
     pub(super) fn longest(&self, t_q: usize, t_kv: usize) -> usize {
         let [t_q, t_kv] = self.packed.map_or([t_q, t_kv], PackedSequences::longest);
         t_q.max(t_kv)
     }
 
-    /// Gives the same input, with a copy of its cache if it has one, to a function.
-    pub(super) fn with_forked_cache<R>(&self, run: impl FnOnce(AttentionInput) -> Result<R>) -> Result<R> {
-        let mut fork;
-        let keys = match &self.keys {
-            KeysFrom::Own => KeysFrom::Own,
-            &KeysFrom::Cross { keys, values } => KeysFrom::Cross { keys, values },
-            KeysFrom::Memory(memory) => KeysFrom::Memory(memory),
-            KeysFrom::EarlierLayer(cache) => KeysFrom::EarlierLayer(cache),
-            KeysFrom::Cache(cache) => {
-                fork = cache.fork()?;
-                KeysFrom::Cache(&mut fork)
+    /// The positions of a call of `b` sequences with `t_kv` keys, in a layer with rotary positions on these axes.
+    /// `None` for a layer that does not use them; their shape is checked all the same.
+    pub(super) fn positions(
+        &self,
+        op: &str,
+        (tokens, b, t_kv): (&NewTokens, usize, usize),
+        axes: Option<&RopeAxes>,
+        is_used: bool,
+    ) -> Result<Option<CallPositions>> {
+        let keys = self.key_positions.map(|given| Positions::from_tensor("key positions", given, b, t_kv));
+        let keys = keys.transpose()?;
+        if keys.is_some() && !self.is_cross() {
+            bail!("[{op}] key positions are given, but the keys are the queries")
+        }
+        let axes = match (axes, self.axis_positions) {
+            (None, Some(_)) => bail!("[{op}] axis positions were given, but the config's rope has no axes"),
+            (Some(_), Some(_)) if self.is_cross() => {
+                bail!("[{op}] axis positions were given beside keys, expected self-attention")
             }
+            (Some(axes), Some(given)) => Some(AxisPositions::from_tensor(given, axes.sections().len(), b, tokens.t)?),
+            (Some(axes), None) if axes.is_axial() => bail!(
+                "[{op}] rotary positions are on {} axes, expected a call `with_axis_positions`",
+                axes.sections().len()
+            ),
+            (_, None) => None,
         };
-        run(AttentionInput { keys, ..*self })
+        if !is_used {
+            return Ok(None);
+        }
+        let queries = match (self.packed, &tokens.given) {
+            (Some(_), None) => self.default_positions(PackedSequences::queries, tokens.t)?,
+            _ => tokens.positions()?,
+        };
+        let or_default = || self.default_positions(PackedSequences::keys, t_kv);
+        let keys = self.is_cross().then(|| keys.map_or_else(or_default, Ok)).transpose()?;
+        Ok(Some(CallPositions { queries, keys, axes }))
     }
 
-    /// The tokens that a call of `dims` (B, T) adds to its cache, if it has one. `own` is the layer's mask.
-    pub(super) fn new_tokens(&self, op: &str, dims: (usize, usize), own: &AttentionMask) -> Result<Option<NewTokens>> {
+    /// The tokens of a call of `dims` (B, T), behind those that a cache holds. `own` is the layer's mask.
+    pub(super) fn tokens(&self, op: &str, dims: (usize, usize), own: &AttentionMask) -> Result<NewTokens> {
         if self.function.is_some() && (self.is_cached() || self.packed.is_some()) {
             bail!("[{op}] an attention function was given with a cache or packed sequences, expected one of them")
         }
@@ -352,7 +365,8 @@ impl<'a> AttentionInput<'a> {
                 "[{op}] valid_lens or starts of an `AttentionInput` were given to a call without a cache, expected those \
                  of an `AttentionMask`"
             ),
-            _ => return Ok(None),
+            // All of them, in any number of sequences.
+            _ => NewTokens { t: dims.1, ..NewTokens::default() },
         };
         let has_earlier = tokens.before.iter().any(|&before| before > 0);
         if has_earlier && own.shows_later_keys() && self.mask.is_none_or(AttentionMask::shows_later_keys) {
@@ -365,31 +379,8 @@ impl<'a> AttentionInput<'a> {
                 );
             });
         }
-        Ok(Some(NewTokens { given: self.given_positions(dims)?, ..tokens }))
-    }
-
-    /// The positions of all keys that a cache holds with those that the call adds to it.
-    pub(super) fn cached_positions(&self, new_tokens: Option<&NewTokens>) -> Result<Option<Positions>> {
-        match &self.keys {
-            KeysFrom::Cache(cache) => cache.key_positions(new_tokens).map(Some),
-            // It has the call's tokens already.
-            KeysFrom::EarlierLayer(cache) => cache.key_positions(None).map(Some),
-            _ => Ok(None),
-        }
-    }
-
-    /// The positions of a call's queries (B, T): those behind a cache's, those that were given, or the default ones.
-    pub(super) fn query_positions(&self, dims: (usize, usize), new_tokens: Option<&NewTokens>) -> Result<Positions> {
-        if let Some(new_tokens) = new_tokens {
-            return new_tokens.positions();
-        }
-        let default = || self.default_positions(PackedSequences::queries, dims.1);
-        self.given_positions(dims)?.map_or_else(default, Ok)
-    }
-
-    /// The positions that a call of `dims` (B, T) was given.
-    pub(super) fn given_positions(&self, (b, t): (usize, usize)) -> Result<Option<Positions>> {
-        self.positions.map(|given| Positions::from_tensor("positions", given, b, t)).transpose()
+        let given = self.positions.map(|given| Positions::from_tensor("positions", given, dims.0, dims.1));
+        Ok(NewTokens { given: given.transpose()?, ..tokens })
     }
 }
 

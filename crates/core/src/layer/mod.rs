@@ -24,7 +24,6 @@ use crate::config::MultiHeadAttentionConfig;
 use crate::mask::AttentionMask;
 use crate::params::{WeightLayout, load_projections, projection_shape, state_dict};
 use crate::position::{ContentPositions, RelativeBias, RelativeEmbeddings, RotaryEmbedding, ScoreTerm, Term, alibi};
-use crate::sdpa::Attended;
 use candle_attention_modules::base::{Dim, Expect, HeadShard, Heads, ParameterList, Source, save};
 use candle_attention_modules::linear::{ProjectionModule, ProjectionModules, ProjectionPlace, Projections};
 use candle_attention_modules::norm::{Norm, Span};
@@ -39,13 +38,6 @@ pub struct LayerOutput {
     pub output: Tensor,
     /// The weights after softmax and dropout: (B, H, T_q, T_kv); (H, T_q, T_kv) for an input (T_q, E).
     pub weights: Tensor,
-}
-
-impl LayerOutput {
-    fn of(attended: Attended) -> Result<Self> {
-        let (output, weights) = attended.with(|found| found.weights.take())?;
-        Ok(Self { output, weights })
-    }
 }
 
 /// Multi-head attention: self or cross, of any head count down to one.
@@ -76,10 +68,8 @@ pub struct MultiHeadAttention {
     projections: Projections,
     parameters: ParameterList,
     norm_spans: [Option<Span>; 2],
-    q_norm: Option<Norm>,
-    k_norm: Option<Norm>,
-    value_norm: Option<Norm>,
-    context_norm: Option<Norm>,
+    /// Of queries, keys, values and the context.
+    norms: [Option<Norm>; 4],
     rotary: Option<RotaryEmbedding>,
     /// What is added to the scores, in this order.
     content: Option<Term>,
@@ -87,8 +77,6 @@ pub struct MultiHeadAttention {
     /// The stack's, as is the bias.
     relative_embeddings: Option<RelativeEmbeddings>,
     relative_bias: Option<RelativeBias>,
-    sinks: Option<Tensor>,
-    bias_kv: Option<(Tensor, Tensor)>,
     mask: AttentionMask,
 }
 
@@ -192,7 +180,7 @@ impl MultiHeadAttention {
         projections: impl FnOnce(&Source) -> Result<Projections>,
     ) -> Result<Self> {
         cfg.validate()?;
-        let (h, h_kv, d, d_v) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim());
+        let (h, h_kv, d) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim());
         let config = cfg.for_shard(source.shard())?;
         let source = source.with_heads([h, h_kv])?;
         let projections = projections(&source)?;
@@ -203,23 +191,17 @@ impl MultiHeadAttention {
         let mask = cfg.window().into_iter().fold(mask, AttentionMask::with_window);
         let mask = cfg.band().into_iter().fold(mask, |mask, (left, right)| mask.with_band(left, right));
         let mask = cfg.chunk().into_iter().fold(mask, AttentionMask::with_chunk);
-        let value_norm = cfg.value_norm().map(|eps| Norm::without_weight(eps, d_v, source.dtype(), source.device()));
         let layer = Self {
             config,
             projections,
             parameters: ParameterList::default(),
             norm_spans: cfg.norm_spans(source.shard()),
-            q_norm: None,
-            k_norm: None,
-            value_norm: value_norm.transpose()?,
-            context_norm: None,
+            norms: [const { None }; 4],
             rotary: cfg.rope().map(|rope| RotaryEmbedding::new(rope, d)).transpose()?,
             content: None,
             alibi,
             relative_embeddings: None,
             relative_bias: None,
-            sinks: None,
-            bias_kv: None,
             mask,
         };
         layer.with_parameters(parameters)
@@ -404,9 +386,13 @@ impl MultiHeadAttention {
         [&self.content, &self.alibi].into_iter().flatten().map(|term| &**term).chain(bias)
     }
 
-    /// What an input of that width has to be like.
-    fn expected(&self, width: usize, batched: bool) -> Expected<'_> {
-        Expected { op: OP, width, batched, dtype: self.projections.dtype(), device: self.projections.device() }
+    fn terms_take_positions(&self) -> bool {
+        self.terms().any(|term| term.takes_positions())
+    }
+
+    /// What inputs have to be like.
+    fn expected(&self, batched: bool) -> Expected<'_> {
+        Expected { op: OP, batched, dtype: self.projections.dtype(), device: self.projections.device() }
     }
 }
 

@@ -68,10 +68,12 @@ impl MultiHeadAttentionConfig {
     }
 }
 
-/// The norms of queries, keys and the context that the config wants; none of keys where these are an earlier layer's.
-fn norms(cfg: &MultiHeadAttentionConfig) -> [Option<NormPlace>; 3] {
+/// The norms of queries, keys, values and the context that the config wants; none of keys where these are an earlier
+/// layer's.
+fn norms(cfg: &MultiHeadAttentionConfig) -> [Option<NormPlace>; 4] {
     let (h, d, qk_norm) = (cfg.num_heads(), cfg.head_dim(), cfg.qk_norm());
     let k_norm = qk_norm.filter(|_| cfg.kv_source() != KvSource::EarlierLayer);
+    let without_weight = |eps| QkNorm { kind: QkNormKind::RmsNoWeight, scope: QkNormScope::PerHead, eps };
     let context_norm = cfg.context_norm().map(QkNorm::from);
     let place = |norm: Option<QkNorm>, names, heads, count, width| {
         norm.map(|norm| NormPlace { norm, names, heads, count, width })
@@ -79,6 +81,13 @@ fn norms(cfg: &MultiHeadAttentionConfig) -> [Option<NormPlace>; 3] {
     [
         place(qk_norm, OF_QUERIES, Heads::Query, h, d),
         place(k_norm, OF_KEYS, Heads::Key, cfg.num_kv_heads(), d),
+        place(
+            cfg.value_norm().map(without_weight),
+            ["v_norm"; 3],
+            Heads::Key,
+            cfg.num_kv_heads(),
+            cfg.value_head_dim(),
+        ),
         place(context_norm, OF_CONTEXT, Heads::Query, h, cfg.value_head_dim()),
     ]
 }
@@ -121,11 +130,8 @@ impl MultiHeadAttention {
     pub(super) fn with_parameters(mut self, parameters: ParameterList) -> Result<Self> {
         let (dtype, device) = (self.projections.dtype(), self.projections.device());
         let norm = |place: Option<NormPlace>| place.map(|place| place.norm(&parameters, dtype, device)).transpose();
-        let ([q, k, context], [of_q, of_k]) = (norms(&self.config).map(norm), self.norm_spans);
-        (self.q_norm, self.k_norm) = (q?.map(|norm| norm.over(of_q)), k?.map(|norm| norm.over(of_k)));
-        self.context_norm = context?;
-        self.bias_kv = parameters.tensor("bias_k")?.zip(parameters.tensor("bias_v")?);
-        self.sinks = parameters.tensor("sinks")?;
+        let ([q, k, v, context], [of_q, of_k]) = (norms(&self.config).map(norm), self.norm_spans);
+        self.norms = [q?.map(|norm| norm.over(of_q)), k?.map(|norm| norm.over(of_k)), v?, context?];
         let (d, embeddings) = (self.config.head_dim(), self.relative_embeddings.as_ref());
         let of = |positions| content(positions, d, &parameters, embeddings);
         self.content = self.config.content_positions().map(of).transpose()?;

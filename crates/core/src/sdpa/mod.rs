@@ -213,11 +213,6 @@ pub type AttentionFunction<'a> = dyn Fn(&Tensor, &Tensor, &Tensor, &AttentionMas
 /// The keys and values of one call, to which queries (B, H, T_q, D) attend.
 pub(crate) trait Keys {
     fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, outputs: Outputs) -> Result<Attended>;
-
-    /// Keeps the keys and values of the call, where there is a cache: the last thing that is done.
-    fn commit(self: Box<Self>) -> Result<()> {
-        Ok(())
-    }
 }
 
 /// Keys (B, H_kv, T_kv, D) and values (B, H_kv, T_kv, D_v), or those (1, H_kv, total_kv, ..) of packed sequences.

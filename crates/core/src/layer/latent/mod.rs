@@ -213,7 +213,8 @@ impl MultiHeadLatentAttention {
     /// # Errors
     /// As [`forward_with`](Self::forward_with).
     pub fn forward_with_weights<'a>(&'a self, input: impl Into<AttentionInput<'a>>) -> Result<LayerOutput> {
-        LayerOutput::of(self.attended(input.into(), Outputs::Weights)?)
+        let (output, weights) = self.attended(input.into(), Outputs::Weights)?.with(|found| found.weights.take())?;
+        Ok(LayerOutput { output, weights })
     }
 
     /// [`forward_with`](Self::forward_with) that also returns statistics of the weights, as
@@ -230,55 +231,44 @@ impl MultiHeadLatentAttention {
     }
 
     fn attended<'a>(&'a self, input: AttentionInput<'a>, outputs: Outputs) -> Result<Attended> {
-        let (call, form) = self.call(input, None)?;
-        call.finish(outputs, |context, call| self.output(context, form, call))
+        let (call, form) = self.call(&input, None)?;
+        call.finish(input.keys, outputs, |context, call| self.output(context, form, call))
     }
 
-    /// The path that [`forward_with`](Self::forward_with) takes for an input, and why. It costs the input's projections
-    /// and a copy of its cache, which stays as it is.
+    /// The path that [`forward_with`](Self::forward_with) takes for an input, and why. It costs the input's
+    /// projections; its cache stays as it is.
     ///
     /// # Errors
     /// As [`forward_with`](Self::forward_with).
     pub fn plan(&self, input: &AttentionInput) -> Result<Plan> {
-        input.with_forked_cache(|input| self.call(input, None)?.0.plan())
+        self.call(input, None)?.0.plan()
     }
 
     /// Everything before attention, in one form in particular or the one that takes less. The context is of values
     /// (B, H, T, D_v) if expanded and of latents (B, H, T, rank) if absorbed.
-    fn call<'a>(&'a self, input: AttentionInput<'a>, form: Option<Form>) -> Result<(AttentionCall<'a>, Form)> {
+    fn call<'a>(&'a self, input: &AttentionInput<'a>, form: Option<Form>) -> Result<(AttentionCall<'a>, Form)> {
         let cfg = &self.config;
-        input.check_keys(OP)?;
+        let batched = input.queries.rank() == 3;
+        let expected = Expected { op: OP, batched, dtype: self.down.dtype(), device: self.down.device() };
+        let (xs, residual) = expected.queries(input, cfg.embed_dim(), cfg.embed_dim())?;
         if input.is_cross() {
             bail!("[{OP}] keys and values were given, expected self-attention")
         }
         if matches!(input.keys, KeysFrom::EarlierLayer(_)) {
             bail!("[{OP}] the cache of an earlier layer was given, but the layer has latents of its own")
         }
-        if input.key_positions.is_some() {
-            bail!("[{OP}] key positions are given, but the keys are the queries")
-        }
-        if input.axis_positions.is_some() {
-            bail!("[{OP}] axis positions are given, but rotary positions are on one axis")
-        }
-        let batched = input.queries.rank() == 3;
-        let (dtype, device) = (self.down.dtype(), self.down.device());
-        let expected = Expected { op: OP, width: cfg.embed_dim(), batched, dtype, device };
-        let xs = expected.check("queries", input.queries)?;
-        let residual = expected.check_residual(&input)?;
         let (b, t, _) = xs.dims3()?;
         input.check_packed(OP, &xs, t)?;
-        let new_tokens = input.new_tokens(OP, (b, t), &self.mask)?;
-        let positions = input.query_positions((b, t), new_tokens.as_ref())?;
+        let tokens = input.tokens(OP, (b, t), &self.mask)?;
+        let positions = input.positions(OP, (&tokens, b, t), None, cfg.rotates())?;
         let (h, rank, nope) = (cfg.num_heads(), cfg.kv_lora_rank(), cfg.nope_head_dim());
         if !is_addressable(&[b, t, h * (2 * cfg.head_dim() + cfg.value_head_dim() + rank)]) {
             bail!("[{OP}] queries {:?} are too large to address", input.queries.dims())
         }
-        let form = form.unwrap_or_else(|| match &new_tokens {
-            Some(new_tokens) => Form::of(cfg, t, new_tokens.longest()),
-            None => Form::Expanded,
-        });
+        let of_cache = || if input.is_cached() { Form::of(cfg, t, tokens.longest()) } else { Form::Expanded };
+        let form = form.unwrap_or_else(of_cache);
 
-        let rotation = cfg.rotates().then(|| self.rotary.at(&positions)).transpose()?;
+        let rotation = positions.map(|at| self.rotary.at(&at.queries)).transpose()?;
         let rotated = |xs: Tensor| rotation.as_ref().map_or_else(|| xs.contiguous(), |rotation| rotation.apply(&xs));
         let compressed = self.down.forward(&xs)?;
         let latents = self.norm.forward(&part(&compressed, 2, 0..rank)?)?;
@@ -296,21 +286,21 @@ impl MultiHeadLatentAttention {
 
         let mask = input.mask_with(&self.mask);
         let options = input.options(cfg.dropout()).with_scale(cfg.scale());
-        let keys: Box<dyn Keys + 'a> = match (input.keys, new_tokens, form) {
-            (KeysFrom::Cache(cache), Some(new_tokens), form) => {
-                let mut staged = cache.stage(new_tokens, &rows, None, rank)?;
-                staged.expansion = if form == Form::Expanded { Some(&self.up) } else { None };
-                Box::new(staged)
+        let (keys, cache): (Box<dyn Keys + 'a>, _) = match &input.keys {
+            KeysFrom::Cache(cache) => {
+                let (mut cached, cache) = cache.stage(&tokens, &rows, None, rank)?;
+                cached.expansion = if form == Form::Expanded { Some(&self.up) } else { None };
+                (Box::new(cached), Some(cache))
             }
-            (_, _, Form::Absorbed) => {
-                Box::new(OwnKeys { v: part(&rows, 3, 0..rank)?, k: rows, sequences: None, function: None })
-            }
-            (_, _, Form::Expanded) => {
-                let (k, v) = self.up.expand(&rows)?;
-                Box::new(OwnKeys { k, v, sequences: input.packed, function: input.function })
+            _ => {
+                let [k, v] = match form {
+                    Form::Absorbed => [rows.clone(), part(&rows, 3, 0..rank)?],
+                    Form::Expanded => self.up.expand(&rows)?,
+                };
+                (Box::new(OwnKeys { k, v, sequences: input.packed, function: input.function }), None)
             }
         };
-        Ok((AttentionCall { q, keys, mask, options, batched, residual, gate: None }, form))
+        Ok((AttentionCall { q, keys, cache, mask, options, batched, residual, gate: None }, form))
     }
 
     /// A call's context to the layer's output (B, T, E).

@@ -127,13 +127,14 @@ fn check(case: &Case) -> Result<()> {
             let input = AttentionInput::new(&xs).with_mask(&mask).with_backend(case.backend);
             let input = input.with_cache(&mut *cache).with_starts(&starts).with_valid_lens(&ends);
             let with_weights = {
-                let call = layer.call(input, Some(form))?.0;
+                let call = layer.call(&input, Some(form))?.0;
                 call.keys.attend(&call.q, &call.mask, &call.options, Outputs::Weights)?.weights.expect("asked for")
             };
             let input = AttentionInput::new(&xs).with_mask(&mask).with_backend(case.backend);
             let input = input.with_cache(cache).with_starts(&starts).with_valid_lens(&ends);
-            let (call, form) = layer.call(input, Some(form))?;
-            let ys = call.finish(Outputs::Context, |context, call| layer.output(context, form, call))?.context;
+            let (call, form) = layer.call(&input, Some(form))?;
+            let ys =
+                call.finish(input.keys, Outputs::Context, |context, call| layer.output(context, form, call))?.context;
             outputs.push((ys, with_weights));
         }
         let [(expanded, expanded_weights), (absorbed, absorbed_weights)] = &outputs[..] else { unreachable!() };
@@ -161,8 +162,9 @@ fn both_forms_give_the_same_without_a_cache() -> Result<()> {
     let layer = layer(&cfg, DType::F64)?;
     let mut found = Vec::new();
     for form in [Form::Expanded, Form::Absorbed] {
-        let (call, form) = layer.call(AttentionInput::new(&xs), Some(form))?;
-        let ys = call.finish(Outputs::Context, |context, call| layer.output(context, form, call))?.context;
+        let input = AttentionInput::new(&xs);
+        let (call, form) = layer.call(&input, Some(form))?;
+        let ys = call.finish(input.keys, Outputs::Context, |context, call| layer.output(context, form, call))?.context;
         let gradient = ys.sqr()?.sum_all()?.backward()?.get(&xs).expect("the input is a variable").clone();
         found.push([ys, gradient]);
     }
@@ -188,9 +190,9 @@ fn the_fused_kernel_attends_to_latents_of_full_width() -> Result<()> {
             let ways = [(Backend::Fused, Form::Absorbed), (Backend::Reference, Form::Expanded)];
             for ((backend, form), cache) in ways.into_iter().zip(&mut caches) {
                 let input = AttentionInput::new(&xs).with_backend(backend).with_cache(cache);
-                let (call, form) = layer.call(input, Some(form))?;
+                let (call, form) = layer.call(&input, Some(form))?;
                 outputs.push(
-                    call.finish(Outputs::Context, |context, call| {
+                    call.finish(input.keys, Outputs::Context, |context, call| {
                         assert_eq!(context.dims(), [2, 2, t, if form == Form::Absorbed { 512 } else { 8 }]);
                         layer.output(context, form, call)
                     })?

@@ -92,7 +92,7 @@ impl UpProjection {
 impl Expand for UpProjection {
     /// Latents and rotated keys (B, 1, T, rank + rope) to keys (B, H, T, nope + rope) and values (B, H, T, D_v), views
     /// of (B, T, H, ..).
-    fn expand(&self, rows: &Tensor) -> Result<(Tensor, Tensor)> {
+    fn expand(&self, rows: &Tensor) -> Result<[Tensor; 2]> {
         let (b, _, t, width) = rows.dims4()?;
         let (h, rank, nope, dtype) = (self.h, self.rank, self.nope, rows.dtype());
         let latents = part(rows, 3, 0..rank)?.squeeze(1)?;
@@ -102,7 +102,7 @@ impl Expand for UpProjection {
         let heads = self.kv_b.forward(&latents)?.to_dtype(dtype)?.reshape((b, t, h, nope + self.value))?;
         let shared = part(rows, 3, rank..width)?.transpose(1, 2)?.broadcast_as((b, t, h, width - rank))?;
         let keys = Tensor::cat(&[part(&heads, 3, 0..nope)?.contiguous()?, shared.contiguous()?], 3)?;
-        Ok((keys.transpose(1, 2)?, part(&heads, 3, nope..nope + self.value)?.transpose(1, 2)?))
+        Ok([keys.transpose(1, 2)?, part(&heads, 3, nope..nope + self.value)?.transpose(1, 2)?])
     }
 }
 
