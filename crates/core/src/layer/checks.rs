@@ -6,7 +6,7 @@ use super::input::KeysFrom;
 use super::{AttentionInput, MultiHeadAttention, OP};
 use crate::cache::NewTokens;
 use crate::config::KvSource;
-use crate::position::{AxisPositions, Positions, RopeConfig};
+use crate::position::{Positions, RopeConfig};
 use crate::sdpa::PackedSequences;
 use candle_attention_modules::base::{Dim, Expect, check_keys_and_values, is_addressable};
 
@@ -207,8 +207,8 @@ pub(super) struct CallPositions {
     pub keys: Option<Positions>,
     /// Those of the calls before too; `None` where there are none.
     pub cached: Option<Positions>,
-    /// Those by which queries and keys are rotated, where these are on several axes.
-    pub axes: Option<AxisPositions>,
+    /// Those by which queries and keys are rotated, where these are on several axes: axis by axis, row by row.
+    pub axes: Option<Vec<f32>>,
 }
 
 impl CallPositions {
@@ -247,8 +247,7 @@ impl MultiHeadAttention {
         Ok(Some(CallPositions { queries, keys, cached, axes }))
     }
 
-    fn axis_positions(&self, input: &AttentionInput, inputs: &Inputs) -> Result<Option<AxisPositions>> {
-        let given = |given: &Tensor, axes: usize| AxisPositions::from_tensor(given, axes, inputs.b, inputs.t_q);
+    fn axis_positions(&self, input: &AttentionInput, inputs: &Inputs) -> Result<Option<Vec<f32>>> {
         match (self.config.rope().and_then(RopeConfig::axes), input.axis_positions) {
             (None, None) => Ok(None),
             (None, Some(_)) => {
@@ -257,7 +256,7 @@ impl MultiHeadAttention {
             (Some(_), Some(_)) if input.is_cross() => {
                 bail!("[{OP}] axis positions were given beside keys, expected self-attention")
             }
-            (Some(axes), Some(positions)) => given(positions, axes.sections().len()).map(Some),
+            (Some(axes), Some(positions)) => axes.positions(positions, inputs.b, inputs.t_q).map(Some),
             (Some(axes), None) if axes.is_axial() => bail!(
                 "[{OP}] rotary positions are on {} axes, expected a call `with_axis_positions`",
                 axes.sections().len()

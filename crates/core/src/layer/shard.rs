@@ -124,9 +124,8 @@ impl MultiHeadAttention {
         self.context_norm = context?;
         self.bias_kv = parameters.tensor("bias_k")?.zip(parameters.tensor("bias_v")?);
         self.sinks = parameters.tensor("sinks")?;
-        let (d, embeddings) = (self.config.head_dim(), self.relative_embeddings.as_ref());
-        let of = |positions| content(positions, d, &parameters, embeddings);
-        self.content = self.config.content_positions().map(of).transpose()?;
+        let of = |positions| content(positions, &parameters, self.relative_embeddings.as_ref());
+        self.content = self.config.content_positions().map(of);
         Ok(Self { parameters, ..self })
     }
 }

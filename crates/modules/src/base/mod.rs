@@ -13,7 +13,7 @@ pub use expect::{
     fits_in_memory, is_addressable,
 };
 pub use nearest::{did_you_mean, edits, nearest};
-pub use options::{Options, options, yes};
+pub use options::{Options, count, options, yes};
 pub use parameters::{
     HeadDim, HeadShard, Heads, Parameter, ParameterList, Rows, Spec, Stored, frozen, part, save, untrained,
 };

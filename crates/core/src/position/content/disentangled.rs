@@ -5,8 +5,8 @@ use candle_nn::{Init, VarBuilder};
 use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
-use super::distances::{DistanceRows, descending, rows_of};
-use super::{OP, spec};
+use super::distances::{descending, rows_of};
+use super::{Computed, OP, spec};
 use candle_attention_modules::base::{
     Heads, LINEAR_WEIGHT, Options, ParameterList, Source, Spec, accumulation_dtype, frozen, linear_bias, number,
     options,
@@ -157,7 +157,7 @@ pub(super) fn rows(
     embeddings: Option<&RelativeEmbeddings>,
     parameters: &ParameterList,
     projections: &Projections,
-) -> Result<DistanceRows> {
+) -> Result<Computed> {
     let Some(embeddings) = embeddings else {
         bail!(
             "[multi_head_attention] the config has disentangled positions, expected the stack's embeddings in \
@@ -187,10 +187,8 @@ pub(super) fn rows(
         let rows = rows_of(&table.to_dtype(dtype)?, descending(t).map(|distance| config.row(sign * distance)))?;
         rows.reshape((2 * t, (), d))?.transpose(0, 1)?.contiguous().map(Some)
     };
-    Ok(DistanceRows {
-        queries: by_heads(keys.filter(|_| config.content_to_position), 1)?,
-        keys: by_heads(queries.filter(|_| config.position_to_content), -1)?,
-    })
+    let of_queries = by_heads(keys.filter(|_| config.content_to_position), 1)?;
+    Ok([of_queries, by_heads(queries.filter(|_| config.position_to_content), -1)?])
 }
 
 #[cfg(test)]
