@@ -34,11 +34,11 @@ pub struct RelativeBiasConfig {
     #[methods(get)]
     bidirectional: bool,
     /// The number of buckets (`relative_attention_num_buckets`); 32 unless given.
-    #[serde(default = "count::<32>")]
+    #[serde(default = "count::<32, _>")]
     #[default(32)]
     num_buckets: usize,
     /// The distance from which on all are in one bucket (`relative_attention_max_distance`); 128 unless given.
-    #[serde(default = "count::<128>")]
+    #[serde(default = "count::<128, _>")]
     #[default(128)]
     max_distance: usize,
 }

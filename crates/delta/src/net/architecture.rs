@@ -49,18 +49,18 @@ pub struct GatedDeltaNetConfig {
     #[methods(with)]
     num_key_heads: Option<usize>,
     /// D_k, the width of one head of queries and keys; 128 unless given.
-    #[serde(default = "count::<128>")]
+    #[serde(default = "count::<128, _>")]
     #[default(128)]
     #[check(number::size)]
     key_head_dim: usize,
     /// D_v, the width of one value head; 128 unless given.
-    #[serde(default = "count::<128>")]
+    #[serde(default = "count::<128, _>")]
     #[default(128)]
     #[check(number::size)]
     value_head_dim: usize,
     /// K, the kernel size of the convolutions, 2 or more: a query, key or value is computed from its own token and the
     /// `K - 1` before it; 4 unless given.
-    #[serde(default = "count::<4>")]
+    #[serde(default = "count::<4, _>")]
     #[default(4)]
     #[check(number::size)]
     conv_kernel: usize,

@@ -20,8 +20,8 @@ pub fn yes() -> bool {
 }
 
 /// The default of a number that a config need not say.
-pub fn count<const N: usize>() -> usize {
-    N
+pub fn count<const N: u16, T: From<u16>>() -> T {
+    N.into()
 }
 
 /// `#[apply(options)]` on a struct gives each field `name: T` a builder `with_name`, which takes a `T`, or what is in

@@ -68,14 +68,9 @@ impl DisentangledConfig {
     pub(crate) fn validate(&self) -> Result<()> {
         const MOST: usize = 1 << 24;
         number::within(OP, "max_distance", self.max_distance, 1..=MOST)?;
-        if let Some(buckets) = self.num_buckets
-            && !(buckets >= 4 && buckets / 2 + 1 < self.max_distance)
-        {
-            bail!(
-                "[{OP}] num_buckets is {buckets}, expected at least 4, and half of them below max_distance {} - 1",
-                self.max_distance
-            )
-        }
+        let is_right = |buckets: usize| buckets >= 4 && buckets / 2 + 1 < self.max_distance;
+        let expected = format!("at least 4, and half of them below max_distance {} - 1", self.max_distance);
+        number::expect(OP, "num_buckets", self.num_buckets, is_right, expected)?;
         self.check(OP)
     }
 

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::position::END;
 use candle_attention_modules::base::rowwise::to_vec;
-use candle_attention_modules::base::{Dim, Expect, Options, check_entries, number, options, yes};
+use candle_attention_modules::base::{Dim, Expect, Options, check_entries, count, number, options, yes};
 
 const OP: &str = "rope";
 
@@ -62,10 +62,10 @@ pub enum RopeScaling {
         /// The positions of the training.
         original_context: usize,
         /// Pairs that rotate more often than this within `original_context` stay.
-        #[serde(default = "beta_fast")]
+        #[serde(default = "count::<32, _>")]
         beta_fast: f64,
         /// Pairs that rotate less often than this are divided by `factor`.
-        #[serde(default = "beta_slow")]
+        #[serde(default = "count::<1, _>")]
         beta_slow: f64,
         /// The factor on cosines and sines; worked out from `factor` and the two below unless given.
         attention_factor: Option<f64>,
@@ -100,14 +100,6 @@ pub enum RopeScaling {
         /// The part of the pairs that is rotated, from 0 to 1.
         proportion: f64,
     },
-}
-
-fn beta_fast() -> f64 {
-    32.0
-}
-
-fn beta_slow() -> f64 {
-    1.0
 }
 
 /// Rotary positions (<https://arxiv.org/abs/2104.09864>): pair i of a query or key at position p is rotated by the
