@@ -86,7 +86,7 @@ fn norms(cfg: &MultiHeadAttentionConfig) -> [Option<NormPlace>; 3] {
 /// If the file has what the config does not mention.
 pub(super) fn specs(cfg: &MultiHeadAttentionConfig, source: &Source) -> Result<Vec<Spec>> {
     refuse_norms(cfg.qk_norm(), cfg.context_norm(), source)?;
-    let content = content_specs(cfg.content_positions(), &cfg.content_layer(), source)?;
+    let content = content_specs(cfg.content_positions(), cfg.embed_dim(), cfg.num_heads(), cfg.head_dim(), source)?;
     let mut specs = Vec::new();
     for norm in norms(cfg).into_iter().flatten() {
         specs.extend(norm.specs(source)?);

@@ -6,7 +6,7 @@ use std::ops::Range;
 use candle_core::{D, Device, Result, Tensor};
 use candle_nn::Init;
 
-use super::{Computed, ContentLayer, OP};
+use super::{Computed, OP};
 use crate::mask::AttentionMask;
 use crate::sdpa::{Attended, Keys, Outputs, OwnKeys, Plan, SdpaOptions};
 use candle_attention_modules::base::{
@@ -33,14 +33,14 @@ pub(super) fn rows_of(table: &Tensor, indices: impl Iterator<Item = usize>) -> R
     table.contiguous()?.index_select(&indices, 0)
 }
 
-pub(super) fn transformer_xl(layer: &ContentLayer, source: &Source) -> Vec<Spec> {
-    let (h, d, own) = (layer.num_heads, layer.head_dim, TRANSFORMER_XL[0]);
+pub(super) fn transformer_xl(embed_dim: usize, h: usize, d: usize, source: &Source) -> Vec<Spec> {
+    let own = TRANSFORMER_XL[0];
     let stored = TRANSFORMER_XL.into_iter().find(|names| source.has(names[1])).unwrap_or(own);
     let spec = |n: usize, shape: [usize; 2], init| {
         Spec::new(own[n], shape, init).stored(Stored::Whole(stored[n].into())).by_head(Heads::Query, 0)
     };
     let bias = |n| spec(n, [h, d], Init::Const(0.0));
-    vec![spec(0, [h * d, layer.embed_dim], LINEAR_WEIGHT), bias(1), bias(2)]
+    vec![spec(0, [h * d, embed_dim], LINEAR_WEIGHT), bias(1), bias(2)]
 }
 
 /// Transformer-XL's, for T tokens and heads of width D.

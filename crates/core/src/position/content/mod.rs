@@ -106,18 +106,6 @@ pub enum ContentPositions {
     Disentangled(DisentangledConfig),
 }
 
-/// What they depend on of the layer that has them.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct ContentLayer {
-    pub embed_dim: usize,
-    pub num_heads: usize,
-    pub num_kv_heads: usize,
-    pub head_dim: usize,
-    /// As the config has it.
-    pub scale: Option<f64>,
-    pub softcap: Option<f64>,
-}
-
 /// The most rows and columns of a grid or window, and the furthest key that has a vector of its own.
 const MAX_SIZE: usize = 1 << 16;
 
@@ -132,62 +120,41 @@ impl ContentPositions {
         }
     }
 
-    /// Checks that the numbers fit together and the layer.
+    /// Checks that the numbers fit together.
     ///
     /// # Errors
     /// Names the option, what was expected and what was found.
-    pub(crate) fn validate(&self, layer: &ContentLayer) -> Result<()> {
+    pub(crate) fn validate(&self) -> Result<()> {
         if let Some([height, width]) = self.image() {
             number::within(OP, "height", height, 1..=MAX_SIZE)?;
             number::within(OP, "width", width, 1..=MAX_SIZE)?;
         }
         match self {
-            Self::Window { .. } => {}
-            Self::Grid { .. } => {
-                if layer.softcap.is_some() {
-                    bail!("[{OP}] softcap is set, which bounds scores before relative positions of a grid are added")
-                }
-                if layer.scale.is_some_and(|scale| scale as f32 == 0.0) {
-                    bail!("[{OP}] scale is 0, expected another beside relative positions of a grid")
-                }
-            }
+            Self::Grid { .. } | Self::Window { .. } | Self::TransformerXl => Ok(()),
             Self::CosineWindow { trained, .. } => {
                 let mut trained = trained.iter().flatten();
-                trained.try_for_each(|&size| number::within(OP, "a size of trained", size, 2..=MAX_SIZE))?;
-                if let Some(scale) = layer.scale {
-                    bail!("[{OP}] scale is {scale}, expected none beside the factors of cosine scores")
-                }
-            }
-            Self::TransformerXl => {
-                let is_even = |width: usize| width.is_multiple_of(2);
-                number::expect(OP, "embed_dim", layer.embed_dim, is_even, "pairs of sines and cosines")?;
+                trained.try_for_each(|&size| number::within(OP, "a size of trained", size, 2..=MAX_SIZE))
             }
             Self::Clipped { left, right } => {
                 number::within(OP, "left", *left, 0..=MAX_SIZE)?;
-                number::within(OP, "right", *right, 0..=MAX_SIZE)?;
+                number::within(OP, "right", *right, 0..=MAX_SIZE)
             }
-            Self::Disentangled(config) => {
-                config.validate()?;
-                let (h, h_kv) = (layer.num_heads, layer.num_kv_heads);
-                if h != h_kv {
-                    bail!("[{OP}] num_kv_heads is {h_kv}, expected the {h} query heads of disentangled positions")
-                }
-            }
+            Self::Disentangled(config) => config.validate(),
         }
-        Ok(())
     }
 }
 
-/// The parameters of such terms.
+/// The parameters of such terms, in a layer of this width and these heads.
 ///
 /// # Errors
 /// For parameters that a config without such positions does not name.
 pub(crate) fn content_specs(
     positions: Option<&ContentPositions>,
-    layer: &ContentLayer,
+    embed_dim: usize,
+    num_heads: usize,
+    head_dim: usize,
     source: &Source,
 ) -> Result<Vec<Spec>> {
-    let &ContentLayer { num_heads, head_dim, embed_dim, .. } = layer;
     let Some(positions) = positions else {
         let anywhere = PREFIXES.iter().flat_map(|prefix| images::WINDOW.map(|name| format!("{prefix}{name}")));
         let mut names = images::GRID.iter().chain(&distances::PARAMETERS).map(|name| name.to_string()).chain(anywhere);
@@ -198,7 +165,7 @@ pub(crate) fn content_specs(
         ContentPositions::Grid { height, width } => images::grid_specs([height, width], head_dim),
         ContentPositions::Window { height, width } => vec![images::table_spec([height, width], num_heads, source)?],
         ContentPositions::CosineWindow { .. } => images::cosine_specs(num_heads, source),
-        ContentPositions::TransformerXl => distances::transformer_xl(layer, source),
+        ContentPositions::TransformerXl => distances::transformer_xl(embed_dim, num_heads, head_dim, source),
         ContentPositions::Clipped { left, right } => {
             let init = Init::Randn { mean: 0.0, stdev: 1.0 };
             vec![Spec::new(distances::CLIPPED, [left + right + 1, head_dim], init)]
