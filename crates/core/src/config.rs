@@ -4,7 +4,7 @@ use candle_core::{Result, bail};
 use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
-use crate::position::{AlibiConfig, ContentLayer, ContentPositions, QueryScaling, RelativeBiasConfig, RopeConfig};
+use crate::position::{AlibiConfig, ContentPositions, QueryScaling, RelativeBiasConfig, RopeConfig};
 use candle_attention_modules::base::{Options, number, options, yes};
 use candle_attention_modules::gate::OutputGate;
 use candle_attention_modules::norm::{self, ContextNorm, QkNorm, QkNormScope};
@@ -201,18 +201,6 @@ impl MultiHeadAttentionConfig {
         self.scale.unwrap_or(1.0 / (self.head_dim() as f64).sqrt())
     }
 
-    /// What positions by content depend on.
-    pub(crate) fn content_layer(&self) -> ContentLayer {
-        ContentLayer {
-            embed_dim: self.embed_dim,
-            num_heads: self.num_heads,
-            num_kv_heads: self.num_kv_heads(),
-            head_dim: self.head_dim(),
-            scale: self.scale,
-            softcap: self.softcap,
-        }
-    }
-
     /// Checks that the numbers fit together.
     ///
     /// # Errors
@@ -226,13 +214,7 @@ impl MultiHeadAttentionConfig {
         self.rope.iter().try_for_each(|rope| rope.validate(self.head_dim()))?;
         self.alibi.iter().try_for_each(|alibi| alibi.validate(self.num_heads))?;
         self.relative_bias.iter().try_for_each(RelativeBiasConfig::validate)?;
-        if let Some(positions) = &self.content_positions {
-            if self.kv_source == KvSource::EarlierLayer {
-                bail!("[content_positions] keys are an earlier layer's, expected those of the tokens of a call")
-            }
-            positions.validate(&self.content_layer())?;
-        }
-        Ok(())
+        self.content_positions.iter().try_for_each(|positions| self.validate_content(positions))
     }
 
     /// The first of what no layer can have, if the config says any of it.
@@ -304,6 +286,34 @@ impl MultiHeadAttentionConfig {
             ),
         ];
         problems.into_iter().find(|&(is_there, _)| is_there).map(|(_, text)| text)
+    }
+
+    /// Positions by content, and that they fit the layer.
+    fn validate_content(&self, positions: &ContentPositions) -> Result<()> {
+        const OP: &str = "content_positions";
+        if self.kv_source == KvSource::EarlierLayer {
+            bail!("[{OP}] keys are an earlier layer's, expected those of the tokens of a call")
+        }
+        positions.validate()?;
+        let (h, h_kv) = (self.num_heads, self.num_kv_heads());
+        match (positions, self.scale) {
+            (ContentPositions::Grid { .. }, _) if self.softcap.is_some() => {
+                bail!("[{OP}] softcap is set, which bounds scores before relative positions of a grid are added")
+            }
+            (ContentPositions::Grid { .. }, Some(scale)) if scale as f32 == 0.0 => {
+                bail!("[{OP}] scale is 0, expected another beside relative positions of a grid")
+            }
+            (ContentPositions::CosineWindow { .. }, Some(scale)) => {
+                bail!("[{OP}] scale is {scale}, expected none beside the factors of cosine scores")
+            }
+            (ContentPositions::TransformerXl, _) if !self.embed_dim.is_multiple_of(2) => {
+                bail!("[{OP}] embed_dim is {}, expected pairs of sines and cosines", self.embed_dim)
+            }
+            (ContentPositions::Disentangled(_), _) if h != h_kv => {
+                bail!("[{OP}] num_kv_heads is {h_kv}, expected the {h} query heads of disentangled positions")
+            }
+            _ => Ok(()),
+        }
     }
 }
 

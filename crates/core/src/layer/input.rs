@@ -9,7 +9,7 @@ use candle_core::{Result, Tensor, bail};
 use super::ProjectedMemory;
 use crate::cache::{AttentionCache, NewTokens, Padding};
 use crate::mask::AttentionMask;
-use crate::position::{AxisPositions, Positions, RopeAxes};
+use crate::position::{Positions, RopeAxes};
 use crate::sdpa::{AttentionFunction, Backend, OutputOrder, PackedSequences, SdpaOptions};
 use candle_attention_modules::init::TorchSeed;
 use candle_attention_modules::norm::SumFunction;
@@ -36,8 +36,8 @@ pub(super) struct CallPositions {
     pub queries: Positions,
     /// Those of the call's own keys; `None` where they are the queries'.
     pub keys: Option<Positions>,
-    /// Those by which queries and keys are rotated, where these are on several axes.
-    pub axes: Option<AxisPositions>,
+    /// Those by which queries and keys are rotated, where these are on several axes: axis by axis, row by row.
+    pub axes: Option<Vec<f32>>,
 }
 
 /// What one call of a layer reads besides the layer's parameters. A `&Tensor` is self-attention over it.
@@ -334,7 +334,7 @@ impl<'a> AttentionInput<'a> {
             (Some(_), Some(_)) if self.is_cross() => {
                 bail!("[{op}] axis positions were given beside keys, expected self-attention")
             }
-            (Some(axes), Some(given)) => Some(AxisPositions::from_tensor(given, axes.sections().len(), b, tokens.t)?),
+            (Some(axes), Some(given)) => Some(axes.positions(given, b, tokens.t)?),
             (Some(axes), None) if axes.is_axial() => bail!(
                 "[{op}] rotary positions are on {} axes, expected a call `with_axis_positions`",
                 axes.sections().len()

@@ -98,7 +98,7 @@ fn norms(cfg: &MultiHeadAttentionConfig) -> [Option<NormPlace>; 4] {
 /// If the file has what the config does not mention.
 pub(super) fn specs(cfg: &MultiHeadAttentionConfig, source: &Source) -> Result<Vec<Spec>> {
     refuse_norms(cfg.qk_norm(), cfg.context_norm(), source)?;
-    let content = content_specs(cfg.content_positions(), &cfg.content_layer(), source)?;
+    let content = content_specs(cfg.content_positions(), cfg.embed_dim(), cfg.num_heads(), cfg.head_dim(), source)?;
     let mut specs = Vec::new();
     for norm in norms(cfg).into_iter().flatten() {
         specs.extend(norm.specs(source)?);
@@ -132,9 +132,8 @@ impl MultiHeadAttention {
         let norm = |place: Option<NormPlace>| place.map(|place| place.norm(&parameters, dtype, device)).transpose();
         let ([q, k, v, context], [of_q, of_k]) = (norms(&self.config).map(norm), self.norm_spans);
         self.norms = [q?.map(|norm| norm.over(of_q)), k?.map(|norm| norm.over(of_k)), v?, context?];
-        let (d, embeddings) = (self.config.head_dim(), self.relative_embeddings.as_ref());
-        let of = |positions| content(positions, d, &parameters, embeddings);
-        self.content = self.config.content_positions().map(of).transpose()?;
+        let of = |positions| content(positions, &parameters, self.relative_embeddings.as_ref());
+        self.content = self.config.content_positions().map(of);
         Ok(Self { parameters, ..self })
     }
 }

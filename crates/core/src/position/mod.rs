@@ -13,7 +13,7 @@ pub use relative_bias::{RelativeBias, RelativeBiasConfig};
 pub use rope::{RopeAxes, RopeAxisLayout, RopeConfig, RopeScaling, RopeStyle, RotaryEmbedding};
 
 pub(crate) use alibi::alibi;
-pub(crate) use content::{ContentLayer, KeysByHeads, content, content_specs};
+pub(crate) use content::{KeysByHeads, content, content_specs};
 pub(crate) use rope::{Rotation, score_factor};
 
 use std::fmt::Debug;
@@ -24,7 +24,6 @@ use serde::{Deserialize, Serialize};
 
 use crate::mask::AttentionMask;
 use crate::sdpa::{PackedSequences, SdpaOptions};
-use candle_attention_modules::base::rowwise::to_vec;
 use candle_attention_modules::base::{Dim, Expect, number};
 use candle_attention_modules::linear::Projections;
 
@@ -46,12 +45,10 @@ impl Positions {
     /// T positions from each offset on: one offset for all sequences, or one for each.
     pub(crate) fn starting_at(offsets: &[usize], t: usize) -> Result<Self> {
         let largest = offsets.iter().copied().max().unwrap_or(0);
-        let Some(length) = largest.checked_add(t).filter(|&length| length <= END) else {
+        if largest.checked_add(t).is_none_or(|length| length > END) {
             bail!("[rope] positions from {largest} on, {t} of them, reach {END}, from where f32 cannot tell them apart")
-        };
-        let length = if t == 0 || offsets.is_empty() { 0 } else { length };
-        let entries = offsets.iter().flat_map(|&offset| (offset..offset + t).map(|position| position as u32)).collect();
-        Ok(Self { entries, t, length })
+        }
+        Self::of_each(offsets.iter().flat_map(|&offset| offset..offset + t).collect(), t)
     }
 
     /// A position for each of T tokens of each sequence, row by row.
@@ -89,49 +86,28 @@ impl Positions {
     }
 }
 
-/// A position on each axis for each token of a call, which need not be a whole number.
-#[derive(Debug, Clone, PartialEq)]
-pub(crate) struct AxisPositions {
-    /// Axis by axis, and there row by row.
-    entries: Vec<f32>,
-    axes: usize,
-}
-
-impl AxisPositions {
-    /// From a tensor (A, T) or (A, B, T).
-    pub(crate) fn from_tensor(positions: &Tensor, axes: usize, b: usize, t: usize) -> Result<Self> {
-        let [a, b, t_dim] = [Dim::Named("A", axes), Dim::Named("B", b), Dim::Named("T", t)];
-        Expect::many("rope", "axis positions", positions).shape_of(&[&[a, t_dim], &[a, b, t_dim]])?;
-        let entries = to_vec::<f32>(positions)?;
-        if let Some(other) = entries.iter().find(|entry| entry.is_nan() || entry.abs() >= END as f32) {
-            bail!("[rope] axis positions hold {other}, expected numbers between ±{END}")
-        }
-        Ok(Self { entries, axes })
-    }
-}
-
 /// What was computed last and what it is for: the layers of a model ask for the same one by one.
 type Latest<K, V> = Mutex<Option<(K, V)>>;
 
-/// What was computed last, if it is for the same; else it is computed now, and kept under the key that `key` gives.
+/// What was computed last, if it is for the same; else it is computed now, and kept if it may be.
 ///
 /// None may be kept of what is tracked for gradients: training changes a variable in its own place, which what was
 /// computed before would not see.
-fn latest<K, V: Clone>(
+fn latest<K: PartialEq, V: Clone>(
     latest: &Latest<K, V>,
-    is_same: impl FnOnce(&K) -> bool,
+    key: K,
+    may_be_kept: impl FnOnce(&V) -> bool,
     compute: impl FnOnce() -> Result<V>,
-    key: impl FnOnce(&V) -> Option<K>,
 ) -> Result<V> {
     let latest = || latest.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some((own, value)) = &*latest()
-        && is_same(own)
+        && *own == key
     {
         return Ok(value.clone());
     }
     // Not under the lock: a thread that computes may meanwhile take up other work that wants the same.
     let value = compute()?;
-    *latest() = key(&value).map(|key| (key, value.clone()));
+    *latest() = may_be_kept(&value).then(|| (key, value.clone()));
     Ok(value)
 }
 

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Latest, Positions, ScoreTerm, Scores, TermCall, latest};
 use candle_attention_modules::base::{
-    HeadShard, Options, Source, accumulation_dtype, check_memory, frozen, number, options,
+    HeadShard, Options, Source, accumulation_dtype, check_memory, count, frozen, number, options,
 };
 
 const OP: &str = "relative_bias";
@@ -34,21 +34,13 @@ pub struct RelativeBiasConfig {
     #[methods(get)]
     bidirectional: bool,
     /// The number of buckets (`relative_attention_num_buckets`); 32 unless given.
-    #[serde(default = "num_buckets")]
-    #[default(num_buckets())]
+    #[serde(default = "count::<32, _>")]
+    #[default(32)]
     num_buckets: usize,
     /// The distance from which on all are in one bucket (`relative_attention_max_distance`); 128 unless given.
-    #[serde(default = "max_distance")]
-    #[default(max_distance())]
+    #[serde(default = "count::<128, _>")]
+    #[default(128)]
     max_distance: usize,
-}
-
-fn num_buckets() -> usize {
-    32
-}
-
-fn max_distance() -> usize {
-    128
 }
 
 impl RelativeBiasConfig {
@@ -232,11 +224,8 @@ impl RelativeBias {
 
     /// By distance, (H, T_q + T_kv - 1) or one for each sequence, where positions count up by one; otherwise by pair.
     fn between(&self, queries: &Positions, keys: &Positions) -> Result<Tensor> {
-        let key = |biases: &Tensor| {
-            let is_kept = !biases.track_op() && biases.elem_count() <= KEPT;
-            is_kept.then(|| [queries.clone(), keys.clone()])
-        };
-        latest(&self.latest, |[q, k]| (q, k) == (queries, keys), || self.computed(queries, keys), key)
+        let may_be_kept = |biases: &Tensor| !biases.track_op() && biases.elem_count() <= KEPT;
+        latest(&self.latest, [queries, keys].map(Clone::clone), may_be_kept, || self.computed(queries, keys))
     }
 
     fn computed(&self, queries: &Positions, keys: &Positions) -> Result<Tensor> {
@@ -254,38 +243,34 @@ impl RelativeBias {
     /// For sequences whose first query is so far behind its first key, (B, H, T_q + T_kv - 1).
     fn by_distance(&self, offsets: &[i64], t_q: usize, t_kv: usize) -> Result<Tensor> {
         let distances = (t_q + t_kv).saturating_sub(1);
-        let of_sequence = |offset: &i64| {
-            let furthest = offset + t_q as i64 - 1;
-            (0..distances as i64).map(move |entry| self.config.bucket(furthest - entry))
-        };
-        self.gathered(offsets.iter().flat_map(of_sequence), &[offsets.len(), distances])?.transpose(0, 1)
+        let of_sequence = |offset: &i64| (offset + t_q as i64 - distances as i64..offset + t_q as i64).rev();
+        self.of_distances(offsets.iter().flat_map(of_sequence), &[offsets.len(), distances])
     }
 
     /// (B, H, T_q, T_kv), with B = 1 where all sequences have the same positions.
     fn by_pair(&self, queries: &Positions, keys: &Positions) -> Result<Tensor> {
-        let (t_q, t_kv, rows) = (queries.t, keys.t, [queries.rows(), keys.rows()]);
+        let rows = [queries.rows(), keys.rows()];
         // Positions for all sequences, of which there may be none.
         let b = if rows.contains(&0) { 0 } else { rows[0].max(rows[1]) };
         let pairs = (0..b).flat_map(|b| queries.of_sequence(b).iter().map(move |query| (query, keys.of_sequence(b))));
-        let buckets = pairs.flat_map(|(&query, keys)| {
-            keys.iter().map(move |&key| self.config.bucket(i64::from(query) - i64::from(key)))
-        });
-        self.gathered(buckets, &[b, t_q, t_kv])?.transpose(0, 1)
+        let behind = pairs.flat_map(|(&query, keys)| keys.iter().map(move |&key| i64::from(query) - i64::from(key)));
+        self.of_distances(behind, &[b, queries.t, keys.t])
     }
 
-    /// The biases of buckets of a shape, (H, ..).
-    fn gathered(&self, buckets: impl Iterator<Item = u32>, shape: &[usize]) -> Result<Tensor> {
+    /// The biases of keys so far behind their queries, in a shape (B, ..): (B, H, ..).
+    fn of_distances(&self, behind: impl Iterator<Item = i64>, shape: &[usize]) -> Result<Tensor> {
         let (dtype, device) = (accumulation_dtype(self.weight.dtype()), self.weight.device());
         let shape = [&[self.num_heads()], shape].concat();
         check_memory(OP, format_args!("a bias of {shape:?}"), &shape)?;
-        let buckets: Vec<_> = buckets.collect();
+        let buckets: Vec<_> = behind.map(|behind| self.config.bucket(behind)).collect();
         if buckets.is_empty() {
-            return Tensor::zeros(shape, dtype, device);
+            return Tensor::zeros(shape, dtype, device)?.transpose(0, 1);
         }
         let count = buckets.len();
         let buckets = Tensor::from_vec(buckets, count, device)?;
         // Rows of one head each: gathered, they lie as scores do.
-        self.weight.to_dtype(dtype)?.t()?.contiguous()?.index_select(&buckets, 1)?.reshape(shape)
+        let rows = self.weight.to_dtype(dtype)?.t()?.contiguous()?.index_select(&buckets, 1)?;
+        rows.reshape(shape)?.transpose(0, 1)
     }
 }
 

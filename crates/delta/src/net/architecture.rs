@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::OP;
 use candle_attention_modules::base::{
-    HeadShard, Heads, LINEAR_WEIGHT, Options, Parameter, Rows, Source, Spec, has, number, options,
+    HeadShard, Heads, LINEAR_WEIGHT, Options, Parameter, Rows, Source, Spec, count, has, number, options,
 };
 use candle_attention_modules::gate::GateActivation;
 use candle_attention_modules::linear::ProjectionRows;
@@ -49,19 +49,19 @@ pub struct GatedDeltaNetConfig {
     #[methods(with)]
     num_key_heads: Option<usize>,
     /// D_k, the width of one head of queries and keys; 128 unless given.
-    #[serde(default = "head_dim")]
-    #[default(head_dim())]
+    #[serde(default = "count::<128, _>")]
+    #[default(128)]
     #[check(number::size)]
     key_head_dim: usize,
     /// D_v, the width of one value head; 128 unless given.
-    #[serde(default = "head_dim")]
-    #[default(head_dim())]
+    #[serde(default = "count::<128, _>")]
+    #[default(128)]
     #[check(number::size)]
     value_head_dim: usize,
     /// K, the kernel size of the convolutions, 2 or more: a query, key or value is computed from its own token and the
     /// `K - 1` before it; 4 unless given.
-    #[serde(default = "conv_kernel")]
-    #[default(conv_kernel())]
+    #[serde(default = "count::<4, _>")]
+    #[default(4)]
     #[check(number::size)]
     conv_kernel: usize,
     /// Whether each of the D_k rows of a state has a decay of its own (Kimi Linear); otherwise a head has one decay.
@@ -95,14 +95,6 @@ pub struct GatedDeltaNetConfig {
 
 fn silu() -> GateActivation {
     GateActivation::Silu
-}
-
-fn head_dim() -> usize {
-    128
-}
-
-fn conv_kernel() -> usize {
-    4
 }
 
 fn norm_eps() -> f64 {
@@ -158,13 +150,8 @@ impl GatedDeltaNetConfig {
         if h.saturating_mul(widest) > u32::MAX as usize {
             bail!("[{OP}] num_heads {h} times a width of {widest} is more than {}", u32::MAX)
         }
-        if self.conv_kernel < 2 {
-            bail!("[{OP}] conv_kernel is {}, expected at least 2", self.conv_kernel)
-        }
-        if let Some(bound) = self.decay_lower_bound.filter(|&bound| bound >= 0.0) {
-            bail!("[{OP}] decay_lower_bound is {bound:?}, expected a number below 0")
-        }
-        Ok(())
+        number::expect(OP, "conv_kernel", self.conv_kernel, |taps: usize| taps >= 2, "at least 2")?;
+        number::expect(OP, "decay_lower_bound", self.decay_lower_bound, |bound: f64| bound < 0.0, "a number below 0")
     }
 }
 

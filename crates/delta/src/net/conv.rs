@@ -25,16 +25,9 @@ pub(super) struct ShortConvolution {
 
 impl ShortConvolution {
     pub fn new(weight: Parameter) -> Result<Self> {
-        let mut own = Self { weight, taps: None };
-        if !own.weight.is_tracked() {
-            own.taps = Some(own.taps()?);
-        }
-        Ok(own)
-    }
-
-    /// With what variables hold now.
-    pub fn freeze(&self) -> Result<Self> {
-        Self::new(self.weight.freeze()?)
+        let own = Self { weight, taps: None };
+        let taps = (!own.weight.is_tracked()).then(|| own.taps()).transpose()?;
+        Ok(Self { taps, ..own })
     }
 
     /// The weights (C, 1, K) of queries, keys and values that variables hold now.

@@ -20,7 +20,7 @@ use candle_attention_modules::base::{
     HeadDim, HeadShard, Heads, ParameterList, Source, Spec, accumulation_dtype, frozen, part, save,
 };
 use candle_attention_modules::gate::GateActivation;
-use candle_attention_modules::linear::{PackedLinear, Projection, ProjectionRows};
+use candle_attention_modules::linear::{PackedLinear, Projection};
 use candle_attention_modules::norm::RmsNorm;
 use conv::{ShortConvolution, convolve, tail};
 
@@ -150,19 +150,10 @@ impl GatedDeltaNet {
     /// # Errors
     /// If memory is short.
     pub fn freeze(&self) -> Result<Self> {
-        let rows = |weight: &Tensor| Ok(ProjectionRows { weight: frozen(weight)?.into(), bias: None });
-        let inputs = self.input_weights()?.iter().map(rows).collect::<Result<Vec<_>>>()?;
-        let [gate, decay] = &self.up;
-        let frozen = |up: &Option<PackedLinear>| up.as_ref().map(PackedLinear::freeze).transpose();
-        Ok(Self {
-            config: self.config.clone(),
-            inputs: Projection::of_rows(&inputs.iter().collect::<Vec<_>>())?,
-            up: [frozen(gate)?, frozen(decay)?],
-            convolution: self.convolution.freeze()?,
-            parameters: self.parameters.freeze()?,
-            norm: self.norm.freeze()?,
-            out: self.out.freeze()?,
-        })
+        let layout = DeltaLayout::Separate;
+        let freeze = |(name, tensor): (String, Tensor)| Ok((name, frozen(&tensor)?));
+        let tensors = self.state_dict(layout)?.into_iter().map(freeze).collect::<Result<_>>()?;
+        Self::load(&self.config, layout, VarBuilder::from_tensors(tensors, self.out.dtype(), self.out.device()))
     }
 
     /// What the layer was built from.
@@ -178,7 +169,9 @@ impl GatedDeltaNet {
         let fail = |problem: String| Error::msg(format!("[state_dict] {problem} (layout {layout})"));
         let ([norm, out], mut named) = (layout.norm_and_out(), Vec::new());
         let inputs = layout.projections(&self.config).map_err(fail)?;
-        let weights = [self.input_weights()?, self.convolution.weights(&self.config)?];
+        let projections = Projection::to_linears(&self.inputs)?;
+        let projections = projections.iter().map(|linear| linear.weight().clone()).collect();
+        let weights: [Vec<_>; 2] = [projections, self.convolution.weights(&self.config)?];
         for (weights, all) in weights.iter().zip([inputs, layout.convolutions()]) {
             for packed in all {
                 named.push(packed.of(weights)?);
@@ -191,11 +184,6 @@ impl GatedDeltaNet {
         let stored = |name: String| if name == NORM { format!("{norm}.weight") } else { name };
         named.extend(self.parameters.named()?.into_iter().map(|(name, tensor)| (stored(name), tensor)));
         Ok(named)
-    }
-
-    /// The rows of [`GatedDeltaNetConfig::rows`], which variables hold now.
-    fn input_weights(&self) -> Result<Vec<Tensor>> {
-        Ok(Projection::to_linears(&self.inputs)?.iter().map(|linear| linear.weight().clone()).collect())
     }
 
     /// Writes [`state_dict`](Self::state_dict) as a safetensors file.

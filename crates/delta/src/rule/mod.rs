@@ -142,13 +142,10 @@ fn run(call: Call) -> Result<(Tensor, Tensor)> {
     let (tier, Dims { b, n, h, h_s, t, d_k, d_v }) = (kernel_tier(&call)?, call.dims);
     if [b, t, d_v].contains(&0) {
         let ys = Tensor::zeros((b, h, t, d_v), call.dtype(), call.rows[0].device())?;
-        let states = match &call.factors[2] {
-            // A view of nothing may begin past the end of its buffer, where Candle's copies panic.
-            Some(states) if states.elem_count() > 0 => {
-                states.to_dtype(accumulation_dtype(call.dtype()))?.contiguous()?
-            }
-            _ => call.zero_states(h_s)?,
-        };
+        // A view of nothing may begin past the end of its buffer, where Candle's copies panic.
+        let before = call.factors[2].as_ref().filter(|states| states.elem_count() > 0);
+        let as_after = |states: &Tensor| states.to_dtype(accumulation_dtype(call.dtype()))?.contiguous();
+        let states = before.map_or_else(|| call.zero_states(h_s), as_after)?;
         return Ok((ys, states));
     }
     let call = call.for_all_heads()?;
@@ -156,9 +153,6 @@ fn run(call: Call) -> Result<(Tensor, Tensor)> {
         Some(tier) => cpu::run(call, tier)?,
         None => reference::run(&call)?,
     };
-    if h == h_s {
-        return Ok((ys, states));
-    }
     // Heads of queries that read one state have it once each.
     Ok((ys, states.reshape((n, h_s, h / h_s, d_k, d_v))?.narrow(2, 0, 1)?.squeeze(2)?.contiguous()?))
 }

@@ -19,6 +19,11 @@ pub fn yes() -> bool {
     true
 }
 
+/// The default of a number that a config need not say.
+pub fn count<const N: u16, T: From<u16>>() -> T {
+    N.into()
+}
+
 /// `#[apply(options)]` on a struct gives each field `name: T` a builder `with_name`, which takes a `T`, or what is in
 /// it where it is an `Option`, and a reader `name`. Both have the field's documentation; a field without any has
 /// neither. A field may have these attributes, in this order:

@@ -97,13 +97,9 @@ pub fn map_heads<E: Element, F: Fn(usize, &[f32], &mut [f32])>(
             E::write(ys, of_ys, |ys| change(head, xs, ys));
         }
     };
-    if count <= TASK_ELEMENTS {
-        let mut scratch = Default::default();
-        ys.chunks_mut(width).enumerate().for_each(|token| one_token(&mut scratch, token));
-    } else {
-        let least = TASK_ELEMENTS.div_ceil(width);
-        ys.par_chunks_mut(width).enumerate().with_min_len(least).for_each_init(Default::default, one_token);
-    }
+    // Fewer than two tasks run on the thread that calls.
+    let least = TASK_ELEMENTS.div_ceil(width);
+    ys.par_chunks_mut(width).enumerate().with_min_len(least).for_each_init(Default::default, one_token);
     ys
 }
 

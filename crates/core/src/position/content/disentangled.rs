@@ -5,8 +5,8 @@ use candle_nn::{Init, VarBuilder};
 use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
-use super::distances::{DistanceRows, descending, rows_of};
-use super::{OP, spec};
+use super::distances::{descending, rows_of};
+use super::{Computed, OP, spec};
 use candle_attention_modules::base::{
     Heads, LINEAR_WEIGHT, Options, ParameterList, Source, Spec, accumulation_dtype, frozen, linear_bias, number,
     options,
@@ -68,14 +68,9 @@ impl DisentangledConfig {
     pub(crate) fn validate(&self) -> Result<()> {
         const MOST: usize = 1 << 24;
         number::within(OP, "max_distance", self.max_distance, 1..=MOST)?;
-        if let Some(buckets) = self.num_buckets
-            && !(buckets >= 4 && buckets / 2 + 1 < self.max_distance)
-        {
-            bail!(
-                "[{OP}] num_buckets is {buckets}, expected at least 4, and half of them below max_distance {} - 1",
-                self.max_distance
-            )
-        }
+        let is_right = |buckets: usize| buckets >= 4 && buckets / 2 + 1 < self.max_distance;
+        let expected = format!("at least 4, and half of them below max_distance {} - 1", self.max_distance);
+        number::expect(OP, "num_buckets", self.num_buckets, is_right, expected)?;
         self.check(OP)
     }
 
@@ -157,7 +152,7 @@ pub(super) fn rows(
     embeddings: Option<&RelativeEmbeddings>,
     parameters: &ParameterList,
     projections: &Projections,
-) -> Result<DistanceRows> {
+) -> Result<Computed> {
     let Some(embeddings) = embeddings else {
         bail!(
             "[multi_head_attention] the config has disentangled positions, expected the stack's embeddings in \
@@ -187,10 +182,8 @@ pub(super) fn rows(
         let rows = rows_of(&table.to_dtype(dtype)?, descending(t).map(|distance| config.row(sign * distance)))?;
         rows.reshape((2 * t, (), d))?.transpose(0, 1)?.contiguous().map(Some)
     };
-    Ok(DistanceRows {
-        queries: by_heads(keys.filter(|_| config.content_to_position), 1)?,
-        keys: by_heads(queries.filter(|_| config.position_to_content), -1)?,
-    })
+    let of_queries = by_heads(keys.filter(|_| config.content_to_position), 1)?;
+    Ok([of_queries, by_heads(queries.filter(|_| config.position_to_content), -1)?])
 }
 
 #[cfg(test)]

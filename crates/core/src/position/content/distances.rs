@@ -6,7 +6,7 @@ use std::ops::Range;
 use candle_core::{D, Device, Result, Tensor};
 use candle_nn::Init;
 
-use super::{ContentLayer, OP};
+use super::{Computed, OP};
 use crate::mask::AttentionMask;
 use crate::sdpa::{Attended, Keys, Outputs, OwnKeys, SdpaOptions};
 use candle_attention_modules::base::{
@@ -21,15 +21,6 @@ pub(super) const CLIPPED: &str = "distance_embedding.weight";
 pub(super) const PARAMETERS: [&str; 5] =
     ["pos_bias_u", "bias_u", "distance_embedding.weight", "pos_key_proj.weight", "pos_query_proj.weight"];
 
-/// For T tokens, the vector of each distance i - j of query i and key j: (H, 2T, D), or (1, 2T, D) for all heads.
-#[derive(Debug, Clone)]
-pub(super) struct DistanceRows {
-    /// To be multiplied with queries: of the distances T - 1 down to -T.
-    pub queries: Option<Tensor>,
-    /// To be multiplied with keys: of the distances 1 - T up to T.
-    pub keys: Option<Tensor>,
-}
-
 /// Distances from T - 1 down to -T.
 pub(super) fn descending(t: usize) -> impl Iterator<Item = i64> {
     (-(t as i64)..t as i64).rev()
@@ -42,30 +33,30 @@ pub(super) fn rows_of(table: &Tensor, indices: impl Iterator<Item = usize>) -> R
     table.contiguous()?.index_select(&indices, 0)
 }
 
-pub(super) fn transformer_xl(layer: &ContentLayer, source: &Source) -> Vec<Spec> {
-    let (h, d, own) = (layer.num_heads, layer.head_dim, TRANSFORMER_XL[0]);
+pub(super) fn transformer_xl(embed_dim: usize, h: usize, d: usize, source: &Source) -> Vec<Spec> {
+    let own = TRANSFORMER_XL[0];
     let stored = TRANSFORMER_XL.into_iter().find(|names| source.has(names[1])).unwrap_or(own);
     let spec =
         |n: usize, shape: [usize; 2], init| Spec::new(own[n], shape, init).stored(stored[n]).by_head(Heads::Query, 0);
     let bias = |n| spec(n, [h, d], Init::Const(0.0));
-    vec![spec(0, [h * d, layer.embed_dim], LINEAR_WEIGHT), bias(1), bias(2)]
+    vec![spec(0, [h * d, embed_dim], LINEAR_WEIGHT), bias(1), bias(2)]
 }
 
 /// Transformer-XL's, for T tokens and heads of width D.
-pub(super) fn wave_rows([t, d]: [usize; 2], parameters: &ParameterList) -> Result<DistanceRows> {
+pub(super) fn wave_rows([t, d]: [usize; 2], parameters: &ParameterList) -> Result<Computed> {
     let projection = parameters.expect(TRANSFORMER_XL[0][0])?;
     let (h, dtype) = (projection.dim(0)? / d, accumulation_dtype(projection.dtype()));
     let waves = sinusoids(t, projection.dim(1)?, projection.device())?.to_dtype(dtype)?;
     let rows = waves.matmul(&projection.to_dtype(dtype)?.t()?)?.reshape((2 * t, h, d))?;
-    Ok(DistanceRows { queries: Some(rows.transpose(0, 1)?.contiguous()?), keys: None })
+    Ok([Some(rows.transpose(0, 1)?.contiguous()?), None])
 }
 
 /// Those of a table in which keys from `left` before their query to `right` after it have vectors of their own.
-pub(super) fn clipped_rows(t: usize, [left, right]: [usize; 2], parameters: &ParameterList) -> Result<DistanceRows> {
+pub(super) fn clipped_rows(t: usize, [left, right]: [usize; 2], parameters: &ParameterList) -> Result<Computed> {
     let table = parameters.expect(CLIPPED)?;
     let behind = |distance: i64| (left as i64 - distance.clamp(-(right as i64), left as i64)) as usize;
     let rows = rows_of(&table.to_dtype(accumulation_dtype(table.dtype()))?, descending(t).map(behind))?;
-    Ok(DistanceRows { queries: Some(rows.unsqueeze(0)?), keys: None })
+    Ok([Some(rows.unsqueeze(0)?), None])
 }
 
 /// Sine and cosine in turns of the distances T - 1 down to -T, (2T, E), as in a table of absolute positions (Vaswani et
@@ -85,7 +76,7 @@ fn sinusoids(t: usize, e: usize, device: &Device) -> Result<Tensor> {
 /// What the scores of a call get beside the product of queries and keys.
 #[derive(Debug, Clone)]
 pub(crate) struct DistanceTerms {
-    pub(super) rows: DistanceRows,
+    pub(super) rows: Computed,
     /// (B, H, T, D).
     pub(super) queries: Tensor,
     /// (B, H_kv, T, D).
@@ -103,16 +94,12 @@ impl DistanceTerms {
             let vectors = tensor.narrow(1, heads.start, heads.len())?.to_dtype(dtype)?;
             by_distance(&(vectors * self.scale)?, &rows)
         };
-        let by_queries = self.rows.queries.as_ref().map(|rows| of(&self.queries, rows)).transpose()?;
-        let by_keys = self.rows.keys.as_ref().map(|rows| of(&self.keys, rows)?.transpose(2, 3)).transpose()?;
-        match (by_queries, by_keys) {
-            (Some(by_queries), Some(by_keys)) => by_queries + by_keys,
-            (Some(bias), None) | (None, Some(bias)) => Ok(bias),
-            (None, None) => {
-                let (b, _, t, _) = self.queries.dims4()?;
-                Tensor::zeros((b, heads.len(), t, t), dtype, self.queries.device())
-            }
-        }
+        let [of_queries, of_keys] = &self.rows;
+        let by_queries = of_queries.as_ref().map(|rows| of(&self.queries, rows)).transpose()?;
+        let by_keys = of_keys.as_ref().map(|rows| of(&self.keys, rows)?.transpose(2, 3)).transpose()?;
+        let (b, _, t, _) = self.queries.dims4()?;
+        let sum = by_queries.into_iter().chain(by_keys).map(Ok).reduce(|one, other| one? + other?);
+        sum.unwrap_or_else(|| Tensor::zeros((b, heads.len(), t, t), dtype, self.queries.device()))
     }
 }
 

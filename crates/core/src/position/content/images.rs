@@ -90,16 +90,11 @@ pub(super) fn cosine_specs(h: usize, source: &Source) -> Vec<Spec> {
     ]
 }
 
-/// By the root of the mean square, of heads of width `d`.
-pub(super) fn cosine_norm(d: usize, parameters: &ParameterList) -> Result<Norm> {
-    let scale = parameters.expect(COSINE[0])?;
-    // A length of 1e-12 is the least that anything is divided by.
-    Norm::without_weight(1e-24 / d as f64, d, scale.dtype(), scale.device())
-}
-
 /// Queries (B, H, T, D) and keys (B, H_kv, T, D), views of (B, T, ..), of which products are the scores.
-pub(super) fn cosines(q: &Tensor, k: &Tensor, norm: &Norm, parameters: &ParameterList) -> Result<[Tensor; 2]> {
+pub(super) fn cosines(q: &Tensor, k: &Tensor, parameters: &ParameterList) -> Result<[Tensor; 2]> {
     let (_, h, _, d) = q.dims4()?;
+    // A length of 1e-12 is the least that anything is divided by.
+    let norm = Norm::without_weight(1e-24 / d as f64, d, q.dtype(), q.device())?;
     let factors = wide(COSINE[0], parameters)?.minimum(100f64.ln())?.exp()?;
     // Normed rows are as long as the root of D.
     let factors = (factors / d as f64)?.reshape((h, 1))?;

@@ -17,9 +17,9 @@ use candle_nn::Init;
 use serde::{Deserialize, Serialize};
 
 use super::{Latest, ScoreTerm, Scores, Term, TermCall, latest};
+use crate::mask::AttentionMask;
 use candle_attention_modules::base::{ParameterList, Source, Spec, accumulation_dtype, number};
-use candle_attention_modules::norm::Norm;
-use distances::{DistanceRows, TRANSFORMER_XL};
+use distances::TRANSFORMER_XL;
 
 const OP: &str = "content_positions";
 
@@ -106,89 +106,55 @@ pub enum ContentPositions {
     Disentangled(DisentangledConfig),
 }
 
-/// What they depend on of the layer that has them.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct ContentLayer {
-    pub embed_dim: usize,
-    pub num_heads: usize,
-    pub num_kv_heads: usize,
-    pub head_dim: usize,
-    /// As the config has it.
-    pub scale: Option<f64>,
-    pub softcap: Option<f64>,
-}
-
 /// The most rows and columns of a grid or window, and the furthest key that has a vector of its own.
 const MAX_SIZE: usize = 1 << 16;
 
 impl ContentPositions {
-    /// What it is of, and its rows and columns.
-    fn image(&self) -> Option<(&'static str, [usize; 2])> {
+    /// Rows and columns of an image.
+    fn image(&self) -> Option<[usize; 2]> {
         match *self {
-            Self::Grid { height, width } => Some(("grid", [height, width])),
-            Self::Window { height, width } | Self::CosineWindow { height, width, .. } => {
-                Some(("window", [height, width]))
-            }
+            Self::Grid { height, width }
+            | Self::Window { height, width }
+            | Self::CosineWindow { height, width, .. } => Some([height, width]),
             Self::TransformerXl | Self::Clipped { .. } | Self::Disentangled(_) => None,
         }
     }
 
-    /// Checks that the numbers fit together and the layer.
+    /// Checks that the numbers fit together.
     ///
     /// # Errors
     /// Names the option, what was expected and what was found.
-    pub(crate) fn validate(&self, layer: &ContentLayer) -> Result<()> {
-        if let Some((_, [height, width])) = self.image() {
+    pub(crate) fn validate(&self) -> Result<()> {
+        if let Some([height, width]) = self.image() {
             number::within(OP, "height", height, 1..=MAX_SIZE)?;
             number::within(OP, "width", width, 1..=MAX_SIZE)?;
         }
         match self {
-            Self::Window { .. } => {}
-            Self::Grid { .. } => {
-                if layer.softcap.is_some() {
-                    bail!("[{OP}] softcap is set, which bounds scores before relative positions of a grid are added")
-                }
-                if layer.scale.is_some_and(|scale| scale as f32 == 0.0) {
-                    bail!("[{OP}] scale is 0, expected another beside relative positions of a grid")
-                }
-            }
+            Self::Grid { .. } | Self::Window { .. } | Self::TransformerXl => Ok(()),
             Self::CosineWindow { trained, .. } => {
                 let mut trained = trained.iter().flatten();
-                trained.try_for_each(|&size| number::within(OP, "a size of trained", size, 2..=MAX_SIZE))?;
-                if let Some(scale) = layer.scale {
-                    bail!("[{OP}] scale is {scale}, expected none beside the factors of cosine scores")
-                }
-            }
-            Self::TransformerXl => {
-                let is_even = |width: usize| width.is_multiple_of(2);
-                number::expect(OP, "embed_dim", layer.embed_dim, is_even, "pairs of sines and cosines")?;
+                trained.try_for_each(|&size| number::within(OP, "a size of trained", size, 2..=MAX_SIZE))
             }
             Self::Clipped { left, right } => {
                 number::within(OP, "left", *left, 0..=MAX_SIZE)?;
-                number::within(OP, "right", *right, 0..=MAX_SIZE)?;
+                number::within(OP, "right", *right, 0..=MAX_SIZE)
             }
-            Self::Disentangled(config) => {
-                config.validate()?;
-                let (h, h_kv) = (layer.num_heads, layer.num_kv_heads);
-                if h != h_kv {
-                    bail!("[{OP}] num_kv_heads is {h_kv}, expected the {h} query heads of disentangled positions")
-                }
-            }
+            Self::Disentangled(config) => config.validate(),
         }
-        Ok(())
     }
 }
 
-/// The parameters of such terms.
+/// The parameters of such terms, in a layer of this width and these heads.
 ///
 /// # Errors
 /// For parameters that a config without such positions does not name.
 pub(crate) fn content_specs(
     positions: Option<&ContentPositions>,
-    layer: &ContentLayer,
+    embed_dim: usize,
+    num_heads: usize,
+    head_dim: usize,
     source: &Source,
 ) -> Result<Vec<Spec>> {
-    let &ContentLayer { num_heads, head_dim, embed_dim, .. } = layer;
     let Some(positions) = positions else {
         let anywhere = PREFIXES.iter().flat_map(|prefix| images::WINDOW.map(|name| format!("{prefix}{name}")));
         let names = images::GRID.iter().chain(&distances::PARAMETERS).map(|name| name.to_string()).chain(anywhere);
@@ -199,7 +165,7 @@ pub(crate) fn content_specs(
         ContentPositions::Grid { height, width } => images::grid_specs([height, width], head_dim),
         ContentPositions::Window { height, width } => vec![images::table_spec([height, width], num_heads, source)?],
         ContentPositions::CosineWindow { .. } => images::cosine_specs(num_heads, source),
-        ContentPositions::TransformerXl => distances::transformer_xl(layer, source),
+        ContentPositions::TransformerXl => distances::transformer_xl(embed_dim, num_heads, head_dim, source),
         ContentPositions::Clipped { left, right } => {
             let init = Init::Randn { mean: 0.0, stdev: 1.0 };
             vec![Spec::new(distances::CLIPPED, [left + right + 1, head_dim], init)]
@@ -227,31 +193,23 @@ struct Content {
     parameters: ParameterList,
     /// The stack's.
     embeddings: Option<RelativeEmbeddings>,
-    /// Of the queries and keys of cosines.
-    norm: Option<Norm>,
-    /// For the latest length, where they depend on plain tensors alone.
-    rows: Latest<usize, DistanceRows>,
-    /// That of a window, where nothing is tracked.
-    bias: Latest<(), Tensor>,
+    /// For the latest length, where it depends on plain tensors alone.
+    latest: Latest<usize, Computed>,
 }
 
-/// The term of a layer with these parameters and heads of width `head_dim`, and with the vectors of distances that the
-/// layers of a stack share.
+/// What is computed once for all calls of one length: the bias of a window (1, H, T, T); or for each distance i - j of
+/// query i and key j a vector (H, 2T, D), or (1, 2T, D) for all heads, to be multiplied with queries, of the distances
+/// T - 1 down to -T, and one to be multiplied with keys, of 1 - T up to T.
+type Computed = [Option<Tensor>; 2];
+
+/// The term of a layer with these parameters, and with the vectors of distances that the layers of a stack share.
 pub(crate) fn content(
     positions: &ContentPositions,
-    head_dim: usize,
     parameters: &ParameterList,
     embeddings: Option<&RelativeEmbeddings>,
-) -> Result<Term> {
-    let is_cosine = matches!(positions, ContentPositions::CosineWindow { .. });
-    Ok(Arc::new(Content {
-        positions: positions.clone(),
-        parameters: parameters.clone(),
-        embeddings: embeddings.cloned(),
-        norm: is_cosine.then(|| images::cosine_norm(head_dim, parameters)).transpose()?,
-        rows: Latest::default(),
-        bias: Latest::default(),
-    }))
+) -> Term {
+    let (positions, parameters, embeddings) = (positions.clone(), parameters.clone(), embeddings.cloned());
+    Arc::new(Content { positions, parameters, embeddings, latest: Latest::default() })
 }
 
 impl ScoreTerm for Content {
@@ -264,55 +222,55 @@ impl ScoreTerm for Content {
         };
         let (scale, parameters) = (scores.options.scale.unwrap_or(1.0), &self.parameters);
         let [t, d] = [scores.q.dim(2)?, scores.q.dim(3)?];
-        if let Some((image, [rows, columns])) = self.positions.image()
+        if let Some([rows, columns]) = self.positions.image()
             && t != rows * columns
         {
+            let image = if let ContentPositions::Grid { .. } = self.positions { "grid" } else { "window" };
             bail!("[multi_head_attention] queries have {t} tokens, expected the {rows} × {columns} of the {image}")
         }
-        match self.positions {
+        let (queries, rows) = match self.positions {
             ContentPositions::Grid { height, width } => {
                 let [q, k] = images::widened(&scores.q, &k, scale, [height, width], parameters)?;
                 (scores.q, scores.k) = (q, Some(k));
+                return Ok(());
             }
             ContentPositions::Window { height, width } | ContentPositions::CosineWindow { height, width, .. } => {
                 let compute = || images::window_bias([height, width], &self.positions, parameters);
-                let bias = latest(&self.bias, |()| true, compute, |bias| (!bias.track_op()).then_some(()))?;
-                scores.mask = scores.mask.clone().with_bias(&bias);
-                if let Some(norm) = &self.norm {
-                    let [q, k] = images::cosines(&scores.q, &k, norm, parameters)?;
+                let [bias, _] = self.latest(t, || Ok([Some(compute()?), None]))?;
+                scores.mask = bias.iter().fold(scores.mask.clone(), AttentionMask::with_bias);
+                if let ContentPositions::CosineWindow { .. } = self.positions {
+                    let [q, k] = images::cosines(&scores.q, &k, parameters)?;
                     (scores.q, scores.k) = (q, Some(k));
                     // Queries have their scale already.
                     scores.options.scale = Some(1.0);
                 }
+                return Ok(());
             }
             ContentPositions::TransformerXl => {
-                let rows = self.latest_rows(t, || distances::wave_rows([t, d], parameters))?;
                 let [_, u, v] = TRANSFORMER_XL[0];
                 let wide = scores.q.to_dtype(accumulation_dtype(k.dtype()))?;
                 let with = |bias| wide.broadcast_add(&parameters.expect(bias)?.to_dtype(wide.dtype())?.unsqueeze(1)?);
                 scores.q = with(u)?.to_dtype(k.dtype())?;
-                scores.by_heads = Some(DistanceTerms { rows, queries: with(v)?, keys: k, scale });
+                (with(v)?, self.latest(t, || distances::wave_rows([t, d], parameters))?)
             }
             ContentPositions::Clipped { left, right } => {
-                let rows = self.latest_rows(t, || distances::clipped_rows(t, [left, right], parameters))?;
-                scores.by_heads = Some(DistanceTerms { rows, queries: scores.q.clone(), keys: k, scale });
+                (scores.q.clone(), self.latest(t, || distances::clipped_rows(t, [left, right], parameters))?)
             }
             ContentPositions::Disentangled(ref config) => {
                 let (vectors, projections) = (self.embeddings.as_ref(), call.projections);
                 let compute = || disentangled::rows(config, [t, d], vectors, parameters, projections);
                 // Modules may differ in a clone of the layer, and may change.
                 let is_fixed = !(config.shared_projections && projections.has_modules());
-                let rows = if is_fixed { self.latest_rows(t, compute)? } else { compute()? };
-                scores.by_heads = Some(DistanceTerms { rows, queries: scores.q.clone(), keys: k, scale });
+                (scores.q.clone(), if is_fixed { self.latest(t, compute)? } else { compute()? })
             }
-        }
+        };
+        scores.by_heads = Some(DistanceTerms { rows, queries, keys: k, scale });
         Ok(())
     }
 }
 
 impl Content {
-    fn latest_rows(&self, t: usize, compute: impl FnOnce() -> Result<DistanceRows>) -> Result<DistanceRows> {
-        let is_tracked = |rows: &DistanceRows| [&rows.queries, &rows.keys].into_iter().flatten().any(Tensor::track_op);
-        latest(&self.rows, |length| *length == t, compute, |rows| (!is_tracked(rows)).then_some(t))
+    fn latest(&self, t: usize, compute: impl FnOnce() -> Result<Computed>) -> Result<Computed> {
+        latest(&self.latest, t, |found| !found.iter().flatten().any(Tensor::track_op), compute)
     }
 }

@@ -12,12 +12,12 @@ use rayon::prelude::*;
 
 use super::config::{RopeAxes, RopeAxisLayout, RopeConfig, RopeScaling};
 use super::{RotaryEmbedding, Rotation};
-use crate::position::{AxisPositions, Latest, Positions, latest};
+use crate::position::{Latest, Positions, latest};
 
 /// The most entries of a table, 32 MB each of cosines and of sines: positions up to 131,072 of heads of 128.
 const TABLE_ENTRIES: usize = 1 << 23;
 
-/// The fewest entries that are worth a task of their own.
+/// The fewest entries that are worth a task of their own. Fewer than two tasks run on the thread that asks.
 const TASK_ENTRIES: usize = 1 << 11;
 
 /// Cosines and sines, a row of r/2 for each position.
@@ -41,12 +41,8 @@ impl Angles {
                 (cos[i], sin[i]) = (c as f32 * factor, s as f32 * factor);
             }
         };
-        if cos.len() <= TASK_ENTRIES {
-            cos.chunks_mut(half).zip(sin.chunks_mut(half)).enumerate().for_each(compute);
-        } else {
-            let rows = cos.par_chunks_mut(half).zip(sin.par_chunks_mut(half)).enumerate();
-            rows.with_min_len(TASK_ENTRIES.div_ceil(half)).for_each(compute);
-        }
+        let all = cos.par_chunks_mut(half).zip(sin.par_chunks_mut(half)).enumerate();
+        all.with_min_len(TASK_ENTRIES.div_ceil(half)).for_each(compute);
         Self::given(cos, sin, half)
     }
 
@@ -84,8 +80,8 @@ impl Angles {
 pub(super) struct Tables {
     /// For calls within the original context, and beyond it.
     regular: [RwLock<Arc<Angles>>; 2],
-    /// For positions that no table holds.
-    latest: Latest<AxisPositions, Arc<Angles>>,
+    /// For positions that no table holds, axis by axis.
+    latest: Latest<Vec<f32>, Arc<Angles>>,
 }
 
 impl RotaryEmbedding {
@@ -108,23 +104,21 @@ impl RotaryEmbedding {
         match table {
             Some(angles) => Ok(self.rotation(angles, positions.entries.as_slice().into())),
             None => {
-                let entries = positions.entries.iter().map(|&position| position as f32).collect();
-                self.on_axes(&AxisPositions { entries, axes: 1 })
+                let on_each: Vec<_> = positions.entries.iter().map(|&position| position as f32).collect();
+                self.on_axes(&on_each.repeat(self.config.num_axes()))
             }
         }
     }
 
-    /// The same at positions on the config's axes, or on one for all.
-    pub(crate) fn on_axes(&self, positions: &AxisPositions) -> Result<Rotation> {
-        let rows = positions.entries.len() / positions.axes.max(1);
+    /// The same at positions on the config's axes, axis by axis and there row by row.
+    pub(crate) fn on_axes(&self, positions: &[f32]) -> Result<Rotation> {
+        let rows = positions.len() / self.config.num_axes();
         let compute = || {
-            let axes = self.config.axes().filter(|_| positions.axes > 1);
-            let axis_of = axes.map_or_else(|| vec![0; self.half()], RopeAxes::axis_of_pairs);
-            let position = |row: usize, pair: usize| positions.entries[axis_of[pair] * rows + row];
-            let length = positions.entries.iter().map(|&entry| entry.max(0.0) as usize + 1).max();
-            Ok(self.angles(length.unwrap_or(0), rows, position))
+            let axis_of = self.config.axes().map_or_else(|| vec![0; self.half()], RopeAxes::axis_of_pairs);
+            let length = positions.iter().map(|&entry| entry.max(0.0) as usize + 1).max();
+            Ok(self.angles(length.unwrap_or(0), rows, |row, pair| positions[axis_of[pair] * rows + row]))
         };
-        let angles = latest(&self.tables.latest, |own| own == positions, compute, |_| Some(positions.clone()))?;
+        let angles = latest(&self.tables.latest, positions.to_vec(), |_| true, compute)?;
         Ok(self.rotation(angles, (0..rows as u32).collect()))
     }
 
@@ -159,7 +153,7 @@ impl RotaryEmbedding {
 
     /// Of a call of some length: its largest position + 1.
     fn angles(&self, length: usize, rows: usize, position: impl Fn(usize, usize) -> f32 + Sync) -> Arc<Angles> {
-        let frequencies = frequencies(&self.config, self.head_dim, length);
+        let frequencies = frequencies(&self.config, 2 * self.half(), length);
         Arc::new(Angles::of(rows, position, &frequencies, attention_factor(self.config.scaling()) as f32))
     }
 }
@@ -174,79 +168,73 @@ fn is_long(scaling: &RopeScaling, length: usize) -> bool {
     }
 }
 
-/// The angle between one position and the next for each pair, (r/2,). The config fits the heads.
-fn frequencies(config: &RopeConfig, head_dim: usize, length: usize) -> Vec<f32> {
-    let r = config.rotary_dim(head_dim);
-    let base = config.base() as f32;
-    let plain = || periods(base, r).map(f32::recip);
-    match config.scaling() {
-        RopeScaling::None => match config.axes().map(|axes| (axes.layout(), axes.sections())) {
-            Some((RopeAxisLayout::Axial, sections)) => {
-                sections.iter().flat_map(|section| periods(base, 2 * section).map(f32::recip)).collect()
-            }
-            Some((RopeAxisLayout::AxialDealt, sections)) => {
-                let dealt = |axis: usize| plain().skip(axis).step_by(sections.len()).take(sections[axis]);
-                (0..sections.len()).flat_map(dealt).collect()
-            }
-            _ => plain().collect(),
-        },
-        RopeScaling::Linear { factor } => plain().map(|frequency| frequency / *factor as f32).collect(),
-        RopeScaling::Dynamic { factor, original_context } if length > *original_context => {
-            let stretch = *factor as f32 * length as f32 / *original_context as f32 - (factor - 1.0) as f32;
-            let base = base * power(stretch, r as f64 / (r as f64 - 2.0));
-            periods(base, r).map(f32::recip).collect()
+/// The angle between one position and the next for each of the r/2 pairs, in a call of some length.
+fn frequencies(config: &RopeConfig, r: usize, length: usize) -> Vec<f32> {
+    let (scaling, mut base) = (config.scaling(), config.base() as f32);
+    let is_long = is_long(scaling, length);
+    if let RopeScaling::Dynamic { factor, original_context } = scaling
+        && is_long
+    {
+        let stretch = *factor as f32 * length as f32 / *original_context as f32 - (factor - 1.0) as f32;
+        base *= power(stretch, r as f64 / (r as f64 - 2.0));
+    }
+    let periods: Vec<_> = match config.axes().map(|axes| (axes.layout(), axes.sections())) {
+        Some((RopeAxisLayout::Axial, sections)) => {
+            sections.iter().flat_map(|section| periods(base, 2 * section)).collect()
         }
-        RopeScaling::Dynamic { .. } => plain().collect(),
-        &RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_context } => {
-            let context = original_context as f64;
-            let scale = |frequency: f32| {
+        Some((RopeAxisLayout::AxialDealt, sections)) => {
+            let dealt = |axis: usize| periods(base, r).skip(axis).step_by(sections.len()).take(sections[axis]);
+            (0..sections.len()).flat_map(dealt).collect()
+        }
+        _ => periods(base, r).collect(),
+    };
+    let frequency = |(i, period): (usize, f32)| {
+        let plain = period.recip();
+        match *scaling {
+            RopeScaling::None | RopeScaling::Dynamic { .. } => plain,
+            RopeScaling::Linear { factor } => plain / factor as f32,
+            RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_context } => {
+                let context = original_context as f64;
                 // PyTorch divides a number by a tensor as its product with the reciprocals.
-                let wavelength = frequency.recip() * (2.0 * PI) as f32;
+                let wavelength = plain.recip() * (2.0 * PI) as f32;
                 if wavelength > (context / low_freq_factor) as f32 {
-                    return frequency / factor as f32;
+                    return plain / factor as f32;
                 }
                 if wavelength < (context / high_freq_factor) as f32 {
-                    return frequency;
+                    return plain;
                 }
                 let range = (high_freq_factor - low_freq_factor) as f32;
                 let smooth = (wavelength.recip() * context as f32 - low_freq_factor as f32) / range;
-                (1.0 - smooth) * frequency / factor as f32 + smooth * frequency
-            };
-            plain().map(scale).collect()
-        }
-        &RopeScaling::Yarn { factor, original_context, beta_fast, beta_slow, truncate, .. } => {
-            let boundary = |rotations: f64| {
-                let numerator = r as f64 * (original_context as f64 / (rotations * 2.0 * PI)).ln();
-                numerator / (2.0 * config.base().ln())
-            };
-            let (mut low, mut high) = (boundary(beta_fast), boundary(beta_slow));
-            if truncate {
-                (low, high) = (low.floor(), high.ceil());
+                (1.0 - smooth) * plain / factor as f32 + smooth * plain
             }
-            (low, high) = (low.max(0.0), high.min(r as f64 - 1.0));
-            if low == high {
-                high += 0.001;
-            }
-            let scale = |(i, period): (usize, f32)| {
+            RopeScaling::Yarn { factor, original_context, beta_fast, beta_slow, truncate, .. } => {
+                let boundary = |rotations: f64| {
+                    let numerator = r as f64 * (original_context as f64 / (rotations * 2.0 * PI)).ln();
+                    numerator / (2.0 * config.base().ln())
+                };
+                let (mut low, mut high) = (boundary(beta_fast), boundary(beta_slow));
+                if truncate {
+                    (low, high) = (low.floor(), high.ceil());
+                }
+                (low, high) = (low.max(0.0), high.min(r as f64 - 1.0));
+                if low == high {
+                    high += 0.001;
+                }
                 let ramp = ((i as f32 - low as f32) / (high - low) as f32).clamp(0.0, 1.0);
                 let kept = 1.0 - ramp;
-                (factor as f32 * period).recip() * (1.0 - kept) + period.recip() * kept
-            };
-            periods(base, r).enumerate().map(scale).collect()
+                (factor as f32 * period).recip() * (1.0 - kept) + plain * kept
+            }
+            RopeScaling::LongRope { ref short_factor, ref long_factor, .. } => {
+                let divisors = if is_long { long_factor } else { short_factor };
+                (divisors[i] as f32 * period).recip()
+            }
+            RopeScaling::Proportional { factor, proportion } => {
+                let rotated = (proportion * r as f64 / 2.0).floor() as usize;
+                if i < rotated { plain / factor as f32 } else { 0.0 }
+            }
         }
-        RopeScaling::LongRope { short_factor, long_factor, .. } => {
-            let divisors = if is_long(config.scaling(), length) { long_factor } else { short_factor };
-            let scale = |(period, &divisor): (f32, &f64)| (divisor as f32 * period).recip();
-            periods(base, r).zip(divisors).map(scale).collect()
-        }
-        RopeScaling::Proportional { factor, proportion } => {
-            let rotated = (proportion * r as f64 / 2.0).floor() as usize;
-            let scale = |(i, frequency)| {
-                if i < rotated { frequency / *factor as f32 } else { 0.0 }
-            };
-            plain().enumerate().map(scale).collect()
-        }
-    }
+    };
+    periods.into_iter().enumerate().map(frequency).collect()
 }
 
 /// The factor on cosines and sines.

@@ -1,11 +1,13 @@
 //! What belongs to the architecture of rotary positions, on one axis or on several: time, height and width of what
 //! images and videos show.
 
-use candle_core::{Result, bail};
+use candle_core::{Result, Tensor, bail};
 use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
-use candle_attention_modules::base::{Options, check_entries, number, options, yes};
+use crate::position::END;
+use candle_attention_modules::base::rowwise::to_vec;
+use candle_attention_modules::base::{Dim, Expect, Options, check_entries, count, number, options, yes};
 
 const OP: &str = "rope";
 
@@ -60,10 +62,10 @@ pub enum RopeScaling {
         /// The positions of the training.
         original_context: usize,
         /// Pairs that rotate more often than this within `original_context` stay.
-        #[serde(default = "beta_fast")]
+        #[serde(default = "count::<32, _>")]
         beta_fast: f64,
         /// Pairs that rotate less often than this are divided by `factor`.
-        #[serde(default = "beta_slow")]
+        #[serde(default = "count::<1, _>")]
         beta_slow: f64,
         /// The factor on cosines and sines; worked out from `factor` and the two below unless given.
         attention_factor: Option<f64>,
@@ -98,14 +100,6 @@ pub enum RopeScaling {
         /// The part of the pairs that is rotated, from 0 to 1.
         proportion: f64,
     },
-}
-
-fn beta_fast() -> f64 {
-    32.0
-}
-
-fn beta_slow() -> f64 {
-    1.0
 }
 
 /// Rotary positions (<https://arxiv.org/abs/2104.09864>): pair i of a query or key at position p is rotated by the
@@ -159,6 +153,11 @@ impl RopeConfig {
         self.rotary_dim.unwrap_or(head_dim)
     }
 
+    /// 1 unless the config has axes.
+    pub(super) fn num_axes(&self) -> usize {
+        self.axes.as_ref().map_or(1, |axes| axes.sections.len())
+    }
+
     /// Checks that the numbers fit together and heads of width `head_dim`.
     ///
     /// # Errors
@@ -180,9 +179,7 @@ impl RopeConfig {
                 context(*original_context)?;
                 let is_right = |factor: f64| (factor as f32).is_finite() && factor >= 1.0;
                 number::expect(OP, "factor", *factor, is_right, "a finite number of at least 1")?;
-                if r == 2 {
-                    bail!("[{OP}] rotary_dim is 2, expected at least 4 with dynamic scaling")
-                }
+                number::expect(OP, "rotary_dim", r, |r: usize| r > 2, "at least 4 with dynamic scaling")?;
             }
             &RopeScaling::Llama3 { factor, low_freq_factor: low, high_freq_factor: high, original_context } => {
                 context(original_context)?;
@@ -335,5 +332,16 @@ impl RopeAxes {
             return (0..self.sections.iter().sum()).map(of).collect();
         }
         self.sections.iter().enumerate().flat_map(|(axis, &section)| vec![axis; section]).collect()
+    }
+
+    /// Positions (A, T) or (A, B, T), which need not be whole numbers, axis by axis and there row by row.
+    pub(crate) fn positions(&self, positions: &Tensor, b: usize, t: usize) -> Result<Vec<f32>> {
+        let [a, b, t] = [Dim::Named("A", self.sections.len()), Dim::Named("B", b), Dim::Named("T", t)];
+        Expect::many(OP, "axis positions", positions).shape_of(&[&[a, t], &[a, b, t]])?;
+        let entries = to_vec::<f32>(positions)?;
+        if let Some(other) = entries.iter().find(|entry| entry.is_nan() || entry.abs() >= END as f32) {
+            bail!("[{OP}] axis positions hold {other}, expected numbers between ±{END}")
+        }
+        Ok(entries)
     }
 }

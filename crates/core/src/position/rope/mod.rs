@@ -9,10 +9,10 @@ pub(crate) use angles::score_factor;
 
 use std::sync::Arc;
 
-use candle_core::{D, DType, Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor, bail};
 use candle_nn::rotary_emb;
 
-use crate::position::{AxisPositions, Positions};
+use crate::position::Positions;
 use angles::{Angles, Tables};
 use candle_attention_modules::base::rowwise::{Element, map_heads, read, to_vec, with_contiguous_rows, with_float};
 use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, check_memory, record};
@@ -127,8 +127,7 @@ impl RotaryEmbedding {
     /// For another rank, width or dtype, for a result that does not fit in memory, and for positions of another shape,
     /// below 0, of 2^24 and more, where f32 cannot tell them apart, or past the end of given tables.
     pub fn apply(&self, xs: &Tensor, positions: &Tensor) -> Result<Tensor> {
-        let (b, t) = self.check(xs)?;
-        self.rotate(xs, &Positions::from_tensor("positions", positions, b, t)?)
+        self.rotate(xs, |b, t| self.at(&Positions::from_tensor("positions", positions, b, t)?))
     }
 
     /// [`apply`](Self::apply) at the positions `offset`, `offset + 1` and so on.
@@ -136,8 +135,7 @@ impl RotaryEmbedding {
     /// # Errors
     /// As that.
     pub fn apply_from(&self, xs: &Tensor, offset: usize) -> Result<Tensor> {
-        let (_, t) = self.check(xs)?;
-        self.rotate(xs, &Positions::starting_at(&[offset], t)?)
+        self.rotate(xs, |_, t| self.at(&Positions::starting_at(&[offset], t)?))
     }
 
     /// [`apply`](Self::apply) at positions (A, T) or (A, B, T) on the config's axes, see
@@ -146,26 +144,19 @@ impl RotaryEmbedding {
     /// # Errors
     /// As that, and for a config without axes.
     pub fn apply_on_axes(&self, xs: &Tensor, positions: &Tensor) -> Result<Tensor> {
-        let (b, t) = self.check(xs)?;
-        let Some(axes) = self.config().axes() else {
-            bail!("[rope] axis positions were given, but the config has no axes")
-        };
-        let positions = AxisPositions::from_tensor(positions, axes.sections().len(), b, t)?;
-        self.on_axes(&positions)?.apply(&xs.transpose(1, 2)?)?.transpose(1, 2)
+        self.rotate(xs, |b, t| match self.config().axes() {
+            Some(axes) => self.on_axes(&axes.positions(positions, b, t)?),
+            None => bail!("[rope] axis positions were given, but the config has no axes"),
+        })
     }
 
-    fn rotate(&self, xs: &Tensor, positions: &Positions) -> Result<Tensor> {
-        self.at(positions)?.apply(&xs.transpose(1, 2)?)?.transpose(1, 2)
-    }
-
-    /// B and T.
-    fn check(&self, xs: &Tensor) -> Result<(usize, usize)> {
+    /// `rotation` gives that of B sequences of T positions.
+    fn rotate(&self, xs: &Tensor, rotation: impl FnOnce(usize, usize) -> Result<Rotation>) -> Result<Tensor> {
         let shape = [Dim::Any("B"), Dim::Any("H"), Dim::Any("T"), Dim::Named("D", self.head_dim())];
         Expect::many("rope", "xs", xs).shape(&shape)?.dtype_of(&FLOATS, "")?;
-        let (b, _, t, _) = xs.dims4()?;
         let bytes = [xs.dims(), &[xs.dtype().size_in_bytes()]].concat();
         check_memory("rope", format_args!("a result of shape {:?}", xs.dims()), &bytes)?;
-        Ok((b, t))
+        rotation(xs.dim(0)?, xs.dim(2)?)?.apply(&xs.transpose(1, 2)?)?.transpose(1, 2)
     }
 }
 
@@ -236,12 +227,11 @@ impl Rotation {
     /// As [`apply`](Self::apply), on any device and for f64. Candle's fused operations have no backward pass, so they
     /// serve where nothing is tracked.
     fn by_candle(&self, xs: &Tensor) -> Result<Tensor> {
-        let (b, t, h, d) = xs.dims4()?;
         if xs.elem_count() == 0 {
-            return Tensor::zeros((b, t, h, d), xs.dtype(), xs.device());
+            return Ok(xs.clone());
         }
         let (cos, sin) = self.tensors(xs)?;
-        let r = 2 * cos.dim(D::Minus1)?;
+        let (d, r) = (xs.dim(3)?, 2 * self.angles.half);
         let inputs = xs.narrow(3, 0, r)?.transpose(1, 2)?.to_dtype(cos.dtype())?.contiguous()?;
         let rotated = match self.style {
             _ if xs.track_op() => self.composed(&inputs, &cos, &sin)?,
