@@ -294,6 +294,7 @@ impl<'c> CachedCall<'c> {
             let (before, tokens) = (self.new.before[sequence], self.new.tokens[sequence].clone());
             Placement {
                 query: before as i128 - tokens.start as i128,
+                first: 0,
                 keys: held.clone(),
                 end: before + tokens.len(),
                 tokens,
