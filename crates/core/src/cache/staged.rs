@@ -76,6 +76,7 @@ impl NewTokens {
     fn placements(&self, held: &[Range<usize>]) -> Vec<Placement> {
         let of_sequence = |((&before, tokens), keys): ((&usize, &Range<usize>), &Range<usize>)| Placement {
             query: before as i128 - tokens.start as i128,
+            first: 0,
             keys: keys.clone(),
             end: before + tokens.len(),
             tokens: tokens.clone(),

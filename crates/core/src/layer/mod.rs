@@ -242,8 +242,8 @@ impl MultiHeadAttention {
     }
 
     /// The same layer with the vectors of distances that it shares with the other layers of its stack, as
-    /// [`DisentangledConfig`](crate::DisentangledConfig) wants them. A layer whose config has
-    /// that cannot be called without them.
+    /// [`DisentangledConfig`](crate::DisentangledConfig) wants them. A layer whose config has that cannot be called
+    /// without them.
     ///
     /// # Errors
     /// If the config has no such positions, and for vectors of another shape, dtype or device.

@@ -54,6 +54,8 @@ pub(super) enum Alignment {
 pub(crate) struct Placement {
     /// The position of query 0; negative where padding stands before the first token.
     pub query: i128,
+    /// The number of query 0 among the queries of the sequence, from which offsets count.
+    pub first: usize,
     /// Which queries are tokens; the others see nothing.
     pub tokens: Range<usize>,
     /// The positions of the keys that are read: row 0 holds the first of them.
@@ -65,7 +67,7 @@ pub(crate) struct Placement {
 impl Placement {
     /// All queries and keys of a call by itself: the last query stands at the last key.
     pub fn whole(t_q: usize, t_kv: usize) -> Self {
-        Self { query: t_kv as i128 - t_q as i128, tokens: 0..t_q, keys: 0..t_kv, end: t_kv }
+        Self { query: t_kv as i128 - t_q as i128, first: 0, tokens: 0..t_q, keys: 0..t_kv, end: t_kv }
     }
 }
 
@@ -74,8 +76,8 @@ impl Alignment {
     pub fn position(&self, b: usize, placement: &Placement, i: usize) -> i128 {
         let first = match self {
             Self::End => placement.query,
-            Self::Offset(n) => *n as i128,
-            Self::Offsets(offsets) => offsets.get(b).copied().unwrap_or(0).into(),
+            Self::Offset(n) => placement.first as i128 + *n as i128,
+            Self::Offsets(offsets) => placement.first as i128 + i128::from(offsets.get(b).copied().unwrap_or(0)),
         };
         first + i as i128
     }
@@ -124,17 +126,6 @@ impl Constraint {
 
     pub fn alignment(&self) -> Option<&Alignment> {
         if let Self::Aligned(alignment, _) = self { Some(alignment) } else { None }
-    }
-
-    /// The same for the queries after the first `n`.
-    pub fn skip_queries(&mut self, n: usize) {
-        match self {
-            Self::Aligned(Alignment::Offset(offset), _) => *offset = offset.saturating_add(n),
-            Self::Aligned(Alignment::Offsets(offsets), _) => {
-                *offsets = offsets.iter().map(|offset| offset.saturating_add_unsigned(n as u64)).collect();
-            }
-            _ => {}
-        }
     }
 
     /// Whether it may leave sequences different keys.

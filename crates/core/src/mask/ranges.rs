@@ -235,11 +235,8 @@ impl AttentionMask {
         if let Some(obstacle) = obstacle {
             bail!("[{OP}] the mask {obstacle}, expected one that leaves intervals of a whole sequence")
         }
-        let query = queries.start as i128;
-        let placement = Placement { query, tokens: 0..queries.len(), end: keys.end.max(queries.end), keys };
-        let mut mask = self.placed(vec![placement; b]);
-        mask.constraints.iter_mut().for_each(|constraint| constraint.skip_queries(queries.start));
-        Ok(mask)
+        let (query, first, end) = (queries.start as i128, queries.start, keys.end.max(queries.end));
+        Ok(self.placed(vec![Placement { query, first, tokens: 0..queries.len(), end, keys }; b]))
     }
 
     /// The constraints for a placement of each sequence, where rows of keys are no columns of an attention mask;

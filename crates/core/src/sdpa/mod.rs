@@ -206,8 +206,7 @@ pub fn plan(q: &Tensor, k: &Tensor, v: &Tensor, mask: &AttentionMask, options: &
     Ok(attend(Outputs::Plan, [q, k, v], None, mask, options)?.with(|found| found.plan.take())?.1)
 }
 
-/// A function of the arguments and with the result of
-/// [`scaled_dot_product_attention`](crate::scaled_dot_product_attention).
+/// A function of the arguments and with the result of [`scaled_dot_product_attention`].
 pub type AttentionFunction<'a> = dyn Fn(&Tensor, &Tensor, &Tensor, &AttentionMask, &SdpaOptions) -> Result<Tensor> + 'a;
 
 /// The keys and values of one call, to which queries (B, H, T_q, D) attend.
