@@ -211,13 +211,14 @@ impl DeltaLayout {
     /// What inputs are projected by.
     ///
     /// # Errors
-    /// For a config that the layout has no names for.
-    pub(super) fn projections(self, cfg: &GatedDeltaNetConfig) -> std::result::Result<Vec<Packed>, String> {
+    /// Of the operation `op`, for a config that the layout has no names for.
+    pub(super) fn projections(self, op: &str, cfg: &GatedDeltaNetConfig) -> Result<Vec<Packed>> {
         let ranks = [cfg.gate_rank(), cfg.decay_rank()];
         if self != Self::Separate && ranks.iter().any(Option::is_some) {
-            return Err(format!(
-                "the config has a gate_rank or decay_rank {ranks:?}, for which the layout has no place"
-            ));
+            bail!(
+                "[{op}] the config has a gate_rank or decay_rank {ranks:?}, for which the layout has no place \
+                 (layout {self})"
+            )
         }
         let gate = if cfg.gate_rank().is_some() { "g_a_proj" } else { "g_proj" };
         let decay = match (cfg.decay_rank(), cfg.decay_per_channel()) {

@@ -10,7 +10,7 @@ pub use call::{DeltaCache, DeltaInput};
 use std::ops::Range;
 use std::path::Path;
 
-use candle_core::{Error, Module, Result, Tensor, bail};
+use candle_core::{Module, Result, Tensor, bail};
 use candle_nn::var_builder::ShardedVarBuilder;
 use candle_nn::{Init, VarBuilder};
 
@@ -122,8 +122,7 @@ impl GatedDeltaNet {
         cfg.validate()?;
         let (h, h_k, embed_dim) = (cfg.num_heads(), cfg.num_key_heads(), cfg.embed_dim());
         let source = source.with_heads([h, h_k])?;
-        let packed = layout.projections(cfg).or_else(|problem| source.fail(problem))?;
-        let inputs = Packed::read(&packed, cfg, &source)?;
+        let inputs = Packed::read(&layout.projections(OP, cfg)?, cfg, &source)?;
         let by_head = |dim| Some(HeadDim { heads: Heads::Query, dim });
         let up = |name, rank: Option<usize>, width| {
             rank.map(|rank| source.linear(name, (width, rank), false, by_head(0))?.try_into()).transpose()
@@ -166,9 +165,8 @@ impl GatedDeltaNet {
     /// # Errors
     /// If the layout cannot hold the layer, and if memory is short.
     pub fn state_dict(&self, layout: DeltaLayout) -> Result<Vec<(String, Tensor)>> {
-        let fail = |problem: String| Error::msg(format!("[state_dict] {problem} (layout {layout})"));
         let ([norm, out], mut named) = (layout.norm_and_out(), Vec::new());
-        let inputs = layout.projections(&self.config).map_err(fail)?;
+        let inputs = layout.projections("state_dict", &self.config)?;
         let projections = Projection::to_linears(&self.inputs)?;
         let projections = projections.iter().map(|linear| linear.weight().clone()).collect();
         let weights: [Vec<_>; 2] = [projections, self.convolution.weights(&self.config)?];
