@@ -142,12 +142,6 @@ impl MultiHeadAttention {
         if cfg.appended_keys() > 0 && (input.packed.is_some() || input.is_cached()) {
             bail!("[{OP}] the layer appends keys to those of a call, which neither a cache nor packed sequences take")
         }
-        if input.packed.is_some() && matches!(input.keys, KeysFrom::Memory(_)) && self.rotary.is_some() {
-            bail!(
-                "[{OP}] packed sequences were given with a memory, whose keys stand at 0..T_kv; expected keys and \
-                 values"
-            )
-        }
         if cfg.relative_bias().is_some() && self.relative_bias.is_none() {
             bail!("[{OP}] the config has a relative bias, expected the stack's one in `with_relative_bias`")
         }

@@ -170,8 +170,9 @@ impl MultiHeadAttention {
     /// That a memory is this layer's or one that it may read, and of the queries' batch.
     pub(super) fn check_memory(&self, input: &AttentionInput, memory: &ProjectedMemory, b: usize) -> Result<()> {
         let batched = input.queries.rank() == 3;
-        if input.key_positions.is_some() && self.rotary.is_some() {
-            bail!("[{OP}] key positions were given beside a memory, whose keys stand at 0..T_kv")
+        let others = [("key positions", input.key_positions.is_some()), ("packed sequences", input.packed.is_some())];
+        if let Some((given, _)) = others.iter().find(|(_, is_given)| *is_given && self.rotary.is_some()) {
+            bail!("[{OP}] {given} were given beside a memory, whose keys stand at 0..T_kv; expected keys and values")
         }
         let cfg = &self.config;
         let rows = memory.t_kv + cfg.appended_keys();

@@ -288,10 +288,7 @@ impl<'a> AttentionInput<'a> {
 
     /// The layer's mask and the call's: both hold, and a prefix of the call's lifts the layer's causal constraint too.
     pub(super) fn mask_with(&self, own: &AttentionMask) -> AttentionMask {
-        match self.mask {
-            Some(mask) => own.with_prefixes_of(mask).and(mask),
-            None => own.clone(),
-        }
+        self.mask.map_or_else(|| own.clone(), |mask| own.with_prefixes_of(mask).and(mask))
     }
 
     /// What the call says of how scores become weights.
