@@ -17,8 +17,7 @@ use candle_attention_kernels::Tier;
 pub use forward::PackedGatedLinear;
 use forward::{Columns, Packed, choose_tier, kernel_activation, plain};
 pub use projections::{
-    ByPlace, Projected, Projection, ProjectionColumns, ProjectionModule, ProjectionModules, ProjectionPlace,
-    ProjectionRows, Projections,
+    ByPlace, Projected, Projection, ProjectionModule, ProjectionModules, ProjectionPlace, ProjectionRows, Projections,
 };
 use quantized::Quantized;
 
