@@ -9,7 +9,7 @@ use candle_core::{DType, Device, Error, Result, Tensor, bail};
 
 use candle_attention_modules::base::{is_addressable, root};
 use candle_attention_modules::linear::PackedLinear;
-use candle_attention_modules::linear::ProjectionColumns;
+use candle_attention_modules::linear::Projection;
 
 /// A file being read.
 pub(super) struct File<'a, R> {
@@ -166,9 +166,9 @@ impl Weight {
         PackedLinear::from_qtensor(self.weight, self.bias.as_ref())
     }
 
-    pub fn columns(self) -> Result<Vec<ProjectionColumns>> {
+    pub fn columns(self) -> Result<Vec<Projection>> {
         let part = (self.out_dim(), self.bias.is_some());
-        Ok(ProjectionColumns::split(self.pack()?, [part]))
+        Ok(Projection::split(self.pack()?, [part]))
     }
 }
 

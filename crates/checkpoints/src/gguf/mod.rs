@@ -41,7 +41,7 @@ use candle_attention_core::internal::projection_shape;
 use candle_attention_core::{MultiHeadAttention, MultiHeadAttentionConfig, RopeConfig, RopeScaling, RopeStyle};
 use candle_attention_modules::base::rowwise::to_vec;
 use candle_attention_modules::base::{HeadShard, Heads, root};
-use candle_attention_modules::linear::{PackedLinear, ProjectionColumns, ProjectionPlace, Projections};
+use candle_attention_modules::linear::{PackedLinear, Projection, ProjectionPlace, Projections};
 use candle_attention_modules::norm::{QkNorm, QkNormKind};
 use file::{File, Weight};
 use metadata::{ARCHITECTURES, Metadata};
@@ -128,7 +128,7 @@ fn load<R: Read + Seek>(file: &mut File<R>, layer: usize, shard: HeadShard) -> R
             let rows = rows.iter().zip(firsts).map(|(rows, first)| first + rows.start..first + rows.end).collect();
             joint = joint.part("attn_qkv", &LinearPart::Outputs(rows))?;
         }
-        ProjectionColumns::split(joint.pack()?, parts)
+        Projection::split(joint.pack()?, parts)
     } else {
         let [q_bias, k_bias, v_bias] = biases;
         let mut weight = |name, shape, bias, rows: &Range<usize>| {
@@ -142,7 +142,7 @@ fn load<R: Read + Seek>(file: &mut File<R>, layer: usize, shard: HeadShard) -> R
         ];
         let kind = |own: &Weight| (own.weight.dtype(), own.weight.shape().dims()[1]);
         if all.iter().all(|own| kind(own) == kind(&all[0])) {
-            ProjectionColumns::split(Weight::concat(&all)?.pack()?, parts)
+            Projection::split(Weight::concat(&all)?.pack()?, parts)
         } else {
             all.into_iter().map(Weight::columns).collect::<Result<Vec<_>>>()?.concat()
         }

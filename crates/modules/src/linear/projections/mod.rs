@@ -19,35 +19,22 @@ use crate::base::{Expect, part};
 
 const OP: &str = "multi_head_attention";
 
-/// One projection, (B, T, in) to (B, T, out).
+/// One projection, (B, T, in) to (B, T, out): columns of the product with a weight. Projections of one input that share
+/// the weight are views of one product.
 #[derive(Debug, Clone)]
-pub enum Projection {
-    /// Columns of a weight that is packed.
-    Columns(ProjectionColumns),
+pub struct Projection {
+    weight: Arc<Weight>,
+    columns: Range<usize>,
+    has_bias: bool,
+}
+
+#[derive(Debug)]
+enum Weight {
+    Packed(PackedLinear),
     /// Rows of variables, which each call reads.
     Tracked(ProjectionRows),
     /// A module of the caller's.
     Module(CheckedModule),
-}
-
-/// Columns of the product with a weight. Projections of one input that share the weight are views of one product.
-#[derive(Debug, Clone)]
-pub struct ProjectionColumns {
-    weight: Arc<PackedLinear>,
-    range: Range<usize>,
-    has_bias: bool,
-}
-
-impl ProjectionColumns {
-    /// Of one weight, the columns of each part, which is so many outputs and may have a bias.
-    pub fn split(weight: PackedLinear, parts: impl IntoIterator<Item = (usize, bool)>) -> Vec<Self> {
-        let (weight, mut end) = (Arc::new(weight), 0);
-        let part = |(len, has_bias)| {
-            end += len;
-            Self { weight: weight.clone(), range: end - len..end, has_bias }
-        };
-        parts.into_iter().map(part).collect()
-    }
 }
 
 /// A module whose output is checked.
@@ -82,20 +69,50 @@ impl fmt::Debug for CheckedModule {
     }
 }
 
+impl Weight {
+    /// Some of the outputs, plus a residual (B, T, out), if there is one.
+    fn product(&self, xs: &Tensor, columns: Range<usize>, residual: Option<&Tensor>) -> Result<Tensor> {
+        match (self, residual) {
+            (Self::Packed(weight), _) => weight.product(xs, columns, residual),
+            (Self::Tracked(rows), _) => {
+                PackedLinear::try_from(ProjectionRows::to_linear(&[rows])?)?.product(xs, columns, residual)
+            }
+            (Self::Module(module), None) => module.forward(xs),
+            (Self::Module(module), Some(residual)) => module.forward(xs)? + residual,
+        }
+    }
+}
+
 impl Projection {
     /// Projections of inputs of one width: columns of one weight that is packed, or what training changes.
     pub fn of_rows(all: &[&ProjectionRows]) -> Result<Vec<Self>> {
         match all {
-            [rows] if rows.is_tracked() => Ok(vec![Self::Tracked((*rows).clone())]),
+            [rows] if rows.is_tracked() => {
+                let (columns, has_bias) = (0..rows.weight.count(), rows.bias.is_some());
+                Ok(vec![Self { weight: Arc::new(Weight::Tracked((*rows).clone())), columns, has_bias }])
+            }
             [_, _, ..] if all.iter().any(|rows| rows.is_tracked()) => {
                 Ok(all.chunks(1).map(Self::of_rows).collect::<Result<Vec<_>>>()?.concat())
             }
             _ => {
                 let parts = all.iter().map(|rows| (rows.weight.count(), rows.bias.is_some()));
-                let columns = ProjectionColumns::split(ProjectionRows::to_linear(all)?.try_into()?, parts);
-                Ok(columns.into_iter().map(Self::Columns).collect())
+                Ok(Self::split(ProjectionRows::to_linear(all)?.try_into()?, parts))
             }
         }
+    }
+
+    /// Of one weight that is packed, the columns of each part, which is so many outputs and may have a bias.
+    pub fn split(weight: PackedLinear, parts: impl IntoIterator<Item = (usize, bool)>) -> Vec<Self> {
+        let (weight, mut end) = (Arc::new(Weight::Packed(weight)), 0);
+        let part = |(len, has_bias)| {
+            end += len;
+            Self { weight: weight.clone(), columns: end - len..end, has_bias }
+        };
+        parts.into_iter().map(part).collect()
+    }
+
+    fn of_module(module: CheckedModule) -> Self {
+        Self { columns: 0..module.width, has_bias: false, weight: Arc::new(Weight::Module(module)) }
     }
 
     /// As linear layers, with what variables hold now. Parts of one weight are views of it.
@@ -105,78 +122,51 @@ impl Projection {
     pub fn to_linears(all: &[impl Borrow<Self>]) -> Result<Vec<Linear>> {
         let mut linears = Vec::with_capacity(all.len());
         for run in all.chunk_by(|own, next| own.borrow().shares_weight(next.borrow())) {
-            let whole = match run[0].borrow() {
-                Self::Columns(columns) => columns.weight.to_linear()?,
-                Self::Tracked(rows) => ProjectionRows::to_linear(&[rows])?,
-                Self::Module(CheckedModule { place, .. }) => bail!(
+            let whole = match &*run[0].borrow().weight {
+                Weight::Packed(weight) => weight.to_linear()?,
+                Weight::Tracked(rows) => ProjectionRows::to_linear(&[rows])?,
+                Weight::Module(CheckedModule { place, .. }) => bail!(
                     "[{OP}] the {place} projection is a module of the caller's, whose weights the layer does not know"
                 ),
             };
-            for projection in run {
-                linears.push(match projection.borrow() {
-                    Self::Columns(ProjectionColumns { range, has_bias, .. }) => {
-                        let own = |tensor: &Tensor| tensor.narrow(0, range.start, range.len());
-                        let bias = whole.bias().filter(|_| *has_bias).map(own).transpose()?;
-                        Linear::new(own(whole.weight())?, bias)
-                    }
-                    _ => whole.clone(),
-                });
+            for Self { columns, has_bias, .. } in run.iter().map(Borrow::borrow) {
+                let own = |tensor: &Tensor| tensor.narrow(0, columns.start, columns.len());
+                let bias = whole.bias().filter(|_| *has_bias).map(own).transpose()?;
+                linears.push(Linear::new(own(whole.weight())?, bias));
             }
         }
         Ok(linears)
     }
 
-    fn columns(&self) -> Option<&ProjectionColumns> {
-        if let Self::Columns(columns) = self { Some(columns) } else { None }
-    }
-
     fn shares_weight(&self, other: &Self) -> bool {
-        let both = self.columns().zip(other.columns());
-        both.is_some_and(|(own, other)| Arc::ptr_eq(&own.weight, &other.weight))
+        Arc::ptr_eq(&self.weight, &other.weight)
     }
 
     /// Projections of one input; those that share a weight are views of one product.
     pub fn project(all: &[impl Borrow<Self>], xs: &Tensor) -> Result<Vec<Tensor>> {
         let mut outputs = Vec::with_capacity(all.len());
         for run in all.chunk_by(|own, next| own.borrow().shares_weight(next.borrow())) {
-            let columns: Vec<_> = run.iter().filter_map(|own| own.borrow().columns()).collect();
-            let [first, .., last] = columns.as_slice() else {
-                outputs.push(run[0].borrow().forward(xs)?);
-                continue;
-            };
-            let start = first.range.start;
-            let product = first.weight.forward_columns(xs, start..last.range.end)?;
-            for ProjectionColumns { range, .. } in columns {
-                outputs.push(part(&product, 2, range.start - start..range.end - start)?);
+            let (first, last) = (run[0].borrow(), run[run.len() - 1].borrow());
+            let start = first.columns.start;
+            let product = first.weight.product(xs, start..last.columns.end, None)?;
+            for Self { columns, .. } in run.iter().map(Borrow::borrow) {
+                outputs.push(part(&product, 2, columns.start - start..columns.end - start)?);
             }
         }
         Ok(outputs)
     }
 
     fn as_module(&self) -> ProjectionModule {
-        match self {
-            Self::Module(own) => own.module.clone(),
-            own => Arc::new(own.clone()),
-        }
-    }
-
-    /// Plus a residual (B, T, out), if there is one.
-    fn product(&self, xs: &Tensor, residual: Option<&Tensor>) -> Result<Tensor> {
-        match (self, residual) {
-            (Self::Columns(ProjectionColumns { weight, range, .. }), _) => weight.product(xs, range.clone(), residual),
-            (Self::Tracked(rows), _) => {
-                let linear: PackedLinear = ProjectionRows::to_linear(&[rows])?.try_into()?;
-                linear.product(xs, 0..rows.weight.count(), residual)
-            }
-            (Self::Module(module), None) => module.forward(xs),
-            (Self::Module(module), Some(residual)) => module.forward(xs)? + residual,
+        match &*self.weight {
+            Weight::Module(own) => own.module.clone(),
+            _ => Arc::new(self.clone()),
         }
     }
 }
 
 impl Module for Projection {
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        self.product(xs, None)
+        self.weight.product(xs, self.columns.clone(), None)
     }
 }
 
@@ -229,7 +219,7 @@ impl Projections {
     pub fn freeze(&self) -> Result<Self> {
         let mut frozen = ByPlace::new();
         for (place, own) in &self.all {
-            if let Projection::Tracked(rows) = own {
+            if let Weight::Tracked(rows) = &*own.weight {
                 frozen.insert(*place, rows.freeze()?);
             }
         }
@@ -258,7 +248,10 @@ impl Projections {
                     bail!("[{OP}] a module was given for the {noun}, but the config says there is none")
                 }
                 module => all.extend(module.map(|module| {
-                    (place, Projection::Module(CheckedModule { module, place, width, dtype, device: device.clone() }))
+                    (
+                        place,
+                        Projection::of_module(CheckedModule { module, place, width, dtype, device: device.clone() }),
+                    )
                 })),
             }
         }
@@ -266,8 +259,7 @@ impl Projections {
     }
 
     /// Of weights that are packed, query, key, value and output, for inputs in f32.
-    pub fn of_columns(columns: Vec<ProjectionColumns>, device: &Device) -> Self {
-        let columns = columns.into_iter().map(Projection::Columns);
+    pub fn of_columns(columns: Vec<Projection>, device: &Device) -> Self {
         let all = [Query, Key, Value, Output].into_iter().zip(columns).collect();
         Self { all, dtype: DType::F32, device: device.clone() }
     }
@@ -286,7 +278,7 @@ impl Projections {
             bail!("[{OP}] the config says there is no {}, so none can be changed", place.noun())
         };
         let (module, device) = (change(own.as_module())?, self.device.clone());
-        *own = Projection::Module(CheckedModule { module, place, width, dtype: self.dtype, device });
+        *own = Projection::of_module(CheckedModule { module, place, width, dtype: self.dtype, device });
         Ok(self)
     }
 
@@ -302,7 +294,7 @@ impl Projections {
 
     /// Whether queries and keys are projected by modules of the caller's, which may change.
     pub fn has_modules(&self) -> bool {
-        [Query, Key].iter().any(|place| matches!(self.all.get(place), Some(Projection::Module(_))))
+        [Query, Key].iter().filter_map(|place| self.all.get(place)).any(|own| matches!(&*own.weight, Weight::Module(_)))
     }
 
     /// The inputs of some places projected; those of one tensor that share a weight are views of one product.
@@ -334,7 +326,7 @@ impl Projections {
     /// The output projection of merged heads (B, T_q, H·D_v), or the heads as they are, plus a residual of that shape.
     pub fn output(&self, merged: Tensor, residual: Option<&Tensor>) -> Result<Tensor> {
         match (self.all.get(&Output), residual) {
-            (Some(output), _) => output.product(&merged, residual),
+            (Some(output), _) => output.weight.product(&merged, output.columns.clone(), residual),
             (None, Some(residual)) => merged + residual,
             (None, None) => Ok(merged),
         }
