@@ -66,19 +66,9 @@ impl Workers {
 pub fn for_each_task<S>(
     tasks: usize,
     workers: Workers,
-    state: impl Fn() -> S + Sync,
-    task: impl Fn(&mut S, usize) + Sync,
+    state: &(dyn Fn() -> S + Sync),
+    task: &(dyn Fn(&mut S, usize) + Sync),
 ) {
-    run_tasks(tasks, workers, &state, &task);
-}
-
-/// [`for_each_task`] for tasks without a state.
-pub fn for_each_index(tasks: usize, workers: Workers, task: &(dyn Fn(usize) + Sync)) {
-    run_tasks(tasks, workers, &|| (), &|(), index| task(index));
-}
-
-/// [`for_each_task`] of no closure's own type, so that it is compiled once for each type of state.
-fn run_tasks<S>(tasks: usize, workers: Workers, state: &(dyn Fn() -> S + Sync), task: &(dyn Fn(&mut S, usize) + Sync)) {
     let count = workers.count.min(tasks);
     let next = AtomicUsize::new(0);
     let work = || {
@@ -96,6 +86,11 @@ fn run_tasks<S>(tasks: usize, workers: Workers, state: &(dyn Fn() -> S + Sync), 
         return work();
     }
     on_threads(workers, count - 1, &work);
+}
+
+/// [`for_each_task`] for tasks without a state.
+pub fn for_each_index(tasks: usize, workers: Workers, task: &(dyn Fn(usize) + Sync)) {
+    for_each_task(tasks, workers, &|| (), &|(), index| task(index));
 }
 
 /// Runs `work` on the calling thread and on so many others.
@@ -247,14 +242,8 @@ impl Scratch {
 }
 
 /// A pointer into memory that outlives a parallel loop, each task of which writes elements of its own.
+#[derive(Clone, Copy)]
 pub(crate) struct SharedPtr<T>(pub *mut T);
-
-impl<T> Clone for SharedPtr<T> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-impl<T> Copy for SharedPtr<T> {}
 
 // SAFETY: the pointer is only used through `unsafe` code, which writes disjoint elements from different threads.
 unsafe impl<T: Send> Sync for SharedPtr<T> {}

@@ -240,32 +240,25 @@ impl<const BITS: u32> Columns for CodeBlocks<BITS> {
 const PREFETCH_BYTES: usize = 6 << 10;
 
 /// A product as a task of a kernel, with B stored as its parameter says.
-pub(super) struct Multiply<'a, B> {
-    product: &'a Product,
-    columns: PhantomData<B>,
-}
-
-impl<'a, B> Multiply<'a, B> {
-    pub fn of(product: &'a Product) -> Self {
-        Self { product, columns: PhantomData }
-    }
-}
+pub(super) struct Multiply<'a, B>(pub &'a Product, pub PhantomData<B>);
 
 impl<B: Columns> SimdTask for Multiply<'_, B> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         // SAFETY: the product is valid for the kernel, by the contract of `Kernel::multiply`.
-        unsafe { K::multiply_columns::<B>(self.product) }
+        unsafe { K::multiply_columns::<B>(self.0) }
     }
 }
 
-/// Adds the products of R rows, whose first word is at `a`, with N vectors of the columns of B to the sums.
+/// Adds the products of some rows of A, whose first word is at `a`, with N vectors of the columns of B to the N sums of
+/// each row, of which a tile knows how many there are.
 ///
 /// # Safety
-/// The processor has the tier; A has R rows of `depth` words from `a` on, and B as many rows of N vectors.
+/// The processor has the tier; A has a row of `depth` words for each row of sums from `a` on, and B as many rows of N
+/// vectors.
 #[inline(always)]
-unsafe fn accumulate<K: Kernel, B: Columns, const R: usize, const N: usize>(
-    sums: &mut [[K::Vector; N]; R],
+unsafe fn accumulate<K: Kernel, B: Columns, const N: usize>(
+    sums: &mut [[K::Vector; N]],
     product: &Product,
     mut a: *const f32,
 ) {
@@ -291,7 +284,7 @@ unsafe fn accumulate<K: Kernel, B: Columns, const R: usize, const N: usize>(
                     for (column, loaded) in columns.iter_mut().zip(loaded.iter_mut()) {
                         *column = B::take(loaded);
                     }
-                    add_products::<K, R, N>(sums, a, product.a.row, &columns);
+                    add_products::<K>(sums.as_flattened_mut(), a, product.a.row, &columns);
                     a = a.wrapping_add(product.a.step);
                 }
                 b = b.wrapping_byte_add(B::BYTES * K::PANEL);
@@ -300,22 +293,22 @@ unsafe fn accumulate<K: Kernel, B: Columns, const R: usize, const N: usize>(
     }
 }
 
-/// Adds the products of R words, `row` words apart, and N vectors to the sums.
+/// Adds the products of words, `row` words apart, and vectors to as many sums for each word.
 ///
 /// # Safety
 /// The processor has the tier, and the words are valid.
 #[inline(always)]
-pub(crate) unsafe fn add_products<K: Kernel, const R: usize, const N: usize>(
-    sums: &mut [[K::Vector; N]; R],
+pub(crate) unsafe fn add_products<K: Kernel>(
+    sums: &mut [K::Vector],
     mut words: *const f32,
     row: usize,
-    columns: &[K::Vector; N],
+    columns: &[K::Vector],
 ) {
-    for sums in sums.iter_mut() {
+    for sums in sums.chunks_exact_mut(columns.len()) {
         // SAFETY: as this function's contract.
         unsafe {
             let word = K::Vector::splat(*words);
-            for (sum, &column) in sums.iter_mut().zip(columns.iter()) {
+            for (sum, &column) in sums.iter_mut().zip(columns) {
                 *sum = K::add_product(*sum, word, column);
             }
         }
@@ -382,19 +375,25 @@ unsafe fn tile_rows<K: Kernel, B: Columns, const R: usize>(product: &Product, a:
 /// # Safety
 /// As [`tile_rows`]; the product has N vectors.
 #[inline(always)]
-unsafe fn tile<K: Kernel, B: Columns, const R: usize, const N: usize>(
-    product: &Product,
-    a: *const f32,
-    mut c: *mut f32,
-) {
-    // SAFETY: the processor has the tier; C has R rows of a panel, and the factors a panel.
+unsafe fn tile<K: Kernel, B: Columns, const R: usize, const N: usize>(product: &Product, a: *const f32, c: *mut f32) {
+    // SAFETY: as this function's contract.
     unsafe {
         let mut sums = [[K::Vector::splat(0.0); N]; R];
-        accumulate::<K, B, R, N>(&mut sums, product, a);
-        for sums in sums.iter() {
-            for (n, &sum) in sums.iter().enumerate() {
+        accumulate::<K, B, N>(&mut sums, product, a);
+        write_sums::<K>(sums.as_flattened(), N, product.factors, c);
+    }
+}
+
+/// # Safety
+/// The processor has the tier; C has a row of a panel for each N sums, and the factors are a panel.
+#[inline(always)]
+unsafe fn write_sums<K: Kernel>(sums: &[K::Vector], n: usize, factors: Option<*const f32>, mut c: *mut f32) {
+    for sums in sums.chunks_exact(n) {
+        for (n, &sum) in sums.iter().enumerate() {
+            // SAFETY: as this function's contract.
+            unsafe {
                 let at = c.add(n * K::Vector::LANES);
-                match product.factors {
+                match factors {
                     None => sum.store(at),
                     Some(factors) => {
                         let factors = K::Vector::load(factors.add(n * K::Vector::LANES));
@@ -402,7 +401,7 @@ unsafe fn tile<K: Kernel, B: Columns, const R: usize, const N: usize>(
                     }
                 }
             }
-            c = c.wrapping_add(K::PANEL);
         }
+        c = c.wrapping_add(K::PANEL);
     }
 }

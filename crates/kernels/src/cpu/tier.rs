@@ -1,6 +1,7 @@
 //! Instruction sets: which the machine has and which a call uses, what one provides, and how a call reaches it.
 
 use std::fmt;
+use std::marker::PhantomData;
 use std::str::FromStr;
 use std::sync::OnceLock;
 
@@ -186,6 +187,17 @@ fn has_slow_dot_products() -> bool {
     false
 }
 
+/// The constants of a [`Kernel`], which are described there, for plans and sizes, which need not be compiled for each.
+#[derive(Clone, Copy)]
+pub struct Layout {
+    pub lanes: usize,
+    pub elements: usize,
+    pub rows: usize,
+    pub depth: usize,
+    pub panel: usize,
+    pub block: usize,
+}
+
 /// What a tier does for one type of operand. Matrices consist of 32-bit words: an f32, or a pair of bf16 along the
 /// depth of the product, so that one description serves both.
 ///
@@ -213,6 +225,15 @@ pub trait Kernel: Sized {
 
     /// The keys that are scored before the next softmax; a multiple of `ROWS`, and of `DEPTH` words.
     const BLOCK: usize = 128;
+
+    const LAYOUT: Layout = Layout {
+        lanes: <Self::Vector as Vector>::LANES,
+        elements: Self::ELEMENTS,
+        rows: Self::ROWS,
+        depth: Self::DEPTH,
+        panel: Self::PANEL,
+        block: Self::BLOCK,
+    };
 
     /// Sets up tile registers for products on this thread, until the result is dropped. Tasks that call
     /// [`multiply`](Self::multiply) do this first.
@@ -267,12 +288,12 @@ pub trait Kernel: Sized {
         // SAFETY: as this method's contract.
         unsafe {
             match product.format {
-                _ if const { Self::IS_BF16 } => Self::run_simd(Multiply::<Words>::of(product)),
-                Format::F32 => Self::run_simd(Multiply::<Words>::of(product)),
-                Format::BF16 => Self::run_simd(Multiply::<Bf16Pairs>::of(product)),
-                Format::F16 => Self::run_simd(Multiply::<F16Rows>::of(product)),
-                Format::Codes { bits: 4, .. } => Self::run_simd(Multiply::<CodeBlocks<4>>::of(product)),
-                Format::Codes { .. } => Self::run_simd(Multiply::<CodeBlocks<8>>::of(product)),
+                _ if const { Self::IS_BF16 } => Self::run_simd(Multiply(product, PhantomData::<Words>)),
+                Format::F32 => Self::run_simd(Multiply(product, PhantomData::<Words>)),
+                Format::BF16 => Self::run_simd(Multiply(product, PhantomData::<Bf16Pairs>)),
+                Format::F16 => Self::run_simd(Multiply(product, PhantomData::<F16Rows>)),
+                Format::Codes { bits: 4, .. } => Self::run_simd(Multiply(product, PhantomData::<CodeBlocks<4>>)),
+                Format::Codes { .. } => Self::run_simd(Multiply(product, PhantomData::<CodeBlocks<8>>)),
             }
         }
     }

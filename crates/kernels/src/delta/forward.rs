@@ -40,6 +40,9 @@ const VECTORS: usize = 2;
 /// The vectors of a panel of one token: rows of 512 bytes with AVX-512, which memory is read in at its full speed.
 const VECTORS_OF_ONE: usize = 8;
 
+/// The most vectors of updates of a pass.
+const MAX_UPDATES: usize = 8;
+
 impl Shape {
     pub fn new<V: Vector>(longest: usize, d_v: usize, heads: usize) -> Self {
         let is_wide = longest == 1 && d_v.is_multiple_of(VECTORS_OF_ONE * V::LANES);
@@ -78,6 +81,16 @@ impl Workspace {
             // Only where there is a next block.
             ahead: Scratch::zeros(if tokens < BLOCK { 0 } else { BLOCK * (2 * dims.d_k + dims.d_v) }),
         }
+    }
+
+    /// Where a panel of the state of one of the heads is.
+    fn place(&mut self, head: usize, panel: usize, d_k: usize) -> Place {
+        let Shape { panel: stride, panels, .. } = self.shape;
+        Place { at: self.state.as_mut_ptr().wrapping_add((head * panels + panel) * d_k * stride), stride }
+    }
+
+    fn columns(&self, panel: usize, d_v: usize) -> Range<usize> {
+        panel * self.shape.panel..d_v.min((panel + 1) * self.shape.panel)
     }
 }
 
@@ -174,18 +187,6 @@ pub(super) unsafe fn run_heads<K: Kernel, E: Number>(
     }
 }
 
-impl Workspace {
-    /// Where a panel of the state of one of the heads is.
-    fn place(&mut self, head: usize, panel: usize, d_k: usize) -> Place {
-        let Shape { panel: stride, panels, .. } = self.shape;
-        Place { at: self.state.as_mut_ptr().wrapping_add((head * panels + panel) * d_k * stride), stride }
-    }
-
-    fn columns(&self, panel: usize, d_v: usize) -> Range<usize> {
-        panel * self.shape.panel..d_v.min((panel + 1) * self.shape.panel)
-    }
-}
-
 /// The tokens of a block over panels of a state.
 struct Block<'a> {
     /// One of the workspace's.
@@ -211,11 +212,11 @@ impl SimdTask for Block<'_> {
         // SAFETY: the processor has the tier of K, and the workspace was made for this shape.
         unsafe {
             if tokens > 1 && const { K::Vector::LANES >= 8 } {
-                self.passes::<K::Vector, TOKENS, VECTORS>();
+                self.passes::<K::Vector>(TOKENS, VECTORS);
             } else if panel == VECTORS * K::Vector::LANES {
-                self.passes::<K::Vector, 1, VECTORS>();
+                self.passes::<K::Vector>(1, VECTORS);
             } else {
-                self.passes::<K::Vector, 1, VECTORS_OF_ONE>();
+                self.passes::<K::Vector>(1, VECTORS_OF_ONE);
             }
         }
     }
@@ -223,17 +224,18 @@ impl SimdTask for Block<'_> {
 
 impl Block<'_> {
     /// # Safety
-    /// As [`SimdTask::run`], for the shape's C tokens and panels of N vectors.
+    /// As [`SimdTask::run`], for the shape's C tokens and panels of N vectors, which the compiler knows where this
+    /// becomes a part of it.
     #[inline(always)]
-    unsafe fn passes<V: Vector, const C: usize, const N: usize>(&mut self) {
-        let passes = self.tokens.div_ceil(C);
+    unsafe fn passes<V: Vector>(&mut self, c: usize, n: usize) {
+        let passes = self.tokens.div_ceil(c);
         // Of the next block with each pass, so that memory is as busy all the time.
         let copied = self.ahead.tokens.div_ceil(passes * self.panels.len().max(1));
         // SAFETY: as this method's contract.
         unsafe {
             let Workspace { rows, chunks, .. } = &mut *self.workspace;
             for (pass, chunk) in chunks[..passes].iter_mut().enumerate() {
-                chunk.fill::<V>(rows, pass * C);
+                chunk.fill::<V>(rows, pass * c);
             }
             for panel in self.panels.clone() {
                 let own = self.workspace.place(self.head, panel, self.dims.d_k);
@@ -246,18 +248,19 @@ impl Block<'_> {
                     let saved = Place { at: saved, stride: self.dims.d_v };
                     from.copy_to(saved.at_column(columns.start), self.dims.d_k, columns.len());
                 }
-                let chunks = [&self.workspace.chunks[0]; 2];
-                let mut sums = pass::<V, C, N, false>([from, own], self.dims.d_k, chunks, &[[V::splat(0.0); N]; C]);
+                let mut updates = [V::splat(0.0); MAX_UPDATES];
+                let mut sums = [V::splat(0.0); 2 * MAX_UPDATES];
+                let (updates, sums) = (&mut updates[..c * n], &mut sums[..2 * c * n]);
+                let (d_k, first) = (self.dims.d_k, &self.workspace.chunks[0]);
+                pass([from, own], d_k, n, [first; 2], &[], sums);
                 for pass_index in 0..passes {
                     let step = (panel - self.panels.start) * passes + pass_index;
                     self.ahead.copy::<V>(step * copied..(step + 1) * copied);
-                    let updates = self.finish::<V, C, N>(pass_index, columns.start, &sums);
-                    let chunks = &self.workspace.chunks;
-                    let chunks = [&chunks[pass_index], &chunks[passes.min(pass_index + 2) - 1]];
-                    if pass_index + 1 < passes {
-                        sums = pass::<V, C, N, true>([from, own], self.dims.d_k, chunks, &updates);
-                    } else {
-                        sweep::<V, C, N, true, 0>([from, last], self.dims.d_k, chunks[0], chunks[0].at(KEYS), &updates);
+                    self.finish([c, n], pass_index, columns.start, sums, updates);
+                    let chunks = &self.workspace.chunks[pass_index..passes];
+                    match chunks.get(1) {
+                        Some(next) => pass([from, own], d_k, n, [&chunks[0], next], updates, sums),
+                        None => sweep([from, last], d_k, n, &chunks[0], updates, std::ptr::null(), &mut []),
                     }
                     from = own;
                 }
@@ -270,33 +273,36 @@ impl Block<'_> {
     /// # Safety
     /// As [`passes`](Self::passes).
     #[inline(always)]
-    unsafe fn finish<V: Vector, const C: usize, const N: usize>(
+    unsafe fn finish<V: Vector>(
         &mut self,
+        [c, n]: [usize; 2],
         pass: usize,
         column: usize,
-        [keys, queries]: &[[[V; N]; C]; 2],
-    ) -> [[V; N]; C] {
+        sums: &[V],
+        updates: &mut [V],
+    ) {
         let Workspace { rows, chunks, context, errors, .. } = &mut *self.workspace;
         let (key_products, query_products) = chunks[pass].products();
+        let (keys, queries) = sums.split_at(c * n);
         // SAFETY: as this method's contract.
-        let mut updates = unsafe { [[V::splat(0.0); N]; C] };
-        for i in 0..C.min(self.tokens - pass * C) {
-            let token = pass * C + i;
-            for (n, column) in (column..).step_by(V::LANES).take(N).enumerate() {
-                let at = token * rows.value_width + column;
+        updates.fill(unsafe { V::splat(0.0) });
+        for i in 0..c.min(self.tokens - pass * c) {
+            let token = pass * c + i;
+            for vector in 0..n {
+                let (at, own) = (token * rows.value_width + column + vector * V::LANES, i * n + vector);
                 // SAFETY: as this method's contract; a row of a block has whole panels.
                 unsafe {
                     let mut error = V::load(rows.values.as_ptr().add(at));
                     if self.has_beta {
-                        error = error.sub(keys[i][n]);
+                        error = error.sub(keys[own]);
                         for j in 0..i {
-                            error = updates[j][n].mul_add(V::splat(-key_products[i * C + j]), error);
+                            error = updates[j * n + vector].mul_add(V::splat(-key_products[i * c + j]), error);
                         }
                     }
-                    updates[i][n] = error.mul(V::splat(rows.beta[token]));
-                    let mut sum = queries[i][n];
+                    updates[own] = error.mul(V::splat(rows.beta[token]));
+                    let mut sum = queries[own];
                     for j in 0..=i {
-                        sum = updates[j][n].mul_add(V::splat(query_products[i * C + j]), sum);
+                        sum = updates[j * n + vector].mul_add(V::splat(query_products[i * c + j]), sum);
                     }
                     sum.store(context.as_mut_ptr().add(at));
                     if self.saved.is_some() {
@@ -305,86 +311,92 @@ impl Block<'_> {
                 }
             }
         }
-        updates
     }
 }
 
-/// Adds the updates of C tokens to N vectors of columns of a state, from one place to another, and then reads them by
-/// the keys and by the queries of the C tokens after those. The chunks are those of the tokens that write and of those
-/// that read.
+/// Adds updates of tokens, if there are any, to N vectors of columns of a state, from one place to another, and then
+/// reads them by the keys and by the queries of the tokens after those, whose sums follow each other. The chunks are
+/// those of the tokens that write and of those that read.
 ///
 /// # Safety
-/// The processor has the tier of V; both places have `channels` rows of N vectors, and the chunks C tokens.
+/// The processor has the tier of V; both places have `channels` rows of N vectors, and the chunks as many tokens.
 #[inline(always)]
-unsafe fn pass<V: Vector, const C: usize, const N: usize, const WRITES: bool>(
+unsafe fn pass<V: Vector>(
     [from, to]: [Place; 2],
     channels: usize,
+    n: usize,
     [writing, reading]: [&Chunk; 2],
-    updates: &[[V; N]; C],
-) -> [[[V; N]; C]; 2] {
+    updates: &[V],
+    sums: &mut [V],
+) {
     let (keys, queries) = (reading.at(KEYS), reading.at(QUERIES));
     // SAFETY: as this function's contract; the rows of queries follow those of keys.
     unsafe {
-        if const { C == 1 || V::LANES > 8 } {
-            return sweep::<V, C, N, WRITES, 2>([from, to], channels, writing, keys, updates);
+        if V::LANES > 8 || sums.len() == 2 * n {
+            return sweep([from, to], channels, n, writing, updates, keys, sums);
         }
-        sweep::<V, C, N, WRITES, 0>([from, to], channels, writing, keys, updates);
-        let read = if WRITES { to } else { from };
-        let [keys] = sweep::<V, C, N, false, 1>([read; 2], channels, reading, keys, updates);
-        let [queries] = sweep::<V, C, N, false, 1>([read; 2], channels, reading, queries, updates);
-        [keys, queries]
+        let read = if updates.is_empty() { from } else { to };
+        if !updates.is_empty() {
+            sweep([from, to], channels, n, writing, updates, keys, &mut []);
+        }
+        let (of_keys, of_queries) = sums.split_at_mut(sums.len() / 2);
+        sweep([read; 2], channels, n, reading, &[], keys, of_keys);
+        sweep([read; 2], channels, n, reading, &[], queries, of_queries);
     }
 }
 
-/// [`pass`] in one loop, or a part of it: the updates of a chunk, and the sums of R times C rows of words.
+/// [`pass`] in one loop, or a part of it: N updates for each token of a chunk, N sums for each of some rows of words.
 ///
 /// # Safety
 /// As there; each row of words is as wide as one of the chunk.
 #[inline(always)]
-unsafe fn sweep<V: Vector, const C: usize, const N: usize, const WRITES: bool, const R: usize>(
+unsafe fn sweep<V: Vector>(
     [mut from, mut to]: [Place; 2],
     channels: usize,
+    n: usize,
     chunk: &Chunk,
+    updates: &[V],
     words: *const f32,
-    updates: &[[V; N]; C],
-) -> [[[V; N]; C]; R] {
-    // SAFETY: as this function's contract.
-    let mut sums = unsafe { [[[V::splat(0.0); N]; C]; R] };
+    sums: &mut [V],
+) {
     let (kept, writing_keys, width) = (chunk.at(KEPT), chunk.at(WRITING_KEYS), chunk.width);
+    // SAFETY: as this function's contract.
+    let mut own_sums = unsafe { [V::splat(0.0); 2 * MAX_UPDATES] };
+    // Not `sums` itself, which would be written in each turn.
+    let own_sums = &mut own_sums[..sums.len()];
     for d in 0..channels {
         // SAFETY: as this function's contract.
         unsafe {
-            let mut row = [V::splat(0.0); N];
+            let mut row = [V::splat(0.0); VECTORS_OF_ONE];
+            let row = &mut row[..n];
             for (n, vector) in row.iter_mut().enumerate() {
                 *vector = V::load(from.at.add(n * V::LANES));
-                if WRITES {
+                if !updates.is_empty() {
                     *vector = vector.mul(V::splat(*kept.add(d)));
                 }
             }
-            if WRITES {
-                for (i, updates) in updates.iter().enumerate() {
-                    let key = V::splat(*writing_keys.add(i * width + d));
-                    for (vector, update) in row.iter_mut().zip(updates) {
-                        *vector = key.mul_add(*update, *vector);
-                    }
+            for (i, updates) in updates.chunks_exact(n).enumerate() {
+                let key = V::splat(*writing_keys.add(i * width + d));
+                for (vector, &update) in row.iter_mut().zip(updates) {
+                    *vector = key.mul_add(update, *vector);
                 }
-                for (n, vector) in row.iter().enumerate() {
+            }
+            if !updates.is_empty() {
+                for (n, &vector) in row.iter().enumerate() {
                     vector.store(to.at.add(n * V::LANES));
                 }
                 to = to.at_column(to.stride);
             }
-            for i in 0..C {
-                for (n, vector) in row.iter().enumerate() {
-                    for (r, sums) in sums.iter_mut().enumerate() {
-                        let word = V::splat(*words.add((r * C + i) * width + d));
-                        sums[i][n] = word.mul_add(*vector, sums[i][n]);
-                    }
+            for (r, sums) in own_sums.chunks_exact_mut(n).enumerate() {
+                let word = V::splat(*words.add(r * width + d));
+                for (sum, &vector) in sums.iter_mut().zip(row.iter()) {
+                    *sum = word.mul_add(vector, *sum);
                 }
             }
             from = from.at_column(from.stride);
         }
     }
-    sums
+    sums.copy_from_slice(own_sums);
 }
 
 /// The contexts of a block, rounded to their type, and the errors if they are wanted.

@@ -213,7 +213,7 @@ impl<E: Number> SimdTask for &Call<'_, E> {
         let panels = |part: usize| part * shape.panels / parts..(part + 1) * shape.panels / parts;
         let groups = h.div_ceil(heads);
         let workspace = || Workspace::new::<K::Vector>(&problem.dims, shape);
-        for_each_task(problem.sequences.len() * groups * parts, workers, workspace, |workspace, task| {
+        for_each_task(problem.sequences.len() * groups * parts, workers, &workspace, &|workspace, task| {
             let (group, panels) = (task / parts, panels(task % parts));
             let first = group % groups * heads;
             // SAFETY: the processor has the tier of K, by the contract of `SimdTask`.
@@ -260,7 +260,7 @@ impl<E: Number> SimdTask for &BackwardCall<'_, E> {
         let (multiply_adds, bytes) = problem.work();
         let workers = Workers::of(multiply_adds.saturating_mul(2), bytes, problem.executor);
         let workspace = || backward::Workspace::new::<K>(&problem.dims);
-        for_each_task(problem.heads(), workers, workspace, |workspace, task| {
+        for_each_task(problem.heads(), workers, &workspace, &|workspace, task| {
             // SAFETY: the processor has the tier of K, by the contract of `SimdTask`.
             unsafe { backward::run_head::<K, E>(self, workspace, problem.head(task)) };
         });

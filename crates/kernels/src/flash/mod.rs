@@ -31,7 +31,7 @@ use std::sync::atomic::Ordering;
 
 use half::{bf16, f16};
 
-use crate::cpu::{Kernel, SimdTask, Tier, Unwritten, for_each_task};
+use crate::cpu::{Kernel, Layout, SimdTask, Tier, Unwritten, for_each_task};
 use crate::error::{Error, check_tier};
 use crate::number::{Number, Stored};
 use pack::{PackPanel, TileRows};
@@ -40,7 +40,7 @@ use problem::{Call, KernelCall, Outputs, ScoreInputs, StoredRows};
 use scores::DistanceTable;
 use softmax::{Epilogue, Partials};
 use statistics::Observe;
-use tasks::{Chain, TaskSplit, Workspace};
+use tasks::{AttendTask, Chain, TaskSplit, Workspace};
 use tile::Tile;
 
 /// Attention of every query of a call, on the executor or on the threads of the current rayon pool: the context,
@@ -98,6 +98,9 @@ fn attend_to<E: AttentionKernels>(problem: &Problem<E>, tier: Tier, outputs: Out
     check_tier(tier)?;
     let Dims { d, d_v, .. } = problem.dims;
     let call = &Call::new(problem, outputs)?;
+    if call.inputs.dims.b * call.inputs.dims.rows() == 0 {
+        return Ok(());
+    }
     let done = match (problem.k, problem.v) {
         (KvRows::Float(k), KvRows::Float(v)) => {
             let kv = [(k, d), (v, d_v)].map(|(rows, width)| StoredRows { rows, scales: None, width });
@@ -187,27 +190,50 @@ impl<E: Number> SimdTask for Run<'_, '_, E> {
     }
 }
 
-/// Splits the call into tasks, the ones that see most keys first, and runs them.
-///
 /// # Safety
 /// The processor has the tier of K.
 unsafe fn attend_on<K: Kernel, E: Number, S: Stored>(call: &Call<E>, keys_values: &[StoredRows<S>; 2]) -> Option<()> {
-    let dims = &call.inputs.dims;
-    if dims.b * dims.rows() == 0 {
-        return Some(());
-    }
     let is_decoded = call.inputs.options.dropout.is_none() && call.statistics.is_none();
-    if is_decoded && dims.rows() <= decode::max_rows::<K>() {
+    if is_decoded && call.inputs.dims.rows() <= decode::max_rows::<K>() {
         // SAFETY: the processor has the tier of K, which includes that of its kernel for f32.
         return unsafe { decode::run::<K::Vector, E, S>(call, keys_values) };
     }
+    run_tasks(call, K::LAYOUT, size_of::<S>(), &|workspace, task| {
+        let &AttendTask { inputs, units, kv, ref rows, ref tiles, partials, .. } = task;
+        // SAFETY: the processor has the tier of K, which includes that of its kernel for f32; the workspace was made
+        // for the call and has a panel for each tile.
+        unsafe {
+            for (index, tile) in tiles.iter().enumerate() {
+                let rows = &TileRows { matrix: &call.q, width: inputs.dims.d, dims: &inputs.dims, tile };
+                let (width, staging) = (workspace.sizes[0], workspace.staging.as_mut_ptr());
+                let panel = workspace.queries.as_mut_ptr().add(index * width.word_squares * K::PANEL);
+                K::run_simd(PackPanel { rows, width, panel, staging, factor: units.query });
+            }
+            K::run_simd(Prefill { task, keys_values, workspace });
+            if let Some(output) = &call.statistics {
+                K::Vector::run_simd(Observe { task, output, workspace });
+            }
+            K::Vector::run_simd(Epilogue { call, state: &mut workspace.state, kv, rows: rows.clone(), partials });
+        }
+    })
+}
+
+/// Splits a call, whose keys and values have so many bytes a number, into tasks, the ones that see most keys first, and
+/// runs them.
+fn run_tasks<E: Number>(
+    call: &Call<E>,
+    layout: Layout,
+    bytes: usize,
+    run: &(dyn Fn(&mut Workspace, &AttendTask) + Sync),
+) -> Option<()> {
+    let dims = &call.inputs.dims;
     let distances = match call.inputs.options.distance_bias {
         Some(bias) => Some(DistanceTable::new(bias, dims)?),
         None => None,
     };
     let inputs = &ScoreInputs { distances: distances.as_ref(), ..call.inputs };
-    let (units, workers) = (inputs.options.units(K::IS_BF16), tasks::workers(call, size_of::<S>(), 1));
-    let split = TaskSplit::new::<K>(dims, workers.count, call.statistics.is_some());
+    let (units, workers) = (inputs.options.units(layout.elements == 2), tasks::workers(call, bytes, 1));
+    let split = TaskSplit::new(layout, dims, workers.count, call.statistics.is_some());
     let heads = dims.b * dims.h_kv;
     let chunks = heads.checked_mul(split.row_chunks)?;
     let chain = &Chain::new(chunks, heads)?;
@@ -215,29 +241,15 @@ unsafe fn attend_on<K: Kernel, E: Number, S: Stored>(call: &Call<E>, keys_values
         1 => None,
         parts => Some(Partials::new(dims, dims.rows(), parts)?),
     };
-    let panels = split.rows_per_chunk.min(dims.rows()).div_ceil(K::PANEL);
-    let workspace = || Workspace::new::<K>(inputs, panels, call.statistics.is_some());
-    for_each_task(chunks.checked_mul(split.key_chunks)?, workers, workspace, |workspace, index| {
-        let (task, part) = (index / split.key_chunks, index % split.key_chunks);
-        let (kv, [rows, keys]) = split.task(dims, task, part);
-        let tile = |first| Tile::new::<K>(inputs, kv, first..rows.end.min(first + K::PANEL));
-        let tiles = &rows.clone().step_by(K::PANEL).map(tile).collect::<Vec<_>>();
+    let panels = split.rows_per_chunk.min(dims.rows()).div_ceil(layout.panel);
+    let workspace = || Workspace::new(layout, inputs, panels, call.statistics.is_some());
+    for_each_task(chunks.checked_mul(split.key_chunks)?, workers, &workspace, &|workspace, task| {
+        let (index, part) = (task / split.key_chunks, task % split.key_chunks);
+        let (kv, [rows, keys]) = split.task(dims, index, part);
+        let tile = |first| Tile::new(layout, inputs, kv, first..rows.end.min(first + layout.panel));
+        let tiles = rows.clone().step_by(layout.panel).map(tile).collect();
         let partials = partials.as_ref().map(|partials| (partials, part));
-        // SAFETY: the processor has the tier of K, which includes that of its kernel for f32; the workspace was made
-        // for the call and has a panel for each tile.
-        unsafe {
-            for (index, tile) in tiles.iter().enumerate() {
-                let rows = &TileRows { matrix: &call.q, width: dims.d, dims, tile };
-                let (width, staging) = (workspace.sizes[0], workspace.staging.as_mut_ptr());
-                let panel = workspace.queries.as_mut_ptr().add(index * width.word_squares * K::PANEL);
-                K::run_simd(PackPanel { rows, width, panel, staging, factor: units.query });
-            }
-            K::run_simd(Prefill { inputs, units, keys_values, workspace, kv, tiles, keys });
-            if let Some(output) = &call.statistics {
-                K::Vector::run_simd(Observe { inputs, output, workspace, kv, tiles, units, chain, task });
-            }
-            K::Vector::run_simd(Epilogue { call, state: &mut workspace.state, kv, rows, partials });
-        }
+        run(workspace, &AttendTask { inputs, units, kv, rows, keys, tiles, partials, chain, index });
     });
     if let Some(partials) = partials {
         partials.merge(call);

@@ -8,7 +8,7 @@ use half::bf16;
 use super::problem::{Dims, KvHead, StoredRows, Strided};
 use super::tasks::{PackedWidth, Workspace};
 use super::tile::Tile;
-use crate::cpu::{Kernel, LeftOperand, SimdTask, Vector, prefetch_bytes};
+use crate::cpu::{Kernel, Layout, LeftOperand, SimdTask, Vector, prefetch_bytes};
 use crate::number::{Number, Stored, load_first, pack_row_pair, store_first, widen_row};
 
 /// How many rows of f32 ahead are prefetched: enough to cover the latency of memory at a row every few dozen cycles. Of
@@ -44,18 +44,6 @@ impl<'a, S: Stored> HeadRows<'a, S> {
     #[inline(always)]
     pub fn row(&self, key: usize) -> *const S {
         self.rows.row(self.kv, key)
-    }
-
-    /// The numbers of a key, while those some keys on are prefetched.
-    ///
-    /// # Safety
-    /// The processor has the tier of V.
-    #[inline(always)]
-    unsafe fn prefetched<V: Vector>(&self, key: usize) -> *const S {
-        let row = self.row(key);
-        // SAFETY: as this method's contract.
-        unsafe { prefetch_row::<V, S>(row, self.rows.stride(), self.width) };
-        row
     }
 
     #[inline(always)]
@@ -102,8 +90,8 @@ pub(super) unsafe fn is_finite_row<S: Stored>(row: *const S, width: usize) -> bo
 
 /// The words from one group of columns to the next: a cache line more than a block of keys has, since groups a power of
 /// two apart would share a set of the first cache, where each row is written to all of them.
-pub(super) const fn column_group<K: Kernel>() -> usize {
-    K::ROWS * K::BLOCK + 16
+pub(super) const fn column_group(layout: Layout) -> usize {
+    layout.rows * layout.block + 16
 }
 
 /// One block of keys and values of one key head, packed. The keys begin at a multiple of the block's length, and are
@@ -172,7 +160,8 @@ impl<S: Stored> SimdTask for Pack<'_, S> {
             match form {
                 Form::Rows { depth } => {
                     for (index, key) in rows.keys.clone().enumerate() {
-                        let (row, to) = (rows.prefetched::<K::Vector>(key), to.add(index * depth));
+                        let (row, to) = (rows.row(key), to.add(index * depth));
+                        prefetch_row::<K::Vector, S>(row, rows.rows.stride(), rows.width);
                         pack_row::<K, S>(row, rows.width, to, depth, rows.scale(key));
                     }
                     let count = rows.keys.len();
@@ -202,7 +191,7 @@ pub(super) unsafe fn pack_columns<K: Kernel, S: Stored>(
     unsafe { K::run_simd(Pack { rows, to, form: Form::Columns { staging, width } }) };
     match K::IS_BF16 {
         true => LeftOperand { at: to, group: K::ROWS * (K::BLOCK / 2), row: K::BLOCK / 2, step: 1 },
-        false => LeftOperand { at: to, group: column_group::<K>(), row: 1, step: K::ROWS },
+        false => LeftOperand { at: to, group: column_group(K::LAYOUT), row: 1, step: K::ROWS },
     }
 }
 
@@ -319,10 +308,11 @@ unsafe fn pack_column_groups<K: Kernel, S: Stored>(
     // SAFETY: as this function's contract; the staging memory holds a row.
     unsafe {
         for key in rows.keys.clone() {
-            let row = rows.prefetched::<K::Vector>(key);
+            let row = rows.row(key);
+            prefetch_row::<K::Vector, S>(row, rows.rows.stride(), rows.width);
             pack_row::<K, S>(row, rows.width, staging, width.rows, rows.scale(key));
             for group in 0..width.rows / K::ROWS {
-                let to = to.add(group * column_group::<K>() + (key - rows.keys.start) * K::ROWS);
+                let to = to.add(group * column_group(K::LAYOUT) + (key - rows.keys.start) * K::ROWS);
                 std::ptr::copy_nonoverlapping(staging.add(group * K::ROWS), to, K::ROWS);
             }
         }

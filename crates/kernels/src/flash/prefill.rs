@@ -11,43 +11,37 @@
 //! context / sum, transposed, to the output
 //! ```
 
-use std::ops::Range;
-
 use super::pack::Block;
-use super::problem::{KvHead, ScoreInputs, ScoreUnits, StoredRows};
+use super::problem::{ScoreInputs, ScoreUnits, StoredRows};
 use super::scores::TileScores;
 use super::softmax::TileSoftmax;
-use super::tasks::Workspace;
+use super::tasks::{AttendTask, Workspace};
 use super::tile::{Overlap, Part, Tile};
 use crate::cpu::{Format, Kernel, LeftOperand, MAX_COLUMNS, Product, SimdTask, Vector};
 use crate::number::{Stored, store_first};
 
 /// Tiles of one key head, whose queries are packed, against some of its keys. Leaves their state in the workspace.
 pub(super) struct Prefill<'a, 'b, S> {
-    pub inputs: &'a ScoreInputs<'b>,
-    pub units: ScoreUnits,
-    pub keys_values: &'a [StoredRows<'b, S>; 2],
+    pub task: &'a AttendTask<'b>,
+    pub keys_values: &'a [StoredRows<'a, S>; 2],
     pub workspace: &'a mut Workspace,
-    pub kv: KvHead,
-    pub tiles: &'a [Tile],
-    pub keys: Range<usize>,
 }
 
 impl<S: Stored> SimdTask for Prefill<'_, '_, S> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
-        let Self { inputs, units, keys_values, workspace, kv, tiles, keys } = self;
+        let Self { task, keys_values, workspace } = self;
         workspace.state.clear();
         // SAFETY: the processor has the tier of K; the workspace was made for the call and has a panel for each tile.
         unsafe {
             let _tiles = K::configure_tiles();
-            let seen = Tile::seen_keys(tiles);
-            let first_block = seen.start.max(keys.start) / K::BLOCK * K::BLOCK;
-            for first in (first_block..seen.end.min(keys.end)).step_by(K::BLOCK) {
-                let keys = first..inputs.dims.t_kv.min(first + K::BLOCK);
-                let block = Block::new::<K>(keys_values, workspace, kv, keys);
-                for (index, tile) in tiles.iter().enumerate() {
-                    Step { inputs, block: &block, tile, index, units }.run::<K>(workspace);
+            let seen = Tile::seen_keys(&task.tiles);
+            let first_block = seen.start.max(task.keys.start) / K::BLOCK * K::BLOCK;
+            for first in (first_block..seen.end.min(task.keys.end)).step_by(K::BLOCK) {
+                let keys = first..task.inputs.dims.t_kv.min(first + K::BLOCK);
+                let block = Block::new::<K>(keys_values, workspace, task.kv, keys);
+                for (index, tile) in task.tiles.iter().enumerate() {
+                    Step { inputs: task.inputs, block: &block, tile, index, units: task.units }.run::<K>(workspace);
                 }
             }
         }
@@ -71,7 +65,7 @@ impl<S: Stored> Step<'_, '_, S> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(&self, workspace: &mut Workspace) {
         let &Self { inputs, block, tile, index, units, .. } = self;
-        let Some(overlap) = tile.overlap::<K>(&block.values.keys, inputs) else { return };
+        let Some(overlap) = tile.overlap(K::LAYOUT, &block.values.keys, inputs) else { return };
         let (first, depth, is_masked) = (overlap.keys.start, overlap.depth, overlap.is_masked);
         let [d, d_v] = workspace.sizes;
         let (scores, pairs) = (workspace.scores.as_mut_ptr(), workspace.weights.as_mut_ptr());
@@ -98,7 +92,7 @@ impl<S: Stored> Step<'_, '_, S> {
             let kept = workspace.kept.as_mut();
             let scores_out = kept.map(|kept| kept.as_mut_ptr().add((index * inputs.dims.t_kv + first) * K::PANEL));
             let factors_out = factors.as_mut_ptr();
-            K::run_simd(TileSoftmax { scores: tile_scores, depth, pairs, state, factors: factors_out, scores_out });
+            K::run_simd(&TileSoftmax { scores: tile_scores, depth, pairs, state, factors: factors_out, scores_out });
             let weights = if K::IS_BF16 { pairs } else { scores };
             let only_seen = is_masked && !block.values.are_finite();
             for part in overlap.parts.iter() {
@@ -108,6 +102,47 @@ impl<S: Stored> Step<'_, '_, S> {
                 }
                 // The first part of a vector corrected its context; the next ones only add.
                 factors[part.vectors.start * K::Vector::LANES..part.vectors.end * K::Vector::LANES].fill(1.0);
+            }
+        }
+    }
+
+    /// [`add_values`] where these are not all finite: zero times NaN is NaN, so each query sums the keys that it sees
+    /// and no others. One query after the other, since such values are rare; finite values get the same sums as
+    /// elsewhere.
+    ///
+    /// # Safety
+    /// As [`add_values`].
+    #[inline(always)]
+    unsafe fn add_seen<K: Kernel>(
+        &self,
+        overlap: &Overlap,
+        part: &Part,
+        weights: *const f32,
+        factors: &[f32; MAX_COLUMNS],
+        to: *mut f32,
+    ) {
+        let &Self { inputs, tile, block, .. } = self;
+        let (d_v, lanes) = (inputs.dims.d_v, K::Vector::LANES);
+        let mut sums = vec![0f32; d_v.next_multiple_of(lanes)];
+        let end = tile.rows.len().min(part.vectors.end * lanes);
+        for (column, &factor) in factors.iter().enumerate().take(end).skip(part.vectors.start * lanes) {
+            sums.fill(0.0);
+            // SAFETY: as this method's contract.
+            unsafe {
+                for key in tile.seen_by(inputs, column, &part.keys) {
+                    let at = key - overlap.keys.start;
+                    let mut weight = (*weights.add(at / K::ELEMENTS * K::PANEL + column)).to_bits();
+                    if K::IS_BF16 {
+                        // A bf16 is the upper half of the same f32.
+                        weight = if at.is_multiple_of(2) { weight << 16 } else { weight & 0xffff_0000 };
+                    }
+                    block.values.add::<K::Vector>(key, f32::from_bits(weight), &mut sums);
+                }
+                let factor = K::Vector::splat(factor);
+                for (d, &sum) in sums[..d_v].iter().enumerate() {
+                    let at = to.add(d * K::PANEL + column);
+                    store_first(K::Vector::splat(*at).mul_add(factor, K::Vector::splat(sum)), at, 1);
+                }
             }
         }
     }
@@ -172,48 +207,5 @@ pub(super) unsafe fn add_values<K: Kernel>(
             factors: Some(factors.as_ptr().add(column)),
             format: Format::F32,
         });
-    }
-}
-
-impl<S: Stored> Step<'_, '_, S> {
-    /// [`add_values`] where these are not all finite: zero times NaN is NaN, so each query sums the keys that it sees
-    /// and no others. One query after the other, since such values are rare; finite values get the same sums as
-    /// elsewhere.
-    ///
-    /// # Safety
-    /// As [`add_values`].
-    #[inline(always)]
-    unsafe fn add_seen<K: Kernel>(
-        &self,
-        overlap: &Overlap,
-        part: &Part,
-        weights: *const f32,
-        factors: &[f32; MAX_COLUMNS],
-        to: *mut f32,
-    ) {
-        let &Self { inputs, tile, block, .. } = self;
-        let (d_v, lanes) = (inputs.dims.d_v, K::Vector::LANES);
-        let mut sums = vec![0f32; d_v.next_multiple_of(lanes)];
-        let end = tile.rows.len().min(part.vectors.end * lanes);
-        for (column, &factor) in factors.iter().enumerate().take(end).skip(part.vectors.start * lanes) {
-            sums.fill(0.0);
-            // SAFETY: as this method's contract.
-            unsafe {
-                for key in tile.seen_by(inputs, column, &part.keys) {
-                    let at = key - overlap.keys.start;
-                    let mut weight = (*weights.add(at / K::ELEMENTS * K::PANEL + column)).to_bits();
-                    if K::IS_BF16 {
-                        // A bf16 is the upper half of the same f32.
-                        weight = if at.is_multiple_of(2) { weight << 16 } else { weight & 0xffff_0000 };
-                    }
-                    block.values.add::<K::Vector>(key, f32::from_bits(weight), &mut sums);
-                }
-                let factor = K::Vector::splat(factor);
-                for (d, &sum) in sums[..d_v].iter().enumerate() {
-                    let at = to.add(d * K::PANEL + column);
-                    store_first(K::Vector::splat(*at).mul_add(factor, K::Vector::splat(sum)), at, 1);
-                }
-            }
-        }
     }
 }

@@ -17,6 +17,9 @@ use crate::number::{Number, store_first};
 /// Sums that a thread adds to in turn: several short sums round less than a long one.
 const PARTIAL_SUMS: usize = 4;
 
+/// The most vectors of columns that are taken at once.
+const MAX_VECTORS: usize = 3;
+
 /// The products of one tile with some keys (keys, panel), which become weights. Does not depend on the elements that
 /// they were made of, so that it is compiled once for all of them.
 pub(super) struct TileSoftmax<'a> {
@@ -33,7 +36,7 @@ pub(super) struct TileSoftmax<'a> {
     pub scores_out: Option<*mut f32>,
 }
 
-impl SimdTask for TileSoftmax<'_> {
+impl SimdTask for &TileSoftmax<'_> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         // SAFETY: the processor has the tier of K; the pointers are valid for a panel of the sizes that the fields
@@ -44,10 +47,10 @@ impl SimdTask for TileSoftmax<'_> {
                 self.scores.scores.cast_const().copy_to_nonoverlapping(scores_out, self.scores.rows * K::PANEL);
             }
             match self.scores.tile.vectors {
-                1 => self.softmax::<K, 1>(0),
-                2 => self.softmax::<K, 2>(0),
-                3 if const { K::VECTORS >= 3 } => self.softmax::<K, 3>(0),
-                vectors => (0..vectors).for_each(|vector| self.softmax::<K, 1>(vector)),
+                1 => self.softmax::<K>(1, 0),
+                2 => self.softmax::<K>(2, 0),
+                3 if const { K::VECTORS >= 3 } => self.softmax::<K>(3, 0),
+                vectors => (0..vectors).for_each(|vector| self.softmax::<K>(1, vector)),
             }
             if const { !K::IS_BF16 } && self.drops() {
                 for at in self.scores.entries::<K::Vector>() {
@@ -74,12 +77,13 @@ impl TileSoftmax<'_> {
         unsafe { weights.mul(K::Vector::load(self.scores.dropout.add(at))) }
     }
 
-    /// The weights of N vectors of columns, from vector `first` on, and their new maxima, sums and factors.
+    /// The weights of so many vectors of columns, from vector `first` on, and their new maxima, sums and factors. The
+    /// compiler knows how many where this becomes a part of [`SimdTask::run`].
     ///
     /// # Safety
     /// As [`SimdTask::run`]; the panel has the vectors.
     #[inline(always)]
-    unsafe fn softmax<K: Kernel, const N: usize>(&self, first: usize) {
+    unsafe fn softmax<K: Kernel>(&self, vectors: usize, first: usize) {
         // SAFETY: as this method's contract.
         unsafe {
             let (lanes, rows, units) = (K::Vector::LANES, self.scores.rows, self.scores.units);
@@ -87,7 +91,8 @@ impl TileSoftmax<'_> {
             let column = |n: usize| first_column + n * lanes;
             let exponent = K::Vector::splat(units.exponent);
             let unit = K::Vector::splat(units.exponent_unit);
-            let mut most = [K::Vector::splat(f32::NEG_INFINITY); N];
+            let mut shifts = [K::Vector::splat(f32::NEG_INFINITY); MAX_VECTORS];
+            let most = &mut shifts[..vectors];
             for row in 0..rows {
                 for (n, most) in most.iter_mut().enumerate() {
                     // A NaN is passed over here; it reaches the sum by its own exponential.
@@ -95,10 +100,9 @@ impl TileSoftmax<'_> {
                 }
             }
             if self.scores.tile.width < K::PANEL {
-                self.share_largest(&mut most);
+                self.share_largest(most);
             }
-            let mut shifts = most;
-            for (n, shift) in shifts.iter_mut().enumerate() {
+            for (n, shift) in most.iter_mut().enumerate() {
                 let before = K::Vector::load(self.state.max.add(column(n)));
                 let after = shift.mul(exponent).max(before);
                 after.store(self.state.max.add(column(n)));
@@ -108,34 +112,34 @@ impl TileSoftmax<'_> {
                 *shift = K::Vector::select(seen, negative, K::Vector::splat(0.0));
                 before.add(*shift).mul(unit).exp2().store(self.factors.add(column(n)));
             }
-            let mut weights = Weights::<K, N> { scores: self.scores.scores, first_column, exponent, shifts };
+            let mut weights = Weights::<K> { scores: self.scores.scores, first_column, exponent, shifts };
             if units.exponent_unit != 1.0 {
                 // The exponents replace the scores, in powers of two.
                 for row in 0..rows {
-                    for n in 0..N {
+                    for n in 0..vectors {
                         weights.exponent_of(row, n).mul(unit).store(weights.at(row, n));
                     }
                 }
                 weights.exponent = K::Vector::splat(1.0);
-                weights.shifts = [K::Vector::splat(0.0); N];
+                weights.shifts = [K::Vector::splat(0.0); MAX_VECTORS];
             }
-            let mut sums = [[K::Vector::splat(0.0); N]; PARTIAL_SUMS];
+            let mut sums = [[K::Vector::splat(0.0); MAX_VECTORS]; PARTIAL_SUMS];
             if const { !K::IS_BF16 } {
                 let whole = rows / PARTIAL_SUMS * PARTIAL_SUMS;
                 for first in (0..whole).step_by(PARTIAL_SUMS) {
                     for (offset, sums) in sums.iter_mut().enumerate() {
-                        weights.store_and_add(first + offset, sums);
+                        weights.store_and_add(first + offset, &mut sums[..vectors]);
                     }
                 }
                 for row in whole..rows {
-                    weights.store_and_add(row, &mut sums[0]);
+                    weights.store_and_add(row, &mut sums[0][..vectors]);
                 }
             } else {
                 for pair in 0..rows.div_ceil(2) {
-                    for (n, sum) in sums[0].iter_mut().enumerate() {
+                    for (n, sum) in sums[0][..vectors].iter_mut().enumerate() {
                         let mut halves = [K::Vector::splat(0.0); 2];
                         for (row, half) in (2 * pair..rows).zip(&mut halves) {
-                            *half = weights.get(row, n);
+                            *half = weights.exponent_of(row, n).exp2();
                         }
                         let [low, high] = &mut halves;
                         *sum = sum.add(low.add(*high));
@@ -150,13 +154,13 @@ impl TileSoftmax<'_> {
                     }
                 }
                 for row in rows.div_ceil(2)..self.depth {
-                    for n in 0..N {
+                    for n in 0..vectors {
                         K::Vector::splat(0.0).store(self.pairs.add(row * K::PANEL + column(n)));
                     }
                 }
             }
             let [a, b, c, d] = sums;
-            for n in 0..N {
+            for n in 0..vectors {
                 let sum = a[n].add(b[n]).add(c[n].add(d[n]));
                 let at = self.state.sum.add(column(n));
                 K::Vector::load(at).mul_add(K::Vector::load(self.factors.add(column(n))), sum).store(at);
@@ -169,7 +173,7 @@ impl TileSoftmax<'_> {
     /// # Safety
     /// As [`SimdTask::run`]; the vectors are those of the panel.
     #[inline(always)]
-    unsafe fn share_largest<V: Vector, const N: usize>(&self, largest: &mut [V; N]) {
+    unsafe fn share_largest<V: Vector>(&self, largest: &mut [V]) {
         let (mut columns, mut most) = ([f32::NEG_INFINITY; MAX_LANES], largest[0]);
         // SAFETY: as this method's contract; the array has an element for each lane.
         unsafe {
@@ -190,15 +194,15 @@ impl TileSoftmax<'_> {
     }
 }
 
-/// The weights of N vectors of columns, computed from their scores.
-struct Weights<K: Kernel, const N: usize> {
+/// The weights of some vectors of columns, computed from their scores.
+struct Weights<K: Kernel> {
     scores: *mut f32,
     first_column: usize,
     exponent: K::Vector,
-    shifts: [K::Vector; N],
+    shifts: [K::Vector; MAX_VECTORS],
 }
 
-impl<K: Kernel, const N: usize> Weights<K, N> {
+impl<K: Kernel> Weights<K> {
     #[inline(always)]
     fn at(&self, row: usize, n: usize) -> *mut f32 {
         self.scores.wrapping_add(row * K::PANEL + self.first_column + n * K::Vector::LANES)
@@ -216,24 +220,16 @@ impl<K: Kernel, const N: usize> Weights<K, N> {
         unsafe { K::Vector::load(self.at(row, n)).mul(self.exponent).add(self.shifts[n]) }
     }
 
-    /// # Safety
-    /// As [`exponent_of`](Self::exponent_of), which is then in powers of two.
-    #[inline(always)]
-    unsafe fn get(&self, row: usize, n: usize) -> K::Vector {
-        // SAFETY: as this method's contract.
-        unsafe { self.exponent_of(row, n).exp2() }
-    }
-
     /// Replaces a row of scores by weights, and adds them to the sums.
     ///
     /// # Safety
-    /// As [`get`](Self::get).
+    /// As [`exponent_of`](Self::exponent_of), which is then in powers of two.
     #[inline(always)]
-    unsafe fn store_and_add(&self, row: usize, sums: &mut [K::Vector; N]) {
+    unsafe fn store_and_add(&self, row: usize, sums: &mut [K::Vector]) {
         for (n, sum) in sums.iter_mut().enumerate() {
             // SAFETY: as this method's contract.
             unsafe {
-                let weight = self.get(row, n);
+                let weight = self.exponent_of(row, n).exp2();
                 *sum = sum.add(weight);
                 weight.store(self.at(row, n));
             }

@@ -5,15 +5,11 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::pack::column_group;
-use super::problem::{Call, Dims, KvHead, ScoreInputs};
+use super::problem::{Call, Dims, KvHead, ScoreInputs, ScoreUnits};
+use super::softmax::Partials;
 use super::statistics::kept_scores;
-use crate::cpu::{Kernel, Scratch, Vector, Workers, second_cache};
-
-/// The state of a task's queries (packed queries and context sums) in bytes: half of the second cache, whose other half
-/// holds a block of keys and values and its scores.
-fn state_bytes() -> usize {
-    second_cache() / 2
-}
+use super::tile::Tile;
+use crate::cpu::{Layout, Scratch, Workers, second_cache};
 
 /// Tasks for each thread, so that unequal ones (causal masks) even out.
 const TASKS_PER_THREAD: usize = 4;
@@ -30,8 +26,8 @@ const BACKWARD_STATE_BYTES: usize = 768 << 10;
 const BACKWARD_TASKS: usize = 16;
 
 /// The blocks of keys of a task of the backward pass, each of which keeps so many words.
-pub(super) fn backward_blocks<K: Kernel>(dims: &Dims, block_words: usize) -> usize {
-    let blocks = dims.t_kv.div_ceil(K::BLOCK);
+pub(super) fn backward_blocks(block: usize, dims: &Dims, block_words: usize) -> usize {
+    let blocks = dims.t_kv.div_ceil(block);
     let fit = BACKWARD_STATE_BYTES / (4 * block_words).max(1);
     let most = fit.min(blocks.saturating_mul(dims.h_kv) / BACKWARD_TASKS).max(1);
     // Chunks of one length.
@@ -70,23 +66,24 @@ pub(super) struct TaskSplit {
 impl TaskSplit {
     /// A call that `has_statistics` is split alike for any number of threads, since where rows are parted shows in the
     /// last bits of the sums over them.
-    pub fn new<K: Kernel>(dims: &Dims, threads: usize, has_statistics: bool) -> Self {
+    pub fn new(layout: Layout, dims: &Dims, threads: usize, has_statistics: bool) -> Self {
         let rows = dims.rows();
         let split_keys = rows <= KV_SPLIT_MAX_ROWS && !has_statistics;
         let keys_per_chunk = if split_keys { KV_SPLIT } else { dims.t_kv };
         let key_chunks = if split_keys { dims.t_kv.div_ceil(KV_SPLIT).max(1) } else { 1 };
-        let [d, d_v] = PackedWidth::of::<K>(dims);
-        // Of a query: packed, its context, its maximum and sum.
-        let mut fit = state_bytes() / (4 * (d.word_squares + d_v.row_squares + 2));
+        let [d, d_v] = [dims.d, dims.d_v].map(|width| PackedWidth::new(layout, width));
+        // Of a query: packed, its context, its maximum and sum. They take half of the second cache, whose other half
+        // holds a block of keys and values and its scores.
+        let mut fit = second_cache() / 2 / (4 * (d.word_squares + d_v.row_squares + 2));
         let threads = if has_statistics { STATISTICS_THREADS } else { threads };
         if has_statistics {
             fit = fit.min(KEPT_BYTES / (4 * dims.t_kv).max(1));
         }
         let even = (dims.b * dims.h_kv * rows).saturating_mul(key_chunks).div_ceil(TASKS_PER_THREAD * threads);
         // Chunks of one length, or the last would pack all keys for few rows.
-        let panels = rows.div_ceil(K::PANEL);
-        let row_chunks = panels.div_ceil((fit.min(even) / K::PANEL).max(1));
-        let rows_per_chunk = panels.div_ceil(row_chunks) * K::PANEL;
+        let panels = rows.div_ceil(layout.panel);
+        let row_chunks = panels.div_ceil((fit.min(even) / layout.panel).max(1));
+        let rows_per_chunk = panels.div_ceil(row_chunks) * layout.panel;
         Self { rows_per_chunk, row_chunks: rows.div_ceil(rows_per_chunk), keys_per_chunk, key_chunks }
     }
 
@@ -97,6 +94,22 @@ impl TaskSplit {
         let rows = row..dims.rows().min(row + self.rows_per_chunk);
         (dims.kv_head(chunk % heads), [rows, key..dims.t_kv.min(key + self.keys_per_chunk)])
     }
+}
+
+/// Some query rows of a key head against some of its keys.
+pub(super) struct AttendTask<'a> {
+    pub inputs: &'a ScoreInputs<'a>,
+    pub units: ScoreUnits,
+    pub kv: KvHead,
+    pub rows: Range<usize>,
+    pub keys: Range<usize>,
+    /// Of the rows.
+    pub tiles: Vec<Tile>,
+    /// Takes the rows where keys are split, with the number of the part.
+    pub partials: Option<(&'a Partials, usize)>,
+    /// Its number there.
+    pub chain: &'a Chain,
+    pub index: usize,
 }
 
 /// A width, D or D_v, as packed matrices have it.
@@ -113,30 +126,25 @@ pub(super) struct PackedWidth {
 }
 
 impl PackedWidth {
-    /// Those of D and D_v.
-    pub fn of<K: Kernel>(dims: &Dims) -> [Self; 2] {
-        [dims.d, dims.d_v].map(Self::new::<K>)
-    }
-
-    pub fn new<K: Kernel>(width: usize) -> Self {
-        let lanes = K::Vector::LANES;
-        let words = width.div_ceil(K::ELEMENTS).next_multiple_of(K::DEPTH);
-        let rows = width.next_multiple_of(K::ROWS);
+    pub fn new(layout: Layout, width: usize) -> Self {
+        let lanes = layout.lanes;
+        let words = width.div_ceil(layout.elements).next_multiple_of(layout.depth);
+        let rows = width.next_multiple_of(layout.rows);
         Self { words, word_squares: words.next_multiple_of(lanes), rows, row_squares: rows.next_multiple_of(lanes) }
     }
 
     /// The words in which [`pack_columns`](super::pack::pack_columns) writes a block of rows of this width.
-    pub fn column_words<K: Kernel>(&self) -> usize {
-        match K::ELEMENTS {
-            1 => self.rows / K::ROWS * column_group::<K>(),
-            elements => K::BLOCK / elements * self.row_squares,
+    pub fn column_words(&self, layout: Layout) -> usize {
+        match layout.elements {
+            1 => self.rows / layout.rows * column_group(layout),
+            elements => layout.block / elements * self.row_squares,
         }
     }
 
     /// The words on the way there.
-    pub fn staging_words<K: Kernel>(&self) -> usize {
-        let pairs = if K::IS_BF16 { K::BLOCK / 2 * self.row_squares } else { 0 };
-        pairs.max(K::Vector::LANES * self.word_squares.max(self.rows))
+    pub fn staging_words(&self, layout: Layout) -> usize {
+        let pairs = if layout.elements == 2 { layout.block / 2 * self.row_squares } else { 0 };
+        pairs.max(layout.lanes * self.word_squares.max(self.rows))
     }
 }
 
@@ -150,8 +158,8 @@ pub(super) struct State {
 }
 
 impl State {
-    pub fn new<K: Kernel>(d_v: PackedWidth, panels: usize) -> Self {
-        let (panel, context) = (K::PANEL, d_v.row_squares);
+    pub fn new(panel: usize, d_v: PackedWidth, panels: usize) -> Self {
+        let context = d_v.row_squares;
         Self { words: Scratch::zeros(panels * panel * (context + 2)), context, panel }
     }
 
@@ -213,22 +221,22 @@ pub(super) struct Workspace {
 }
 
 impl Workspace {
-    pub fn new<K: Kernel>(inputs: &ScoreInputs, panels: usize, keeps_scores: bool) -> Self {
-        let sizes @ [d, d_v] = PackedWidth::of::<K>(&inputs.dims);
-        let (block, lanes) = (K::BLOCK, K::Vector::LANES);
+    pub fn new(layout: Layout, inputs: &ScoreInputs, panels: usize, keeps_scores: bool) -> Self {
+        let (Layout { block, lanes, panel, .. }, dims) = (layout, &inputs.dims);
+        let sizes @ [d, d_v] = [dims.d, dims.d_v].map(|width| PackedWidth::new(layout, width));
         // For scores, a row of a block for each lane.
-        let staging = (lanes * block).max(d.staging_words::<K>()).max(d_v.staging_words::<K>());
+        let staging = (lanes * block).max(d.staging_words(layout)).max(d_v.staging_words(layout));
         Self {
             sizes,
-            queries: Scratch::zeros(panels * d.word_squares * K::PANEL),
-            state: State::new::<K>(d_v, panels),
+            queries: Scratch::zeros(panels * d.word_squares * panel),
+            state: State::new(panel, d_v, panels),
             keys: Scratch::zeros(block * d.words),
-            values: Scratch::zeros(d_v.column_words::<K>()),
-            scores: Scratch::zeros(block * K::PANEL),
-            weights: Scratch::zeros(if K::IS_BF16 { block / 2 * K::PANEL } else { 0 }),
-            dropout: Scratch::zeros(if inputs.options.dropout.is_some() { block * K::PANEL } else { 0 }),
+            values: Scratch::zeros(d_v.column_words(layout)),
+            scores: Scratch::zeros(block * panel),
+            weights: Scratch::zeros(if layout.elements == 2 { block / 2 * panel } else { 0 }),
+            dropout: Scratch::zeros(if inputs.options.dropout.is_some() { block * panel } else { 0 }),
             staging: Scratch::zeros(staging),
-            kept: if keeps_scores { kept_scores(&inputs.dims, panels, K::PANEL) } else { None },
+            kept: if keeps_scores { kept_scores(dims, panels, panel) } else { None },
         }
     }
 }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::problem::{KvHead, ScoreInputs};
-use crate::cpu::{Kernel, MAX_COLUMNS, Vector};
+use crate::cpu::{Layout, MAX_COLUMNS};
 
 /// The queries of one panel.
 pub(super) struct Tile {
@@ -81,13 +81,14 @@ impl Parts {
 }
 
 impl Tile {
-    pub fn new<K: Kernel>(inputs: &ScoreInputs, kv: KvHead, rows: Range<usize>) -> Self {
-        let vectors = rows.len().div_ceil(K::Vector::LANES);
-        Self { vectors, ..Self::narrow::<K>(inputs, kv, rows, 0..inputs.dims.t_kv, K::PANEL) }
+    pub fn new(layout: Layout, inputs: &ScoreInputs, kv: KvHead, rows: Range<usize>) -> Self {
+        let vectors = rows.len().div_ceil(layout.lanes);
+        Self { vectors, ..Self::narrow(layout, inputs, kv, rows, 0..inputs.dims.t_kv, layout.panel) }
     }
 
     /// Of at most `width` rows, which divides a vector, and some of the keys.
-    pub fn narrow<K: Kernel>(
+    pub fn narrow(
+        layout: Layout,
         inputs: &ScoreInputs,
         kv: KvHead,
         rows: Range<usize>,
@@ -102,13 +103,13 @@ impl Tile {
             let range = range.start.max(keys.start)..range.end.min(keys.end);
             if !range.is_empty() {
                 (first, end) = (first.min(range.start), end.max(range.end));
-                let seen = &mut seen[column / K::Vector::LANES];
+                let seen = &mut seen[column / layout.lanes];
                 *seen = seen.start.min(range.start)..seen.end.max(range.end);
             }
             every = every.start.max(range.start)..every.end.min(range.end);
             ranges.push(range);
         }
-        let (panel, vectors) = (K::PANEL, K::VECTORS);
+        let (panel, vectors) = (layout.panel, layout.panel / layout.lanes);
         Self { kv, rows, panel, width, vectors, some: first.min(end)..end, every, seen, ranges }
     }
 
@@ -170,18 +171,19 @@ impl Tile {
     }
 
     /// What this tile and a block of keys have to do with each other, if it sees any of them.
-    pub fn overlap<K: Kernel>(&self, block: &Range<usize>, inputs: &ScoreInputs) -> Option<Overlap> {
+    pub fn overlap(&self, layout: Layout, block: &Range<usize>, inputs: &ScoreInputs) -> Option<Overlap> {
         // Keys are rows of one product and depth of another, and begin at whole multiples of both; the ones before the
         // first that is seen are hidden.
-        let step = K::ROWS.max(K::DEPTH * K::ELEMENTS);
+        let Layout { elements, depth, .. } = layout;
+        let step = layout.rows.max(depth * elements);
         let skipped = self.some.start.saturating_sub(block.start) / step * step;
         let keys = block.start + skipped..self.some.end.min(block.end);
         if keys.is_empty() {
             return None;
         }
-        let depth = keys.len().div_ceil(K::ELEMENTS).next_multiple_of(K::DEPTH);
+        let depth = keys.len().div_ceil(elements).next_multiple_of(depth);
         // A product over these keys reads `depth` words of them, of which those past the end weigh nothing.
-        let read = (keys.start + depth * K::ELEMENTS).min(block.end);
+        let read = (keys.start + depth * elements).min(block.end);
         let all_seen = self.sees_all(&(keys.start..read)) && inputs.options.keep.is_none();
         let parts = self.parts(keys.clone(), step);
         Some(Overlap { block: block.start, keys, depth, is_masked: !all_seen, parts })

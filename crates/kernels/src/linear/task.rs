@@ -65,7 +65,7 @@ impl<X: Number> SimdTask for Run<'_, X> {
             right: Scratch::zeros(if right.is_copied::<K>(most_rows) { BLOCK * K::PANEL } else { 0 }),
             sums: Scratch::zeros(rights.len() * split.panels * most_rows * K::PANEL),
         };
-        for_each_task(split.row_chunks * split.panel_chunks, workers, scratch, |scratch, index| {
+        for_each_task(split.row_chunks * split.panel_chunks, workers, &scratch, &|scratch, index| {
             // Tasks of the same panels follow each other, and find them in a cache.
             let (row, panel) = (index % split.row_chunks * split.rows, index / split.row_chunks * split.panels);
             let (rows, first) = (row..rows.min(row + split.rows), panels.start + panel);

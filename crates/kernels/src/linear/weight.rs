@@ -172,6 +172,36 @@ impl PackedWeight {
         }
         (widened.as_ptr(), V::LANES)
     }
+
+    /// # Safety
+    /// The output exists, and E is the type that its numbers are unpacked as.
+    unsafe fn unpack_row<E: Number>(&self, output: usize, row: &mut [E]) {
+        let (panel, column) = (output / self.panel, output % self.panel);
+        for (index, numbers) in row.chunks_mut(self.format.step()).enumerate() {
+            let at = self.at(panel, index * self.format.step());
+            // SAFETY: the step's numbers lie within the panel, by this method's contract.
+            unsafe {
+                let Format::Codes { bits, has_minimums } = self.format else {
+                    let own = at.cast::<E>().add(column * self.format.step());
+                    numbers.iter_mut().enumerate().for_each(|(at, number)| *number = *own.add(at));
+                    continue;
+                };
+                let scales = at.cast::<f16>().add(column);
+                let scale = (*scales).to_f32();
+                let minimum = match has_minimums {
+                    true => (*scales.add(self.panel)).to_f32(),
+                    false => scale * -f32::from(1u8 << (bits - 1)),
+                };
+                let words = at.cast::<f16>().add(self.panel << u32::from(has_minimums)).cast::<u32>();
+                for (at, number) in numbers.iter_mut().enumerate() {
+                    let word = *words.add(at * bits / 32 * self.panel + column);
+                    let code = word >> (at * bits % 32) & ((1 << bits) - 1);
+                    // The product is exact.
+                    *number = E::from_f32(code as f32 * scale + minimum);
+                }
+            }
+        }
+    }
 }
 
 /// Some inputs of some columns of a panel as f32, each as many words after the one before. The inputs lie within
@@ -258,36 +288,4 @@ pub(super) fn unpack_rows<E: Number>(weight: &PackedWeight, outputs: &[usize]) -
         unsafe { weight.unpack_row(outputs[row], to.slice(row * inputs, inputs)) }
     });
     Ok(rows)
-}
-
-impl PackedWeight {
-    /// # Safety
-    /// The output exists, and E is the type that its numbers are unpacked as.
-    unsafe fn unpack_row<E: Number>(&self, output: usize, row: &mut [E]) {
-        let (panel, column) = (output / self.panel, output % self.panel);
-        for (index, numbers) in row.chunks_mut(self.format.step()).enumerate() {
-            let at = self.at(panel, index * self.format.step());
-            // SAFETY: the step's numbers lie within the panel, by this method's contract.
-            unsafe {
-                let Format::Codes { bits, has_minimums } = self.format else {
-                    let own = at.cast::<E>().add(column * self.format.step());
-                    numbers.iter_mut().enumerate().for_each(|(at, number)| *number = *own.add(at));
-                    continue;
-                };
-                let scales = at.cast::<f16>().add(column);
-                let scale = (*scales).to_f32();
-                let minimum = match has_minimums {
-                    true => (*scales.add(self.panel)).to_f32(),
-                    false => scale * -f32::from(1u8 << (bits - 1)),
-                };
-                let words = at.cast::<f16>().add(self.panel << u32::from(has_minimums)).cast::<u32>();
-                for (at, number) in numbers.iter_mut().enumerate() {
-                    let word = *words.add(at * bits / 32 * self.panel + column);
-                    let code = word >> (at * bits % 32) & ((1 << bits) - 1);
-                    // The product is exact.
-                    *number = E::from_f32(code as f32 * scale + minimum);
-                }
-            }
-        }
-    }
 }

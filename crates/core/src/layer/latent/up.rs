@@ -83,7 +83,7 @@ impl UpProjection {
             heads[head].get_or_init(|| one(head));
         };
         // Rayon's alone: what runs on an executor may call nothing of it, and each product does.
-        for_each_task(h, Workers::of(products, 0, None), || (), task);
+        for_each_task(h, Workers::of(products, 0, None), &|| (), &task);
         let heads = heads.into_iter().filter_map(OnceLock::into_inner).collect::<Result<Vec<_>>>()?;
         Tensor::stack(&heads, 2)
     }

@@ -91,6 +91,18 @@ impl Workspace {
             decay: rows(),
         }
     }
+
+    /// The errors of some tokens, from a row of (B, H, T) on; zeros for what is missing.
+    fn read_errors(&mut self, saved: &Saved, row: usize, tokens: usize, d_v: usize) {
+        let errors = self.errors.words_mut();
+        errors.fill(0.0);
+        if d_v > 0 {
+            let saved = saved.errors[row * d_v..][..tokens * d_v].chunks_exact(d_v);
+            for (to, from) in errors.chunks_exact_mut(self.rows.value_width).zip(saved) {
+                to[..d_v].copy_from_slice(from);
+            }
+        }
+    }
 }
 
 /// Runs all tokens of a head, the last ones first.
@@ -132,20 +144,6 @@ pub(super) unsafe fn run_head<K: Kernel, E: Number>(call: &BackwardCall<E>, work
             });
         }
         workspace.gradient.copy_rows_to(output.states.0.add(index * len));
-    }
-}
-
-impl Workspace {
-    /// The errors of some tokens, from a row of (B, H, T) on; zeros for what is missing.
-    fn read_errors(&mut self, saved: &Saved, row: usize, tokens: usize, d_v: usize) {
-        let errors = self.errors.words_mut();
-        errors.fill(0.0);
-        if d_v > 0 {
-            let saved = saved.errors[row * d_v..][..tokens * d_v].chunks_exact(d_v);
-            for (to, from) in errors.chunks_exact_mut(self.rows.value_width).zip(saved) {
-                to[..d_v].copy_from_slice(from);
-            }
-        }
     }
 }
 

@@ -6,17 +6,20 @@ mod gradient;
 mod step;
 mod task;
 
-use super::problem::{Call, Dims, KernelCall, KvHead, KvRows, Outputs, Problem, SoftmaxStats, StoredRows, Strided};
+use super::problem::{
+    Call, Dims, KernelCall, KvHead, KvRows, Outputs, Problem, Row, SoftmaxStats, StoredRows, Strided,
+};
 use super::scores::DistanceTable;
 use super::tasks::{self, Chain};
 use super::tile::Tile;
-use crate::cpu::{Format, Kernel, Scratch, SharedPtr, Tier, Unwritten, for_each_index, for_each_task};
+use crate::cpu::{
+    Format, Kernel, Layout, MAX_LANES, Scratch, SharedPtr, Tier, Unwritten, for_each_index, for_each_task,
+};
 use crate::error::{Error, check_len, check_tier};
 use crate::flash::{AttentionKernels, zeros};
 use crate::number::Number;
-use gradient::BiasOutput;
-use step::{Deltas, RoundQueries};
-use task::{BackwardMemory, BackwardSizes, BackwardTask};
+use gradient::{BiasGradients, BiasOutput};
+use task::{BackwardMemory, BackwardSizes, BackwardTask, Work, WorkOn};
 
 /// A call of [`attend`](super::attend), its results, and the gradients of a loss by them.
 #[derive(Clone, Copy)]
@@ -78,7 +81,7 @@ pub struct BackwardCall<'a, E> {
     context_grad: Strided<'a, E, 3>,
     lse_grad: Option<&'a [f32]>,
     wanted: Wanted,
-    /// (B, H, T_q): see [`Deltas`].
+    /// (B, H, T_q): see [`write_deltas`](Self::write_deltas).
     deltas: SharedPtr<f32>,
     /// The sums of the queries' gradients, (B, H, T_q, D): the gradients themselves in f32.
     q_sums: SharedPtr<f32>,
@@ -89,20 +92,6 @@ pub struct BackwardCall<'a, E> {
     /// (H,).
     slopes: Option<SharedPtr<f32>>,
     sinks: Option<SharedPtr<f32>>,
-}
-
-impl<E> BackwardCall<'_, E> {
-    fn deltas(&self) -> &[f32] {
-        let dims = &self.call.inputs.dims;
-        // SAFETY: they are all written before the first task reads one.
-        unsafe { std::slice::from_raw_parts(self.deltas.0, dims.b * dims.h * dims.t_q) }
-    }
-
-    /// The number of a head's first key in (B, H_kv, T_kv).
-    fn key_row(&self, kv: KvHead) -> usize {
-        let dims = &self.call.inputs.dims;
-        (kv.b * dims.h_kv + kv.head) * dims.t_kv
-    }
 }
 
 /// The gradients of a call of [`attend`](super::attend), on the executor or on the threads of the current rayon pool.
@@ -219,64 +208,78 @@ pub(super) unsafe fn run_on<K: Kernel, E: Number>(
     backward: &BackwardCall<E>,
     keys_values: &[StoredRows<E>; 2],
 ) -> Option<()> {
+    // SAFETY: the processor has the tier of K; the work belongs to the call, and each number is one task's.
+    run_tasks(backward, K::LAYOUT, &|work| unsafe { K::run_simd(WorkOn { backward, keys_values, work }) })
+}
+
+fn run_tasks<E: Number>(backward: &BackwardCall<E>, layout: Layout, run: &(dyn Fn(Work<E>) + Sync)) -> Option<()> {
     let (inputs, wanted) = (&backward.call.inputs, &backward.wanted);
     let dims = &inputs.dims;
     let workers = tasks::workers(&backward.call, size_of::<E>(), 3);
     let rows = dims.b * dims.h;
     let mut sinks = vec![0f32; rows];
     let sink_sums = SharedPtr(sinks.as_mut_ptr());
-    for_each_index(rows, workers, &|index| {
-        // SAFETY: the processor has the tier of K, which includes that of its kernel for f32; each task has a sum of
-        // its own.
-        unsafe {
-            let sink = &mut *sink_sums.add(index);
-            K::Vector::run_simd(Deltas { backward, b: index / dims.h, head: index % dims.h, sink });
-        }
-    });
+    // SAFETY: each task has a sum of its own.
+    for_each_index(rows, workers, &|row| run(Work::Deltas(row, unsafe { &mut *sink_sums.add(row) })));
 
-    let sizes = BackwardSizes::new::<K>(dims);
-    let (heads, chunk) = (dims.b * dims.h_kv, sizes.blocks * K::BLOCK);
-    let (chunks, group, tiles) = (dims.t_kv.div_ceil(chunk), dims.group(), dims.rows().div_ceil(K::PANEL));
+    let sizes = BackwardSizes::new(layout, dims);
+    let (heads, chunk, panel) = (dims.b * dims.h_kv, sizes.blocks * layout.block, layout.panel);
+    let (chunks, group, tiles) = (dims.t_kv.div_ceil(chunk), dims.group(), dims.rows().div_ceil(panel));
     let seen = |index: usize| {
-        let (kv, first) = (KvHead { b: index / tiles, head: 0 }, index % tiles * K::PANEL);
-        Tile::new::<K>(inputs, kv, first..dims.rows().min(first + K::PANEL)).some
+        let (kv, first) = (KvHead { b: index / tiles, head: 0 }, index % tiles * panel);
+        Tile::new(layout, inputs, kv, first..dims.rows().min(first + panel)).some
     };
     let seen: Vec<_> = (0..dims.b * tiles).map(seen).collect();
     // What is added to the same numbers waits for each other: tasks of the same head, or all.
-    let is_shared = backward.bias.is_some_and(|bias| bias.is_shared(dims))
-        || backward.distances.is_some_and(|distances| distances.is_shared(dims));
+    let (bias, distances) = (backward.bias, backward.distances);
+    let is_shared = [bias, distances].into_iter().flatten().any(|entries| entries.is_shared(dims));
     let step = if is_shared { 1 } else { heads };
     let tasks = chunks.checked_mul(heads)?;
-    let chain = Chain::new(tasks, step)?;
+    let chain = &Chain::new(tasks, step)?;
     let mut slopes = Scratch::try_zeros(&[chunks, if wanted.slopes { rows } else { 0 }])?;
     let slope_sums = SharedPtr(slopes.as_mut_ptr());
-    let memory = || BackwardMemory::new::<K>(sizes, &inputs.options);
-    for_each_task(tasks, workers, memory, |memory, task| {
+    let memory = || BackwardMemory::new(layout, sizes, &inputs.options);
+    for_each_task(tasks, workers, &memory, &|memory, task| {
         // The first keys first: a causal mask shows them to most queries.
         let (kv, first) = (dims.kv_head(task % heads), task / heads * chunk);
-        let own = if wanted.slopes { group } else { 0 };
-        // SAFETY: the processor has the tier of K; each task has sums of its own.
-        unsafe {
-            K::run_simd(BackwardTask {
-                backward,
-                keys_values,
-                memory,
-                kv,
-                keys: first..dims.t_kv.min(first + chunk),
-                tiles: &seen[kv.b * tiles..(kv.b + 1) * tiles],
-                chain: &chain,
-                task,
-                slopes: slope_sums.slice(task * own, own),
-            });
+        let keys = first..dims.t_kv.min(first + chunk);
+        let (count, tiles) = (keys.len(), &seen[kv.b * tiles..(kv.b + 1) * tiles]);
+        // What queries share is summed by the task first.
+        let bias_sums = bias.filter(|bias| bias.is_summed_over_queries).map_or(0, |_| group * count);
+        let distance_sums = inputs.distances.filter(|_| distances.is_some()).map_or(0, DistanceTable::size);
+        let (mut bias_sums, mut distance_sums) = (vec![0f32; bias_sums], vec![0f32; distance_sums]);
+        let of_heads = bias_sums.as_mut_ptr().wrapping_sub(kv.head * group * count + keys.start);
+        let summed = BiasOutput { at: SharedPtr(of_heads), strides: [0, count, 0, 1], is_summed_over_queries: true };
+        let biases = BiasGradients {
+            bias: bias.map(|bias| if bias.is_summed_over_queries { summed } else { bias }),
+            distances: distances.map(|_| SharedPtr(distance_sums.as_mut_ptr())),
+            // SAFETY: each task has sums of its own, one for each head of the group.
+            slopes: wanted.slopes.then(|| SharedPtr(unsafe { slope_sums.add(task * group) })),
+        };
+        let biases = (bias.is_some() || distances.is_some() || wanted.slopes).then_some(biases);
+        run(Work::Task(BackwardTask { memory, kv, keys: keys.clone(), tiles, chain, task, biases }));
+        if !bias_sums.is_empty() || !distance_sums.is_empty() {
+            chain.wait_for_all(task);
         }
+        let row = |g: usize| Row { b: kv.b, head: kv.head * group + g, query: 0 };
+        // SAFETY: the entries exist, and no other task adds to them now.
+        unsafe {
+            if let Some(bias) = bias {
+                for (index, sum) in bias_sums.iter().enumerate() {
+                    *bias.entry(row(index / count), keys.start + index % count) += sum;
+                }
+            }
+            if let (Some(to), Some(from)) = (distances, inputs.options.distance_bias) {
+                for (sum, (g, entry)) in distance_sums[MAX_LANES..].iter().zip(from.table_entries(group)) {
+                    *to.entry(row(g), entry) += sum;
+                }
+            }
+        }
+        chain.finish(task);
     });
 
     if let Some(to) = backward.q {
-        for_each_index(rows, workers, &|index| {
-            let count = dims.t_q * dims.d;
-            // SAFETY: the processor has the tier of K, which includes that of its kernel for f32.
-            unsafe { K::Vector::run_simd(RoundQueries { backward, to, first: index * count, count }) };
-        });
+        for_each_index(rows, workers, &|row| run(Work::Round(row, to)));
     }
     for (to, sums) in [(backward.slopes, slopes.words()), (backward.sinks, &sinks[..])] {
         let Some(to) = to else { continue };

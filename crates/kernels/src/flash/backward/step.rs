@@ -8,7 +8,7 @@ use std::ops::Range;
 use super::BackwardCall;
 use super::gradient::{BiasGradients, TileColumns, TileGradient};
 use super::task::{BackwardMemory, BlockMemory, Side};
-use crate::cpu::{Format, Kernel, LeftOperand, MAX_COLUMNS, Product, Scratch, SharedPtr, SimdTask, Vector};
+use crate::cpu::{Format, Kernel, LeftOperand, MAX_COLUMNS, Product, Scratch, SharedPtr, Vector};
 use crate::flash::pack::{HeadRows, TileRows, is_finite_row, pack_columns, pack_rows};
 use crate::flash::prefill::{add_values, multiply_keys};
 use crate::flash::problem::{Row, ScoreUnits};
@@ -95,7 +95,7 @@ impl<E: Number> Step<'_, '_, E> {
     pub unsafe fn run<K: Kernel>(&self, memory: &mut BackwardMemory) {
         let &Self { backward, block, tile: packed, units, biases } = self;
         let (inputs, tile, sides, wanted) = (backward.call.inputs, packed.tile, memory.sizes.sides, &backward.wanted);
-        let Some(overlap) = tile.overlap::<K>(block.keys(), &inputs) else { return };
+        let Some(overlap) = tile.overlap(K::LAYOUT, block.keys(), &inputs) else { return };
         let [scores, products] = memory.products.each_mut().map(Scratch::as_mut_ptr);
         // SAFETY: as this method's contract.
         unsafe {
@@ -162,34 +162,26 @@ impl<E: Number> Step<'_, '_, E> {
             wide
         };
         for column in (0..tile.rows.len()).filter(|&column| !tile.is_empty(column)) {
-            let rows = self.tile.rows.each_ref().map(|rows| rows.row(column).map(|row| widened(row, rows.width)));
+            let row = |rows: &TileRows<E>| rows.row(column).map(|row| widened(row, rows.width));
+            let rows = [row(&self.tile.rows[0]), row(&self.tile.rows[1])];
             for key in tile.seen_by(inputs, column, &overlap.keys) {
                 let at = (key - overlap.keys.start) * K::PANEL + column;
-                let [weight, gradient] = memory.products.each_ref().map(|products| products.words()[at]);
+                let (weight, gradient) = (memory.products[0].words()[at], memory.products[1].words()[at]);
                 let sums = memory.query_sums.words_mut()[column..].iter_mut().step_by(K::PANEL);
                 for (sum, x) in sums.zip(widened(block.sources[0].row(key), sides[0].width)) {
                     *sum += gradient * x;
                 }
                 for (side, factor) in [gradient, weight].into_iter().enumerate() {
-                    let Some(row) = &rows[side] else { continue };
-                    // SAFETY: as this method's contract; the key is one of the block's.
-                    unsafe { add_row::<K>(&sides[side], block.sums[side], key - block.keys().start, factor, row) };
+                    let (Some(row), side, sums) = (&rows[side], &sides[side], block.sums[side]) else { continue };
+                    for panel in 0..side.count {
+                        let at = (panel * K::BLOCK + key - block.keys().start) * K::PANEL;
+                        for (n, &x) in row[side.columns(K::LAYOUT.lanes, panel)].iter().enumerate() {
+                            // SAFETY: as this method's contract; the sums have the key, which is one of the block's.
+                            unsafe { *sums.add(at + n) += factor * x };
+                        }
+                    }
                 }
             }
-        }
-    }
-}
-
-/// Adds a row times a factor to the sums (panels, block, panel) of a key of the block.
-///
-/// # Safety
-/// The sums have the key.
-unsafe fn add_row<K: Kernel>(side: &Side, sums: *mut f32, key: usize, factor: f32, row: &[f32]) {
-    for panel in 0..side.count {
-        let sums = sums.wrapping_add((panel * K::BLOCK + key) * K::PANEL);
-        for (n, &x) in row[side.columns::<K>(panel)].iter().enumerate() {
-            // SAFETY: as this function's contract.
-            unsafe { *sums.add(n) += factor * x };
         }
     }
 }
@@ -221,7 +213,7 @@ unsafe fn add_rows<K: Kernel>(
                 c: to.add((panel * K::BLOCK + part.keys.start - overlap.block) * K::PANEL),
                 rows: part.keys.len().next_multiple_of(K::MIN_ROWS),
                 depth: end - start,
-                vectors: side.vectors(panel),
+                vectors: side.vectors.min(side.total - panel * side.vectors),
                 factors: Some(ONES.as_ptr()),
                 format: Format::F32,
             });
@@ -229,46 +221,42 @@ unsafe fn add_rows<K: Kernel>(
     }
 }
 
-/// Of each query of one head: the sum of its context times the gradient of it, which is that of its weights times
-/// theirs. Clears the sums of the queries' gradients on the way, and sums the gradient of the head's sink.
-pub(super) struct Deltas<'a, 'b, E> {
-    pub backward: &'a BackwardCall<'b, E>,
-    pub b: usize,
-    pub head: usize,
-    /// Takes the gradient of the sink.
-    pub sink: &'a mut f32,
-}
-
-impl<E: Number> SimdTask for Deltas<'_, '_, E> {
+impl<E: Number> BackwardCall<'_, E> {
+    /// Of each query of one head of (B, H): the sum of its context times the gradient of it, which is that of its
+    /// weights times theirs. Clears the sums of the queries' gradients on the way, and sums the gradient of the head's
+    /// sink.
+    ///
+    /// # Safety
+    /// The processor has the tier of V, and the head's rows are this task's.
     #[inline(always)]
-    unsafe fn run<K: Kernel>(self) {
-        let Self { backward, b, head, sink } = self;
-        let (call, lanes) = (&backward.call, K::Vector::LANES);
+    pub(super) unsafe fn write_deltas<V: Vector>(&self, row: usize, sink: &mut f32) {
+        let (call, lanes) = (&self.call, V::LANES);
         let (dims, options) = (&call.inputs.dims, &call.inputs.options);
+        let (b, head) = (row / dims.h, row % dims.h);
         let mut sink_sum = 0f64;
         for query in 0..dims.t_q {
             let row = Row { b, head, query };
             let index = dims.row_index(row);
             // SAFETY: the processor has the tier of K; the row belongs to the call and this head's rows to this task.
             unsafe {
-                if backward.wanted.q {
-                    backward.q_sums.add(index * dims.d).write_bytes(0, dims.d);
+                if self.wanted.q {
+                    self.q_sums.add(index * dims.d).write_bytes(0, dims.d);
                 }
-                let (context, gradient) = (call.context_row(row), backward.context_grad.at([b, head, query]));
-                let mut sum = K::Vector::splat(0.0);
+                let (context, gradient) = (call.context_row(row), self.context_grad.at([b, head, query]));
+                let mut sum = V::splat(0.0);
                 for d in (0..dims.d_v).step_by(lanes) {
                     let width = lanes.min(dims.d_v - d);
-                    let context: K::Vector = load_first(context.add(d).cast_const(), width);
+                    let context: V = load_first(context.add(d).cast_const(), width);
                     sum = context.mul_add(load_first(gradient.add(d), width), sum);
                 }
-                let stats = backward.stats[index];
+                let stats = self.stats[index];
                 // What sees nothing has no gradient, whatever the gradient of its context is.
                 let is_empty = call.inputs.range(row).is_empty() && options.sinks.is_none() || stats.sum == 0.0;
                 // Adding to every score adds as much to the log-sum-exp.
-                let of_lse = if let Some(lse) = backward.lse_grad { lse[index] } else { 0.0 };
+                let of_lse = if let Some(lse) = self.lse_grad { lse[index] } else { 0.0 };
                 let delta = if is_empty { 0.0 } else { sum.sum() - of_lse };
-                backward.deltas.add(index).write(delta);
-                if let (Some(sinks), true) = (options.sinks, backward.wanted.sinks && !is_empty) {
+                self.deltas.add(index).write(delta);
+                if let (Some(sinks), true) = (options.sinks, self.wanted.sinks && !is_empty) {
                     let unit = options.exponent_unit();
                     let weight = ((sinks[head] * (LOG2_E / unit) - stats.max) * unit).exp2() / stats.sum;
                     // A sink without weight has no gradient either.
@@ -280,27 +268,22 @@ impl<E: Number> SimdTask for Deltas<'_, '_, E> {
         }
         *sink = sink_sum as f32;
     }
-}
 
-/// The gradients of one head's queries, rounded to their type.
-pub(super) struct RoundQueries<'a, 'b, E> {
-    pub backward: &'a BackwardCall<'b, E>,
-    pub to: SharedPtr<E>,
-    /// The first element, and how many.
-    pub first: usize,
-    pub count: usize,
-}
-
-impl<E: Number> SimdTask for RoundQueries<'_, '_, E> {
+    /// The gradients of the queries of one head of (B, H), rounded to their type.
+    ///
+    /// # Safety
+    /// As [`write_deltas`](Self::write_deltas).
     #[inline(always)]
-    unsafe fn run<K: Kernel>(self) {
-        let lanes = K::Vector::LANES;
-        for at in (0..self.count).step_by(lanes) {
-            let width = lanes.min(self.count - at);
+    pub(super) unsafe fn round_queries<V: Vector>(&self, row: usize, to: SharedPtr<E>) {
+        let (dims, lanes) = (&self.call.inputs.dims, V::LANES);
+        let count = dims.t_q * dims.d;
+        let (first, end) = (row * count, (row + 1) * count);
+        for at in (first..end).step_by(lanes) {
+            let width = lanes.min(end - at);
             // SAFETY: the processor has the tier of K; both have the elements, which no other thread writes.
             unsafe {
-                let sum: K::Vector = load_first::<f32, _>(self.backward.q_sums.add(self.first + at), width);
-                store_first(sum, self.to.add(self.first + at), width);
+                let sum: V = load_first::<f32, _>(self.q_sums.add(at), width);
+                store_first(sum, to.add(at), width);
             }
         }
     }

@@ -21,18 +21,15 @@ use std::ops::Range;
 use super::BackwardCall;
 use super::gradient::{BiasGradients, BiasOutput, TileColumns};
 use super::step::{KeyBlock, PackedTile, Step};
-use crate::cpu::{Kernel, MAX_COLUMNS, MAX_LANES, Scratch, SharedPtr, SimdTask, Vector};
+use crate::cpu::{Kernel, Layout, MAX_COLUMNS, Scratch, SharedPtr, SimdTask, Vector};
 use crate::flash::pack::{HeadRows, PackPanel, TileRows};
-use crate::flash::problem::{Dims, KvHead, Row, ScoreOptions, StoredRows};
-use crate::flash::scores::DistanceTable;
+use crate::flash::problem::{Dims, KvHead, ScoreOptions, StoredRows};
 use crate::flash::tasks::{Chain, PackedWidth, backward_blocks};
 use crate::flash::tile::{Overlap, Tile};
 use crate::number::{Number, pack_row_pair, store_first, widen_row};
 
 /// Some keys of one key head.
-pub(super) struct BackwardTask<'a, 'b, E> {
-    pub backward: &'a BackwardCall<'b, E>,
-    pub keys_values: &'a [StoredRows<'b, E>; 2],
+pub(super) struct BackwardTask<'a> {
     pub memory: &'a mut BackwardMemory,
     pub kv: KvHead,
     pub keys: Range<usize>,
@@ -41,40 +38,49 @@ pub(super) struct BackwardTask<'a, 'b, E> {
     /// The number of the task in its chain.
     pub chain: &'a Chain,
     pub task: usize,
-    /// The task's sums of the slopes' gradients, one for each head of the group, if they are wanted.
-    pub slopes: &'a mut [f32],
+    /// Where the gradients of its tiles are added, if they are wanted.
+    pub biases: Option<BiasGradients>,
 }
 
-impl<E: Number> SimdTask for BackwardTask<'_, '_, E> {
+/// What is compiled for a tier and an element; rows are those of one head of a sequence, (B, H).
+pub(super) enum Work<'a, E> {
+    Deltas(usize, &'a mut f32),
+    Task(BackwardTask<'a>),
+    Round(usize, SharedPtr<E>),
+}
+
+/// Work of a call, whose numbers are one task's.
+pub(super) struct WorkOn<'a, 'b, E> {
+    pub backward: &'a BackwardCall<'b, E>,
+    pub keys_values: &'a [StoredRows<'b, E>; 2],
+    pub work: Work<'a, E>,
+}
+
+impl<E: Number> SimdTask for WorkOn<'_, '_, E> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
-        let Self { backward, keys_values, memory, kv, keys, tiles, chain, task, slopes } = self;
-        let (call, bias, distances) = (&backward.call, backward.bias, backward.distances);
-        let (inputs, units) = (&call.inputs, call.inputs.options.units(K::ELEMENTS == 2));
-        let Dims { b, h, t_q, d, .. } = inputs.dims;
-        let queries = BiasOutput::new(backward.q_sums, [b, h, t_q, d]);
-        let (group, count) = (inputs.dims.group(), keys.len());
-        // What queries share is summed by the task first.
-        let bias_sums = bias.filter(|bias| bias.is_summed_over_queries).map_or(0, |_| group * count);
-        let distance_sums = inputs.distances.filter(|_| distances.is_some()).map_or(0, DistanceTable::size);
-        let [mut bias_sums, mut distance_sums] = [bias_sums, distance_sums].map(|words| vec![0f32; words]);
-        let of_heads = bias_sums.as_mut_ptr().wrapping_sub(kv.head * group * count + keys.start);
-        let summed = BiasOutput { at: SharedPtr(of_heads), strides: [0, count, 0, 1], is_summed_over_queries: true };
-        let biases = BiasGradients {
-            bias: bias.map(|bias| if bias.is_summed_over_queries { summed } else { bias }),
-            distances: distances.map(|_| SharedPtr(distance_sums.as_mut_ptr())),
-            slopes: (!slopes.is_empty()).then_some(SharedPtr(slopes.as_mut_ptr())),
+        let Self { backward, keys_values: [keys_of, values_of], work } = self;
+        let task = match work {
+            // SAFETY: the processor has the tier of K, and the rows are this task's.
+            Work::Deltas(row, sink) => return unsafe { backward.write_deltas::<K::Vector>(row, sink) },
+            // SAFETY: as above.
+            Work::Round(row, to) => return unsafe { backward.round_queries::<K::Vector>(row, to) },
+            Work::Task(task) => task,
         };
-        let biases = (bias.is_some() || distances.is_some() || !slopes.is_empty()).then_some(biases);
+        let BackwardTask { memory, kv, keys, tiles, chain, task, biases } = task;
+        let (inputs, units) = (&backward.call.inputs, backward.call.inputs.options.units(K::IS_BF16));
+        let Dims { b, h, h_kv, t_q, t_kv, d, .. } = inputs.dims;
+        let queries = BiasOutput::new(backward.q_sums, [b, h, t_q, d]);
         // Entries that other tasks add to as well, tile by tile.
-        let shared = bias.filter(|bias| !bias.is_summed_over_queries);
+        let shared = backward.bias.filter(|bias| !bias.is_summed_over_queries);
         // SAFETY: the processor has the tier of K; the memory was made for the call, and has the task's blocks.
         unsafe {
             let _tiles = K::configure_tiles();
             let mut blocks = Vec::new();
             for (index, first) in keys.clone().step_by(K::BLOCK).enumerate() {
-                let source = |rows| HeadRows::new(rows, kv, first..keys.end.min(first + K::BLOCK));
-                blocks.push(KeyBlock::new::<K>(keys_values.each_ref().map(source), memory, index));
+                let own = first..keys.end.min(first + K::BLOCK);
+                let sources = [HeadRows::new(keys_of, kv, own.clone()), HeadRows::new(values_of, kv, own)];
+                blocks.push(KeyBlock::new::<K>(sources, memory, index));
             }
             for (index, seen) in tiles.iter().enumerate() {
                 if seen.start >= keys.end || seen.end <= keys.start {
@@ -82,7 +88,7 @@ impl<E: Number> SimdTask for BackwardTask<'_, '_, E> {
                 }
                 chain.pass(task, index);
                 let first = index * K::PANEL;
-                let tile = &Tile::new::<K>(inputs, kv, first..inputs.dims.rows().min(first + K::PANEL));
+                let tile = &Tile::new(K::LAYOUT, inputs, kv, first..inputs.dims.rows().min(first + K::PANEL));
                 let packed = &pack_tile::<K, E>(backward, memory, tile, units.query);
                 if let Some(bias) = shared {
                     chain.wait(task, bias.last_sharing(&inputs.dims, tile));
@@ -96,29 +102,14 @@ impl<E: Number> SimdTask for BackwardTask<'_, '_, E> {
                 }
             }
             for block in &blocks {
-                let (first, count) = (backward.key_row(kv) + block.keys().start, block.keys().len());
-                for ((side, to), &sums) in memory.sizes.sides.iter().zip(backward.keys_values).zip(&block.sums) {
-                    if let Some(to) = to {
-                        write_sums::<K, E>(side, sums, to.add(first * side.width), count);
+                let first = (kv.b * h_kv + kv.head) * t_kv + block.keys().start;
+                for (index, side) in memory.sizes.sides.iter().enumerate() {
+                    if let Some(to) = backward.keys_values[index] {
+                        write_sums::<K, E>(side, block.sums[index], to.add(first * side.width), block.keys().len());
                     }
                 }
             }
-            if !bias_sums.is_empty() || !distance_sums.is_empty() {
-                chain.wait_for_all(task);
-            }
-            let row = |g: usize| Row { b: kv.b, head: kv.head * group + g, query: 0 };
-            if let Some(bias) = bias {
-                for (index, sum) in bias_sums.iter().enumerate() {
-                    *bias.entry(row(index / count), keys.start + index % count) += sum;
-                }
-            }
-            if let (Some(to), Some(from)) = (distances, inputs.options.distance_bias) {
-                for (sum, (g, entry)) in distance_sums[MAX_LANES..].iter().zip(from.table_entries(group)) {
-                    *to.entry(row(g), entry) += sum;
-                }
-            }
         }
-        chain.finish(task);
     }
 }
 
@@ -134,19 +125,8 @@ unsafe fn pack_tile<'a, K: Kernel, E: Number>(
     factor: f32,
 ) -> PackedTile<'a, E> {
     let (call, dims) = (&backward.call, &backward.call.inputs.dims);
-    let rows = [(&call.q, dims.d), (&backward.context_grad, dims.d_v)];
-    let rows = rows.map(|(matrix, width)| TileRows { matrix, width, dims, tile });
-    let mut columns =
-        TileColumns { max: [0.0; MAX_COLUMNS], reciprocal: [0.0; MAX_COLUMNS], delta: [0.0; MAX_COLUMNS] };
-    for column in (0..tile.rows.len()).filter(|&column| !tile.is_empty(column)) {
-        let row = dims.row_index(dims.row(tile.kv, tile.rows.start + column));
-        let stats = backward.stats[row];
-        // A row whose scores are all -inf has seen nothing either.
-        if stats.sum != 0.0 {
-            (columns.max[column], columns.reciprocal[column]) = (stats.max, 1.0 / stats.sum);
-        }
-        columns.delta[column] = backward.deltas()[row];
-    }
+    let queries = TileRows { matrix: &call.q, width: dims.d, dims, tile };
+    let rows = [queries, TileRows { matrix: &backward.context_grad, width: dims.d_v, dims, tile }];
     // SAFETY: as this function's contract.
     unsafe {
         for (side, factor) in [factor, 1.0].into_iter().enumerate() {
@@ -158,7 +138,25 @@ unsafe fn pack_tile<'a, K: Kernel, E: Number>(
         let count = memory.sizes.sides[0].packed.row_squares * K::PANEL;
         memory.query_sums.as_mut_ptr().write_bytes(0, count);
     }
-    PackedTile { tile, columns, rows, finite: OnceCell::new() }
+    PackedTile { tile, columns: columns_of(backward, tile), rows, finite: OnceCell::new() }
+}
+
+/// What the columns of a tile bring along.
+fn columns_of<E>(backward: &BackwardCall<E>, tile: &Tile) -> TileColumns {
+    let dims = &backward.call.inputs.dims;
+    let mut columns =
+        TileColumns { max: [0.0; MAX_COLUMNS], reciprocal: [0.0; MAX_COLUMNS], delta: [0.0; MAX_COLUMNS] };
+    for column in (0..tile.rows.len()).filter(|&column| !tile.is_empty(column)) {
+        let row = dims.row_index(dims.row(tile.kv, tile.rows.start + column));
+        let stats = backward.stats[row];
+        // A row whose scores are all -inf has seen nothing either.
+        if stats.sum != 0.0 {
+            (columns.max[column], columns.reciprocal[column]) = (stats.max, 1.0 / stats.sum);
+        }
+        // SAFETY: there is one for each query, and they are all written before the first task reads one.
+        columns.delta[column] = unsafe { *backward.deltas.add(row) };
+    }
+    columns
 }
 
 /// The rows of a tile as the right operand of a product over queries: (panels, rows in words, panel).
@@ -169,7 +167,7 @@ unsafe fn pack_tile<'a, K: Kernel, E: Number>(
 unsafe fn pack_row_panels<K: Kernel, E: Number>(rows: &TileRows<E>, side: &Side, to: *mut f32) {
     let words = K::PANEL / K::ELEMENTS;
     for panel in 0..side.count {
-        let columns = side.columns::<K>(panel);
+        let columns = side.columns(K::Vector::LANES, panel);
         let width = columns.len();
         for word in 0..words {
             let part = |column: usize| rows.row(column).map(|row| row.wrapping_add(columns.start));
@@ -196,7 +194,7 @@ unsafe fn pack_row_panels<K: Kernel, E: Number>(rows: &TileRows<E>, side: &Side,
 unsafe fn write_sums<K: Kernel, E: Number>(side: &Side, sums: *const f32, to: *mut E, count: usize) {
     let lanes = K::Vector::LANES;
     for panel in 0..side.count {
-        let columns = side.columns::<K>(panel);
+        let columns = side.columns(K::Vector::LANES, panel);
         for row in 0..count {
             let from = sums.wrapping_add((panel * K::BLOCK + row) * K::PANEL);
             // SAFETY: as this function's contract.
@@ -220,30 +218,26 @@ pub(super) struct Side {
     /// Panels.
     pub count: usize,
     /// Of all panels but the last, which may have fewer.
-    vectors: usize,
-    total: usize,
+    pub vectors: usize,
+    pub total: usize,
 }
 
 impl Side {
-    fn new<K: Kernel>(width: usize) -> Self {
-        let total = width.div_ceil(K::Vector::LANES);
-        let count = total.div_ceil(K::VECTORS);
-        Self { width, packed: PackedWidth::new::<K>(width), count, vectors: total.div_ceil(count.max(1)), total }
-    }
-
-    pub fn vectors(&self, panel: usize) -> usize {
-        self.vectors.min(self.total - panel * self.vectors)
+    fn new(layout: Layout, width: usize) -> Self {
+        let total = width.div_ceil(layout.lanes);
+        let count = total.div_ceil(layout.panel / layout.lanes);
+        Self { width, packed: PackedWidth::new(layout, width), count, vectors: total.div_ceil(count.max(1)), total }
     }
 
     /// The columns of a panel, within the width.
-    pub fn columns<K: Kernel>(&self, panel: usize) -> Range<usize> {
-        let columns = self.vectors * K::Vector::LANES;
+    pub fn columns(&self, lanes: usize, panel: usize) -> Range<usize> {
+        let columns = self.vectors * lanes;
         panel * columns..self.width.min((panel + 1) * columns)
     }
 
     /// The words of a block: of its rows, and of the sums of their gradients, (panels, block, panel).
-    pub fn block_words<K: Kernel>(&self) -> [usize; 2] {
-        [K::BLOCK * self.packed.words, self.count * K::BLOCK * K::PANEL]
+    pub fn block_words(&self, layout: Layout) -> [usize; 2] {
+        [layout.block * self.packed.words, self.count * layout.block * layout.panel]
     }
 }
 
@@ -256,11 +250,11 @@ pub(super) struct BackwardSizes {
 }
 
 impl BackwardSizes {
-    pub fn new<K: Kernel>(dims: &Dims) -> Self {
-        let sides = [dims.d, dims.d_v].map(Side::new::<K>);
-        let words = sides.map(|side| side.block_words::<K>().iter().sum::<usize>());
-        let words = words[0] + words[1] + sides[0].packed.column_words::<K>();
-        Self { sides, blocks: backward_blocks::<K>(dims, words) }
+    pub fn new(layout: Layout, dims: &Dims) -> Self {
+        let sides = [dims.d, dims.d_v].map(|width| Side::new(layout, width));
+        let words = sides.map(|side| side.block_words(layout).iter().sum::<usize>());
+        let words = words[0] + words[1] + sides[0].packed.column_words(layout);
+        Self { sides, blocks: backward_blocks(layout.block, dims, words) }
     }
 }
 
@@ -294,27 +288,28 @@ pub(super) struct BackwardMemory {
 }
 
 impl BackwardMemory {
-    pub fn new<K: Kernel>(sizes: BackwardSizes, options: &ScoreOptions) -> Self {
-        let (sides, scores) = (sizes.sides, K::BLOCK * K::PANEL);
+    pub fn new(layout: Layout, sizes: BackwardSizes, options: &ScoreOptions) -> Self {
+        let Layout { elements, panel, .. } = layout;
+        let (sides, scores) = (sizes.sides, layout.block * panel);
         let packed = sides.map(|side| side.packed);
         let block = |_| BlockMemory {
-            sides: sides.map(|side| side.block_words::<K>().map(Scratch::zeros)),
-            key_columns: Scratch::zeros(packed[0].column_words::<K>()),
+            sides: sides.map(|side| side.block_words(layout).map(Scratch::zeros)),
+            key_columns: Scratch::zeros(packed[0].column_words(layout)),
         };
         let if_wanted = |is_wanted: bool, words: usize| Scratch::zeros(if is_wanted { words } else { 0 });
-        let [of_keys, of_values] = packed.map(|width| width.staging_words::<K>());
+        let [of_keys, of_values] = packed.map(|width| width.staging_words(layout));
         Self {
             sizes,
             blocks: (0..sizes.blocks).map(block).collect(),
-            panels: packed.map(|width| Scratch::zeros(width.word_squares * K::PANEL)),
-            rows: sides.map(|side| Scratch::zeros(side.count * K::PANEL / K::ELEMENTS * K::PANEL)),
-            query_sums: Scratch::zeros(packed[0].row_squares * K::PANEL),
+            panels: packed.map(|width| Scratch::zeros(width.word_squares * panel)),
+            rows: sides.map(|side| Scratch::zeros(side.count * panel / elements * panel)),
+            query_sums: Scratch::zeros(packed[0].row_squares * panel),
             products: [scores; 2].map(Scratch::zeros),
             slopes: if_wanted(options.softcap.is_some(), scores),
             dropout: if_wanted(options.dropout.is_some(), scores),
-            halves: [scores / 2; 2].map(|words| if_wanted(K::IS_BF16, words)),
-            pairs: if_wanted(K::IS_BF16, scores / 2),
-            staging: Scratch::zeros((K::Vector::LANES * K::BLOCK).max(of_keys).max(of_values)),
+            halves: [scores / 2; 2].map(|words| if_wanted(elements == 2, words)),
+            pairs: if_wanted(elements == 2, scores / 2),
+            staging: Scratch::zeros((layout.lanes * layout.block).max(of_keys).max(of_values)),
         }
     }
     /// The weights and gradients of a tile's scores over some keys as the words that the kernel multiplies, and zeros

@@ -20,9 +20,9 @@ use super::scores::TileScores;
 use super::softmax::{Partials, TileSoftmax};
 use super::tasks::{self, KV_SPLIT, PanelState};
 use super::tile::Tile;
-use crate::cpu::{Kernel, MAX_COLUMNS, MAX_LANES, Scratch, SimdTask, Vector, for_each_task};
+use crate::cpu::{Kernel, Layout, MAX_COLUMNS, MAX_LANES, Scratch, SimdTask, Vector, for_each_task};
 use crate::number::{Number, Stored, widen_row};
-use products::{AccumulateSeen, KEY_BLOCK, Operand, RowProducts};
+use products::{AccumulateSeen, KEY_BLOCK, Operand, Products, RowProducts};
 
 /// The most rows that are decoded on any tier.
 const MAX_ROWS: usize = 16;
@@ -30,40 +30,138 @@ const MAX_ROWS: usize = 16;
 /// The most rows that are decoded: beyond them, tiles of packed keys are faster, and from half as many on where a
 /// kernel multiplies pairs of bf16, which decoding widens.
 pub(super) const fn max_rows<K: Kernel>() -> usize {
-    match K::Vector::LANES {
-        lanes @ ..8 => lanes,
-        _ => MAX_ROWS / K::ELEMENTS,
-    }
+    if K::Vector::LANES < 8 { K::Vector::LANES } else { MAX_ROWS / K::ELEMENTS }
 }
 
-/// Attention of up to [`MAX_ROWS`] rows for each key head: a task for each part of its keys. `None` where there is no
-/// memory for the parts' results.
+/// Attention of up to [`MAX_ROWS`] rows for each key head. `None` where there is no memory for the parts' results.
 ///
 /// # Safety
-/// The processor has the tier of K, whose words are f32.
-pub(super) unsafe fn run<K: Kernel, E: Number, S: Stored>(
+/// The processor has the tier of V.
+pub(super) unsafe fn run<V: Vector, E: Number, S: Stored>(
     call: &Call<E>,
     keys_values: &[StoredRows<S>; 2],
 ) -> Option<()> {
-    let (inputs, workers) = (&call.inputs, tasks::workers(call, size_of::<S>(), 1));
+    let (inputs, [_, value_rows]) = (&call.inputs, keys_values);
+    // SAFETY: the processor has the tier of V; what a step names belongs to the call.
+    run_parts(call, V::LAYOUT, group_rows::<V>(&inputs.dims), size_of::<S>(), &|step| unsafe {
+        match step {
+            Step::Widen(kv, queries) => V::run_simd(WidenQueries { q: &call.q, inputs, kv, queries }),
+            Step::Multiply(rows, products) => V::run_simd(RowProducts { rows: keys_values[rows], products }),
+            Step::Softmax(softmax) => V::run_simd(softmax),
+            Step::AreFinite(kv, keys, are) => {
+                *are = keys.into_iter().all(|keys| HeadRows::new(value_rows, kv, keys).are_finite());
+            }
+            Step::AccumulateSeen(tile, keys, weights, context, stride) => {
+                let values = HeadRows::new(value_rows, tile.kv, keys);
+                V::run_simd(AccumulateSeen { inputs, values, tile, weights, context, stride });
+            }
+        }
+    })
+}
+
+/// What is compiled for each element and each tier.
+enum Step<'a> {
+    /// Queries, to rows in f32.
+    Widen(KvHead, *mut f32),
+    /// With keys, or with values.
+    Multiply(usize, Products),
+    Softmax(&'a TileSoftmax<'a>),
+    /// Whether all values of some keys are.
+    AreFinite(KvHead, [Range<usize>; 2], &'a mut bool),
+    /// [`AccumulateSeen`], with its keys, weights, context and stride.
+    AccumulateSeen(&'a Tile, Range<usize>, *const f32, *mut f32, usize),
+}
+
+/// A task for each part of the keys of each key head. Keys and values have so many `bytes` a number.
+fn run_parts<E: Number>(
+    call: &Call<E>,
+    layout: Layout,
+    group: usize,
+    bytes: usize,
+    run: &(dyn Fn(Step) + Sync),
+) -> Option<()> {
+    let (inputs, workers) = (&call.inputs, tasks::workers(call, bytes, 1));
     let dims = &inputs.dims;
     let parts = dims.t_kv.div_ceil(KV_SPLIT).max(1);
     // Rows that fill up the last group have no query.
-    let rows = dims.rows().next_multiple_of(group_rows::<K::Vector>(dims));
+    let rows = dims.rows().next_multiple_of(group);
     let partials = Partials::new(dims, rows, parts)?;
     let memory = || {
         let scores = rows * KV_SPLIT.min(dims.t_kv) + rows * MAX_COLUMNS;
         [rows * dims.d.next_multiple_of(MAX_LANES), scores].map(Scratch::zeros)
     };
-    for_each_task(dims.b * dims.h_kv * parts, workers, memory, |[queries, scores], task| {
+    for_each_task(dims.b * dims.h_kv * parts, workers, &memory, &|[queries, scores], task| {
         let (kv, part) = (dims.kv_head(task / parts), task % parts);
-        let keys = part * KV_SPLIT..dims.t_kv.min((part + 1) * KV_SPLIT);
-        // SAFETY: the processor has the tier of K; the memory was made for these sizes; each task writes parts of its
-        // own.
-        unsafe {
-            K::run_simd(WidenQueries { q: &call.q, inputs, kv, queries: queries.as_mut_ptr() });
-            let (queries, scores) = (queries.as_ptr(), scores.as_mut_ptr());
-            Decode { inputs, keys_values, queries, scores, kv, keys, partials: (&partials, part) }.run::<K>();
+        let own = part * KV_SPLIT..dims.t_kv.min((part + 1) * KV_SPLIT);
+        // Rows in f32, and of each group of rows (keys, R), and a panel more.
+        let (all_queries, all_scores) = (queries.as_mut_ptr(), scores.as_mut_ptr());
+        run(Step::Widen(kv, all_queries));
+        let tile = |first: usize| {
+            let rows = first..dims.rows().min(first + group);
+            Tile::narrow(layout, inputs, kv, rows, own.clone(), group)
+        };
+        let tiles: Vec<_> = (0..dims.rows()).step_by(group).map(tile).collect();
+        let keys = Tile::seen_keys(&tiles);
+        let block = if tiles.len() == 1 { keys.len().max(1) } else { KEY_BLOCK };
+        let scores = |index: usize, key: usize| {
+            all_scores.wrapping_add(index * (keys.len() * group + MAX_COLUMNS) + (key - keys.start) * group)
+        };
+        let width = dims.d.next_multiple_of(layout.lanes);
+        let context = |index: usize| partials.row(kv, index * group, part);
+        let products = |rows: usize, operand: &dyn Fn(usize) -> Operand| {
+            for first in keys.clone().step_by(block) {
+                for index in 0..tiles.len() {
+                    let (keys, numbers) = (first..keys.end.min(first + block), scores(index, first));
+                    run(Step::Multiply(rows, Products { kv, keys, group, numbers, operand: operand(index) }));
+                }
+            }
+        };
+        products(0, &|index| Operand::Queries(all_queries.wrapping_add(index * group * width)));
+        // The keys that every row sees.
+        let every = if inputs.options.keep.is_some() { 0..0 } else { keys.clone() };
+        let every = tiles.iter().fold(every, |all, tile| all.start.max(tile.every.start)..all.end.min(tile.every.end));
+        // A weight of zero does not silence what is not finite. Most calls hide no key, or few.
+        let hidden = [keys.start..every.start.min(keys.end), every.end.max(keys.start)..keys.end];
+        let mut are_finite = false;
+        run(Step::AreFinite(kv, hidden, &mut are_finite));
+        for (index, tile) in tiles.iter().enumerate() {
+            let (scores, context, stride) = (scores(index, keys.start), context(index), partials.stride());
+            let rows = (keys.len() * group).div_ceil(layout.panel);
+            let (mut max, mut sum) = ([f32::NEG_INFINITY; MAX_COLUMNS], [0f32; MAX_COLUMNS]);
+            let mut factors = [0f32; MAX_COLUMNS];
+            let nothing = std::ptr::null_mut();
+            // SAFETY: each task writes parts of its own, which have the rows.
+            unsafe {
+                run(Step::Softmax(&TileSoftmax {
+                    scores: TileScores {
+                        inputs: *inputs,
+                        tile,
+                        units: inputs.options.units(false),
+                        keys: keys.clone(),
+                        rows,
+                        is_masked: every != keys || rows * layout.panel != keys.len() * group,
+                        scores,
+                        staging: nothing,
+                        dropout: nothing,
+                        cap_slopes: None,
+                    },
+                    depth: rows,
+                    pairs: nothing,
+                    state: PanelState { context: nothing, max: max.as_mut_ptr(), sum: sum.as_mut_ptr() },
+                    factors: factors.as_mut_ptr(),
+                    scores_out: None,
+                }));
+                for r in 0..group {
+                    let sum = sum[r..layout.panel].iter().step_by(group).sum();
+                    partials.set(context.add(r * stride), max[r], sum);
+                }
+                if !are_finite {
+                    run(Step::AccumulateSeen(tile, keys.clone(), scores, context, stride));
+                }
+            }
+        }
+        if are_finite {
+            products(1, &|index| Operand::Context(context(index), partials.stride()));
         }
     });
     partials.merge(call);
@@ -93,102 +191,6 @@ impl<E: Number> SimdTask for WidenQueries<'_, '_, E> {
             let from = self.q.query(dims.row(self.kv, row));
             // SAFETY: the processor has the tier of K; the row belongs to the call, and there is memory for each.
             unsafe { widen_row::<E, K::Vector>(from, dims.d, self.queries.add(row * width), width, factor) };
-        }
-    }
-}
-
-/// The query rows of one key head against a part of its keys.
-struct Decode<'a, 'b, S> {
-    inputs: &'a ScoreInputs<'b>,
-    keys_values: &'a [StoredRows<'b, S>; 2],
-    /// Rows in f32.
-    queries: *const f32,
-    /// Of each group of rows (keys, R), and a panel more.
-    scores: *mut f32,
-    kv: KvHead,
-    keys: Range<usize>,
-    /// Takes the results, by the number of the part.
-    partials: (&'a Partials, usize),
-}
-
-impl<S: Stored> Decode<'_, '_, S> {
-    /// # Safety
-    /// The processor has the tier of K; the memory was made for the call's sizes.
-    unsafe fn run<K: Kernel>(&self) {
-        let &Self { inputs, keys_values: [key_rows, value_rows], kv, partials: (partials, part), .. } = self;
-        let (dims, group) = (&inputs.dims, group_rows::<K::Vector>(&inputs.dims));
-        let tile = |first: usize| {
-            let rows = first..dims.rows().min(first + group);
-            Tile::narrow::<K>(inputs, kv, rows, self.keys.clone(), group)
-        };
-        let tiles: Vec<_> = (0..dims.rows()).step_by(group).map(tile).collect();
-        let keys = Tile::seen_keys(&tiles);
-        let block = if tiles.len() == 1 { keys.len().max(1) } else { KEY_BLOCK };
-        let scores = |index: usize, key: usize| {
-            self.scores.wrapping_add(index * (keys.len() * group + MAX_COLUMNS) + (key - keys.start) * group)
-        };
-        let queries = |index: usize| {
-            let row = index * group * dims.d.next_multiple_of(K::Vector::LANES);
-            Operand::Queries(self.queries.wrapping_add(row))
-        };
-        let context = |index: usize| partials.row(kv, index * group, part);
-        let products = |&rows: &StoredRows<S>, operand: &dyn Fn(usize) -> Operand| {
-            for first in keys.clone().step_by(block) {
-                for index in 0..tiles.len() {
-                    let (keys, numbers) = (first..keys.end.min(first + block), scores(index, first));
-                    // SAFETY: as this method's contract.
-                    unsafe { K::run_simd(RowProducts { rows, kv, keys, group, numbers, operand: operand(index) }) };
-                }
-            }
-        };
-        products(key_rows, &queries);
-        // The keys that every row sees.
-        let every = if inputs.options.keep.is_some() { 0..0 } else { keys.clone() };
-        let every = tiles.iter().fold(every, |all, tile| all.start.max(tile.every.start)..all.end.min(tile.every.end));
-        let values = |keys: Range<usize>| HeadRows::new(value_rows, kv, keys);
-        // A weight of zero does not silence what is not finite. Most calls hide no key, or few.
-        let hidden = [keys.start..every.start.min(keys.end), every.end.max(keys.start)..keys.end];
-        // SAFETY: as this method's contract.
-        let only_seen = !hidden.into_iter().all(|keys| unsafe { values(keys).are_finite() });
-        for (index, tile) in tiles.iter().enumerate() {
-            let (scores, context, stride) = (scores(index, keys.start), context(index), partials.stride());
-            let rows = (keys.len() * group).div_ceil(K::PANEL);
-            let (mut max, mut sum) = ([f32::NEG_INFINITY; MAX_COLUMNS], [0f32; MAX_COLUMNS]);
-            let mut factors = [0f32; MAX_COLUMNS];
-            let nothing = std::ptr::null_mut();
-            // SAFETY: as this method's contract.
-            unsafe {
-                K::run_simd(TileSoftmax {
-                    scores: TileScores {
-                        inputs: *inputs,
-                        tile,
-                        units: inputs.options.units(false),
-                        keys: keys.clone(),
-                        rows,
-                        is_masked: every != keys || rows * K::PANEL != keys.len() * group,
-                        scores,
-                        staging: nothing,
-                        dropout: nothing,
-                        cap_slopes: None,
-                    },
-                    depth: rows,
-                    pairs: nothing,
-                    state: PanelState { context: nothing, max: max.as_mut_ptr(), sum: sum.as_mut_ptr() },
-                    factors: factors.as_mut_ptr(),
-                    scores_out: None,
-                });
-                for r in 0..group {
-                    let sum = sum[r..K::PANEL].iter().step_by(group).sum();
-                    partials.set(context.add(r * stride), max[r], sum);
-                }
-                if only_seen {
-                    let values = values(keys.clone());
-                    K::run_simd(AccumulateSeen { inputs, values, tile, weights: scores, context, stride });
-                }
-            }
-        }
-        if !only_seen {
-            products(value_rows, &|index| Operand::Context(context(index), partials.stride()));
         }
     }
 }

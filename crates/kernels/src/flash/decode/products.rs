@@ -12,11 +12,13 @@ use crate::number::{Stored, load_first};
 /// in the first cache meanwhile.
 pub(super) const KEY_BLOCK: usize = 32;
 
+/// The most sums that contexts are added to in, and the vectors of values that belong to them.
+const MAX_SUMS: usize = 16;
+const MAX_VECTORS: usize = 8;
+
 /// The products of a group of R query rows of one key head, a power of two, with some of the keys of one part, or of
 /// their weights with the values.
-pub(super) struct RowProducts<'a, S> {
-    /// Keys or values. Not behind a reference, from which loops would read it again after each store.
-    pub rows: StoredRows<'a, S>,
+pub(super) struct Products {
     pub kv: KvHead,
     pub keys: Range<usize>,
     /// R.
@@ -24,6 +26,12 @@ pub(super) struct RowProducts<'a, S> {
     /// (keys, R), rounded up to a vector: takes scores, or holds weights.
     pub numbers: *mut f32,
     pub operand: Operand,
+}
+
+/// With the keys or the values. Not behind a reference, from which loops would read them again after each store.
+pub(super) struct RowProducts<'a, S> {
+    pub rows: StoredRows<'a, S>,
+    pub products: Products,
 }
 
 /// What keys or values are multiplied with, or added to.
@@ -40,34 +48,35 @@ impl<S: Stored> SimdTask for RowProducts<'_, S> {
     unsafe fn run<K: Kernel>(self) {
         // SAFETY: by the contract of `SimdTask`.
         unsafe {
-            match self.group {
-                1 => self.multiply::<K::Vector, 1>(),
-                2 => self.multiply::<K::Vector, 2>(),
-                8 if const { K::Vector::LANES == MAX_LANES } => self.multiply::<K::Vector, 8>(),
-                _ => self.multiply::<K::Vector, 4>(),
+            match self.products.group {
+                1 => self.multiply::<K::Vector>(1),
+                2 => self.multiply::<K::Vector>(2),
+                8 if const { K::Vector::LANES == MAX_LANES } => self.multiply::<K::Vector>(8),
+                _ => self.multiply::<K::Vector>(4),
             }
         }
     }
 }
 
+/// R is an argument, which the compiler knows where all of this becomes a part of [`SimdTask::run`].
 impl<S: Stored> RowProducts<'_, S> {
     /// # Safety
     /// The processor has the tier of V; the keys belong to the call; the pointers are valid for what they name.
     #[inline(always)]
-    unsafe fn multiply<V: Vector, const R: usize>(&self) {
+    unsafe fn multiply<V: Vector>(&self, r: usize) {
         // SAFETY: as this method's contract.
         unsafe {
-            match self.operand {
+            match self.products.operand {
                 Operand::Queries(queries) => {
-                    self.score::<V, R>(queries);
-                    self.scale::<R>();
+                    self.score::<V>(r, queries);
+                    self.scale(r);
                 }
                 // Weights become those of codes where values are scaled.
                 Operand::Context(context, stride) => {
-                    self.scale::<R>();
-                    for first in self.keys.clone().step_by(KEY_BLOCK) {
-                        let keys = first..self.keys.end.min(first + KEY_BLOCK);
-                        self.accumulate::<V, R>(keys, context, stride);
+                    self.scale(r);
+                    for first in self.products.keys.clone().step_by(KEY_BLOCK) {
+                        let keys = first..self.products.keys.end.min(first + KEY_BLOCK);
+                        self.accumulate::<V>(r, keys, context, stride);
                     }
                 }
             }
@@ -79,21 +88,21 @@ impl<S: Stored> RowProducts<'_, S> {
     /// # Safety
     /// As [`multiply`](Self::multiply).
     #[inline(always)]
-    unsafe fn score<V: Vector, const R: usize>(&self, queries: *const f32) {
-        let (d, lanes, together) = (self.rows.width, V::LANES, V::LANES / R);
-        let (whole, start) = (d / lanes * lanes, self.rows.row(self.kv, self.keys.start));
-        for first in (0..self.keys.len()).step_by(together) {
+    unsafe fn score<V: Vector>(&self, r: usize, queries: *const f32) {
+        let (d, lanes, together) = (self.rows.width, V::LANES, V::LANES / r);
+        let (whole, start) = (d / lanes * lanes, self.rows.row(self.products.kv, self.products.keys.start));
+        for first in (0..self.products.keys.len()).step_by(together) {
             // SAFETY: as this method's contract; the rows of keys have D elements.
             unsafe {
                 let from = self.prefetched_keys::<V>(start, first, together);
                 let mut sums = [V::splat(0.0); MAX_LANES];
                 for at in (0..whole).step_by(lanes) {
-                    self.add_keys::<V, R>(&mut sums, &from, at..at + lanes, queries);
+                    self.add_keys(r, &mut sums, &from, at..at + lanes, queries);
                 }
                 if whole < d {
-                    self.add_keys::<V, R>(&mut sums, &from, whole..d, queries);
+                    self.add_keys(r, &mut sums, &from, whole..d, queries);
                 }
-                V::sum_each(&sums).store(self.numbers.add(first * R));
+                V::sum_each(&sums).store(self.products.numbers.add(first * r));
             }
         }
     }
@@ -108,7 +117,7 @@ impl<S: Stored> RowProducts<'_, S> {
         let stride = self.rows.stride();
         let mut keys = [start; MAX_LANES];
         for (k, key) in keys[..count].iter_mut().enumerate() {
-            *key = key.wrapping_add((first + k).min(self.keys.len() - 1) * stride);
+            *key = key.wrapping_add((first + k).min(self.products.keys.len() - 1) * stride);
             // SAFETY: as this method's contract.
             unsafe { prefetch_row::<V, S>(*key, stride, self.rows.width) };
         }
@@ -120,8 +129,9 @@ impl<S: Stored> RowProducts<'_, S> {
     /// # Safety
     /// As [`multiply`](Self::multiply); the keys have the elements.
     #[inline(always)]
-    unsafe fn add_keys<V: Vector, const R: usize>(
+    unsafe fn add_keys<V: Vector>(
         &self,
+        r: usize,
         sums: &mut [V; MAX_LANES],
         keys: &[*const S; MAX_LANES],
         elements: Range<usize>,
@@ -129,7 +139,7 @@ impl<S: Stored> RowProducts<'_, S> {
     ) {
         let (at, filled) = (elements.start, elements.end - elements.start);
         let width = self.rows.width.next_multiple_of(V::LANES);
-        for (k, sums) in sums[..V::LANES].chunks_exact_mut(R).enumerate() {
+        for (k, sums) in sums[..V::LANES].chunks_exact_mut(r).enumerate() {
             // SAFETY: as this method's contract.
             unsafe {
                 let key: V = load_first(keys[k].add(at), filled);
@@ -145,14 +155,17 @@ impl<S: Stored> RowProducts<'_, S> {
     /// # Safety
     /// As [`multiply`](Self::multiply).
     #[inline(always)]
-    unsafe fn scale<const R: usize>(&self) {
-        let Some(scales) = self.rows.scales.filter(|_| S::IS_SCALED) else { return };
-        let (first, stride) = (scales.at([self.kv.b, self.kv.head, self.keys.start]), scales.strides[2]);
-        for key in 0..self.keys.len() {
+    unsafe fn scale(&self, r: usize) {
+        let (true, Some(scales)) = (S::IS_SCALED, self.rows.scales) else { return };
+        let (first, stride) =
+            (scales.at([self.products.kv.b, self.products.kv.head, self.products.keys.start]), scales.strides[2]);
+        for key in 0..self.products.keys.len() {
             // SAFETY: as this method's contract; the view was checked for every key of the call.
             unsafe {
                 let scale = *first.wrapping_add(key * stride);
-                (0..R).for_each(|r| *self.numbers.add(key * R + r) *= scale);
+                for row in 0..r {
+                    *self.products.numbers.add(key * r + row) *= scale;
+                }
             }
         }
     }
@@ -162,70 +175,67 @@ impl<S: Stored> RowProducts<'_, S> {
     /// # Safety
     /// As [`multiply`](Self::multiply), of keys that have weights.
     #[inline(always)]
-    unsafe fn accumulate<V: Vector, const R: usize>(&self, keys: Range<usize>, context: *mut f32, stride: usize) {
-        let (d_v, lanes, mut d) = (self.rows.width, V::LANES, 0);
+    unsafe fn accumulate<V: Vector>(&self, r: usize, keys: Range<usize>, context: *mut f32, stride: usize) {
+        let (most, mut d) = (V::ROWS * V::VECTORS, 0);
         // SAFETY: as this method's contract; `d` counts whole vectors within D_v, then the rest of it.
         unsafe {
             // Eight sums hide the latency of a multiply-add; registers for sixteen halve the loads of weights. No more
             // than the tile of a product has, which is four on the scalar tier.
-            while const { R == 1 && 8 <= V::ROWS * V::VECTORS } && d + 8 * lanes <= d_v {
-                self.accumulate_columns::<V, R, 8>(&keys, context, stride, d);
-                d += 8 * lanes;
+            if r == 1 && 8 <= most {
+                self.accumulate_columns::<V>(r, 8, &keys, context, stride, &mut d);
             }
-            while const { (R <= 2 || V::LANES == MAX_LANES) && R <= 4 && 4 * R <= V::ROWS * V::VECTORS }
-                && d + 4 * lanes <= d_v
-            {
-                self.accumulate_columns::<V, R, 4>(&keys, context, stride, d);
-                d += 4 * lanes;
+            if (r <= 2 || V::LANES == MAX_LANES) && r <= 4 && 4 * r <= most {
+                self.accumulate_columns::<V>(r, 4, &keys, context, stride, &mut d);
             }
-            while const { 2 * R <= V::ROWS * V::VECTORS } && d + 2 * lanes <= d_v {
-                self.accumulate_columns::<V, R, 2>(&keys, context, stride, d);
-                d += 2 * lanes;
+            if 2 * r <= most {
+                self.accumulate_columns::<V>(r, 2, &keys, context, stride, &mut d);
             }
-            while d < d_v {
-                self.accumulate_columns::<V, R, 1>(&keys, context, stride, d);
-                d += lanes;
-            }
+            self.accumulate_columns::<V>(r, 1, &keys, context, stride, &mut d);
         }
     }
-
+    /// N whole vectors of columns after the other from `d` on, as long as there are as many, or for N = 1 what is left.
+    ///
     /// # Safety
-    /// As [`accumulate`](Self::accumulate); N whole vectors from `d` on, or for N = 1 what is left of D_v.
+    /// As [`accumulate`](Self::accumulate).
     #[inline(always)]
-    unsafe fn accumulate_columns<V: Vector, const R: usize, const N: usize>(
+    unsafe fn accumulate_columns<V: Vector>(
         &self,
+        r: usize,
+        n: usize,
         keys: &Range<usize>,
         context: *mut f32,
-        context_stride: usize,
-        d: usize,
+        stride: usize,
+        d: &mut usize,
     ) {
-        let (rows, lanes) = (&self.rows, V::LANES);
-        let (mut from, stride) = (rows.row(self.kv, keys.start).wrapping_add(d), rows.stride());
-        let mut weights = self.numbers.wrapping_add((keys.start - self.keys.start) * R).cast_const();
-        // SAFETY: as this method's contract.
-        unsafe {
-            // Sums of a few keys each, and not one over all of them, which would round more.
-            let mut sums = [[V::splat(0.0); N]; R];
-            for _ in 0..keys.len() {
-                prefetch_row::<V, S>(from, stride, N * lanes);
-                let mut values = [V::splat(0.0); N];
-                for (n, values) in values.iter_mut().enumerate() {
-                    *values = match const { N == 1 } {
-                        true => load_first(from, lanes.min(rows.width - d)),
-                        false => S::load(from.add(n * lanes)),
-                    };
+        let (Products { kv, keys: all, numbers, .. }, rows, lanes) = (&self.products, &self.rows, V::LANES);
+        while *d < rows.width && (n == 1 || *d + n * lanes <= rows.width) {
+            let mut from = rows.row(*kv, keys.start).wrapping_add(*d);
+            let mut weights = numbers.wrapping_add((keys.start - all.start) * r).cast_const();
+            // SAFETY: as this method's contract.
+            unsafe {
+                // Sums of a few keys each, and not one over all of them, which would round more.
+                let (mut sums, mut values) = ([V::splat(0.0); MAX_SUMS], [V::splat(0.0); MAX_VECTORS]);
+                let (sums, values) = (&mut sums[..r * n], &mut values[..n]);
+                for _ in keys.start..keys.end {
+                    prefetch_row::<V, S>(from, rows.stride(), n * lanes);
+                    if n == 1 {
+                        values[0] = load_first(from, lanes.min(rows.width - *d));
+                    } else {
+                        for (n, value) in values.iter_mut().enumerate() {
+                            *value = S::load(from.add(n * lanes));
+                        }
+                    }
+                    add_products::<V>(sums, weights, 1, values);
+                    (from, weights) = (from.wrapping_add(rows.stride()), weights.add(r));
                 }
-                add_products::<V, R, N>(&mut sums, weights, 1, &values);
-                (from, weights) = (from.wrapping_add(stride), weights.add(R));
-            }
-            let mut to = context.add(d);
-            for sums in sums.iter() {
-                for (n, sum) in sums.iter().enumerate() {
-                    let at = to.add(n * lanes);
-                    sum.add(V::load(at)).store(at);
+                for (row, sums) in sums.chunks_exact(n).enumerate() {
+                    for (n, sum) in sums.iter().enumerate() {
+                        let at = context.add(*d + row * stride + n * lanes);
+                        sum.add(V::load(at)).store(at);
+                    }
                 }
-                to = to.wrapping_add(context_stride);
             }
+            *d += n * lanes;
         }
     }
 }

@@ -6,9 +6,9 @@ use std::sync::atomic::Ordering;
 
 use super::{MAX_TOP, StatisticsOptions, StatisticsOutput};
 use crate::cpu::{EXP2_MIN, Kernel, MAX_COLUMNS, MAX_LANES, Scratch, SimdTask, Vector};
-use crate::flash::problem::{Dims, KvHead, ScoreInputs, ScoreUnits, SoftmaxStats};
+use crate::flash::problem::{Dims, ScoreInputs, ScoreUnits, SoftmaxStats};
 use crate::flash::softmax::with_sink;
-use crate::flash::tasks::{Chain, PanelState, Workspace};
+use crate::flash::tasks::{AttendTask, PanelState, Workspace};
 use crate::flash::tile::Tile;
 
 /// The keys among which the largest weight of a query is found before those of the whole are: a whole number of vectors
@@ -24,22 +24,16 @@ pub(in crate::flash) fn kept_scores(dims: &Dims, panels: usize, panel: usize) ->
 
 /// The statistics of some tiles of a key head whose scores were kept and whose state is that after all keys.
 pub(in crate::flash) struct Observe<'a, 'b> {
-    pub inputs: &'a ScoreInputs<'b>,
+    pub task: &'a AttendTask<'b>,
     pub output: &'a StatisticsOutput<'a>,
     pub workspace: &'a mut Workspace,
-    pub kv: KvHead,
-    pub tiles: &'a [Tile],
-    pub units: ScoreUnits,
-    pub chain: &'a Chain,
-    /// The number of the task in its chain.
-    pub task: usize,
 }
 
 impl SimdTask for Observe<'_, '_> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
-        let Self { inputs, output, kv, tiles, units, chain, task, .. } = self;
-        let Workspace { state, kept, .. } = self.workspace;
+        let Self { task, output, workspace: Workspace { state, kept, .. } } = self;
+        let &AttendTask { inputs, units, kv, ref tiles, chain, index: task, .. } = task;
         let Some(kept) = kept else {
             output.is_short.store(true, Ordering::Relaxed);
             return chain.finish(task);
