@@ -16,13 +16,13 @@ pub(super) fn run(mut call: Call, tier: Tier) -> Result<(Tensor, Tensor)> {
     for tensor in call.rows.iter_mut().chain(call.factors.iter_mut().flatten()) {
         *tensor = with_contiguous_rows(tensor)?;
     }
-    let (ys, states) = with_float!(call.op, call.dtype(), |E| call.run_kernel::<E>(tier)?);
+    let [ys, states] = with_float!(call.op, call.dtype(), |E| call.run_kernel::<E>(tier)?);
     Ok((ys.transpose(1, 2)?, states))
 }
 
 impl Call {
     /// (B, T, H, D_v), and the states (n, H, D_k, D_v).
-    fn run_kernel<E: Element>(self, tier: Tier) -> Result<(Tensor, Tensor)> {
+    fn run_kernel<E: Element>(self, tier: Tier) -> Result<[Tensor; 2]> {
         let is_tracked = self.tracks_gradients();
         let delta::Output { context, states, saved } = self.with_problem::<E, _>(|problem| {
             delta::gated_delta_rule(problem, tier, is_tracked).map_err(|error| self.error(error))
@@ -30,15 +30,13 @@ impl Call {
         let (shapes, device) = (self.shapes(), self.rows[0].device());
         let [of_context, of_states] = shapes.each_ref();
         let Some(saved) = saved else {
-            return Ok((Tensor::from_vec(context, of_context, device)?, Tensor::from_vec(states, of_states, device)?));
+            return Ok([Tensor::from_vec(context, of_context, device)?, Tensor::from_vec(states, of_states, device)?]);
         };
         let call = self.clone();
         let backward = move |_: &Tensor, of_context: &Tensor, of_states: Option<Tensor>| {
             call.gradients::<E>(tier, &saved, of_context, of_states)
         };
-        let name = "gated-delta-rule";
-        let [context, states] = record_two(name, &self.inputs(), [of_context, of_states], context, states, backward)?;
-        Ok((context, states))
+        record_two("gated-delta-rule", &self.inputs(), [of_context, of_states], context, states, backward)
     }
 
     fn inputs(&self) -> [Option<&Tensor>; 6] {

@@ -22,7 +22,7 @@ use candle_core::{CpuStorage, CustomOp3, Error, Layout, Result, Shape, Storage, 
 /// From a result and its gradient to the gradients of the operands.
 type Backward = dyn Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync;
 
-/// The result of an operation, contiguous numbers on the CPU, with gradients for those of its operands that are tracked.
+/// The result of an operation, contiguous numbers on the CPU, with gradients for the operands that are tracked.
 ///
 /// `backward` is given the result and its gradient, and gives those of the operands in their order, at least of all
 /// that are tracked.

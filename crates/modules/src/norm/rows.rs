@@ -1,4 +1,4 @@
-//! Norms of rows on a CPU as Candle's custom operations, by themselves and times an activated gate: one pass over the
+//! Norms of rows on a CPU as operations in Candle's graph, by themselves and times an activated gate: one pass over the
 //! rows forward, which keeps only its inputs, and one backward.
 
 use std::ops::Range;
