@@ -167,11 +167,14 @@ fn a_part_of_a_mask_leaves_of_its_keys_what_the_whole_leaves() -> Result<()> {
     for mask in masks {
         let whole = mask.resolve(2, 7, 7)?;
         for (queries, keys) in [(0..7, 0..7), (2..4, 3..7), (5..7, 0..3)] {
-            let part = mask.of_part(2, queries.clone(), keys.clone())?.resolve(2, queries.len(), keys.len())?;
-            for (b, query) in (0..2).flat_map(|b| queries.clone().map(move |query| (b, query))) {
-                let seen: Vec<_> = whole.kv_range(b, query).filter(|key| keys.contains(key)).collect();
-                let found = part.kv_range(b, query - queries.start).map(|key| keys.start + key);
-                assert_eq!(found.collect::<Vec<_>>(), seen, "{mask:?}, query {query} of {b}, keys {keys:?}");
+            let of_part = |mask: &AttentionMask| mask.of_part(2, queries.clone(), keys.clone());
+            for part in [of_part(&mask)?, of_part(&AttentionMask::none())?.and(&mask)] {
+                let part = part.resolve(2, queries.len(), keys.len())?;
+                for (b, query) in (0..2).flat_map(|b| queries.clone().map(move |query| (b, query))) {
+                    let seen: Vec<_> = whole.kv_range(b, query).filter(|key| keys.contains(key)).collect();
+                    let found = part.kv_range(b, query - queries.start).map(|key| keys.start + key);
+                    assert_eq!(found.collect::<Vec<_>>(), seen, "{mask:?}, query {query} of {b}, keys {keys:?}");
+                }
             }
         }
     }

@@ -14,8 +14,7 @@ pub const SENTENCE: &str = "hello world how are you ?";
 
 pub type Tensors = HashMap<String, Tensor>;
 
-/// An example in the package's folder, built once with this test's features. Backtraces are on, since a user may have
-/// them on.
+/// An example, built once with this test's features, in the repository's folder and with backtraces.
 pub fn command(example: &str) -> Command {
     static BUILT: Mutex<BTreeMap<String, PathBuf>> = Mutex::new(BTreeMap::new());
     let mut built = BUILT.lock().expect("every example is built");

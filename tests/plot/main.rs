@@ -86,8 +86,7 @@ fn maps_read_as_drawn() -> Result<()> {
 
 #[track_caller]
 fn assert_reviewed(file: &str, found: &str) {
-    let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("plot/maps").join(file);
-    expect_test::expect_file![path].assert_eq(found);
+    expect_test::expect_file![format!("maps/{file}")].assert_eq(found);
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Keys and values of the positions that a layer has seen: [`CachedCall`] is one call with a cache.
+//! Keys and values of the positions that a layer has seen: `staged::CachedCall` is one call with a cache.
 
 mod staged;
 mod storage;

@@ -22,7 +22,8 @@ pub struct Padding<'a> {
     pub starts: Option<&'a [usize]>,
 }
 
-/// The tokens of a call (B, T), checked against what the cache holds.
+/// The tokens of a call (B, T), checked against what the cache holds. Of a call without a cache or padding the lists of
+/// sequences are empty: all T of each are tokens, which begin at 0.
 #[derive(Debug, Clone, Default)]
 pub struct NewTokens {
     /// T.
@@ -76,7 +77,7 @@ impl NewTokens {
     fn placements(&self, held: &[Range<usize>]) -> Vec<Placement> {
         let of_sequence = |((&before, tokens), keys): ((&usize, &Range<usize>), &Range<usize>)| Placement {
             query: before as i128 - tokens.start as i128,
-            first: 0,
+            first_query: 0,
             keys: keys.clone(),
             end: before + tokens.len(),
             tokens: tokens.clone(),
@@ -230,8 +231,8 @@ impl AttentionCache {
         if buffers.sizes() != Some(sizes) {
             let ((keys, values), [h, d, d_v]) = (buffers.shapes(), sizes);
             bail!(
-                "[{OP}] the earlier layer's keys {keys} and values {values} do not fit, expected H_kv = {h}, {d} and \
-                 {d_v} wide"
+                "[{OP}] the earlier layer's keys {keys} and values {values} do not fit, expected H_kv = {h}, D = {d} \
+                 and D_v = {d_v}"
             )
         }
         if dtype != q.dtype() {

@@ -149,7 +149,7 @@ impl MultiHeadAttention {
         self.check_context(tokens.longest())?;
         let axes = cfg.rope().and_then(RopeConfig::axes);
         let takes_positions = self.rotary.is_some() || cfg.query_scaling().is_some() || self.terms_take_positions();
-        let positions = input.positions(OP, (&tokens, b, t_kv), axes, takes_positions)?;
+        let positions = input.positions(OP, &tokens, t_kv, axes, takes_positions)?;
         let all = positions.iter().flat_map(|at| [&at.queries].into_iter().chain(&at.keys));
         let length = all.map(|positions| positions.length).max().unwrap_or(0);
         if let Some(context_length) = cfg.context_length().filter(|&most| length > most) {

@@ -76,7 +76,7 @@ impl MultiHeadAttention {
     }
 
     /// The path that [`forward_with`](Self::forward_with) takes for an input, and why. It costs the input's
-    /// projections; its cache stays as it is.
+    /// projections, and larger buffers where the cache has to grow; the cache stays as it is.
     ///
     /// ```
     /// use candle_attention::{AttentionInput, Backend, MultiHeadAttention, MultiHeadAttentionConfig};
@@ -162,7 +162,8 @@ impl MultiHeadAttention {
             _ => context,
         };
         let merged = gated.reshape((b, t, h * d_v))?;
-        let merged = match &self.norms[3] {
+        let [.., of_context] = &self.norms;
+        let merged = match of_context {
             Some(norm) => norm.forward(&merged)?,
             None => merged,
         };

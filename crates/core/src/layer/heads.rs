@@ -51,10 +51,11 @@ impl MultiHeadAttention {
         sum: Option<&SumFunction>,
     ) -> Result<Tensor> {
         let (cfg, h_kv) = (&self.config, self.config.num_kv_heads());
+        let [of_queries, of_keys, of_values, _] = &self.norms;
         let (heads, norm, appended) = match place {
-            Query => (cfg.num_heads(), &self.norms[0], None),
-            Key => (h_kv, &self.norms[1], Some("bias_k")),
-            _ => (h_kv, &self.norms[2], Some("bias_v")),
+            Query => (cfg.num_heads(), of_queries, None),
+            Key => (h_kv, of_keys, Some("bias_k")),
+            _ => (h_kv, of_values, Some("bias_v")),
         };
         let is_of_all = place != Value && cfg.qk_norm().is_some_and(|norm| norm.scope == QkNormScope::Projection);
         let (of_all, of_each) = if is_of_all { (norm.as_ref(), None) } else { (None, norm.as_ref()) };

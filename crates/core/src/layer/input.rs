@@ -312,15 +312,17 @@ impl<'a> AttentionInput<'a> {
         t_q.max(t_kv)
     }
 
-    /// The positions of a call of `b` sequences with `t_kv` keys, in a layer with rotary positions on these axes.
+    /// The positions of a call with `t_kv` keys, in a layer with rotary positions on these axes.
     /// `None` for a layer that does not use them; their shape is checked all the same.
     pub(super) fn positions(
         &self,
         op: &str,
-        (tokens, b, t_kv): (&NewTokens, usize, usize),
+        tokens: &NewTokens,
+        t_kv: usize,
         axes: Option<&RopeAxes>,
         is_used: bool,
     ) -> Result<Option<CallPositions>> {
+        let b = if self.queries.rank() == 3 { self.queries.dim(0)? } else { 1 };
         let keys = self.key_positions.map(|given| Positions::from_tensor("key positions", given, b, t_kv));
         let keys = keys.transpose()?;
         if keys.is_some() && !self.is_cross() {

@@ -55,7 +55,7 @@ pub(crate) struct Placement {
     /// The position of query 0; negative where padding stands before the first token.
     pub query: i128,
     /// The number of query 0 among the queries of the sequence, from which offsets count.
-    pub first: usize,
+    pub first_query: usize,
     /// Which queries are tokens; the others see nothing.
     pub tokens: Range<usize>,
     /// The positions of the keys that are read: row 0 holds the first of them.
@@ -67,7 +67,7 @@ pub(crate) struct Placement {
 impl Placement {
     /// All queries and keys of a call by itself: the last query stands at the last key.
     pub fn whole(t_q: usize, t_kv: usize) -> Self {
-        Self { query: t_kv as i128 - t_q as i128, first: 0, tokens: 0..t_q, keys: 0..t_kv, end: t_kv }
+        Self { query: t_kv as i128 - t_q as i128, first_query: 0, tokens: 0..t_q, keys: 0..t_kv, end: t_kv }
     }
 }
 
@@ -76,8 +76,8 @@ impl Alignment {
     pub fn position(&self, b: usize, placement: &Placement, i: usize) -> i128 {
         let first = match self {
             Self::End => placement.query,
-            Self::Offset(n) => placement.first as i128 + *n as i128,
-            Self::Offsets(offsets) => placement.first as i128 + i128::from(offsets.get(b).copied().unwrap_or(0)),
+            Self::Offset(n) => placement.first_query as i128 + *n as i128,
+            Self::Offsets(offsets) => placement.first_query as i128 + i128::from(offsets.get(b).copied().unwrap_or(0)),
         };
         first + i as i128
     }

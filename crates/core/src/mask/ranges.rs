@@ -9,6 +9,7 @@ use candle_core::{Device, Result, Tensor, bail};
 use super::constraint::{Alignment, Constraint, Placement};
 use super::tensors::{check_memory, fit};
 use super::{AttentionMask, EmptyRows, OP};
+use candle_attention_modules::base::filled;
 
 /// The structural constraints of an [`AttentionMask`] for given B, T_q and T_kv.
 ///
@@ -95,8 +96,10 @@ impl KvRanges {
         }
         let by_sequence = self.placements.len() > 1 || self.constraints.iter().any(Constraint::differs_by_sequence);
         let b = if by_sequence { self.b } else { self.b.min(1) };
-        check_memory(&[b, self.t_q, self.t_kv])?;
-        let mut keep = vec![0u8; b * self.t_q * self.t_kv];
+        let dims = [b, self.t_q, self.t_kv];
+        let Some(mut keep) = filled(&dims, 0u8) else {
+            bail!("[{OP}] a mask of {dims:?} entries does not fit in memory")
+        };
         if self.t_kv > 0 {
             for (row, keys) in keep.chunks_exact_mut(self.t_kv).enumerate() {
                 keys[self.kv_range(row / self.t_q, row % self.t_q)].fill(1);
@@ -212,7 +215,8 @@ impl AttentionMask {
 
     /// This mask of `b` sequences for some of their queries and some of their keys, as each of several processes has
     /// them: what it leaves of these keys, counted from the first of them. Positions stay those in the sequence, so
-    /// that windows, chunks, lengths and ALiBi mean what they do in the whole.
+    /// that windows, chunks, offsets, lengths and ALiBi mean what they do in the whole, also those of masks that are
+    /// joined with this one later.
     ///
     /// ```
     /// use candle_attention::AttentionMask;
@@ -235,8 +239,8 @@ impl AttentionMask {
         if let Some(obstacle) = obstacle {
             bail!("[{OP}] the mask {obstacle}, expected one that leaves intervals of a whole sequence")
         }
-        let (query, first, end) = (queries.start as i128, queries.start, keys.end.max(queries.end));
-        Ok(self.placed(vec![Placement { query, first, tokens: 0..queries.len(), end, keys }; b]))
+        let (query, first_query, end) = (queries.start as i128, queries.start, keys.end.max(queries.end));
+        Ok(self.placed(vec![Placement { query, first_query, tokens: 0..queries.len(), end, keys }; b]))
     }
 
     /// The constraints for a placement of each sequence, where rows of keys are no columns of an attention mask;

@@ -24,11 +24,16 @@ fn shape(vb: &VarBuilder, name: &str) -> Result<Vec<usize>> {
     };
     match root(&error) {
         Error::UnexpectedShape { got, .. } => Ok(got.dims().to_vec()),
-        // A `VarMap` says what it was asked for, which is no shape at all.
-        Error::Msg(_) => bail!(
-            "[weight_layout] the shape of {name}, which tells its layout, cannot be had from this builder; name the layout"
-        ),
-        _ => Err(error),
+        Error::CannotFindTensor { .. } => Err(error),
+        other => {
+            let (other, no_shape) = (other.to_string(), format!("{NO_SHAPE:?}"));
+            // A `VarMap` says what it was asked for.
+            let reason = if other.contains(&no_shape) { String::new() } else { format!(" ({other})") };
+            bail!(
+                "[weight_layout] the shape of {name}, which tells its layout, cannot be had from this builder{reason}; \
+                 name the layout"
+            )
+        }
     }
 }
 

@@ -34,9 +34,11 @@ pub(crate) fn load_projections(
         let names = GATE_NAMES.into_iter().flat_map(|name| ["weight", "bias"].map(|part| format!("{name}.{part}")));
         source.refuse(names, "the config says there is no such gate")?;
     }
+    let has_gate = source.has(&format!("{}.weight", GATE_NAMES[0]));
+    let is_there = |name: &String| source.has(name) && !(has_gate && name.starts_with(GATE_NAMES[1]));
     let mut projections = ByPlace::<ProjectionRows>::new();
     for mut tensor in tensors {
-        if let Some(other) = other_name(&tensor.spec.name).filter(|name| source.has(name)) {
+        if let Some(other) = other_name(&tensor.spec.name).filter(is_there) {
             tensor.spec = Spec { name: other.clone(), stored: other, ..tensor.spec };
         }
         if !tensor.is_wanted {

@@ -45,10 +45,12 @@ impl Positions {
     /// T positions from each offset on: one offset for all sequences, or one for each.
     pub(crate) fn starting_at(offsets: &[usize], t: usize) -> Result<Self> {
         let largest = offsets.iter().copied().max().unwrap_or(0);
-        if largest.checked_add(t).is_none_or(|length| length > END) {
+        let Some(length) = largest.checked_add(t).filter(|&length| length <= END) else {
             bail!("[rope] positions from {largest} on, {t} of them, reach {END}, from where f32 cannot tell them apart")
-        }
-        Self::of_each(offsets.iter().flat_map(|&offset| offset..offset + t).collect(), t)
+        };
+        let length = if t == 0 || offsets.is_empty() { 0 } else { length };
+        let entries = offsets.iter().flat_map(|&offset| (offset..offset + t).map(|position| position as u32)).collect();
+        Ok(Self { entries, t, length })
     }
 
     /// A position for each of T tokens of each sequence, row by row.
@@ -89,25 +91,25 @@ impl Positions {
 /// What was computed last and what it is for: the layers of a model ask for the same one by one.
 type Latest<K, V> = Mutex<Option<(K, V)>>;
 
-/// What was computed last, if it is for the same; else it is computed now, and kept if it may be.
+/// What was computed last, if it is for the same; else it is computed now, and kept under the key that `key` gives.
 ///
 /// None may be kept of what is tracked for gradients: training changes a variable in its own place, which what was
 /// computed before would not see.
-fn latest<K: PartialEq, V: Clone>(
+fn latest<K, V: Clone>(
     latest: &Latest<K, V>,
-    key: K,
-    may_be_kept: impl FnOnce(&V) -> bool,
+    is_same: impl FnOnce(&K) -> bool,
     compute: impl FnOnce() -> Result<V>,
+    key: impl FnOnce(&V) -> Option<K>,
 ) -> Result<V> {
     let latest = || latest.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some((own, value)) = &*latest()
-        && *own == key
+        && is_same(own)
     {
         return Ok(value.clone());
     }
     // Not under the lock: a thread that computes may meanwhile take up other work that wants the same.
     let value = compute()?;
-    *latest() = may_be_kept(&value).then(|| (key, value.clone()));
+    *latest() = key(&value).map(|key| (key, value.clone()));
     Ok(value)
 }
 
@@ -163,7 +165,7 @@ impl QueryScaling {
 pub(crate) struct Scores {
     /// (B, H, T_q, D).
     pub q: Tensor,
-    /// The call's own keys (B, H_kv, T_kv, D); `None` where it reads those of an earlier layer.
+    /// The call's own keys (B, H_kv, T_kv, D); `None` in a call with a cache, its own or an earlier layer's.
     pub k: Option<Tensor>,
     pub mask: AttentionMask,
     /// The scale is given.

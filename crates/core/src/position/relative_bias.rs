@@ -225,7 +225,9 @@ impl RelativeBias {
     /// By distance, (H, T_q + T_kv - 1) or one for each sequence, where positions count up by one; otherwise by pair.
     fn between(&self, queries: &Positions, keys: &Positions) -> Result<Tensor> {
         let may_be_kept = |biases: &Tensor| !biases.track_op() && biases.elem_count() <= KEPT;
-        latest(&self.latest, [queries, keys].map(Clone::clone), may_be_kept, || self.computed(queries, keys))
+        let key = |biases: &Tensor| may_be_kept(biases).then(|| [queries, keys].map(Clone::clone));
+        let is_same = |own: &[Positions; 2]| own.each_ref() == [queries, keys];
+        latest(&self.latest, is_same, || self.computed(queries, keys), key)
     }
 
     fn computed(&self, queries: &Positions, keys: &Positions) -> Result<Tensor> {

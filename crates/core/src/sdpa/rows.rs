@@ -2,10 +2,10 @@
 
 use std::ops::Range;
 
-use candle_core::Result;
+use candle_core::{Result, bail};
 
 use super::validate::{Call, Dims};
-use candle_attention_modules::base::check_memory;
+use candle_attention_modules::base::filled;
 
 /// What the structural constraints of a mask leave: an interval of keys for each row of queries.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -24,29 +24,36 @@ impl RowRanges {
     /// # Errors
     /// For joined masks that let ALiBi count from several positions, and where memory is short.
     pub fn new(call: &Call) -> Result<Self> {
-        let (total, parts) = (call.dims.b * call.dims.t_q, call.parts());
+        let total = call.dims.b * call.dims.t_q;
         let (has_alibi, has_biases) = (call.options.alibi_slopes.is_some(), call.options.distance_bias.is_some());
-        let bytes = size_of::<Range<usize>>() + size_of::<i64>();
-        check_memory(call.op, format_args!("a range for each of {total} queries"), &[total, bytes])?;
+        let numbers = |are_wanted: bool| filled(&[if are_wanted { total } else { 0 }], 0i64);
+        let (Some(mut keys), Some(mut positions), Some(mut origins)) =
+            (filled(&[total], 0..0), numbers(has_alibi), numbers(has_biases))
+        else {
+            bail!("[{}] a range for each of {total} queries does not fit in memory", call.op)
+        };
         if has_alibi {
             call.ranges.check_positions()?;
         }
+        // A batch may have any number of sequences then.
+        if total == 0 {
+            return Ok(Self::default());
+        }
         let last_query = call.longest()[0] as i64 - 1;
-        let mut rows = Self { keys: Vec::with_capacity(total), ..Self::default() };
-        for (s, [queries, keys]) in parts.into_iter().enumerate() {
-            let first = if call.sequences.is_some() { keys.start } else { 0 };
-            for i in 0..queries.len() {
+        for (s, [queries, of_keys]) in call.parts().into_iter().enumerate() {
+            let first = if call.sequences.is_some() { of_keys.start } else { 0 };
+            for (i, row) in queries.enumerate() {
                 let own = call.ranges.kv_range(s, i);
-                rows.keys.push(first + own.start..first + own.end);
+                keys[row] = first + own.start..first + own.end;
                 if has_biases {
-                    rows.origins.push(last_query - i as i64 - first as i64);
+                    origins[row] = last_query - i as i64 - first as i64;
                 }
                 if has_alibi {
-                    rows.positions.push(call.ranges.position(s, i).saturating_add(first as i64));
+                    positions[row] = call.ranges.position(s, i).saturating_add(first as i64);
                 }
             }
         }
-        Ok(rows)
+        Ok(Self { keys, positions, origins })
     }
 }
 
@@ -83,7 +90,7 @@ impl Bands {
     pub fn new(call: &Call) -> Result<Option<Self>> {
         let rows = &RowRanges::new(call)?;
         let mut spans = Vec::new();
-        for [queries, keys] in call.parts() {
+        for [queries, keys] in if rows.keys.is_empty() { Vec::new() } else { call.parts() } {
             // The ranges of packed sequences count all keys.
             let first_key = if call.sequences.is_some() { 0 } else { keys.start };
             let sees = |row: &usize| !rows.keys[*row].is_empty();

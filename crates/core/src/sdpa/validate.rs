@@ -95,8 +95,8 @@ impl<'a> Call<'a> {
             }
         }
         call.expect("q", &call.q)?.dtype_of(&FLOATS, "")?;
-        call.check_options()?;
         sequences.map_or(Ok(()), |sequences| call.check_sequences(sequences))?;
+        call.check_options()?;
         Ok(call)
     }
 

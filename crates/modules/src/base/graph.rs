@@ -10,7 +10,8 @@
 //! ```
 //!
 //! On the way back the node of a second result puts its gradient down, that of the first runs the backward pass, and
-//! those before it take what is theirs.
+//! those before it take what is theirs. After a pass that failed between two nodes, results are to be computed anew
+//! before another: what was put down then is still there.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -43,7 +44,7 @@ pub fn record<E: WithDType>(
         let gradients = backward(result, gradient)?.into_iter().zip(&is_tracked);
         Ok(gradients.filter(|(_, is_tracked)| **is_tracked).map(|(gradient, _)| gradient).collect())
     };
-    node(name, &tracked, (numbers, shape), Box::new(of_tracked))
+    node(name, &tracked, numbers, shape, Box::new(of_tracked))
 }
 
 /// [`record`] of two results, the second of which is f32. `backward` is given the gradient of the second too, if there
@@ -62,7 +63,7 @@ pub fn record_two<E: WithDType>(
     let first = record(name, operands, first, of_first, both)?;
     let before = first.clone();
     let second = record(name, &[Some(&first)], second, of_second, move |_, gradient| {
-        put(&handed, gradient.clone());
+        put(&handed, gradient.detach());
         // The first result is to have its turn.
         Ok(vec![Some(before.zeros_like()?)])
     })?;
@@ -78,7 +79,8 @@ pub fn gradient_of<E: WithDType>(operand: Option<&Tensor>, numbers: Option<Vec<E
 fn node(
     name: &'static str,
     operands: &[Tensor],
-    result: (CpuStorage, Shape),
+    numbers: CpuStorage,
+    shape: Shape,
     backward: Box<Backward>,
 ) -> Result<Tensor> {
     if let [a, b, more @ ..] = operands
@@ -86,8 +88,9 @@ fn node(
     {
         let handed = Handed::default();
         let own = handed.clone();
-        let number = (CpuStorage::F32(vec![0.0]), Shape::from(1));
-        let joined = node(name, more, number, Box::new(move |_, _| Ok(take(&own).unwrap_or_default())))?;
+        let number = CpuStorage::F32(vec![0.0]);
+        let joined =
+            node(name, more, number, Shape::from(1), Box::new(move |_, _| Ok(take(&own).unwrap_or_default())))?;
         let zero = joined.zeros_like()?;
         let with_joined = move |result: &Tensor, gradient: &Tensor| {
             let mut gradients = backward(result, gradient)?;
@@ -96,10 +99,10 @@ fn node(
             gradients.push(Some(zero.clone()));
             Ok(gradients)
         };
-        return node(name, &[a.clone(), b.clone(), joined], result, Box::new(with_joined));
+        return node(name, &[a.clone(), b.clone(), joined], numbers, shape, Box::new(with_joined));
     }
     let [a, b, c] = [0, 1, 2].map(|n| &operands[n.min(operands.len() - 1)]);
-    a.apply_op3(b, c, Node { name, result: Mutex::new(Some(result)), backward })
+    a.apply_op3(b, c, Node { name, result: Mutex::new(Some((numbers, shape))), backward })
 }
 
 /// Gradients between nodes, by the thread whose backward pass it is.

@@ -254,10 +254,12 @@ impl Norm {
             return rows.apply(xs, &affine.factors, &affine.bias);
         }
         // Candle's fused norms have no backward pass and no f64, and take a weight (D,) of the dtype of the rows.
+        if xs.track_op() || self.affine.is_none() || xs.dtype() == DType::F64 {
+            return self.composed(xs, &affine, None);
+        }
         let (weight, eps) = (self.weight.tensor()?, self.eps as f32);
-        let is_fused = weight.rank() == 1 && weight.dtype() == xs.dtype() && xs.dtype() != DType::F64;
         match (self.kind, &self.bias) {
-            _ if xs.track_op() || self.affine.is_none() || !is_fused => self.composed(xs, &affine, None),
+            _ if weight.rank() > 1 || weight.dtype() != xs.dtype() => self.composed(xs, &affine, None),
             (QkNormKind::Rms | QkNormKind::RmsNoWeight, None) => ops::rms_norm(&xs.contiguous()?, &weight, eps),
             (QkNormKind::Layer, Some(bias)) => ops::layer_norm(&xs.contiguous()?, &weight, &bias.tensor()?, eps),
             _ => self.composed(xs, &affine, None),

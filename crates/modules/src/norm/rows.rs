@@ -39,26 +39,30 @@ impl RowNorm {
     pub fn apply(self, xs: &Tensor, weight: &Tensor, bias_or_gate: &Tensor) -> Result<Tensor> {
         let operands = [with_contiguous_rows(xs)?, weight.clone(), with_contiguous_rows(bias_or_gate)?];
         with_float!(OP, xs.dtype(), |E| {
-            let ys = self.with_rows(&operands, |rows: &Rows<E>| rows.normed())?;
+            let ys = self.with_rows(&operands, |rows: &NormRows<E>| rows.normed())?;
             let own = operands.clone();
             let backward = move |_: &Tensor, gradient: &Tensor| self.gradients::<E>(&own, gradient);
             record(OP, &operands.each_ref().map(Some), ys, xs.shape(), backward)
         })
     }
 
-    fn with_rows<E: Element, R>(self, operands: &[Tensor; 3], run: impl FnOnce(&Rows<E>) -> Result<R>) -> Result<R> {
+    fn with_rows<E: Element, R>(
+        self,
+        operands: &[Tensor; 3],
+        run: impl FnOnce(&NormRows<E>) -> Result<R>,
+    ) -> Result<R> {
         let [xs, weight, other] = operands.each_ref().map(read);
         let (bias, gate): (&[f32], _) = match self.gate {
             Some(_) => (&[], Some(other.rows()?)),
             None => (other.contiguous()?, None),
         };
-        run(&Rows { norm: self, xs: xs.rows()?, weight: weight.contiguous()?, bias, gate })
+        run(&NormRows { norm: self, xs: xs.rows()?, weight: weight.contiguous()?, bias, gate })
     }
 
     /// The gradients of rows, weight, and bias or gate, as far as these are tracked.
     fn gradients<E: Element>(self, operands: &[Tensor; 3], gradient: &Tensor) -> Result<Vec<Option<Tensor>>> {
         let ([xs, weight, other], gradient) = (operands.each_ref().map(Some), with_contiguous_rows(gradient)?);
-        self.with_rows(operands, |rows: &Rows<E>| {
+        self.with_rows(operands, |rows: &NormRows<E>| {
             let gradient = read(&gradient);
             let gradient = gradient.rows()?;
             let is_tracked = |operand: Option<&Tensor>| operand.is_some_and(Tensor::track_op);
@@ -100,7 +104,7 @@ fn of_head(numbers: &[f32], head: usize, d: usize) -> Range<usize> {
 }
 
 /// What a norm is given, in memory.
-struct Rows<'a, E> {
+struct NormRows<'a, E> {
     norm: RowNorm,
     xs: HeadRows<'a, E>,
     weight: &'a [f32],
@@ -109,7 +113,7 @@ struct Rows<'a, E> {
     gate: Option<HeadRows<'a, E>>,
 }
 
-impl<'a, E: Element> Rows<'a, E> {
+impl<'a, E: Element> NormRows<'a, E> {
     fn gate(&self) -> Option<(&HeadRows<'a, E>, GateActivation)> {
         self.gate.as_ref().zip(self.norm.gate)
     }

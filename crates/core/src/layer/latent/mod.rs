@@ -236,7 +236,7 @@ impl MultiHeadLatentAttention {
     }
 
     /// The path that [`forward_with`](Self::forward_with) takes for an input, and why. It costs the input's
-    /// projections; its cache stays as it is.
+    /// projections, and larger buffers where the cache has to grow; the cache stays as it is.
     ///
     /// # Errors
     /// As [`forward_with`](Self::forward_with).
@@ -260,7 +260,7 @@ impl MultiHeadLatentAttention {
         let (b, t, _) = xs.dims3()?;
         input.check_packed(OP, &xs, t)?;
         let tokens = input.tokens(OP, (b, t), &self.mask)?;
-        let positions = input.positions(OP, (&tokens, b, t), None, cfg.rotates())?;
+        let positions = input.positions(OP, &tokens, t, None, cfg.rotates())?;
         let (h, rank, nope) = (cfg.num_heads(), cfg.kv_lora_rank(), cfg.nope_head_dim());
         if !is_addressable(&[b, t, h * (2 * cfg.head_dim() + cfg.value_head_dim() + rank)]) {
             bail!("[{OP}] queries {:?} are too large to address", input.queries.dims())

@@ -271,6 +271,7 @@ impl ScoreTerm for Content {
 
 impl Content {
     fn latest(&self, t: usize, compute: impl FnOnce() -> Result<Computed>) -> Result<Computed> {
-        latest(&self.latest, t, |found| !found.iter().flatten().any(Tensor::track_op), compute)
+        let is_tracked = |found: &Computed| found.iter().flatten().any(Tensor::track_op);
+        latest(&self.latest, |own| *own == t, compute, |found| (!is_tracked(found)).then_some(t))
     }
 }

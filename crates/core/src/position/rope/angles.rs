@@ -118,7 +118,7 @@ impl RotaryEmbedding {
             let length = positions.iter().map(|&entry| entry.max(0.0) as usize + 1).max();
             Ok(self.angles(length.unwrap_or(0), rows, |row, pair| positions[axis_of[pair] * rows + row]))
         };
-        let angles = latest(&self.tables.latest, positions.to_vec(), |_| true, compute)?;
+        let angles = latest(&self.tables.latest, |own| own == positions, compute, |_| Some(positions.to_vec()))?;
         Ok(self.rotation(angles, (0..rows as u32).collect()))
     }
 

@@ -14,9 +14,9 @@ use std::ops::Range;
 use candle_core::{DType, Device, Result, Tensor};
 
 use super::plan::{Outputs, tracks_gradients};
-use super::reference;
 use super::rows::{Bands, Span, Window};
 use super::validate::{Call, Dims};
+use super::{first_line, reference};
 use crate::mask::AttentionMask;
 
 /// A fused operation, and what it computes rightly.
@@ -105,7 +105,7 @@ impl Operation {
         if let Some(reason) = self.refusal(call, outputs).or_else(|| (self.limit)(call)) {
             return Err(named(reason));
         }
-        let bands = Bands::new(call).map_err(|error| error.to_string())?.ok_or_else(|| {
+        let bands = Bands::new(call).map_err(|error| first_line(&error))?.ok_or_else(|| {
             named(
                 "takes masks that are one band of keys, aligned with the last query and key, and ALiBi from there"
                     .into(),

@@ -150,7 +150,10 @@ impl Projection {
             let start = first.columns.start;
             let product = first.weight.product(xs, start..last.columns.end, None)?;
             for Self { columns, .. } in run.iter().map(Borrow::borrow) {
-                outputs.push(part(&product, 2, columns.start - start..columns.end - start)?);
+                // A part of an empty tensor would be new zeros, without its gradient.
+                let is_whole = columns.len() == product.dim(2)?;
+                let own = columns.start - start..columns.end - start;
+                outputs.push(if is_whole { product.clone() } else { part(&product, 2, own)? });
             }
         }
         Ok(outputs)
