@@ -40,9 +40,6 @@ const VECTORS: usize = 2;
 /// The vectors of a panel of one token: rows of 512 bytes with AVX-512, which memory is read in at its full speed.
 const VECTORS_OF_ONE: usize = 8;
 
-/// The most vectors of updates of a pass.
-const MAX_UPDATES: usize = 8;
-
 impl Shape {
     pub fn new<V: Vector>(longest: usize, d_v: usize, heads: usize) -> Self {
         let is_wide = longest == 1 && d_v.is_multiple_of(VECTORS_OF_ONE * V::LANES);
@@ -130,9 +127,8 @@ pub(super) unsafe fn run_heads<K: Kernel, E: Number>(
 ) {
     let problem = call.problem;
     let (Dims { h, d_k, d_v, h_v, .. }, len) = (problem.dims, problem.state_len());
-    let tokens = problem.sequences[sequence].clone();
+    let (tokens, panel) = (problem.sequences[sequence].clone(), workspace.shape.panel);
     // Whole panels are read and written where they are: a single token takes two thirds of the time.
-    let panel = workspace.shape.panel;
     let is_direct = |columns: &Range<usize>| columns.len() == panel && !tokens.is_empty();
     let place = |states: *mut f32, head| Place { at: states.wrapping_add((sequence * h + head) * len), stride: d_v };
     let initial = |head| problem.states.map(|states| place(states.as_ptr().cast_mut(), head));
@@ -145,12 +141,14 @@ pub(super) unsafe fn run_heads<K: Kernel, E: Number>(
     let stored = |head, token| StoredRows::new(problem, (&problem.v, h_v), head, token);
     // SAFETY: as this function's contract; states have D_k rows of D_v, and this task alone writes these columns.
     unsafe {
-        for (head, panel) in heads.clone().flat_map(|head| panels.clone().map(move |panel| (head, panel))) {
-            let (own, columns) = (workspace.place(head - heads.start, panel, d_k), workspace.columns(panel, d_v));
-            match initial(head) {
-                Some(_) if is_direct(&columns) => (),
-                Some(state) => state.at_column(columns.start).copy_to(own, d_k, columns.len()),
-                None => own.at.write_bytes(0, d_k * own.stride),
+        for head in heads.clone() {
+            for panel in panels.clone() {
+                let (own, columns) = (workspace.place(head - heads.start, panel, d_k), workspace.columns(panel, d_v));
+                match initial(head) {
+                    Some(_) if is_direct(&columns) => (),
+                    Some(state) => state.at_column(columns.start).copy_to(own, d_k, columns.len()),
+                    None => own.at.write_bytes(0, d_k * own.stride),
+                }
             }
         }
         for index in 0..tokens.len().div_ceil(BLOCK) * heads.len() {
@@ -178,10 +176,12 @@ pub(super) unsafe fn run_heads<K: Kernel, E: Number>(
             });
             K::run_simd(WriteContext { call, head, tokens: own, panels: panels.clone(), workspace });
         }
-        for (head, panel) in heads.clone().flat_map(|head| panels.clone().map(move |panel| (head, panel))) {
-            let (own, columns) = (workspace.place(head - heads.start, panel, d_k), workspace.columns(panel, d_v));
-            if !is_direct(&columns) {
-                own.copy_to(result(head).at_column(columns.start), d_k, columns.len());
+        for head in heads.clone() {
+            for panel in panels.clone() {
+                let (own, columns) = (workspace.place(head - heads.start, panel, d_k), workspace.columns(panel, d_v));
+                if !is_direct(&columns) {
+                    own.copy_to(result(head).at_column(columns.start), d_k, columns.len());
+                }
             }
         }
     }
@@ -212,11 +212,11 @@ impl SimdTask for Block<'_> {
         // SAFETY: the processor has the tier of K, and the workspace was made for this shape.
         unsafe {
             if tokens > 1 && const { K::Vector::LANES >= 8 } {
-                self.passes::<K::Vector>(TOKENS, VECTORS);
+                self.passes::<K::Vector, VECTORS>(TOKENS);
             } else if panel == VECTORS * K::Vector::LANES {
-                self.passes::<K::Vector>(1, VECTORS);
+                self.passes::<K::Vector, VECTORS>(1);
             } else {
-                self.passes::<K::Vector>(1, VECTORS_OF_ONE);
+                self.passes::<K::Vector, VECTORS_OF_ONE>(1);
             }
         }
     }
@@ -224,10 +224,10 @@ impl SimdTask for Block<'_> {
 
 impl Block<'_> {
     /// # Safety
-    /// As [`SimdTask::run`], for the shape's C tokens and panels of N vectors, which the compiler knows where this
+    /// As [`SimdTask::run`], for panels of N vectors and the shape's C tokens, which the compiler knows where this
     /// becomes a part of it.
     #[inline(always)]
-    unsafe fn passes<V: Vector>(&mut self, c: usize, n: usize) {
+    unsafe fn passes<V: Vector, const N: usize>(&mut self, c: usize) {
         let passes = self.tokens.div_ceil(c);
         // Of the next block with each pass, so that memory is as busy all the time.
         let copied = self.ahead.tokens.div_ceil(passes * self.panels.len().max(1));
@@ -248,19 +248,18 @@ impl Block<'_> {
                     let saved = Place { at: saved, stride: self.dims.d_v };
                     from.copy_to(saved.at_column(columns.start), self.dims.d_k, columns.len());
                 }
-                let mut updates = [V::splat(0.0); MAX_UPDATES];
-                let mut sums = [V::splat(0.0); 2 * MAX_UPDATES];
-                let (updates, sums) = (&mut updates[..c * n], &mut sums[..2 * c * n]);
+                let (mut updates, mut sums) = ([[V::splat(0.0); N]; TOKENS], [[V::splat(0.0); N]; 2 * TOKENS]);
+                let (updates, sums) = (&mut updates[..c], &mut sums[..2 * c]);
                 let (d_k, first) = (self.dims.d_k, &self.workspace.chunks[0]);
-                pass([from, own], d_k, n, [first; 2], &[], sums);
+                pass([from, own], d_k, [first; 2], &[], sums);
                 for pass_index in 0..passes {
                     let step = (panel - self.panels.start) * passes + pass_index;
                     self.ahead.copy::<V>(step * copied..(step + 1) * copied);
-                    self.finish([c, n], pass_index, columns.start, sums, updates);
+                    self.finish(pass_index, columns.start, sums, updates);
                     let chunks = &self.workspace.chunks[pass_index..passes];
                     match chunks.get(1) {
-                        Some(next) => pass([from, own], d_k, n, [&chunks[0], next], updates, sums),
-                        None => sweep([from, last], d_k, n, &chunks[0], updates, std::ptr::null(), &mut []),
+                        Some(next) => pass([from, own], d_k, [&chunks[0], next], updates, sums),
+                        None => sweep([from, last], d_k, &chunks[0], updates, (std::ptr::null(), 0), &mut []),
                     }
                     from = own;
                 }
@@ -273,36 +272,35 @@ impl Block<'_> {
     /// # Safety
     /// As [`passes`](Self::passes).
     #[inline(always)]
-    unsafe fn finish<V: Vector>(
+    unsafe fn finish<V: Vector, const N: usize>(
         &mut self,
-        [c, n]: [usize; 2],
         pass: usize,
         column: usize,
-        sums: &[V],
-        updates: &mut [V],
+        sums: &[[V; N]],
+        updates: &mut [[V; N]],
     ) {
         let Workspace { rows, chunks, context, errors, .. } = &mut *self.workspace;
         let (key_products, query_products) = chunks[pass].products();
-        let (keys, queries) = sums.split_at(c * n);
+        let (c, (keys, queries)) = (updates.len(), sums.split_at(updates.len()));
         // SAFETY: as this method's contract.
-        updates.fill(unsafe { V::splat(0.0) });
+        updates.fill(unsafe { [V::splat(0.0); N] });
         for i in 0..c.min(self.tokens - pass * c) {
             let token = pass * c + i;
-            for vector in 0..n {
-                let (at, own) = (token * rows.value_width + column + vector * V::LANES, i * n + vector);
+            for n in 0..N {
+                let at = token * rows.value_width + column + n * V::LANES;
                 // SAFETY: as this method's contract; a row of a block has whole panels.
                 unsafe {
                     let mut error = V::load(rows.values.as_ptr().add(at));
                     if self.has_beta {
-                        error = error.sub(keys[own]);
+                        error = error.sub(keys[i][n]);
                         for j in 0..i {
-                            error = updates[j * n + vector].mul_add(V::splat(-key_products[i * c + j]), error);
+                            error = updates[j][n].mul_add(V::splat(-key_products[i * c + j]), error);
                         }
                     }
-                    updates[own] = error.mul(V::splat(rows.beta[token]));
-                    let mut sum = queries[own];
+                    updates[i][n] = error.mul(V::splat(rows.beta[token]));
+                    let mut sum = queries[i][n];
                     for j in 0..=i {
-                        sum = updates[j * n + vector].mul_add(V::splat(query_products[i * c + j]), sum);
+                        sum = updates[j][n].mul_add(V::splat(query_products[i * c + j]), sum);
                     }
                     sum.store(context.as_mut_ptr().add(at));
                     if self.saved.is_some() {
@@ -321,61 +319,60 @@ impl Block<'_> {
 /// # Safety
 /// The processor has the tier of V; both places have `channels` rows of N vectors, and the chunks as many tokens.
 #[inline(always)]
-unsafe fn pass<V: Vector>(
+unsafe fn pass<V: Vector, const N: usize>(
     [from, to]: [Place; 2],
     channels: usize,
-    n: usize,
     [writing, reading]: [&Chunk; 2],
-    updates: &[V],
-    sums: &mut [V],
+    updates: &[[V; N]],
+    sums: &mut [[V; N]],
 ) {
-    let (keys, queries) = (reading.at(KEYS), reading.at(QUERIES));
+    let tokens = sums.len() / 2;
+    let (keys, queries) = ((reading.at(KEYS), tokens), (reading.at(QUERIES), tokens));
     // SAFETY: as this function's contract; the rows of queries follow those of keys.
     unsafe {
-        if V::LANES > 8 || sums.len() == 2 * n {
-            return sweep([from, to], channels, n, writing, updates, keys, sums);
+        if V::LANES > 8 || tokens == 1 {
+            return sweep([from, to], channels, writing, updates, keys, sums);
         }
         let read = if updates.is_empty() { from } else { to };
         if !updates.is_empty() {
-            sweep([from, to], channels, n, writing, updates, keys, &mut []);
+            sweep([from, to], channels, writing, updates, (keys.0, 0), &mut []);
         }
-        let (of_keys, of_queries) = sums.split_at_mut(sums.len() / 2);
-        sweep([read; 2], channels, n, reading, &[], keys, of_keys);
-        sweep([read; 2], channels, n, reading, &[], queries, of_queries);
+        let (of_keys, of_queries) = sums.split_at_mut(tokens);
+        sweep([read; 2], channels, reading, &[], keys, of_keys);
+        sweep([read; 2], channels, reading, &[], queries, of_queries);
     }
 }
 
-/// [`pass`] in one loop, or a part of it: N updates for each token of a chunk, N sums for each of some rows of words.
+/// [`pass`] in one loop, or a part of it: N updates for each token of a chunk, N sums for each of some rows of words,
+/// which are one or two for each of so many tokens.
 ///
 /// # Safety
 /// As there; each row of words is as wide as one of the chunk.
 #[inline(always)]
-unsafe fn sweep<V: Vector>(
+unsafe fn sweep<V: Vector, const N: usize>(
     [mut from, mut to]: [Place; 2],
     channels: usize,
-    n: usize,
     chunk: &Chunk,
-    updates: &[V],
-    words: *const f32,
-    sums: &mut [V],
+    updates: &[[V; N]],
+    (words, tokens): (*const f32, usize),
+    sums: &mut [[V; N]],
 ) {
     let (kept, writing_keys, width) = (chunk.at(KEPT), chunk.at(WRITING_KEYS), chunk.width);
     // SAFETY: as this function's contract.
-    let mut own_sums = unsafe { [V::splat(0.0); 2 * MAX_UPDATES] };
+    let mut own_sums = unsafe { [[V::splat(0.0); N]; 2 * TOKENS] };
     // Not `sums` itself, which would be written in each turn.
     let own_sums = &mut own_sums[..sums.len()];
     for d in 0..channels {
         // SAFETY: as this function's contract.
         unsafe {
-            let mut row = [V::splat(0.0); VECTORS_OF_ONE];
-            let row = &mut row[..n];
+            let mut row = [V::splat(0.0); N];
             for (n, vector) in row.iter_mut().enumerate() {
                 *vector = V::load(from.at.add(n * V::LANES));
                 if !updates.is_empty() {
                     *vector = vector.mul(V::splat(*kept.add(d)));
                 }
             }
-            for (i, updates) in updates.chunks_exact(n).enumerate() {
+            for (i, updates) in updates.iter().enumerate() {
                 let key = V::splat(*writing_keys.add(i * width + d));
                 for (vector, &update) in row.iter_mut().zip(updates) {
                     *vector = key.mul_add(update, *vector);
@@ -387,10 +384,12 @@ unsafe fn sweep<V: Vector>(
                 }
                 to = to.at_column(to.stride);
             }
-            for (r, sums) in own_sums.chunks_exact_mut(n).enumerate() {
-                let word = V::splat(*words.add(r * width + d));
-                for (sum, &vector) in sums.iter_mut().zip(row.iter()) {
-                    *sum = word.mul_add(vector, *sum);
+            for token in 0..tokens {
+                for (n, &vector) in row.iter().enumerate() {
+                    for r in (token..own_sums.len()).step_by(tokens) {
+                        let word = V::splat(*words.add(r * width + d));
+                        own_sums[r][n] = word.mul_add(vector, own_sums[r][n]);
+                    }
                 }
             }
             from = from.at_column(from.stride);

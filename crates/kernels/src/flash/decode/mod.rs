@@ -22,7 +22,7 @@ use super::tasks::{self, KV_SPLIT, PanelState};
 use super::tile::Tile;
 use crate::cpu::{Kernel, Layout, MAX_COLUMNS, MAX_LANES, Scratch, SimdTask, Vector, for_each_task};
 use crate::number::{Number, Stored, widen_row};
-use products::{AccumulateSeen, KEY_BLOCK, Operand, Products, RowProducts};
+use products::{AccumulateSeen, KEY_BLOCK, Operand, Products};
 
 /// The most rows that are decoded on any tier.
 const MAX_ROWS: usize = 16;
@@ -46,11 +46,9 @@ pub(super) unsafe fn run<V: Vector, E: Number, S: Stored>(
     run_parts(call, V::LAYOUT, group_rows::<V>(&inputs.dims), size_of::<S>(), &|step| unsafe {
         match step {
             Step::Widen(kv, queries) => V::run_simd(WidenQueries { q: &call.q, inputs, kv, queries }),
-            Step::Multiply(rows, products) => V::run_simd(RowProducts { rows: keys_values[rows], products }),
+            Step::Multiply(rows, products) => V::run_simd((&keys_values[rows], products)),
             Step::Softmax(softmax) => V::run_simd(softmax),
-            Step::AreFinite(kv, keys, are) => {
-                *are = keys.into_iter().all(|keys| HeadRows::new(value_rows, kv, keys).are_finite());
-            }
+            Step::AreFinite(kv, keys, are) => *are &= HeadRows::new(value_rows, *kv, keys.clone()).are_finite(),
             Step::AccumulateSeen(tile, keys, weights, context, stride) => {
                 let values = HeadRows::new(value_rows, tile.kv, keys);
                 V::run_simd(AccumulateSeen { inputs, values, tile, weights, context, stride });
@@ -59,15 +57,16 @@ pub(super) unsafe fn run<V: Vector, E: Number, S: Stored>(
     })
 }
 
-/// What is compiled for each element and each tier.
+/// What is compiled for each element and each tier. By reference, where a copy of what was written a moment before would
+/// wait for it.
 enum Step<'a> {
     /// Queries, to rows in f32.
-    Widen(KvHead, *mut f32),
+    Widen(&'a KvHead, *mut f32),
     /// With keys, or with values.
-    Multiply(usize, Products),
+    Multiply(usize, &'a Products),
     Softmax(&'a TileSoftmax<'a>),
-    /// Whether all values of some keys are.
-    AreFinite(KvHead, [Range<usize>; 2], &'a mut bool),
+    /// Whether all values of some keys are, and those before.
+    AreFinite(&'a KvHead, &'a Range<usize>, &'a mut bool),
     /// [`AccumulateSeen`], with its keys, weights, context and stride.
     AccumulateSeen(&'a Tile, Range<usize>, *const f32, *mut f32, usize),
 }
@@ -95,7 +94,7 @@ fn run_parts<E: Number>(
         let own = part * KV_SPLIT..dims.t_kv.min((part + 1) * KV_SPLIT);
         // Rows in f32, and of each group of rows (keys, R), and a panel more.
         let (all_queries, all_scores) = (queries.as_mut_ptr(), scores.as_mut_ptr());
-        run(Step::Widen(kv, all_queries));
+        run(Step::Widen(&kv, all_queries));
         let tile = |first: usize| {
             let rows = first..dims.rows().min(first + group);
             Tile::narrow(layout, inputs, kv, rows, own.clone(), group)
@@ -112,7 +111,7 @@ fn run_parts<E: Number>(
             for first in keys.clone().step_by(block) {
                 for index in 0..tiles.len() {
                     let (keys, numbers) = (first..keys.end.min(first + block), scores(index, first));
-                    run(Step::Multiply(rows, Products { kv, keys, group, numbers, operand: operand(index) }));
+                    run(Step::Multiply(rows, &Products { kv, keys, group, numbers, operand: operand(index) }));
                 }
             }
         };
@@ -122,8 +121,10 @@ fn run_parts<E: Number>(
         let every = tiles.iter().fold(every, |all, tile| all.start.max(tile.every.start)..all.end.min(tile.every.end));
         // A weight of zero does not silence what is not finite. Most calls hide no key, or few.
         let hidden = [keys.start..every.start.min(keys.end), every.end.max(keys.start)..keys.end];
-        let mut are_finite = false;
-        run(Step::AreFinite(kv, hidden, &mut are_finite));
+        let mut are_finite = true;
+        for keys in hidden.iter().filter(|keys| !keys.is_empty()) {
+            run(Step::AreFinite(&kv, keys, &mut are_finite));
+        }
         for (index, tile) in tiles.iter().enumerate() {
             let (scores, context, stride) = (scores(index, keys.start), context(index), partials.stride());
             let rows = (keys.len() * group).div_ceil(layout.panel);
@@ -177,7 +178,7 @@ fn group_rows<V: Vector>(dims: &Dims) -> usize {
 struct WidenQueries<'a, 'b, E> {
     q: &'a Strided<'b, E, 3>,
     inputs: &'a ScoreInputs<'b>,
-    kv: KvHead,
+    kv: &'a KvHead,
     /// A row for each.
     queries: *mut f32,
 }
@@ -188,7 +189,7 @@ impl<E: Number> SimdTask for WidenQueries<'_, '_, E> {
         let (dims, factor) = (&self.inputs.dims, self.inputs.options.units(false).query);
         let width = dims.d.next_multiple_of(K::Vector::LANES);
         for row in 0..dims.rows() {
-            let from = self.q.query(dims.row(self.kv, row));
+            let from = self.q.query(dims.row(*self.kv, row));
             // SAFETY: the processor has the tier of K; the row belongs to the call, and there is memory for each.
             unsafe { widen_row::<E, K::Vector>(from, dims.d, self.queries.add(row * width), width, factor) };
         }

@@ -28,10 +28,10 @@ pub(super) struct Products {
     pub operand: Operand,
 }
 
-/// With the keys or the values. Not behind a reference, from which loops would read them again after each store.
-pub(super) struct RowProducts<'a, S> {
-    pub rows: StoredRows<'a, S>,
-    pub products: Products,
+/// With the keys or the values. Not behind references, from which loops would read again after each store.
+struct RowProducts<'a, S> {
+    rows: StoredRows<'a, S>,
+    products: Products,
 }
 
 /// What keys or values are multiplied with, or added to.
@@ -43,16 +43,18 @@ pub(super) enum Operand {
     Context(*mut f32, usize),
 }
 
-impl<S: Stored> SimdTask for RowProducts<'_, S> {
+/// With the keys or the values, of which it makes a copy of its own.
+impl<S: Stored> SimdTask for (&StoredRows<'_, S>, &Products) {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
+        let own = RowProducts { rows: *self.0, products: Products { keys: self.1.keys.clone(), ..*self.1 } };
         // SAFETY: by the contract of `SimdTask`.
         unsafe {
-            match self.products.group {
-                1 => self.multiply::<K::Vector>(1),
-                2 => self.multiply::<K::Vector>(2),
-                8 if const { K::Vector::LANES == MAX_LANES } => self.multiply::<K::Vector>(8),
-                _ => self.multiply::<K::Vector>(4),
+            match own.products.group {
+                1 => own.multiply::<K::Vector>(1),
+                2 => own.multiply::<K::Vector>(2),
+                8 if const { K::Vector::LANES == MAX_LANES } => own.multiply::<K::Vector>(8),
+                _ => own.multiply::<K::Vector>(4),
             }
         }
     }
@@ -114,8 +116,7 @@ impl<S: Stored> RowProducts<'_, S> {
     /// The processor has the tier of V.
     #[inline(always)]
     unsafe fn prefetched_keys<V: Vector>(&self, start: *const S, first: usize, count: usize) -> [*const S; MAX_LANES] {
-        let stride = self.rows.stride();
-        let mut keys = [start; MAX_LANES];
+        let (stride, mut keys) = (self.rows.stride(), [start; MAX_LANES]);
         for (k, key) in keys[..count].iter_mut().enumerate() {
             *key = key.wrapping_add((first + k).min(self.products.keys.len() - 1) * stride);
             // SAFETY: as this method's contract.
