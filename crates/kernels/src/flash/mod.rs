@@ -98,18 +98,17 @@ fn attend_to<E: AttentionKernels>(problem: &Problem<E>, tier: Tier, outputs: Out
     check_tier(tier)?;
     let Dims { d, d_v, .. } = problem.dims;
     let call = &Call::new(problem, outputs)?;
-    if call.inputs.dims.b * call.inputs.dims.rows() == 0 {
-        return Ok(());
-    }
+    let is_empty = call.inputs.dims.b * call.inputs.dims.rows() == 0;
+    let run = |kernel| if is_empty { Some(()) } else { E::run(kernel, tier) };
     let done = match (problem.k, problem.v) {
         (KvRows::Float(k), KvRows::Float(v)) => {
             let kv = [(k, d), (v, d_v)].map(|(rows, width)| StoredRows { rows, scales: None, width });
-            E::run(KernelCall::Float(call, kv), tier)
+            run(KernelCall::Float(call, kv))
         }
         (KvRows::Q8 { codes: k, scales: of_k }, KvRows::Q8 { codes: v, scales: of_v }) => {
             let kv = [(k, of_k, d), (v, of_v, d_v)];
             let kv = kv.map(|(rows, scales, width)| StoredRows { rows, scales: Some(scales), width });
-            E::run(KernelCall::Q8(call, kv), tier)
+            run(KernelCall::Q8(call, kv))
         }
         _ => return Err(Error::Shape("expected keys and values that are both floats or both of 8 bits".into())),
     };
@@ -129,10 +128,12 @@ pub fn attend_vec<E: AttentionKernels>(
 ) -> Result<Vec<E>, Error> {
     let Dims { b, h, t_q, d_v, .. } = problem.dims;
     problem.context_len()?;
-    let no_memory = || Error::Memory(format!("a context of {:?}", [b, h, t_q, d_v]));
-    let mut context = Unwritten::new(&[b, h, t_q, d_v]).ok_or_else(no_memory)?;
-    let mut new_lse = lse.is_some().then(|| Unwritten::new(&[b, h, t_q]).ok_or_else(no_memory)).transpose()?;
-    let mut new_stats = stats.is_some().then(|| Unwritten::new(&[b, h, t_q]).ok_or_else(no_memory)).transpose()?;
+    let no_memory = |what: &str| Error::Memory(format!("{what} of {:?}", [b, h, t_q, d_v]));
+    let no_memory_beside = || no_memory("what stands beside a context");
+    let mut context = Unwritten::new(&[b, h, t_q, d_v]).ok_or_else(|| no_memory("a context"))?;
+    let mut new_lse = lse.is_some().then(|| Unwritten::new(&[b, h, t_q]).ok_or_else(no_memory_beside)).transpose()?;
+    let mut new_stats =
+        stats.is_some().then(|| Unwritten::new(&[b, h, t_q]).ok_or_else(no_memory_beside)).transpose()?;
     let (lse_out, stats_out) = (new_lse.as_mut().map(Unwritten::elements), new_stats.as_mut().map(Unwritten::elements));
     attend(problem, tier, context.elements(), lse_out, stats_out)?;
     // SAFETY: `attend` initialised every element of all.

@@ -107,8 +107,8 @@ pub(super) struct AttendTask<'a> {
     pub tiles: Vec<Tile>,
     /// Takes the rows where keys are split, with the number of the part.
     pub partials: Option<(&'a Partials, usize)>,
-    /// Its number there.
     pub chain: &'a Chain,
+    /// Its number there.
     pub index: usize,
 }
 

@@ -237,7 +237,7 @@ impl<E: Number> BackwardCall<'_, E> {
         for query in 0..dims.t_q {
             let row = Row { b, head, query };
             let index = dims.row_index(row);
-            // SAFETY: the processor has the tier of K; the row belongs to the call and this head's rows to this task.
+            // SAFETY: the processor has the tier of V; the row belongs to the call and this head's rows to this task.
             unsafe {
                 if self.wanted.q {
                     self.q_sums.add(index * dims.d).write_bytes(0, dims.d);
@@ -280,7 +280,7 @@ impl<E: Number> BackwardCall<'_, E> {
         let (first, end) = (row * count, (row + 1) * count);
         for at in (first..end).step_by(lanes) {
             let width = lanes.min(end - at);
-            // SAFETY: the processor has the tier of K; both have the elements, which no other thread writes.
+            // SAFETY: the processor has the tier of V; both have the elements, which no other thread writes.
             unsafe {
                 let sum: V = load_first::<f32, _>(self.q_sums.add(at), width);
                 store_first(sum, to.add(at), width);
