@@ -217,7 +217,7 @@ impl<S: Stored> RowProducts<'_, S> {
                 // Sums of a few keys each, and not one over all of them, which would round more.
                 let (mut sums, mut values) = ([V::splat(0.0); MAX_SUMS], [V::splat(0.0); MAX_VECTORS]);
                 let (sums, values) = (&mut sums[..r * n], &mut values[..n]);
-                for _ in keys.start..keys.end {
+                for _ in 0..keys.len() {
                     prefetch_row::<V, S>(from, rows.stride(), n * lanes);
                     if n == 1 {
                         values[0] = load_first(from, lanes.min(rows.width - *d));
