@@ -57,8 +57,8 @@ pub(super) unsafe fn run<V: Vector, E: Number, S: Stored>(
     })
 }
 
-/// What is compiled for each element and each tier. By reference, where a copy of what was written a moment before would
-/// wait for it.
+/// What is compiled for each element and each tier. By reference, where a copy would wait for what was written a moment
+/// before.
 enum Step<'a> {
     /// Queries, to rows in f32.
     Widen(&'a KvHead, *mut f32),
