@@ -1,5 +1,5 @@
-//! One call with a cache: its tokens are checked, its keys and values are staged, attended to, and committed if all
-//! went well; or those of an earlier layer's call are attended to.
+//! One call with a cache: its tokens are checked, its keys and values are staged, attended to, and kept if all goes
+//! well; or those of an earlier layer's call are attended to.
 
 use std::fmt;
 use std::ops::Range;

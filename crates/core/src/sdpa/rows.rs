@@ -35,10 +35,6 @@ impl RowRanges {
         if has_alibi {
             call.ranges.check_positions()?;
         }
-        // A batch may have any number of sequences then.
-        if total == 0 {
-            return Ok(Self::default());
-        }
         let last_query = call.longest()[0] as i64 - 1;
         for (s, [queries, of_keys]) in call.parts().into_iter().enumerate() {
             let first = if call.sequences.is_some() { of_keys.start } else { 0 };
@@ -90,7 +86,7 @@ impl Bands {
     pub fn new(call: &Call) -> Result<Option<Self>> {
         let rows = &RowRanges::new(call)?;
         let mut spans = Vec::new();
-        for [queries, keys] in if rows.keys.is_empty() { Vec::new() } else { call.parts() } {
+        for [queries, keys] in call.parts() {
             // The ranges of packed sequences count all keys.
             let first_key = if call.sequences.is_some() { 0 } else { keys.start };
             let sees = |row: &usize| !rows.keys[*row].is_empty();
@@ -170,6 +166,18 @@ mod tests {
         let RowRanges { keys, positions, .. } = packed_rows(&AttentionMask::causal_upper_left())?;
         assert_eq!(keys, [0..1, 0..2, 7..7, 7..8, 7..9, 7..9]);
         assert_eq!(positions, [0, 1, 7, 7, 8, 9]);
+        Ok(())
+    }
+
+    #[test]
+    fn a_batch_of_any_size_without_queries_has_no_rows() -> Result<()> {
+        let (q, kv) = (zeros(&[1 << 50, 1, 0, 8])?, zeros(&[1, 1, 1, 8])?);
+        let (mask, options) = (AttentionMask::causal(), SdpaOptions::default());
+        let ys = crate::sdpa::scaled_dot_product_attention(&q, &kv, &kv, &mask, &options)?;
+        assert_eq!(ys.dims(), q.dims());
+        let call = Call::of("test", [&q, &kv, &kv], None, None, &mask, &options)?;
+        assert_eq!(RowRanges::new(&call)?, RowRanges::default());
+        assert_eq!(Bands::new(&call)?.expect("a mask without rows").spans, []);
         Ok(())
     }
 

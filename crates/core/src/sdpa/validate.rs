@@ -124,9 +124,11 @@ impl<'a> Call<'a> {
     }
 
     /// The queries and the keys of each sequence, rows of (B · T_q) and (B · T_kv), or of (total_q) and (total_kv).
+    /// None where there are no queries, whatever the size of the batch.
     pub fn parts(&self) -> Vec<[Range<usize>; 2]> {
         let Dims { b, t_q, t_kv, .. } = self.dims;
         match self.sequences {
+            _ if b * t_q == 0 => Vec::new(),
             None => (0..b).map(|b| [b * t_q..(b + 1) * t_q, b * t_kv..(b + 1) * t_kv]).collect(),
             Some(sequences) => sequences.parts().collect(),
         }
