@@ -32,7 +32,7 @@ pub mod weights {
 pub mod internal {
     pub use crate::cache::{NewTokens, Padding};
     pub use crate::mask::runs_of_ones;
-    pub use crate::params::{detect_with, infer_config, projection_shape, query_weights};
+    pub use crate::params::{GATE_NAMES, LayoutTensor, detect_with, projection_shape, query_weights, shape};
 }
 
 pub use cache::{AttentionCache, AttentionCacheConfig};

@@ -1,5 +1,6 @@
 //! Files of weights, whatever their format.
 
+mod infer;
 mod pickle;
 mod pth;
 mod safetensors;
@@ -19,11 +20,12 @@ use candle_core::safetensors::MmapedSafetensors;
 use candle_core::{DType, Device, Error, Result, Shape, Tensor, bail};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
+use infer::infer_config;
 use serde_json::{Value, json};
 use stored::{Entry, Scale, Stored};
 
 use candle_attention_core::MultiHeadAttentionConfig;
-use candle_attention_core::internal::{detect_with, infer_config, query_weights};
+use candle_attention_core::internal::{detect_with, query_weights};
 use candle_attention_core::weights::{PackedNaming, QkvOrder, WeightLayout};
 use candle_attention_modules::base::{SCALES, edits, root};
 

@@ -262,7 +262,8 @@ impl WeightLayout {
     /// The weights and biases of the projections, as far as a layer has them, in the order in which PyTorch draws them:
     /// what detection, inference, loading and saving go by. Of a stack those of one head; `torch` has a weight each for
     /// queries, keys and values where their inputs are of several widths.
-    pub(super) fn tensors(self, head: usize, one_width: bool) -> Vec<LayoutTensor> {
+    #[doc(hidden)]
+    pub fn tensors(self, head: usize, one_width: bool) -> Vec<LayoutTensor> {
         // Of query, key, value and output, or of the first three together and of output.
         let (names, kind): (&[&str], _) = match self {
             Self::Raw(naming, way) | Self::StackedHeads(naming, Storage::Raw(way)) => (&naming.row().2, Kind::Raw(way)),
@@ -291,13 +292,15 @@ impl WeightLayout {
     }
 
     /// Whether each head is a module of its own.
-    pub(super) fn is_stacked(self) -> bool {
+    #[doc(hidden)]
+    pub fn is_stacked(self) -> bool {
         matches!(self, Self::StackedHeads(..))
     }
 
     /// Whether the modules of this layout register their causal mask as a buffer, `mask`; elsewhere a tensor of that
     /// name is something else.
-    pub(super) fn has_mask_buffer(self) -> bool {
+    #[doc(hidden)]
+    pub fn has_mask_buffer(self) -> bool {
         matches!(self, Self::Book | Self::Short | Self::StackedHeads(Naming::Book | Naming::Short, _))
     }
 }
@@ -313,17 +316,18 @@ fn torch(one_width: bool) -> Vec<LayoutTensor> {
 }
 
 /// The names of a gate's own projection, the first of which is the crate's own.
-pub(super) const GATE_NAMES: [&str; 2] = ["gate_proj", "g_proj"];
+pub const GATE_NAMES: [&str; 2] = ["gate_proj", "g_proj"];
 
 /// The projections in the order in which layouts name them.
 static PLACES: [ProjectionPlace; 5] = [Query, Key, Value, Output, Gate];
 
 /// A weight or a bias of a layout.
-#[derive(Clone)]
-pub(super) struct LayoutTensor {
+#[derive(Debug, Clone)]
+pub struct LayoutTensor {
     /// The linear layer that has it, or the plain parameter.
     pub module: String,
-    pub kind: Kind,
+    pub(super) kind: Kind,
+    /// Whether it is a bias.
     pub is_bias: bool,
     /// The projections whose rows it holds.
     pub places: &'static [ProjectionPlace],
@@ -358,7 +362,7 @@ impl LayoutTensor {
 }
 
 /// How projections are stored: a [`Storage`], or as GPT-2 or `torch.nn.MultiheadAttention` has them.
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     /// `.weight` (out, in) and perhaps `.bias`.
     Linear,

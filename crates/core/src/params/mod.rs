@@ -5,13 +5,12 @@ mod detect;
 mod layout;
 mod tensors;
 
-pub use detect::{detect_with, infer_config, query_weights};
-pub use layout::{Naming, Orientation, PackedNaming, QkvOrder, Storage, WeightLayout};
+pub use detect::{detect_with, query_weights, shape};
+pub use layout::{GATE_NAMES, LayoutTensor, Naming, Orientation, PackedNaming, QkvOrder, Storage, WeightLayout};
 pub use tensors::projection_shape;
 
 use candle_core::{Error, Result, Tensor};
 use candle_nn::Linear;
-use layout::{GATE_NAMES, LayoutTensor};
 use tensors::projection_tensors;
 
 use crate::config::{KvSource, MultiHeadAttentionConfig};
