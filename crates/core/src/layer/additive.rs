@@ -6,7 +6,7 @@ use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
 use crate::mask::AttentionMask;
-use crate::sdpa::{AttentionOutput, dropout, visible_softmax, weighted_values};
+use crate::sdpa::{AttentionOutput, SdpaOptions, dropout, visible_softmax, weighted_values};
 use candle_attention_modules::base::{
     Dim, Expect, Options, Source, accumulation_dtype, check_keys_and_values, check_memory, number, options,
 };
@@ -165,10 +165,10 @@ impl AdditiveAttention {
         if let Some(bias) = bias {
             scores = scores.broadcast_add(&bias)?;
         }
-        let (mut weights, _) = visible_softmax(&scores, keep.as_ref(), None, mask.empty_rows())?;
-        if train && self.config.dropout > 0.0 {
-            weights = dropout(&weights, self.config.dropout, dropout_seed, None, [0; 2])?;
-        }
+        let (weights, _) = visible_softmax(&scores, keep.as_ref(), None, mask.empty_rows())?;
+        let options = SdpaOptions::default().with_dropout(self.config.dropout, train);
+        let options = SdpaOptions { dropout_seed: dropout_seed.cloned(), ..options };
+        let weights = dropout(&weights, &options, [0; 2])?;
         let context = weighted_values(&weights, &values.to_dtype(dtype)?.unsqueeze(1)?, keep.as_ref())?;
         let one_head = |tensor: Tensor| tensor.squeeze(1)?.to_dtype(queries.dtype());
         Ok(AttentionOutput { context: one_head(context)?, weights: one_head(weights)? })

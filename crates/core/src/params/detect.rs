@@ -145,8 +145,6 @@ fn readings(vb: &VarBuilder) -> Result<Vec<WeightLayout>> {
 fn fits(vb: &VarBuilder, layout: WeightLayout, query: &str) -> Result<bool> {
     let is_tall = |name: &str| Ok(matches!(shape(vb, name)?.as_slice(), [rows, columns] if rows > columns));
     match layout {
-        // `query` alone is the inner module of BERT and its kin, whose output projection is outside.
-        WeightLayout::MinGpt => Ok(has(vb, "proj.weight")),
         WeightLayout::Raw(_, way) | WeightLayout::StackedHeads(_, Storage::Raw(way)) => {
             let shape = shape(vb, query)?;
             Ok(way == Orientation::InOut || matches!(shape.as_slice(), [rows, columns] if rows == columns))

@@ -202,8 +202,9 @@ static LINEAR: [(WeightLayout, &str, [&str; 4]); 22] = [
     (WeightLayout::Meta, "meta", ["wq", "wk", "wv", "wo"]),
     (WeightLayout::Diffusers, "diffusers", ["to_q", "to_k", "to_v", "to_out.0"]),
     (WeightLayout::XTransformers, "x-transformers", ["to_q", "to_k", "to_v", "to_out"]),
-    (WeightLayout::MinGpt, "mingpt", ["query", "key", "value", "proj"]),
+    // Before minGPT's: `query` alone is the inner module of BERT and its kin, whose output projection is outside.
     (WeightLayout::Albert, "albert", ["query", "key", "value", "dense"]),
+    (WeightLayout::MinGpt, "mingpt", ["query", "key", "value", "proj"]),
     (WeightLayout::InternVl, "internvl", ["q_proj", "k_proj", "v_proj", "projection_layer"]),
     (WeightLayout::Ctrl, "ctrl", ["Wq", "Wk", "Wv", "dense"]),
     (WeightLayout::ModernBertDecoder, "modernbert-decoder", ["q_proj", "k_proj", "v_proj", "Wo"]),

@@ -10,7 +10,6 @@ use super::{Attended, AttentionStatistics, OutputOrder, Outputs, PackedSequences
 use crate::mask::{AttentionMask, EmptyRows, ValidLens};
 use candle_attention_kernels::flash::philox_keeps;
 use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, check_memory};
-use candle_attention_modules::init::TorchSeed;
 
 /// The context, the log-sum-exp, and what is wanted beside.
 pub(super) fn attend(call: &Call, outputs: Outputs) -> Result<Attended> {
@@ -73,7 +72,11 @@ fn attend_batch(call: &Call, outputs: Outputs) -> Result<Attended> {
     let bias = call.mask.bias_tensor(scores, dtype, device)?;
     let sinks = |sinks: &Tensor| sinks.to_dtype(dtype)?.reshape((1, h, 1, 1));
     let sinks = call.options.sinks.as_ref().map(sinks).transpose()?;
+    let has_weights = matches!(outputs, Outputs::Weights | Outputs::Statistics(_));
     if b == 0 || t_q == 0 || t_kv == 0 {
+        if has_weights && device.is_cuda() {
+            bail!("[{}] expected queries and keys on CUDA, where Candle has no empty tensors", call.op)
+        }
         for shape in [&[b, h, t_q][..], &[b, h, t_q, d_v]] {
             check_memory(call.op, format_args!("a result of {shape:?}"), shape)?;
         }
@@ -81,13 +84,7 @@ fn attend_batch(call: &Call, outputs: Outputs) -> Result<Attended> {
             Some(sinks) => sinks.squeeze(3)?.broadcast_as((b, h, t_q))?.contiguous()?,
             None => Tensor::full(f32::NEG_INFINITY, (b, h, t_q), device)?.to_dtype(dtype)?,
         };
-        let weights = match outputs {
-            Outputs::Weights | Outputs::Statistics(_) if device.is_cuda() => {
-                bail!("[{}] expected queries and keys on CUDA, where Candle has no empty tensors", call.op)
-            }
-            Outputs::Weights | Outputs::Statistics(_) => Some(Tensor::zeros(&scores, dtype, device)?),
-            _ => None,
-        };
+        let weights = has_weights.then(|| Tensor::zeros(&scores, dtype, device)).transpose()?;
         let context = call.in_output_order(Tensor::zeros((b, h, t_q, d_v), call.q.dtype(), device)?)?;
         return Ok(Attended { lse: Some(lse), weights, ..Attended::context(context) });
     }
@@ -98,29 +95,18 @@ fn attend_batch(call: &Call, outputs: Outputs) -> Result<Attended> {
     if let Some(softcap) = call.options.softcap {
         scores = ((scores / softcap)?.tanh()? * softcap)?;
     }
-    if let Some(slopes) = &call.options.alibi_slopes {
-        scores = scores.broadcast_sub(&alibi_penalty(call, &slopes.to_dtype(dtype)?)?)?;
-    }
-    if let Some(biases) = &call.options.distance_bias {
-        scores = scores.broadcast_add(&by_diagonal(&biases.to_dtype(dtype)?, [t_q, t_kv])?)?;
-    }
-    if let Some(bias) = bias {
-        scores = scores.broadcast_add(&bias)?;
+    let alibi = call.options.alibi_slopes.as_ref().map(|slopes| alibi_bias(call, &slopes.to_dtype(dtype)?));
+    let distances = call.options.distance_bias.as_ref();
+    let distances = distances.map(|biases| by_diagonal(&biases.to_dtype(dtype)?, [t_q, t_kv]));
+    for term in [alibi.transpose()?, distances.transpose()?, bias].into_iter().flatten() {
+        scores = scores.broadcast_add(&term)?;
     }
     let (whole, lse) = visible_softmax(&scores, keep.as_ref(), sinks.as_ref(), call.mask.empty_rows())?;
-    let (options, first) = (call.options, call.first_row_and_key);
-    let dropped = match options.drops() {
-        true => dropout(&whole, options.dropout, options.dropout_seed.as_ref(), options.dropout_philox_seed, first)?,
-        false => whole.clone(),
-    };
+    let dropped = dropout(&whole, call.options, call.first_row_and_key)?;
     let context = weighted_values(&dropped, &call.v.to_dtype(dtype)?, keep.as_ref())?;
     let context = call.in_output_order(context.to_dtype(call.q.dtype())?)?;
-    let weights = match outputs {
-        Outputs::Weights => Some(dropped),
-        Outputs::Statistics(_) => Some(whole),
-        _ => None,
-    };
-    Ok(Attended { lse: Some(lse), weights, ..Attended::context(context) })
+    let weights = if outputs == Outputs::Weights { dropped } else { whole };
+    Ok(Attended { lse: Some(lse), weights: has_weights.then_some(weights), ..Attended::context(context) })
 }
 
 /// (B, H, T, X) times (B, H_kv, X, Y): the query heads of a group are rows of one product, so that k and v are not
@@ -140,8 +126,8 @@ fn matmul_ready(matrix: &Tensor) -> Result<Tensor> {
     if matrix.is_contiguous() || matrix.t()?.is_contiguous() { Ok(matrix.clone()) } else { matrix.contiguous() }
 }
 
-/// `slope · |query position - key position|`, (B or 1, H, T_q, T_kv).
-fn alibi_penalty(call: &Call, slopes: &Tensor) -> Result<Tensor> {
+/// `-slope · |query position - key position|`, (B or 1, H, T_q, T_kv).
+fn alibi_bias(call: &Call, slopes: &Tensor) -> Result<Tensor> {
     let Dims { b, h, t_q, t_kv, .. } = call.dims;
     call.ranges.check_positions()?;
     let b = if call.ranges.positions_differ() { b } else { 1 };
@@ -150,7 +136,7 @@ fn alibi_penalty(call: &Call, slopes: &Tensor) -> Result<Tensor> {
     let queries = queries.to_device(slopes.device())?;
     let keys = Tensor::arange(0, t_kv as i64, slopes.device())?.to_dtype(slopes.dtype())?.reshape((1, t_kv))?;
     let distance = queries.broadcast_sub(&keys)?.abs()?;
-    slopes.reshape((1, h, 1, 1))?.broadcast_mul(&distance)
+    slopes.neg()?.reshape((1, h, 1, 1))?.broadcast_mul(&distance)
 }
 
 /// Biases (H, T_q + T_kv - 1), or (B, H, T_q + T_kv - 1), as a tensor of the scores, (1 or B, H, T_q, T_kv).
@@ -161,21 +147,20 @@ fn by_diagonal(biases: &Tensor, [t_q, t_kv]: [usize; 2]) -> Result<Tensor> {
     by_pair.reshape(((), biases.dim(D::Minus2)?, t_q, t_kv))
 }
 
-/// Zeroes entries with probability p, by PyTorch's generator, by a seed of Philox or by the device's generator, and
-/// divides the others by 1 - p. Philox counts from the numbers of the first query and of the first key.
-pub(crate) fn dropout(
-    weights: &Tensor,
-    p: f64,
-    seed: Option<&TorchSeed>,
-    philox: Option<u64>,
-    first: [usize; 2],
-) -> Result<Tensor> {
+/// Zeroes entries with the probability p of the options, by PyTorch's generator, by a seed of Philox or by the device's
+/// generator, and divides the others by 1 - p, where weights are dropped. Philox counts from the numbers of the `first`
+/// query and key.
+pub(crate) fn dropout(weights: &Tensor, options: &SdpaOptions, first: [usize; 2]) -> Result<Tensor> {
+    let p = options.dropout;
+    if !options.drops() {
+        return Ok(weights.clone());
+    }
     if p >= 1.0 {
         // Not zeros: what is no number stays none.
         return weights * 0.0;
     }
     // Not Candle's own dropout, which rounds p to f32 and refuses one that becomes 1.
-    let keep = match (seed, philox) {
+    let keep = match (&options.dropout_seed, options.dropout_philox_seed) {
         (Some(seed), _) => seed.dropout_keep(weights.shape(), p)?.to_device(weights.device())?,
         (None, Some(seed)) => philox_keep(weights, p, seed, first)?,
         (None, None) => Tensor::rand(0f32, 1f32, weights.shape(), weights.device())?.ge(p)?,
@@ -206,16 +191,16 @@ pub(crate) fn weighted_values(weights: &Tensor, v: &Tensor, keep: Option<&Tensor
     if v.elem_count() == 0 || residue(v.detach())? == 0.0 {
         return grouped_matmul(weights, v);
     }
-    let finite = v.sub(v)?.eq(&v.zeros_like()?)?;
+    let finite = v.sub(v)?.eq(0f64)?;
     let mut context = grouped_matmul(weights, &finite.where_cond(v, &v.zeros_like()?)?)?;
 
     // Uniform rows weigh what they do not see.
-    let weighed = weights.ne(&weights.zeros_like()?)?.to_dtype(v.dtype())?;
+    let weighed = weights.ne(0f64)?.to_dtype(v.dtype())?;
     let seen = (keep.broadcast_as(weights.shape())?.to_dtype(v.dtype())? + weighed)?;
     for special in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
-        let which = if special.is_nan() { v.ne(v)? } else { v.eq(&constant_like(special, v)?)? };
+        let which = if special.is_nan() { v.ne(v)? } else { v.eq(special)? };
         let reached = grouped_matmul(&seen, &which.to_dtype(v.dtype())?)?;
-        let reached = reached.ne(&reached.zeros_like()?)?;
+        let reached = reached.ne(0f64)?;
         context = (&context + reached.where_cond(&constant_like(special, &context)?, &context.zeros_like()?)?)?;
     }
     Ok(context)
@@ -240,24 +225,24 @@ pub(crate) fn visible_softmax(
     };
     // The softmax does not change when its row is shifted, so the maximum needs no gradient.
     let row_max = scores.max_keepdim(D::Minus1)?.detach();
-    let no_max = row_max.eq(&constant_like(f64::NEG_INFINITY, &row_max)?)?;
+    let no_max = row_max.eq(f64::NEG_INFINITY)?;
     let shift = match sinks {
         None => row_max,
         Some(sinks) => row_max.broadcast_maximum(&sinks.detach())?,
     };
     // Only a row without any score above -inf has this shift; any finite one keeps -inf - shift from being NaN.
-    let lowest = shift.eq(&constant_like(f64::NEG_INFINITY, &shift)?)?;
+    let lowest = shift.eq(f64::NEG_INFINITY)?;
     let shift = lowest.where_cond(&shift.zeros_like()?, &shift)?;
 
     let exponentials = scores.broadcast_sub(&shift)?.exp()?;
     let mut sum = exponentials.sum_keepdim(D::Minus1)?;
     // Candle's maximum may pass over a NaN, the sum does not: a row that sees one is not empty.
-    let empty = no_max.mul(&sum.eq(&sum.zeros_like()?)?)?;
+    let empty = no_max.mul(&sum.eq(0f64)?)?;
     if let Some(sinks) = sinks {
         sum = (sum + sinks.broadcast_sub(&shift)?.exp()?)?;
     }
     // Put aside before the logarithm and the division, whose gradients at 0 are NaN.
-    let nothing = sum.eq(&sum.zeros_like()?)?;
+    let nothing = sum.eq(0f64)?;
     let sum = nothing.where_cond(&sum.ones_like()?, &sum)?;
     let lse =
         nothing.where_cond(&constant_like(f64::NEG_INFINITY, &sum)?, &(sum.log()? + &shift)?)?.squeeze(D::Minus1)?;
@@ -286,8 +271,8 @@ fn constant_like(value: f64, like: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// For scores of another rank or of an integer dtype, and for lengths that do not fit them.
 pub fn masked_softmax(scores: &Tensor, valid_lens: Option<&ValidLens>, empty_rows: EmptyRows) -> Result<Tensor> {
-    let shape = [Dim::Any("B"), Dim::Any("T_q"), Dim::Any("T_kv")];
-    Expect::many("masked_softmax", "scores", scores).shape(&shape)?.dtype_of(&FLOATS, "")?;
+    let expected = Expect::many("masked_softmax", "scores", scores);
+    expected.shape(&["B", "T_q", "T_kv"].map(Dim::Any))?.dtype_of(&FLOATS, "")?;
     let (b, t_q, t_kv) = scores.dims3()?;
     let mask = valid_lens.map_or_else(AttentionMask::none, |lens| AttentionMask::none().with_valid_lens(lens.clone()));
     let keep = mask.keep_tensor([b, 1, t_q, t_kv], scores.device())?;
@@ -313,17 +298,13 @@ pub fn merge_attention(parts: &[(Tensor, Tensor)]) -> Result<(Tensor, Tensor)> {
         bail!("[merge_attention] expected at least one part, found none")
     };
     const OP: &str = "merge_attention";
-    let shape = [Dim::Any("B"), Dim::Any("H"), Dim::Any("T_q"), Dim::Any("D_v")];
-    Expect::one(OP, "the context", first).shape(&shape)?.dtype_of(&FLOATS, "")?;
+    Expect::one(OP, "the context", first).shape(&["B", "H", "T_q", "D_v"].map(Dim::Any))?.dtype_of(&FLOATS, "")?;
     Expect::one(OP, "the log-sum-exp", first_lse).dtype_of(&FLOATS, "")?;
-    let context_shape = first.dims().iter().map(|&dim| Dim::Is(dim)).collect::<Vec<_>>();
     for (i, (context, lse)) in parts.iter().enumerate() {
-        for (what, tensor, like, shape) in
-            [("context", context, first, &context_shape[..]), ("log-sum-exp", lse, first_lse, &context_shape[..3])]
-        {
+        for (what, tensor, like, rank) in [("context", context, first, 4), ("log-sum-exp", lse, first_lse, 3)] {
             let name = format!("the {what} of part {i}");
-            let part = Expect::one(OP, &name, tensor).shape(shape)?.dtype(like.dtype(), "the first part's")?;
-            part.beside("the first part", first.device())?;
+            let part = Expect::one(OP, &name, tensor).sizes(&first.dims()[..rank])?;
+            part.dtype(like.dtype(), "the first part's")?.beside("the first part", first.device())?;
         }
     }
     if first_lse.elem_count() == 0 {
@@ -337,10 +318,8 @@ pub fn merge_attention(parts: &[(Tensor, Tensor)]) -> Result<(Tensor, Tensor)> {
     if first.elem_count() == 0 {
         return Ok((first.clone(), lse));
     }
-    let mut merged = first.to_dtype(dtype)?.broadcast_mul(&shares.narrow(3, 0, 1)?)?;
-    for (i, (context, _)) in parts.iter().enumerate().skip(1) {
-        merged = (merged + context.to_dtype(dtype)?.broadcast_mul(&shares.narrow(3, i, 1)?)?)?;
-    }
+    let weighed = |i: usize| parts[i].0.to_dtype(dtype)?.broadcast_mul(&shares.narrow(3, i, 1)?);
+    let merged = (1..parts.len()).try_fold(weighed(0)?, |sum, i| sum + weighed(i)?)?;
     Ok((merged.to_dtype(first.dtype())?, lse))
 }
 

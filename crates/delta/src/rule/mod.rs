@@ -11,6 +11,7 @@ use macro_rules_attribute::apply;
 
 use candle_attention_core::{Backend, PackedSequences};
 use candle_attention_kernels::Tier;
+use candle_attention_kernels::delta::Dims;
 use candle_attention_modules::base::Dim::{self, Any, Named};
 use candle_attention_modules::base::{Expect, FLOATS, accumulation_dtype, fits_in_memory, number, options};
 
@@ -139,17 +140,12 @@ pub fn gated_delta_rule_varlen(
 
 /// What the queries read, (B, H, T, D_v), and the states.
 fn run(call: Call) -> Result<(Tensor, Tensor)> {
-    let (tier, Dims { b, n, h, h_s, t, d_k, d_v }) = (kernel_tier(&call)?, call.dims);
-    if [b, t, d_v].contains(&0) {
-        let ys = Tensor::zeros((b, h, t, d_v), call.dtype(), call.rows[0].device())?;
-        // A view of nothing may begin past the end of its buffer, where Candle's copies panic.
-        let before = call.factors[2].as_ref().filter(|states| states.elem_count() > 0);
-        let as_after = |states: &Tensor| states.to_dtype(accumulation_dtype(call.dtype()))?.contiguous();
-        let states = before.map_or_else(|| call.zero_states(h_s), as_after)?;
-        return Ok((ys, states));
-    }
-    let call = call.for_all_heads()?;
+    let (tier, Dims { b, t, h, h_k, h_v, d_v, .. }) = (kernel_tier(&call)?, call.dims);
+    let ([n, .., d_k, _], h_s) = (call.state_dims(), h_k.max(h_v));
     let (ys, states) = match tier {
+        _ if [b, t, d_v].contains(&0) => {
+            (Tensor::zeros((b, h, t, d_v), call.dtype(), call.rows[0].device())?, call.states_before()?)
+        }
         Some(tier) => cpu::run(call, tier)?,
         None => reference::run(&call)?,
     };
@@ -178,22 +174,6 @@ fn kernel_tier(call: &Call) -> Result<Option<Tier>> {
     Ok(None)
 }
 
-/// The dimensions of a call.
-#[derive(Debug, Clone, Copy)]
-struct Dims {
-    /// 1 for packed sequences.
-    b: usize,
-    /// The number of states: of the batch, or of the packed sequences.
-    n: usize,
-    /// The most heads.
-    h: usize,
-    /// The heads that have states.
-    h_s: usize,
-    t: usize,
-    d_k: usize,
-    d_v: usize,
-}
-
 /// Arguments that were found to fit together: every shape, dtype and device is checked here, once. Those of a packed
 /// call have a batch of one.
 #[derive(Debug, Clone)]
@@ -201,9 +181,10 @@ struct Call {
     op: &'static str,
     /// q (B, H_q, T, D_k), k (B, H_k, T, D_k) and v (B, H_v, T, D_v).
     rows: [Tensor; 3],
-    /// Decay (B, heads, T, 1), or with D_k in the place of 1 for a factor of each row of a state, beta (B, heads, T,
-    /// 1), and states (n, H_s, D_k, D_v).
+    /// Decay (B, H, T, 1), or with D_k in the place of 1 for a factor of each row of a state, beta (B, H, T, 1), and
+    /// states (n, H, D_k, D_v), contiguous: of all heads, in the dtype that all is computed in.
     factors: [Option<Tensor>; 3],
+    /// B is 1 for packed sequences.
     dims: Dims,
     scale: f64,
     sequences: Option<PackedSequences>,
@@ -224,17 +205,20 @@ impl Call {
         let (scale, dtype) =
             (options.scale.unwrap_or(1.0 / (dims.d_k as f64).sqrt()), accumulation_dtype(rows[0].dtype()));
         let most = if dtype == DType::F64 { f64::MAX } else { f32::MAX.into() };
-        if !(-most..=most).contains(&scale) {
-            bail!("[{op}] scale is {scale:?}, expected a finite number in {dtype:?}")
-        }
+        let is_finite = |scale: f64| scale.abs() <= most;
+        number::expect(op, "scale", options.scale, is_finite, format_args!("a finite number in {dtype:?}"))?;
         number::epsilon(op, "qk_norm", options.qk_norm)?;
         // (total, heads, ..) is (1, heads, total, ..), and one factor a token is a row of one.
         let batched = |x: &Tensor| if sequences.is_some() { x.transpose(0, 1)?.unsqueeze(0) } else { Ok(x.clone()) };
-        let factors = |x: &Tensor| batched(x).and_then(|x| if x.rank() == 3 { x.unsqueeze(3) } else { Ok(x) });
+        let factor = |x: &Tensor| {
+            let x = batched(x)?;
+            with_heads(&if x.rank() == 3 { x.unsqueeze(3)? } else { x }, dims.h, dtype)
+        };
+        let states = |x: &Tensor| with_heads(x, dims.h, dtype)?.contiguous();
         Ok(Self {
             op,
             rows: [batched(rows[0])?, batched(rows[1])?, batched(rows[2])?],
-            factors: [decay.map(factors).transpose()?, beta.map(factors).transpose()?, state.cloned()],
+            factors: [decay.map(factor).transpose()?, beta.map(factor).transpose()?, state.map(states).transpose()?],
             dims,
             scale,
             sequences: sequences.cloned(),
@@ -250,21 +234,16 @@ impl Call {
         self.rows.iter().chain(self.factors.iter().flatten()).any(Tensor::track_op)
     }
 
-    /// The same with a decay, a beta and a state for each of H heads, in the dtype that all is computed in.
-    fn for_all_heads(mut self) -> Result<Self> {
-        let (dtype, h) = (accumulation_dtype(self.dtype()), self.dims.h);
-        for factor in self.factors.iter_mut().flatten() {
-            *factor = with_heads(&factor.to_dtype(dtype)?, h)?;
-        }
-        let states = self.factors[2].take().map(|states| states.contiguous());
-        self.factors[2] = states.transpose()?;
-        Ok(self)
+    /// (n, H, D_k, D_v), where n is the number of states: of the batch, or of the packed sequences.
+    fn state_dims(&self) -> [usize; 4] {
+        let Dims { b, h, d_k, d_v, .. } = self.dims;
+        [self.sequences.as_ref().map_or(b, PackedSequences::len), h, d_k, d_v]
     }
 
-    /// States (n, heads, D_k, D_v) of zeros.
-    fn zero_states(&self, heads: usize) -> Result<Tensor> {
-        let Dims { n, d_k, d_v, .. } = self.dims;
-        Tensor::zeros((n, heads, d_k, d_v), accumulation_dtype(self.dtype()), self.rows[0].device())
+    /// Those before the first tokens.
+    fn states_before(&self) -> Result<Tensor> {
+        let zeros = || Tensor::zeros(&self.state_dims(), accumulation_dtype(self.dtype()), self.rows[0].device());
+        self.factors[2].clone().map_or_else(zeros, Ok)
     }
 }
 
@@ -288,7 +267,8 @@ fn dims(
     let (of_heads, of_channels) = (shape(tokens, "H_s", &[]), shape(tokens, "H_s", &[Named("D_k", d_k)]));
     decay.map(|decay| Expect::one(op, "decay", decay).shape_of(&[&of_heads, &of_channels])).transpose()?;
     beta.map(|beta| Expect::one(op, "beta", beta).shape(&of_heads)).transpose()?;
-    let (d_v, h_s) = (v.dim(D::Minus1)?, k.dim(1)?.max(v.dim(1)?));
+    let ([h_q, h_k, h_v], d_v) = ([q.dim(1)?, k.dim(1)?, v.dim(1)?], v.dim(D::Minus1)?);
+    let h_s = h_k.max(h_v);
     let (count, n) = sequences.map_or(("B", b), |sequences| ("n", sequences.len()));
     let of_states = [Named(count, n), Named("H_s", h_s), Named("D_k", d_k), Named("D_v", d_v)];
     state.map(|state| Expect::one(op, "state", state).shape(&of_states)).transpose()?;
@@ -311,7 +291,7 @@ fn dims(
         }
     }
     number::expect(op, "q's head dimension", d_k, |d: usize| d > 0, "at least 1")?;
-    let h = q.dim(1)?.max(h_s);
+    let h = h_q.max(h_s);
     for shape in [[b, h, t, d_k.max(d_v)], [n, h, d_k, d_v]] {
         if !fits_in_memory(&shape) {
             bail!("[{op}] q {:?} and v {:?} give tensors of {shape:?}, which do not fit in memory", q.dims(), v.dims())
@@ -323,14 +303,19 @@ fn dims(
         let (queries, keys) = (sequences.queries(s), sequences.keys(s));
         bail!("[{op}] sequence {s} has queries {queries:?} and keys {keys:?}, expected the same")
     }
-    Ok(Dims { b, n, h, h_s, t, d_k, d_v })
+    Ok(Dims { b, t, h, h_q, h_k, h_v, d_k, d_v })
 }
 
-/// (B, heads, T, D) with `h` heads, of which head i is head `i / (h / heads)`.
-fn with_heads(xs: &Tensor, h: usize) -> Result<Tensor> {
+/// (B, heads, T, D) in a dtype and with `h` heads, of which head i is head `i / (h / heads)`.
+fn with_heads(xs: &Tensor, h: usize, dtype: DType) -> Result<Tensor> {
     let (b, heads, t, d) = xs.dims4()?;
+    if xs.elem_count() == 0 {
+        // A view of nothing may begin past the end of its buffer, where Candle's copies panic.
+        return Tensor::zeros((b, h, t, d), dtype, xs.device());
+    }
+    let xs = xs.to_dtype(dtype)?;
     if heads == h {
-        return Ok(xs.clone());
+        return Ok(xs);
     }
     xs.unsqueeze(2)?.broadcast_as((b, heads, h / heads, t, d))?.reshape((b, h, t, d))
 }

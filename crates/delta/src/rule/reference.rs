@@ -13,7 +13,7 @@ const MOST_TRACKED: usize = 4096;
 
 /// What the queries read, (B, H, T, D_v) in q's dtype, and the states (n, H, D_k, D_v). There are tokens and values.
 pub(super) fn run(call: &Call) -> Result<(Tensor, Tensor)> {
-    let (Dims { n, h, t, .. }, dtype) = (call.dims, accumulation_dtype(call.dtype()));
+    let (Dims { h, t, .. }, dtype) = (call.dims, accumulation_dtype(call.dtype()));
     if call.tracks_gradients() && t > MOST_TRACKED {
         bail!("[{}] {t} tokens have gradients, expected at most {MOST_TRACKED} on the reference path", call.op)
     }
@@ -22,11 +22,11 @@ pub(super) fn run(call: &Call) -> Result<(Tensor, Tensor)> {
         let Some(eps) = call.options.qk_norm else { return Ok(x) };
         x.broadcast_div(&(x.sqr()?.sum_keepdim(D::Minus1)? + eps)?.sqrt()?)
     };
-    let [q, k, v] = &call.rows;
-    let (q, k, v) = (rows(&(normed(q)? * call.scale)?, h)?, rows(&normed(k)?, h)?, rows(&v.to_dtype(dtype)?, h)?);
-    let [decay, beta, before] = &call.factors;
-    let decay = decay.as_ref().map(|decay| rows(&decay.exp()?, h)).transpose()?;
-    let beta = beta.as_ref().map(|beta| rows(beta, h)).transpose()?;
+    let rows = |x: &Tensor| split(&with_heads(x, h, dtype)?);
+    let ([q, k, v], [decay, beta, _]) = (&call.rows, &call.factors);
+    let (q, k, v) = (rows(&(normed(q)? * call.scale)?)?, rows(&normed(k)?)?, rows(v)?);
+    let decay = decay.as_ref().map(|decay| split(&decay.exp()?)).transpose()?;
+    let beta = beta.as_ref().map(split).transpose()?;
     let mut ys = Vec::with_capacity(t);
     let mut recur = |tokens: Range<usize>, mut state: Tensor| {
         for t in tokens {
@@ -42,22 +42,19 @@ pub(super) fn run(call: &Call) -> Result<(Tensor, Tensor)> {
         }
         Ok(state)
     };
-    let before = before.clone().map_or_else(|| call.zero_states(h), Ok)?;
+    let before = call.states_before()?;
     let after = match &call.sequences {
         None => recur(0..t, before)?,
         Some(sequences) => {
             let of_sequence = |s| recur(sequences.queries(s), before.narrow(0, s, 1)?);
-            Tensor::cat(&(0..n).map(of_sequence).collect::<Result<Vec<_>>>()?, 0)?
+            Tensor::cat(&(0..sequences.len()).map(of_sequence).collect::<Result<Vec<_>>>()?, 0)?
         }
     };
     Ok((Tensor::cat(&ys, 2)?.to_dtype(call.dtype())?, after))
 }
 
-/// Rows (B, heads, T, D) one token after the other, for `h` heads: (B, h, 1, D) each.
-fn rows(xs: &Tensor, h: usize) -> Result<Vec<Tensor>> {
-    split(&with_heads(xs, h)?)
-}
-
+/// Rows (B, H, T, D) one token after the other, (B, H, 1, D) each.
+///
 /// By halves: the gradient of a view is as large as what is viewed.
 fn split(xs: &Tensor) -> Result<Vec<Tensor>> {
     let t = xs.dim(2)?;

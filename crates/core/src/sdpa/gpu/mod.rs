@@ -5,7 +5,6 @@ mod operations;
 #[cfg(test)]
 mod tests;
 
-use operations::GRID;
 pub(super) use operations::{FLASH_ATTN, METAL};
 
 use std::fmt;
@@ -14,7 +13,7 @@ use std::ops::Range;
 use candle_core::{DType, Device, Result, Tensor};
 
 use super::plan::{Outputs, tracks_gradients};
-use super::rows::{Bands, Span, Window};
+use super::rows::{Bands, Window};
 use super::validate::{Call, Dims};
 use super::{first_line, reference};
 use crate::mask::AttentionMask;
@@ -26,20 +25,18 @@ pub(super) struct Operation {
     dtypes: &'static [DType],
     alibi: bool,
     softcap: bool,
-    /// Whether sequences may be of different lengths.
-    varlen: bool,
+    packed: bool,
     /// The least and the largest scale.
     scales: [f64; 2],
-    /// What else keeps a call from it: widths, sizes, and what it makes of softcaps.
-    limit: fn(&Call) -> Option<String>,
-    /// The last queries and keys of a call with such keys and window that go to the reference path, or why all do.
-    rest: fn(&Call, &Range<usize>, Window) -> Decided<usize>,
-    /// What keeps it from a device.
-    obstacle: fn(&Device) -> Option<String>,
+    /// How a call with such bands goes to it, or what else keeps it away: widths, sizes, windows, and what the
+    /// operation makes of softcaps.
+    sequences: fn(&Call, &Bands) -> Decided<Sequences>,
+    /// Whether it runs on a device.
+    runs_on: fn(&Device) -> Decided<()>,
     /// (B, T, H, D) is the order of its tensors, and not (B, H, T, D).
     sequence_first: bool,
-    /// A tensor (B, H, T, D) of a call with `t_q` queries, in that order and as the operation reads it.
-    readable: fn(&Tensor, t_q: usize) -> Result<Tensor>,
+    /// Whether it reads a tensor of a call with `t_q` queries, in that order, where it lies.
+    reads: fn(&Tensor, t_q: usize) -> bool,
     run: fn(&Inputs) -> Result<Tensor>,
 }
 
@@ -95,16 +92,8 @@ impl fmt::Display for Plan {
 impl Operation {
     /// How a call goes to the operation, or why it does not.
     pub fn plan(&'static self, call: &Call, outputs: Outputs) -> Decided<Plan> {
-        let plan = self.decide(call, outputs)?;
-        (self.obstacle)(call.q.device()).map_or(Ok(plan), Err)
-    }
-
-    /// [`plan`](Self::plan) on a device on which the operation runs.
-    fn decide(&'static self, call: &Call, outputs: Outputs) -> Decided<Plan> {
         let named = |reason: String| format!("{} {reason}", self.name);
-        if let Some(reason) = self.refusal(call, outputs).or_else(|| (self.limit)(call)) {
-            return Err(named(reason));
-        }
+        self.check(call, outputs).map_err(named)?;
         let bands = Bands::new(call).map_err(|error| first_line(&error))?.ok_or_else(|| {
             named(
                 "takes masks that are one band of keys, aligned with the last query and key, and ALiBi from there"
@@ -114,92 +103,58 @@ impl Operation {
         if bands.spans.is_empty() {
             return Err("no query sees a key".into());
         }
-        let sequences = self.sequences(call, &bands).map_err(named)?;
+        let sequences = (self.sequences)(call, &bands).map_err(named)?;
+        (self.runs_on)(call.q.device())?;
         Ok(Plan { operation: self, sequences, window: bands.window })
     }
 
-    fn sequences(&self, call: &Call, bands: &Bands) -> Decided<Sequences> {
-        if let Some(keys) = bands.common_keys(call).filter(|_| call.sequences.is_none()) {
-            return Ok(Sequences::Alike { rest: (self.rest)(call, &keys, bands.window)?, keys });
-        }
-        if !self.varlen {
-            return Err("takes sequences that all see the same keys".into());
-        }
-        let Dims { b, t_q, t_kv, .. } = call.dims;
-        let cu_seqlens = cumulative(bands, b * t_q, b * t_kv);
-        match cu_seqlens[0].len() - 1 {
-            0..=GRID => Ok(Sequences::Varlen { cu_seqlens }),
-            sequences => Err(format!("launches {GRID} sequences at most, and there are {sequences}")),
-        }
-    }
-
-    /// What it has not.
-    fn refusal(&self, call: &Call, outputs: Outputs) -> Option<String> {
+    /// What both operations lack, and what one of them does.
+    fn check(&self, call: &Call, outputs: Outputs) -> Decided<()> {
         let (Dims { d, d_v, .. }, options, dtype, scale) = (call.dims, call.options, call.q.dtype(), call.scale());
-        let lacks = [
-            (tracks_gradients(call), "has no gradients, and an input is tracked for them"),
-            (outputs == Outputs::LogSumExp, "has no log-sum-exp"),
-            (matches!(outputs, Outputs::Statistics(_)), "has no statistics of weights"),
-            (options.sinks.is_some(), "has no sinks"),
-            (options.distance_bias.is_some(), "takes no bias by distance"),
-            (options.alibi_slopes.is_some() && !self.alibi, "has no ALiBi"),
-            (options.softcap.is_some() && !self.softcap, "has no softcap for several queries"),
-            (call.sequences.is_some() && !self.varlen, "has no packed sequences"),
-        ];
-        if !self.dtypes.contains(&dtype) {
-            return Some(format!("computes in {:?}, and the inputs are {dtype:?}", self.dtypes));
-        }
-        if let Some((_, reason)) = lacks.into_iter().find(|&(is_wanted, _)| is_wanted) {
-            return Some(reason.into());
-        }
-        if let Some(kind) = call.mask.tensor_kind() {
-            return Some(format!("takes no {kind} tensor"));
-        }
-        if d_v != d {
-            return Some(format!("takes values as wide as keys, and D_v is {d_v} where D is {d}"));
-        }
-        let [least, most] = self.scales;
-        (!(least..=most).contains(&scale))
-            .then(|| format!("takes scales from {least:e} to {most:e}, and this one is {scale:?}"))
+        let (tensor, dtypes, [least, most]) = (call.mask.tensor_kind(), self.dtypes, self.scales);
+        none_of(&[
+            (!dtypes.contains(&dtype), format_args!("computes in {dtypes:?}, and the inputs are {dtype:?}")),
+            (tracks_gradients(call), format_args!("has no gradients, and an input is tracked for them")),
+            (outputs == Outputs::LogSumExp, format_args!("has no log-sum-exp")),
+            (matches!(outputs, Outputs::Statistics(_)), format_args!("has no statistics of weights")),
+            (options.sinks.is_some(), format_args!("has no sinks")),
+            (options.distance_bias.is_some(), format_args!("takes no bias by distance")),
+            (options.alibi_slopes.is_some() && !self.alibi, format_args!("has no ALiBi")),
+            (options.softcap.is_some() && !self.softcap, format_args!("has no softcap for several queries")),
+            (call.sequences.is_some() && !self.packed, format_args!("has no packed sequences")),
+            (tensor.is_some(), format_args!("takes no {} tensor", tensor.unwrap_or_default())),
+            (d_v != d, format_args!("takes values as wide as keys, and D_v is {d_v} where D is {d}")),
+            (
+                !(least..=most).contains(&scale),
+                format_args!("takes scales from {least:e} to {most:e}, and this one is {scale:?}"),
+            ),
+        ])
     }
 }
 
-/// The cumulative lengths of all spans, and of what lies between them: queries without keys, which get zeros, and keys
-/// without queries.
-fn cumulative(bands: &Bands, total_q: usize, total_kv: usize) -> [Vec<u32>; 2] {
-    let (mut ends, mut before) = (vec![[0, 0]], 0);
-    for Span { queries, keys } in &bands.spans {
-        ends.extend([[queries.start, before], [queries.start, keys.start], [queries.end, keys.end]]);
-        before = keys.end;
+/// The first of some obstacles that is there is why not.
+fn none_of(obstacles: &[(bool, fmt::Arguments)]) -> Decided<()> {
+    match obstacles.iter().find(|(is_there, _)| *is_there) {
+        Some((_, reason)) => Err(reason.to_string()),
+        None => Ok(()),
     }
-    ends.extend([[total_q, before], [total_q, total_kv]]);
-    ends.dedup();
-    [0, 1].map(|of| ends.iter().map(|end| end[of] as u32).collect())
 }
 
 impl Plan {
     /// Context (B, H, T_q, D) in the order asked for.
     pub fn attend(&self, call: &Call) -> Result<Tensor> {
-        self.attend_by(call, self.operation.run)
-    }
-
-    /// [`attend`](Self::attend) by another function in the operation's place.
-    fn attend_by(&self, call: &Call, run: impl Fn(&Inputs) -> Result<Tensor>) -> Result<Tensor> {
-        let operation = self.operation;
-        let in_order = |tensor: &Tensor| (operation.readable)(tensor, call.dims.t_q);
-        let mut last = None;
+        let (operation, Dims { b, h, t_q, d_v, .. }) = (self.operation, call.dims);
+        let in_order = |xs: &Tensor| {
+            let xs = if operation.sequence_first { xs.transpose(1, 2)? } else { xs.clone() };
+            // Not `contiguous`, which leaves a view that begins at an odd element, and the stride of a single head, as
+            // they are.
+            if (operation.reads)(&xs, t_q) { Ok(xs) } else { xs.force_contiguous() }
+        };
         let (qkv, lengths) = match &self.sequences {
             Sequences::Alike { keys, rest } => {
-                let [t_q, t_kv] = [call.dims.t_q - rest, keys.len() - rest];
-                let [k, v] = [&call.k, &call.v].map(|xs| xs.narrow(2, keys.start, keys.len()));
-                let (k, v) = (k?, v?);
-                if *rest > 0 {
-                    let (q, causal) = (call.q.narrow(2, t_q, *rest)?, AttentionMask::causal());
-                    let own = Call::new(call.op, [&q, &k, &v], &causal, call.options)?;
-                    last = Some(reference::attend(&own, Outputs::Context)?.context);
-                }
-                let first = |xs: &Tensor, t: usize| in_order(&xs.narrow(2, 0, t)?);
-                ([first(&call.q, t_q)?, first(&k, t_kv)?, first(&v, t_kv)?], None)
+                let first = |xs: &Tensor, start, end: usize| in_order(&xs.narrow(2, start, end - rest - start)?);
+                let of_keys = |xs| first(xs, keys.start, keys.end);
+                ([first(&call.q, 0, t_q)?, of_keys(&call.k)?, of_keys(&call.v)?], None)
             }
             Sequences::Varlen { cu_seqlens } => {
                 let joined = |tensor: &Tensor| in_order(tensor)?.flatten(0, 1);
@@ -214,16 +169,17 @@ impl Plan {
         let slopes = |slopes: &Tensor| slopes.to_dtype(DType::F32)?.contiguous();
         let alibi_slopes = call.options.alibi_slopes.as_ref().map(slopes).transpose()?;
         let (scale, softcap) = (call.scale() as f32, call.options.softcap.unwrap_or(0.0) as f32);
-        let context = run(&Inputs { qkv, lengths, alibi_slopes, scale, softcap, window: self.window })?;
-        let Dims { b, h, d_v, .. } = call.dims;
-        let context = match operation.sequence_first {
-            true => context.reshape((b, (), h, d_v))?.transpose(1, 2)?,
-            false => context,
-        };
-        let context = match last {
-            Some(last) => Tensor::cat(&[context, last], 2)?,
-            None => context,
-        };
+        let mut context = (operation.run)(&Inputs { qkv, lengths, alibi_slopes, scale, softcap, window: self.window })?;
+        if operation.sequence_first {
+            context = context.reshape((b, (), h, d_v))?.transpose(1, 2)?;
+        }
+        if let Sequences::Alike { keys, rest: rest @ 1.. } = &self.sequences {
+            let of_keys = |xs: &Tensor| xs.narrow(2, keys.start, keys.len());
+            let (q, k, v) = (call.q.narrow(2, t_q - rest, *rest)?, of_keys(&call.k)?, of_keys(&call.v)?);
+            let causal = AttentionMask::causal();
+            let last = reference::attend(&Call::new(call.op, [&q, &k, &v], &causal, call.options)?, Outputs::Context)?;
+            context = Tensor::cat(&[context, last.context], 2)?;
+        }
         call.in_output_order(context)
     }
 }

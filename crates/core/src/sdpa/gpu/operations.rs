@@ -1,30 +1,28 @@
 //! Two operations of other libraries. What they compute rightly was read from their versions 0.11.
 
-use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 use candle_core::{DType, Device, DeviceLocation, Result, Tensor};
 
-use super::{Decided, Inputs, Operation};
+use super::{Decided, Inputs, Operation, Sequences, none_of};
 use crate::sdpa::first_line;
-use crate::sdpa::rows::Window;
+use crate::sdpa::rows::{Bands, Span, Window};
 use crate::sdpa::validate::{Call, Dims};
 use candle_attention_modules::base::rowwise::to_vec;
 
 /// candle-flash-attn: f16 and bf16 on CUDA, behind the feature `flash-attn`.
-pub(in crate::sdpa) static FLASH_ATTN: Operation = Operation {
+pub(in crate::sdpa) const FLASH_ATTN: Operation = Operation {
     name: "candle-flash-attn",
     dtypes: &[DType::F16, DType::BF16],
     alibi: true,
     softcap: true,
-    varlen: true,
+    packed: true,
     // It takes the maximum before it scales: a scale below zero makes infinities, one of zero NaN.
     scales: NORMAL,
-    limit: flash_attn_limit,
-    rest: |_, _, _| Ok(0),
-    obstacle,
+    sequences: flash_attn_sequences,
+    runs_on: runs_flash_attn,
     sequence_first: true,
-    readable: |tensor, _| aligned(&tensor.transpose(1, 2)?),
+    reads: |tensor, _| is_aligned(tensor),
     run: flash_attn,
 };
 
@@ -32,39 +30,55 @@ pub(in crate::sdpa) static FLASH_ATTN: Operation = Operation {
 const NORMAL: [f64; 2] = [f32::MIN_POSITIVE as f64, f32::MAX as f64 / 2.0];
 
 /// CUDA's limit on the second and third dimension of a grid, in which the kernel lays out sequences and heads.
-pub(super) const GRID: usize = 65_535;
+const GRID: usize = 65_535;
 
-fn flash_attn_limit(call: &Call) -> Option<String> {
-    let Dims { b, h, t_q, t_kv, d, .. } = call.dims;
-    if !d.is_multiple_of(8) || d > 256 {
-        return Some(format!("takes D in multiples of 8 up to 256, and D is {d}"));
-    }
+fn flash_attn_sequences(call: &Call, bands: &Bands) -> Decided<Sequences> {
+    let (Dims { b, h, t_q, t_kv, d, .. }, scale, softcap) = (call.dims, call.scale(), call.options.softcap);
     // It folds the softcap into the scale, and takes a scale of zero for no softcap.
-    let normal = |x: f64| (NORMAL[0]..=NORMAL[1]).contains(&x);
-    let scale = call.scale();
-    if let Some(softcap) = call.options.softcap.filter(|&softcap| !normal(softcap) || !normal(scale / softcap)) {
-        return Some(format!("drops a softcap of {softcap:?} at a scale of {scale:?}"));
-    }
+    let is_normal = |x: f64| (NORMAL[0]..=NORMAL[1]).contains(&x);
+    let is_dropped = softcap.is_some_and(|softcap| !is_normal(softcap) || !is_normal(scale / softcap));
+    let longest = t_q.max(t_kv);
+    let rows = b.checked_mul(longest).and_then(|rows| i32::try_from(rows).ok());
+    let stride = longest.checked_mul(h).and_then(|rows| u32::try_from(rows.checked_mul(d)?).ok());
+    none_of(&[
+        (!d.is_multiple_of(8) || d > 256, format_args!("takes D in multiples of 8 up to 256, and D is {d}")),
+        (is_dropped, format_args!("drops a softcap of {:?} at a scale of {scale:?}", softcap.unwrap_or_default())),
+        (rows.is_none() || stride.is_none(), format_args!("counts in 32 bits, and the call is larger")),
+    ])?;
+    let (sequences, count) = match bands.common_keys(call) {
+        Some(keys) if call.sequences.is_none() => (Sequences::Alike { keys, rest: 0 }, b),
+        _ => {
+            let cu_seqlens = cumulative(bands, b * t_q, b * t_kv);
+            let count = cu_seqlens[0].len() - 1;
+            (Sequences::Varlen { cu_seqlens }, count)
+        }
+    };
     // A launch that fails is not noticed: the result would be whatever lay in memory.
-    if h > GRID || b > GRID || call.sequences.is_some_and(|sequences| sequences.len() > GRID) {
-        return Some(format!("launches {GRID} sequences and heads at most, and there are {b} and {h}"));
+    match h.max(count) {
+        0..=GRID => Ok(sequences),
+        _ => Err(format!("launches {GRID} sequences and heads at most, and there are {count} and {h}")),
     }
-    let rows = b.checked_mul(t_q.max(t_kv)).is_some_and(|rows| i32::try_from(rows).is_ok());
-    let strides = t_q.max(t_kv).checked_mul(h).and_then(|rows| rows.checked_mul(d));
-    let fits = rows && strides.is_some_and(|stride| u32::try_from(stride).is_ok());
-    (!fits).then(|| "counts in 32 bits, and the call is larger".into())
 }
 
-/// A copy where the kernel cannot read a tensor (B, T, H, D): it loads 8 elements at a time, from addresses that are
-/// multiples of 16 bytes, and has strides of 32 bits.
-fn aligned(tensor: &Tensor) -> Result<Tensor> {
-    let [strides @ .., last] = tensor.stride() else { return Ok(tensor.clone()) };
-    let aligned = |n: &usize| n.is_multiple_of(8) && u32::try_from(*n).is_ok();
-    if *last == 1 && strides.iter().all(aligned) && tensor.layout().start_offset().is_multiple_of(8) {
-        return Ok(tensor.clone());
+/// The cumulative lengths of all spans, and of what lies between them: queries without keys, which get zeros, and keys
+/// without queries.
+fn cumulative(bands: &Bands, total_q: usize, total_kv: usize) -> [Vec<u32>; 2] {
+    let (mut ends, mut before) = (vec![[0, 0]], 0);
+    for Span { queries, keys } in &bands.spans {
+        ends.extend([[queries.start, before], [queries.start, keys.start], [queries.end, keys.end]]);
+        before = keys.end;
     }
-    // Not `contiguous`, which leaves a view that begins at an odd element as it is.
-    tensor.force_contiguous()
+    ends.extend([[total_q, before], [total_q, total_kv]]);
+    ends.dedup();
+    [0, 1].map(|of| ends.iter().map(|end| end[of] as u32).collect())
+}
+
+/// Whether the kernel can read a tensor (B, T, H, D): it loads 8 elements at a time, from addresses that are multiples
+/// of 16 bytes, and has strides of 32 bits.
+fn is_aligned(tensor: &Tensor) -> bool {
+    let fits = |n: &usize| n.is_multiple_of(8) && u32::try_from(*n).is_ok();
+    let [strides @ .., last] = tensor.stride() else { return true };
+    *last == 1 && strides.iter().all(fits) && tensor.layout().start_offset().is_multiple_of(8)
 }
 
 /// The operation itself: a contiguous tensor of q's shape.
@@ -84,20 +98,18 @@ fn flash_attn(_: &Inputs) -> Result<Tensor> {
     candle_core::bail!("[flash_attn] this build lacks the feature `flash-attn`")
 }
 
-/// What keeps candle-flash-attn from a device.
+/// Whether candle-flash-attn runs on a device.
 ///
 /// Its kernels are compiled for the compute capability of the machine that built them, or that `CUDA_COMPUTE_CAP`
 /// named. On another device their launch fails, which candle-flash-attn does not look at: it returns memory that
 /// nothing was written to. So the first call on a device is preceded by one whose result is known. An error of that
 /// call (out of memory, say) may be gone the next time, and is not remembered.
-fn obstacle(device: &Device) -> Option<String> {
+fn runs_flash_attn(device: &Device) -> Decided<()> {
     static FOUND: Mutex<Vec<(DeviceLocation, bool)>> = Mutex::new(Vec::new());
     if !cfg!(feature = "flash-attn") {
-        return Some(
-            "this build lacks the feature `flash-attn`, with which candle-flash-attn would run the call".into(),
-        );
+        return Err("this build lacks the feature `flash-attn`, with which candle-flash-attn would run the call".into());
     }
-    probe_once(&FOUND, device, flash_attn).err().map(|cause| {
+    probe_once(&FOUND, device, flash_attn).map_err(|cause| {
         format!(
             "candle-flash-attn does not run on this device ({}): {cause}; it takes compute capability 8.0 and later, and \
              only what CUDA_COMPUTE_CAP was when it was built",
@@ -109,8 +121,8 @@ fn obstacle(device: &Device) -> Option<String> {
 pub(super) fn probe_once(
     found: &Mutex<Vec<(DeviceLocation, bool)>>,
     device: &Device,
-    op: impl Fn(&Inputs) -> Result<Tensor>,
-) -> std::result::Result<(), String> {
+    op: fn(&Inputs) -> Result<Tensor>,
+) -> Decided<()> {
     let mut found = found.lock().unwrap_or_else(PoisonError::into_inner);
     let location = device.location();
     let runs = match found.iter().find(|(known, _)| *known == location) {
@@ -125,7 +137,7 @@ pub(super) fn probe_once(
 }
 
 /// Whether four queries of zeros get the mean of three values.
-fn probe(device: &Device, op: impl Fn(&Inputs) -> Result<Tensor>) -> Result<bool> {
+fn probe(device: &Device, op: fn(&Inputs) -> Result<Tensor>) -> Result<bool> {
     let zeros = |t: usize| Tensor::zeros((1, t, 1, 32), DType::F16, device);
     let values = Tensor::new(&[2f32, 3.0, 7.0], &Device::Cpu)?.reshape((1, 3, 1, 1))?.broadcast_as((1, 3, 1, 32))?;
     let values = values.to_dtype(DType::F16)?.contiguous()?.to_device(device)?;
@@ -155,48 +167,45 @@ fn capability(_: &Device) -> String {
 /// `candle_nn::ops::sdpa`: f32, f16 and bf16 on Metal (`candle-nn/src/ops.rs`,
 /// `candle-metal-kernels/src/kernels/sdpa.rs` and its Metal source); issues are huggingface/candle's. Of one query it
 /// ignores mask tensors; of more, a bias is multiplied by log2 e, and rows without a key are NaN (#3690, #3388).
-pub(in crate::sdpa) static METAL: Operation = Operation {
+pub(in crate::sdpa) const METAL: Operation = Operation {
     name: "candle_nn::ops::sdpa",
     dtypes: &[DType::F32, DType::F16, DType::BF16],
     alibi: false,
     // It has one for one query, and takes 1.0 for none.
     softcap: false,
-    varlen: false,
+    packed: false,
     // The queries are multiplied by scale · log2 e in their own dtype, which has to leave them finite and normal.
     scales: [1e-4, 1.0],
-    limit: metal_limit,
-    rest,
-    obstacle: |_| None,
+    sequences: metal_sequences,
+    runs_on: |_| Ok(()),
     sequence_first: false,
-    readable: contiguous,
+    reads: is_contiguous,
     run: sdpa,
 };
 
 /// The queries and keys of the kernel's largest blocks.
 pub(super) const BLOCK: usize = 32;
 
-fn metal_limit(call: &Call) -> Option<String> {
-    let Dims { t_q, d, .. } = call.dims;
-    // Of 72 and 80 there is a kernel for several queries only; 512 has none in F32.
-    let is_there = matches!(d, 32 | 64 | 96 | 128 | 256) || matches!(d, 72 | 80) && t_q > 1;
-    (!is_there).then(|| format!("has no kernel for D of {d} and {t_q} queries"))
-}
-
 /// Its causal mask is right where blocks of queries end with blocks of keys: elsewhere it looks at one block too few
 /// for hidden keys, or walks on to keys that are not there. Other masks it takes as tensors as large as the scores,
 /// with the faults above.
-fn rest(call: &Call, keys: &Range<usize>, window: Window) -> Decided<usize> {
-    let t_q = call.dims.t_q;
-    match window {
-        Window { left: None, right: None } => Ok(0),
+fn metal_sequences(call: &Call, bands: &Bands) -> Decided<Sequences> {
+    let Dims { t_q, d, .. } = call.dims;
+    // Of 72 and 80 there is a kernel for several queries only; 512 has none in F32.
+    let is_there = matches!(d, 32 | 64 | 96 | 128 | 256) || matches!(d, 72 | 80) && t_q > 1;
+    none_of(&[(!is_there, format_args!("has no kernel for D of {d} and {t_q} queries"))])?;
+    let keys = bands.common_keys(call).ok_or("takes sequences that all see the same keys")?;
+    let rest = match bands.window {
+        Window { left: None, right: None } => 0,
         Window { left: None, right: Some(0) } if t_q >= BLOCK && (keys.len() - t_q).is_multiple_of(BLOCK) => {
-            Ok(t_q % BLOCK)
+            t_q % BLOCK
         }
         Window { left: None, right: Some(0) } => {
-            Err(format!("has causal masks of {BLOCK} queries or more after a multiple of {BLOCK} keys"))
+            return Err(format!("has causal masks of {BLOCK} queries or more after a multiple of {BLOCK} keys"));
         }
-        _ => Err("takes no mask and causal masks".into()),
-    }
+        _ => return Err("takes no mask and causal masks".into()),
+    };
+    Ok(Sequences::Alike { keys, rest })
 }
 
 /// The operation itself: a contiguous (B, H, T_q, D).
@@ -205,14 +214,10 @@ fn sdpa(inputs: &Inputs) -> Result<Tensor> {
     candle_nn::ops::sdpa(q, k, v, None, window.right == Some(0), *scale, 1.0)
 }
 
-/// A copy unless the operation reads the tensor as it is. Of the keys and values of one query it reads the stride of
-/// heads alone (#3703): rows that follow one another in heads at one distance, such as a view into a cache.
-pub(super) fn contiguous(tensor: &Tensor, t_q: usize) -> Result<Tensor> {
-    let rows_of_heads = t_q == 1;
-    let (b, h, t, d) = tensor.dims4()?;
-    let &[of_b, of_h, of_t, of_d] = tensor.stride() else { return tensor.force_contiguous() };
+/// Whether the operation reads a tensor (B, H, T, D) as it is. Of the keys and values of one query it reads the stride
+/// of heads alone (#3703): rows that follow one another in heads at one distance, such as a view into a cache.
+pub(super) fn is_contiguous(tensor: &Tensor, t_q: usize) -> bool {
+    let (&[b, h, t, d], &[of_b, of_h, of_t, of_d]) = (tensor.dims(), tensor.stride()) else { return false };
     let rows = of_d == 1 && (t == 1 || of_t == d);
-    let heads = (b == 1 || of_b == h * of_h) && (rows_of_heads || b * h == 1 || of_h == t * d);
-    // Not `contiguous`, which leaves the stride of a single head as it is, and the operation walks along it.
-    if rows && heads { Ok(tensor.clone()) } else { tensor.force_contiguous() }
+    rows && (b == 1 || of_b == h * of_h) && (t_q == 1 || b * h == 1 || of_h == t * d)
 }

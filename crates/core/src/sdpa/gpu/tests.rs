@@ -3,10 +3,14 @@
 
 use std::sync::Mutex;
 
-use super::operations::{BLOCK, contiguous, probe_once};
+use super::operations::{BLOCK, is_contiguous, probe_once};
 use super::*;
 use crate::mask::ValidLens;
 use crate::sdpa::{OutputOrder, PackedSequences, SdpaOptions};
+
+/// The operations, with stand-ins in their place.
+const FLASH: Operation = Operation { runs_on: |_| Ok(()), run: flash_attn, ..FLASH_ATTN };
+const SDPA: Operation = Operation { run: sdpa, ..METAL };
 
 fn shaped(q: [usize; 4], kv: [usize; 4], dtype: DType) -> Result<[Tensor; 3]> {
     let zero = |dims: [usize; 4]| Tensor::zeros(1, dtype, &Device::Cpu)?.broadcast_as(&dims);
@@ -24,7 +28,7 @@ fn reason(
     mask: &AttentionMask,
     options: &SdpaOptions,
 ) -> Result<String> {
-    let decided = operation.decide(&Call::new("test", qkv.each_ref(), mask, options)?, Outputs::Context);
+    let decided = operation.plan(&Call::new("test", qkv.each_ref(), mask, options)?, Outputs::Context);
     let reason = decided.expect_err("refused");
     Ok(reason.strip_prefix(operation.name).map_or(reason.clone(), |reason| reason.trim_start().to_string()))
 }
@@ -38,7 +42,7 @@ fn what_is_not_on_the_list_is_refused_with_its_reason() -> Result<()> {
     let half = |q, kv| shaped(q, kv, DType::F16);
     let usual = half(q, kv)?;
     let narrow = [usual[0].clone(), usual[1].clone(), usual[2].narrow(3, 0, 32)?];
-    for operation in [&FLASH_ATTN, &METAL] {
+    for operation in [&FLASH, &SDPA] {
         for (qkv, options, expected) in [
             (&usual, plain().with_sinks(&heads), "has no sinks"),
             (&usual, plain().with_distance_bias(&distances), "takes no bias by distance"),
@@ -56,7 +60,7 @@ fn what_is_not_on_the_list_is_refused_with_its_reason() -> Result<()> {
         }
         let options = plain();
         let call = Call::new("test", usual.each_ref(), &none, &options)?;
-        let lse = operation.decide(&call, Outputs::LogSumExp).expect_err("refused");
+        let lse = operation.plan(&call, Outputs::LogSumExp).expect_err("refused");
         assert_eq!(lse, format!("{} has no log-sum-exp", operation.name));
     }
     Ok(())
@@ -90,7 +94,7 @@ fn candle_flash_attn_has_limits_of_its_own() -> Result<()> {
         ),
         (half([1, 1, 1, 8], [1, 1, 1 << 31, 8])?, plain(), "counts in 32 bits, and the call is larger".into()),
     ] {
-        assert_eq!(reason(&FLASH_ATTN, &qkv, &none, &options)?, expected);
+        assert_eq!(reason(&FLASH, &qkv, &none, &options)?, expected);
     }
     let bands = "takes masks that are one band of keys, aligned with the last query and key, and ALiBi from there";
     let heads = Tensor::zeros(4, DType::F32, &Device::Cpu)?;
@@ -101,7 +105,7 @@ fn candle_flash_attn_has_limits_of_its_own() -> Result<()> {
         (none.clone().with_valid_lens(ValidLens::from(vec![vec![1, 2, 3, 4, 4]; 2])), plain()),
         (none.with_valid_lens(vec![7, 7]), plain().with_alibi_slopes(&heads)),
     ] {
-        assert_eq!(reason(&FLASH_ATTN, &usual, &mask, &options)?, bands, "{mask:?}");
+        assert_eq!(reason(&FLASH, &usual, &mask, &options)?, bands, "{mask:?}");
     }
     Ok(())
 }
@@ -121,7 +125,7 @@ fn candles_own_operation_has_limits_of_its_own() -> Result<()> {
         (with(5, 512, DType::F32)?, plain(), "has no kernel for D of 512 and 5 queries"),
         (usual()?, plain().with_scale(12.0), "takes scales from 1e-4 to 1e0, and this one is 12.0"),
     ] {
-        assert_eq!(reason(&METAL, &qkv, &none, &options)?, expected);
+        assert_eq!(reason(&SDPA, &qkv, &none, &options)?, expected);
     }
     let alike = "takes sequences that all see the same keys";
     let blocks = "has causal masks of 32 queries or more after a multiple of 32 keys";
@@ -131,11 +135,11 @@ fn candles_own_operation_has_limits_of_its_own() -> Result<()> {
         (5, AttentionMask::causal().with_window(4), "takes no mask and causal masks"),
         (9, AttentionMask::causal(), blocks),
     ] {
-        assert_eq!(reason(&METAL, &with(t_q, 64, DType::F32)?, &mask, &plain())?, expected, "{mask:?}");
+        assert_eq!(reason(&SDPA, &with(t_q, 64, DType::F32)?, &mask, &plain())?, expected, "{mask:?}");
     }
     let (options, sequences) = (plain(), PackedSequences::from_lens(&[5], &[9])?);
     let [q, kv] = [draw(&[5, 4, 64], DType::F32)?, draw(&[9, 2, 64], DType::F32)?];
-    let packed = METAL.decide(&Call::packed("test", [&q, &kv, &kv], &sequences, &none, &options)?, Outputs::Context);
+    let packed = SDPA.plan(&Call::packed("test", [&q, &kv, &kv], &sequences, &none, &options)?, Outputs::Context);
     assert_eq!(packed.expect_err("refused"), "candle_nn::ops::sdpa has no packed sequences");
     Ok(())
 }
@@ -188,9 +192,9 @@ fn sdpa(inputs: &Inputs) -> Result<Tensor> {
         .map(|attended| attended.context)
 }
 
-/// The largest difference of a call by a stand-in from the reference path, whose order the result has.
-fn difference(call: &Call, plan: &Plan, stand_in: fn(&Inputs) -> Result<Tensor>) -> Result<f32> {
-    let context = plan.attend_by(call, stand_in)?;
+/// The largest difference of a call from the reference path, whose order the result has.
+fn difference(call: &Call, plan: &Plan) -> Result<f32> {
+    let context = plan.attend(call)?;
     let in_order = match call.output_order() {
         OutputOrder::Bhtd => context.is_contiguous(),
         OutputOrder::Bthd => context.transpose(1, 2)?.is_contiguous(),
@@ -229,10 +233,10 @@ fn what_candle_flash_attn_takes_has_the_reference_paths_numbers() -> Result<()> 
         let k = draw(&[2, 2, t_kv + 3, 18], DType::F16)?.narrow(2, 0, t_kv)?.narrow(3, 1, 16)?;
         let v = draw(&[2, 2, t_kv + 3, 16], DType::F16)?.narrow(2, 0, t_kv)?;
         let call = Call::new("test", [&q, &k, &v], &mask, &options)?;
-        let plan = FLASH_ATTN.decide(&call, Outputs::Context).expect("taken");
+        let plan = FLASH.plan(&call, Outputs::Context).expect("taken");
         assert_eq!(matches!(plan.sequences, Sequences::Varlen { .. }), varlen, "{mask:?}");
         taken[usize::from(varlen)] += 1;
-        let difference = difference(&call, &plan, flash_attn)?;
+        let difference = difference(&call, &plan)?;
         assert!(difference < 4e-3, "{difference}: {mask:?}");
     }
     assert_eq!(taken, [8, 5]);
@@ -242,8 +246,8 @@ fn what_candle_flash_attn_takes_has_the_reference_paths_numbers() -> Result<()> 
     for mask in [none(), AttentionMask::causal(), AttentionMask::causal().with_window(2)] {
         let options = plain();
         let call = Call::packed("test", [&q, &kv, &kv], &sequences, &mask, &options)?;
-        let plan = FLASH_ATTN.decide(&call, Outputs::Context).expect("taken");
-        let difference = difference(&call, &plan, flash_attn)?;
+        let plan = FLASH.plan(&call, Outputs::Context).expect("taken");
+        let difference = difference(&call, &plan)?;
         assert!(difference < 4e-3, "{difference}: {mask:?}");
     }
     Ok(())
@@ -267,9 +271,9 @@ fn what_candles_own_operation_takes_has_the_reference_paths_numbers() -> Result<
             let kv = draw(&[2, 2, t_kv + 3, 32], DType::F32)?.narrow(2, 0, t_kv)?;
             let options = SdpaOptions::default().with_output_order(order);
             let call = Call::new("test", [&q, &kv, &kv], &mask, &options)?;
-            let plan = METAL.decide(&call, Outputs::Context).expect("taken");
+            let plan = SDPA.plan(&call, Outputs::Context).expect("taken");
             assert!(matches!(plan.sequences, Sequences::Alike { rest, .. } if rest == expected), "{plan:?}, {mask:?}");
-            assert!(difference(&call, &plan, sdpa)? < 1e-5, "{mask:?}");
+            assert!(difference(&call, &plan)? < 1e-5, "{mask:?}");
         }
     }
     Ok(())
@@ -284,8 +288,8 @@ fn only_what_candles_own_operation_would_misread_is_copied() -> Result<()> {
     for (tensor, of_one, of_several) in
         [(cache.contiguous()?, false, false), (cache, false, true), (transposed, true, true), (one_head, true, true)]
     {
-        let copied = |t_q| -> Result<bool> { Ok(contiguous(&tensor, t_q)?.stride() != tensor.stride()) };
-        assert_eq!((copied(1)?, copied(2)?), (of_one, of_several), "{:?}", tensor.layout());
+        let copied = |t_q| !is_contiguous(&tensor, t_q);
+        assert_eq!((copied(1), copied(2)), (of_one, of_several), "{:?}", tensor.layout());
     }
     Ok(())
 }
