@@ -4,7 +4,7 @@ use std::fmt;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-use super::input::{CallPositions, KeysFrom};
+use super::input::CallPositions;
 use super::{AttentionInput, MultiHeadAttention, OP};
 use crate::cache::NewTokens;
 use crate::config::KvSource;
@@ -27,9 +27,7 @@ impl Expected<'_> {
     /// The queries of a call as (B, T_q, width), and what is added to its output as (B, T_q, out_width), if anything;
     /// after a check that keys come from one place.
     pub fn queries(&self, input: &AttentionInput, width: usize, out_width: usize) -> Result<(Tensor, Option<Tensor>)> {
-        if let KeysFrom::Conflict([one, other]) = input.keys {
-            bail!("[{}] both {one} and {other} were given, expected one of the two", self.op)
-        }
+        input.check_source(self.op)?;
         let queries = self.check("queries", input.queries, width)?;
         let Some(residual) = input.residual else { return Ok((queries, None)) };
         let of_output = [&input.queries.dims()[..input.queries.rank() - 1], &[out_width]].concat();
@@ -102,17 +100,17 @@ impl MultiHeadAttention {
         let (queries, residual) = expected.queries(input, cfg.embed_dim(), cfg.out_dim())?;
         let (b, t_q, _) = queries.dims3()?;
         let is_of_earlier_layer = cfg.kv_source() == KvSource::EarlierLayer;
-        let (key_value, t_kv) = match &input.keys {
-            KeysFrom::EarlierLayer(_) if !is_of_earlier_layer => {
+        let (key_value, t_kv) = match (input.shared_cache, input.memory, input.key_value) {
+            (Some(_), ..) if !is_of_earlier_layer => {
                 bail!("[{OP}] the cache of an earlier layer was given, but the layer has keys of its own")
             }
-            KeysFrom::EarlierLayer(cache) => (None, cache.len()),
-            KeysFrom::Memory(memory) => {
+            (Some(cache), ..) => (None, cache.len()),
+            (_, Some(memory), _) => {
                 self.check_memory(input, memory, b)?;
                 (None, memory.t_kv)
             }
             _ if is_of_earlier_layer => bail!("[{OP}] {NO_KEYS}"),
-            &KeysFrom::Cross { keys, values } => {
+            (.., Some([keys, values])) => {
                 let mut key_value = self.check_key_value(Some(b), &expected, [keys, values])?;
                 for (own, given) in key_value.iter_mut().zip([keys, values]) {
                     if given.id() == input.queries.id() {
@@ -122,8 +120,7 @@ impl MultiHeadAttention {
                 let t_kv = key_value[0].dim(1)?;
                 (Some(key_value), t_kv)
             }
-            // A conflict was refused with the queries.
-            KeysFrom::Own | KeysFrom::Cache(_) | KeysFrom::Conflict(_) => {
+            _ => {
                 if [cfg.key_size(), cfg.value_size()] != [cfg.embed_dim(); 2] {
                     bail!(
                         "[{OP}] queries are {} wide, the inputs of keys {} and of values {}; expected a \

@@ -163,7 +163,7 @@ fn by_diagonal(biases: &Tensor, [t_q, t_kv]: [usize; 2]) -> Result<Tensor> {
 
 /// Zeroes entries with probability p, by PyTorch's generator, by a seed of Philox or by the device's generator, and
 /// divides the others by 1 - p. Philox counts from the numbers of the first query and of the first key.
-pub(crate) fn dropout(
+fn dropout(
     weights: &Tensor,
     p: f64,
     seed: Option<&TorchSeed>,
@@ -199,7 +199,7 @@ fn philox_keep(weights: &Tensor, p: f64, seed: u64, [query, key]: [usize; 2]) ->
 ///
 /// A hidden key has weight zero, but zero times NaN is NaN: values that are not finite are multiplied apart, so that
 /// they reach only the queries that see them.
-pub(crate) fn weighted_values(weights: &Tensor, v: &Tensor, keep: Option<&Tensor>) -> Result<Tensor> {
+fn weighted_values(weights: &Tensor, v: &Tensor, keep: Option<&Tensor>) -> Result<Tensor> {
     let Some(keep) = keep else { return grouped_matmul(weights, v) };
     // x - x is 0 for finite x and NaN otherwise; reading the sum back is one number.
     let residue = |v: Tensor| v.sub(&v)?.sum_all()?.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.to_scalar::<f64>();
@@ -226,7 +226,7 @@ pub(crate) fn weighted_values(weights: &Tensor, v: &Tensor, keep: Option<&Tensor
 ///
 /// `keep` is u8, broadcastable to the scores; 0 hides. `sinks` are one more logit a row, broadcastable to (.., T_q, 1),
 /// which takes weight but has no column.
-pub(crate) fn visible_softmax(
+fn visible_softmax(
     scores: &Tensor,
     keep: Option<&Tensor>,
     sinks: Option<&Tensor>,

@@ -209,7 +209,7 @@ impl GatedDeltaNet {
     /// gradients.
     pub fn forward_with<'a>(&self, input: impl Into<DeltaInput<'a>>) -> Result<Tensor> {
         let (cfg, mut input) = (&self.config, input.into());
-        let (xs, tokens) = input.check(cfg, self.out.dtype(), self.out.device())?;
+        let (xs, tokens) = self.check(&input)?;
         let ((b, t, _), packed) = (xs.dims3()?, input.packed);
         let (h, h_k, d_k, d_v) = (cfg.num_heads(), cfg.num_key_heads(), cfg.key_head_dim(), cfg.value_head_dim());
         let [of_q, of_k, of_v, ..] = cfg.rows();
