@@ -10,7 +10,6 @@ use super::{Attended, AttentionStatistics, OutputOrder, Outputs, PackedSequences
 use crate::mask::{AttentionMask, EmptyRows, ValidLens};
 use candle_attention_kernels::flash::philox_keeps;
 use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, check_memory};
-use candle_attention_modules::init::TorchSeed;
 
 /// The context, the log-sum-exp, and what is wanted beside.
 pub(super) fn attend(call: &Call, outputs: Outputs) -> Result<Attended> {
@@ -108,11 +107,7 @@ fn attend_batch(call: &Call, outputs: Outputs) -> Result<Attended> {
         scores = scores.broadcast_add(&bias)?;
     }
     let (whole, lse) = visible_softmax(&scores, keep.as_ref(), sinks.as_ref(), call.mask.empty_rows())?;
-    let (options, first) = (call.options, call.first_row_and_key);
-    let dropped = match options.drops() {
-        true => dropout(&whole, options.dropout, options.dropout_seed.as_ref(), options.dropout_philox_seed, first)?,
-        false => whole.clone(),
-    };
+    let dropped = if call.options.drops() { dropout(&whole, call)? } else { whole.clone() };
     let context = weighted_values(&dropped, &call.v.to_dtype(dtype)?, keep.as_ref())?;
     let context = call.in_output_order(context.to_dtype(call.q.dtype())?)?;
     let weights = match outputs {
@@ -163,21 +158,16 @@ fn by_diagonal(biases: &Tensor, [t_q, t_kv]: [usize; 2]) -> Result<Tensor> {
 
 /// Zeroes entries with probability p, by PyTorch's generator, by a seed of Philox or by the device's generator, and
 /// divides the others by 1 - p. Philox counts from the numbers of the first query and of the first key.
-fn dropout(
-    weights: &Tensor,
-    p: f64,
-    seed: Option<&TorchSeed>,
-    philox: Option<u64>,
-    first: [usize; 2],
-) -> Result<Tensor> {
+fn dropout(weights: &Tensor, call: &Call) -> Result<Tensor> {
+    let (options, p) = (call.options, call.options.dropout);
     if p >= 1.0 {
         // Not zeros: what is no number stays none.
         return weights * 0.0;
     }
     // Not Candle's own dropout, which rounds p to f32 and refuses one that becomes 1.
-    let keep = match (seed, philox) {
+    let keep = match (&options.dropout_seed, options.dropout_philox_seed) {
         (Some(seed), _) => seed.dropout_keep(weights.shape(), p)?.to_device(weights.device())?,
-        (None, Some(seed)) => philox_keep(weights, p, seed, first)?,
+        (None, Some(seed)) => philox_keep(weights, p, seed, call.first_row_and_key)?,
         (None, None) => Tensor::rand(0f32, 1f32, weights.shape(), weights.device())?.ge(p)?,
     };
     weights.mul(&keep.to_dtype(weights.dtype())?)? / (1.0 - p)
