@@ -9,6 +9,7 @@ use super::{AttentionInput, MultiHeadAttention, OP};
 use crate::cache::NewTokens;
 use crate::config::KvSource;
 use crate::position::RopeConfig;
+use crate::sdpa::PackedSequences;
 use candle_attention_modules::base::{Dim, Expect, check_keys_and_values, is_addressable};
 
 pub(super) const NO_KEYS: &str =
@@ -134,7 +135,7 @@ impl MultiHeadAttention {
             }
         };
         let what = format_args!("queries {:?} and {t_kv} keys", input.queries.dims());
-        self.check_lengths(b, t_q.max(t_kv), input.longest(t_q, t_kv), what)?;
+        self.check_addressable(b, t_q.max(t_kv), what)?;
         input.check_packed(OP, &queries, t_kv)?;
         if cfg.appended_keys() > 0 && (input.packed.is_some() || input.is_cached()) {
             bail!("[{OP}] the layer appends keys to those of a call, which neither a cache nor packed sequences take")
@@ -143,7 +144,8 @@ impl MultiHeadAttention {
             bail!("[{OP}] the config has a relative bias, expected the stack's one in `with_relative_bias`")
         }
         let tokens = input.tokens(OP, (b, t_q), &self.mask)?;
-        self.check_context(tokens.longest())?;
+        let longest = input.packed.map_or([t_q, t_kv], PackedSequences::longest);
+        self.check_context(longest.into_iter().fold(tokens.longest(), usize::max))?;
         let axes = cfg.rope().and_then(RopeConfig::axes);
         let takes_positions = self.rotary.is_some() || cfg.query_scaling().is_some() || self.terms_take_positions();
         let positions = input.positions(OP, &tokens, t_kv, axes, takes_positions)?;
@@ -174,18 +176,16 @@ impl MultiHeadAttention {
     }
 
     /// That so many positions, those of calls before included, are within the context length.
-    fn check_context(&self, positions: usize) -> Result<()> {
+    pub(super) fn check_context(&self, positions: usize) -> Result<()> {
         match self.config.context_length().filter(|&most| positions > most) {
             Some(most) => bail!("[{OP}] {positions} positions are more than the context length {most}"),
             None => Ok(()),
         }
     }
 
-    /// Of `b` rows with `t` queries or keys, of which a sequence has at most `longest`; `what` they are is for an
-    /// error.
-    pub(super) fn check_lengths(&self, b: usize, t: usize, longest: usize, what: fmt::Arguments) -> Result<()> {
+    /// Of `b` rows with `t` queries or keys; `what` they are is for an error.
+    pub(super) fn check_addressable(&self, b: usize, t: usize, what: fmt::Arguments) -> Result<()> {
         let cfg = &self.config;
-        self.check_context(longest)?;
         let (h, h_kv, d, d_v) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim());
         if !is_addressable(&[b, t, h * d + h_kv * (d + d_v)]) {
             bail!("[{OP}] {what} are too large to address")

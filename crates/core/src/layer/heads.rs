@@ -150,7 +150,8 @@ impl MultiHeadAttention {
         let batched = keys.rank() != 2;
         let [k_in, v_in] = self.check_key_value(None, &self.expected(batched), [keys, values])?;
         let (b, t_kv, _) = k_in.dims3()?;
-        self.check_lengths(b, t_kv, t_kv, format_args!("keys {:?} and values {:?}", keys.dims(), values.dims()))?;
+        self.check_context(t_kv)?;
+        self.check_addressable(b, t_kv, format_args!("keys {:?} and values {:?}", keys.dims(), values.dims()))?;
         let rotation = match &self.rotary {
             Some(_) if cfg.rope().and_then(RopeConfig::axes).is_some_and(RopeAxes::is_axial) => {
                 bail!("[{OP}] keys of a memory have one position each, but rotary positions are on several axes")

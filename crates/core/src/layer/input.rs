@@ -219,12 +219,6 @@ impl<'a> AttentionInput<'a> {
         Positions::of_each((0..sequences.len()).flat_map(|s| 0..ranges(sequences, s).len()).collect(), t)
     }
 
-    /// The most positions that a sequence of `t_q` queries and `t_kv` keys has.
-    pub(super) fn longest(&self, t_q: usize, t_kv: usize) -> usize {
-        let [t_q, t_kv] = self.packed.map_or([t_q, t_kv], PackedSequences::longest);
-        t_q.max(t_kv)
-    }
-
     /// The positions of a call with `t_kv` keys, in a layer with rotary positions on these axes.
     /// `None` for a layer that does not use them; their shape is checked all the same.
     pub(super) fn positions(
