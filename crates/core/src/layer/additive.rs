@@ -144,7 +144,7 @@ impl AdditiveAttention {
             let hidden = queries_hidden.broadcast_add(&keys_hidden)?.tanh()?;
             self.score_proj.forward(&hidden)?.squeeze(3)?.unsqueeze(1)?
         };
-        // Beside products of zeros.
+        // As a bias on the products of zeros.
         let zeros = |t| Tensor::zeros((b, 1, t, 1), dtype, device);
         let (q, k, v) = (zeros(t_q)?, zeros(t_kv)?, values.unsqueeze(1)?);
         let mask = input.mask.cloned().unwrap_or_default().with_bias(&scores);

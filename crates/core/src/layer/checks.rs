@@ -68,9 +68,8 @@ impl AttentionInput<'_> {
                  {t_kv} of the inputs"
             )
         }
-        let is_of_both = |s| sequences.queries(s) == sequences.keys(s);
-        if let Some(s) = (0..sequences.len()).find(|&s| !self.is_cross() && !is_of_both(s)) {
-            let (queries, keys) = (sequences.queries(s), sequences.keys(s));
+        let mut parts = sequences.parts().enumerate().filter(|_| !self.is_cross());
+        if let Some((s, [queries, keys])) = parts.find(|(_, [queries, keys])| queries != keys) {
             bail!(
                 "[{op}] packed sequence {s} has queries {queries:?} and keys {keys:?}, expected the same in self-attention"
             )
