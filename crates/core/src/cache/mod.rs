@@ -148,19 +148,14 @@ impl AttentionCache {
     pub fn truncate_to(&mut self, lens: &[usize]) -> Result<()> {
         check_entries(OP, "lens", lens.len(), self.held.len(), "sequences")?;
         for (sequence, (&len, held)) in lens.iter().zip(&self.held).enumerate() {
-            if len > held.end {
-                bail!(
-                    "[{OP}] sequence {sequence} is to be truncated to {len} positions, expected at most its {}",
-                    held.end
-                )
-            }
-            if len > 0 && len < held.start {
-                bail!(
-                    "[{OP}] sequence {sequence} is to be truncated to {len} positions, expected 0 or at least \
-                     the {} that the window has dropped",
-                    held.start
-                )
-            }
+            let expected = if len > held.end {
+                format!("at most its {}", held.end)
+            } else if len > 0 && len < held.start {
+                format!("0 or at least the {} that the window has dropped", held.start)
+            } else {
+                continue;
+            };
+            bail!("[{OP}] sequence {sequence} is to be truncated to {len} positions, expected {expected}")
         }
         for (held, &len) in self.held.iter_mut().zip(lens) {
             *held = if len == 0 { 0..0 } else { held.start..len };

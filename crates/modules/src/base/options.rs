@@ -42,19 +42,16 @@ macro_rules! options {
     (@with () $($rest:tt)*) => {};
     (@with $docs:tt (get) $($rest:tt)*) => {};
     (@with ($($doc:literal)+) $methods:tt $field:ident: Option<$value:ty>) => {
-        $crate::base::pastey::paste! {
-            $(#[doc = $doc])+
-            pub fn [<with_ $field>](mut self, $field: $value) -> Self {
-                self.$field = Some($field);
-                self
-            }
-        }
+        $crate::base::options! { @with ($($doc)+) $field: $value, Some($field) }
     };
     (@with ($($doc:literal)+) $methods:tt $field:ident: $value:ty) => {
+        $crate::base::options! { @with ($($doc)+) $field: $value, $field }
+    };
+    (@with ($($doc:literal)+) $field:ident: $value:ty, $is:expr) => {
         $crate::base::pastey::paste! {
             $(#[doc = $doc])+
             pub fn [<with_ $field>](mut self, $field: $value) -> Self {
-                self.$field = $field;
+                self.$field = $is;
                 self
             }
         }
