@@ -27,8 +27,8 @@ pub struct NewTokens {
 }
 
 impl NewTokens {
-    /// `before` are the lengths of the sequences of the cache, empty before the first call. `padding` are the starts and
-    /// the ends of the tokens of each of B sequences among its T, 0 and T where none are given.
+    /// `before` are the lengths of the sequences of the cache, empty before the first call. `padding` are the starts
+    /// and the ends of the tokens of each of B sequences among its T, 0 and T where none are given.
     pub fn new(op: &str, before: Vec<usize>, (b, t): (usize, usize), padding: [Option<&[usize]>; 2]) -> Result<Self> {
         if !before.is_empty() && before.len() != b {
             bail!("[{op}] the call has {b} sequences, expected the {} that the cache holds", before.len())
