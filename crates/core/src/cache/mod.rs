@@ -5,8 +5,7 @@ mod storage;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use staged::Expand;
-pub use staged::{NewTokens, Padding};
+pub use staged::NewTokens;
 pub use storage::AttentionCacheConfig;
 
 use std::ops::Range;
@@ -149,19 +148,14 @@ impl AttentionCache {
     pub fn truncate_to(&mut self, lens: &[usize]) -> Result<()> {
         check_entries(OP, "lens", lens.len(), self.held.len(), "sequences")?;
         for (sequence, (&len, held)) in lens.iter().zip(&self.held).enumerate() {
-            if len > held.end {
-                bail!(
-                    "[{OP}] sequence {sequence} is to be truncated to {len} positions, expected at most its {}",
-                    held.end
-                )
-            }
-            if len > 0 && len < held.start {
-                bail!(
-                    "[{OP}] sequence {sequence} is to be truncated to {len} positions, expected 0 or at least \
-                     the {} that the window has dropped",
-                    held.start
-                )
-            }
+            let expected = if len > held.end {
+                format!("at most its {}", held.end)
+            } else if len > 0 && len < held.start {
+                format!("0 or at least the {} that the window has dropped", held.start)
+            } else {
+                continue;
+            };
+            bail!("[{OP}] sequence {sequence} is to be truncated to {len} positions, expected {expected}")
         }
         for (held, &len) in self.held.iter_mut().zip(lens) {
             *held = if len == 0 { 0..0 } else { held.start..len };
@@ -226,11 +220,11 @@ impl AttentionCache {
         })
     }
 
-    /// The tokens of a call of `dims` (B, T).
+    /// The tokens of a call of `dims` (B, T), of which those outside of starts and ends are padding.
     ///
     /// # Errors
     /// For another number of sequences than the cache holds, and for padding that does not fit.
-    pub(crate) fn new_tokens(&self, dims: (usize, usize), padding: Padding) -> Result<NewTokens> {
+    pub(crate) fn new_tokens(&self, dims: (usize, usize), padding: [Option<&[usize]>; 2]) -> Result<NewTokens> {
         NewTokens::new(OP, self.lens(), dims, padding)
     }
 
@@ -238,7 +232,7 @@ impl AttentionCache {
     ///
     /// # Errors
     /// As [`new_tokens`](Self::new_tokens), and for more tokens than are held.
-    pub(crate) fn latest_tokens(&self, dims: (usize, usize), padding: Padding) -> Result<NewTokens> {
+    pub(crate) fn latest_tokens(&self, dims: (usize, usize), padding: [Option<&[usize]>; 2]) -> Result<NewTokens> {
         let mut tokens = self.new_tokens(dims, padding)?;
         for (sequence, (len, of_call)) in tokens.before.iter_mut().zip(&tokens.tokens).enumerate() {
             let Some(before) = len.checked_sub(of_call.len()) else {
@@ -270,18 +264,15 @@ impl AttentionCache {
 
     /// The position of each token of each sequence with those of a call, if any were given.
     fn positions_with(&self, new: &NewTokens) -> Result<Option<Vec<Vec<u32>>>> {
-        let mut rows = match &self.positions {
-            Some(rows) => rows.clone(),
-            None if new.given.is_some() => {
-                let places = Positions::starting_at(&[0], self.len())?;
-                new.before.iter().map(|&before| places.of_sequence(0)[..before].to_vec()).collect()
-            }
-            None => return Ok(None),
-        };
-        let positions = new.positions()?;
-        for (b, (row, tokens)) in rows.iter_mut().zip(&new.tokens).enumerate() {
-            row.extend(&positions.of_sequence(b)[tokens.clone()]);
+        if self.positions.is_none() && new.given.is_none() {
+            return Ok(None);
         }
-        Ok(Some(rows))
+        let own = new.positions()?;
+        let row = |(b, (&len, tokens)): (usize, (&usize, &Range<usize>))| {
+            let mut row = self.positions.as_ref().map_or_else(|| (0..len as u32).collect(), |rows| rows[b].clone());
+            row.extend(&own.of_sequence(b)[tokens.clone()]);
+            row
+        };
+        Ok(Some(new.before.iter().zip(&new.tokens).enumerate().map(row).collect()))
     }
 }

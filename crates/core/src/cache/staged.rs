@@ -1,7 +1,6 @@
 //! One call with a cache: its tokens are checked, its keys and values are staged, attended to, and kept if all goes
 //! well; or those of an earlier layer's call are attended to.
 
-use std::fmt;
 use std::ops::Range;
 
 use candle_core::{DType, Result, Tensor, bail};
@@ -12,15 +11,6 @@ use crate::mask::{AttentionMask, Placement};
 use crate::position::Positions;
 use crate::sdpa::{Attended, Call, Choice, Keys, Outputs, SdpaOptions, run};
 use candle_attention_modules::base::check_entries;
-
-/// The padding of a batch (B, T): sequence b has its tokens at `starts[b]..valid_lens[b]`.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct Padding<'a> {
-    /// The ends of the tokens; T where there are none.
-    pub valid_lens: Option<&'a [usize]>,
-    /// Their starts; 0 where there are none.
-    pub starts: Option<&'a [usize]>,
-}
 
 /// The tokens of a call (B, T), checked against what the cache holds. Of a call without a cache or padding the lists of
 /// sequences are empty: all T of each are tokens, which begin at 0.
@@ -37,9 +27,9 @@ pub struct NewTokens {
 }
 
 impl NewTokens {
-    /// `before` are the lengths of the sequences of the cache, empty before the first call; `dims` are (B, T).
-    pub fn new(op: &str, before: Vec<usize>, dims: (usize, usize), padding: Padding) -> Result<Self> {
-        let (b, t) = dims;
+    /// `before` are the lengths of the sequences of the cache, empty before the first call. `padding` are the starts
+    /// and the ends of the tokens of each of B sequences among its T, 0 and T where none are given.
+    pub fn new(op: &str, before: Vec<usize>, (b, t): (usize, usize), padding: [Option<&[usize]>; 2]) -> Result<Self> {
         if !before.is_empty() && before.len() != b {
             bail!("[{op}] the call has {b} sequences, expected the {} that the cache holds", before.len())
         }
@@ -53,8 +43,7 @@ impl NewTokens {
             }
             Ok(entries.to_vec())
         };
-        let ends = entries("valid_lens", padding.valid_lens, t)?;
-        let starts = entries("starts", padding.starts, 0)?;
+        let (ends, starts) = (entries("valid_lens", padding[1], t)?, entries("starts", padding[0], 0)?);
         let tokens: Vec<_> = starts.into_iter().zip(ends).map(|(start, end)| start..end).collect();
         if let Some(sequence) = tokens.iter().position(|tokens| tokens.start > tokens.end) {
             let Range { start, end } = tokens[sequence];
@@ -119,14 +108,10 @@ impl NewTokens {
     }
 }
 
-/// Computes keys and values from the rows of a cache.
-pub(crate) trait Expand: fmt::Debug {
-    /// Keys (B, H, T, D) and values (B, H, T, D_v) from rows (B, H_kv, T, width), in the dtype of the rows.
-    fn expand(&self, rows: &Tensor) -> Result<[Tensor; 2]>;
-}
+/// Computes keys (B, H, T, D) and values (B, H, T, D_v) from the rows (B, H_kv, T, width) of a cache, in their dtype.
+type Expansion<'e> = Box<dyn Fn(&Tensor) -> Result<[Tensor; 2]> + 'e>;
 
 /// What one call reads of a cache: with its own keys and values where it brings some.
-#[derive(Debug)]
 pub(crate) struct CachedCall<'e> {
     buffers: KvBuffers,
     /// Of each sequence, where its queries stand, and the keys that the buffers hold: the first of them is in row 0.
@@ -136,7 +121,7 @@ pub(crate) struct CachedCall<'e> {
     /// Whether gradients end at the cache.
     detached: bool,
     /// What computes the keys and values that are attended to from those that the cache holds.
-    pub expansion: Option<&'e dyn Expand>,
+    pub expansion: Option<Expansion<'e>>,
 }
 
 impl AttentionCache {
@@ -250,25 +235,9 @@ impl CachedCall<'_> {
     /// Keys (B, H_kv, rows, D) and values (B, H_kv, rows, D_v): views, or of 8 bits as floats, or computed from these.
     pub(super) fn read(&self, rows: &KvBuffers) -> Result<[Tensor; 2]> {
         let floats = rows.floats(self.dtype)?;
-        let Some(expansion) = self.expansion else { return Ok(floats) };
-        let expanded = expansion.expand(&floats[0])?;
+        let Some(expand) = &self.expansion else { return Ok(floats) };
+        let expanded = expand(&floats[0])?;
         Ok(if self.detached { expanded.map(|tensor| tensor.detach()) } else { expanded })
-    }
-
-    /// Attention to keys and values of 8 bits where a kernel reads them and nothing else is computed from them, and to
-    /// floats otherwise.
-    fn attended(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, outputs: Outputs) -> Result<Attended> {
-        let (rows, mask, options) = &self.all_rows(q, mask, options)?;
-        let (op, q) = (outputs.op(false), if self.detached { &q.detach() } else { q });
-        if let (None, Some([[k, v], scales]), true) = (self.expansion, &rows.codes()?, q.device().is_cpu()) {
-            let call = Call::of(op, [q, k, v], Some(scales), None, mask, options)?;
-            let choice = Choice::of(&call, outputs)?;
-            if let Choice::Cpu(_) = choice {
-                return choice.run(&call, outputs);
-            }
-        }
-        let [k, v] = self.read(rows)?;
-        run(&Call::of(op, [&q.to_dtype(self.dtype)?, &k, &v], None, None, mask, options)?, outputs)
     }
 
     /// The rows of the buffers that hold a key of some sequence, and the mask and the options of attention to them, of
@@ -292,9 +261,21 @@ impl CachedCall<'_> {
 }
 
 impl Keys for CachedCall<'_> {
-    /// Weights are of floats, over the keys that the cache holds.
+    /// Attention to keys and values of 8 bits where a kernel reads them and nothing else is computed from them, and to
+    /// floats otherwise. Weights are over the keys that the cache holds.
     fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, outputs: Outputs) -> Result<Attended> {
-        let attended = self.attended(q, mask, options, outputs)?;
+        let (rows, mask, options) = &self.all_rows(q, mask, options)?;
+        let (op, q) = (outputs.op(false), if self.detached { &q.detach() } else { q });
+        if let (None, Some([[k, v], scales]), true) = (&self.expansion, &rows.codes()?, q.device().is_cpu()) {
+            let call = Call::of(op, [q, k, v], Some(scales), None, mask, options)?;
+            let choice = Choice::of(&call, outputs)?;
+            if let Choice::Cpu(_) = choice {
+                return choice.run(&call, outputs);
+            }
+        }
+        let [k, v] = self.read(rows)?;
+        let call = Call::of(op, [&q.to_dtype(self.dtype)?, &k, &v], None, None, mask, options)?;
+        let attended = run(&call, outputs)?;
         let weights = attended.weights.map(|weights| weights.to_dtype(q.dtype())).transpose()?;
         Ok(Attended { context: attended.context.to_dtype(q.dtype())?, weights, ..attended })
     }

@@ -6,9 +6,9 @@ use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
 use crate::mask::AttentionMask;
-use crate::sdpa::{AttentionOutput, SdpaOptions, dropout, visible_softmax, weighted_values};
+use crate::sdpa::{AttentionOutput, Call, Outputs, SdpaOptions, run};
 use candle_attention_modules::base::{
-    Dim, Expect, Options, Source, accumulation_dtype, check_keys_and_values, check_memory, number, options,
+    Dim, Expect, Options, Source, check_keys_and_values, check_memory, number, options,
 };
 use candle_attention_modules::init::TorchSeed;
 
@@ -47,37 +47,24 @@ impl AdditiveAttentionConfig {
 }
 
 /// What one call of [`AdditiveAttention`] reads.
+#[apply(options)]
 #[derive(Debug, Clone, Copy)]
 #[must_use]
 pub struct AdditiveInput<'a> {
-    queries: &'a Tensor,
-    keys: &'a Tensor,
-    values: &'a Tensor,
+    queries_keys_values: [&'a Tensor; 3],
+    /// A mask of one head: `keep` and `bias` broadcast to (B, 1, T_q, T_kv).
     mask: Option<&'a AttentionMask>,
+    /// Whether dropout happens.
     train: bool,
+    /// Draws dropout from PyTorch's generator, see
+    /// [`SdpaOptions::with_dropout_seed`](crate::SdpaOptions::with_dropout_seed).
     dropout_seed: Option<&'a TorchSeed>,
 }
 
 impl<'a> AdditiveInput<'a> {
     /// Queries (B, T_q, query_size), keys (B, T_kv, key_size) and values (B, T_kv, D_v).
     pub fn new(queries: &'a Tensor, keys: &'a Tensor, values: &'a Tensor) -> Self {
-        Self { queries, keys, values, mask: None, train: false, dropout_seed: None }
-    }
-
-    /// A mask of one head: `keep` and `bias` broadcast to (B, 1, T_q, T_kv).
-    pub fn with_mask(self, mask: &'a AttentionMask) -> Self {
-        Self { mask: Some(mask), ..self }
-    }
-
-    /// Whether dropout happens.
-    pub fn with_train(self, train: bool) -> Self {
-        Self { train, ..self }
-    }
-
-    /// Draws dropout from PyTorch's generator, see
-    /// [`SdpaOptions::with_dropout_seed`](crate::SdpaOptions::with_dropout_seed).
-    pub fn with_dropout_seed(self, seed: &'a TorchSeed) -> Self {
-        Self { dropout_seed: Some(seed), ..self }
+        Self::unset([queries, keys, values])
     }
 }
 
@@ -145,33 +132,27 @@ impl AdditiveAttention {
     /// # Errors
     /// As [`forward`](Self::forward).
     pub fn forward_with(&self, input: AdditiveInput) -> Result<AttentionOutput> {
-        let AdditiveInput { queries, keys, values, train, dropout_seed, .. } = input;
+        let [queries, keys, values] = input.queries_keys_values;
         self.check(queries, keys, values)?;
-        let ((b, t_q, _), (_, t_kv, d_v)) = (queries.dims3()?, values.dims3()?);
-        let (device, dtype) = (queries.device(), accumulation_dtype(queries.dtype()));
-        let mask = input.mask.cloned().unwrap_or_default();
-        let keep = mask.keep_tensor([b, 1, t_q, t_kv], device)?;
-        let bias = mask.bias_tensor([b, 1, t_q, t_kv], dtype, device)?;
-        if [b, t_q, t_kv].contains(&0) {
-            return Ok(AttentionOutput {
-                context: Tensor::zeros((b, t_q, d_v), queries.dtype(), device)?,
-                weights: Tensor::zeros((b, t_q, t_kv), queries.dtype(), device)?,
-            });
-        }
-        let queries_hidden = self.query_proj.forward(&queries.contiguous()?)?.unsqueeze(2)?;
-        let keys_hidden = self.key_proj.forward(&keys.contiguous()?)?.unsqueeze(1)?;
-        let hidden = queries_hidden.broadcast_add(&keys_hidden)?.tanh()?;
-        let mut scores = self.score_proj.forward(&hidden)?.squeeze(3)?.unsqueeze(1)?.to_dtype(dtype)?;
-        if let Some(bias) = bias {
-            scores = scores.broadcast_add(&bias)?;
-        }
-        let (weights, _) = visible_softmax(&scores, keep.as_ref(), None, mask.empty_rows())?;
-        let options = SdpaOptions::default().with_dropout(self.config.dropout, train);
-        let options = SdpaOptions { dropout_seed: dropout_seed.cloned(), ..options };
-        let weights = dropout(&weights, &options, [0; 2])?;
-        let context = weighted_values(&weights, &values.to_dtype(dtype)?.unsqueeze(1)?, keep.as_ref())?;
-        let one_head = |tensor: Tensor| tensor.squeeze(1)?.to_dtype(queries.dtype());
-        Ok(AttentionOutput { context: one_head(context)?, weights: one_head(weights)? })
+        let ((b, t_q, _), t_kv) = (queries.dims3()?, keys.dim(1)?);
+        let (device, dtype) = (queries.device(), queries.dtype());
+        let scores = if [b, t_q, t_kv].contains(&0) {
+            Tensor::zeros((b, 1, t_q, t_kv), dtype, device)?
+        } else {
+            let queries_hidden = self.query_proj.forward(&queries.contiguous()?)?.unsqueeze(2)?;
+            let keys_hidden = self.key_proj.forward(&keys.contiguous()?)?.unsqueeze(1)?;
+            let hidden = queries_hidden.broadcast_add(&keys_hidden)?.tanh()?;
+            self.score_proj.forward(&hidden)?.squeeze(3)?.unsqueeze(1)?
+        };
+        // As a bias on the products of zeros.
+        let zeros = |t| Tensor::zeros((b, 1, t, 1), dtype, device);
+        let (q, k, v) = (zeros(t_q)?, zeros(t_kv)?, values.unsqueeze(1)?);
+        let mask = input.mask.cloned().unwrap_or_default().with_bias(&scores);
+        let options = SdpaOptions::default().with_dropout(self.config.dropout, input.train);
+        let options = SdpaOptions { dropout_seed: input.dropout_seed.cloned(), ..options };
+        let call = Call::of(OP, [&q, &k, &v], None, None, &mask, &options)?;
+        let (context, weights) = run(&call, Outputs::Weights)?.with(|found| found.weights.take())?;
+        Ok(AttentionOutput { context: context.squeeze(1)?, weights: weights.squeeze(1)? })
     }
 
     fn check(&self, queries: &Tensor, keys: &Tensor, values: &Tensor) -> Result<()> {

@@ -4,11 +4,12 @@ use std::fmt;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-use super::input::{CallPositions, KeysFrom};
+use super::input::CallPositions;
 use super::{AttentionInput, MultiHeadAttention, OP};
 use crate::cache::NewTokens;
 use crate::config::KvSource;
 use crate::position::RopeConfig;
+use crate::sdpa::PackedSequences;
 use candle_attention_modules::base::{Dim, Expect, check_keys_and_values, is_addressable};
 
 pub(super) const NO_KEYS: &str =
@@ -27,9 +28,7 @@ impl Expected<'_> {
     /// The queries of a call as (B, T_q, width), and what is added to its output as (B, T_q, out_width), if anything;
     /// after a check that keys come from one place.
     pub fn queries(&self, input: &AttentionInput, width: usize, out_width: usize) -> Result<(Tensor, Option<Tensor>)> {
-        if let KeysFrom::Conflict([one, other]) = input.keys {
-            bail!("[{}] both {one} and {other} were given, expected one of the two", self.op)
-        }
+        input.check_source(self.op)?;
         let queries = self.check("queries", input.queries, width)?;
         let Some(residual) = input.residual else { return Ok((queries, None)) };
         let of_output = [&input.queries.dims()[..input.queries.rank() - 1], &[out_width]].concat();
@@ -69,9 +68,8 @@ impl AttentionInput<'_> {
                  {t_kv} of the inputs"
             )
         }
-        let is_of_both = |s| sequences.queries(s) == sequences.keys(s);
-        if let Some(s) = (0..sequences.len()).find(|&s| !self.is_cross() && !is_of_both(s)) {
-            let (queries, keys) = (sequences.queries(s), sequences.keys(s));
+        let mut parts = sequences.parts().enumerate().filter(|_| !self.is_cross());
+        if let Some((s, [queries, keys])) = parts.find(|(_, [queries, keys])| queries != keys) {
             bail!(
                 "[{op}] packed sequence {s} has queries {queries:?} and keys {keys:?}, expected the same in self-attention"
             )
@@ -102,17 +100,17 @@ impl MultiHeadAttention {
         let (queries, residual) = expected.queries(input, cfg.embed_dim(), cfg.out_dim())?;
         let (b, t_q, _) = queries.dims3()?;
         let is_of_earlier_layer = cfg.kv_source() == KvSource::EarlierLayer;
-        let (key_value, t_kv) = match &input.keys {
-            KeysFrom::EarlierLayer(_) if !is_of_earlier_layer => {
+        let (key_value, t_kv) = match (input.shared_cache, input.memory, input.key_value) {
+            (Some(_), ..) if !is_of_earlier_layer => {
                 bail!("[{OP}] the cache of an earlier layer was given, but the layer has keys of its own")
             }
-            KeysFrom::EarlierLayer(cache) => (None, cache.len()),
-            KeysFrom::Memory(memory) => {
+            (Some(cache), ..) => (None, cache.len()),
+            (_, Some(memory), _) => {
                 self.check_memory(input, memory, b)?;
                 (None, memory.t_kv)
             }
             _ if is_of_earlier_layer => bail!("[{OP}] {NO_KEYS}"),
-            &KeysFrom::Cross { keys, values } => {
+            (.., Some([keys, values])) => {
                 let mut key_value = self.check_key_value(Some(b), &expected, [keys, values])?;
                 for (own, given) in key_value.iter_mut().zip([keys, values]) {
                     if given.id() == input.queries.id() {
@@ -122,8 +120,7 @@ impl MultiHeadAttention {
                 let t_kv = key_value[0].dim(1)?;
                 (Some(key_value), t_kv)
             }
-            // A conflict was refused with the queries.
-            KeysFrom::Own | KeysFrom::Cache(_) | KeysFrom::Conflict(_) => {
+            _ => {
                 if [cfg.key_size(), cfg.value_size()] != [cfg.embed_dim(); 2] {
                     bail!(
                         "[{OP}] queries are {} wide, the inputs of keys {} and of values {}; expected a \
@@ -137,7 +134,7 @@ impl MultiHeadAttention {
             }
         };
         let what = format_args!("queries {:?} and {t_kv} keys", input.queries.dims());
-        self.check_lengths(b, t_q.max(t_kv), input.longest(t_q, t_kv), what)?;
+        self.check_addressable(b, t_q.max(t_kv), what)?;
         input.check_packed(OP, &queries, t_kv)?;
         if cfg.appended_keys() > 0 && (input.packed.is_some() || input.is_cached()) {
             bail!("[{OP}] the layer appends keys to those of a call, which neither a cache nor packed sequences take")
@@ -146,7 +143,8 @@ impl MultiHeadAttention {
             bail!("[{OP}] the config has a relative bias, expected the stack's one in `with_relative_bias`")
         }
         let tokens = input.tokens(OP, (b, t_q), &self.mask)?;
-        self.check_context(tokens.longest())?;
+        let longest = input.packed.map_or([t_q, t_kv], PackedSequences::longest);
+        self.check_context(longest.into_iter().fold(tokens.longest(), usize::max))?;
         let axes = cfg.rope().and_then(RopeConfig::axes);
         let takes_positions = self.rotary.is_some() || cfg.query_scaling().is_some() || self.terms_take_positions();
         let positions = input.positions(OP, &tokens, t_kv, axes, takes_positions)?;
@@ -177,18 +175,16 @@ impl MultiHeadAttention {
     }
 
     /// That so many positions, those of calls before included, are within the context length.
-    fn check_context(&self, positions: usize) -> Result<()> {
+    pub(super) fn check_context(&self, positions: usize) -> Result<()> {
         match self.config.context_length().filter(|&most| positions > most) {
             Some(most) => bail!("[{OP}] {positions} positions are more than the context length {most}"),
             None => Ok(()),
         }
     }
 
-    /// Of `b` rows with `t` queries or keys, of which a sequence has at most `longest`; `what` they are is for an
-    /// error.
-    pub(super) fn check_lengths(&self, b: usize, t: usize, longest: usize, what: fmt::Arguments) -> Result<()> {
+    /// Of `b` rows with `t` queries or keys; `what` they are is for an error.
+    pub(super) fn check_addressable(&self, b: usize, t: usize, what: fmt::Arguments) -> Result<()> {
         let cfg = &self.config;
-        self.check_context(longest)?;
         let (h, h_kv, d, d_v) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim());
         if !is_addressable(&[b, t, h * d + h_kv * (d + d_v)]) {
             bail!("[{OP}] {what} are too large to address")

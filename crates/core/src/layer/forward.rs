@@ -4,7 +4,6 @@ use candle_core::{Result, Tensor, bail};
 
 use super::checks::NO_KEYS;
 use super::heads::split_heads;
-use super::input::KeysFrom;
 use super::{AttentionInput, LayerOutput, MultiHeadAttention, OP};
 use crate::cache::AttentionCache;
 use crate::mask::AttentionMask;
@@ -72,7 +71,7 @@ impl MultiHeadAttention {
     }
 
     fn attended(&self, input: AttentionInput, outputs: Outputs) -> Result<Attended> {
-        self.call(&input)?.finish(input.keys, outputs, |context, call| self.output(context, call))
+        self.call(&input)?.finish(input.cache, outputs)
     }
 
     /// The path that [`forward_with`](Self::forward_with) takes for an input, and why. It costs the input's
@@ -98,22 +97,22 @@ impl MultiHeadAttention {
     }
 
     /// Everything before attention.
-    pub(super) fn call<'a>(&self, input: &AttentionInput<'a>) -> Result<AttentionCall<'a>> {
+    pub(super) fn call<'a>(&'a self, input: &AttentionInput<'a>) -> Result<AttentionCall<'a>> {
         let (cfg, inputs) = (&self.config, self.check(input)?);
         let Projected { q, kv, gate } = self.project(input, &inputs)?;
         // No context is computed for padding, and zero times what it holds is to be zero.
         let gate = gate.map(|gate| inputs.tokens.without_padding(gate)).transpose()?;
-        let (own, cached, cache) = match (&input.keys, kv) {
-            (KeysFrom::Cache(cache), Some([k, v])) => {
-                let (cached, cache) = cache.stage(&inputs.tokens, &k, Some(&v), v.dim(3)?)?;
-                (None, Some(cached), Some(cache))
+        let (cached, staged) = match (&input.cache, input.shared_cache, &kv) {
+            (Some(cache), _, Some([k, v])) => {
+                cache.stage(&inputs.tokens, k, Some(v), v.dim(3)?).map(|(cached, cache)| (Some(cached), Some(cache)))?
             }
-            (KeysFrom::EarlierLayer(cache), _) => {
+            (_, Some(cache), _) => {
                 let sizes = [cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim()];
-                (None, Some(cache.reading(&inputs.tokens, &q, sizes)?), None)
+                (Some(cache.reading(&inputs.tokens, &q, sizes)?), None)
             }
-            (_, own) => (own, None, None),
+            _ => (None, None),
         };
+        let cache = staged.as_ref().or(input.shared_cache);
 
         let options = input.options(cfg.dropout()).with_scale(cfg.score_scale());
         let options = SdpaOptions { softcap: cfg.softcap(), sinks: self.parameters.tensor("sinks")?, ..options };
@@ -122,15 +121,11 @@ impl MultiHeadAttention {
             let dims = [q.dim(0)?, cfg.num_heads(), q.dim(2)?, inputs.t_kv];
             mask = mask.with_appended_keys(cfg.appended_keys(), dims, accumulation_dtype(q.dtype()), q.device())?;
         }
-        let (k, v) = own.map_or((None, None), |[k, v]| (Some(k), Some(v)));
+        let (k, v) = kv.filter(|_| cache.is_none()).map(|[k, v]| (k, v)).unzip();
         let mut scores = Scores { q, k, mask, options, by_heads: None };
         let positions = inputs.positions.as_ref();
-        let of_cache = match (&cache, &input.keys) {
-            (Some(cache), _) | (None, &KeysFrom::EarlierLayer(cache)) if self.terms_take_positions() => {
-                Some(cache.key_positions()?)
-            }
-            _ => None,
-        };
+        let takes_positions = self.terms_take_positions();
+        let of_cache = cache.filter(|_| takes_positions).map(AttentionCache::key_positions).transpose()?;
         let of_call = positions.map(|at| at.keys.as_ref().unwrap_or(&at.queries));
         let call = TermCall {
             queries: positions.map(|at| &at.queries),
@@ -149,27 +144,28 @@ impl MultiHeadAttention {
             (None, Some((k, v)), None) => Box::new(OwnKeys { k, v, sequences: input.packed, function: input.function }),
             (None, None, _) => bail!("[{OP}] {NO_KEYS}"),
         };
-        let batched = input.queries.rank() == 3;
-        Ok(AttentionCall { q, keys, cache, mask, options, batched, residual: inputs.residual, gate })
+        let (batched, residual) = (input.queries.rank() == 3, inputs.residual);
+        let output = move |context: &Tensor| self.output(context, gate.as_ref(), residual.as_ref());
+        Ok(AttentionCall { q, keys, cache: staged, mask, options, batched, output: Box::new(output) })
     }
 
-    /// The context of a call (B, H, T, D_v), a view of (B, T, H, D_v), to (B, T, out_dim).
-    pub(super) fn output(&self, context: &Tensor, call: &AttentionCall) -> Result<Tensor> {
+    /// The context of a call (B, H, T, D_v), a view of (B, T, H, D_v), to (B, T, out_dim): by the projection of its
+    /// gate, (B, T, H·D_v) or (B, T, H), and with a residual.
+    fn output(&self, context: &Tensor, gate: Option<&Tensor>, residual: Option<&Tensor>) -> Result<Tensor> {
         let (b, h, t, d_v) = context.dims4()?;
         let context = context.transpose(1, 2)?;
-        let gated = match (self.config.output_gate(), &call.gate) {
+        let gated = match (self.config.output_gate(), gate) {
             (Some(gate), Some(projected)) => gate.activation.gate(&context, &split_heads(projected, h)?)?,
             _ => context,
         };
-        let merged = gated.reshape((b, t, h * d_v))?;
         let [.., of_context] = &self.norms;
-        let merged = match of_context {
-            Some(norm) => norm.forward(&merged)?,
-            None => merged,
-        };
-        self.projections.output(merged, call.residual.as_ref())
+        let merged =
+            of_context.iter().try_fold(gated.reshape((b, t, h * d_v))?, |merged, norm| norm.forward(&merged))?;
+        self.projections.output(merged, residual)
     }
 }
+
+type Output<'a> = Box<dyn Fn(&Tensor) -> Result<Tensor> + 'a>;
 
 /// The arguments of attention that a layer makes of an input.
 pub(super) struct AttentionCall<'a> {
@@ -182,26 +178,19 @@ pub(super) struct AttentionCall<'a> {
     pub options: SdpaOptions,
     /// Whether the input had a batch dimension.
     pub batched: bool,
-    /// What is added to the output, (B, T_q, out_dim).
-    pub residual: Option<Tensor>,
-    /// The projection of the gate of the context, (B, T_q, H·D_v) or (B, T_q, H).
-    pub gate: Option<Tensor>,
+    /// Makes (B, T_q, out_dim) of the context (B, H, T_q, D_v), a view of (B, T_q, H, D_v).
+    pub output: Output<'a>,
 }
 
 impl AttentionCall<'_> {
-    /// Attends, projects the context (B, H, T_q, D_v) by `output` to (B, T_q, out_dim), and keeps the keys and values
-    /// in a cache that they are `from`. The output stands in the place of the context.
-    pub fn finish(
-        self,
-        from: KeysFrom,
-        outputs: Outputs,
-        output: impl FnOnce(&Tensor, &Self) -> Result<Tensor>,
-    ) -> Result<Attended> {
+    /// Attends, and keeps the keys and values in the call's cache, if it has one. The output, (B, T_q, out_dim), stands
+    /// in the place of the context.
+    pub fn finish(self, cache: Option<&mut AttentionCache>, outputs: Outputs) -> Result<Attended> {
         let attended = self.keys.attend(&self.q, &self.mask, &self.options, outputs)?;
         let in_graph = attended.context.track_op();
-        let in_rank = |tensor| self.in_rank_of_input(tensor);
-        let finished = attended.map(|context| in_rank(output(&context, &self)?), in_rank)?;
-        if let (KeysFrom::Cache(cache), Some(staged)) = (from, self.cache) {
+        let in_rank = |tensor: Tensor| if self.batched { Ok(tensor) } else { tensor.squeeze(0) };
+        let finished = attended.map(|context| in_rank((self.output)(&context)?), in_rank)?;
+        if let (Some(cache), Some(staged)) = (cache, self.cache) {
             // Later calls write to the buffers of a cache in place. A graph that refers to them keeps them for its
             // `backward`, and the cache goes on with a copy.
             *cache = if in_graph { staged.fork()? } else { staged };
@@ -213,9 +202,5 @@ impl AttentionCall<'_> {
     pub fn plan(&self) -> Result<Plan> {
         let attended = self.keys.attend(&self.q, &self.mask, &self.options, Outputs::Plan)?;
         Ok(attended.with(|found| found.plan.take())?.1)
-    }
-
-    fn in_rank_of_input(&self, ys: Tensor) -> Result<Tensor> {
-        if self.batched { Ok(ys) } else { ys.squeeze(0) }
     }
 }

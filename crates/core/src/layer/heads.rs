@@ -3,7 +3,6 @@
 use candle_core::{Result, Tensor, bail};
 
 use super::checks::Inputs;
-use super::input::KeysFrom;
 use super::{AttentionInput, MultiHeadAttention, OP};
 use crate::position::{Positions, RopeAxes, RopeConfig, Rotation};
 use ProjectionPlace::{Key, Query, Value};
@@ -24,10 +23,9 @@ impl MultiHeadAttention {
         let key_value = inputs.key_value.as_ref().map(|[keys, values]| [keys, values]);
         let Projected { q, kv, gate } = self.projections.query_key_value(&inputs.queries, key_value)?;
         let rotation = at_keys.as_ref().or(at_queries.as_ref());
-        let kv = match (kv, &input.keys) {
-            (Some([k, v]), _) => Some([self.heads(Key, k, rotation, input.sum)?, self.heads(Value, v, None, None)?]),
-            (None, KeysFrom::Memory(memory)) => Some([memory.k.clone(), memory.v.clone()]),
-            (None, _) => None,
+        let kv = match kv {
+            Some([k, v]) => Some([self.heads(Key, k, rotation, input.sum)?, self.heads(Value, v, None, None)?]),
+            None => input.memory.map(|memory| [memory.k.clone(), memory.v.clone()]),
         };
         let q = self.heads(Query, q, at_queries.as_ref(), input.sum)?;
         let scaling = self.config.query_scaling().zip(inputs.positions.as_ref());
@@ -152,7 +150,8 @@ impl MultiHeadAttention {
         let batched = keys.rank() != 2;
         let [k_in, v_in] = self.check_key_value(None, &self.expected(batched), [keys, values])?;
         let (b, t_kv, _) = k_in.dims3()?;
-        self.check_lengths(b, t_kv, t_kv, format_args!("keys {:?} and values {:?}", keys.dims(), values.dims()))?;
+        self.check_context(t_kv)?;
+        self.check_addressable(b, t_kv, format_args!("keys {:?} and values {:?}", keys.dims(), values.dims()))?;
         let rotation = match &self.rotary {
             Some(_) if cfg.rope().and_then(RopeConfig::axes).is_some_and(RopeAxes::is_axial) => {
                 bail!("[{OP}] keys of a memory have one position each, but rotary positions are on several axes")

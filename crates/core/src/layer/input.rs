@@ -5,31 +5,16 @@ use std::ops::Range;
 use std::sync::Once;
 
 use candle_core::{Result, Tensor, bail};
+use macro_rules_attribute::apply;
 
 use super::ProjectedMemory;
-use crate::cache::{AttentionCache, NewTokens, Padding};
+use crate::cache::{AttentionCache, NewTokens};
 use crate::mask::AttentionMask;
 use crate::position::{Positions, RopeAxes};
 use crate::sdpa::{AttentionFunction, Backend, OutputOrder, PackedSequences, SdpaOptions};
+use candle_attention_modules::base::options;
 use candle_attention_modules::init::TorchSeed;
 use candle_attention_modules::norm::SumFunction;
-
-/// Where the keys and values of a call come from.
-#[derive(Debug)]
-pub(super) enum KeysFrom<'a> {
-    /// What the queries are projected from.
-    Own,
-    /// Inputs of their own: cross-attention.
-    Cross { keys: &'a Tensor, values: &'a Tensor },
-    /// Projected before.
-    Memory(&'a ProjectedMemory),
-    /// Those of earlier calls too.
-    Cache(&'a mut AttentionCache),
-    /// What an earlier layer's call of the same tokens left.
-    EarlierLayer(&'a AttentionCache),
-    /// Two of these were given, of which one is meant.
-    Conflict([&'static str; 2]),
-}
 
 /// The positions of a call's tokens.
 pub(super) struct CallPositions {
@@ -41,107 +26,25 @@ pub(super) struct CallPositions {
 }
 
 /// What one call of a layer reads besides the layer's parameters. A `&Tensor` is self-attention over it.
+#[apply(options)]
 #[must_use]
 pub struct AttentionInput<'a> {
     pub(super) queries: &'a Tensor,
-    pub(super) keys: KeysFrom<'a>,
-    /// What these were given as.
-    keys_name: Option<&'static str>,
-    pub(super) mask: Option<&'a AttentionMask>,
-    pub(super) positions: Option<&'a Tensor>,
-    pub(super) key_positions: Option<&'a Tensor>,
-    pub(super) axis_positions: Option<&'a Tensor>,
-    pub(super) train: bool,
-    pub(super) dropout_seed: Option<&'a TorchSeed>,
-    pub(super) backend: Backend,
-    pub(super) padding: Padding<'a>,
-    pub(super) packed: Option<&'a PackedSequences>,
-    pub(super) residual: Option<&'a Tensor>,
-    pub(super) function: Option<&'a AttentionFunction<'a>>,
-    pub(super) sum: Option<&'a SumFunction<'a>>,
-}
-
-impl<'a> AttentionInput<'a> {
-    /// Self-attention over `xs` (B, T, E), or (T, E).
-    pub fn new(xs: &'a Tensor) -> Self {
-        Self {
-            queries: xs,
-            keys: KeysFrom::Own,
-            keys_name: None,
-            mask: None,
-            positions: None,
-            key_positions: None,
-            axis_positions: None,
-            train: false,
-            dropout_seed: None,
-            backend: Backend::Auto,
-            padding: Padding::default(),
-            packed: None,
-            residual: None,
-            function: None,
-            sum: None,
-        }
-    }
-
-    /// Cross-attention: keys are projected from `keys` (B, T_kv, key_size), values from `values` (B, T_kv, value_size).
-    pub fn with_key_value(self, keys: &'a Tensor, values: &'a Tensor) -> Self {
-        self.with_keys_from("keys and values", KeysFrom::Cross { keys, values })
-    }
-
+    // Inputs of keys and of values.
+    pub(super) key_value: Option<[&'a Tensor; 2]>,
     /// Cross-attention to keys and values that the layer projected before
     /// ([`project_memory`](crate::MultiHeadAttention::project_memory)).
-    pub fn with_memory(self, memory: &'a ProjectedMemory) -> Self {
-        self.with_keys_from("a memory", KeysFrom::Memory(memory))
-    }
-
-    fn with_keys_from(mut self, name: &'static str, keys: KeysFrom<'a>) -> Self {
-        self.keys = match (self.keys, self.keys_name.replace(name)) {
-            (conflict @ KeysFrom::Conflict(_), _) => conflict,
-            (_, Some(before)) if before != name => KeysFrom::Conflict([before, name]),
-            _ => keys,
-        };
-        self
-    }
-
-    pub(super) fn is_cross(&self) -> bool {
-        matches!(self.keys, KeysFrom::Cross { .. } | KeysFrom::Memory(_))
-    }
-
-    pub(super) fn is_cached(&self) -> bool {
-        matches!(self.keys, KeysFrom::Cache(_) | KeysFrom::EarlierLayer(_))
-    }
-
-    /// What there is beside the call's own tokens, if anything.
-    pub(super) fn others(&self) -> Option<&'static str> {
-        let others = [
-            ("keys of others", self.is_cross()),
-            ("earlier tokens", self.is_cached()),
-            ("packed sequences", self.packed.is_some()),
-            ("positions", self.positions.is_some()),
-            ("other functions", self.function.is_some()),
-        ];
-        others.into_iter().find_map(|(what, is_given)| is_given.then_some(what))
-    }
-
+    pub(super) memory: Option<&'a ProjectedMemory>,
     /// A mask that holds together with the layer's own. A prefix in it lifts the layer's own causal constraint too.
-    pub fn with_mask(self, mask: &'a AttentionMask) -> Self {
-        Self { mask: Some(mask), ..self }
-    }
-
+    pub(super) mask: Option<&'a AttentionMask>,
     /// The positions of the queries, and in self-attention of the keys, for rotary positions, relative biases and
     /// Falcon's ALiBi: integers (T,) for all sequences or (B, T) for each by itself, as ragged batches and padding on
     /// the left need. Unless given they are 0..T, and with a cache they continue from the length of each sequence; keys
     /// in a cache stay at the positions of their own call. They are read back from their device. A layer without these
     /// checks their shape and has no other use for them: masks and slopes count by the place of a key.
-    pub fn with_positions(self, positions: &'a Tensor) -> Self {
-        Self { positions: Some(positions), ..self }
-    }
-
+    pub(super) positions: Option<&'a Tensor>,
     /// The positions of the keys of cross-attention: integers (T_kv,) or (B, T_kv); 0..T_kv unless given.
-    pub fn with_key_positions(self, positions: &'a Tensor) -> Self {
-        Self { key_positions: Some(positions), ..self }
-    }
-
+    pub(super) key_positions: Option<&'a Tensor>,
     /// The positions of the tokens of self-attention on the axes of the layer's rotary positions
     /// ([`RopeConfig::with_axes`](crate::RopeConfig::with_axes)), (A, T) for all sequences or (A, B, T) for each by
     /// itself: time, height and width in Qwen2-VL's text, rows and columns of patches in an image. Numbers need not be
@@ -150,21 +53,12 @@ impl<'a> AttentionInput<'a> {
     ///
     /// Without them, a token has one position on all axes, as text has, or it is an error where axes have series of
     /// their own. What else counts positions goes by [`with_positions`](Self::with_positions).
-    pub fn with_axis_positions(self, positions: &'a Tensor) -> Self {
-        Self { axis_positions: Some(positions), ..self }
-    }
-
+    pub(super) axis_positions: Option<&'a Tensor>,
     /// Whether dropout happens.
-    pub fn with_train(self, train: bool) -> Self {
-        Self { train, ..self }
-    }
-
+    pub(super) train: bool,
     /// Draws dropout from PyTorch's generator, see
     /// [`SdpaOptions::with_dropout_seed`](crate::SdpaOptions::with_dropout_seed).
-    pub fn with_dropout_seed(self, seed: &'a TorchSeed) -> Self {
-        Self { dropout_seed: Some(seed), ..self }
-    }
-
+    pub(super) dropout_seed: Option<&'a TorchSeed>,
     /// Self-attention to the positions in the cache and those of `xs`, which are added to it. Positions are counted in
     /// each sequence by itself, from its first call on: T_kv of a mask is the length of the longest sequence with this
     /// call, and a causal constraint is aligned to the end of each.
@@ -172,10 +66,7 @@ impl<'a> AttentionInput<'a> {
     /// The outputs are those of one call over all tokens if no query sees a later key, as in a causal layer. In a layer
     /// that is not causal, the tokens of earlier calls have not seen those of this one; the first time, this is logged
     /// as a warning.
-    pub fn with_cache(self, cache: &'a mut AttentionCache) -> Self {
-        self.with_keys_from("a cache", KeysFrom::Cache(cache))
-    }
-
+    pub(super) cache: Option<&'a mut AttentionCache>,
     /// Attention to the keys and values in the cache of an earlier layer, whose call with the same tokens and padding
     /// came before: for layers that have none of their own ([`KvSource::EarlierLayer`](crate::KvSource)). The queries
     /// stand at its last positions. A sliding cache has to be made
@@ -198,25 +89,14 @@ impl<'a> AttentionInput<'a> {
     /// }
     /// # Ok(()) }
     /// ```
-    pub fn with_shared_cache(self, cache: &'a AttentionCache) -> Self {
-        self.with_keys_from("the cache of an earlier layer", KeysFrom::EarlierLayer(cache))
-    }
-
+    pub(super) shared_cache: Option<&'a AttentionCache>,
     /// Right padding in a call with a cache: of each sequence, the length up to which the T positions are tokens. The
     /// others are not added to the cache, see nothing, and are seen by nothing. Without a cache, and for lengths that
     /// count the positions of earlier calls too, see [`AttentionMask::with_valid_lens`].
-    pub fn with_valid_lens(mut self, valid_lens: &'a [usize]) -> Self {
-        self.padding.valid_lens = Some(valid_lens);
-        self
-    }
-
+    pub(super) valid_lens: Option<&'a [usize]>,
     /// Left padding in a call with a cache: of each sequence, the first of the T positions that is a token. Without a
     /// cache, see [`AttentionMask::with_starts`].
-    pub fn with_starts(mut self, starts: &'a [usize]) -> Self {
-        self.padding.starts = Some(starts);
-        self
-    }
-
+    pub(super) starts: Option<&'a [usize]>,
     /// Sequences of different lengths without padding, one after the other in `xs` (total_q, E): each attends to its
     /// own keys, and the output is (total_q, out_dim). Keys and values of cross-attention are (total_kv, ..) likewise.
     ///
@@ -242,23 +122,14 @@ impl<'a> AttentionInput<'a> {
     /// ```
     ///
     /// [`with_positions`]: Self::with_positions
-    pub fn with_packed(self, sequences: &'a PackedSequences) -> Self {
-        Self { packed: Some(sequences), ..self }
-    }
-
+    pub(super) packed: Option<&'a PackedSequences>,
     /// A residual (B, T_q, out_dim), or (T_q, out_dim), that is added to the output: in the pass of the output
     /// projection, before its sums are rounded.
-    pub fn with_residual(self, residual: &'a Tensor) -> Self {
-        Self { residual: Some(residual), ..self }
-    }
-
+    pub(super) residual: Option<&'a Tensor>,
     /// How the processes that share a layer's heads ([`load_shard`](crate::MultiHeadAttention::load_shard)) add up
     /// tensors: for norms of whole projections, of which each process has a part (OLMo 2). Two numbers of each token,
     /// in f32, are added up; a layer without such norms does not ask for it.
-    pub fn with_sum(self, sum: &'a SumFunction<'a>) -> Self {
-        Self { sum: Some(sum), ..self }
-    }
-
+    pub(super) sum: Option<&'a SumFunction<'a>>,
     /// Another function in the place of [`scaled_dot_product_attention`](crate::scaled_dot_product_attention), between
     /// the layer's projections: one that attends to keys of other processes, for example. Queries (B, H, T_q, D) and
     /// keys (B, H_kv, T_kv, D) come normalised and rotated, with the mask and the options of the call; it gives (B, H,
@@ -277,13 +148,55 @@ impl<'a> AttentionInput<'a> {
     /// }))?;
     /// # Ok(()) }
     /// ```
-    pub fn with_function(self, function: &'a AttentionFunction<'a>) -> Self {
-        Self { function: Some(function), ..self }
+    pub(super) function: Option<&'a AttentionFunction<'a>>,
+    /// Which implementation of attention runs.
+    pub(super) backend: Backend,
+}
+
+impl<'a> AttentionInput<'a> {
+    /// Self-attention over `xs` (B, T, E), or (T, E).
+    pub fn new(xs: &'a Tensor) -> Self {
+        Self::unset(xs)
     }
 
-    /// Which implementation of attention runs.
-    pub fn with_backend(self, backend: Backend) -> Self {
-        Self { backend, ..self }
+    /// Cross-attention: keys are projected from `keys` (B, T_kv, key_size), values from `values` (B, T_kv, value_size).
+    pub fn with_key_value(self, keys: &'a Tensor, values: &'a Tensor) -> Self {
+        Self { key_value: Some([keys, values]), ..self }
+    }
+
+    /// That the keys and values of the call come from one place.
+    pub(super) fn check_source(&self, op: &str) -> Result<()> {
+        let sources = [
+            ("a memory", self.memory.is_some()),
+            ("keys and values", self.key_value.is_some()),
+            ("a cache", self.cache.is_some()),
+            ("the cache of an earlier layer", self.shared_cache.is_some()),
+        ];
+        let mut given = sources.iter().filter(|(_, is_given)| *is_given);
+        if let (Some((one, _)), Some((other, _))) = (given.next(), given.next()) {
+            bail!("[{op}] both {one} and {other} were given, expected one of the two")
+        }
+        Ok(())
+    }
+
+    pub(super) fn is_cross(&self) -> bool {
+        self.memory.is_some() || self.key_value.is_some()
+    }
+
+    pub(super) fn is_cached(&self) -> bool {
+        self.cache.is_some() || self.shared_cache.is_some()
+    }
+
+    /// What there is beside the call's own tokens, if anything.
+    pub(super) fn others(&self) -> Option<&'static str> {
+        let others = [
+            ("keys of others", self.is_cross()),
+            ("earlier tokens", self.is_cached()),
+            ("packed sequences", self.packed.is_some()),
+            ("positions", self.positions.is_some()),
+            ("other functions", self.function.is_some()),
+        ];
+        others.into_iter().find_map(|(what, is_given)| is_given.then_some(what))
     }
 
     /// The layer's mask and the call's: both hold, and a prefix of the call's lifts the layer's causal constraint too.
@@ -304,12 +217,6 @@ impl<'a> AttentionInput<'a> {
     fn default_positions(&self, ranges: fn(&PackedSequences, usize) -> Range<usize>, t: usize) -> Result<Positions> {
         let Some(sequences) = self.packed else { return Positions::starting_at(&[0], t) };
         Positions::of_each((0..sequences.len()).flat_map(|s| 0..ranges(sequences, s).len()).collect(), t)
-    }
-
-    /// The most positions that a sequence of `t_q` queries and `t_kv` keys has.
-    pub(super) fn longest(&self, t_q: usize, t_kv: usize) -> usize {
-        let [t_q, t_kv] = self.packed.map_or([t_q, t_kv], PackedSequences::longest);
-        t_q.max(t_kv)
     }
 
     /// The positions of a call with `t_kv` keys, in a layer with rotary positions on these axes.
@@ -357,10 +264,11 @@ impl<'a> AttentionInput<'a> {
         if self.function.is_some() && (self.is_cached() || self.packed.is_some()) {
             bail!("[{op}] an attention function was given with a cache or packed sequences, expected one of them")
         }
-        let tokens = match &self.keys {
-            KeysFrom::Cache(cache) => cache.new_tokens(dims, self.padding)?,
-            KeysFrom::EarlierLayer(cache) => cache.latest_tokens(dims, self.padding)?,
-            _ if self.padding.valid_lens.is_some() || self.padding.starts.is_some() => bail!(
+        let padding = [self.starts, self.valid_lens];
+        let tokens = match (&self.cache, self.shared_cache) {
+            (Some(cache), _) => cache.new_tokens(dims, padding)?,
+            (None, Some(cache)) => cache.latest_tokens(dims, padding)?,
+            _ if padding != [None; 2] => bail!(
                 "[{op}] valid_lens or starts of an `AttentionInput` were given to a call without a cache, expected those \
                  of an `AttentionMask`"
             ),
@@ -387,9 +295,11 @@ impl<'a> AttentionInput<'a> {
 impl fmt::Debug for AttentionInput<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut input = f.debug_struct("AttentionInput");
-        input.field("queries", self.queries).field("keys", &self.keys).field("mask", &self.mask);
+        input.field("queries", self.queries).field("key_value", &self.key_value).field("memory", &self.memory);
+        input.field("caches", &[self.cache.as_deref(), self.shared_cache]).field("mask", &self.mask);
         input.field("positions", &[self.positions, self.key_positions, self.axis_positions]);
-        input.field("padding", &self.padding).field("packed", &self.packed).field("residual", &self.residual);
+        input.field("padding", &[self.starts, self.valid_lens]);
+        input.field("packed", &self.packed).field("residual", &self.residual);
         input.field("train", &self.train).field("backend", &self.backend).finish_non_exhaustive()
     }
 }

@@ -93,7 +93,7 @@ fn heads_are_merged_without_a_copy() -> Result<()> {
     let call = layer.call(&AttentionInput::new(&xs))?;
     assert_eq!(call.options.output_order, OutputOrder::Bthd);
     let context = Tensor::zeros((B, T, 4, 5), DType::F32, &Device::Cpu)?;
-    let merged = layer.output(&context.transpose(1, 2)?, &call)?;
+    let merged = (call.output)(&context.transpose(1, 2)?)?;
     assert_eq!((merged.dims(), place(&merged).0), ([B, T, 20].as_slice(), place(&context).0));
     Ok(())
 }

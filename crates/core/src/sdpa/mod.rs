@@ -25,7 +25,6 @@ pub use statistics::{
 pub use varlen::{PackedSequences, scaled_dot_product_attention_varlen, scaled_dot_product_attention_varlen_with_lse};
 
 pub(crate) use plan::{Choice, Outputs};
-pub(crate) use reference::{dropout, visible_softmax, weighted_values};
 pub(crate) use validate::Call;
 
 use std::sync::Once;

@@ -102,7 +102,7 @@ fn attend_batch(call: &Call, outputs: Outputs) -> Result<Attended> {
         scores = scores.broadcast_add(&term)?;
     }
     let (whole, lse) = visible_softmax(&scores, keep.as_ref(), sinks.as_ref(), call.mask.empty_rows())?;
-    let dropped = dropout(&whole, call.options, call.first_row_and_key)?;
+    let dropped = dropout(&whole, call)?;
     let context = weighted_values(&dropped, &call.v.to_dtype(dtype)?, keep.as_ref())?;
     let context = call.in_output_order(context.to_dtype(call.q.dtype())?)?;
     let weights = if outputs == Outputs::Weights { dropped } else { whole };
@@ -147,11 +147,11 @@ fn by_diagonal(biases: &Tensor, [t_q, t_kv]: [usize; 2]) -> Result<Tensor> {
     by_pair.reshape(((), biases.dim(D::Minus2)?, t_q, t_kv))
 }
 
-/// Zeroes entries with the probability p of the options, by PyTorch's generator, by a seed of Philox or by the device's
-/// generator, and divides the others by 1 - p, where weights are dropped. Philox counts from the numbers of the `first`
-/// query and key.
-pub(crate) fn dropout(weights: &Tensor, options: &SdpaOptions, first: [usize; 2]) -> Result<Tensor> {
-    let p = options.dropout;
+/// Zeroes entries with probability p, by PyTorch's generator, by a seed of Philox or by the device's generator, and
+/// divides the others by 1 - p, where weights are dropped. Philox counts from the numbers of the first query and of the
+/// first key.
+fn dropout(weights: &Tensor, call: &Call) -> Result<Tensor> {
+    let (options, p) = (call.options, call.options.dropout);
     if !options.drops() {
         return Ok(weights.clone());
     }
@@ -162,7 +162,7 @@ pub(crate) fn dropout(weights: &Tensor, options: &SdpaOptions, first: [usize; 2]
     // Not Candle's own dropout, which rounds p to f32 and refuses one that becomes 1.
     let keep = match (&options.dropout_seed, options.dropout_philox_seed) {
         (Some(seed), _) => seed.dropout_keep(weights.shape(), p)?.to_device(weights.device())?,
-        (None, Some(seed)) => philox_keep(weights, p, seed, first)?,
+        (None, Some(seed)) => philox_keep(weights, p, seed, call.first_row_and_key)?,
         (None, None) => Tensor::rand(0f32, 1f32, weights.shape(), weights.device())?.ge(p)?,
     };
     weights.mul(&keep.to_dtype(weights.dtype())?)? / (1.0 - p)
@@ -184,7 +184,7 @@ fn philox_keep(weights: &Tensor, p: f64, seed: u64, [query, key]: [usize; 2]) ->
 ///
 /// A hidden key has weight zero, but zero times NaN is NaN: values that are not finite are multiplied apart, so that
 /// they reach only the queries that see them.
-pub(crate) fn weighted_values(weights: &Tensor, v: &Tensor, keep: Option<&Tensor>) -> Result<Tensor> {
+fn weighted_values(weights: &Tensor, v: &Tensor, keep: Option<&Tensor>) -> Result<Tensor> {
     let Some(keep) = keep else { return grouped_matmul(weights, v) };
     // x - x is 0 for finite x and NaN otherwise; reading the sum back is one number.
     let residue = |v: Tensor| v.sub(&v)?.sum_all()?.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.to_scalar::<f64>();
@@ -211,7 +211,7 @@ pub(crate) fn weighted_values(weights: &Tensor, v: &Tensor, keep: Option<&Tensor
 ///
 /// `keep` is u8, broadcastable to the scores; 0 hides. `sinks` are one more logit a row, broadcastable to (.., T_q, 1),
 /// which takes weight but has no column.
-pub(crate) fn visible_softmax(
+fn visible_softmax(
     scores: &Tensor,
     keep: Option<&Tensor>,
     sinks: Option<&Tensor>,

@@ -1,87 +1,59 @@
 //! What one call of a gated delta net reads: its inputs, and the recurrent state between calls.
 
-use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_core::{Result, Tensor, bail};
+use macro_rules_attribute::apply;
 
-use super::{GatedDeltaNetConfig, OP};
-use candle_attention_core::internal::{NewTokens, Padding, runs_of_ones};
+use super::{GatedDeltaNet, OP};
+use candle_attention_core::internal::{NewTokens, runs_of_ones};
 use candle_attention_core::{Backend, PackedSequences};
 use candle_attention_modules::base::Dim::{Any, Is, Named};
-use candle_attention_modules::base::{Expect, fits_in_memory};
+use candle_attention_modules::base::{Expect, fits_in_memory, options};
 
 /// The inputs of one call of a [`GatedDeltaNet`](crate::GatedDeltaNet). A `&Tensor` converts into one without options.
+#[apply(options)]
 #[derive(Debug)]
 #[must_use]
 pub struct DeltaInput<'a> {
     pub(super) xs: &'a Tensor,
+    /// Continues after the tokens of earlier calls, and updates the cache with those of this call.
     pub(super) cache: Option<&'a mut DeltaCache>,
+    /// Padding on either side: 1 for tokens and 0 for padding, (B, T) in any dtype, for the tokens of this call only,
+    /// without those in a cache. The ones of a row are contiguous, and there may be none; on the left there is no
+    /// padding once the sequence has tokens in the cache. Padding affects neither the outputs of tokens nor the cache.
+    /// Its own outputs have no meaning.
     pub(super) attention_mask: Option<&'a Tensor>,
+    /// Padding on the right: the number of tokens of each of the B sequences, at most T.
     pub(super) valid_lens: Option<&'a [usize]>,
+    /// Sequences of different lengths, one after the other in `xs` (total, E). Each begins with a state of zeros, and
+    /// there is neither a cache nor padding.
     pub(super) packed: Option<&'a PackedSequences>,
+    /// A tensor of the output's shape and dtype, which is added to it before it is rounded.
     pub(super) residual: Option<&'a Tensor>,
+    /// Which implementation of the rule runs; [`Backend::Auto`] unless given.
     pub(super) backend: Backend,
 }
 
 impl<'a> DeltaInput<'a> {
     /// `xs` (B, T, E), or (T, E) for one sequence.
     pub fn new(xs: &'a Tensor) -> Self {
-        let (attention_mask, valid_lens) = (None, None);
-        Self { xs, cache: None, attention_mask, valid_lens, packed: None, residual: None, backend: Backend::Auto }
-    }
-
-    /// Continues after the tokens of earlier calls, and updates the cache with those of this call.
-    pub fn with_cache(self, cache: &'a mut DeltaCache) -> Self {
-        Self { cache: Some(cache), ..self }
-    }
-
-    /// Padding on either side: 1 for tokens and 0 for padding, (B, T) in any dtype, for the tokens of this call only,
-    /// without those in a cache. The ones of a row are contiguous, and there may be none; on the left there is no
-    /// padding once the sequence has tokens in the cache. Padding affects neither the outputs of tokens nor the cache.
-    /// Its own outputs have no meaning.
-    pub fn with_attention_mask(self, mask: &'a Tensor) -> Self {
-        Self { attention_mask: Some(mask), ..self }
-    }
-
-    /// Padding on the right: the number of tokens of each of the B sequences, at most T.
-    pub fn with_valid_lens(self, valid_lens: &'a [usize]) -> Self {
-        Self { valid_lens: Some(valid_lens), ..self }
-    }
-
-    /// Sequences of different lengths, one after the other in `xs` (total, E). Each begins with a state of zeros, and
-    /// there is neither a cache nor padding.
-    pub fn with_packed(self, sequences: &'a PackedSequences) -> Self {
-        Self { packed: Some(sequences), ..self }
-    }
-
-    /// A tensor of the output's shape and dtype, which is added to it before it is rounded.
-    pub fn with_residual(self, residual: &'a Tensor) -> Self {
-        Self { residual: Some(residual), ..self }
-    }
-
-    /// Which implementation of the rule runs; [`Backend::Auto`] unless given.
-    pub fn with_backend(self, backend: Backend) -> Self {
-        Self { backend, ..self }
+        Self::unset(xs)
     }
 }
 
-impl DeltaInput<'_> {
-    /// The inputs as (B, T, E) for a layer, with zeros in the place of padding, and which of them are tokens.
+impl GatedDeltaNet {
+    /// The inputs of a call as (B, T, E), with zeros in the place of padding, and which of them are tokens.
     ///
     /// # Errors
     /// For whatever does not fit the layer, or each other.
-    pub(super) fn check(
-        &self,
-        cfg: &GatedDeltaNetConfig,
-        dtype: DType,
-        device: &Device,
-    ) -> Result<(Tensor, NewTokens)> {
-        let (xs, width) = (self.xs, cfg.embed_dim());
+    pub(super) fn check(&self, input: &DeltaInput) -> Result<(Tensor, NewTokens)> {
+        let (cfg, xs, dtype, device) = (&self.config, input.xs, self.out.dtype(), self.out.device());
         let expect = Expect::one(OP, "input", xs);
-        match self.packed {
-            Some(sequences) => expect.shape(&[Named("total", sequences.total_queries()), Is(width)])?,
-            None => expect.shape_of(&[&[Any("B"), Any("T"), Is(width)], &[Any("T"), Is(width)]])?,
+        match input.packed {
+            Some(sequences) => expect.shape(&[Named("total", sequences.total_queries()), Is(cfg.embed_dim())])?,
+            None => expect.shape_of(&[&[Any("B"), Any("T"), Is(cfg.embed_dim())], &[Any("T"), Is(cfg.embed_dim())]])?,
         };
         expect.dtype(dtype, "the weights'")?.beside("the weights", device)?;
-        if let Some(residual) = self.residual {
+        if let Some(residual) = input.residual {
             let residual = Expect::one(OP, "residual", residual).sizes(xs.dims())?;
             residual.dtype(dtype, "the input's")?.beside("the input", device)?;
         }
@@ -92,7 +64,7 @@ impl DeltaInput<'_> {
             bail!("[{OP}] input has shape {:?}, which does not fit in memory", xs.dims())
         }
         let (starts, ends): (Vec<usize>, Vec<usize>);
-        let padding = match (self.attention_mask, self.valid_lens) {
+        let padding = match (input.attention_mask, input.valid_lens) {
             (Some(_), Some(_)) => {
                 bail!("[{OP}] both attention_mask and valid_lens were given, expected one of the two")
             }
@@ -105,16 +77,16 @@ impl DeltaInput<'_> {
                     )
                 }
                 (starts, ends) = runs.into_iter().flatten().unzip();
-                Padding { valid_lens: Some(&ends), starts: Some(&starts) }
+                [Some(&starts[..]), Some(&ends[..])]
             }
-            (None, valid_lens) => Padding { valid_lens, starts: None },
+            (None, valid_lens) => [None, valid_lens],
         };
-        let before = self.cache.as_ref().map(|cache| cache.lens()).unwrap_or_default();
+        let before = input.cache.as_ref().map(|cache| cache.lens()).unwrap_or_default();
         let tokens = NewTokens::new(OP, before, (b, t), padding)?;
         if let Some(n) = (0..b).find(|&n| tokens.before[n] > 0 && tokens.tokens[n].start > 0) {
             bail!("[{OP}] sequence {n} has padding between its tokens and those in the cache, expected none")
         }
-        if self.packed.is_some() && (self.cache.is_some() || padding.valid_lens.is_some()) {
+        if input.packed.is_some() && (input.cache.is_some() || padding != [None; 2]) {
             bail!("[{OP}] packed sequences were given with a cache or with padding, expected neither")
         }
         Ok((tokens.without_padding(batch)?, tokens))
@@ -154,18 +126,17 @@ impl<'a> From<&'a Tensor> for DeltaInput<'a> {
 /// ```
 #[derive(Debug, Clone, Default)]
 pub struct DeltaCache {
-    now: Held,
-    /// By length, the shortest first.
-    snapshots: Vec<Held>,
+    /// Snapshots by length, the shortest first, and then what there is now; nothing before the first call.
+    held: Vec<Held>,
 }
 
 /// What is kept after some number of tokens. Tensors are never written to, so a clone copies no data.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 struct Held {
     /// The number of tokens of each sequence.
     lens: Vec<usize>,
-    /// The last inputs of the convolution (B, K - 1, C), and the states (B, H, D_k, D_v); none before the first call.
-    tensors: Option<[Tensor; 2]>,
+    /// The last inputs of the convolution (B, K - 1, C), and the states (B, H, D_k, D_v).
+    tensors: [Tensor; 2],
 }
 
 impl Held {
@@ -177,12 +148,12 @@ impl Held {
 impl DeltaCache {
     /// The length of the longest sequence.
     pub fn len(&self) -> usize {
-        self.now.len()
+        self.held.last().map_or(0, Held::len)
     }
 
     /// The length of each sequence; empty before the first call.
     pub fn lens(&self) -> Vec<usize> {
-        self.now.lens.clone()
+        self.held.last().map(|now| now.lens.clone()).unwrap_or_default()
     }
 
     /// Whether no sequence has a token.
@@ -192,22 +163,23 @@ impl DeltaCache {
 
     /// The bytes of all that is kept, snapshots included.
     pub fn memory(&self) -> usize {
-        let tensors = [&self.now].into_iter().chain(&self.snapshots).flat_map(|held| held.tensors.iter().flatten());
+        let tensors = self.held.iter().flat_map(|held| &held.tensors);
         tensors.map(|tensor| tensor.elem_count() * tensor.dtype().size_in_bytes()).sum()
     }
 
     /// Forgets all sequences and all snapshots.
     pub fn reset(&mut self) {
-        *self = Self::default();
+        self.held.clear();
     }
 
     /// Keeps the present states, so that [`truncate`](Self::truncate) can return to this [`len`](Self::len), in the
     /// place of an earlier snapshot of the same length. It copies nothing, but its memory stays in use until the cache
     /// is truncated to a shorter length or reset.
     pub fn snapshot(&mut self) {
-        let len = self.len();
-        self.snapshots.retain(|held| held.len() < len);
-        self.snapshots.push(self.now.clone());
+        if let Some(now) = self.held.pop() {
+            self.held.retain(|held| held.len() < now.len());
+            self.held.extend([now.clone(), now]);
+        }
     }
 
     /// Returns every sequence to the snapshot at this [`len`](Self::len), and drops later snapshots. Without a snapshot
@@ -216,18 +188,18 @@ impl DeltaCache {
     /// # Errors
     /// For a length without a snapshot that is neither 0 nor the present length. The cache is unchanged then.
     pub fn truncate(&mut self, len: usize) -> Result<()> {
-        let (own, kept) = (self.len(), self.snapshots.iter().map(Held::len));
-        match self.snapshots.iter().find(|held| held.len() == len) {
-            Some(held) => self.now = held.clone(),
-            None if len == own => {}
-            None if len == 0 => self.now = Held::default(),
-            None => bail!(
+        let to = self.held.iter().find(|held| held.len() == len).cloned();
+        if to.is_none() && len > 0 {
+            let (own, mut kept) = (self.len(), self.held.iter().map(Held::len).collect::<Vec<_>>());
+            kept.pop();
+            bail!(
                 "[delta_cache] {own} tokens are to be truncated to {len}, expected 0 or a length of which a snapshot was \
-                 kept, {:?}: a state cannot forget its last token",
-                kept.collect::<Vec<_>>()
-            ),
+                 kept, {kept:?}: a state cannot forget its last token"
+            )
         }
-        self.snapshots.retain(|held| held.len() <= len);
+        self.held.pop();
+        self.held.retain(|held| held.len() <= len);
+        self.held.extend(to);
         Ok(())
     }
 
@@ -237,9 +209,9 @@ impl DeltaCache {
     /// # Errors
     /// For an index that the batch does not have. The cache is unchanged then.
     pub fn reorder(&mut self, sequences: &[usize]) -> Result<()> {
-        let held = self.now.lens.len();
-        if let Some(sequence) = sequences.iter().find(|&&sequence| sequence >= held) {
-            bail!("[delta_cache] sequence {sequence} was asked for, expected one of the {held} that the cache holds")
+        let lens = self.lens().len();
+        if let Some(sequence) = sequences.iter().find(|&&sequence| sequence >= lens) {
+            bail!("[delta_cache] sequence {sequence} was asked for, expected one of the {lens} that the cache holds")
         }
         if sequences.is_empty() {
             self.reset();
@@ -247,9 +219,9 @@ impl DeltaCache {
         }
         let rows: Vec<_> = sequences.iter().map(|&sequence| sequence as u32).collect();
         let mut moved = self.clone();
-        for held in [&mut moved.now].into_iter().chain(&mut moved.snapshots).filter(|held| !held.lens.is_empty()) {
+        for held in &mut moved.held {
             held.lens = sequences.iter().map(|&sequence| held.lens[sequence]).collect();
-            for tensor in held.tensors.iter_mut().flatten() {
+            for tensor in &mut held.tensors {
                 *tensor = tensor.index_select(&Tensor::new(rows.as_slice(), tensor.device())?, 0)?;
             }
         }
@@ -267,12 +239,13 @@ impl DeltaCache {
 
     /// What is kept, if anything is, of these shapes and for a call with these inputs.
     pub(super) fn held(&self, inputs: &[usize], states: &[usize], xs: &Tensor) -> Result<Option<&[Tensor; 2]>> {
-        if let Some([last, state]) = &self.now.tensors {
+        let tensors = self.held.last().map(|now| &now.tensors);
+        if let Some([last, state]) = tensors {
             let last = Expect::many("delta_cache", "last inputs", last).sizes(inputs)?;
             last.beside("the call", xs.device())?.dtype(xs.dtype(), "the call's")?;
             Expect::many("delta_cache", "states", state).sizes(states)?.beside("the call", xs.device())?;
         }
-        Ok(self.now.tensors.as_ref())
+        Ok(tensors)
     }
 
     /// What there is after a call, in sequences of these lengths.
@@ -286,7 +259,8 @@ impl DeltaCache {
                  after `freeze()` and an input `xs.detach()`"
             )
         }
-        self.now = Held { lens, tensors: Some(tensors) };
+        self.held.pop();
+        self.held.push(Held { lens, tensors });
         Ok(())
     }
 }

@@ -17,12 +17,12 @@ use candle_nn::{Init, VarBuilder};
 use crate::rule::{DeltaOptions, gated_delta_rule, gated_delta_rule_varlen};
 use architecture::Packed;
 use candle_attention_modules::base::{
-    HeadDim, HeadShard, Heads, ParameterList, Source, Spec, accumulation_dtype, frozen, part, save,
+    HeadDim, HeadShard, Heads, Parameter, ParameterList, Source, Spec, accumulation_dtype, frozen, part, save,
 };
 use candle_attention_modules::gate::GateActivation;
 use candle_attention_modules::linear::{PackedLinear, Projection};
 use candle_attention_modules::norm::RmsNorm;
-use conv::{ShortConvolution, convolve, tail};
+use conv::{convolve, tail, taps};
 
 const OP: &str = "gated_delta_net";
 
@@ -71,8 +71,10 @@ pub struct GatedDeltaNet {
     inputs: Vec<Projection>,
     /// In the order of `UP`.
     up: [Option<PackedLinear>; 2],
-    /// Of queries, keys and values.
-    convolution: ShortConvolution,
+    /// Of queries, keys and values, (C, 1, K).
+    convolution: Parameter,
+    /// Of that, (K, C) in the accumulation dtype, unless it is a variable.
+    taps: Option<Tensor>,
     /// `A_log` (H,) or (1, 1, H, 1), `dt_bias` (decays,), `norm.weight` (D_v,).
     parameters: ParameterList,
     norm: RmsNorm,
@@ -132,10 +134,12 @@ impl GatedDeltaNet {
         // Ling 3's.
         let out = if layout == DeltaLayout::Separate && source.has("dense.weight") { "dense" } else { out };
         let parameters = ParameterList::load(&specs(cfg, norm, &source), &source)?;
+        let convolution = layout.read_convolutions(cfg, &source)?;
         Ok(Self {
             inputs: Projection::of_rows(&inputs.iter().collect::<Vec<_>>())?,
             up: [up(UP[0], cfg.gate_rank(), width)?, up(UP[1], cfg.decay_rank(), cfg.num_decays())?],
-            convolution: ShortConvolution::new(layout.read_convolutions(cfg, &source)?)?,
+            taps: (!convolution.is_tracked()).then(|| taps(&convolution)).transpose()?,
+            convolution,
             norm: RmsNorm::new(parameters.expect(NORM)?, cfg.norm_eps())?,
             parameters,
             out: source.linear(out, (embed_dim, width), false, by_head(1))?.try_into()?,
@@ -169,7 +173,9 @@ impl GatedDeltaNet {
         let inputs = layout.projections("state_dict", &self.config)?;
         let projections = Projection::to_linears(&self.inputs)?;
         let projections = projections.iter().map(|linear| linear.weight().clone()).collect();
-        let weights: [Vec<_>; 2] = [projections, self.convolution.weights(&self.config)?];
+        let (whole, [q, k, v, ..]) = (self.convolution.tensor()?, self.config.rows());
+        let convolutions = [q, k, v].into_iter().map(|rows| part(&whole, 0, rows)).collect::<Result<_>>()?;
+        let weights: [Vec<_>; 2] = [projections, convolutions];
         for (weights, all) in weights.iter().zip([inputs, layout.convolutions()]) {
             for packed in all {
                 named.push(packed.of(weights)?);
@@ -209,7 +215,7 @@ impl GatedDeltaNet {
     /// gradients.
     pub fn forward_with<'a>(&self, input: impl Into<DeltaInput<'a>>) -> Result<Tensor> {
         let (cfg, mut input) = (&self.config, input.into());
-        let (xs, tokens) = input.check(cfg, self.out.dtype(), self.out.device())?;
+        let (xs, tokens) = self.check(&input)?;
         let ((b, t, _), packed) = (xs.dims3()?, input.packed);
         let (h, h_k, d_k, d_v) = (cfg.num_heads(), cfg.num_key_heads(), cfg.key_head_dim(), cfg.value_head_dim());
         let [of_q, of_k, of_v, ..] = cfg.rows();
@@ -225,7 +231,8 @@ impl GatedDeltaNet {
             bail!("[{OP}] there are {} projections, expected 6", projected.len())
         };
         let by_head = |xs: &Tensor| if packed.is_some() { xs.squeeze(0) } else { xs.transpose(1, 2) };
-        let (taps, mut tails) = (self.convolution.taps()?, Vec::new());
+        let taps = self.taps.clone().map_or_else(|| taps(&self.convolution), Ok)?;
+        let mut tails = Vec::new();
         let mut convolved = |xs: &Tensor, channels: Range<usize>, h, d| {
             let (taps, before) = (part(&taps, 1, channels.clone())?, part(&before, 2, channels)?);
             if input.cache.is_some() {

@@ -34,24 +34,24 @@ pub fn count<const N: u16, T: From<u16>>() -> T {
 ///   are.
 /// - `#[methods(with)]` or `#[methods(get)]`: the builder or the reader alone, where the other is written by hand.
 ///   `#[methods(with, get_ref)]`: both, and the reader gives a reference.
+///
+/// On what one call reads, a struct with a lifetime, it gives builders alone, and `unset` of the first field, which has
+/// to be given: every other begins with its default.
 #[macro_export]
 macro_rules! options {
     (@with () $($rest:tt)*) => {};
     (@with $docs:tt (get) $($rest:tt)*) => {};
     (@with ($($doc:literal)+) $methods:tt $field:ident: Option<$value:ty>) => {
-        $crate::base::pastey::paste! {
-            $(#[doc = $doc])+
-            pub fn [<with_ $field>](mut self, $field: $value) -> Self {
-                self.$field = Some($field);
-                self
-            }
-        }
+        $crate::base::options! { @with ($($doc)+) $field: $value, Some($field) }
     };
     (@with ($($doc:literal)+) $methods:tt $field:ident: $value:ty) => {
+        $crate::base::options! { @with ($($doc)+) $field: $value, $field }
+    };
+    (@with ($($doc:literal)+) $field:ident: $value:ty, $is:expr) => {
         $crate::base::pastey::paste! {
             $(#[doc = $doc])+
             pub fn [<with_ $field>](mut self, $field: $value) -> Self {
-                self.$field = $field;
+                self.$field = $is;
                 self
             }
         }
@@ -80,6 +80,29 @@ macro_rules! options {
 
     (@unset) => { Default::default() };
     (@unset $value:expr) => { $value };
+
+    (
+        $(#[$of_struct:meta])*
+        $vis:vis struct $Input:ident<$life:lifetime> {
+            $given_vis:vis $given:ident: $given_type:ty,
+            $($(#[doc = $doc:literal])* $field_vis:vis $field:ident: $type:ident $(<$inner:ty>)?,)+
+        }
+    ) => {
+        $(#[$of_struct])*
+        $vis struct $Input<$life> {
+            $given_vis $given: $given_type,
+            $($(#[doc = $doc])* $field_vis $field: $type $(<$inner>)?,)+
+        }
+
+        /// Builders: each gives the input back with one of its options changed.
+        impl<$life> $Input<$life> {
+            $($crate::base::options! { @with ($($doc)*) () $field: $type $(<$inner>)? })+
+
+            fn unset($given: $given_type) -> Self {
+                Self { $given, $($field: Default::default()),+ }
+            }
+        }
+    };
 
     (
         $(#[$of_struct:meta])*

@@ -34,7 +34,7 @@ pub struct MultiHeadLatentAttentionConfig {
     /// H, the number of heads.
     #[check(number::size)]
     #[methods(get)]
-    num_heads: usize,
+    pub(super) num_heads: usize,
     /// The width that queries are compressed to (`q_lora_rank`); without it one projection makes them.
     #[check(number::size)]
     q_lora_rank: Option<usize>,
@@ -96,11 +96,6 @@ impl MultiHeadLatentAttentionConfig {
     /// values of 128. Rotary positions are interleaved, with the base 10,000.
     pub fn new(embed_dim: usize, num_heads: usize) -> Self {
         Self { embed_dim, num_heads, ..Self::unset() }
-    }
-
-    /// Another number of heads, of a part of a layer.
-    pub(crate) fn with_num_heads(self, num_heads: usize) -> Self {
-        Self { num_heads, ..self }
     }
 
     /// D, the width of one query and key head: both of its parts.

@@ -14,15 +14,13 @@ use candle_nn::var_builder::ShardedVarBuilder;
 use super::LayerOutput;
 use super::checks::Expected;
 use super::forward::AttentionCall;
-use super::input::{AttentionInput, KeysFrom};
-use crate::cache::Expand;
+use super::input::AttentionInput;
 use crate::mask::AttentionMask;
 use crate::position::RotaryEmbedding;
 use crate::sdpa::{Attended, AttentionStatistics, Keys, Outputs, OwnKeys, Plan, StatisticsOptions};
 use candle_attention_modules::base::{HeadDim, HeadShard, Heads, Source, is_addressable, part};
 use candle_attention_modules::linear::PackedLinear;
 use candle_attention_modules::norm::{Norm, QkNormKind};
-use up::UpProjection;
 
 const OP: &str = "multi_head_latent_attention";
 
@@ -73,7 +71,11 @@ pub struct MultiHeadLatentAttention {
     /// To latents and shared keys, (rank + rope, E).
     down: PackedLinear,
     norm: Norm,
-    up: UpProjection,
+    /// From latents to the keys and values of all heads, by its rows: for each head those of its key, then those of its
+    /// value, (H · (nope + D_v), rank).
+    up: PackedLinear,
+    /// Where that is packed, the rows of each head's key once more, the other way round: (rank, nope).
+    absorbing: Vec<PackedLinear>,
     out: PackedLinear,
     rotary: RotaryEmbedding,
     mask: AttentionMask,
@@ -111,6 +113,7 @@ impl MultiHeadLatentAttention {
         let (h, embed_dim, rank) = (cfg.num_heads(), cfg.embed_dim(), cfg.kv_lora_rank());
         let source = source.with_heads([h; 2])?;
         let down = (rank + cfg.rope_head_dim(), embed_dim);
+        let up = (h * (cfg.nope_head_dim() + cfg.value_head_dim()), rank);
         let out = (embed_dim, h * cfg.value_head_dim());
         let norm = |name, rank| Norm::load(QkNormKind::Rms, cfg.norm_eps(), rank, false, &source.pp(name));
         let compress = |rank| {
@@ -118,17 +121,21 @@ impl MultiHeadLatentAttention {
             Ok::<_, Error>((down, norm("q_a_layernorm", rank)?))
         };
         let (queries, width) = cfg.q_lora_rank().map_or(("q_proj", embed_dim), |rank| ("q_b_proj", rank));
-        Ok(Self {
+        let mut config = cfg.clone();
+        config.num_heads = source.shard().part_of(h).len();
+        let layer = Self {
             compress: cfg.q_lora_rank().map(compress).transpose()?,
             queries: source.linear(queries, (h * cfg.head_dim(), width), false, Some(ROWS))?.try_into()?,
             down: source.linear("kv_a_proj_with_mqa", down, cfg.bias(), None)?.try_into()?,
             norm: norm("kv_a_layernorm", rank)?,
-            up: UpProjection::load(cfg, &source)?,
+            up: source.linear("kv_b_proj", up, false, Some(ROWS))?.try_into()?,
+            absorbing: Vec::new(),
             out: source.linear("o_proj", out, cfg.bias(), Some(COLUMNS))?.try_into()?,
             rotary: RotaryEmbedding::new(cfg.rope(), cfg.rope_head_dim())?,
             mask: if cfg.causal() { AttentionMask::causal() } else { AttentionMask::none() },
-            config: cfg.clone().with_num_heads(source.shard().part_of(h).len()),
-        })
+            config,
+        };
+        layer.prepared()
     }
 
     /// The same layer with tables of cosines and sines that it shares with others, in the place of its own.
@@ -147,7 +154,7 @@ impl MultiHeadLatentAttention {
     /// If memory is short.
     pub fn freeze(&self) -> Result<Self> {
         let compress = self.compress.as_ref().map(|(down, norm)| Ok::<_, Error>((down.freeze()?, norm.freeze()?)));
-        Ok(Self {
+        let layer = Self {
             compress: compress.transpose()?,
             queries: self.queries.freeze()?,
             down: self.down.freeze()?,
@@ -155,7 +162,8 @@ impl MultiHeadLatentAttention {
             up: self.up.freeze()?,
             out: self.out.freeze()?,
             ..self.clone()
-        })
+        };
+        layer.prepared()
     }
 
     /// What the layer was built from.
@@ -164,27 +172,20 @@ impl MultiHeadLatentAttention {
     }
 }
 
-/// How queries attend to latents. With W_k and W_v for the maps from a latent c to a head's key and value, a score is
-/// `q · (W_k c) = (W_kᵀ q) · c`, and a context `Σ w (W_v c) = W_v (Σ w c)`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Form {
-    /// Keys and values of each head are computed from the latents.
-    Expanded,
-    /// Queries take W_k to themselves and contexts W_v, so that latents are the keys and values of all heads.
-    Absorbed,
-}
-
-impl Form {
-    /// The form that takes fewer multiplications for `t_q` queries and `t_kv` keys.
-    fn of(cfg: &MultiHeadLatentAttentionConfig, t_q: usize, t_kv: usize) -> Self {
-        let widths = [cfg.kv_lora_rank(), cfg.nope_head_dim(), cfg.rope_head_dim(), cfg.value_head_dim()];
+impl MultiHeadLatentAttentionConfig {
+    /// Whether `t_q` queries take fewer multiplications to attend to `t_kv` latents than to each head's own keys and
+    /// values. With W_k and W_v for the maps from a latent c to these, a score is `q · (W_k c) = (W_kᵀ q) · c`, and a
+    /// context `Σ w (W_v c) = W_v (Σ w c)`: queries absorb W_k and contexts W_v, or keys and values are computed from
+    /// the latents.
+    fn absorbs(&self, t_q: usize, t_kv: usize) -> bool {
+        let widths = [self.kv_lora_rank(), self.nope_head_dim(), self.rope_head_dim(), self.value_head_dim()];
         let [rank, nope, rope, value] = widths.map(|width| width as f64);
         let (t_q, t_kv) = (t_q as f64, t_kv as f64);
         // Of one head.
         let between = rank * (nope + value);
         let expanded = t_kv * between + t_q * t_kv * (nope + rope + value);
         let absorbed = t_q * between + t_q * t_kv * (rank + rope + rank);
-        if absorbed < expanded { Self::Absorbed } else { Self::Expanded }
+        absorbed < expanded
     }
 }
 
@@ -231,8 +232,7 @@ impl MultiHeadLatentAttention {
     }
 
     fn attended<'a>(&'a self, input: AttentionInput<'a>, outputs: Outputs) -> Result<Attended> {
-        let (call, form) = self.call(&input, None)?;
-        call.finish(input.keys, outputs, |context, call| self.output(context, form, call))
+        self.call(&input, None)?.finish(input.cache, outputs)
     }
 
     /// The path that [`forward_with`](Self::forward_with) takes for an input, and why. It costs the input's
@@ -241,12 +241,12 @@ impl MultiHeadLatentAttention {
     /// # Errors
     /// As [`forward_with`](Self::forward_with).
     pub fn plan(&self, input: &AttentionInput) -> Result<Plan> {
-        self.call(input, None)?.0.plan()
+        self.call(input, None)?.plan()
     }
 
-    /// Everything before attention, in one form in particular or the one that takes less. The context is of values
-    /// (B, H, T, D_v) if expanded and of latents (B, H, T, rank) if absorbed.
-    fn call<'a>(&'a self, input: &AttentionInput<'a>, form: Option<Form>) -> Result<(AttentionCall<'a>, Form)> {
+    /// Everything before attention. With a cache, queries absorb or not as is said, or as takes less; the context is of
+    /// latents (B, H, T, rank) if they do, and of values (B, H, T, D_v) otherwise.
+    fn call<'a>(&'a self, input: &AttentionInput<'a>, absorbs: Option<bool>) -> Result<AttentionCall<'a>> {
         let cfg = &self.config;
         let batched = input.queries.rank() == 3;
         let expected = Expected { op: OP, batched, dtype: self.down.dtype(), device: self.down.device() };
@@ -254,7 +254,7 @@ impl MultiHeadLatentAttention {
         if input.is_cross() {
             bail!("[{OP}] keys and values were given, expected self-attention")
         }
-        if matches!(input.keys, KeysFrom::EarlierLayer(_)) {
+        if input.shared_cache.is_some() {
             bail!("[{OP}] the cache of an earlier layer was given, but the layer has latents of its own")
         }
         let (b, t, _) = xs.dims3()?;
@@ -265,8 +265,7 @@ impl MultiHeadLatentAttention {
         if !is_addressable(&[b, t, h * (2 * cfg.head_dim() + cfg.value_head_dim() + rank)]) {
             bail!("[{OP}] queries {:?} are too large to address", input.queries.dims())
         }
-        let of_cache = || if input.is_cached() { Form::of(cfg, t, tokens.longest()) } else { Form::Expanded };
-        let form = form.unwrap_or_else(of_cache);
+        let absorbs = input.is_cached() && absorbs.unwrap_or_else(|| cfg.absorbs(t, tokens.longest()));
 
         let rotation = positions.map(|at| self.rotary.at(&at.queries)).transpose()?;
         let rotated = |xs: Tensor| rotation.as_ref().map_or_else(|| xs.contiguous(), |rotation| rotation.apply(&xs));
@@ -278,40 +277,34 @@ impl MultiHeadLatentAttention {
         let narrow = self.compress.as_ref().map(|(down, norm)| norm.forward(&down.forward(&xs)?)).transpose()?;
         let q = self.queries.forward(narrow.as_ref().unwrap_or(&xs))?.reshape((b, t, h, cfg.head_dim()))?;
         let own = part(&q, 3, 0..nope)?;
-        let own = match form {
-            Form::Expanded => own.contiguous()?,
-            Form::Absorbed => self.up.absorb(&own)?,
-        };
+        let own = if absorbs { self.absorb(&own)? } else { own.contiguous()? };
         let q = Tensor::cat(&[own, rotated(part(&q, 3, nope..cfg.head_dim())?)?], 3)?.transpose(1, 2)?;
 
         let mask = input.mask_with(&self.mask);
         let options = input.options(cfg.dropout()).with_scale(cfg.scale());
-        let (keys, cache): (Box<dyn Keys + 'a>, _) = match &input.keys {
-            KeysFrom::Cache(cache) => {
+        let (keys, cache): (Box<dyn Keys + 'a>, _) = match &input.cache {
+            Some(cache) => {
                 let (mut cached, cache) = cache.stage(&tokens, &rows, None, rank)?;
-                cached.expansion = if form == Form::Expanded { Some(&self.up) } else { None };
+                if !absorbs {
+                    cached.expansion = Some(Box::new(|rows| self.expand(rows)));
+                }
                 (Box::new(cached), Some(cache))
             }
-            _ => {
-                let [k, v] = match form {
-                    Form::Absorbed => [rows.clone(), part(&rows, 3, 0..rank)?],
-                    Form::Expanded => self.up.expand(&rows)?,
-                };
+            None => {
+                let [k, v] = self.expand(&rows)?;
                 (Box::new(OwnKeys { k, v, sequences: input.packed, function: input.function }), None)
             }
         };
-        Ok((AttentionCall { q, keys, cache, mask, options, batched, residual, gate: None }, form))
+        let output = move |context: &Tensor| self.output(context, absorbs, residual.as_ref());
+        Ok(AttentionCall { q, keys, cache, mask, options, batched, output: Box::new(output) })
     }
 
     /// A call's context to the layer's output (B, T, E).
-    fn output(&self, context: &Tensor, form: Form, call: &AttentionCall) -> Result<Tensor> {
+    fn output(&self, context: &Tensor, absorbs: bool, residual: Option<&Tensor>) -> Result<Tensor> {
         let context = context.transpose(1, 2)?;
-        let context = match form {
-            Form::Expanded => context,
-            Form::Absorbed => self.up.values_of(&context)?,
-        };
+        let context = if absorbs { self.values_of(&context)? } else { context };
         let (b, t, h, d_v) = context.dims4()?;
-        self.out.product(&context.reshape((b, t, h * d_v))?, 0..self.out.out_dim(), call.residual.as_ref())
+        self.out.product(&context.reshape((b, t, h * d_v))?, 0..self.out.out_dim(), residual)
     }
 }
 

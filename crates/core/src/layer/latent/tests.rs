@@ -8,7 +8,7 @@ use proptest::prelude::*;
 use proptest::sample::select;
 use proptest::test_runner::{Config as Runs, RngSeed, TestRunner};
 
-use super::{Form, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig as Config};
+use super::{MultiHeadLatentAttention, MultiHeadLatentAttentionConfig as Config};
 use crate::cache::{AttentionCache, AttentionCacheConfig};
 use crate::layer::AttentionInput;
 use crate::mask::AttentionMask;
@@ -123,18 +123,16 @@ fn check(case: &Case) -> Result<()> {
         let mask = mask_of(case, case.b, *t, t_kv)?;
         let xs = Tensor::randn(0f32, 1.0, (case.b, *t, 6), &CPU)?.to_dtype(case.dtype)?;
         let mut outputs = Vec::new();
-        for (form, cache) in [Form::Expanded, Form::Absorbed].into_iter().zip(&mut caches) {
+        for (absorbs, cache) in [false, true].into_iter().zip(&mut caches) {
             let input = AttentionInput::new(&xs).with_mask(&mask).with_backend(case.backend);
             let input = input.with_cache(&mut *cache).with_starts(&starts).with_valid_lens(&ends);
             let with_weights = {
-                let call = layer.call(&input, Some(form))?.0;
+                let call = layer.call(&input, Some(absorbs))?;
                 call.keys.attend(&call.q, &call.mask, &call.options, Outputs::Weights)?.weights.expect("asked for")
             };
             let input = AttentionInput::new(&xs).with_mask(&mask).with_backend(case.backend);
             let input = input.with_cache(cache).with_starts(&starts).with_valid_lens(&ends);
-            let (call, form) = layer.call(&input, Some(form))?;
-            let ys =
-                call.finish(input.keys, Outputs::Context, |context, call| layer.output(context, form, call))?.context;
+            let ys = layer.call(&input, Some(absorbs))?.finish(input.cache, Outputs::Context)?.context;
             outputs.push((ys, with_weights));
         }
         let [(expanded, expanded_weights), (absorbed, absorbed_weights)] = &outputs[..] else { unreachable!() };
@@ -154,27 +152,6 @@ fn both_forms_give_the_same() {
     TestRunner::new(config).run(&cases(), checked).unwrap_or_else(|error| panic!("{error}"));
 }
 
-/// Without a cache too, and with gradients through both.
-#[test]
-fn both_forms_give_the_same_without_a_cache() -> Result<()> {
-    let cfg = Config::new(6, 3).with_kv_lora_rank(5).with_nope_head_dim(4).with_rope_head_dim(2).with_value_head_dim(3);
-    let xs = candle_core::Var::from_tensor(&Tensor::randn(0f64, 1.0, (2, 5, 6), &CPU)?)?;
-    let layer = layer(&cfg, DType::F64)?;
-    let mut found = Vec::new();
-    for form in [Form::Expanded, Form::Absorbed] {
-        let input = AttentionInput::new(&xs);
-        let (call, form) = layer.call(&input, Some(form))?;
-        let ys = call.finish(input.keys, Outputs::Context, |context, call| layer.output(context, form, call))?.context;
-        let gradient = ys.sqr()?.sum_all()?.backward()?.get(&xs).expect("the input is a variable").clone();
-        found.push([ys, gradient]);
-    }
-    for (absorbed, expanded) in found[1].iter().zip(&found[0]) {
-        let difference = difference(absorbed, expanded)?;
-        assert!(difference <= 1e-12, "off by {difference:e}");
-    }
-    Ok(())
-}
-
 /// The widths of DeepSeek: keys of 576, and values of 512 that are columns of them; and enough queries for several
 /// threads.
 #[test]
@@ -187,17 +164,12 @@ fn the_fused_kernel_attends_to_latents_of_full_width() -> Result<()> {
         for t in [150, 1, 3] {
             let xs = Tensor::randn(0f32, 1.0, (2, t, 16), &CPU)?.to_dtype(dtype)?;
             let mut outputs = Vec::new();
-            let ways = [(Backend::Fused, Form::Absorbed), (Backend::Reference, Form::Expanded)];
-            for ((backend, form), cache) in ways.into_iter().zip(&mut caches) {
+            let ways = [(Backend::Fused, true), (Backend::Reference, false)];
+            for ((backend, absorbs), cache) in ways.into_iter().zip(&mut caches) {
                 let input = AttentionInput::new(&xs).with_backend(backend).with_cache(cache);
-                let (call, form) = layer.call(&input, Some(form))?;
-                outputs.push(
-                    call.finish(input.keys, Outputs::Context, |context, call| {
-                        assert_eq!(context.dims(), [2, 2, t, if form == Form::Absorbed { 512 } else { 8 }]);
-                        layer.output(context, form, call)
-                    })?
-                    .context,
-                );
+                let call = layer.call(&input, Some(absorbs))?;
+                assert_eq!(call.q.dims(), [2, 2, t, if absorbs { 576 } else { 72 }]);
+                outputs.push(call.finish(input.cache, Outputs::Context)?.context);
             }
             let difference = difference(&outputs[0], &outputs[1])?;
             assert!(difference <= if dtype == DType::F32 { 1e-5 } else { 4e-2 }, "{dtype:?}: off by {difference:e}");
@@ -210,15 +182,15 @@ fn the_fused_kernel_attends_to_latents_of_full_width() -> Result<()> {
 fn long_prompts_expand_and_short_calls_absorb() {
     let cfg = Config::new(2048, 16);
     for (t_q, t_kv, expected) in [
-        (1, 2, Form::Absorbed),
-        (1, 100_000, Form::Absorbed),
-        (100, 4096, Form::Absorbed),
-        (170, 1_000_000, Form::Absorbed),
-        (171, 1_000_000, Form::Expanded),
-        (200, 4096, Form::Expanded),
-        (512, 512, Form::Expanded),
-        (4096, 4096, Form::Expanded),
+        (1, 2, true),
+        (1, 100_000, true),
+        (100, 4096, true),
+        (170, 1_000_000, true),
+        (171, 1_000_000, false),
+        (200, 4096, false),
+        (512, 512, false),
+        (4096, 4096, false),
     ] {
-        assert_eq!(Form::of(&cfg, t_q, t_kv), expected, "{t_q} queries, {t_kv} keys");
+        assert_eq!(cfg.absorbs(t_q, t_kv), expected, "{t_q} queries, {t_kv} keys");
     }
 }

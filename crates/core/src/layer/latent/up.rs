@@ -4,80 +4,56 @@ use std::sync::OnceLock;
 
 use candle_core::{DType, Module, Result, Tensor};
 
-use super::{MultiHeadLatentAttentionConfig, ROWS};
-use crate::cache::Expand;
+use super::MultiHeadLatentAttention;
 use candle_attention_kernels::{Workers, for_each_task};
-use candle_attention_modules::base::{Source, part};
+use candle_attention_modules::base::part;
 use candle_attention_modules::linear::PackedLinear;
 
-/// The projection `kv_b_proj` of latents to the keys and values of all heads, by its rows: for each head those of its
-/// key, then those of its value.
-#[derive(Debug, Clone)]
-pub(super) struct UpProjection {
-    /// (H · (nope + D_v), rank).
-    kv_b: PackedLinear,
-    /// Where that is packed, the rows of each head's key once more, the other way round: (rank, nope).
-    keys: Vec<PackedLinear>,
-    h: usize,
-    rank: usize,
-    nope: usize,
-    value: usize,
-}
-
-impl UpProjection {
-    /// The config is the whole layer's.
-    pub fn load(cfg: &MultiHeadLatentAttentionConfig, source: &Source) -> Result<Self> {
-        let rank = cfg.kv_lora_rank();
-        let (nope, value) = (cfg.nope_head_dim(), cfg.value_head_dim());
-        let linear = source.linear("kv_b_proj", (cfg.num_heads() * (nope + value), rank), false, Some(ROWS))?;
-        let h = linear.weight().dim(0)? / (nope + value);
-        Self { kv_b: linear.try_into()?, keys: Vec::new(), h, rank, nope, value }.prepared()
-    }
-
-    /// With what variables hold now.
-    pub fn freeze(&self) -> Result<Self> {
-        Self { kv_b: self.kv_b.freeze()?, keys: Vec::new(), ..*self }.prepared()
-    }
-
-    /// With the keys' rows the other way round, where they are packed.
-    fn prepared(mut self) -> Result<Self> {
-        if self.kv_b.is_packed() {
-            let weights = self.weights()?;
-            let key = |head: usize| PackedLinear::new(&weights.get(head)?.narrow(0, 0, self.nope)?.t()?, None);
-            self.keys = (0..self.h).map(key).collect::<Result<_>>()?;
+impl MultiHeadLatentAttention {
+    /// With the rows of keys the other way round, where they are packed.
+    pub(super) fn prepared(mut self) -> Result<Self> {
+        self.absorbing.clear();
+        if self.up.is_packed() {
+            let (weights, nope) = (self.weights()?, self.config.nope_head_dim());
+            let key = |head: usize| PackedLinear::new(&weights.get(head)?.narrow(0, 0, nope)?.t()?, None);
+            self.absorbing = (0..self.config.num_heads()).map(key).collect::<Result<_>>()?;
         }
         Ok(self)
     }
 
     /// The parts of queries without positions (B, T, H, nope), as queries (B, T, H, rank) to latents.
-    pub fn absorb(&self, queries: &Tensor) -> Result<Tensor> {
-        if self.kv_b.is_packed() {
-            return self.of_heads(queries, |head, own| self.keys[head].forward(own));
+    pub(super) fn absorb(&self, queries: &Tensor) -> Result<Tensor> {
+        if self.up.is_packed() {
+            return self.of_heads(queries, |head, own| self.absorbing[head].forward(own));
         }
-        multiply(queries, &self.weights()?.narrow(1, 0, self.nope)?)
+        multiply(queries, &self.weights()?.narrow(1, 0, self.config.nope_head_dim())?)
     }
 
     /// Means of latents (B, T, H, rank) to means of values (B, T, H, D_v).
-    pub fn values_of(&self, contexts: &Tensor) -> Result<Tensor> {
-        if self.kv_b.is_packed() {
+    pub(super) fn values_of(&self, contexts: &Tensor) -> Result<Tensor> {
+        let (nope, value) = (self.config.nope_head_dim(), self.config.value_head_dim());
+        if self.up.is_packed() {
             return self.of_heads(contexts, |head, own| {
-                let end = (head + 1) * (self.nope + self.value);
-                self.kv_b.forward_columns(own, end - self.value..end)
+                let end = (head + 1) * (nope + value);
+                self.up.forward_columns(own, end - value..end)
             });
         }
-        multiply(contexts, &self.weights()?.narrow(1, self.nope, self.value)?.transpose(1, 2)?)
+        multiply(contexts, &self.weights()?.narrow(1, nope, value)?.transpose(1, 2)?)
     }
 
     /// The rows of each head, (H, nope + D_v, rank): a view of what variables hold now.
     fn weights(&self) -> Result<Tensor> {
-        self.kv_b.to_linear()?.weight().reshape((self.h, self.nope + self.value, self.rank))
+        let cfg = &self.config;
+        let shape = (cfg.num_heads(), cfg.nope_head_dim() + cfg.value_head_dim(), cfg.kv_lora_rank());
+        self.up.to_linear()?.weight().reshape(shape)
     }
 
     /// (B, T, H, from) to (B, T, H, to), with a product (B, T, from) to (B, T, to) for each head.
     fn of_heads(&self, xs: &Tensor, product: impl Fn(usize, &Tensor) -> Result<Tensor> + Sync) -> Result<Tensor> {
         let one = |head: usize| product(head, &part(xs, 2, head..head + 1)?.squeeze(2)?);
-        let (b, t, h, _) = xs.dims4()?;
-        let products = [b, t, h, self.rank, self.nope.max(self.value)].into_iter().fold(1, usize::saturating_mul);
+        let ((b, t, h, _), cfg) = (xs.dims4()?, &self.config);
+        let of_head = cfg.kv_lora_rank() * cfg.nope_head_dim().max(cfg.value_head_dim());
+        let products = (b * t * h).saturating_mul(of_head);
         let heads: Vec<_> = (0..h).map(|_| OnceLock::new()).collect();
         let task = |(): &mut (), head: usize| {
             heads[head].get_or_init(|| one(head));
@@ -87,22 +63,21 @@ impl UpProjection {
         let heads = heads.into_iter().filter_map(OnceLock::into_inner).collect::<Result<Vec<_>>>()?;
         Tensor::stack(&heads, 2)
     }
-}
 
-impl Expand for UpProjection {
     /// Latents and rotated keys (B, 1, T, rank + rope) to keys (B, H, T, nope + rope) and values (B, H, T, D_v), views
     /// of (B, T, H, ..).
-    fn expand(&self, rows: &Tensor) -> Result<[Tensor; 2]> {
+    pub(super) fn expand(&self, rows: &Tensor) -> Result<[Tensor; 2]> {
         let (b, _, t, width) = rows.dims4()?;
-        let (h, rank, nope, dtype) = (self.h, self.rank, self.nope, rows.dtype());
+        let (cfg, dtype) = (&self.config, rows.dtype());
+        let [h, rank, nope, value] = [cfg.num_heads(), cfg.kv_lora_rank(), cfg.nope_head_dim(), cfg.value_head_dim()];
         let latents = part(rows, 3, 0..rank)?.squeeze(1)?;
         // A product takes f32 over weights in half precision too, and so loses nothing of a cache's 8 bits.
-        let wider = dtype == DType::F32 && matches!(self.kv_b.dtype(), DType::BF16 | DType::F16);
-        let latents = if wider { latents } else { latents.to_dtype(self.kv_b.dtype())? };
-        let heads = self.kv_b.forward(&latents)?.to_dtype(dtype)?.reshape((b, t, h, nope + self.value))?;
+        let wider = dtype == DType::F32 && matches!(self.up.dtype(), DType::BF16 | DType::F16);
+        let latents = if wider { latents } else { latents.to_dtype(self.up.dtype())? };
+        let heads = self.up.forward(&latents)?.to_dtype(dtype)?.reshape((b, t, h, nope + value))?;
         let shared = part(rows, 3, rank..width)?.transpose(1, 2)?.broadcast_as((b, t, h, width - rank))?;
         let keys = Tensor::cat(&[part(&heads, 3, 0..nope)?.contiguous()?, shared.contiguous()?], 3)?;
-        Ok([keys.transpose(1, 2)?, part(&heads, 3, nope..nope + self.value)?.transpose(1, 2)?])
+        Ok([keys.transpose(1, 2)?, part(&heads, 3, nope..nope + value)?.transpose(1, 2)?])
     }
 }
 
