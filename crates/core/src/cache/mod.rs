@@ -265,19 +265,16 @@ impl AttentionCache {
         }
         // No query sees a key behind the end of its sequence.
         rows.iter_mut().for_each(|row| row.resize(longest, 0));
-        Positions::of_each(rows.concat().into_iter().map(|position| position as usize).collect(), longest)
+        Positions::of_each(rows.into_iter().flatten().map(|position| position as usize), longest)
     }
 
     /// The position of each token of each sequence with those of a call, if any were given.
     fn positions_with(&self, new: &NewTokens) -> Result<Option<Vec<Vec<u32>>>> {
-        let mut rows = match &self.positions {
-            Some(rows) => rows.clone(),
-            None if new.given.is_some() => {
-                let places = Positions::starting_at(&[0], self.len())?;
-                new.before.iter().map(|&before| places.of_sequence(0)[..before].to_vec()).collect()
-            }
-            None => return Ok(None),
-        };
+        if self.positions.is_none() && new.given.is_none() {
+            return Ok(None);
+        }
+        let places = || new.before.iter().map(|&before| (0..before as u32).collect()).collect();
+        let mut rows = self.positions.clone().unwrap_or_else(places);
         let positions = new.positions()?;
         for (b, (row, tokens)) in rows.iter_mut().zip(&new.tokens).enumerate() {
             row.extend(&positions.of_sequence(b)[tokens.clone()]);

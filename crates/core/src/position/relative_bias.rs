@@ -7,10 +7,8 @@ use candle_nn::{Init, VarBuilder};
 use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
-use super::{Latest, Positions, ScoreTerm, Scores, TermCall, latest};
-use candle_attention_modules::base::{
-    HeadShard, Options, Source, accumulation_dtype, check_memory, count, frozen, number, options,
-};
+use super::{Latest, Positions, ScoreTerm, Scores, TermCall, gathered, latest};
+use candle_attention_modules::base::{HeadShard, Options, Source, count, frozen, number, options};
 
 const OP: &str = "relative_bias";
 
@@ -70,7 +68,7 @@ impl RelativeBiasConfig {
     /// The bucket of a key so far behind its query (in front of it, where negative). The first half of a direction's
     /// buckets are for one distance each, the others grow with it. Computed in f32 where transformers does, so that
     /// borders are the same.
-    fn bucket(&self, behind: i64) -> u32 {
+    fn bucket(&self, behind: i64) -> usize {
         let directed = self.directed();
         let (first, distance) = match behind {
             0.. => (0, behind as usize),
@@ -79,12 +77,12 @@ impl RelativeBiasConfig {
         };
         let exact = directed / 2;
         if distance < exact {
-            return (first + distance) as u32;
+            return first + distance;
         }
         let turns = f64::from(distance as f32 / exact as f32).ln() as f32;
         let all = (self.max_distance as f64 / exact as f64).ln() as f32;
         let grown = exact + (turns / all * (directed - exact) as f32) as usize;
-        (first + grown.min(directed - 1)) as u32
+        first + grown.min(directed - 1)
     }
 }
 
@@ -122,27 +120,23 @@ pub struct RelativeBias {
 
 impl ScoreTerm for RelativeBias {
     fn add(&self, scores: &mut Scores, call: &TermCall) -> Result<()> {
-        let biases = match (call.packed, call.queries, call.keys) {
-            (Some(_), ..) if call.has_given_positions => bail!(
+        let biases = match (call.packed, call.positions) {
+            (Some(_), _) if call.has_given_positions => bail!(
                 "[multi_head_attention] positions were given beside packed sequences, expected none for a relative \
                  bias: each counts from 0"
             ),
-            (Some(sequences), ..) => {
+            (Some(sequences), _) => {
                 let [t_q, t_kv] = sequences.longest();
                 self.between(&Positions::starting_at(&[0], t_q)?, &Positions::starting_at(&[0], t_kv)?)?
             }
-            (None, Some(queries), Some(keys)) => self.between(queries, keys)?,
-            (None, ..) => return Ok(()),
+            (None, Some([queries, keys])) => self.between(queries, keys)?,
+            (None, None) => return Ok(()),
         };
         match biases.rank() {
             4 => scores.mask = scores.mask.clone().with_bias(&biases),
             _ => scores.options.distance_bias = Some(biases),
         }
         Ok(())
-    }
-
-    fn takes_positions(&self) -> bool {
-        true
     }
 }
 
@@ -261,18 +255,7 @@ impl RelativeBias {
 
     /// The biases of keys so far behind their queries, in a shape (B, ..): (B, H, ..).
     fn of_distances(&self, behind: impl Iterator<Item = i64>, shape: &[usize]) -> Result<Tensor> {
-        let (dtype, device) = (accumulation_dtype(self.weight.dtype()), self.weight.device());
-        let shape = [&[self.num_heads()], shape].concat();
-        check_memory(OP, format_args!("a bias of {shape:?}"), &shape)?;
-        let buckets: Vec<_> = behind.map(|behind| self.config.bucket(behind)).collect();
-        if buckets.is_empty() {
-            return Tensor::zeros(shape, dtype, device)?.transpose(0, 1);
-        }
-        let count = buckets.len();
-        let buckets = Tensor::from_vec(buckets, count, device)?;
-        // Rows of one head each: gathered, they lie as scores do.
-        let rows = self.weight.to_dtype(dtype)?.t()?.contiguous()?.index_select(&buckets, 1)?;
-        rows.reshape(shape)?.transpose(0, 1)
+        gathered(OP, &self.weight, behind.map(|behind| self.config.bucket(behind)), shape)?.transpose(0, 1)
     }
 }
 

@@ -5,14 +5,14 @@ use candle_nn::{Init, VarBuilder};
 use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
-use super::distances::{descending, rows_of};
-use super::{Computed, OP, spec};
-use candle_attention_modules::base::{
-    Heads, LINEAR_WEIGHT, Options, ParameterList, Source, Spec, accumulation_dtype, frozen, linear_bias, number,
-    options,
-};
+use super::distances::{by_head, descending, rows_of};
+use super::{Computed, OP};
+use candle_attention_modules::base::{Options, ParameterList, Source, accumulation_dtype, frozen, number, options};
 use candle_attention_modules::linear::{Projected, Projections};
 use candle_attention_modules::norm::{Norm, QkNormKind};
+
+/// Projections to keys and to queries, of which each has a weight (H·D, E) and a bias.
+const NAMES: [&str; 2] = ["pos_key_proj", "pos_query_proj"];
 
 /// The terms of [`ContentPositions::Disentangled`](crate::ContentPositions::Disentangled).
 ///
@@ -74,6 +74,13 @@ impl DisentangledConfig {
         self.check(OP)
     }
 
+    /// The projections of vectors to keys and to queries that are parameters of the layer.
+    pub(super) fn projections(&self) -> impl Iterator<Item = &'static str> {
+        let wanted = [self.content_to_position, self.position_to_content];
+        let wanted = NAMES.into_iter().zip(wanted.map(|wanted| wanted && !self.shared_projections));
+        wanted.filter_map(|(name, wanted)| wanted.then_some(name))
+    }
+
     /// The vector of a key so far behind its query (in front of it, where negative). The first half of the buckets are
     /// for one distance each, the others grow with it; in f32, as in transformers, so that borders are the same.
     fn row(&self, behind: i64) -> usize {
@@ -131,20 +138,6 @@ impl RelativeEmbeddings {
     }
 }
 
-const NAMES: [&str; 2] = ["pos_key_proj", "pos_query_proj"];
-
-/// The projections to keys and to queries, weight (H·D, E) and bias, unless the layer's own are used.
-pub(super) fn specs(config: &DisentangledConfig, [outputs, inputs]: [usize; 2], source: &Source) -> Vec<Spec> {
-    let wanted = [config.content_to_position, config.position_to_content];
-    let wanted = NAMES.into_iter().zip(wanted).filter(|&(_, wanted)| wanted && !config.shared_projections);
-    let of_heads = |name: String, shape: &[usize], init| spec(&name, shape, init, source).by_head(Heads::Query, 0);
-    let of = |(name, _): (&str, bool)| {
-        let weight = of_heads(format!("{name}.weight"), &[outputs, inputs], LINEAR_WEIGHT);
-        [weight, of_heads(format!("{name}.bias"), &[outputs], linear_bias(inputs))]
-    };
-    wanted.flat_map(of).collect()
-}
-
 /// For T tokens and heads of width D.
 pub(super) fn rows(
     config: &DisentangledConfig,
@@ -176,11 +169,10 @@ pub(super) fn rows(
         }
     };
     let dtype = accumulation_dtype(embeddings.dtype());
-    // (2 · span, H·D) to (H, 2T, D).
     let by_heads = |table: Option<Tensor>, sign: i64| {
         let Some(table) = table else { return Ok(None) };
         let rows = rows_of(&table.to_dtype(dtype)?, descending(t).map(|distance| config.row(sign * distance)))?;
-        rows.reshape((2 * t, (), d))?.transpose(0, 1)?.contiguous().map(Some)
+        by_head(&rows, d).map(Some)
     };
     let of_queries = by_heads(keys.filter(|_| config.content_to_position), 1)?;
     Ok([of_queries, by_heads(queries.filter(|_| config.position_to_content), -1)?])

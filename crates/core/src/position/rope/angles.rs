@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use candle_core::{Device, Result, Tensor, bail};
 use rayon::prelude::*;
 
-use super::config::{RopeAxes, RopeAxisLayout, RopeConfig, RopeScaling};
+use super::config::{RopeConfig, RopeScaling};
 use super::{RotaryEmbedding, Rotation};
 use crate::position::{Latest, Positions, latest};
 
@@ -114,9 +114,9 @@ impl RotaryEmbedding {
     pub(crate) fn on_axes(&self, positions: &[f32]) -> Result<Rotation> {
         let rows = positions.len() / self.config.num_axes();
         let compute = || {
-            let axis_of = self.config.axes().map_or_else(|| vec![0; self.half()], RopeAxes::axis_of_pairs);
+            let pairs = self.config.pairs(self.half());
             let length = positions.iter().map(|&entry| entry.max(0.0) as usize + 1).max();
-            Ok(self.angles(length.unwrap_or(0), rows, |row, pair| positions[axis_of[pair] * rows + row]))
+            Ok(self.angles(length.unwrap_or(0), rows, |row, pair| positions[pairs[pair][0] * rows + row]))
         };
         let angles = latest(&self.tables.latest, |own| own == positions, compute, |_| Some(positions.to_vec()))?;
         Ok(self.rotation(angles, (0..rows as u32).collect()))
@@ -178,16 +178,6 @@ fn frequencies(config: &RopeConfig, r: usize, length: usize) -> Vec<f32> {
         let stretch = *factor as f32 * length as f32 / *original_context as f32 - (factor - 1.0) as f32;
         base *= power(stretch, r as f64 / (r as f64 - 2.0));
     }
-    let periods: Vec<_> = match config.axes().map(|axes| (axes.layout(), axes.sections())) {
-        Some((RopeAxisLayout::Axial, sections)) => {
-            sections.iter().flat_map(|section| periods(base, 2 * section)).collect()
-        }
-        Some((RopeAxisLayout::AxialDealt, sections)) => {
-            let dealt = |axis: usize| periods(base, r).skip(axis).step_by(sections.len()).take(sections[axis]);
-            (0..sections.len()).flat_map(dealt).collect()
-        }
-        _ => periods(base, r).collect(),
-    };
     let frequency = |(i, period): (usize, f32)| {
         let plain = period.recip();
         match *scaling {
@@ -234,7 +224,9 @@ fn frequencies(config: &RopeConfig, r: usize, length: usize) -> Vec<f32> {
             }
         }
     };
-    periods.into_iter().enumerate().map(frequency).collect()
+    // `base^(2i/n)` of the n frequencies of a series.
+    let period = |[_, place, n]: [usize; 3]| power(base, (place as f32 / n as f32).into());
+    config.pairs(r / 2).into_iter().map(period).enumerate().map(frequency).collect()
 }
 
 /// The factor on cosines and sines.
@@ -242,10 +234,10 @@ fn attention_factor(scaling: &RopeScaling) -> f64 {
     match *scaling {
         RopeScaling::Yarn { attention_factor: Some(given), .. }
         | RopeScaling::LongRope { attention_factor: Some(given), .. } => given,
-        RopeScaling::Yarn { factor, mscale, mscale_all_dim, .. } => match (mscale, mscale_all_dim) {
-            (Some(one), Some(all)) if one != 0.0 && all != 0.0 => yarn_mscale(factor, one) / yarn_mscale(factor, all),
-            _ => yarn_mscale(factor, 1.0),
-        },
+        RopeScaling::Yarn { factor, mscale: Some(one), mscale_all_dim: Some(all), .. } if one != 0.0 && all != 0.0 => {
+            yarn_mscale(factor, one) / yarn_mscale(factor, all)
+        }
+        RopeScaling::Yarn { factor, .. } => yarn_mscale(factor, 1.0),
         RopeScaling::LongRope { factor: Some(factor), original_context, .. } if factor > 1.0 => {
             (1.0 + factor.ln() / (original_context as f64).ln()).sqrt()
         }
@@ -264,11 +256,6 @@ pub(crate) fn score_factor(scaling: &RopeScaling) -> f64 {
 /// YaRN's correction of the size of the scores.
 fn yarn_mscale(factor: f64, mscale: f64) -> f64 {
     if factor <= 1.0 { 1.0 } else { 0.1 * mscale * factor.ln() + 1.0 }
-}
-
-/// `base^(2i/r)` for each pair.
-fn periods(base: f32, r: usize) -> impl Iterator<Item = f32> {
-    (0..r).step_by(2).map(move |i| power(base, (i as f32 / r as f32).into()))
 }
 
 fn power(base: f32, exponent: f64) -> f32 {
