@@ -211,12 +211,10 @@ impl RelativeBias {
     /// # Errors
     /// As [`forward`](Self::forward).
     pub fn distance_bias(&self, t_q: usize, t_kv: usize, offset: usize) -> Result<Tensor> {
-        Positions::starting_at(&[offset], t_q)?;
-        Positions::starting_at(&[0], t_kv)?;
-        self.by_distance(&[offset as i64], t_q, t_kv)?.squeeze(0)
+        self.computed(&Positions::starting_at(&[offset], t_q)?, &Positions::starting_at(&[0], t_kv)?)
     }
 
-    /// By distance, (H, T_q + T_kv - 1) or one for each sequence, where positions count up by one; otherwise by pair.
+    /// What was [`computed`](Self::computed) for the layer before, if that is of the same positions.
     fn between(&self, queries: &Positions, keys: &Positions) -> Result<Tensor> {
         let may_be_kept = |biases: &Tensor| !biases.track_op() && biases.elem_count() <= KEPT;
         let key = |biases: &Tensor| may_be_kept(biases).then(|| [queries, keys].map(Clone::clone));
@@ -224,23 +222,21 @@ impl RelativeBias {
         latest(&self.latest, is_same, || self.computed(queries, keys), key)
     }
 
+    /// By distance, (H, T_q + T_kv - 1) or one for each sequence, where positions count up by one; otherwise by pair.
     fn computed(&self, queries: &Positions, keys: &Positions) -> Result<Tensor> {
-        let starts = queries.starts().zip(keys.starts()).filter(|(q, k)| !q.is_empty() && !k.is_empty());
+        let starts = queries.starts().zip(keys.starts());
         let Some((of_queries, of_keys)) = starts else { return self.by_pair(queries, keys) };
-        let offset = |b: usize| i64::from(of_queries[b % of_queries.len()]) - i64::from(of_keys[b % of_keys.len()]);
-        let mut offsets: Vec<_> = (0..of_queries.len().max(of_keys.len())).map(offset).collect();
-        if offsets.iter().all(|offset| *offset == offsets[0]) {
-            offsets.truncate(1);
+        let first = |starts: &[u32], b: usize| starts.get(b).or(starts.first()).map_or(0, |&start| i64::from(start));
+        // How far the first key is behind the last query.
+        let furthest = |b: usize| first(&of_queries, b) + queries.t as i64 - 1 - first(&of_keys, b);
+        let mut all: Vec<_> = (0..of_queries.len().max(of_keys.len()).max(1)).map(furthest).collect();
+        if all.iter().all(|furthest| *furthest == all[0]) {
+            all.truncate(1);
         }
-        let biases = self.by_distance(&offsets, queries.t, keys.t)?;
-        if offsets.len() == 1 { biases.squeeze(0) } else { Ok(biases) }
-    }
-
-    /// For sequences whose first query is so far behind its first key, (B, H, T_q + T_kv - 1).
-    fn by_distance(&self, offsets: &[i64], t_q: usize, t_kv: usize) -> Result<Tensor> {
-        let distances = (t_q + t_kv).saturating_sub(1);
-        let of_sequence = |offset: &i64| (offset + t_q as i64 - distances as i64..offset + t_q as i64).rev();
-        self.of_distances(offsets.iter().flat_map(of_sequence), &[offsets.len(), distances])
+        let distances = (queries.t + keys.t).saturating_sub(1);
+        let behind = all.iter().flat_map(|&furthest| (0..distances as i64).map(move |n| furthest - n));
+        let biases = self.of_distances(behind, &[all.len(), distances])?;
+        if all.len() == 1 { biases.squeeze(0) } else { Ok(biases) }
     }
 
     /// (B, H, T_q, T_kv), with B = 1 where all sequences have the same positions.

@@ -5,9 +5,9 @@ use candle_nn::{Init, VarBuilder};
 use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
-use super::distances::{by_head, descending, rows_of};
-use super::{Computed, OP};
-use candle_attention_modules::base::{Options, ParameterList, Source, accumulation_dtype, frozen, number, options};
+use super::distances::{descending, rows_of};
+use super::{Computed, Content, OP};
+use candle_attention_modules::base::{Options, Source, accumulation_dtype, frozen, number, options};
 use candle_attention_modules::linear::{Projected, Projections};
 use candle_attention_modules::norm::{Norm, QkNormKind};
 
@@ -138,44 +138,36 @@ impl RelativeEmbeddings {
     }
 }
 
-/// For T tokens and heads of width D.
-pub(super) fn rows(
-    config: &DisentangledConfig,
-    [t, d]: [usize; 2],
-    embeddings: Option<&RelativeEmbeddings>,
-    parameters: &ParameterList,
-    projections: &Projections,
-) -> Result<Computed> {
-    let Some(embeddings) = embeddings else {
-        bail!(
-            "[multi_head_attention] the config has disentangled positions, expected the stack's embeddings in \
-             `with_relative_embeddings`"
-        )
-    };
-    let embeddings = embeddings.forward()?;
-    let [keys, queries] = match config.shared_projections {
-        true => {
+impl Content {
+    /// Vectors of the distances of T tokens, for queries and for keys, (2T, H · D) each.
+    pub(super) fn vectors(&self, config: &DisentangledConfig, t: usize, projections: &Projections) -> Result<Computed> {
+        let Some(embeddings) = &self.embeddings else {
+            bail!(
+                "[multi_head_attention] the config has disentangled positions, expected the stack's embeddings in \
+                 `with_relative_embeddings`"
+            )
+        };
+        let embeddings = embeddings.forward()?;
+        let [keys, queries] = if config.shared_projections {
             let xs = embeddings.unsqueeze(0)?;
             let Projected { q, kv, .. } = projections.query_key_value(&xs, Some([&xs, &xs]))?;
-            [kv.map(|[keys, _]| keys.squeeze(0)).transpose()?, Some(q.squeeze(0)?)]
-        }
-        false => {
+            let keys = kv.filter(|_| config.content_to_position).map(|[keys, _]| keys.squeeze(0));
+            [keys.transpose()?, config.position_to_content.then(|| q.squeeze(0)).transpose()?]
+        } else {
             let project = |name: &str| -> Result<Option<Tensor>> {
-                let Some(weight) = parameters.tensor(&format!("{name}.weight"))? else { return Ok(None) };
-                let bias = parameters.expect(&format!("{name}.bias"))?;
+                let Some(weight) = self.parameters.tensor(&format!("{name}.weight"))? else { return Ok(None) };
+                let bias = self.parameters.expect(&format!("{name}.bias"))?;
                 Ok(Some(embeddings.matmul(&weight.t()?)?.broadcast_add(&bias)?))
             };
             [project(NAMES[0])?, project(NAMES[1])?]
-        }
-    };
-    let dtype = accumulation_dtype(embeddings.dtype());
-    let by_heads = |table: Option<Tensor>, sign: i64| {
-        let Some(table) = table else { return Ok(None) };
-        let rows = rows_of(&table.to_dtype(dtype)?, descending(t).map(|distance| config.row(sign * distance)))?;
-        by_head(&rows, d).map(Some)
-    };
-    let of_queries = by_heads(keys.filter(|_| config.content_to_position), 1)?;
-    Ok([of_queries, by_heads(queries.filter(|_| config.position_to_content), -1)?])
+        };
+        let dtype = accumulation_dtype(embeddings.dtype());
+        let rows = |table: Option<Tensor>, sign: i64| {
+            let rows = descending(t).map(|distance| config.row(sign * distance));
+            table.map(|table| rows_of(&table.to_dtype(dtype)?, rows)).transpose()
+        };
+        Ok([rows(keys, 1)?, rows(queries, -1)?])
+    }
 }
 
 #[cfg(test)]

@@ -5,10 +5,11 @@ use std::ops::Range;
 
 use candle_core::{D, Device, Result, Tensor};
 
-use super::{Computed, OP, wide};
+use super::{Computed, Content, ContentPositions, OP};
 use crate::mask::AttentionMask;
 use crate::sdpa::{Attended, Keys, Outputs, OwnKeys, SdpaOptions};
-use candle_attention_modules::base::{ParameterList, accumulation_dtype, check_memory};
+use candle_attention_modules::base::{accumulation_dtype, check_memory};
+use candle_attention_modules::linear::Projections;
 
 /// Transformer-XL's parameters, as ESPnet and NeMo name them, and as transformers does for Parakeet.
 pub(super) const TRANSFORMER_XL: [&str; 3] = ["linear_pos.weight", "pos_bias_u", "pos_bias_v"];
@@ -25,32 +26,31 @@ pub(super) fn rows_of(table: &Tensor, indices: impl Iterator<Item = usize>) -> R
     table.contiguous()?.index_select(&indices, 0)
 }
 
-/// Vectors of distances (2T, heads · D) by head, (heads, 2T, D).
-pub(super) fn by_head(rows: &Tensor, d: usize) -> Result<Tensor> {
-    let (distances, width) = rows.dims2()?;
-    rows.reshape((distances, width / d, d))?.transpose(0, 1)?.contiguous()
+impl Content {
+    /// For T tokens and heads of width D.
+    pub(super) fn rows(&self, [t, d]: [usize; 2], projections: &Projections) -> Result<Computed> {
+        let rows = match self.positions {
+            ContentPositions::TransformerXl => {
+                let projection = self.wide(TRANSFORMER_XL[0])?;
+                let waves = sinusoids(t, projection.dim(1)?, projection.device())?.to_dtype(projection.dtype())?;
+                [Some(waves.matmul(&projection.t()?)?), None]
+            }
+            ContentPositions::Clipped { left, right } => {
+                let row = |distance: i64| (left as i64 - distance.clamp(-(right as i64), left as i64)) as usize;
+                [Some(rows_of(&self.wide("distance_embedding.weight")?, descending(t).map(row))?), None]
+            }
+            ContentPositions::Disentangled(ref config) => self.vectors(config, t, projections)?,
+            _ => [None, None],
+        };
+        // (2T, heads · D) to (heads, 2T, D).
+        let by_head = |rows: Tensor| rows.reshape((2 * t, rows.dim(1)? / d, d))?.transpose(0, 1)?.contiguous();
+        let [of_queries, of_keys] = rows.map(|rows| rows.map(by_head).transpose());
+        Ok([of_queries?, of_keys?])
+    }
 }
 
-/// Transformer-XL's, for T tokens and heads of width D.
-pub(super) fn wave_rows([t, d]: [usize; 2], parameters: &ParameterList) -> Result<Computed> {
-    let projection = wide(TRANSFORMER_XL[0], parameters)?;
-    let waves = sinusoids(t, projection.dim(1)?, projection.device())?.to_dtype(projection.dtype())?;
-    Ok([Some(by_head(&waves.matmul(&projection.t()?)?, d)?), None])
-}
-
-/// Those of a table in which keys from `left` before their query to `right` after it have vectors of their own.
-pub(super) fn clipped_rows(
-    [t, d]: [usize; 2],
-    [left, right]: [usize; 2],
-    parameters: &ParameterList,
-) -> Result<Computed> {
-    let behind = |distance: i64| (left as i64 - distance.clamp(-(right as i64), left as i64)) as usize;
-    let rows = rows_of(&wide("distance_embedding.weight", parameters)?, descending(t).map(behind))?;
-    Ok([Some(by_head(&rows, d)?), None])
-}
-
-/// Sine and cosine in turns of the distances T - 1 down to -T, (2T, E) for an even E, as in a table of absolute positions (Vaswani et
-/// al., <https://arxiv.org/abs/1706.03762>).
+/// Sine and cosine in turns of the distances T - 1 down to -T, (2T, E) for an even E, as in a table of absolute
+/// positions (Vaswani et al., <https://arxiv.org/abs/1706.03762>).
 fn sinusoids(t: usize, e: usize, device: &Device) -> Result<Tensor> {
     check_memory(OP, format_args!("a wave for each distance of {t} tokens"), &[2 * t, e])?;
     let frequency = |pair: usize| (-(10_000f64.ln()) * (2 * pair) as f64 / e as f64).exp() as f32;

@@ -141,7 +141,7 @@ impl ContentPositions {
     }
 
     /// The parameters in a layer of width E with H heads of width D.
-    fn specs(&self, [e, h, d]: [usize; 3], source: &Source) -> Result<Vec<Spec>> {
+    fn specs(&self, [e, h, d]: [usize; 3], source: &Source) -> Vec<Spec> {
         let spec = |name: &str, shape: &[usize], init| {
             let names = PREFIXES.map(|prefix| format!("{prefix}{name}"));
             let stored = names.iter().find(|name| source.has(name)).unwrap_or(&names[0]);
@@ -149,13 +149,13 @@ impl ContentPositions {
         };
         let of_heads = |name: &str, shape: &[usize], init| spec(name, shape, init).by_head(Heads::Query, 0);
         let drawn = |stdev| Init::Randn { mean: 0.0, stdev };
-        Ok(match *self {
+        match *self {
             Self::Grid { height, width } => {
                 let table = |(name, n): (&str, usize)| spec(name, &[2 * n - 1, d], Init::Const(0.0));
                 GRID.into_iter().zip([height, width]).map(table).collect()
             }
             Self::Window { height, width } => {
-                let places = images::count_places([height, width])?;
+                let places = (2 * height - 1) * (2 * width - 1);
                 vec![spec("relative_position_bias_table", &[places, h], drawn(0.02)).by_head(Heads::Query, 1)]
             }
             Self::CosineWindow { .. } => vec![
@@ -179,7 +179,7 @@ impl ContentPositions {
                 let bias = |name| of_heads(&format!("{name}.bias"), &[h * d], linear_bias(e));
                 config.projections().flat_map(|name| [weight(name), bias(name)]).collect()
             }
-        })
+        }
     }
 }
 
@@ -187,13 +187,9 @@ impl ContentPositions {
 ///
 /// # Errors
 /// For parameters that a config without such positions does not name.
-pub(crate) fn content_specs(
-    positions: Option<&ContentPositions>,
-    sizes: [usize; 3],
-    source: &Source,
-) -> Result<Vec<Spec>> {
-    if let Some(positions) = positions {
-        return positions.specs(sizes, source);
+pub(crate) fn content_specs(kind: Option<&ContentPositions>, sizes: [usize; 3], source: &Source) -> Result<Vec<Spec>> {
+    if let Some(kind) = kind {
+        return Ok(kind.specs(sizes, source));
     }
     let (height, width) = (1, 1);
     let one_of_each = [
@@ -204,8 +200,8 @@ pub(crate) fn content_specs(
         ContentPositions::Clipped { left: 0, right: 0 },
         ContentPositions::Disentangled(DisentangledConfig::new(1)),
     ];
-    for positions in one_of_each {
-        let names = positions.specs(sizes, source)?.into_iter().map(|spec| spec.stored);
+    for kind in one_of_each {
+        let names = kind.specs(sizes, source).into_iter().map(|spec| spec.stored);
         source.refuse(names, "the config has no content_positions")?;
     }
     Ok(Vec::new())
@@ -213,12 +209,6 @@ pub(crate) fn content_specs(
 
 /// Below which files have such parameters, the crate's own first.
 const PREFIXES: [&str; 3] = ["", "self.", "relative_position_bias."];
-
-/// A parameter in the dtype in which scores are computed.
-fn wide(name: &str, parameters: &ParameterList) -> Result<Tensor> {
-    let tensor = parameters.expect(name)?;
-    tensor.to_dtype(accumulation_dtype(tensor.dtype()))
-}
 
 /// The term of a layer.
 #[derive(Debug)]
@@ -244,7 +234,7 @@ impl ScoreTerm for Content {
                 call.others.unwrap_or("keys of others")
             )
         };
-        let (scale, parameters) = (scores.options.scale.unwrap_or(1.0), &self.parameters);
+        let scale = scores.options.scale.unwrap_or(1.0);
         let [t, d] = [scores.q.dim(2)?, scores.q.dim(3)?];
         if let Some([rows, columns]) = self.positions.image()
             && t != rows * columns
@@ -255,18 +245,17 @@ impl ScoreTerm for Content {
         if scores.q.elem_count() == 0 {
             return Ok(());
         }
-        let (queries, rows) = match self.positions {
+        let queries = match self.positions {
             ContentPositions::Grid { height, width } => {
-                let [q, k] = images::widened(&scores.q, &k, scale, [height, width], parameters)?;
+                let [q, k] = self.widened(&scores.q, &k, scale, [height, width])?;
                 (scores.q, scores.own) = (q, Some([k, v]));
                 return Ok(());
             }
             ContentPositions::Window { height, width } | ContentPositions::CosineWindow { height, width, .. } => {
-                let compute = || images::window_bias([height, width], &self.positions, parameters);
-                let [bias, _] = self.latest(t, || Ok([Some(compute()?), None]))?;
+                let [bias, _] = self.latest(t, || Ok([Some(self.window_bias([height, width])?), None]))?;
                 scores.mask = bias.iter().fold(scores.mask.clone(), AttentionMask::with_bias);
                 if let ContentPositions::CosineWindow { .. } = self.positions {
-                    let [q, k] = images::cosines(&scores.q, &k, parameters)?;
+                    let [q, k] = self.cosines(&scores.q, &k)?;
                     (scores.q, scores.own) = (q, Some([k, v]));
                     // Queries have their scale already.
                     scores.options.scale = Some(1.0);
@@ -276,21 +265,17 @@ impl ScoreTerm for Content {
             ContentPositions::TransformerXl => {
                 let [_, of_content, of_distances] = TRANSFORMER_XL;
                 let q = scores.q.to_dtype(accumulation_dtype(k.dtype()))?;
-                let with = |bias| q.broadcast_add(&wide(bias, parameters)?.unsqueeze(1)?);
+                let with = |bias| q.broadcast_add(&self.wide(bias)?.unsqueeze(1)?);
                 scores.q = with(of_content)?.to_dtype(k.dtype())?;
-                (with(of_distances)?, self.latest(t, || distances::wave_rows([t, d], parameters))?)
+                with(of_distances)?
             }
-            ContentPositions::Clipped { left, right } => {
-                (scores.q.clone(), self.latest(t, || distances::clipped_rows([t, d], [left, right], parameters))?)
-            }
-            ContentPositions::Disentangled(ref config) => {
-                let (vectors, projections) = (self.embeddings.as_ref(), call.projections);
-                let compute = || disentangled::rows(config, [t, d], vectors, parameters, projections);
-                // Modules may differ in a clone of the layer, and may change.
-                let is_fixed = !(config.shared_projections && projections.has_modules());
-                (scores.q.clone(), if is_fixed { self.latest(t, compute)? } else { compute()? })
-            }
+            ContentPositions::Clipped { .. } | ContentPositions::Disentangled(_) => scores.q.clone(),
         };
+        let compute = || self.rows([t, d], call.projections);
+        // Modules may differ in a clone of the layer, and may change.
+        let is_shared = matches!(&self.positions, ContentPositions::Disentangled(config) if config.shared_projections);
+        let is_fixed = !(is_shared && call.projections.has_modules());
+        let rows = if is_fixed { self.latest(t, compute)? } else { compute()? };
         scores.keys = Some(Box::new(KeysByHeads { k, v, queries, rows, scale }));
         Ok(())
     }
@@ -300,5 +285,11 @@ impl Content {
     fn latest(&self, t: usize, compute: impl FnOnce() -> Result<Computed>) -> Result<Computed> {
         let is_tracked = |found: &Computed| found.iter().flatten().any(Tensor::track_op);
         latest(&self.latest, |own| *own == t, compute, |found| (!is_tracked(found)).then_some(t))
+    }
+
+    /// A parameter in the dtype in which scores are computed.
+    fn wide(&self, name: &str) -> Result<Tensor> {
+        let tensor = self.parameters.expect(name)?;
+        tensor.to_dtype(accumulation_dtype(tensor.dtype()))
     }
 }

@@ -14,7 +14,7 @@ use candle_nn::rotary_emb;
 
 use crate::position::Positions;
 use angles::{Angles, Tables};
-use candle_attention_modules::base::rowwise::{Element, map_heads, read, to_vec, with_contiguous_rows, with_float};
+use candle_attention_modules::base::rowwise::{map_heads, read, to_vec, with_contiguous_rows, with_float};
 use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, check_memory, record};
 
 /// The cosines and sines of a [`RopeConfig`] for heads of one width, and the rotation of queries and keys by them.
@@ -181,23 +181,20 @@ impl Rotation {
         if !xs.device().is_cpu() || xs.dtype() == DType::F64 {
             return self.by_candle(xs);
         }
-        let xs = with_contiguous_rows(xs)?;
-        let inverse = Self { inverse: !self.inverse, ..self.clone() };
-        let backward = move |_: &Tensor, gradient: &Tensor| Ok(vec![Some(inverse.apply(gradient)?)]);
-        with_float!("rope", xs.dtype(), |E| {
-            record("rotary-embedding", &[Some(&xs)], self.run::<E>(&xs)?, xs.shape(), backward)
-        })
-    }
-
-    fn run<E: Element>(&self, xs: &Tensor) -> Result<Vec<E>> {
-        let index = &self.index;
-        Ok(map_heads(&read(xs).rows()?, |token| {
+        let (xs, index) = (with_contiguous_rows(xs)?, &self.index);
+        let of_token = |token: usize| {
             let angles = self.angles.row(index[token % index.len()] as usize);
             move |_, head: &[f32], rotated: &mut [f32]| {
                 rotated.copy_from_slice(head);
                 self.rotate_pairs(rotated, angles);
             }
-        }))
+        };
+        let inverse = Self { inverse: !self.inverse, ..self.clone() };
+        let backward = move |_: &Tensor, gradient: &Tensor| Ok(vec![Some(inverse.apply(gradient)?)]);
+        with_float!("rope", xs.dtype(), |E| {
+            let rotated: Vec<E> = map_heads(&read(&xs).rows()?, of_token);
+            record("rotary-embedding", &[Some(&xs)], rotated, xs.shape(), backward)
+        })
     }
 
     /// `angles` are cosines and sines.
