@@ -116,8 +116,8 @@ fn latest<K, V: Clone>(
     Ok(value)
 }
 
-/// For each index the entries of a table (N, H), by head: (H, ..) in a shape of as many entries as there are indices, in
-/// the dtype in which scores are computed.
+/// For each index the entries of a table (N, H), by head: (H, ..) in a shape of as many entries as there are indices,
+/// in the dtype in which scores are computed.
 fn gathered(op: &str, table: &Tensor, indices: impl Iterator<Item = usize>, shape: &[usize]) -> Result<Tensor> {
     let (dtype, device) = (accumulation_dtype(table.dtype()), table.device());
     let of_heads = [&table.dims()[1..], shape].concat();

@@ -98,9 +98,8 @@ pub enum ContentPositions {
     /// DeBERTa's (<https://arxiv.org/abs/2006.03654>): `scale · (q · k + q · W_k r + k · W_q r)`, r being the vector of
     /// a distance, which the layers of a stack share
     /// ([`with_relative_embeddings`](crate::MultiHeadAttention::with_relative_embeddings)). Parameters `pos_key_proj`
-    /// and
-    /// `pos_query_proj`, unless W_k and W_q are the layer's own projections. The scale, mostly 1/sqrt(3 D), is to be
-    /// given.
+    /// and `pos_query_proj`, unless W_k and W_q are the layer's own projections. The scale, mostly 1/sqrt(3 D), is to
+    /// be given.
     Disentangled(DisentangledConfig),
 }
 
@@ -242,6 +241,7 @@ impl ScoreTerm for Content {
             let image = if let ContentPositions::Grid { .. } = self.positions { "grid" } else { "window" };
             bail!("[multi_head_attention] queries have {t} tokens, expected the {rows} × {columns} of the {image}")
         }
+        // There are no scores to add to.
         if scores.q.elem_count() == 0 {
             return Ok(());
         }
