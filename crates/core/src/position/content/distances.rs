@@ -106,8 +106,7 @@ impl Keys for KeysByHeads {
             let own = |tensor: &Tensor| tensor.narrow(1, keys.start, keys.len());
             let own = OwnKeys { k: own(&self.k)?, v: own(&self.v)?, sequences: None, function: None };
             let (q, options) = (q.narrow(1, heads.start, heads.len())?, options.of_heads(&heads)?);
-            let bias = self.bias(heads.clone())?;
-            let mask = bias.iter().fold(mask.of_heads(heads, h)?, AttentionMask::with_bias);
+            let mask = mask.of_heads(heads.clone(), h)?.with_bias(&self.bias(heads)?);
             own.attend(&q, &mask, &options, outputs)
         };
         if outputs != Outputs::Context {
@@ -121,8 +120,8 @@ impl Keys for KeysByHeads {
 }
 
 impl KeysByHeads {
-    /// The terms of some query heads, (B, heads, T, T), in the dtype of the accumulation; `None` where there are none.
-    fn bias(&self, heads: Range<usize>) -> Result<Option<Tensor>> {
+    /// The terms of some query heads, (B, heads, T, T), in the dtype of the accumulation.
+    fn bias(&self, heads: Range<usize>) -> Result<Tensor> {
         let dtype = accumulation_dtype(self.k.dtype());
         let term = |vectors: &Tensor, rows: &Tensor| -> Result<Tensor> {
             let rows = if rows.dim(0)? == 1 { rows.clone() } else { rows.narrow(0, heads.start, heads.len())? };
@@ -132,7 +131,9 @@ impl KeysByHeads {
         let [of_queries, of_keys] = &self.rows;
         let by_queries = of_queries.as_ref().map(|rows| term(&self.queries, rows));
         let by_keys = of_keys.as_ref().map(|rows| term(&self.k, rows)?.transpose(2, 3));
-        by_queries.into_iter().chain(by_keys).reduce(|one, other| one? + other?).transpose()
+        let (b, _, t, _) = self.queries.dims4()?;
+        let sum = by_queries.into_iter().chain(by_keys).reduce(|one, other| one? + other?);
+        sum.unwrap_or_else(|| Tensor::zeros((b, heads.len(), t, t), dtype, self.queries.device()))
     }
 }
 
