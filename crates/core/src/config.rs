@@ -270,6 +270,7 @@ impl MultiHeadAttentionConfig {
             of_no_projection("bias_kv", self.bias_kv),
             of_no_projection("add_zero_attn", self.add_zero_attn),
             of_no_projection("value_norm", self.value_norm.is_some()),
+            of_no_projection("content_positions", self.content_positions.is_some()),
             no_norm("qk_norm", self.qk_norm.is_some()),
             no_norm("value_norm", self.value_norm.is_some()),
             no_position("rope", self.rope.is_some()),
@@ -291,9 +292,6 @@ impl MultiHeadAttentionConfig {
     /// Positions by content, and that they fit the layer.
     fn validate_content(&self, positions: &ContentPositions) -> Result<()> {
         const OP: &str = "content_positions";
-        if self.kv_source == KvSource::EarlierLayer {
-            bail!("[{OP}] keys are an earlier layer's, expected those of the tokens of a call")
-        }
         positions.validate()?;
         let (h, h_kv) = (self.num_heads, self.num_kv_heads());
         match (positions, self.scale) {

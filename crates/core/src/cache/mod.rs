@@ -259,7 +259,7 @@ impl AttentionCache {
         }
         // No query sees a key behind the end of its sequence.
         rows.iter_mut().for_each(|row| row.resize(longest, 0));
-        Positions::of_each(rows.concat().into_iter().map(|position| position as usize).collect(), longest)
+        Positions::of_each(rows.into_iter().flatten().map(|position| position as usize), longest)
     }
 
     /// The position of each token of each sequence with those of a call, if any were given.
@@ -267,12 +267,12 @@ impl AttentionCache {
         if self.positions.is_none() && new.given.is_none() {
             return Ok(None);
         }
-        let own = new.positions()?;
-        let row = |(b, (&len, tokens)): (usize, (&usize, &Range<usize>))| {
-            let mut row = self.positions.as_ref().map_or_else(|| (0..len as u32).collect(), |rows| rows[b].clone());
-            row.extend(&own.of_sequence(b)[tokens.clone()]);
-            row
-        };
-        Ok(Some(new.before.iter().zip(&new.tokens).enumerate().map(row).collect()))
+        let places = || new.before.iter().map(|&before| (0..before as u32).collect()).collect();
+        let mut rows = self.positions.clone().unwrap_or_else(places);
+        let positions = new.positions()?;
+        for (b, (row, tokens)) in rows.iter_mut().zip(&new.tokens).enumerate() {
+            row.extend(&positions.of_sequence(b)[tokens.clone()]);
+        }
+        Ok(Some(rows))
     }
 }

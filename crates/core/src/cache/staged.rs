@@ -104,7 +104,7 @@ impl NewTokens {
             let (start, last) = (tokens.start, (before + tokens.len()).saturating_sub(1));
             (0..self.t).map(move |i| (before + i.saturating_sub(start)).min(last))
         };
-        Positions::of_each(self.before.iter().zip(&self.tokens).flat_map(of_sequence).collect(), self.t)
+        Positions::of_each(self.before.iter().zip(&self.tokens).flat_map(of_sequence), self.t)
     }
 }
 

@@ -7,7 +7,7 @@ use super::heads::split_heads;
 use super::{AttentionInput, LayerOutput, MultiHeadAttention, OP};
 use crate::cache::AttentionCache;
 use crate::mask::AttentionMask;
-use crate::position::{KeysByHeads, Scores, TermCall};
+use crate::position::{Scores, TermCall};
 use crate::sdpa::{Attended, AttentionStatistics, Keys, Outputs, OwnKeys, Plan, SdpaOptions, StatisticsOptions};
 use candle_attention_modules::base::accumulation_dtype;
 use candle_attention_modules::linear::Projected;
@@ -121,15 +121,16 @@ impl MultiHeadAttention {
             let dims = [q.dim(0)?, cfg.num_heads(), q.dim(2)?, inputs.t_kv];
             mask = mask.with_appended_keys(cfg.appended_keys(), dims, accumulation_dtype(q.dtype()), q.device())?;
         }
-        let (k, v) = kv.filter(|_| cache.is_none()).map(|[k, v]| (k, v)).unzip();
-        let mut scores = Scores { q, k, mask, options, by_heads: None };
-        let positions = inputs.positions.as_ref();
+        let cached = cached.map(|cached| Box::new(cached) as Box<dyn Keys + 'a>);
+        let own = kv.filter(|_| cache.is_none());
+        let mut scores = Scores { q, own, mask, options, keys: cached };
         let takes_positions = self.terms_take_positions();
         let of_cache = cache.filter(|_| takes_positions).map(AttentionCache::key_positions).transpose()?;
-        let of_call = positions.map(|at| at.keys.as_ref().unwrap_or(&at.queries));
         let call = TermCall {
-            queries: positions.map(|at| &at.queries),
-            keys: of_cache.as_ref().or(of_call),
+            positions: inputs.positions.as_ref().map(|at| {
+                let of_call = at.keys.as_ref().unwrap_or(&at.queries);
+                [&at.queries, of_cache.as_ref().unwrap_or(of_call)]
+            }),
             has_given_positions: input.positions.is_some() || input.key_positions.is_some(),
             packed: input.packed,
             projections: &self.projections,
@@ -137,12 +138,11 @@ impl MultiHeadAttention {
         };
         self.terms().try_for_each(|term| term.add(&mut scores, &call))?;
 
-        let Scores { q, k, mask, options, by_heads } = scores;
-        let keys: Box<dyn Keys + 'a> = match (cached, k.zip(v), by_heads) {
-            (Some(cached), ..) => Box::new(cached),
-            (None, Some((k, v)), Some(terms)) => Box::new(KeysByHeads { k, v, terms }),
-            (None, Some((k, v)), None) => Box::new(OwnKeys { k, v, sequences: input.packed, function: input.function }),
-            (None, None, _) => bail!("[{OP}] {NO_KEYS}"),
+        let Scores { q, own, mask, options, keys } = scores;
+        let keys = match (keys, own) {
+            (Some(keys), _) => keys,
+            (None, Some([k, v])) => Box::new(OwnKeys { k, v, sequences: input.packed, function: input.function }),
+            (None, None) => bail!("[{OP}] {NO_KEYS}"),
         };
         let (batched, residual) = (input.queries.rank() == 3, inputs.residual);
         let output = move |context: &Tensor| self.output(context, gate.as_ref(), residual.as_ref());

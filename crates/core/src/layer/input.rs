@@ -216,7 +216,7 @@ impl<'a> AttentionInput<'a> {
     /// Those of `t` queries or keys, which are `ranges` of the packed sequences where there are such.
     fn default_positions(&self, ranges: fn(&PackedSequences, usize) -> Range<usize>, t: usize) -> Result<Positions> {
         let Some(sequences) = self.packed else { return Positions::starting_at(&[0], t) };
-        Positions::of_each((0..sequences.len()).flat_map(|s| 0..ranges(sequences, s).len()).collect(), t)
+        Positions::of_each((0..sequences.len()).flat_map(|s| 0..ranges(sequences, s).len()), t)
     }
 
     /// The positions of a call with `t_kv` keys, in a layer with rotary positions on these axes.

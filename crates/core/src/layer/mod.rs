@@ -23,7 +23,9 @@ use candle_nn::{Linear, VarBuilder};
 use crate::config::MultiHeadAttentionConfig;
 use crate::mask::AttentionMask;
 use crate::params::{WeightLayout, load_projections, projection_shape, state_dict};
-use crate::position::{ContentPositions, RelativeBias, RelativeEmbeddings, RotaryEmbedding, ScoreTerm, Term, alibi};
+use crate::position::{
+    AlibiConfig, ContentPositions, RelativeBias, RelativeEmbeddings, RotaryEmbedding, ScoreTerm, Term, alibi,
+};
 use candle_attention_modules::base::{Dim, Expect, HeadShard, Heads, ParameterList, Source, save};
 use candle_attention_modules::linear::{ProjectionModule, ProjectionModules, ProjectionPlace, Projections};
 use candle_attention_modules::norm::{Norm, Span};
@@ -186,7 +188,7 @@ impl MultiHeadAttention {
         let projections = projections(&source)?;
         let parameters = ParameterList::load(&shard::specs(cfg, &source)?, &source)?;
         let own = source.own_range(Heads::Query, h);
-        let alibi = cfg.alibi().map(|config| alibi(config, h, own, cfg.score_scale(), source.device())).transpose()?;
+        let alibi = cfg.alibi().map(|config| alibi(config, h, own, source.device())).transpose()?;
         let mask = if cfg.causal() { AttentionMask::causal() } else { AttentionMask::none() };
         let mask = cfg.window().into_iter().fold(mask, AttentionMask::with_window);
         let mask = cfg.band().into_iter().fold(mask, |mask, (left, right)| mask.with_band(left, right));
@@ -387,7 +389,7 @@ impl MultiHeadAttention {
     }
 
     fn terms_take_positions(&self) -> bool {
-        self.terms().any(|term| term.takes_positions())
+        self.config.relative_bias().is_some() || self.config.alibi() == Some(&AlibiConfig::Falcon)
     }
 
     /// What inputs have to be like.

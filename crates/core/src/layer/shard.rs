@@ -1,12 +1,14 @@
 //! The parameters of a layer that belong to no projection: norms, a learned key and value, sinks; and what of a layer
 //! one process of several has.
 
+use std::sync::Arc;
+
 use candle_core::{Result, bail};
 use candle_nn::Init;
 
 use super::{MultiHeadAttention, OP};
 use crate::config::{KvSource, MultiHeadAttentionConfig};
-use crate::position::{AlibiConfig, content, content_specs};
+use crate::position::{AlibiConfig, Content, ContentPositions, Term, content_specs};
 use candle_attention_modules::base::{HeadShard, Heads, ParameterList, Source, Spec};
 use candle_attention_modules::norm::{
     NormPlace, OF_CONTEXT, OF_KEYS, OF_QUERIES, QkNorm, QkNormKind, QkNormScope, Span, refuse_norms,
@@ -98,7 +100,7 @@ fn norms(cfg: &MultiHeadAttentionConfig) -> [Option<NormPlace>; 4] {
 /// If the file has what the config does not mention.
 pub(super) fn specs(cfg: &MultiHeadAttentionConfig, source: &Source) -> Result<Vec<Spec>> {
     refuse_norms(cfg.qk_norm(), cfg.context_norm(), source)?;
-    let content = content_specs(cfg.content_positions(), cfg.embed_dim(), cfg.num_heads(), cfg.head_dim(), source)?;
+    let content = content_specs(cfg.content_positions(), [cfg.embed_dim(), cfg.num_heads(), cfg.head_dim()], source)?;
     let mut specs = Vec::new();
     for norm in norms(cfg).into_iter().flatten() {
         specs.extend(norm.specs(source)?);
@@ -132,8 +134,11 @@ impl MultiHeadAttention {
         let norm = |place: Option<NormPlace>| place.map(|place| place.norm(&parameters, dtype, device)).transpose();
         let ([q, k, v, context], [of_q, of_k]) = (norms(&self.config).map(norm), self.norm_spans);
         self.norms = [q?.map(|norm| norm.over(of_q)), k?.map(|norm| norm.over(of_k)), v?, context?];
-        let of = |positions| content(positions, &parameters, self.relative_embeddings.as_ref());
-        self.content = self.config.content_positions().map(of);
+        let content = |positions: &ContentPositions| -> Term {
+            let (positions, embeddings) = (positions.clone(), self.relative_embeddings.clone());
+            Arc::new(Content { positions, parameters: parameters.clone(), embeddings, latest: Default::default() })
+        };
+        self.content = self.config.content_positions().map(content);
         Ok(Self { parameters, ..self })
     }
 }

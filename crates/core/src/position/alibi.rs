@@ -9,9 +9,6 @@ use serde::{Deserialize, Serialize};
 use super::{ScoreTerm, Scores, Term, TermCall};
 use candle_attention_modules::base::{accumulation_dtype, check_entries, check_memory, number};
 
-/// The slopes' largest exponent in the paper, and in every model but some of MPT.
-const BIAS_MAX: f64 = 8.0;
-
 /// Which biases a layer adds to its scores by distance (<https://arxiv.org/abs/2108.12409>). A score falls by
 /// `slope · |query position - key position|`, where positions are those of the mask.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -36,11 +33,21 @@ impl AlibiConfig {
     /// # Errors
     /// As [`alibi_slopes`].
     pub fn slopes(&self, num_heads: usize) -> Result<Vec<f32>> {
-        match self {
-            Self::Standard | Self::Falcon => alibi_slopes(num_heads),
-            Self::BiasMax(bias_max) => series(num_heads, *bias_max),
-            Self::Slopes(slopes) => Ok(slopes.clone()),
+        let bias_max = match self {
+            // The paper's, and every model's but some of MPT.
+            Self::Standard | Self::Falcon => 8.0,
+            Self::BiasMax(bias_max) => *bias_max,
+            Self::Slopes(slopes) => return Ok(slopes.clone()),
+        };
+        check_memory("alibi", format_args!("a slope for each of {num_heads} heads"), &[num_heads, size_of::<f32>()])?;
+        let n = num_heads.next_power_of_two();
+        let slope = |i: usize| (-(i as f64) * bias_max / n as f64).exp2() as f32;
+        if n == num_heads {
+            return Ok((1..=n).map(slope).collect());
         }
+        // MPT's rule, which is the paper's: the even ones are the slopes of the power of two below.
+        let (even, odd) = ((2..=n).step_by(2), (1..=n).step_by(2));
+        Ok(even.chain(odd).take(num_heads).map(slope).collect())
     }
 
     /// Checks that there are numbers for so many query heads.
@@ -75,37 +82,18 @@ impl AlibiConfig {
 /// # Ok(()) }
 /// ```
 pub fn alibi_slopes(num_heads: usize) -> Result<Vec<f32>> {
-    series(num_heads, BIAS_MAX)
+    AlibiConfig::Standard.slopes(num_heads)
 }
 
-/// What the paper says for powers of two, and MPT's rule elsewhere, which is the paper's: of the power of two above,
-/// the even ones are the slopes of the power of two below.
-fn series(num_heads: usize, bias_max: f64) -> Result<Vec<f32>> {
-    check_memory("alibi", format_args!("a slope for each of {num_heads} heads"), &[num_heads, size_of::<f32>()])?;
-    let slope = |i: usize, n: usize| (-(i as f64) * bias_max / n as f64).exp2() as f32;
-    let n = num_heads.next_power_of_two();
-    if n == num_heads {
-        return Ok((1..=n).map(|i| slope(i, n)).collect());
-    }
-    let even = (2..=n).step_by(2);
-    let odd = (1..=n).step_by(2);
-    Ok(even.chain(odd).take(num_heads).map(|i| slope(i, n)).collect())
-}
-
-/// The term of some of `num_heads` heads, for scores that are multiplied by `scale`.
-pub(crate) fn alibi(
-    config: &AlibiConfig,
-    num_heads: usize,
-    own: Range<usize>,
-    scale: f64,
-    device: &Device,
-) -> Result<Term> {
+/// The term of some of `num_heads` heads.
+pub(crate) fn alibi(config: &AlibiConfig, num_heads: usize, own: Range<usize>, device: &Device) -> Result<Term> {
     let slopes = &config.slopes(num_heads)?[own];
-    if *config != AlibiConfig::Falcon {
-        return Ok(Arc::new(Alibi::OfDistances(Tensor::new(slopes, device)?)));
-    }
-    let slopes = Tensor::new(slopes, &Device::Cpu)?.to_dtype(DType::BF16)?.reshape((1, (), 1, 1))?;
-    Ok(Arc::new(Alibi::OfKeys { slopes, scale }))
+    Ok(Arc::new(match config {
+        AlibiConfig::Falcon => {
+            Alibi::OfKeys(Tensor::new(slopes, &Device::Cpu)?.to_dtype(DType::BF16)?.reshape((1, (), 1, 1))?)
+        }
+        _ => Alibi::OfDistances(Tensor::new(slopes, device)?),
+    }))
 }
 
 #[derive(Debug)]
@@ -113,30 +101,27 @@ enum Alibi {
     /// Slopes (H,) in f32, for the distance of each query and key.
     OfDistances(Tensor),
     /// Slopes (1, H, 1, 1) in bf16 on the CPU, for each key's own position, whatever the query's.
-    OfKeys { slopes: Tensor, scale: f64 },
+    OfKeys(Tensor),
 }
 
 impl ScoreTerm for Alibi {
     fn add(&self, scores: &mut Scores, call: &TermCall) -> Result<()> {
-        match (self, call.keys) {
+        match (self, call.positions) {
             (Self::OfDistances(slopes), _) => scores.options.alibi_slopes = Some(slopes.clone()),
-            (Self::OfKeys { .. }, _) if call.packed.is_some() => bail!(
+            (Self::OfKeys(_), _) if call.packed.is_some() => bail!(
                 "[multi_head_attention] the layer has a bias for each key that follows from its position, which packed \
                  sequences do not take"
             ),
-            (Self::OfKeys { slopes, scale }, Some(keys)) => {
+            (Self::OfKeys(slopes), Some([_, keys])) => {
                 let positions = Tensor::from_slice(&keys.entries, (keys.rows(), 1, 1, keys.t), &Device::Cpu)?;
                 let biases = positions.to_dtype(DType::BF16)?.broadcast_mul(slopes)?.to_dtype(DType::F64)?;
-                let biases = (biases * *scale)?.to_dtype(accumulation_dtype(scores.q.dtype()))?;
-                scores.mask = scores.mask.clone().with_bias(&biases.to_device(scores.q.device())?);
+                let biases = (biases * scores.options.scale.unwrap_or(1.0))?;
+                let biases = biases.to_dtype(accumulation_dtype(scores.q.dtype()))?.to_device(scores.q.device())?;
+                scores.mask = scores.mask.clone().with_bias(&biases);
             }
-            (Self::OfKeys { .. }, None) => {}
+            (Self::OfKeys(_), None) => {}
         }
         Ok(())
-    }
-
-    fn takes_positions(&self) -> bool {
-        matches!(self, Self::OfKeys { .. })
     }
 }
 

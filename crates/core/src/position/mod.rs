@@ -13,7 +13,7 @@ pub use relative_bias::{RelativeBias, RelativeBiasConfig};
 pub use rope::{RopeAxes, RopeAxisLayout, RopeConfig, RopeScaling, RopeStyle, RotaryEmbedding};
 
 pub(crate) use alibi::alibi;
-pub(crate) use content::{KeysByHeads, content, content_specs};
+pub(crate) use content::{Content, content_specs};
 pub(crate) use rope::{Rotation, score_factor};
 
 use std::fmt::Debug;
@@ -23,8 +23,8 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
 use crate::mask::AttentionMask;
-use crate::sdpa::{PackedSequences, SdpaOptions};
-use candle_attention_modules::base::{Dim, Expect, number};
+use crate::sdpa::{Keys, PackedSequences, SdpaOptions};
+use candle_attention_modules::base::{Dim, Expect, accumulation_dtype, check_memory, number};
 use candle_attention_modules::linear::Projections;
 
 /// The first position that f32, in which angles are computed, cannot tell from its neighbour.
@@ -45,21 +45,24 @@ impl Positions {
     /// T positions from each offset on: one offset for all sequences, or one for each.
     pub(crate) fn starting_at(offsets: &[usize], t: usize) -> Result<Self> {
         let largest = offsets.iter().copied().max().unwrap_or(0);
-        let Some(length) = largest.checked_add(t).filter(|&length| length <= END) else {
+        if largest.checked_add(t).is_none_or(|length| length > END) {
             bail!("[rope] positions from {largest} on, {t} of them, reach {END}, from where f32 cannot tell them apart")
-        };
-        let length = if t == 0 || offsets.is_empty() { 0 } else { length };
-        let entries = offsets.iter().flat_map(|&offset| (offset..offset + t).map(|position| position as u32)).collect();
-        Ok(Self { entries, t, length })
+        }
+        Self::of_each(offsets.iter().flat_map(|&offset| offset..offset + t), t)
     }
 
     /// A position for each of T tokens of each sequence, row by row.
-    pub(crate) fn of_each(entries: Vec<usize>, t: usize) -> Result<Self> {
-        let length = entries.iter().map(|&position| position.saturating_add(1)).max().unwrap_or(0);
+    pub(crate) fn of_each(positions: impl IntoIterator<Item = usize>, t: usize) -> Result<Self> {
+        let mut length = 0;
+        let entry = |position: usize| {
+            length = length.max(position.saturating_add(1));
+            position as u32
+        };
+        let entries = positions.into_iter().map(entry).collect();
         if length > END {
             bail!("[rope] position {} is past {}, from where f32 cannot tell them apart", length - 1, END - 1)
         }
-        Ok(Self { entries: entries.into_iter().map(|position| position as u32).collect(), t, length })
+        Ok(Self { entries, t, length })
     }
 
     /// From an integer tensor (T,) or (B, T); `name` says in errors what it is.
@@ -113,6 +116,20 @@ fn latest<K, V: Clone>(
     Ok(value)
 }
 
+/// For each index the entries of a table (N, H), by head: (H, ..) in a shape of as many entries as there are indices,
+/// in the dtype in which scores are computed.
+fn gathered(op: &str, table: &Tensor, indices: impl Iterator<Item = usize>, shape: &[usize]) -> Result<Tensor> {
+    let (dtype, device) = (accumulation_dtype(table.dtype()), table.device());
+    let of_heads = [&table.dims()[1..], shape].concat();
+    check_memory(op, format_args!("a bias of {of_heads:?}"), &of_heads)?;
+    if shape.contains(&0) {
+        return Tensor::zeros(of_heads, dtype, device);
+    }
+    let indices = Tensor::from_iter(indices.map(|index| index as u32), device)?;
+    // Rows of one head each: gathered, they lie as scores do.
+    table.to_dtype(dtype)?.t()?.contiguous()?.index_select(&indices, 1)?.reshape(of_heads)
+}
+
 /// A factor on each query by its position p, `1 + beta · ln(1 + floor((p + first) / interval))`, so that the weights of
 /// long contexts stay sharp: Llama 4's attention temperature, Ministral 3 (<https://arxiv.org/abs/2501.19399>).
 ///
@@ -162,23 +179,22 @@ impl QueryScaling {
 }
 
 /// What the scores of a call are made of. Each term of a layer changes its part.
-pub(crate) struct Scores {
+pub(crate) struct Scores<'a> {
     /// (B, H, T_q, D).
     pub q: Tensor,
-    /// The call's own keys (B, H_kv, T_kv, D); `None` in a call with a cache, its own or an earlier layer's.
-    pub k: Option<Tensor>,
+    /// The call's own keys (B, H_kv, T_kv, D) and values; `None` in a call with a cache, its own or an earlier layer's.
+    pub own: Option<[Tensor; 2]>,
     pub mask: AttentionMask,
     /// The scale is given.
     pub options: SdpaOptions,
-    /// What is computed for a few heads at a time.
-    pub by_heads: Option<content::DistanceTerms>,
+    /// What is attended to in the place of the call's own keys and values.
+    pub keys: Option<Box<dyn Keys + 'a>>,
 }
 
 /// A call, as far as terms depend on it.
 pub(crate) struct TermCall<'a> {
     /// Of the queries, and of all keys that they may see; for a layer with a term that takes positions.
-    pub queries: Option<&'a Positions>,
-    pub keys: Option<&'a Positions>,
+    pub positions: Option<[&'a Positions; 2]>,
     /// Whether the caller gave positions.
     pub has_given_positions: bool,
     pub packed: Option<&'a PackedSequences>,
@@ -191,11 +207,6 @@ pub(crate) struct TermCall<'a> {
 pub(crate) trait ScoreTerm: Debug + Send + Sync {
     /// Adds the term to the scores of a call.
     fn add(&self, scores: &mut Scores, call: &TermCall) -> Result<()>;
-
-    /// Whether [`add`](Self::add) reads positions.
-    fn takes_positions(&self) -> bool {
-        false
-    }
 }
 
 /// A term that clones of a layer share.

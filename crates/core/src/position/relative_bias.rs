@@ -7,10 +7,8 @@ use candle_nn::{Init, VarBuilder};
 use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
-use super::{Latest, Positions, ScoreTerm, Scores, TermCall, latest};
-use candle_attention_modules::base::{
-    HeadShard, Options, Source, accumulation_dtype, check_memory, count, frozen, number, options,
-};
+use super::{Latest, Positions, ScoreTerm, Scores, TermCall, gathered, latest};
+use candle_attention_modules::base::{HeadShard, Options, Source, count, frozen, number, options};
 
 const OP: &str = "relative_bias";
 
@@ -70,7 +68,7 @@ impl RelativeBiasConfig {
     /// The bucket of a key so far behind its query (in front of it, where negative). The first half of a direction's
     /// buckets are for one distance each, the others grow with it. Computed in f32 where transformers does, so that
     /// borders are the same.
-    fn bucket(&self, behind: i64) -> u32 {
+    fn bucket(&self, behind: i64) -> usize {
         let directed = self.directed();
         let (first, distance) = match behind {
             0.. => (0, behind as usize),
@@ -79,12 +77,12 @@ impl RelativeBiasConfig {
         };
         let exact = directed / 2;
         if distance < exact {
-            return (first + distance) as u32;
+            return first + distance;
         }
         let turns = f64::from(distance as f32 / exact as f32).ln() as f32;
         let all = (self.max_distance as f64 / exact as f64).ln() as f32;
         let grown = exact + (turns / all * (directed - exact) as f32) as usize;
-        (first + grown.min(directed - 1)) as u32
+        first + grown.min(directed - 1)
     }
 }
 
@@ -122,27 +120,23 @@ pub struct RelativeBias {
 
 impl ScoreTerm for RelativeBias {
     fn add(&self, scores: &mut Scores, call: &TermCall) -> Result<()> {
-        let biases = match (call.packed, call.queries, call.keys) {
-            (Some(_), ..) if call.has_given_positions => bail!(
+        let biases = match (call.packed, call.positions) {
+            (Some(_), _) if call.has_given_positions => bail!(
                 "[multi_head_attention] positions were given beside packed sequences, expected none for a relative \
                  bias: each counts from 0"
             ),
-            (Some(sequences), ..) => {
+            (Some(sequences), _) => {
                 let [t_q, t_kv] = sequences.longest();
                 self.between(&Positions::starting_at(&[0], t_q)?, &Positions::starting_at(&[0], t_kv)?)?
             }
-            (None, Some(queries), Some(keys)) => self.between(queries, keys)?,
-            (None, ..) => return Ok(()),
+            (None, Some([queries, keys])) => self.between(queries, keys)?,
+            (None, None) => return Ok(()),
         };
         match biases.rank() {
             4 => scores.mask = scores.mask.clone().with_bias(&biases),
             _ => scores.options.distance_bias = Some(biases),
         }
         Ok(())
-    }
-
-    fn takes_positions(&self) -> bool {
-        true
     }
 }
 
@@ -217,12 +211,10 @@ impl RelativeBias {
     /// # Errors
     /// As [`forward`](Self::forward).
     pub fn distance_bias(&self, t_q: usize, t_kv: usize, offset: usize) -> Result<Tensor> {
-        Positions::starting_at(&[offset], t_q)?;
-        Positions::starting_at(&[0], t_kv)?;
-        self.by_distance(&[offset as i64], t_q, t_kv)?.squeeze(0)
+        self.computed(&Positions::starting_at(&[offset], t_q)?, &Positions::starting_at(&[0], t_kv)?)
     }
 
-    /// By distance, (H, T_q + T_kv - 1) or one for each sequence, where positions count up by one; otherwise by pair.
+    /// What was [`computed`](Self::computed) for the layer before, if that is of the same positions.
     fn between(&self, queries: &Positions, keys: &Positions) -> Result<Tensor> {
         let may_be_kept = |biases: &Tensor| !biases.track_op() && biases.elem_count() <= KEPT;
         let key = |biases: &Tensor| may_be_kept(biases).then(|| [queries, keys].map(Clone::clone));
@@ -230,23 +222,21 @@ impl RelativeBias {
         latest(&self.latest, is_same, || self.computed(queries, keys), key)
     }
 
+    /// By distance, (H, T_q + T_kv - 1) or one for each sequence, where positions count up by one; otherwise by pair.
     fn computed(&self, queries: &Positions, keys: &Positions) -> Result<Tensor> {
-        let starts = queries.starts().zip(keys.starts()).filter(|(q, k)| !q.is_empty() && !k.is_empty());
+        let starts = queries.starts().zip(keys.starts());
         let Some((of_queries, of_keys)) = starts else { return self.by_pair(queries, keys) };
-        let offset = |b: usize| i64::from(of_queries[b % of_queries.len()]) - i64::from(of_keys[b % of_keys.len()]);
-        let mut offsets: Vec<_> = (0..of_queries.len().max(of_keys.len())).map(offset).collect();
-        if offsets.iter().all(|offset| *offset == offsets[0]) {
-            offsets.truncate(1);
+        let first = |starts: &[u32], b: usize| starts.get(b).or(starts.first()).map_or(0, |&start| i64::from(start));
+        // How far the first key is behind the last query.
+        let furthest = |b: usize| first(&of_queries, b) + queries.t as i64 - 1 - first(&of_keys, b);
+        let mut all: Vec<_> = (0..of_queries.len().max(of_keys.len()).max(1)).map(furthest).collect();
+        if all.iter().all(|furthest| *furthest == all[0]) {
+            all.truncate(1);
         }
-        let biases = self.by_distance(&offsets, queries.t, keys.t)?;
-        if offsets.len() == 1 { biases.squeeze(0) } else { Ok(biases) }
-    }
-
-    /// For sequences whose first query is so far behind its first key, (B, H, T_q + T_kv - 1).
-    fn by_distance(&self, offsets: &[i64], t_q: usize, t_kv: usize) -> Result<Tensor> {
-        let distances = (t_q + t_kv).saturating_sub(1);
-        let of_sequence = |offset: &i64| (offset + t_q as i64 - distances as i64..offset + t_q as i64).rev();
-        self.of_distances(offsets.iter().flat_map(of_sequence), &[offsets.len(), distances])
+        let distances = (queries.t + keys.t).saturating_sub(1);
+        let behind = all.iter().flat_map(|&furthest| (0..distances as i64).map(move |n| furthest - n));
+        let biases = self.of_distances(behind, &[all.len(), distances])?;
+        if all.len() == 1 { biases.squeeze(0) } else { Ok(biases) }
     }
 
     /// (B, H, T_q, T_kv), with B = 1 where all sequences have the same positions.
@@ -261,18 +251,7 @@ impl RelativeBias {
 
     /// The biases of keys so far behind their queries, in a shape (B, ..): (B, H, ..).
     fn of_distances(&self, behind: impl Iterator<Item = i64>, shape: &[usize]) -> Result<Tensor> {
-        let (dtype, device) = (accumulation_dtype(self.weight.dtype()), self.weight.device());
-        let shape = [&[self.num_heads()], shape].concat();
-        check_memory(OP, format_args!("a bias of {shape:?}"), &shape)?;
-        let buckets: Vec<_> = behind.map(|behind| self.config.bucket(behind)).collect();
-        if buckets.is_empty() {
-            return Tensor::zeros(shape, dtype, device)?.transpose(0, 1);
-        }
-        let count = buckets.len();
-        let buckets = Tensor::from_vec(buckets, count, device)?;
-        // Rows of one head each: gathered, they lie as scores do.
-        let rows = self.weight.to_dtype(dtype)?.t()?.contiguous()?.index_select(&buckets, 1)?;
-        rows.reshape(shape)?.transpose(0, 1)
+        gathered(OP, &self.weight, behind.map(|behind| self.config.bucket(behind)), shape)?.transpose(0, 1)
     }
 }
 

@@ -6,13 +6,13 @@ use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
 use super::distances::{descending, rows_of};
-use super::{Computed, OP, spec};
-use candle_attention_modules::base::{
-    Heads, LINEAR_WEIGHT, Options, ParameterList, Source, Spec, accumulation_dtype, frozen, linear_bias, number,
-    options,
-};
+use super::{Computed, Content, OP};
+use candle_attention_modules::base::{Options, Source, accumulation_dtype, frozen, number, options};
 use candle_attention_modules::linear::{Projected, Projections};
 use candle_attention_modules::norm::{Norm, QkNormKind};
+
+/// Projections to keys and to queries, of which each has a weight (H·D, E) and a bias.
+const NAMES: [&str; 2] = ["pos_key_proj", "pos_query_proj"];
 
 /// The terms of [`ContentPositions::Disentangled`](crate::ContentPositions::Disentangled).
 ///
@@ -74,6 +74,13 @@ impl DisentangledConfig {
         self.check(OP)
     }
 
+    /// The projections of vectors to keys and to queries that are parameters of the layer.
+    pub(super) fn projections(&self) -> impl Iterator<Item = &'static str> {
+        let wanted = [self.content_to_position, self.position_to_content];
+        let wanted = NAMES.into_iter().zip(wanted.map(|wanted| wanted && !self.shared_projections));
+        wanted.filter_map(|(name, wanted)| wanted.then_some(name))
+    }
+
     /// The vector of a key so far behind its query (in front of it, where negative). The first half of the buckets are
     /// for one distance each, the others grow with it; in f32, as in transformers, so that borders are the same.
     fn row(&self, behind: i64) -> usize {
@@ -131,59 +138,36 @@ impl RelativeEmbeddings {
     }
 }
 
-const NAMES: [&str; 2] = ["pos_key_proj", "pos_query_proj"];
-
-/// The projections to keys and to queries, weight (H·D, E) and bias, unless the layer's own are used.
-pub(super) fn specs(config: &DisentangledConfig, [outputs, inputs]: [usize; 2], source: &Source) -> Vec<Spec> {
-    let wanted = [config.content_to_position, config.position_to_content];
-    let wanted = NAMES.into_iter().zip(wanted).filter(|&(_, wanted)| wanted && !config.shared_projections);
-    let of_heads = |name: String, shape: &[usize], init| spec(&name, shape, init, source).by_head(Heads::Query, 0);
-    let of = |(name, _): (&str, bool)| {
-        let weight = of_heads(format!("{name}.weight"), &[outputs, inputs], LINEAR_WEIGHT);
-        [weight, of_heads(format!("{name}.bias"), &[outputs], linear_bias(inputs))]
-    };
-    wanted.flat_map(of).collect()
-}
-
-/// For T tokens and heads of width D.
-pub(super) fn rows(
-    config: &DisentangledConfig,
-    [t, d]: [usize; 2],
-    embeddings: Option<&RelativeEmbeddings>,
-    parameters: &ParameterList,
-    projections: &Projections,
-) -> Result<Computed> {
-    let Some(embeddings) = embeddings else {
-        bail!(
-            "[multi_head_attention] the config has disentangled positions, expected the stack's embeddings in \
-             `with_relative_embeddings`"
-        )
-    };
-    let embeddings = embeddings.forward()?;
-    let [keys, queries] = match config.shared_projections {
-        true => {
+impl Content {
+    /// Vectors of the distances of T tokens, for queries and for keys, (2T, H · D) each.
+    pub(super) fn vectors(&self, config: &DisentangledConfig, t: usize, projections: &Projections) -> Result<Computed> {
+        let Some(embeddings) = &self.embeddings else {
+            bail!(
+                "[multi_head_attention] the config has disentangled positions, expected the stack's embeddings in \
+                 `with_relative_embeddings`"
+            )
+        };
+        let embeddings = embeddings.forward()?;
+        let [keys, queries] = if config.shared_projections {
             let xs = embeddings.unsqueeze(0)?;
             let Projected { q, kv, .. } = projections.query_key_value(&xs, Some([&xs, &xs]))?;
-            [kv.map(|[keys, _]| keys.squeeze(0)).transpose()?, Some(q.squeeze(0)?)]
-        }
-        false => {
+            let keys = kv.filter(|_| config.content_to_position).map(|[keys, _]| keys.squeeze(0));
+            [keys.transpose()?, config.position_to_content.then(|| q.squeeze(0)).transpose()?]
+        } else {
             let project = |name: &str| -> Result<Option<Tensor>> {
-                let Some(weight) = parameters.tensor(&format!("{name}.weight"))? else { return Ok(None) };
-                let bias = parameters.expect(&format!("{name}.bias"))?;
+                let Some(weight) = self.parameters.tensor(&format!("{name}.weight"))? else { return Ok(None) };
+                let bias = self.parameters.expect(&format!("{name}.bias"))?;
                 Ok(Some(embeddings.matmul(&weight.t()?)?.broadcast_add(&bias)?))
             };
             [project(NAMES[0])?, project(NAMES[1])?]
-        }
-    };
-    let dtype = accumulation_dtype(embeddings.dtype());
-    // (2 · span, H·D) to (H, 2T, D).
-    let by_heads = |table: Option<Tensor>, sign: i64| {
-        let Some(table) = table else { return Ok(None) };
-        let rows = rows_of(&table.to_dtype(dtype)?, descending(t).map(|distance| config.row(sign * distance)))?;
-        rows.reshape((2 * t, (), d))?.transpose(0, 1)?.contiguous().map(Some)
-    };
-    let of_queries = by_heads(keys.filter(|_| config.content_to_position), 1)?;
-    Ok([of_queries, by_heads(queries.filter(|_| config.position_to_content), -1)?])
+        };
+        let dtype = accumulation_dtype(embeddings.dtype());
+        let rows = |table: Option<Tensor>, sign: i64| {
+            let rows = descending(t).map(|distance| config.row(sign * distance));
+            table.map(|table| rows_of(&table.to_dtype(dtype)?, rows)).transpose()
+        };
+        Ok([rows(keys, 1)?, rows(queries, -1)?])
+    }
 }
 
 #[cfg(test)]

@@ -4,22 +4,16 @@
 use std::ops::Range;
 
 use candle_core::{D, Device, Result, Tensor};
-use candle_nn::Init;
 
-use super::{Computed, OP};
+use super::{Computed, Content, ContentPositions, OP};
 use crate::mask::AttentionMask;
 use crate::sdpa::{Attended, Keys, Outputs, OwnKeys, SdpaOptions};
-use candle_attention_modules::base::{
-    Heads, LINEAR_WEIGHT, ParameterList, Source, Spec, accumulation_dtype, check_memory,
-};
+use candle_attention_modules::base::{accumulation_dtype, check_memory};
+use candle_attention_modules::linear::Projections;
 
-/// Names of Transformer-XL's parameters: ESPnet's and NeMo's, which transformers has of Parakeet.
-pub(super) const TRANSFORMER_XL: [[&str; 3]; 2] =
-    [["linear_pos.weight", "pos_bias_u", "pos_bias_v"], ["relative_k_proj.weight", "bias_u", "bias_v"]];
-pub(super) const CLIPPED: &str = "distance_embedding.weight";
-/// One of each kind.
-pub(super) const PARAMETERS: [&str; 5] =
-    ["pos_bias_u", "bias_u", "distance_embedding.weight", "pos_key_proj.weight", "pos_query_proj.weight"];
+/// Transformer-XL's parameters, as ESPnet and NeMo name them, and as transformers does for Parakeet.
+pub(super) const TRANSFORMER_XL: [&str; 3] = ["linear_pos.weight", "pos_bias_u", "pos_bias_v"];
+pub(super) const PARAKEET: [&str; 3] = ["relative_k_proj.weight", "bias_u", "bias_v"];
 
 /// Distances from T - 1 down to -T.
 pub(super) fn descending(t: usize) -> impl Iterator<Item = i64> {
@@ -28,79 +22,42 @@ pub(super) fn descending(t: usize) -> impl Iterator<Item = i64> {
 
 /// Rows of a table (N, ..), (indices, ..).
 pub(super) fn rows_of(table: &Tensor, indices: impl Iterator<Item = usize>) -> Result<Tensor> {
-    let indices = indices.map(|index| index as u32).collect::<Vec<_>>();
-    let indices = Tensor::from_iter(indices, table.device())?;
+    let indices = Tensor::from_iter(indices.map(|index| index as u32), table.device())?;
     table.contiguous()?.index_select(&indices, 0)
 }
 
-pub(super) fn transformer_xl(embed_dim: usize, h: usize, d: usize, source: &Source) -> Vec<Spec> {
-    let own = TRANSFORMER_XL[0];
-    let stored = TRANSFORMER_XL.into_iter().find(|names| source.has(names[1])).unwrap_or(own);
-    let spec =
-        |n: usize, shape: [usize; 2], init| Spec::new(own[n], shape, init).stored(stored[n]).by_head(Heads::Query, 0);
-    let bias = |n| spec(n, [h, d], Init::Const(0.0));
-    vec![spec(0, [h * d, embed_dim], LINEAR_WEIGHT), bias(1), bias(2)]
+impl Content {
+    /// For T tokens and heads of width D.
+    pub(super) fn rows(&self, [t, d]: [usize; 2], projections: &Projections) -> Result<Computed> {
+        let rows = match self.positions {
+            ContentPositions::TransformerXl => {
+                let projection = self.wide(TRANSFORMER_XL[0])?;
+                let waves = sinusoids(t, projection.dim(1)?, projection.device())?.to_dtype(projection.dtype())?;
+                [Some(waves.matmul(&projection.t()?)?), None]
+            }
+            ContentPositions::Clipped { left, right } => {
+                let row = |distance: i64| (left as i64 - distance.clamp(-(right as i64), left as i64)) as usize;
+                [Some(rows_of(&self.wide("distance_embedding.weight")?, descending(t).map(row))?), None]
+            }
+            ContentPositions::Disentangled(ref config) => self.vectors(config, t, projections)?,
+            _ => [None, None],
+        };
+        // (2T, heads · D) to (heads, 2T, D).
+        let by_head = |rows: Tensor| rows.reshape((2 * t, rows.dim(1)? / d, d))?.transpose(0, 1)?.contiguous();
+        let [of_queries, of_keys] = rows.map(|rows| rows.map(by_head).transpose());
+        Ok([of_queries?, of_keys?])
+    }
 }
 
-/// Transformer-XL's, for T tokens and heads of width D.
-pub(super) fn wave_rows([t, d]: [usize; 2], parameters: &ParameterList) -> Result<Computed> {
-    let projection = parameters.expect(TRANSFORMER_XL[0][0])?;
-    let (h, dtype) = (projection.dim(0)? / d, accumulation_dtype(projection.dtype()));
-    let waves = sinusoids(t, projection.dim(1)?, projection.device())?.to_dtype(dtype)?;
-    let rows = waves.matmul(&projection.to_dtype(dtype)?.t()?)?.reshape((2 * t, h, d))?;
-    Ok([Some(rows.transpose(0, 1)?.contiguous()?), None])
-}
-
-/// Those of a table in which keys from `left` before their query to `right` after it have vectors of their own.
-pub(super) fn clipped_rows(t: usize, [left, right]: [usize; 2], parameters: &ParameterList) -> Result<Computed> {
-    let table = parameters.expect(CLIPPED)?;
-    let behind = |distance: i64| (left as i64 - distance.clamp(-(right as i64), left as i64)) as usize;
-    let rows = rows_of(&table.to_dtype(accumulation_dtype(table.dtype()))?, descending(t).map(behind))?;
-    Ok([Some(rows.unsqueeze(0)?), None])
-}
-
-/// Sine and cosine in turns of the distances T - 1 down to -T, (2T, E), as in a table of absolute positions (Vaswani et
-/// al., <https://arxiv.org/abs/1706.03762>).
+/// Sine and cosine in turns of the distances T - 1 down to -T, (2T, E) for an even E, as in a table of absolute
+/// positions (Vaswani et al., <https://arxiv.org/abs/1706.03762>).
 fn sinusoids(t: usize, e: usize, device: &Device) -> Result<Tensor> {
     check_memory(OP, format_args!("a wave for each distance of {t} tokens"), &[2 * t, e])?;
     let frequency = |pair: usize| (-(10_000f64.ln()) * (2 * pair) as f64 / e as f64).exp() as f32;
-    let frequencies: Vec<_> = (0..e.div_ceil(2)).map(frequency).collect();
-    let mut waves = Vec::with_capacity(2 * t * e);
-    for distance in descending(t) {
-        let angles = frequencies.iter().map(|frequency| distance as f32 * frequency);
-        waves.extend(angles.flat_map(|angle| [angle.sin(), angle.cos()]).take(e));
-    }
-    Tensor::from_vec(waves, (2 * t, e), device)
-}
-
-/// What the scores of a call get beside the product of queries and keys.
-#[derive(Debug, Clone)]
-pub(crate) struct DistanceTerms {
-    pub(super) rows: Computed,
-    /// (B, H, T, D).
-    pub(super) queries: Tensor,
-    /// (B, H_kv, T, D).
-    pub(super) keys: Tensor,
-    /// A factor of all terms.
-    pub(super) scale: f64,
-}
-
-impl DistanceTerms {
-    /// The terms of some query heads, (B, heads, T, T), in the dtype of the accumulation.
-    pub(crate) fn bias(&self, heads: Range<usize>) -> Result<Tensor> {
-        let dtype = accumulation_dtype(self.keys.dtype());
-        let of = |tensor: &Tensor, rows: &Tensor| -> Result<Tensor> {
-            let rows = if rows.dim(0)? == 1 { rows.clone() } else { rows.narrow(0, heads.start, heads.len())? };
-            let vectors = tensor.narrow(1, heads.start, heads.len())?.to_dtype(dtype)?;
-            by_distance(&(vectors * self.scale)?, &rows)
-        };
-        let [of_queries, of_keys] = &self.rows;
-        let by_queries = of_queries.as_ref().map(|rows| of(&self.queries, rows)).transpose()?;
-        let by_keys = of_keys.as_ref().map(|rows| of(&self.keys, rows)?.transpose(2, 3)).transpose()?;
-        let (b, _, t, _) = self.queries.dims4()?;
-        let sum = by_queries.into_iter().chain(by_keys).map(Ok).reduce(|one, other| one? + other?);
-        sum.unwrap_or_else(|| Tensor::zeros((b, heads.len(), t, t), dtype, self.queries.device()))
-    }
+    let frequencies: Vec<_> = (0..e / 2).map(frequency).collect();
+    let angles =
+        descending(t).flat_map(|distance| frequencies.iter().map(move |frequency| distance as f32 * frequency));
+    Tensor::from_vec(angles.flat_map(|angle| [angle.sin(), angle.cos()]).collect(), (2 * t, e), device)
 }
 
 /// Vectors (B, h, T, D) times rows (h or 1, 2T, D), of which vector i meets rows T - 1 - i and the T - 1 after it:
@@ -110,9 +67,6 @@ impl DistanceTerms {
 /// (Dai et al., <https://arxiv.org/abs/1901.02860>, appendix B).
 fn by_distance(vectors: &Tensor, rows: &Tensor) -> Result<Tensor> {
     let (b, h, t, _) = vectors.dims4()?;
-    if b * t == 0 {
-        return Tensor::zeros((b, h, t, t), vectors.dtype(), vectors.device());
-    }
     let dims = [b, h, t, 2 * t];
     check_memory(OP, format_args!("a term of {dims:?}"), &dims)?;
     let products = vectors.contiguous()?.broadcast_matmul(&rows.transpose(D::Minus2, D::Minus1)?)?;
@@ -124,57 +78,62 @@ fn by_distance(vectors: &Tensor, rows: &Tensor) -> Result<Tensor> {
 /// in a processor's cache until they are read.
 const MAX_NUMBERS: usize = 1 << 22;
 
-/// The keys and values of a call, and the terms of its scores.
-pub(crate) struct KeysByHeads {
-    /// (B, H, T, D) and (B, H, T, D_v), or with H_kv heads.
+/// The keys and values of a call, and what its scores get beside the product of queries and keys.
+pub(super) struct KeysByHeads {
+    /// (B, H_kv, T, D).
     pub k: Tensor,
+    /// (B, H_kv, T, D_v).
     pub v: Tensor,
-    pub terms: DistanceTerms,
+    /// What rows are multiplied with, (B, H, T, D).
+    pub queries: Tensor,
+    pub rows: Computed,
+    /// A factor of all terms.
+    pub scale: f64,
 }
 
 impl Keys for KeysByHeads {
     /// Weights and statistics are of all heads at once.
     fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, outputs: Outputs) -> Result<Attended> {
-        let attend = |heads| self.attend_part(heads, q, mask, options, outputs);
-        let mut blocks = self.blocks(q, options)?.into_iter();
-        match outputs {
-            Outputs::Context => {}
+        let ((b, h, t, _), h_kv) = (q.dims4()?, self.k.dim(1)?);
+        let group = h / h_kv;
+        // What the terms of a key head's scores hold at once.
+        let numbers = [t, 2 * t, group].into_iter().fold(b, usize::saturating_mul).max(1);
+        let in_parts = matches!(outputs, Outputs::Context | Outputs::Plan) && !options.drops_by_seed();
+        let size = if in_parts { (MAX_NUMBERS / numbers).clamp(1, h_kv) } else { h_kv };
+        let attend = |start: usize| {
+            let keys = start..h_kv.min(start + size);
+            let heads = keys.start * group..keys.end * group;
+            let own = |tensor: &Tensor| tensor.narrow(1, keys.start, keys.len());
+            let own = OwnKeys { k: own(&self.k)?, v: own(&self.v)?, sequences: None, function: None };
+            let (q, options) = (q.narrow(1, heads.start, heads.len())?, options.of_heads(&heads)?);
+            let mask = mask.of_heads(heads.clone(), h)?.with_bias(&self.bias(heads)?);
+            own.attend(&q, &mask, &options, outputs)
+        };
+        if outputs != Outputs::Context {
             // The path of the first heads is that of all.
-            Outputs::Plan => return attend(blocks.next().unwrap_or(0..0)),
-            _ => return attend(0..self.k.dim(1)?),
+            return attend(0);
         }
-        let contexts = blocks.map(|heads| attend(heads)?.context.transpose(1, 2));
+        let contexts = (0..h_kv).step_by(size).map(|start| attend(start)?.context.transpose(1, 2));
         let context = Tensor::cat(&contexts.collect::<Result<Vec<_>>>()?, 2)?.contiguous()?.transpose(1, 2)?;
         Ok(Attended::context(context))
     }
 }
 
 impl KeysByHeads {
-    /// Key heads that are attended to at once.
-    fn blocks(&self, q: &Tensor, options: &SdpaOptions) -> Result<Vec<Range<usize>>> {
-        let ((b, h, t, _), h_kv) = (q.dims4()?, self.k.dim(1)?);
-        // What the terms of a head's scores hold at once.
-        let numbers = [t, 2 * t, h / h_kv].into_iter().fold(b, usize::saturating_mul).max(1);
-        let size = if options.drops_by_seed() { h_kv } else { (MAX_NUMBERS / numbers).clamp(1, h_kv) };
-        Ok((0..h_kv).step_by(size).map(|start| start..h_kv.min(start + size)).collect())
-    }
-
-    /// Attention to some key heads.
-    fn attend_part(
-        &self,
-        keys: Range<usize>,
-        q: &Tensor,
-        mask: &AttentionMask,
-        options: &SdpaOptions,
-        outputs: Outputs,
-    ) -> Result<Attended> {
-        let (h, h_kv) = (q.dim(1)?, self.k.dim(1)?);
-        let heads = keys.start * (h / h_kv)..keys.end * (h / h_kv);
-        let of_keys = |tensor: &Tensor| tensor.narrow(1, keys.start, keys.len());
-        let (q, options) = (q.narrow(1, heads.start, heads.len())?, options.of_heads(&heads)?);
-        let keys = OwnKeys { k: of_keys(&self.k)?, v: of_keys(&self.v)?, sequences: None, function: None };
-        let mask = mask.of_heads(heads.clone(), h)?.with_bias(&self.terms.bias(heads)?);
-        keys.attend(&q, &mask, &options, outputs)
+    /// The terms of some query heads, (B, heads, T, T), in the dtype of the accumulation.
+    fn bias(&self, heads: Range<usize>) -> Result<Tensor> {
+        let dtype = accumulation_dtype(self.k.dtype());
+        let term = |vectors: &Tensor, rows: &Tensor| -> Result<Tensor> {
+            let rows = if rows.dim(0)? == 1 { rows.clone() } else { rows.narrow(0, heads.start, heads.len())? };
+            let vectors = vectors.narrow(1, heads.start, heads.len())?.to_dtype(dtype)?;
+            by_distance(&(vectors * self.scale)?, &rows)
+        };
+        let [of_queries, of_keys] = &self.rows;
+        let by_queries = of_queries.as_ref().map(|rows| term(&self.queries, rows));
+        let by_keys = of_keys.as_ref().map(|rows| term(&self.k, rows)?.transpose(2, 3));
+        let (b, _, t, _) = self.queries.dims4()?;
+        let sum = by_queries.into_iter().chain(by_keys).reduce(|one, other| one? + other?);
+        sum.unwrap_or_else(|| Tensor::zeros((b, heads.len(), t, t), dtype, self.queries.device()))
     }
 }
 

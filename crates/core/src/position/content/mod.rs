@@ -7,19 +7,17 @@ mod images;
 
 pub use disentangled::{DisentangledConfig, RelativeEmbeddings};
 
-pub(super) use distances::DistanceTerms;
-pub(crate) use distances::KeysByHeads;
-
-use std::sync::Arc;
-
 use candle_core::{Result, Tensor, bail};
 use candle_nn::Init;
 use serde::{Deserialize, Serialize};
 
-use super::{Latest, ScoreTerm, Scores, Term, TermCall, latest};
+use super::{Latest, ScoreTerm, Scores, TermCall, latest};
 use crate::mask::AttentionMask;
-use candle_attention_modules::base::{ParameterList, Source, Spec, accumulation_dtype, number};
-use distances::TRANSFORMER_XL;
+use candle_attention_modules::base::{
+    Heads, LINEAR_WEIGHT, ParameterList, Source, Spec, accumulation_dtype, linear_bias, number,
+};
+use distances::{KeysByHeads, PARAKEET, TRANSFORMER_XL};
+use images::{GRID, HIDDEN};
 
 const OP: &str = "content_positions";
 
@@ -100,9 +98,8 @@ pub enum ContentPositions {
     /// DeBERTa's (<https://arxiv.org/abs/2006.03654>): `scale · (q · k + q · W_k r + k · W_q r)`, r being the vector of
     /// a distance, which the layers of a stack share
     /// ([`with_relative_embeddings`](crate::MultiHeadAttention::with_relative_embeddings)). Parameters `pos_key_proj`
-    /// and
-    /// `pos_query_proj`, unless W_k and W_q are the layer's own projections. The scale, mostly 1/sqrt(3 D), is to be
-    /// given.
+    /// and `pos_query_proj`, unless W_k and W_q are the layer's own projections. The scale, mostly 1/sqrt(3 D), is to
+    /// be given.
     Disentangled(DisentangledConfig),
 }
 
@@ -130,97 +127,113 @@ impl ContentPositions {
             number::within(OP, "width", width, 1..=MAX_SIZE)?;
         }
         match self {
-            Self::Grid { .. } | Self::Window { .. } | Self::TransformerXl => Ok(()),
-            Self::CosineWindow { trained, .. } => {
-                let mut trained = trained.iter().flatten();
-                trained.try_for_each(|&size| number::within(OP, "a size of trained", size, 2..=MAX_SIZE))
+            Self::CosineWindow { trained: Some(trained), .. } => {
+                trained.iter().try_for_each(|&size| number::within(OP, "a size of trained", size, 2..=MAX_SIZE))
             }
             Self::Clipped { left, right } => {
                 number::within(OP, "left", *left, 0..=MAX_SIZE)?;
                 number::within(OP, "right", *right, 0..=MAX_SIZE)
             }
             Self::Disentangled(config) => config.validate(),
+            _ => Ok(()),
+        }
+    }
+
+    /// The parameters in a layer of width E with H heads of width D.
+    fn specs(&self, [e, h, d]: [usize; 3], source: &Source) -> Vec<Spec> {
+        let spec = |name: &str, shape: &[usize], init| {
+            let names = PREFIXES.map(|prefix| format!("{prefix}{name}"));
+            let stored = names.iter().find(|name| source.has(name)).unwrap_or(&names[0]);
+            Spec::new(name, shape, init).stored(stored)
+        };
+        let of_heads = |name: &str, shape: &[usize], init| spec(name, shape, init).by_head(Heads::Query, 0);
+        let drawn = |stdev| Init::Randn { mean: 0.0, stdev };
+        match *self {
+            Self::Grid { height, width } => {
+                let table = |(name, n): (&str, usize)| spec(name, &[2 * n - 1, d], Init::Const(0.0));
+                GRID.into_iter().zip([height, width]).map(table).collect()
+            }
+            Self::Window { height, width } => {
+                let places = (2 * height - 1) * (2 * width - 1);
+                vec![spec("relative_position_bias_table", &[places, h], drawn(0.02)).by_head(Heads::Query, 1)]
+            }
+            Self::CosineWindow { .. } => vec![
+                of_heads("logit_scale", &[h, 1, 1], Init::Const(10f64.ln())),
+                spec("continuous_position_bias_mlp.0.weight", &[HIDDEN, 2], LINEAR_WEIGHT),
+                spec("continuous_position_bias_mlp.0.bias", &[HIDDEN], linear_bias(2)),
+                of_heads("continuous_position_bias_mlp.2.weight", &[h, HIDDEN], LINEAR_WEIGHT),
+            ],
+            Self::TransformerXl => {
+                let [projection, u, v] = TRANSFORMER_XL;
+                let stored = if source.has(PARAKEET[1]) { PARAKEET } else { TRANSFORMER_XL };
+                let bias = |name| of_heads(name, &[h, d], Init::Const(0.0));
+                let own = [of_heads(projection, &[h * d, e], LINEAR_WEIGHT), bias(u), bias(v)];
+                own.into_iter().zip(stored).map(|(spec, stored)| spec.stored(stored)).collect()
+            }
+            Self::Clipped { left, right } => {
+                vec![spec("distance_embedding.weight", &[left + right + 1, d], drawn(1.0))]
+            }
+            Self::Disentangled(ref config) => {
+                let weight = |name| of_heads(&format!("{name}.weight"), &[h * d, e], LINEAR_WEIGHT);
+                let bias = |name| of_heads(&format!("{name}.bias"), &[h * d], linear_bias(e));
+                config.projections().flat_map(|name| [weight(name), bias(name)]).collect()
+            }
         }
     }
 }
 
-/// The parameters of such terms, in a layer of this width and these heads.
+/// The parameters of such terms, in a layer of width E with H heads of width D.
 ///
 /// # Errors
 /// For parameters that a config without such positions does not name.
-pub(crate) fn content_specs(
-    positions: Option<&ContentPositions>,
-    embed_dim: usize,
-    num_heads: usize,
-    head_dim: usize,
-    source: &Source,
-) -> Result<Vec<Spec>> {
-    let Some(positions) = positions else {
-        let anywhere = PREFIXES.iter().flat_map(|prefix| images::WINDOW.map(|name| format!("{prefix}{name}")));
-        let names = images::GRID.iter().chain(&distances::PARAMETERS).map(|name| name.to_string()).chain(anywhere);
+pub(crate) fn content_specs(kind: Option<&ContentPositions>, sizes: [usize; 3], source: &Source) -> Result<Vec<Spec>> {
+    if let Some(kind) = kind {
+        return Ok(kind.specs(sizes, source));
+    }
+    let (height, width) = (1, 1);
+    let one_of_each = [
+        ContentPositions::Grid { height, width },
+        ContentPositions::Window { height, width },
+        ContentPositions::CosineWindow { height, width, trained: None },
+        ContentPositions::TransformerXl,
+        ContentPositions::Clipped { left: 0, right: 0 },
+        ContentPositions::Disentangled(DisentangledConfig::new(1)),
+    ];
+    for kind in one_of_each {
+        let names = kind.specs(sizes, source).into_iter().map(|spec| spec.stored);
         source.refuse(names, "the config has no content_positions")?;
-        return Ok(Vec::new());
-    };
-    Ok(match *positions {
-        ContentPositions::Grid { height, width } => images::grid_specs([height, width], head_dim),
-        ContentPositions::Window { height, width } => vec![images::table_spec([height, width], num_heads, source)?],
-        ContentPositions::CosineWindow { .. } => images::cosine_specs(num_heads, source),
-        ContentPositions::TransformerXl => distances::transformer_xl(embed_dim, num_heads, head_dim, source),
-        ContentPositions::Clipped { left, right } => {
-            let init = Init::Randn { mean: 0.0, stdev: 1.0 };
-            vec![Spec::new(distances::CLIPPED, [left + right + 1, head_dim], init)]
-        }
-        ContentPositions::Disentangled(ref config) => {
-            disentangled::specs(config, [num_heads * head_dim, embed_dim], source)
-        }
-    })
+    }
+    Ok(Vec::new())
 }
 
-/// Below which files have the parameters of windows and of disentangled positions, the crate's own first.
+/// Below which files have such parameters, the crate's own first.
 const PREFIXES: [&str; 3] = ["", "self.", "relative_position_bias."];
-
-/// A parameter, below whichever prefix the file has it.
-fn spec(name: &str, shape: &[usize], init: Init, source: &Source) -> Spec {
-    let names = PREFIXES.map(|prefix| format!("{prefix}{name}"));
-    let stored = names.iter().find(|name| source.has(name)).unwrap_or(&names[0]);
-    Spec::new(name, shape, init).stored(stored)
-}
 
 /// The term of a layer.
 #[derive(Debug)]
-struct Content {
-    positions: ContentPositions,
-    parameters: ParameterList,
-    /// The stack's.
-    embeddings: Option<RelativeEmbeddings>,
+pub(crate) struct Content {
+    pub positions: ContentPositions,
+    pub parameters: ParameterList,
+    /// The vectors of distances that the layers of a stack share.
+    pub embeddings: Option<RelativeEmbeddings>,
     /// For the latest length, where it depends on plain tensors alone.
-    latest: Latest<usize, Computed>,
+    pub latest: Latest<usize, Computed>,
 }
 
 /// What is computed once for all calls of one length: the bias of a window (1, H, T, T); or for each distance i - j of
 /// query i and key j a vector (H, 2T, D), or (1, 2T, D) for all heads, to be multiplied with queries, of the distances
 /// T - 1 down to -T, and one to be multiplied with keys, of 1 - T up to T.
-type Computed = [Option<Tensor>; 2];
-
-/// The term of a layer with these parameters, and with the vectors of distances that the layers of a stack share.
-pub(crate) fn content(
-    positions: &ContentPositions,
-    parameters: &ParameterList,
-    embeddings: Option<&RelativeEmbeddings>,
-) -> Term {
-    let (positions, parameters, embeddings) = (positions.clone(), parameters.clone(), embeddings.cloned());
-    Arc::new(Content { positions, parameters, embeddings, latest: Latest::default() })
-}
+pub(crate) type Computed = [Option<Tensor>; 2];
 
 impl ScoreTerm for Content {
     fn add(&self, scores: &mut Scores, call: &TermCall) -> Result<()> {
-        let (Some(k), None) = (scores.k.clone(), call.others) else {
+        let (Some([k, v]), None) = (scores.own.clone(), call.others) else {
             bail!(
                 "[multi_head_attention] {} were given, but relative positions by content are between the tokens of a call",
                 call.others.unwrap_or("keys of others")
             )
         };
-        let (scale, parameters) = (scores.options.scale.unwrap_or(1.0), &self.parameters);
+        let scale = scores.options.scale.unwrap_or(1.0);
         let [t, d] = [scores.q.dim(2)?, scores.q.dim(3)?];
         if let Some([rows, columns]) = self.positions.image()
             && t != rows * columns
@@ -228,43 +241,42 @@ impl ScoreTerm for Content {
             let image = if let ContentPositions::Grid { .. } = self.positions { "grid" } else { "window" };
             bail!("[multi_head_attention] queries have {t} tokens, expected the {rows} × {columns} of the {image}")
         }
-        let (queries, rows) = match self.positions {
+        // There are no scores to add to.
+        if scores.q.elem_count() == 0 {
+            return Ok(());
+        }
+        let queries = match self.positions {
             ContentPositions::Grid { height, width } => {
-                let [q, k] = images::widened(&scores.q, &k, scale, [height, width], parameters)?;
-                (scores.q, scores.k) = (q, Some(k));
+                let [q, k] = self.widened(&scores.q, &k, scale, [height, width])?;
+                (scores.q, scores.own) = (q, Some([k, v]));
                 return Ok(());
             }
             ContentPositions::Window { height, width } | ContentPositions::CosineWindow { height, width, .. } => {
-                let compute = || images::window_bias([height, width], &self.positions, parameters);
-                let [bias, _] = self.latest(t, || Ok([Some(compute()?), None]))?;
+                let [bias, _] = self.latest(t, || Ok([Some(self.window_bias([height, width])?), None]))?;
                 scores.mask = bias.iter().fold(scores.mask.clone(), AttentionMask::with_bias);
                 if let ContentPositions::CosineWindow { .. } = self.positions {
-                    let [q, k] = images::cosines(&scores.q, &k, parameters)?;
-                    (scores.q, scores.k) = (q, Some(k));
+                    let [q, k] = self.cosines(&scores.q, &k)?;
+                    (scores.q, scores.own) = (q, Some([k, v]));
                     // Queries have their scale already.
                     scores.options.scale = Some(1.0);
                 }
                 return Ok(());
             }
             ContentPositions::TransformerXl => {
-                let [_, u, v] = TRANSFORMER_XL[0];
-                let wide = scores.q.to_dtype(accumulation_dtype(k.dtype()))?;
-                let with = |bias| wide.broadcast_add(&parameters.expect(bias)?.to_dtype(wide.dtype())?.unsqueeze(1)?);
-                scores.q = with(u)?.to_dtype(k.dtype())?;
-                (with(v)?, self.latest(t, || distances::wave_rows([t, d], parameters))?)
+                let [_, of_content, of_distances] = TRANSFORMER_XL;
+                let q = scores.q.to_dtype(accumulation_dtype(k.dtype()))?;
+                let with = |bias| q.broadcast_add(&self.wide(bias)?.unsqueeze(1)?);
+                scores.q = with(of_content)?.to_dtype(k.dtype())?;
+                with(of_distances)?
             }
-            ContentPositions::Clipped { left, right } => {
-                (scores.q.clone(), self.latest(t, || distances::clipped_rows(t, [left, right], parameters))?)
-            }
-            ContentPositions::Disentangled(ref config) => {
-                let (vectors, projections) = (self.embeddings.as_ref(), call.projections);
-                let compute = || disentangled::rows(config, [t, d], vectors, parameters, projections);
-                // Modules may differ in a clone of the layer, and may change.
-                let is_fixed = !(config.shared_projections && projections.has_modules());
-                (scores.q.clone(), if is_fixed { self.latest(t, compute)? } else { compute()? })
-            }
+            ContentPositions::Clipped { .. } | ContentPositions::Disentangled(_) => scores.q.clone(),
         };
-        scores.by_heads = Some(DistanceTerms { rows, queries, keys: k, scale });
+        let compute = || self.rows([t, d], call.projections);
+        // Modules may differ in a clone of the layer, and may change.
+        let is_shared = matches!(&self.positions, ContentPositions::Disentangled(config) if config.shared_projections);
+        let is_fixed = !(is_shared && call.projections.has_modules());
+        let rows = if is_fixed { self.latest(t, compute)? } else { compute()? };
+        scores.keys = Some(Box::new(KeysByHeads { k, v, queries, rows, scale }));
         Ok(())
     }
 }
@@ -273,5 +285,11 @@ impl Content {
     fn latest(&self, t: usize, compute: impl FnOnce() -> Result<Computed>) -> Result<Computed> {
         let is_tracked = |found: &Computed| found.iter().flatten().any(Tensor::track_op);
         latest(&self.latest, |own| *own == t, compute, |found| (!is_tracked(found)).then_some(t))
+    }
+
+    /// A parameter in the dtype in which scores are computed.
+    fn wide(&self, name: &str) -> Result<Tensor> {
+        let tensor = self.parameters.expect(name)?;
+        tensor.to_dtype(accumulation_dtype(tensor.dtype()))
     }
 }

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use candle_core::{Device, Result, Tensor, bail};
 use rayon::prelude::*;
 
-use super::config::{RopeAxes, RopeAxisLayout, RopeConfig, RopeScaling};
+use super::config::{RopeConfig, RopeScaling};
 use super::{RotaryEmbedding, Rotation};
 use crate::position::{Latest, Positions, latest};
 
@@ -31,21 +31,6 @@ pub(super) struct Angles {
 }
 
 impl Angles {
-    /// `position` gives that of a row for a pair.
-    fn of(rows: usize, position: impl Fn(usize, usize) -> f32 + Sync, frequencies: &[f32], factor: f32) -> Self {
-        let half = frequencies.len();
-        let (mut cos, mut sin) = (vec![0.0; rows * half], vec![0.0; rows * half]);
-        let compute = |(row, (cos, sin)): (usize, (&mut [f32], &mut [f32]))| {
-            for (i, &frequency) in frequencies.iter().enumerate() {
-                let (s, c) = f64::from(position(row, i) * frequency).sin_cos();
-                (cos[i], sin[i]) = (c as f32 * factor, s as f32 * factor);
-            }
-        };
-        let all = cos.par_chunks_mut(half).zip(sin.par_chunks_mut(half)).enumerate();
-        all.with_min_len(TASK_ENTRIES.div_ceil(half)).for_each(compute);
-        Self::given(cos, sin, half)
-    }
-
     /// Rows of `half` cosines and sines.
     pub fn given(cos: Vec<f32>, sin: Vec<f32>, half: usize) -> Self {
         Self { cos, sin, half, copies: Mutex::default() }
@@ -114,9 +99,8 @@ impl RotaryEmbedding {
     pub(crate) fn on_axes(&self, positions: &[f32]) -> Result<Rotation> {
         let rows = positions.len() / self.config.num_axes();
         let compute = || {
-            let axis_of = self.config.axes().map_or_else(|| vec![0; self.half()], RopeAxes::axis_of_pairs);
             let length = positions.iter().map(|&entry| entry.max(0.0) as usize + 1).max();
-            Ok(self.angles(length.unwrap_or(0), rows, |row, pair| positions[axis_of[pair] * rows + row]))
+            Ok(self.angles(length.unwrap_or(0), rows, |axis, row| positions[axis * rows + row]))
         };
         let angles = latest(&self.tables.latest, |own| own == positions, compute, |_| Some(positions.to_vec()))?;
         Ok(self.rotation(angles, (0..rows as u32).collect()))
@@ -143,7 +127,7 @@ impl RotaryEmbedding {
             return None;
         }
         // Not under the lock: a thread that computes rows may meanwhile take up other work that wants the table.
-        let grown = self.angles(length, length.next_power_of_two().min(most), |row, _| row as f32);
+        let grown = self.angles(length, length.next_power_of_two().min(most), |_, row| row as f32);
         let mut current = table.write().unwrap_or_else(PoisonError::into_inner);
         if grown.rows() > current.rows() {
             *current = grown;
@@ -151,10 +135,20 @@ impl RotaryEmbedding {
         Some(current.clone())
     }
 
-    /// Of a call of some length: its largest position + 1.
+    /// Of a call of some length, which is its largest position + 1; `position` gives that on an axis of a row.
     fn angles(&self, length: usize, rows: usize, position: impl Fn(usize, usize) -> f32 + Sync) -> Arc<Angles> {
-        let frequencies = frequencies(&self.config, 2 * self.half(), length);
-        Arc::new(Angles::of(rows, position, &frequencies, attention_factor(self.config.scaling()) as f32))
+        let (half, factor) = (self.half(), attention_factor(self.config.scaling()) as f32);
+        let pairs = frequencies(&self.config, half, length);
+        let (mut cos, mut sin) = (vec![0.0; rows * half], vec![0.0; rows * half]);
+        let compute = |(row, (cos, sin)): (usize, (&mut [f32], &mut [f32]))| {
+            for (i, &(axis, frequency)) in pairs.iter().enumerate() {
+                let (s, c) = f64::from(position(axis, row) * frequency).sin_cos();
+                (cos[i], sin[i]) = (c as f32 * factor, s as f32 * factor);
+            }
+        };
+        let all = cos.par_chunks_mut(half).zip(sin.par_chunks_mut(half)).enumerate();
+        all.with_min_len(TASK_ENTRIES.div_ceil(half)).for_each(compute);
+        Arc::new(Angles::given(cos, sin, half))
     }
 }
 
@@ -168,9 +162,10 @@ fn is_long(scaling: &RopeScaling, length: usize) -> bool {
     }
 }
 
-/// The angle between one position and the next for each of the r/2 pairs, in a call of some length.
-fn frequencies(config: &RopeConfig, r: usize, length: usize) -> Vec<f32> {
-    let (scaling, mut base) = (config.scaling(), config.base() as f32);
+/// For each of the r/2 pairs the axis that turns it, and the angle between one position and the next, in a call of some
+/// length.
+fn frequencies(config: &RopeConfig, pairs: usize, length: usize) -> Vec<(usize, f32)> {
+    let (scaling, mut base, r) = (config.scaling(), config.base() as f32, 2 * pairs);
     let is_long = is_long(scaling, length);
     if let RopeScaling::Dynamic { factor, original_context } = scaling
         && is_long
@@ -178,17 +173,7 @@ fn frequencies(config: &RopeConfig, r: usize, length: usize) -> Vec<f32> {
         let stretch = *factor as f32 * length as f32 / *original_context as f32 - (factor - 1.0) as f32;
         base *= power(stretch, r as f64 / (r as f64 - 2.0));
     }
-    let periods: Vec<_> = match config.axes().map(|axes| (axes.layout(), axes.sections())) {
-        Some((RopeAxisLayout::Axial, sections)) => {
-            sections.iter().flat_map(|section| periods(base, 2 * section)).collect()
-        }
-        Some((RopeAxisLayout::AxialDealt, sections)) => {
-            let dealt = |axis: usize| periods(base, r).skip(axis).step_by(sections.len()).take(sections[axis]);
-            (0..sections.len()).flat_map(dealt).collect()
-        }
-        _ => periods(base, r).collect(),
-    };
-    let frequency = |(i, period): (usize, f32)| {
+    let frequency = |i: usize, period: f32| {
         let plain = period.recip();
         match *scaling {
             RopeScaling::None | RopeScaling::Dynamic { .. } => plain,
@@ -234,7 +219,10 @@ fn frequencies(config: &RopeConfig, r: usize, length: usize) -> Vec<f32> {
             }
         }
     };
-    periods.into_iter().enumerate().map(frequency).collect()
+    // `base^(place/n)` of the n frequencies of a series.
+    let period = |place: usize, n: usize| power(base, (place as f32 / n as f32).into());
+    let pairs = config.pairs(pairs).into_iter().enumerate();
+    pairs.map(|(i, [axis, place, n])| (axis, frequency(i, period(place, n)))).collect()
 }
 
 /// The factor on cosines and sines.
@@ -242,10 +230,10 @@ fn attention_factor(scaling: &RopeScaling) -> f64 {
     match *scaling {
         RopeScaling::Yarn { attention_factor: Some(given), .. }
         | RopeScaling::LongRope { attention_factor: Some(given), .. } => given,
-        RopeScaling::Yarn { factor, mscale, mscale_all_dim, .. } => match (mscale, mscale_all_dim) {
-            (Some(one), Some(all)) if one != 0.0 && all != 0.0 => yarn_mscale(factor, one) / yarn_mscale(factor, all),
-            _ => yarn_mscale(factor, 1.0),
-        },
+        RopeScaling::Yarn { factor, mscale: Some(one), mscale_all_dim: Some(all), .. } if one != 0.0 && all != 0.0 => {
+            yarn_mscale(factor, one) / yarn_mscale(factor, all)
+        }
+        RopeScaling::Yarn { factor, .. } => yarn_mscale(factor, 1.0),
         RopeScaling::LongRope { factor: Some(factor), original_context, .. } if factor > 1.0 => {
             (1.0 + factor.ln() / (original_context as f64).ln()).sqrt()
         }
@@ -264,11 +252,6 @@ pub(crate) fn score_factor(scaling: &RopeScaling) -> f64 {
 /// YaRN's correction of the size of the scores.
 fn yarn_mscale(factor: f64, mscale: f64) -> f64 {
     if factor <= 1.0 { 1.0 } else { 0.1 * mscale * factor.ln() + 1.0 }
-}
-
-/// `base^(2i/r)` for each pair.
-fn periods(base: f32, r: usize) -> impl Iterator<Item = f32> {
-    (0..r).step_by(2).map(move |i| power(base, (i as f32 / r as f32).into()))
 }
 
 fn power(base: f32, exponent: f64) -> f32 {

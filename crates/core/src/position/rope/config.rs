@@ -158,6 +158,23 @@ impl RopeConfig {
         self.axes.as_ref().map_or(1, |axes| axes.sections.len())
     }
 
+    /// Of each of so many pairs the axis that turns it, and its place in a series of how many frequencies.
+    pub(super) fn pairs(&self, count: usize) -> Vec<[usize; 3]> {
+        let Some(RopeAxes { sections, layout }) = &self.axes else {
+            return (0..count).map(|pair| [0, pair, count]).collect();
+        };
+        let axes = sections.len();
+        let in_sections = sections.iter().enumerate().flat_map(|(axis, &n)| (0..n).map(move |i| (axis, i, n)));
+        let of = |(pair, (axis, i, n)): (usize, (usize, usize, usize))| match layout {
+            RopeAxisLayout::Sections => [axis, pair, count],
+            RopeAxisLayout::Interleaved if pair / axes < sections[pair % axes] => [pair % axes, pair, count],
+            RopeAxisLayout::Interleaved => [0, pair, count],
+            RopeAxisLayout::Axial => [axis, i, n],
+            RopeAxisLayout::AxialDealt => [axis, i * axes + axis, count],
+        };
+        in_sections.enumerate().map(of).collect()
+    }
+
     /// Checks that the numbers fit together and heads of width `head_dim`.
     ///
     /// # Errors
@@ -322,16 +339,6 @@ impl RopeAxes {
             bail!("[{OP}] axes have series of their own, for which no scaling is defined")
         }
         Ok(())
-    }
-
-    /// The axis of each pair.
-    pub(super) fn axis_of_pairs(&self) -> Vec<usize> {
-        let count = self.sections.len();
-        if self.layout == RopeAxisLayout::Interleaved {
-            let of = |pair: usize| if pair / count < self.sections[pair % count] { pair % count } else { 0 };
-            return (0..self.sections.iter().sum()).map(of).collect();
-        }
-        self.sections.iter().enumerate().flat_map(|(axis, &section)| vec![axis; section]).collect()
     }
 
     /// Positions (A, T) or (A, B, T), which need not be whole numbers, axis by axis and there row by row.

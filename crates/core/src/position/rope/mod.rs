@@ -14,7 +14,7 @@ use candle_nn::rotary_emb;
 
 use crate::position::Positions;
 use angles::{Angles, Tables};
-use candle_attention_modules::base::rowwise::{Element, map_heads, read, to_vec, with_contiguous_rows, with_float};
+use candle_attention_modules::base::rowwise::{map_heads, read, to_vec, with_contiguous_rows, with_float};
 use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, check_memory, record};
 
 /// The cosines and sines of a [`RopeConfig`] for heads of one width, and the rotation of queries and keys by them.
@@ -174,30 +174,27 @@ pub(crate) struct Rotation {
 impl Rotation {
     /// A view (B, T, H, D) of queries or keys to a contiguous tensor of the same shape and dtype. Differentiable.
     pub(crate) fn apply(&self, xs: &Tensor) -> Result<Tensor> {
+        let (b, t, ..) = xs.dims4()?;
+        if xs.elem_count() > 0 && ![t, b * t].contains(&self.index.len()) {
+            bail!("[rope] there are {} positions, expected {t}, or {b} times {t}", self.index.len())
+        }
         if !xs.device().is_cpu() || xs.dtype() == DType::F64 {
             return self.by_candle(xs);
         }
-        let xs = with_contiguous_rows(xs)?;
-        let inverse = Self { inverse: !self.inverse, ..self.clone() };
-        let backward = move |_: &Tensor, gradient: &Tensor| Ok(vec![Some(inverse.apply(gradient)?)]);
-        with_float!("rope", xs.dtype(), |E| {
-            record("rotary-embedding", &[Some(&xs)], self.run::<E>(&xs)?, xs.shape(), backward)
-        })
-    }
-
-    fn run<E: Element>(&self, xs: &Tensor) -> Result<Vec<E>> {
-        let (b, t, ..) = xs.dims4()?;
-        let index = &self.index;
-        if xs.elem_count() > 0 && ![t, b * t].contains(&index.len()) {
-            bail!("[rope] there are {} positions, expected {t}, or {b} times {t}", index.len())
-        }
-        Ok(map_heads(&read(xs).rows()?, |token| {
+        let (xs, index) = (with_contiguous_rows(xs)?, &self.index);
+        let of_token = |token: usize| {
             let angles = self.angles.row(index[token % index.len()] as usize);
             move |_, head: &[f32], rotated: &mut [f32]| {
                 rotated.copy_from_slice(head);
                 self.rotate_pairs(rotated, angles);
             }
-        }))
+        };
+        let inverse = Self { inverse: !self.inverse, ..self.clone() };
+        let backward = move |_: &Tensor, gradient: &Tensor| Ok(vec![Some(inverse.apply(gradient)?)]);
+        with_float!("rope", xs.dtype(), |E| {
+            let rotated: Vec<E> = map_heads(&read(&xs).rows()?, of_token);
+            record("rotary-embedding", &[Some(&xs)], rotated, xs.shape(), backward)
+        })
     }
 
     /// `angles` are cosines and sines.
@@ -231,49 +228,36 @@ impl Rotation {
             // A view of nothing may begin past the end of its buffer, where the copies of callers would panic.
             return if xs.track_op() { Ok(xs.clone()) } else { xs.zeros_like() };
         }
-        let (cos, sin) = self.tensors(xs)?;
-        let (d, r) = (xs.dim(3)?, 2 * self.angles.half);
-        let inputs = xs.narrow(3, 0, r)?.transpose(1, 2)?.to_dtype(cos.dtype())?.contiguous()?;
-        let rotated = match self.style {
-            _ if xs.track_op() => self.composed(&inputs, &cos, &sin)?,
-            RopeStyle::Halves => rotary_emb::rope(&inputs, &cos, &sin)?,
-            RopeStyle::Interleaved => rotary_emb::rope_i(&inputs, &cos, &sin)?,
+        let ((b, t, h, d), r, rows) = (xs.dims4()?, 2 * self.angles.half, self.index.len());
+        let [cos, sin] = self.tensors(xs)?;
+        // Sequences that have positions of their own are one after the other in one.
+        let in_one = |xs: Tensor, dims: [usize; 4]| if rows == t { Ok(xs) } else { xs.reshape(&dims) };
+        let inputs = in_one(xs.narrow(3, 0, r)?, [1, rows, h, r])?.transpose(1, 2)?;
+        let inputs = inputs.to_dtype(cos.dtype())?.contiguous()?;
+        let rotate = match (self.style, xs.track_op()) {
+            (RopeStyle::Halves, false) => rotary_emb::rope,
+            (RopeStyle::Halves, true) => rotary_emb::rope_slow,
+            (RopeStyle::Interleaved, false) => rotary_emb::rope_i,
+            (RopeStyle::Interleaved, true) => rotary_emb::rope_i_slow,
         };
-        let rotated = rotated.to_dtype(xs.dtype())?.transpose(1, 2)?;
+        let rotated = rotate(&inputs, &cos, &sin)?.to_dtype(xs.dtype())?.transpose(1, 2)?;
+        let rotated = in_one(rotated, [b, t, h, r])?;
         if r == d { rotated.contiguous() } else { Tensor::cat(&[&rotated, &xs.narrow(3, r, d - r)?], 3)?.contiguous() }
     }
 
-    /// Cosines and sines for `xs`, (T, r/2) or (B, T, r/2), in the dtype of the computation.
-    fn tensors(&self, xs: &Tensor) -> Result<(Tensor, Tensor)> {
-        let (index, device, t) = (&self.index, xs.device(), xs.dim(1)?);
-        let [cos, sin] = self.angles.on(device)?;
+    /// Cosines and sines for `xs`, (T, r/2) or (B · T, r/2), in the dtype of the computation.
+    fn tensors(&self, xs: &Tensor) -> Result<[Tensor; 2]> {
+        let (index, device) = (&self.index, xs.device());
         let in_a_row = index.windows(2).all(|pair| pair[1] == pair[0] + 1);
         let chosen = |table: &Tensor| {
             let rows = match index.first() {
                 Some(&first) if in_a_row => table.narrow(0, first as usize, index.len())?,
                 _ => table.index_select(&Tensor::from_slice(index, index.len(), device)?, 0)?,
             };
-            let rows = rows.to_dtype(accumulation_dtype(xs.dtype()))?;
-            if index.len() == t { Ok(rows) } else { rows.reshape((index.len() / t, t, ())) }
+            rows.to_dtype(accumulation_dtype(xs.dtype()))
         };
-        let (cos, sin) = (chosen(&cos)?, chosen(&sin)?);
-        Ok((cos, if self.inverse { sin.neg()? } else { sin }))
-    }
-
-    /// (B, H, T, r), in differentiable operations.
-    fn composed(&self, xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
-        let (b, h, t, r) = xs.dims4()?;
-        let (of_pair, shape) = match self.style {
-            RopeStyle::Halves => (3, [b, h, t, 2, r / 2]),
-            RopeStyle::Interleaved => (4, [b, h, t, r / 2, 2]),
-        };
-        let pairs = xs.reshape(&shape)?;
-        let [x, y] = [0, 1].map(|which| pairs.narrow(of_pair, which, 1)?.squeeze(of_pair));
-        let (x, y, heads) = (x?, y?, cos.rank() - 2);
-        let (cos, sin) = (cos.unsqueeze(heads)?, sin.unsqueeze(heads)?);
-        let first = (x.broadcast_mul(&cos)? - y.broadcast_mul(&sin)?)?;
-        let second = (y.broadcast_mul(&cos)? + x.broadcast_mul(&sin)?)?;
-        Tensor::stack(&[first, second], of_pair)?.reshape((b, h, t, r))
+        let [cos, sin] = self.angles.on(device)?;
+        Ok([chosen(&cos)?, if self.inverse { chosen(&sin)?.neg()? } else { chosen(&sin)? }])
     }
 }
 
