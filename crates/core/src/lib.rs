@@ -30,7 +30,7 @@ pub mod weights {
 /// What the packages above take of this one's insides. It is no part of the interface that versions keep.
 #[doc(hidden)]
 pub mod internal {
-    pub use crate::cache::NewTokens;
+    pub use crate::cache::{NewTokens, Padding};
     pub use crate::mask::runs_of_ones;
     pub use crate::params::{GATE_NAMES, LayoutTensor, detect_with, projection_shape, query_weights, shape};
 }

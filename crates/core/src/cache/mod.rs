@@ -5,7 +5,7 @@ mod storage;
 #[cfg(test)]
 mod tests;
 
-pub use staged::NewTokens;
+pub use staged::{NewTokens, Padding};
 pub use storage::AttentionCacheConfig;
 
 use std::ops::Range;
@@ -224,7 +224,7 @@ impl AttentionCache {
     ///
     /// # Errors
     /// For another number of sequences than the cache holds, and for padding that does not fit.
-    pub(crate) fn new_tokens(&self, dims: (usize, usize), padding: [Option<&[usize]>; 2]) -> Result<NewTokens> {
+    pub(crate) fn new_tokens(&self, dims: (usize, usize), padding: Padding) -> Result<NewTokens> {
         NewTokens::new(OP, self.lens(), dims, padding)
     }
 
@@ -232,7 +232,7 @@ impl AttentionCache {
     ///
     /// # Errors
     /// As [`new_tokens`](Self::new_tokens), and for more tokens than are held.
-    pub(crate) fn latest_tokens(&self, dims: (usize, usize), padding: [Option<&[usize]>; 2]) -> Result<NewTokens> {
+    pub(crate) fn latest_tokens(&self, dims: (usize, usize), padding: Padding) -> Result<NewTokens> {
         let mut tokens = self.new_tokens(dims, padding)?;
         for (sequence, (len, of_call)) in tokens.before.iter_mut().zip(&tokens.tokens).enumerate() {
             let Some(before) = len.checked_sub(of_call.len()) else {

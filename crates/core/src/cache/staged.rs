@@ -12,6 +12,15 @@ use crate::position::Positions;
 use crate::sdpa::{Attended, Call, Choice, Keys, Outputs, SdpaOptions, run};
 use candle_attention_modules::base::check_entries;
 
+/// The padding of a batch (B, T): sequence b has its tokens at `starts[b]..valid_lens[b]`.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Padding<'a> {
+    /// The starts of the tokens; 0 where there are none.
+    pub starts: Option<&'a [usize]>,
+    /// Their ends; T where there are none.
+    pub valid_lens: Option<&'a [usize]>,
+}
+
 /// The tokens of a call (B, T), checked against what the cache holds. Of a call without a cache or padding the lists of
 /// sequences are empty: all T of each are tokens, which begin at 0.
 #[derive(Debug, Clone, Default)]
@@ -27,9 +36,9 @@ pub struct NewTokens {
 }
 
 impl NewTokens {
-    /// `before` are the lengths of the sequences of the cache, empty before the first call. `padding` are the starts
-    /// and the ends of the tokens of each of B sequences among its T, 0 and T where none are given.
-    pub fn new(op: &str, before: Vec<usize>, (b, t): (usize, usize), padding: [Option<&[usize]>; 2]) -> Result<Self> {
+    /// `before` are the lengths of the sequences of the cache, empty before the first call; `dims` are (B, T).
+    pub fn new(op: &str, before: Vec<usize>, dims: (usize, usize), padding: Padding) -> Result<Self> {
+        let (b, t) = dims;
         if !before.is_empty() && before.len() != b {
             bail!("[{op}] the call has {b} sequences, expected the {} that the cache holds", before.len())
         }
@@ -43,7 +52,7 @@ impl NewTokens {
             }
             Ok(entries.to_vec())
         };
-        let (ends, starts) = (entries("valid_lens", padding[1], t)?, entries("starts", padding[0], 0)?);
+        let (ends, starts) = (entries("valid_lens", padding.valid_lens, t)?, entries("starts", padding.starts, 0)?);
         let tokens: Vec<_> = starts.into_iter().zip(ends).map(|(start, end)| start..end).collect();
         if let Some(sequence) = tokens.iter().position(|tokens| tokens.start > tokens.end) {
             let Range { start, end } = tokens[sequence];

@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Result, Storage, Tensor};
 
 use super::staged::CachedCall;
 use super::storage::{dequantize, quantize};
-use super::{AttentionCache, AttentionCacheConfig};
+use super::{AttentionCache, AttentionCacheConfig, Padding};
 use crate::mask::{AttentionMask, EmptyRows};
 use crate::sdpa::{Backend, Keys, Outputs, SdpaOptions, scaled_dot_product_attention};
 use candle_attention_kernels::Tier;
@@ -39,19 +39,14 @@ fn stage(
     cache: &AttentionCache,
     k: &Tensor,
     v: &Tensor,
-    padding: [Option<&[usize]>; 2],
+    padding: Padding,
 ) -> Result<(CachedCall<'static>, AttentionCache)> {
     let new = cache.new_tokens((B, k.dim(2)?), padding)?;
     cache.stage(&new, k, Some(v), v.dim(3)?)
 }
 
 /// What a call reads, after it was committed.
-fn append(
-    cache: &mut AttentionCache,
-    t: usize,
-    first: usize,
-    padding: [Option<&[usize]>; 2],
-) -> Result<(Tensor, Tensor)> {
+fn append(cache: &mut AttentionCache, t: usize, first: usize, padding: Padding) -> Result<(Tensor, Tensor)> {
     let (k, v) = new(t, first)?;
     let (staged, after) = stage(cache, &k, &v, padding)?;
     // A mask that sees no key which a sliding cache has dropped.
@@ -73,7 +68,7 @@ fn positions_are_written_behind_the_others_in_one_buffer() -> Result<()> {
     let mut places = None;
     for (n, t) in [3, 1, 0, 2, 1, 1].into_iter().enumerate() {
         expected.push(new(t, n)?);
-        let (k, v) = append(&mut cache, t, n, [None; 2])?;
+        let (k, v) = append(&mut cache, t, n, Padding::default())?;
         let len = cache.len();
         assert_eq!((k.dims(), v.dims()), ([B, H_KV, len, D].as_slice(), [B, H_KV, len, D_V].as_slice()));
         let parts = |part: fn(&(Tensor, Tensor)) -> &Tensor| {
@@ -87,7 +82,7 @@ fn positions_are_written_behind_the_others_in_one_buffer() -> Result<()> {
         assert_eq!(*places.get_or_insert(now.clone()), now, "nothing moves");
     }
     let (before, memory) = (places.expect("calls"), cache.memory());
-    let (k, _) = append(&mut cache, 1, 6, [None; 2])?;
+    let (k, _) = append(&mut cache, 1, 6, Padding::default())?;
     assert!(place(&k).0 != before.0.0 && cache.capacity() == 16 && cache.memory() == 2 * memory, "doubled");
     assert_eq!(memory, B * H_KV * 8 * (D + D_V) * 4);
     Ok(())
@@ -99,7 +94,7 @@ fn a_sliding_cache_keeps_its_place_between_slides() -> Result<()> {
     let mut cache = AttentionCache::new(&AttentionCacheConfig::new().with_window(4))?;
     let (mut moves, mut at) = (0, 0);
     for n in 0..41 {
-        let (k, _) = append(&mut cache, 1, n, [None; 2])?;
+        let (k, _) = append(&mut cache, 1, n, Padding::default())?;
         assert!(cache.capacity() <= 8 && k.dim(2)? >= 4.min(n + 1), "{:?}", k.dims());
         // The first number of each position is that of its call.
         let firsts = numbers(&k.narrow(0, 0, 1)?.narrow(1, 0, 1)?.narrow(3, 0, 1)?)?;
@@ -121,7 +116,7 @@ fn what_is_staged_and_not_kept_leaves_no_trace() -> Result<()> {
         AttentionCacheConfig::new().with_window(2),
     ] {
         let mut cache = AttentionCache::new(&cfg)?;
-        append(&mut cache, 3, 0, [None; 2])?;
+        append(&mut cache, 3, 0, Padding::default())?;
         let held = |cache: &AttentionCache| -> Result<Vec<f32>> {
             let rows = cache.buffers.as_ref().expect("buffers").positions(&(0..cache.held[0].len()))?;
             let [k, v] = rows.floats(DType::F32)?;
@@ -130,7 +125,7 @@ fn what_is_staged_and_not_kept_leaves_no_trace() -> Result<()> {
         let (before, capacity, memory) = (held(&cache)?, cache.capacity(), cache.memory());
         for t in [1, 2, 9] {
             let (k, v) = new(t, 1)?;
-            drop(stage(&cache, &k, &v, [None; 2])?);
+            drop(stage(&cache, &k, &v, Padding::default())?);
             assert_eq!((cache.lens(), cache.capacity(), cache.memory()), (vec![3, 3], capacity, memory));
             assert_eq!(held(&cache)?, before);
         }
@@ -257,7 +252,7 @@ fn rounded(rows: &Tensor) -> Result<Tensor> {
 fn queries_that_see_nothing_may_weigh_keys_of_8_bits_alike() -> Result<()> {
     let (k, v) = (random((B, 2, 5, 6))?, random((B, 2, 5, 5))?);
     let cache = AttentionCache::new(&AttentionCacheConfig::new().with_q8())?;
-    let (staged, _) = stage(&cache, &k, &v, [None; 2])?;
+    let (staged, _) = stage(&cache, &k, &v, Padding::default())?;
     let mask = AttentionMask::none().with_valid_lens(vec![3, 0]).with_empty_rows(EmptyRows::Uniform);
     let (q, options) = (random((B, H, 5, 6))?, SdpaOptions::default());
     let expected = scaled_dot_product_attention(&q, &rounded(&k)?, &rounded(&v)?, &mask, &options)?;
@@ -273,7 +268,7 @@ fn eight_bits_give_the_numbers_of_their_floats() -> Result<()> {
         let mut plain = AttentionCache::new(&cfg)?;
         for (n, (t, starts, lens)) in calls().into_iter().enumerate() {
             let (k, v) = (random((B, 2, t, 6))?, random((B, 2, t, 5))?);
-            let padding = [Some(&starts[..]), Some(&lens[..])];
+            let padding = Padding { valid_lens: Some(&lens), starts: Some(&starts) };
             let (staged_q8, after_q8) = stage(&small, &k, &v, padding)?;
             let (staged, after) = stage(&plain, &rounded(&k)?, &rounded(&v)?, padding)?;
             if n == 2 {

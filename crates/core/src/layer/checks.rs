@@ -4,7 +4,7 @@ use std::fmt;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-use super::input::CallPositions;
+use super::input::{CallPositions, KeysFrom};
 use super::{AttentionInput, MultiHeadAttention, OP};
 use crate::cache::NewTokens;
 use crate::config::KvSource;
@@ -25,10 +25,8 @@ pub(super) struct Expected<'a> {
 }
 
 impl Expected<'_> {
-    /// The queries of a call as (B, T_q, width), and what is added to its output as (B, T_q, out_width), if anything;
-    /// after a check that keys come from one place.
+    /// The queries of a call as (B, T_q, width), and what is added to its output as (B, T_q, out_width), if anything.
     pub fn queries(&self, input: &AttentionInput, width: usize, out_width: usize) -> Result<(Tensor, Option<Tensor>)> {
-        input.check_source(self.op)?;
         let queries = self.check("queries", input.queries, width)?;
         let Some(residual) = input.residual else { return Ok((queries, None)) };
         let of_output = [&input.queries.dims()[..input.queries.rank() - 1], &[out_width]].concat();
@@ -96,21 +94,21 @@ pub(super) struct Inputs {
 impl MultiHeadAttention {
     pub(super) fn check(&self, input: &AttentionInput) -> Result<Inputs> {
         let cfg = &self.config;
-        let expected = self.expected(input.queries.rank() == 3);
+        let (keys_from, expected) = (input.keys_from(OP)?, self.expected(input.queries.rank() == 3));
         let (queries, residual) = expected.queries(input, cfg.embed_dim(), cfg.out_dim())?;
         let (b, t_q, _) = queries.dims3()?;
         let is_of_earlier_layer = cfg.kv_source() == KvSource::EarlierLayer;
-        let (key_value, t_kv) = match (input.shared_cache, input.memory, input.key_value) {
-            (Some(_), ..) if !is_of_earlier_layer => {
+        let (key_value, t_kv) = match keys_from {
+            KeysFrom::EarlierLayer(_) if !is_of_earlier_layer => {
                 bail!("[{OP}] the cache of an earlier layer was given, but the layer has keys of its own")
             }
-            (Some(cache), ..) => (None, cache.len()),
-            (_, Some(memory), _) => {
+            KeysFrom::EarlierLayer(cache) => (None, cache.len()),
+            KeysFrom::Memory(memory) => {
                 self.check_memory(input, memory, b)?;
                 (None, memory.t_kv)
             }
             _ if is_of_earlier_layer => bail!("[{OP}] {NO_KEYS}"),
-            (.., Some([keys, values])) => {
+            KeysFrom::Cross([keys, values]) => {
                 let mut key_value = self.check_key_value(Some(b), &expected, [keys, values])?;
                 for (own, given) in key_value.iter_mut().zip([keys, values]) {
                     if given.id() == input.queries.id() {
@@ -120,7 +118,7 @@ impl MultiHeadAttention {
                 let t_kv = key_value[0].dim(1)?;
                 (Some(key_value), t_kv)
             }
-            _ => {
+            KeysFrom::Own | KeysFrom::Cache(_) => {
                 if [cfg.key_size(), cfg.value_size()] != [cfg.embed_dim(); 2] {
                     bail!(
                         "[{OP}] queries are {} wide, the inputs of keys {} and of values {}; expected a \

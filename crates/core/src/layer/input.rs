@@ -8,7 +8,7 @@ use candle_core::{Result, Tensor, bail};
 use macro_rules_attribute::apply;
 
 use super::ProjectedMemory;
-use crate::cache::{AttentionCache, NewTokens};
+use crate::cache::{AttentionCache, NewTokens, Padding};
 use crate::mask::AttentionMask;
 use crate::position::{Positions, RopeAxes};
 use crate::sdpa::{AttentionFunction, Backend, OutputOrder, PackedSequences, SdpaOptions};
@@ -23,6 +23,19 @@ pub(super) struct CallPositions {
     pub keys: Option<Positions>,
     /// Those by which queries and keys are rotated, where these are on several axes: axis by axis, row by row.
     pub axes: Option<Vec<f32>>,
+}
+
+/// Where the keys and values of a call come from.
+#[derive(Clone, Copy)]
+pub(super) enum KeysFrom<'a> {
+    /// The inputs of the queries.
+    Own,
+    /// Inputs of keys and of values.
+    Cross([&'a Tensor; 2]),
+    Memory(&'a ProjectedMemory),
+    /// The inputs of the queries, after what a cache holds.
+    Cache(&'a AttentionCache),
+    EarlierLayer(&'a AttentionCache),
 }
 
 /// What one call of a layer reads besides the layer's parameters. A `&Tensor` is self-attention over it.
@@ -164,19 +177,23 @@ impl<'a> AttentionInput<'a> {
         Self { key_value: Some([keys, values]), ..self }
     }
 
-    /// That the keys and values of the call come from one place.
-    pub(super) fn check_source(&self, op: &str) -> Result<()> {
+    /// The one place that the keys and values of the call come from.
+    pub(super) fn keys_from(&self, op: &str) -> Result<KeysFrom<'_>> {
+        let cache = self.cache.as_deref();
         let sources = [
-            ("a memory", self.memory.is_some()),
-            ("keys and values", self.key_value.is_some()),
-            ("a cache", self.cache.is_some()),
-            ("the cache of an earlier layer", self.shared_cache.is_some()),
+            self.memory.map(|memory| ("a memory", KeysFrom::Memory(memory))),
+            self.key_value.map(|inputs| ("keys and values", KeysFrom::Cross(inputs))),
+            cache.map(|cache| ("a cache", KeysFrom::Cache(cache))),
+            self.shared_cache.map(|cache| ("the cache of an earlier layer", KeysFrom::EarlierLayer(cache))),
         ];
-        let mut given = sources.iter().filter(|(_, is_given)| *is_given);
-        if let (Some((one, _)), Some((other, _))) = (given.next(), given.next()) {
-            bail!("[{op}] both {one} and {other} were given, expected one of the two")
+        let mut given = sources.into_iter().flatten();
+        match (given.next(), given.next()) {
+            (Some((one, _)), Some((other, _))) => {
+                bail!("[{op}] both {one} and {other} were given, expected one of the two")
+            }
+            (Some((_, keys)), None) => Ok(keys),
+            (None, _) => Ok(KeysFrom::Own),
         }
-        Ok(())
     }
 
     pub(super) fn is_cross(&self) -> bool {
@@ -264,11 +281,11 @@ impl<'a> AttentionInput<'a> {
         if self.function.is_some() && (self.is_cached() || self.packed.is_some()) {
             bail!("[{op}] an attention function was given with a cache or packed sequences, expected one of them")
         }
-        let padding = [self.starts, self.valid_lens];
-        let tokens = match (&self.cache, self.shared_cache) {
-            (Some(cache), _) => cache.new_tokens(dims, padding)?,
-            (None, Some(cache)) => cache.latest_tokens(dims, padding)?,
-            _ if padding != [None; 2] => bail!(
+        let padding = Padding { starts: self.starts, valid_lens: self.valid_lens };
+        let tokens = match self.keys_from(op)? {
+            KeysFrom::Cache(cache) => cache.new_tokens(dims, padding)?,
+            KeysFrom::EarlierLayer(cache) => cache.latest_tokens(dims, padding)?,
+            _ if padding != Padding::default() => bail!(
                 "[{op}] valid_lens or starts of an `AttentionInput` were given to a call without a cache, expected those \
                  of an `AttentionMask`"
             ),

@@ -4,7 +4,7 @@ use candle_core::{Result, Tensor, bail};
 use macro_rules_attribute::apply;
 
 use super::{GatedDeltaNet, OP};
-use candle_attention_core::internal::{NewTokens, runs_of_ones};
+use candle_attention_core::internal::{NewTokens, Padding, runs_of_ones};
 use candle_attention_core::{Backend, PackedSequences};
 use candle_attention_modules::base::Dim::{Any, Is, Named};
 use candle_attention_modules::base::{Expect, fits_in_memory, options};
@@ -77,16 +77,16 @@ impl GatedDeltaNet {
                     )
                 }
                 (starts, ends) = runs.into_iter().flatten().unzip();
-                [Some(&starts[..]), Some(&ends[..])]
+                Padding { starts: Some(&starts), valid_lens: Some(&ends) }
             }
-            (None, valid_lens) => [None, valid_lens],
+            (None, valid_lens) => Padding { starts: None, valid_lens },
         };
         let before = input.cache.as_ref().map(|cache| cache.lens()).unwrap_or_default();
         let tokens = NewTokens::new(OP, before, (b, t), padding)?;
         if let Some(n) = (0..b).find(|&n| tokens.before[n] > 0 && tokens.tokens[n].start > 0) {
             bail!("[{OP}] sequence {n} has padding between its tokens and those in the cache, expected none")
         }
-        if input.packed.is_some() && (input.cache.is_some() || padding != [None; 2]) {
+        if input.packed.is_some() && (input.cache.is_some() || padding != Padding::default()) {
             bail!("[{OP}] packed sequences were given with a cache or with padding, expected neither")
         }
         Ok((tokens.without_padding(batch)?, tokens))

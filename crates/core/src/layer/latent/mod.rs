@@ -14,7 +14,7 @@ use candle_nn::var_builder::ShardedVarBuilder;
 use super::LayerOutput;
 use super::checks::Expected;
 use super::forward::AttentionCall;
-use super::input::AttentionInput;
+use super::input::{AttentionInput, KeysFrom};
 use crate::mask::AttentionMask;
 use crate::position::RotaryEmbedding;
 use crate::sdpa::{Attended, AttentionStatistics, Keys, Outputs, OwnKeys, Plan, StatisticsOptions};
@@ -250,12 +250,16 @@ impl MultiHeadLatentAttention {
         let cfg = &self.config;
         let batched = input.queries.rank() == 3;
         let expected = Expected { op: OP, batched, dtype: self.down.dtype(), device: self.down.device() };
+        let keys_from = input.keys_from(OP)?;
         let (xs, residual) = expected.queries(input, cfg.embed_dim(), cfg.embed_dim())?;
-        if input.is_cross() {
-            bail!("[{OP}] keys and values were given, expected self-attention")
-        }
-        if input.shared_cache.is_some() {
-            bail!("[{OP}] the cache of an earlier layer was given, but the layer has latents of its own")
+        match keys_from {
+            KeysFrom::Own | KeysFrom::Cache(_) => {}
+            KeysFrom::Cross(_) | KeysFrom::Memory(_) => {
+                bail!("[{OP}] keys and values were given, expected self-attention")
+            }
+            KeysFrom::EarlierLayer(_) => {
+                bail!("[{OP}] the cache of an earlier layer was given, but the layer has latents of its own")
+            }
         }
         let (b, t, _) = xs.dims3()?;
         input.check_packed(OP, &xs, t)?;
