@@ -141,7 +141,7 @@ impl MultiHeadAttention {
     /// them up, by NCCL through `cudarc` for example, as Candle's own multi-process Llama does. The bias of the output
     /// projection is that of rank 0. Without an output projection a process gives the columns of its own heads.
     ///
-    /// Separate weights are read in part; a tensor that packs several is read whole, and a part of it kept.
+    /// Weights are read in part; a tensor that packs several by head is read whole, and a part of it kept.
     /// [`config`](Self::config) is that of the process's own layer, with ALiBi as the slopes of its heads, but for
     /// Falcon's. A relative bias is divided by [`RelativeBias::shard`](crate::RelativeBias::shard).
     ///

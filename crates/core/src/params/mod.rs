@@ -15,9 +15,9 @@ use layout::{GATE_NAMES, LayoutTensor};
 use tensors::projection_tensors;
 
 use crate::config::{KvSource, MultiHeadAttentionConfig};
-use candle_attention_modules::base::{Heads, Parameter, Source, Spec, fits_in_memory};
+use candle_attention_modules::base::{Heads, Source, WeightAndBias, fits_in_memory};
 use candle_attention_modules::gate::GatePlace;
-use candle_attention_modules::linear::{ByPlace, ProjectionPlace, ProjectionRows, Projections};
+use candle_attention_modules::linear::{ByPlace, ProjectionPlace, Projections};
 
 /// The projections in any layout, or this process's part of each, where the config is the whole layer's.
 ///
@@ -36,29 +36,12 @@ pub(crate) fn load_projections(
     }
     let has_gate = source.has(&format!("{}.weight", GATE_NAMES[0]));
     let is_there = |name: &String| source.has(name) && !(has_gate && name.starts_with(GATE_NAMES[1]));
-    let mut projections = ByPlace::<ProjectionRows>::new();
+    let mut projections = ByPlace::<WeightAndBias>::new();
     for mut tensor in tensors {
-        if let Some(other) = other_name(&tensor.spec.name).filter(is_there) {
-            tensor.spec = Spec { name: other.clone(), stored: other, ..tensor.spec };
-        }
-        if !tensor.is_wanted {
-            source.refuse([&tensor.spec.name], "the config says there is no such bias")?;
-            continue;
-        }
-        let read = source.read(&tensor.spec)?;
-        let read = if tensor.is_transposed { read.t()? } else { read };
-        let is_of_sum = tensor.is_bias && tensor.parts[0].place == ProjectionPlace::Output;
-        let read = if is_of_sum { source.bias_of_sum(read)? } else { read };
-        for part in &tensor.parts {
-            let own = match tensor.parts.len() {
-                1 => read.clone().into(),
-                // Read once, whole.
-                _ => {
-                    let own = source.own_range(part.heads(), part.rows.count());
-                    Parameter::of(read.clone(), part.rows.clone()).narrow(own)?
-                }
-            };
-            projections.entry(part.place).or_default().push(own, tensor.is_bias);
+        let stored = &mut tensor.joint.spec.stored;
+        *stored = other_name(stored).filter(is_there).unwrap_or_else(|| stored.clone());
+        for (place, rows) in tensor.places.iter().zip(tensor.joint.read(source)?) {
+            projections.entry(*place).or_default().push(rows, tensor.is_bias);
         }
     }
     if !cfg.out_proj() {
@@ -106,13 +89,9 @@ pub(crate) fn state_dict(
     let fail = |problem: String| Error::msg(format!("[state_dict] {problem} (layout {layout})"));
     let mut named = Vec::new();
     let tensors = projection_tensors(cfg, layout, 0..cfg.num_heads()).map_err(fail)?;
-    for tensor in tensors.filter(|tensor| tensor.is_wanted) {
-        let rows_of = |place: ProjectionPlace| {
-            let linear = projections.get(&place)?;
-            if tensor.is_bias { linear.bias() } else { Some(linear.weight()) }
-        };
-        if let Some(stored) = tensor.join(rows_of)? {
-            named.push((tensor.spec.name, stored));
+    for tensor in tensors {
+        if let Some(stored) = tensor.join(projections)? {
+            named.push((tensor.joint.spec.name, stored));
         }
     }
     let mask_size = cfg.context_length().filter(|_| cfg.causal() && layout.has_mask_buffer());

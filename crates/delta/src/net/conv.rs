@@ -33,7 +33,7 @@ impl ShortConvolution {
     /// The weights (C, 1, K) of queries, keys and values that variables hold now.
     pub fn weights(&self, cfg: &GatedDeltaNetConfig) -> Result<Vec<Tensor>> {
         let weight = self.weight.tensor()?;
-        cfg.rows()[..3].iter().map(|rows| part(&weight, 0, rows.clone())).collect()
+        cfg.channels().into_iter().map(|rows| part(&weight, 0, rows)).collect()
     }
 
     /// (K, C) in the accumulation dtype, what variables hold now.

@@ -15,9 +15,8 @@ use candle_nn::var_builder::ShardedVarBuilder;
 use candle_nn::{Init, VarBuilder};
 
 use crate::rule::{DeltaOptions, gated_delta_rule, gated_delta_rule_varlen};
-use architecture::Packed;
 use candle_attention_modules::base::{
-    HeadDim, HeadShard, Heads, ParameterList, Source, Spec, accumulation_dtype, frozen, part, save,
+    HeadShard, Heads, ParameterList, Share, Source, Spec, WeightAndBias, accumulation_dtype, frozen, part, save,
 };
 use candle_attention_modules::gate::GateActivation;
 use candle_attention_modules::linear::{PackedLinear, Projection};
@@ -122,8 +121,12 @@ impl GatedDeltaNet {
         cfg.validate()?;
         let (h, h_k, embed_dim) = (cfg.num_heads(), cfg.num_key_heads(), cfg.embed_dim());
         let source = source.with_heads([h, h_k])?;
-        let inputs = Packed::read(&layout.projections(OP, cfg)?, cfg, &source)?;
-        let by_head = |dim| Some(HeadDim { heads: Heads::Query, dim });
+        let (inputs, convolutions) = (layout.projections(OP, cfg)?, layout.convolutions(cfg));
+        let biases = inputs.iter().chain(&convolutions).map(|tensor| tensor.spec.name.replace("weight", "bias"));
+        source.refuse(biases, "the layer has no biases")?;
+        let inputs = inputs.iter().map(|tensor| tensor.read(&source)).collect::<Result<Vec<_>>>()?.concat();
+        let inputs: Vec<_> = inputs.into_iter().map(|weight| WeightAndBias { weight, bias: None }).collect();
+        let by_head = |dim| Some(Share::Heads(Heads::Query, dim));
         let up = |name, rank: Option<usize>, width| {
             rank.map(|rank| source.linear(name, (width, rank), false, by_head(0))?.try_into()).transpose()
         };
@@ -166,14 +169,13 @@ impl GatedDeltaNet {
     /// If the layout cannot hold the layer, and if memory is short.
     pub fn state_dict(&self, layout: DeltaLayout) -> Result<Vec<(String, Tensor)>> {
         let ([norm, out], mut named) = (layout.norm_and_out(), Vec::new());
-        let inputs = layout.projections("state_dict", &self.config)?;
-        let projections = Projection::to_linears(&self.inputs)?;
-        let projections = projections.iter().map(|linear| linear.weight().clone()).collect();
-        let weights: [Vec<_>; 2] = [projections, self.convolution.weights(&self.config)?];
-        for (weights, all) in weights.iter().zip([inputs, layout.convolutions()]) {
-            for packed in all {
-                named.push(packed.of(weights)?);
-            }
+        let tensors =
+            layout.projections("state_dict", &self.config)?.into_iter().chain(layout.convolutions(&self.config));
+        let projections = Projection::to_linears(&self.inputs)?.into_iter().map(|linear| linear.weight().clone());
+        let mut weights = projections.chain(self.convolution.weights(&self.config)?);
+        for tensor in tensors {
+            let own: Vec<_> = weights.by_ref().take(tensor.parts.len()).collect();
+            named.push((tensor.spec.name.clone(), tensor.join(&own)?));
         }
         let up = UP.iter().zip(&self.up).filter_map(|(name, up)| Some((*name, up.as_ref()?)));
         for (name, linear) in up.chain([(out, &self.out)]) {
@@ -212,7 +214,7 @@ impl GatedDeltaNet {
         let (xs, tokens) = input.check(cfg, self.out.dtype(), self.out.device())?;
         let ((b, t, _), packed) = (xs.dims3()?, input.packed);
         let (h, h_k, d_k, d_v) = (cfg.num_heads(), cfg.num_key_heads(), cfg.key_head_dim(), cfg.value_head_dim());
-        let [of_q, of_k, of_v, ..] = cfg.rows();
+        let [of_q, of_k, of_v] = cfg.channels();
         let (of_tail, of_states) = ([b, cfg.conv_kernel() - 1, of_v.end], [b, h, d_k, d_v]);
         let held = input.cache.as_ref().map(|cache| cache.held(&of_tail, &of_states, &xs)).transpose()?.flatten();
         let (before, state) = match held {

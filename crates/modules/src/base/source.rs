@@ -8,7 +8,7 @@ use candle_nn::init::{FanInOut, Init, NonLinearity, NormalOrUniform};
 use candle_nn::var_builder::{Shard, ShardedVarBuilder, SimpleBackend};
 use candle_nn::{Linear, VarBuilder};
 
-use super::{FLOATS, HeadDim, HeadShard, Heads, Spec, fits_in_memory};
+use super::{FLOATS, HeadShard, Heads, NO_BIAS, Share, Spec, fits_in_memory};
 
 /// What is added to a float8 weight's name for that of its scale. Both are factors, whatever `inv` may suggest.
 pub const SCALES: [&str; 2] = ["_scale_inv", "_scale"];
@@ -92,11 +92,6 @@ impl<'a> Source<'a> {
         self.shard.range(heads, self.heads, len)
     }
 
-    /// A bias that is added to the sum of what all processes give: one of them has it, the others have zeros.
-    pub fn bias_of_sum(&self, bias: Tensor) -> Result<Tensor> {
-        if self.shard.rank() == 0 { Ok(bias) } else { bias.zeros_like() }
-    }
-
     /// Below a prefix.
     pub fn pp(&self, prefix: impl ToString) -> Self {
         Self { vb: self.vb.pp(prefix), ..self.clone() }
@@ -139,11 +134,22 @@ impl<'a> Source<'a> {
         Ok(tensor)
     }
 
-    /// A parameter, or this process's part of it.
+    /// A parameter, or this process's share of it.
     pub fn read(&self, spec: &Spec) -> Result<Tensor> {
-        match spec.by_head {
-            Some(HeadDim { heads, dim }) => self.read_part(spec, dim, self.own_range(heads, spec.shape[dim])),
-            None => self.read_part(spec, 0, 0..spec.shape[0]),
+        match spec.share {
+            Some(Share::Heads(heads, dim)) => self.read_part(spec, dim, self.own_range(heads, spec.shape[dim])),
+            Some(Share::Sum) if self.shard.rank() > 0 => {
+                self.get(spec.shape.as_slice(), &spec.stored, spec.init)?.zeros_like()
+            }
+            _ => self.get(spec.shape.as_slice(), &spec.stored, spec.init),
+        }
+    }
+
+    /// The same of one that the config may not want, or the assurance that the file does not have it.
+    pub fn read_wanted(&self, spec: &Spec) -> Result<Option<Tensor>> {
+        match spec.refused {
+            Some(why) => self.refuse([&spec.stored], why).map(|()| None),
+            None => self.read(spec).map(Some),
         }
     }
 
@@ -180,27 +186,12 @@ impl<'a> Source<'a> {
 
     /// `name.weight` of shape (out, in), and `name.bias` (out) if there is to be one; of heads that divide one of the
     /// two dimensions, this process's part.
-    pub fn linear(&self, name: &str, shape: (usize, usize), bias: bool, by_head: Option<HeadDim>) -> Result<Linear> {
+    pub fn linear(&self, name: &str, shape: (usize, usize), bias: bool, share: Option<Share>) -> Result<Linear> {
         let source = self.pp(name);
-        let weight = source.read(&Spec { by_head, ..Spec::new("weight", [shape.0, shape.1], LINEAR_WEIGHT) })?;
-        let bias = match (source.bias("bias", shape.0, bias, linear_bias(shape.1))?, by_head) {
-            (Some(bias), Some(HeadDim { heads, dim: 0 })) => {
-                let own = self.own_range(heads, shape.0);
-                Some(bias.narrow(0, own.start, own.len())?)
-            }
-            (Some(bias), Some(_)) => Some(source.bias_of_sum(bias)?),
-            (bias, _) => bias,
-        };
-        Ok(Linear::new(weight, bias))
-    }
-
-    /// A bias that the config wants, or the assurance that the file has none.
-    pub fn bias(&self, name: &str, shape: impl Into<Shape>, wanted: bool, init: Init) -> Result<Option<Tensor>> {
-        if wanted {
-            return Ok(Some(self.get(shape, name, init)?));
-        }
-        self.refuse([name], "the config says there is no such bias")?;
-        Ok(None)
+        let weight = source.read(&Spec { share, ..Spec::new("weight", [shape.0, shape.1], LINEAR_WEIGHT) })?;
+        let share = if let Some(Share::Heads(_, 1)) = share { Some(Share::Sum) } else { share };
+        let spec = Spec { share, ..Spec::new("bias", [shape.0], linear_bias(shape.1)) };
+        Ok(Linear::new(weight, source.read_wanted(&spec.only_if(bias, NO_BIAS))?))
     }
 
     /// That the file holds no tensor of these names, which would be left out though it changes the numbers.

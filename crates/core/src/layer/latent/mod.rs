@@ -19,7 +19,7 @@ use crate::cache::Expand;
 use crate::mask::AttentionMask;
 use crate::position::RotaryEmbedding;
 use crate::sdpa::{Attended, AttentionStatistics, Keys, Outputs, OwnKeys, Plan, StatisticsOptions};
-use candle_attention_modules::base::{HeadDim, HeadShard, Heads, Source, is_addressable, part};
+use candle_attention_modules::base::{HeadShard, Heads, Share, Source, is_addressable, part};
 use candle_attention_modules::linear::PackedLinear;
 use candle_attention_modules::norm::{Norm, QkNormKind};
 use up::UpProjection;
@@ -27,8 +27,8 @@ use up::UpProjection;
 const OP: &str = "multi_head_latent_attention";
 
 /// The rows and the columns of a weight (out, in) that belong to heads.
-const ROWS: HeadDim = HeadDim { heads: Heads::Query, dim: 0 };
-const COLUMNS: HeadDim = HeadDim { heads: Heads::Query, dim: 1 };
+const ROWS: Share = Share::Heads(Heads::Query, 0);
+const COLUMNS: Share = Share::Heads(Heads::Query, 1);
 
 /// Multi-head latent attention, as DeepSeek-V2 (<https://arxiv.org/abs/2405.04434>, section 2.1) and V3 have it.
 ///

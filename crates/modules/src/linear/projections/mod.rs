@@ -2,7 +2,7 @@
 
 mod sources;
 
-pub use sources::{ByPlace, ProjectionModule, ProjectionModules, ProjectionPlace, ProjectionRows};
+pub use sources::{ByPlace, ProjectionModule, ProjectionModules, ProjectionPlace};
 
 use ProjectionPlace::{Gate, Key, Output, Query, Value};
 
@@ -15,7 +15,7 @@ use candle_core::{DType, Device, Module, Result, Tensor, bail};
 use candle_nn::Linear;
 
 use super::PackedLinear;
-use crate::base::{Expect, part};
+use crate::base::{Expect, WeightAndBias, part};
 
 const OP: &str = "multi_head_attention";
 
@@ -28,44 +28,19 @@ pub struct Projection {
     has_bias: bool,
 }
 
-#[derive(Debug)]
 enum Weight {
-    Packed(PackedLinear),
-    /// Rows of variables, which each call reads.
-    Tracked(ProjectionRows),
+    /// Packed, or read in each call.
+    Own(PackedLinear),
     /// A module of the caller's.
-    Module(CheckedModule),
+    Module(ProjectionPlace, ProjectionModule),
 }
 
-/// A module whose output is checked.
-#[derive(Clone)]
-pub struct CheckedModule {
-    module: ProjectionModule,
-    place: ProjectionPlace,
-    width: usize,
-    dtype: DType,
-    device: Device,
-}
-
-impl Module for CheckedModule {
-    /// Empty without a call where there is nothing to compute.
-    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        let (b, t, _) = xs.dims3()?;
-        let expected = [b, t, self.width];
-        if expected.contains(&0) {
-            return Tensor::zeros(&expected, self.dtype, &self.device);
-        }
-        let ys = self.module.forward(&xs.contiguous()?)?;
-        let name = format!("the output of the {} projection", self.place);
-        let output = Expect::one(OP, &name, &ys).sizes(&expected)?;
-        output.dtype(self.dtype, "the weights'")?.beside("the weights", &self.device)?;
-        Ok(ys)
-    }
-}
-
-impl fmt::Debug for CheckedModule {
+impl fmt::Debug for Weight {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        write!(f, "a module to {} outputs in {:?} on {:?}", self.width, self.dtype, self.device)
+        match self {
+            Self::Own(weight) => weight.fmt(f),
+            Self::Module(place, _) => write!(f, "a module for the {place}"),
+        }
     }
 }
 
@@ -73,37 +48,26 @@ impl Weight {
     /// Some of the outputs, plus a residual (B, T, out), if there is one.
     fn product(&self, xs: &Tensor, columns: Range<usize>, residual: Option<&Tensor>) -> Result<Tensor> {
         match (self, residual) {
-            (Self::Packed(weight), _) => weight.product(xs, columns, residual),
-            (Self::Tracked(rows), _) => {
-                PackedLinear::try_from(ProjectionRows::to_linear(&[rows])?)?.product(xs, columns, residual)
-            }
-            (Self::Module(module), None) => module.forward(xs),
-            (Self::Module(module), Some(residual)) => module.forward(xs)? + residual,
+            (Self::Own(weight), _) => weight.product(xs, columns, residual),
+            (Self::Module(_, module), None) => module.forward(xs),
+            (Self::Module(_, module), Some(residual)) => module.forward(xs)? + residual,
         }
     }
 }
 
 impl Projection {
     /// Projections of inputs of one width: columns of one weight that is packed, or what training changes.
-    pub fn of_rows(all: &[&ProjectionRows]) -> Result<Vec<Self>> {
-        match all {
-            [rows] if rows.is_tracked() => {
-                let (columns, has_bias) = (0..rows.weight.count(), rows.bias.is_some());
-                Ok(vec![Self { weight: Arc::new(Weight::Tracked((*rows).clone())), columns, has_bias }])
-            }
-            [_, _, ..] if all.iter().any(|rows| rows.is_tracked()) => {
-                Ok(all.chunks(1).map(Self::of_rows).collect::<Result<Vec<_>>>()?.concat())
-            }
-            _ => {
-                let parts = all.iter().map(|rows| (rows.weight.count(), rows.bias.is_some()));
-                Ok(Self::split(ProjectionRows::to_linear(all)?.try_into()?, parts))
-            }
+    pub fn of_rows(all: &[&WeightAndBias]) -> Result<Vec<Self>> {
+        if all.len() > 1 && all.iter().any(|rows| rows.is_tracked()) {
+            return Ok(all.chunks(1).map(Self::of_rows).collect::<Result<Vec<_>>>()?.concat());
         }
+        let parts = all.iter().map(|rows| (rows.weight.count(), rows.bias.is_some()));
+        Ok(Self::split(PackedLinear::of_rows(WeightAndBias::join(all)?)?, parts))
     }
 
-    /// Of one weight that is packed, the columns of each part, which is so many outputs and may have a bias.
+    /// Of one weight the columns of each part, which is so many outputs and may have a bias.
     pub fn split(weight: PackedLinear, parts: impl IntoIterator<Item = (usize, bool)>) -> Vec<Self> {
-        let (weight, mut end) = (Arc::new(Weight::Packed(weight)), 0);
+        let (weight, mut end) = (Arc::new(Weight::Own(weight)), 0);
         let part = |(len, has_bias)| {
             end += len;
             Self { weight: weight.clone(), columns: end - len..end, has_bias }
@@ -111,8 +75,21 @@ impl Projection {
         parts.into_iter().map(part).collect()
     }
 
-    fn of_module(module: CheckedModule) -> Self {
-        Self { columns: 0..module.width, has_bias: false, weight: Arc::new(Weight::Module(module)) }
+    /// A module whose output is checked, without a call where there is nothing to compute.
+    fn of_module(module: ProjectionModule, place: ProjectionPlace, width: usize, dtype: DType, device: Device) -> Self {
+        let checked = move |xs: &Tensor| {
+            let (b, t, _) = xs.dims3()?;
+            let expected = [b, t, width];
+            if expected.contains(&0) {
+                return Tensor::zeros(&expected, dtype, &device);
+            }
+            let ys = module.forward(&xs.contiguous()?)?;
+            let name = format!("the output of the {place} projection");
+            let output = Expect::one(OP, &name, &ys).sizes(&expected)?;
+            output.dtype(dtype, "the weights'")?.beside("the weights", &device)?;
+            Ok(ys)
+        };
+        Self { columns: 0..width, has_bias: false, weight: Arc::new(Weight::Module(place, Arc::new(checked))) }
     }
 
     /// As linear layers, with what variables hold now. Parts of one weight are views of it.
@@ -123,9 +100,8 @@ impl Projection {
         let mut linears = Vec::with_capacity(all.len());
         for run in all.chunk_by(|own, next| own.borrow().shares_weight(next.borrow())) {
             let whole = match &*run[0].borrow().weight {
-                Weight::Packed(weight) => weight.to_linear()?,
-                Weight::Tracked(rows) => ProjectionRows::to_linear(&[rows])?,
-                Weight::Module(CheckedModule { place, .. }) => bail!(
+                Weight::Own(weight) => weight.to_linear()?,
+                Weight::Module(place, _) => bail!(
                     "[{OP}] the {place} projection is a module of the caller's, whose weights the layer does not know"
                 ),
             };
@@ -157,13 +133,6 @@ impl Projection {
             }
         }
         Ok(outputs)
-    }
-
-    fn as_module(&self) -> ProjectionModule {
-        match &*self.weight {
-            Weight::Module(own) => own.module.clone(),
-            _ => Arc::new(self.clone()),
-        }
     }
 }
 
@@ -199,15 +168,15 @@ impl Projections {
     ///
     /// # Errors
     /// If memory is short.
-    pub fn new(loaded: &ByPlace<ProjectionRows>, dtype: DType, device: &Device) -> Result<Self> {
+    pub fn new(loaded: &ByPlace<WeightAndBias>, dtype: DType, device: &Device) -> Result<Self> {
         Ok(Self { all: Self::pack(loaded)?, dtype, device: device.clone() })
     }
 
     /// Those of inputs of one width are columns of one product.
-    fn pack(loaded: &ByPlace<ProjectionRows>) -> Result<ByPlace<Projection>> {
+    fn pack(loaded: &ByPlace<WeightAndBias>) -> Result<ByPlace<Projection>> {
         let mut all = ByPlace::new();
         let loaded: Vec<_> = loaded.iter().collect();
-        let width = |rows: &ProjectionRows| rows.weight.first().dims()[1];
+        let width = |rows: &WeightAndBias| rows.weight.first().dims()[1];
         for run in loaded.chunk_by(|(_, own), (place, next)| **place != Output && width(own) == width(next)) {
             let (places, rows): (Vec<_>, Vec<_>) = run.iter().copied().unzip();
             all.extend(places.into_iter().copied().zip(Projection::of_rows(&rows)?));
@@ -222,8 +191,10 @@ impl Projections {
     pub fn freeze(&self) -> Result<Self> {
         let mut frozen = ByPlace::new();
         for (place, own) in &self.all {
-            if let Weight::Tracked(rows) = &*own.weight {
-                frozen.insert(*place, rows.freeze()?);
+            if let Weight::Own(weight) = &*own.weight
+                && weight.is_tracked()
+            {
+                frozen.insert(*place, WeightAndBias::from(weight.to_linear()?).freeze()?);
             }
         }
         let mut all = self.all.clone();
@@ -244,18 +215,14 @@ impl Projections {
     ) -> Result<Self> {
         let mut all = ByPlace::new();
         for place in ProjectionPlace::ALL {
-            let (width, noun) = (width(place), place.noun());
-            match modules.0.get(&place).cloned() {
-                None if width > 0 => bail!("[{OP}] no module was given for the {noun} that the config wants"),
-                Some(_) if width == 0 => {
-                    bail!("[{OP}] a module was given for the {noun}, but the config says there is none")
+            let noun = place.noun();
+            match (modules.0.get(&place).cloned(), width(place)) {
+                (None, 0) => {}
+                (None, _) => bail!("[{OP}] no module was given for the {noun} that the config wants"),
+                (Some(_), 0) => bail!("[{OP}] a module was given for the {noun}, but the config says there is none"),
+                (Some(module), width) => {
+                    all.insert(place, Projection::of_module(module, place, width, dtype, device.clone()));
                 }
-                module => all.extend(module.map(|module| {
-                    (
-                        place,
-                        Projection::of_module(CheckedModule { module, place, width, dtype, device: device.clone() }),
-                    )
-                })),
             }
         }
         Ok(Self { all, dtype, device: device.clone() })
@@ -280,8 +247,8 @@ impl Projections {
         let Some(own) = self.all.get_mut(&place) else {
             bail!("[{OP}] the config says there is no {}, so none can be changed", place.noun())
         };
-        let (module, device) = (change(own.as_module())?, self.device.clone());
-        *own = Projection::of_module(CheckedModule { module, place, width, dtype: self.dtype, device });
+        let module = change(Arc::new(own.clone()))?;
+        *own = Projection::of_module(module, place, width, self.dtype, self.device.clone());
         Ok(self)
     }
 
@@ -297,7 +264,10 @@ impl Projections {
 
     /// Whether queries and keys are projected by modules of the caller's, which may change.
     pub fn has_modules(&self) -> bool {
-        [Query, Key].iter().filter_map(|place| self.all.get(place)).any(|own| matches!(&*own.weight, Weight::Module(_)))
+        [Query, Key]
+            .iter()
+            .filter_map(|place| self.all.get(place))
+            .any(|own| matches!(&*own.weight, Weight::Module(..)))
     }
 
     /// The inputs of some places projected; those of one tensor that share a weight are views of one product.
