@@ -115,7 +115,7 @@ impl MultiHeadAttention {
     pub fn from_modules(cfg: &MultiHeadAttentionConfig, modules: ProjectionModules, vb: VarBuilder) -> Result<Self> {
         Self::build(cfg, Source::new(OP, "of modules", vb)?, |source| {
             let width = |place| projection_shape(cfg, place).0;
-            Projections::from_modules(width, &modules, source.dtype(), source.device())
+            Projections::from_modules(width, &modules, source.vb.dtype(), source.vb.device())
         })
     }
 
@@ -131,7 +131,9 @@ impl MultiHeadAttention {
         vb: VarBuilder,
         shard: HeadShard,
     ) -> Result<Self> {
-        Self::build(cfg, Source::new(OP, "gguf", vb)?.with_shard(shard), |_| Ok(projections))
+        let mut source = Source::new(OP, "gguf", vb)?;
+        source.shard = shard;
+        Self::build(cfg, source, |_| Ok(projections))
     }
 
     /// The heads of one process of several, from weights in any layout and Candle's sharded builder: tensor
@@ -169,7 +171,7 @@ impl MultiHeadAttention {
         shard: HeadShard,
         vb: &ShardedVarBuilder<'static>,
     ) -> Result<Self> {
-        let source = Source::sharded(OP, layout, vb)?.with_shard(shard);
+        let source = Source::sharded(OP, layout, vb, shard)?;
         Self::build(cfg, source, |source| load_projections(cfg, layout, source))
     }
 
@@ -181,12 +183,13 @@ impl MultiHeadAttention {
     ) -> Result<Self> {
         cfg.validate()?;
         let (h, h_kv, d) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim());
-        let config = cfg.for_shard(source.shard())?;
+        let config = cfg.for_shard(source.shard)?;
         let source = source.with_heads([h, h_kv])?;
         let projections = projections(&source)?;
         let parameters = ParameterList::load(&shard::specs(cfg, &source)?, &source)?;
         let own = source.own_range(Heads::Query, h);
-        let alibi = cfg.alibi().map(|config| alibi(config, h, own, cfg.score_scale(), source.device())).transpose()?;
+        let alibi =
+            cfg.alibi().map(|config| alibi(config, h, own, cfg.score_scale(), source.vb.device())).transpose()?;
         let mask = if cfg.causal() { AttentionMask::causal() } else { AttentionMask::none() };
         let mask = cfg.window().into_iter().fold(mask, AttentionMask::with_window);
         let mask = cfg.band().into_iter().fold(mask, |mask, (left, right)| mask.with_band(left, right));
@@ -195,7 +198,7 @@ impl MultiHeadAttention {
             config,
             projections,
             parameters: ParameterList::default(),
-            norm_spans: cfg.norm_spans(source.shard()),
+            norm_spans: cfg.norm_spans(source.shard),
             norms: [const { None }; 4],
             rotary: cfg.rope().map(|rope| RotaryEmbedding::new(rope, d)).transpose()?,
             content: None,

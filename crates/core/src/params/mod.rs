@@ -9,7 +9,7 @@ pub use detect::{detect_with, infer_config, query_weights};
 pub use layout::{Naming, Orientation, PackedNaming, QkvOrder, Storage, WeightLayout};
 pub use tensors::projection_shape;
 
-use candle_core::{Error, Result, Tensor};
+use candle_core::{Result, Tensor, bail};
 use candle_nn::Linear;
 use layout::{GATE_NAMES, LayoutTensor};
 use tensors::projection_tensors;
@@ -29,17 +29,17 @@ pub(crate) fn load_projections(
     source: &Source,
 ) -> Result<Projections> {
     let own_heads = source.own_range(Heads::Query, cfg.num_heads());
-    let tensors = projection_tensors(cfg, layout, own_heads).or_else(|problem| source.fail(problem))?;
+    let tensors = projection_tensors(source.op, cfg, layout, own_heads)?;
     if !cfg.output_gate().is_some_and(|gate| gate.place != GatePlace::Query) {
         let names = GATE_NAMES.into_iter().flat_map(|name| ["weight", "bias"].map(|part| format!("{name}.{part}")));
         source.refuse(names, "the config says there is no such gate")?;
     }
-    let has_gate = source.has(&format!("{}.weight", GATE_NAMES[0]));
-    let is_there = |name: &String| source.has(name) && !(has_gate && name.starts_with(GATE_NAMES[1]));
     let mut projections = ByPlace::<WeightAndBias>::new();
     for mut tensor in tensors {
         let stored = &mut tensor.joint.spec.stored;
-        *stored = other_name(stored).filter(is_there).unwrap_or_else(|| stored.clone());
+        if let Some(other) = other_name(stored).filter(|other| source.has(other) && !source.has(stored)) {
+            *stored = other;
+        }
         for (place, rows) in tensor.places.iter().zip(tensor.joint.read(source)?) {
             projections.entry(*place).or_default().push(rows, tensor.is_bias);
         }
@@ -60,7 +60,7 @@ pub(crate) fn load_projections(
             return source.fail(format!("the file has more than the {h} heads of the config"));
         }
     }
-    Projections::new(&projections, source.dtype(), source.device())
+    Projections::new(&projections, source.vb.dtype(), source.vb.device())
 }
 
 /// The other name of a gate's projection; and the parameter beside projections in which the first files of BEiT and
@@ -86,10 +86,8 @@ pub(crate) fn state_dict(
     layout: WeightLayout,
     projections: &ByPlace<Linear>,
 ) -> Result<Vec<(String, Tensor)>> {
-    let fail = |problem: String| Error::msg(format!("[state_dict] {problem} (layout {layout})"));
     let mut named = Vec::new();
-    let tensors = projection_tensors(cfg, layout, 0..cfg.num_heads()).map_err(fail)?;
-    for tensor in tensors {
+    for tensor in projection_tensors("state_dict", cfg, layout, 0..cfg.num_heads())? {
         if let Some(stored) = tensor.join(projections)? {
             named.push((tensor.joint.spec.name, stored));
         }
@@ -98,7 +96,7 @@ pub(crate) fn state_dict(
     if let (Some(t), Some((_, weight))) = (mask_size, named.first()) {
         // Four bytes an entry, and a copy in the weights' own dtype.
         if !fits_in_memory(&[8, t, t]) {
-            return Err(fail(format!("the mask buffer of a context length of {t} does not fit in memory")));
+            bail!("[state_dict] the mask buffer of a context length of {t} does not fit in memory (layout {layout})")
         }
         // The book's `triu(ones(T, T), diagonal=1)`: 1 where a key is hidden.
         let mask = Tensor::tril2(t, weight.dtype(), weight.device())?.affine(-1.0, 1.0)?;

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use candle_core::{Result, Tensor};
+use candle_core::{Result, Tensor, bail};
 use candle_nn::{Init, Linear};
 
 use super::layout::{Kind, LayoutTensor, QkvOrder, WeightLayout};
@@ -29,14 +29,13 @@ pub(super) struct ProjectionTensor {
 impl ProjectionTensor {
     /// The tensor as stored, of whole projections; `None` where one of them, or its bias, is not there.
     pub fn join(&self, projections: &ByPlace<Linear>) -> Result<Option<Tensor>> {
-        let mut own = Vec::with_capacity(self.places.len());
-        for (place, &(rows, _)) in self.places.iter().zip(&self.joint.parts) {
-            let linear = projections.get(place);
-            let whole = linear.and_then(|linear| if self.is_bias { linear.bias() } else { Some(linear.weight()) });
-            let Some(whole) = whole else { return Ok(None) };
-            own.push(whole.narrow(0, self.head * rows, rows)?);
-        }
-        self.joint.join(&own).map(Some)
+        let part = |(place, &(rows, _)): (&ProjectionPlace, &(usize, _))| {
+            let linear = projections.get(place)?;
+            let whole = if self.is_bias { linear.bias()? } else { linear.weight() };
+            Some(whole.narrow(0, self.head * rows, rows))
+        };
+        let own: Option<Result<Vec<_>>> = self.places.iter().zip(&self.joint.parts).map(part).collect();
+        own.map(|own| self.joint.join(&own?)).transpose()
     }
 }
 
@@ -62,13 +61,16 @@ pub fn projection_shape(cfg: &MultiHeadAttentionConfig, place: ProjectionPlace) 
 /// heads than any file has; of a stack those of some `heads`.
 ///
 /// # Errors
-/// Says why the layout cannot hold the config.
+/// Of the operation `op`, where the layout cannot hold the config.
 pub(super) fn projection_tensors(
+    op: &str,
     cfg: &MultiHeadAttentionConfig,
     layout: WeightLayout,
     heads: Range<usize>,
-) -> std::result::Result<impl Iterator<Item = ProjectionTensor>, String> {
-    problem(cfg, layout).map_or(Ok(()), Err)?;
+) -> Result<impl Iterator<Item = ProjectionTensor>> {
+    if let Some(problem) = problem(cfg, layout) {
+        bail!("[{op}] {problem} (layout {layout})")
+    }
     let one_width = [cfg.key_size(), cfg.value_size()] == [cfg.embed_dim(); 2];
     let heads = if layout.is_stacked() { heads } else { 0..1 };
     let all = heads.flat_map(move |head| layout.tensors(head, one_width).into_iter().map(move |own| (head, own)));

@@ -255,7 +255,7 @@ impl DeltaLayout {
             return Ok(usual.into_iter().flatten().collect());
         }
         let whole = (0..3).map(|n| Ok(source.read(&spec(n))?.into())).collect::<Result<Parameter>>()?;
-        if source.shard() == HeadShard::WHOLE {
+        if source.shard == HeadShard::WHOLE {
             return Ok(whole);
         }
         let whole = Parameter::from(whole.tensor()?);

@@ -113,7 +113,7 @@ impl GatedDeltaNet {
         shard: HeadShard,
         vb: &ShardedVarBuilder<'static>,
     ) -> Result<Self> {
-        Self::read(cfg, layout, Source::sharded(OP, layout, vb)?.with_shard(shard))
+        Self::read(cfg, layout, Source::sharded(OP, layout, vb, shard)?)
     }
 
     /// All heads, or those of a shard.

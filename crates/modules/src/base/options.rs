@@ -38,24 +38,18 @@ pub fn count<const N: u16, T: From<u16>>() -> T {
 macro_rules! options {
     (@with () $($rest:tt)*) => {};
     (@with $docs:tt (get) $($rest:tt)*) => {};
-    (@with ($($doc:literal)+) $methods:tt $field:ident: Option<$value:ty>) => {
+    (@with ($($doc:literal)+) $methods:tt $field:ident: $($value:tt)+) => {
         $crate::base::pastey::paste! {
             $(#[doc = $doc])+
-            pub fn [<with_ $field>](mut self, $field: $value) -> Self {
-                self.$field = Some($field);
+            pub fn [<with_ $field>](mut self, $field: $crate::base::options! { @given $($value)+ }) -> Self {
+                self.$field = $field.into();
                 self
             }
         }
     };
-    (@with ($($doc:literal)+) $methods:tt $field:ident: $value:ty) => {
-        $crate::base::pastey::paste! {
-            $(#[doc = $doc])+
-            pub fn [<with_ $field>](mut self, $field: $value) -> Self {
-                self.$field = $field;
-                self
-            }
-        }
-    };
+
+    (@given Option<$value:ty>) => { $value };
+    (@given $value:ty) => { $value };
 
     (@get () $($rest:tt)*) => {};
     (@get $docs:tt (with) $($rest:tt)*) => {};

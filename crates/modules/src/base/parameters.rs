@@ -115,25 +115,21 @@ impl Joint {
     /// For a missing or misshapen tensor, and for one that the config does not want.
     pub fn read(&self, source: &Source) -> Result<Vec<Parameter>> {
         let rows = |read: Tensor| if self.is_transposed { read.t() } else { Ok(read) };
-        let reads_parts = self.groups == 1 && self.spec.share.is_none() && source.shard() != HeadShard::WHOLE;
+        let reads_parts = self.groups == 1 && self.spec.share.is_none() && source.shard != HeadShard::WHOLE;
         if self.spec.refused.is_some() {
             return source.read_wanted(&self.spec).map(|_| Vec::new());
         }
         let whole = if reads_parts { None } else { Some(rows(source.read(&self.spec)?)?) };
-        let (mut end, groups) = (0, self.groups);
+        let mut end = 0;
         let part = |&(len, heads): &(usize, Option<Heads>)| {
             end += len;
             let (at, own) = (end - len, heads.map_or(0..len, |heads| source.own_range(heads, len)));
-            match &whole {
-                Some(whole) => {
-                    let piece = Piece { tensor: whole.clone(), groups, range: at / groups..end / groups };
-                    Parameter(vec![piece]).narrow(own)
-                }
-                None => {
-                    let (dim, own) = (usize::from(self.is_transposed), at + own.start..at + own.end);
-                    Ok(rows(source.read_part(&self.spec, dim, own)?)?.into())
-                }
-            }
+            let Some(whole) = &whole else {
+                let own = at + own.start..at + own.end;
+                return rows(source.read_part(&self.spec, usize::from(self.is_transposed), own)?).map(Parameter::from);
+            };
+            let range = at / self.groups..end / self.groups;
+            Parameter(vec![Piece { tensor: whole.clone(), groups: self.groups, range }]).narrow(own)
         };
         self.parts.iter().map(part).collect()
     }

@@ -34,12 +34,15 @@ pub fn linear_bias(in_dim: usize) -> Init {
 /// A builder together with what is being read from it, for the errors.
 #[derive(Clone)]
 pub struct Source<'a> {
-    vb: VarBuilder<'a>,
-    op: &'static str,
+    /// Where parameters are read from, of its dtype and to its device.
+    pub vb: VarBuilder<'a>,
+    /// The operation that errors are of.
+    pub op: &'static str,
     layout: String,
     /// The root of a builder that reads parts of the same tensors.
     sharded: Option<ShardedVarBuilder<'static>>,
-    shard: HeadShard,
+    /// Whose parameters the source gives.
+    pub shard: HeadShard,
     /// How many query and key heads all processes have together.
     heads: [usize; 2],
 }
@@ -57,22 +60,17 @@ impl<'a> Source<'a> {
         Ok(Self { vb, op, layout: layout.to_string(), sharded: None, shard: HeadShard::WHOLE, heads: [1; 2] })
     }
 
-    /// Over a builder that can read parts of tensors.
+    /// A process's own over a builder that can read parts of tensors.
     ///
     /// # Errors
     /// As [`new`](Self::new).
-    pub fn sharded(op: &'static str, layout: impl ToString, vb: &ShardedVarBuilder<'static>) -> Result<Self> {
-        Ok(Self { sharded: Some(vb.root()), ..Self::new(op, layout, whole(vb))? })
-    }
-
-    /// One that gives a process its own.
-    pub fn with_shard(self, shard: HeadShard) -> Self {
-        Self { shard, ..self }
-    }
-
-    /// Whose parameters the source gives.
-    pub fn shard(&self) -> HeadShard {
-        self.shard
+    pub fn sharded(
+        op: &'static str,
+        layout: impl ToString,
+        vb: &ShardedVarBuilder<'static>,
+        shard: HeadShard,
+    ) -> Result<Self> {
+        Ok(Self { sharded: Some(vb.root()), shard, ..Self::new(op, layout, whole(vb))? })
     }
 
     /// One that knows the numbers of query and key heads.
@@ -95,16 +93,6 @@ impl<'a> Source<'a> {
     /// Below a prefix.
     pub fn pp(&self, prefix: impl ToString) -> Self {
         Self { vb: self.vb.pp(prefix), ..self.clone() }
-    }
-
-    /// The dtype that parameters are read in.
-    pub fn dtype(&self) -> DType {
-        self.vb.dtype()
-    }
-
-    /// The device that parameters are read to.
-    pub fn device(&self) -> &Device {
-        self.vb.device()
     }
 
     /// The tensor of that name and shape.
@@ -136,12 +124,11 @@ impl<'a> Source<'a> {
 
     /// A parameter, or this process's share of it.
     pub fn read(&self, spec: &Spec) -> Result<Tensor> {
+        let whole = || self.get(spec.shape.as_slice(), &spec.stored, spec.init);
         match spec.share {
             Some(Share::Heads(heads, dim)) => self.read_part(spec, dim, self.own_range(heads, spec.shape[dim])),
-            Some(Share::Sum) if self.shard.rank() > 0 => {
-                self.get(spec.shape.as_slice(), &spec.stored, spec.init)?.zeros_like()
-            }
-            _ => self.get(spec.shape.as_slice(), &spec.stored, spec.init),
+            Some(Share::Sum) if self.shard.rank() > 0 => whole()?.zeros_like(),
+            _ => whole(),
         }
     }
 

@@ -102,7 +102,7 @@ impl MultiHeadLatentAttention {
         shard: HeadShard,
         vb: &ShardedVarBuilder<'static>,
     ) -> Result<Self> {
-        Self::load(cfg, Source::sharded(OP, "latent", vb)?.with_shard(shard))
+        Self::load(cfg, Source::sharded(OP, "latent", vb, shard)?)
     }
 
     /// All heads, or those of a shard.
@@ -127,7 +127,7 @@ impl MultiHeadLatentAttention {
             out: source.linear("o_proj", out, cfg.bias(), Some(COLUMNS))?.try_into()?,
             rotary: RotaryEmbedding::new(cfg.rope(), cfg.rope_head_dim())?,
             mask: if cfg.causal() { AttentionMask::causal() } else { AttentionMask::none() },
-            config: cfg.clone().with_num_heads(source.shard().part_of(h).len()),
+            config: cfg.clone().with_num_heads(source.shard.part_of(h).len()),
         })
     }
 

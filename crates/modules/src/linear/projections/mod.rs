@@ -75,23 +75,6 @@ impl Projection {
         parts.into_iter().map(part).collect()
     }
 
-    /// A module whose output is checked, without a call where there is nothing to compute.
-    fn of_module(module: ProjectionModule, place: ProjectionPlace, width: usize, dtype: DType, device: Device) -> Self {
-        let checked = move |xs: &Tensor| {
-            let (b, t, _) = xs.dims3()?;
-            let expected = [b, t, width];
-            if expected.contains(&0) {
-                return Tensor::zeros(&expected, dtype, &device);
-            }
-            let ys = module.forward(&xs.contiguous()?)?;
-            let name = format!("the output of the {place} projection");
-            let output = Expect::one(OP, &name, &ys).sizes(&expected)?;
-            output.dtype(dtype, "the weights'")?.beside("the weights", &device)?;
-            Ok(ys)
-        };
-        Self { columns: 0..width, has_bias: false, weight: Arc::new(Weight::Module(place, Arc::new(checked))) }
-    }
-
     /// As linear layers, with what variables hold now. Parts of one weight are views of it.
     ///
     /// # Errors
@@ -213,19 +196,37 @@ impl Projections {
         dtype: DType,
         device: &Device,
     ) -> Result<Self> {
-        let mut all = ByPlace::new();
+        let mut own = Self { all: ByPlace::new(), dtype, device: device.clone() };
         for place in ProjectionPlace::ALL {
             let noun = place.noun();
             match (modules.0.get(&place).cloned(), width(place)) {
                 (None, 0) => {}
                 (None, _) => bail!("[{OP}] no module was given for the {noun} that the config wants"),
                 (Some(_), 0) => bail!("[{OP}] a module was given for the {noun}, but the config says there is none"),
-                (Some(module), width) => {
-                    all.insert(place, Projection::of_module(module, place, width, dtype, device.clone()));
-                }
+                (Some(module), width) => own.set(place, width, module),
             }
         }
-        Ok(Self { all, dtype, device: device.clone() })
+        Ok(own)
+    }
+
+    /// A module with an output of that width, which is checked, in one place. It is not called where there is nothing
+    /// to compute.
+    fn set(&mut self, place: ProjectionPlace, width: usize, module: ProjectionModule) {
+        let (dtype, device) = (self.dtype, self.device.clone());
+        let checked = move |xs: &Tensor| {
+            let (b, t, _) = xs.dims3()?;
+            let expected = [b, t, width];
+            if expected.contains(&0) {
+                return Tensor::zeros(&expected, dtype, &device);
+            }
+            let ys = module.forward(&xs.contiguous()?)?;
+            let name = format!("the output of the {place} projection");
+            let output = Expect::one(OP, &name, &ys).sizes(&expected)?;
+            output.dtype(dtype, "the weights'")?.beside("the weights", &device)?;
+            Ok(ys)
+        };
+        let weight = Arc::new(Weight::Module(place, Arc::new(checked)));
+        self.all.insert(place, Projection { weight, columns: 0..width, has_bias: false });
     }
 
     /// Of weights that are packed, query, key, value and output, for inputs in f32.
@@ -244,11 +245,10 @@ impl Projections {
         place: ProjectionPlace,
         change: impl FnOnce(ProjectionModule) -> Result<ProjectionModule>,
     ) -> Result<Self> {
-        let Some(own) = self.all.get_mut(&place) else {
+        let Some(own) = self.all.remove(&place) else {
             bail!("[{OP}] the config says there is no {}, so none can be changed", place.noun())
         };
-        let module = change(Arc::new(own.clone()))?;
-        *own = Projection::of_module(module, place, width, self.dtype, self.device.clone());
+        self.set(place, width, change(Arc::new(own))?);
         Ok(self)
     }
 
