@@ -239,7 +239,7 @@ impl MultiHeadAttention {
             Some(_) => {}
         }
         let weight = Expect::one(OP, "the relative bias", bias.weight());
-        weight.dtype(self.projections.dtype(), "the weights'")?.beside("the weights", self.projections.device())?;
+        weight.dtype(self.projections.dtype, "the weights'")?.beside("the weights", &self.projections.device)?;
         self.relative_bias = Some(bias);
         Ok(self)
     }
@@ -252,7 +252,7 @@ impl MultiHeadAttention {
     /// If the config has no such positions, and for vectors of another shape, dtype or device.
     pub fn with_relative_embeddings(mut self, embeddings: RelativeEmbeddings) -> Result<Self> {
         let weight = Expect::many(OP, "the relative embeddings", embeddings.weight());
-        weight.dtype(self.projections.dtype(), "the weights'")?.beside("the weights", self.projections.device())?;
+        weight.dtype(self.projections.dtype, "the weights'")?.beside("the weights", &self.projections.device)?;
         let Some(ContentPositions::Disentangled(config)) = self.config.content_positions() else {
             bail!("[{OP}] relative embeddings are given, but the config has no disentangled positions")
         };
@@ -395,7 +395,7 @@ impl MultiHeadAttention {
 
     /// What inputs have to be like.
     fn expected(&self, batched: bool) -> Expected<'_> {
-        Expected { op: OP, batched, dtype: self.projections.dtype(), device: self.projections.device() }
+        Expected { op: OP, batched, dtype: self.projections.dtype, device: &self.projections.device }
     }
 }
 

@@ -115,7 +115,7 @@ pub(super) fn specs(cfg: &MultiHeadAttentionConfig, source: &Source) -> Result<V
 impl MultiHeadAttention {
     /// The same layer with what computes made of other parameters under the same names.
     pub(super) fn with_parameters(mut self, parameters: ParameterList) -> Result<Self> {
-        let (dtype, device) = (self.projections.dtype(), self.projections.device());
+        let (dtype, device) = (self.projections.dtype, &self.projections.device);
         let norm = |place: Option<NormPlace>| place.map(|place| place.norm(&parameters, dtype, device)).transpose();
         let ([q, k, v, context], [of_q, of_k]) = (norms(&self.config).map(norm), self.norm_spans);
         self.norms = [q?.map(|norm| norm.over(of_q)), k?.map(|norm| norm.over(of_k)), v?, context?];

@@ -66,9 +66,9 @@ pub(crate) fn load_projections(
 /// The other name of a gate's projection; and the parameter beside projections in which the first files of BEiT and
 /// VideoMAE keep a bias.
 fn other_name(name: &str) -> Option<String> {
-    let names = [("query.bias", "q_bias"), ("key.bias", "k_bias"), ("value.bias", "v_bias")];
-    let beside = names.into_iter().find_map(|(usual, beside)| Some(format!("{}{beside}", name.strip_suffix(usual)?)));
-    beside.or_else(|| Some(format!("{}{}", GATE_NAMES[1], name.strip_prefix(GATE_NAMES[0])?)))
+    let gate = (GATE_NAMES[0], GATE_NAMES[1]);
+    let names = [("query.bias", "q_bias"), ("key.bias", "k_bias"), ("value.bias", "v_bias"), gate];
+    names.into_iter().find_map(|(usual, other)| name.contains(usual).then(|| name.replace(usual, other)))
 }
 
 /// No layout's output projection may be there, whatever its name: without it the numbers are others.

@@ -136,7 +136,7 @@ impl GatedDeltaNet {
         let out = if layout == DeltaLayout::Separate && source.has("dense.weight") { "dense" } else { out };
         let parameters = ParameterList::load(&specs(cfg, norm, &source), &source)?;
         Ok(Self {
-            inputs: Projection::of_rows(&inputs.iter().collect::<Vec<_>>())?,
+            inputs: Projection::of_rows(&Vec::from_iter(&inputs))?,
             up: [up(UP[0], cfg.gate_rank(), width)?, up(UP[1], cfg.decay_rank(), cfg.num_decays())?],
             convolution: ShortConvolution::new(layout.read_convolutions(cfg, &source)?)?,
             norm: RmsNorm::new(parameters.expect(NORM)?, cfg.norm_eps())?,
@@ -171,7 +171,8 @@ impl GatedDeltaNet {
         let ([norm, out], mut named) = (layout.norm_and_out(), Vec::new());
         let tensors =
             layout.projections("state_dict", &self.config)?.into_iter().chain(layout.convolutions(&self.config));
-        let projections = Projection::to_linears(&self.inputs)?.into_iter().map(|linear| linear.weight().clone());
+        let projections =
+            Projection::to_linears(&Vec::from_iter(&self.inputs))?.into_iter().map(|linear| linear.weight().clone());
         let mut weights = projections.chain(self.convolution.weights(&self.config)?);
         for tensor in tensors {
             let own: Vec<_> = weights.by_ref().take(tensor.parts.len()).collect();
@@ -222,7 +223,7 @@ impl GatedDeltaNet {
             None => (Tensor::zeros(&of_tail, xs.dtype(), xs.device())?, None),
         };
 
-        let projected = Projection::project(&self.inputs, &xs)?;
+        let projected = Projection::project(&Vec::from_iter(&self.inputs), &xs)?;
         let [q, k, v, gate, beta, decay] = projected.as_slice() else {
             bail!("[{OP}] there are {} projections, expected 6", projected.len())
         };

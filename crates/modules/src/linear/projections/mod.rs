@@ -6,7 +6,6 @@ pub use sources::{ByPlace, ProjectionModule, ProjectionModules, ProjectionPlace}
 
 use ProjectionPlace::{Gate, Key, Output, Query, Value};
 
-use std::borrow::Borrow;
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
@@ -79,16 +78,16 @@ impl Projection {
     ///
     /// # Errors
     /// For a module, whose weights nobody knows here, and if memory is short.
-    pub fn to_linears(all: &[impl Borrow<Self>]) -> Result<Vec<Linear>> {
+    pub fn to_linears(all: &[&Self]) -> Result<Vec<Linear>> {
         let mut linears = Vec::with_capacity(all.len());
-        for run in all.chunk_by(|own, next| own.borrow().shares_weight(next.borrow())) {
-            let whole = match &*run[0].borrow().weight {
+        for run in all.chunk_by(|own, next| Arc::ptr_eq(&own.weight, &next.weight)) {
+            let whole = match &*run[0].weight {
                 Weight::Own(weight) => weight.to_linear()?,
                 Weight::Module(place, _) => bail!(
                     "[{OP}] the {place} projection is a module of the caller's, whose weights the layer does not know"
                 ),
             };
-            for Self { columns, has_bias, .. } in run.iter().map(Borrow::borrow) {
+            for Self { columns, has_bias, .. } in run {
                 let own = |tensor: &Tensor| tensor.narrow(0, columns.start, columns.len());
                 let bias = whole.bias().filter(|_| *has_bias).map(own).transpose()?;
                 linears.push(Linear::new(own(whole.weight())?, bias));
@@ -97,18 +96,14 @@ impl Projection {
         Ok(linears)
     }
 
-    fn shares_weight(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.weight, &other.weight)
-    }
-
     /// Projections of one input; those that share a weight are views of one product.
-    pub fn project(all: &[impl Borrow<Self>], xs: &Tensor) -> Result<Vec<Tensor>> {
+    pub fn project(all: &[&Self], xs: &Tensor) -> Result<Vec<Tensor>> {
         let mut outputs = Vec::with_capacity(all.len());
-        for run in all.chunk_by(|own, next| own.borrow().shares_weight(next.borrow())) {
-            let (first, last) = (run[0].borrow(), run[run.len() - 1].borrow());
+        for run in all.chunk_by(|own, next| Arc::ptr_eq(&own.weight, &next.weight)) {
+            let (first, last) = (run[0], run[run.len() - 1]);
             let start = first.columns.start;
             let product = first.weight.product(xs, start..last.columns.end, None)?;
-            for Self { columns, .. } in run.iter().map(Borrow::borrow) {
+            for Self { columns, .. } in run {
                 // A part of an empty tensor would be new zeros, without its gradient.
                 let is_whole = columns.len() == product.dim(2)?;
                 let own = columns.start - start..columns.end - start;
@@ -130,8 +125,10 @@ impl Module for Projection {
 #[derive(Debug, Clone)]
 pub struct Projections {
     all: ByPlace<Projection>,
-    dtype: DType,
-    device: Device,
+    /// The dtype of the weights, or what modules were said to give.
+    pub dtype: DType,
+    /// The device of the weights, or the one that modules were said to be on.
+    pub device: Device,
 }
 
 /// What the inputs of a call are projected to; as heads (B, H, T, D) where a layer has split them.
@@ -250,16 +247,6 @@ impl Projections {
         };
         self.set(place, width, change(Arc::new(own))?);
         Ok(self)
-    }
-
-    /// The dtype of the weights, or what modules were said to give.
-    pub fn dtype(&self) -> DType {
-        self.dtype
-    }
-
-    /// The device of the weights, or the one that modules were said to be on.
-    pub fn device(&self) -> &Device {
-        &self.device
     }
 
     /// Whether queries and keys are projected by modules of the caller's, which may change.
