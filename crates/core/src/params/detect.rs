@@ -166,6 +166,13 @@ pub fn query_weights() -> BTreeSet<String> {
     WeightLayout::all().into_iter().flat_map(of).map(|[query, _]| query).collect()
 }
 
+/// Rows (out) and columns (in) of a projection, as an `nn.Linear` has them.
+#[derive(Clone, Copy)]
+struct Matrix {
+    rows: usize,
+    columns: usize,
+}
+
 /// The config that the shapes of a layer imply.
 ///
 /// # Errors
@@ -190,15 +197,14 @@ pub fn infer_config(
     let out = out.map(|out| matrix(vb, out)).transpose()?;
     let is_there = |head: &usize| has(vb, &layout.tensors(*head, true)[0].name());
     let counted = layout.is_stacked().then(|| (0..).take_while(is_there).count());
-    let matrices = match weights.as_slice() {
+    let [q, k, v] = match weights.as_slice() {
         [joint] => packed(vb, [joint, outs[0]], out, num_heads)?,
         weights => {
             let all = weights.iter().map(|weight| matrix(vb, weight)).collect::<Result<Vec<_>>>()?;
             [all[0], all[1], all[2]]
         }
     };
-    let of_all = |(rows, columns): (usize, usize)| (rows.saturating_mul(counted.unwrap_or(1)), columns);
-    let [(q, embed_dim), (k, key_size), (v, value_size)] = matrices.map(of_all);
+    let [q, k, v] = [q, k, v].map(|one| Matrix { rows: one.rows.saturating_mul(counted.unwrap_or(1)), ..one });
     let h = match (counted, num_heads) {
         (Some(counted), Some(said)) if counted != said => {
             bail!("[weights] the file has a stack of {counted} heads, but num_heads is {said}")
@@ -206,24 +212,24 @@ pub fn infer_config(
         (Some(h), _) | (None, Some(h)) if h > 0 => h,
         _ => bail!("[weights] shapes do not tell the number of heads; give num_heads (at least 1)"),
     };
-    let head_dim = divide("the query projection", q, h)?;
-    let h_kv = divide("the key projection", k, head_dim)?;
-    let value_head_dim = divide("the value projection", v, h_kv)?;
+    let head_dim = divide("the query projection", q.rows, h)?;
+    let h_kv = divide("the key projection", k.rows, head_dim)?;
+    let value_head_dim = divide("the value projection", v.rows, h_kv)?;
     let Some(heads_dim) = h.checked_mul(value_head_dim) else {
         bail!("[weights] {h} heads of {value_head_dim} values are too large to address")
     };
-    let mut cfg = MultiHeadAttentionConfig::new(embed_dim, h)
+    let mut cfg = MultiHeadAttentionConfig::new(q.columns, h)
         .with_num_kv_heads(h_kv)
         .with_head_dim(head_dim)
         .with_value_head_dim(value_head_dim)
-        .with_key_size(key_size)
-        .with_value_size(value_size)
+        .with_key_size(k.columns)
+        .with_value_size(v.columns)
         .with_q_bias(biased.contains(&&Query))
         .with_k_bias(biased.contains(&&Key))
         .with_v_bias(biased.contains(&&Value))
         .with_out_proj(out.is_some())
         .with_out_bias(out.is_some() && biased.contains(&&Output))
-        .with_out_dim(out.map_or(heads_dim, |(rows, _)| rows))
+        .with_out_dim(out.map_or(heads_dim, |out| out.rows))
         .with_sinks(has(vb, "sinks"))
         .with_bias_kv(has(vb, "bias_k"));
     let mask = if counted.is_some() { "heads.0.mask" } else { "mask" };
@@ -245,12 +251,11 @@ fn divide(what: &str, rows: usize, by: usize) -> Result<usize> {
     Ok(rows / by)
 }
 
-/// Rows (out) and columns (in) of a projection, as an `nn.Linear` has them.
-fn matrix(vb: &VarBuilder, weight: &LayoutTensor) -> Result<(usize, usize)> {
+fn matrix(vb: &VarBuilder, weight: &LayoutTensor) -> Result<Matrix> {
     let name = weight.name();
     match *shape(vb, &name)?.as_slice() {
-        [columns, rows] if weight.is_transposed() => Ok((rows, columns)),
-        [rows, columns] => Ok((rows, columns)),
+        [columns, rows] if weight.is_transposed() => Ok(Matrix { rows, columns }),
+        [rows, columns] => Ok(Matrix { rows, columns }),
         ref other => bail!("[weights] {name} has shape {other:?}, expected a matrix"),
     }
 }
@@ -260,13 +265,13 @@ fn matrix(vb: &VarBuilder, weight: &LayoutTensor) -> Result<(usize, usize)> {
 fn packed(
     vb: &VarBuilder,
     [qkv, out]: [&LayoutTensor; 2],
-    out_matrix: Option<(usize, usize)>,
+    out_matrix: Option<Matrix>,
     num_heads: Option<usize>,
-) -> Result<[(usize, usize); 3]> {
-    let (rows, columns) = matrix(vb, qkv)?;
+) -> Result<[Matrix; 3]> {
+    let Matrix { rows, columns } = matrix(vb, qkv)?;
     let (qkv, out) = (&qkv.module, &out.module);
     let queries = match out_matrix {
-        Some((_, columns)) => columns,
+        Some(out) => out.columns,
         None if num_heads == Some(1) => divide(qkv, rows, 3)?,
         None => bail!("[weights] without {out} the rows of {qkv} do not tell which are keys; give a config"),
     };
@@ -276,5 +281,5 @@ fn packed(
     if let Some(h) = num_heads.filter(|&h| h > 0) {
         divide(qkv, keys, divide(qkv, queries, h)?)?;
     }
-    Ok([queries, keys, keys].map(|rows| (rows, columns)))
+    Ok([queries, keys, keys].map(|rows| Matrix { rows, columns }))
 }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
 
-use super::{GatedDeltaNetConfig, OP};
+use super::OP;
 use candle_attention_core::PackedSequences;
 use candle_attention_core::internal::NewTokens;
 use candle_attention_modules::base::rowwise::{
@@ -14,39 +14,14 @@ use candle_attention_modules::base::rowwise::{
 use candle_attention_modules::base::{Parameter, accumulation_dtype, gradient_of, part, record};
 use candle_attention_modules::gate::GateActivation;
 
-/// `y[t] = silu(Σ taps[i] x[t - K + 1 + i])` of each channel. The K - 1 inputs before a call are its state, or zeros.
-#[derive(Debug, Clone)]
-pub(super) struct ShortConvolution {
-    /// (C, 1, K).
-    weight: Parameter,
-    /// (K, C) in the accumulation dtype, unless the weight is a variable.
-    taps: Option<Tensor>,
+/// Weights (C, 1, K) as taps (K, C) in the accumulation dtype, with what variables hold now.
+pub(super) fn taps_of(weight: &Parameter) -> Result<Tensor> {
+    let weight = weight.tensor()?;
+    weight.to_dtype(accumulation_dtype(weight.dtype()))?.squeeze(1)?.t()?.contiguous()
 }
 
-impl ShortConvolution {
-    pub fn new(weight: Parameter) -> Result<Self> {
-        let own = Self { weight, taps: None };
-        let taps = (!own.weight.is_tracked()).then(|| own.taps()).transpose()?;
-        Ok(Self { taps, ..own })
-    }
-
-    /// The weights (C, 1, K) of queries, keys and values that variables hold now.
-    pub fn weights(&self, cfg: &GatedDeltaNetConfig) -> Result<Vec<Tensor>> {
-        let weight = self.weight.tensor()?;
-        cfg.channels().into_iter().map(|rows| part(&weight, 0, rows)).collect()
-    }
-
-    /// (K, C) in the accumulation dtype, what variables hold now.
-    pub fn taps(&self) -> Result<Tensor> {
-        if let Some(taps) = &self.taps {
-            return Ok(taps.clone());
-        }
-        let weight = self.weight.tensor()?;
-        weight.to_dtype(accumulation_dtype(weight.dtype()))?.squeeze(1)?.t()?.contiguous()
-    }
-}
-
-/// (B, T, C) by taps (K, C), after a state (B, K - 1, C), or packed sequences (1, total, C), each after zeros.
+/// `y[t] = silu(Σ taps[i] x[t - K + 1 + i])` of each channel: (B, T, C) by taps (K, C), after a state (B, K - 1, C), or
+/// packed sequences (1, total, C), each after zeros.
 pub(super) fn convolve(
     taps: &Tensor,
     xs: &Tensor,

@@ -16,12 +16,13 @@ use candle_nn::{Init, VarBuilder};
 
 use crate::rule::{DeltaOptions, gated_delta_rule, gated_delta_rule_varlen};
 use candle_attention_modules::base::{
-    HeadShard, Heads, ParameterList, Share, Source, Spec, WeightAndBias, accumulation_dtype, frozen, part, save,
+    HeadShard, Heads, Parameter, ParameterList, Share, Source, Spec, WeightAndBias, accumulation_dtype, frozen, part,
+    save,
 };
 use candle_attention_modules::gate::GateActivation;
 use candle_attention_modules::linear::{PackedLinear, Projection};
 use candle_attention_modules::norm::RmsNorm;
-use conv::{ShortConvolution, convolve, tail};
+use conv::{convolve, tail, taps_of};
 
 const OP: &str = "gated_delta_net";
 
@@ -70,8 +71,10 @@ pub struct GatedDeltaNet {
     inputs: Vec<Projection>,
     /// In the order of `UP`.
     up: [Option<PackedLinear>; 2],
-    /// Of queries, keys and values.
-    convolution: ShortConvolution,
+    /// The weights (C, 1, K) of the convolutions of queries, keys and values.
+    convolution: Parameter,
+    /// Their taps (K, C), unless the weights are variables.
+    taps: Option<Tensor>,
     /// `A_log` (H,) or (1, 1, H, 1), `dt_bias` (decays,), `norm.weight` (D_v,).
     parameters: ParameterList,
     norm: RmsNorm,
@@ -135,10 +138,13 @@ impl GatedDeltaNet {
         // Ling 3's.
         let out = if layout == DeltaLayout::Separate && source.has("dense.weight") { "dense" } else { out };
         let parameters = ParameterList::load(&specs(cfg, norm, &source), &source)?;
+        let up = [up(UP[0], cfg.gate_rank(), width)?, up(UP[1], cfg.decay_rank(), cfg.num_decays())?];
+        let convolution = layout.read_convolutions(cfg, &source)?;
         Ok(Self {
             inputs: Projection::of_rows(&Vec::from_iter(&inputs))?,
-            up: [up(UP[0], cfg.gate_rank(), width)?, up(UP[1], cfg.decay_rank(), cfg.num_decays())?],
-            convolution: ShortConvolution::new(layout.read_convolutions(cfg, &source)?)?,
+            up,
+            taps: (!convolution.is_tracked()).then(|| taps_of(&convolution)).transpose()?,
+            convolution,
             norm: RmsNorm::new(parameters.expect(NORM)?, cfg.norm_eps())?,
             parameters,
             out: source.linear(out, (embed_dim, width), false, by_head(1))?.try_into()?,
@@ -173,7 +179,9 @@ impl GatedDeltaNet {
             layout.projections("state_dict", &self.config)?.into_iter().chain(layout.convolutions(&self.config));
         let projections =
             Projection::to_linears(&Vec::from_iter(&self.inputs))?.into_iter().map(|linear| linear.weight().clone());
-        let mut weights = projections.chain(self.convolution.weights(&self.config)?);
+        let convolution = self.convolution.tensor()?;
+        let channels = self.config.channels().into_iter().map(|channels| part(&convolution, 0, channels));
+        let mut weights = projections.chain(channels.collect::<Result<Vec<_>>>()?);
         for tensor in tensors {
             let own: Vec<_> = weights.by_ref().take(tensor.parts.len()).collect();
             named.push((tensor.spec.name.clone(), tensor.join(&own)?));
@@ -228,7 +236,8 @@ impl GatedDeltaNet {
             bail!("[{OP}] there are {} projections, expected 6", projected.len())
         };
         let by_head = |xs: &Tensor| if packed.is_some() { xs.squeeze(0) } else { xs.transpose(1, 2) };
-        let (taps, mut tails) = (self.convolution.taps()?, Vec::new());
+        let taps = self.taps.clone().map_or_else(|| taps_of(&self.convolution), Ok)?;
+        let mut tails = Vec::new();
         let mut convolved = |xs: &Tensor, channels: Range<usize>, h, d| {
             let (taps, before) = (part(&taps, 1, channels.clone())?, part(&before, 2, channels)?);
             if input.cache.is_some() {

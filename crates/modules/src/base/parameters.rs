@@ -238,19 +238,13 @@ impl Parameter {
     }
 }
 
-/// A weight and perhaps a bias, of a projection or of a norm.
+/// A projection's weight and perhaps a bias: rows of tensors, wherever a checkpoint keeps them.
 #[derive(Debug, Clone, Default)]
 pub struct WeightAndBias {
-    /// (out, in) of a projection; empty where there is none. (size,) of a norm, or (H, D).
+    /// (out, in); empty where there is no such projection.
     pub weight: Parameter,
-    /// (out,) of a projection; of a norm as the weight.
+    /// (out,).
     pub bias: Option<Parameter>,
-}
-
-impl From<Linear> for WeightAndBias {
-    fn from(linear: Linear) -> Self {
-        Self { weight: linear.weight().clone().into(), bias: linear.bias().cloned().map(Parameter::from) }
-    }
 }
 
 impl WeightAndBias {

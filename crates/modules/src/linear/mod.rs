@@ -11,7 +11,7 @@ use candle_core::{DType, Device, Module, Result, Tensor, bail};
 use candle_nn::{Activation, Linear, VarBuilder};
 
 use crate::base::rowwise::to_vec;
-use crate::base::{Dim, Expect, FLOATS, WeightAndBias, check_memory, is_addressable};
+use crate::base::{Dim, Expect, FLOATS, check_memory, frozen, is_addressable};
 use candle_attention_kernels::Tier;
 pub use forward::PackedGatedLinear;
 use forward::{After, Packed, choose_tier, kernel_activation, outputs, packed, plain, tracked};
@@ -66,7 +66,7 @@ pub struct PackedLinear {
 enum Kind {
     Packed(Arc<Packed>),
     /// Read in each call: by the CPU's kernels, where it is tracked for gradients, or by Candle's own operations.
-    Plain(WeightAndBias, Option<Tier>),
+    Plain(Linear, Option<Tier>),
     Quantized(Quantized),
 }
 
@@ -117,7 +117,7 @@ impl PackedLinear {
             let bias = Expect::one(OP, "bias", bias).shape(&[Dim::Is(weight.dims()[0])])?;
             bias.dtype(dtype, "the weight's")?.beside("the weight", weight.device())?;
         }
-        let linear = || Linear::new(weight.clone(), bias.cloned()).into();
+        let linear = || Linear::new(weight.clone(), bias.cloned());
         let kind = match tier {
             _ if weight.device().is_cpu() && dtype != DType::F64 => match choose_tier(tier, dtype)? {
                 tier if weight.track_op() || bias.is_some_and(Tensor::track_op) => Kind::Plain(linear(), Some(tier)),
@@ -139,26 +139,6 @@ impl PackedLinear {
     /// As [`new`](Self::new).
     pub fn from_linear(linear: &Linear) -> Result<Self> {
         Self::new(linear.weight(), linear.bias())
-    }
-
-    /// Packs rows of tensors, or keeps them for each call to read where training changes them.
-    ///
-    /// # Errors
-    /// As [`new`](Self::new).
-    #[doc(hidden)]
-    pub fn of_rows(rows: WeightAndBias) -> Result<Self> {
-        let mut own: Self = rows.to_linear()?.try_into()?;
-        if let Kind::Plain(plain, _) = &mut own.kind
-            && rows.is_tracked()
-        {
-            *plain = rows;
-        }
-        Ok(own)
-    }
-
-    /// Whether training may change it.
-    pub(crate) fn is_tracked(&self) -> bool {
-        matches!(&self.kind, Kind::Plain(own, _) if own.is_tracked())
     }
 
     /// The same with an activation of its outputs, which is computed while they are in a cache, in f32, before they are
@@ -203,9 +183,9 @@ impl PackedLinear {
     /// # Errors
     /// If memory is short.
     pub fn freeze(&self) -> Result<Self> {
-        let Kind::Plain(own, tier) = &self.kind else { return Ok(self.clone()) };
-        let linear = own.freeze()?.to_linear()?;
-        let packed = Self::with_tier(linear.weight(), linear.bias(), *tier)?;
+        let Kind::Plain(linear, tier) = &self.kind else { return Ok(self.clone()) };
+        let bias = linear.bias().map(frozen).transpose()?;
+        let packed = Self::with_tier(&frozen(linear.weight())?, bias.as_ref(), *tier)?;
         Ok(Self { activation: self.activation, ..packed })
     }
 
@@ -216,7 +196,7 @@ impl PackedLinear {
     /// If memory is short.
     pub fn to_linear(&self) -> Result<Linear> {
         match &self.kind {
-            Kind::Plain(own, _) => own.to_linear(),
+            Kind::Plain(linear, _) => Ok(linear.clone()),
             Kind::Packed(packed) => packed.to_linear(),
             Kind::Quantized(quantized) => quantized.to_linear(),
         }
@@ -250,7 +230,7 @@ impl PackedLinear {
                 Tensor::zeros((flat.len(), self.in_dim()), self.dtype(), self.device())?
             }
             Kind::Packed(packed) => packed.rows(Some(&flat.iter().map(|&id| id as usize).collect::<Vec<_>>()))?,
-            Kind::Plain(own, _) => own.weight.tensor()?.index_select(&list()?, 0)?,
+            Kind::Plain(linear, _) => linear.weight().index_select(&list()?, 0)?,
             Kind::Quantized(quantized) => quantized.weight.embedding(&list()?)?,
         };
         rows.reshape([ids.dims(), &[self.in_dim()]].concat())
@@ -334,8 +314,8 @@ impl PackedLinear {
                 return packed(xs, own, columns, After { activation, residual, up: None });
             }
             Kind::Packed(own) => packed(xs, own, columns, After::default())?,
-            Kind::Plain(own, tier) => {
-                let linear = outputs(&own.to_linear()?, &columns, xs.dtype())?;
+            Kind::Plain(linear, tier) => {
+                let linear = outputs(linear, &columns, xs.dtype())?;
                 tier.map_or_else(|| plain(&linear, xs), |tier| tracked(xs, &linear, tier))?
             }
             Kind::Quantized(quantized) => quantized.forward(xs, columns)?,

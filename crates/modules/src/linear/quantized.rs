@@ -67,7 +67,7 @@ impl PackedLinear {
                 let rows = weight.dequantize(&device)?.to_dtype(dtype)?;
                 of(Kind::Packed(Packed::new(&rows, bias, choose_tier(None, dtype)?)?.into()), dtype)
             }
-            None => of(Kind::Plain(Linear::new(weight.dequantize(&device)?, bias.cloned()).into(), None), DType::F32),
+            None => of(Kind::Plain(Linear::new(weight.dequantize(&device)?, bias.cloned()), None), DType::F32),
         }
     }
 }

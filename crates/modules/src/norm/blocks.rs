@@ -5,7 +5,7 @@ use candle_nn::{LayerNormConfig, VarBuilder};
 
 use super::rows::RowNorm;
 use super::{Norm, QkNormKind};
-use crate::base::{Dim, Expect, FLOATS, Parameter, Source, WeightAndBias, check_memory, number};
+use crate::base::{Dim, Expect, FLOATS, Parameter, Source, check_memory, number};
 use crate::gate::GateActivation;
 
 const RMS: &str = "rms_norm";
@@ -128,7 +128,7 @@ impl RmsNorm {
 
     /// The weight, (size,), without a one that is added to it.
     pub fn weight(&self) -> &Tensor {
-        self.0.own.weight.first()
+        self.0.weight.first()
     }
 
     /// What is added to the mean square.
@@ -165,12 +165,12 @@ impl LayerNorm {
 
     /// The weight, (size,).
     pub fn weight(&self) -> &Tensor {
-        self.0.own.weight.first()
+        self.0.weight.first()
     }
 
     /// The bias, (size,).
     pub fn bias(&self) -> Option<&Tensor> {
-        self.0.own.bias.as_ref().map(Parameter::first)
+        self.0.bias.as_ref().map(Parameter::first)
     }
 
     /// What is added to the variance.
@@ -216,12 +216,12 @@ fn checked(op: &str, kind: QkNormKind, eps: f64, weight: Tensor, bias: Option<Te
         let bias = Expect::one(op, "bias", bias).shape(&[Dim::Is(weight.dims()[0])])?;
         bias.dtype(weight.dtype(), "the weight's")?.beside("the weight", weight.device())?;
     }
-    Norm::new(kind, eps, WeightAndBias { weight: weight.into(), bias: bias.map(Parameter::from) })
+    Norm::new(kind, eps, weight.into(), bias.map(Parameter::from))
 }
 
 /// What an input has to be like.
 fn check<'a>(op: &'a str, norm: &Norm, xs: &'a Tensor) -> Result<Expect<'a>> {
-    let weight = norm.own.weight.first();
+    let weight = norm.weight.first();
     let expected =
         if weight.dtype() == DType::F64 { &[DType::F64][..] } else { &[DType::F32, DType::F16, DType::BF16] };
     let input = Expect::one(op, "input", xs).shape(&[Dim::Any(".."), Dim::Is(weight.dims()[0])])?;

@@ -9,9 +9,7 @@ use candle_core::{D, DType, Device, Result, Tensor, bail};
 use candle_nn::{Init, ops};
 use serde::{Deserialize, Serialize};
 
-use crate::base::{
-    Heads, NO_BIAS, Parameter, ParameterList, Source, Spec, WeightAndBias, accumulation_dtype, check_memory, number,
-};
+use crate::base::{Heads, NO_BIAS, Parameter, ParameterList, Source, Spec, accumulation_dtype, check_memory, number};
 pub use blocks::{LayerNorm, RmsNorm, layer_norm, layer_norm_no_bias, rms_norm, rms_norm_plus_one};
 use rows::RowNorm;
 
@@ -154,7 +152,7 @@ impl NormPlace {
         let get = |part: &str| parameters.get(&format!("{}.{part}", self.names[0])).cloned();
         let QkNorm { kind, eps, .. } = self.norm;
         match get("weight") {
-            Some(weight) => Norm::new(kind, eps, WeightAndBias { weight, bias: get("bias") }),
+            Some(weight) => Norm::new(kind, eps, weight, get("bias")),
             None => Norm::without_weight(eps, *self.shape().last().unwrap_or(&0), dtype, device),
         }
     }
@@ -180,7 +178,9 @@ fn first_of_list(name: &str) -> String {
 pub struct Norm {
     kind: QkNormKind,
     eps: f64,
-    own: WeightAndBias,
+    /// (size,) or (H, D).
+    weight: Parameter,
+    bias: Option<Parameter>,
     /// Where nothing is a variable.
     affine: Option<Affine>,
     span: Option<Span>,
@@ -207,10 +207,12 @@ pub struct Span {
 pub type SumFunction<'a> = dyn Fn(&Tensor) -> Result<Tensor> + 'a;
 
 impl Norm {
-    fn new(kind: QkNormKind, eps: f64, own: WeightAndBias) -> Result<Self> {
-        let norm = Self { kind, eps, own, affine: None, span: None };
-        let affine = (!norm.own.is_tracked()).then(|| norm.affine()).transpose()?;
-        Ok(Self { affine, ..norm })
+    fn new(kind: QkNormKind, eps: f64, weight: Parameter, bias: Option<Parameter>) -> Result<Self> {
+        let mut norm = Self { kind, eps, weight, bias, affine: None, span: None };
+        if !norm.weight.is_tracked() && !norm.bias.as_ref().is_some_and(Parameter::is_tracked) {
+            norm.affine = Some(norm.affine()?);
+        }
+        Ok(norm)
     }
 
     /// Of rows of one width, below the source's prefix: `weight`, also read as `gamma`, and `bias`, also read as `beta`
@@ -219,15 +221,13 @@ impl Norm {
         let name = |names: [&'static str; 2]| names.into_iter().find(|name| source.has(name)).unwrap_or(names[0]);
         let weight = source.get(size, name(["weight", "gamma"]), kind.initial_weight())?;
         let bias = Spec::new(name(["bias", "beta"]), [size], Init::Const(0.0)).only_if(has_bias, NO_BIAS);
-        let bias = source.read_wanted(&bias)?.map(Parameter::from);
-        Self::new(kind, eps, WeightAndBias { weight: weight.into(), bias })
+        Self::new(kind, eps, weight.into(), source.read_wanted(&bias)?.map(Parameter::from))
     }
 
     /// The root mean square of rows of one width, without a parameter.
     pub fn without_weight(eps: f64, size: usize, dtype: DType, device: &Device) -> Result<Self> {
         check_memory("norm", format_args!("a norm of {size} entries"), &[size])?;
-        let weight = Tensor::ones(size, dtype, device)?.into();
-        Self::new(QkNormKind::RmsNoWeight, eps, WeightAndBias { weight, bias: None })
+        Self::new(QkNormKind::RmsNoWeight, eps, Tensor::ones(size, dtype, device)?.into(), None)
     }
 
     /// Over the parts of all processes.
@@ -237,7 +237,8 @@ impl Norm {
 
     /// With what variables hold now.
     pub fn freeze(&self) -> Result<Self> {
-        Ok(Self::new(self.kind, self.eps, self.own.freeze()?)?.over(self.span))
+        let bias = self.bias.as_ref().map(Parameter::freeze).transpose()?;
+        Ok(Self::new(self.kind, self.eps, self.weight.freeze()?, bias)?.over(self.span))
     }
 
     /// (.., size), or (.., H, D) with weights of heads, to the same shape and dtype.
@@ -250,8 +251,8 @@ impl Norm {
         if xs.track_op() || self.affine.is_none() || xs.dtype() == DType::F64 {
             return self.composed(xs, &affine, None);
         }
-        let (weight, eps) = (self.own.weight.tensor()?, self.eps as f32);
-        match (self.kind, &self.own.bias) {
+        let (weight, eps) = (self.weight.tensor()?, self.eps as f32);
+        match (self.kind, &self.bias) {
             _ if weight.rank() > 1 || weight.dtype() != xs.dtype() => self.composed(xs, &affine, None),
             (QkNormKind::Rms | QkNormKind::RmsNoWeight, None) => ops::rms_norm(&xs.contiguous()?, &weight, eps),
             (QkNormKind::Layer, Some(bias)) => ops::layer_norm(&xs.contiguous()?, &weight, &bias.tensor()?, eps),
@@ -308,8 +309,8 @@ impl Norm {
             let tensor = parameter.tensor()?;
             tensor.to_dtype(accumulation_dtype(tensor.dtype()))?.contiguous()
         };
-        let weight = own(&self.own.weight)?;
-        let bias = match &self.own.bias {
+        let weight = own(&self.weight)?;
+        let bias = match &self.bias {
             Some(bias) => own(bias)?,
             None => Tensor::zeros(0, weight.dtype(), weight.device())?,
         };

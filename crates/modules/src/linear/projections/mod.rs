@@ -28,8 +28,9 @@ pub struct Projection {
 }
 
 enum Weight {
-    /// Packed, or read in each call.
-    Own(PackedLinear),
+    Packed(PackedLinear),
+    /// Rows of variables, which each call reads.
+    Tracked(WeightAndBias),
     /// A module of the caller's.
     Module(ProjectionPlace, ProjectionModule),
 }
@@ -37,7 +38,8 @@ enum Weight {
 impl fmt::Debug for Weight {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         match self {
-            Self::Own(weight) => weight.fmt(f),
+            Self::Packed(weight) => weight.fmt(f),
+            Self::Tracked(rows) => rows.fmt(f),
             Self::Module(place, _) => write!(f, "a module for the {place}"),
         }
     }
@@ -47,7 +49,8 @@ impl Weight {
     /// Some of the outputs, plus a residual (B, T, out), if there is one.
     fn product(&self, xs: &Tensor, columns: Range<usize>, residual: Option<&Tensor>) -> Result<Tensor> {
         match (self, residual) {
-            (Self::Own(weight), _) => weight.product(xs, columns, residual),
+            (Self::Packed(weight), _) => weight.product(xs, columns, residual),
+            (Self::Tracked(rows), _) => PackedLinear::try_from(rows.to_linear()?)?.product(xs, columns, residual),
             (Self::Module(_, module), None) => module.forward(xs),
             (Self::Module(_, module), Some(residual)) => module.forward(xs)? + residual,
         }
@@ -57,16 +60,24 @@ impl Weight {
 impl Projection {
     /// Projections of inputs of one width: columns of one weight that is packed, or what training changes.
     pub fn of_rows(all: &[&WeightAndBias]) -> Result<Vec<Self>> {
-        if all.len() > 1 && all.iter().any(|rows| rows.is_tracked()) {
-            return Ok(all.chunks(1).map(Self::of_rows).collect::<Result<Vec<_>>>()?.concat());
+        match all {
+            [rows] if rows.is_tracked() => {
+                let (columns, has_bias) = (0..rows.weight.count(), rows.bias.is_some());
+                Ok(vec![Self { weight: Arc::new(Weight::Tracked((*rows).clone())), columns, has_bias }])
+            }
+            _ if all.iter().any(|rows| rows.is_tracked()) => {
+                Ok(all.chunks(1).map(Self::of_rows).collect::<Result<Vec<_>>>()?.concat())
+            }
+            _ => {
+                let parts = all.iter().map(|rows| (rows.weight.count(), rows.bias.is_some()));
+                Ok(Self::split(WeightAndBias::join(all)?.to_linear()?.try_into()?, parts))
+            }
         }
-        let parts = all.iter().map(|rows| (rows.weight.count(), rows.bias.is_some()));
-        Ok(Self::split(PackedLinear::of_rows(WeightAndBias::join(all)?)?, parts))
     }
 
-    /// Of one weight the columns of each part, which is so many outputs and may have a bias.
+    /// Of one weight that is packed, the columns of each part, which is so many outputs and may have a bias.
     pub fn split(weight: PackedLinear, parts: impl IntoIterator<Item = (usize, bool)>) -> Vec<Self> {
-        let (weight, mut end) = (Arc::new(Weight::Own(weight)), 0);
+        let (weight, mut end) = (Arc::new(Weight::Packed(weight)), 0);
         let part = |(len, has_bias)| {
             end += len;
             Self { weight: weight.clone(), columns: end - len..end, has_bias }
@@ -82,7 +93,8 @@ impl Projection {
         let mut linears = Vec::with_capacity(all.len());
         for run in all.chunk_by(|own, next| Arc::ptr_eq(&own.weight, &next.weight)) {
             let whole = match &*run[0].weight {
-                Weight::Own(weight) => weight.to_linear()?,
+                Weight::Packed(weight) => weight.to_linear()?,
+                Weight::Tracked(rows) => rows.to_linear()?,
                 Weight::Module(place, _) => bail!(
                     "[{OP}] the {place} projection is a module of the caller's, whose weights the layer does not know"
                 ),
@@ -171,10 +183,8 @@ impl Projections {
     pub fn freeze(&self) -> Result<Self> {
         let mut frozen = ByPlace::new();
         for (place, own) in &self.all {
-            if let Weight::Own(weight) = &*own.weight
-                && weight.is_tracked()
-            {
-                frozen.insert(*place, WeightAndBias::from(weight.to_linear()?).freeze()?);
+            if let Weight::Tracked(rows) = &*own.weight {
+                frozen.insert(*place, rows.freeze()?);
             }
         }
         let mut all = self.all.clone();
