@@ -121,6 +121,18 @@ impl GatedDeltaNetConfig {
         [keys, keys, of(None, values), of(self.gate_rank, values), of(None, h), of(self.decay_rank, self.num_decays())]
     }
 
+    /// Tensors of so many of these parts each, one after the other, in groups, with rows of such a width.
+    fn joints(&self, groups: usize, tensors: &[(&str, usize)], width: &[usize], init: Init) -> Vec<Joint> {
+        let mut parts = self.parts().into_iter();
+        let joint = |&(name, count): &(&str, usize)| {
+            let parts: Vec<_> = parts.by_ref().take(count).collect();
+            let rows = parts.iter().map(|(rows, _)| rows).sum();
+            let spec = Spec::new(format!("{name}.weight"), [&[rows], width].concat(), init);
+            Joint { spec, is_transposed: false, groups, parts }
+        };
+        tensors.iter().map(joint).collect()
+    }
+
     /// The channels of queries, keys and values in the convolutions.
     pub(super) fn channels(&self) -> [Range<usize>; 3] {
         let (keys, values) = (self.num_key_heads() * self.key_head_dim, self.num_heads * self.value_head_dim);
@@ -219,7 +231,7 @@ impl DeltaLayout {
             (None, true) => "f_proj",
             (None, false) => "a_proj",
         };
-        let joints = |groups, tensors: &[_]| joints(cfg, groups, tensors, &[cfg.embed_dim()], LINEAR_WEIGHT);
+        let joints = |groups, tensors: &[_]| cfg.joints(groups, tensors, &[cfg.embed_dim()], LINEAR_WEIGHT);
         Ok(match self {
             Self::Separate => {
                 joints(1, &[("q_proj", 1), ("k_proj", 1), ("v_proj", 1), (gate, 1), ("b_proj", 1), (decay, 1)])
@@ -237,7 +249,7 @@ impl DeltaLayout {
         };
         // `nn.Conv1d`'s.
         let bound = (cfg.conv_kernel() as f64).sqrt().recip();
-        joints(cfg, 1, tensors, &[1, cfg.conv_kernel()], Init::Uniform { lo: -bound, up: bound })
+        cfg.joints(1, tensors, &[1, cfg.conv_kernel()], Init::Uniform { lo: -bound, up: bound })
     }
 
     /// The taps (C, 1, K) of queries, keys and values, or this process's of them.
@@ -265,24 +277,6 @@ impl DeltaLayout {
         };
         [(q, Heads::Key), (k, Heads::Key), (v, Heads::Query)].into_iter().map(own).collect()
     }
-}
-
-/// Tensors of so many parts each, one after the other, with rows of such a width.
-fn joints(
-    cfg: &GatedDeltaNetConfig,
-    groups: usize,
-    tensors: &[(&str, usize)],
-    width: &[usize],
-    init: Init,
-) -> Vec<Joint> {
-    let mut parts = cfg.parts().into_iter();
-    let joint = |&(name, count): &(&str, usize)| {
-        let parts: Vec<_> = parts.by_ref().take(count).collect();
-        let rows = parts.iter().map(|(rows, _)| rows).sum();
-        let spec = Spec::new(format!("{name}.weight"), [&[rows], width].concat(), init);
-        Joint { spec, is_transposed: false, groups, parts }
-    };
-    tensors.iter().map(joint).collect()
 }
 
 #[cfg(test)]

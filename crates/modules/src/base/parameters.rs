@@ -310,10 +310,8 @@ impl ParameterList {
 
     /// What a parameter that was listed holds now.
     pub fn expect(&self, name: &str) -> Result<Tensor> {
-        match self.tensor(name)? {
-            Some(tensor) => Ok(tensor),
-            None => bail!("[parameters] {name} is not among those that were listed"),
-        }
+        let missing = || Error::msg(format!("[parameters] {name} is not among those that were listed"));
+        self.tensor(name)?.ok_or_else(missing)
     }
 
     /// With what variables hold now.

@@ -224,13 +224,14 @@ impl<'a> Source<'a> {
     }
 
     fn explain(&self, name: &str, expected: &Shape, error: Error) -> Error {
-        let (problem, hint) = match root(&error) {
+        let problem = match root(&error) {
             Error::CannotFindTensor { .. } | Error::SafeTensor(safetensors::SafeTensorError::TensorNotFound(_)) => {
-                (format!(" is missing, expected shape {expected:?}"), hint(&error))
+                format!(" is missing, expected shape {expected:?}")
             }
-            Error::UnexpectedShape { got, .. } => (format!(" has shape {got:?}, expected {expected:?}"), String::new()),
-            other => (format!(": {other}"), String::new()),
+            Error::UnexpectedShape { got, .. } => format!(" has shape {got:?}, expected {expected:?}"),
+            other => format!(": {other}"),
         };
+        let hint = hint(&error);
         let hint = if hint.is_empty() { hint } else { format!("; {hint}") };
         Error::msg(format!("[{}] {}{problem} (layout {}){hint}", self.op, self.full_name(name), self.layout))
     }

@@ -261,10 +261,8 @@ impl Projections {
 
     /// Whether queries and keys are projected by modules of the caller's, which may change.
     pub fn has_modules(&self) -> bool {
-        [Query, Key]
-            .iter()
-            .filter_map(|place| self.all.get(place))
-            .any(|own| matches!(&*own.weight, Weight::Module(..)))
+        let is_module = |own: &Projection| matches!(&*own.weight, Weight::Module(..));
+        [Query, Key].iter().any(|place| self.all.get(place).is_some_and(is_module))
     }
 
     /// The inputs of some places projected; those of one tensor that share a weight are views of one product.

@@ -31,15 +31,10 @@ impl ProjectionPlace {
     }
 }
 
+/// In lower case.
 impl fmt::Display for ProjectionPlace {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        f.write_str(match self {
-            Self::Query => "query",
-            Self::Key => "key",
-            Self::Value => "value",
-            Self::Output => "output",
-            Self::Gate => "gate",
-        })
+        f.write_str(&format!("{self:?}").to_lowercase())
     }
 }
 
