@@ -58,26 +58,25 @@ impl Weight {
 }
 
 impl Projection {
-    /// Projections of inputs of one width: columns of one weight that is packed, or what training changes.
+    /// Projections of inputs of one width: columns of one weight that is packed, or each by itself where training changes
+    /// one of them.
     pub fn of_rows(all: &[&WeightAndBias]) -> Result<Vec<Self>> {
-        match all {
-            [rows] if rows.is_tracked() => {
-                let (columns, has_bias) = (0..rows.weight.count(), rows.bias.is_some());
-                Ok(vec![Self { weight: Arc::new(Weight::Tracked((*rows).clone())), columns, has_bias }])
-            }
-            _ if all.iter().any(|rows| rows.is_tracked()) => {
-                Ok(all.chunks(1).map(Self::of_rows).collect::<Result<Vec<_>>>()?.concat())
-            }
-            _ => {
-                let parts = all.iter().map(|rows| (rows.weight.count(), rows.bias.is_some()));
-                Ok(Self::split(WeightAndBias::join(all)?.to_linear()?.try_into()?, parts))
-            }
+        let is_tracked = all.iter().any(|rows| rows.is_tracked());
+        if is_tracked && all.len() > 1 {
+            return Ok(all.chunks(1).map(Self::of_rows).collect::<Result<Vec<_>>>()?.concat());
         }
+        let rows = WeightAndBias::join(all)?;
+        let weight = if is_tracked { Weight::Tracked(rows) } else { Weight::Packed(rows.to_linear()?.try_into()?) };
+        Ok(Self::columns_of(weight, all.iter().map(|rows| (rows.weight.count(), rows.bias.is_some()))))
     }
 
     /// Of one weight that is packed, the columns of each part, which is so many outputs and may have a bias.
     pub fn split(weight: PackedLinear, parts: impl IntoIterator<Item = (usize, bool)>) -> Vec<Self> {
-        let (weight, mut end) = (Arc::new(Weight::Packed(weight)), 0);
+        Self::columns_of(Weight::Packed(weight), parts)
+    }
+
+    fn columns_of(weight: Weight, parts: impl IntoIterator<Item = (usize, bool)>) -> Vec<Self> {
+        let (weight, mut end) = (Arc::new(weight), 0);
         let part = |(len, has_bias)| {
             end += len;
             Self { weight: weight.clone(), columns: end - len..end, has_bias }
