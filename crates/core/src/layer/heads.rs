@@ -180,7 +180,7 @@ impl MultiHeadAttention {
             let of = |batched| if batched { "a batch" } else { "one sequence without a batch" };
             bail!("[{OP}] the memory is of {}, expected {} as the queries", of(memory.batched), of(batched))
         }
-        let (dtype, device) = (self.projections.dtype(), self.projections.device());
+        let (dtype, device) = (self.projections.dtype, &self.projections.device);
         for (name, tensor, width) in
             [("the memory's keys", &memory.k, cfg.head_dim()), ("the memory's values", &memory.v, cfg.value_head_dim())]
         {

@@ -117,7 +117,7 @@ impl MultiHeadAttention {
     pub fn from_modules(cfg: &MultiHeadAttentionConfig, modules: ProjectionModules, vb: VarBuilder) -> Result<Self> {
         Self::build(cfg, Source::new(OP, "of modules", vb)?, |source| {
             let width = |place| projection_shape(cfg, place).0;
-            Projections::from_modules(width, &modules, source.dtype(), source.device())
+            Projections::from_modules(width, &modules, source.vb.dtype(), source.vb.device())
         })
     }
 
@@ -133,7 +133,9 @@ impl MultiHeadAttention {
         vb: VarBuilder,
         shard: HeadShard,
     ) -> Result<Self> {
-        Self::build(cfg, Source::new(OP, "gguf", vb)?.with_shard(shard), |_| Ok(projections))
+        let mut source = Source::new(OP, "gguf", vb)?;
+        source.shard = shard;
+        Self::build(cfg, source, |_| Ok(projections))
     }
 
     /// The heads of one process of several, from weights in any layout and Candle's sharded builder: tensor
@@ -143,7 +145,7 @@ impl MultiHeadAttention {
     /// them up, by NCCL through `cudarc` for example, as Candle's own multi-process Llama does. The bias of the output
     /// projection is that of rank 0. Without an output projection a process gives the columns of its own heads.
     ///
-    /// Separate weights are read in part; a tensor that packs several is read whole, and a part of it kept.
+    /// Weights are read in part; a tensor that packs several by head is read whole, and a part of it kept.
     /// [`config`](Self::config) is that of the process's own layer, with ALiBi as the slopes of its heads, but for
     /// Falcon's. A relative bias is divided by [`RelativeBias::shard`](crate::RelativeBias::shard).
     ///
@@ -171,7 +173,7 @@ impl MultiHeadAttention {
         shard: HeadShard,
         vb: &ShardedVarBuilder<'static>,
     ) -> Result<Self> {
-        let source = Source::sharded(OP, layout, vb)?.with_shard(shard);
+        let source = Source::sharded(OP, layout, vb, shard)?;
         Self::build(cfg, source, |source| load_projections(cfg, layout, source))
     }
 
@@ -183,12 +185,12 @@ impl MultiHeadAttention {
     ) -> Result<Self> {
         cfg.validate()?;
         let (h, h_kv, d) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim());
-        let config = cfg.for_shard(source.shard())?;
+        let config = cfg.for_shard(source.shard)?;
         let source = source.with_heads([h, h_kv])?;
         let projections = projections(&source)?;
         let parameters = ParameterList::load(&shard::specs(cfg, &source)?, &source)?;
         let own = source.own_range(Heads::Query, h);
-        let alibi = cfg.alibi().map(|config| alibi(config, h, own, source.device())).transpose()?;
+        let alibi = cfg.alibi().map(|config| alibi(config, h, own, source.vb.device())).transpose()?;
         let mask = if cfg.causal() { AttentionMask::causal() } else { AttentionMask::none() };
         let mask = cfg.window().into_iter().fold(mask, AttentionMask::with_window);
         let mask = cfg.band().into_iter().fold(mask, |mask, (left, right)| mask.with_band(left, right));
@@ -197,7 +199,7 @@ impl MultiHeadAttention {
             config,
             projections,
             parameters: ParameterList::default(),
-            norm_spans: cfg.norm_spans(source.shard()),
+            norm_spans: cfg.norm_spans(source.shard),
             norms: [const { None }; 4],
             rotary: cfg.rope().map(|rope| RotaryEmbedding::new(rope, d)).transpose()?,
             content: None,
@@ -238,7 +240,7 @@ impl MultiHeadAttention {
             Some(_) => {}
         }
         let weight = Expect::one(OP, "the relative bias", bias.weight());
-        weight.dtype(self.projections.dtype(), "the weights'")?.beside("the weights", self.projections.device())?;
+        weight.dtype(self.projections.dtype, "the weights'")?.beside("the weights", &self.projections.device)?;
         self.relative_bias = Some(bias);
         Ok(self)
     }
@@ -251,7 +253,7 @@ impl MultiHeadAttention {
     /// If the config has no such positions, and for vectors of another shape, dtype or device.
     pub fn with_relative_embeddings(mut self, embeddings: RelativeEmbeddings) -> Result<Self> {
         let weight = Expect::many(OP, "the relative embeddings", embeddings.weight());
-        weight.dtype(self.projections.dtype(), "the weights'")?.beside("the weights", self.projections.device())?;
+        weight.dtype(self.projections.dtype, "the weights'")?.beside("the weights", &self.projections.device)?;
         let Some(ContentPositions::Disentangled(config)) = self.config.content_positions() else {
             bail!("[{OP}] relative embeddings are given, but the config has no disentangled positions")
         };
@@ -394,7 +396,7 @@ impl MultiHeadAttention {
 
     /// What inputs have to be like.
     fn expected(&self, batched: bool) -> Expected<'_> {
-        Expected { op: OP, batched, dtype: self.projections.dtype(), device: self.projections.device() }
+        Expected { op: OP, batched, dtype: self.projections.dtype, device: &self.projections.device }
     }
 }
 

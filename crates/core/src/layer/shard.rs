@@ -76,22 +76,15 @@ fn norms(cfg: &MultiHeadAttentionConfig) -> [Option<NormPlace>; 4] {
     let (h, d, qk_norm) = (cfg.num_heads(), cfg.head_dim(), cfg.qk_norm());
     let k_norm = qk_norm.filter(|_| cfg.kv_source() != KvSource::EarlierLayer);
     let without_weight = |eps| QkNorm { kind: QkNormKind::RmsNoWeight, scope: QkNormScope::PerHead, eps };
-    let context_norm = cfg.context_norm().map(QkNorm::from);
-    let place = |norm: Option<QkNorm>, names, heads, count, width| {
-        norm.map(|norm| NormPlace { norm, names, heads, count, width })
-    };
-    [
-        place(qk_norm, OF_QUERIES, Heads::Query, h, d),
-        place(k_norm, OF_KEYS, Heads::Key, cfg.num_kv_heads(), d),
-        place(
-            cfg.value_norm().map(without_weight),
-            ["v_norm"; 3],
-            Heads::Key,
-            cfg.num_kv_heads(),
-            cfg.value_head_dim(),
-        ),
-        place(context_norm, OF_CONTEXT, Heads::Query, h, cfg.value_head_dim()),
-    ]
+    let (value_norm, context_norm) = (cfg.value_norm().map(without_weight), cfg.context_norm().map(QkNorm::from));
+    let (h_kv, d_v) = (cfg.num_kv_heads(), cfg.value_head_dim());
+    let all = [
+        (qk_norm, OF_QUERIES, Heads::Query, h, d),
+        (k_norm, OF_KEYS, Heads::Key, h_kv, d),
+        (value_norm, ["v_norm"; 3], Heads::Key, h_kv, d_v),
+        (context_norm, OF_CONTEXT, Heads::Query, h, d_v),
+    ];
+    all.map(|(norm, names, heads, count, width)| norm.map(|norm| NormPlace { norm, names, heads, count, width }))
 }
 
 /// What the config wants, in the order in which it is read and written.
@@ -105,24 +98,18 @@ pub(super) fn specs(cfg: &MultiHeadAttentionConfig, source: &Source) -> Result<V
     for norm in norms(cfg).into_iter().flatten() {
         specs.extend(norm.specs(source)?);
     }
-    if cfg.bias_kv() {
-        for (name, width) in [("bias_k", cfg.head_dim()), ("bias_v", cfg.value_head_dim())] {
-            let width = cfg.num_kv_heads() * width;
-            // `xavier_normal_` of a (1, 1, width) parameter.
-            let init = Init::Randn { mean: 0.0, stdev: (width as f64).recip().sqrt() };
-            specs.push(Spec::new(name, [1, 1, width], init).by_head(Heads::Key, 2));
-        }
-    } else {
+    for (name, width) in [("bias_k", cfg.head_dim()), ("bias_v", cfg.value_head_dim())] {
+        let width = cfg.num_kv_heads() * width;
+        // `xavier_normal_` of a (1, 1, width) parameter.
+        let init = Init::Randn { mean: 0.0, stdev: (width as f64).recip().sqrt() };
         // NeMo's Transformer-XL has one of these names for another parameter.
-        let is_other = |name: &str| content.iter().any(|spec| spec.stored == name);
-        let names = ["bias_k", "bias_v"].into_iter().filter(|name| !is_other(name));
-        source.refuse(names, "the config says there is no bias_kv")?;
+        if !content.iter().any(|spec| spec.stored == name) {
+            let spec = Spec::new(name, [1, 1, width], init).by_head(Heads::Key, 2);
+            specs.push(spec.only_if(cfg.bias_kv(), "the config says there is no bias_kv"));
+        }
     }
-    if cfg.sinks() {
-        specs.push(Spec::new("sinks", [cfg.num_heads()], Init::Const(0.0)).by_head(Heads::Query, 0));
-    } else {
-        source.refuse(["sinks"], "the config says there are no sinks")?;
-    }
+    let sinks = Spec::new("sinks", [cfg.num_heads()], Init::Const(0.0)).by_head(Heads::Query, 0);
+    specs.push(sinks.only_if(cfg.sinks(), "the config says there are no sinks"));
     specs.extend(content);
     Ok(specs)
 }
@@ -130,7 +117,7 @@ pub(super) fn specs(cfg: &MultiHeadAttentionConfig, source: &Source) -> Result<V
 impl MultiHeadAttention {
     /// The same layer with what computes made of other parameters under the same names.
     pub(super) fn with_parameters(mut self, parameters: ParameterList) -> Result<Self> {
-        let (dtype, device) = (self.projections.dtype(), self.projections.device());
+        let (dtype, device) = (self.projections.dtype, &self.projections.device);
         let norm = |place: Option<NormPlace>| place.map(|place| place.norm(&parameters, dtype, device)).transpose();
         let ([q, k, v, context], [of_q, of_k]) = (norms(&self.config).map(norm), self.norm_spans);
         self.norms = [q?.map(|norm| norm.over(of_q)), k?.map(|norm| norm.over(of_k)), v?, context?];

@@ -246,18 +246,14 @@ impl WeightLayout {
     /// Every layout.
     #[must_use]
     pub fn all() -> Vec<Self> {
-        let mut all: Vec<_> = LINEAR.iter().map(|(layout, ..)| *layout).collect();
-        for orientation in [Orientation::InOut, Orientation::OutIn] {
-            all.extend(Naming::ALL.map(|naming| Self::Raw(naming, orientation)));
-        }
-        for storage in [Storage::Linear, Storage::Raw(Orientation::InOut), Storage::Raw(Orientation::OutIn)] {
-            all.extend(Naming::ALL.map(|naming| Self::StackedHeads(naming, storage)));
-        }
-        all.extend([Self::Torch, Self::Conv1d]);
-        for order in [QkvOrder::ByPart, QkvOrder::ByHead] {
-            all.extend(PACKED.iter().map(|(naming, ..)| Self::Packed(*naming, order)));
-        }
-        all
+        let ways = [Orientation::InOut, Orientation::OutIn];
+        let raw = ways.into_iter().flat_map(|way| Naming::ALL.map(|naming| Self::Raw(naming, way)));
+        let storages = [Storage::Linear].into_iter().chain(ways.map(Storage::Raw));
+        let stacked = storages.flat_map(|storage| Naming::ALL.map(|naming| Self::StackedHeads(naming, storage)));
+        let orders = [QkvOrder::ByPart, QkvOrder::ByHead].into_iter();
+        let packed = orders.flat_map(|order| PACKED.iter().map(move |(naming, ..)| Self::Packed(*naming, order)));
+        let linear = LINEAR.iter().map(|(layout, ..)| *layout);
+        linear.chain(raw).chain(stacked).chain([Self::Torch, Self::Conv1d]).chain(packed).collect()
     }
 
     /// The weights and biases of the projections, as far as a layer has them, in the order in which PyTorch draws them:

@@ -9,14 +9,14 @@ pub use detect::{detect_with, query_weights, shape};
 pub use layout::{GATE_NAMES, LayoutTensor, Naming, Orientation, PackedNaming, QkvOrder, Storage, WeightLayout};
 pub use tensors::projection_shape;
 
-use candle_core::{Error, Result, Tensor};
+use candle_core::{Result, Tensor, bail};
 use candle_nn::Linear;
 use tensors::projection_tensors;
 
 use crate::config::{KvSource, MultiHeadAttentionConfig};
-use candle_attention_modules::base::{Heads, Parameter, Source, Spec, fits_in_memory};
+use candle_attention_modules::base::{Heads, Source, WeightAndBias, fits_in_memory};
 use candle_attention_modules::gate::GatePlace;
-use candle_attention_modules::linear::{ByPlace, ProjectionPlace, ProjectionRows, Projections};
+use candle_attention_modules::linear::{ByPlace, ProjectionPlace, Projections};
 
 /// The projections in any layout, or this process's part of each, where the config is the whole layer's.
 ///
@@ -28,36 +28,19 @@ pub(crate) fn load_projections(
     source: &Source,
 ) -> Result<Projections> {
     let own_heads = source.own_range(Heads::Query, cfg.num_heads());
-    let tensors = projection_tensors(cfg, layout, own_heads).or_else(|problem| source.fail(problem))?;
+    let tensors = projection_tensors(source.op, cfg, layout, own_heads)?;
     if !cfg.output_gate().is_some_and(|gate| gate.place != GatePlace::Query) {
         let names = GATE_NAMES.into_iter().flat_map(|name| ["weight", "bias"].map(|part| format!("{name}.{part}")));
         source.refuse(names, "the config says there is no such gate")?;
     }
-    let has_gate = source.has(&format!("{}.weight", GATE_NAMES[0]));
-    let is_there = |name: &String| source.has(name) && !(has_gate && name.starts_with(GATE_NAMES[1]));
-    let mut projections = ByPlace::<ProjectionRows>::new();
+    let mut projections = ByPlace::<WeightAndBias>::new();
     for mut tensor in tensors {
-        if let Some(other) = other_name(&tensor.spec.name).filter(is_there) {
-            tensor.spec = Spec { name: other.clone(), stored: other, ..tensor.spec };
+        let stored = &mut tensor.joint.spec.stored;
+        if let Some(other) = other_name(stored).filter(|other| source.has(other) && !source.has(stored)) {
+            *stored = other;
         }
-        if !tensor.is_wanted {
-            source.refuse([&tensor.spec.name], "the config says there is no such bias")?;
-            continue;
-        }
-        let read = source.read(&tensor.spec)?;
-        let read = if tensor.is_transposed { read.t()? } else { read };
-        let is_of_sum = tensor.is_bias && tensor.parts[0].place == ProjectionPlace::Output;
-        let read = if is_of_sum { source.bias_of_sum(read)? } else { read };
-        for part in &tensor.parts {
-            let own = match tensor.parts.len() {
-                1 => read.clone().into(),
-                // Read once, whole.
-                _ => {
-                    let own = source.own_range(part.heads(), part.rows.count());
-                    Parameter::of(read.clone(), part.rows.clone()).narrow(own)?
-                }
-            };
-            projections.entry(part.place).or_default().push(own, tensor.is_bias);
+        for (place, rows) in tensor.places.iter().zip(tensor.joint.read(source)?) {
+            projections.entry(*place).or_default().push(rows, tensor.is_bias);
         }
     }
     if !cfg.out_proj() {
@@ -76,15 +59,15 @@ pub(crate) fn load_projections(
             return source.fail(format!("the file has more than the {h} heads of the config"));
         }
     }
-    Projections::new(&projections, source.dtype(), source.device())
+    Projections::new(&projections, source.vb.dtype(), source.vb.device())
 }
 
 /// The other name of a gate's projection; and the parameter beside projections in which the first files of BEiT and
 /// VideoMAE keep a bias.
 fn other_name(name: &str) -> Option<String> {
-    let names = [("query.bias", "q_bias"), ("key.bias", "k_bias"), ("value.bias", "v_bias")];
-    let beside = names.into_iter().find_map(|(usual, beside)| Some(format!("{}{beside}", name.strip_suffix(usual)?)));
-    beside.or_else(|| Some(format!("{}{}", GATE_NAMES[1], name.strip_prefix(GATE_NAMES[0])?)))
+    let gate = (GATE_NAMES[0], GATE_NAMES[1]);
+    let names = [("query.bias", "q_bias"), ("key.bias", "k_bias"), ("value.bias", "v_bias"), gate];
+    names.into_iter().find_map(|(usual, other)| name.contains(usual).then(|| name.replace(usual, other)))
 }
 
 /// No layout's output projection may be there, whatever its name: without it the numbers are others.
@@ -102,23 +85,17 @@ pub(crate) fn state_dict(
     layout: WeightLayout,
     projections: &ByPlace<Linear>,
 ) -> Result<Vec<(String, Tensor)>> {
-    let fail = |problem: String| Error::msg(format!("[state_dict] {problem} (layout {layout})"));
     let mut named = Vec::new();
-    let tensors = projection_tensors(cfg, layout, 0..cfg.num_heads()).map_err(fail)?;
-    for tensor in tensors.filter(|tensor| tensor.is_wanted) {
-        let rows_of = |place: ProjectionPlace| {
-            let linear = projections.get(&place)?;
-            if tensor.is_bias { linear.bias() } else { Some(linear.weight()) }
-        };
-        if let Some(stored) = tensor.join(rows_of)? {
-            named.push((tensor.spec.name, stored));
+    for tensor in projection_tensors("state_dict", cfg, layout, 0..cfg.num_heads())? {
+        if let Some(stored) = tensor.join(projections)? {
+            named.push((tensor.joint.spec.name, stored));
         }
     }
     let mask_size = cfg.context_length().filter(|_| cfg.causal() && layout.has_mask_buffer());
     if let (Some(t), Some((_, weight))) = (mask_size, named.first()) {
         // Four bytes an entry, and a copy in the weights' own dtype.
         if !fits_in_memory(&[8, t, t]) {
-            return Err(fail(format!("the mask buffer of a context length of {t} does not fit in memory")));
+            bail!("[state_dict] the mask buffer of a context length of {t} does not fit in memory (layout {layout})")
         }
         // The book's `triu(ones(T, T), diagonal=1)`: 1 where a key is hidden.
         let mask = Tensor::tril2(t, weight.dtype(), weight.device())?.affine(-1.0, 1.0)?;

@@ -2,83 +2,58 @@
 
 use std::ops::Range;
 
-use candle_core::{Result, Tensor};
-use candle_nn::Init;
+use candle_core::{Result, Tensor, bail};
+use candle_nn::{Init, Linear};
 
 use super::layout::{Kind, LayoutTensor, QkvOrder, WeightLayout};
 use crate::config::{KvSource, MultiHeadAttentionConfig};
-use candle_attention_modules::base::{DRAWN_THEN_ZEROED, HeadDim, Heads, LINEAR_WEIGHT, Rows, Spec, linear_bias};
+use candle_attention_modules::base::{
+    DRAWN_THEN_ZEROED, Heads, Joint, LINEAR_WEIGHT, NO_BIAS, Share, Spec, linear_bias,
+};
 use candle_attention_modules::gate::{GatePlace, OutputGate};
-use candle_attention_modules::linear::ProjectionPlace;
+use candle_attention_modules::linear::{ByPlace, ProjectionPlace};
 
 use ProjectionPlace::{Gate, Key, Output, Query, Value};
 
 /// A weight or a bias of projections, as a checkpoint has it.
 pub(super) struct ProjectionTensor {
-    pub spec: Spec,
+    /// The tensor, and the rows (out, ..) that it has of each projection.
+    pub joint: Joint,
     pub is_bias: bool,
-    /// Whether a weight is stored (in, out).
-    pub is_transposed: bool,
-    /// What its rows (out, ..) are.
-    pub parts: Vec<Part>,
-    /// Whether the config has it.
-    pub is_wanted: bool,
-}
-
-/// The rows of a projection in a tensor.
-pub(super) struct Part {
-    pub place: ProjectionPlace,
-    /// Where they are in the tensor.
-    pub rows: Rows,
-    /// The first of them in the projection.
-    pub first: usize,
-}
-
-impl Part {
-    /// The heads that divide the outputs of the projection, or the inputs of the output projection.
-    pub fn heads(&self) -> Heads {
-        if matches!(self.place, Key | Value) { Heads::Key } else { Heads::Query }
-    }
+    /// The projections.
+    pub places: &'static [ProjectionPlace],
+    /// Of a stack, the head whose rows they are.
+    head: usize,
 }
 
 impl ProjectionTensor {
-    /// The tensor as stored, of the rows of whole projections; `None` where one of them is not there.
-    pub fn join<'a>(&self, of: impl Fn(ProjectionPlace) -> Option<&'a Tensor>) -> Result<Option<Tensor>> {
-        let mut own = Vec::with_capacity(self.parts.len());
-        for Part { place, rows, first } in &self.parts {
-            let Some(whole) = of(*place) else { return Ok(None) };
-            own.push((rows.clone(), whole.narrow(0, *first, rows.count())?));
-        }
-        let joined = Rows::join(&own)?;
-        let stored = if self.is_transposed { joined.t()? } else { joined };
-        stored.contiguous().map(Some)
+    /// The tensor as stored, of whole projections; `None` where one of them, or its bias, is not there.
+    pub fn join(&self, projections: &ByPlace<Linear>) -> Result<Option<Tensor>> {
+        let part = |(place, &(rows, _)): (&ProjectionPlace, &(usize, _))| {
+            let linear = projections.get(place)?;
+            let whole = if self.is_bias { linear.bias()? } else { linear.weight() };
+            Some(whole.narrow(0, self.head * rows, rows))
+        };
+        let own: Option<Result<Vec<_>>> = self.places.iter().zip(&self.joint.parts).map(part).collect();
+        own.map(|own| self.joint.join(&own?)).transpose()
     }
 }
 
-/// (out, in) of a projection; one that there is not has no outputs.
-pub fn projection_shape(cfg: &MultiHeadAttentionConfig, place: ProjectionPlace) -> (usize, usize) {
+/// (out, in) of a projection, and whether the config has a bias on it; one that there is not has no outputs.
+pub fn projection_shape(cfg: &MultiHeadAttentionConfig, place: ProjectionPlace) -> (usize, usize, bool) {
     let (h, h_kv, d_v, source) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.value_head_dim(), cfg.kv_source());
-    let gate = cfg.output_gate().map_or(0, |gate| h * gate.width(d_v));
+    let ([q_bias, k_bias, v_bias], gate) = (cfg.qkv_bias(), cfg.output_gate());
     match place {
-        Query => (h * cfg.head_dim(), cfg.embed_dim()),
-        Gate => (gate, cfg.embed_dim()),
-        Key if source == KvSource::EarlierLayer => (0, cfg.key_size()),
-        Key => (h_kv * cfg.head_dim(), cfg.key_size()),
-        Value if source != KvSource::Projected => (0, cfg.value_size()),
-        Value => (h_kv * d_v, cfg.value_size()),
-        Output => (if cfg.out_proj() { cfg.out_dim() } else { 0 }, h * d_v),
-    }
-}
-
-/// Whether the config has a bias on a projection.
-fn has_bias(cfg: &MultiHeadAttentionConfig, place: ProjectionPlace) -> bool {
-    let [q, k, v] = cfg.qkv_bias();
-    match place {
-        Query => q,
-        Key => k,
-        Value => v,
-        Output => cfg.out_bias(),
-        Gate => cfg.output_gate().is_some_and(|gate| gate.place == GatePlace::Own { bias: true }),
+        Query => (h * cfg.head_dim(), cfg.embed_dim(), q_bias),
+        Gate => {
+            let has_bias = gate.is_some_and(|gate| gate.place == GatePlace::Own { bias: true });
+            (gate.map_or(0, |gate| h * gate.width(d_v)), cfg.embed_dim(), has_bias)
+        }
+        Key if source == KvSource::EarlierLayer => (0, cfg.key_size(), k_bias),
+        Key => (h_kv * cfg.head_dim(), cfg.key_size(), k_bias),
+        Value if source != KvSource::Projected => (0, cfg.value_size(), v_bias),
+        Value => (h_kv * d_v, cfg.value_size(), v_bias),
+        Output => (if cfg.out_proj() { cfg.out_dim() } else { 0 }, h * d_v, cfg.out_bias()),
     }
 }
 
@@ -86,13 +61,16 @@ fn has_bias(cfg: &MultiHeadAttentionConfig, place: ProjectionPlace) -> bool {
 /// heads than any file has; of a stack those of some `heads`.
 ///
 /// # Errors
-/// Says why the layout cannot hold the config.
+/// Of the operation `op`, where the layout cannot hold the config.
 pub(super) fn projection_tensors(
+    op: &str,
     cfg: &MultiHeadAttentionConfig,
     layout: WeightLayout,
     heads: Range<usize>,
-) -> std::result::Result<impl Iterator<Item = ProjectionTensor>, String> {
-    problem(cfg, layout).map_or(Ok(()), Err)?;
+) -> Result<impl Iterator<Item = ProjectionTensor>> {
+    if let Some(problem) = problem(cfg, layout) {
+        bail!("[{op}] {problem} (layout {layout})")
+    }
     let one_width = [cfg.key_size(), cfg.value_size()] == [cfg.embed_dim(); 2];
     let heads = if layout.is_stacked() { heads } else { 0..1 };
     let all = heads.flat_map(move |head| layout.tensors(head, one_width).into_iter().map(move |own| (head, own)));
@@ -116,16 +94,15 @@ impl ProjectionTensor {
             ([_, _, ..], WeightLayout::Packed(_, QkvOrder::ByHead)) => cfg.num_kv_heads(),
             _ => 1,
         };
-        let (copies, mut end) = (if layout.is_stacked() { h } else { groups }, 0);
-        let part = |&place: &ProjectionPlace| {
-            let len = projection_shape(cfg, place).0 / copies;
-            end += len;
-            let rows = Rows { groups, range: end - len..end };
-            Part { place, first: head * rows.count(), rows }
+        let (is_stacked, (_, in_dim, has_bias)) = (layout.is_stacked(), projection_shape(cfg, places[0]));
+        let part = |&place: &ProjectionPlace| match (projection_shape(cfg, place).0, place) {
+            (rows, _) if is_stacked => (rows / h, None),
+            (rows, Output) => (rows, None),
+            (rows, Key | Value) => (rows, Some(Heads::Key)),
+            (rows, Query | Gate) => (rows, Some(Heads::Query)),
         };
         let parts: Vec<_> = places.iter().map(part).collect();
-
-        let (out_dim, (_, in_dim)) = (groups * end, projection_shape(cfg, places[0]));
+        let out_dim = parts.iter().map(|(rows, _)| rows).sum::<usize>();
         let init = match (kind, is_bias) {
             (Kind::Linear | Kind::OutProj, false) => LINEAR_WEIGHT,
             (Kind::Linear, true) => linear_bias(in_dim),
@@ -144,16 +121,14 @@ impl ProjectionTensor {
             (false, true) => vec![in_dim, out_dim],
             (false, false) => vec![out_dim, in_dim],
         };
-        let by_head = match parts.as_slice() {
-            _ if layout.is_stacked() => None,
-            // Of a sum over heads.
-            [Part { place: Output, .. }] if is_bias => None,
-            [part] => Some(HeadDim { heads: part.heads(), dim: usize::from((part.place == Output) != is_transposed) }),
+        let share = match places {
+            [Output] if is_bias => Some(Share::Sum),
+            [Output] => Some(Share::Heads(Heads::Query, usize::from(!is_transposed))),
             _ => None,
         };
-        let spec = Spec { by_head, ..Spec::new(named.name(), shape, init) };
-        let is_wanted = !is_bias || has_bias(cfg, places[0]);
-        (out_dim > 0).then_some(Self { spec, is_transposed, is_bias, parts, is_wanted })
+        let spec = Spec { share, ..Spec::new(named.name(), shape, init) }.only_if(has_bias || !is_bias, NO_BIAS);
+        let joint = Joint { spec, is_transposed, groups, parts };
+        (out_dim > 0).then_some(Self { joint, is_bias, places, head })
     }
 }
 
@@ -168,7 +143,8 @@ fn problem(cfg: &MultiHeadAttentionConfig, layout: WeightLayout) -> Option<Strin
     let has_place = |gate: OutputGate| {
         tensors.iter().any(|tensor| tensor.holds(Gate)) && !(is_packed && gate.place == GatePlace::Query)
     };
-    let plain = tensors.iter().find(|tensor| matches!(tensor.kind, Kind::Raw(_)) && has_bias(cfg, tensor.places[0]));
+    let plain =
+        tensors.iter().find(|tensor| matches!(tensor.kind, Kind::Raw(_)) && projection_shape(cfg, tensor.places[0]).2);
     let plain = plain.map(|tensor| tensor.module.trim_start_matches("heads.0."));
     let torch = |what: &str| format!("torch.nn.MultiheadAttention has {what}");
     let problems = [

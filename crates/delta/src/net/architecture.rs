@@ -4,17 +4,16 @@
 use std::fmt;
 use std::ops::Range;
 
-use candle_core::{Result, Tensor, bail};
+use candle_core::{Result, bail};
 use candle_nn::{Init, VarBuilder};
 use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
 use super::OP;
 use candle_attention_modules::base::{
-    HeadShard, Heads, LINEAR_WEIGHT, Options, Parameter, Rows, Source, Spec, count, has, number, options,
+    HeadShard, Heads, Joint, LINEAR_WEIGHT, Options, Parameter, Source, Spec, count, has, number, options,
 };
 use candle_attention_modules::gate::GateActivation;
-use candle_attention_modules::linear::ProjectionRows;
 
 /// The shape and options of a [`GatedDeltaNet`](crate::GatedDeltaNet). What belongs to the data (padding, a cache) is
 /// given at the call.
@@ -113,17 +112,31 @@ impl GatedDeltaNetConfig {
         self.num_key_heads.unwrap_or(self.num_heads)
     }
 
-    /// The rows of queries, keys, values, gate, beta and decay in the weights that inputs are projected by, of all
-    /// heads; of gate and decay those of what inputs are compressed to, where they are.
-    pub(super) fn rows(&self) -> [Range<usize>; 6] {
+    /// How many rows queries, keys, values, gate, beta and decay have in the weights that inputs are projected by, those
+    /// of all heads, and whose heads divide them; of gate and decay what inputs are compressed to, where they are.
+    pub(super) fn parts(&self) -> [(usize, Option<Heads>); 6] {
         let (h, h_k) = (self.num_heads, self.num_key_heads());
-        let [keys, values] = [h_k * self.key_head_dim, h * self.value_head_dim];
-        let (gate, decay) = (self.gate_rank.unwrap_or(values), self.decay_rank.unwrap_or(self.num_decays()));
-        let mut end = 0;
-        [keys, keys, values, gate, h, decay].map(|rows| {
-            end += rows;
-            end - rows..end
-        })
+        let (keys, values) = ((h_k * self.key_head_dim, Some(Heads::Key)), h * self.value_head_dim);
+        let of = |rank: Option<usize>, rows| rank.map_or((rows, Some(Heads::Query)), |rank| (rank, None));
+        [keys, keys, of(None, values), of(self.gate_rank, values), of(None, h), of(self.decay_rank, self.num_decays())]
+    }
+
+    /// Tensors of so many of these parts each, one after the other, in groups, with rows of such a width.
+    fn joints(&self, groups: usize, tensors: &[(&str, usize)], width: &[usize], init: Init) -> Vec<Joint> {
+        let mut parts = self.parts().into_iter();
+        let joint = |&(name, count): &(&str, usize)| {
+            let parts: Vec<_> = parts.by_ref().take(count).collect();
+            let rows = parts.iter().map(|(rows, _)| rows).sum();
+            let spec = Spec::new(format!("{name}.weight"), [&[rows], width].concat(), init);
+            Joint { spec, is_transposed: false, groups, parts }
+        };
+        tensors.iter().map(joint).collect()
+    }
+
+    /// The channels of queries, keys and values in the convolutions.
+    pub(super) fn channels(&self) -> [Range<usize>; 3] {
+        let (keys, values) = (self.num_key_heads() * self.key_head_dim, self.num_heads * self.value_head_dim);
+        [0..keys, keys..2 * keys, 2 * keys..2 * keys + values]
     }
 
     /// How many decays a token has.
@@ -185,14 +198,6 @@ impl fmt::Display for DeltaLayout {
     }
 }
 
-/// A tensor of a checkpoint: the rows of some of the parts of [`GatedDeltaNetConfig::rows`], one part after the other,
-/// or in turn in each of several groups.
-pub(super) struct Packed {
-    name: &'static str,
-    parts: Range<usize>,
-    groups: usize,
-}
-
 impl DeltaLayout {
     /// The layout whose projection of queries the builder has; separate where it has none.
     pub fn detect(vb: &VarBuilder) -> Self {
@@ -212,7 +217,7 @@ impl DeltaLayout {
     ///
     /// # Errors
     /// Of the operation `op`, for a config that the layout has no names for.
-    pub(super) fn projections(self, op: &str, cfg: &GatedDeltaNetConfig) -> Result<Vec<Packed>> {
+    pub(super) fn projections(self, op: &str, cfg: &GatedDeltaNetConfig) -> Result<Vec<Joint>> {
         let ranks = [cfg.gate_rank(), cfg.decay_rank()];
         if self != Self::Separate && ranks.iter().any(Option::is_some) {
             bail!(
@@ -226,99 +231,52 @@ impl DeltaLayout {
             (None, true) => "f_proj",
             (None, false) => "a_proj",
         };
+        let joints = |groups, tensors: &[_]| cfg.joints(groups, tensors, &[cfg.embed_dim()], LINEAR_WEIGHT);
         Ok(match self {
             Self::Separate => {
-                Packed::all(1, &[("q_proj", 1), ("k_proj", 1), ("v_proj", 1), (gate, 1), ("b_proj", 1), (decay, 1)])
+                joints(1, &[("q_proj", 1), ("k_proj", 1), ("v_proj", 1), (gate, 1), ("b_proj", 1), (decay, 1)])
             }
-            Self::ByKeyHead => Packed::all(cfg.num_key_heads(), &[("in_proj_qkvz", 4), ("in_proj_ba", 2)]),
-            Self::ByPart => Packed::all(1, &[("in_proj_qkv", 3), ("in_proj_z", 1), ("in_proj_b", 1), ("in_proj_a", 1)]),
+            Self::ByKeyHead => joints(cfg.num_key_heads(), &[("in_proj_qkvz", 4), ("in_proj_ba", 2)]),
+            Self::ByPart => joints(1, &[("in_proj_qkv", 3), ("in_proj_z", 1), ("in_proj_b", 1), ("in_proj_a", 1)]),
         })
     }
 
-    /// The convolutions of queries, keys and values.
-    pub(super) fn convolutions(self) -> Vec<Packed> {
-        match self {
-            Self::Separate => Packed::all(1, &[("q_conv1d", 1), ("k_conv1d", 1), ("v_conv1d", 1)]),
-            _ => Packed::all(1, &[("conv1d", 3)]),
-        }
+    /// The convolutions (C, 1, K) of queries, keys and values.
+    pub(super) fn convolutions(self, cfg: &GatedDeltaNetConfig) -> Vec<Joint> {
+        let tensors: &[_] = match self {
+            Self::Separate => &[("q_conv1d", 1), ("k_conv1d", 1), ("v_conv1d", 1)],
+            _ => &[("conv1d", 3)],
+        };
+        // `nn.Conv1d`'s.
+        let bound = (cfg.conv_kernel() as f64).sqrt().recip();
+        cfg.joints(1, tensors, &[1, cfg.conv_kernel()], Init::Uniform { lo: -bound, up: bound })
     }
 
     /// The taps (C, 1, K) of queries, keys and values, or this process's of them.
     pub(super) fn read_convolutions(self, cfg: &GatedDeltaNetConfig, source: &Source) -> Result<Parameter> {
-        let ([q, k, v, ..], taps) = (cfg.rows(), cfg.conv_kernel());
-        // `nn.Conv1d`'s.
-        let bound = (taps as f64).sqrt().recip();
-        let spec =
-            |name, rows| Spec::new(format!("{name}.weight"), [rows, 1, taps], Init::Uniform { lo: -bound, up: bound });
-        let (convolutions, third) = (self.convolutions(), v.end.div_ceil(3));
+        let (tensors, [q, k, v]) = (self.convolutions(cfg), cfg.channels());
         // transformers 5 saves three convolutions as thirds of all rows, whatever their widths.
-        let first = spec(convolutions[0].name, third);
-        let are_thirds = convolutions.len() == 3 && source.has(&first.name) && source.read(&first).is_ok();
-        let mut whole = Parameter::default();
-        for (n, Packed { name, parts, .. }) in convolutions.into_iter().enumerate() {
-            source.refuse([format!("{name}.bias")], "the layer has no biases")?;
-            let usual = parts.map(|part| cfg.rows()[part].len()).sum();
-            let rows = if are_thirds { third.min(v.end.saturating_sub(n * third)) } else { usual };
-            whole.extend(source.read(&spec(name, rows))?.into());
+        let (rows, third) = (v.end, v.end.div_ceil(3));
+        let spec = |n: usize| {
+            let mut spec = tensors[n].spec.clone();
+            spec.shape[0] = third.min(rows.saturating_sub(n * third));
+            spec
+        };
+        if tensors.len() == 1 || !source.has(&spec(0).name) || source.read(&spec(0)).is_err() {
+            let usual = tensors.iter().map(|tensor| tensor.read(source)).collect::<Result<Vec<_>>>()?;
+            return Ok(usual.into_iter().flatten().collect());
         }
-        if source.shard() == HeadShard::WHOLE {
+        let whole = (0..3).map(|n| Ok(source.read(&spec(n))?.into())).collect::<Result<Parameter>>()?;
+        if source.shard == HeadShard::WHOLE {
             return Ok(whole);
         }
-        let whole = whole.tensor()?;
-        let own =
-            |(part, range)| Parameter::of(whole.clone(), Rows { groups: 1, range }).narrow(own_rows(part, cfg, source));
-        [q, k, v].into_iter().enumerate().map(own).collect()
-    }
-}
-
-impl Packed {
-    /// Tensors of so many parts each, one after the other.
-    fn all(groups: usize, tensors: &[(&'static str, usize)]) -> Vec<Self> {
-        let mut end = 0;
-        let tensor = |&(name, parts)| {
-            end += parts;
-            Self { name, parts: end - parts..end, groups }
+        let whole = Parameter::from(whole.tensor()?);
+        let own = |(channels, heads): (Range<usize>, Heads)| {
+            let own = source.own_range(heads, channels.len());
+            whole.clone().narrow(channels.start + own.start..channels.start + own.end)
         };
-        tensors.iter().map(tensor).collect()
+        [(q, Heads::Key), (k, Heads::Key), (v, Heads::Query)].into_iter().map(own).collect()
     }
-
-    /// The rows of all parts, or this process's.
-    pub fn read(all: &[Self], cfg: &GatedDeltaNetConfig, source: &Source) -> Result<Vec<ProjectionRows>> {
-        let (rows, mut read) = (cfg.rows(), Vec::new());
-        for Self { name, parts, groups } in all {
-            source.refuse([format!("{name}.bias")], "the layer has no biases")?;
-            let (start, end) = (rows[parts.start].start, rows[parts.end - 1].end);
-            let spec = Spec::new(format!("{name}.weight"), [end - start, cfg.embed_dim()], LINEAR_WEIGHT);
-            let reads_parts = source.shard() != HeadShard::WHOLE && *groups == 1;
-            let whole = if reads_parts { None } else { Some(source.read(&spec)?) };
-            for part in parts.clone() {
-                let (own, at) = (own_rows(part, cfg, source), rows[part].start - start);
-                let weight = match &whole {
-                    Some(whole) => {
-                        let range = at / groups..(at + rows[part].len()) / groups;
-                        Parameter::of(whole.clone(), Rows { groups: *groups, range }).narrow(own)?
-                    }
-                    None => source.read_part(&spec, 0, at + own.start..at + own.end)?.into(),
-                };
-                read.push(ProjectionRows { weight, bias: None });
-            }
-        }
-        Ok(read)
-    }
-
-    /// The inverse: the tensor, of the rows of all parts.
-    pub fn of(&self, all: &[Tensor]) -> Result<(String, Tensor)> {
-        let rows = |whole: &Tensor| Rows { groups: self.groups, range: 0..whole.dims()[0] / self.groups };
-        let parts: Vec<_> = all[self.parts.clone()].iter().map(|whole| (rows(whole), whole.clone())).collect();
-        Ok((format!("{}.weight", self.name), Rows::join(&parts)?.contiguous()?))
-    }
-}
-
-/// This process's rows of a part; all of what inputs are compressed to.
-fn own_rows(part: usize, cfg: &GatedDeltaNetConfig, source: &Source) -> Range<usize> {
-    let (rows, heads) = (cfg.rows()[part].len(), if part < 2 { Heads::Key } else { Heads::Query });
-    let is_compressed = [None, None, None, cfg.gate_rank(), None, cfg.decay_rank()][part].is_some();
-    if is_compressed { 0..rows } else { source.own_range(heads, rows) }
 }
 
 #[cfg(test)]

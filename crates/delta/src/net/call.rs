@@ -60,7 +60,8 @@ impl GatedDeltaNet {
         let batch = if xs.rank() == 2 { xs.unsqueeze(0)? } else { xs.clone() };
         let (b, t, _) = batch.dims3()?;
         // What is projected, after what the convolutions have before it: of sequences without tokens too.
-        if !fits_in_memory(&[b, t.saturating_add(cfg.conv_kernel()), cfg.rows()[5].end]) {
+        let width = cfg.parts().iter().map(|(rows, _)| rows).sum();
+        if !fits_in_memory(&[b, t.saturating_add(cfg.conv_kernel()), width]) {
             bail!("[{OP}] input has shape {:?}, which does not fit in memory", xs.dims())
         }
         let (starts, ends): (Vec<usize>, Vec<usize>);

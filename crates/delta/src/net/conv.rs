@@ -14,15 +14,14 @@ use candle_attention_modules::base::rowwise::{
 use candle_attention_modules::base::{Parameter, accumulation_dtype, gradient_of, part, record};
 use candle_attention_modules::gate::GateActivation;
 
-/// Weights (C, 1, K) as taps (K, C) in the accumulation dtype: what variables hold now.
-pub(super) fn taps(weight: &Parameter) -> Result<Tensor> {
+/// Weights (C, 1, K) as taps (K, C) in the accumulation dtype, with what variables hold now.
+pub(super) fn taps_of(weight: &Parameter) -> Result<Tensor> {
     let weight = weight.tensor()?;
     weight.to_dtype(accumulation_dtype(weight.dtype()))?.squeeze(1)?.t()?.contiguous()
 }
 
-/// `y[t] = silu(Σ taps[i] x[t - K + 1 + i])` of each channel, where the K - 1 inputs before a call are its state.
-///
-/// (B, T, C) by taps (K, C), after a state (B, K - 1, C), or packed sequences (1, total, C), each after zeros.
+/// `y[t] = silu(Σ taps[i] x[t - K + 1 + i])` of each channel: (B, T, C) by taps (K, C), after a state (B, K - 1, C), or
+/// packed sequences (1, total, C), each after zeros.
 pub(super) fn convolve(
     taps: &Tensor,
     xs: &Tensor,

@@ -15,14 +15,14 @@ use candle_nn::var_builder::ShardedVarBuilder;
 use candle_nn::{Init, VarBuilder};
 
 use crate::rule::{DeltaOptions, gated_delta_rule, gated_delta_rule_varlen};
-use architecture::Packed;
 use candle_attention_modules::base::{
-    HeadDim, HeadShard, Heads, Parameter, ParameterList, Source, Spec, accumulation_dtype, frozen, part, save,
+    HeadShard, Heads, Parameter, ParameterList, Share, Source, Spec, WeightAndBias, accumulation_dtype, frozen, part,
+    save,
 };
 use candle_attention_modules::gate::GateActivation;
 use candle_attention_modules::linear::{PackedLinear, Projection};
 use candle_attention_modules::norm::RmsNorm;
-use conv::{convolve, tail, taps};
+use conv::{convolve, tail, taps_of};
 
 const OP: &str = "gated_delta_net";
 
@@ -71,9 +71,9 @@ pub struct GatedDeltaNet {
     inputs: Vec<Projection>,
     /// In the order of `UP`.
     up: [Option<PackedLinear>; 2],
-    /// Of queries, keys and values, (C, 1, K).
+    /// The weights (C, 1, K) of the convolutions of queries, keys and values.
     convolution: Parameter,
-    /// Of that, (K, C) in the accumulation dtype, unless it is a variable.
+    /// Their taps (K, C), unless the weights are variables.
     taps: Option<Tensor>,
     /// `A_log` (H,) or (1, 1, H, 1), `dt_bias` (decays,), `norm.weight` (D_v,).
     parameters: ParameterList,
@@ -116,7 +116,7 @@ impl GatedDeltaNet {
         shard: HeadShard,
         vb: &ShardedVarBuilder<'static>,
     ) -> Result<Self> {
-        Self::read(cfg, layout, Source::sharded(OP, layout, vb)?.with_shard(shard))
+        Self::read(cfg, layout, Source::sharded(OP, layout, vb, shard)?)
     }
 
     /// All heads, or those of a shard.
@@ -124,8 +124,12 @@ impl GatedDeltaNet {
         cfg.validate()?;
         let (h, h_k, embed_dim) = (cfg.num_heads(), cfg.num_key_heads(), cfg.embed_dim());
         let source = source.with_heads([h, h_k])?;
-        let inputs = Packed::read(&layout.projections(OP, cfg)?, cfg, &source)?;
-        let by_head = |dim| Some(HeadDim { heads: Heads::Query, dim });
+        let (inputs, convolutions) = (layout.projections(OP, cfg)?, layout.convolutions(cfg));
+        let biases = inputs.iter().chain(&convolutions).map(|tensor| tensor.spec.name.replace("weight", "bias"));
+        source.refuse(biases, "the layer has no biases")?;
+        let inputs = inputs.iter().map(|tensor| tensor.read(&source)).collect::<Result<Vec<_>>>()?.concat();
+        let inputs: Vec<_> = inputs.into_iter().map(|weight| WeightAndBias { weight, bias: None }).collect();
+        let by_head = |dim| Some(Share::Heads(Heads::Query, dim));
         let up = |name, rank: Option<usize>, width| {
             rank.map(|rank| source.linear(name, (width, rank), false, by_head(0))?.try_into()).transpose()
         };
@@ -134,11 +138,12 @@ impl GatedDeltaNet {
         // Ling 3's.
         let out = if layout == DeltaLayout::Separate && source.has("dense.weight") { "dense" } else { out };
         let parameters = ParameterList::load(&specs(cfg, norm, &source), &source)?;
+        let up = [up(UP[0], cfg.gate_rank(), width)?, up(UP[1], cfg.decay_rank(), cfg.num_decays())?];
         let convolution = layout.read_convolutions(cfg, &source)?;
         Ok(Self {
-            inputs: Projection::of_rows(&inputs.iter().collect::<Vec<_>>())?,
-            up: [up(UP[0], cfg.gate_rank(), width)?, up(UP[1], cfg.decay_rank(), cfg.num_decays())?],
-            taps: (!convolution.is_tracked()).then(|| taps(&convolution)).transpose()?,
+            inputs: Projection::of_rows(&Vec::from_iter(&inputs))?,
+            up,
+            taps: (!convolution.is_tracked()).then(|| taps_of(&convolution)).transpose()?,
             convolution,
             norm: RmsNorm::new(parameters.expect(NORM)?, cfg.norm_eps())?,
             parameters,
@@ -170,16 +175,16 @@ impl GatedDeltaNet {
     /// If the layout cannot hold the layer, and if memory is short.
     pub fn state_dict(&self, layout: DeltaLayout) -> Result<Vec<(String, Tensor)>> {
         let ([norm, out], mut named) = (layout.norm_and_out(), Vec::new());
-        let inputs = layout.projections("state_dict", &self.config)?;
-        let projections = Projection::to_linears(&self.inputs)?;
-        let projections = projections.iter().map(|linear| linear.weight().clone()).collect();
-        let (whole, [q, k, v, ..]) = (self.convolution.tensor()?, self.config.rows());
-        let convolutions = [q, k, v].into_iter().map(|rows| part(&whole, 0, rows)).collect::<Result<_>>()?;
-        let weights: [Vec<_>; 2] = [projections, convolutions];
-        for (weights, all) in weights.iter().zip([inputs, layout.convolutions()]) {
-            for packed in all {
-                named.push(packed.of(weights)?);
-            }
+        let tensors =
+            layout.projections("state_dict", &self.config)?.into_iter().chain(layout.convolutions(&self.config));
+        let projections =
+            Projection::to_linears(&Vec::from_iter(&self.inputs))?.into_iter().map(|linear| linear.weight().clone());
+        let convolution = self.convolution.tensor()?;
+        let channels = self.config.channels().into_iter().map(|channels| part(&convolution, 0, channels));
+        let mut weights = projections.chain(channels.collect::<Result<Vec<_>>>()?);
+        for tensor in tensors {
+            let own: Vec<_> = weights.by_ref().take(tensor.parts.len()).collect();
+            named.push((tensor.spec.name.clone(), tensor.join(&own)?));
         }
         let up = UP.iter().zip(&self.up).filter_map(|(name, up)| Some((*name, up.as_ref()?)));
         for (name, linear) in up.chain([(out, &self.out)]) {
@@ -218,7 +223,7 @@ impl GatedDeltaNet {
         let (xs, tokens) = self.check(&input)?;
         let ((b, t, _), packed) = (xs.dims3()?, input.packed);
         let (h, h_k, d_k, d_v) = (cfg.num_heads(), cfg.num_key_heads(), cfg.key_head_dim(), cfg.value_head_dim());
-        let [of_q, of_k, of_v, ..] = cfg.rows();
+        let [of_q, of_k, of_v] = cfg.channels();
         let (of_tail, of_states) = ([b, cfg.conv_kernel() - 1, of_v.end], [b, h, d_k, d_v]);
         let held = input.cache.as_ref().map(|cache| cache.held(&of_tail, &of_states, &xs)).transpose()?.flatten();
         let (before, state) = match held {
@@ -226,12 +231,12 @@ impl GatedDeltaNet {
             None => (Tensor::zeros(&of_tail, xs.dtype(), xs.device())?, None),
         };
 
-        let projected = Projection::project(&self.inputs, &xs)?;
+        let projected = Projection::project(&Vec::from_iter(&self.inputs), &xs)?;
         let [q, k, v, gate, beta, decay] = projected.as_slice() else {
             bail!("[{OP}] there are {} projections, expected 6", projected.len())
         };
         let by_head = |xs: &Tensor| if packed.is_some() { xs.squeeze(0) } else { xs.transpose(1, 2) };
-        let taps = self.taps.clone().map_or_else(|| taps(&self.convolution), Ok)?;
+        let taps = self.taps.clone().map_or_else(|| taps_of(&self.convolution), Ok)?;
         let mut tails = Vec::new();
         let mut convolved = |xs: &Tensor, channels: Range<usize>, h, d| {
             let (taps, before) = (part(&taps, 1, channels.clone())?, part(&before, 2, channels)?);

@@ -16,7 +16,10 @@ pub use expect::{
 pub use graph::{gradient_of, record, record_two};
 pub use nearest::{did_you_mean, edits, nearest};
 pub use options::{Options, count, options, yes};
-pub use parameters::{HeadDim, HeadShard, Heads, Parameter, ParameterList, Rows, Spec, frozen, part, save, untrained};
+pub use parameters::{
+    HeadShard, Heads, Joint, NO_BIAS, Parameter, ParameterList, Share, Spec, WeightAndBias, frozen, part, save,
+    untrained,
+};
 pub use rowwise::executor;
 pub use source::{DRAWN_THEN_ZEROED, LINEAR_WEIGHT, SCALES, Source, has, hint, linear_bias, root, whole};
 

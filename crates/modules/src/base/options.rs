@@ -41,21 +41,18 @@ pub fn count<const N: u16, T: From<u16>>() -> T {
 macro_rules! options {
     (@with () $($rest:tt)*) => {};
     (@with $docs:tt (get) $($rest:tt)*) => {};
-    (@with ($($doc:literal)+) $methods:tt $field:ident: Option<$value:ty>) => {
-        $crate::base::options! { @with ($($doc)+) $field: $value, Some($field) }
-    };
-    (@with ($($doc:literal)+) $methods:tt $field:ident: $value:ty) => {
-        $crate::base::options! { @with ($($doc)+) $field: $value, $field }
-    };
-    (@with ($($doc:literal)+) $field:ident: $value:ty, $is:expr) => {
+    (@with ($($doc:literal)+) $methods:tt $field:ident: $($value:tt)+) => {
         $crate::base::pastey::paste! {
             $(#[doc = $doc])+
-            pub fn [<with_ $field>](mut self, $field: $value) -> Self {
-                self.$field = $is;
+            pub fn [<with_ $field>](mut self, $field: $crate::base::options! { @given $($value)+ }) -> Self {
+                self.$field = $field.into();
                 self
             }
         }
     };
+
+    (@given Option<$value:ty>) => { $value };
+    (@given $value:ty) => { $value };
 
     (@get () $($rest:tt)*) => {};
     (@get $docs:tt (with) $($rest:tt)*) => {};

@@ -9,7 +9,7 @@ use std::sync::PoisonError;
 
 use candle_core::backprop::GradStore;
 use candle_core::{Error, Result, Tensor, bail};
-use candle_nn::{Init, VarMap};
+use candle_nn::{Init, Linear, VarMap};
 
 use super::{Source, root};
 
@@ -22,14 +22,17 @@ pub enum Heads {
     Key,
 }
 
-/// A dimension of a parameter that heads divide: each has as many entries, one head after the other.
+/// What a process of several has of a parameter that is not whole in each.
 #[derive(Debug, Clone, Copy)]
-pub struct HeadDim {
-    /// Whose heads divide it.
-    pub heads: Heads,
-    /// Which dimension, from 0.
-    pub dim: usize,
+pub enum Share {
+    /// The entries of its heads along a dimension, counted from 0: each head has as many, one head after the other.
+    Heads(Heads, usize),
+    /// All of it in the first process and zeros in the others: it is added to the sum of what all processes give.
+    Sum,
 }
+
+/// Why a file may not have a bias that its config does not mention.
+pub const NO_BIAS: &str = "the config says there is no such bias";
 
 /// A parameter before it is read.
 #[derive(Debug, Clone)]
@@ -41,22 +44,24 @@ pub struct Spec {
     /// How a new one begins.
     pub init: Init,
     /// `None` where each process has all of it.
-    pub by_head: Option<HeadDim>,
+    pub share: Option<Share>,
     /// Its name in a file; with `{}` for the number of an entry where a file has each entry of the first dimension by
     /// itself.
     pub stored: String,
+    /// Why a file may not have it, where the config does not want it: left out, it would change the numbers.
+    pub refused: Option<&'static str>,
 }
 
 impl Spec {
     /// One that files have under the crate's own name, and each process whole.
     pub fn new(name: impl Into<String>, shape: impl Into<Vec<usize>>, init: Init) -> Self {
         let name = name.into();
-        Self { stored: name.clone(), name, shape: shape.into(), init, by_head: None }
+        Self { stored: name.clone(), name, shape: shape.into(), init, share: None, refused: None }
     }
 
     /// One whose dimension `dim` is divided by heads.
     pub fn by_head(self, heads: Heads, dim: usize) -> Self {
-        Self { by_head: Some(HeadDim { heads, dim }), ..self }
+        Self { share: Some(Share::Heads(heads, dim)), ..self }
     }
 
     /// One that a file has under another name.
@@ -64,15 +69,79 @@ impl Spec {
         Self { stored: stored.into(), ..self }
     }
 
-    fn load(&self, source: &Source) -> Result<Parameter> {
-        if !self.stored.contains("{}") {
-            return Ok(source.read(self)?.into());
+    /// One that the config may not want; why a file that has it is refused then.
+    pub fn only_if(self, is_wanted: bool, why: &'static str) -> Self {
+        Self { refused: (!is_wanted).then_some(why), ..self }
+    }
+
+    /// `None` where the config does not want it.
+    fn load(&self, source: &Source) -> Result<Option<Parameter>> {
+        let Some((before, after)) = self.stored.split_once("{}") else {
+            return Ok(source.read_wanted(self)?.map(Parameter::from));
+        };
+        let own = match self.share {
+            Some(Share::Heads(heads, 0)) => source.own_range(heads, self.shape[0]),
+            _ => 0..self.shape[0],
+        };
+        let names = own.map(|i| format!("{before}{i}{after}"));
+        if let Some(why) = self.refused {
+            return source.refuse(names, why).map(|()| None);
         }
-        let own = self.by_head.map_or(0..self.shape[0], |by_head| source.own_range(by_head.heads, self.shape[0]));
-        let name = |i: usize| self.stored.replace("{}", &i.to_string());
-        let entry = |i: usize| source.get(&self.shape[1..], &name(i), self.init)?.unsqueeze(0);
-        let parameter = own.map(|i| entry(i).map(Parameter::from)).collect::<Result<Parameter>>()?;
-        if parameter.is_tracked() { Ok(parameter) } else { Ok(parameter.tensor()?.into()) }
+        let entry = |name: String| source.get(&self.shape[1..], &name, self.init)?.unsqueeze(0).map(Parameter::from);
+        let parameter = names.map(entry).collect::<Result<Parameter>>()?;
+        Ok(Some(if parameter.is_tracked() { parameter } else { parameter.tensor()?.into() }))
+    }
+}
+
+/// A tensor of a checkpoint that holds rows of several projections: of one after the other, or of all in turn in each
+/// of several groups.
+#[derive(Debug, Clone)]
+pub struct Joint {
+    /// The tensor. Its share is that of one projection whose rows heads do not divide.
+    pub spec: Spec,
+    /// Whether its rows are stored as columns.
+    pub is_transposed: bool,
+    /// The number of groups.
+    pub groups: usize,
+    /// How many rows it has of each projection, those of all processes, and whose heads divide them.
+    pub parts: Vec<(usize, Option<Heads>)>,
+}
+
+impl Joint {
+    /// This process's rows of each projection, (rows, ..); none of a tensor that the config does not want. Of groups the
+    /// tensor is read whole.
+    ///
+    /// # Errors
+    /// For a missing or misshapen tensor, and for one that the config does not want.
+    pub fn read(&self, source: &Source) -> Result<Vec<Parameter>> {
+        let rows = |read: Tensor| if self.is_transposed { read.t() } else { Ok(read) };
+        let reads_parts = self.groups == 1 && self.spec.share.is_none() && source.shard != HeadShard::WHOLE;
+        if self.spec.refused.is_some() {
+            return source.read_wanted(&self.spec).map(|_| Vec::new());
+        }
+        let whole = if reads_parts { None } else { Some(rows(source.read(&self.spec)?)?) };
+        let mut end = 0;
+        let part = |&(len, heads): &(usize, Option<Heads>)| {
+            end += len;
+            let (at, own) = (end - len, heads.map_or(0..len, |heads| source.own_range(heads, len)));
+            let Some(whole) = &whole else {
+                let own = at + own.start..at + own.end;
+                return rows(source.read_part(&self.spec, usize::from(self.is_transposed), own)?).map(Parameter::from);
+            };
+            let range = at / self.groups..end / self.groups;
+            Parameter(vec![Piece { tensor: whole.clone(), groups: self.groups, range }]).narrow(own)
+        };
+        self.parts.iter().map(part).collect()
+    }
+
+    /// The inverse: the tensor, of the rows of each projection.
+    pub fn join(&self, parts: &[Tensor]) -> Result<Tensor> {
+        let grouped = |part: &Tensor| {
+            let (rows, columns) = (part.dims()[0], &part.dims()[1..]);
+            part.reshape([&[self.groups, rows / self.groups], columns].concat())
+        };
+        let joined = Tensor::cat(&parts.iter().map(grouped).collect::<Result<Vec<_>>>()?, 1)?.flatten(0, 1)?;
+        if self.is_transposed { joined.t()?.contiguous() } else { joined.contiguous() }
     }
 }
 
@@ -80,17 +149,17 @@ impl Spec {
 #[derive(Debug, Clone, Default)]
 pub struct Parameter(Vec<Piece>);
 
-/// Rows of one tensor.
+/// Of the `groups` of equally many rows that a tensor (rows, ..) is divided into, `range` of each.
 #[derive(Debug, Clone)]
 struct Piece {
     tensor: Tensor,
-    rows: Rows,
+    groups: usize,
+    range: Range<usize>,
 }
 
 impl From<Tensor> for Parameter {
     fn from(tensor: Tensor) -> Self {
-        let rows = Rows { groups: 1, range: 0..tensor.dims()[0] };
-        Self::of(tensor, rows)
+        Self(vec![Piece { groups: 1, range: 0..tensor.dims()[0], tensor }])
     }
 }
 
@@ -102,27 +171,34 @@ impl FromIterator<Parameter> for Parameter {
 }
 
 impl Piece {
+    fn count(&self) -> usize {
+        self.groups * self.range.len()
+    }
+
     /// Whether the rows of `next` follow this piece's own in one tensor.
     fn is_followed_by(&self, next: &Self) -> bool {
-        self.tensor.id() == next.tensor.id()
-            && (self.rows.groups, next.rows.groups, self.rows.range.end) == (1, 1, next.rows.range.start)
+        self.tensor.id() == next.tensor.id() && (self.groups, next.groups, self.range.end) == (1, 1, next.range.start)
+    }
+
+    /// The rows, (len, ..): the tensor itself or a view of it where they lie side by side, or a copy.
+    fn read(&self) -> Result<Tensor> {
+        let (rows, columns) = (self.tensor.dims()[0], &self.tensor.dims()[1..]);
+        let (start, len) = (self.range.start, self.range.len());
+        match self.groups {
+            1 if len == rows => Ok(self.tensor.clone()),
+            1 => self.tensor.narrow(0, start, len)?.contiguous(),
+            groups => {
+                let grouped = self.tensor.reshape([&[groups, rows / groups], columns].concat())?;
+                grouped.narrow(1, start, len)?.contiguous()?.flatten(0, 1)
+            }
+        }
     }
 }
 
 impl Parameter {
-    /// Some of the rows of a tensor.
-    pub fn of(tensor: Tensor, rows: Rows) -> Self {
-        Self(vec![Piece { tensor, rows }])
-    }
-
-    /// More rows after these.
-    pub fn extend(&mut self, more: Self) {
-        self.0.extend(more.0);
-    }
-
     /// How many rows there are.
     pub fn count(&self) -> usize {
-        self.0.iter().map(|piece| piece.rows.count()).sum()
+        self.0.iter().map(Piece::count).sum()
     }
 
     /// A copy of some of the rows, unless these are all.
@@ -138,11 +214,11 @@ impl Parameter {
         let mut joined: Vec<Piece> = Vec::new();
         for piece in &self.0 {
             match joined.last_mut() {
-                Some(last) if last.is_followed_by(piece) => last.rows.range.end = piece.rows.range.end,
+                Some(last) if last.is_followed_by(piece) => last.range.end = piece.range.end,
                 _ => joined.push(piece.clone()),
             }
         }
-        let mut tensors = joined.iter().map(|piece| piece.rows.of(&piece.tensor)).collect::<Result<Vec<_>>>()?;
+        let mut tensors = joined.iter().map(Piece::read).collect::<Result<Vec<_>>>()?;
         if tensors.len() == 1 { Ok(tensors.remove(0)) } else { Tensor::cat(&tensors, 0) }
     }
 
@@ -162,18 +238,64 @@ impl Parameter {
     }
 }
 
+/// A projection's weight and perhaps a bias: rows of tensors, wherever a checkpoint keeps them.
+#[derive(Debug, Clone, Default)]
+pub struct WeightAndBias {
+    /// (out, in); empty where there is no such projection.
+    pub weight: Parameter,
+    /// (out,).
+    pub bias: Option<Parameter>,
+}
+
+impl WeightAndBias {
+    /// More rows, of the weight or of the bias.
+    pub fn push(&mut self, more: Parameter, is_bias: bool) {
+        if is_bias { self.bias.get_or_insert_default() } else { &mut self.weight }.0.extend(more.0);
+    }
+
+    /// Whether training may change either, so that a copy would not stay the same.
+    pub fn is_tracked(&self) -> bool {
+        self.weight.is_tracked() || self.bias.as_ref().is_some_and(Parameter::is_tracked)
+    }
+
+    /// With what variables hold now.
+    pub fn freeze(&self) -> Result<Self> {
+        Ok(Self { weight: self.weight.freeze()?, bias: self.bias.as_ref().map(Parameter::freeze).transpose()? })
+    }
+
+    /// What both hold now.
+    pub fn to_linear(&self) -> Result<Linear> {
+        Ok(Linear::new(self.weight.tensor()?, self.bias.as_ref().map(Parameter::tensor).transpose()?))
+    }
+
+    /// The rows of several projections of inputs of one width, one after the other.
+    pub fn join(all: &[&Self]) -> Result<Self> {
+        let bias = |own: &&Self| match &own.bias {
+            Some(bias) => Ok(bias.clone()),
+            // Adding zero changes no number.
+            None => {
+                let weight = own.weight.first();
+                Ok(Tensor::zeros(own.weight.count(), weight.dtype(), weight.device())?.into())
+            }
+        };
+        let has_bias = all.iter().any(|own| own.bias.is_some());
+        let bias = has_bias.then(|| all.iter().map(bias).collect::<Result<Parameter>>()).transpose()?;
+        Ok(Self { weight: all.iter().map(|own| own.weight.clone()).collect(), bias })
+    }
+}
+
 /// Parameters by name, in the order in which they were listed.
 #[derive(Debug, Clone, Default)]
 pub struct ParameterList(Vec<(String, Parameter)>);
 
 impl ParameterList {
-    /// Reads each, or this process's part of it.
+    /// Reads each that is wanted, or this process's part of it.
     ///
     /// # Errors
-    /// For a missing or misshapen tensor.
+    /// For a missing or misshapen tensor, and for one that is not wanted.
     pub fn load(specs: &[Spec], source: &Source) -> Result<Self> {
-        let read = |spec: &Spec| Ok((spec.name.clone(), spec.load(source)?));
-        Ok(Self(specs.iter().map(read).collect::<Result<_>>()?))
+        let read = |spec: &Spec| Ok(spec.load(source)?.map(|parameter| (spec.name.clone(), parameter)));
+        Ok(Self(specs.iter().filter_map(|spec| read(spec).transpose()).collect::<Result<_>>()?))
     }
 
     /// The parameter of a name, if the layer has one.
@@ -188,10 +310,8 @@ impl ParameterList {
 
     /// What a parameter that was listed holds now.
     pub fn expect(&self, name: &str) -> Result<Tensor> {
-        match self.tensor(name)? {
-            Some(tensor) => Ok(tensor),
-            None => bail!("[parameters] {name} is not among those that were listed"),
-        }
+        let missing = || Error::msg(format!("[parameters] {name} is not among those that were listed"));
+        self.tensor(name)?.ok_or_else(missing)
     }
 
     /// With what variables hold now.
@@ -334,44 +454,6 @@ impl HeadShard {
 /// The entries of `len` that belong to part `i` of `of`.
 fn ith_of(i: usize, len: usize, of: usize) -> Range<usize> {
     (i * len).div_ceil(of)..((i + 1) * len).div_ceil(of)
-}
-
-/// Of the `groups` of equally many rows that a tensor (rows, ..) is divided into, `range` of each.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Rows {
-    /// The number of groups.
-    pub groups: usize,
-    /// Rows of each group, counted from its first.
-    pub range: Range<usize>,
-}
-
-impl Rows {
-    /// How many they are.
-    pub fn count(&self) -> usize {
-        self.groups * self.range.len()
-    }
-
-    /// The rows of a tensor, (len, ..): the tensor itself or a view of it where they lie side by side, or a copy.
-    pub fn of(&self, tensor: &Tensor) -> Result<Tensor> {
-        let Range { start, end } = self.range;
-        let (rows, columns) = (tensor.dims()[0], &tensor.dims()[1..]);
-        match self.groups {
-            1 if end - start == rows => Ok(tensor.clone()),
-            1 => tensor.narrow(0, start, end - start)?.contiguous(),
-            groups => {
-                let grouped = tensor.reshape([&[groups, rows / groups], columns].concat())?;
-                grouped.narrow(1, start, end - start)?.contiguous()?.reshape([&[self.count()], columns].concat())
-            }
-        }
-    }
-
-    /// The inverse: for each of several rows of one tensor what they hold, (len, ..), to the whole tensor.
-    pub fn join(parts: &[(Self, Tensor)]) -> Result<Tensor> {
-        let grouped = parts
-            .iter()
-            .map(|(rows, part)| part.reshape([&[rows.groups, rows.range.len()], &part.dims()[1..]].concat()));
-        Tensor::cat(&grouped.collect::<Result<Vec<_>>>()?, 1)?.flatten(0, 1)
-    }
 }
 
 /// `tensor.narrow` along a dimension, which an empty tensor allows too: a view of one may start past the end of its

@@ -8,7 +8,7 @@ use candle_nn::init::{FanInOut, Init, NonLinearity, NormalOrUniform};
 use candle_nn::var_builder::{Shard, ShardedVarBuilder, SimpleBackend};
 use candle_nn::{Linear, VarBuilder};
 
-use super::{FLOATS, HeadDim, HeadShard, Heads, Spec, fits_in_memory};
+use super::{FLOATS, HeadShard, Heads, NO_BIAS, Share, Spec, fits_in_memory};
 
 /// What is added to a float8 weight's name for that of its scale. Both are factors, whatever `inv` may suggest.
 pub const SCALES: [&str; 2] = ["_scale_inv", "_scale"];
@@ -34,12 +34,15 @@ pub fn linear_bias(in_dim: usize) -> Init {
 /// A builder together with what is being read from it, for the errors.
 #[derive(Clone)]
 pub struct Source<'a> {
-    vb: VarBuilder<'a>,
-    op: &'static str,
+    /// Where parameters are read from, of its dtype and to its device.
+    pub vb: VarBuilder<'a>,
+    /// The operation that errors are of.
+    pub op: &'static str,
     layout: String,
     /// The root of a builder that reads parts of the same tensors.
     sharded: Option<ShardedVarBuilder<'static>>,
-    shard: HeadShard,
+    /// Whose parameters the source gives.
+    pub shard: HeadShard,
     /// How many query and key heads all processes have together.
     heads: [usize; 2],
 }
@@ -57,22 +60,17 @@ impl<'a> Source<'a> {
         Ok(Self { vb, op, layout: layout.to_string(), sharded: None, shard: HeadShard::WHOLE, heads: [1; 2] })
     }
 
-    /// Over a builder that can read parts of tensors.
+    /// A process's own over a builder that can read parts of tensors.
     ///
     /// # Errors
     /// As [`new`](Self::new).
-    pub fn sharded(op: &'static str, layout: impl ToString, vb: &ShardedVarBuilder<'static>) -> Result<Self> {
-        Ok(Self { sharded: Some(vb.root()), ..Self::new(op, layout, whole(vb))? })
-    }
-
-    /// One that gives a process its own.
-    pub fn with_shard(self, shard: HeadShard) -> Self {
-        Self { shard, ..self }
-    }
-
-    /// Whose parameters the source gives.
-    pub fn shard(&self) -> HeadShard {
-        self.shard
+    pub fn sharded(
+        op: &'static str,
+        layout: impl ToString,
+        vb: &ShardedVarBuilder<'static>,
+        shard: HeadShard,
+    ) -> Result<Self> {
+        Ok(Self { sharded: Some(vb.root()), shard, ..Self::new(op, layout, whole(vb))? })
     }
 
     /// One that knows the numbers of query and key heads.
@@ -92,24 +90,9 @@ impl<'a> Source<'a> {
         self.shard.range(heads, self.heads, len)
     }
 
-    /// A bias that is added to the sum of what all processes give: one of them has it, the others have zeros.
-    pub fn bias_of_sum(&self, bias: Tensor) -> Result<Tensor> {
-        if self.shard.rank() == 0 { Ok(bias) } else { bias.zeros_like() }
-    }
-
     /// Below a prefix.
     pub fn pp(&self, prefix: impl ToString) -> Self {
         Self { vb: self.vb.pp(prefix), ..self.clone() }
-    }
-
-    /// The dtype that parameters are read in.
-    pub fn dtype(&self) -> DType {
-        self.vb.dtype()
-    }
-
-    /// The device that parameters are read to.
-    pub fn device(&self) -> &Device {
-        self.vb.device()
     }
 
     /// The tensor of that name and shape.
@@ -139,11 +122,21 @@ impl<'a> Source<'a> {
         Ok(tensor)
     }
 
-    /// A parameter, or this process's part of it.
+    /// A parameter, or this process's share of it.
     pub fn read(&self, spec: &Spec) -> Result<Tensor> {
-        match spec.by_head {
-            Some(HeadDim { heads, dim }) => self.read_part(spec, dim, self.own_range(heads, spec.shape[dim])),
-            None => self.read_part(spec, 0, 0..spec.shape[0]),
+        let whole = || self.get(spec.shape.as_slice(), &spec.stored, spec.init);
+        match spec.share {
+            Some(Share::Heads(heads, dim)) => self.read_part(spec, dim, self.own_range(heads, spec.shape[dim])),
+            Some(Share::Sum) if self.shard.rank() > 0 => whole()?.zeros_like(),
+            _ => whole(),
+        }
+    }
+
+    /// The same of one that the config may not want, or the assurance that the file does not have it.
+    pub fn read_wanted(&self, spec: &Spec) -> Result<Option<Tensor>> {
+        match spec.refused {
+            Some(why) => self.refuse([&spec.stored], why).map(|()| None),
+            None => self.read(spec).map(Some),
         }
     }
 
@@ -180,27 +173,12 @@ impl<'a> Source<'a> {
 
     /// `name.weight` of shape (out, in), and `name.bias` (out) if there is to be one; of heads that divide one of the
     /// two dimensions, this process's part.
-    pub fn linear(&self, name: &str, shape: (usize, usize), bias: bool, by_head: Option<HeadDim>) -> Result<Linear> {
+    pub fn linear(&self, name: &str, shape: (usize, usize), bias: bool, share: Option<Share>) -> Result<Linear> {
         let source = self.pp(name);
-        let weight = source.read(&Spec { by_head, ..Spec::new("weight", [shape.0, shape.1], LINEAR_WEIGHT) })?;
-        let bias = match (source.bias("bias", shape.0, bias, linear_bias(shape.1))?, by_head) {
-            (Some(bias), Some(HeadDim { heads, dim: 0 })) => {
-                let own = self.own_range(heads, shape.0);
-                Some(bias.narrow(0, own.start, own.len())?)
-            }
-            (Some(bias), Some(_)) => Some(source.bias_of_sum(bias)?),
-            (bias, _) => bias,
-        };
-        Ok(Linear::new(weight, bias))
-    }
-
-    /// A bias that the config wants, or the assurance that the file has none.
-    pub fn bias(&self, name: &str, shape: impl Into<Shape>, wanted: bool, init: Init) -> Result<Option<Tensor>> {
-        if wanted {
-            return Ok(Some(self.get(shape, name, init)?));
-        }
-        self.refuse([name], "the config says there is no such bias")?;
-        Ok(None)
+        let weight = source.read(&Spec { share, ..Spec::new("weight", [shape.0, shape.1], LINEAR_WEIGHT) })?;
+        let share = if let Some(Share::Heads(_, 1)) = share { Some(Share::Sum) } else { share };
+        let spec = Spec { share, ..Spec::new("bias", [shape.0], linear_bias(shape.1)) };
+        Ok(Linear::new(weight, source.read_wanted(&spec.only_if(bias, NO_BIAS))?))
     }
 
     /// That the file holds no tensor of these names, which would be left out though it changes the numbers.
@@ -246,13 +224,14 @@ impl<'a> Source<'a> {
     }
 
     fn explain(&self, name: &str, expected: &Shape, error: Error) -> Error {
-        let (problem, hint) = match root(&error) {
+        let problem = match root(&error) {
             Error::CannotFindTensor { .. } | Error::SafeTensor(safetensors::SafeTensorError::TensorNotFound(_)) => {
-                (format!(" is missing, expected shape {expected:?}"), hint(&error))
+                format!(" is missing, expected shape {expected:?}")
             }
-            Error::UnexpectedShape { got, .. } => (format!(" has shape {got:?}, expected {expected:?}"), String::new()),
-            other => (format!(": {other}"), String::new()),
+            Error::UnexpectedShape { got, .. } => format!(" has shape {got:?}, expected {expected:?}"),
+            other => format!(": {other}"),
         };
+        let hint = hint(&error);
         let hint = if hint.is_empty() { hint } else { format!("; {hint}") };
         Error::msg(format!("[{}] {}{problem} (layout {}){hint}", self.op, self.full_name(name), self.layout))
     }

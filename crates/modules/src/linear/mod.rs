@@ -16,7 +16,7 @@ use candle_attention_kernels::Tier;
 pub use forward::PackedGatedLinear;
 use forward::{After, Packed, choose_tier, kernel_activation, outputs, packed, plain, tracked};
 pub use projections::{
-    ByPlace, Projected, Projection, ProjectionModule, ProjectionModules, ProjectionPlace, ProjectionRows, Projections,
+    ByPlace, Projected, Projection, ProjectionModule, ProjectionModules, ProjectionPlace, Projections,
 };
 use quantized::Quantized;
 

@@ -9,7 +9,7 @@ use candle_core::{D, DType, Device, Result, Tensor, bail};
 use candle_nn::{Init, ops};
 use serde::{Deserialize, Serialize};
 
-use crate::base::{Heads, Parameter, ParameterList, Source, Spec, accumulation_dtype, check_memory, number};
+use crate::base::{Heads, NO_BIAS, Parameter, ParameterList, Source, Spec, accumulation_dtype, check_memory, number};
 pub use blocks::{LayerNorm, RmsNorm, layer_norm, layer_norm_no_bias, rms_norm, rms_norm_plus_one};
 use rows::RowNorm;
 
@@ -136,21 +136,15 @@ impl NormPlace {
         let list = format!("{stored}.norms");
         if is_list {
             source.refuse([format!("{list}.{count}.weight")], &format!("there are {count} heads"))?;
-        }
-        let has_bias = norm.kind == QkNormKind::Layer;
-        if !has_bias {
-            let heads = (0..count).map(|head| format!("{list}.{head}"));
-            let in_list = heads.take_while(|head| is_list && source.has(&format!("{head}.weight")));
-            let biases = in_list.chain([stored.to_string()]).map(|module| format!("{module}.bias"));
-            source.refuse(biases, "the config says there is no such bias")?;
+            source.refuse([format!("{stored}.bias")], NO_BIAS)?;
         }
         let spec = |part: &'static str, init| {
             let stored = if is_list { format!("{list}.{{}}.{part}") } else { format!("{stored}.{part}") };
             let spec = Spec::new(format!("{}.{part}", names[0]), self.shape(), init).stored(stored);
             if norm.scope == QkNormScope::PerHead { spec } else { spec.by_head(heads, 0) }
         };
-        let bias = has_bias.then(|| spec("bias", Init::Const(0.0)));
-        Ok([spec("weight", norm.kind.initial_weight())].into_iter().chain(bias).collect())
+        let bias = spec("bias", Init::Const(0.0)).only_if(norm.kind == QkNormKind::Layer, NO_BIAS);
+        Ok(vec![spec("weight", norm.kind.initial_weight()), bias])
     }
 
     /// The norm, of numbers in a dtype on a device.
@@ -226,8 +220,8 @@ impl Norm {
     pub fn load(kind: QkNormKind, eps: f64, size: usize, has_bias: bool, source: &Source) -> Result<Self> {
         let name = |names: [&'static str; 2]| names.into_iter().find(|name| source.has(name)).unwrap_or(names[0]);
         let weight = source.get(size, name(["weight", "gamma"]), kind.initial_weight())?;
-        let bias = source.bias(name(["bias", "beta"]), size, has_bias, Init::Const(0.0))?;
-        Self::new(kind, eps, weight.into(), bias.map(Parameter::from))
+        let bias = Spec::new(name(["bias", "beta"]), [size], Init::Const(0.0)).only_if(has_bias, NO_BIAS);
+        Self::new(kind, eps, weight.into(), source.read_wanted(&bias)?.map(Parameter::from))
     }
 
     /// The root mean square of rows of one width, without a parameter.

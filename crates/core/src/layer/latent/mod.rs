@@ -18,15 +18,15 @@ use super::input::{AttentionInput, KeysFrom};
 use crate::mask::AttentionMask;
 use crate::position::RotaryEmbedding;
 use crate::sdpa::{Attended, AttentionStatistics, Keys, Outputs, OwnKeys, Plan, StatisticsOptions};
-use candle_attention_modules::base::{HeadDim, HeadShard, Heads, Source, is_addressable, part};
+use candle_attention_modules::base::{HeadShard, Heads, Share, Source, is_addressable, part};
 use candle_attention_modules::linear::PackedLinear;
 use candle_attention_modules::norm::{Norm, QkNormKind};
 
 const OP: &str = "multi_head_latent_attention";
 
 /// The rows and the columns of a weight (out, in) that belong to heads.
-const ROWS: HeadDim = HeadDim { heads: Heads::Query, dim: 0 };
-const COLUMNS: HeadDim = HeadDim { heads: Heads::Query, dim: 1 };
+const ROWS: Share = Share::Heads(Heads::Query, 0);
+const COLUMNS: Share = Share::Heads(Heads::Query, 1);
 
 /// Multi-head latent attention, as DeepSeek-V2 (<https://arxiv.org/abs/2405.04434>, section 2.1) and V3 have it.
 ///
@@ -104,7 +104,7 @@ impl MultiHeadLatentAttention {
         shard: HeadShard,
         vb: &ShardedVarBuilder<'static>,
     ) -> Result<Self> {
-        Self::load(cfg, Source::sharded(OP, "latent", vb)?.with_shard(shard))
+        Self::load(cfg, Source::sharded(OP, "latent", vb, shard)?)
     }
 
     /// All heads, or those of a shard.
@@ -122,7 +122,7 @@ impl MultiHeadLatentAttention {
         };
         let (queries, width) = cfg.q_lora_rank().map_or(("q_proj", embed_dim), |rank| ("q_b_proj", rank));
         let mut config = cfg.clone();
-        config.num_heads = source.shard().part_of(h).len();
+        config.num_heads = source.shard.part_of(h).len();
         let layer = Self {
             compress: cfg.q_lora_rank().map(compress).transpose()?,
             queries: source.linear(queries, (h * cfg.head_dim(), width), false, Some(ROWS))?.try_into()?,

@@ -2,11 +2,10 @@
 
 mod sources;
 
-pub use sources::{ByPlace, ProjectionModule, ProjectionModules, ProjectionPlace, ProjectionRows};
+pub use sources::{ByPlace, ProjectionModule, ProjectionModules, ProjectionPlace};
 
 use ProjectionPlace::{Gate, Key, Output, Query, Value};
 
-use std::borrow::Borrow;
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
@@ -15,7 +14,7 @@ use candle_core::{DType, Device, Module, Result, Tensor, bail};
 use candle_nn::Linear;
 
 use super::PackedLinear;
-use crate::base::{Expect, part};
+use crate::base::{Expect, WeightAndBias, part};
 
 const OP: &str = "multi_head_attention";
 
@@ -28,44 +27,21 @@ pub struct Projection {
     has_bias: bool,
 }
 
-#[derive(Debug)]
 enum Weight {
     Packed(PackedLinear),
     /// Rows of variables, which each call reads.
-    Tracked(ProjectionRows),
+    Tracked(WeightAndBias),
     /// A module of the caller's.
-    Module(CheckedModule),
+    Module(ProjectionPlace, ProjectionModule),
 }
 
-/// A module whose output is checked.
-#[derive(Clone)]
-pub struct CheckedModule {
-    module: ProjectionModule,
-    place: ProjectionPlace,
-    width: usize,
-    dtype: DType,
-    device: Device,
-}
-
-impl Module for CheckedModule {
-    /// Empty without a call where there is nothing to compute.
-    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        let (b, t, _) = xs.dims3()?;
-        let expected = [b, t, self.width];
-        if expected.contains(&0) {
-            return Tensor::zeros(&expected, self.dtype, &self.device);
-        }
-        let ys = self.module.forward(&xs.contiguous()?)?;
-        let name = format!("the output of the {} projection", self.place);
-        let output = Expect::one(OP, &name, &ys).sizes(&expected)?;
-        output.dtype(self.dtype, "the weights'")?.beside("the weights", &self.device)?;
-        Ok(ys)
-    }
-}
-
-impl fmt::Debug for CheckedModule {
+impl fmt::Debug for Weight {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        write!(f, "a module to {} outputs in {:?} on {:?}", self.width, self.dtype, self.device)
+        match self {
+            Self::Packed(weight) => weight.fmt(f),
+            Self::Tracked(rows) => rows.fmt(f),
+            Self::Module(place, _) => write!(f, "a module for the {place}"),
+        }
     }
 }
 
@@ -74,36 +50,33 @@ impl Weight {
     fn product(&self, xs: &Tensor, columns: Range<usize>, residual: Option<&Tensor>) -> Result<Tensor> {
         match (self, residual) {
             (Self::Packed(weight), _) => weight.product(xs, columns, residual),
-            (Self::Tracked(rows), _) => {
-                PackedLinear::try_from(ProjectionRows::to_linear(&[rows])?)?.product(xs, columns, residual)
-            }
-            (Self::Module(module), None) => module.forward(xs),
-            (Self::Module(module), Some(residual)) => module.forward(xs)? + residual,
+            (Self::Tracked(rows), _) => PackedLinear::try_from(rows.to_linear()?)?.product(xs, columns, residual),
+            (Self::Module(_, module), None) => module.forward(xs),
+            (Self::Module(_, module), Some(residual)) => module.forward(xs)? + residual,
         }
     }
 }
 
 impl Projection {
-    /// Projections of inputs of one width: columns of one weight that is packed, or what training changes.
-    pub fn of_rows(all: &[&ProjectionRows]) -> Result<Vec<Self>> {
-        match all {
-            [rows] if rows.is_tracked() => {
-                let (columns, has_bias) = (0..rows.weight.count(), rows.bias.is_some());
-                Ok(vec![Self { weight: Arc::new(Weight::Tracked((*rows).clone())), columns, has_bias }])
-            }
-            [_, _, ..] if all.iter().any(|rows| rows.is_tracked()) => {
-                Ok(all.chunks(1).map(Self::of_rows).collect::<Result<Vec<_>>>()?.concat())
-            }
-            _ => {
-                let parts = all.iter().map(|rows| (rows.weight.count(), rows.bias.is_some()));
-                Ok(Self::split(ProjectionRows::to_linear(all)?.try_into()?, parts))
-            }
+    /// Projections of inputs of one width: columns of one weight that is packed, or each by itself where training changes
+    /// one of them.
+    pub fn of_rows(all: &[&WeightAndBias]) -> Result<Vec<Self>> {
+        let is_tracked = all.iter().any(|rows| rows.is_tracked());
+        if is_tracked && all.len() > 1 {
+            return Ok(all.chunks(1).map(Self::of_rows).collect::<Result<Vec<_>>>()?.concat());
         }
+        let rows = WeightAndBias::join(all)?;
+        let weight = if is_tracked { Weight::Tracked(rows) } else { Weight::Packed(rows.to_linear()?.try_into()?) };
+        Ok(Self::columns_of(weight, all.iter().map(|rows| (rows.weight.count(), rows.bias.is_some()))))
     }
 
     /// Of one weight that is packed, the columns of each part, which is so many outputs and may have a bias.
     pub fn split(weight: PackedLinear, parts: impl IntoIterator<Item = (usize, bool)>) -> Vec<Self> {
-        let (weight, mut end) = (Arc::new(Weight::Packed(weight)), 0);
+        Self::columns_of(Weight::Packed(weight), parts)
+    }
+
+    fn columns_of(weight: Weight, parts: impl IntoIterator<Item = (usize, bool)>) -> Vec<Self> {
+        let (weight, mut end) = (Arc::new(weight), 0);
         let part = |(len, has_bias)| {
             end += len;
             Self { weight: weight.clone(), columns: end - len..end, has_bias }
@@ -111,25 +84,21 @@ impl Projection {
         parts.into_iter().map(part).collect()
     }
 
-    fn of_module(module: CheckedModule) -> Self {
-        Self { columns: 0..module.width, has_bias: false, weight: Arc::new(Weight::Module(module)) }
-    }
-
     /// As linear layers, with what variables hold now. Parts of one weight are views of it.
     ///
     /// # Errors
     /// For a module, whose weights nobody knows here, and if memory is short.
-    pub fn to_linears(all: &[impl Borrow<Self>]) -> Result<Vec<Linear>> {
+    pub fn to_linears(all: &[&Self]) -> Result<Vec<Linear>> {
         let mut linears = Vec::with_capacity(all.len());
-        for run in all.chunk_by(|own, next| own.borrow().shares_weight(next.borrow())) {
-            let whole = match &*run[0].borrow().weight {
+        for run in all.chunk_by(|own, next| Arc::ptr_eq(&own.weight, &next.weight)) {
+            let whole = match &*run[0].weight {
                 Weight::Packed(weight) => weight.to_linear()?,
-                Weight::Tracked(rows) => ProjectionRows::to_linear(&[rows])?,
-                Weight::Module(CheckedModule { place, .. }) => bail!(
+                Weight::Tracked(rows) => rows.to_linear()?,
+                Weight::Module(place, _) => bail!(
                     "[{OP}] the {place} projection is a module of the caller's, whose weights the layer does not know"
                 ),
             };
-            for Self { columns, has_bias, .. } in run.iter().map(Borrow::borrow) {
+            for Self { columns, has_bias, .. } in run {
                 let own = |tensor: &Tensor| tensor.narrow(0, columns.start, columns.len());
                 let bias = whole.bias().filter(|_| *has_bias).map(own).transpose()?;
                 linears.push(Linear::new(own(whole.weight())?, bias));
@@ -138,18 +107,14 @@ impl Projection {
         Ok(linears)
     }
 
-    fn shares_weight(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.weight, &other.weight)
-    }
-
     /// Projections of one input; those that share a weight are views of one product.
-    pub fn project(all: &[impl Borrow<Self>], xs: &Tensor) -> Result<Vec<Tensor>> {
+    pub fn project(all: &[&Self], xs: &Tensor) -> Result<Vec<Tensor>> {
         let mut outputs = Vec::with_capacity(all.len());
-        for run in all.chunk_by(|own, next| own.borrow().shares_weight(next.borrow())) {
-            let (first, last) = (run[0].borrow(), run[run.len() - 1].borrow());
+        for run in all.chunk_by(|own, next| Arc::ptr_eq(&own.weight, &next.weight)) {
+            let (first, last) = (run[0], run[run.len() - 1]);
             let start = first.columns.start;
             let product = first.weight.product(xs, start..last.columns.end, None)?;
-            for Self { columns, .. } in run.iter().map(Borrow::borrow) {
+            for Self { columns, .. } in run {
                 // A part of an empty tensor would be new zeros, without its gradient.
                 let is_whole = columns.len() == product.dim(2)?;
                 let own = columns.start - start..columns.end - start;
@@ -157,13 +122,6 @@ impl Projection {
             }
         }
         Ok(outputs)
-    }
-
-    fn as_module(&self) -> ProjectionModule {
-        match &*self.weight {
-            Weight::Module(own) => own.module.clone(),
-            _ => Arc::new(self.clone()),
-        }
     }
 }
 
@@ -178,8 +136,10 @@ impl Module for Projection {
 #[derive(Debug, Clone)]
 pub struct Projections {
     all: ByPlace<Projection>,
-    dtype: DType,
-    device: Device,
+    /// The dtype of the weights, or what modules were said to give.
+    pub dtype: DType,
+    /// The device of the weights, or the one that modules were said to be on.
+    pub device: Device,
 }
 
 /// What the inputs of a call are projected to; as heads (B, H, T, D) where a layer has split them.
@@ -199,15 +159,15 @@ impl Projections {
     ///
     /// # Errors
     /// If memory is short.
-    pub fn new(loaded: &ByPlace<ProjectionRows>, dtype: DType, device: &Device) -> Result<Self> {
+    pub fn new(loaded: &ByPlace<WeightAndBias>, dtype: DType, device: &Device) -> Result<Self> {
         Ok(Self { all: Self::pack(loaded)?, dtype, device: device.clone() })
     }
 
     /// Those of inputs of one width are columns of one product.
-    fn pack(loaded: &ByPlace<ProjectionRows>) -> Result<ByPlace<Projection>> {
+    fn pack(loaded: &ByPlace<WeightAndBias>) -> Result<ByPlace<Projection>> {
         let mut all = ByPlace::new();
         let loaded: Vec<_> = loaded.iter().collect();
-        let width = |rows: &ProjectionRows| rows.weight.first().dims()[1];
+        let width = |rows: &WeightAndBias| rows.weight.first().dims()[1];
         for run in loaded.chunk_by(|(_, own), (place, next)| **place != Output && width(own) == width(next)) {
             let (places, rows): (Vec<_>, Vec<_>) = run.iter().copied().unzip();
             all.extend(places.into_iter().copied().zip(Projection::of_rows(&rows)?));
@@ -242,23 +202,37 @@ impl Projections {
         dtype: DType,
         device: &Device,
     ) -> Result<Self> {
-        let mut all = ByPlace::new();
+        let mut own = Self { all: ByPlace::new(), dtype, device: device.clone() };
         for place in ProjectionPlace::ALL {
-            let (width, noun) = (width(place), place.noun());
-            match modules.0.get(&place).cloned() {
-                None if width > 0 => bail!("[{OP}] no module was given for the {noun} that the config wants"),
-                Some(_) if width == 0 => {
-                    bail!("[{OP}] a module was given for the {noun}, but the config says there is none")
-                }
-                module => all.extend(module.map(|module| {
-                    (
-                        place,
-                        Projection::of_module(CheckedModule { module, place, width, dtype, device: device.clone() }),
-                    )
-                })),
+            let noun = place.noun();
+            match (modules.0.get(&place).cloned(), width(place)) {
+                (None, 0) => {}
+                (None, _) => bail!("[{OP}] no module was given for the {noun} that the config wants"),
+                (Some(_), 0) => bail!("[{OP}] a module was given for the {noun}, but the config says there is none"),
+                (Some(module), width) => own.set(place, width, module),
             }
         }
-        Ok(Self { all, dtype, device: device.clone() })
+        Ok(own)
+    }
+
+    /// A module with an output of that width, which is checked, in one place. It is not called where there is nothing
+    /// to compute.
+    fn set(&mut self, place: ProjectionPlace, width: usize, module: ProjectionModule) {
+        let (dtype, device) = (self.dtype, self.device.clone());
+        let checked = move |xs: &Tensor| {
+            let (b, t, _) = xs.dims3()?;
+            let expected = [b, t, width];
+            if expected.contains(&0) {
+                return Tensor::zeros(&expected, dtype, &device);
+            }
+            let ys = module.forward(&xs.contiguous()?)?;
+            let name = format!("the output of the {place} projection");
+            let output = Expect::one(OP, &name, &ys).sizes(&expected)?;
+            output.dtype(dtype, "the weights'")?.beside("the weights", &device)?;
+            Ok(ys)
+        };
+        let weight = Arc::new(Weight::Module(place, Arc::new(checked)));
+        self.all.insert(place, Projection { weight, columns: 0..width, has_bias: false });
     }
 
     /// Of weights that are packed, query, key, value and output, for inputs in f32.
@@ -277,27 +251,17 @@ impl Projections {
         place: ProjectionPlace,
         change: impl FnOnce(ProjectionModule) -> Result<ProjectionModule>,
     ) -> Result<Self> {
-        let Some(own) = self.all.get_mut(&place) else {
+        let Some(own) = self.all.remove(&place) else {
             bail!("[{OP}] the config says there is no {}, so none can be changed", place.noun())
         };
-        let (module, device) = (change(own.as_module())?, self.device.clone());
-        *own = Projection::of_module(CheckedModule { module, place, width, dtype: self.dtype, device });
+        self.set(place, width, change(Arc::new(own))?);
         Ok(self)
-    }
-
-    /// The dtype of the weights, or what modules were said to give.
-    pub fn dtype(&self) -> DType {
-        self.dtype
-    }
-
-    /// The device of the weights, or the one that modules were said to be on.
-    pub fn device(&self) -> &Device {
-        &self.device
     }
 
     /// Whether queries and keys are projected by modules of the caller's, which may change.
     pub fn has_modules(&self) -> bool {
-        [Query, Key].iter().filter_map(|place| self.all.get(place)).any(|own| matches!(&*own.weight, Weight::Module(_)))
+        let is_module = |own: &Projection| matches!(&*own.weight, Weight::Module(..));
+        [Query, Key].iter().any(|place| self.all.get(place).is_some_and(is_module))
     }
 
     /// The inputs of some places projected; those of one tensor that share a weight are views of one product.

@@ -1,13 +1,10 @@
-//! What a layer's projections are made from: rows of tensors, wherever a checkpoint keeps them, or modules.
+//! The places of a layer's projections, and modules for them.
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
-use candle_core::{Module, Result, Tensor};
-use candle_nn::Linear;
-
-use crate::base::Parameter;
+use candle_core::Module;
 
 /// One of a layer's projections. Those of one input lie in this order in a weight that they share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -34,15 +31,10 @@ impl ProjectionPlace {
     }
 }
 
+/// In lower case.
 impl fmt::Display for ProjectionPlace {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        f.write_str(match self {
-            Self::Query => "query",
-            Self::Key => "key",
-            Self::Value => "value",
-            Self::Output => "output",
-            Self::Gate => "gate",
-        })
+        f.write_str(&format!("{self:?}").to_lowercase())
     }
 }
 
@@ -96,48 +88,5 @@ impl ProjectionModules {
 impl fmt::Debug for ProjectionModules {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         f.debug_tuple("ProjectionModules").field(&self.0.keys()).finish()
-    }
-}
-
-/// The rows of one projection, in the order of its outputs: one tensor, one for each head, or some rows of a packed
-/// one. What variables hold is read when it is asked for.
-#[derive(Debug, Clone, Default)]
-pub struct ProjectionRows {
-    /// (out, in); empty where there is no such projection.
-    pub weight: Parameter,
-    /// (out,).
-    pub bias: Option<Parameter>,
-}
-
-impl ProjectionRows {
-    /// More rows, of the weight or of the bias.
-    pub fn push(&mut self, more: Parameter, is_bias: bool) {
-        if is_bias { self.bias.get_or_insert_default() } else { &mut self.weight }.extend(more);
-    }
-
-    /// Whether training may change them, weights or biases, so that a copy would not stay the same.
-    pub fn is_tracked(&self) -> bool {
-        self.weight.is_tracked() || self.bias.as_ref().is_some_and(Parameter::is_tracked)
-    }
-
-    /// With what variables hold now.
-    pub fn freeze(&self) -> Result<Self> {
-        let bias = self.bias.as_ref().map(Parameter::freeze).transpose()?;
-        Ok(Self { weight: self.weight.freeze()?, bias })
-    }
-
-    /// The rows of several projections of inputs of one width as one linear layer, with what variables hold now.
-    pub fn to_linear(projections: &[&Self]) -> Result<Linear> {
-        let weight = projections.iter().map(|rows| rows.weight.clone()).collect::<Parameter>().tensor()?;
-        if projections.iter().all(|rows| rows.bias.is_none()) {
-            return Ok(Linear::new(weight, None));
-        }
-        let bias = |rows: &&Self| match &rows.bias {
-            Some(bias) => Ok(bias.clone()),
-            // Adding zero changes no number.
-            None => Ok(Tensor::zeros(rows.weight.count(), weight.dtype(), weight.device())?.into()),
-        };
-        let bias = projections.iter().map(bias).collect::<Result<Parameter>>()?.tensor()?;
-        Ok(Linear::new(weight, Some(bias)))
     }
 }
