@@ -79,7 +79,6 @@ impl NewTokens {
             query: before as i128 - tokens.start as i128,
             first_query: 0,
             keys: keys.clone(),
-            end: before + tokens.len(),
             tokens: tokens.clone(),
         };
         self.before.iter().zip(&self.tokens).zip(held).map(of_sequence).collect()
@@ -264,11 +263,11 @@ impl CachedCall<'_> {
             let call = Call::of(op, [q, k, v], Some(scales), None, mask, options)?;
             let choice = Choice::of(&call, outputs)?;
             if let Choice::Cpu(_) = choice {
-                return choice.run(&call, outputs);
+                return choice.run(call, outputs);
             }
         }
         let [k, v] = self.read(rows)?;
-        run(&Call::of(op, [&q.to_dtype(self.dtype)?, &k, &v], None, None, mask, options)?, outputs)
+        run(Call::of(op, [&q.to_dtype(self.dtype)?, &k, &v], None, None, mask, options)?, outputs)
     }
 
     /// The rows of the buffers that hold a key of some sequence, and the mask and the options of attention to them, of

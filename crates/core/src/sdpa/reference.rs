@@ -14,8 +14,8 @@ use candle_attention_modules::init::TorchSeed;
 
 /// The context, the log-sum-exp, and what is wanted beside.
 pub(super) fn attend(call: &Call, outputs: Outputs) -> Result<Attended> {
-    let mut attended = match call.sequences {
-        None => attend_batch(call, outputs)?,
+    let mut attended = match &call.sequences {
+        None => attend_batch(call, outputs, [0; 2])?,
         Some(sequences) => attend_sequences(call, sequences, outputs)?,
     };
     match (outputs, attended.weights.take()) {
@@ -30,7 +30,7 @@ pub(super) fn attend(call: &Call, outputs: Outputs) -> Result<Attended> {
 /// Each sequence by itself. Weights, which are wanted for statistics alone, are (1, H, total_q, total_kv).
 fn attend_sequences(packed: &Call, sequences: &PackedSequences, outputs: Outputs) -> Result<Attended> {
     if packed.dims.t_q == 0 {
-        return attend_batch(packed, outputs);
+        return attend_batch(packed, outputs, [0; 2]);
     }
     let (mut contexts, mut lses, mut weights) = (Vec::new(), Vec::new(), Vec::new());
     for (s, [queries, keys]) in sequences.parts().enumerate().filter(|(_, [queries, _])| !queries.is_empty()) {
@@ -41,17 +41,21 @@ fn attend_sequences(packed: &Call, sequences: &PackedSequences, outputs: Outputs
         let distance_bias = packed.options.distance_bias.as_ref().map(distances).transpose()?;
         // Contexts are put in order together.
         let call = Call {
+            op: packed.op,
             q: of(&packed.q, &queries)?,
             k: of(&packed.k, &keys)?,
             v: of(&packed.v, &keys)?,
-            ranges: packed.ranges.of_sequence(s),
-            options: &SdpaOptions { distance_bias, output_order: OutputOrder::Bhtd, ..packed.options.clone() },
-            sequences: None,
-            first_row_and_key: [queries.start, keys.start],
+            rows: packed.rows.of_sequence(s),
+            options: SdpaOptions { distance_bias, output_order: OutputOrder::Bhtd, ..packed.options.clone() },
             dims: Dims { t_q, t_kv, ..packed.dims },
-            ..*packed
+            empty_rows: packed.empty_rows,
+            // Not of packed sequences.
+            scales: None,
+            keep: None,
+            bias: None,
+            sequences: None,
         };
-        let own = attend_batch(&call, outputs)?;
+        let own = attend_batch(&call, outputs, [queries.start, keys.start])?;
         contexts.push(own.context);
         lses.extend(own.lse);
         let padded = |own: Tensor| own.pad_with_zeros(3, keys.start, packed.dims.t_kv - keys.end);
@@ -63,14 +67,14 @@ fn attend_sequences(packed: &Call, sequences: &PackedSequences, outputs: Outputs
     Ok(Attended { lse: Some(joined(&lses)?), weights, ..Attended::context(context) })
 }
 
-/// With weights in the dtype of the accumulation, where they are wanted: before dropout for statistics.
-fn attend_batch(call: &Call, outputs: Outputs) -> Result<Attended> {
+/// With weights in the dtype of the accumulation, where they are wanted: before dropout for statistics. `first` are the
+/// numbers of the first query and of the first key among those of all packed sequences.
+fn attend_batch(call: &Call, outputs: Outputs, first: [usize; 2]) -> Result<Attended> {
     let Dims { b, h, t_q, t_kv, d_v, .. } = call.dims;
     let scores = call.score_dims();
     check_memory(call.op, format_args!("a tensor of scores {scores:?}"), &scores)?;
     let (device, dtype) = (call.q.device(), accumulation_dtype(call.q.dtype()));
-    let keep = call.mask.keep_within(&call.ranges, scores, device)?;
-    let bias = call.mask.bias_tensor(scores, dtype, device)?;
+    let keep = call.rows.to_keep(call.keep.clone(), scores, device)?;
     let sinks = |sinks: &Tensor| sinks.to_dtype(dtype)?.reshape((1, h, 1, 1));
     let sinks = call.options.sinks.as_ref().map(sinks).transpose()?;
     if b == 0 || t_q == 0 || t_kv == 0 {
@@ -104,11 +108,11 @@ fn attend_batch(call: &Call, outputs: Outputs) -> Result<Attended> {
     if let Some(biases) = &call.options.distance_bias {
         scores = scores.broadcast_add(&by_diagonal(&biases.to_dtype(dtype)?, [t_q, t_kv])?)?;
     }
-    if let Some(bias) = bias {
-        scores = scores.broadcast_add(&bias)?;
+    if let Some(bias) = &call.bias {
+        scores = scores.broadcast_add(bias)?;
     }
-    let (whole, lse) = visible_softmax(&scores, keep.as_ref(), sinks.as_ref(), call.mask.empty_rows())?;
-    let (options, first) = (call.options, call.first_row_and_key);
+    let (whole, lse) = visible_softmax(&scores, keep.as_ref(), sinks.as_ref(), call.empty_rows)?;
+    let options = &call.options;
     let dropped = match options.drops() {
         true => dropout(&whole, options.dropout, options.dropout_seed.as_ref(), options.dropout_philox_seed, first)?,
         false => whole.clone(),
@@ -143,9 +147,9 @@ fn matmul_ready(matrix: &Tensor) -> Result<Tensor> {
 /// `slope · |query position - key position|`, (B or 1, H, T_q, T_kv).
 fn alibi_penalty(call: &Call, slopes: &Tensor) -> Result<Tensor> {
     let Dims { b, h, t_q, t_kv, .. } = call.dims;
-    call.ranges.check_positions()?;
-    let b = if call.ranges.positions_differ() { b } else { 1 };
-    let positions = (0..b).flat_map(|b| (0..t_q).map(move |i| call.ranges.position(b, i) as f64)).collect();
+    let (positions, sequences) = (call.rows.positions()?, &call.rows.sequences);
+    let b = if sequences.iter().all(|own| own.position == sequences[0].position) { 1 } else { b };
+    let positions = positions.into_iter().take(b * t_q).map(|position| position as f64).collect();
     let queries = Tensor::from_vec(positions, (b, 1, t_q, 1), &Device::Cpu)?.to_dtype(slopes.dtype())?;
     let queries = queries.to_device(slopes.device())?;
     let keys = Tensor::arange(0, t_kv as i64, slopes.device())?.to_dtype(slopes.dtype())?.reshape((1, t_kv))?;

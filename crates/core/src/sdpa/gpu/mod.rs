@@ -13,8 +13,8 @@ use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Tensor};
 
-use super::plan::{Outputs, tracks_gradients};
-use super::rows::{Bands, Span, Window};
+use super::bands::{Bands, Window};
+use super::plan::Outputs;
 use super::validate::{Call, Dims};
 use super::{first_line, reference};
 use crate::mask::AttentionMask;
@@ -135,9 +135,9 @@ impl Operation {
 
     /// What it has not.
     fn refusal(&self, call: &Call, outputs: Outputs) -> Option<String> {
-        let (Dims { d, d_v, .. }, options, dtype, scale) = (call.dims, call.options, call.q.dtype(), call.scale());
+        let (Dims { d, d_v, .. }, options, dtype, scale) = (call.dims, &call.options, call.q.dtype(), call.scale());
         let lacks = [
-            (tracks_gradients(call), "has no gradients, and an input is tracked for them"),
+            (call.tracks_gradients(), "has no gradients, and an input is tracked for them"),
             (outputs == Outputs::LogSumExp, "has no log-sum-exp"),
             (matches!(outputs, Outputs::Statistics(_)), "has no statistics of weights"),
             (options.sinks.is_some(), "has no sinks"),
@@ -145,15 +145,14 @@ impl Operation {
             (options.alibi_slopes.is_some() && !self.alibi, "has no ALiBi"),
             (options.softcap.is_some() && !self.softcap, "has no softcap for several queries"),
             (call.sequences.is_some() && !self.varlen, "has no packed sequences"),
+            (call.keep.is_some(), "takes no keep tensor"),
+            (call.bias.is_some(), "takes no bias tensor"),
         ];
         if !self.dtypes.contains(&dtype) {
             return Some(format!("computes in {:?}, and the inputs are {dtype:?}", self.dtypes));
         }
         if let Some((_, reason)) = lacks.into_iter().find(|&(is_wanted, _)| is_wanted) {
             return Some(reason.into());
-        }
-        if let Some(kind) = call.mask.tensor_kind() {
-            return Some(format!("takes no {kind} tensor"));
         }
         if d_v != d {
             return Some(format!("takes values as wide as keys, and D_v is {d_v} where D is {d}"));
@@ -168,7 +167,7 @@ impl Operation {
 /// without queries.
 fn cumulative(bands: &Bands, total_q: usize, total_kv: usize) -> [Vec<u32>; 2] {
     let (mut ends, mut before) = (vec![[0, 0]], 0);
-    for Span { queries, keys } in &bands.spans {
+    for [queries, keys] in &bands.spans {
         ends.extend([[queries.start, before], [queries.start, keys.start], [queries.end, keys.end]]);
         before = keys.end;
     }
@@ -195,7 +194,7 @@ impl Plan {
                 let (k, v) = (k?, v?);
                 if *rest > 0 {
                     let (q, causal) = (call.q.narrow(2, t_q, *rest)?, AttentionMask::causal());
-                    let own = Call::new(call.op, [&q, &k, &v], &causal, call.options)?;
+                    let own = Call::new(call.op, [&q, &k, &v], None, &causal, &call.options)?;
                     last = Some(reference::attend(&own, Outputs::Context)?.context);
                 }
                 let first = |xs: &Tensor, t: usize| in_order(&xs.narrow(2, 0, t)?);

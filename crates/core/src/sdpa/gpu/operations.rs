@@ -6,8 +6,8 @@ use std::sync::{Mutex, PoisonError};
 use candle_core::{DType, Device, DeviceLocation, Result, Tensor};
 
 use super::{Decided, Inputs, Operation};
+use crate::sdpa::bands::Window;
 use crate::sdpa::first_line;
-use crate::sdpa::rows::Window;
 use crate::sdpa::validate::{Call, Dims};
 use candle_attention_modules::base::rowwise::to_vec;
 
@@ -46,7 +46,7 @@ fn flash_attn_limit(call: &Call) -> Option<String> {
         return Some(format!("drops a softcap of {softcap:?} at a scale of {scale:?}"));
     }
     // A launch that fails is not noticed: the result would be whatever lay in memory.
-    if h > GRID || b > GRID || call.sequences.is_some_and(|sequences| sequences.len() > GRID) {
+    if h > GRID || b > GRID || call.sequences.as_ref().is_some_and(|sequences| sequences.len() > GRID) {
         return Some(format!("launches {GRID} sequences and heads at most, and there are {b} and {h}"));
     }
     let rows = b.checked_mul(t_q.max(t_kv)).is_some_and(|rows| i32::try_from(rows).is_ok());
