@@ -65,6 +65,31 @@ impl Placement {
     pub fn whole(t_q: usize, t_kv: usize) -> Self {
         Self { query: t_kv as i128 - t_q as i128, first_query: 0, tokens: 0..t_q, keys: 0..t_kv }
     }
+
+    /// The rows of the keys that constraints leave query `i` of the sequence, the number of which is `b`; `0..0` where
+    /// they leave none.
+    pub(super) fn seen(&self, constraints: &[Constraint], b: usize, i: usize) -> Range<usize> {
+        if !self.tokens.contains(&i) {
+            return 0..0;
+        }
+        let first = self.keys.start;
+        let both = |one: Range<i128>, other: Range<i128>| one.start.max(other.start)..one.end.min(other.end);
+        let all = first as i128..self.keys.end as i128;
+        let seen = constraints.iter().map(|constraint| constraint.keys(b, i, self)).fold(all, both);
+        if seen.is_empty() { 0..0 } else { seen.start as usize - first..seen.end as usize - first }
+    }
+
+    /// The row of keys, or one that there would be, at which query `i` stands, and another one where joined masks give
+    /// it several.
+    pub(super) fn positions(&self, constraints: &[Constraint], b: usize, i: usize) -> (i64, Option<i64>) {
+        let row = |alignment: &Alignment| {
+            let row = alignment.position(b, self, i) - self.keys.start as i128;
+            row.clamp(i64::MIN.into(), i64::MAX.into()) as i64
+        };
+        let mut rows = constraints.iter().filter_map(Constraint::alignment).map(row);
+        let first = rows.next().unwrap_or_else(|| row(&Alignment::End));
+        (first, rows.find(|&other| other != first))
+    }
 }
 
 impl Alignment {

@@ -232,9 +232,8 @@ impl AttentionMask {
 
     /// What a query that sees no key receives; zeros unless said otherwise.
     #[must_use]
-    pub fn with_empty_rows(mut self, empty_rows: EmptyRows) -> Self {
-        self.empty_rows = empty_rows;
-        self
+    pub fn with_empty_rows(self, empty_rows: EmptyRows) -> Self {
+        Self { empty_rows, ..self }
     }
 
     /// Both masks at once: a key is seen where both leave it, biases add up, and each mask's windows and prefix stay

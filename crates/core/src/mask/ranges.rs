@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use candle_core::{Device, Result, Tensor, bail};
 
-use super::constraint::{Alignment, Constraint, Placement};
+use super::constraint::{Constraint, Placement};
 use super::tensors::{all_of, check_memory, fit, readable};
 use super::{AttentionMask, EmptyRows, OP};
 use candle_attention_modules::base::filled;
@@ -19,9 +19,7 @@ pub struct KvRanges {
     b: usize,
     t_q: usize,
     t_kv: usize,
-    constraints: Vec<Constraint>,
-    /// Of each sequence, or one of all; empty only where there is no sequence.
-    placements: Vec<Placement>,
+    mask: AttentionMask,
 }
 
 impl KvRanges {
@@ -30,15 +28,7 @@ impl KvRanges {
         if b >= self.b || i >= self.t_q {
             return 0..0;
         }
-        let placement = self.placement(b);
-        if !placement.tokens.contains(&i) {
-            return 0..0;
-        }
-        let first = placement.keys.start;
-        let both = |one: Range<i128>, other: Range<i128>| one.start.max(other.start)..one.end.min(other.end);
-        let own = self.constraints.iter().map(|constraint| constraint.keys(b, i, placement));
-        let seen = own.fold(first as i128..placement.keys.end as i128, both);
-        if seen.is_empty() { 0..0 } else { seen.start as usize - first..seen.end as usize - first }
+        self.mask.placement(b, self.t_q, self.t_kv).seen(&self.mask.constraints, b, i)
     }
 
     /// The key position at which query `i` stands, from which windows and ALiBi distances count; negative when
@@ -46,24 +36,7 @@ impl KvRanges {
     /// ends. Of joined masks, the position of the first that has one; of sequences with an offset each, that in the
     /// first.
     pub fn query_position(&self, i: usize) -> i64 {
-        self.position(self.alignments().next(), 0, i)
-    }
-
-    /// [`query_position`](Self::query_position) in sequence `b`, by one of the alignments.
-    fn position(&self, alignment: Option<&Alignment>, b: usize, i: usize) -> i64 {
-        let placement = self.placement(b);
-        let position = alignment.unwrap_or(&Alignment::End).position(b, placement, i) - placement.keys.start as i128;
-        position.clamp(i64::MIN.into(), i64::MAX.into()) as i64
-    }
-
-    /// From where the constraints count.
-    fn alignments(&self) -> impl Iterator<Item = &Alignment> {
-        self.constraints.iter().filter_map(Constraint::alignment)
-    }
-
-    /// Where sequence `b` stands.
-    fn placement(&self, b: usize) -> &Placement {
-        self.placements.get(b).unwrap_or(&self.placements[0])
+        self.mask.placement(0, self.t_q, self.t_kv).positions(&self.mask.constraints, 0, i).0
     }
 }
 
@@ -107,26 +80,6 @@ pub(crate) struct SequenceRows {
 }
 
 impl RowRanges {
-    /// Of sequences with these rows of queries, `total` in all, and these first keys.
-    fn new(ranges: &KvRanges, total: usize, sequences: impl Iterator<Item = (Range<usize>, usize)>) -> Result<Self> {
-        let Some(mut keys) = filled(&[total], 0..0) else {
-            bail!("[{OP}] a range for each of {total} queries does not fit in memory")
-        };
-        let (mut of_each, mut conflict) = (Vec::new(), None);
-        for (s, (queries, first_key)) in sequences.enumerate() {
-            for (i, keys) in keys[queries.clone()].iter_mut().enumerate() {
-                let own = ranges.kv_range(s, i);
-                *keys = first_key + own.start..first_key + own.end;
-            }
-            let position = ranges.position(ranges.alignments().next(), s, 0);
-            let mut others = ranges.alignments().map(|alignment| ranges.position(Some(alignment), s, 0));
-            let other = others.find(|&other| other != position);
-            conflict = conflict.or(other.map(|other| (s, [position, other])));
-            of_each.push(SequenceRows { queries, first_key, position: position.saturating_add(first_key as i64) });
-        }
-        Ok(Self { keys, sequences: of_each, conflict })
-    }
-
     /// Those of one of several packed sequences, as of a batch of one.
     pub fn of_sequence(&self, s: usize) -> Self {
         let SequenceRows { queries, first_key, position } = self.sequences[s].clone();
@@ -201,42 +154,70 @@ impl AttentionMask {
     /// joined masks that let it mean several things.
     pub fn resolve(&self, b: usize, t_q: usize, t_kv: usize) -> Result<KvRanges> {
         self.check(b, &[[t_q, t_kv]])?;
-        let placements = match &self.placements {
-            Some(placements) if placements.len() != b => {
-                bail!("[{OP}] positions of {} sequences were given, expected {b}", placements.len())
-            }
-            Some(placements) if b > 0 => placements.clone(),
-            _ => vec![Placement::whole(t_q, t_kv)],
-        };
-        Ok(KvRanges { b, t_q, t_kv, constraints: self.constraints.clone(), placements })
+        Ok(KvRanges { b, t_q, t_kv, mask: self.clone() })
     }
 
-    /// What is left to each query of a batch.
+    /// What is left to each query of a batch, for `op`.
     ///
     /// # Errors
     /// As [`resolve`](Self::resolve), and where memory is short.
-    pub(crate) fn rows(&self, b: usize, t_q: usize, t_kv: usize) -> Result<RowRanges> {
-        let ranges = self.resolve(b, t_q, t_kv)?;
-        let sequences = if t_q == 0 { 0 } else { b };
-        RowRanges::new(&ranges, b * t_q, (0..sequences).map(|b| (b * t_q..(b + 1) * t_q, 0)))
+    pub(crate) fn rows(&self, op: &str, b: usize, t_q: usize, t_kv: usize) -> Result<RowRanges> {
+        self.check(b, &[[t_q, t_kv]])?;
+        let rows = |b: usize| (self.placement(b, t_q, t_kv), b * t_q..(b + 1) * t_q, 0);
+        self.rows_of(op, b * t_q, (0..if t_q == 0 { 0 } else { b }).map(rows))
     }
 
     /// What is left to each query of packed sequences with such queries and keys, each as in a batch of one.
     ///
     /// # Errors
     /// As [`rows`](Self::rows).
-    pub(crate) fn packed_rows(&self, parts: &[[Range<usize>; 2]]) -> Result<RowRanges> {
+    pub(crate) fn packed_rows(&self, op: &str, parts: &[[Range<usize>; 2]]) -> Result<RowRanges> {
         let sizes: Vec<_> = parts.iter().map(|part| part.each_ref().map(|rows| rows.len())).collect();
         self.check(sizes.len(), &sizes)?;
-        let [t_q, t_kv] = [0, 1].map(|of| parts.last().map_or(0, |part| part[of].end));
-        let placements = sizes.iter().map(|&[t_q, t_kv]| Placement::whole(t_q, t_kv)).collect();
-        let ranges = KvRanges { b: sizes.len(), t_q, t_kv, constraints: self.constraints.clone(), placements };
-        RowRanges::new(&ranges, t_q, parts.iter().map(|[queries, keys]| (queries.clone(), keys.start)))
+        let rows = |[queries, keys]: &[Range<usize>; 2]| {
+            (Placement::whole(queries.len(), keys.len()), queries.clone(), keys.start)
+        };
+        self.rows_of(op, parts.last().map_or(0, |[queries, _]| queries.end), parts.iter().map(rows))
     }
 
-    /// That the constraints fit `n` sequences, of which `sizes` are the queries and keys of each, or of all.
+    /// Of sequences that stand there, with these rows of queries, `total` in all, and these first keys.
+    fn rows_of(
+        &self,
+        op: &str,
+        total: usize,
+        of: impl Iterator<Item = (Placement, Range<usize>, usize)>,
+    ) -> Result<RowRanges> {
+        let Some(mut keys) = filled(&[total], 0..0) else {
+            bail!("[{op}] a range for each of {total} queries does not fit in memory")
+        };
+        let (mut sequences, mut conflict) = (Vec::new(), None);
+        for (s, (placement, queries, first_key)) in of.enumerate() {
+            for (i, keys) in keys[queries.clone()].iter_mut().enumerate() {
+                let own = placement.seen(&self.constraints, s, i);
+                *keys = first_key + own.start..first_key + own.end;
+            }
+            let (position, other) = placement.positions(&self.constraints, s, 0);
+            conflict = conflict.or(other.map(|other| (s, [position, other])));
+            sequences.push(SequenceRows { queries, first_key, position: position.saturating_add(first_key as i64) });
+        }
+        Ok(RowRanges { keys, sequences, conflict })
+    }
+
+    /// Where sequence `b` stands.
+    fn placement(&self, b: usize, t_q: usize, t_kv: usize) -> Placement {
+        let own = self.placements.as_ref().and_then(|placements| placements.get(b));
+        own.cloned().unwrap_or_else(|| Placement::whole(t_q, t_kv))
+    }
+
+    /// That the mask fits `n` sequences, of which `sizes` are the queries and keys of each, or of all.
     fn check(&self, n: usize, sizes: &[[usize; 2]]) -> Result<()> {
-        self.constraints.iter().try_for_each(|constraint| constraint.check(n, sizes))
+        self.constraints.iter().try_for_each(|constraint| constraint.check(n, sizes))?;
+        match &self.placements {
+            Some(placements) if placements.len() != n => {
+                bail!("[{OP}] positions of {} sequences were given, expected {n}", placements.len())
+            }
+            _ => Ok(()),
+        }
     }
 
     /// This mask, in which keys are counted by their position in the sequence, for keys that are counted by row: for
@@ -254,19 +235,16 @@ impl AttentionMask {
         device: &Device,
     ) -> Result<Self> {
         let t_kv = longest(placements);
-        self.resolve(b, t_q, t_kv)?;
-        if placements.iter().any(|placement| placement.keys.start > 0) {
-            let all = placements.iter().map(|placement| Placement { keys: 0..placement.keys.end, ..placement.clone() });
-            let ranges = self.placed(all.collect()).resolve(b, t_q, t_kv)?;
-            for (sequence, first) in placements.iter().map(|placement| placement.keys.start).enumerate() {
-                let mut seen = (0..t_q).map(|i| ranges.kv_range(sequence, i));
-                if let Some(keys) = seen.find(|keys| !keys.is_empty() && keys.start < first) {
-                    bail!(
-                        "[{op}] a query of sequence {sequence} sees the key at position {}, but the cache holds those \
-                         from {first} on; expected a shorter window in the mask, or a longer one in the cache",
-                        keys.start
-                    )
-                }
+        self.check(b, &[[t_q, t_kv]])?;
+        for (s, placement) in placements.iter().enumerate().filter(|(_, placement)| placement.keys.start > 0) {
+            let (first, all) = (placement.keys.start, Placement { keys: 0..placement.keys.end, ..placement.clone() });
+            let mut seen = (0..t_q).map(|i| all.seen(&self.constraints, s, i)).filter(|keys| !keys.is_empty());
+            if let Some(keys) = seen.find(|keys| keys.start < first) {
+                bail!(
+                    "[{op}] a query of sequence {s} sees the key at position {}, but the cache holds those from \
+                     {first} on; expected a shorter window in the mask, or a longer one in the cache",
+                    keys.start
+                )
             }
         }
         let whole = Placement::whole(t_q, t_kv);
@@ -356,7 +334,7 @@ mod tests {
 
     /// Of two sequences of 2 and 3 queries against 4 and 2 keys, with an empty one of each kind between them.
     fn packed_rows(mask: &AttentionMask) -> Result<RowRanges> {
-        mask.packed_rows(&[[0..2, 0..4], [2..2, 4..7], [2..3, 7..7], [3..6, 7..9]])
+        mask.packed_rows("test", &[[0..2, 0..4], [2..2, 4..7], [2..3, 7..7], [3..6, 7..9]])
     }
 
     #[test]

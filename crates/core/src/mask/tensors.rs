@@ -37,7 +37,7 @@ impl AttentionMask {
     pub(crate) fn keep_tensor(&self, dims: [usize; 4], device: &Device) -> Result<Option<Tensor>> {
         check_addressable(dims)?;
         let [b, _, t_q, t_kv] = dims;
-        self.rows(b, t_q, t_kv)?.to_keep(self.explicit_keep(dims, device)?, dims, device)
+        self.rows(OP, b, t_q, t_kv)?.to_keep(self.explicit_keep(dims, device)?, dims, device)
     }
 
     /// The `keep` tensors alone, without the intervals of [`resolve`](Self::resolve); their views stay views.
@@ -148,11 +148,7 @@ pub(super) fn fit(what: &str, tensor: &Tensor, dims: [usize; 4], device: &Device
     }
     Expect::one(OP, what, tensor).beside("the queries", device)?;
     // Not a reshape, which would write out a view that is expanded.
-    let mut padded = readable(tensor)?;
-    while padded.rank() < 4 {
-        padded = padded.unsqueeze(0)?;
-    }
-    Ok(padded)
+    (shape.len()..4).try_fold(readable(tensor)?, |padded, _| padded.unsqueeze(0))
 }
 
 /// A view of an empty buffer may begin past its end, where Candle's copies panic; what is empty is made anew.

@@ -43,17 +43,15 @@ impl Bands {
             if has_alibi && sequence.position != rows[last].end as i64 - (last + 1 - queries.start) as i64 {
                 return Ok(None);
             }
-            let keys = first_key + rows[first].start..first_key + rows[last].end;
-            spans.push(([first..last + 1, keys], first_key as i64));
+            spans.push((first..last + 1, rows[first].start..rows[last].end, first_key));
         }
 
-        // Of each row its position, the keys that it sees, and those of its span, from the sequence's first key on.
+        // Of each row its position, the keys that it sees, and those of its span.
         let seen = || {
-            spans.iter().flat_map(|([queries, keys], first_key)| {
-                let (lo, hi) = (keys.start as i64 - first_key, keys.end as i64 - first_key);
+            spans.iter().flat_map(|(queries, keys, _)| {
                 queries.clone().map(move |row| {
-                    let (start, end) = (rows[row].start as i64, rows[row].end as i64);
-                    (hi - (queries.end - row) as i64, start..end, lo..hi)
+                    let [seen, all] = [&rows[row], keys].map(|keys| keys.start as i64..keys.end as i64);
+                    (all.end - (queries.end - row) as i64, seen, all)
                 })
             })
         };
@@ -67,7 +65,8 @@ impl Bands {
         });
         let size = |side: Option<i64>| side.map(usize::try_from).transpose();
         let (Ok(left), Ok(right), true) = (size(left), size(right), is_band) else { return Ok(None) };
-        Ok(Some(Self { spans: spans.into_iter().map(|(span, _)| span).collect(), window: Window { left, right } }))
+        let moved = |(queries, keys, first): (_, Range<usize>, _)| [queries, first + keys.start..first + keys.end];
+        Ok(Some(Self { spans: spans.into_iter().map(moved).collect(), window: Window { left, right } }))
     }
 
     /// The keys that all queries of all sequences of a batch are given, where those are the same ones.

@@ -83,9 +83,10 @@ impl Call {
             if own == b { Ok(tensor.clone()) } else { tensor.broadcast_as((b, h_kv, t, d)) }
         };
         let (q, k, v) = (qkv[0].clone(), expanded(qkv[1])?, expanded(qkv[2])?);
+        sequences.map_or(Ok(()), |sequences| check_sequences(op, dims, sequences, mask))?;
         let rows = match sequences {
-            None => mask.rows(b, t_q, t_kv)?,
-            Some(sequences) => mask.packed_rows(&sequences.parts().collect::<Vec<_>>())?,
+            None => mask.rows(op, b, t_q, t_kv)?,
+            Some(sequences) => mask.packed_rows(op, &sequences.parts().collect::<Vec<_>>())?,
         };
         for (name, tensor) in [("k", &k), ("v", &v)] {
             let tensor = Expect::one(op, name, tensor).beside("q", q.device())?;
@@ -95,7 +96,6 @@ impl Call {
         }
         Expect::one(op, "q", &q).dtype_of(&FLOATS, "")?;
         let dtype = accumulation_dtype(q.dtype());
-        sequences.map_or(Ok(()), |sequences| check_sequences(op, dims, sequences, mask))?;
         let keep = mask.explicit_keep(scores, q.device())?;
         let bias = mask.bias_tensor(scores, dtype, q.device())?;
         let (scales, sequences, empty_rows) = (scales.cloned(), sequences.cloned(), mask.empty_rows());
