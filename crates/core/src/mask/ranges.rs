@@ -90,24 +90,17 @@ impl RowRanges {
         Self { keys, sequences, conflict: self.conflict }
     }
 
-    /// That each query has one position, from which ALiBi counts.
+    /// The key position at which each query stands, from which ALiBi counts.
     ///
     /// # Errors
-    /// For joined masks that give a query different positions.
-    pub fn check_positions(&self) -> Result<()> {
-        let Some((s, [first, other])) = self.conflict else { return Ok(()) };
-        bail!(
-            "[{OP}] ALiBi counts from a query's position, and the joined masks give query 0 of sequence {s} the \
-             positions {first} and {other}, expected one"
-        )
-    }
-
-    /// The key position at which each query stands.
-    ///
-    /// # Errors
-    /// Where there is not one, and where memory is short.
+    /// For joined masks that give a query different positions, and where memory is short.
     pub fn positions(&self) -> Result<Vec<i64>> {
-        self.check_positions()?;
+        if let Some((s, [first, other])) = self.conflict {
+            bail!(
+                "[{OP}] ALiBi counts from a query's position, and the joined masks give query 0 of sequence {s} the \
+                 positions {first} and {other}, expected one"
+            )
+        }
         self.by_query(|sequence, i| sequence.position.saturating_add(i))
     }
 

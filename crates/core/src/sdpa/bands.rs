@@ -30,17 +30,15 @@ impl Bands {
     /// # Errors
     /// For joined masks that let ALiBi count from several positions.
     pub fn new(call: &Call) -> Result<Option<Self>> {
-        let (rows, has_alibi) = (&call.rows.keys, call.options.alibi_slopes.is_some());
-        if has_alibi {
-            call.rows.check_positions()?;
-        }
-        let mut spans = Vec::new();
+        let (rows, mut spans) = (&call.rows.keys, Vec::new());
+        let alibi = call.options.alibi_slopes.as_ref().map(|_| call.rows.positions()).transpose()?;
         for (s, sequence) in call.rows.sequences.iter().enumerate() {
             // The ranges of packed sequences count all keys.
             let first_key = if call.sequences.is_some() { 0 } else { s * call.dims.t_kv };
             let (queries, sees) = (&sequence.queries, |row: &usize| !rows[*row].is_empty());
             let (Some(first), Some(last)) = (queries.clone().find(sees), queries.clone().rfind(sees)) else { continue };
-            if has_alibi && sequence.position != rows[last].end as i64 - (last + 1 - queries.start) as i64 {
+            let position = rows[last].end as i64 - (last + 1 - queries.start) as i64;
+            if alibi.as_ref().is_some_and(|positions| positions[queries.start] != position) {
                 return Ok(None);
             }
             spans.push((first..last + 1, rows[first].start..rows[last].end, first_key));

@@ -135,17 +135,16 @@ impl Attended {
 
     /// The same after a change of the context, and of each tensor beside it.
     pub fn map(
-        self,
+        mut self,
         of_context: impl FnOnce(Tensor) -> Result<Tensor>,
         change: impl Fn(Tensor) -> Result<Tensor>,
     ) -> Result<Self> {
-        Ok(Self {
-            context: of_context(self.context)?,
-            lse: self.lse.map(&change).transpose()?,
-            weights: self.weights.map(&change).transpose()?,
-            statistics: self.statistics.map(|found| found.map(&change)).transpose()?,
-            plan: self.plan,
-        })
+        self.context = of_context(self.context)?;
+        let of_statistics = self.statistics.iter_mut().flat_map(AttentionStatistics::tensors);
+        for tensor in self.lse.iter_mut().chain(&mut self.weights).chain(of_statistics) {
+            *tensor = change(tensor.clone())?;
+        }
+        Ok(self)
     }
 
     /// The context, and what was wanted beside it.
