@@ -278,9 +278,8 @@ impl AttentionMask {
 
     /// Whether a query may see keys after its own: nothing hides these, and no tensor is there that could.
     pub(crate) fn shows_later_keys(&self) -> bool {
-        let may_hide = |constraint: &Constraint| match constraint {
-            Constraint::Aligned(_, Reach::Band { right, .. }) => *right == 0,
-            constraint => matches!(constraint, Constraint::Aligned(_, Reach::Causal { .. })),
+        let may_hide = |constraint: &Constraint| {
+            matches!(constraint, Constraint::Aligned(_, Reach::Causal { .. } | Reach::Band { right: 0, .. }))
         };
         self.tensor_kind().is_none() && !self.constraints.iter().any(may_hide)
     }

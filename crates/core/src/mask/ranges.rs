@@ -117,8 +117,8 @@ impl RowRanges {
         Ok(numbers)
     }
 
-    /// The intervals, and what a mask tensor hides besides, as u8 broadcastable to `dims` = (B, H, T_q, T_kv), 1 = seen;
-    /// `None` where nothing is hidden.
+    /// The intervals, and what a mask tensor hides besides, as u8 broadcastable to `dims` = (B, H, T_q, T_kv), 1 =
+    /// seen; `None` where nothing is hidden.
     pub fn to_keep(&self, keep: Option<Tensor>, dims: [usize; 4], device: &Device) -> Result<Option<Tensor>> {
         let [_, _, t_q, t_kv] = dims;
         if self.keys.iter().all(|keys| *keys == (0..t_kv)) {
