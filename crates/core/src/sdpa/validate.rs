@@ -117,10 +117,8 @@ impl Call {
 
     /// A context (B, H, T_q, D_v) that lies in memory in the order of the call.
     pub fn in_output_order(&self, context: Tensor) -> Result<Tensor> {
-        match self.output_order() {
-            OutputOrder::Bhtd => context.contiguous(),
-            OutputOrder::Bthd => context.transpose(1, 2)?.contiguous()?.transpose(1, 2),
-        }
+        let order = self.output_order();
+        reordered(order, reordered(order, context)?.contiguous()?)
     }
 
     /// (B, H, T_q, T_kv).
@@ -168,6 +166,11 @@ impl Call {
         }
         Ok(())
     }
+}
+
+/// A view of (B, H, T, ..) as it lies in memory in an order, and back.
+pub(super) fn reordered(order: OutputOrder, xs: Tensor) -> Result<Tensor> {
+    if order == OutputOrder::Bhtd { Ok(xs) } else { xs.transpose(1, 2) }
 }
 
 /// That the lengths of sequences end with the lengths of q and k, and that the mask has no tensor.

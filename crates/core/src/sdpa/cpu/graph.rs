@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
 
-use super::{Call, Dims, Flash};
-use crate::sdpa::{Attended, OutputOrder};
+use super::{Call, Dims, Flash, reordered};
+use crate::sdpa::Attended;
 use candle_attention_kernels::flash::{self, BackwardProblem, Problem, SoftmaxStats, Wanted};
 use candle_attention_modules::base::rowwise::{Element, read, to_vec, with_contiguous_rows};
 use candle_attention_modules::base::{gradient_of, record, record_two};
@@ -45,10 +45,7 @@ impl Flash {
         of_lse: Option<Tensor>,
     ) -> Result<Vec<Option<Tensor>>> {
         // (B, H, T_q, D_v), whatever the order in memory.
-        let gradient = match self.call.output_order() {
-            OutputOrder::Bhtd => gradient.clone(),
-            OutputOrder::Bthd => gradient.transpose(1, 2)?,
-        };
+        let gradient = reordered(self.call.output_order(), gradient.clone())?;
         let (gradient, lse_grad) = (with_contiguous_rows(&gradient)?, of_lse.as_ref().map(to_vec).transpose()?);
         let (context, gradient) = (read(context), read(&gradient));
         let (context, context_grad, lse_grad) = (context.contiguous()?, gradient.strided()?, lse_grad.as_deref());

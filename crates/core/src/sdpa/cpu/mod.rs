@@ -4,7 +4,7 @@ mod graph;
 
 use candle_core::{DType, Error, Result, Shape, Tensor, WithDType};
 
-use super::validate::{Call, Dims};
+use super::validate::{Call, Dims, reordered};
 use super::{Attended, AttentionStatistics, OutputOrder, Outputs, reference};
 use candle_attention_kernels::Tier;
 use candle_attention_kernels::flash::{self, Alibi, DistanceBias, Dropout, DropoutMask, KvRows, Problem, ScoreOptions};
@@ -21,11 +21,7 @@ pub(super) fn attend(call: Call, tier: Tier, outputs: Outputs) -> Result<Attende
     }
     let flash = Flash::new(call, tier)?;
     let attended = with_float!(flash.call.op, flash.call.q.dtype(), |E| flash.attend::<E>(outputs))?;
-    // The context as it lies in memory, as (B, H, T_q, D_v).
-    match order {
-        OutputOrder::Bhtd => Ok(attended),
-        OutputOrder::Bthd => Ok(Attended { context: attended.context.transpose(1, 2)?, ..attended }),
-    }
+    Ok(Attended { context: reordered(order, attended.context)?, ..attended })
 }
 
 /// Which weights PyTorch's generator keeps: a bit for each.
