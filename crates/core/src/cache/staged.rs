@@ -77,7 +77,6 @@ impl NewTokens {
             query: before as i128 - tokens.start as i128,
             first_query: 0,
             keys: keys.clone(),
-            end: before + tokens.len(),
             tokens: tokens.clone(),
         };
         self.before.iter().zip(&self.tokens).zip(held).map(of_sequence).collect()
@@ -279,12 +278,12 @@ impl Keys for CachedCall<'_> {
             let call = Call::of(op, [q, k, v], Some(scales), None, mask, options)?;
             let choice = Choice::of(&call, outputs)?;
             if let Choice::Cpu(_) = choice {
-                return choice.run(&call, outputs);
+                return choice.run(call, outputs);
             }
         }
         let [k, v] = self.read(rows)?;
         let call = Call::of(op, [&q.to_dtype(self.dtype)?, &k, &v], None, None, mask, options)?;
-        let attended = run(&call, outputs)?;
+        let attended = run(call, outputs)?;
         let weights = attended.weights.map(|weights| weights.to_dtype(q.dtype())).transpose()?;
         Ok(Attended { context: attended.context.to_dtype(q.dtype())?, weights, ..attended })
     }

@@ -151,7 +151,7 @@ impl AdditiveAttention {
         let options = SdpaOptions::default().with_dropout(self.config.dropout, input.train);
         let options = SdpaOptions { dropout_seed: input.dropout_seed.cloned(), ..options };
         let call = Call::of(OP, [&q, &k, &v], None, None, &mask, &options)?;
-        let (context, weights) = run(&call, Outputs::Weights)?.with(|found| found.weights.take())?;
+        let (context, weights) = run(call, Outputs::Weights)?.with(|found| found.weights.take())?;
         Ok(AttentionOutput { context: context.squeeze(1)?, weights: weights.squeeze(1)? })
     }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use candle_core::{Result, Tensor, bail};
 
 use super::OP;
-use candle_attention_modules::base::{Dim, Expect, check_entries, number};
+use candle_attention_modules::base::{Dim, Expect, check_entries};
 
 /// One thing that hides keys, without a tensor. All of a mask's constraints hold together.
 #[derive(Debug, Clone)]
@@ -17,7 +17,7 @@ pub(super) enum Constraint {
     ValidLens(ValidLens),
     /// Keys before the start are hidden.
     Starts(ValidLens),
-    /// Hides nothing; lifts the causal constraint of a layer that the mask is given to.
+    /// Hides nothing; lifted the causal constraints before it, and lifts that of a layer that the mask is given to.
     Prefix(ValidLens),
     /// Hides nothing; T_kv of the attention mask that lengths were read from.
     Columns(usize),
@@ -30,11 +30,9 @@ pub(super) enum Constraint {
 pub(super) enum Reach {
     /// None after its own but those before all prefixes.
     Causal { prefix: Vec<ValidLens> },
-    /// So many with its own, and all that come later.
-    Window(usize),
     /// From `left` before its own to `right` after it.
     Band { left: usize, right: usize },
-    /// Those of the chunk of so many positions that it stands in.
+    /// Those of the chunk of so many positions that it stands in, at least 1.
     Chunk(usize),
 }
 
@@ -58,16 +56,39 @@ pub(crate) struct Placement {
     pub first_query: usize,
     /// Which queries are tokens; the others see nothing.
     pub tokens: Range<usize>,
-    /// The positions of the keys that are read: row 0 holds the first of them.
+    /// The positions of the keys that are read: row 0 holds the first of them. A cache holds the last of a sequence.
     pub keys: Range<usize>,
-    /// The positions of the sequence in all.
-    pub end: usize,
 }
 
 impl Placement {
     /// All queries and keys of a call by itself: the last query stands at the last key.
     pub fn whole(t_q: usize, t_kv: usize) -> Self {
-        Self { query: t_kv as i128 - t_q as i128, first_query: 0, tokens: 0..t_q, keys: 0..t_kv, end: t_kv }
+        Self { query: t_kv as i128 - t_q as i128, first_query: 0, tokens: 0..t_q, keys: 0..t_kv }
+    }
+
+    /// The rows of the keys that constraints leave query `i` of the sequence, the number of which is `b`; `0..0` where
+    /// they leave none.
+    pub(super) fn seen(&self, constraints: &[Constraint], b: usize, i: usize) -> Range<usize> {
+        if !self.tokens.contains(&i) {
+            return 0..0;
+        }
+        let first = self.keys.start;
+        let both = |one: Range<i128>, other: Range<i128>| one.start.max(other.start)..one.end.min(other.end);
+        let all = first as i128..self.keys.end as i128;
+        let seen = constraints.iter().map(|constraint| constraint.keys(b, i, self)).fold(all, both);
+        if seen.is_empty() { 0..0 } else { seen.start as usize - first..seen.end as usize - first }
+    }
+
+    /// The row of keys, or one that there would be, at which query `i` stands, and another one where joined masks give
+    /// it several.
+    pub(super) fn positions(&self, constraints: &[Constraint], b: usize, i: usize) -> (i64, Option<i64>) {
+        let row = |alignment: &Alignment| {
+            let row = alignment.position(b, self, i) - self.keys.start as i128;
+            row.clamp(i64::MIN.into(), i64::MAX.into()) as i64
+        };
+        let mut rows = constraints.iter().filter_map(Constraint::alignment).map(row);
+        let first = rows.next().unwrap_or_else(|| row(&Alignment::End));
+        (first, rows.find(|&other| other != first))
     }
 }
 
@@ -92,6 +113,11 @@ impl Constraint {
         ))
     }
 
+    /// That a window or a chunk is without keys.
+    pub fn empty(name: &str) -> Self {
+        Self::Wrong(format!("{name} is 0, expected at least 1 (the query's own key)"))
+    }
+
     /// The key positions that are left to query `i` of sequence `b`.
     pub fn keys(&self, b: usize, i: usize, placement: &Placement) -> Range<i128> {
         const ALL: Range<i128> = i128::MIN..i128::MAX;
@@ -103,13 +129,10 @@ impl Constraint {
                         let prefix = prefix.iter().map(|lens| lens.get(b, i) as i128).min().unwrap_or(0);
                         ALL.start..(position + 1).max(prefix)
                     }
-                    Reach::Window(size) => position + 1 - *size as i128..ALL.end,
                     Reach::Band { left, right } => position - *left as i128..position + *right as i128 + 1,
                     Reach::Chunk(size) => {
-                        // A size of 0 is an error where the mask is resolved.
-                        let size = (*size).max(1) as i128;
-                        let start = position.div_euclid(size) * size;
-                        start..start + size
+                        let start = position.div_euclid(*size as i128) * *size as i128;
+                        start..start + *size as i128
                     }
                 }
             }
@@ -119,44 +142,20 @@ impl Constraint {
         }
     }
 
-    /// Whether [`keys`](Self::keys) may leave out a key.
-    pub fn bounds_keys(&self) -> bool {
-        matches!(self, Self::Aligned(..) | Self::ValidLens(_) | Self::Starts(_))
-    }
-
     pub fn alignment(&self) -> Option<&Alignment> {
         if let Self::Aligned(alignment, _) = self { Some(alignment) } else { None }
     }
 
-    /// Whether it may leave sequences different keys.
-    pub fn differs_by_sequence(&self) -> bool {
-        !self.lens().1.is_empty() || matches!(self.alignment(), Some(Alignment::Offsets(_)))
-    }
-
-    /// The lengths that it reads, and their name in errors.
-    pub fn lens(&self) -> (&'static str, &[ValidLens]) {
-        match self {
-            Self::ValidLens(lens) => ("valid_lens", std::slice::from_ref(lens)),
-            Self::Starts(starts) => ("starts", std::slice::from_ref(starts)),
-            Self::Prefix(prefix) => ("prefix", std::slice::from_ref(prefix)),
-            Self::Aligned(_, Reach::Causal { prefix }) => ("prefix", prefix),
-            _ => ("", &[]),
-        }
-    }
-
     /// What is wrong with it for `n` sequences, of which `sizes` are the queries and keys of each, or of all.
     pub fn check(&self, n: usize, sizes: &[[usize; 2]]) -> Result<()> {
-        let (what, lens) = self.lens();
-        lens.iter().try_for_each(|lens| lens.check(what, n, sizes))?;
-        if let Some(Alignment::Offsets(offsets)) = self.alignment() {
-            check_entries(OP, "causal_with_offsets", offsets.len(), n, "sequences")?;
-        }
-        let own_key = |name, size: usize| {
-            number::expect(OP, name, size, |size: usize| size > 0, "at least 1 (the query's own key)")
-        };
         match self {
-            Self::Aligned(_, Reach::Window(size)) => own_key("window", *size),
-            Self::Aligned(_, Reach::Chunk(size)) => own_key("chunk", *size),
+            Self::Aligned(Alignment::Offsets(offsets), _) => {
+                check_entries(OP, "causal_with_offsets", offsets.len(), n, "sequences")
+            }
+            Self::Aligned(..) => Ok(()),
+            Self::ValidLens(lens) => lens.check("valid_lens", n, sizes),
+            Self::Starts(starts) => starts.check("starts", n, sizes),
+            Self::Prefix(prefix) => prefix.check("prefix", n, sizes),
             Self::Columns(columns) => match sizes.iter().find(|[_, t_kv]| t_kv != columns) {
                 Some([_, t_kv]) => {
                     bail!("[{OP}] the attention mask has {columns} columns, expected one for each of {t_kv} keys")
@@ -164,7 +163,6 @@ impl Constraint {
                 None => Ok(()),
             },
             Self::Wrong(problem) => bail!("[{OP}] {problem}"),
-            _ => Ok(()),
         }
     }
 }

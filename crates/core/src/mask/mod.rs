@@ -14,6 +14,7 @@ pub use ranges::KvRanges;
 pub use windows::Windows;
 
 pub(crate) use constraint::Placement;
+pub(crate) use ranges::RowRanges;
 
 use std::sync::Arc;
 
@@ -164,7 +165,10 @@ impl AttentionMask {
     /// masks (see [`and`](Self::and)) in which queries stand at different positions.
     #[must_use]
     pub fn with_window(self, w: usize) -> Self {
-        self.with_aligned("with_window", Reach::Window(w))
+        match w.checked_sub(1) {
+            Some(left) => self.with_aligned("with_window", Reach::Band { left, right: usize::MAX }),
+            None => self.with(Constraint::empty("window")),
+        }
     }
 
     /// Leaves a query the keys from `left` before its position to `right` after it: local attention in encoders. An
@@ -179,7 +183,10 @@ impl AttentionMask {
     /// queries stand at different positions.
     #[must_use]
     pub fn with_chunk(self, size: usize) -> Self {
-        self.with_aligned("with_chunk", Reach::Chunk(size))
+        match size {
+            0 => self.with(Constraint::empty("chunk")),
+            _ => self.with_aligned("with_chunk", Reach::Chunk(size)),
+        }
     }
 
     /// Lifts the causal constraint for the keys before the prefix length, which all queries see then (prefix LM).
@@ -192,12 +199,12 @@ impl AttentionMask {
             Constraint::Aligned(alignment, Reach::Causal { prefix }) => Some((alignment, prefix)),
             _ => None,
         });
-        let Some(first) = causals.next() else { return self.with(Constraint::Prefix(prefix.into())) };
-        if causals.any(|other| other != first) {
+        let (first, prefix) = (causals.next(), prefix.into());
+        if causals.any(|other| Some(other) != first) {
             return self.with(Constraint::ambiguous("with_prefix"));
         }
-        self.lift(&[prefix.into()]);
-        self
+        self.lift(&prefix);
+        self.with(Constraint::Prefix(prefix))
     }
 
     /// Hides every key whose entry is 0, of ones and zeros as u8, broadcastable to (B, H, T_q, T_kv) from the right, as
@@ -225,9 +232,8 @@ impl AttentionMask {
 
     /// What a query that sees no key receives; zeros unless said otherwise.
     #[must_use]
-    pub fn with_empty_rows(mut self, empty_rows: EmptyRows) -> Self {
-        self.empty_rows = empty_rows;
-        self
+    pub fn with_empty_rows(self, empty_rows: EmptyRows) -> Self {
+        Self { empty_rows, ..self }
     }
 
     /// Both masks at once: a key is seen where both leave it, biases add up, and each mask's windows and prefix stay
@@ -251,12 +257,12 @@ impl AttentionMask {
     /// This mask with its causal constraints lifted for the prefixes of another: what a layer does with its own causal
     /// constraint when the caller's mask has a prefix.
     pub(crate) fn with_prefixes_of(&self, other: &Self) -> Self {
-        let prefixes = other.constraints.iter().filter_map(|constraint| match constraint.lens() {
-            ("prefix", prefixes) => Some(prefixes),
-            _ => None,
-        });
         let mut lifted = self.clone();
-        lifted.lift(&prefixes.flatten().cloned().collect::<Vec<_>>());
+        for constraint in &other.constraints {
+            if let Constraint::Prefix(prefix) = constraint {
+                lifted.lift(prefix);
+            }
+        }
         lifted
     }
 
@@ -272,9 +278,8 @@ impl AttentionMask {
 
     /// Whether a query may see keys after its own: nothing hides these, and no tensor is there that could.
     pub(crate) fn shows_later_keys(&self) -> bool {
-        let may_hide = |constraint: &Constraint| match constraint {
-            Constraint::Aligned(_, Reach::Band { right, .. }) => *right == 0,
-            constraint => matches!(constraint, Constraint::Aligned(_, Reach::Causal { .. })),
+        let may_hide = |constraint: &Constraint| {
+            matches!(constraint, Constraint::Aligned(_, Reach::Causal { .. } | Reach::Band { right: 0, .. }))
         };
         self.tensor_kind().is_none() && !self.constraints.iter().any(may_hide)
     }
@@ -286,10 +291,6 @@ impl AttentionMask {
             (true, false) => Some("bias"),
             (true, true) => None,
         }
-    }
-
-    pub(crate) fn tracks_gradients(&self) -> bool {
-        self.biases.iter().any(Tensor::track_op)
     }
 
     fn with(mut self, constraint: Constraint) -> Self {
@@ -305,10 +306,10 @@ impl AttentionMask {
         self.with(if clear { Constraint::Aligned(alignment, reach) } else { Constraint::ambiguous(builder) })
     }
 
-    fn lift(&mut self, prefixes: &[ValidLens]) {
+    fn lift(&mut self, lifted: &ValidLens) {
         for constraint in &mut self.constraints {
             if let Constraint::Aligned(_, Reach::Causal { prefix }) = constraint {
-                prefix.extend_from_slice(prefixes);
+                prefix.push(lifted.clone());
             }
         }
     }

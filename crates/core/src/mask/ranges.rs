@@ -1,13 +1,13 @@
-//! A mask resolved for a shape, one interval of keys for each query; moved to the keys that a cache holds of a
-//! sequence; and taken apart over packed sequences.
+//! A mask resolved for a shape, one interval of keys for each query: for who asks, and in a list for kernels; moved to
+//! the keys that a cache holds of a sequence; and to those of one of several processes.
 
 use std::fmt;
 use std::ops::Range;
 
 use candle_core::{Device, Result, Tensor, bail};
 
-use super::constraint::{Alignment, Constraint, Placement};
-use super::tensors::{check_memory, fit};
+use super::constraint::{Constraint, Placement};
+use super::tensors::{all_of, check_memory, fit, readable};
 use super::{AttentionMask, EmptyRows, OP};
 use candle_attention_modules::base::filled;
 
@@ -19,11 +19,7 @@ pub struct KvRanges {
     b: usize,
     t_q: usize,
     t_kv: usize,
-    constraints: Vec<Constraint>,
-    /// Of each sequence, or one of all; never empty.
-    placements: Vec<Placement>,
-    /// The number of the first sequence, of those that lengths are given for.
-    first: usize,
+    mask: AttentionMask,
 }
 
 impl KvRanges {
@@ -32,17 +28,7 @@ impl KvRanges {
         if b >= self.b || i >= self.t_q {
             return 0..0;
         }
-        let placement = self.placement(b);
-        if !placement.tokens.contains(&i) {
-            return 0..0;
-        }
-        let (mut start, mut end) = (placement.keys.start as i128, placement.keys.end as i128);
-        for constraint in &self.constraints {
-            let keys = constraint.keys(self.first + b, i, placement);
-            (start, end) = (start.max(keys.start), end.min(keys.end));
-        }
-        let first = placement.keys.start;
-        if start < end { start as usize - first..end as usize - first } else { 0..0 }
+        self.mask.placement(b, self.t_q, self.t_kv).seen(&self.mask.constraints, b, i)
     }
 
     /// The key position at which query `i` stands, from which windows and ALiBi distances count; negative when
@@ -50,77 +36,7 @@ impl KvRanges {
     /// ends. Of joined masks, the position of the first that has one; of sequences with an offset each, that in the
     /// first.
     pub fn query_position(&self, i: usize) -> i64 {
-        self.position(0, i)
-    }
-
-    /// [`query_position`](Self::query_position) in sequence `b`, where sequences stand at positions of their own.
-    pub(crate) fn position(&self, b: usize, i: usize) -> i64 {
-        self.position_by(self.alignments().next().unwrap_or(&Alignment::End), b, i)
-    }
-
-    /// That each query has one position, from which ALiBi counts.
-    ///
-    /// # Errors
-    /// For joined masks that give a query different positions.
-    pub(crate) fn check_positions(&self) -> Result<()> {
-        for b in 0..self.b {
-            let of = |alignment| self.position_by(alignment, b, 0);
-            let first = self.position(b, 0);
-            if let Some(other) = self.alignments().map(of).find(|&other| other != first) {
-                bail!(
-                    "[{OP}] ALiBi counts from a query's position, and the joined masks give query 0 of sequence \
-                     {b} the positions {first} and {other}, expected one"
-                )
-            }
-        }
-        Ok(())
-    }
-
-    /// Those of one of several packed sequences, as of a batch of one.
-    pub(crate) fn of_sequence(&self, s: usize) -> Self {
-        let placement = self.placement(s).clone();
-        let (t_q, t_kv) = (placement.tokens.len(), placement.keys.len());
-        Self { b: 1, t_q, t_kv, constraints: self.constraints.clone(), placements: vec![placement], first: s }
-    }
-
-    /// Whether sequences may stand at different positions.
-    pub(crate) fn positions_differ(&self) -> bool {
-        self.placements.len() > 1 || self.alignments().any(|alignment| matches!(alignment, Alignment::Offsets(_)))
-    }
-
-    /// The intervals as u8 (B or 1, 1, T_q, T_kv), 1 = seen; `None` when no constraint was given.
-    pub(super) fn to_keep(&self, device: &Device) -> Result<Option<Tensor>> {
-        let is_part = |placement: &Placement| placement.tokens != (0..self.t_q) || placement.keys.len() != self.t_kv;
-        if !self.constraints.iter().any(Constraint::bounds_keys) && !self.placements.iter().any(is_part) {
-            return Ok(None);
-        }
-        let by_sequence = self.placements.len() > 1 || self.constraints.iter().any(Constraint::differs_by_sequence);
-        let b = if by_sequence { self.b } else { self.b.min(1) };
-        let dims = [b, self.t_q, self.t_kv];
-        let Some(mut keep) = filled(&dims, 0u8) else {
-            bail!("[{OP}] a mask of {dims:?} entries does not fit in memory")
-        };
-        if self.t_kv > 0 {
-            for (row, keys) in keep.chunks_exact_mut(self.t_kv).enumerate() {
-                keys[self.kv_range(row / self.t_q, row % self.t_q)].fill(1);
-            }
-        }
-        Ok(Some(Tensor::from_vec(keep, (b, 1, self.t_q, self.t_kv), device)?))
-    }
-
-    /// Where sequence `b` stands.
-    fn placement(&self, b: usize) -> &Placement {
-        self.placements.get(b).unwrap_or(&self.placements[0])
-    }
-
-    fn alignments(&self) -> impl Iterator<Item = &Alignment> {
-        self.constraints.iter().filter_map(Constraint::alignment)
-    }
-
-    fn position_by(&self, alignment: &Alignment, b: usize, i: usize) -> i64 {
-        let placement = self.placement(b);
-        let position = alignment.position(self.first + b, placement, i) - placement.keys.start as i128;
-        position.clamp(i64::MIN.into(), i64::MAX.into()) as i64
+        self.mask.placement(0, self.t_q, self.t_kv).positions(&self.mask.constraints, 0, i).0
     }
 }
 
@@ -140,6 +56,89 @@ impl fmt::Display for KvRanges {
     }
 }
 
+/// What the structural constraints of a mask leave: an interval of keys for each row of queries.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct RowRanges {
+    /// The keys that a query sees, empty where it sees none. Of a batch, (B, T_q), counted in the query's own sequence;
+    /// of packed sequences, (total_q,), counted in all of them.
+    pub keys: Vec<Range<usize>>,
+    /// None where there are no queries, whatever the size of the batch.
+    pub sequences: Vec<SequenceRows>,
+    /// The first sequence whose query 0 has two positions by joined masks, and these.
+    conflict: Option<(usize, [i64; 2])>,
+}
+
+/// The rows of one sequence, and from where its keys are counted.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct SequenceRows {
+    /// Rows of (B · T_q), or of (total_q).
+    pub queries: Range<usize>,
+    /// The number of its first key.
+    pub first_key: usize,
+    /// The key position at which its first query stands, which may lie outside of the sequence.
+    pub position: i64,
+}
+
+impl RowRanges {
+    /// Those of one of several packed sequences, as of a batch of one.
+    pub fn of_sequence(&self, s: usize) -> Self {
+        let SequenceRows { queries, first_key, position } = self.sequences[s].clone();
+        let own = |keys: &Range<usize>| keys.start - first_key..keys.end - first_key;
+        let keys: Vec<_> = self.keys[queries].iter().map(own).collect();
+        let position = position.saturating_sub(first_key as i64);
+        let sequences = vec![SequenceRows { queries: 0..keys.len(), first_key: 0, position }];
+        Self { keys, sequences, conflict: self.conflict }
+    }
+
+    /// The key position at which each query stands, from which ALiBi counts.
+    ///
+    /// # Errors
+    /// For joined masks that give a query different positions, and where memory is short.
+    pub fn positions(&self) -> Result<Vec<i64>> {
+        if let Some((s, [first, other])) = self.conflict {
+            bail!(
+                "[{OP}] ALiBi counts from a query's position, and the joined masks give query 0 of sequence {s} the \
+                 positions {first} and {other}, expected one"
+            )
+        }
+        self.by_query(|sequence, i| sequence.position.saturating_add(i))
+    }
+
+    /// A number for each query, of its sequence and its number in there.
+    ///
+    /// # Errors
+    /// Where memory is short.
+    pub fn by_query(&self, number: impl Fn(&SequenceRows, i64) -> i64) -> Result<Vec<i64>> {
+        check_memory(&[self.keys.len()])?;
+        let mut numbers = Vec::with_capacity(self.keys.len());
+        for sequence in &self.sequences {
+            numbers.extend((0..sequence.queries.len() as i64).map(|i| number(sequence, i)));
+        }
+        Ok(numbers)
+    }
+
+    /// The intervals, and what a mask tensor hides besides, as u8 broadcastable to `dims` = (B, H, T_q, T_kv), 1 =
+    /// seen; `None` where nothing is hidden.
+    pub fn to_keep(&self, keep: Option<Tensor>, dims: [usize; 4], device: &Device) -> Result<Option<Tensor>> {
+        let [_, _, t_q, t_kv] = dims;
+        if self.keys.iter().all(|keys| *keys == (0..t_kv)) {
+            return Ok(keep);
+        }
+        // One for all sequences, where they are alike.
+        let first = &self.keys[..t_q];
+        let rows = if self.keys.chunks(t_q).all(|own| own == first) { first } else { &self.keys };
+        let dims = [rows.len() / t_q, t_q, t_kv];
+        let Some(mut seen) = filled(&dims, 0u8) else {
+            bail!("[{OP}] a mask of {dims:?} entries does not fit in memory")
+        };
+        for (keys, seen) in rows.iter().zip(seen.chunks_exact_mut(t_kv)) {
+            seen[keys.clone()].fill(1);
+        }
+        let seen = Tensor::from_vec(seen, (dims[0], 1, t_q, t_kv), device)?;
+        Ok(Some(if let Some(keep) = keep { all_of(&seen, &keep)? } else { seen }))
+    }
+}
+
 impl AttentionMask {
     /// The structural constraints for `b` sequences, `t_q` queries and `t_kv` keys, as an interval for each query.
     ///
@@ -147,25 +146,71 @@ impl AttentionMask {
     /// For lengths whose shape is neither (B,) nor (B, T_q), for a window or a chunk of 0, and for what was built on
     /// joined masks that let it mean several things.
     pub fn resolve(&self, b: usize, t_q: usize, t_kv: usize) -> Result<KvRanges> {
-        self.constraints.iter().try_for_each(|constraint| constraint.check(b, &[[t_q, t_kv]]))?;
-        let placements = match &self.placements {
-            Some(placements) if placements.len() != b => {
-                bail!("[{OP}] positions of {} sequences were given, expected {b}", placements.len())
-            }
-            Some(placements) if b > 0 => placements.clone(),
-            _ => vec![Placement::whole(t_q, t_kv)],
-        };
-        Ok(KvRanges { b, t_q, t_kv, constraints: self.constraints.clone(), placements, first: 0 })
+        self.check(b, &[[t_q, t_kv]])?;
+        Ok(KvRanges { b, t_q, t_kv, mask: self.clone() })
     }
 
-    /// The same for packed sequences of so many queries and keys, each as a batch of one. Tensors `keep` and `bias`
-    /// have no meaning there.
-    pub(crate) fn resolve_packed(&self, sizes: &[[usize; 2]]) -> Result<KvRanges> {
-        self.constraints.iter().try_for_each(|constraint| constraint.check(sizes.len(), sizes))?;
-        let [t_q, t_kv] = [0, 1].map(|of| sizes.iter().map(|size| size[of]).max().unwrap_or(0));
-        let placements = sizes.iter().map(|&[t_q, t_kv]| Placement::whole(t_q, t_kv)).collect();
-        let constraints = self.constraints.clone();
-        Ok(KvRanges { b: sizes.len(), t_q, t_kv, constraints, placements, first: 0 })
+    /// What is left to each query of a batch, for `op`.
+    ///
+    /// # Errors
+    /// As [`resolve`](Self::resolve), and where memory is short.
+    pub(crate) fn rows(&self, op: &str, b: usize, t_q: usize, t_kv: usize) -> Result<RowRanges> {
+        self.check(b, &[[t_q, t_kv]])?;
+        let rows = |b: usize| (self.placement(b, t_q, t_kv), b * t_q..(b + 1) * t_q, 0);
+        self.rows_of(op, b * t_q, (0..if t_q == 0 { 0 } else { b }).map(rows))
+    }
+
+    /// What is left to each query of packed sequences with such queries and keys, each as in a batch of one.
+    ///
+    /// # Errors
+    /// As [`rows`](Self::rows).
+    pub(crate) fn packed_rows(&self, op: &str, parts: &[[Range<usize>; 2]]) -> Result<RowRanges> {
+        let sizes: Vec<_> = parts.iter().map(|part| part.each_ref().map(|rows| rows.len())).collect();
+        self.check(sizes.len(), &sizes)?;
+        let rows = |[queries, keys]: &[Range<usize>; 2]| {
+            (Placement::whole(queries.len(), keys.len()), queries.clone(), keys.start)
+        };
+        self.rows_of(op, parts.last().map_or(0, |[queries, _]| queries.end), parts.iter().map(rows))
+    }
+
+    /// Of sequences that stand there, with these rows of queries, `total` in all, and these first keys.
+    fn rows_of(
+        &self,
+        op: &str,
+        total: usize,
+        of: impl Iterator<Item = (Placement, Range<usize>, usize)>,
+    ) -> Result<RowRanges> {
+        let Some(mut keys) = filled(&[total], 0..0) else {
+            bail!("[{op}] a range for each of {total} queries does not fit in memory")
+        };
+        let (mut sequences, mut conflict) = (Vec::new(), None);
+        for (s, (placement, queries, first_key)) in of.enumerate() {
+            for (i, keys) in keys[queries.clone()].iter_mut().enumerate() {
+                let own = placement.seen(&self.constraints, s, i);
+                *keys = first_key + own.start..first_key + own.end;
+            }
+            let (position, other) = placement.positions(&self.constraints, s, 0);
+            conflict = conflict.or(other.map(|other| (s, [position, other])));
+            sequences.push(SequenceRows { queries, first_key, position: position.saturating_add(first_key as i64) });
+        }
+        Ok(RowRanges { keys, sequences, conflict })
+    }
+
+    /// Where sequence `b` stands.
+    fn placement(&self, b: usize, t_q: usize, t_kv: usize) -> Placement {
+        let own = self.placements.as_ref().and_then(|placements| placements.get(b));
+        own.cloned().unwrap_or_else(|| Placement::whole(t_q, t_kv))
+    }
+
+    /// That the mask fits `n` sequences, of which `sizes` are the queries and keys of each, or of all.
+    fn check(&self, n: usize, sizes: &[[usize; 2]]) -> Result<()> {
+        self.constraints.iter().try_for_each(|constraint| constraint.check(n, sizes))?;
+        match &self.placements {
+            Some(placements) if placements.len() != n => {
+                bail!("[{OP}] positions of {} sequences were given, expected {n}", placements.len())
+            }
+            _ => Ok(()),
+        }
     }
 
     /// This mask, in which keys are counted by their position in the sequence, for keys that are counted by row: for
@@ -183,19 +228,16 @@ impl AttentionMask {
         device: &Device,
     ) -> Result<Self> {
         let t_kv = longest(placements);
-        self.resolve(b, t_q, t_kv)?;
-        if placements.iter().any(|placement| placement.keys.start > 0) {
-            let all = placements.iter().map(|placement| Placement { keys: 0..placement.end, ..placement.clone() });
-            let ranges = self.placed(all.collect()).resolve(b, t_q, t_kv)?;
-            for (sequence, first) in placements.iter().map(|placement| placement.keys.start).enumerate() {
-                let mut seen = (0..t_q).map(|i| ranges.kv_range(sequence, i));
-                if let Some(keys) = seen.find(|keys| !keys.is_empty() && keys.start < first) {
-                    bail!(
-                        "[{op}] a query of sequence {sequence} sees the key at position {}, but the cache holds those \
-                         from {first} on; expected a shorter window in the mask, or a longer one in the cache",
-                        keys.start
-                    )
-                }
+        self.check(b, &[[t_q, t_kv]])?;
+        for (s, placement) in placements.iter().enumerate().filter(|(_, placement)| placement.keys.start > 0) {
+            let (first, all) = (placement.keys.start, Placement { keys: 0..placement.keys.end, ..placement.clone() });
+            let mut seen = (0..t_q).map(|i| all.seen(&self.constraints, s, i)).filter(|keys| !keys.is_empty());
+            if let Some(keys) = seen.find(|keys| keys.start < first) {
+                bail!(
+                    "[{op}] a query of sequence {s} sees the key at position {}, but the cache holds those from \
+                     {first} on; expected a shorter window in the mask, or a longer one in the cache",
+                    keys.start
+                )
             }
         }
         let whole = Placement::whole(t_q, t_kv);
@@ -239,8 +281,8 @@ impl AttentionMask {
         if let Some(obstacle) = obstacle {
             bail!("[{OP}] the mask {obstacle}, expected one that leaves intervals of a whole sequence")
         }
-        let (query, first_query, end) = (queries.start as i128, queries.start, keys.end.max(queries.end));
-        Ok(self.placed(vec![Placement { query, first_query, tokens: 0..queries.len(), end, keys }; b]))
+        let (query, first_query) = (queries.start as i128, queries.start);
+        Ok(self.placed(vec![Placement { query, first_query, tokens: 0..queries.len(), keys }; b]))
     }
 
     /// The constraints for a placement of each sequence, where rows of keys are no columns of an attention mask;
@@ -253,7 +295,7 @@ impl AttentionMask {
 }
 
 fn longest(placements: &[Placement]) -> usize {
-    placements.iter().map(|placement| placement.end).max().unwrap_or(0)
+    placements.iter().map(|placement| placement.keys.end).max().unwrap_or(0)
 }
 
 /// The columns of a mask tensor (.., T_kv) for the rows of keys that each sequence reads.
@@ -262,31 +304,57 @@ fn columns(tensor: &Tensor, placements: &[Placement], rows: usize) -> Result<Ten
     if t_kv == 1 && longest(placements) != 1 {
         return Ok(tensor.clone());
     }
-    let (_, h, t_q, _) = tensor.dims4()?;
-    if tensor.elem_count() == 0 || rows == 0 {
-        // Candle copies no empty views.
-        return Tensor::zeros((placements.len(), h, t_q, rows), tensor.dtype(), tensor.device());
-    }
-    let own = |tensor: &Tensor, start: usize| {
-        let start = start.min(t_kv);
-        let own = tensor.narrow(3, start, rows.min(t_kv - start))?;
-        let (b, h, t_q, have) = own.dims4()?;
-        if have == rows {
-            return Ok(own);
-        }
-        // Hidden, since the sequence holds no more keys.
-        check_memory(&[b, h, t_q, rows])?;
-        match have {
-            0 => Tensor::zeros((b, h, t_q, rows), own.dtype(), own.device()),
-            _ => own.contiguous()?.pad_with_zeros(3, 0, rows - have),
-        }
-    };
+    // Where all sequences begin alike, the rows of the longest one end with the columns.
     let start = placements.first().map_or(0, |placement| placement.keys.start);
     if placements.iter().all(|placement| placement.keys.start == start) {
-        return own(tensor, start);
+        return readable(&tensor.narrow(3, start, rows)?);
     }
+    let (_, h, t_q, _) = tensor.dims4()?;
     check_memory(&[placements.len(), h, t_q, rows])?;
     let of_all = tensor.broadcast_as((placements.len(), h, t_q, t_kv))?;
-    let parts = placements.iter().enumerate().map(|(b, placement)| own(&of_all.narrow(0, b, 1)?, placement.keys.start));
-    Tensor::cat(&parts.collect::<Result<Vec<_>>>()?, 0)
+    let own = |(b, placement): (usize, &Placement)| {
+        let start = placement.keys.start;
+        let have = rows.min(t_kv - start);
+        // Hidden behind them, since the sequence holds no more keys.
+        readable(&of_all.narrow(0, b, 1)?.narrow(3, start, have)?)?.pad_with_zeros(3, 0, rows - have)
+    };
+    Tensor::cat(&placements.iter().enumerate().map(own).collect::<Result<Vec<_>>>()?, 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Of two sequences of 2 and 3 queries against 4 and 2 keys, with an empty one of each kind between them.
+    fn packed_rows(mask: &AttentionMask) -> Result<RowRanges> {
+        mask.packed_rows("test", &[[0..2, 0..4], [2..2, 4..7], [2..3, 7..7], [3..6, 7..9]])
+    }
+
+    #[test]
+    fn ranges_are_those_of_each_sequence_moved_to_its_keys() -> Result<()> {
+        let rows = packed_rows(&AttentionMask::none())?;
+        assert_eq!(rows.keys, [0..4, 0..4, 7..7, 7..9, 7..9, 7..9]);
+        // The last query of a sequence stands at its last key.
+        assert_eq!(rows.positions()?, [2, 3, 6, 6, 7, 8]);
+
+        let rows = packed_rows(&AttentionMask::causal())?;
+        assert_eq!(rows.keys, [0..3, 0..4, 7..7, 7..7, 7..8, 7..9]);
+        assert_eq!(rows.positions()?, [2, 3, 6, 6, 7, 8]);
+
+        let rows = packed_rows(&AttentionMask::causal_upper_left())?;
+        assert_eq!(rows.keys, [0..1, 0..2, 7..7, 7..8, 7..9, 7..9]);
+        assert_eq!(rows.positions()?, [0, 1, 7, 7, 8, 9]);
+        Ok(())
+    }
+
+    #[test]
+    fn lengths_of_a_mask_are_of_each_sequence() -> Result<()> {
+        let each = AttentionMask::none().with_valid_lens(vec![3, 1, 1, 1]).with_starts(vec![1, 0, 0, 0]);
+        assert_eq!(packed_rows(&each)?.keys, [1..3, 1..3, 7..7, 7..8, 7..8, 7..8]);
+        let rows = AttentionMask::none().with_valid_lens(vec![vec![1, 2], vec![], vec![5], vec![0, 1, 2]]);
+        assert_eq!(packed_rows(&rows)?.keys, [0..1, 0..2, 7..7, 7..7, 7..8, 7..9]);
+        let prefix = AttentionMask::causal_upper_left().with_prefix(vec![3, 0, 0, 2]);
+        assert_eq!(packed_rows(&prefix)?.keys, [0..3, 0..3, 7..7, 7..9, 7..9, 7..9]);
+        Ok(())
+    }
 }

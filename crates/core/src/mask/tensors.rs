@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-use super::{AttentionMask, KvRanges, OP};
+use super::{AttentionMask, OP};
 use candle_attention_modules::base::{self, Expect, FLOATS, is_addressable};
 
 impl AttentionMask {
@@ -37,39 +37,34 @@ impl AttentionMask {
     pub(crate) fn keep_tensor(&self, dims: [usize; 4], device: &Device) -> Result<Option<Tensor>> {
         check_addressable(dims)?;
         let [b, _, t_q, t_kv] = dims;
-        self.keep_within(&self.resolve(b, t_q, t_kv)?, dims, device)
-    }
-
-    /// [`keep_tensor`](Self::keep_tensor) of a mask that is resolved.
-    pub(crate) fn keep_within(&self, ranges: &KvRanges, dims: [usize; 4], device: &Device) -> Result<Option<Tensor>> {
-        Ok(match (ranges.to_keep(device)?, self.explicit_keep(dims, device)?) {
-            (Some(structural), Some(keep)) => Some(all_of(&structural, &keep)?),
-            (structural, keep) => structural.or(keep),
-        })
+        self.rows(OP, b, t_q, t_kv)?.to_keep(self.explicit_keep(dims, device)?, dims, device)
     }
 
     /// The `keep` tensors alone, without the intervals of [`resolve`](Self::resolve); their views stay views.
     pub(crate) fn explicit_keep(&self, dims: [usize; 4], device: &Device) -> Result<Option<Tensor>> {
-        self.keeps.iter().try_fold(None, |all, keep| {
+        let own = self.keeps.iter().map(|keep| {
             Expect::one(OP, "keep", keep).dtype_of(&[DType::U8], " with 1 = attend")?;
-            let keep = fit("keep", keep, dims, device)?;
-            all.map_or_else(|| Ok(keep.clone()), |all| all_of(&all, &keep)).map(Some)
-        })
+            fit("keep", keep, dims, device)
+        });
+        own.reduce(|one, other| all_of(&one?, &other?)).transpose()
     }
 
     /// The sum of all biases in `dtype`, broadcastable to (B, H, T_q, T_kv); `None` when there is none.
     pub(crate) fn bias_tensor(&self, dims: [usize; 4], dtype: DType, device: &Device) -> Result<Option<Tensor>> {
-        self.biases.iter().try_fold(None, |sum: Option<Tensor>, bias| {
+        let own = self.biases.iter().map(|bias| {
             Expect::one(OP, "bias", bias).dtype_of(&FLOATS, "; a mask of ones and zeros is a keep")?;
             let bias = fit("bias", bias, dims, device)?;
             if bias.dtype() != dtype {
                 check_memory(bias.dims())?;
             }
-            let bias = bias.to_dtype(dtype)?;
-            let Some(sum) = sum else { return Ok(Some(bias)) };
+            bias.to_dtype(dtype)
+        });
+        let sum = own.reduce(|sum, bias| {
+            let (sum, bias) = (sum?, bias?);
             check_memory(sum.shape().broadcast_shape_binary_op(bias.shape(), "bias")?.dims())?;
-            sum.broadcast_add(&bias).map(Some)
-        })
+            sum.broadcast_add(&bias)
+        });
+        sum.transpose()
     }
 
     /// The mask of some of `h` heads.
@@ -117,7 +112,7 @@ pub(super) fn largest_entry(keep: &Tensor) -> Option<u8> {
 }
 
 /// Where both keep: 1, as u8.
-fn all_of(one: &Tensor, other: &Tensor) -> Result<Tensor> {
+pub(super) fn all_of(one: &Tensor, other: &Tensor) -> Result<Tensor> {
     check_memory(one.shape().broadcast_shape_binary_op(other.shape(), "keep")?.dims())?;
     one.broadcast_mul(&other.ne(0u8)?)
 }
@@ -153,11 +148,7 @@ pub(super) fn fit(what: &str, tensor: &Tensor, dims: [usize; 4], device: &Device
     }
     Expect::one(OP, what, tensor).beside("the queries", device)?;
     // Not a reshape, which would write out a view that is expanded.
-    let mut padded = readable(tensor)?;
-    while padded.rank() < 4 {
-        padded = padded.unsqueeze(0)?;
-    }
-    Ok(padded)
+    (shape.len()..4).try_fold(readable(tensor)?, |padded, _| padded.unsqueeze(0))
 }
 
 /// A view of an empty buffer may begin past its end, where Candle's copies panic; what is empty is made anew.

@@ -110,21 +110,17 @@ impl Windows {
             return Ok(AttentionMask::none());
         }
         let ([down, across], w) = (self.counts(), self.window);
-        // Which side of the seam a row or column of the moved image is on.
-        let is_behind = |place: usize, count: usize| place >= count * w - self.shift;
-        let side = |window: usize, token: usize| {
-            let (row, column) = (window / across * w + token / w, window % across * w + token % w);
-            (is_behind(row, down), is_behind(column, across))
-        };
-        let dims = [b, down * across, w * w, w * w];
+        let (n, tokens) = (down * across, w * w);
+        let dims = [b, n, tokens, tokens];
         check_memory(OP, format_args!("a mask of {dims:?} entries"), &dims)?;
-        let mut keep = Vec::with_capacity(down * across * w * w * w * w);
-        for window in 0..down * across {
-            let sides: Vec<_> = (0..w * w).map(|token| side(window, token)).collect();
-            keep.extend(sides.iter().flat_map(|query| sides.iter().map(move |key| u8::from(query == key))));
-        }
-        let keep = Tensor::from_vec(keep, (1, down * across, w * w, w * w), device)?;
-        let keep = keep.broadcast_as((b, down * across, w * w, w * w))?.contiguous()?;
-        Ok(AttentionMask::none().with_keep(&keep.reshape((b * down * across, 1, w * w, w * w))?))
+        // Which side of the seam the rows and columns are on, those that `partition` pads as well.
+        let (padded, is_moved) =
+            (Self { image: [down * w, across * w], ..*self }, |place| u8::from(place < self.shift));
+        let of_row = |row| (0..across * w).map(move |column| 2 * is_moved(row) + is_moved(column));
+        let sides = Tensor::from_iter((0..down * w).flat_map(of_row), &Device::Cpu)?;
+        let sides = padded.partition(&sides.reshape((1, n * tokens, 1))?)?;
+        let keep = sides.broadcast_eq(&sides.transpose(1, 2)?)?.to_device(device)?;
+        let keep = keep.broadcast_as((b, n, tokens, tokens))?.contiguous()?;
+        Ok(AttentionMask::none().with_keep(&keep.reshape((b * n, 1, tokens, tokens))?))
     }
 }

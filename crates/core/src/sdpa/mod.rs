@@ -5,11 +5,11 @@
 //! path has to give its numbers. What queries attend to is a [`Keys`]: keys and values of their own, those of packed
 //! sequences, codes of 8 bits as a cache keeps them, or others that stand elsewhere.
 
+mod bands;
 mod cpu;
 mod gpu;
 mod plan;
 mod reference;
-mod rows;
 mod statistics;
 #[cfg(test)]
 mod tests;
@@ -134,17 +134,16 @@ impl Attended {
 
     /// The same after a change of the context, and of each tensor beside it.
     pub fn map(
-        self,
+        mut self,
         of_context: impl FnOnce(Tensor) -> Result<Tensor>,
         change: impl Fn(Tensor) -> Result<Tensor>,
     ) -> Result<Self> {
-        Ok(Self {
-            context: of_context(self.context)?,
-            lse: self.lse.map(&change).transpose()?,
-            weights: self.weights.map(&change).transpose()?,
-            statistics: self.statistics.map(|found| found.map(&change)).transpose()?,
-            plan: self.plan,
-        })
+        self.context = of_context(self.context)?;
+        let of_statistics = self.statistics.iter_mut().flat_map(AttentionStatistics::tensors);
+        for tensor in self.lse.iter_mut().chain(&mut self.weights).chain(of_statistics) {
+            *tensor = change(tensor.clone())?;
+        }
+        Ok(self)
     }
 
     /// The context, and what was wanted beside it.
@@ -164,18 +163,16 @@ fn attend(
     mask: &AttentionMask,
     options: &SdpaOptions,
 ) -> Result<Attended> {
-    let op = outputs.op(sequences.is_some());
-    if let Some(sequences) = sequences {
-        let attended = run(&Call::packed(op, qkv, sequences, mask, options)?, outputs)?;
-        return attended.map(|context| context.transpose(1, 2)?.squeeze(0), |found| found.squeeze(0));
-    }
-    let in_rank = |found| (qkv[0].rank()..4).try_fold(found, |found: Tensor, _| found.squeeze(0));
-    run(&Call::new(op, qkv, mask, options)?, outputs)?.map(in_rank, in_rank)
+    let call = Call::new(outputs.op(sequences.is_some()), qkv, sequences, mask, options)?;
+    let rank = if sequences.is_some() { 3 } else { qkv[0].rank() };
+    let in_rank = |found| (rank..4).try_fold(found, |found: Tensor, _| found.squeeze(0));
+    let of_context = |context: Tensor| in_rank(if sequences.is_some() { context.transpose(1, 2)? } else { context });
+    run(call, outputs)?.map(of_context, in_rank)
 }
 
 /// What is wanted of a call, with all dimensions.
-pub(crate) fn run(call: &Call, outputs: Outputs) -> Result<Attended> {
-    Choice::of(call, outputs)?.run(call, outputs)
+pub(crate) fn run(call: Call, outputs: Outputs) -> Result<Attended> {
+    Choice::of(&call, outputs)?.run(call, outputs)
 }
 
 /// What a GPU's fused operation gave; where it failed and another path was allowed, what the reference path gives.
@@ -226,7 +223,7 @@ impl Keys for OwnKeys<'_> {
     fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, outputs: Outputs) -> Result<Attended> {
         let Some(function) = self.function else {
             let (op, qkv) = (outputs.op(self.sequences.is_some()), [q, &self.k, &self.v]);
-            return run(&Call::of(op, qkv, None, self.sequences, mask, options)?, outputs);
+            return run(Call::of(op, qkv, None, self.sequences, mask, options)?, outputs);
         };
         let missing = match outputs {
             Outputs::Context | Outputs::LogSumExp => None,

@@ -232,10 +232,10 @@ impl Choice {
     /// For outputs that the call cannot have, and where a fused path is asked for and none can run the call.
     pub fn of(call: &Call, outputs: Outputs) -> Result<Self> {
         outputs.check(call)?;
-        let (options, device, is_tracked) = (call.options, call.q.device(), tracks_gradients(call));
+        let (options, device, is_tracked) = (&call.options, call.q.device(), call.tracks_gradients());
         let (is_cpu, drops, is_f64) = (device.is_cpu(), options.drops(), call.q.dtype() == DType::F64);
         let (has_seed, is_packed) = (options.dropout_seed.is_some(), call.sequences.is_some());
-        let is_uniform = call.mask.empty_rows() == EmptyRows::Uniform;
+        let is_uniform = call.empty_rows == EmptyRows::Uniform;
         if options.backend == Backend::Reference {
             return Ok(Self::Reference { reason: "asked for".into() });
         }
@@ -275,15 +275,15 @@ impl Choice {
     }
 
     /// What is wanted of the call that this was chosen for.
-    pub fn run(self, call: &Call, outputs: Outputs) -> Result<Attended> {
-        let reference = || reference::attend(call, outputs);
+    pub fn run(self, call: Call, outputs: Outputs) -> Result<Attended> {
+        let reference = || reference::attend(&call, outputs);
         match self {
             choice if outputs == Outputs::Plan => {
-                Ok(Attended { plan: Some(choice.plan()), ..Attended::context(call.q.clone()) })
+                Ok(Attended { plan: Some(choice.plan()), ..Attended::context(call.q) })
             }
             Self::Reference { .. } => reference(),
             Self::Cpu(tier) => cpu::attend(call, tier, outputs),
-            Self::Gpu(plan) => or_reference(call, plan.attend(call).map(Attended::context), reference),
+            Self::Gpu(plan) => or_reference(&call, plan.attend(&call).map(Attended::context), reference),
         }
     }
 
@@ -295,12 +295,4 @@ impl Choice {
             Self::Gpu(plan) => fused(plan.to_string()),
         }
     }
-}
-
-/// Whether an input of the call is tracked.
-pub(super) fn tracks_gradients(call: &Call) -> bool {
-    let Call { q, k, v, options, .. } = call;
-    let SdpaOptions { alibi_slopes, distance_bias, sinks, .. } = options;
-    let tensors = [Some(q), Some(k), Some(v), alibi_slopes.as_ref(), distance_bias.as_ref(), sinks.as_ref()];
-    tensors.into_iter().flatten().any(Tensor::track_op) || call.mask.tracks_gradients()
 }

@@ -13,8 +13,8 @@ use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, ch
 
 /// The context, the log-sum-exp, and what is wanted beside.
 pub(super) fn attend(call: &Call, outputs: Outputs) -> Result<Attended> {
-    let mut attended = match call.sequences {
-        None => attend_batch(call, outputs)?,
+    let mut attended = match &call.sequences {
+        None => attend_batch(call, outputs, [0; 2])?,
         Some(sequences) => attend_sequences(call, sequences, outputs)?,
     };
     match (outputs, attended.weights.take()) {
@@ -29,7 +29,7 @@ pub(super) fn attend(call: &Call, outputs: Outputs) -> Result<Attended> {
 /// Each sequence by itself. Weights, which are wanted for statistics alone, are (1, H, total_q, total_kv).
 fn attend_sequences(packed: &Call, sequences: &PackedSequences, outputs: Outputs) -> Result<Attended> {
     if packed.dims.t_q == 0 {
-        return attend_batch(packed, outputs);
+        return attend_batch(packed, outputs, [0; 2]);
     }
     let (mut contexts, mut lses, mut weights) = (Vec::new(), Vec::new(), Vec::new());
     for (s, [queries, keys]) in sequences.parts().enumerate().filter(|(_, [queries, _])| !queries.is_empty()) {
@@ -40,17 +40,21 @@ fn attend_sequences(packed: &Call, sequences: &PackedSequences, outputs: Outputs
         let distance_bias = packed.options.distance_bias.as_ref().map(distances).transpose()?;
         // Contexts are put in order together.
         let call = Call {
+            op: packed.op,
             q: of(&packed.q, &queries)?,
             k: of(&packed.k, &keys)?,
             v: of(&packed.v, &keys)?,
-            ranges: packed.ranges.of_sequence(s),
-            options: &SdpaOptions { distance_bias, output_order: OutputOrder::Bhtd, ..packed.options.clone() },
-            sequences: None,
-            first_row_and_key: [queries.start, keys.start],
+            rows: packed.rows.of_sequence(s),
+            options: SdpaOptions { distance_bias, output_order: OutputOrder::Bhtd, ..packed.options.clone() },
             dims: Dims { t_q, t_kv, ..packed.dims },
-            ..*packed
+            empty_rows: packed.empty_rows,
+            // Not of packed sequences.
+            scales: None,
+            keep: None,
+            bias: None,
+            sequences: None,
         };
-        let own = attend_batch(&call, outputs)?;
+        let own = attend_batch(&call, outputs, [queries.start, keys.start])?;
         contexts.push(own.context);
         lses.extend(own.lse);
         let padded = |own: Tensor| own.pad_with_zeros(3, keys.start, packed.dims.t_kv - keys.end);
@@ -62,14 +66,14 @@ fn attend_sequences(packed: &Call, sequences: &PackedSequences, outputs: Outputs
     Ok(Attended { lse: Some(joined(&lses)?), weights, ..Attended::context(context) })
 }
 
-/// With weights in the dtype of the accumulation, where they are wanted: before dropout for statistics.
-fn attend_batch(call: &Call, outputs: Outputs) -> Result<Attended> {
+/// With weights in the dtype of the accumulation, where they are wanted: before dropout for statistics. `first` are the
+/// numbers of the first query and of the first key among those of all packed sequences.
+fn attend_batch(call: &Call, outputs: Outputs, first: [usize; 2]) -> Result<Attended> {
     let Dims { b, h, t_q, t_kv, d_v, .. } = call.dims;
     let scores = call.score_dims();
     check_memory(call.op, format_args!("a tensor of scores {scores:?}"), &scores)?;
     let (device, dtype) = (call.q.device(), accumulation_dtype(call.q.dtype()));
-    let keep = call.mask.keep_within(&call.ranges, scores, device)?;
-    let bias = call.mask.bias_tensor(scores, dtype, device)?;
+    let keep = call.rows.to_keep(call.keep.clone(), scores, device)?;
     let sinks = |sinks: &Tensor| sinks.to_dtype(dtype)?.reshape((1, h, 1, 1));
     let sinks = call.options.sinks.as_ref().map(sinks).transpose()?;
     let has_weights = matches!(outputs, Outputs::Weights | Outputs::Statistics(_));
@@ -98,11 +102,11 @@ fn attend_batch(call: &Call, outputs: Outputs) -> Result<Attended> {
     let alibi = call.options.alibi_slopes.as_ref().map(|slopes| alibi_bias(call, &slopes.to_dtype(dtype)?));
     let distances = call.options.distance_bias.as_ref();
     let distances = distances.map(|biases| by_diagonal(&biases.to_dtype(dtype)?, [t_q, t_kv]));
-    for term in [alibi.transpose()?, distances.transpose()?, bias].into_iter().flatten() {
+    for term in [alibi.transpose()?, distances.transpose()?, call.bias.clone()].into_iter().flatten() {
         scores = scores.broadcast_add(&term)?;
     }
-    let (whole, lse) = visible_softmax(&scores, keep.as_ref(), sinks.as_ref(), call.mask.empty_rows())?;
-    let dropped = dropout(&whole, call)?;
+    let (whole, lse) = visible_softmax(&scores, keep.as_ref(), sinks.as_ref(), call.empty_rows)?;
+    let dropped = dropout(&whole, &call.options, first)?;
     let context = weighted_values(&dropped, &call.v.to_dtype(dtype)?, keep.as_ref())?;
     let context = call.in_output_order(context.to_dtype(call.q.dtype())?)?;
     let weights = if outputs == Outputs::Weights { dropped } else { whole };
@@ -129,9 +133,9 @@ fn matmul_ready(matrix: &Tensor) -> Result<Tensor> {
 /// `-slope · |query position - key position|`, (B or 1, H, T_q, T_kv).
 fn alibi_bias(call: &Call, slopes: &Tensor) -> Result<Tensor> {
     let Dims { b, h, t_q, t_kv, .. } = call.dims;
-    call.ranges.check_positions()?;
-    let b = if call.ranges.positions_differ() { b } else { 1 };
-    let positions = (0..b).flat_map(|b| (0..t_q).map(move |i| call.ranges.position(b, i) as f64)).collect();
+    let (positions, sequences) = (call.rows.positions()?, &call.rows.sequences);
+    let b = if sequences.iter().all(|own| own.position == sequences[0].position) { 1 } else { b };
+    let positions = positions.into_iter().take(b * t_q).map(|position| position as f64).collect();
     let queries = Tensor::from_vec(positions, (b, 1, t_q, 1), &Device::Cpu)?.to_dtype(slopes.dtype())?;
     let queries = queries.to_device(slopes.device())?;
     let keys = Tensor::arange(0, t_kv as i64, slopes.device())?.to_dtype(slopes.dtype())?.reshape((1, t_kv))?;
@@ -148,10 +152,9 @@ fn by_diagonal(biases: &Tensor, [t_q, t_kv]: [usize; 2]) -> Result<Tensor> {
 }
 
 /// Zeroes entries with probability p, by PyTorch's generator, by a seed of Philox or by the device's generator, and
-/// divides the others by 1 - p, where weights are dropped. Philox counts from the numbers of the first query and of the
-/// first key.
-fn dropout(weights: &Tensor, call: &Call) -> Result<Tensor> {
-    let (options, p) = (call.options, call.options.dropout);
+/// divides the others by 1 - p, where weights are dropped. Philox counts from the numbers of the `first` query and key.
+fn dropout(weights: &Tensor, options: &SdpaOptions, first: [usize; 2]) -> Result<Tensor> {
+    let p = options.dropout;
     if !options.drops() {
         return Ok(weights.clone());
     }
@@ -162,7 +165,7 @@ fn dropout(weights: &Tensor, call: &Call) -> Result<Tensor> {
     // Not Candle's own dropout, which rounds p to f32 and refuses one that becomes 1.
     let keep = match (&options.dropout_seed, options.dropout_philox_seed) {
         (Some(seed), _) => seed.dropout_keep(weights.shape(), p)?.to_device(weights.device())?,
-        (None, Some(seed)) => philox_keep(weights, p, seed, call.first_row_and_key)?,
+        (None, Some(seed)) => philox_keep(weights, p, seed, first)?,
         (None, None) => Tensor::rand(0f32, 1f32, weights.shape(), weights.device())?.ge(p)?,
     };
     weights.mul(&keep.to_dtype(weights.dtype())?)? / (1.0 - p)

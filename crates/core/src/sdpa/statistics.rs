@@ -82,15 +82,10 @@ pub struct AttentionStatistics {
 }
 
 impl AttentionStatistics {
-    /// The same after a change of each tensor.
-    pub(crate) fn map(self, change: impl Fn(Tensor) -> Result<Tensor>) -> Result<Self> {
-        Ok(Self {
-            top_keys: change(self.top_keys)?,
-            top_weights: change(self.top_weights)?,
-            entropy: change(self.entropy)?,
-            received: change(self.received)?,
-            weights: self.weights.map(change).transpose()?,
-        })
+    /// All of them.
+    pub(crate) fn tensors(&mut self) -> impl Iterator<Item = &mut Tensor> {
+        let Self { top_keys, top_weights, entropy, received, weights } = self;
+        [top_keys, top_weights, entropy, received].into_iter().chain(weights)
     }
 
     /// Those that the kernel found.

@@ -94,7 +94,7 @@ fn an_operation_that_fails_is_named_or_replaced_and_logged_once() -> Result<()> 
     let mask = AttentionMask::none();
     let run = |backend, fused: Result<u8>, reference: Result<u8>| {
         let options = SdpaOptions::default().with_backend(backend);
-        let call = Call::new("attention", [&q, &q, &q], &mask, &options)?;
+        let call = Call::new("attention", [&q, &q, &q], None, &mask, &options)?;
         or_reference(&call, fused, || reference)
     };
     let text = |result: Result<u8>| result.expect_err("both failed").to_string();

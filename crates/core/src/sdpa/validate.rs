@@ -1,16 +1,14 @@
 //! Every shape, dtype and device check of a call, once.
 
-use std::ops::Range;
-
 use candle_core::{DType, Result, Tensor, bail};
 
 use super::{OutputOrder, PackedSequences, SdpaOptions};
-use crate::mask::{AttentionMask, KvRanges};
+use crate::mask::{AttentionMask, EmptyRows, RowRanges};
 pub(super) use candle_attention_kernels::flash::Dims;
 use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, is_addressable, number};
 
 /// Arguments that were found to fit together.
-pub(crate) struct Call<'a> {
+pub(crate) struct Call {
     pub op: &'static str,
     /// (B, H, T_q, D)
     pub q: Tensor,
@@ -18,42 +16,46 @@ pub(crate) struct Call<'a> {
     pub k: Tensor,
     pub v: Tensor,
     /// The scales (B, H_kv, T_kv, 1) of keys and of values that are codes of 8 bits.
-    pub scales: Option<&'a [Tensor; 2]>,
-    pub mask: &'a AttentionMask,
-    /// What the mask leaves each query: of a batch, or of each packed sequence.
-    pub ranges: KvRanges,
-    pub options: &'a SdpaOptions,
+    pub scales: Option<[Tensor; 2]>,
+    /// What the mask leaves each query: of a batch, or of packed sequences.
+    pub rows: RowRanges,
+    /// What it hides besides, u8 that broadcasts to (B, H, T_q, T_kv).
+    pub keep: Option<Tensor>,
+    /// What it adds to scores, in the dtype that these are computed in; broadcasts likewise.
+    pub bias: Option<Tensor>,
+    pub empty_rows: EmptyRows,
+    pub options: SdpaOptions,
     /// Of a packed call, whose q, k and v are (1, H, total, D).
-    pub sequences: Option<&'a PackedSequences>,
-    /// Of a sequence of packed ones: the numbers of its first query and first key among all.
-    pub first_row_and_key: [usize; 2],
+    pub sequences: Option<PackedSequences>,
     pub dims: Dims,
 }
 
-impl<'a> Call<'a> {
-    /// A call of a batch, whose tensors may all lack B, or B and H.
-    pub fn new(op: &'static str, qkv: [&Tensor; 3], mask: &'a AttentionMask, options: &'a SdpaOptions) -> Result<Self> {
-        let rank = qkv[0].rank();
+impl Call {
+    /// A call of a batch, whose tensors may all lack B, or B and H; or of packed sequences, with q (total_q, H, D), k
+    /// (total_kv, H_kv, D), v (total_kv, H_kv, D_v).
+    pub fn new(
+        op: &'static str,
+        qkv: [&Tensor; 3],
+        sequences: Option<&PackedSequences>,
+        mask: &AttentionMask,
+        options: &SdpaOptions,
+    ) -> Result<Self> {
+        let rank = if sequences.is_some() { 3 } else { qkv[0].rank() };
         if !(2..=4).contains(&rank) {
             bail!("[{op}] q has shape {:?}, expected (B, H, T_q, D), (H, T_q, D) or (T_q, D)", qkv[0].dims())
         }
-        let shapes = [["B", "H", "T_q", "D"], ["B", "H_kv", "T_kv", "D"], ["B", "H_kv", "T_kv", "D_v"]];
-        check_ranks(op, qkv, shapes, rank)?;
-        let [q, k, v] = qkv.map(|tensor| (rank..4).try_fold(tensor.clone(), |tensor, _| tensor.unsqueeze(0)));
-        Self::of(op, [&q?, &k?, &v?], None, None, mask, options)
-    }
-
-    /// A call over packed sequences: q (total_q, H, D), k (total_kv, H_kv, D), v (total_kv, H_kv, D_v).
-    pub fn packed(
-        op: &'static str,
-        qkv: [&Tensor; 3],
-        sequences: &'a PackedSequences,
-        mask: &'a AttentionMask,
-        options: &'a SdpaOptions,
-    ) -> Result<Self> {
-        check_ranks(op, qkv, [["total_q", "H", "D"], ["total_kv", "H_kv", "D"], ["total_kv", "H_kv", "D_v"]], 3)?;
-        let [q, k, v] = qkv.map(|tensor| tensor.unsqueeze(0)?.transpose(1, 2));
-        Self::of(op, [&q?, &k?, &v?], None, Some(sequences), mask, options)
+        let shapes = match sequences {
+            None => [["B", "H", "T_q", "D"], ["B", "H_kv", "T_kv", "D"], ["B", "H_kv", "T_kv", "D_v"]],
+            Some(_) => [["", "total_q", "H", "D"], ["", "total_kv", "H_kv", "D"], ["", "total_kv", "H_kv", "D_v"]],
+        };
+        for ((name, tensor), dims) in ["q", "k", "v"].into_iter().zip(qkv).zip(shapes) {
+            Expect::one(op, name, tensor).shape(&dims.map(Dim::Any)[4 - rank..])?;
+        }
+        let [q, k, v] = qkv.map(|tensor| {
+            let whole = (rank..4).try_fold(tensor.clone(), |tensor, _| tensor.unsqueeze(0))?;
+            if sequences.is_some() { whole.transpose(1, 2) } else { Ok(whole) }
+        });
+        Self::of(op, [&q?, &k?, &v?], None, sequences, mask, options)
     }
 
     /// A call of a batch, or of packed sequences with q (1, H, total_q, D), k (1, H_kv, total_kv, D), v (1, H_kv,
@@ -62,10 +64,10 @@ impl<'a> Call<'a> {
     pub fn of(
         op: &'static str,
         qkv: [&Tensor; 3],
-        scales: Option<&'a [Tensor; 2]>,
-        sequences: Option<&'a PackedSequences>,
-        mask: &'a AttentionMask,
-        options: &'a SdpaOptions,
+        scales: Option<&[Tensor; 2]>,
+        sequences: Option<&PackedSequences>,
+        mask: &AttentionMask,
+        options: &SdpaOptions,
     ) -> Result<Self> {
         let dims = dims(op, qkv)?;
         let Dims { b, h, t_q, t_kv, d, d_v, .. } = dims;
@@ -77,61 +79,35 @@ impl<'a> Call<'a> {
             bail!("[{op}] q {q:?}, k {k:?} and v {v:?} are too large to address")
         }
         let expanded = |tensor: &Tensor| -> Result<Tensor> {
-            let (b, h_kv, t, d) = tensor.dims4()?;
-            if b == dims.b { Ok(tensor.clone()) } else { tensor.broadcast_as((dims.b, h_kv, t, d)) }
+            let (own, h_kv, t, d) = tensor.dims4()?;
+            if own == b { Ok(tensor.clone()) } else { tensor.broadcast_as((b, h_kv, t, d)) }
         };
         let (q, k, v) = (qkv[0].clone(), expanded(qkv[1])?, expanded(qkv[2])?);
-        let ranges = match sequences {
-            None => mask.resolve(b, t_q, t_kv)?,
-            Some(sequences) => {
-                mask.resolve_packed(&sequences.parts().map(|part| part.map(|rows| rows.len())).collect::<Vec<_>>())?
-            }
+        sequences.map_or(Ok(()), |sequences| check_sequences(op, dims, sequences, mask))?;
+        let rows = match sequences {
+            None => mask.rows(op, b, t_q, t_kv)?,
+            Some(sequences) => mask.packed_rows(op, &sequences.parts().collect::<Vec<_>>())?,
         };
-        let call = Self { op, q, k, v, scales, mask, ranges, options, sequences, first_row_and_key: [0; 2], dims };
-        for (name, tensor) in [("k", &call.k), ("v", &call.v)] {
-            let tensor = call.expect(name, tensor)?;
+        for (name, tensor) in [("k", &k), ("v", &v)] {
+            let tensor = Expect::one(op, name, tensor).beside("q", q.device())?;
             if scales.is_none() {
-                tensor.dtype(call.q.dtype(), "q's")?;
+                tensor.dtype(q.dtype(), "q's")?;
             }
         }
-        call.expect("q", &call.q)?.dtype_of(&FLOATS, "")?;
-        sequences.map_or(Ok(()), |sequences| call.check_sequences(sequences))?;
-        call.check_options()?;
+        Expect::one(op, "q", &q).dtype_of(&FLOATS, "")?;
+        let dtype = accumulation_dtype(q.dtype());
+        let keep = mask.explicit_keep(scores, q.device())?;
+        let bias = mask.bias_tensor(scores, dtype, q.device())?;
+        let (scales, sequences, empty_rows) = (scales.cloned(), sequences.cloned(), mask.empty_rows());
+        let options = options.clone();
+        let call = Self { op, q, k, v, scales, rows, keep, bias, empty_rows, options, sequences, dims };
+        call.check_options(dtype)?;
         Ok(call)
-    }
-
-    /// That the lengths of sequences end with the lengths of q and k, and that the mask has no tensor.
-    fn check_sequences(&self, sequences: &PackedSequences) -> Result<()> {
-        let (op, Dims { t_q, t_kv, .. }) = (self.op, self.dims);
-        let totals = [
-            ("q", t_q, "cu_seqlens_q", sequences.total_queries()),
-            ("k", t_kv, "cu_seqlens_kv", sequences.total_keys()),
-        ];
-        for (name, found, lens, expected) in totals {
-            if found != expected {
-                bail!("[{op}] {name} has {found} positions, expected the {expected} that {lens} ends with")
-            }
-        }
-        if let Some(tensor) = self.mask.tensor_kind() {
-            bail!("[{op}] the mask has a {tensor} tensor, expected none: packed sequences have no (B, H, T_q, T_kv)")
-        }
-        Ok(())
     }
 
     /// T_q and T_kv, or the most queries and the most keys of a packed sequence.
     pub fn longest(&self) -> [usize; 2] {
-        self.sequences.map_or([self.dims.t_q, self.dims.t_kv], PackedSequences::longest)
-    }
-
-    /// The queries and the keys of each sequence, rows of (B · T_q) and (B · T_kv), or of (total_q) and (total_kv).
-    /// None where there are no queries, whatever the size of the batch.
-    pub fn parts(&self) -> Vec<[Range<usize>; 2]> {
-        let Dims { b, t_q, t_kv, .. } = self.dims;
-        match self.sequences {
-            _ if b * t_q == 0 => Vec::new(),
-            None => (0..b).map(|b| [b * t_q..(b + 1) * t_q, b * t_kv..(b + 1) * t_kv]).collect(),
-            Some(sequences) => sequences.parts().collect(),
-        }
+        self.sequences.as_ref().map_or([self.dims.t_q, self.dims.t_kv], PackedSequences::longest)
     }
 
     /// In which order the context lies in memory.
@@ -141,14 +117,8 @@ impl<'a> Call<'a> {
 
     /// A context (B, H, T_q, D_v) that lies in memory in the order of the call.
     pub fn in_output_order(&self, context: Tensor) -> Result<Tensor> {
-        match self.output_order() {
-            OutputOrder::Bhtd => context.contiguous(),
-            OutputOrder::Bthd => context.transpose(1, 2)?.contiguous()?.transpose(1, 2),
-        }
-    }
-
-    fn expect<'b>(&'b self, name: &'b str, tensor: &'b Tensor) -> Result<Expect<'b>> {
-        Expect::one(self.op, name, tensor).beside("q", self.q.device())
+        let order = self.output_order();
+        reordered(order, reordered(order, context)?.contiguous()?)
     }
 
     /// (B, H, T_q, T_kv).
@@ -160,10 +130,18 @@ impl<'a> Call<'a> {
         self.options.scale.unwrap_or(1.0 / (self.dims.d as f64).sqrt())
     }
 
-    fn check_options(&self) -> Result<()> {
-        let (op, options) = (self.op, self.options);
+    /// Whether an input is tracked.
+    pub fn tracks_gradients(&self) -> bool {
+        let Self { q, k, v, bias, options, .. } = self;
+        let SdpaOptions { alibi_slopes, distance_bias, sinks, .. } = options;
+        let given = [bias, alibi_slopes, distance_bias, sinks].map(Option::as_ref);
+        [q, k, v].map(Some).into_iter().chain(given).flatten().any(Tensor::track_op)
+    }
+
+    /// For scores in `dtype`.
+    fn check_options(&self, dtype: DType) -> Result<()> {
+        let (op, options) = (self.op, &self.options);
         // What the scores are computed in has to hold the factors as well, and one over the softcap.
-        let dtype = accumulation_dtype(self.q.dtype());
         let (least, most) = match dtype {
             DType::F64 => (f64::MIN_POSITIVE, f64::MAX),
             _ => (f32::MIN_POSITIVE.into(), f32::MAX.into()),
@@ -183,16 +161,31 @@ impl<'a> Call<'a> {
             ("distance_bias", &options.distance_bias, by_distance),
         ] {
             let Some(tensor) = tensor else { continue };
-            self.expect(name, tensor)?.shape_of(shapes)?.dtype_of(&FLOATS, "")?;
+            let tensor = Expect::one(op, name, tensor).beside("q", self.q.device())?;
+            tensor.shape_of(shapes)?.dtype_of(&FLOATS, "")?;
         }
         Ok(())
     }
 }
 
-/// That q, k and v have the last `rank` of these dimensions.
-fn check_ranks<const N: usize>(op: &str, qkv: [&Tensor; 3], dims: [[&'static str; N]; 3], rank: usize) -> Result<()> {
-    for ((name, tensor), dims) in ["q", "k", "v"].into_iter().zip(qkv).zip(dims) {
-        Expect::one(op, name, tensor).shape(&dims.map(Dim::Any)[N - rank..])?;
+/// A view of (B, H, T, ..) as it lies in memory in an order, and back.
+pub(super) fn reordered(order: OutputOrder, xs: Tensor) -> Result<Tensor> {
+    if order == OutputOrder::Bhtd { Ok(xs) } else { xs.transpose(1, 2) }
+}
+
+/// That the lengths of sequences end with the lengths of q and k, and that the mask has no tensor.
+fn check_sequences(op: &str, dims: Dims, sequences: &PackedSequences, mask: &AttentionMask) -> Result<()> {
+    let totals = [
+        ("q", dims.t_q, "cu_seqlens_q", sequences.total_queries()),
+        ("k", dims.t_kv, "cu_seqlens_kv", sequences.total_keys()),
+    ];
+    for (name, found, lens, expected) in totals {
+        if found != expected {
+            bail!("[{op}] {name} has {found} positions, expected the {expected} that {lens} ends with")
+        }
+    }
+    if let Some(tensor) = mask.tensor_kind() {
+        bail!("[{op}] the mask has a {tensor} tensor, expected none: packed sequences have no (B, H, T_q, T_kv)")
     }
     Ok(())
 }

@@ -2,6 +2,7 @@
 //! computed.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use candle_core::{Result, Tensor, bail};
 
@@ -83,7 +84,7 @@ pub fn scaled_dot_product_attention_varlen_with_lse(
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PackedSequences {
     /// Of the queries, and of the keys.
-    cu_seqlens: [Vec<usize>; 2],
+    cu_seqlens: [Arc<[usize]>; 2],
     longest: [usize; 2],
 }
 
@@ -97,7 +98,7 @@ impl PackedSequences {
         let longest = [longest("cu_seqlens_q", &cu_seqlens_q)?, longest("cu_seqlens_kv", &cu_seqlens_kv)?];
         let [of_q, of_kv] = [cu_seqlens_q.len(), cu_seqlens_kv.len()];
         check_entries(OP, "cu_seqlens_kv", of_kv, of_q, "entries of cu_seqlens_q")?;
-        Ok(Self { cu_seqlens: [cu_seqlens_q, cu_seqlens_kv], longest })
+        Ok(Self { cu_seqlens: [cu_seqlens_q.into(), cu_seqlens_kv.into()], longest })
     }
 
     /// Self-attention: queries and keys have the same cumulative lengths.

@@ -12,8 +12,8 @@ use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Tensor};
 
-use super::plan::{Outputs, tracks_gradients};
-use super::rows::{Bands, Window};
+use super::bands::{Bands, Window};
+use super::plan::Outputs;
 use super::validate::{Call, Dims};
 use super::{first_line, reference};
 use crate::mask::AttentionMask;
@@ -110,11 +110,11 @@ impl Operation {
 
     /// What both operations lack, and what one of them does.
     fn check(&self, call: &Call, outputs: Outputs) -> Decided<()> {
-        let (Dims { d, d_v, .. }, options, dtype, scale) = (call.dims, call.options, call.q.dtype(), call.scale());
-        let (tensor, dtypes, [least, most]) = (call.mask.tensor_kind(), self.dtypes, self.scales);
+        let (Dims { d, d_v, .. }, options, dtype, scale) = (call.dims, &call.options, call.q.dtype(), call.scale());
+        let (dtypes, [least, most]) = (self.dtypes, self.scales);
         none_of(&[
             (!dtypes.contains(&dtype), format_args!("computes in {dtypes:?}, and the inputs are {dtype:?}")),
-            (tracks_gradients(call), format_args!("has no gradients, and an input is tracked for them")),
+            (call.tracks_gradients(), format_args!("has no gradients, and an input is tracked for them")),
             (outputs == Outputs::LogSumExp, format_args!("has no log-sum-exp")),
             (matches!(outputs, Outputs::Statistics(_)), format_args!("has no statistics of weights")),
             (options.sinks.is_some(), format_args!("has no sinks")),
@@ -122,7 +122,8 @@ impl Operation {
             (options.alibi_slopes.is_some() && !self.alibi, format_args!("has no ALiBi")),
             (options.softcap.is_some() && !self.softcap, format_args!("has no softcap for several queries")),
             (call.sequences.is_some() && !self.packed, format_args!("has no packed sequences")),
-            (tensor.is_some(), format_args!("takes no {} tensor", tensor.unwrap_or_default())),
+            (call.keep.is_some(), format_args!("takes no keep tensor")),
+            (call.bias.is_some(), format_args!("takes no bias tensor")),
             (d_v != d, format_args!("takes values as wide as keys, and D_v is {d_v} where D is {d}")),
             (
                 !(least..=most).contains(&scale),
@@ -177,7 +178,8 @@ impl Plan {
             let of_keys = |xs: &Tensor| xs.narrow(2, keys.start, keys.len());
             let (q, k, v) = (call.q.narrow(2, t_q - rest, *rest)?, of_keys(&call.k)?, of_keys(&call.v)?);
             let causal = AttentionMask::causal();
-            let last = reference::attend(&Call::new(call.op, [&q, &k, &v], &causal, call.options)?, Outputs::Context)?;
+            let last =
+                reference::attend(&Call::new(call.op, [&q, &k, &v], None, &causal, &call.options)?, Outputs::Context)?;
             context = Tensor::cat(&[context, last.context], 2)?;
         }
         call.in_output_order(context)

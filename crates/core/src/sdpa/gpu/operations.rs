@@ -5,8 +5,8 @@ use std::sync::{Mutex, PoisonError};
 use candle_core::{DType, Device, DeviceLocation, Result, Tensor};
 
 use super::{Decided, Inputs, Operation, Sequences, none_of};
+use crate::sdpa::bands::{Bands, Window};
 use crate::sdpa::first_line;
-use crate::sdpa::rows::{Bands, Span, Window};
 use crate::sdpa::validate::{Call, Dims};
 use candle_attention_modules::base::rowwise::to_vec;
 
@@ -64,7 +64,7 @@ fn flash_attn_sequences(call: &Call, bands: &Bands) -> Decided<Sequences> {
 /// without queries.
 fn cumulative(bands: &Bands, total_q: usize, total_kv: usize) -> [Vec<u32>; 2] {
     let (mut ends, mut before) = (vec![[0, 0]], 0);
-    for Span { queries, keys } in &bands.spans {
+    for [queries, keys] in &bands.spans {
         ends.extend([[queries.start, before], [queries.start, keys.start], [queries.end, keys.end]]);
         before = keys.end;
     }

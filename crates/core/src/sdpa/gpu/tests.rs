@@ -28,7 +28,7 @@ fn reason(
     mask: &AttentionMask,
     options: &SdpaOptions,
 ) -> Result<String> {
-    let decided = operation.plan(&Call::new("test", qkv.each_ref(), mask, options)?, Outputs::Context);
+    let decided = operation.plan(&Call::new("test", qkv.each_ref(), None, mask, options)?, Outputs::Context);
     let reason = decided.expect_err("refused");
     Ok(reason.strip_prefix(operation.name).map_or(reason.clone(), |reason| reason.trim_start().to_string()))
 }
@@ -59,7 +59,7 @@ fn what_is_not_on_the_list_is_refused_with_its_reason() -> Result<()> {
             assert_eq!(reason(operation, &usual, &mask, &plain())?, expected, "{}, {mask:?}", operation.name);
         }
         let options = plain();
-        let call = Call::new("test", usual.each_ref(), &none, &options)?;
+        let call = Call::new("test", usual.each_ref(), None, &none, &options)?;
         let lse = operation.plan(&call, Outputs::LogSumExp).expect_err("refused");
         assert_eq!(lse, format!("{} has no log-sum-exp", operation.name));
     }
@@ -139,7 +139,7 @@ fn candles_own_operation_has_limits_of_its_own() -> Result<()> {
     }
     let (options, sequences) = (plain(), PackedSequences::from_lens(&[5], &[9])?);
     let [q, kv] = [draw(&[5, 4, 64], DType::F32)?, draw(&[9, 2, 64], DType::F32)?];
-    let packed = SDPA.plan(&Call::packed("test", [&q, &kv, &kv], &sequences, &none, &options)?, Outputs::Context);
+    let packed = SDPA.plan(&Call::new("test", [&q, &kv, &kv], Some(&sequences), &none, &options)?, Outputs::Context);
     assert_eq!(packed.expect_err("refused"), "candle_nn::ops::sdpa has no packed sequences");
     Ok(())
 }
@@ -157,8 +157,8 @@ fn flash_attn(inputs: &Inputs) -> Result<Tensor> {
             assert!(x.stride()[..3].iter().all(|n| n % 8 == 0) && x.stride()[3] == 1, "{:?}", x.layout());
         }
         let [q, k, v] = qkv.map(|x| x.transpose(1, 2));
-        let call =
-            Call::new("test", [&q?, &k?, &v?], &mask, &options).map(|call| reference::attend(&call, Outputs::Context));
+        let call = Call::new("test", [&q?, &k?, &v?], None, &mask, &options)
+            .map(|call| reference::attend(&call, Outputs::Context));
         call??.context.transpose(1, 2)?.contiguous()
     };
     let Some([(of_q, max_q), (of_kv, max_kv)]) = &inputs.lengths else {
@@ -188,7 +188,7 @@ fn sdpa(inputs: &Inputs) -> Result<Tensor> {
     if is_causal {
         assert!(q.dim(2)?.is_multiple_of(BLOCK) && k.dim(2)?.is_multiple_of(BLOCK));
     }
-    reference::attend(&Call::new("test", [q, k, v], &mask, &options)?, Outputs::Context)
+    reference::attend(&Call::new("test", [q, k, v], None, &mask, &options)?, Outputs::Context)
         .map(|attended| attended.context)
 }
 
@@ -232,7 +232,7 @@ fn what_candle_flash_attn_takes_has_the_reference_paths_numbers() -> Result<()> 
         let q = draw(&[2, t_q, 4, 16], DType::F16)?.transpose(1, 2)?;
         let k = draw(&[2, 2, t_kv + 3, 18], DType::F16)?.narrow(2, 0, t_kv)?.narrow(3, 1, 16)?;
         let v = draw(&[2, 2, t_kv + 3, 16], DType::F16)?.narrow(2, 0, t_kv)?;
-        let call = Call::new("test", [&q, &k, &v], &mask, &options)?;
+        let call = Call::new("test", [&q, &k, &v], None, &mask, &options)?;
         let plan = FLASH.plan(&call, Outputs::Context).expect("taken");
         assert_eq!(matches!(plan.sequences, Sequences::Varlen { .. }), varlen, "{mask:?}");
         taken[usize::from(varlen)] += 1;
@@ -245,7 +245,7 @@ fn what_candle_flash_attn_takes_has_the_reference_paths_numbers() -> Result<()> 
     let (q, kv) = (draw(&[6, 4, 16], DType::F16)?, draw(&[8, 2, 16], DType::F16)?);
     for mask in [none(), AttentionMask::causal(), AttentionMask::causal().with_window(2)] {
         let options = plain();
-        let call = Call::packed("test", [&q, &kv, &kv], &sequences, &mask, &options)?;
+        let call = Call::new("test", [&q, &kv, &kv], Some(&sequences), &mask, &options)?;
         let plan = FLASH.plan(&call, Outputs::Context).expect("taken");
         let difference = difference(&call, &plan)?;
         assert!(difference < 4e-3, "{difference}: {mask:?}");
@@ -270,7 +270,7 @@ fn what_candles_own_operation_takes_has_the_reference_paths_numbers() -> Result<
             let q = draw(&[2, t_q, 4, 32], DType::F32)?.transpose(1, 2)?;
             let kv = draw(&[2, 2, t_kv + 3, 32], DType::F32)?.narrow(2, 0, t_kv)?;
             let options = SdpaOptions::default().with_output_order(order);
-            let call = Call::new("test", [&q, &kv, &kv], &mask, &options)?;
+            let call = Call::new("test", [&q, &kv, &kv], None, &mask, &options)?;
             let plan = SDPA.plan(&call, Outputs::Context).expect("taken");
             assert!(matches!(plan.sequences, Sequences::Alike { rest, .. } if rest == expected), "{plan:?}, {mask:?}");
             assert!(difference(&call, &plan)? < 1e-5, "{mask:?}");
