@@ -21,6 +21,9 @@ fn variables_are_read_in_every_call() -> Result<()> {
     for (kind, expected) in [(Kind::MultiHead(config()), &of_latents[1..]), (Kind::Latent(latent), &of_latents)] {
         let (vars, xs) = (VarMap::new(), wave(1, 4, 8, 0.0)?);
         let layer = kind.layer(VarBuilder::from_varmap(&vars, DType::F32, &CPU))?;
+        for (name, var) in vars.data().lock().expect("one thread").iter() {
+            var.set(&(wave(1, 1, var.elem_count(), name.len() as f32)?.reshape(var.shape())? * 0.5)?)?;
+        }
         let mut before = layer.run(AttentionInput::new(&xs))?;
         for var in vars.all_vars() {
             var.set(&var.affine(1.5, 0.1)?)?;
@@ -102,7 +105,10 @@ fn gradients_are_those_of_the_call_when_its_cache_is_used_again() -> Result<()> 
         let cfg = config().with_num_kv_heads(kv_heads);
         let (own, q_proj) = with_trained_queries(&cfg)?;
         let earlier = layer(&cfg)?;
-        let (later_vars, later) = trained(&cfg.with_kv_source(KvSource::EarlierLayer))?;
+        let cfg = cfg.with_kv_source(KvSource::EarlierLayer);
+        let (later_vars, later) = trained(&cfg)?;
+        let (frozen, bias) = (layer(&cfg)?, Var::zeros((4, 4, 4), DType::F32, &CPU)?);
+        let mask = AttentionMask::none().with_bias(bias.as_tensor());
         let xs = wave(1, 4, 8, 0.0)?;
         let gradients = |again: Option<Use>| -> Result<Vec<Tensor>> {
             let mut cache = AttentionCache::new(&AttentionCacheConfig::new().with_capacity(16))?;
@@ -112,10 +118,13 @@ fn gradients_are_those_of_the_call_when_its_cache_is_used_again() -> Result<()> 
             let mut cache = AttentionCache::default();
             in_calls(&earlier, &mut cache, &xs, &[4])?;
             let ys = later.forward_with(AttentionInput::new(&xs).with_shared_cache(&cache))?;
+            let masked = AttentionInput::new(&xs).with_mask(&mask).with_shared_cache(&cache);
+            let ys_of_mask = frozen.forward_with(masked)?.sqr()?.sum_all()?;
             again.map_or(Ok(()), |again| again(&earlier, &mut cache))?;
             let of_later = ys.sqr()?.sum_all()?.backward()?;
             let of_later = later_vars.all_vars().into_iter().map(|var| of_later.get(&var).expect("one").clone());
-            Ok([of_own].into_iter().chain(of_later).collect())
+            let of_bias = ys_of_mask.backward()?.get(&bias).expect("a gradient").clone();
+            Ok([of_own, of_bias].into_iter().chain(of_later).collect())
         };
         let expected = gradients(None)?;
         for (what, again) in USES {

@@ -128,6 +128,7 @@ pub(crate) struct CachedCall<'e> {
     dtype: DType,
     /// Whether gradients end at the cache.
     detached: bool,
+    is_of_earlier_layer: bool,
     /// What computes the keys and values that are attended to from those that the cache holds.
     pub expansion: Option<Expansion<'e>>,
 }
@@ -189,7 +190,8 @@ impl AttentionCache {
             dtype: Some(k.dtype()),
         };
         let (dtype, detached) = (buffers.float_dtype(k.dtype()), self.config.detached());
-        Ok((CachedCall { buffers, placements: new.placements(&held_now), dtype, detached, expansion: None }, cache))
+        let (placements, is_of_earlier_layer) = (new.placements(&held_now), false);
+        Ok((CachedCall { buffers, placements, dtype, detached, is_of_earlier_layer, expansion: None }, cache))
     }
 
     /// The keys and values of a call in the format of the cache.
@@ -231,11 +233,9 @@ impl AttentionCache {
         if dtype != q.dtype() {
             bail!("[{OP}] the earlier layer's keys have dtype {dtype:?}, expected the queries' {:?}", q.dtype())
         }
-        let detached = self.config.detached();
-        // Later calls of the earlier layer write to its buffers in place.
-        let buffers = if q.track_op() && !detached { buffers.copy()? } else { buffers.clone() };
         let (dtype, placements) = (buffers.float_dtype(dtype), new.placements(&self.held));
-        Ok(CachedCall { buffers, placements, dtype, detached, expansion: None })
+        let (buffers, detached) = (buffers.clone(), self.config.detached());
+        Ok(CachedCall { buffers, placements, dtype, detached, is_of_earlier_layer: true, expansion: None })
     }
 }
 
@@ -281,8 +281,15 @@ impl Keys for CachedCall<'_> {
                 return choice.run(call, outputs);
             }
         }
-        let [k, v] = self.read(rows)?;
-        let call = Call::of(op, [&q.to_dtype(self.dtype)?, &k, &v], None, None, mask, options)?;
+        let reading = |rows| {
+            let [k, v] = self.read(rows)?;
+            Call::of(op, [&q.to_dtype(self.dtype)?, &k, &v], None, None, mask, options)
+        };
+        let mut call = reading(rows)?;
+        // Later calls of the earlier layer write to its buffers in place, which a graph is not to see.
+        if self.is_of_earlier_layer && call.tracks_gradients() {
+            call = reading(&rows.copy()?)?;
+        }
         let attended = run(call, outputs)?;
         let weights = attended.weights.map(|weights| weights.to_dtype(q.dtype())).transpose()?;
         Ok(Attended { context: attended.context.to_dtype(q.dtype())?, weights, ..attended })
