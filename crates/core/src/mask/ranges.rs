@@ -165,6 +165,7 @@ impl AttentionMask {
     /// # Errors
     /// As [`rows`](Self::rows).
     pub(crate) fn packed_rows(&self, op: &str, parts: &[[Range<usize>; 2]]) -> Result<RowRanges> {
+        self.check_whole(op)?;
         let sizes: Vec<_> = parts.iter().map(|part| part.each_ref().map(|rows| rows.len())).collect();
         self.check(sizes.len(), &sizes)?;
         let rows = |[queries, keys]: &[Range<usize>; 2]| {
@@ -213,6 +214,14 @@ impl AttentionMask {
         }
     }
 
+    /// That the mask itself says nothing of where sequences stand, which a cache or packed sequences do.
+    fn check_whole(&self, op: &str) -> Result<()> {
+        if self.placements.is_some() {
+            bail!("[{op}] the mask is `of_part`, expected one of whole sequences for a cache or packed sequences")
+        }
+        Ok(())
+    }
+
     /// This mask, in which keys are counted by their position in the sequence, for keys that are counted by row: for
     /// scores (B, H, T_q, rows). T_kv of this mask is the length of the longest sequence, and what is aligned to the
     /// end is aligned to that of each sequence.
@@ -227,6 +236,7 @@ impl AttentionMask {
         [b, h, t_q, rows]: [usize; 4],
         device: &Device,
     ) -> Result<Self> {
+        self.check_whole(op)?;
         let t_kv = longest(placements);
         self.check(b, &[[t_q, t_kv]])?;
         for (s, placement) in placements.iter().enumerate().filter(|(_, placement)| placement.keys.start > 0) {
@@ -355,6 +365,15 @@ mod tests {
         assert_eq!(packed_rows(&rows)?.keys, [0..1, 0..2, 7..7, 7..7, 7..8, 7..9]);
         let prefix = AttentionMask::causal_upper_left().with_prefix(vec![3, 0, 0, 2]);
         assert_eq!(packed_rows(&prefix)?.keys, [0..3, 0..3, 7..7, 7..9, 7..9, 7..9]);
+        Ok(())
+    }
+
+    #[test]
+    fn a_part_of_a_sequence_is_refused_where_others_say_where_sequences_stand() -> Result<()> {
+        let part = AttentionMask::causal().of_part(4, 0..1, 0..1)?;
+        let text = packed_rows(&part).expect_err("packed sequences").to_string();
+        assert!(text.contains("`of_part`, expected one of whole sequences"), "{text}");
+        assert!(part.rebase("test", &[Placement::whole(1, 3)], [1, 1, 1, 3], &Device::Cpu).is_err());
         Ok(())
     }
 }
