@@ -14,7 +14,7 @@ use candle_nn::rotary_emb;
 
 use crate::position::Positions;
 use angles::{Angles, Tables};
-use candle_attention_modules::base::rowwise::{Element, map_heads, read, to_vec, with_contiguous_rows, with_float};
+use candle_attention_modules::base::rowwise::{Element, map_rows, read, to_vec, with_contiguous_rows, with_float};
 use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, check_memory, record};
 
 /// The cosines and sines of a [`RopeConfig`] for heads of one width, and the rotation of queries and keys by them.
@@ -191,13 +191,16 @@ impl Rotation {
         if xs.elem_count() > 0 && ![t, b * t].contains(&index.len()) {
             bail!("[rope] there are {} positions, expected {t}, or {b} times {t}", index.len())
         }
-        Ok(map_heads(&read(xs).rows()?, |token| {
+        let rotated = |token: usize| {
             let angles = self.angles.row(index[token % index.len()] as usize);
-            move |_, head: &[f32], rotated: &mut [f32]| {
+            move |_, [head]: [&[f32]; 1], rotated: &mut [f32], _: &mut [f32]| {
                 rotated.copy_from_slice(head);
                 self.rotate_pairs(rotated, angles);
             }
-        }))
+        };
+        let xs = read(xs);
+        let rows = xs.rows::<E>()?;
+        Ok(map_rows(&rows, [Some(&rows)], None, rotated).0)
     }
 
     /// `angles` are cosines and sines.
@@ -234,10 +237,16 @@ impl Rotation {
         let (cos, sin) = self.tensors(xs)?;
         let (d, r) = (xs.dim(3)?, 2 * self.angles.half);
         let inputs = xs.narrow(3, 0, r)?.transpose(1, 2)?.to_dtype(cos.dtype())?.contiguous()?;
-        let rotated = match self.style {
-            _ if xs.track_op() => self.composed(&inputs, &cos, &sin)?,
-            RopeStyle::Halves => rotary_emb::rope(&inputs, &cos, &sin)?,
-            RopeStyle::Interleaved => rotary_emb::rope_i(&inputs, &cos, &sin)?,
+        type Rotate = fn(&Tensor, &Tensor, &Tensor) -> Result<Tensor>;
+        let (fused, composed): (Rotate, Rotate) = match self.style {
+            RopeStyle::Halves => (rotary_emb::rope, rotary_emb::rope_slow),
+            RopeStyle::Interleaved => (rotary_emb::rope_i, rotary_emb::rope_i_slow),
+        };
+        let of_sequence = |b| composed(&inputs.narrow(0, b, 1)?, &cos.get(b)?, &sin.get(b)?);
+        let rotated = match cos.rank() {
+            _ if !xs.track_op() => fused(&inputs, &cos, &sin)?,
+            2 => composed(&inputs, &cos, &sin)?,
+            _ => Tensor::cat(&(0..xs.dim(0)?).map(of_sequence).collect::<Result<Vec<_>>>()?, 0)?,
         };
         let rotated = rotated.to_dtype(xs.dtype())?.transpose(1, 2)?;
         if r == d { rotated.contiguous() } else { Tensor::cat(&[&rotated, &xs.narrow(3, r, d - r)?], 3)?.contiguous() }
@@ -258,22 +267,6 @@ impl Rotation {
         };
         let (cos, sin) = (chosen(&cos)?, chosen(&sin)?);
         Ok((cos, if self.inverse { sin.neg()? } else { sin }))
-    }
-
-    /// (B, H, T, r), in differentiable operations.
-    fn composed(&self, xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
-        let (b, h, t, r) = xs.dims4()?;
-        let (of_pair, shape) = match self.style {
-            RopeStyle::Halves => (3, [b, h, t, 2, r / 2]),
-            RopeStyle::Interleaved => (4, [b, h, t, r / 2, 2]),
-        };
-        let pairs = xs.reshape(&shape)?;
-        let [x, y] = [0, 1].map(|which| pairs.narrow(of_pair, which, 1)?.squeeze(of_pair));
-        let (x, y, heads) = (x?, y?, cos.rank() - 2);
-        let (cos, sin) = (cos.unsqueeze(heads)?, sin.unsqueeze(heads)?);
-        let first = (x.broadcast_mul(&cos)? - y.broadcast_mul(&sin)?)?;
-        let second = (y.broadcast_mul(&cos)? + x.broadcast_mul(&sin)?)?;
-        Tensor::stack(&[first, second], of_pair)?.reshape((b, h, t, r))
     }
 }
 
