@@ -1,8 +1,7 @@
-//! The fused kernel of the CPU: how a call goes to it, and what it gives.
-
-mod graph;
+//! The fused kernel of the CPU: how a call goes to it, what it gives, and its backward pass.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use candle_core::{DType, Error, Result, Shape, Tensor, WithDType};
 
@@ -11,10 +10,11 @@ use super::validate::{Call, Dims};
 use super::{Attended, AttentionStatistics, OutputOrder, Outputs, plan, reference};
 use candle_attention_kernels::Tier;
 use candle_attention_kernels::flash::{
-    self, Alibi, DistanceBias, Dropout, DropoutMask, KvRows, Problem, ScoreOptions, Wanted,
+    self, Alibi, BackwardProblem, DistanceBias, Dropout, DropoutMask, KvRows, Problem, ScoreOptions, SoftmaxStats,
+    Wanted,
 };
-use candle_attention_modules::base::executor;
-use candle_attention_modules::base::rowwise::{Element, Read, read, with_contiguous_rows, with_float};
+use candle_attention_modules::base::rowwise::{Element, Read, read, to_vec, with_contiguous_rows, with_float};
+use candle_attention_modules::base::{executor, gradient_of, record, record_two};
 use candle_attention_modules::init::TorchSeed;
 
 /// What is wanted of a call. No input is tracked for gradients where it is statistics.
@@ -31,16 +31,18 @@ pub(super) fn attend(call: &Call, tier: Tier, outputs: Outputs) -> Result<Attend
         (None, Some(seed)) => (None, Some(seed)),
         (None, None) => (None, Some(drawn_seed(call)?)),
     };
+    let [q, k, v] = [&call.q, &call.k, &call.v].map(with_contiguous_rows);
     let flash = Flash {
         op: call.op,
         tier,
+        rows: [q?, k?, v?],
         dims: call.dims,
         scale: call.scale(),
         softcap: call.options.softcap.map(|softcap| softcap as f32),
         ranges: rows.keys,
         positions: rows.positions.into_iter().map(|position| position as f32).collect(),
         origins: rows.origins,
-        scores: ScoreTensors::new(call)?,
+        scores: score_tensors(call)?,
         keep: call.mask.explicit_keep(call.score_dims(), call.q.device())?,
         dropout: call.options.dropout,
         kept,
@@ -70,61 +72,32 @@ fn drawn_seed(call: &Call) -> Result<u64> {
     Ok(numbers.into_iter().fold(0u64, |seed, x| seed.rotate_left(24) ^ bits(x)))
 }
 
-/// What a call reads besides q, k and v, in f32. Gradients flow into it.
-struct ScoreTensors {
-    /// Broadcastable to (B, H, T_q, T_kv).
-    bias: Option<Tensor>,
-    /// Rows of (B or 1, H).
-    distances: Option<Tensor>,
-    /// (H,), contiguous. Copies, so that what a variable holds later does not reach the backward pass.
-    slopes: Option<Tensor>,
-    sinks: Option<Tensor>,
+/// What a call reads besides q, k and v, in f32: a bias broadcastable to (B, H, T_q, T_kv), biases by distance in rows
+/// of (B or 1, H), slopes and sinks (H,). Gradients flow into them.
+fn score_tensors(call: &Call) -> Result<[Option<Tensor>; 4]> {
+    let floats = |tensor: &Option<Tensor>| tensor.as_ref().map(|tensor| tensor.to_dtype(DType::F32)).transpose();
+    // So that what a variable holds later does not reach the backward pass.
+    let copy = |tensor: &Option<Tensor>| floats(tensor)?.map(|tensor| tensor.force_contiguous()).transpose();
+    let bias = call.mask.bias_tensor(call.score_dims(), DType::F32, call.q.device())?;
+    let narrowed = |bias: Tensor| {
+        // An entry that a view repeats is one entry, whose gradient is the sum.
+        let repeats = |dim: &usize| bias.dims()[*dim] > 1 && bias.stride()[*dim] == 0;
+        (0..4).filter(repeats).try_fold(bias.clone(), |bias, dim| bias.narrow(dim, 0, 1))
+    };
+    let distances = match floats(&call.options.distance_bias)? {
+        Some(biases) if biases.rank() == 2 => Some(biases.contiguous()?.unsqueeze(0)?),
+        biases => biases.map(|biases| biases.contiguous()).transpose()?,
+    };
+    let (slopes, sinks) = (copy(&call.options.alibi_slopes)?, copy(&call.options.sinks)?);
+    Ok([bias.map(narrowed).transpose()?, distances, slopes, sinks])
 }
 
-impl ScoreTensors {
-    fn new(call: &Call) -> Result<Self> {
-        let floats = |tensor: &Option<Tensor>| tensor.as_ref().map(|tensor| tensor.to_dtype(DType::F32)).transpose();
-        let copy = |tensor: &Option<Tensor>| floats(tensor)?.map(|tensor| tensor.force_contiguous()).transpose();
-        let bias = call.mask.bias_tensor(call.score_dims(), DType::F32, call.q.device())?;
-        let narrowed = |bias: Tensor| {
-            // An entry that a view repeats is one entry, whose gradient is the sum.
-            let repeats = |dim: &usize| bias.dims()[*dim] > 1 && bias.stride()[*dim] == 0;
-            (0..4).filter(repeats).try_fold(bias.clone(), |bias, dim| bias.narrow(dim, 0, 1))
-        };
-        Ok(Self {
-            bias: bias.map(narrowed).transpose()?,
-            distances: match floats(&call.options.distance_bias)? {
-                Some(biases) if biases.rank() == 2 => Some(biases.contiguous()?.unsqueeze(0)?),
-                biases => biases.map(|biases| biases.contiguous()).transpose()?,
-            },
-            slopes: copy(&call.options.alibi_slopes)?,
-            sinks: copy(&call.options.sinks)?,
-        })
-    }
-
-    /// In the order of the fields.
-    fn all(&self) -> [Option<&Tensor>; 4] {
-        let Self { bias, distances, slopes, sinks } = self;
-        [bias, distances, slopes, sinks].map(Option::as_ref)
-    }
-
-    /// Those that are tracked for gradients, as the kernel names them.
-    fn wanted(&self) -> Result<Wanted> {
-        let [bias, distances, slopes, sinks] = self.all().map(|tensor| tensor.filter(|tensor| tensor.track_op()));
-        Ok(Wanted {
-            bias: bias.map(|bias| bias.dims4()).transpose()?.map(<[usize; 4]>::from),
-            distances: distances.is_some(),
-            slopes: slopes.is_some(),
-            sinks: sinks.is_some(),
-            ..Default::default()
-        })
-    }
-}
-
-/// A call without q, k and v.
+/// A call.
 struct Flash {
     op: &'static str,
     tier: Tier,
+    /// q, k and v, whose rows are contiguous.
+    rows: [Tensor; 3],
     dims: Dims,
     scale: f64,
     softcap: Option<f32>,
@@ -134,7 +107,8 @@ struct Flash {
     positions: Vec<f32>,
     /// (B, T_q), where there are biases by distance.
     origins: Vec<i64>,
-    scores: ScoreTensors,
+    /// Bias, biases by distance, slopes and sinks.
+    scores: [Option<Tensor>; 4],
     /// Broadcastable to (B, H, T_q, T_kv).
     keep: Option<Tensor>,
     /// The probability with which weights are dropped: those with a bit of 0, or those that Philox draws for a seed.
@@ -159,10 +133,9 @@ impl Flash {
     /// Gives the call to a function of the kernels.
     fn with_problem<E: WithDType, R>(
         &self,
-        operands: [&Tensor; 3],
         run: impl FnOnce(&Problem<E>) -> std::result::Result<R, candle_attention_kernels::Error>,
     ) -> Result<R> {
-        let [q, k, v] = operands.map(read);
+        let [q, k, v] = self.rows.each_ref().map(read);
         let scales = self.scales.as_ref().map(|scales| scales.each_ref().map(read));
         let (k, v) = match &scales {
             None => (KvRows::Float(k.strided()?), KvRows::Float(v.strided()?)),
@@ -171,9 +144,8 @@ impl Flash {
                 KvRows::Q8 { codes: v.strided()?, scales: of_v.strided()? },
             ),
         };
-        let [bias, distances, slopes, sinks] = self.scores.all();
-        let score_tensors = [bias, distances, slopes, sinks, self.keep.as_ref()].map(|tensor| tensor.map(read));
-        let [bias, distances, slopes, sinks, keep] = score_tensors.each_ref().map(Option::as_ref);
+        let (scores, keep) = (self.scores.each_ref().map(|own| own.as_ref().map(read)), self.keep.as_ref().map(read));
+        let [bias, distances, slopes, sinks] = scores.each_ref().map(Option::as_ref);
         let distance_bias = match distances {
             Some(biases) => {
                 Some(DistanceBias { rows: biases.strided()?, len: biases.layout.dims()[2], origins: &self.origins })
@@ -188,7 +160,7 @@ impl Flash {
             alibi: slopes.map(|slopes| Alibi { slopes, positions: &self.positions }),
             distance_bias,
             bias: bias.map(Read::strided).transpose()?,
-            keep: keep.map(Read::strided).transpose()?,
+            keep: keep.as_ref().map(Read::strided).transpose()?,
             sinks: sinks.map(Read::contiguous).transpose()?,
             dropout: kept.or(self.philox.map(DropoutMask::Philox)).map(|mask| Dropout { mask, p: self.dropout }),
         };
@@ -205,28 +177,70 @@ impl Flash {
         run(&problem).map_err(|error| Error::msg(format!("[{}] {error}", self.op)))
     }
 
+    /// What gradients flow into.
+    fn inputs(&self) -> [Option<&Tensor>; 7] {
+        let ([q, k, v], [bias, distances, slopes, sinks]) = (&self.rows, self.scores.each_ref().map(Option::as_ref));
+        [Some(q), Some(k), Some(v), bias, distances, slopes, sinks]
+    }
+
     /// The context as it lies in memory, and what is wanted beside it.
     fn attend<E: Element>(self, call: &Call, outputs: Outputs) -> Result<Attended> {
-        let [q, k, v] = [&call.q, &call.k, &call.v].map(with_contiguous_rows);
-        let (operands, device) = ([&q?, &k?, &v?], call.q.device());
+        let Dims { b, h, t_q, .. } = self.dims;
+        let (name, shape) = ("flash-attention", self.context_shape());
         if let Outputs::Statistics(wanted) = outputs {
             let options = wanted.as_kernels();
             let observe = |problem: &Problem<E>| flash::attend_with_statistics(problem, self.tier, &options);
-            let (context, found) = self.with_problem(operands, observe)?;
-            let context = Tensor::from_vec(context, self.context_shape(), device)?;
+            let (context, found) = self.with_problem(observe)?;
+            let context = Tensor::from_vec(context, shape, call.q.device())?;
             let statistics = Some(AttentionStatistics::of_kernel(found, call, wanted)?);
             return Ok(Attended { statistics, ..Attended::context(context) });
         }
         let (is_tracked, mut lse, mut stats) =
             (plan::tracks_gradients(call), (outputs == Outputs::LogSumExp).then(Vec::new), Vec::new());
-        let context = self.with_problem(operands, |problem: &Problem<E>| {
+        let context = self.with_problem(|problem: &Problem<E>| {
             flash::attend_vec(problem, self.tier, lse.as_mut(), is_tracked.then_some(&mut stats))
         })?;
-        if is_tracked {
-            return graph::attended(self, operands, context, lse, stats);
-        }
-        let Dims { b, h, t_q, .. } = self.dims;
-        let lse = lse.map(|lse| Tensor::from_vec(lse, (b, h, t_q), device)).transpose()?;
-        Ok(Attended { lse, ..Attended::context(Tensor::from_vec(context, self.context_shape(), device)?) })
+        let own = Arc::new(self);
+        let flash = own.clone();
+        let backward = move |context: &Tensor, gradient: &Tensor, of_lse: Option<Tensor>| {
+            flash.gradients::<E>(&stats, context, gradient, of_lse)
+        };
+        let Some(lse) = lse else {
+            let backward = move |context: &Tensor, gradient: &Tensor| backward(context, gradient, None);
+            return Ok(Attended::context(record(name, &own.inputs(), context, shape, backward)?));
+        };
+        let [context, lse] = record_two(name, &own.inputs(), [shape, (b, h, t_q).into()], context, lse, backward)?;
+        Ok(Attended { lse: Some(lse), ..Attended::context(context) })
+    }
+
+    /// The gradients of q, k and v and of the score tensors, as far as they are tracked. Contexts are as they lie in
+    /// memory.
+    fn gradients<E: Element>(
+        &self,
+        stats: &[SoftmaxStats],
+        context: &Tensor,
+        gradient: &Tensor,
+        of_lse: Option<Tensor>,
+    ) -> Result<Vec<Option<Tensor>>> {
+        // (B, H, T_q, D_v), whatever the order in memory.
+        let gradient = match self.output_order {
+            OutputOrder::Bhtd => gradient.clone(),
+            OutputOrder::Bthd => gradient.transpose(1, 2)?,
+        };
+        let (gradient, lse_grad) = (with_contiguous_rows(&gradient)?, of_lse.as_ref().map(to_vec).transpose()?);
+        let (context, gradient) = (read(context), read(&gradient));
+        let (context, context_grad, lse_grad) = (context.contiguous()?, gradient.strided()?, lse_grad.as_deref());
+        let is_tracked = self.inputs().map(|input| input.is_some_and(Tensor::track_op));
+        let [q, k, v, bias, distances, slopes, sinks] = is_tracked;
+        let bias = self.scores[0].as_ref().filter(|_| bias).map(|bias| bias.dims4()).transpose()?;
+        let wanted = Wanted { q, k, v, bias: bias.map(<[usize; 4]>::from), distances, slopes, sinks };
+        let found = self.with_problem(|&forward: &Problem<E>| {
+            let problem = BackwardProblem { forward, context, stats, context_grad, lse_grad };
+            flash::attend_backward(&problem, self.tier, wanted)
+        })?;
+        let of_rows = self.rows.iter().zip([found.q, found.k, found.v]);
+        let of_rows = of_rows.map(|(row, numbers)| gradient_of(Some(row), numbers));
+        let of_scores = self.scores.iter().zip([found.bias, found.distances, found.slopes, found.sinks]);
+        of_rows.chain(of_scores.map(|(own, numbers)| gradient_of(own.as_ref(), numbers))).collect()
     }
 }
