@@ -1,12 +1,12 @@
 //! What a CPU's kernel computed, as an operation in Candle's graph.
 //!
-//! Candle's operations have a fixed number of operands and one result. Here an operation has any number of operands and
-//! one result or two, which are computed before they are in the graph. More than two operands, and a second result, are
+//! Candle's operations have three operands at most and one result. Here an operation has any number of operands and one
+//! result or two, which are computed before they are in the graph. More than three operands, and a second result, are
 //! nodes of their own, which copy nothing:
 //!
 //! ```text
-//! a ---------------------+
-//! b, c, .. -> a number --+-> first result -> second result
+//! a, b ------------------+
+//! c, d, .. -> a number --+-> first result -> second result
 //! ```
 //!
 //! On the way back the node of a second result puts its gradient down, that of the first runs the backward pass, and
@@ -18,7 +18,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, ThreadId};
 
 use candle_core::op::BackpropOp;
-use candle_core::{CpuStorage, CustomOp2, Error, Layout, Result, Shape, Storage, Tensor, WithDType};
+use candle_core::{CpuStorage, CustomOp3, Error, Layout, Result, Shape, Storage, Tensor, WithDType};
 
 /// From a result and its gradient to the gradients of the operands.
 type Backward = dyn Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync;
@@ -83,7 +83,7 @@ fn node(
     shape: Shape,
     backward: Box<Backward>,
 ) -> Result<Tensor> {
-    if let [first, more @ ..] = operands
+    if let [a, b, more @ ..] = operands
         && more.len() > 1
     {
         let handed = Handed::default();
@@ -94,15 +94,15 @@ fn node(
         let zero = joined.zeros_like()?;
         let with_joined = move |result: &Tensor, gradient: &Tensor| {
             let mut gradients = backward(result, gradient)?;
-            put(&handed, gradients.split_off(1));
+            put(&handed, gradients.split_off(2));
             // What comes before is to have its turn.
             gradients.push(Some(zero.clone()));
             Ok(gradients)
         };
-        return node(name, &[first.clone(), joined], numbers, shape, Box::new(with_joined));
+        return node(name, &[a.clone(), b.clone(), joined], numbers, shape, Box::new(with_joined));
     }
-    let (first, last) = (&operands[0], &operands[operands.len() - 1]);
-    first.apply_op2(last, Node { name, result: Mutex::new(Some((numbers, shape))), backward })
+    let [a, b, c] = [0, 1, 2].map(|n| &operands[n.min(operands.len() - 1)]);
+    a.apply_op3(b, c, Node { name, result: Mutex::new(Some((numbers, shape))), backward })
 }
 
 /// Gradients between nodes, by the thread whose backward pass it is.
@@ -116,7 +116,8 @@ fn take<T>(handed: &Handed<T>) -> Option<T> {
     handed.lock().unwrap_or_else(PoisonError::into_inner).remove(&thread::current().id())
 }
 
-/// An operation with two operands, or one that stands for both, without a gradient from the second place.
+/// An operation with three operands at most. Where it has fewer, the last one stands for the others too, without a
+/// gradient from there.
 struct Node {
     name: &'static str,
     /// Until it is in the graph.
@@ -124,12 +125,20 @@ struct Node {
     backward: Box<Backward>,
 }
 
-impl CustomOp2 for Node {
+impl CustomOp3 for Node {
     fn name(&self) -> &'static str {
         self.name
     }
 
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+    fn cpu_fwd(
+        &self,
+        _: &CpuStorage,
+        _: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
         let result = self.result.lock().unwrap_or_else(PoisonError::into_inner).take();
         result.ok_or_else(|| Error::msg(format!("[{}] the operation is in a graph already", self.name)))
     }
@@ -138,10 +147,12 @@ impl CustomOp2 for Node {
         &self,
         _: &Tensor,
         _: &Tensor,
+        _: &Tensor,
         result: &Tensor,
         gradient: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
         let mut gradients = (self.backward)(result, gradient)?.into_iter();
-        Ok((gradients.next().flatten(), gradients.next().flatten()))
+        let mut next = || gradients.next().flatten();
+        Ok((next(), next(), next()))
     }
 }

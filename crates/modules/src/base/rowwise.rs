@@ -94,9 +94,8 @@ where
     F: FnMut(usize, [&[f32]; N], &mut [f32], &mut [f32]),
 {
     let &HeadRows { tokens, h, d, .. } = like;
-    let (width, count) = (h * d, tokens * h * d);
+    let (width, count) = ((h * d).max(1), tokens * h * d);
     let mut ys = vec![O::default(); count];
-    // Fewer than two tasks run on the thread that calls.
     let (sums, of_task) = sums.unwrap_or((0, tokens.div_ceil((count / TASK_ELEMENTS).max(1))));
     let task = |(task, ys): (usize, &mut [O])| {
         let (mut sums, mut wide, mut scratch) = (vec![0.0; sums], [const { Vec::new() }; N], Vec::new());
@@ -113,7 +112,10 @@ where
         }
         sums
     };
-    let of_tasks: Vec<_> = ys.par_chunks_mut((of_task * width).max(1)).enumerate().map(task).collect();
+    let of_tasks: Vec<_> = match tokens <= of_task {
+        true => vec![task((0, &mut ys))],
+        false => ys.par_chunks_mut(of_task * width).enumerate().map(task).collect(),
+    };
     let mut total = vec![0.0; sums];
     for sums in of_tasks {
         total.iter_mut().zip(sums).for_each(|(total, sum)| *total += sum);

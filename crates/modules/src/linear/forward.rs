@@ -82,7 +82,7 @@ pub(super) struct After<'a> {
 pub(super) fn product(xs: &Tensor, factor: Factor, bias: Option<&Tensor>, after: After) -> Result<Tensor> {
     let xs = as_matrix("input", xs)?;
     let bias = bias.map(|bias| contiguous("bias", bias)).transpose()?;
-    let in_f32 = bias.as_ref().map(|bias| bias.detach().to_dtype(DType::F32)).transpose()?;
+    let in_f32 = bias.as_ref().map(|bias| bias.to_dtype(DType::F32)).transpose()?;
     let residual = after.residual.map(|residual| contiguous("residual", residual)).transpose()?;
     let (weight, outputs) = match &factor {
         Factor::Packed(_, columns) => (None, columns.len()),
@@ -102,7 +102,7 @@ pub(super) fn product(xs: &Tensor, factor: Factor, bias: Option<&Tensor>, after:
             };
             factor.multiply::<E>(&xs, false, epilogue)?
         };
-        let (own, of_bias) = (xs.clone(), bias.clone());
+        let (own, wants_bias) = (xs.clone(), bias.as_ref().is_some_and(Tensor::track_op));
         record(OP, &[Some(&xs), weight.as_ref(), bias.as_ref()], ys, shape, move |_, gradient| {
             let gradient = as_matrix("gradient", gradient)?;
             let of_xs = own.track_op().then(|| factor.multiply::<E>(&gradient, true, Epilogue::default()));
@@ -119,7 +119,7 @@ pub(super) fn product(xs: &Tensor, factor: Factor, bias: Option<&Tensor>, after:
                 true => product(gradient.t(), xs),
                 false => product(xs.t(), gradient)?.t(),
             };
-            let of_bias = of_bias.as_ref().filter(|bias| bias.track_op()).map(|_| {
+            let of_bias = wants_bias.then(|| {
                 let ones = vec![E::from_f64(1.0); gradient.rows];
                 let ones = Matrix { data: &ones, rows: 1, columns: ones.len(), stride: 0, is_transposed: false };
                 product(ones, gradient)?.squeeze(0)

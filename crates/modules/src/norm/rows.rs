@@ -58,7 +58,7 @@ impl RowNorm {
                 bail!("[{OP}] there are {} weights, expected {d}, or {h} times {d}", numbers.len())
             }
         }
-        let normed = |head, [xs, gate]: [&[f32]; 2], ys: &mut [f32], _: &mut [f32]| {
+        let normed = move |head, [xs, gate]: [&[f32]; 2], ys: &mut [f32], _: &mut [f32]| {
             let moments = self.moments(xs);
             let row = ys.iter_mut().zip(xs).zip(&weight[of_head(weight, head, d)]);
             match bias {
@@ -107,7 +107,7 @@ impl RowNorm {
         let of_other = match self.gate {
             None => gradient_of(other, Some(of_bias))?,
             Some(activation) => {
-                let of_gate = |_, [x, gradient, gate]: [&[f32]; 3], own: &mut [f32], _: &mut [f32]| {
+                let of_gate = move |_, [x, gradient, gate]: [&[f32]; 3], own: &mut [f32], _: &mut [f32]| {
                     let moments = self.moments(x);
                     for ((((own, &gate), gradient), &x), weight) in
                         own.iter_mut().zip(gate).zip(gradient).zip(x).zip(weight)
@@ -145,6 +145,7 @@ impl RowNorm {
         }
     }
 
+    #[inline]
     fn moments(self, row: &[f32]) -> Moments {
         let d = row.len() as f32;
         let mean = if self.subtracts_mean { sum(row, row, |x, _| x) / d } else { 0.0 };
@@ -173,6 +174,7 @@ fn of_head(numbers: &[f32], head: usize, d: usize) -> Range<usize> {
 }
 
 /// The sum over two rows of one length.
+#[inline]
 fn sum(xs: &[f32], ys: &[f32], of: impl Fn(f32, f32) -> f32) -> f32 {
     let mut lanes = [0.0; LANES];
     let ((xs, xs_rest), (ys, ys_rest)) = (xs.as_chunks::<LANES>(), ys.as_chunks::<LANES>());
