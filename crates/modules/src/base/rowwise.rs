@@ -112,10 +112,11 @@ where
         }
         sums
     };
-    let of_tasks: Vec<_> = match tokens <= of_task {
-        true => vec![task((0, &mut ys))],
-        false => ys.par_chunks_mut(of_task * width).enumerate().map(task).collect(),
-    };
+    if tokens <= of_task {
+        let sums = task((0, &mut ys));
+        return (ys, sums);
+    }
+    let of_tasks: Vec<_> = ys.par_chunks_mut(of_task * width).enumerate().map(task).collect();
     let mut total = vec![0.0; sums];
     for sums in of_tasks {
         total.iter_mut().zip(sums).for_each(|(total, sum)| *total += sum);

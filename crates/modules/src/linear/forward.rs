@@ -76,13 +76,12 @@ pub(super) struct After<'a> {
     pub residual: Option<&'a Tensor>,
 }
 
-/// `xs · weightᵀ + bias` of inputs (.., in), and what follows; all was checked. The bias of a packed weight is that of
-/// all its outputs in f32; another is of the inputs' dtype, as is a weight that is not packed, and both may be tracked
-/// for gradients.
+/// `xs · weightᵀ + bias` of inputs (.., in), and what follows; all was checked. The bias, contiguous, of a packed weight
+/// is that of all its outputs in f32; another is of the inputs' dtype, as is a weight that is not packed, and both may
+/// be tracked for gradients.
 pub(super) fn product(xs: &Tensor, factor: Factor, bias: Option<&Tensor>, after: After) -> Result<Tensor> {
     let xs = as_matrix("input", xs)?;
-    let bias = bias.map(|bias| contiguous("bias", bias)).transpose()?;
-    let in_f32 = bias.as_ref().map(|bias| bias.to_dtype(DType::F32)).transpose()?;
+    let in_f32 = bias.map(|bias| bias.to_dtype(DType::F32)).transpose()?;
     let residual = after.residual.map(|residual| contiguous("residual", residual)).transpose()?;
     let (weight, outputs) = match &factor {
         Factor::Packed(_, columns) => (None, columns.len()),
@@ -102,8 +101,8 @@ pub(super) fn product(xs: &Tensor, factor: Factor, bias: Option<&Tensor>, after:
             };
             factor.multiply::<E>(&xs, false, epilogue)?
         };
-        let (own, wants_bias) = (xs.clone(), bias.as_ref().is_some_and(Tensor::track_op));
-        record(OP, &[Some(&xs), weight.as_ref(), bias.as_ref()], ys, shape, move |_, gradient| {
+        let (own, wants_bias) = (xs.clone(), bias.is_some_and(Tensor::track_op));
+        record(OP, &[Some(&xs), weight.as_ref(), bias], ys, shape, move |_, gradient| {
             let gradient = as_matrix("gradient", gradient)?;
             let of_xs = own.track_op().then(|| factor.multiply::<E>(&gradient, true, Epilogue::default()));
             let of_xs = gradient_of(Some(&own), of_xs.transpose()?)?;

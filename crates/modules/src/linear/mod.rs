@@ -332,7 +332,7 @@ impl PackedLinear {
         }
         let is_tracked = xs.track_op() || residual.is_some_and(Tensor::track_op);
         let own = |tensor: &Tensor| tensor.narrow(0, columns.start, columns.len())?.to_dtype(xs.dtype());
-        let bias = || self.bias.as_ref().map(own).transpose();
+        let bias = || self.bias.as_ref().map(|bias| contiguous("bias", &own(bias)?)).transpose();
         let ys = match &self.weight {
             Weight::Packed(weight) => {
                 let (factor, bias) = (Factor::Packed(weight.clone(), columns), self.bias.as_ref());
