@@ -3,14 +3,11 @@
 use std::ops::Range;
 
 use candle_core::{DType, Result, Tensor};
-use rayon::prelude::*;
 
 use super::OP;
 use candle_attention_core::PackedSequences;
 use candle_attention_core::internal::NewTokens;
-use candle_attention_modules::base::rowwise::{
-    Element, HeadRows, map_heads, read, to_vec, with_contiguous_rows, with_float,
-};
+use candle_attention_modules::base::rowwise::{Element, HeadRows, map_rows, read, with_contiguous_rows, with_float};
 use candle_attention_modules::base::{Parameter, accumulation_dtype, gradient_of, part, record};
 use candle_attention_modules::gate::GateActivation;
 
@@ -42,10 +39,10 @@ pub(super) fn convolve(
             let ys = with_operands([&xs, &taps, &state], &starts, |own: &Operands<E>| Ok(own.outputs()))?;
             let own = [xs.clone(), taps.clone(), state];
             record("short-convolution", &[Some(&xs), Some(&taps)], ys, xs.shape(), move |_, gradient| {
-                let gradients = |own: &Operands<E>| Ok(own.gradients(to_vec(gradient)?));
+                let gradient = with_contiguous_rows(gradient)?;
+                let gradients = |own: &Operands<E>| Ok(own.gradients(&read(&gradient).rows()?));
                 let (of_xs, of_taps) = with_operands(own.each_ref(), &starts, gradients)?;
-                let of_xs = gradient_of(Some(&own[0]), Some(of_xs))?.map(|of_xs| of_xs.to_dtype(gradient.dtype()));
-                Ok(vec![of_xs.transpose()?, gradient_of(Some(&own[1]), Some(of_taps))?])
+                Ok(vec![gradient_of(Some(&own[0]), Some(of_xs))?, gradient_of(Some(&own[1]), Some(of_taps))?])
             })
         });
     }
@@ -104,12 +101,13 @@ fn with_operands<E: Element, R>(
 
 impl<E: Element> Operands<'_, E> {
     fn outputs(&self) -> Vec<E> {
-        map_heads(&self.rows, |token| {
-            move |_, _: &[f32], ys: &mut [f32]| {
+        let output = |token| {
+            move |_, []: [&[f32]; 0], ys: &mut [f32], _: &mut [f32]| {
                 self.sum(token, ys, &mut Vec::new());
                 ys.iter_mut().for_each(|y| *y = GateActivation::Silu.with_slope(*y).0);
             }
-        })
+        };
+        map_rows(&self.rows, [], None, output).0
     }
 
     /// The input so many tokens before a token.
@@ -132,37 +130,35 @@ impl<E: Element> Operands<'_, E> {
         }
     }
 
-    /// The gradients of the inputs, by rows, and of the taps, from those of the outputs.
-    fn gradients(&self, mut of_sums: Vec<f32>) -> (Vec<f32>, Vec<f32>) {
+    /// The gradients of the inputs and of the taps from those of the outputs.
+    fn gradients(&self, gradients: &HeadRows<E>) -> (Vec<E>, Vec<f32>) {
         let (c, tokens) = (self.rows.d, self.rows.tokens);
-        let of_chunk = |(chunk, gradients): (usize, &mut [f32])| {
-            let (mut of_taps, mut sum, mut scratch) = (vec![0f32; self.taps.len()], vec![0f32; c], Vec::new());
-            for (token, gradient) in (chunk * TOKENS..).zip(gradients.chunks_exact_mut(c)) {
-                self.sum(token, &mut sum, &mut scratch);
-                for (gradient, &x) in gradient.iter_mut().zip(&sum) {
-                    *gradient *= GateActivation::Silu.with_slope(x).1;
+        let of_sum = |token| {
+            move |_, [gradient]: [&[f32]; 1], of_sum: &mut [f32], of_taps: &mut [f32]| {
+                let mut scratch = Vec::new();
+                self.sum(token, of_sum, &mut scratch);
+                for (of_sum, gradient) in of_sum.iter_mut().zip(gradient) {
+                    *of_sum = gradient * GateActivation::Silu.with_slope(*of_sum).1;
                 }
                 for (back, of_taps) in of_taps.chunks_exact_mut(c).rev().enumerate() {
                     let row = self.row(token, back, &mut scratch);
-                    of_taps.iter_mut().zip(row).zip(&*gradient).for_each(|((sum, x), gradient)| *sum += x * gradient);
+                    of_taps.iter_mut().zip(row).zip(&*of_sum).for_each(|((sum, x), gradient)| *sum += x * gradient);
                 }
             }
-            of_taps
         };
-        let of_chunks: Vec<_> = of_sums.par_chunks_mut(c * TOKENS).enumerate().map(of_chunk).collect();
-        let mut of_taps = vec![0f32; self.taps.len()];
-        for (sum, own) in of_chunks.iter().flat_map(|own| own.iter().enumerate()) {
-            of_taps[sum] += own;
-        }
-        let mut of_xs = vec![0f32; tokens * c];
-        of_xs.par_chunks_mut(c).enumerate().for_each(|(token, of_x)| {
+        let (of_sums, of_taps): (Vec<f32>, _) =
+            map_rows(&self.rows, [Some(gradients)], Some((self.taps.len(), TOKENS)), of_sum);
+        let of_x = |token| {
             let next = self.starts.partition_point(|&start| start <= token);
-            let end = self.starts.get(next).copied().unwrap_or(tokens);
-            for (taps, of_sum) in self.taps.chunks_exact(c).rev().zip(of_sums[token * c..end * c].chunks_exact(c)) {
-                of_x.iter_mut().zip(taps).zip(of_sum).for_each(|((x, tap), gradient)| *x += tap * gradient);
+            let of_sums = &of_sums[token * c..self.starts.get(next).copied().unwrap_or(tokens) * c];
+            move |_, []: [&[f32]; 0], of_x: &mut [f32], _: &mut [f32]| {
+                of_x.fill(0.0);
+                for (taps, of_sum) in self.taps.chunks_exact(c).rev().zip(of_sums.chunks_exact(c)) {
+                    of_x.iter_mut().zip(taps).zip(of_sum).for_each(|((x, tap), gradient)| *x += tap * gradient);
+                }
             }
-        });
-        (of_xs, of_taps)
+        };
+        (map_rows(&self.rows, [], None, of_x).0, of_taps)
     }
 }
 

@@ -35,11 +35,11 @@ pub fn record<E: WithDType>(
     backward: impl Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
 ) -> Result<Tensor> {
     let (numbers, shape) = (E::to_cpu_storage_owned(numbers), shape.into());
-    let is_tracked: Vec<_> = operands.iter().map(|operand| operand.is_some_and(Tensor::track_op)).collect();
     let tracked: Vec<_> = operands.iter().flatten().filter(|operand| operand.track_op()).copied().cloned().collect();
     if tracked.is_empty() {
         return Ok(Tensor::from_storage(Storage::Cpu(numbers), shape, BackpropOp::none(), false));
     }
+    let is_tracked: Vec<_> = operands.iter().map(|operand| operand.is_some_and(Tensor::track_op)).collect();
     let of_tracked = move |result: &Tensor, gradient: &Tensor| {
         let gradients = backward(result, gradient)?.into_iter().zip(&is_tracked);
         Ok(gradients.filter(|(_, is_tracked)| **is_tracked).map(|(gradient, _)| gradient).collect())

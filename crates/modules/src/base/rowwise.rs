@@ -78,29 +78,50 @@ impl<'a, E> HeadRows<'a, E> {
     }
 }
 
-/// The rows of a view, each changed by what `of_token` gives for its token, from 0 to B · T; that is called with the
-/// number of the head, the row, and the row to write.
-pub fn map_heads<E: Element, F: Fn(usize, &[f32], &mut [f32])>(
-    rows: &HeadRows<E>,
+/// One pass over rows, and sums over them: what is written to each row (D,) of tensors shaped `like` others, from its
+/// rows in some views of that shape, which are empty in a view that is not there.
+///
+/// `of_token` gives for a token, from 0 to B · T, what is called with the number of a head, the rows to read, the row
+/// to write, and the sums, which begin with zeros in each task. How many sums there are comes with how many tokens a
+/// task has, on which their bits depend.
+pub fn map_rows<E: Element, O: Element, F, const N: usize>(
+    like: &HeadRows<E>,
+    views: [Option<&HeadRows<E>>; N],
+    sums: Option<(usize, usize)>,
     of_token: impl Fn(usize) -> F + Sync,
-) -> Vec<E> {
-    let width = rows.h * rows.d;
-    let count = rows.tokens * width;
-    let mut ys = vec![E::default(); count];
-    if count == 0 {
-        return ys;
-    }
-    let one_token = |[of_xs, of_ys]: &mut [Vec<f32>; 2], (token, ys): (usize, &mut [E])| {
-        let (row, change) = (rows.of_token(token), of_token(token));
-        for (head, ys) in ys.chunks_exact_mut(rows.d).enumerate() {
-            let xs = E::widen(row(head), of_xs);
-            E::write(ys, of_ys, |ys| change(head, xs, ys));
+) -> (Vec<O>, Vec<f32>)
+where
+    F: FnMut(usize, [&[f32]; N], &mut [f32], &mut [f32]),
+{
+    let &HeadRows { tokens, h, d, .. } = like;
+    let (width, count) = ((h * d).max(1), tokens * h * d);
+    let mut ys = vec![O::default(); count];
+    let (sums, of_task) = sums.unwrap_or((0, tokens.div_ceil((count / TASK_ELEMENTS).max(1))));
+    let task = |(task, ys): (usize, &mut [O])| {
+        let (mut sums, mut wide, mut scratch) = (vec![0.0; sums], [const { Vec::new() }; N], Vec::new());
+        for (token, ys) in (task * of_task..).zip(ys.chunks_exact_mut(width)) {
+            let (rows, mut change) = (views.map(|view| view.map(|view| view.of_token(token))), of_token(token));
+            for (head, ys) in ys.chunks_exact_mut(d).enumerate() {
+                let mut wide = wide.iter_mut();
+                let rows = rows.each_ref().map(|row| match (row, wide.next()) {
+                    (Some(row), Some(wide)) => E::widen(row(head), wide),
+                    _ => &[],
+                });
+                O::write(ys, &mut scratch, |ys| change(head, rows, ys, &mut sums));
+            }
         }
+        sums
     };
-    // Fewer than two tasks run on the thread that calls.
-    let least = TASK_ELEMENTS.div_ceil(width);
-    ys.par_chunks_mut(width).enumerate().with_min_len(least).for_each_init(Default::default, one_token);
-    ys
+    if tokens <= of_task {
+        let sums = task((0, &mut ys));
+        return (ys, sums);
+    }
+    let of_tasks: Vec<_> = ys.par_chunks_mut(of_task * width).enumerate().map(task).collect();
+    let mut total = vec![0.0; sums];
+    for sums in of_tasks {
+        total.iter_mut().zip(sums).for_each(|(total, sum)| *total += sum);
+    }
+    (ys, total)
 }
 
 /// A tensor whose rows, along its last dimension, are contiguous: itself, or a copy.

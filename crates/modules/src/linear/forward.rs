@@ -1,16 +1,15 @@
 //! Products by the CPU's kernels as operations in Candle's graph, of a weight in panels and of one that is tracked for
 //! gradients, and the same by Candle's own; and two projections of one input, one of which gates the other.
 
-use std::fmt;
-use std::ops::Range;
+use std::ops::{Deref, Range};
 use std::sync::Arc;
 
-use candle_core::{D, DType, Device, Layout, Module, Result, Shape, Tensor, bail};
+use candle_core::{D, DType, Device, Layout, Module, Result, Shape, Storage, Tensor, WithDType, bail};
 use candle_nn::{Activation, Linear};
 
-use super::{Kind, OP, PackedLinear};
-use crate::base::rowwise::{Element, Read, read, to_vec, with_float};
-use crate::base::{check_memory, executor, record};
+use super::{OP, PackedLinear, Weight};
+use crate::base::rowwise::{Element, Read, read, with_float};
+use crate::base::{check_memory, executor, gradient_of, record};
 use candle_attention_kernels::Tier;
 use candle_attention_kernels::linear::{self, Epilogue, Matrix, PackedWeight, Product, Right, Up};
 
@@ -19,129 +18,112 @@ pub(super) fn choose_tier(tier: Option<Tier>, dtype: DType) -> Result<Tier> {
     Tier::choose(tier, dtype == DType::BF16).map_err(|error| candle_core::Error::msg(format!("[{OP}] {error}")))
 }
 
-/// A packed weight and its bias.
-pub(super) struct Packed {
-    weight: PackedWeight,
-    /// Of the weight that was packed.
-    pub dtype: DType,
-    /// What gives weight and bias back to the bit.
-    linear_dtype: DType,
-    bias: Option<Vec<f32>>,
+/// Puts a weight (out, in), in f32, bf16 or f16 on the CPU, in panels.
+pub(super) fn pack(weight: &Tensor, tier: Tier) -> Result<PackedWeight> {
+    let weight = contiguous("weight", weight)?;
+    let (storage, shape) = (read(&weight), weight.dims2()?);
+    with_float!(OP, weight.dtype(), |E| {
+        PackedWeight::new(storage.contiguous::<E>()?, shape, tier).map_err(kernel_error)
+    })
 }
 
-impl Packed {
-    /// Packs `weight` (out, in), in f32, bf16 or f16, and `bias` (out,), on the CPU.
-    pub fn new(weight: &Tensor, bias: Option<&Tensor>, tier: Tier) -> Result<Self> {
-        let weight = contiguous("weight", weight)?;
-        let (storage, shape) = (read(&weight), weight.dims2()?);
-        let packed = with_float!(OP, weight.dtype(), |E| {
-            PackedWeight::new(storage.contiguous::<E>()?, shape, tier).map_err(kernel_error)
-        });
-        Self::with_bias(packed?, weight.dtype(), bias)
-    }
-
-    /// With `bias` (out,) on the CPU.
-    pub fn with_bias(weight: PackedWeight, dtype: DType, bias: Option<&Tensor>) -> Result<Self> {
-        let linear_dtype = if bias.is_none_or(|bias| bias.dtype() == dtype) { dtype } else { DType::F32 };
-        let bias = bias.map(|bias| to_vec(&contiguous("bias", bias)?)).transpose()?;
-        Ok(Self { weight, dtype, linear_dtype, bias })
-    }
-
-    pub fn to_linear(&self) -> Result<Linear> {
-        let bias = |bias: &Vec<f32>| Tensor::new(bias.as_slice(), &Device::Cpu)?.to_dtype(self.linear_dtype);
-        let weight = self.rows(None)?.to_dtype(self.linear_dtype)?;
-        Ok(Linear::new(weight, self.bias.as_ref().map(bias).transpose()?))
-    }
-
-    /// The rows of some outputs or of all, (outputs, in), in the weight's dtype.
-    pub fn rows(&self, outputs: Option<&[usize]>) -> Result<Tensor> {
-        let shape = (outputs.map_or(self.weight.outputs(), <[_]>::len), self.weight.inputs());
-        with_float!(OP, self.dtype, |E| {
-            let rows = match outputs {
-                Some(outputs) => self.weight.unpack_rows::<E>(outputs),
-                None => self.weight.unpack(),
-            };
-            Tensor::from_vec(rows.map_err(kernel_error)?, shape, &Device::Cpu)
-        })
-    }
+/// The rows of some outputs or of all, (outputs, in), in the dtype that was packed.
+pub(super) fn unpack(weight: &PackedWeight, dtype: DType, outputs: Option<&[usize]>) -> Result<Tensor> {
+    let shape = (outputs.map_or(weight.outputs(), <[_]>::len), weight.inputs());
+    with_float!(OP, dtype, |E| {
+        let rows = match outputs {
+            Some(outputs) => weight.unpack_rows::<E>(outputs),
+            None => weight.unpack(),
+        };
+        Tensor::from_vec(rows.map_err(kernel_error)?, shape, &Device::Cpu)
+    })
 }
 
-impl fmt::Debug for Packed {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.weight.fmt(f)
+/// What the CPU's kernels multiply inputs by.
+pub(super) enum Factor {
+    /// Some outputs of a weight in panels.
+    Packed(Arc<PackedWeight>, Range<usize>),
+    /// A weight (out, in), a matrix in memory, which is read as it is when this runs.
+    Matrix(Tensor, Tier),
+}
+
+impl Factor {
+    /// Inputs (.., in) to outputs (.., out) and what follows, or the gradients of outputs to those of inputs.
+    fn multiply<E: Element>(&self, xs: &Tensor, is_backward: bool, epilogue: Epilogue<E>) -> Result<Vec<E>> {
+        let xs = read(xs);
+        let left = matrix_of(&xs)?;
+        match self {
+            Self::Packed(weight, columns) => {
+                let right = if is_backward { Right::Transposed } else { Right::Weight };
+                multiply(left, right(weight, columns.clone()), epilogue)
+            }
+            Self::Matrix(weight, tier) => {
+                let weight = read(weight);
+                let weight = matrix_of(&weight)?;
+                multiply(left, Right::Matrix(if is_backward { weight } else { weight.t() }, *tier), epilogue)
+            }
+        }
     }
 }
 
-/// What follows a product in its pass, where nothing is tracked for gradients.
+/// What follows a product with a packed weight in its pass, where nothing is tracked for gradients.
 #[derive(Default)]
 pub(super) struct After<'a> {
     pub activation: Option<linear::Activation>,
-    /// What the activated outputs are multiplied by: a product of the same input.
-    pub up: Option<&'a Packed>,
+    /// What the activated outputs are multiplied by: the weight of a product of the same input, and its bias in f32.
+    pub up: Option<(&'a PackedWeight, Option<&'a Tensor>)>,
     /// What is added, (.., columns) in the input's dtype.
     pub residual: Option<&'a Tensor>,
 }
 
-/// The product of `xs` (.., in) with some outputs of a packed weight, and what follows it; all was checked.
-pub(super) fn packed(xs: &Tensor, own: &Arc<Packed>, columns: Range<usize>, after: After) -> Result<Tensor> {
-    let (xs, shape) = (with_even_rows("input", xs)?, with_width(xs.dims(), columns.len()));
+/// `xs · weightᵀ + bias` of inputs (.., in), and what follows; all was checked. The bias, contiguous, of a packed weight
+/// is that of all its outputs in f32; another is of the inputs' dtype, as is a weight that is not packed, and both may
+/// be tracked for gradients.
+pub(super) fn product(xs: &Tensor, factor: Factor, bias: Option<&Tensor>, after: After) -> Result<Tensor> {
+    let xs = as_matrix("input", xs)?;
+    let in_f32 = bias.map(|bias| bias.to_dtype(DType::F32)).transpose()?;
     let residual = after.residual.map(|residual| contiguous("residual", residual)).transpose()?;
+    let (weight, outputs) = match &factor {
+        Factor::Packed(_, columns) => (None, columns.len()),
+        Factor::Matrix(weight, _) => (Some(weight.clone()), weight.dim(0)?),
+    };
+    let shape = with_width(xs.dims(), outputs);
     with_float!(OP, xs.dtype(), |E| {
-        let residual = residual.as_ref().map(read);
-        let epilogue = Epilogue {
-            bias: own.bias.as_deref(),
-            activation: after.activation,
-            up: after.up.map(|up| Up { weight: &up.weight, bias: up.bias.as_deref() }),
-            residual: residual.as_ref().map(Read::contiguous).transpose()?,
-        };
-        let ys: Vec<E> = multiply(&xs, Right::Weight(&own.weight, columns.clone()), epilogue)?;
-        let own = own.clone();
-        record(OP, &[Some(&xs)], ys, shape, move |_, gradient| {
-            let (gradient, right) =
-                (with_even_rows("gradient", gradient)?, Right::Transposed(&own.weight, columns.clone()));
-            let of_xs: Vec<E> = multiply(&gradient, right, Epilogue::default())?;
-            let shape = with_width(gradient.dims(), own.weight.inputs());
-            Ok(vec![Some(Tensor::from_vec(of_xs, shape, &Device::Cpu)?)])
-        })
-    })
-}
-
-/// `xs · weightᵀ + bias` of inputs (.., in), a weight (out, in) and a bias (out,) of one dtype, each of which may be
-/// tracked for gradients. The weight is read as it is when this runs.
-pub(super) fn tracked(xs: &Tensor, linear: &Linear, tier: Tier) -> Result<Tensor> {
-    let (xs, weight) = (with_even_rows("input", xs)?, linear.weight());
-    let weight =
-        if matrix::<()>(&[], weight.layout()).is_some() { weight.clone() } else { contiguous("weight", weight)? };
-    let bias = linear.bias().map(|bias| contiguous("bias", bias)).transpose()?;
-    let shape = with_width(xs.dims(), weight.dim(0)?);
-    with_float!(OP, xs.dtype(), |E| {
-        // In f32.
-        let added: Option<Vec<f32>> = bias.as_ref().map(|bias| to_vec(&bias.detach())).transpose()?;
-        let epilogue = Epilogue { bias: added.as_deref(), ..Default::default() };
-        let ys = with_matrix(&weight, |weight| multiply::<E>(&xs, Right::Matrix(weight.t(), tier), epilogue))?;
-        let own = (xs.clone(), weight.clone(), bias.clone());
-        record(OP, &[Some(&xs), Some(&weight), bias.as_ref()], ys, shape, move |_, gradient| {
-            let ((xs, weight, bias), gradient) = (&own, flat("gradient", gradient)?);
-            let product = |left: &Tensor, right: &Tensor| {
-                let shape = (left.dim(0)?, right.dim(1)?);
-                let with = |right: Matrix<E>| multiply::<E>(left, Right::Matrix(right, tier), Epilogue::default());
-                Tensor::from_vec(with_matrix(right, with)?, shape, &Device::Cpu)
+        let ys = {
+            let (added, residual) = (in_f32.as_ref().map(read), residual.as_ref().map(read));
+            let of_up = after.up.and_then(|(_, bias)| bias).map(read);
+            let of_up = of_up.as_ref().map(Read::contiguous).transpose()?;
+            let epilogue = Epilogue {
+                bias: added.as_ref().map(Read::contiguous).transpose()?,
+                activation: after.activation,
+                up: after.up.map(|(weight, _)| Up { weight, bias: of_up }),
+                residual: residual.as_ref().map(Read::contiguous).transpose()?,
             };
-            let of_xs = || product(&gradient, weight)?.reshape(xs.dims());
+            factor.multiply::<E>(&xs, false, epilogue)?
+        };
+        let (own, wants_bias) = (xs.clone(), bias.is_some_and(Tensor::track_op));
+        record(OP, &[Some(&xs), weight.as_ref(), bias], ys, shape, move |_, gradient| {
+            let gradient = as_matrix("gradient", gradient)?;
+            let of_xs = own.track_op().then(|| factor.multiply::<E>(&gradient, true, Epilogue::default()));
+            let of_xs = gradient_of(Some(&own), of_xs.transpose()?)?;
+            let Factor::Matrix(weight, tier) = &factor else { return Ok(vec![of_xs]) };
+            let product = |left: Matrix<E>, right: Matrix<E>| {
+                let product = multiply(left, Right::Matrix(right, *tier), Epilogue::default())?;
+                Tensor::from_vec(product, (left.rows, right.columns), &Device::Cpu)
+            };
+            let (xs, gradient) = (read(&own), read(&gradient));
+            let (xs, gradient) = (matrix_of(&xs)?, matrix_of(&gradient)?);
             // In the order in which the weight is stored.
             let of_weight = || match weight.is_contiguous() {
-                true => product(&gradient.t()?, &flat("input", xs)?),
-                false => product(&flat("input", xs)?.t()?, &gradient)?.t(),
+                true => product(gradient.t(), xs),
+                false => product(xs.t(), gradient)?.t(),
             };
-            let of_bias = || {
-                let ones = Tensor::ones((1, gradient.dim(0)?), gradient.dtype(), &Device::Cpu)?;
-                product(&ones, &gradient)?.squeeze(0)
-            };
-            Ok(vec![
-                xs.track_op().then(of_xs).transpose()?,
-                weight.track_op().then(of_weight).transpose()?,
-                bias.as_ref().filter(|bias| bias.track_op()).map(|_| of_bias()).transpose()?,
-            ])
+            let of_bias = wants_bias.then(|| {
+                let ones = vec![E::from_f64(1.0); gradient.rows];
+                let ones = Matrix { data: &ones, rows: 1, columns: ones.len(), stride: 0, is_transposed: false };
+                product(ones, gradient)?.squeeze(0)
+            });
+            Ok(vec![of_xs, weight.track_op().then(of_weight).transpose()?, of_bias.transpose()?])
         })
     })
 }
@@ -186,38 +168,22 @@ fn matrix<'a, E>(data: &'a [E], layout: &Layout) -> Option<Matrix<'a, E>> {
     }
 }
 
-/// Gives a function the matrix that a tensor is in memory.
-fn with_matrix<E: Element, R>(tensor: &Tensor, run: impl FnOnce(Matrix<E>) -> Result<R>) -> Result<R> {
-    let own = read(tensor);
+/// The matrix that a tensor is in memory.
+fn matrix_of<'a, E: Element>(own: &'a Read<'_, impl Deref<Target = Storage>>) -> Result<Matrix<'a, E>> {
     match matrix(own.elements()?, own.layout) {
-        Some(matrix) => run(matrix),
+        Some(matrix) => Ok(matrix),
         None => bail!("[{OP}] lines of strides {:?} are not contiguous and evenly spaced", own.layout.stride()),
     }
 }
 
 /// A product on the threads of brief calls.
-fn multiply<E: Element>(left: &Tensor, right: Right<E>, epilogue: Epilogue<E>) -> Result<Vec<E>> {
-    with_matrix(left, |left| {
-        linear::multiply_vec(&Product { left, right, epilogue, executor: executor() }).map_err(kernel_error)
-    })
+fn multiply<E: Element>(left: Matrix<E>, right: Right<E>, epilogue: Epilogue<E>) -> Result<Vec<E>> {
+    linear::multiply_vec(&Product { left, right, epilogue, executor: executor() }).map_err(kernel_error)
 }
 
-/// Itself, or a copy whose rows are contiguous and at one distance.
-fn with_even_rows(what: &str, xs: &Tensor) -> Result<Tensor> {
-    let is_even = matrix::<()>(&[], xs.layout()).is_some_and(|rows| !rows.is_transposed);
-    if is_even { Ok(xs.clone()) } else { contiguous(what, xs) }
-}
-
-/// (.., width) as (rows, width), contiguous.
-fn flat(what: &str, xs: &Tensor) -> Result<Tensor> {
-    let (width, lead) = (xs.dim(D::Minus1)?, &xs.dims()[..xs.rank() - 1]);
-    contiguous(what, xs)?.reshape((lead.iter().product::<usize>(), width))
-}
-
-/// Some outputs of a projection, in a dtype.
-pub(super) fn outputs(linear: &Linear, columns: &Range<usize>, dtype: DType) -> Result<Linear> {
-    let own = |tensor: &Tensor| tensor.narrow(0, columns.start, columns.len())?.to_dtype(dtype);
-    Ok(Linear::new(own(linear.weight())?, linear.bias().map(own).transpose()?))
+/// Itself, or a copy that is a matrix in memory.
+pub(super) fn as_matrix(what: &str, xs: &Tensor) -> Result<Tensor> {
+    if matrix::<()>(&[], xs.layout()).is_some() { Ok(xs.clone()) } else { contiguous(what, xs) }
 }
 
 /// By Candle's own operations, with gradients, on any device.
@@ -228,7 +194,7 @@ pub(super) fn plain(linear: &Linear, xs: &Tensor) -> Result<Tensor> {
         return linear.bias().map_or(Ok(zeros.clone()), |bias| zeros.broadcast_add(bias));
     }
     // Candle multiplies no vectors.
-    linear.forward(&flat("input", xs)?)?.reshape(out)
+    linear.forward(&contiguous("input", xs)?.reshape(((), xs.dim(D::Minus1)?))?)?.reshape(out)
 }
 
 /// Candle ends the program where there is no memory for a copy; this asks first. It copies no view of nothing either,
@@ -313,16 +279,17 @@ impl PackedGatedLinear {
 /// (.., in) gives (.., out) in the input's dtype, which is the weights', or f32 over weights in half precision.
 impl Module for PackedGatedLinear {
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        let columns = 0..self.out_dim();
-        if let (Kind::Packed(gate), Kind::Packed(up), Some(activation)) =
-            (&self.gate.kind, &self.up.kind, self.gate.activation)
-            && gate.weight.is_like(&up.weight)
+        let (Self { gate, up }, columns) = (self, 0..self.out_dim());
+        if let (Weight::Packed(weight), Weight::Packed(of_up), Some(activation)) =
+            (&gate.weight, &up.weight, gate.activation)
+            && weight.is_like(of_up)
             && !xs.track_op()
         {
-            self.gate.check(xs, &columns)?;
-            let after = After { activation: Some(kernel_activation(activation)?), up: Some(up), residual: None };
-            return packed(xs, gate, columns, after);
+            gate.check(xs, &columns)?;
+            let activation = Some(kernel_activation(activation)?);
+            let after = After { activation, up: Some((of_up, up.bias.as_ref())), residual: None };
+            return product(xs, Factor::Packed(weight.clone(), columns), gate.bias.as_ref(), after);
         }
-        self.gate.forward(xs)?.mul(&self.up.forward(xs)?)
+        gate.forward(xs)?.mul(&up.forward(xs)?)
     }
 }

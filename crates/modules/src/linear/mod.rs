@@ -7,18 +7,19 @@ mod quantized;
 use std::ops::Range;
 use std::sync::Arc;
 
+use candle_core::quantized::{QMatMul, QTensor};
 use candle_core::{DType, Device, Module, Result, Tensor, bail};
 use candle_nn::{Activation, Linear, VarBuilder};
 
 use crate::base::rowwise::to_vec;
-use crate::base::{Dim, Expect, FLOATS, check_memory, frozen, is_addressable};
+use crate::base::{Dim, Expect, FLOATS, check_memory, frozen, is_addressable, part};
 use candle_attention_kernels::Tier;
+use candle_attention_kernels::linear::PackedWeight;
 pub use forward::PackedGatedLinear;
-use forward::{After, Packed, choose_tier, kernel_activation, outputs, packed, plain, tracked};
+use forward::{After, Factor, as_matrix, choose_tier, contiguous, kernel_activation, pack, plain, product, unpack};
 pub use projections::{
     ByPlace, Projected, Projection, ProjectionModule, ProjectionModules, ProjectionPlace, Projections,
 };
-use quantized::Quantized;
 
 const OP: &str = "packed_linear";
 
@@ -54,20 +55,25 @@ const OP: &str = "packed_linear";
 /// ```
 #[derive(Debug, Clone)]
 pub struct PackedLinear {
-    kind: Kind,
+    weight: Weight,
+    /// (out,), a copy in f32 beside a packed weight.
+    bias: Option<Tensor>,
     /// (out, in).
     shape: (usize, usize),
     dtype: DType,
+    /// What gives weight and bias back to the bit.
+    linear_dtype: DType,
     device: Device,
     activation: Option<Activation>,
 }
 
 #[derive(Debug, Clone)]
-enum Kind {
-    Packed(Arc<Packed>),
+enum Weight {
+    Packed(Arc<PackedWeight>),
     /// Read in each call: by the CPU's kernels, where it is tracked for gradients, or by Candle's own operations.
-    Plain(Linear, Option<Tier>),
-    Quantized(Quantized),
+    Plain(Tensor, Option<Tier>),
+    /// One that Candle multiplies.
+    Quantized(Arc<QTensor>),
 }
 
 /// [`candle_nn::linear`](candle_nn::linear()), packed: `weight` (out, in) and `bias` (out,) below the builder's prefix.
@@ -117,20 +123,32 @@ impl PackedLinear {
             let bias = Expect::one(OP, "bias", bias).shape(&[Dim::Is(weight.dims()[0])])?;
             bias.dtype(dtype, "the weight's")?.beside("the weight", weight.device())?;
         }
-        let linear = || Linear::new(weight.clone(), bias.cloned());
-        let kind = match tier {
+        let own = match tier {
             _ if weight.device().is_cpu() && dtype != DType::F64 => match choose_tier(tier, dtype)? {
-                tier if weight.track_op() || bias.is_some_and(Tensor::track_op) => Kind::Plain(linear(), Some(tier)),
-                tier => Kind::Packed(Packed::new(weight, bias, tier)?.into()),
+                tier if weight.track_op() || bias.is_some_and(Tensor::track_op) => {
+                    Weight::Plain(weight.clone(), Some(tier))
+                }
+                tier => Weight::Packed(pack(weight, tier)?.into()),
             },
             Some(tier) => bail!(
                 "[{OP}] a weight in {dtype:?} on {:?} is not packed, expected no CPU tier, found {tier}",
                 weight.device().location()
             ),
-            None => Kind::Plain(linear(), None),
+            None => Weight::Plain(weight.clone(), None),
         };
-        let (shape, device) = (weight.dims2()?, weight.device().clone());
-        Ok(Self { kind, shape, dtype, device, activation: None })
+        Self::of(own, bias, weight.dims2()?, dtype, weight.device())
+    }
+
+    /// All of which was checked.
+    fn of(weight: Weight, bias: Option<&Tensor>, shape: (usize, usize), dtype: DType, device: &Device) -> Result<Self> {
+        let linear_dtype = bias.map_or(dtype, Tensor::dtype);
+        let bias = match (&weight, bias) {
+            (Weight::Packed(_), Some(bias)) => {
+                Some(Tensor::from_vec(to_vec::<f32>(&contiguous("bias", bias)?)?, shape.0, device)?)
+            }
+            _ => bias.cloned(),
+        };
+        Ok(Self { weight, bias, shape, dtype, linear_dtype, device: device.clone(), activation: None })
     }
 
     /// Packs a [`Linear`].
@@ -183,9 +201,9 @@ impl PackedLinear {
     /// # Errors
     /// If memory is short.
     pub fn freeze(&self) -> Result<Self> {
-        let Kind::Plain(linear, tier) = &self.kind else { return Ok(self.clone()) };
-        let bias = linear.bias().map(frozen).transpose()?;
-        let packed = Self::with_tier(&frozen(linear.weight())?, bias.as_ref(), *tier)?;
+        let Weight::Plain(weight, tier) = &self.weight else { return Ok(self.clone()) };
+        let bias = self.bias.as_ref().map(frozen).transpose()?;
+        let packed = Self::with_tier(&frozen(weight)?, bias.as_ref(), *tier)?;
         Ok(Self { activation: self.activation, ..packed })
     }
 
@@ -195,11 +213,13 @@ impl PackedLinear {
     /// # Errors
     /// If memory is short.
     pub fn to_linear(&self) -> Result<Linear> {
-        match &self.kind {
-            Kind::Plain(linear, _) => Ok(linear.clone()),
-            Kind::Packed(packed) => packed.to_linear(),
-            Kind::Quantized(quantized) => quantized.to_linear(),
-        }
+        let weight = match &self.weight {
+            Weight::Packed(weight) => unpack(weight, self.dtype, None)?,
+            Weight::Plain(weight, _) => weight.clone(),
+            Weight::Quantized(weight) => weight.dequantize(&self.device)?,
+        };
+        let own = |tensor: &Tensor| tensor.to_dtype(self.linear_dtype);
+        Ok(Linear::new(own(&weight)?, self.bias.as_ref().map(own).transpose()?))
     }
 
     /// Rows of the weight, (out, in), in its dtype: ids (..) in u32 give (.., in). A table of embeddings that is the
@@ -224,14 +244,17 @@ impl PackedLinear {
             bail!("[{OP}] id {id} is no row of the weight, expected one below {}", self.out_dim())
         }
         let list = || Tensor::new(flat.as_slice(), self.device());
-        let rows = match &self.kind {
+        let rows = match &self.weight {
             // Candle selects no rows of a view of nothing, which may begin past the end of its buffer.
             _ if flat.len() * self.in_dim() == 0 => {
                 Tensor::zeros((flat.len(), self.in_dim()), self.dtype(), self.device())?
             }
-            Kind::Packed(packed) => packed.rows(Some(&flat.iter().map(|&id| id as usize).collect::<Vec<_>>()))?,
-            Kind::Plain(linear, _) => linear.weight().index_select(&list()?, 0)?,
-            Kind::Quantized(quantized) => quantized.weight.embedding(&list()?)?,
+            Weight::Packed(weight) => {
+                let outputs: Vec<_> = flat.iter().map(|&id| id as usize).collect();
+                unpack(weight, self.dtype, Some(&outputs))?
+            }
+            Weight::Plain(weight, _) => weight.index_select(&list()?, 0)?,
+            Weight::Quantized(weight) => weight.embedding(&list()?)?,
         };
         rows.reshape([ids.dims(), &[self.in_dim()]].concat())
     }
@@ -258,7 +281,7 @@ impl PackedLinear {
 
     /// Whether the weight is packed: on a CPU, in a type that is, and not tracked for gradients.
     pub fn is_packed(&self) -> bool {
-        matches!(self.kind, Kind::Packed(_))
+        matches!(self.weight, Weight::Packed(_))
     }
 
     /// Some of the outputs only, with the bits that [`forward`](Module::forward) gives them: (.., in) gives
@@ -308,17 +331,28 @@ impl PackedLinear {
             residual.dtype(xs.dtype(), "the input's")?.beside("the input", xs.device())?;
         }
         let is_tracked = xs.track_op() || residual.is_some_and(Tensor::track_op);
-        let ys = match &self.kind {
-            Kind::Packed(own) if !is_tracked => {
-                let activation = self.activation.map(kernel_activation).transpose()?;
-                return packed(xs, own, columns, After { activation, residual, up: None });
+        let own = |tensor: &Tensor| tensor.narrow(0, columns.start, columns.len())?.to_dtype(xs.dtype());
+        let bias = || self.bias.as_ref().map(|bias| contiguous("bias", &own(bias)?)).transpose();
+        let ys = match &self.weight {
+            Weight::Packed(weight) => {
+                let (factor, bias) = (Factor::Packed(weight.clone(), columns), self.bias.as_ref());
+                if !is_tracked {
+                    let activation = self.activation.map(kernel_activation).transpose()?;
+                    return product(xs, factor, bias, After { activation, residual, up: None });
+                }
+                product(xs, factor, bias, After::default())?
             }
-            Kind::Packed(own) => packed(xs, own, columns, After::default())?,
-            Kind::Plain(linear, tier) => {
-                let linear = outputs(linear, &columns, xs.dtype())?;
-                tier.map_or_else(|| plain(&linear, xs), |tier| tracked(xs, &linear, tier))?
+            Weight::Plain(weight, Some(tier)) => {
+                let factor = Factor::Matrix(as_matrix("weight", &own(weight)?)?, *tier);
+                product(xs, factor, bias()?.as_ref(), After::default())?
             }
-            Kind::Quantized(quantized) => quantized.forward(xs, columns)?,
+            // Candle's product has no gradient and takes no input of nothing.
+            Weight::Quantized(weight) if !xs.track_op() && xs.elem_count() > 0 => {
+                let ys = QMatMul::from_arc(weight.clone())?.forward(&contiguous("input", xs)?)?;
+                let ys = part(&ys, xs.rank() - 1, columns.clone())?;
+                bias()?.map_or(Ok(ys.clone()), |bias| ys.broadcast_add(&bias))?
+            }
+            _ => plain(&Linear::new(own(self.to_linear()?.weight())?, bias()?), xs)?,
         };
         let ys = if let Some(activation) = self.activation { activation.forward(&ys)? } else { ys };
         match residual {

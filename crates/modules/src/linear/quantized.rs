@@ -1,16 +1,12 @@
 //! Weights in the quantised types of GGUF files.
 
-use std::ops::Range;
-use std::sync::Arc;
-
-use candle_core::quantized::{GgmlDType, QMatMul, QTensor};
-use candle_core::{DType, Module, Result, Tensor, bail};
-use candle_nn::Linear;
+use candle_core::quantized::{GgmlDType, QTensor};
+use candle_core::{DType, Result, Tensor, bail};
 use half::f16;
 
-use super::forward::{Packed, choose_tier, contiguous, kernel_error, outputs, plain};
-use super::{Kind, OP, PackedLinear};
-use crate::base::{Dim, Expect, check_memory, part};
+use super::forward::{choose_tier, kernel_error, pack};
+use super::{OP, PackedLinear, Weight};
+use crate::base::{Dim, Expect, check_memory};
 use candle_attention_kernels::linear::{CODE_BLOCK, Codes, PackedWeight};
 
 impl PackedLinear {
@@ -19,8 +15,8 @@ impl PackedLinear {
     /// On a CPU Q8_0, Q5_0 and Q5_1 are held in 8 bits a number and Q4_0 and Q4_1 in 4, each with the scales and
     /// minimums of its blocks of 32, 16 bits each: 1.06 to 1.13 bytes a number, and 0.56 or 0.63. They are multiplied
     /// in f32, with the bits that [`new`](Self::new) gives for the dequantised numbers. F32, F16 and BF16 are packed as
-    /// they are. K-quants are multiplied by Candle's [`QMatMul`], which rounds inputs to 8 bits. On other devices all
-    /// but K-quants are dequantised.
+    /// they are. K-quants are multiplied by Candle's [`QMatMul`](candle_core::quantized::QMatMul), which rounds inputs
+    /// to 8 bits. On other devices all but K-quants are dequantised.
     ///
     /// ```
     /// use candle_attention::PackedLinear;
@@ -48,33 +44,30 @@ impl PackedLinear {
             let bias = Expect::one(OP, "bias", bias).shape(&[Dim::Is(shape.0)])?;
             bias.dtype_of(&[DType::F32], "")?.beside("the quantised weight", &device)?;
         }
-        let of = |kind, dtype| Ok(Self { kind, shape, dtype, device: device.clone(), activation: None });
+        let of = |weight, dtype| Self::of(weight, bias, shape, dtype, &device);
         let dtype = match weight.dtype() {
             GgmlDType::Q2K | GgmlDType::Q3K | GgmlDType::Q4K | GgmlDType::Q5K | GgmlDType::Q6K | GgmlDType::Q8K => {
-                let weight = Arc::new(weight);
-                let quantized = Quantized { product: QMatMul::from_arc(weight.clone())?, weight, bias: bias.cloned() };
-                return of(Kind::Quantized(quantized), DType::F32);
+                return of(Weight::Quantized(weight.into()), DType::F32);
             }
             GgmlDType::F16 => DType::F16,
             GgmlDType::BF16 => DType::BF16,
             _ => DType::F32,
         };
         check_memory(OP, format_args!("a weight of shape {shape:?}"), &[shape.0, shape.1])?;
-        let is_packed = device.is_cpu() && !bias.is_some_and(Tensor::track_op);
-        match is_packed.then(|| pack_blocks(&weight, bias)).transpose()?.flatten() {
-            Some(packed) => of(Kind::Packed(packed.into()), DType::F32),
-            None if is_packed => {
-                let rows = weight.dequantize(&device)?.to_dtype(dtype)?;
-                of(Kind::Packed(Packed::new(&rows, bias, choose_tier(None, dtype)?)?.into()), dtype)
-            }
-            None => of(Kind::Plain(Linear::new(weight.dequantize(&device)?, bias.cloned()), None), DType::F32),
+        if !device.is_cpu() || bias.is_some_and(Tensor::track_op) {
+            return of(Weight::Plain(weight.dequantize(&device)?, None), DType::F32);
         }
+        let packed = match pack_blocks(&weight)? {
+            Some(packed) => packed,
+            None => pack(&weight.dequantize(&device)?.to_dtype(dtype)?, choose_tier(None, dtype)?)?,
+        };
+        of(Weight::Packed(packed.into()), dtype)
     }
 }
 
 /// The codes of a type whose blocks have 32 numbers: a scale, a minimum of the same 16 bits, the fifth bits, and then
 /// the lower bits of the numbers, or all of them. `None` for other types.
-fn pack_blocks(weight: &QTensor, bias: Option<&Tensor>) -> Result<Option<Packed>> {
+fn pack_blocks(weight: &QTensor) -> Result<Option<PackedWeight>> {
     let (bits, has_minimums) = match weight.dtype() {
         GgmlDType::Q4_0 => (4, false),
         GgmlDType::Q4_1 => (4, true),
@@ -104,32 +97,5 @@ fn pack_blocks(weight: &QTensor, bias: Option<&Tensor>) -> Result<Option<Packed>
     }
     let (bits, minimums) = (if bits == 4 { 4 } else { 8 }, has_minimums.then_some(minimums.as_slice()));
     let (codes, tier) = (Codes { bits, codes: &codes, scales: &scales, minimums }, choose_tier(None, DType::F32)?);
-    let packed = PackedWeight::from_codes(&codes, weight.shape().dims2()?, tier).map_err(kernel_error)?;
-    Packed::with_bias(packed, DType::F32, bias).map(Some)
-}
-
-/// A weight that Candle multiplies.
-#[derive(Debug, Clone)]
-pub(super) struct Quantized {
-    pub weight: Arc<QTensor>,
-    product: QMatMul,
-    bias: Option<Tensor>,
-}
-
-impl Quantized {
-    /// Dequantised.
-    pub fn to_linear(&self) -> Result<Linear> {
-        Ok(Linear::new(self.weight.dequantize(&self.weight.device())?, self.bias.clone()))
-    }
-
-    /// Some of the outputs. Candle's product has no gradient and takes no input of nothing; its dequantised weight has
-    /// both.
-    pub fn forward(&self, xs: &Tensor, columns: Range<usize>) -> Result<Tensor> {
-        if xs.track_op() || xs.elem_count() == 0 {
-            return plain(&outputs(&self.to_linear()?, &columns, xs.dtype())?, xs);
-        }
-        let ys = self.product.forward(&contiguous("input", xs)?)?;
-        let ys = if let Some(bias) = &self.bias { ys.broadcast_add(bias)? } else { ys };
-        if columns.len() == self.weight.shape().dims()[0] { Ok(ys) } else { part(&ys, ys.rank() - 1, columns) }
-    }
+    PackedWeight::from_codes(&codes, weight.shape().dims2()?, tier).map(Some).map_err(kernel_error)
 }

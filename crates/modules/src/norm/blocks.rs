@@ -120,10 +120,9 @@ impl RmsNorm {
         let gate_in = Expect::one(RMS, "gate", gate).sizes(xs.dims())?;
         gate_in.dtype(xs.dtype(), "the input's")?.beside("the input", xs.device())?;
         let affine = self.0.affine()?;
-        match self.0.rows(xs, &affine) {
-            Some(norm) => RowNorm { gate: Some(activation), ..norm }.apply(xs, &affine.factors, gate),
-            None => activation.gate(&self.forward(xs)?, gate),
-        }
+        let Some(norm) = self.0.rows(xs, &affine) else { return activation.gate(&self.forward(xs)?, gate) };
+        let [factors, _] = affine;
+        RowNorm { gate: Some(activation), ..norm }.apply(xs, &[factors, gate.clone()])
     }
 
     /// The weight, (size,), without a one that is added to it.

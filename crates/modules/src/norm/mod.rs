@@ -181,17 +181,9 @@ pub struct Norm {
     /// (size,) or (H, D).
     weight: Parameter,
     bias: Option<Parameter>,
-    /// Where nothing is a variable.
-    affine: Option<Affine>,
+    /// [`affine`](Self::affine) where nothing is a variable.
+    affine: Option<[Tensor; 2]>,
     span: Option<Span>,
-}
-
-/// What normed numbers are multiplied by, and what is added, in the type that they are computed in; contiguous.
-#[derive(Debug, Clone)]
-struct Affine {
-    factors: Tensor,
-    /// Empty where nothing is added.
-    bias: Tensor,
 }
 
 /// What a norm spans of which this process has a part.
@@ -245,26 +237,28 @@ impl Norm {
     pub fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         let affine = self.affine()?;
         if let Some(rows) = self.rows(xs, &affine) {
-            return rows.apply(xs, &affine.factors, &affine.bias);
-        }
-        // Candle's fused norms have no backward pass and no f64, and take a weight (D,) of the dtype of the rows.
-        if xs.track_op() || self.affine.is_none() || xs.dtype() == DType::F64 {
-            return self.composed(xs, &affine, None);
+            return rows.apply(xs, &affine);
         }
         let (weight, eps) = (self.weight.tensor()?, self.eps as f32);
+        // Candle's fused norms have no backward pass and no f64, and take a weight (D,) of the dtype of the rows.
+        let is_constant = !xs.track_op() && self.affine.is_some();
+        let is_fused = is_constant && weight.rank() == 1 && weight.dtype() == xs.dtype() && xs.dtype() != DType::F64;
         match (self.kind, &self.bias) {
-            _ if weight.rank() > 1 || weight.dtype() != xs.dtype() => self.composed(xs, &affine, None),
-            (QkNormKind::Rms | QkNormKind::RmsNoWeight, None) => ops::rms_norm(&xs.contiguous()?, &weight, eps),
-            (QkNormKind::Layer, Some(bias)) => ops::layer_norm(&xs.contiguous()?, &weight, &bias.tensor()?, eps),
+            (QkNormKind::Rms | QkNormKind::RmsNoWeight, None) if is_fused => {
+                ops::rms_norm(&xs.contiguous()?, &weight, eps)
+            }
+            (QkNormKind::Layer, Some(bias)) if is_fused => {
+                ops::layer_norm(&xs.contiguous()?, &weight, &bias.tensor()?, eps)
+            }
             _ => self.composed(xs, &affine, None),
         }
     }
 
     /// The norm in one pass, where a CPU computes in f32.
-    fn rows(&self, xs: &Tensor, affine: &Affine) -> Option<RowNorm> {
-        let on_cpu = xs.device().is_cpu() && affine.factors.device().is_cpu();
+    fn rows(&self, xs: &Tensor, [factors, _]: &[Tensor; 2]) -> Option<RowNorm> {
+        let on_cpu = xs.device().is_cpu() && factors.device().is_cpu();
         let rows = RowNorm { subtracts_mean: self.kind.subtracts_mean(), eps: self.eps as f32, gate: None };
-        (on_cpu && affine.factors.dtype() == DType::F32 && xs.dtype() != DType::F64).then_some(rows)
+        (on_cpu && factors.dtype() == DType::F32 && xs.dtype() != DType::F64).then_some(rows)
     }
 
     /// [`forward`](Self::forward) of (B, T, width), where the mean is over all processes if the norm spans them.
@@ -280,7 +274,12 @@ impl Norm {
     }
 
     /// By Candle's operations, which have gradients.
-    fn composed(&self, xs: &Tensor, affine: &Affine, over: Option<(Span, &SumFunction)>) -> Result<Tensor> {
+    fn composed(
+        &self,
+        xs: &Tensor,
+        [factors, bias]: &[Tensor; 2],
+        over: Option<(Span, &SumFunction)>,
+    ) -> Result<Tensor> {
         // A view of nothing may begin past the end of its buffer, where Candle's sums panic.
         let is_far = xs.elem_count() == 0 && xs.layout().start_offset() > 0;
         let xs = if is_far { &xs.zeros_like()? } else { xs };
@@ -295,13 +294,14 @@ impl Norm {
         }
         let own = |parameter: &Tensor| parameter.to_dtype(rows.dtype());
         let root = ((squares / size as f64)? + self.eps)?.sqrt()?;
-        let normed = rows.broadcast_div(&root)?.broadcast_mul(&own(&affine.factors)?)?;
-        let has_bias = affine.bias.elem_count() > 0;
-        let normed = if has_bias { normed.broadcast_add(&own(&affine.bias)?)? } else { normed };
+        let normed = rows.broadcast_div(&root)?.broadcast_mul(&own(factors)?)?;
+        let normed = if bias.elem_count() > 0 { normed.broadcast_add(&own(bias)?)? } else { normed };
         normed.to_dtype(xs.dtype())
     }
 
-    fn affine(&self) -> Result<Affine> {
+    /// What normed numbers are multiplied by, and what is added, which is empty where nothing is, in the type that they
+    /// are computed in; contiguous.
+    fn affine(&self) -> Result<[Tensor; 2]> {
         if let Some(affine) = &self.affine {
             return Ok(affine.clone());
         }
@@ -314,6 +314,6 @@ impl Norm {
             Some(bias) => own(bias)?,
             None => Tensor::zeros(0, weight.dtype(), weight.device())?,
         };
-        Ok(Affine { factors: if self.kind == QkNormKind::RmsPlusOne { (weight + 1.0)? } else { weight }, bias })
+        Ok([if self.kind == QkNormKind::RmsPlusOne { (weight + 1.0)? } else { weight }, bias])
     }
 }

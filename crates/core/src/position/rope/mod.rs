@@ -14,7 +14,7 @@ use candle_nn::rotary_emb;
 
 use crate::position::Positions;
 use angles::{Angles, Tables};
-use candle_attention_modules::base::rowwise::{map_heads, read, to_vec, with_contiguous_rows, with_float};
+use candle_attention_modules::base::rowwise::{map_rows, read, to_vec, with_contiguous_rows, with_float};
 use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, check_memory, record};
 
 /// The cosines and sines of a [`RopeConfig`] for heads of one width, and the rotation of queries and keys by them.
@@ -184,7 +184,7 @@ impl Rotation {
         let (xs, index) = (with_contiguous_rows(xs)?, &self.index);
         let of_token = |token: usize| {
             let angles = self.angles.row(index[token % index.len()] as usize);
-            move |_, head: &[f32], rotated: &mut [f32]| {
+            move |_, [head]: [&[f32]; 1], rotated: &mut [f32], _: &mut [f32]| {
                 rotated.copy_from_slice(head);
                 self.rotate_pairs(rotated, angles);
             }
@@ -192,7 +192,9 @@ impl Rotation {
         let inverse = Self { inverse: !self.inverse, ..self.clone() };
         let backward = move |_: &Tensor, gradient: &Tensor| Ok(vec![Some(inverse.apply(gradient)?)]);
         with_float!("rope", xs.dtype(), |E| {
-            let rotated: Vec<E> = map_heads(&read(&xs).rows()?, of_token);
+            let own = read(&xs);
+            let rows = own.rows::<E>()?;
+            let rotated: Vec<E> = map_rows(&rows, [Some(&rows)], None, of_token).0;
             record("rotary-embedding", &[Some(&xs)], rotated, xs.shape(), backward)
         })
     }

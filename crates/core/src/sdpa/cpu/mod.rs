@@ -158,25 +158,19 @@ impl Flash {
 
     /// The context as it lies in memory, and what is wanted beside it.
     fn attend<E: Element>(self, outputs: Outputs) -> Result<Attended> {
-        let device = self.call.q.device();
         if let Outputs::Statistics(wanted) = outputs {
             let options = wanted.as_kernels();
             let observe = |problem: &Problem<E>| flash::attend_with_statistics(problem, self.tier, &options);
             let (context, found) = self.with_problem(observe)?;
-            let context = Tensor::from_vec(context, self.context_shape(), device)?;
+            let context = Tensor::from_vec(context, self.context_shape(), self.call.q.device())?;
             let statistics = Some(AttentionStatistics::of_kernel(found, &self.call, wanted)?);
             return Ok(Attended { statistics, ..Attended::context(context) });
         }
-        let (is_tracked, mut lse, mut stats) =
-            (self.call.tracks_gradients(), (outputs == Outputs::LogSumExp).then(Vec::new), Vec::new());
+        let is_tracked = self.call.tracks_gradients();
+        let (mut lse, mut stats) = ((outputs == Outputs::LogSumExp).then(Vec::new), Vec::new());
         let context = self.with_problem(|problem: &Problem<E>| {
             flash::attend_vec(problem, self.tier, lse.as_mut(), is_tracked.then_some(&mut stats))
         })?;
-        if is_tracked {
-            return graph::attended(self, context, lse, stats);
-        }
-        let Dims { b, h, t_q, .. } = self.call.dims;
-        let lse = lse.map(|lse| Tensor::from_vec(lse, (b, h, t_q), device)).transpose()?;
-        Ok(Attended { lse, ..Attended::context(Tensor::from_vec(context, self.context_shape(), device)?) })
+        graph::attended(self, context, lse, stats)
     }
 }
