@@ -3,7 +3,7 @@
 use candle_core::{Result, bail};
 use candle_nn::VarBuilder;
 
-use candle_attention_core::internal::{GATE_NAMES, LayoutTensor, shape};
+use candle_attention_core::internal::{GATE_NAMES, LayoutTensor, stored_shape};
 use candle_attention_core::{MultiHeadAttentionConfig, WeightLayout};
 use candle_attention_modules::base::has;
 use candle_attention_modules::linear::ProjectionPlace::{Gate, Key, Output, Query, Value};
@@ -77,7 +77,7 @@ pub(super) fn infer_config(
     let mask = if counted.is_some() { "heads.0.mask" } else { "mask" };
     if layout.has_mask_buffer()
         && has(vb, mask)
-        && let &[rows, columns] = shape(vb, mask)?.as_slice()
+        && let &[rows, columns] = stored_shape(vb, mask)?.as_slice()
         && rows == columns
     {
         cfg = cfg.with_causal(true).with_context_length(rows);
@@ -95,7 +95,7 @@ fn divide(what: &str, rows: usize, by: usize) -> Result<usize> {
 
 fn matrix(vb: &VarBuilder, weight: &LayoutTensor) -> Result<Matrix> {
     let name = weight.name();
-    match *shape(vb, &name)?.as_slice() {
+    match *stored_shape(vb, &name)?.as_slice() {
         [columns, rows] if weight.is_transposed() => Ok(Matrix { rows, columns }),
         [rows, columns] => Ok(Matrix { rows, columns }),
         ref other => bail!("[weights] {name} has shape {other:?}, expected a matrix"),

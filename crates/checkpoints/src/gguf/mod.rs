@@ -114,7 +114,7 @@ fn load<R: Read + Seek>(file: &mut File<R>, layer: usize, shard: HeadShard) -> R
     let places = [ProjectionPlace::Query, ProjectionPlace::Key, ProjectionPlace::Value, ProjectionPlace::Output];
     let [q, k, v, o] = places.map(|place| projection_shape(&cfg, place));
     let at = |name: &str| format!("blk.{layer}.{name}");
-    let biases = [q.2, k.2, v.2];
+    let biases = cfg.qkv_bias();
     // The rows of this process's heads, and its columns of the output projection.
     let _ = cfg.for_shard(shard)?;
     let is_part = shard != HeadShard::WHOLE;
@@ -130,11 +130,15 @@ fn load<R: Read + Seek>(file: &mut File<R>, layer: usize, shard: HeadShard) -> R
         }
         Projection::split(joint.pack()?, parts)
     } else {
-        let mut weight = |name, (rows, columns, bias), own: &Range<usize>| {
-            let whole = file.weight(&at(name), (rows, columns), bias)?;
+        let mut weight = |name, shape, bias, own: &Range<usize>| {
+            let whole = file.weight(&at(name), shape, bias)?;
             if is_part { whole.part(name, &LinearPart::Outputs(vec![own.clone()])) } else { Ok(whole) }
         };
-        let all = [weight("attn_q", q, &rows[0])?, weight("attn_k", k, &rows[1])?, weight("attn_v", v, &rows[2])?];
+        let all = [
+            weight("attn_q", q, biases[0], &rows[0])?,
+            weight("attn_k", k, biases[1], &rows[1])?,
+            weight("attn_v", v, biases[2], &rows[2])?,
+        ];
         let kind = |own: &Weight| (own.weight.dtype(), own.weight.shape().dims()[1]);
         if all.iter().all(|own| kind(own) == kind(&all[0])) {
             Projection::split(Weight::concat(&all)?.pack()?, parts)
@@ -142,7 +146,7 @@ fn load<R: Read + Seek>(file: &mut File<R>, layer: usize, shard: HeadShard) -> R
             all.into_iter().map(Weight::columns).collect::<Result<Vec<_>>>()?.concat()
         }
     };
-    let mut output = file.weight(&at("attn_output"), (o.0, o.1), o.2)?;
+    let mut output = file.weight(&at("attn_output"), o, cfg.out_bias())?;
     if is_part {
         let part = LinearPart::Inputs { range: own(Heads::Query, o.1), has_bias: shard.rank() == 0 };
         output = output.part(&at("attn_output"), &part)?;

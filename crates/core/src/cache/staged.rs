@@ -52,7 +52,8 @@ impl NewTokens {
             }
             Ok(entries.to_vec())
         };
-        let (ends, starts) = (entries("valid_lens", padding.valid_lens, t)?, entries("starts", padding.starts, 0)?);
+        let ends = entries("valid_lens", padding.valid_lens, t)?;
+        let starts = entries("starts", padding.starts, 0)?;
         let tokens: Vec<_> = starts.into_iter().zip(ends).map(|(start, end)| start..end).collect();
         if let Some(sequence) = tokens.iter().position(|tokens| tokens.start > tokens.end) {
             let Range { start, end } = tokens[sequence];

@@ -26,15 +26,17 @@ const FIRST_CAPACITY: usize = 256;
 /// # Ok(()) }
 /// ```
 #[apply(options)]
-#[derive(Debug, Clone, Default, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 #[must_use]
 pub struct AttentionCacheConfig {
-    /// The positions of each sequence that the buffers hold from the first call on: 256 unless given, or twice the
-    /// window where that is shorter.
+    /// The positions of each sequence that the buffers hold from the first call on.
+    #[default(FIRST_CAPACITY)]
     #[methods(with)]
-    capacity: Option<usize>,
-    // Whether a capacity that is not enough is an error.
-    is_fixed: bool,
+    capacity: usize,
+    /// Whether the buffers double where the capacity is not enough, which is an error otherwise.
+    #[default(true)]
+    #[methods(with)]
+    growth: bool,
     /// The window of a sliding cache, which keeps what a window of this many keys (see
     /// [`AttentionMask::with_window`](crate::AttentionMask::with_window)) needs and no more than twice that, or the
     /// capacity where it is larger. An older key that a mask leaves to a query is an error, not one that is passed
@@ -59,16 +61,16 @@ pub struct AttentionCacheConfig {
     shared: bool,
 }
 
+impl Default for AttentionCacheConfig {
+    fn default() -> Self {
+        Self::unset()
+    }
+}
+
 impl AttentionCacheConfig {
     /// A cache that begins with a capacity of 256 positions and grows by doubling, in the dtype of the keys.
     pub fn new() -> Self {
         Self::default()
-    }
-
-    /// Whether the buffers double where the capacity is not enough, as they do unless said otherwise; it is an error
-    /// without.
-    pub fn with_growth(self, growth: bool) -> Self {
-        Self { is_fixed: !growth, ..self }
     }
 
     /// The default for a layer: sliding, if the layer has a window.
@@ -91,34 +93,34 @@ impl AttentionCacheConfig {
     /// The most positions of a sequence that are held at a time, if there is a bound. A shared cache holds its last
     /// call beyond it.
     pub fn most_held(&self) -> Option<usize> {
-        match (self.window, self.is_fixed) {
-            (_, true) => Some(self.first_capacity()),
-            (Some(window), false) => Some(self.first_capacity().max(window.saturating_mul(2))),
-            (None, false) => None,
+        match (self.window, self.growth) {
+            (_, false) => Some(self.capacity),
+            (Some(window), true) => Some(self.first_capacity().max(window.saturating_mul(2))),
+            (None, true) => None,
         }
     }
 
     /// The capacity with which the first call begins, if it does not bring more.
     pub(super) fn first_capacity(&self) -> usize {
-        match (self.capacity, self.window) {
-            (Some(capacity), _) => capacity,
+        match self.window {
             // The default is more than a short window needs.
-            (None, Some(window)) if !self.is_fixed => FIRST_CAPACITY.min(window.saturating_mul(2)),
-            (None, _) => FIRST_CAPACITY,
+            Some(window) if self.growth && self.capacity == FIRST_CAPACITY => {
+                self.capacity.min(window.saturating_mul(2))
+            }
+            _ => self.capacity,
         }
     }
 
     /// # Errors
     /// Names the option, what was expected and what was found.
     pub(super) fn validate(&self) -> Result<()> {
-        let capacity = self.first_capacity();
-        if capacity == 0 && self.is_fixed {
+        if self.capacity == 0 && !self.growth {
             bail!("[{OP}] capacity is 0 without growth, expected at least 1")
         }
-        number::within(OP, "capacity", capacity, 0..=u32::MAX as usize)?;
+        number::within(OP, "capacity", self.capacity, 0..=u32::MAX as usize)?;
         self.check(OP)?;
-        if let Some(window) = self.window.filter(|&window| self.is_fixed && capacity < window) {
-            bail!("[{OP}] capacity is {capacity} without growth, expected at least the window {window}")
+        if let Some(window) = self.window.filter(|&window| !self.growth && self.capacity < window) {
+            bail!("[{OP}] capacity is {} without growth, expected at least the window {window}", self.capacity)
         }
         if let Some(dtype) = self.dtype.filter(|_| self.q8) {
             bail!("[{OP}] dtype is {dtype:?} beside q8, expected one of the two")

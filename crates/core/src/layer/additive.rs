@@ -51,6 +51,7 @@ impl AdditiveAttentionConfig {
 #[derive(Debug, Clone, Copy)]
 #[must_use]
 pub struct AdditiveInput<'a> {
+    // (B, T_q, query_size), (B, T_kv, key_size) and (B, T_kv, D_v).
     queries_keys_values: [&'a Tensor; 3],
     /// A mask of one head: `keep` and `bias` broadcast to (B, 1, T_q, T_kv).
     mask: Option<&'a AttentionMask>,
@@ -136,6 +137,8 @@ impl AdditiveAttention {
         self.check(queries, keys, values)?;
         let ((b, t_q, _), t_kv) = (queries.dims3()?, keys.dim(1)?);
         let (device, dtype) = (queries.device(), queries.dtype());
+        let mask = input.mask.cloned().unwrap_or_default();
+        mask.resolve(b, t_q, t_kv)?;
         let scores = if [b, t_q, t_kv].contains(&0) {
             Tensor::zeros((b, 1, t_q, t_kv), dtype, device)?
         } else {
@@ -144,10 +147,10 @@ impl AdditiveAttention {
             let hidden = queries_hidden.broadcast_add(&keys_hidden)?.tanh()?;
             self.score_proj.forward(&hidden)?.squeeze(3)?.unsqueeze(1)?
         };
-        // As a bias on the products of zeros.
+        // The scores are a bias on the products of zeros, so that the function does the rest.
         let zeros = |t| Tensor::zeros((b, 1, t, 1), dtype, device);
         let (q, k, v) = (zeros(t_q)?, zeros(t_kv)?, values.unsqueeze(1)?);
-        let mask = input.mask.cloned().unwrap_or_default().with_bias(&scores);
+        let mask = mask.with_bias(&scores);
         let options = SdpaOptions::default().with_dropout(self.config.dropout, input.train);
         let options = SdpaOptions { dropout_seed: input.dropout_seed.cloned(), ..options };
         let call = Call::of(OP, [&q, &k, &v], None, None, &mask, &options)?;

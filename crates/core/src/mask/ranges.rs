@@ -62,7 +62,7 @@ pub(crate) struct RowRanges {
     /// The keys that a query sees, empty where it sees none. Of a batch, (B, T_q), counted in the query's own sequence;
     /// of packed sequences, (total_q,), counted in all of them.
     pub keys: Vec<Range<usize>>,
-    /// None where there are no queries, whatever the size of the batch.
+    /// Of a batch, none where there are no queries, whatever its size.
     pub sequences: Vec<SequenceRows>,
     /// The first sequence whose query 0 has two positions by joined masks, and these.
     conflict: Option<(usize, [i64; 2])>,
@@ -109,10 +109,13 @@ impl RowRanges {
     /// # Errors
     /// Where memory is short.
     pub fn by_query(&self, number: impl Fn(&SequenceRows, i64) -> i64) -> Result<Vec<i64>> {
-        check_memory(&[self.keys.len()])?;
-        let mut numbers = Vec::with_capacity(self.keys.len());
+        let Some(mut numbers) = filled(&[self.keys.len()], 0) else {
+            bail!("[{OP}] a position for each of {} queries does not fit in memory", self.keys.len())
+        };
         for sequence in &self.sequences {
-            numbers.extend((0..sequence.queries.len() as i64).map(|i| number(sequence, i)));
+            for (i, own) in (0..).zip(&mut numbers[sequence.queries.clone()]) {
+                *own = number(sequence, i);
+            }
         }
         Ok(numbers)
     }
@@ -147,7 +150,8 @@ impl AttentionMask {
     /// joined masks that let it mean several things.
     pub fn resolve(&self, b: usize, t_q: usize, t_kv: usize) -> Result<KvRanges> {
         self.check(b, &[[t_q, t_kv]])?;
-        Ok(KvRanges { b, t_q, t_kv, mask: self.clone() })
+        let mask = Self { keeps: Vec::new(), biases: Vec::new(), ..self.clone() };
+        Ok(KvRanges { b, t_q, t_kv, mask })
     }
 
     /// What is left to each query of a batch, for `op`.
@@ -324,9 +328,14 @@ fn columns(tensor: &Tensor, placements: &[Placement], rows: usize) -> Result<Ten
     let of_all = tensor.broadcast_as((placements.len(), h, t_q, t_kv))?;
     let own = |(b, placement): (usize, &Placement)| {
         let start = placement.keys.start;
-        let have = rows.min(t_kv - start);
         // Hidden behind them, since the sequence holds no more keys.
-        readable(&of_all.narrow(0, b, 1)?.narrow(3, start, have)?)?.pad_with_zeros(3, 0, rows - have)
+        match rows.min(t_kv - start) {
+            0 => Tensor::zeros((1, h, t_q, rows), tensor.dtype(), tensor.device()),
+            have => {
+                let own = of_all.narrow(0, b, 1)?.narrow(3, start, have)?;
+                readable(&own)?.contiguous()?.pad_with_zeros(3, 0, rows - have)
+            }
+        }
     };
     Tensor::cat(&placements.iter().enumerate().map(own).collect::<Result<Vec<_>>>()?, 0)
 }

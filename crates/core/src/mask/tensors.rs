@@ -9,7 +9,7 @@ use candle_attention_modules::base::{self, Expect, FLOATS, is_addressable};
 
 impl AttentionMask {
     /// The mask as one tensor to add to scores: the biases, and -inf where a key is hidden. Shape broadcastable to
-    /// `dims` = (B, H, T_q, T_kv), in `dtype` on `device`.
+    /// `dims` = (B, H, T_q, T_kv), 1 along B where all sequences see the same keys, in `dtype` on `device`.
     ///
     /// # Errors
     /// As [`resolve`](Self::resolve), for `keep` and `bias` tensors that do not fit, for a dtype without -inf, and for

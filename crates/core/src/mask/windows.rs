@@ -113,9 +113,9 @@ impl Windows {
         let (n, tokens) = (down * across, w * w);
         let dims = [b, n, tokens, tokens];
         check_memory(OP, format_args!("a mask of {dims:?} entries"), &dims)?;
-        // Which side of the seam the rows and columns are on, those that `partition` pads as well.
-        let (padded, is_moved) =
-            (Self { image: [down * w, across * w], ..*self }, |place| u8::from(place < self.shift));
+        // Which side of the seam the rows and columns of the padded image are on.
+        let padded = Self { image: [down * w, across * w], ..*self };
+        let is_moved = |place| u8::from(place < self.shift);
         let of_row = |row| (0..across * w).map(move |column| 2 * is_moved(row) + is_moved(column));
         let sides = Tensor::from_iter((0..down * w).flat_map(of_row), &Device::Cpu)?;
         let sides = padded.partition(&sides.reshape((1, n * tokens, 1))?)?;

@@ -15,7 +15,7 @@ const WRAPPERS: [&str; 5] = ["module", "_orig_mod", "model", "state_dict", "mode
 const NO_SHAPE: [usize; 17] = [0; 17];
 
 /// The shape of a tensor that the builder has.
-pub fn shape(vb: &VarBuilder, name: &str) -> Result<Vec<usize>> {
+pub fn stored_shape(vb: &VarBuilder, name: &str) -> Result<Vec<usize>> {
     let error = match vb.get(NO_SHAPE.to_vec(), name) {
         Ok(tensor) => return Ok(tensor.dims().to_vec()),
         Err(error) => error,
@@ -143,10 +143,10 @@ fn readings(vb: &VarBuilder) -> Result<Vec<WeightLayout>> {
 
 /// Whether a layout whose query projection is there may be the one that is meant.
 fn fits(vb: &VarBuilder, layout: WeightLayout, query: &str) -> Result<bool> {
-    let is_tall = |name: &str| Ok(matches!(shape(vb, name)?.as_slice(), [rows, columns] if rows > columns));
+    let is_tall = |name: &str| Ok(matches!(stored_shape(vb, name)?.as_slice(), [rows, columns] if rows > columns));
     match layout {
         WeightLayout::Raw(_, way) | WeightLayout::StackedHeads(_, Storage::Raw(way)) => {
-            let shape = shape(vb, query)?;
+            let shape = stored_shape(vb, query)?;
             Ok(way == Orientation::InOut || matches!(shape.as_slice(), [rows, columns] if rows == columns))
         }
         WeightLayout::Conv1d => is_tall(query).map(|tall| !tall),

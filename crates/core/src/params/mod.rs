@@ -5,7 +5,7 @@ mod detect;
 mod layout;
 mod tensors;
 
-pub use detect::{detect_with, query_weights, shape};
+pub use detect::{detect_with, query_weights, stored_shape};
 pub use layout::{GATE_NAMES, LayoutTensor, Naming, Orientation, PackedNaming, QkvOrder, Storage, WeightLayout};
 pub use tensors::projection_shape;
 
@@ -33,10 +33,12 @@ pub(crate) fn load_projections(
         let names = GATE_NAMES.into_iter().flat_map(|name| ["weight", "bias"].map(|part| format!("{name}.{part}")));
         source.refuse(names, "the config says there is no such gate")?;
     }
+    let has_gate = source.has(&format!("{}.weight", GATE_NAMES[0]));
+    let is_there = |name: &String| source.has(name) && !(has_gate && name.starts_with(GATE_NAMES[1]));
     let mut projections = ByPlace::<WeightAndBias>::new();
     for mut tensor in tensors {
         let stored = &mut tensor.joint.spec.stored;
-        if let Some(other) = other_name(stored).filter(|other| source.has(other) && !source.has(stored)) {
+        if let Some(other) = other_name(stored).filter(is_there) {
             *stored = other;
         }
         for (place, rows) in tensor.places.iter().zip(tensor.joint.read(source)?) {

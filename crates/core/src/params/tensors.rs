@@ -39,21 +39,30 @@ impl ProjectionTensor {
     }
 }
 
-/// (out, in) of a projection, and whether the config has a bias on it; one that there is not has no outputs.
-pub fn projection_shape(cfg: &MultiHeadAttentionConfig, place: ProjectionPlace) -> (usize, usize, bool) {
+/// (out, in) of a projection; one that there is not has no outputs.
+pub fn projection_shape(cfg: &MultiHeadAttentionConfig, place: ProjectionPlace) -> (usize, usize) {
     let (h, h_kv, d_v, source) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.value_head_dim(), cfg.kv_source());
-    let ([q_bias, k_bias, v_bias], gate) = (cfg.qkv_bias(), cfg.output_gate());
+    let gate = cfg.output_gate().map_or(0, |gate| h * gate.width(d_v));
     match place {
-        Query => (h * cfg.head_dim(), cfg.embed_dim(), q_bias),
-        Gate => {
-            let has_bias = gate.is_some_and(|gate| gate.place == GatePlace::Own { bias: true });
-            (gate.map_or(0, |gate| h * gate.width(d_v)), cfg.embed_dim(), has_bias)
-        }
-        Key if source == KvSource::EarlierLayer => (0, cfg.key_size(), k_bias),
-        Key => (h_kv * cfg.head_dim(), cfg.key_size(), k_bias),
-        Value if source != KvSource::Projected => (0, cfg.value_size(), v_bias),
-        Value => (h_kv * d_v, cfg.value_size(), v_bias),
-        Output => (if cfg.out_proj() { cfg.out_dim() } else { 0 }, h * d_v, cfg.out_bias()),
+        Query => (h * cfg.head_dim(), cfg.embed_dim()),
+        Gate => (gate, cfg.embed_dim()),
+        Key if source == KvSource::EarlierLayer => (0, cfg.key_size()),
+        Key => (h_kv * cfg.head_dim(), cfg.key_size()),
+        Value if source != KvSource::Projected => (0, cfg.value_size()),
+        Value => (h_kv * d_v, cfg.value_size()),
+        Output => (if cfg.out_proj() { cfg.out_dim() } else { 0 }, h * d_v),
+    }
+}
+
+/// Whether the config has a bias on a projection.
+fn has_bias(cfg: &MultiHeadAttentionConfig, place: ProjectionPlace) -> bool {
+    let [q, k, v] = cfg.qkv_bias();
+    match place {
+        Query => q,
+        Key => k,
+        Value => v,
+        Output => cfg.out_bias(),
+        Gate => cfg.output_gate().is_some_and(|gate| gate.place == GatePlace::Own { bias: true }),
     }
 }
 
@@ -94,7 +103,7 @@ impl ProjectionTensor {
             ([_, _, ..], WeightLayout::Packed(_, QkvOrder::ByHead)) => cfg.num_kv_heads(),
             _ => 1,
         };
-        let (is_stacked, (_, in_dim, has_bias)) = (layout.is_stacked(), projection_shape(cfg, places[0]));
+        let (is_stacked, (_, in_dim)) = (layout.is_stacked(), projection_shape(cfg, places[0]));
         let part = |&place: &ProjectionPlace| match (projection_shape(cfg, place).0, place) {
             (rows, _) if is_stacked => (rows / h, None),
             (rows, Output) => (rows, None),
@@ -126,7 +135,8 @@ impl ProjectionTensor {
             [Output] => Some(Share::Heads(Heads::Query, usize::from(!is_transposed))),
             _ => None,
         };
-        let spec = Spec { share, ..Spec::new(named.name(), shape, init) }.only_if(has_bias || !is_bias, NO_BIAS);
+        let spec = Spec { share, ..Spec::new(named.name(), shape, init) }
+            .only_if(!is_bias || has_bias(cfg, places[0]), NO_BIAS);
         let joint = Joint { spec, is_transposed, groups, parts };
         (out_dim > 0).then_some(Self { joint, is_bias, places, head })
     }
@@ -143,8 +153,7 @@ fn problem(cfg: &MultiHeadAttentionConfig, layout: WeightLayout) -> Option<Strin
     let has_place = |gate: OutputGate| {
         tensors.iter().any(|tensor| tensor.holds(Gate)) && !(is_packed && gate.place == GatePlace::Query)
     };
-    let plain =
-        tensors.iter().find(|tensor| matches!(tensor.kind, Kind::Raw(_)) && projection_shape(cfg, tensor.places[0]).2);
+    let plain = tensors.iter().find(|tensor| matches!(tensor.kind, Kind::Raw(_)) && has_bias(cfg, tensor.places[0]));
     let plain = plain.map(|tensor| tensor.module.trim_start_matches("heads.0."));
     let torch = |what: &str| format!("torch.nn.MultiheadAttention has {what}");
     let problems = [

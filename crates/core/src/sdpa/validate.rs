@@ -44,6 +44,7 @@ impl Call {
         if !(2..=4).contains(&rank) {
             bail!("[{op}] q has shape {:?}, expected (B, H, T_q, D), (H, T_q, D) or (T_q, D)", qkv[0].dims())
         }
+        // Of which as many count as the tensors have dimensions.
         let shapes = match sequences {
             None => [["B", "H", "T_q", "D"], ["B", "H_kv", "T_kv", "D"], ["B", "H_kv", "T_kv", "D_v"]],
             Some(_) => [["", "total_q", "H", "D"], ["", "total_kv", "H_kv", "D"], ["", "total_kv", "H_kv", "D_v"]],

@@ -97,7 +97,8 @@ impl Spec {
 /// of several groups.
 #[derive(Debug, Clone)]
 pub struct Joint {
-    /// The tensor. Its share is that of one projection whose rows heads do not divide.
+    /// The tensor. It has a share where no heads divide its rows, as in an output projection: of its weight the columns
+    /// of heads, of its bias what belongs to a sum.
     pub spec: Spec,
     /// Whether its rows are stored as columns.
     pub is_transposed: bool,

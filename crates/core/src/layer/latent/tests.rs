@@ -152,6 +152,33 @@ fn both_forms_give_the_same() {
     TestRunner::new(config).run(&cases(), checked).unwrap_or_else(|error| panic!("{error}"));
 }
 
+/// Gradients of what queries are made from, beside frozen latents.
+#[test]
+fn both_forms_give_the_same_gradients() -> Result<()> {
+    let cfg = Config::new(6, 3).with_kv_lora_rank(5).with_nope_head_dim(4).with_rope_head_dim(2).with_value_head_dim(3);
+    let vars = VarMap::new();
+    MultiHeadLatentAttention::new(&cfg, VarBuilder::from_varmap(&vars, DType::F64, &CPU))?;
+    let vars = vars.data().lock().expect("one thread");
+    let mut tensors: HashMap<_, _> = vars.iter().map(|(name, var)| (name.clone(), var.as_detached_tensor())).collect();
+    let q_proj = &vars["q_proj.weight"];
+    tensors.insert("q_proj.weight".into(), q_proj.as_tensor().clone());
+    let layer = MultiHeadLatentAttention::new(&cfg, VarBuilder::from_tensors(tensors, DType::F64, &CPU))?;
+    let xs = Tensor::randn(0f64, 1.0, (2, 5, 6), &CPU)?;
+    let mut found = Vec::new();
+    for absorbs in [false, true] {
+        let mut cache = AttentionCache::default();
+        let input = AttentionInput::new(&xs).with_cache(&mut cache);
+        let ys = layer.call(&input, Some(absorbs))?.finish(input.cache, Outputs::Context)?.context;
+        let gradient = ys.sqr()?.sum_all()?.backward()?.get(q_proj).expect("a variable").clone();
+        found.push([ys, gradient]);
+    }
+    for (absorbed, expanded) in found[1].iter().zip(&found[0]) {
+        let difference = difference(absorbed, expanded)?;
+        assert!(difference <= 1e-12, "off by {difference:e}");
+    }
+    Ok(())
+}
+
 /// The widths of DeepSeek: keys of 576, and values of 512 that are columns of them; and enough queries for several
 /// threads.
 #[test]

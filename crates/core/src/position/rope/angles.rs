@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use candle_core::{Device, Result, Tensor, bail};
 use rayon::prelude::*;
 
-use super::config::{RopeConfig, RopeScaling};
+use super::config::{Pair, RopeConfig, RopeScaling};
 use super::{RotaryEmbedding, Rotation};
 use crate::position::{Latest, Positions, latest};
 
@@ -222,7 +222,7 @@ fn frequencies(config: &RopeConfig, pairs: usize, length: usize) -> Vec<(usize, 
     // `base^(place/n)` of the n frequencies of a series.
     let period = |place: usize, n: usize| power(base, (place as f32 / n as f32).into());
     let pairs = config.pairs(pairs).into_iter().enumerate();
-    pairs.map(|(i, [axis, place, n])| (axis, frequency(i, period(place, n)))).collect()
+    pairs.map(|(i, Pair { axis, place, count })| (axis, frequency(i, period(place, count)))).collect()
 }
 
 /// The factor on cosines and sines.

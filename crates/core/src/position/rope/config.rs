@@ -142,6 +142,13 @@ pub struct RopeConfig {
     axes: Option<RopeAxes>,
 }
 
+/// What turns a pair of entries: an axis, by the frequency at a place in a series of so many.
+pub(super) struct Pair {
+    pub axis: usize,
+    pub place: usize,
+    pub count: usize,
+}
+
 impl RopeConfig {
     /// Whole heads, in halves, unscaled. `base` is Hugging Face's `rope_theta`, often 10,000.
     pub fn new(base: f64) -> Self {
@@ -158,19 +165,21 @@ impl RopeConfig {
         self.axes.as_ref().map_or(1, |axes| axes.sections.len())
     }
 
-    /// Of each of so many pairs the axis that turns it, and its place in a series of how many frequencies.
-    pub(super) fn pairs(&self, count: usize) -> Vec<[usize; 3]> {
+    /// What turns each of so many pairs.
+    pub(super) fn pairs(&self, count: usize) -> Vec<Pair> {
         let Some(RopeAxes { sections, layout }) = &self.axes else {
-            return (0..count).map(|pair| [0, pair, count]).collect();
+            return (0..count).map(|place| Pair { axis: 0, place, count }).collect();
         };
         let axes = sections.len();
         let in_sections = sections.iter().enumerate().flat_map(|(axis, &n)| (0..n).map(move |i| (axis, i, n)));
         let of = |(pair, (axis, i, n)): (usize, (usize, usize, usize))| match layout {
-            RopeAxisLayout::Sections => [axis, pair, count],
-            RopeAxisLayout::Interleaved if pair / axes < sections[pair % axes] => [pair % axes, pair, count],
-            RopeAxisLayout::Interleaved => [0, pair, count],
-            RopeAxisLayout::Axial => [axis, i, n],
-            RopeAxisLayout::AxialDealt => [axis, i * axes + axis, count],
+            RopeAxisLayout::Sections => Pair { axis, place: pair, count },
+            RopeAxisLayout::Interleaved if pair / axes < sections[pair % axes] => {
+                Pair { axis: pair % axes, place: pair, count }
+            }
+            RopeAxisLayout::Interleaved => Pair { axis: 0, place: pair, count },
+            RopeAxisLayout::Axial => Pair { axis, place: i, count: n },
+            RopeAxisLayout::AxialDealt => Pair { axis, place: i * axes + axis, count },
         };
         in_sections.enumerate().map(of).collect()
     }

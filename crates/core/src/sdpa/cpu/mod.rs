@@ -38,8 +38,8 @@ fn drawn_seed(call: &Call) -> Result<u64> {
     Ok(numbers.into_iter().fold(0u64, |seed, x| seed.rotate_left(24) ^ bits(x)))
 }
 
-/// What is added to the scores of a call, in f32: biases broadcastable to (B, H, T_q, T_kv), biases by distance in rows
-/// of (B or 1, H), slopes and sinks (H,). Gradients flow into it.
+/// What a call reads besides q, k and v, in f32 and in this order: biases broadcastable to (B, H, T_q, T_kv), biases by
+/// distance in rows of (B or 1, H), slopes (H,), sinks (H,). Gradients flow into it.
 type ScoreTensors = [Option<Tensor>; 4];
 
 fn score_tensors(call: &Call) -> Result<ScoreTensors> {

@@ -108,7 +108,7 @@ impl Operation {
         Ok(Plan { operation: self, sequences, window: bands.window })
     }
 
-    /// What both operations lack, and what one of them does.
+    /// Whether the operation has what a call asks for, whatever its mask leaves.
     fn check(&self, call: &Call, outputs: Outputs) -> Decided<()> {
         let (Dims { d, d_v, .. }, options, dtype, scale) = (call.dims, &call.options, call.q.dtype(), call.scale());
         let (dtypes, [least, most]) = (self.dtypes, self.scales);

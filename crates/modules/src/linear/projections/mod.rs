@@ -32,7 +32,12 @@ enum Weight {
     /// Rows of variables, which each call reads.
     Tracked(WeightAndBias),
     /// A module of the caller's.
-    Module(ProjectionPlace, ProjectionModule),
+    Module {
+        place: ProjectionPlace,
+        /// Itself, and with checks of what it gives.
+        own: ProjectionModule,
+        checked: ProjectionModule,
+    },
 }
 
 impl fmt::Debug for Weight {
@@ -40,7 +45,7 @@ impl fmt::Debug for Weight {
         match self {
             Self::Packed(weight) => weight.fmt(f),
             Self::Tracked(rows) => rows.fmt(f),
-            Self::Module(place, _) => write!(f, "a module for the {place}"),
+            Self::Module { place, .. } => write!(f, "a module for the {place}"),
         }
     }
 }
@@ -51,8 +56,8 @@ impl Weight {
         match (self, residual) {
             (Self::Packed(weight), _) => weight.product(xs, columns, residual),
             (Self::Tracked(rows), _) => PackedLinear::try_from(rows.to_linear()?)?.product(xs, columns, residual),
-            (Self::Module(_, module), None) => module.forward(xs),
-            (Self::Module(_, module), Some(residual)) => module.forward(xs)? + residual,
+            (Self::Module { checked, .. }, None) => checked.forward(xs),
+            (Self::Module { checked, .. }, Some(residual)) => checked.forward(xs)? + residual,
         }
     }
 }
@@ -94,7 +99,7 @@ impl Projection {
             let whole = match &*run[0].weight {
                 Weight::Packed(weight) => weight.to_linear()?,
                 Weight::Tracked(rows) => rows.to_linear()?,
-                Weight::Module(place, _) => bail!(
+                Weight::Module { place, .. } => bail!(
                     "[{OP}] the {place} projection is a module of the caller's, whose weights the layer does not know"
                 ),
             };
@@ -218,7 +223,7 @@ impl Projections {
     /// A module with an output of that width, which is checked, in one place. It is not called where there is nothing
     /// to compute.
     fn set(&mut self, place: ProjectionPlace, width: usize, module: ProjectionModule) {
-        let (dtype, device) = (self.dtype, self.device.clone());
+        let (dtype, device, own) = (self.dtype, self.device.clone(), module.clone());
         let checked = move |xs: &Tensor| {
             let (b, t, _) = xs.dims3()?;
             let expected = [b, t, width];
@@ -231,7 +236,7 @@ impl Projections {
             output.dtype(dtype, "the weights'")?.beside("the weights", &device)?;
             Ok(ys)
         };
-        let weight = Arc::new(Weight::Module(place, Arc::new(checked)));
+        let weight = Arc::new(Weight::Module { place, own, checked: Arc::new(checked) });
         self.all.insert(place, Projection { weight, columns: 0..width, has_bias: false });
     }
 
@@ -254,13 +259,17 @@ impl Projections {
         let Some(own) = self.all.remove(&place) else {
             bail!("[{OP}] the config says there is no {}, so none can be changed", place.noun())
         };
-        self.set(place, width, change(Arc::new(own))?);
+        let module = match &*own.weight {
+            Weight::Module { own, .. } => own.clone(),
+            _ => Arc::new(own),
+        };
+        self.set(place, width, change(module)?);
         Ok(self)
     }
 
     /// Whether queries and keys are projected by modules of the caller's, which may change.
     pub fn has_modules(&self) -> bool {
-        let is_module = |own: &Projection| matches!(&*own.weight, Weight::Module(..));
+        let is_module = |own: &Projection| matches!(&*own.weight, Weight::Module { .. });
         [Query, Key].iter().any(|place| self.all.get(place).is_some_and(is_module))
     }
 
