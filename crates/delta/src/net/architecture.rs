@@ -112,8 +112,8 @@ impl GatedDeltaNetConfig {
         self.num_key_heads.unwrap_or(self.num_heads)
     }
 
-    /// How many rows queries, keys, values, gate, beta and decay have in the weights that inputs are projected by, those
-    /// of all heads, and whose heads divide them; of gate and decay what inputs are compressed to, where they are.
+    /// How many rows queries, keys, values, gate, beta and decay have in the weights that inputs are projected by, of
+    /// all heads, and whose heads divide them; of gate and decay those of what inputs are compressed to, if they are.
     pub(super) fn parts(&self) -> [(usize, Option<Heads>); 6] {
         let (h, h_k) = (self.num_heads, self.num_key_heads());
         let (keys, values) = ((h_k * self.key_head_dim, Some(Heads::Key)), h * self.value_head_dim);

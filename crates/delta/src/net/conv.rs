@@ -7,7 +7,9 @@ use candle_core::{DType, Result, Tensor};
 use super::OP;
 use candle_attention_core::PackedSequences;
 use candle_attention_core::internal::NewTokens;
-use candle_attention_modules::base::rowwise::{Element, HeadRows, map_rows, read, with_contiguous_rows, with_float};
+use candle_attention_modules::base::rowwise::{
+    Element, HeadRows, Sums, map_rows, read, with_contiguous_rows, with_float,
+};
 use candle_attention_modules::base::{Parameter, accumulation_dtype, gradient_of, part, record};
 use candle_attention_modules::gate::GateActivation;
 
@@ -146,8 +148,8 @@ impl<E: Element> Operands<'_, E> {
                 }
             }
         };
-        let (of_sums, of_taps): (Vec<f32>, _) =
-            map_rows(&self.rows, [Some(gradients)], Some((self.taps.len(), TOKENS)), of_sum);
+        let sums = Sums { count: self.taps.len(), tokens_of_task: TOKENS };
+        let (of_sums, of_taps): (Vec<f32>, _) = map_rows(&self.rows, [Some(gradients)], Some(sums), of_sum);
         let of_x = |token| {
             let next = self.starts.partition_point(|&start| start <= token);
             let of_sums = &of_sums[token * c..self.starts.get(next).copied().unwrap_or(tokens) * c];

@@ -79,14 +79,14 @@ impl Spec {
         let Some((before, after)) = self.stored.split_once("{}") else {
             return Ok(source.read_wanted(self)?.map(Parameter::from));
         };
-        let own = match self.share {
-            Some(Share::Heads(heads, 0)) => source.own_range(heads, self.shape[0]),
-            _ => 0..self.shape[0],
-        };
-        let names = own.map(|i| format!("{before}{i}{after}"));
+        let name = |i| format!("{before}{i}{after}");
         if let Some(why) = self.refused {
-            return source.refuse(names, why).map(|()| None);
+            return source.refuse((0..self.shape[0]).map(name), why).map(|()| None);
         }
+        let names = match self.share {
+            Some(Share::Heads(heads, 0)) => source.own_range(heads, self.shape[0]).map(name),
+            _ => (0..self.shape[0]).map(name),
+        };
         let entry = |name: String| source.get(&self.shape[1..], &name, self.init)?.unsqueeze(0).map(Parameter::from);
         let parameter = names.map(entry).collect::<Result<Parameter>>()?;
         Ok(Some(if parameter.is_tracked() { parameter } else { parameter.tensor()?.into() }))
@@ -109,8 +109,8 @@ pub struct Joint {
 }
 
 impl Joint {
-    /// This process's rows of each projection, (rows, ..); none of a tensor that the config does not want. Of groups the
-    /// tensor is read whole.
+    /// This process's rows of each projection, (rows, ..); none of a tensor that the config does not want. A tensor in
+    /// groups is read whole.
     ///
     /// # Errors
     /// For a missing or misshapen tensor, and for one that the config does not want.

@@ -1,5 +1,5 @@
-//! One pass over rows on a CPU, those of queries or keys head by head, whatever their strides: what norms and rotary
-//! positions have in common. And the threads of brief calls.
+//! One pass over rows on a CPU, those of queries or keys head by head, whatever their strides: what norms, rotary
+//! positions and short convolutions have in common. And the threads of brief calls.
 
 use std::ops::Deref;
 use std::sync::Mutex;
@@ -78,16 +78,24 @@ impl<'a, E> HeadRows<'a, E> {
     }
 }
 
+/// Sums over rows.
+#[derive(Clone, Copy)]
+pub struct Sums {
+    /// How many there are.
+    pub count: usize,
+    /// Over how many tokens a task adds up, on which their bits depend.
+    pub tokens_of_task: usize,
+}
+
 /// One pass over rows, and sums over them: what is written to each row (D,) of tensors shaped `like` others, from its
 /// rows in some views of that shape, which are empty in a view that is not there.
 ///
 /// `of_token` gives for a token, from 0 to B · T, what is called with the number of a head, the rows to read, the row
-/// to write, and the sums, which begin with zeros in each task. How many sums there are comes with how many tokens a
-/// task has, on which their bits depend.
+/// to write, and the sums, which begin with zeros in each task.
 pub fn map_rows<E: Element, O: Element, F, const N: usize>(
     like: &HeadRows<E>,
     views: [Option<&HeadRows<E>>; N],
-    sums: Option<(usize, usize)>,
+    sums: Option<Sums>,
     of_token: impl Fn(usize) -> F + Sync,
 ) -> (Vec<O>, Vec<f32>)
 where
@@ -96,7 +104,8 @@ where
     let &HeadRows { tokens, h, d, .. } = like;
     let (width, count) = ((h * d).max(1), tokens * h * d);
     let mut ys = vec![O::default(); count];
-    let (sums, of_task) = sums.unwrap_or((0, tokens.div_ceil((count / TASK_ELEMENTS).max(1))));
+    let none = Sums { count: 0, tokens_of_task: tokens.div_ceil((count / TASK_ELEMENTS).max(1)) };
+    let Sums { count: sums, tokens_of_task: of_task } = sums.unwrap_or(none);
     let task = |(task, ys): (usize, &mut [O])| {
         let (mut sums, mut wide, mut scratch) = (vec![0.0; sums], [const { Vec::new() }; N], Vec::new());
         for (token, ys) in (task * of_task..).zip(ys.chunks_exact_mut(width)) {

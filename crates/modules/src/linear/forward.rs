@@ -76,11 +76,11 @@ pub(super) struct After<'a> {
     pub residual: Option<&'a Tensor>,
 }
 
-/// `xs · weightᵀ + bias` of inputs (.., in), and what follows; all was checked. The bias, contiguous, of a packed weight
-/// is that of all its outputs in f32; another is of the inputs' dtype, as is a weight that is not packed, and both may
-/// be tracked for gradients.
+/// `xs · weightᵀ + bias` of inputs (.., in), and what follows; all was checked. The bias of a packed weight is
+/// contiguous, that of all its outputs in f32; another is of the inputs' dtype, as is a weight that is not packed, and
+/// both may be tracked for gradients.
 pub(super) fn product(xs: &Tensor, factor: Factor, bias: Option<&Tensor>, after: After) -> Result<Tensor> {
-    let xs = as_matrix("input", xs)?;
+    let xs = as_left("input", xs)?;
     let in_f32 = bias.map(|bias| bias.to_dtype(DType::F32)).transpose()?;
     let residual = after.residual.map(|residual| contiguous("residual", residual)).transpose()?;
     let (weight, outputs) = match &factor {
@@ -103,7 +103,7 @@ pub(super) fn product(xs: &Tensor, factor: Factor, bias: Option<&Tensor>, after:
         };
         let (own, wants_bias) = (xs.clone(), bias.is_some_and(Tensor::track_op));
         record(OP, &[Some(&xs), weight.as_ref(), bias], ys, shape, move |_, gradient| {
-            let gradient = as_matrix("gradient", gradient)?;
+            let gradient = as_left("gradient", gradient)?;
             let of_xs = own.track_op().then(|| factor.multiply::<E>(&gradient, true, Epilogue::default()));
             let of_xs = gradient_of(Some(&own), of_xs.transpose()?)?;
             let Factor::Matrix(weight, tier) = &factor else { return Ok(vec![of_xs]) };
@@ -179,6 +179,16 @@ fn matrix_of<'a, E: Element>(own: &'a Read<'_, impl Deref<Target = Storage>>) ->
 /// A product on the threads of brief calls.
 fn multiply<E: Element>(left: Matrix<E>, right: Right<E>, epilogue: Epilogue<E>) -> Result<Vec<E>> {
     linear::multiply_vec(&Product { left, right, epilogue, executor: executor() }).map_err(kernel_error)
+}
+
+/// From how many rows on a transposed left factor is read where it lies: those of the widest vector. Fewer would be
+/// gathered one by one in each task.
+const TRANSPOSED_ROWS: usize = 16;
+
+/// As [`as_matrix`], for the left factor of a product.
+fn as_left(what: &str, xs: &Tensor) -> Result<Tensor> {
+    let is_left = |own: Matrix<()>| !own.is_transposed || own.rows >= TRANSPOSED_ROWS;
+    if matrix(&[], xs.layout()).is_some_and(is_left) { Ok(xs.clone()) } else { contiguous(what, xs) }
 }
 
 /// Itself, or a copy that is a matrix in memory.

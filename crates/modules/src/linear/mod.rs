@@ -73,7 +73,7 @@ enum Weight {
     /// Read in each call: by the CPU's kernels, where it is tracked for gradients, or by Candle's own operations.
     Plain(Tensor, Option<Tier>),
     /// One that Candle multiplies.
-    Quantized(Arc<QTensor>),
+    Quantized(Arc<QTensor>, QMatMul),
 }
 
 /// [`candle_nn::linear`](candle_nn::linear()), packed: `weight` (out, in) and `bias` (out,) below the builder's prefix.
@@ -216,7 +216,7 @@ impl PackedLinear {
         let weight = match &self.weight {
             Weight::Packed(weight) => unpack(weight, self.dtype, None)?,
             Weight::Plain(weight, _) => weight.clone(),
-            Weight::Quantized(weight) => weight.dequantize(&self.device)?,
+            Weight::Quantized(weight, _) => weight.dequantize(&self.device)?,
         };
         let own = |tensor: &Tensor| tensor.to_dtype(self.linear_dtype);
         Ok(Linear::new(own(&weight)?, self.bias.as_ref().map(own).transpose()?))
@@ -254,7 +254,7 @@ impl PackedLinear {
                 unpack(weight, self.dtype, Some(&outputs))?
             }
             Weight::Plain(weight, _) => weight.index_select(&list()?, 0)?,
-            Weight::Quantized(weight) => weight.embedding(&list()?)?,
+            Weight::Quantized(weight, _) => weight.embedding(&list()?)?,
         };
         rows.reshape([ids.dims(), &[self.in_dim()]].concat())
     }
@@ -347,8 +347,8 @@ impl PackedLinear {
                 product(xs, factor, bias()?.as_ref(), After::default())?
             }
             // Candle's product has no gradient and takes no input of nothing.
-            Weight::Quantized(weight) if !xs.track_op() && xs.elem_count() > 0 => {
-                let ys = QMatMul::from_arc(weight.clone())?.forward(&contiguous("input", xs)?)?;
+            Weight::Quantized(_, of_candle) if !xs.track_op() && xs.elem_count() > 0 => {
+                let ys = of_candle.forward(&contiguous("input", xs)?)?;
                 let ys = part(&ys, xs.rank() - 1, columns.clone())?;
                 bias()?.map_or(Ok(ys.clone()), |bias| ys.broadcast_add(&bias))?
             }

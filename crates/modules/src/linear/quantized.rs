@@ -1,6 +1,8 @@
 //! Weights in the quantised types of GGUF files.
 
-use candle_core::quantized::{GgmlDType, QTensor};
+use std::sync::Arc;
+
+use candle_core::quantized::{GgmlDType, QMatMul, QTensor};
 use candle_core::{DType, Result, Tensor, bail};
 use half::f16;
 
@@ -47,7 +49,8 @@ impl PackedLinear {
         let of = |weight, dtype| Self::of(weight, bias, shape, dtype, &device);
         let dtype = match weight.dtype() {
             GgmlDType::Q2K | GgmlDType::Q3K | GgmlDType::Q4K | GgmlDType::Q5K | GgmlDType::Q6K | GgmlDType::Q8K => {
-                return of(Weight::Quantized(weight.into()), DType::F32);
+                let weight = Arc::new(weight);
+                return of(Weight::Quantized(weight.clone(), QMatMul::from_arc(weight)?), DType::F32);
             }
             GgmlDType::F16 => DType::F16,
             GgmlDType::BF16 => DType::BF16,

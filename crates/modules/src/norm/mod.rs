@@ -136,7 +136,9 @@ impl NormPlace {
         let list = format!("{stored}.norms");
         if is_list {
             source.refuse([format!("{list}.{count}.weight")], &format!("there are {count} heads"))?;
-            source.refuse([format!("{stored}.bias")], NO_BIAS)?;
+            if norm.kind != QkNormKind::Layer {
+                source.refuse([format!("{stored}.bias")], NO_BIAS)?;
+            }
         }
         let spec = |part: &'static str, init| {
             let stored = if is_list { format!("{list}.{{}}.{part}") } else { format!("{stored}.{part}") };
@@ -239,10 +241,12 @@ impl Norm {
         if let Some(rows) = self.rows(xs, &affine) {
             return rows.apply(xs, &affine);
         }
-        let (weight, eps) = (self.weight.tensor()?, self.eps as f32);
         // Candle's fused norms have no backward pass and no f64, and take a weight (D,) of the dtype of the rows.
-        let is_constant = !xs.track_op() && self.affine.is_some();
-        let is_fused = is_constant && weight.rank() == 1 && weight.dtype() == xs.dtype() && xs.dtype() != DType::F64;
+        if xs.track_op() || self.affine.is_none() {
+            return self.composed(xs, &affine, None);
+        }
+        let (weight, eps) = (self.weight.tensor()?, self.eps as f32);
+        let is_fused = weight.rank() == 1 && weight.dtype() == xs.dtype() && xs.dtype() != DType::F64;
         match (self.kind, &self.bias) {
             (QkNormKind::Rms | QkNormKind::RmsNoWeight, None) if is_fused => {
                 ops::rms_norm(&xs.contiguous()?, &weight, eps)

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use candle_core::{Result, Tensor, bail};
 
-use crate::base::rowwise::{Element, HeadRows, TASK_ELEMENTS, map_rows, read, with_contiguous_rows, with_float};
+use crate::base::rowwise::{Element, HeadRows, Sums, TASK_ELEMENTS, map_rows, read, with_contiguous_rows, with_float};
 use crate::base::{gradient_of, record};
 use crate::gate::GateActivation;
 
@@ -81,10 +81,11 @@ impl RowNorm {
         let (xs, weight, gradient) = (xs.rows::<E>()?, weight.contiguous()?, gradient.rows()?);
         let gate = self.gate.map(|_| other.rows()).transpose()?;
         let views = [Some(&xs), Some(&gradient), gate.as_ref()];
-        let [_, of_weight, of_bias] = operands.each_ref().map(|own| if own.track_op() { weight.len() } else { 0 });
-        let of_bias = if self.gate.is_some() { 0 } else { of_bias };
-        let of_task = xs.tokens.div_ceil(MOST_TASKS).max(TASK_ELEMENTS.div_ceil((xs.h * xs.d).max(1)));
-        let (of_xs, mut sums) = map_rows(&xs, views, Some((of_weight + of_bias, of_task)), |_| {
+        let [_, weight_sums, bias_sums] = operands.each_ref().map(|own| if own.track_op() { weight.len() } else { 0 });
+        let bias_sums = if self.gate.is_some() { 0 } else { bias_sums };
+        let tokens_of_task = xs.tokens.div_ceil(MOST_TASKS).max(TASK_ELEMENTS.div_ceil((xs.h * xs.d).max(1)));
+        let wanted = Sums { count: weight_sums + bias_sums, tokens_of_task };
+        let (of_xs, mut sums) = map_rows(&xs, views, Some(wanted), |_| {
             let (mut gated, mut scratch) = (Vec::new(), Vec::new());
             move |head, [x, mut gradient, gate]: [&[f32]; 3], of_x: &mut [f32], sums: &mut [f32]| {
                 if let Some(activation) = self.gate {
@@ -97,12 +98,12 @@ impl RowNorm {
                     });
                     gradient = E::widen(&gated, &mut scratch);
                 }
-                let (own, (of_weight, of_bias)) = (of_head(weight, head, x.len()), sums.split_at_mut(of_weight));
+                let (own, (of_weight, of_bias)) = (of_head(weight, head, x.len()), sums.split_at_mut(weight_sums));
                 let sums = [of_weight, of_bias].map(|sums| sums.get_mut(own.clone()).unwrap_or_default());
                 self.row_gradients(&weight[own], [x, gradient], of_x, sums);
             }
         });
-        let of_bias = sums.split_off(of_weight);
+        let of_bias = sums.split_off(weight_sums);
         let [own, of_weight, other] = operands.each_ref().map(Some);
         let of_other = match self.gate {
             None => gradient_of(other, Some(of_bias))?,

@@ -192,9 +192,11 @@ impl Rotation {
         let inverse = Self { inverse: !self.inverse, ..self.clone() };
         let backward = move |_: &Tensor, gradient: &Tensor| Ok(vec![Some(inverse.apply(gradient)?)]);
         with_float!("rope", xs.dtype(), |E| {
-            let own = read(&xs);
-            let rows = own.rows::<E>()?;
-            let rotated: Vec<E> = map_rows(&rows, [Some(&rows)], None, of_token).0;
+            let rotated: Vec<E> = {
+                let own = read(&xs);
+                let rows = own.rows::<E>()?;
+                map_rows(&rows, [Some(&rows)], None, of_token).0
+            };
             record("rotary-embedding", &[Some(&xs)], rotated, xs.shape(), backward)
         })
     }

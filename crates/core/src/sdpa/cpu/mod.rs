@@ -5,7 +5,7 @@ mod graph;
 use candle_core::{DType, Error, Result, Shape, Tensor, WithDType};
 
 use super::validate::{Call, Dims, reordered};
-use super::{Attended, AttentionStatistics, OutputOrder, Outputs, reference};
+use super::{Attended, AttentionStatistics, OutputOrder, Outputs, SdpaOptions, reference};
 use candle_attention_kernels::Tier;
 use candle_attention_kernels::flash::{self, Alibi, DistanceBias, Dropout, DropoutMask, KvRows, Problem, ScoreOptions};
 use candle_attention_modules::base::executor;
@@ -90,7 +90,8 @@ impl Flash {
         let [q, k, v] = [&call.q, &call.k, &call.v].map(with_contiguous_rows);
         Ok(Self {
             scores: score_tensors(&call)?,
-            call: Call { q: q?, k: k?, v: v?, ..call },
+            // What was drawn by a seed is not kept for the backward pass.
+            call: Call { q: q?, k: k?, v: v?, options: SdpaOptions { dropout_seed: None, ..call.options }, ..call },
             tier,
             positions: positions.into_iter().map(|position| position as f32).collect(),
             origins,

@@ -63,8 +63,8 @@ impl Weight {
 }
 
 impl Projection {
-    /// Projections of inputs of one width: columns of one weight that is packed, or each by itself where training changes
-    /// one of them.
+    /// Projections of inputs of one width: columns of one weight that is packed, or each by itself where training
+    /// changes one of them.
     pub fn of_rows(all: &[&WeightAndBias]) -> Result<Vec<Self>> {
         let is_tracked = all.iter().any(|rows| rows.is_tracked());
         if is_tracked && all.len() > 1 {
