@@ -46,6 +46,8 @@ fn every_type_gives_its_numbers() -> Result<()> {
             }
             assert_eq!(bits(&packed.forward_columns(&xs, 7..31)?), bits(&ys.narrow(2, 7, 24)?), "{dtype:?}, {rows}");
         }
+        let row = random(256)?;
+        assert_eq!(bits(&packed.forward(&row)?), bits(&packed.forward(&row.reshape((1, 256))?)?), "{dtype:?}");
         let linear = packed.to_linear()?;
         assert_eq!(values(linear.weight()), values(&numbers), "{dtype:?}");
         // Half precision stays what it is without a bias in f32.

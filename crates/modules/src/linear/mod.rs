@@ -346,9 +346,11 @@ impl PackedLinear {
                 let factor = Factor::Matrix(as_matrix("weight", &own(weight)?)?, *tier);
                 product(xs, factor, bias()?.as_ref(), After::default())?
             }
-            // Candle's product has no gradient and takes no input of nothing.
+            // Candle's product has no gradient and takes no input of nothing, and no vector.
             Weight::Quantized(_, of_candle) if !xs.track_op() && xs.elem_count() > 0 => {
-                let ys = of_candle.forward(&contiguous("input", xs)?)?;
+                let rows = contiguous("input", xs)?.reshape(((), self.in_dim()))?;
+                let ys =
+                    of_candle.forward(&rows)?.reshape([&xs.dims()[..xs.rank() - 1], &[self.out_dim()]].concat())?;
                 let ys = part(&ys, xs.rank() - 1, columns.clone())?;
                 bias()?.map_or(Ok(ys.clone()), |bias| ys.broadcast_add(&bias))?
             }
