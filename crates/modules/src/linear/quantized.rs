@@ -17,7 +17,7 @@ impl PackedLinear {
     /// On a CPU Q8_0, Q5_0 and Q5_1 are held in 8 bits a number and Q4_0 and Q4_1 in 4, each with the scales and
     /// minimums of its blocks of 32, 16 bits each: 1.06 to 1.13 bytes a number, and 0.56 or 0.63. They are multiplied
     /// in f32, with the bits that [`new`](Self::new) gives for the dequantised numbers. F32, F16 and BF16 are packed as
-    /// they are. K-quants are multiplied by Candle's [`QMatMul`](candle_core::quantized::QMatMul), which rounds inputs
+    /// they are. K-quants are multiplied by Candle's [`QMatMul`], which rounds inputs
     /// to 8 bits. On other devices all but K-quants are dequantised.
     ///
     /// ```
