@@ -77,12 +77,13 @@ impl AttentionInput<'_> {
 }
 
 /// The inputs of a call, checked.
-pub(super) struct Inputs {
+pub(super) struct Inputs<'a> {
     /// (B, T_q, embed_dim).
     pub queries: Tensor,
     /// What keys (B, T_kv, key_size) and values (B, T_kv, value_size) are projected from: clones of the queries or of
     /// each other where the caller's are one tensor. `None` for a memory and for an earlier layer's.
     pub key_value: Option<[Tensor; 2]>,
+    pub keys_from: KeysFrom<'a>,
     pub t_kv: usize,
     pub tokens: NewTokens,
     /// Where the layer has a use for them.
@@ -92,7 +93,7 @@ pub(super) struct Inputs {
 }
 
 impl MultiHeadAttention {
-    pub(super) fn check(&self, input: &AttentionInput) -> Result<Inputs> {
+    pub(super) fn check<'i>(&self, input: &'i AttentionInput) -> Result<Inputs<'i>> {
         let cfg = &self.config;
         let (keys_from, expected) = (input.keys_from(OP)?, self.expected(input.queries.rank() == 3));
         let (queries, residual) = expected.queries(input, cfg.embed_dim(), cfg.out_dim())?;
@@ -151,7 +152,7 @@ impl MultiHeadAttention {
         if let Some(context_length) = cfg.context_length().filter(|&most| length > most) {
             bail!("[{OP}] position {} is not below the context length {context_length}", length - 1)
         }
-        Ok(Inputs { queries, key_value, t_kv, tokens, positions, residual })
+        Ok(Inputs { queries, key_value, keys_from, t_kv, tokens, positions, residual })
     }
 
     /// The inputs of cross-attention's keys and values, for `b` sequences of queries if these are there already: clones

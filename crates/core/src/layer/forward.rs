@@ -4,6 +4,7 @@ use candle_core::{Result, Tensor, bail};
 
 use super::checks::NO_KEYS;
 use super::heads::split_heads;
+use super::input::KeysFrom;
 use super::{AttentionInput, LayerOutput, MultiHeadAttention, OP};
 use crate::cache::AttentionCache;
 use crate::mask::AttentionMask;
@@ -102,11 +103,11 @@ impl MultiHeadAttention {
         let Projected { q, kv, gate } = self.project(input, &inputs)?;
         // No context is computed for padding, and zero times what it holds is to be zero.
         let gate = gate.map(|gate| inputs.tokens.without_padding(gate)).transpose()?;
-        let (cached, staged) = match (&input.cache, input.shared_cache, &kv) {
-            (Some(cache), _, Some([k, v])) => {
+        let (cached, staged) = match (inputs.keys_from, &kv) {
+            (KeysFrom::Cache(cache), Some([k, v])) => {
                 cache.stage(&inputs.tokens, k, Some(v), v.dim(3)?).map(|(cached, cache)| (Some(cached), Some(cache)))?
             }
-            (_, Some(cache), _) => {
+            (KeysFrom::EarlierLayer(cache), _) => {
                 let sizes = [cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim()];
                 (Some(cache.reading(&inputs.tokens, &q, sizes)?), None)
             }

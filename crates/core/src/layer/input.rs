@@ -179,11 +179,10 @@ impl<'a> AttentionInput<'a> {
 
     /// The one place that the keys and values of the call come from.
     pub(super) fn keys_from(&self, op: &str) -> Result<KeysFrom<'_>> {
-        let cache = self.cache.as_deref();
         let sources = [
             self.memory.map(|memory| ("a memory", KeysFrom::Memory(memory))),
             self.key_value.map(|inputs| ("keys and values", KeysFrom::Cross(inputs))),
-            cache.map(|cache| ("a cache", KeysFrom::Cache(cache))),
+            self.cache.as_deref().map(|cache| ("a cache", KeysFrom::Cache(cache))),
             self.shared_cache.map(|cache| ("the cache of an earlier layer", KeysFrom::EarlierLayer(cache))),
         ];
         let mut given = sources.into_iter().flatten();
@@ -191,8 +190,7 @@ impl<'a> AttentionInput<'a> {
             (Some((one, _)), Some((other, _))) => {
                 bail!("[{op}] both {one} and {other} were given, expected one of the two")
             }
-            (Some((_, keys)), None) => Ok(keys),
-            (None, _) => Ok(KeysFrom::Own),
+            (given, _) => Ok(given.map_or(KeysFrom::Own, |(_, keys)| keys)),
         }
     }
 

@@ -135,8 +135,8 @@ impl GatedDeltaNetConfig {
 
     /// The channels of queries, keys and values in the convolutions.
     pub(super) fn channels(&self) -> [Range<usize>; 3] {
-        let (keys, values) = (self.num_key_heads() * self.key_head_dim, self.num_heads * self.value_head_dim);
-        [0..keys, keys..2 * keys, 2 * keys..2 * keys + values]
+        let [q, k, v, ..] = self.parts().map(|(rows, _)| rows);
+        [0..q, q..q + k, q + k..q + k + v]
     }
 
     /// How many decays a token has.
