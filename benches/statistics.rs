@@ -62,7 +62,7 @@ fn main() -> Result<()> {
             ("with statistics, top 32", Box::new(|| with_top(32))),
         ];
         if t <= args.most_whole {
-            let whole = || Ok(scaled_dot_product_attention_with_weights(&q, &k, &v, &mask, &options)?.context);
+            let whole = || Ok(scaled_dot_product_attention_with_weights(&q, &k, &v, &mask, &options)?.output);
             ways.push(("with all weights", Box::new(whole)));
         }
         turns::print(&t.to_string(), &turns::take(&ways, args.rounds)?);

@@ -51,13 +51,13 @@
 
 pub use candle_attention_core::{
     AdditiveAttention, AdditiveAttentionConfig, AdditiveInput, AlibiConfig, AttentionCache, AttentionCacheConfig,
-    AttentionFunction, AttentionInput, AttentionMask, AttentionOutput, AttentionStatistics, Backend, ContentPositions,
-    DisentangledConfig, EmptyRows, KvRanges, KvSource, LayerOutput, MultiHeadAttention, MultiHeadAttentionConfig,
-    MultiHeadLatentAttention, MultiHeadLatentAttentionConfig, OutputOrder, PackedSequences, Plan, ProjectedMemory,
-    QueryScaling, RelativeBias, RelativeBiasConfig, RelativeEmbeddings, RopeAxes, RopeAxisLayout, RopeConfig,
-    RopeScaling, RopeStyle, RotaryEmbedding, SdpaOptions, StatisticsOptions, ValidLens, WeightLayout, Windows,
-    alibi_slopes, cpu, masked_softmax, merge_attention, plan, scaled_dot_product_attention,
-    scaled_dot_product_attention_varlen, scaled_dot_product_attention_varlen_with_lse,
+    AttentionFunction, AttentionInput, AttentionMask, AttentionOutput, AttentionStatistics, AttentionTemperature,
+    Backend, ContentPositions, DisentangledConfig, FullyMaskedRows, KeyRanges, KvSharing, LayerOutput,
+    MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig,
+    OutputLayout, PackedSequences, Plan, ProjectedMemory, RelativeBias, RelativeBiasConfig, RelativeEmbeddings,
+    RopeAxes, RopeAxisLayout, RopeConfig, RopeScaling, RopeStyle, RotaryEmbedding, SdpaOptions, StatisticsOptions,
+    ValidLens, WeightLayout, Windows, alibi_slopes, cpu, masked_softmax, merge_attention, plan,
+    scaled_dot_product_attention, scaled_dot_product_attention_varlen, scaled_dot_product_attention_varlen_with_lse,
     scaled_dot_product_attention_varlen_with_statistics, scaled_dot_product_attention_with_lse,
     scaled_dot_product_attention_with_statistics, scaled_dot_product_attention_with_weights,
 };
@@ -67,15 +67,15 @@ pub use candle_attention_delta::{
     gated_delta_rule_varlen,
 };
 pub use candle_attention_modules::{
-    base::{HeadShard, untrained},
-    gate::{GateActivation, GatePlace, GateScope, OutputGate},
+    base::{HeadShard, variables_without_gradient},
+    gate::{GateActivation, GateLayout, GateScope, OutputGate},
     init::{self, TorchSeed},
     linear::{
-        PackedGatedLinear, PackedLinear, ProjectionModule, ProjectionModules, ProjectionPlace, packed_linear,
+        PackedGatedLinear, PackedLinear, Projection, ProjectionModule, ProjectionModules, packed_linear,
         packed_linear_b, packed_linear_no_bias,
     },
     norm::{
-        ContextNorm, LayerNorm, QkNorm, QkNormKind, QkNormScope, RmsNorm, SumFunction, layer_norm, layer_norm_no_bias,
+        AllReduce, LayerNorm, OutputNorm, QkNorm, QkNormKind, QkNormScope, RmsNorm, layer_norm, layer_norm_no_bias,
         rms_norm, rms_norm_plus_one,
     },
 };

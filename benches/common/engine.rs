@@ -4,8 +4,8 @@ use std::fmt;
 use std::time::Instant;
 
 use candle_attention::{AttentionMask, Backend, SdpaOptions, plan, scaled_dot_product_attention};
-use candle_attention_kernels::flash::{Dims, KvRows, OutputOrder, Problem, ScoreOptions, Strided, attend_vec};
-use candle_attention_kernels::{Element, Tier};
+use candle_attention_kernels::flash::{Dims, KvRows, OutputLayout, Problem, ScoreOptions, Strided, attend_vec};
+use candle_attention_kernels::{Element, InstructionSet};
 use candle_core::{DType, Device, Error, Result, Tensor, WithDType, bail};
 use candle_nn::attention::{AttnMask, flash_attn};
 use clap::ValueEnum;
@@ -170,8 +170,8 @@ fn ours<'a>(cell: &Cell, inputs: &'a Inputs, backend: Backend) -> Call<'a> {
 }
 
 /// The instruction set of a call.
-fn tier(cell: &Cell) -> Result<Tier> {
-    Tier::choose(None, cell.dtype == DType::BF16).map_err(Error::wrap)
+fn tier(cell: &Cell) -> Result<InstructionSet> {
+    InstructionSet::choose(None, cell.dtype == DType::BF16).map_err(Error::wrap)
 }
 
 /// The kernel that reads a cache of 8 bits.
@@ -194,7 +194,7 @@ fn ours_q8<'a, E: Element + WithDType>(cell: &Cell, inputs: &'a Inputs) -> Resul
             v: rows(v),
             ranges: &ranges,
             scores: ScoreOptions { scale: 1.0 / (d as f64).sqrt(), ..Default::default() },
-            output_order: OutputOrder::Bhtd,
+            output_layout: OutputLayout::Bhtd,
             executor: None,
         };
         let context = attend_vec(&problem, tier, None, None).map_err(Error::wrap)?;

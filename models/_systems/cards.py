@@ -182,7 +182,7 @@ def rust(folder, config, facts):
 def described(facts):
     """The facts of a layer that are not everybody's, in one line."""
     sizes = [f"{name} {facts[name]}" for name in ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "out_dim")]
-    sizes += [f"{name} {facts[name]}" for name in ("key_size", "value_size") if facts[name] != facts["embed_dim"]]
+    sizes += [f"{name} {facts[name]}" for name in ("kdim", "vdim") if facts[name] != facts["embed_dim"]]
     sizes += [f"{name} {facts[name]}" for name in ("context_length", "dropout") if facts[name]]
     options = ("causal", "qkv_bias", "out_proj", "out_bias", "bias_kv", "add_zero_attn")
     words = [name.replace("_", " ") for name in options if facts.get(name)]

@@ -124,8 +124,8 @@ def multi_head(name, summary, args, case_inputs, conventions):
             args["query_size"],
             heads,
             width // heads,
-            key_size=args["key_size"],
-            value_size=args["value_size"],
+            kdim=args["key_size"],
+            vdim=args["value_size"],
             qkv_bias=bias,
             out_proj=True,
             out_bias=bias,
@@ -152,7 +152,7 @@ def additive():
         args=args,
         seed=0,
         make=lambda: AdditiveAttention(**args),
-        layer=layer_of("additive", 5, 1, 8, out_dim=7, key_size=6, value_size=7, dropout=0.1),
+        layer=layer_of("additive", 5, 1, 8, out_dim=7, kdim=6, vdim=7, dropout=0.1),
         extra_config={"fill": FILL},
         loops=lambda state, x: loops.additive(
             state, x["queries"], x["keys"], x["values"], loops.past_lengths(x["valid_lens"])

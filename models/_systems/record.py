@@ -228,7 +228,7 @@ def pretty(value, indent=""):
 def layer_config(facts):
     """The keys `layout` and `layer` of config.json; `layer` is the crate's own config as serde reads it, without its defaults."""
     if facts["layout"] == "additive":
-        names = {"query_size": "embed_dim", "key_size": "key_size", "hidden_size": "head_dim", "dropout": "dropout"}
+        names = {"query_size": "embed_dim", "key_size": "kdim", "hidden_size": "head_dim", "dropout": "dropout"}
     elif facts["layout"] == "embedding":
         names = {"vocab_size": "vocab_size", "embed_dim": "embed_dim"}
     else:
@@ -242,8 +242,8 @@ def multi_head_config(facts):
         "num_kv_heads": facts["num_heads"],
         "out_dim": facts["embed_dim"],
         "head_dim": facts["out_dim"] // facts["num_heads"],
-        "key_size": facts["embed_dim"],
-        "value_size": facts["key_size"],
+        "kdim": facts["embed_dim"],
+        "vdim": facts["kdim"],
         "causal": False,
         "context_length": None,
         "bias_kv": False,
@@ -269,8 +269,8 @@ def layer_of(layout, embed_dim, num_heads, head_dim, **other):
         "num_kv_heads": num_heads,
         "head_dim": head_dim,
         "out_dim": num_heads * head_dim,
-        "key_size": embed_dim,
-        "value_size": embed_dim,
+        "kdim": embed_dim,
+        "vdim": embed_dim,
         "qkv_bias": False,
         "out_proj": False,
         "out_bias": False,

@@ -67,7 +67,7 @@ def run_loops(state, inputs, add_zero_attn=False):
 
 def multi_head(name, summary, args, conventions, case_inputs, **other):
     facts = layer_of("torch", EMBED_DIM, NUM_HEADS, WIDTH, qkv_bias=True, out_proj=True, out_bias=True)
-    facts |= {"key_size": args.get("kdim", EMBED_DIM), "value_size": args.get("vdim", EMBED_DIM)}
+    facts |= {"kdim": args.get("kdim", EMBED_DIM), "vdim": args.get("vdim", EMBED_DIM)}
     return Layer(
         name=name,
         summary=summary,

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 
 use candle_attention::{
-    AlibiConfig, GateActivation, GatePlace, GateScope, MultiHeadAttention, MultiHeadAttentionConfig,
+    AlibiConfig, GateActivation, GateLayout, GateScope, MultiHeadAttention, MultiHeadAttentionConfig,
     MultiHeadLatentAttentionConfig, OutputGate, QkNorm, QkNormKind, QkNormScope, RopeConfig, RopeStyle,
 };
 use candle_core::{DType, Device, Result, Tensor};
@@ -42,9 +42,9 @@ pub fn tensors(parameters: &Parameters, dtype: DType, device: &Device) -> Result
 pub struct Input {
     /// (B, T_q, E)
     pub queries: Array,
-    /// (B, T_kv, key_size)
+    /// (B, T_kv, kdim)
     pub keys: Array,
-    /// (B, T_kv, value_size)
+    /// (B, T_kv, vdim)
     pub values: Array,
     /// The call's own.
     pub mask: Vec<Mask>,
@@ -63,8 +63,8 @@ pub fn forward(cfg: &MultiHeadAttentionConfig, parameters: &Parameters, input: &
     let (b, t_q, t_kv) = (input.queries.dim(0), input.queries.dim(1), input.keys.dim(1));
 
     let mut q = project(parameters, "q_proj", &input.queries);
-    let gate = cfg.output_gate().map(|gate| match gate.place {
-        GatePlace::Query => {
+    let gate = cfg.output_gate().map(|gate| match gate.layout {
+        GateLayout::FusedWithQuery => {
             let [own, beside] = split(&q, [d, gate_width(gate, d_v)]);
             q = own;
             beside
@@ -90,7 +90,7 @@ pub fn forward(cfg: &MultiHeadAttentionConfig, parameters: &Parameters, input: &
         rotate(rope, d, &mut k);
     }
     normed(&mut q, &mut k, cfg.norm_after_rope());
-    if let Some(scaling) = cfg.query_scaling() {
+    if let Some(scaling) = cfg.attention_temperature() {
         let width = q.width();
         for (n, x) in q.data.iter_mut().enumerate() {
             let intervals = (n / width % t_q + scaling.first) / scaling.interval;
@@ -122,13 +122,13 @@ pub fn forward(cfg: &MultiHeadAttentionConfig, parameters: &Parameters, input: &
         k: heads(&append(&k, "bias_k"), h_kv, d),
         v: heads(&append(&v, "bias_v"), h_kv, d_v),
         masks: std::iter::once(own).chain(input.mask.iter().cloned()).collect(),
-        uniform_empty_rows: false,
+        uniform_fully_masked_rows: false,
         options: Options {
             scale: cfg.scale(),
             softcap: cfg.softcap(),
             alibi_slopes,
             sinks: cfg.sinks().then(|| parameters["sinks"].data.clone()),
-            distance_bias: None,
+            relative_bias: None,
         },
     };
     if more > 0 {
@@ -148,9 +148,9 @@ pub fn forward(cfg: &MultiHeadAttentionConfig, parameters: &Parameters, input: &
             };
         }
     }
-    if let Some(norm) = cfg.context_norm() {
+    if let Some(norm) = cfg.output_norm() {
         let norm = QkNorm { kind: norm.kind, scope: QkNormScope::Projection, eps: norm.eps };
-        normalise(parameters, "context_norm", norm, d_v, &mut merged);
+        normalise(parameters, "output_norm", norm, d_v, &mut merged);
     }
     let ys = if cfg.out_proj() { project(parameters, "o_proj", &merged) } else { merged };
     Output { ys: ys.data, weights: attended.weights }
@@ -191,7 +191,7 @@ pub fn forward_latent(cfg: &MultiHeadLatentAttentionConfig, parameters: &Paramet
         k: join(&k_nope, &k_rope),
         v: heads(&v, h, d_v),
         masks: std::iter::once(own).chain(input.mask.iter().cloned()).collect(),
-        uniform_empty_rows: false,
+        uniform_fully_masked_rows: false,
         options: Options { scale: Some(cfg.scale()), ..Options::default() },
     }
     .attend();
@@ -289,7 +289,7 @@ fn rotate(rope: &RopeConfig, d: usize, xs: &mut Array) {
             let angle = f64::from(position as f32 * (1.0 / rope.base().powf(exponent) as f32));
             let (cos, sin) = (f64::from(angle.cos() as f32), f64::from(angle.sin() as f32));
             let (x, y) = match rope.style() {
-                RopeStyle::Halves => (i, i + r / 2),
+                RopeStyle::RotateHalf => (i, i + r / 2),
                 RopeStyle::Interleaved => (2 * i, 2 * i + 1),
             };
             (head[x], head[y]) = (head[x] * cos - head[y] * sin, head[x] * sin + head[y] * cos);

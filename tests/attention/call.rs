@@ -7,9 +7,9 @@
 //! on each of its terms. Half precision adds the rounding of the result, nothing else, since scores and sums are f32
 //! there.
 
-use candle_attention::cpu::Tier;
+use candle_attention::cpu::InstructionSet;
 use candle_attention::{
-    AttentionMask, AttentionOutput, Backend, EmptyRows, OutputOrder, Plan, SdpaOptions, ValidLens, plan,
+    AttentionMask, AttentionOutput, Backend, FullyMaskedRows, OutputLayout, Plan, SdpaOptions, ValidLens, plan,
     scaled_dot_product_attention, scaled_dot_product_attention_with_lse, scaled_dot_product_attention_with_weights,
 };
 use candle_core::{DType, Device, Result, Tensor, bail};
@@ -26,7 +26,7 @@ pub const CPU: Device = Device::Cpu;
 pub enum Path {
     Asked(Backend),
     /// The CPU's kernel.
-    Kernel(Tier),
+    Kernel(InstructionSet),
 }
 
 impl Path {
@@ -34,13 +34,13 @@ impl Path {
 
     /// The kernel on every tier of this processor.
     pub fn kernels() -> Vec<Self> {
-        Tier::available().into_iter().map(Self::Kernel).collect()
+        InstructionSet::available().into_iter().map(Self::Kernel).collect()
     }
 
     /// All that can compute a case.
     pub fn of(case: &Case, dtype: DType, device: &Device) -> Vec<Self> {
         match device.is_cpu() {
-            true if dtype == DType::F64 || case.uniform_empty_rows => vec![Self::REFERENCE],
+            true if dtype == DType::F64 || case.uniform_fully_masked_rows => vec![Self::REFERENCE],
             true => [vec![Self::REFERENCE], Self::kernels()].concat(),
             false => vec![Self::REFERENCE, Self::Asked(Backend::Auto)],
         }
@@ -85,8 +85,8 @@ impl Call {
         }
     }
 
-    pub fn on_tier(&self, tier: Tier) -> Self {
-        self.clone().with(|options| options.with_cpu_tier(tier))
+    pub fn on_tier(&self, tier: InstructionSet) -> Self {
+        self.clone().with(|options| options.with_instruction_set(tier))
     }
 
     pub fn context(&self) -> Result<Tensor> {
@@ -106,7 +106,7 @@ impl Call {
     pub fn results(&self) -> Result<Vec<Tensor>> {
         let (context, is_reference) = (self.context()?, self.plan()?.backend == Backend::Reference);
         let (sequence_first, lse) =
-            self.clone().with(|options| options.with_output_order(OutputOrder::Bthd)).with_lse()?;
+            self.clone().with(|options| options.with_output_layout(OutputLayout::Bthd)).with_lse()?;
         let lie_so = context.is_contiguous() && sequence_first.transpose(1, 2)?.is_contiguous();
         if !lie_so && context.elem_count() > 0 {
             bail!("strides {:?} and {:?} of {:?}", context.stride(), sequence_first.stride(), context.shape());
@@ -114,7 +114,7 @@ impl Call {
         // No fused path has weights, and those of GPUs have no log-sum-exp.
         let output = if is_reference { Some(self.with_weights()?) } else { None };
         let beside = std::iter::once(&sequence_first).filter(|_| is_reference || context.device().is_cpu());
-        if beside.chain(output.as_ref().map(|output| &output.context)).any(|other| bits(other) != bits(&context)) {
+        if beside.chain(output.as_ref().map(|output| &output.output)).any(|other| bits(other) != bits(&context)) {
             bail!("another context beside the log-sum-exp or the weights");
         }
         Ok([context, lse].into_iter().chain(output.map(|output| output.weights)).collect())
@@ -143,9 +143,10 @@ impl Call {
         let v = viewed("v", &case.v, dtype)?;
         let mask =
             attention_mask(&case.masks, device, |m, p, bias| viewed(&format!("bias {m} {p}"), bias, wide(dtype)))?;
-        let empty_rows = if case.uniform_empty_rows { EmptyRows::Uniform } else { EmptyRows::Zero };
-        let mask = mask.with_empty_rows(empty_rows);
-        let distances = case.options.distance_bias.as_ref();
+        let fully_masked_rows =
+            if case.uniform_fully_masked_rows { FullyMaskedRows::Uniform } else { FullyMaskedRows::Zero };
+        let mask = mask.with_fully_masked_rows(fully_masked_rows);
+        let distances = case.options.relative_bias.as_ref();
         let distances = distances.map(|biases| viewed("distances", biases, wide(dtype))?.squeeze(2)).transpose()?;
         let mut heads = |name: &str, numbers: &[f64]| {
             leaf(name, Tensor::new(numbers, &Device::Cpu)?.to_dtype(wide(dtype))?.to_device(device)?)
@@ -153,7 +154,7 @@ impl Call {
         let mut options = numbers(&case.options);
         if let Some(biases) = &distances {
             let is_shared = biases.dim(0)? == 1;
-            options = options.with_distance_bias(&if is_shared { biases.squeeze(0)? } else { biases.clone() });
+            options = options.with_relative_bias(&if is_shared { biases.squeeze(0)? } else { biases.clone() });
         }
         if let Some(slopes) = &case.options.alibi_slopes {
             options = options.with_alibi_slopes(&heads("slopes", slopes)?);
@@ -186,9 +187,9 @@ pub fn attention_mask(
                 Part::Starts(lens) => one.with_starts(valid_lens(lens)),
                 Part::Prefix(lens) => one.with_prefix(valid_lens(lens)),
                 Part::Window(w) => one.with_window(*w),
-                Part::Band(left, right) => one.with_band(*left, *right),
+                Part::Band(left, right) => one.with_local_window(*left, *right),
                 Part::Chunk(size) => one.with_chunk(*size),
-                Part::Keep(keep) => one.with_keep(&keep.tensor(DType::U8, device)?),
+                Part::Keep(keep) => one.with_bool_mask(&keep.tensor(DType::U8, device)?),
                 Part::Bias(array) => one.with_bias(&bias(m, p, array)?),
             };
         }

@@ -21,7 +21,7 @@ fn random_calls_give_the_oracles_numbers(device: &Device) {
         let (kinds, mut drawn) = (recipe.masks.concat(), drawn.borrow_mut());
         drawn.insert(format!("{:?}, {:?}", recipe.chosen, recipe.dtype));
         for (n, first) in kinds.iter().enumerate() {
-            drawn.insert(format!("{first:?}, {:?}, {}", recipe.dtype, recipe.uniform_empty_rows));
+            drawn.insert(format!("{first:?}, {:?}, {}", recipe.dtype, recipe.uniform_fully_masked_rows));
             drawn.extend(kinds[n + 1..].iter().map(|second| format!("{first:?} before {second:?}")));
         }
         let case = recipe.case();
@@ -48,7 +48,7 @@ fn every_set_of_empty_sizes_gives_the_oracles_numbers(device: &Device) {
         let (chosen, dtype) = (Chosen::set((bits + n) % Chosen::SETS), dtypes[n % dtypes.len()]);
         let layouts = [Layout::HeadsTransposed, Layout::CacheHead, Layout::CacheMiddle];
         let recipe = Recipe { chosen, layouts, seed: 5, ..Recipe::plain(dims, masks.clone(), dtype) };
-        let recipe = Recipe { uniform_empty_rows: bits % 3 == 0, ..recipe };
+        let recipe = Recipe { uniform_fully_masked_rows: bits % 3 == 0, ..recipe };
         check(&recipe.case(), dtype, device).unwrap_or_else(|difference| panic!("{difference}\n{recipe:?}"));
     }
 }
@@ -78,11 +78,11 @@ fn additions_to_scores_come_in_any_float_dtype(device: &Device) -> Result<()> {
 fn a_distance_bias_that_does_not_fit_is_an_error() -> Result<()> {
     let x = Tensor::zeros((2, 3, 4, 8), DType::F32, &Device::Cpu)?;
     for (shape, dtype, expected) in [
-        ([3, 8], DType::F32, "distance_bias has shape [3, 8], expected (H = 3, T_q + T_kv - 1 = 7)"),
-        ([3, 7], DType::U32, "distance_bias has dtype U32, expected F32, F16, BF16 or F64"),
+        ([3, 8], DType::F32, "relative_bias has shape [3, 8], expected (H = 3, T_q + T_kv - 1 = 7)"),
+        ([3, 7], DType::U32, "relative_bias has dtype U32, expected F32, F16, BF16 or F64"),
     ] {
         let biases = Tensor::zeros(&shape, dtype, &Device::Cpu)?;
-        let options = SdpaOptions::default().with_distance_bias(&biases);
+        let options = SdpaOptions::default().with_relative_bias(&biases);
         let found = error_text(with_lse(&x, &x, &x, &AttentionMask::none(), &options));
         assert!(found.contains(expected), "{found}");
     }

@@ -73,7 +73,7 @@ fn training_drops_a_share_and_scales_the_rest(device: &Device) -> Result<()> {
 fn what_never_or_always_drops(device: &Device) -> Result<()> {
     for call in calls(device)? {
         let plain = call.with_weights()?;
-        let nothing = AttentionOutput { context: plain.context.zeros_like()?, weights: plain.weights.zeros_like()? };
+        let nothing = AttentionOutput { output: plain.output.zeros_like()?, weights: plain.weights.zeros_like()? };
         for (options, expected) in [
             (reference().with_dropout(0.7, false), &plain),
             (reference().with_dropout(1.0, false).with_dropout_seed(&TorchSeed::new(1)), &plain),
@@ -83,7 +83,7 @@ fn what_never_or_always_drops(device: &Device) -> Result<()> {
             (seeded(1.0, 3), &nothing),
         ] {
             let output = with(&call, options)?;
-            assert_close(&output.context, &expected.context, 0.0, "context");
+            assert_close(&output.output, &expected.output, 0.0, "context");
             assert_close(&output.weights, &expected.weights, 0.0, "weights");
         }
         let count = |tensor: &Tensor| values(tensor).into_iter().filter(|&weight| weight != 0.0).count();
@@ -106,7 +106,7 @@ fn the_context_mixes_the_weights_after_dropout_and_the_lse_is_that_before(device
         let expected = wide(&output.weights)?.matmul(&v)?;
         // Weights that are kept are twice as large, and values are up to 2.
         let most = 4.0 * (50.0 * rounding).min(4.0 * rounding.max(1e-5)) + 1e-6;
-        assert_close(&wide(&output.context)?, &expected, most, &format!("{:?}", call.q.dtype()));
+        assert_close(&wide(&output.output)?, &expected, most, &format!("{:?}", call.q.dtype()));
         let (plain, dropped) = (call.with_lse()?, Call { options: training(0.5), ..call }.with_lse()?);
         assert_close(&dropped.1, &plain.1, 0.0, "lse");
         assert!(values(&dropped.0) != values(&plain.0), "the context is that after dropout");
@@ -126,7 +126,7 @@ fn a_seed_draws_the_same_again(device: &Device) -> Result<()> {
         seed.manual_seed(7);
         assert_close(&run(&options)?.weights, &first.weights, 0.0, "the stream started again");
         let alone = Call { options, ..call.clone() }.context()?;
-        assert_close(&alone, &second.context, 0.0, "the context alone draws the same");
+        assert_close(&alone, &second.output, 0.0, "the context alone draws the same");
         assert_close(&run(&seeded(0.5, 7))?.weights, &first.weights, 0.0, "another generator of that seed");
     }
     Ok(())

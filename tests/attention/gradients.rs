@@ -69,7 +69,7 @@ impl Operation for Attention {
             Function::Context => vec![call.context()?],
             Function::Weights => {
                 let output = call.with_weights()?;
-                vec![output.context, output.weights]
+                vec![output.output, output.weights]
             }
             Function::Lse => both(call.with_lse()?),
             Function::All => call.results()?,
@@ -92,7 +92,7 @@ impl Exact for Attention {
             })
         });
         let given = [("sinks", options.sinks.as_mut()), ("slopes", options.alibi_slopes.as_mut())];
-        let distances = ("distances", options.distance_bias.as_mut().map(|biases| &mut biases.data));
+        let distances = ("distances", options.relative_bias.as_mut().map(|biases| &mut biases.data));
         let given = given.into_iter().chain([distances]).filter_map(|(name, given)| Some((name.to_string(), given?)));
         let always = [("q", &mut q.data), ("k", &mut k.data), ("v", &mut v.data)];
         always.into_iter().map(|(name, data)| (name.to_string(), data)).chain(biases).chain(given).collect()
@@ -125,7 +125,7 @@ fn random_gradients_are_slopes() {
             _ => {
                 // Parts have distances of their own, and an empty row of a part is no empty row of the whole.
                 (recipe.chosen.alibi, recipe.chosen.distances) = (false, false);
-                recipe.uniform_empty_rows = false;
+                recipe.uniform_fully_masked_rows = false;
                 Function::Merged(split)
             }
         };

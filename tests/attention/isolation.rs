@@ -39,8 +39,8 @@ fn poisons(dims: Dims, dtypes: &'static [DType], of_kernel: bool) -> impl Strate
         recipe.masks.iter_mut().for_each(|kinds| kinds.retain(|kind| !matches!(kind, Kind::Bias(_))));
         // A row that sees no key is no row of NaN, whatever its sink, nor is it one of numbers.
         let masks = if of == Sinks { vec![vec![Kind::Causal]] } else { recipe.masks };
-        let uniform_empty_rows = !of_kernel && recipe.uniform_empty_rows;
-        Poison { recipe: Recipe { dims, layouts, masks, chosen, runs, uniform_empty_rows, ..recipe }, of }
+        let uniform_fully_masked_rows = !of_kernel && recipe.uniform_fully_masked_rows;
+        Poison { recipe: Recipe { dims, layouts, masks, chosen, runs, uniform_fully_masked_rows, ..recipe }, of }
     })
 }
 

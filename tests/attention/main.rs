@@ -28,7 +28,7 @@ use attention_oracle::{array, attention as oracle};
 // What each module begins with.
 use array::{Array, Layout, Random, View, round};
 use call::{CPU, Call, Expected, Path, attention_mask, check, check_on, has_word, numbers, reference};
-use candle_attention::cpu::Tier;
+use candle_attention::cpu::InstructionSet;
 use candle_attention::{MultiHeadAttentionConfig as Config, MultiHeadLatentAttentionConfig as LatentConfig, *};
 use candle_core::{DType, Device, IndexOp, Module, Result, Tensor, Var, bail};
 use candle_nn::{Activation, Linear, VarBuilder, VarMap};

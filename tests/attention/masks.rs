@@ -108,13 +108,13 @@ fn joining_masks_commutes() {
             let additive = values(&additive.broadcast_as((b, h, t_q, t_kv))?);
             // Sums of the same biases in another order.
             let rounded: Vec<_> = additive.into_iter().map(|bias| (bias * 1e9).round()).collect();
-            Ok((rounded, mask.resolve(b, t_q, t_kv)?.to_string(), mask.empty_rows()))
+            Ok((rounded, mask.resolve(b, t_q, t_kv)?.to_string(), mask.fully_masked_rows()))
         };
         let drawn = |mask: &AttentionMask| mask.resolve(b, t_q, t_kv).map(|ranges| ranges.to_string());
         let none = AttentionMask::none();
-        let uniform = [&one, &other].iter().any(|mask| mask.empty_rows() == EmptyRows::Uniform);
+        let uniform = [&one, &other].iter().any(|mask| mask.fully_masked_rows() == FullyMaskedRows::Uniform);
         let properties = [
-            ("is uniform if either is", (one.and(&other).empty_rows() == EmptyRows::Uniform) == uniform),
+            ("is uniform if either is", (one.and(&other).fully_masked_rows() == FullyMaskedRows::Uniform) == uniform),
             ("commutes", written(&one.and(&other))? == written(&other.and(&one))?),
             ("associates", written(&one.and(&other.and(&one)))? == written(&one.and(&other).and(&one))?),
             ("with nothing on the right", written(&one.and(&none))? == written(&one)?),
@@ -162,7 +162,7 @@ fn a_part_of_a_mask_leaves_of_its_keys_what_the_whole_leaves() -> Result<()> {
         AttentionMask::causal_with_offset(2),
         AttentionMask::causal_with_offsets([-2, 3]),
         AttentionMask::causal_with_offsets([1, -4]).with_window(3),
-        AttentionMask::none().with_band(1, 2),
+        AttentionMask::none().with_local_window(1, 2),
     ];
     for mask in masks {
         let whole = mask.resolve(2, 7, 7)?;
@@ -184,7 +184,7 @@ fn a_part_of_a_mask_leaves_of_its_keys_what_the_whole_leaves() -> Result<()> {
 /// Entries beside a view are not its own, and what a view repeats is there once, however often.
 fn a_keep_is_of_the_ones_and_zeros_that_its_view_shows(device: &Device) -> Result<()> {
     let bytes = Tensor::new(&[[7u8, 1, 0, 1], [9, 0, 1, 2]], device)?;
-    let resolve = |keep: &Tensor| AttentionMask::none().with_keep(keep).resolve(1, 2, 2).map(drop);
+    let resolve = |keep: &Tensor| AttentionMask::none().with_bool_mask(keep).resolve(1, 2, 2).map(drop);
     resolve(&bytes.narrow(1, 1, 2)?)?;
     resolve(&bytes.narrow(1, 1, 2)?.t()?)?;
     resolve(&bytes.narrow(1, 1, 1)?.narrow(0, 0, 1)?.broadcast_as((1 << 20, 1 << 20))?)?;
@@ -216,11 +216,11 @@ fn empty_views_that_begin_past_their_buffer_are_read(device: &Device) -> Result<
     for dtype in [DType::F32, DType::F16] {
         let bias = view(&[0, 1, 4, 5], dtype)?;
         let keep = view(&[0, 1, 4, 5], DType::U8)?;
-        let mask = AttentionMask::none().with_keep(&keep).with_bias(&bias);
+        let mask = AttentionMask::none().with_bool_mask(&keep).with_bias(&bias);
         assert_eq!(mask.to_additive((0, 2, 4, 5), DType::F32, device)?.dims(), [0, 1, 4, 5]);
         let (q, kv) = (view(&[0, 2, 4, 3], dtype)?, view(&[0, 2, 5, 3], dtype)?);
         let output = attend(&q, &kv, &kv, &mask, &reference())?;
-        assert_eq!((output.context.dims(), output.weights.dims()), (&[0, 2, 4, 3][..], &[0, 2, 4, 5][..]));
+        assert_eq!((output.output.dims(), output.weights.dims()), (&[0, 2, 4, 3][..], &[0, 2, 4, 5][..]));
     }
     Ok(())
 }

@@ -30,10 +30,10 @@ fn vocabulary() -> Vec<(AttentionMask, &'static str)> {
         (none().with_window(1), "1111 .111 ..11 ...1 | ...11 ....1 | 11 11 11 11 .1"),
         (top_left().with_window(2), "1.... 11... .11.."),
         (offset(2).with_window(2), ".11.. ..11. ...11"),
-        (none().with_band(1, 2), "111. 1111 .111 ..11 | ..111 ...11 | .. 1. 11 11 11"),
-        (none().with_band(0, 0), "1.. .1. ..1"),
-        (lower_right().with_band(1, 2), "1.. 11. .11"),
-        (none().with_band(2, 0).with_band(0, 2), "1.. .1. ..1"),
+        (none().with_local_window(1, 2), "111. 1111 .111 ..11 | ..111 ...11 | .. 1. 11 11 11"),
+        (none().with_local_window(0, 0), "1.. .1. ..1"),
+        (lower_right().with_local_window(1, 2), "1.. 11. .11"),
+        (none().with_local_window(2, 0).with_local_window(0, 2), "1.. .1. ..1"),
         // Chunks count from the first key; a query before it stands in a chunk without keys.
         (none().with_chunk(2), "11.. 11.. ..11 ..11 | ..11. ....1 | .. .. .. 11 11"),
         (lower_right().with_chunk(3), "1... 11.. 111. ...1 | ...1. ...11"),
@@ -105,7 +105,7 @@ fn what_joined_masks_leave_unclear_is_an_error() {
     let error = |mask: &AttentionMask| error_text(mask.resolve(1, 2, 5));
     for (builder, mask) in [
         ("with_window", joined.clone().with_window(2)),
-        ("with_band", joined.clone().with_band(1, 1)),
+        ("with_local_window", joined.clone().with_local_window(1, 1)),
         ("with_prefix", joined.clone().with_prefix(vec![1])),
         (
             "with_prefix",

@@ -64,7 +64,7 @@ impl Split {
             Array::each([b, h, t_q, keys.len()], column).tensor(dtype, device)
         };
         let keep = columns(DType::U8, &|index| f64::from(u8::from(case.sees(index))))?;
-        let (mut mask, mut by_distance) = (AttentionMask::none().with_keep(&keep), case.clone());
+        let (mut mask, mut by_distance) = (AttentionMask::none().with_bool_mask(&keep), case.clone());
         for (m, own) in by_distance.masks.iter_mut().enumerate() {
             for (p, part) in own.parts.iter().enumerate() {
                 if let Part::Bias(bias) = part {
@@ -76,8 +76,8 @@ impl Split {
         }
         mask = mask.with_bias(&columns(wide(whole.q.dtype()), &|index| by_distance.bias(index))?);
         // The mean of a part's keys must not enter the whole's; with a sink it would, which no merge can tell.
-        if case.uniform_empty_rows && case.options.sinks.is_none() {
-            mask = mask.with_empty_rows(EmptyRows::Uniform);
+        if case.uniform_fully_masked_rows && case.options.sinks.is_none() {
+            mask = mask.with_fully_masked_rows(FullyMaskedRows::Uniform);
         }
         // Scale and softcap belong to every part.
         let (options, sinks) = (numbers(&case.options), leaves.get("sinks").filter(|_| n == self.sinks_in));
@@ -88,7 +88,7 @@ impl Split {
 
 fn check(recipe: &Recipe, split: &Split, device: &Device, path: Path) -> Result<()> {
     let (case, dtype) = (recipe.case(), recipe.dtype);
-    let expected = Expected::new(&Case { uniform_empty_rows: false, ..case.clone() }, dtype).on(path);
+    let expected = Expected::new(&Case { uniform_fully_masked_rows: false, ..case.clone() }, dtype).on(path);
     for in_stages in [false, true] {
         let split = Split { in_stages, ..split.clone() };
         let call = Attention::on(device, case.clone(), Function::Merged(split));

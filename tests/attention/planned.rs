@@ -46,13 +46,13 @@ fn what_is_planned_is_what_runs(device: &Device) {
     for_all(100, recipes(dtypes(device)), |recipe| {
         let call = Call::new(&recipe.case(), recipe.dtype, device)?;
         let obstacle = match recipe.dtype {
-            _ if recipe.uniform_empty_rows => "see nothing",
+            _ if recipe.uniform_fully_masked_rows => "see nothing",
             DType::F64 if device.is_cpu() => "F64",
             // A device of another kind may have one of its own.
             _ => "",
         };
         // Forcing a tier does not change what the kernel can do.
-        for call in [call.clone(), call.on_tier(Tier::Scalar)] {
+        for call in [call.clone(), call.on_tier(InstructionSet::Scalar)] {
             let plan = planned(&call)?;
             assert!(
                 plan.reason.contains(obstacle) && (obstacle.is_empty() || plan.backend == Backend::Reference),
@@ -130,8 +130,8 @@ fn dropout_is_no_obstacle() -> Result<()> {
 /// Whatever is asked for: a tier that the processor lacks is an error of the call, on any backend that would use it.
 #[test]
 fn a_tier_that_the_processor_lacks_is_an_error() {
-    let available = Tier::available().iter().map(Tier::to_string).collect::<Vec<_>>().join(", ");
-    let lacking: Vec<_> = Tier::ALL.into_iter().filter(|tier| !tier.is_available()).collect();
+    let available = InstructionSet::available().iter().map(InstructionSet::to_string).collect::<Vec<_>>().join(", ");
+    let lacking: Vec<_> = InstructionSet::ALL.into_iter().filter(|tier| !tier.is_available()).collect();
     assert!(!lacking.is_empty(), "no processor has both Arm's and Intel's instructions");
     for tier in lacking {
         for (dtype, backend) in DTYPES.into_iter().flat_map(|dtype| [(dtype, Backend::Auto), (dtype, Backend::Fused)]) {
@@ -148,12 +148,12 @@ fn a_tier_that_the_processor_lacks_is_an_error() {
 /// pass.
 #[test]
 fn tiers_that_this_processor_lacks_are_skipped() {
-    let available = Tier::available();
-    for tier in Tier::ALL {
+    let available = InstructionSet::available();
+    for tier in InstructionSet::ALL {
         assert_eq!(tier.is_available(), available.contains(&tier));
         if !tier.is_available() {
             let _ = writeln!(std::io::stderr(), "skipped: this processor lacks the CPU tier {tier}");
         }
     }
-    assert!(available.contains(&Tier::Scalar) && available.is_sorted(), "{available:?}");
+    assert!(available.contains(&InstructionSet::Scalar) && available.is_sorted(), "{available:?}");
 }

@@ -15,8 +15,8 @@ use crate::*;
 
 /// Whether a kernel is worse than PyTorch by more than it may be; NaN is. Plain Rust has no fused multiply-add on every
 /// target, and rounds a product and a sum where the others round once.
-fn exceeds(tier: Tier, error: f64, pytorch: f64) -> bool {
-    let most = if tier == Tier::Scalar { 1.1 * 2f64.sqrt() } else { 1.1 };
+fn exceeds(tier: InstructionSet, error: f64, pytorch: f64) -> bool {
+    let most = if tier == InstructionSet::Scalar { 1.1 * 2f64.sqrt() } else { 1.1 };
     error.is_nan() || error > most * pytorch
 }
 
@@ -71,7 +71,7 @@ pub fn errors(got: &Tensor, exact: &[f64]) -> [f64; 2] {
 }
 
 /// Holds every tier to PyTorch's errors; `run` gives a case's exact numbers, and what a tier makes of it.
-fn compare(text: &str, run: impl Fn(&Case) -> Result<(Vec<f64>, Vec<(Tier, Tensor)>)> + Sync) -> Result<()> {
+fn compare(text: &str, run: impl Fn(&Case) -> Result<(Vec<f64>, Vec<(InstructionSet, Tensor)>)> + Sync) -> Result<()> {
     let measured: Measured = serde_json::from_str(text).expect("the file is what it says");
     assert!(measured.cases.len() > 35, "{} cases", measured.cases.len());
     let errors_of = |case| {
@@ -81,7 +81,7 @@ fn compare(text: &str, run: impl Fn(&Case) -> Result<(Vec<f64>, Vec<(Tier, Tenso
     let found: Vec<Vec<_>> = measured.cases.par_iter().map(errors_of).collect::<Result<_>>()?;
     let mut failures = Vec::new();
     // Of a tier and of PyTorch in the cases of one dtype and deviation.
-    let mut largest: BTreeMap<(&str, u32, Tier), [f64; 2]> = BTreeMap::new();
+    let mut largest: BTreeMap<(&str, u32, InstructionSet), [f64; 2]> = BTreeMap::new();
     for (case, errors) in measured.cases.iter().zip(found) {
         for (tier, [max, rms]) in errors {
             let [of_tier, of_pytorch] = largest.entry((&case.dtype, case.widening, tier)).or_default();
@@ -110,7 +110,7 @@ fn attention_errs_no_more_than_pytorchs() -> Result<()> {
         let [q, k, v] = case.draw([&[b, h, t_q, d], &[b, h, t_kv, d], &[b, h, t_kv, d]], f64::from(case.widening))?;
         let mask = if case.causal { AttentionMask::causal_upper_left() } else { AttentionMask::none() };
         let call = Call::plain(&q, &k, &v, &mask);
-        let results = Tier::available().into_iter().map(|tier| Ok((tier, call.on_tier(tier).context()?)));
+        let results = InstructionSet::available().into_iter().map(|tier| Ok((tier, call.on_tier(tier).context()?)));
         let [q, k, v] = [&q, &k, &v].map(values);
         let row = |(n, query): (usize, &[f64])| {
             let keys = if case.causal { n % t_q + 1 } else { t_kv };
@@ -127,7 +127,7 @@ fn projections_err_no_more_than_pytorchs() -> Result<()> {
         let [rows, inputs, outputs] = case.shape[..] else { panic!("{:?} is no shape of a product", case.shape) };
         let [xs, weight, bias] = case.draw([&[rows, inputs], &[outputs, inputs], &[outputs]], 1.0)?;
         let run = |tier| Ok((tier, PackedLinear::with_tier(&weight, Some(&bias), Some(tier))?.forward(&xs)?));
-        let results = Tier::available().into_iter().map(run).collect::<Result<_>>()?;
+        let results = InstructionSet::available().into_iter().map(run).collect::<Result<_>>()?;
         let [xs, weight, bias] = [&xs, &weight, &bias].map(values);
         Ok((xs.par_chunks_exact(inputs).flat_map_iter(|row| exact_linear(row, &weight, &bias)).collect(), results))
     })

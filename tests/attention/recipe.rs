@@ -155,7 +155,7 @@ pub struct Recipe {
     pub layouts: [Layout; 3],
     /// One mask each, joined by `and`; two alignments cannot stand in one.
     pub masks: Vec<Vec<Kind>>,
-    pub uniform_empty_rows: bool,
+    pub uniform_fully_masked_rows: bool,
     pub chosen: Chosen,
     /// Instead of a random one.
     pub scale: Option<f64>,
@@ -175,7 +175,17 @@ impl Recipe {
     /// Contiguous tensors without options.
     pub fn plain(dims: Dims, masks: Vec<Vec<Kind>>, dtype: DType) -> Self {
         let (layouts, chosen) = ([Layout::Contiguous; 3], Chosen::default());
-        Self { dims, layouts, masks, uniform_empty_rows: false, chosen, scale: None, runs: false, dtype, seed: 0 }
+        Self {
+            dims,
+            layouts,
+            masks,
+            uniform_fully_masked_rows: false,
+            chosen,
+            scale: None,
+            runs: false,
+            dtype,
+            seed: 0,
+        }
     }
 
     /// Of one mask, whose tensors hide whole tiles.
@@ -199,14 +209,22 @@ impl Recipe {
             softcap: self.chosen.softcap.then(|| heads(0.5, 6.0)[0]),
             alibi_slopes: self.chosen.alibi.then(|| heads(-0.1, 1.0)),
             sinks: self.chosen.sinks.then(|| heads(-4.0, 4.0)),
-            distance_bias: self.chosen.distances.then(|| {
+            relative_bias: self.chosen.distances.then(|| {
                 // Of each sequence, or of all.
                 let b = if self.seed.is_multiple_of(2) { b } else { 1 };
                 let biases = self.layouts[2].array([b, h, 1, (t_q + t_kv).saturating_sub(1)]);
                 biases.uniform(&mut random, 2.0, wide(self.dtype))
             }),
         };
-        let mut case = Case { dims: self.dims, q, k, v, masks, uniform_empty_rows: self.uniform_empty_rows, options };
+        let mut case = Case {
+            dims: self.dims,
+            q,
+            k,
+            v,
+            masks,
+            uniform_fully_masked_rows: self.uniform_fully_masked_rows,
+            options,
+        };
         if !case.positions_agree() {
             // ALiBi has no position to count from, which is an error.
             case.options.alibi_slopes = None;
@@ -285,7 +303,7 @@ fn recipes_of(dims: impl Strategy<Value = Dims>, dtypes: &'static [DType]) -> im
 /// Small calls, empty ones among them.
 pub fn recipes(dtypes: &'static [DType]) -> impl Strategy<Value = Recipe> {
     (recipes_of(dims(), dtypes), proptest::bool::weighted(0.2))
-        .prop_map(|(recipe, uniform_empty_rows)| Recipe { uniform_empty_rows, ..recipe })
+        .prop_map(|(recipe, uniform_fully_masked_rows)| Recipe { uniform_fully_masked_rows, ..recipe })
 }
 
 /// Lengths around multiples of 16, and primes.

@@ -4,10 +4,10 @@ use candle_attention::GateActivation::{Sigmoid, Softplus};
 use candle_attention::QkNormKind::{Layer as LayerNorm, LayerNoBias, Rms, RmsNoWeight, RmsPlusOne};
 use candle_attention::QkNormScope::{PerHead, PerHeadWeights, Projection};
 use candle_attention::{
-    AlibiConfig, AttentionInput, AttentionStatistics, ContentPositions, ContextNorm, DisentangledConfig, GatePlace,
-    GateScope, LayerOutput, MultiHeadAttention, MultiHeadAttentionConfig as Config, MultiHeadLatentAttention,
-    MultiHeadLatentAttentionConfig as LatentConfig, OutputGate, QkNorm, QueryScaling, RelativeBias, RelativeBiasConfig,
-    RelativeEmbeddings, RopeConfig, RopeStyle, StatisticsOptions,
+    AlibiConfig, AttentionInput, AttentionStatistics, AttentionTemperature, ContentPositions, DisentangledConfig,
+    GateLayout, GateScope, LayerOutput, MultiHeadAttention, MultiHeadAttentionConfig as Config,
+    MultiHeadLatentAttention, MultiHeadLatentAttentionConfig as LatentConfig, OutputGate, OutputNorm, QkNorm,
+    RelativeBias, RelativeBiasConfig, RelativeEmbeddings, RopeConfig, RopeStyle, StatisticsOptions,
 };
 use candle_core::{DType, Device, ModuleT, Result, Tensor};
 use candle_nn::VarBuilder;
@@ -135,7 +135,7 @@ impl Kind {
     /// Of queries, keys, values and outputs.
     pub fn widths(&self) -> [usize; 4] {
         match self {
-            Self::MultiHead(cfg) => [cfg.embed_dim(), cfg.key_size(), cfg.value_size(), cfg.out_dim()],
+            Self::MultiHead(cfg) => [cfg.embed_dim(), cfg.kdim(), cfg.vdim(), cfg.out_dim()],
             Self::Latent(cfg) => [cfg.embed_dim(); 4],
         }
     }
@@ -185,7 +185,7 @@ pub fn multi_head_layer(cfg: &Config, vb: VarBuilder) -> Result<MultiHeadAttenti
 pub fn relative() -> [(&'static str, Kind); 2] {
     let buckets = RelativeBiasConfig::new(true).with_num_buckets(8).with_max_distance(6);
     let relative = Config::new(12, 4).with_relative_bias(buckets).with_sinks(true);
-    let crossed = relative.clone().with_key_size(7);
+    let crossed = relative.clone().with_kdim(7);
     [("relative bias", Kind::MultiHead(relative)), ("crossed relative bias", Kind::MultiHead(crossed))]
 }
 
@@ -219,7 +219,7 @@ pub fn content() -> Vec<Config> {
 
 /// A layer of latents with small, uneven widths.
 pub fn latent_of(embed_dim: usize, random: &mut Random) -> LatentConfig {
-    let style = if random.chance(0.5) { RopeStyle::Halves } else { RopeStyle::Interleaved };
+    let style = if random.chance(0.5) { RopeStyle::RotateHalf } else { RopeStyle::Interleaved };
     let mut cfg = LatentConfig::new(embed_dim, 1 + random.up_to(3))
         .with_kv_lora_rank(1 + random.up_to(17))
         .with_nope_head_dim(1 + random.up_to(7))
@@ -249,11 +249,11 @@ pub fn configs() -> Vec<(&'static str, Kind)> {
 fn multi_head() -> Vec<(&'static str, Config)> {
     let (plain, grouped) = (|| Config::new(12, 4), || Config::new(12, 4).with_num_kv_heads(2));
     let norm = |kind, scope| plain().with_causal(true).with_qk_norm(QkNorm { kind, scope, eps: 1e-5 });
-    let of_context = |kind| ContextNorm { kind, eps: 1e-5 };
-    let gate = |activation, place| OutputGate { activation, scope: GateScope::PerEntry, place };
-    let gate_of_heads = |place| OutputGate { activation: Softplus, scope: GateScope::PerHead, place };
-    let (own, biased) = (GatePlace::Own { bias: false }, GatePlace::Own { bias: true });
-    let scaled = |first| QueryScaling { beta: 0.7, interval: 2, first };
+    let of_context = |kind| OutputNorm { kind, eps: 1e-5 };
+    let gate = |activation, place| OutputGate { activation, scope: GateScope::Elementwise, layout: place };
+    let gate_of_heads = |place| OutputGate { activation: Softplus, scope: GateScope::PerHead, layout: place };
+    let (own, biased) = (GateLayout::Separate { bias: false }, GateLayout::Separate { bias: true });
+    let scaled = |first| AttentionTemperature { beta: 0.7, interval: 2, first };
     let interleaved = || RopeConfig::new(100.0).with_style(RopeStyle::Interleaved).with_rotary_dim(4);
     let slopes = AlibiConfig::Slopes(vec![0.5, 0.0, -0.25, 2.0]);
     let all = Config::new(10, 6).with_num_kv_heads(3).with_head_dim(4).with_value_head_dim(3).with_out_dim(11);
@@ -292,13 +292,13 @@ fn multi_head() -> Vec<(&'static str, Config)> {
         ("norm without a weight", norm(RmsNoWeight, PerHead)),
         ("norm of projections without a weight", norm(RmsNoWeight, Projection)),
         ("norm of values", grouped().with_value_head_dim(5).with_value_norm(1e-5).with_v_bias(true)),
-        ("norm of the context", grouped().with_value_head_dim(5).with_context_norm(of_context(Rms))),
+        ("norm of the context", grouped().with_value_head_dim(5).with_output_norm(of_context(Rms))),
         ("clip", plain().with_bias(true).with_clip_qkv(0.4)),
         ("clip after a norm", norm(Rms, Projection).with_clip_qkv(0.3)),
         ("clip before a norm", norm(Rms, PerHead).with_clip_qkv(0.3)),
         ("clip and a learned key", plain().with_bias_kv(true).with_clip_qkv(0.3)),
-        ("band", grouped().with_band(1, 2)),
-        ("causal band", plain().with_causal(true).with_band(2, 9).with_window(2)),
+        ("band", grouped().with_local_window(1, 2)),
+        ("causal band", plain().with_causal(true).with_local_window(2, 9).with_window(2)),
         ("chunk", grouped().with_chunk(2)),
         ("causal chunk", plain().with_causal(true).with_chunk(3)),
         ("alibi", Config::new(12, 6).with_causal(true).with_alibi(AlibiConfig::Standard)),
@@ -307,31 +307,37 @@ fn multi_head() -> Vec<(&'static str, Config)> {
         ("alibi of Falcon", Config::new(12, 6).with_causal(true).with_alibi(AlibiConfig::Falcon)),
         ("alibi of Falcon, scaled", grouped().with_alibi(AlibiConfig::Falcon).with_scale(0.9).with_softcap(2.0)),
         ("rope", grouped().with_head_dim(6).with_causal(true).with_rope(RopeConfig::new(10_000.0))),
-        ("rope, cross", plain().with_head_dim(6).with_key_size(7).with_causal(true).with_rope(RopeConfig::new(100.0))),
+        ("rope, cross", plain().with_head_dim(6).with_kdim(7).with_causal(true).with_rope(RopeConfig::new(100.0))),
         ("rope of pairs", plain().with_head_dim(6).with_rope(interleaved())),
         ("rope before norms", norm(Rms, PerHead).with_head_dim(4).with_rope(interleaved()).with_norm_after_rope(true)),
         ("rope after norms", norm(Rms, PerHead).with_head_dim(4).with_rope(interleaved())),
-        ("scaled queries", grouped().with_causal(true).with_query_scaling(scaled(0))),
-        ("rope and scaled queries", plain().with_head_dim(6).with_rope(interleaved()).with_query_scaling(scaled(1))),
+        ("scaled queries", grouped().with_causal(true).with_attention_temperature(scaled(0))),
+        (
+            "rope and scaled queries",
+            plain().with_head_dim(6).with_rope(interleaved()).with_attention_temperature(scaled(1)),
+        ),
         ("gate", grouped().with_output_gate(gate(Sigmoid, own))),
         ("gate of heads", plain().with_value_head_dim(5).with_output_gate(gate_of_heads(biased))),
-        ("gate and norm", plain().with_output_gate(gate(Sigmoid, biased)).with_context_norm(of_context(LayerNorm))),
+        ("gate and norm", plain().with_output_gate(gate(Sigmoid, biased)).with_output_norm(of_context(LayerNorm))),
         (
             "gate beside the query",
-            grouped().with_value_head_dim(5).with_bias(true).with_output_gate(gate(Sigmoid, GatePlace::Query)),
+            grouped()
+                .with_value_head_dim(5)
+                .with_bias(true)
+                .with_output_gate(gate(Sigmoid, GateLayout::FusedWithQuery)),
         ),
         (
             "gate of heads beside the query",
-            plain().with_out_proj(false).with_output_gate(gate_of_heads(GatePlace::Query)),
+            plain().with_out_proj(false).with_output_gate(gate_of_heads(GateLayout::FusedWithQuery)),
         ),
-        ("gate, cross", plain().with_key_size(7).with_value_size(5).with_output_gate(gate(Softplus, own))),
+        ("gate, cross", plain().with_kdim(7).with_vdim(5).with_output_gate(gate(Softplus, own))),
         ("learned key", grouped().with_bias_kv(true)),
         ("key of zeros", grouped().with_add_zero_attn(true).with_bias(true).with_softcap(3.0)),
         ("learned key and one of zeros", plain().with_bias_kv(true).with_add_zero_attn(true)),
         ("learned key, causal", plain().with_bias_kv(true).with_causal(true).with_value_head_dim(5)),
-        ("cross", plain().with_key_size(7).with_value_size(5).with_bias(true)),
-        ("cross with keys' width", grouped().with_key_size(7)),
-        ("cross with values' width", plain().with_value_size(9).with_bias_kv(true)),
+        ("cross", plain().with_kdim(7).with_vdim(5).with_bias(true)),
+        ("cross with keys' width", grouped().with_kdim(7)),
+        ("cross with values' width", plain().with_vdim(9).with_bias_kv(true)),
         ("all at once", all.with_rope(RopeConfig::new(5_000.0).with_rotary_dim(2))),
     ]
 }

@@ -46,7 +46,7 @@ fn statistics(expected: &Expected, recipe: &Recipe, found: &AttentionStatistics)
     })?;
     let of_key = |key: usize| (0..t_q).map(move |i| (key / t_kv * t_q + i) * t_kv + key % t_kv);
     let sums: Vec<f64> = (0..b * h * t_kv).map(|key| of_key(key).map(|at| weights[at]).sum()).collect();
-    compare("sums", &found.received, (&[b, h, t_kv], float), &sums, |key| {
+    compare("sums", &found.key_weight_sums, (&[b, h, t_kv], float), &sums, |key| {
         of_key(key).map(|at| bound(at) + t_q as f64 * weights[at] * f64::from(f32::EPSILON)).sum()
     })?;
     // The weights at these places.
@@ -102,7 +102,7 @@ pub fn assert_of(found: &AttentionStatistics, weights: &Tensor, tolerance: f64, 
     assert_close(&found.top_weights, &own, tolerance, what);
     let (sorted, _) = weights.contiguous()?.sort_last_dim(false)?;
     assert_close(&found.top_weights, &sorted.narrow(weights.rank() - 1, 0, k)?, tolerance, what);
-    assert_close(&found.received, &weights.sum(weights.rank() - 2)?, 10.0 * tolerance, what);
+    assert_close(&found.key_weight_sums, &weights.sum(weights.rank() - 2)?, 10.0 * tolerance, what);
     let terms = (weights.clone() * (weights + 1e-300)?.log()?)?;
     assert_close(&found.entropy, &terms.sum(terms.rank() - 1)?.neg()?, 20.0 * tolerance, what);
     Ok(())
@@ -128,10 +128,10 @@ fn packed_sequences_have_the_statistics_of_each_by_itself() -> Result<()> {
             let part = |xs: &Tensor, of: &std::ops::Range<usize>| xs.narrow(0, of.start, of.len())?.transpose(0, 1);
             let (q, k, v) = (part(&q, &queries)?, part(&k, &keys)?, part(&v, &keys)?);
             let own = scaled_dot_product_attention_with_weights(&q, &k, &v, &mask, &SdpaOptions::default())?;
-            assert_close(&part(&context, &queries)?, &own.context, 1e-5, "context");
+            assert_close(&part(&context, &queries)?, &own.output, 1e-5, "context");
             assert_close(&all.i((.., queries, keys))?, &own.weights, 1e-6, "weights");
         }
-        assert_close(&found.received.sum_all()?, &Tensor::new(4.0 * total_q as f64, &CPU)?, 1e-3, "all");
+        assert_close(&found.key_weight_sums.sum_all()?, &Tensor::new(4.0 * total_q as f64, &CPU)?, 1e-3, "all");
     }
     Ok(())
 }
@@ -175,7 +175,7 @@ fn layers_of_packed_sequences_have_statistics() -> Result<()> {
     let (_, found) = layer.forward_with_statistics(input, &StatisticsOptions::default())?;
     let (_, of_last) =
         layer.forward_with_statistics(&xs.narrow(0, 3, 8)?, &StatisticsOptions::default().with_top_keys(3))?;
-    assert_close(&found.received.narrow(1, 3, 8)?, &of_last.received, 1e-5, "received");
+    assert_close(&found.key_weight_sums.narrow(1, 3, 8)?, &of_last.key_weight_sums, 1e-5, "key_weight_sums");
     assert_close(&found.entropy.narrow(1, 3, 8)?, &of_last.entropy, 1e-5, "entropy");
     Ok(())
 }
@@ -189,7 +189,7 @@ fn dropout_changes_the_context_and_no_statistics() -> Result<()> {
         let (plain, expected) = observe(&call, &StatisticsOptions::default())?;
         let dropping = call.with(|options| options.with_dropout(0.5, true));
         let (dropped, found) = observe(&dropping, &StatisticsOptions::default())?;
-        assert_close(&found.received, &expected.received, 1e-6, "received");
+        assert_close(&found.key_weight_sums, &expected.key_weight_sums, 1e-6, "key_weight_sums");
         assert!(values(&(plain - dropped)?.abs()?.sum_all()?)[0] > 0.1);
     }
     Ok(())
@@ -201,7 +201,7 @@ fn gradients_reach_tracked_inputs() -> Result<()> {
     let call = Call::plain(&q, &q, &q, &AttentionMask::causal());
     let (context, found) = observe(&call.on(Backend::Auto), &StatisticsOptions::default())?;
     assert!(context.sqr()?.sum_all()?.backward()?.get(&q).is_some());
-    assert!(!found.received.track_op());
+    assert!(!found.key_weight_sums.track_op());
     let text = error_text(observe(&call, &StatisticsOptions::default()));
     assert!(text.contains("an input is tracked for gradients"), "{text}");
     Ok(())

@@ -35,7 +35,8 @@ fn all_with_results() -> Result<(Vec<Work>, Vec<Vec<u64>>)> {
         (5, 3, 1, 7, 33, vec![Kind::Bias(Reach::Head)]),
         (1, 2, 1, 700, 31, vec![Kind::Keep(Reach::Square)]),
     ] {
-        for (dtype, tier) in DTYPES.into_iter().flat_map(|dtype| Tier::available().into_iter().map(move |t| (dtype, t)))
+        for (dtype, tier) in
+            DTYPES.into_iter().flat_map(|dtype| InstructionSet::available().into_iter().map(move |t| (dtype, t)))
         {
             let dims = Dims { b, h, h_kv, t_q, t_kv, d: 64, d_v: 48 };
             let recipe = Recipe::of_kernel(dims, kinds.clone(), dtype);
@@ -45,7 +46,8 @@ fn all_with_results() -> Result<(Vec<Work>, Vec<Vec<u64>>)> {
         }
     }
     for (rows, inputs, outputs) in [(1, 2050, 1600), (12, 1030, 500), (16, 3001, 48), (400, 300, 100), (193, 40, 700)] {
-        for (types, tier) in TYPES.into_iter().flat_map(|types| Tier::available().into_iter().map(move |t| (types, t)))
+        for (types, tier) in
+            TYPES.into_iter().flat_map(|types| InstructionSet::available().into_iter().map(move |t| (types, t)))
         {
             let product = Product::plain(types, rows, (inputs, outputs));
             let (packed, xs) = (product.case().packed(tier)?, product.case().input()?);

@@ -48,8 +48,8 @@ impl Packed {
             }
         }
         // All sequences have one table of biases by distance, and where there are none, no table is for them.
-        let biases = case.options.distance_bias.take().filter(|_| sequences > 0);
-        case.options.distance_bias = biases.map(|biases| biases.of_sequence(0));
+        let biases = case.options.relative_bias.take().filter(|_| sequences > 0);
+        case.options.relative_bias = biases.map(|biases| biases.of_sequence(0));
         // What is no number in a last row reaches no other sequence.
         let (t_q, t_kv) = self.lens.last().filter(|_| self.is_poisoned()).copied().unwrap_or_default();
         for (array, t) in [(&mut case.q, t_q), (&mut case.k, t_kv), (&mut case.v, t_kv)].into_iter().filter(|x| x.1 > 0)
@@ -76,7 +76,7 @@ impl Packed {
         (own.q, own.k, own.v) = (own.q.view(first(t_q)), own.k.view(first(t_kv)), own.v.view(first(t_kv)));
         // Of the biases for the longest queries and keys.
         let distances = View::Narrow { dim: 3, start: own.dims.t_q - t_q, len: t_q + t_kv - 1 };
-        own.options.distance_bias = own.options.distance_bias.map(|biases| biases.view(distances));
+        own.options.relative_bias = own.options.relative_bias.map(|biases| biases.view(distances));
         own.dims = Dims { t_q, t_kv, ..own.dims };
         own
     }
@@ -90,7 +90,7 @@ impl Packed {
         let (packed, tolerance) = (run(Backend::Reference, true)?, if dtype == DType::F64 { 1e-12 } else { 1e-4 });
         let most = |name: &str, largest: f64| tolerance * if is_result(name) { 0.0 } else { largest.max(1.0) };
         are_near(&packed, &run(Backend::Reference, false)?, most)?;
-        let (is_cpu, is_uniform) = (device.is_cpu(), self.recipe.uniform_empty_rows);
+        let (is_cpu, is_uniform) = (device.is_cpu(), self.recipe.uniform_fully_masked_rows);
         match (run(Backend::Fused, true), dtype) {
             (Err(error), DType::F64) if !is_cpu || is_uniform || error.to_string().contains("F64") => Ok(()),
             (fused, DType::F64) => bail!("no kernel computes in f64: {fused:?}"),

@@ -105,7 +105,7 @@ fn gradients_are_those_of_the_call_when_its_cache_is_used_again() -> Result<()> 
         let cfg = config().with_num_kv_heads(kv_heads);
         let (own, q_proj) = with_trained_queries(&cfg)?;
         let earlier = layer(&cfg)?;
-        let cfg = cfg.with_kv_source(KvSource::EarlierLayer);
+        let cfg = cfg.with_kv_sharing(KvSharing::EarlierLayer);
         let (later_vars, later) = trained(&cfg)?;
         let (frozen, bias) = (layer(&cfg)?, Var::zeros((4, 4, 4), DType::F32, &CPU)?);
         let mask = AttentionMask::none().with_bias(bias.as_tensor());

@@ -42,8 +42,8 @@ fn setups() -> Vec<(Config, AttentionCacheConfig)> {
     let llama3 =
         rope(RopeScaling::Llama3 { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_context: 32 });
     let wide = || grouped().with_head_dim(8);
-    let place = GatePlace::Query;
-    let gate = OutputGate { activation: GateActivation::Sigmoid, scope: GateScope::PerEntry, place };
+    let place = GateLayout::FusedWithQuery;
+    let gate = OutputGate { activation: GateActivation::Sigmoid, scope: GateScope::Elementwise, layout: place };
     vec![
         (base(), growing()),
         (base(), growing().with_capacity(0)),
@@ -53,14 +53,14 @@ fn setups() -> Vec<(Config, AttentionCacheConfig)> {
         (base().with_num_kv_heads(1).with_head_dim(5).with_value_head_dim(7), growing()),
         (base().with_bias(true).with_qk_norm(norm).with_softcap(2.0), growing()),
         (base().with_output_gate(gate), growing()),
-        (base().with_query_scaling(QueryScaling { beta: 0.5, interval: 3, first: 1 }), growing()),
+        (base().with_attention_temperature(AttentionTemperature { beta: 0.5, interval: 3, first: 1 }), growing()),
         (base().with_value_norm(1e-5), growing()),
         (base().with_chunk(3), growing()),
         (base().with_clip_qkv(0.4), growing()),
         (base().with_alibi(AlibiConfig::Standard), growing()),
         (Config::new(EMBED_DIM, 4).with_alibi(AlibiConfig::Standard), growing()),
         (base().with_alibi(AlibiConfig::Standard).with_window(4), sliding(4)),
-        (base().with_band(2, 0), growing()),
+        (base().with_local_window(2, 0), growing()),
         (grouped().with_sinks(true).with_value_head_dim(3), fixed()),
         (wide().with_rope(linear), growing()),
         (wide().with_rope(paired).with_qk_norm(norm), growing()),

@@ -19,7 +19,7 @@ fn normed() -> Config {
 
 /// The layer that makes keys and values, and the one that reads them.
 fn layers(cfg: &Config, dtype: DType) -> Result<[MultiHeadAttention; 2]> {
-    let later = cfg.clone().with_kv_source(KvSource::EarlierLayer);
+    let later = cfg.clone().with_kv_sharing(KvSharing::EarlierLayer);
     let cfg = if cfg.qk_norm().is_some() { cfg.clone().with_value_norm(1e-6) } else { cfg.clone() };
     let layer = |cfg: &Config, seed| {
         let layer = MultiHeadAttention::new(cfg, TorchSeed::new(seed).var_builder(dtype, &CPU))?;
@@ -31,8 +31,8 @@ fn layers(cfg: &Config, dtype: DType) -> Result<[MultiHeadAttention; 2]> {
 /// However a program of calls and edits goes on, a cache gives the numbers of a memory.
 #[test]
 fn sequences_go_on_in_the_cache_of_the_earlier_layer() -> Result<()> {
-    let place = GatePlace::Own { bias: true };
-    let gate = OutputGate { activation: GateActivation::Sigmoid, scope: GateScope::PerHead, place };
+    let place = GateLayout::Separate { bias: true };
+    let gate = OutputGate { activation: GateActivation::Sigmoid, scope: GateScope::PerHead, layout: place };
     let (growing, buckets) = (AttentionCacheConfig::new, RelativeBiasConfig::new(true).with_num_buckets(8));
     let none = AttentionMask::none();
     let sliding = AttentionCacheConfig::new().with_window(5).with_shared(true);
@@ -103,7 +103,7 @@ fn modules_may_be_without_keys_and_values() -> Result<()> {
 fn keys_are_values_before_norms_and_positions() -> Result<()> {
     let cfg = normed().with_value_norm(1e-6).with_qkv_bias(true);
     let one = MultiHeadAttention::new(
-        &cfg.clone().with_kv_source(KvSource::KeysAsValues),
+        &cfg.clone().with_kv_sharing(KvSharing::KeysAsValues),
         TorchSeed::new(3).var_builder(DType::F32, &CPU),
     )?;
     let mut weights: HashMap<_, _> = one.state_dict(WeightLayout::Canonical)?.into_iter().collect();

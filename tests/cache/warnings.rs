@@ -55,11 +55,11 @@ fn child() -> Result<()> {
     let xs = Tensor::randn(0f32, 1., (1, 4, 8), &Device::Cpu)?;
     layer.run(AttentionInput::new(&xs).with_cache(&mut AttentionCache::default()))?;
     assert_eq!(warnings(&*layer, &AttentionMask::causal())?, 0, "a causal mask");
-    assert_eq!(warnings(&*layer, &none.clone().with_band(3, 0))?, 0, "a band that ends at the query");
+    assert_eq!(warnings(&*layer, &none.clone().with_local_window(3, 0))?, 0, "a band that ends at the query");
     let bias = Tensor::zeros((1, 1, 1, 1), DType::F32, &Device::Cpu)?;
     assert_eq!(warnings(&*layer, &none.clone().with_bias(&bias))?, 0, "a bias, which may hide");
     assert_eq!(warnings(&*layer, &none)?, 1, "no mask");
-    assert_eq!(warnings(&*layer, &none.with_band(3, 1))?, 1, "once");
+    assert_eq!(warnings(&*layer, &none.with_local_window(3, 1))?, 1, "once");
     Ok(())
 }
 

@@ -52,7 +52,7 @@ fn attention(case: &Case, backend: Backend) -> Result<Answer> {
     }
     if let Some(given) = case.find("attn_mask").or(case.find("score_mod_bias")) {
         mask = match given.dtype() {
-            DType::U8 => mask.with_keep(&padded(given, k.dim(2)?, 0.0)?),
+            DType::U8 => mask.with_bool_mask(&padded(given, k.dim(2)?, 0.0)?),
             _ => mask.with_bias(&padded(given, k.dim(2)?, f64::NEG_INFINITY)?),
         };
     }
@@ -137,7 +137,7 @@ fn linear_attention(case: &Case, backend: Backend) -> Result<Answer> {
 fn rotary_embedding(case: &Case) -> Result<Answer> {
     let xs = heads_of(case.input("X"), case.count("num_heads"))?;
     let (b, _, t, d) = xs.dims4()?;
-    let style = if case.has("interleaved") { RopeStyle::Interleaved } else { RopeStyle::Halves };
+    let style = if case.has("interleaved") { RopeStyle::Interleaved } else { RopeStyle::RotateHalf };
     let mut config = RopeConfig::new(10_000.0).with_style(style);
     if let Some(r) = case.count("rotary_embedding_dim").filter(|&r| r > 0) {
         config = config.with_rotary_dim(r);

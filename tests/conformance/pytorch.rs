@@ -54,7 +54,7 @@ fn layer(case: &Case, backend: Backend) -> Result<Answer> {
             _ => given.clone(),
         };
         // True hides here.
-        mask = if given.dtype() == DType::U8 { mask.with_keep(&given.eq(0u8)?) } else { mask.with_bias(&given) };
+        mask = if given.dtype() == DType::U8 { mask.with_bool_mask(&given.eq(0u8)?) } else { mask.with_bias(&given) };
     }
     let input = |backend| AttentionInput::new(&q).with_key_value(&k, &v).with_mask(&mask).with_backend(backend);
     let output = batch_first(&layer.forward_with(input(backend))?)?;

@@ -1,6 +1,6 @@
 //! Tensors on different devices. On a machine with one device these tests say that they were skipped.
 
-use candle_attention::cpu::Tier;
+use candle_attention::cpu::InstructionSet;
 use candle_core::Module;
 
 use crate::common::{error_text, present};
@@ -14,7 +14,7 @@ fn check(device: &Device) -> Result<()> {
     let attend = |k: &Tensor, v: &Tensor, mask: &AttentionMask, options: SdpaOptions| {
         error_text(scaled_dot_product_attention(&q, k, v, mask, &options))
     };
-    let keep = AttentionMask::none().with_keep(&of(DType::U8, (3, 5)));
+    let keep = AttentionMask::none().with_bool_mask(&of(DType::U8, (3, 5)));
     let bias = AttentionMask::none().with_bias(&zeros((3, 5)));
     let lse = zeros((1, 2, 3));
     let parts = [(q.clone(), lse.to_device(device)?), (zeros((1, 2, 3, 4)), lse)];
@@ -47,7 +47,7 @@ fn check(device: &Device) -> Result<()> {
             format!("[packed_linear] bias is F32 on {here:?}, expected the weight's F32 on {there:?}"),
         ),
         (
-            error_text(PackedLinear::with_tier(&weight.to_device(device)?, None, Some(Tier::Scalar))),
+            error_text(PackedLinear::with_tier(&weight.to_device(device)?, None, Some(InstructionSet::Scalar))),
             format!("[packed_linear] a weight in F32 on {there:?} is not packed, expected no CPU tier, found scalar"),
         ),
     ] {

@@ -18,13 +18,13 @@ fn additive_attention_over_sizes_of_zero_gives_empty_results_or_zeros() -> Resul
     for (b, t_q, t_kv, d_v) in [(0, 3, 4, 5), (2, 0, 4, 5), (2, 3, 0, 5), (2, 3, 4, 0), (2, 0, 0, 5), (0, 0, 0, 0)] {
         let (q, k, v) = (numbers((b, t_q, 6)), numbers((b, t_kv, 6)), numbers((b, t_kv, d_v)));
         let output = additive.forward_with_weights(&q, &k, &v, &causal)?;
-        assert_eq!((output.context.dims(), output.weights.dims()), (&[b, t_q, d_v][..], &[b, t_q, t_kv][..]));
+        assert_eq!((output.output.dims(), output.weights.dims()), (&[b, t_q, d_v][..], &[b, t_q, t_kv][..]));
     }
     // Weights do not depend on how wide the values are, be it nothing.
     let (q, k) = (numbers((1, 3, 6)), numbers((1, 5, 6)));
     let output = additive.forward_with_weights(&q, &k, &zeros((1, 5, 0)), &AttentionMask::none())?;
     assert_close(&output.weights, &(Tensor::ones((1, 3, 5), DType::F32, &CPU)? / 5.0)?, 1e-7, "additive weights");
-    let scores = masked_softmax(&zeros((2, 3, 0)), Some(&vec![4, 0].into()), EmptyRows::Uniform)?;
+    let scores = masked_softmax(&zeros((2, 3, 0)), Some(&vec![4, 0].into()), FullyMaskedRows::Uniform)?;
     assert_eq!(scores.dims(), [2, 3, 0]);
     Ok(())
 }

@@ -13,7 +13,7 @@ pub const SUBJECTS: &[(&str, Subject)] = &[
         merge_attention(&parts.collect::<Result<Vec<_>>>()?).map(accepted)
     }),
     ("masked softmax", |_, call| {
-        masked_softmax(&call.tensor("scores")?, call.read("lens", lens)?.as_ref(), EmptyRows::Zero).map(accepted)
+        masked_softmax(&call.tensor("scores")?, call.read("lens", lens)?.as_ref(), FullyMaskedRows::Zero).map(accepted)
     }),
     ("packed sequences", |_, call| packed(call).map(accepted)),
     ("additive mask", |line, _| {

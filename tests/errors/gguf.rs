@@ -2,7 +2,7 @@
 
 use std::io::Cursor;
 
-use candle_attention::gguf::{self, LinearPart};
+use candle_attention::gguf::{self, LinearShard};
 use candle_attention::text::SpecialTokens;
 use candle_core::Module;
 use candle_core::quantized::GgmlDType;
@@ -97,7 +97,7 @@ const CALLS: &[Named] = calls! {
     },
     "a part without outputs" => {
         let (content, mut reader) = File::llama()?.open()?;
-        let part = LinearPart::Outputs(vec![]);
+        let part = LinearShard::Outputs(vec![]);
         gguf::load_linear_part(&content, &mut reader, "blk.0.attn_q", &part, &CPU)?.forward(&zeros((1, 8)))
     },
     "more merges than any vocabulary has" => {

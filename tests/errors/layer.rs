@@ -105,7 +105,7 @@ const CALLS: &[Named] = calls! {
     "biases beyond memory" =>
         RelativeBias::new(&RelativeBiasConfig::new(true), 3, any_weights())?.forward(1 << 24, 1 << 24, 0),
     "distances beyond counting" =>
-        RelativeBias::new(&RelativeBiasConfig::new(true), 3, any_weights())?.distance_bias(1, usize::MAX, 0),
+        RelativeBias::new(&RelativeBiasConfig::new(true), 3, any_weights())?.by_distance(1, usize::MAX, 0),
     "keys beyond counting" =>
         RelativeBias::new(&RelativeBiasConfig::new(true), 3, any_weights())?.forward(1, usize::MAX, 0),
 };

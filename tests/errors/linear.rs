@@ -1,6 +1,6 @@
 //! Weights, inputs and columns that do not fit a [`PackedLinear`], an [`RmsNorm`] or a [`LayerNorm`].
 
-use candle_attention::cpu::Tier;
+use candle_attention::cpu::InstructionSet;
 use candle_core::Module;
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_nn::Activation;
@@ -17,7 +17,7 @@ fn linear(of: &Fields) -> Result<PackedLinear> {
     if of.is("quantized") {
         return PackedLinear::from_qtensor(QTensor::quantize(&weight, GgmlDType::Q8_0)?, bias.as_ref());
     }
-    let linear = PackedLinear::with_tier(&weight, bias.as_ref(), of.is("scalar").then_some(Tier::Scalar))?;
+    let linear = PackedLinear::with_tier(&weight, bias.as_ref(), of.is("scalar").then_some(InstructionSet::Scalar))?;
     of.get("activation")?.map_or(Ok(linear.clone()), |activation| linear.with_activation(activation))
 }
 
@@ -78,8 +78,8 @@ fn a_weight_of_many_outputs_and_no_inputs() -> Result<()> {
 
 #[test]
 fn a_tier_that_the_processor_lacks_is_named() {
-    let available: Vec<_> = Tier::available().iter().map(Tier::to_string).collect();
-    for tier in Tier::ALL.into_iter().filter(|tier| !tier.is_available()) {
+    let available: Vec<_> = InstructionSet::available().iter().map(InstructionSet::to_string).collect();
+    for tier in InstructionSet::ALL.into_iter().filter(|tier| !tier.is_available()) {
         let lacks = format!("[packed_linear] this processor lacks the CPU tier {tier}, expected one of ");
         for dtype in [DType::F32, DType::BF16, DType::F16] {
             let text = error_text(PackedLinear::with_tier(&of(dtype, (3, 4)), None, Some(tier)));

@@ -21,9 +21,9 @@ fn modules(_: &str, call: &Fields) -> Result<String> {
     let layer = MultiHeadAttention::from_modules(&call.need("config")?, modules, call.builder("zeros")?)?;
     let layer = match call.get::<String>("change")?.as_deref() {
         None => layer,
-        Some("gate") => layer.map_projection(ProjectionPlace::Gate, Ok)?,
-        Some("output") => layer.map_projection(ProjectionPlace::Output, Ok)?,
-        _ => layer.map_projection(ProjectionPlace::Key, |_| Err(Error::msg("no adapter")))?,
+        Some("gate") => layer.map_projection(Projection::Gate, Ok)?,
+        Some("output") => layer.map_projection(Projection::Output, Ok)?,
+        _ => layer.map_projection(Projection::Key, |_| Err(Error::msg("no adapter")))?,
     };
     layer.forward(&zeros((1, 3, 8))).map(accepted)
 }

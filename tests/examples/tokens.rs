@@ -77,7 +77,7 @@ fn every_folder_of_models_runs_or_says_why_not() {
         let Run { code, stdout, stderr } = run(command);
         let layer = &Golden::open_config(&name)["layer"];
         let has_weights = models().join(&name).join("model.safetensors").is_file();
-        let can_run = layer.get("num_heads").is_none() || !has_weights || layer.get("key_size").is_some();
+        let can_run = layer.get("num_heads").is_none() || !has_weights || layer.get("kdim").is_some();
         let refused = code == Some(1) && stderr.starts_with("error: [") && can_run;
         assert!(stdout.contains("\noutput    (1, 3, ") || refused, "{name}: {stdout}{stderr}");
     }

@@ -1,7 +1,7 @@
 //! The examples' models train: a decoder's losses are those of transformers, by `tests/causal_lm/training.py`, and
 //! gradients reach every variable.
 
-use candle_attention::untrained;
+use candle_attention::variables_without_gradient;
 use candle_core::{Device, Result, Tensor};
 use candle_nn::{AdamW, Optimizer, ParamsAdamW, loss};
 
@@ -34,7 +34,7 @@ fn steps_are_those_of_transformers_and_every_variable_moves() -> Result<()> {
             let loss = loss::cross_entropy(&logits, &targets)?;
             losses.push(loss.to_scalar::<f32>()?);
             let gradients = loss.backward()?;
-            assert_eq!(untrained(&gradients, &vars), [""; 0], "{model}");
+            assert_eq!(variables_without_gradient(&gradients, &vars), [""; 0], "{model}");
             optimizer.step(&gradients)?;
         }
         assert_close(&Tensor::new(losses, &Device::Cpu)?, &expected, 1e-5, &model);
@@ -60,7 +60,7 @@ fn every_variable_of_an_encoder_gets_a_gradient() -> Result<()> {
             let pixels = Tensor::randn(0f32, 1., (3, side, side), &Device::Cpu)?;
             images::Encoder::load(&config, vb, |_, _| {})?.forward(&pixels, 0)?.embedding
         };
-        let mut missing = untrained(&vectors.sqr()?.sum_all()?.backward()?, &vars);
+        let mut missing = variables_without_gradient(&vectors.sqr()?.sum_all()?.backward()?, &vars);
         missing.retain(|name| !others.iter().any(|part| name.contains(part)));
         assert_eq!(missing, [""; 0], "{checkpoint}");
     }

@@ -3,7 +3,7 @@
 use std::io::Cursor;
 use std::sync::Arc;
 
-use candle_attention::gguf::{self, LinearPart};
+use candle_attention::gguf::{self, LinearShard};
 use candle_core::{DType, Device, Tensor};
 
 pub fn run(bytes: &[u8]) {
@@ -26,7 +26,7 @@ pub fn run(bytes: &[u8]) {
     }
     for name in content.tensor_infos.keys().filter_map(|name| name.strip_suffix(".weight")) {
         let _ = gguf::load_linear(&content, &mut reader, name, device);
-        for part in [LinearPart::Outputs(vec![1..2, 0..1]), LinearPart::Inputs { range: 0..32, has_bias: true }] {
+        for part in [LinearShard::Outputs(vec![1..2, 0..1]), LinearShard::Inputs { range: 0..32, has_bias: true }] {
             let _ = gguf::load_linear_part(&content, &mut reader, name, &part, device);
         }
     }

@@ -35,7 +35,7 @@ fn check(bytes: &[u8]) -> Result<()> {
     let [window, band, prefix, starts, lens] = [(); 5].map(|()| (next() % 2 == 1).then(|| [next(), next()]));
     let each = |values: [u8; 2]| values.map(usize::from).to_vec();
     mask = window.map_or(mask.clone(), |[w, _]| mask.with_window(w.into()));
-    mask = band.map_or(mask.clone(), |[left, right]| mask.with_band(left.into(), right.into()));
+    mask = band.map_or(mask.clone(), |[left, right]| mask.with_local_window(left.into(), right.into()));
     mask = prefix.map_or(mask.clone(), |prefix| mask.with_prefix(each(prefix)));
     mask = starts.map_or(mask.clone(), |starts| mask.with_starts(each(starts)));
     mask = lens.map_or(mask.clone(), |lens| mask.with_valid_lens(each(lens)));
@@ -63,7 +63,7 @@ fn check(bytes: &[u8]) -> Result<()> {
         }
     }
     let fused = options.with_backend(Backend::Fused);
-    let gap = (scaled_dot_product_attention(&q, &k, &v, &mask, &fused)? - output.context)?;
+    let gap = (scaled_dot_product_attention(&q, &k, &v, &mask, &fused)? - output.output)?;
     if gap.elem_count() > 0 {
         let gap: f32 = Tensor::abs(&gap)?.max_all()?.to_scalar()?;
         assert!(gap < 1e-5, "the fused path is off by {gap}");

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use candle_attention::init::TorchSeed;
 use candle_attention::text::{EmbeddingConfig, EmbeddingLayer};
 use candle_attention::{
-    AdditiveAttention, AdditiveAttentionConfig, AdditiveInput, AttentionInput, AttentionMask, EmptyRows,
+    AdditiveAttention, AdditiveAttentionConfig, AdditiveInput, AttentionInput, AttentionMask, FullyMaskedRows,
     MultiHeadAttention, ValidLens, weights,
 };
 use candle_core::{DType, Device, Module, Result, Tensor};
@@ -88,8 +88,8 @@ impl<'a> System<'a> {
             (Layer::None, Some(xs), _) => return Ok((xs.clone(), None)),
             (Layer::Additive(layer), _, (Some(q), Some(k), Some(v))) => {
                 let output = layer.forward_with_weights(q, k, v, &mask)?;
-                assert_close(&layer.forward(q, k, v, &mask)?, &output.context, 0.0, case);
-                return Ok((output.context, Some(output.weights)));
+                assert_close(&layer.forward(q, k, v, &mask)?, &output.output, 0.0, case);
+                return Ok((output.output, Some(output.weights)));
             }
             (_, Some(xs), _) => AttentionInput::new(xs),
             (_, None, (Some(q), Some(k), Some(v))) => AttentionInput::new(q).with_key_value(k, v),
@@ -116,10 +116,10 @@ fn config<T: DeserializeOwned>(golden: &Golden) -> T {
 pub fn mask(golden: &Golden, case: &str, device: &Device) -> Result<AttentionMask> {
     let mut mask = AttentionMask::none();
     if let Some(lens) = golden.find(case, "valid_lens") {
-        mask = mask.with_valid_lens(ValidLens::from_tensor(lens)?).with_empty_rows(EmptyRows::Uniform);
+        mask = mask.with_valid_lens(ValidLens::from_tensor(lens)?).with_fully_masked_rows(FullyMaskedRows::Uniform);
     }
     if let Some(hidden) = golden.find(case, "attn_mask") {
-        mask = mask.with_keep(&hidden.eq(0u8)?.to_device(device)?);
+        mask = mask.with_bool_mask(&hidden.eq(0u8)?.to_device(device)?);
     }
     if let Some(hidden) = golden.find(case, "key_padding_mask") {
         mask = mask.and(&AttentionMask::from_attention_mask(&hidden.eq(0u8)?.to_device(device)?)?);
@@ -206,15 +206,15 @@ fn additive_attention_trains_with_dropout() -> Result<()> {
         AdditiveAttention::new(&cfg, weights::open(golden.file("model.safetensors"), DType::F32, &Device::Cpu)?)
     };
     let evaluated = layer(0.5)?.forward_with(input())?;
-    assert_close(&evaluated.context, golden.get("none", "expected_f64"), TOLERANCE, "no dropout outside training");
+    assert_close(&evaluated.output, golden.get("none", "expected_f64"), TOLERANCE, "no dropout outside training");
     let seed = TorchSeed::new(3);
     let trained = layer(0.5)?.forward_with(input().with_train(true).with_dropout_seed(&seed))?;
     let keep = TorchSeed::new(3).dropout_keep((3, 1, 4, 6), 0.5)?.squeeze(1)?.to_dtype(DType::F32)?;
     let expected = (evaluated.weights.mul(&keep)? / 0.5)?;
     assert_close(&trained.weights, &expected, 1e-6, "weights after dropout");
-    assert_close(&trained.context, &expected.matmul(values)?, 1e-6, "context after dropout");
+    assert_close(&trained.output, &expected.matmul(values)?, 1e-6, "context after dropout");
     let nothing = layer(1.0)?.forward_with(input().with_train(true))?;
-    assert_close(&nothing.context, &nothing.context.zeros_like()?, 0.0, "everything dropped");
+    assert_close(&nothing.output, &nothing.output.zeros_like()?, 0.0, "everything dropped");
     Ok(())
 }
 

@@ -2,8 +2,8 @@
 
 use candle_attention::init::TorchSeed;
 use candle_attention::{
-    AttentionMask, AttentionOutput, EmptyRows, SdpaOptions, ValidLens, masked_softmax, scaled_dot_product_attention,
-    scaled_dot_product_attention_with_lse, scaled_dot_product_attention_with_weights,
+    AttentionMask, AttentionOutput, FullyMaskedRows, SdpaOptions, ValidLens, masked_softmax,
+    scaled_dot_product_attention, scaled_dot_product_attention_with_lse, scaled_dot_product_attention_with_weights,
 };
 use candle_core::{D, Device, Result, Tensor};
 
@@ -21,7 +21,7 @@ fn attend(q: &Tensor, k: &Tensor, v: &Tensor, mask: &AttentionMask, scale: Optio
 }
 
 fn assert_golden(output: &AttentionOutput, golden: &Golden, case: &str) -> Result<()> {
-    golden.check(case, "expected_f64", &output.context)?;
+    golden.check(case, "expected_f64", &output.output)?;
     golden.check(case, "attn_weights_f64", &output.weights)
 }
 
@@ -34,7 +34,7 @@ fn small_examples_have_their_scores_weights_and_contexts() -> Result<()> {
     // The tutorial lists the weighted embeddings component by component.
     sun.check("main", "weighted", &output.weights.t()?.broadcast_mul(&x)?.t()?)?;
     let x = heads(sun.get("all_queries", "x"))?;
-    sun.check("all_queries", "expected_f64", &attend(&x, &x, &x, &AttentionMask::none(), Some(1.0))?.context)?;
+    sun.check("all_queries", "expected_f64", &attend(&x, &x, &x, &AttentionMask::none(), Some(1.0))?.output)?;
     let [q, k, v] = ["q", "k", "v"].map(|name| heads(golden.get("main", name)));
     let (q, k, v) = (q?, k?, v?);
     golden.check("main", "scores", &scores(&q, &k, 1.0)?)?;
@@ -89,9 +89,9 @@ fn d2l_masked_softmax_gives_pytorch_numbers() -> Result<()> {
     let scores = golden.top("scores");
     for case in golden.cases() {
         let lens = golden.find(&case, "valid_lens").map(ValidLens::from_tensor).transpose()?;
-        let weights = masked_softmax(scores, lens.as_ref(), EmptyRows::Uniform)?;
+        let weights = masked_softmax(scores, lens.as_ref(), FullyMaskedRows::Uniform)?;
         golden.check(&case, "expected_f64", &weights)?;
-        let zeros = masked_softmax(scores, lens.as_ref(), EmptyRows::Zero)?;
+        let zeros = masked_softmax(scores, lens.as_ref(), FullyMaskedRows::Zero)?;
         if case.starts_with("zero") {
             let smallest = zeros.sum(D::Minus1)?.flatten_all()?.min(0)?.to_scalar::<f32>()?;
             assert_eq!(smallest, 0.0, "{case}: a row of length 0 is zeros");

@@ -28,7 +28,7 @@ use std::process::{Command, Output};
 use std::sync::atomic::Ordering;
 
 use allocator::{GUARDED, GuardedAllocator, guard_is_before};
-use candle_attention::cpu::Tier;
+use candle_attention::cpu::InstructionSet;
 use candle_core::{DType, Result};
 use proptest::prelude::*;
 use proptest::sample::select;
@@ -156,7 +156,7 @@ fn buffers_are_guarded() {
     let address = numbers.as_ptr() as usize;
     let edge = if guard_is_before() { address } else { address + size_of_val(numbers.as_slice()) };
     assert_eq!(edge % 4096, 0, "the buffer touches a page's edge");
-    assert!(Tier::available().contains(&Tier::Scalar));
+    assert!(InstructionSet::available().contains(&InstructionSet::Scalar));
 }
 
 /// A child that reads or writes where it must not.

@@ -74,7 +74,7 @@ fn shards_sum_to_the_layer() -> Result<()> {
     for model in all_models() {
         let Ok(cfg) = hf::attention_config(&model.config, 0) else { continue };
         let spans =
-            cfg.qk_norm().is_some_and(|norm| norm.scope == QkNormScope::Projection) || cfg.context_norm().is_some();
+            cfg.qk_norm().is_some_and(|norm| norm.scope == QkNormScope::Projection) || cfg.output_norm().is_some();
         if cfg.num_heads() % 2 > 0 || (cfg.num_kv_heads() % 2 > 0 && cfg.num_kv_heads() > 1) || spans {
             continue;
         }
@@ -97,7 +97,7 @@ pub fn forward(model: &Model, i: usize, input: AttentionInput) -> Result<Tensor>
         hf::load_latent_attention(&model.config, i, model.vb())?.forward_with(input)
     } else {
         let layer = hf::load_attention(&model.config, i, model.vb())?;
-        match hf::kv_layer(&model.config, i)? {
+        match hf::kv_shared_layer(&model.config, i)? {
             Some(earlier) => {
                 let xs = &model.golden[&format!("layer{earlier}.in")];
                 let memory = hf::load_attention(&model.config, earlier, model.vb())?.project_memory(xs, xs)?;

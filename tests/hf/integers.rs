@@ -29,7 +29,7 @@ const PARTS: [Part; 5] = [
     |config, layer| Ok(format!("{:?}", hf::latent_attention_config(config, layer)?)),
     |config, layer| Ok(format!("{:?}", hf::decoder_attention_config(config, layer)?)),
     |config, layer| Ok(format!("{:?}", hf::cross_attention_config(config, layer)?)),
-    |config, layer| Ok(format!("{:?}", hf::kv_layer(config, layer)?)),
+    |config, layer| Ok(format!("{:?}", hf::kv_shared_layer(config, layer)?)),
 ];
 
 fn told(part: Part, config: &Value, layer: usize) -> String {

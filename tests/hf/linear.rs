@@ -1,7 +1,8 @@
 //! Linear attention by the gated delta rule, layer by layer against transformers: `make_linear.py` makes the numbers.
 
 use candle_attention::{
-    Backend, DeltaCache, DeltaInput, DeltaLayout, GatedDeltaNet, HeadShard, PackedSequences, hf, untrained,
+    Backend, DeltaCache, DeltaInput, DeltaLayout, GatedDeltaNet, HeadShard, PackedSequences, hf,
+    variables_without_gradient,
 };
 use candle_core::{DType, Result, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
@@ -144,7 +145,7 @@ fn gradients_are_those_of_pytorch() -> Result<()> {
             let own = gradients.get(&xs).expect("a gradient");
             assert_near(own, &model.golden["grad.in"], OF_GRADIENTS, &format!("{}, gradient of the input", model.name));
             if std::ptr::eq(net, &learning) {
-                assert_eq!(untrained(&gradients, &vars), [""; 0], "{}", model.name);
+                assert_eq!(variables_without_gradient(&gradients, &vars), [""; 0], "{}", model.name);
                 for (name, var) in vars.data().lock().expect("no panic before").iter() {
                     if let Some(expected) = model.golden.get(&format!("grad.{name}")) {
                         assert_near(gradients.get(var).expect("a gradient"), expected, OF_GRADIENTS, name);

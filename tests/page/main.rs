@@ -65,7 +65,7 @@ fn synthetic(heads: usize, len: usize) -> Result<AttentionStatistics> {
         top_keys: Tensor::from_iter(keys, &CPU)?.reshape((1, heads, len, 8))?,
         top_weights: Tensor::from_iter(weights, &CPU)?.reshape((1, heads, len, 8))?,
         entropy: Tensor::ones((1, heads, len), DType::F32, &CPU)?,
-        received: Tensor::ones((1, heads, len), DType::F32, &CPU)?,
+        key_weight_sums: Tensor::ones((1, heads, len), DType::F32, &CPU)?,
         weights: None,
     })
 }
@@ -94,7 +94,7 @@ fn hostile() -> Result<(Page, serde_json::Value)> {
         expected.push(json!({
             "weights": weights.to_vec3::<f32>()?,
             "entropy": found.entropy.get(0)?.to_vec2::<f32>()?,
-            "received": weights.sum(1)?.to_vec2::<f32>()?,
+            "key_weight_sums": weights.sum(1)?.to_vec2::<f32>()?,
         }));
     }
     Ok((page, json!(expected)))
@@ -173,7 +173,7 @@ fn what_does_not_fit_is_an_error() -> Result<()> {
     wrong[4].top_weights = good.top_keys.clone();
     wrong[5].top_weights = (&good.top_weights * 3.0)?;
     wrong[6].entropy = good.entropy.narrow(2, 0, 5)?;
-    wrong[7].received = good.received.narrow(1, 0, 1)?;
+    wrong[7].key_weight_sums = good.key_weight_sums.narrow(1, 0, 1)?;
     wrong[8].weights = Some(draw(0, &[1, 2, 3, 6])?);
     let outcomes = [
         new().write_to(Vec::new()).map(|()| new()),

@@ -49,7 +49,7 @@ fn every_folder_is_detected_inferred_and_written_as_it_was_read() -> Result<()> 
         assert_eq!(checkpoint.detect("")?, layout, "{name}");
         let inferred = checkpoint.infer_config("", layout, Some(cfg.num_heads()))?;
         let sizes = |cfg: &MultiHeadAttentionConfig| {
-            let widths = [cfg.embed_dim(), cfg.key_size(), cfg.value_size(), cfg.out_dim()];
+            let widths = [cfg.embed_dim(), cfg.kdim(), cfg.vdim(), cfg.out_dim()];
             let heads = [cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim()];
             (widths, heads, cfg.qkv_bias(), cfg.out_proj(), cfg.out_bias(), cfg.bias_kv())
         };

@@ -2,7 +2,7 @@
 
 use candle_attention::weights::Storage;
 use candle_attention::{
-    GateActivation, GatePlace, GateScope, MultiHeadAttentionConfig, OutputGate, QkNorm, QkNormKind, QkNormScope,
+    GateActivation, GateLayout, GateScope, MultiHeadAttentionConfig, OutputGate, QkNorm, QkNormKind, QkNormScope,
     WeightLayout,
 };
 
@@ -29,14 +29,14 @@ pub fn grid() -> Vec<MultiHeadAttentionConfig> {
     let mut all = Vec::new();
     for n in 0..HEADS.len() * 2 * INPUTS.len() * 3 * BIASES.len() {
         let (num_heads, num_kv_heads, head_dim) = HEADS[n / 144];
-        let (key_size, value_size) = INPUTS[n / 18 % 4];
+        let (kdim, vdim) = INPUTS[n / 18 % 4];
         let (out_dim, [q, k, v, o]) = ([None, Some(8), Some(7)][n / 6 % 3], BIASES[n % 6]);
         let cfg = MultiHeadAttentionConfig::new(EMBED_DIM, num_heads)
             .with_num_kv_heads(num_kv_heads)
             .with_head_dim(head_dim)
             .with_value_head_dim([head_dim, 5][n / 72 % 2])
-            .with_key_size(key_size)
-            .with_value_size(value_size)
+            .with_kdim(kdim)
+            .with_vdim(vdim)
             .with_q_bias(q)
             .with_k_bias(k)
             .with_v_bias(v)
@@ -47,11 +47,12 @@ pub fn grid() -> Vec<MultiHeadAttentionConfig> {
             None => cfg.with_out_proj(false),
         };
         let norm = |kind, scope| QkNorm { kind, scope, eps: 1e-5 };
-        let places = [GatePlace::Query, GatePlace::Own { bias: false }, GatePlace::Own { bias: true }];
+        let places =
+            [GateLayout::FusedWithQuery, GateLayout::Separate { bias: false }, GateLayout::Separate { bias: true }];
         let gate = OutputGate {
             activation: GateActivation::Sigmoid,
-            scope: [GateScope::PerEntry, GateScope::PerHead][n / 7 % 2],
-            place: places[n % 3],
+            scope: [GateScope::Elementwise, GateScope::PerHead][n / 7 % 2],
+            layout: places[n % 3],
         };
         all.push(match all.len() % 6 {
             0 if n % 4 == 0 => cfg.with_causal(true),
@@ -71,7 +72,7 @@ pub fn grid() -> Vec<MultiHeadAttentionConfig> {
 pub fn fits(cfg: &MultiHeadAttentionConfig, layout: WeightLayout) -> bool {
     let [q, k, v] = cfg.qkv_bias();
     let any_bias = q || k || v || cfg.out_bias();
-    let gate = cfg.output_gate().map(|gate| gate.place);
+    let gate = cfg.output_gate().map(|gate| gate.layout);
     let each_head_has_keys = cfg.num_heads() == cfg.num_kv_heads();
     match layout {
         // A gate is a linear layer, or rows of one.
@@ -80,7 +81,7 @@ pub fn fits(cfg: &MultiHeadAttentionConfig, layout: WeightLayout) -> bool {
         {
             false
         }
-        WeightLayout::Packed(..) if gate == Some(GatePlace::Query) => false,
+        WeightLayout::Packed(..) if gate == Some(GateLayout::FusedWithQuery) => false,
         WeightLayout::Raw(..) => !any_bias,
         WeightLayout::StackedHeads(_, storage) => {
             !cfg.out_proj() && each_head_has_keys && (storage == Storage::Linear || !any_bias)
@@ -95,7 +96,7 @@ pub fn fits(cfg: &MultiHeadAttentionConfig, layout: WeightLayout) -> bool {
         }
         // One matrix reads one input, and has one bias.
         WeightLayout::Conv1d | WeightLayout::Packed(..) => {
-            [cfg.key_size(), cfg.value_size()] == [EMBED_DIM; 2] && q == k && q == v
+            [cfg.kdim(), cfg.vdim()] == [EMBED_DIM; 2] && q == k && q == v
         }
         // Four linear layers.
         _ => true,

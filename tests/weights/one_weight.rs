@@ -27,7 +27,7 @@ pub fn assert_joined(layer: &MultiHeadAttention, what: &str) -> Result<()> {
         return Ok(());
     }
     let (q, k, v, _) = layer.projections()?;
-    let of_inputs = [(cfg.embed_dim(), q), (cfg.key_size(), k), (cfg.value_size(), v)];
+    let of_inputs = [(cfg.embed_dim(), q), (cfg.kdim(), k), (cfg.vdim(), v)];
     for ((_, linear), bias) in of_inputs.iter().zip(cfg.qkv_bias()) {
         assert_eq!(linear.bias().is_some(), bias, "{what}");
     }

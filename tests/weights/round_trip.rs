@@ -5,7 +5,7 @@ use std::path::Path;
 
 use candle_attention::weights::{Checkpoint, Naming, Storage};
 use candle_attention::{
-    AttentionInput, GatePlace, MultiHeadAttention, MultiHeadAttentionConfig, WeightLayout, weights,
+    AttentionInput, GateLayout, MultiHeadAttention, MultiHeadAttentionConfig, WeightLayout, weights,
 };
 use candle_core::{DType, Result, Tensor};
 use candle_nn::{VarBuilder, VarMap};
@@ -20,7 +20,7 @@ use crate::{Bits, CPU, bits, invented, load, projections, wave};
 fn output(layer: &MultiHeadAttention) -> Result<Tensor> {
     let cfg = layer.config();
     let queries = wave(0.37, (2, 4, EMBED_DIM))?;
-    let [keys, values] = [cfg.key_size(), cfg.value_size()].map(|width| wave(0.37, (2, CONTEXT_LENGTH, width)));
+    let [keys, values] = [cfg.kdim(), cfg.vdim()].map(|width| wave(0.37, (2, CONTEXT_LENGTH, width)));
     layer.forward_with(AttentionInput::new(&queries).with_key_value(&keys?, &values?))
 }
 
@@ -98,10 +98,10 @@ fn check_inferred(path: &Path, layout: WeightLayout, cfg: &MultiHeadAttentionCon
     let what = format!("{layout}, {cfg:?}");
     let packed = matches!(layout, WeightLayout::Conv1d | WeightLayout::Packed(..));
     let inferred = Checkpoint::open(path)?.infer_config("", layout, Some(cfg.num_heads()));
-    let gate = cfg.output_gate().map(|gate| gate.place);
+    let gate = cfg.output_gate().map(|gate| gate.layout);
     match cfg.qk_norm() {
         // Its rows cannot be told from those of queries.
-        _ if gate == Some(GatePlace::Query) => {}
+        _ if gate == Some(GateLayout::FusedWithQuery) => {}
         _ if gate.is_some() => assert!(inferred.is_err(), "{what}: a gate has no shape"),
         Some(_) => assert!(inferred.is_err(), "{what}: a norm has no shape"),
         // Packed rows tell the width of a head by the output projection, if keys and values are of one width.

@@ -3,7 +3,7 @@
 use std::sync::{Barrier, Mutex};
 
 use candle_attention::{
-    AlibiConfig, AttentionCache, AttentionInput, GateActivation, GatePlace, GateScope, HeadShard, MultiHeadAttention,
+    AlibiConfig, AttentionCache, AttentionInput, GateActivation, GateLayout, GateScope, HeadShard, MultiHeadAttention,
     MultiHeadAttentionConfig as Config, OutputGate, QkNorm, QkNormKind, QkNormScope, RelativeBias, RelativeBiasConfig,
     RopeConfig, WeightLayout,
     weights::{PackedNaming, QkvOrder},
@@ -96,10 +96,13 @@ fn options_by_head_are_those_of_the_shards_heads() -> Result<()> {
     let uneven = || of(6, 3);
     let norm = QkNorm { kind: QkNormKind::Layer, scope: QkNormScope::PerHeadWeights, eps: 1e-5 };
     let buckets = RelativeBiasConfig::new(true);
-    let gate = |scope, place| OutputGate { activation: GateActivation::Sigmoid, scope, place };
+    let gate = |scope, place| OutputGate { activation: GateActivation::Sigmoid, scope, layout: place };
     let mut configs = vec![
-        grouped().with_output_gate(gate(GateScope::PerEntry, GatePlace::Query)).with_causal(true).with_bias(true),
-        grouped().with_output_gate(gate(GateScope::PerHead, GatePlace::Own { bias: true })).with_value_norm(1e-5),
+        grouped()
+            .with_output_gate(gate(GateScope::Elementwise, GateLayout::FusedWithQuery))
+            .with_causal(true)
+            .with_bias(true),
+        grouped().with_output_gate(gate(GateScope::PerHead, GateLayout::Separate { bias: true })).with_value_norm(1e-5),
         grouped().with_alibi(AlibiConfig::Standard),
         grouped().with_alibi(AlibiConfig::Slopes(vec![0.5, 0.1, 0.3, 0.02])).with_causal(true),
         grouped().with_alibi(AlibiConfig::Falcon).with_causal(true),
@@ -112,7 +115,10 @@ fn options_by_head_are_those_of_the_shards_heads() -> Result<()> {
         uneven().with_alibi(AlibiConfig::Falcon).with_causal(true),
         uneven().with_qk_norm(norm).with_rope(RopeConfig::new(100.0)).with_causal(true).with_sinks(true),
         uneven().with_sinks(true).with_bias_kv(true).with_bias(true),
-        uneven().with_output_gate(gate(GateScope::PerHead, GatePlace::Query)).with_window(2).with_causal(true),
+        uneven()
+            .with_output_gate(gate(GateScope::PerHead, GateLayout::FusedWithQuery))
+            .with_window(2)
+            .with_causal(true),
     ];
     // Where several processes have a copy of a key head, it counts once in a norm of the whole projection.
     for kind in [QkNormKind::Rms, QkNormKind::RmsPlusOne, QkNormKind::RmsNoWeight] {
@@ -139,13 +145,13 @@ fn options_by_head_are_those_of_the_shards_heads() -> Result<()> {
                 let layer = with_bias(layer, bias.as_ref().map(|bias| bias.shard(shard)).transpose()?)?;
                 layer.config().validate()?;
                 if cfg.bias_kv() || !cfg.causal() {
-                    return layer.forward_with(AttentionInput::new(&xs).with_sum(sum));
+                    return layer.forward_with(AttentionInput::new(&xs).with_all_reduce(sum));
                 }
                 // A process keeps the keys of its own heads.
                 let mut cache = AttentionCache::default();
                 let steps = [(0, 3), (3, 1), (4, 1)].map(|(start, len)| {
                     let tokens = xs.narrow(1, start, len)?.contiguous()?;
-                    layer.forward_with(AttentionInput::new(&tokens).with_cache(&mut cache).with_sum(sum))
+                    layer.forward_with(AttentionInput::new(&tokens).with_cache(&mut cache).with_all_reduce(sum))
                 });
                 Tensor::cat(&steps.into_iter().collect::<Result<Vec<_>>>()?, 1)
             })?;

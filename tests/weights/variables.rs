@@ -1,8 +1,8 @@
 //! Layers over fresh variables: PyTorch's bounds at the start, and training.
 
 use candle_attention::{
-    GateActivation, GatePlace, GateScope, MultiHeadAttention, MultiHeadAttentionConfig, OutputGate, QkNorm, QkNormKind,
-    QkNormScope, WeightLayout,
+    GateActivation, GateLayout, GateScope, MultiHeadAttention, MultiHeadAttentionConfig, OutputGate, QkNorm,
+    QkNormKind, QkNormScope, WeightLayout,
 };
 use candle_core::{DType, Result, Tensor, Var};
 use candle_nn::{Optimizer, SGD, VarBuilder};
@@ -56,13 +56,13 @@ fn modules_start_as_their_own_do() -> Result<()> {
 fn a_step_of_gradient_descent_lowers_the_loss() -> Result<()> {
     let xs = wave(0.61, (1, 5, 16))?;
     let norm = QkNorm { kind: QkNormKind::Layer, scope: QkNormScope::PerHead, eps: 1e-5 };
-    let gate = |place| OutputGate { activation: GateActivation::Sigmoid, scope: GateScope::PerEntry, place };
+    let gate = |place| OutputGate { activation: GateActivation::Sigmoid, scope: GateScope::Elementwise, layout: place };
     for layout in WeightLayout::all() {
         let spelling = layout.to_string();
         let cfg = MultiHeadAttentionConfig::new(16, 4).with_qk_norm(norm).with_sinks(true);
         let cfg = match spelling.as_str() {
-            "canonical" => cfg.with_output_gate(gate(GatePlace::Query)),
-            "packed:Wqkv" => cfg.with_output_gate(gate(GatePlace::Own { bias: true })),
+            "canonical" => cfg.with_output_gate(gate(GateLayout::FusedWithQuery)),
+            "packed:Wqkv" => cfg.with_output_gate(gate(GateLayout::Separate { bias: true })),
             _ => cfg,
         };
         let (vars, layer) = fresh(layout, !spelling.contains("raw"), cfg)?;

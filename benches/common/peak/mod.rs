@@ -12,7 +12,7 @@ mod vector;
 use std::sync::Barrier;
 use std::time::Instant;
 
-use candle_attention::cpu::Tier;
+use candle_attention::cpu::InstructionSet;
 use candle_core::{DType, Result};
 
 pub use bandwidth::read_bandwidth;
@@ -20,7 +20,7 @@ pub use bandwidth::read_bandwidth;
 /// A loop of independent multiply-adds on registers.
 struct Loop {
     name: &'static str,
-    tier: Tier,
+    tier: InstructionSet,
     /// Multiplies bf16; the others multiply f32, which serves every dtype.
     bf16: bool,
     available: fn() -> bool,
@@ -49,7 +49,7 @@ pub fn threads() -> usize {
 pub fn measure(dtype: DType) -> Result<Peak> {
     let limit = match std::env::var("CANDLE_ATTENTION_CPU") {
         Ok(name) if !name.is_empty() => name.parse().map_err(candle_core::Error::wrap)?,
-        _ => Tier::Amx,
+        _ => InstructionSet::Amx,
     };
     let mut best = Peak { name: "", gflops: 0.0 };
     for candidate in loops() {

@@ -3,7 +3,7 @@
 use std::arch::aarch64::{float32x4_t, vdupq_n_f32, vfmaq_f32};
 use std::hint::black_box;
 
-use candle_attention::cpu::Tier;
+use candle_attention::cpu::InstructionSet;
 
 use super::Loop;
 
@@ -12,7 +12,7 @@ const SUMS: usize = 16;
 
 pub(super) const FMA: Loop = Loop {
     name: "NEON FMA, f32",
-    tier: Tier::Neon,
+    tier: InstructionSet::Neon,
     bf16: false,
     available: || std::arch::is_aarch64_feature_detected!("neon"),
     flops_per_step: 2.0 * 4.0 * SUMS as f64,

@@ -2,7 +2,7 @@
 
 use std::hint::black_box;
 
-use candle_attention::cpu::Tier;
+use candle_attention::cpu::InstructionSet;
 
 use super::Loop;
 
@@ -11,7 +11,7 @@ const SUMS: usize = 32;
 
 pub(super) const MULTIPLY_ADD: Loop = Loop {
     name: "plain multiply and add, f32",
-    tier: Tier::Scalar,
+    tier: InstructionSet::Scalar,
     bf16: false,
     available: || true,
     flops_per_step: 2.0 * SUMS as f64,

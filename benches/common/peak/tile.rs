@@ -3,7 +3,7 @@
 use std::arch::asm;
 use std::arch::x86_64::__cpuid_count;
 
-use candle_attention::cpu::Tier;
+use candle_attention::cpu::InstructionSet;
 
 use super::Loop;
 
@@ -12,7 +12,7 @@ const PRODUCTS: f64 = 4.0;
 
 pub(super) const AMX_BF16: Loop = Loop {
     name: "AMX tdpbf16ps, bf16",
-    tier: Tier::Amx,
+    tier: InstructionSet::Amx,
     bf16: true,
     available,
     flops_per_step: PRODUCTS * 2.0 * 16.0 * 16.0 * 32.0,

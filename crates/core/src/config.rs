@@ -4,10 +4,10 @@ use candle_core::{Result, bail};
 use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
-use crate::position::{AlibiConfig, ContentPositions, QueryScaling, RelativeBiasConfig, RopeConfig};
+use crate::position::{AlibiConfig, AttentionTemperature, ContentPositions, RelativeBiasConfig, RopeConfig};
 use candle_attention_modules::base::{Options, number, options, yes};
 use candle_attention_modules::gate::OutputGate;
-use candle_attention_modules::norm::{self, ContextNorm, QkNorm, QkNormScope};
+use candle_attention_modules::norm::{self, OutputNorm, QkNorm, QkNormScope};
 
 const OP: &str = "multi_head_attention";
 
@@ -54,11 +54,11 @@ pub struct MultiHeadAttentionConfig {
     /// The width of the keys' input in cross-attention (PyTorch's `kdim`); `embed_dim` unless given.
     #[check(number::size)]
     #[methods(with)]
-    key_size: Option<usize>,
-    /// The width of the values' input in cross-attention (PyTorch's `vdim`); `key_size` unless given.
+    kdim: Option<usize>,
+    /// The width of the values' input in cross-attention (PyTorch's `vdim`); `kdim` unless given.
     #[check(number::size)]
     #[methods(with)]
-    value_size: Option<usize>,
+    vdim: Option<usize>,
     /// A bias on the query projection.
     #[serde(default)]
     #[methods(with)]
@@ -95,12 +95,12 @@ pub struct MultiHeadAttentionConfig {
     context_length: Option<usize>,
     /// The number of keys that a query sees, its own and those before it, see
     /// [`AttentionMask::with_window`](crate::AttentionMask::with_window). Later keys are for [`with_causal`] to hide;
-    /// [`with_band`](Self::with_band) is a window on both sides.
+    /// [`with_local_window`](Self::with_local_window) is a window on both sides.
     ///
     /// [`with_causal`]: Self::with_causal
     #[check(number::size)]
     window: Option<usize>,
-    /// The numbers of keys that a query sees before its own and after it, see [`with_band`](Self::with_band).
+    /// The numbers of keys that a query sees before its own and after it, see [`with_local_window`](Self::with_local_window).
     #[methods(get)]
     band: Option<(usize, usize)>,
     /// The number of positions of a chunk, beyond which no query sees, see
@@ -133,7 +133,7 @@ pub struct MultiHeadAttentionConfig {
     #[check(number::epsilon)]
     value_norm: Option<f64>,
     /// A factor on queries that grows with their positions, after norms and rotation (Llama 4, Ministral 3).
-    query_scaling: Option<QueryScaling>,
+    attention_temperature: Option<AttentionTemperature>,
     /// ALiBi's biases, which are added to the scores.
     #[methods(with, get_ref)]
     alibi: Option<AlibiConfig>,
@@ -148,10 +148,10 @@ pub struct MultiHeadAttentionConfig {
     output_gate: Option<OutputGate>,
     /// The normalisation of the context of all heads before the output projection, after a gate (BitNet, Kosmos-2).
     #[check(norm::check_epsilon)]
-    context_norm: Option<ContextNorm>,
+    output_norm: Option<OutputNorm>,
     /// Where keys and values come from: projections unless given (Gemma 3n, Gemma 4).
     #[serde(default)]
-    kv_source: KvSource,
+    kv_sharing: KvSharing,
     /// The probability with which a weight is dropped in training.
     #[serde(default)]
     #[check(number::probability)]
@@ -180,9 +180,9 @@ impl MultiHeadAttentionConfig {
     }
 
     /// A window on both sides: a query sees the keys from `left` before its own to `right` after it, see
-    /// [`AttentionMask::with_band`](crate::AttentionMask::with_band). Local attention of encoders (ModernBERT) has as
+    /// [`AttentionMask::with_local_window`](crate::AttentionMask::with_local_window). Local attention of encoders (ModernBERT) has as
     /// many on either side.
-    pub fn with_band(self, left: usize, right: usize) -> Self {
+    pub fn with_local_window(self, left: usize, right: usize) -> Self {
         Self { band: Some((left, right)), ..self }
     }
 
@@ -210,7 +210,7 @@ impl MultiHeadAttentionConfig {
         if let Some(problem) = self.problem() {
             bail!("[{OP}] {problem}")
         }
-        self.query_scaling.iter().try_for_each(QueryScaling::validate)?;
+        self.attention_temperature.iter().try_for_each(AttentionTemperature::validate)?;
         self.rope.iter().try_for_each(|rope| rope.validate(self.head_dim()))?;
         self.alibi.iter().try_for_each(|alibi| alibi.validate(self.num_heads))?;
         self.relative_bias.iter().try_for_each(RelativeBiasConfig::validate)?;
@@ -228,11 +228,11 @@ impl MultiHeadAttentionConfig {
         let heads = if self.out_dim.is_some() { "out_dim" } else { "embed_dim" };
         let whole = self.out_dim.unwrap_or(self.embed_dim);
         let (out_dim, contexts) = (self.out_dim(), h.saturating_mul(d_v));
-        let keys = [d, self.key_size(), usize::from(self.k_bias)];
-        let values = [d_v, self.value_size(), usize::from(self.v_bias)];
+        let keys = [d, self.kdim(), usize::from(self.k_bias)];
+        let values = [d_v, self.vdim(), usize::from(self.v_bias)];
         let of_no_projection = |name: &str, is_set: bool| {
             let text = format!("{name} is set, but keys and values are those of an earlier layer, as it made them");
-            (is_set && self.kv_source == KvSource::EarlierLayer, text)
+            (is_set && self.kv_sharing == KvSharing::EarlierLayer, text)
         };
         // Keys of the layer's own come after those of a call, whose norms and positions they do not have.
         let (option, key) =
@@ -259,7 +259,7 @@ impl MultiHeadAttentionConfig {
             ),
             (!self.out_proj && self.out_bias, "out_bias is set, but there is no output projection".into()),
             (
-                self.kv_source == KvSource::KeysAsValues && keys != values,
+                self.kv_sharing == KvSharing::KeysAsValues && keys != values,
                 format!(
                     "values are the keys' projection, expected one width of heads and inputs and a bias on both or \
                      neither, found {keys:?} for keys and {values:?} for values"
@@ -343,30 +343,30 @@ impl MultiHeadAttentionConfig {
     }
 
     /// The width of the keys' input.
-    pub fn key_size(&self) -> usize {
-        self.key_size.unwrap_or(self.embed_dim)
+    pub fn kdim(&self) -> usize {
+        self.kdim.unwrap_or(self.embed_dim)
     }
 
     /// The width of the values' input.
-    pub fn value_size(&self) -> usize {
-        self.value_size.unwrap_or_else(|| self.key_size())
+    pub fn vdim(&self) -> usize {
+        self.vdim.unwrap_or_else(|| self.kdim())
     }
 }
 
 /// Where a layer's keys and values come from.
 ///
 /// ```
-/// use candle_attention::{KvSource, MultiHeadAttentionConfig};
-/// let cfg = MultiHeadAttentionConfig::new(64, 4).with_causal(true).with_kv_source(KvSource::KeysAsValues);
+/// use candle_attention::{KvSharing, MultiHeadAttentionConfig};
+/// let cfg = MultiHeadAttentionConfig::new(64, 4).with_causal(true).with_kv_sharing(KvSharing::KeysAsValues);
 /// cfg.validate().expect("keys and values are of one width");
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
-pub enum KvSource {
+pub enum KvSharing {
     /// A projection of its own for each.
     #[default]
-    Projected,
+    None,
     /// One projection for both: values are what it gives, before norms and positions of the keys (`attention_k_eq_v` of
     /// Gemma 4).
     KeysAsValues,

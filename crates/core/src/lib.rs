@@ -18,7 +18,7 @@ mod sdpa;
 pub mod cpu {
     //! The instruction sets of the CPU kernels.
 
-    pub use candle_attention_kernels::{Tier, TierError};
+    pub use candle_attention_kernels::{InstructionSet, UnsupportedInstructionSet};
 }
 
 pub mod weights {
@@ -36,19 +36,19 @@ pub mod internal {
 }
 
 pub use cache::{AttentionCache, AttentionCacheConfig};
-pub use config::{KvSource, MultiHeadAttentionConfig};
+pub use config::{KvSharing, MultiHeadAttentionConfig};
 pub use layer::{
     AdditiveAttention, AdditiveAttentionConfig, AdditiveInput, AttentionInput, LayerOutput, MultiHeadAttention,
     MultiHeadLatentAttention, MultiHeadLatentAttentionConfig, ProjectedMemory,
 };
-pub use mask::{AttentionMask, EmptyRows, KvRanges, ValidLens, Windows};
+pub use mask::{AttentionMask, FullyMaskedRows, KeyRanges, ValidLens, Windows};
 pub use params::WeightLayout;
 pub use position::{
-    AlibiConfig, ContentPositions, DisentangledConfig, QueryScaling, RelativeBias, RelativeBiasConfig,
+    AlibiConfig, AttentionTemperature, ContentPositions, DisentangledConfig, RelativeBias, RelativeBiasConfig,
     RelativeEmbeddings, RopeAxes, RopeAxisLayout, RopeConfig, RopeScaling, RopeStyle, RotaryEmbedding, alibi_slopes,
 };
 pub use sdpa::{
-    AttentionFunction, AttentionOutput, AttentionStatistics, Backend, OutputOrder, PackedSequences, Plan, SdpaOptions,
+    AttentionFunction, AttentionOutput, AttentionStatistics, Backend, OutputLayout, PackedSequences, Plan, SdpaOptions,
     StatisticsOptions, masked_softmax, merge_attention, plan, scaled_dot_product_attention,
     scaled_dot_product_attention_varlen, scaled_dot_product_attention_varlen_with_lse,
     scaled_dot_product_attention_varlen_with_statistics, scaled_dot_product_attention_with_lse,

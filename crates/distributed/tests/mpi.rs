@@ -159,7 +159,7 @@ fn ring_attention_is_attention_over_all_keys(processes: &dyn Communicator, devic
         (64, causal.clone().with_window(9), plain.clone()),
         (67, causal.clone().with_window(40), plain.clone().with_sinks(&sinks)),
         (64, causal.clone().with_chunk(12), plain.clone()),
-        (64, none.clone().with_band(3, 11), plain.clone()),
+        (64, none.clone().with_local_window(3, 11), plain.clone()),
         (64, causal.clone().with_valid_lens(vec![64, 33]).with_starts(vec![3, 0]), plain.clone()),
         (64, causal.clone(), plain.clone().with_alibi_slopes(&slopes)),
         (64, none.clone(), plain.clone().with_alibi_slopes(&slopes).with_sinks(&sinks)),

@@ -13,7 +13,7 @@ pub mod flash;
 pub mod linear;
 mod number;
 
-pub use cpu::{Executor, Tier, TierError, Workers, for_each_task, large_page_vec};
+pub use cpu::{Executor, InstructionSet, UnsupportedInstructionSet, Workers, for_each_task, large_page_vec};
 pub use error::Error;
 
 use half::{bf16, f16};
@@ -28,10 +28,10 @@ impl Element for f16 {}
 /// What trusts its arguments cannot be called from outside of this package. Weights are packed and unpacked like this,
 ///
 /// ```
-/// use candle_attention_kernels::{Element, Error, Tier, linear::PackedWeight};
+/// use candle_attention_kernels::{Element, Error, InstructionSet, linear::PackedWeight};
 ///
 /// fn rows_of<E: Element>(rows: &[E], shape: (usize, usize), outputs: &[usize]) -> Result<Vec<E>, Error> {
-///     PackedWeight::new(rows, shape, Tier::Scalar)?.unpack_rows(outputs)
+///     PackedWeight::new(rows, shape, InstructionSet::Scalar)?.unpack_rows(outputs)
 /// }
 /// assert_eq!(rows_of(&[1f32, 2.0, 3.0, 4.0], (2, 2), &[1]), Ok(vec![3.0, 4.0]));
 /// assert!(rows_of(&[1f32, 2.0, 3.0, 4.0], (2, 2), &[1 << 40]).is_err());

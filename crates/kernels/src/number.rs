@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-use crate::cpu::{Format, MAX_LANES, SimdTask, Tier, Vector, dispatch_bf16, dispatch_f32};
+use crate::cpu::{Format, InstructionSet, MAX_LANES, SimdTask, Vector, dispatch_bf16, dispatch_f32};
 use crate::error::Error;
 
 /// What the kernels read as f32: elements, and keys and values of 8 bits.
@@ -49,7 +49,7 @@ pub trait Number: Stored {
     unsafe fn store<V: Vector>(vector: V, to: *mut Self);
 
     /// Runs a task on a tier's kernel, over pairs of bf16 if this is bf16 and the tier multiplies them.
-    fn dispatch(tier: Tier, task: impl SimdTask);
+    fn dispatch(tier: InstructionSet, task: impl SimdTask);
 }
 
 macro_rules! number {
@@ -83,7 +83,7 @@ macro_rules! number {
                 unsafe { vector.$store(to.cast()) }
             }
 
-            fn dispatch(tier: Tier, task: impl SimdTask) {
+            fn dispatch(tier: InstructionSet, task: impl SimdTask) {
                 $dispatch(tier, task)
             }
         }

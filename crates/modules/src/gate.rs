@@ -55,7 +55,7 @@ impl GateActivation {
 #[non_exhaustive]
 pub enum GateScope {
     /// One entry of one head's context: a gate has H·D_v numbers.
-    PerEntry,
+    Elementwise,
     /// A head's whole context: a gate has H numbers.
     PerHead,
 }
@@ -64,12 +64,12 @@ pub enum GateScope {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
-pub enum GatePlace {
+pub enum GateLayout {
     /// In the query projection, whose rows are, head by head, the D of the query and then those of the gate. It has a
     /// bias where the query projection has one.
-    Query,
+    FusedWithQuery,
     /// In one of its own, `gate_proj` (also read as `g_proj`).
-    Own {
+    Separate {
         /// Whether it has a bias.
         bias: bool,
     },
@@ -79,8 +79,8 @@ pub enum GatePlace {
 /// queries are made from (Qwen3-Next, AFMoE; <https://arxiv.org/abs/2505.06708>).
 ///
 /// ```
-/// use candle_attention::{GateActivation, GatePlace, GateScope, MultiHeadAttentionConfig, OutputGate};
-/// let gate = OutputGate { activation: GateActivation::Sigmoid, scope: GateScope::PerEntry, place: GatePlace::Query };
+/// use candle_attention::{GateActivation, GateLayout, GateScope, MultiHeadAttentionConfig, OutputGate};
+/// let gate = OutputGate { activation: GateActivation::Sigmoid, scope: GateScope::Elementwise, layout: GateLayout::FusedWithQuery };
 /// let cfg = MultiHeadAttentionConfig::new(64, 4).with_causal(true).with_output_gate(gate);
 /// cfg.validate().expect("the numbers fit together");
 /// ```
@@ -92,7 +92,7 @@ pub struct OutputGate {
     /// A number for each entry or for each head.
     pub scope: GateScope,
     /// The projection that computes it.
-    pub place: GatePlace,
+    pub layout: GateLayout,
 }
 
 impl OutputGate {

@@ -1,9 +1,9 @@
 //! The attention of a block, of any kind, what it reads and what it keeps.
 
 use candle_attention::{
-    AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, AttentionStatistics, DeltaCache, DeltaInput,
-    GatedDeltaNet, MultiHeadAttention, MultiHeadLatentAttention, RopeConfig, RotaryEmbedding, StatisticsOptions,
-    SumFunction,
+    AllReduce, AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, AttentionStatistics, DeltaCache,
+    DeltaInput, GatedDeltaNet, MultiHeadAttention, MultiHeadLatentAttention, RopeConfig, RotaryEmbedding,
+    StatisticsOptions,
 };
 use candle_core::{Result, Tensor, bail};
 
@@ -84,12 +84,14 @@ impl<'a> Input<'a> {
 
 impl Attention {
     /// What a call reads at least; `sum` is over processes.
-    pub fn input<'a>(&self, xs: &'a Tensor, residual: Option<&'a Tensor>, sum: &'a SumFunction<'a>) -> Input<'a> {
+    pub fn input<'a>(&self, xs: &'a Tensor, residual: Option<&'a Tensor>, sum: &'a AllReduce<'a>) -> Input<'a> {
         match (self.is_linear(), residual) {
             (true, Some(residual)) => Input::Linear(DeltaInput::new(xs).with_residual(residual)),
             (true, None) => Input::Linear(DeltaInput::new(xs)),
-            (false, Some(residual)) => Input::Softmax(AttentionInput::new(xs).with_sum(sum).with_residual(residual)),
-            (false, None) => Input::Softmax(AttentionInput::new(xs).with_sum(sum)),
+            (false, Some(residual)) => {
+                Input::Softmax(AttentionInput::new(xs).with_all_reduce(sum).with_residual(residual))
+            }
+            (false, None) => Input::Softmax(AttentionInput::new(xs).with_all_reduce(sum)),
         }
     }
 

@@ -4,7 +4,7 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use candle_attention::gguf::{self, LinearPart};
+use candle_attention::gguf::{self, LinearShard};
 use candle_attention::{HeadShard, MultiHeadAttention, PackedLinear};
 use candle_core::quantized::gguf_file::Content;
 use candle_core::{DType, Device, Error, Result};
@@ -55,12 +55,12 @@ impl Gguf {
         let own = |len: usize| shard.map_or(0..len, |shard| part_of(shard, len, true));
         let part = match (divided, weight) {
             (Some(Divided { dim: 1, .. }), Some(&[_, inputs])) if shard.is_some() => {
-                LinearPart::Inputs { range: own(inputs), has_bias: shard.is_some_and(|shard| shard.rank() == 0) }
+                LinearShard::Inputs { range: own(inputs), has_bias: shard.is_some_and(|shard| shard.rank() == 0) }
             }
             (Some(Divided { dim: 0, part: [i, n], .. }), Some(&[outputs, _])) if shard.is_some() || n > 1 => {
                 let (first, own) = (i * outputs / n, own(outputs / n));
                 let rows = first + own.start..first + own.end;
-                LinearPart::Outputs(vec![rows])
+                LinearShard::Outputs(vec![rows])
             }
             _ => return gguf::load_linear(&self.content, &mut reader, name, &self.device),
         };

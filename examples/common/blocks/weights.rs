@@ -48,7 +48,7 @@ pub struct Share {
 pub fn part_of(shard: HeadShard, len: usize, is_gguf: bool) -> Range<usize> {
     let fits = |unit: &usize| is_gguf && len.is_multiple_of(*unit) && len / unit >= shard.world_size();
     let unit = [256, 32].into_iter().find(fits).unwrap_or(1);
-    let units = shard.part_of(len / unit);
+    let units = shard.rank_range(len / unit);
     units.start * unit..units.end * unit
 }
 
@@ -206,7 +206,7 @@ impl<'a> Weights<'a> {
                 shard.world_size()
             )
         }
-        let own = shard.part_of(len / unit);
+        let own = shard.rank_range(len / unit);
         whole.narrow(dim, i * len + own.start * unit, own.len() * unit)?.force_contiguous()
     }
 }

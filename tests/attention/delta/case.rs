@@ -123,8 +123,8 @@ impl Recipe {
         let asked = |backend| DeltaOptions::default().with_backend(backend);
         let mut paths = vec![asked(Backend::Reference), asked(Backend::Auto)];
         if device.is_cpu() && self.dtype != DType::F64 {
-            let fused = |tier| asked(Backend::Fused).with_cpu_tier(tier);
-            paths.extend(Tier::available().into_iter().map(fused));
+            let fused = |tier| asked(Backend::Fused).with_instruction_set(tier);
+            paths.extend(InstructionSet::available().into_iter().map(fused));
         }
         paths
     }

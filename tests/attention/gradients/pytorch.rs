@@ -56,7 +56,7 @@ impl Numbers {
         }
         let [q, k, v] = [("q", h, t_q, d), ("k", h_kv, t_kv, d), ("v", h_kv, t_kv, d_v)]
             .map(|(name, heads, t, width)| self.input(name, [b, heads, t, width]));
-        let case = Case { dims, q: q?, k: k?, v: v?, masks, uniform_empty_rows: false, options };
+        let case = Case { dims, q: q?, k: k?, v: v?, masks, uniform_fully_masked_rows: false, options };
         let of_context = self.input("context", [b, h, t_q, d_v])?.data;
         let of_lse = if has("lse") { self.input("lse", [1, b, h, t_q])?.data } else { vec![0.0; b * h * t_q] };
         Ok((Attention::new(case, function).counted([of_context, of_lse].concat()), tracked))
@@ -121,7 +121,7 @@ fn bf16_gradients_err_less_than_pytorchs() -> Result<()> {
         };
         let exact = gradients(DType::F64, &|call| call.on(Backend::Reference))?;
         let pytorch = numbers.0[&format!("bf16.{t}")].to_vec2::<f64>()?;
-        for tier in Tier::available() {
+        for tier in InstructionSet::available() {
             let got = gradients(DType::BF16, &|call| call.on_tier(tier))?;
             for (n, leaf) in ["q", "k", "v"].into_iter().enumerate() {
                 let [_, of_pytorch, _, of_rounding] = pytorch[n][..] else { panic!("four columns") };
@@ -130,7 +130,8 @@ fn bf16_gradients_err_less_than_pytorchs() -> Result<()> {
                 let beyond = |rms: f64| (rms * rms - of_rounding * of_rounding).max(0.0).sqrt();
                 let ratio = beyond(own) / beyond(of_pytorch);
                 println!("{leaf}, T {t}, {tier}: {ratio:.3} of PyTorch's error beyond rounding");
-                let in_bf16 = matches!(tier, Tier::NeonBf16 | Tier::Avx512Bf16 | Tier::Amx);
+                let in_bf16 =
+                    matches!(tier, InstructionSet::NeonBf16 | InstructionSet::Avx512Bf16 | InstructionSet::Amx);
                 let most = if leaf == "q" && in_bf16 { 1.1 } else { 0.5 };
                 assert!(ratio <= most, "{leaf}, T {t}, {tier}: {ratio} of PyTorch's error, more than {most}");
             }

@@ -49,7 +49,7 @@ fn a_weight_comes_back_to_the_bit() -> Result<()> {
             let weight = Tensor::from_raw_buffer(&bytes, dtype, &[out, inputs], &CPU)?;
             // Numbers: a signalling NaN would come back as a quiet one.
             let bias = random(out)?.to_dtype(dtype)?;
-            for tier in Tier::available() {
+            for tier in InstructionSet::available() {
                 for bias in [None, Some(&bias)] {
                     let linear = PackedLinear::with_tier(&weight, bias, Some(tier))?.to_linear()?;
                     assert!(raw(linear.weight())? == bytes, "{tier}: {dtype:?} {out} × {inputs}");

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use attention_oracle::attention::linear_with_sizes;
 use candle_attention::PackedLinear;
-use candle_attention::cpu::Tier;
+use candle_attention::cpu::InstructionSet;
 use candle_core::{DType, Device, Module, Result, Tensor, bail};
 use candle_nn::Activation;
 use proptest::prelude::*;
@@ -225,7 +225,7 @@ impl Case {
         })
     }
 
-    pub fn packed(&self, tier: Tier) -> Result<PackedLinear> {
+    pub fn packed(&self, tier: InstructionSet) -> Result<PackedLinear> {
         let (weight, bias, _) = self.tensors()?;
         PackedLinear::with_tier(&weight, bias.as_ref(), Some(tier))
     }
@@ -270,12 +270,12 @@ impl Expected {
 pub fn check(product: &Product) -> Result<()> {
     let case = product.case();
     let expected = case.expected()?;
-    Tier::available().into_iter().try_for_each(|tier| {
+    InstructionSet::available().into_iter().try_for_each(|tier| {
         check_tier(product, &case, &expected, tier).map_err(|error| error.context(tier.to_string()))
     })
 }
 
-fn check_tier(product: &Product, case: &Case, expected: &Expected, tier: Tier) -> Result<()> {
+fn check_tier(product: &Product, case: &Case, expected: &Expected, tier: InstructionSet) -> Result<()> {
     let (weight, bias, xs) = case.tensors()?;
     let packed = PackedLinear::with_tier(&weight, bias.as_ref(), Some(tier))?;
     let ys = packed.forward(&xs)?;

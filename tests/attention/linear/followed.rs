@@ -19,7 +19,7 @@ fn every_size_and_layout_on_every_tier() -> Result<()> {
             let (mut wide, mut some) = (call.clone(), call.clone());
             (wide.case.types.1, some.columns) = (DType::F32, product.some(outputs));
             let exact = backward(&call, &None, |_| false)?;
-            for tier in Tier::available().into_iter().map(Some) {
+            for tier in InstructionSet::available().into_iter().map(Some) {
                 let found = backward(&call, &tier, |_| false)?;
                 let what = || format!("{tier:?}: {product:?}");
                 are_near(&found, &exact, |_, largest| tolerance(types.1) * largest.max(1.0))
@@ -27,7 +27,10 @@ fn every_size_and_layout_on_every_tier() -> Result<()> {
                 let ys = &found["result 0"];
                 // Each result is the rounded one of the same call in f32, which tiers that multiply pairs of bf16 sum
                 // in another order.
-                if [Tier::Scalar, Tier::Avx2, Tier::Avx512, Tier::Neon].map(Some).contains(&tier) {
+                if [InstructionSet::Scalar, InstructionSet::Avx2, InstructionSet::Avx512, InstructionSet::Neon]
+                    .map(Some)
+                    .contains(&tier)
+                {
                     let wide = wide.run(&tier, &mut |_, tensor| Ok(tensor))?.remove(0).to_dtype(types.1)?;
                     assert_eq!(bits(ys), bits(&wide), "{}", what());
                 }

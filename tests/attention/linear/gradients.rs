@@ -34,7 +34,7 @@ impl Projection {
 
 impl Operation for Projection {
     /// A tier, or Candle's own operations in f64.
-    type Way = Option<Tier>;
+    type Way = Option<InstructionSet>;
 
     fn run(&self, tier: &Self::Way, leaf: Leaf) -> Result<Vec<Tensor>> {
         let types = if tier.is_some() { self.case.types } else { (DType::F64, DType::F64) };
@@ -117,8 +117,9 @@ fn whatever_is_tracked_has_the_gradient_of_f64() -> Result<()> {
             // Candle's own activations, which have the gradients, round after each of their steps.
             let most = tolerance(types.0) * if then.activation().is_some() { 2.0 } else { 1.0 };
             let alone = expected.keys().filter(|name| !name.starts_with("result ")).map(Some);
-            for (tier, only) in
-                alone.chain([None]).flat_map(|only| Tier::available().into_iter().map(move |tier| (tier, only)))
+            for (tier, only) in alone
+                .chain([None])
+                .flat_map(|only| InstructionSet::available().into_iter().map(move |tier| (tier, only)))
             {
                 let found = backward(&call, &Some(tier), |name| only.is_none_or(|only| only == name))?;
                 are_near(&found, &expected, |_, largest| most * largest)
@@ -136,7 +137,7 @@ fn random_projections_keep_their_bits_in_pools_of_any_size() {
     let check = |product: &Product, only: Option<&str>| {
         let call = Projection::of(product.case());
         let own = |tier| is_the_same_in(&pools, &call, &Some(tier), |name| only.is_none_or(|only| only == name));
-        Tier::available().into_iter().try_for_each(own)
+        InstructionSet::available().into_iter().try_for_each(own)
     };
     for_all(10, products(), |mut product| {
         (product.inputs, product.outputs) = (800 + product.inputs, 400 + product.outputs);

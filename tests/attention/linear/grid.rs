@@ -85,7 +85,7 @@ fn every_set_of_empty_sizes() {
 fn views_of_nothing() -> Result<()> {
     for (of_weight, of_input) in TYPES {
         let beyond = |dtype| Tensor::ones((3, 5), dtype, &CPU)?.narrow(1, 5, 0)?.narrow(0, 3, 0);
-        for tier in Tier::available() {
+        for tier in InstructionSet::available() {
             let pack = |weight: &Tensor| PackedLinear::with_tier(weight, None, Some(tier));
             let packed = pack(&Tensor::zeros((2, 0), of_weight, &CPU)?)?;
             assert_eq!(packed.forward(&beyond(of_input)?)?.dims(), [0, 2]);

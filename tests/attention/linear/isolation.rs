@@ -41,7 +41,8 @@ fn what_is_no_number_reaches_only_its_row_or_column() {
         let product = Product { bias: true, ..Product::plain(types, rows, (inputs, outputs)) };
         let clean = Projection::of(product.case());
         let spoilt = poisoned(&clean, &poisons);
-        let (expected, tiers) = (spoilt.case.expected()?, Tier::available().into_iter().map(Some).collect::<Vec<_>>());
+        let (expected, tiers) =
+            (spoilt.case.expected()?, InstructionSet::available().into_iter().map(Some).collect::<Vec<_>>());
         isolates([&clean, &spoilt], &tiers, |_, results| expected.compare(&results[0]))
     });
 }

@@ -32,7 +32,7 @@ fn every_path_and_dtype_gives_the_numbers_of_the_reference_path_in_f64() -> Resu
             (1, AttentionMask::none()),
             (3, AttentionMask::none().with_valid_lens(vec![11; 3])),
             (2, AttentionMask::causal().with_valid_lens(vec![t, 9])),
-            (2, AttentionMask::none().with_keep(&keep).with_bias(&random((HEADS, t, t))?)),
+            (2, AttentionMask::none().with_bool_mask(&keep).with_bias(&random((HEADS, t, t))?)),
         ];
         for (b, mask) in masks {
             let xs = random((b, t, 24))?.to_dtype(DType::F64)?;
@@ -150,7 +150,7 @@ fn vectors_of_distances_follow_the_modules_of_a_clone() -> Result<()> {
     let frozen = || layer(&cfg, &own, DType::F32);
     let (xs, weights) = (random((2, 7, 24))?, random((2, 7, 24))?);
     for (place, is_trained) in
-        [ProjectionPlace::Query, ProjectionPlace::Key].into_iter().flat_map(|place| [(place, false), (place, true)])
+        [Projection::Query, Projection::Key].into_iter().flat_map(|place| [(place, false), (place, true)])
     {
         let adapter = Var::randn(0f32, 0.3, (24, 24), &CPU)?;
         let adapted = |layer: MultiHeadAttention| {

@@ -9,18 +9,13 @@ use super::weights;
 use crate::registry::Kind;
 use crate::*;
 
-const PLACES: [ProjectionPlace; 5] = [
-    ProjectionPlace::Query,
-    ProjectionPlace::Key,
-    ProjectionPlace::Value,
-    ProjectionPlace::Output,
-    ProjectionPlace::Gate,
-];
+const PLACES: [Projection; 5] =
+    [Projection::Query, Projection::Key, Projection::Value, Projection::Output, Projection::Gate];
 const NAMES: [&str; 5] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj"];
 
 fn gate() -> OutputGate {
-    let place = GatePlace::Own { bias: false };
-    OutputGate { activation: GateActivation::Sigmoid, scope: GateScope::PerEntry, place }
+    let place = GateLayout::Separate { bias: false };
+    OutputGate { activation: GateActivation::Sigmoid, scope: GateScope::Elementwise, layout: place }
 }
 
 fn configs() -> Vec<Config> {
@@ -29,8 +24,8 @@ fn configs() -> Vec<Config> {
     vec![
         grouped().with_causal(true).with_qk_norm(norm).with_rope(RopeConfig::new(100.0)),
         grouped().with_sinks(true).with_value_head_dim(64).with_causal(true),
-        grouped().with_key_size(32).with_value_size(32),
-        grouped().with_key_size(32).with_value_size(96).with_bias_kv(true),
+        grouped().with_kdim(32).with_vdim(32),
+        grouped().with_kdim(32).with_vdim(96).with_bias_kv(true),
         grouped().with_out_proj(false).with_causal(true),
         grouped().with_causal(true).with_output_gate(gate()),
     ]

@@ -97,11 +97,15 @@ crate::on_each_device!(layer_and_its_bias_give_the_numbers_of_a_mask);
 /// Positions of no sequence stand beside keys that are counted for all sequences.
 #[test]
 fn calls_of_nothing_have_no_positions() -> Result<()> {
-    let scaling = QueryScaling { beta: 0.5, interval: 1, first: 3 };
+    let scaling = AttentionTemperature { beta: 0.5, interval: 1, first: 3 };
     let layers = [
         layer(&config(), DType::F32, &CPU)?.with_relative_bias(bias(&few(true), DType::F32, &CPU)?)?,
         layer(&Config::new(12, HEADS).with_alibi(AlibiConfig::Falcon), DType::F32, &CPU)?,
-        layer(&Config::new(12, 2).with_rope(RopeConfig::new(100.0)).with_query_scaling(scaling), DType::F32, &CPU)?,
+        layer(
+            &Config::new(12, 2).with_rope(RopeConfig::new(100.0)).with_attention_temperature(scaling),
+            DType::F32,
+            &CPU,
+        )?,
     ];
     for (b, t_q, t_kv) in [(0, 3, 5), (2, 0, 5), (2, 3, 0), (0, 0, 0)] {
         let empty = |t: usize| Tensor::zeros((b, t, 12), DType::F32, &CPU);

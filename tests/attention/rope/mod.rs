@@ -121,7 +121,7 @@ fn layouts() -> Vec<(RopeAxes, Vec<(usize, f64)>)> {
         (axes(&[3, 3, 2], RopeAxisLayout::Interleaved), common([0, 1, 2, 0, 1, 2, 0, 1])),
         (axes(&[4, 4], RopeAxisLayout::Axial), own(&[4, 4])),
         (axes(&[2, 3, 3], RopeAxisLayout::Axial), own(&[2, 3, 3])),
-        (axes(&[4, 4], RopeAxisLayout::AxialDealt), dealt.map(|(axis, i)| (axis, f64::from(i) / 8.0)).to_vec()),
+        (axes(&[4, 4], RopeAxisLayout::AxialInterleaved), dealt.map(|(axis, i)| (axis, f64::from(i) / 8.0)).to_vec()),
     ]
 }
 
@@ -144,7 +144,7 @@ impl Turn {
             let (mut turned, mut back) = (xs.to_vec(), vec![1.0; d]);
             for i in 0..self.pairs {
                 let [cos, sin] = (self.pair)(row / (h * t), row % t, i);
-                let (x, y) = if self.style == RopeStyle::Halves { (i, i + self.pairs) } else { (2 * i, 2 * i + 1) };
+                let (x, y) = if self.style == RopeStyle::RotateHalf { (i, i + self.pairs) } else { (2 * i, 2 * i + 1) };
                 (turned[x], turned[y]) = (xs[x] * cos - xs[y] * sin, xs[y] * cos + xs[x] * sin);
                 (back[x], back[y]) = (cos + sin, cos - sin);
             }
@@ -160,7 +160,7 @@ impl Turn {
 fn tables_and_axes_turn_each_pair_by_its_own_angle(device: &Device) -> Result<()> {
     const T: usize = 5;
     let xs = Var::randn(0f32, 1.0, (2, 3, T, 20), device)?;
-    for style in [RopeStyle::Halves, RopeStyle::Interleaved] {
+    for style in [RopeStyle::RotateHalf, RopeStyle::Interleaved] {
         for (axes, pairs) in layouts() {
             let count = axes.sections().len();
             let rope = RopeConfig::new(50.0).with_style(style).with_rotary_dim(16).with_axes(axes);

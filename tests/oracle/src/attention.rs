@@ -59,7 +59,7 @@ pub struct Options {
     pub softcap: Option<f64>,
     pub alibi_slopes: Option<Vec<f64>>,
     /// A number for each distance of query and key, (B or 1, H, 1, T_q + T_kv - 1).
-    pub distance_bias: Option<Array>,
+    pub relative_bias: Option<Array>,
     pub sinks: Option<Vec<f64>>,
 }
 
@@ -76,7 +76,7 @@ pub struct Case {
     /// All of them hold.
     pub masks: Vec<Mask>,
     /// Rows without a key take the mean of all keys, not zeros.
-    pub uniform_empty_rows: bool,
+    pub uniform_fully_masked_rows: bool,
     pub options: Options,
 }
 
@@ -187,7 +187,7 @@ impl Case {
         let [q, k, v] = [&self.q, &self.k, &self.v].map(|array| array.of_sequence(b));
         let masks = self.masks.iter().map(|mask| mask.of_sequence(b)).collect();
         let mut options = self.options.clone();
-        options.distance_bias = options.distance_bias.map(|biases| biases.of_sequence(b));
+        options.relative_bias = options.relative_bias.map(|biases| biases.of_sequence(b));
         Self { dims: Dims { b: 1, ..self.dims }, q, k, v, masks, options, ..self.clone() }
     }
 
@@ -224,7 +224,7 @@ impl Case {
         let distance = (self.position(b, i) - j as i128).unsigned_abs() as f64;
         let alibi = self.options.alibi_slopes.iter().map(|slopes| -slopes[h] * distance);
         let by_distance =
-            self.options.distance_bias.iter().map(|biases| biases.at([b, h, 0, self.dims.t_q - 1 - i + j]));
+            self.options.relative_bias.iter().map(|biases| biases.at([b, h, 0, self.dims.t_q - 1 - i + j]));
         alibi.chain(by_distance).chain(biases).collect()
     }
 
@@ -300,7 +300,7 @@ impl Case {
         } else if visible().any(f64::is_nan) {
             (sum, lse) = (f64::NAN, f64::NAN);
         }
-        let uniform = empty && self.uniform_empty_rows;
+        let uniform = empty && self.uniform_fully_masked_rows;
         let weight = |j: usize| match (uniform, seen[j] && !empty) {
             (true, _) => 1.0 / t_kv as f64,
             (false, true) => (scores[j].0 - largest).exp() / sum,

@@ -6,7 +6,7 @@ use candle_nn::VarBuilder;
 use candle_attention_core::internal::{GATE_NAMES, LayoutTensor, stored_shape};
 use candle_attention_core::{MultiHeadAttentionConfig, WeightLayout};
 use candle_attention_modules::base::has;
-use candle_attention_modules::linear::ProjectionPlace::{Gate, Key, Output, Query, Value};
+use candle_attention_modules::linear::Projection::{Gate, Key, Output, Query, Value};
 
 /// Rows (out) and columns (in) of a projection, as an `nn.Linear` has them.
 #[derive(Clone, Copy)]
@@ -64,8 +64,8 @@ pub(super) fn infer_config(
         .with_num_kv_heads(h_kv)
         .with_head_dim(head_dim)
         .with_value_head_dim(value_head_dim)
-        .with_key_size(k.columns)
-        .with_value_size(v.columns)
+        .with_kdim(k.columns)
+        .with_vdim(v.columns)
         .with_q_bias(biased.contains(&&Query))
         .with_k_bias(biased.contains(&&Key))
         .with_v_bias(biased.contains(&&Value))

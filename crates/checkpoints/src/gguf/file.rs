@@ -9,7 +9,7 @@ use candle_core::{DType, Device, Error, Result, Tensor, bail};
 
 use candle_attention_modules::base::{is_addressable, root};
 use candle_attention_modules::linear::PackedLinear;
-use candle_attention_modules::linear::Projection;
+use candle_attention_modules::linear::PackedProjection;
 
 /// A file being read.
 pub(super) struct File<'a, R> {
@@ -71,7 +71,7 @@ impl<R: Read + Seek> File<'_, R> {
 
 /// A part of a linear layer (out, in), for one of several processes.
 #[derive(Debug, Clone)]
-pub enum LinearPart {
+pub enum LinearShard {
     /// These outputs, in this order; at least one.
     Outputs(Vec<Range<usize>>),
     /// These inputs, in whole blocks of the weight's type. Outputs are then to be added up, and one process adds the
@@ -92,15 +92,15 @@ pub(super) struct Weight {
 
 impl Weight {
     /// A part of it; `name` is for an error.
-    pub fn part(&self, name: &str, part: &LinearPart) -> Result<Self> {
+    pub fn part(&self, name: &str, part: &LinearShard) -> Result<Self> {
         match part {
-            LinearPart::Outputs(ranges) if ranges.is_empty() => {
+            LinearShard::Outputs(ranges) if ranges.is_empty() => {
                 bail!("[gguf] {name}: no outputs were asked for, expected some of {}", self.out_dim())
             }
-            LinearPart::Outputs(ranges) => {
+            LinearShard::Outputs(ranges) => {
                 Self::concat(&ranges.iter().map(|range| self.outputs(name, range)).collect::<Result<Vec<_>>>()?)
             }
-            LinearPart::Inputs { range, has_bias } => self.inputs(name, range, *has_bias),
+            LinearShard::Inputs { range, has_bias } => self.inputs(name, range, *has_bias),
         }
     }
 
@@ -166,9 +166,9 @@ impl Weight {
         PackedLinear::from_qtensor(self.weight, self.bias.as_ref())
     }
 
-    pub fn columns(self) -> Result<Vec<Projection>> {
+    pub fn columns(self) -> Result<Vec<PackedProjection>> {
         let part = (self.out_dim(), self.bias.is_some());
-        Ok(Projection::split(self.pack()?, [part]))
+        Ok(PackedProjection::split(self.pack()?, [part]))
     }
 }
 
@@ -245,16 +245,18 @@ mod tests {
                 Ok(())
             };
             let expected = numbers(&weight)?;
-            let outputs = weight.part("w", &LinearPart::Outputs(vec![4..6, 1..2]))?;
+            let outputs = weight.part("w", &LinearShard::Outputs(vec![4..6, 1..2]))?;
             same(&numbers(&outputs)?, &Tensor::cat(&[expected.narrow(0, 4, 2)?, expected.narrow(0, 1, 1)?], 0)?)?;
             same(&outputs.bias.expect("a bias"), &Tensor::new(&[4f32, 5., 1.], &Device::Cpu)?)?;
-            let inputs = weight.part("w", &LinearPart::Inputs { range: 256..512, has_bias: false })?;
+            let inputs = weight.part("w", &LinearShard::Inputs { range: 256..512, has_bias: false })?;
             same(&numbers(&inputs)?, &expected.narrow(1, 256, 256)?)?;
             assert!(inputs.bias.is_none());
             let error = |part| weight.part("w", &part).err().map(|error: Error| error.to_string()).unwrap_or_default();
-            assert!(error(LinearPart::Inputs { range: 0..513, has_bias: true }).starts_with("[gguf] w: inputs 0..513"));
-            assert!(error(LinearPart::Outputs(vec![0..1, 3..7])).starts_with("[gguf] w: outputs 3..7"));
-            let cut = error(LinearPart::Inputs { range: 0..48, has_bias: true });
+            assert!(
+                error(LinearShard::Inputs { range: 0..513, has_bias: true }).starts_with("[gguf] w: inputs 0..513")
+            );
+            assert!(error(LinearShard::Outputs(vec![0..1, 3..7])).starts_with("[gguf] w: outputs 3..7"));
+            let cut = error(LinearShard::Inputs { range: 0..48, has_bias: true });
             assert_eq!(cut.contains("expected whole blocks of"), dtype.block_size() > 1, "{cut}");
         }
         Ok(())

@@ -23,7 +23,7 @@
 mod file;
 mod metadata;
 
-pub use file::{LinearPart, read};
+pub use file::{LinearShard, read};
 
 use std::collections::HashMap;
 use std::io::{Read, Seek};
@@ -41,7 +41,7 @@ use candle_attention_core::internal::projection_shape;
 use candle_attention_core::{MultiHeadAttention, MultiHeadAttentionConfig, RopeConfig, RopeScaling, RopeStyle};
 use candle_attention_modules::base::rowwise::to_vec;
 use candle_attention_modules::base::{HeadShard, Heads, root};
-use candle_attention_modules::linear::{PackedLinear, Projection, ProjectionPlace, Projections};
+use candle_attention_modules::linear::{PackedLinear, PackedProjection, Projection, Projections};
 use candle_attention_modules::norm::{QkNorm, QkNormKind};
 use file::{File, Weight};
 use metadata::{ARCHITECTURES, Metadata};
@@ -111,7 +111,7 @@ fn load<R: Read + Seek>(file: &mut File<R>, layer: usize, shard: HeadShard) -> R
     let cfg = file.with_rope_factors(&metadata, layer_config(&metadata, layer)?)?;
     cfg.validate()?;
 
-    let places = [ProjectionPlace::Query, ProjectionPlace::Key, ProjectionPlace::Value, ProjectionPlace::Output];
+    let places = [Projection::Query, Projection::Key, Projection::Value, Projection::Output];
     let [q, k, v, o] = places.map(|place| projection_shape(&cfg, place));
     let at = |name: &str| format!("blk.{layer}.{name}");
     let biases = cfg.qkv_bias();
@@ -126,13 +126,13 @@ fn load<R: Read + Seek>(file: &mut File<R>, layer: usize, shard: HeadShard) -> R
         if is_part {
             let firsts = [0, q.0, q.0 + k.0];
             let rows = rows.iter().zip(firsts).map(|(rows, first)| first + rows.start..first + rows.end).collect();
-            joint = joint.part("attn_qkv", &LinearPart::Outputs(rows))?;
+            joint = joint.part("attn_qkv", &LinearShard::Outputs(rows))?;
         }
-        Projection::split(joint.pack()?, parts)
+        PackedProjection::split(joint.pack()?, parts)
     } else {
         let mut weight = |name, shape, bias, own: &Range<usize>| {
             let whole = file.weight(&at(name), shape, bias)?;
-            if is_part { whole.part(name, &LinearPart::Outputs(vec![own.clone()])) } else { Ok(whole) }
+            if is_part { whole.part(name, &LinearShard::Outputs(vec![own.clone()])) } else { Ok(whole) }
         };
         let all = [
             weight("attn_q", q, biases[0], &rows[0])?,
@@ -141,14 +141,14 @@ fn load<R: Read + Seek>(file: &mut File<R>, layer: usize, shard: HeadShard) -> R
         ];
         let kind = |own: &Weight| (own.weight.dtype(), own.weight.shape().dims()[1]);
         if all.iter().all(|own| kind(own) == kind(&all[0])) {
-            Projection::split(Weight::concat(&all)?.pack()?, parts)
+            PackedProjection::split(Weight::concat(&all)?.pack()?, parts)
         } else {
             all.into_iter().map(Weight::columns).collect::<Result<Vec<_>>>()?.concat()
         }
     };
     let mut output = file.weight(&at("attn_output"), o, cfg.out_bias())?;
     if is_part {
-        let part = LinearPart::Inputs { range: own(Heads::Query, o.1), has_bias: shard.rank() == 0 };
+        let part = LinearShard::Inputs { range: own(Heads::Query, o.1), has_bias: shard.rank() == 0 };
         output = output.part(&at("attn_output"), &part)?;
     }
     let projections = Projections::of_columns([qkv, output.columns()?].concat(), device);
@@ -191,7 +191,7 @@ pub fn load_linear_part<R: Read + Seek>(
     content: &Content,
     reader: &mut R,
     name: &str,
-    part: &LinearPart,
+    part: &LinearShard,
     device: &Device,
 ) -> Result<PackedLinear> {
     File { content, reader, device }.linear(name)?.part(name, part)?.pack()

@@ -2,7 +2,7 @@
 
 use std::sync::LazyLock;
 
-use candle_attention_core::{KvSource, MultiHeadAttentionConfig, MultiHeadLatentAttentionConfig};
+use candle_attention_core::{KvSharing, MultiHeadAttentionConfig, MultiHeadLatentAttentionConfig};
 use candle_attention_delta::GatedDeltaNetConfig;
 use candle_attention_modules::base::did_you_mean;
 use candle_attention_modules::norm::QkNorm;
@@ -99,7 +99,7 @@ impl<'a> Entry<'a> {
         };
         let cfg = self.family.rules.iter().try_fold(cfg, |cfg, rule| rule(fields, cfg))?;
         let cfg = match self.earlier(fields)? {
-            Some(_) => cfg.with_kv_source(KvSource::EarlierLayer).with_k_bias(false).with_v_bias(false),
+            Some(_) => cfg.with_kv_sharing(KvSharing::EarlierLayer).with_k_bias(false).with_v_bias(false),
             None if self.family.value_norm => cfg.with_value_norm(fields.get_or("rms_norm_eps", 1e-6)?),
             None => cfg,
         };
@@ -162,7 +162,7 @@ impl<'a> Entry<'a> {
     }
 
     /// The earlier layer whose keys and values a layer reads.
-    pub fn kv_layer(&self, layer: usize) -> Result<Option<usize>> {
+    pub fn kv_shared_layer(&self, layer: usize) -> Result<Option<usize>> {
         self.earlier(&self.fields(layer)?)
     }
 
@@ -315,7 +315,7 @@ impl<'a> Entry<'a> {
         let cfg = cfg.with_causal(causal);
         Ok(match encoder.unwrap_or(window) {
             Some(window) if causal => cfg.with_window(window),
-            Some(side) => cfg.with_band(side, side),
+            Some(side) => cfg.with_local_window(side, side),
             None => cfg,
         })
     }

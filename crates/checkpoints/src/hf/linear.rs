@@ -104,7 +104,7 @@ fn olmo(fields: &Fields, [embed_dim, heads]: [usize; 2]) -> Result<Config> {
         .with_key_head_dim(key_width)
         .with_value_head_dim(size("linear_value_head_dim", key_width.saturating_mul(2))?)
         .with_conv_kernel(fields.get_or(SIZES[2], 4)?)
-        .with_doubled_beta(fields.flag("linear_allow_neg_eigval", true)?)
+        .with_allow_neg_eigval(fields.flag("linear_allow_neg_eigval", true)?)
         .with_norm_eps(1e-5))
 }
 

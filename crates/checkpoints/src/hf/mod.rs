@@ -161,10 +161,10 @@
 //!
 //! # Gemma 3n and Gemma 4
 //!
-//! The last layers of these have no keys and values: [`kv_layer`] names the earlier layer whose they are. In generation
+//! The last layers of these have no keys and values: [`kv_shared_layer`] names the earlier layer whose they are. In generation
 //! they read its [cache](candle_attention_core::AttentionInput::with_shared_cache), and without one its
 //! [memory](MultiHeadAttention::project_memory). Layers that see all keys may have wider heads, and keys as values
-//! ([`KvSource`](candle_attention_core::KvSource)).
+//! ([`KvSharing`](candle_attention_core::KvSharing)).
 //!
 //! ```
 //! use candle_attention::{AttentionCache, AttentionCacheConfig, AttentionInput, hf};
@@ -186,7 +186,7 @@
 //!     let mut xs = Tensor::randn(0f32, 1., (2, t, 64), &Device::Cpu)?;
 //!     for (i, layer) in layers.iter().enumerate() {
 //!         let input = AttentionInput::new(&xs).with_residual(&xs);
-//!         xs = layer.forward_with(match hf::kv_layer(&config, i)? {
+//!         xs = layer.forward_with(match hf::kv_shared_layer(&config, i)? {
 //!             Some(earlier) => input.with_shared_cache(&caches[earlier]),
 //!             None => input.with_cache(&mut caches[i]),
 //!         })?;
@@ -320,12 +320,12 @@ pub fn load_attention(json: &Value, layer: usize, vb: VarBuilder) -> Result<Mult
 }
 
 /// The earlier layer whose keys and values a layer reads, if it has none of its own
-/// ([`KvSource::EarlierLayer`](candle_attention_core::KvSource)).
+/// ([`KvSharing::EarlierLayer`](candle_attention_core::KvSharing)).
 ///
 /// # Errors
 /// As [`attention_config`].
-pub fn kv_layer(json: &Value, layer: usize) -> Result<Option<usize>> {
-    Entry::of(json)?.kv_layer(layer)
+pub fn kv_shared_layer(json: &Value, layer: usize) -> Result<Option<usize>> {
+    Entry::of(json)?.kv_shared_layer(layer)
 }
 
 /// [`attention_config`] for the self-attention of a decoder beside an encoder.

@@ -21,7 +21,7 @@ columns! {
     theta: Number = Number("rope_theta", 10_000.0),
     /// `max_position_embeddings`.
     context: usize = 2048,
-    style: RopeStyle = RopeStyle::Halves,
+    style: RopeStyle = RopeStyle::RotateHalf,
     /// Whether LongRoPE is the only scaling, and has two more names (Phi 3).
     long_rope_only: bool = false,
     /// Whether `rope_parameters` may also be one object for layers of all kinds, whose scaling is for those that are

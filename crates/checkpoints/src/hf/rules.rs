@@ -1,20 +1,24 @@
 //! Rules of single families, which rows of the table name where no column says what they need.
 
 use candle_attention_core::{
-    AlibiConfig, KvSource, MultiHeadAttentionConfig as Config, QueryScaling, RopeConfig, RopeScaling, RopeStyle,
+    AlibiConfig, AttentionTemperature, KvSharing, MultiHeadAttentionConfig as Config, RopeConfig, RopeScaling,
+    RopeStyle,
 };
-use candle_attention_modules::gate::{GateActivation, GatePlace, GateScope, OutputGate};
-use candle_attention_modules::norm::{ContextNorm, QkNorm, QkNormKind, QkNormScope};
+use candle_attention_modules::gate::{GateActivation, GateLayout, GateScope, OutputGate};
+use candle_attention_modules::norm::{OutputNorm, QkNorm, QkNormKind, QkNormScope};
 use candle_core::Result;
 
 use super::fields::{Fields, with};
 use super::windows::is_fourth_from_last;
 
 /// A gate in the projection of the queries: Qwen 3 Next's.
-pub(super) const GATE_IN_QUERY: OutputGate =
-    OutputGate { activation: GateActivation::Sigmoid, scope: GateScope::PerEntry, place: GatePlace::Query };
+pub(super) const GATE_IN_QUERY: OutputGate = OutputGate {
+    activation: GateActivation::Sigmoid,
+    scope: GateScope::Elementwise,
+    layout: GateLayout::FusedWithQuery,
+};
 /// A gate with a projection of its own.
-pub(super) const GATE: OutputGate = OutputGate { place: GatePlace::Own { bias: false }, ..GATE_IN_QUERY };
+pub(super) const GATE: OutputGate = OutputGate { layout: GateLayout::Separate { bias: false }, ..GATE_IN_QUERY };
 /// The same with one number for a head.
 pub(super) const GATE_OF_HEADS: OutputGate = OutputGate { scope: GateScope::PerHead, ..GATE };
 
@@ -96,13 +100,13 @@ pub(super) fn softcapped(fields: &Fields, cfg: Config) -> Result<Config> {
 /// BitNet: an RMS norm of the context.
 pub(super) fn rms_of_context(fields: &Fields, cfg: Config) -> Result<Config> {
     let eps = fields.get_or("rms_norm_eps", 1e-5)?;
-    Ok(cfg.with_context_norm(ContextNorm { kind: QkNormKind::Rms, eps }))
+    Ok(cfg.with_output_norm(OutputNorm { kind: QkNormKind::Rms, eps }))
 }
 
 /// Kosmos-2: a layer norm of the context.
 pub(super) fn layer_norm_of_context(fields: &Fields, cfg: Config) -> Result<Config> {
     let eps = fields.get_or("layer_norm_eps", 1e-5)?;
-    Ok(cfg.with_context_norm(ContextNorm { kind: QkNormKind::Layer, eps }))
+    Ok(cfg.with_output_norm(OutputNorm { kind: QkNormKind::Layer, eps }))
 }
 
 /// DBRX: `attn_config`.
@@ -229,22 +233,22 @@ pub(super) fn llama4(fields: &Fields, cfg: Config) -> Result<Config> {
         return Ok(cfg);
     }
     let (beta, interval) = (fields.get_or("attn_scale", 0.1)?, fields.get_or("floor_scale", 8192)?);
-    Ok(cfg.with_query_scaling(QueryScaling { beta, interval, first: 1 }))
+    Ok(cfg.with_attention_temperature(AttentionTemperature { beta, interval, first: 1 }))
 }
 
 /// Ministral 3: `llama_4_scaling_beta` beside the parameters of rotary positions.
-pub(super) fn query_scaling(fields: &Fields, cfg: Config) -> Result<Config> {
+pub(super) fn attention_temperature(fields: &Fields, cfg: Config) -> Result<Config> {
     let parameters = match fields.object("rope_parameters")? {
         None => fields.object("rope_scaling")?,
         parameters => parameters,
     };
     let Some(parameters) = parameters else {
-        return Ok(cfg.with_query_scaling(QueryScaling { beta: 0.1, interval: 16_384, first: 0 }));
+        return Ok(cfg.with_attention_temperature(AttentionTemperature { beta: 0.1, interval: 16_384, first: 0 }));
     };
     Ok(match parameters.optional("llama_4_scaling_beta")? {
         Some(beta) => {
             let interval = parameters.required("original_max_position_embeddings")?;
-            cfg.with_query_scaling(QueryScaling { beta, interval, first: 0 })
+            cfg.with_attention_temperature(AttentionTemperature { beta, interval, first: 0 })
         }
         None => cfg,
     })
@@ -291,13 +295,13 @@ pub(super) fn gemma4_full(fields: &Fields, cfg: Config) -> Result<Config> {
     let keys_as_values = fields.flag("attention_k_eq_v", false)?;
     let key_heads = fields.optional("num_global_key_value_heads")?.filter(|_| keys_as_values);
     let cfg = widened(fields, cfg, key_heads)?;
-    Ok(if keys_as_values && is_full(&cfg) { cfg.with_kv_source(KvSource::KeysAsValues) } else { cfg })
+    Ok(if keys_as_values && is_full(&cfg) { cfg.with_kv_sharing(KvSharing::KeysAsValues) } else { cfg })
 }
 
 /// Gemma's diffusion model: the same, always with keys as values.
 pub(super) fn diffusion_gemma_full(fields: &Fields, cfg: Config) -> Result<Config> {
     let cfg = widened(fields, cfg, fields.optional("num_global_key_value_heads")?)?;
-    Ok(if is_full(&cfg) { cfg.with_kv_source(KvSource::KeysAsValues) } else { cfg })
+    Ok(if is_full(&cfg) { cfg.with_kv_sharing(KvSharing::KeysAsValues) } else { cfg })
 }
 
 /// EmbeddingGemma 2: the same, never.
@@ -339,7 +343,7 @@ pub(super) fn equal_heads(fields: &Fields, cfg: Config) -> Result<Config> {
 pub(super) fn mobilebert_values(fields: &Fields, cfg: Config) -> Result<Config> {
     Ok(match fields.flag("use_bottleneck_attention", false)? {
         true => cfg,
-        false => cfg.with_value_size(fields.get_or("hidden_size", 512)?),
+        false => cfg.with_vdim(fields.get_or("hidden_size", 512)?),
     })
 }
 
@@ -351,13 +355,13 @@ pub(super) fn qformer_cross(fields: &Fields, cfg: Config) -> Result<Config> {
         return fields.fail(format!("layer {layer} has no cross-attention, one layer in {every} has"));
     }
     let width = fields.get_or("encoder_hidden_size", 1408)?;
-    Ok(cfg.with_key_size(width).with_value_size(width))
+    Ok(cfg.with_kdim(width).with_vdim(width))
 }
 
 /// TrOCR: the width of the encoder's outputs.
 pub(super) fn trocr_cross(fields: &Fields, cfg: Config) -> Result<Config> {
     let width = fields.optional("cross_attention_hidden_size")?;
-    Ok(with(with(cfg, width, Config::with_key_size), width, Config::with_value_size))
+    Ok(with(with(cfg, width, Config::with_kdim), width, Config::with_vdim))
 }
 
 /// FastSpeech 2's decoder, whose dropout is a field of its own.

@@ -74,11 +74,11 @@ fn layers_have_what_their_rules_say() -> candle_core::Result<()> {
         (json!({"model_type": "step3p5", "query_pre_attn_scalar": 64, "head_dim": 32}), 0, "scale: Some(0.125)"),
         (json!({"model_type": "embedding_gemma2_text"}), 5, "head_dim: Some(512)"),
         (json!({"model_type": "embedding_gemma2_text"}), 5, "num_kv_heads: Some(1)"),
-        (json!({"model_type": "diffusion_gemma_text"}), 5, "kv_source: KeysAsValues"),
-        (json!({"model_type": "gemma4_text", "num_kv_shared_layers": null}), 0, "kv_source: Projected"),
-        (json!({"model_type": "gemma4_text", "attention_k_eq_v": true}), 5, "kv_source: KeysAsValues"),
+        (json!({"model_type": "diffusion_gemma_text"}), 5, "kv_sharing: KeysAsValues"),
+        (json!({"model_type": "gemma4_text", "num_kv_shared_layers": null}), 0, "kv_sharing: None"),
+        (json!({"model_type": "gemma4_text", "attention_k_eq_v": true}), 5, "kv_sharing: KeysAsValues"),
         (json!({"model_type": "seed_oss", "attention_out_bias": true}), 0, "out_bias: true"),
-        (json!({"model_type": "mobilebert"}), 0, "value_size: Some(512)"),
+        (json!({"model_type": "mobilebert"}), 0, "vdim: Some(512)"),
     ] {
         let found = match attention_config(&config, layer) {
             Ok(cfg) => format!("{cfg:?}"),
@@ -91,10 +91,10 @@ fn layers_have_what_their_rules_say() -> candle_core::Result<()> {
     assert!(attention_config(&molmo, 0).is_err() && attention_config(&molmo, 1).is_ok());
 
     let cross = cross_attention_config(&json!({"model_type": "blip_2_qformer", "encoder_hidden_size": 96}), 2)?;
-    assert_eq!((cross.key_size(), cross.value_size()), (96, 96));
+    assert_eq!((cross.kdim(), cross.vdim()), (96, 96));
     assert!(cross_attention_config(&json!({"model_type": "blip_2_qformer"}), 1).is_err());
     let trocr = json!({"model_type": "trocr", "cross_attention_hidden_size": 96});
-    assert_eq!(cross_attention_config(&trocr, 0)?.key_size(), 96);
+    assert_eq!(cross_attention_config(&trocr, 0)?.kdim(), 96);
     let speech = json!({"model_type": "fastspeech2_conformer", "decoder_attention_dropout_rate": 0.5});
     assert_eq!(decoder_attention_config(&speech, 0)?.dropout(), 0.5);
     Ok(())

@@ -16,8 +16,8 @@ use std::process::ExitCode;
 use std::sync::{Arc, Mutex};
 
 use candle_attention::{
-    AttentionInput, Backend, ContentPositions, DeltaInput, GateActivation, GatedDeltaNet, KvSource, MultiHeadAttention,
-    MultiHeadAttentionConfig, PackedSequences, ProjectedMemory, RopeScaling, RopeStyle, hf,
+    AttentionInput, Backend, ContentPositions, DeltaInput, GateActivation, GatedDeltaNet, KvSharing,
+    MultiHeadAttention, MultiHeadAttentionConfig, PackedSequences, ProjectedMemory, RopeScaling, RopeStyle, hf,
 };
 use candle_core::{DType, Device, Error, Result, Shape, Tensor};
 use candle_nn::var_builder::SimpleBackend;
@@ -116,7 +116,7 @@ impl Model {
 
     /// What an earlier layer projects for a layer without keys and values of its own.
     fn earlier(&self, layer: usize) -> Result<Option<ProjectedMemory>> {
-        let Ok(Some(earlier)) = hf::kv_layer(&self.config, layer) else { return Ok(None) };
+        let Ok(Some(earlier)) = hf::kv_shared_layer(&self.config, layer) else { return Ok(None) };
         let (vb, read) = self.noted();
         let earlier = hf::load_attention(&self.config, earlier, vb)?;
         let read = read.lock().expect("no panic before").clone();
@@ -194,7 +194,7 @@ fn linear_attention(json: &Value, layer: usize, vb: VarBuilder) -> Result<Layer>
         (cfg.num_key_heads() < cfg.num_heads(), "grouped heads"),
         (cfg.decay_per_channel(), "decays of channels"),
         (cfg.decay_lower_bound().is_some(), "bounded decays"),
-        (cfg.doubled_beta(), "betas up to 2"),
+        (cfg.allow_neg_eigval(), "betas up to 2"),
         (cfg.gate_activation() == GateActivation::Sigmoid, "a gate by sigmoid"),
     ];
     let has = parts.into_iter().filter(|(has, _)| *has).map(|(_, part)| part.to_string()).collect();
@@ -217,17 +217,17 @@ fn parts(cfg: &MultiHeadAttentionConfig) -> Vec<String> {
     add(cfg.qk_norm().is_some() && !cfg.norm_after_rope(), "norms of queries and keys");
     add(cfg.norm_after_rope(), "norms after rotary positions");
     if let Some(rope) = cfg.rope() {
-        add(rope.style() == RopeStyle::Halves, "rotary");
+        add(rope.style() == RopeStyle::RotateHalf, "rotary");
         add(rope.style() == RopeStyle::Interleaved, "interleaved rotary");
         add(rope.rotary_dim(cfg.head_dim()) < cfg.head_dim(), "partial rotary");
         add(*rope.scaling() != RopeScaling::None, "scaled rotary");
         add(rope.axes().is_some(), "rotary on several axes");
     }
-    add(cfg.query_scaling().is_some(), "queries scaled by position");
+    add(cfg.attention_temperature().is_some(), "queries scaled by position");
     add(cfg.value_norm().is_some(), "norms of values");
-    add(cfg.context_norm().is_some(), "a norm of the context");
-    add(cfg.kv_source() == KvSource::KeysAsValues, "keys as values");
-    add(cfg.kv_source() == KvSource::EarlierLayer, "keys and values of an earlier layer");
+    add(cfg.output_norm().is_some(), "a norm of the context");
+    add(cfg.kv_sharing() == KvSharing::KeysAsValues, "keys as values");
+    add(cfg.kv_sharing() == KvSharing::EarlierLayer, "keys and values of an earlier layer");
     add(cfg.output_gate().is_some(), "output gate");
     add(cfg.alibi().is_some(), "ALiBi");
     add(cfg.relative_bias().is_some(), "relative bias");

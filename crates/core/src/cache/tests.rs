@@ -5,9 +5,9 @@ use candle_core::{DType, Device, Result, Storage, Tensor};
 use super::staged::CachedCall;
 use super::storage::{dequantize, quantize};
 use super::{AttentionCache, AttentionCacheConfig, Padding};
-use crate::mask::{AttentionMask, EmptyRows};
+use crate::mask::{AttentionMask, FullyMaskedRows};
 use crate::sdpa::{Backend, Keys, Outputs, SdpaOptions, scaled_dot_product_attention};
-use candle_attention_kernels::Tier;
+use candle_attention_kernels::InstructionSet;
 use candle_attention_modules::init::TorchSeed;
 
 const B: usize = 2;
@@ -209,14 +209,14 @@ fn masks() -> Result<Vec<AttentionMask>> {
         none(),
         causal(),
         causal().with_window(2),
-        none().with_band(1, 1),
+        none().with_local_window(1, 1),
         causal().with_prefix(vec![3, 7]),
         AttentionMask::causal_upper_left(),
         AttentionMask::causal_with_offset(4),
         none().with_starts(vec![3, 0]),
         none().with_valid_lens(vec![2, 4]),
         none().with_valid_lens(vec![vec![0, 1, 8], vec![5, 0, 2]]),
-        causal().with_keep(&keep),
+        causal().with_bool_mask(&keep),
         causal().with_bias(&bias).with_starts(vec![1, 1]),
         none().with_bias(&(hidden * 1e30)?),
     ])
@@ -253,7 +253,7 @@ fn queries_that_see_nothing_may_weigh_keys_of_8_bits_alike() -> Result<()> {
     let (k, v) = (random((B, 2, 5, 6))?, random((B, 2, 5, 5))?);
     let cache = AttentionCache::new(&AttentionCacheConfig::new().with_q8())?;
     let (staged, _) = stage(&cache, &k, &v, Padding::default())?;
-    let mask = AttentionMask::none().with_valid_lens(vec![3, 0]).with_empty_rows(EmptyRows::Uniform);
+    let mask = AttentionMask::none().with_valid_lens(vec![3, 0]).with_fully_masked_rows(FullyMaskedRows::Uniform);
     let (q, options) = (random((B, H, 5, 6))?, SdpaOptions::default());
     let expected = scaled_dot_product_attention(&q, &rounded(&k)?, &rounded(&v)?, &mask, &options)?;
     assert_close(&staged.attend(&q, &mask, &options, Outputs::Context)?.context, &expected, "uniform rows")
@@ -302,7 +302,8 @@ fn compare(small: &CachedCall, plain: &CachedCall, slides: bool) -> Result<()> {
             let [found, weights] =
                 [&found.weights, &expected.weights].map(|weights| weights.as_ref().expect("asked for"));
             assert_close(found, weights, &format!("weights of mask {n}, {options:?}"))?;
-            let of_tiers = Tier::available().into_iter().map(|tier| options.clone().with_cpu_tier(tier));
+            let of_tiers =
+                InstructionSet::available().into_iter().map(|tier| options.clone().with_instruction_set(tier));
             for options in of_tiers.chain([options.clone().with_backend(Backend::Reference)]) {
                 let what = format!("mask {n}, {options:?}");
                 let options = seeded(&options);

@@ -110,7 +110,7 @@ impl AdditiveAttention {
     /// # Errors
     /// For shapes, dtypes or a mask that do not fit together, and for scores that do not fit in memory.
     pub fn forward(&self, queries: &Tensor, keys: &Tensor, values: &Tensor, mask: &AttentionMask) -> Result<Tensor> {
-        Ok(self.forward_with(AdditiveInput::new(queries, keys, values).with_mask(mask))?.context)
+        Ok(self.forward_with(AdditiveInput::new(queries, keys, values).with_mask(mask))?.output)
     }
 
     /// [`forward`](Self::forward) as the context (B, T_q, D_v), and the weights (B, T_q, T_kv).
@@ -155,7 +155,7 @@ impl AdditiveAttention {
         let options = SdpaOptions { dropout_seed: input.dropout_seed.cloned(), ..options };
         let call = Call::of(OP, [&q, &k, &v], None, None, &mask, &options)?;
         let (context, weights) = run(call, Outputs::Weights)?.with(|found| found.weights.take())?;
-        Ok(AttentionOutput { context: context.squeeze(1)?, weights: weights.squeeze(1)? })
+        Ok(AttentionOutput { output: context.squeeze(1)?, weights: weights.squeeze(1)? })
     }
 
     fn check(&self, queries: &Tensor, keys: &Tensor, values: &Tensor) -> Result<()> {

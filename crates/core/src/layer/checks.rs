@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use super::input::{CallPositions, KeysFrom};
 use super::{AttentionInput, MultiHeadAttention, OP};
 use crate::cache::NewTokens;
-use crate::config::KvSource;
+use crate::config::KvSharing;
 use crate::position::RopeConfig;
 use crate::sdpa::PackedSequences;
 use candle_attention_modules::base::{Dim, Expect, check_keys_and_values, is_addressable};
@@ -80,7 +80,7 @@ impl AttentionInput<'_> {
 pub(super) struct Inputs<'a> {
     /// (B, T_q, embed_dim).
     pub queries: Tensor,
-    /// What keys (B, T_kv, key_size) and values (B, T_kv, value_size) are projected from: clones of the queries or of
+    /// What keys (B, T_kv, kdim) and values (B, T_kv, vdim) are projected from: clones of the queries or of
     /// each other where the caller's are one tensor. `None` for a memory and for an earlier layer's.
     pub key_value: Option<[Tensor; 2]>,
     pub keys_from: KeysFrom<'a>,
@@ -98,7 +98,7 @@ impl MultiHeadAttention {
         let (keys_from, expected) = (input.keys_from(OP)?, self.expected(input.queries.rank() == 3));
         let (queries, residual) = expected.queries(input, cfg.embed_dim(), cfg.out_dim())?;
         let (b, t_q, _) = queries.dims3()?;
-        let is_of_earlier_layer = cfg.kv_source() == KvSource::EarlierLayer;
+        let is_of_earlier_layer = cfg.kv_sharing() == KvSharing::EarlierLayer;
         let (key_value, t_kv) = match keys_from {
             KeysFrom::EarlierLayer(_) if !is_of_earlier_layer => {
                 bail!("[{OP}] the cache of an earlier layer was given, but the layer has keys of its own")
@@ -120,13 +120,13 @@ impl MultiHeadAttention {
                 (Some(key_value), t_kv)
             }
             KeysFrom::Own | KeysFrom::Cache(_) => {
-                if [cfg.key_size(), cfg.value_size()] != [cfg.embed_dim(); 2] {
+                if [cfg.kdim(), cfg.vdim()] != [cfg.embed_dim(); 2] {
                     bail!(
                         "[{OP}] queries are {} wide, the inputs of keys {} and of values {}; expected a \
                          call `with_key_value` or `with_memory` (cross-attention)",
                         cfg.embed_dim(),
-                        cfg.key_size(),
-                        cfg.value_size()
+                        cfg.kdim(),
+                        cfg.vdim()
                     )
                 }
                 (Some([queries.clone(), queries.clone()]), t_q)
@@ -145,7 +145,8 @@ impl MultiHeadAttention {
         let longest = input.packed.map_or([t_q, t_kv], PackedSequences::longest);
         self.check_context(longest.into_iter().fold(tokens.longest(), usize::max))?;
         let axes = cfg.rope().and_then(RopeConfig::axes);
-        let takes_positions = self.rotary.is_some() || cfg.query_scaling().is_some() || self.terms_take_positions();
+        let takes_positions =
+            self.rotary.is_some() || cfg.attention_temperature().is_some() || self.terms_take_positions();
         let positions = input.positions(OP, &tokens, t_kv, axes, takes_positions)?;
         let all = positions.iter().flat_map(|at| [&at.queries].into_iter().chain(&at.keys));
         let length = all.map(|positions| positions.length).max().unwrap_or(0);
@@ -164,11 +165,11 @@ impl MultiHeadAttention {
         [keys, values]: [&Tensor; 2],
     ) -> Result<[Tensor; 2]> {
         let (cfg, is_one) = (&self.config, keys.id() == values.id());
-        if cfg.kv_source() == KvSource::KeysAsValues && !is_one {
+        if cfg.kv_sharing() == KvSharing::KeysAsValues && !is_one {
             bail!("[{OP}] values are the keys' projection, expected one tensor as the input of both")
         }
-        let k_in = expected.check("keys", keys, cfg.key_size())?;
-        let v_in = expected.check("values", values, cfg.value_size())?;
+        let k_in = expected.check("keys", keys, cfg.kdim())?;
+        let v_in = expected.check("values", values, cfg.vdim())?;
         check_keys_and_values(OP, b, &k_in, &v_in)?;
         Ok(if is_one { [k_in.clone(), k_in] } else { [k_in, v_in] })
     }

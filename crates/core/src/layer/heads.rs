@@ -5,10 +5,10 @@ use candle_core::{Result, Tensor, bail};
 use super::checks::Inputs;
 use super::{AttentionInput, MultiHeadAttention, OP};
 use crate::position::{Positions, RopeAxes, RopeConfig, Rotation};
-use ProjectionPlace::{Key, Query, Value};
+use Projection::{Key, Query, Value};
 use candle_attention_modules::base::Expect;
-use candle_attention_modules::linear::{Projected, ProjectionPlace};
-use candle_attention_modules::norm::{QkNormScope, SumFunction};
+use candle_attention_modules::linear::{Projected, Projection};
+use candle_attention_modules::norm::{AllReduce, QkNormScope};
 
 impl MultiHeadAttention {
     /// Queries (B, H, T_q, D), keys (B, H_kv, T_kv, D) and values (B, H_kv, T_kv, D_v), normalised and rotated; no keys
@@ -24,11 +24,11 @@ impl MultiHeadAttention {
         let Projected { q, kv, gate } = self.projections.query_key_value(&inputs.queries, key_value)?;
         let rotation = at_keys.as_ref().or(at_queries.as_ref());
         let kv = match kv {
-            Some([k, v]) => Some([self.heads(Key, k, rotation, input.sum)?, self.heads(Value, v, None, None)?]),
+            Some([k, v]) => Some([self.heads(Key, k, rotation, input.all_reduce)?, self.heads(Value, v, None, None)?]),
             None => input.memory.map(|memory| [memory.k.clone(), memory.v.clone()]),
         };
-        let q = self.heads(Query, q, at_queries.as_ref(), input.sum)?;
-        let scaling = self.config.query_scaling().zip(inputs.positions.as_ref());
+        let q = self.heads(Query, q, at_queries.as_ref(), input.all_reduce)?;
+        let scaling = self.config.attention_temperature().zip(inputs.positions.as_ref());
         let factors = scaling.map(|(scaling, at)| scaling.factors(&at.queries, q.dtype(), q.device())).transpose()?;
         let q = match factors.flatten() {
             // In the order of q's memory, (B, T, H, D).
@@ -43,10 +43,10 @@ impl MultiHeadAttention {
     /// rotated.
     fn heads(
         &self,
-        place: ProjectionPlace,
+        place: Projection,
         mut xs: Tensor,
         rotation: Option<&Rotation>,
-        sum: Option<&SumFunction>,
+        sum: Option<&AllReduce>,
     ) -> Result<Tensor> {
         let (cfg, h_kv) = (&self.config, self.config.num_kv_heads());
         let [of_queries, of_keys, of_values, _] = &self.norms;
@@ -105,7 +105,7 @@ pub(super) fn split_heads(xs: &Tensor, heads: usize) -> Result<Tensor> {
 
 /// Keys (B, H_kv, T_kv, D) and values (B, H_kv, T_kv, D_v) of cross-attention as a layer projected them
 /// ([`MultiHeadAttention::project_memory`]), for as many calls as there are queries to come; or those of a whole
-/// sequence, which later layers read too ([`KvSource::EarlierLayer`](crate::KvSource)).
+/// sequence, which later layers read too ([`KvSharing::EarlierLayer`](crate::KvSharing)).
 #[derive(Debug, Clone)]
 pub struct ProjectedMemory {
     /// Followed by those that the layer appends.
@@ -118,7 +118,7 @@ pub struct ProjectedMemory {
 
 impl MultiHeadAttention {
     /// Projects what cross-attention attends to, an encoder's outputs, once for all steps of a decoder: keys from
-    /// `keys` (B, T_kv, key_size), values from `values` (B, T_kv, value_size), both without B for one sequence.
+    /// `keys` (B, T_kv, kdim), values from `values` (B, T_kv, vdim), both without B for one sequence.
     ///
     /// [`AttentionInput::with_memory`] gives the numbers of [`with_key_value`](AttentionInput::with_key_value) in a
     /// call of this layer; another layer's memory of the same shape cannot be told from its own. Rotary positions of

@@ -11,10 +11,10 @@ use super::ProjectedMemory;
 use crate::cache::{AttentionCache, NewTokens, Padding};
 use crate::mask::AttentionMask;
 use crate::position::{Positions, RopeAxes};
-use crate::sdpa::{AttentionFunction, Backend, OutputOrder, PackedSequences, SdpaOptions};
+use crate::sdpa::{AttentionFunction, Backend, OutputLayout, PackedSequences, SdpaOptions};
 use candle_attention_modules::base::options;
 use candle_attention_modules::init::TorchSeed;
-use candle_attention_modules::norm::SumFunction;
+use candle_attention_modules::norm::AllReduce;
 
 /// The positions of a call's tokens.
 pub(super) struct CallPositions {
@@ -81,19 +81,19 @@ pub struct AttentionInput<'a> {
     /// as a warning.
     pub(super) cache: Option<&'a mut AttentionCache>,
     /// Attention to the keys and values in the cache of an earlier layer, whose call with the same tokens and padding
-    /// came before: for layers that have none of their own ([`KvSource::EarlierLayer`](crate::KvSource)). The queries
+    /// came before: for layers that have none of their own ([`KvSharing::EarlierLayer`](crate::KvSharing)). The queries
     /// stand at its last positions. A sliding cache has to be made
     /// [`with_shared`](crate::AttentionCacheConfig::with_shared) for calls of more tokens than its window has.
     ///
     /// ```
-    /// use candle_attention::{AttentionCache, AttentionInput, KvSource, MultiHeadAttention, MultiHeadAttentionConfig};
+    /// use candle_attention::{AttentionCache, AttentionInput, KvSharing, MultiHeadAttention, MultiHeadAttentionConfig};
     /// use candle_core::{DType, Device, Tensor};
     /// use candle_nn::VarBuilder;
     /// # fn main() -> candle_core::Result<()> {
     /// let vb = VarBuilder::zeros(DType::F32, &Device::Cpu);
     /// let cfg = MultiHeadAttentionConfig::new(64, 4).with_causal(true);
     /// let earlier = MultiHeadAttention::new(&cfg, vb.clone())?;
-    /// let later = MultiHeadAttention::new(&cfg.with_kv_source(KvSource::EarlierLayer), vb)?;
+    /// let later = MultiHeadAttention::new(&cfg.with_kv_sharing(KvSharing::EarlierLayer), vb)?;
     /// let mut cache = AttentionCache::default();
     /// for t in [5, 1, 1] {
     ///     let xs = Tensor::randn(0f32, 1., (2, t, 64), &Device::Cpu)?;
@@ -142,7 +142,7 @@ pub struct AttentionInput<'a> {
     /// How the processes that share a layer's heads ([`load_shard`](crate::MultiHeadAttention::load_shard)) add up
     /// tensors: for norms of whole projections, of which each process has a part (OLMo 2). Two numbers of each token,
     /// in f32, are added up; a layer without such norms does not ask for it.
-    pub(super) sum: Option<&'a SumFunction<'a>>,
+    pub(super) all_reduce: Option<&'a AllReduce<'a>>,
     /// Another function in the place of [`scaled_dot_product_attention`](crate::scaled_dot_product_attention), between
     /// the layer's projections: one that attends to keys of other processes, for example. Queries (B, H, T_q, D) and
     /// keys (B, H_kv, T_kv, D) come normalised and rotated, with the mask and the options of the call; it gives (B, H,
@@ -172,7 +172,7 @@ impl<'a> AttentionInput<'a> {
         Self::unset(xs)
     }
 
-    /// Cross-attention: keys are projected from `keys` (B, T_kv, key_size), values from `values` (B, T_kv, value_size).
+    /// Cross-attention: keys are projected from `keys` (B, T_kv, kdim), values from `values` (B, T_kv, vdim).
     pub fn with_key_value(self, keys: &'a Tensor, values: &'a Tensor) -> Self {
         Self { key_value: Some([keys, values]), ..self }
     }
@@ -224,7 +224,7 @@ impl<'a> AttentionInput<'a> {
         let options = SdpaOptions::default()
             .with_dropout(dropout, self.train)
             .with_backend(self.backend)
-            .with_output_order(OutputOrder::Bthd);
+            .with_output_layout(OutputLayout::Bthd);
         SdpaOptions { dropout_seed: self.dropout_seed.cloned(), ..options }
     }
 

@@ -27,7 +27,7 @@ use crate::position::{
     AlibiConfig, ContentPositions, RelativeBias, RelativeEmbeddings, RotaryEmbedding, ScoreTerm, Term, alibi,
 };
 use candle_attention_modules::base::{Dim, Expect, HeadShard, Heads, ParameterList, Source, save};
-use candle_attention_modules::linear::{ProjectionModule, ProjectionModules, ProjectionPlace, Projections};
+use candle_attention_modules::linear::{Projection, ProjectionModule, ProjectionModules, Projections};
 use candle_attention_modules::norm::{Norm, Span};
 use checks::Expected;
 
@@ -107,7 +107,7 @@ impl MultiHeadAttention {
     ///
     /// Parameters that belong to no projection (`q_norm`, `k_norm`, `sinks`, `bias_k`, `bias_v`) are read from the
     /// builder, and its dtype and device are those of the layer's inputs: each module gets contiguous inputs in that
-    /// dtype and gives the shape of its [`ProjectionPlace`] in the same dtype.
+    /// dtype and gives the shape of its [`Projection`] in the same dtype.
     ///
     /// [`state_dict`](Self::state_dict), [`projections`](Self::projections) and [`save`](Self::save) of such a layer
     /// are errors.
@@ -166,7 +166,7 @@ impl MultiHeadAttention {
     ///
     /// # Errors
     /// As [`load`](Self::load); for more processes than query heads; and for layer norms of whole projections. Root
-    /// mean squares of these (OLMo 2) are sums over all processes, which a call is [given](AttentionInput::with_sum).
+    /// mean squares of these (OLMo 2) are sums over all processes, which a call is [given](AttentionInput::with_all_reduce).
     pub fn load_shard(
         cfg: &MultiHeadAttentionConfig,
         layout: WeightLayout,
@@ -193,7 +193,7 @@ impl MultiHeadAttention {
         let alibi = cfg.alibi().map(|config| alibi(config, h, own, source.vb.device())).transpose()?;
         let mask = if cfg.causal() { AttentionMask::causal() } else { AttentionMask::none() };
         let mask = cfg.window().into_iter().fold(mask, AttentionMask::with_window);
-        let mask = cfg.band().into_iter().fold(mask, |mask, (left, right)| mask.with_band(left, right));
+        let mask = cfg.band().into_iter().fold(mask, |mask, (left, right)| mask.with_local_window(left, right));
         let mask = cfg.chunk().into_iter().fold(mask, AttentionMask::with_chunk);
         let layer = Self {
             config,
@@ -267,7 +267,7 @@ impl MultiHeadAttention {
     /// adapter around it, as in LoRA (arXiv:2106.09685), or something else altogether.
     ///
     /// What `change` is given computes the layer's own projection without a copy of its weights. The module gets
-    /// contiguous inputs in the dtype of the layer's weights, and gives the shape of [`ProjectionPlace`] in the same
+    /// contiguous inputs in the dtype of the layer's weights, and gives the shape of [`Projection`] in the same
     /// dtype. Its parameters are its own: [`state_dict`](Self::state_dict), [`projections`](Self::projections) and
     /// [`save`](Self::save) are errors from now on.
     ///
@@ -277,7 +277,7 @@ impl MultiHeadAttention {
     /// ```
     /// use std::sync::Arc;
     ///
-    /// use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig, ProjectionPlace};
+    /// use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig, Projection};
     /// use candle_core::{DType, Device, Module, Result, Tensor};
     /// use candle_nn::{VarBuilder, VarMap};
     /// # fn main() -> Result<()> {
@@ -288,7 +288,7 @@ impl MultiHeadAttention {
     /// let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
     /// let down = candle_nn::linear_no_bias(64, 8, vb.pp("lora_a"))?;
     /// let up = candle_nn::linear_no_bias(8, 64, vb.pp("lora_b"))?;
-    /// let mha = mha.map_projection(ProjectionPlace::Query, |own| {
+    /// let mha = mha.map_projection(Projection::Query, |own| {
     ///     Ok(Arc::new(move |xs: &Tensor| own.forward(xs)? + up.forward(&down.forward(xs)?)? * 0.5))
     /// })?;
     /// # let xs = Tensor::randn(0f32, 1., (2, 6, 64), &Device::Cpu)?;
@@ -297,7 +297,7 @@ impl MultiHeadAttention {
     /// ```
     pub fn map_projection(
         mut self,
-        place: ProjectionPlace,
+        place: Projection,
         change: impl FnOnce(ProjectionModule) -> Result<ProjectionModule>,
     ) -> Result<Self> {
         self.projections = self.projections.map(projection_shape(&self.config, place).0, place, change)?;
@@ -355,10 +355,10 @@ impl MultiHeadAttention {
     pub fn projections(&self) -> Result<(Linear, Linear, Linear, Option<Linear>)> {
         let mut all = self.projections.to_linears()?;
         let mut take = |place| all.remove(&place);
-        let (Some(q), Some(k)) = (take(ProjectionPlace::Query), take(ProjectionPlace::Key)) else {
+        let (Some(q), Some(k)) = (take(Projection::Query), take(Projection::Key)) else {
             bail!("[{OP}] keys and values are those of an earlier layer, which has their projections")
         };
-        Ok((q, k.clone(), take(ProjectionPlace::Value).unwrap_or(k), take(ProjectionPlace::Output)))
+        Ok((q, k.clone(), take(Projection::Value).unwrap_or(k), take(Projection::Output)))
     }
 
     /// The layer's parameters under the names and in the shapes of a layout, as a state dict that PyTorch reads.

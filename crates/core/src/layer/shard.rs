@@ -7,7 +7,7 @@ use candle_core::{Result, bail};
 use candle_nn::Init;
 
 use super::{MultiHeadAttention, OP};
-use crate::config::{KvSource, MultiHeadAttentionConfig};
+use crate::config::{KvSharing, MultiHeadAttentionConfig};
 use crate::position::{AlibiConfig, Content, ContentPositions, Term, content_specs};
 use candle_attention_modules::base::{HeadShard, Heads, ParameterList, Source, Spec};
 use candle_attention_modules::norm::{
@@ -29,7 +29,7 @@ impl MultiHeadAttentionConfig {
         if n > h {
             bail!("[{OP}] a world size of {n} is more than the {h} query heads")
         }
-        if self.context_norm().is_some() {
+        if self.output_norm().is_some() {
             bail!("[{OP}] a norm of the context spans the heads of all processes")
         }
         let subtracts_mean = |norm: QkNorm| matches!(norm.kind, QkNormKind::Layer | QkNormKind::LayerNoBias);
@@ -51,8 +51,8 @@ impl MultiHeadAttentionConfig {
             .with_head_dim(self.head_dim())
             .with_value_head_dim(self.value_head_dim())
             .with_out_dim(if self.out_proj() { self.out_dim() } else { self.out_dim() / h * queries.len() })
-            .with_key_size(self.key_size())
-            .with_value_size(self.value_size());
+            .with_kdim(self.kdim())
+            .with_vdim(self.vdim());
         if let Some(alibi) = self.alibi().filter(|&alibi| *alibi != AlibiConfig::Falcon) {
             own = own.with_alibi(AlibiConfig::Slopes(alibi.slopes(h)?[queries.clone()].to_vec()));
         }
@@ -74,15 +74,15 @@ impl MultiHeadAttentionConfig {
 /// layer's.
 fn norms(cfg: &MultiHeadAttentionConfig) -> [Option<NormPlace>; 4] {
     let (h, d, qk_norm) = (cfg.num_heads(), cfg.head_dim(), cfg.qk_norm());
-    let k_norm = qk_norm.filter(|_| cfg.kv_source() != KvSource::EarlierLayer);
+    let k_norm = qk_norm.filter(|_| cfg.kv_sharing() != KvSharing::EarlierLayer);
     let without_weight = |eps| QkNorm { kind: QkNormKind::RmsNoWeight, scope: QkNormScope::PerHead, eps };
-    let (value_norm, context_norm) = (cfg.value_norm().map(without_weight), cfg.context_norm().map(QkNorm::from));
+    let (value_norm, output_norm) = (cfg.value_norm().map(without_weight), cfg.output_norm().map(QkNorm::from));
     let (h_kv, d_v) = (cfg.num_kv_heads(), cfg.value_head_dim());
     let all = [
         (qk_norm, OF_QUERIES, Heads::Query, h, d),
         (k_norm, OF_KEYS, Heads::Key, h_kv, d),
         (value_norm, ["v_norm"; 3], Heads::Key, h_kv, d_v),
-        (context_norm, OF_CONTEXT, Heads::Query, h, d_v),
+        (output_norm, OF_CONTEXT, Heads::Query, h, d_v),
     ];
     all.map(|(norm, names, heads, count, width)| norm.map(|norm| NormPlace { norm, names, heads, count, width }))
 }
@@ -92,7 +92,7 @@ fn norms(cfg: &MultiHeadAttentionConfig) -> [Option<NormPlace>; 4] {
 /// # Errors
 /// If the file has what the config does not mention.
 pub(super) fn specs(cfg: &MultiHeadAttentionConfig, source: &Source) -> Result<Vec<Spec>> {
-    refuse_norms(cfg.qk_norm(), cfg.context_norm(), source)?;
+    refuse_norms(cfg.qk_norm(), cfg.output_norm(), source)?;
     let content = content_specs(cfg.content_positions(), [cfg.embed_dim(), cfg.num_heads(), cfg.head_dim()], source)?;
     let mut specs = Vec::new();
     for norm in norms(cfg).into_iter().flatten() {

@@ -8,7 +8,7 @@ use candle_nn::{VarBuilder, VarMap};
 use super::heads::split_heads;
 use crate::config::MultiHeadAttentionConfig;
 use crate::layer::{AttentionInput, MultiHeadAttention};
-use crate::sdpa::{OutputOrder, scaled_dot_product_attention};
+use crate::sdpa::{OutputLayout, scaled_dot_product_attention};
 
 const B: usize = 2;
 const T: usize = 3;
@@ -61,10 +61,10 @@ fn self_attention_reads_columns_of_one_product() -> Result<()> {
 
 #[test]
 fn keys_and_values_of_one_input_are_columns_of_one_product() -> Result<()> {
-    for key_size in [8, 7] {
-        let (queries, keys) = (xs(8)?, xs(key_size)?);
+    for kdim in [8, 7] {
+        let (queries, keys) = (xs(8)?, xs(kdim)?);
         let input = AttentionInput::new(&queries).with_key_value(&keys, &keys);
-        let [q, k, v] = qkv(&layer(&config().with_key_size(key_size))?, input)?.each_ref().map(place);
+        let [q, k, v] = qkv(&layer(&config().with_kdim(kdim))?, input)?.each_ref().map(place);
         assert!(q.0 != k.0 && k.0 == v.0, "one buffer for two");
         assert_eq!((k.1, v.1), (0, 6));
         assert_eq!((k.2, v.2), (vec![T * 16, 3, 16, 1], vec![T * 16, 5, 16, 1]));
@@ -91,7 +91,7 @@ fn heads_are_merged_without_a_copy() -> Result<()> {
     let layer = layer(&config().with_out_proj(false))?;
     let xs = xs(8)?;
     let call = layer.call(&AttentionInput::new(&xs))?;
-    assert_eq!(call.options.output_order, OutputOrder::Bthd);
+    assert_eq!(call.options.output_layout, OutputLayout::Bthd);
     let context = Tensor::zeros((B, T, 4, 5), DType::F32, &Device::Cpu)?;
     let merged = (call.output)(&context.transpose(1, 2)?)?;
     assert_eq!((merged.dims(), place(&merged).0), ([B, T, 20].as_slice(), place(&context).0));

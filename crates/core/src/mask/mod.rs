@@ -10,7 +10,7 @@ mod tensors;
 mod windows;
 
 pub use constraint::ValidLens;
-pub use ranges::KvRanges;
+pub use ranges::KeyRanges;
 pub use windows::Windows;
 
 pub(crate) use constraint::Placement;
@@ -28,7 +28,7 @@ const OP: &str = "attention_mask";
 /// What a query that sees no key receives.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum EmptyRows {
+pub enum FullyMaskedRows {
     /// Zero weights, and so a context of zeros.
     #[default]
     Zero,
@@ -70,7 +70,7 @@ pub struct AttentionMask {
     biases: Vec<Tensor>,
     /// Where the sequences stand, unless each is a whole of T_q queries and T_kv keys.
     placements: Option<Vec<Placement>>,
-    empty_rows: EmptyRows,
+    fully_masked_rows: FullyMaskedRows,
 }
 
 impl AttentionMask {
@@ -174,8 +174,8 @@ impl AttentionMask {
     /// Leaves a query the keys from `left` before its position to `right` after it: local attention in encoders. An
     /// error where the mask is used: a band on joined masks in which queries stand at different positions.
     #[must_use]
-    pub fn with_band(self, left: usize, right: usize) -> Self {
-        self.with_aligned("with_band", Reach::Band { left, right })
+    pub fn with_local_window(self, left: usize, right: usize) -> Self {
+        self.with_aligned("with_local_window", Reach::Band { left, right })
     }
 
     /// Divides positions into chunks of `size`, from 0 on, and leaves a query the keys of its own chunk: Llama 4's
@@ -215,14 +215,14 @@ impl AttentionMask {
     /// Other entries than 0 and 1 are an error where the mask is used. A tensor on a CPU is read for them now; one on
     /// another device, for which the program would wait, counts every entry but 0 as 1.
     #[must_use]
-    pub fn with_keep(mut self, keep: &Tensor) -> Self {
+    pub fn with_bool_mask(mut self, keep: &Tensor) -> Self {
         self.keeps.push(keep.clone());
         let Some(entry) = tensors::largest_entry(keep).filter(|&entry| entry > 1) else { return self };
         let wrong = format!("keep has an entry {entry}, expected ones (the key is seen) and zeros");
         self.with(Constraint::Wrong(wrong))
     }
 
-    /// Adds a float tensor to the scores, broadcastable to (B, H, T_q, T_kv) as [`with_keep`](Self::with_keep) has it:
+    /// Adds a float tensor to the scores, broadcastable to (B, H, T_q, T_kv) as [`with_bool_mask`](Self::with_bool_mask) has it:
     /// two dimensions are (T_q, T_kv). Gradients flow into it.
     #[must_use]
     pub fn with_bias(mut self, bias: &Tensor) -> Self {
@@ -232,8 +232,8 @@ impl AttentionMask {
 
     /// What a query that sees no key receives; zeros unless said otherwise.
     #[must_use]
-    pub fn with_empty_rows(self, empty_rows: EmptyRows) -> Self {
-        Self { empty_rows, ..self }
+    pub fn with_fully_masked_rows(self, fully_masked_rows: FullyMaskedRows) -> Self {
+        Self { fully_masked_rows, ..self }
     }
 
     /// Both masks at once: a key is seen where both leave it, biases add up, and each mask's windows and prefix stay
@@ -248,8 +248,8 @@ impl AttentionMask {
         both.keeps.extend_from_slice(&other.keeps);
         both.biases.extend_from_slice(&other.biases);
         both.placements = both.placements.or_else(|| other.placements.clone());
-        if other.empty_rows == EmptyRows::Uniform {
-            both.empty_rows = EmptyRows::Uniform;
+        if other.fully_masked_rows == FullyMaskedRows::Uniform {
+            both.fully_masked_rows = FullyMaskedRows::Uniform;
         }
         both
     }
@@ -272,8 +272,8 @@ impl AttentionMask {
     }
 
     /// What a query that sees no key receives.
-    pub fn empty_rows(&self) -> EmptyRows {
-        self.empty_rows
+    pub fn fully_masked_rows(&self) -> FullyMaskedRows {
+        self.fully_masked_rows
     }
 
     /// Whether a query may see keys after its own: nothing hides these, and no tensor is there that could.

@@ -8,21 +8,21 @@ use candle_core::{Device, Result, Tensor, bail};
 
 use super::constraint::{Constraint, Placement};
 use super::tensors::{all_of, check_memory, fit, readable};
-use super::{AttentionMask, EmptyRows, OP};
+use super::{AttentionMask, FullyMaskedRows, OP};
 use candle_attention_modules::base::filled;
 
 /// The structural constraints of an [`AttentionMask`] for given B, T_q and T_kv.
 ///
 /// `Display` draws the (T_q, T_kv) matrix of each sequence: `1` a key that is seen, `.` one that is hidden.
 #[derive(Debug, Clone)]
-pub struct KvRanges {
+pub struct KeyRanges {
     b: usize,
     t_q: usize,
     t_kv: usize,
     mask: AttentionMask,
 }
 
-impl KvRanges {
+impl KeyRanges {
     /// The keys that query `i` of sequence `b` sees; `0..0` when it sees none, or lies outside the shape.
     pub fn kv_range(&self, b: usize, i: usize) -> Range<usize> {
         if b >= self.b || i >= self.t_q {
@@ -40,7 +40,7 @@ impl KvRanges {
     }
 }
 
-impl fmt::Display for KvRanges {
+impl fmt::Display for KeyRanges {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for b in 0..self.b {
             if b > 0 {
@@ -148,10 +148,10 @@ impl AttentionMask {
     /// # Errors
     /// For lengths whose shape is neither (B,) nor (B, T_q), for a window or a chunk of 0, and for what was built on
     /// joined masks that let it mean several things.
-    pub fn resolve(&self, b: usize, t_q: usize, t_kv: usize) -> Result<KvRanges> {
+    pub fn resolve(&self, b: usize, t_q: usize, t_kv: usize) -> Result<KeyRanges> {
         self.check(b, &[[t_q, t_kv]])?;
         let mask = Self { keeps: Vec::new(), biases: Vec::new(), ..self.clone() };
-        Ok(KvRanges { b, t_q, t_kv, mask })
+        Ok(KeyRanges { b, t_q, t_kv, mask })
     }
 
     /// What is left to each query of a batch, for `op`.
@@ -258,7 +258,7 @@ impl AttentionMask {
         if placements.iter().all(|placement| *placement == whole) {
             return Ok(self.clone());
         }
-        if self.empty_rows == EmptyRows::Uniform {
+        if self.fully_masked_rows == FullyMaskedRows::Uniform {
             bail!("[{OP}] uniform empty rows weigh all keys alike, expected every sequence to hold all of its keys")
         }
         let cut = |what, tensors: &[Tensor]| {
@@ -287,7 +287,7 @@ impl AttentionMask {
     pub fn of_part(&self, b: usize, queries: Range<usize>, keys: Range<usize>) -> Result<Self> {
         let obstacle = match self.tensor_kind() {
             Some(tensor) => Some(format!("has a {tensor} tensor")),
-            None if self.empty_rows == EmptyRows::Uniform => {
+            None if self.fully_masked_rows == FullyMaskedRows::Uniform => {
                 Some("has uniform empty rows, which weigh all keys".into())
             }
             None => self.placements.as_ref().map(|_| "is of a part already".into()),
@@ -304,7 +304,7 @@ impl AttentionMask {
     fn placed(&self, placements: Vec<Placement>) -> Self {
         let is_of_rows = |constraint: &&Constraint| !matches!(constraint, Constraint::Columns(_));
         let constraints = self.constraints.iter().filter(is_of_rows).cloned().collect();
-        Self { constraints, empty_rows: self.empty_rows, placements: Some(placements), ..Self::none() }
+        Self { constraints, fully_masked_rows: self.fully_masked_rows, placements: Some(placements), ..Self::none() }
     }
 }
 

@@ -94,7 +94,7 @@ impl AttentionMask {
         let keep = self.keep_tensor(dims, device)?.map(|keep| appended(keep, 1.0)).transpose()?;
         let bias = self.bias_tensor(dims, dtype, device)?.map(|bias| appended(bias, 0.0)).transpose()?;
         let (keeps, biases) = (Vec::from_iter(keep), Vec::from_iter(bias));
-        Ok(Self { keeps, biases, empty_rows: self.empty_rows, ..Self::none() })
+        Ok(Self { keeps, biases, fully_masked_rows: self.fully_masked_rows, ..Self::none() })
     }
 }
 

@@ -121,6 +121,6 @@ impl Windows {
         let sides = padded.partition(&sides.reshape((1, n * tokens, 1))?)?;
         let keep = sides.broadcast_eq(&sides.transpose(1, 2)?)?.to_device(device)?;
         let keep = keep.broadcast_as((b, n, tokens, tokens))?.contiguous()?;
-        Ok(AttentionMask::none().with_keep(&keep.reshape((b * n, 1, tokens, tokens))?))
+        Ok(AttentionMask::none().with_bool_mask(&keep.reshape((b * n, 1, tokens, tokens))?))
     }
 }

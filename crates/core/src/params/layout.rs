@@ -6,7 +6,7 @@ use std::str::FromStr;
 use candle_core::{Error, Result, bail};
 
 use candle_attention_modules::base::did_you_mean;
-use candle_attention_modules::linear::ProjectionPlace::{self, Gate, Key, Output, Query, Value};
+use candle_attention_modules::linear::Projection::{self, Gate, Key, Output, Query, Value};
 
 /// How a checkpoint lays out the projections of one attention layer.
 ///
@@ -316,7 +316,7 @@ fn torch(one_width: bool) -> Vec<LayoutTensor> {
 pub const GATE_NAMES: [&str; 2] = ["gate_proj", "g_proj"];
 
 /// The projections in the order in which layouts name them.
-static PLACES: [ProjectionPlace; 5] = [Query, Key, Value, Output, Gate];
+static PLACES: [Projection; 5] = [Query, Key, Value, Output, Gate];
 
 /// A weight or a bias of a layout.
 #[derive(Debug, Clone)]
@@ -327,12 +327,12 @@ pub struct LayoutTensor {
     /// Whether it is a bias.
     pub is_bias: bool,
     /// The projections whose rows it holds.
-    pub places: &'static [ProjectionPlace],
+    pub places: &'static [Projection],
 }
 
 impl LayoutTensor {
     /// A weight and its bias.
-    fn of_module(module: impl Into<String>, kind: Kind, places: &'static [ProjectionPlace]) -> [Self; 2] {
+    fn of_module(module: impl Into<String>, kind: Kind, places: &'static [Projection]) -> [Self; 2] {
         let weight = Self { module: module.into(), kind, is_bias: false, places };
         [weight.clone(), Self { is_bias: true, ..weight }]
     }
@@ -348,7 +348,7 @@ impl LayoutTensor {
     }
 
     /// Whether it holds rows of a projection's weight.
-    pub fn holds(&self, place: ProjectionPlace) -> bool {
+    pub fn holds(&self, place: Projection) -> bool {
         !self.is_bias && self.places.contains(&place)
     }
 

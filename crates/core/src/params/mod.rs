@@ -13,10 +13,10 @@ use candle_core::{Result, Tensor, bail};
 use candle_nn::Linear;
 use tensors::projection_tensors;
 
-use crate::config::{KvSource, MultiHeadAttentionConfig};
+use crate::config::{KvSharing, MultiHeadAttentionConfig};
 use candle_attention_modules::base::{Heads, Source, WeightAndBias, fits_in_memory};
-use candle_attention_modules::gate::GatePlace;
-use candle_attention_modules::linear::{ByPlace, ProjectionPlace, Projections};
+use candle_attention_modules::gate::GateLayout;
+use candle_attention_modules::linear::{ByPlace, Projection, Projections};
 
 /// The projections in any layout, or this process's part of each, where the config is the whole layer's.
 ///
@@ -29,7 +29,7 @@ pub(crate) fn load_projections(
 ) -> Result<Projections> {
     let own_heads = source.own_range(Heads::Query, cfg.num_heads());
     let tensors = projection_tensors(source.op, cfg, layout, own_heads)?;
-    if !cfg.output_gate().is_some_and(|gate| gate.place != GatePlace::Query) {
+    if !cfg.output_gate().is_some_and(|gate| gate.layout != GateLayout::FusedWithQuery) {
         let names = GATE_NAMES.into_iter().flat_map(|name| ["weight", "bias"].map(|part| format!("{name}.{part}")));
         source.refuse(names, "the config says there is no such gate")?;
     }
@@ -49,9 +49,9 @@ pub(crate) fn load_projections(
         refuse_out_proj(source)?;
     }
     // The published files of layers that read those of an earlier one have both, which nobody reads.
-    if cfg.kv_source() == KvSource::KeysAsValues {
+    if cfg.kv_sharing() == KvSharing::KeysAsValues {
         let all = layout.tensors(0, true);
-        let values = all.iter().filter(|tensor| tensor.holds(ProjectionPlace::Value)).map(LayoutTensor::name);
+        let values = all.iter().filter(|tensor| tensor.holds(Projection::Value)).map(LayoutTensor::name);
         source.refuse(values, "the config says that values are the keys' projection")?;
     }
     if layout.is_stacked() {

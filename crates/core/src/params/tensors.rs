@@ -6,14 +6,14 @@ use candle_core::{Result, Tensor, bail};
 use candle_nn::{Init, Linear};
 
 use super::layout::{Kind, LayoutTensor, QkvOrder, WeightLayout};
-use crate::config::{KvSource, MultiHeadAttentionConfig};
+use crate::config::{KvSharing, MultiHeadAttentionConfig};
 use candle_attention_modules::base::{
     DRAWN_THEN_ZEROED, Heads, Joint, LINEAR_WEIGHT, NO_BIAS, Share, Spec, linear_bias,
 };
-use candle_attention_modules::gate::{GatePlace, OutputGate};
-use candle_attention_modules::linear::{ByPlace, ProjectionPlace};
+use candle_attention_modules::gate::{GateLayout, OutputGate};
+use candle_attention_modules::linear::{ByPlace, Projection};
 
-use ProjectionPlace::{Gate, Key, Output, Query, Value};
+use Projection::{Gate, Key, Output, Query, Value};
 
 /// A weight or a bias of projections, as a checkpoint has it.
 pub(super) struct ProjectionTensor {
@@ -21,7 +21,7 @@ pub(super) struct ProjectionTensor {
     pub joint: Joint,
     pub is_bias: bool,
     /// The projections.
-    pub places: &'static [ProjectionPlace],
+    pub places: &'static [Projection],
     /// Of a stack, the head whose rows they are.
     head: usize,
 }
@@ -29,7 +29,7 @@ pub(super) struct ProjectionTensor {
 impl ProjectionTensor {
     /// The tensor as stored, of whole projections; `None` where one of them, or its bias, is not there.
     pub fn join(&self, projections: &ByPlace<Linear>) -> Result<Option<Tensor>> {
-        let part = |(place, &(rows, _)): (&ProjectionPlace, &(usize, _))| {
+        let part = |(place, &(rows, _)): (&Projection, &(usize, _))| {
             let linear = projections.get(place)?;
             let whole = if self.is_bias { linear.bias()? } else { linear.weight() };
             Some(whole.narrow(0, self.head * rows, rows))
@@ -40,29 +40,29 @@ impl ProjectionTensor {
 }
 
 /// (out, in) of a projection; one that there is not has no outputs.
-pub fn projection_shape(cfg: &MultiHeadAttentionConfig, place: ProjectionPlace) -> (usize, usize) {
-    let (h, h_kv, d_v, source) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.value_head_dim(), cfg.kv_source());
+pub fn projection_shape(cfg: &MultiHeadAttentionConfig, place: Projection) -> (usize, usize) {
+    let (h, h_kv, d_v, source) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.value_head_dim(), cfg.kv_sharing());
     let gate = cfg.output_gate().map_or(0, |gate| h * gate.width(d_v));
     match place {
         Query => (h * cfg.head_dim(), cfg.embed_dim()),
         Gate => (gate, cfg.embed_dim()),
-        Key if source == KvSource::EarlierLayer => (0, cfg.key_size()),
-        Key => (h_kv * cfg.head_dim(), cfg.key_size()),
-        Value if source != KvSource::Projected => (0, cfg.value_size()),
-        Value => (h_kv * d_v, cfg.value_size()),
+        Key if source == KvSharing::EarlierLayer => (0, cfg.kdim()),
+        Key => (h_kv * cfg.head_dim(), cfg.kdim()),
+        Value if source != KvSharing::None => (0, cfg.vdim()),
+        Value => (h_kv * d_v, cfg.vdim()),
         Output => (if cfg.out_proj() { cfg.out_dim() } else { 0 }, h * d_v),
     }
 }
 
 /// Whether the config has a bias on a projection.
-fn has_bias(cfg: &MultiHeadAttentionConfig, place: ProjectionPlace) -> bool {
+fn has_bias(cfg: &MultiHeadAttentionConfig, place: Projection) -> bool {
     let [q, k, v] = cfg.qkv_bias();
     match place {
         Query => q,
         Key => k,
         Value => v,
         Output => cfg.out_bias(),
-        Gate => cfg.output_gate().is_some_and(|gate| gate.place == GatePlace::Own { bias: true }),
+        Gate => cfg.output_gate().is_some_and(|gate| gate.layout == GateLayout::Separate { bias: true }),
     }
 }
 
@@ -80,7 +80,7 @@ pub(super) fn projection_tensors(
     if let Some(problem) = problem(cfg, layout) {
         bail!("[{op}] {problem} (layout {layout})")
     }
-    let one_width = [cfg.key_size(), cfg.value_size()] == [cfg.embed_dim(); 2];
+    let one_width = [cfg.kdim(), cfg.vdim()] == [cfg.embed_dim(); 2];
     let heads = if layout.is_stacked() { heads } else { 0..1 };
     let all = heads.flat_map(move |head| layout.tensors(head, one_width).into_iter().map(move |own| (head, own)));
     Ok(all.filter_map(move |(head, tensor)| ProjectionTensor::new(cfg, layout, head, &tensor)))
@@ -91,10 +91,10 @@ impl ProjectionTensor {
     fn new(cfg: &MultiHeadAttentionConfig, layout: WeightLayout, head: usize, named: &LayoutTensor) -> Option<Self> {
         let LayoutTensor { is_bias, kind, .. } = *named;
         let (h, is_transposed) = (cfg.num_heads(), named.is_transposed());
-        let gate_place = cfg.output_gate().map(|gate| gate.place);
+        let gate_place = cfg.output_gate().map(|gate| gate.layout);
         let places = match (named.places, gate_place) {
-            ([Query], Some(GatePlace::Query)) => &[Query, Gate],
-            ([Gate], Some(GatePlace::Query)) => return None,
+            ([Query], Some(GateLayout::FusedWithQuery)) => &[Query, Gate],
+            ([Gate], Some(GateLayout::FusedWithQuery)) => return None,
             (places, _) => places,
         };
         let groups = match (places, layout) {
@@ -104,7 +104,7 @@ impl ProjectionTensor {
             _ => 1,
         };
         let (is_stacked, (_, in_dim)) = (layout.is_stacked(), projection_shape(cfg, places[0]));
-        let part = |&place: &ProjectionPlace| match (projection_shape(cfg, place).0, place) {
+        let part = |&place: &Projection| match (projection_shape(cfg, place).0, place) {
             (rows, _) if is_stacked => (rows / h, None),
             (rows, Output) => (rows, None),
             (rows, Key | Value) => (rows, Some(Heads::Key)),
@@ -145,13 +145,13 @@ impl ProjectionTensor {
 /// Why the layout cannot hold the config, if it cannot.
 fn problem(cfg: &MultiHeadAttentionConfig, layout: WeightLayout) -> Option<String> {
     let (h, h_kv, d, d_v) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim());
-    let widths @ [q, k, v] = [cfg.embed_dim(), cfg.key_size(), cfg.value_size()];
+    let widths @ [q, k, v] = [cfg.embed_dim(), cfg.kdim(), cfg.vdim()];
     let (tensors, [q_bias, ..]) = (layout.tensors(0, true), cfg.qkv_bias());
     // The first of torch's is that of its output projection.
     let (is_packed, is_torch, is_stack) =
         (tensors[0].places.len() > 1, layout == WeightLayout::Torch, layout.is_stacked());
     let has_place = |gate: OutputGate| {
-        tensors.iter().any(|tensor| tensor.holds(Gate)) && !(is_packed && gate.place == GatePlace::Query)
+        tensors.iter().any(|tensor| tensor.holds(Gate)) && !(is_packed && gate.layout == GateLayout::FusedWithQuery)
     };
     let plain = tensors.iter().find(|tensor| matches!(tensor.kind, Kind::Raw(_)) && has_bias(cfg, tensor.places[0]));
     let plain = plain.map(|tensor| tensor.module.trim_start_matches("heads.0."));
@@ -162,7 +162,7 @@ fn problem(cfg: &MultiHeadAttentionConfig, layout: WeightLayout) -> Option<Strin
             "the config wants an output gate, for which the layout has no place".into(),
         ),
         (
-            cfg.kv_source() != KvSource::Projected && (is_packed || is_torch || is_stack),
+            cfg.kv_sharing() != KvSharing::None && (is_packed || is_torch || is_stack),
             "the layout keeps keys and values with the queries, but the config says they are not all projected".into(),
         ),
         (is_stack && cfg.out_proj(), "a stack of heads has no output projection, but the config has one".into()),

@@ -134,14 +134,14 @@ fn gathered(op: &str, table: &Tensor, indices: impl Iterator<Item = usize>, shap
 /// long contexts stay sharp: Llama 4's attention temperature, Ministral 3 (<https://arxiv.org/abs/2501.19399>).
 ///
 /// ```
-/// use candle_attention::{MultiHeadAttentionConfig, QueryScaling};
-/// let scaling = QueryScaling { beta: 0.1, interval: 8192, first: 1 };
-/// let cfg = MultiHeadAttentionConfig::new(64, 4).with_causal(true).with_query_scaling(scaling);
+/// use candle_attention::{MultiHeadAttentionConfig, AttentionTemperature};
+/// let scaling = AttentionTemperature { beta: 0.1, interval: 8192, first: 1 };
+/// let cfg = MultiHeadAttentionConfig::new(64, 4).with_causal(true).with_attention_temperature(scaling);
 /// cfg.validate().expect("the numbers fit together");
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct QueryScaling {
+pub struct AttentionTemperature {
     /// How fast the factor grows (`attn_scale`, `llama_4_scaling_beta`).
     pub beta: f64,
     /// The positions that have one factor (`floor_scale`, `original_max_position_embeddings`).
@@ -151,13 +151,13 @@ pub struct QueryScaling {
     pub first: usize,
 }
 
-impl QueryScaling {
+impl AttentionTemperature {
     /// Checks the numbers.
     ///
     /// # Errors
     /// Says what was expected and what was found.
     pub fn validate(&self) -> Result<()> {
-        const OP: &str = "query_scaling";
+        const OP: &str = "attention_temperature";
         number::expect(OP, "beta", self.beta, |beta: f64| (beta as f32).is_finite(), "a finite number")?;
         number::within(OP, "interval", self.interval, 1..=u32::MAX as usize)?;
         number::within(OP, "first", self.first, 0..=u32::MAX as usize)

@@ -134,7 +134,7 @@ impl ScoreTerm for RelativeBias {
         };
         match biases.rank() {
             4 => scores.mask = scores.mask.clone().with_bias(&biases),
-            _ => scores.options.distance_bias = Some(biases),
+            _ => scores.options.relative_bias = Some(biases),
         }
         Ok(())
     }
@@ -164,7 +164,7 @@ impl RelativeBias {
         if !h.is_multiple_of(n) {
             bail!("[{OP}] a world size of {n} does not divide the {h} heads")
         }
-        let heads = shard.part_of(h);
+        let heads = shard.rank_range(h);
         let own = self.weight.narrow(1, heads.start, heads.len())?;
         // A view of a variable, which training changes in place.
         Ok(self.with_weight(if own.track_op() { own } else { own.force_contiguous()? }))
@@ -197,7 +197,7 @@ impl RelativeBias {
     /// on: to be added to the scores, see [`AttentionMask::with_bias`](crate::AttentionMask::with_bias). In f32, or f64
     /// where the parameter is. Differentiable.
     ///
-    /// [`distance_bias`](Self::distance_bias) has the same numbers in T_q + T_kv - 1 entries for each head.
+    /// [`by_distance`](Self::by_distance) has the same numbers in T_q + T_kv - 1 entries for each head.
     ///
     /// # Errors
     /// For positions of 2^24 and more, and for more biases than memory holds.
@@ -206,11 +206,11 @@ impl RelativeBias {
     }
 
     /// The biases of [`forward`](Self::forward) by distance, (H, T_q + T_kv - 1): see
-    /// [`SdpaOptions::with_distance_bias`](crate::SdpaOptions::with_distance_bias). Differentiable.
+    /// [`SdpaOptions::with_relative_bias`](crate::SdpaOptions::with_relative_bias). Differentiable.
     ///
     /// # Errors
     /// As [`forward`](Self::forward).
-    pub fn distance_bias(&self, t_q: usize, t_kv: usize, offset: usize) -> Result<Tensor> {
+    pub fn by_distance(&self, t_q: usize, t_kv: usize, offset: usize) -> Result<Tensor> {
         self.computed(&Positions::starting_at(&[offset], t_q)?, &Positions::starting_at(&[0], t_kv)?)
     }
 
@@ -304,7 +304,7 @@ mod tests {
             let diagonal = by_distance.narrow(2, 2 - i, 6)?.flatten_all()?.to_vec1::<f32>()?;
             assert_eq!(diagonal, by_pair.narrow(2, i, 1)?.flatten_all()?.to_vec1::<f32>()?);
         }
-        assert_eq!(bias.distance_bias(3, 6, 4)?.to_vec2::<f32>()?, by_distance.get(0)?.to_vec2::<f32>()?);
+        assert_eq!(bias.by_distance(3, 6, 4)?.to_vec2::<f32>()?, by_distance.get(0)?.to_vec2::<f32>()?);
         let scattered = Positions::of_each(vec![0, 2, 3], 3)?;
         assert_eq!(bias.between(&scattered, &keys)?.dims(), [1, 2, 3, 6]);
         Ok(())

@@ -114,7 +114,7 @@ mod tests {
             AttentionMask::causal().with_window(1),
             AttentionMask::causal().with_window(3),
             none().with_window(2),
-            none().with_band(1, 2),
+            none().with_local_window(1, 2),
             none().with_valid_lens(vec![3, 0]),
             none().with_valid_lens(vec![2, 9]),
             none().with_starts(vec![0, 2]),

@@ -16,7 +16,7 @@ mod tests;
 mod validate;
 mod varlen;
 
-pub use plan::{Backend, OutputOrder, Plan, SdpaOptions};
+pub use plan::{Backend, OutputLayout, Plan, SdpaOptions};
 pub use reference::{masked_softmax, merge_attention};
 pub use statistics::{
     AttentionStatistics, StatisticsOptions, scaled_dot_product_attention_varlen_with_statistics,
@@ -38,7 +38,7 @@ use candle_attention_modules::base::Expect;
 #[derive(Debug, Clone)]
 pub struct AttentionOutput {
     /// The attended values: (B, H, T_q, D_v).
-    pub context: Tensor,
+    pub output: Tensor,
     /// The weights after softmax and dropout: (B, H, T_q, T_kv).
     pub weights: Tensor,
 }
@@ -93,14 +93,14 @@ pub fn scaled_dot_product_attention_with_weights(
 ) -> Result<AttentionOutput> {
     let (context, weights) =
         attend(Outputs::Weights, [q, k, v], None, mask, options)?.with(|found| found.weights.take())?;
-    Ok(AttentionOutput { context, weights })
+    Ok(AttentionOutput { output: context, weights })
 }
 
 /// [`scaled_dot_product_attention`] that also returns the log-sum-exp of each query's scores: (B, H, T_q) in f32 (f64
 /// for f64 inputs), `-inf` for a query that sees no key. A sink counts as one more score.
 ///
 /// The two together are what [`merge_attention`] needs to put attention over parts of the keys back together. Parts
-/// take [`EmptyRows::Zero`](crate::EmptyRows::Zero): whether a row is empty shows only in the whole.
+/// take [`FullyMaskedRows::Zero`](crate::FullyMaskedRows::Zero): whether a row is empty shows only in the whole.
 ///
 /// # Errors
 /// As [`scaled_dot_product_attention`].

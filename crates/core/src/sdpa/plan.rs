@@ -8,12 +8,12 @@ use macro_rules_attribute::apply;
 
 use super::validate::Call;
 use super::{Attended, StatisticsOptions, cpu, gpu, or_reference, reference};
-use crate::mask::EmptyRows;
-use candle_attention_kernels::Tier;
+use crate::mask::FullyMaskedRows;
+use candle_attention_kernels::InstructionSet;
 use candle_attention_modules::base::options;
 use candle_attention_modules::init::TorchSeed;
 
-pub use candle_attention_kernels::flash::OutputOrder;
+pub use candle_attention_kernels::flash::OutputLayout;
 
 /// Which implementation runs.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -40,7 +40,7 @@ pub struct SdpaOptions {
     #[methods(with)]
     pub(crate) softcap: Option<f64>,
     pub(crate) alibi_slopes: Option<Tensor>,
-    pub(crate) distance_bias: Option<Tensor>,
+    pub(crate) relative_bias: Option<Tensor>,
     pub(crate) sinks: Option<Tensor>,
     pub(crate) dropout: f64,
     pub(crate) train: bool,
@@ -53,13 +53,13 @@ pub struct SdpaOptions {
     /// Which implementation runs; [`Backend::Auto`] unless given.
     #[methods(with)]
     pub(crate) backend: Backend,
-    /// In which order the context lies in memory; [`OutputOrder::Bhtd`] unless given.
+    /// In which order the context lies in memory; [`OutputLayout::Bhtd`] unless given.
     #[methods(with)]
-    pub(crate) output_order: OutputOrder,
+    pub(crate) output_layout: OutputLayout,
     /// The instruction set of the fused CPU kernel, for tests and comparisons; the fastest unless given. A call fails
     /// if the processor lacks it.
     #[methods(with)]
-    pub(crate) cpu_tier: Option<Tier>,
+    pub(crate) instruction_set: Option<InstructionSet>,
 }
 
 impl SdpaOptions {
@@ -82,18 +82,18 @@ impl SdpaOptions {
     /// # fn main() -> candle_core::Result<()> {
     /// let q = Tensor::randn(0f32, 1., (2, 4, 5, 64), &Device::Cpu)?;
     /// let kv = Tensor::randn(0f32, 1., (2, 4, 7, 64), &Device::Cpu)?;
-    /// let options = SdpaOptions::default().with_distance_bias(&Tensor::randn(0f32, 1., (4, 5 + 7 - 1), &Device::Cpu)?);
+    /// let options = SdpaOptions::default().with_relative_bias(&Tensor::randn(0f32, 1., (4, 5 + 7 - 1), &Device::Cpu)?);
     /// let y = scaled_dot_product_attention(&q, &kv, &kv, &AttentionMask::none(), &options)?;
     /// # assert_eq!(y.dims(), [2, 4, 5, 64]);
     /// # Ok(()) }
     /// ```
-    pub fn with_distance_bias(self, biases: &Tensor) -> Self {
-        Self { distance_bias: Some(biases.clone()), ..self }
+    pub fn with_relative_bias(self, biases: &Tensor) -> Self {
+        Self { relative_bias: Some(biases.clone()), ..self }
     }
 
     /// Whether scores get a bias by distance.
-    pub fn has_distance_bias(&self) -> bool {
-        self.distance_bias.is_some()
+    pub fn has_relative_bias(&self) -> bool {
+        self.relative_bias.is_some()
     }
 
     /// Attention sinks: a logit for each query head (H,) that joins the softmax and takes weight, but has no value
@@ -113,7 +113,7 @@ impl SdpaOptions {
         for by_head in [&mut own.alibi_slopes, &mut own.sinks].into_iter().flatten() {
             *by_head = by_head.narrow(0, heads.start, heads.len())?;
         }
-        if let Some(biases) = &mut own.distance_bias {
+        if let Some(biases) = &mut own.relative_bias {
             *biases = biases.narrow(D::Minus2, heads.start, heads.len())?;
         }
         Ok(own)
@@ -122,7 +122,7 @@ impl SdpaOptions {
     /// Those of `t_q` queries and `t_kv` keys, of which the first of each sequence is the one at its start: each its
     /// part of a distance bias.
     pub(crate) fn of_keys(&self, starts: &[usize], t_q: usize, t_kv: usize) -> Result<Self> {
-        let Some(biases) = &self.distance_bias else { return Ok(self.clone()) };
+        let Some(biases) = &self.relative_bias else { return Ok(self.clone()) };
         let distances = (t_q + t_kv).saturating_sub(1);
         if starts.iter().all(|&start| start == 0) && biases.dim(D::Minus1)? == distances {
             return Ok(self.clone());
@@ -134,7 +134,7 @@ impl SdpaOptions {
             own.narrow(1, start, len)?.pad_with_zeros(1, 0, distances - len)
         };
         let parts = starts.iter().enumerate().map(part).collect::<Result<Vec<_>>>()?;
-        Ok(Self { distance_bias: Some(Tensor::stack(&parts, 0)?), ..self.clone() })
+        Ok(Self { relative_bias: Some(Tensor::stack(&parts, 0)?), ..self.clone() })
     }
 
     /// Whether weights are dropped.
@@ -223,7 +223,7 @@ impl Outputs<'_> {
 /// What is going to run.
 pub(crate) enum Choice {
     Reference { reason: String },
-    Cpu(Tier),
+    Cpu(InstructionSet),
     Gpu(gpu::Plan),
 }
 
@@ -235,7 +235,7 @@ impl Choice {
         let (options, device, is_tracked) = (&call.options, call.q.device(), call.tracks_gradients());
         let (is_cpu, drops, is_f64) = (device.is_cpu(), options.drops(), call.q.dtype() == DType::F64);
         let (has_seed, is_packed) = (options.dropout_seed.is_some(), call.sequences.is_some());
-        let is_uniform = call.empty_rows == EmptyRows::Uniform;
+        let is_uniform = call.fully_masked_rows == FullyMaskedRows::Uniform;
         if options.backend == Backend::Reference {
             return Ok(Self::Reference { reason: "asked for".into() });
         }
@@ -261,7 +261,7 @@ impl Choice {
         let chosen = match (obstacles.into_iter().find(|&(is_there, _)| is_there), device) {
             (Some((_, obstacle)), _) => Err(obstacle.into()),
             (None, Device::Cpu) => Ok(Self::Cpu(
-                Tier::choose(options.cpu_tier, call.q.dtype() == DType::BF16)
+                InstructionSet::choose(options.instruction_set, call.q.dtype() == DType::BF16)
                     .map_err(|error| candle_core::Error::msg(format!("[{}] {error}", call.op)))?,
             )),
             (None, Device::Cuda(_)) => gpu::FLASH_ATTN.plan(call, outputs).map(Self::Gpu),

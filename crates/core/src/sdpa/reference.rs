@@ -6,8 +6,8 @@ use std::ops::Range;
 use candle_core::{D, DType, Device, Result, Tensor, bail};
 
 use super::validate::{Call, Dims};
-use super::{Attended, AttentionStatistics, OutputOrder, Outputs, PackedSequences, SdpaOptions};
-use crate::mask::{AttentionMask, EmptyRows, ValidLens};
+use super::{Attended, AttentionStatistics, OutputLayout, Outputs, PackedSequences, SdpaOptions};
+use crate::mask::{AttentionMask, FullyMaskedRows, ValidLens};
 use candle_attention_kernels::flash::philox_keeps;
 use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, check_memory};
 
@@ -37,7 +37,7 @@ fn attend_sequences(packed: &Call, sequences: &PackedSequences, outputs: Outputs
         let of = |xs: &Tensor, rows: &Range<usize>| xs.narrow(2, rows.start, rows.len());
         let (first, count) = (sequences.longest()[0] - t_q, (t_q + t_kv).saturating_sub(1));
         let distances = |biases: &Tensor| biases.narrow(D::Minus1, first, count);
-        let distance_bias = packed.options.distance_bias.as_ref().map(distances).transpose()?;
+        let relative_bias = packed.options.relative_bias.as_ref().map(distances).transpose()?;
         // Contexts are put in order together.
         let call = Call {
             op: packed.op,
@@ -45,9 +45,9 @@ fn attend_sequences(packed: &Call, sequences: &PackedSequences, outputs: Outputs
             k: of(&packed.k, &keys)?,
             v: of(&packed.v, &keys)?,
             rows: packed.rows.of_sequence(s),
-            options: SdpaOptions { distance_bias, output_order: OutputOrder::Bhtd, ..packed.options.clone() },
+            options: SdpaOptions { relative_bias, output_layout: OutputLayout::Bhtd, ..packed.options.clone() },
             dims: Dims { t_q, t_kv, ..packed.dims },
-            empty_rows: packed.empty_rows,
+            fully_masked_rows: packed.fully_masked_rows,
             // Not of packed sequences.
             scales: None,
             keep: None,
@@ -61,7 +61,7 @@ fn attend_sequences(packed: &Call, sequences: &PackedSequences, outputs: Outputs
         weights.extend(own.weights.map(padded).transpose()?);
     }
     let joined = |parts: &[Tensor]| Tensor::cat(parts, 2)?.contiguous();
-    let context = packed.in_output_order(joined(&contexts)?)?;
+    let context = packed.in_output_layout(joined(&contexts)?)?;
     let weights = if weights.is_empty() { None } else { Some(joined(&weights)?) };
     Ok(Attended { lse: Some(joined(&lses)?), weights, ..Attended::context(context) })
 }
@@ -89,7 +89,7 @@ fn attend_batch(call: &Call, outputs: Outputs, first: [usize; 2]) -> Result<Atte
             None => Tensor::full(f32::NEG_INFINITY, (b, h, t_q), device)?.to_dtype(dtype)?,
         };
         let weights = has_weights.then(|| Tensor::zeros(&scores, dtype, device)).transpose()?;
-        let context = call.in_output_order(Tensor::zeros((b, h, t_q, d_v), call.q.dtype(), device)?)?;
+        let context = call.in_output_layout(Tensor::zeros((b, h, t_q, d_v), call.q.dtype(), device)?)?;
         return Ok(Attended { lse: Some(lse), weights, ..Attended::context(context) });
     }
 
@@ -100,15 +100,15 @@ fn attend_batch(call: &Call, outputs: Outputs, first: [usize; 2]) -> Result<Atte
         scores = ((scores / softcap)?.tanh()? * softcap)?;
     }
     let alibi = call.options.alibi_slopes.as_ref().map(|slopes| alibi_bias(call, &slopes.to_dtype(dtype)?));
-    let distances = call.options.distance_bias.as_ref();
+    let distances = call.options.relative_bias.as_ref();
     let distances = distances.map(|biases| by_diagonal(&biases.to_dtype(dtype)?, [t_q, t_kv]));
     for term in [alibi.transpose()?, distances.transpose()?, call.bias.clone()].into_iter().flatten() {
         scores = scores.broadcast_add(&term)?;
     }
-    let (whole, lse) = visible_softmax(&scores, keep.as_ref(), sinks.as_ref(), call.empty_rows)?;
+    let (whole, lse) = visible_softmax(&scores, keep.as_ref(), sinks.as_ref(), call.fully_masked_rows)?;
     let dropped = dropout(&whole, &call.options, first)?;
     let context = weighted_values(&dropped, &call.v.to_dtype(dtype)?, keep.as_ref())?;
-    let context = call.in_output_order(context.to_dtype(call.q.dtype())?)?;
+    let context = call.in_output_layout(context.to_dtype(call.q.dtype())?)?;
     let weights = if outputs == Outputs::Weights { dropped } else { whole };
     Ok(Attended { lse: Some(lse), weights: has_weights.then_some(weights), ..Attended::context(context) })
 }
@@ -218,7 +218,7 @@ fn visible_softmax(
     scores: &Tensor,
     keep: Option<&Tensor>,
     sinks: Option<&Tensor>,
-    empty_rows: EmptyRows,
+    fully_masked_rows: FullyMaskedRows,
 ) -> Result<(Tensor, Tensor)> {
     let scores = match keep {
         None => scores.clone(),
@@ -250,9 +250,9 @@ fn visible_softmax(
     let lse =
         nothing.where_cond(&constant_like(f64::NEG_INFINITY, &sum)?, &(sum.log()? + &shift)?)?.squeeze(D::Minus1)?;
     let weights = exponentials.broadcast_div(&sum)?;
-    let weights = match empty_rows {
-        EmptyRows::Zero => weights,
-        EmptyRows::Uniform => {
+    let weights = match fully_masked_rows {
+        FullyMaskedRows::Zero => weights,
+        FullyMaskedRows::Uniform => {
             let uniform = constant_like(1.0 / scores.dim(D::Minus1)? as f64, &weights)?;
             empty.broadcast_as(weights.shape())?.where_cond(&uniform, &weights)?
         }
@@ -268,12 +268,16 @@ fn constant_like(value: f64, like: &Tensor) -> Result<Tensor> {
 /// d2l's `masked_softmax`: softmax over the last dimension of scores (B, T_q, T_kv), leaving out the keys at and past a
 /// valid length, given for each sequence (B,) or each query (B, T_q). The result has the shape and dtype of the scores.
 ///
-/// A row whose length is 0 gives zeros with [`EmptyRows::Zero`], and 1/T_kv everywhere with [`EmptyRows::Uniform`], as
+/// A row whose length is 0 gives zeros with [`FullyMaskedRows::Zero`], and 1/T_kv everywhere with [`FullyMaskedRows::Uniform`], as
 /// d2l has it. Unlike d2l's function this one leaves its input as it is.
 ///
 /// # Errors
 /// For scores of another rank or of an integer dtype, and for lengths that do not fit them.
-pub fn masked_softmax(scores: &Tensor, valid_lens: Option<&ValidLens>, empty_rows: EmptyRows) -> Result<Tensor> {
+pub fn masked_softmax(
+    scores: &Tensor,
+    valid_lens: Option<&ValidLens>,
+    fully_masked_rows: FullyMaskedRows,
+) -> Result<Tensor> {
     let expected = Expect::many("masked_softmax", "scores", scores);
     expected.shape(&["B", "T_q", "T_kv"].map(Dim::Any))?.dtype_of(&FLOATS, "")?;
     let (b, t_q, t_kv) = scores.dims3()?;
@@ -283,7 +287,7 @@ pub fn masked_softmax(scores: &Tensor, valid_lens: Option<&ValidLens>, empty_row
         return Ok(scores.clone());
     }
     let floats = scores.unsqueeze(1)?.to_dtype(accumulation_dtype(scores.dtype()))?;
-    let (weights, _) = visible_softmax(&floats, keep.as_ref(), None, empty_rows)?;
+    let (weights, _) = visible_softmax(&floats, keep.as_ref(), None, fully_masked_rows)?;
     weights.squeeze(1)?.to_dtype(scores.dtype())
 }
 
@@ -316,7 +320,7 @@ pub fn merge_attention(parts: &[(Tensor, Tensor)]) -> Result<(Tensor, Tensor)> {
     let dtype = accumulation_dtype(first.dtype());
     let lses = parts.iter().map(|(_, lse)| lse.to_dtype(dtype)?.unsqueeze(D::Minus1)).collect::<Result<Vec<_>>>()?;
     // The shares (.., parts) of the parts in the whole are the softmax of their log-sum-exps.
-    let (shares, lse) = visible_softmax(&Tensor::cat(&lses, D::Minus1)?, None, None, EmptyRows::Zero)?;
+    let (shares, lse) = visible_softmax(&Tensor::cat(&lses, D::Minus1)?, None, None, FullyMaskedRows::Zero)?;
     let lse = lse.to_dtype(first_lse.dtype())?;
     if first.elem_count() == 0 {
         return Ok((first.clone(), lse));

@@ -76,7 +76,7 @@ pub struct AttentionStatistics {
     /// `-Σ w ln w` over the keys of each query, in nats: (B, H, T_q). 0 for a query that sees no key.
     pub entropy: Tensor,
     /// The sum over the queries of the weight that a key has: (B, H, T_kv).
-    pub received: Tensor,
+    pub key_weight_sums: Tensor,
     /// The weights of [`StatisticsOptions::with_weights_of`], if they were asked for: (B, H, rows, columns).
     pub weights: Option<Tensor>,
 }
@@ -84,8 +84,8 @@ pub struct AttentionStatistics {
 impl AttentionStatistics {
     /// All of them.
     pub(crate) fn tensors(&mut self) -> impl Iterator<Item = &mut Tensor> {
-        let Self { top_keys, top_weights, entropy, received, weights } = self;
-        [top_keys, top_weights, entropy, received].into_iter().chain(weights)
+        let Self { top_keys, top_weights, entropy, key_weight_sums, weights } = self;
+        [top_keys, top_weights, entropy, key_weight_sums].into_iter().chain(weights)
     }
 
     /// Those that the kernel found.
@@ -99,7 +99,7 @@ impl AttentionStatistics {
             top_keys: Tensor::from_vec(found.top_keys, (b, h, t_q, k), device)?,
             top_weights: Tensor::from_vec(found.top_weights, (b, h, t_q, k), device)?,
             entropy: Tensor::from_vec(found.entropy, (b, h, t_q), device)?,
-            received: Tensor::from_vec(found.received, (b, h, t_kv), device)?,
+            key_weight_sums: Tensor::from_vec(found.key_weight_sums, (b, h, t_kv), device)?,
             weights: wanted.window.as_ref().map(weights).transpose()?,
         })
     }
@@ -126,7 +126,7 @@ impl AttentionStatistics {
             top_weights: weights.contiguous()?.gather(&top_keys, 3)?,
             top_keys,
             entropy: entropy.to_device(device)?,
-            received: weights.sum(2)?,
+            key_weight_sums: weights.sum(2)?,
             weights: wanted.window.as_ref().map(window).transpose()?,
         })
     }
@@ -150,7 +150,7 @@ impl AttentionStatistics {
 /// let (ys, found) = scaled_dot_product_attention_with_statistics(&xs, &xs, &xs, &causal, &options, &wanted)?;
 /// assert_eq!(ys.dims(), [1, 8, 1000, 64]);
 /// assert_eq!(found.top_keys.dims(), [1, 8, 1000, 4]);
-/// assert_eq!(found.received.dims(), [1, 8, 1000]);
+/// assert_eq!(found.key_weight_sums.dims(), [1, 8, 1000]);
 /// # Ok(()) }
 /// ```
 ///

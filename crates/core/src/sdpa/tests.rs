@@ -16,7 +16,7 @@ fn missing_dimensions_and_a_shared_batch_are_those_of_the_whole_call() -> Result
                 let (context, lse) = scaled_dot_product_attention_with_lse(q, k, v, &mask, &options)?;
                 let output = scaled_dot_product_attention_with_weights(q, k, v, &mask, &options)?;
                 let plain = scaled_dot_product_attention(q, k, v, &mask, &options)?;
-                Ok([plain, context, lse, output.context, output.weights])
+                Ok([plain, context, lse, output.output, output.weights])
             };
             let same = |got: [Tensor; 5], expected: [Tensor; 5]| -> Result<()> {
                 for (got, expected) in got.iter().zip(&expected) {

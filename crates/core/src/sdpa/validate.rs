@@ -2,8 +2,8 @@
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use super::{OutputOrder, PackedSequences, SdpaOptions};
-use crate::mask::{AttentionMask, EmptyRows, RowRanges};
+use super::{OutputLayout, PackedSequences, SdpaOptions};
+use crate::mask::{AttentionMask, FullyMaskedRows, RowRanges};
 pub(super) use candle_attention_kernels::flash::Dims;
 use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, is_addressable, number};
 
@@ -23,7 +23,7 @@ pub(crate) struct Call {
     pub keep: Option<Tensor>,
     /// What it adds to scores, in the dtype that these are computed in; broadcasts likewise.
     pub bias: Option<Tensor>,
-    pub empty_rows: EmptyRows,
+    pub fully_masked_rows: FullyMaskedRows,
     pub options: SdpaOptions,
     /// Of a packed call, whose q, k and v are (1, H, total, D).
     pub sequences: Option<PackedSequences>,
@@ -99,9 +99,9 @@ impl Call {
         let dtype = accumulation_dtype(q.dtype());
         let keep = mask.explicit_keep(scores, q.device())?;
         let bias = mask.bias_tensor(scores, dtype, q.device())?;
-        let (scales, sequences, empty_rows) = (scales.cloned(), sequences.cloned(), mask.empty_rows());
+        let (scales, sequences, fully_masked_rows) = (scales.cloned(), sequences.cloned(), mask.fully_masked_rows());
         let options = options.clone();
-        let call = Self { op, q, k, v, scales, rows, keep, bias, empty_rows, options, sequences, dims };
+        let call = Self { op, q, k, v, scales, rows, keep, bias, fully_masked_rows, options, sequences, dims };
         call.check_options(dtype)?;
         Ok(call)
     }
@@ -112,13 +112,13 @@ impl Call {
     }
 
     /// In which order the context lies in memory.
-    pub fn output_order(&self) -> OutputOrder {
-        if self.sequences.is_some() { OutputOrder::Bthd } else { self.options.output_order }
+    pub fn output_layout(&self) -> OutputLayout {
+        if self.sequences.is_some() { OutputLayout::Bthd } else { self.options.output_layout }
     }
 
     /// A context (B, H, T_q, D_v) that lies in memory in the order of the call.
-    pub fn in_output_order(&self, context: Tensor) -> Result<Tensor> {
-        let order = self.output_order();
+    pub fn in_output_layout(&self, context: Tensor) -> Result<Tensor> {
+        let order = self.output_layout();
         reordered(order, reordered(order, context)?.contiguous()?)
     }
 
@@ -134,8 +134,8 @@ impl Call {
     /// Whether an input is tracked.
     pub fn tracks_gradients(&self) -> bool {
         let Self { q, k, v, bias, options, .. } = self;
-        let SdpaOptions { alibi_slopes, distance_bias, sinks, .. } = options;
-        let given = [bias, alibi_slopes, distance_bias, sinks].map(Option::as_ref);
+        let SdpaOptions { alibi_slopes, relative_bias, sinks, .. } = options;
+        let given = [bias, alibi_slopes, relative_bias, sinks].map(Option::as_ref);
         [q, k, v].map(Some).into_iter().chain(given).flatten().any(Tensor::track_op)
     }
 
@@ -159,7 +159,7 @@ impl Call {
         for (name, tensor, shapes) in [
             ("alibi_slopes", &options.alibi_slopes, by_head),
             ("sinks", &options.sinks, by_head),
-            ("distance_bias", &options.distance_bias, by_distance),
+            ("relative_bias", &options.relative_bias, by_distance),
         ] {
             let Some(tensor) = tensor else { continue };
             let tensor = Expect::one(op, name, tensor).beside("q", self.q.device())?;
@@ -170,8 +170,8 @@ impl Call {
 }
 
 /// A view of (B, H, T, ..) as it lies in memory in an order, and back.
-pub(super) fn reordered(order: OutputOrder, xs: Tensor) -> Result<Tensor> {
-    if order == OutputOrder::Bhtd { Ok(xs) } else { xs.transpose(1, 2) }
+pub(super) fn reordered(order: OutputLayout, xs: Tensor) -> Result<Tensor> {
+    if order == OutputLayout::Bhtd { Ok(xs) } else { xs.transpose(1, 2) }
 }
 
 /// That the lengths of sequences end with the lengths of q and k, and that the mask has no tensor.

@@ -77,7 +77,7 @@ pub struct GatedDeltaNetConfig {
     /// Whether beta is `2 sigmoid(x)`, from 0 to 2, in place of `sigmoid(x)`, from 0 to 1 (OLMo Hybrid's
     /// `linear_allow_neg_eigval`).
     #[serde(default)]
-    doubled_beta: bool,
+    allow_neg_eigval: bool,
     /// The activation of the output gate, which multiplies the normalised context; SiLU unless given.
     #[serde(default = "silu")]
     #[default(silu())]

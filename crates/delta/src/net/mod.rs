@@ -20,7 +20,7 @@ use candle_attention_modules::base::{
     save,
 };
 use candle_attention_modules::gate::GateActivation;
-use candle_attention_modules::linear::{PackedLinear, Projection};
+use candle_attention_modules::linear::{PackedLinear, PackedProjection};
 use candle_attention_modules::norm::RmsNorm;
 use conv::{convolve, tail, taps_of};
 
@@ -68,7 +68,7 @@ const UP: [&str; 2] = ["g_b_proj", "f_b_proj"];
 pub struct GatedDeltaNet {
     config: GatedDeltaNetConfig,
     /// To queries, keys, values, the gate, beta and decays, or to what gate and decays are computed from.
-    inputs: Vec<Projection>,
+    inputs: Vec<PackedProjection>,
     /// In the order of `UP`.
     up: [Option<PackedLinear>; 2],
     /// The weights (C, 1, K) of the convolutions of queries, keys and values.
@@ -141,7 +141,7 @@ impl GatedDeltaNet {
         let up = [up(UP[0], cfg.gate_rank(), width)?, up(UP[1], cfg.decay_rank(), cfg.num_decays())?];
         let convolution = layout.read_convolutions(cfg, &source)?;
         Ok(Self {
-            inputs: Projection::of_rows(&Vec::from_iter(&inputs))?,
+            inputs: PackedProjection::of_rows(&Vec::from_iter(&inputs))?,
             up,
             taps: (!convolution.is_tracked()).then(|| taps_of(&convolution)).transpose()?,
             convolution,
@@ -177,8 +177,9 @@ impl GatedDeltaNet {
         let ([norm, out], mut named) = (layout.norm_and_out(), Vec::new());
         let tensors =
             layout.projections("state_dict", &self.config)?.into_iter().chain(layout.convolutions(&self.config));
-        let projections =
-            Projection::to_linears(&Vec::from_iter(&self.inputs))?.into_iter().map(|linear| linear.weight().clone());
+        let projections = PackedProjection::to_linears(&Vec::from_iter(&self.inputs))?
+            .into_iter()
+            .map(|linear| linear.weight().clone());
         let convolution = self.convolution.tensor()?;
         let channels = self.config.channels().into_iter().map(|channels| part(&convolution, 0, channels));
         let mut weights = projections.chain(channels.collect::<Result<Vec<_>>>()?);
@@ -231,7 +232,7 @@ impl GatedDeltaNet {
             None => (Tensor::zeros(&of_tail, xs.dtype(), xs.device())?, None),
         };
 
-        let projected = Projection::project(&Vec::from_iter(&self.inputs), &xs)?;
+        let projected = PackedProjection::project(&Vec::from_iter(&self.inputs), &xs)?;
         let [q, k, v, gate, beta, decay] = projected.as_slice() else {
             bail!("[{OP}] there are {} projections, expected 6", projected.len())
         };
@@ -270,7 +271,7 @@ impl GatedDeltaNet {
     /// (B, T, H), in the dtype that is computed in.
     fn beta(&self, xs: &Tensor) -> Result<Tensor> {
         let beta = GateActivation::Sigmoid.of(&xs.to_dtype(accumulation_dtype(xs.dtype()))?)?;
-        if self.config.doubled_beta() { beta * 2.0 } else { Ok(beta) }
+        if self.config.allow_neg_eigval() { beta * 2.0 } else { Ok(beta) }
     }
 
     /// The logarithms of decays (B, T, H), or (B, T, H, D_k) of channels, in the dtype that is computed in.

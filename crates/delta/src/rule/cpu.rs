@@ -3,7 +3,7 @@
 use candle_core::{Error, Result, Tensor};
 
 use super::{Call, Dims};
-use candle_attention_kernels::Tier;
+use candle_attention_kernels::InstructionSet;
 use candle_attention_kernels::delta::{
     self, BackwardProblem, Decay, Gradients, Problem, Saved, gated_delta_rule_backward,
 };
@@ -11,7 +11,7 @@ use candle_attention_modules::base::rowwise::{Element, Read, read, to_vec, with_
 use candle_attention_modules::base::{executor, record_two};
 
 /// What the queries read, (B, H, T, D_v), a view of (B, T, H, D_v), and the states (n, H, D_k, D_v).
-pub(super) fn run(mut call: Call, tier: Tier) -> Result<(Tensor, Tensor)> {
+pub(super) fn run(mut call: Call, tier: InstructionSet) -> Result<(Tensor, Tensor)> {
     for tensor in call.rows.iter_mut().chain(call.factors.iter_mut().flatten()) {
         *tensor = with_contiguous_rows(tensor)?;
     }
@@ -72,7 +72,7 @@ impl Call {
     /// From the gradients of the results, that of (B, T, H, D_v), to those of the inputs that are tracked.
     fn gradients<E: Element>(
         &self,
-        tier: Tier,
+        tier: InstructionSet,
         saved: &Saved,
         of_context: &Tensor,
         of_states: Option<Tensor>,

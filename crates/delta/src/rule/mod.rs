@@ -10,7 +10,7 @@ use candle_core::{D, DType, Device, Result, Tensor, bail};
 use macro_rules_attribute::apply;
 
 use candle_attention_core::{Backend, PackedSequences};
-use candle_attention_kernels::Tier;
+use candle_attention_kernels::InstructionSet;
 use candle_attention_kernels::delta::Dims;
 use candle_attention_modules::base::Dim::{self, Any, Named};
 use candle_attention_modules::base::{Expect, FLOATS, accumulation_dtype, fits_in_memory, number, options};
@@ -33,7 +33,7 @@ pub struct DeltaOptions {
     /// The instruction set of the fused CPU kernel, for tests and comparisons; the fastest available unless given. A
     /// call fails if the processor lacks it.
     #[methods(with)]
-    cpu_tier: Option<Tier>,
+    instruction_set: Option<InstructionSet>,
 }
 
 /// Linear attention by the gated delta rule: each token updates the state S (D_k, D_v) of its head, and its query then
@@ -157,12 +157,12 @@ fn run(call: Call) -> Result<(Tensor, Tensor)> {
 }
 
 /// The instruction set of the kernel that runs a call; none where the reference path does.
-fn kernel_tier(call: &Call) -> Result<Option<Tier>> {
+fn kernel_tier(call: &Call) -> Result<Option<InstructionSet>> {
     let options = &call.options;
     let obstacle = match (call.rows[0].device(), call.dtype()) {
         _ if options.backend == Backend::Reference => return Ok(None),
         (Device::Cpu, DType::F64) => "the CPU kernel computes in f32, and the inputs are F64",
-        (Device::Cpu, dtype) => match Tier::choose(options.cpu_tier, dtype == DType::BF16) {
+        (Device::Cpu, dtype) => match InstructionSet::choose(options.instruction_set, dtype == DType::BF16) {
             Ok(tier) => return Ok(Some(tier)),
             Err(error) => bail!("[{}] {error}", call.op),
         },

@@ -89,7 +89,7 @@ impl RingAttention {
         let [q, k, v] = qkv;
         if size > 1 {
             expect_untracked("ring_attention", &[k, v])?;
-            if self.options.has_distance_bias() {
+            if self.options.has_relative_bias() {
                 bail!(
                     "[ring_attention] the options have a distance bias, which is of one process's keys, expected none"
                 )

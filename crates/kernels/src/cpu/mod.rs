@@ -28,6 +28,6 @@ pub(crate) use product::{
     Bf16Pairs, CodeBlocks, ColumnBlock, Columns, F16Rows, Format, LeftOperand, MAX_COLUMNS, Product, Words,
     add_products,
 };
+pub use tier::{InstructionSet, UnsupportedInstructionSet};
 pub(crate) use tier::{Kernel, Layout, SimdTask, dispatch_bf16, dispatch_f32};
-pub use tier::{Tier, TierError};
 pub(crate) use vector::{EXP2_MIN, MAX_LANES, Vector, erfc, prefetch_bytes, sigmoid, tanh};

@@ -4,7 +4,7 @@ mod conversions;
 mod elementary;
 mod products;
 
-use super::{Kernel, SimdTask, Tier, dispatch_bf16, dispatch_f32};
+use super::{InstructionSet, Kernel, SimdTask, dispatch_bf16, dispatch_f32};
 use crate::number::Number;
 
 /// Numbers between -1 and 1 in no order.
@@ -27,7 +27,7 @@ fn on_every_tier<T: SimdTask>(task: impl Fn() -> T) {
             }
         }
     }
-    for tier in Tier::available() {
+    for tier in InstructionSet::available() {
         println!("{tier}");
         dispatch_f32(tier, Compiled(task()));
         dispatch_bf16(tier, Compiled(task()));

@@ -14,7 +14,7 @@ use super::vector::Vector;
 /// The best one that the processor has is chosen once; `CANDLE_ATTENTION_CPU=avx2` in the environment chooses another
 /// for the whole process, a caller may choose one for a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Tier {
+pub enum InstructionSet {
     /// Plain Rust, on every processor.
     Scalar,
     /// Arm's 128-bit vectors.
@@ -34,12 +34,12 @@ pub enum Tier {
 /// The variable that chooses a tier for the process.
 const VARIABLE: &str = "CANDLE_ATTENTION_CPU";
 
-impl Tier {
+impl InstructionSet {
     /// Every tier of every processor, the slowest first.
     pub const ALL: [Self; 7] =
         [Self::Scalar, Self::Neon, Self::NeonBf16, Self::Avx2, Self::Avx512, Self::Avx512Bf16, Self::Amx];
 
-    /// The tiers that this processor has, the slowest first; [`Tier::Scalar`] is always among them.
+    /// The tiers that this processor has, the slowest first; [`InstructionSet::Scalar`] is always among them.
     pub fn available() -> Vec<Self> {
         Self::ALL.into_iter().filter(|tier| tier.is_available()).collect()
     }
@@ -69,11 +69,11 @@ impl Tier {
     ///
     /// # Errors
     /// If this processor lacks the tier, or the environment names none.
-    pub fn choose(asked: Option<Self>, is_bf16: bool) -> Result<Self, TierError> {
+    pub fn choose(asked: Option<Self>, is_bf16: bool) -> Result<Self, UnsupportedInstructionSet> {
         if let Some(tier) = asked {
-            return if tier.is_available() { Ok(tier) } else { Err(TierError::Unavailable(tier)) };
+            return if tier.is_available() { Ok(tier) } else { Err(UnsupportedInstructionSet::Unavailable(tier)) };
         }
-        static FROM_ENVIRONMENT: OnceLock<Result<Option<Tier>, TierError>> = OnceLock::new();
+        static FROM_ENVIRONMENT: OnceLock<Result<Option<InstructionSet>, UnsupportedInstructionSet>> = OnceLock::new();
         match FROM_ENVIRONMENT.get_or_init(from_environment) {
             Ok(Some(tier)) => Ok(*tier),
             Ok(None) => Ok(Self::fastest(is_bf16)),
@@ -84,7 +84,7 @@ impl Tier {
     fn fastest(is_bf16: bool) -> Self {
         // Once: a virtual machine answers what processor it has by a trap, and the projections of a token ask each
         // time.
-        static FASTEST: OnceLock<[Tier; 2]> = OnceLock::new();
+        static FASTEST: OnceLock<[InstructionSet; 2]> = OnceLock::new();
         let of = |is_bf16: bool| {
             let worth = |tier: &Self| match tier {
                 // Beside bf16 they are NEON and AVX-512.
@@ -98,58 +98,60 @@ impl Tier {
     }
 }
 
-fn from_environment() -> Result<Option<Tier>, TierError> {
+fn from_environment() -> Result<Option<InstructionSet>, UnsupportedInstructionSet> {
     let Some(value) = std::env::var_os(VARIABLE).filter(|value| !value.is_empty()) else { return Ok(None) };
     let value = value.to_string_lossy();
-    match value.parse::<Tier>() {
+    match value.parse::<InstructionSet>() {
         Ok(tier) if tier.is_available() => Ok(Some(tier)),
-        Ok(tier) => Err(TierError::Environment(format!("is {tier}, which this processor lacks"))),
-        Err(_) => Err(TierError::Environment(format!("is {value:?}, which is no CPU tier"))),
+        Ok(tier) => Err(UnsupportedInstructionSet::Environment(format!("is {tier}, which this processor lacks"))),
+        Err(_) => Err(UnsupportedInstructionSet::Environment(format!("is {value:?}, which is no CPU tier"))),
     }
 }
 
 /// Why there is no tier for a call.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum TierError {
+pub enum UnsupportedInstructionSet {
     /// The processor lacks it.
-    Unavailable(Tier),
+    Unavailable(InstructionSet),
     /// No tier has this name.
     Unknown(String),
     /// What is wrong with `CANDLE_ATTENTION_CPU`.
     Environment(String),
 }
 
-impl fmt::Display for TierError {
+impl fmt::Display for UnsupportedInstructionSet {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let available = names(&Tier::available());
+        let available = names(&InstructionSet::available());
         match self {
             Self::Unavailable(tier) => {
                 write!(f, "this processor lacks the CPU tier {tier}, expected one of {available}")
             }
-            Self::Unknown(name) => write!(f, "{name:?} is no CPU tier, expected one of {}", names(&Tier::ALL)),
+            Self::Unknown(name) => {
+                write!(f, "{name:?} is no CPU tier, expected one of {}", names(&InstructionSet::ALL))
+            }
             Self::Environment(what) => write!(f, "{VARIABLE} {what}, expected one of {available}"),
         }
     }
 }
 
-impl std::error::Error for TierError {}
+impl std::error::Error for UnsupportedInstructionSet {}
 
-fn names(tiers: &[Tier]) -> String {
-    tiers.iter().map(Tier::to_string).collect::<Vec<_>>().join(", ")
+fn names(tiers: &[InstructionSet]) -> String {
+    tiers.iter().map(InstructionSet::to_string).collect::<Vec<_>>().join(", ")
 }
 
-impl fmt::Display for Tier {
+impl fmt::Display for InstructionSet {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(&format!("{self:?}").to_lowercase())
     }
 }
 
-impl FromStr for Tier {
-    type Err = TierError;
+impl FromStr for InstructionSet {
+    type Err = UnsupportedInstructionSet;
 
-    fn from_str(name: &str) -> Result<Self, TierError> {
+    fn from_str(name: &str) -> Result<Self, UnsupportedInstructionSet> {
         let known = Self::ALL.into_iter().find(|tier| tier.to_string() == name);
-        known.ok_or_else(|| TierError::Unknown(name.into()))
+        known.ok_or_else(|| UnsupportedInstructionSet::Unknown(name.into()))
     }
 }
 
@@ -342,18 +344,20 @@ pub(super) use compiled_for;
 ///
 /// # Panics
 /// If the processor lacks the tier.
-pub(crate) fn dispatch_f32(tier: Tier, task: impl SimdTask) {
+pub(crate) fn dispatch_f32(tier: InstructionSet, task: impl SimdTask) {
     assert!(tier.is_available(), "the processor lacks the CPU tier {tier}");
     // SAFETY: the processor has the tier, and each of the wider ones includes what its match arm runs.
     unsafe {
         match tier {
-            Tier::Scalar => arch::scalar::Scalar::run_simd(task),
+            InstructionSet::Scalar => arch::scalar::Scalar::run_simd(task),
             #[cfg(target_arch = "x86_64")]
-            Tier::Avx2 => arch::avx2::Avx2::run_simd(task),
+            InstructionSet::Avx2 => arch::avx2::Avx2::run_simd(task),
             #[cfg(target_arch = "x86_64")]
-            Tier::Avx512 | Tier::Avx512Bf16 | Tier::Amx => arch::avx512::Avx512::run_simd(task),
+            InstructionSet::Avx512 | InstructionSet::Avx512Bf16 | InstructionSet::Amx => {
+                arch::avx512::Avx512::run_simd(task)
+            }
             #[cfg(target_arch = "aarch64")]
-            Tier::Neon | Tier::NeonBf16 => arch::neon::Neon::run_simd(task),
+            InstructionSet::Neon | InstructionSet::NeonBf16 => arch::neon::Neon::run_simd(task),
             _ => unreachable!("tiers of other processors are not available"),
         }
     }
@@ -363,18 +367,18 @@ pub(crate) fn dispatch_f32(tier: Tier, task: impl SimdTask) {
 ///
 /// # Panics
 /// If the processor lacks the tier.
-pub(crate) fn dispatch_bf16(tier: Tier, task: impl SimdTask) {
+pub(crate) fn dispatch_bf16(tier: InstructionSet, task: impl SimdTask) {
     assert!(tier.is_available(), "the processor lacks the CPU tier {tier}");
     match tier {
         // SAFETY: the processor has the tier.
         #[cfg(target_arch = "x86_64")]
-        Tier::Avx512Bf16 => unsafe { arch::avx512::Avx512Bf16::run_simd(task) },
+        InstructionSet::Avx512Bf16 => unsafe { arch::avx512::Avx512Bf16::run_simd(task) },
         // SAFETY: the processor has the tier.
         #[cfg(target_arch = "x86_64")]
-        Tier::Amx => unsafe { arch::amx::Amx::run_simd(task) },
+        InstructionSet::Amx => unsafe { arch::amx::Amx::run_simd(task) },
         // SAFETY: the processor has the tier.
         #[cfg(target_arch = "aarch64")]
-        Tier::NeonBf16 => unsafe { arch::neon::NeonBf16::run_simd(task) },
+        InstructionSet::NeonBf16 => unsafe { arch::neon::NeonBf16::run_simd(task) },
         _ => dispatch_f32(tier, task),
     }
 }

@@ -15,7 +15,7 @@ pub use problem::{Decay, Dims, Problem};
 
 use half::{bf16, f16};
 
-use crate::cpu::{Kernel, SharedPtr, SimdTask, Tier, Unwritten, Workers, dispatch_f32, for_each_task};
+use crate::cpu::{InstructionSet, Kernel, SharedPtr, SimdTask, Unwritten, Workers, dispatch_f32, for_each_task};
 use crate::error::{Error, check_len, check_tier};
 use crate::number::{Number, Strided};
 use forward::{MAX_HEADS, Shape, Workspace, run_heads};
@@ -105,19 +105,19 @@ struct SavedOutput {
 /// An element whose kernels are compiled here, in this package.
 pub trait DeltaKernels: Number {
     /// [`gated_delta_rule`], whose call nobody else can make.
-    fn gated_delta_rule(call: &Call<Self>, tier: Tier);
+    fn gated_delta_rule(call: &Call<Self>, tier: InstructionSet);
     /// [`gated_delta_rule_backward`], likewise.
-    fn gated_delta_rule_backward(call: &BackwardCall<Self>, tier: Tier);
+    fn gated_delta_rule_backward(call: &BackwardCall<Self>, tier: InstructionSet);
 }
 
 macro_rules! kernels {
     ($($type:ty),*) => {
         $(impl DeltaKernels for $type {
-            fn gated_delta_rule(call: &Call<Self>, tier: Tier) {
+            fn gated_delta_rule(call: &Call<Self>, tier: InstructionSet) {
                 dispatch_f32(tier, call);
             }
 
-            fn gated_delta_rule_backward(call: &BackwardCall<Self>, tier: Tier) {
+            fn gated_delta_rule_backward(call: &BackwardCall<Self>, tier: InstructionSet) {
                 dispatch_f32(tier, call);
             }
         })*
@@ -145,11 +145,11 @@ kernels!(f32, bf16, f16);
 ///
 /// # Errors
 /// [`Error::Shape`] if a slice is shorter than the dimensions need, heads do not divide H, or the sequences are not the
-/// tokens one after the other; [`Error::Tier`] if the processor lacks the tier; [`Error::Memory`] if there is none for
+/// tokens one after the other; [`Error::InstructionSet`] if the processor lacks the tier; [`Error::Memory`] if there is none for
 /// the results.
 ///
 /// ```
-/// use candle_attention_kernels::Tier;
+/// use candle_attention_kernels::InstructionSet;
 /// use candle_attention_kernels::delta::{Dims, Problem, gated_delta_rule};
 /// use candle_attention_kernels::flash::Strided;
 ///
@@ -169,11 +169,15 @@ kernels!(f32, bf16, f16);
 ///     qk_norm: None,
 ///     executor: None,
 /// };
-/// let output = gated_delta_rule::<f32>(&problem, Tier::choose(None, false)?, false)?;
+/// let output = gated_delta_rule::<f32>(&problem, InstructionSet::choose(None, false)?, false)?;
 /// assert_eq!((output.context, output.states), (vec![4.0, 5.0], vec![5.0]));
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-pub fn gated_delta_rule<E: DeltaKernels>(problem: &Problem<E>, tier: Tier, saves: bool) -> Result<Output<E>, Error> {
+pub fn gated_delta_rule<E: DeltaKernels>(
+    problem: &Problem<E>,
+    tier: InstructionSet,
+    saves: bool,
+) -> Result<Output<E>, Error> {
     check_tier(tier)?;
     problem.check()?;
     let Dims { b, t, h, d_v, .. } = problem.dims;
@@ -228,7 +232,7 @@ impl<E: Number> SimdTask for &Call<'_, E> {
 /// As [`gated_delta_rule`], and [`Error::Shape`] for what another call saved and gradients of other shapes.
 pub fn gated_delta_rule_backward<E: DeltaKernels>(
     problem: &BackwardProblem<E>,
-    tier: Tier,
+    tier: InstructionSet,
 ) -> Result<Gradients, Error> {
     check_tier(tier)?;
     let BackwardProblem { forward, saved, context_grad, states_grad } = problem;

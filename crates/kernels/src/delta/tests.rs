@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use super::{BackwardProblem, Decay, Dims, Gradients, Problem, gated_delta_rule, gated_delta_rule_backward};
-use crate::cpu::Tier;
+use crate::cpu::InstructionSet;
 use crate::cpu::tests::numbers;
 use crate::number::Strided;
 
@@ -139,7 +139,7 @@ fn assert_near(found: &[f32], expected: &[f64], what: &str) {
 fn every_rule_equals_plain_loops() {
     for (n, case) in cases().enumerate() {
         let [context, states] = case.oracle(&case.inputs.clone().map(|input| vec![0.0; input.len()]), 0.0);
-        for tier in Tier::available() {
+        for tier in InstructionSet::available() {
             let output = gated_delta_rule(&case.problem(), tier, false).expect("a small call");
             let what = format!("case {n}: {:?}, {tier}", case.dims);
             assert_near(&output.context, &context, &format!("context of {what}"));
@@ -167,7 +167,7 @@ fn gradients_are_the_differences_of_plain_loops() {
             let results = case.oracle(moved, by);
             results.iter().zip(&weights).map(|(result, weights)| dot(result, &wide(weights))).sum()
         };
-        for tier in Tier::available() {
+        for tier in InstructionSet::available() {
             let forward = case.problem();
             let saved = gated_delta_rule(&forward, tier, true).expect("a small call").saved.expect("as wanted");
             let context_grad = Strided { data: &weights[0], strides: [t * h * d_v, d_v, h * d_v] };
@@ -215,7 +215,7 @@ fn threads_change_no_bit() {
         let with_threads = |threads: usize| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a small pool");
             pool.install(|| {
-                let (forward, tier) = (case.problem(), Tier::choose(None, false).expect("there is a tier"));
+                let (forward, tier) = (case.problem(), InstructionSet::choose(None, false).expect("there is a tier"));
                 let output = gated_delta_rule(&forward, tier, true).expect("a small call");
                 let saved = output.saved.expect("as wanted");
                 let context_grad = Strided { data: &output.context, strides: [0, 96, h * 96] };
@@ -237,7 +237,7 @@ fn what_is_no_number_stays_in_its_head() {
     let mut infinite = case.clone();
     infinite.inputs[1][3] = f32::INFINITY;
     let upstream = numbers(20 * 2 * 9, 7);
-    let second_head = |case: &Case, tier: Tier| {
+    let second_head = |case: &Case, tier: InstructionSet| {
         let forward = case.problem();
         let output = gated_delta_rule(&forward, tier, true).expect("a small call");
         let saved = output.saved.expect("as wanted");
@@ -248,7 +248,7 @@ fn what_is_no_number_stays_in_its_head() {
         [output.states, q, k, v, decay, beta, states].map(|mut all| all.split_off(all.len() / 2))
     };
     let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().expect("a small pool");
-    for tier in Tier::available() {
+    for tier in InstructionSet::available() {
         pool.install(|| assert_eq!(second_head(&infinite, tier), second_head(&case, tier), "{tier}"));
     }
 }

@@ -22,8 +22,8 @@ mod tile;
 
 pub use backward::{BackwardProblem, Gradients, Wanted, attend_backward};
 pub use dropout::{Dropout, DropoutMask, philox_keeps};
-pub use problem::{Alibi, Dims, KvRows, OutputOrder, Problem, ScoreOptions, SoftmaxStats, Strided};
-pub use scores::DistanceBias;
+pub use problem::{Alibi, Dims, KvRows, OutputLayout, Problem, ScoreOptions, SoftmaxStats, Strided};
+pub use scores::RelativeBias;
 pub use statistics::{MAX_TOP, Statistics, StatisticsOptions, attend_with_statistics};
 
 use std::mem::MaybeUninit;
@@ -31,7 +31,7 @@ use std::sync::atomic::Ordering;
 
 use half::{bf16, f16};
 
-use crate::cpu::{Kernel, Layout, SimdTask, Tier, Unwritten, for_each_task};
+use crate::cpu::{InstructionSet, Kernel, Layout, SimdTask, Unwritten, for_each_task};
 use crate::error::{Error, check_tier};
 use crate::number::{Number, Stored};
 use pack::{PackPanel, TileRows};
@@ -50,12 +50,12 @@ use tile::Tile;
 ///
 /// # Errors
 /// [`Error::Shape`] if a slice is shorter than the dimensions need, a range ends past the keys, the query heads are no
-/// multiple of the key heads, or only one of keys and values has 8 bits; [`Error::Tier`] if the processor lacks the
+/// multiple of the key heads, or only one of keys and values has 8 bits; [`Error::InstructionSet`] if the processor lacks the
 /// tier; [`Error::Memory`] if there is none for intermediate results.
 ///
 /// ```
-/// use candle_attention_kernels::Tier;
-/// use candle_attention_kernels::flash::{self, Dims, OutputOrder, Problem, ScoreOptions, SoftmaxStats, Strided};
+/// use candle_attention_kernels::InstructionSet;
+/// use candle_attention_kernels::flash::{self, Dims, OutputLayout, Problem, ScoreOptions, SoftmaxStats, Strided};
 ///
 /// // One sequence and head: two queries over two keys of width 2, causal.
 /// let (q, k, v) = ([1.0, 0.0, 0.0, 1.0], [1.0, 0.0, 0.0, 1.0], [1.0, 2.0]);
@@ -67,15 +67,15 @@ use tile::Tile;
 ///     v: rows(&v, 1).into(),
 ///     ranges: &[0..1, 0..2],
 ///     scores: ScoreOptions { scale: 0.5f64.sqrt(), ..Default::default() },
-///     output_order: OutputOrder::Bhtd,
+///     output_layout: OutputLayout::Bhtd,
 ///     executor: None,
 /// };
 /// let mut context = Box::new_uninit_slice(2);
-/// flash::attend(&problem, Tier::choose(None, false)?, &mut context, None, None)?;
+/// flash::attend(&problem, InstructionSet::choose(None, false)?, &mut context, None, None)?;
 ///
 /// // The same into vectors of their own, with the log-sum-exp.
 /// let mut lse = Vec::new();
-/// let context: Vec<f32> = flash::attend_vec(&problem, Tier::Scalar, Some(&mut lse), None)?;
+/// let context: Vec<f32> = flash::attend_vec(&problem, InstructionSet::Scalar, Some(&mut lse), None)?;
 /// let weight = (0.5f32.sqrt()).exp() / (1.0 + (0.5f32.sqrt()).exp());
 /// assert_eq!(context[0], 1.0);
 /// assert!((context[1] - (1.0 - weight + 2.0 * weight)).abs() < 1e-6);
@@ -84,7 +84,7 @@ use tile::Tile;
 /// ```
 pub fn attend<E: AttentionKernels>(
     problem: &Problem<E>,
-    tier: Tier,
+    tier: InstructionSet,
     context: &mut [MaybeUninit<E>],
     lse: Option<&mut [MaybeUninit<f32>]>,
     stats: Option<&mut [MaybeUninit<SoftmaxStats>]>,
@@ -94,7 +94,11 @@ pub fn attend<E: AttentionKernels>(
 }
 
 /// [`attend`], and the statistics of the weights if they are wanted.
-fn attend_to<E: AttentionKernels>(problem: &Problem<E>, tier: Tier, outputs: Outputs<E>) -> Result<(), Error> {
+fn attend_to<E: AttentionKernels>(
+    problem: &Problem<E>,
+    tier: InstructionSet,
+    outputs: Outputs<E>,
+) -> Result<(), Error> {
     check_tier(tier)?;
     let Dims { d, d_v, .. } = problem.dims;
     let call = &Call::new(problem, outputs)?;
@@ -122,7 +126,7 @@ fn attend_to<E: AttentionKernels>(problem: &Problem<E>, tier: Tier, outputs: Out
 /// As [`attend`], and [`Error::Memory`] if there is none for the results.
 pub fn attend_vec<E: AttentionKernels>(
     problem: &Problem<E>,
-    tier: Tier,
+    tier: InstructionSet,
     lse: Option<&mut Vec<f32>>,
     stats: Option<&mut Vec<SoftmaxStats>>,
 ) -> Result<Vec<E>, Error> {
@@ -156,13 +160,13 @@ fn zeros<T: Copy + Default>(what: &str, shape: &[usize]) -> Result<Vec<T>, Error
 /// without optimisation, wherever it is used. Calls are checked before they are made, and nobody else can make one.
 pub trait AttentionKernels: Number {
     /// `None` if memory is short. The processor has the tier.
-    fn run(call: KernelCall<Self>, tier: Tier) -> Option<()>;
+    fn run(call: KernelCall<Self>, tier: InstructionSet) -> Option<()>;
 }
 
 macro_rules! run {
     ($($type:ty),*) => {
         $(impl AttentionKernels for $type {
-            fn run(call: KernelCall<Self>, tier: Tier) -> Option<()> {
+            fn run(call: KernelCall<Self>, tier: InstructionSet) -> Option<()> {
                 let mut done = None;
                 Self::dispatch(tier, Run { call, done: &mut done });
                 done
@@ -228,7 +232,7 @@ fn run_tasks<E: Number>(
     run: &(dyn Fn(&mut Workspace, &AttendTask) + Sync),
 ) -> Option<()> {
     let dims = &call.inputs.dims;
-    let distances = match call.inputs.options.distance_bias {
+    let distances = match call.inputs.options.relative_bias {
         Some(bias) => Some(DistanceTable::new(bias, dims)?),
         None => None,
     };

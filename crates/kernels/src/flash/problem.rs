@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use super::backward::BackwardCall;
 use super::dropout::Dropout;
-use super::scores::{DistanceBias, DistanceTable};
+use super::scores::{DistanceTable, RelativeBias};
 use super::statistics::StatisticsOutput;
 use crate::cpu::{Executor, SharedPtr};
 use crate::error::{Error, check_len};
@@ -14,7 +14,7 @@ use crate::number::{Number, Stored};
 
 /// The order of the context in memory.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum OutputOrder {
+pub enum OutputLayout {
     /// Contiguous as (B, H, T, D).
     #[default]
     Bhtd,
@@ -135,7 +135,7 @@ pub struct ScoreOptions<'a> {
     /// Distances between queries and keys, added to the scores.
     pub alibi: Option<Alibi<'a>>,
     /// Added to the scores by the distance of query and key.
-    pub distance_bias: Option<DistanceBias<'a>>,
+    pub relative_bias: Option<RelativeBias<'a>>,
     /// Added to the scores: (B, H, T_q, T_kv).
     pub bias: Option<Strided<'a, f32, 4>>,
     /// 0 hides a key from a query: (B, H, T_q, T_kv).
@@ -153,7 +153,7 @@ impl Default for ScoreOptions<'_> {
             scale: 1.0,
             softcap: None,
             alibi: None,
-            distance_bias: None,
+            relative_bias: None,
             bias: None,
             keep: None,
             sinks: None,
@@ -193,7 +193,7 @@ impl ScoreOptions<'_> {
 
     /// Whether something of any size is added to scores.
     fn has_bias(&self) -> bool {
-        self.distance_bias.is_some() || self.bias.is_some()
+        self.relative_bias.is_some() || self.bias.is_some()
     }
 
     /// What an exponent and a running maximum count, in powers of two. Masks hold biases down to the least f32, which
@@ -243,7 +243,7 @@ pub struct Problem<'a, E> {
     /// What happens to the scores.
     pub scores: ScoreOptions<'a>,
     /// The order of the context.
-    pub output_order: OutputOrder,
+    pub output_layout: OutputLayout,
     /// Runs the call if it is brief; rayon otherwise.
     pub executor: Option<Executor>,
 }
@@ -278,12 +278,12 @@ impl<E> Problem<'_, E> {
         if let Some(range) = self.ranges.iter().find(|range| !range.is_empty() && range.end > t_kv) {
             return Err(Error::Shape(format!("expected ranges within {t_kv} keys, found {range:?}")));
         }
-        let ScoreOptions { alibi, distance_bias, bias, keep, sinks, dropout, .. } = &self.scores;
+        let ScoreOptions { alibi, relative_bias, bias, keep, sinks, dropout, .. } = &self.scores;
         if let Some(Alibi { slopes, positions }) = alibi {
             check_len("slopes", slopes.len(), h)?;
             check_len("positions", positions.len(), b * t_q)?;
         }
-        distance_bias.map_or(Ok(()), |biases| biases.check(&self.dims))?;
+        relative_bias.map_or(Ok(()), |biases| biases.check(&self.dims))?;
         bias.map_or(Ok(()), |bias| bias.check("bias", [b, h, t_q, t_kv], 1))?;
         keep.map_or(Ok(()), |keep| keep.check("keep", [b, h, t_q, t_kv], 1))?;
         sinks.map_or(Ok(()), |sinks| check_len("sinks", sinks.len(), h))?;
@@ -373,7 +373,7 @@ pub(super) struct Outputs<'a, E> {
 pub struct Call<'a, E> {
     pub(super) q: Strided<'a, E, 3>,
     pub(super) inputs: ScoreInputs<'a>,
-    output_order: OutputOrder,
+    output_layout: OutputLayout,
     /// B·H·T_q rows of D_v elements.
     context: SharedPtr<E>,
     /// (B, H, T_q).
@@ -387,7 +387,7 @@ pub struct Call<'a, E> {
 
 impl<'a, E: Number> Call<'a, E> {
     pub(super) fn new(problem: &Problem<'a, E>, outputs: Outputs<'a, E>) -> Result<Self, Error> {
-        let Problem { dims, q, ranges, scores: options, output_order, executor, .. } = *problem;
+        let Problem { dims, q, ranges, scores: options, output_layout, executor, .. } = *problem;
         let Outputs { context, lse, stats, statistics } = outputs;
         let count = problem.context_len()?;
         problem.check()?;
@@ -398,7 +398,7 @@ impl<'a, E: Number> Call<'a, E> {
         Ok(Self {
             q,
             inputs: ScoreInputs { dims, ranges, options, distances: None },
-            output_order,
+            output_layout,
             context: SharedPtr(context.cast()),
             lse: lse.map(|lse| SharedPtr(lse.as_mut_ptr().cast())),
             stats: stats.map(|stats| SharedPtr(stats.as_mut_ptr().cast())),
@@ -411,9 +411,9 @@ impl<'a, E: Number> Call<'a, E> {
     #[inline(always)]
     pub(super) fn context_row(&self, row: Row) -> *mut E {
         let dims = &self.inputs.dims;
-        let index = match self.output_order {
-            OutputOrder::Bhtd => dims.row_index(row),
-            OutputOrder::Bthd => (row.b * dims.t_q + row.query) * dims.h + row.head,
+        let index = match self.output_layout {
+            OutputLayout::Bhtd => dims.row_index(row),
+            OutputLayout::Bthd => (row.b * dims.t_q + row.query) * dims.h + row.head,
         };
         self.context.0.wrapping_add(index * dims.d_v)
     }

@@ -141,7 +141,7 @@ impl TileScores<'_> {
                     V::load(slopes.as_ptr().add(column)).mul_add(distance, score)
                 });
             }
-            match (self.inputs.distances, &options.distance_bias) {
+            match (self.inputs.distances, &options.relative_bias) {
                 (Some(table), _) => self.add_distances::<V>(table),
                 (None, Some(bias)) => self.add_distances_of_rows(bias),
                 (None, None) => {}
@@ -174,7 +174,7 @@ impl TileScores<'_> {
     ///
     /// # Safety
     /// As [`SimdTask::run`].
-    unsafe fn add_distances_of_rows(&self, bias: &DistanceBias) {
+    unsafe fn add_distances_of_rows(&self, bias: &RelativeBias) {
         let dims = &self.inputs.dims;
         for (column, row) in self.tile.rows.clone().enumerate() {
             let row = dims.row(self.tile.kv, row);
@@ -310,7 +310,7 @@ impl TileScores<'_> {
 /// The score of a query and key `j` gets entry `origin + j` of its head, and nothing where there is no such entry. With
 /// `T_q - 1 - i` as the origin of query i, entry n is that of the n-th diagonal of the scores.
 #[derive(Debug, Clone, Copy)]
-pub struct DistanceBias<'a> {
+pub struct RelativeBias<'a> {
     /// (B, H) rows of `len` contiguous biases. Sequences whose stride is 0 share them.
     pub rows: Strided<'a, f32, 2>,
     /// Biases of a head.
@@ -319,7 +319,7 @@ pub struct DistanceBias<'a> {
     pub origins: &'a [i64],
 }
 
-impl DistanceBias<'_> {
+impl RelativeBias<'_> {
     pub(super) fn check(&self, dims: &Dims) -> Result<(), Error> {
         self.rows.check("distance biases", [dims.b, dims.h], self.len)?;
         check_len("origins", self.origins.len(), dims.b * dims.t_q)
@@ -353,7 +353,7 @@ impl DistanceBias<'_> {
 /// group side by side. The entries of one key and successive query rows are then successive too. Zeros stand before
 /// and behind them. Sums of their gradients have the same places.
 pub(super) struct DistanceTable<'a> {
-    bias: DistanceBias<'a>,
+    bias: RelativeBias<'a>,
     group: usize,
     words: Scratch,
     /// B·H_kv, or H_kv where sequences share biases.
@@ -381,7 +381,7 @@ impl DistanceRun {
 
 impl<'a> DistanceTable<'a> {
     /// `None` where there is no memory for it.
-    pub fn new(bias: DistanceBias<'a>, dims: &Dims) -> Option<Self> {
+    pub fn new(bias: RelativeBias<'a>, dims: &Dims) -> Option<Self> {
         let (group, heads) = (dims.group(), bias.sequences(dims) * dims.h_kv);
         let size = bias.len * group + 2 * MAX_LANES;
         let mut words = Scratch::try_zeros(&[heads, size])?;

@@ -13,11 +13,11 @@ mod sizes;
 mod statistics;
 
 use super::{
-    Alibi, Dims, Dropout, DropoutMask, KvRows, OutputOrder, Problem, ScoreOptions, Strided, attend, attend_vec,
+    Alibi, Dims, Dropout, DropoutMask, KvRows, OutputLayout, Problem, ScoreOptions, Strided, attend, attend_vec,
     philox_keeps,
 };
 use crate::Element;
-use crate::cpu::Tier;
+use crate::cpu::InstructionSet;
 use crate::cpu::tests::numbers;
 use crate::error::Error;
 
@@ -96,7 +96,7 @@ impl Case {
             scale: 0.7,
             softcap: everything.then_some(2.0),
             alibi: everything.then_some(Alibi { slopes: &data.slopes, positions: &data.positions }),
-            distance_bias: None,
+            relative_bias: None,
             bias: everything.then_some(Strided { data: &data.bias, strides: [0, 0, t_kv, 1] }),
             keep: everything.then_some(Strided { data: &data.keep, strides: [0, 0, 0, 1] }),
             sinks: everything.then_some(&data.sinks),
@@ -119,7 +119,7 @@ impl Case {
             v: kv_rows(&data.v, &data.v_q8, d_v),
             ranges: &self.ranges,
             scores,
-            output_order: OutputOrder::Bhtd,
+            output_layout: OutputLayout::Bhtd,
             executor: None,
         }
     }
@@ -177,7 +177,7 @@ impl Case {
     }
 
     /// The largest difference between the kernel and plain loops in f64, on one tier.
-    fn difference<E: Element + Into<f32>>(&self, tier: Tier) -> f64 {
+    fn difference<E: Element + Into<f32>>(&self, tier: InstructionSet) -> f64 {
         let (data, mut lse) = (self.data::<E>(), Vec::new());
         let context = attend_vec(&self.problem(&data), tier, Some(&mut lse), None).expect("a few rows");
         let (exact, exact_lse) = self.exact(&data.clone().widened(self.q8));
@@ -225,8 +225,8 @@ fn every_tier_gives_the_numbers_of_plain_loops() {
         [dims(2, 1, 3, 3, 2), dims(2, 9, 3, 2, 3), dims(1, 3, 2, 8, 1), dims(2, 11, 13, 9, 4), dims(4, 5, 131, 5, 3)];
     let (tiers, shapes) = match cfg!(miri) {
         // Interpreted, a call takes seconds: one that decodes and one that fills a tile in part.
-        true => (vec![Tier::Scalar], &shapes[..2]),
-        false => (Tier::available(), &shapes[..]),
+        true => (vec![InstructionSet::Scalar], &shapes[..2]),
+        false => (InstructionSet::available(), &shapes[..]),
     };
     for tier in tiers {
         for &dims in shapes {
@@ -247,7 +247,7 @@ fn every_tier_gives_the_numbers_of_plain_loops() {
 
 /// Masks hold the least number of f32 or bf16 where PyTorch's users mean "hidden": such biases compare as numbers do,
 /// and a row that has nothing else gets the mean.
-fn check_extreme_biases<E: Element + Into<f32>>(tier: Tier, t_q: usize, repeats: usize) {
+fn check_extreme_biases<E: Element + Into<f32>>(tier: InstructionSet, t_q: usize, repeats: usize) {
     let bf16_min = bf16::MIN.to_f32();
     // The biases of three keys, the weights that they leave, and the largest.
     let cases = [
@@ -271,7 +271,7 @@ fn check_extreme_biases<E: Element + Into<f32>>(tier: Tier, t_q: usize, repeats:
             v: Strided { data: &v, strides: [0, 0, 1] }.into(),
             ranges: &vec![0..t_kv; t_q],
             scores: ScoreOptions { bias: Some(Strided { data: &bias, strides: [0, 0, 0, 1] }), ..Default::default() },
-            output_order: OutputOrder::Bhtd,
+            output_layout: OutputLayout::Bhtd,
             executor: None,
         };
         let mut lse = Vec::new();
@@ -296,7 +296,7 @@ fn check_extreme_biases<E: Element + Into<f32>>(tier: Tier, t_q: usize, repeats:
 
 #[test]
 fn biases_at_the_ends_of_f32_give_what_pytorch_gives() {
-    let tiers = if cfg!(miri) { vec![Tier::Scalar] } else { Tier::available() };
+    let tiers = if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() };
     for tier in tiers {
         // Decoding and tiles, within one part of the keys and over several.
         let shapes = [(1, 1), (9, 1), (3, 2), (40, 50), (1, 500), (17, 500)];
@@ -318,7 +318,7 @@ fn small<'a>(data: &'a [f32], ranges: &'a [Range<usize>]) -> Problem<'a, f32> {
         v: rows.into(),
         ranges,
         scores: ScoreOptions::default(),
-        output_order: OutputOrder::Bhtd,
+        output_layout: OutputLayout::Bhtd,
         executor: None,
     }
 }
@@ -327,7 +327,7 @@ fn small<'a>(data: &'a [f32], ranges: &'a [Range<usize>]) -> Problem<'a, f32> {
 fn sizes_that_do_not_fit_are_errors() {
     let (data, ranges) = ([1f32; 8], [0..2]);
     let good = small(&data, &ranges);
-    assert_eq!(attend_vec(&good, Tier::Scalar, None, None).expect("a good call"), [1.0; 4]);
+    assert_eq!(attend_vec(&good, InstructionSet::Scalar, None, None).expect("a good call"), [1.0; 4]);
     let dims = good.dims;
     let short = Strided { data: &data[..7], ..good.q };
     let codes = |count, scales| KvRows::Q8 {
@@ -408,7 +408,7 @@ fn sizes_that_do_not_fit_are_errors() {
         ),
     ];
     for (problem, expected) in cases {
-        for tier in Tier::available() {
+        for tier in InstructionSet::available() {
             let error = attend_vec(&problem, tier, None, None).expect_err(expected);
             if usize::BITS == 64 {
                 assert_eq!(error.to_string(), expected);
@@ -417,12 +417,14 @@ fn sizes_that_do_not_fit_are_errors() {
     }
     let error = |context: usize, lse: usize| {
         let (mut context, mut lse) = (Box::new_uninit_slice(context), Box::new_uninit_slice(lse));
-        attend(&good, Tier::Scalar, &mut context, Some(&mut lse), None).expect_err("a wrong length").to_string()
+        attend(&good, InstructionSet::Scalar, &mut context, Some(&mut lse), None)
+            .expect_err("a wrong length")
+            .to_string()
     };
     assert_eq!(error(3, 2), "context has 3 elements, expected 4");
     assert_eq!(error(4, 1), "lse has 1 elements, expected 2");
-    let missing = Tier::ALL.into_iter().find(|tier| !tier.is_available()).expect("of another processor");
-    assert!(matches!(attend_vec(&good, missing, None, None), Err(Error::Tier(_))));
+    let missing = InstructionSet::ALL.into_iter().find(|tier| !tier.is_available()).expect("of another processor");
+    assert!(matches!(attend_vec(&good, missing, None, None), Err(Error::InstructionSet(_))));
 }
 
 /// Ranges that are empty may stand anywhere, and keys that are repeated may be as many as addresses.
@@ -434,7 +436,7 @@ fn empty_ranges_and_repeated_keys_are_in_order() {
             let mut problem = small(&data, &[]);
             let ranges = vec![range.clone(); t_q];
             (problem.dims.t_q, problem.ranges, problem.q.strides) = (t_q, &ranges, [0; 3]);
-            for tier in Tier::available() {
+            for tier in InstructionSet::available() {
                 let context = attend_vec(&problem, tier, None, None).expect("a query that sees nothing");
                 assert!(context.iter().all(|&x| x == 0.0), "{tier}: {range:?}");
             }
@@ -443,12 +445,13 @@ fn empty_ranges_and_repeated_keys_are_in_order() {
     let mut problem = small(&data, &[]);
     let repeated = Strided { strides: [0; 3], ..problem.q }.into();
     (problem.dims.t_kv, problem.k, problem.v) = (usize::MAX / 4, repeated, repeated);
-    let error = attend_vec(&Problem { ranges: &[0..3], ..problem }, Tier::Scalar, None, None).expect_err("no memory");
+    let error =
+        attend_vec(&Problem { ranges: &[0..3], ..problem }, InstructionSet::Scalar, None, None).expect_err("no memory");
     assert_eq!(error.to_string(), "what attention keeps between its steps does not fit in memory");
 }
 
 /// A call of 8 bits over heads of 16 numbers, whose last query sees all keys and each one before it one less.
-fn attend_q8(tier: Tier, t_q: usize, codes: &[u8], scales: &[f32]) -> Vec<f32> {
+fn attend_q8(tier: InstructionSet, t_q: usize, codes: &[u8], scales: &[f32]) -> Vec<f32> {
     let (d, t_kv) = (16, scales.len());
     let q: Vec<f32> = numbers(t_q * d, 7);
     let rows = KvRows::Q8 {
@@ -462,7 +465,7 @@ fn attend_q8(tier: Tier, t_q: usize, codes: &[u8], scales: &[f32]) -> Vec<f32> {
         v: rows,
         ranges: &(1..=t_q).map(|i| 0..t_kv + i - t_q).collect::<Vec<_>>(),
         scores: ScoreOptions::default(),
-        output_order: OutputOrder::Bhtd,
+        output_layout: OutputLayout::Bhtd,
         executor: None,
     };
     attend_vec(&problem, tier, None, None).expect("a few rows")
@@ -471,7 +474,7 @@ fn attend_q8(tier: Tier, t_q: usize, codes: &[u8], scales: &[f32]) -> Vec<f32> {
 /// As a cache stores a row with a number that is not finite.
 #[test]
 fn a_scale_of_nan_reaches_the_queries_that_see_its_key() {
-    for tier in Tier::available() {
+    for tier in InstructionSet::available() {
         for t_q in [2, 10, 40] {
             let (codes, mut scales, _) = quantized(50, 16, 3);
             let finite = attend_q8(tier, t_q, &codes, &scales);
@@ -488,7 +491,7 @@ fn a_scale_of_nan_reaches_the_queries_that_see_its_key() {
 fn eight_bits_give_the_same_bits_on_any_number_of_threads() {
     let count = if cfg!(miri) { 60 } else { 9000 };
     let (codes, scales, _) = quantized(count, 16, 3);
-    for tier in if cfg!(miri) { vec![Tier::Scalar] } else { Tier::available() } {
+    for tier in if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() } {
         for t_q in [4, 50] {
             let [one, three] = [1, 3].map(|threads| {
                 let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");

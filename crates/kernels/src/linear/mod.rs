@@ -34,7 +34,7 @@ use std::mem::MaybeUninit;
 
 use half::{bf16, f16};
 
-use crate::cpu::{Executor, Tier, Unwritten};
+use crate::cpu::{Executor, InstructionSet, Unwritten};
 use crate::error::Error;
 use crate::number::Number;
 
@@ -50,7 +50,7 @@ pub trait ProductKernels: Number {
     ///
     /// # Errors
     /// As there.
-    fn pack(rows: &[Self], shape: (usize, usize), tier: Tier) -> Result<PackedWeight, Error>;
+    fn pack(rows: &[Self], shape: (usize, usize), tier: InstructionSet) -> Result<PackedWeight, Error>;
     /// [`PackedWeight::unpack_rows`].
     ///
     /// # Errors
@@ -65,7 +65,7 @@ macro_rules! multiply {
                 task::run(product, output)
             }
 
-            fn pack(rows: &[Self], shape: (usize, usize), tier: Tier) -> Result<PackedWeight, Error> {
+            fn pack(rows: &[Self], shape: (usize, usize), tier: InstructionSet) -> Result<PackedWeight, Error> {
                 pack::pack_weight(rows, shape, tier)
             }
 
@@ -115,14 +115,14 @@ impl<X> Product<'_, X> {
 /// initialised. The bits of the result are the same for a weight in panels and for the same numbers in memory.
 ///
 /// # Errors
-/// [`Error::Shape`] if the operands do not fit each other, their slices, what follows or `output`, and [`Error::Tier`]
+/// [`Error::Shape`] if the operands do not fit each other, their slices, what follows or `output`, and [`Error::InstructionSet`]
 /// if the processor lacks the tier.
 ///
 /// ```
-/// use candle_attention_kernels::Tier;
+/// use candle_attention_kernels::InstructionSet;
 /// use candle_attention_kernels::linear::{self, Activation, Epilogue, Matrix, PackedWeight, Product, Right};
 ///
-/// let tier = Tier::choose(None, false)?;
+/// let tier = InstructionSet::choose(None, false)?;
 /// let xs = Matrix { data: &[1.0, 1.0, 2.0, 0.0], rows: 2, columns: 2, stride: 2, is_transposed: false };
 /// // A weight of three outputs and two inputs.
 /// let rows = Matrix { data: &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], rows: 3, columns: 2, stride: 2, is_transposed: false };

@@ -4,7 +4,7 @@ use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use super::weight::PackedWeight;
-use crate::cpu::{Format, Kernel, MAX_LANES, Product as PanelProduct, Tier, Vector};
+use crate::cpu::{Format, InstructionSet, Kernel, MAX_LANES, Product as PanelProduct, Vector};
 use crate::error::{Error, check_tier};
 use crate::number::{Number, Strided, pack_row_pair, widen_row};
 
@@ -188,7 +188,7 @@ pub enum Right<'a, X> {
     /// The same the other way round, (columns, in), which gives the gradient of the weight's inputs.
     Transposed(&'a PackedWeight, Range<usize>),
     /// Elements in memory, and what multiplies them.
-    Matrix(Matrix<'a, X>, Tier),
+    Matrix(Matrix<'a, X>, InstructionSet),
 }
 
 impl<X> Right<'_, X> {
@@ -208,7 +208,7 @@ impl<X> Right<'_, X> {
     }
 
     /// What multiplies it.
-    pub(super) fn tier(&self) -> Tier {
+    pub(super) fn tier(&self) -> InstructionSet {
         match self {
             Self::Weight(weight, _) | Self::Transposed(weight, _) => weight.tier(),
             Self::Matrix(_, tier) => *tier,

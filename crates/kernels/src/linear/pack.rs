@@ -6,14 +6,18 @@ use super::PackedWeight;
 use super::operands::{Matrix, Square};
 use super::weight::no_memory;
 use crate::cpu::{
-    CODE_BLOCK, Format, Kernel, Scratch, SharedPtr, SimdTask, Tier, Vector, Workers, dispatch_bf16, dispatch_f32,
-    for_each_index,
+    CODE_BLOCK, Format, InstructionSet, Kernel, Scratch, SharedPtr, SimdTask, Vector, Workers, dispatch_bf16,
+    dispatch_f32, for_each_index,
 };
 use crate::error::{Error, check_len, check_tier};
 use crate::number::Number;
 
 /// [`PackedWeight::new`], compiled once.
-pub(super) fn pack_weight<E: Number>(rows: &[E], shape: (usize, usize), tier: Tier) -> Result<PackedWeight, Error> {
+pub(super) fn pack_weight<E: Number>(
+    rows: &[E],
+    shape: (usize, usize),
+    tier: InstructionSet,
+) -> Result<PackedWeight, Error> {
     let (outputs, inputs) = shape;
     check_len("the weight", rows.len(), outputs.checked_mul(inputs).ok_or_else(|| no_memory(outputs, inputs))?)?;
     let rows = Matrix { data: rows, rows: outputs, columns: inputs, stride: inputs, is_transposed: false };
@@ -33,7 +37,7 @@ impl PackedWeight {
     unsafe fn written(
         format: Format,
         (outputs, inputs): (usize, usize),
-        tier: Tier,
+        tier: InstructionSet,
         write: &(dyn Fn(&Self, usize, *mut f32) + Sync),
     ) -> Result<Self, Error> {
         /// Takes what the panels of a tier are like.
@@ -116,13 +120,13 @@ impl<E: Number> SimdTask for PackPanel<'_, E> {
 /// inputs of an output. What is computed with it has the bits that the numbers in f32 would give.
 ///
 /// ```
-/// use candle_attention_kernels::{Tier, linear::{Codes, PackedWeight}};
+/// use candle_attention_kernels::{InstructionSet, linear::{Codes, PackedWeight}};
 /// use half::f16;
 ///
 /// // One output of 32 inputs, each of which is (code - 8) / 2.
 /// let codes: Vec<u8> = (0..32).map(|input| input % 16).collect();
 /// let codes = Codes { bits: 4, codes: &codes, scales: &[f16::from_f32(0.5)], minimums: None };
-/// let weight = PackedWeight::from_codes(&codes, (1, 32), Tier::Scalar)?;
+/// let weight = PackedWeight::from_codes(&codes, (1, 32), InstructionSet::Scalar)?;
 /// assert_eq!(weight.unpack::<f32>()?[..3], [-4.0, -3.5, -3.0]);
 /// // A panel of the scalar tier has 16 outputs, and memory comes in lines of 64 bytes.
 /// assert_eq!(weight.memory(), (16usize * (2 + 16)).next_multiple_of(64));
@@ -147,9 +151,9 @@ impl PackedWeight {
     ///
     /// # Errors
     /// [`Error::Shape`] for bits that are neither 4 nor 8, inputs that are not whole blocks, slices of other lengths
-    /// than the shape says, and a code of more than its bits; [`Error::Tier`] and [`Error::Memory`] as
+    /// than the shape says, and a code of more than its bits; [`Error::InstructionSet`] and [`Error::Memory`] as
     /// [`new`](Self::new).
-    pub fn from_codes(codes: &Codes, shape: (usize, usize), tier: Tier) -> Result<Self, Error> {
+    pub fn from_codes(codes: &Codes, shape: (usize, usize), tier: InstructionSet) -> Result<Self, Error> {
         let (outputs, inputs) = shape;
         codes.check(outputs, inputs)?;
         let format = Format::Codes { bits: codes.bits, has_minimums: codes.minimums.is_some() };

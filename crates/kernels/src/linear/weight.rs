@@ -7,8 +7,8 @@ use half::f16;
 
 use super::operands::Square;
 use crate::cpu::{
-    Bf16Pairs, CodeBlocks, ColumnBlock, Columns, F16Rows, Format, Kernel, Product as PanelProduct, Scratch, SharedPtr,
-    SimdTask, Tier, Vector, Words, Workers, for_each_index,
+    Bf16Pairs, CodeBlocks, ColumnBlock, Columns, F16Rows, Format, InstructionSet, Kernel, Product as PanelProduct,
+    Scratch, SharedPtr, SimdTask, Vector, Words, Workers, for_each_index,
 };
 use crate::error::Error;
 use crate::linear::ProductKernels;
@@ -20,7 +20,7 @@ use crate::number::Number;
 pub struct PackedWeight {
     pub(super) words: Scratch,
     pub(super) format: Format,
-    pub(super) tier: Tier,
+    pub(super) tier: InstructionSet,
     pub(super) inputs: usize,
     pub(super) outputs: usize,
     /// The outputs of a panel; the last one is filled up with zeros.
@@ -39,18 +39,18 @@ impl PackedWeight {
     /// Packs `rows`, a contiguous matrix of shape (out, in), for products on a tier.
     ///
     /// # Errors
-    /// [`Error::Shape`] if `rows` has another length, [`Error::Tier`] if the processor lacks the tier,
+    /// [`Error::Shape`] if `rows` has another length, [`Error::InstructionSet`] if the processor lacks the tier,
     /// [`Error::Memory`] if there is none for a copy.
     ///
     /// ```
-    /// use candle_attention_kernels::{Tier, linear::PackedWeight};
+    /// use candle_attention_kernels::{InstructionSet, linear::PackedWeight};
     ///
-    /// let weight = PackedWeight::new(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], (3, 2), Tier::Scalar)?;
+    /// let weight = PackedWeight::new(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], (3, 2), InstructionSet::Scalar)?;
     /// assert_eq!((weight.outputs(), weight.inputs()), (3, 2));
     /// assert_eq!(weight.unpack::<f32>()?, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
     /// # Ok::<(), candle_attention_kernels::Error>(())
     /// ```
-    pub fn new<E: ProductKernels>(rows: &[E], shape: (usize, usize), tier: Tier) -> Result<Self, Error> {
+    pub fn new<E: ProductKernels>(rows: &[E], shape: (usize, usize), tier: InstructionSet) -> Result<Self, Error> {
         E::pack(rows, shape, tier)
     }
 
@@ -88,7 +88,7 @@ impl PackedWeight {
     }
 
     /// The tier that multiplies the weight.
-    pub fn tier(&self) -> Tier {
+    pub fn tier(&self) -> InstructionSet {
         self.tier
     }
 

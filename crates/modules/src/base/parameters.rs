@@ -351,7 +351,7 @@ pub fn frozen(tensor: &Tensor) -> Result<Tensor> {
 /// attention have one. A gradient of zeros is a gradient.
 ///
 /// ```
-/// use candle_attention::{rms_norm, untrained};
+/// use candle_attention::{rms_norm, variables_without_gradient};
 /// use candle_core::{DType, Device, Result, Tensor};
 /// use candle_nn::{Module, VarBuilder, VarMap, linear_no_bias};
 ///
@@ -361,7 +361,7 @@ pub fn frozen(tensor: &Tensor) -> Result<Tensor> {
 ///     let below = linear_no_bias(8, 8, vb.pp("below"))?;
 ///     let norm = norm(vb.pp("norm"))?;
 ///     let loss = norm.forward(&below.forward(&Tensor::randn(0f32, 1., (2, 8), &Device::Cpu)?)?)?.sum_all()?;
-///     Ok(untrained(&loss.backward()?, &vars))
+///     Ok(variables_without_gradient(&loss.backward()?, &vars))
 /// }
 ///
 /// # fn main() -> Result<()> {
@@ -369,7 +369,7 @@ pub fn frozen(tensor: &Tensor) -> Result<Tensor> {
 /// assert!(names(|vb| Ok(Box::new(rms_norm(8, 1e-6, vb)?)))?.is_empty());
 /// # Ok(()) }
 /// ```
-pub fn untrained(gradients: &GradStore, vars: &VarMap) -> Vec<String> {
+pub fn variables_without_gradient(gradients: &GradStore, vars: &VarMap) -> Vec<String> {
     let vars = vars.data().lock().unwrap_or_else(PoisonError::into_inner);
     let without = vars.iter().filter(|(_, var)| gradients.get(var.as_tensor()).is_none());
     let mut names: Vec<_> = without.map(|(name, _)| name.clone()).collect();
@@ -420,7 +420,7 @@ impl HeadShard {
 
     /// This process's part of `len` entries that are divided in their order and as evenly as can be: inner columns of
     /// an MLP, a vocabulary. Candle's `Shard` of as many where these divide the entries.
-    pub fn part_of(&self, len: usize) -> Range<usize> {
+    pub fn rank_range(&self, len: usize) -> Range<usize> {
         ith_of(self.rank, len, self.world_size)
     }
 
@@ -430,7 +430,7 @@ impl HeadShard {
     pub fn range(&self, heads: Heads, [h, h_kv]: [usize; 2], len: usize) -> Range<usize> {
         let (n, group) = (self.world_size, h / h_kv);
         let (queries, keys) = if n <= h_kv {
-            let keys = self.part_of(h_kv);
+            let keys = self.rank_range(h_kv);
             (keys.start * group..keys.end * group, keys)
         } else {
             let key = self.rank * h_kv / n;

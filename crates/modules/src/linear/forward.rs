@@ -10,16 +10,17 @@ use candle_nn::{Activation, Linear};
 use super::{OP, PackedLinear, Weight};
 use crate::base::rowwise::{Element, Read, read, with_float};
 use crate::base::{check_memory, executor, gradient_of, record};
-use candle_attention_kernels::Tier;
+use candle_attention_kernels::InstructionSet;
 use candle_attention_kernels::linear::{self, Epilogue, Matrix, PackedWeight, Product, Right, Up};
 
 /// The instruction set of products with a weight: one in particular, or the fastest.
-pub(super) fn choose_tier(tier: Option<Tier>, dtype: DType) -> Result<Tier> {
-    Tier::choose(tier, dtype == DType::BF16).map_err(|error| candle_core::Error::msg(format!("[{OP}] {error}")))
+pub(super) fn choose_tier(tier: Option<InstructionSet>, dtype: DType) -> Result<InstructionSet> {
+    InstructionSet::choose(tier, dtype == DType::BF16)
+        .map_err(|error| candle_core::Error::msg(format!("[{OP}] {error}")))
 }
 
 /// Puts a weight (out, in), in f32, bf16 or f16 on the CPU, in panels.
-pub(super) fn pack(weight: &Tensor, tier: Tier) -> Result<PackedWeight> {
+pub(super) fn pack(weight: &Tensor, tier: InstructionSet) -> Result<PackedWeight> {
     let weight = contiguous("weight", weight)?;
     let (storage, shape) = (read(&weight), weight.dims2()?);
     with_float!(OP, weight.dtype(), |E| {
@@ -44,7 +45,7 @@ pub(super) enum Factor {
     /// Some outputs of a weight in panels.
     Packed(Arc<PackedWeight>, Range<usize>),
     /// A weight (out, in), a matrix in memory, which is read as it is when this runs.
-    Matrix(Tensor, Tier),
+    Matrix(Tensor, InstructionSet),
 }
 
 impl Factor {

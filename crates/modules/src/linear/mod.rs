@@ -13,12 +13,12 @@ use candle_nn::{Activation, Linear, VarBuilder};
 
 use crate::base::rowwise::to_vec;
 use crate::base::{Dim, Expect, FLOATS, check_memory, frozen, is_addressable, part};
-use candle_attention_kernels::Tier;
+use candle_attention_kernels::InstructionSet;
 use candle_attention_kernels::linear::PackedWeight;
 pub use forward::PackedGatedLinear;
 use forward::{After, Factor, as_matrix, choose_tier, contiguous, kernel_activation, pack, plain, product, unpack};
 pub use projections::{
-    ByPlace, Projected, Projection, ProjectionModule, ProjectionModules, ProjectionPlace, Projections,
+    ByPlace, PackedProjection, Projected, Projection, ProjectionModule, ProjectionModules, Projections,
 };
 
 const OP: &str = "packed_linear";
@@ -71,7 +71,7 @@ pub struct PackedLinear {
 enum Weight {
     Packed(Arc<PackedWeight>),
     /// Read in each call: by the CPU's kernels, where it is tracked for gradients, or by Candle's own operations.
-    Plain(Tensor, Option<Tier>),
+    Plain(Tensor, Option<InstructionSet>),
     /// One that Candle multiplies.
     Quantized(Arc<QTensor>, QMatMul),
 }
@@ -113,7 +113,7 @@ impl PackedLinear {
     ///
     /// # Errors
     /// As [`new`](Self::new), if the processor lacks the tier, and for a tier on another device or in f64.
-    pub fn with_tier(weight: &Tensor, bias: Option<&Tensor>, tier: Option<Tier>) -> Result<Self> {
+    pub fn with_tier(weight: &Tensor, bias: Option<&Tensor>, tier: Option<InstructionSet>) -> Result<Self> {
         let dtype = weight.dtype();
         Expect::one(OP, "weight", weight).shape(&["out", "in"].map(Dim::Any))?.dtype_of(&FLOATS, "")?;
         if !is_addressable(weight.dims()) {

@@ -57,11 +57,11 @@ pub struct QkNorm {
     pub eps: f64,
 }
 
-/// Normalisation of the context of all heads together, before the output projection: parameter `context_norm.weight`,
+/// Normalisation of the context of all heads together, before the output projection: parameter `output_norm.weight`,
 /// and `.bias` for the kind that has one. Also read as `attn_sub_norm` (BitNet) and `inner_attn_ln` (Kosmos-2).
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct ContextNorm {
+pub struct OutputNorm {
     /// Root mean square or layer norm.
     pub kind: QkNormKind,
     /// Added to the mean square or the variance.
@@ -80,8 +80,8 @@ impl QkNormKind {
 }
 
 /// As a norm of one row.
-impl From<ContextNorm> for QkNorm {
-    fn from(ContextNorm { kind, eps }: ContextNorm) -> Self {
+impl From<OutputNorm> for QkNorm {
+    fn from(OutputNorm { kind, eps }: OutputNorm) -> Self {
         Self { kind, scope: QkNormScope::Projection, eps }
     }
 }
@@ -98,7 +98,7 @@ pub const OF_QUERIES: [&str; 3] = ["q_norm", "q_layernorm", "query_layernorm"];
 pub const OF_KEYS: [&str; 3] = ["k_norm", "k_layernorm", "key_layernorm"];
 
 /// Likewise of the context.
-pub const OF_CONTEXT: [&str; 3] = ["context_norm", "attn_sub_norm", "inner_attn_ln"];
+pub const OF_CONTEXT: [&str; 3] = ["output_norm", "attn_sub_norm", "inner_attn_ln"];
 
 /// One of a layer's norms: where its parameters are, and what it spans.
 #[derive(Debug, Clone, Copy)]
@@ -161,9 +161,9 @@ impl NormPlace {
 }
 
 /// An error if the file has norms of queries, keys or a context that the config does not mention.
-pub fn refuse_norms(qk_norm: Option<QkNorm>, context_norm: Option<ContextNorm>, source: &Source) -> Result<()> {
+pub fn refuse_norms(qk_norm: Option<QkNorm>, output_norm: Option<OutputNorm>, source: &Source) -> Result<()> {
     let of_heads = [OF_QUERIES, OF_KEYS].map(|names| ("qk_norm", qk_norm.is_some(), names));
-    let all = of_heads.into_iter().chain([("context_norm", context_norm.is_some(), OF_CONTEXT)]);
+    let all = of_heads.into_iter().chain([("output_norm", output_norm.is_some(), OF_CONTEXT)]);
     for (option, _, names) in all.filter(|(_, is_set, _)| !is_set) {
         let of = |name| [format!("{name}.weight"), format!("{name}.bias"), first_of_list(name)];
         source.refuse(names.into_iter().flat_map(of), &format!("the config says there is no {option}"))?;
@@ -198,7 +198,7 @@ pub struct Span {
 }
 
 /// The sum over all processes of tensors of one shape.
-pub type SumFunction<'a> = dyn Fn(&Tensor) -> Result<Tensor> + 'a;
+pub type AllReduce<'a> = dyn Fn(&Tensor) -> Result<Tensor> + 'a;
 
 impl Norm {
     fn new(kind: QkNormKind, eps: f64, weight: Parameter, bias: Option<Parameter>) -> Result<Self> {
@@ -266,24 +266,19 @@ impl Norm {
     }
 
     /// [`forward`](Self::forward) of (B, T, width), where the mean is over all processes if the norm spans them.
-    pub fn forward_over(&self, xs: &Tensor, sum: Option<&SumFunction>) -> Result<Tensor> {
+    pub fn forward_over(&self, xs: &Tensor, sum: Option<&AllReduce>) -> Result<Tensor> {
         match (self.span, sum) {
             (None, _) => self.forward(xs),
             (Some(span), Some(sum)) => self.composed(xs, &self.affine()?, Some((span, sum))),
             (Some(_), None) => bail!(
                 "[multi_head_attention] norms of whole projections span the heads of all processes, expected their sum in \
-                 the call, `with_sum`"
+                 the call, `with_all_reduce`"
             ),
         }
     }
 
     /// By Candle's operations, which have gradients.
-    fn composed(
-        &self,
-        xs: &Tensor,
-        [factors, bias]: &[Tensor; 2],
-        over: Option<(Span, &SumFunction)>,
-    ) -> Result<Tensor> {
+    fn composed(&self, xs: &Tensor, [factors, bias]: &[Tensor; 2], over: Option<(Span, &AllReduce)>) -> Result<Tensor> {
         // A view of nothing may begin past the end of its buffer, where Candle's sums panic.
         let is_far = xs.elem_count() == 0 && xs.layout().start_offset() > 0;
         let xs = if is_far { &xs.zeros_like()? } else { xs };

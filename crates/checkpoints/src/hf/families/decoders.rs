@@ -189,7 +189,7 @@ pub(super) const GATED: &[Family] = &[
         .rules(&[rules::llama4]),
     LLAMA.of("ministral3").sizes([34, 4096, 32]).grouped(8, 128).bias(Bias::None)
         .rope(rope(1e6, 262_144).default_parameters(MINISTRAL_3_ROPE)).window(Window::All(None))
-        .rules(&[rules::query_scaling]),
+        .rules(&[rules::attention_temperature]),
     LLAMA.of("muse_glimmer_text").sizes([52, 6656, 32]).grouped(2, 128)
         .rope(rope(10_000.0, 131_072).layers(Rotated::If(rules::muse_rotary)))
         .qk_norm(rms_per_head(1e-5).kind(QkNormKind::RmsNoWeight)).window(Window::By(windows::muse_glimmer))

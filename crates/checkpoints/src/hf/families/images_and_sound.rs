@@ -294,7 +294,7 @@ pub(super) const ON_AXES: &[Family] = &[
         .bias(Bias::AllIf("use_bias", false)).rope(qwen2_vl(rope(500_000.0, 131_072))).window(Window::None),
     ENCODER.of("pixtral").sizes([24, 1024, 16]).bias(Bias::None)
         .at(PIXTRAL, "transformer.layers.{}.attention", WeightLayout::Canonical)
-        .rope(rope(10_000.0, 1).axes(Axes(RopeAxisLayout::AxialDealt, &[]))),
+        .rope(rope(10_000.0, 1).axes(Axes(RopeAxisLayout::AxialInterleaved, &[]))),
     QWEN2_VL.of("qwen2_5_omni_text").sizes([28, 3584, 28]).kv_heads(4).below(&["thinker.model.", "model.", ""])
         .window(Window::From(28)),
     // As published, the text's fields are those of the whole.

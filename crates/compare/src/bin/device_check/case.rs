@@ -110,7 +110,7 @@ impl Case {
             Mask::UpperLeft => AttentionMask::causal_upper_left(),
             Mask::Offset => AttentionMask::causal_with_offset(t_kv / 3),
             Mask::Window => AttentionMask::causal().with_window(t_kv / 3 + 1),
-            Mask::Band => none().with_band(t_kv / 4, 2),
+            Mask::Band => none().with_local_window(t_kv / 4, 2),
             Mask::OneLength => none().with_valid_lens(vec![t_kv / 2 + 1; b]),
             Mask::Lens => none().with_valid_lens(lens(b)),
             Mask::Starts => {
@@ -118,7 +118,7 @@ impl Case {
             }
             Mask::LensByQuery => none().with_valid_lens(ValidLens::from(vec![lens(t_q); b])),
             Mask::Prefix => AttentionMask::causal().with_prefix(vec![t_kv / 2; b]),
-            Mask::Keep => none().with_keep(&drawn([t_q, t_kv])?.gt(-0.5)?),
+            Mask::Keep => none().with_bool_mask(&drawn([t_q, t_kv])?.gt(-0.5)?),
             Mask::Bias => none().with_bias(&drawn([t_q, t_kv])?),
             Mask::NothingSeen => {
                 none().with_valid_lens((0..b).map(|b| if b == 0 { 0 } else { t_kv }).collect::<Vec<_>>())

@@ -58,7 +58,7 @@ fn run(case: &Case, qkv: [Tensor; 3], mask: &AttentionMask, options: &SdpaOption
         }
         Want::Weights => {
             let output = scaled_dot_product_attention_with_weights(q, k, v, mask, options)?;
-            Ok(vec![output.context, output.weights])
+            Ok(vec![output.output, output.weights])
         }
         Want::Gradients => {
             let [q, k, v] = [Var::from_tensor(q)?, Var::from_tensor(k)?, Var::from_tensor(v)?];

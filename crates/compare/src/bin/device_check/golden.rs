@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use candle_attention::init::TorchSeed;
 use candle_attention::text::{EmbeddingConfig, EmbeddingLayer};
 use candle_attention::{
-    AttentionInput, AttentionMask, EmptyRows, MultiHeadAttention, MultiHeadAttentionConfig, ValidLens, WeightLayout,
-    weights,
+    AttentionInput, AttentionMask, FullyMaskedRows, MultiHeadAttention, MultiHeadAttentionConfig, ValidLens,
+    WeightLayout, weights,
 };
 use candle_core::{DType, Device, Error, Module, Result, Tensor, bail};
 use serde_json::Value;
@@ -122,10 +122,10 @@ impl Golden {
 fn mask<'a>(find: &impl Fn(&str) -> Option<&'a Tensor>, device: &Device) -> Result<AttentionMask> {
     let mut mask = AttentionMask::none();
     if let Some(lens) = find("valid_lens") {
-        mask = mask.with_valid_lens(ValidLens::from_tensor(lens)?).with_empty_rows(EmptyRows::Uniform);
+        mask = mask.with_valid_lens(ValidLens::from_tensor(lens)?).with_fully_masked_rows(FullyMaskedRows::Uniform);
     }
     if let Some(hidden) = find("attn_mask") {
-        mask = mask.with_keep(&hidden.eq(0u8)?.to_device(device)?);
+        mask = mask.with_bool_mask(&hidden.eq(0u8)?.to_device(device)?);
     }
     if let Some(hidden) = find("key_padding_mask") {
         mask = mask.and(&AttentionMask::from_attention_mask(&hidden.eq(0u8)?.to_device(device)?)?);

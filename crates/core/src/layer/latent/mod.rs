@@ -122,7 +122,7 @@ impl MultiHeadLatentAttention {
         };
         let (queries, width) = cfg.q_lora_rank().map_or(("q_proj", embed_dim), |rank| ("q_b_proj", rank));
         let mut config = cfg.clone();
-        config.num_heads = source.shard.part_of(h).len();
+        config.num_heads = source.shard.rank_range(h).len();
         let layer = Self {
             compress: cfg.q_lora_rank().map(compress).transpose()?,
             queries: source.linear(queries, (h * cfg.head_dim(), width), false, Some(ROWS))?.try_into()?,

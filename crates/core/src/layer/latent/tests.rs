@@ -60,7 +60,7 @@ fn cases() -> impl Strategy<Value = Case> {
             if !ragged {
                 calls.iter_mut().for_each(|(_, tokens)| *tokens = [(0, 10); 3]);
             }
-            let style = if halves { RopeStyle::Halves } else { RopeStyle::Interleaved };
+            let style = if halves { RopeStyle::RotateHalf } else { RopeStyle::Interleaved };
             let cfg = Config::new(6, h)
                 .with_kv_lora_rank(rank)
                 .with_nope_head_dim(nope)
@@ -82,7 +82,7 @@ fn mask_of(case: &Case, b: usize, t: usize, t_kv: usize) -> Result<AttentionMask
         0 | 1 => AttentionMask::none(),
         2 => AttentionMask::none().with_starts(of_each([1, 0, 2])),
         3 => AttentionMask::causal().with_window(3),
-        4 => AttentionMask::none().with_keep(&Tensor::randn(0f32, 1.0, (b, 1, t, t_kv), &CPU)?.ge(-0.5f32)?),
+        4 => AttentionMask::none().with_bool_mask(&Tensor::randn(0f32, 1.0, (b, 1, t, t_kv), &CPU)?.ge(-0.5f32)?),
         _ => AttentionMask::none().with_bias(&Tensor::randn(0f32, 1.0, (1, case.cfg.num_heads(), t, t_kv), &CPU)?),
     })
 }

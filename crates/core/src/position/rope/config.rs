@@ -17,7 +17,7 @@ const OP: &str = "rope";
 pub enum RopeStyle {
     /// Entry i with entry i + r/2: Llama as Hugging Face stores it, GPT-NeoX, and most others.
     #[default]
-    Halves,
+    RotateHalf,
     /// Entry 2i with entry 2i + 1: GPT-J, GLM, Cohere, Llama as Meta stores it.
     Interleaved,
 }
@@ -125,7 +125,7 @@ pub struct RopeConfig {
     /// The base of the geometric series of frequencies.
     #[methods(get)]
     base: f64,
-    /// Which entries are pairs; [`RopeStyle::Halves`] unless given.
+    /// Which entries are pairs; [`RopeStyle::RotateHalf`] unless given.
     #[serde(default)]
     style: RopeStyle,
     /// r, the number of entries at the beginning of each head that are rotated (Hugging Face's `partial_rotary_factor`
@@ -179,7 +179,7 @@ impl RopeConfig {
             }
             RopeAxisLayout::Interleaved => Pair { axis: 0, place: pair, count },
             RopeAxisLayout::Axial => Pair { axis, place: i, count: n },
-            RopeAxisLayout::AxialDealt => Pair { axis, place: i * axes + axis, count },
+            RopeAxisLayout::AxialInterleaved => Pair { axis, place: i * axes + axis, count },
         };
         in_sections.enumerate().map(of).collect()
     }
@@ -277,7 +277,7 @@ pub enum RopeAxisLayout {
     /// Axis after axis, each with a series of its own, `base^(-i/n)` for its n pairs: the images of Qwen2-VL, DINOv3.
     Axial,
     /// Axis after axis; the one series of all pairs is dealt out to them in turns: Pixtral.
-    AxialDealt,
+    AxialInterleaved,
 }
 
 /// Positions on several axes, each of which turns some of a head's pairs.
@@ -324,7 +324,7 @@ impl RopeAxes {
 
     /// Whether a token has no angles but by its position on each axis.
     pub(crate) fn is_axial(&self) -> bool {
-        matches!(self.layout, RopeAxisLayout::Axial | RopeAxisLayout::AxialDealt)
+        matches!(self.layout, RopeAxisLayout::Axial | RopeAxisLayout::AxialInterleaved)
     }
 
     pub(super) fn validate(&self, pairs: usize, is_scaled: bool) -> Result<()> {
@@ -338,7 +338,7 @@ impl RopeAxes {
         let reaches = |(axis, section): (usize, &usize)| count * (section - 1) + axis < pairs;
         let fits = match layout {
             RopeAxisLayout::Interleaved => sections.iter().enumerate().skip(1).all(reaches),
-            RopeAxisLayout::AxialDealt => sections.iter().enumerate().all(reaches),
+            RopeAxisLayout::AxialInterleaved => sections.iter().enumerate().all(reaches),
             RopeAxisLayout::Sections | RopeAxisLayout::Axial => true,
         };
         if !fits {

@@ -211,7 +211,7 @@ impl Rotation {
         };
         let half = cos.len();
         match self.style {
-            RopeStyle::Halves => {
+            RopeStyle::RotateHalf => {
                 let (first, second) = head[..2 * half].split_at_mut(half);
                 for (((x, y), cos), sin) in first.iter_mut().zip(second).zip(cos).zip(sin) {
                     (*x, *y) = rotated(*x, *y, cos, sin);
@@ -239,8 +239,8 @@ impl Rotation {
         let inputs = in_one(xs.narrow(3, 0, r)?, [1, rows, h, r])?.transpose(1, 2)?;
         let inputs = inputs.to_dtype(cos.dtype())?.contiguous()?;
         let rotate = match (self.style, xs.track_op()) {
-            (RopeStyle::Halves, false) => rotary_emb::rope,
-            (RopeStyle::Halves, true) => rotary_emb::rope_slow,
+            (RopeStyle::RotateHalf, false) => rotary_emb::rope,
+            (RopeStyle::RotateHalf, true) => rotary_emb::rope_slow,
             (RopeStyle::Interleaved, false) => rotary_emb::rope_i,
             (RopeStyle::Interleaved, true) => rotary_emb::rope_i_slow,
         };
@@ -277,7 +277,7 @@ mod tests {
         let (b, t, h, d) = (2, 3, 2, 8);
         let ragged =
             Positions::from_tensor("positions", &Tensor::new(&[[5u32, 6, 7], [0, 0, 1]], &Device::Cpu)?, b, t)?;
-        for style in [RopeStyle::Halves, RopeStyle::Interleaved] {
+        for style in [RopeStyle::RotateHalf, RopeStyle::Interleaved] {
             for r in [4, 8] {
                 let config = RopeConfig::new(100.0).with_style(style).with_rotary_dim(r);
                 let rotary = RotaryEmbedding::new(&config, d)?;

@@ -50,7 +50,7 @@ impl Flash {
         of_lse: Option<Tensor>,
     ) -> Result<Vec<Option<Tensor>>> {
         // (B, H, T_q, D_v), whatever the order in memory.
-        let gradient = reordered(self.call.output_order(), gradient.clone())?;
+        let gradient = reordered(self.call.output_layout(), gradient.clone())?;
         let (gradient, lse_grad) = (with_contiguous_rows(&gradient)?, of_lse.as_ref().map(to_vec).transpose()?);
         let (context, gradient) = (read(context), read(&gradient));
         let (context, context_grad, lse_grad) = (context.contiguous()?, gradient.strided()?, lse_grad.as_deref());

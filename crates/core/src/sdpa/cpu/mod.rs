@@ -5,16 +5,16 @@ mod graph;
 use candle_core::{DType, Error, Result, Shape, Tensor, WithDType};
 
 use super::validate::{Call, Dims, reordered};
-use super::{Attended, AttentionStatistics, OutputOrder, Outputs, SdpaOptions, reference};
-use candle_attention_kernels::Tier;
-use candle_attention_kernels::flash::{self, Alibi, DistanceBias, Dropout, DropoutMask, KvRows, Problem, ScoreOptions};
+use super::{Attended, AttentionStatistics, OutputLayout, Outputs, SdpaOptions, reference};
+use candle_attention_kernels::InstructionSet;
+use candle_attention_kernels::flash::{self, Alibi, Dropout, DropoutMask, KvRows, Problem, RelativeBias, ScoreOptions};
 use candle_attention_modules::base::executor;
 use candle_attention_modules::base::rowwise::{Element, Read, read, with_contiguous_rows, with_float};
 use candle_attention_modules::init::TorchSeed;
 
 /// What is wanted of a call. No input is tracked for gradients where it is statistics.
-pub(super) fn attend(call: Call, tier: Tier, outputs: Outputs) -> Result<Attended> {
-    let (Dims { b, t_q, t_kv, d_v, .. }, order) = (call.dims, call.output_order());
+pub(super) fn attend(call: Call, tier: InstructionSet, outputs: Outputs) -> Result<Attended> {
+    let (Dims { b, t_q, t_kv, d_v, .. }, order) = (call.dims, call.output_layout());
     if call.tracks_gradients() && [b, t_q, t_kv, d_v].contains(&0) {
         // The backward pass of the kernel is for calls that compute something.
         return reference::attend(&call, outputs);
@@ -51,7 +51,7 @@ fn score_tensors(call: &Call) -> Result<ScoreTensors> {
         let repeats = |dim: &usize| bias.dims()[*dim] > 1 && bias.stride()[*dim] == 0;
         (0..4).filter(repeats).try_fold(bias.clone(), |bias, dim| bias.narrow(dim, 0, 1))
     };
-    let distances = match floats(&call.options.distance_bias)? {
+    let distances = match floats(&call.options.relative_bias)? {
         Some(biases) if biases.rank() == 2 => Some(biases.contiguous()?.unsqueeze(0)?),
         biases => biases.map(|biases| biases.contiguous()).transpose()?,
     };
@@ -62,7 +62,7 @@ fn score_tensors(call: &Call) -> Result<ScoreTensors> {
 /// A call as the kernel takes it: q, k and v have contiguous rows.
 struct Flash {
     call: Call,
-    tier: Tier,
+    tier: InstructionSet,
     scores: ScoreTensors,
     /// (B, T_q), where there are slopes.
     positions: Vec<f32>,
@@ -74,10 +74,10 @@ struct Flash {
 }
 
 impl Flash {
-    fn new(call: Call, tier: Tier) -> Result<Self> {
+    fn new(call: Call, tier: InstructionSet) -> Result<Self> {
         let positions = if call.options.alibi_slopes.is_some() { call.rows.positions()? } else { Vec::new() };
         let last_query = call.longest()[0] as i64 - 1;
-        let origins = match call.options.distance_bias {
+        let origins = match call.options.relative_bias {
             Some(_) => call.rows.by_query(|sequence, i| last_query - i - sequence.first_key as i64)?,
             None => Vec::new(),
         };
@@ -103,9 +103,9 @@ impl Flash {
     /// The context as it lies in memory.
     fn context_shape(&self) -> Shape {
         let Dims { b, h, t_q, d_v, .. } = self.call.dims;
-        match self.call.output_order() {
-            OutputOrder::Bhtd => (b, h, t_q, d_v).into(),
-            OutputOrder::Bthd => (b, t_q, h, d_v).into(),
+        match self.call.output_layout() {
+            OutputLayout::Bhtd => (b, h, t_q, d_v).into(),
+            OutputLayout::Bthd => (b, t_q, h, d_v).into(),
         }
     }
 
@@ -126,9 +126,9 @@ impl Flash {
         };
         let (scores, keep) = (self.scores.each_ref().map(|tensor| tensor.as_ref().map(read)), keep.as_ref().map(read));
         let [bias, distances, slopes, sinks] = scores.each_ref().map(Option::as_ref);
-        let distance_bias = match distances {
+        let relative_bias = match distances {
             Some(biases) => {
-                Some(DistanceBias { rows: biases.strided()?, len: biases.layout.dims()[2], origins: &self.origins })
+                Some(RelativeBias { rows: biases.strided()?, len: biases.layout.dims()[2], origins: &self.origins })
             }
             None => None,
         };
@@ -138,7 +138,7 @@ impl Flash {
             scale: self.call.scale(),
             softcap: options.softcap.map(|softcap| softcap as f32),
             alibi: slopes.map(|slopes| Alibi { slopes, positions: &self.positions }),
-            distance_bias,
+            relative_bias,
             bias: bias.map(Read::strided).transpose()?,
             keep: keep.as_ref().map(Read::strided).transpose()?,
             sinks: sinks.map(Read::contiguous).transpose()?,
@@ -151,7 +151,7 @@ impl Flash {
             v,
             ranges: &rows.keys,
             scores,
-            output_order: self.call.output_order(),
+            output_layout: self.call.output_layout(),
             executor: executor(),
         };
         run(&problem).map_err(|error| Error::msg(format!("[{op}] {error}")))

@@ -118,7 +118,7 @@ impl Operation {
             (outputs == Outputs::LogSumExp, format_args!("has no log-sum-exp")),
             (matches!(outputs, Outputs::Statistics(_)), format_args!("has no statistics of weights")),
             (options.sinks.is_some(), format_args!("has no sinks")),
-            (options.distance_bias.is_some(), format_args!("takes no bias by distance")),
+            (options.relative_bias.is_some(), format_args!("takes no bias by distance")),
             (options.alibi_slopes.is_some() && !self.alibi, format_args!("has no ALiBi")),
             (options.softcap.is_some() && !self.softcap, format_args!("has no softcap for several queries")),
             (call.sequences.is_some() && !self.packed, format_args!("has no packed sequences")),
@@ -182,6 +182,6 @@ impl Plan {
                 reference::attend(&Call::new(call.op, [&q, &k, &v], None, &causal, &call.options)?, Outputs::Context)?;
             context = Tensor::cat(&[context, last.context], 2)?;
         }
-        call.in_output_order(context)
+        call.in_output_layout(context)
     }
 }

@@ -6,7 +6,7 @@ use std::sync::Mutex;
 use super::operations::{BLOCK, is_contiguous, probe_once};
 use super::*;
 use crate::mask::ValidLens;
-use crate::sdpa::{OutputOrder, PackedSequences, SdpaOptions};
+use crate::sdpa::{OutputLayout, PackedSequences, SdpaOptions};
 
 /// The operations, with stand-ins in their place.
 const FLASH: Operation = Operation { runs_on: |_| Ok(()), run: flash_attn, ..FLASH_ATTN };
@@ -45,14 +45,14 @@ fn what_is_not_on_the_list_is_refused_with_its_reason() -> Result<()> {
     for operation in [&FLASH, &SDPA] {
         for (qkv, options, expected) in [
             (&usual, plain().with_sinks(&heads), "has no sinks"),
-            (&usual, plain().with_distance_bias(&distances), "takes no bias by distance"),
+            (&usual, plain().with_relative_bias(&distances), "takes no bias by distance"),
             (&narrow, plain(), "takes values as wide as keys, and D_v is 32 where D is 64"),
         ] {
             assert_eq!(reason(operation, qkv, &none, &options)?, expected, "{}", operation.name);
         }
         let ones = Tensor::ones((5, 9), DType::U8, &Device::Cpu)?;
         for (mask, expected) in [
-            (none.clone().with_keep(&ones), "takes no keep tensor"),
+            (none.clone().with_bool_mask(&ones), "takes no keep tensor"),
             (none.clone().with_bias(&ones.to_dtype(DType::F32)?), "takes no bias tensor"),
             (none.clone().with_valid_lens(vec![0, 0]), "no query sees a key"),
         ] {
@@ -148,7 +148,7 @@ fn candles_own_operation_has_limits_of_its_own() -> Result<()> {
 fn flash_attn(inputs: &Inputs) -> Result<Tensor> {
     let [q, k, v] = &inputs.qkv;
     let Window { left, right } = inputs.window;
-    let mask = AttentionMask::none().with_band(left.unwrap_or(usize::MAX), right.unwrap_or(usize::MAX));
+    let mask = AttentionMask::none().with_local_window(left.unwrap_or(usize::MAX), right.unwrap_or(usize::MAX));
     let mut options = SdpaOptions::default().with_scale(inputs.scale.into());
     options.alibi_slopes = inputs.alibi_slopes.clone();
     options.softcap = (inputs.softcap != 0.0).then_some(inputs.softcap.into());
@@ -195,9 +195,9 @@ fn sdpa(inputs: &Inputs) -> Result<Tensor> {
 /// The largest difference of a call from the reference path, whose order the result has.
 fn difference(call: &Call, plan: &Plan) -> Result<f32> {
     let context = plan.attend(call)?;
-    let in_order = match call.output_order() {
-        OutputOrder::Bhtd => context.is_contiguous(),
-        OutputOrder::Bthd => context.transpose(1, 2)?.is_contiguous(),
+    let in_order = match call.output_layout() {
+        OutputLayout::Bhtd => context.is_contiguous(),
+        OutputLayout::Bthd => context.transpose(1, 2)?.is_contiguous(),
     };
     assert!(in_order, "{:?}", context.layout());
     let difference =
@@ -216,13 +216,13 @@ fn what_candle_flash_attn_takes_has_the_reference_paths_numbers() -> Result<()> 
         (none(), [9, 5], plain().with_softcap(2.0), false),
         (AttentionMask::causal(), [5, 9], plain().with_alibi_slopes(&slopes), false),
         (AttentionMask::causal().with_window(3), [5, 9], plain().with_scale(0.5), false),
-        (none().with_band(1, 2), [9, 9], plain(), false),
+        (none().with_local_window(1, 2), [9, 9], plain(), false),
         (AttentionMask::causal_upper_left(), [5, 9], plain(), false),
-        (AttentionMask::causal(), [1, 9], plain().with_output_order(OutputOrder::Bthd), false),
+        (AttentionMask::causal(), [1, 9], plain().with_output_layout(OutputLayout::Bthd), false),
         // A cache that is filled to 7, and caches that are filled differently.
         (none().with_valid_lens(vec![7, 7]), [1, 9], plain(), false),
         (none().with_valid_lens(vec![3, 7]), [1, 9], plain(), true),
-        (none().with_valid_lens(vec![0, 7]), [5, 9], plain().with_output_order(OutputOrder::Bthd), true),
+        (none().with_valid_lens(vec![0, 7]), [5, 9], plain().with_output_layout(OutputLayout::Bthd), true),
         // Left padding, and more queries than keys.
         (AttentionMask::causal().with_starts(vec![4, 1]), [9, 9], plain(), true),
         (AttentionMask::causal(), [9, 5], plain(), true),
@@ -266,10 +266,10 @@ fn what_candles_own_operation_takes_has_the_reference_paths_numbers() -> Result<
         (AttentionMask::causal(), [70, 70], 6),
         (AttentionMask::causal(), [40, 72], 8),
     ] {
-        for order in [OutputOrder::Bhtd, OutputOrder::Bthd] {
+        for order in [OutputLayout::Bhtd, OutputLayout::Bthd] {
             let q = draw(&[2, t_q, 4, 32], DType::F32)?.transpose(1, 2)?;
             let kv = draw(&[2, 2, t_kv + 3, 32], DType::F32)?.narrow(2, 0, t_kv)?;
-            let options = SdpaOptions::default().with_output_order(order);
+            let options = SdpaOptions::default().with_output_layout(order);
             let call = Call::new("test", [&q, &kv, &kv], None, &mask, &options)?;
             let plan = SDPA.plan(&call, Outputs::Context).expect("taken");
             assert!(matches!(plan.sequences, Sequences::Alike { rest, .. } if rest == expected), "{plan:?}, {mask:?}");

@@ -245,7 +245,7 @@ impl fmt::Display for Shape {
 #[derive(Debug, Clone)]
 struct Layer {
     name: String,
-    /// Little-endian, in this order: received sums (H, T_kv) and entropies (H, T_q) in f32, top keys (H, T_q, k) in u16
+    /// Little-endian, in this order: sums of weights (H, T_kv) and entropies (H, T_q) in f32, top keys (H, T_q, k) in u16
     /// or u32, codes of their weights in u16, and, where all weights are kept, their codes (H, T_q, T_kv) in u8.
     bytes: Vec<u8>,
     has_all_weights: bool,
@@ -254,7 +254,7 @@ struct Layer {
 impl Layer {
     /// Sequence `b` of statistics.
     fn new(name: String, statistics: &AttentionStatistics, b: usize) -> Result<(Self, Shape)> {
-        let AttentionStatistics { top_keys, top_weights, entropy, received, weights } = statistics;
+        let AttentionStatistics { top_keys, top_weights, entropy, key_weight_sums, weights } = statistics;
         let has_batch = match *top_keys.dims() {
             [batch, _, _, _] if b >= batch => bail!("[page] sequence {b} is not below the batch size {batch}"),
             [_, _, _, _] => true,
@@ -271,8 +271,8 @@ impl Layer {
         };
         let top_keys = of_sequence(top_keys, "top_keys")?;
         let (heads, queries, top) = top_keys.dims3()?;
-        let received = of_sequence(received, "received")?;
-        let keys = received.dims().last().copied().unwrap_or_default();
+        let key_weight_sums = of_sequence(key_weight_sums, "key_weight_sums")?;
+        let keys = key_weight_sums.dims().last().copied().unwrap_or_default();
         let shape = Shape { heads, queries, keys, top };
         if heads == 0 || (top == 0 && queries > 0 && keys > 0) {
             bail!("[page] layer {name:?} has {shape}; expected at least one head and one top key")
@@ -280,9 +280,9 @@ impl Layer {
         Expect::one("page", "top_keys", &top_keys).dtype_of(&[DType::U32], "")?;
 
         let mut bytes = Vec::new();
-        let received = floats(&received, "received", &[heads, keys])?;
+        let key_weight_sums = floats(&key_weight_sums, "key_weight_sums", &[heads, keys])?;
         let entropy = floats(&of_sequence(entropy, "entropy")?, "entropy", &[heads, queries])?;
-        bytes.extend(received.iter().chain(&entropy).flat_map(|number| number.to_le_bytes()));
+        bytes.extend(key_weight_sums.iter().chain(&entropy).flat_map(|number| number.to_le_bytes()));
 
         let found = to_vec::<u32>(&top_keys)?;
         if let Some(key) = found.iter().find(|&&key| key as usize >= keys) {

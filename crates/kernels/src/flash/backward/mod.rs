@@ -13,7 +13,7 @@ use super::scores::DistanceTable;
 use super::tasks::{self, Chain};
 use super::tile::Tile;
 use crate::cpu::{
-    Format, Kernel, Layout, MAX_LANES, Scratch, SharedPtr, Tier, Unwritten, for_each_index, for_each_task,
+    Format, InstructionSet, Kernel, Layout, MAX_LANES, Scratch, SharedPtr, Unwritten, for_each_index, for_each_task,
 };
 use crate::error::{Error, check_len, check_tier};
 use crate::flash::{AttentionKernels, zeros};
@@ -105,9 +105,9 @@ pub struct BackwardCall<'a, E> {
 /// or sinks that the call does not have.
 ///
 /// ```
-/// use candle_attention_kernels::Tier;
+/// use candle_attention_kernels::InstructionSet;
 /// use candle_attention_kernels::flash::{
-///     BackwardProblem, Dims, OutputOrder, Problem, ScoreOptions, Strided, Wanted, attend_backward, attend_vec,
+///     BackwardProblem, Dims, OutputLayout, Problem, ScoreOptions, Strided, Wanted, attend_backward, attend_vec,
 /// };
 ///
 /// // One query over two keys of width 1, whose values are 0 and 1: the context is the second weight.
@@ -120,10 +120,10 @@ pub struct BackwardCall<'a, E> {
 ///     v: rows(&v).into(),
 ///     ranges: &[0..2],
 ///     scores: ScoreOptions::default(),
-///     output_order: OutputOrder::Bhtd,
+///     output_layout: OutputLayout::Bhtd,
 ///     executor: None,
 /// };
-/// let (tier, mut stats) = (Tier::choose(None, false)?, Vec::new());
+/// let (tier, mut stats) = (InstructionSet::choose(None, false)?, Vec::new());
 /// let context = attend_vec(&forward, tier, None, Some(&mut stats))?;
 /// let problem = BackwardProblem { forward, context: &context, stats: &stats, context_grad: rows(&[1.0]), lse_grad: None };
 /// let wanted = Wanted { q: true, v: true, ..Default::default() };
@@ -135,7 +135,7 @@ pub struct BackwardCall<'a, E> {
 /// ```
 pub fn attend_backward<E: AttentionKernels>(
     problem: &BackwardProblem<E>,
-    tier: Tier,
+    tier: InstructionSet,
     wanted: Wanted,
 ) -> Result<Gradients<E>, Error> {
     check_tier(tier)?;
@@ -149,7 +149,7 @@ pub fn attend_backward<E: AttentionKernels>(
     let mut call = Call::new(&forward, outputs)?;
     let no_memory = || Error::Memory("what attention's backward pass keeps between its steps".into());
     let table = |bias| DistanceTable::new(bias, &dims).ok_or_else(no_memory);
-    let table = forward.scores.distance_bias.map(table).transpose()?;
+    let table = forward.scores.relative_bias.map(table).transpose()?;
     call.inputs.distances = table.as_ref();
     let queries = dims.b * dims.h * dims.t_q;
     check_len("stats", stats.len(), queries)?;
@@ -165,8 +165,8 @@ pub fn attend_backward<E: AttentionKernels>(
     let mut wide = gradient::<f32>(if wanted.q && !is_f32 { [b, h, t_q, d] } else { [0; 4] })?;
     let mut deltas = gradient::<f32>([b, h, t_q, 1])?;
     let added = |dims: Option<[usize; 4]>| dims.map(|dims| zeros::<f32>("a gradient", &dims)).transpose();
-    let distance_bias = forward.scores.distance_bias.filter(|_| wanted.distances);
-    let distance_dims = distance_bias.map(|bias| [bias.sequences(&dims), h, 1, bias.len]);
+    let relative_bias = forward.scores.relative_bias.filter(|_| wanted.distances);
+    let distance_dims = relative_bias.map(|bias| [bias.sequences(&dims), h, 1, bias.len]);
     let of_heads = |wanted: bool| added(wanted.then_some([h, 1, 1, 1]));
     let (mut bias, mut distances) = (added(wanted.bias)?, added(distance_dims)?);
     let (mut slopes, mut sinks) = (of_heads(wanted.slopes)?, of_heads(wanted.sinks)?);
@@ -269,7 +269,7 @@ fn run_tasks<E: Number>(backward: &BackwardCall<E>, layout: Layout, run: &(dyn F
                     *bias.entry(row(index / count), keys.start + index % count) += sum;
                 }
             }
-            if let (Some(to), Some(from)) = (distances, inputs.options.distance_bias) {
+            if let (Some(to), Some(from)) = (distances, inputs.options.relative_bias) {
                 for (sum, (g, entry)) in distance_sums[MAX_LANES..].iter().zip(from.table_entries(group)) {
                     *to.entry(row(g), entry) += sum;
                 }
@@ -297,7 +297,7 @@ fn check_wanted<E>(forward: &Problem<E>, wanted: Wanted) -> Result<(), Error> {
     let (dims, scores) = (forward.dims, &forward.scores);
     for (what, is_wanted, is_there) in [
         ("bias", wanted.bias.is_some(), scores.bias.is_some()),
-        ("distance biases", wanted.distances, scores.distance_bias.is_some()),
+        ("distance biases", wanted.distances, scores.relative_bias.is_some()),
         ("slopes", wanted.slopes, scores.alibi.is_some()),
         ("sinks", wanted.sinks, scores.sinks.is_some()),
     ] {

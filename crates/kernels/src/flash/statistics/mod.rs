@@ -11,7 +11,7 @@ use std::sync::atomic::AtomicBool;
 
 use super::problem::Outputs;
 use super::{AttentionKernels, Dims, Problem, attend_to, zeros};
-use crate::cpu::{SharedPtr, Tier, Unwritten};
+use crate::cpu::{InstructionSet, SharedPtr, Unwritten};
 use crate::error::Error;
 pub(in crate::flash) use observe::{Observe, kept_scores};
 
@@ -41,7 +41,7 @@ pub struct Statistics {
     /// `-Σ w ln w` of each query, (B, H, T_q).
     pub entropy: Vec<f32>,
     /// The sum over the queries of the weight that a key has, (B, H, T_kv).
-    pub received: Vec<f32>,
+    pub key_weight_sums: Vec<f32>,
     /// The weights that were asked for, (B, H, rows, columns).
     pub weights: Vec<f32>,
 }
@@ -67,7 +67,7 @@ impl Statistics {
             top_keys: zeros("statistics", &top)?,
             top_weights: zeros("statistics", &top)?,
             entropy: zeros("statistics", &[b, h, t_q])?,
-            received: zeros("statistics", &[b, h, t_kv])?,
+            key_weight_sums: zeros("statistics", &[b, h, t_kv])?,
             weights: zeros("statistics", &weights)?,
         })
     }
@@ -80,7 +80,7 @@ pub(super) struct StatisticsOutput<'a> {
     top_keys: SharedPtr<u32>,
     top_weights: SharedPtr<f32>,
     entropy: SharedPtr<f32>,
-    received: SharedPtr<f32>,
+    key_weight_sums: SharedPtr<f32>,
     weights: SharedPtr<f32>,
     /// Set where there is no memory for scores.
     pub is_short: AtomicBool,
@@ -95,8 +95,8 @@ pub(super) struct StatisticsOutput<'a> {
 /// counts, and for rows and columns that are not those of the call.
 ///
 /// ```
-/// use candle_attention_kernels::Tier;
-/// use candle_attention_kernels::flash::{self, Dims, OutputOrder, Problem, ScoreOptions, StatisticsOptions, Strided};
+/// use candle_attention_kernels::InstructionSet;
+/// use candle_attention_kernels::flash::{self, Dims, OutputLayout, Problem, ScoreOptions, StatisticsOptions, Strided};
 ///
 /// // One query over three keys of width 1.
 /// let (q, k, v) = ([1.0], [0.0, 1.0, 0.0], [1.0, 2.0, 3.0]);
@@ -108,18 +108,18 @@ pub(super) struct StatisticsOutput<'a> {
 ///     v: rows(&v).into(),
 ///     ranges: &[0..3],
 ///     scores: ScoreOptions::default(),
-///     output_order: OutputOrder::Bhtd,
+///     output_layout: OutputLayout::Bhtd,
 ///     executor: None,
 /// };
 /// let options = StatisticsOptions { top: 2, ..Default::default() };
-/// let (_, statistics) = flash::attend_with_statistics::<f32>(&problem, Tier::Scalar, &options)?;
+/// let (_, statistics) = flash::attend_with_statistics::<f32>(&problem, InstructionSet::Scalar, &options)?;
 /// assert_eq!(statistics.top_keys, [1, 0]);
-/// assert!((statistics.received.iter().sum::<f32>() - 1.0).abs() < 1e-6);
+/// assert!((statistics.key_weight_sums.iter().sum::<f32>() - 1.0).abs() < 1e-6);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub fn attend_with_statistics<E: AttentionKernels>(
     problem: &Problem<E>,
-    tier: Tier,
+    tier: InstructionSet,
     options: &StatisticsOptions,
 ) -> Result<(Vec<E>, Statistics), Error> {
     problem.check()?;
@@ -130,7 +130,7 @@ pub fn attend_with_statistics<E: AttentionKernels>(
         top_keys: SharedPtr(found.top_keys.as_mut_ptr()),
         top_weights: SharedPtr(found.top_weights.as_mut_ptr()),
         entropy: SharedPtr(found.entropy.as_mut_ptr()),
-        received: SharedPtr(found.received.as_mut_ptr()),
+        key_weight_sums: SharedPtr(found.key_weight_sums.as_mut_ptr()),
         weights: SharedPtr(found.weights.as_mut_ptr()),
         is_short: AtomicBool::new(false),
     };

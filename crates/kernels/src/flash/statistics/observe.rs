@@ -51,10 +51,11 @@ impl SimdTask for Observe<'_, '_> {
             unsafe { tile.observe::<K>(state.of_panel(index), sums) };
         }
         chain.wait_for_all(task);
-        // SAFETY: the sums received by the heads of a group stand one after the other, and the tasks that add to them
+        // SAFETY: the sums for the heads of a group stand one after the other, and the tasks that add to them
         // take turns.
-        let received = unsafe { output.received.slice((kv.b * inputs.dims.h_kv + kv.head) * words, words) };
-        received.iter_mut().zip(sums).for_each(|(received, sum)| *received += *sum);
+        let key_weight_sums =
+            unsafe { output.key_weight_sums.slice((kv.b * inputs.dims.h_kv + kv.head) * words, words) };
+        key_weight_sums.iter_mut().zip(sums).for_each(|(key_weight_sums, sum)| *key_weight_sums += *sum);
         chain.finish(task);
     }
 }
@@ -94,7 +95,7 @@ impl KeptTile<'_, '_> {
     /// # Safety
     /// The processor has the tier of K; the scores of the keys that the tile sees were kept.
     #[inline(always)]
-    unsafe fn observe<K: Kernel>(&self, state: PanelState, received: &mut [f32]) {
+    unsafe fn observe<K: Kernel>(&self, state: PanelState, key_weight_sums: &mut [f32]) {
         let t_kv = self.inputs.dims.t_kv;
         let mut columns = self.columns(state);
         let of_head = self.factors_of_heads(&columns);
@@ -106,8 +107,8 @@ impl KeptTile<'_, '_> {
                 self.weigh::<K>(group, &mut columns, &mut powers);
                 for (head, of_head) in of_head.iter().enumerate() {
                     let sums = sums_of_keys::<K>(&powers, of_head, self.tile.vectors, columns.are_finite);
-                    let received = &mut received[head * t_kv..][keys.clone()];
-                    received.iter_mut().zip(sums).for_each(|(received, sum)| *received += sum);
+                    let key_weight_sums = &mut key_weight_sums[head * t_kv..][keys.clone()];
+                    key_weight_sums.iter_mut().zip(sums).for_each(|(key_weight_sums, sum)| *key_weight_sums += sum);
                 }
                 self.write_window(&keys, &columns, &powers);
             }

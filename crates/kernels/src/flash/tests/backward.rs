@@ -4,7 +4,12 @@ use super::*;
 use crate::flash::{BackwardProblem, Gradients, SoftmaxStats, Wanted, attend_backward};
 
 /// Forward and backward on one tier; the gradients of the results are numbers of no order.
-fn backward<E: Element + Into<f32>>(case: &Case, data: &Data<E>, tier: Tier, factors: &Factors<E>) -> Gradients<E> {
+fn backward<E: Element + Into<f32>>(
+    case: &Case,
+    data: &Data<E>,
+    tier: InstructionSet,
+    factors: &Factors<E>,
+) -> Gradients<E> {
     let Dims { h, t_q, d_v, .. } = case.dims;
     let (forward, mut stats) = (case.problem(data), Vec::<SoftmaxStats>::new());
     let context = attend_vec(&forward, tier, None, Some(&mut stats)).expect("a few rows");
@@ -62,7 +67,12 @@ fn central_differences<E: Element + Into<f32>>(case: &Case, factors: &Factors<E>
 }
 
 /// The largest difference over the largest gradient, for each tensor.
-fn differences<E: Element + Into<f32>>(case: &Case, tier: Tier, factors: &Factors<E>, expected: &Expected) -> [f64; 6] {
+fn differences<E: Element + Into<f32>>(
+    case: &Case,
+    tier: InstructionSet,
+    factors: &Factors<E>,
+    expected: &Expected,
+) -> [f64; 6] {
     let Gradients { q, k, v, bias, slopes, sinks, .. } = backward(case, &case.data::<E>(), tier, factors);
     let wide = |numbers: Option<Vec<E>>| numbers.expect("wanted").into_iter().map(|x| f64::from(x.into())).collect();
     let of_f32 = |numbers: Option<Vec<f32>>| numbers.unwrap_or_default().into_iter().map(f64::from).collect();
@@ -75,7 +85,7 @@ fn differences<E: Element + Into<f32>>(case: &Case, tier: Tier, factors: &Factor
     })
 }
 
-fn check<E: Element + Into<f32>>(case: &Case, tiers: &[Tier], most: f64) {
+fn check<E: Element + Into<f32>>(case: &Case, tiers: &[InstructionSet], most: f64) {
     let Dims { b, h, t_q, d_v, .. } = case.dims;
     let factors = Factors::<E> { context: numbers(b * h * t_q * d_v, 7), lse: numbers(b * h * t_q, 8) };
     let expected = central_differences(case, &factors);
@@ -92,8 +102,8 @@ fn every_tier_gives_the_gradients_of_plain_loops() {
     let shapes =
         [dims(2, 9, 3, 2, 3), dims(2, 1, 3, 3, 2), dims(1, 3, 2, 8, 1), dims(2, 11, 13, 9, 4), dims(2, 50, 270, 17, 5)];
     let (tiers, shapes) = match cfg!(miri) {
-        true => (vec![Tier::Scalar], &shapes[..1]),
-        false => (Tier::available(), &shapes[..]),
+        true => (vec![InstructionSet::Scalar], &shapes[..1]),
+        false => (InstructionSet::available(), &shapes[..]),
     };
     for &dims in shapes {
         for (causal, everything) in [(false, false), (true, false), (true, true)] {

@@ -1,7 +1,7 @@
 //! Distance biases against the same numbers as a bias (B, H, T_q, T_kv).
 
 use super::*;
-use crate::flash::{BackwardProblem, DistanceBias, Gradients, SoftmaxStats, Wanted, attend_backward};
+use crate::flash::{BackwardProblem, Gradients, RelativeBias, SoftmaxStats, Wanted, attend_backward};
 
 /// How the queries of a sequence stand to its keys.
 #[derive(Clone, Copy)]
@@ -39,9 +39,9 @@ impl Biases {
         Self { len, of_sequence, data, origins: (0..dims.b * dims.t_q).map(origin).collect() }
     }
 
-    fn bias(&self) -> DistanceBias<'_> {
+    fn bias(&self) -> RelativeBias<'_> {
         let rows = Strided { data: &self.data[..], strides: [self.of_sequence, self.len] };
-        DistanceBias { rows, len: self.len, origins: &self.origins }
+        RelativeBias { rows, len: self.len, origins: &self.origins }
     }
 
     /// The entry of each score, if it has one.
@@ -56,7 +56,7 @@ impl Biases {
     }
 }
 
-fn gradients<E: Element>(forward: &Problem<E>, tier: Tier, wanted: Wanted) -> (Vec<E>, Gradients<E>) {
+fn gradients<E: Element>(forward: &Problem<E>, tier: InstructionSet, wanted: Wanted) -> (Vec<E>, Gradients<E>) {
     let Dims { b, h, t_q, d_v, .. } = forward.dims;
     let mut stats = Vec::<SoftmaxStats>::new();
     let context = attend_vec(forward, tier, None, Some(&mut stats)).expect("a few rows");
@@ -74,12 +74,12 @@ fn holds<E: Element + Into<f32> + PartialEq + std::fmt::Debug>(dims: Dims, causa
     let entries = biases.entries(&dims);
     let dense: Vec<f32> = entries.iter().map(|entry| entry.map_or(0.0, |entry| biases.data[entry])).collect();
     let mut by_distance = case.problem(&data);
-    by_distance.scores.distance_bias = Some(biases.bias());
+    by_distance.scores.relative_bias = Some(biases.bias());
     let mut by_pair = case.problem(&data);
     let strides = [dims.h * dims.t_q * dims.t_kv, dims.t_q * dims.t_kv, dims.t_kv, 1];
     by_pair.scores.bias = Some(Strided { data: &dense, strides });
     let operands = Wanted { q: true, k: true, v: true, ..Default::default() };
-    for tier in if cfg!(miri) { vec![Tier::Scalar] } else { Tier::available() } {
+    for tier in if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() } {
         let (context, found) = gradients(&by_distance, tier, Wanted { distances: true, ..operands });
         let full = Some([dims.b, dims.h, dims.t_q, dims.t_kv]);
         let (expected_context, expected) = gradients(&by_pair, tier, Wanted { bias: full, ..operands });
@@ -118,12 +118,12 @@ fn distance_biases_outside_their_slice_are_errors() {
     let case = Case::new(Dims { b: 1, h: 2, h_kv: 2, t_q: 3, t_kv: 4, d: 2, d_v: 2 }, false, false);
     let data = case.data::<f32>();
     let biases = Biases::new(&case.dims, Origins::Diagonals, true);
-    let error = |bias: DistanceBias| {
+    let error = |bias: RelativeBias| {
         let mut problem = case.problem(&data);
-        problem.scores.distance_bias = Some(bias);
-        attend_vec(&problem, Tier::Scalar, None, None).expect_err("too short").to_string()
+        problem.scores.relative_bias = Some(bias);
+        attend_vec(&problem, InstructionSet::Scalar, None, None).expect_err("too short").to_string()
     };
     let short = Strided { data: &biases.data[1..], ..biases.bias().rows };
-    assert!(error(DistanceBias { rows: short, ..biases.bias() }).contains("distance biases of [1, 2] entries"));
-    assert!(error(DistanceBias { origins: &[0; 2], ..biases.bias() }).contains("origins"));
+    assert!(error(RelativeBias { rows: short, ..biases.bias() }).contains("distance biases of [1, 2] entries"));
+    assert!(error(RelativeBias { origins: &[0; 2], ..biases.bias() }).contains("origins"));
 }

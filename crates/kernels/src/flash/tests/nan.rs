@@ -1,8 +1,8 @@
 //! Keys that are no numbers.
 
 use super::numbers;
-use crate::cpu::Tier;
-use crate::flash::{Dims, OutputOrder, Problem, ScoreOptions, Strided, attend_vec};
+use crate::cpu::InstructionSet;
+use crate::flash::{Dims, OutputLayout, Problem, ScoreOptions, Strided, attend_vec};
 
 /// Whatever its bits are: a key that is NaN, with and without a softcap, where rows are decoded and where they fill
 /// tiles.
@@ -10,7 +10,7 @@ use crate::flash::{Dims, OutputOrder, Problem, ScoreOptions, Strided, attend_vec
 fn a_key_of_nan_reaches_the_queries_that_see_it() {
     let (t_kv, d) = (20, 3);
     let nans = if cfg!(miri) { 1..2 } else { 0..512 };
-    for tier in if cfg!(miri) { vec![Tier::Scalar] } else { Tier::available() } {
+    for tier in if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() } {
         for (t_q, softcap) in [(2, None), (2, Some(3.0)), (20, None), (20, Some(3.0))] {
             let (q, v) = (numbers::<f32>(t_q * d, 1), numbers::<f32>(t_kv * d, 2));
             let attend = |k: &[f32]| {
@@ -22,7 +22,7 @@ fn a_key_of_nan_reaches_the_queries_that_see_it() {
                     v: rows(&v).into(),
                     ranges: &(1..=t_q).map(|i| 0..t_kv + i - t_q).collect::<Vec<_>>(),
                     scores: ScoreOptions { softcap, ..Default::default() },
-                    output_order: OutputOrder::Bhtd,
+                    output_layout: OutputLayout::Bhtd,
                     executor: None,
                 };
                 attend_vec(&problem, tier, None, None).expect("a few rows")

@@ -5,9 +5,9 @@ use half::bf16;
 
 use super::numbers;
 use crate::Element;
-use crate::cpu::Tier;
+use crate::cpu::InstructionSet;
 use crate::flash::{
-    Alibi, BackwardProblem, Dims, OutputOrder, Problem, ScoreOptions, SoftmaxStats, Strided, Wanted, attend_backward,
+    Alibi, BackwardProblem, Dims, OutputLayout, Problem, ScoreOptions, SoftmaxStats, Strided, Wanted, attend_backward,
     attend_vec,
 };
 
@@ -15,7 +15,7 @@ use crate::flash::{
 fn gradients<E: Element + Into<f32>>(
     dims: Dims,
     shape: [usize; 4],
-    tier: Tier,
+    tier: InstructionSet,
     pools: &[&rayon::ThreadPool],
 ) -> Vec<Vec<u32>> {
     let Dims { b, h, h_kv, t_q, t_kv, d, d_v } = dims;
@@ -36,7 +36,7 @@ fn gradients<E: Element + Into<f32>>(
         v: rows(&v, h_kv, t_kv, d_v).into(),
         ranges: &(0..b * t_q).map(|row| range(row % t_q)).collect::<Vec<_>>(),
         scores: ScoreOptions { softcap: Some(3.0), alibi, bias: Some(bias), sinks: Some(&sinks), ..Default::default() },
-        output_order: OutputOrder::Bhtd,
+        output_layout: OutputLayout::Bhtd,
         executor: None,
     };
     let mut stats = Vec::<SoftmaxStats>::new();
@@ -58,15 +58,15 @@ fn gradients<E: Element + Into<f32>>(
 
 #[test]
 fn threads_change_no_bit_of_what_heads_share() {
-    let best = Tier::choose(None, false).expect("a tier");
+    let best = InstructionSet::choose(None, false).expect("a tier");
     // Each group, and how often it runs on the best tier.
     let groups: &[(usize, usize)] = if cfg!(miri) { &[(3, 1)] } else { &[(3, 10), (5, 10), (6, 10), (7, 10), (71, 2)] };
     // A call is worth several threads by its length, one of Miri's by its width.
     let (t, width) = if cfg!(miri) { (32, 32) } else { (520, 2) };
     let [one, two, four] = [1, 2, 4].map(|n| rayon::ThreadPoolBuilder::new().num_threads(n).build().expect("a pool"));
-    for tier in if cfg!(miri) { vec![Tier::Scalar] } else { Tier::available() } {
+    for tier in if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() } {
         let gradients = match tier {
-            Tier::NeonBf16 | Tier::Avx512Bf16 | Tier::Amx => gradients::<bf16>,
+            InstructionSet::NeonBf16 | InstructionSet::Avx512Bf16 | InstructionSet::Amx => gradients::<bf16>,
             _ => gradients::<f32>,
         };
         for (&(group, repeats), b) in groups.iter().flat_map(|group| [(group, 1), (group, 2)]) {

@@ -1,8 +1,8 @@
 //! Dimensions at their ends.
 
-use crate::cpu::Tier;
+use crate::cpu::InstructionSet;
 use crate::flash::{
-    BackwardProblem, Dims, Dropout, DropoutMask, OutputOrder, Problem, ScoreOptions, Strided, Wanted, attend,
+    BackwardProblem, Dims, Dropout, DropoutMask, OutputLayout, Problem, ScoreOptions, Strided, Wanted, attend,
     attend_backward, attend_vec,
 };
 
@@ -21,18 +21,18 @@ fn dimensions_of_any_size_are_computed_or_errors() {
         let mask = DropoutMask::Kept(&[255; 20]);
         for dropout in [None, Some(Dropout { mask, p: 0.5 })] {
             let scores = ScoreOptions { dropout, ..Default::default() };
-            let (q, k, v, output_order) = (rows, rows.into(), rows.into(), OutputOrder::Bhtd);
-            let forward = Problem { dims, q, k, v, ranges: &ranges, scores, output_order, executor: None };
+            let (q, k, v, output_layout) = (rows, rows.into(), rows.into(), OutputLayout::Bhtd);
+            let forward = Problem { dims, q, k, v, ranges: &ranges, scores, output_layout, executor: None };
             // Results of a length that is nothing's.
             let (mut none, mut no_lse) = ([], []);
-            let _ = attend(&forward, Tier::Scalar, &mut none, Some(&mut no_lse), None);
+            let _ = attend(&forward, InstructionSet::Scalar, &mut none, Some(&mut no_lse), None);
             let mut stats = Vec::new();
-            let context = attend_vec(&forward, Tier::Scalar, None, Some(&mut stats)).unwrap_or_default();
+            let context = attend_vec(&forward, InstructionSet::Scalar, None, Some(&mut stats)).unwrap_or_default();
             let problem =
                 BackwardProblem { forward, context: &context, stats: &stats, context_grad: rows, lse_grad: None };
             for (q, kv) in [(true, false), (false, true), (true, true)] {
                 let wanted = Wanted { q, k: kv, v: kv, ..Default::default() };
-                match attend_backward(&problem, Tier::Scalar, wanted) {
+                match attend_backward(&problem, InstructionSet::Scalar, wanted) {
                     Ok(gradients) => {
                         let len = |wanted: bool, dims: [usize; 4]| wanted.then(|| dims.into_iter().product::<usize>());
                         let found = [&gradients.q, &gradients.k, &gradients.v].map(|x| x.as_ref().map(Vec::len));

@@ -3,15 +3,15 @@
 use half::{bf16, f16};
 
 use super::{Case, dims};
-use crate::cpu::Tier;
+use crate::cpu::InstructionSet;
 use crate::flash::{
-    Dims, OutputOrder, Problem, ScoreOptions, Statistics, StatisticsOptions, Strided, attend_vec,
+    Dims, OutputLayout, Problem, ScoreOptions, Statistics, StatisticsOptions, Strided, attend_vec,
     attend_with_statistics,
 };
 use crate::{Element, Error};
 
 /// Compares what a tier finds with the weights of plain loops, and the context with that of a call without statistics.
-fn check<E: Element + Into<f32> + PartialEq>(case: &Case, tier: Tier, top: usize, tolerance: f64) {
+fn check<E: Element + Into<f32> + PartialEq>(case: &Case, tier: InstructionSet, top: usize, tolerance: f64) {
     let Dims { b, h, t_q, t_kv, .. } = case.dims;
     let (rows, columns) = (t_q / 3..t_q, 0..t_kv.div_ceil(2));
     let options = StatisticsOptions { top, rows: rows.clone(), columns: columns.clone() };
@@ -28,12 +28,12 @@ fn check<E: Element + Into<f32> + PartialEq>(case: &Case, tier: Tier, top: usize
 
     let k = top.min(t_kv);
     let wide = data.clone().widened(case.q8);
-    let mut received = vec![0.0; b * h * t_kv];
+    let mut key_weight_sums = vec![0.0; b * h * t_kv];
     for row in 0..b * h * t_q {
         let [batch, head, i] = case.row(row);
         let (weights, _) = case.weights(&wide, row);
         for (key, weight) in weights.iter().enumerate() {
-            received[(batch * h + head) * t_kv + key] += weight;
+            key_weight_sums[(batch * h + head) * t_kv + key] += weight;
         }
         let terms = weights.iter().filter(|weight| **weight > 0.0).map(|weight| -weight * weight.ln());
         near(found.entropy[row], terms.sum(), "entropy");
@@ -52,8 +52,8 @@ fn check<E: Element + Into<f32> + PartialEq>(case: &Case, tier: Tier, top: usize
             }
         }
     }
-    for (found, exact) in found.received.iter().zip(&received) {
-        near(*found, *exact, "received");
+    for (found, exact) in found.key_weight_sums.iter().zip(&key_weight_sums) {
+        near(*found, *exact, "key_weight_sums");
     }
 }
 
@@ -61,8 +61,8 @@ fn check<E: Element + Into<f32> + PartialEq>(case: &Case, tier: Tier, top: usize
 fn every_tier_finds_the_statistics_of_plain_loops() {
     let shapes = [dims(2, 1, 3, 3, 2), dims(2, 9, 40, 8, 3), dims(6, 50, 131, 5, 3), dims(1, 130, 300, 8, 4)];
     let (tiers, shapes) = match cfg!(miri) {
-        true => (vec![Tier::Scalar], &shapes[..1]),
-        false => (Tier::available(), &shapes[..]),
+        true => (vec![InstructionSet::Scalar], &shapes[..1]),
+        false => (InstructionSet::available(), &shapes[..]),
     };
     for tier in tiers {
         for (&dims, top) in shapes.iter().zip([5, 32, 7, 0]) {
@@ -90,10 +90,10 @@ fn one_head(keys: &[f32], queries: &[f32], options: &StatisticsOptions) -> Resul
         v: rows(keys).into(),
         ranges: &(0..t_q).map(|query| 0..end(query)).collect::<Vec<_>>(),
         scores: ScoreOptions::default(),
-        output_order: OutputOrder::Bhtd,
+        output_layout: OutputLayout::Bhtd,
         executor: None,
     };
-    Ok(attend_with_statistics(&problem, Tier::available()[0], options)?.1)
+    Ok(attend_with_statistics(&problem, InstructionSet::available()[0], options)?.1)
 }
 
 #[test]
@@ -110,7 +110,7 @@ fn of_equal_weights_the_lower_key_comes_first_and_hidden_keys_come_last() -> Res
     // A weight that is too small for a number is that of a hidden key.
     let found = one_head(&[-500.0, 500.0, -400.0], &[1.0], &top(3))?;
     assert_eq!((found.top_keys, found.top_weights), (vec![1, 0, 2], vec![1.0, 0.0, 0.0]));
-    assert_eq!((found.entropy, found.received), (vec![0.0], vec![0.0, 1.0, 0.0]));
+    assert_eq!((found.entropy, found.key_weight_sums), (vec![0.0], vec![0.0, 1.0, 0.0]));
     Ok(())
 }
 
@@ -136,7 +136,7 @@ fn statistics_do_not_depend_on_the_number_of_threads() {
     let run = |threads: usize| {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
         pool.install(|| {
-            attend_with_statistics(&case.problem(&data), Tier::available()[0], &options).expect("a few rows")
+            attend_with_statistics(&case.problem(&data), InstructionSet::available()[0], &options).expect("a few rows")
         })
     };
     assert_eq!(run(1), run(3));
@@ -147,7 +147,7 @@ fn statistics_do_not_depend_on_the_number_of_threads() {
 fn what_is_no_number_stays_with_its_query() {
     let q = [1.0, f32::NAN];
     let (k, v) = ([0.5, 1.0, 0.25], [1.0, 2.0, 3.0]);
-    for tier in Tier::available() {
+    for tier in InstructionSet::available() {
         let problem = Problem {
             dims: Dims { b: 1, h: 2, h_kv: 1, t_q: 1, t_kv: 3, d: 1, d_v: 1 },
             q: Strided { data: &q, strides: [2, 1, 1] },
@@ -155,13 +155,13 @@ fn what_is_no_number_stays_with_its_query() {
             v: Strided { data: &v, strides: [3, 3, 1] }.into(),
             ranges: &[0..3],
             scores: ScoreOptions::default(),
-            output_order: OutputOrder::Bhtd,
+            output_layout: OutputLayout::Bhtd,
             executor: None,
         };
         let options = StatisticsOptions { top: 2, ..Default::default() };
         let (_, found) = attend_with_statistics(&problem, tier, &options).expect("three keys");
-        assert!(found.received[..3].iter().all(|sum| sum.is_finite()), "{tier}: {:?}", found.received);
-        assert!(found.received[3..].iter().all(|sum| sum.is_nan()), "{tier}: {:?}", found.received);
+        assert!(found.key_weight_sums[..3].iter().all(|sum| sum.is_finite()), "{tier}: {:?}", found.key_weight_sums);
+        assert!(found.key_weight_sums[3..].iter().all(|sum| sum.is_nan()), "{tier}: {:?}", found.key_weight_sums);
         assert_eq!(found.top_keys, [1, 0, 0, 1]);
         assert!(found.top_weights[2..].iter().all(|weight| weight.is_nan()), "{tier}: {:?}", found.top_weights);
         // An infinite key, and lanes without a query.
@@ -169,6 +169,6 @@ fn what_is_no_number_stays_with_its_query() {
         let k = Strided { data: &k, strides: [3, 3, 1] }.into();
         let dims = Dims { h: 1, ..problem.dims };
         let (_, found) = attend_with_statistics(&Problem { dims, k, ..problem }, tier, &options).expect("three keys");
-        assert_eq!(found.received[0], 0.0, "{tier}");
+        assert_eq!(found.key_weight_sums[0], 0.0, "{tier}");
     }
 }

@@ -4,13 +4,13 @@ use half::{bf16, f16};
 
 use super::{numbers, rows_of};
 use crate::Element;
-use crate::cpu::Tier;
+use crate::cpu::InstructionSet;
 use crate::error::Error;
 use crate::linear::{Codes, Epilogue, Matrix, PackedWeight, Product, Right, multiply_vec};
 
-fn tiers() -> Vec<Tier> {
+fn tiers() -> Vec<InstructionSet> {
     // Interpreted, a product takes seconds.
-    if cfg!(miri) { vec![Tier::Scalar] } else { Tier::available() }
+    if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() }
 }
 
 /// (rows, depth, columns).
@@ -59,7 +59,7 @@ where
     most
 }
 
-fn check_orders<X: Element + Into<f32>>(tier: Tier, most: f64) {
+fn check_orders<X: Element + Into<f32>>(tier: InstructionSet, most: f64) {
     for (rows, depth, columns) in sizes() {
         let numbers = |lines: usize, width: usize, salt| numbers::<X>(lines.max(width) * (lines.max(width) + 3), salt);
         let (a, b) = (numbers(rows, depth, 1), numbers(depth, columns, 2));
@@ -85,7 +85,7 @@ fn matrices_in_either_order_give_the_numbers_of_plain_loops() {
 }
 
 /// Columns that begin and end anywhere; numbers that are not finite in the others are nobody's.
-fn check_input_gradient<W: Element + Into<f32>, X: Element + Into<f32>>(tier: Tier, most: f64) {
+fn check_input_gradient<W: Element + Into<f32>, X: Element + Into<f32>>(tier: InstructionSet, most: f64) {
     for (rows, outputs, inputs) in sizes() {
         let weight = numbers::<W>(outputs * inputs, 1);
         for columns in [0..outputs, outputs / 3..outputs - outputs / 4, outputs / 2..outputs / 2] {
@@ -127,7 +127,7 @@ fn a_packed_weight_gives_the_gradient_of_its_inputs() {
 /// Nothing is read where there is nothing, however far apart its rows would be.
 #[test]
 fn the_gradient_of_no_columns_is_zeros() {
-    fn check<X: Element + Into<f32>>(tier: Tier) {
+    fn check<X: Element + Into<f32>>(tier: InstructionSet) {
         let (rows, outputs, inputs) = (3, 40, 5);
         let packed = PackedWeight::new(&numbers::<X>(outputs * inputs, 1), (outputs, inputs), tier).expect("memory");
         for (at, stride) in
@@ -172,7 +172,7 @@ fn codes_give_the_gradient_of_the_numbers_that_they_stand_for() {
 /// Training and inference give the same numbers.
 #[test]
 fn a_weight_gives_the_same_bits_packed_and_not() {
-    fn check<X: Element + PartialEq + std::fmt::Debug>(tier: Tier) {
+    fn check<X: Element + PartialEq + std::fmt::Debug>(tier: InstructionSet) {
         let (rows, inputs, outputs) = if cfg!(miri) { (2, 5, 18) } else { (37, 411, 101) };
         let (xs, weight) = (numbers::<X>(rows * inputs, 1), numbers::<X>(outputs * inputs, 2));
         let bias = numbers::<f32>(outputs, 3);
@@ -210,13 +210,14 @@ fn columns_are_summed_in_f32() {
 fn operands_that_do_not_fit_are_errors() {
     let data = [0f32; 6];
     let matrix = |rows, columns, stride| Matrix { data: &data, rows, columns, stride, is_transposed: false };
-    let product = |left, right| multiply_vec(&with_bias(left, Right::Matrix(right, Tier::Scalar), None)).map(|_| ());
+    let product =
+        |left, right| multiply_vec(&with_bias(left, Right::Matrix(right, InstructionSet::Scalar), None)).map(|_| ());
     let shape = |result: Result<(), Error>| matches!(result, Err(Error::Shape(_)));
     assert!(product(matrix(2, 3, 3), matrix(3, 2, 2)).is_ok());
     assert!(shape(product(matrix(2, 3, 3), matrix(2, 3, 3))));
     assert!(shape(product(matrix(2, 3, 4), matrix(3, 2, 2))));
     assert!(shape(product(matrix(2, 3, usize::MAX), matrix(3, 2, 2))));
-    let packed = PackedWeight::new(&data, (2, 3), Tier::Scalar).expect("memory");
+    let packed = PackedWeight::new(&data, (2, 3), InstructionSet::Scalar).expect("memory");
     let gradient =
         |columns, gradient| multiply_vec(&with_bias(gradient, Right::Transposed(&packed, columns), None)).map(|_| ());
     assert!(gradient(0..2, matrix(3, 2, 2)).is_ok());

@@ -12,7 +12,7 @@ use super::{
 };
 use crate::Element;
 use crate::cpu::tests::{erfc, numbers};
-use crate::cpu::{Executor, Tier};
+use crate::cpu::{Executor, InstructionSet};
 use crate::error::Error;
 
 #[derive(Debug, Clone)]
@@ -28,7 +28,7 @@ struct Case {
 
 impl Case {
     /// The largest difference between a product and plain loops in f64, relative to the sum of the magnitudes.
-    fn difference<W: Element + PartialEq + Into<f32>, X: Element + Into<f32>>(&self, tier: Tier) -> f64 {
+    fn difference<W: Element + PartialEq + Into<f32>, X: Element + Into<f32>>(&self, tier: InstructionSet) -> f64 {
         let Self { rows, inputs, outputs, ref columns, gap, bias } = *self;
         let weight: Vec<W> = numbers(outputs * inputs, 1);
         let xs_row = inputs + gap;
@@ -79,7 +79,7 @@ fn every_tier_gives_the_numbers_of_plain_loops() {
         cases.push(Case { columns: 47..97, ..case(20, 257, 100) });
     }
     // Interpreted, a product takes seconds.
-    let tiers = if cfg!(miri) { vec![Tier::Scalar] } else { Tier::available() };
+    let tiers = if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() };
     for tier in tiers {
         for case in &cases {
             for (difference, most) in [
@@ -112,7 +112,7 @@ fn exact_epilogue(activation: Option<Activation>, sum: f64, up: f64, residual: f
 
 /// Everything that may follow a product against the product alone and f64, for some of the columns, at the edges of
 /// vectors and panels, on threads of our own.
-fn check_epilogues<W: Element, X: Element + Into<f32>>(tier: Tier, most: f64) {
+fn check_epilogues<W: Element, X: Element + Into<f32>>(tier: InstructionSet, most: f64) {
     let number = |x: f32| f64::from(x);
     let (rows, inputs, outputs, columns) = if cfg!(miri) { (2, 3, 18, 1..18) } else { (5, 70, 103, 5..102) };
     let weights = [1, 2].map(|salt| numbers::<W>(outputs * inputs, salt));
@@ -163,7 +163,7 @@ fn check_epilogues<W: Element, X: Element + Into<f32>>(tier: Tier, most: f64) {
 
 #[test]
 fn what_follows_a_product_on_every_tier() {
-    for tier in if cfg!(miri) { vec![Tier::Scalar] } else { Tier::available() } {
+    for tier in if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() } {
         check_epilogues::<f32, f32>(tier, 1e-6);
         check_epilogues::<bf16, f32>(tier, 1e-6);
         // Tiers that multiply pairs of bf16 sum them in another order.
@@ -173,7 +173,13 @@ fn what_follows_a_product_on_every_tier() {
 }
 
 /// The packed codes, with the numbers that they stand for.
-fn codes(bits: usize, has_minimums: bool, shape: (usize, usize), tier: Tier, salt: u64) -> (PackedWeight, Vec<f32>) {
+fn codes(
+    bits: usize,
+    has_minimums: bool,
+    shape: (usize, usize),
+    tier: InstructionSet,
+    salt: u64,
+) -> (PackedWeight, Vec<f32>) {
     let (outputs, inputs) = shape;
     let blocks = outputs * inputs / CODE_BLOCK;
     let own: Vec<u8> =
@@ -196,7 +202,7 @@ fn codes_give_the_bits_of_their_numbers() {
     let (rows, shape) = if cfg!(miri) { (vec![2], (18, 32)) } else { (vec![1, 2, 3, 8, 17, 40, 193], (103, 480)) };
     let (outputs, inputs) = shape;
     let bias = numbers::<f32>(outputs, 9);
-    for tier in if cfg!(miri) { vec![Tier::Scalar] } else { Tier::available() } {
+    for tier in if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() } {
         for (bits, has_minimums) in [(4, false), (4, true), (8, false), (8, true)] {
             let both = [10, 20].map(|salt| codes(bits, has_minimums, shape, tier, salt));
             let plain = [0, 1].map(|at| PackedWeight::new(&both[at].1, shape, tier).expect("memory"));
@@ -232,7 +238,7 @@ fn codes_give_the_bits_of_their_numbers() {
 
 #[test]
 fn codes_take_no_more_than_their_bits_and_scales() {
-    for tier in Tier::available() {
+    for tier in InstructionSet::available() {
         for (bits, has_minimums, bytes) in [(4, false, 18), (4, true, 20), (8, false, 34), (8, true, 36)] {
             // Whole panels of every tier.
             let (packed, _) = codes(bits, has_minimums, (96, 64), tier, 1);
@@ -245,7 +251,7 @@ fn codes_take_no_more_than_their_bits_and_scales() {
 fn codes_that_do_not_fit_are_errors() {
     let (all, scales) = ([15u8; 64], [f16::ONE; 2]);
     let good = Codes { bits: 4, codes: &all, scales: &scales, minimums: Some(&scales) };
-    let pack = |codes: Codes, shape| PackedWeight::from_codes(&codes, shape, Tier::Scalar);
+    let pack = |codes: Codes, shape| PackedWeight::from_codes(&codes, shape, InstructionSet::Scalar);
     let packed = pack(good, (2, 32)).expect("a good call");
     let mut large = all;
     large[40] = 16;
@@ -270,8 +276,8 @@ fn codes_that_do_not_fit_are_errors() {
 #[test]
 fn sizes_that_do_not_fit_are_errors() {
     let rows = [1f32, 2.0, 3.0, 4.0, 5.0, 6.0];
-    let weight = PackedWeight::new(&rows, (3, 2), Tier::Scalar).expect("a small weight");
-    let other = PackedWeight::new(&rows, (2, 3), Tier::Scalar).expect("a small weight");
+    let weight = PackedWeight::new(&rows, (3, 2), InstructionSet::Scalar).expect("a small weight");
+    let other = PackedWeight::new(&rows, (2, 3), InstructionSet::Scalar).expect("a small weight");
     let epilogue = Epilogue::default();
     let left = rows_of(&rows, 2);
     let good = Product { left, right: Right::Weight(&weight, 0..3), epilogue, executor: None };
@@ -279,7 +285,8 @@ fn sizes_that_do_not_fit_are_errors() {
     let up = |weight, bias| Epilogue { up: Some(Up { weight, bias }), ..epilogue };
     let of_columns = |columns| Product { right: Right::Weight(&weight, columns), ..good.clone() };
     let transposed = Right::Transposed(&weight, 0..2);
-    let matrix = |matrix: Matrix<'static, f32>| Product { right: Right::Matrix(matrix, Tier::Scalar), ..good.clone() };
+    let matrix =
+        |matrix: Matrix<'static, f32>| Product { right: Right::Matrix(matrix, InstructionSet::Scalar), ..good.clone() };
     assert_eq!(multiply_vec(&good).expect("a good call").len(), 9);
     let (start, end) = (2, 1);
     let cases = [
@@ -325,11 +332,11 @@ fn sizes_that_do_not_fit_are_errors() {
     }
     let error = multiply(&good, &mut Box::new_uninit_slice(8)).expect_err("too short");
     assert_eq!(error.to_string(), "output has 8 elements, expected 9");
-    let error = PackedWeight::new(&rows, (2, 2), Tier::Scalar).expect_err("a wrong shape");
+    let error = PackedWeight::new(&rows, (2, 2), InstructionSet::Scalar).expect_err("a wrong shape");
     assert_eq!(error.to_string(), "the weight has 6 elements, expected 4");
     assert_eq!(weight.unpack::<bf16>().expect_err("f32").to_string(), "expected a weight of BF16, found F32");
-    let missing = Tier::ALL.into_iter().find(|tier| !tier.is_available()).expect("of another processor");
-    assert!(matches!(PackedWeight::new(&rows, (3, 2), missing), Err(Error::Tier(_))));
+    let missing = InstructionSet::ALL.into_iter().find(|tier| !tier.is_available()).expect("of another processor");
+    assert!(matches!(PackedWeight::new(&rows, (3, 2), missing), Err(Error::InstructionSet(_))));
     let of_missing = Product { right: Right::Matrix(rows_of(&rows, 3), missing), ..good };
-    assert!(matches!(multiply_vec(&of_missing), Err(Error::Tier(_))));
+    assert!(matches!(multiply_vec(&of_missing), Err(Error::InstructionSet(_))));
 }

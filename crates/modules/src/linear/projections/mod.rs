@@ -2,9 +2,9 @@
 
 mod sources;
 
-pub use sources::{ByPlace, ProjectionModule, ProjectionModules, ProjectionPlace};
+pub use sources::{ByPlace, Projection, ProjectionModule, ProjectionModules};
 
-use ProjectionPlace::{Gate, Key, Output, Query, Value};
+use Projection::{Gate, Key, Output, Query, Value};
 
 use std::fmt;
 use std::ops::Range;
@@ -21,7 +21,7 @@ const OP: &str = "multi_head_attention";
 /// One projection, (B, T, in) to (B, T, out): columns of the product with a weight. Projections of one input that share
 /// the weight are views of one product.
 #[derive(Debug, Clone)]
-pub struct Projection {
+pub struct PackedProjection {
     weight: Arc<Weight>,
     columns: Range<usize>,
     has_bias: bool,
@@ -33,7 +33,7 @@ enum Weight {
     Tracked(WeightAndBias),
     /// A module of the caller's.
     Module {
-        place: ProjectionPlace,
+        place: Projection,
         /// Itself, and with checks of what it gives.
         own: ProjectionModule,
         checked: ProjectionModule,
@@ -62,7 +62,7 @@ impl Weight {
     }
 }
 
-impl Projection {
+impl PackedProjection {
     /// Projections of inputs of one width: columns of one weight that is packed, or each by itself where training
     /// changes one of them.
     pub fn of_rows(all: &[&WeightAndBias]) -> Result<Vec<Self>> {
@@ -130,7 +130,7 @@ impl Projection {
     }
 }
 
-impl Module for Projection {
+impl Module for PackedProjection {
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         self.weight.product(xs, self.columns.clone(), None)
     }
@@ -140,7 +140,7 @@ impl Module for Projection {
 /// projection of values, values are what that of keys gives.
 #[derive(Debug, Clone)]
 pub struct Projections {
-    all: ByPlace<Projection>,
+    all: ByPlace<PackedProjection>,
     /// The dtype of the weights, or what modules were said to give.
     pub dtype: DType,
     /// The device of the weights, or the one that modules were said to be on.
@@ -169,13 +169,13 @@ impl Projections {
     }
 
     /// Those of inputs of one width are columns of one product.
-    fn pack(loaded: &ByPlace<WeightAndBias>) -> Result<ByPlace<Projection>> {
+    fn pack(loaded: &ByPlace<WeightAndBias>) -> Result<ByPlace<PackedProjection>> {
         let mut all = ByPlace::new();
         let loaded: Vec<_> = loaded.iter().collect();
         let width = |rows: &WeightAndBias| rows.weight.first().dims()[1];
         for run in loaded.chunk_by(|(_, own), (place, next)| **place != Output && width(own) == width(next)) {
             let (places, rows): (Vec<_>, Vec<_>) = run.iter().copied().unzip();
-            all.extend(places.into_iter().copied().zip(Projection::of_rows(&rows)?));
+            all.extend(places.into_iter().copied().zip(PackedProjection::of_rows(&rows)?));
         }
         Ok(all)
     }
@@ -202,13 +202,13 @@ impl Projections {
     /// # Errors
     /// If the config wants a projection and there is none, or the other way around.
     pub fn from_modules(
-        width: impl Fn(ProjectionPlace) -> usize,
+        width: impl Fn(Projection) -> usize,
         modules: &ProjectionModules,
         dtype: DType,
         device: &Device,
     ) -> Result<Self> {
         let mut own = Self { all: ByPlace::new(), dtype, device: device.clone() };
-        for place in ProjectionPlace::ALL {
+        for place in Projection::ALL {
             let noun = place.noun();
             match (modules.0.get(&place).cloned(), width(place)) {
                 (None, 0) => {}
@@ -222,7 +222,7 @@ impl Projections {
 
     /// A module with an output of that width, which is checked, in one place. It is not called where there is nothing
     /// to compute.
-    fn set(&mut self, place: ProjectionPlace, width: usize, module: ProjectionModule) {
+    fn set(&mut self, place: Projection, width: usize, module: ProjectionModule) {
         let (dtype, device, own) = (self.dtype, self.device.clone(), module.clone());
         let checked = move |xs: &Tensor| {
             let (b, t, _) = xs.dims3()?;
@@ -237,11 +237,11 @@ impl Projections {
             Ok(ys)
         };
         let weight = Arc::new(Weight::Module { place, own, checked: Arc::new(checked) });
-        self.all.insert(place, Projection { weight, columns: 0..width, has_bias: false });
+        self.all.insert(place, PackedProjection { weight, columns: 0..width, has_bias: false });
     }
 
     /// Of weights that are packed, query, key, value and output, for inputs in f32.
-    pub fn of_columns(columns: Vec<Projection>, device: &Device) -> Self {
+    pub fn of_columns(columns: Vec<PackedProjection>, device: &Device) -> Self {
         let all = [Query, Key, Value, Output].into_iter().zip(columns).collect();
         Self { all, dtype: DType::F32, device: device.clone() }
     }
@@ -253,7 +253,7 @@ impl Projections {
     pub fn map(
         mut self,
         width: usize,
-        place: ProjectionPlace,
+        place: Projection,
         change: impl FnOnce(ProjectionModule) -> Result<ProjectionModule>,
     ) -> Result<Self> {
         let Some(own) = self.all.remove(&place) else {
@@ -269,17 +269,17 @@ impl Projections {
 
     /// Whether queries and keys are projected by modules of the caller's, which may change.
     pub fn has_modules(&self) -> bool {
-        let is_module = |own: &Projection| matches!(&*own.weight, Weight::Module { .. });
+        let is_module = |own: &PackedProjection| matches!(&*own.weight, Weight::Module { .. });
         [Query, Key].iter().any(|place| self.all.get(place).is_some_and(is_module))
     }
 
     /// The inputs of some places projected; those of one tensor that share a weight are views of one product.
-    fn project(&self, inputs: &[(ProjectionPlace, &Tensor)]) -> Result<ByPlace<Tensor>> {
+    fn project(&self, inputs: &[(Projection, &Tensor)]) -> Result<ByPlace<Tensor>> {
         let mut projected = ByPlace::new();
         for run in inputs.chunk_by(|(_, own), (_, next)| own.id() == next.id()) {
             let own = run.iter().filter_map(|(place, _)| self.all.get_key_value(place));
             let (places, all): (Vec<_>, Vec<_>) = own.unzip();
-            projected.extend(places.into_iter().copied().zip(Projection::project(&all, run[0].1)?));
+            projected.extend(places.into_iter().copied().zip(PackedProjection::project(&all, run[0].1)?));
         }
         Ok(projected)
     }
@@ -308,14 +308,14 @@ impl Projections {
         }
     }
 
-    /// As linear layers, with what variables hold now: q (H·D, E), k (H_kv·D, key_size), v (H_kv·D_v, value_size), o
+    /// As linear layers, with what variables hold now: q (H·D, E), k (H_kv·D, kdim), v (H_kv·D_v, vdim), o
     /// (out_dim, H·D_v), gate (H·D_v or H, E). Parts of one weight are views of it.
     ///
     /// # Errors
     /// If a projection is a module, whose weights the layer does not know, and if memory is short.
     pub fn to_linears(&self) -> Result<ByPlace<Linear>> {
         let (places, all): (Vec<_>, Vec<_>) = self.all.iter().unzip();
-        Ok(places.into_iter().copied().zip(Projection::to_linears(&all)?).collect())
+        Ok(places.into_iter().copied().zip(PackedProjection::to_linears(&all)?).collect())
     }
 }
 

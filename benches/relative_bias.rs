@@ -1,5 +1,5 @@
 //! Time and memory of a relative bias of T5's kind, by distance and as a tensor (H, T_q, T_kv): `cargo bench --bench
-//! distance_bias`, and `-- --help`. ALiBi, which computes its biases, stands beside the same numbers by distance.
+//! relative_bias`, and `-- --help`. ALiBi, which computes its biases, stands beside the same numbers by distance.
 //!
 //! The ways take turns in each round; a cell's time is the least, memory what a call adds to the process at its peak.
 
@@ -61,14 +61,14 @@ fn main() -> Result<()> {
             ("none", Box::new(|| attend(&none, &plain()))),
             (
                 "T5's by distance",
-                Box::new(|| attend(&none, &plain().with_distance_bias(&bias.distance_bias(t_q, t, t - t_q)?))),
+                Box::new(|| attend(&none, &plain().with_relative_bias(&bias.by_distance(t_q, t, t - t_q)?))),
             ),
             ("ALiBi's slopes", Box::new(|| attend(&none, &plain().with_alibi_slopes(&slopes)))),
             (
                 "ALiBi's by distance",
                 Box::new(|| {
                     let biases = slopes.unsqueeze(1)?.broadcast_mul(&distances)?;
-                    attend(&none, &plain().with_distance_bias(&biases))
+                    attend(&none, &plain().with_relative_bias(&biases))
                 }),
             ),
         ];
