@@ -44,7 +44,7 @@ wrap() {
 case $(uname -m) in aarch64 | arm64) native=true ;; *) native=false ;; esac
 if $native; then
     # It may lack bf16 dot products.
-    processors=("this processor") tiers=(neon)
+    processors=("this processor") instruction_sets=(neon)
 else
     [ "$(uname -sm)" = "Linux x86_64" ] || skip "this is $(uname -sm), expected Linux on x86_64 or Arm"
     if [ ! -d "$(rustc --print target-libdir --target $target)" ]; then
@@ -66,7 +66,7 @@ else
     fi
     export CARGO_BUILD_TARGET=$target CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=$gcc
     export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="$qemu -L $library"
-    processors=(cortex-a53 max) tiers=(neon neonbf16)
+    processors=(cortex-a53 max) instruction_sets=(neon neonbf16)
 fi
 
 kernels=()
@@ -91,8 +91,8 @@ for processor in "${processors[@]}"; do
     [ "$processor" != cortex-a53 ] || own=(--skip linear::quantized --skip a_quantised_layer)
     QEMU_CPU=$processor cargo test "${kernels[@]}" -- "${skips[@]}" "${own[@]}"
 done
-for tier in "${tiers[@]}"; do
-    echo "== everything that computes, on $tier"
+for instruction_set in "${instruction_sets[@]}"; do
+    echo "== everything that computes, on $instruction_set"
     # Layers in half precision are left out: on Arm, Candle's own products in f16 sum in f16.
-    CANDLE_ATTENTION_CPU=$tier QEMU_CPU=max cargo test --test golden --test attention -- --skip in_half_precision --skip flash:: --skip linear:: --skip kernel --skip precision:: --skip threads:: --skip environment::
+    CANDLE_ATTENTION_CPU=$instruction_set QEMU_CPU=max cargo test --test golden --test attention -- --skip in_half_precision --skip flash:: --skip linear:: --skip kernel --skip precision:: --skip threads:: --skip environment::
 done

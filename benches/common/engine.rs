@@ -115,7 +115,7 @@ pub fn prepare<'a>(engine: Engine, cell: &Cell, inputs: &'a Inputs, patience: f6
 /// What this crate's plan for the cell is, in one line.
 pub fn our_plan(cell: &Cell, inputs: &Inputs) -> Result<String> {
     if cell.q8 {
-        return Ok(format!("Fused: the CPU kernel, {}", tier(cell)?));
+        return Ok(format!("Fused: the CPU kernel, {}", instruction_set(cell)?));
     }
     let Some((k, v)) = inputs.kv.first() else { bail!("[our_plan] no keys to attend to") };
     Ok(plan(&inputs.q, k, v, &cell.mask.attention(), &SdpaOptions::default())?.to_string())
@@ -170,7 +170,7 @@ fn ours<'a>(cell: &Cell, inputs: &'a Inputs, backend: Backend) -> Call<'a> {
 }
 
 /// The instruction set of a call.
-fn tier(cell: &Cell) -> Result<InstructionSet> {
+fn instruction_set(cell: &Cell) -> Result<InstructionSet> {
     InstructionSet::choose(None, cell.dtype == DType::BF16).map_err(Error::wrap)
 }
 
@@ -180,7 +180,7 @@ fn ours_q8<'a, E: Element + WithDType>(cell: &Cell, inputs: &'a Inputs) -> Resul
     let q: Vec<E> = inputs.q.flatten_all()?.to_vec1()?;
     let resolved = cell.mask.attention().resolve(b, t_q, t_kv)?;
     let ranges: Vec<_> = (0..b * t_q).map(|row| resolved.kv_range(row / t_q, row % t_q)).collect();
-    let (tier, mut copies) = (tier(cell)?, inputs.q8.iter().cycle());
+    let (instruction_set, mut copies) = (instruction_set(cell)?, inputs.q8.iter().cycle());
     Ok(Box::new(move || {
         let Some([k, v]) = copies.next() else { bail!("[ours] no keys to attend to") };
         let rows = |Q8Rows { codes, scales }: &'a Q8Rows| KvRows::Q8 {
@@ -197,7 +197,7 @@ fn ours_q8<'a, E: Element + WithDType>(cell: &Cell, inputs: &'a Inputs) -> Resul
             output_layout: OutputLayout::Bhtd,
             executor: None,
         };
-        let context = attend_vec(&problem, tier, None, None).map_err(Error::wrap)?;
+        let context = attend_vec(&problem, instruction_set, None, None).map_err(Error::wrap)?;
         Tensor::from_vec(context, (b, h, t_q, d), &Device::Cpu)
     }))
 }

@@ -32,7 +32,7 @@ pub enum Path {
 impl Path {
     pub const REFERENCE: Self = Self::Asked(Backend::Reference);
 
-    /// The kernel on every tier of this processor.
+    /// The kernel on every instruction set of this processor.
     pub fn kernels() -> Vec<Self> {
         InstructionSet::available().into_iter().map(Self::Kernel).collect()
     }
@@ -81,12 +81,12 @@ impl Call {
     pub fn by(&self, path: Path) -> Self {
         match path {
             Path::Asked(backend) => self.on(backend),
-            Path::Kernel(tier) => self.on(Backend::Fused).on_tier(tier),
+            Path::Kernel(instruction_set) => self.on(Backend::Fused).on_instruction_set(instruction_set),
         }
     }
 
-    pub fn on_tier(&self, tier: InstructionSet) -> Self {
-        self.clone().with(|options| options.with_instruction_set(tier))
+    pub fn on_instruction_set(&self, instruction_set: InstructionSet) -> Self {
+        self.clone().with(|options| options.with_instruction_set(instruction_set))
     }
 
     pub fn context(&self) -> Result<Tensor> {
@@ -227,9 +227,10 @@ pub fn check_on(case: &Case, dtype: DType, device: &Device, paths: &[Path]) -> R
         let run = || -> Result<_> {
             let call = Call::new(case, dtype, device)?;
             let plan = call.by(path).plan()?;
-            // What the kernel can do is planned for it, whether it is asked for or not, and the reason names the tier.
-            if let Path::Kernel(tier) = path
-                && !(has_word(&plan.reason, &tier.to_string())
+            // What the kernel can do is planned for it, whether it is asked for or not, and the reason names the
+            // instruction set.
+            if let Path::Kernel(instruction_set) = path
+                && !(has_word(&plan.reason, &instruction_set.to_string())
                     && call.on(Backend::Auto).plan()?.backend == plan.backend)
             {
                 bail!("planned as {plan}")

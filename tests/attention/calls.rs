@@ -26,7 +26,7 @@ fn random_calls_give_the_oracles_numbers(device: &Device) {
         }
         let case = recipe.case();
         let mut paths = Path::of(&case, recipe.dtype, device);
-        // The reference path, and another tier each time.
+        // The reference path, and another instruction set each time.
         let others = paths.len() - 1;
         paths[1..].rotate_left(recipe.seed as usize % others.max(1));
         paths.truncate(2);

@@ -7,7 +7,7 @@ use crate::*;
 const VARIABLE: &str = "CANDLE_ATTENTION_CPU";
 
 /// Asks the child for its answers.
-const ASKED: &str = "ATTENTION_TEST_TIER";
+const ASKED: &str = "ATTENTION_TEST_INSTRUCTION_SET";
 
 const MARK: &str = "answer: ";
 
@@ -19,7 +19,7 @@ fn answer() -> Result<()> {
         let dims = Dims { b: 1, h: 2, h_kv: 1, t_q: 3, t_kv: 5, d: 8, d_v: 8 };
         let mut call = Call::fused(&Recipe::of_kernel(dims, vec![], dtype).case(), dtype)?;
         if asked == "scalar" {
-            call = call.on_tier(InstructionSet::Scalar);
+            call = call.on_instruction_set(InstructionSet::Scalar);
         }
         let planned = call.plan().and_then(|plan| call.context().map(|_| plan.to_string()));
         let packed = PackedLinear::new(&Tensor::ones((3, 4), dtype, &CPU)?, None).map(|packed| format!("{packed:?}"));
@@ -43,21 +43,26 @@ fn answers(value: &str, asked: &str) -> Vec<[String; 2]> {
     answers.chunks(2).map(|pair| [pair[0].to_string(), pair[1].to_string()]).collect()
 }
 
-fn names(tiers: &[InstructionSet]) -> String {
-    tiers.iter().map(InstructionSet::to_string).collect::<Vec<_>>().join(", ")
+fn names(instruction_sets: &[InstructionSet]) -> String {
+    instruction_sets.iter().map(InstructionSet::to_string).collect::<Vec<_>>().join(", ")
 }
 
 /// An empty value is no value, and an option overrides whatever there is.
 #[test]
-fn a_tier_of_the_environment_is_what_calls_run_on() {
-    for tier in InstructionSet::available() {
-        for [planned, packed] in answers(&tier.to_string(), "as it comes") {
-            assert!(planned.starts_with("Fused: ") && has_word(&planned, &tier.to_string()), "{tier}: {planned}");
-            assert!(packed.contains(&format!(", {tier})")), "{tier}: {packed}");
+fn an_instruction_set_of_the_environment_is_what_calls_run_on() {
+    for instruction_set in InstructionSet::available() {
+        for [planned, packed] in answers(&instruction_set.to_string(), "as it comes") {
+            assert!(
+                planned.starts_with("Fused: ") && has_word(&planned, &instruction_set.to_string()),
+                "{instruction_set}: {planned}"
+            );
+            assert!(packed.contains(&format!(", {instruction_set})")), "{instruction_set}: {packed}");
         }
     }
     assert!(answers("", "as it comes").iter().all(|[planned, _]| planned.starts_with("Fused: ")));
-    for value in [names(&InstructionSet::available()[InstructionSet::available().len() - 1..]), "no tier".to_string()] {
+    for value in
+        [names(&InstructionSet::available()[InstructionSet::available().len() - 1..]), "no instruction set".to_string()]
+    {
         for [planned, _] in answers(&value, "scalar") {
             assert!(planned.starts_with("Fused: ") && has_word(&planned, "scalar"), "{planned}");
         }
@@ -68,13 +73,15 @@ fn a_tier_of_the_environment_is_what_calls_run_on() {
 fn a_wrong_value_is_an_error() {
     let available = names(&InstructionSet::available());
     let unknown = ["avx3", "AVX2", "avx2 ", "scalar,avx2", "0"].map(|value| {
-        let expected = format!(" is {value:?}, which is no CPU tier, expected one of {available}");
+        let expected = format!(" is {value:?}, which is no instruction set, expected one of {available}");
         (value.to_string(), expected)
     });
-    let lacking = InstructionSet::ALL.into_iter().filter(|tier| !tier.is_available()).map(|tier| {
-        let expected = format!(" is {tier}, which this processor lacks, expected one of {available}");
-        (tier.to_string(), expected)
-    });
+    let lacking = InstructionSet::ALL.into_iter().filter(|instruction_set| !instruction_set.is_available()).map(
+        |instruction_set| {
+            let expected = format!(" is {instruction_set}, which this processor lacks, expected one of {available}");
+            (instruction_set.to_string(), expected)
+        },
+    );
     for (value, expected) in unknown.into_iter().chain(lacking) {
         for answers in answers(&value, "as it comes") {
             assert_eq!(answers, ["plan", "packed_linear"].map(|op| format!("[{op}] {VARIABLE}{expected}")));

@@ -187,8 +187,8 @@ fn random_gradients_of_the_kernel_are_those_of_the_reference_path() {
     });
 }
 
-/// Nothing changes a bit: neither pools of any size nor, on the best tier, what is tracked beside an input. Of random
-/// calls, one whose keys are split, a plain one, and one with tensors of every reach and all options at once.
+/// Nothing changes a bit: neither pools of any size nor, on the best instruction set, what is tracked beside an input.
+/// Of random calls, one whose keys are split, a plain one, and one with tensors of every reach and all options at once.
 #[test]
 fn random_calls_keep_their_bits() -> Result<()> {
     let pools: Vec<_> = [1, 2, 3, 8].into_iter().map(pool).collect();
@@ -208,7 +208,7 @@ fn random_calls_keep_their_bits() -> Result<()> {
         in_pools(&split)?;
         for recipe in [plain, everything] {
             let call = Attention::new(recipe.case(), Function::Context);
-            is_tracked_alone(&call, &(dtype, Path::kernels().pop().expect("a tier")), [0.0; 2])?;
+            is_tracked_alone(&call, &(dtype, Path::kernels().pop().expect("an instruction set")), [0.0; 2])?;
         }
     }
     Ok(())

@@ -1,6 +1,7 @@
 //! Everything that computes, as a sceptic would test it: the reference path and the fused kernel against an oracle of
 //! plain loops, the gated delta rule and layers likewise, projections against f64, and options against transformers'
-//! numbers. The kernels run on every tier that this processor has; tiers that it lacks are named as skipped.
+//! numbers. The kernels run on every instruction set that this processor has; instruction sets that it lacks are named
+//! as skipped.
 //!
 //! Properties draw a fixed number of random cases from a fixed seed. `PROPTEST_CASES` sets another number for every
 //! property, and `PROPTEST_RNG_SEED` another seed; a failure prints both, and the smallest case that still fails. A

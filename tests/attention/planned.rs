@@ -51,8 +51,8 @@ fn what_is_planned_is_what_runs(device: &Device) {
             // A device of another kind may have one of its own.
             _ => "",
         };
-        // Forcing a tier does not change what the kernel can do.
-        for call in [call.clone(), call.on_tier(InstructionSet::Scalar)] {
+        // Forcing an instruction set does not change what the kernel can do.
+        for call in [call.clone(), call.on_instruction_set(InstructionSet::Scalar)] {
             let plan = planned(&call)?;
             assert!(
                 plan.reason.contains(obstacle) && (obstacle.is_empty() || plan.backend == Backend::Reference),
@@ -127,32 +127,36 @@ fn dropout_is_no_obstacle() -> Result<()> {
     Ok(())
 }
 
-/// Whatever is asked for: a tier that the processor lacks is an error of the call, on any backend that would use it.
+/// Whatever is asked for: an instruction set that the processor lacks is an error of the call, on any backend that
+/// would use it.
 #[test]
-fn a_tier_that_the_processor_lacks_is_an_error() {
+fn an_instruction_set_that_the_processor_lacks_is_an_error() {
     let available = InstructionSet::available().iter().map(InstructionSet::to_string).collect::<Vec<_>>().join(", ");
-    let lacking: Vec<_> = InstructionSet::ALL.into_iter().filter(|tier| !tier.is_available()).collect();
+    let lacking: Vec<_> =
+        InstructionSet::ALL.into_iter().filter(|instruction_set| !instruction_set.is_available()).collect();
     assert!(!lacking.is_empty(), "no processor has both Arm's and Intel's instructions");
-    for tier in lacking {
+    for instruction_set in lacking {
         for (dtype, backend) in DTYPES.into_iter().flat_map(|dtype| [(dtype, Backend::Auto), (dtype, Backend::Fused)]) {
-            let call = of_kernel(dtype).on_tier(tier).on(backend);
+            let call = of_kernel(dtype).on_instruction_set(instruction_set).on(backend);
             for (op, result) in outcomes(&call) {
-                let expected = format!("[{op}] this processor lacks the CPU tier {tier}, expected one of {available}");
+                let expected = format!(
+                    "[{op}] this processor lacks the instruction set {instruction_set}, expected one of {available}"
+                );
                 assert_eq!(error_text(result), expected);
             }
         }
     }
 }
 
-/// Skipped tiers show in the output of every run. Not by `eprintln!`, which the test runner keeps to itself where tests
-/// pass.
+/// Skipped instruction sets show in the output of every run. Not by `eprintln!`, which the test runner keeps to itself
+/// where tests pass.
 #[test]
-fn tiers_that_this_processor_lacks_are_skipped() {
+fn instruction_sets_that_this_processor_lacks_are_skipped() {
     let available = InstructionSet::available();
-    for tier in InstructionSet::ALL {
-        assert_eq!(tier.is_available(), available.contains(&tier));
-        if !tier.is_available() {
-            let _ = writeln!(std::io::stderr(), "skipped: this processor lacks the CPU tier {tier}");
+    for instruction_set in InstructionSet::ALL {
+        assert_eq!(instruction_set.is_available(), available.contains(&instruction_set));
+        if !instruction_set.is_available() {
+            let _ = writeln!(std::io::stderr(), "skipped: this processor lacks the instruction set {instruction_set}");
         }
     }
     assert!(available.contains(&InstructionSet::Scalar) && available.is_sorted(), "{available:?}");

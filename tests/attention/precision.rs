@@ -15,8 +15,8 @@ use crate::*;
 
 /// Whether a kernel is worse than PyTorch by more than it may be; NaN is. Plain Rust has no fused multiply-add on every
 /// target, and rounds a product and a sum where the others round once.
-fn exceeds(tier: InstructionSet, error: f64, pytorch: f64) -> bool {
-    let most = if tier == InstructionSet::Scalar { 1.1 * 2f64.sqrt() } else { 1.1 };
+fn exceeds(instruction_set: InstructionSet, error: f64, pytorch: f64) -> bool {
+    let most = if instruction_set == InstructionSet::Scalar { 1.1 * 2f64.sqrt() } else { 1.1 };
     error.is_nan() || error > most * pytorch
 }
 
@@ -70,33 +70,39 @@ pub fn errors(got: &Tensor, exact: &[f64]) -> [f64; 2] {
     [largest, (squares / exact.len() as f64).sqrt()]
 }
 
-/// Holds every tier to PyTorch's errors; `run` gives a case's exact numbers, and what a tier makes of it.
+/// Holds every instruction set to PyTorch's errors; `run` gives a case's exact numbers, and what an instruction set
+/// makes of it.
 fn compare(text: &str, run: impl Fn(&Case) -> Result<(Vec<f64>, Vec<(InstructionSet, Tensor)>)> + Sync) -> Result<()> {
     let measured: Measured = serde_json::from_str(text).expect("the file is what it says");
     assert!(measured.cases.len() > 35, "{} cases", measured.cases.len());
     let errors_of = |case| {
         let (exact, results) = run(case)?;
-        Ok(results.into_iter().map(|(tier, got)| (tier, errors(&got, &exact))).collect())
+        Ok(results.into_iter().map(|(instruction_set, got)| (instruction_set, errors(&got, &exact))).collect())
     };
     let found: Vec<Vec<_>> = measured.cases.par_iter().map(errors_of).collect::<Result<_>>()?;
     let mut failures = Vec::new();
-    // Of a tier and of PyTorch in the cases of one dtype and deviation.
+    // Of an instruction set and of PyTorch in the cases of one dtype and deviation.
     let mut largest: BTreeMap<(&str, u32, InstructionSet), [f64; 2]> = BTreeMap::new();
     for (case, errors) in measured.cases.iter().zip(found) {
-        for (tier, [max, rms]) in errors {
-            let [of_tier, of_pytorch] = largest.entry((&case.dtype, case.widening, tier)).or_default();
-            *of_tier = if max <= *of_tier { *of_tier } else { max };
+        for (instruction_set, [max, rms]) in errors {
+            let [of_instruction_set, of_pytorch] =
+                largest.entry((&case.dtype, case.widening, instruction_set)).or_default();
+            *of_instruction_set = if max <= *of_instruction_set { *of_instruction_set } else { max };
             *of_pytorch = of_pytorch.max(case.max);
             // What rounds nothing has to be exact here too.
-            if exceeds(tier, rms, case.rms) {
-                failures.push(format!("{tier}: {}: rms {rms:e}, PyTorch's {:e}", case.name(), case.rms));
+            if exceeds(instruction_set, rms, case.rms) {
+                failures.push(format!("{instruction_set}: {}: rms {rms:e}, PyTorch's {:e}", case.name(), case.rms));
             }
         }
     }
-    for ((dtype, widening, tier), [max, pytorch]) in largest {
-        println!("{dtype}, scores of deviation {widening}, {tier}: at most {max:.2e}, PyTorch {pytorch:.2e}");
-        if exceeds(tier, max, pytorch) {
-            failures.push(format!("{tier}: {dtype}, deviation {widening}: maximum {max:e}, PyTorch's {pytorch:e}"));
+    for ((dtype, widening, instruction_set), [max, pytorch]) in largest {
+        println!(
+            "{dtype}, scores of deviation {widening}, {instruction_set}: at most {max:.2e}, PyTorch {pytorch:.2e}"
+        );
+        if exceeds(instruction_set, max, pytorch) {
+            failures.push(format!(
+                "{instruction_set}: {dtype}, deviation {widening}: maximum {max:e}, PyTorch's {pytorch:e}"
+            ));
         }
     }
     assert!(failures.is_empty(), "{} of the comparisons:\n{}", failures.len(), failures.join("\n"));
@@ -110,7 +116,9 @@ fn attention_errs_no_more_than_pytorchs() -> Result<()> {
         let [q, k, v] = case.draw([&[b, h, t_q, d], &[b, h, t_kv, d], &[b, h, t_kv, d]], f64::from(case.widening))?;
         let mask = if case.causal { AttentionMask::causal_upper_left() } else { AttentionMask::none() };
         let call = Call::plain(&q, &k, &v, &mask);
-        let results = InstructionSet::available().into_iter().map(|tier| Ok((tier, call.on_tier(tier).context()?)));
+        let results = InstructionSet::available()
+            .into_iter()
+            .map(|instruction_set| Ok((instruction_set, call.on_instruction_set(instruction_set).context()?)));
         let [q, k, v] = [&q, &k, &v].map(values);
         let row = |(n, query): (usize, &[f64])| {
             let keys = if case.causal { n % t_q + 1 } else { t_kv };
@@ -126,7 +134,12 @@ fn projections_err_no_more_than_pytorchs() -> Result<()> {
     compare(include_str!("precision_linear.json"), |case| {
         let [rows, inputs, outputs] = case.shape[..] else { panic!("{:?} is no shape of a product", case.shape) };
         let [xs, weight, bias] = case.draw([&[rows, inputs], &[outputs, inputs], &[outputs]], 1.0)?;
-        let run = |tier| Ok((tier, PackedLinear::with_tier(&weight, Some(&bias), Some(tier))?.forward(&xs)?));
+        let run = |instruction_set| {
+            Ok((
+                instruction_set,
+                PackedLinear::with_instruction_set(&weight, Some(&bias), Some(instruction_set))?.forward(&xs)?,
+            ))
+        };
         let results = InstructionSet::available().into_iter().map(run).collect::<Result<_>>()?;
         let [xs, weight, bias] = [&xs, &weight, &bias].map(values);
         Ok((xs.par_chunks_exact(inputs).flat_map_iter(|row| exact_linear(row, &weight, &bias)).collect(), results))

@@ -83,7 +83,7 @@ fn random_calls_have_the_statistics_of_the_oracles_weights(device: &Device) {
     let check_path = |recipe: &Recipe, small: bool| {
         let case = recipe.case();
         let paths = Path::of(&case, recipe.dtype, device);
-        // The reference path for small calls, and another tier each time.
+        // The reference path for small calls, and another instruction set each time.
         let other = paths[recipe.seed as usize % paths.len()];
         let paths = if small { vec![Path::REFERENCE, other] } else { vec![*paths.last().unwrap_or(&other)] };
         paths.into_iter().try_for_each(|path| {

@@ -35,23 +35,23 @@ fn all_with_results() -> Result<(Vec<Work>, Vec<Vec<u64>>)> {
         (5, 3, 1, 7, 33, vec![Kind::Bias(Reach::Head)]),
         (1, 2, 1, 700, 31, vec![Kind::Keep(Reach::Square)]),
     ] {
-        for (dtype, tier) in
+        for (dtype, instruction_set) in
             DTYPES.into_iter().flat_map(|dtype| InstructionSet::available().into_iter().map(move |t| (dtype, t)))
         {
             let dims = Dims { b, h, h_kv, t_q, t_kv, d: 64, d_v: 48 };
             let recipe = Recipe::of_kernel(dims, kinds.clone(), dtype);
-            let call = Call::fused(&recipe.case(), dtype)?.on_tier(tier);
-            let name = format!("{tier}: {recipe:?}");
+            let call = Call::fused(&recipe.case(), dtype)?.on_instruction_set(instruction_set);
+            let name = format!("{instruction_set}: {recipe:?}");
             all.push(Work { name, call: Box::new(move || call.with_lse().map(|(context, lse)| vec![context, lse])) });
         }
     }
     for (rows, inputs, outputs) in [(1, 2050, 1600), (12, 1030, 500), (16, 3001, 48), (400, 300, 100), (193, 40, 700)] {
-        for (types, tier) in
+        for (types, instruction_set) in
             TYPES.into_iter().flat_map(|types| InstructionSet::available().into_iter().map(move |t| (types, t)))
         {
             let product = Product::plain(types, rows, (inputs, outputs));
-            let (packed, xs) = (product.case().packed(tier)?, product.case().input()?);
-            let name = format!("{tier}: {product:?}");
+            let (packed, xs) = (product.case().packed(instruction_set)?, product.case().input()?);
+            let name = format!("{instruction_set}: {product:?}");
             all.push(Work { name, call: Box::new(move || Ok(vec![packed.forward(&xs)?])) });
         }
     }

@@ -47,8 +47,14 @@ fn check(device: &Device) -> Result<()> {
             format!("[packed_linear] bias is F32 on {here:?}, expected the weight's F32 on {there:?}"),
         ),
         (
-            error_text(PackedLinear::with_tier(&weight.to_device(device)?, None, Some(InstructionSet::Scalar))),
-            format!("[packed_linear] a weight in F32 on {there:?} is not packed, expected no CPU tier, found scalar"),
+            error_text(PackedLinear::with_instruction_set(
+                &weight.to_device(device)?,
+                None,
+                Some(InstructionSet::Scalar),
+            )),
+            format!(
+                "[packed_linear] a weight in F32 on {there:?} is not packed, expected no instruction set, found scalar"
+            ),
         ),
     ] {
         assert_eq!(found, expected);

@@ -17,7 +17,8 @@ fn linear(of: &Fields) -> Result<PackedLinear> {
     if of.is("quantized") {
         return PackedLinear::from_qtensor(QTensor::quantize(&weight, GgmlDType::Q8_0)?, bias.as_ref());
     }
-    let linear = PackedLinear::with_tier(&weight, bias.as_ref(), of.is("scalar").then_some(InstructionSet::Scalar))?;
+    let linear =
+        PackedLinear::with_instruction_set(&weight, bias.as_ref(), of.is("scalar").then_some(InstructionSet::Scalar))?;
     of.get("activation")?.map_or(Ok(linear.clone()), |activation| linear.with_activation(activation))
 }
 
@@ -77,12 +78,13 @@ fn a_weight_of_many_outputs_and_no_inputs() -> Result<()> {
 }
 
 #[test]
-fn a_tier_that_the_processor_lacks_is_named() {
+fn an_instruction_set_that_the_processor_lacks_is_named() {
     let available: Vec<_> = InstructionSet::available().iter().map(InstructionSet::to_string).collect();
-    for tier in InstructionSet::ALL.into_iter().filter(|tier| !tier.is_available()) {
-        let lacks = format!("[packed_linear] this processor lacks the CPU tier {tier}, expected one of ");
+    for instruction_set in InstructionSet::ALL.into_iter().filter(|instruction_set| !instruction_set.is_available()) {
+        let lacks =
+            format!("[packed_linear] this processor lacks the instruction set {instruction_set}, expected one of ");
         for dtype in [DType::F32, DType::BF16, DType::F16] {
-            let text = error_text(PackedLinear::with_tier(&of(dtype, (3, 4)), None, Some(tier)));
+            let text = error_text(PackedLinear::with_instruction_set(&of(dtype, (3, 4)), None, Some(instruction_set)));
             assert_eq!(text, lacks.clone() + &available.join(", "));
         }
     }

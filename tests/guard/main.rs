@@ -52,7 +52,7 @@ fn isolated<T: Send>(case: String, run: impl FnOnce() -> T + Send) -> T {
     rayon::ThreadPoolBuilder::new().num_threads(2).build().expect("a pool").install(run)
 }
 
-/// On every tier.
+/// On every instruction set.
 fn run(case: &Case, dtype: DType) -> Result<()> {
     let call = Call::fused(case, dtype)?;
     Path::kernels().into_iter().try_for_each(|path| call.by(path).results().map(drop))

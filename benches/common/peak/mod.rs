@@ -20,7 +20,7 @@ pub use bandwidth::read_bandwidth;
 /// A loop of independent multiply-adds on registers.
 struct Loop {
     name: &'static str,
-    tier: InstructionSet,
+    instruction_set: InstructionSet,
     /// Multiplies bf16; the others multiply f32, which serves every dtype.
     bf16: bool,
     available: fn() -> bool,
@@ -40,12 +40,12 @@ pub fn threads() -> usize {
     candle_core::utils::get_num_threads()
 }
 
-/// The peak for a dtype on all threads, of the tier that `CANDLE_ATTENTION_CPU` names and those below it.
+/// The peak for a dtype on all threads, of the instruction set that `CANDLE_ATTENTION_CPU` names and those below it.
 ///
 /// f16 is measured against f32: processors multiply f16 faster, but sum in f16 then, which attention may not.
 ///
 /// # Errors
-/// For a variable that names no tier.
+/// For a variable that names no instruction set.
 pub fn measure(dtype: DType) -> Result<Peak> {
     let limit = match std::env::var("CANDLE_ATTENTION_CPU") {
         Ok(name) if !name.is_empty() => name.parse().map_err(candle_core::Error::wrap)?,
@@ -53,7 +53,7 @@ pub fn measure(dtype: DType) -> Result<Peak> {
     };
     let mut best = Peak { name: "", gflops: 0.0 };
     for candidate in loops() {
-        let serves = candidate.tier <= limit && (dtype == DType::BF16 || !candidate.bf16);
+        let serves = candidate.instruction_set <= limit && (dtype == DType::BF16 || !candidate.bf16);
         if serves && (candidate.available)() {
             let gflops = candidate.gflops();
             if gflops > best.gflops {

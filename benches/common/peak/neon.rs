@@ -12,7 +12,7 @@ const SUMS: usize = 16;
 
 pub(super) const FMA: Loop = Loop {
     name: "NEON FMA, f32",
-    tier: InstructionSet::Neon,
+    instruction_set: InstructionSet::Neon,
     bf16: false,
     available: || std::arch::is_aarch64_feature_detected!("neon"),
     flops_per_step: 2.0 * 4.0 * SUMS as f64,

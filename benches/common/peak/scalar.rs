@@ -11,7 +11,7 @@ const SUMS: usize = 32;
 
 pub(super) const MULTIPLY_ADD: Loop = Loop {
     name: "plain multiply and add, f32",
-    tier: InstructionSet::Scalar,
+    instruction_set: InstructionSet::Scalar,
     bf16: false,
     available: || true,
     flops_per_step: 2.0 * SUMS as f64,

@@ -12,7 +12,7 @@ const PRODUCTS: f64 = 4.0;
 
 pub(super) const AMX_BF16: Loop = Loop {
     name: "AMX tdpbf16ps, bf16",
-    tier: InstructionSet::Amx,
+    instruction_set: InstructionSet::Amx,
     bf16: true,
     available,
     flops_per_step: PRODUCTS * 2.0 * 16.0 * 16.0 * 32.0,

@@ -15,7 +15,7 @@ const SUMS: usize = 12;
 
 pub(super) const AVX2_FMA: Loop = Loop {
     name: "AVX2 FMA, f32",
-    tier: InstructionSet::Avx2,
+    instruction_set: InstructionSet::Avx2,
     bf16: false,
     available: || is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma"),
     flops_per_step: 2.0 * 8.0 * SUMS as f64,
@@ -27,7 +27,7 @@ pub(super) const AVX2_FMA: Loop = Loop {
 
 pub(super) const AVX512_FMA: Loop = Loop {
     name: "AVX-512 FMA, f32",
-    tier: InstructionSet::Avx512,
+    instruction_set: InstructionSet::Avx512,
     bf16: false,
     available: || is_x86_feature_detected!("avx512f"),
     flops_per_step: 2.0 * 16.0 * SUMS as f64,
@@ -39,7 +39,7 @@ pub(super) const AVX512_FMA: Loop = Loop {
 
 pub(super) const AVX512_BF16: Loop = Loop {
     name: "AVX-512 vdpbf16ps, bf16",
-    tier: InstructionSet::Avx512Bf16,
+    instruction_set: InstructionSet::Avx512Bf16,
     bf16: true,
     available: || is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512bf16"),
     flops_per_step: 2.0 * 32.0 * SUMS as f64,

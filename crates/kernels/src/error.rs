@@ -8,7 +8,7 @@ use crate::cpu::{InstructionSet, UnsupportedInstructionSet};
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Error {
-    /// The tier that the call named cannot be had.
+    /// The instruction set that the call named cannot be had.
     InstructionSet(UnsupportedInstructionSet),
     /// Sizes that do not fit each other: what was expected and what was found.
     Shape(String),
@@ -28,9 +28,13 @@ impl fmt::Display for Error {
 
 impl std::error::Error for Error {}
 
-/// That the processor has the tier.
-pub(crate) fn check_tier(tier: InstructionSet) -> Result<(), Error> {
-    if tier.is_available() { Ok(()) } else { Err(Error::InstructionSet(UnsupportedInstructionSet::Unavailable(tier))) }
+/// That the processor has the instruction set.
+pub(crate) fn check_instruction_set(instruction_set: InstructionSet) -> Result<(), Error> {
+    if instruction_set.is_available() {
+        Ok(())
+    } else {
+        Err(Error::InstructionSet(UnsupportedInstructionSet::Unavailable(instruction_set)))
+    }
 }
 
 /// That a slice has one element for each of what is counted.

@@ -48,8 +48,9 @@ pub trait Number: Stored {
     /// As [`Vector::store`].
     unsafe fn store<V: Vector>(vector: V, to: *mut Self);
 
-    /// Runs a task on a tier's kernel, over pairs of bf16 if this is bf16 and the tier multiplies them.
-    fn dispatch(tier: InstructionSet, task: impl SimdTask);
+    /// Runs a task on an instruction set's kernel, over pairs of bf16 if this is bf16 and the instruction set
+    /// multiplies them.
+    fn dispatch(instruction_set: InstructionSet, task: impl SimdTask);
 }
 
 macro_rules! number {
@@ -83,8 +84,8 @@ macro_rules! number {
                 unsafe { vector.$store(to.cast()) }
             }
 
-            fn dispatch(tier: InstructionSet, task: impl SimdTask) {
-                $dispatch(tier, task)
+            fn dispatch(instruction_set: InstructionSet, task: impl SimdTask) {
+                $dispatch(instruction_set, task)
             }
         }
     };
@@ -97,7 +98,7 @@ number!(f16, F16, load_f16, store_f16, f16::from_f32, dispatch_f32);
 /// The first `n` lanes; the others are what a default element is read as.
 ///
 /// # Safety
-/// The processor has the tier of V; `from` is valid for `n` elements, at most `LANES`.
+/// The processor has the instruction set of V; `from` is valid for `n` elements, at most `LANES`.
 #[inline(always)]
 pub(crate) unsafe fn load_first<E: Stored, V: Vector>(from: *const E, n: usize) -> V {
     // SAFETY: as this function's contract; the copy has as many elements as any vector.
@@ -114,7 +115,7 @@ pub(crate) unsafe fn load_first<E: Stored, V: Vector>(from: *const E, n: usize) 
 /// Stores the first `n` lanes.
 ///
 /// # Safety
-/// The processor has the tier of V; `to` is valid for writes of `n` elements, at most `LANES`.
+/// The processor has the instruction set of V; `to` is valid for writes of `n` elements, at most `LANES`.
 #[inline(always)]
 pub(crate) unsafe fn store_first<E: Number, V: Vector>(vector: V, to: *mut E, n: usize) {
     // SAFETY: as this function's contract; the copy has as many elements as any vector.
@@ -131,8 +132,8 @@ pub(crate) unsafe fn store_first<E: Number, V: Vector>(vector: V, to: *mut E, n:
 /// One row of elements widened to f32 and multiplied by a factor, with zeros up to `padded`.
 ///
 /// # Safety
-/// The processor has the tier of V; `from` is valid for `width` elements and `to` for writes of `padded`, at least
-/// `width`.
+/// The processor has the instruction set of V; `from` is valid for `width` elements and `to` for writes of `padded`, at
+/// least `width`.
 #[inline(always)]
 pub(crate) unsafe fn widen_row<E: Stored, V: Vector>(
     from: *const E,

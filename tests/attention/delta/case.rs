@@ -123,7 +123,7 @@ impl Recipe {
         let asked = |backend| DeltaOptions::default().with_backend(backend);
         let mut paths = vec![asked(Backend::Reference), asked(Backend::Auto)];
         if device.is_cpu() && self.dtype != DType::F64 {
-            let fused = |tier| asked(Backend::Fused).with_instruction_set(tier);
+            let fused = |instruction_set| asked(Backend::Fused).with_instruction_set(instruction_set);
             paths.extend(InstructionSet::available().into_iter().map(fused));
         }
         paths

@@ -77,10 +77,10 @@ fn extreme_numbers_do_not_overflow(device: &Device) {
                 set(&mut case.v, dtype, |_| 1.0);
                 let (expected, call) = (case.attend().context, Call::fused(&case, dtype).expect("tensors"));
                 let most = if dtype == DType::BF16 { 2f64.powi(-7) } else { 1e-3 };
-                for tier in InstructionSet::available() {
-                    let context = values(&call.on_tier(tier).context().expect("the call runs"));
+                for instruction_set in InstructionSet::available() {
+                    let context = values(&call.on_instruction_set(instruction_set).context().expect("the call runs"));
                     let close = context.iter().zip(&expected).all(|(got, expected)| (got - expected).abs() <= most);
-                    assert!(close, "{what} on {tier}: the weights of a row sum to something else");
+                    assert!(close, "{what} on {instruction_set}: the weights of a row sum to something else");
                 }
             }
         }
@@ -98,11 +98,16 @@ fn subnormal_numbers_are_kept() -> Result<()> {
         let (q, k) = (Tensor::ones((1, 1, 5, 8), dtype, &CPU)?, Tensor::ones((1, 1, t_kv, 8), dtype, &CPU)?);
         let (smallest, value) = (2f64.powi(exponent), 100.0 * 2f64.powi(exponent));
         let v = Tensor::full(value, (1, 1, t_kv, 20), &CPU)?.to_dtype(dtype)?;
-        for tier in InstructionSet::available() {
-            for x in values(&Call::plain(&q, &k, &v, &AttentionMask::none()).on_tier(tier).context()?) {
+        for instruction_set in InstructionSet::available() {
+            for x in
+                values(&Call::plain(&q, &k, &v, &AttentionMask::none()).on_instruction_set(instruction_set).context()?)
+            {
                 let near = (x - value).abs() <= smallest * (t_kv as f64 + 1.0);
                 let flushed = dtype == DType::BF16 && x == 0.0;
-                assert!(near || flushed, "{tier}: a mean of {value:e} is {x:e} in {dtype:?} over {t_kv} keys");
+                assert!(
+                    near || flushed,
+                    "{instruction_set}: a mean of {value:e} is {x:e} in {dtype:?} over {t_kv} keys"
+                );
             }
         }
     }
@@ -113,9 +118,12 @@ fn subnormal_numbers_are_kept() -> Result<()> {
         let v = Tensor::new(&[[[[1f32], [0.], [0.]]]], &CPU)?.to_dtype(dtype)?;
         let expected = 0.5f64.exp() / (0.5f64.exp() + 1.0 + (-0.5f64).exp());
         let call = Call::plain(&q, &k, &v, &AttentionMask::none()).with(|options| options.with_scale(scale));
-        for tier in InstructionSet::available() {
-            let got = values(&call.on_tier(tier).context()?);
-            assert!(got.iter().all(|x| (x - expected).abs() <= most), "{tier}: {got:?} of {expected} in {dtype:?}");
+        for instruction_set in InstructionSet::available() {
+            let got = values(&call.on_instruction_set(instruction_set).context()?);
+            assert!(
+                got.iter().all(|x| (x - expected).abs() <= most),
+                "{instruction_set}: {got:?} of {expected} in {dtype:?}"
+            );
         }
     }
     Ok(())

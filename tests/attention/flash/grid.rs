@@ -1,4 +1,4 @@
-//! Every size, mask and option, on every tier: at random, and each pair of sizes once.
+//! Every size, mask and option, on every instruction set: at random, and each pair of sizes once.
 
 use crate::*;
 

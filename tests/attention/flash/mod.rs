@@ -1,4 +1,4 @@
-//! The fused CPU kernel, on every tier, at the sizes that its tiles and vectors leave over.
+//! The fused CPU kernel, on every instruction set, at the sizes that its tiles and vectors leave over.
 
 mod extremes;
 mod grid;

@@ -105,8 +105,8 @@ fn every_option_and_every_pair_has_pytorchs_gradients() -> Result<()> {
 }
 
 /// What each gradient in bf16 errs by, root mean square, beyond the rounding of the result that nothing escapes: at
-/// most half of what PyTorch's errs by for keys and values, whose error grows with the length there. For queries a tier
-/// that multiplies in bf16 errs as PyTorch does, and the others by half of it.
+/// most half of what PyTorch's errs by for keys and values, whose error grows with the length there. For queries an
+/// instruction set that multiplies in bf16 errs as PyTorch does, and the others by half of it.
 #[test]
 fn bf16_gradients_err_less_than_pytorchs() -> Result<()> {
     let numbers = Numbers::load()?;
@@ -121,19 +121,24 @@ fn bf16_gradients_err_less_than_pytorchs() -> Result<()> {
         };
         let exact = gradients(DType::F64, &|call| call.on(Backend::Reference))?;
         let pytorch = numbers.0[&format!("bf16.{t}")].to_vec2::<f64>()?;
-        for tier in InstructionSet::available() {
-            let got = gradients(DType::BF16, &|call| call.on_tier(tier))?;
+        for instruction_set in InstructionSet::available() {
+            let got = gradients(DType::BF16, &|call| call.on_instruction_set(instruction_set))?;
             for (n, leaf) in ["q", "k", "v"].into_iter().enumerate() {
                 let [_, of_pytorch, _, of_rounding] = pytorch[n][..] else { panic!("four columns") };
                 let [_, own] = errors(&got[n], &values(&exact[n]));
-                assert!(own.is_finite(), "{leaf}, T {t}, {tier}: {own}");
+                assert!(own.is_finite(), "{leaf}, T {t}, {instruction_set}: {own}");
                 let beyond = |rms: f64| (rms * rms - of_rounding * of_rounding).max(0.0).sqrt();
                 let ratio = beyond(own) / beyond(of_pytorch);
-                println!("{leaf}, T {t}, {tier}: {ratio:.3} of PyTorch's error beyond rounding");
-                let in_bf16 =
-                    matches!(tier, InstructionSet::NeonBf16 | InstructionSet::Avx512Bf16 | InstructionSet::Amx);
+                println!("{leaf}, T {t}, {instruction_set}: {ratio:.3} of PyTorch's error beyond rounding");
+                let in_bf16 = matches!(
+                    instruction_set,
+                    InstructionSet::NeonBf16 | InstructionSet::Avx512Bf16 | InstructionSet::Amx
+                );
                 let most = if leaf == "q" && in_bf16 { 1.1 } else { 0.5 };
-                assert!(ratio <= most, "{leaf}, T {t}, {tier}: {ratio} of PyTorch's error, more than {most}");
+                assert!(
+                    ratio <= most,
+                    "{leaf}, T {t}, {instruction_set}: {ratio} of PyTorch's error, more than {most}"
+                );
             }
         }
     }

@@ -49,11 +49,12 @@ fn a_weight_comes_back_to_the_bit() -> Result<()> {
             let weight = Tensor::from_raw_buffer(&bytes, dtype, &[out, inputs], &CPU)?;
             // Numbers: a signalling NaN would come back as a quiet one.
             let bias = random(out)?.to_dtype(dtype)?;
-            for tier in InstructionSet::available() {
+            for instruction_set in InstructionSet::available() {
                 for bias in [None, Some(&bias)] {
-                    let linear = PackedLinear::with_tier(&weight, bias, Some(tier))?.to_linear()?;
-                    assert!(raw(linear.weight())? == bytes, "{tier}: {dtype:?} {out} × {inputs}");
-                    assert_eq!(linear.bias().map(raw).transpose()?, bias.map(raw).transpose()?, "{tier}");
+                    let linear =
+                        PackedLinear::with_instruction_set(&weight, bias, Some(instruction_set))?.to_linear()?;
+                    assert!(raw(linear.weight())? == bytes, "{instruction_set}: {dtype:?} {out} × {inputs}");
+                    assert_eq!(linear.bias().map(raw).transpose()?, bias.map(raw).transpose()?, "{instruction_set}");
                     assert_eq!((linear.weight().dims2()?, linear.weight().dtype()), ((out, inputs), dtype));
                 }
             }

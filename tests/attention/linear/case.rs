@@ -225,9 +225,9 @@ impl Case {
         })
     }
 
-    pub fn packed(&self, tier: InstructionSet) -> Result<PackedLinear> {
+    pub fn packed(&self, instruction_set: InstructionSet) -> Result<PackedLinear> {
         let (weight, bias, _) = self.tensors()?;
-        PackedLinear::with_tier(&weight, bias.as_ref(), Some(tier))
+        PackedLinear::with_instruction_set(&weight, bias.as_ref(), Some(instruction_set))
     }
 
     pub fn input(&self) -> Result<Tensor> {
@@ -266,18 +266,24 @@ impl Expected {
 }
 
 /// The whole product to f64; to the bit, some of its columns, from the whole weight and from one of their own, the
-/// product of a copy of the input, and of rows alone; and the weight that comes back. On every tier.
+/// product of a copy of the input, and of rows alone; and the weight that comes back. On every instruction set.
 pub fn check(product: &Product) -> Result<()> {
     let case = product.case();
     let expected = case.expected()?;
-    InstructionSet::available().into_iter().try_for_each(|tier| {
-        check_tier(product, &case, &expected, tier).map_err(|error| error.context(tier.to_string()))
+    InstructionSet::available().into_iter().try_for_each(|instruction_set| {
+        check_instruction_set(product, &case, &expected, instruction_set)
+            .map_err(|error| error.context(instruction_set.to_string()))
     })
 }
 
-fn check_tier(product: &Product, case: &Case, expected: &Expected, tier: InstructionSet) -> Result<()> {
+fn check_instruction_set(
+    product: &Product,
+    case: &Case,
+    expected: &Expected,
+    instruction_set: InstructionSet,
+) -> Result<()> {
     let (weight, bias, xs) = case.tensors()?;
-    let packed = PackedLinear::with_tier(&weight, bias.as_ref(), Some(tier))?;
+    let packed = PackedLinear::with_instruction_set(&weight, bias.as_ref(), Some(instruction_set))?;
     let ys = packed.forward(&xs)?;
     let mut dims = xs.dims().to_vec();
     dims[xs.rank() - 1] = product.outputs;
@@ -294,7 +300,8 @@ fn check_tier(product: &Product, case: &Case, expected: &Expected, tier: Instruc
     }
     let own = |tensor: &Tensor| tensor.narrow(0, columns.start, columns.len());
     let own_bias = bias.as_ref().map(own).transpose()?;
-    let alone = PackedLinear::with_tier(&own(&weight)?, own_bias.as_ref(), Some(tier))?.forward(&xs)?;
+    let alone =
+        PackedLinear::with_instruction_set(&own(&weight)?, own_bias.as_ref(), Some(instruction_set))?.forward(&xs)?;
     if bits(&alone) != bits(&some) {
         bail!("columns {columns:?} as a weight of their own differ from those among others");
     }

@@ -5,7 +5,7 @@ use crate::linear::gradients::{Projection, tolerance};
 use crate::*;
 
 #[test]
-fn every_size_and_layout_on_every_tier() -> Result<()> {
+fn every_size_and_layout_on_every_instruction_set() -> Result<()> {
     let sizes = [(1, 7, 5), (3, 18, 49), (7, 193, 97), (20, 64, 48), (6, 0, 5), (0, 4, 5), (40, 33, 130)];
     for (n, (types, (rows, inputs, outputs))) in
         TYPES.into_iter().flat_map(|types| sizes.map(|sizes| (types, sizes))).enumerate()
@@ -19,23 +19,23 @@ fn every_size_and_layout_on_every_tier() -> Result<()> {
             let (mut wide, mut some) = (call.clone(), call.clone());
             (wide.case.types.1, some.columns) = (DType::F32, product.some(outputs));
             let exact = backward(&call, &None, |_| false)?;
-            for tier in InstructionSet::available().into_iter().map(Some) {
-                let found = backward(&call, &tier, |_| false)?;
-                let what = || format!("{tier:?}: {product:?}");
+            for instruction_set in InstructionSet::available().into_iter().map(Some) {
+                let found = backward(&call, &instruction_set, |_| false)?;
+                let what = || format!("{instruction_set:?}: {product:?}");
                 are_near(&found, &exact, |_, largest| tolerance(types.1) * largest.max(1.0))
                     .map_err(|error| error.context(what()))?;
                 let ys = &found["result 0"];
-                // Each result is the rounded one of the same call in f32, which tiers that multiply pairs of bf16 sum
-                // in another order.
+                // Each result is the rounded one of the same call in f32, which instruction sets that multiply pairs of
+                // bf16 sum in another order.
                 if [InstructionSet::Scalar, InstructionSet::Avx2, InstructionSet::Avx512, InstructionSet::Neon]
                     .map(Some)
-                    .contains(&tier)
+                    .contains(&instruction_set)
                 {
-                    let wide = wide.run(&tier, &mut |_, tensor| Ok(tensor))?.remove(0).to_dtype(types.1)?;
+                    let wide = wide.run(&instruction_set, &mut |_, tensor| Ok(tensor))?.remove(0).to_dtype(types.1)?;
                     assert_eq!(bits(ys), bits(&wide), "{}", what());
                 }
                 if let Then::Activation(_) = then {
-                    let found = some.run(&tier, &mut |_, tensor| Ok(tensor))?.remove(0);
+                    let found = some.run(&instruction_set, &mut |_, tensor| Ok(tensor))?.remove(0);
                     let expected = ys.narrow(ys.rank() - 1, some.columns.start, some.columns.len())?;
                     assert_eq!(bits(&found), bits(&expected), "some columns, {}", what());
                 }

@@ -33,14 +33,14 @@ impl Projection {
 }
 
 impl Operation for Projection {
-    /// A tier, or Candle's own operations in f64.
+    /// An instruction set, or Candle's own operations in f64.
     type Way = Option<InstructionSet>;
 
-    fn run(&self, tier: &Self::Way, leaf: Leaf) -> Result<Vec<Tensor>> {
-        let types = if tier.is_some() { self.case.types } else { (DType::F64, DType::F64) };
+    fn run(&self, instruction_set: &Self::Way, leaf: Leaf) -> Result<Vec<Tensor>> {
+        let types = if instruction_set.is_some() { self.case.types } else { (DType::F64, DType::F64) };
         let case::Tensors { weight, bias, xs, residual, up } = self.case.tensors_of(types, leaf)?;
         let (columns, activation) = (self.columns.clone(), self.case.then.activation());
-        let Some(tier) = *tier else {
+        let Some(instruction_set) = *instruction_set else {
             let rows: usize = xs.dims()[..xs.rank() - 1].iter().product();
             let product = |weight: &Tensor, bias: Option<&Tensor>| {
                 let own = |all: &Tensor| all.narrow(0, columns.start, columns.len());
@@ -53,12 +53,12 @@ impl Operation for Projection {
             let ys = up.map_or(Ok(ys.clone()), |up| ys * product(&up, bias.as_ref())?)?;
             return Ok(vec![residual.map_or(Ok(ys.clone()), |residual| ys + residual)?]);
         };
-        let linear = PackedLinear::with_tier(&weight, bias.as_ref(), Some(tier))?;
+        let linear = PackedLinear::with_instruction_set(&weight, bias.as_ref(), Some(instruction_set))?;
         let is_trained = weight.track_op() || bias.as_ref().is_some_and(Tensor::track_op);
         assert_eq!(linear.is_packed(), !is_trained);
         let ys = match (activation, residual, up) {
             (Some(activation), _, Some(up)) => {
-                let up = PackedLinear::with_tier(&up, bias.as_ref(), Some(tier))?;
+                let up = PackedLinear::with_instruction_set(&up, bias.as_ref(), Some(instruction_set))?;
                 PackedGatedLinear::new(linear.clone(), up, activation)?.forward(&xs)?
             }
             (Some(activation), Some(residual), _) => {
@@ -73,7 +73,10 @@ impl Operation for Projection {
         if is_trained && self.case.then == Then::Nothing {
             // Half precision under f32 is widened first, and then summed in the same order.
             let frozen = linear.freeze()?;
-            assert!(frozen.is_packed() && bits(&ys) == bits(&frozen.forward_columns(&xs, columns)?), "{tier}");
+            assert!(
+                frozen.is_packed() && bits(&ys) == bits(&frozen.forward_columns(&xs, columns)?),
+                "{instruction_set}"
+            );
         }
         Ok(vec![ys])
     }
@@ -92,8 +95,8 @@ impl Exact for Projection {
     }
 }
 
-/// Of all columns and of some, on every tier, of views of variables of every layout, and of nothing: all that a call
-/// has is tracked, or one alone beside weights that are plain, and so packed, and beside a plain input.
+/// Of all columns and of some, on every instruction set, of views of variables of every layout, and of nothing: all
+/// that a call has is tracked, or one alone beside weights that are plain, and so packed, and beside a plain input.
 #[test]
 fn whatever_is_tracked_has_the_gradient_of_f64() -> Result<()> {
     for (n, types) in TYPES.into_iter().enumerate() {
@@ -117,13 +120,12 @@ fn whatever_is_tracked_has_the_gradient_of_f64() -> Result<()> {
             // Candle's own activations, which have the gradients, round after each of their steps.
             let most = tolerance(types.0) * if then.activation().is_some() { 2.0 } else { 1.0 };
             let alone = expected.keys().filter(|name| !name.starts_with("result ")).map(Some);
-            for (tier, only) in alone
-                .chain([None])
-                .flat_map(|only| InstructionSet::available().into_iter().map(move |tier| (tier, only)))
-            {
-                let found = backward(&call, &Some(tier), |name| only.is_none_or(|only| only == name))?;
+            for (instruction_set, only) in alone.chain([None]).flat_map(|only| {
+                InstructionSet::available().into_iter().map(move |instruction_set| (instruction_set, only))
+            }) {
+                let found = backward(&call, &Some(instruction_set), |name| only.is_none_or(|only| only == name))?;
                 are_near(&found, &expected, |_, largest| most * largest)
-                    .map_err(|error| error.context(format!("{tier}: {only:?} of {product:?}")))?;
+                    .map_err(|error| error.context(format!("{instruction_set}: {only:?} of {product:?}")))?;
             }
         }
     }
@@ -136,7 +138,9 @@ fn random_projections_keep_their_bits_in_pools_of_any_size() {
     let pools: Vec<_> = [1, 3, 7].into_iter().map(pool).collect();
     let check = |product: &Product, only: Option<&str>| {
         let call = Projection::of(product.case());
-        let own = |tier| is_the_same_in(&pools, &call, &Some(tier), |name| only.is_none_or(|only| only == name));
+        let own = |instruction_set| {
+            is_the_same_in(&pools, &call, &Some(instruction_set), |name| only.is_none_or(|only| only == name))
+        };
         InstructionSet::available().into_iter().try_for_each(own)
     };
     for_all(10, products(), |mut product| {

@@ -1,4 +1,4 @@
-//! Every size, type and layout, on every tier: at random, and each size of one kind once.
+//! Every size, type and layout, on every instruction set: at random, and each size of one kind once.
 
 use crate::linear::case::{CPU, INPUTS, Layout, OF_WEIGHTS, OUTPUTS, Product, ROWS, TYPES, check, products};
 use crate::*;
@@ -85,8 +85,8 @@ fn every_set_of_empty_sizes() {
 fn views_of_nothing() -> Result<()> {
     for (of_weight, of_input) in TYPES {
         let beyond = |dtype| Tensor::ones((3, 5), dtype, &CPU)?.narrow(1, 5, 0)?.narrow(0, 3, 0);
-        for tier in InstructionSet::available() {
-            let pack = |weight: &Tensor| PackedLinear::with_tier(weight, None, Some(tier));
+        for instruction_set in InstructionSet::available() {
+            let pack = |weight: &Tensor| PackedLinear::with_instruction_set(weight, None, Some(instruction_set));
             let packed = pack(&Tensor::zeros((2, 0), of_weight, &CPU)?)?;
             assert_eq!(packed.forward(&beyond(of_input)?)?.dims(), [0, 2]);
             let none = pack(&beyond(of_weight)?)?;

@@ -41,8 +41,8 @@ fn what_is_no_number_reaches_only_its_row_or_column() {
         let product = Product { bias: true, ..Product::plain(types, rows, (inputs, outputs)) };
         let clean = Projection::of(product.case());
         let spoilt = poisoned(&clean, &poisons);
-        let (expected, tiers) =
+        let (expected, instruction_sets) =
             (spoilt.case.expected()?, InstructionSet::available().into_iter().map(Some).collect::<Vec<_>>());
-        isolates([&clean, &spoilt], &tiers, |_, results| expected.compare(&results[0]))
+        isolates([&clean, &spoilt], &instruction_sets, |_, results| expected.compare(&results[0]))
     });
 }

@@ -302,9 +302,10 @@ fn compare(small: &CachedCall, plain: &CachedCall, slides: bool) -> Result<()> {
             let [found, weights] =
                 [&found.weights, &expected.weights].map(|weights| weights.as_ref().expect("asked for"));
             assert_close(found, weights, &format!("weights of mask {n}, {options:?}"))?;
-            let of_tiers =
-                InstructionSet::available().into_iter().map(|tier| options.clone().with_instruction_set(tier));
-            for options in of_tiers.chain([options.clone().with_backend(Backend::Reference)]) {
+            let of_instruction_sets = InstructionSet::available()
+                .into_iter()
+                .map(|instruction_set| options.clone().with_instruction_set(instruction_set));
+            for options in of_instruction_sets.chain([options.clone().with_backend(Backend::Reference)]) {
                 let what = format!("mask {n}, {options:?}");
                 let options = seeded(&options);
                 assert_close(&small.attend(&q, &mask, &options, Outputs::Context)?.context, &expected.context, &what)?;

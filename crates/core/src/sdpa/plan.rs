@@ -82,8 +82,8 @@ impl SdpaOptions {
     /// # fn main() -> candle_core::Result<()> {
     /// let q = Tensor::randn(0f32, 1., (2, 4, 5, 64), &Device::Cpu)?;
     /// let kv = Tensor::randn(0f32, 1., (2, 4, 7, 64), &Device::Cpu)?;
-    /// let options = SdpaOptions::default().with_relative_bias(&Tensor::randn(0f32, 1., (4, 5 + 7 - 1), &Device::Cpu)?);
-    /// let y = scaled_dot_product_attention(&q, &kv, &kv, &AttentionMask::none(), &options)?;
+    /// let options = SdpaOptions::default().with_relative_bias(&Tensor::randn(0f32, 1., (4, 5 + 7 - 1),
+    /// &Device::Cpu)?); let y = scaled_dot_product_attention(&q, &kv, &kv, &AttentionMask::none(), &options)?;
     /// # assert_eq!(y.dims(), [2, 4, 5, 64]);
     /// # Ok(()) }
     /// ```
@@ -282,7 +282,7 @@ impl Choice {
                 Ok(Attended { plan: Some(choice.plan()), ..Attended::context(call.q) })
             }
             Self::Reference { .. } => reference(),
-            Self::Cpu(tier) => cpu::attend(call, tier, outputs),
+            Self::Cpu(instruction_set) => cpu::attend(call, instruction_set, outputs),
             Self::Gpu(plan) => or_reference(&call, plan.attend(&call).map(Attended::context), reference),
         }
     }
@@ -291,7 +291,7 @@ impl Choice {
         let fused = |reason: String| Plan { backend: Backend::Fused, reason };
         match self {
             Self::Reference { reason } => Plan { backend: Backend::Reference, reason },
-            Self::Cpu(tier) => fused(format!("the CPU kernel, {tier}")),
+            Self::Cpu(instruction_set) => fused(format!("the CPU kernel, {instruction_set}")),
             Self::Gpu(plan) => fused(plan.to_string()),
         }
     }

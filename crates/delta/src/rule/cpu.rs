@@ -11,7 +11,7 @@ use candle_attention_modules::base::rowwise::{Element, Read, read, to_vec, with_
 use candle_attention_modules::base::{executor, record_two};
 
 /// What the queries read, (B, H, T, D_v), a view of (B, T, H, D_v), and the states (n, H, D_k, D_v).
-pub(super) fn run(mut call: Call, tier: InstructionSet) -> Result<(Tensor, Tensor)> {
+pub(super) fn run(mut call: Call, instruction_set: InstructionSet) -> Result<(Tensor, Tensor)> {
     for tensor in call.rows.iter_mut().chain(call.factors.iter_mut().flatten()) {
         *tensor = with_contiguous_rows(tensor)?;
     }
@@ -19,10 +19,10 @@ pub(super) fn run(mut call: Call, tier: InstructionSet) -> Result<(Tensor, Tenso
     let shapes = [[b, t, h, d_v], call.state_dims()];
     let [ys, states] = with_float!(call.op, call.dtype(), |E| {
         let delta::Output { context, states, saved } =
-            call.with_problem(|problem: &Problem<E>| delta::gated_delta_rule(problem, tier, is_tracked))?;
+            call.with_problem(|problem: &Problem<E>| delta::gated_delta_rule(problem, instruction_set, is_tracked))?;
         let (own, saved) = (call.clone(), saved.unwrap_or_default());
         let backward = move |_: &Tensor, of_context: &Tensor, of_states: Option<Tensor>| {
-            own.gradients::<E>(tier, &saved, of_context, of_states)
+            own.gradients::<E>(instruction_set, &saved, of_context, of_states)
         };
         record_two("gated-delta-rule", &call.inputs(), shapes.each_ref(), context, states, backward)?
     });
@@ -72,7 +72,7 @@ impl Call {
     /// From the gradients of the results, that of (B, T, H, D_v), to those of the inputs that are tracked.
     fn gradients<E: Element>(
         &self,
-        tier: InstructionSet,
+        instruction_set: InstructionSet,
         saved: &Saved,
         of_context: &Tensor,
         of_states: Option<Tensor>,
@@ -82,7 +82,7 @@ impl Call {
         let context = read(&context);
         let (context_grad, states_grad) = (context.strided()?, states.as_deref());
         let Gradients { q, k, v, decay, beta, states } = self.with_problem(|&forward: &Problem<E>| {
-            gated_delta_rule_backward(&BackwardProblem { forward, saved, context_grad, states_grad }, tier)
+            gated_delta_rule_backward(&BackwardProblem { forward, saved, context_grad, states_grad }, instruction_set)
         })?;
         let of_input = |(input, numbers): (Option<&Tensor>, Vec<f32>)| {
             let Some(input) = input.filter(|input| input.track_op()) else { return Ok(None) };

@@ -140,13 +140,13 @@ pub fn gated_delta_rule_varlen(
 
 /// What the queries read, (B, H, T, D_v), and the states.
 fn run(call: Call) -> Result<(Tensor, Tensor)> {
-    let (tier, Dims { b, t, h, h_k, h_v, d_v, .. }) = (kernel_tier(&call)?, call.dims);
+    let (instruction_set, Dims { b, t, h, h_k, h_v, d_v, .. }) = (kernel_instruction_set(&call)?, call.dims);
     let ([n, .., d_k, _], h_s) = (call.state_dims(), h_k.max(h_v));
-    let (ys, states) = match tier {
+    let (ys, states) = match instruction_set {
         _ if [b, t, d_v].contains(&0) => {
             (Tensor::zeros((b, h, t, d_v), call.dtype(), call.rows[0].device())?, call.states_before()?)
         }
-        Some(tier) => cpu::run(call, tier)?,
+        Some(instruction_set) => cpu::run(call, instruction_set)?,
         None => reference::run(&call)?,
     };
     if h == h_s {
@@ -157,13 +157,13 @@ fn run(call: Call) -> Result<(Tensor, Tensor)> {
 }
 
 /// The instruction set of the kernel that runs a call; none where the reference path does.
-fn kernel_tier(call: &Call) -> Result<Option<InstructionSet>> {
+fn kernel_instruction_set(call: &Call) -> Result<Option<InstructionSet>> {
     let options = &call.options;
     let obstacle = match (call.rows[0].device(), call.dtype()) {
         _ if options.backend == Backend::Reference => return Ok(None),
         (Device::Cpu, DType::F64) => "the CPU kernel computes in f32, and the inputs are F64",
         (Device::Cpu, dtype) => match InstructionSet::choose(options.instruction_set, dtype == DType::BF16) {
-            Ok(tier) => return Ok(Some(tier)),
+            Ok(instruction_set) => return Ok(Some(instruction_set)),
             Err(error) => bail!("[{}] {error}", call.op),
         },
         _ => "the kernel is the CPU's, and the inputs are on another device",

@@ -14,13 +14,15 @@ pub(crate) mod arch {
     pub(crate) mod neon;
     pub(crate) mod scalar;
 }
+mod instruction_set;
 mod machine;
 mod product;
 #[cfg(test)]
 pub(crate) mod tests;
-mod tier;
 mod vector;
 
+pub use instruction_set::{InstructionSet, UnsupportedInstructionSet};
+pub(crate) use instruction_set::{Kernel, Layout, SimdTask, dispatch_bf16, dispatch_f32};
 pub use machine::{Executor, Workers, for_each_task, large_page_vec};
 pub(crate) use machine::{Scratch, SharedPtr, Unwritten, for_each_index, second_cache};
 pub use product::CODE_BLOCK;
@@ -28,6 +30,4 @@ pub(crate) use product::{
     Bf16Pairs, CodeBlocks, ColumnBlock, Columns, F16Rows, Format, LeftOperand, MAX_COLUMNS, Product, Words,
     add_products,
 };
-pub use tier::{InstructionSet, UnsupportedInstructionSet};
-pub(crate) use tier::{Kernel, Layout, SimdTask, dispatch_bf16, dispatch_f32};
 pub(crate) use vector::{EXP2_MIN, MAX_LANES, Vector, erfc, prefetch_bytes, sigmoid, tanh};

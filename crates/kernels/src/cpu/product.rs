@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 
 use half::f16;
 
-use super::tier::{Kernel, SimdTask};
+use super::instruction_set::{Kernel, SimdTask};
 use super::vector::{Vector, prefetch_bytes};
 
 /// One product over a panel of columns. Strides and sizes count 32-bit words. B is (depth, panel) and C (rows, panel),
@@ -24,8 +24,8 @@ pub struct Product {
     pub format: Format,
 }
 
-/// (rows, depth) in groups of [`ROWS`](super::Kernel::ROWS) rows, the last of which may be short: row r of group g begins
-/// at `at + g · group + r · row`, and its depth follows at steps of `step`.
+/// (rows, depth) in groups of [`ROWS`](super::Kernel::ROWS) rows, the last of which may be short: row r of group g
+/// begins at `at + g · group + r · row`, and its depth follows at steps of `step`.
 #[derive(Clone, Copy)]
 pub struct LeftOperand {
     pub at: *const f32,
@@ -52,8 +52,8 @@ pub const CODE_BLOCK: usize = 32;
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Format {
     F32,
-    /// As pairs of neighbouring steps of the depth, whether the tier multiplies them as they are or widens them: both
-    /// take one instruction.
+    /// As pairs of neighbouring steps of the depth, whether the instruction set multiplies them as they are or widens
+    /// them: both take one instruction.
     BF16,
     F16,
     /// As [`CodeBlocks`].
@@ -224,7 +224,7 @@ impl<const BITS: u32> Columns for CodeBlocks<BITS> {
 
     #[inline(always)]
     unsafe fn take<V: Vector>(loaded: &mut LoadedCodes<V>) -> V {
-        // SAFETY: the processor has the tier of V.
+        // SAFETY: the processor has the instruction set of V.
         unsafe {
             let code;
             (code, loaded.codes) = loaded.codes.take_bits::<BITS>();
@@ -254,8 +254,8 @@ impl<B: Columns> SimdTask for Multiply<'_, B> {
 /// each row, of which a tile knows how many there are.
 ///
 /// # Safety
-/// The processor has the tier; A has a row of `depth` words for each row of sums from `a` on, and B as many rows of N
-/// vectors.
+/// The processor has the instruction set; A has a row of `depth` words for each row of sums from `a` on, and B as many
+/// rows of N vectors.
 #[inline(always)]
 unsafe fn accumulate<K: Kernel, B: Columns, const N: usize>(
     sums: &mut [[K::Vector; N]],
@@ -296,7 +296,7 @@ unsafe fn accumulate<K: Kernel, B: Columns, const N: usize>(
 /// Adds the products of words, `row` words apart, and vectors to as many sums for each word.
 ///
 /// # Safety
-/// The processor has the tier, and the words are valid.
+/// The processor has the instruction set, and the words are valid.
 #[inline(always)]
 pub(crate) unsafe fn add_products<K: Kernel>(
     sums: &mut [K::Vector],
@@ -385,7 +385,7 @@ unsafe fn tile<K: Kernel, B: Columns, const R: usize, const N: usize>(product: &
 }
 
 /// # Safety
-/// The processor has the tier; C has a row of a panel for each N sums, and the factors are a panel.
+/// The processor has the instruction set; C has a row of a panel for each N sums, and the factors are a panel.
 #[inline(always)]
 unsafe fn write_sums<K: Kernel>(sums: &[K::Vector], n: usize, factors: Option<*const f32>, mut c: *mut f32) {
     for sums in sums.chunks_exact(n) {

@@ -1,4 +1,4 @@
-//! Every tier of this processor, one operation at a time.
+//! Every instruction set of this processor, one operation at a time.
 
 mod conversions;
 mod elementary;
@@ -13,24 +13,24 @@ pub(crate) fn numbers<E: Number>(count: usize, salt: u64) -> Vec<E> {
     (0..count as u64).map(|n| E::from_f32(number(n) / (1 << 23) as f32 - 1.0)).collect()
 }
 
-/// Runs the task on the kernels of every tier of this processor. The tier on which it fails is the last one that was
-/// printed.
-fn on_every_tier<T: SimdTask>(task: impl Fn() -> T) {
+/// Runs the task on the kernels of every instruction set of this processor. The instruction set on which it fails is
+/// the last one that was printed.
+fn on_every_instruction_set<T: SimdTask>(task: impl Fn() -> T) {
     struct Compiled<T>(T);
     impl<T: SimdTask> SimdTask for Compiled<T> {
         #[inline(always)]
         unsafe fn run<K: Kernel>(self) {
-            // SAFETY: the processor has the tier of K; tiles are configured for as long as the task runs.
+            // SAFETY: the processor has the instruction set of K; tiles are configured for as long as the task runs.
             unsafe {
                 let _tiles = K::configure_tiles();
                 self.0.run::<K>();
             }
         }
     }
-    for tier in InstructionSet::available() {
-        println!("{tier}");
-        dispatch_f32(tier, Compiled(task()));
-        dispatch_bf16(tier, Compiled(task()));
+    for instruction_set in InstructionSet::available() {
+        println!("{instruction_set}");
+        dispatch_f32(instruction_set, Compiled(task()));
+        dispatch_bf16(instruction_set, Compiled(task()));
     }
 }
 

@@ -1,12 +1,12 @@
 //! What an algorithm may do with a vector register of f32.
 
-use super::tier::Kernel;
+use super::instruction_set::Kernel;
 
 /// A vector of [`LANES`](Vector::LANES) f32, and the kernel for words of one f32.
 ///
 /// # Safety
-/// Every method needs a processor that has the tier's instructions, and belongs (inlined) into a function compiled for
-/// them. A pointer must be valid for `LANES` elements; none has to be aligned.
+/// Every method needs a processor that has the instruction set, and belongs (inlined) into a function that is
+/// compiled for it. A pointer must be valid for `LANES` elements; none has to be aligned.
 pub trait Vector: Copy + Kernel<Vector = Self> {
     /// The f32 in a vector, at most [`MAX_LANES`].
     const LANES: usize;
@@ -28,20 +28,21 @@ pub trait Vector: Copy + Kernel<Vector = Self> {
     /// Rounded to the nearest, ties to even.
     unsafe fn store_bf16(self, to: *mut u16);
     unsafe fn store_f16(self, to: *mut u16);
-    /// With another vector as pairs of bf16, this one in the lower half of each word, for tiers that multiply them.
+    /// With another vector as pairs of bf16, this one in the lower half of each word, for instruction sets that
+    /// multiply them.
     unsafe fn store_pairs(self, _high: Self, _to: *mut f32) {
-        unreachable!("this tier multiplies no pairs")
+        unreachable!("this instruction set multiplies no pairs")
     }
-    /// As bf16 for tiers that multiply them: half as many words.
+    /// As bf16 for instruction sets that multiply them: half as many words.
     unsafe fn store_halves(self, _to: *mut f32) {
-        unreachable!("this tier multiplies no pairs")
+        unreachable!("this instruction set multiplies no pairs")
     }
 
     unsafe fn add(self, other: Self) -> Self;
     unsafe fn sub(self, other: Self) -> Self;
     unsafe fn mul(self, other: Self) -> Self;
     unsafe fn div(self, other: Self) -> Self;
-    /// `self · factor + addend`, rounded once (twice on the scalar tier where the processor has no FMA).
+    /// `self · factor + addend`, rounded once (twice on the scalar instruction set where the processor has no FMA).
     unsafe fn mul_add(self, factor: Self, addend: Self) -> Self;
     /// The larger one; `other` if either is NaN.
     unsafe fn max(self, other: Self) -> Self;
@@ -73,7 +74,7 @@ pub trait Vector: Copy + Kernel<Vector = Self> {
 /// Prefetches the cache lines of some bytes, which need not be valid.
 ///
 /// # Safety
-/// The processor has the tier of V.
+/// The processor has the instruction set of V.
 #[inline(always)]
 pub(crate) unsafe fn prefetch_bytes<V: Vector>(at: *const u8, bytes: usize) {
     for line in (0..bytes).step_by(64) {
@@ -82,16 +83,17 @@ pub(crate) unsafe fn prefetch_bytes<V: Vector>(at: *const u8, bytes: usize) {
     }
 }
 
-/// The most lanes that a vector of any tier has.
+/// The most lanes that a vector of any instruction set has.
 pub(crate) const MAX_LANES: usize = 16;
 
 /// The methods of a [`Vector`], which all have the same attributes and the same reason to be sound.
 macro_rules! simd_fns {
     ($(fn $name:ident $(<const $bits:ident: u32>)? ($($args:tt)*) $(-> $out:ty)? $body:block)*) => {$(
         #[inline(always)]
-        #[allow(unused_unsafe, reason = "the scalar tier's arithmetic is safe")]
+        #[allow(unused_unsafe, reason = "the scalar instruction set's arithmetic is safe")]
         unsafe fn $name $(<const $bits: u32>)? ($($args)*) $(-> $out)? {
-            // SAFETY: by the contract of `Vector`, the processor has the tier and pointers are valid for a vector.
+            // SAFETY: by the contract of `Vector`, the processor has the instruction set and pointers are valid for a
+            // vector.
             unsafe { $body }
         }
     )*};
@@ -110,7 +112,7 @@ pub(super) const EXP2: [f32; 6] =
 /// As [`Vector`].
 #[inline(always)]
 pub(crate) unsafe fn polynomial<V: Vector, const N: usize>(x: V, coefficients: &[f32; N]) -> V {
-    // SAFETY: the processor has the tier of V.
+    // SAFETY: the processor has the instruction set of V.
     unsafe {
         let mut sum = V::splat(coefficients[N - 1]);
         for &coefficient in coefficients[..N - 1].iter().rev() {
@@ -135,7 +137,7 @@ pub(crate) const EXP2_ROUND: f32 = 12_583_039.0;
 #[inline(always)]
 pub(crate) unsafe fn tanh<V: Vector>(x: V) -> V {
     const NEAR_ZERO: [f32; 5] = [-0.333_332_84, 0.133_314_42, -0.053_739_716, 0.020_639_09, -0.005_704_988_6];
-    // SAFETY: the processor has the tier of V.
+    // SAFETY: the processor has the instruction set of V.
     unsafe {
         let square = x.mul(x);
         let near = polynomial(square, &NEAR_ZERO).mul(square).mul_add(x, x);
@@ -154,7 +156,7 @@ pub(crate) unsafe fn tanh<V: Vector>(x: V) -> V {
 /// As [`Vector`].
 #[inline(always)]
 pub(crate) unsafe fn sigmoid<V: Vector>(x: V) -> V {
-    // SAFETY: the processor has the tier of V.
+    // SAFETY: the processor has the instruction set of V.
     unsafe {
         // Of a negative number, so that it is 1 at most.
         let e = x.abs().mul(V::splat(-std::f32::consts::LOG2_E)).exp2();
@@ -184,7 +186,7 @@ pub(crate) unsafe fn erfc<V: Vector>(x: V) -> V {
         0.000_383_197_13,
         -1.728_534_7e-5,
     ];
-    // SAFETY: the processor has the tier of V.
+    // SAFETY: the processor has the instruction set of V.
     unsafe {
         let square = x.mul(x);
         let one = V::splat(1.0);

@@ -50,7 +50,7 @@ impl Chunk {
     }
 
     /// # Safety
-    /// The processor has the tier of V, whose lanes the rows are multiples of; the block has the tokens.
+    /// The processor has the instruction set of V, whose lanes the rows are multiples of; the block has the tokens.
     #[inline(always)]
     pub unsafe fn fill<V: Vector>(&mut self, block: &Rows, first: usize) {
         let (n, width) = (self.tokens, self.width);

@@ -117,7 +117,7 @@ impl Place {
 /// neighbouring heads are neighbours in memory: a page is looked up once for all of them.
 ///
 /// # Safety
-/// The processor has the tier of K; the workspace was made for the call and as many heads.
+/// The processor has the instruction set of K; the workspace was made for the call and as many heads.
 pub(super) unsafe fn run_heads<K: Kernel, E: Number>(
     call: &Call<E>,
     workspace: &mut Workspace,
@@ -209,7 +209,7 @@ impl SimdTask for Block<'_> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(mut self) {
         let Shape { tokens, panel, .. } = self.workspace.shape;
-        // SAFETY: the processor has the tier of K, and the workspace was made for this shape.
+        // SAFETY: the processor has the instruction set of K, and the workspace was made for this shape.
         unsafe {
             if tokens > 1 && const { K::Vector::LANES >= 8 } {
                 self.passes::<K::Vector, VECTORS>(TOKENS);
@@ -317,7 +317,8 @@ impl Block<'_> {
 /// those of the tokens that write and of those that read.
 ///
 /// # Safety
-/// The processor has the tier of V; both places have `channels` rows of N vectors, and the chunks as many tokens.
+/// The processor has the instruction set of V; both places have `channels` rows of N vectors, and the chunks as many
+/// tokens.
 #[inline(always)]
 unsafe fn pass<V: Vector, const N: usize>(
     [from, to]: [Place; 2],
@@ -416,8 +417,8 @@ impl<E: Number> SimdTask for WriteContext<'_, '_, E> {
         let width = self.workspace.rows.value_width;
         for (i, token) in self.tokens.enumerate() {
             let from = self.workspace.context.as_ptr().wrapping_add(i * width);
-            // SAFETY: the processor has the tier of K; the results have a row for each token and head, of whose columns
-            // this task has these.
+            // SAFETY: the processor has the instruction set of K; the results have a row for each token and head, of
+            // whose columns this task has these.
             unsafe {
                 let to = self.call.context.add((token * h + self.head) * d_v);
                 for at in (first..end).step_by(lanes) {

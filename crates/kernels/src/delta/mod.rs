@@ -16,7 +16,7 @@ pub use problem::{Decay, Dims, Problem};
 use half::{bf16, f16};
 
 use crate::cpu::{InstructionSet, Kernel, SharedPtr, SimdTask, Unwritten, Workers, dispatch_f32, for_each_task};
-use crate::error::{Error, check_len, check_tier};
+use crate::error::{Error, check_instruction_set, check_len};
 use crate::number::{Number, Strided};
 use forward::{MAX_HEADS, Shape, Workspace, run_heads};
 use rows::BLOCK;
@@ -105,20 +105,20 @@ struct SavedOutput {
 /// An element whose kernels are compiled here, in this package.
 pub trait DeltaKernels: Number {
     /// [`gated_delta_rule`], whose call nobody else can make.
-    fn gated_delta_rule(call: &Call<Self>, tier: InstructionSet);
+    fn gated_delta_rule(call: &Call<Self>, instruction_set: InstructionSet);
     /// [`gated_delta_rule_backward`], likewise.
-    fn gated_delta_rule_backward(call: &BackwardCall<Self>, tier: InstructionSet);
+    fn gated_delta_rule_backward(call: &BackwardCall<Self>, instruction_set: InstructionSet);
 }
 
 macro_rules! kernels {
     ($($type:ty),*) => {
         $(impl DeltaKernels for $type {
-            fn gated_delta_rule(call: &Call<Self>, tier: InstructionSet) {
-                dispatch_f32(tier, call);
+            fn gated_delta_rule(call: &Call<Self>, instruction_set: InstructionSet) {
+                dispatch_f32(instruction_set, call);
             }
 
-            fn gated_delta_rule_backward(call: &BackwardCall<Self>, tier: InstructionSet) {
-                dispatch_f32(tier, call);
+            fn gated_delta_rule_backward(call: &BackwardCall<Self>, instruction_set: InstructionSet) {
+                dispatch_f32(instruction_set, call);
             }
         })*
     };
@@ -145,8 +145,8 @@ kernels!(f32, bf16, f16);
 ///
 /// # Errors
 /// [`Error::Shape`] if a slice is shorter than the dimensions need, heads do not divide H, or the sequences are not the
-/// tokens one after the other; [`Error::InstructionSet`] if the processor lacks the tier; [`Error::Memory`] if there is none for
-/// the results.
+/// tokens one after the other; [`Error::InstructionSet`] if the processor lacks the instruction set; [`Error::Memory`]
+/// if there is none for the results.
 ///
 /// ```
 /// use candle_attention_kernels::InstructionSet;
@@ -175,10 +175,10 @@ kernels!(f32, bf16, f16);
 /// ```
 pub fn gated_delta_rule<E: DeltaKernels>(
     problem: &Problem<E>,
-    tier: InstructionSet,
+    instruction_set: InstructionSet,
     saves: bool,
 ) -> Result<Output<E>, Error> {
-    check_tier(tier)?;
+    check_instruction_set(instruction_set)?;
     problem.check()?;
     let Dims { b, t, h, d_v, .. } = problem.dims;
     let blocks = if saves { problem.blocks(BLOCK) } else { vec![0] };
@@ -190,7 +190,7 @@ pub fn gated_delta_rule<E: DeltaKernels>(
     let pointer = |of: &mut Unwritten<f32>| SharedPtr(of.as_mut_ptr());
     let saved = SavedOutput { blocks, errors: pointer(&mut errors), states: pointer(&mut block_states) };
     let (context_to, saved) = (SharedPtr(context.as_mut_ptr()), saves.then_some(saved));
-    E::gated_delta_rule(&Call { problem, context: context_to, states: pointer(&mut states), saved }, tier);
+    E::gated_delta_rule(&Call { problem, context: context_to, states: pointer(&mut states), saved }, instruction_set);
     // SAFETY: each head of each sequence wrote its columns of all of them.
     unsafe {
         let saved = Saved { errors: errors.written(), states: block_states.written() };
@@ -220,7 +220,7 @@ impl<E: Number> SimdTask for &Call<'_, E> {
         for_each_task(problem.sequences.len() * groups * parts, workers, &workspace, &|workspace, task| {
             let (group, panels) = (task / parts, panels(task % parts));
             let first = group % groups * heads;
-            // SAFETY: the processor has the tier of K, by the contract of `SimdTask`.
+            // SAFETY: the processor has the instruction set of K, by the contract of `SimdTask`.
             unsafe { run_heads::<K, E>(self, workspace, group / groups, first..h.min(first + heads), panels) };
         });
     }
@@ -232,9 +232,9 @@ impl<E: Number> SimdTask for &Call<'_, E> {
 /// As [`gated_delta_rule`], and [`Error::Shape`] for what another call saved and gradients of other shapes.
 pub fn gated_delta_rule_backward<E: DeltaKernels>(
     problem: &BackwardProblem<E>,
-    tier: InstructionSet,
+    instruction_set: InstructionSet,
 ) -> Result<Gradients, Error> {
-    check_tier(tier)?;
+    check_instruction_set(instruction_set)?;
     let BackwardProblem { forward, saved, context_grad, states_grad } = problem;
     forward.check()?;
     let Dims { b, t, h, d_k, d_v, .. } = forward.dims;
@@ -253,7 +253,7 @@ pub fn gated_delta_rule_backward<E: DeltaKernels>(
     let [q, k, v, decay, beta, states] = counts.map(unwritten::<f32>);
     let mut all = [q?, k?, v?, decay?, beta?, states?];
     let gradients = all.each_mut().map(|of| SharedPtr(of.as_mut_ptr())).into();
-    E::gated_delta_rule_backward(&BackwardCall { problem, blocks, gradients }, tier);
+    E::gated_delta_rule_backward(&BackwardCall { problem, blocks, gradients }, instruction_set);
     // SAFETY: each head of each sequence wrote the rows of its tokens and its state.
     Ok(all.map(|of| unsafe { of.written() }).into())
 }
@@ -265,7 +265,7 @@ impl<E: Number> SimdTask for &BackwardCall<'_, E> {
         let workers = Workers::of(multiply_adds.saturating_mul(2), bytes, problem.executor);
         let workspace = || backward::Workspace::new::<K>(&problem.dims);
         for_each_task(problem.heads(), workers, &workspace, &|workspace, task| {
-            // SAFETY: the processor has the tier of K, by the contract of `SimdTask`.
+            // SAFETY: the processor has the instruction set of K, by the contract of `SimdTask`.
             unsafe { backward::run_head::<K, E>(self, workspace, problem.head(task)) };
         });
     }

@@ -91,7 +91,7 @@ impl Ahead {
     /// Copies the rows of some tokens, and prefetches those of as many after them.
     ///
     /// # Safety
-    /// The processor has the tier of V; the rows of all tokens exist in both places.
+    /// The processor has the instruction set of V; the rows of all tokens exist in both places.
     #[inline(always)]
     pub unsafe fn copy<V: Vector>(&self, tokens: Range<usize>) {
         for (of, &width) in self.from.widths.iter().enumerate() {
@@ -127,7 +127,8 @@ impl<E: Number> SimdTask for ReadRows<'_, '_, E> {
         let value_rows = rows.values.as_mut_ptr();
         for (i, token) in self.tokens.clone().enumerate() {
             let [b, at] = [token / t, token % t];
-            // SAFETY: the processor has the tier of K; the problem was checked, and a block has this many rows.
+            // SAFETY: the processor has the instruction set of K; the problem was checked, and a block has this many
+            // rows.
             unsafe {
                 let (q_row, k_row) = (q_rows.add(i * width), k_rows.add(i * width));
                 let to =
@@ -158,7 +159,8 @@ impl<E: Number> SimdTask for ReadRows<'_, '_, E> {
 }
 
 /// # Safety
-/// The processor has the tier of V, the problem was checked, and `to` is valid for `width` words, whole vectors.
+/// The processor has the instruction set of V, the problem was checked, and `to` is valid for `width` words, whole
+/// vectors.
 #[inline(always)]
 unsafe fn read_factors<V: Vector>(decay: Option<Decay>, index: [usize; 3], to: *mut f32, [d_k, width]: [usize; 2]) {
     // SAFETY: as this function's contract.
@@ -187,7 +189,7 @@ unsafe fn read_factors<V: Vector>(decay: Option<Decay>, index: [usize; 3], to: *
 /// The sum of the products of two rows of whole vectors.
 ///
 /// # Safety
-/// The processor has the tier of V, and the rows are valid for `width` words.
+/// The processor has the instruction set of V, and the rows are valid for `width` words.
 #[inline(always)]
 pub(super) unsafe fn dot<V: Vector>(a: *const f32, b: *const f32, width: usize) -> f32 {
     // SAFETY: as this function's contract.

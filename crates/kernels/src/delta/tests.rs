@@ -1,5 +1,5 @@
 //! The kernel alone, without tensors, beside plain loops: small enough for Miri. `tests/attention/delta` holds every
-//! tier to the oracle.
+//! instruction set to the oracle.
 
 use std::ops::Range;
 
@@ -139,9 +139,9 @@ fn assert_near(found: &[f32], expected: &[f64], what: &str) {
 fn every_rule_equals_plain_loops() {
     for (n, case) in cases().enumerate() {
         let [context, states] = case.oracle(&case.inputs.clone().map(|input| vec![0.0; input.len()]), 0.0);
-        for tier in InstructionSet::available() {
-            let output = gated_delta_rule(&case.problem(), tier, false).expect("a small call");
-            let what = format!("case {n}: {:?}, {tier}", case.dims);
+        for instruction_set in InstructionSet::available() {
+            let output = gated_delta_rule(&case.problem(), instruction_set, false).expect("a small call");
+            let what = format!("case {n}: {:?}, {instruction_set}", case.dims);
             assert_near(&output.context, &context, &format!("context of {what}"));
             assert_near(&output.states, &states, &format!("states of {what}"));
         }
@@ -167,12 +167,13 @@ fn gradients_are_the_differences_of_plain_loops() {
             let results = case.oracle(moved, by);
             results.iter().zip(&weights).map(|(result, weights)| dot(result, &wide(weights))).sum()
         };
-        for tier in InstructionSet::available() {
+        for instruction_set in InstructionSet::available() {
             let forward = case.problem();
-            let saved = gated_delta_rule(&forward, tier, true).expect("a small call").saved.expect("as wanted");
+            let saved =
+                gated_delta_rule(&forward, instruction_set, true).expect("a small call").saved.expect("as wanted");
             let context_grad = Strided { data: &weights[0], strides: [t * h * d_v, d_v, h * d_v] };
             let problem = BackwardProblem { forward, saved: &saved, context_grad, states_grad: Some(&weights[1]) };
-            let gradients = gated_delta_rule_backward(&problem, tier).expect("a small call");
+            let gradients = gated_delta_rule_backward(&problem, instruction_set).expect("a small call");
             // Heads that share rows add up.
             let summed = |gradient: &[f32], heads: usize, width: usize| {
                 let mut sums = vec![0f64; b * heads * t * width];
@@ -197,7 +198,7 @@ fn gradients_are_the_differences_of_plain_loops() {
                 let step = 1e-4;
                 let expected = (loss(&moved, step) - loss(&moved, -step)) / (2.0 * step);
                 let found = dot(&found[input], &moved[input]);
-                let what = format!("case {n}: {:?}, {tier}, input {input}", case.dims);
+                let what = format!("case {n}: {:?}, {instruction_set}, input {input}", case.dims);
                 assert!((found - expected).abs() < 1e-4 * expected.abs().max(10.0), "{what}: {found}, not {expected}");
             }
         }
@@ -215,12 +216,13 @@ fn threads_change_no_bit() {
         let with_threads = |threads: usize| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a small pool");
             pool.install(|| {
-                let (forward, tier) = (case.problem(), InstructionSet::choose(None, false).expect("there is a tier"));
-                let output = gated_delta_rule(&forward, tier, true).expect("a small call");
+                let (forward, instruction_set) =
+                    (case.problem(), InstructionSet::choose(None, false).expect("there is an instruction set"));
+                let output = gated_delta_rule(&forward, instruction_set, true).expect("a small call");
                 let saved = output.saved.expect("as wanted");
                 let context_grad = Strided { data: &output.context, strides: [0, 96, h * 96] };
                 let problem = BackwardProblem { forward, saved: &saved, context_grad, states_grad: None };
-                let gradients = gated_delta_rule_backward(&problem, tier).expect("a small call");
+                let gradients = gated_delta_rule_backward(&problem, instruction_set).expect("a small call");
                 let numbers = [output.context.clone(), output.states, gradients.q, gradients.k, gradients.decay];
                 numbers.map(|numbers| numbers.into_iter().map(f32::to_bits).collect::<Vec<_>>())
             })
@@ -237,18 +239,24 @@ fn what_is_no_number_stays_in_its_head() {
     let mut infinite = case.clone();
     infinite.inputs[1][3] = f32::INFINITY;
     let upstream = numbers(20 * 2 * 9, 7);
-    let second_head = |case: &Case, tier: InstructionSet| {
+    let second_head = |case: &Case, instruction_set: InstructionSet| {
         let forward = case.problem();
-        let output = gated_delta_rule(&forward, tier, true).expect("a small call");
+        let output = gated_delta_rule(&forward, instruction_set, true).expect("a small call");
         let saved = output.saved.expect("as wanted");
         let context_grad = Strided { data: &upstream, strides: [0, 9, 18] };
         let problem = BackwardProblem { forward, saved: &saved, context_grad, states_grad: Some(&case.inputs[5]) };
-        let gradients = gated_delta_rule_backward(&problem, tier).expect("a small call");
+        let gradients = gated_delta_rule_backward(&problem, instruction_set).expect("a small call");
         let Gradients { q, k, v, decay, beta, states } = gradients;
         [output.states, q, k, v, decay, beta, states].map(|mut all| all.split_off(all.len() / 2))
     };
     let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().expect("a small pool");
-    for tier in InstructionSet::available() {
-        pool.install(|| assert_eq!(second_head(&infinite, tier), second_head(&case, tier), "{tier}"));
+    for instruction_set in InstructionSet::available() {
+        pool.install(|| {
+            assert_eq!(
+                second_head(&infinite, instruction_set),
+                second_head(&case, instruction_set),
+                "{instruction_set}"
+            )
+        });
     }
 }

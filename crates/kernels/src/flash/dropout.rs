@@ -51,7 +51,7 @@ impl Dropout<'_> {
     /// Writes what the weights of a tile are to be multiplied by.
     ///
     /// # Safety
-    /// The processor has the tier of V; the tile has room for a factor for each score.
+    /// The processor has the instruction set of V; the tile has room for a factor for each score.
     #[inline(always)]
     pub(super) unsafe fn factors<V: Vector>(&self, scores: &TileScores) {
         let (dims, tile) = (scores.inputs.dims, scores.tile);

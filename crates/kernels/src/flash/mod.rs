@@ -32,7 +32,7 @@ use std::sync::atomic::Ordering;
 use half::{bf16, f16};
 
 use crate::cpu::{InstructionSet, Kernel, Layout, SimdTask, Unwritten, for_each_task};
-use crate::error::{Error, check_tier};
+use crate::error::{Error, check_instruction_set};
 use crate::number::{Number, Stored};
 use pack::{PackPanel, TileRows};
 use prefill::Prefill;
@@ -50,8 +50,8 @@ use tile::Tile;
 ///
 /// # Errors
 /// [`Error::Shape`] if a slice is shorter than the dimensions need, a range ends past the keys, the query heads are no
-/// multiple of the key heads, or only one of keys and values has 8 bits; [`Error::InstructionSet`] if the processor lacks the
-/// tier; [`Error::Memory`] if there is none for intermediate results.
+/// multiple of the key heads, or only one of keys and values has 8 bits; [`Error::InstructionSet`] if the processor
+/// lacks the instruction set; [`Error::Memory`] if there is none for intermediate results.
 ///
 /// ```
 /// use candle_attention_kernels::InstructionSet;
@@ -84,26 +84,26 @@ use tile::Tile;
 /// ```
 pub fn attend<E: AttentionKernels>(
     problem: &Problem<E>,
-    tier: InstructionSet,
+    instruction_set: InstructionSet,
     context: &mut [MaybeUninit<E>],
     lse: Option<&mut [MaybeUninit<f32>]>,
     stats: Option<&mut [MaybeUninit<SoftmaxStats>]>,
 ) -> Result<(), Error> {
     let context = context as *mut [MaybeUninit<E>] as *mut [E];
-    attend_to(problem, tier, Outputs { context, lse, stats, statistics: None })
+    attend_to(problem, instruction_set, Outputs { context, lse, stats, statistics: None })
 }
 
 /// [`attend`], and the statistics of the weights if they are wanted.
 fn attend_to<E: AttentionKernels>(
     problem: &Problem<E>,
-    tier: InstructionSet,
+    instruction_set: InstructionSet,
     outputs: Outputs<E>,
 ) -> Result<(), Error> {
-    check_tier(tier)?;
+    check_instruction_set(instruction_set)?;
     let Dims { d, d_v, .. } = problem.dims;
     let call = &Call::new(problem, outputs)?;
     let is_empty = call.inputs.dims.b * call.inputs.dims.rows() == 0;
-    let run = |kernel| if is_empty { Some(()) } else { E::run(kernel, tier) };
+    let run = |kernel| if is_empty { Some(()) } else { E::run(kernel, instruction_set) };
     let done = match (problem.k, problem.v) {
         (KvRows::Float(k), KvRows::Float(v)) => {
             let kv = [(k, d), (v, d_v)].map(|(rows, width)| StoredRows { rows, scales: None, width });
@@ -126,7 +126,7 @@ fn attend_to<E: AttentionKernels>(
 /// As [`attend`], and [`Error::Memory`] if there is none for the results.
 pub fn attend_vec<E: AttentionKernels>(
     problem: &Problem<E>,
-    tier: InstructionSet,
+    instruction_set: InstructionSet,
     lse: Option<&mut Vec<f32>>,
     stats: Option<&mut Vec<SoftmaxStats>>,
 ) -> Result<Vec<E>, Error> {
@@ -139,7 +139,7 @@ pub fn attend_vec<E: AttentionKernels>(
     let mut new_stats =
         stats.is_some().then(|| Unwritten::new(&[b, h, t_q]).ok_or_else(no_memory_beside)).transpose()?;
     let (lse_out, stats_out) = (new_lse.as_mut().map(Unwritten::elements), new_stats.as_mut().map(Unwritten::elements));
-    attend(problem, tier, context.elements(), lse_out, stats_out)?;
+    attend(problem, instruction_set, context.elements(), lse_out, stats_out)?;
     // SAFETY: `attend` initialised every element of all.
     unsafe {
         lse.zip(new_lse).into_iter().for_each(|(lse, new)| *lse = new.written());
@@ -159,16 +159,16 @@ fn zeros<T: Copy + Default>(what: &str, shape: &[usize]) -> Result<Vec<T>, Error
 /// An element whose kernels are compiled here, in this package: generic code would be compiled again, and perhaps
 /// without optimisation, wherever it is used. Calls are checked before they are made, and nobody else can make one.
 pub trait AttentionKernels: Number {
-    /// `None` if memory is short. The processor has the tier.
-    fn run(call: KernelCall<Self>, tier: InstructionSet) -> Option<()>;
+    /// `None` if memory is short. The processor has the instruction set.
+    fn run(call: KernelCall<Self>, instruction_set: InstructionSet) -> Option<()>;
 }
 
 macro_rules! run {
     ($($type:ty),*) => {
         $(impl AttentionKernels for $type {
-            fn run(call: KernelCall<Self>, tier: InstructionSet) -> Option<()> {
+            fn run(call: KernelCall<Self>, instruction_set: InstructionSet) -> Option<()> {
                 let mut done = None;
-                Self::dispatch(tier, Run { call, done: &mut done });
+                Self::dispatch(instruction_set, Run { call, done: &mut done });
                 done
             }
         })*
@@ -184,7 +184,7 @@ struct Run<'a, 'b, E> {
 
 impl<E: Number> SimdTask for Run<'_, '_, E> {
     unsafe fn run<K: Kernel>(self) {
-        // SAFETY: the processor has the tier of K, by the contract of `SimdTask`.
+        // SAFETY: the processor has the instruction set of K, by the contract of `SimdTask`.
         *self.done = unsafe {
             match self.call {
                 KernelCall::Float(call, keys_values) => attend_on::<K, E, E>(call, &keys_values),
@@ -196,17 +196,17 @@ impl<E: Number> SimdTask for Run<'_, '_, E> {
 }
 
 /// # Safety
-/// The processor has the tier of K.
+/// The processor has the instruction set of K.
 unsafe fn attend_on<K: Kernel, E: Number, S: Stored>(call: &Call<E>, keys_values: &[StoredRows<S>; 2]) -> Option<()> {
     let is_decoded = call.inputs.options.dropout.is_none() && call.statistics.is_none();
     if is_decoded && call.inputs.dims.rows() <= decode::max_rows::<K>() {
-        // SAFETY: the processor has the tier of K, which includes that of its kernel for f32.
+        // SAFETY: the processor has the instruction set of K, which includes that of its kernel for f32.
         return unsafe { decode::run::<K::Vector, E, S>(call, keys_values) };
     }
     run_tasks(call, K::LAYOUT, size_of::<S>(), &|workspace, task| {
         let &AttendTask { inputs, units, kv, ref rows, ref tiles, partials, .. } = task;
-        // SAFETY: the processor has the tier of K, which includes that of its kernel for f32; the workspace was made
-        // for the call and has a panel for each tile.
+        // SAFETY: the processor has the instruction set of K, which includes that of its kernel for f32; the workspace
+        // was made for the call and has a panel for each tile.
         unsafe {
             for (index, tile) in tiles.iter().enumerate() {
                 let rows = &TileRows { matrix: &call.q, width: inputs.dims.d, dims: &inputs.dims, tile };

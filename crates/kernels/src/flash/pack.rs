@@ -18,11 +18,11 @@ const PREFETCH_ROWS: usize = 16;
 /// Prefetches `width` elements of the row [`PREFETCH_ROWS`] rows after this one, or more, which need not exist.
 ///
 /// # Safety
-/// The processor has the tier of V.
+/// The processor has the instruction set of V.
 #[inline(always)]
 pub(super) unsafe fn prefetch_row<V: Vector, E>(row: *const E, stride: usize, width: usize) {
     let ahead = row.wrapping_add(PREFETCH_ROWS * (4 / size_of::<E>()) * stride).cast::<u8>();
-    // SAFETY: the processor has the tier.
+    // SAFETY: the processor has the instruction set.
     unsafe { prefetch_bytes::<V>(ahead, width * size_of::<E>()) };
 }
 
@@ -54,7 +54,7 @@ impl<'a, S: Stored> HeadRows<'a, S> {
     /// Adds the numbers of a key times a weight to sums that have room for whole vectors.
     ///
     /// # Safety
-    /// The processor has the tier of V; the key belongs to the call.
+    /// The processor has the instruction set of V; the key belongs to the call.
     #[inline(always)]
     pub unsafe fn add<V: Vector>(&self, key: usize, weight: f32, sums: &mut [f32]) {
         // SAFETY: as this method's contract.
@@ -105,12 +105,12 @@ pub(super) struct Block<'a, S> {
 }
 
 impl<'a, S: Stored> Block<'a, S> {
-    /// Copies the block into the workspace, in the order in which products read it, converted to f32 where the tier
-    /// multiplies f32. A block serves all queries of a task, so that the copy is some hundredths of the work; read in
-    /// place, its rows would share few sets of the first cache at the usual power-of-two strides.
+    /// Copies the block into the workspace, in the order in which products read it, converted to f32 where the
+    /// instruction set multiplies f32. A block serves all queries of a task, so that the copy is some hundredths of the
+    /// work; read in place, its rows would share few sets of the first cache at the usual power-of-two strides.
     ///
     /// # Safety
-    /// The processor has the tier of K; the keys are those of a block; the workspace was made for the call.
+    /// The processor has the instruction set of K; the keys are those of a block; the workspace was made for the call.
     #[inline(always)]
     pub unsafe fn new<K: Kernel>(
         [k, v]: &'a [StoredRows<'a, S>; 2],
@@ -132,7 +132,7 @@ impl<'a, S: Stored> Block<'a, S> {
 /// Some rows of at most a block as words, one after the other: (rows, depth), and zeros up to a whole group.
 ///
 /// # Safety
-/// The processor has the tier of K; the rows exist; `to` takes a block of rows of `depth` words.
+/// The processor has the instruction set of K; the rows exist; `to` takes a block of rows of `depth` words.
 pub(super) unsafe fn pack_rows<K: Kernel, S: Stored>(rows: &HeadRows<S>, to: *mut f32, depth: usize) -> LeftOperand {
     // SAFETY: as this function's contract.
     unsafe { K::run_simd(Pack { rows, to, form: Form::Rows { depth } }) };
@@ -179,7 +179,7 @@ impl<S: Stored> SimdTask for Pack<'_, S> {
 /// Some rows of at most a block, transposed: their width is the rows of a product, and they are its depth.
 ///
 /// # Safety
-/// The processor has the tier of K; the rows exist; `to` takes [`PackedWidth::column_words`] and `staging`
+/// The processor has the instruction set of K; the rows exist; `to` takes [`PackedWidth::column_words`] and `staging`
 /// [`PackedWidth::staging_words`].
 pub(super) unsafe fn pack_columns<K: Kernel, S: Stored>(
     rows: &HeadRows<S>,
@@ -199,7 +199,7 @@ pub(super) unsafe fn pack_columns<K: Kernel, S: Stored>(
 /// stays so in pairs, may only change the sign or be zero.
 ///
 /// # Safety
-/// The processor has the tier of K; `row` is valid for `width` elements, `to` for writes of `padded` words.
+/// The processor has the instruction set of K; `row` is valid for `width` elements, `to` for writes of `padded` words.
 #[inline(always)]
 pub(super) unsafe fn pack_row<K: Kernel, S: Stored>(
     row: *const S,
@@ -251,7 +251,8 @@ impl<E: Number> SimdTask for PackPanel<'_, E> {
     unsafe fn run<K: Kernel>(self) {
         let Self { rows, staging, .. } = self;
         let (lanes, square) = (K::Vector::LANES, self.width.word_squares);
-        // SAFETY: the processor has the tier of K; the matrix has the rows, and the pointers take what they say.
+        // SAFETY: the processor has the instruction set of K; the matrix has the rows, and the pointers take what they
+        // say.
         unsafe {
             for vector in 0..rows.tile.vectors {
                 for lane in 0..lanes {

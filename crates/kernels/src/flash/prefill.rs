@@ -32,7 +32,8 @@ impl<S: Stored> SimdTask for Prefill<'_, '_, S> {
     unsafe fn run<K: Kernel>(self) {
         let Self { task, keys_values, workspace } = self;
         workspace.state.clear();
-        // SAFETY: the processor has the tier of K; the workspace was made for the call and has a panel for each tile.
+        // SAFETY: the processor has the instruction set of K; the workspace was made for the call and has a panel for
+        // each tile.
         unsafe {
             let _tiles = K::configure_tiles();
             let seen = Tile::seen_keys(&task.tiles);
@@ -60,8 +61,8 @@ struct Step<'a, 'b, S> {
 
 impl<S: Stored> Step<'_, '_, S> {
     /// # Safety
-    /// The processor has the tier of K, whose tiles are configured; the workspace holds the block and the tile's
-    /// queries.
+    /// The processor has the instruction set of K, whose tiles are configured; the workspace holds the block and the
+    /// tile's queries.
     #[inline(always)]
     unsafe fn run<K: Kernel>(&self, workspace: &mut Workspace) {
         let &Self { inputs, block, tile, index, units, .. } = self;
@@ -152,8 +153,8 @@ impl<S: Stored> Step<'_, '_, S> {
 /// gradients of contexts.
 ///
 /// # Safety
-/// The processor has the tier of K, whose tiles are configured; the operands are a block and a panel of the depth; the
-/// part begins at a whole group of keys.
+/// The processor has the instruction set of K, whose tiles are configured; the operands are a block and a panel of the
+/// depth; the part begins at a whole group of keys.
 pub(super) unsafe fn multiply_keys<K: Kernel>(
     overlap: &Overlap,
     part: &Part,
@@ -183,8 +184,8 @@ pub(super) unsafe fn multiply_keys<K: Kernel>(
 /// its factors.
 ///
 /// # Safety
-/// The processor has the tier of K, whose tiles are configured; the operands are a block of the rows and weights of a
-/// panel; the part begins at a whole step of depth.
+/// The processor has the instruction set of K, whose tiles are configured; the operands are a block of the rows and
+/// weights of a panel; the part begins at a whole step of depth.
 pub(super) unsafe fn add_values<K: Kernel>(
     overlap: &Overlap,
     part: &Part,

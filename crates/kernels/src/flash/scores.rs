@@ -32,7 +32,7 @@ pub(super) struct TileScores<'a> {
 }
 
 /// Replaces the scores of some rows of the panel by an expression of the score, the row and the column. A closure would
-/// not be compiled for the tier.
+/// not be compiled for the instruction set.
 macro_rules! for_each {
     ($this:expr, $V:ident, $rows:expr, |$score:ident, $row:ident, $column:ident| $value:expr) => {
         let Tile { panel, vectors, .. } = *$this.tile;
@@ -53,7 +53,7 @@ impl SimdTask for &TileScores<'_> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let options = &self.inputs.options;
-        // SAFETY: the processor has the tier of K; the pointers are valid.
+        // SAFETY: the processor has the instruction set of K; the pointers are valid.
         unsafe {
             if options.modify_scores() {
                 self.cap::<K::Vector>();

@@ -1,6 +1,6 @@
 //! From the scores of a tile to its weights: the softmax over keys that arrive block by block (Milakov and Gimelshein,
-//! <https://arxiv.org/abs/1805.02867>). And from the state that it leaves to the output: the transposition to rows, parts
-//! of the keys, sinks, division, log-sum-exp.
+//! <https://arxiv.org/abs/1805.02867>). And from the state that it leaves to the output: the transposition to rows,
+//! parts of the keys, sinks, division, log-sum-exp.
 //!
 //! Queries are lanes: a maximum or a sum over keys goes down the rows of a panel, and nothing is reduced across lanes,
 //! but for those of a narrow tile that are of the same query.
@@ -39,8 +39,8 @@ pub(super) struct TileSoftmax<'a> {
 impl SimdTask for &TileSoftmax<'_> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
-        // SAFETY: the processor has the tier of K; the pointers are valid for a panel of the sizes that the fields
-        // name.
+        // SAFETY: the processor has the instruction set of K; the pointers are valid for a panel of the sizes that the
+        // fields name.
         unsafe {
             K::Vector::run_simd(&self.scores);
             if let Some(scores_out) = self.scores_out {
@@ -209,10 +209,10 @@ impl<K: Kernel> Weights<K> {
     }
 
     /// The exponents of a row of the panel: scores minus the largest, in [`ScoreUnits::exponent_unit`]. A function,
-    /// since a closure would not be compiled for the tier.
+    /// since a closure would not be compiled for the instruction set.
     ///
     /// # Safety
-    /// The processor has the tier of K; the scores have the row and the vector.
+    /// The processor has the instruction set of K; the scores have the row and the vector.
     #[inline(always)]
     unsafe fn exponent_of(&self, row: usize, n: usize) -> K::Vector {
         // Two roundings: the largest score minus itself is to be 0, so that a lone key weighs 1.
@@ -258,8 +258,8 @@ impl<E: Number> SimdTask for Epilogue<'_, '_, E> {
             let own = state.of_panel((first - rows.start) / panel);
             let filled = lanes.min(rows.end - first);
             let mut factors = [1f32; MAX_LANES];
-            // SAFETY: the processor has the tier of K; the state has `context` rows of a panel, a multiple of `lanes`;
-            // the rows of the context are this task's.
+            // SAFETY: the processor has the instruction set of K; the state has `context` rows of a panel, a multiple
+            // of `lanes`; the rows of the context are this task's.
             unsafe {
                 for (lane, factor) in factors[..filled].iter_mut().enumerate() {
                     let (max, sum) = (*own.max.add(column + lane), *own.sum.add(column + lane));

@@ -195,8 +195,8 @@ pub(super) struct PanelState {
     pub sum: *mut f32,
 }
 
-/// Everything a thread needs for its tasks. Its size depends on D, D_v, the tier and whether weights are dropped, up to
-/// about a megabyte and a half at D = 128, and grows with them.
+/// Everything a thread needs for its tasks. Its size depends on D, D_v, the instruction set and whether weights are
+/// dropped, up to about a megabyte and a half at D = 128, and grows with them.
 pub(super) struct Workspace {
     /// Of D and D_v.
     pub sizes: [PackedWidth; 2],

@@ -1,5 +1,5 @@
 //! The kernel alone, without tensors: small enough for Miri, which finds what reads or writes out of bounds on the
-//! scalar tier. `tests/attention/flash` holds every tier to the oracle.
+//! scalar instruction set. `tests/attention/flash` holds every instruction set to the oracle.
 
 use std::ops::Range;
 
@@ -176,10 +176,10 @@ impl Case {
         (context, lse)
     }
 
-    /// The largest difference between the kernel and plain loops in f64, on one tier.
-    fn difference<E: Element + Into<f32>>(&self, tier: InstructionSet) -> f64 {
+    /// The largest difference between the kernel and plain loops in f64, on one instruction set.
+    fn difference<E: Element + Into<f32>>(&self, instruction_set: InstructionSet) -> f64 {
         let (data, mut lse) = (self.data::<E>(), Vec::new());
-        let context = attend_vec(&self.problem(&data), tier, Some(&mut lse), None).expect("a few rows");
+        let context = attend_vec(&self.problem(&data), instruction_set, Some(&mut lse), None).expect("a few rows");
         let (exact, exact_lse) = self.exact(&data.clone().widened(self.q8));
         let difference =
             |(x, exact): (f64, f64)| if x == exact || exact == f64::NEG_INFINITY { 0.0 } else { (x - exact).abs() };
@@ -220,23 +220,27 @@ fn dims(h: usize, t_q: usize, t_kv: usize, d: usize, d_v: usize) -> Dims {
 }
 
 #[test]
-fn every_tier_gives_the_numbers_of_plain_loops() {
+fn every_instruction_set_gives_the_numbers_of_plain_loops() {
     let shapes =
         [dims(2, 1, 3, 3, 2), dims(2, 9, 3, 2, 3), dims(1, 3, 2, 8, 1), dims(2, 11, 13, 9, 4), dims(4, 5, 131, 5, 3)];
-    let (tiers, shapes) = match cfg!(miri) {
+    let (instruction_sets, shapes) = match cfg!(miri) {
         // Interpreted, a call takes seconds: one that decodes and one that fills a tile in part.
         true => (vec![InstructionSet::Scalar], &shapes[..2]),
         false => (InstructionSet::available(), &shapes[..]),
     };
-    for tier in tiers {
+    for instruction_set in instruction_sets {
         for &dims in shapes {
             let cases = [(false, false), (true, false), (true, true)];
             for ((causal, everything), q8) in cases.into_iter().flat_map(|case| [(case, false), (case, true)]) {
                 let case = Case { q8, ..Case::new(dims, causal, everything) };
                 let case = if q8 == causal { case.with_dropout(0x1234_5678_9abc) } else { case };
-                let name = format!("{tier}, {dims:?}, causal {causal}, everything {everything}, 8 bits {q8}");
-                let differences =
-                    [case.difference::<f32>(tier), case.difference::<bf16>(tier), case.difference::<f16>(tier)];
+                let name =
+                    format!("{instruction_set}, {dims:?}, causal {causal}, everything {everything}, 8 bits {q8}");
+                let differences = [
+                    case.difference::<f32>(instruction_set),
+                    case.difference::<bf16>(instruction_set),
+                    case.difference::<f16>(instruction_set),
+                ];
                 for (difference, most) in differences.into_iter().zip([2e-5, 2e-2, 2e-3]) {
                     assert!(difference < most, "{name}: off by {difference:e}, more than {most:e}");
                 }
@@ -247,7 +251,7 @@ fn every_tier_gives_the_numbers_of_plain_loops() {
 
 /// Masks hold the least number of f32 or bf16 where PyTorch's users mean "hidden": such biases compare as numbers do,
 /// and a row that has nothing else gets the mean.
-fn check_extreme_biases<E: Element + Into<f32>>(tier: InstructionSet, t_q: usize, repeats: usize) {
+fn check_extreme_biases<E: Element + Into<f32>>(instruction_set: InstructionSet, t_q: usize, repeats: usize) {
     let bf16_min = bf16::MIN.to_f32();
     // The biases of three keys, the weights that they leave, and the largest.
     let cases = [
@@ -275,9 +279,9 @@ fn check_extreme_biases<E: Element + Into<f32>>(tier: InstructionSet, t_q: usize
             executor: None,
         };
         let mut lse = Vec::new();
-        let context = attend_vec(&problem, tier, Some(&mut lse), None).expect("a few rows");
+        let context = attend_vec(&problem, instruction_set, Some(&mut lse), None).expect("a few rows");
         let expected = weights[0] + 2.0 * weights[1] + 4.0 * weights[2];
-        let what = format!("{tier}, {t_q} queries, {t_kv} keys, biases {biases:?}");
+        let what = format!("{instruction_set}, {t_q} queries, {t_kv} keys, biases {biases:?}");
         for got in context {
             let got: f32 = got.into();
             assert!((got - expected).abs() < 2e-2, "{what}: {got}, expected {expected}");
@@ -296,14 +300,14 @@ fn check_extreme_biases<E: Element + Into<f32>>(tier: InstructionSet, t_q: usize
 
 #[test]
 fn biases_at_the_ends_of_f32_give_what_pytorch_gives() {
-    let tiers = if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() };
-    for tier in tiers {
+    let instruction_sets = if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() };
+    for instruction_set in instruction_sets {
         // Decoding and tiles, within one part of the keys and over several.
         let shapes = [(1, 1), (9, 1), (3, 2), (40, 50), (1, 500), (17, 500)];
         for &(t_q, repeats) in if cfg!(miri) { &shapes[..2] } else { &shapes[..] } {
-            check_extreme_biases::<f32>(tier, t_q, repeats);
-            check_extreme_biases::<bf16>(tier, t_q, repeats);
-            check_extreme_biases::<f16>(tier, t_q, repeats);
+            check_extreme_biases::<f32>(instruction_set, t_q, repeats);
+            check_extreme_biases::<bf16>(instruction_set, t_q, repeats);
+            check_extreme_biases::<f16>(instruction_set, t_q, repeats);
         }
     }
 }
@@ -408,8 +412,8 @@ fn sizes_that_do_not_fit_are_errors() {
         ),
     ];
     for (problem, expected) in cases {
-        for tier in InstructionSet::available() {
-            let error = attend_vec(&problem, tier, None, None).expect_err(expected);
+        for instruction_set in InstructionSet::available() {
+            let error = attend_vec(&problem, instruction_set, None, None).expect_err(expected);
             if usize::BITS == 64 {
                 assert_eq!(error.to_string(), expected);
             }
@@ -423,7 +427,10 @@ fn sizes_that_do_not_fit_are_errors() {
     };
     assert_eq!(error(3, 2), "context has 3 elements, expected 4");
     assert_eq!(error(4, 1), "lse has 1 elements, expected 2");
-    let missing = InstructionSet::ALL.into_iter().find(|tier| !tier.is_available()).expect("of another processor");
+    let missing = InstructionSet::ALL
+        .into_iter()
+        .find(|instruction_set| !instruction_set.is_available())
+        .expect("of another processor");
     assert!(matches!(attend_vec(&good, missing, None, None), Err(Error::InstructionSet(_))));
 }
 
@@ -436,9 +443,9 @@ fn empty_ranges_and_repeated_keys_are_in_order() {
             let mut problem = small(&data, &[]);
             let ranges = vec![range.clone(); t_q];
             (problem.dims.t_q, problem.ranges, problem.q.strides) = (t_q, &ranges, [0; 3]);
-            for tier in InstructionSet::available() {
-                let context = attend_vec(&problem, tier, None, None).expect("a query that sees nothing");
-                assert!(context.iter().all(|&x| x == 0.0), "{tier}: {range:?}");
+            for instruction_set in InstructionSet::available() {
+                let context = attend_vec(&problem, instruction_set, None, None).expect("a query that sees nothing");
+                assert!(context.iter().all(|&x| x == 0.0), "{instruction_set}: {range:?}");
             }
         }
     }
@@ -451,7 +458,7 @@ fn empty_ranges_and_repeated_keys_are_in_order() {
 }
 
 /// A call of 8 bits over heads of 16 numbers, whose last query sees all keys and each one before it one less.
-fn attend_q8(tier: InstructionSet, t_q: usize, codes: &[u8], scales: &[f32]) -> Vec<f32> {
+fn attend_q8(instruction_set: InstructionSet, t_q: usize, codes: &[u8], scales: &[f32]) -> Vec<f32> {
     let (d, t_kv) = (16, scales.len());
     let q: Vec<f32> = numbers(t_q * d, 7);
     let rows = KvRows::Q8 {
@@ -468,21 +475,24 @@ fn attend_q8(tier: InstructionSet, t_q: usize, codes: &[u8], scales: &[f32]) -> 
         output_layout: OutputLayout::Bhtd,
         executor: None,
     };
-    attend_vec(&problem, tier, None, None).expect("a few rows")
+    attend_vec(&problem, instruction_set, None, None).expect("a few rows")
 }
 
 /// As a cache stores a row with a number that is not finite.
 #[test]
 fn a_scale_of_nan_reaches_the_queries_that_see_its_key() {
-    for tier in InstructionSet::available() {
+    for instruction_set in InstructionSet::available() {
         for t_q in [2, 10, 40] {
             let (codes, mut scales, _) = quantized(50, 16, 3);
-            let finite = attend_q8(tier, t_q, &codes, &scales);
+            let finite = attend_q8(instruction_set, t_q, &codes, &scales);
             scales[49] = f32::NAN;
-            let found = attend_q8(tier, t_q, &codes, &scales);
+            let found = attend_q8(instruction_set, t_q, &codes, &scales);
             let (before, last) = found.split_at((t_q - 1) * 16);
-            assert!(before.iter().zip(&finite).all(|(x, y)| (x - y).abs() < 1e-6), "{tier}, {t_q} queries: {before:?}");
-            assert!(last.iter().all(|x| x.is_nan()), "{tier}, {t_q} queries: {last:?}");
+            assert!(
+                before.iter().zip(&finite).all(|(x, y)| (x - y).abs() < 1e-6),
+                "{instruction_set}, {t_q} queries: {before:?}"
+            );
+            assert!(last.iter().all(|x| x.is_nan()), "{instruction_set}, {t_q} queries: {last:?}");
         }
     }
 }
@@ -491,13 +501,16 @@ fn a_scale_of_nan_reaches_the_queries_that_see_its_key() {
 fn eight_bits_give_the_same_bits_on_any_number_of_threads() {
     let count = if cfg!(miri) { 60 } else { 9000 };
     let (codes, scales, _) = quantized(count, 16, 3);
-    for tier in if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() } {
+    for instruction_set in if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() } {
         for t_q in [4, 50] {
             let [one, three] = [1, 3].map(|threads| {
                 let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
-                pool.install(|| attend_q8(tier, t_q, &codes, &scales))
+                pool.install(|| attend_q8(instruction_set, t_q, &codes, &scales))
             });
-            assert!(one.iter().zip(&three).all(|(x, y)| x.to_bits() == y.to_bits()), "{tier}, {t_q} queries");
+            assert!(
+                one.iter().zip(&three).all(|(x, y)| x.to_bits() == y.to_bits()),
+                "{instruction_set}, {t_q} queries"
+            );
         }
     }
 }

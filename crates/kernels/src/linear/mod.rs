@@ -50,7 +50,7 @@ pub trait ProductKernels: Number {
     ///
     /// # Errors
     /// As there.
-    fn pack(rows: &[Self], shape: (usize, usize), tier: InstructionSet) -> Result<PackedWeight, Error>;
+    fn pack(rows: &[Self], shape: (usize, usize), instruction_set: InstructionSet) -> Result<PackedWeight, Error>;
     /// [`PackedWeight::unpack_rows`].
     ///
     /// # Errors
@@ -65,8 +65,8 @@ macro_rules! multiply {
                 task::run(product, output)
             }
 
-            fn pack(rows: &[Self], shape: (usize, usize), tier: InstructionSet) -> Result<PackedWeight, Error> {
-                pack::pack_weight(rows, shape, tier)
+            fn pack(rows: &[Self], shape: (usize, usize), instruction_set: InstructionSet) -> Result<PackedWeight, Error> {
+                pack::pack_weight(rows, shape, instruction_set)
             }
 
             fn unpack_rows(weight: &PackedWeight, outputs: &[usize]) -> Result<Vec<Self>, Error> {
@@ -115,23 +115,23 @@ impl<X> Product<'_, X> {
 /// initialised. The bits of the result are the same for a weight in panels and for the same numbers in memory.
 ///
 /// # Errors
-/// [`Error::Shape`] if the operands do not fit each other, their slices, what follows or `output`, and [`Error::InstructionSet`]
-/// if the processor lacks the tier.
+/// [`Error::Shape`] if the operands do not fit each other, their slices, what follows or `output`, and
+/// [`Error::InstructionSet`] if the processor lacks the instruction set.
 ///
 /// ```
 /// use candle_attention_kernels::InstructionSet;
 /// use candle_attention_kernels::linear::{self, Activation, Epilogue, Matrix, PackedWeight, Product, Right};
 ///
-/// let tier = InstructionSet::choose(None, false)?;
+/// let instruction_set = InstructionSet::choose(None, false)?;
 /// let xs = Matrix { data: &[1.0, 1.0, 2.0, 0.0], rows: 2, columns: 2, stride: 2, is_transposed: false };
 /// // A weight of three outputs and two inputs.
 /// let rows = Matrix { data: &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], rows: 3, columns: 2, stride: 2, is_transposed: false };
 /// let epilogue =
 ///     Epilogue { bias: Some(&[0.5, 0.0, -20.0]), activation: Some(Activation::Relu), ..Default::default() };
-/// let product = Product { left: xs, right: Right::Matrix(rows.t(), tier), epilogue, executor: None };
+/// let product = Product { left: xs, right: Right::Matrix(rows.t(), instruction_set), epilogue, executor: None };
 /// assert_eq!(linear::multiply_vec(&product)?, [3.5, 7.0, 0.0, 2.5, 6.0, 0.0]);
 ///
-/// let weight = PackedWeight::new(rows.data, (3, 2), tier)?;
+/// let weight = PackedWeight::new(rows.data, (3, 2), instruction_set)?;
 /// let mut output = Box::new_uninit_slice(4);
 /// linear::multiply(&Product { right: Right::Weight(&weight, 1..3), ..product }, &mut output)?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())

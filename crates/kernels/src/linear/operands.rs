@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use super::weight::PackedWeight;
 use crate::cpu::{Format, InstructionSet, Kernel, MAX_LANES, Product as PanelProduct, Vector};
-use crate::error::{Error, check_tier};
+use crate::error::{Error, check_instruction_set};
 use crate::number::{Number, Strided, pack_row_pair, widen_row};
 
 /// The words of depth of a block: with 48 columns 37 KB of the right operand, which the second cache holds beside the
@@ -63,7 +63,7 @@ impl<X: Number> Matrix<'_, X> {
     /// exist.
     ///
     /// # Safety
-    /// The processor has the tier of V, and `to` takes the words.
+    /// The processor has the instruction set of V, and `to` takes the words.
     #[inline(always)]
     unsafe fn copy_part<V: Vector>(&self, row: usize, part: Range<usize>, elements: usize, to: *mut f32) {
         let columns = if row < self.rows { self.columns } else { 0 };
@@ -88,7 +88,7 @@ impl<X: Number> Matrix<'_, X> {
     /// zeros where there are none, and up to a whole vector.
     ///
     /// # Safety
-    /// The processor has the tier of K; the columns exist, and `to` takes them.
+    /// The processor has the instruction set of K; the columns exist, and `to` takes them.
     #[inline(always)]
     unsafe fn copy_step<K: Kernel>(&self, row: usize, columns: Range<usize>, to: *mut f32) {
         let (width, padded) = (columns.len(), columns.len().next_multiple_of(K::Vector::LANES));
@@ -109,7 +109,7 @@ impl<X: Number> Matrix<'_, X> {
     /// `to` has a vector of rows for each, the words of the next ones `stride` further. What does not exist is zeros.
     ///
     /// # Safety
-    /// The processor has the tier of V, and `to` takes the square.
+    /// The processor has the instruction set of V, and `to` takes the square.
     #[inline(always)]
     pub(super) unsafe fn transpose<V: Vector>(&self, at: [usize; 2], elements: usize, to: *mut f32, stride: usize) {
         let ([row, column], lanes) = (at, V::LANES);
@@ -139,8 +139,8 @@ impl<X: Number> Left<'_, X> {
     /// and below the last row.
     ///
     /// # Safety
-    /// The processor has the tier of K; the rows belong to the matrix, and `to` is valid for them as a multiple of
-    /// `K::MIN_ROWS`, or of a vector where columns are contiguous.
+    /// The processor has the instruction set of K; the rows belong to the matrix, and `to` is valid for them as a
+    /// multiple of `K::MIN_ROWS`, or of a vector where columns are contiguous.
     #[inline(always)]
     pub unsafe fn copy<K: Kernel>(&self, rows: &Range<usize>, first: usize, steps: usize, to: *mut f32) {
         let (matrix, lead, lanes) = (self.matrix, self.lead, K::Vector::LANES);
@@ -194,7 +194,7 @@ pub enum Right<'a, X> {
 impl<X> Right<'_, X> {
     /// That it is what it says.
     pub(super) fn check(&self) -> Result<(), Error> {
-        check_tier(self.tier())?;
+        check_instruction_set(self.instruction_set())?;
         match self {
             Self::Matrix(matrix, _) => matrix.check("the right operand"),
             Self::Weight(weight, columns) | Self::Transposed(weight, columns)
@@ -208,14 +208,14 @@ impl<X> Right<'_, X> {
     }
 
     /// What multiplies it.
-    pub(super) fn tier(&self) -> InstructionSet {
+    pub(super) fn instruction_set(&self) -> InstructionSet {
         match self {
-            Self::Weight(weight, _) | Self::Transposed(weight, _) => weight.tier(),
-            Self::Matrix(_, tier) => *tier,
+            Self::Weight(weight, _) | Self::Transposed(weight, _) => weight.instruction_set(),
+            Self::Matrix(_, instruction_set) => *instruction_set,
         }
     }
 
-    /// Whether a tier that has products of bf16 takes them.
+    /// Whether an instruction set that has products of bf16 takes them.
     pub(super) fn is_bf16(&self) -> bool {
         match self {
             Self::Weight(weight, _) | Self::Transposed(weight, _) => weight.is_bf16(),
@@ -324,8 +324,8 @@ impl<X: Number> Right<'_, X> {
     /// A square of words that are contiguous along the depth, from an element of the depth and a column on.
     ///
     /// # Safety
-    /// The processor has the tier of K; the column exists, both are multiples of a vector of words, and `to` takes the
-    /// square, whose rows are a panel apart.
+    /// The processor has the instruction set of K; the column exists, both are multiples of a vector of words, and `to`
+    /// takes the square, whose rows are a panel apart.
     #[inline(always)]
     unsafe fn transpose<K: Kernel>(&self, first: usize, column: usize, to: *mut f32) {
         let lanes = K::Vector::LANES;

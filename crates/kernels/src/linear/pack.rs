@@ -9,22 +9,22 @@ use crate::cpu::{
     CODE_BLOCK, Format, InstructionSet, Kernel, Scratch, SharedPtr, SimdTask, Vector, Workers, dispatch_bf16,
     dispatch_f32, for_each_index,
 };
-use crate::error::{Error, check_len, check_tier};
+use crate::error::{Error, check_instruction_set, check_len};
 use crate::number::Number;
 
 /// [`PackedWeight::new`], compiled once.
 pub(super) fn pack_weight<E: Number>(
     rows: &[E],
     shape: (usize, usize),
-    tier: InstructionSet,
+    instruction_set: InstructionSet,
 ) -> Result<PackedWeight, Error> {
     let (outputs, inputs) = shape;
     check_len("the weight", rows.len(), outputs.checked_mul(inputs).ok_or_else(|| no_memory(outputs, inputs))?)?;
     let rows = Matrix { data: rows, rows: outputs, columns: inputs, stride: inputs, is_transposed: false };
     // SAFETY: a task writes its whole panel.
     unsafe {
-        PackedWeight::written(E::FORMAT, shape, tier, &|weight, index, to| {
-            dispatch_f32(tier, PackPanel { rows, weight, index, to });
+        PackedWeight::written(E::FORMAT, shape, instruction_set, &|weight, index, to| {
+            dispatch_f32(instruction_set, PackPanel { rows, weight, index, to });
         })
     }
 }
@@ -37,23 +37,24 @@ impl PackedWeight {
     unsafe fn written(
         format: Format,
         (outputs, inputs): (usize, usize),
-        tier: InstructionSet,
+        instruction_set: InstructionSet,
         write: &(dyn Fn(&Self, usize, *mut f32) + Sync),
     ) -> Result<Self, Error> {
-        /// Takes what the panels of a tier are like.
+        /// Takes what the panels of an instruction set are like.
         struct Layout<'a>(&'a mut PackedWeight);
         impl SimdTask for Layout<'_> {
             unsafe fn run<K: Kernel>(self) {
                 let PackedWeight { panel, padded, inputs, format, .. } = self.0;
-                // Steps are whole, and a tier may take more.
+                // Steps are whole, and an instruction set may take more.
                 (*panel, *padded) = (K::PANEL, inputs.next_multiple_of((K::ELEMENTS * K::DEPTH).max(format.step())));
             }
         }
-        check_tier(tier)?;
-        let mut weight = Self { words: Scratch::zeros(0), format, tier, inputs, outputs, panel: 0, padded: 0 };
+        check_instruction_set(instruction_set)?;
+        let mut weight =
+            Self { words: Scratch::zeros(0), format, instruction_set, inputs, outputs, panel: 0, padded: 0 };
         match weight.is_bf16() {
-            true => dispatch_bf16(tier, Layout(&mut weight)),
-            false => dispatch_f32(tier, Layout(&mut weight)),
+            true => dispatch_bf16(instruction_set, Layout(&mut weight)),
+            false => dispatch_f32(instruction_set, Layout(&mut weight)),
         }
         let (panels, own) = (outputs.div_ceil(weight.panel), &weight);
         let words = format.bytes(weight.padded) * weight.panel / size_of::<f32>();
@@ -92,7 +93,8 @@ impl<E: Number> SimdTask for PackPanel<'_, E> {
         for column in (0..panel).step_by(lanes) {
             for first in (0..padded).step_by(lanes * of_word) {
                 let filled = (padded - first).div_ceil(of_word);
-                // SAFETY: the processor has the tier of K; columns and inputs below `padded` lie in the panel.
+                // SAFETY: the processor has the instruction set of K; columns and inputs below `padded` lie in the
+                // panel.
                 unsafe {
                     let at = [index * panel + column, first];
                     rows.transpose::<K::Vector>(at, of_word, square.as_mut_ptr(), lanes);
@@ -128,7 +130,7 @@ impl<E: Number> SimdTask for PackPanel<'_, E> {
 /// let codes = Codes { bits: 4, codes: &codes, scales: &[f16::from_f32(0.5)], minimums: None };
 /// let weight = PackedWeight::from_codes(&codes, (1, 32), InstructionSet::Scalar)?;
 /// assert_eq!(weight.unpack::<f32>()?[..3], [-4.0, -3.5, -3.0]);
-/// // A panel of the scalar tier has 16 outputs, and memory comes in lines of 64 bytes.
+/// // A panel of the scalar instruction set has 16 outputs, and memory comes in lines of 64 bytes.
 /// assert_eq!(weight.memory(), (16usize * (2 + 16)).next_multiple_of(64));
 /// # Ok::<(), candle_attention_kernels::Error>(())
 /// ```
@@ -146,20 +148,20 @@ pub struct Codes<'a> {
 }
 
 impl PackedWeight {
-    /// Packs a weight of codes for products on a tier. It takes `bits / 8` bytes a number, and 2 for each scale and
-    /// each minimum.
+    /// Packs a weight of codes for products on an instruction set. It takes `bits / 8` bytes a number, and 2 for each
+    /// scale and each minimum.
     ///
     /// # Errors
     /// [`Error::Shape`] for bits that are neither 4 nor 8, inputs that are not whole blocks, slices of other lengths
     /// than the shape says, and a code of more than its bits; [`Error::InstructionSet`] and [`Error::Memory`] as
     /// [`new`](Self::new).
-    pub fn from_codes(codes: &Codes, shape: (usize, usize), tier: InstructionSet) -> Result<Self, Error> {
+    pub fn from_codes(codes: &Codes, shape: (usize, usize), instruction_set: InstructionSet) -> Result<Self, Error> {
         let (outputs, inputs) = shape;
         codes.check(outputs, inputs)?;
         let format = Format::Codes { bits: codes.bits, has_minimums: codes.minimums.is_some() };
         // SAFETY: a task clears its whole panel first.
         unsafe {
-            Self::written(format, shape, tier, &|&Self { panel, .. }, index, to| {
+            Self::written(format, shape, instruction_set, &|&Self { panel, .. }, index, to| {
                 let words = format.bytes(inputs) * panel / size_of::<u16>();
                 to.cast::<u16>().write_bytes(0, words);
                 let own = std::slice::from_raw_parts_mut(to.cast(), words);

@@ -31,8 +31,8 @@ pub(super) fn run<X: Number>(product: &Product<X>, output: &mut [MaybeUninit<X>]
     let rights: Vec<_> = [Some(right.clone()), up].into_iter().flatten().collect();
     let run = Run { product, rights: &rights, output: SharedPtr(output.as_mut_ptr().cast()) };
     match right.is_bf16() {
-        true => X::dispatch(right.tier(), run),
-        false => dispatch_f32(right.tier(), run),
+        true => X::dispatch(right.instruction_set(), run),
+        false => dispatch_f32(right.instruction_set(), run),
     }
     Ok(())
 }
@@ -70,7 +70,7 @@ impl<X: Number> SimdTask for Run<'_, X> {
             let (row, panel) = (index % split.row_chunks * split.rows, index / split.row_chunks * split.panels);
             let (rows, first) = (row..rows.min(row + split.rows), panels.start + panel);
             let panels = first..panels.end.min(first + split.panels);
-            // SAFETY: the processor has the tier of K, by the contract of `SimdTask`.
+            // SAFETY: the processor has the instruction set of K, by the contract of `SimdTask`.
             unsafe { K::run_simd(Task { run: &self, rows, panels, scratch }) };
         });
     }
@@ -138,8 +138,8 @@ impl<X: Number> SimdTask for Task<'_, X> {
         let panel_words = rows * K::PANEL;
         let right_words = panels.len() * panel_words;
         let left = Left { matrix: &product.left, lead: rights[0].lead() };
-        // SAFETY: the processor has the tier of K; the scratch was made for these sizes, and each operand has these
-        // panels.
+        // SAFETY: the processor has the instruction set of K; the scratch was made for these sizes, and each operand
+        // has these panels.
         unsafe {
             let _tiles = K::configure_tiles();
             let (to, right_copy) = (scratch.left.as_mut_ptr(), scratch.right.as_mut_ptr());
@@ -238,7 +238,7 @@ pub struct Epilogue<'a, X> {
 /// The second product of a gated one.
 #[derive(Clone, Copy, Debug)]
 pub struct Up<'a> {
-    /// Of the shape, element and tier of the first weight.
+    /// Of the shape, element and instruction set of the first weight.
     pub weight: &'a PackedWeight,
     /// One for each output of the weight.
     pub bias: Option<&'a [f32]>,
@@ -274,7 +274,7 @@ impl<X> Epilogue<'_, X> {
     }
 }
 
-/// A function of each output, with the largest error on any tier. NaN stays NaN.
+/// A function of each output, with the largest error on any instruction set. NaN stays NaN.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Activation {
@@ -294,7 +294,7 @@ impl Activation {
     #[inline(always)]
     pub(crate) unsafe fn apply<V: Vector>(self, x: V) -> V {
         use std::f32::consts::{FRAC_1_SQRT_2, FRAC_2_SQRT_PI};
-        // SAFETY: the processor has the tier of V, by this method's contract.
+        // SAFETY: the processor has the instruction set of V, by this method's contract.
         unsafe {
             match self {
                 Self::Gelu => x.mul(V::splat(0.5)).mul(erfc(x.mul(V::splat(-FRAC_1_SQRT_2)))),

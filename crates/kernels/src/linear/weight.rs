@@ -20,7 +20,7 @@ use crate::number::Number;
 pub struct PackedWeight {
     pub(super) words: Scratch,
     pub(super) format: Format,
-    pub(super) tier: InstructionSet,
+    pub(super) instruction_set: InstructionSet,
     pub(super) inputs: usize,
     pub(super) outputs: usize,
     /// The outputs of a panel; the last one is filled up with zeros.
@@ -31,16 +31,16 @@ pub struct PackedWeight {
 
 impl fmt::Debug for PackedWeight {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} x {}, {:?}, {}", self.outputs, self.inputs, self.format, self.tier)
+        write!(f, "{} x {}, {:?}, {}", self.outputs, self.inputs, self.format, self.instruction_set)
     }
 }
 
 impl PackedWeight {
-    /// Packs `rows`, a contiguous matrix of shape (out, in), for products on a tier.
+    /// Packs `rows`, a contiguous matrix of shape (out, in), for products on an instruction set.
     ///
     /// # Errors
-    /// [`Error::Shape`] if `rows` has another length, [`Error::InstructionSet`] if the processor lacks the tier,
-    /// [`Error::Memory`] if there is none for a copy.
+    /// [`Error::Shape`] if `rows` has another length, [`Error::InstructionSet`] if the processor lacks the instruction
+    /// set, [`Error::Memory`] if there is none for a copy.
     ///
     /// ```
     /// use candle_attention_kernels::{InstructionSet, linear::PackedWeight};
@@ -50,8 +50,12 @@ impl PackedWeight {
     /// assert_eq!(weight.unpack::<f32>()?, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
     /// # Ok::<(), candle_attention_kernels::Error>(())
     /// ```
-    pub fn new<E: ProductKernels>(rows: &[E], shape: (usize, usize), tier: InstructionSet) -> Result<Self, Error> {
-        E::pack(rows, shape, tier)
+    pub fn new<E: ProductKernels>(
+        rows: &[E],
+        shape: (usize, usize),
+        instruction_set: InstructionSet,
+    ) -> Result<Self, Error> {
+        E::pack(rows, shape, instruction_set)
     }
 
     /// The rows as they were packed, (out, in); those of codes as the numbers that they stand for, in f32.
@@ -87,9 +91,9 @@ impl PackedWeight {
         self.inputs
     }
 
-    /// The tier that multiplies the weight.
-    pub fn tier(&self) -> InstructionSet {
-        self.tier
+    /// The instruction set that multiplies the weight.
+    pub fn instruction_set(&self) -> InstructionSet {
+        self.instruction_set
     }
 
     pub(super) fn is_bf16(&self) -> bool {
@@ -98,7 +102,7 @@ impl PackedWeight {
 
     /// Whether it is stored as the other one, so that one can be the other's [`Up`](super::Up).
     pub fn is_like(&self, other: &Self) -> bool {
-        let layout = |weight: &Self| (weight.outputs, weight.inputs, weight.format, weight.tier);
+        let layout = |weight: &Self| (weight.outputs, weight.inputs, weight.format, weight.instruction_set);
         layout(self) == layout(other)
     }
 
@@ -150,7 +154,7 @@ impl PackedWeight {
     /// next: where it is, or `widened` with zeros for what is missing.
     ///
     /// # Safety
-    /// The processor has the tier of V; the output exists, and both are multiples of a vector.
+    /// The processor has the instruction set of V; the output exists, and both are multiples of a vector.
     #[inline(always)]
     pub(super) unsafe fn square<V: Vector>(
         &self,
@@ -219,7 +223,7 @@ struct Widen<'a> {
 impl SimdTask for Widen<'_> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
-        // SAFETY: the processor has the tier of K, and the fields are as they say.
+        // SAFETY: the processor has the instruction set of K, and the fields are as they say.
         unsafe {
             match self.weight.format {
                 Format::F32 => self.widen::<K::Vector, Words>(),

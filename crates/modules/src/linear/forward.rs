@@ -14,17 +14,17 @@ use candle_attention_kernels::InstructionSet;
 use candle_attention_kernels::linear::{self, Epilogue, Matrix, PackedWeight, Product, Right, Up};
 
 /// The instruction set of products with a weight: one in particular, or the fastest.
-pub(super) fn choose_tier(tier: Option<InstructionSet>, dtype: DType) -> Result<InstructionSet> {
-    InstructionSet::choose(tier, dtype == DType::BF16)
+pub(super) fn choose_instruction_set(instruction_set: Option<InstructionSet>, dtype: DType) -> Result<InstructionSet> {
+    InstructionSet::choose(instruction_set, dtype == DType::BF16)
         .map_err(|error| candle_core::Error::msg(format!("[{OP}] {error}")))
 }
 
 /// Puts a weight (out, in), in f32, bf16 or f16 on the CPU, in panels.
-pub(super) fn pack(weight: &Tensor, tier: InstructionSet) -> Result<PackedWeight> {
+pub(super) fn pack(weight: &Tensor, instruction_set: InstructionSet) -> Result<PackedWeight> {
     let weight = contiguous("weight", weight)?;
     let (storage, shape) = (read(&weight), weight.dims2()?);
     with_float!(OP, weight.dtype(), |E| {
-        PackedWeight::new(storage.contiguous::<E>()?, shape, tier).map_err(kernel_error)
+        PackedWeight::new(storage.contiguous::<E>()?, shape, instruction_set).map_err(kernel_error)
     })
 }
 
@@ -58,10 +58,10 @@ impl Factor {
                 let right = if is_backward { Right::Transposed } else { Right::Weight };
                 multiply(left, right(weight, columns.clone()), epilogue)
             }
-            Self::Matrix(weight, tier) => {
+            Self::Matrix(weight, instruction_set) => {
                 let weight = read(weight);
                 let weight = matrix_of(&weight)?;
-                multiply(left, Right::Matrix(if is_backward { weight } else { weight.t() }, *tier), epilogue)
+                multiply(left, Right::Matrix(if is_backward { weight } else { weight.t() }, *instruction_set), epilogue)
             }
         }
     }
@@ -107,9 +107,9 @@ pub(super) fn product(xs: &Tensor, factor: Factor, bias: Option<&Tensor>, after:
             let gradient = as_left("gradient", gradient)?;
             let of_xs = own.track_op().then(|| factor.multiply::<E>(&gradient, true, Epilogue::default()));
             let of_xs = gradient_of(Some(&own), of_xs.transpose()?)?;
-            let Factor::Matrix(weight, tier) = &factor else { return Ok(vec![of_xs]) };
+            let Factor::Matrix(weight, instruction_set) = &factor else { return Ok(vec![of_xs]) };
             let product = |left: Matrix<E>, right: Matrix<E>| {
-                let product = multiply(left, Right::Matrix(right, *tier), Epilogue::default())?;
+                let product = multiply(left, Right::Matrix(right, *instruction_set), Epilogue::default())?;
                 Tensor::from_vec(product, (left.rows, right.columns), &Device::Cpu)
             };
             let (xs, gradient) = (read(&own), read(&gradient));

@@ -16,7 +16,9 @@ use crate::base::{Dim, Expect, FLOATS, check_memory, frozen, is_addressable, par
 use candle_attention_kernels::InstructionSet;
 use candle_attention_kernels::linear::PackedWeight;
 pub use forward::PackedGatedLinear;
-use forward::{After, Factor, as_matrix, choose_tier, contiguous, kernel_activation, pack, plain, product, unpack};
+use forward::{
+    After, Factor, as_matrix, choose_instruction_set, contiguous, kernel_activation, pack, plain, product, unpack,
+};
 pub use projections::{
     ByPlace, PackedProjection, Projected, Projection, ProjectionModule, ProjectionModules, Projections,
 };
@@ -106,14 +108,19 @@ impl PackedLinear {
     /// # Errors
     /// For shapes, dtypes or devices that do not fit, and if memory is short.
     pub fn new(weight: &Tensor, bias: Option<&Tensor>) -> Result<Self> {
-        Self::with_tier(weight, bias, None)
+        Self::with_instruction_set(weight, bias, None)
     }
 
     /// [`new`](Self::new) for a chosen instruction set instead of the fastest, for tests and comparisons.
     ///
     /// # Errors
-    /// As [`new`](Self::new), if the processor lacks the tier, and for a tier on another device or in f64.
-    pub fn with_tier(weight: &Tensor, bias: Option<&Tensor>, tier: Option<InstructionSet>) -> Result<Self> {
+    /// As [`new`](Self::new), if the processor lacks the instruction set, and for an instruction set on another device
+    /// or in f64.
+    pub fn with_instruction_set(
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        instruction_set: Option<InstructionSet>,
+    ) -> Result<Self> {
         let dtype = weight.dtype();
         Expect::one(OP, "weight", weight).shape(&["out", "in"].map(Dim::Any))?.dtype_of(&FLOATS, "")?;
         if !is_addressable(weight.dims()) {
@@ -123,15 +130,17 @@ impl PackedLinear {
             let bias = Expect::one(OP, "bias", bias).shape(&[Dim::Is(weight.dims()[0])])?;
             bias.dtype(dtype, "the weight's")?.beside("the weight", weight.device())?;
         }
-        let own = match tier {
-            _ if weight.device().is_cpu() && dtype != DType::F64 => match choose_tier(tier, dtype)? {
-                tier if weight.track_op() || bias.is_some_and(Tensor::track_op) => {
-                    Weight::Plain(weight.clone(), Some(tier))
+        let own = match instruction_set {
+            _ if weight.device().is_cpu() && dtype != DType::F64 => {
+                match choose_instruction_set(instruction_set, dtype)? {
+                    instruction_set if weight.track_op() || bias.is_some_and(Tensor::track_op) => {
+                        Weight::Plain(weight.clone(), Some(instruction_set))
+                    }
+                    instruction_set => Weight::Packed(pack(weight, instruction_set)?.into()),
                 }
-                tier => Weight::Packed(pack(weight, tier)?.into()),
-            },
-            Some(tier) => bail!(
-                "[{OP}] a weight in {dtype:?} on {:?} is not packed, expected no CPU tier, found {tier}",
+            }
+            Some(instruction_set) => bail!(
+                "[{OP}] a weight in {dtype:?} on {:?} is not packed, expected no instruction set, found {instruction_set}",
                 weight.device().location()
             ),
             None => Weight::Plain(weight.clone(), None),
@@ -201,9 +210,9 @@ impl PackedLinear {
     /// # Errors
     /// If memory is short.
     pub fn freeze(&self) -> Result<Self> {
-        let Weight::Plain(weight, tier) = &self.weight else { return Ok(self.clone()) };
+        let Weight::Plain(weight, instruction_set) = &self.weight else { return Ok(self.clone()) };
         let bias = self.bias.as_ref().map(frozen).transpose()?;
-        let packed = Self::with_tier(&frozen(weight)?, bias.as_ref(), *tier)?;
+        let packed = Self::with_instruction_set(&frozen(weight)?, bias.as_ref(), *instruction_set)?;
         Ok(Self { activation: self.activation, ..packed })
     }
 
@@ -342,8 +351,8 @@ impl PackedLinear {
                 }
                 product(xs, factor, bias, After::default())?
             }
-            Weight::Plain(weight, Some(tier)) => {
-                let factor = Factor::Matrix(as_matrix("weight", &own(weight)?)?, *tier);
+            Weight::Plain(weight, Some(instruction_set)) => {
+                let factor = Factor::Matrix(as_matrix("weight", &own(weight)?)?, *instruction_set);
                 product(xs, factor, bias()?.as_ref(), After::default())?
             }
             // Candle's product has no gradient and takes no input of nothing, and no vector.

@@ -6,7 +6,7 @@ use candle_core::quantized::{GgmlDType, QMatMul, QTensor};
 use candle_core::{DType, Result, Tensor, bail};
 use half::f16;
 
-use super::forward::{choose_tier, kernel_error, pack};
+use super::forward::{choose_instruction_set, kernel_error, pack};
 use super::{OP, PackedLinear, Weight};
 use crate::base::{Dim, Expect, check_memory};
 use candle_attention_kernels::linear::{CODE_BLOCK, Codes, PackedWeight};
@@ -62,7 +62,7 @@ impl PackedLinear {
         }
         let packed = match pack_blocks(&weight)? {
             Some(packed) => packed,
-            None => pack(&weight.dequantize(&device)?.to_dtype(dtype)?, choose_tier(None, dtype)?)?,
+            None => pack(&weight.dequantize(&device)?.to_dtype(dtype)?, choose_instruction_set(None, dtype)?)?,
         };
         of(Weight::Packed(packed.into()), dtype)
     }
@@ -99,6 +99,7 @@ fn pack_blocks(weight: &QTensor) -> Result<Option<PackedWeight>> {
         }
     }
     let (bits, minimums) = (if bits == 4 { 4 } else { 8 }, has_minimums.then_some(minimums.as_slice()));
-    let (codes, tier) = (Codes { bits, codes: &codes, scales: &scales, minimums }, choose_tier(None, DType::F32)?);
-    PackedWeight::from_codes(&codes, weight.shape().dims2()?, tier).map(Some).map_err(kernel_error)
+    let (codes, instruction_set) =
+        (Codes { bits, codes: &codes, scales: &scales, minimums }, choose_instruction_set(None, DType::F32)?);
+    PackedWeight::from_codes(&codes, weight.shape().dims2()?, instruction_set).map(Some).map_err(kernel_error)
 }

@@ -62,7 +62,7 @@ impl Flash {
         let wanted = Wanted { q, k, v, bias, distances, slopes, sinks };
         let found = self.with_problem(|&forward: &Problem<E>| {
             let problem = BackwardProblem { forward, context, stats, context_grad, lse_grad };
-            flash::attend_backward(&problem, self.tier, wanted)
+            flash::attend_backward(&problem, self.instruction_set, wanted)
         })?;
         let of_rows = rows.iter().zip([found.q, found.k, found.v]);
         let of_rows = of_rows.map(|(row, numbers)| gradient_of(*row, numbers));

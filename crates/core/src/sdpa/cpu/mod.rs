@@ -13,13 +13,13 @@ use candle_attention_modules::base::rowwise::{Element, Read, read, with_contiguo
 use candle_attention_modules::init::TorchSeed;
 
 /// What is wanted of a call. No input is tracked for gradients where it is statistics.
-pub(super) fn attend(call: Call, tier: InstructionSet, outputs: Outputs) -> Result<Attended> {
+pub(super) fn attend(call: Call, instruction_set: InstructionSet, outputs: Outputs) -> Result<Attended> {
     let (Dims { b, t_q, t_kv, d_v, .. }, order) = (call.dims, call.output_layout());
     if call.tracks_gradients() && [b, t_q, t_kv, d_v].contains(&0) {
         // The backward pass of the kernel is for calls that compute something.
         return reference::attend(&call, outputs);
     }
-    let flash = Flash::new(call, tier)?;
+    let flash = Flash::new(call, instruction_set)?;
     let attended = with_float!(flash.call.op, flash.call.q.dtype(), |E| flash.attend::<E>(outputs))?;
     Ok(Attended { context: reordered(order, attended.context)?, ..attended })
 }
@@ -62,7 +62,7 @@ fn score_tensors(call: &Call) -> Result<ScoreTensors> {
 /// A call as the kernel takes it: q, k and v have contiguous rows.
 struct Flash {
     call: Call,
-    tier: InstructionSet,
+    instruction_set: InstructionSet,
     scores: ScoreTensors,
     /// (B, T_q), where there are slopes.
     positions: Vec<f32>,
@@ -74,7 +74,7 @@ struct Flash {
 }
 
 impl Flash {
-    fn new(call: Call, tier: InstructionSet) -> Result<Self> {
+    fn new(call: Call, instruction_set: InstructionSet) -> Result<Self> {
         let positions = if call.options.alibi_slopes.is_some() { call.rows.positions()? } else { Vec::new() };
         let last_query = call.longest()[0] as i64 - 1;
         let origins = match call.options.relative_bias {
@@ -92,7 +92,7 @@ impl Flash {
             scores: score_tensors(&call)?,
             // What was drawn by a seed is not kept for the backward pass.
             call: Call { q: q?, k: k?, v: v?, options: SdpaOptions { dropout_seed: None, ..call.options }, ..call },
-            tier,
+            instruction_set,
             positions: positions.into_iter().map(|position| position as f32).collect(),
             origins,
             kept,
@@ -161,7 +161,7 @@ impl Flash {
     fn attend<E: Element>(self, outputs: Outputs) -> Result<Attended> {
         if let Outputs::Statistics(wanted) = outputs {
             let options = wanted.as_kernels();
-            let observe = |problem: &Problem<E>| flash::attend_with_statistics(problem, self.tier, &options);
+            let observe = |problem: &Problem<E>| flash::attend_with_statistics(problem, self.instruction_set, &options);
             let (context, found) = self.with_problem(observe)?;
             let context = Tensor::from_vec(context, self.context_shape(), self.call.q.device())?;
             let statistics = Some(AttentionStatistics::of_kernel(found, &self.call, wanted)?);
@@ -170,7 +170,7 @@ impl Flash {
         let is_tracked = self.call.tracks_gradients();
         let (mut lse, mut stats) = ((outputs == Outputs::LogSumExp).then(Vec::new), Vec::new());
         let context = self.with_problem(|problem: &Problem<E>| {
-            flash::attend_vec(problem, self.tier, lse.as_mut(), is_tracked.then_some(&mut stats))
+            flash::attend_vec(problem, self.instruction_set, lse.as_mut(), is_tracked.then_some(&mut stats))
         })?;
         graph::attended(self, context, lse, stats)
     }

@@ -7,8 +7,8 @@ use std::arch::asm;
 use std::sync::OnceLock;
 
 use super::avx512::Avx512;
+use crate::cpu::instruction_set::{Kernel, Tiles, compiled_for, cpuid};
 use crate::cpu::product::{Columns, Product};
-use crate::cpu::tier::{Kernel, Tiles, compiled_for, cpuid};
 use crate::cpu::vector::Vector;
 
 pub(crate) struct Amx;
@@ -177,7 +177,8 @@ impl Kernel for Amx {
     const BLOCK: usize = 256;
 
     unsafe fn configure_tiles() -> Option<Tiles> {
-        // SAFETY: the processor has the tier, which includes that AMX was granted; the configuration is 64 bytes.
+        // SAFETY: the processor has the instruction set, which includes that AMX was granted; the configuration is 64
+        // bytes.
         unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const WHOLE_TILES, options(nostack, readonly)) };
         Some(Tiles(release))
     }

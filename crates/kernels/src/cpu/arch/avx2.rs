@@ -3,8 +3,8 @@
 use std::arch::asm;
 use std::arch::x86_64::*;
 
+use crate::cpu::instruction_set::{Kernel, compiled_for};
 use crate::cpu::product::Product;
-use crate::cpu::tier::{Kernel, compiled_for};
 use crate::cpu::vector::{EXP2, EXP2_MIN, EXP2_ROUND, MAX_LANES, Vector, polynomial, simd_fns};
 
 #[derive(Clone, Copy)]

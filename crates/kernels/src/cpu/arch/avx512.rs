@@ -3,7 +3,7 @@
 
 use std::arch::x86_64::*;
 
-use crate::cpu::tier::{Kernel, compiled_for};
+use crate::cpu::instruction_set::{Kernel, compiled_for};
 use crate::cpu::vector::{EXP2, EXP2_MIN, MAX_LANES, Vector, polynomial, simd_fns};
 
 #[derive(Clone, Copy)]
@@ -99,7 +99,7 @@ impl Vector for Avx512 {
         fn sum(self) -> f32 { _mm512_reduce_add_ps(self.0) }
         fn sum_each(vectors: &[Self; MAX_LANES]) -> Self {
             // Half as many shuffles as a transposition: vectors are added up as soon as they are brought together. No
-            // closures, which would not be compiled for the tier.
+            // closures, which would not be compiled for the instruction set.
             let (mut pairs, mut fours) = ([_mm512_setzero_pd(); 8], [_mm512_setzero_ps(); 4]);
             for (n, pair) in pairs.iter_mut().enumerate() {
                 let (a, b) = (vectors[2 * n].0, vectors[2 * n + 1].0);
@@ -175,7 +175,7 @@ impl Kernel for Avx512Bf16 {
 
     #[inline(always)]
     unsafe fn add_product(sum: Avx512, a: Avx512, b: Avx512) -> Avx512 {
-        // SAFETY: the processor has the tier; both types are 512 bits of any content.
+        // SAFETY: the processor has the instruction set; both types are 512 bits of any content.
         unsafe {
             let pairs = |words: Avx512| std::mem::transmute::<__m512, __m512bh>(words.0);
             Avx512(_mm512_dpbf16_ps(sum.0, pairs(a), pairs(b)))

@@ -8,8 +8,8 @@
 use std::arch::aarch64::*;
 use std::arch::asm;
 
+use crate::cpu::instruction_set::{Kernel, compiled_for};
 use crate::cpu::product::{Columns, Product, multiply_rows};
-use crate::cpu::tier::{Kernel, compiled_for};
 use crate::cpu::vector::{EXP2, EXP2_MIN, EXP2_ROUND, MAX_LANES, Vector, polynomial, simd_fns};
 
 #[derive(Clone, Copy)]
@@ -141,7 +141,7 @@ impl Kernel for Neon {
 /// set `FPCR.EBF` where the processor has it; none of this needs either.
 ///
 /// The intrinsics are not stable. `.arch_extension` lets the instructions pass where a build without optimisation
-/// leaves a closure outside of the functions that are compiled for the tier.
+/// leaves a closure outside of the functions that are compiled for the instruction set.
 pub(crate) struct NeonBf16;
 
 impl ByLane for NeonBf16 {
@@ -173,7 +173,7 @@ impl Kernel for NeonBf16 {
 
     #[inline(always)]
     unsafe fn add_product(sum: Neon, a: Neon, b: Neon) -> Neon {
-        // SAFETY: the processor has the tier; a splat has its word in every lane, so in lane 0.
+        // SAFETY: the processor has the instruction set; a splat has its word in every lane, so in lane 0.
         Neon(unsafe { Self::mul_add_lane::<0>(sum.0, b.0, a.0) })
     }
 
@@ -192,12 +192,12 @@ const VECTORS: usize = 3;
 const LANES: usize = 4;
 const PANEL: usize = VECTORS * LANES;
 
-/// How a tier multiplies words and adds.
+/// How an instruction set multiplies words and adds.
 trait ByLane: Kernel {
     /// `sum + a[LANE] · b`, over both elements of a word where there are two.
     ///
     /// # Safety
-    /// The processor has the tier.
+    /// The processor has the instruction set.
     unsafe fn mul_add_lane<const LANE: i32>(sum: float32x4_t, b: float32x4_t, a: float32x4_t) -> float32x4_t;
 }
 

@@ -1,9 +1,9 @@
-//! Plain Rust, which every processor runs: the tier that the others are read against.
+//! Plain Rust, which every processor runs: the instruction set that the others are read against.
 
 use half::slice::{HalfBitsSliceExt, HalfFloatSliceExt};
 use half::{bf16, f16};
 
-use crate::cpu::tier::{Kernel, SimdTask};
+use crate::cpu::instruction_set::{Kernel, SimdTask};
 use crate::cpu::vector::{EXP2, EXP2_MIN, EXP2_ROUND, MAX_LANES, Vector, polynomial, simd_fns};
 
 const LANES: usize = 8;
@@ -126,7 +126,7 @@ impl Kernel for Scalar {
 
     #[inline(never)]
     unsafe fn run_simd(task: impl SimdTask) {
-        // SAFETY: every processor has the scalar tier.
+        // SAFETY: every processor has the scalar instruction set.
         unsafe { task.run::<Self>() }
     }
 }

@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-use super::on_every_tier;
+use super::on_every_instruction_set;
 use crate::cpu::{Kernel, SimdTask, Vector};
 use crate::number::{Number, load_first, store_first};
 
@@ -50,7 +50,7 @@ impl<E: Half> SimdTask for Load<E> {
         let all: Vec<E> = (0..=u16::MAX).map(E::of).collect();
         let mut got = vec![0f32; lanes];
         for chunk in all.chunks_exact(lanes) {
-            // SAFETY: the processor has the tier of K; a chunk is a vector.
+            // SAFETY: the processor has the instruction set of K; a chunk is a vector.
             unsafe { E::load::<K::Vector>(chunk.as_ptr()).store(got.as_mut_ptr()) };
             for (got, element) in got.iter().zip(chunk) {
                 let expected = element.wide();
@@ -65,8 +65,8 @@ impl<E: Half> SimdTask for Load<E> {
 
 #[test]
 fn every_half_is_read_as_it_is() {
-    on_every_tier(|| Load::<bf16>(std::marker::PhantomData));
-    on_every_tier(|| Load::<f16>(std::marker::PhantomData));
+    on_every_instruction_set(|| Load::<bf16>(std::marker::PhantomData));
+    on_every_instruction_set(|| Load::<f16>(std::marker::PhantomData));
 }
 
 struct LoadU8;
@@ -77,7 +77,7 @@ impl SimdTask for LoadU8 {
         let all: Vec<u8> = (0..=u8::MAX).collect();
         let mut got = vec![0f32; K::Vector::LANES];
         for chunk in all.chunks_exact(K::Vector::LANES) {
-            // SAFETY: the processor has the tier of K; a chunk is a vector.
+            // SAFETY: the processor has the instruction set of K; a chunk is a vector.
             unsafe { K::Vector::load_u8(chunk.as_ptr()).store(got.as_mut_ptr()) };
             assert!(got.iter().zip(chunk).all(|(&got, &byte)| got == f32::from(byte)), "{chunk:?} became {got:?}");
         }
@@ -86,7 +86,7 @@ impl SimdTask for LoadU8 {
 
 #[test]
 fn every_byte_is_read_as_it_is() {
-    on_every_tier(|| LoadU8);
+    on_every_instruction_set(|| LoadU8);
 }
 
 struct Store<E>(std::marker::PhantomData<E>);
@@ -98,7 +98,7 @@ impl<E: Half> SimdTask for Store<E> {
         let all: Vec<f32> = around::<E>().collect();
         let mut got = vec![E::default(); lanes];
         for chunk in all.chunks_exact(lanes) {
-            // SAFETY: the processor has the tier of K; a chunk is a vector.
+            // SAFETY: the processor has the instruction set of K; a chunk is a vector.
             unsafe { E::store(K::Vector::load(chunk.as_ptr()), got.as_mut_ptr()) };
             for (&got, &number) in got.iter().zip(chunk) {
                 let expected = E::from_f32(number);
@@ -113,8 +113,8 @@ impl<E: Half> SimdTask for Store<E> {
 
 #[test]
 fn numbers_are_rounded_to_the_nearest_half_and_ties_to_even() {
-    on_every_tier(|| Store::<bf16>(std::marker::PhantomData));
-    on_every_tier(|| Store::<f16>(std::marker::PhantomData));
+    on_every_instruction_set(|| Store::<bf16>(std::marker::PhantomData));
+    on_every_instruction_set(|| Store::<f16>(std::marker::PhantomData));
 }
 
 struct Pairs;
@@ -130,7 +130,7 @@ impl SimdTask for Pairs {
         let all: Vec<f32> = around::<bf16>().filter(|x| !x.is_subnormal()).collect();
         let mut words = vec![0f32; lanes];
         for (low, high) in all.chunks_exact(lanes).zip(all.chunks_exact(lanes).rev()) {
-            // SAFETY: the processor has the tier of K; chunks and words are vectors.
+            // SAFETY: the processor has the instruction set of K; chunks and words are vectors.
             unsafe {
                 let [low, high] = [low, high].map(|chunk| K::Vector::load(chunk.as_ptr()));
                 low.store_pairs(high, words.as_mut_ptr());
@@ -151,7 +151,7 @@ impl SimdTask for Pairs {
 
 #[test]
 fn pairs_hold_the_nearest_bf16_low_before_high() {
-    on_every_tier(|| Pairs);
+    on_every_instruction_set(|| Pairs);
 }
 
 struct First<E>(std::marker::PhantomData<E>);
@@ -163,7 +163,7 @@ impl<E: Half> SimdTask for First<E> {
         let from: Vec<E> = (0..lanes).map(|lane| E::from_f32(lane as f32 + 1.0)).collect();
         for n in 0..=lanes {
             let (mut loaded, mut stored) = (vec![f32::NAN; lanes], vec![E::from_f32(-1.0); lanes]);
-            // SAFETY: the processor has the tier of K; `n` elements are read and written.
+            // SAFETY: the processor has the instruction set of K; `n` elements are read and written.
             unsafe {
                 // A vector of its own, so that reading past it is not reading the rest.
                 let held: K::Vector = load_first(from[..n].to_vec().as_ptr(), n);
@@ -181,6 +181,6 @@ impl<E: Half> SimdTask for First<E> {
 
 #[test]
 fn the_first_lanes_are_read_and_written_alone() {
-    on_every_tier(|| First::<bf16>(std::marker::PhantomData));
-    on_every_tier(|| First::<f16>(std::marker::PhantomData));
+    on_every_instruction_set(|| First::<bf16>(std::marker::PhantomData));
+    on_every_instruction_set(|| First::<f16>(std::marker::PhantomData));
 }

@@ -1,6 +1,6 @@
 //! What one vector gives, lane by lane.
 
-use super::{Sequence, erfc as exact_erfc, on_every_tier};
+use super::{Sequence, erfc as exact_erfc, on_every_instruction_set};
 use crate::cpu::{Kernel, SimdTask, Vector, erfc, sigmoid, tanh};
 use crate::linear::Activation;
 
@@ -32,7 +32,7 @@ macro_rules! mapped {
         let mut to = from.to_vec();
         to.resize(from.len().next_multiple_of(lanes), 0.0);
         for chunk in to.chunks_exact_mut(lanes) {
-            // SAFETY: the processor has the tier of K; a chunk is a vector.
+            // SAFETY: the processor has the instruction set of K; a chunk is a vector.
             unsafe {
                 let $x = <$V>::load(chunk.as_ptr());
                 $value.store(chunk.as_mut_ptr());
@@ -88,7 +88,7 @@ impl SimdTask for Exp2 {
 
 #[test]
 fn powers_of_two_err_by_four_ulp_at_most() {
-    on_every_tier(|| Exp2);
+    on_every_instruction_set(|| Exp2);
 }
 
 struct Tanh;
@@ -112,7 +112,7 @@ impl SimdTask for Tanh {
 
 #[test]
 fn hyperbolic_tangents_err_by_a_few_ulp() {
-    on_every_tier(|| Tanh);
+    on_every_instruction_set(|| Tanh);
 }
 
 /// Every so many f32 of both signs, denormal ones included, and more of them where functions bend.
@@ -179,7 +179,7 @@ impl SimdTask for Smooth {
 
 #[test]
 fn activations_err_as_they_say() {
-    on_every_tier(|| Smooth);
+    on_every_instruction_set(|| Smooth);
 }
 
 struct Nans;
@@ -208,7 +208,7 @@ impl SimdTask for Nans {
 
 #[test]
 fn every_nan_stays_one() {
-    on_every_tier(|| Nans);
+    on_every_instruction_set(|| Nans);
 }
 
 struct Lanes;
@@ -220,7 +220,7 @@ impl SimdTask for Lanes {
         // Each number stands beside each other one, in every lane.
         for (turn, &b) in SPECIAL.iter().enumerate() {
             let numbers: Vec<f32> = (0..lanes * SPECIAL.len()).map(|n| SPECIAL[(n + turn) % SPECIAL.len()]).collect();
-            // SAFETY: the processor has the tier of K.
+            // SAFETY: the processor has the instruction set of K.
             let (other, one) = unsafe { (K::Vector::splat(b), K::Vector::splat(1.0)) };
             let check = |name: &str, got: Vec<f32>, expected: &dyn Fn(f32) -> f32| {
                 for (&a, &got) in numbers.iter().zip(&got) {
@@ -246,7 +246,7 @@ impl SimdTask for Lanes {
 
 #[test]
 fn operations_go_lane_by_lane_through_infinities_and_nan() {
-    on_every_tier(|| Lanes);
+    on_every_instruction_set(|| Lanes);
 }
 
 struct Whole;
@@ -260,7 +260,7 @@ impl SimdTask for Whole {
         let (from_stride, to_stride) = (lanes + 3, lanes + 5);
         let from: Vec<f32> = (0..lanes * from_stride).map(|n| n as f32).collect();
         let mut to = vec![-1.0; lanes * to_stride];
-        // SAFETY: the processor has the tier of K; both are squares of vectors.
+        // SAFETY: the processor has the instruction set of K; both are squares of vectors.
         unsafe {
             assert_eq!(K::Vector::load(numbers.as_ptr()).sum(), numbers.iter().sum::<f32>());
             let vectors = std::array::from_fn(|n| K::Vector::load(numbers.as_ptr()).mul(K::Vector::splat(n as f32)));
@@ -282,5 +282,5 @@ impl SimdTask for Whole {
 
 #[test]
 fn sums_transposes_and_prefetches() {
-    on_every_tier(|| Whole);
+    on_every_instruction_set(|| Whole);
 }

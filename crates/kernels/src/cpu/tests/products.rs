@@ -1,8 +1,8 @@
-//! Every tier's matrix product against plain loops.
+//! Every instruction set's matrix product against plain loops.
 
 use half::bf16;
 
-use super::{Sequence, on_every_tier};
+use super::{Sequence, on_every_instruction_set};
 use crate::cpu::{Format, Kernel, LeftOperand, Product, SimdTask, Vector};
 
 /// A word of one or two elements.
@@ -73,7 +73,7 @@ impl Case {
             factors: accumulates.then_some(factors.as_ptr()),
             format: Format::F32,
         };
-        // SAFETY: the processor has the tier of K; the matrices have these sizes.
+        // SAFETY: the processor has the instruction set of K; the matrices have these sizes.
         unsafe { K::multiply(&product) };
         for row in 0..rows {
             for column in 0..panel {
@@ -127,7 +127,7 @@ impl SimdTask for WholeNumbers {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let mut sequence = Sequence(3);
-        // SAFETY: the processor has the tier of K.
+        // SAFETY: the processor has the instruction set of K.
         cases::<K>(|case| unsafe { case.check::<K>(&mut || sequence.whole(9), 0.0) });
     }
 }
@@ -135,7 +135,7 @@ impl SimdTask for WholeNumbers {
 /// Sums of small whole numbers are exact in any order and by any rounding.
 #[test]
 fn products_of_whole_numbers_are_exact() {
-    on_every_tier(|| WholeNumbers);
+    on_every_instruction_set(|| WholeNumbers);
 }
 
 struct Fractions;
@@ -148,7 +148,7 @@ impl SimdTask for Fractions {
             // A rounding, of up to an ulp, for each product, for each sum and for the sums that were there.
             let roundings = 2 * case.depth * K::ELEMENTS + 2;
             let tolerance = roundings as f64 * f64::from(f32::EPSILON);
-            // SAFETY: the processor has the tier of K.
+            // SAFETY: the processor has the instruction set of K.
             unsafe { case.check::<K>(&mut || sequence.fraction(), tolerance) };
         });
     }
@@ -156,5 +156,5 @@ impl SimdTask for Fractions {
 
 #[test]
 fn products_of_fractions_err_by_their_roundings() {
-    on_every_tier(|| Fractions);
+    on_every_instruction_set(|| Fractions);
 }

@@ -108,7 +108,7 @@ impl Workspace {
 /// Runs all tokens of a head, the last ones first.
 ///
 /// # Safety
-/// The processor has the tier of K; the workspace was made for the call.
+/// The processor has the instruction set of K; the workspace was made for the call.
 pub(super) unsafe fn run_head<K: Kernel, E: Number>(call: &BackwardCall<E>, workspace: &mut Workspace, at: Head) {
     let BackwardProblem { forward: problem, saved, context_grad, states_grad } = call.problem;
     let (dims, len) = (problem.dims, problem.state_len());
@@ -165,7 +165,7 @@ impl SimdTask for Block<'_> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(mut self) {
         let chunks = self.tokens.div_ceil(CHUNK);
-        // SAFETY: the processor has the tier of K, and the workspace was made for it.
+        // SAFETY: the processor has the instruction set of K, and the workspace was made for it.
         unsafe {
             for chunk in 0..chunks {
                 let Workspace { chunks, rows, .. } = &mut *self.workspace;

@@ -95,7 +95,7 @@ pub(super) unsafe fn multiply<K: Kernel>(
 /// Rows of one matrix as columns of another, in squares of `LANES` words.
 ///
 /// # Safety
-/// The processor has the tier of V; the other has the rows and columns, both rounded up to whole vectors.
+/// The processor has the instruction set of V; the other has the rows and columns, both rounded up to whole vectors.
 #[inline(always)]
 pub(super) unsafe fn transpose<V: Vector>(from: &Panels, to: &mut Panels) {
     for row in (0..from.rows).step_by(V::LANES) {
@@ -123,7 +123,8 @@ pub(super) use for_each_vector;
 /// The product of some rows of a matrix with another one, as deep as the first is wide.
 ///
 /// # Safety
-/// The processor has the tier of K; the second has the depth, and the result the rows and the second's columns.
+/// The processor has the instruction set of K; the second has the depth, and the result the rows and the second's
+/// columns.
 #[inline(always)]
 pub(super) unsafe fn product<K: Kernel>(a: &Panels, rows: usize, b: &Panels, c: &mut Panels) {
     for to in 0..b.count() {
@@ -138,7 +139,7 @@ pub(super) unsafe fn product<K: Kernel>(a: &Panels, rows: usize, b: &Panels, c: 
 /// The rows of a matrix like `to`, each times what is kept of its channel.
 ///
 /// # Safety
-/// The processor has the tier of V; `from` has the panels of `to`, and may be the same.
+/// The processor has the instruction set of V; `from` has the panels of `to`, and may be the same.
 #[inline(always)]
 pub(super) unsafe fn keep<V: Vector>(from: *const f32, kept: *const f32, to: &mut Panels) {
     for panel in 0..to.count() {

@@ -119,7 +119,7 @@ impl Block<'_> {
 /// are: what points along the row changes nothing.
 ///
 /// # Safety
-/// The processor has the tier of V; both are valid for `width` words, whole vectors.
+/// The processor has the instruction set of V; both are valid for `width` words, whole vectors.
 #[inline(always)]
 unsafe fn behind_norm<V: Vector>(gradient: *mut f32, row: *const f32, width: usize, scale: f32) {
     if scale == 0.0 {

@@ -37,8 +37,8 @@ impl SimdTask for TileGradient<'_> {
         let softcap = scores.inputs.options.softcap;
         // What comes between the score and its product takes its own gradient first.
         let is_plain = softcap.is_none() && self.biases.is_none();
-        // SAFETY: the processor has the tier of K; the pointers are valid for a panel of the sizes that the fields
-        // name.
+        // SAFETY: the processor has the instruction set of K; the pointers are valid for a panel of the sizes that the
+        // fields name.
         unsafe {
             K::run_simd(scores);
             let factor = if is_plain { self.scale } else { 1.0 };
@@ -166,8 +166,8 @@ impl BiasOutput {
     /// Adds the gradients of a tile (keys, panel) to the entries of some keys.
     ///
     /// # Safety
-    /// The processor has the tier of K; `gradients` has as many rows as there are keys, and the tensor entries of the
-    /// tile's rows, which no other thread uses.
+    /// The processor has the instruction set of K; `gradients` has as many rows as there are keys, and the tensor
+    /// entries of the tile's rows, which no other thread uses.
     #[inline(always)]
     pub unsafe fn add<V: Vector>(&self, dims: &Dims, tile: &Tile, keys: Range<usize>, gradients: *const f32) {
         let lanes = V::LANES;
@@ -215,8 +215,8 @@ impl BiasGradients {
     /// Adds the gradients of a tile's scores (keys, panel).
     ///
     /// # Safety
-    /// The processor has the tier of K; `gradients` is valid for what `scores` is; no other thread uses the entries of
-    /// the tile's rows.
+    /// The processor has the instruction set of K; `gradients` is valid for what `scores` is; no other thread uses the
+    /// entries of the tile's rows.
     #[inline(always)]
     pub unsafe fn add<V: Vector>(&self, scores: &TileScores, gradients: *const f32) {
         // SAFETY: as this method's contract.

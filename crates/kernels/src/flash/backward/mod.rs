@@ -15,7 +15,7 @@ use super::tile::Tile;
 use crate::cpu::{
     Format, InstructionSet, Kernel, Layout, MAX_LANES, Scratch, SharedPtr, Unwritten, for_each_index, for_each_task,
 };
-use crate::error::{Error, check_len, check_tier};
+use crate::error::{Error, check_instruction_set, check_len};
 use crate::flash::{AttentionKernels, zeros};
 use crate::number::Number;
 use gradient::{BiasGradients, BiasOutput};
@@ -123,11 +123,17 @@ pub struct BackwardCall<'a, E> {
 ///     output_layout: OutputLayout::Bhtd,
 ///     executor: None,
 /// };
-/// let (tier, mut stats) = (InstructionSet::choose(None, false)?, Vec::new());
-/// let context = attend_vec(&forward, tier, None, Some(&mut stats))?;
-/// let problem = BackwardProblem { forward, context: &context, stats: &stats, context_grad: rows(&[1.0]), lse_grad: None };
+/// let (instruction_set, mut stats) = (InstructionSet::choose(None, false)?, Vec::new());
+/// let context = attend_vec(&forward, instruction_set, None, Some(&mut stats))?;
+/// let problem = BackwardProblem {
+///     forward,
+///     context: &context,
+///     stats: &stats,
+///     context_grad: rows(&[1.0]),
+///     lse_grad: None,
+/// };
 /// let wanted = Wanted { q: true, v: true, ..Default::default() };
-/// let gradients = attend_backward(&problem, tier, wanted)?;
+/// let gradients = attend_backward(&problem, instruction_set, wanted)?;
 /// let weight = 1.0 / (1.0 + (-2f32).exp());
 /// assert!((gradients.q.unwrap()[0] - 2.0 * weight * (1.0 - weight)).abs() < 1e-6);
 /// assert!((gradients.v.unwrap()[1] - weight).abs() < 1e-6);
@@ -135,10 +141,10 @@ pub struct BackwardCall<'a, E> {
 /// ```
 pub fn attend_backward<E: AttentionKernels>(
     problem: &BackwardProblem<E>,
-    tier: InstructionSet,
+    instruction_set: InstructionSet,
     wanted: Wanted,
 ) -> Result<Gradients<E>, Error> {
-    check_tier(tier)?;
+    check_instruction_set(instruction_set)?;
     let BackwardProblem { forward, context, stats, context_grad, lse_grad } = *problem;
     let dims = forward.dims;
     let (KvRows::Float(k), KvRows::Float(v)) = (forward.k, forward.v) else {
@@ -195,7 +201,7 @@ pub fn attend_backward<E: AttentionKernels>(
         // The other dimensions may be anything then.
         [&mut k, &mut v].into_iter().flatten().for_each(Unwritten::clear);
     } else {
-        E::run(KernelCall::Backward(&backward, keys_values), tier).ok_or_else(no_memory)?;
+        E::run(KernelCall::Backward(&backward, keys_values), instruction_set).ok_or_else(no_memory)?;
     }
     // SAFETY: every element was written.
     let [q, k, v] = [q, k, v].map(|gradient| gradient.map(|gradient| unsafe { gradient.written() }));
@@ -203,12 +209,12 @@ pub fn attend_backward<E: AttentionKernels>(
 }
 
 /// # Safety
-/// The processor has the tier of K.
+/// The processor has the instruction set of K.
 pub(super) unsafe fn run_on<K: Kernel, E: Number>(
     backward: &BackwardCall<E>,
     keys_values: &[StoredRows<E>; 2],
 ) -> Option<()> {
-    // SAFETY: the processor has the tier of K; the work belongs to the call, and each number is one task's.
+    // SAFETY: the processor has the instruction set of K; the work belongs to the call, and each number is one task's.
     run_tasks(backward, K::LAYOUT, &|work| unsafe { K::run_simd(WorkOn { backward, keys_values, work }) })
 }
 

@@ -29,7 +29,8 @@ impl<'a, E: Number> KeyBlock<'a, E> {
     /// Packs block `index` of a task.
     ///
     /// # Safety
-    /// The processor has the tier of K; the keys are those of a block; the memory was made for the call and has it.
+    /// The processor has the instruction set of K; the keys are those of a block; the memory was made for the call and
+    /// has it.
     #[inline(always)]
     pub unsafe fn new<K: Kernel>(sources: [HeadRows<'a, E>; 2], memory: &mut BackwardMemory, index: usize) -> Self {
         let (sides, staging) = (&memory.sizes.sides, memory.staging.as_mut_ptr());
@@ -89,8 +90,8 @@ impl<E: Number> Step<'_, '_, E> {
     /// Adds to the sums of the block and of the tile.
     ///
     /// # Safety
-    /// The processor has the tier of K, whose tiles are configured; the memory holds the block and the tile; no other
-    /// thread uses what the biases share.
+    /// The processor has the instruction set of K, whose tiles are configured; the memory holds the block and the tile;
+    /// no other thread uses what the biases share.
     #[inline(always)]
     pub unsafe fn run<K: Kernel>(&self, memory: &mut BackwardMemory) {
         let &Self { backward, block, tile: packed, units, biases } = self;
@@ -157,7 +158,7 @@ impl<E: Number> Step<'_, '_, E> {
         let (tile, block) = (self.tile.tile, self.block);
         let widened = |row: *const E, width: usize| {
             let mut wide = vec![0f32; width];
-            // SAFETY: the processor has the tier of K, and the row has the width.
+            // SAFETY: the processor has the instruction set of K, and the row has the width.
             unsafe { widen_row::<E, K::Vector>(row, width, wide.as_mut_ptr(), width, 1.0) };
             wide
         };
@@ -227,7 +228,7 @@ impl<E: Number> BackwardCall<'_, E> {
     /// sink.
     ///
     /// # Safety
-    /// The processor has the tier of V, and the head's rows are this task's.
+    /// The processor has the instruction set of V, and the head's rows are this task's.
     #[inline(always)]
     pub(super) unsafe fn write_deltas<V: Vector>(&self, row: usize, sink: &mut f32) {
         let (call, lanes) = (&self.call, V::LANES);
@@ -237,7 +238,8 @@ impl<E: Number> BackwardCall<'_, E> {
         for query in 0..dims.t_q {
             let row = Row { b, head, query };
             let index = dims.row_index(row);
-            // SAFETY: the processor has the tier of V; the row belongs to the call and this head's rows to this task.
+            // SAFETY: the processor has the instruction set of V; the row belongs to the call and this head's rows to
+            // this task.
             unsafe {
                 if self.wanted.q {
                     self.q_sums.add(index * dims.d).write_bytes(0, dims.d);
@@ -280,7 +282,7 @@ impl<E: Number> BackwardCall<'_, E> {
         let (first, end) = (row * count, (row + 1) * count);
         for at in (first..end).step_by(lanes) {
             let width = lanes.min(end - at);
-            // SAFETY: the processor has the tier of V; both have the elements, which no other thread writes.
+            // SAFETY: the processor has the instruction set of V; both have the elements, which no other thread writes.
             unsafe {
                 let sum: V = load_first::<f32, _>(self.q_sums.add(at), width);
                 store_first(sum, to.add(at), width);

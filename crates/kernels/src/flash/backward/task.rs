@@ -42,7 +42,7 @@ pub(super) struct BackwardTask<'a> {
     pub biases: Option<BiasGradients>,
 }
 
-/// What is compiled for a tier and an element; rows are those of one head of a sequence, (B, H).
+/// What is compiled for an instruction set and an element; rows are those of one head of a sequence, (B, H).
 pub(super) enum Work<'a, E> {
     Deltas(usize, &'a mut f32),
     Task(BackwardTask<'a>),
@@ -61,7 +61,7 @@ impl<E: Number> SimdTask for WorkOn<'_, '_, E> {
     unsafe fn run<K: Kernel>(self) {
         let Self { backward, keys_values: [keys_of, values_of], work } = self;
         let task = match work {
-            // SAFETY: the processor has the tier of K, and the rows are this task's.
+            // SAFETY: the processor has the instruction set of K, and the rows are this task's.
             Work::Deltas(row, sink) => return unsafe { backward.write_deltas::<K::Vector>(row, sink) },
             // SAFETY: as above.
             Work::Round(row, to) => return unsafe { backward.round_queries::<K::Vector>(row, to) },
@@ -73,7 +73,8 @@ impl<E: Number> SimdTask for WorkOn<'_, '_, E> {
         let queries = BiasOutput::new(backward.q_sums, [b, h, t_q, d]);
         // Entries that other tasks add to as well, tile by tile.
         let shared = backward.bias.filter(|bias| !bias.is_summed_over_queries);
-        // SAFETY: the processor has the tier of K; the memory was made for the call, and has the task's blocks.
+        // SAFETY: the processor has the instruction set of K; the memory was made for the call, and has the task's
+        // blocks.
         unsafe {
             let _tiles = K::configure_tiles();
             let mut blocks = Vec::new();
@@ -116,7 +117,7 @@ impl<E: Number> SimdTask for WorkOn<'_, '_, E> {
 /// The queries and gradients of a tile, as panels and as rows.
 ///
 /// # Safety
-/// The processor has the tier of K; the memory was made for the call.
+/// The processor has the instruction set of K; the memory was made for the call.
 #[inline(always)]
 unsafe fn pack_tile<'a, K: Kernel, E: Number>(
     backward: &'a BackwardCall<E>,
@@ -162,7 +163,7 @@ fn columns_of<E>(backward: &BackwardCall<E>, tile: &Tile) -> TileColumns {
 /// The rows of a tile as the right operand of a product over queries: (panels, rows in words, panel).
 ///
 /// # Safety
-/// The processor has the tier of K; `to` takes as many words.
+/// The processor has the instruction set of K; `to` takes as many words.
 #[inline(always)]
 unsafe fn pack_row_panels<K: Kernel, E: Number>(rows: &TileRows<E>, side: &Side, to: *mut f32) {
     let words = K::PANEL / K::ELEMENTS;
@@ -189,7 +190,7 @@ unsafe fn pack_row_panels<K: Kernel, E: Number>(rows: &TileRows<E>, side: &Side,
 /// Writes the sums of a block's gradients (panels, block, panel) as `count` rows.
 ///
 /// # Safety
-/// The processor has the tier of K; `to` has the rows, which no other thread writes.
+/// The processor has the instruction set of K; `to` has the rows, which no other thread writes.
 #[inline(always)]
 unsafe fn write_sums<K: Kernel, E: Number>(side: &Side, sums: *const f32, to: *mut E, count: usize) {
     let lanes = K::Vector::LANES;
@@ -264,7 +265,8 @@ pub(super) struct BlockMemory {
     pub key_columns: Scratch,
 }
 
-/// Everything a thread needs for its tasks. Its size is bounded by D, D_v and the tier, and does not grow with T.
+/// Everything a thread needs for its tasks. Its size is bounded by D, D_v and the instruction set, and does not grow
+/// with T.
 pub(super) struct BackwardMemory {
     pub sizes: BackwardSizes,
     pub blocks: Vec<BlockMemory>,
@@ -316,7 +318,7 @@ impl BackwardMemory {
     /// where a product reads more than there is.
     ///
     /// # Safety
-    /// The processor has the tier of K; the products are those of the tile.
+    /// The processor has the instruction set of K; the products are those of the tile.
     #[inline(always)]
     pub unsafe fn store_words<K: Kernel>(&mut self, overlap: &Overlap, vectors: usize) {
         let (keys, lanes) = (overlap.keys.len(), K::Vector::LANES);

@@ -24,7 +24,7 @@ use crate::cpu::{Kernel, Layout, MAX_COLUMNS, MAX_LANES, Scratch, SimdTask, Vect
 use crate::number::{Number, Stored, widen_row};
 use products::{AccumulateSeen, KEY_BLOCK, Operand, Products};
 
-/// The most rows that are decoded on any tier.
+/// The most rows that are decoded on any instruction set.
 const MAX_ROWS: usize = 16;
 
 /// The most rows that are decoded: beyond them, tiles of packed keys are faster, and from half as many on where a
@@ -36,13 +36,13 @@ pub(super) const fn max_rows<K: Kernel>() -> usize {
 /// Attention of up to [`MAX_ROWS`] rows for each key head. `None` where there is no memory for the parts' results.
 ///
 /// # Safety
-/// The processor has the tier of V.
+/// The processor has the instruction set of V.
 pub(super) unsafe fn run<V: Vector, E: Number, S: Stored>(
     call: &Call<E>,
     keys_values: &[StoredRows<S>; 2],
 ) -> Option<()> {
     let (inputs, [_, value_rows]) = (&call.inputs, keys_values);
-    // SAFETY: the processor has the tier of V; what a step names belongs to the call.
+    // SAFETY: the processor has the instruction set of V; what a step names belongs to the call.
     run_parts(call, V::LAYOUT, group_rows::<V>(&inputs.dims), size_of::<S>(), &|step| unsafe {
         match step {
             Step::Widen(kv, queries) => V::run_simd(WidenQueries { q: &call.q, inputs, kv, queries }),
@@ -57,8 +57,8 @@ pub(super) unsafe fn run<V: Vector, E: Number, S: Stored>(
     })
 }
 
-/// What is compiled for each element and each tier. By reference, where a copy would wait for what was written a moment
-/// before.
+/// What is compiled for each element and each instruction set. By reference, where a copy would wait for what was
+/// written a moment before.
 enum Step<'a> {
     /// Queries, to rows in f32.
     Widen(&'a KvHead, *mut f32),
@@ -190,7 +190,8 @@ impl<E: Number> SimdTask for WidenQueries<'_, '_, E> {
         let width = dims.d.next_multiple_of(K::Vector::LANES);
         for row in 0..dims.rows() {
             let from = self.q.query(dims.row(*self.kv, row));
-            // SAFETY: the processor has the tier of K; the row belongs to the call, and there is memory for each.
+            // SAFETY: the processor has the instruction set of K; the row belongs to the call, and there is memory for
+            // each.
             unsafe { widen_row::<E, K::Vector>(from, dims.d, self.queries.add(row * width), width, factor) };
         }
     }

@@ -63,7 +63,8 @@ impl<S: Stored> SimdTask for (&StoredRows<'_, S>, &Products) {
 /// R is an argument, which the compiler knows where all of this becomes a part of [`SimdTask::run`].
 impl<S: Stored> RowProducts<'_, S> {
     /// # Safety
-    /// The processor has the tier of V; the keys belong to the call; the pointers are valid for what they name.
+    /// The processor has the instruction set of V; the keys belong to the call; the pointers are valid for what they
+    /// name.
     #[inline(always)]
     unsafe fn multiply<V: Vector>(&self, r: usize) {
         // SAFETY: as this method's contract.
@@ -113,7 +114,7 @@ impl<S: Stored> RowProducts<'_, S> {
     /// last key is repeated; its scores are hidden later.
     ///
     /// # Safety
-    /// The processor has the tier of V.
+    /// The processor has the instruction set of V.
     #[inline(always)]
     unsafe fn prefetched_keys<V: Vector>(&self, start: *const S, first: usize, count: usize) -> [*const S; MAX_LANES] {
         let (stride, mut keys) = (self.rows.stride(), [start; MAX_LANES]);
@@ -181,7 +182,7 @@ impl<S: Stored> RowProducts<'_, S> {
         // SAFETY: as this method's contract; `d` counts whole vectors within D_v, then the rest of it.
         unsafe {
             // Eight sums hide the latency of a multiply-add; registers for sixteen halve the loads of weights. No more
-            // than the tile of a product has, which is four on the scalar tier.
+            // than the tile of a product has, which is four on the scalar instruction set.
             if r == 1 && 8 <= most {
                 self.accumulate_columns::<V>(r, 8, &keys, context, stride, &mut d);
             }
@@ -264,7 +265,8 @@ impl<S: Stored> SimdTask for AccumulateSeen<'_, '_, S> {
             // The same sums of a few keys each as for finite values.
             for first in keys.clone().step_by(KEY_BLOCK) {
                 sums.fill(0.0);
-                // SAFETY: the processor has the tier of K; the keys have weights, and the context has the row.
+                // SAFETY: the processor has the instruction set of K; the keys have weights, and the context has the
+                // row.
                 unsafe {
                     for key in tile.seen_by(inputs, r, &(first..keys.end.min(first + KEY_BLOCK))) {
                         let weight = *self.weights.add((key - keys.start) * tile.width + r);

@@ -119,7 +119,7 @@ pub(super) struct StatisticsOutput<'a> {
 /// ```
 pub fn attend_with_statistics<E: AttentionKernels>(
     problem: &Problem<E>,
-    tier: InstructionSet,
+    instruction_set: InstructionSet,
     options: &StatisticsOptions,
 ) -> Result<(Vec<E>, Statistics), Error> {
     problem.check()?;
@@ -137,7 +137,7 @@ pub fn attend_with_statistics<E: AttentionKernels>(
     let mut context =
         Unwritten::new(&[count]).ok_or_else(|| Error::Memory(format!("a context of {count} elements")))?;
     let to = std::ptr::slice_from_raw_parts_mut(context.as_mut_ptr(), count);
-    attend_to(problem, tier, Outputs { context: to, lse: None, stats: None, statistics: Some(output) })?;
+    attend_to(problem, instruction_set, Outputs { context: to, lse: None, stats: None, statistics: Some(output) })?;
     // SAFETY: `attend_to` initialised every element.
     Ok((unsafe { context.written() }, found))
 }

@@ -12,7 +12,7 @@ use crate::flash::tasks::{AttendTask, PanelState, Workspace};
 use crate::flash::tile::Tile;
 
 /// The keys among which the largest weight of a query is found before those of the whole are: a whole number of vectors
-/// of every tier.
+/// of every instruction set.
 pub(super) const GROUP: usize = MAX_LANES;
 
 /// Memory for the scores of some panels (panels, T_kv, panel), then for what is found of each group of keys (groups,
@@ -46,8 +46,8 @@ impl SimdTask for Observe<'_, '_> {
         for (index, tile) in tiles.iter().enumerate() {
             let (scores, largest) = (scores[index * t_kv * panel..].as_ptr(), largest.as_mut_ptr());
             let tile = KeptTile { inputs, output, tile, units, scores, largest, panel };
-            // SAFETY: the processor has the tier of K; the scores of the keys that the tile sees were kept, and there
-            // is a row of largest ones for each group of keys.
+            // SAFETY: the processor has the instruction set of K; the scores of the keys that the tile sees were kept,
+            // and there is a row of largest ones for each group of keys.
             unsafe { tile.observe::<K>(state.of_panel(index), sums) };
         }
         chain.wait_for_all(task);
@@ -93,7 +93,7 @@ type Powers = [[f32; MAX_COLUMNS]; GROUP];
 
 impl KeptTile<'_, '_> {
     /// # Safety
-    /// The processor has the tier of K; the scores of the keys that the tile sees were kept.
+    /// The processor has the instruction set of K; the scores of the keys that the tile sees were kept.
     #[inline(always)]
     unsafe fn observe<K: Kernel>(&self, state: PanelState, key_weight_sums: &mut [f32]) {
         let t_kv = self.inputs.dims.t_kv;
@@ -271,7 +271,7 @@ impl KeptTile<'_, '_> {
     /// The exponents of two that scores of columns with these shifts are.
     ///
     /// # Safety
-    /// The processor has the tier of the vector.
+    /// The processor has the instruction set of the vector.
     #[inline(always)]
     unsafe fn exponent<V: Vector>(&self, scores: V, shifts: V) -> V {
         // SAFETY: as this method's contract.
@@ -350,7 +350,7 @@ impl Top<'_> {
 /// The sums over columns of the weights of each key, by the factors of the columns.
 ///
 /// # Safety
-/// The processor has the tier of K.
+/// The processor has the instruction set of K.
 #[inline(always)]
 unsafe fn sums_of_keys<K: Kernel>(
     powers: &Powers,

@@ -3,23 +3,23 @@
 use super::*;
 use crate::flash::{BackwardProblem, Gradients, SoftmaxStats, Wanted, attend_backward};
 
-/// Forward and backward on one tier; the gradients of the results are numbers of no order.
+/// Forward and backward on one instruction set; the gradients of the results are numbers of no order.
 fn backward<E: Element + Into<f32>>(
     case: &Case,
     data: &Data<E>,
-    tier: InstructionSet,
+    instruction_set: InstructionSet,
     factors: &Factors<E>,
 ) -> Gradients<E> {
     let Dims { h, t_q, d_v, .. } = case.dims;
     let (forward, mut stats) = (case.problem(data), Vec::<SoftmaxStats>::new());
-    let context = attend_vec(&forward, tier, None, Some(&mut stats)).expect("a few rows");
+    let context = attend_vec(&forward, instruction_set, None, Some(&mut stats)).expect("a few rows");
     let context_grad = Strided { data: &factors.context[..], strides: [h * t_q * d_v, t_q * d_v, d_v] };
     let lse_grad = Some(&factors.lse[..]);
     let problem = BackwardProblem { forward, context: &context, stats: &stats, context_grad, lse_grad };
     let everything = case.everything;
     let bias = everything.then_some([1, 1, t_q, case.dims.t_kv]);
     let wanted = Wanted { q: true, k: true, v: true, bias, distances: false, slopes: everything, sinks: everything };
-    attend_backward(&problem, tier, wanted).expect("a few rows")
+    attend_backward(&problem, instruction_set, wanted).expect("a few rows")
 }
 
 /// The loss is the sum of the results times these.
@@ -69,11 +69,11 @@ fn central_differences<E: Element + Into<f32>>(case: &Case, factors: &Factors<E>
 /// The largest difference over the largest gradient, for each tensor.
 fn differences<E: Element + Into<f32>>(
     case: &Case,
-    tier: InstructionSet,
+    instruction_set: InstructionSet,
     factors: &Factors<E>,
     expected: &Expected,
 ) -> [f64; 6] {
-    let Gradients { q, k, v, bias, slopes, sinks, .. } = backward(case, &case.data::<E>(), tier, factors);
+    let Gradients { q, k, v, bias, slopes, sinks, .. } = backward(case, &case.data::<E>(), instruction_set, factors);
     let wide = |numbers: Option<Vec<E>>| numbers.expect("wanted").into_iter().map(|x| f64::from(x.into())).collect();
     let of_f32 = |numbers: Option<Vec<f32>>| numbers.unwrap_or_default().into_iter().map(f64::from).collect();
     let gradients: [Vec<f64>; 6] = [wide(q), wide(k), wide(v), of_f32(bias), of_f32(slopes), of_f32(sinks)];
@@ -85,23 +85,23 @@ fn differences<E: Element + Into<f32>>(
     })
 }
 
-fn check<E: Element + Into<f32>>(case: &Case, tiers: &[InstructionSet], most: f64) {
+fn check<E: Element + Into<f32>>(case: &Case, instruction_sets: &[InstructionSet], most: f64) {
     let Dims { b, h, t_q, d_v, .. } = case.dims;
     let factors = Factors::<E> { context: numbers(b * h * t_q * d_v, 7), lse: numbers(b * h * t_q, 8) };
     let expected = central_differences(case, &factors);
-    for &tier in tiers {
-        let differences = differences(case, tier, &factors, &expected);
-        let name = format!("{tier}, {:?}, everything {}", case.dims, case.everything);
+    for &instruction_set in instruction_sets {
+        let differences = differences(case, instruction_set, &factors, &expected);
+        let name = format!("{instruction_set}, {:?}, everything {}", case.dims, case.everything);
         assert!(differences.iter().all(|difference| *difference < most), "{name}: {differences:?}");
     }
 }
 
 #[test]
-fn every_tier_gives_the_gradients_of_plain_loops() {
+fn every_instruction_set_gives_the_gradients_of_plain_loops() {
     // The last one has several blocks of keys and tiles of queries.
     let shapes =
         [dims(2, 9, 3, 2, 3), dims(2, 1, 3, 3, 2), dims(1, 3, 2, 8, 1), dims(2, 11, 13, 9, 4), dims(2, 50, 270, 17, 5)];
-    let (tiers, shapes) = match cfg!(miri) {
+    let (instruction_sets, shapes) = match cfg!(miri) {
         true => (vec![InstructionSet::Scalar], &shapes[..1]),
         false => (InstructionSet::available(), &shapes[..]),
     };
@@ -109,9 +109,9 @@ fn every_tier_gives_the_gradients_of_plain_loops() {
         for (causal, everything) in [(false, false), (true, false), (true, true)] {
             let case = Case::new(dims, causal, everything);
             let case = if causal { case.with_dropout(77 << 33) } else { case };
-            check::<f32>(&case, &tiers, 5e-5);
-            check::<bf16>(&case, &tiers, 2e-2);
-            check::<f16>(&case, &tiers, 3e-3);
+            check::<f32>(&case, &instruction_sets, 5e-5);
+            check::<bf16>(&case, &instruction_sets, 2e-2);
+            check::<f16>(&case, &instruction_sets, 3e-3);
         }
     }
 }

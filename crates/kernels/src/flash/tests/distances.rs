@@ -56,14 +56,18 @@ impl Biases {
     }
 }
 
-fn gradients<E: Element>(forward: &Problem<E>, tier: InstructionSet, wanted: Wanted) -> (Vec<E>, Gradients<E>) {
+fn gradients<E: Element>(
+    forward: &Problem<E>,
+    instruction_set: InstructionSet,
+    wanted: Wanted,
+) -> (Vec<E>, Gradients<E>) {
     let Dims { b, h, t_q, d_v, .. } = forward.dims;
     let mut stats = Vec::<SoftmaxStats>::new();
-    let context = attend_vec(forward, tier, None, Some(&mut stats)).expect("a few rows");
+    let context = attend_vec(forward, instruction_set, None, Some(&mut stats)).expect("a few rows");
     let factors: Vec<E> = numbers(b * h * t_q * d_v, 20);
     let context_grad = Strided { data: &factors[..], strides: [h * t_q * d_v, t_q * d_v, d_v] };
     let problem = BackwardProblem { forward: *forward, context: &context, stats: &stats, context_grad, lse_grad: None };
-    let gradients = attend_backward(&problem, tier, wanted).expect("a few rows");
+    let gradients = attend_backward(&problem, instruction_set, wanted).expect("a few rows");
     (context, gradients)
 }
 
@@ -79,12 +83,12 @@ fn holds<E: Element + Into<f32> + PartialEq + std::fmt::Debug>(dims: Dims, causa
     let strides = [dims.h * dims.t_q * dims.t_kv, dims.t_q * dims.t_kv, dims.t_kv, 1];
     by_pair.scores.bias = Some(Strided { data: &dense, strides });
     let operands = Wanted { q: true, k: true, v: true, ..Default::default() };
-    for tier in if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() } {
-        let (context, found) = gradients(&by_distance, tier, Wanted { distances: true, ..operands });
+    for instruction_set in if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() } {
+        let (context, found) = gradients(&by_distance, instruction_set, Wanted { distances: true, ..operands });
         let full = Some([dims.b, dims.h, dims.t_q, dims.t_kv]);
-        let (expected_context, expected) = gradients(&by_pair, tier, Wanted { bias: full, ..operands });
-        assert_eq!(context, expected_context, "{tier}, {dims:?}");
-        assert_eq!((found.q, found.k, found.v), (expected.q, expected.k, expected.v), "{tier}, {dims:?}");
+        let (expected_context, expected) = gradients(&by_pair, instruction_set, Wanted { bias: full, ..operands });
+        assert_eq!(context, expected_context, "{instruction_set}, {dims:?}");
+        assert_eq!((found.q, found.k, found.v), (expected.q, expected.k, expected.v), "{instruction_set}, {dims:?}");
         let mut sums = vec![0f64; biases.data.len()];
         for (entry, gradient) in entries.iter().zip(expected.bias.expect("wanted")) {
             if let Some(entry) = entry {
@@ -92,7 +96,10 @@ fn holds<E: Element + Into<f32> + PartialEq + std::fmt::Debug>(dims: Dims, causa
             }
         }
         for (n, (found, expected)) in found.distances.expect("wanted").into_iter().zip(sums).enumerate() {
-            assert!((f64::from(found) - expected).abs() < 1e-5, "{tier}, {dims:?}, {n}: {found}, expected {expected}");
+            assert!(
+                (f64::from(found) - expected).abs() < 1e-5,
+                "{instruction_set}, {dims:?}, {n}: {found}, expected {expected}"
+            );
         }
     }
 }

@@ -10,7 +10,7 @@ use crate::flash::{Dims, OutputLayout, Problem, ScoreOptions, Strided, attend_ve
 fn a_key_of_nan_reaches_the_queries_that_see_it() {
     let (t_kv, d) = (20, 3);
     let nans = if cfg!(miri) { 1..2 } else { 0..512 };
-    for tier in if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() } {
+    for instruction_set in if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() } {
         for (t_q, softcap) in [(2, None), (2, Some(3.0)), (20, None), (20, Some(3.0))] {
             let (q, v) = (numbers::<f32>(t_q * d, 1), numbers::<f32>(t_kv * d, 2));
             let attend = |k: &[f32]| {
@@ -25,7 +25,7 @@ fn a_key_of_nan_reaches_the_queries_that_see_it() {
                     output_layout: OutputLayout::Bhtd,
                     executor: None,
                 };
-                attend_vec(&problem, tier, None, None).expect("a few rows")
+                attend_vec(&problem, instruction_set, None, None).expect("a few rows")
             };
             let mut k = numbers::<f32>(t_kv * d, 3);
             let finite = attend(&k);
@@ -33,7 +33,7 @@ fn a_key_of_nan_reaches_the_queries_that_see_it() {
                 k[(t_kv - 1) * d] = f32::from_bits(0x7fc0_0000 | payload);
                 let found = attend(&k);
                 let (before, last) = found.split_at((t_q - 1) * d);
-                let what = format!("{tier}, {t_q} queries, softcap {softcap:?}, payload {payload}");
+                let what = format!("{instruction_set}, {t_q} queries, softcap {softcap:?}, payload {payload}");
                 assert!(before.iter().zip(&finite).all(|(x, y)| (x - y).abs() < 1e-6), "{what}: {before:?}");
                 assert!(last.iter().all(|x| x.is_nan()), "{what}: {last:?}");
             }

@@ -15,7 +15,7 @@ use crate::flash::{
 fn gradients<E: Element + Into<f32>>(
     dims: Dims,
     shape: [usize; 4],
-    tier: InstructionSet,
+    instruction_set: InstructionSet,
     pools: &[&rayon::ThreadPool],
 ) -> Vec<Vec<u32>> {
     let Dims { b, h, h_kv, t_q, t_kv, d, d_v } = dims;
@@ -40,13 +40,13 @@ fn gradients<E: Element + Into<f32>>(
         executor: None,
     };
     let mut stats = Vec::<SoftmaxStats>::new();
-    let context = attend_vec(&forward, tier, None, Some(&mut stats)).expect("a few rows");
+    let context = attend_vec(&forward, instruction_set, None, Some(&mut stats)).expect("a few rows");
     let factors = numbers(context.len(), 7);
     let context_grad = rows(&factors, h, t_q, d_v);
     let problem = BackwardProblem { forward, context: &context, stats: &stats, context_grad, lse_grad: None };
     let wanted = Wanted { q: true, k: true, v: true, bias: Some(shape), distances: false, slopes: true, sinks: true };
     let run = || {
-        let found = attend_backward(&problem, tier, wanted).expect("a few rows");
+        let found = attend_backward(&problem, instruction_set, wanted).expect("a few rows");
         let wide = |gradient: Option<Vec<E>>| gradient.expect("wanted").into_iter().map(Into::into);
         let of_f32 = |gradient: Option<Vec<f32>>| gradient.expect("wanted");
         let elements = wide(found.q).chain(wide(found.k)).chain(wide(found.v));
@@ -58,26 +58,31 @@ fn gradients<E: Element + Into<f32>>(
 
 #[test]
 fn threads_change_no_bit_of_what_heads_share() {
-    let best = InstructionSet::choose(None, false).expect("a tier");
-    // Each group, and how often it runs on the best tier.
+    let best = InstructionSet::choose(None, false).expect("an instruction set");
+    // Each group, and how often it runs on the best instruction set.
     let groups: &[(usize, usize)] = if cfg!(miri) { &[(3, 1)] } else { &[(3, 10), (5, 10), (6, 10), (7, 10), (71, 2)] };
     // A call is worth several threads by its length, one of Miri's by its width.
     let (t, width) = if cfg!(miri) { (32, 32) } else { (520, 2) };
     let [one, two, four] = [1, 2, 4].map(|n| rayon::ThreadPoolBuilder::new().num_threads(n).build().expect("a pool"));
-    for tier in if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() } {
-        let gradients = match tier {
+    for instruction_set in if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() } {
+        let gradients = match instruction_set {
             InstructionSet::NeonBf16 | InstructionSet::Avx512Bf16 | InstructionSet::Amx => gradients::<bf16>,
             _ => gradients::<f32>,
         };
         for (&(group, repeats), b) in groups.iter().flat_map(|group| [(group, 1), (group, 2)]) {
-            let repeats = if tier == best { repeats } else { repeats.div_ceil(10) };
+            let repeats = if instruction_set == best { repeats } else { repeats.div_ceil(10) };
             let pools = [&[&one][..], &[&two, &four].repeat(repeats)].concat();
             let dims = Dims { b, h: 2 * group, h_kv: 2, t_q: t, t_kv: t, d: width, d_v: width };
             // The last one is another where there are two sequences.
             for shape in [[1, 1, t, t], [1, 1, t, 1], [1, 1, 1, t], [b, 1, t, t]].into_iter().take(2 + b) {
-                let found = gradients(dims, shape, tier, &pools);
+                let found = gradients(dims, shape, instruction_set, &pools);
                 let differ = found.iter().filter(|&gradients| *gradients != found[0]).count();
-                assert_eq!(differ, 0, "{tier}: of {} runs, group {group}, bias {shape:?} of {b}", found.len());
+                assert_eq!(
+                    differ,
+                    0,
+                    "{instruction_set}: of {} runs, group {group}, bias {shape:?} of {b}",
+                    found.len()
+                );
             }
         }
     }

@@ -10,15 +10,16 @@ use crate::flash::{
 };
 use crate::{Element, Error};
 
-/// Compares what a tier finds with the weights of plain loops, and the context with that of a call without statistics.
-fn check<E: Element + Into<f32> + PartialEq>(case: &Case, tier: InstructionSet, top: usize, tolerance: f64) {
+/// Compares what an instruction set finds with the weights of plain loops, and the context with that of a call without
+/// statistics.
+fn check<E: Element + Into<f32> + PartialEq>(case: &Case, instruction_set: InstructionSet, top: usize, tolerance: f64) {
     let Dims { b, h, t_q, t_kv, .. } = case.dims;
     let (rows, columns) = (t_q / 3..t_q, 0..t_kv.div_ceil(2));
     let options = StatisticsOptions { top, rows: rows.clone(), columns: columns.clone() };
     let data = case.data::<E>();
     let problem = case.problem(&data);
-    let (context, found) = attend_with_statistics(&problem, tier, &options).expect("a few rows");
-    let without = attend_vec(&problem, tier, None, None).expect("a few rows");
+    let (context, found) = attend_with_statistics(&problem, instruction_set, &options).expect("a few rows");
+    let without = attend_vec(&problem, instruction_set, None, None).expect("a few rows");
     let near = |found: f32, exact: f64, what: &str| {
         assert!((f64::from(found) - exact).abs() <= tolerance * (1.0 + exact.abs()), "{what}: {found}, not {exact}");
     };
@@ -58,21 +59,21 @@ fn check<E: Element + Into<f32> + PartialEq>(case: &Case, tier: InstructionSet, 
 }
 
 #[test]
-fn every_tier_finds_the_statistics_of_plain_loops() {
+fn every_instruction_set_finds_the_statistics_of_plain_loops() {
     let shapes = [dims(2, 1, 3, 3, 2), dims(2, 9, 40, 8, 3), dims(6, 50, 131, 5, 3), dims(1, 130, 300, 8, 4)];
-    let (tiers, shapes) = match cfg!(miri) {
+    let (instruction_sets, shapes) = match cfg!(miri) {
         true => (vec![InstructionSet::Scalar], &shapes[..1]),
         false => (InstructionSet::available(), &shapes[..]),
     };
-    for tier in tiers {
+    for instruction_set in instruction_sets {
         for (&dims, top) in shapes.iter().zip([5, 32, 7, 0]) {
             let cases = [(false, false), (true, false), (true, true)];
             for ((causal, everything), q8) in cases.into_iter().flat_map(|case| [(case, false), (case, true)]) {
                 let case = Case { q8, ..Case::new(dims, causal, everything) };
                 let case = if causal && q8 { case.with_dropout(7) } else { case };
-                check::<f32>(&case, tier, top, 2e-5);
-                check::<bf16>(&case, tier, top, 2e-2);
-                check::<f16>(&case, tier, top, 2e-3);
+                check::<f32>(&case, instruction_set, top, 2e-5);
+                check::<bf16>(&case, instruction_set, top, 2e-2);
+                check::<f16>(&case, instruction_set, top, 2e-3);
             }
         }
     }
@@ -147,7 +148,7 @@ fn statistics_do_not_depend_on_the_number_of_threads() {
 fn what_is_no_number_stays_with_its_query() {
     let q = [1.0, f32::NAN];
     let (k, v) = ([0.5, 1.0, 0.25], [1.0, 2.0, 3.0]);
-    for tier in InstructionSet::available() {
+    for instruction_set in InstructionSet::available() {
         let problem = Problem {
             dims: Dims { b: 1, h: 2, h_kv: 1, t_q: 1, t_kv: 3, d: 1, d_v: 1 },
             q: Strided { data: &q, strides: [2, 1, 1] },
@@ -159,16 +160,29 @@ fn what_is_no_number_stays_with_its_query() {
             executor: None,
         };
         let options = StatisticsOptions { top: 2, ..Default::default() };
-        let (_, found) = attend_with_statistics(&problem, tier, &options).expect("three keys");
-        assert!(found.key_weight_sums[..3].iter().all(|sum| sum.is_finite()), "{tier}: {:?}", found.key_weight_sums);
-        assert!(found.key_weight_sums[3..].iter().all(|sum| sum.is_nan()), "{tier}: {:?}", found.key_weight_sums);
+        let (_, found) = attend_with_statistics(&problem, instruction_set, &options).expect("three keys");
+        assert!(
+            found.key_weight_sums[..3].iter().all(|sum| sum.is_finite()),
+            "{instruction_set}: {:?}",
+            found.key_weight_sums
+        );
+        assert!(
+            found.key_weight_sums[3..].iter().all(|sum| sum.is_nan()),
+            "{instruction_set}: {:?}",
+            found.key_weight_sums
+        );
         assert_eq!(found.top_keys, [1, 0, 0, 1]);
-        assert!(found.top_weights[2..].iter().all(|weight| weight.is_nan()), "{tier}: {:?}", found.top_weights);
+        assert!(
+            found.top_weights[2..].iter().all(|weight| weight.is_nan()),
+            "{instruction_set}: {:?}",
+            found.top_weights
+        );
         // An infinite key, and lanes without a query.
         let k = [f32::NEG_INFINITY, 1.0, 0.25];
         let k = Strided { data: &k, strides: [3, 3, 1] }.into();
         let dims = Dims { h: 1, ..problem.dims };
-        let (_, found) = attend_with_statistics(&Problem { dims, k, ..problem }, tier, &options).expect("three keys");
-        assert_eq!(found.key_weight_sums[0], 0.0, "{tier}");
+        let (_, found) =
+            attend_with_statistics(&Problem { dims, k, ..problem }, instruction_set, &options).expect("three keys");
+        assert_eq!(found.key_weight_sums[0], 0.0, "{instruction_set}");
     }
 }

@@ -8,7 +8,7 @@ use crate::cpu::InstructionSet;
 use crate::error::Error;
 use crate::linear::{Codes, Epilogue, Matrix, PackedWeight, Product, Right, multiply_vec};
 
-fn tiers() -> Vec<InstructionSet> {
+fn instruction_sets() -> Vec<InstructionSet> {
     // Interpreted, a product takes seconds.
     if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() }
 }
@@ -59,7 +59,7 @@ where
     most
 }
 
-fn check_orders<X: Element + Into<f32>>(tier: InstructionSet, most: f64) {
+fn check_orders<X: Element + Into<f32>>(instruction_set: InstructionSet, most: f64) {
     for (rows, depth, columns) in sizes() {
         let numbers = |lines: usize, width: usize, salt| numbers::<X>(lines.max(width) * (lines.max(width) + 3), salt);
         let (a, b) = (numbers(rows, depth, 1), numbers(depth, columns, 2));
@@ -68,24 +68,24 @@ fn check_orders<X: Element + Into<f32>>(tier: InstructionSet, most: f64) {
             let left = matrix(&a, rows, depth, order % 2 == 1);
             let right = matrix(&b, depth, columns, order / 2 == 1);
             let bias = (order > 0).then_some(&bias[..]);
-            let found = multiply_vec(&with_bias(left, Right::Matrix(right, tier), bias)).expect("memory");
+            let found = multiply_vec(&with_bias(left, Right::Matrix(right, instruction_set), bias)).expect("memory");
             let off = difference(&found, &left, &right, bias);
-            assert!(off < most, "{tier}: {rows} {depth} {columns}, order {order}, is off by {off:e}");
+            assert!(off < most, "{instruction_set}: {rows} {depth} {columns}, order {order}, is off by {off:e}");
         }
     }
 }
 
 #[test]
 fn matrices_in_either_order_give_the_numbers_of_plain_loops() {
-    for tier in tiers() {
-        check_orders::<f32>(tier, 1e-6);
-        check_orders::<bf16>(tier, 4e-3);
-        check_orders::<f16>(tier, 5e-4);
+    for instruction_set in instruction_sets() {
+        check_orders::<f32>(instruction_set, 1e-6);
+        check_orders::<bf16>(instruction_set, 4e-3);
+        check_orders::<f16>(instruction_set, 5e-4);
     }
 }
 
 /// Columns that begin and end anywhere; numbers that are not finite in the others are nobody's.
-fn check_input_gradient<W: Element + Into<f32>, X: Element + Into<f32>>(tier: InstructionSet, most: f64) {
+fn check_input_gradient<W: Element + Into<f32>, X: Element + Into<f32>>(instruction_set: InstructionSet, most: f64) {
     for (rows, outputs, inputs) in sizes() {
         let weight = numbers::<W>(outputs * inputs, 1);
         for columns in [0..outputs, outputs / 3..outputs - outputs / 4, outputs / 2..outputs / 2] {
@@ -93,7 +93,7 @@ fn check_input_gradient<W: Element + Into<f32>, X: Element + Into<f32>>(tier: In
             for (n, number) in around.iter_mut().enumerate().filter(|(n, _)| !columns.contains(&(n / inputs))) {
                 *number = W::from_f32(if n % 2 == 0 { f32::NAN } else { f32::INFINITY });
             }
-            let packed = PackedWeight::new(&around, (outputs, inputs), tier).expect("memory");
+            let packed = PackedWeight::new(&around, (outputs, inputs), instruction_set).expect("memory");
             let data = numbers::<X>(rows.max(columns.len()) * (rows.max(columns.len()) + 3), 2);
             for is_transposed in [false, true] {
                 let gradient = matrix(&data, rows, columns.len(), is_transposed);
@@ -107,7 +107,10 @@ fn check_input_gradient<W: Element + Into<f32>, X: Element + Into<f32>>(tier: In
                     is_transposed: false,
                 };
                 let off = difference(&found, &gradient, &right, None);
-                assert!(off < most, "{tier}: {rows} {outputs} {inputs}, columns {columns:?}, is off by {off:e}");
+                assert!(
+                    off < most,
+                    "{instruction_set}: {rows} {outputs} {inputs}, columns {columns:?}, is off by {off:e}"
+                );
             }
         }
     }
@@ -115,21 +118,22 @@ fn check_input_gradient<W: Element + Into<f32>, X: Element + Into<f32>>(tier: In
 
 #[test]
 fn a_packed_weight_gives_the_gradient_of_its_inputs() {
-    for tier in tiers() {
-        check_input_gradient::<f32, f32>(tier, 1e-6);
-        check_input_gradient::<bf16, bf16>(tier, 4e-3);
-        check_input_gradient::<f16, f16>(tier, 5e-4);
-        check_input_gradient::<bf16, f32>(tier, 1e-6);
-        check_input_gradient::<f16, f32>(tier, 1e-6);
+    for instruction_set in instruction_sets() {
+        check_input_gradient::<f32, f32>(instruction_set, 1e-6);
+        check_input_gradient::<bf16, bf16>(instruction_set, 4e-3);
+        check_input_gradient::<f16, f16>(instruction_set, 5e-4);
+        check_input_gradient::<bf16, f32>(instruction_set, 1e-6);
+        check_input_gradient::<f16, f32>(instruction_set, 1e-6);
     }
 }
 
 /// Nothing is read where there is nothing, however far apart its rows would be.
 #[test]
 fn the_gradient_of_no_columns_is_zeros() {
-    fn check<X: Element + Into<f32>>(tier: InstructionSet) {
+    fn check<X: Element + Into<f32>>(instruction_set: InstructionSet) {
         let (rows, outputs, inputs) = (3, 40, 5);
-        let packed = PackedWeight::new(&numbers::<X>(outputs * inputs, 1), (outputs, inputs), tier).expect("memory");
+        let packed =
+            PackedWeight::new(&numbers::<X>(outputs * inputs, 1), (outputs, inputs), instruction_set).expect("memory");
         for (at, stride) in
             [0, 7, 33, 40].into_iter().flat_map(|at| [0, 1 << 20, usize::MAX].map(|stride| (at, stride)))
         {
@@ -137,13 +141,13 @@ fn the_gradient_of_no_columns_is_zeros() {
             let product = with_bias(gradient, Right::Transposed(&packed, at..at), None);
             let found: Vec<X> = multiply_vec(&product).expect("memory");
             let zeros = found.iter().all(|&x| x.into() == 0.0);
-            assert!(found.len() == rows * inputs && zeros, "{tier}: from {at}, {stride} apart");
+            assert!(found.len() == rows * inputs && zeros, "{instruction_set}: from {at}, {stride} apart");
         }
     }
-    for tier in tiers() {
-        check::<f32>(tier);
-        check::<bf16>(tier);
-        check::<f16>(tier);
+    for instruction_set in instruction_sets() {
+        check::<f32>(instruction_set);
+        check::<bf16>(instruction_set);
+        check::<f16>(instruction_set);
     }
 }
 
@@ -153,18 +157,18 @@ fn codes_give_the_gradient_of_the_numbers_that_they_stand_for() {
     let (rows, outputs, inputs) = if cfg!(miri) { (1, 3, 32) } else { (9, 53, 96) };
     let numbers_of = |salt| numbers::<f16>(outputs * inputs / 32, salt);
     let (scales, minimums, data) = (numbers_of(1), numbers_of(2), numbers::<f32>(rows * (outputs + 3), 3));
-    for tier in tiers() {
+    for instruction_set in instruction_sets() {
         for (bits, minimums) in [(4, None), (4, Some(&minimums[..])), (8, None), (8, Some(&minimums[..]))] {
             let codes: Vec<u8> = (0..outputs * inputs).map(|n| (n * 7 % (1 << bits)) as u8).collect();
             let codes = Codes { bits, codes: &codes, scales: &scales, minimums };
-            let packed = PackedWeight::from_codes(&codes, (outputs, inputs), tier).expect("memory");
+            let packed = PackedWeight::from_codes(&codes, (outputs, inputs), instruction_set).expect("memory");
             let weight = packed.unpack::<f32>().expect("memory");
             let gradient = matrix(&data, rows, outputs, false);
             let product = with_bias(gradient, Right::Transposed(&packed, 0..outputs), None);
             let found = multiply_vec(&product).expect("memory");
             let right = Matrix { data: &weight, rows: outputs, columns: inputs, stride: inputs, is_transposed: false };
             let off = difference(&found, &gradient, &right, None);
-            assert!(off < 1e-6, "{tier}: {codes:?} is off by {off:e}");
+            assert!(off < 1e-6, "{instruction_set}: {codes:?} is off by {off:e}");
         }
     }
 }
@@ -172,37 +176,41 @@ fn codes_give_the_gradient_of_the_numbers_that_they_stand_for() {
 /// Training and inference give the same numbers.
 #[test]
 fn a_weight_gives_the_same_bits_packed_and_not() {
-    fn check<X: Element + PartialEq + std::fmt::Debug>(tier: InstructionSet) {
+    fn check<X: Element + PartialEq + std::fmt::Debug>(instruction_set: InstructionSet) {
         let (rows, inputs, outputs) = if cfg!(miri) { (2, 5, 18) } else { (37, 411, 101) };
         let (xs, weight) = (numbers::<X>(rows * inputs, 1), numbers::<X>(outputs * inputs, 2));
         let bias = numbers::<f32>(outputs, 3);
-        let packed = PackedWeight::new(&weight, (outputs, inputs), tier).expect("memory");
+        let packed = PackedWeight::new(&weight, (outputs, inputs), instruction_set).expect("memory");
         // Columns of the left operand's own are read the other way round, and give the same bits too.
         let columns: Vec<X> = (0..inputs * rows).map(|n| xs[n % rows * inputs + n / rows]).collect();
         let product = |left, right| multiply_vec(&with_bias(left, right, Some(&bias))).expect("memory");
         let expected = product(rows_of(&xs, inputs), Right::Weight(&packed, 0..outputs));
-        let right = Right::Matrix(rows_of(&weight, inputs).t(), tier);
-        assert_eq!(product(rows_of(&xs, inputs), right.clone()), expected, "{tier}");
-        assert_eq!(product(rows_of(&columns, rows).t(), right), expected, "{tier}");
-        assert_eq!(product(rows_of(&columns, rows).t(), Right::Weight(&packed, 0..outputs)), expected, "{tier}");
+        let right = Right::Matrix(rows_of(&weight, inputs).t(), instruction_set);
+        assert_eq!(product(rows_of(&xs, inputs), right.clone()), expected, "{instruction_set}");
+        assert_eq!(product(rows_of(&columns, rows).t(), right), expected, "{instruction_set}");
+        assert_eq!(
+            product(rows_of(&columns, rows).t(), Right::Weight(&packed, 0..outputs)),
+            expected,
+            "{instruction_set}"
+        );
     }
-    for tier in tiers() {
-        check::<f32>(tier);
-        check::<bf16>(tier);
-        check::<f16>(tier);
+    for instruction_set in instruction_sets() {
+        check::<f32>(instruction_set);
+        check::<bf16>(instruction_set);
+        check::<f16>(instruction_set);
     }
 }
 
 #[test]
 fn columns_are_summed_in_f32() {
     let (rows, columns) = if cfg!(miri) { (5, 3) } else { (3000, 50) };
-    for tier in tiers() {
+    for instruction_set in instruction_sets() {
         let data = vec![bf16::from_f32(1.0 / 128.0); rows * columns];
         let matrix = Matrix { data: &data, rows, columns, stride: columns, is_transposed: false };
         let ones = vec![bf16::from_f32(1.0); rows];
         let left = Matrix { data: &ones, rows: 1, columns: rows, stride: rows, is_transposed: false };
-        let sums = multiply_vec(&with_bias(left, Right::Matrix(matrix, tier), None)).expect("memory");
-        assert_eq!(sums, vec![bf16::from_f32(rows as f32 / 128.0); columns], "{tier}");
+        let sums = multiply_vec(&with_bias(left, Right::Matrix(matrix, instruction_set), None)).expect("memory");
+        assert_eq!(sums, vec![bf16::from_f32(rows as f32 / 128.0); columns], "{instruction_set}");
     }
 }
 

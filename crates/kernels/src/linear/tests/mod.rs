@@ -1,5 +1,5 @@
 //! The kernels alone, without tensors: small enough for Miri, which finds what reads or writes out of bounds on the
-//! scalar tier. `tests/attention/linear` holds every tier to f64.
+//! scalar instruction set. `tests/attention/linear` holds every instruction set to f64.
 
 mod gradients;
 
@@ -28,14 +28,20 @@ struct Case {
 
 impl Case {
     /// The largest difference between a product and plain loops in f64, relative to the sum of the magnitudes.
-    fn difference<W: Element + PartialEq + Into<f32>, X: Element + Into<f32>>(&self, tier: InstructionSet) -> f64 {
+    fn difference<W: Element + PartialEq + Into<f32>, X: Element + Into<f32>>(
+        &self,
+        instruction_set: InstructionSet,
+    ) -> f64 {
         let Self { rows, inputs, outputs, ref columns, gap, bias } = *self;
         let weight: Vec<W> = numbers(outputs * inputs, 1);
         let xs_row = inputs + gap;
         let xs: Vec<X> = numbers((rows * xs_row).saturating_sub(gap), 2);
         let bias: Option<Vec<f32>> = bias.then(|| numbers(outputs, 3));
-        let packed = PackedWeight::new(&weight, (outputs, inputs), tier).expect("memory");
-        assert!(packed.unpack::<W>().expect("memory") == weight, "{tier}: {self:?} is not unpacked as it was");
+        let packed = PackedWeight::new(&weight, (outputs, inputs), instruction_set).expect("memory");
+        assert!(
+            packed.unpack::<W>().expect("memory") == weight,
+            "{instruction_set}: {self:?} is not unpacked as it was"
+        );
         let left = Matrix { data: &xs[..], rows, columns: inputs, stride: xs_row, is_transposed: false };
         let right = Right::Weight(&packed, columns.clone());
         let epilogue = Epilogue { bias: bias.as_deref(), ..Default::default() };
@@ -65,7 +71,7 @@ fn case(rows: usize, inputs: usize, outputs: usize) -> Case {
 }
 
 #[test]
-fn every_tier_gives_the_numbers_of_plain_loops() {
+fn every_instruction_set_gives_the_numbers_of_plain_loops() {
     let mut cases = vec![case(1, 3, 2), case(3, 18, 17), Case { columns: 1..18, ..case(2, 5, 19) }, case(2, 0, 3)];
     if !cfg!(miri) {
         cases.extend([
@@ -79,17 +85,17 @@ fn every_tier_gives_the_numbers_of_plain_loops() {
         cases.push(Case { columns: 47..97, ..case(20, 257, 100) });
     }
     // Interpreted, a product takes seconds.
-    let tiers = if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() };
-    for tier in tiers {
+    let instruction_sets = if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() };
+    for instruction_set in instruction_sets {
         for case in &cases {
             for (difference, most) in [
-                (case.difference::<f32, f32>(tier), 1e-6),
-                (case.difference::<bf16, bf16>(tier), 4e-3),
-                (case.difference::<f16, f16>(tier), 5e-4),
-                (case.difference::<bf16, f32>(tier), 1e-6),
-                (case.difference::<f16, f32>(tier), 1e-6),
+                (case.difference::<f32, f32>(instruction_set), 1e-6),
+                (case.difference::<bf16, bf16>(instruction_set), 4e-3),
+                (case.difference::<f16, f16>(instruction_set), 5e-4),
+                (case.difference::<bf16, f32>(instruction_set), 1e-6),
+                (case.difference::<f16, f32>(instruction_set), 1e-6),
             ] {
-                assert!(difference < most, "{tier}: {case:?} is off by {difference:e}, more than {most:e}");
+                assert!(difference < most, "{instruction_set}: {case:?} is off by {difference:e}, more than {most:e}");
             }
         }
     }
@@ -112,11 +118,11 @@ fn exact_epilogue(activation: Option<Activation>, sum: f64, up: f64, residual: f
 
 /// Everything that may follow a product against the product alone and f64, for some of the columns, at the edges of
 /// vectors and panels, on threads of our own.
-fn check_epilogues<W: Element, X: Element + Into<f32>>(tier: InstructionSet, most: f64) {
+fn check_epilogues<W: Element, X: Element + Into<f32>>(instruction_set: InstructionSet, most: f64) {
     let number = |x: f32| f64::from(x);
     let (rows, inputs, outputs, columns) = if cfg!(miri) { (2, 3, 18, 1..18) } else { (5, 70, 103, 5..102) };
     let weights = [1, 2].map(|salt| numbers::<W>(outputs * inputs, salt));
-    let weights = weights.map(|rows| PackedWeight::new(&rows, (outputs, inputs), tier).expect("memory"));
+    let weights = weights.map(|rows| PackedWeight::new(&rows, (outputs, inputs), instruction_set).expect("memory"));
     let biases = [3, 4].map(|salt| numbers::<f32>(outputs, salt));
     let xs: Vec<X> = numbers(rows * inputs, 5);
     let residual: Vec<X> = numbers(rows * columns.len(), 6);
@@ -154,7 +160,7 @@ fn check_epilogues<W: Element, X: Element + Into<f32>>(tier: InstructionSet, mos
                 let sum = number(plain[0][at]);
                 let (found, exact) = (number(found.into()), exact_epilogue(activation, sum, up, added));
                 let bound = most * (sum.abs() * up.abs() + up.abs() + added.abs() + 1.0);
-                let what = format!("{tier}: {activation:?} of {sum} by {up} and {added}");
+                let what = format!("{instruction_set}: {activation:?} of {sum} by {up} and {added}");
                 assert!((found - exact).abs() <= bound, "{what} is {found:e}, expected {exact:e} within {bound:e}");
             }
         }
@@ -162,13 +168,13 @@ fn check_epilogues<W: Element, X: Element + Into<f32>>(tier: InstructionSet, mos
 }
 
 #[test]
-fn what_follows_a_product_on_every_tier() {
-    for tier in if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() } {
-        check_epilogues::<f32, f32>(tier, 1e-6);
-        check_epilogues::<bf16, f32>(tier, 1e-6);
-        // Tiers that multiply pairs of bf16 sum them in another order.
-        check_epilogues::<bf16, bf16>(tier, 5e-3);
-        check_epilogues::<f16, f16>(tier, 1e-3);
+fn what_follows_a_product_on_every_instruction_set() {
+    for instruction_set in if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() } {
+        check_epilogues::<f32, f32>(instruction_set, 1e-6);
+        check_epilogues::<bf16, f32>(instruction_set, 1e-6);
+        // Instruction sets that multiply pairs of bf16 sum them in another order.
+        check_epilogues::<bf16, bf16>(instruction_set, 5e-3);
+        check_epilogues::<f16, f16>(instruction_set, 1e-3);
     }
 }
 
@@ -177,7 +183,7 @@ fn codes(
     bits: usize,
     has_minimums: bool,
     shape: (usize, usize),
-    tier: InstructionSet,
+    instruction_set: InstructionSet,
     salt: u64,
 ) -> (PackedWeight, Vec<f32>) {
     let (outputs, inputs) = shape;
@@ -192,7 +198,8 @@ fn codes(
         (f64::from(code) * scale + minimum.unwrap_or(scale * -f64::from(1u8 << (bits - 1)))) as f32
     };
     let exact = own.iter().enumerate().map(number).collect();
-    let packed = PackedWeight::from_codes(&Codes { bits, codes: &own, scales: &scales, minimums }, shape, tier);
+    let packed =
+        PackedWeight::from_codes(&Codes { bits, codes: &own, scales: &scales, minimums }, shape, instruction_set);
     (packed.expect("sizes fit"), exact)
 }
 
@@ -202,12 +209,12 @@ fn codes_give_the_bits_of_their_numbers() {
     let (rows, shape) = if cfg!(miri) { (vec![2], (18, 32)) } else { (vec![1, 2, 3, 8, 17, 40, 193], (103, 480)) };
     let (outputs, inputs) = shape;
     let bias = numbers::<f32>(outputs, 9);
-    for tier in if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() } {
+    for instruction_set in if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() } {
         for (bits, has_minimums) in [(4, false), (4, true), (8, false), (8, true)] {
-            let both = [10, 20].map(|salt| codes(bits, has_minimums, shape, tier, salt));
-            let plain = [0, 1].map(|at| PackedWeight::new(&both[at].1, shape, tier).expect("memory"));
+            let both = [10, 20].map(|salt| codes(bits, has_minimums, shape, instruction_set, salt));
+            let plain = [0, 1].map(|at| PackedWeight::new(&both[at].1, shape, instruction_set).expect("memory"));
             let packed = both.map(|(packed, exact)| {
-                assert_eq!(packed.unpack::<f32>().expect("memory"), exact, "{tier}: {packed:?}");
+                assert_eq!(packed.unpack::<f32>().expect("memory"), exact, "{instruction_set}: {packed:?}");
                 let one = packed.unpack_rows::<f32>(&[17, 3]).expect("memory");
                 assert_eq!(one, [&exact[17 * inputs..18 * inputs], &exact[3 * inputs..4 * inputs]].concat());
                 packed
@@ -228,7 +235,11 @@ fn codes_give_the_bits_of_their_numbers() {
                     };
                     for is_gated in [false, true] {
                         let (found, expected) = (product(&packed, is_gated), product(&plain, is_gated));
-                        assert!(found == expected, "{tier}: {rows} rows of {:?}, {columns:?}, {is_gated}", packed[0]);
+                        assert!(
+                            found == expected,
+                            "{instruction_set}: {rows} rows of {:?}, {columns:?}, {is_gated}",
+                            packed[0]
+                        );
                     }
                 }
             }
@@ -238,10 +249,10 @@ fn codes_give_the_bits_of_their_numbers() {
 
 #[test]
 fn codes_take_no_more_than_their_bits_and_scales() {
-    for tier in InstructionSet::available() {
+    for instruction_set in InstructionSet::available() {
         for (bits, has_minimums, bytes) in [(4, false, 18), (4, true, 20), (8, false, 34), (8, true, 36)] {
-            // Whole panels of every tier.
-            let (packed, _) = codes(bits, has_minimums, (96, 64), tier, 1);
+            // Whole panels of every instruction set.
+            let (packed, _) = codes(bits, has_minimums, (96, 64), instruction_set, 1);
             assert_eq!(packed.memory(), 96 * 2 * bytes, "{packed:?}");
         }
     }
@@ -335,7 +346,10 @@ fn sizes_that_do_not_fit_are_errors() {
     let error = PackedWeight::new(&rows, (2, 2), InstructionSet::Scalar).expect_err("a wrong shape");
     assert_eq!(error.to_string(), "the weight has 6 elements, expected 4");
     assert_eq!(weight.unpack::<bf16>().expect_err("f32").to_string(), "expected a weight of BF16, found F32");
-    let missing = InstructionSet::ALL.into_iter().find(|tier| !tier.is_available()).expect("of another processor");
+    let missing = InstructionSet::ALL
+        .into_iter()
+        .find(|instruction_set| !instruction_set.is_available())
+        .expect("of another processor");
     assert!(matches!(PackedWeight::new(&rows, (3, 2), missing), Err(Error::InstructionSet(_))));
     let of_missing = Product { right: Right::Matrix(rows_of(&rows, 3), missing), ..good };
     assert!(matches!(multiply_vec(&of_missing), Err(Error::InstructionSet(_))));

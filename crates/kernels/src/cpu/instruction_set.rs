@@ -14,6 +14,7 @@ use super::vector::Vector;
 /// The best one that the processor has is chosen once; `CANDLE_ATTENTION_CPU=avx2` in the environment chooses another
 /// for the whole process, a caller may choose one for a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
 pub enum InstructionSet {
     /// Plain Rust, on every processor.
     Scalar,
@@ -31,20 +32,21 @@ pub enum InstructionSet {
     Amx,
 }
 
-/// The variable that chooses a tier for the process.
+/// The variable that chooses an instruction set for the process.
 const VARIABLE: &str = "CANDLE_ATTENTION_CPU";
 
 impl InstructionSet {
-    /// Every tier of every processor, the slowest first.
+    /// Every instruction set of every processor, the slowest first.
     pub const ALL: [Self; 7] =
         [Self::Scalar, Self::Neon, Self::NeonBf16, Self::Avx2, Self::Avx512, Self::Avx512Bf16, Self::Amx];
 
-    /// The tiers that this processor has, the slowest first; [`InstructionSet::Scalar`] is always among them.
+    /// The instruction sets that this processor has, the slowest first; [`InstructionSet::Scalar`] is always among
+    /// them.
     pub fn available() -> Vec<Self> {
-        Self::ALL.into_iter().filter(|tier| tier.is_available()).collect()
+        Self::ALL.into_iter().filter(|instruction_set| instruction_set.is_available()).collect()
     }
 
-    /// Whether this processor has the tier.
+    /// Whether this processor has the instruction set.
     pub fn is_available(self) -> bool {
         match self {
             Self::Scalar => true,
@@ -64,18 +66,22 @@ impl InstructionSet {
         }
     }
 
-    /// The tier for a call: the one asked for, else the environment's, else the fastest for products over bf16 or over
-    /// other types.
+    /// The instruction set for a call: the one asked for, else the environment's, else the fastest for products over
+    /// bf16 or over other types.
     ///
     /// # Errors
-    /// If this processor lacks the tier, or the environment names none.
+    /// If this processor lacks the instruction set, or the environment names none.
     pub fn choose(asked: Option<Self>, is_bf16: bool) -> Result<Self, UnsupportedInstructionSet> {
-        if let Some(tier) = asked {
-            return if tier.is_available() { Ok(tier) } else { Err(UnsupportedInstructionSet::Unavailable(tier)) };
+        if let Some(instruction_set) = asked {
+            return if instruction_set.is_available() {
+                Ok(instruction_set)
+            } else {
+                Err(UnsupportedInstructionSet::Unavailable(instruction_set))
+            };
         }
         static FROM_ENVIRONMENT: OnceLock<Result<Option<InstructionSet>, UnsupportedInstructionSet>> = OnceLock::new();
         match FROM_ENVIRONMENT.get_or_init(from_environment) {
-            Ok(Some(tier)) => Ok(*tier),
+            Ok(Some(instruction_set)) => Ok(*instruction_set),
             Ok(None) => Ok(Self::fastest(is_bf16)),
             Err(error) => Err(error.clone()),
         }
@@ -86,7 +92,7 @@ impl InstructionSet {
         // time.
         static FASTEST: OnceLock<[InstructionSet; 2]> = OnceLock::new();
         let of = |is_bf16: bool| {
-            let worth = |tier: &Self| match tier {
+            let worth = |instruction_set: &Self| match instruction_set {
                 // Beside bf16 they are NEON and AVX-512.
                 Self::NeonBf16 | Self::Avx512Bf16 | Self::Amx if !is_bf16 => false,
                 Self::Avx512Bf16 => !has_slow_dot_products(),
@@ -102,18 +108,20 @@ fn from_environment() -> Result<Option<InstructionSet>, UnsupportedInstructionSe
     let Some(value) = std::env::var_os(VARIABLE).filter(|value| !value.is_empty()) else { return Ok(None) };
     let value = value.to_string_lossy();
     match value.parse::<InstructionSet>() {
-        Ok(tier) if tier.is_available() => Ok(Some(tier)),
-        Ok(tier) => Err(UnsupportedInstructionSet::Environment(format!("is {tier}, which this processor lacks"))),
-        Err(_) => Err(UnsupportedInstructionSet::Environment(format!("is {value:?}, which is no CPU tier"))),
+        Ok(instruction_set) if instruction_set.is_available() => Ok(Some(instruction_set)),
+        Ok(instruction_set) => {
+            Err(UnsupportedInstructionSet::Environment(format!("is {instruction_set}, which this processor lacks")))
+        }
+        Err(_) => Err(UnsupportedInstructionSet::Environment(format!("is {value:?}, which is no instruction set"))),
     }
 }
 
-/// Why there is no tier for a call.
+/// Why there is no instruction set for a call.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum UnsupportedInstructionSet {
     /// The processor lacks it.
     Unavailable(InstructionSet),
-    /// No tier has this name.
+    /// No instruction set has this name.
     Unknown(String),
     /// What is wrong with `CANDLE_ATTENTION_CPU`.
     Environment(String),
@@ -123,11 +131,11 @@ impl fmt::Display for UnsupportedInstructionSet {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let available = names(&InstructionSet::available());
         match self {
-            Self::Unavailable(tier) => {
-                write!(f, "this processor lacks the CPU tier {tier}, expected one of {available}")
+            Self::Unavailable(instruction_set) => {
+                write!(f, "this processor lacks the instruction set {instruction_set}, expected one of {available}")
             }
             Self::Unknown(name) => {
-                write!(f, "{name:?} is no CPU tier, expected one of {}", names(&InstructionSet::ALL))
+                write!(f, "{name:?} is no instruction set, expected one of {}", names(&InstructionSet::ALL))
             }
             Self::Environment(what) => write!(f, "{VARIABLE} {what}, expected one of {available}"),
         }
@@ -136,8 +144,8 @@ impl fmt::Display for UnsupportedInstructionSet {
 
 impl std::error::Error for UnsupportedInstructionSet {}
 
-fn names(tiers: &[InstructionSet]) -> String {
-    tiers.iter().map(InstructionSet::to_string).collect::<Vec<_>>().join(", ")
+fn names(instruction_sets: &[InstructionSet]) -> String {
+    instruction_sets.iter().map(InstructionSet::to_string).collect::<Vec<_>>().join(", ")
 }
 
 impl fmt::Display for InstructionSet {
@@ -150,7 +158,7 @@ impl FromStr for InstructionSet {
     type Err = UnsupportedInstructionSet;
 
     fn from_str(name: &str) -> Result<Self, UnsupportedInstructionSet> {
-        let known = Self::ALL.into_iter().find(|tier| tier.to_string() == name);
+        let known = Self::ALL.into_iter().find(|instruction_set| instruction_set.to_string() == name);
         known.ok_or_else(|| UnsupportedInstructionSet::Unknown(name.into()))
     }
 }
@@ -200,14 +208,14 @@ pub struct Layout {
     pub block: usize,
 }
 
-/// What a tier does for one type of operand. Matrices consist of 32-bit words: an f32, or a pair of bf16 along the
-/// depth of the product, so that one description serves both.
+/// What an instruction set does for one type of operand. Matrices consist of 32-bit words: an f32, or a pair of bf16
+/// along the depth of the product, so that one description serves both.
 ///
 /// # Safety
-/// Every method needs a processor that has the tier's instructions.
+/// Every method needs a processor that has the instruction set.
 pub trait Kernel: Sized {
-    /// The tier's vector of f32, which is its kernel for words of one f32, or that of the tier that shares it. A
-    /// processor that has the tier has that kernel's too.
+    /// The instruction set's vector of f32, which is its kernel for words of one f32, or that of the instruction set
+    /// that shares it. A processor that has the instruction set has that kernel's too.
     type Vector: Vector;
     /// Elements in a word: 1 for f32, 2 for bf16.
     const ELEMENTS: usize;
@@ -241,38 +249,38 @@ pub trait Kernel: Sized {
     /// [`multiply`](Self::multiply) do this first.
     ///
     /// # Safety
-    /// The processor has the tier.
+    /// The processor has the instruction set.
     unsafe fn configure_tiles() -> Option<Tiles> {
         None
     }
 
-    /// Runs a task in a function that is compiled for the tier's instructions.
+    /// Runs a task in a function that is compiled for the instruction set.
     ///
     /// # Safety
-    /// The processor has the tier.
+    /// The processor has the instruction set.
     unsafe fn run_simd(task: impl SimdTask);
 
     /// `sum + a · b`, over both elements of a word where there are two.
     ///
     /// # Safety
-    /// The processor has the tier.
+    /// The processor has the instruction set.
     #[inline(always)]
     unsafe fn add_product(sum: Self::Vector, a: Self::Vector, b: Self::Vector) -> Self::Vector {
         // SAFETY: as this method's contract.
         unsafe { a.mul_add(b, sum) }
     }
 
-    /// Adds the products of rows of A, from `a` on, with the words of B to a tile of sums, for a tier that has its own
-    /// loop for as many, where the compiler keeps the sums elsewhere than in registers. Whether it has.
+    /// Adds the products of rows of A, from `a` on, with the words of B to a tile of sums, for an instruction set that
+    /// has its own loop for as many, where the compiler keeps the sums elsewhere than in registers. Whether it has.
     ///
     /// # Safety
-    /// The processor has the tier, and the product's pointers are valid for the tile.
+    /// The processor has the instruction set, and the product's pointers are valid for the tile.
     #[inline(always)]
     unsafe fn accumulate_words(_sums: &mut [Self::Vector], _product: &Product, _a: *const f32) -> bool {
         false
     }
 
-    /// [`multiply`](Self::multiply), in a function that is compiled for the tier.
+    /// [`multiply`](Self::multiply), in a function that is compiled for the instruction set.
     ///
     /// # Safety
     /// As there.
@@ -285,7 +293,8 @@ pub trait Kernel: Sized {
     /// `C = A B`, or `C = C · factors + A B`.
     ///
     /// # Safety
-    /// The processor has the tier, its tiles are configured, and the product's pointers are valid for its sizes.
+    /// The processor has the instruction set, its tiles are configured, and the product's pointers are valid for its
+    /// sizes.
     unsafe fn multiply(product: &Product) {
         // SAFETY: as this method's contract.
         unsafe {
@@ -313,10 +322,10 @@ impl Drop for Tiles {
 }
 
 /// Work that is written once and compiled for each kernel. `run` is `#[inline(always)]` where it computes, so that it
-/// becomes part of a function that is compiled for the tier.
+/// becomes part of a function that is compiled for the instruction set.
 pub trait SimdTask {
     /// # Safety
-    /// The processor has the tier of K.
+    /// The processor has the instruction set of K.
     unsafe fn run<K: Kernel>(self);
 }
 
@@ -329,10 +338,10 @@ macro_rules! compiled_for {
             #[inline(never)]
             #[target_feature(enable = $features)]
             unsafe fn compiled<K: crate::cpu::Kernel>(task: impl crate::cpu::SimdTask) {
-                // SAFETY: the processor has the tier, whose instructions this function is compiled for.
+                // SAFETY: the processor has the instruction set, whose instructions this function is compiled for.
                 unsafe { task.run::<K>() }
             }
-            // SAFETY: the processor has the tier, by the contract of `run_simd`.
+            // SAFETY: the processor has the instruction set, by the contract of `run_simd`.
             unsafe { compiled::<Self>(task) }
         }
     };
@@ -340,15 +349,15 @@ macro_rules! compiled_for {
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 pub(super) use compiled_for;
 
-/// Runs a task on a tier's kernel for words of one f32.
+/// Runs a task on an instruction set's kernel for words of one f32.
 ///
 /// # Panics
-/// If the processor lacks the tier.
-pub(crate) fn dispatch_f32(tier: InstructionSet, task: impl SimdTask) {
-    assert!(tier.is_available(), "the processor lacks the CPU tier {tier}");
-    // SAFETY: the processor has the tier, and each of the wider ones includes what its match arm runs.
+/// If the processor lacks the instruction set.
+pub(crate) fn dispatch_f32(instruction_set: InstructionSet, task: impl SimdTask) {
+    assert!(instruction_set.is_available(), "the processor lacks the instruction set {instruction_set}");
+    // SAFETY: the processor has the instruction set, and each of the wider ones includes what its match arm runs.
     unsafe {
-        match tier {
+        match instruction_set {
             InstructionSet::Scalar => arch::scalar::Scalar::run_simd(task),
             #[cfg(target_arch = "x86_64")]
             InstructionSet::Avx2 => arch::avx2::Avx2::run_simd(task),
@@ -358,27 +367,27 @@ pub(crate) fn dispatch_f32(tier: InstructionSet, task: impl SimdTask) {
             }
             #[cfg(target_arch = "aarch64")]
             InstructionSet::Neon | InstructionSet::NeonBf16 => arch::neon::Neon::run_simd(task),
-            _ => unreachable!("tiers of other processors are not available"),
+            _ => unreachable!("instruction sets of other processors are not available"),
         }
     }
 }
 
-/// Runs a task on a tier's kernel for pairs of bf16, or for f32 if it has none.
+/// Runs a task on an instruction set's kernel for pairs of bf16, or for f32 if it has none.
 ///
 /// # Panics
-/// If the processor lacks the tier.
-pub(crate) fn dispatch_bf16(tier: InstructionSet, task: impl SimdTask) {
-    assert!(tier.is_available(), "the processor lacks the CPU tier {tier}");
-    match tier {
-        // SAFETY: the processor has the tier.
+/// If the processor lacks the instruction set.
+pub(crate) fn dispatch_bf16(instruction_set: InstructionSet, task: impl SimdTask) {
+    assert!(instruction_set.is_available(), "the processor lacks the instruction set {instruction_set}");
+    match instruction_set {
+        // SAFETY: the processor has the instruction set.
         #[cfg(target_arch = "x86_64")]
         InstructionSet::Avx512Bf16 => unsafe { arch::avx512::Avx512Bf16::run_simd(task) },
-        // SAFETY: the processor has the tier.
+        // SAFETY: the processor has the instruction set.
         #[cfg(target_arch = "x86_64")]
         InstructionSet::Amx => unsafe { arch::amx::Amx::run_simd(task) },
-        // SAFETY: the processor has the tier.
+        // SAFETY: the processor has the instruction set.
         #[cfg(target_arch = "aarch64")]
         InstructionSet::NeonBf16 => unsafe { arch::neon::NeonBf16::run_simd(task) },
-        _ => dispatch_f32(tier, task),
+        _ => dispatch_f32(instruction_set, task),
     }
 }
