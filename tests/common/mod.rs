@@ -7,7 +7,6 @@ pub mod property;
 
 use std::collections::HashMap;
 use std::fmt::Debug;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Termination};
 
@@ -18,42 +17,51 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-/// One test function for each device: `on_each_device!(name)` runs `fn name(&Device)`, which gives nothing or a
-/// `Result<()>`, on the CPU, on CUDA and on Metal, and says so where a device is absent.
+/// Makes a test of `fn name(&Device)`, which returns nothing or a `Result<()>`, for the CPU, for CUDA and for Metal:
+/// `on_each_device!(name)`.
+///
+/// Tests of CUDA and Metal are ignored, and reported as such, unless the feature of that name is on. Where it is on, a
+/// missing device is a failure.
 #[macro_export]
 macro_rules! on_each_device {
     ($($name:ident),+ $(,)?) => {
         mod cpu { $( #[test] fn $name() { $crate::common::passed(super::$name(&candle_core::Device::Cpu)) } )+ }
-        mod cuda { $( #[test] fn $name() {
-            if let Some(device) = $crate::common::present("CUDA", candle_core::Device::new_cuda(0)) {
-                $crate::common::passed(super::$name(&device))
-            }
-        } )+ }
-        mod metal { $( #[test] fn $name() {
-            if let Some(device) = $crate::common::present("Metal", candle_core::Device::new_metal(0)) {
-                $crate::common::passed(super::$name(&device))
-            }
-        } )+ }
+        $crate::on_each_accelerator!($($name),+);
     };
 }
 
-/// What the test harness makes of an outcome.
+/// Makes the tests of CUDA and Metal that [`on_each_device`] makes, and none of the CPU.
+#[macro_export]
+macro_rules! on_each_accelerator {
+    ($($name:ident),+ $(,)?) => {
+        mod cuda { $(
+            #[test]
+            #[cfg_attr(not(feature = "cuda"), ignore = "needs a CUDA device and the feature `cuda`")]
+            fn $name() {
+                let device = $crate::common::found("CUDA", candle_core::Device::new_cuda(0));
+                $crate::common::passed(super::$name(&device))
+            }
+        )+ }
+        mod metal { $(
+            #[test]
+            #[cfg_attr(not(feature = "metal"), ignore = "needs a Metal device and the feature `metal`")]
+            fn $name() {
+                let device = $crate::common::found("Metal", candle_core::Device::new_metal(0));
+                $crate::common::passed(super::$name(&device))
+            }
+        )+ }
+    };
+}
+
+/// Checks that a test that returned `outcome` has passed.
 #[track_caller]
 pub fn passed(outcome: impl Termination) {
     assert_eq!(outcome.report(), ExitCode::SUCCESS);
 }
 
-pub fn present(kind: &str, device: Result<Device>) -> Option<Device> {
-    match device {
-        Ok(device) => Some(device),
-        Err(error) => {
-            let text = error.to_string();
-            // Not `eprintln!`, which the test runner keeps to itself where tests pass.
-            let mut stderr = std::io::stderr();
-            let _ = writeln!(stderr, "skipped: no {kind} device ({})", text.lines().next().unwrap_or_default());
-            None
-        }
-    }
+/// Returns a device that the features of this build say is there.
+pub fn found(kind: &str, device: Result<Device>) -> Device {
+    device.unwrap_or_else(|error| panic!("there is no {kind} device, which this build is for: {error}"))
 }
 
 /// The repository, which the tests of every package read from.

@@ -1,13 +1,15 @@
-//! Tensors on different devices. On a machine with one device these tests say that they were skipped.
+//! Tensors on different devices.
 
 use candle_attention::cpu::InstructionSet;
 use candle_core::Module;
 
-use crate::common::{error_text, present};
+use crate::common::error_text;
 use crate::*;
 
-/// Everything that meets the tensors of a call is checked for its device, which the error names.
-fn check(device: &Device) -> Result<()> {
+crate::on_each_accelerator!(tensors_on_another_device_are_rejected);
+
+/// The error names both devices, whatever is on the wrong one.
+fn tensors_on_another_device_are_rejected(device: &Device) -> Result<()> {
     let (here, there) = (CPU.location(), device.location());
     let (q, kv, none) = (zeros((1, 2, 3, 4)).to_device(device)?, zeros((1, 2, 5, 4)), AttentionMask::none());
     let (k, options) = (kv.to_device(device)?, SdpaOptions::default);
@@ -64,10 +66,4 @@ fn check(device: &Device) -> Result<()> {
     let product = PackedLinear::new(&ones, None)?.forward(&ones)?;
     assert_eq!(product.to_vec2::<f32>()?, [[4.0; 2]; 2]);
     Ok(())
-}
-
-#[test]
-fn tensors_beside_those_on_another_device_are_named() -> Result<()> {
-    let devices = [("CUDA", Device::new_cuda(0)), ("Metal", Device::new_metal(0))];
-    devices.into_iter().filter_map(|(kind, device)| present(kind, device)).try_for_each(|device| check(&device))
 }
