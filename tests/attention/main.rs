@@ -41,6 +41,7 @@ use proptest::sample::select;
 use recipe::{Chosen, DTYPES, Kind, LENGTHS, Reach, Recipe, WIDTHS, dtypes, for_all, kernel_recipes, recipes, wide};
 use tensors::*;
 
+mod backward_passes;
 mod calls;
 mod delta;
 mod dropout;

@@ -1,0 +1,283 @@
+//! Results of CPU kernels as operations of Candle's graph, with gradients.
+//!
+//! A custom operation of Candle has at most three operands and exactly one result, and its backward pass sees nothing
+//! but the gradient of that result. The kernels need more: fused attention has up to seven operands, and attention
+//! with its log-sum-exp and the gated delta rule have two results. [`record`] and [`record_two`] build such an
+//! operation from several nodes of at most three operands each. The kernel has run before the nodes are made; no node
+//! copies its numbers.
+//!
+//! # More than three operands
+//!
+//! ```text
+//! a, b ------------------+
+//!                        +--> result
+//! c, d, .. --> join -----+
+//! ```
+//!
+//! `join` is a tensor of one number. In a backward pass, `result` computes the gradients of all operands and returns
+//! those of `a` and `b`. The gradients of `c, d, ..` belong to `join`, which returns them when its turn comes.
+//!
+//! # Two results
+//!
+//! ```text
+//!                        +--> first
+//! a, b, .. --> join -----+
+//!                        +--> second
+//! ```
+//!
+//! `join` is a tensor of two numbers, one for each result. In a backward pass, `first` and `second` hand their
+//! gradients to `join`, which runs the backward pass of the kernel once, with both.
+//!
+//! # How gradients travel between nodes
+//!
+//! The only thing that Candle carries from a node to its operand is a gradient of the operand's shape, and `join` is too
+//! small to carry the gradients of whole tensors. So a node puts them into a [`Mailbox`], and the gradient that it
+//! returns for `join` is the number of the message. Candle adds up the gradients of an operand, which leaves the number
+//! as it is: nothing else contributes to that entry of `join`.
+//!
+//! The number is new for every message and travels with the gradients of one backward pass. Passes over one graph can
+//! therefore run at the same time, in any threads: each finds its own messages. A pass that fails on the way leaves
+//! messages behind that nobody asks for again. They are freed with the graph.
+
+mod mailbox;
+
+use std::sync::{Mutex, PoisonError};
+
+use candle_core::op::BackpropOp;
+use candle_core::{CpuStorage, CustomOp3, Error, Layout, Result, Shape, Storage, Tensor, WithDType};
+
+use mailbox::{Mailbox, NOTHING};
+
+/// Computes the gradients of a node's operands, in their order, from the node's result and its gradient.
+type Backward = dyn Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync;
+
+/// Returns the result of an operation that a kernel has computed: contiguous `numbers` on the CPU, with gradients for
+/// the operands that are tracked.
+///
+/// `backward` is called with the result and its gradient. It returns the gradients of the operands in their order, at
+/// least of all that are tracked.
+///
+/// # Errors
+/// If Candle cannot add the operation to its graph.
+pub fn record<E: WithDType>(
+    name: &'static str,
+    operands: &[Option<&Tensor>],
+    numbers: Vec<E>,
+    shape: impl Into<Shape>,
+    backward: impl Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
+) -> Result<Tensor> {
+    let numbers = E::to_cpu_storage_owned(numbers);
+    let operands = Operands::new(operands);
+    if operands.tracked.is_empty() {
+        return Ok(untracked(numbers, shape));
+    }
+    let is_tracked = operands.is_tracked;
+    let of_tracked = move |result: &Tensor, gradient: &Tensor| {
+        let gradients = backward(result, gradient)?;
+        Ok(tracked_only(gradients, &is_tracked))
+    };
+    node(name, &operands.tracked, numbers, shape.into(), Box::new(of_tracked))
+}
+
+/// Returns the two results of an operation that a kernel has computed; see [`record`]. The second result is f32.
+///
+/// `backward` is called with the first result, its gradient, and the gradient of the second result if there is one. The
+/// gradient of a first result that the loss does not depend on is zeros.
+///
+/// # Errors
+/// If Candle cannot add the operation to its graph.
+pub fn record_two<E: WithDType>(
+    name: &'static str,
+    operands: &[Option<&Tensor>],
+    [first_shape, second_shape]: [impl Into<Shape>; 2],
+    first: Vec<E>,
+    second: Vec<f32>,
+    backward: impl Fn(&Tensor, &Tensor, Option<Tensor>) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
+) -> Result<[Tensor; 2]> {
+    let first = E::to_cpu_storage_owned(first);
+    let second = f32::to_cpu_storage_owned(second);
+    let operands = Operands::new(operands);
+    if operands.tracked.is_empty() {
+        return Ok([untracked(first, first_shape), untracked(second, second_shape)]);
+    }
+
+    let mailbox = Mailbox::<ResultGradient>::default();
+    let is_tracked = operands.is_tracked;
+    let received = mailbox.clone();
+    let backward_of_both = move |_: &Tensor, numbers: &Tensor| {
+        let numbers = numbers.to_vec1::<f64>()?;
+        let of_first = received.take(numbers[0]);
+        let of_second = received.take(numbers[1]);
+        let Some(result) = of_first.as_ref().or(of_second.as_ref()).map(|message| &message.first_result) else {
+            return Err(Error::msg(format!("[{name}] the backward pass has no gradient of either result")));
+        };
+        let first_gradient = match &of_first {
+            Some(message) => message.gradient.clone(),
+            None => result.zeros_like()?,
+        };
+        let gradients = backward(result, &first_gradient, of_second.as_ref().map(|message| message.gradient.clone()))?;
+        Ok(tracked_only(gradients, &is_tracked))
+    };
+    let join = node(name, &operands.tracked, join_numbers(2), Shape::from(2), Box::new(backward_of_both))?;
+
+    let sent = mailbox.clone();
+    let send_first = move |result: &Tensor, gradient: &Tensor| {
+        let message = ResultGradient { first_result: result.detach(), gradient: gradient.detach() };
+        Ok(vec![Some(Tensor::new(&[sent.put(message), NOTHING], gradient.device())?)])
+    };
+    let joined = std::slice::from_ref(&join);
+    let first = node(name, joined, first, first_shape.into(), Box::new(send_first))?;
+
+    let first_result = first.detach();
+    let send_second = move |_: &Tensor, gradient: &Tensor| {
+        let message = ResultGradient { first_result: first_result.clone(), gradient: gradient.detach() };
+        Ok(vec![Some(Tensor::new(&[NOTHING, mailbox.put(message)], gradient.device())?)])
+    };
+    let second = node(name, joined, second, second_shape.into(), Box::new(send_second))?;
+    Ok([first, second])
+}
+
+/// Returns the gradient of an operand from the numbers that were computed for it; `None` if the operand is not tracked.
+///
+/// # Errors
+/// If the number of entries is not that of the operand.
+pub fn gradient_of<E: WithDType>(operand: Option<&Tensor>, numbers: Option<Vec<E>>) -> Result<Option<Tensor>> {
+    let (Some(operand), Some(numbers)) = (operand, numbers) else { return Ok(None) };
+    if !operand.track_op() {
+        return Ok(None);
+    }
+    Ok(Some(Tensor::from_vec(numbers, operand.shape(), operand.device())?))
+}
+
+/// The operands of an operation, split by whether a gradient is wanted.
+struct Operands {
+    tracked: Vec<Tensor>,
+    /// For each operand, in the order in which they were given.
+    is_tracked: Vec<bool>,
+}
+
+impl Operands {
+    fn new(operands: &[Option<&Tensor>]) -> Self {
+        let mut tracked = Vec::new();
+        let mut is_tracked = Vec::with_capacity(operands.len());
+        for operand in operands {
+            let wanted = operand.filter(|operand| operand.track_op());
+            is_tracked.push(wanted.is_some());
+            tracked.extend(wanted.cloned());
+        }
+        Self { tracked, is_tracked }
+    }
+}
+
+/// The gradient of one result of an operation with two.
+struct ResultGradient {
+    /// The first result, which the backward pass of the kernel reads.
+    first_result: Tensor,
+    gradient: Tensor,
+}
+
+/// Returns the gradients of the operands that are tracked.
+fn tracked_only(gradients: Vec<Option<Tensor>>, is_tracked: &[bool]) -> Vec<Option<Tensor>> {
+    let mut tracked = Vec::with_capacity(gradients.len());
+    for (gradient, is_tracked) in gradients.into_iter().zip(is_tracked) {
+        if *is_tracked {
+            tracked.push(gradient);
+        }
+    }
+    tracked
+}
+
+fn untracked(numbers: CpuStorage, shape: impl Into<Shape>) -> Tensor {
+    Tensor::from_storage(Storage::Cpu(numbers), shape, BackpropOp::none(), false)
+}
+
+/// Returns the numbers of a join of `len` entries. f64 represents every message number exactly.
+fn join_numbers(len: usize) -> CpuStorage {
+    f64::to_cpu_storage_owned(vec![0.0; len])
+}
+
+/// Adds a node with any number of operands, all of them tracked, to Candle's graph.
+fn node(
+    name: &'static str,
+    operands: &[Tensor],
+    numbers: CpuStorage,
+    shape: Shape,
+    backward: Box<Backward>,
+) -> Result<Tensor> {
+    let [a, b, rest @ ..] = operands else {
+        // Candle asks for three operands. The only one is given three times and has its gradient once.
+        let operand = &operands[0];
+        return operand.apply_op3(operand, operand, Node::new(name, numbers, shape, backward));
+    };
+    match rest {
+        [] => a.apply_op3(b, b, Node::new(name, numbers, shape, backward)),
+        [c] => a.apply_op3(b, c, Node::new(name, numbers, shape, backward)),
+        _ => {
+            let mailbox = Mailbox::<Vec<Option<Tensor>>>::default();
+            let received = mailbox.clone();
+            let backward_of_rest = move |_: &Tensor, numbers: &Tensor| {
+                let message = received.take(numbers.to_vec1::<f64>()?[0]);
+                message.ok_or_else(|| Error::msg(format!("[{name}] the backward pass has no gradient of the result")))
+            };
+            let join = node(name, rest, join_numbers(1), Shape::from(1), Box::new(backward_of_rest))?;
+            let backward_of_all = move |result: &Tensor, gradient: &Tensor| {
+                let mut gradients = backward(result, gradient)?;
+                let message = gradients.split_off(2);
+                gradients.push(Some(Tensor::new(&[mailbox.put(message)], gradient.device())?));
+                Ok(gradients)
+            };
+            a.apply_op3(b, &join, Node::new(name, numbers, shape, Box::new(backward_of_all)))
+        }
+    }
+}
+
+/// A node with at most three operands. A node with fewer repeats the last one, which has no gradient from there.
+struct Node {
+    name: &'static str,
+    /// The computed numbers, until Candle takes them into the graph.
+    result: Mutex<Option<(CpuStorage, Shape)>>,
+    backward: Box<Backward>,
+}
+
+impl Node {
+    fn new(name: &'static str, numbers: CpuStorage, shape: Shape, backward: Box<Backward>) -> Self {
+        Self { name, result: Mutex::new(Some((numbers, shape))), backward }
+    }
+}
+
+impl CustomOp3 for Node {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn cpu_fwd(
+        &self,
+        _: &CpuStorage,
+        _: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let result = self.result.lock().unwrap_or_else(PoisonError::into_inner).take();
+        result.ok_or_else(|| Error::msg(format!("[{}] the operation is already in a graph", self.name)))
+    }
+
+    fn bwd(
+        &self,
+        _: &Tensor,
+        _: &Tensor,
+        _: &Tensor,
+        result: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let mut gradients = (self.backward)(result, gradient)?.into_iter();
+        let first = gradients.next().flatten();
+        let second = gradients.next().flatten();
+        let third = gradients.next().flatten();
+        Ok((first, second, third))
+    }
+}
+
+#[cfg(test)]
+mod tests;
