@@ -283,7 +283,9 @@ impl<E> Problem<'_, E> {
             check_len("slopes", slopes.len(), h)?;
             check_len("positions", positions.len(), b * t_q)?;
         }
-        relative_bias.map_or(Ok(()), |biases| biases.check(&self.dims))?;
+        if let Some(relative_bias) = relative_bias {
+            relative_bias.check(&self.dims, self.ranges)?;
+        }
         bias.map_or(Ok(()), |bias| bias.check("bias", [b, h, t_q, t_kv], 1))?;
         keep.map_or(Ok(()), |keep| keep.check("keep", [b, h, t_q, t_kv], 1))?;
         sinks.map_or(Ok(()), |sinks| check_len("sinks", sinks.len(), h))?;

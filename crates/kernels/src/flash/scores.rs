@@ -157,13 +157,13 @@ impl TileScores<'_> {
     #[inline(always)]
     unsafe fn add_distances<V: Vector>(&self, table: &DistanceTable) {
         let words = table.of_head(&self.inputs.dims, self.tile.kv).as_ptr();
-        for run in table.runs(&self.inputs.dims, self.tile, V::LANES) {
-            for (index, key) in self.keys.clone().enumerate() {
+        for run in table.runs(&self.inputs.dims, self.tile, V::LANES, &self.keys) {
+            for index in 0..self.keys.len() {
                 // SAFETY: as this method's contract; the table has a vector from each word of a run on.
                 unsafe {
                     let at = self.scores.add(index * self.tile.panel + run.column);
                     let score: V = load_first(at.cast_const(), run.width);
-                    let bias = V::load(words.add(run.word(key)));
+                    let bias = V::load(words.add(run.word(index)));
                     store_first(score.add(bias), at, run.width);
                 }
             }
@@ -178,12 +178,15 @@ impl TileScores<'_> {
         let dims = &self.inputs.dims;
         for (column, row) in self.tile.rows.clone().enumerate() {
             let row = dims.row(self.tile.kv, row);
-            // The entry of the first key, and the keys that have entries.
-            let origin = bias.origin(dims, row) + self.keys.start as i64;
-            let [first, end] = [-origin, bias.len as i64 - origin].map(|key| key.clamp(0, self.keys.len() as i64));
-            let from = bias.of_row(row).as_ptr().wrapping_offset((origin + first) as isize);
-            // SAFETY: as this method's contract; the biases of the row have the entries of these keys.
-            unsafe { self.combine_row::<f32, true>(column, first as usize..end as usize, from, 1) };
+            let first_entry = bias.entry(dims, row, self.keys.start);
+            // Keys without an entry are masked.
+            let key_of = |entry: usize| (entry as i128 - first_entry).clamp(0, self.keys.len() as i128) as usize;
+            let keys = key_of(0)..key_of(bias.len);
+            if !keys.is_empty() {
+                let from = &bias.of_row(row)[(first_entry + keys.start as i128) as usize..];
+                // SAFETY: as this method's contract; the biases of the row have the entries of these keys.
+                unsafe { self.combine_row::<f32, true>(column, keys, from.as_ptr(), 1) };
+            }
         }
     }
 
@@ -305,24 +308,40 @@ impl TileScores<'_> {
     }
 }
 
-/// A bias for each distance of a query and a key.
+/// A bias for each distance between a query and a key.
 ///
-/// The score of a query and key `j` gets entry `origin + j` of its head, and nothing where there is no such entry. With
-/// `T_q - 1 - i` as the origin of query i, entry n is that of the n-th diagonal of the scores.
+/// Entry `origin + j` of a head is added to the score of a query and key `j`. With `T_q - 1 - i` as the origin of query
+/// i, entry n belongs to the n-th diagonal of the scores. Every key that a query attends to must have an entry. Masked
+/// keys need none, so that the origin of a fully masked query may be anything.
 #[derive(Debug, Clone, Copy)]
 pub struct RelativeBias<'a> {
     /// (B, H) rows of `len` contiguous biases. Sequences whose stride is 0 share them.
     pub rows: Strided<'a, f32, 2>,
     /// Biases of a head.
     pub len: usize,
-    /// (B, T_q).
+    /// The entry of key 0 for each query, (B, T_q). Negative where the first keys have no entry.
     pub origins: &'a [i64],
 }
 
 impl RelativeBias<'_> {
-    pub(super) fn check(&self, dims: &Dims) -> Result<(), Error> {
+    /// Checks that the slices have the sizes of the call, and that there is an entry for every key that a query attends
+    /// to. `ranges` are the keys of each query, (B, T_q).
+    pub(super) fn check(&self, dims: &Dims, ranges: &[Range<usize>]) -> Result<(), Error> {
         self.rows.check("distance biases", [dims.b, dims.h], self.len)?;
-        check_len("origins", self.origins.len(), dims.b * dims.t_q)
+        check_len("origins", self.origins.len(), dims.b * dims.t_q)?;
+        for (index, (&origin, keys)) in self.origins.iter().zip(ranges).enumerate() {
+            // Wider than both, so that no origin overflows.
+            let entries = i128::from(origin) + keys.start as i128..i128::from(origin) + keys.end as i128;
+            if !keys.is_empty() && (entries.start < 0 || entries.end > self.len as i128) {
+                let (sequence, query) = (index / dims.t_q, index % dims.t_q);
+                return Err(Error::Shape(format!(
+                    "query {query} of sequence {sequence} (origin {origin}, keys {keys:?}) reads entries {entries:?} of \
+                     the relative bias, expected entries within 0..{}",
+                    self.len
+                )));
+            }
+        }
+        Ok(())
     }
 
     /// The sequences that have biases of their own: B, or 1.
@@ -338,14 +357,17 @@ impl RelativeBias<'_> {
 
     /// The biases of a row.
     pub(super) fn of_row(&self, row: Row) -> &[f32] {
+        if self.len == 0 {
+            // Rows without entries may have any stride.
+            return &[];
+        }
         let start = row.b * self.rows.strides[0] + row.head * self.rows.strides[1];
         &self.rows.data[start..start + self.len]
     }
 
-    /// The entry of key 0, which lies outside the biases for every key if it does for one.
-    pub(super) fn origin(&self, dims: &Dims, row: Row) -> i64 {
-        let beyond = -(dims.t_kv as i64) - 1;
-        self.origins[row.b * dims.t_q + row.query].clamp(beyond, self.len as i64)
+    /// The entry of a row for a key, outside of `0..len` for some masked keys.
+    fn entry(&self, dims: &Dims, row: Row, key: usize) -> i128 {
+        i128::from(self.origins[row.b * dims.t_q + row.query]) + key as i128
     }
 }
 
@@ -365,17 +387,17 @@ pub(super) struct DistanceRun {
     /// The first column, and how many there are: at most a vector.
     pub column: usize,
     pub width: usize,
-    /// The word of the first column for key 0, which counts down with keys by the heads of a group.
+    /// The word of the first column for the first key, which counts down with keys by the heads of a group.
     first: i64,
     group: i64,
     last: i64,
 }
 
 impl DistanceRun {
-    /// The word of the first column for a key. Those of the others follow.
+    /// Returns the word of the first column for the key with this index. The words of the other columns follow.
     #[inline(always)]
-    pub fn word(&self, key: usize) -> usize {
-        (self.first - key as i64 * self.group).clamp(0, self.last) as usize
+    pub fn word(&self, index: usize) -> usize {
+        (self.first - index as i64 * self.group).clamp(0, self.last) as usize
     }
 }
 
@@ -383,7 +405,7 @@ impl<'a> DistanceTable<'a> {
     /// `None` where there is no memory for it.
     pub fn new(bias: RelativeBias<'a>, dims: &Dims) -> Option<Self> {
         let (group, heads) = (dims.group(), bias.sequences(dims) * dims.h_kv);
-        let size = bias.len * group + 2 * MAX_LANES;
+        let size = bias.len.checked_mul(group)?.checked_add(2 * MAX_LANES)?;
         let mut words = Scratch::try_zeros(&[heads, size])?;
         for (index, of_head) in words.words_mut().chunks_exact_mut(size).take(heads).enumerate() {
             let kv = dims.kv_head(index);
@@ -405,9 +427,15 @@ impl<'a> DistanceTable<'a> {
         &self.words.words()[head * self.size()..][..self.size()]
     }
 
-    /// The runs of a tile: a vector each where the origins of its queries count down by one, which all do but for those
-    /// of packed sequences that begin elsewhere among the queries than among the keys.
-    pub fn runs(&self, dims: &Dims, tile: &Tile, lanes: usize) -> impl Iterator<Item = DistanceRun> {
+    /// Returns the runs of a tile over some keys: a vector each where the origins of its queries count down by one,
+    /// which all do except for those of packed sequences that begin elsewhere among the queries than among the keys.
+    pub fn runs(
+        &self,
+        dims: &Dims,
+        tile: &Tile,
+        lanes: usize,
+        keys: &Range<usize>,
+    ) -> impl Iterator<Item = DistanceRun> {
         let (kv, group) = (tile.kv, self.group);
         tile.rows.clone().step_by(lanes).flat_map(move |first| {
             let rows = first..tile.rows.end.min(first + lanes);
@@ -416,7 +444,11 @@ impl<'a> DistanceTable<'a> {
             let are_successive = origins.windows(2).all(|pair| pair[0].checked_sub(1) == Some(pair[1]));
             let width = if are_successive { rows.len() } else { 1 };
             rows.step_by(width).map(move |row| {
-                let from_last = self.bias.len as i64 - 1 - self.bias.origin(dims, dims.row(kv, row));
+                let from_last = self.bias.len as i128 - 1 - self.bias.entry(dims, dims.row(kv, row), keys.start);
+                // Within these bounds some column may have an entry for some key. Beyond them none has one, and all
+                // words are zeros.
+                let bounds = (-1 - MAX_LANES as i128, (self.bias.len + keys.len()) as i128);
+                let from_last = from_last.clamp(bounds.0, bounds.1) as i64;
                 DistanceRun {
                     column: row - tile.rows.start,
                     width,

@@ -6,8 +6,8 @@ use std::ops::Range;
 use half::{bf16, f16};
 
 mod backward;
-mod distances;
 mod nan;
+mod relative_bias;
 mod shared_biases;
 mod sizes;
 mod statistics;

@@ -275,11 +275,11 @@ impl BiasGradients {
         table: &DistanceTable,
         gradients: *const f32,
     ) {
-        for run in table.runs(&scores.inputs.dims, scores.tile, V::LANES) {
-            for (index, key) in scores.keys.clone().enumerate() {
+        for run in table.runs(&scores.inputs.dims, scores.tile, V::LANES, &scores.keys) {
+            for index in 0..scores.keys.len() {
                 // SAFETY: as this method's contract; sums of the task alone, a vector from each word of a run on.
                 unsafe {
-                    let to = sums.add(run.word(key));
+                    let to = sums.add(run.word(index));
                     let gradient: V = load_first(gradients.add(index * scores.tile.panel + run.column), run.width);
                     let sum: V = load_first(to.cast_const(), run.width);
                     store_first(sum.add(gradient), to, run.width);
