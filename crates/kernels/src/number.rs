@@ -214,7 +214,8 @@ impl<T, const N: usize> Strided<'_, T, N> {
     /// The elements from an entry on, which lies within the dimensions that were checked.
     #[inline(always)]
     pub(crate) fn at(&self, index: [usize; N]) -> *const T {
-        let offset: usize = (0..N).map(|n| index[n] * self.strides[n]).sum();
+        // Wrapping, since rows without elements may have any stride.
+        let offset = (0..N).fold(0usize, |offset, n| offset.wrapping_add(index[n].wrapping_mul(self.strides[n])));
         self.data.as_ptr().wrapping_add(offset)
     }
 }

@@ -21,7 +21,7 @@ const PREFETCH_ROWS: usize = 16;
 /// The processor has the instruction set of V.
 #[inline(always)]
 pub(super) unsafe fn prefetch_row<V: Vector, E>(row: *const E, stride: usize, width: usize) {
-    let ahead = row.wrapping_add(PREFETCH_ROWS * (4 / size_of::<E>()) * stride).cast::<u8>();
+    let ahead = row.wrapping_add(stride.wrapping_mul(PREFETCH_ROWS * (4 / size_of::<E>()))).cast::<u8>();
     // SAFETY: the processor has the instruction set.
     unsafe { prefetch_bytes::<V>(ahead, width * size_of::<E>()) };
 }

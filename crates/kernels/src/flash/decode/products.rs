@@ -119,7 +119,8 @@ impl<S: Stored> RowProducts<'_, S> {
     unsafe fn prefetched_keys<V: Vector>(&self, start: *const S, first: usize, count: usize) -> [*const S; MAX_LANES] {
         let (stride, mut keys) = (self.rows.stride(), [start; MAX_LANES]);
         for (k, key) in keys[..count].iter_mut().enumerate() {
-            *key = key.wrapping_add((first + k).min(self.products.keys.len() - 1) * stride);
+            let index = (first + k).min(self.products.keys.len() - 1);
+            *key = key.wrapping_add(index.wrapping_mul(stride));
             // SAFETY: as this method's contract.
             unsafe { prefetch_row::<V, S>(*key, stride, self.rows.width) };
         }
@@ -164,7 +165,7 @@ impl<S: Stored> RowProducts<'_, S> {
         for key in 0..self.products.keys.len() {
             // SAFETY: as this method's contract; the view was checked for every key of the call.
             unsafe {
-                let scale = *first.wrapping_add(key * stride);
+                let scale = *first.wrapping_add(key.wrapping_mul(stride));
                 for row in 0..r {
                     *self.products.numbers.add(key * r + row) *= scale;
                 }

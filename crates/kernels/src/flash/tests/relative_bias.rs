@@ -67,7 +67,11 @@ impl Biases {
     }
 }
 
-fn gradients<E: Element>(forward: &Problem<E>, instruction_set: InstructionSet, wanted: Wanted) -> (Vec<E>, Gradients<E>) {
+fn gradients<E: Element>(
+    forward: &Problem<E>,
+    instruction_set: InstructionSet,
+    wanted: Wanted,
+) -> (Vec<E>, Gradients<E>) {
     let Dims { b, h, t_q, d_v, .. } = forward.dims;
     let mut stats = Vec::<SoftmaxStats>::new();
     let context = attend_vec(forward, instruction_set, None, Some(&mut stats)).expect("a few rows");
@@ -104,7 +108,10 @@ fn holds<E: Element + Into<f32> + PartialEq + std::fmt::Debug>(dims: Dims, causa
             }
         }
         for (n, (found, expected)) in found.distances.expect("wanted").into_iter().zip(sums).enumerate() {
-            assert!((f64::from(found) - expected).abs() < 1e-5, "{instruction_set}, {dims:?}, {n}: {found}, expected {expected}");
+            assert!(
+                (f64::from(found) - expected).abs() < 1e-5,
+                "{instruction_set}, {dims:?}, {n}: {found}, expected {expected}"
+            );
         }
     }
 }
@@ -163,7 +170,8 @@ fn relative_bias_without_entries_is_accepted_by_fully_masked_queries() {
         let rows = Strided { data, strides: [usize::MAX, 7] };
         problem.scores.relative_bias = Some(RelativeBias { rows, len: 0, origins: &origins });
         for instruction_set in InstructionSet::available() {
-            let (context, found) = gradients(&problem, instruction_set, Wanted { q: true, distances: true, ..Default::default() });
+            let (context, found) =
+                gradients(&problem, instruction_set, Wanted { q: true, distances: true, ..Default::default() });
             assert!(context.iter().all(|&x| x == 0.0), "{instruction_set}");
             assert_eq!(found.distances, Some(Vec::new()), "{instruction_set}");
         }
@@ -401,12 +409,16 @@ fn relative_bias_with_random_origins_matches_plain_loops_or_is_refused() {
         for &instruction_set in &instruction_sets {
             let what = |result: &str| {
                 let (len, origins, ranges) = (biases.len, &biases.origins, &case.ranges);
-                format!("{result} on {instruction_set}: {:?}, {len} entries, origins {origins:?}, ranges {ranges:?}", case.dims)
+                format!(
+                    "{result} on {instruction_set}: {:?}, {len} entries, origins {origins:?}, ranges {ranges:?}",
+                    case.dims
+                )
             };
             let mut stats = Vec::new();
             let context = attend_vec(&problem, instruction_set, None, Some(&mut stats)).expect("a few rows");
             assert_close(&what("context"), &context, &plain.context);
-            let (context, statistics) = attend_with_statistics(&problem, instruction_set, &options).expect("a few rows");
+            let (context, statistics) =
+                attend_with_statistics(&problem, instruction_set, &options).expect("a few rows");
             assert_close(&what("context with statistics"), &context, &plain.context);
             assert_close(&what("sums of weights"), &statistics.key_weight_sums, &plain.key_weight_sums(&case.dims));
             let gradients = backward(&context, &stats, instruction_set).expect("a few rows");

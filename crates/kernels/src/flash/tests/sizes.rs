@@ -47,3 +47,30 @@ fn dimensions_of_any_size_are_computed_or_errors() {
     }
     assert!(computed > 0 && refused > 0, "{computed} computed, {refused} refused");
 }
+
+/// A stride along a dimension of one entry is never used, nor is any stride of rows without elements.
+#[test]
+fn strides_of_any_size_are_accepted_where_they_are_not_used() {
+    let data = [0.5f32; 64];
+    for (t, d) in [(1, 2), (1, 0), (3, 0)] {
+        for (h, h_kv) in [(1, 1), (40, 1)] {
+            let dims = Dims { b: 1, h, h_kv, t_q: t, t_kv: t, d, d_v: d };
+            let (any, of_heads) = (usize::MAX, if d == 0 { usize::MAX } else { 0 });
+            let rows = Strided { data: &data[..], strides: [any, of_heads, any] };
+            let (k, v, ranges) = (rows.into(), rows.into(), vec![0..t; t]);
+            let (scores, output_layout) = (ScoreOptions::default(), OutputLayout::Bhtd);
+            let forward = Problem { dims, q: rows, k, v, ranges: &ranges, scores, output_layout, executor: None };
+            for instruction_set in InstructionSet::available() {
+                let mut stats = Vec::new();
+                let context = attend_vec(&forward, instruction_set, None, Some(&mut stats)).expect("a few rows");
+                assert!(context.iter().all(|&x| x == 0.5), "{instruction_set}, {dims:?}: {context:?}");
+                let problem =
+                    BackwardProblem { forward, context: &context, stats: &stats, context_grad: rows, lse_grad: None };
+                let wanted = Wanted { q: true, k: true, v: true, ..Default::default() };
+                let gradients = attend_backward(&problem, instruction_set, wanted).expect("a few rows");
+                // Of one key, whose weight is 1 whatever the query is.
+                assert!(gradients.q.into_iter().flatten().all(|x| x == 0.0), "{instruction_set}, {dims:?}");
+            }
+        }
+    }
+}
