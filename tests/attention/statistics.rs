@@ -226,3 +226,30 @@ fn what_has_no_statistics_is_an_error() -> Result<()> {
     );
     Ok(())
 }
+
+/// A NaN in a key makes NaN of the weights of the queries that attend to it, and of no others.
+#[test]
+fn statistics_of_rows_of_nan_are_nan_on_every_path() -> Result<()> {
+    let (t, bad_key) = (5, 2);
+    let q = random(&[1, 1, t, 8])?;
+    let not_a_number = Tensor::full(f32::NAN, (1, 1, 1, 8), &CPU)?;
+    let keys = [&q.narrow(2, 0, bad_key)?, &not_a_number, &q.narrow(2, bad_key + 1, t - bad_key - 1)?];
+    let k = Tensor::cat(&keys, 2)?;
+    let wanted = StatisticsOptions::default().with_top_keys(2).with_weights_of(0..t, 0..t);
+    for mask in [AttentionMask::causal(), AttentionMask::causal().with_valid_lens(vec![4])] {
+        for backend in [Backend::Fused, Backend::Reference] {
+            let (context, found) = observe(&Call::plain(&q, &k, &q, &mask).on(backend), &wanted)?;
+            let is_nan = |tensor: &Tensor| values(tensor).into_iter().map(f64::is_nan).collect::<Vec<_>>();
+            let of_queries = [false, false, true, true, true];
+            assert_eq!(is_nan(&context.narrow(3, 0, 1)?), of_queries, "{backend:?}: output");
+            assert_eq!(is_nan(&found.entropy), of_queries, "{backend:?}: entropy");
+            assert_eq!(is_nan(&found.top_weights.narrow(3, 0, 1)?), of_queries, "{backend:?}: top weights");
+            assert_eq!(values(&found.top_keys.i((0, 0, bad_key..))?), [0., 1., 0., 1., 0., 1.], "{backend:?}");
+            // The keys that every query of these attends to.
+            assert_eq!(is_nan(&found.key_weight_sums)[..=bad_key], [true; 3], "{backend:?}: sums");
+            let weights = found.weights.expect("requested").narrow(3, 0, bad_key + 1)?;
+            assert_eq!(is_nan(&weights), of_queries.map(|is_nan| [is_nan; 3]).concat(), "{backend:?}: weights");
+        }
+    }
+    Ok(())
+}

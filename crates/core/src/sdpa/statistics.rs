@@ -115,7 +115,8 @@ impl AttentionStatistics {
             let mut order: Vec<_> = (0..t_kv as u32).collect();
             order.sort_by(|&one, &other| row[other as usize].total_cmp(&row[one as usize]));
             top_keys.extend_from_slice(&order[..k]);
-            entropy.push(row.iter().filter(|weight| **weight > 0.0).map(|weight| -weight * weight.ln()).sum::<f64>());
+            // A weight of 0 adds nothing. A NaN is not 0, so that it reaches the sum.
+            entropy.push(row.iter().filter(|weight| **weight != 0.0).map(|weight| -weight * weight.ln()).sum::<f64>());
         }
         let top_keys = Tensor::from_vec(top_keys, (b, h, t_q, k), device)?;
         let entropy = Tensor::from_vec(entropy, (b, h, t_q), &Device::Cpu)?.to_dtype(weights.dtype())?;
