@@ -231,6 +231,7 @@ pub fn mask(of: &Fields) -> Result<AttentionMask> {
     let mask = match (attention_mask, of.get::<Vec<i64>>("offsets")?) {
         (Some(mask), _) => AttentionMask::from_attention_mask(&mask)?,
         (None, Some(offsets)) => AttentionMask::causal_with_offsets(offsets),
+        _ if of.is("causal_upper_left") => AttentionMask::causal_upper_left(),
         _ if of.is("causal") => AttentionMask::causal(),
         _ => AttentionMask::none(),
     };

@@ -75,6 +75,16 @@ pub struct AttentionCache {
     positions: Option<Vec<Vec<u32>>>,
     /// The dtype of the keys of earlier calls, which may differ from that in which they are stored.
     dtype: Option<DType>,
+    padding: EarlierPadding,
+}
+
+/// The ways in which earlier calls had padding, against which masks of later calls are checked.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct EarlierPadding {
+    /// Whether a mask hid tokens of a call from all queries. The cache stores them.
+    pub is_stored: bool,
+    /// Whether padding on the left was left out of the cache.
+    pub is_left_out: bool,
 }
 
 impl AttentionCache {
@@ -121,6 +131,7 @@ impl AttentionCache {
     pub fn reset(&mut self) {
         self.held.clear();
         (self.positions, self.dtype) = (None, None);
+        self.padding = EarlierPadding::default();
     }
 
     /// Takes back all positions from `len` on, of every sequence, as after speculative decoding. Copies nothing.
@@ -162,6 +173,9 @@ impl AttentionCache {
         }
         for (positions, &len) in self.positions.iter_mut().flatten().zip(lens) {
             positions.truncate(len);
+        }
+        if lens.iter().all(|&len| len == 0) {
+            self.padding = EarlierPadding::default();
         }
         Ok(())
     }
@@ -217,7 +231,19 @@ impl AttentionCache {
             held: self.held.clone(),
             positions: self.positions.clone(),
             dtype: self.dtype,
+            padding: self.padding,
         })
+    }
+
+    /// Returns the padding of earlier calls.
+    pub(crate) fn earlier_padding(&self) -> EarlierPadding {
+        self.padding
+    }
+
+    /// Returns the position of the `n`-th token of a sequence.
+    pub(crate) fn position(&self, sequence: usize, n: usize) -> usize {
+        let given = self.positions.as_ref().and_then(|positions| positions.get(sequence)?.get(n));
+        given.map_or(n, |&position| position as usize)
     }
 
     /// The tokens of a call of `dims` (B, T), of which those outside of starts and ends are padding.

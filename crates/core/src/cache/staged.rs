@@ -6,7 +6,7 @@ use std::ops::Range;
 use candle_core::{DType, Result, Tensor, bail};
 
 use super::storage::KvBuffers;
-use super::{AttentionCache, OP};
+use super::{AttentionCache, EarlierPadding, OP};
 use crate::mask::{AttentionMask, Placement};
 use crate::position::Positions;
 use crate::sdpa::{Attended, Call, Choice, Keys, Outputs, SdpaOptions, run};
@@ -33,6 +33,8 @@ pub struct NewTokens {
     pub tokens: Vec<Range<usize>>,
     /// The positions that the call was given.
     pub(crate) given: Option<Positions>,
+    /// Whether the mask of the call hides some of the tokens from all queries.
+    pub(crate) are_hidden: bool,
 }
 
 impl NewTokens {
@@ -59,12 +61,18 @@ impl NewTokens {
             let Range { start, end } = tokens[sequence];
             bail!("[{op}] the tokens of sequence {sequence} start at {start}, after their end at {end}")
         }
-        Ok(Self { t, before: if before.is_empty() { vec![0; b] } else { before }, tokens, given: None })
+        let before = if before.is_empty() { vec![0; b] } else { before };
+        Ok(Self { t, before, tokens, given: None, are_hidden: false })
     }
 
     /// The length of each sequence with this call.
     pub fn ends(&self) -> impl Iterator<Item = usize> {
         self.before.iter().zip(&self.tokens).map(|(before, tokens)| before + tokens.len())
+    }
+
+    /// Returns the positions of the new tokens in each sequence.
+    pub(crate) fn places(&self) -> Vec<Range<usize>> {
+        self.before.iter().zip(self.ends()).map(|(&before, end)| before..end).collect()
     }
 
     /// The length of the longest sequence with this call.
@@ -189,6 +197,10 @@ impl AttentionCache {
             held: if is_whole { held_now.clone() } else { kept },
             positions: self.positions_with(new)?,
             dtype: Some(k.dtype()),
+            padding: EarlierPadding {
+                is_stored: self.padding.is_stored || new.are_hidden,
+                is_left_out: self.padding.is_left_out || new.tokens.iter().any(|tokens| tokens.start > 0),
+            },
         };
         let (dtype, detached) = (buffers.float_dtype(k.dtype()), self.config.detached());
         let (placements, is_of_earlier_layer) = (new.placements(&held_now), false);

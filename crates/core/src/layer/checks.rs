@@ -5,7 +5,7 @@ use std::fmt;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::input::{CallPositions, KeysFrom};
-use super::{AttentionInput, MultiHeadAttention, OP};
+use super::{AttentionInput, MultiHeadAttention, OP, warnings};
 use crate::cache::NewTokens;
 use crate::config::KvSharing;
 use crate::position::RopeConfig;
@@ -132,6 +132,14 @@ impl MultiHeadAttention {
                 (Some([queries.clone(), queries.clone()]), t_q)
             }
         };
+        let is_cross = match keys_from {
+            KeysFrom::Cross([keys, _]) => keys.id() != input.queries.id(),
+            KeysFrom::Memory(_) => !is_of_earlier_layer,
+            KeysFrom::Own | KeysFrom::Cache(_) | KeysFrom::EarlierLayer(_) => false,
+        };
+        if is_cross && self.mask.counts_from_queries() {
+            warnings::about_cross_attention();
+        }
         let what = format_args!("queries {:?} and {t_kv} keys", input.queries.dims());
         self.check_addressable(b, t_q.max(t_kv), what)?;
         input.check_packed(OP, &queries, t_kv)?;

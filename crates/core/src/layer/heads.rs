@@ -16,7 +16,7 @@ impl MultiHeadAttention {
     pub(super) fn project(&self, input: &AttentionInput, inputs: &Inputs) -> Result<Projected> {
         let (mut at_queries, mut at_keys) = (None, None);
         if let (Some(positions), Some(rotary)) = (&inputs.positions, &self.rotary) {
-            let on_axes = positions.axes.as_ref().map(|axes| rotary.on_axes(axes));
+            let on_axes = positions.axes.as_ref().map(|axes| rotary.on_axes(&axes.entries));
             at_queries = Some(on_axes.unwrap_or_else(|| rotary.at(&positions.queries))?);
             at_keys = positions.keys.as_ref().map(|keys| rotary.at(keys)).transpose()?;
         }

@@ -2,12 +2,11 @@
 
 use std::fmt;
 use std::ops::Range;
-use std::sync::Once;
 
 use candle_core::{Result, Tensor, bail};
 use macro_rules_attribute::apply;
 
-use super::ProjectedMemory;
+use super::{ProjectedMemory, warnings};
 use crate::cache::{AttentionCache, NewTokens, Padding};
 use crate::mask::AttentionMask;
 use crate::position::{Positions, RopeAxes};
@@ -21,8 +20,16 @@ pub(super) struct CallPositions {
     pub queries: Positions,
     /// Those of the call's own keys; `None` where they are the queries'.
     pub keys: Option<Positions>,
-    /// Those by which queries and keys are rotated, where these are on several axes: axis by axis, row by row.
-    pub axes: Option<Vec<f32>>,
+    /// The positions by which queries and keys are rotated, where these are on several axes.
+    pub axes: Option<AxisPositions>,
+}
+
+/// The positions of a call's tokens on several axes.
+pub(super) struct AxisPositions {
+    /// (A, T) or (A, B, T), row by row.
+    pub entries: Vec<f32>,
+    /// A.
+    pub count: usize,
 }
 
 /// Where the keys and values of a call come from.
@@ -46,7 +53,8 @@ pub struct AttentionInput<'a> {
     // Inputs of keys and of values.
     pub(super) key_value: Option<[&'a Tensor; 2]>,
     /// Cross-attention to keys and values that the layer projected before
-    /// ([`project_memory`](crate::MultiHeadAttention::project_memory)).
+    /// ([`project_memory`](crate::MultiHeadAttention::project_memory)). A causal layer is warned about as in
+    /// [`with_key_value`](Self::with_key_value).
     pub(super) memory: Option<&'a ProjectedMemory>,
     /// A mask that holds together with the layer's own. A prefix in it lifts the layer's own causal constraint too.
     pub(super) mask: Option<&'a AttentionMask>,
@@ -54,7 +62,8 @@ pub struct AttentionInput<'a> {
     /// Falcon's ALiBi: integers (T,) for all sequences or (B, T) for each by itself, as ragged batches and padding on
     /// the left need. Unless given they are 0..T, and with a cache they continue from the length of each sequence; keys
     /// in a cache stay at the positions of their own call. They are read back from their device. A layer without these
-    /// checks their shape and has no other use for them: masks and slopes count by the place of a key.
+    /// checks their shape and has no other use for them: masks and slopes count by the place of a key. Positions of a
+    /// call with a cache that do not come after those in the cache (0 again in every step) are logged as a warning, once.
     pub(super) positions: Option<&'a Tensor>,
     /// The positions of the keys of cross-attention: integers (T_kv,) or (B, T_kv); 0..T_kv unless given.
     pub(super) key_positions: Option<&'a Tensor>,
@@ -67,7 +76,9 @@ pub struct AttentionInput<'a> {
     /// Without them, a token has one position on all axes, as text has, or it is an error where axes have series of
     /// their own. What else counts positions goes by [`with_positions`](Self::with_positions).
     pub(super) axis_positions: Option<&'a Tensor>,
-    /// Whether dropout happens.
+    /// Whether dropout happens. In a call with a cache, whose keys were computed without gradients, dropout is logged as a
+    /// warning, once, unless the cache was made [`with_detached(true)`](crate::AttentionCacheConfig::with_detached) for
+    /// training.
     pub(super) train: bool,
     /// Draws dropout from PyTorch's generator, see
     /// [`SdpaOptions::with_dropout_seed`](crate::SdpaOptions::with_dropout_seed).
@@ -79,6 +90,10 @@ pub struct AttentionInput<'a> {
     /// The outputs are those of one call over all tokens if no query sees a later key, as in a causal layer. In a layer
     /// that is not causal, the tokens of earlier calls have not seen those of this one; the first time, this is logged
     /// as a warning.
+    ///
+    /// Padding belongs into [`with_starts`](Self::with_starts) and [`with_valid_lens`](Self::with_valid_lens), which
+    /// leave it out of the cache. A mask hides padding in its own call alone, and the cache stores it.
+    /// [`AttentionMask::causal_upper_left`] is an error once the cache has positions.
     pub(super) cache: Option<&'a mut AttentionCache>,
     /// Attention to the keys and values in the cache of an earlier layer, whose call with the same tokens and padding
     /// came before: for layers that have none of their own ([`KvSharing::EarlierLayer`](crate::KvSharing)). The queries
@@ -109,6 +124,11 @@ pub struct AttentionInput<'a> {
     pub(super) valid_lens: Option<&'a [usize]>,
     /// Left padding in a call with a cache: of each sequence, the first of the T positions that is a token. Without a
     /// cache, see [`AttentionMask::with_starts`].
+    ///
+    /// Padding is not stored, and masks of this call and of later ones do not count it: T_kv is the length of the
+    /// longest sequence without its padding. [`AttentionMask::from_attention_mask`] of a mask that has columns for
+    /// padding, as transformers passes it in every step, is an error; starts above 0 and tensors with a row for each
+    /// sequence in later masks are logged as a warning, once.
     pub(super) starts: Option<&'a [usize]>,
     /// Sequences of different lengths without padding, one after the other in `xs` (total_q, E): each attends to its
     /// own keys, and the output is (total_q, out_dim). Keys and values of cross-attention are (total_kv, ..) likewise.
@@ -173,6 +193,9 @@ impl<'a> AttentionInput<'a> {
     }
 
     /// Cross-attention: keys are projected from `keys` (B, T_kv, kdim), values from `values` (B, T_kv, vdim).
+    ///
+    /// A layer whose config is causal or has a window applies that to the keys of the other sequence too, counted from
+    /// its end. This is rarely meant, and logged as a warning, once.
     pub fn with_key_value(self, keys: &'a Tensor, values: &'a Tensor) -> Self {
         Self { key_value: Some([keys, values]), ..self }
     }
@@ -199,7 +222,12 @@ impl<'a> AttentionInput<'a> {
     }
 
     pub(super) fn is_cached(&self) -> bool {
-        self.cache.is_some() || self.shared_cache.is_some()
+        self.any_cache().is_some()
+    }
+
+    /// Returns the layer's own cache, or an earlier layer's.
+    pub(super) fn any_cache(&self) -> Option<&AttentionCache> {
+        self.cache.as_deref().or(self.shared_cache)
     }
 
     /// What there is beside the call's own tokens, if anything.
@@ -221,6 +249,9 @@ impl<'a> AttentionInput<'a> {
 
     /// What the call says of how scores become weights.
     pub(super) fn options(&self, dropout: f64) -> SdpaOptions {
+        if dropout > 0.0 {
+            warnings::about_dropout(self);
+        }
         let options = SdpaOptions::default()
             .with_dropout(dropout, self.train)
             .with_backend(self.backend)
@@ -250,12 +281,14 @@ impl<'a> AttentionInput<'a> {
         if keys.is_some() && !self.is_cross() {
             bail!("[{op}] key positions are given, but the keys are the queries")
         }
-        let axes = match (axes, self.axis_positions) {
+        let axis_positions = match (axes, self.axis_positions) {
             (None, Some(_)) => bail!("[{op}] axis positions were given, but the config's rope has no axes"),
             (Some(_), Some(_)) if self.is_cross() => {
                 bail!("[{op}] axis positions were given beside keys, expected self-attention")
             }
-            (Some(axes), Some(given)) => Some(axes.positions(given, b, tokens.t)?),
+            (Some(axes), Some(given)) => {
+                Some(AxisPositions { entries: axes.positions(given, b, tokens.t)?, count: axes.sections().len() })
+            }
             (Some(axes), None) if axes.is_axial() => bail!(
                 "[{op}] rotary positions are on {} axes, expected a call `with_axis_positions`",
                 axes.sections().len()
@@ -269,9 +302,12 @@ impl<'a> AttentionInput<'a> {
             (Some(_), None) => self.default_positions(PackedSequences::queries, tokens.t)?,
             _ => tokens.positions()?,
         };
+        if let Some(cache) = self.any_cache() {
+            warnings::about_positions(op, cache, tokens, &queries, axis_positions.as_ref());
+        }
         let or_default = || self.default_positions(PackedSequences::keys, t_kv);
         let keys = self.is_cross().then(|| keys.map_or_else(or_default, Ok)).transpose()?;
-        Ok(Some(CallPositions { queries, keys, axes }))
+        Ok(Some(CallPositions { queries, keys, axes: axis_positions }))
     }
 
     /// The tokens of a call of `dims` (B, T), behind those that a cache holds. `own` is the layer's mask.
@@ -280,7 +316,7 @@ impl<'a> AttentionInput<'a> {
             bail!("[{op}] an attention function was given with a cache or packed sequences, expected one of them")
         }
         let padding = Padding { starts: self.starts, valid_lens: self.valid_lens };
-        let tokens = match self.keys_from(op)? {
+        let mut tokens = match self.keys_from(op)? {
             KeysFrom::Cache(cache) => cache.new_tokens(dims, padding)?,
             KeysFrom::EarlierLayer(cache) => cache.latest_tokens(dims, padding)?,
             _ if padding != Padding::default() => bail!(
@@ -290,16 +326,9 @@ impl<'a> AttentionInput<'a> {
             // All of them, in any number of sequences.
             _ => NewTokens { t: dims.1, ..NewTokens::default() },
         };
-        let has_earlier = tokens.before.iter().any(|&before| before > 0);
-        if has_earlier && own.shows_later_keys() && self.mask.is_none_or(AttentionMask::shows_later_keys) {
-            // Once, since a model would say the same for every layer and token.
-            static LOGGED: Once = Once::new();
-            LOGGED.call_once(|| {
-                log::warn!(
-                    "[{op}] a layer that is not causal continues a cache: its earlier tokens have not seen those of this \
-                     call, as in one call over all they would; expected `with_causal(true)`, or a causal mask"
-                );
-            });
+        if let Some(cache) = self.any_cache() {
+            warnings::check_mask(op, self.mask, own, &tokens, cache.earlier_padding())?;
+            tokens.are_hidden = self.mask.is_some_and(|mask| mask.hides_tokens(&tokens.places()));
         }
         let given = self.positions.map(|given| Positions::from_tensor("positions", given, dims.0, dims.1));
         Ok(NewTokens { given: given.transpose()?, ..tokens })

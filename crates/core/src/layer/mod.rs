@@ -10,6 +10,7 @@ mod latent;
 mod shard;
 #[cfg(test)]
 mod tests;
+mod warnings;
 
 pub use additive::{AdditiveAttention, AdditiveAttentionConfig, AdditiveInput};
 pub use heads::ProjectedMemory;

@@ -19,10 +19,39 @@ pub(super) enum Constraint {
     Starts(ValidLens),
     /// Hides nothing; lifted the causal constraints before it, and lifts that of a layer that the mask is given to.
     Prefix(ValidLens),
-    /// Hides nothing; T_kv of the attention mask that lengths were read from.
-    Columns(usize),
+    /// Masks nothing; the shape of the tokenizer's attention mask from which other constraints were made.
+    Tokenized(Tokenized),
     /// Hides nothing; what is wrong with the mask whatever its shape: an error where it is resolved.
     Wrong(String),
+}
+
+/// A tokenizer's attention mask (B, T_kv) of ones and zeros.
+#[derive(Debug, Clone)]
+pub(super) struct Tokenized {
+    /// T_kv.
+    pub columns: usize,
+    /// The column after the last one of each row, 0 for a row of zeros.
+    pub ends: Arc<[usize]>,
+    /// Whether a row has zeros between ones.
+    pub has_gaps: bool,
+}
+
+impl Tokenized {
+    /// Checks that no row has a token after the end of its sequence in a cache.
+    pub fn check_ends(&self, placements: &[Placement]) -> Result<()> {
+        for (s, (&end, placement)) in self.ends.iter().zip(placements).enumerate() {
+            let len = placement.keys.end;
+            if end > len {
+                bail!(
+                    "[{OP}] the attention mask has a token in column {} of sequence {s}, expected none after its {len} \
+                     positions: a cache stores no padding that was given by `AttentionInput::with_starts` or \
+                     `with_valid_lens`, and masks do not count it",
+                    end - 1
+                )
+            }
+        }
+        Ok(())
+    }
 }
 
 /// The keys that a query sees from its position.
@@ -138,7 +167,7 @@ impl Constraint {
             }
             Self::ValidLens(lens) => ALL.start..lens.get(b, i) as i128,
             Self::Starts(starts) => starts.get(b, i) as i128..ALL.end,
-            Self::Prefix(_) | Self::Columns(_) | Self::Wrong(_) => ALL,
+            Self::Prefix(_) | Self::Tokenized(_) | Self::Wrong(_) => ALL,
         }
     }
 
@@ -156,7 +185,7 @@ impl Constraint {
             Self::ValidLens(lens) => lens.check("valid_lens", n, sizes),
             Self::Starts(starts) => starts.check("starts", n, sizes),
             Self::Prefix(prefix) => prefix.check("prefix", n, sizes),
-            Self::Columns(columns) => match sizes.iter().find(|[_, t_kv]| t_kv != columns) {
+            Self::Tokenized(Tokenized { columns, .. }) => match sizes.iter().find(|[_, t_kv]| t_kv != columns) {
                 Some([_, t_kv]) => {
                     bail!("[{OP}] the attention mask has {columns} columns, expected one for each of {t_kv} keys")
                 }
@@ -207,6 +236,19 @@ impl ValidLens {
         rows.iter().enumerate().try_for_each(|(row, lens)| {
             check_entries(OP, format_args!("row {row} of {what}"), lens.len(), queries(row), "queries")
         })
+    }
+
+    /// Returns the entry of sequence `b`, where there is one for all of its queries.
+    pub(super) fn of_sequence(&self, b: usize) -> Option<usize> {
+        match &*self.0 {
+            Lens::PerSequence(lens) => lens.get(b).copied(),
+            Lens::PerQuery(_) => None,
+        }
+    }
+
+    /// Returns whether there is an entry for each sequence, and one of them is above 0.
+    pub(super) fn is_above_zero(&self) -> bool {
+        matches!(&*self.0, Lens::PerSequence(lens) if lens.iter().any(|&entry| entry > 0))
     }
 
     /// The entry of query `i` of sequence `b`; zero where there is none.

@@ -16,10 +16,11 @@ pub use windows::Windows;
 pub(crate) use constraint::Placement;
 pub(crate) use ranges::RowRanges;
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
-use constraint::{Alignment, Constraint, Reach};
+use constraint::{Alignment, Constraint, Reach, Tokenized};
 
 use candle_attention_modules::base::{Dim, Expect};
 
@@ -86,6 +87,9 @@ impl AttentionMask {
     }
 
     /// Query i sees keys `0..=i` whatever T_kv is: `is_causal` of PyTorch's `scaled_dot_product_attention`.
+    ///
+    /// With a cache, T_kv counts the positions of earlier calls, so that the next query would see the first key alone:
+    /// an error, as such a mask is meant to be [`causal`](Self::causal).
     pub fn causal_upper_left() -> Self {
         Self::aligned(Alignment::Offset(0))
     }
@@ -120,6 +124,10 @@ impl AttentionMask {
 
     /// A tokenizer's attention mask `(B, T_kv)` of ones (a token) and zeros (padding), in any dtype.
     ///
+    /// With a cache, T_kv is the length of the longest sequence with the call. Padding that
+    /// [`AttentionInput::with_starts`](crate::AttentionInput::with_starts) or `with_valid_lens` left out of the cache
+    /// has no column: a mask with columns for it, as transformers passes it in every step, is an error.
+    ///
     /// Rows that are one run of ones become starts and lengths, which leave intervals; otherwise the mask becomes a
     /// `keep` tensor. A row without a one hides every key.
     ///
@@ -131,7 +139,11 @@ impl AttentionMask {
         let runs = runs_of_ones("from_attention_mask", mask)?;
         if runs.iter().any(Option::is_none) {
             let keep = mask.ne(&mask.zeros_like()?)?.unsqueeze(1)?.unsqueeze(1)?;
-            return Ok(Self { keeps: vec![keep], ..Self::none() });
+            let (columns, rows) = (mask.dim(1)?, mask.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.to_vec2::<f32>()?);
+            let end = |row: &Vec<f32>| row.iter().rposition(|&value| value == 1.0).map_or(0, |last| last + 1);
+            let ends = rows.iter().map(end).collect();
+            let mask = Self { keeps: vec![keep], ..Self::none() };
+            return Ok(mask.with(Constraint::Tokenized(Tokenized { columns, ends, has_gaps: true })));
         }
         Ok(Self::of_runs(runs.into_iter().flatten(), mask.dim(1)?))
     }
@@ -140,21 +152,27 @@ impl AttentionMask {
     #[doc(hidden)]
     pub fn of_runs(runs: impl Iterator<Item = (usize, usize)>, columns: usize) -> Self {
         let (starts, ends): (Vec<_>, Vec<_>) = runs.unzip();
-        let this = Self::none().with_valid_lens(ends).with(Constraint::Columns(columns));
+        let tokenized = Tokenized { columns, ends: ends.as_slice().into(), has_gaps: false };
+        let this = Self::none().with_valid_lens(ends).with(Constraint::Tokenized(tokenized));
         if starts.iter().any(|&start| start > 0) { this.with_starts(starts) } else { this }
     }
 
-    /// Hides the keys at and past a length: `(B,)`, or `(B, T_q)` for each query. d2l's `valid_lens`. With a cache,
-    /// lengths count the positions of earlier calls too; padding among the new tokens is
-    /// [`AttentionInput::with_valid_lens`](crate::AttentionInput::with_valid_lens).
+    /// Hides the keys at and past a length: `(B,)`, or `(B, T_q)` for each query. d2l's `valid_lens`.
+    ///
+    /// With a cache, lengths count the positions of earlier calls too. The cache stores keys that a mask hides, as
+    /// [`with_starts`](Self::with_starts) says; [`AttentionInput::with_valid_lens`](crate::AttentionInput::with_valid_lens)
+    /// leaves padding out of the cache instead.
     #[must_use]
     pub fn with_valid_lens(self, lens: impl Into<ValidLens>) -> Self {
         self.with(Constraint::ValidLens(lens.into()))
     }
 
-    /// Hides the keys before a start: left padding, packed documents. With a cache, starts count the positions of
-    /// earlier calls too; padding among the new tokens is
-    /// [`AttentionInput::with_starts`](crate::AttentionInput::with_starts).
+    /// Hides the keys before a start: left padding, packed documents.
+    ///
+    /// With a cache, starts count the positions of earlier calls too. The cache stores keys that a mask hides, so that
+    /// the mask of every later call has to hide them again; a later mask without starts, lengths and tensors is logged
+    /// as a warning, once. [`AttentionInput::with_starts`](crate::AttentionInput::with_starts) leaves padding out of
+    /// the cache instead, and starts do not count it then.
     #[must_use]
     pub fn with_starts(self, starts: impl Into<ValidLens>) -> Self {
         self.with(Constraint::Starts(starts.into()))
@@ -282,6 +300,55 @@ impl AttentionMask {
             matches!(constraint, Constraint::Aligned(_, Reach::Causal { .. } | Reach::Band { right: 0, .. }))
         };
         self.tensor_kind().is_none() && !self.constraints.iter().any(may_hide)
+    }
+
+    /// Returns whether the mask hides some of these new tokens from all queries: their positions in each sequence.
+    pub(crate) fn hides_tokens(&self, tokens: &[Range<usize>]) -> bool {
+        let some = |is_hidden: &dyn Fn(usize, &Range<usize>) -> bool| {
+            tokens.iter().enumerate().any(|(b, tokens)| !tokens.is_empty() && is_hidden(b, tokens))
+        };
+        self.constraints.iter().any(|constraint| match constraint {
+            Constraint::Starts(starts) => some(&|b, new| starts.of_sequence(b).is_some_and(|start| start > new.start)),
+            Constraint::ValidLens(lens) => some(&|b, new| lens.of_sequence(b).is_some_and(|len| len < new.end)),
+            Constraint::Tokenized(tokenized) => tokenized.has_gaps,
+            _ => false,
+        })
+    }
+
+    /// Returns whether the mask has anything that can say which keys are padding: starts, lengths or a tensor.
+    pub(crate) fn can_name_padding(&self) -> bool {
+        let is_length =
+            |constraint: &Constraint| matches!(constraint, Constraint::Starts(_) | Constraint::ValidLens(_));
+        self.tensor_kind().is_some() || self.constraints.iter().any(is_length)
+    }
+
+    /// Returns whether the mask seems to count padding on the left: starts above 0, or a tensor with a row for each
+    /// sequence.
+    pub(crate) fn counts_left_padding(&self) -> bool {
+        let is_start = |constraint: &Constraint| matches!(constraint, Constraint::Starts(own) if own.is_above_zero());
+        let is_by_sequence = |tensor: &Tensor| matches!(*tensor.dims(), [b, _, _, _] if b > 1);
+        self.constraints.iter().any(is_start) || self.keeps.iter().chain(&self.biases).any(is_by_sequence)
+    }
+
+    /// Returns whether a constraint counts from the positions of the queries: a causal mask, a window, chunks.
+    pub(crate) fn counts_from_queries(&self) -> bool {
+        self.constraints.iter().any(|constraint| constraint.alignment().is_some())
+    }
+
+    /// Returns a sequence whose first query has another position by an offset of the mask than among the keys of the
+    /// call, `first_queries`, and the position by the offset.
+    pub(crate) fn other_offset(&self, first_queries: &[i128]) -> Option<(usize, i128)> {
+        let offset = |alignment: &Alignment, b: usize| match alignment {
+            Alignment::End => None,
+            Alignment::Offset(n) => Some(*n as i128),
+            Alignment::Offsets(offsets) => offsets.get(b).map(|&n| n.into()),
+        };
+        let of_sequences = first_queries.iter().enumerate();
+        let mut alignments = self.constraints.iter().filter_map(Constraint::alignment);
+        alignments.find_map(|alignment| {
+            let others = of_sequences.clone().filter_map(|(b, &query)| Some((b, offset(alignment, b)?, query)));
+            others.into_iter().find(|&(_, offset, query)| offset != query).map(|(b, offset, _)| (b, offset))
+        })
     }
 
     /// What kind of tensor hides or adds, if any does: a mask without one is structural.

@@ -243,6 +243,11 @@ impl AttentionMask {
         self.check_whole(op)?;
         let t_kv = longest(placements);
         self.check(b, &[[t_q, t_kv]])?;
+        for constraint in &self.constraints {
+            if let Constraint::Tokenized(tokenized) = constraint {
+                tokenized.check_ends(placements)?;
+            }
+        }
         for (s, placement) in placements.iter().enumerate().filter(|(_, placement)| placement.keys.start > 0) {
             let (first, all) = (placement.keys.start, Placement { keys: 0..placement.keys.end, ..placement.clone() });
             let mut seen = (0..t_q).map(|i| all.seen(&self.constraints, s, i)).filter(|keys| !keys.is_empty());
@@ -302,7 +307,7 @@ impl AttentionMask {
     /// The constraints for a placement of each sequence, where rows of keys are no columns of an attention mask;
     /// without `keep` and `bias` tensors.
     fn placed(&self, placements: Vec<Placement>) -> Self {
-        let is_of_rows = |constraint: &&Constraint| !matches!(constraint, Constraint::Columns(_));
+        let is_of_rows = |constraint: &&Constraint| !matches!(constraint, Constraint::Tokenized(_));
         let constraints = self.constraints.iter().filter(is_of_rows).cloned().collect();
         Self { constraints, fully_masked_rows: self.fully_masked_rows, placements: Some(placements), ..Self::none() }
     }

@@ -1,0 +1,131 @@
+//! Calls that are allowed because somebody can mean them, and that are a mistake more often. Each kind is logged once in
+//! a process, since a model would repeat it for every layer and token.
+
+use std::sync::Once;
+
+use candle_core::{Result, bail};
+
+use super::input::AxisPositions;
+use super::{AttentionInput, OP};
+use crate::cache::{AttentionCache, EarlierPadding, NewTokens};
+use crate::mask::AttentionMask;
+use crate::position::Positions;
+
+/// Logs a warning the first time that this place is reached.
+macro_rules! warn_once {
+    ($($message:tt)+) => {{
+        static LOGGED: Once = Once::new();
+        LOGGED.call_once(|| log::warn!($($message)+));
+    }};
+}
+
+/// Checks the masks of a call, its own and the layer's, against the earlier calls of its cache.
+///
+/// # Errors
+/// For [`AttentionMask::causal_upper_left`] after earlier positions.
+pub(super) fn check_mask(
+    op: &str,
+    given: Option<&AttentionMask>,
+    own: &AttentionMask,
+    tokens: &NewTokens,
+    padding: EarlierPadding,
+) -> Result<()> {
+    let Some(&before) = tokens.before.iter().find(|&&before| before > 0) else { return Ok(()) };
+    if own.shows_later_keys() && given.is_none_or(AttentionMask::shows_later_keys) {
+        warn_once!(
+            "[{op}] a layer that is not causal continues a cache: its earlier tokens have not attended to those of this \
+             call, as in one call over all they would; expected `with_causal(true)`, or a causal mask"
+        );
+    }
+    if padding.is_stored && given.is_none_or(|mask| !mask.can_name_padding()) {
+        warn_once!(
+            "[{op}] this call attends to padding: the mask of an earlier call hid some of its tokens, the cache stores \
+             them, and the mask of this call has no starts, lengths or tensors that hide them; expected padding in \
+             `AttentionInput::with_starts` and `with_valid_lens`, which leave it out of the cache"
+        );
+    }
+    let Some(given) = given else { return Ok(()) };
+    if padding.is_left_out && given.counts_left_padding() {
+        warn_once!(
+            "[{op}] the mask has starts above 0 or a tensor with a row for each sequence, but the cache does not store \
+             the padding that `AttentionInput::with_starts` left out of an earlier call; expected a mask that does not \
+             count it"
+        );
+    }
+    if tokens.t > 0 {
+        check_offset(op, given, tokens, before)?;
+    }
+    Ok(())
+}
+
+/// Checks that the offsets of a causal mask are the numbers of positions that the cache has.
+fn check_offset(op: &str, mask: &AttentionMask, tokens: &NewTokens, before: usize) -> Result<()> {
+    let first_query = |(&before, own): (&usize, &std::ops::Range<usize>)| before as i128 - own.start as i128;
+    let first_queries: Vec<_> = tokens.before.iter().zip(&tokens.tokens).map(first_query).collect();
+    match mask.other_offset(&first_queries) {
+        None => {}
+        Some((_, 0)) => bail!(
+            "[{op}] by the mask, query i attends to keys 0..=i (`causal_upper_left`), but {before} positions are in the \
+             cache before query 0; expected `causal`, which is aligned to the end"
+        ),
+        Some((sequence, offset)) => warn_once!(
+            "[{op}] an offset of the mask puts query 0 of sequence {sequence} at position {offset}, and the cache at {}; \
+             expected `causal`, which is aligned to the end",
+            first_queries[sequence]
+        ),
+    }
+    Ok(())
+}
+
+/// Warns about dropout in a call with a cache that was not made for training.
+pub(super) fn about_dropout(input: &AttentionInput) {
+    if input.train && input.any_cache().is_some_and(|cache| !cache.config().detached()) {
+        warn_once!(
+            "[attention_input] dropout happens in a call with a cache; expected `with_train(false)` for inference, or a \
+             cache made `with_detached(true)` for training"
+        );
+    }
+}
+
+/// Warns about a causal layer, or one with a window, whose keys are another sequence's.
+pub(super) fn about_cross_attention() {
+    warn_once!(
+        "[{OP}] a layer that is causal or has a window is used in cross-attention, where its mask counts from the end of \
+         the other sequence; expected a config without it"
+    );
+}
+
+/// Warns about positions of new tokens that do not come after those in the cache.
+pub(super) fn about_positions(
+    op: &str,
+    cache: &AttentionCache,
+    tokens: &NewTokens,
+    queries: &Positions,
+    axes: Option<&AxisPositions>,
+) {
+    for (sequence, (&before, own)) in tokens.before.iter().zip(&tokens.tokens).enumerate() {
+        if before == 0 || own.is_empty() {
+            continue;
+        }
+        let first = queries.of_sequence(sequence)[own.start] as usize;
+        let last = cache.position(sequence, before - 1);
+        if axes.is_some_and(|axes| is_at_origin(axes, queries, sequence, own.start)) {
+            warn_once!(
+                "[{op}] the axis positions of sequence {sequence} begin at 0 on all axes after {before} positions in the \
+                 cache; expected positions that go on from those of earlier calls"
+            );
+        } else if first <= last {
+            warn_once!(
+                "[{op}] the positions of sequence {sequence} go on at {first}, but the last one in the cache is {last}; \
+                 expected positions that go on from those of earlier calls"
+            );
+        }
+    }
+}
+
+/// Returns whether the first token of a sequence is at 0 on all axes.
+fn is_at_origin(axes: &AxisPositions, queries: &Positions, sequence: usize, token: usize) -> bool {
+    let per_axis = axes.entries.len() / axes.count;
+    let row = if per_axis == queries.t { 0 } else { sequence };
+    (0..axes.count).all(|axis| axes.entries[axis * per_axis + row * queries.t + token] == 0.0)
+}
