@@ -4,6 +4,7 @@
 mod common;
 
 mod gguf;
+mod gguf_metadata;
 mod golden;
 mod integers;
 mod linear;

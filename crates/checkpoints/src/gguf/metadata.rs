@@ -1,29 +1,59 @@
 //! llama.cpp's architectures, and their metadata as the fields of a `config.json`.
 
 use candle_core::quantized::gguf_file::{Content, Value};
-use candle_core::{Result, bail};
+use candle_core::{Error, Result, bail};
 use serde_json::{Map, json};
 
-/// A value of `general.architecture`.
+use candle_attention_modules::base::root;
+
+/// An architecture of llama.cpp: a value of `general.architecture`.
 pub(super) struct Architecture {
     pub name: &'static str,
+    /// The `model_type` of the same model in transformers.
     model_type: &'static str,
     /// Whether llama.cpp's converter reorders the rows of q and k, so that the two entries of a rotated pair are
     /// neighbours.
     pub reorders_rotary: bool,
-    /// Fields of this architecture alone.
+    /// Which layers have a window where `attention.sliding_window_pattern` is one number.
+    window_pattern: Option<FullLayer>,
+    /// Sets the fields that this architecture alone has.
     adjust: fn(&Metadata, &mut Fields) -> Result<()>,
+}
+
+/// The position of the layer without a window in each group of layers.
+#[derive(Clone, Copy)]
+enum FullLayer {
+    First,
+    Last,
+}
+
+impl FullLayer {
+    /// Returns whether a layer has a window, where every `period`-th layer has none. A period of 0 means that all
+    /// layers have one, as in llama.cpp.
+    fn has_window(self, layer: usize, period: usize) -> bool {
+        if period == 0 {
+            return true;
+        }
+        match self {
+            Self::First => !layer.is_multiple_of(period),
+            Self::Last => !(layer + 1).is_multiple_of(period),
+        }
+    }
 }
 
 type Fields = Map<String, serde_json::Value>;
 
 const fn of(name: &'static str, model_type: &'static str) -> Architecture {
-    Architecture { name, model_type, reorders_rotary: false, adjust: |_, _| Ok(()) }
+    Architecture { name, model_type, reorders_rotary: false, window_pattern: None, adjust: |_, _| Ok(()) }
 }
 
 impl Architecture {
     const fn reorders_rotary(self) -> Self {
         Self { reorders_rotary: true, ..self }
+    }
+
+    const fn window_pattern(self, full_layer: FullLayer) -> Self {
+        Self { window_pattern: Some(full_layer), ..self }
     }
 
     const fn adjust(self, adjust: fn(&Metadata, &mut Fields) -> Result<()>) -> Self {
@@ -36,20 +66,20 @@ pub(super) const ARCHITECTURES: &[Architecture] = &[
     of("bert", "bert"),
     of("bloom", "bloom"),
     of("chatglm", "glm"),
-    of("cohere2", "cohere2"),
+    of("cohere2", "cohere2").window_pattern(FullLayer::Last),
     of("command-r", "cohere"),
     of("falcon", "falcon").adjust(|_, fields| {
         fields.insert("new_decoder_architecture".into(), json!(fields["num_kv_heads"] != 1));
         Ok(())
     }),
     of("gemma", "gemma"),
-    of("gemma2", "gemma2").adjust(|metadata, fields| gemma_scale(metadata, fields, 46)),
-    of("gemma3", "gemma3_text").adjust(|metadata, fields| {
+    of("gemma2", "gemma2").window_pattern(FullLayer::Last).adjust(|metadata, fields| gemma_scale(metadata, fields, 46)),
+    of("gemma3", "gemma3_text").window_pattern(FullLayer::Last).adjust(|metadata, fields| {
         rope_by_kind(metadata, fields)?;
         gemma_scale(metadata, fields, 62)
     }),
     of("glm4", "glm4"),
-    of("gpt-oss", "gpt_oss").adjust(|_, fields| {
+    of("gpt-oss", "gpt_oss").window_pattern(FullLayer::Last).adjust(|_, fields| {
         fields["rope_parameters"]["truncate"] = json!(false);
         Ok(())
     }),
@@ -64,13 +94,9 @@ pub(super) const ARCHITECTURES: &[Architecture] = &[
         }
         Ok(())
     }),
-    of("modern-bert", "modernbert").adjust(|metadata, fields| {
-        for (usual, own) in
-            [("sliding_window", "local_attention"), ("sliding_window_pattern", "global_attn_every_n_layers")]
-        {
-            if let Some(value) = fields.remove(usual) {
-                fields.insert(own.into(), value);
-            }
+    of("modern-bert", "modernbert").window_pattern(FullLayer::First).adjust(|metadata, fields| {
+        if let Some(window) = fields.remove("sliding_window") {
+            fields.insert("local_attention".into(), window);
         }
         rope_by_kind(metadata, fields)
     }),
@@ -116,6 +142,13 @@ fn rope_by_kind(metadata: &Metadata, fields: &mut Fields) -> Result<()> {
 /// llama.cpp's base of rotary frequencies where the metadata has none.
 const DEFAULT_BASE: f64 = 10_000.0;
 
+/// The tensors that divide rotary frequencies: of calls of any length, of short and of long ones.
+pub(super) const ROPE_FACTORS: [&str; 3] =
+    ["rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"];
+
+const WINDOW_PATTERN: &str = "attention.sliding_window_pattern";
+const ATTENTION_FACTOR: &str = "rope.scaling.attn_factor";
+
 /// The metadata of a file whose architecture is known.
 pub(super) struct Metadata<'a> {
     pub content: &'a Content,
@@ -123,6 +156,10 @@ pub(super) struct Metadata<'a> {
 }
 
 impl<'a> Metadata<'a> {
+    /// Finds the architecture of a file.
+    ///
+    /// # Errors
+    /// If the file names no architecture, or one that is not known.
     pub fn of(content: &'a Content) -> Result<Self> {
         let known = || ARCHITECTURES.iter().map(|known| known.name).collect::<Vec<_>>().join(", ");
         let Some(name) = content.metadata.get("general.architecture") else {
@@ -130,12 +167,30 @@ impl<'a> Metadata<'a> {
         };
         match ARCHITECTURES.iter().find(|known| name.to_string().is_ok_and(|name| name == known.name)) {
             Some(architecture) => Ok(Self { content, architecture }),
-            None => bail!("[gguf] unknown architecture {}, expected one of: {}", shown(name), known()),
+            None => bail!("[gguf] general.architecture is {}, expected one of: {}", shown(name), known()),
         }
     }
 
+    /// Returns an error that names the architecture.
     pub fn fail<T>(&self, message: impl std::fmt::Display) -> Result<T> {
         bail!("[gguf] {}: {message}", self.architecture.name)
+    }
+
+    /// Adds the metadata that an error of a config is about, which calls them by other names.
+    pub fn explain(&self, error: &Error) -> Error {
+        let text = root(error).to_string();
+        let text = text.lines().next().unwrap_or_default().trim_start_matches("[hf] ").to_string();
+        let mut causes = Vec::new();
+        for (key, names) in NAMES_IN_CONFIGS {
+            if let Some(value) = self.get(key)
+                && names.iter().any(|name| text.contains(name))
+            {
+                causes.push(format!("{key} {}", shown(value)));
+            }
+        }
+        let causes =
+            if causes.is_empty() { String::new() } else { format!("; the metadata have {}", causes.join(", ")) };
+        Error::msg(format!("[gguf] as a config.json: {text}{causes}"))
     }
 
     fn get(&self, key: &str) -> Option<&Value> {
@@ -146,39 +201,66 @@ impl<'a> Metadata<'a> {
         self.fail(format!("{key} is {}, expected {expected}", shown(found)))
     }
 
-    /// A number of things. A list with an entry for each layer has to have the same for all.
+    /// Reads a whole number. A list has to have the same number for each layer.
     pub fn size(&self, key: &str) -> Result<Option<usize>> {
         let Some(found) = self.get(key) else { return Ok(None) };
-        let one = match found {
-            Value::Array(list) if list.iter().all(|entry| whole(entry) == list.first().and_then(whole)) => list.first(),
-            one => Some(one),
+        let size = match found {
+            Value::Array(list) => {
+                let first = list.first().and_then(whole);
+                let is_one_number = list.len() == self.num_layers()? && list.iter().all(|entry| whole(entry) == first);
+                if is_one_number { first } else { None }
+            }
+            one => whole(one),
         };
-        match one.and_then(whole) {
+        match size {
             Some(size) => Ok(Some(size)),
             None => self.expected(key, found, "a whole number, the same for all layers"),
         }
     }
 
+    /// Reads a whole number of at least 1.
+    fn count(&self, key: &str) -> Result<Option<usize>> {
+        match (self.size(key)?, self.get(key)) {
+            (Some(0), Some(found)) => self.expected(key, found, "a whole number of at least 1"),
+            (count, _) => Ok(count),
+        }
+    }
+
+    /// Reads a whole number of at least 1 that has to be there.
     pub fn required(&self, key: &str) -> Result<usize> {
-        match self.size(key)? {
-            Some(size) => Ok(size),
+        match self.count(key)? {
+            Some(count) => Ok(count),
             None => self.fail(format!("the metadata has no {key}")),
         }
     }
 
-    pub fn number(&self, key: &str) -> Result<Option<f64>> {
+    fn num_layers(&self) -> Result<usize> {
+        let key = "block_count";
         match self.get(key) {
-            None => Ok(None),
-            Some(Value::F64(number)) => Ok(Some(*number)),
-            // The shortest decimal, which is what the configuration had that was converted.
-            Some(found) => match found.to_f32().ok().and_then(|number| number.to_string().parse().ok()) {
-                Some(number) => Ok(Some(number)),
-                None => self.expected(key, found, "a number"),
+            None => self.fail(format!("the metadata has no {key}")),
+            Some(found) => match whole(found) {
+                Some(layers @ 1..) => Ok(layers),
+                _ => self.expected(key, found, "a whole number of at least 1"),
             },
         }
     }
 
-    pub fn text(&self, key: &str) -> Result<Option<&str>> {
+    /// Reads a finite number.
+    pub fn number(&self, key: &str) -> Result<Option<f64>> {
+        let Some(found) = self.get(key) else { return Ok(None) };
+        let number = match found {
+            Value::F64(number) => Some(*number),
+            // The shortest decimal, which is what the configuration had that was converted.
+            Value::F32(number) => number.to_string().parse().ok(),
+            _ => None,
+        };
+        match number {
+            Some(number) if number.is_finite() => Ok(Some(number)),
+            _ => self.expected(key, found, "a finite number"),
+        }
+    }
+
+    fn text(&self, key: &str) -> Result<Option<&str>> {
         match self.get(key) {
             None => Ok(None),
             Some(Value::String(text)) => Ok(Some(text)),
@@ -186,24 +268,55 @@ impl<'a> Metadata<'a> {
         }
     }
 
-    /// What the model's `config.json` says, as far as the metadata tell it.
+    fn flag(&self, key: &str) -> Result<Option<bool>> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(Value::Bool(flag)) => Ok(Some(*flag)),
+            Some(found) => self.expected(key, found, "true or false"),
+        }
+    }
+
+    /// Returns the fields of the model's `config.json` that the metadata tell.
     pub fn config(&self) -> Result<serde_json::Value> {
-        let num_heads = self.required("attention.head_count")?;
-        let num_kv_heads = self.size("attention.head_count_kv")?.unwrap_or(num_heads);
-        let has_qk_norm = self.content.tensor_infos.contains_key("blk.0.attn_q_norm.weight");
         let mut fields = Fields::new();
+        self.add_sizes(&mut fields)?;
+        self.add_numbers(&mut fields)?;
+        self.add_windows(&mut fields)?;
+        for (name, key) in [("is_causal", "attention.causal"), ("use_parallel_residual", "use_parallel_residual")] {
+            if let Some(flag) = self.flag(key)? {
+                fields.insert(name.into(), json!(flag));
+            }
+        }
+        fields.insert("tie_word_embeddings".into(), json!(!self.content.tensor_infos.contains_key("output.weight")));
+        for name in ["bos_token_id", "eos_token_id"] {
+            if let Some(found) = self.content.metadata.get(&format!("tokenizer.ggml.{name}")) {
+                let Some(id) = whole(found) else {
+                    bail!("[gguf] tokenizer.ggml.{name} is {}, expected a whole number", shown(found))
+                };
+                fields.insert(name.into(), json!(id));
+            }
+        }
+        fields.insert("rope_parameters".into(), self.rope()?);
+        (self.architecture.adjust)(self, &mut fields)?;
+        Ok(fields.into())
+    }
+
+    fn add_sizes(&self, fields: &mut Fields) -> Result<()> {
         let mut set = |name: &str, value: serde_json::Value| {
             fields.insert(name.into(), value);
         };
+        let num_heads = self.required("attention.head_count")?;
+        let num_kv_heads = self.count("attention.head_count_kv")?.unwrap_or(num_heads);
         set("model_type", json!(self.architecture.model_type));
         set("num_hidden_layers", json!(self.required("block_count")?));
         set("hidden_size", json!(self.required("embedding_length")?));
         set("num_attention_heads", json!(num_heads));
-        set("head_dim", json!(self.size("attention.key_length")?));
+        set("head_dim", json!(self.count("attention.key_length")?));
         for name in ["num_key_value_heads", "num_kv_heads"] {
             set(name, json!(num_kv_heads));
         }
         set("multi_query", json!(num_kv_heads == 1));
+        let has_qk_norm = self.content.tensor_infos.contains_key("blk.0.attn_q_norm.weight");
         for name in ["use_qk_norm", "qk_layernorm"] {
             set(name, json!(has_qk_norm));
         }
@@ -211,22 +324,27 @@ impl<'a> Metadata<'a> {
         for name in ["attention_bias", "bias", "use_bias", "use_qkv_bias"] {
             set(name, json!(false));
         }
-        let sizes = [
+        if let Some(context) = self.count("context_length")? {
+            set("max_position_embeddings", json!(context));
+        }
+        let others = [
             ("intermediate_size", "feed_forward_length"),
-            ("max_position_embeddings", "context_length"),
             ("vocab_size", "vocab_size"),
             ("num_local_experts", "expert_count"),
             ("num_experts_per_tok", "expert_used_count"),
         ];
-        for (name, key) in sizes {
+        for (name, key) in others {
             if let Some(size) = self.size(key)? {
                 set(name, json!(size));
             }
         }
+        Ok(())
+    }
+
+    fn add_numbers(&self, fields: &mut Fields) -> Result<()> {
         let numbers = [
             ("rms_norm_eps", "attention.layer_norm_rms_epsilon"),
             ("layer_norm_eps", "attention.layer_norm_epsilon"),
-            ("attention_multiplier", "attention.scale"),
             ("attn_logit_softcapping", "attn_logit_softcapping"),
             ("final_logit_softcapping", "final_logit_softcapping"),
             ("logit_scale", "logit_scale"),
@@ -236,74 +354,95 @@ impl<'a> Metadata<'a> {
         ];
         for (name, key) in numbers {
             if let Some(number) = self.number(key)? {
-                set(name, json!(number));
+                fields.insert(name.into(), json!(number));
             }
         }
-        if let Some(window) = self.size("attention.sliding_window")? {
-            set("sliding_window", json!(Some(window).filter(|&window| window > 0)));
+        if let Some(scale) = self.scale()? {
+            fields.insert("attention_multiplier".into(), json!(scale));
         }
-        match self.get("attention.sliding_window_pattern") {
-            None => {}
-            Some(Value::Array(layers)) => {
-                let kind = |layer: &Value| match layer.to_bool() {
-                    Ok(true) => "sliding_attention",
-                    _ => "full_attention",
-                };
-                set("layer_types", layers.iter().map(kind).collect());
-            }
-            Some(_) => set("sliding_window_pattern", json!(self.size("attention.sliding_window_pattern")?)),
-        }
-        for (name, key) in [("is_causal", "attention.causal"), ("use_parallel_residual", "use_parallel_residual")] {
-            match self.get(key) {
-                None => {}
-                Some(Value::Bool(flag)) => set(name, json!(flag)),
-                Some(found) => return self.expected(key, found, "true or false"),
-            }
-        }
-        set("tie_word_embeddings", json!(!self.content.tensor_infos.contains_key("output.weight")));
-        for name in ["bos_token_id", "eos_token_id"] {
-            if let Some(id) = self.content.metadata.get(&format!("tokenizer.ggml.{name}")).and_then(whole) {
-                set(name, json!(id));
-            }
-        }
-        set("rope_parameters", self.rope()?);
-        (self.architecture.adjust)(self, &mut fields)?;
-        Ok(fields.into())
+        Ok(())
     }
 
-    /// Rotary positions, but for what tensors hold.
+    /// Reads the scale of the scores; 0 means the usual one, as in llama.cpp.
+    pub fn scale(&self) -> Result<Option<f64>> {
+        Ok(self.number("attention.scale")?.filter(|&scale| scale != 0.0))
+    }
+
+    fn add_windows(&self, fields: &mut Fields) -> Result<()> {
+        if let Some(window) = self.size("attention.sliding_window")? {
+            fields.insert("sliding_window".into(), json!(Some(window).filter(|&window| window > 0)));
+        }
+        let Some(found) = self.get(WINDOW_PATTERN) else { return Ok(()) };
+        let Some(full_layer) = self.architecture.window_pattern else {
+            return self.expected(WINDOW_PATTERN, found, "none, since the layers of this architecture are alike");
+        };
+        let layers = self.num_layers()?;
+        let expected = "whether each layer has a window, or after how many layers one has none";
+        let has_window: Vec<bool> = match found {
+            Value::Array(list) => list.iter().map(is_set).collect::<Option<_>>().unwrap_or_default(),
+            one => match whole(one) {
+                Some(period) => (0..layers).map(|layer| full_layer.has_window(layer, period)).collect(),
+                None => Vec::new(),
+            },
+        };
+        if has_window.len() != layers {
+            return self.expected(WINDOW_PATTERN, found, expected);
+        }
+        let kind = |has_window| if has_window { "sliding_attention" } else { "full_attention" };
+        fields.insert("layer_types".into(), has_window.into_iter().map(kind).collect());
+        Ok(())
+    }
+
+    /// Returns `rope_parameters`, without what tensors hold.
     fn rope(&self) -> Result<serde_json::Value> {
-        let factor = match self.number("rope.scaling.factor")? {
-            None => self.number("rope.scale_linear")?,
-            factor => factor,
-        };
-        let kind = match self.text("rope.scaling.type")? {
-            Some("yarn") if factor.is_none() => return self.fail("the metadata has no rope.scaling.factor"),
-            Some("yarn") => "yarn",
-            None | Some("linear") if factor.is_some_and(|factor| factor != 0.0 && factor != 1.0) => "linear",
-            None | Some("linear" | "none" | "longrope") => "default",
-            Some(other) => {
-                return self
-                    .fail(format!("rope.scaling.type is {other:?}, expected one of: none, linear, yarn, longrope"));
-            }
-        };
         for &(key, neutral) in UNSUPPORTED {
             if let Some(number) = self.number(key)?.filter(|&number| number != neutral) {
                 return self.fail(format!("{key} is {number}, which is not supported, expected {neutral}"));
             }
         }
         let base = self.number("rope.freq_base")?.unwrap_or(DEFAULT_BASE);
+        let factor_key =
+            if self.get("rope.scaling.factor").is_some() { "rope.scaling.factor" } else { "rope.scale_linear" };
+        let factor = self.number(factor_key)?;
+        let has_factor = factor.is_some_and(|factor| factor != 0.0 && factor != 1.0);
+        let kind = match self.text("rope.scaling.type")? {
+            Some("yarn") if factor.is_none() => {
+                return self.fail("rope.scaling.type is \"yarn\", but the metadata has no rope.scaling.factor");
+            }
+            Some("yarn") => "yarn",
+            None | Some("linear") if has_factor => "linear",
+            Some("longrope") if has_factor => {
+                return self.fail(format!("{factor_key} is {factor:?} beside a rope.scaling.type of \"longrope\""));
+            }
+            None | Some("linear" | "none" | "longrope") => "default",
+            Some(other) => {
+                return self
+                    .fail(format!("rope.scaling.type is {other:?}, expected one of: none, linear, yarn, longrope"));
+            }
+        };
+        let has_factors = ROPE_FACTORS.iter().any(|name| self.content.tensor_infos.contains_key(*name));
+        if let Some(scale) = self.number(ATTENTION_FACTOR)?.filter(|&scale| scale != 1.0)
+            && !(kind == "default" && has_factors)
+        {
+            return self.fail(format!("{ATTENTION_FACTOR} is {scale}, which is not supported, expected 1"));
+        }
+        // Read whatever the kind, so that a value of the wrong type is an error.
+        let original_context = self.count("rope.scaling.original_context_length")?;
+        let beta_fast = self.number("rope.scaling.yarn_beta_fast")?;
+        let beta_slow = self.number("rope.scaling.yarn_beta_slow")?;
         let mut rope = json!({"rope_type": kind, "rope_theta": base});
         if kind != "default" {
             rope["factor"] = json!(factor);
-            rope["original_max_position_embeddings"] = json!(self.size("rope.scaling.original_context_length")?);
-            rope["beta_fast"] = json!(self.number("rope.scaling.yarn_beta_fast")?);
-            rope["beta_slow"] = json!(self.number("rope.scaling.yarn_beta_slow")?);
-            if let Some(factor) = self.number("rope.scaling.attn_factor")?.filter(|&factor| factor != 1.0) {
-                return self.fail(format!("rope.scaling.attn_factor is {factor}, which is not supported, expected 1"));
-            }
+            rope["original_max_position_embeddings"] = json!(original_context);
+            rope["beta_fast"] = json!(beta_fast);
+            rope["beta_slow"] = json!(beta_slow);
         }
         Ok(rope)
+    }
+
+    /// Returns the factor by which files with [`ROPE_FACTORS`] multiply queries and keys.
+    pub fn attention_factor(&self) -> Result<f64> {
+        Ok(self.number(ATTENTION_FACTOR)?.unwrap_or(1.0))
     }
 }
 
@@ -316,17 +455,61 @@ const UNSUPPORTED: &[(&str, f64)] = &[
     ("rope.scaling.yarn_ext_factor", 1.0),
 ];
 
+/// The keys that configs are made of, and the names by which errors of configs call them.
+const NAMES_IN_CONFIGS: &[(&str, &[&str])] = &[
+    ("block_count", &["layer"]),
+    ("embedding_length", &["hidden_size", "embed_dim"]),
+    ("attention.head_count", &["num_attention_heads", "num_heads", "heads"]),
+    ("attention.head_count_kv", &["num_key_value_heads", "num_kv_heads", "heads"]),
+    ("attention.key_length", &["head_dim", "rotary_dim"]),
+    ("attention.value_length", &["value_head_dim"]),
+    ("attention.layer_norm_rms_epsilon", &["eps"]),
+    ("attention.layer_norm_epsilon", &["eps"]),
+    ("attention.scale", &["attention_multiplier", "scale"]),
+    ("attn_logit_softcapping", &["softcap"]),
+    ("attention.sliding_window", &["window", "local_attention", "sliding_attention"]),
+    ("attention.sliding_window_pattern", &["layer_types", "sliding_attention"]),
+    ("attention.max_alibi_bias", &["alibi"]),
+    ("attention.clamp_kqv", &["clip_qkv"]),
+    ("attention.causal", &["is_causal"]),
+    ("context_length", &["max_position_embeddings", "original_context"]),
+    ("rope.freq_base", &["rope_theta", "base"]),
+    ("rope.freq_base_swa", &["rope_theta", "base"]),
+    ("rope.dimension_count", &["rotary_dim"]),
+    ("rope.scaling.factor", &["factor"]),
+    ("rope.scale_linear", &["factor"]),
+    ("rope.scaling.attn_factor", &["attention_factor"]),
+    ("rope.scaling.original_context_length", &["original_context", "original_max_position_embeddings"]),
+    ("rope.scaling.yarn_beta_fast", &["beta"]),
+    ("rope.scaling.yarn_beta_slow", &["beta"]),
+];
+
+/// Returns a whole number of any integer type; none for a negative one.
 fn whole(value: &Value) -> Option<usize> {
-    let signed = |number: i64| u64::try_from(number).ok();
     let number = match *value {
-        Value::I8(number) => signed(number.into()),
-        Value::I16(number) => signed(number.into()),
-        Value::I32(number) => signed(number.into()),
-        Value::I64(number) => signed(number),
-        Value::Bool(_) => None,
-        ref value => value.to_u64().ok(),
+        Value::U8(number) => number.into(),
+        Value::U16(number) => number.into(),
+        Value::U32(number) => number.into(),
+        Value::U64(number) => number,
+        Value::I8(number) => number.try_into().ok()?,
+        Value::I16(number) => number.try_into().ok()?,
+        Value::I32(number) => number.try_into().ok()?,
+        Value::I64(number) => number.try_into().ok()?,
+        Value::F32(_) | Value::F64(_) | Value::Bool(_) | Value::String(_) | Value::Array(_) => return None,
     };
-    number.and_then(|number| usize::try_from(number).ok())
+    usize::try_from(number).ok()
+}
+
+/// Returns a flag, which may also be 0 or 1 of any integer type.
+fn is_set(value: &Value) -> Option<bool> {
+    match value {
+        Value::Bool(flag) => Some(*flag),
+        other => match whole(other)? {
+            0 => Some(false),
+            1 => Some(true),
+            _ => None,
+        },
+    }
 }
 
 fn shown(value: &Value) -> String {

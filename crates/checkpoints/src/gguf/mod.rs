@@ -40,11 +40,11 @@ use crate::hf;
 use candle_attention_core::internal::projection_shape;
 use candle_attention_core::{MultiHeadAttention, MultiHeadAttentionConfig, RopeConfig, RopeScaling, RopeStyle};
 use candle_attention_modules::base::rowwise::to_vec;
-use candle_attention_modules::base::{HeadShard, Heads, root};
+use candle_attention_modules::base::{HeadShard, Heads};
 use candle_attention_modules::linear::{PackedLinear, PackedProjection, Projection, Projections};
 use candle_attention_modules::norm::{QkNorm, QkNormKind};
 use file::{File, Weight};
-use metadata::{ARCHITECTURES, Metadata};
+use metadata::{ARCHITECTURES, Metadata, ROPE_FACTORS};
 
 /// The values of `general.architecture` that are known, in alphabetical order.
 pub fn architectures() -> impl Iterator<Item = &'static str> {
@@ -67,11 +67,12 @@ pub fn hf_config(content: &Content) -> Result<Value> {
 /// As [`hf_config`] and [`hf::attention_config`], and where tensors hold a part of the config (the factors of rotary
 /// frequencies of Llama 3.1 and Phi 3), which [`load_attention`] reads.
 pub fn attention_config(content: &Content) -> Result<MultiHeadAttentionConfig> {
-    let cfg = layer_config(&Metadata::of(content)?, 0)?;
+    let metadata = Metadata::of(content)?;
+    let cfg = layer_config(&metadata, 0)?;
     if let Some(name) = ROPE_FACTORS.iter().find(|name| content.tensor_infos.contains_key(**name)) {
         bail!("[gguf] {name} is a part of the config: expected a call of `load_attention`, whose layer has the config")
     }
-    cfg.validate()?;
+    cfg.validate().map_err(|error| metadata.explain(&error))?;
     Ok(cfg)
 }
 
@@ -109,7 +110,7 @@ fn load<R: Read + Seek>(file: &mut File<R>, layer: usize, shard: HeadShard) -> R
     let device = file.device;
     let metadata = Metadata::of(file.content)?;
     let cfg = file.with_rope_factors(&metadata, layer_config(&metadata, layer)?)?;
-    cfg.validate()?;
+    cfg.validate().map_err(|error| metadata.explain(&error))?;
 
     let places = [Projection::Query, Projection::Key, Projection::Value, Projection::Output];
     let [q, k, v, o] = places.map(|place| projection_shape(&cfg, place));
@@ -234,11 +235,7 @@ impl<R: Read + Seek + Send> SimpleBackend for Tensors<R> {
 
 /// What the metadata, the architecture and the presence of tensors tell of a layer.
 fn layer_config(metadata: &Metadata, layer: usize) -> Result<MultiHeadAttentionConfig> {
-    let cfg = hf::attention_config(&metadata.config()?, layer).map_err(|error| {
-        let error = root(&error).to_string();
-        let error = error.lines().next().unwrap_or_default();
-        candle_core::Error::msg(format!("[gguf] as a config.json: {}", error.trim_start_matches("[hf] ")))
-    })?;
+    let cfg = hf::attention_config(&metadata.config()?, layer).map_err(|error| metadata.explain(&error))?;
     let has = |name: &str| metadata.content.tensor_infos.contains_key(&format!("blk.{layer}.{name}.bias"));
     let [q, k, v] = cfg.qkv_bias();
     let (packed, out) = (has("attn_qkv"), cfg.out_bias() || has("attn_output"));
@@ -258,7 +255,7 @@ fn layer_config(metadata: &Metadata, layer: usize) -> Result<MultiHeadAttentionC
         }
         cfg = cfg.with_rope(rope);
     }
-    if let Some(scale) = metadata.number("attention.scale")? {
+    if let Some(scale) = metadata.scale()? {
         cfg = cfg.with_scale(scale);
     }
     match metadata.size("attention.value_length")? {
@@ -266,9 +263,6 @@ fn layer_config(metadata: &Metadata, layer: usize) -> Result<MultiHeadAttentionC
         _ => Ok(cfg),
     }
 }
-
-/// The tensors that divide rotary frequencies: of calls of any length, of short and of long ones.
-const ROPE_FACTORS: [&str; 3] = ["rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"];
 
 impl<R: Read + Seek> File<'_, R> {
     /// The config with the factors of rotary frequencies that the file has.
@@ -298,7 +292,7 @@ impl<R: Read + Seek> File<'_, R> {
             long_factor: factors(names[1])?,
             original_context: context.unwrap_or(u32::MAX as usize),
             factor: None,
-            attention_factor: Some(metadata.number("rope.scaling.attn_factor")?.unwrap_or(1.0)),
+            attention_factor: Some(metadata.attention_factor()?),
         };
         let rope = rope.clone().with_scaling(scaling);
         Ok(cfg.with_rope(rope))
