@@ -13,7 +13,9 @@ mod shards;
 mod spelling;
 mod tensor_parallel;
 mod trained;
+mod unknown;
 mod variables;
+mod x_transformers;
 
 use std::collections::HashMap;
 

@@ -2,6 +2,7 @@
 //! how the projections of a layer are read from them and written to them.
 
 mod detect;
+mod foreign;
 mod layout;
 mod tensors;
 
@@ -11,6 +12,7 @@ pub use tensors::projection_shape;
 
 use candle_core::{Result, Tensor, bail};
 use candle_nn::Linear;
+use foreign::{OTHER_OUTPUTS, refuse_foreign};
 use tensors::projection_tensors;
 
 use crate::config::{KvSharing, MultiHeadAttentionConfig};
@@ -48,6 +50,7 @@ pub(crate) fn load_projections(
     if !cfg.out_proj() {
         refuse_out_proj(source)?;
     }
+    refuse_foreign(layout, cfg.num_heads(), source)?;
     // The published files of layers that read those of an earlier one have both, which nobody reads.
     if cfg.kv_sharing() == KvSharing::KeysAsValues {
         let all = layout.tensors(0, true);
@@ -75,7 +78,10 @@ fn other_name(name: &str) -> Option<String> {
 /// No layout's output projection may be there, whatever its name: without it the numbers are others.
 fn refuse_out_proj(source: &Source) -> Result<()> {
     let of = |name: &str| [format!("{name}.weight"), format!("{name}.bias"), name.to_string()];
-    source.refuse(WeightLayout::output_names().flat_map(of), "the config says there is no output projection")
+    source.refuse(
+        WeightLayout::output_names().chain(OTHER_OUTPUTS).flat_map(of),
+        "the config says there is no output projection",
+    )
 }
 
 /// The inverse of [`load_projections`]: the tensors of a layer's projections, and the mask that some layouts keep.

@@ -8,7 +8,7 @@ use candle_nn::{Init, Linear};
 use super::layout::{Kind, LayoutTensor, QkvOrder, WeightLayout};
 use crate::config::{KvSharing, MultiHeadAttentionConfig};
 use candle_attention_modules::base::{
-    DRAWN_THEN_ZEROED, Heads, Joint, LINEAR_WEIGHT, NO_BIAS, Share, Spec, linear_bias,
+    DRAWN_THEN_ZEROED, Heads, Joint, LINEAR_WEIGHT, NO_BIAS, QueryHeadOrder, Share, Spec, linear_bias,
 };
 use candle_attention_modules::gate::{GateLayout, OutputGate};
 use candle_attention_modules::linear::{ByPlace, Projection};
@@ -137,8 +137,19 @@ impl ProjectionTensor {
         };
         let spec = Spec { share, ..Spec::new(named.name(), shape, init) }
             .only_if(!is_bias || has_bias(cfg, places[0]), NO_BIAS);
-        let joint = Joint { spec, is_transposed, groups, parts };
+        let joint = Joint { spec, is_transposed, groups, parts, query_heads: query_head_order(cfg, layout) };
         (out_dim > 0).then_some(Self { joint, is_bias, places, head })
+    }
+}
+
+/// Returns the order of query heads in a layout. x-transformers repeats all its key heads one after the other.
+fn query_head_order(cfg: &MultiHeadAttentionConfig, layout: WeightLayout) -> QueryHeadOrder {
+    let (num_heads, num_kv_heads) = (cfg.num_heads(), cfg.num_kv_heads());
+    match layout {
+        WeightLayout::XTransformers if num_kv_heads > 1 && num_kv_heads < num_heads => {
+            QueryHeadOrder::Cyclic { num_heads, num_kv_heads }
+        }
+        _ => QueryHeadOrder::Grouped,
     }
 }
 

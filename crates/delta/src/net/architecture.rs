@@ -11,7 +11,8 @@ use serde::{Deserialize, Serialize};
 
 use super::OP;
 use candle_attention_modules::base::{
-    HeadShard, Heads, Joint, LINEAR_WEIGHT, Options, Parameter, Source, Spec, count, has, number, options,
+    HeadShard, Heads, Joint, LINEAR_WEIGHT, Options, Parameter, QueryHeadOrder, Source, Spec, count, has, number,
+    options,
 };
 use candle_attention_modules::gate::GateActivation;
 
@@ -128,7 +129,7 @@ impl GatedDeltaNetConfig {
             let parts: Vec<_> = parts.by_ref().take(count).collect();
             let rows = parts.iter().map(|(rows, _)| rows).sum();
             let spec = Spec::new(format!("{name}.weight"), [&[rows], width].concat(), init);
-            Joint { spec, is_transposed: false, groups, parts }
+            Joint { spec, is_transposed: false, groups, parts, query_heads: QueryHeadOrder::Grouped }
         };
         tensors.iter().map(joint).collect()
     }

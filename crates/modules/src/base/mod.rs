@@ -17,8 +17,8 @@ pub use graph::{gradient_of, record, record_two};
 pub use nearest::{did_you_mean, edits, nearest};
 pub use options::{Options, count, options, yes};
 pub use parameters::{
-    HeadShard, Heads, Joint, NO_BIAS, Parameter, ParameterList, Share, Spec, WeightAndBias, frozen, part, save,
-    variables_without_gradient,
+    HeadShard, Heads, Joint, NO_BIAS, Parameter, ParameterList, QueryHeadOrder, Share, Spec, WeightAndBias, frozen,
+    part, save, variables_without_gradient,
 };
 pub use rowwise::executor;
 pub use source::{DRAWN_THEN_ZEROED, LINEAR_WEIGHT, SCALES, Source, has, hint, linear_bias, root, whole};

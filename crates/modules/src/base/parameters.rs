@@ -106,19 +106,71 @@ pub struct Joint {
     pub groups: usize,
     /// How many rows it has of each projection, those of all processes, and whose heads divide them.
     pub parts: Vec<(usize, Option<Heads>)>,
+    /// The order of the query heads in it.
+    pub query_heads: QueryHeadOrder,
+}
+
+/// The order in which a checkpoint stores the query heads of a layer with fewer key heads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum QueryHeadOrder {
+    /// Those that read one key head stand together: query head h reads key head h / (H / H_kv), as in this crate.
+    Grouped,
+    /// Key heads take turns: query head h reads key head h % `num_kv_heads`.
+    Cyclic {
+        /// H.
+        num_heads: usize,
+        /// H_kv.
+        num_kv_heads: usize,
+    },
+}
+
+impl QueryHeadOrder {
+    /// Returns the same heads along a dimension of a tensor as this crate orders them.
+    fn to_grouped(self, tensor: &Tensor, dim: usize) -> Result<Tensor> {
+        match self {
+            Self::Grouped => Ok(tensor.clone()),
+            Self::Cyclic { num_heads, num_kv_heads } => {
+                swap_blocks(tensor, dim, [num_heads / num_kv_heads, num_kv_heads])
+            }
+        }
+    }
+
+    /// Returns heads that this crate orders in the order of the checkpoint.
+    fn from_grouped(self, tensor: &Tensor, dim: usize) -> Result<Tensor> {
+        match self {
+            Self::Grouped => Ok(tensor.clone()),
+            Self::Cyclic { num_heads, num_kv_heads } => {
+                swap_blocks(tensor, dim, [num_kv_heads, num_heads / num_kv_heads])
+            }
+        }
+    }
+}
+
+/// Divides a dimension into (outer, inner, rest), and returns it as (inner, outer, rest).
+fn swap_blocks(tensor: &Tensor, dim: usize, [outer, inner]: [usize; 2]) -> Result<Tensor> {
+    let dims = tensor.dims();
+    let divided = [&dims[..dim], &[outer, inner, dims[dim] / (outer * inner)], &dims[dim + 1..]].concat();
+    tensor.reshape(divided)?.transpose(dim, dim + 1)?.contiguous()?.reshape(dims)
 }
 
 impl Joint {
-    /// This process's rows of each projection, (rows, ..); none of a tensor that the config does not want. A tensor in
-    /// groups is read whole.
+    /// Returns this process's rows of each projection, (rows, ..); none of a tensor that the config does not want. A
+    /// tensor in groups, or with query heads in another order, is read whole.
     ///
     /// # Errors
     /// For a missing or misshapen tensor, and for one that the config does not want.
     pub fn read(&self, source: &Source) -> Result<Vec<Parameter>> {
         let rows = |read: Tensor| if self.is_transposed { read.t() } else { Ok(read) };
-        let reads_parts = self.groups == 1 && self.spec.share.is_none() && source.shard != HeadShard::WHOLE;
+        let is_grouped = self.query_heads == QueryHeadOrder::Grouped;
+        let reads_parts =
+            self.groups == 1 && self.spec.share.is_none() && is_grouped && source.shard != HeadShard::WHOLE;
         if self.spec.refused.is_some() {
             return source.read_wanted(&self.spec).map(|_| Vec::new());
+        }
+        if let Some(Share::Heads(heads, _)) = self.spec.share
+            && !is_grouped
+        {
+            return Ok(vec![self.read_reordered_columns(heads, rows, source)?]);
         }
         let whole = if reads_parts { None } else { Some(rows(source.read(&self.spec)?)?) };
         let mut end = 0;
@@ -130,18 +182,46 @@ impl Joint {
                 return rows(source.read_part(&self.spec, usize::from(self.is_transposed), own)?).map(Parameter::from);
             };
             let range = at / self.groups..end / self.groups;
-            Parameter(vec![Piece { tensor: whole.clone(), groups: self.groups, range }]).narrow(own)
+            let reordered = (heads == Some(Heads::Query) && !is_grouped).then_some((self.query_heads, 0));
+            Parameter(vec![Piece { tensor: whole.clone(), groups: self.groups, range, reordered }]).narrow(own)
         };
         self.parts.iter().map(part).collect()
     }
 
-    /// The inverse: the tensor, of the rows of each projection.
+    /// Returns all rows of a tensor whose columns belong to heads, of this process's heads.
+    fn read_reordered_columns(
+        &self,
+        heads: Heads,
+        rows: impl Fn(Tensor) -> Result<Tensor>,
+        source: &Source,
+    ) -> Result<Parameter> {
+        let whole = rows(source.read(&Spec { share: None, ..self.spec.clone() })?)?;
+        let (count, width) = whole.dims2()?;
+        let reordered = Some((self.query_heads, 1));
+        let parameter = Parameter(vec![Piece { tensor: whole, groups: 1, range: 0..count, reordered }]);
+        if source.shard == HeadShard::WHOLE {
+            return Ok(parameter);
+        }
+        let own = source.own_range(heads, width);
+        Ok(parameter.tensor()?.narrow(1, own.start, own.len())?.force_contiguous()?.into())
+    }
+
+    /// Returns the tensor of the rows of each projection: the inverse of [`read`](Self::read).
+    ///
+    /// # Errors
+    /// For rows of another number than the tensor has.
     pub fn join(&self, parts: &[Tensor]) -> Result<Tensor> {
-        let grouped = |part: &Tensor| {
+        let grouped = |(part, (_, heads)): (&Tensor, &(usize, Option<Heads>))| {
+            let part = match (heads, self.spec.share) {
+                (Some(Heads::Query), _) => self.query_heads.from_grouped(part, 0)?,
+                (_, Some(Share::Heads(Heads::Query, _))) => self.query_heads.from_grouped(part, 1)?,
+                _ => part.clone(),
+            };
             let (rows, columns) = (part.dims()[0], &part.dims()[1..]);
             part.reshape([&[self.groups, rows / self.groups], columns].concat())
         };
-        let joined = Tensor::cat(&parts.iter().map(grouped).collect::<Result<Vec<_>>>()?, 1)?.flatten(0, 1)?;
+        let parts = parts.iter().zip(&self.parts).map(grouped).collect::<Result<Vec<_>>>()?;
+        let joined = Tensor::cat(&parts, 1)?.flatten(0, 1)?;
         if self.is_transposed { joined.t()?.contiguous() } else { joined.contiguous() }
     }
 }
@@ -156,11 +236,13 @@ struct Piece {
     tensor: Tensor,
     groups: usize,
     range: Range<usize>,
+    /// The order of the query heads along a dimension of these rows, where it is not this crate's.
+    reordered: Option<(QueryHeadOrder, usize)>,
 }
 
 impl From<Tensor> for Parameter {
     fn from(tensor: Tensor) -> Self {
-        Self(vec![Piece { groups: 1, range: 0..tensor.dims()[0], tensor }])
+        Self(vec![Piece { groups: 1, range: 0..tensor.dims()[0], tensor, reordered: None }])
     }
 }
 
@@ -178,11 +260,20 @@ impl Piece {
 
     /// Whether the rows of `next` follow this piece's own in one tensor.
     fn is_followed_by(&self, next: &Self) -> bool {
-        self.tensor.id() == next.tensor.id() && (self.groups, next.groups, self.range.end) == (1, 1, next.range.start)
+        let follows = (self.groups, next.groups, self.range.end) == (1, 1, next.range.start);
+        self.tensor.id() == next.tensor.id() && follows && self.reordered.is_none() && next.reordered.is_none()
     }
 
     /// The rows, (len, ..): the tensor itself or a view of it where they lie side by side, or a copy.
     fn read(&self) -> Result<Tensor> {
+        let rows = self.stored_rows()?;
+        match self.reordered {
+            Some((order, dim)) => order.to_grouped(&rows, dim),
+            None => Ok(rows),
+        }
+    }
+
+    fn stored_rows(&self) -> Result<Tensor> {
         let (rows, columns) = (self.tensor.dims()[0], &self.tensor.dims()[1..]);
         let (start, len) = (self.range.start, self.range.len());
         match self.groups {
