@@ -1,6 +1,6 @@
 //! A config.json and the row of the table that reads it: the config of a layer's attention.
 
-use std::sync::LazyLock;
+use std::sync::{LazyLock, Once};
 
 use candle_attention_core::{KvSharing, MultiHeadAttentionConfig, MultiHeadLatentAttentionConfig};
 use candle_attention_delta::GatedDeltaNetConfig;
@@ -115,8 +115,8 @@ impl<'a> Entry<'a> {
             return fields.fail("attention is not latent, expected a call of `attention_config` or `load_attention`");
         };
         self.refuse_others(fields)?;
-        let [embed_dim, num_heads] = [1, 2].map(|i| fields.get_or(self.family.names[i], self.family.sizes[i]));
-        let cfg = latent.config(fields, embed_dim?, num_heads?, rope)?;
+        let (embed_dim, num_heads) = (self.size(fields, 1)?, self.size(fields, 2)?);
+        let cfg = latent.config(fields, embed_dim, num_heads, rope)?;
         cfg.validate()?;
         Ok(cfg)
     }
@@ -193,12 +193,32 @@ impl<'a> Entry<'a> {
         let layers = match names[0] {
             // T5's decoders are as deep as their encoders unless they say otherwise.
             DECODER_LAYERS if fields.get(DECODER_LAYERS).is_none() => fields.get_or("num_layers", sizes[0])?,
-            name => fields.get_or(name, sizes[0])?,
+            _ => self.size(&fields, 0)?,
         };
         if layer >= layers {
             return fields.fail(format!("there is no layer {layer}, {} is {layers}", names[0]));
         }
         fields.of(layer, layers)
+    }
+
+    /// Reads the number of layers, `embed_dim` or `num_heads`, or their default where transformers has one.
+    fn size(&self, fields: &Fields, which: usize) -> Result<usize> {
+        let Family { names, sizes, has_default_sizes, model_type, .. } = self.family;
+        if !has_default_sizes {
+            return fields.required(names[which]);
+        }
+        if which == 2 && !fields.has(names[2]) && fields.has(names[1]) {
+            static LOGGED: Once = Once::new();
+            LOGGED.call_once(|| {
+                log::warn!(
+                    "[hf] {model_type}: {} is missing beside {}, the default of transformers is {}",
+                    names[2],
+                    names[1],
+                    sizes[2]
+                );
+            });
+        }
+        fields.get_or(names[which], sizes[which])
     }
 
     fn refuse_others(&self, fields: &Fields) -> Result<()> {
@@ -209,11 +229,11 @@ impl<'a> Entry<'a> {
     }
 
     fn heads(&self, fields: &Fields) -> Result<MultiHeadAttentionConfig> {
-        let Family { names, sizes, heads, .. } = self.family;
-        let embed_dim = fields.get_or(names[1], sizes[1])?;
+        let Family { names, heads, .. } = self.family;
+        let embed_dim = self.size(fields, 1)?;
         let [embed_dim, num_heads] = match &self.family.stages {
             Some(stages) => stages.sizes(fields, embed_dim, names[2])?,
-            None => [embed_dim, fields.get_or(names[2], sizes[2])?],
+            None => [embed_dim, self.size(fields, 2)?],
         };
         let cfg = MultiHeadAttentionConfig::new(embed_dim, num_heads);
         if self.family.head_dim_follows || matches!(heads, Heads::Equal) {

@@ -15,7 +15,9 @@
 //! repository, which a census of transformers' models writes, says what each has, and why others are refused.
 //!
 //! Fields that a configuration leaves out have the defaults of the architecture's class in transformers, and the
-//! spellings of older versions are read as transformers reads them. Where a version of transformers computes otherwise
+//! spellings of older versions are read as transformers reads them. A model that transformers knows by another name only
+//! has no defaults of sizes: a missing number of heads is an error there, and elsewhere it is logged once as a warning
+//! where the width is given without it. Where a version of transformers computes otherwise
 //! than others, a layer is what published checkpoints were trained with; `docs/architectures.md` has the list. An
 //! option that changes the numbers and is not supported is an error that names it.
 //!

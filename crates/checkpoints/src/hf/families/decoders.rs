@@ -262,7 +262,7 @@ pub(super) const LATENT: &[Family] = &[
     DEEPSEEK_V3.of("glm4_moe_lite").sizes([47, 2048, 20]).rope(by_flag(202_752))
         .latent(GLM4_LITE),
     // As it is published; transformers loads it as DeepSeek V3.
-    DEEPSEEK_V3.of("kimi_k2").sizes([61, 7168, 64]),
+    DEEPSEEK_V3.of("kimi_k2").has_default_sizes(false),
     DEEPSEEK_V3.of("kimi_linear").sizes([27, 2304, 32]).latent(KIMI_LINEAR).linear(Linear::KIMI)
         .only(&[("mla_use_nope", "true")]),
     DEEPSEEK_V3.of("minicpm3").sizes([62, 2560, 40]).rope(rope(10_000.0, 32_768)).latent(MINICPM3),

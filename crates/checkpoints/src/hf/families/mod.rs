@@ -125,6 +125,8 @@ columns! {
     usual_names: bool = true,
     /// Their defaults.
     sizes: [usize; 3] = [32, 4096, 32],
+    /// Whether transformers has such defaults; it has none for a model that it does not know by this name.
+    has_default_sizes: bool = true,
     heads: Heads = Heads::Grouped(None, None),
     /// Whether heads are always `embed_dim / num_heads` wide, whatever `head_dim` is.
     head_dim_follows: bool = false,
