@@ -8,14 +8,14 @@ use candle_attention::scaled_dot_product_attention_with_lse as with_lse;
 use crate::*;
 
 crate::on_each_device!(
-    random_calls_give_the_oracles_numbers,
-    every_set_of_empty_sizes_gives_the_oracles_numbers,
-    additions_to_scores_come_in_any_float_dtype,
+    sdpa_with_random_masks_and_options_matches_oracle,
+    sdpa_with_empty_sizes_matches_oracle,
+    alibi_sinks_and_bias_in_any_float_dtype_give_equal_output,
 );
 
-/// Each constraint in each dtype, before and after each other and itself, and each set of options in each dtype are
-/// among the draws.
-fn random_calls_give_the_oracles_numbers(device: &Device) {
+/// Checks that the draws have each constraint in each dtype, before and after each other and itself, and each set of
+/// options in each dtype.
+fn sdpa_with_random_masks_and_options_matches_oracle(device: &Device) {
     let drawn = RefCell::new(BTreeSet::new());
     for_all(4_500, recipes(dtypes(device)), |recipe| {
         let (kinds, mut drawn) = (recipe.masks.concat(), drawn.borrow_mut());
@@ -38,8 +38,8 @@ fn random_calls_give_the_oracles_numbers(device: &Device) {
     assert!(found == expected || std::env::var_os("PROPTEST_CASES").is_some(), "{found} of {expected} are drawn");
 }
 
-/// Under each constraint, with another set of options and another dtype each time.
-fn every_set_of_empty_sizes_gives_the_oracles_numbers(device: &Device) {
+/// Each constraint comes with another set of options and another dtype.
+fn sdpa_with_empty_sizes_matches_oracle(device: &Device) {
     let dtypes = dtypes(device);
     let masks: Vec<_> = std::iter::once(vec![]).chain(Kind::all().into_iter().map(|kind| vec![vec![kind]])).collect();
     for (bits, (n, masks)) in (0..16).flat_map(|bits| masks.iter().enumerate().map(move |masks| (bits, masks))) {
@@ -53,8 +53,8 @@ fn every_set_of_empty_sizes_gives_the_oracles_numbers(device: &Device) {
     }
 }
 
-/// The numbers are exact in each of them, so the results are the same to the bit.
-fn additions_to_scores_come_in_any_float_dtype(device: &Device) -> Result<()> {
+/// The numbers are exact in each dtype, so the outputs are equal to the bit.
+fn alibi_sinks_and_bias_in_any_float_dtype_give_equal_output(device: &Device) -> Result<()> {
     for &dtype in dtypes(device) {
         let x = Tensor::randn(0f32, 1., (2, 4, 3, 2), device)?.to_dtype(dtype)?;
         let numbers = Tensor::new(&[[0.5f32, -0.25, 1.0], [0.0, 2.0, f32::NEG_INFINITY], [-3.0, 0.125, 1.5]], device)?;
@@ -75,7 +75,7 @@ fn additions_to_scores_come_in_any_float_dtype(device: &Device) -> Result<()> {
 }
 
 #[test]
-fn a_distance_bias_that_does_not_fit_is_an_error() -> Result<()> {
+fn relative_bias_of_wrong_shape_or_dtype_is_rejected() -> Result<()> {
     let x = Tensor::zeros((2, 3, 4, 8), DType::F32, &Device::Cpu)?;
     for (shape, dtype, expected) in [
         ([3, 8], DType::F32, "relative_bias has shape [3, 8], expected (H = 3, T_q + T_kv - 1 = 7)"),

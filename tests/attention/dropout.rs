@@ -3,10 +3,10 @@
 use crate::*;
 
 crate::on_each_device!(
-    training_drops_a_share_and_scales_the_rest,
-    what_never_or_always_drops,
-    the_context_mixes_the_weights_after_dropout_and_the_lse_is_that_before,
-    a_seed_draws_the_same_again,
+    dropout_in_training_drops_fraction_p_and_rescales_kept_weights,
+    dropout_outside_training_or_with_p_0_or_1_drops_nothing_or_all,
+    dropout_applies_to_output_and_not_to_lse,
+    dropout_with_equal_seed_draws_equal_mask,
 );
 
 /// One call for each dtype of the device.
@@ -38,9 +38,9 @@ fn rounding(dtype: DType) -> f64 {
     }
 }
 
-/// The share that is kept of the weights above zero is 1 - p to within five standard deviations, and a kept weight is
-/// the weight over 1 - p. With a seed, what is kept is PyTorch's mask.
-fn training_drops_a_share_and_scales_the_rest(device: &Device) -> Result<()> {
+/// The fraction of weights above zero that is kept is 1 - p to within five standard deviations, and a kept weight is
+/// the weight over 1 - p. With a seed, the weights that are kept are those that PyTorch keeps.
+fn dropout_in_training_drops_fraction_p_and_rescales_kept_weights(device: &Device) -> Result<()> {
     for call in calls(device)? {
         let (plain, dtype) = (values(&call.with_weights()?.weights), call.q.dtype());
         for p in [0.1, 0.5, 0.9] {
@@ -68,9 +68,8 @@ fn training_drops_a_share_and_scales_the_rest(device: &Device) -> Result<()> {
     Ok(())
 }
 
-/// Outside of training, of probability 0 and 1, and next to these, which are 0 and 1 as f32, the type that generators
-/// draw.
-fn what_never_or_always_drops(device: &Device) -> Result<()> {
+/// Probabilities next to 0 and 1 are 0 and 1 in f32, the type in which random numbers are drawn.
+fn dropout_outside_training_or_with_p_0_or_1_drops_nothing_or_all(device: &Device) -> Result<()> {
     for call in calls(device)? {
         let plain = call.with_weights()?;
         let nothing = AttentionOutput { output: plain.output.zeros_like()?, weights: plain.weights.zeros_like()? };
@@ -98,7 +97,7 @@ fn what_never_or_always_drops(device: &Device) -> Result<()> {
     Ok(())
 }
 
-fn the_context_mixes_the_weights_after_dropout_and_the_lse_is_that_before(device: &Device) -> Result<()> {
+fn dropout_applies_to_output_and_not_to_lse(device: &Device) -> Result<()> {
     for call in calls(device)? {
         let (output, rounding) = (with(&call, training(0.5))?, rounding(call.q.dtype()));
         let wide = |x: &Tensor| x.to_device(&CPU)?.to_dtype(DType::F64);
@@ -114,8 +113,8 @@ fn the_context_mixes_the_weights_after_dropout_and_the_lse_is_that_before(device
     Ok(())
 }
 
-/// And without one every call draws anew.
-fn a_seed_draws_the_same_again(device: &Device) -> Result<()> {
+/// Without a seed, every call draws another mask.
+fn dropout_with_equal_seed_draws_equal_mask(device: &Device) -> Result<()> {
     for call in calls(device)? {
         let run = |options: &SdpaOptions| with(&call, options.clone());
         assert!(values(&run(&training(0.5))?.weights) != values(&run(&training(0.5))?.weights));

@@ -32,10 +32,9 @@ fn layers(table: &Tensor) -> Result<[EmbeddingLayer; 2]> {
     Ok([EmbeddingLayer::from_embedding(Embedding::new(table.clone(), 3))?, with])
 }
 
-/// Each id becomes its row, and the row of its position is added: of ids and tables of any dtype and strides, and from
-/// any position on. No ids give no vectors.
+/// Ids and tables have any dtype and strides, and positions start anywhere. No ids give no vectors.
 #[test]
-fn ids_become_the_sums_of_rows() -> Result<()> {
+fn embedding_adds_rows_of_tokens_and_positions() -> Result<()> {
     let grid = Tensor::new(&[[0u32, 6, 2], [3, 4, 3]], &CPU)?;
     let none = [&[0][..], &[2, 0], &[0, 2]].map(|shape| Tensor::zeros(shape, DType::U32, &CPU));
     let of_dtypes = [DType::U8, DType::U32, DType::I64, DType::I32, DType::I16].map(|dtype| grid.to_dtype(dtype));
@@ -72,7 +71,7 @@ fn ids_become_the_sums_of_rows() -> Result<()> {
 }
 
 #[test]
-fn new_tables_are_drawn_from_the_standard_normal_distribution() -> Result<()> {
+fn embedding_of_new_variables_is_standard_normal() -> Result<()> {
     let (map, layer) = trained(&EmbeddingConfig::new(400, 50).with_max_positions(300))?;
     let tables = named(&map);
     assert_eq!(tables.len(), 2);
@@ -90,9 +89,9 @@ fn new_tables_are_drawn_from_the_standard_normal_distribution() -> Result<()> {
     Ok(())
 }
 
-/// Of the sum of the output times numbers that count up from 1.
+/// The loss is the sum of the output times numbers that count up from 1.
 #[test]
-fn gradients_flow_into_the_rows_and_positions_that_were_used() -> Result<()> {
+fn embedding_gradients_reach_only_rows_and_positions_in_use() -> Result<()> {
     let gradient = |layer: &EmbeddingLayer, ids: &[[u32; 2]; 2], of: &Tensor| -> Result<_> {
         let out = layer.forward(&Tensor::new(ids, &CPU)?)?;
         let factors = Tensor::arange(1f32, (out.elem_count() + 1) as f32, &CPU)?.reshape(out.shape())?;
@@ -115,9 +114,10 @@ fn gradients_flow_into_the_rows_and_positions_that_were_used() -> Result<()> {
     Ok(())
 }
 
-/// Zero in a new variable, the file's where it is loaded, and as it was set where a second layer shares the variable.
+/// The row is zero in a new variable, that of the file where it is loaded, and unchanged where a second layer shares
+/// the variable.
 #[test]
-fn the_padding_row_begins_at_zero_and_stays_as_it_is() -> Result<()> {
+fn embedding_padding_row_starts_at_zero_and_is_not_trained() -> Result<()> {
     let cfg = EmbeddingConfig::new(7, 3).with_padding_idx(2);
     let (map, layer) = trained(&cfg)?;
     let variable = &named(&map)["embedding.weight"];
@@ -134,7 +134,7 @@ fn the_padding_row_begins_at_zero_and_stays_as_it_is() -> Result<()> {
 }
 
 #[test]
-fn a_configuration_survives_json_and_may_leave_options_out() {
+fn embedding_config_round_trips_through_json() {
     let full = EmbeddingConfig::new(7, 3).with_max_positions(4).with_padding_idx(0);
     survives_json(&full);
     let short = r#"{"vocab_size":7,"embed_dim":3}"#;

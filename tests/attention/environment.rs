@@ -51,9 +51,9 @@ fn names(instruction_sets: &[InstructionSet]) -> String {
     instruction_sets.iter().map(InstructionSet::to_string).collect::<Vec<_>>().join(", ")
 }
 
-/// An empty value is no value, and an option overrides whatever there is.
+/// An empty value is no value, and an option overrides the variable.
 #[test]
-fn an_instruction_set_of_the_environment_is_what_calls_run_on() {
+fn instruction_set_of_environment_is_used_by_calls() {
     for instruction_set in InstructionSet::available() {
         for [planned, packed] in answers(&instruction_set.to_string(), "as it comes") {
             assert!(
@@ -74,7 +74,7 @@ fn an_instruction_set_of_the_environment_is_what_calls_run_on() {
 }
 
 #[test]
-fn a_wrong_value_is_an_error() {
+fn instruction_set_of_environment_with_unknown_value_is_rejected() {
     let available = names(&InstructionSet::available());
     let unknown = ["avx3", "AVX2", "avx2 ", "scalar,avx2", "0"].map(|value| {
         let expected = format!(" is {value:?}, which is no instruction set, expected one of {available}");

@@ -116,7 +116,7 @@ impl Exact for Attention {
 const EXACT: (DType, Path) = (DType::F64, Path::REFERENCE);
 
 #[test]
-fn random_gradients_are_slopes() {
+fn sdpa_reference_gradients_match_finite_differences() {
     for_all(400, (splits(recipes(&[DType::F64])), 0..4), |((mut recipe, split), function)| {
         let function = match function {
             0 => Function::Context,
@@ -158,10 +158,10 @@ fn spoil_unseen(call: &mut Attention, special: f64) {
     }
 }
 
-/// With dropout in some cases, the log-sum-exp in the loss in others, and nothing but NaN and infinities where nobody
-/// looks.
+/// Some cases have dropout, some the log-sum-exp in the loss, and some NaN and infinities in keys and values that every
+/// query has masked.
 #[test]
-fn random_gradients_of_the_kernel_are_those_of_the_reference_path() {
+fn sdpa_kernel_gradients_match_reference() {
     for_all(96, kernel_recipes(), |mut recipe| {
         let (dtype, seed) = (recipe.dtype, recipe.seed);
         let special = [None, None, Some(f64::NAN), Some(f64::INFINITY)][(seed / 16 % 4) as usize];
@@ -187,10 +187,10 @@ fn random_gradients_of_the_kernel_are_those_of_the_reference_path() {
     });
 }
 
-/// Nothing changes a bit: neither pools of any size nor, on the best instruction set, what is tracked beside an input.
-/// Of random calls, one whose keys are split, a plain one, and one with tensors of every reach and all options at once.
+/// Calls are random ones, one whose keys are split, a plain one, and one with tensors of every shape and all options.
+/// They run in pools of several sizes, and on the fastest instruction set with each input tracked alone.
 #[test]
-fn random_calls_keep_their_bits() -> Result<()> {
+fn sdpa_bits_do_not_depend_on_threads_or_tracking() -> Result<()> {
     let pools: Vec<_> = [1, 2, 3, 8].into_iter().map(pool).collect();
     let in_pools = |recipe: &Recipe| {
         let call = Attention::new(recipe.case(), Function::Lse).dropping(recipe.seed);

@@ -4,7 +4,7 @@
 use crate::gradients::{Attention, Function};
 use crate::*;
 
-crate::on_each_device!(what_is_no_number_reaches_only_what_sees_it);
+crate::on_each_device!(nan_reaches_only_queries_that_attend_to_it);
 
 const SPECIALS: [f64; 3] = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY];
 
@@ -123,13 +123,13 @@ pub fn fill_unseen(case: &mut Case, special: f64) {
     }
 }
 
-fn what_is_no_number_reaches_only_what_sees_it(device: &Device) {
+fn nan_reaches_only_queries_that_attend_to_it(device: &Device) {
     let dims = Dims { b: 2, h: 4, h_kv: 2, t_q: 5, t_kv: 6, d: 3, d_v: 2 };
     for_all(600, poisons(dims, dtypes(device), false), |poison| poison.check(device, &[Path::REFERENCE]));
 }
 
 #[test]
-fn what_is_no_number_reaches_only_what_sees_it_in_the_kernel() {
+fn nan_in_kernel_reaches_only_queries_that_attend_to_it() {
     let dims = Dims { b: 2, h: 4, h_kv: 2, t_q: 21, t_kv: 67, d: 9, d_v: 18 };
     for_all(200, poisons(dims, &DTYPES, true), |poison| poison.check(&Device::Cpu, &Path::kernels()));
 }

@@ -1,13 +1,8 @@
 //! Every parameter of a layer gets a gradient, and it is the right one.
 
 use crate::by_hand::{Input, Parameters};
-use crate::registry::{Kind, configs, content, relative};
+use crate::registry::{Feature, Kind, content, relative};
 use crate::*;
-
-/// Those of plain loops, and those that have relative positions.
-fn all_configs() -> impl Iterator<Item = (&'static str, Kind)> {
-    configs().into_iter().chain(relative()).chain(content().into_iter().map(|cfg| ("content", Kind::MultiHead(cfg))))
-}
 
 /// Lengths under which the first sequence is padded and its first query sees nothing, and a bias.
 fn padding_and_bias(kind: &Kind) -> Vec<Mask> {
@@ -88,13 +83,27 @@ impl Exact for Call {
 
 const EXACT: (DType, bool) = (DType::F64, false);
 
-fn for_each_config(check: impl Fn(&str, &Kind) -> Result<()>) -> Result<()> {
-    all_configs().try_for_each(|(name, kind)| check(name, &kind).map_err(|error| error.context(name)))
+/// Calls `check` with each layer of a feature, and adds the layer's name to an error.
+fn for_each_layer(
+    layers: impl IntoIterator<Item = (&'static str, Kind)>,
+    check: impl Fn(&str, &Kind) -> Result<()>,
+) -> Result<()> {
+    layers.into_iter().try_for_each(|(name, kind)| check(name, &kind).map_err(|error| error.context(name)))
 }
 
-#[test]
-fn every_parameter_and_input_has_the_slopes_of_plain_loops() -> Result<()> {
-    for_each_config(|_, kind| {
+/// Layers with relative positions, which plain loops do not compute.
+fn with_relative_positions() -> Vec<(&'static str, Kind)> {
+    relative().into_iter().chain(content().into_iter().map(|cfg| ("content", Kind::MultiHead(cfg)))).collect()
+}
+
+/// Checks gradients of every parameter and input in f64 against finite differences, and that no fused step swallows
+/// the gradient of what is tracked alone: neither a kernel nor the one product for q, k and v.
+fn gradients_match_finite_differences(feature: Feature) -> Result<()> {
+    check_gradients(feature.configs())
+}
+
+fn check_gradients(layers: Vec<(&'static str, Kind)>) -> Result<()> {
+    for_each_layer(layers.clone(), |_, kind| {
         [vec![], padding_and_bias(kind)].into_iter().try_for_each(|masks| {
             let call = Call::new(kind, masks);
             has_slopes(&call, &EXACT, 1e-6, 4)?;
@@ -103,23 +112,43 @@ fn every_parameter_and_input_has_the_slopes_of_plain_loops() -> Result<()> {
             let [plain, of_memory] = ways.map(|way| backward(&call, &way, |_| true));
             are_near(&of_memory?, &plain?, |_, _| 1e-9)
         })
-    })
-}
-
-/// No fused step, and no product for q, k and v at once, swallows a gradient.
-#[test]
-fn what_is_tracked_alone_gets_the_same_gradient() -> Result<()> {
-    for_each_config(|_, kind| {
+    })?;
+    for_each_layer(layers, |_, kind| {
         let call = Call::new(kind, padding_and_bias(kind));
         is_tracked_alone(&call, &EXACT, [1e-13, 1e-11])?;
         is_tracked_alone(&call, &(DType::F32, false), [1e-5, 2e-4])
     })
 }
 
+test_each_feature!(
+    gradients_match_finite_differences:
+    layer_gradients_with_heads_biases_and_widths_match_finite_differences => Plain,
+    layer_gradients_with_gqa_match_finite_differences => Gqa,
+    layer_gradients_with_causal_mask_match_finite_differences => Causal,
+    layer_gradients_with_window_match_finite_differences => Window,
+    layer_gradients_with_softcap_match_finite_differences => Softcap,
+    layer_gradients_with_sinks_match_finite_differences => Sinks,
+    layer_gradients_with_norms_match_finite_differences => Norms,
+    layer_gradients_with_clip_match_finite_differences => Clip,
+    layer_gradients_with_alibi_match_finite_differences => Alibi,
+    layer_gradients_with_rope_match_finite_differences => Rope,
+    layer_gradients_with_gate_match_finite_differences => Gate,
+    layer_gradients_with_learned_keys_match_finite_differences => LearnedKeys,
+    layer_gradients_with_cross_attention_match_finite_differences => Cross,
+    layer_gradients_with_all_options_match_finite_differences => AllAtOnce,
+    latent_attention_gradients_match_finite_differences => Latent,
+);
+
+#[test]
+fn layer_gradients_with_relative_positions_match_finite_differences() -> Result<()> {
+    check_gradients(with_relative_positions())
+}
+
 /// A bias of keys alone moves all scores of a query together, so its gradient is zero there but for rounding.
 #[test]
-fn every_parameter_gets_a_gradient_in_every_dtype() -> Result<()> {
-    for_each_config(|name, kind| {
+fn layer_gradients_in_every_dtype_reach_every_parameter() -> Result<()> {
+    let layers = Feature::ALL.into_iter().flat_map(Feature::configs).chain(with_relative_positions());
+    for_each_layer(layers, |name, kind| {
         let call = Call::new(kind, vec![]);
         let exact = backward(&call, &EXACT, |_| true)?;
         // Small networks of positions turn other units off where they round.

@@ -11,6 +11,25 @@
 //! PROPTEST_CASES=100000 PROPTEST_RNG_SEED=7 cargo test --test attention flash::grid
 //! ```
 
+/// Makes a test of `fn check(Feature) -> Result<()>` for each feature that is named.
+macro_rules! test_each_feature {
+    ($check:ident: $($name:ident => $feature:ident),+ $(,)?) => {
+        $( #[test] fn $name() -> Result<()> { $check($crate::registry::Feature::$feature) } )+
+    };
+}
+
+/// Makes a test of `fn check(Feature, &Device) -> Result<()>` for each feature that is named, on each device.
+macro_rules! test_each_feature_on_each_device {
+    ($check:ident: $($name:ident => $feature:ident),+ $(,)?) => {
+        mod each_feature {
+            use super::*;
+
+            $( fn $name(device: &Device) -> Result<()> { $check($crate::registry::Feature::$feature, device) } )+
+            $crate::on_each_device!($($name),+);
+        }
+    };
+}
+
 #[path = "../common/mod.rs"]
 mod common;
 #[path = "../cache/seeded.rs"]

@@ -5,10 +5,10 @@ use candle_attention::scaled_dot_product_attention_with_weights as attend;
 use crate::*;
 
 crate::on_each_device!(
-    random_masks_have_one_meaning,
-    lengths_come_from_lists_and_tensors,
-    a_keep_is_of_the_ones_and_zeros_that_its_view_shows,
-    empty_views_that_begin_past_their_buffer_are_read,
+    mask_with_random_constraints_matches_oracle,
+    valid_lens_from_lists_and_tensors_are_equal,
+    bool_mask_checks_only_entries_of_its_view,
+    mask_tensors_may_be_empty_views_past_the_end_of_their_buffer,
 );
 
 /// At the end of `usize` and around `i64::MAX`.
@@ -51,8 +51,9 @@ fn both(recipe: &Recipe, device: &Device) -> Result<(Case, AttentionMask)> {
     Ok((case, mask))
 }
 
-/// `kv_range`, `query_position`, `Display` and `to_additive` against the oracle's rule for one query and one key.
-fn random_masks_have_one_meaning(device: &Device) {
+/// `kv_range`, `query_position`, `Display` and `to_additive` are compared with the oracle's rule for one query and one
+/// key.
+fn mask_with_random_constraints_matches_oracle(device: &Device) {
     let dtypes: &[DType] = if device.is_metal() { &[DType::F32] } else { &[DType::F32, DType::F64] };
     for_all(5_000, recipes(dtypes), |recipe| {
         let dims @ Dims { b, h, t_q, t_kv, .. } = recipe.dims;
@@ -94,10 +95,10 @@ fn random_masks_have_one_meaning(device: &Device) {
     });
 }
 
-/// Joined in either order, with itself and with nothing, a mask hides and adds the same. Which mask comes first decides
-/// only where ALiBi counts from.
+/// Joined in either order, with itself and with an empty mask, a mask has the same masked keys and biases. The order
+/// decides only where ALiBi counts from.
 #[test]
-fn joining_masks_commutes() {
+fn mask_joining_commutes_and_associates() {
     let device = Device::Cpu;
     for_all(2_000, (recipes(&[DType::F64]), recipes(&[DType::F64])), |(one, other)| {
         let other = Recipe { dims: one.dims, dtype: one.dtype, ..other };
@@ -128,7 +129,7 @@ fn joining_masks_commutes() {
     });
 }
 
-fn lengths_come_from_lists_and_tensors(device: &Device) -> Result<()> {
+fn valid_lens_from_lists_and_tensors_are_equal(device: &Device) -> Result<()> {
     for dtype in [DType::U8, DType::U32, DType::I64] {
         let one = Tensor::new(&[3u8, 0], device)?.to_dtype(dtype)?;
         assert_eq!(ValidLens::from_tensor(&one)?, ValidLens::from(vec![3, 0]));
@@ -141,7 +142,7 @@ fn lengths_come_from_lists_and_tensors(device: &Device) -> Result<()> {
 }
 
 #[test]
-fn huge_sizes_do_not_overflow() {
+fn mask_of_huge_sizes_does_not_overflow() {
     let far = AttentionMask::causal_with_offset(usize::MAX).resolve(1, 2, 2).expect("fits");
     assert_eq!(far.query_position(1), i64::MAX);
     let long = AttentionMask::causal().resolve(1, usize::MAX, 2).expect("fits");
@@ -154,9 +155,9 @@ fn huge_sizes_do_not_overflow() {
     assert_eq!((all.kv_range(usize::MAX, 0), all.query_position(usize::MAX)), (0..0, i64::MAX));
 }
 
-/// Some queries and some keys of two whole sequences.
+/// Parts are some queries and some keys of two whole sequences.
 #[test]
-fn a_part_of_a_mask_leaves_of_its_keys_what_the_whole_leaves() -> Result<()> {
+fn mask_of_part_equals_part_of_whole_mask() -> Result<()> {
     let masks = [
         AttentionMask::causal(),
         AttentionMask::causal_with_offset(2),
@@ -181,8 +182,8 @@ fn a_part_of_a_mask_leaves_of_its_keys_what_the_whole_leaves() -> Result<()> {
     Ok(())
 }
 
-/// Entries beside a view are not its own, and what a view repeats is there once, however often.
-fn a_keep_is_of_the_ones_and_zeros_that_its_view_shows(device: &Device) -> Result<()> {
+/// Entries outside a view are not checked, and entries that a view repeats are checked once.
+fn bool_mask_checks_only_entries_of_its_view(device: &Device) -> Result<()> {
     let bytes = Tensor::new(&[[7u8, 1, 0, 1], [9, 0, 1, 2]], device)?;
     let resolve = |keep: &Tensor| AttentionMask::none().with_bool_mask(keep).resolve(1, 2, 2).map(drop);
     resolve(&bytes.narrow(1, 1, 2)?)?;
@@ -198,8 +199,9 @@ fn a_keep_is_of_the_ones_and_zeros_that_its_view_shows(device: &Device) -> Resul
     Ok(())
 }
 
-/// A batch of none, cut from a longer buffer: the view's offset lies outside the storage, where Candle's copies panic.
-fn empty_views_that_begin_past_their_buffer_are_read(device: &Device) -> Result<()> {
+/// Of an empty batch that is cut from a longer buffer, the view's offset lies outside the storage, where Candle's
+/// copies panic.
+fn mask_tensors_may_be_empty_views_past_the_end_of_their_buffer(device: &Device) -> Result<()> {
     let view = |shape: &[usize], dtype| {
         let mut shape = shape.to_vec();
         let last = shape.len() - 1;

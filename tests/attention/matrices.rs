@@ -1,65 +1,46 @@
-//! The vocabulary of masks: each as a user writes it, and drawn as a matrix of a row for each query, with `1` for a key
-//! that it sees.
+//! Masks as a user writes them, beside the matrices that they stand for: a row for each query, with `1` for a key that
+//! it attends to.
 
 use crate::*;
 
-crate::on_each_device!(every_mask_is_what_is_drawn, attention_masks_are_rows_of_ones_and_zeros,);
+crate::on_each_device!(
+    no_mask_and_causal_masks_match_drawn_matrices,
+    valid_lens_and_starts_match_drawn_matrices,
+    window_masks_match_drawn_matrices,
+    chunk_masks_match_drawn_matrices,
+    prefix_masks_match_drawn_matrices,
+    joined_masks_match_drawn_matrices,
+    attention_mask_of_ones_and_zeros_masks_zeros,
+);
 
-/// Masks, and matrices for as many queries as keys, fewer, and more; then what is special about the mask.
-fn vocabulary() -> Vec<(AttentionMask, &'static str)> {
-    let none = AttentionMask::none;
-    let lower_right = AttentionMask::causal;
-    let top_left = AttentionMask::causal_upper_left;
-    let offset = AttentionMask::causal_with_offset;
-    let offsets = |n: i64| AttentionMask::causal_with_offsets([n]);
-    vec![
-        (none(), "1111 1111 1111 1111 | 11111 11111 | 11 11 11 11 11"),
-        // Aligned to the end, and to the start.
-        (lower_right(), "1... 11.. 111. 1111 | 1111. 11111 | .. .. .. 1. 11"),
-        (top_left(), "1... 11.. 111. 1111 | 1.... 11... | 1. 11 11 11 11 | 1..... 11.... 111... 1111.."),
-        (offset(0), "1..... 11.... 111... 1111.."),
-        (offset(1), "11.. 111. 1111 1111 | 11... 111.. | 11 11 11 11 11"),
-        (offsets(-1), "... 1.. 11. | .. 1. 11 11"),
-        (offsets(-2).with_window(1), "... ... 1.. .1."),
-        (none().with_valid_lens(vec![3]), "111. 111. 111. 111. | 111.. 111.. | 11 11 11 11 11"),
-        (none().with_valid_lens(vec![vec![0, 3, 1]]), "... 111 1.. | .. 11 1. | .... 111. 1..."),
-        (none().with_starts(vec![2]), "..11 ..11 ..11 ..11 | ..111 ..111 | .. .. .. .. .."),
-        (none().with_starts(vec![vec![0, 1, 3]]), "111 .11 ..."),
-        // A window counts the query's own key.
-        (lower_right().with_window(2), "1... 11.. .11. ..11 | ..11. ...11 | .. .. .. 1. 11"),
-        (none().with_window(1), "1111 .111 ..11 ...1 | ...11 ....1 | 11 11 11 11 .1"),
-        (top_left().with_window(2), "1.... 11... .11.."),
-        (offset(2).with_window(2), ".11.. ..11. ...11"),
-        (none().with_local_window(1, 2), "111. 1111 .111 ..11 | ..111 ...11 | .. 1. 11 11 11"),
-        (none().with_local_window(0, 0), "1.. .1. ..1"),
-        (lower_right().with_local_window(1, 2), "1.. 11. .11"),
-        (none().with_local_window(2, 0).with_local_window(0, 2), "1.. .1. ..1"),
-        // Chunks count from the first key; a query before it stands in a chunk without keys.
-        (none().with_chunk(2), "11.. 11.. ..11 ..11 | ..11. ....1 | .. .. .. 11 11"),
-        (lower_right().with_chunk(3), "1... 11.. 111. ...1 | ...1. ...11"),
-        (offset(1).with_chunk(2), "11.... ..1... ..11.. ....1."),
-        // A prefix lifts the causal constraint and no other; two hold together like any two constraints.
-        (lower_right().with_prefix(vec![3]), "111. 111. 111. 1111 | 1111. 11111 | 11 11 11 11 11"),
-        (lower_right().with_prefix(vec![3]).with_valid_lens(vec![2]), "11. 11. 11."),
-        (lower_right().with_prefix(vec![3]).with_window(2), "111 111 .11"),
-        (lower_right().with_prefix(vec![vec![0, 3, 0]]), "1.. 111 111"),
-        (none().with_prefix(vec![1]), "11 11"),
-        (lower_right().with_prefix(vec![1]).with_prefix(vec![3]), "1.. 11. 111"),
-        // Joined masks keep their own alignments, and a prefix lifts the causal constraint of its own mask.
-        (lower_right().and(&top_left()), "1.... 11... 111.. | .. .. 1. 11"),
-        (none().with_window(2).and(&top_left()), "1.... .1... ..1.. ...1."),
-        (lower_right().with_prefix(vec![2]).and(&offset(0)), "1.. 11. 111"),
-        // What is built upon masks that agree about positions counts from there.
-        (none().with_valid_lens(vec![4]).and(&top_left()).with_window(2), "1.... 11... .11.."),
-        (lower_right().and(&lower_right()).with_prefix(vec![2]), "11. 11. 111"),
-    ]
+/// A mask, and its matrices for several lengths: as many queries as keys, fewer, and more, where these differ.
+type Drawn = (AttentionMask, &'static str);
+
+fn none() -> AttentionMask {
+    AttentionMask::none()
 }
 
-/// The intervals of keys, and what both paths compute: for values that are the rows of a unit matrix, the weights.
-fn every_mask_is_what_is_drawn(device: &Device) -> Result<()> {
+fn lower_right() -> AttentionMask {
+    AttentionMask::causal()
+}
+
+fn upper_left() -> AttentionMask {
+    AttentionMask::causal_upper_left()
+}
+
+fn offset(n: usize) -> AttentionMask {
+    AttentionMask::causal_with_offset(n)
+}
+
+fn offsets(n: i64) -> AttentionMask {
+    AttentionMask::causal_with_offsets([n])
+}
+
+/// Compares the key ranges of masks with their matrices, and what both paths compute: for values that are the rows of a
+/// unit matrix, the output is the weights.
+fn match_matrices<const N: usize>(masks: [Drawn; N], device: &Device) -> Result<()> {
     let joined = |rows: Vec<String>| rows.join(" ");
-    for (n, (mask, matrices)) in vocabulary().into_iter().enumerate() {
-        assert_eq!(mask.is_none(), n == 0, "{mask:?}");
+    for (mask, matrices) in masks {
         for drawn in matrices.split(" | ") {
             let (t_q, t_kv) = (drawn.split(' ').count(), drawn.split(' ').next().map_or(0, str::len));
             let found = mask.resolve(1, t_q, t_kv)?.to_string();
@@ -77,8 +58,84 @@ fn every_mask_is_what_is_drawn(device: &Device) -> Result<()> {
     Ok(())
 }
 
-/// As starts and lengths, with nothing left to read from memory, where the ones of each row are beside each other.
-fn attention_masks_are_rows_of_ones_and_zeros(device: &Device) -> Result<()> {
+/// Causal masks are aligned to the end, to the start, or to an offset.
+fn no_mask_and_causal_masks_match_drawn_matrices(device: &Device) -> Result<()> {
+    let masks = [
+        (none(), "1111 1111 1111 1111 | 11111 11111 | 11 11 11 11 11"),
+        (lower_right(), "1... 11.. 111. 1111 | 1111. 11111 | .. .. .. 1. 11"),
+        (upper_left(), "1... 11.. 111. 1111 | 1.... 11... | 1. 11 11 11 11 | 1..... 11.... 111... 1111.."),
+        (offset(0), "1..... 11.... 111... 1111.."),
+        (offset(1), "11.. 111. 1111 1111 | 11... 111.. | 11 11 11 11 11"),
+        (offsets(-1), "... 1.. 11. | .. 1. 11 11"),
+        (offsets(-2).with_window(1), "... ... 1.. .1."),
+    ];
+    assert_eq!(masks.each_ref().map(|(mask, _)| mask.is_none()), [true, false, false, false, false, false, false]);
+    match_matrices(masks, device)
+}
+
+fn valid_lens_and_starts_match_drawn_matrices(device: &Device) -> Result<()> {
+    let masks = [
+        (none().with_valid_lens(vec![3]), "111. 111. 111. 111. | 111.. 111.. | 11 11 11 11 11"),
+        (none().with_valid_lens(vec![vec![0, 3, 1]]), "... 111 1.. | .. 11 1. | .... 111. 1..."),
+        (none().with_starts(vec![2]), "..11 ..11 ..11 ..11 | ..111 ..111 | .. .. .. .. .."),
+        (none().with_starts(vec![vec![0, 1, 3]]), "111 .11 ..."),
+    ];
+    match_matrices(masks, device)
+}
+
+/// A window counts the query's own key.
+fn window_masks_match_drawn_matrices(device: &Device) -> Result<()> {
+    let masks = [
+        (lower_right().with_window(2), "1... 11.. .11. ..11 | ..11. ...11 | .. .. .. 1. 11"),
+        (none().with_window(1), "1111 .111 ..11 ...1 | ...11 ....1 | 11 11 11 11 .1"),
+        (upper_left().with_window(2), "1.... 11... .11.."),
+        (offset(2).with_window(2), ".11.. ..11. ...11"),
+        (none().with_local_window(1, 2), "111. 1111 .111 ..11 | ..111 ...11 | .. 1. 11 11 11"),
+        (none().with_local_window(0, 0), "1.. .1. ..1"),
+        (lower_right().with_local_window(1, 2), "1.. 11. .11"),
+        (none().with_local_window(2, 0).with_local_window(0, 2), "1.. .1. ..1"),
+    ];
+    match_matrices(masks, device)
+}
+
+/// Chunks count from the first key; a query before it is in a chunk without keys.
+fn chunk_masks_match_drawn_matrices(device: &Device) -> Result<()> {
+    let masks = [
+        (none().with_chunk(2), "11.. 11.. ..11 ..11 | ..11. ....1 | .. .. .. 11 11"),
+        (lower_right().with_chunk(3), "1... 11.. 111. ...1 | ...1. ...11"),
+        (offset(1).with_chunk(2), "11.... ..1... ..11.. ....1."),
+    ];
+    match_matrices(masks, device)
+}
+
+/// A prefix relaxes the causal constraint and no other. Two prefixes combine with AND, as any two constraints.
+fn prefix_masks_match_drawn_matrices(device: &Device) -> Result<()> {
+    let masks = [
+        (lower_right().with_prefix(vec![3]), "111. 111. 111. 1111 | 1111. 11111 | 11 11 11 11 11"),
+        (lower_right().with_prefix(vec![3]).with_valid_lens(vec![2]), "11. 11. 11."),
+        (lower_right().with_prefix(vec![3]).with_window(2), "111 111 .11"),
+        (lower_right().with_prefix(vec![vec![0, 3, 0]]), "1.. 111 111"),
+        (none().with_prefix(vec![1]), "11 11"),
+        (lower_right().with_prefix(vec![1]).with_prefix(vec![3]), "1.. 11. 111"),
+        (lower_right().with_prefix(vec![2]).and(&offset(0)), "1.. 11. 111"),
+        (lower_right().and(&lower_right()).with_prefix(vec![2]), "11. 11. 111"),
+    ];
+    match_matrices(masks, device)
+}
+
+/// Joined masks keep their alignments, and a prefix relaxes the causal constraint of its own mask. A window that is
+/// added to masks with equal positions counts from there.
+fn joined_masks_match_drawn_matrices(device: &Device) -> Result<()> {
+    let masks = [
+        (lower_right().and(&upper_left()), "1.... 11... 111.. | .. .. 1. 11"),
+        (none().with_window(2).and(&upper_left()), "1.... .1... ..1.. ...1."),
+        (none().with_valid_lens(vec![4]).and(&upper_left()).with_window(2), "1.... 11... .11.."),
+    ];
+    match_matrices(masks, device)
+}
+
+/// Where the ones of each row are adjacent, the mask has starts and lengths, and no tensor is read.
+fn attention_mask_of_ones_and_zeros_masks_zeros(device: &Device) -> Result<()> {
     let without_holes: [&[&str]; 6] =
         [&["111.", "1...", "1111"], &[".111", "...1"], &[".11.", "11.."], &["....", ".1.."], &["...."], &[]];
     let with_holes: [&[&str]; 3] = [&["1.11", "....", "11.."], &["11.1"], &["....", "1.1.", "1111"]];
@@ -98,9 +155,9 @@ fn attention_masks_are_rows_of_ones_and_zeros(device: &Device) -> Result<()> {
     Ok(())
 }
 
-/// Builders that count from a query's position, on masks that disagree about it.
+/// Both count from the position of a query, of which these masks have two.
 #[test]
-fn what_joined_masks_leave_unclear_is_an_error() {
+fn window_and_prefix_on_joined_masks_with_different_positions_are_rejected() {
     let joined = AttentionMask::causal().and(&AttentionMask::causal_upper_left());
     let error = |mask: &AttentionMask| error_text(mask.resolve(1, 2, 5));
     for (builder, mask) in [
@@ -121,9 +178,9 @@ fn what_joined_masks_leave_unclear_is_an_error() {
     }
 }
 
-/// ALiBi counts from a query's position: masks that disagree about it leave none, unless the shape makes them agree.
+/// ALiBi counts from the position of a query. Masks whose alignments differ have one only for shapes where these agree.
 #[test]
-fn alibi_on_masks_that_disagree_about_positions_is_an_error() {
+fn alibi_on_joined_masks_with_different_positions_is_rejected() {
     let joined = AttentionMask::causal().and(&AttentionMask::causal_upper_left());
     let zeros = |t: usize| Tensor::zeros((1, 1, t, 8), DType::F32, &Device::Cpu).expect("zeros");
     let slopes = Tensor::ones(1, DType::F32, &Device::Cpu).expect("a slope");

@@ -3,7 +3,7 @@
 use crate::gradients::{Attention, Function};
 use crate::*;
 
-crate::on_each_device!(random_parts_merge_to_the_whole);
+crate::on_each_device!(merge_attention_of_random_parts_matches_whole);
 
 /// The part that each key goes to, side by side or scattered, and the part that the sinks go to.
 #[derive(Debug, Clone)]
@@ -100,14 +100,14 @@ fn check(recipe: &Recipe, split: &Split, device: &Device, path: Path) -> Result<
     Ok(())
 }
 
-fn random_parts_merge_to_the_whole(device: &Device) {
+fn merge_attention_of_random_parts_matches_whole(device: &Device) {
     let splits = splits(recipes(dtypes(device)));
     for_all(2_000, splits, |(recipe, split)| check(&recipe, &split, device, Path::REFERENCE));
 }
 
-/// Some of which have no keys.
+/// Some parts have no keys.
 #[test]
-fn random_parts_of_the_kernel_merge_to_the_whole() {
+fn merge_attention_of_kernel_parts_matches_whole() {
     for_all(64, splits(kernel_recipes()), |(recipe, split)| {
         Path::kernels().into_iter().try_for_each(|path| check(&recipe, &split, &CPU, path))
     });

@@ -6,7 +6,7 @@ use std::io::Write;
 
 use crate::*;
 
-crate::on_each_device!(what_is_planned_is_what_runs, every_tracked_input_leads_to_a_path_with_gradients);
+crate::on_each_device!(plan_names_backend_that_runs, plan_with_tracked_input_chooses_path_with_gradients);
 
 /// The operations that plan and run a call, and what they say.
 fn outcomes(call: &Call) -> [(&'static str, Result<()>); 3] {
@@ -42,7 +42,7 @@ fn planned(call: &Call) -> Result<Plan> {
     Ok(plan)
 }
 
-fn what_is_planned_is_what_runs(device: &Device) {
+fn plan_names_backend_that_runs(device: &Device) {
     for_all(100, recipes(dtypes(device)), |recipe| {
         let call = Call::new(&recipe.case(), recipe.dtype, device)?;
         let obstacle = match recipe.dtype {
@@ -63,7 +63,7 @@ fn what_is_planned_is_what_runs(device: &Device) {
     });
 }
 
-fn every_tracked_input_leads_to_a_path_with_gradients(device: &Device) -> Result<()> {
+fn plan_with_tracked_input_chooses_path_with_gradients(device: &Device) -> Result<()> {
     let var = |tensor: &Tensor| Var::from_tensor(tensor).expect("a variable").into_inner();
     let heads = var(&Tensor::ones(4, DType::F32, device)?);
     let bias = var(&Tensor::zeros((3, 5), DType::F32, device)?);
@@ -104,9 +104,9 @@ fn of_kernel(dtype: DType) -> Call {
     Call::fused(&Recipe::of_kernel(dims, vec![Kind::Causal], dtype).case(), dtype).expect("tensors")
 }
 
-/// PyTorch's own drops what it drops on the reference path.
+/// PyTorch's masks drop the same weights as on the reference path.
 #[test]
-fn dropout_is_no_obstacle() -> Result<()> {
+fn dropout_runs_on_fused_kernel_and_matches_reference() -> Result<()> {
     // Weights that are kept are doubled, and rounded before they are or after.
     for (dtype, most) in DTYPES.into_iter().zip([5e-6, 5e-2, 8e-3]) {
         let seeded = |backend| {
@@ -127,10 +127,9 @@ fn dropout_is_no_obstacle() -> Result<()> {
     Ok(())
 }
 
-/// Whatever is asked for: an instruction set that the processor lacks is an error of the call, on any backend that
-/// would use it.
+/// It is an error of every call, on each backend that would use the instruction set.
 #[test]
-fn an_instruction_set_that_the_processor_lacks_is_an_error() {
+fn unsupported_instruction_set_is_rejected() {
     let available = InstructionSet::available().iter().map(InstructionSet::to_string).collect::<Vec<_>>().join(", ");
     let lacking: Vec<_> =
         InstructionSet::ALL.into_iter().filter(|instruction_set| !instruction_set.is_available()).collect();
@@ -148,10 +147,10 @@ fn an_instruction_set_that_the_processor_lacks_is_an_error() {
     }
 }
 
-/// Skipped instruction sets show in the output of every run. Not by `eprintln!`, which the test runner keeps to itself
-/// where tests pass.
+/// Names the instruction sets that tests skip, in the output of every run. `eprintln!` would not do: the test runner
+/// hides its text where tests pass.
 #[test]
-fn instruction_sets_that_this_processor_lacks_are_skipped() {
+fn available_instruction_sets_are_those_of_processor() {
     let available = InstructionSet::available();
     for instruction_set in InstructionSet::ALL {
         assert_eq!(instruction_set.is_available(), available.contains(&instruction_set));

@@ -110,7 +110,7 @@ fn compare(text: &str, run: impl Fn(&Case) -> Result<(Vec<f64>, Vec<(Instruction
 }
 
 #[test]
-fn attention_errs_no_more_than_pytorchs() -> Result<()> {
+fn attention_error_is_at_most_pytorchs() -> Result<()> {
     compare(include_str!("precision_attention.json"), |case| {
         let [b, h, t_q, t_kv, d] = case.shape[..] else { panic!("{:?} is no shape of attention", case.shape) };
         let [q, k, v] = case.draw([&[b, h, t_q, d], &[b, h, t_kv, d], &[b, h, t_kv, d]], f64::from(case.widening))?;
@@ -130,7 +130,7 @@ fn attention_errs_no_more_than_pytorchs() -> Result<()> {
 }
 
 #[test]
-fn projections_err_no_more_than_pytorchs() -> Result<()> {
+fn linear_error_is_at_most_pytorchs() -> Result<()> {
     compare(include_str!("precision_linear.json"), |case| {
         let [rows, inputs, outputs] = case.shape[..] else { panic!("{:?} is no shape of a product", case.shape) };
         let [xs, weight, bias] = case.draw([&[rows, inputs], &[outputs, inputs], &[outputs]], 1.0)?;

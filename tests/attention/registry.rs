@@ -7,7 +7,8 @@ use candle_attention::{
     AlibiConfig, AttentionInput, AttentionStatistics, AttentionTemperature, ContentPositions, DisentangledConfig,
     GateLayout, GateScope, LayerOutput, MultiHeadAttention, MultiHeadAttentionConfig as Config,
     MultiHeadLatentAttention, MultiHeadLatentAttentionConfig as LatentConfig, OutputGate, OutputNorm, QkNorm,
-    RelativeBias, RelativeBiasConfig, RelativeEmbeddings, RopeConfig, RopeStyle, StatisticsOptions,
+    QkNormKind, QkNormScope, RelativeBias, RelativeBiasConfig, RelativeEmbeddings, RopeConfig, RopeStyle,
+    StatisticsOptions,
 };
 use candle_core::{DType, Device, ModuleT, Result, Tensor};
 use candle_nn::VarBuilder;
@@ -236,108 +237,252 @@ pub fn latent_of(embed_dim: usize, random: &mut Random) -> LatentConfig {
     cfg
 }
 
-/// Of both kinds.
-pub fn configs() -> Vec<(&'static str, Kind)> {
-    let latent = || LatentConfig::new(5, 2).with_kv_lora_rank(6).with_nope_head_dim(3).with_rope_head_dim(2);
-    let latent = || latent().with_value_head_dim(3).with_bias(true);
-    let latents = [("latents", latent()), ("latents of compressed queries", latent().with_q_lora_rank(4))];
-    let latents = latents.into_iter().map(|(name, cfg)| (name, Kind::Latent(cfg)));
-    multi_head().into_iter().map(|(name, cfg)| (name, Kind::MultiHead(cfg))).chain(latents).collect()
+/// What a layer of the registry is about. Tests of layers run once for each feature, so that their names have it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Feature {
+    Plain,
+    Gqa,
+    Causal,
+    Window,
+    Softcap,
+    Sinks,
+    Norms,
+    Clip,
+    Alibi,
+    Rope,
+    Gate,
+    LearnedKeys,
+    Cross,
+    AllAtOnce,
+    Latent,
 }
 
-/// One config for each thing that a config can say, and some that say several.
-fn multi_head() -> Vec<(&'static str, Config)> {
-    let (plain, grouped) = (|| Config::new(12, 4), || Config::new(12, 4).with_num_kv_heads(2));
-    let norm = |kind, scope| plain().with_causal(true).with_qk_norm(QkNorm { kind, scope, eps: 1e-5 });
-    let of_context = |kind| OutputNorm { kind, eps: 1e-5 };
-    let gate = |activation, place| OutputGate { activation, scope: GateScope::Elementwise, layout: place };
-    let gate_of_heads = |place| OutputGate { activation: Softplus, scope: GateScope::PerHead, layout: place };
-    let (own, biased) = (GateLayout::Separate { bias: false }, GateLayout::Separate { bias: true });
-    let scaled = |first| AttentionTemperature { beta: 0.7, interval: 2, first };
-    let interleaved = || RopeConfig::new(100.0).with_style(RopeStyle::Interleaved).with_rotary_dim(4);
-    let slopes = AlibiConfig::Slopes(vec![0.5, 0.0, -0.25, 2.0]);
-    let all = Config::new(10, 6).with_num_kv_heads(3).with_head_dim(4).with_value_head_dim(3).with_out_dim(11);
-    let all = all.with_bias(true).with_causal(true).with_window(3).with_softcap(2.0).with_scale(0.8).with_sinks(true);
-    let all = all.with_qk_norm(QkNorm { kind: Rms, scope: PerHead, eps: 1e-6 });
+impl Feature {
+    pub const ALL: [Self; 15] = {
+        use Feature::*;
+        [
+            Plain,
+            Gqa,
+            Causal,
+            Window,
+            Softcap,
+            Sinks,
+            Norms,
+            Clip,
+            Alibi,
+            Rope,
+            Gate,
+            LearnedKeys,
+            Cross,
+            AllAtOnce,
+            Latent,
+        ]
+    };
+
+    /// Returns layers that have the feature, each with a name for messages.
+    pub fn configs(self) -> Vec<(&'static str, Kind)> {
+        let multi_head = match self {
+            Self::Latent => return latent(),
+            Self::Plain => plain(),
+            Self::Gqa => gqa(),
+            Self::Causal => vec![("causal", four_heads().with_causal(true))],
+            Self::Window => windows(),
+            Self::Softcap => softcap(),
+            Self::Sinks => vec![("sinks", grouped().with_sinks(true).with_causal(true))],
+            Self::Norms => norms(),
+            Self::Clip => clip(),
+            Self::Alibi => alibi(),
+            Self::Rope => rope(),
+            Self::Gate => gates(),
+            Self::LearnedKeys => learned_keys(),
+            Self::Cross => cross(),
+            Self::AllAtOnce => vec![("all at once", all_at_once())],
+        };
+        multi_head.into_iter().map(|(name, cfg)| (name, Kind::MultiHead(cfg))).collect()
+    }
+}
+
+/// Returns the layers of all features.
+pub fn configs() -> Vec<(&'static str, Kind)> {
+    Feature::ALL.into_iter().flat_map(Feature::configs).collect()
+}
+
+type Configs = Vec<(&'static str, Config)>;
+
+fn four_heads() -> Config {
+    Config::new(12, 4)
+}
+
+fn grouped() -> Config {
+    four_heads().with_num_kv_heads(2)
+}
+
+fn qk_norm(kind: QkNormKind, scope: QkNormScope) -> Config {
+    four_heads().with_causal(true).with_qk_norm(QkNorm { kind, scope, eps: 1e-5 })
+}
+
+fn output_norm(kind: QkNormKind) -> OutputNorm {
+    OutputNorm { kind, eps: 1e-5 }
+}
+
+fn interleaved_rope() -> RopeConfig {
+    RopeConfig::new(100.0).with_style(RopeStyle::Interleaved).with_rotary_dim(4)
+}
+
+fn latent() -> Vec<(&'static str, Kind)> {
+    let cfg = LatentConfig::new(5, 2).with_kv_lora_rank(6).with_nope_head_dim(3).with_rope_head_dim(2);
+    let cfg = cfg.with_value_head_dim(3).with_bias(true);
     vec![
-        ("plain", plain()),
+        ("latents", Kind::Latent(cfg.clone())),
+        ("latents of compressed queries", Kind::Latent(cfg.with_q_lora_rank(4))),
+    ]
+}
+
+/// Heads, biases, widths and scale.
+fn plain() -> Configs {
+    vec![
+        ("plain", four_heads()),
         ("one head", Config::new(5, 1)),
-        ("grouped", grouped()),
-        ("one key head", plain().with_num_kv_heads(1)),
-        ("biases", plain().with_bias(true)),
-        ("query bias", plain().with_q_bias(true)),
-        ("key bias", plain().with_k_bias(true)),
-        ("value bias", plain().with_v_bias(true)),
-        ("out bias", plain().with_out_bias(true)),
+        ("biases", four_heads().with_bias(true)),
+        ("query bias", four_heads().with_q_bias(true)),
+        ("key bias", four_heads().with_k_bias(true)),
+        ("value bias", four_heads().with_v_bias(true)),
+        ("out bias", four_heads().with_out_bias(true)),
         ("no out projection", grouped().with_out_proj(false).with_qkv_bias(true)),
         ("head_dim", grouped().with_head_dim(5)),
         ("value_head_dim", grouped().with_value_head_dim(7)),
-        ("value_head_dim without out projection", plain().with_value_head_dim(2).with_out_proj(false)),
-        ("out_dim", plain().with_out_dim(8).with_bias(true)),
-        ("causal", plain().with_causal(true)),
-        ("window", plain().with_window(2)),
+        ("value_head_dim without out projection", four_heads().with_value_head_dim(2).with_out_proj(false)),
+        ("out_dim", four_heads().with_out_dim(8).with_bias(true)),
+        ("scale", four_heads().with_scale(-1.3)),
+    ]
+}
+
+fn gqa() -> Configs {
+    vec![("grouped", grouped()), ("one key head", four_heads().with_num_kv_heads(1))]
+}
+
+/// Windows, local windows and chunks.
+fn windows() -> Configs {
+    vec![
+        ("window", four_heads().with_window(2)),
         ("causal window", grouped().with_causal(true).with_window(2)),
-        ("softcap", plain().with_softcap(0.7)),
-        ("scale", plain().with_scale(-1.3)),
-        ("sinks", grouped().with_sinks(true).with_causal(true)),
-        ("rms norm of heads", norm(Rms, PerHead)),
-        ("rms norm of projections", norm(Rms, Projection).with_num_kv_heads(2)),
-        ("layer norm of heads", norm(LayerNorm, PerHead).with_num_kv_heads(2)),
-        ("layer norm of projections", norm(LayerNorm, Projection)),
-        ("norm of heads, 1 + weight", norm(RmsPlusOne, PerHead)),
-        ("norm of projections, 1 + weight", norm(RmsPlusOne, Projection)),
-        ("layer norm without bias", norm(LayerNoBias, PerHead)),
-        ("a layer norm for each head", norm(LayerNoBias, PerHeadWeights).with_num_kv_heads(2)),
-        ("a biased layer norm for each head", norm(LayerNorm, PerHeadWeights).with_num_kv_heads(1)),
-        ("norm without a weight", norm(RmsNoWeight, PerHead)),
-        ("norm of projections without a weight", norm(RmsNoWeight, Projection)),
-        ("norm of values", grouped().with_value_head_dim(5).with_value_norm(1e-5).with_v_bias(true)),
-        ("norm of the context", grouped().with_value_head_dim(5).with_output_norm(of_context(Rms))),
-        ("clip", plain().with_bias(true).with_clip_qkv(0.4)),
-        ("clip after a norm", norm(Rms, Projection).with_clip_qkv(0.3)),
-        ("clip before a norm", norm(Rms, PerHead).with_clip_qkv(0.3)),
-        ("clip and a learned key", plain().with_bias_kv(true).with_clip_qkv(0.3)),
-        ("band", grouped().with_local_window(1, 2)),
-        ("causal band", plain().with_causal(true).with_local_window(2, 9).with_window(2)),
+        ("local window", grouped().with_local_window(1, 2)),
+        ("causal local window", four_heads().with_causal(true).with_local_window(2, 9).with_window(2)),
         ("chunk", grouped().with_chunk(2)),
-        ("causal chunk", plain().with_causal(true).with_chunk(3)),
+        ("causal chunk", four_heads().with_causal(true).with_chunk(3)),
+    ]
+}
+
+fn softcap() -> Configs {
+    vec![("softcap", four_heads().with_softcap(0.7)), ("causal softcap", grouped().with_causal(true).with_softcap(0.4))]
+}
+
+/// Norms of queries, keys, values and the attention output.
+fn norms() -> Configs {
+    vec![
+        ("rms norm of heads", qk_norm(Rms, PerHead)),
+        ("rms norm of projections", qk_norm(Rms, Projection).with_num_kv_heads(2)),
+        ("layer norm of heads", qk_norm(LayerNorm, PerHead).with_num_kv_heads(2)),
+        ("layer norm of projections", qk_norm(LayerNorm, Projection)),
+        ("norm of heads, 1 + weight", qk_norm(RmsPlusOne, PerHead)),
+        ("norm of projections, 1 + weight", qk_norm(RmsPlusOne, Projection)),
+        ("layer norm without bias", qk_norm(LayerNoBias, PerHead)),
+        ("a layer norm for each head", qk_norm(LayerNoBias, PerHeadWeights).with_num_kv_heads(2)),
+        ("a biased layer norm for each head", qk_norm(LayerNorm, PerHeadWeights).with_num_kv_heads(1)),
+        ("norm without a weight", qk_norm(RmsNoWeight, PerHead)),
+        ("norm of projections without a weight", qk_norm(RmsNoWeight, Projection)),
+        ("norm of values", grouped().with_value_head_dim(5).with_value_norm(1e-5).with_v_bias(true)),
+        ("norm of the output", grouped().with_value_head_dim(5).with_output_norm(output_norm(Rms))),
+    ]
+}
+
+fn clip() -> Configs {
+    vec![
+        ("clip", four_heads().with_bias(true).with_clip_qkv(0.4)),
+        ("clip after a norm", qk_norm(Rms, Projection).with_clip_qkv(0.3)),
+        ("clip before a norm", qk_norm(Rms, PerHead).with_clip_qkv(0.3)),
+        ("clip and a learned key", four_heads().with_bias_kv(true).with_clip_qkv(0.3)),
+    ]
+}
+
+fn alibi() -> Configs {
+    let slopes = AlibiConfig::Slopes(vec![0.5, 0.0, -0.25, 2.0]);
+    vec![
         ("alibi", Config::new(12, 6).with_causal(true).with_alibi(AlibiConfig::Standard)),
         ("alibi on both sides", Config::new(12, 3).with_alibi(AlibiConfig::BiasMax(3.0))),
         ("alibi in a window", grouped().with_alibi(slopes).with_window(2)),
         ("alibi of Falcon", Config::new(12, 6).with_causal(true).with_alibi(AlibiConfig::Falcon)),
         ("alibi of Falcon, scaled", grouped().with_alibi(AlibiConfig::Falcon).with_scale(0.9).with_softcap(2.0)),
+    ]
+}
+
+/// Rotary positions, and the temperature of queries, which depends on positions too.
+fn rope() -> Configs {
+    let temperature = |first| AttentionTemperature { beta: 0.7, interval: 2, first };
+    let normed = || qk_norm(Rms, PerHead).with_head_dim(4).with_rope(interleaved_rope());
+    let wide = || four_heads().with_head_dim(6).with_rope(interleaved_rope());
+    let cross = four_heads().with_head_dim(6).with_kdim(7).with_causal(true).with_rope(RopeConfig::new(100.0));
+    vec![
         ("rope", grouped().with_head_dim(6).with_causal(true).with_rope(RopeConfig::new(10_000.0))),
-        ("rope, cross", plain().with_head_dim(6).with_kdim(7).with_causal(true).with_rope(RopeConfig::new(100.0))),
-        ("rope of pairs", plain().with_head_dim(6).with_rope(interleaved())),
-        ("rope before norms", norm(Rms, PerHead).with_head_dim(4).with_rope(interleaved()).with_norm_after_rope(true)),
-        ("rope after norms", norm(Rms, PerHead).with_head_dim(4).with_rope(interleaved())),
-        ("scaled queries", grouped().with_causal(true).with_attention_temperature(scaled(0))),
+        ("rope, cross", cross),
+        ("rope of pairs", wide()),
+        ("rope before norms", normed().with_norm_after_rope(true)),
+        ("rope after norms", normed()),
+        ("temperature", grouped().with_causal(true).with_attention_temperature(temperature(0))),
+        ("rope and temperature", wide().with_attention_temperature(temperature(1))),
+    ]
+}
+
+fn gates() -> Configs {
+    let gate = |activation, layout| OutputGate { activation, scope: GateScope::Elementwise, layout };
+    let gate_of_heads = |layout| OutputGate { activation: Softplus, scope: GateScope::PerHead, layout };
+    let (separate, biased) = (GateLayout::Separate { bias: false }, GateLayout::Separate { bias: true });
+    let fused = gate(Sigmoid, GateLayout::FusedWithQuery);
+    vec![
+        ("gate", grouped().with_output_gate(gate(Sigmoid, separate))),
+        ("gate of heads", four_heads().with_value_head_dim(5).with_output_gate(gate_of_heads(biased))),
         (
-            "rope and scaled queries",
-            plain().with_head_dim(6).with_rope(interleaved()).with_attention_temperature(scaled(1)),
+            "gate and norm",
+            four_heads().with_output_gate(gate(Sigmoid, biased)).with_output_norm(output_norm(LayerNorm)),
         ),
-        ("gate", grouped().with_output_gate(gate(Sigmoid, own))),
-        ("gate of heads", plain().with_value_head_dim(5).with_output_gate(gate_of_heads(biased))),
-        ("gate and norm", plain().with_output_gate(gate(Sigmoid, biased)).with_output_norm(of_context(LayerNorm))),
+        ("gate fused with the query", grouped().with_value_head_dim(5).with_bias(true).with_output_gate(fused)),
         (
-            "gate beside the query",
-            grouped()
-                .with_value_head_dim(5)
-                .with_bias(true)
-                .with_output_gate(gate(Sigmoid, GateLayout::FusedWithQuery)),
+            "gate of heads fused with the query",
+            four_heads().with_out_proj(false).with_output_gate(gate_of_heads(GateLayout::FusedWithQuery)),
         ),
-        (
-            "gate of heads beside the query",
-            plain().with_out_proj(false).with_output_gate(gate_of_heads(GateLayout::FusedWithQuery)),
-        ),
-        ("gate, cross", plain().with_kdim(7).with_vdim(5).with_output_gate(gate(Softplus, own))),
+        ("gate, cross", four_heads().with_kdim(7).with_vdim(5).with_output_gate(gate(Softplus, separate))),
+    ]
+}
+
+fn learned_keys() -> Configs {
+    vec![
         ("learned key", grouped().with_bias_kv(true)),
         ("key of zeros", grouped().with_add_zero_attn(true).with_bias(true).with_softcap(3.0)),
-        ("learned key and one of zeros", plain().with_bias_kv(true).with_add_zero_attn(true)),
-        ("learned key, causal", plain().with_bias_kv(true).with_causal(true).with_value_head_dim(5)),
-        ("cross", plain().with_kdim(7).with_vdim(5).with_bias(true)),
-        ("cross with keys' width", grouped().with_kdim(7)),
-        ("cross with values' width", plain().with_vdim(9).with_bias_kv(true)),
-        ("all at once", all.with_rope(RopeConfig::new(5_000.0).with_rotary_dim(2))),
+        ("learned key and one of zeros", four_heads().with_bias_kv(true).with_add_zero_attn(true)),
+        ("learned key, causal", four_heads().with_bias_kv(true).with_causal(true).with_value_head_dim(5)),
     ]
+}
+
+fn cross() -> Configs {
+    vec![
+        ("cross", four_heads().with_kdim(7).with_vdim(5).with_bias(true)),
+        ("cross with the width of keys", grouped().with_kdim(7)),
+        ("cross with the width of values", four_heads().with_vdim(9).with_bias_kv(true)),
+    ]
+}
+
+fn all_at_once() -> Config {
+    Config::new(10, 6)
+        .with_num_kv_heads(3)
+        .with_head_dim(4)
+        .with_value_head_dim(3)
+        .with_out_dim(11)
+        .with_bias(true)
+        .with_causal(true)
+        .with_window(3)
+        .with_softcap(2.0)
+        .with_scale(0.8)
+        .with_sinks(true)
+        .with_qk_norm(QkNorm { kind: Rms, scope: PerHead, eps: 1e-6 })
+        .with_rope(RopeConfig::new(5_000.0).with_rotary_dim(2))
 }

@@ -5,7 +5,7 @@ use crate::registry::Kind;
 use crate::seeded;
 use crate::*;
 
-crate::on_each_device!(random_calls_have_the_statistics_of_the_oracles_weights);
+crate::on_each_device!(statistics_of_random_calls_match_oracle);
 
 /// What a call is asked for, by its seed.
 fn wanted(recipe: &Recipe) -> StatisticsOptions {
@@ -79,7 +79,7 @@ fn statistics(expected: &Expected, recipe: &Recipe, found: &AttentionStatistics)
     are("weights", window, &[b, h, t_q - first, columns], places.collect())
 }
 
-fn random_calls_have_the_statistics_of_the_oracles_weights(device: &Device) {
+fn statistics_of_random_calls_match_oracle(device: &Device) {
     let check_path = |recipe: &Recipe, small: bool| {
         let case = recipe.case();
         let paths = Path::of(&case, recipe.dtype, device);
@@ -109,7 +109,7 @@ pub fn assert_of(found: &AttentionStatistics, weights: &Tensor, tolerance: f64, 
 }
 
 #[test]
-fn packed_sequences_have_the_statistics_of_each_by_itself() -> Result<()> {
+fn statistics_of_packed_sequences_match_separate_calls() -> Result<()> {
     let (lens_q, lens_kv) = ([5, 0, 1, 70], [9, 2, 1, 70]);
     let sequences = PackedSequences::from_lens(&lens_q, &lens_kv)?;
     let (total_q, total_kv) = (sequences.total_queries(), sequences.total_keys());
@@ -136,9 +136,10 @@ fn packed_sequences_have_the_statistics_of_each_by_itself() -> Result<()> {
     Ok(())
 }
 
-/// Of layers whose scores have terms that `layer` has not, and of layers with a cache, of the keys that it holds.
+/// Of layers with score modifiers that the tests of `layer` do not have, and of layers with a cache, over the keys in
+/// it.
 #[test]
-fn layers_have_the_statistics_of_their_weights() -> Result<()> {
+fn statistics_of_layers_match_their_weights() -> Result<()> {
     let cfg = Config::new(32, 4).with_causal(true).with_num_kv_heads(2).with_rope(RopeConfig::new(100.0));
     let content = ContentPositions::Clipped { left: 4, right: 2 };
     let (plain, of_content) = (Config::new(32, 4), Config::new(32, 4).with_content_positions(content));
@@ -168,7 +169,7 @@ fn layers_have_the_statistics_of_their_weights() -> Result<()> {
 }
 
 #[test]
-fn layers_of_packed_sequences_have_statistics() -> Result<()> {
+fn statistics_of_packed_layer_match_separate_calls() -> Result<()> {
     let layer = seeded::layer(&Config::new(32, 4).with_causal(true), DType::F32, &CPU)?;
     let (sequences, xs) = (PackedSequences::from_lens(&[3, 8], &[3, 8])?, random(&[11, 32])?);
     let input = AttentionInput::new(&xs).with_packed(&sequences);
@@ -180,9 +181,9 @@ fn layers_of_packed_sequences_have_statistics() -> Result<()> {
     Ok(())
 }
 
-/// Of weights that are dropped, statistics are those before.
+/// Statistics are of the weights before dropout.
 #[test]
-fn dropout_changes_the_context_and_no_statistics() -> Result<()> {
+fn dropout_changes_output_and_not_statistics() -> Result<()> {
     let q = random(&[1, 2, 20, 8])?;
     for backend in [Backend::Fused, Backend::Reference] {
         let call = Call::plain(&q, &q, &q, &AttentionMask::causal()).on(backend);
@@ -196,7 +197,7 @@ fn dropout_changes_the_context_and_no_statistics() -> Result<()> {
 }
 
 #[test]
-fn gradients_reach_tracked_inputs() -> Result<()> {
+fn statistics_with_tracked_inputs_keep_gradients() -> Result<()> {
     let q = Var::from_tensor(&random(&[1, 2, 5, 8])?)?;
     let call = Call::plain(&q, &q, &q, &AttentionMask::causal());
     let (context, found) = observe(&call.on(Backend::Auto), &StatisticsOptions::default())?;
@@ -208,7 +209,7 @@ fn gradients_reach_tracked_inputs() -> Result<()> {
 }
 
 #[test]
-fn what_has_no_statistics_is_an_error() -> Result<()> {
+fn statistics_with_unsupported_options_are_rejected() -> Result<()> {
     let q = random(&[1, 2, 5, 8])?;
     let text = |wanted| error_text(observe(&Call::plain(&q, &q, &q, &AttentionMask::none()), &wanted));
     let op = "[scaled_dot_product_attention_with_statistics]";

@@ -59,9 +59,9 @@ fn all_with_results() -> Result<(Vec<Work>, Vec<Vec<u64>>)> {
     Ok((all, expected))
 }
 
-/// Threads of the caller's that begin together.
+/// The caller's threads start together.
 #[test]
-fn many_threads_call_at_once() {
+fn calls_from_many_threads_match_sequential_calls() {
     let (all, expected) = &*ALL;
     let start = std::sync::Barrier::new(8);
     std::thread::scope(|scope| {
@@ -77,10 +77,10 @@ fn many_threads_call_at_once() {
     });
 }
 
-/// Calls nested in parallel loops of somebody else's pool, where a worker that waits may pick up another call: scratch
-/// memory of a thread must not be in use twice.
+/// A worker that waits in a parallel loop of another pool may start another call: scratch memory of a thread must not
+/// be in use twice.
 #[test]
-fn calls_nest_in_parallel_loops_of_another_pool() {
+fn calls_nested_in_another_pool_match_sequential_calls() {
     let (all, expected) = &*ALL;
     for threads in [1, 2, 5] {
         pool(threads).install(|| {

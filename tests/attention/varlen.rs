@@ -6,7 +6,10 @@ use candle_attention::{
 
 use crate::*;
 
-crate::on_each_device!(masks_and_options_hold_for_each_sequence_by_itself, any_strides_are_read,);
+crate::on_each_device!(
+    packed_sequences_with_random_masks_match_separate_calls,
+    packed_sequences_of_any_strides_match_contiguous_ones,
+);
 
 const H: usize = 4;
 const H_KV: usize = 2;
@@ -142,12 +145,12 @@ impl Operation for Packed {
     }
 }
 
-fn masks_and_options_hold_for_each_sequence_by_itself(device: &Device) {
+fn packed_sequences_with_random_masks_match_separate_calls(device: &Device) {
     for_all(400, packed(dtypes(device)), |packed| packed.check(device));
 }
 
-/// Columns of one product, and heads before positions.
-fn any_strides_are_read(device: &Device) -> Result<()> {
+/// Inputs are columns of one product, and tensors whose heads come before positions.
+fn packed_sequences_of_any_strides_match_contiguous_ones(device: &Device) -> Result<()> {
     let sequences = PackedSequences::from_lens(&[2, 4, 1], &[2, 4, 1])?;
     let product = Tensor::randn(0f32, 1., (7, H + 2 * H_KV, D), device)?;
     let (q, k) = (product.narrow(1, 0, H)?, product.narrow(1, H, H_KV)?);

@@ -6,9 +6,9 @@ use crate::*;
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Keys and values are read in place, and no buffer is made while the capacity is enough.
+/// Keys and values are read in place, and no buffer is allocated while the capacity suffices.
 #[test]
-fn a_call_copies_nothing_that_is_cached() -> Result<()> {
+fn cache_is_read_without_copies() -> Result<()> {
     let cfg = Config::new(512, 4).with_num_kv_heads(2).with_causal(true);
     let full = || AttentionCacheConfig::new().with_capacity(1024);
     let windowed = cfg.clone().with_window(600);
@@ -36,9 +36,9 @@ fn a_call_copies_nothing_that_is_cached() -> Result<()> {
     Ok(())
 }
 
-/// A quarter of f32 and a scale for each row, of which no more than the block that a kernel works on is ever floats.
+/// The cache takes a quarter of f32 and a scale for each row. Only the block that a kernel works on is ever in floats.
 #[test]
-fn numbers_of_8_bits_stay_so() -> Result<()> {
+fn cache_of_8_bits_is_not_converted_to_floats() -> Result<()> {
     let layer = layer(&Config::new(64, 4).with_num_kv_heads(2).with_value_head_dim(8).with_causal(true))?;
     let full = AttentionCacheConfig::new().with_capacity(8192);
     let (mut cache, mut small) = (AttentionCache::new(&full)?, AttentionCache::new(&full.with_q8())?);
@@ -63,9 +63,9 @@ fn numbers_of_8_bits_stay_so() -> Result<()> {
     Ok(())
 }
 
-/// Of latents nothing of a head is kept, and nothing twice.
+/// Nothing is stored for each head.
 #[test]
-fn a_cache_holds_a_latent_and_a_key_for_each_token() -> Result<()> {
+fn cache_of_latent_attention_stores_one_latent_and_key_per_token() -> Result<()> {
     let cfg = LatentConfig::new(8, 4).with_kv_lora_rank(10).with_rope_head_dim(6);
     let layer = latents(cfg, DType::F32, &CPU)?;
     let new = || AttentionCacheConfig::new().with_capacity(32);
@@ -77,9 +77,9 @@ fn a_cache_holds_a_latent_and_a_key_for_each_token() -> Result<()> {
     Ok(())
 }
 
-/// The weights have a column for each position that is held, and none for padding; one sequence may be without a batch.
+/// Padding has no column. A single sequence may come without a batch dimension.
 #[test]
-fn weights_are_those_of_what_is_held() -> Result<()> {
+fn cache_call_weights_have_one_column_per_stored_position() -> Result<()> {
     for (cfg, batch) in
         [(Config::new(8, 2).with_causal(true).with_window(2), &[1][..]), (Config::new(8, 4).with_causal(true), &[])]
     {
@@ -100,7 +100,7 @@ fn weights_are_those_of_what_is_held() -> Result<()> {
 }
 
 #[test]
-fn a_batch_of_one_size_is_reordered_where_it_lies() -> Result<()> {
+fn cache_of_equal_lengths_is_reordered_in_place() -> Result<()> {
     let mut cache = AttentionCache::new(&AttentionCacheConfig::new().with_capacity(64))?;
     let layer = layer(&Config::new(8, 4).with_num_kv_heads(2).with_causal(true))?;
     in_calls(&layer, &mut cache, &wave(3, 5, 8, 0.0)?, &[5])?;

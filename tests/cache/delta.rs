@@ -14,7 +14,7 @@ fn call(net: &GatedDeltaNet, cache: &mut DeltaCache, xs: &Tensor) -> Result<Tens
 }
 
 #[test]
-fn a_cache_goes_back_to_its_snapshots() -> Result<()> {
+fn delta_cache_truncates_to_snapshots() -> Result<()> {
     let (net, xs) = (net(DType::F32)?, wave(2, 12, E, 0.0)?);
     let expected = net.forward(&xs)?;
     let mut cache = DeltaCache::default();
@@ -41,9 +41,9 @@ fn a_cache_goes_back_to_its_snapshots() -> Result<()> {
     Ok(())
 }
 
-/// The longest sequence, by which snapshots are found, need not be the one that a call continues.
+/// Snapshots are found by the longest sequence, which need not be the one that a call continues.
 #[test]
-fn a_snapshot_holds_for_the_shorter_sequences_too() -> Result<()> {
+fn delta_cache_snapshot_restores_shorter_sequences() -> Result<()> {
     let (net, xs) = (net(DType::F32)?, wave(2, 5, E, 0.0)?);
     let mut cache = DeltaCache::default();
     let call = |cache: &mut DeltaCache, lens: &[usize]| {
@@ -61,7 +61,7 @@ fn a_snapshot_holds_for_the_shorter_sequences_too() -> Result<()> {
 }
 
 #[test]
-fn forks_and_beams_go_on_by_themselves() -> Result<()> {
+fn delta_cache_forks_and_beams_are_independent() -> Result<()> {
     let (net, xs) = (net(DType::F32)?, wave(3, 8, E, 0.0)?);
     let mut cache = DeltaCache::default();
     call(&net, &mut cache, &part(&xs, 0, 5)?)?;
@@ -91,7 +91,7 @@ fn forks_and_beams_go_on_by_themselves() -> Result<()> {
 }
 
 #[test]
-fn halves_and_doubles_compute_the_same() -> Result<()> {
+fn delta_cache_in_every_dtype_matches_f64() -> Result<()> {
     let xs = wave(2, 7, E, 0.0)?;
     let expected = net(DType::F64)?.forward(&xs.to_dtype(DType::F64)?)?.to_dtype(DType::F32)?;
     for (dtype, tolerance) in [(DType::F64, 1e-6), (DType::F32, 1e-5), (DType::F16, 1e-2), (DType::BF16, 6e-2)] {

@@ -14,10 +14,10 @@ fn trained(cfg: &Config) -> Result<(VarMap, MultiHeadAttention)> {
     Ok((vars, layer))
 }
 
-/// What a variable is set to shows in the next call, of a prompt or of a token: a detached cache leaves generation with
-/// a model in training to the fused kernel, and no gradients but those of projections of what is cached.
+/// The next call, of a prompt or of a token, uses the new value of a variable. With a detached cache, generation with a
+/// model in training runs on the fused kernel, and the projections of cached keys get no gradients.
 #[test]
-fn variables_are_read_in_every_call() -> Result<()> {
+fn cache_call_reads_variables_every_time() -> Result<()> {
     let latent = LatentConfig::new(8, 2).with_q_lora_rank(4).with_kv_lora_rank(6).with_rope_head_dim(2).with_bias(true);
     let of_latents = ["kv_b_proj.weight", "o_proj.weight"];
     for (kind, expected) in [(Kind::MultiHead(config()), &of_latents[1..]), (Kind::Latent(latent), &of_latents)] {
@@ -62,9 +62,9 @@ fn with_trained_queries(cfg: &Config) -> Result<(MultiHeadAttention, Var)> {
     Ok((MultiHeadAttention::new(cfg, VarBuilder::from_tensors(weights, DType::F32, &CPU))?, q_proj))
 }
 
-/// Of a bias that is added to the scores, and of the query projection.
+/// These gradients pass no cached key.
 #[test]
-fn gradients_that_pass_no_cached_key_stay() -> Result<()> {
+fn cache_call_keeps_gradients_of_queries_and_bias() -> Result<()> {
     let (layer, q_proj) = with_trained_queries(&config())?;
     let mut cache = AttentionCache::default();
     in_calls(&layer, &mut cache, &wave(2, 3, 8, 0.0)?, &[3])?;
@@ -98,9 +98,9 @@ fn append(layer: &MultiHeadAttention, cache: &mut AttentionCache, t: usize) -> R
     in_calls(layer, cache, &wave(1, t, 8, 7.0)?, &[t]).map(drop)
 }
 
-/// A graph keeps the keys of its own call, and of an earlier layer's.
+/// A graph keeps the keys of its own call, or those of an earlier layer.
 #[test]
-fn gradients_are_those_of_the_call_when_its_cache_is_used_again() -> Result<()> {
+fn cache_call_gradients_do_not_change_when_cache_is_used_again() -> Result<()> {
     for kv_heads in [1, 2] {
         let cfg = config().with_num_kv_heads(kv_heads);
         let (own, q_proj) = with_trained_queries(&cfg)?;

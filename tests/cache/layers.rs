@@ -135,7 +135,7 @@ fn sequences_go_on_from_what_they_were_made(device: &Device) {
     }
 }
 
-fn masks_count_the_positions_of_each_sequence(device: &Device) {
+fn masks_with_cache_count_positions_of_each_sequence(device: &Device) {
     let none = AttentionMask::none();
     for (cfg, cache) in [
         (base(), growing()),
@@ -151,7 +151,7 @@ fn masks_count_the_positions_of_each_sequence(device: &Device) {
     }
 }
 
-fn latents_go_on_from_what_they_were_made(device: &Device) {
+fn latent_attention_with_cache_matches_one_call(device: &Device) {
     let (none, windowed) = (AttentionMask::none(), AttentionMask::causal().with_window(4));
     for seed in 0..cases(14) {
         let random = &mut Random::new(seed);
@@ -182,13 +182,13 @@ fn latents_go_on_from_what_they_were_made(device: &Device) {
 
 crate::on_each_device!(
     sequences_go_on_from_what_they_were_made,
-    masks_count_the_positions_of_each_sequence,
-    latents_go_on_from_what_they_were_made,
-    long_sequences_give_the_numbers_of_one_call,
+    masks_with_cache_count_positions_of_each_sequence,
+    latent_attention_with_cache_matches_one_call,
+    long_sequences_with_cache_match_one_call,
 );
 
 #[test]
-fn every_dtype_is_kept_in_every_other_and_in_8_bits() -> Result<()> {
+fn cache_of_every_dtype_matches_one_call() -> Result<()> {
     let dtypes = [DType::F64, DType::F32, DType::F16, DType::BF16];
     let none = AttentionMask::none();
     for dtype in dtypes {
@@ -204,9 +204,9 @@ fn every_dtype_is_kept_in_every_other_and_in_8_bits() -> Result<()> {
     Ok(())
 }
 
-/// Long enough that the fused kernel cuts the keys into parts, and that buffers grow many times and slide often. Long
-/// calls attend to latents in one way and short ones in another: each behind the other.
-fn long_sequences_give_the_numbers_of_one_call(device: &Device) -> Result<()> {
+/// Sequences are long enough that the fused kernel splits the keys, that buffers grow many times, and that windows
+/// slide often. Long calls attend to latents in one way and short calls in another, so both follow each other.
+fn long_sequences_with_cache_match_one_call(device: &Device) -> Result<()> {
     let growing = || AttentionCacheConfig::new().with_capacity(16);
     let latent = LatentConfig::new(EMBED_DIM, 3).with_q_lora_rank(8).with_kv_lora_rank(48).with_nope_head_dim(16);
     let latent = latent.with_rope_head_dim(8).with_value_head_dim(16);

@@ -6,10 +6,10 @@ use crate::*;
 const ORIGINAL: usize = 6;
 const CALLS: [(usize, [usize; 2]); 5] = [(5, [0, 2]), (1, [0, 0]), (1, [0, 0]), (3, [1, 0]), (1, [0, 0])];
 
-/// Frequencies that follow the length of a call: keys stay as the call that brought them rotated them, and the longest
-/// sequence of a batch decides for all.
+/// Frequencies follow the length of a call: cached keys stay as they were rotated, and the longest sequence of a batch
+/// decides for all.
 #[test]
-fn scalings_by_length_give_transformers_numbers() -> Result<()> {
+fn rope_scaling_by_length_with_cache_matches_transformers() -> Result<()> {
     let tensors = recorded_tensors("cache/numbers.safetensors")?;
     let factors = |step: f64| (0..4).map(|i| 1.0 + step * f64::from(i)).collect();
     let long = RopeScaling::LongRope {
@@ -52,9 +52,9 @@ fn config() -> Config {
     Config::new(8, 2).with_causal(true).with_rope(RopeConfig::new(100.0))
 }
 
-/// A sequence that has come to its end waits for the others of its batch, as padding.
+/// A sequence that has ended waits for the others of its batch, with padding.
 #[test]
-fn a_sequence_that_gets_no_token_takes_no_position() -> Result<()> {
+fn rope_positions_do_not_advance_for_sequence_without_tokens() -> Result<()> {
     let scaling = RopeScaling::Dynamic { factor: 2.0, original_context: 4 };
     let short = config().with_context_length(4);
     for cfg in [&short, &config().with_rope(RopeConfig::new(100.0).with_scaling(scaling))] {

@@ -28,9 +28,9 @@ fn layers(cfg: &Config, dtype: DType) -> Result<[MultiHeadAttention; 2]> {
     Ok([layer(&cfg, 3)?, layer(&later, 4)?])
 }
 
-/// However a program of calls and edits goes on, a cache gives the numbers of a memory.
+/// Compared after any program of calls and edits.
 #[test]
-fn sequences_go_on_in_the_cache_of_the_earlier_layer() -> Result<()> {
+fn shared_cache_of_earlier_layer_matches_memory() -> Result<()> {
     let place = GateLayout::Separate { bias: true };
     let gate = OutputGate { activation: GateActivation::Sigmoid, scope: GateScope::PerHead, layout: place };
     let (growing, buckets) = (AttentionCacheConfig::new, RelativeBiasConfig::new(true).with_num_buckets(8));
@@ -54,9 +54,9 @@ fn sequences_go_on_in_the_cache_of_the_earlier_layer() -> Result<()> {
     Ok(())
 }
 
-/// A sliding cache that is not shared drops what the first queries of a long call see.
+/// A sliding cache that is not shared drops keys to which the first queries of a long call attend.
 #[test]
-fn long_calls_take_a_shared_cache() -> Result<()> {
+fn shared_cache_with_window_accepts_long_calls() -> Result<()> {
     let cfg = normed().with_window(5);
     let [earlier, later] = layers(&cfg, DType::F32)?;
     let (xs, others) = (wave(1, T, EMBED_DIM, 0.0)?, wave(1, T, EMBED_DIM, 9.0)?);
@@ -84,7 +84,7 @@ fn long_calls_take_a_shared_cache() -> Result<()> {
 
 /// A quantised layer, for example, has a module for queries alone.
 #[test]
-fn modules_may_be_without_keys_and_values() -> Result<()> {
+fn shared_cache_with_query_module_alone_matches_layer() -> Result<()> {
     let [earlier, later] = layers(&base(), DType::F32)?;
     let weights: HashMap<_, _> = later.state_dict(WeightLayout::Canonical)?.into_iter().collect();
     let linear = |name: &str| Linear::new(weights[&format!("{name}.weight")].clone(), None);
@@ -100,7 +100,7 @@ fn modules_may_be_without_keys_and_values() -> Result<()> {
 }
 
 #[test]
-fn keys_are_values_before_norms_and_positions() -> Result<()> {
+fn keys_as_values_are_taken_before_norms_and_rope() -> Result<()> {
     let cfg = normed().with_value_norm(1e-6).with_qkv_bias(true);
     let one = MultiHeadAttention::new(
         &cfg.clone().with_kv_sharing(KvSharing::KeysAsValues),

@@ -134,7 +134,7 @@ fn tolerance(dtype: DType) -> f64 {
 }
 
 #[test]
-fn every_case_is_equal_or_has_a_reason() {
+fn conformance_cases_are_equal_or_have_a_reason() {
     let path = root().join("docs/conformance.md");
     let written = std::fs::read_to_string(&path).expect("the page is there");
     let (head, _) = written.split_once("\n## ").expect("a part for each project");

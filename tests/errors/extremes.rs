@@ -12,7 +12,7 @@ fn attend(q: &Tensor, k: &Tensor, v: &Tensor, mask: &AttentionMask, options: &Sd
 }
 
 #[test]
-fn additive_attention_over_sizes_of_zero_gives_empty_results_or_zeros() -> Result<()> {
+fn additive_attention_with_empty_sizes_returns_empty_tensors_or_zeros() -> Result<()> {
     let causal = AttentionMask::causal().with_window(2);
     let additive = AdditiveAttention::new(&AdditiveAttentionConfig::new(6, 6, 3), any_weights())?;
     for (b, t_q, t_kv, d_v) in [(0, 3, 4, 5), (2, 0, 4, 5), (2, 3, 0, 5), (2, 3, 4, 0), (2, 0, 0, 5), (0, 0, 0, 0)] {
@@ -29,9 +29,9 @@ fn additive_attention_over_sizes_of_zero_gives_empty_results_or_zeros() -> Resul
     Ok(())
 }
 
-/// Of what `tests/attention` lays out in one way only: slopes, sinks and lengths, and the layer's input.
+/// `tests/attention` has these tensors in one layout only.
 #[test]
-fn strides_make_no_difference() -> Result<()> {
+fn strided_slopes_sinks_lengths_and_inputs_match_contiguous_ones() -> Result<()> {
     let (q, mask) = (numbers((2, 4, 3, 6)), AttentionMask::causal());
     let wide = numbers((4, 2));
     let with =
@@ -63,9 +63,9 @@ type Builder = fn() -> VarBuilder<'static>;
 const BUILDERS: [(&str, Builder); 3] =
     [("zeros", any_weights), ("variables", variables), ("a seed", || TorchSeed::new(1).var_builder(DType::F32, &CPU))];
 
-/// Each layout from each builder, which gives the same again, and no panic for sizes beyond memory.
+/// Sizes beyond memory are errors.
 #[test]
-fn every_builder_gives_every_layout_and_gives_it_again() -> Result<()> {
+fn every_builder_loads_every_layout_twice_alike() -> Result<()> {
     let (most, xs) = (u32::MAX as usize, numbers((1, 3, 8)));
     let wide = Config::new(2, most).with_head_dim(most).with_value_head_dim(most);
     for layout in WeightLayout::all() {

@@ -110,9 +110,9 @@ const CALLS: &[Named] = calls! {
         RelativeBias::new(&RelativeBiasConfig::new(true), 3, any_weights())?.forward(1, usize::MAX, 0),
 };
 
-/// The errors of a config come from the constructors too, in any layout.
+/// The constructors return the errors of a config too, in any layout.
 #[test]
-fn layers_validate_their_config_first() {
+fn layer_config_is_validated_before_weights_are_read() {
     let cfg = Config::new(8, 4).with_num_kv_heads(3);
     let expected = cfg.validate().expect_err("3 does not divide 4").to_string();
     for layout in WeightLayout::all() {

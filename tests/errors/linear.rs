@@ -69,16 +69,16 @@ const CALLS: &[Named] = calls! {
     "a norm's weight that no memory holds" => rms_norm(usize::MAX, 1e-6, variables()),
 };
 
-/// A weight of no inputs has no entries, however many outputs: packing it takes no time.
+/// A weight without inputs has no entries, however many outputs: packing it takes no time.
 #[test]
-fn a_weight_of_many_outputs_and_no_inputs() -> Result<()> {
+fn linear_weight_without_inputs_is_packed_at_once() -> Result<()> {
     let none = PackedLinear::new(&zeros((1 << 56, 0)), None)?.forward_columns(&zeros((2, 0)), 7..9)?;
     assert_eq!(none.to_vec2::<f32>()?, [[0.0; 2]; 2]);
     Ok(())
 }
 
 #[test]
-fn an_instruction_set_that_the_processor_lacks_is_named() {
+fn linear_with_unsupported_instruction_set_is_rejected() {
     let available: Vec<_> = InstructionSet::available().iter().map(InstructionSet::to_string).collect();
     for instruction_set in InstructionSet::ALL.into_iter().filter(|instruction_set| !instruction_set.is_available()) {
         let lacks =

@@ -56,9 +56,9 @@ fn tensor(name: &str, key: &[u8], view: &[u8]) -> Result<String> {
     pickled(name, &[b"}X\x01\0\0\0t", call.as_slice(), b"s"].concat())
 }
 
-/// What would fill the memory or the stack of a reader that builds Python's objects.
+/// A reader that builds Python's objects would fill the memory or the stack.
 #[test]
-fn pickles_that_nest_or_share_without_end_are_read_in_proportion() -> Result<()> {
+fn pth_with_deep_or_shared_objects_is_read_in_bounded_memory() -> Result<()> {
     // A dict with a tuple in a tuple, a million times over, and with tuples that hold the one before them twice.
     let nested = [b"}K\x01)".as_slice(), &vec![0x85; 1_000_000], b"s"].concat();
     let doubled = [b"}K\x01)".as_slice(), &b"q\0h\0\x86".repeat(10_000), b"s"].concat();

@@ -22,7 +22,7 @@ fn logits(file: &File, ids: &str) -> Result<Tensor> {
 }
 
 #[test]
-fn files_give_the_logits_and_tokens_of_their_checkpoints() -> Result<()> {
+fn gguf_files_match_logits_and_tokens_of_checkpoints() -> Result<()> {
     for model in ["llama_tied", "qwen2", "phi3", "gemma3_text"] {
         let (golden, file) = (Decoded::of(&Checkpoint::of("causal_lm", model).path)?, of_checkpoint(model)?);
         let logits = logits(&file, &spelled(&golden.ids[0]))?;
@@ -33,9 +33,9 @@ fn files_give_the_logits_and_tokens_of_their_checkpoints() -> Result<()> {
     Ok(())
 }
 
-/// With a vocabulary of 37 letters and digits, text says what its ids say.
+/// With a vocabulary of 37 letters and digits, a text generates what its ids generate.
 #[test]
-fn text_goes_through_the_tokenizer_of_a_file() -> Result<()> {
+fn gguf_tokenizer_matches_ids() -> Result<()> {
     let mut file = of_checkpoint("qwen2")?;
     let tokens: Vec<_> = ('a'..='z').chain('0'..='9').chain(['_']).collect();
     let list = tokens.iter().map(|token| Value::String(token.to_string())).collect();
@@ -75,7 +75,7 @@ fn wide(dtype: GgmlDType, tied: bool) -> Result<File> {
 }
 
 #[test]
-fn quantized_weights_give_the_logits_of_their_numbers() -> Result<()> {
+fn gguf_quantised_weights_match_dequantised_logits() -> Result<()> {
     use GgmlDType::*;
     for (dtype, tied) in
         [(F16, true), (BF16, false), (Q4_0, true), (Q4_1, false), (Q5_0, true), (Q5_1, true), (Q8_0, true)]

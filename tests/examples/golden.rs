@@ -54,7 +54,7 @@ fn pairs(model: &Checkpoint, options: &[&str]) -> Result<Vec<[Tensor; 2]>> {
 }
 
 #[test]
-fn examples_give_what_transformers_gives() -> Result<()> {
+fn examples_match_transformers() -> Result<()> {
     for &(example, count) in EXAMPLES {
         let models = Checkpoint::all(example);
         assert_eq!(models.len(), count, "{example}");
@@ -76,9 +76,9 @@ fn examples_give_what_transformers_gives() -> Result<()> {
     Ok(())
 }
 
-/// Alone, as a batch of one length, and as a batch of two; in one piece and in chunks that no length is a multiple of.
+/// Alone, as a batch of one length, and as a batch of two; in one piece and in chunks that do not divide the lengths.
 #[test]
-fn generation_gives_the_tokens_of_transformers() -> Result<()> {
+fn generation_matches_tokens_of_transformers() -> Result<()> {
     for model in Checkpoint::all("causal_lm") {
         let golden = Decoded::of(&model.path)?;
         let [one, other] = [0, 1].map(|row| spelled(&golden.ids[row][..7]));
@@ -103,7 +103,7 @@ fn generation_gives_the_tokens_of_transformers() -> Result<()> {
 }
 
 #[test]
-fn every_dtype_and_cache_makes_tokens() {
+fn generation_with_every_dtype_and_cache_returns_tokens() {
     for model in ["llama", "deepseek_v3", "gpt_oss_mxfp4", "qwen3_next"] {
         for dtype in ["f32", "bf16", "f16"] {
             for cache in ["f32", "bf16", "f16", "q8"] {
@@ -116,7 +116,7 @@ fn every_dtype_and_cache_makes_tokens() {
 }
 
 #[test]
-fn what_is_no_decoder_here_is_told_those_that_are_which_the_library_knows() {
+fn causal_lm_error_for_encoder_lists_known_decoders() {
     let mut command = command("causal_lm");
     command.args(["--model", "tests/sentence_embedding/models/bert", "--ids", "1"]);
     let said = run(command).stderr;
@@ -129,7 +129,7 @@ fn what_is_no_decoder_here_is_told_those_that_are_which_the_library_knows() {
 }
 
 #[test]
-fn vectors_are_written_with_their_sentences() {
+fn sentence_embedding_file_contains_its_sentences() {
     let args = ["man", "a \"man\"\teats", "the sky"];
     let bytes = Checkpoint::of("sentence_embedding", "bert").written("--out", &args);
     let (_, metadata) = ::safetensors::SafeTensors::read_metadata(&bytes).expect("a file of safetensors");

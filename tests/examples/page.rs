@@ -14,9 +14,9 @@ fn page(example: &str, args: &[&str]) -> (String, usize) {
     (html, layers)
 }
 
-/// Every checkpoint has a page of its layers, but for those of linear attention.
+/// Layers of linear attention have no page.
 #[test]
-fn every_checkpoint_has_a_page_of_all_layers() {
+fn page_of_every_checkpoint_has_all_layers() {
     for (example, args) in [
         ("causal_lm", &["--ids", "5,7,9,11,2", "--max-tokens", "1"][..]),
         ("sentence_embedding", &["a man is eating", "another"]),
@@ -41,7 +41,7 @@ fn every_checkpoint_has_a_page_of_all_layers() {
 }
 
 #[test]
-fn one_layer_has_a_page_of_its_tokens_and_a_training_one_of_both_layers() {
+fn page_of_tokenize_attend_and_induction_heads_has_their_layers() {
     let (html, layers) = page("tokenize_attend", &[SENTENCE]);
     assert_eq!(layers, 1);
     for token in SENTENCE.split(' ') {

@@ -25,14 +25,14 @@ use crate::common::{Run, listed, recorded, root, run};
 use crate::process::{self, Tensors};
 
 #[test]
-fn programs_print_what_was_reviewed() {
+fn sessions_match_reviewed_texts() {
     let mut files = listed(recorded("examples/sessions"));
     files.retain(|path| path.is_file());
     files.par_iter().for_each(|path| assert_reviewed(path));
 }
 
 #[test]
-fn what_features_change_is_printed_as_reviewed() {
+fn sessions_of_features_match_reviewed_texts() {
     for (file, runs) in [
         ("hub", cfg!(feature = "hub")),
         ("no_hub", cfg!(not(feature = "hub"))),

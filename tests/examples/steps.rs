@@ -14,10 +14,9 @@ fn load(checkpoint: &Checkpoint) -> Result<CausalLm> {
     CausalLm::load(&checkpoint.config(), vb, |_, _| {})
 }
 
-/// In pieces of any length; and both texts by other numbers of tokens in each call, one of them by none, with padding
-/// beside them.
+/// In pieces of any length; and with another number of tokens of both texts in each call, with padding.
 #[test]
-fn calls_of_any_lengths_give_the_logits_of_transformers() -> Result<()> {
+fn decoders_called_in_pieces_match_logits_of_transformers() -> Result<()> {
     for checkpoint in Checkpoint::all("causal_lm") {
         let (model, golden) = (load(&checkpoint)?, Decoded::of(&checkpoint.path)?);
         let t = golden.ids[0].len();
@@ -48,9 +47,9 @@ fn calls_of_any_lengths_give_the_logits_of_transformers() -> Result<()> {
     Ok(())
 }
 
-/// What linear attention keeps of a text does not depend on its length.
+/// Its size does not depend on the length of the text.
 #[test]
-fn states_do_not_grow() -> Result<()> {
+fn linear_attention_state_does_not_grow() -> Result<()> {
     let model = load(&Checkpoint::of("causal_lm", "qwen3_5_text"))?;
     let ids = Tensor::zeros((1, 300), DType::U32, &Device::Cpu)?;
     let held = |t: usize| -> Result<Vec<usize>> {
@@ -65,7 +64,7 @@ fn states_do_not_grow() -> Result<()> {
 }
 
 #[test]
-fn a_layer_of_linear_attention_is_told_apart() -> Result<()> {
+fn linear_attention_layer_rejects_input_and_cache_of_softmax() -> Result<()> {
     let model = load(&Checkpoint::of("causal_lm", "qwen3_next"))?;
     let xs = Tensor::zeros((1, 2, 16), DType::F32, &Device::Cpu)?;
     let refused = model.through_blocks(xs, |_, attention, input| attention.forward(Input::Softmax(input.softmax()?)));

@@ -27,7 +27,7 @@ fn assert_maps(args: &[&str], exact: &Maps) {
 }
 
 #[test]
-fn the_first_numbers_are_pytorchs() {
+fn tokenize_attend_numbers_match_pytorch() {
     let of_folder = |name: &'static str| vec![SENTENCE, "--model", name];
     let in_dtype = |dtype: &'static str| vec![SENTENCE, "--model", "frontend_48", "--dtype", dtype];
     for (args, system, most) in [
@@ -50,10 +50,10 @@ fn the_first_numbers_are_pytorchs() {
     }
 }
 
-/// The tutorial's layer; two texts of different lengths, in the first layer of a checkpoint and in one that has blocks
-/// before it, by `make.py`.
+/// Maps of the tutorial's layer; and of two texts of different lengths, in the first layer of a checkpoint and in a
+/// layer that has blocks before it, by `make.py`.
 #[test]
-fn maps_are_those_of_pytorch_and_transformers() {
+fn tokenize_attend_maps_match_pytorch_and_transformers() {
     let weights = Golden::open("frontend_1536").get("main", "attn_weights_f64").mean(1).expect("a mean over heads");
     assert_maps(&[SENTENCE], &weights.to_vec3().expect("(B, T, T)"));
     let exact: HashMap<String, Vec<Maps>> = read_json(recorded("examples/attentions.json"));
@@ -85,7 +85,7 @@ fn every_folder_of_models_runs_or_says_why_not() {
 
 #[cfg(unix)]
 #[test]
-fn a_reader_that_goes_away_is_no_error() {
+fn tokenize_attend_with_closed_pipe_exits_quietly() {
     // The map does not fit a pipe's buffer, so the write fails once the reader has left.
     let mut shell = std::process::Command::new("sh");
     shell.args(["-c", "\"$0\" \"$1\" --model frontend_48 | head -c 10"]).current_dir(root());
@@ -97,7 +97,7 @@ fn a_reader_that_goes_away_is_no_error() {
 
 #[cfg(feature = "plot")]
 #[test]
-fn pictures_are_written_as_svg_and_png() {
+fn plot_files_are_written_as_svg_and_png() {
     let folder = tempfile::tempdir().expect("a folder");
     let file = |name: &str| folder.path().join(name).to_str().expect("UTF-8").to_string();
     for extension in ["svg", "png"] {
@@ -117,10 +117,10 @@ fn pictures_are_written_as_svg_and_png() {
     }
 }
 
-/// Words that repeat: of the second layer, a head attends to the token after the previous copy; of the first, one
-/// attends to the token before.
+/// Words repeat. In the second layer, a head attends to the token after the previous copy; in the first, one attends to
+/// the previous token.
 #[test]
-fn the_trained_model_has_an_induction_head() {
+fn induction_heads_of_trained_model_attend_to_previous_copy() {
     assert!(std::fs::metadata(models().join("induction_heads/model.safetensors")).expect("the model").len() < 300_000);
     let block = ["river", "said", "blue", "fish", "over", "night", "come", "wind", "book", "she", "we", "tree"];
     let text = [block, block].concat().join(" ");

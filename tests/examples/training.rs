@@ -10,9 +10,9 @@ use crate::decoder::CausalLm;
 use crate::process::Checkpoint;
 use crate::{encoder, images};
 
-/// Whole blocks: norms, attention of every kind and MLPs, gated and plain, with the embedding and the head.
+/// Blocks are whole: norms, attention of every kind and MLPs, gated and plain, with the embedding and the head.
 #[test]
-fn steps_are_those_of_transformers_and_every_variable_moves() -> Result<()> {
+fn training_steps_match_transformers_and_move_every_variable() -> Result<()> {
     let expected = recorded_tensors("causal_lm/training.safetensors")?;
     assert_eq!(expected.len(), 8);
     for (model, expected) in expected {
@@ -47,7 +47,7 @@ fn steps_are_those_of_transformers_and_every_variable_moves() -> Result<()> {
 }
 
 #[test]
-fn every_variable_of_an_encoder_gets_a_gradient() -> Result<()> {
+fn training_of_encoders_gives_every_variable_a_gradient() -> Result<()> {
     // What stands behind the vectors, or is for other tasks.
     let others = ["pooler", "mask_token", "text", "logit_scale"];
     for checkpoint in ["sentence_embedding", "image_embedding"].into_iter().flat_map(Checkpoint::all) {

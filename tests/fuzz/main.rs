@@ -81,8 +81,9 @@ fn every_seed_of_every_target_passes() {
     }
 }
 
+/// Between 2 and 98 % of the files can still be read, or the damage would be of no use.
 #[test]
-fn damaged_weights_are_read_or_refused() {
+fn damaged_weights_never_panic() {
     const ROUNDS: u64 = 3_000;
     let mut readable = 0;
     damaged("weights", ROUNDS, |bytes| readable += u64::from(weights::run(bytes)));

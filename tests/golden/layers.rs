@@ -127,7 +127,7 @@ pub fn mask(golden: &Golden, case: &str, device: &Device) -> Result<AttentionMas
     Ok(mask)
 }
 
-fn every_system_gives_pytorchs_numbers(device: &Device) -> Result<()> {
+fn systems_match_pytorch(device: &Device) -> Result<()> {
     for golden in &all() {
         let system = System::open(golden, DType::F32, device)?;
         for case in golden.cases() {
@@ -141,11 +141,11 @@ fn every_system_gives_pytorchs_numbers(device: &Device) -> Result<()> {
     Ok(())
 }
 
-on_each_device!(every_system_gives_pytorchs_numbers);
+on_each_device!(systems_match_pytorch);
 
-/// Both against f64, over all cases of a system: in one case of a single token a few roundings decide, which is luck.
+/// Both are compared with f64, over all cases of a system: in one case of a single token, a few roundings decide.
 #[test]
-fn half_precision_errs_at_most_twice_as_much_as_pytorchs() -> Result<()> {
+fn half_precision_error_is_at_most_twice_pytorchs() -> Result<()> {
     let all = all();
     for (golden, dtype) in all.iter().flat_map(|golden| [(golden, DType::F16), (golden, DType::BF16)]) {
         let system = System::open(golden, dtype, &Device::Cpu)?;
@@ -168,7 +168,7 @@ fn half_precision_errs_at_most_twice_as_much_as_pytorchs() -> Result<()> {
 }
 
 #[test]
-fn every_seeded_system_is_drawn_to_the_bit() -> Result<()> {
+fn systems_with_seed_are_drawn_bit_for_bit() -> Result<()> {
     let mut drawn = 0;
     for golden in &all() {
         let (Some(_), Some(seed)) = (golden.config.get("draw_order"), golden.config["manual_seed"].as_u64()) else {
@@ -195,9 +195,9 @@ fn every_seeded_system_is_drawn_to_the_bit() -> Result<()> {
     Ok(())
 }
 
-/// Training drops weights as the function does, and dropping all leaves nothing.
+/// A probability of 1 drops everything.
 #[test]
-fn additive_attention_trains_with_dropout() -> Result<()> {
+fn dropout_in_additive_attention_matches_dropped_weights() -> Result<()> {
     let golden = Golden::open("d2l_additive");
     let [queries, keys, values] = ["queries", "keys", "values"].map(|name| golden.get("none", name));
     let input = || AdditiveInput::new(queries, keys, values);
@@ -218,9 +218,9 @@ fn additive_attention_trains_with_dropout() -> Result<()> {
     Ok(())
 }
 
-/// Training with PyTorch's own dropout mask: seeded just before the forward pass, as the tutorial would.
+/// PyTorch's dropout mask is drawn: the generator is seeded just before the forward pass, as in the tutorial.
 #[test]
-fn frontend_48_train_drops_what_pytorch_drops() -> Result<()> {
+fn dropout_in_frontend_48_train_matches_pytorch() -> Result<()> {
     let (golden, plain) = (Golden::open(TRAINED), Golden::open("frontend_48"));
     let system = System { golden: &golden, ..System::open(&plain, DType::F32, &Device::Cpu)? };
     let (output, weights) = system.run("main", true)?;

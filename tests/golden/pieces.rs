@@ -26,7 +26,7 @@ fn assert_golden(output: &AttentionOutput, golden: &Golden, case: &str) -> Resul
 }
 
 #[test]
-fn small_examples_have_their_scores_weights_and_contexts() -> Result<()> {
+fn small_examples_match_scores_weights_and_outputs() -> Result<()> {
     let (sun, golden) = (Golden::open("shiny_sun"), Golden::open("qkv_2x2"));
     let x = heads(sun.get("main", "x"))?;
     let output = attend(&x.narrow(2, 1, 1)?, &x, &x, &AttentionMask::none(), Some(1.0))?;
@@ -54,7 +54,7 @@ fn scores(q: &Tensor, k: &Tensor, scale: f64) -> Result<Tensor> {
 }
 
 #[test]
-fn batched_matmul_equals_the_heads_one_by_one() -> Result<()> {
+fn batched_matmul_matches_each_head_alone() -> Result<()> {
     let golden = Golden::open("batched_matmul");
     let a = golden.get("main", "a");
     let all = scores(a, a, 1.0)?;
@@ -66,9 +66,9 @@ fn batched_matmul_equals_the_heads_one_by_one() -> Result<()> {
     Ok(())
 }
 
-/// The triangle that was meant, both as a bias and as the causal mask; `0 · -inf` never arises.
+/// The triangle that the tutorial intended, both as a bias and as the causal mask; `0 · -inf` never arises.
 #[test]
-fn additive_mask_is_the_causal_mask() -> Result<()> {
+fn causal_mask_matches_additive_mask() -> Result<()> {
     let golden = Golden::open("additive_mask");
     let (scores, meant) = (golden.get("main", "scores"), golden.get("main", "mask_meant"));
     let t = scores.dim(1)?;
@@ -84,7 +84,7 @@ fn additive_mask_is_the_causal_mask() -> Result<()> {
 }
 
 #[test]
-fn d2l_masked_softmax_gives_pytorch_numbers() -> Result<()> {
+fn d2l_masked_softmax_matches_pytorch() -> Result<()> {
     let golden = Golden::open("d2l_masked_softmax");
     let scores = golden.top("scores");
     for case in golden.cases() {
@@ -103,7 +103,7 @@ fn d2l_masked_softmax_gives_pytorch_numbers() -> Result<()> {
 }
 
 #[test]
-fn d2l_dot_product_gives_pytorch_numbers() -> Result<()> {
+fn d2l_dot_product_matches_pytorch() -> Result<()> {
     let golden = Golden::open("d2l_dot_product");
     for case in golden.cases() {
         let [q, k, v] = ["queries", "keys", "values"].map(|name| golden.get(&case, name).unsqueeze(1));
@@ -113,9 +113,9 @@ fn d2l_dot_product_gives_pytorch_numbers() -> Result<()> {
     Ok(())
 }
 
-/// d2l folds heads into the batch; here they are a dimension of their own, in the same order.
+/// d2l folds heads into the batch; here heads are a dimension, in the same order.
 #[test]
-fn d2l_transpose_qkv_is_a_view_with_the_heads_in_front() -> Result<()> {
+fn d2l_transpose_qkv_matches_heads_dimension() -> Result<()> {
     let golden = Golden::open("d2l_transpose_qkv");
     let x = golden.get("main", "x");
     let (b, t, width) = x.dims3()?;
@@ -130,7 +130,7 @@ fn d2l_transpose_qkv_is_a_view_with_the_heads_in_front() -> Result<()> {
 }
 
 #[test]
-fn dropout_keeps_what_pytorch_keeps() -> Result<()> {
+fn dropout_mask_matches_pytorch() -> Result<()> {
     let golden = Golden::open("dropout");
     for (case, seed, p) in [("ones", 123, 0.5), ("tenth", 7, 0.1)] {
         let (x, expected) = (golden.get(case, "x"), golden.get(case, "output"));

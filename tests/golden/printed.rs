@@ -2,9 +2,9 @@
 
 use crate::common::{Golden, models, read_json, values};
 
-/// Wherever the tutorial's own arithmetic was right, the numbers that the crate is held to round to the printed digits.
+/// Wherever the tutorial's arithmetic was right, the golden numbers round to the printed digits.
 #[test]
-fn printed_numbers_are_reproduced() {
+fn printed_numbers_of_tutorials_are_reproduced() {
     let list: serde_json::Value = read_json(models().join("printed_numbers.json"));
     let mut compared = 0;
     for entry in list.as_array().expect("a list") {

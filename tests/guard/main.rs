@@ -64,14 +64,14 @@ fn holds(draw: &Recipe) -> Result<()> {
 }
 
 #[test]
-fn random_calls_stay_in_their_buffers() {
+fn attention_with_random_calls_stays_in_its_buffers() {
     let layout = || select(&TIGHT[..]);
     let strategy = (kernel_recipes(), [layout(), layout(), layout()]);
     for_all(48, strategy, |(draw, layouts)| holds(&Recipe { layouts, ..draw }));
 }
 
 #[test]
-fn every_edge_stays_in_its_buffers() {
+fn attention_with_every_edge_size_stays_in_its_buffers() {
     let masks: [&[Kind]; 6] = [
         &[],
         &[Kind::Causal],
@@ -92,9 +92,9 @@ fn every_edge_stays_in_its_buffers() {
     }
 }
 
-/// Left padding of each length, which products of whole tiles have to skip and not to overrun for.
+/// Left padding has each length that products of whole tiles have to skip without overrunning a buffer.
 #[test]
-fn keys_that_begin_within_a_block_stay_in_their_buffers() {
+fn left_padding_within_a_block_stays_in_its_buffers() {
     for t_kv in [64, 128, 256, 300] {
         for (n, start) in (0..t_kv).step_by(8).enumerate() {
             let dims = Dims { b: 1, h: 1, h_kv: 1, t_q: 17, t_kv, d: 8, d_v: 16 };
@@ -112,14 +112,14 @@ fn product_holds(product: &Product) -> Result<()> {
 }
 
 #[test]
-fn random_projections_stay_in_their_buffers() {
+fn linear_with_random_products_stays_in_its_buffers() {
     let strategy = (products(), prop_oneof![3 => select(&TIGHT[..]), 1 => select(&Layout::ALL[..])]);
     for_all(48, strategy, |(product, layout)| product_holds(&Product { layout, ..product }));
 }
 
-/// Each number of inputs beside a fifth of the numbers of outputs, and the reverse.
+/// Each number of inputs with a fifth of the numbers of outputs, and the reverse.
 #[test]
-fn every_edge_of_a_projection_stays_in_its_buffers() {
+fn linear_with_every_edge_size_stays_in_its_buffers() {
     for (n, &inputs) in INPUTS.iter().enumerate() {
         let some = |&(m, &outputs): &(usize, &usize)| outputs <= 101 && (n + 2 * m).is_multiple_of(5);
         for (m, &outputs) in OUTPUTS.iter().enumerate().filter(some) {
@@ -137,9 +137,9 @@ fn child(args: &[&str], side: &str) -> Output {
     command.args(args).env("FLASH_GUARD", side).output().expect("the child runs")
 }
 
-/// All of them, and that buffers are guarded there.
+/// Runs all other tests again in a process with pages on the other side.
 #[test]
-fn the_same_with_the_page_before_each_buffer() {
+fn guard_page_before_each_buffer_stays_untouched() {
     if guard_is_before() {
         return;
     }
@@ -149,7 +149,7 @@ fn the_same_with_the_page_before_each_buffer() {
 }
 
 #[test]
-fn buffers_are_guarded() {
+fn guard_page_touches_each_buffer() {
     let before = GUARDED.load(Ordering::Relaxed);
     let numbers = black_box(vec![1f32; 1000]);
     assert!(GUARDED.load(Ordering::Relaxed) > before);
@@ -159,10 +159,10 @@ fn buffers_are_guarded() {
     assert!(InstructionSet::available().contains(&InstructionSet::Scalar));
 }
 
-/// A child that reads or writes where it must not.
+/// Reads where it must not.
 #[test]
 #[ignore = "ends the process, as it should"]
-fn stray() {
+fn child_reads_guard_page() {
     let numbers = black_box(vec![1f32; 1000]);
     let pointer = numbers.as_ptr();
     // SAFETY: none, on purpose: the page beside the buffer is there to end the process.
@@ -173,7 +173,7 @@ fn stray() {
 
 #[test]
 #[ignore = "ends the process, as it should"]
-fn stray_write_into_the_gap() {
+fn child_writes_canary() {
     let mut numbers = black_box(vec![1f32; 1000]);
     let pointer = numbers.as_mut_ptr();
     // SAFETY: the bytes beside the buffer are of its own mapping, and hold the canary.
@@ -182,16 +182,16 @@ fn stray_write_into_the_gap() {
     };
 }
 
-/// The guards guard: without this the tests above could pass under an allocator that does nothing.
+/// Without this test, the others could pass under an allocator that does nothing.
 #[test]
-fn a_stray_access_ends_the_process() {
+fn guard_page_and_canary_end_process_of_stray_access() {
     if guard_is_before() {
         return;
     }
     for side in ["behind", "before"] {
         let child = |test| child(&[test, "--exact", "--ignored", "--nocapture"], side);
-        assert_eq!(child("stray").status.signal(), Some(libc::SIGSEGV), "a read with the page {side}");
-        let output = child("stray_write_into_the_gap");
+        assert_eq!(child("child_reads_guard_page").status.signal(), Some(libc::SIGSEGV), "a read with the page {side}");
+        let output = child("child_writes_canary");
         let text = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.signal(), Some(libc::SIGABRT), "a write with the page {side}: {text}");
         assert!(text.contains("a write beside an allocation"), "{text}");

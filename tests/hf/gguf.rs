@@ -36,7 +36,7 @@ fn load((content, reader): &mut (Content, Cursor<Vec<u8>>), layer: usize) -> Res
 }
 
 #[test]
-fn every_architecture_is_shown() {
+fn gguf_architectures_all_have_a_converted_file() {
     let mut shown: Vec<_> = converted().into_iter().map(|converted| converted.architecture).collect();
     shown.dedup();
     assert_eq!(gguf::architectures().collect::<Vec<_>>(), shown);
@@ -44,7 +44,7 @@ fn every_architecture_is_shown() {
 }
 
 #[test]
-fn layers_compute_what_the_checkpoint_does() -> Result<()> {
+fn gguf_layers_match_layers_of_checkpoint() -> Result<()> {
     for converted in converted() {
         let mut model = Model::named(&converted.model);
         model.config.as_object_mut().expect("fields").extend(converted.config.clone());
@@ -104,10 +104,10 @@ fn wide(name: &str, dtype: GgmlDType) -> Result<File> {
     Ok(file)
 }
 
-/// Beside the same file with the numbers that its weights stand for. Products with K-quants are Candle's, which rounds
-/// inputs to 8 bits too.
+/// Compared with the same file with dequantised weights. Products with K-quants are Candle's, which rounds inputs to 8
+/// bits too.
 #[test]
-fn every_type_of_weight_loads() -> Result<()> {
+fn gguf_weights_of_every_type_match_dequantised_layer() -> Result<()> {
     use GgmlDType::*;
     let xs = numbers(&[2, 7, 256], 0.5)?;
     for dtype in [F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2K, Q3K, Q4K, Q5K, Q6K] {

@@ -6,9 +6,9 @@ use candle_core::{Result, Tensor};
 use crate::common::root;
 use crate::{CPU, LATENT, Model, all_models};
 
-/// In the census of `compare/census`, whose page says so.
+/// The page is `docs/architectures.md`, which `compare/census` writes.
 #[test]
-fn every_architecture_is_equal() {
+fn census_page_lists_every_architecture_as_equal() {
     let page = std::fs::read_to_string(root().join("docs/architectures.md")).expect("a page");
     let (_, equal) = page.split_once("## Equal").expect("a part of the page");
     // Rows may be for layers of linear attention alone.
@@ -22,9 +22,9 @@ fn every_architecture_is_equal() {
     assert!(!page.contains("## Wrong"));
 }
 
-/// By both backends.
+/// On both backends.
 #[test]
-fn layers_give_the_numbers_of_transformers() -> Result<()> {
+fn hf_layers_match_transformers() -> Result<()> {
     for model in all_models() {
         for i in 0..model.layers() {
             let shifts = model.config.get("depths").is_some() && i == 1;
@@ -67,9 +67,9 @@ fn decoder(model: &Model) -> Result<()> {
     Ok(())
 }
 
-/// Two processes of every model whose heads can be divided, beside the whole layer.
+/// Of every model whose heads can be divided between two ranks.
 #[test]
-fn shards_sum_to_the_layer() -> Result<()> {
+fn hf_layer_shards_sum_to_whole_layer() -> Result<()> {
     let mut shown = std::collections::BTreeSet::new();
     for model in all_models() {
         let Ok(cfg) = hf::attention_config(&model.config, 0) else { continue };
@@ -132,9 +132,8 @@ fn tokens(model: &Model, ys: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// A stack shares its bias; the numbers stay the same.
 #[test]
-fn layers_of_a_stack_share_a_relative_bias() -> Result<()> {
+fn hf_stack_with_shared_relative_bias_matches_transformers() -> Result<()> {
     let model = Model::named("t5");
     let bias = hf::load_relative_bias(&model.config, model.vb())?;
     let mask = mask(&model)?;

@@ -108,7 +108,7 @@ fn called(model: &Model, config: Value, what: &str) {
 }
 
 #[test]
-fn no_integer_of_a_model_hurts() {
+fn hf_configs_of_models_with_any_integers_are_errors_or_small_layers() {
     // The first backtrace reads the debug information, which takes more memory than any config.
     let _ = Error::msg("").bt().to_string();
     let mut tried = 0;
@@ -211,9 +211,9 @@ fn names(folder: &Path, found: &mut BTreeSet<String>) {
     }
 }
 
-/// Every field that the configs of any architecture may have.
+/// Tries every field that the configs of any architecture may have.
 #[test]
-fn no_integer_of_an_architecture_hurts() {
+fn hf_configs_of_architectures_with_any_integers_are_errors_or_small_layers() {
     let mut all = BTreeSet::new();
     names(&root().join("crates/checkpoints/src/hf"), &mut all);
     // What `per_layer_config` has for a layer are the same fields.

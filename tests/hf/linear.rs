@@ -43,7 +43,7 @@ impl Model {
 }
 
 #[test]
-fn layers_give_the_numbers_of_transformers() -> Result<()> {
+fn linear_attention_layers_match_transformers() -> Result<()> {
     for model in models() {
         let (net, xs) = (model.net()?, &model.golden["in"]);
         model.assert_golden(&net, "whole sequences")?;
@@ -61,9 +61,9 @@ fn layers_give_the_numbers_of_transformers() -> Result<()> {
     Ok(())
 }
 
-/// Ragged batches, padded on the right and on the left: each sequence has the numbers of its tokens alone.
+/// Batches are ragged, padded on the right and on the left: the numbers of each sequence are those of its tokens alone.
 #[test]
-fn padding_changes_nothing_that_a_cache_keeps() -> Result<()> {
+fn linear_attention_cache_ignores_padding() -> Result<()> {
     for model in models() {
         let (net, xs, expected) = (model.net()?, &model.golden["in"], &model.golden["out"]);
         let mut cache = DeltaCache::default();
@@ -105,9 +105,8 @@ fn padding_changes_nothing_that_a_cache_keeps() -> Result<()> {
     Ok(())
 }
 
-/// Each sequence begins anew, as if it were by itself.
 #[test]
-fn packed_sequences_restart() -> Result<()> {
+fn linear_attention_packed_sequences_match_separate_calls() -> Result<()> {
     for model in models() {
         let (net, xs) = (model.net()?, model.golden["in"].flatten_to(1)?);
         let lens = [3, 0, 6, 1, 7, 1];
@@ -128,9 +127,9 @@ fn packed_sequences_restart() -> Result<()> {
     Ok(())
 }
 
-/// Of the input through plain and through learning weights, and of all weights, by PyTorch's backward pass.
+/// Gradients of the input, with plain weights and with variables, and of all weights.
 #[test]
-fn gradients_are_those_of_pytorch() -> Result<()> {
+fn linear_attention_gradients_match_pytorch() -> Result<()> {
     for model in models() {
         let vars = VarMap::new();
         for (name, tensor) in &model.weights {
@@ -168,7 +167,7 @@ fn gradients_are_those_of_pytorch() -> Result<()> {
 }
 
 #[test]
-fn layers_are_saved_in_every_layout() -> Result<()> {
+fn linear_attention_layers_are_saved_in_every_layout() -> Result<()> {
     for model in models() {
         let net = model.net()?;
         for layout in model.layouts(&net) {
@@ -195,7 +194,7 @@ fn layers_are_saved_in_every_layout() -> Result<()> {
 
 /// transformers 5.23 saves the convolutions of queries, keys and values as thirds of all rows, whatever their widths.
 #[test]
-fn convolutions_are_read_in_thirds_too() -> Result<()> {
+fn linear_attention_convolutions_in_thirds_are_read() -> Result<()> {
     for mut model in models().into_iter().filter(|model| model.name.starts_with("olmo")) {
         let names = ["q", "k", "v"].map(|part| format!("layers.0.linear_attn.{part}_conv1d.weight"));
         let all = Tensor::cat(&names.each_ref().map(|name| model.weights[name].clone()), 0)?;
@@ -213,9 +212,9 @@ fn module(model: &Model) -> &str {
     name.split('.').nth(2).expect("layers.0.module.name")
 }
 
-/// Processes with whole key heads, and with parts of one.
+/// Ranks have whole key heads, or parts of one.
 #[test]
-fn shares_of_heads_sum_to_the_whole() -> Result<()> {
+fn linear_attention_shards_sum_to_whole_layer() -> Result<()> {
     models().iter().try_for_each(shares_sum)
 }
 
@@ -237,9 +236,9 @@ fn shares_sum(model: &Model) -> Result<()> {
     Ok(())
 }
 
-/// A model of texts and images, as it is published; tests/errors has what configs say of layers.
+/// A model of texts and images, as it is published; tests/errors has the errors of configs.
 #[test]
-fn layers_below_images_are_found() -> Result<()> {
+fn linear_attention_of_image_text_models_is_found() -> Result<()> {
     for model in models().iter().filter(|model| ["qwen3_5", "qwen3_5_moe"].contains(&model.name.as_str())) {
         let config = json!({"model_type": model.name, "text_config": model.config});
         let renamed =

@@ -28,7 +28,7 @@ fn assert_same(model: &Model, layer: usize, other: &Model) {
 }
 
 #[test]
-fn models_with_and_without_a_head_give_the_same_layer() {
+fn hf_models_with_and_without_head_have_equal_layers() {
     for name in HEADS.split(' ') {
         let model = Model::named(name);
         let bare = |name: &str| name.split_once('.').expect("below a head").1.to_string();
@@ -39,9 +39,9 @@ fn models_with_and_without_a_head_give_the_same_layer() {
     assert_same(&model, 1, &renamed(&model, |name| format!("transformer.{name}")));
 }
 
-/// Gemma 3's text, as it stands in models that read images too.
+/// The text model of Gemma 3 has other prefixes in models that read images too.
 #[test]
-fn layers_below_images_are_the_same() {
+fn hf_gemma3_text_of_image_models_has_equal_layers() {
     let texts: Vec<_> = all_models().into_iter().filter(|model| model.model_type() == "gemma3_text").collect();
     assert!(!texts.is_empty());
     for (model, prefix) in texts.iter().flat_map(|model| {
@@ -53,9 +53,9 @@ fn layers_below_images_are_the_same() {
     }
 }
 
-/// Nomic's published names, and those of transformers' own module.
+/// Nomic's published names, and those of transformers' module.
 #[test]
-fn both_names_of_a_layer_give_the_same() -> Result<()> {
+fn hf_former_and_present_names_have_equal_layers() -> Result<()> {
     let model = Model::named("nomic_bert");
     let mut own = Model { weights: Tensors::new(), ..model.clone() };
     let packed = &model.weights["encoder.layers.0.attn.Wqkv.weight"];
@@ -77,10 +77,10 @@ fn both_names_of_a_layer_give_the_same() -> Result<()> {
     Ok(())
 }
 
-/// Some versions of transformers give VideoMAE's keys a bias, which adds the same to all scores of a query. Without
-/// biases in the config there may be none.
+/// Some versions of transformers give VideoMAE's keys a bias, which adds the same to all scores of a query. Where the
+/// config says that there are no biases, one is an error.
 #[test]
-fn a_bias_of_videomaes_keys_changes_nothing() -> Result<()> {
+fn hf_videomae_key_bias_changes_nothing() -> Result<()> {
     let model = Model::named("videomae");
     let attention = "videomae.encoder.layer.0.attention.attention";
     let names = [("q_bias", "query.bias"), ("v_bias", "value.bias")];
@@ -96,7 +96,7 @@ fn a_bias_of_videomaes_keys_changes_nothing() -> Result<()> {
 }
 
 #[test]
-fn a_model_begins_with_fresh_variables_under_the_same_names() -> Result<()> {
+fn hf_new_variables_have_names_of_checkpoint() -> Result<()> {
     let variables = VarMap::new();
     let config = json!({"model_type": "bert", "hidden_size": 8, "num_attention_heads": 2});
     hf::load_attention(&config, 1, VarBuilder::from_varmap(&variables, DType::F32, &CPU))?;

@@ -11,7 +11,7 @@ use crate::LATENT;
 use crate::common::{read_json, recorded};
 
 #[test]
-fn other_spellings_and_absent_fields_say_what_transformers_reads_in_them() -> Result<()> {
+fn hf_configs_in_other_spellings_match_transformers() -> Result<()> {
     let lists: [Vec<Value>; 2] = ["hf/variants.json", "hf/spellings.json"].map(|file| read_json(recorded(file)));
     let mut compared = 0;
     for variant in lists.iter().flatten() {

@@ -31,7 +31,7 @@ use server::{Files, Server};
 use tempfile::TempDir;
 
 #[test]
-fn models_are_found_as_reviewed() {
+fn hub_sessions_match_reviewed_texts() {
     let mut texts = listed(recorded("hub/texts"));
     // Where a container lacks the package `ca-certificates`.
     texts.retain(|text| cfg!(target_os = "linux") || !text.ends_with("no_certificates.txt"));
@@ -53,7 +53,7 @@ fn models_are_found_as_reviewed() {
 }
 
 #[test]
-fn secrets_do_not_show() -> Result<()> {
+fn hub_model_hides_secrets_in_debug_output() -> Result<()> {
     let model = HubModel::new("org/name@v1")?.with_token("hf_secret").with_endpoint("http://user:secret@hub");
     assert!(!format!("{model:?}").contains("secret"), "{model:?}");
     assert_eq!(model.to_string(), "org/name@v1");

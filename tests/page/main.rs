@@ -1,5 +1,5 @@
 //! Pages of attention weights. `browser.test.mjs`, which `ci/page.sh` runs, opens those that
-//! `pages_are_written_for_the_browser` writes.
+//! `page_files_are_written_for_the_browser` writes.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -111,7 +111,7 @@ fn png() -> Vec<u8> {
 }
 
 #[test]
-fn pages_are_written_for_the_browser() -> Result<()> {
+fn page_files_are_written_for_the_browser() -> Result<()> {
     let folder = PathBuf::from(env::var_os("PAGES").unwrap_or(concat!(env!("CARGO_TARGET_TMPDIR"), "/page").into()));
     std::fs::create_dir_all(&folder)?;
     let write = |name: &str, page: Page| page.write(folder.join(name).with_extension("html"));
@@ -137,7 +137,7 @@ fn pages_are_written_for_the_browser() -> Result<()> {
 }
 
 #[test]
-fn pages_stay_small() -> Result<()> {
+fn page_size_stays_below_limit() -> Result<()> {
     for (layers, heads, len, most) in [(30, 9, 1024, 25), (12, 12, 4096, 40), (6, 12, 512, 5)] {
         let size = html(&synthetic_page(layers, heads, len)?)?.len();
         println!("{layers} x {heads} heads, {len} tokens: {size} bytes");
@@ -147,7 +147,7 @@ fn pages_stay_small() -> Result<()> {
 }
 
 #[test]
-fn texts_stay_texts() -> Result<()> {
+fn page_escapes_texts_of_users() -> Result<()> {
     let page = html(&hostile()?.0)?;
     assert!(page.contains("<title>Heads &amp; &lt;script>alert(1)&lt;/script></title>"), "{}", &page[..600]);
     assert_eq!(page.matches("</script>").count(), 4, "data, two layers and the script");
@@ -162,7 +162,7 @@ fn texts_stay_texts() -> Result<()> {
 
 /// `UPDATE_EXPECT=1 cargo test --features plot --test page` writes `errors.txt`.
 #[test]
-fn what_does_not_fit_is_an_error() -> Result<()> {
+fn page_of_statistics_that_do_not_fit_is_rejected() -> Result<()> {
     let good = synthetic(2, 6)?;
     let (new, page) = (|| Page::new(""), || Page::new("").with_layer("l", &good, 0));
     let mut wrong: [_; 9] = std::array::from_fn(|_| good.clone());

@@ -82,9 +82,9 @@ fn error<T>(result: Result<T>) -> String {
     }
 }
 
-/// `UPDATE_EXPECT=1 cargo test --features plot --test plot` writes `maps/*.svg`, to be looked at in a browser.
+/// `UPDATE_EXPECT=1 cargo test --features plot --test plot` writes `maps/*.svg`. Look at them in a browser.
 #[test]
-fn svgs_are_as_drawn() -> Result<()> {
+fn heat_map_svg_matches_reviewed_files() -> Result<()> {
     let heads = HeatMap::new(&two_heads()?)?.with_tokens(&["<pad>", "\"&'\x1b"])?.with_title("a < b & c");
     let nan = HeatMap::new(&Tensor::new(&[[f32::NAN, 1.0]], &Device::Cpu)?)?;
     assert_reviewed("heads.svg", &heads.to_svg(Heads::All)?);
@@ -93,7 +93,7 @@ fn svgs_are_as_drawn() -> Result<()> {
 }
 
 #[test]
-fn a_png_shows_what_the_svg_says() -> Result<()> {
+fn heat_map_png_has_colors_of_svg() -> Result<()> {
     for (heads, queries, keys) in [(16, 6, 6), (5, 12, 3), (8, 40, 40), (3, 1, 70)] {
         let map = HeatMap::new(&many(heads, queries, keys)?)?.with_title("A title");
         let svg = map.to_svg(Heads::All)?;
@@ -111,7 +111,7 @@ fn a_png_shows_what_the_svg_says() -> Result<()> {
 }
 
 #[test]
-fn labels_are_drawn_into_the_png() -> Result<()> {
+fn heat_map_png_contains_labels() -> Result<()> {
     let weights = many(1, 6, 6)?;
     let map = |token: &str| HeatMap::new(&weights)?.with_tokens(&[token; 6]);
     let svg = map("hello")?.to_svg(Heads::All)?;
@@ -131,7 +131,7 @@ fn labels_are_drawn_into_the_png() -> Result<()> {
 }
 
 #[test]
-fn characters_that_the_font_lacks_are_noted_in_the_png_and_kept_in_the_svg() -> Result<()> {
+fn heat_map_png_notes_characters_missing_in_font() -> Result<()> {
     let map = |token: &str| HeatMap::new(&many(1, 2, 2)?)?.with_tokens(&[token; 2]);
     for covered in ["Ġthe", "▁мир", "␣naïve…", "◌", "α→β"] {
         let map = map(covered)?;
@@ -144,9 +144,9 @@ fn characters_that_the_font_lacks_are_noted_in_the_png_and_kept_in_the_svg() -> 
     Ok(())
 }
 
-/// Nothing is outside and no panel over another, in a grid that is nearly square with few places empty.
+/// Nothing is outside the picture and no panel overlaps another. The grid is nearly square, with few empty cells.
 #[test]
-fn pictures_keep_to_a_sensible_size_and_grid() -> Result<()> {
+fn heat_map_sizes_and_grids_stay_within_bounds() -> Result<()> {
     let grids =
         [(1, 1), (2, 2), (3, 3), (4, 2), (5, 3), (6, 3), (7, 3), (8, 4), (9, 3), (12, 4), (16, 4), (32, 8), (64, 8)];
     for (heads, columns) in grids {
@@ -170,7 +170,7 @@ fn pictures_keep_to_a_sensible_size_and_grid() -> Result<()> {
 }
 
 #[test]
-fn labels_are_thinned_with_a_note_where_cells_are_small() -> Result<()> {
+fn heat_map_labels_of_small_cells_are_thinned_with_note() -> Result<()> {
     let tokens: Vec<_> = (0..64).map(|i| format!("t{i}")).collect();
     let weights = many(64, 64, 64)?;
     let svg = HeatMap::new(&weights)?.with_tokens(&tokens)?.to_svg(Heads::All)?;
@@ -181,7 +181,7 @@ fn labels_are_thinned_with_a_note_where_cells_are_small() -> Result<()> {
 }
 
 #[test]
-fn what_cannot_be_drawn_is_an_error() -> Result<()> {
+fn pictures_that_cannot_be_drawn_are_rejected() -> Result<()> {
     let (wide, fine) = (HeatMap::new(&many(1, 1, 4100)?)?, HeatMap::new(&many(1, 600, 600)?)?);
     let chart = || LineChart::new("training", "step", "loss");
     let line = |points: &[[f64; 2]]| chart().with_line("loss", points).map(drop);
@@ -204,7 +204,7 @@ fn what_cannot_be_drawn_is_an_error() -> Result<()> {
 }
 
 #[test]
-fn save_takes_the_format_from_the_extension() -> Result<()> {
+fn heat_map_save_chooses_format_by_extension() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let map = HeatMap::new(&two_heads()?)?;
     let path = |name: &str| folder.path().join(name);

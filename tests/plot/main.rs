@@ -33,10 +33,10 @@ fn matrix(text: &str, rows: usize) -> Vec<&str> {
     text.lines().skip_while(|line| !line.starts_with("mean of")).skip(1).take(rows + 1).collect()
 }
 
-/// Built without the feature, a program that draws pictures compiles, and is told what is missing.
+/// A program that draws pictures compiles without the feature, and the error names it.
 #[cfg(not(feature = "plot"))]
 #[test]
-fn pictures_without_their_feature_are_errors_that_name_it() -> Result<()> {
+fn pictures_without_plot_feature_are_rejected() -> Result<()> {
     let (map, file) = (HeatMap::new(&two_heads()?)?, std::env::temp_dir().join("no_picture.svg"));
     for error in [
         map.to_svg(Heads::All).expect_err("no feature"),
@@ -49,9 +49,9 @@ fn pictures_without_their_feature_are_errors_that_name_it() -> Result<()> {
     Ok(())
 }
 
-/// The files of `maps/` are what was reviewed; `UPDATE_EXPECT=1 cargo test --test plot` writes them.
+/// `UPDATE_EXPECT=1 cargo test --test plot` writes the files of `maps/`.
 #[test]
-fn maps_read_as_drawn() -> Result<()> {
+fn heat_map_text_matches_reviewed_files() -> Result<()> {
     let two = HeatMap::new(&two_heads()?)?;
     let small = two.clone().with_tokens(&["hello", "world"])?.with_title("Layer 0");
     let early = two.clone().with_scale_max(0.5)?;
@@ -90,7 +90,7 @@ fn assert_reviewed(file: &str, found: &str) {
 }
 
 #[test]
-fn any_float_dtype_layout_and_leading_batch_of_one_give_the_same_map() -> Result<()> {
+fn heat_map_of_any_dtype_strides_and_batch_of_one_is_equal() -> Result<()> {
     let weights = two_heads()?;
     let expected = HeatMap::new(&weights)?.to_terminal(Heads::All, &PLAIN)?;
     for dtype in [DType::F16, DType::BF16, DType::F64, DType::F8E4M3] {
@@ -107,7 +107,7 @@ fn any_float_dtype_layout_and_leading_batch_of_one_give_the_same_map() -> Result
 
 proptest! {
     #[test]
-    fn lines_of_a_matrix_are_equally_wide_and_within_the_limit(
+    fn heat_map_lines_are_equally_wide_and_within_limit(
         tokens in prop::collection::vec(any::<String>(), 1..12),
         max_width in prop::option::of(16usize..90),
         max_rows in prop::option::of(1usize..12),
@@ -129,9 +129,9 @@ proptest! {
     }
 }
 
-/// tests/errors has what one column less says.
+/// tests/errors has the error for one column less.
 #[test]
-fn the_narrowest_map_has_one_key() -> Result<()> {
+fn heat_map_of_least_width_has_one_key() -> Result<()> {
     let map = HeatMap::new(&many(1, 2, 2)?)?.with_tokens(&["hello", "world"])?;
     let narrow = |max_width| map.to_terminal(Heads::Mean, &TerminalOptions { max_width: Some(max_width), ..PLAIN });
     assert!(narrow(10).is_err() && narrow(11).is_ok());
@@ -139,7 +139,7 @@ fn the_narrowest_map_has_one_key() -> Result<()> {
 }
 
 #[test]
-fn extreme_weights_are_drawn() -> Result<()> {
+fn heat_map_of_extreme_weights_is_drawn() -> Result<()> {
     for row in [[0.0, 0.0], [f64::MAX, f64::MIN], [5e-324, 0.0], [f64::NAN, f64::NAN], [1e10, 3e5], [-1.0, -2.0]] {
         let map = HeatMap::new(&Tensor::new(&[row], &Device::Cpu)?)?;
         for color in [Color::None, Color::Ansi256, Color::TrueColor] {

@@ -31,7 +31,7 @@ fn save_and_load(tokenizer: &SimpleTokenizer) -> SimpleTokenizer {
 }
 
 #[test]
-fn the_golden_cases_hold() {
+fn tokenizer_matches_golden_cases() {
     let config = Golden::open_config("frontend_tokenizer");
     let vocab: Vec<String> = serde_json::from_value(config["vocab"].clone()).unwrap();
     let tokenizer = SimpleTokenizer::from_words(vocab.clone()).unwrap();
@@ -48,7 +48,7 @@ fn the_golden_cases_hold() {
 }
 
 #[test]
-fn white_space_is_pythons() {
+fn tokenizer_splits_at_white_space_of_python() {
     let tokenizer = words(&["a", "b"]);
     let ranges = [0x09..=0x0d, 0x1c..=0x20, 0x85..=0x85, 0xa0..=0xa0, 0x1680..=0x1680, 0x2000..=0x200a];
     let others = [0x2028..=0x2029, 0x202f..=0x202f, 0x205f..=0x205f, 0x3000..=0x3000];
@@ -61,9 +61,9 @@ fn white_space_is_pythons() {
     assert!(ids(&tokenizer, &white.iter().collect::<String>()).is_empty());
 }
 
-/// A long word is cut in the message and whole in the error; of a batch, the first text that fails is named.
+/// A long word is shortened in the message and whole in the error. Of a batch, the first text that fails is named.
 #[test]
-fn an_unknown_word_is_told_with_its_place() {
+fn tokenizer_error_names_unknown_word_and_its_position() {
     let long = "x".repeat(100_000);
     match tutorial().encode(&format!("you {long}")).unwrap_err() {
         TokenizerError::UnknownWord { word, position, vocabulary, .. } => {
@@ -79,7 +79,7 @@ fn an_unknown_word_is_told_with_its_place() {
 }
 
 #[test]
-fn it_passes_between_threads_and_through_candles_result_and_shows_no_vocabulary() {
+fn tokenizer_is_send_and_sync_and_debug_hides_vocabulary() {
     fn shared<T: Send + Sync + Clone>(_: &T) {}
     fn error<T: std::error::Error + Send + Sync + 'static>() {}
     fn model_code() -> candle_core::Result<Vec<u32>> {

@@ -15,7 +15,7 @@ fn words() -> impl Strategy<Value = Vec<String>> {
 
 proptest! {
     #[test]
-    fn ids_come_back_from_their_text(words in words(), picks in proptest::collection::vec(any::<prop::sample::Index>(), 0..20)) {
+    fn tokenizer_ids_round_trip_through_text(words in words(), picks in proptest::collection::vec(any::<prop::sample::Index>(), 0..20)) {
         let tokenizer = SimpleTokenizer::from_words(words.clone()).unwrap();
         let ids: Vec<u32> = picks.iter().map(|pick| pick.index(words.len()) as u32).collect();
         for &id in &ids {
@@ -29,7 +29,7 @@ proptest! {
     }
 
     #[test]
-    fn any_text_gives_one_id_a_word_or_names_its_first_unknown_word(text in "[ab\\s\\x1c-\\x1f]{0,12}|\\PC{0,12}|.{0,12}") {
+    fn tokenizer_encodes_each_word_or_names_first_unknown_word(text in "[ab\\s\\x1c-\\x1f]{0,12}|\\PC{0,12}|.{0,12}") {
         let tokenizer = SimpleTokenizer::from_words(["a", "b", "ab"]).unwrap();
         let words: Vec<&str> = text
             .split(|c: char| c.is_whitespace() || ('\x1c'..='\x1f').contains(&c))
@@ -45,9 +45,9 @@ proptest! {
         }
     }
 
-    /// With the mask that transformers makes of the same padding.
+    /// With the attention mask that transformers makes of the same padding.
     #[test]
-    fn a_batch_is_its_texts_one_by_one(
+    fn tokenizer_batch_matches_single_texts(
         texts in proptest::collection::vec("(hello|you|\\?| ){0,8}", 1..8),
         side in prop::sample::select(vec![PaddingSide::Left, PaddingSide::Right]),
     ) {
@@ -82,9 +82,9 @@ proptest! {
     }
 }
 
-/// As the crate below puts them together and cuts them, whatever fits.
+/// Joined and truncated as by the tokenizers crate, whatever fits.
 #[test]
-fn pairs_are_those_of_the_tokenizers_crate() {
+fn tokenizer_pairs_match_tokenizers_crate() {
     use tokenizers::{Tokenizer, TruncationParams};
 
     let texts = ["", "man", "the sky is blue", "a girl carries a baby on the street while the old man plays a guitar"];

@@ -133,7 +133,7 @@ impl Case {
 }
 
 #[test]
-fn texts_become_what_was_reviewed() {
+fn tokenizer_reports_match_reviewed_texts() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tokenizer/texts.txt");
     let (reviewed, mut text) = (std::fs::read_to_string(path).expect("the texts"), String::new());
     for line in reviewed.lines().filter(|line| !line.starts_with("    ")) {

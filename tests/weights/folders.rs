@@ -24,10 +24,10 @@ fn folders() -> Vec<Folder> {
     folders
 }
 
-/// Found from the file alone, or refused where two readings remain and no config.json is next to it; inferred, loaded,
-/// and written as it stood.
+/// The layout is detected from the file alone, or refused where two readings remain and no config.json is next to it.
+/// Configs are inferred, layers loaded, and files saved as they were.
 #[test]
-fn every_folder_is_detected_inferred_and_written_as_it_was_read() -> Result<()> {
+fn model_folders_are_detected_inferred_and_saved_unchanged() -> Result<()> {
     let mut compared = 0;
     for (name, config, cfg, layout) in folders() {
         let file = models().join(&name).join("model.safetensors");
@@ -65,10 +65,9 @@ fn every_folder_is_detected_inferred_and_written_as_it_was_read() -> Result<()> 
     Ok(())
 }
 
-/// Eleven layers in every layout in one file: found in the order of their numbers, and told apart, or refused with the
-/// layout named beside another.
+/// Eleven layers in every layout are in one file. Their layouts are detected, or refused with both candidates named.
 #[test]
-fn attention_layers_are_found_in_their_natural_order() -> Result<()> {
+fn attention_layers_are_listed_in_order_of_their_numbers() -> Result<()> {
     let zeros = |shape| Tensor::zeros(shape, DType::F32, &CPU);
     let mut tensors = HashMap::from([("model.embed_tokens.weight".to_string(), zeros((7, 4))?)]);
     let mut expected = Vec::new();

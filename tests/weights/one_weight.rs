@@ -54,9 +54,9 @@ pub fn assert_joined(layer: &MultiHeadAttention, what: &str) -> Result<()> {
     Ok(())
 }
 
-/// A checkpoint whose rows are by part already is not copied, in f64, which is not packed.
+/// A checkpoint whose rows are by projection already is not copied, in f64, which is not packed.
 #[test]
-fn packed_rows_are_used_where_they_lie() -> Result<()> {
+fn packed_qkv_rows_are_not_copied() -> Result<()> {
     let cfg = MultiHeadAttentionConfig::new(8, 4).with_bias(true);
     let names = [("torch", "in_proj_weight", "in_proj_bias"), ("packed:Wqkv", "Wqkv.weight", "Wqkv.bias")];
     for (layout, weight, bias) in names {

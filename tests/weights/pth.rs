@@ -24,7 +24,7 @@ fn plain(file: &str) -> Result<HashMap<String, Tensor>> {
 }
 
 #[test]
-fn views_of_every_kind_and_dtype_have_pytorchs_values() -> Result<()> {
+fn pth_views_of_every_dtype_match_pytorch() -> Result<()> {
     for (file, count) in [("views", 9), ("kinds", 12), ("nested", 9)] {
         let expected = plain(file)?;
         assert_eq!(expected.len(), count, "{file}");
@@ -46,10 +46,10 @@ fn views_of_every_kind_and_dtype_have_pytorchs_values() -> Result<()> {
     Ok(())
 }
 
-/// Of `views.pth` the layer is the file. `nested.pth` is `torch.save({"model_state_dict": model.state_dict(),
+/// `views.pth` contains the layer alone. `nested.pth` is `torch.save({"model_state_dict": model.state_dict(),
 /// "optimizer_state_dict": ..., "epoch": ...}, path)`.
 #[test]
-fn a_layer_is_found_and_loaded_from_views_and_from_a_dict_in_a_dict() -> Result<()> {
+fn pth_layer_in_views_or_nested_dict_is_loaded() -> Result<()> {
     let book = MultiHeadAttentionConfig::new(4, 2).with_bias(true).with_causal(true).with_context_length(6);
     let xs = (Tensor::arange(0f32, 24f32, &CPU)?.reshape((2, 3, 4))? / 16.0)?;
     let output = |vb| MultiHeadAttention::load(&book, WeightLayout::Book, vb)?.forward(&xs);
@@ -69,7 +69,7 @@ fn a_layer_is_found_and_loaded_from_views_and_from_a_dict_in_a_dict() -> Result<
 }
 
 #[test]
-fn a_folder_with_pytorchs_file_is_a_checkpoint() -> Result<()> {
+fn pth_file_in_folder_is_a_checkpoint() -> Result<()> {
     for name in ["pytorch_model.bin", "model.pth"] {
         let folder = tempfile::tempdir()?;
         std::fs::copy(models().join("book_mha/model.pth"), folder.path().join(name))?;
@@ -83,9 +83,9 @@ fn a_folder_with_pytorchs_file_is_a_checkpoint() -> Result<()> {
     Ok(())
 }
 
-/// c_attn's rows are by part in nanoGPT and by head in GPT-BigCode: what the file says of itself decides.
+/// The rows of c_attn are by projection in nanoGPT and by head in GPT-BigCode.
 #[test]
-fn nanogpts_own_arguments_decide_the_order_of_its_rows() -> Result<()> {
+fn pth_arguments_of_nanogpt_decide_order_of_rows() -> Result<()> {
     let prefix = "model._orig_mod.transformer.h.0.attn";
     let checkpoint = Checkpoint::open(data("nanogpt.pth"))?;
     assert_eq!(checkpoint.attention_layers(), [prefix]);

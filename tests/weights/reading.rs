@@ -10,7 +10,7 @@ use crate::common::{assert_close, error_text, models};
 use crate::{CPU, wave};
 
 #[test]
-fn a_file_that_is_truncated_after_it_was_opened_is_an_error() -> Result<()> {
+fn file_truncated_after_opening_is_rejected() -> Result<()> {
     let folder = tempfile::tempdir()?;
     for name in ["model.safetensors", "model.pth"] {
         let path = folder.path().join(name);
@@ -28,9 +28,9 @@ fn a_file_that_is_truncated_after_it_was_opened_is_an_error() -> Result<()> {
     Ok(())
 }
 
-/// More elements than are converted at once, in every dtype and from each kind of builder.
+/// Tensors have more elements than are converted at once, in every dtype and from each kind of builder.
 #[test]
-fn large_tensors_are_read_whole_and_mapped_ones_are_the_same() -> Result<()> {
+fn large_tensors_are_read_whole_and_equal_mapped_ones() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let path = folder.path().join("model.safetensors");
     let large = wave(0.61, (1031, 1021))?;

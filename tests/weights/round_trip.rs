@@ -46,7 +46,7 @@ fn masks(cfg: &MultiHeadAttentionConfig, layout: WeightLayout) -> Vec<String> {
 }
 
 #[test]
-fn every_config_comes_back_from_every_layout_that_can_hold_it() -> Result<()> {
+fn layouts_round_trip_every_config_bit_for_bit() -> Result<()> {
     let layouts = WeightLayout::all();
     let folder = tempfile::tempdir()?;
     let (mut held, mut refused, mut saved, mut shared_out) = (0, 0, 0, 0);

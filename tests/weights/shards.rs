@@ -36,9 +36,9 @@ fn assert_joined(folder: &Path, index: &str) -> Result<Checkpoint> {
     Checkpoint::open(folder)
 }
 
-/// Three layers whose tensors are dealt out to three files in turn.
+/// The tensors of three layers are spread over three files.
 #[test]
-fn shards_are_one_checkpoint() -> Result<()> {
+fn sharded_safetensors_match_one_checkpoint() -> Result<()> {
     let (folder, layout) = (tempfile::tempdir()?, WeightLayout::Canonical);
     let layer = invented(&MultiHeadAttentionConfig::new(8, 2).with_bias(true), layout)?;
     let mut shards = [(); 3].map(|()| HashMap::new());
@@ -59,7 +59,7 @@ fn shards_are_one_checkpoint() -> Result<()> {
 }
 
 #[test]
-fn shards_may_be_pytorchs() -> Result<()> {
+fn sharded_pth_files_match_one_checkpoint() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let [one, other] = ["pytorch_model-00001-of-00002.bin", "b.bin"].map(|name| folder.path().join(name));
     std::fs::copy(models().join("book_mha/model.pth"), &one)?;

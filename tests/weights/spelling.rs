@@ -12,7 +12,7 @@ const OF_THE_TABLE: &str = "canonical book short d2l bert vit distilbert opt phi
     packed:qkv_proj:by-head";
 
 #[test]
-fn every_layout_is_read_as_it_is_written_and_no_two_are_spelled_alike() -> Result<()> {
+fn layout_names_are_unique_and_parse_back() -> Result<()> {
     let all = WeightLayout::all();
     let spellings: HashSet<_> = all.iter().map(ToString::to_string).collect();
     assert_eq!((spellings.len(), all.iter().collect::<HashSet<_>>().len()), (all.len(), all.len()));

@@ -88,7 +88,7 @@ pub fn assert_shared_out(
 }
 
 #[test]
-fn options_by_head_are_those_of_the_shards_heads() -> Result<()> {
+fn tensor_parallel_options_per_head_match_whole_layer() -> Result<()> {
     let of = |h, h_kv| Config::new(EMBED_DIM, h).with_num_kv_heads(h_kv).with_head_dim(4);
 
     let grouped = || of(4, 2);
@@ -161,9 +161,9 @@ fn options_by_head_are_those_of_the_shards_heads() -> Result<()> {
     Ok(())
 }
 
-/// Nine query heads over three key heads in two processes: six of them over two, and three over one.
+/// Of nine query heads and three key heads, one rank has six and two, the other three and one.
 #[test]
-fn whole_key_heads_are_divided() -> Result<()> {
+fn tensor_parallel_gqa_shards_have_whole_key_heads() -> Result<()> {
     let whole = invented(&Config::new(EMBED_DIM, 9).with_num_kv_heads(3).with_head_dim(4), WeightLayout::Canonical)?;
     let shards = shards(&whole, WeightLayout::Canonical, 2)?;
     let heads = |layer: &MultiHeadAttention| (layer.config().num_heads(), layer.config().num_kv_heads());

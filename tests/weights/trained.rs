@@ -49,7 +49,7 @@ fn follows_torch(name: &str, make: impl Fn(Vec<Var>) -> Result<Box<dyn FnMut(&Te
 }
 
 #[test]
-fn twenty_steps_are_those_of_torch() -> Result<()> {
+fn twenty_training_steps_match_pytorch() -> Result<()> {
     follows_torch("adamw", |vars| {
         let mut optimizer = AdamW::new(vars, ParamsAdamW { lr: 1e-2, weight_decay: 0.01, ..Default::default() })?;
         Ok(Box::new(move |loss| optimizer.backward_step(loss)))

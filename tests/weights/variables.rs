@@ -21,9 +21,9 @@ fn assert_uniform(tensor: &Tensor, lo: f64, up: f64, what: &str) {
     assert!(lo <= least && least < lo + margin && up - margin < most && most <= up, "{what}: from {least} to {most}");
 }
 
-/// `tests/golden` has the other layouts to the bit.
+/// `tests/golden` compares the other layouts to the bit.
 #[test]
-fn modules_start_as_their_own_do() -> Result<()> {
+fn new_variables_have_initial_bounds_of_their_modules() -> Result<()> {
     // A linear layer: within one over the root of its inputs. nn.Parameter(torch.rand(d_in, d_out)): from 0 to 1.
     let linear = 1.0 / (E as f64).sqrt();
     for (layout, [lo, up], bias) in [
@@ -50,10 +50,10 @@ fn modules_start_as_their_own_do() -> Result<()> {
     Ok(())
 }
 
-/// Self-attention learns to copy its input, in every layout: each variable gets a gradient, a step lowers the loss, and
-/// a frozen layer is what was there before.
+/// Self-attention learns to copy its input. Each variable gets a gradient, a step lowers the loss, and a frozen layer
+/// keeps its output.
 #[test]
-fn a_step_of_gradient_descent_lowers_the_loss() -> Result<()> {
+fn gradient_descent_lowers_loss_in_every_layout() -> Result<()> {
     let xs = wave(0.61, (1, 5, 16))?;
     let norm = QkNorm { kind: QkNormKind::Layer, scope: QkNormScope::PerHead, eps: 1e-5 };
     let gate = |place| OutputGate { activation: GateActivation::Sigmoid, scope: GateScope::Elementwise, layout: place };
@@ -103,10 +103,10 @@ fn a_step_of_gradient_descent_lowers_the_loss() -> Result<()> {
     Ok(())
 }
 
-/// Biases that are variables beside weights that are not (BitFit), in layouts whose rows are views and in those whose
-/// rows are put together.
+/// Biases are variables and weights are not (BitFit), in layouts whose rows are views and in layouts whose rows are
+/// joined.
 #[test]
-fn a_layer_follows_biases_that_are_trained_alone() -> Result<()> {
+fn biases_trained_alone_are_followed_by_layer() -> Result<()> {
     let xs = wave(0.61, (1, 5, 8))?;
     for layout in ["canonical", "torch", "packed:Wqkv", "packed:query_key_value:by-head", "stacked:book"] {
         let stack = layout.starts_with("stacked");

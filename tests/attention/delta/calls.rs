@@ -6,16 +6,16 @@ use std::collections::BTreeSet;
 use super::case::{Recipe, recipes};
 use crate::*;
 
-crate::on_each_device!(random_calls_give_the_oracles_numbers);
+crate::on_each_device!(gated_delta_rule_on_random_calls_matches_oracle);
 
 fn dtypes(device: &Device) -> &'static [DType] {
     let all = &[DType::F32, DType::BF16, DType::F16, DType::F64];
     if device.is_metal() { &all[..3] } else { all }
 }
 
-/// Each rule, with each kind of decay, in each dtype, dense and packed, is among the draws; so are calls without tokens
-/// from a state and from none, and values without entries.
-fn random_calls_give_the_oracles_numbers(device: &Device) {
+/// Checks that the draws have each rule with each kind of decay in each dtype, dense and packed; calls without tokens,
+/// with and without a state; and values of width 0.
+fn gated_delta_rule_on_random_calls_matches_oracle(device: &Device) {
     let drawn = RefCell::new(BTreeSet::new());
     for_all(400, recipes(dtypes(device)), |recipe| {
         let Recipe { decay, has_beta, is_packed, dtype, .. } = &recipe;

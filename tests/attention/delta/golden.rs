@@ -30,7 +30,7 @@ impl Numbers {
 }
 
 #[test]
-fn models_of_transformers_have_these_numbers() -> Result<()> {
+fn gated_delta_rule_matches_transformers() -> Result<()> {
     let numbers = Numbers::open()?;
     for (model, function) in ["qwen3_next", "kimi_linear"].into_iter().flat_map(|m| [(m, "chunk"), (m, "recurrent")]) {
         for (norm, qk_norm) in [("", None), ("_norm", Some(1e-6))] {
@@ -47,7 +47,7 @@ fn models_of_transformers_have_these_numbers() -> Result<()> {
 }
 
 #[test]
-fn gradients_are_those_of_pytorch() -> Result<()> {
+fn gated_delta_rule_gradients_match_pytorch() -> Result<()> {
     let numbers = Numbers::open()?;
     for case in ["groups_of_values", "groups_of_queries", "channels"] {
         for (dtype, tolerance) in [(DType::F64, 1e-13), (DType::F32, 2e-6)] {

@@ -24,7 +24,7 @@ fn recipes(lens: [&[usize]; 2], dims: [usize; 2]) -> Vec<Recipe> {
 }
 
 #[test]
-fn the_reference_path_has_the_slopes_of_the_oracle() -> Result<()> {
+fn gated_delta_rule_reference_gradients_match_finite_differences() -> Result<()> {
     let reference = (true, DeltaOptions::default().with_backend(Backend::Reference));
     let mut forgets = 0;
     for recipe in recipes([&[5, 5], &[2, 0, 5, 1]], [3, 2]) {
@@ -36,10 +36,10 @@ fn the_reference_path_has_the_slopes_of_the_oracle() -> Result<()> {
     Ok(())
 }
 
-/// Over more tokens than one block of a kernel has, by both results and by one of them. Neither what is tracked beside
-/// an input nor threads change a bit.
+/// The calls have more tokens than one block of a kernel. The loss has both results, or one of them. Neither threads
+/// nor other tracked inputs change a bit.
 #[test]
-fn kernels_have_the_gradients_of_the_reference_path() -> Result<()> {
+fn gated_delta_rule_kernel_gradients_match_reference() -> Result<()> {
     let pools: Vec<_> = [1, 3].into_iter().map(pool).collect();
     for (n, recipe) in recipes([&[70, 70], &[64, 0, 65, 1]], [5, 7]).into_iter().enumerate() {
         for (dtype, tolerance) in [(DType::F32, 2e-5), (DType::BF16, 2f64.powi(-7)), (DType::F16, 2f64.powi(-10))] {

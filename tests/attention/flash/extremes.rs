@@ -61,11 +61,10 @@ fn changes() -> Vec<Change> {
     all
 }
 
-crate::on_each_device!(extreme_numbers_do_not_overflow);
+crate::on_each_device!(extreme_inputs_match_oracle_without_overflow);
 
-/// Against the oracle; and since bounds grow with the numbers, the weights of a row sum to what the oracle's do: values
-/// of one give one.
-fn extreme_numbers_do_not_overflow(device: &Device) {
+/// Tolerances grow with the numbers, so the sums of weights are compared too: with values of one they are the output.
+fn extreme_inputs_match_oracle_without_overflow(device: &Device) {
     let masks: [&[Kind]; 4] = [&[], &[Kind::Causal], &[Kind::ValidLens], &[Kind::Band]];
     for (n, change) in changes().into_iter().enumerate() {
         for (m, dtype) in DTYPES.into_iter().enumerate() {
@@ -87,10 +86,10 @@ fn extreme_numbers_do_not_overflow(device: &Device) {
     }
 }
 
-/// f32 and f16 keep subnormal values, and subnormal keys that the scale brings back; bf16's dot products may take them
-/// for zero, and no more than that.
+/// f32 and f16 keep subnormal values, and subnormal keys that the scale makes larger. Dot products in bf16 may read
+/// subnormal numbers as zero.
 #[test]
-fn subnormal_numbers_are_kept() -> Result<()> {
+fn subnormal_inputs_keep_their_values() -> Result<()> {
     for (dtype, t_kv, exponent) in [(DType::F32, -149), (DType::F16, -24), (DType::BF16, -133)]
         .into_iter()
         .flat_map(|(dtype, exponent)| [1, 9, 40].map(|t_kv| (dtype, t_kv, exponent)))
@@ -129,10 +128,10 @@ fn subnormal_numbers_are_kept() -> Result<()> {
     Ok(())
 }
 
-/// `torch.finfo(dtype).min`, which Hugging Face's masks hold, is a number: a row of nothing else gets the mean, as in
-/// PyTorch and on the reference path, and the larger of two such numbers wins.
+/// `torch.finfo(dtype).min`, which masks of Hugging Face contain, is a number: a row of nothing else returns the mean,
+/// as in PyTorch and on the reference path, and the larger of two such numbers wins.
 #[test]
-fn the_least_numbers_of_a_bias_compare_as_numbers() -> Result<()> {
+fn bias_of_smallest_finite_number_does_not_mask() -> Result<()> {
     for (dtype, t_q) in DTYPES.into_iter().flat_map(|dtype| [(dtype, 1), (dtype, 30)]) {
         let q = Tensor::ones((1, 1, t_q, 8), dtype, &CPU)?;
         let k = Tensor::ones((1, 1, 3, 8), dtype, &CPU)?;

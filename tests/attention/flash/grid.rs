@@ -14,10 +14,10 @@ fn assert_holds(recipe: &Recipe) {
 
 const DIMS: Dims = Dims { b: 1, h: 1, h_kv: 1, t_q: 1, t_kv: 1, d: 8, d_v: 8 };
 
-/// As they come; under masks of intervals alone, which a kernel turns into bounds of its loops; and of a query or a few
-/// against many keys, whose sums a kernel may split.
+/// Draws are any calls; calls under masks of intervals alone, which a kernel turns into bounds of its loops; and calls of
+/// a few queries and many keys, which a kernel may split.
 #[test]
-fn random_calls_agree_with_the_oracle() {
+fn kernel_with_random_calls_matches_oracle() {
     let is_of_intervals = |recipe: &Recipe| recipe.masks.concat().iter().any(|kind| !kind.is_tensor());
     let intervals = kernel_recipes().prop_filter_map("a mask of intervals", move |mut recipe| {
         recipe.masks.iter_mut().for_each(|kinds| kinds.retain(|kind| !kind.is_tensor()));
@@ -33,20 +33,44 @@ fn random_calls_agree_with_the_oracle() {
     for_all(448, recipes, |recipe| holds(&recipe));
 }
 
-/// Of the largest lengths only those beside the smaller ones, and squares.
-#[test]
-fn every_pair_of_lengths() {
-    let masks: [&[Kind]; 4] = [&[], &[Kind::Causal], &[Kind::UpperLeft], &[Kind::Causal, Kind::Window]];
+/// The masks that share the pairs of lengths between them.
+const MASKS_OF_LENGTHS: [&[Kind]; 4] = [&[], &[Kind::Causal], &[Kind::UpperLeft], &[Kind::Causal, Kind::Window]];
+
+/// Checks the pairs of lengths of one mask. The largest lengths come with the smaller ones, and in squares.
+fn check_lengths(mask: usize) {
     for (n, &t_q) in LENGTHS.iter().enumerate() {
         for (m, &t_kv) in LENGTHS.iter().enumerate().filter(|&(_, &t_kv)| t_q.min(t_kv) <= 129 || t_q == t_kv) {
+            if (n / 3 + m) % MASKS_OF_LENGTHS.len() != mask {
+                continue;
+            }
             let dims = Dims { t_q, t_kv, d: WIDTHS[(n + m) % 9], d_v: WIDTHS[(n + 2 * m) % 9], ..DIMS };
-            assert_holds(&Recipe::of_kernel(dims, masks[(n / 3 + m) % 4].to_vec(), DTYPES[(n + m) % 3]));
+            assert_holds(&Recipe::of_kernel(dims, MASKS_OF_LENGTHS[mask].to_vec(), DTYPES[(n + m) % 3]));
         }
     }
 }
 
 #[test]
-fn every_pair_of_widths() {
+fn no_mask_with_many_lengths_matches_oracle() {
+    check_lengths(0);
+}
+
+#[test]
+fn causal_mask_with_many_lengths_matches_oracle() {
+    check_lengths(1);
+}
+
+#[test]
+fn causal_upper_left_mask_with_many_lengths_matches_oracle() {
+    check_lengths(2);
+}
+
+#[test]
+fn causal_window_with_many_lengths_matches_oracle() {
+    check_lengths(3);
+}
+
+#[test]
+fn causal_mask_with_every_pair_of_head_dims_matches_oracle() {
     for (n, &d) in WIDTHS.iter().enumerate() {
         for (m, &d_v) in WIDTHS.iter().enumerate() {
             let dims = Dims { h: 2, t_q: 5, t_kv: 19, d, d_v, ..DIMS };
@@ -55,11 +79,23 @@ fn every_pair_of_widths() {
     }
 }
 
-/// In one order: the other is a matter of the mask, not of the kernel.
+/// Numbers of queries are those of decoding and of a prompt.
 #[test]
-fn every_pair_of_constraints() {
+fn gqa_with_every_group_size_matches_oracle() {
+    for (n, (h_kv, group)) in [1, 2, 3].into_iter().flat_map(|h_kv| (1..=8).map(move |group| (h_kv, group))).enumerate()
+    {
+        for (m, t_q) in [1, 2, 19].into_iter().enumerate() {
+            let dims = Dims { b: 2, h: h_kv * group, h_kv, t_q, t_kv: 70, ..DIMS };
+            assert_holds(&Recipe::of_kernel(dims, vec![Kind::Causal], DTYPES[(n + m) % 3]));
+        }
+    }
+}
+
+/// Checks each constraint for which `is_first` holds together with itself and with every constraint that comes after it
+/// in [`Kind::all`]. The other order is the same to the kernel.
+fn check_constraints(is_first: fn(Kind) -> bool) {
     let kinds = Kind::all();
-    for (n, &first) in kinds.iter().enumerate() {
+    for (n, &first) in kinds.iter().enumerate().filter(|&(_, &kind)| is_first(kind)) {
         for (m, &second) in kinds[n..].iter().enumerate() {
             let dims = Dims { b: 2, h: 2, t_q: 37, t_kv: 70, ..DIMS };
             let recipe = Recipe::of_kernel(dims, vec![first, second], DTYPES[(n + m) % 3]);
@@ -68,9 +104,40 @@ fn every_pair_of_constraints() {
     }
 }
 
-/// Blocks of which the first keys are hidden from all queries, as by left padding.
 #[test]
-fn keys_that_begin_within_a_block() {
+fn causal_with_other_constraints_matches_oracle() {
+    check_constraints(|kind| matches!(kind, Kind::Causal | Kind::UpperLeft | Kind::Offset | Kind::Offsets));
+}
+
+#[test]
+fn valid_lens_and_starts_with_other_constraints_match_oracle() {
+    use Kind::{Starts, StartsPerQuery, ValidLens, ValidLensPerQuery};
+    check_constraints(|kind| matches!(kind, ValidLens | ValidLensPerQuery | Starts | StartsPerQuery));
+}
+
+#[test]
+fn window_with_other_constraints_matches_oracle() {
+    check_constraints(|kind| matches!(kind, Kind::Window | Kind::Band | Kind::Chunk));
+}
+
+#[test]
+fn prefix_with_other_constraints_matches_oracle() {
+    check_constraints(|kind| matches!(kind, Kind::Prefix | Kind::PrefixPerQuery));
+}
+
+#[test]
+fn bool_mask_with_other_constraints_matches_oracle() {
+    check_constraints(|kind| matches!(kind, Kind::Keep(_)));
+}
+
+#[test]
+fn bias_with_bias_matches_oracle() {
+    check_constraints(|kind| matches!(kind, Kind::Bias(_)));
+}
+
+/// All queries have the first keys of a block masked, as by left padding.
+#[test]
+fn left_padding_within_a_block_matches_oracle() {
     for dtype in DTYPES {
         for t_kv in [31, 64, 127, 128, 200, 256, 300, 511] {
             for start in (1..72).step_by(5).chain([8, 16, 32, 48, 64, t_kv - 1]).filter(|&start| start < t_kv) {
@@ -83,12 +150,45 @@ fn keys_that_begin_within_a_block() {
     }
 }
 
-#[test]
-fn every_set_of_options_under_every_constraint() {
+/// Checks the sets of options of these numbers under every constraint.
+fn check_options(sets: std::ops::Range<usize>) {
     let dims = Dims { b: 2, h: 4, h_kv: 2, t_q: 18, t_kv: 35, ..DIMS };
-    for (set, (n, kind)) in (0..Chosen::SETS).flat_map(|set| Kind::all().into_iter().enumerate().map(move |n| (set, n)))
-    {
+    for (set, (n, kind)) in sets.flat_map(|set| Kind::all().into_iter().enumerate().map(move |n| (set, n))) {
         let recipe = Recipe::of_kernel(dims, vec![kind], DTYPES[(n + set) % 3]);
         assert_holds(&Recipe { chosen: Chosen::set(set), ..recipe });
     }
+}
+
+#[test]
+fn gqa_with_every_constraint_matches_oracle() {
+    check_options(0..1);
+}
+
+#[test]
+fn scale_with_every_constraint_matches_oracle() {
+    check_options(1..2);
+}
+
+/// Alone, and with a scale.
+#[test]
+fn softcap_with_every_constraint_matches_oracle() {
+    check_options(2..4);
+}
+
+/// With every set of scale and softcap.
+#[test]
+fn alibi_with_every_constraint_matches_oracle() {
+    check_options(4..8);
+}
+
+/// With every set of scale, softcap and ALiBi.
+#[test]
+fn sinks_with_every_constraint_match_oracle() {
+    check_options(8..16);
+}
+
+/// With every set of the other options.
+#[test]
+fn relative_bias_with_every_constraint_matches_oracle() {
+    check_options(16..Chosen::SETS);
 }

@@ -27,16 +27,16 @@ fn is_batch_invariant(recipe: &Recipe) -> Result<()> {
 }
 
 #[test]
-fn a_sequence_does_not_feel_its_batch() {
+fn output_bits_of_sequence_do_not_depend_on_batch() {
     for_all(64, kernel_recipes(), |mut recipe| {
         recipe.dims.b = 3;
         is_batch_invariant(&recipe)
     });
 }
 
-/// Decoding, and few queries of many keys, where a kernel may split the keys by how many workers are left.
+/// Where a few queries attend to many keys, a kernel may split the keys by the number of idle workers.
 #[test]
-fn a_decoded_token_does_not_feel_its_batch() -> Result<()> {
+fn output_bits_of_decoded_token_do_not_depend_on_batch() -> Result<()> {
     let few = (2, 8, 2, 9, 2100);
     for (b, h, h_kv, t_q, t_kv) in [(2, 8, 1, 1, 4100), (3, 4, 2, 1, 1030), (7, 1, 1, 2, 300), (2, 1, 1, 1, 9000), few]
     {
@@ -48,10 +48,9 @@ fn a_decoded_token_does_not_feel_its_batch() -> Result<()> {
     Ok(())
 }
 
-/// The same numbers under other strides give the same bits: rows of half precision that begin at an odd element too,
-/// where a word of two of them is not aligned.
+/// In half precision, rows may begin at an odd element, where a word of two elements is not aligned.
 #[test]
-fn a_layout_does_not_change_a_bit() -> Result<()> {
+fn output_bits_do_not_depend_on_strides() -> Result<()> {
     let sizes = [(1, 200, 64), (37, 70, 40), (130, 129, 17), (40, 300, 32), (40, 300, 128)];
     for (dtype, (t_q, t_kv, d)) in DTYPES.into_iter().flat_map(|dtype| sizes.map(|sizes| (dtype, sizes))) {
         let dims = Dims { b: 2, h: 4, h_kv: 2, t_q, t_kv, d, d_v: d };

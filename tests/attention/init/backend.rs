@@ -12,7 +12,7 @@ fn kaiming(dist: NormalOrUniform, fan: FanInOut, non_linearity: NonLinearity) ->
 }
 
 #[test]
-fn hints_are_read_as_pytorchs_initialisers() -> Result<()> {
+fn torch_seed_hints_match_initialisers_of_pytorch() -> Result<()> {
     // Each hash: torch.manual_seed(9), then the call in the comment, hashed as above, and the beginning of the hash.
     for (hint, shape, expected) in [
         // torch.empty(1000).uniform_(1e6, 1e6 + 1): values that round up to the bound
@@ -39,7 +39,7 @@ fn hints_are_read_as_pytorchs_initialisers() -> Result<()> {
 }
 
 #[test]
-fn equal_bounds_draw_and_constants_do_not() -> Result<()> {
+fn torch_seed_advances_for_equal_bounds_and_not_for_constants() -> Result<()> {
     let draws = TorchSeed::new(3).rand(8)?.to_vec1::<f32>()?;
     let seed = TorchSeed::new(3);
     let vb = seed.var_builder(DType::F32, &CPU);
@@ -52,7 +52,7 @@ fn equal_bounds_draw_and_constants_do_not() -> Result<()> {
 }
 
 #[test]
-fn a_name_is_drawn_once() -> Result<()> {
+fn torch_seed_draws_each_name_once() -> Result<()> {
     let seed = TorchSeed::new(1);
     let vb = seed.var_builder(DType::F32, &CPU);
     let embedding = candle_nn::embedding(7, 4, vb.pp("wte"))?;
@@ -75,7 +75,7 @@ fn a_name_is_drawn_once() -> Result<()> {
 }
 
 #[test]
-fn parameters_come_in_the_builders_dtype() -> Result<()> {
+fn torch_seed_parameters_have_dtype_of_builder() -> Result<()> {
     let expected = TorchSeed::new(1).randn((4, 5))?;
     for dtype in [DType::F64, DType::F32, DType::F16, DType::BF16] {
         let vb = TorchSeed::new(1).var_builder(dtype, &CPU);
@@ -91,7 +91,7 @@ fn parameters_come_in_the_builders_dtype() -> Result<()> {
 }
 
 #[test]
-fn only_drawn_names_are_contained_and_can_do_without_a_shape() -> Result<()> {
+fn torch_seed_contains_only_names_that_were_drawn() -> Result<()> {
     let seed = TorchSeed::new(1);
     let vb = seed.var_builder(DType::F64, &CPU);
     assert!(!vb.contains_tensor("w"));
@@ -106,7 +106,7 @@ fn only_drawn_names_are_contained_and_can_do_without_a_shape() -> Result<()> {
 }
 
 #[test]
-fn what_pytorch_refuses_is_an_error_that_draws_nothing() -> Result<()> {
+fn torch_seed_rejects_invalid_hints_without_drawing() -> Result<()> {
     let seed = TorchSeed::new(1);
     let vb = seed.var_builder(DType::F32, &CPU);
     for hint in [
@@ -129,7 +129,7 @@ fn what_pytorch_refuses_is_an_error_that_draws_nothing() -> Result<()> {
 }
 
 #[test]
-fn shapes_beyond_memory_are_errors() {
+fn torch_seed_rejects_shapes_beyond_memory() {
     let seed = TorchSeed::new(1);
     for shape in [vec![usize::MAX, 2], vec![2, usize::MAX, 3], vec![0, usize::MAX, 3], vec![usize::MAX], vec![1 << 60]]
     {

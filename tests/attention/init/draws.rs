@@ -6,7 +6,7 @@ use super::{STANDARD_NORMAL, sha256, sha256_of_bytes};
 use crate::*;
 
 #[test]
-fn randn_of_any_size_is_torch_randn() -> Result<()> {
+fn torch_seed_randn_matches_torch_randn_bit_for_bit() -> Result<()> {
     // for n in sizes:
     //     torch.manual_seed(42)
     //     print(n, hashlib.sha256(torch.randn(n).numpy().tobytes()).hexdigest())
@@ -27,7 +27,7 @@ fn randn_of_any_size_is_torch_randn() -> Result<()> {
 }
 
 #[test]
-fn a_stream_is_drawn_from_in_turn() -> Result<()> {
+fn torch_seed_clones_and_builders_share_one_stream() -> Result<()> {
     // torch.manual_seed(123); print(torch.rand(3, 2).tolist())
     let printed = [[0.29611194f32, 0.5165623], [0.25167072, 0.6885568], [0.07397246, 0.86652195]];
     // PyTorch's generator takes the low 32 bits of a seed.
@@ -58,7 +58,7 @@ fn a_stream_is_drawn_from_in_turn() -> Result<()> {
 }
 
 #[test]
-fn dropout_takes_probabilities_only() -> Result<()> {
+fn dropout_mask_of_torch_seed_matches_pytorch_and_rejects_invalid_p() -> Result<()> {
     for p in [-0.1, 1.5, f64::NAN, f64::INFINITY] {
         let error = error_text(TorchSeed::new(1).dropout_keep(4, p));
         assert!(error.starts_with("[dropout_keep]") && error.contains(&p.to_string()), "{error}");

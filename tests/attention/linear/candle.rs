@@ -4,7 +4,7 @@ use crate::linear::case::{CPU, Product, TYPES, bits};
 use crate::*;
 
 #[test]
-fn tensors_are_packed_in_the_builders_dtype() -> Result<()> {
+fn linear_constructors_use_dtype_of_builder() -> Result<()> {
     for dtype in [DType::F32, DType::BF16, DType::F16] {
         let tensors = [("weight".into(), random((6, 4))?), ("bias".into(), random(6)?)].into();
         let vb = VarBuilder::from_tensors(tensors, dtype, &CPU);
@@ -24,9 +24,9 @@ fn tensors_are_packed_in_the_builders_dtype() -> Result<()> {
     Ok(())
 }
 
-/// Candle's hints are read as PyTorch's initialisers.
+/// `TorchSeed` reads the hints of Candle as initialisers of PyTorch.
 #[test]
-fn new_variables_are_drawn_as_candle_draws_them() -> Result<()> {
+fn linear_new_variables_match_candle_initialisation() -> Result<()> {
     assert!(!packed_linear(4, 6, VarBuilder::from_varmap(&VarMap::new(), DType::F32, &CPU))?.is_packed());
     let seeded = || TorchSeed::new(7).var_builder(DType::F32, &CPU);
     let (ours, theirs) = (packed_linear(4, 6, seeded())?.to_linear()?, candle_nn::linear(4, 6, seeded())?);
@@ -34,9 +34,9 @@ fn new_variables_are_drawn_as_candle_draws_them() -> Result<()> {
     Ok(())
 }
 
-/// Any bits at all: infinities, NaN with payloads, subnormal numbers.
+/// The bits are any: infinities, NaN with payloads, subnormal numbers.
 #[test]
-fn a_weight_comes_back_to_the_bit() -> Result<()> {
+fn linear_weight_round_trips_bit_for_bit() -> Result<()> {
     let raw = |tensor: &Tensor| -> Result<Vec<u8>> {
         let mut bytes = Vec::new();
         tensor.write_bytes(&mut bytes)?;
@@ -64,7 +64,7 @@ fn a_weight_comes_back_to_the_bit() -> Result<()> {
 }
 
 #[test]
-fn both_conversions_agree_and_say_what_they_hold() -> Result<()> {
+fn linear_conversions_from_and_to_candle_agree() -> Result<()> {
     for types in TYPES {
         let (weight, bias, xs) = Product::plain(types, 4, (30, 20)).case().tensors()?;
         let linear = Linear::new(weight, bias);
@@ -80,9 +80,10 @@ fn both_conversions_agree_and_say_what_they_hold() -> Result<()> {
     Ok(())
 }
 
-/// What training changes, and f64, is not copied: it is Candle's `Linear` over the same tensors.
+/// Variables, which training changes, and f64 are not copied: they are multiplied by Candle's `Linear` over the same
+/// tensors.
 #[test]
-fn variables_and_f64_stay_where_they_are() -> Result<()> {
+fn linear_of_variables_or_f64_is_not_packed() -> Result<()> {
     for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::F64, 1e-14)] {
         let [weight, bias] = [&[3, 4][..], &[3]].map(|shape| Var::from_tensor(&random(shape)?.to_dtype(dtype)?));
         let (weight, bias, xs) = (weight?, bias?, random((2, 5, 4))?.to_dtype(dtype)?);

@@ -95,10 +95,11 @@ impl Exact for Projection {
     }
 }
 
-/// Of all columns and of some, on every instruction set, of views of variables of every layout, and of nothing: all
-/// that a call has is tracked, or one alone beside weights that are plain, and so packed, and beside a plain input.
+/// Products of all columns and of some, on every instruction set, with views of variables of every layout, and with
+/// empty sizes. All operands are tracked, or one alone beside plain weights, which are packed, and beside a plain
+/// input.
 #[test]
-fn whatever_is_tracked_has_the_gradient_of_f64() -> Result<()> {
+fn linear_gradients_match_f64() -> Result<()> {
     for (n, types) in TYPES.into_iter().enumerate() {
         // Of rows that repeat one, Candle adds up the gradients in half precision.
         let few = [1, 6, 7].into_iter().flat_map(|rows| Layout::ALL.map(|layout| (rows, layout, INPUTS, OUTPUTS)));
@@ -132,9 +133,9 @@ fn whatever_is_tracked_has_the_gradient_of_f64() -> Result<()> {
     Ok(())
 }
 
-/// Beside random ones a large one, whose rows and columns are all split.
+/// Random products, and a large one whose rows and columns are both split.
 #[test]
-fn random_projections_keep_their_bits_in_pools_of_any_size() {
+fn linear_bits_do_not_depend_on_threads() {
     let pools: Vec<_> = [1, 3, 7].into_iter().map(pool).collect();
     let check = |product: &Product, only: Option<&str>| {
         let call = Projection::of(product.case());
@@ -154,7 +155,7 @@ fn random_projections_keep_their_bits_in_pools_of_any_size() {
 }
 
 #[test]
-fn a_projection_follows_its_variables_and_a_frozen_one_does_not() -> Result<()> {
+fn linear_follows_its_variables_until_frozen() -> Result<()> {
     let (gate, up, xs) = (variable((OUTPUTS, INPUTS))?, variable((OUTPUTS, INPUTS))?, random((4, INPUTS))?);
     let [of_gate, of_up] = [&gate, &up].map(|var| PackedLinear::new(var, None));
     let gated = PackedGatedLinear::new(of_gate?, of_up?, Activation::Silu)?;

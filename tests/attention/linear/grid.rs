@@ -9,13 +9,14 @@ fn assert_holds(product: &Product) {
 }
 
 #[test]
-fn random_products_agree_with_f64() {
+fn linear_with_random_products_matches_f64() {
     for_all(256, products(), |product| check(&product));
 }
 
-/// At each another tile, way to widen the weight or cut into tasks may be taken: for few columns and for many.
+/// At each number another tile, another way to widen the weight or another split into tasks may be chosen, for few
+/// columns and for many.
 #[test]
-fn every_number_of_rows() {
+fn linear_with_every_number_of_rows_matches_f64() {
     for (n, rows) in ROWS.into_iter().enumerate() {
         for types in TYPES {
             assert_holds(&Product::plain(types, rows, (37, 53)));
@@ -26,7 +27,7 @@ fn every_number_of_rows() {
 }
 
 #[test]
-fn every_pair_of_inputs_and_outputs() {
+fn linear_with_every_pair_of_widths_matches_f64() {
     for (n, inputs) in INPUTS.into_iter().enumerate() {
         for (m, outputs) in OUTPUTS.into_iter().enumerate() {
             let rows = ROWS[(n + 3 * m) % 20];
@@ -36,9 +37,9 @@ fn every_pair_of_inputs_and_outputs() {
     }
 }
 
-/// And every number of dimensions.
+/// In every pair of dtypes and every rank.
 #[test]
-fn every_pair_of_layouts_in_every_type() {
+fn linear_with_every_pair_of_strides_matches_f64() {
     for (layout, of_weight) in Layout::ALL.into_iter().flat_map(|layout| OF_WEIGHTS.map(|other| (layout, other))) {
         for (types, rows) in TYPES.into_iter().flat_map(|types| [1, 2, 7, 30].map(|rows| (types, rows))) {
             for rank in 1..=4 {
@@ -48,9 +49,9 @@ fn every_pair_of_layouts_in_every_type() {
     }
 }
 
-/// Every beginning and end, which may lie within panels and vectors.
+/// A range may begin and end within a panel and within a vector.
 #[test]
-fn every_range_of_columns() {
+fn linear_with_every_range_of_columns_matches_f64() {
     let outputs = 67;
     for (n, start) in (0..=outputs).step_by(3).enumerate() {
         for (m, end) in (start..=outputs).step_by(4).enumerate() {
@@ -62,9 +63,9 @@ fn every_range_of_columns() {
     }
 }
 
-/// Sums of nothing are the bias or zeros; no rows and no outputs give nothing.
+/// Without inputs, outputs are the bias or zeros. Without rows or outputs, the result is empty.
 #[test]
-fn every_set_of_empty_sizes() {
+fn linear_with_empty_sizes_matches_f64() {
     for types in TYPES {
         for sizes in [[1, 0, 5], [6, 0, 5], [0, 4, 5], [3, 4, 0], [0, 0, 5], [3, 0, 0], [0, 0, 0]] {
             for (layout, of_weight) in
@@ -80,9 +81,8 @@ fn every_set_of_empty_sizes() {
     }
 }
 
-/// Views of nothing that begin past the end of their buffers.
 #[test]
-fn views_of_nothing() -> Result<()> {
+fn linear_accepts_empty_views_past_the_end_of_their_buffer() -> Result<()> {
     for (of_weight, of_input) in TYPES {
         let beyond = |dtype| Tensor::ones((3, 5), dtype, &CPU)?.narrow(1, 5, 0)?.narrow(0, 3, 0);
         for instruction_set in InstructionSet::available() {

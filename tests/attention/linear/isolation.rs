@@ -33,9 +33,9 @@ fn poisoned(call: &Projection, poisons: &[Poison]) -> Projection {
     call
 }
 
-/// Sizes that leave something over everywhere: tiles of rows, vectors, panels and blocks.
+/// Sizes are no multiples of tiles of rows, vectors, panels and blocks.
 #[test]
-fn what_is_no_number_reaches_only_its_row_or_column() {
+fn linear_nan_reaches_only_its_row_or_column() {
     let sizes = select(&[(1, 9, 19), (5, 261, 50), (21, 67, 97), (195, 33, 13)][..]);
     for_all(400, (select(&TYPES[..]), sizes, poisons()), |(types, (rows, inputs, outputs), poisons)| {
         let product = Product { bias: true, ..Product::plain(types, rows, (inputs, outputs)) };

@@ -17,10 +17,10 @@ fn quantized(shape: (usize, usize), dtype: GgmlDType) -> Result<(QTensor, Tensor
     Ok((weight, numbers))
 }
 
-/// Blocks give the bits of their numbers, K-quants those of Candle's product; and all have gradients, rows that are
-/// looked up, and their numbers back.
+/// Types of one block have the bits of their dequantised weights, K-quants those of Candle's product. All have
+/// gradients, row lookup and conversion back to numbers.
 #[test]
-fn every_type_gives_its_numbers() -> Result<()> {
+fn gguf_types_match_their_dequantised_weights() -> Result<()> {
     let (bias, ids) = (random(50)?, Tensor::new(&[[3u32, 0, 49], [3, 17, 48]], &CPU)?);
     let types = BLOCKS.into_iter().chain(K_QUANTS).chain([F32, F16, BF16]);
     for (dtype, bias) in types.flat_map(|dtype| [(dtype, None), (dtype, Some(&bias))]) {
@@ -74,9 +74,9 @@ fn assert_rows(linear: &PackedLinear, weight: &Tensor, ids: &Tensor) -> Result<(
     Ok(())
 }
 
-/// Every code, with scales of either sign and minimums.
+/// Scales have either sign, and minimums are set.
 #[test]
-fn no_code_is_lost() -> Result<()> {
+fn gguf_types_keep_every_code() -> Result<()> {
     for (dtype, bytes) in [(Q4_0, 18), (Q4_1, 20), (Q5_0, 22), (Q5_1, 24), (Q8_0, 34)] {
         // A bit less in what may be a scale, which is finite then.
         let byte = |at: usize| (at * 89 + at / 256 * 37 + 11) as u8 & if at % bytes < 4 { 0xbf } else { 0xff };
@@ -89,9 +89,9 @@ fn no_code_is_lost() -> Result<()> {
     Ok(())
 }
 
-/// In one pass where both are of one type, in three operations where they are not.
+/// Gate and up projection of one type are one pass; of two types, three operations.
 #[test]
-fn gates_of_every_type() -> Result<()> {
+fn gguf_types_in_gated_linear_match_separate_products() -> Result<()> {
     let xs = random((3, 256))?;
     for types in [[Q8_0, Q8_0], [Q4_1, Q4_1], [Q4_0, Q4_1], [Q8_0, F32], [Q4K, Q6K], [Q4K, Q8_0]] {
         let [gate, up] = types.map(|dtype| PackedLinear::from_qtensor(quantized((40, 256), dtype)?.0, None));

@@ -79,7 +79,7 @@ impl Operation for Norm {
 }
 
 #[test]
-fn outputs_and_gradients_are_those_of_pytorch() -> Result<()> {
+fn norm_outputs_and_gradients_match_pytorch() -> Result<()> {
     let numbers = recorded_tensors("attention/norms/pytorch.safetensors")?;
     for width in [1, 7, 40] {
         let own = |name: &str| {
@@ -123,9 +123,9 @@ fn outputs_and_gradients_are_those_of_pytorch() -> Result<()> {
     Ok(())
 }
 
-/// In f64, so that all else may be held to f64.
+/// In f64, so that f64 is the reference of all other tests.
 #[test]
-fn a_weight_of_plus_one_is_a_weight_and_one() -> Result<()> {
+fn rms_norm_plus_one_equals_rms_norm_of_weight_plus_one() -> Result<()> {
     let given = Norm::drawn(Kind::PlusOne, Array::new(&[3, 9]));
     let mut more = Norm { kind: Kind::Rms, ..given.clone() };
     more.weight.data.iter_mut().for_each(|weight| *weight += 1.0);
@@ -165,7 +165,7 @@ fn inputs() -> Vec<Array> {
 }
 
 #[test]
-fn any_input_has_the_outputs_and_gradients_of_f64() -> Result<()> {
+fn norm_outputs_and_gradients_match_f64() -> Result<()> {
     // A result is rounded once; Candle adds up the gradients of a broadcast in half precision.
     let tolerance = |dtype| match dtype {
         DType::BF16 => 1.0 / 64.0,
@@ -180,9 +180,9 @@ fn any_input_has_the_outputs_and_gradients_of_f64() -> Result<()> {
     Ok(())
 }
 
-/// A weight in f32 beside inputs in half precision, and the other way round.
+/// A weight in f32 with inputs in half precision, and the reverse.
 #[test]
-fn weights_of_another_precision_are_read_as_they_are() -> Result<()> {
+fn norm_weights_of_other_dtype_than_input_match_f64() -> Result<()> {
     for dtypes in [[DType::BF16, DType::F32], [DType::F16, DType::F32], [DType::F32, DType::BF16]] {
         let tolerance = |dtype| if dtype == DType::F32 { 1e-5 } else { 1.0 / 128.0 };
         KINDS.into_iter().try_for_each(|kind| Norm::drawn(kind, Array::new(&[3, 21])).check(dtypes, tolerance))?;
@@ -190,10 +190,10 @@ fn weights_of_another_precision_are_read_as_they_are() -> Result<()> {
     Ok(())
 }
 
-/// Where a mean is far from zero, a difference of squares keeps no digit of the variance: it is off by about 50, and
-/// the mean by 0.001.
+/// Where a mean is far from zero, a difference of squares has no digit of the variance left: it would be off by about
+/// 50, and the mean by 0.001.
 #[test]
-fn a_layer_norm_keeps_its_digits_beside_a_large_mean() -> Result<()> {
+fn layer_norm_of_large_mean_keeps_precision() -> Result<()> {
     [Kind::Layer, Kind::LayerNoBias].into_iter().try_for_each(|kind| {
         let mut norm = Norm::drawn(kind, Array::new(&[4, 24]));
         // Whole numbers are exact in f32.
@@ -203,7 +203,7 @@ fn a_layer_norm_keeps_its_digits_beside_a_large_mean() -> Result<()> {
 }
 
 #[test]
-fn tracking_and_threads_change_no_bit() -> Result<()> {
+fn norm_bits_do_not_depend_on_threads_or_tracking() -> Result<()> {
     let pools: Vec<_> = [1, 3, 8].into_iter().map(pool).collect();
     for (dtype, kind) in
         [DType::F32, DType::BF16, DType::F64].into_iter().flat_map(|dtype| KINDS.map(|kind| (dtype, kind)))

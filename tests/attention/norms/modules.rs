@@ -16,9 +16,9 @@ fn inputs() -> Result<Tensor> {
     random((2, 3, WIDTH))
 }
 
-/// In what candle-nn gets right, the numbers are its own.
+/// Compared where candle-nn is right.
 #[test]
-fn constructors_are_those_of_candle_nn() -> Result<()> {
+fn norm_constructors_match_candle_nn() -> Result<()> {
     let (xs, plain) = (inputs()?, LayerNormConfig { eps: 1e-3, remove_mean: false, affine: false });
     let affine = |remove_mean| LayerNormConfig { eps: 1e-3, remove_mean, affine: true };
     let same = |ours: &dyn Module, theirs: &dyn Module, what: &str| -> Result<()> {
@@ -47,7 +47,7 @@ fn constructors_are_those_of_candle_nn() -> Result<()> {
 }
 
 #[test]
-fn new_parameters_change_no_normed_row() -> Result<()> {
+fn norm_with_new_variables_scales_by_one() -> Result<()> {
     let vars = VarMap::new();
     let vb = VarBuilder::from_varmap(&vars, DType::F32, &CPU);
     let xs = inputs()?;
@@ -63,9 +63,9 @@ fn new_parameters_change_no_normed_row() -> Result<()> {
     Ok(())
 }
 
-/// Training changes variables in their own place; a frozen norm keeps what they were.
+/// Training changes variables in place; a frozen norm keeps their former values.
 #[test]
-fn variables_are_read_in_every_call_until_they_are_frozen() -> Result<()> {
+fn norm_reads_variables_in_every_call_until_frozen() -> Result<()> {
     let (vars, xs) = (VarMap::new(), inputs()?);
     let vb = VarBuilder::from_varmap(&vars, DType::F32, &CPU);
     let below = linear_no_bias(WIDTH, WIDTH, vb.pp("below"))?;
@@ -88,9 +88,9 @@ fn variables_are_read_in_every_call_until_they_are_frozen() -> Result<()> {
     Ok(())
 }
 
-/// What the optimizer would pass over.
+/// An optimizer would pass over these variables.
 #[test]
-fn variables_without_a_gradient_are_named() -> Result<()> {
+fn variables_without_gradient_are_listed() -> Result<()> {
     let vars = VarMap::new();
     let vb = VarBuilder::from_varmap(&vars, DType::F32, &CPU);
     let [used, unused] = ["used", "unused"].map(|name| linear_no_bias(WIDTH, WIDTH, vb.pp(name)));

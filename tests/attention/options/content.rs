@@ -21,9 +21,9 @@ fn tokens(cfg: &Config) -> usize {
     Kind::MultiHead(cfg.clone()).tokens().unwrap_or(17)
 }
 
-/// tests/hf has transformers' numbers of each kind, in f32 on both paths.
+/// tests/hf compares each kind with transformers, in f32 on both paths.
 #[test]
-fn every_path_and_dtype_gives_the_numbers_of_the_reference_path_in_f64() -> Result<()> {
+fn content_positions_on_every_path_and_dtype_match_f64_reference() -> Result<()> {
     for cfg in content() {
         let (weights, t) = (weights(&cfg)?, tokens(&cfg));
         let exact = layer(&cfg, &weights, DType::F64)?;
@@ -56,9 +56,9 @@ fn every_path_and_dtype_gives_the_numbers_of_the_reference_path_in_f64() -> Resu
     Ok(())
 }
 
-/// Heads of a group read one key head, and a term that is absent is one whose projection is zero.
+/// Heads of a group read one key head, and a term that is absent is a term whose projection is zero.
 #[test]
-fn groups_and_single_terms_are_those_of_whole_layers() -> Result<()> {
+fn content_positions_with_gqa_or_single_terms_match_whole_layer() -> Result<()> {
     for cfg in content() {
         let whole = match cfg.content_positions() {
             Some(ContentPositions::Disentangled(positions)) => {
@@ -87,9 +87,10 @@ fn groups_and_single_terms_are_those_of_whole_layers() -> Result<()> {
     Ok(())
 }
 
-/// Windows by their definition, shifted and padded, and masks that keep apart what the shift put side by side.
+/// Windows are compared with their definition, shifted and padded, and so are the masks that separate tokens that a
+/// shift made neighbours.
 #[test]
-fn windows_are_parts_of_an_image_and_come_together_again() -> Result<()> {
+fn image_windows_partition_and_merge_round_trips() -> Result<()> {
     for (image, window, shift) in [([4, 6], 2, 0), ([4, 6], 2, 1), ([5, 7], 3, 0), ([5, 7], 3, 2), ([2, 2], 3, 1)] {
         let ([height, width], t) = (image, window * window);
         let windows = Windows::new(image, window)?.with_shift(shift)?;
@@ -124,9 +125,9 @@ fn windows_are_parts_of_an_image_and_come_together_again() -> Result<()> {
     Ok(())
 }
 
-/// So many tokens that each head has a bias of its own, and one call after the other of another length.
+/// With many tokens, each head's bias is computed by itself. The calls in turn have other lengths.
 #[test]
-fn heads_that_are_attended_to_one_by_one_give_the_numbers_of_all() -> Result<()> {
+fn content_positions_computed_head_by_head_match_all_heads() -> Result<()> {
     let cfg = content()[1].clone().with_sinks(true);
     let layer = layer(&cfg, &weights(&cfg)?, DType::F32)?;
     for (b, t) in [(2, 1030), (1, 5), (3, 7)] {
@@ -141,10 +142,10 @@ fn heads_that_are_attended_to_one_by_one_give_the_numbers_of_all() -> Result<()>
     Ok(())
 }
 
-/// Where the layer's projections are those of distances too, a clone with an adapter has vectors of its own, and an
+/// Where the layer's projections apply to distances too, a clone with an adapter has other vectors of distances, and an
 /// adapter that changes has new ones.
 #[test]
-fn vectors_of_distances_follow_the_modules_of_a_clone() -> Result<()> {
+fn content_positions_of_cloned_layer_follow_its_adapter() -> Result<()> {
     let cfg = content().pop().expect("shared projections");
     let own = weights(&cfg)?;
     let frozen = || layer(&cfg, &own, DType::F32);
@@ -180,9 +181,9 @@ fn vectors_of_distances_follow_the_modules_of_a_clone() -> Result<()> {
     Ok(())
 }
 
-/// Factors end at 100, and tokens of zeros have a cosine of zero.
+/// Factors are at most 100, and the cosine of a token of zeros is zero.
 #[test]
-fn cosine_scores_are_bounded() -> Result<()> {
+fn cosine_window_scores_are_bounded() -> Result<()> {
     let cfg = content()[4].clone();
     let (mut weights, xs) = (weights(&cfg)?, random((2, tokens(&cfg), 24))?);
     let mut with = |logit: f64| {

@@ -4,7 +4,7 @@ use super::numbers;
 use crate::*;
 
 #[test]
-fn layers_are_those_of_whole_models() -> Result<()> {
+fn layers_of_hunyuan_olmo_mpt_and_falcon_match_transformers() -> Result<()> {
     let norm = QkNorm { kind: QkNormKind::Rms, scope: QkNormScope::PerHead, eps: 1e-5 };
     let llama = Config::new(24, 6).with_num_kv_heads(3).with_causal(true).with_rope(RopeConfig::new(10_000.0));
     for (name, cfg) in [

@@ -58,7 +58,7 @@ fn quantized(cfg: &Config, dtype: GgmlDType) -> Result<[MultiHeadAttention; 2]> 
 
 /// Candle rounds the inputs of a product with a quantised weight to 8 bits too.
 #[test]
-fn a_quantised_layer_gives_the_numbers_of_its_weights() -> Result<()> {
+fn gguf_weights_in_layer_match_dequantised_layer() -> Result<()> {
     for cfg in configs() {
         for (dtype, tolerance) in [(GgmlDType::F32, 1e-5), (GgmlDType::Q8_0, 0.03), (GgmlDType::Q4_0, 0.03)] {
             let [layer, plain] = quantized(&cfg, dtype)?;
@@ -102,9 +102,9 @@ impl Module for Adapter {
     }
 }
 
-/// Around packed weights, variables, and variables of one weight in PyTorch's layout.
+/// Around packed weights, around variables, and around variables of one weight in PyTorch's layout.
 #[test]
-fn an_adapter_gives_the_numbers_of_merged_weights_and_its_own_gradient() -> Result<()> {
+fn adapter_matches_merged_weights_and_gets_gradients() -> Result<()> {
     let cfg = Config::new(16, 4).with_bias(true).with_causal(true);
     adapted(&cfg, Some(WeightLayout::Torch), &[&[0], &[1], &[2], &[3], &[0, 2], &[1, 2], &[0, 1, 2, 3], &[2, 2]])?;
     adapted(&cfg.with_output_gate(gate()), None, &[&[4], &[0], &[0, 4], &[0, 1, 2, 4]])
@@ -169,7 +169,7 @@ fn adapted(cfg: &Config, joint: Option<WeightLayout>, all_places: &[&[usize]]) -
 }
 
 #[test]
-fn a_module_is_not_called_where_there_is_nothing_to_project() -> Result<()> {
+fn projection_modules_are_not_called_for_empty_inputs() -> Result<()> {
     let linear = || Linear::new(Tensor::zeros((8, 8), DType::F32, &CPU).expect("memory"), None);
     let double = |xs: &Tensor| xs.to_dtype(DType::F64);
     let modules = ProjectionModules::new(linear(), linear(), linear()).with_output(double);

@@ -32,7 +32,7 @@ fn renamed(weights: &Tensors, [q, k]: [&str; 2]) -> Result<Tensors> {
 }
 
 #[test]
-fn every_librarys_names_give_the_same_layer() -> Result<()> {
+fn qk_norm_names_of_other_libraries_give_equal_layers() -> Result<()> {
     let xs = random((2, 5, 12))?;
     for kind in [QkNormKind::Rms, QkNormKind::RmsPlusOne, QkNormKind::Layer, QkNormKind::LayerNoBias] {
         for scope in [QkNormScope::PerHead, QkNormScope::PerHeadWeights, QkNormScope::Projection] {

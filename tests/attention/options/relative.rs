@@ -22,7 +22,7 @@ fn buckets((num_buckets, max_distance, bidirectional): (usize, usize, bool)) -> 
 }
 
 #[test]
-fn biases_are_those_of_transformers() -> Result<()> {
+fn relative_bias_matches_transformers() -> Result<()> {
     let Recorded { buckets: all, calls } = read();
     for (n, case) in all.into_iter().enumerate() {
         let numbers = numbers(&format!("t5.{n}."));
@@ -35,9 +35,9 @@ fn biases_are_those_of_transformers() -> Result<()> {
     Ok(())
 }
 
-/// Borders between buckets lie where transformers' arithmetic in f32 puts them.
+/// Borders between buckets follow the f32 arithmetic of transformers.
 #[test]
-fn every_distance_is_in_transformers_bucket() -> Result<()> {
+fn relative_bias_buckets_match_transformers_for_every_distance() -> Result<()> {
     for (n, case) in read().buckets.into_iter().enumerate() {
         let expected = &numbers(&format!("t5.{n}."))["buckets"];
         // A bias that is its bucket's number, for a query at 900 and keys from 0 on.
@@ -68,7 +68,7 @@ fn bias(config: &RelativeBiasConfig, dtype: DType, device: &Device) -> Result<Re
     RelativeBias::new(config, HEADS, VarBuilder::from_tensors(tensors, dtype, device))
 }
 
-fn layer_and_its_bias_give_the_numbers_of_a_mask(device: &Device) -> Result<()> {
+fn relative_bias_of_layer_matches_bias_mask(device: &Device) -> Result<()> {
     let dtypes = [DType::F32, DType::BF16, DType::F64];
     for dtype in dtypes.into_iter().filter(|dtype| device.is_cpu() || *dtype == DType::F32) {
         let bias = bias(&few(true), dtype, device)?;
@@ -92,11 +92,11 @@ fn layer_and_its_bias_give_the_numbers_of_a_mask(device: &Device) -> Result<()> 
     Ok(())
 }
 
-crate::on_each_device!(layer_and_its_bias_give_the_numbers_of_a_mask);
+crate::on_each_device!(relative_bias_of_layer_matches_bias_mask);
 
-/// Positions of no sequence stand beside keys that are counted for all sequences.
+/// An empty batch has no positions of its own, while keys are counted for all sequences.
 #[test]
-fn calls_of_nothing_have_no_positions() -> Result<()> {
+fn positions_of_empty_calls_are_accepted() -> Result<()> {
     let scaling = AttentionTemperature { beta: 0.5, interval: 1, first: 3 };
     let layers = [
         layer(&config(), DType::F32, &CPU)?.with_relative_bias(bias(&few(true), DType::F32, &CPU)?)?,
@@ -132,9 +132,9 @@ fn calls_of_nothing_have_no_positions() -> Result<()> {
     Ok(())
 }
 
-/// One process's heads of a bias that is trained.
+/// The shard has the heads of one rank, and the variable is trained.
 #[test]
-fn a_share_of_a_bias_follows_its_variable() -> Result<()> {
+fn relative_bias_shard_follows_its_variable() -> Result<()> {
     let weight = Var::from_tensor(bias(&few(true), DType::F32, &CPU)?.weight())?;
     let tensors = [("relative_attention_bias.weight".to_string(), weight.as_tensor().clone())].into();
     let whole = RelativeBias::new(&few(true), HEADS, VarBuilder::from_tensors(tensors, DType::F32, &CPU))?;

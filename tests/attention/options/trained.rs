@@ -3,10 +3,10 @@
 use crate::registry::{Kind, Layer, configs, content, relative};
 use crate::*;
 
-/// A step later a layer has what its variables hold then, a frozen one what they held, and what that saves is the layer
-/// again: layers of every kind, those with relative positions among them.
+/// After a step, a layer uses the new values of its variables, and a frozen layer the former ones. A saved frozen layer
+/// loads as an equal layer. Layers are of every kind, with relative positions too.
 #[test]
-fn parameters_are_trained_frozen_and_saved() -> Result<()> {
+fn layer_parameters_are_trained_frozen_and_saved() -> Result<()> {
     let content = content().into_iter().map(|cfg| ("content", Kind::MultiHead(cfg)));
     for (name, kind) in configs().into_iter().chain(relative()).chain(content) {
         let (vars, t) = (VarMap::new(), kind.tokens().unwrap_or(17));

@@ -5,11 +5,11 @@ use crate::registry::Kind;
 use crate::*;
 
 on_each_device!(
-    each_sequence_has_its_own_positions,
-    queries_and_keys_of_cross_attention_have_their_own,
-    a_memory_gives_the_numbers_of_its_inputs,
-    one_position_on_all_axes_is_a_position,
-    a_cache_and_packed_sequences_give_the_numbers_of_one_call,
+    rope_positions_of_left_padded_sequences_match_unpadded,
+    rope_positions_of_queries_and_keys_differ_in_cross_attention,
+    rope_in_projected_memory_matches_key_value_inputs,
+    rope_axes_with_equal_positions_match_one_axis,
+    rope_axes_with_cache_or_packed_sequences_match_one_call,
 );
 
 fn rope() -> RopeConfig {
@@ -31,7 +31,7 @@ fn with_axes(axes: RopeAxes, scaling: RopeScaling, device: &Device) -> Result<Mu
 }
 
 /// Three sequences of 6, 4 and 1 tokens, padded on the left to 6.
-fn each_sequence_has_its_own_positions(device: &Device) -> Result<()> {
+fn rope_positions_of_left_padded_sequences_match_unpadded(device: &Device) -> Result<()> {
     for kind in [Kind::MultiHead(config()), Kind::Latent(LatentConfig::new(24, 4))] {
         let layer = kind.layer(TorchSeed::new(3).var_builder(DType::F32, device))?;
         let (xs, run) = (Tensor::randn(0f32, 1.0, (3, 6, 24), device)?, |xs: &Tensor| layer.run(xs.into()));
@@ -50,8 +50,8 @@ fn each_sequence_has_its_own_positions(device: &Device) -> Result<()> {
     Ok(())
 }
 
-/// Moved together they change nothing; the queries alone do.
-fn queries_and_keys_of_cross_attention_have_their_own(device: &Device) -> Result<()> {
+/// Moved together they change nothing; moved alone, positions of queries change the output.
+fn rope_positions_of_queries_and_keys_differ_in_cross_attention(device: &Device) -> Result<()> {
     let layer = layer(&config().with_causal(false), device)?;
     let [xs, memory] = [3, 5].map(|t| Tensor::randn(0f32, 1.0, (2, t, 24), device));
     let (xs, memory) = (xs?, memory?);
@@ -67,8 +67,8 @@ fn queries_and_keys_of_cross_attention_have_their_own(device: &Device) -> Result
     Ok(())
 }
 
-/// Whose keys are rotated once, by frequencies that may follow their length.
-fn a_memory_gives_the_numbers_of_its_inputs(device: &Device) -> Result<()> {
+/// Keys of a memory are rotated once, by frequencies that may follow their length.
+fn rope_in_projected_memory_matches_key_value_inputs(device: &Device) -> Result<()> {
     for scaling in [RopeScaling::None, RopeScaling::Dynamic { factor: 2.0, original_context: 4 }] {
         let layer = layer(&config().with_causal(false).with_rope(rope().with_scaling(scaling)), device)?;
         for t_q in [1, 3, 9] {
@@ -83,8 +83,8 @@ fn a_memory_gives_the_numbers_of_its_inputs(device: &Device) -> Result<()> {
     Ok(())
 }
 
-/// Whatever the scaling; and text is at no positions but its own.
-fn one_position_on_all_axes_is_a_position(device: &Device) -> Result<()> {
+/// Under every scaling. Without positions, all axes count tokens.
+fn rope_axes_with_equal_positions_match_one_axis(device: &Device) -> Result<()> {
     let xs = Tensor::randn(0f32, 1.0, (2, 5, 12), device)?;
     let positions = Tensor::new(&[[0u32, 1, 2, 3, 4], [7, 8, 9, 10, 11]], device)?;
     let on_all = Tensor::stack(&[&positions, &positions, &positions], 0)?;
@@ -101,7 +101,7 @@ fn one_position_on_all_axes_is_a_position(device: &Device) -> Result<()> {
     Ok(())
 }
 
-fn a_cache_and_packed_sequences_give_the_numbers_of_one_call(device: &Device) -> Result<()> {
+fn rope_axes_with_cache_or_packed_sequences_match_one_call(device: &Device) -> Result<()> {
     for (axes, _) in layouts() {
         let positions = Tensor::rand(0f32, 9.0, (axes.sections().len(), 2, 5), device)?;
         let layer = with_axes(axes, RopeScaling::None, device)?;
@@ -121,9 +121,9 @@ fn a_cache_and_packed_sequences_give_the_numbers_of_one_call(device: &Device) ->
     Ok(())
 }
 
-/// Of the config, or of another base under its name.
+/// Tables are those of the config, or of another base.
 #[test]
-fn layers_share_tables() -> Result<()> {
+fn rope_tables_shared_by_layers_match_own_tables() -> Result<()> {
     let xs = random((2, 5, 24))?;
     let own = layer(&config(), &CPU)?;
     let shared = own.clone().with_rotary(RotaryEmbedding::new(&rope(), 6)?)?;
@@ -142,9 +142,9 @@ fn layers_share_tables() -> Result<()> {
     Ok(())
 }
 
-/// Layers that have rotary positions and layers that have none take the same input.
+/// Layers with and without rotary positions accept the same input.
 #[test]
-fn a_layer_without_rotary_positions_takes_them() -> Result<()> {
+fn positions_are_ignored_by_layer_without_rope() -> Result<()> {
     let (layer, xs) = (layer(&Config::new(24, 4), &CPU)?, random((2, 5, 24))?);
     let positions = Tensor::arange(3u32, 8, &CPU)?;
     let given = layer.forward_with(AttentionInput::new(&xs).with_positions(&positions))?;

@@ -9,7 +9,7 @@ use serde::Deserialize;
 
 use crate::*;
 
-on_each_device!(every_scaling_gives_transformers_numbers, tables_and_axes_turn_each_pair_by_its_own_angle,);
+on_each_device!(rope_scaling_matches_transformers, rope_tables_and_axes_match_definition,);
 
 /// The heads of `make.py`.
 const D: usize = 16;
@@ -38,7 +38,7 @@ impl Numbers {
     }
 }
 
-fn every_scaling_gives_transformers_numbers(device: &Device) -> Result<()> {
+fn rope_scaling_matches_transformers(device: &Device) -> Result<()> {
     let numbers = Numbers::open(device)?;
     let xs = &numbers.tensors["xs"];
     // Heads last but one, a part of a wider tensor, last dimension strided.
@@ -81,7 +81,7 @@ fn every_scaling_gives_transformers_numbers(device: &Device) -> Result<()> {
 
 /// Many tokens are split over threads, few are not.
 #[test]
-fn many_tokens_give_what_each_gives_alone() -> Result<()> {
+fn rope_of_many_tokens_matches_each_token_alone() -> Result<()> {
     let rotary = RotaryEmbedding::new(&RopeConfig::new(10_000.0), 64)?;
     let xs = random((2, 3, 150, 64))?;
     let positions = Tensor::arange(0u32, 300, &CPU)?.affine(7.0, 5.0)?.reshape((2, 150))?;
@@ -95,7 +95,7 @@ fn many_tokens_give_what_each_gives_alone() -> Result<()> {
 }
 
 #[test]
-fn empty_inputs_stay_empty() -> Result<()> {
+fn rope_of_empty_inputs_is_empty() -> Result<()> {
     let rotary = RotaryEmbedding::new(&RopeConfig::new(10_000.0), 4)?;
     for shape in [(0, 2, 3, 4), (2, 0, 3, 4), (2, 2, 0, 4)] {
         let xs = Tensor::zeros(shape, DType::F32, &CPU)?;
@@ -157,7 +157,7 @@ impl Turn {
     }
 }
 
-fn tables_and_axes_turn_each_pair_by_its_own_angle(device: &Device) -> Result<()> {
+fn rope_tables_and_axes_match_definition(device: &Device) -> Result<()> {
     const T: usize = 5;
     let xs = Var::randn(0f32, 1.0, (2, 3, T, 20), device)?;
     for style in [RopeStyle::RotateHalf, RopeStyle::Interleaved] {
@@ -199,7 +199,7 @@ fn tables_and_axes_turn_each_pair_by_its_own_angle(device: &Device) -> Result<()
 }
 
 #[test]
-fn axes_are_serialised() {
+fn rope_axes_round_trip_through_json() {
     let rope = RopeConfig::new(1e4).with_axes(RopeAxes::new(vec![4, 2, 2], RopeAxisLayout::Interleaved));
     let text = survives_json(&rope);
     assert!(text.contains(r#""axes":{"sections":[4,2,2],"layout":"interleaved"}"#), "{text}");
