@@ -32,79 +32,6 @@ fn yarn(mscale: Option<f64>) -> RopeScaling {
     }
 }
 
-/// Layers, and the caches that serve them.
-fn setups() -> Vec<(Config, AttentionCacheConfig)> {
-    let fixed = || AttentionCacheConfig::new().with_capacity(400).with_growth(false);
-    let norm = QkNorm { kind: QkNormKind::Rms, scope: QkNormScope::PerHead, eps: 1e-6 };
-    let rope = |scaling| RopeConfig::new(100.0).with_scaling(scaling);
-    let linear = rope(RopeScaling::Linear { factor: 3.0 }).with_rotary_dim(4);
-    let paired = rope(RopeScaling::None).with_style(RopeStyle::Interleaved);
-    let llama3 =
-        rope(RopeScaling::Llama3 { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_context: 32 });
-    let wide = || grouped().with_head_dim(8);
-    let place = GateLayout::FusedWithQuery;
-    let gate = OutputGate { activation: GateActivation::Sigmoid, scope: GateScope::Elementwise, layout: place };
-    vec![
-        (base(), growing()),
-        (base(), growing().with_capacity(0)),
-        (base(), fixed()),
-        (base(), AttentionCacheConfig::default()),
-        (grouped(), growing()),
-        (base().with_num_kv_heads(1).with_head_dim(5).with_value_head_dim(7), growing()),
-        (base().with_bias(true).with_qk_norm(norm).with_softcap(2.0), growing()),
-        (base().with_output_gate(gate), growing()),
-        (base().with_attention_temperature(AttentionTemperature { beta: 0.5, interval: 3, first: 1 }), growing()),
-        (base().with_value_norm(1e-5), growing()),
-        (base().with_chunk(3), growing()),
-        (base().with_clip_qkv(0.4), growing()),
-        (base().with_alibi(AlibiConfig::Standard), growing()),
-        (Config::new(EMBED_DIM, 4).with_alibi(AlibiConfig::Standard), growing()),
-        (base().with_alibi(AlibiConfig::Standard).with_window(4), sliding(4)),
-        (base().with_local_window(2, 0), growing()),
-        (grouped().with_sinks(true).with_value_head_dim(3), fixed()),
-        (wide().with_rope(linear), growing()),
-        (wide().with_rope(paired).with_qk_norm(norm), growing()),
-        (wide().with_rope(llama3).with_window(4), sliding(4)),
-        (wide().with_rope(rope(yarn(None))).with_sinks(true), growing()),
-        (base().with_window(3), growing()),
-        (base().with_window(1), growing()),
-        (base().with_window(4), sliding(4)),
-        (base().with_window(1), sliding(1)),
-        (base().with_window(3), sliding(6)),
-        (base().with_window(5), sliding(5).with_capacity(5).with_growth(false)),
-        (base().with_window(3).with_sinks(true), sliding(3).with_capacity(16)),
-        (wide().with_window(3).with_rope(rope(RopeScaling::None)), sliding(5)),
-        (base().with_window(1), sliding(3).with_capacity(16)),
-        (grouped(), growing().with_q8()),
-        (base().with_sinks(true), fixed().with_q8()),
-        (base().with_window(4).with_sinks(true), sliding(4).with_q8()),
-        (base().with_alibi(AlibiConfig::Standard).with_value_head_dim(5), growing().with_q8()),
-        (wide().with_rope(rope(RopeScaling::None)).with_softcap(2.0), growing().with_q8()),
-        (wide().with_window(3).with_rope(rope(RopeScaling::None)), sliding(5).with_q8()),
-        (base().with_window(2), AttentionCacheConfig::for_layer(&base().with_window(2))),
-        // Those that are not causal see what is there.
-        (Config::new(EMBED_DIM, 3), growing()),
-        (Config::new(EMBED_DIM, 4).with_window(3), growing()),
-    ]
-}
-
-/// Layers that know of positions in each way.
-fn setups_by_position() -> Vec<(Config, AttentionCacheConfig)> {
-    let buckets = |both| RelativeBiasConfig::new(both).with_num_buckets(8).with_max_distance(9);
-    let relative = || base().with_relative_bias(buckets(true));
-    let rope = || RopeConfig::new(100.0);
-    let even = || base().with_head_dim(4);
-    vec![
-        (relative(), growing()),
-        (base().with_relative_bias(buckets(false)), growing()),
-        (relative().with_head_dim(4).with_rope(rope()), growing().with_q8()),
-        (relative().with_window(3), sliding(5)),
-        (base().with_alibi(AlibiConfig::Falcon), growing()),
-        (base().with_alibi(AlibiConfig::Falcon).with_window(3), sliding(5)),
-        (even().with_rope(rope()), growing()),
-    ]
-}
-
 pub fn assert_holds(setup: Setup, steps: usize, seeds: u64, most: f64, what: &str) {
     for seed in 0..cases(seeds) {
         let found = Program::run(setup, steps, seed).unwrap_or_else(|error| panic!("{what}, seed {seed}: {error}"));
@@ -124,15 +51,139 @@ pub fn of<'a>(
     Setup { layer, earlier: None, cache, dtype, device, mask, back, gives_positions: false, draws_masks: false }
 }
 
-fn sequences_go_on_from_what_they_were_made(device: &Device) {
+/// Layers, and the caches that they are called with.
+type Layers = Vec<(Config, AttentionCacheConfig)>;
+
+fn wide() -> Config {
+    grouped().with_head_dim(8)
+}
+
+fn fixed() -> AttentionCacheConfig {
+    AttentionCacheConfig::new().with_capacity(400).with_growth(false)
+}
+
+fn scaled_rope(scaling: RopeScaling) -> RopeConfig {
+    RopeConfig::new(100.0).with_scaling(scaling)
+}
+
+/// Checks that sequences continued through a cache have the outputs of one call.
+fn check_layers(layers: Layers, gives_positions: bool, device: &Device) -> Result<()> {
     let none = AttentionMask::none();
-    for (gives_positions, setups) in [(true, setups_by_position()), (false, setups())] {
-        for (cfg, cache) in setups {
-            let layer = layer_on(&cfg, DType::F32, device).expect("the config fits");
-            let setup = Setup { gives_positions, ..of(&layer, (cfg.window(), &cache), &none, device) };
-            assert_holds(setup, 12, 12, tolerance(DType::F32, &cache), &format!("{cfg:?}, {cache:?}"));
-        }
+    for (cfg, cache) in layers {
+        let layer = layer_on(&cfg, DType::F32, device)?;
+        let setup = Setup { gives_positions, ..of(&layer, (cfg.window(), &cache), &none, device) };
+        assert_holds(setup, 12, 12, tolerance(DType::F32, &cache), &format!("{cfg:?}, {cache:?}"));
     }
+    Ok(())
+}
+
+/// Layers that are not causal attend to every key that is stored.
+fn layers_with_cache_match_one_call(device: &Device) -> Result<()> {
+    let norm = QkNorm { kind: QkNormKind::Rms, scope: QkNormScope::PerHead, eps: 1e-6 };
+    let layout = GateLayout::FusedWithQuery;
+    let gate = OutputGate { activation: GateActivation::Sigmoid, scope: GateScope::Elementwise, layout };
+    let layers = vec![
+        (base(), growing()),
+        (base(), growing().with_capacity(0)),
+        (base(), fixed()),
+        (base(), AttentionCacheConfig::default()),
+        (base().with_bias(true).with_qk_norm(norm), growing()),
+        (base().with_output_gate(gate), growing()),
+        (base().with_attention_temperature(AttentionTemperature { beta: 0.5, interval: 3, first: 1 }), growing()),
+        (base().with_value_norm(1e-5), growing()),
+        (base().with_chunk(3), growing()),
+        (base().with_clip_qkv(0.4), growing()),
+        (Config::new(EMBED_DIM, 3), growing()),
+        (Config::new(EMBED_DIM, 4).with_window(3), growing()),
+    ];
+    check_layers(layers, false, device)
+}
+
+fn gqa_with_cache_matches_one_call(device: &Device) -> Result<()> {
+    let layers = vec![
+        (grouped(), growing()),
+        (base().with_num_kv_heads(1).with_head_dim(5).with_value_head_dim(7), growing()),
+        (grouped(), growing().with_q8()),
+    ];
+    check_layers(layers, false, device)
+}
+
+fn softcap_with_cache_matches_one_call(device: &Device) -> Result<()> {
+    let norm = QkNorm { kind: QkNormKind::Rms, scope: QkNormScope::PerHead, eps: 1e-6 };
+    let layers = vec![
+        (base().with_bias(true).with_qk_norm(norm).with_softcap(2.0), growing()),
+        (wide().with_rope(scaled_rope(RopeScaling::None)).with_softcap(2.0), growing().with_q8()),
+    ];
+    check_layers(layers, false, device)
+}
+
+fn alibi_with_cache_matches_one_call(device: &Device) -> Result<()> {
+    let layers = vec![
+        (base().with_alibi(AlibiConfig::Standard), growing()),
+        (Config::new(EMBED_DIM, 4).with_alibi(AlibiConfig::Standard), growing()),
+        (base().with_alibi(AlibiConfig::Standard).with_window(4), sliding(4)),
+        (base().with_alibi(AlibiConfig::Standard).with_value_head_dim(5), growing().with_q8()),
+    ];
+    check_layers(layers, false, device)?;
+    let of_falcon = vec![
+        (base().with_alibi(AlibiConfig::Falcon), growing()),
+        (base().with_alibi(AlibiConfig::Falcon).with_window(3), sliding(5)),
+    ];
+    check_layers(of_falcon, true, device)
+}
+
+fn sinks_with_cache_match_one_call(device: &Device) -> Result<()> {
+    let layers = vec![
+        (grouped().with_sinks(true).with_value_head_dim(3), fixed()),
+        (base().with_window(3).with_sinks(true), sliding(3).with_capacity(16)),
+        (base().with_sinks(true), fixed().with_q8()),
+        (base().with_window(4).with_sinks(true), sliding(4).with_q8()),
+    ];
+    check_layers(layers, false, device)
+}
+
+fn rope_with_cache_matches_one_call(device: &Device) -> Result<()> {
+    let norm = QkNorm { kind: QkNormKind::Rms, scope: QkNormScope::PerHead, eps: 1e-6 };
+    let linear = scaled_rope(RopeScaling::Linear { factor: 3.0 }).with_rotary_dim(4);
+    let interleaved = scaled_rope(RopeScaling::None).with_style(RopeStyle::Interleaved);
+    let llama3 = RopeScaling::Llama3 { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_context: 32 };
+    let layers = vec![
+        (wide().with_rope(linear), growing()),
+        (wide().with_rope(interleaved).with_qk_norm(norm), growing()),
+        (wide().with_rope(scaled_rope(llama3)).with_window(4), sliding(4)),
+        (wide().with_rope(scaled_rope(yarn(None))).with_sinks(true), growing()),
+        (wide().with_window(3).with_rope(scaled_rope(RopeScaling::None)), sliding(5)),
+        (wide().with_window(3).with_rope(scaled_rope(RopeScaling::None)), sliding(5).with_q8()),
+    ];
+    check_layers(layers, false, device)?;
+    check_layers(vec![(base().with_head_dim(4).with_rope(RopeConfig::new(100.0)), growing())], true, device)
+}
+
+fn window_with_cache_matches_one_call(device: &Device) -> Result<()> {
+    let layers = vec![
+        (base().with_local_window(2, 0), growing()),
+        (base().with_window(3), growing()),
+        (base().with_window(1), growing()),
+        (base().with_window(4), sliding(4)),
+        (base().with_window(1), sliding(1)),
+        (base().with_window(3), sliding(6)),
+        (base().with_window(5), sliding(5).with_capacity(5).with_growth(false)),
+        (base().with_window(1), sliding(3).with_capacity(16)),
+        (base().with_window(2), AttentionCacheConfig::for_layer(&base().with_window(2))),
+    ];
+    check_layers(layers, false, device)
+}
+
+fn relative_bias_with_cache_matches_one_call(device: &Device) -> Result<()> {
+    let buckets = |both| RelativeBiasConfig::new(both).with_num_buckets(8).with_max_distance(9);
+    let relative = || base().with_relative_bias(buckets(true));
+    let layers = vec![
+        (relative(), growing()),
+        (base().with_relative_bias(buckets(false)), growing()),
+        (relative().with_head_dim(4).with_rope(RopeConfig::new(100.0)), growing().with_q8()),
+        (relative().with_window(3), sliding(5)),
+    ];
+    check_layers(layers, true, device)
 }
 
 fn masks_with_cache_count_positions_of_each_sequence(device: &Device) {
@@ -181,7 +232,14 @@ fn latent_attention_with_cache_matches_one_call(device: &Device) {
 }
 
 crate::on_each_device!(
-    sequences_go_on_from_what_they_were_made,
+    layers_with_cache_match_one_call,
+    gqa_with_cache_matches_one_call,
+    softcap_with_cache_matches_one_call,
+    alibi_with_cache_matches_one_call,
+    sinks_with_cache_match_one_call,
+    rope_with_cache_matches_one_call,
+    window_with_cache_matches_one_call,
+    relative_bias_with_cache_matches_one_call,
     masks_with_cache_count_positions_of_each_sequence,
     latent_attention_with_cache_matches_one_call,
     long_sequences_with_cache_match_one_call,

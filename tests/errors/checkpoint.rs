@@ -99,6 +99,6 @@ const CALLS: &[Named] = calls! {
     },
     "a folder that is not there" => {
         let layer = MultiHeadAttention::new(&Config::new(8, 4), any_weights())?;
-        layer.save(DIR.path().join("nowhere/model.safetensors"), WeightLayout::Canonical)
+        layer.save(in_folder("nowhere/model.safetensors"), WeightLayout::Canonical)
     },
 };

@@ -20,7 +20,7 @@ pub const SUBJECTS: &[(&str, Subject)] = &[
         file("sharded/one.safetensors", &valid());
         file("sharded/one.bin", &valid());
         file("sharded/model.safetensors.index.json", line.as_bytes());
-        Checkpoint::open(DIR.path().join("sharded")).map(accepted)
+        Checkpoint::open(in_folder("sharded")).map(accepted)
     }),
     ("file calls", |line, _| named(CALLS, line)),
 ];
@@ -62,7 +62,7 @@ fn one(name: &str) -> PathBuf {
 }
 
 const CALLS: &[Named] = calls! {
-    "a file that is not there" => weights::open(DIR.path().join("nothing.safetensors"), DType::F32, &CPU),
+    "a file that is not there" => weights::open(in_folder("nothing.safetensors"), DType::F32, &CPU),
     "no files" => Checkpoint::from_files::<&str>(&[]),
     "a folder without weights" => Checkpoint::open(file("folder/README.md", b"").parent().expect("a folder")),
     "the same file twice" => Checkpoint::from_files(&[one("once.safetensors"), one("twice.safetensors")]),
@@ -70,7 +70,7 @@ const CALLS: &[Named] = calls! {
         let part = std::fs::read(models().join("book_mha/model.pth"))?;
         file("parts/consolidated.00.pth", &part);
         file("parts/consolidated.01.pth", &part);
-        Checkpoint::open(DIR.path().join("parts"))
+        Checkpoint::open(in_folder("parts"))
     },
     "a .pth file among shards" =>
         Checkpoint::from_files(&[file("first.safetensors", &valid()), models().join("book_mha/model.pth")]),

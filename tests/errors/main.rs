@@ -40,7 +40,6 @@ mod words;
 mod wrong;
 
 use std::path::PathBuf;
-use std::sync::LazyLock;
 
 // What every module of these tests uses.
 use candle_attention::MultiHeadAttentionConfig as Config;
@@ -151,8 +150,8 @@ fn merged(call: Value, patch: Value) -> Value {
 fn text_of(outcome: Result<String>) -> String {
     let text = outcome.unwrap_or_else(|error| error.to_string());
     let text = text.lines().next().unwrap_or_default();
-    let text =
-        text.replace(&DIR.path().display().to_string(), "DIR").replace(common::root().to_str().expect("UTF-8"), "ROOT");
+    let folder = FOLDER.with(|folder| folder.path().display().to_string());
+    let text = text.replace(&folder, "DIR").replace(common::root().to_str().expect("UTF-8"), "ROOT");
     let of_system = text.split_once(" (os error ").and_then(|(said, _)| said.rsplit_once(": "));
     match of_system.or(text.split_once(": ").filter(|(said, _)| said.ends_with("tokenizer.json that can be used"))) {
         Some((said, _)) => format!("{said}: …"),
@@ -163,10 +162,17 @@ fn text_of(outcome: Result<String>) -> String {
     }
 }
 
-#[test]
-fn every_text_is_the_one_that_was_reviewed() {
+/// Compares the texts of a subject, or those of no subject.
+fn match_reviewed_files(subject: Option<&[&str]>) {
     let files = std::fs::read_dir(common::recorded("errors/texts")).expect("the texts are there");
+    let mut count = 0;
     for file in files.map(|file| file.expect("it can be listed").path()) {
+        let name = file.file_stem().expect("a file has a name").to_string_lossy();
+        let own = PREFIXES.iter().copied().find(|prefixes| prefixes.iter().any(|prefix| name.starts_with(prefix)));
+        if own != subject {
+            continue;
+        }
+        count += 1;
         let (mut said, mut heading) = (String::new(), None);
         let written = std::fs::read_to_string(&file).expect("a file of texts");
         for line in written.lines().filter(|line| !line.starts_with("    ")) {
@@ -183,13 +189,48 @@ fn every_text_is_the_one_that_was_reviewed() {
         }
         expect_test::expect_file![file].assert_eq(&said);
     }
+    assert!(count > 0, "no file of {subject:?}");
 }
 
-static DIR: LazyLock<TempDir> = LazyLock::new(|| tempfile::tempdir().expect("a temporary folder"));
+/// Makes a test for the files of each subject, whose names begin with one of its prefixes. The first subject that fits
+/// has the file.
+macro_rules! test_subjects {
+    ($($name:ident => $prefixes:expr;)+) => {
+        const PREFIXES: &[&[&str]] = &[$(&$prefixes),+];
 
-/// A file of this name with these bytes.
+        $( #[test] fn $name() { match_reviewed_files(Some(&$prefixes)) } )+
+    };
+}
+
+test_subjects! {
+    error_texts_of_gguf_match_reviewed_files => ["gguf"];
+    error_texts_of_rope_match_reviewed_files => ["rope", "config_rope"];
+    error_texts_of_packed_sequences_match_reviewed_files => ["packed", "layer_packed"];
+    error_texts_of_masks_match_reviewed_files => ["mask"];
+    error_texts_of_layouts_match_reviewed_files => ["layout"];
+    error_texts_of_hugging_face_configs_match_reviewed_files => ["hf"];
+    error_texts_of_pth_match_reviewed_files => ["pth"];
+    error_texts_of_linear_attention_match_reviewed_files => ["delta"];
+}
+
+#[test]
+fn error_texts_of_other_subjects_match_reviewed_files() {
+    match_reviewed_files(None);
+}
+
+thread_local! {
+    /// The folder of the files that this test writes.
+    static FOLDER: TempDir = tempfile::tempdir().expect("a temporary folder");
+}
+
+/// The path of [`FOLDER`], or of a file in it.
+fn in_folder(name: &str) -> PathBuf {
+    FOLDER.with(|folder| folder.path().join(name))
+}
+
+/// Writes a file of this name with these bytes.
 fn file(name: &str, bytes: &[u8]) -> PathBuf {
-    let path = DIR.path().join(name);
+    let path = in_folder(name);
     std::fs::create_dir_all(path.parent().expect("a file has a folder")).expect("the folder can be made");
     std::fs::write(&path, bytes).expect("the file can be written");
     path

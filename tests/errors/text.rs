@@ -69,8 +69,8 @@ const CALLS: &[Named] = calls! {
     "no columns" => drawn(Some(0), None),
     "no rows" => drawn(None, Some(0)),
     "a tokenizer saved into no folder" =>
-        SimpleTokenizer::from_words(["a"])?.save(DIR.path().join("missing/tokenizer.json")),
-    "a tokenizer that is not there" => SimpleTokenizer::from_file(DIR.path().join("nothing.json")),
+        SimpleTokenizer::from_words(["a"])?.save(in_folder("missing/tokenizer.json")),
+    "a tokenizer that is not there" => SimpleTokenizer::from_file(in_folder("nothing.json")),
     "a tokenizer that is no tokenizer" => SimpleTokenizer::from_file(file("config.json", b"{}")),
     "words as a tokenizer" => SimpleTokenizer::from_file(file("vocab.txt", b"hello\nworld\n")),
     "a model without a vocabulary as a tokenizer" =>

@@ -143,7 +143,7 @@ fn guard_page_before_each_buffer_stays_untouched() {
     if guard_is_before() {
         return;
     }
-    let output = child(&["--skip", "the_same_with", "--skip", "a_stray_access"], "before");
+    let output = child(&["--skip", "guard_page_before", "--skip", "guard_page_and_canary"], "before");
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success() && text.contains("6 passed"), "{output:?}");
 }
