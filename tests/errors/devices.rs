@@ -24,13 +24,14 @@ fn tensors_on_another_device_are_rejected(device: &Device) -> Result<()> {
     let (xs, ys) = (zeros((1, 3, 8)), zeros((1, 3, 8)).to_device(device)?);
     let cross = |keys, values| error_text(layer.forward_with(AttentionInput::new(&ys).with_key_value(keys, values)));
     let sdpa =
-        |what| format!("[scaled_dot_product_attention] {what} is on {here:?}, expected it beside q on {there:?}");
-    let mask = |what| format!("[attention_mask] {what} is on {here:?}, expected it beside the queries on {there:?}");
+        |what| format!("[scaled_dot_product_attention] {what} is on {here:?}, expected the device of q, {there:?}");
+    let mask = |what| format!("[attention_mask] {what} is on {here:?}, expected the device of the queries, {there:?}");
     let of_layer =
-        |what| format!("[multi_head_attention] {what} are on {here:?}, expected them beside the weights on {there:?}");
+        |what| format!("[multi_head_attention] {what} are on {here:?}, expected the device of the weights, {there:?}");
     let (weight, xs_of_4) = (zeros((3, 4)), zeros((2, 4)));
     let elsewhere = PackedLinear::new(&weight.to_device(device)?, None)?;
-    let input = |one, other| format!("[packed_linear] input is on {one:?}, expected it beside the weight on {other:?}");
+    let input =
+        |one, other| format!("[packed_linear] input is on {one:?}, expected the device of the weight, {other:?}");
     for (found, expected) in [
         (attend(&kv, &kv, &none, options()), sdpa("k")),
         (attend(&k, &kv, &none, options()), sdpa("v")),

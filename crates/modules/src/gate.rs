@@ -1,4 +1,4 @@
-//! The gate of a layer's output: a factor on each head's context, computed from the queries' input.
+//! Output gates: factors of each head's attention output, computed from the queries' input.
 
 use candle_core::{Result, Tensor};
 use candle_nn::ops;
@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::base::accumulation_dtype;
 
-/// What a gate's projection becomes before it multiplies the context.
+/// The activation of a gate's projection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -20,8 +20,8 @@ pub enum GateActivation {
 }
 
 impl GateActivation {
-    /// Of each number, in the dtype of `xs`.
-    pub fn of(self, xs: &Tensor) -> Result<Tensor> {
+    /// Applies the activation to each number, in the dtype of `xs`.
+    pub fn apply(self, xs: &Tensor) -> Result<Tensor> {
         match self {
             Self::Sigmoid => ops::sigmoid(xs),
             // max(x, 0) + ln(1 + e^-|x|), which does not overflow.
@@ -30,53 +30,63 @@ impl GateActivation {
         }
     }
 
-    /// Of one number, and its derivative.
-    pub fn with_slope(self, x: f32) -> (f32, f32) {
+    /// Returns the activation of one number and its derivative.
+    #[inline]
+    pub fn value_and_slope(self, x: f32) -> ValueAndSlope {
         let sigmoid = 1.0 / (1.0 + (-x).exp());
         match self {
-            Self::Sigmoid => (sigmoid, sigmoid * (1.0 - sigmoid)),
-            Self::Softplus => (x.max(0.0) + (-x.abs()).exp().ln_1p(), sigmoid),
-            Self::Silu => (x * sigmoid, sigmoid * (1.0 + x * (1.0 - sigmoid))),
+            Self::Sigmoid => ValueAndSlope { value: sigmoid, slope: sigmoid * (1.0 - sigmoid) },
+            Self::Softplus => ValueAndSlope { value: x.max(0.0) + (-x.abs()).exp().ln_1p(), slope: sigmoid },
+            Self::Silu => ValueAndSlope { value: x * sigmoid, slope: sigmoid * (1.0 + x * (1.0 - sigmoid)) },
         }
     }
 
-    /// A context (B, T, H, D_v) times the gate whose projection is (B, T, H, D_v) or (B, T, H, 1), in the context's
-    /// dtype.
-    pub fn gate(self, context: &Tensor, projected: &Tensor) -> Result<Tensor> {
-        let dtype = accumulation_dtype(context.dtype());
-        let factors = self.of(&projected.to_dtype(dtype)?)?;
-        context.to_dtype(dtype)?.broadcast_mul(&factors)?.to_dtype(context.dtype())
+    /// Multiplies the attention output (B, T, H, D_v) by the activated gate. `projected`, the gate's projection, is
+    /// (B, T, H, D_v) or (B, T, H, 1). The result has the dtype of `output`.
+    pub fn gate(self, output: &Tensor, projected: &Tensor) -> Result<Tensor> {
+        let dtype = accumulation_dtype(output.dtype());
+        let factors = self.apply(&projected.to_dtype(dtype)?)?;
+        output.to_dtype(dtype)?.broadcast_mul(&factors)?.to_dtype(output.dtype())
     }
 }
 
-/// What one number of a gate multiplies.
+/// The value and the derivative of an activation at one number.
+#[derive(Debug, Clone, Copy)]
+pub struct ValueAndSlope {
+    /// f(x).
+    pub value: f32,
+    /// f'(x).
+    pub slope: f32,
+}
+
+/// The numbers that one number of a gate multiplies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum GateScope {
-    /// One entry of one head's context: a gate has H·D_v numbers.
+    /// One entry of one head's attention output. The gate has H·D_v numbers per token.
     Elementwise,
-    /// A head's whole context: a gate has H numbers.
+    /// The whole attention output of one head. The gate has H numbers per token.
     PerHead,
 }
 
-/// Where a checkpoint keeps the projection of a gate.
+/// How a checkpoint stores the projection of a gate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum GateLayout {
-    /// In the query projection, whose rows are, head by head, the D of the query and then those of the gate. It has a
-    /// bias where the query projection has one.
+    /// In the rows of the query projection: for each head, first the D rows of the query, then the rows of the gate. The
+    /// gate has a bias if the query projection has one.
     FusedWithQuery,
-    /// In one of its own, `gate_proj` (also read as `g_proj`).
+    /// In a separate projection, `gate_proj` (also read as `g_proj`).
     Separate {
-        /// Whether it has a bias.
+        /// Whether the projection has a bias.
         bias: bool,
     },
 }
 
-/// A gate on a layer's output: `context · activation(W x)` before the output projection, where x is the input that
-/// queries are made from (Qwen3-Next, AFMoE; <https://arxiv.org/abs/2505.06708>).
+/// A gate on the attention output: `output · activation(W x)`, before the output projection. x is the input of the query
+/// projection (Qwen3-Next, AFMoE; <https://arxiv.org/abs/2505.06708>).
 ///
 /// ```
 /// use candle_attention::{GateActivation, GateLayout, GateScope, MultiHeadAttentionConfig, OutputGate};
@@ -87,16 +97,16 @@ pub enum GateLayout {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct OutputGate {
-    /// Sigmoid or softplus.
+    /// The activation of the gate's projection.
     pub activation: GateActivation,
-    /// A number for each entry or for each head.
+    /// Whether the gate has a number for each entry or for each head.
     pub scope: GateScope,
-    /// The projection that computes it.
+    /// How a checkpoint stores the gate's projection.
     pub layout: GateLayout,
 }
 
 impl OutputGate {
-    /// The numbers of a gate for each head, whose values are `value_head_dim` wide.
+    /// Returns the number of gate entries for each head. `value_head_dim` is D_v.
     pub fn width(self, value_head_dim: usize) -> usize {
         if self.scope == GateScope::PerHead { 1 } else { value_head_dim }
     }

@@ -166,7 +166,7 @@ impl AdditiveAttention {
             ("values", values, ["B", "T_kv", "D_v"].map(Dim::Any)),
         ] {
             let tensor = Expect::many(OP, name, tensor).shape(&shape)?;
-            tensor.dtype(weight.dtype(), "the weights'")?.beside("the weights", weight.device())?;
+            tensor.dtype(weight.dtype(), "the weights'")?.same_device("the weights", weight.device())?;
         }
         let ([b, t_q], t_kv) = ([queries.dims()[0], queries.dims()[1]], keys.dims()[1]);
         check_keys_and_values(OP, Some(b), keys, values)?;

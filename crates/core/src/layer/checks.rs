@@ -45,7 +45,7 @@ impl Expected<'_> {
             // Those of one sequence, as the queries are.
             (false, _) => xs_in.shape(&one)?,
         };
-        xs_in.dtype(dtype, "the weights'")?.beside("the weights", device)?;
+        xs_in.dtype(dtype, "the weights'")?.same_device("the weights", device)?;
         if batched { Ok(xs.clone()) } else { xs.unsqueeze(0) }
     }
 }

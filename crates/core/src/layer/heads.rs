@@ -58,7 +58,7 @@ impl MultiHeadAttention {
         let is_of_all = place != Value && cfg.qk_norm().is_some_and(|norm| norm.scope == QkNormScope::Projection);
         let (of_all, of_each) = if is_of_all { (norm.as_ref(), None) } else { (None, norm.as_ref()) };
         if let Some(norm) = of_all {
-            xs = norm.forward_over(&xs, sum)?;
+            xs = norm.forward_sharded(&xs, sum)?;
         }
         if let Some(clip) = cfg.clip_qkv() {
             xs = xs.clamp(-clip, clip)?;
@@ -186,7 +186,7 @@ impl MultiHeadAttention {
         {
             let tensor = Expect::many(OP, name, tensor);
             tensor.sizes(&[b, cfg.num_kv_heads(), rows, width])?;
-            tensor.dtype(dtype, "the weights'")?.beside("the weights", device)?;
+            tensor.dtype(dtype, "the weights'")?.same_device("the weights", device)?;
         }
         Ok(())
     }

@@ -29,7 +29,7 @@ use crate::position::{
 };
 use candle_attention_modules::base::{Dim, Expect, HeadShard, Heads, ParameterList, Source, save};
 use candle_attention_modules::linear::{Projection, ProjectionModule, ProjectionModules, Projections};
-use candle_attention_modules::norm::{Norm, Span};
+use candle_attention_modules::norm::{Norm, ShardedDimension};
 use checks::Expected;
 
 const OP: &str = "multi_head_attention";
@@ -70,7 +70,7 @@ pub struct MultiHeadAttention {
     config: MultiHeadAttentionConfig,
     projections: Projections,
     parameters: ParameterList,
-    norm_spans: [Option<Span>; 2],
+    norm_spans: [Option<ShardedDimension>; 2],
     /// Of queries, keys, values and the context.
     norms: [Option<Norm>; 4],
     rotary: Option<RotaryEmbedding>,
@@ -241,7 +241,7 @@ impl MultiHeadAttention {
             Some(_) => {}
         }
         let weight = Expect::one(OP, "the relative bias", bias.weight());
-        weight.dtype(self.projections.dtype, "the weights'")?.beside("the weights", &self.projections.device)?;
+        weight.dtype(self.projections.dtype, "the weights'")?.same_device("the weights", &self.projections.device)?;
         self.relative_bias = Some(bias);
         Ok(self)
     }
@@ -254,7 +254,7 @@ impl MultiHeadAttention {
     /// If the config has no such positions, and for vectors of another shape, dtype or device.
     pub fn with_relative_embeddings(mut self, embeddings: RelativeEmbeddings) -> Result<Self> {
         let weight = Expect::many(OP, "the relative embeddings", embeddings.weight());
-        weight.dtype(self.projections.dtype, "the weights'")?.beside("the weights", &self.projections.device)?;
+        weight.dtype(self.projections.dtype, "the weights'")?.same_device("the weights", &self.projections.device)?;
         let Some(ContentPositions::Disentangled(config)) = self.config.content_positions() else {
             bail!("[{OP}] relative embeddings are given, but the config has no disentangled positions")
         };

@@ -11,7 +11,8 @@ use crate::config::{KvSharing, MultiHeadAttentionConfig};
 use crate::position::{AlibiConfig, Content, ContentPositions, Term, content_specs};
 use candle_attention_modules::base::{HeadShard, Heads, ParameterList, Source, Spec};
 use candle_attention_modules::norm::{
-    NormPlace, OF_CONTEXT, OF_KEYS, OF_QUERIES, QkNorm, QkNormKind, QkNormScope, Span, refuse_norms,
+    KEY_NORM_NAMES, NormSpec, OUTPUT_NORM_NAMES, QUERY_NORM_NAMES, QkNorm, QkNormKind, QkNormScope, ShardedDimension,
+    refuse_norms,
 };
 
 impl MultiHeadAttentionConfig {
@@ -60,31 +61,31 @@ impl MultiHeadAttentionConfig {
     }
 
     /// What norms of whole queries and keys span, where the config has such.
-    pub(super) fn norm_spans(&self, shard: HeadShard) -> [Option<Span>; 2] {
+    pub(super) fn norm_spans(&self, shard: HeadShard) -> [Option<ShardedDimension>; 2] {
         if shard.world_size() == 1 || self.qk_norm().is_none_or(|norm| norm.scope != QkNormScope::Projection) {
             return [None; 2];
         }
         let (h, h_kv, d) = (self.num_heads(), self.num_kv_heads(), self.head_dim());
-        let of_keys = Span { width: h_kv * d, counts: shard.is_first_of_keys(h_kv) };
-        [Some(Span { width: h * d, counts: true }), Some(of_keys)]
+        let of_keys = ShardedDimension { width: h_kv * d, counts: shard.is_first_of_keys(h_kv) };
+        [Some(ShardedDimension { width: h * d, counts: true }), Some(of_keys)]
     }
 }
 
 /// The norms of queries, keys, values and the context that the config wants; none of keys where these are an earlier
 /// layer's.
-fn norms(cfg: &MultiHeadAttentionConfig) -> [Option<NormPlace>; 4] {
+fn norms(cfg: &MultiHeadAttentionConfig) -> [Option<NormSpec>; 4] {
     let (h, d, qk_norm) = (cfg.num_heads(), cfg.head_dim(), cfg.qk_norm());
     let k_norm = qk_norm.filter(|_| cfg.kv_sharing() != KvSharing::EarlierLayer);
     let without_weight = |eps| QkNorm { kind: QkNormKind::RmsNoWeight, scope: QkNormScope::PerHead, eps };
     let (value_norm, output_norm) = (cfg.value_norm().map(without_weight), cfg.output_norm().map(QkNorm::from));
     let (h_kv, d_v) = (cfg.num_kv_heads(), cfg.value_head_dim());
     let all = [
-        (qk_norm, OF_QUERIES, Heads::Query, h, d),
-        (k_norm, OF_KEYS, Heads::Key, h_kv, d),
+        (qk_norm, QUERY_NORM_NAMES, Heads::Query, h, d),
+        (k_norm, KEY_NORM_NAMES, Heads::Key, h_kv, d),
         (value_norm, ["v_norm"; 3], Heads::Key, h_kv, d_v),
-        (output_norm, OF_CONTEXT, Heads::Query, h, d_v),
+        (output_norm, OUTPUT_NORM_NAMES, Heads::Query, h, d_v),
     ];
-    all.map(|(norm, names, heads, count, width)| norm.map(|norm| NormPlace { norm, names, heads, count, width }))
+    all.map(|(norm, names, heads, count, width)| norm.map(|norm| NormSpec { norm, names, heads, count, width }))
 }
 
 /// What the config wants, in the order in which it is read and written.
@@ -118,9 +119,9 @@ impl MultiHeadAttention {
     /// The same layer with what computes made of other parameters under the same names.
     pub(super) fn with_parameters(mut self, parameters: ParameterList) -> Result<Self> {
         let (dtype, device) = (self.projections.dtype, &self.projections.device);
-        let norm = |place: Option<NormPlace>| place.map(|place| place.norm(&parameters, dtype, device)).transpose();
+        let norm = |place: Option<NormSpec>| place.map(|place| place.build(&parameters, dtype, device)).transpose();
         let ([q, k, v, context], [of_q, of_k]) = (norms(&self.config).map(norm), self.norm_spans);
-        self.norms = [q?.map(|norm| norm.over(of_q)), k?.map(|norm| norm.over(of_k)), v?, context?];
+        self.norms = [q?.map(|norm| norm.with_sharded(of_q)), k?.map(|norm| norm.with_sharded(of_k)), v?, context?];
         let content = |positions: &ContentPositions| -> Term {
             let (positions, embeddings) = (positions.clone(), self.relative_embeddings.clone());
             Arc::new(Content { positions, parameters: parameters.clone(), embeddings, latest: Default::default() })

@@ -146,7 +146,7 @@ pub(super) fn fit(what: &str, tensor: &Tensor, dims: [usize; 4], device: &Device
         };
         bail!("[{OP}] {what} has shape {shape:?}, which does not broadcast to (B, H, T_q, T_kv) = {dims:?}{meant}")
     }
-    Expect::one(OP, what, tensor).beside("the queries", device)?;
+    Expect::one(OP, what, tensor).same_device("the queries", device)?;
     // Not a reshape, which would write out a view that is expanded.
     (shape.len()..4).try_fold(readable(tensor)?, |padded, _| padded.unsqueeze(0))
 }

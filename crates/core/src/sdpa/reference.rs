@@ -311,7 +311,7 @@ pub fn merge_attention(parts: &[(Tensor, Tensor)]) -> Result<(Tensor, Tensor)> {
         for (what, tensor, like, rank) in [("context", context, first, 4), ("log-sum-exp", lse, first_lse, 3)] {
             let name = format!("the {what} of part {i}");
             let part = Expect::one(OP, &name, tensor).sizes(&first.dims()[..rank])?;
-            part.dtype(like.dtype(), "the first part's")?.beside("the first part", first.device())?;
+            part.dtype(like.dtype(), "the first part's")?.same_device("the first part", first.device())?;
         }
     }
     if first_lse.elem_count() == 0 {

@@ -90,7 +90,7 @@ impl Call {
             Some(sequences) => mask.packed_rows(op, &sequences.parts().collect::<Vec<_>>())?,
         };
         for (name, tensor) in [("k", &k), ("v", &v)] {
-            let tensor = Expect::one(op, name, tensor).beside("q", q.device())?;
+            let tensor = Expect::one(op, name, tensor).same_device("q", q.device())?;
             if scales.is_none() {
                 tensor.dtype(q.dtype(), "q's")?;
             }
@@ -162,7 +162,7 @@ impl Call {
             ("relative_bias", &options.relative_bias, by_distance),
         ] {
             let Some(tensor) = tensor else { continue };
-            let tensor = Expect::one(op, name, tensor).beside("q", self.q.device())?;
+            let tensor = Expect::one(op, name, tensor).same_device("q", self.q.device())?;
             tensor.shape_of(shapes)?.dtype_of(&FLOATS, "")?;
         }
         Ok(())

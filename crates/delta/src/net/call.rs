@@ -52,10 +52,10 @@ impl GatedDeltaNet {
             Some(sequences) => expect.shape(&[Named("total", sequences.total_queries()), Is(cfg.embed_dim())])?,
             None => expect.shape_of(&[&[Any("B"), Any("T"), Is(cfg.embed_dim())], &[Any("T"), Is(cfg.embed_dim())]])?,
         };
-        expect.dtype(dtype, "the weights'")?.beside("the weights", device)?;
+        expect.dtype(dtype, "the weights'")?.same_device("the weights", device)?;
         if let Some(residual) = input.residual {
             let residual = Expect::one(OP, "residual", residual).sizes(xs.dims())?;
-            residual.dtype(dtype, "the input's")?.beside("the input", device)?;
+            residual.dtype(dtype, "the input's")?.same_device("the input", device)?;
         }
         let batch = if xs.rank() == 2 { xs.unsqueeze(0)? } else { xs.clone() };
         let (b, t, _) = batch.dims3()?;
@@ -243,8 +243,8 @@ impl DeltaCache {
         let tensors = self.held.last().map(|now| &now.tensors);
         if let Some([last, state]) = tensors {
             let last = Expect::many("delta_cache", "last inputs", last).sizes(inputs)?;
-            last.beside("the call", xs.device())?.dtype(xs.dtype(), "the call's")?;
-            Expect::many("delta_cache", "states", state).sizes(states)?.beside("the call", xs.device())?;
+            last.same_device("the call", xs.device())?.dtype(xs.dtype(), "the call's")?;
+            Expect::many("delta_cache", "states", state).sizes(states)?.same_device("the call", xs.device())?;
         }
         Ok(tensors)
     }

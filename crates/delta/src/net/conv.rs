@@ -8,7 +8,7 @@ use super::OP;
 use candle_attention_core::PackedSequences;
 use candle_attention_core::internal::NewTokens;
 use candle_attention_modules::base::rowwise::{
-    Element, HeadRows, Sums, map_rows, read, with_contiguous_rows, with_float,
+    Element, HeadRows, Row, RowPass, Sums, map_rows, read, with_contiguous_rows, with_float,
 };
 use candle_attention_modules::base::{Parameter, accumulation_dtype, gradient_of, part, record};
 use candle_attention_modules::gate::GateActivation;
@@ -103,13 +103,7 @@ fn with_operands<E: Element, R>(
 
 impl<E: Element> Operands<'_, E> {
     fn outputs(&self) -> Vec<E> {
-        let output = |token| {
-            move |_, []: [&[f32]; 0], ys: &mut [f32], _: &mut [f32]| {
-                self.sum(token, ys, &mut Vec::new());
-                ys.iter_mut().for_each(|y| *y = GateActivation::Silu.with_slope(*y).0);
-            }
-        };
-        map_rows(&self.rows, [], None, output).0
+        map_rows(&self.rows, [], None, &Outputs { operands: self }).rows
     }
 
     /// The input so many tokens before a token.
@@ -117,7 +111,7 @@ impl<E: Element> Operands<'_, E> {
         let (c, sequence) = (self.rows.d, self.starts.partition_point(|&start| start <= token) - 1);
         let (at, before) = (token - self.starts[sequence], self.taps.len() / c - 1);
         let row = match at {
-            _ if at >= back => Some(self.rows.of_token(token - back)(0)),
+            _ if at >= back => Some(self.rows.of_token(token - back).head(0)),
             _ => self.state.chunks_exact(c).nth(sequence * before + before + at - back),
         };
         row.map(|row| E::widen(row, scratch)).into_iter().flatten()
@@ -134,33 +128,74 @@ impl<E: Element> Operands<'_, E> {
 
     /// The gradients of the inputs and of the taps from those of the outputs.
     fn gradients(&self, gradients: &HeadRows<E>) -> (Vec<E>, Vec<f32>) {
-        let (c, tokens) = (self.rows.d, self.rows.tokens);
-        let of_sum = |token| {
-            move |_, [gradient]: [&[f32]; 1], of_sum: &mut [f32], of_taps: &mut [f32]| {
-                let mut scratch = Vec::new();
-                self.sum(token, of_sum, &mut scratch);
-                for (of_sum, gradient) in of_sum.iter_mut().zip(gradient) {
-                    *of_sum = gradient * GateActivation::Silu.with_slope(*of_sum).1;
-                }
-                for (back, of_taps) in of_taps.chunks_exact_mut(c).rev().enumerate() {
-                    let row = self.row(token, back, &mut scratch);
-                    of_taps.iter_mut().zip(row).zip(&*of_sum).for_each(|((sum, x), gradient)| *sum += x * gradient);
-                }
-            }
-        };
         let sums = Sums { count: self.taps.len(), tokens_of_task: TOKENS };
-        let (of_sums, of_taps): (Vec<f32>, _) = map_rows(&self.rows, [Some(gradients)], Some(sums), of_sum);
-        let of_x = |token| {
-            let next = self.starts.partition_point(|&start| start <= token);
-            let of_sums = &of_sums[token * c..self.starts.get(next).copied().unwrap_or(tokens) * c];
-            move |_, []: [&[f32]; 0], of_x: &mut [f32], _: &mut [f32]| {
-                of_x.fill(0.0);
-                for (taps, of_sum) in self.taps.chunks_exact(c).rev().zip(of_sums.chunks_exact(c)) {
-                    of_x.iter_mut().zip(taps).zip(of_sum).for_each(|((x, tap), gradient)| *x += tap * gradient);
-                }
+        let of_sums = map_rows::<E, f32, _, 1>(&self.rows, [gradients], Some(sums), &SumGradients { operands: self });
+        let of_inputs = InputGradients { operands: self, of_sums: &of_sums.rows };
+        (map_rows(&self.rows, [], None, &of_inputs).rows, of_sums.sums)
+    }
+}
+
+/// The outputs of a convolution.
+struct Outputs<'a, E> {
+    operands: &'a Operands<'a, E>,
+}
+
+impl<E: Element> RowPass<E, 0> for Outputs<'_, E> {
+    type Scratch = Vec<f32>;
+
+    fn compute(&self, row: Row<0>, scratch: &mut Vec<f32>) {
+        self.operands.sum(row.token, row.output, scratch);
+        for y in row.output {
+            *y = GateActivation::Silu.value_and_slope(*y).value;
+        }
+    }
+}
+
+/// The gradients of the sums before SiLU from those of the outputs, and the gradients of the taps as sums over tokens.
+struct SumGradients<'a, E> {
+    operands: &'a Operands<'a, E>,
+}
+
+impl<E: Element> RowPass<E, 1> for SumGradients<'_, E> {
+    type Scratch = Vec<f32>;
+
+    fn compute(&self, row: Row<1>, scratch: &mut Vec<f32>) {
+        let [gradient] = row.inputs;
+        self.operands.sum(row.token, row.output, scratch);
+        for (of_sum, gradient) in row.output.iter_mut().zip(gradient) {
+            *of_sum = gradient * GateActivation::Silu.value_and_slope(*of_sum).slope;
+        }
+        for (back, of_taps) in row.sums.chunks_exact_mut(row.output.len()).rev().enumerate() {
+            let xs = self.operands.row(row.token, back, scratch);
+            for ((of_tap, x), of_sum) in of_taps.iter_mut().zip(xs).zip(&*row.output) {
+                *of_tap += x * of_sum;
             }
-        };
-        (map_rows(&self.rows, [], None, of_x).0, of_taps)
+        }
+    }
+}
+
+/// The gradients of the inputs from those of the sums.
+struct InputGradients<'a, E> {
+    operands: &'a Operands<'a, E>,
+    /// (B, T, C).
+    of_sums: &'a [f32],
+}
+
+impl<E: Element> RowPass<E, 0> for InputGradients<'_, E> {
+    type Scratch = ();
+
+    fn compute(&self, row: Row<0>, (): &mut ()) {
+        let Operands { starts, rows, taps, .. } = self.operands;
+        let c = rows.d;
+        let next_sequence = starts.partition_point(|&start| start <= row.token);
+        let end = starts.get(next_sequence).copied().unwrap_or(rows.tokens);
+        let of_later_sums = &self.of_sums[row.token * c..end * c];
+        row.output.fill(0.0);
+        for (taps, of_sum) in taps.chunks_exact(c).rev().zip(of_later_sums.chunks_exact(c)) {
+            for ((of_x, tap), gradient) in row.output.iter_mut().zip(taps).zip(of_sum) {
+                *of_x += tap * gradient;
+            }
+        }
     }
 }
 

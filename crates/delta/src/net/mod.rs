@@ -270,7 +270,7 @@ impl GatedDeltaNet {
 
     /// (B, T, H), in the dtype that is computed in.
     fn beta(&self, xs: &Tensor) -> Result<Tensor> {
-        let beta = GateActivation::Sigmoid.of(&xs.to_dtype(accumulation_dtype(xs.dtype()))?)?;
+        let beta = GateActivation::Sigmoid.apply(&xs.to_dtype(accumulation_dtype(xs.dtype()))?)?;
         if self.config.allow_neg_eigval() { beta * 2.0 } else { Ok(beta) }
     }
 
@@ -283,8 +283,8 @@ impl GatedDeltaNet {
         let (b, t, decays) = xs.dims3()?;
         let xs = xs.reshape((b, t, cfg.num_heads(), decays / cfg.num_heads()))?;
         let decay = match cfg.decay_lower_bound() {
-            Some(bound) => (GateActivation::Sigmoid.of(&xs.broadcast_mul(&rate)?)? * bound)?,
-            None => GateActivation::Softplus.of(&xs)?.broadcast_mul(&rate.neg()?)?,
+            Some(bound) => (GateActivation::Sigmoid.apply(&xs.broadcast_mul(&rate)?)? * bound)?,
+            None => GateActivation::Softplus.apply(&xs)?.broadcast_mul(&rate.neg()?)?,
         };
         if cfg.decay_per_channel() { Ok(decay) } else { decay.squeeze(3) }
     }

@@ -276,7 +276,7 @@ fn dims(
     let given = rows.map(Some).into_iter().chain([decay, beta, state]);
     for (name, tensor) in ["q", "k", "v", "decay", "beta", "state"].into_iter().zip(given) {
         let Some(tensor) = tensor else { continue };
-        let expected = Expect::one(op, name, tensor).beside("q", q.device())?;
+        let expected = Expect::one(op, name, tensor).same_device("q", q.device())?;
         match name {
             "k" | "v" => expected.dtype(q.dtype(), "q's")?,
             _ => expected.dtype_of(&FLOATS, "")?,

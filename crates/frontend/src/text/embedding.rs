@@ -142,7 +142,7 @@ impl EmbeddingLayer {
         let (one, batch) = ([Dim::Any("T")], [Dim::Any("B"), Dim::Any("T")]);
         let integers = [DType::U8, DType::U32, DType::I16, DType::I32, DType::I64];
         let expected = Expect::many("embedding", "ids", ids).shape_of(&[&one, &batch])?;
-        expected.dtype_of(&integers, "")?.beside("the table", self.table.device())?;
+        expected.dtype_of(&integers, "")?.same_device("the table", self.table.device())?;
         let t = ids.dim(D::Minus1)?;
         if let Some(n) = self.positions.as_ref().map(|positions| positions.dims()[0])
             && offset.checked_add(t).is_none_or(|end| end > n)

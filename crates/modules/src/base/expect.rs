@@ -1,6 +1,5 @@
-//! What is expected of arguments: of a tensor its shape, its dtype, and the device that it is on; of a number that
-//! somebody sets its range; and of sizes that they can be addressed and allocated. Each error names the operation and
-//! the argument.
+//! Checks of arguments: the shape, dtype and device of a tensor, the range of a number, and whether a size can be
+//! allocated. Each error names the operation and the argument.
 
 use std::fmt;
 use std::ops::RangeInclusive;
@@ -13,7 +12,7 @@ use Dim::{Any, Is, Named};
 /// The dtypes in which attention is computed. Candle's other floats lack what it needs: an infinity, or conversions.
 pub const FLOATS: [DType; 4] = [DType::F32, DType::F16, DType::BF16, DType::F64];
 
-/// The dtype in which scores and weights are computed.
+/// Returns the dtype in which scores and weights of inputs in `dtype` are computed: f64 for f64, and f32 otherwise.
 pub fn accumulation_dtype(dtype: DType) -> DType {
     if dtype == DType::F64 { DType::F64 } else { DType::F32 }
 }
@@ -21,28 +20,27 @@ pub fn accumulation_dtype(dtype: DType) -> DType {
 /// One dimension of an expected shape.
 #[derive(Debug, Clone, Copy)]
 pub enum Dim {
-    /// Of any size, by its name in errors. `..` in front stands for any number of dimensions.
+    /// A dimension of any size, with its name in errors. A leading `..` matches any number of dimensions.
     Any(&'static str),
-    /// Of this size.
+    /// A dimension of this size.
     Is(usize),
-    /// Of a size that has a name, `H = 4`.
+    /// A dimension of this size, which errors show with its name: `H = 4`.
     Named(&'static str, usize),
 }
 
-/// Whether a shape is one of which some dimensions may have any size, `(B, T, 64)`.
+/// Returns whether a shape matches an expected one, `(B, T, 64)` for example.
 fn fits(expected: &[Dim], found: &[usize]) -> bool {
-    let (found, expected) = match expected {
-        [Any(".."), last @ ..] if found.len() >= last.len() => (&found[found.len() - last.len()..], last),
-        all => (found, all),
-    };
-    let is_right = |(&found, expected): (&usize, &Dim)| match *expected {
+    if let [Any(".."), last @ ..] = expected {
+        return found.len() >= last.len() && fits(last, &found[found.len() - last.len()..]);
+    }
+    let is_right = |(dim, size): (&Dim, &usize)| match dim {
         Any(_) => true,
-        Is(size) | Named(_, size) => found == size,
+        Is(right) | Named(_, right) => size == right,
     };
-    found.len() == expected.len() && found.iter().zip(expected).all(is_right)
+    found.len() == expected.len() && expected.iter().zip(found).all(is_right)
 }
 
-/// Such a shape in an error.
+/// Returns the text of an expected shape in an error.
 fn shape_text(dims: &[Dim]) -> String {
     let names: Vec<_> = dims.iter().map(Dim::to_string).collect();
     format!("({}{})", names.join(", "), if dims.len() == 1 { "," } else { "" })
@@ -58,8 +56,8 @@ impl fmt::Display for Dim {
     }
 }
 
-/// A tensor that an operation is given, by its name in errors: each check gives it back, or an error of what was
-/// expected and what was found.
+/// An argument of an operation, with its name in errors. Each check returns the argument again, or an error with what
+/// was expected and what was found.
 #[derive(Clone, Copy)]
 pub struct Expect<'a> {
     op: &'a str,
@@ -69,36 +67,36 @@ pub struct Expect<'a> {
 }
 
 impl<'a> Expect<'a> {
-    /// One thing: `weight`, `input`.
+    /// Creates the checks of an argument whose name is singular: `weight`, `input`.
     pub fn one(op: &'a str, name: &'a str, tensor: &'a Tensor) -> Self {
         Self { op, name, is_plural: false, tensor }
     }
 
-    /// Several: `queries`, `ids`.
+    /// Creates the checks of an argument whose name is plural: `queries`, `ids`.
     pub fn many(op: &'a str, name: &'a str, tensor: &'a Tensor) -> Self {
         Self { is_plural: true, ..Self::one(op, name, tensor) }
     }
 
-    /// The only shape.
+    /// Checks that the tensor has this shape.
     pub fn shape(self, expected: &[Dim]) -> Result<Self> {
         self.shape_of(&[expected])
     }
 
-    /// The shape of these sizes.
+    /// Checks that the tensor has dimensions of these sizes.
     pub fn sizes(self, expected: &[usize]) -> Result<Self> {
         self.shape(&expected.iter().map(|&size| Is(size)).collect::<Vec<_>>())
     }
 
-    /// One of several shapes.
+    /// Checks that the tensor has one of these shapes.
     pub fn shape_of(self, expected: &[&[Dim]]) -> Result<Self> {
         if expected.iter().any(|dims| fits(dims, self.tensor.dims())) {
             return Ok(self);
         }
-        let expected: Vec<_> = expected.iter().map(|dims| shape_text(dims)).collect();
-        self.fail("shape", self.tensor.dims(), expected.join(" or "))
+        let texts: Vec<_> = expected.iter().map(|dims| shape_text(dims)).collect();
+        self.fail("shape", self.tensor.dims(), texts.join(" or "))
     }
 
-    /// The dtype of another tensor: `whose` is `the weights'`, say.
+    /// Checks that the tensor has the dtype of another one. `whose` names the other in errors: `the weights'`.
     pub fn dtype(self, expected: DType, whose: &str) -> Result<Self> {
         if self.tensor.dtype() == expected {
             return Ok(self);
@@ -106,29 +104,32 @@ impl<'a> Expect<'a> {
         self.fail("dtype", self.tensor.dtype(), format!("{whose} {expected:?}"))
     }
 
-    /// One of several dtypes. `beside` says in errors why these: nothing, or ` beside a weight in F16`.
-    pub fn dtype_of(self, expected: &[DType], beside: impl fmt::Display) -> Result<Self> {
+    /// Checks that the tensor has one of these dtypes. `reason` follows the dtypes in errors: nothing, or ` with a weight
+    /// in F16`.
+    pub fn dtype_of(self, expected: &[DType], reason: impl fmt::Display) -> Result<Self> {
         if expected.contains(&self.tensor.dtype()) {
             return Ok(self);
         }
         let mut names: Vec<_> = expected.iter().map(|dtype| format!("{dtype:?}")).collect();
         let last = names.pop().unwrap_or_default();
         let names = if names.is_empty() { last } else { format!("{} or {last}", names.join(", ")) };
-        self.fail("dtype", self.tensor.dtype(), format!("{names}{beside}"))
+        self.fail("dtype", self.tensor.dtype(), format!("{names}{reason}"))
     }
 
-    /// The device of another tensor, `the weights`, say.
-    pub fn beside(self, other: &str, device: &Device) -> Result<Self> {
+    /// Checks that the tensor is on the device of another one, which errors call `other`: `the weights`.
+    pub fn same_device(self, other: &str, device: &Device) -> Result<Self> {
         if self.tensor.device().same_device(device) {
             return Ok(self);
         }
         let Self { op, name, is_plural, tensor } = self;
-        let (are, them) = if is_plural { ("are", "them") } else { ("is", "it") };
-        let (found, expected) = (tensor.device().location(), device.location());
-        bail!("[{op}] {name} {are} on {found:?}, expected {them} beside {other} on {expected:?}")
+        let are = if is_plural { "are" } else { "is" };
+        let found = tensor.device().location();
+        let expected = device.location();
+        bail!("[{op}] {name} {are} on {found:?}, expected the device of {other}, {expected:?}")
     }
 
-    /// The whole numbers of zero or more in it, in the order of its dimensions. They are read back from their device.
+    /// Returns the entries of an integer tensor, in the order of its dimensions, after checking that none is negative.
+    /// The entries are copied from their device.
     pub fn counts(self) -> Result<Vec<usize>> {
         let Self { op, name, tensor, .. } = self;
         if tensor.dtype().is_float() {
@@ -148,13 +149,16 @@ impl<'a> Expect<'a> {
     }
 }
 
-/// That keys and values, (B, T_kv, ..) each, have the queries' batch size `b` and one length; without queries, one
-/// batch size.
+/// Checks that keys and values, (B, T_kv, ..) each, have the same length and the batch size `b` of the queries. Without
+/// queries, `b` is `None` and the two batch sizes have to be equal.
 pub fn check_keys_and_values(op: &str, b: Option<usize>, keys: &Tensor, values: &Tensor) -> Result<()> {
-    let ([b_k, t_k], [b_v, t_v]) = ([keys.dim(0)?, keys.dim(1)?], [values.dim(0)?, values.dim(1)?]);
-    if let Some(b) = b.filter(|&b| b != b_k) {
+    let (b_k, t_k) = (keys.dim(0)?, keys.dim(1)?);
+    let (b_v, t_v) = (values.dim(0)?, values.dim(1)?);
+    if let Some(b) = b
+        && b != b_k
+    {
         let repeat =
-            if b_k == 1 { format!("; `repeat(({b}, 1, 1))` gives one sequence to all") } else { String::new() };
+            if b_k == 1 { format!("; `repeat(({b}, 1, 1))` uses one sequence for all") } else { String::new() };
         bail!("[{op}] keys {:?} have batch size {b_k}, expected the queries' {b}{repeat}", keys.dims())
     }
     if b_v != b_k {
@@ -166,44 +170,44 @@ pub fn check_keys_and_values(op: &str, b: Option<usize>, keys: &Tensor, values: 
     Ok(())
 }
 
-/// From 1 to `u32::MAX`, so that the product of two sizes fits a tensor's shape.
+/// Checks that a size is from 1 to `u32::MAX`, so that the product of two sizes fits a tensor's shape.
 pub fn size(op: &str, name: &str, size: impl Into<Option<usize>>) -> Result<()> {
     let size = size.into();
     expect(op, name, size, |size: usize| size > 0, "at least 1")?;
     expect(op, name, size, |size: usize| size <= u32::MAX as usize, format_args!("at most {}", u32::MAX))
 }
 
-/// From the first to the last of a range.
+/// Checks that a number is in a range.
 pub fn within(op: &str, name: &str, number: usize, range: RangeInclusive<usize>) -> Result<()> {
-    let is_right = |number| range.contains(&number);
+    let is_right = |candidate| range.contains(&candidate);
     match (range.start(), range.end()) {
         (0, most) => expect(op, name, number, is_right, format_args!("at most {most}")),
         (least, most) => expect(op, name, number, is_right, format_args!("{least} to {most}")),
     }
 }
 
-/// From 0 to 1.
+/// Checks that a number is a probability, from 0 to 1.
 pub fn probability(op: &str, name: &str, p: f64) -> Result<()> {
     expect(op, name, p, |p| (0.0..=1.0).contains(&p), "a probability from 0 to 1")
 }
 
-/// Neither infinite nor NaN.
+/// Checks that a number is neither infinite nor NaN.
 pub fn finite(op: &str, name: &str, number: impl Into<Option<f64>>) -> Result<()> {
     expect(op, name, number, f64::is_finite, "a finite number")
 }
 
-/// Finite and above zero.
+/// Checks that a number is finite and above zero.
 pub fn above_zero(op: &str, name: &str, number: impl Into<Option<f64>>) -> Result<()> {
     expect(op, name, number, |number: f64| number.is_finite() && number > 0.0, "a finite number above zero")
 }
 
-/// What a norm adds to a mean square or a variance in f32: finite there, zero or more.
+/// Checks the epsilon that a norm adds to a mean square or a variance: finite in f32, and zero or more.
 pub fn epsilon(op: &str, name: &str, eps: impl Into<Option<f64>>) -> Result<()> {
-    let is_right = |eps: f64| (eps as f32).is_finite() && eps >= 0.0;
+    let is_right = |number: f64| (number as f32).is_finite() && number >= 0.0;
     expect(op, name, eps, is_right, "a finite number of zero or more")
 }
 
-/// What `expected` says, if the number is given: the check below all others.
+/// Checks a number with `is_right`, if there is one. `expected` says in the error what `is_right` checks.
 ///
 /// # Errors
 /// `[op] name is .., expected ..`.
@@ -214,13 +218,13 @@ pub fn expect<T: Copy + fmt::Debug>(
     is_right: impl Fn(T) -> bool,
     expected: impl fmt::Display,
 ) -> Result<()> {
-    match number.into().filter(|&number| !is_right(number)) {
-        Some(number) => bail!("[{op}] {name} is {number:?}, expected {expected}"),
-        None => Ok(()),
+    match number.into() {
+        Some(number) if !is_right(number) => bail!("[{op}] {name} is {number:?}, expected {expected}"),
+        _ => Ok(()),
     }
 }
 
-/// That each of `n` things, sequences or heads, has its entry in a list.
+/// Checks that a list has one entry for each of `n` things, such as sequences or heads.
 ///
 /// # Errors
 /// `[op] name has .. entries, expected one for each of n things`.
@@ -231,10 +235,11 @@ pub fn check_entries(op: &str, name: impl fmt::Display, found: usize, n: usize, 
     Ok(())
 }
 
-/// From how many bytes on the allocator is asked before Candle is: smaller requests are not refused in practice.
+/// The number of bytes from which the allocator is tried before Candle allocates. Allocators do not refuse smaller
+/// requests in practice.
 const LARGE: u64 = 1 << 32;
 
-/// Whether the bytes of a tensor of these dimensions can be addressed.
+/// Returns whether the bytes of a tensor with these dimensions can be addressed.
 ///
 /// A dimension of 0 counts as 1: Candle computes strides and the shapes of views from products of some of the
 /// dimensions, which overflow next to a 0 too.
@@ -245,8 +250,8 @@ pub fn is_addressable(dims: &[usize]) -> bool {
     product.is_some_and(|product| product <= most)
 }
 
-/// Whether a tensor of these dimensions can be allocated. Candle aborts the program where the allocator refuses; this
-/// asks the allocator first, for one byte an element.
+/// Returns whether a tensor with these dimensions can be allocated. Candle aborts the program when the allocator refuses,
+/// so this function first tries to allocate one byte per element.
 pub fn fits_in_memory(dims: &[usize]) -> bool {
     is_addressable(dims)
         && match dims.iter().product::<usize>() {
@@ -255,10 +260,10 @@ pub fn fits_in_memory(dims: &[usize]) -> bool {
         }
 }
 
-/// That a tensor of these dimensions can be allocated.
+/// Checks that a tensor with these dimensions can be allocated.
 ///
 /// # Errors
-/// Says that `what` does not fit in memory.
+/// If it cannot: `what` does not fit in memory.
 pub fn check_memory(op: &str, what: impl fmt::Display, dims: &[usize]) -> Result<()> {
     if !fits_in_memory(dims) {
         bail!("[{op}] {what} does not fit in memory")
@@ -266,7 +271,8 @@ pub fn check_memory(op: &str, what: impl fmt::Display, dims: &[usize]) -> Result
     Ok(())
 }
 
-/// A vector of as many elements as the dimensions have, all `value`; `None` where it cannot be allocated.
+/// Returns a vector with one `value` for each element of a tensor with these dimensions; `None` if it cannot be
+/// allocated.
 pub fn filled<T: Clone>(dims: &[usize], value: T) -> Option<Vec<T>> {
     if !is_addressable(dims) {
         return None;
@@ -283,7 +289,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn errors_say_what_was_expected_and_what_was_found() -> Result<()> {
+    fn expect_errors_name_the_expected_and_the_found() -> Result<()> {
         let xs = Tensor::zeros((2, 3), DType::F32, &Device::Cpu)?;
         let input = Expect::one("op", "input", &xs);
         for shape in [[Any(".."), Is(3)].as_slice(), &[Any("B"), Is(3)], &[Any(".."), Any("B"), Any("T")]] {

@@ -1,30 +1,44 @@
-//! The nearest of some known names, for the errors about one that is not known.
+//! Suggestions for a misspelt name in errors.
 
-/// The distance takes the product of the lengths in time, so longer names are not compared.
+/// The length of the longest names that are compared: the time grows with the product of the lengths.
 const LONGEST: usize = 128;
 
-/// The names nearest to `name`, best first, at most three.
+/// A known name that is near.
+struct Candidate<'a> {
+    name: &'a str,
+    /// The number of edits without regard to case.
+    distance: usize,
+    edits_with_case: usize,
+}
+
+/// Returns the names nearest to `name`, the nearest first, at most three.
 ///
-/// Near is by the edits between the two (Damerau and Levenshtein), without regard to case, then with regard to it, then
-/// by the order of the names. One that takes more edits than half its length is not near.
+/// The distance is the number of edits between two names (Damerau-Levenshtein) without regard to case. Ties go to the
+/// smaller number of edits with regard to case, then to the order of `known`. A name whose distance is more than half
+/// of the longer length is not near.
 pub fn nearest<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Vec<&'a str> {
     let lower = name.to_lowercase();
     let len = lower.chars().count();
-    let distance = |candidate: &str| {
-        let candidate = candidate.to_lowercase();
-        let other = candidate.chars().count();
+    let mut candidates = Vec::new();
+    for candidate in known {
+        let lower_candidate = candidate.to_lowercase();
+        let other = lower_candidate.chars().count();
         let longer = len.max(other);
         // The difference in length is a lower bound of the distance, and far cheaper.
-        let is_near = longer <= LONGEST && 2 * len.abs_diff(other) <= longer;
-        let distance = is_near.then(|| edits(&lower, &candidate))?;
-        (2 * distance <= longer).then_some(distance)
-    };
-    let mut near: Vec<_> = known.into_iter().filter_map(|near| Some((distance(near)?, near))).collect();
-    near.sort_by_cached_key(|(distance, near)| (*distance, edits(name, near)));
-    near.into_iter().take(3).map(|(_, near)| near).collect()
+        if longer > LONGEST || 2 * len.abs_diff(other) > longer {
+            continue;
+        }
+        let distance = edits(&lower, &lower_candidate);
+        if 2 * distance <= longer {
+            candidates.push(Candidate { name: candidate, distance, edits_with_case: edits(name, candidate) });
+        }
+    }
+    candidates.sort_by_key(|candidate| (candidate.distance, candidate.edits_with_case));
+    candidates.into_iter().take(3).map(|candidate| candidate.name).collect()
 }
 
-/// The question that an error asks about a name, or `otherwise` where none is near: `did you mean "a" or "b"?`.
+/// Returns the question for an error about an unknown name, `did you mean "a" or "b"?`, or `otherwise()` if no name is
+/// near.
 pub fn did_you_mean<'a>(
     name: &str,
     known: impl IntoIterator<Item = &'a str>,
@@ -33,14 +47,14 @@ pub fn did_you_mean<'a>(
     match nearest(name, known).as_slice() {
         [] => otherwise(),
         near => {
-            let near: Vec<_> = near.iter().map(|name| format!("{name:?}")).collect();
-            format!("did you mean {}?", near.join(" or "))
+            let quoted: Vec<_> = near.iter().map(|near| format!("{near:?}")).collect();
+            format!("did you mean {}?", quoted.join(" or "))
         }
     }
 }
 
-/// The letters that are inserted, left out, replaced or swapped with their neighbour between two names, each pair at
-/// most once.
+/// Returns the number of letters to insert, remove, replace or swap with their neighbour to turn one name into the
+/// other (the optimal string alignment distance).
 pub fn edits(a: &str, b: &str) -> usize {
     let (a, b): (Vec<_>, Vec<_>) = (a.chars().collect(), b.chars().collect());
     let mut rows = vec![(0..=b.len()).collect::<Vec<_>>()];
@@ -64,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn edits_are_counted() {
+    fn edits_of_known_pairs_are_right() {
         for (a, b, expected) in
             [("", "", 0), ("", "ab", 2), ("kitten", "sitting", 3), ("bert", "bret", 1), ("é", "e", 1)]
         {
@@ -73,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn the_nearest_come_first_and_far_ones_not_at_all() {
+    fn nearest_names_come_first_and_far_names_are_left_out() {
         assert_eq!(nearest("qwen", ["Qwen", "bert", "qwen2", "qwen"]), ["qwen", "Qwen", "qwen2"]);
         assert!(nearest("zzzz", ["bert", "gpt2"]).is_empty());
     }

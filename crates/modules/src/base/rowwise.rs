@@ -1,5 +1,5 @@
-//! One pass over rows on a CPU, those of queries or keys head by head, whatever their strides: what norms, rotary
-//! positions and short convolutions have in common. And the threads of brief calls.
+//! Passes over the rows of tensors on a CPU, of any strides: the common part of norms, rotary positions and short
+//! convolutions. And the thread pool of short calls.
 
 use std::ops::Deref;
 use std::sync::Mutex;
@@ -13,15 +13,15 @@ use rayon::prelude::*;
 use candle_attention_kernels::flash::Strided;
 use candle_attention_kernels::{self as kernels, Executor};
 
-/// The fewest elements that are worth a task of their own.
+/// The smallest number of elements for which a separate task pays.
 pub const TASK_ELEMENTS: usize = 1 << 14;
 
-/// The types that tensors hold whose rows are computed in f32. `scratch` belongs to the task.
+/// Element types of tensors whose rows are computed in f32. `scratch` is memory of the task.
 pub trait Element: kernels::Element + WithDType {
-    /// A row in f32.
+    /// Returns a row in f32.
     fn widen<'a>(xs: &'a [Self], scratch: &'a mut Vec<f32>) -> &'a [f32];
 
-    /// Writes to a row what `compute` writes in f32, all of it.
+    /// Computes a row in f32 and writes it in this type. `compute` writes every entry.
     fn write(ys: &mut [Self], scratch: &mut Vec<f32>, compute: impl FnOnce(&mut [f32]));
 }
 
@@ -60,88 +60,162 @@ pub struct HeadRows<'a, E> {
     elements: &'a [E],
     /// B · T.
     pub tokens: usize,
-    /// The heads of a token.
+    /// The number of heads of a token.
     pub h: usize,
     /// The length of a row.
     pub d: usize,
     t: usize,
     start: usize,
-    strides: [usize; 3],
+    strides: HeadStrides,
+}
+
+/// The strides of B, T and H.
+#[derive(Clone, Copy)]
+struct HeadStrides {
+    b: usize,
+    t: usize,
+    h: usize,
 }
 
 impl<'a, E> HeadRows<'a, E> {
-    /// Those of a token, from 0 to B · T, by head.
-    pub fn of_token(&self, token: usize) -> impl Fn(usize) -> &'a [E] {
-        let (&Self { elements, d, t, .. }, [of_b, of_t, of_h]) = (self, self.strides);
-        let start = self.start + token / t * of_b + token % t * of_t;
-        move |head| &elements[start + head * of_h..][..d]
+    /// Returns the rows of a token, from 0 to B · T.
+    pub fn of_token(&self, token: usize) -> TokenRows<'a, E> {
+        let start = self.start + token / self.t * self.strides.b + token % self.t * self.strides.t;
+        TokenRows { elements: self.elements, start, stride: self.strides.h, d: self.d }
     }
 }
 
-/// Sums over rows.
+/// The rows of the heads of one token.
+#[derive(Clone, Copy)]
+pub struct TokenRows<'a, E> {
+    elements: &'a [E],
+    start: usize,
+    stride: usize,
+    d: usize,
+}
+
+impl<'a, E> TokenRows<'a, E> {
+    /// Returns the row of a head.
+    pub fn head(&self, head: usize) -> &'a [E] {
+        &self.elements[self.start + head * self.stride..][..self.d]
+    }
+}
+
+/// Sums over rows that are computed beside the rows.
 #[derive(Clone, Copy)]
 pub struct Sums {
-    /// How many there are.
+    /// The number of sums.
     pub count: usize,
-    /// Over how many tokens a task adds up, on which their bits depend.
+    /// The number of tokens of a task. Each task adds up its own tokens, so the bits of the sums depend on it.
     pub tokens_of_task: usize,
 }
 
-/// One pass over rows, and sums over them: what is written to each row (D,) of tensors shaped `like` others, from its
-/// rows in some views of that shape, which are empty in a view that is not there.
-///
-/// `of_token` gives for a token, from 0 to B · T, what is called with the number of a head, the rows to read, the row
-/// to write, and the sums, which begin with zeros in each task.
-pub fn map_rows<E: Element, O: Element, F, const N: usize>(
-    like: &HeadRows<E>,
-    views: [Option<&HeadRows<E>>; N],
-    sums: Option<Sums>,
-    of_token: impl Fn(usize) -> F + Sync,
-) -> (Vec<O>, Vec<f32>)
-where
-    F: FnMut(usize, [&[f32]; N], &mut [f32], &mut [f32]),
-{
-    let &HeadRows { tokens, h, d, .. } = like;
-    let (width, count) = ((h * d).max(1), tokens * h * d);
-    let mut ys = vec![O::default(); count];
-    let none = Sums { count: 0, tokens_of_task: tokens.div_ceil((count / TASK_ELEMENTS).max(1)) };
-    let Sums { count: sums, tokens_of_task: of_task } = sums.unwrap_or(none);
-    let task = |(task, ys): (usize, &mut [O])| {
-        let (mut sums, mut wide, mut scratch) = (vec![0.0; sums], [const { Vec::new() }; N], Vec::new());
-        for (token, ys) in (task * of_task..).zip(ys.chunks_exact_mut(width)) {
-            let (rows, mut change) = (views.map(|view| view.map(|view| view.of_token(token))), of_token(token));
-            for (head, ys) in ys.chunks_exact_mut(d).enumerate() {
-                let mut wide = wide.iter_mut();
-                let rows = rows.each_ref().map(|row| match (row, wide.next()) {
-                    (Some(row), Some(wide)) => E::widen(row(head), wide),
-                    _ => &[],
-                });
-                O::write(ys, &mut scratch, |ys| change(head, rows, ys, &mut sums));
-            }
-        }
-        sums
-    };
-    if tokens <= of_task {
-        let sums = task((0, &mut ys));
-        return (ys, sums);
-    }
-    let of_tasks: Vec<_> = ys.par_chunks_mut(of_task * width).enumerate().map(task).collect();
-    let mut total = vec![0.0; sums];
-    for sums in of_tasks {
-        total.iter_mut().zip(sums).for_each(|(total, sum)| *total += sum);
-    }
-    (ys, total)
+/// One row of a pass: the rows that it is computed from, and where the results go.
+pub struct Row<'a, const N: usize> {
+    /// The token, from 0 to B · T.
+    pub token: usize,
+    /// The head of the token.
+    pub head: usize,
+    /// The row of each view in f32.
+    pub inputs: [&'a [f32]; N],
+    /// The row to write, all of it.
+    pub output: &'a mut [f32],
+    /// The sums of the task, which begin with zeros.
+    pub sums: &'a mut [f32],
 }
 
-/// A tensor whose rows, along its last dimension, are contiguous: itself, or a copy.
+/// A computation over rows of `N` views of elements `E`, row by row.
+pub trait RowPass<E, const N: usize>: Sync {
+    /// The memory of a task.
+    type Scratch: Default;
+
+    /// Prepares for the rows of a token.
+    fn begin_token(&self, _token: usize, _scratch: &mut Self::Scratch) {}
+
+    /// Computes one row.
+    fn compute(&self, row: Row<N>, scratch: &mut Self::Scratch);
+}
+
+/// The results of a pass.
+pub struct Mapped<O> {
+    /// The rows of a contiguous tensor (B, T, H, D).
+    pub rows: Vec<O>,
+    /// The sums over all tasks.
+    pub sums: Vec<f32>,
+}
+
+/// Runs a pass over the rows of `views`, which all have the shape of `like`, and over as many threads as are worth it.
+pub fn map_rows<E: Element, O: Element, P: RowPass<E, N>, const N: usize>(
+    like: &HeadRows<E>,
+    views: [&HeadRows<E>; N],
+    sums: Option<Sums>,
+    pass: &P,
+) -> Mapped<O> {
+    let &HeadRows { tokens, h, d, .. } = like;
+    let count = tokens * h * d;
+    let tokens_without_sums = tokens.div_ceil((count / TASK_ELEMENTS).max(1));
+    let sums = sums.unwrap_or(Sums { count: 0, tokens_of_task: tokens_without_sums });
+    let width = (h * d).max(1);
+    let mut rows = vec![O::default(); count];
+    let run = |task: usize, outputs: &mut [O]| {
+        let first_token = task * sums.tokens_of_task;
+        let mut own_sums = vec![0.0; sums.count];
+        run_task(first_token, outputs.chunks_exact_mut(width), d, views, &mut own_sums, pass);
+        own_sums
+    };
+    if tokens <= sums.tokens_of_task {
+        let sums = run(0, &mut rows);
+        return Mapped { rows, sums };
+    }
+    let chunks = rows.par_chunks_mut(sums.tokens_of_task * width).enumerate();
+    let sums_of_tasks: Vec<Vec<f32>> = chunks.map(|(task, outputs)| run(task, outputs)).collect();
+    let mut total = vec![0.0; sums.count];
+    for own_sums in sums_of_tasks {
+        for (sum, own) in total.iter_mut().zip(own_sums) {
+            *sum += own;
+        }
+    }
+    Mapped { rows, sums: total }
+}
+
+/// Runs a pass over the tokens from `first_token` on, one for each of `outputs` (H · D).
+fn run_task<'o, E: Element, O: Element + 'o, P: RowPass<E, N>, const N: usize>(
+    first_token: usize,
+    outputs: impl Iterator<Item = &'o mut [O]>,
+    d: usize,
+    views: [&HeadRows<E>; N],
+    sums: &mut [f32],
+    pass: &P,
+) {
+    let mut pass_scratch = P::Scratch::default();
+    let mut input_scratch = [const { Vec::new() }; N];
+    let mut output_scratch = Vec::new();
+    for (n, output) in outputs.enumerate() {
+        let token = first_token + n;
+        let inputs = views.map(|view| view.of_token(token));
+        pass.begin_token(token, &mut pass_scratch);
+        for (head, output) in output.chunks_exact_mut(d).enumerate() {
+            let mut scratch = input_scratch.iter_mut();
+            let inputs = inputs.each_ref().map(|rows| match scratch.next() {
+                Some(scratch) => E::widen(rows.head(head), scratch),
+                None => &[],
+            });
+            O::write(output, &mut output_scratch, |output| {
+                pass.compute(Row { token, head, inputs, output, sums }, &mut pass_scratch);
+            });
+        }
+    }
+}
+
+/// Returns the tensor, or a copy if its rows, along the last dimension, are not contiguous.
 pub fn with_contiguous_rows(tensor: &Tensor) -> Result<Tensor> {
     let is_row = tensor.dim(D::Minus1)? <= 1 || tensor.stride()[tensor.rank() - 1] == 1;
-    // A view of nothing may begin past the end of its buffer, where Candle's copies panic.
+    // An empty view may begin past the end of its buffer, where Candle's copies panic.
     if is_row || tensor.elem_count() == 0 { Ok(tensor.clone()) } else { tensor.contiguous() }
 }
 
-/// The result of an expression with the type of a dtype that the CPU kernels compute in; for another dtype an error of
-/// the operation, whose caller was to see to that.
+/// Evaluates an expression with the Rust type of a dtype that the CPU kernels compute: f32, bf16 or f16. Any other dtype
+/// is an error of the operation, whose caller should have checked it.
 #[macro_export]
 macro_rules! with_float {
     ($op:expr, $dtype:expr, |$Float:ident| $run:expr) => {
@@ -164,9 +238,9 @@ macro_rules! with_float {
 }
 pub use with_float;
 
-/// The elements of a tensor in the order of its dimensions, converted to `E`.
+/// Returns the elements of a tensor in the order of its dimensions, converted to `E`.
 pub fn to_vec<E: WithDType>(tensor: &Tensor) -> Result<Vec<E>> {
-    // A view of nothing may begin past the end of its buffer, where Candle's copies panic.
+    // An empty view may begin past the end of its buffer, where Candle's copies panic.
     if tensor.elem_count() == 0 {
         return Ok(Vec::new());
     }
@@ -176,7 +250,7 @@ pub fn to_vec<E: WithDType>(tensor: &Tensor) -> Result<Vec<E>> {
 /// A tensor on the CPU while its storage is read.
 pub struct Read<'a, G> {
     storage: G,
-    /// Where the tensor lies in its storage.
+    /// The position of the tensor in its storage.
     pub layout: &'a Layout,
 }
 
@@ -187,7 +261,7 @@ pub fn read(tensor: &Tensor) -> Read<'_, impl Deref<Target = Storage>> {
 }
 
 impl<G: Deref<Target = Storage>> Read<'_, G> {
-    /// All of its storage, of which the layout tells the tensor's part.
+    /// Returns all elements of the storage. The layout tells which of them are the tensor's.
     pub fn elements<E: WithDType>(&self) -> Result<&[E]> {
         match &*self.storage {
             Storage::Cpu(storage) => storage.as_slice(),
@@ -195,13 +269,13 @@ impl<G: Deref<Target = Storage>> Read<'_, G> {
         }
     }
 
-    /// Those of the tensor, which is contiguous.
+    /// Returns the elements of a contiguous tensor.
     ///
     /// # Errors
-    /// If it is not.
+    /// If the tensor is not contiguous.
     pub fn contiguous<E: WithDType>(&self) -> Result<&[E]> {
         match self.layout.contiguous_offsets() {
-            // A view of nothing may begin anywhere and have any strides.
+            // An empty view may begin anywhere and have any strides.
             _ if self.layout.shape().elem_count() == 0 => Ok(&[]),
             Some((start, end)) => Ok(&self.elements()?[start..end]),
             None => {
@@ -211,31 +285,37 @@ impl<G: Deref<Target = Storage>> Read<'_, G> {
         }
     }
 
-    /// The tensor with its strides, as kernels take it: its first N dimensions, in which one of 1 stands for all
-    /// entries. Its last dimension is contiguous.
+    /// Returns the tensor with the strides of its first N dimensions, as the kernels read it. A dimension of size 1 is
+    /// broadcast. The last dimension is contiguous.
     pub fn strided<E: WithDType, const N: usize>(&self) -> Result<Strided<'_, E, N>> {
         let (data, layout) = (self.elements()?, self.layout);
         let stride = |n: usize| if layout.dims()[n] > 1 { layout.stride()[n] } else { 0 };
-        // A view of nothing may begin anywhere.
+        // An empty view may begin anywhere.
         Ok(Strided { data: &data[layout.start_offset().min(data.len())..], strides: std::array::from_fn(stride) })
     }
 
-    /// The rows of a tensor of one to four dimensions, the last of which is contiguous.
+    /// Returns the rows of a tensor of one to four dimensions, the last of which is contiguous.
+    ///
+    /// # Errors
+    /// For a tensor of another rank or on another device.
     pub fn rows<E: WithDType>(&self) -> Result<HeadRows<'_, E>> {
-        let (layout, elements) = (self.layout, self.elements()?);
-        let ([b, t, h, d], strides) = match (layout.dims(), layout.stride()) {
-            (&[b, t, h, d], &[of_b, of_t, of_h, _]) => ([b, t, h, d], [of_b, of_t, of_h]),
-            (&[b, t, d], &[of_b, of_t, _]) => ([b, t, 1, d], [of_b, of_t, 0]),
-            (&[t, d], &[of_t, _]) => ([1, t, 1, d], [0, of_t, 0]),
-            (&[d], _) => ([1, 1, 1, d], [0; 3]),
+        let elements = self.elements()?;
+        let start = self.layout.start_offset();
+        let rows = |tokens, t, h, d, strides| HeadRows { elements, tokens, h, d, t, start, strides };
+        match (self.layout.dims(), self.layout.stride()) {
+            (&[b, t, h, d], &[of_b, of_t, of_h, _]) => {
+                Ok(rows(b * t, t, h, d, HeadStrides { b: of_b, t: of_t, h: of_h }))
+            }
+            (&[b, t, d], &[of_b, of_t, _]) => Ok(rows(b * t, t, 1, d, HeadStrides { b: of_b, t: of_t, h: 0 })),
+            (&[t, d], &[of_t, _]) => Ok(rows(t, t, 1, d, HeadStrides { b: 0, t: of_t, h: 0 })),
+            (&[d], _) => Ok(rows(1, 1, 1, d, HeadStrides { b: 0, t: 0, h: 0 })),
             (dims, _) => bail!("rows have shape {dims:?}, expected one to four dimensions"),
-        };
-        Ok(HeadRows { elements, tokens: b * t, h, d, t, start: layout.start_offset(), strides })
+        }
     }
 }
 
-/// Candle's barrier pool, which runs Candle's own brief operations: its threads wait for the next call for a while
-/// before they sleep. `None` on a thread of a rayon pool, which the caller chose or is one of many that call.
+/// Returns Candle's barrier pool, whose threads wait for the next call for a while before they sleep; Candle runs its own
+/// short operations there. `None` on a thread of a rayon pool: the caller chose that pool, or calls from many threads.
 pub fn executor() -> Option<Executor> {
     if rayon::current_thread_index().is_some() {
         return None;
@@ -245,11 +325,11 @@ pub fn executor() -> Option<Executor> {
 
 fn run(work: &(dyn Fn() + Sync)) {
     static IN_USE: Mutex<()> = Mutex::new(());
-    // The pool takes one call at a time. Another thread's is left to that thread: several keep the cores busy by
+    // The pool runs one call at a time. A second caller computes alone: several callers keep the cores busy by
     // themselves.
     if let Ok(_alone) = IN_USE.try_lock() {
-        // An item for each thread; one that gets two finds the work done. On a thread of the pool they run there, in
-        // turn.
+        // One item for each thread; a thread with two items finds the work done. On a thread of the pool all items run
+        // in turn on that thread.
         barrier_pool().execute_chunked(barrier_pool().n_workers() + 1, |_| work());
     }
 }

@@ -128,7 +128,7 @@ impl PackedLinear {
         }
         if let Some(bias) = bias {
             let bias = Expect::one(OP, "bias", bias).shape(&[Dim::Is(weight.dims()[0])])?;
-            bias.dtype(dtype, "the weight's")?.beside("the weight", weight.device())?;
+            bias.dtype(dtype, "the weight's")?.same_device("the weight", weight.device())?;
         }
         let own = match instruction_set {
             _ if weight.device().is_cpu() && dtype != DType::F64 => {
@@ -247,7 +247,7 @@ impl PackedLinear {
     /// # Errors
     /// For ids of another dtype or on another device, and those that are no outputs.
     pub fn weight_rows(&self, ids: &Tensor) -> Result<Tensor> {
-        Expect::many(OP, "ids", ids).dtype_of(&[DType::U32], "")?.beside("the weight", self.device())?;
+        Expect::many(OP, "ids", ids).dtype_of(&[DType::U32], "")?.same_device("the weight", self.device())?;
         let flat: Vec<u32> = to_vec(ids)?;
         if let Some(id) = flat.iter().find(|&&id| id as usize >= self.out_dim()) {
             bail!("[{OP}] id {id} is no row of the weight, expected one below {}", self.out_dim())
@@ -323,7 +323,7 @@ impl PackedLinear {
             }
             dtype => input.dtype(dtype, "the weight's")?,
         };
-        input.beside("the weight", self.device())?;
+        input.same_device("the weight", self.device())?;
         if !is_addressable(xs.dims()) {
             bail!("[{OP}] input has shape {:?}, which is too large to address", xs.dims())
         }
@@ -337,7 +337,7 @@ impl PackedLinear {
         if let Some(residual) = residual {
             let expected = [&xs.dims()[..xs.rank() - 1], &[columns.len()]].concat();
             let residual = Expect::one(OP, "residual", residual).sizes(&expected)?;
-            residual.dtype(xs.dtype(), "the input's")?.beside("the input", xs.device())?;
+            residual.dtype(xs.dtype(), "the input's")?.same_device("the input", xs.device())?;
         }
         let is_tracked = xs.track_op() || residual.is_some_and(Tensor::track_op);
         let own = |tensor: &Tensor| tensor.narrow(0, columns.start, columns.len())?.to_dtype(xs.dtype());

@@ -44,7 +44,7 @@ impl PackedLinear {
         let device = weight.device();
         if let Some(bias) = bias {
             let bias = Expect::one(OP, "bias", bias).shape(&[Dim::Is(shape.0)])?;
-            bias.dtype_of(&[DType::F32], "")?.beside("the quantised weight", &device)?;
+            bias.dtype_of(&[DType::F32], "")?.same_device("the quantised weight", &device)?;
         }
         let of = |weight, dtype| Self::of(weight, bias, shape, dtype, &device);
         let dtype = match weight.dtype() {

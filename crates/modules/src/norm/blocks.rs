@@ -3,7 +3,6 @@
 use candle_core::{D, DType, Module, Result, Tensor};
 use candle_nn::{LayerNormConfig, VarBuilder};
 
-use super::rows::RowNorm;
 use super::{Norm, QkNormKind};
 use crate::base::{Dim, Expect, FLOATS, Parameter, Source, check_memory, number};
 use crate::gate::GateActivation;
@@ -11,15 +10,16 @@ use crate::gate::GateActivation;
 const RMS: &str = "rms_norm";
 const LAYER: &str = "layer_norm";
 
-/// `x / sqrt(mean(x²) + eps) · weight` over the last dimension: [`candle_nn::RmsNorm`] that has gradients
+/// `x / sqrt(mean(x²) + eps) · weight` over the last dimension: [`candle_nn::RmsNorm`] with gradients
 /// (<https://arxiv.org/abs/1910.07467>).
 ///
-/// candle-nn's own records none for a contiguous input: whatever stands before it never learns, and nothing says so.
+/// candle-nn's own norm records no gradient for a contiguous input: parameters before it do not train, and there is no
+/// error.
 ///
-/// On a CPU, for f32, bf16 and f16, it is one pass over the input, of any strides, and one pass backward; rows are
-/// computed in f32 and rounded once, and gradients of weights are summed in f32, with the same bits for any number of
-/// threads. For f64 and on other devices it is Candle's own operations. A weight that is a variable is read in each
-/// call.
+/// On a CPU, for f32, bf16 and f16, the norm is one pass over the input, of any strides, and one pass backward. Rows are
+/// computed in f32 and rounded once. Gradients of weights are summed in f32, with the same bits for any number of
+/// threads. For f64 and on other devices the norm is made of Candle's operations. A weight that is a variable is read in
+/// each call.
 ///
 /// ```
 /// use candle_attention::rms_norm;
@@ -38,10 +38,10 @@ const LAYER: &str = "layer_norm";
 pub struct RmsNorm(Norm);
 
 /// `(x - mean(x)) / sqrt(variance(x) + eps) · weight + bias` over the last dimension, or without the bias:
-/// [`candle_nn::LayerNorm`] that has gradients (<https://arxiv.org/abs/1607.06450>).
+/// [`candle_nn::LayerNorm`] with gradients (<https://arxiv.org/abs/1607.06450>).
 ///
-/// candle-nn's own records none with a bias and a contiguous input. How it is computed is said at [`RmsNorm`]. On a CPU
-/// the variance is that of what is left of a row without its mean, so that rows far from zero keep their digits.
+/// candle-nn's own norm records no gradient with a bias and a contiguous input. [`RmsNorm`] says how the norm is computed.
+/// On a CPU the mean is subtracted before the variance is computed, so that rows far from zero keep their digits.
 ///
 /// ```
 /// use candle_attention::LayerNorm;
@@ -56,16 +56,16 @@ pub struct RmsNorm(Norm);
 #[derive(Debug, Clone)]
 pub struct LayerNorm(Norm);
 
-/// [`candle_nn::rms_norm`](candle_nn::rms_norm()) as an [`RmsNorm`]: `weight` (size,) below the builder's prefix, also
-/// read as `gamma`.
+/// Loads an [`RmsNorm`], as [`candle_nn::rms_norm`](candle_nn::rms_norm()) does: `weight` (size,), also read as `gamma`,
+/// below the prefix of `vb`.
 ///
 /// # Errors
-/// For a missing or misshapen tensor, for a bias in the file, and for an `eps` that is no number of zero or more.
+/// For a missing or misshapen tensor, for a bias in the file, and for an `eps` that is negative or not finite.
 pub fn rms_norm(size: usize, eps: f64, vb: VarBuilder) -> Result<RmsNorm> {
     Ok(RmsNorm(load(RMS, QkNormKind::Rms, size, LayerNormConfig { affine: false, ..eps.into() }, vb)?))
 }
 
-/// [`rms_norm`] that multiplies by `1 + weight` (Gemma). A weight that is new is 0.
+/// Loads an [`RmsNorm`] that multiplies by `1 + weight` (Gemma). A new weight is initialised with 0.
 ///
 /// # Errors
 /// As [`rms_norm`].
@@ -73,20 +73,20 @@ pub fn rms_norm_plus_one(size: usize, eps: f64, vb: VarBuilder) -> Result<RmsNor
     Ok(RmsNorm(load(RMS, QkNormKind::RmsPlusOne, size, LayerNormConfig { affine: false, ..eps.into() }, vb)?))
 }
 
-/// [`candle_nn::layer_norm`](candle_nn::layer_norm()) as a [`LayerNorm`]: `weight` and `bias` (size,) below the builder's
-/// prefix, also read as `gamma` and `beta`. The config is candle-nn's, or `eps` alone: `affine` says whether there is a
-/// bias, and without `remove_mean` it is the norm of [`RmsNorm`].
+/// Loads a [`LayerNorm`], as [`candle_nn::layer_norm`](candle_nn::layer_norm()) does: `weight` and `bias` (size,), also
+/// read as `gamma` and `beta`, below the prefix of `vb`. The config is candle-nn's, or `eps` alone. `affine` says whether
+/// there is a bias. Without `remove_mean` the formula is that of [`RmsNorm`].
 ///
 /// # Errors
-/// For missing or misshapen tensors, for a bias in the file that the config denies, and for an `eps` that is no number
-/// of zero or more.
+/// For missing or misshapen tensors, for a bias in the file that the config denies, and for an `eps` that is negative or
+/// not finite.
 pub fn layer_norm(size: usize, config: impl Into<LayerNormConfig>, vb: VarBuilder) -> Result<LayerNorm> {
     let config = config.into();
     let kind = if config.remove_mean { QkNormKind::Layer } else { QkNormKind::Rms };
     Ok(LayerNorm(load(LAYER, kind, size, config, vb)?))
 }
 
-/// [`layer_norm`] without a bias.
+/// Loads a [`LayerNorm`] without a bias.
 ///
 /// # Errors
 /// As [`layer_norm`].
@@ -95,15 +95,15 @@ pub fn layer_norm_no_bias(size: usize, eps: f64, vb: VarBuilder) -> Result<Layer
 }
 
 impl RmsNorm {
-    /// With `weight` (size,).
+    /// Creates a norm with `weight` (size,).
     ///
     /// # Errors
-    /// For a weight of another rank or of whole numbers, and for an `eps` that is no number of zero or more.
+    /// For a weight of another rank or of integers, and for an `eps` that is negative or not finite.
     pub fn new(weight: Tensor, eps: f64) -> Result<Self> {
         Ok(Self(checked(RMS, QkNormKind::Rms, eps, weight, None)?))
     }
 
-    /// With `1 + weight` (size,), as Gemma keeps it: the sum is never rounded to half precision.
+    /// Creates a norm with the factor `1 + weight` (size,), as Gemma stores it. The sum is not rounded to half precision.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -111,50 +111,51 @@ impl RmsNorm {
         Ok(Self(checked(RMS, QkNormKind::RmsPlusOne, eps, weight, None)?))
     }
 
-    /// The norm of (B, T, H, size) times an activated gate of its shape and dtype, rounded once.
+    /// Normalises (B, T, H, size) and multiplies by an activated gate of the same shape and dtype, rounded once.
     ///
     /// # Errors
-    /// As the [`Module`]'s, and for a gate that is not like the input.
+    /// As [`forward`](Module::forward), and for a gate of another shape, dtype or device than the input.
     pub fn forward_gated(&self, xs: &Tensor, gate: &Tensor, activation: GateActivation) -> Result<Tensor> {
         check(RMS, &self.0, xs)?.shape(&[Dim::Any("B"), Dim::Any("T"), Dim::Any("H"), Dim::Any("size")])?;
         let gate_in = Expect::one(RMS, "gate", gate).sizes(xs.dims())?;
-        gate_in.dtype(xs.dtype(), "the input's")?.beside("the input", xs.device())?;
+        gate_in.dtype(xs.dtype(), "the input's")?.same_device("the input", xs.device())?;
         let affine = self.0.affine()?;
-        let Some(norm) = self.0.rows(xs, &affine) else { return activation.gate(&self.forward(xs)?, gate) };
-        let [factors, _] = affine;
-        RowNorm { gate: Some(activation), ..norm }.apply(xs, &[factors, gate.clone()])
+        match self.0.rows(xs, &affine) {
+            Some(rows) => rows.apply_gated(xs, &affine.weight, gate, activation),
+            None => activation.gate(&self.forward(xs)?, gate),
+        }
     }
 
-    /// The weight, (size,), without a one that is added to it.
+    /// Returns the weight, (size,), without the one that is added to it.
     pub fn weight(&self) -> &Tensor {
         self.0.weight.first()
     }
 
-    /// What is added to the mean square.
+    /// Returns the number that is added to the mean square.
     pub fn eps(&self) -> f64 {
         self.0.eps
     }
 
-    /// The same with what variables hold now, and nothing tracked for gradients: for inference after training.
+    /// Returns a copy for inference after training: with the current values of variables, without gradients.
     ///
     /// # Errors
-    /// If memory is short.
+    /// If the copy cannot be allocated.
     pub fn freeze(&self) -> Result<Self> {
         Ok(Self(self.0.freeze()?))
     }
 }
 
 impl LayerNorm {
-    /// With `weight` and `bias` (size,) of one dtype and device.
+    /// Creates a norm with `weight` and `bias` (size,) of one dtype and device.
     ///
     /// # Errors
-    /// For a weight of another rank or of whole numbers, for a bias that is not like it, and for an `eps` that is no
-    /// number of zero or more.
+    /// For a weight of another rank or of integers, for a bias of another size, dtype or device, and for an `eps` that is
+    /// negative or not finite.
     pub fn new(weight: Tensor, bias: Tensor, eps: f64) -> Result<Self> {
         Ok(Self(checked(LAYER, QkNormKind::Layer, eps, weight, Some(bias))?))
     }
 
-    /// With `weight` (size,) alone.
+    /// Creates a norm with `weight` (size,) and no bias.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -162,39 +163,39 @@ impl LayerNorm {
         Ok(Self(checked(LAYER, QkNormKind::LayerNoBias, eps, weight, None)?))
     }
 
-    /// The weight, (size,).
+    /// Returns the weight, (size,).
     pub fn weight(&self) -> &Tensor {
         self.0.weight.first()
     }
 
-    /// The bias, (size,).
+    /// Returns the bias, (size,).
     pub fn bias(&self) -> Option<&Tensor> {
         self.0.bias.as_ref().map(Parameter::first)
     }
 
-    /// What is added to the variance.
+    /// Returns the number that is added to the variance.
     pub fn eps(&self) -> f64 {
         self.0.eps
     }
 
-    /// The same with what variables hold now, and nothing tracked for gradients: for inference after training.
+    /// Returns a copy for inference after training: with the current values of variables, without gradients.
     ///
     /// # Errors
-    /// If memory is short.
+    /// If the copy cannot be allocated.
     pub fn freeze(&self) -> Result<Self> {
         Ok(Self(self.0.freeze()?))
     }
 }
 
-/// (.., size) to the same shape and dtype: f32, bf16 or f16, whichever of them the weight is in, or f64 beside a weight
-/// in f64.
+/// Normalises (.., size) to the same shape and dtype. Inputs are f32, bf16 or f16 with a weight in any of these, or f64
+/// with a weight in f64.
 impl Module for RmsNorm {
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         forward(RMS, &self.0, xs)
     }
 }
 
-/// As [`RmsNorm`].
+/// Normalises (.., size) as [`RmsNorm`] does.
 impl Module for LayerNorm {
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         forward(LAYER, &self.0, xs)
@@ -213,20 +214,20 @@ fn checked(op: &str, kind: QkNormKind, eps: f64, weight: Tensor, bias: Option<Te
     check_memory(op, format_args!("a weight of shape {:?}", weight.dims()), weight.dims())?;
     if let Some(bias) = &bias {
         let bias = Expect::one(op, "bias", bias).shape(&[Dim::Is(weight.dims()[0])])?;
-        bias.dtype(weight.dtype(), "the weight's")?.beside("the weight", weight.device())?;
+        bias.dtype(weight.dtype(), "the weight's")?.same_device("the weight", weight.device())?;
     }
     Norm::new(kind, eps, weight.into(), bias.map(Parameter::from))
 }
 
-/// What an input has to be like.
+/// Checks the shape, dtype and device of an input, and that the output can be allocated.
 fn check<'a>(op: &'a str, norm: &Norm, xs: &'a Tensor) -> Result<Expect<'a>> {
     let weight = norm.weight.first();
     let expected =
         if weight.dtype() == DType::F64 { &[DType::F64][..] } else { &[DType::F32, DType::F16, DType::BF16] };
     let input = Expect::one(op, "input", xs).shape(&[Dim::Any(".."), Dim::Is(weight.dims()[0])])?;
-    let input = input.dtype_of(expected, format_args!(" beside a weight in {:?}", weight.dtype()))?;
+    let input = input.dtype_of(expected, format_args!(" with a weight in {:?}", weight.dtype()))?;
     check_memory(op, format_args!("an output of shape {:?}", xs.dims()), xs.dims())?;
-    input.beside("the weight", weight.device())
+    input.same_device("the weight", weight.device())
 }
 
 fn forward(op: &str, norm: &Norm, xs: &Tensor) -> Result<Tensor> {

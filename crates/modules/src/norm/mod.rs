@@ -1,4 +1,4 @@
-//! Normalisation: of queries and keys before attention, of contexts after it, and between the layers of a model.
+//! Normalisation of queries and keys before attention, of the attention output, and between the layers of a model.
 
 mod blocks;
 mod rows;
@@ -11,65 +11,66 @@ use serde::{Deserialize, Serialize};
 
 use crate::base::{Heads, NO_BIAS, Parameter, ParameterList, Source, Spec, accumulation_dtype, check_memory, number};
 pub use blocks::{LayerNorm, RmsNorm, layer_norm, layer_norm_no_bias, rms_norm, rms_norm_plus_one};
-use rows::RowNorm;
+use rows::{Affine, RowNorm};
 
-/// Which normalisation is applied.
+/// The formula of a norm.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum QkNormKind {
-    /// Root mean square, a weight and no bias.
+    /// Root mean square, with a weight and no bias.
     Rms,
-    /// Root mean square, times 1 + weight (Gemma 3).
+    /// Root mean square, with the factor 1 + weight (Gemma 3).
     RmsPlusOne,
-    /// Root mean square alone, without a weight (Llama 4).
+    /// Root mean square, without a weight (Llama 4).
     RmsNoWeight,
-    /// Mean and variance, a weight and a bias.
+    /// Mean and variance, with a weight and a bias.
     Layer,
-    /// Mean and variance, a weight and no bias (Cohere, StableLM).
+    /// Mean and variance, with a weight and no bias (Cohere, StableLM).
     LayerNoBias,
 }
 
-/// What one normalisation spans.
+/// The entries that one mean is taken over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum QkNormScope {
-    /// Each head by itself; the weight (D,) is shared by all heads (Qwen 3).
+    /// The entries of one head. All heads share one weight (D,) (Qwen 3).
     PerHead,
-    /// Each head by itself, with a weight of its own: (H, D), and (H_kv, D) for keys (Cohere, StableLM).
+    /// The entries of one head. Each head has its own weight: (H, D) for queries, (H_kv, D) for keys (Cohere, StableLM).
     PerHeadWeights,
-    /// The whole projection, before it is split into heads (OLMo 2).
+    /// The entries of the whole projection, before it is split into heads (OLMo 2).
     Projection,
 }
 
-/// Normalisation of queries and keys: parameters `q_norm.weight`, `k_norm.weight`, and `.bias` for the kind that has
-/// one. Also read under `q_layernorm` and `query_layernorm` where a file has those; StableLM's list of a norm for each
-/// head, `q_layernorm.norms.{i}.weight`, is read as one weight (H, D).
+/// Normalisation of queries and keys. The parameters are `q_norm.weight` and `k_norm.weight`, and `.bias` for the kind
+/// with a bias. The names `q_layernorm` and `query_layernorm` are read too. StableLM's list of one norm for each head,
+/// `q_layernorm.norms.{i}.weight`, is read as one weight (H, D).
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct QkNorm {
-    /// Root mean square or layer norm.
+    /// The formula.
     pub kind: QkNormKind,
-    /// One head or the whole projection.
+    /// The entries that one mean is taken over.
     pub scope: QkNormScope,
-    /// Added to the mean square or the variance.
+    /// The number that is added to the mean square or the variance.
     pub eps: f64,
 }
 
-/// Normalisation of the context of all heads together, before the output projection: parameter `output_norm.weight`,
-/// and `.bias` for the kind that has one. Also read as `attn_sub_norm` (BitNet) and `inner_attn_ln` (Kosmos-2).
+/// Normalisation of the attention output of all heads together, before the output projection. The parameters are
+/// `output_norm.weight`, and `.bias` for the kind with a bias. The names `attn_sub_norm` (BitNet) and `inner_attn_ln`
+/// (Kosmos-2) are read too.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct OutputNorm {
-    /// Root mean square or layer norm.
+    /// The formula.
     pub kind: QkNormKind,
-    /// Added to the mean square or the variance.
+    /// The number that is added to the mean square or the variance.
     pub eps: f64,
 }
 
 impl QkNormKind {
-    /// How a weight begins.
+    /// Returns the initial value of a new weight.
     fn initial_weight(self) -> Init {
         Init::Const(if self == Self::RmsPlusOne { 0.0 } else { 1.0 })
     }
@@ -79,7 +80,7 @@ impl QkNormKind {
     }
 }
 
-/// As a norm of one row.
+/// Converts to a norm over the whole projection.
 impl From<OutputNorm> for QkNorm {
     fn from(OutputNorm { kind, eps }: OutputNorm) -> Self {
         Self { kind, scope: QkNormScope::Projection, eps }
@@ -91,31 +92,31 @@ pub fn check_epsilon(op: &str, name: &str, norm: Option<impl Into<QkNorm>>) -> R
     number::epsilon(op, &format!("eps of {name}"), norm.map(|norm| norm.into().eps))
 }
 
-/// The names under which files keep the norm of queries, the first of which is the crate's own.
-pub const OF_QUERIES: [&str; 3] = ["q_norm", "q_layernorm", "query_layernorm"];
+/// The names of the norm of queries in files. The first one is the crate's own.
+pub const QUERY_NORM_NAMES: [&str; 3] = ["q_norm", "q_layernorm", "query_layernorm"];
 
-/// Likewise of keys.
-pub const OF_KEYS: [&str; 3] = ["k_norm", "k_layernorm", "key_layernorm"];
+/// The names of the norm of keys in files. The first one is the crate's own.
+pub const KEY_NORM_NAMES: [&str; 3] = ["k_norm", "k_layernorm", "key_layernorm"];
 
-/// Likewise of the context.
-pub const OF_CONTEXT: [&str; 3] = ["output_norm", "attn_sub_norm", "inner_attn_ln"];
+/// The names of the norm of the attention output in files. The first one is the crate's own.
+pub const OUTPUT_NORM_NAMES: [&str; 3] = ["output_norm", "attn_sub_norm", "inner_attn_ln"];
 
-/// One of a layer's norms: where its parameters are, and what it spans.
+/// A norm of a layer before its parameters are loaded.
 #[derive(Debug, Clone, Copy)]
-pub struct NormPlace {
-    /// What it computes.
+pub struct NormSpec {
+    /// The formula.
     pub norm: QkNorm,
-    /// Where files keep it.
+    /// The names of the norm in files.
     pub names: [&'static str; 3],
-    /// Whose heads it is of.
+    /// Whether the norm is of query heads or of key heads.
     pub heads: Heads,
-    /// How many heads there are.
+    /// The number of heads.
     pub count: usize,
-    /// How wide each is.
+    /// The entries of each head.
     pub width: usize,
 }
 
-impl NormPlace {
+impl NormSpec {
     fn shape(&self) -> Vec<usize> {
         match self.norm.scope {
             QkNormScope::Projection => vec![self.count * self.width],
@@ -124,7 +125,7 @@ impl NormPlace {
         }
     }
 
-    /// The parameters, under the names that the file has for them.
+    /// Returns the parameters, under the names that the file of `source` uses.
     pub fn specs(&self, source: &Source) -> Result<Vec<Spec>> {
         let Self { norm, names, heads, count, .. } = *self;
         if norm.kind == QkNormKind::RmsNoWeight {
@@ -140,18 +141,19 @@ impl NormPlace {
                 source.refuse([format!("{stored}.bias")], NO_BIAS)?;
             }
         }
-        let spec = |part: &'static str, init| {
-            let stored = if is_list { format!("{list}.{{}}.{part}") } else { format!("{stored}.{part}") };
-            let spec = Spec::new(format!("{}.{part}", names[0]), self.shape(), init).stored(stored);
+        let spec = |parameter: &'static str, init| {
+            let name = if is_list { format!("{list}.{{}}.{parameter}") } else { format!("{stored}.{parameter}") };
+            let spec = Spec::new(format!("{}.{parameter}", names[0]), self.shape(), init).stored(name);
             if norm.scope == QkNormScope::PerHead { spec } else { spec.by_head(heads, 0) }
         };
+        let weight = spec("weight", norm.kind.initial_weight());
         let bias = spec("bias", Init::Const(0.0)).only_if(norm.kind == QkNormKind::Layer, NO_BIAS);
-        Ok(vec![spec("weight", norm.kind.initial_weight()), bias])
+        Ok(vec![weight, bias])
     }
 
-    /// The norm, of numbers in a dtype on a device.
-    pub fn norm(&self, parameters: &ParameterList, dtype: DType, device: &Device) -> Result<Norm> {
-        let get = |part: &str| parameters.get(&format!("{}.{part}", self.names[0])).cloned();
+    /// Builds the norm from loaded parameters. `dtype` and `device` are those of a norm without a weight.
+    pub fn build(&self, parameters: &ParameterList, dtype: DType, device: &Device) -> Result<Norm> {
+        let get = |parameter: &str| parameters.get(&format!("{}.{parameter}", self.names[0])).cloned();
         let QkNorm { kind, eps, .. } = self.norm;
         match get("weight") {
             Some(weight) => Norm::new(kind, eps, weight, get("bias")),
@@ -160,15 +162,21 @@ impl NormPlace {
     }
 }
 
-/// An error if the file has norms of queries, keys or a context that the config does not mention.
+/// Checks that the file has no norms of queries, keys or the attention output that the config does not mention.
 pub fn refuse_norms(qk_norm: Option<QkNorm>, output_norm: Option<OutputNorm>, source: &Source) -> Result<()> {
-    let of_heads = [OF_QUERIES, OF_KEYS].map(|names| ("qk_norm", qk_norm.is_some(), names));
-    let all = of_heads.into_iter().chain([("output_norm", output_norm.is_some(), OF_CONTEXT)]);
-    for (option, _, names) in all.filter(|(_, is_set, _)| !is_set) {
-        let of = |name| [format!("{name}.weight"), format!("{name}.bias"), first_of_list(name)];
-        source.refuse(names.into_iter().flat_map(of), &format!("the config says there is no {option}"))?;
+    if qk_norm.is_none() {
+        refuse_names(source, QUERY_NORM_NAMES, "qk_norm")?;
+        refuse_names(source, KEY_NORM_NAMES, "qk_norm")?;
+    }
+    if output_norm.is_none() {
+        refuse_names(source, OUTPUT_NORM_NAMES, "output_norm")?;
     }
     Ok(())
+}
+
+fn refuse_names(source: &Source, names: [&str; 3], option: &str) -> Result<()> {
+    let parameters = |name| [format!("{name}.weight"), format!("{name}.bias"), first_of_list(name)];
+    source.refuse(names.into_iter().flat_map(parameters), &format!("the config says there is no {option}"))
 }
 
 fn first_of_list(name: &str) -> String {
@@ -183,34 +191,34 @@ pub struct Norm {
     /// (size,) or (H, D).
     weight: Parameter,
     bias: Option<Parameter>,
-    /// [`affine`](Self::affine) where nothing is a variable.
-    affine: Option<[Tensor; 2]>,
-    span: Option<Span>,
+    /// The result of [`affine`](Self::affine) if no parameter is a variable.
+    affine: Option<Affine>,
+    sharded: Option<ShardedDimension>,
 }
 
-/// What a norm spans of which this process has a part.
+/// The dimension of a norm whose entries are sharded across ranks.
 #[derive(Debug, Clone, Copy)]
-pub struct Span {
-    /// Of all processes.
+pub struct ShardedDimension {
+    /// The number of entries of all ranks.
     pub width: usize,
-    /// Whether this process's part counts: of those that have a part twice, one does.
+    /// Whether this rank's shard is counted: false on ranks that have a duplicate of another rank's shard.
     pub counts: bool,
 }
 
-/// The sum over all processes of tensors of one shape.
+/// A function that returns the sum of a tensor over all ranks. All ranks pass tensors of one shape.
 pub type AllReduce<'a> = dyn Fn(&Tensor) -> Result<Tensor> + 'a;
 
 impl Norm {
     fn new(kind: QkNormKind, eps: f64, weight: Parameter, bias: Option<Parameter>) -> Result<Self> {
-        let mut norm = Self { kind, eps, weight, bias, affine: None, span: None };
+        let mut norm = Self { kind, eps, weight, bias, affine: None, sharded: None };
         if !norm.weight.is_tracked() && !norm.bias.as_ref().is_some_and(Parameter::is_tracked) {
             norm.affine = Some(norm.affine()?);
         }
         Ok(norm)
     }
 
-    /// Of rows of one width, below the source's prefix: `weight`, also read as `gamma`, and `bias`, also read as `beta`
-    /// (size,).
+    /// Loads a norm over rows of `size` entries: `weight` (size,), also read as `gamma`, and `bias` (size,), also read as
+    /// `beta`, below the prefix of `source`.
     pub fn load(kind: QkNormKind, eps: f64, size: usize, has_bias: bool, source: &Source) -> Result<Self> {
         let name = |names: [&'static str; 2]| names.into_iter().find(|name| source.has(name)).unwrap_or(names[0]);
         let weight = source.get(size, name(["weight", "gamma"]), kind.initial_weight())?;
@@ -218,30 +226,30 @@ impl Norm {
         Self::new(kind, eps, weight.into(), source.read_wanted(&bias)?.map(Parameter::from))
     }
 
-    /// The root mean square of rows of one width, without a parameter.
+    /// Creates the root mean square norm over rows of `size` entries, without parameters.
     pub fn without_weight(eps: f64, size: usize, dtype: DType, device: &Device) -> Result<Self> {
         check_memory("norm", format_args!("a norm of {size} entries"), &[size])?;
         Self::new(QkNormKind::RmsNoWeight, eps, Tensor::ones(size, dtype, device)?.into(), None)
     }
 
-    /// Over the parts of all processes.
-    pub fn over(self, span: Option<Span>) -> Self {
-        Self { span, ..self }
+    /// Sets the dimension that is sharded across ranks.
+    pub fn with_sharded(self, sharded: Option<ShardedDimension>) -> Self {
+        Self { sharded, ..self }
     }
 
-    /// With what variables hold now.
+    /// Returns a copy with the current values of variables, without gradients.
     pub fn freeze(&self) -> Result<Self> {
         let bias = self.bias.as_ref().map(Parameter::freeze).transpose()?;
-        Ok(Self::new(self.kind, self.eps, self.weight.freeze()?, bias)?.over(self.span))
+        Ok(Self::new(self.kind, self.eps, self.weight.freeze()?, bias)?.with_sharded(self.sharded))
     }
 
-    /// (.., size), or (.., H, D) with weights of heads, to the same shape and dtype.
+    /// Normalises (.., size), or (.., H, D) with a weight for each head. The result has the shape and dtype of `xs`.
     pub fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         let affine = self.affine()?;
         if let Some(rows) = self.rows(xs, &affine) {
             return rows.apply(xs, &affine);
         }
-        // Candle's fused norms have no backward pass and no f64, and take a weight (D,) of the dtype of the rows.
+        // Candle's fused norms have no backward pass and no f64, and need a weight (D,) of the dtype of the rows.
         if xs.track_op() || self.affine.is_none() {
             return self.composed(xs, &affine, None);
         }
@@ -258,61 +266,78 @@ impl Norm {
         }
     }
 
-    /// The norm in one pass, where a CPU computes in f32.
-    fn rows(&self, xs: &Tensor, [factors, _]: &[Tensor; 2]) -> Option<RowNorm> {
-        let on_cpu = xs.device().is_cpu() && factors.device().is_cpu();
-        let rows = RowNorm { subtracts_mean: self.kind.subtracts_mean(), eps: self.eps as f32, gate: None };
-        (on_cpu && factors.dtype() == DType::F32 && xs.dtype() != DType::F64).then_some(rows)
+    /// Returns the norm as a pass over rows, if `xs` is on a CPU and computed in f32.
+    fn rows(&self, xs: &Tensor, affine: &Affine) -> Option<RowNorm> {
+        let on_cpu = xs.device().is_cpu() && affine.weight.device().is_cpu();
+        if !on_cpu || affine.weight.dtype() != DType::F32 || xs.dtype() == DType::F64 {
+            return None;
+        }
+        Some(RowNorm { subtracts_mean: self.kind.subtracts_mean(), eps: self.eps as f32 })
     }
 
-    /// [`forward`](Self::forward) of (B, T, width), where the mean is over all processes if the norm spans them.
-    pub fn forward_over(&self, xs: &Tensor, sum: Option<&AllReduce>) -> Result<Tensor> {
-        match (self.span, sum) {
+    /// Normalises (B, T, width). If the dimension is sharded across ranks, the mean is over the shards of all ranks.
+    ///
+    /// # Errors
+    /// For a sharded dimension without `all_reduce`.
+    pub fn forward_sharded(&self, xs: &Tensor, all_reduce: Option<&AllReduce>) -> Result<Tensor> {
+        match (self.sharded, all_reduce) {
             (None, _) => self.forward(xs),
-            (Some(span), Some(sum)) => self.composed(xs, &self.affine()?, Some((span, sum))),
+            (Some(dimension), Some(all_reduce)) => {
+                self.composed(xs, &self.affine()?, Some(AcrossRanks { dimension, all_reduce }))
+            }
             (Some(_), None) => bail!(
-                "[multi_head_attention] norms of whole projections span the heads of all processes, expected their sum in \
-                 the call, `with_all_reduce`"
+                "[multi_head_attention] the norm of a whole projection is over the heads of all ranks, expected their \
+                 all-reduce in the call: `with_all_reduce`"
             ),
         }
     }
 
-    /// By Candle's operations, which have gradients.
-    fn composed(&self, xs: &Tensor, [factors, bias]: &[Tensor; 2], over: Option<(Span, &AllReduce)>) -> Result<Tensor> {
-        // A view of nothing may begin past the end of its buffer, where Candle's sums panic.
+    /// Normalises with Candle's operations, which have gradients.
+    fn composed(&self, xs: &Tensor, affine: &Affine, across_ranks: Option<AcrossRanks>) -> Result<Tensor> {
+        // An empty view may begin past the end of its buffer, where Candle's sums panic.
         let is_far = xs.elem_count() == 0 && xs.layout().start_offset() > 0;
         let xs = if is_far { &xs.zeros_like()? } else { xs };
-        let (mut size, mut rows) = (xs.dim(D::Minus1)?, xs.to_dtype(accumulation_dtype(xs.dtype()))?);
+        let mut size = xs.dim(D::Minus1)?;
+        let mut rows = xs.to_dtype(accumulation_dtype(xs.dtype()))?;
         if self.kind.subtracts_mean() {
             rows = rows.broadcast_sub(&(rows.sum_keepdim(D::Minus1)? / size as f64)?)?;
         }
         let mut squares = rows.sqr()?.sum_keepdim(D::Minus1)?;
-        if let Some((Span { width, counts }, sum)) = over {
-            squares = sum(&if counts { squares } else { squares.zeros_like()? })?;
-            size = width;
+        if let Some(AcrossRanks { dimension, all_reduce }) = across_ranks {
+            let own = if dimension.counts { squares } else { squares.zeros_like()? };
+            squares = all_reduce(&own)?;
+            size = dimension.width;
         }
-        let own = |parameter: &Tensor| parameter.to_dtype(rows.dtype());
         let root = ((squares / size as f64)? + self.eps)?.sqrt()?;
-        let normed = rows.broadcast_div(&root)?.broadcast_mul(&own(factors)?)?;
-        let normed = if bias.elem_count() > 0 { normed.broadcast_add(&own(bias)?)? } else { normed };
+        let mut normed = rows.broadcast_div(&root)?.broadcast_mul(&affine.weight.to_dtype(rows.dtype())?)?;
+        if let Some(bias) = &affine.bias {
+            normed = normed.broadcast_add(&bias.to_dtype(rows.dtype())?)?;
+        }
         normed.to_dtype(xs.dtype())
     }
 
-    /// What normed numbers are multiplied by, and what is added, which is empty where nothing is, in the type that they
-    /// are computed in; contiguous.
-    fn affine(&self) -> Result<[Tensor; 2]> {
+    /// Returns the factor of normed numbers and the number that is added, contiguous, in the dtype of the computation.
+    fn affine(&self) -> Result<Affine> {
         if let Some(affine) = &self.affine {
             return Ok(affine.clone());
         }
-        let own = |parameter: &Parameter| {
-            let tensor = parameter.tensor()?;
-            tensor.to_dtype(accumulation_dtype(tensor.dtype()))?.contiguous()
-        };
-        let weight = own(&self.weight)?;
-        let bias = match &self.bias {
-            Some(bias) => own(bias)?,
-            None => Tensor::zeros(0, weight.dtype(), weight.device())?,
-        };
-        Ok([if self.kind == QkNormKind::RmsPlusOne { (weight + 1.0)? } else { weight }, bias])
+        let mut weight = contiguous_wide(&self.weight)?;
+        if self.kind == QkNormKind::RmsPlusOne {
+            weight = (weight + 1.0)?;
+        }
+        let bias = self.bias.as_ref().map(contiguous_wide).transpose()?;
+        Ok(Affine { weight, bias })
     }
+}
+
+/// The sharded dimension of a norm, and the sum over the ranks.
+struct AcrossRanks<'a> {
+    dimension: ShardedDimension,
+    all_reduce: &'a AllReduce<'a>,
+}
+
+/// Returns a parameter in the dtype of the computation, contiguous.
+fn contiguous_wide(parameter: &Parameter) -> Result<Tensor> {
+    let tensor = parameter.tensor()?;
+    tensor.to_dtype(accumulation_dtype(tensor.dtype()))?.contiguous()
 }

@@ -1,149 +1,176 @@
-//! Norms of rows on a CPU as operations in Candle's graph, by themselves and times an activated gate: one pass over the
-//! rows forward, which keeps only its inputs, and one backward.
+//! Norms of rows on a CPU as operations in Candle's graph: a norm alone, and a norm times an activated gate.
+//!
+//! The forward pass reads each row once and keeps nothing but its inputs; the backward pass computes the mean and the
+//! variance again.
 
 use std::ops::Range;
 
 use candle_core::{Result, Tensor, bail};
 
-use crate::base::rowwise::{Element, HeadRows, Sums, TASK_ELEMENTS, map_rows, read, with_contiguous_rows, with_float};
+use crate::base::rowwise::{
+    Element, HeadRows, Row, RowPass, Sums, TASK_ELEMENTS, map_rows, read, with_contiguous_rows, with_float,
+};
 use crate::base::{gradient_of, record};
 use crate::gate::GateActivation;
 
 const OP: &str = "norm";
 
-/// Sums are kept in this many lanes, so that the compiler vectorises them.
+/// The number of partial sums that a sum over a row is split into, so that the compiler vectorises it.
 const LANES: usize = 16;
 
-/// The most tasks of a backward pass. Each has sums of its own for the gradients of weight and bias; how many there are
-/// depends on the shape alone, so that the bits of these gradients do too.
+/// The largest number of tasks of a backward pass. Each task has its own partial sums of the gradients of weight and
+/// bias. The number of tasks depends on the shape alone, and so do the bits of these gradients.
 const MOST_TASKS: usize = 64;
 
-/// `(x - mean) / sqrt(variance + eps) · weight + bias` of each row, rounded once; where the mean stays, `mean` is 0 and
-/// `variance` the mean square.
+/// The statistics of a norm: `normed(x) = (x - mean) / sqrt(variance + eps)`. Without `subtracts_mean` the mean is 0, and
+/// the variance is the mean square.
 ///
-/// Candle's own norms have no backward pass, want contiguous inputs and a weight (D,), and its layer norm finds the
+/// Candle's own norms have no backward pass and need contiguous inputs and a weight (D,). Its layer norm computes the
 /// variance as a difference of squares, which loses the digits of numbers that are far from zero.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RowNorm {
     pub subtracts_mean: bool,
     pub eps: f32,
-    /// Whether rows are multiplied by an activated gate in the place of a bias.
-    pub gate: Option<GateActivation>,
+}
+
+/// The parameters of a norm in f32, contiguous: (D,), or (H, D) with a weight for each head.
+#[derive(Debug, Clone)]
+pub(super) struct Affine {
+    /// The factor of a normed number.
+    pub weight: Tensor,
+    /// The number that is added to the product.
+    pub bias: Option<Tensor>,
+}
+
+/// The slices of [`Affine`].
+#[derive(Clone, Copy)]
+struct AffineSlices<'a> {
+    weight: &'a [f32],
+    bias: Option<&'a [f32]>,
 }
 
 impl RowNorm {
-    /// A view (D,), (T, D), (B, T, D) or (B, T, H, D) in f32, bf16 or f16 to a contiguous tensor of its shape and
-    /// dtype. Weight and bias are (D,) or (H, D), contiguous, in f32; an empty bias adds nothing. A gate is a view of
-    /// the shape and dtype of the rows, whose weight is (D,). Each of the three may be tracked for gradients.
-    pub fn apply(self, xs: &Tensor, [weight, bias_or_gate]: &[Tensor; 2]) -> Result<Tensor> {
-        let operands = [with_contiguous_rows(xs)?, weight.clone(), with_contiguous_rows(bias_or_gate)?];
+    /// Computes `normed(x) · weight + bias` of each row, rounded once.
+    ///
+    /// `xs` is a view (D,), (T, D), (B, T, D) or (B, T, H, D) in f32, bf16 or f16. The result is contiguous and has the
+    /// shape and dtype of `xs`. Gradients reach all tensors.
+    pub fn apply(self, xs: &Tensor, affine: &Affine) -> Result<Tensor> {
+        let operands = Operands { xs: with_contiguous_rows(xs)?, affine: affine.clone() };
         with_float!(OP, xs.dtype(), |E| {
-            let (ys, own) = (self.normed::<E>(&operands)?, operands.clone());
-            let backward = move |_: &Tensor, gradient: &Tensor| self.gradients::<E>(&own, gradient);
-            record(OP, &operands.each_ref().map(Some), ys, xs.shape(), backward)
+            let ys = self.normed::<E>(&operands)?;
+            let own = operands.clone();
+            let backward = move |_: &Tensor, gradient: &Tensor| {
+                let gradients = self.gradients::<E>(&own, gradient)?;
+                Ok(vec![gradients.xs, gradients.weight, gradients.bias])
+            };
+            let inputs = [Some(&operands.xs), Some(&operands.affine.weight), operands.affine.bias.as_ref()];
+            record(OP, &inputs, ys, xs.shape(), backward)
         })
     }
 
-    fn normed<E: Element>(self, operands: &[Tensor; 3]) -> Result<Vec<E>> {
-        let [xs, weight, other] = operands.each_ref().map(read);
-        let (rows, weight) = (xs.rows::<E>()?, weight.contiguous()?);
-        let (bias, gate) = match self.gate {
-            Some(_) => (&[][..], Some(other.rows()?)),
-            None => (other.contiguous()?, None),
-        };
-        let &HeadRows { tokens, h, d, .. } = &rows;
-        let bias = Some(bias).filter(|bias| !bias.is_empty());
-        for numbers in [weight, bias.unwrap_or(weight)] {
-            if tokens * h * d > 0 && numbers.len() != d && numbers.len() != h * d {
-                bail!("[{OP}] there are {} weights, expected {d}, or {h} times {d}", numbers.len())
-            }
-        }
-        let normed = move |head, [xs, gate]: [&[f32]; 2], ys: &mut [f32], _: &mut [f32]| {
-            let moments = self.moments(xs);
-            let row = ys.iter_mut().zip(xs).zip(&weight[of_head(weight, head, d)]);
-            match bias {
-                Some(bias) => row
-                    .zip(&bias[of_head(bias, head, d)])
-                    .for_each(|(((y, &x), weight), bias)| *y = moments.normed(x) * weight + bias),
-                None => row.for_each(|((y, &x), weight)| *y = moments.normed(x) * weight),
-            }
-            if let Some(activation) = self.gate {
-                ys.iter_mut().zip(gate).for_each(|(y, &gate)| *y *= activation.with_slope(gate).0);
-            }
-        };
-        Ok(map_rows(&rows, [Some(&rows), gate.as_ref()], None, |_| normed).0)
-    }
-
-    /// The gradients of rows, weight, and bias or gate, as far as these are tracked.
-    fn gradients<E: Element>(self, operands: &[Tensor; 3], gradient: &Tensor) -> Result<Vec<Option<Tensor>>> {
-        let gradient = with_contiguous_rows(gradient)?;
-        let ([xs, weight, other], gradient) = (operands.each_ref().map(read), read(&gradient));
-        let (xs, weight, gradient) = (xs.rows::<E>()?, weight.contiguous()?, gradient.rows()?);
-        let gate = self.gate.map(|_| other.rows()).transpose()?;
-        let views = [Some(&xs), Some(&gradient), gate.as_ref()];
-        let [_, weight_sums, bias_sums] = operands.each_ref().map(|own| if own.track_op() { weight.len() } else { 0 });
-        let bias_sums = if self.gate.is_some() { 0 } else { bias_sums };
-        let tokens_of_task = xs.tokens.div_ceil(MOST_TASKS).max(TASK_ELEMENTS.div_ceil((xs.h * xs.d).max(1)));
-        let wanted = Sums { count: weight_sums + bias_sums, tokens_of_task };
-        let (of_xs, mut sums) = map_rows(&xs, views, Some(wanted), |_| {
-            let (mut gated, mut scratch) = (Vec::new(), Vec::new());
-            move |head, [x, mut gradient, gate]: [&[f32]; 3], of_x: &mut [f32], sums: &mut [f32]| {
-                if let Some(activation) = self.gate {
-                    // Rounded as the normed rows of the forward pass would be.
-                    gated.resize(x.len(), E::default());
-                    E::write(&mut gated, &mut scratch, |gated| {
-                        for ((gated, gradient), &gate) in gated.iter_mut().zip(gradient).zip(gate) {
-                            *gated = gradient * activation.with_slope(gate).0;
-                        }
-                    });
-                    gradient = E::widen(&gated, &mut scratch);
-                }
-                let (own, (of_weight, of_bias)) = (of_head(weight, head, x.len()), sums.split_at_mut(weight_sums));
-                let sums = [of_weight, of_bias].map(|sums| sums.get_mut(own.clone()).unwrap_or_default());
-                self.row_gradients(&weight[own], [x, gradient], of_x, sums);
-            }
-        });
-        let of_bias = sums.split_off(weight_sums);
-        let [own, of_weight, other] = operands.each_ref().map(Some);
-        let of_other = match self.gate {
-            None => gradient_of(other, Some(of_bias))?,
-            Some(activation) => {
-                let of_gate = move |_, [x, gradient, gate]: [&[f32]; 3], own: &mut [f32], _: &mut [f32]| {
-                    let moments = self.moments(x);
-                    for ((((own, &gate), gradient), &x), weight) in
-                        own.iter_mut().zip(gate).zip(gradient).zip(x).zip(weight)
-                    {
-                        *own = gradient * moments.normed(x) * weight * activation.with_slope(gate).1;
-                    }
-                };
-                gradient_of::<E>(other, Some(map_rows(&xs, views, None, |_| of_gate).0))?
-            }
-        };
-        Ok(vec![gradient_of::<E>(own, Some(of_xs))?, gradient_of(of_weight, Some(sums))?, of_other])
-    }
-
-    /// The gradient of a row, and its part of those of weight and bias, as far as they are wanted.
-    fn row_gradients(
+    /// Computes `normed(x) · weight · activation(gate)` of each row, rounded once.
+    ///
+    /// `xs` is as in [`apply`](Self::apply), `weight` (D,) is contiguous and in f32, and `gate` is a view of the shape
+    /// and dtype of `xs`. Gradients reach all tensors.
+    pub fn apply_gated(
         self,
-        weight: &[f32],
-        [xs, gradient]: [&[f32]; 2],
-        of_xs: &mut [f32],
-        [of_weight, of_bias]: [&mut [f32]; 2],
-    ) {
-        let (d, moments) = (xs.len() as f32, self.moments(xs));
-        for ((sum, gradient), &x) in of_weight.iter_mut().zip(gradient).zip(xs) {
-            *sum += gradient * moments.normed(x);
+        xs: &Tensor,
+        weight: &Tensor,
+        gate: &Tensor,
+        activation: GateActivation,
+    ) -> Result<Tensor> {
+        let operands = GatedOperands {
+            xs: with_contiguous_rows(xs)?,
+            weight: weight.clone(),
+            gate: with_contiguous_rows(gate)?,
+            activation,
+        };
+        with_float!(OP, xs.dtype(), |E| {
+            let ys = self.normed_and_gated::<E>(&operands)?;
+            let own = operands.clone();
+            let backward = move |_: &Tensor, gradient: &Tensor| {
+                let gradients = self.gated_gradients::<E>(&own, gradient)?;
+                Ok(vec![gradients.xs, gradients.weight, gradients.gate])
+            };
+            let inputs = [Some(&operands.xs), Some(&operands.weight), Some(&operands.gate)];
+            record(OP, &inputs, ys, xs.shape(), backward)
+        })
+    }
+
+    fn normed<E: Element>(self, operands: &Operands) -> Result<Vec<E>> {
+        let xs = read(&operands.xs);
+        let rows = xs.rows::<E>()?;
+        let weight = read(&operands.affine.weight);
+        let bias = operands.affine.bias.as_ref().map(read);
+        let affine = AffineSlices {
+            weight: weight.contiguous()?,
+            bias: match &bias {
+                Some(bias) => Some(bias.contiguous()?),
+                None => None,
+            },
+        };
+        check_parameter(affine.weight, &rows)?;
+        if let Some(bias) = affine.bias {
+            check_parameter(bias, &rows)?;
         }
-        of_bias.iter_mut().zip(gradient).for_each(|(sum, gradient)| *sum += gradient);
-        // Of the normed row, whose parts along ones and along itself do not reach the inputs.
-        for ((of_x, gradient), weight) in of_xs.iter_mut().zip(gradient).zip(weight) {
-            *of_x = gradient * weight;
-        }
-        let mean = if self.subtracts_mean { sum(of_xs, of_xs, |of_x, _| of_x) / d } else { 0.0 };
-        let along = sum(of_xs, xs, |of_x, x| of_x * moments.normed(x)) / d;
-        for (of_x, &x) in of_xs.iter_mut().zip(xs) {
-            *of_x = (*of_x - mean - moments.normed(x) * along) * moments.factor;
-        }
+        Ok(map_rows(&rows, [&rows], None, &Forward { norm: self, affine }).rows)
+    }
+
+    fn normed_and_gated<E: Element>(self, operands: &GatedOperands) -> Result<Vec<E>> {
+        let (xs, weight, gate) = (read(&operands.xs), read(&operands.weight), read(&operands.gate));
+        let rows = xs.rows::<E>()?;
+        let weight = weight.contiguous()?;
+        check_parameter(weight, &rows)?;
+        let pass = GatedForward {
+            forward: Forward { norm: self, affine: AffineSlices { weight, bias: None } },
+            activation: operands.activation,
+        };
+        Ok(map_rows(&rows, [&rows, &gate.rows()?], None, &pass).rows)
+    }
+
+    fn gradients<E: Element>(self, operands: &Operands, gradient: &Tensor) -> Result<Gradients> {
+        let gradient = with_contiguous_rows(gradient)?;
+        let (xs, weight, gradient) = (read(&operands.xs), read(&operands.affine.weight), read(&gradient));
+        let rows = xs.rows::<E>()?;
+        let weight = weight.contiguous()?;
+        let weight_sums = if operands.affine.weight.track_op() { weight.len() } else { 0 };
+        let bias_sums = match &operands.affine.bias {
+            Some(bias) if bias.track_op() => bias.elem_count(),
+            _ => 0,
+        };
+        let pass = Backward { norm: self, weight, weight_sums };
+        let sums = sums(&rows, weight_sums + bias_sums);
+        let mut found = map_rows::<E, E, _, 2>(&rows, [&rows, &gradient.rows()?], Some(sums), &pass);
+        let of_bias = found.sums.split_off(weight_sums);
+        Ok(Gradients {
+            xs: gradient_of(Some(&operands.xs), Some(found.rows))?,
+            weight: gradient_of(Some(&operands.affine.weight), Some(found.sums))?,
+            bias: gradient_of(operands.affine.bias.as_ref(), Some(of_bias))?,
+        })
+    }
+
+    fn gated_gradients<E: Element>(self, operands: &GatedOperands, gradient: &Tensor) -> Result<GatedGradients> {
+        let gradient = with_contiguous_rows(gradient)?;
+        let (xs, weight) = (read(&operands.xs), read(&operands.weight));
+        let (gate, gradient) = (read(&operands.gate), read(&gradient));
+        let rows = xs.rows::<E>()?;
+        let weight = weight.contiguous()?;
+        let views = [&rows, &gradient.rows()?, &gate.rows()?];
+        let weight_sums = if operands.weight.track_op() { weight.len() } else { 0 };
+        let pass =
+            GatedBackward { backward: Backward { norm: self, weight, weight_sums }, activation: operands.activation };
+        let found = map_rows::<E, E, _, 3>(&rows, views, Some(sums(&rows, weight_sums)), &pass);
+        let of_gate = if operands.gate.track_op() {
+            let pass = GateGradient { norm: self, weight, activation: operands.activation };
+            Some(map_rows::<E, E, _, 3>(&rows, views, None, &pass).rows)
+        } else {
+            None
+        };
+        Ok(GatedGradients {
+            xs: gradient_of(Some(&operands.xs), Some(found.rows))?,
+            weight: gradient_of(Some(&operands.weight), Some(found.sums))?,
+            gate: gradient_of(Some(&operands.gate), of_gate)?,
+        })
     }
 
     #[inline]
@@ -155,36 +182,240 @@ impl RowNorm {
     }
 }
 
-/// What a row is normalised with.
+/// The inputs of a norm.
+#[derive(Clone)]
+struct Operands {
+    xs: Tensor,
+    affine: Affine,
+}
+
+/// The gradients of [`Operands`].
+struct Gradients {
+    xs: Option<Tensor>,
+    weight: Option<Tensor>,
+    bias: Option<Tensor>,
+}
+
+/// The inputs of a norm times an activated gate.
+#[derive(Clone)]
+struct GatedOperands {
+    xs: Tensor,
+    weight: Tensor,
+    gate: Tensor,
+    activation: GateActivation,
+}
+
+/// The gradients of [`GatedOperands`].
+struct GatedGradients {
+    xs: Option<Tensor>,
+    weight: Option<Tensor>,
+    gate: Option<Tensor>,
+}
+
+/// Checks that a parameter is (D,), or (H, D) with a row for each head.
+fn check_parameter<E>(numbers: &[f32], rows: &HeadRows<E>) -> Result<()> {
+    let &HeadRows { tokens, h, d, .. } = rows;
+    if tokens * h * d > 0 && numbers.len() != d && numbers.len() != h * d {
+        bail!("[{OP}] there are {} weights, expected {d}, or {h} times {d}", numbers.len())
+    }
+    Ok(())
+}
+
+/// Returns how `count` sums over rows are split into tasks.
+fn sums<E>(rows: &HeadRows<E>, count: usize) -> Sums {
+    let fewest_tokens = TASK_ELEMENTS.div_ceil((rows.h * rows.d).max(1));
+    Sums { count, tokens_of_task: rows.tokens.div_ceil(MOST_TASKS).max(fewest_tokens) }
+}
+
+/// `normed(x) · weight + bias`.
+struct Forward<'a> {
+    norm: RowNorm,
+    affine: AffineSlices<'a>,
+}
+
+impl Forward<'_> {
+    #[inline]
+    fn compute(&self, head: usize, xs: &[f32], ys: &mut [f32]) {
+        let d = xs.len();
+        let moments = self.norm.moments(xs);
+        let weight = &self.affine.weight[head_range(self.affine.weight, head, d)];
+        match self.affine.bias {
+            Some(bias) => {
+                let bias = &bias[head_range(bias, head, d)];
+                for (((y, &x), weight), bias) in ys.iter_mut().zip(xs).zip(weight).zip(bias) {
+                    *y = moments.normed(x) * weight + bias;
+                }
+            }
+            None => {
+                for ((y, &x), weight) in ys.iter_mut().zip(xs).zip(weight) {
+                    *y = moments.normed(x) * weight;
+                }
+            }
+        }
+    }
+}
+
+impl<E> RowPass<E, 1> for Forward<'_> {
+    type Scratch = ();
+
+    fn compute(&self, row: Row<1>, (): &mut ()) {
+        let [xs] = row.inputs;
+        self.compute(row.head, xs, row.output);
+    }
+}
+
+/// `normed(x) · weight · activation(gate)`.
+struct GatedForward<'a> {
+    forward: Forward<'a>,
+    activation: GateActivation,
+}
+
+impl<E> RowPass<E, 2> for GatedForward<'_> {
+    type Scratch = ();
+
+    fn compute(&self, row: Row<2>, (): &mut ()) {
+        let [xs, gate] = row.inputs;
+        self.forward.compute(row.head, xs, row.output);
+        for (y, &gate) in row.output.iter_mut().zip(gate) {
+            *y *= self.activation.value_and_slope(gate).value;
+        }
+    }
+}
+
+/// The gradient of rows, and the sums that are the gradients of weight and bias.
+struct Backward<'a> {
+    norm: RowNorm,
+    weight: &'a [f32],
+    /// The number of sums of the weight's gradient; those of the bias follow.
+    weight_sums: usize,
+}
+
+impl Backward<'_> {
+    #[inline]
+    fn compute(&self, head: usize, xs: &[f32], gradient: &[f32], of_xs: &mut [f32], sums: &mut [f32]) {
+        let d = xs.len() as f32;
+        let moments = self.norm.moments(xs);
+        let own = head_range(self.weight, head, xs.len());
+        let (of_weight, of_bias) = sums.split_at_mut(self.weight_sums);
+        // Either is empty where no gradient is wanted.
+        let of_weight = of_weight.get_mut(own.clone()).unwrap_or_default();
+        let bias_range = head_range(of_bias, head, xs.len());
+        let of_bias = of_bias.get_mut(bias_range).unwrap_or_default();
+        for ((sum, gradient), &x) in of_weight.iter_mut().zip(gradient).zip(xs) {
+            *sum += gradient * moments.normed(x);
+        }
+        for (sum, gradient) in of_bias.iter_mut().zip(gradient) {
+            *sum += gradient;
+        }
+        // The gradient of the normed row. Its components along ones and along the normed row do not reach the inputs.
+        for ((of_x, gradient), weight) in of_xs.iter_mut().zip(gradient).zip(&self.weight[own]) {
+            *of_x = gradient * weight;
+        }
+        let mean = if self.norm.subtracts_mean { sum(of_xs, of_xs, |of_x, _| of_x) / d } else { 0.0 };
+        let along = sum(of_xs, xs, |of_x, x| of_x * moments.normed(x)) / d;
+        for (of_x, &x) in of_xs.iter_mut().zip(xs) {
+            *of_x = (*of_x - mean - moments.normed(x) * along) * moments.factor;
+        }
+    }
+}
+
+impl<E> RowPass<E, 2> for Backward<'_> {
+    type Scratch = ();
+
+    fn compute(&self, row: Row<2>, (): &mut ()) {
+        let [xs, gradient] = row.inputs;
+        self.compute(row.head, xs, gradient, row.output, row.sums);
+    }
+}
+
+/// [`Backward`] of a norm that is multiplied by an activated gate.
+struct GatedBackward<'a> {
+    backward: Backward<'a>,
+    activation: GateActivation,
+}
+
+/// The memory of a task of [`GatedBackward`].
+struct GatedScratch<E> {
+    gated: Vec<E>,
+    widened: Vec<f32>,
+}
+
+impl<E> Default for GatedScratch<E> {
+    fn default() -> Self {
+        Self { gated: Vec::new(), widened: Vec::new() }
+    }
+}
+
+impl<E: Element> RowPass<E, 3> for GatedBackward<'_> {
+    type Scratch = GatedScratch<E>;
+
+    fn compute(&self, row: Row<3>, scratch: &mut GatedScratch<E>) {
+        let [xs, gradient, gate] = row.inputs;
+        // Rounded, as the normed rows of separate operations would be.
+        scratch.gated.resize(xs.len(), E::default());
+        E::write(&mut scratch.gated, &mut scratch.widened, |gated| {
+            for ((gated, gradient), &gate) in gated.iter_mut().zip(gradient).zip(gate) {
+                *gated = gradient * self.activation.value_and_slope(gate).value;
+            }
+        });
+        let of_normed = E::widen(&scratch.gated, &mut scratch.widened);
+        self.backward.compute(row.head, xs, of_normed, row.output, row.sums);
+    }
+}
+
+/// The gradient of a gate before its activation.
+struct GateGradient<'a> {
+    norm: RowNorm,
+    weight: &'a [f32],
+    activation: GateActivation,
+}
+
+impl<E> RowPass<E, 3> for GateGradient<'_> {
+    type Scratch = ();
+
+    fn compute(&self, row: Row<3>, (): &mut ()) {
+        let [xs, gradient, gate] = row.inputs;
+        let moments = self.norm.moments(xs);
+        for (n, of_gate) in row.output.iter_mut().enumerate() {
+            let slope = self.activation.value_and_slope(gate[n]).slope;
+            *of_gate = gradient[n] * moments.normed(xs[n]) * self.weight[n] * slope;
+        }
+    }
+}
+
+/// The mean of a row, and the factor that scales the row to a variance of 1.
 #[derive(Clone, Copy)]
 struct Moments {
     mean: f32,
-    /// 1 over the root of the variance.
+    /// 1 / sqrt(variance + eps).
     factor: f32,
 }
 
 impl Moments {
-    pub fn normed(self, x: f32) -> f32 {
+    #[inline]
+    fn normed(self, x: f32) -> f32 {
         (x - self.mean) * self.factor
     }
 }
 
-/// A head's part of numbers (D,), which all heads have, or (H, D).
-fn of_head(numbers: &[f32], head: usize, d: usize) -> Range<usize> {
+/// Returns the part of a head in numbers (D,), which all heads share, or (H, D).
+#[inline]
+fn head_range(numbers: &[f32], head: usize, d: usize) -> Range<usize> {
     if numbers.len() == d { 0..d } else { head * d..(head + 1) * d }
 }
 
-/// The sum over two rows of one length.
+/// Returns the sum of `of` over two rows of one length.
 #[inline]
 fn sum(xs: &[f32], ys: &[f32], of: impl Fn(f32, f32) -> f32) -> f32 {
     let mut lanes = [0.0; LANES];
-    let ((xs, xs_rest), (ys, ys_rest)) = (xs.as_chunks::<LANES>(), ys.as_chunks::<LANES>());
-    for (xs, ys) in xs.iter().zip(ys) {
-        for (lane, (&x, &y)) in lanes.iter_mut().zip(xs.iter().zip(ys)) {
+    let (x_chunks, x_rest) = xs.as_chunks::<LANES>();
+    let (y_chunks, y_rest) = ys.as_chunks::<LANES>();
+    for (x_chunk, y_chunk) in x_chunks.iter().zip(y_chunks) {
+        for (lane, (&x, &y)) in lanes.iter_mut().zip(x_chunk.iter().zip(y_chunk)) {
             *lane += of(x, y);
         }
     }
-    for (lane, (&x, &y)) in lanes.iter_mut().zip(xs_rest.iter().zip(ys_rest)) {
+    for (lane, (&x, &y)) in lanes.iter_mut().zip(x_rest.iter().zip(y_rest)) {
         *lane += of(x, y);
     }
     lanes.iter().sum()

@@ -14,7 +14,7 @@ use candle_nn::rotary_emb;
 
 use crate::position::Positions;
 use angles::{Angles, Tables};
-use candle_attention_modules::base::rowwise::{map_rows, read, to_vec, with_contiguous_rows, with_float};
+use candle_attention_modules::base::rowwise::{Row, RowPass, map_rows, read, to_vec, with_contiguous_rows, with_float};
 use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, check_memory, record};
 
 /// The cosines and sines of a [`RopeConfig`] for heads of one width, and the rotation of queries and keys by them.
@@ -181,27 +181,20 @@ impl Rotation {
         if !xs.device().is_cpu() || xs.dtype() == DType::F64 {
             return self.by_candle(xs);
         }
-        let (xs, index) = (with_contiguous_rows(xs)?, &self.index);
-        let of_token = |token: usize| {
-            let angles = self.angles.row(index[token % index.len()] as usize);
-            move |_, [head]: [&[f32]; 1], rotated: &mut [f32], _: &mut [f32]| {
-                rotated.copy_from_slice(head);
-                self.rotate_pairs(rotated, angles);
-            }
-        };
+        let xs = with_contiguous_rows(xs)?;
         let inverse = Self { inverse: !self.inverse, ..self.clone() };
         let backward = move |_: &Tensor, gradient: &Tensor| Ok(vec![Some(inverse.apply(gradient)?)]);
         with_float!("rope", xs.dtype(), |E| {
             let rotated: Vec<E> = {
                 let own = read(&xs);
                 let rows = own.rows::<E>()?;
-                map_rows(&rows, [Some(&rows)], None, of_token).0
+                map_rows(&rows, [&rows], None, self).rows
             };
             record("rotary-embedding", &[Some(&xs)], rotated, xs.shape(), backward)
         })
     }
 
-    /// `angles` are cosines and sines.
+    /// Rotates the pairs of a head by `angles`, the cosines and sines of its token.
     fn rotate_pairs(&self, head: &mut [f32], angles: (&[f32], &[f32])) {
         let (cos, sin) = angles;
         let sign = if self.inverse { -1.0 } else { 1.0 };
@@ -262,6 +255,21 @@ impl Rotation {
         };
         let [cos, sin] = self.angles.on(device)?;
         Ok([chosen(&cos)?, if self.inverse { chosen(&sin)?.neg()? } else { chosen(&sin)? }])
+    }
+}
+
+impl<E> RowPass<E, 1> for Rotation {
+    /// The row of the token's angles.
+    type Scratch = usize;
+
+    fn begin_token(&self, token: usize, angles_row: &mut usize) {
+        *angles_row = self.index[token % self.index.len()] as usize;
+    }
+
+    fn compute(&self, row: Row<1>, angles_row: &mut usize) {
+        let [head] = row.inputs;
+        row.output.copy_from_slice(head);
+        self.rotate_pairs(row.output, self.angles.row(*angles_row));
     }
 }
 

@@ -233,7 +233,7 @@ impl Projections {
             let ys = module.forward(&xs.contiguous()?)?;
             let name = format!("the output of the {place} projection");
             let output = Expect::one(OP, &name, &ys).sizes(&expected)?;
-            output.dtype(dtype, "the weights'")?.beside("the weights", &device)?;
+            output.dtype(dtype, "the weights'")?.same_device("the weights", &device)?;
             Ok(ys)
         };
         let weight = Arc::new(Weight::Module { place, own, checked: Arc::new(checked) });
