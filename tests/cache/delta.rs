@@ -4,6 +4,9 @@ use crate::*;
 
 const E: usize = 8;
 
+/// The tokens of a call: none, fewer than the K - 1 = 3 that the convolutions keep, as many, and more.
+const CALLS: [usize; 5] = [0, 1, 2, 3, 5];
+
 fn net(dtype: DType) -> Result<GatedDeltaNet> {
     let cfg = GatedDeltaNetConfig::new(E, 4).with_num_key_heads(2).with_key_head_dim(6).with_value_head_dim(5);
     GatedDeltaNet::load(&cfg, DeltaLayout::ByPart, TorchSeed::new(3).var_builder(dtype, &CPU))
@@ -103,6 +106,71 @@ fn delta_cache_in_every_dtype_matches_f64() -> Result<()> {
         assert_eq!(ys.dtype(), dtype);
         let error = relative_error(&ys.to_dtype(DType::F32)?, &expected);
         assert!(error <= tolerance, "{dtype:?}: off by {error:e}");
+    }
+    Ok(())
+}
+
+/// Beam search after calls of any number of tokens: each order is taken, in each step, in each dtype, and `reorder`
+/// moves snapshots too.
+#[test]
+fn reorder_after_calls_of_few_tokens_continues_the_chosen_sequences() -> Result<()> {
+    for dtype in [DType::F32, DType::F64, DType::BF16] {
+        let net = net(dtype)?;
+        let tolerance = if dtype == DType::BF16 { 6e-2 } else { 1e-5 };
+        for (first, second) in CALLS.into_iter().flat_map(|first| CALLS.map(|second| (first, second))) {
+            for order in [vec![0, 1, 2], vec![2, 0, 1], vec![1, 1, 0, 2]] {
+                let index = Tensor::from_iter(order.iter().map(|&n| n as u32), &CPU)?;
+                let prompt = wave(3, 2 * (first + second) + 3, E, 0.0)?.to_dtype(dtype)?;
+                let mut cache = DeltaCache::default();
+                call(&net, &mut cache, &part(&prompt, 0, first)?)?;
+                cache.snapshot();
+                call(&net, &mut cache, &part(&prompt, first, second)?)?;
+                let what = format!("{dtype:?}, calls of {first} and {second}, {order:?}");
+                cache.reorder(&order).map_err(|error| error.context(what.clone()))?;
+                let beams = prompt.index_select(&index, 0)?;
+                let expected = net.forward(&beams)?;
+                let mut at = first + second;
+                for len in [second, first, 1] {
+                    let ys = call(&net, &mut cache, &part(&beams, at, len)?)?;
+                    if len > 0 {
+                        assert_near(&ys, &part(&expected, at, len)?, tolerance, &what);
+                    }
+                    at += len;
+                    // The second step of a search reorders what the first one wrote.
+                    cache.reorder(&(0..order.len()).collect::<Vec<_>>())?;
+                    assert_eq!(cache.lens(), vec![at; order.len()], "{what}");
+                }
+                cache.truncate(first)?;
+                let ys = call(&net, &mut cache, &part(&beams, first, 2)?)?;
+                assert_near(&ys, &part(&expected, first, 2)?, tolerance, &what);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A fork and a snapshot of every state, and the first cache, go on independently.
+#[test]
+fn fork_and_snapshots_after_calls_of_few_tokens_continue_independently() -> Result<()> {
+    let net = net(DType::F32)?;
+    for (first, second) in CALLS.into_iter().flat_map(|first| CALLS.map(|second| (first, second))) {
+        let (xs, others) = (wave(2, first + second + 2, E, 0.0)?, wave(2, 2, E, 0.5)?);
+        let expected = net.forward(&xs)?;
+        let mut cache = DeltaCache::default();
+        call(&net, &mut cache, &part(&xs, 0, first)?)?;
+        cache.snapshot();
+        call(&net, &mut cache, &part(&xs, first, second)?)?;
+        let mut fork = cache.fork()?;
+        call(&net, &mut fork, &others)?;
+        fork.truncate(first)?;
+        fork.reorder(&[0, 1])?;
+        call(&net, &mut fork, &others)?;
+        let what = format!("calls of {first} and {second}");
+        let ys = call(&net, &mut cache, &part(&xs, first + second, 2)?)?;
+        assert_close(&ys, &part(&expected, first + second, 2)?, 1e-5, &what);
+        cache.truncate(first)?;
+        let ys = call(&net, &mut cache, &part(&xs, first, second + 2)?)?;
+        assert_close(&ys, &part(&expected, first, second + 2)?, 1e-5, &what);
     }
     Ok(())
 }

@@ -136,7 +136,7 @@ pub struct DeltaCache {
 struct Held {
     /// The number of tokens of each sequence.
     lens: Vec<usize>,
-    /// The last inputs of the convolution (B, K - 1, C), and the states (B, H, D_k, D_v).
+    /// The last inputs of the convolution (B, K - 1, C), and the states (B, H, D_k, D_v), contiguous.
     tensors: [Tensor; 2],
 }
 
@@ -260,6 +260,8 @@ impl DeltaCache {
                  after `freeze()` and an input `xs.detach()`"
             )
         }
+        // Candle concatenates views into a transposed tensor, which `index_select` does not take.
+        let tensors = [tensors[0].contiguous()?, tensors[1].contiguous()?];
         self.held.pop();
         self.held.push(Held { lens, tensors });
         Ok(())
