@@ -9,7 +9,7 @@ use super::validate::{Call, Dims};
 use super::{Attended, AttentionStatistics, OutputLayout, Outputs, PackedSequences, SdpaOptions};
 use crate::mask::{AttentionMask, FullyMaskedRows, ValidLens};
 use candle_attention_kernels::flash::philox_keeps;
-use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, check_memory};
+use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, check_memory, sum_of_terms};
 
 /// The context, the log-sum-exp, and what is wanted beside.
 pub(super) fn attend(call: &Call, outputs: Outputs) -> Result<Attended> {
@@ -326,7 +326,7 @@ pub fn merge_attention(parts: &[(Tensor, Tensor)]) -> Result<(Tensor, Tensor)> {
         return Ok((first.clone(), lse));
     }
     let weighed = |i: usize| parts[i].0.to_dtype(dtype)?.broadcast_mul(&shares.narrow(3, i, 1)?);
-    let merged = (1..parts.len()).try_fold(weighed(0)?, |sum, i| sum + weighed(i)?)?;
+    let merged = sum_of_terms(0..parts.len(), &weighed)?;
     Ok((merged.to_dtype(first.dtype())?, lse))
 }
 

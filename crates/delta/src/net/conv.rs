@@ -10,7 +10,7 @@ use candle_attention_core::internal::NewTokens;
 use candle_attention_modules::base::rowwise::{
     Element, HeadRows, Row, RowPass, Sums, map_rows, read, with_contiguous_rows, with_float,
 };
-use candle_attention_modules::base::{Parameter, accumulation_dtype, gradient_of, part, record};
+use candle_attention_modules::base::{Parameter, accumulation_dtype, gradient_of, part, record, sum_of_terms};
 use candle_attention_modules::gate::GateActivation;
 
 /// Weights (C, 1, K) as taps (K, C) in the accumulation dtype, with what variables hold now.
@@ -74,7 +74,7 @@ fn shifted(xs: &Tensor, state: &Tensor, taps: &Tensor) -> Result<Tensor> {
     let (k, t) = (taps.dim(0)?, xs.dim(1)?);
     let all = Tensor::cat(&[state, &xs.contiguous()?], 1)?.to_dtype(taps.dtype())?;
     let tap = |i: usize| all.narrow(1, i, t)?.broadcast_mul(&taps.get(i)?);
-    (1..k).try_fold(tap(0)?, |sum, i| sum + tap(i)?)?.silu()?.to_dtype(xs.dtype())
+    sum_of_terms(0..k, &tap)?.silu()?.to_dtype(xs.dtype())
 }
 
 /// The tokens whose gradients of taps are added up before those of others.

@@ -8,6 +8,7 @@ mod options;
 mod parameters;
 pub mod rowwise;
 mod source;
+mod sum;
 
 pub use expect::{
     Dim, Expect, FLOATS, accumulation_dtype, check_entries, check_keys_and_values, check_memory, filled,
@@ -22,6 +23,7 @@ pub use parameters::{
 };
 pub use rowwise::executor;
 pub use source::{DRAWN_THEN_ZEROED, LINEAR_WEIGHT, SCALES, Source, has, hint, linear_bias, root, whole};
+pub use sum::sum_of_terms;
 
 // `options!` names it where it is used.
 #[doc(hidden)]
