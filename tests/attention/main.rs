@@ -74,6 +74,7 @@ mod matrices;
 mod merge;
 mod norms;
 mod planned;
+mod small_stack;
 mod statistics;
 mod varlen;
 

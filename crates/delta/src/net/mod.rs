@@ -217,8 +217,7 @@ impl GatedDeltaNet {
     /// # Errors
     /// For an input whose shape, dtype or device does not fit the layer, for padding that does not fit the input, for
     /// packed sequences that do not fit it or come with a cache or padding, for a cache whose shapes are those of
-    /// another layer or batch, and as [`gated_delta_rule`]: with f64 weights or on a GPU, at most 4,096 tokens have
-    /// gradients.
+    /// another layer or batch, and as [`gated_delta_rule`].
     pub fn forward_with<'a>(&self, input: impl Into<DeltaInput<'a>>) -> Result<Tensor> {
         let (cfg, mut input) = (&self.config, input.into());
         let (xs, tokens) = self.check(&input)?;
