@@ -14,13 +14,15 @@ pub enum Error {
     Shape(String),
     /// There is no memory for what is named.
     Memory(String),
+    /// A number beyond those that the kernel computes rightly with: the number and the bound.
+    Range(String),
 }
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::InstructionSet(error) => error.fmt(f),
-            Self::Shape(message) => f.write_str(message),
+            Self::Shape(message) | Self::Range(message) => f.write_str(message),
             Self::Memory(what) => write!(f, "{what} does not fit in memory"),
         }
     }

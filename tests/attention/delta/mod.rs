@@ -5,3 +5,4 @@ mod calls;
 mod case;
 mod golden;
 mod gradients;
+mod range;

@@ -3,30 +3,43 @@
 use candle_core::{Error, Result, Tensor};
 
 use super::{Call, Dims};
-use candle_attention_kernels::InstructionSet;
 use candle_attention_kernels::delta::{
     self, BackwardProblem, Decay, Gradients, Problem, Saved, gated_delta_rule_backward,
 };
+use candle_attention_kernels::{Error as KernelError, InstructionSet};
 use candle_attention_modules::base::rowwise::{Element, Read, read, to_vec, with_contiguous_rows, with_float};
 use candle_attention_modules::base::{executor, record_two};
 
-/// What the queries read, (B, H, T, D_v), a view of (B, T, H, D_v), and the states (n, H, D_k, D_v).
-pub(super) fn run(mut call: Call, instruction_set: InstructionSet) -> Result<(Tensor, Tensor)> {
+/// The outcome of the kernel.
+pub(super) enum Outcome {
+    /// The attention output (B, H, T, D_v), a view of (B, T, H, D_v), and the states (n, H, D_k, D_v).
+    Computed(Tensor, Tensor),
+    /// Why the kernel does not compute a call with these numbers.
+    OutOfRange(String),
+}
+
+/// Runs the kernel.
+pub(super) fn run(call: &Call, instruction_set: InstructionSet) -> Result<Outcome> {
+    let (mut call, is_tracked) = (call.clone(), call.tracks_gradients());
     for tensor in call.rows.iter_mut().chain(call.factors.iter_mut().flatten()) {
         *tensor = with_contiguous_rows(tensor)?;
     }
-    let (Dims { b, t, h, d_v, .. }, is_tracked) = (call.dims, call.tracks_gradients());
+    let Dims { b, t, h, d_v, .. } = call.dims;
     let shapes = [[b, t, h, d_v], call.state_dims()];
     let [ys, states] = with_float!(call.op, call.dtype(), |E| {
-        let delta::Output { context, states, saved } =
-            call.with_problem(|problem: &Problem<E>| delta::gated_delta_rule(problem, instruction_set, is_tracked))?;
+        let forward = |problem: &Problem<E>| delta::gated_delta_rule(problem, instruction_set, is_tracked);
+        let delta::Output { context, states, saved } = match call.with_problem(forward)? {
+            Ok(output) => output,
+            Err(KernelError::Range(obstacle)) => return Ok(Outcome::OutOfRange(obstacle)),
+            Err(error) => return Err(call.kernel_error(&error)),
+        };
         let (own, saved) = (call.clone(), saved.unwrap_or_default());
         let backward = move |_: &Tensor, of_context: &Tensor, of_states: Option<Tensor>| {
             own.gradients::<E>(instruction_set, &saved, of_context, of_states)
         };
         record_two("gated-delta-rule", &call.inputs(), shapes.each_ref(), context, states, backward)?
     });
-    Ok((ys.transpose(1, 2)?, states))
+    Ok(Outcome::Computed(ys.transpose(1, 2)?, states))
 }
 
 impl Call {
@@ -35,11 +48,12 @@ impl Call {
         [Some(q), Some(k), Some(v), decay.as_ref(), beta.as_ref(), states.as_ref()]
     }
 
-    /// Gives the call to a function.
-    fn with_problem<E: Element, R>(
-        &self,
-        run: impl FnOnce(&Problem<E>) -> std::result::Result<R, candle_attention_kernels::Error>,
-    ) -> Result<R> {
+    fn kernel_error(&self, error: &KernelError) -> Error {
+        Error::msg(format!("[{}] {error}", self.op))
+    }
+
+    /// Runs a function over the call as the kernels take it.
+    fn with_problem<E: Element, R>(&self, run: impl FnOnce(&Problem<E>) -> R) -> Result<R> {
         let Self { dims, rows, factors, scale, options, .. } = self;
         // Of the tokens of all entries of the batch.
         let sequences: Vec<_> = match &self.sequences {
@@ -66,7 +80,7 @@ impl Call {
             qk_norm: options.qk_norm.map(|eps| eps as f32),
             executor: executor(),
         };
-        run(&problem).map_err(|error| Error::msg(format!("[{}] {error}", self.op)))
+        Ok(run(&problem))
     }
 
     /// From the gradients of the results, that of (B, T, H, D_v), to those of the inputs that are tracked.
@@ -81,9 +95,11 @@ impl Call {
         let states = of_states.as_ref().map(to_vec).transpose()?;
         let context = read(&context);
         let (context_grad, states_grad) = (context.strided()?, states.as_deref());
-        let Gradients { q, k, v, decay, beta, states } = self.with_problem(|&forward: &Problem<E>| {
+        let backward = |&forward: &Problem<E>| {
             gated_delta_rule_backward(&BackwardProblem { forward, saved, context_grad, states_grad }, instruction_set)
-        })?;
+        };
+        let gradients = self.with_problem(backward)?.map_err(|error| self.kernel_error(&error))?;
+        let Gradients { q, k, v, decay, beta, states } = gradients;
         let of_input = |(input, numbers): (Option<&Tensor>, Vec<f32>)| {
             let Some(input) = input.filter(|input| input.track_op()) else { return Ok(None) };
             // The heads of states that read one head of an input add to its gradient.

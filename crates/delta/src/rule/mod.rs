@@ -64,6 +64,8 @@ pub struct DeltaOptions {
 /// number that divides H_s. H_q may also be a multiple of H_s. With H the larger of H_q and H_s, head h of H reads head
 /// `h / (H / n)` of an input with n heads. Decay, beta and state may have any float dtype, and all inputs any strides.
 /// Decays above 0 and any beta are computed as the formula says, though a state may then grow beyond its dtype.
+/// Decays above 2.5, and with a norm a scale that is not 0 whose magnitude is below 1e-15 or above 1e15, take the
+/// reference path: the products that the fused kernel computes would overflow.
 ///
 /// Returns the outputs o, (B, H, T, D_v) in q's dtype, and the state after the last token, (B, H_s, D_k, D_v), in f32,
 /// or f64 where q is; everything is computed in that dtype. Gradients reach all inputs. For f32, bf16 and f16 on the
@@ -85,8 +87,7 @@ pub struct DeltaOptions {
 ///
 /// # Errors
 /// For shapes, numbers of heads, dtypes or devices that do not fit together, for a scale that is not finite or an eps
-/// that is negative or not finite, for [`Backend::Fused`] where no fused kernel can run the call, and for gradients
-/// over more than 4,096 tokens on the reference path (f64, other devices, [`Backend::Reference`]).
+/// that is negative or not finite, and for [`Backend::Fused`] where no fused kernel can run the call.
 pub fn gated_delta_rule(
     q: &Tensor,
     k: &Tensor,
@@ -138,22 +139,35 @@ pub fn gated_delta_rule_varlen(
     Ok((y.transpose(1, 2)?.squeeze(0)?.contiguous()?, states))
 }
 
-/// What the queries read, (B, H, T, D_v), and the states.
+/// Runs a call: the attention output (B, H, T, D_v), and the states.
 fn run(call: Call) -> Result<(Tensor, Tensor)> {
-    let (instruction_set, Dims { b, t, h, h_k, h_v, d_v, .. }) = (kernel_instruction_set(&call)?, call.dims);
-    let ([n, .., d_k, _], h_s) = (call.state_dims(), h_k.max(h_v));
-    let (ys, states) = match instruction_set {
-        _ if [b, t, d_v].contains(&0) => {
-            (Tensor::zeros((b, h, t, d_v), call.dtype(), call.rows[0].device())?, call.states_before()?)
-        }
-        Some(instruction_set) => cpu::run(call, instruction_set)?,
-        None => reference::run(&call)?,
-    };
+    let (ys, states) = run_by_head(&call)?;
+    let Dims { h, h_k, h_v, .. } = call.dims;
+    let ([n, .., d_k, d_v], h_s) = (call.state_dims(), h_k.max(h_v));
     if h == h_s {
         return Ok((ys, states));
     }
     // Heads of queries that read one state have it once each.
     Ok((ys, states.reshape((n, h_s, h / h_s, d_k, d_v))?.narrow(2, 0, 1)?.squeeze(2)?.contiguous()?))
+}
+
+/// Runs a call with one state for each of the H heads: the kernel where it computes the call, else the reference path.
+fn run_by_head(call: &Call) -> Result<(Tensor, Tensor)> {
+    let (instruction_set, Dims { b, t, h, d_v, .. }) = (kernel_instruction_set(call)?, call.dims);
+    if [b, t, d_v].contains(&0) {
+        let ys = Tensor::zeros((b, h, t, d_v), call.dtype(), call.rows[0].device())?;
+        return Ok((ys, call.states_before()?));
+    }
+    if let Some(instruction_set) = instruction_set {
+        match cpu::run(call, instruction_set)? {
+            cpu::Outcome::Computed(ys, states) => return Ok((ys, states)),
+            cpu::Outcome::OutOfRange(obstacle) if call.options.backend == Backend::Fused => {
+                bail!("[{}] no fused path: {obstacle}", call.op)
+            }
+            cpu::Outcome::OutOfRange(_) => (),
+        }
+    }
+    reference::run(call)
 }
 
 /// The instruction set of the kernel that runs a call; none where the reference path does.

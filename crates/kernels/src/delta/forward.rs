@@ -176,6 +176,7 @@ pub(super) unsafe fn run_heads<K: Kernel, E: Number>(
             });
             K::run_simd(WriteContext { call, head, tokens: own, panels: panels.clone(), workspace });
         }
+        call.excess_decay.record(workspace.rows.excess_decay());
         for head in heads.clone() {
             for panel in panels.clone() {
                 let (own, columns) = (workspace.place(head - heads.start, panel, d_k), workspace.columns(panel, d_v));

@@ -19,6 +19,7 @@ use crate::cpu::{InstructionSet, Kernel, SharedPtr, SimdTask, Unwritten, Workers
 use crate::error::{Error, check_instruction_set, check_len};
 use crate::number::{Number, Strided};
 use forward::{MAX_HEADS, Shape, Workspace, run_heads};
+use problem::ExcessDecay;
 use rows::BLOCK;
 
 /// What [`gated_delta_rule`] gives.
@@ -85,6 +86,7 @@ pub struct BackwardCall<'a, E> {
     /// The blocks before those of each sequence.
     blocks: Vec<usize>,
     gradients: Gradients<SharedPtr<f32>>,
+    excess_decay: ExcessDecay,
 }
 
 /// A call that was checked, and where its results go.
@@ -93,6 +95,7 @@ pub struct Call<'a, E> {
     context: SharedPtr<E>,
     states: SharedPtr<f32>,
     saved: Option<SavedOutput>,
+    excess_decay: ExcessDecay,
 }
 
 struct SavedOutput {
@@ -146,7 +149,8 @@ kernels!(f32, bf16, f16);
 /// # Errors
 /// [`Error::Shape`] if a slice is shorter than the dimensions need, heads do not divide H, or the sequences are not the
 /// tokens one after the other; [`Error::InstructionSet`] if the processor lacks the instruction set; [`Error::Memory`]
-/// if there is none for the results.
+/// if there is none for the results; [`Error::Range`] for a decay above 2.5, and with a norm for a scale other than 0
+/// whose magnitude is below 1e-15 or above 1e15.
 ///
 /// ```
 /// use candle_attention_kernels::InstructionSet;
@@ -190,7 +194,15 @@ pub fn gated_delta_rule<E: DeltaKernels>(
     let pointer = |of: &mut Unwritten<f32>| SharedPtr(of.as_mut_ptr());
     let saved = SavedOutput { blocks, errors: pointer(&mut errors), states: pointer(&mut block_states) };
     let (context_to, saved) = (SharedPtr(context.as_mut_ptr()), saves.then_some(saved));
-    E::gated_delta_rule(&Call { problem, context: context_to, states: pointer(&mut states), saved }, instruction_set);
+    let call = Call {
+        problem,
+        context: context_to,
+        states: pointer(&mut states),
+        saved,
+        excess_decay: ExcessDecay::default(),
+    };
+    E::gated_delta_rule(&call, instruction_set);
+    call.excess_decay.check()?;
     // SAFETY: each head of each sequence wrote its columns of all of them.
     unsafe {
         let saved = Saved { errors: errors.written(), states: block_states.written() };
@@ -253,7 +265,9 @@ pub fn gated_delta_rule_backward<E: DeltaKernels>(
     let [q, k, v, decay, beta, states] = counts.map(unwritten::<f32>);
     let mut all = [q?, k?, v?, decay?, beta?, states?];
     let gradients = all.each_mut().map(|of| SharedPtr(of.as_mut_ptr())).into();
-    E::gated_delta_rule_backward(&BackwardCall { problem, blocks, gradients }, instruction_set);
+    let call = BackwardCall { problem, blocks, gradients, excess_decay: ExcessDecay::default() };
+    E::gated_delta_rule_backward(&call, instruction_set);
+    call.excess_decay.check()?;
     // SAFETY: each head of each sequence wrote the rows of its tokens and its state.
     Ok(all.map(|of| unsafe { of.written() }).into())
 }

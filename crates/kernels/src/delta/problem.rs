@@ -1,10 +1,19 @@
 //! The description of one call, and its checks.
 
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
+use std::sync::atomic::{AtomicU32, Ordering};
 
-use crate::cpu::Executor;
+use crate::cpu::{Executor, Vector};
 use crate::error::{Error, check_len};
 use crate::number::Strided;
+
+/// The largest logarithm of a factor that the kernels take. They multiply the factors of up to 16 tokens before they
+/// multiply a state with them: e^40 leaves room in f32, and the products of more would overflow where the state, which
+/// may be 0, does not.
+const MAX_DECAY: f32 = 2.5;
+
+/// The magnitudes of a scale that the kernels take with a norm, whose gradient divides by the square of the scale.
+const SCALES_WITH_NORM: RangeInclusive<f32> = 1e-15..=1e15;
 
 /// The dimensions of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -95,6 +104,13 @@ impl<E> Problem<'_, E> {
         let counts = [h, d_k, d_v, self.sequences.len()];
         let states = counts.iter().try_fold(1usize, |count, &n| count.checked_mul(n)).ok_or_else(too_many)?;
         self.states.map_or(Ok(()), |found| check_len("states", found.len(), states))?;
+        if self.qk_norm.is_some() && self.scale != 0.0 && !SCALES_WITH_NORM.contains(&self.scale.abs()) {
+            let (least, most) = (SCALES_WITH_NORM.start(), SCALES_WITH_NORM.end());
+            return Err(Error::Range(format!(
+                "scale is {:e}, expected 0 or a magnitude from {least:e} to {most:e} with qk_norm",
+                self.scale
+            )));
+        }
         let mut end = 0;
         for range in self.sequences {
             let is_in_entry = range.is_empty() || range.start / t == (range.end - 1) / t;
@@ -141,5 +157,42 @@ impl<E> Problem<'_, E> {
         let tokens = self.dims.b * self.dims.t;
         let product = |counts: &[usize]| counts.iter().copied().fold(1usize, usize::saturating_mul);
         (product(&[3, tokens, self.dims.h, self.state_len()]), product(&[8, self.heads(), self.state_len()]))
+    }
+}
+
+/// The largest decay of a call that is above the bound of the kernels. Threads find it while they read the decays.
+#[derive(Default)]
+pub(super) struct ExcessDecay(AtomicU32);
+
+impl ExcessDecay {
+    /// Returns a decay above the bound, and 0 otherwise.
+    #[inline(always)]
+    pub fn of(decay: f32) -> f32 {
+        if decay > MAX_DECAY { decay } else { 0.0 }
+    }
+
+    /// Returns for each lane what [`of`](Self::of) returns.
+    ///
+    /// # Safety
+    /// The processor has the instruction set of V.
+    #[inline(always)]
+    pub unsafe fn of_each<V: Vector>(decays: V) -> V {
+        // SAFETY: as this function's contract.
+        unsafe { V::select(V::splat(MAX_DECAY).less_than(decays), decays, V::splat(0.0)) }
+    }
+
+    /// Records what a thread found.
+    pub fn record(&self, excess: f32) {
+        // The bits of numbers of at least 0 are ordered as the numbers are.
+        self.0.fetch_max(excess.to_bits(), Ordering::Relaxed);
+    }
+
+    /// Checks that no thread found a decay above the bound.
+    pub fn check(&self) -> Result<(), Error> {
+        let excess = f32::from_bits(self.0.load(Ordering::Relaxed));
+        if excess > 0.0 {
+            return Err(Error::Range(format!("decay is {excess}, expected at most {MAX_DECAY}")));
+        }
+        Ok(())
     }
 }

@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-use super::problem::{Decay, Dims, Problem};
-use crate::cpu::{Kernel, Scratch, SimdTask, Vector, prefetch_bytes};
+use super::problem::{Decay, Dims, ExcessDecay, Problem};
+use crate::cpu::{Kernel, MAX_LANES, Scratch, SimdTask, Vector, prefetch_bytes};
 use crate::number::{Number, Strided, load_first, widen_row};
 
 /// The tokens whose rows are read at once. What the backward pass needs of the states is kept for the first of each
@@ -26,6 +26,8 @@ pub(super) struct Rows {
     pub beta: [f32; BLOCK],
     /// What the row of each query and of each key was multiplied with.
     pub scales: [[f32; 2]; BLOCK],
+    /// The largest decays above the bound of the kernels among all that were read so far, 0 where there was none.
+    excess_decays: [f32; MAX_LANES],
 }
 
 impl Rows {
@@ -42,7 +44,13 @@ impl Rows {
             values: rows(value_width),
             beta: [0.0; BLOCK],
             scales: [[1.0; 2]; BLOCK],
+            excess_decays: [0.0; MAX_LANES],
         }
+    }
+
+    /// Returns the largest decay above the bound of the kernels among all that were read so far, and 0 without one.
+    pub fn excess_decay(&self) -> f32 {
+        self.excess_decays.iter().copied().fold(0.0, f32::max)
     }
 }
 
@@ -144,7 +152,8 @@ impl<E: Number> SimdTask for ReadRows<'_, '_, E> {
                     *scaled = scale;
                 }
                 let factors = rows.factors.as_mut_ptr().add(i * width);
-                read_factors::<K::Vector>(self.problem.decay, [b, head, at], factors, [d_k, width]);
+                let excess = &mut rows.excess_decays;
+                read_factors::<K::Vector>(self.problem.decay, [b, head, at], factors, [d_k, width], excess);
                 rows.beta[i] = self.problem.beta.map_or(1.0, |beta| *beta.at([b, head, at]));
             }
         }
@@ -158,11 +167,19 @@ impl<E: Number> SimdTask for ReadRows<'_, '_, E> {
     }
 }
 
+/// Writes the factors of a token, and raises `excess` to its decays above the bound of the kernels.
+///
 /// # Safety
 /// The processor has the instruction set of V, the problem was checked, and `to` is valid for `width` words, whole
 /// vectors.
 #[inline(always)]
-unsafe fn read_factors<V: Vector>(decay: Option<Decay>, index: [usize; 3], to: *mut f32, [d_k, width]: [usize; 2]) {
+unsafe fn read_factors<V: Vector>(
+    decay: Option<Decay>,
+    index: [usize; 3],
+    to: *mut f32,
+    [d_k, width]: [usize; 2],
+    excess: &mut [f32; MAX_LANES],
+) {
     // SAFETY: as this function's contract.
     unsafe {
         let channels = match decay {
@@ -170,19 +187,26 @@ unsafe fn read_factors<V: Vector>(decay: Option<Decay>, index: [usize; 3], to: *
             _ => None,
         };
         let factor = match decay {
-            Some(Decay::Heads(decay)) => (*decay.at(index)).exp(),
+            Some(Decay::Heads(decay)) => {
+                let logarithm = *decay.at(index);
+                excess[0] = excess[0].max(ExcessDecay::of(logarithm));
+                logarithm.exp()
+            }
             _ => 1.0,
         };
+        let mut largest = V::load(excess.as_ptr());
         for at in (0..width).step_by(V::LANES) {
             let factors = match channels {
                 Some(channels) => {
                     let logarithms: V = load_first(channels.add(at), V::LANES.min(d_k - at));
+                    largest = largest.max(ExcessDecay::of_each(logarithms));
                     logarithms.mul(V::splat(std::f32::consts::LOG2_E)).exp2()
                 }
                 None => V::splat(factor),
             };
             factors.store(to.add(at));
         }
+        largest.store(excess.as_mut_ptr());
     }
 }
 

@@ -144,6 +144,7 @@ pub(super) unsafe fn run_head<K: Kernel, E: Number>(call: &BackwardCall<E>, work
             });
         }
         workspace.gradient.copy_rows_to(output.states.0.add(index * len));
+        call.excess_decay.record(workspace.rows.excess_decay());
     }
 }
 
