@@ -58,7 +58,8 @@ const OP: &str = "attention_cache";
 /// Scalings whose frequencies depend on the length of a call ([`RopeScaling::Dynamic`](crate::RopeScaling::Dynamic),
 /// [`RopeScaling::LongRope`](crate::RopeScaling::LongRope)) take that of the longest sequence with the call, and keys
 /// of earlier calls are not rotated again: what transformers does with a cache. Its Phi 3 computes everything again in
-/// the call that first exceeds the original context; a model that follows it calls [`reset`](Self::reset) there.
+/// the call that first exceeds the original context; a model that follows it asks
+/// [`RopeConfig::frequencies_differ`](crate::RopeConfig::frequencies_differ), and calls [`reset`](Self::reset) there.
 ///
 /// Buffers are (B, H_kv, capacity, D) and (B, H_kv, capacity, D_v), made in the first call; for [latent
 /// attention](crate::MultiHeadLatentAttention) one of (B, 1, capacity, `kv_lora_rank + rope_head_dim`). The caches of

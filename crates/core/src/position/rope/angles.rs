@@ -322,6 +322,54 @@ mod tests {
         Ok(())
     }
 
+    /// Of every scaling and every pair of lengths around the original context of 8.
+    #[test]
+    fn rope_frequencies_differ_where_the_config_says_so() -> Result<()> {
+        let original_context = 8;
+        let long = |short_factor: f64, long_factor: f64| RopeScaling::LongRope {
+            short_factor: vec![short_factor; 4],
+            long_factor: vec![long_factor; 4],
+            original_context,
+            factor: Some(4.0),
+            attention_factor: None,
+        };
+        let llama3 = RopeScaling::Llama3 { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_context };
+        let yarn = RopeScaling::Yarn {
+            factor: 4.0,
+            original_context,
+            beta_fast: 32.0,
+            beta_slow: 1.0,
+            attention_factor: None,
+            mscale: None,
+            mscale_all_dim: None,
+            truncate: true,
+        };
+        for (scaling, depends_on_length) in [
+            (RopeScaling::None, false),
+            (RopeScaling::Linear { factor: 2.0 }, false),
+            (RopeScaling::Dynamic { factor: 2.0, original_context }, true),
+            (RopeScaling::Dynamic { factor: 1.0, original_context }, true),
+            (llama3, false),
+            (yarn, false),
+            (long(1.0, 2.0), true),
+            (long(1.5, 1.5), false),
+            (RopeScaling::Proportional { factor: 2.0, proportion: 0.5 }, false),
+        ] {
+            let config = RopeConfig::new(10_000.0).with_scaling(scaling);
+            config.validate(8)?;
+            let mut differ = false;
+            for earlier in 0..20 {
+                for len in 0..20 {
+                    let expected = frequencies(&config, 4, earlier) != frequencies(&config, 4, len);
+                    assert_eq!(config.frequencies_differ(earlier, len), expected, "{config:?}: {earlier}, {len}");
+                    differ |= expected;
+                }
+            }
+            assert_eq!(differ, depends_on_length, "{config:?}");
+        }
+        Ok(())
+    }
+
     #[test]
     fn threads_share_one_table() -> Result<()> {
         let rotary = rotary(RopeScaling::None)?;

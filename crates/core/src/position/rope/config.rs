@@ -184,6 +184,47 @@ impl RopeConfig {
         in_sections.enumerate().map(of).collect()
     }
 
+    /// Returns whether a call that reaches `len` positions (its largest position + 1) rotates by other frequencies than
+    /// a call that reached `earlier` positions.
+    ///
+    /// Only [`RopeScaling::Dynamic`] and [`RopeScaling::LongRope`] have frequencies that depend on the number of
+    /// positions. A model that processes a prompt in chunks, or continues from a cache, asks this question twice:
+    ///
+    /// - A chunk that ends at position `end` of a prompt of `len` tokens gives the numbers of the whole prompt only if
+    ///   `frequencies_differ(end, len)` is false. Otherwise the chunk has to be longer.
+    /// - If `frequencies_differ(cached, len)` is true, the keys of a cache with `cached` positions have other frequencies
+    ///   than the keys that a call up to `len` appends. With LongRoPE this happens once, and Phi 3 in transformers then
+    ///   computes the whole cache again ([`AttentionCache::reset`](crate::AttentionCache::reset), and all tokens in one
+    ///   call). With dynamic scaling it happens at every position beyond `original_context`, and transformers keeps the
+    ///   cached keys as they are.
+    ///
+    /// In a batch the longest sequence counts, since it determines the frequencies of all sequences.
+    ///
+    /// ```
+    /// use candle_attention::{RopeConfig, RopeScaling};
+    /// let dynamic = RopeScaling::Dynamic { factor: 4.0, original_context: 2048 };
+    /// let rope = RopeConfig::new(10_000.0).with_scaling(dynamic);
+    /// assert!(!rope.frequencies_differ(1, 2048)); // Chunks of a prompt within the original context are safe.
+    /// assert!(rope.frequencies_differ(2048, 5000)); // A longer prompt has to be one call.
+    /// assert!(rope.frequencies_differ(5000, 5001));
+    /// assert!(!RopeConfig::new(10_000.0).frequencies_differ(1, 5000));
+    /// ```
+    pub fn frequencies_differ(&self, earlier: usize, len: usize) -> bool {
+        match &self.scaling {
+            RopeScaling::Dynamic { original_context, .. } => {
+                earlier.max(*original_context) != len.max(*original_context)
+            }
+            RopeScaling::LongRope { short_factor, long_factor, original_context, .. } => {
+                (earlier > *original_context) != (len > *original_context) && short_factor != long_factor
+            }
+            RopeScaling::None
+            | RopeScaling::Linear { .. }
+            | RopeScaling::Llama3 { .. }
+            | RopeScaling::Yarn { .. }
+            | RopeScaling::Proportional { .. } => false,
+        }
+    }
+
     /// Checks that the numbers fit together and heads of width `head_dim`.
     ///
     /// # Errors
