@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Error, Result, Tensor, bail};
 use serde_json::Value;
 
 use crate::common::EXAMPLE;
-use crate::resample::{BICUBIC, BILINEAR, Filter, Size, resample};
+use crate::resample::{BICUBIC, BILINEAR, Filter, MAX_PIXELS, Size, resample};
 
 /// The part of a pixel's colour that attention takes at most.
 const OPACITY: f64 = 0.75;
@@ -21,12 +21,19 @@ fn wrong(path: &Path, error: impl std::fmt::Display) -> Error {
 }
 
 impl Picture {
-    /// From a PNG of any kind; transparency is left out.
+    /// Reads a PNG of any kind; transparency is left out.
+    ///
+    /// # Errors
+    /// If the file is not a PNG, or has more pixels than [`MAX_PIXELS`], which is checked before they get memory.
     pub fn open(path: &Path) -> Result<Self> {
         let mut decoder = png::Decoder::new(BufReader::new(File::open(path).map_err(|error| wrong(path, error))?));
         decoder.set_transformations(png::Transformations::EXPAND | png::Transformations::STRIP_16);
         let mut reader = decoder.read_info().map_err(|error| wrong(path, error))?;
-        let Some(bytes) = reader.output_buffer_size() else { return Err(wrong(path, "it is too large")) };
+        let (width, height) = reader.info().size();
+        let size = Size { rows: height as usize, columns: width as usize };
+        let Some(bytes) = reader.output_buffer_size().filter(|_| size.fits()) else {
+            return Err(wrong(path, format!("it has {size} pixels, expected at most {MAX_PIXELS} in all")));
+        };
         let mut pixels = vec![0; bytes];
         let info = reader.next_frame(&mut pixels).map_err(|error| wrong(path, error))?;
         pixels.truncate(info.buffer_size());

@@ -1,6 +1,9 @@
 //! Planes of numbers in another size, as PyTorch's `interpolate` gives them.
 
-use candle_core::{Device, Result, Tensor};
+use candle_core::{Device, Result, Tensor, bail};
+
+/// The most pixels of a picture, 8,192 by 8,192: a file of a few bytes can declare any size.
+pub const MAX_PIXELS: usize = 1 << 26;
 
 /// How pixels between others come about.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -58,15 +61,32 @@ pub struct Size {
     pub columns: usize,
 }
 
+impl Size {
+    /// Whether a picture of this size has at most [`MAX_PIXELS`].
+    pub fn fits(self) -> bool {
+        self.rows.checked_mul(self.columns).is_some_and(|pixels| pixels <= MAX_PIXELS)
+    }
+}
+
 impl std::fmt::Display for Size {
     fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
         write!(f, "{} x {}", self.rows, self.columns)
     }
 }
 
-/// Planes (N, rows, columns) on the CPU in another size. Neither size is 0.
+/// Resamples planes (N, rows, columns) on the CPU to another size. Neither size is 0.
+///
+/// # Errors
+/// If the result, or what is computed on the way to it, would have more than [`MAX_PIXELS`].
 pub fn resample(planes: &Tensor, to: Size, filter: Filter) -> Result<Tensor> {
     let (_, rows, columns) = planes.dims3()?;
+    let from = Size { rows, columns };
+    let widened = Size { rows, columns: to.columns };
+    let column_weights = Size { rows: to.columns, columns };
+    let row_weights = Size { rows: to.rows, columns: rows };
+    if ![to, widened, column_weights, row_weights].into_iter().all(Size::fits) {
+        bail!("[resample] resampling {from} pixels to {to} needs too much memory, expected smaller sides")
+    }
     let wide = planes.broadcast_matmul(&filter.weights(columns, to.columns)?.t()?)?;
     filter.weights(rows, to.rows)?.broadcast_matmul(&wide)
 }

@@ -63,12 +63,14 @@ def picture():
     return (torch.stack(planes) * 7 // 8 + noise).to(torch.uint8)
 
 
-def write_png(path, planes):
+def write_png(path, planes, size=None):
+    """Writes planes (channels, rows, columns); the header has another `size` than theirs if one is given."""
     rows = planes.permute(1, 2, 0).contiguous()
     data = b"".join(b"\0" + bytes(row.flatten().tolist()) for row in rows)
     chunk = lambda kind, data: struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
     kind = {1: 0, 2: 4, 3: 2, 4: 6}[len(planes)]
-    header = struct.pack(">IIBBBBB", planes.shape[2], planes.shape[1], 8, kind, 0, 0, 0)
+    rows, columns = size or planes.shape[1:]
+    header = struct.pack(">IIBBBBB", columns, rows, 8, kind, 0, 0, 0)
     path.write_bytes(
         b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(data, 9)) + chunk(b"IEND", b"")
     )
@@ -79,6 +81,9 @@ def write_kinds(folder):
     grey = (torch.arange(26 * 30) * 37 % 251).to(torch.uint8).reshape(1, 26, 30)
     for name, planes in {"grey": [grey], "grey_alpha": [grey, grey // 2], "rgb": [grey] * 3, "rgba": [grey] * 3 + [grey // 2]}.items():
         write_png(folder / f"{name}.png", torch.cat(planes))
+    # A header of 2^40 pixels over the data of one, and a row of pixels that is far too wide once its height is 30.
+    write_png(folder / "declares_too_much.png", grey[:, :1, :1], (1 << 20, 1 << 20))
+    write_png(folder / "too_wide.png", torch.zeros(1, 1, 1 << 16, dtype=torch.uint8))
 
 
 def pixels(planes, settings):
