@@ -51,7 +51,7 @@ pub struct Args {
     #[arg(long, value_name = "TYPE", value_parser = ["f32", "bf16", "f16", "q8"])]
     pub kv_cache: Option<String>,
 
-    /// Prompt tokens that go through the model at a time
+    /// Prompt tokens that go through the model at a time; more where rotary frequencies depend on the length of the call
     #[arg(long, value_name = "N", default_value = "2048")]
     pub chunk: NonZeroUsize,
 }

@@ -9,6 +9,7 @@ mod args;
 #[path = "../common/mod.rs"]
 mod common;
 mod files;
+mod generate;
 mod model;
 mod run;
 

@@ -10,7 +10,7 @@ mod blocks;
 
 use std::ops::Range;
 
-use candle_attention::{AttentionCacheConfig, AttentionMask, PackedLinear, RopeScaling};
+use candle_attention::{AttentionCacheConfig, AttentionMask, PackedLinear, RopeConfig, RopeScaling};
 use candle_core::{D, DType, Device, IndexOp, Module, Result, Tensor, bail};
 use candle_nn::Embedding;
 use serde_json::Value;
@@ -144,13 +144,28 @@ impl CausalLm {
         })
     }
 
-    /// The original context of a scaling whose frequencies change beyond it, and the scaling's name.
-    pub fn original_context(&self) -> Option<(usize, &'static str)> {
-        self.blocks.attentions().find_map(|attention| match *attention.rope()?.0.scaling() {
-            RopeScaling::Dynamic { original_context, .. } => Some((original_context, "dynamic")),
-            RopeScaling::LongRope { original_context, .. } => Some((original_context, "longrope")),
-            _ => None,
-        })
+    /// Returns the rotary configs of the layers that have one.
+    fn ropes(&self) -> impl Iterator<Item = &RopeConfig> {
+        self.blocks.attentions().filter_map(|attention| attention.rope().map(|(rope, _)| rope))
+    }
+
+    /// Returns the first rotary scaling whose frequencies depend on the number of positions, if a layer has one.
+    pub fn length_dependent_scaling(&self) -> Option<&RopeScaling> {
+        let mut scalings = self.ropes().map(RopeConfig::scaling);
+        scalings.find(|scaling| matches!(scaling, RopeScaling::Dynamic { .. } | RopeScaling::LongRope { .. }))
+    }
+
+    /// Returns whether a call that reaches `len` positions rotates by other frequencies than one that reached `earlier`.
+    pub fn frequencies_differ(&self, earlier: usize, len: usize) -> bool {
+        self.ropes().any(|rope| rope.frequencies_differ(earlier, len))
+    }
+
+    /// Returns whether caches of `cached` positions have to be computed again before a call that reaches `len`
+    /// positions, which is so where LongRoPE changes its factors. With dynamic scaling cached keys stay as they are:
+    /// the frequencies differ in every call, and transformers keeps the keys too.
+    pub fn cached_keys_expire(&self, cached: usize, len: usize) -> bool {
+        let mut long = self.ropes().filter(|rope| matches!(rope.scaling(), RopeScaling::LongRope { .. }));
+        long.any(|rope| rope.frequencies_differ(cached, len))
     }
 
     pub fn device(&self) -> &Device {

@@ -1,22 +1,19 @@
 //! From the command line to text, in one process or in each of several.
 
 use std::io::Write;
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use candle_attention::TorchSeed;
 use candle_attention::text::{SimpleTokenizer, SpecialTokens};
-use candle_core::{DType, Device, Result, Tensor, bail};
-use candle_nn::ops::softmax_last_dim;
+use candle_core::{Device, Result, Tensor, bail};
 
 use crate::args::Args;
 use crate::common::page::{PageOfLayers, texts};
 use crate::common::{cannot, with_bar};
 use crate::files::Files;
+use crate::generate::{Batch, generate, padded};
 use crate::model::CausalLm;
-use crate::model::attention::Cache;
 use crate::model::weights::Processes;
 
 /// Answers the command line: of several processes, the first one writes.
@@ -67,7 +64,7 @@ fn answer(
     tokenizer: Option<&SimpleTokenizer>,
     out: &mut dyn Write,
 ) -> Result<String> {
-    let mut caches = model.caches(|config| match args.kv_cache.as_ref().map(|name| name.parse()) {
+    let caches = model.caches(|config| match args.kv_cache.as_ref().map(|name| name.parse()) {
         None => config,
         Some(Ok(dtype)) => config.with_dtype(dtype),
         Some(Err(_)) => config.with_q8(), // the one name that is no dtype
@@ -78,7 +75,8 @@ fn answer(
     if streamed.is_some() {
         write!(out, "{}", args.prompt[0])?;
     }
-    let [prompt_time, time] = generate(model, prompts, &mut caches, args, end, |sequence, token| {
+    let mut batch = Batch::new(model, caches, prompts.len(), args.chunk.get());
+    let times = generate(&mut batch, prompts, args, end, |sequence, token| {
         made[sequence].push(token);
         if let Some(tokenizer) = streamed
             && !end.contains(&token)
@@ -100,17 +98,16 @@ fn answer(
             None => writeln!(out, "{}", made.iter().map(u32::to_string).collect::<Vec<_>>().join(","))?,
         }
     }
-    let [given, made] = [prompts, &made].map(|rows| rows.iter().map(Vec::len).sum::<usize>());
-    let held: usize = caches.iter().map(Cache::memory).sum();
+    let count = |rows: &[Vec<u32>]| rows.iter().map(Vec::len).sum::<usize>();
     let rate = |tokens: usize, time: Duration| tokens as f64 / time.as_secs_f64().max(1e-9);
     Ok(format!(
         "prompt: {} tokens, {:.1} tokens/s; generation: {} tokens, {:.1} tokens/s; cache: {:.1} MiB",
-        given,
-        rate(given, prompt_time),
-        made,
+        count(prompts),
+        rate(count(prompts), times.prompt),
+        count(&made),
         // The first token comes with the prompt.
-        rate(made.saturating_sub(prompts.len()), time),
-        held as f64 / f64::from(1 << 20)
+        rate(count(&made).saturating_sub(prompts.len()), times.tokens),
+        batch.memory() as f64 / f64::from(1 << 20)
     ))
 }
 
@@ -149,109 +146,4 @@ fn write_logits(model: &CausalLm, prompts: &[Vec<u32>], path: Option<&PathBuf>) 
     let logits = model.logits(&model.forward(&ids, Some(&lens), &mut caches)?)?;
     let Some(path) = path else { return Ok(()) };
     logits.save_safetensors("logits", path).map_err(cannot("write", path))
-}
-
-/// Makes tokens after each prompt, as the arguments say, and tells `made` of each: the sequence and the token. A
-/// sequence ends at one of the tokens `end`. Gives the times that prompts and tokens took.
-///
-/// # Errors
-/// For an empty prompt, and as the model.
-fn generate(
-    model: &CausalLm,
-    prompts: &[Vec<u32>],
-    caches: &mut [Cache],
-    args: &Args,
-    end: &[u32],
-    mut made: impl FnMut(usize, u32) -> Result<()>,
-) -> Result<[Duration; 2]> {
-    if let Some(empty) = prompts.iter().position(Vec::is_empty) {
-        bail!("[causal_lm] prompt {} has no token", empty + 1)
-    }
-    let rngs: Vec<_> = (0..prompts.len()).map(|i| TorchSeed::new(args.seed.wrapping_add(i as u64))).collect();
-    let mut next_after = |rows: &[Vec<u32>]| -> Result<Vec<u32>> {
-        let logits = next_logits(model, rows, caches, args.chunk.get())?;
-        logits.iter().zip(&rngs).map(|(logits, rng)| sample(logits, args, rng)).collect()
-    };
-    let (start, mut rows) = (Instant::now(), prompts.to_vec());
-    let mut next = next_after(&rows)?;
-    let (prompt, start) = (start.elapsed(), Instant::now());
-    let max_tokens = args.max_tokens.unwrap_or(100);
-    for step in 1..=max_tokens {
-        // A sequence that has ended brings no token.
-        for (sequence, row) in rows.iter_mut().enumerate().filter(|(_, row)| !row.is_empty()) {
-            made(sequence, next[sequence])?;
-            *row = if end.contains(&next[sequence]) { Vec::new() } else { vec![next[sequence]] };
-        }
-        if step == max_tokens || rows.iter().all(Vec::is_empty) {
-            break;
-        }
-        next = next_after(&rows)?;
-    }
-    Ok([prompt, start.elapsed()])
-}
-
-/// The logits (V,) after the tokens of each sequence, which go through the model in chunks of so many. Those of a
-/// sequence without tokens mean nothing.
-fn next_logits(model: &CausalLm, rows: &[Vec<u32>], caches: &mut [Cache], chunk: usize) -> Result<Vec<Tensor>> {
-    let longest = rows.iter().map(Vec::len).max().unwrap_or(0);
-    let mut last = Vec::new();
-    for first in (0..longest).step_by(chunk) {
-        let (ids, lens) = padded(rows, first..longest.min(first + chunk), model.device())?;
-        note_crossing(model, caches, &lens);
-        let logits = model.next_logits(&ids, &lens, caches)?;
-        last.resize(rows.len(), logits.get(0)?);
-        for (sequence, _) in lens.iter().enumerate().filter(|&(_, &len)| len > 0) {
-            last[sequence] = logits.get(sequence)?;
-        }
-    }
-    Ok(last)
-}
-
-/// Says on stderr when a call of so many tokens first exceeds the original context of a scaling that changes its
-/// frequencies there.
-fn note_crossing(model: &CausalLm, caches: &[Cache], lens: &[usize]) {
-    let Some((original, scaling)) = model.original_context() else { return };
-    let before = caches.first().map(Cache::lens).unwrap_or_default();
-    let cached = before.iter().copied().max().unwrap_or(0);
-    let longest = lens.iter().enumerate().map(|(i, len)| before.get(i).unwrap_or(&0) + len).max().unwrap_or(0);
-    if cached <= original && longest > original {
-        eprintln!(
-            "note: {longest} positions exceed the original context of {original}: {scaling} scaling changes the rotary \
-             frequencies from this call on; {cached} cached positions keep those of their own calls, as in transformers"
-        );
-    }
-}
-
-/// Part of each prompt as a batch (B, T), right-padded with 0, and how many of each are tokens.
-fn padded(prompts: &[Vec<u32>], part: Range<usize>, device: &Device) -> Result<(Tensor, Vec<usize>)> {
-    let (mut ids, mut lens) = (Vec::new(), Vec::new());
-    for prompt in prompts {
-        let own = &prompt[part.start.min(prompt.len())..part.end.min(prompt.len())];
-        ids.extend(own);
-        lens.push(own.len());
-        ids.resize(lens.len() * part.len(), 0);
-    }
-    Ok((Tensor::from_vec(ids, (prompts.len(), part.len()), device)?, lens))
-}
-
-/// A token from its logits (V,): the likeliest, or with a temperature one drawn from the likeliest tokens that have the
-/// probability `top_p` together.
-fn sample(logits: &Tensor, args: &Args, rng: &TorchSeed) -> Result<u32> {
-    let (logits, top_p) = (logits.to_dtype(DType::F32)?, args.top_p.unwrap_or(1.0));
-    if args.temperature == 0.0 {
-        return logits.argmax(0)?.to_scalar();
-    }
-    let probabilities: Vec<f32> = softmax_last_dim(&(logits / args.temperature)?)?.to_vec1()?;
-    let mut candidates: Vec<_> = (0u32..).zip(probabilities).collect();
-    candidates.sort_by(|(_, a), (_, b)| b.total_cmp(a));
-    // The sum of the probabilities up to each token, to the first that reaches `top_p`.
-    let sums = candidates.iter().scan(0.0, |sum, &(_, p)| {
-        *sum += f64::from(p);
-        Some(*sum)
-    });
-    let mut sums: Vec<_> = sums.collect();
-    sums.truncate(sums.partition_point(|&sum| sum < top_p) + 1);
-    let drawn = f64::from(rng.rand(1)?.to_vec1::<f32>()?[0]) * sums[sums.len() - 1];
-    let chosen = sums.partition_point(|&sum| sum <= drawn).min(sums.len() - 1);
-    Ok(candidates[chosen].0)
 }

@@ -12,6 +12,7 @@ mod golden;
 #[path = "../../examples/image_embedding/model.rs"]
 #[allow(dead_code, clippy::duplicate_mod, reason = "the program's part, and the blocks of all three")]
 mod images;
+mod long_context;
 mod page;
 mod process;
 #[path = "../../examples/image_embedding/resample.rs"]

@@ -29,6 +29,14 @@ impl Cache {
         }
     }
 
+    /// Drops all tokens.
+    pub fn reset(&mut self) {
+        match self {
+            Self::Softmax(cache) => cache.reset(),
+            Self::Linear(cache) => cache.reset(),
+        }
+    }
+
     /// In bytes.
     pub fn memory(&self) -> usize {
         match self {

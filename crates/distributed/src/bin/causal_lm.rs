@@ -9,6 +9,8 @@ mod args;
 mod common;
 #[path = "../../../../examples/causal_lm/files.rs"]
 mod files;
+#[path = "../../../../examples/causal_lm/generate.rs"]
+mod generate;
 #[path = "../../../../examples/causal_lm/model.rs"]
 mod model;
 #[path = "../../../../examples/causal_lm/run.rs"]
@@ -113,6 +115,13 @@ fn run_by_positions(args: &Args, device: Device, files: &Files, processes: &dyn 
     let model = CausalLm::load(&json, files.weights(args.model.dtype, &device, None)?, |_, _| {})?;
     if model.blocks.attentions().any(Attention::is_linear) {
         bail!("[causal_lm] states of linear attention cannot be divided by positions, expected --divide heads")
+    }
+    let len = prompt.0.len().saturating_add(args.max_tokens.unwrap_or(100));
+    if model.frequencies_differ(1, len) {
+        bail!(
+            "[causal_lm] the rotary frequencies of the model depend on the number of positions, of which each process has \
+             some, and up to {len} positions exceed the original context; expected --divide heads"
+        )
     }
     let (order, end) = (ZigZag::new(prompt.0.len(), processes), files.end_tokens(&json)?);
     let capacity = order.positions().count() + args.max_tokens.unwrap_or(100) / processes.size() + 1;
