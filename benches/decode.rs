@@ -1,7 +1,7 @@
 //! A few new queries against a long cache: `cargo bench --bench decode`, and `-- --help` for how to time one cell.
 //!
-//! What takes the time is reading the keys and values. A model reads those of all its layers before it comes back to
-//! the first, so each call takes the next of many copies, `--total` MiB together.
+//! The time of these calls is the time of reading keys and values. A model reads the keys of all its layers before it
+//! returns to the first, so each call takes the next of many copies, which are `--total` MiB together.
 
 #[expect(dead_code, reason = "each bench uses its own part of what they share")]
 mod common;
@@ -26,9 +26,9 @@ fn cells() -> Vec<Cell> {
         let after = |t_q, t_kv| Cell { h: 32, h_kv: 8, t_q, ..Cell::square(t_kv, 128, Mask::Causal, dtype) };
         for q8 in [false, true] {
             cells.extend([after(1, 4096), after(1, 16384)].map(|cell| Cell { q8, ..cell }));
-            // Speculative decoding asks for several at once.
+            // Speculative decoding has several queries at once.
             cells.extend([4, 8, 16].map(|t_q| Cell { q8, ..after(t_q, 4096) }));
-            // Without groups, a token is one row of a key head.
+            // Without grouped heads, a token is one row of a key head.
             cells.extend([1, 4, 8].map(|t_q| Cell { h: 8, q8, ..after(t_q, 4096) }));
         }
     }

@@ -1,5 +1,5 @@
-//! The layer beside attention as Candle models usually write it, in turn in one run: `cargo bench --bench layer`, and
-//! `-- --help` for how to time one cell.
+//! The layer and attention as Candle models usually write it, in turn in one run: `cargo bench --bench layer`, and `--
+//! --help` for how to time one cell.
 //!
 //! Both sides share weights and input, and their outputs are compared before anything is timed.
 
@@ -39,7 +39,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// From the tutorial's six tokens over sentences and a page to a batch of pages.
+/// Returns cells from the tutorial's six tokens over sentences and a page to a batch of pages.
 fn cells() -> Vec<Cell> {
     let layer = |(b, t), (e, heads), dtype| Cell {
         b,
@@ -58,7 +58,7 @@ fn cells() -> Vec<Cell> {
     ]
 }
 
-/// Both sides of a cell, and what they are fed: (B, T, E).
+/// Both sides of a cell, and their input (B, T, E).
 struct Sides {
     layer: MultiHeadAttention,
     by_hand: HandWritten,
@@ -81,7 +81,7 @@ impl Sides {
         Ok(Self { layer, by_hand, xs })
     }
 
-    /// The path that attention inside the layer takes.
+    /// Returns the path that attention inside the layer takes.
     fn plan(cell: &Cell) -> Result<String> {
         let q = Tensor::zeros((cell.b, cell.h, cell.t_q, cell.d), cell.dtype, &Device::Cpu)?;
         let plan = candle_attention::plan(&q, &q, &q, &AttentionMask::causal(), &SdpaOptions::default())?;
@@ -89,14 +89,14 @@ impl Sides {
     }
 }
 
-/// Project, transpose, multiply, mask by addition, softmax, multiply, project.
+/// A layer that projects, transposes, multiplies, adds a mask, takes the softmax, multiplies, and projects.
 struct HandWritten {
     q_proj: Linear,
     k_proj: Linear,
     v_proj: Linear,
     o_proj: Linear,
     num_heads: usize,
-    /// Made once, as models do that cache it.
+    /// Computed once, as in models that cache it.
     mask: Tensor,
 }
 

@@ -1,8 +1,8 @@
-//! One token through a whole layer with a cache, beside a layer as Candle models usually write it: `cargo bench --bench
-//! layer_decode`, and `-- --help` for how to time one cell.
+//! One token through a whole layer with a cache, and through a layer as Candle models usually write it: `cargo bench
+//! --bench layer_decode`, and `-- --help` for how to time one cell.
 //!
-//! What takes the time is reading the weights, the keys and the values. A model reads those of all its layers before it
-//! comes back to the first, so each call takes the next of many layers, `--total` MiB together.
+//! The time of these calls is the time of reading weights, keys and values. A model reads those of all its layers
+//! before it returns to the first, so each call takes the next of many layers, which are `--total` MiB together.
 
 #[expect(dead_code, reason = "each bench uses its own part of what they share")]
 mod common;
@@ -48,7 +48,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// A call for the next of several layers.
+/// Returns a call that runs the next of several layers each time.
 fn each_in_turn<'a, L>(layers: &'a mut [L], step: impl Fn(&mut L) -> Result<Tensor> + 'a) -> Call<'a> {
     let mut next = 0;
     Box::new(move || {
@@ -57,7 +57,7 @@ fn each_in_turn<'a, L>(layers: &'a mut [L], step: impl Fn(&mut L) -> Result<Tens
     })
 }
 
-/// A layer of E with H heads, and the positions that its cache holds.
+/// A layer of E with H heads, and the number of positions in its cache.
 struct Cell {
     dtype: DType,
     embed_dim: usize,
@@ -66,8 +66,8 @@ struct Cell {
     t_kv: usize,
 }
 
-/// The layer of a model of 7 billion parameters, one whose query heads share key heads, and the layers of small models
-/// (E 576 is SmolLM2-135M's), in which what a call costs besides its reading shows.
+/// Returns the layer of a model of 7 billion parameters, a layer whose query heads share key heads, and the layers of
+/// small models (E 576 is SmolLM2-135M's), which show the cost of a call besides its reading.
 fn cells() -> Vec<Cell> {
     let mut cells = Vec::new();
     for dtype in [DType::F32, DType::BF16, DType::F16] {
@@ -89,7 +89,7 @@ impl Cell {
         MultiHeadAttentionConfig::new(self.embed_dim, self.h).with_num_kv_heads(self.h_kv).with_causal(true)
     }
 
-    /// (out, in) of each projection.
+    /// Returns (out, in) of each projection.
     fn shapes(&self) -> [(usize, usize); 4] {
         let (e, kv) = (self.embed_dim, self.h_kv * self.head_dim());
         [(e, e), (kv, e), (kv, e), (e, e)]
@@ -126,7 +126,7 @@ impl Describe for Cell {
     }
 }
 
-/// As many layers of each side as the bytes to walk through allow; none of a side that is not asked for.
+/// The layers of each side, enough to fill the bytes to walk through; none for a side that was not requested.
 struct Layers {
     ours: Vec<Ours>,
     theirs: Vec<HandWritten>,
@@ -138,7 +138,7 @@ impl Layers {
         for (o, i) in cell.shapes() {
             weights.push(random((o, i), (i as f64).recip().sqrt(), cell.dtype)?);
         }
-        // Keys and values come from hidden states, so that both sides hold the same.
+        // Keys and values are projected from hidden states, so that both sides store the same.
         let before = random((1, cell.t_kv, cell.embed_dim), 1.0, cell.dtype)?;
         let (mut ours, mut theirs) = (Vec::new(), Vec::new());
         for _ in 0..args.total_bytes().div_ceil(cell.bytes()) {
@@ -177,8 +177,8 @@ impl Ours {
     }
 }
 
-/// Project, append by `cat`, repeat the key heads, multiply, softmax, multiply, project; between the products in f32,
-/// as Candle's Llama does.
+/// A layer that projects, appends by `cat`, repeats the key heads, multiplies, takes the softmax, multiplies, and
+/// projects; f32 between the products, as in Candle's Llama.
 struct HandWritten {
     projections: Vec<Linear>,
     cache: [Tensor; 2],
@@ -195,7 +195,7 @@ impl HandWritten {
         Ok(this)
     }
 
-    /// (1, T, E) to (1, heads, T, D).
+    /// Projects (1, T, E) to (1, heads, T, D).
     fn heads(&self, projection: usize, xs: &Tensor, heads: usize) -> Result<Tensor> {
         let ys = self.projections[projection].forward(xs)?;
         let (b, t, width) = ys.dims3()?;

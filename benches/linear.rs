@@ -1,8 +1,8 @@
-//! Projections beside Candle's `Linear`: `cargo bench --bench linear`, and `-- --help` for how to time one cell.
+//! Projections and Candle's `Linear`: `cargo bench --bench linear`, and `-- --help` for how to time one cell.
 //!
-//! Few rows of a large weight take the time of reading it. A model reads the weights of all its layers before it comes
-//! back to the first, so each call takes the next of many copies, `--total` MiB together; cells in which that is so say
-//! "from memory". The others multiply with one weight again and again.
+//! A product of few rows with a large weight takes as long as reading the weight. A model reads the weights of all its
+//! layers before it returns to the first, so each call takes the next of many copies, which are `--total` MiB together;
+//! such cells are named "from memory". The other cells multiply with one weight again and again.
 
 #[expect(dead_code, reason = "each bench uses its own part of what they share")]
 mod common;
@@ -21,7 +21,7 @@ use common::inputs::random;
 use common::report::Kind;
 use common::run;
 
-/// Rows of each of the three blocks that are compared.
+/// The number of rows in each of the three blocks that are compared.
 const BLOCK: usize = 8;
 
 fn main() -> Result<()> {
@@ -47,7 +47,7 @@ struct Cell {
     from_memory: bool,
 }
 
-/// The projections of a small model and of one of 7 billion parameters: one token, a few, a prompt.
+/// Returns the projections of a small model and of one of 7 billion parameters: one token, a few, a prompt.
 fn cells() -> Vec<Cell> {
     let mut cells = Vec::new();
     for dtype in [DType::F32, DType::BF16, DType::F16] {
@@ -88,12 +88,12 @@ impl Describe for Cell {
     }
 }
 
-/// Both sides of a cell, with a copy of the weight or more each, and what they are fed.
+/// Both sides of a cell, each with one or more copies of the weight, and their input.
 struct Sides {
     xs: Tensor,
     packed: Vec<PackedLinear>,
     linears: Vec<Linear>,
-    /// The first rows of some blocks, and what the block should give in f64.
+    /// The first row of each block, and the block's expected output in f64.
     expected: Vec<(usize, Tensor)>,
 }
 
@@ -120,7 +120,7 @@ impl Sides {
         Ok(Self { xs, packed, linears, expected })
     }
 
-    /// The engine's call, once it has given the right numbers. Each run takes the next copy.
+    /// Returns the engine's call after checking its numbers. Each run takes the next copy.
     fn checked(&self, engine: Engine) -> Result<Call<'_>> {
         let copies: Vec<&dyn Module> = match engine {
             Engine::Ours => self.packed.iter().map(|packed| packed as _).collect(),

@@ -1,7 +1,7 @@
-//! Norms beside candle-nn's: `cargo bench --bench norm`, and `-- --help` for how to time one cell.
+//! Norms and candle-nn's norms: `cargo bench --bench norm`, and `-- --help` for how to time one cell.
 //!
-//! Forward, candle-nn's is its fused operation, which has no backward pass; in the cells that train it is what it has
-//! for that, Candle's own operations one by one.
+//! In forward cells, candle-nn's norm is its fused operation, which has no backward pass. In cells that train, it is
+//! Candle's operations one by one.
 
 #[expect(dead_code, reason = "each bench uses its own part of what they share")]
 mod common;
@@ -44,12 +44,13 @@ struct Cell {
     dtype: DType,
     rows: usize,
     width: usize,
-    /// Mean and bias; the mean alone where it trains, since candle-nn differentiates no bias.
+    /// Whether the norm has a mean and a bias. In cells that train it has the mean alone, since candle-nn
+    /// differentiates no bias.
     is_layer: bool,
     trains: bool,
 }
 
-/// One token and a prompt of a small model, and a prompt of one of 7 billion parameters.
+/// Returns one token and a prompt of a small model, and a prompt of one of 7 billion parameters.
 fn cells() -> Vec<Cell> {
     let mut cells = Vec::new();
     for (trains, is_layer) in [(false, false), (false, true), (true, false), (true, true)] {
@@ -80,7 +81,8 @@ impl Describe for Cell {
         })
     }
 
-    /// The inputs are read and the outputs written; backward the inputs and the gradient are read and another written.
+    /// Returns the work: a forward pass reads the inputs and writes the outputs; a backward pass reads the inputs and
+    /// the gradient, and writes a gradient.
     fn work(&self) -> Result<Work> {
         let (count, passes) = ((self.rows * self.width) as f64, if self.trains { 5.0 } else { 2.0 });
         let flops = if self.trains { 12.0 } else { 4.0 };
@@ -89,7 +91,7 @@ impl Describe for Cell {
 }
 
 impl Cell {
-    /// xs, the gradient of the outputs, weight and bias, which the cell's dtype holds.
+    /// Returns xs, the gradient of the outputs, weight and bias, rounded to the cell's dtype.
     fn inputs(&self, dtype: DType) -> Result<[Tensor; 4]> {
         let draw = |rows: usize| random((rows, self.width), 1.0, self.dtype)?.to_dtype(dtype);
         Ok([draw(self.rows)?, draw(self.rows)?, draw(1)?.squeeze(0)?, draw(1)?.squeeze(0)?])
@@ -107,7 +109,7 @@ impl Cell {
         })
     }
 
-    /// The outputs, or the gradient of xs where the cell trains.
+    /// Returns a call that computes the outputs, or the gradient of xs in a cell that trains.
     fn call(&self, engine: Engine, inputs: &[Tensor]) -> Result<Call<'static>> {
         let [xs, factors, weight, bias] = inputs else { candle_core::bail!("[call] expected four inputs") };
         if !self.trains {

@@ -1,7 +1,9 @@
-//! Time and memory of a relative bias of T5's kind, by distance and as a tensor (H, T_q, T_kv): `cargo bench --bench
-//! relative_bias`, and `-- --help`. ALiBi, which computes its biases, stands beside the same numbers by distance.
+//! Time and memory of a relative bias like T5's, as a vector by distance and as a tensor (H, T_q, T_kv): `cargo bench
+//! --bench relative_bias`, and `-- --help`. ALiBi, which computes its biases, is timed with the same numbers by
+//! distance.
 //!
-//! The ways take turns in each round; a cell's time is the least, memory what a call adds to the process at its peak.
+//! The ways take turns in each round. The time of a cell is the least of its rounds; its memory is what a call adds to
+//! the process at its peak.
 
 #[expect(dead_code, reason = "each bench uses its own part of what they share")]
 #[path = "common/mod.rs"]
@@ -20,22 +22,22 @@ use common::turns;
 
 #[derive(Parser)]
 struct Args {
-    /// Keys, and queries unless those are given.
+    /// The numbers of keys, and of queries unless those are given.
     #[arg(long, value_delimiter = ',', default_values_t = [512, 2048, 4096, 16384])]
     lengths: Vec<usize>,
     #[arg(long)]
     queries: Option<usize>,
     #[arg(long, default_value_t = 16)]
     heads: usize,
-    /// The width of a head.
+    /// The head dimension.
     #[arg(long, default_value_t = 64)]
     width: usize,
     #[arg(long, default_value_t = 5)]
     rounds: usize,
-    /// The most positions for which a tensor (H, T_q, T_kv) is made.
+    /// The most positions for which a tensor (H, T_q, T_kv) is allocated.
     #[arg(long, default_value_t = 4096)]
     most_by_pair: usize,
-    /// What cargo passes.
+    /// Passed by cargo.
     #[arg(long, hide = true)]
     bench: bool,
 }

@@ -1,7 +1,7 @@
 //! Attention over whole sequences: `cargo bench --bench sdpa`, and `-- --help` for how to time one cell.
 //!
-//! GFLOP/s count the pairs that the mask leaves, so that a mask that is skipped shows as speed and one that is computed
-//! and thrown away does not.
+//! GFLOP/s count the (query, key) pairs that the mask allows, so that skipping masked pairs shows as speed, and
+//! computing them in vain does not.
 
 #[expect(dead_code, reason = "each bench uses its own part of what they share")]
 mod common;
@@ -39,10 +39,10 @@ fn cells() -> Vec<Cell> {
         for mask in [Mask::None, Mask::Causal] {
             cells.push(Cell { b: 4, h: 12, h_kv: 12, ..Cell::square(512, 64, mask, dtype) });
         }
-        // The window beside the whole: time a visible pair should hardly differ.
+        // The window and the whole sequence: the time per pair should hardly differ.
         cells.push(Cell::square(8192, 64, Mask::Causal, dtype));
         cells.push(Cell::square(8192, 64, Mask::Window(256), dtype));
-        // Half of a padded batch beside the whole: it should take half the time.
+        // Half of a padded batch is padding: it should take half the time of the whole.
         let lens = vec![128, 256, 384, 512, 512, 640, 768, 896];
         cells.push(Cell { b: 8, ..Cell::square(1024, 64, Mask::None, dtype) });
         cells.push(Cell { b: 8, ..Cell::square(1024, 64, Mask::Lens(lens), dtype) });
@@ -52,13 +52,13 @@ fn cells() -> Vec<Cell> {
     cells
 }
 
-/// What the reference path has no memory for.
+/// Returns cells that the reference path has too little memory for.
 fn long() -> Vec<Cell> {
     let cell = |dtype| Cell { h: 1, h_kv: 1, ..Cell::square(65536, 64, Mask::Causal, dtype) };
     [DType::F32, DType::BF16].map(cell).into()
 }
 
-/// Prints what one call of this crate adds to the memory of the process, on stderr.
+/// Prints on stderr what one call of this crate adds to the memory of the process.
 fn report_memory(cell: &Cell, args: &Args) -> Result<()> {
     use common::engine::{Engine, Entry, prepare};
 

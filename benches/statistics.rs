@@ -1,5 +1,5 @@
-//! Time and memory of statistics of attention weights beside attention without them, and beside the weights as a whole:
-//! `cargo bench --bench statistics`, and `-- --help`.
+//! Time and memory of statistics of attention weights, compared with attention without statistics and with the whole
+//! weights: `cargo bench --bench statistics`, and `-- --help`.
 
 #[expect(dead_code, reason = "each bench uses its own part of what they share")]
 #[path = "common/mod.rs"]
@@ -16,28 +16,28 @@ use common::turns;
 
 #[derive(Parser)]
 struct Args {
-    /// Queries and keys.
+    /// The numbers of queries and keys.
     #[arg(long, value_delimiter = ',', default_values_t = [512, 2048, 4096, 16384])]
     lengths: Vec<usize>,
     #[arg(long, default_value_t = 16)]
     heads: usize,
     #[arg(long, default_value_t = 16)]
     kv_heads: usize,
-    /// The width of a head.
+    /// The head dimension.
     #[arg(long, default_value_t = 64)]
     width: usize,
     #[arg(long, default_value_t = 5)]
     rounds: usize,
-    /// bf16 in the place of f32.
+    /// bf16 instead of f32.
     #[arg(long)]
     bf16: bool,
-    /// Queries see all keys.
+    /// Every query attends to all keys.
     #[arg(long)]
     not_causal: bool,
-    /// The most positions for which weights (H, T, T) are made.
+    /// The most positions for which weights (H, T, T) are allocated.
     #[arg(long, default_value_t = 2048)]
     most_whole: usize,
-    /// What cargo passes.
+    /// Passed by cargo.
     #[arg(long, hide = true)]
     bench: bool,
 }

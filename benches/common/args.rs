@@ -6,7 +6,7 @@ use clap::Parser;
 use super::cell::{Describe, dtype_name};
 use super::engine::Engine;
 
-/// Times attention, or what belongs to it, beside other implementations, in turn in one run.
+/// Times attention or one of its parts in turn with other implementations.
 #[derive(Debug, Clone, Parser)]
 pub struct Args {
     /// One JSON object a line for each cell and engine instead of a Markdown table.
@@ -46,10 +46,10 @@ pub struct Args {
 }
 
 impl Args {
-    /// The cells that were asked for.
+    /// Returns the requested cells.
     ///
     /// # Errors
-    /// When no cell was, which is a slip of the pen.
+    /// If no cell matches, since a filter is then likely to be misspelt.
     pub fn choose<C: Describe>(&self, cells: Vec<C>) -> Result<Vec<C>> {
         let chosen = |cell: &C| {
             self.only.as_ref().is_none_or(|part| cell.name().contains(part))

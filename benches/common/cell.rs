@@ -6,7 +6,7 @@ use candle_attention::AttentionMask;
 use candle_core::{DType, Result};
 use serde_json::{Value, json};
 
-/// Which keys a query sees, as cells need it.
+/// The keys that a query attends to.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Mask {
     None,
@@ -18,7 +18,7 @@ pub enum Mask {
 }
 
 impl Mask {
-    /// The mask for `t_q` queries, the last of which stands at the last key.
+    /// Returns the mask for `t_q` queries, the last of which is at the position of the last key.
     pub fn attention(&self) -> AttentionMask {
         match self {
             Self::None => AttentionMask::none(),
@@ -28,7 +28,7 @@ impl Mask {
         }
     }
 
-    /// The mask for queries of which the first stands at key `position`.
+    /// Returns the mask for queries of which the first is at the position of key `position`.
     pub fn at(&self, position: usize) -> AttentionMask {
         match self {
             Self::Causal => AttentionMask::causal_with_offset(position),
@@ -49,24 +49,24 @@ impl fmt::Display for Mask {
     }
 }
 
-/// What every bench asks of its cells.
+/// The description of a cell, which every bench needs.
 pub trait Describe {
-    /// What the command line and the tables call the cell.
+    /// Returns the name of the cell on the command line and in tables.
     fn name(&self) -> String;
     fn dtype(&self) -> DType;
-    /// The fields that describe the cell, in every line of JSON.
+    /// Returns the fields that describe the cell in every line of JSON.
     fn to_json(&self) -> Value;
     fn work(&self) -> Result<Work>;
 }
 
-/// What a call computes and reads.
+/// The work of a call.
 #[derive(Debug, Clone, Copy)]
 pub struct Work {
     /// Floating point operations.
     pub flops: f64,
-    /// Bytes of what reading takes the time, where it does: keys and values, or a weight.
+    /// The bytes that a call has to read: keys and values, or a weight.
     pub bytes: f64,
-    /// (query, key) pairs in which the query sees the key, over all heads; none in a product.
+    /// The number of (query, key) pairs in which the query attends to the key, over all heads; none in a product.
     pub pairs: Option<f64>,
 }
 
@@ -83,32 +83,33 @@ pub struct Cell {
     pub mask: Mask,
     /// E of a whole layer, whose projections count as work too.
     pub embed_dim: Option<usize>,
-    /// Keys and values of 8 bits, with a scale for each row.
+    /// Whether keys and values have 8 bits, with a scale for each row.
     pub q8: bool,
 }
 
 impl Cell {
-    /// One sequence of `t` tokens that attend to themselves with 16 heads, the cell that most others vary.
+    /// Returns a cell of one sequence of `t` tokens and 16 heads, which most other cells vary.
     pub fn square(t: usize, d: usize, mask: Mask, dtype: DType) -> Self {
         Self { dtype, b: 1, h: 16, h_kv: 16, t_q: t, t_kv: t, d, mask, embed_dim: None, q8: false }
     }
 
-    /// (query, key) pairs in which the query sees the key, over all sequences; heads are not counted.
+    /// Returns the number of (query, key) pairs in which the query attends to the key, over all sequences. Heads are
+    /// not counted.
     pub fn visible_pairs(&self) -> Result<u64> {
         let ranges = self.mask.attention().resolve(self.b, self.t_q, self.t_kv)?;
         let of_query = |b: usize, i: usize| ranges.kv_range(b, i).len() as u64;
         Ok((0..self.b).map(|b| (0..self.t_q).map(|i| of_query(b, i)).sum::<u64>()).sum())
     }
 
-    /// Floating point operations: 4 · D a visible pair and head, which is 2 · D for q kᵀ and as many for the values,
-    /// and 2 · B · T · E for each row of the four projections of a layer.
+    /// Returns the floating point operations: 4 · D for each pair and head (2 · D for q kᵀ, 2 · D for the values), and
+    /// 2 · B · T · E for each row of the four projections of a layer.
     pub fn flops(&self) -> Result<f64> {
         let attention = 4.0 * self.d as f64 * self.visible_pairs()? as f64 * self.h as f64;
         let e = self.embed_dim.unwrap_or(0) as f64;
         Ok(attention + 8.0 * self.b as f64 * self.t_q as f64 * e * e)
     }
 
-    /// Bytes of k and v.
+    /// Returns the bytes of k and v.
     pub fn kv_bytes(&self) -> usize {
         let row = if self.q8 { self.d + size_of::<f32>() } else { self.d * self.dtype.size_in_bytes() };
         2 * self.b * self.h_kv * self.t_kv * row
@@ -158,7 +159,7 @@ impl Describe for Cell {
     }
 }
 
-/// A dtype as cells are named: f32, bf16, f16.
+/// Returns the name of a dtype: f32, bf16, f16.
 pub fn dtype_name(dtype: DType) -> &'static str {
     dtype.as_str()
 }

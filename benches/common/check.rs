@@ -1,4 +1,4 @@
-//! Whether an engine computes attention, before its time means anything.
+//! The check that an engine computes attention, without which its time means nothing.
 
 use candle_attention::{Backend, SdpaOptions, scaled_dot_product_attention};
 use candle_core::{DType, Result, Tensor, bail};
@@ -6,14 +6,14 @@ use candle_core::{DType, Result, Tensor, bail};
 use super::cell::Cell;
 use super::inputs::Inputs;
 
-/// Queries of each of the three blocks that are compared.
+/// The number of queries in each of the three blocks that are compared.
 const BLOCK: usize = 8;
 
-/// The largest gap allowed, relative to the largest entry of the block.
+/// Returns the largest difference that is allowed, relative to the largest entry of the block.
 ///
-/// f32: a score is a sum of D products and a context one of thousands, each rounded to 2⁻²⁴, in an order of the
-/// engine's own; what is wrong by one key is wrong by far more than 1e-4. f16 and bf16: an engine may round the weights
-/// to the 11 and 8 bits of the dtype before they meet the values, and has to round the context.
+/// f32: a score is a sum of D products and an attention output a sum of thousands, each rounded to 2⁻²⁴, in an order
+/// that each engine chooses. A single wrong key changes the output by far more than 1e-4. f16 and bf16: an engine may
+/// round the weights to the 11 and 8 bits of the dtype before it multiplies the values, and has to round the output.
 pub fn tolerance(dtype: DType) -> f64 {
     match dtype {
         DType::F16 => 5e-3,
@@ -22,7 +22,8 @@ pub fn tolerance(dtype: DType) -> f64 {
     }
 }
 
-/// The largest difference, relative to the largest entry of `want`, or infinity if there is a NaN. Both become f64.
+/// Returns the largest difference, relative to the largest entry of `want`, or infinity if there is a NaN. Both become
+/// f64.
 pub fn gap(found: &Tensor, want: &Tensor) -> Result<f64> {
     let (found, want) = (found.to_dtype(DType::F64)?, want.to_dtype(DType::F64)?);
     let difference = (found - &want)?.abs()?;
@@ -34,11 +35,11 @@ pub fn gap(found: &Tensor, want: &Tensor) -> Result<f64> {
     Ok(difference.max_all()?.to_scalar::<f64>()? / size)
 }
 
-/// What the reference path gives in f64 for some queries of a cell: the first, the middle and the last.
+/// The output of the reference path in f64 for the first, the middle and the last queries of a cell.
 pub struct Expected {
-    /// The largest gap allowed in the cell's dtype, whatever dtype an engine returns.
+    /// The largest difference allowed in the cell's dtype, also for an engine that returns another dtype.
     tolerance: f64,
-    /// The first query of each block and the block's context (B, H, BLOCK, D).
+    /// The first query of each block and the block's output (B, H, BLOCK, D).
     blocks: Vec<(usize, Tensor)>,
 }
 
@@ -59,10 +60,10 @@ impl Expected {
         Ok(Self { tolerance: tolerance(cell.dtype), blocks })
     }
 
-    /// The largest gap of a context (B, H, T_q, D), relative to the largest entry of its block.
+    /// Returns the largest difference of an output (B, H, T_q, D), relative to the largest entry of its block.
     ///
     /// # Errors
-    /// For a context that is further off than the cell's dtype explains.
+    /// If the output differs by more than the rounding of the cell's dtype explains.
     pub fn compare(&self, context: &Tensor) -> Result<f64> {
         let mut worst = 0.0;
         for (start, want) in &self.blocks {
@@ -76,10 +77,10 @@ impl Expected {
     }
 }
 
-/// The largest gap of rows (rows, out) from what they should be in f64, relative to its largest entry.
+/// Returns the largest difference of rows (rows, out) from the same rows in f64, relative to the largest entry.
 ///
 /// # Errors
-/// For rows that are further off than their dtype explains.
+/// If the rows differ by more than the rounding of their dtype explains.
 pub fn compare_rows(found: &Tensor, want: &Tensor) -> Result<f64> {
     let (tolerance, gap) = (tolerance(found.dtype()), gap(found, want)?);
     if gap > tolerance {
@@ -88,9 +89,9 @@ pub fn compare_rows(found: &Tensor, want: &Tensor) -> Result<f64> {
     Ok(gap)
 }
 
-/// The same for two whole results of a layer (B, T, E): there is no f64 layer to stand between them.
+/// Checks that two outputs of a layer (B, T, E) agree. There is no layer in f64 to compare both with.
 pub fn compare_outputs(ours: &Tensor, theirs: &Tensor) -> Result<()> {
-    // Both sides round q, k, v and the context to the dtype, each for itself.
+    // Both sides round q, k, v and the attention output to the dtype.
     let (gap, allowed) = (gap(ours, theirs)?, 2.0 * tolerance(ours.dtype()));
     if gap > allowed {
         bail!("the two sides differ by {gap:.1e}, expected at most {allowed:.0e}")

@@ -14,12 +14,13 @@ use half::{bf16, f16};
 use super::cell::{Cell, Mask};
 use super::inputs::{Inputs, Q8Rows};
 
-/// The most bytes of scores that the reference path is given; it holds a few tensors of that size at once.
+/// The largest scores, in bytes, that the reference path is asked to compute; it keeps a few tensors of that size at
+/// once.
 pub const REFERENCE_BYTES: usize = 1 << 30;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Engine {
-    /// This crate, whichever path it chooses.
+    /// This crate, with the path that it chooses.
     Ours,
     /// This crate's reference path: Candle's own operations.
     Reference,
@@ -31,9 +32,9 @@ pub enum Engine {
     Linear,
     /// candle-nn's norms.
     Norm,
-    /// This crate over plain tensors, where it is timed over variables.
+    /// This crate over plain tensors, in cells that time it over variables.
     Frozen,
-    /// PyTorch, in a process of its own.
+    /// PyTorch, in another process.
     Torch,
 }
 
@@ -49,7 +50,7 @@ impl Engine {
         Self::Torch,
     ];
 
-    /// The name in tables and JSON.
+    /// Returns the name in tables and JSON.
     pub fn label(self) -> &'static str {
         match self {
             Self::Ours => "candle-attention",
@@ -64,7 +65,7 @@ impl Engine {
     }
 }
 
-/// The name on the command line.
+/// Writes the name on the command line.
 impl fmt::Display for Engine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.to_possible_value() {
@@ -77,17 +78,17 @@ impl fmt::Display for Engine {
 /// A call made ready. Each run takes the next copy of the keys and values.
 pub type Call<'a> = Box<dyn FnMut() -> Result<Tensor> + 'a>;
 
-/// An engine in a cell, or why it is not in it.
+/// An engine in a cell, or the reason why it is skipped.
 pub enum Entry<'a> {
     Ready(Call<'a>),
     Skipped(String),
 }
 
-/// The engine's call for a cell, its context (B, H, T_q, D); skipped if it cannot compute the cell, or if a single call
-/// took more than `patience` seconds, as far as a few of the queries tell.
+/// Returns the call of an engine for a cell, whose output is (B, H, T_q, D). The engine is skipped if it cannot compute
+/// the cell, or if a single call would take more than `patience` seconds, judging by a few of the queries.
 ///
 /// # Errors
-/// When the engine fails in a cell that it should be able to compute.
+/// If the engine fails in a cell that it should be able to compute.
 pub fn prepare<'a>(engine: Engine, cell: &Cell, inputs: &'a Inputs, patience: f64) -> Result<Entry<'a>> {
     if let Some(obstacle) = obstacle(engine, cell, inputs)? {
         return Ok(Entry::Skipped(obstacle));
@@ -95,8 +96,8 @@ pub fn prepare<'a>(engine: Engine, cell: &Cell, inputs: &'a Inputs, patience: f6
     let Some((k, v)) = inputs.kv.first() else { bail!("[prepare] no keys to attend to") };
     let few = cell.t_q / 32;
     if few > 0 && !runs_fused(engine, cell, inputs)? {
-        // The last queries see the most keys, so the estimate errs upwards for a causal mask; counted in pairs it does
-        // not.
+        // The last queries attend to the most keys, so an estimate by queries is too high for a causal mask. An
+        // estimate by pairs is not.
         let part = Cell { t_q: few, ..cell.clone() };
         let q = inputs.q.narrow(2, cell.t_q - few, few)?.contiguous()?;
         let q = Inputs { q, kv: vec![(k.clone(), v.clone())], q8: Vec::new() };
@@ -112,7 +113,7 @@ pub fn prepare<'a>(engine: Engine, cell: &Cell, inputs: &'a Inputs, patience: f6
     Ok(Entry::Ready(ready(engine, cell, inputs)?))
 }
 
-/// What this crate's plan for the cell is, in one line.
+/// Returns this crate's plan for the cell in one line.
 pub fn our_plan(cell: &Cell, inputs: &Inputs) -> Result<String> {
     if cell.q8 {
         return Ok(format!("Fused: the CPU kernel, {}", instruction_set(cell)?));
@@ -169,12 +170,12 @@ fn ours<'a>(cell: &Cell, inputs: &'a Inputs, backend: Backend) -> Call<'a> {
     })
 }
 
-/// The instruction set of a call.
+/// Returns the instruction set of a call.
 fn instruction_set(cell: &Cell) -> Result<InstructionSet> {
     InstructionSet::choose(None, cell.dtype == DType::BF16).map_err(Error::wrap)
 }
 
-/// The kernel that reads a cache of 8 bits.
+/// Returns the call of the kernel that reads a cache of 8 bits.
 fn ours_q8<'a, E: Element + WithDType>(cell: &Cell, inputs: &'a Inputs) -> Result<Call<'a>> {
     let &Cell { b, h, h_kv, t_q, t_kv, d, .. } = cell;
     let q: Vec<E> = inputs.q.flatten_all()?.to_vec1()?;
@@ -204,7 +205,8 @@ fn ours_q8<'a, E: Element + WithDType>(cell: &Cell, inputs: &'a Inputs) -> Resul
 
 type FlashAttn = fn(&Tensor, &Tensor, &Tensor, f32, AttnMask, Option<f32>, Option<f32>) -> Result<Tensor>;
 
-/// Candle takes (B, T, H, D) and gives (B, H, T_q, D), and has no windows, so that those become an additive mask.
+/// Returns the call of Candle's flash attention, which takes (B, T, H, D), returns (B, H, T_q, D), and has no windows:
+/// they become an additive mask.
 fn flash(cell: &Cell, inputs: &Inputs) -> Result<Call<'static>> {
     let flash_attn: FlashAttn = match cell.dtype {
         DType::F32 => flash_attn::<f32>,

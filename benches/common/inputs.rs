@@ -4,11 +4,11 @@ use candle_core::{DType, Device, Result, Shape, Tensor};
 
 use super::cell::Cell;
 
-/// q (B, H, T_q, D) and copies of k and v (B, H_kv, T_kv, D): one, or as many as no cache holds.
+/// q (B, H, T_q, D) and copies of k and v (B, H_kv, T_kv, D): one copy, or more than the processor's cache can store.
 pub struct Inputs {
     pub q: Tensor,
     pub kv: Vec<(Tensor, Tensor)>,
-    /// In 8 bits: copies of k and v, which `kv` has once, in f32.
+    /// Copies of k and v in 8 bits; `kv` has them once in f32.
     pub q8: Vec<[Q8Rows; 2]>,
 }
 
@@ -20,11 +20,11 @@ pub struct Q8Rows {
 }
 
 impl Q8Rows {
-    /// Codes and scales that follow no pattern.
+    /// Makes codes and scales that follow no pattern.
     fn new(rows: usize, width: usize, seed: u64) -> Self {
         let bits = |n: usize| (n as u64 + seed).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;
         let codes = (0..rows * width).map(|n| (bits(n) % 255 + 1) as u8).collect();
-        // Numbers have a deviation of one, more or less.
+        // The standard deviation of the numbers is about one.
         let scales = (0..rows).map(|row| (bits(row) % 64 + 96) as f32 / 128.0 / 73.0).collect();
         Self { codes, scales }
     }
@@ -55,7 +55,7 @@ impl Inputs {
     }
 }
 
-/// Normally distributed numbers.
+/// Returns normally distributed numbers.
 pub fn random(shape: impl Into<Shape>, deviation: f64, dtype: DType) -> Result<Tensor> {
     Tensor::randn(0f32, 1., shape, &Device::Cpu)?.affine(deviation, 0.0)?.to_dtype(dtype)
 }

@@ -1,4 +1,4 @@
-//! How much of the processor this process and others use while something is timed: a time that was taken beside a build
+//! The load of the processor by this process and by others during a measurement: a time that was taken during a build
 //! means little.
 
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -15,12 +15,12 @@ pub struct Load {
 }
 
 impl Load {
-    /// `None` where the system does not say.
+    /// Starts to count; returns `None` if the system has no such numbers.
     pub fn start() -> Option<Self> {
         Some(Self { start: Instant::now(), all: all()?, own: own_seconds()? })
     }
 
-    /// The share of the whole processor that other processes used since the start, 0 to 1.
+    /// Returns the share of the whole processor that other processes used since the start, 0 to 1.
     pub fn others(&self) -> Option<f64> {
         let cores = std::thread::available_parallelism().ok()?.get() as f64;
         let others = (all()? - self.all) - (own_seconds()? - self.own);
@@ -28,8 +28,8 @@ impl Load {
     }
 }
 
-/// Seconds that the processor was busy, all cores together: all but idle and waiting for disks. Guests' time is in user
-/// time already.
+/// Returns the seconds that the processor was busy, over all cores: all but idle time and waiting for disks. Guests'
+/// time is part of user time already.
 fn all() -> Option<f64> {
     let stat = std::fs::read_to_string("/proc/stat").ok()?;
     let fields = stat.lines().next()?.split_whitespace().skip(1).take(8);
@@ -38,24 +38,24 @@ fn all() -> Option<f64> {
     Some((fields.iter().sum::<f64>() - idle) / TICKS)
 }
 
-/// A process of this one's, whose time counts as its own; 0 for none.
+/// A child process whose time counts as this process's time; 0 for none.
 static CHILD: AtomicU32 = AtomicU32::new(0);
 
-/// From now on the time of this process counts as the caller's own.
+/// Counts the time of this process as the caller's time from now on.
 pub fn count_process(id: u32) {
     CHILD.store(id, Ordering::Relaxed);
 }
 
-/// Seconds of user and system time of a process that still runs, in hundredths, where the system says.
+/// Returns the seconds of user and system time of a running process, or 0 if the system has no such numbers.
 fn child_seconds() -> f64 {
     let stat = std::fs::read_to_string(format!("/proc/{}/stat", CHILD.load(Ordering::Relaxed))).unwrap_or_default();
-    // Behind the name, which is in parentheses: the state is the first field, user time the twelfth, system time the
-    // next.
+    // The fields follow the name, which is in parentheses: the state is the first field, user time the twelfth, system
+    // time the next.
     let fields = stat.rsplit_once(')').map_or("", |(_, fields)| fields).split_whitespace().skip(11).take(2);
     fields.filter_map(|ticks| ticks.parse::<f64>().ok()).sum::<f64>() / TICKS
 }
 
-/// Seconds of user and system time of this process, all its threads together, and of the one that
+/// Returns the seconds of user and system time of all threads of this process, and of the process that
 /// [`count_process`] names.
 #[cfg(unix)]
 pub fn own_seconds() -> Option<f64> {
@@ -71,7 +71,7 @@ pub fn own_seconds() -> Option<f64> {
     Some(seconds(usage.ru_utime) + seconds(usage.ru_stime) + child_seconds())
 }
 
-/// Other systems are not asked.
+/// Returns `None` on other systems, which are not supported.
 #[cfg(not(unix))]
 pub fn own_seconds() -> Option<f64> {
     None

@@ -1,17 +1,17 @@
-//! The memory that this process holds, where the system says.
+//! The memory of this process, where the system reports it.
 
-/// Bytes held now.
+/// Returns the bytes that are resident now.
 pub fn resident() -> Option<u64> {
     status("VmRSS:")
 }
 
-/// The most bytes held since [`forget_peak`].
+/// Returns the most bytes that were resident since [`forget_peak`].
 pub fn peak_resident() -> Option<u64> {
     status("VmHWM:")
 }
 
-/// Starts the peak anew at what is held now, without what the allocator keeps for later. Where that fails, the peak is
-/// one of the whole process so far.
+/// Restarts the peak at the bytes that are resident now, without those that the allocator keeps for later. If that
+/// fails, the peak is the peak of the whole process so far.
 pub fn forget_peak() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     // SAFETY: gives unused memory back to the system and touches nothing else.

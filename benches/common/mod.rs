@@ -1,4 +1,5 @@
-//! What the benches share: cells, engines, the check before timing, timing in turn, the machine's own limits, reports.
+//! Modules that the benches share: cells, engines, the check before timing, timing in turn, the machine's limits,
+//! reports.
 
 pub mod args;
 pub mod cell;

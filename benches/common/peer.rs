@@ -1,4 +1,4 @@
-//! Engines of Python: a process beside this one, which computes when it is told to.
+//! Engines of Python: another process, which computes on command.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
@@ -11,7 +11,7 @@ use tempfile::TempDir;
 
 use super::{load, peak};
 
-/// The process, which ends with its input.
+/// The process, which ends when its input is closed.
 pub struct Peer {
     child: Child,
     requests: Option<ChildStdin>,
@@ -20,10 +20,10 @@ pub struct Peer {
 }
 
 impl Peer {
-    /// A script below `benches`, which begins with the versions of what it has.
+    /// Starts a script below `benches`, whose first line has the versions of its libraries.
     ///
     /// # Errors
-    /// If there is no such Python, or nothing in it that the script needs.
+    /// If there is no such Python, or it lacks what the script needs.
     pub fn start(python: &str, script: &str) -> Result<Self> {
         let mut child = Command::new(python)
             .args([&format!("{}/benches/{script}", env!("CARGO_MANIFEST_DIR")), &peak::threads().to_string()])
@@ -45,10 +45,10 @@ impl Peer {
         Ok(peer)
     }
 
-    /// Computes a cell once: results of these shapes.
+    /// Computes a cell once, and returns results of these shapes.
     ///
     /// # Errors
-    /// What the engine says if it cannot.
+    /// With the engine's message if it cannot.
     pub fn prepare(
         &mut self,
         cell: Value,

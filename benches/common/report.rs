@@ -1,4 +1,4 @@
-//! What a bench prints: a line of JSON for each cell and engine, or a Markdown table.
+//! The output of a bench: a line of JSON for each cell and engine, or a Markdown table.
 
 use candle_core::Result;
 use serde_json::{Value, json};
@@ -9,23 +9,23 @@ use super::engine::Engine;
 use super::peak::{self, Peak};
 use super::rounds::Times;
 
-/// What a bench measures, which decides what its table shows.
+/// The kind of a bench, which decides the columns of its table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// Attention over sequences: the time of a visible pair.
+    /// Attention over sequences: the time of a (query, key) pair.
     Attention,
-    /// Attention to a cache: how fast it is read.
+    /// Attention to a cache: the speed at which it is read.
     Decode,
     /// A layer, most of whose work may be projections.
     Layer,
-    /// Projections: how fast the weight is read, where that takes the time.
+    /// Projections: the speed at which the weight is read, in cells that read it from memory.
     Linear,
-    /// Forward and backward: what a call adds to the memory of the process.
+    /// Forward and backward: the bytes that a call adds to the memory of the process.
     Train,
 }
 
 impl Kind {
-    /// The columns that the other kinds do not have.
+    /// Returns the columns that other kinds do not have.
     fn columns(self) -> &'static [&'static str] {
         match self {
             Self::Attention => &["ps a pair"],
@@ -36,30 +36,30 @@ impl Kind {
     }
 }
 
-/// What became of a cell.
+/// The measurements of a cell.
 pub struct Outcome<'a> {
     pub kind: Kind,
     pub cell: &'a dyn Describe,
     /// The peak for the cell's dtype.
     pub peak: Peak,
-    /// GB/s that reading memory reaches, where reading is what takes the time.
+    /// The GB/s of reading memory, in cells whose time is the time of reading.
     pub bandwidth: Option<f64>,
     /// The engines that were timed.
     pub times: Vec<(Engine, Times)>,
-    /// The engines that were not, and why.
+    /// The engines that were not timed, and the reasons.
     pub skipped: Vec<(Engine, String)>,
-    /// Which path of this crate ran, and why.
+    /// The path of this crate that ran, and the reason.
     pub plan: String,
-    /// The share of the processor that others used meanwhile.
+    /// The share of the processor that other processes used meanwhile.
     pub others: Option<f64>,
     /// The bytes that a call of this crate adds to the process at its peak, where that is measured.
     pub memory: Option<u64>,
 }
 
-/// Others' share of the processor from which times are marked as disturbed.
+/// The share of other processes from which times are marked as disturbed.
 const DISTURBED: f64 = 0.05;
 
-/// What stands above the table; nothing above JSON.
+/// Prints the lines before the table; nothing before JSON.
 pub fn header(args: &Args, kind: Kind) {
     if args.json {
         return;
@@ -157,13 +157,13 @@ fn row(outcome: &Outcome<'_>, line: &Value, ratio: Option<f64>) -> String {
     format!("{row} {} |", remarks.join("; "))
 }
 
-/// Three significant digits, so that 0.0123 and 1230 are both readable.
+/// Formats three significant digits, so that 0.0123 and 1230 are both readable.
 fn milliseconds(ms: f64) -> String {
     let digits = (2.0 - ms.log10().floor()).clamp(0.0, 4.0) as usize;
     format!("{ms:.digits$}")
 }
 
-/// The processor's name, where the system says.
+/// Returns the processor's name, where the system reports it.
 fn processor() -> String {
     let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let name = info.lines().find(|line| line.starts_with("model name")).and_then(|line| line.split_once(':'));

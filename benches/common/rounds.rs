@@ -1,4 +1,4 @@
-//! Timing in turn: every round gives each engine one turn, so that what slows the machine slows all of them.
+//! Timing in turn: every round gives each engine one turn, so that a disturbance of the machine affects all of them.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -10,12 +10,13 @@ use super::load::own_seconds;
 
 /// A turn takes at least this long, by repeating a short call.
 const TURN: Duration = Duration::from_millis(20);
-/// The time that an engine gets in a cell before it stops early, after three turns at the least.
+/// The time that an engine may use in a cell before it stops early, after at least three turns.
 const BUDGET: Duration = Duration::from_secs(12);
-/// Worker threads spin for a while after a call; they stop within this, so that they are not in the next engine's way.
+/// Worker threads spin for a while after a call. They stop within this time, so that they do not disturb the next
+/// engine.
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// Milliseconds a call.
+/// Milliseconds per call.
 #[derive(Debug, Clone, Copy)]
 pub struct Times {
     pub median: f64,
@@ -24,7 +25,7 @@ pub struct Times {
     pub cores: f64,
 }
 
-/// The times of each engine, in the order given.
+/// Returns the times of each engine, in the order of `calls`.
 pub fn in_turn(calls: &mut [(Engine, Call<'_>)], rounds: u64) -> Result<Vec<(Engine, Times)>> {
     let mut turns = Vec::new();
     for (_, call) in calls.iter_mut() {
@@ -53,11 +54,11 @@ pub fn in_turn(calls: &mut [(Engine, Call<'_>)], rounds: u64) -> Result<Vec<(Eng
 }
 
 struct Turns {
-    /// Calls in each turn.
+    /// The number of calls in each turn.
     repeat: u32,
-    /// Seconds a call, one for each turn.
+    /// The seconds per call, one entry for each turn.
     taken: Vec<f64>,
-    /// Processor seconds of all turns together.
+    /// The processor seconds of all turns together.
     busy: f64,
 }
 

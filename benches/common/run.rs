@@ -1,4 +1,4 @@
-//! One cell after the other: inputs, check, turns, report.
+//! The cells one after the other: inputs, check, turns, report.
 
 use std::collections::HashMap;
 
@@ -17,7 +17,7 @@ use super::rounds::in_turn;
 /// The engines that compute attention alone.
 const ENGINES: [Engine; 3] = [Engine::Ours, Engine::Reference, Engine::Flash];
 
-/// Peaks that were measured in this run, each at its first use.
+/// The peaks measured in this run, each at its first use.
 #[derive(Default)]
 struct Peaks(HashMap<&'static str, Peak>);
 
@@ -33,7 +33,7 @@ impl Peaks {
     }
 }
 
-/// The cells that were asked for; none where they were only to be named, or described as JSON.
+/// Returns the requested cells, or none if they were only listed by name or described as JSON.
 pub fn cells<C: Describe>(args: &Args, bench: &str, cells: Vec<C>) -> Result<Option<Vec<C>>> {
     let cells = args.choose(cells)?;
     if !args.list {
@@ -59,18 +59,18 @@ pub struct Bench<'a> {
     bandwidth: Option<f64>,
 }
 
-/// What is timed in a cell.
+/// The calls of a cell.
 #[derive(Default)]
 pub struct Calls<'a> {
     pub ready: Vec<(Engine, Call<'a>)>,
-    /// The engines that have no call, and why.
+    /// The engines that have no call, and the reasons.
     pub skipped: Vec<(Engine, String)>,
     /// The bytes that a call of this crate adds to the process at its peak, where that is measured.
     pub memory: Option<u64>,
 }
 
 impl<'a> Bench<'a> {
-    /// Measures what reading memory reaches, where it takes the time, and prints the head of the table.
+    /// Measures the bandwidth of memory if the kind needs it, and prints the head of the table.
     pub fn start(args: &'a Args, kind: Kind) -> Self {
         let reads = matches!(kind, Kind::Decode | Kind::Linear);
         let bandwidth = reads.then(|| peak::read_bandwidth(args.total_bytes()));
@@ -81,7 +81,7 @@ impl<'a> Bench<'a> {
         Self { args, kind, peaks: Peaks::default(), bandwidth }
     }
 
-    /// The calls of those of the engines that were asked for.
+    /// Returns the calls of those engines that were requested.
     pub fn calls<'c>(
         &self,
         cell: &dyn Describe,
@@ -93,7 +93,7 @@ impl<'a> Bench<'a> {
             match call(engine) {
                 Ok(Entry::Ready(call)) => calls.ready.push((engine, call)),
                 Ok(Entry::Skipped(reason)) => calls.skipped.push((engine, reason)),
-                // What this crate gets wrong ends the bench; what another engine does is a row that says so.
+                // An error of this crate ends the bench. An error of another engine becomes a row of the table.
                 Err(error) if engine == Engine::Ours => return Err(error.context(cell.name())),
                 Err(error) => {
                     let error = error.to_string();
@@ -117,8 +117,8 @@ impl<'a> Bench<'a> {
     }
 }
 
-/// Times attention in each cell. To decode, each cell walks through so many copies of its keys and values that no cache
-/// holds them, and is measured against the bandwidth of reading.
+/// Times attention in each cell. For decoding, each cell walks through more copies of its keys and values than the
+/// processor's cache can store, and is compared with the bandwidth of memory.
 pub fn attention(args: &Args, cells: &[Cell], kind: Kind) -> Result<()> {
     let mut bench = Bench::start(args, kind);
     for cell in cells {

@@ -1,5 +1,5 @@
-//! Ways to compute the same that take turns: a way's time is the least of its rounds, its memory what a call adds to
-//! the process at its peak.
+//! Several ways to compute the same result, timed in turn: the time of a way is the least of its rounds, its memory the
+//! most that a call adds to the process.
 
 use std::time::{Duration, Instant};
 
@@ -7,7 +7,7 @@ use candle_core::{Result, Tensor};
 
 use super::memory;
 
-/// A name, and a call with what it makes for itself.
+/// A name, and a call that allocates its own inputs.
 pub type Way<'a> = (&'static str, Box<dyn Fn() -> Result<Tensor> + 'a>);
 
 pub struct Taken {
@@ -42,7 +42,7 @@ pub fn print_header(size: &str, way: &str) {
     println!("{size:<8} {way:<32} {:>10} {:>10} {:>10}", "ms", "of first", "MiB");
 }
 
-/// A line for each, with the time as a multiple of the first's.
+/// Prints a line for each way, with its time as a multiple of the first way's.
 pub fn print(size: &str, taken: &[Taken]) {
     for way in taken {
         let (ms, mib) = (way.seconds() * 1e3, way.bytes as f64 / f64::from(1 << 20));

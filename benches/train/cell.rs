@@ -1,4 +1,4 @@
-//! What is trained, and what is evaluated.
+//! The cells of training and evaluation.
 
 use candle_core::{DType, Result};
 use serde_json::{Value, json};

@@ -1,9 +1,9 @@
 //! Forward and backward through attention and through a layer, and a layer over variables in evaluation: `cargo bench
-//! --bench train -- --python PATH` for PyTorch beside it, and `-- --help` for how to time one cell.
+//! --bench train -- --python PATH` to include PyTorch, and `-- --help` for how to time one cell.
 //!
-//! The work of a backward pass counts as the five products over two that the forward's visible pairs take, 3.5 times
-//! the forward in all, and as two products for each projection. Every engine's output and gradients are held against
-//! this crate's before anything is timed. Inputs are in the middle of a model: they get gradients too.
+//! The work of a backward pass counts as five products where the forward pass has two, 3.5 times the forward in all,
+//! and as two products for each projection. The output and gradients of every engine are compared with this crate's
+//! before anything is timed. Inputs get gradients too, as in the middle of a model.
 
 mod cell;
 #[expect(dead_code, reason = "each bench uses its own part of what they share")]
@@ -50,10 +50,10 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// PyTorch, or why it is not there.
+/// PyTorch, or the reason why it is not available.
 type Torch = std::result::Result<RefCell<Peer>, String>;
 
-/// A layer over variables, and one over plain tensors with their values.
+/// Times a layer over variables, and a layer over plain tensors with the same values.
 fn evaluate(bench: &mut Bench, cell: &Cell) -> Result<()> {
     let sides = Evaluation::new(cell)?;
     let calls = bench.calls(cell, &[Engine::Ours, Engine::Frozen], |engine| {
@@ -65,7 +65,7 @@ fn evaluate(bench: &mut Bench, cell: &Cell) -> Result<()> {
     bench.time(cell, "a layer over variables".into(), calls)
 }
 
-/// The engines' forward and backward passes.
+/// Times the engines' forward and backward passes.
 fn train(bench: &mut Bench, cell: &Cell, args: &Args, torch: &Torch) -> Result<()> {
     let data = Data::new(cell)?;
     let ours = Step::new(cell, &data, Backend::Auto)?;
@@ -114,12 +114,13 @@ fn train(bench: &mut Bench, cell: &Cell, args: &Args, torch: &Torch) -> Result<(
     bench.time(cell, plan, calls)
 }
 
-/// That another engine's output and gradients are this crate's; of dropout each engine draws its own.
+/// Checks that another engine's output and gradients agree with this crate's. With dropout each engine draws another
+/// mask, so nothing is compared.
 fn checked(cell: &Cell, ours: &[Tensor], theirs: &[Tensor]) -> Result<()> {
     if cell.dropout > 0.0 { Ok(()) } else { compare(ours, theirs) }
 }
 
-/// The bytes that a call adds to the process at its peak, where the system says.
+/// Returns the bytes that a call adds to the process at its peak, where the system reports it.
 fn memory_of(call: impl Fn() -> Result<Tensor>) -> Result<Option<u64>> {
     memory::forget_peak();
     let before = memory::resident();

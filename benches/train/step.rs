@@ -15,7 +15,7 @@ use crate::common::inputs::random;
 
 const WEIGHTS: [&str; 4] = ["q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight"];
 
-/// What every engine computes with.
+/// The inputs of every engine.
 pub struct Data {
     /// q, k and v, or the input of a layer and its weights.
     pub inputs: Vec<(&'static str, Tensor)>,
@@ -67,7 +67,7 @@ impl<'a> Step<'a> {
         SdpaOptions::default().with_backend(self.backend).with_dropout(dropout, dropout > 0.0)
     }
 
-    /// The path that attention takes.
+    /// Returns the path that attention takes.
     pub fn plan(&self) -> Result<Plan> {
         match (&self.layer, self.vars.as_slice()) {
             (Some(layer), [xs, ..]) => layer.plan(&self.input(xs)),
@@ -76,7 +76,7 @@ impl<'a> Step<'a> {
         }
     }
 
-    /// Why the step cannot be run: the reference path has no memory for its scores.
+    /// Returns the reason why the step cannot run: the reference path has too little memory for its scores.
     pub fn obstacle(&self) -> Result<Option<String>> {
         let shape = &self.cell.shape;
         let bytes = shape.b * shape.h * shape.t_q * shape.t_kv * size_of::<f32>();
@@ -106,12 +106,12 @@ impl<'a> Step<'a> {
         Ok((ys, store))
     }
 
-    /// Once forward and backward; the output.
+    /// Runs forward and backward once, and returns the output.
     pub fn run(&self) -> Result<Tensor> {
         Ok(self.pass()?.0)
     }
 
-    /// The output, and the gradients of the inputs in their order.
+    /// Returns the output, and the gradients of the inputs in their order.
     pub fn results(&self) -> Result<Vec<Tensor>> {
         let (ys, store) = self.pass()?;
         let mut results = vec![ys.detach()];
@@ -142,7 +142,7 @@ impl CustomOp1 for Loss {
     }
 }
 
-/// A layer over variables, and the same frozen.
+/// A layer over variables, and its frozen copy.
 pub struct Evaluation {
     pub trained: MultiHeadAttention,
     pub frozen: MultiHeadAttention,
@@ -167,10 +167,11 @@ fn layer(cell: &Cell, weights: impl Iterator<Item = Tensor>) -> Result<MultiHead
     MultiHeadAttention::new(&cfg, VarBuilder::from_tensors(tensors, cell.shape.dtype, &Device::Cpu))
 }
 
-/// That outputs and gradients are those of another engine, within a few roundings of the dtype of the largest entry.
+/// Checks that outputs and gradients agree with another engine's, within a few roundings of the dtype of the largest
+/// entry.
 pub fn compare(ours: &[Tensor], theirs: &[Tensor]) -> Result<()> {
     for (n, (ours, theirs)) in ours.iter().zip(theirs).enumerate() {
-        // Intermediate results are rounded to the dtype as well, by each side for itself.
+        // Each side also rounds intermediate results to the dtype.
         let (gap, allowed) = (gap(ours, theirs)?, 4.0 * tolerance(ours.dtype()));
         if gap > allowed {
             bail!("result {n} differs from ours by {gap:.1e}, expected at most {allowed:.0e}")

@@ -1,4 +1,4 @@
-//! How fast all threads together read memory.
+//! The speed at which all threads together read memory.
 
 use std::hint::black_box;
 use std::sync::Barrier;
@@ -6,11 +6,11 @@ use std::time::Instant;
 
 /// Words that one pass of the loop adds up: a cache line of eight from each of four places.
 const LINE: usize = 8;
-/// Places that a thread reads from at once, as a kernel that reads keys and values of some heads does.
+/// The places that a thread reads from at once, as a kernel does that reads keys and values of some heads.
 const STREAMS: usize = 4;
 
-/// GB/s (10⁹ bytes) of reading `bytes` once on all threads, the best of some runs in pages as they come and in large
-/// ones.
+/// Returns the GB/s (10⁹ bytes) of reading `bytes` once on all threads: the best of some runs with default pages and
+/// with large pages.
 pub fn read_bandwidth(bytes: usize) -> f64 {
     [false, true].into_iter().map(|large| read_pages(bytes, large)).fold(0.0, f64::max)
 }
@@ -18,7 +18,7 @@ pub fn read_bandwidth(bytes: usize) -> f64 {
 fn read_pages(bytes: usize, large: bool) -> f64 {
     let threads = super::threads();
     let words = (bytes / 8 / threads).max(STREAMS * LINE);
-    // Each thread writes its own part first, so that it lies in the memory next to it.
+    // Each thread writes its part first, so that the part is in the memory closest to the thread.
     let together = Barrier::new(threads);
     let part = || {
         let in_large_pages = if large { candle_attention_kernels::large_page_vec(words) } else { None };

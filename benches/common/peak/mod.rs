@@ -1,4 +1,5 @@
-//! What the machine can do at most, measured: multiply-adds on registers, and reads of a buffer that no cache holds.
+//! The machine's measured limits: multiply-adds on registers, and reads of a buffer that is larger than the processor's
+//! cache.
 
 mod bandwidth;
 #[cfg(target_arch = "aarch64")]
@@ -21,7 +22,7 @@ pub use bandwidth::read_bandwidth;
 struct Loop {
     name: &'static str,
     instruction_set: InstructionSet,
-    /// Multiplies bf16; the others multiply f32, which serves every dtype.
+    /// Whether the loop multiplies bf16. The other loops multiply f32, and serve every dtype.
     bf16: bool,
     available: fn() -> bool,
     flops_per_step: f64,
@@ -35,17 +36,19 @@ pub struct Peak {
     pub gflops: f64,
 }
 
-/// The threads that a call of Candle uses.
+/// Returns the number of threads that a call of Candle uses.
 pub fn threads() -> usize {
     candle_core::utils::get_num_threads()
 }
 
-/// The peak for a dtype on all threads, of the instruction set that `CANDLE_ATTENTION_CPU` names and those below it.
+/// Measures the peak for a dtype on all threads, with the instruction set that `CANDLE_ATTENTION_CPU` names and those
+/// below it.
 ///
-/// f16 is measured against f32: processors multiply f16 faster, but sum in f16 then, which attention may not.
+/// f16 is compared with f32: processors multiply f16 faster, but then also sum in f16, which is too inexact for
+/// attention.
 ///
 /// # Errors
-/// For a variable that names no instruction set.
+/// If the variable names no instruction set.
 pub fn measure(dtype: DType) -> Result<Peak> {
     let limit = match std::env::var("CANDLE_ATTENTION_CPU") {
         Ok(name) if !name.is_empty() => name.parse().map_err(candle_core::Error::wrap)?,
@@ -74,7 +77,8 @@ fn loops() -> Vec<Loop> {
 }
 
 impl Loop {
-    /// The best of some runs of about 10 ms on all threads: short, so that one of them is likely to be undisturbed.
+    /// Measures the best of some runs of about 10 ms on all threads: short runs, so that one of them is likely to be
+    /// undisturbed.
     fn gflops(&self) -> f64 {
         let mut steps = 1 << 12;
         while self.seconds(1, steps) < 0.01 {
@@ -85,7 +89,7 @@ impl Loop {
         threads as f64 * steps as f64 * self.flops_per_step / best / 1e9
     }
 
-    /// The time of the slowest of `threads` that run `steps` steps each at once.
+    /// Returns the seconds of the slowest of `threads` threads that run `steps` steps each at once.
     fn seconds(&self, threads: usize, steps: u64) -> f64 {
         let together = Barrier::new(threads);
         let timed = || {

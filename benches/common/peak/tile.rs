@@ -1,4 +1,4 @@
-//! AMX: products of tiles, 16 rows of 32 bf16 each with as many columns.
+//! AMX: products of tiles, 16 rows of 32 bf16 times 16 columns.
 
 use std::arch::asm;
 use std::arch::x86_64::__cpuid_count;
@@ -7,7 +7,7 @@ use candle_attention::cpu::InstructionSet;
 
 use super::Loop;
 
-/// Products in a step.
+/// The products in a step.
 const PRODUCTS: f64 = 4.0;
 
 pub(super) const AMX_BF16: Loop = Loop {
@@ -23,14 +23,15 @@ pub(super) const AMX_BF16: Loop = Loop {
     },
 };
 
-/// Whether the processor has AMX in bf16, and Linux grants it, for all threads that start from now on.
+/// Returns whether the processor has AMX in bf16 and Linux grants it, for all threads that start from now on.
 fn available() -> bool {
     const BF16_AND_TILES: u32 = 1 << 22 | 1 << 24;
     let highest = __cpuid_count(0, 0).eax;
     highest >= 7 && __cpuid_count(7, 0).edx & BF16_AND_TILES == BF16_AND_TILES && granted()
 }
 
-/// `arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA)`: before that, the first tile instruction ends the process.
+/// Asks for AMX by `arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA)`. Without it the first tile instruction ends the
+/// process.
 #[cfg(target_os = "linux")]
 fn granted() -> bool {
     const ARCH_PRCTL: i64 = 158;
@@ -58,11 +59,11 @@ fn granted() -> bool {
     false
 }
 
-/// What `ldtilecfg` reads: palette 1, and the bytes of a row and the number of rows of each tile.
+/// The operand of `ldtilecfg`: palette 1, and the bytes of a row and the number of rows of each tile.
 #[repr(C, align(64))]
 struct Shapes([u8; 64]);
 
-/// Four tiles of sums from two tiles of rows and two of columns, as a matrix product has them.
+/// Computes four tiles of sums from two tiles of rows and two of columns, as a matrix product does.
 ///
 /// # Safety
 /// The processor has AMX in bf16, and the system has granted it to the process.
