@@ -1,8 +1,8 @@
-//! A whole model of 168 million random parameters in the shape of Llama, beside candle-transformers' own, in turn in
-//! one run: `cargo bench -p candle-attention-compare --bench models`. The model on this crate is that of
+//! A whole model of 168 million random parameters in the shape of Llama, on this crate and in candle-transformers, in
+//! turn in one run: `cargo bench -p candle-attention-compare --bench models`. The model on this crate is the one of
 //! `examples/causal_lm`.
 //!
-//! Both read the same weights; their logits are compared before anything is timed.
+//! Both models read the same weights. Their logits are compared before anything is timed.
 
 #[path = "../../../examples/causal_lm/model.rs"]
 mod model;
@@ -23,7 +23,7 @@ struct Args {
     /// One JSON object a line instead of a table.
     #[arg(long)]
     json: bool,
-    /// Tokens of the prompt, the context of what is generated.
+    /// Tokens of the prompt, which are the context of the generated tokens.
     #[arg(long, default_value_t = 2048)]
     prompt: usize,
     /// Tokens that are generated.
@@ -163,7 +163,7 @@ impl Model {
         }
     }
 
-    /// The logits (V,) after the last of `ids`, the first of which stands at `position`.
+    /// Returns the logits (V,) after the last of `ids`, the first of which is at position `position`.
     fn step(&self, ids: &[u32], position: usize, held: &mut Held) -> Result<Tensor> {
         let ids = Tensor::new(ids, &Device::Cpu)?.unsqueeze(0)?;
         match (self, held) {
@@ -175,7 +175,7 @@ impl Model {
 }
 
 impl Side {
-    /// Seconds for the prompt, and for so many tokens after it.
+    /// Returns the seconds for the prompt, and for `tokens` tokens after it.
     fn time(&self, ids: &[u32], tokens: usize) -> Result<[f64; 2]> {
         let mut held = self.model.cache()?;
         let start = Instant::now();
@@ -189,7 +189,7 @@ impl Side {
     }
 }
 
-/// A few tokens at once and one by one, on both sides.
+/// Compares both sides on a few tokens at once and one by one.
 fn compare(sides: &[Side], ids: &[u32], dtype: DType) -> Result<()> {
     let logits = |side: &Side| -> Result<Tensor> {
         let mut held = side.model.cache()?;

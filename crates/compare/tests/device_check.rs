@@ -1,4 +1,4 @@
-//! The program that checks devices, on the CPU.
+//! The program `device_check`, run on the CPU.
 
 #[path = "../../../tests/common/mod.rs"]
 mod common;
@@ -13,7 +13,7 @@ fn run(args: &[&str]) -> Run {
     common::run(command)
 }
 
-/// The counts of a row: passed, skipped, failed; and the errors in f32, f16 and bf16.
+/// Returns the counts of a row (passed, skipped, failed) and the errors in f32, f16 and bf16.
 fn row(output: &str, name: &str) -> ([usize; 3], [f64; 3]) {
     let line = output.lines().find(|line| line.starts_with(name)).unwrap_or_else(|| panic!("no row {name}:\n{output}"));
     let cells: Vec<_> = line[22..].split_whitespace().collect();

@@ -1,10 +1,9 @@
-//! What this crate answers for the recorded models of `compare/census`: reads folders, writes a JSON line for each
-//! layer.
+//! This crate's results for the recorded models of `compare/census`: reads folders, writes a JSON line for each layer.
 //!
-//! A folder has a model's `config.json` and `model.safetensors`, and of its linear layers in `golden.safetensors` what
-//! they were given and gave, `{order}|in|{module}` and `{order}|out|{module}`; `modules.json` says which tensor belongs
-//! to which module. `positions` are those on the axes of rotary positions, `lengths` those of sequences in one row. A
-//! layer is right if it gives what the last module does whose weight it read, for what the first was given.
+//! A folder has a model's `config.json` and `model.safetensors`. For linear layers `golden.safetensors` has the
+//! recorded inputs and outputs, `{order}|in|{module}` and `{order}|out|{module}`; `modules.json` maps tensors to
+//! modules. `positions` are positions on the axes of rotary embeddings, `lengths` the lengths of sequences in one row.
+//! A layer is right if it computes the output of the last module whose weight it read from the input of the first.
 
 #[path = "../../../../examples/common/command_line.rs"]
 mod command_line;
@@ -30,10 +29,10 @@ use serde_json::{Value, json};
 struct Args {
     /// Folders of recorded models.
     folders: Vec<PathBuf>,
-    /// Write the values of `model_type` that are known instead.
+    /// Write the known values of `model_type` instead.
     #[arg(long)]
     known: bool,
-    /// Those of them that have layers of linear attention.
+    /// With --known: only those that have layers of linear attention.
     #[arg(long)]
     linear: bool,
 }
@@ -62,14 +61,14 @@ type Tensors = HashMap<String, Tensor>;
 
 struct Model {
     config: Value,
-    /// What its class in transformers makes of no fields at all.
+    /// The config of its class in transformers that is created without any field.
     defaults: Value,
     weights: Tensors,
     modules: Value,
     /// (A, T) or (A, B, T).
     positions: Option<Tensor>,
     sequences: Option<PackedSequences>,
-    /// By module, in the order of the calls: its inputs and outputs.
+    /// The calls in their order: the module, its input and its output.
     calls: Vec<(String, Tensor, Tensor)>,
 }
 
@@ -101,20 +100,20 @@ impl Model {
         })
     }
 
-    /// The calls of the modules whose weights were read.
+    /// Returns the calls of the modules whose weights were read.
     fn calls_of(&self, read: &BTreeSet<String>) -> Vec<&(String, Tensor, Tensor)> {
         let modules: BTreeSet<_> = read.iter().filter_map(|name| self.modules[name].as_str()).collect();
         self.calls.iter().filter(|(module, ..)| modules.contains(module.as_str())).collect()
     }
 
-    /// A builder of the weights, and the names that are read from it.
+    /// Returns a builder of the weights, and the names that are read from it.
     fn noted(&self) -> (VarBuilder<'static>, Arc<Mutex<BTreeSet<String>>>) {
         let read = Arc::new(Mutex::new(BTreeSet::new()));
         let noted = Noted { weights: self.weights.clone(), read: read.clone() };
         (VarBuilder::from_backend(Box::new(noted), DType::F32, Device::Cpu), read)
     }
 
-    /// What an earlier layer projects for a layer without keys and values of its own.
+    /// Returns the projected memory of an earlier layer, for a layer without keys and values.
     fn earlier(&self, layer: usize) -> Result<Option<ProjectedMemory>> {
         let Ok(Some(earlier)) = hf::kv_shared_layer(&self.config, layer) else { return Ok(None) };
         let (vb, read) = self.noted();
@@ -127,7 +126,7 @@ impl Model {
     }
 }
 
-/// Weights that note which of them are read.
+/// Weights that record which of them are read.
 struct Noted {
     weights: Tensors,
     read: Arc<Mutex<BTreeSet<String>>>,
@@ -158,7 +157,7 @@ impl SimpleBackend for Noted {
     }
 }
 
-/// A layer of any kind, and what it has.
+/// A layer of any kind, and its properties.
 struct Layer {
     forward: Forward,
     has: Vec<String>,
@@ -201,7 +200,7 @@ fn linear_attention(json: &Value, layer: usize, vb: VarBuilder) -> Result<Layer>
     Ok(Layer { forward: Forward::Linear(Box::new(net)), has })
 }
 
-/// What a layer has beside projections, in the words of the documentation.
+/// Returns the properties of a layer besides its projections, in the words of the documentation.
 fn parts(cfg: &MultiHeadAttentionConfig) -> Vec<String> {
     let mut parts = Vec::new();
     let mut add = |has: bool, part: &str| {
@@ -282,7 +281,7 @@ fn answers(model: &Model) -> Vec<Value> {
     lines
 }
 
-/// Where a config of nothing but its `model_type` is another layer than one with every default written out.
+/// Returns the fields whose absence gives another layer than their default value written out.
 fn defaults(model: &Model) -> Vec<Value> {
     type Read = fn(&Value, usize) -> Result<String>;
     let reads: [Read; 5] = [
@@ -318,7 +317,7 @@ fn answer(
     let (Some((_, first, _)), Some((_, _, expected))) = (calls.first(), calls.last()) else {
         return Ok(json!({"failed": format!("the weights read are of no module that was called: {read:?}")}));
     };
-    // Projections of other names come in this order.
+    // Under other names the projections come in this order.
     let of = |names: [&str; 2]| {
         calls.iter().find(|(module, ..)| names.iter().any(|name| module.ends_with(name))).map(|(_, xs, _)| xs)
     };

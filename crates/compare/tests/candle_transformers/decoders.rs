@@ -1,5 +1,5 @@
 //! Decoders of both sides as one function: token ids (B, T) at positions from `offset` on, to the logits (B, V) after
-//! the last. It keeps what it has seen.
+//! the last. The function stores earlier tokens.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 use candle_nn::VarBuilder;
@@ -12,7 +12,7 @@ use crate::{Weights, builder};
 
 pub type Decoder = Box<dyn FnMut(&Tensor, usize) -> Result<Tensor>>;
 
-/// The example `causal_lm`. It counts positions by itself.
+/// Returns the example `causal_lm`, which counts positions itself.
 pub fn ours(json: &Value, weights: &Weights) -> Result<Decoder> {
     let model = CausalLm::load(json, builder(weights), |_, _| {})?;
     let mut caches = model.caches(|config| config)?;
@@ -22,7 +22,7 @@ pub fn ours(json: &Value, weights: &Weights) -> Result<Decoder> {
     }))
 }
 
-/// The model of candle-transformers.
+/// Returns the model of candle-transformers.
 pub fn theirs(json: &Value, vb: VarBuilder) -> Result<Decoder> {
     Ok(match json["model_type"].as_str().unwrap_or_default() {
         "llama" => {
@@ -59,7 +59,7 @@ fn config<C: DeserializeOwned>(json: &Value) -> Result<C> {
     serde_json::from_value(json.clone()).map_err(candle_core::Error::wrap)
 }
 
-/// Theirs is not read from JSON.
+/// Builds the config of theirs, which has no reader of JSON.
 fn bigcode_config(json: &Value) -> bigcode::Config {
     let size = |key: &str| json[key].as_u64().expect("a size") as usize;
     bigcode::Config {
@@ -75,7 +75,7 @@ fn bigcode_config(json: &Value) -> bigcode::Config {
     }
 }
 
-/// The logits after each of the calls that bring so many of the ids (B, T).
+/// Returns the logits after each call, where `calls` has the number of ids (B, T) of each.
 pub fn logits(decoder: &mut Decoder, ids: &Tensor, calls: &[usize]) -> Result<Vec<Tensor>> {
     let mut offset = 0;
     let call = |&t: &usize| {

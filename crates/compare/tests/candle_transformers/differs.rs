@@ -1,6 +1,7 @@
-//! Where candle-transformers 0.11.1 is not what transformers is. Ours has transformers' logits there, those of
-//! `tests/causal_lm/models`; theirs are those of ours with what they pass over taken from the config, which shows that
-//! it is that and nothing else. A test that fails because they have become right is to move to `equal.rs`.
+//! The cases in which candle-transformers 0.11.1 differs from transformers. Our model has transformers' logits there,
+//! those of `tests/causal_lm/models`. Theirs has the logits of our model without the options that theirs ignores, which
+//! shows that these options are the only difference. If a test fails because candle-transformers was corrected, it
+//! moves to `equal.rs`.
 
 use candle_core::{Device, Result, Tensor};
 use serde_json::{Value, json};
@@ -10,13 +11,13 @@ use crate::decoders::{Decoder, logits, ours, theirs};
 use crate::equal::gemma3;
 use crate::{builder, ids, told, weights};
 
-/// A model of `tests/causal_lm`, and what transformers makes of two texts.
+/// Opens a model of `tests/causal_lm`, and transformers' results for two texts.
 fn open(name: &str) -> Result<(Model, Decoded)> {
     let folder = recorded("causal_lm/models").join(name);
     Ok((Model::open(&folder), Decoded::of(&folder)?))
 }
 
-/// The logits (B, T, V): each the last of a prompt by itself, and those of one token after the other.
+/// Returns the logits (B, T, V) of prompts, each token being the last of a prompt, and those of the tokens one by one.
 fn both(ids: &[Vec<u32>], decoder: impl Fn() -> Result<Decoder>) -> Result<[Tensor; 2]> {
     let (ids, t) = (Tensor::new(ids.to_vec(), &Device::Cpu)?, ids[0].len());
     let prompts = (1..=t).map(|len| Ok(logits(&mut decoder()?, &ids, &[len])?.remove(0)));
@@ -24,14 +25,14 @@ fn both(ids: &[Vec<u32>], decoder: impl Fn() -> Result<Decoder>) -> Result<[Tens
     Ok([Tensor::stack(&prompts.collect::<Result<Vec<_>>>()?, 1)?, Tensor::stack(&tokens, 1)?])
 }
 
-/// A model of which theirs gives other logits, and the options with which ours gives those.
+/// A model of which theirs has other logits, and the options with which ours has the same.
 struct Case {
     model: &'static str,
-    /// What theirs reads under other names.
+    /// Options that theirs reads under other names.
     options: Value,
-    /// By how much theirs are off: of prompts, and of tokens one by one.
+    /// The error of theirs: with prompts, and with tokens one by one.
     off: [f64; 2],
-    /// What theirs passes over: in prompts, and in tokens one by one.
+    /// The options that theirs ignores: with prompts, and with tokens one by one.
     passed_over: [Value; 2],
 }
 
@@ -43,17 +44,17 @@ fn theirs_are_ours_without_what_they_pass_over() -> Result<()> {
     });
     let phi3 = json!({"sliding_window": null, "rope_scaling": longrope(multiplied)});
     let cases = [
-        // A query of a prompt sees one key more than the window, and tokens one by one see all keys.
+        // A query of a prompt attends to one key more than the window, and tokens one by one attend to all keys.
         Case {
             model: "mistral",
             options: json!({"rope_parameters": null, "rope_theta": 1e4}),
             off: [0.67, 0.71],
             passed_over: [json!({"sliding_window": 5}), json!({"sliding_window": null})],
         },
-        // Scores are divided by the root of the head's width, not of `query_pre_attn_scalar` (the 27B has 168 and heads
-        // of 128), there is no `rope_scaling` (from 4B on, positions of full layers are divided by 8), and a query of a
-        // prompt sees one key more than the window. Tokens one by one see as many as they should, so that the two
-        // contradict each other.
+        // Scores are divided by the root of the head dimension, not of `query_pre_attn_scalar` (the 27B has 168 and
+        // heads of 128), there is no `rope_scaling` (from 4B on, positions of full layers are divided by 8), and a
+        // query of a prompt attends to one key more than the window. Tokens one by one attend to the right number of
+        // keys, so that the two contradict each other.
         Case {
             model: "gemma3_scaled",
             options: json!({
@@ -67,7 +68,7 @@ fn theirs_are_ours_without_what_they_pass_over() -> Result<()> {
             ],
         },
         // There is no window (https://github.com/huggingface/candle/issues/3698). Longrope scaling multiplies the
-        // frequencies by what transformers divides them by, and has no factor on cosines and sines.
+        // frequencies by the factors that transformers divides by, and has no factor on cosines and sines.
         Case {
             model: "phi3_scaled",
             options: json!({
@@ -85,7 +86,7 @@ fn theirs_are_ours_without_what_they_pass_over() -> Result<()> {
         let own = both(&golden.ids, || ours(&json, &weights))?;
         for (i, way) in ["prompts", "tokens one by one"].into_iter().enumerate() {
             assert_near(&own[i], &golden.logits, 1e-5, &format!("{model}, {way}"));
-            // As measured; a change of what they compute changes it.
+            // Measured errors, which change if their computation changes.
             let gap = relative_error(&found[i], &golden.logits);
             assert!((gap - off[i]).abs() < 0.01, "{model}, {way}: off by {gap:.2} of the largest, was by {}", off[i]);
             let json = told(&json, passed_over[i].clone());
@@ -96,7 +97,7 @@ fn theirs_are_ours_without_what_they_pass_over() -> Result<()> {
     Ok(())
 }
 
-/// What theirs refuses, in calls of so many tokens, and what it says.
+/// Calls that theirs refuses, by the number of tokens of each, and its error.
 #[test]
 fn what_theirs_refuses_ours_computes() -> Result<()> {
     let (model, _) = open("gemma3_text")?;
@@ -107,19 +108,19 @@ fn what_theirs_refuses_ours_computes() -> Result<()> {
     });
     let random = |json: &Value| weights(|vb| theirs(json, vb));
     for (json, weights, calls, message) in [
-        // A second prompt, or a second piece of one, that goes beyond Gemma 3's window: their mask has a column for
-        // each position, and their cache gives the keys of the window alone.
+        // A second prompt, or a second piece of one, that exceeds Gemma 3's window: their mask has a column for each
+        // position, and their cache returns the keys of the window alone.
         (
             gemma3(6),
             random(&gemma3(6))?,
             &[4, 5][..],
             "shape mismatch in broadcast_add, lhs: [1, 4, 5, 6], rhs: [1, 1, 5, 9]",
         ),
-        // Gemma 3 of more than one key head, from 4B on, takes no prompt: values go to the cache as a view that it
-        // refuses (https://github.com/huggingface/candle/pull/3902). So the others of it have one.
+        // Gemma 3 with more than one key head, from 4B on, takes no prompt: values go to the cache as a view that it
+        // refuses (https://github.com/huggingface/candle/pull/3902). Therefore the other cases have one key head.
         (told(&model.config, several), model.weights, &[9], "slice-set only supports contiguous tensors"),
-        // GPT BigCode with a key head for each query head loads and fails at its first call: it takes the width for the
-        // number of heads. `tests/hf` compares our attention of it with transformers'.
+        // GPT BigCode with a key head for each query head loads, and fails at its first call: it takes the width for
+        // the number of heads. `tests/hf` compares our attention of it with transformers'.
         (
             bigcode.clone(),
             random(&bigcode)?,

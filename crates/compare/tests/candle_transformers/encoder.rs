@@ -27,7 +27,7 @@ fn bert() -> Result<()> {
         let expected = theirs.forward(&ids, &ids.zeros_like()?, Some(&attended))?;
         let rows: Vec<Vec<u32>> = ids.to_vec2()?;
         let texts: Vec<_> = rows.iter().zip(&lens).map(|(row, &len)| &row[..len]).collect();
-        // Ours has no padding: one text follows the other.
+        // Our encoder takes no padding: the texts are concatenated.
         let found = ours.forward(&texts)?;
         let mut start = 0;
         for (sequence, &len) in lens.iter().enumerate() {

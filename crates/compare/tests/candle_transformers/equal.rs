@@ -1,4 +1,4 @@
-//! Where both sides are to be equal: prompts of every length, prompts in pieces, and tokens one by one.
+//! Models that are equal on both sides: prompts of every length, prompts in pieces, and tokens one by one.
 
 use candle_core::Result;
 use serde_json::{Value, json};
@@ -10,7 +10,7 @@ use crate::{builder, ids, told, weights};
 const TOKENS: usize = 13;
 const VOCAB: u32 = 61;
 
-/// The config of an architecture in small sizes, with the options of a case.
+/// Returns the config of an architecture in small sizes, with the options of a case.
 fn with(model_type: &str, options: Value) -> Value {
     let json = json!({
         "model_type": model_type, "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 40,
@@ -20,7 +20,7 @@ fn with(model_type: &str, options: Value) -> Value {
     told(&json, options)
 }
 
-/// Gemma 3 with a window at every other layer.
+/// Returns Gemma 3 with a window at every other layer.
 pub fn gemma3(window: usize) -> Value {
     let options = json!({
         "head_dim": 12, "query_pre_attn_scalar": 12, "hidden_activation": "gelu_pytorch_tanh", "attention_bias": false,
@@ -30,7 +30,7 @@ pub fn gemma3(window: usize) -> Value {
     with("gemma3_text", options)
 }
 
-/// Both sides on 1 and on 3 sequences, by every way through the tokens.
+/// Checks that both sides agree on 1 and on 3 sequences, in one call, in pieces and token by token.
 fn assert_equal(json: &Value) -> Result<()> {
     let weights = weights(|vb| theirs(json, vb))?;
     let mut ways: Vec<Vec<usize>> = (1..=TOKENS).map(|prompt| vec![prompt]).collect();
@@ -51,7 +51,7 @@ fn assert_equal(json: &Value) -> Result<()> {
 
 #[test]
 fn both_sides_are_equal() -> Result<()> {
-    // Of four frequencies the first stays, the second is between, and the others are divided.
+    // Of four frequencies the first stays, the second is interpolated, and the others are divided.
     let scaling = json!({
         "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
@@ -73,7 +73,7 @@ fn both_sides_are_equal() -> Result<()> {
         with("qwen3", told(&qwen3, json!({"attention_bias": true}))),
         with("mistral", json!({"sliding_window": null})),
         with("mistral", json!({"sliding_window": 16, "head_dim": 12})),
-        // As far as the window is not reached; see `differs` for what happens there.
+        // The texts are shorter than the window; `differs` has longer ones.
         gemma3(16),
         with("phi3", json!({})),
         with("phi3", json!({"partial_rotary_factor": 0.5})),

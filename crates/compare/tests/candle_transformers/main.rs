@@ -1,6 +1,6 @@
-//! Whole models of candle-transformers beside the same models on this crate's layer, those of `examples/`, from one set
-//! of random weights. `differs.rs` holds where candle-transformers is not what transformers is: each test there fails
-//! once it becomes so.
+//! Whole models of candle-transformers and the same models on this crate's layer, those of `examples/`, with one set of
+//! random weights. `differs.rs` has the cases in which candle-transformers differs from transformers: each test there
+//! fails once they agree.
 
 #[path = "../../../../tests/common/mod.rs"]
 mod common;
@@ -22,8 +22,8 @@ use serde_json::Value;
 
 type Weights = HashMap<String, Tensor>;
 
-/// Weights under the names and in the shapes that a model asks for, each entry drawn, so that norms and biases matter
-/// too.
+/// Draws weights under the names and in the shapes that a model reads. All entries are random, so that norms and biases
+/// matter too.
 fn weights<M>(load: impl FnOnce(VarBuilder) -> Result<M>) -> Result<Weights> {
     let asked = VarMap::new();
     load(VarBuilder::from_varmap(&asked, DType::F32, &Device::Cpu))?;
@@ -38,7 +38,7 @@ fn builder(weights: &Weights) -> VarBuilder<'static> {
     VarBuilder::from_tensors(weights.clone(), DType::F32, &Device::Cpu)
 }
 
-/// A config with other options.
+/// Returns a config with some options changed.
 fn told(json: &Value, options: Value) -> Value {
     let mut told = json.clone();
     for (name, value) in options.as_object().expect("options are an object") {
@@ -47,7 +47,7 @@ fn told(json: &Value, options: Value) -> Value {
     told
 }
 
-/// Token ids (B, T), each sequence with its own.
+/// Returns token ids (B, T), different ones in each sequence.
 fn ids(b: usize, t: usize, vocab: u32) -> Result<Tensor> {
     let ids = (0..(b * t) as u32).map(|i| (i * 29 + i / t as u32 * 7 + 3) % vocab).collect();
     Tensor::from_vec(ids, (b, t), &Device::Cpu)

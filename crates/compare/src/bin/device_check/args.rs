@@ -2,26 +2,26 @@
 
 use clap::{Parser, ValueEnum};
 
-/// Attention on every device of this machine, held to the CPU's reference path in f64.
+/// Compares attention on every device of this machine with the CPU's reference path in f64.
 ///
-/// Prints a table for each device, and ends with exit code 1 where a number is off. CUDA and Metal take part where the
+/// Prints a table for each device, and ends with exit code 1 if a number is wrong. CUDA and Metal take part if the
 /// program was built with `--features cuda`, `--features flash-attn` or `--features metal`.
 #[derive(Debug, Parser)]
 #[command(name = "device_check")]
 pub struct Args {
-    /// Which devices to check
+    /// The devices to check
     #[arg(long, value_enum, default_value_t = DeviceChoice::All)]
     pub device: DeviceChoice,
 
-    /// Fewer and smaller calls; decoding is timed on keys that a cache may hold
+    /// Fewer and smaller calls; decoding is timed on keys that may fit in the processor's cache
     #[arg(long)]
     pub short: bool,
 
-    /// Say which path the calls took, and why
+    /// Print which path the calls took, and why
     #[arg(long)]
     pub explain: bool,
 
-    /// Allow errors of so many times what is usual; 0 allows none
+    /// Allow errors of this many times the usual ones; 0 allows none
     #[arg(long, value_name = "FACTOR", default_value_t = 1.0, value_parser = factor)]
     pub tolerance: f64,
 
@@ -29,11 +29,11 @@ pub struct Args {
     #[arg(long)]
     pub bench: bool,
 
-    /// Time no longer sequences than this
+    /// Time no sequences longer than this
     #[arg(long, value_name = "T", default_value_t = 16_384)]
     pub longest: usize,
 
-    /// Time no reference path whose scores take more than this
+    /// Time no reference path whose scores take more than this many GiB
     #[arg(long, value_name = "GIB", default_value_t = 20.0, value_parser = factor)]
     pub scores: f64,
 
@@ -47,7 +47,7 @@ pub enum DeviceChoice {
     Cpu,
     Cuda,
     Metal,
-    /// Those that are present; the CPU is not timed beside another
+    /// All devices that are present; the CPU is not timed if there is another
     All,
 }
 

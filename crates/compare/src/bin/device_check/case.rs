@@ -1,4 +1,4 @@
-//! One call, in numbers that are the same on every device.
+//! One call, whose numbers are the same on every device.
 
 use std::fmt;
 
@@ -6,7 +6,7 @@ use candle_attention::init::TorchSeed;
 use candle_attention::{AttentionMask, SdpaOptions, ValidLens};
 use candle_core::{DType, Device, Result, Tensor};
 
-/// The letters of the crate's glossary.
+/// The dimensions, with the letters of the crate's glossary.
 #[derive(Debug, Clone, Copy)]
 pub struct Dims {
     pub b: usize,
@@ -25,15 +25,15 @@ impl fmt::Display for Dims {
     }
 }
 
-/// How q, k and v lie in memory.
+/// The memory layout of q, k and v.
 #[derive(Debug, Clone, Copy)]
 pub enum Layout {
     Contiguous,
-    /// (B, T, H, D), as a projection gives it.
+    /// (B, T, H, D), the layout after a projection.
     Projection,
     /// The first positions of a longer buffer.
     Cache,
-    /// Rows from the second element of wider ones.
+    /// Rows of wider ones, from the second element on.
     OddRows,
     /// (B, H, D, T).
     ColumnMajor,
@@ -54,7 +54,7 @@ pub enum Mask {
     Prefix,
     Keep,
     Bias,
-    /// Nothing is seen by the first sequence.
+    /// The first sequence has no valid key.
     NothingSeen,
 }
 
@@ -67,13 +67,13 @@ pub enum Options {
     Sinks,
 }
 
-/// What is asked for.
+/// The result of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Want {
     Context,
     LogSumExp,
     Weights,
-    /// Of the sum of squares of the context, by q, k and v.
+    /// The gradients of the sum of squares of the output with respect to q, k and v.
     Gradients,
 }
 
@@ -90,7 +90,7 @@ pub struct Case {
 pub struct Buffers([Tensor; 3]);
 
 impl Case {
-    /// Drawn from a seed that depends on nothing.
+    /// Draws the buffers from one seed, so that they are the same in every run.
     pub fn buffers(&self, dtype: DType) -> Result<Buffers> {
         let Dims { b, h, h_kv, t_q, t_kv, d, d_v } = self.dims;
         let seed = TorchSeed::new(1);
@@ -102,7 +102,7 @@ impl Case {
         let Dims { b, t_q, t_kv, .. } = self.dims;
         let none = AttentionMask::none;
         let drawn = |shape: [usize; 2]| TorchSeed::new(2).randn(shape.to_vec())?.to_device(device);
-        // From a third of the keys to all of them, another number in each sequence.
+        // The valid keys of a sequence are a third to all of its keys, a different number in each sequence.
         let lens = |n: usize| -> Vec<usize> { (0..n).map(|i| (t_kv - (i * 5) % (t_kv / 2 + 1)).max(1)).collect() };
         Ok(match self.mask {
             Mask::None => none(),
@@ -143,7 +143,7 @@ impl Case {
 }
 
 impl Layout {
-    /// The shape of the buffer of which a (B, H, T, D) tensor is a view.
+    /// Returns the shape of the buffer of which a (B, H, T, D) tensor is a view.
     fn buffer(self, [b, h, t, d]: [usize; 4]) -> [usize; 4] {
         match self {
             Self::Contiguous => [b, h, t, d],
@@ -166,7 +166,7 @@ impl Layout {
 }
 
 impl Buffers {
-    /// Each buffer changed, converted or moved say.
+    /// Applies `change` to each buffer, for example a conversion or a move.
     pub fn map(&self, change: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
         let [q, k, v] = &self.0;
         Ok(Self([change(q)?, change(k)?, change(v)?]))

@@ -1,4 +1,4 @@
-//! A call on a device, against the reference path on the CPU in f64.
+//! A call on a device, compared with the reference path on the CPU in f64.
 
 use candle_attention::{
     AttentionMask, Backend, Plan, SdpaOptions, plan, scaled_dot_product_attention,
@@ -10,9 +10,9 @@ use super::case::{Case, Want};
 
 pub const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
-/// The largest error allowed, relative to the largest entry: sums of products in f32 in any order; a fused operation
-/// may round the weights to the 11 and 8 bits of f16 and bf16 before they meet the values, and has to round the
-/// context.
+/// Returns the largest error allowed, relative to the largest entry. f32: sums of products in any order. f16 and bf16:
+/// a fused operation may round the weights to the 11 and 8 bits of the dtype before it multiplies the values, and has
+/// to round the output.
 pub fn allowed(dtype: DType) -> f64 {
     match dtype {
         DType::F16 => 5e-3,
@@ -21,16 +21,16 @@ pub fn allowed(dtype: DType) -> f64 {
     }
 }
 
-/// What a call gave.
+/// The outcome of a check.
 pub struct Checked {
-    /// Relative to the largest entry.
+    /// The largest error, relative to the largest entry.
     pub error: f64,
-    /// What `plan` says of the call, where it can be asked.
+    /// The plan of the call, if it can be planned.
     pub plan: Option<Plan>,
 }
 
 /// # Errors
-/// Where the call fails, here or on the CPU.
+/// If the call fails, on the device or on the CPU.
 pub fn check(case: &Case, dtype: DType, device: &Device) -> Result<Checked> {
     let buffers = case.buffers(dtype)?;
     let exact = buffers.map(|buffer| buffer.to_dtype(DType::F64))?.views(case.layout)?;
@@ -39,7 +39,7 @@ pub fn check(case: &Case, dtype: DType, device: &Device) -> Result<Checked> {
 
     let (mask, options) = (case.mask(device)?, case.options(device)?);
     let [q, k, v] = buffers.map(|buffer| buffer.to_device(device))?.views(case.layout)?;
-    // `plan` speaks of the context alone.
+    // `plan` is about the output alone.
     let asks = case.want == Want::Context;
     let plan = if asks { Some(plan(&q, &k, &v, &mask, &options)?) } else { None };
     let found = run(case, [q, k, v], &mask, &options)?;
@@ -73,8 +73,8 @@ fn run(case: &Case, qkv: [Tensor; 3], mask: &AttentionMask, options: &SdpaOption
     }
 }
 
-/// The largest difference, in terms of the largest finite entry expected. Infinities have to agree; a NaN is an
-/// infinite error, and so is another shape.
+/// Returns the largest difference, relative to the largest finite entry expected. Infinities have to agree. A NaN or
+/// another shape is an infinite error.
 pub fn relative_error(found: &Tensor, expected: &Tensor) -> Result<f64> {
     if found.dims() != expected.dims() {
         return Ok(f64::INFINITY);

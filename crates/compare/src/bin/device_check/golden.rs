@@ -16,7 +16,7 @@ use super::check::{Checked, DTYPES, allowed, relative_error};
 use super::progress::Progress;
 use super::table::Row;
 
-/// Every folder that holds a layer, in each dtype.
+/// Checks every folder that has a layer, in each dtype.
 pub fn check(device: &Device, tolerance: f64, progress: &Progress) -> Result<Row> {
     let mut row = Row::new("layers of models/");
     let mut others = Vec::new();
@@ -64,14 +64,14 @@ impl Golden {
         self.config["layout"].as_str()?.parse().ok()
     }
 
-    /// Whether the folder is a layer of this crate with results in f64, outside of training.
+    /// Returns whether the folder is a layer of this crate with results in f64, outside of training.
     fn is_layer(&self) -> bool {
         let cfg = serde_json::from_value::<MultiHeadAttentionConfig>(self.config["layer"].clone());
         let exact = self.io.keys().any(|name| name.ends_with(".expected_f64"));
         self.layout().is_some() && cfg.is_ok() && exact && self.config["mode"] == "eval"
     }
 
-    /// All cases of the folder: the largest error.
+    /// Returns the largest error over all cases of the folder.
     fn check(&self, dtype: DType, device: &Device) -> Result<Checked> {
         let Some(layout) = self.layout() else { bail!("config.json names no layout") };
         let cfg: MultiHeadAttentionConfig =
@@ -118,7 +118,7 @@ impl Golden {
     }
 }
 
-/// d2l's lengths, or PyTorch's tensors in which 1 hides.
+/// Returns the mask of d2l's lengths, or of PyTorch's tensors in which 1 means masked.
 fn mask<'a>(find: &impl Fn(&str) -> Option<&'a Tensor>, device: &Device) -> Result<AttentionMask> {
     let mut mask = AttentionMask::none();
     if let Some(lens) = find("valid_lens") {

@@ -1,8 +1,8 @@
-//! The calls that are checked: masks, options, sizes, strides, and what can be asked for.
+//! The calls that are checked: masks, options, sizes, strides, and kinds of results.
 
 use super::case::{Case, Dims, Layout, Mask, Options, Want};
 
-/// Calls that a row of the table stands for.
+/// The calls of a row of the table.
 pub struct Group {
     pub name: &'static str,
     pub cases: Vec<Case>,
@@ -24,7 +24,7 @@ pub fn groups(short: bool) -> Vec<Group> {
         options: Options::Plain,
         want: Want::Context,
     };
-    // Every length and width, with as many keys' heads as queries', half as many, or one.
+    // Every length and head dimension, with one key head for each query head, for two, or for all.
     let sizes = || {
         lengths
             .iter()

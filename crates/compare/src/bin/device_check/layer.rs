@@ -1,4 +1,4 @@
-//! A whole layer on a device, against the same layer on the CPU in f64.
+//! A whole layer on a device, compared with the same layer on the CPU in f64.
 
 use std::collections::HashMap;
 
@@ -16,10 +16,10 @@ use super::table::Row;
 const BATCH: usize = 2;
 const WIDTH: usize = 256;
 
-/// Single tokens after a prompt.
+/// The number of single tokens after a prompt.
 const TOKENS: usize = 4;
 
-/// The same weights, rounded to a dtype, here in that dtype and on the CPU in f64.
+/// Two layers with the same weights, rounded to a dtype: one in that dtype on the device, one on the CPU in f64.
 struct Layers {
     here: MultiHeadAttention,
     exact: MultiHeadAttention,
@@ -36,7 +36,7 @@ impl Layers {
         Ok(Self { here: load(dtype, device)?, exact: load(DType::F64, &Device::Cpu)? })
     }
 
-    /// The largest error over a batch of `t` positions under a mask.
+    /// Returns the largest error over a batch of `t` positions under a mask.
     fn compare(&self, t: usize, mask: &AttentionMask, (dtype, device): (DType, &Device)) -> Result<Checked> {
         let xs = TorchSeed::new(4).randn((BATCH, t, WIDTH))?.to_dtype(dtype)?;
         let exact = xs.to_dtype(DType::F64)?;
@@ -45,8 +45,8 @@ impl Layers {
         Ok(Checked { error: relative_error(&found, &expected)?, plan: None })
     }
 
-    /// A prompt of which each sequence has `lens` tokens, and then single tokens, through a cache. Each sequence has
-    /// the numbers of a call by itself.
+    /// Checks a prompt, of which each sequence has `lens` tokens, and then single tokens, through a cache. Each
+    /// sequence has to have the numbers of a call by itself.
     fn compare_cached(&self, lens: [usize; BATCH], (dtype, device): (DType, &Device)) -> Result<Checked> {
         let longest = lens.into_iter().max().unwrap_or(0);
         let xs = TorchSeed::new(4).randn((BATCH, longest + TOKENS, WIDTH))?.to_dtype(dtype)?;
@@ -73,7 +73,7 @@ impl Layers {
     }
 }
 
-/// A causal layer with grouped heads: through a cache, whole sequences, padded ones, one position.
+/// Checks a causal layer with grouped heads: through a cache, on whole and on padded sequences, and on one position.
 pub fn check(device: &Device, short: bool, (tolerance, progress): (f64, &Progress)) -> Result<Row> {
     let mut row = Row::new("a layer");
     let lengths: &[usize] = if short { &[1, 40] } else { &[1, 40, 257] };

@@ -1,4 +1,4 @@
-//! Attention on every device of a machine: right or not, and how fast.
+//! A check of attention on every device of a machine, of its numbers and of its speed.
 //!
 //! ```sh
 //! cargo run --release -p candle-attention-compare                                  # the CPU
@@ -39,7 +39,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// Whether everything passed.
+/// Runs the checks, and returns whether all passed.
 fn run(args: &Args) -> Result<bool> {
     let mut totals = Totals::default();
     let mut present = Vec::new();
@@ -67,7 +67,7 @@ fn run(args: &Args) -> Result<bool> {
     }
     println!("{} passed, {} skipped, {} failed", totals.passed, totals.skipped, totals.failed);
     if args.bench {
-        // Attention of these sizes takes a CPU minutes a call.
+        // A CPU takes minutes for a call of these sizes.
         if args.device == DeviceChoice::All && present.len() > 1 {
             present.remove(0);
         }

@@ -1,4 +1,4 @@
-//! Packed sequences of different lengths on a device, against the CPU in f64.
+//! Packed sequences of different lengths on a device, compared with the CPU in f64.
 
 use candle_attention::init::TorchSeed;
 use candle_attention::{

@@ -1,4 +1,4 @@
-//! How far a long run is, on standard error and in terminals only.
+//! The progress of a long run, on standard error and in terminals only.
 
 use indicatif::{ProgressBar, ProgressStyle};
 
@@ -11,18 +11,18 @@ impl Progress {
         Self(bar.with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar())))
     }
 
-    /// A line above the bar.
+    /// Prints a line above the bar.
     pub fn print(&self, line: &str) {
         self.0.suspend(|| println!("{line}"));
     }
 
-    /// The next step begins.
+    /// Begins the next step.
     pub fn step(&self, what: &str) {
         self.note(what);
         self.0.inc(1);
     }
 
-    /// What is done within a step.
+    /// Shows the current work within a step.
     pub fn note(&self, what: &str) {
         self.0.set_message(what.to_string());
     }

@@ -1,4 +1,4 @@
-//! What is printed: a table for each device.
+//! The output: a table for each device.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -13,13 +13,13 @@ pub struct Row {
     name: String,
     passed: usize,
     skipped: usize,
-    /// Calls on a fused path, of those that were asked.
+    /// The number of calls that took a fused path, if the calls were planned.
     fused: Option<usize>,
-    /// The largest error in each of [`DTYPES`]; none where nothing was checked.
+    /// The largest error in each of [`DTYPES`]; none if nothing was checked.
     errors: [Option<f64>; 3],
-    /// Why something was skipped, and what failed.
+    /// The reasons for skipped checks, and the failures.
     pub remarks: Vec<String>,
-    /// Why calls took the path that they took.
+    /// The reasons for the paths that calls took.
     pub reasons: Vec<String>,
     pub failed: usize,
 }
@@ -38,7 +38,7 @@ impl Row {
         }
     }
 
-    /// Counts a check whose error may be up to `allowed`; `what` names it where it fails.
+    /// Counts a check whose error may be up to `allowed`; `what` names it if it fails.
     pub fn add(&mut self, dtype: DType, checked: Result<Checked>, allowed: f64, what: &dyn fmt::Display) {
         let outcome = match checked {
             Ok(Checked { error, plan }) => {
@@ -79,7 +79,7 @@ impl fmt::Display for Row {
     }
 }
 
-/// The rows of a device, and how many checks passed, were skipped and failed.
+/// The rows of a device, and the numbers of checks that passed, were skipped and failed.
 #[derive(Default)]
 pub struct Totals {
     pub passed: usize,
@@ -97,7 +97,8 @@ impl Totals {
     }
 }
 
-/// Rows below their columns: counts, of which so many on a fused path, and the largest error in each dtype.
+/// Prints rows below their columns: the number of checks, how many of them took a fused path, and the largest error in
+/// each dtype.
 pub fn print(rows: &[Row]) {
     println!(
         "{:<22}{:>6}{:>6}{:>6}{:>7}{:>10}{:>10}{:>10}",
@@ -111,7 +112,7 @@ pub fn print(rows: &[Row]) {
     }
 }
 
-/// Each reason once, with the number of calls.
+/// Prints each reason once, with the number of calls.
 pub fn explain(rows: &[Row]) {
     let mut reasons = BTreeMap::new();
     for reason in rows.iter().flat_map(|row| &row.reasons) {

@@ -1,4 +1,4 @@
-//! What is timed.
+//! The cells that are timed.
 
 use std::fmt;
 
@@ -19,12 +19,12 @@ pub struct Cell {
     pub dtype: DType,
 }
 
-/// Tokens of a prefill cell, and numbers of a position: as in the figures of the FlashAttention papers.
+/// The tokens of a prefill cell, and the numbers of a position (H · D), as in the figures of the FlashAttention papers.
 const TOKENS: usize = 16_384;
 const WIDTH: usize = 2048;
 
-/// Prefill: D 64 and 128, T from 2,048 to 16,384, with and without a causal mask. Decode: one query, 8,192 keys, 32
-/// heads on 8, for one sequence and for 32.
+/// Returns the cells. Prefill: D 64 and 128, T from 2,048 to 16,384, with and without a causal mask. Decode: one query,
+/// 8,192 keys, 32 heads on 8 key heads, for one sequence and for 32.
 pub fn cells(longest: usize) -> Vec<Cell> {
     let mut cells = Vec::new();
     for dtype in [DType::BF16, DType::F16] {
@@ -45,19 +45,19 @@ impl Cell {
         self.t_q == 1
     }
 
-    /// Two products over the visible pairs of query and key.
+    /// Returns the operations of two products over the (query, key) pairs that the mask allows.
     pub fn flops(&self) -> f64 {
         let (t_q, t_kv) = (self.t_q as f64, self.t_kv as f64);
         let pairs = if self.causal { t_q * (2.0 * t_kv - t_q + 1.0) / 2.0 } else { t_q * t_kv };
         4.0 * (self.b * self.h * self.d) as f64 * pairs
     }
 
-    /// Bytes of keys and values.
+    /// Returns the bytes of keys and values.
     pub fn kv_bytes(&self) -> usize {
         2 * self.b * self.h_kv * self.t_kv * self.d * self.dtype.size_in_bytes()
     }
 
-    /// Bytes of the scores in f32, of which the reference path holds a few.
+    /// Returns the bytes of the scores in f32. The reference path allocates a few tensors of this size.
     pub fn score_bytes(&self) -> f64 {
         4.0 * (self.b * self.h) as f64 * self.t_q as f64 * self.t_kv as f64
     }
@@ -66,7 +66,7 @@ impl Cell {
         if self.causal { AttentionMask::causal() } else { AttentionMask::none() }
     }
 
-    /// q (B, H, T_q, D), and `copies` of k and v (B, H_kv, T_kv, D).
+    /// Returns q (B, H, T_q, D), and `copies` of k and v (B, H_kv, T_kv, D).
     pub fn tensors(&self, copies: usize, device: &Device) -> Result<(Tensor, Vec<(Tensor, Tensor)>)> {
         let draw = |h: usize, t: usize| Tensor::randn(0f32, 1., (self.b, h, t, self.d), device)?.to_dtype(self.dtype);
         let kv = (0..copies).map(|_| Ok((draw(self.h_kv, self.t_kv)?, draw(self.h_kv, self.t_kv)?)));

@@ -1,4 +1,4 @@
-//! Times of attention: what this crate chooses, and its reference path.
+//! Times of attention: the path that this crate chooses, and its reference path.
 
 mod cell;
 
@@ -13,11 +13,11 @@ use super::args::Args;
 use super::progress::Progress;
 use crate::command_line::one_line;
 
-/// Calls of a turn take this long together, so that starting and waiting for them does not count.
+/// Calls of a turn take this long together, so that the time to start and to wait for them does not count.
 const TURN: Duration = Duration::from_millis(60);
 const TURNS: usize = 7;
 
-/// Keys and values that are read in turn when decoding hold more than this, so that no cache has them.
+/// The bytes of keys and values that are read in turn when decoding exceed this, so that no cache can store them.
 const CACHED: usize = 512 << 20;
 
 /// Prints a row for each cell and path.
@@ -50,7 +50,7 @@ pub fn run(args: &Args, device: &Device) -> Result<()> {
     Ok(())
 }
 
-/// The median of a call's time over [`TURNS`] turns.
+/// Returns the median of a call's time over [`TURNS`] turns.
 fn milliseconds(call: impl Fn(usize) -> Result<Tensor>, device: &Device) -> Result<f64> {
     let turn = |calls: usize| -> Result<f64> {
         device.synchronize()?;
