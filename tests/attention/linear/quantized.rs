@@ -2,6 +2,8 @@
 
 use candle_core::quantized::GgmlDType::*;
 use candle_core::quantized::{GgmlDType, QMatMul, QStorage, QTensor};
+use half::f16;
+use proptest::collection::vec;
 
 use crate::linear::case::{CPU, bits};
 use crate::*;
@@ -87,6 +89,63 @@ fn gguf_types_keep_every_code() -> Result<()> {
         assert_eq!(values(linear.weight()), values(&numbers), "{dtype:?}");
     }
     Ok(())
+}
+
+/// Any 16 bits as a scale or a minimum, and often a zero of either sign, a subnormal, infinite or largest number, or NaN.
+fn any_half() -> impl Strategy<Value = f16> {
+    let special = select(vec![
+        f16::ZERO,
+        f16::NEG_ZERO,
+        f16::MIN_POSITIVE_SUBNORMAL,
+        -f16::MAX_SUBNORMAL,
+        f16::MAX,
+        f16::MIN,
+        f16::INFINITY,
+        f16::NEG_INFINITY,
+        f16::NAN,
+    ]);
+    prop_oneof![special, (-1f32..1.0).prop_map(f16::from_f32), any::<u16>().prop_map(f16::from_bits)]
+}
+
+/// A type, and the bytes of blocks of it.
+fn any_blocks(count: usize) -> impl Strategy<Value = (GgmlDType, Vec<u8>)> {
+    select(BLOCKS.to_vec()).prop_flat_map(move |dtype| {
+        let halves = if [Q4_1, Q5_1].contains(&dtype) { 2 } else { 1 };
+        let codes = vec(any::<u8>(), dtype.type_size() - 2 * halves);
+        let block = (vec(any_half(), halves), codes).prop_map(|(halves, codes)| {
+            let halves = halves.into_iter().flat_map(f16::to_le_bytes);
+            halves.chain(codes).collect::<Vec<u8>>()
+        });
+        vec(block, count).prop_map(move |blocks| (dtype, blocks.concat()))
+    })
+}
+
+/// The bits of each number, of which all NaNs are alike.
+fn bits_with_one_nan(tensor: &Tensor) -> Vec<u32> {
+    let numbers = tensor.flatten_all().and_then(|all| all.to_vec1::<f32>()).expect("a tensor of f32");
+    numbers.into_iter().map(|x| if x.is_nan() { f32::NAN.to_bits() } else { x.to_bits() }).collect()
+}
+
+/// Blocks with any scales and minimums have the bits of their dequantised numbers: the weight itself, and products with
+/// dense rows, with rows so small that products round to zeros of either sign, and with rows of a single 1.
+#[test]
+fn gguf_blocks_with_any_scale_match_dequantized_weight() {
+    let (out, inputs) = (18, 64);
+    for_all(48, any_blocks(out * inputs / 32), |(dtype, data)| {
+        let weight = QTensor::new(QStorage::from_data(data.into(), &CPU, dtype)?, (out, inputs))?;
+        let numbers = weight.dequantize(&CPU)?;
+        let (packed, plain) = (PackedLinear::from_qtensor(weight, None)?, PackedLinear::new(&numbers, None)?);
+        assert_eq!(bits_with_one_nan(packed.to_linear()?.weight()), bits_with_one_nan(&numbers), "{dtype:?}");
+        for rows in [1, 3, 40] {
+            let dense = random((rows, inputs))?;
+            let single_ones = Tensor::eye(inputs, DType::F32, &CPU)?.narrow(0, 5, rows)?;
+            for xs in [(&dense * 1e-40)?, dense, single_ones] {
+                let (ys, expected) = (packed.forward(&xs)?, plain.forward(&xs)?);
+                assert_eq!(bits_with_one_nan(&ys), bits_with_one_nan(&expected), "{dtype:?}, {rows} rows");
+            }
+        }
+        Ok(())
+    });
 }
 
 /// Gate and up projection of one type are one pass; of two types, three operations.

@@ -208,6 +208,28 @@ pub struct Layout {
     pub block: usize,
 }
 
+impl Layout {
+    /// Returns the constants of an instruction set's kernel for words of one f32, or of its kernel for bf16.
+    ///
+    /// # Panics
+    /// If the processor lacks the instruction set.
+    pub fn new(instruction_set: InstructionSet, is_bf16: bool) -> Self {
+        struct CopyLayout<'a>(&'a mut Option<Layout>);
+        impl SimdTask for CopyLayout<'_> {
+            unsafe fn run<K: Kernel>(self) {
+                *self.0 = Some(K::LAYOUT);
+            }
+        }
+        let mut layout = None;
+        if is_bf16 {
+            dispatch_bf16(instruction_set, CopyLayout(&mut layout));
+        } else {
+            dispatch_f32(instruction_set, CopyLayout(&mut layout));
+        }
+        layout.expect("a task that is dispatched runs")
+    }
+}
+
 /// What an instruction set does for one type of operand. Matrices consist of 32-bit words: an f32, or a pair of bf16
 /// along the depth of the product, so that one description serves both.
 ///
@@ -303,8 +325,18 @@ pub trait Kernel: Sized {
                 Format::F32 => Self::run_simd(Multiply(product, PhantomData::<Words>)),
                 Format::BF16 => Self::run_simd(Multiply(product, PhantomData::<Bf16Pairs>)),
                 Format::F16 => Self::run_simd(Multiply(product, PhantomData::<F16Rows>)),
-                Format::Codes { bits: 4, .. } => Self::run_simd(Multiply(product, PhantomData::<CodeBlocks<4>>)),
-                Format::Codes { .. } => Self::run_simd(Multiply(product, PhantomData::<CodeBlocks<8>>)),
+                Format::Codes { bits: 4, has_minimums: false } => {
+                    Self::run_simd(Multiply(product, PhantomData::<CodeBlocks<4, false>>));
+                }
+                Format::Codes { bits: 4, has_minimums: true } => {
+                    Self::run_simd(Multiply(product, PhantomData::<CodeBlocks<4, true>>));
+                }
+                Format::Codes { has_minimums: false, .. } => {
+                    Self::run_simd(Multiply(product, PhantomData::<CodeBlocks<8, false>>));
+                }
+                Format::Codes { has_minimums: true, .. } => {
+                    Self::run_simd(Multiply(product, PhantomData::<CodeBlocks<8, true>>));
+                }
             }
         }
     }

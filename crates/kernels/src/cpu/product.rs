@@ -85,21 +85,26 @@ impl Format {
         }
     }
 
-    /// The bytes of so many steps of one column, whole ones.
-    pub fn bytes(self, steps: usize) -> usize {
+    /// The bytes of the steps of one column that are stored together.
+    fn bytes_together(self) -> usize {
         match self {
-            Self::F32 => steps * size_of::<f32>(),
-            Self::BF16 | Self::F16 => steps * size_of::<f16>(),
+            Self::F32 => size_of::<f32>(),
+            Self::BF16 | Self::F16 => self.step() * size_of::<f16>(),
             Self::Codes { bits, has_minimums } => {
                 let scales = size_of::<f16>() << u32::from(has_minimums);
-                steps / CODE_BLOCK * (scales + CODE_BLOCK * bits / 8)
+                scales + CODE_BLOCK * bits / 8
             }
         }
     }
 
-    /// Whether each scale has a minimum beside it.
-    pub fn has_minimums(self) -> bool {
-        matches!(self, Self::Codes { has_minimums: true, .. })
+    /// The bytes of `depth` steps of one column, a multiple of [`step`](Self::step) in a panel that is in memory.
+    pub fn bytes(self, depth: usize) -> usize {
+        depth / self.step() * self.bytes_together()
+    }
+
+    /// [`bytes`](Self::bytes) of a depth of any size, or `None` if a `usize` cannot count them.
+    pub fn checked_bytes(self, depth: usize) -> Option<usize> {
+        (depth / self.step()).checked_mul(self.bytes_together())
     }
 }
 
@@ -110,7 +115,6 @@ pub struct ColumnBlock {
     pub at: *const f32,
     /// The columns of the panel.
     pub panel: usize,
-    pub has_minimums: bool,
 }
 
 /// How the columns of B are stored.
@@ -184,27 +188,30 @@ impl Columns for Bf16Pairs {
     }
 }
 
-/// Blocks of unsigned codes of 4 or 8 bits: the scales of a panel in f16, its minimums in f16 if there are any, and
-/// then words of the codes of neighbouring steps, the first one lowest. A number is `code · scale + minimum`, rounded
-/// once, where blocks without minimums have `-2^(BITS - 1) · scale` in their place, for codes on both sides of zero.
-pub(crate) struct CodeBlocks<const BITS: u32>;
+/// Blocks of codes of 4 or 8 bits: the scales of a panel in f16, its minimums in f16 if it has any, and then words of
+/// the codes of neighbouring steps, the first one highest. With minimums codes are unsigned, and a number is
+/// `code · scale + minimum`, rounded once. Without them codes are in two's complement, and a number is `code · scale`.
+/// These are the numbers, to the bit, that GGUF files define: of an infinite scale `code · scale - middle · scale` would
+/// be NaN, and of a negative scale it would lose the sign of a zero.
+pub(crate) struct CodeBlocks<const BITS: u32, const HAS_MINIMUMS: bool>;
 
-/// Codes of a vector of columns, the next ones lowest.
+/// Codes of a vector of columns, the next ones highest.
 #[derive(Clone, Copy)]
 pub struct LoadedCodes<V> {
     codes: V,
     scale: V,
+    /// Not read where blocks have no minimums.
     minimum: V,
 }
 
-impl<const BITS: u32> Columns for CodeBlocks<BITS> {
+impl<const BITS: u32, const HAS_MINIMUMS: bool> Columns for CodeBlocks<BITS, HAS_MINIMUMS> {
     const STEPS: usize = 32 / BITS as usize;
     const BLOCK: usize = CODE_BLOCK;
     type Loaded<V: Vector> = LoadedCodes<V>;
 
     #[inline(always)]
     fn numbers(block: &ColumnBlock) -> *const f32 {
-        block.at.cast::<u16>().wrapping_add(block.panel << u32::from(block.has_minimums)).cast()
+        block.at.cast::<u16>().wrapping_add(block.panel << u32::from(HAS_MINIMUMS)).cast()
     }
 
     #[inline(always)]
@@ -214,10 +221,7 @@ impl<const BITS: u32> Columns for CodeBlocks<BITS> {
         // holds a vector of words.
         unsafe {
             let scale = V::load_f16(scales);
-            let minimum = match block.has_minimums {
-                true => V::load_f16(scales.add(block.panel)),
-                false => scale.mul(V::splat(-((1 << (BITS - 1)) as f32))),
-            };
+            let minimum = if HAS_MINIMUMS { V::load_f16(scales.add(block.panel)) } else { scale };
             LoadedCodes { codes: V::load(b.add(column)), scale, minimum }
         }
     }
@@ -226,9 +230,14 @@ impl<const BITS: u32> Columns for CodeBlocks<BITS> {
     unsafe fn take<V: Vector>(loaded: &mut LoadedCodes<V>) -> V {
         // SAFETY: the processor has the instruction set of V.
         unsafe {
-            let code;
-            (code, loaded.codes) = loaded.codes.take_bits::<BITS>();
-            code.mul_add(loaded.scale, loaded.minimum)
+            if HAS_MINIMUMS {
+                let (code, rest) = loaded.codes.take_bits::<BITS, false>();
+                loaded.codes = rest;
+                return code.mul_add(loaded.scale, loaded.minimum);
+            }
+            let (code, rest) = loaded.codes.take_bits::<BITS, true>();
+            loaded.codes = rest;
+            code.mul(loaded.scale)
         }
     }
 }
@@ -267,9 +276,9 @@ unsafe fn accumulate<K: Kernel, B: Columns, const N: usize>(
         if const { B::IS_WORDS } && K::accumulate_words(sums.as_flattened_mut(), product, a) {
             return;
         }
-        let (mut b, has_minimums) = (product.b, product.format.has_minimums());
+        let mut b = product.b;
         for _ in 0..product.depth / B::BLOCK {
-            let block = ColumnBlock { at: b, panel: K::PANEL, has_minimums };
+            let block = ColumnBlock { at: b, panel: K::PANEL };
             b = B::numbers(&block);
             for _ in 0..B::BLOCK / B::STEPS {
                 if const { !B::IS_WORDS } {

@@ -35,10 +35,10 @@ fn on_every_instruction_set<T: SimdTask>(task: impl Fn() -> T) {
 }
 
 /// Numbers that do not repeat soon, the same in every run (splitmix64).
-struct Sequence(u64);
+pub(crate) struct Sequence(pub u64);
 
 impl Sequence {
-    fn bits(&mut self) -> u64 {
+    pub fn bits(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -46,12 +46,12 @@ impl Sequence {
     }
 
     /// A whole number from `-most` to `most`.
-    fn whole(&mut self, most: u64) -> f32 {
+    pub fn whole(&mut self, most: u64) -> f32 {
         (self.bits() % (2 * most + 1)) as f32 - most as f32
     }
 
     /// A number from -1 to 1.
-    fn fraction(&mut self) -> f32 {
+    pub fn fraction(&mut self) -> f32 {
         (self.bits() >> 40) as f32 / (1 << 23) as f32 - 1.0
     }
 }

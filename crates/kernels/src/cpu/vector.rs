@@ -23,8 +23,9 @@ pub trait Vector: Copy + Kernel<Vector = Self> {
     unsafe fn load_u8(from: *const u8) -> Self;
     /// The lower and the upper bf16 of each of `LANES` words.
     unsafe fn load_pairs(from: *const f32) -> (Self, Self);
-    /// The lowest bits of each word as a number, 4 or 8 of them, and the words without them.
-    unsafe fn take_bits<const BITS: u32>(self) -> (Self, Self);
+    /// Returns the highest 4 or 8 bits of each word as a number, in two's complement where `IS_SIGNED`, and the words
+    /// shifted so that the next bits are the highest. The bits that are shifted in are of any value.
+    unsafe fn take_bits<const BITS: u32, const IS_SIGNED: bool>(self) -> (Self, Self);
     /// Rounded to the nearest, ties to even.
     unsafe fn store_bf16(self, to: *mut u16);
     unsafe fn store_f16(self, to: *mut u16);
@@ -88,10 +89,10 @@ pub(crate) const MAX_LANES: usize = 16;
 
 /// The methods of a [`Vector`], which all have the same attributes and the same reason to be sound.
 macro_rules! simd_fns {
-    ($(fn $name:ident $(<const $bits:ident: u32>)? ($($args:tt)*) $(-> $out:ty)? $body:block)*) => {$(
+    ($(fn $name:ident $(<$(const $parameter:ident: $kind:ty),*>)? ($($args:tt)*) $(-> $out:ty)? $body:block)*) => {$(
         #[inline(always)]
         #[allow(unused_unsafe, reason = "the scalar instruction set's arithmetic is safe")]
-        unsafe fn $name $(<const $bits: u32>)? ($($args)*) $(-> $out)? {
+        unsafe fn $name $(<$(const $parameter: $kind),*>)? ($($args)*) $(-> $out)? {
             // SAFETY: by the contract of `Vector`, the processor has the instruction set and pointers are valid for a
             // vector.
             unsafe { $body }

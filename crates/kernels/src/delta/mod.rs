@@ -201,8 +201,11 @@ pub fn gated_delta_rule<E: DeltaKernels>(
         saved,
         excess_decay: ExcessDecay::default(),
     };
-    E::gated_delta_rule(&call, instruction_set);
-    call.excess_decay.check()?;
+    // Without results, of which there may be any number of heads, there is nothing to compute.
+    if contexts > 0 || counts[0] > 0 {
+        E::gated_delta_rule(&call, instruction_set);
+        call.excess_decay.check()?;
+    }
     // SAFETY: each head of each sequence wrote its columns of all of them.
     unsafe {
         let saved = Saved { errors: errors.written(), states: block_states.written() };
@@ -253,7 +256,8 @@ pub fn gated_delta_rule_backward<E: DeltaKernels>(
     let blocks = forward.blocks(BLOCK);
     let (rows, states) = (b * t * h, forward.heads() * forward.state_len());
     check_len("the saved errors", saved.errors.len(), rows * d_v)?;
-    check_len("the saved states", saved.states.len(), blocks[blocks.len() - 1] * h * forward.state_len())?;
+    let block_heads = blocks[blocks.len() - 1].saturating_mul(h);
+    check_len("the saved states", saved.states.len(), block_heads.saturating_mul(forward.state_len()))?;
     context_grad.check("context_grad", [b, h, t], d_v)?;
     states_grad.map_or(Ok(()), |gradient| check_len("states_grad", gradient.len(), states))?;
     let decays = match forward.decay {
@@ -266,8 +270,10 @@ pub fn gated_delta_rule_backward<E: DeltaKernels>(
     let mut all = [q?, k?, v?, decay?, beta?, states?];
     let gradients = all.each_mut().map(|of| SharedPtr(of.as_mut_ptr())).into();
     let call = BackwardCall { problem, blocks, gradients, excess_decay: ExcessDecay::default() };
-    E::gated_delta_rule_backward(&call, instruction_set);
-    call.excess_decay.check()?;
+    if counts.iter().any(|&count| count > 0) {
+        E::gated_delta_rule_backward(&call, instruction_set);
+        call.excess_decay.check()?;
+    }
     // SAFETY: each head of each sequence wrote the rows of its tokens and its state.
     Ok(all.map(|of| unsafe { of.written() }).into())
 }

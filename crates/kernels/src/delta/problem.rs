@@ -100,9 +100,11 @@ impl<E> Problem<'_, E> {
         self.beta.map_or(Ok(()), |beta| beta.check("beta", [b, h, t], 1))?;
         let too_many = || Error::Memory(format!("{:?}", self.dims));
         let tokens = b.checked_mul(t).ok_or_else(too_many)?;
-        [h, d_k.max(d_v)].iter().try_fold(tokens, |count, &n| count.checked_mul(n)).ok_or_else(too_many)?;
-        let counts = [h, d_k, d_v, self.sequences.len()];
-        let states = counts.iter().try_fold(1usize, |count, &n| count.checked_mul(n)).ok_or_else(too_many)?;
+        // No partial product overflows either, also where another dimension is 0.
+        let product = |counts: &[usize]| counts.iter().try_fold(1usize, |count, &n| count.checked_mul(n.max(1)));
+        product(&[tokens, h, d_k.max(d_v)]).ok_or_else(too_many)?;
+        product(&[self.sequences.len(), h, d_k, d_v]).ok_or_else(too_many)?;
+        let states = self.heads() * self.state_len();
         self.states.map_or(Ok(()), |found| check_len("states", found.len(), states))?;
         if self.qk_norm.is_some() && self.scale != 0.0 && !SCALES_WITH_NORM.contains(&self.scale.abs()) {
             let (least, most) = (SCALES_WITH_NORM.start(), SCALES_WITH_NORM.end());
@@ -113,8 +115,8 @@ impl<E> Problem<'_, E> {
         }
         let mut end = 0;
         for range in self.sequences {
-            let is_in_entry = range.is_empty() || range.start / t == (range.end - 1) / t;
-            if range.start != end || range.end < end || range.end > tokens || !is_in_entry {
+            let is_in_entry = || range.is_empty() || range.start / t == (range.end - 1) / t;
+            if range.start != end || range.end < end || range.end > tokens || !is_in_entry() {
                 return Err(Error::Shape(format!(
                     "sequence {range:?} follows token {end} of {b} entries of {t}, expected one after the other"
                 )));

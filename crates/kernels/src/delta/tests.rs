@@ -260,3 +260,53 @@ fn what_is_no_number_stays_in_its_head() {
         });
     }
 }
+
+/// Dimensions of which none is in memory multiply to more than a number holds: such calls are computed, or errors.
+#[test]
+fn dimensions_of_any_size_are_computed_or_errors() {
+    let data = [0.5f32; 4];
+    let counts: &[usize] = if cfg!(miri) { &[0, usize::MAX] } else { &[0, 1, 2, usize::MAX / 4, usize::MAX] };
+    let count = |case: usize, n: u32| counts[case / counts.len().pow(n) % counts.len()];
+    let (mut computed, mut refused) = (0, 0);
+    for case in 0..counts.len().pow(5) {
+        let [b, t, h, d_k, d_v] = std::array::from_fn(|n| count(case, n as u32));
+        let rows = Strided { data: &data[..], strides: [0; 3] };
+        let tokens = b.saturating_mul(t);
+        // A call with more tokens than fit in memory, in a row that repeats, would take forever.
+        let all = if tokens <= 4 { tokens } else { 1 };
+        let (whole, entries) = ([0..all], [0..t.min(4), t.min(4)..all.max(t.min(4))]);
+        for sequences in [&[][..], &whole, &entries] {
+            let forward = Problem {
+                dims: Dims { b, t, h, h_q: h, h_k: h, h_v: h, d_k, d_v },
+                q: rows,
+                k: rows,
+                v: rows,
+                decay: (case % 2 == 0).then_some(Decay::Channels(rows)),
+                beta: Some(rows),
+                states: None,
+                sequences,
+                scale: 1.0,
+                qk_norm: None,
+                executor: None,
+            };
+            let Ok(output) = gated_delta_rule(&forward, InstructionSet::Scalar, true) else {
+                refused += 1;
+                continue;
+            };
+            let saved = output.saved.expect("as wanted");
+            let problem = BackwardProblem { forward, saved: &saved, context_grad: rows, states_grad: None };
+            match gated_delta_rule_backward(&problem, InstructionSet::Scalar) {
+                Ok(gradients) => {
+                    let len = |dims: &[usize]| dims.iter().product::<usize>();
+                    let found = [gradients.q, gradients.v, gradients.states].map(|numbers| numbers.len());
+                    let n = sequences.len();
+                    let expected = [len(&[b, t, h, d_k]), len(&[b, t, h, d_v]), len(&[n, h, d_k, d_v])];
+                    assert_eq!(found, expected, "{:?}, {sequences:?}", forward.dims);
+                    computed += 1;
+                }
+                Err(_) => refused += 1,
+            }
+        }
+    }
+    assert!(computed > 0 && refused > 0, "{computed} computed, {refused} refused");
+}

@@ -18,6 +18,9 @@ pub const BLOCK_ROW: usize = BLOCK + 16;
 /// The most rows of a task: 160 KB of copied words.
 pub const MAX_ROWS: usize = 192;
 
+/// More zeros than are added to the depth of any product.
+const MAX_PADDING: usize = 4 * MAX_LANES;
+
 /// LANES by LANES words.
 pub type Square = [f32; MAX_LANES * MAX_LANES];
 
@@ -196,7 +199,13 @@ impl<X> Right<'_, X> {
     pub(super) fn check(&self) -> Result<(), Error> {
         check_instruction_set(self.instruction_set())?;
         match self {
-            Self::Matrix(matrix, _) => matrix.check("the right operand"),
+            Self::Matrix(matrix, _) => {
+                // A line that is repeated has any depth in little memory; zeros are added to it.
+                if matrix.rows > usize::MAX - MAX_PADDING {
+                    return Err(Error::Shape(format!("expected a depth that can be padded, found {}", matrix.rows)));
+                }
+                matrix.check("the right operand")
+            }
             Self::Weight(weight, columns) | Self::Transposed(weight, columns)
                 if columns.start > columns.end || columns.end > weight.outputs() =>
             {
@@ -274,7 +283,7 @@ impl<X> Right<'_, X> {
     pub(super) fn bytes(&self) -> usize {
         match self {
             Self::Weight(weight, columns) | Self::Transposed(weight, columns) => weight.bytes(columns.len()),
-            Self::Matrix(matrix, _) => matrix.rows * matrix.columns * size_of::<X>(),
+            Self::Matrix(matrix, _) => matrix.rows.saturating_mul(matrix.columns).saturating_mul(size_of::<X>()),
         }
     }
 }

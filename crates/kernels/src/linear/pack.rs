@@ -6,8 +6,8 @@ use super::PackedWeight;
 use super::operands::{Matrix, Square};
 use super::weight::no_memory;
 use crate::cpu::{
-    CODE_BLOCK, Format, InstructionSet, Kernel, Scratch, SharedPtr, SimdTask, Vector, Workers, dispatch_bf16,
-    dispatch_f32, for_each_index,
+    CODE_BLOCK, Format, InstructionSet, Kernel, Layout, Scratch, SharedPtr, SimdTask, Vector, Workers, dispatch_f32,
+    for_each_index,
 };
 use crate::error::{Error, check_instruction_set, check_len};
 use crate::number::Number;
@@ -40,34 +40,32 @@ impl PackedWeight {
         instruction_set: InstructionSet,
         write: &(dyn Fn(&Self, usize, *mut f32) + Sync),
     ) -> Result<Self, Error> {
-        /// Takes what the panels of an instruction set are like.
-        struct Layout<'a>(&'a mut PackedWeight);
-        impl SimdTask for Layout<'_> {
-            unsafe fn run<K: Kernel>(self) {
-                let PackedWeight { panel, padded, inputs, format, .. } = self.0;
-                // Steps are whole, and an instruction set may take more.
-                (*panel, *padded) = (K::PANEL, inputs.next_multiple_of((K::ELEMENTS * K::DEPTH).max(format.step())));
-            }
-        }
         check_instruction_set(instruction_set)?;
+        let layout = Layout::new(instruction_set, format == Format::BF16);
+        // Steps are whole, and an instruction set may take more.
+        let step = (layout.elements * layout.depth).max(format.step());
+        let panels = outputs.div_ceil(layout.panel);
+        let sizes = || {
+            let padded = inputs.checked_next_multiple_of(step)?;
+            let panel_bytes = format.checked_bytes(padded)?.checked_mul(layout.panel)?;
+            let panel_words = panel_bytes / size_of::<f32>();
+            Some((padded, panel_words, panel_words.checked_mul(panels)?))
+        };
+        let (padded, panel_words, words) = sizes().ok_or_else(|| no_memory(outputs, inputs))?;
+        let words_of_nothing = Scratch::zeros(0);
         let mut weight =
-            Self { words: Scratch::zeros(0), format, instruction_set, inputs, outputs, panel: 0, padded: 0 };
-        match weight.is_bf16() {
-            true => dispatch_bf16(instruction_set, Layout(&mut weight)),
-            false => dispatch_f32(instruction_set, Layout(&mut weight)),
-        }
-        let (panels, own) = (outputs.div_ceil(weight.panel), &weight);
-        let words = format.bytes(weight.padded) * weight.panel / size_of::<f32>();
+            Self { words: words_of_nothing, format, instruction_set, inputs, outputs, panel: layout.panel, padded };
+        let unwritten = &weight;
         let write_all = |to: *mut f32| {
-            let (to, tasks) = (SharedPtr(to), if words == 0 { 0 } else { panels });
-            for_each_index(tasks, Workers::of(outputs * inputs, 0, None), &|index| {
+            let (to, tasks) = (SharedPtr(to), if panel_words == 0 { 0 } else { panels });
+            for_each_index(tasks, Workers::of(outputs.saturating_mul(inputs), 0, None), &|index| {
                 // SAFETY: there are as many panels.
-                write(own, index, unsafe { to.add(index * words) });
+                write(unwritten, index, unsafe { to.add(index * panel_words) });
             });
         };
         // SAFETY: every panel is written, by this function's contract.
-        let packed = panels.checked_mul(words).and_then(|words| unsafe { Scratch::written(words, &write_all) });
-        weight.words = packed.ok_or_else(|| no_memory(outputs, inputs))?;
+        let written = unsafe { Scratch::written(words, &write_all) };
+        weight.words = written.ok_or_else(|| no_memory(outputs, inputs))?;
         Ok(weight)
     }
 }
@@ -118,8 +116,9 @@ impl<E: Number> SimdTask for PackPanel<'_, E> {
     }
 }
 
-/// A weight (out, in) whose numbers are `code · scale + minimum`, with a scale and a minimum for each [`CODE_BLOCK`]
-/// inputs of an output. What is computed with it has the bits that the numbers in f32 would give.
+/// A weight (out, in) whose numbers are `code · scale + minimum`, or `(code - 2^(bits - 1)) · scale` without minimums,
+/// with a scale and a minimum for each [`CODE_BLOCK`] inputs of an output. Products with it have the bits of products
+/// with these numbers in f32, for any scales and minimums: zeros of either sign, subnormal, infinite and NaN.
 ///
 /// ```
 /// use candle_attention_kernels::{InstructionSet, linear::{Codes, PackedWeight}};
@@ -142,8 +141,7 @@ pub struct Codes<'a> {
     pub codes: &'a [u8],
     /// (out, in / [`CODE_BLOCK`]).
     pub scales: &'a [f16],
-    /// As many. Without them the minimum of a block is `-2^(bits - 1) · scale`, so that codes are on both sides of
-    /// zero.
+    /// (out, in / [`CODE_BLOCK`]), or `None` for codes on both sides of zero.
     pub minimums: Option<&'a [f16]>,
 }
 
@@ -200,6 +198,8 @@ impl Codes<'_> {
         let blocks = inputs / CODE_BLOCK;
         let block_len = to.len() / blocks;
         let (codes_of_half, halves_of_word) = (16 / bits, 2);
+        // Codes on both sides of zero become numbers in two's complement.
+        let sign = if minimums.is_some() { 0 } else { 1 << (bits - 1) };
         for (column, output) in outputs.enumerate() {
             for block in 0..blocks {
                 let to = &mut to[block * block_len..][..block_len];
@@ -211,8 +211,9 @@ impl Codes<'_> {
                 }
                 let own = &codes[output * inputs + block * CODE_BLOCK..][..CODE_BLOCK];
                 for (at, own) in own.chunks_exact(codes_of_half).enumerate() {
-                    let (word, half) = (at / halves_of_word, at % halves_of_word);
-                    let packed = own.iter().rev().fold(0, |packed, &code| packed << bits | u16::from(code));
+                    // The first code is the highest of the word, and so in its second half.
+                    let (word, half) = (at / halves_of_word, 1 - at % halves_of_word);
+                    let packed = own.iter().fold(0, |packed, &code| packed << bits | u16::from(code ^ sign));
                     to[numbers + (word * panel + column) * halves_of_word + half] = packed;
                 }
             }

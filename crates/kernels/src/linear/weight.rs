@@ -192,16 +192,16 @@ impl PackedWeight {
                 };
                 let scales = at.cast::<f16>().add(column);
                 let scale = (*scales).to_f32();
-                let minimum = match has_minimums {
-                    true => (*scales.add(self.panel)).to_f32(),
-                    false => scale * -f32::from(1u8 << (bits - 1)),
-                };
+                let minimum = has_minimums.then(|| (*scales.add(self.panel)).to_f32());
                 let words = at.cast::<f16>().add(self.panel << u32::from(has_minimums)).cast::<u32>();
                 for (at, number) in numbers.iter_mut().enumerate() {
-                    let word = *words.add(at * bits / 32 * self.panel + column);
-                    let code = word >> (at * bits % 32) & ((1 << bits) - 1);
-                    // The product is exact.
-                    *number = E::from_f32(code as f32 * scale + minimum);
+                    // The code is the highest bits of the word.
+                    let word = *words.add(at * bits / 32 * self.panel + column) << (at * bits % 32);
+                    *number = E::from_f32(match minimum {
+                        // The product is exact.
+                        Some(minimum) => (word >> (32 - bits)) as f32 * scale + minimum,
+                        None => (word.cast_signed() >> (32 - bits)) as f32 * scale,
+                    });
                 }
             }
         }
@@ -229,8 +229,10 @@ impl SimdTask for Widen<'_> {
                 Format::F32 => self.widen::<K::Vector, Words>(),
                 Format::BF16 => self.widen::<K::Vector, Bf16Pairs>(),
                 Format::F16 => self.widen::<K::Vector, F16Rows>(),
-                Format::Codes { bits: 4, .. } => self.widen::<K::Vector, CodeBlocks<4>>(),
-                Format::Codes { .. } => self.widen::<K::Vector, CodeBlocks<8>>(),
+                Format::Codes { bits: 4, has_minimums: false } => self.widen::<K::Vector, CodeBlocks<4, false>>(),
+                Format::Codes { bits: 4, has_minimums: true } => self.widen::<K::Vector, CodeBlocks<4, true>>(),
+                Format::Codes { has_minimums: false, .. } => self.widen::<K::Vector, CodeBlocks<8, false>>(),
+                Format::Codes { has_minimums: true, .. } => self.widen::<K::Vector, CodeBlocks<8, true>>(),
             }
         }
     }
@@ -242,9 +244,8 @@ impl Widen<'_> {
     #[inline(always)]
     unsafe fn widen<V: Vector, B: Columns>(self) {
         let Self { weight, panel, columns, inputs, .. } = self;
-        let has_minimums = weight.format.has_minimums();
         for first in (inputs.start / B::BLOCK * B::BLOCK..inputs.end).step_by(B::BLOCK) {
-            let block = ColumnBlock { at: weight.at(panel, first), panel: weight.panel, has_minimums };
+            let block = ColumnBlock { at: weight.at(panel, first), panel: weight.panel };
             for column in columns.clone().step_by(V::LANES) {
                 let to = self.to.wrapping_add(column - columns.start);
                 let mut words = B::numbers(&block);

@@ -30,11 +30,12 @@ impl Vector for Avx2 {
             let upper = _mm256_and_si256(words, _mm256_set1_epi32(0xffff_0000_u32 as i32));
             (Self(_mm256_castsi256_ps(_mm256_slli_epi32(words, 16))), Self(_mm256_castsi256_ps(upper)))
         }
-        fn take_bits<const BITS: u32>(self) -> (Self, Self) {
+        fn take_bits<const BITS: u32, const IS_SIGNED: bool>(self) -> (Self, Self) {
             let words = _mm256_castps_si256(self.0);
-            let lowest = _mm256_and_si256(words, _mm256_set1_epi32((1 << BITS) - 1));
-            let rest = _mm256_srl_epi32(words, _mm_cvtsi32_si128(BITS as i32));
-            (Self(_mm256_cvtepi32_ps(lowest)), Self(_mm256_castsi256_ps(rest)))
+            let others = _mm_cvtsi32_si128(32 - BITS as i32);
+            let highest = if IS_SIGNED { _mm256_sra_epi32(words, others) } else { _mm256_srl_epi32(words, others) };
+            let rest = _mm256_sll_epi32(words, _mm_cvtsi32_si128(BITS as i32));
+            (Self(_mm256_cvtepi32_ps(highest)), Self(_mm256_castsi256_ps(rest)))
         }
         fn load_f16(from: *const u16) -> Self { Self(_mm256_cvtph_ps(_mm_loadu_si128(from.cast()))) }
         fn store_bf16(self, to: *mut u16) {

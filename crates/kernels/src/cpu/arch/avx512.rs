@@ -22,7 +22,10 @@ unsafe fn add_quarters(a: __m512, b: __m512) -> __m512 {
     }
 }
 
+/// The number that each 4 bits are, without a sign and in two's complement.
 const NIBBLES: [f32; 16] = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0];
+const SIGNED_NIBBLES: [f32; 16] =
+    [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, -8.0, -7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0];
 
 impl Vector for Avx512 {
     const LANES: usize = 16;
@@ -44,14 +47,18 @@ impl Vector for Avx512 {
             let upper = _mm512_and_si512(words, _mm512_set1_epi32(0xffff_0000_u32 as i32));
             (Self(_mm512_castsi512_ps(_mm512_slli_epi32(words, 16))), Self(_mm512_castsi512_ps(upper)))
         }
-        fn take_bits<const BITS: u32>(self) -> (Self, Self) {
+        fn take_bits<const BITS: u32, const IS_SIGNED: bool>(self) -> (Self, Self) {
             let words = _mm512_castps_si512(self.0);
-            let lowest = match BITS {
-                // A permutation reads no more of an index than its 4 bits: a table in one instruction.
-                4 => _mm512_permutexvar_ps(words, _mm512_loadu_ps(NIBBLES.as_ptr())),
-                _ => _mm512_cvtepi32_ps(_mm512_and_si512(words, _mm512_set1_epi32((1 << BITS) - 1))),
-            };
-            (Self(lowest), Self(_mm512_castsi512_ps(_mm512_srli_epi32::<BITS>(words))))
+            if BITS == 4 {
+                // A permutation reads the lowest 4 bits of an index: a table in one instruction.
+                let rotated = _mm512_rol_epi32::<4>(words);
+                let table = if IS_SIGNED { SIGNED_NIBBLES } else { NIBBLES };
+                let numbers = _mm512_permutexvar_ps(rotated, _mm512_loadu_ps(table.as_ptr()));
+                return (Self(numbers), Self(_mm512_castsi512_ps(rotated)));
+            }
+            const { assert!(BITS == 4 || BITS == 8) };
+            let highest = if IS_SIGNED { _mm512_srai_epi32::<24>(words) } else { _mm512_srli_epi32::<24>(words) };
+            (Self(_mm512_cvtepi32_ps(highest)), Self(_mm512_castsi512_ps(_mm512_slli_epi32::<8>(words))))
         }
         fn load_f16(from: *const u16) -> Self { Self(_mm512_cvtph_ps(_mm256_loadu_si256(from.cast()))) }
         fn store_bf16(self, to: *mut u16) {

@@ -33,10 +33,13 @@ impl Vector for Neon {
             let upper = vandq_u32(words, vdupq_n_u32(0xffff_0000));
             (Self(vreinterpretq_f32_u32(vshlq_n_u32::<16>(words))), Self(vreinterpretq_f32_u32(upper)))
         }
-        fn take_bits<const BITS: u32>(self) -> (Self, Self) {
-            let words = vreinterpretq_u32_f32(self.0);
-            let lowest = vcvtq_f32_u32(vandq_u32(words, vdupq_n_u32((1 << BITS) - 1)));
-            (Self(lowest), Self(vreinterpretq_f32_u32(vshlq_u32(words, vdupq_n_s32(-(BITS as i32))))))
+        fn take_bits<const BITS: u32, const IS_SIGNED: bool>(self) -> (Self, Self) {
+            let (words, to_lowest) = (vreinterpretq_u32_f32(self.0), vdupq_n_s32(BITS as i32 - 32));
+            let highest = match IS_SIGNED {
+                true => vcvtq_f32_s32(vshlq_s32(vreinterpretq_s32_u32(words), to_lowest)),
+                false => vcvtq_f32_u32(vshlq_u32(words, to_lowest)),
+            };
+            (Self(highest), Self(vreinterpretq_f32_u32(vshlq_u32(words, vdupq_n_s32(BITS as i32)))))
         }
         fn load_f16(from: *const u16) -> Self { Self(vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from)))) }
         fn store_bf16(self, to: *mut u16) {

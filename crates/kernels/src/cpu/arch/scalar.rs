@@ -75,9 +75,12 @@ impl Vector for Scalar {
             let words = Self::load(from);
             (words.map(|x| f32::from_bits(x.to_bits() << 16)), words.map(|x| f32::from_bits(x.to_bits() & 0xffff_0000)))
         }
-        fn take_bits<const BITS: u32>(self) -> (Self, Self) {
-            let lowest = self.map(|x| (x.to_bits() & ((1 << BITS) - 1)) as f32);
-            (lowest, self.map(|x| f32::from_bits(x.to_bits() >> BITS)))
+        fn take_bits<const BITS: u32, const IS_SIGNED: bool>(self) -> (Self, Self) {
+            let highest = self.map(|x| match IS_SIGNED {
+                true => (x.to_bits().cast_signed() >> (32 - BITS)) as f32,
+                false => (x.to_bits() >> (32 - BITS)) as f32,
+            });
+            (highest, self.map(|x| f32::from_bits(x.to_bits() << BITS)))
         }
         fn load_f16(from: *const u16) -> Self { Self(widen_f16(from.cast::<Lanes<u16>>().read_unaligned())) }
         fn store_bf16(self, to: *mut u16) { to.cast::<Lanes<bf16>>().write_unaligned(narrow(self.0, bf16::ZERO)) }

@@ -138,7 +138,8 @@ impl BiasOutput {
         let mut stride = 1;
         for n in (0..4).rev() {
             strides[n] = if shape[n] == 1 { 0 } else { stride };
-            stride *= shape[n];
+            // Of an empty tensor the stride may be more than a number holds, and is not used.
+            stride = usize::wrapping_mul(stride, shape[n]);
         }
         Self { at, strides, is_summed_over_queries: shape[2] == 1 }
     }

@@ -9,8 +9,15 @@ use crate::flash::{
 /// Dimensions of which none is in memory multiply to more than a number holds: such calls are computed, or errors.
 #[test]
 fn dimensions_of_any_size_are_computed_or_errors() {
+    let most = if cfg!(miri) { [usize::MAX / 4].as_slice() } else { &[1, 20, usize::MAX / 4] };
+    let found = [[&[0], most].concat(), vec![0, 1, usize::MAX]].map(|counts| count_computed_and_refused(&counts));
+    assert!(found.iter().all(|&(computed, refused)| computed > 0 && refused > 0), "{found:?}");
+}
+
+/// Calls with every combination of the counts as dimensions, none of which may panic: how many were computed, and how
+/// many were errors.
+fn count_computed_and_refused(counts: &[usize]) -> (usize, usize) {
     let data = [0.5f32; 20];
-    let counts: &[usize] = if cfg!(miri) { &[0, usize::MAX / 4] } else { &[0, 1, 20, usize::MAX / 4] };
     let count = |case: usize, n: u32| counts[case / counts.len().pow(n) % counts.len()];
     let (mut computed, mut refused) = (0, 0);
     for case in 0..counts.len().pow(7) {
@@ -20,7 +27,8 @@ fn dimensions_of_any_size_are_computed_or_errors() {
         let rows = Strided { data: &data[..], strides: [0; 3] };
         let mask = DropoutMask::Kept(&[255; 20]);
         for dropout in [None, Some(Dropout { mask, p: 0.5 })] {
-            let scores = ScoreOptions { dropout, ..Default::default() };
+            let bias = Some(Strided { data: &data[..], strides: [0; 4] });
+            let scores = ScoreOptions { dropout, bias, ..Default::default() };
             let (q, k, v, output_layout) = (rows, rows.into(), rows.into(), OutputLayout::Bhtd);
             let forward = Problem { dims, q, k, v, ranges: &ranges, scores, output_layout, executor: None };
             // Results of a length that is nothing's.
@@ -31,7 +39,8 @@ fn dimensions_of_any_size_are_computed_or_errors() {
             let problem =
                 BackwardProblem { forward, context: &context, stats: &stats, context_grad: rows, lse_grad: None };
             for (q, kv) in [(true, false), (false, true), (true, true)] {
-                let wanted = Wanted { q, k: kv, v: kv, ..Default::default() };
+                let bias = kv.then_some([b, h, t_q, t_kv]);
+                let wanted = Wanted { q, k: kv, v: kv, bias, ..Default::default() };
                 match attend_backward(&problem, InstructionSet::Scalar, wanted) {
                     Ok(gradients) => {
                         let len = |wanted: bool, dims: [usize; 4]| wanted.then(|| dims.into_iter().product::<usize>());
@@ -45,7 +54,7 @@ fn dimensions_of_any_size_are_computed_or_errors() {
             }
         }
     }
-    assert!(computed > 0 && refused > 0, "{computed} computed, {refused} refused");
+    (computed, refused)
 }
 
 /// A stride along a dimension of one entry is never used, nor is any stride of rows without elements.

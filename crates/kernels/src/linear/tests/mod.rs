@@ -11,7 +11,7 @@ use super::{
     Activation, CODE_BLOCK, Codes, Epilogue, Matrix, PackedWeight, Product, Right, Up, multiply, multiply_vec,
 };
 use crate::Element;
-use crate::cpu::tests::{erfc, numbers};
+use crate::cpu::tests::{Sequence, erfc, numbers};
 use crate::cpu::{Executor, InstructionSet};
 use crate::error::Error;
 
@@ -247,6 +247,92 @@ fn codes_give_the_bits_of_their_numbers() {
     }
 }
 
+/// Compares the bits of numbers, of which all NaNs are alike.
+fn assert_same_bits(found: &[f32], expected: &[f32], what: &str) {
+    assert_eq!(found.len(), expected.len(), "{what}");
+    for (at, (found, expected)) in found.iter().zip(expected).enumerate() {
+        let are_same = found.to_bits() == expected.to_bits() || found.is_nan() && expected.is_nan();
+        assert!(are_same, "{what}: {found:?} at {at}, expected {expected:?}");
+    }
+}
+
+/// Codes with scales and minimums of every kind, and the numbers that they stand for, as GGUF files define them.
+fn codes_with_any_scale(
+    bits: usize,
+    has_minimums: bool,
+    shape: (usize, usize),
+    instruction_set: InstructionSet,
+) -> (PackedWeight, Vec<f32>) {
+    const SPECIAL: [f16; 9] = [
+        f16::ZERO,
+        f16::NEG_ZERO,
+        f16::MIN_POSITIVE_SUBNORMAL,
+        f16::MAX_SUBNORMAL,
+        f16::MAX,
+        f16::MIN,
+        f16::INFINITY,
+        f16::NEG_INFINITY,
+        f16::NAN,
+    ];
+    let mut sequence = Sequence(bits as u64);
+    let mut half = || match sequence.bits() % 3 {
+        0 => SPECIAL[sequence.bits() as usize % SPECIAL.len()],
+        1 => f16::from_f32(sequence.fraction()),
+        _ => f16::from_bits(sequence.bits() as u16),
+    };
+    let blocks = shape.0 * shape.1 / CODE_BLOCK;
+    let (scales, minimums): (Vec<_>, Vec<_>) = (0..blocks).map(|_| (half(), half())).unzip();
+    let codes: Vec<u8> = (0..blocks * CODE_BLOCK).map(|_| sequence.bits() as u8 >> (8 - bits)).collect();
+    let number = |(at, &code): (usize, &u8)| {
+        let (scale, minimum) = (scales[at / CODE_BLOCK].to_f32(), minimums[at / CODE_BLOCK].to_f32());
+        if has_minimums {
+            f32::from(code) * scale + minimum
+        } else {
+            (f32::from(code) - (1 << (bits - 1)) as f32) * scale
+        }
+    };
+    let numbers = codes.iter().enumerate().map(number).collect();
+    let codes = Codes { bits, codes: &codes, scales: &scales, minimums: has_minimums.then_some(&minimums) };
+    (PackedWeight::from_codes(&codes, shape, instruction_set).expect("sizes fit"), numbers)
+}
+
+/// Dense rows, rows so small that products round to zeros of either sign, and rows of a single 1, which show each
+/// number of the weight by itself.
+#[test]
+fn codes_with_any_scale_have_the_bits_of_their_numbers() {
+    let (rows, shape) = if cfg!(miri) { (vec![2], (18, 32)) } else { (vec![1, 3, 40], (103, 96)) };
+    let (outputs, inputs) = shape;
+    for instruction_set in if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() } {
+        for (bits, has_minimums) in [(4, false), (4, true), (8, false), (8, true)] {
+            let (packed, numbers_of_codes) = codes_with_any_scale(bits, has_minimums, shape, instruction_set);
+            let plain = PackedWeight::new(&numbers_of_codes, shape, instruction_set).expect("memory");
+            let unpacked = packed.unpack::<f32>().expect("memory");
+            assert_same_bits(&unpacked, &numbers_of_codes, &format!("{packed:?}"));
+            for &rows in &rows {
+                let dense = numbers::<f32>(rows * inputs, 4);
+                let small = dense.iter().map(|x| x * 1e-40).collect();
+                let single_ones = (0..rows * inputs).map(|at| f32::from(at % inputs == at / inputs)).collect();
+                for xs in [dense, small, single_ones] {
+                    let multiply_by = |weight: &PackedWeight| {
+                        let (left, right) = (rows_of(&xs, inputs), Right::Weight(weight, 0..outputs));
+                        let product = Product { left, right, epilogue: Epilogue::default(), executor: None };
+                        multiply_vec(&product).expect("fits")
+                    };
+                    assert_same_bits(&multiply_by(&packed), &multiply_by(&plain), &format!("{packed:?}, {rows} rows"));
+                }
+                // The gradient of the inputs reads the weight the other way round.
+                let gradients = numbers::<f32>(rows * outputs, 5);
+                let transposed = |weight: &PackedWeight| {
+                    let (left, right) = (rows_of(&gradients, outputs), Right::Transposed(weight, 0..outputs));
+                    let product = Product { left, right, epilogue: Epilogue::default(), executor: None };
+                    multiply_vec(&product).expect("fits")
+                };
+                assert_same_bits(&transposed(&packed), &transposed(&plain), &format!("{packed:?}, {rows} rows"));
+            }
+        }
+    }
+}
+
 #[test]
 fn codes_take_no_more_than_their_bits_and_scales() {
     for instruction_set in InstructionSet::available() {
@@ -343,6 +429,8 @@ fn sizes_that_do_not_fit_are_errors() {
     }
     let error = multiply(&good, &mut Box::new_uninit_slice(8)).expect_err("too short");
     assert_eq!(error.to_string(), "output has 8 elements, expected 9");
+    let error = PackedWeight::new::<f32>(&[], (0, usize::MAX), InstructionSet::Scalar).expect_err("too many inputs");
+    assert_eq!(error.to_string(), format!("a packed weight of (0, {}) does not fit in memory", usize::MAX));
     let error = PackedWeight::new(&rows, (2, 2), InstructionSet::Scalar).expect_err("a wrong shape");
     assert_eq!(error.to_string(), "the weight has 6 elements, expected 4");
     assert_eq!(weight.unpack::<bf16>().expect_err("f32").to_string(), "expected a weight of BF16, found F32");
@@ -353,4 +441,60 @@ fn sizes_that_do_not_fit_are_errors() {
     assert!(matches!(PackedWeight::new(&rows, (3, 2), missing), Err(Error::InstructionSet(_))));
     let of_missing = Product { right: Right::Matrix(rows_of(&rows, 3), missing), ..good };
     assert!(matches!(multiply_vec(&of_missing), Err(Error::InstructionSet(_))));
+}
+
+/// Sizes of which none is in memory multiply to more than a number holds: such weights and products are computed, or
+/// errors.
+#[test]
+fn sizes_of_any_kind_are_computed_or_errors() {
+    let (data, halves, code) = ([0.5f32; 96], [f16::ONE; 96], [1u8; 96]);
+    // The largest that is a multiple of a block is the last one.
+    let counts = [0, 1, 3, 32, usize::MAX / 4, usize::MAX, usize::MAX - 31];
+    let (mut computed, mut refused) = (0, 0);
+    let mut note = |is_ok: bool| if is_ok { computed += 1 } else { refused += 1 };
+    for (outputs, inputs) in counts.iter().flat_map(|&outputs| counts.map(|inputs| (outputs, inputs))) {
+        let count = outputs.saturating_mul(inputs).min(96);
+        for instruction_set in if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() } {
+            let shape = (outputs, inputs);
+            let scales = &halves[..count / CODE_BLOCK];
+            let codes = |bits, minimums| Codes { bits, codes: &code[..count], scales, minimums };
+            for packed in [
+                PackedWeight::new(&data[..count], shape, instruction_set),
+                PackedWeight::new(&halves[..count], shape, instruction_set),
+                PackedWeight::new(&vec![bf16::ONE; count], shape, instruction_set),
+                PackedWeight::from_codes(&codes(4, None), shape, instruction_set),
+                PackedWeight::from_codes(&codes(8, Some(scales)), shape, instruction_set),
+            ] {
+                note(packed.is_ok());
+                let Ok(weight) = packed else { continue };
+                assert_eq!((weight.outputs(), weight.inputs()), shape);
+                note(weight.unpack::<f32>().is_ok());
+                for rows in counts {
+                    let left = |columns| Matrix { data: &data[..], rows, columns, stride: 0, is_transposed: false };
+                    let by = |left, right| {
+                        multiply_vec(&Product { left, right, epilogue: Epilogue::default(), executor: None }).is_ok()
+                    };
+                    note(by(left(inputs), Right::Weight(&weight, 0..outputs)));
+                    note(by(left(outputs), Right::Transposed(&weight, 0..outputs)));
+                }
+            }
+        }
+    }
+    // A depth of lines that repeat takes as long as it is: none, a few, or more than can be counted.
+    for (rows, depth, columns) in counts
+        .iter()
+        .flat_map(|&rows| [0, 1, 3, usize::MAX].map(|depth| (rows, depth)))
+        .flat_map(|(rows, depth)| counts.map(|columns| (rows, depth, columns)))
+    {
+        let matrix = |rows, columns, is_transposed| Matrix { data: &data[..], rows, columns, stride: 0, is_transposed };
+        for (left_transposed, right_transposed) in [(false, false), (false, true), (true, false), (true, true)] {
+            for instruction_set in if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() } {
+                let right = Right::Matrix(matrix(depth, columns, right_transposed), instruction_set);
+                let left = matrix(rows, depth, left_transposed);
+                let product = Product { left, right, epilogue: Epilogue::default(), executor: None };
+                note(multiply_vec(&product).is_ok());
+            }
+        }
+    }
+    assert!(computed > 0 && refused > 0, "{computed} computed, {refused} refused");
 }
