@@ -182,6 +182,136 @@ fn mask_of_part_equals_part_of_whole_mask() -> Result<()> {
     Ok(())
 }
 
+/// Calls that have other sizes than the part of a mask, `(B, T_q, T_kv)`; the part has 2 sequences, 4 queries and 5 keys.
+const OTHER_SIZES: [(usize, usize, usize); 6] = [(2, 6, 5), (2, 3, 5), (2, 4, 6), (2, 4, 4), (1, 4, 5), (3, 4, 5)];
+
+#[test]
+fn mask_of_part_with_other_sizes_is_an_error_on_every_path() -> Result<()> {
+    let mask = AttentionMask::causal().of_part(2, 3..7, 2..7)?;
+    let (device, expected) = (&Device::Cpu, "[attention_mask] the mask is `of_part` with 2 sequences, expected ");
+    for (b, t_q, t_kv) in OTHER_SIZES {
+        let expected = if b == 2 {
+            format!(
+                "[attention_mask] the mask is `of_part` with 4 queries and 5 keys, expected {t_q} queries and {t_kv} keys"
+            )
+        } else {
+            format!("{expected}{b}")
+        };
+        for dtype in [DType::F32, DType::F64] {
+            let tensor = |t| Tensor::zeros((b, 2, t, 8), dtype, device);
+            let (q, kv, options) = (&tensor(t_q)?, &tensor(t_kv)?, &SdpaOptions::default());
+            let statistics = &StatisticsOptions::default();
+            let texts = [
+                error_text(scaled_dot_product_attention(q, kv, kv, &mask, options)),
+                error_text(scaled_dot_product_attention(q, kv, kv, &mask, &reference())),
+                error_text(attend(q, kv, kv, &mask, options)),
+                error_text(scaled_dot_product_attention_with_lse(q, kv, kv, &mask, options)),
+                error_text(scaled_dot_product_attention_with_statistics(q, kv, kv, &mask, options, statistics)),
+                error_text(plan(q, kv, kv, &mask, options)),
+                error_text(mask.to_additive((b, 2, t_q, t_kv), dtype, device)),
+                error_text(mask.resolve(b, t_q, t_kv)),
+            ];
+            for text in texts {
+                assert_eq!(text, expected, "{dtype:?}");
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn mask_of_part_gives_the_output_of_its_queries_on_every_path() -> Result<()> {
+    let (b, t, device) = (2, 7, &Device::Cpu);
+    let whole = AttentionMask::causal_with_offsets([1, -2]).with_window(4);
+    let (queries, keys) = (3..7, 0..7);
+    let part = whole.of_part(b, queries.clone(), keys)?;
+    for dtype in [DType::F32, DType::F64] {
+        let q = Tensor::randn(0f32, 1.0, (b, 2, t, 8), device)?.to_dtype(dtype)?;
+        let own = q.narrow(2, queries.start, queries.len())?;
+        let expected = scaled_dot_product_attention(&q, &q, &q, &whole, &reference())?;
+        let expected = expected.narrow(2, queries.start, queries.len())?;
+        for options in [SdpaOptions::default(), reference()] {
+            let found = scaled_dot_product_attention(&own, &q, &q, &part, &options)?;
+            assert!(max_error(&found, &expected) < 1e-5, "{dtype:?}");
+            assert!(max_error(&attend(&own, &q, &q, &part, &options)?.output, &expected) < 1e-5, "{dtype:?} weights");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn masks_of_different_parts_do_not_join() -> Result<()> {
+    let of_part = |queries, keys| AttentionMask::causal().of_part(2, queries, keys);
+    let one = of_part(0..4, 0..5)?;
+    let same = one.and(&of_part(0..4, 0..5)?);
+    assert_eq!(same.resolve(2, 4, 5)?.to_string(), one.resolve(2, 4, 5)?.to_string());
+    for other in [of_part(1..5, 0..5)?, of_part(0..4, 1..6)?, AttentionMask::none().of_part(1, 0..4, 0..5)?] {
+        for joined in [one.and(&other), other.and(&one), one.and(&AttentionMask::none()).and(&other)] {
+            assert_eq!(
+                error_text(joined.resolve(2, 4, 5)),
+                "[attention_mask] masks `of_part` of different parts were joined, expected masks of the same queries \
+                 and keys"
+            );
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn mask_of_part_has_the_entries_of_its_queries() -> Result<()> {
+    let rows = |rows: [[usize; 7]; 2]| ValidLens::from(rows.map(Vec::from).to_vec());
+    let lens = rows([[0, 1, 2, 3, 4, 5, 6], [7, 6, 5, 4, 3, 2, 1]]);
+    let starts = rows([[3, 3, 0, 1, 2, 0, 5], [1, 1, 4, 0, 2, 6, 0]]);
+    let masks = [
+        AttentionMask::none().with_valid_lens(lens.clone()),
+        AttentionMask::none().with_starts(starts.clone()),
+        AttentionMask::causal().with_prefix(lens).with_starts(starts),
+    ];
+    for mask in masks {
+        let (whole, part) = (mask.resolve(2, 7, 7)?, mask.of_part(2, 2..5, 1..7)?.resolve(2, 3, 6)?);
+        for (b, i) in (0..2).flat_map(|b| (0..3).map(move |i| (b, i))) {
+            let expected: Vec<_> = whole.kv_range(b, 2 + i).filter(|&key| key >= 1).map(|key| key - 1).collect();
+            assert_eq!(part.kv_range(b, i).collect::<Vec<_>>(), expected, "{mask:?}, query {i} of {b}");
+        }
+        assert!(error_text(mask.of_part(2, 5..8, 0..7)).contains("has 7 entries, expected one for each query up to"));
+    }
+    Ok(())
+}
+
+#[test]
+fn mask_of_part_of_wrong_ranges_is_an_error_and_of_many_sequences_is_made_at_once() -> Result<()> {
+    let causal = AttentionMask::causal();
+    #[allow(clippy::reversed_empty_ranges, reason = "the mistake")]
+    for (queries, keys) in [(3..2, 0..2), (0..2, 3..2)] {
+        let text = error_text(causal.of_part(1, queries, keys));
+        assert!(text.ends_with("of the part are 3..2, expected a range that ends at or after its start"), "{text}");
+    }
+    let ones = Tensor::ones((1, 4), DType::U8, &Device::Cpu)?;
+    assert_eq!(
+        error_text(AttentionMask::from_attention_mask(&ones)?.of_part(1, 0..2, 3..6)),
+        "[attention_mask] the attention mask has 4 columns, expected one for each key up to 6"
+    );
+    let many = causal.of_part(1 << 40, 0..2, 0..2)?;
+    assert_eq!(many.resolve(1 << 40, 2, 2)?.kv_range((1 << 40) - 1, 0), 0..1);
+    let text = error_text(many.to_additive((1 << 40, 1, 2, 2), DType::F32, &Device::Cpu));
+    assert!(text.contains("does not fit in memory"), "{text}");
+    Ok(())
+}
+
+/// A view that repeats one entry is of any size, and so is what is read of it.
+#[test]
+fn masks_and_lengths_beyond_memory_are_an_error() -> Result<()> {
+    let one = Tensor::ones((1, 1), DType::U8, &Device::Cpu)?;
+    for text in [
+        error_text(ValidLens::from_tensor(&one.squeeze(0)?.broadcast_as(1 << 46)?)),
+        error_text(ValidLens::from_tensor(&one.broadcast_as((1 << 23, 1 << 23))?)),
+        error_text(AttentionMask::from_attention_mask(&one.broadcast_as((1 << 23, 1 << 23))?)),
+    ] {
+        assert!(text.contains("does not fit in memory"), "{text}");
+    }
+    Ok(())
+}
+
 /// Entries outside a view are not checked, and entries that a view repeats are checked once.
 fn bool_mask_checks_only_entries_of_its_view(device: &Device) -> Result<()> {
     let bytes = Tensor::new(&[[7u8, 1, 0, 1], [9, 0, 1, 2]], device)?;

@@ -31,6 +31,7 @@ mod gradients;
 mod layers;
 mod rotary;
 mod shared;
+mod short_calls;
 mod warnings;
 
 // What each module begins with.

@@ -10,7 +10,7 @@ use super::{AttentionCache, EarlierPadding, OP};
 use crate::mask::{AttentionMask, Placement};
 use crate::position::Positions;
 use crate::sdpa::{Attended, Call, Choice, Keys, Outputs, SdpaOptions, run};
-use candle_attention_modules::base::check_entries;
+use candle_attention_modules::base::{check_entries, check_memory};
 
 /// The padding of a batch (B, T): sequence b has its tokens at `starts[b]..valid_lens[b]`.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -44,6 +44,9 @@ impl NewTokens {
         if !before.is_empty() && before.len() != b {
             bail!("[{op}] the call has {b} sequences, expected the {} that the cache holds", before.len())
         }
+        // Lengths, starts, ends and ranges of tokens, which a batch of empty sequences has too.
+        let bytes = [b, 8 * size_of::<usize>()];
+        check_memory(op, format_args!("the lengths of {b} sequences"), &bytes)?;
         let entries = |name, given: Option<&[usize]>, default| {
             let Some(entries) = given else { return Ok(vec![default; b]) };
             check_entries(op, name, entries.len(), b, "sequences")?;
@@ -117,6 +120,8 @@ impl NewTokens {
         if self.all_valid() && self.before.iter().all(|&before| before == first) {
             return Positions::starting_at(&[first], self.t);
         }
+        let (b, t) = (self.tokens.len(), self.t);
+        check_memory(OP, format_args!("the positions of {b} sequences of {t} tokens"), &[b, t, size_of::<u32>()])?;
         let of_sequence = |(&before, tokens): (&usize, &Range<usize>)| {
             let (start, last) = (tokens.start, (before + tokens.len()).saturating_sub(1));
             (0..self.t).map(move |i| (before + i.saturating_sub(start)).min(last))

@@ -121,6 +121,42 @@ impl Placement {
     }
 }
 
+/// Where the queries and keys of a call of one shape are located in their sequences.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Placements {
+    /// The number of sequences.
+    pub b: usize,
+    /// The number of queries that the call has for each sequence.
+    pub t_q: usize,
+    /// The number of rows of keys that the call has for each sequence.
+    pub t_kv: usize,
+    /// A placement for each sequence, or one for all of them.
+    pub each: Vec<Placement>,
+}
+
+impl Placements {
+    /// Returns the placement of sequence `b`.
+    pub fn of_sequence(&self, b: usize) -> Option<&Placement> {
+        if self.each.len() == 1 { self.each.first() } else { self.each.get(b) }
+    }
+
+    /// Checks that a call has the shape that the placements are for: `n` sequences, with the queries and keys of
+    /// `sizes`.
+    pub fn check(&self, n: usize, sizes: &[[usize; 2]]) -> Result<()> {
+        let Self { b, t_q, t_kv, .. } = *self;
+        if b != n {
+            bail!("[{OP}] the mask is `of_part` with {b} sequences, expected {n}")
+        }
+        if let Some([queries, keys]) = sizes.iter().find(|&&size| size != [t_q, t_kv]) {
+            bail!(
+                "[{OP}] the mask is `of_part` with {t_q} queries and {t_kv} keys, expected {queries} queries and {keys} \
+                 keys"
+            )
+        }
+        Ok(())
+    }
+}
+
 impl Alignment {
     /// Sums of sizes and positions do not overflow in i128.
     pub fn position(&self, b: usize, placement: &Placement, i: usize) -> i128 {
@@ -147,6 +183,13 @@ impl Constraint {
         Self::Wrong(format!("{name} is 0, expected at least 1 (the query's own key)"))
     }
 
+    /// Returns the error of masks of different parts that were joined.
+    pub fn different_parts() -> Self {
+        Self::Wrong(
+            "masks `of_part` of different parts were joined, expected masks of the same queries and keys".into(),
+        )
+    }
+
     /// The key positions that are left to query `i` of sequence `b`.
     pub fn keys(&self, b: usize, i: usize, placement: &Placement) -> Range<i128> {
         const ALL: Range<i128> = i128::MIN..i128::MAX;
@@ -169,6 +212,24 @@ impl Constraint {
             Self::Starts(starts) => starts.get(b, i) as i128..ALL.end,
             Self::Prefix(_) | Self::Tokenized(_) | Self::Wrong(_) => ALL,
         }
+    }
+
+    /// Returns the constraint for some of the queries of each sequence: the entries of these queries, where it has
+    /// entries for each query.
+    ///
+    /// # Errors
+    /// For a query without an entry.
+    pub fn of_queries(&self, queries: &Range<usize>) -> Result<Self> {
+        Ok(match self {
+            Self::Aligned(alignment, Reach::Causal { prefix }) => {
+                let prefix = prefix.iter().map(|lens| lens.of_queries("prefix", queries)).collect::<Result<_>>()?;
+                Self::Aligned(alignment.clone(), Reach::Causal { prefix })
+            }
+            Self::ValidLens(lens) => Self::ValidLens(lens.of_queries("valid_lens", queries)?),
+            Self::Starts(starts) => Self::Starts(starts.of_queries("starts", queries)?),
+            Self::Prefix(prefix) => Self::Prefix(prefix.of_queries("prefix", queries)?),
+            Self::Aligned(..) | Self::Tokenized(_) | Self::Wrong(_) => self.clone(),
+        })
     }
 
     pub fn alignment(&self) -> Option<&Alignment> {
@@ -249,6 +310,22 @@ impl ValidLens {
     /// Returns whether there is an entry for each sequence, and one of them is above 0.
     pub(super) fn is_above_zero(&self) -> bool {
         matches!(&*self.0, Lens::PerSequence(lens) if lens.iter().any(|&entry| entry > 0))
+    }
+
+    /// Returns the entries of some of the queries of each sequence; `what` names the lengths in errors.
+    fn of_queries(&self, what: &str, queries: &Range<usize>) -> Result<Self> {
+        let Lens::PerQuery(rows) = &*self.0 else { return Ok(self.clone()) };
+        let mut own = Vec::with_capacity(rows.len());
+        for (b, row) in rows.iter().enumerate() {
+            let Some(entries) = row.get(queries.clone()) else {
+                bail!(
+                    "[{OP}] row {b} of {what} has {} entries, expected one for each query up to the part's {queries:?}",
+                    row.len()
+                )
+            };
+            own.push(entries.to_vec());
+        }
+        Ok(own.into())
     }
 
     /// The entry of query `i` of sequence `b`; zero where there is none.

@@ -20,9 +20,9 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
-use constraint::{Alignment, Constraint, Reach, Tokenized};
+use constraint::{Alignment, Constraint, Placements, Reach, Tokenized};
 
-use candle_attention_modules::base::{Dim, Expect};
+use candle_attention_modules::base::{Dim, Expect, check_memory};
 
 const OP: &str = "attention_mask";
 
@@ -70,7 +70,7 @@ pub struct AttentionMask {
     /// Added to the scores.
     biases: Vec<Tensor>,
     /// Where the sequences stand, unless each is a whole of T_q queries and T_kv keys.
-    placements: Option<Vec<Placement>>,
+    placements: Option<Placements>,
     fully_masked_rows: FullyMaskedRows,
 }
 
@@ -265,7 +265,12 @@ impl AttentionMask {
         both.constraints.extend_from_slice(&other.constraints);
         both.keeps.extend_from_slice(&other.keeps);
         both.biases.extend_from_slice(&other.biases);
-        both.placements = both.placements.or_else(|| other.placements.clone());
+        if let Some(of_other) = &other.placements {
+            let own = both.placements.get_or_insert_with(|| of_other.clone());
+            if own != of_other {
+                return both.with(Constraint::different_parts());
+            }
+        }
         if other.fully_masked_rows == FullyMaskedRows::Uniform {
             both.fully_masked_rows = FullyMaskedRows::Uniform;
         }
@@ -388,6 +393,8 @@ impl AttentionMask {
 /// # Errors
 /// For a value other than 0 and 1.
 pub fn runs_of_ones(op: &str, mask: &Tensor) -> Result<Vec<Option<(usize, usize)>>> {
+    let bytes = [mask.dims(), &[size_of::<f32>()]].concat();
+    check_memory(op, format_args!("the attention mask of shape {:?}", mask.dims()), &bytes)?;
     let rows = mask.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.to_vec2::<f32>()?;
     if let Some(other) = rows.iter().flatten().find(|&&value| value != 0.0 && value != 1.0) {
         bail!("[{op}] the attention mask has {other}, expected ones and zeros")

@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use candle_core::{Device, Result, Tensor, bail};
 
-use super::constraint::{Constraint, Placement};
+use super::constraint::{Constraint, Placement, Placements, Tokenized};
 use super::tensors::{all_of, check_memory, fit, readable};
 use super::{AttentionMask, FullyMaskedRows, OP};
 use candle_attention_modules::base::filled;
@@ -203,19 +203,17 @@ impl AttentionMask {
 
     /// Where sequence `b` stands.
     fn placement(&self, b: usize, t_q: usize, t_kv: usize) -> Placement {
-        let own = self.placements.as_ref().and_then(|placements| placements.get(b));
+        let own = self.placements.as_ref().and_then(|placements| placements.of_sequence(b));
         own.cloned().unwrap_or_else(|| Placement::whole(t_q, t_kv))
     }
 
     /// That the mask fits `n` sequences, of which `sizes` are the queries and keys of each, or of all.
     fn check(&self, n: usize, sizes: &[[usize; 2]]) -> Result<()> {
         self.constraints.iter().try_for_each(|constraint| constraint.check(n, sizes))?;
-        match &self.placements {
-            Some(placements) if placements.len() != n => {
-                bail!("[{OP}] positions of {} sequences were given, expected {n}", placements.len())
-            }
-            _ => Ok(()),
+        if let Some(placements) = &self.placements {
+            placements.check(n, sizes)?;
         }
+        Ok(())
     }
 
     /// That the mask itself says nothing of where sequences stand, which a cache or packed sequences do.
@@ -271,7 +269,8 @@ impl AttentionMask {
             own.map(|tensor| columns(&tensor?, placements, rows)).collect::<Result<_>>()
         };
         let (keeps, biases) = (cut("keep", &self.keeps)?, cut("bias", &self.biases)?);
-        Ok(Self { keeps, biases, ..self.placed(placements.to_vec()) })
+        let placements = Placements { b, t_q, t_kv: rows, each: placements.to_vec() };
+        Ok(Self { keeps, biases, ..self.placed(placements) })
     }
 
     /// This mask of `b` sequences for some of their queries and some of their keys, as each of several processes has
@@ -287,8 +286,13 @@ impl AttentionMask {
     /// # Ok(()) }
     /// ```
     ///
+    /// The mask is for calls with the queries and keys of the part, and joins with masks of the same part and of whole
+    /// sequences. An error where it is used: another number of sequences, queries or keys, and masks of different parts
+    /// that were joined.
+    ///
     /// # Errors
-    /// For `keep` and `bias` tensors, for uniform empty rows, and for a part of a part.
+    /// For `keep` and `bias` tensors, for uniform empty rows, for a part of a part, for a range that ends before its
+    /// start, for keys past the end of an attention mask, and for lengths by query that end before the part.
     pub fn of_part(&self, b: usize, queries: Range<usize>, keys: Range<usize>) -> Result<Self> {
         let obstacle = match self.tensor_kind() {
             Some(tensor) => Some(format!("has a {tensor} tensor")),
@@ -300,13 +304,29 @@ impl AttentionMask {
         if let Some(obstacle) = obstacle {
             bail!("[{OP}] the mask {obstacle}, expected one that leaves intervals of a whole sequence")
         }
+        for (name, range) in [("queries", &queries), ("keys", &keys)] {
+            if range.start > range.end {
+                bail!("[{OP}] the {name} of the part are {range:?}, expected a range that ends at or after its start")
+            }
+        }
+        let mut own = self.clone();
+        for constraint in &mut own.constraints {
+            if let Constraint::Tokenized(Tokenized { columns, .. }) = *constraint
+                && keys.end > columns
+            {
+                bail!("[{OP}] the attention mask has {columns} columns, expected one for each key up to {}", keys.end)
+            }
+            *constraint = constraint.of_queries(&queries)?;
+        }
+        let (t_q, t_kv) = (queries.len(), keys.len());
         let (query, first_query) = (queries.start as i128, queries.start);
-        Ok(self.placed(vec![Placement { query, first_query, tokens: 0..queries.len(), keys }; b]))
+        let each = vec![Placement { query, first_query, tokens: 0..t_q, keys }];
+        Ok(own.placed(Placements { b, t_q, t_kv, each }))
     }
 
     /// The constraints for a placement of each sequence, where rows of keys are no columns of an attention mask;
     /// without `keep` and `bias` tensors.
-    fn placed(&self, placements: Vec<Placement>) -> Self {
+    fn placed(&self, placements: Placements) -> Self {
         let is_of_rows = |constraint: &&Constraint| !matches!(constraint, Constraint::Tokenized(_));
         let constraints = self.constraints.iter().filter(is_of_rows).cloned().collect();
         Self { constraints, fully_masked_rows: self.fully_masked_rows, placements: Some(placements), ..Self::none() }
@@ -329,7 +349,7 @@ fn columns(tensor: &Tensor, placements: &[Placement], rows: usize) -> Result<Ten
         return readable(&tensor.narrow(3, start, rows)?);
     }
     let (_, h, t_q, _) = tensor.dims4()?;
-    check_memory(&[placements.len(), h, t_q, rows])?;
+    check_memory(&[placements.len(), h, t_q, rows], tensor.dtype())?;
     let of_all = tensor.broadcast_as((placements.len(), h, t_q, t_kv))?;
     let own = |(b, placement): (usize, &Placement)| {
         let start = placement.keys.start;

@@ -21,14 +21,14 @@ impl AttentionMask {
         let dims = dims.into();
         check_addressable(dims)?;
         let [_, _, t_q, t_kv] = dims;
-        check_memory(&[t_q, t_kv])?;
+        check_memory(&[t_q, t_kv], dtype)?;
         let bias = match self.bias_tensor(dims, dtype, device)? {
             Some(bias) => bias,
             None => Tensor::zeros((1, 1, t_q, t_kv), dtype, device)?,
         };
         let Some(keep) = self.keep_tensor(dims, device)? else { return Ok(bias) };
         let shape = keep.shape().broadcast_shape_binary_op(bias.shape(), "to_additive")?;
-        check_memory(shape.dims())?;
+        check_memory(shape.dims(), dtype)?;
         let hidden = Tensor::new(f32::NEG_INFINITY, device)?.to_dtype(dtype)?.broadcast_as(&shape)?;
         keep.broadcast_as(&shape)?.where_cond(&bias.broadcast_as(&shape)?, &hidden)
     }
@@ -55,13 +55,13 @@ impl AttentionMask {
             Expect::one(OP, "bias", bias).dtype_of(&FLOATS, "; a mask of ones and zeros is a keep")?;
             let bias = fit("bias", bias, dims, device)?;
             if bias.dtype() != dtype {
-                check_memory(bias.dims())?;
+                check_memory(bias.dims(), dtype)?;
             }
             bias.to_dtype(dtype)
         });
         let sum = own.reduce(|sum, bias| {
             let (sum, bias) = (sum?, bias?);
-            check_memory(sum.shape().broadcast_shape_binary_op(bias.shape(), "bias")?.dims())?;
+            check_memory(sum.shape().broadcast_shape_binary_op(bias.shape(), "bias")?.dims(), dtype)?;
             sum.broadcast_add(&bias)
         });
         sum.transpose()
@@ -86,7 +86,7 @@ impl AttentionMask {
     pub(crate) fn with_appended_keys(&self, n: usize, dims: [usize; 4], dtype: DType, device: &Device) -> Result<Self> {
         let appended = |tensor: Tensor, fill: f64| -> Result<Tensor> {
             let ((b, h, t_q, _), t_kv) = (tensor.dims4()?, dims[3]);
-            check_memory(&[b, h, t_q, t_kv.saturating_add(n)])?;
+            check_memory(&[b, h, t_q, t_kv.saturating_add(n)], tensor.dtype())?;
             let tensor = tensor.broadcast_as((b, h, t_q, t_kv))?;
             let fill = (Tensor::zeros((b, h, t_q, n), tensor.dtype(), device)? + fill)?;
             Tensor::cat(&[&tensor.contiguous()?, &fill], 3)
@@ -113,13 +113,14 @@ pub(super) fn largest_entry(keep: &Tensor) -> Option<u8> {
 
 /// Where both keep: 1, as u8.
 pub(super) fn all_of(one: &Tensor, other: &Tensor) -> Result<Tensor> {
-    check_memory(one.shape().broadcast_shape_binary_op(other.shape(), "keep")?.dims())?;
+    check_memory(one.shape().broadcast_shape_binary_op(other.shape(), "keep")?.dims(), DType::U8)?;
     one.broadcast_mul(&other.ne(0u8)?)
 }
 
 /// Asks for the memory of a mask before Candle does, which ends the program where it is refused.
-pub(super) fn check_memory(dims: &[usize]) -> Result<()> {
-    base::check_memory(OP, format_args!("a mask of {dims:?} entries"), dims)
+pub(super) fn check_memory(dims: &[usize], dtype: DType) -> Result<()> {
+    let bytes = [dims, &[dtype.size_in_bytes()]].concat();
+    base::check_memory(OP, format_args!("a mask of {dims:?} entries"), &bytes)
 }
 
 fn check_addressable(dims: [usize; 4]) -> Result<()> {

@@ -1,9 +1,9 @@
 //! Windows of an image, each a sequence of its own.
 
-use candle_core::{Device, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor, bail};
 
 use crate::mask::AttentionMask;
-use candle_attention_modules::base::check_memory;
+use candle_attention_modules::base;
 
 const OP: &str = "windows";
 
@@ -68,13 +68,14 @@ impl Windows {
     /// (B, height · width, E), row by row, as (B · windows, window², E), the windows of an image one after the other.
     ///
     /// # Errors
-    /// For another shape.
+    /// For another shape, and for padded images that do not fit in memory.
     pub fn partition(&self, xs: &Tensor) -> Result<Tensor> {
         let ([height, width], [down, across], w) = (self.image, self.counts(), self.window);
         let (b, e) = match xs.dims() {
             &[b, t, e] if t == height * width => (b, e),
             dims => bail!("[{OP}] images have shape {dims:?}, expected (B, {height} · {width}, E)"),
         };
+        check_memory("padded images", &[b, down * w, across * w, e], xs.dtype())?;
         let padded = xs.reshape((b, height, width, e))?;
         let padded = padded.pad_with_zeros(1, 0, down * w - height)?.pad_with_zeros(2, 0, across * w - width)?;
         let shift = -(self.shift as i32);
@@ -87,13 +88,14 @@ impl Windows {
     /// padding.
     ///
     /// # Errors
-    /// For another shape.
+    /// For another shape, and for windows that do not fit in memory.
     pub fn join(&self, xs: &Tensor) -> Result<Tensor> {
         let ([height, width], [down, across], w) = (self.image, self.counts(), self.window);
         let (b, e) = match xs.dims() {
             &[n, t, e] if t == w * w && n % (down * across) == 0 => (n / (down * across), e),
             dims => bail!("[{OP}] windows have shape {dims:?}, expected (B · {}, {w} · {w}, E)", down * across),
         };
+        check_memory("windows", xs.dims(), xs.dtype())?;
         let parts = xs.contiguous()?.reshape(vec![b, down, across, w, w, e])?.transpose(2, 3)?.contiguous()?;
         let padded = parts.reshape((b, down * w, across * w, e))?;
         let moved = padded.roll(self.shift as i32, 1)?.roll(self.shift as i32, 2)?;
@@ -111,8 +113,11 @@ impl Windows {
         }
         let ([down, across], w) = (self.counts(), self.window);
         let (n, tokens) = (down * across, w * w);
-        let dims = [b, n, tokens, tokens];
-        check_memory(OP, format_args!("a mask of {dims:?} entries"), &dims)?;
+        check_memory("a mask", &[b, n, tokens, tokens], DType::U8)?;
+        if b == 0 {
+            let keep = Tensor::zeros((0, 1, tokens, tokens), DType::U8, device)?;
+            return Ok(AttentionMask::none().with_bool_mask(&keep));
+        }
         // Which side of the seam the rows and columns of the padded image are on.
         let padded = Self { image: [down * w, across * w], ..*self };
         let is_moved = |place| u8::from(place < self.shift);
@@ -122,5 +127,44 @@ impl Windows {
         let keep = sides.broadcast_eq(&sides.transpose(1, 2)?)?.to_device(device)?;
         let keep = keep.broadcast_as((b, n, tokens, tokens))?.contiguous()?;
         Ok(AttentionMask::none().with_bool_mask(&keep.reshape((b * n, 1, tokens, tokens))?))
+    }
+}
+
+/// Checks that a tensor of these dimensions can be addressed and allocated; `what` names it in the error.
+fn check_memory(what: &str, dims: &[usize], dtype: DType) -> Result<()> {
+    let bytes = [dims, &[dtype.size_in_bytes()]].concat();
+    base::check_memory(OP, format_args!("{what} of shape {dims:?}"), &bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn assert_does_not_fit<T>(result: Result<T>, shape: &str) {
+        let text = result.err().expect("more than any memory").to_string();
+        let text = text.lines().next().unwrap_or_default();
+        assert!(text.contains(&format!("of shape {shape} does not fit in memory")), "{text}");
+    }
+
+    #[test]
+    fn windows_that_pad_beyond_memory_are_an_error() -> Result<()> {
+        let token = Tensor::zeros((1, 1, 1), DType::F32, &Device::Cpu)?;
+        // The second has a size whose square is addressable, and too many bytes.
+        for (size, shape) in [(1 << 24, "[1, 16777216, 16777216, 1]"), (1 << 23, "[1, 8388608, 8388608, 1]")] {
+            assert_does_not_fit(Windows::new([1, 1], size)?.partition(&token), shape);
+        }
+        let windows = Windows::new([1, 1], 1 << 23)?;
+        assert_does_not_fit(windows.join(&token.broadcast_as((1, 1 << 46, 1))?), "[1, 70368744177664, 1]");
+        Ok(())
+    }
+
+    #[test]
+    fn windows_of_no_images_have_an_empty_mask_at_once() -> Result<()> {
+        let windows = Windows::new([1 << 20, 1 << 20], 2)?.with_shift(1)?;
+        let mask = windows.mask(0, &Device::Cpu)?;
+        let ranges = mask.to_additive((0, 1, 4, 4), DType::F32, &Device::Cpu)?;
+        assert_eq!(ranges.dims(), [0, 1, 4, 4]);
+        assert_does_not_fit(windows.mask(1, &Device::Cpu), "[1, 274877906944, 4, 4]");
+        Ok(())
     }
 }

@@ -53,14 +53,13 @@ impl Positions {
 
     /// A position for each of T tokens of each sequence, row by row.
     pub(crate) fn of_each(positions: impl IntoIterator<Item = usize>, t: usize) -> Result<Self> {
-        let mut length = 0;
-        let entry = |position: usize| {
-            length = length.max(position.saturating_add(1));
-            position as u32
-        };
-        let entries = positions.into_iter().map(entry).collect();
-        if length > END {
-            bail!("[rope] position {} is past {}, from where f32 cannot tell them apart", length - 1, END - 1)
+        let (mut entries, mut length) = (Vec::new(), 0);
+        for position in positions {
+            if position >= END {
+                bail!("[rope] position {position} is past {}, from where f32 cannot tell them apart", END - 1)
+            }
+            length = length.max(position + 1);
+            entries.push(position as u32);
         }
         Ok(Self { entries, t, length })
     }
@@ -121,7 +120,8 @@ fn latest<K, V: Clone>(
 fn gathered(op: &str, table: &Tensor, indices: impl Iterator<Item = usize>, shape: &[usize]) -> Result<Tensor> {
     let (dtype, device) = (accumulation_dtype(table.dtype()), table.device());
     let of_heads = [&table.dims()[1..], shape].concat();
-    check_memory(op, format_args!("a bias of {of_heads:?}"), &of_heads)?;
+    let bytes = [of_heads.as_slice(), &[dtype.size_in_bytes()]].concat();
+    check_memory(op, format_args!("a bias of {of_heads:?}"), &bytes)?;
     if shape.contains(&0) {
         return Tensor::zeros(of_heads, dtype, device);
     }

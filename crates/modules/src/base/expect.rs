@@ -135,6 +135,9 @@ impl<'a> Expect<'a> {
         if tensor.dtype().is_float() {
             return self.fail("dtype", tensor.dtype(), "integers".into());
         }
+        // Of a view that repeats its entries, memory for all of them.
+        let bytes = [tensor.dims(), &[size_of::<i64>()]].concat();
+        check_memory(op, format_args!("{name} of shape {:?}", tensor.dims()), &bytes)?;
         let count = |(at, number): (usize, i64)| match usize::try_from(number) {
             Ok(count) => Ok(count),
             Err(_) => bail!("[{op}] entry {at} of {name} is {number}, expected zero or more"),

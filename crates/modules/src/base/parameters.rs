@@ -524,7 +524,7 @@ impl HeadShard {
             let keys = self.rank_range(h_kv);
             (keys.start * group..keys.end * group, keys)
         } else {
-            let key = self.rank * h_kv / n;
+            let key = self.first_key(h_kv);
             let readers = ith_of(key, n, h_kv);
             let own = ith_of(self.rank - readers.start, group, readers.len());
             (key * group + own.start..key * group + own.end, key..key + 1)
@@ -538,14 +538,20 @@ impl HeadShard {
 
     /// Whether no process before this one has its key heads.
     pub fn is_first_of_keys(self, h_kv: usize) -> bool {
-        let key = |rank: usize| rank * h_kv / self.world_size;
-        self.world_size <= h_kv || self.rank == 0 || key(self.rank) != key(self.rank - 1)
+        let before = Self { rank: self.rank.saturating_sub(1), ..self };
+        self.world_size <= h_kv || self.rank == 0 || self.first_key(h_kv) != before.first_key(h_kv)
+    }
+
+    /// Returns the key head of this rank, where there are more ranks than key heads.
+    fn first_key(&self, h_kv: usize) -> usize {
+        (self.rank as u128 * h_kv as u128 / self.world_size as u128) as usize
     }
 }
 
-/// The entries of `len` that belong to part `i` of `of`.
+/// Returns the entries of `len` that belong to part `i` of `of`. The products do not overflow in u128.
 fn ith_of(i: usize, len: usize, of: usize) -> Range<usize> {
-    (i * len).div_ceil(of)..((i + 1) * len).div_ceil(of)
+    let start_of = |i: u128| (i * len as u128).div_ceil(of as u128) as usize;
+    start_of(i as u128)..start_of(i as u128 + 1)
 }
 
 /// `tensor.narrow` along a dimension, which an empty tensor allows too: a view of one may start past the end of its
@@ -557,4 +563,35 @@ pub fn part(tensor: &Tensor, dim: usize, range: Range<usize>) -> Result<Tensor> 
     let mut dims = tensor.dims().to_vec();
     dims[dim] = range.len();
     Tensor::zeros(dims, tensor.dtype(), tensor.device())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shards_of_any_world_size_divide_entries_in_their_order() -> Result<()> {
+        let most = usize::MAX;
+        for (rank, world_size, len, expected) in [
+            (most - 2, most - 1, 7, 7..7),
+            (0, most, 7, 0..1),
+            (most - 1, most, most, most - 1..most),
+            (1, 2, most, most / 2 + 1..most),
+            (1, 3, most, most / 3..most / 3 * 2),
+        ] {
+            assert_eq!(HeadShard::new(rank, world_size)?.rank_range(len), expected, "{rank} of {world_size}");
+        }
+        for world_size in [1, 2, 3, 5, 8, 13] {
+            let mut end = 0;
+            for shard in HeadShard::new(0, world_size)?.all() {
+                let own = shard.rank_range(8);
+                assert_eq!(own.start, end, "{shard:?}");
+                end = own.end;
+            }
+            assert_eq!(end, 8, "{world_size}");
+        }
+        assert_eq!(HeadShard::new(most - 2, most - 1)?.range(Heads::Key, [most - 1, 3], 3), 2..3);
+        assert!(!HeadShard::new(most - 2, most - 1)?.is_first_of_keys(3));
+        Ok(())
+    }
 }

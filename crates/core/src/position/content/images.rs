@@ -22,6 +22,13 @@ impl Content {
     /// product of the two is then the whole score.
     pub(super) fn widened(&self, q: &Tensor, k: &Tensor, scale: f64, sizes: [usize; 2]) -> Result<[Tensor; 2]> {
         let ([rows, columns], (b, h, t, d)) = (sizes, q.dims4()?);
+        let wide = [b, t, h, d + rows + columns];
+        let bytes = [&wide[..], &[accumulation_dtype(q.dtype()).size_in_bytes()]].concat();
+        check_memory(OP, format_args!("queries of shape {wide:?}"), &bytes)?;
+        for n in sizes {
+            let bytes = [n, n, d.max(1), accumulation_dtype(q.dtype()).size_in_bytes()];
+            check_memory(OP, format_args!("the positions of {n} rows or columns"), &bytes)?;
+        }
         let (q, k) = (q.transpose(1, 2)?.contiguous()?, k.transpose(1, 2)?);
         let dtype = q.dtype();
         // The kernel scales the whole product.
@@ -78,7 +85,8 @@ impl Content {
         let wide = |name: &str| self.wide(&format!("continuous_position_bias_mlp.{name}"));
         let (weight, bias, last) = (wide("0.weight")?, wide("0.bias")?, wide("2.weight")?);
         let (places, trained) = (sizes.map(|size| 2 * size - 1), trained.unwrap_or(sizes));
-        check_memory(OP, format_args!("a bias for {places:?} places"), &places)?;
+        let bytes = [places[0], places[1], HIDDEN, weight.dtype().size_in_bytes()];
+        check_memory(OP, format_args!("a bias for {places:?} places"), &bytes)?;
         let along = |axis: usize, n: usize| {
             let place = (n + 1) as f64 - sizes[axis] as f64;
             let scaled = 8.0 * place / (trained[axis].max(2) - 1) as f64;

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::position::END;
 use candle_attention_modules::base::rowwise::to_vec;
-use candle_attention_modules::base::{Dim, Expect, Options, check_entries, count, number, options, yes};
+use candle_attention_modules::base::{Dim, Expect, Options, check_entries, check_memory, count, number, options, yes};
 
 const OP: &str = "rope";
 
@@ -395,6 +395,8 @@ impl RopeAxes {
     pub(crate) fn positions(&self, positions: &Tensor, b: usize, t: usize) -> Result<Vec<f32>> {
         let [a, b, t] = [Dim::Named("A", self.sections.len()), Dim::Named("B", b), Dim::Named("T", t)];
         Expect::many(OP, "axis positions", positions).shape_of(&[&[a, t], &[a, b, t]])?;
+        let bytes = [positions.dims(), &[size_of::<f32>()]].concat();
+        check_memory(OP, format_args!("axis positions of shape {:?}", positions.dims()), &bytes)?;
         let entries = to_vec::<f32>(positions)?;
         if let Some(other) = entries.iter().find(|entry| entry.is_nan() || entry.abs() >= END as f32) {
             bail!("[{OP}] axis positions hold {other}, expected numbers between ±{END}")
