@@ -1,6 +1,4 @@
-// The bytes of the picture below.
-#![cfg_attr(doc, doc = include_str!("../docs/pictures.md"))]
-//! The attention layer that [Candle](https://docs.rs/candle-core) models share, with PyTorch's numbers.
+//! An attention layer for [Candle](https://docs.rs/candle-core) models, with the numbers of PyTorch.
 //!
 //! ```
 //! use candle_attention::{AttentionInput, AttentionMask, MultiHeadAttention, MultiHeadAttentionConfig};
@@ -19,33 +17,37 @@
 //! # Ok(()) }
 //! ```
 //!
-//! | to | there is |
+//! | task | items |
 //! | --- | --- |
-//! | put attention into a model | [`MultiHeadAttention`], [`MultiHeadAttentionConfig`], [`AttentionInput`] |
-//! | call the function alone | [`scaled_dot_product_attention`], [`SdpaOptions`], and [`plan()`], which says what runs |
-//! | attend in linear time | [`GatedDeltaNet`], [`DeltaCache`], and the function [`gated_delta_rule`] |
-//! | hide keys | [`AttentionMask`]: causal, lengths, windows, prefixes, tensors |
+//! | use attention in a model | [`MultiHeadAttention`], [`MultiHeadAttentionConfig`], [`AttentionInput`] |
+//! | call the function without a layer | [`scaled_dot_product_attention`], [`SdpaOptions`]; [`plan()`] tells which implementation runs |
+//! | use linear attention | [`GatedDeltaNet`], [`DeltaCache`], and the function [`gated_delta_rule`] |
+//! | mask keys | [`AttentionMask`]: causal, lengths, windows, prefixes, tensors |
 //! | decode token by token | [`AttentionCache`] |
 //! | load weights exported from PyTorch | [`weights::open`], [`WeightLayout`], [`hf`], [`gguf`] |
-//! | turn texts into inputs, and look at weights | [`text`], [`plot`] |
-//! | draw weights as PyTorch does | [`TorchSeed`] |
+//! | turn texts into inputs, and plot weights | [`text`], [`plot`] |
+//! | draw the same random weights as PyTorch | [`TorchSeed`] |
 //!
-//! ![What the heads of a model attend to, before and after training][induction]
+//! [`guide`] has two guides: for users of PyTorch, and for authors of Candle models.
 //!
 //! # Packages
 //!
-//! Each knows only those before it: `candle-attention-kernels` computes over slices, `candle-attention-modules` has the
-//! projections and norms of layers, `candle-attention-core` is the layer, `candle-attention-delta` is linear attention
-//! (feature `linear-attention`), `candle-attention-checkpoints` reads files (feature `checkpoints`),
-//! `candle-attention-frontend` has the tokenizer and the heat maps (features `text` and `plot`). This package gives
-//! their names, and has no code of its own. Without default features it is the core and what it stands on.
+//! This package only re-exports the items of the packages below. Each of them depends only on packages before it in
+//! this list. Without default features, this package is `candle-attention-core` and what that depends on.
+//!
+//! - `candle-attention-kernels`: CPU kernels over slices.
+//! - `candle-attention-modules`: projections, norms, gates and seeded initialisation.
+//! - `candle-attention-core`: the layer, the function, the mask, the cache and the weight layouts.
+//! - `candle-attention-delta`: linear attention (feature `linear-attention`).
+//! - `candle-attention-checkpoints`: files of weights (feature `checkpoints`).
+//! - `candle-attention-frontend`: the tokenizer, and heat maps (features `text` and `plot`).
 //!
 //! # Dimensions
 //!
-//! The letters of every doc comment: B batch, T_q queries, T_kv keys, H query heads, H_kv key and value heads (H_kv
-//! divides H; query head h reads key head `h / (H / H_kv)`), D the head dimension of queries and keys, D_v that of
-//! values, E the embedding dimension (a layer's input), V the vocabulary. Tensors are (B, H, T, D) in and out of
-//! [`scaled_dot_product_attention`], and (B, T, E) in and out of a layer.
+//! Doc comments use these letters for dimensions: B batch, T_q queries, T_kv keys, H query heads, H_kv key and value
+//! heads (H_kv divides H; query head h reads key head `h / (H / H_kv)`), D head dimension of queries and keys, D_v
+//! head dimension of values, E embedding dimension (the input of a layer), V vocabulary. The tensors of
+//! [`scaled_dot_product_attention`] have the shape (B, H, T, D), and those of a layer (B, T, E).
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
@@ -89,7 +91,7 @@ pub use candle_attention_frontend::{EmbeddingConfig, EmbeddingLayer, SimpleToken
 
 #[cfg(feature = "checkpoints")]
 pub mod gguf {
-    //! Layers of GGUF files by llama.cpp's names and metadata, and their tokenizer.
+    //! Attention layers and tokenizers of GGUF files, by llama.cpp's names and metadata.
     //!
     //! ```no_run
     //! use candle_attention::gguf;
@@ -107,10 +109,10 @@ pub mod gguf {
 }
 
 pub mod weights {
-    //! Attention weights under the names that other libraries give them.
+    //! Files of weights, and the names that other libraries give to attention weights.
     //!
-    //! A [`WeightLayout`] says how a checkpoint names, packs and transposes the four projections. The loader turns any
-    //! of them into the same four linear layers, so that a model reads one kind of layer whatever its file looks like:
+    //! A [`WeightLayout`] describes how a checkpoint names, packs and transposes the four projections. The loader
+    //! turns every layout into the same four linear layers, so that a model has one kind of layer for all files:
     //!
     //! ```no_run
     //! use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig, WeightLayout, weights};
@@ -130,7 +132,7 @@ pub mod weights {
 
 #[cfg(any(doc, doctest))]
 pub mod guide {
-    //! Guides: documents that are read, with code that is tested. Only in the documentation.
+    //! Guides whose code is tested. They exist in the documentation only.
 
     #[doc = include_str!("../docs/pytorch.md")]
     pub mod pytorch {}
