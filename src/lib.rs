@@ -47,7 +47,7 @@
 //! Doc comments use these letters for dimensions: B batch, T_q queries, T_kv keys, H query heads, H_kv key and value
 //! heads (H_kv divides H; query head h reads key head `h / (H / H_kv)`), D head dimension of queries and keys, D_v
 //! head dimension of values, E embedding dimension (the input of a layer), V vocabulary. The tensors of
-//! [`scaled_dot_product_attention`] have the shape (B, H, T, D), and those of a layer (B, T, E).
+//! [`scaled_dot_product_attention`] have the shape (B, H, T, D), and the tensors of a layer (B, T, E).
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
@@ -109,7 +109,7 @@ pub mod gguf {
 }
 
 pub mod weights {
-    //! Files of weights, and the names that other libraries give to attention weights.
+    //! Files of weights, and the names of attention weights in other libraries.
     //!
     //! A [`WeightLayout`] describes how a checkpoint names, packs and transposes the four projections. The loader
     //! turns every layout into the same four linear layers, so that a model has one kind of layer for all files:
