@@ -18,7 +18,7 @@ pub fn part(judge: &Judge, verdicts: &[(&Case, [Verdict; 2])]) -> String {
         [0, 1].map(|path| verdicts.iter().filter(|(_, both)| both[path] == Verdict::Equal).count());
     let mut text = format!(
         "\n## {} {}\n\n{} cases: {reference} equal on the reference path, {fused} on the fused path.\n\n\
-         | of | cases | reference | fused |\n| --- | --- | --- | --- |\n",
+         | operator | cases | reference | fused |\n| --- | --- | --- | --- |\n",
         judge.judge,
         judge.version,
         verdicts.len(),

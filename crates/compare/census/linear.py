@@ -11,11 +11,11 @@ import table
 
 HEADING = "\n## Linear attention\n"
 PART = """
-Layers that are recurrences by the gated delta rule, whose own function is `hf::load_linear_attention`. Of {count} model
-types whose code has the rule, {equal} are equal in every such layer, to 1e-5 of the largest number, with decays of heads,
-and by `-e^A_log softplus(x + dt_bias)`, unless it is said otherwise.
+Layers of linear attention by the gated delta rule load with `hf::load_linear_attention`. Of {count} model types whose code has
+the rule, {equal} are equal in every such layer, to 1e-5 of the largest number. Unless the table says otherwise, there is one
+decay per head, computed as `-e^A_log softplus(x + dt_bias)`.
 
-| `model_type` | what they have |
+| `model_type` | features |
 | --- | --- |
 """
 RULE = r"def \w*(gated_delta_rule|kimi_delta_attention)\("
@@ -38,7 +38,7 @@ def part(entries):
     text = PART.format(count=len(with_rule | {entry.model_type for entry in equal}), equal=len(equal))
     text += "".join(f"| `{entry.model_type}` | {', '.join(entry.linear)} |\n" for entry in equal)
     others = ", ".join(f"`{name}`" for name in sorted(with_rule - {entry.model_type for entry in equal}))
-    return text + (f"\nModels of several parts, whose text is above: {others}.\n" if others else "")
+    return text + (f"\nModels of several parts, whose text model is above: {others}.\n" if others else "")
 
 
 def has_rule(model_type):

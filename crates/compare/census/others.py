@@ -56,16 +56,16 @@ def with_part(page):
 
 
 PART = """
-Other versions make and save models with other spellings, and some compute otherwise. Of the model types above that they
-have, a checkpoint of their own gives:
+Other versions of transformers save models under other names, and some compute other numbers. The table counts the model
+types above whose checkpoints, saved by that version, load with equal outputs:
 
 | transformers | model types | equal | changed (see below) | wrong | not recorded | equal, with other defaults |
 | --- | --- | --- | --- | --- | --- | --- |
 """
 CHANGED = f"""
-Defaults are for what a config leaves out. They are those of {of_the_page()} here; `save_pretrained` leaves out none.
+Defaults are for fields that a config omits. Here they are the defaults of {of_the_page()}; `save_pretrained` omits no field.
 
-Where a version computes otherwise, this crate does what published checkpoints were trained with:
+Where a version computes other numbers, this crate computes as the published checkpoints were trained:
 
 | `model_type` | transformers | there | here |
 | --- | --- | --- | --- |

@@ -253,11 +253,11 @@ for _why, _names in {
     "rotary positions of an image or a video, on two or three axes": "dinov3_vit eomt_dinov3 gemma4_vision"
     " llama4_vision_model pixtral sapiens2 vjepa2",
     "a mask that the model computes": "canine doge eomt git groupvit groupvit_vision_model",
-    "names of its own": "blt_global_transformer clvp_decoder codegen idefics kosmos_2_5_vision_model mllama_vision_model"
+    "names that no supported model has": "blt_global_transformer clvp_decoder codegen idefics kosmos_2_5_vision_model mllama_vision_model"
     " molmo2_adapter molmo2_vision ovis2_vision pix2struct_vision_model sam3_lite_text_text_model tvp",
     "several stacks of layers": "blt_local_decoder blt_local_encoder blt_patcher clvp deepseek_ocr2_encoder evolla lxmert"
     " mobilevit seamless_m4t seamless_m4t_v2 timesformer xclip xclip_vision_model unlimited_ocr_vision_encoder",
-    "convolutions beside or inside of the projections": "convbert emu3_vqgan levit squeezebert swiftformer",
+    "convolutions around or inside of the projections": "convbert emu3_vqgan levit squeezebert swiftformer",
     "a bias for pairs of tokens": "bros cpmant",
     "n-grams that are predicted together": "prophetnet",
     "attention inside of a mixture of experts": "jetmoe",

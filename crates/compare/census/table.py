@@ -134,28 +134,28 @@ def is_covered(core, covered):
 
 HEAD = """# Hugging Face architectures
 
-`crates/compare/census/run.py` wrote this page: for every `model_type` of transformers {version} it makes tiny random
-models, with default options and with others, records what each attention layer is given and gives, and asks this crate
-for the same layer by the model's own `config.json` and names.
+`crates/compare/census/run.py` writes this page. For every `model_type` of transformers {version} it makes tiny random
+models, with default options and with others, and records inputs and outputs of each attention layer. Then it loads the
+same layers with this crate, by the model's `config.json` and tensor names, and compares the outputs.
 
-- **{equal} of {attending} model types with softmax attention of their own are equal**, to 1e-5 of the largest number, in
-  every layer and by both backends; {wrong} wrong.
-- {refused} are refused by name, with what they have and this crate does not; {unmade} of these could not be recorded.
-- {parts} more only combine models of other types; {none} have no softmax attention; {others} could not be made here, so
-  that nothing is known of their attention, and are refused by name too.
+- **{equal} of {attending} model types that define softmax attention are equal**, to 1e-5 of the largest number, in
+  every layer and on both backends; {wrong} wrong.
+- {refused} are rejected by name, with an error that names what is missing here; {unmade} of these could not be recorded.
+- {parts} more only combine models of other types, and {none} have no softmax attention. {others} could not be made in the
+  census: their attention is unknown, and they are rejected by name too.
 
-`hf::load_attention` loads a layer's self-attention (of a model with an encoder and a decoder the encoder's),
-`hf::load_decoder_attention` and `hf::load_cross_attention` what stands in such a model's decoder, and
-`hf::load_latent_attention` latent attention, DeepSeek's and its kin's. For a part of a model of several parts, give the
+`hf::load_attention` loads the self-attention of a layer (of the encoder, if a model has an encoder and a decoder).
+`hf::load_decoder_attention` and `hf::load_cross_attention` load the attention of such a model's decoder, and
+`hf::load_latent_attention` latent attention (DeepSeek and others). For a part of a model of several parts, pass the
 part of the config (`&config["vision_config"]`), and a builder at the checkpoint's root or at the part.
 
-Of these, `cargo test --test hf` holds the models of `tests/hf/models` to transformers' numbers on every change;
+`cargo test --test hf` compares the models of `tests/hf/models` with transformers in every run, and
 `examples/causal_lm` runs {decoders} decoders as whole models. [The last part](#other-versions-of-transformers) of this page
-has what differs in other versions of transformers, which were asked in the same way.
+compares other versions of transformers in the same way.
 
 ## Equal
 
-| `model_type` | layers | what they have | besides, not loaded by name |
+| `model_type` | layers | features | other modules, not loaded by name |
 | --- | --- | --- | --- |
 """
 
