@@ -11,9 +11,9 @@ import table
 
 HEADING = "\n## Linear attention\n"
 PART = """
-Layers of linear attention by the gated delta rule load with `hf::load_linear_attention`. Of {count} model types whose code has
-the rule, {equal} are equal in every such layer, to 1e-5 of the largest number. Unless the table says otherwise, there is one
-decay per head, computed as `-e^A_log softplus(x + dt_bias)`.
+Layers of linear attention by the gated delta rule load with `hf::load_linear_attention`. Of {count} model types whose
+code has the rule, {equal} are equal in every such layer, to 1e-5 of the largest number. Unless the table says otherwise,
+there is one decay per head, computed as `-e^A_log softplus(x + dt_bias)`.
 
 | `model_type` | features |
 | --- | --- |
