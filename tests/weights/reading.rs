@@ -107,7 +107,7 @@ fn float8_weights_are_multiplied_by_their_scales() -> Result<()> {
             assert!(vb.contains_tensor("plain.weight_scale") && !vb.contains_tensor("blocks.weight_scale_inv"));
             assert_eq!(
                 error_text(vb.get((300, 260), "none.weight")),
-                "none.weight is float8, and the file has no none.weight_scale_inv or none.weight_scale for it; a builder of F8E4M3 gives what is stored"
+                "none.weight is float8, and the file has no none.weight_scale_inv or none.weight_scale for it; a builder of F8E4M3 returns weights as stored"
             );
             assert_eq!(
                 error_text(vb.get((300, 260), "other.weight")),

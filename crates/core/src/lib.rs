@@ -32,7 +32,7 @@ pub mod weights {
 pub mod internal {
     pub use crate::cache::{NewTokens, Padding};
     pub use crate::mask::runs_of_ones;
-    pub use crate::params::{GATE_NAMES, LayoutTensor, detect_with, projection_shape, query_weights, stored_shape};
+    pub use crate::params::{GATE_NAMES, LayoutTensor, TensorSource, detect_with, projection_shape, query_weights};
 }
 
 pub use cache::{AttentionCache, AttentionCacheConfig};

@@ -1,89 +1,125 @@
-//! The config that the names and shapes of a layer imply.
+//! Infers the config of a layer from the names and shapes of its tensors.
 
 use candle_core::{Result, bail};
-use candle_nn::VarBuilder;
 
-use candle_attention_core::internal::{GATE_NAMES, LayoutTensor, stored_shape};
+use candle_attention_core::internal::{GATE_NAMES, LayoutTensor, TensorSource};
 use candle_attention_core::{MultiHeadAttentionConfig, WeightLayout};
-use candle_attention_modules::base::has;
 use candle_attention_modules::linear::Projection::{Gate, Key, Output, Query, Value};
 
-/// Rows (out) and columns (in) of a projection, as an `nn.Linear` has them.
+/// The size of a projection: rows (out) and columns (in), as an `nn.Linear` has them.
 #[derive(Clone, Copy)]
 struct Matrix {
     rows: usize,
     columns: usize,
 }
 
-/// The config that the shapes of a layer imply.
+/// The sizes of the projections of queries, keys and values.
+struct Inputs {
+    query: Matrix,
+    key: Matrix,
+    value: Matrix,
+}
+
+/// Returns the config that the shapes of a layer imply.
 ///
 /// # Errors
 /// Where shapes do not tell, and for weights that do not fit together.
 pub(super) fn infer_config(
-    vb: &VarBuilder,
+    tensors: &impl TensorSource,
     layout: WeightLayout,
     num_heads: Option<usize>,
 ) -> Result<MultiHeadAttentionConfig> {
-    if has(vb, "q_norm.weight") || has(vb, "k_norm.weight") {
-        bail!("[weights] the layer normalises queries and keys (q_norm); shapes do not tell how, so give a config")
+    refuse_untold(tensors)?;
+    let named = layout.tensors(0, tensors.contains("in_proj_weight"));
+    let mut biased = Vec::new();
+    for tensor in named.iter().filter(|tensor| tensor.is_bias && tensors.contains(&tensor.name())) {
+        biased.extend(tensor.projections);
     }
-    if let Some(name) = GATE_NAMES.into_iter().find(|name| has(vb, &format!("{name}.weight"))) {
-        bail!("[weights] the layer has an output gate ({name}); shapes do not tell its activation, so give a config")
-    }
-    let tensors = layout.tensors(0, has(vb, "in_proj_weight"));
-    let biases = tensors.iter().filter(|tensor| tensor.is_bias && has(vb, &tensor.name()));
-    let biased: Vec<_> = biases.flat_map(|tensor| tensor.places).collect();
-    let weights = tensors.iter().filter(|tensor| !tensor.is_bias && !tensor.holds(Gate));
-    let (outs, weights): (Vec<_>, Vec<_>) = weights.partition(|tensor| tensor.holds(Output));
-    let out = outs.iter().find(|out| has(vb, &out.name()) && !layout.is_stacked());
-    let out = out.map(|out| matrix(vb, out)).transpose()?;
-    let is_there = |head: &usize| has(vb, &layout.tensors(*head, true)[0].name());
-    let counted = layout.is_stacked().then(|| (0..).take_while(is_there).count());
-    let [q, k, v] = match weights.as_slice() {
-        [joint] => packed(vb, [joint, outs[0]], out, num_heads)?,
-        weights => {
-            let all = weights.iter().map(|weight| matrix(vb, weight)).collect::<Result<Vec<_>>>()?;
-            [all[0], all[1], all[2]]
-        }
+    let Some(out_weight) = named.iter().find(|tensor| tensor.holds(Output)) else {
+        bail!("[weights] the layout {layout} has no output projection")
     };
-    let [q, k, v] = [q, k, v].map(|one| Matrix { rows: one.rows.saturating_mul(counted.unwrap_or(1)), ..one });
-    let h = match (counted, num_heads) {
-        (Some(counted), Some(said)) if counted != said => {
-            bail!("[weights] the file has a stack of {counted} heads, but num_heads is {said}")
+    let out = if tensors.contains(&out_weight.name()) && !layout.is_stacked() {
+        Some(matrix(tensors, out_weight)?)
+    } else {
+        None
+    };
+    let stack = layout.is_stacked().then(|| stacked_heads(tensors, layout));
+    let inputs = inputs(tensors, &named, out_weight, out, num_heads)?;
+    let h = match (stack, num_heads) {
+        (Some(counted), Some(given)) if counted != given => {
+            bail!("[weights] the file has a stack of {counted} heads, but num_heads is {given}")
         }
         (Some(h), _) | (None, Some(h)) if h > 0 => h,
         _ => bail!("[weights] shapes do not tell the number of heads; give num_heads (at least 1)"),
     };
-    let head_dim = divide("the query projection", q.rows, h)?;
-    let h_kv = divide("the key projection", k.rows, head_dim)?;
-    let value_head_dim = divide("the value projection", v.rows, h_kv)?;
+    // A stack has the rows of one head in each tensor.
+    let rows = |matrix: Matrix| matrix.rows.saturating_mul(stack.unwrap_or(1));
+    let head_dim = divide("the query projection", rows(inputs.query), h)?;
+    let h_kv = divide("the key projection", rows(inputs.key), head_dim)?;
+    let value_head_dim = divide("the value projection", rows(inputs.value), h_kv)?;
     let Some(heads_dim) = h.checked_mul(value_head_dim) else {
         bail!("[weights] {h} heads of {value_head_dim} values are too large to address")
     };
-    let mut cfg = MultiHeadAttentionConfig::new(q.columns, h)
+    let mut cfg = MultiHeadAttentionConfig::new(inputs.query.columns, h)
         .with_num_kv_heads(h_kv)
         .with_head_dim(head_dim)
         .with_value_head_dim(value_head_dim)
-        .with_kdim(k.columns)
-        .with_vdim(v.columns)
-        .with_q_bias(biased.contains(&&Query))
-        .with_k_bias(biased.contains(&&Key))
-        .with_v_bias(biased.contains(&&Value))
+        .with_kdim(inputs.key.columns)
+        .with_vdim(inputs.value.columns)
+        .with_q_bias(biased.contains(&Query))
+        .with_k_bias(biased.contains(&Key))
+        .with_v_bias(biased.contains(&Value))
         .with_out_proj(out.is_some())
-        .with_out_bias(out.is_some() && biased.contains(&&Output))
+        .with_out_bias(out.is_some() && biased.contains(&Output))
         .with_out_dim(out.map_or(heads_dim, |out| out.rows))
-        .with_sinks(has(vb, "sinks"))
-        .with_bias_kv(has(vb, "bias_k"));
-    let mask = if counted.is_some() { "heads.0.mask" } else { "mask" };
+        .with_sinks(tensors.contains("sinks"))
+        .with_bias_kv(tensors.contains("bias_k"));
+    let mask = if stack.is_some() { "heads.0.mask" } else { "mask" };
     if layout.has_mask_buffer()
-        && has(vb, mask)
-        && let &[rows, columns] = stored_shape(vb, mask)?.as_slice()
+        && tensors.contains(mask)
+        && let [rows, columns] = tensors.shape(mask)?[..]
         && rows == columns
     {
         cfg = cfg.with_causal(true).with_context_length(rows);
     }
     cfg.validate()?;
     Ok(cfg)
+}
+
+/// Refuses layers with options that shapes do not tell.
+fn refuse_untold(tensors: &impl TensorSource) -> Result<()> {
+    if tensors.contains("q_norm.weight") || tensors.contains("k_norm.weight") {
+        bail!("[weights] the layer normalises queries and keys (q_norm); shapes do not tell how, so give a config")
+    }
+    if let Some(name) = GATE_NAMES.into_iter().find(|name| tensors.contains(&format!("{name}.weight"))) {
+        bail!("[weights] the layer has an output gate ({name}); shapes do not tell its activation, so give a config")
+    }
+    Ok(())
+}
+
+/// Returns the number of heads of a stack.
+fn stacked_heads(tensors: &impl TensorSource, layout: WeightLayout) -> usize {
+    let mut heads = 0;
+    while tensors.contains(&layout.tensors(heads, true)[0].name()) {
+        heads += 1;
+    }
+    heads
+}
+
+/// Returns the sizes of the projections of queries, keys and values.
+fn inputs(
+    tensors: &impl TensorSource,
+    named: &[LayoutTensor],
+    out_weight: &LayoutTensor,
+    out: Option<Matrix>,
+    num_heads: Option<usize>,
+) -> Result<Inputs> {
+    let mut weights = named.iter().filter(|tensor| !tensor.is_bias && !tensor.holds(Gate) && !tensor.holds(Output));
+    let Some(first) = weights.next() else { bail!("[weights] the layout has no projections") };
+    let (Some(second), Some(third)) = (weights.next(), weights.next()) else {
+        return packed(matrix(tensors, first)?, &first.module, &out_weight.module, out, num_heads);
+    };
+    Ok(Inputs { query: matrix(tensors, first)?, key: matrix(tensors, second)?, value: matrix(tensors, third)? })
 }
 
 fn divide(what: &str, rows: usize, by: usize) -> Result<usize> {
@@ -93,35 +129,33 @@ fn divide(what: &str, rows: usize, by: usize) -> Result<usize> {
     Ok(rows / by)
 }
 
-fn matrix(vb: &VarBuilder, weight: &LayoutTensor) -> Result<Matrix> {
+fn matrix(tensors: &impl TensorSource, weight: &LayoutTensor) -> Result<Matrix> {
     let name = weight.name();
-    match *stored_shape(vb, &name)?.as_slice() {
+    match tensors.shape(&name)?[..] {
         [columns, rows] if weight.is_transposed() => Ok(Matrix { rows, columns }),
         [rows, columns] => Ok(Matrix { rows, columns }),
         ref other => bail!("[weights] {name} has shape {other:?}, expected a matrix"),
     }
 }
 
-/// Queries, keys and values of a packed weight, which has (H + 2 · H_kv) · D rows; the input of the output projection,
-/// H · D, tells D.
-fn packed(
-    vb: &VarBuilder,
-    [qkv, out]: [&LayoutTensor; 2],
-    out_matrix: Option<Matrix>,
-    num_heads: Option<usize>,
-) -> Result<[Matrix; 3]> {
-    let Matrix { rows, columns } = matrix(vb, qkv)?;
-    let (qkv, out) = (&qkv.module, &out.module);
-    let queries = match out_matrix {
+/// Divides the rows of a packed weight, which has (H + 2 · H_kv) · D of them, into queries, keys and values. The input of
+/// the output projection, H · D, tells the number of query rows.
+fn packed(weight: Matrix, name: &str, out_name: &str, out: Option<Matrix>, num_heads: Option<usize>) -> Result<Inputs> {
+    let Matrix { rows, columns } = weight;
+    let queries = match out {
         Some(out) => out.columns,
-        None if num_heads == Some(1) => divide(qkv, rows, 3)?,
-        None => bail!("[weights] without {out} the rows of {qkv} do not tell which are keys; give a config"),
+        None if num_heads == Some(1) => divide(name, rows, 3)?,
+        None => bail!("[weights] without {out_name} the rows of {name} do not tell which are keys; give a config"),
     };
-    let Some(keys) = rows.checked_sub(queries).filter(|rest| rest.is_multiple_of(2)).map(|rest| rest / 2) else {
-        bail!("[weights] {qkv} has {rows} rows, which leaves no equal keys and values beside {queries} query rows")
+    let Some(rest) = rows.checked_sub(queries).filter(|rest| rest.is_multiple_of(2)) else {
+        bail!(
+            "[weights] {name} has {rows} rows, which is not {queries} query rows and the same number of keys and values"
+        )
     };
+    let keys = rest / 2;
     if let Some(h) = num_heads.filter(|&h| h > 0) {
-        divide(qkv, keys, divide(qkv, queries, h)?)?;
+        divide(name, keys, divide(name, queries, h)?)?;
     }
-    Ok([queries, keys, keys].map(|rows| Matrix { rows, columns }))
+    let part = |rows| Matrix { rows, columns };
+    Ok(Inputs { query: part(queries), key: part(keys), value: part(keys) })
 }

@@ -1,4 +1,4 @@
-//! Files of weights, whatever their format.
+//! Files of weights in all formats.
 
 mod infer;
 mod pickle;
@@ -25,20 +25,21 @@ use serde_json::{Value, json};
 use stored::{Entry, Scale, Stored};
 
 use candle_attention_core::MultiHeadAttentionConfig;
-use candle_attention_core::internal::{detect_with, query_weights};
+use candle_attention_core::internal::{TensorSource, detect_with, query_weights};
 use candle_attention_core::weights::{PackedNaming, QkvOrder, WeightLayout};
 use candle_attention_modules::base::{SCALES, edits, root};
 
-/// A builder over the weights at `path`, converted to `dtype` as they are read: [`Checkpoint::open`] and
+/// Opens the weights at `path` and returns a builder that converts them to `dtype`: [`Checkpoint::open`] and
 /// [`Checkpoint::var_builder`] in one.
 ///
 /// # Errors
-/// As those.
+/// As [`Checkpoint::open`] and [`Checkpoint::var_builder`].
 pub fn open(path: impl AsRef<Path>, dtype: DType, device: &Device) -> Result<VarBuilder<'static>> {
     Checkpoint::open(path)?.var_builder(dtype, device)
 }
 
-/// [`open`], with safetensors files mapped into memory instead of read; files of `torch.save` are read.
+/// Opens weights as [`open`] does, with safetensors files mapped into memory instead of read. Files of `torch.save` are
+/// read.
 ///
 /// # Safety
 /// As [`VarBuilder::from_mmaped_safetensors`]: while the builder lives, no process may write to the files or truncate
@@ -57,13 +58,14 @@ pub unsafe fn open_mmaped(path: impl AsRef<Path>, dtype: DType, device: &Device)
 #[derive(Debug, Clone)]
 pub struct Checkpoint {
     entries: Arc<BTreeMap<String, Entry>>,
-    /// Those of the files that are safetensors.
+    /// The files that are safetensors.
     safetensors: Vec<PathBuf>,
-    /// What nanoGPT saves with its weights, or else config.json next to the files; null without either.
+    /// The `model_args` that nanoGPT saves with its weights, or else the config.json next to the files; null without
+    /// either.
     config: Value,
 }
 
-/// What a folder may hold, in the order in which it is looked for.
+/// The files that a folder may have, in the order in which they are looked for.
 const FILES: [&str; 10] = [
     "model.safetensors",
     "model.safetensors.index.json",
@@ -80,7 +82,7 @@ const FILES: [&str; 10] = [
 impl Checkpoint {
     /// Opens a safetensors file, a file that `torch.save` wrote of a state dict (one in a dict is found below its key),
     /// the index of a checkpoint's shards (`model.safetensors.index.json`, `pytorch_model.bin.index.json`), or a folder
-    /// with one of these under its usual name. The format of weights is told by their content, not by the name.
+    /// with one of these under its usual name. The content of a file tells its format, not the name.
     ///
     /// # Errors
     /// If there is no such file, or it is truncated, or it is neither format; the message names the file.
@@ -95,7 +97,7 @@ impl Checkpoint {
         }
         match FILES.iter().map(|name| path.join(name)).find(|file| file.is_file()) {
             Some(file) => Self::open(file),
-            None => bail!("[weights] {} holds none of {}", path.display(), FILES.join(", ")),
+            None => bail!("[weights] {} has none of {}", path.display(), FILES.join(", ")),
         }
     }
 
@@ -134,11 +136,11 @@ impl Checkpoint {
         Ok(Self { entries: Arc::new(entries), safetensors, config })
     }
 
-    /// A builder at the root of the checkpoint, which reads each tensor from its file when a layer requests it.
+    /// Returns a builder at the root of the checkpoint, which reads each tensor from its file when a layer requests it.
     ///
-    /// float8 (E4M3) weights come multiplied by their scale, `<name>_scale_inv` or `<name>_scale`: one number, one for
+    /// float8 (E4M3) weights are multiplied by their scale, `<name>_scale_inv` or `<name>_scale`: one number, one for
     /// each row, or one for each block of 128 by 128. The scales are not tensors of the builder. A builder of
-    /// [`DType::F8E4M3`] gives what is stored.
+    /// [`DType::F8E4M3`] returns weights as they are stored.
     ///
     /// # Errors
     /// None at present.
@@ -150,18 +152,18 @@ impl Checkpoint {
         VarBuilder::from_backend(Box::new(Backend { checkpoint: self.clone(), mapped }), dtype, device.clone())
     }
 
-    /// Its files that are safetensors, for builders of Candle's that read these alone.
+    /// Returns the files that are safetensors, for Candle's builders, which read no other files.
     #[must_use]
     pub fn safetensors(&self) -> &[PathBuf] {
         &self.safetensors
     }
 
-    /// Names and shapes of all tensors, in alphabetical order.
+    /// Returns the names and shapes of all tensors, in alphabetical order.
     pub fn shapes(&self) -> impl Iterator<Item = (&str, &[usize])> {
         self.entries.iter().filter_map(|(name, entry)| Some((name.as_str(), entry.shape()?)))
     }
 
-    /// The prefixes below which there is an attention layer, numbers in their natural order; the root is "".
+    /// Returns the prefixes below which there is an attention layer, numbers in their natural order. The root is "".
     #[must_use]
     pub fn attention_layers(&self) -> Vec<String> {
         let mut suffixes = Vec::from_iter(query_weights());
@@ -178,19 +180,21 @@ impl Checkpoint {
         prefixes
     }
 
-    /// [`WeightLayout::detect`] below a prefix, from the names and shapes alone. Where they leave two readings, what
-    /// the checkpoint says of itself decides, if it does: the `model_args` that nanoGPT saves with its weights, or the
-    /// `config.json` next to the files, by its `model_type` or by `layout`.
+    /// Detects the layout below a prefix as [`WeightLayout::detect`] does, from the names and shapes alone. Where they
+    /// allow two readings, the checkpoint's own config decides, if it can: the `model_args` that nanoGPT saves with its
+    /// weights, or the `config.json` next to the files, by its `model_type` or by `layout`.
     ///
     /// # Errors
     /// As [`WeightLayout::detect`].
     pub fn detect(&self, prefix: &str) -> Result<WeightLayout> {
-        detect_with(&self.below(prefix), |layout| names_layout(&self.config, layout))
+        detect_with(&LayerTensors { checkpoint: self, prefix: prefix.to_string() }, |layout| {
+            names_layout(&self.config, layout)
+        })
     }
 
-    /// The config that the shapes below a prefix imply: widths, key heads, biases, output projection; and, where a
-    /// causal `mask` buffer (T, T) was saved with the layer, causality and the context length. `num_heads` has to be
-    /// said, except for a stack of heads, which counts itself, and for nanoGPT's checkpoints, which say it.
+    /// Infers the config of the layer below a prefix from its shapes: widths, key heads, biases, output projection; and,
+    /// where a causal `mask` buffer (T, T) was saved with the layer, causality and the context length. `num_heads` has
+    /// to be given, except for a stack of heads, which can be counted, and for nanoGPT's checkpoints, which have it.
     ///
     /// # Errors
     /// If a tensor is missing, or the shapes do not fit `num_heads`.
@@ -200,24 +204,24 @@ impl Checkpoint {
         layout: WeightLayout,
         num_heads: Option<usize>,
     ) -> Result<MultiHeadAttentionConfig> {
-        let said = || self.config["model_args"]["n_head"].as_u64().and_then(|heads| heads.try_into().ok());
-        infer_config(&self.below(prefix), layout, num_heads.or_else(said))
+        let saved = || self.config["model_args"]["n_head"].as_u64().and_then(|heads| heads.try_into().ok());
+        let tensors = LayerTensors { checkpoint: self, prefix: prefix.to_string() };
+        infer_config(&tensors, layout, num_heads.or_else(saved))
     }
 
-    /// A builder for names and shapes.
-    fn below(&self, prefix: &str) -> VarBuilder<'static> {
-        let root = self.builder(None, DType::F32, &Device::Cpu);
-        if prefix.is_empty() { root } else { root.pp(prefix) }
+    /// Returns whether there is a tensor of this name that is not the scale of another.
+    fn contains(&self, name: &str) -> bool {
+        self.entries.contains_key(name) && !self.is_scale(name)
     }
 
-    /// Whether a tensor is the scale of a float8 weight.
+    /// Returns whether a tensor is the scale of a float8 weight.
     fn is_scale(&self, name: &str) -> bool {
         let weight = SCALES.iter().find_map(|suffix| name.strip_suffix(suffix));
         weight.and_then(|weight| self.entries.get(weight)).is_some_and(Entry::is_float8)
     }
 
-    /// What there is instead of a tensor that is missing, as the end of an error: the layers of the checkpoint, or the
-    /// names next to where it would be, most similar first.
+    /// Returns the end of an error about a missing tensor: the layers of the checkpoint, or the names next to the missing
+    /// one, the most similar first.
     fn hint(&self, missing: &str) -> String {
         let parents = std::iter::successors(missing.rsplit_once('.'), |(parent, _)| parent.rsplit_once('.'));
         let next_to = |parent: &str| -> Vec<&str> {
@@ -236,7 +240,47 @@ impl Checkpoint {
     }
 }
 
-/// The first few names of a list, and how many there are.
+/// The tensors below a prefix of a checkpoint. Names and shapes come from the headers of the files.
+struct LayerTensors<'a> {
+    checkpoint: &'a Checkpoint,
+    prefix: String,
+}
+
+impl LayerTensors<'_> {
+    fn full_name(&self, name: &str) -> String {
+        if self.prefix.is_empty() { name.to_string() } else { format!("{}.{name}", self.prefix) }
+    }
+}
+
+impl TensorSource for LayerTensors<'_> {
+    fn prefix(&self) -> String {
+        self.prefix.clone()
+    }
+
+    fn at(&self, prefix: &str) -> Self {
+        Self { checkpoint: self.checkpoint, prefix: prefix.to_string() }
+    }
+
+    fn contains(&self, name: &str) -> bool {
+        self.checkpoint.contains(&self.full_name(name))
+    }
+
+    fn shape(&self, name: &str) -> Result<Vec<usize>> {
+        let name = self.full_name(name);
+        match self.checkpoint.entries.get(&name) {
+            None => bail!("[weights] {name} is missing; {}", self.checkpoint.hint(&name)),
+            Some(Entry::Stored(stored)) => Ok(stored.shape.clone()),
+            Some(Entry::Unreadable { shape: Some(shape), .. }) => Ok(shape.clone()),
+            Some(Entry::Unreadable { shape: None, what }) => bail!("[weights] {name}: {what}"),
+        }
+    }
+
+    fn hint(&self, missing: &str) -> Result<Option<String>> {
+        Ok(Some(self.checkpoint.hint(&self.full_name(missing))))
+    }
+}
+
+/// Returns the first few names of a list, and their number.
 fn listed<S: AsRef<str>>(names: &[S]) -> String {
     let first: Vec<_> = names.iter().take(4).map(|name| format!("{:?}", name.as_ref())).collect();
     let more = if names.len() > 4 { format!(", .. ({} in all)", names.len()) } else { String::new() };
@@ -255,8 +299,9 @@ impl Backend {
             Some(Entry::Stored(stored)) => Ok(stored),
             Some(Entry::Unreadable { what, .. }) => Err(Error::msg(what)),
             None => {
+                // The reader of a layer finds the hint as the context of the cause.
                 let missing = Error::CannotFindTensor { path: name.to_string() };
-                Err(missing.context(format!("[weights] {name} is missing; {}", self.checkpoint.hint(name))))
+                Err(missing.context(self.checkpoint.hint(name)).context(format!("[weights] {name} is missing")))
             }
         }
     }
@@ -275,7 +320,7 @@ impl Backend {
         let named = SCALES.map(|suffix| format!("{weight}{suffix}"));
         let Some(name) = named.iter().find(|name| self.checkpoint.entries.contains_key(*name)) else {
             bail!(
-                "{weight} is float8, and the file has no {} for it; a builder of F8E4M3 gives what is stored",
+                "{weight} is float8, and the file has no {} for it; a builder of F8E4M3 returns weights as stored",
                 named.join(" or ")
             )
         };
@@ -307,31 +352,33 @@ impl SimpleBackend for Backend {
     }
 
     fn contains_tensor(&self, name: &str) -> bool {
-        self.checkpoint.entries.contains_key(name) && !self.checkpoint.is_scale(name)
+        self.checkpoint.contains(name)
     }
 }
 
 fn cannot_read(file: &Path, error: &Error) -> Error {
-    // Candle's own naming of the file would say it twice.
+    // Candle's text names the file too.
     let text = root(error).to_string();
     Error::msg(format!("[weights] cannot read {}: {}", file.display(), text.lines().next().unwrap_or_default()))
 }
 
-/// An error for a part of a Llama checkpoint by Meta for several processes, each of whose tensors is cut.
+/// Refuses a file of one rank of a Llama checkpoint by Meta, which has a part of each tensor.
 fn refuse_cut_tensors(file: &Path) -> Result<()> {
     let Some(name) = file.file_name().and_then(|name| name.to_str()) else { return Ok(()) };
     let is_part = name.strip_prefix("consolidated.").is_some_and(|rest| rest.ends_with(".pth"));
     if is_part && ["consolidated.00.pth", "consolidated.01.pth"].iter().all(|part| file.with_file_name(part).is_file())
     {
         bail!(
-            "[weights] {} is one of several files that each hold a part of every tensor, consolidated.00.pth and on, expected tensors that are whole; merge them first, as transformers' convert_llama_weights_to_hf.py does",
+            "[weights] {} is one of several files that each have a part of every tensor, consolidated.00.pth and on, \
+             expected whole tensors; merge them first, as transformers' convert_llama_weights_to_hf.py does",
             file.display()
         )
     }
     Ok(())
 }
 
-/// `torch.save` writes zip archives; a safetensors file opens with the length of its JSON header.
+/// Returns whether a file begins as a zip archive of `torch.save`. A safetensors file begins with the length of its JSON
+/// header.
 fn starts_like_a_zip(file: &Path) -> Result<bool> {
     let mut head = Vec::new();
     std::fs::File::open(file)
@@ -349,7 +396,7 @@ fn starts_like_a_zip(file: &Path) -> Result<bool> {
     Ok(true)
 }
 
-/// The files that an index names.
+/// Returns the files that an index names.
 fn shards(index: &Path) -> Result<Vec<PathBuf>> {
     let fault = |fault: String| Error::msg(format!("[weights] {} {fault}", index.display()));
     let is_bin = index.file_name().is_some_and(|name| name.to_string_lossy().contains(".bin."));
@@ -357,7 +404,7 @@ fn shards(index: &Path) -> Result<Vec<PathBuf>> {
     Ok(parsed.shards(None).map_err(fault)?.into_iter().map(|shard| index.with_file_name(shard)).collect())
 }
 
-/// The prefix of a stack from that of one of its heads, `heads.{i}`; any other prefix as it is.
+/// Returns the prefix of a stack for the prefix `heads.{i}` of one of its heads, and any other prefix unchanged.
 fn without_head(prefix: &str) -> &str {
     let Some((stack, _)) = prefix.rsplit_once('.').filter(|(_, head)| head.parse::<usize>().is_ok()) else {
         return prefix;
@@ -369,15 +416,15 @@ fn without_head(prefix: &str) -> &str {
     }
 }
 
-/// A key that sorts `layers.2` before `layers.10`.
+/// Returns a key that sorts `layers.2` before `layers.10`.
 fn natural_order(prefix: &str) -> Vec<(u64, String)> {
     prefix.split('.').map(|part| (part.parse().unwrap_or(u64::MAX), part.to_string())).collect()
 }
 
-/// Whether a checkpoint's config says that it is in this layout: by `layout`, this crate's own key, or by the
-/// architecture, of those whose packed rows are in an order that their names do not tell.
+/// Returns whether the config of a checkpoint names this layout: by `layout`, a key of this crate, or by an architecture
+/// whose packed rows are in an order that their names do not tell.
 fn names_layout(config: &Value, layout: WeightLayout) -> bool {
-    // nanoGPT's own.
+    // nanoGPT saves `model_args`.
     if config["model_args"]["n_head"].is_number() {
         return layout == WeightLayout::Packed(PackedNaming::CAttn, QkvOrder::ByPart);
     }

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::mask::AttentionMask;
 use crate::sdpa::{AttentionOutput, Call, Outputs, SdpaOptions, run};
 use candle_attention_modules::base::{
-    Dim, Expect, Options, Source, check_keys_and_values, check_memory, number, options,
+    Dim, Expect, Options, ParameterReader, check_keys_and_values, check_memory, number, options,
 };
 use candle_attention_modules::init::TorchSeed;
 
@@ -87,7 +87,7 @@ impl AdditiveAttention {
     /// shapes.
     pub fn new(cfg: &AdditiveAttentionConfig, vb: VarBuilder) -> Result<Self> {
         cfg.check(OP)?;
-        let source = Source::new(OP, "d2l", vb)?;
+        let source = ParameterReader::new(OP, "d2l", vb)?;
         let linear = |name, outputs, inputs| source.linear(name, (outputs, inputs), false, None);
         Ok(Self {
             config: cfg.clone(),

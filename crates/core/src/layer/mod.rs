@@ -27,7 +27,7 @@ use crate::params::{WeightLayout, load_projections, projection_shape, state_dict
 use crate::position::{
     AlibiConfig, ContentPositions, RelativeBias, RelativeEmbeddings, RotaryEmbedding, ScoreTerm, Term, alibi,
 };
-use candle_attention_modules::base::{Dim, Expect, HeadShard, Heads, ParameterList, Source, save};
+use candle_attention_modules::base::{Dim, Expect, HeadShard, Heads, ParameterList, ParameterReader, save};
 use candle_attention_modules::linear::{Projection, ProjectionModule, ProjectionModules, Projections};
 use candle_attention_modules::norm::{Norm, ShardedDimension};
 use checks::Expected;
@@ -100,7 +100,7 @@ impl MultiHeadAttention {
     /// # Errors
     /// As [`new`](Self::new), and for a config that the layout cannot hold.
     pub fn load(cfg: &MultiHeadAttentionConfig, layout: WeightLayout, vb: VarBuilder) -> Result<Self> {
-        Self::build(cfg, Source::new(OP, layout, vb)?, |source| load_projections(cfg, layout, source))
+        Self::build(cfg, ParameterReader::new(OP, layout, vb)?, |source| load_projections(cfg, layout, source))
     }
 
     /// A layer whose projections are modules of any kind, such as Candle's `QMatMul` over a quantised checkpoint, or
@@ -116,7 +116,7 @@ impl MultiHeadAttention {
     /// # Errors
     /// As [`new`](Self::new), and for an output projection that the config does not want, or a missing one.
     pub fn from_modules(cfg: &MultiHeadAttentionConfig, modules: ProjectionModules, vb: VarBuilder) -> Result<Self> {
-        Self::build(cfg, Source::new(OP, "of modules", vb)?, |source| {
+        Self::build(cfg, ParameterReader::new(OP, "of modules", vb)?, |source| {
             let width = |place| projection_shape(cfg, place).0;
             Projections::from_modules(width, &modules, source.vb.dtype(), source.vb.device())
         })
@@ -134,7 +134,7 @@ impl MultiHeadAttention {
         vb: VarBuilder,
         shard: HeadShard,
     ) -> Result<Self> {
-        let mut source = Source::new(OP, "gguf", vb)?;
+        let mut source = ParameterReader::new(OP, "gguf", vb)?;
         source.shard = shard;
         Self::build(cfg, source, |_| Ok(projections))
     }
@@ -146,7 +146,7 @@ impl MultiHeadAttention {
     /// them up, by NCCL through `cudarc` for example, as Candle's own multi-process Llama does. The bias of the output
     /// projection is that of rank 0. Without an output projection a process gives the columns of its own heads.
     ///
-    /// Weights are read in part; a tensor that packs several by head is read whole, and a part of it kept.
+    /// Each tensor is read whole, and the part of this rank is kept.
     /// [`config`](Self::config) is that of the process's own layer, with ALiBi as the slopes of its heads, but for
     /// Falcon's. A relative bias is divided by [`RelativeBias::shard`](crate::RelativeBias::shard).
     ///
@@ -174,15 +174,15 @@ impl MultiHeadAttention {
         shard: HeadShard,
         vb: &ShardedVarBuilder<'static>,
     ) -> Result<Self> {
-        let source = Source::sharded(OP, layout, vb, shard)?;
+        let source = ParameterReader::sharded(OP, layout, vb, shard)?;
         Self::build(cfg, source, |source| load_projections(cfg, layout, source))
     }
 
     /// A layer, or a process's share of it, where the config is the whole layer's.
     fn build(
         cfg: &MultiHeadAttentionConfig,
-        source: Source,
-        projections: impl FnOnce(&Source) -> Result<Projections>,
+        source: ParameterReader,
+        projections: impl FnOnce(&ParameterReader) -> Result<Projections>,
     ) -> Result<Self> {
         cfg.validate()?;
         let (h, h_kv, d) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim());

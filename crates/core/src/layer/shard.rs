@@ -9,7 +9,7 @@ use candle_nn::Init;
 use super::{MultiHeadAttention, OP};
 use crate::config::{KvSharing, MultiHeadAttentionConfig};
 use crate::position::{AlibiConfig, Content, ContentPositions, Term, content_specs};
-use candle_attention_modules::base::{HeadShard, Heads, ParameterList, Source, Spec};
+use candle_attention_modules::base::{HeadShard, Heads, ParameterList, ParameterReader, ParameterSpec};
 use candle_attention_modules::norm::{
     KEY_NORM_NAMES, NormSpec, OUTPUT_NORM_NAMES, QUERY_NORM_NAMES, QkNorm, QkNormKind, QkNormScope, ShardedDimension,
     refuse_norms,
@@ -92,7 +92,7 @@ fn norms(cfg: &MultiHeadAttentionConfig) -> [Option<NormSpec>; 4] {
 ///
 /// # Errors
 /// If the file has what the config does not mention.
-pub(super) fn specs(cfg: &MultiHeadAttentionConfig, source: &Source) -> Result<Vec<Spec>> {
+pub(super) fn specs(cfg: &MultiHeadAttentionConfig, source: &ParameterReader) -> Result<Vec<ParameterSpec>> {
     refuse_norms(cfg.qk_norm(), cfg.output_norm(), source)?;
     let content = content_specs(cfg.content_positions(), [cfg.embed_dim(), cfg.num_heads(), cfg.head_dim()], source)?;
     let mut specs = Vec::new();
@@ -105,11 +105,11 @@ pub(super) fn specs(cfg: &MultiHeadAttentionConfig, source: &Source) -> Result<V
         let init = Init::Randn { mean: 0.0, stdev: (width as f64).recip().sqrt() };
         // NeMo's Transformer-XL has one of these names for another parameter.
         if !content.iter().any(|spec| spec.stored == name) {
-            let spec = Spec::new(name, [1, 1, width], init).by_head(Heads::Key, 2);
+            let spec = ParameterSpec::new(name, [1, 1, width], init).by_head(Heads::Key, 2);
             specs.push(spec.only_if(cfg.bias_kv(), "the config says there is no bias_kv"));
         }
     }
-    let sinks = Spec::new("sinks", [cfg.num_heads()], Init::Const(0.0)).by_head(Heads::Query, 0);
+    let sinks = ParameterSpec::new("sinks", [cfg.num_heads()], Init::Const(0.0)).by_head(Heads::Query, 0);
     specs.push(sinks.only_if(cfg.sinks(), "the config says there are no sinks"));
     specs.extend(content);
     Ok(specs)

@@ -2,12 +2,12 @@
 
 use candle_core::Result;
 
-use super::layout::WeightLayout;
-use candle_attention_modules::base::Source;
+use super::layout::{PackedNaming, WeightLayout};
+use candle_attention_modules::base::ParameterReader;
 use candle_attention_modules::linear::Projection::Query;
 
-/// Names of such parameters, below an attention module. Buffers that change nothing (`mask`, `tril`, `masked_bias`,
-/// `rotary_emb.inv_freq`) and norms that some libraries keep beside the projections of a block are not among them.
+/// The names of such parameters, below an attention module. Buffers that change nothing (`mask`, `tril`, `masked_bias`,
+/// `rotary_emb.inv_freq`) and norms that some libraries store next to the projections of a block are not among them.
 const FOREIGN: &[&str] = &[
     // x-transformers.
     "mem_k",
@@ -50,8 +50,6 @@ const FOREIGN: &[&str] = &[
     "null_k",
     "null_v",
     "null_kv",
-    "q_scale",
-    "k_scale",
     "temperature",
     "talking_heads.weight",
     "reattn_weights",
@@ -102,23 +100,33 @@ const FOREIGN: &[&str] = &[
     "head_scale",
 ];
 
-/// Names of output projections that no layout has: torchtune's.
+/// Factors of normalised queries and keys in modules of the author of x-transformers. Elsewhere these are the scales of
+/// quantised caches.
+const NORM_SCALES: [&str; 2] = ["q_scale", "k_scale"];
+
+/// The names of output projections that no layout has: torchtune's.
 pub(super) const OTHER_OUTPUTS: [&str; 1] = ["output_proj"];
 
 /// Refuses parameters that the layer would pass over although the module that saved them uses them.
 ///
 /// # Errors
 /// If there is one, with its name.
-pub(super) fn refuse_foreign(layout: WeightLayout, num_heads: usize, source: &Source) -> Result<()> {
+pub(super) fn refuse_foreign(layout: WeightLayout, num_heads: usize, reader: &ParameterReader) -> Result<()> {
     const WHY: &str = "the layer has no such parameter, and would pass over it";
-    source.refuse(FOREIGN, WHY)?;
-    // Some modules keep their projections in a module of their own.
+    reader.refuse(FOREIGN, WHY)?;
+    if let WeightLayout::XTransformers
+    | WeightLayout::Diffusers
+    | WeightLayout::Packed(PackedNaming::ToQkv | PackedNaming::ToQkvToOut0, _) = layout
+    {
+        reader.refuse(NORM_SCALES, WHY)?;
+    }
+    // Some libraries store the projections in an inner module.
     let heads = if layout.is_stacked() { num_heads } else { 1 };
     for head in 0..heads {
         let tensors = layout.tensors(head, true);
         let query = tensors.iter().find(|tensor| tensor.holds(Query)).map(|tensor| tensor.module.as_str());
         if let Some((inner, _)) = query.and_then(|module| module.rsplit_once('.')) {
-            source.pp(inner).refuse(FOREIGN, WHY)?;
+            reader.pp(inner).refuse(FOREIGN, WHY)?;
         }
     }
     Ok(())

@@ -1,4 +1,4 @@
-//! The naming schemes, as data.
+//! The layouts of weights: names, packing and order.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,25 +8,25 @@ use candle_core::{Error, Result, bail};
 use candle_attention_modules::base::did_you_mean;
 use candle_attention_modules::linear::Projection::{self, Gate, Key, Output, Query, Value};
 
-/// How a checkpoint lays out the projections of one attention layer.
+/// The layout in which a checkpoint stores the projections of one attention layer.
 ///
 /// Every layout has a spelling, which `Display` writes and `FromStr` reads:
 ///
 /// | spelling | parameters | comes from |
 /// | --- | --- | --- |
-/// | `canonical` | q_proj, k_proj, v_proj, o_proj | Llama and its kin; what [`MultiHeadAttention::new`] reads |
+/// | `canonical` | q_proj, k_proj, v_proj, o_proj | Llama and similar models; [`MultiHeadAttention::new`] reads it |
 /// | `book` | W_query, W_key, W_value, out_proj | Raschka, Build a Large Language Model (From Scratch) |
 /// | `short` | Wq, Wk, Wv, Wo | |
 /// | `d2l` | W_q, W_k, W_v, W_o | Dive into Deep Learning |
-/// | `bert` | self.query, self.key, self.value, output.dense | BERT and its kin |
-/// | `vit` | attention.query, attention.key, attention.value, output.dense | ViT and its kin in transformers |
+/// | `bert` | self.query, self.key, self.value, output.dense | BERT and similar models |
+/// | `vit` | attention.query, attention.key, attention.value, output.dense | ViT and similar models in transformers |
 /// | `distilbert` | q_lin, k_lin, v_lin, out_lin | DistilBERT |
 /// | `opt` | q_proj, k_proj, v_proj, out_proj | OPT, GPT-J, and many others |
 /// | `phi` | q_proj, k_proj, v_proj, dense | Phi and Phi-2 |
-/// | `t5` | q, k, v, o | T5 and its kin |
+/// | `t5` | q, k, v, o | T5 and similar models |
 /// | `meta` | wq, wk, wv, wo | Meta's own Llama files; their rotary positions are interleaved ([`RopeStyle::Interleaved`]) |
 /// | `diffusers` | to_q, to_k, to_v, to_out.0 | diffusers, latent diffusion |
-/// | `x-transformers` | to_q, to_k, to_v, to_out | x-transformers |
+/// | `x-transformers` | to_q, to_k, to_v, to_out; query head h reads key head h % H_kv | x-transformers |
 /// | `mingpt` | query, key, value, proj | minGPT |
 /// | `albert` | query, key, value, dense | ALBERT |
 /// | `internvl` | q_proj, k_proj, v_proj, projection_layer | InternVL's and Janus' images |
@@ -40,7 +40,7 @@ use candle_attention_modules::linear::Projection::{self, Gate, Key, Output, Quer
 /// | `raw-transposed:book` .. | plain (out, in) parameters, x · Wᵀ | |
 /// | `stacked:book` .. | heads.{i}.W_query .., no output projection | a `ModuleList` of single heads |
 /// | `stacked-raw:short` .. | heads.{i}.Wq .. as plain (in, out) parameters | |
-/// | `stacked-raw-transposed:short` .. | likewise (out, in) | |
+/// | `stacked-raw-transposed:short` .. | the same as plain (out, in) parameters | |
 /// | `torch` | in_proj_weight (or q_proj_weight, k_proj_weight, v_proj_weight), in_proj_bias, bias_k, bias_v, out_proj | `torch.nn.MultiheadAttention` |
 /// | `conv1d` | c_attn, c_proj, transposed | GPT-2 |
 /// | `packed:qkv_proj` | qkv_proj, o_proj; rows by part | Phi-3 |
@@ -56,7 +56,7 @@ use candle_attention_modules::linear::Projection::{self, Gate, Key, Output, Quer
 /// | `packed:to_qkv` | to_qkv, to_out; rows by part | lucidrains' vit-pytorch (`SimpleViT`) and others |
 /// | `packed:to_qkv-to_out.0` | to_qkv, to_out.0; rows by part | lucidrains' vit-pytorch |
 ///
-/// Any packed spelling takes `:by-head`. A persistent `mask` buffer in the file is passed over.
+/// Every packed spelling accepts `:by-head`. A persistent `mask` buffer in the file is passed over.
 ///
 /// [`MultiHeadAttention::new`]: crate::MultiHeadAttention::new
 /// [`RopeStyle::Interleaved`]: crate::RopeStyle::Interleaved
@@ -109,7 +109,7 @@ pub enum WeightLayout {
     Espnet,
     /// Plain parameters without `.weight`, stored (in, out) or (out, in), without biases.
     Raw(Naming, Orientation),
-    /// `heads.{i}.<names>`, one single-head module after the other, without an output projection; loads into one layer.
+    /// `heads.{i}.<names>`: a module for each head, without an output projection. It loads into one layer.
     StackedHeads(Naming, Storage),
     /// The packed in_proj of `torch.nn.MultiheadAttention`.
     Torch,
@@ -133,7 +133,7 @@ pub enum Naming {
     D2l,
 }
 
-/// How a projection is stored.
+/// The form in which a projection is stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Storage {
     /// An `nn.Linear`: `.weight` (out, in) and perhaps `.bias`.
@@ -142,7 +142,7 @@ pub enum Storage {
     Raw(Orientation),
 }
 
-/// Which dimension of a plain parameter comes first.
+/// The order of the dimensions of a plain parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Orientation {
     /// (in, out), for x · W.
@@ -182,183 +182,292 @@ pub enum PackedNaming {
 pub enum QkvOrder {
     /// All queries, then all keys, then all values.
     ByPart,
-    /// For each key head: its query heads, the key, the value. With as many key heads as query heads that is
-    /// (H, 3, D), as in GPT-NeoX and Bloom; with fewer it is Falcon's grouping.
+    /// For each key head: its query heads, the key, the value. With a key head for each query head that is (H, 3, D), as
+    /// in GPT-NeoX and Bloom; with fewer it is Falcon's grouping.
     ByHead,
 }
 
-/// The layouts of four linear layers: spelling, and the names of query, key, value and output.
-static LINEAR: [(WeightLayout, &str, [&str; 4]); 22] = [
-    (WeightLayout::Canonical, "canonical", ["q_proj", "k_proj", "v_proj", "o_proj"]),
-    (WeightLayout::Book, "book", ["W_query", "W_key", "W_value", "out_proj"]),
-    (WeightLayout::Short, "short", ["Wq", "Wk", "Wv", "Wo"]),
-    (WeightLayout::D2l, "d2l", ["W_q", "W_k", "W_v", "W_o"]),
-    (WeightLayout::Bert, "bert", ["self.query", "self.key", "self.value", "output.dense"]),
-    (WeightLayout::Vit, "vit", ["attention.query", "attention.key", "attention.value", "output.dense"]),
-    (WeightLayout::DistilBert, "distilbert", ["q_lin", "k_lin", "v_lin", "out_lin"]),
-    (WeightLayout::Opt, "opt", ["q_proj", "k_proj", "v_proj", "out_proj"]),
-    (WeightLayout::Phi, "phi", ["q_proj", "k_proj", "v_proj", "dense"]),
-    (WeightLayout::T5, "t5", ["q", "k", "v", "o"]),
-    (WeightLayout::Meta, "meta", ["wq", "wk", "wv", "wo"]),
-    (WeightLayout::Diffusers, "diffusers", ["to_q", "to_k", "to_v", "to_out.0"]),
-    (WeightLayout::XTransformers, "x-transformers", ["to_q", "to_k", "to_v", "to_out"]),
-    // Before minGPT's: `query` alone is the inner module of BERT and its kin, whose output projection is outside.
-    (WeightLayout::Albert, "albert", ["query", "key", "value", "dense"]),
-    (WeightLayout::MinGpt, "mingpt", ["query", "key", "value", "proj"]),
-    (WeightLayout::InternVl, "internvl", ["q_proj", "k_proj", "v_proj", "projection_layer"]),
-    (WeightLayout::Ctrl, "ctrl", ["Wq", "Wk", "Wv", "dense"]),
-    (WeightLayout::ModernBertDecoder, "modernbert-decoder", ["q_proj", "k_proj", "v_proj", "Wo"]),
-    (WeightLayout::Moshi, "moshi", ["q_proj.linear", "k_proj.linear", "v_proj.linear", "o_proj.linear"]),
-    (WeightLayout::Nemo, "nemo", ["query_net", "key_net", "value_net", "out_projection"]),
-    (WeightLayout::Deberta, "deberta", ["self.query_proj", "self.key_proj", "self.value_proj", "output.dense"]),
-    (WeightLayout::Espnet, "espnet", ["linear_q", "linear_k", "linear_v", "linear_out"]),
-];
+/// The spelling of a layout, and the names of its four projections.
+#[derive(Clone, Copy)]
+struct LinearNames {
+    spelling: &'static str,
+    query: &'static str,
+    key: &'static str,
+    value: &'static str,
+    output: &'static str,
+}
 
-/// The packed namings, in the order of their type: spelling, and the names of the packed and the output projection.
-static PACKED: [(PackedNaming, &str, [&str; 2]); 10] = [
-    (PackedNaming::QkvProj, "qkv_proj", ["qkv_proj", "o_proj"]),
-    (PackedNaming::Wqkv, "Wqkv", ["Wqkv", "out_proj"]),
-    (PackedNaming::WqkvWo, "Wqkv-Wo", ["Wqkv", "Wo"]),
-    (PackedNaming::QueryKeyValue, "query_key_value", ["query_key_value", "dense"]),
-    (PackedNaming::CAttn, "c_attn", ["c_attn", "c_proj"]),
-    (PackedNaming::Qkv, "qkv", ["qkv", "proj"]),
-    (PackedNaming::QkvProjection, "qkv-projection", ["qkv", "projection"]),
-    (PackedNaming::ToQkv, "to_qkv", ["to_qkv", "to_out"]),
-    (PackedNaming::ToQkvToOut0, "to_qkv-to_out.0", ["to_qkv", "to_out.0"]),
-    (PackedNaming::AttProj, "att_proj", ["att_proj", "attn_out"]),
+/// The names of four projections, in the order query, key, value, output.
+const fn linear(spelling: &'static str, names: [&'static str; 4]) -> LinearNames {
+    let [query, key, value, output] = names;
+    LinearNames { spelling, query, key, value, output }
+}
+
+/// The layouts of four linear layers, in the order in which they are detected. ALBERT's comes before minGPT's: `query`
+/// alone is the inner module of BERT and similar models, whose output projection is outside.
+const LINEAR: [WeightLayout; 22] = [
+    WeightLayout::Canonical,
+    WeightLayout::Book,
+    WeightLayout::Short,
+    WeightLayout::D2l,
+    WeightLayout::Bert,
+    WeightLayout::Vit,
+    WeightLayout::DistilBert,
+    WeightLayout::Opt,
+    WeightLayout::Phi,
+    WeightLayout::T5,
+    WeightLayout::Meta,
+    WeightLayout::Diffusers,
+    WeightLayout::XTransformers,
+    WeightLayout::Albert,
+    WeightLayout::MinGpt,
+    WeightLayout::InternVl,
+    WeightLayout::Ctrl,
+    WeightLayout::ModernBertDecoder,
+    WeightLayout::Moshi,
+    WeightLayout::Nemo,
+    WeightLayout::Deberta,
+    WeightLayout::Espnet,
 ];
 
 impl Naming {
     pub(crate) const ALL: [Self; 4] = [Self::Canonical, Self::Book, Self::Short, Self::D2l];
 
-    /// Its layout of linear layers, spelling, and names of query, key, value and output: the first rows of [`LINEAR`].
-    fn row(self) -> &'static (WeightLayout, &'static str, [&'static str; 4]) {
-        &LINEAR[self as usize]
+    fn names(self) -> LinearNames {
+        match self {
+            Self::Canonical => linear("canonical", ["q_proj", "k_proj", "v_proj", "o_proj"]),
+            Self::Book => linear("book", ["W_query", "W_key", "W_value", "out_proj"]),
+            Self::Short => linear("short", ["Wq", "Wk", "Wv", "Wo"]),
+            Self::D2l => linear("d2l", ["W_q", "W_k", "W_v", "W_o"]),
+        }
+    }
+}
+
+/// The spelling of a packed naming, and the names of its two projections.
+#[derive(Clone, Copy)]
+struct PackedNames {
+    spelling: &'static str,
+    packed: &'static str,
+    output: &'static str,
+}
+
+impl PackedNaming {
+    const ALL: [Self; 10] = [
+        Self::QkvProj,
+        Self::Wqkv,
+        Self::WqkvWo,
+        Self::QueryKeyValue,
+        Self::CAttn,
+        Self::Qkv,
+        Self::QkvProjection,
+        Self::ToQkv,
+        Self::ToQkvToOut0,
+        Self::AttProj,
+    ];
+
+    fn names(self) -> PackedNames {
+        let (spelling, packed, output) = match self {
+            Self::QkvProj => ("qkv_proj", "qkv_proj", "o_proj"),
+            Self::Wqkv => ("Wqkv", "Wqkv", "out_proj"),
+            Self::WqkvWo => ("Wqkv-Wo", "Wqkv", "Wo"),
+            Self::QueryKeyValue => ("query_key_value", "query_key_value", "dense"),
+            Self::CAttn => ("c_attn", "c_attn", "c_proj"),
+            Self::Qkv => ("qkv", "qkv", "proj"),
+            Self::QkvProjection => ("qkv-projection", "qkv", "projection"),
+            Self::ToQkv => ("to_qkv", "to_qkv", "to_out"),
+            Self::ToQkvToOut0 => ("to_qkv-to_out.0", "to_qkv", "to_out.0"),
+            Self::AttProj => ("att_proj", "att_proj", "attn_out"),
+        };
+        PackedNames { spelling, packed, output }
     }
 }
 
 impl WeightLayout {
-    /// The names of every layout's output projection.
-    pub(super) fn output_names() -> impl Iterator<Item = &'static str> {
-        LINEAR.iter().map(|(.., names)| names[3]).chain(PACKED.iter().map(|(.., names)| names[1]))
+    /// Returns the names of a layout of four linear layers; `None` for the other layouts.
+    fn linear_names(self) -> Option<LinearNames> {
+        let names = match self {
+            Self::Canonical => Naming::Canonical.names(),
+            Self::Book => Naming::Book.names(),
+            Self::Short => Naming::Short.names(),
+            Self::D2l => Naming::D2l.names(),
+            Self::Bert => linear("bert", ["self.query", "self.key", "self.value", "output.dense"]),
+            Self::Vit => linear("vit", ["attention.query", "attention.key", "attention.value", "output.dense"]),
+            Self::DistilBert => linear("distilbert", ["q_lin", "k_lin", "v_lin", "out_lin"]),
+            Self::Opt => linear("opt", ["q_proj", "k_proj", "v_proj", "out_proj"]),
+            Self::Phi => linear("phi", ["q_proj", "k_proj", "v_proj", "dense"]),
+            Self::T5 => linear("t5", ["q", "k", "v", "o"]),
+            Self::Meta => linear("meta", ["wq", "wk", "wv", "wo"]),
+            Self::Diffusers => linear("diffusers", ["to_q", "to_k", "to_v", "to_out.0"]),
+            Self::XTransformers => linear("x-transformers", ["to_q", "to_k", "to_v", "to_out"]),
+            Self::MinGpt => linear("mingpt", ["query", "key", "value", "proj"]),
+            Self::Albert => linear("albert", ["query", "key", "value", "dense"]),
+            Self::InternVl => linear("internvl", ["q_proj", "k_proj", "v_proj", "projection_layer"]),
+            Self::Ctrl => linear("ctrl", ["Wq", "Wk", "Wv", "dense"]),
+            Self::ModernBertDecoder => linear("modernbert-decoder", ["q_proj", "k_proj", "v_proj", "Wo"]),
+            Self::Moshi => linear("moshi", ["q_proj.linear", "k_proj.linear", "v_proj.linear", "o_proj.linear"]),
+            Self::Nemo => linear("nemo", ["query_net", "key_net", "value_net", "out_projection"]),
+            Self::Deberta => linear("deberta", ["self.query_proj", "self.key_proj", "self.value_proj", "output.dense"]),
+            Self::Espnet => linear("espnet", ["linear_q", "linear_k", "linear_v", "linear_out"]),
+            Self::Raw(..) | Self::StackedHeads(..) | Self::Torch | Self::Conv1d | Self::Packed(..) => return None,
+        };
+        Some(names)
     }
 
-    /// Every layout.
+    /// Returns the names of the output projections of all layouts.
+    pub(super) fn output_names() -> impl Iterator<Item = &'static str> {
+        let of_linear = LINEAR.into_iter().filter_map(Self::linear_names).map(|names| names.output);
+        of_linear.chain(PackedNaming::ALL.into_iter().map(|naming| naming.names().output))
+    }
+
+    /// Returns every layout.
     #[must_use]
     pub fn all() -> Vec<Self> {
-        let ways = [Orientation::InOut, Orientation::OutIn];
-        let raw = ways.into_iter().flat_map(|way| Naming::ALL.map(|naming| Self::Raw(naming, way)));
-        let storages = [Storage::Linear].into_iter().chain(ways.map(Storage::Raw));
-        let stacked = storages.flat_map(|storage| Naming::ALL.map(|naming| Self::StackedHeads(naming, storage)));
-        let orders = [QkvOrder::ByPart, QkvOrder::ByHead].into_iter();
-        let packed = orders.flat_map(|order| PACKED.iter().map(move |(naming, ..)| Self::Packed(*naming, order)));
-        let linear = LINEAR.iter().map(|(layout, ..)| *layout);
-        linear.chain(raw).chain(stacked).chain([Self::Torch, Self::Conv1d]).chain(packed).collect()
+        let orientations = [Orientation::InOut, Orientation::OutIn];
+        let mut all = LINEAR.to_vec();
+        for orientation in orientations {
+            all.extend(Naming::ALL.map(|naming| Self::Raw(naming, orientation)));
+        }
+        for storage in [Storage::Linear].into_iter().chain(orientations.map(Storage::Raw)) {
+            all.extend(Naming::ALL.map(|naming| Self::StackedHeads(naming, storage)));
+        }
+        all.extend([Self::Torch, Self::Conv1d]);
+        for order in [QkvOrder::ByPart, QkvOrder::ByHead] {
+            all.extend(PackedNaming::ALL.map(|naming| Self::Packed(naming, order)));
+        }
+        all
     }
 
-    /// The weights and biases of the projections, as far as a layer has them, in the order in which PyTorch draws them:
-    /// what detection, inference, loading and saving go by. Of a stack those of one head; `torch` has a weight each for
-    /// queries, keys and values where their inputs are of several widths.
+    /// Returns the weights and biases of the projections that a layer in this layout may have, in the order in which
+    /// PyTorch draws them. Detection, inference of configs, loading and saving go by this list. For a stack they are
+    /// those of one head. The layout `torch` has a weight each for queries, keys and values unless their inputs are of
+    /// `one_width`.
     #[doc(hidden)]
     pub fn tensors(self, head: usize, one_width: bool) -> Vec<LayoutTensor> {
-        // Of query, key, value and output, or of the first three together and of output.
-        let (names, kind): (&[&str], _) = match self {
-            Self::Raw(naming, way) | Self::StackedHeads(naming, Storage::Raw(way)) => (&naming.row().2, Kind::Raw(way)),
-            Self::StackedHeads(naming, Storage::Linear) => (&naming.row().2, Kind::Linear),
-            Self::Conv1d => (&["c_attn", "c_proj"], Kind::Conv1d),
-            Self::Packed(naming, _) => (&PACKED[naming as usize].2, Kind::Linear),
-            _ => match LINEAR.iter().find(|(layout, ..)| *layout == self) {
-                Some((.., names)) => (names, Kind::Linear),
-                None => return torch(one_width),
-            },
-        };
-        let prefix = if self.is_stacked() { format!("heads.{head}.") } else { String::new() };
-        // Linear layers may be beside a gate of their kind.
-        let gate = if kind == Kind::Linear && !self.is_stacked() { Some((&PLACES[4..], &GATE_NAMES[0])) } else { None };
-        let modules = PLACES[..4].chunks(if names.len() == 2 { 3 } else { 1 }).zip(names).chain(gate);
-        modules.flat_map(|(places, name)| LayoutTensor::of_module(format!("{prefix}{name}"), kind, places)).collect()
+        if let Some(names) = self.linear_names() {
+            return with_gate(of_four(names, "", Kind::Linear));
+        }
+        match self {
+            Self::Raw(naming, orientation) => of_four(naming.names(), "", Kind::Raw(orientation)),
+            Self::StackedHeads(naming, storage) => {
+                let kind = match storage {
+                    Storage::Linear => Kind::Linear,
+                    Storage::Raw(orientation) => Kind::Raw(orientation),
+                };
+                of_four(naming.names(), &format!("heads.{head}."), kind)
+            }
+            Self::Conv1d => of_packed("c_attn", "c_proj", Kind::Conv1d),
+            Self::Packed(naming, _) => {
+                let PackedNames { packed, output, .. } = naming.names();
+                with_gate(of_packed(packed, output, Kind::Linear))
+            }
+            _ => of_torch(one_width),
+        }
     }
 
-    /// The weights of the query projection, or the first of them, and of the output projection; for inputs of
-    /// `one_width` or of several, which makes a difference to `torch`.
+    /// Returns the names of the weight of the query projection, or the first weight that holds a part of it, and of the
+    /// weight of the output projection. For the layout `torch` they depend on whether inputs are of `one_width`.
     #[doc(hidden)]
     pub fn query_and_output(self, one_width: bool) -> [String; 2] {
         let tensors = self.tensors(0, one_width);
-        let weight = |place| tensors.iter().filter(|tensor| tensor.holds(place)).map(LayoutTensor::name).next();
-        [Query, Output].map(|place| weight(place).unwrap_or_default())
+        let weight = |projection| tensors.iter().find(|tensor| tensor.holds(projection)).map(LayoutTensor::name);
+        [Query, Output].map(|projection| weight(projection).unwrap_or_default())
     }
 
-    /// Whether each head is a module of its own.
+    /// Returns whether each head is a module.
     #[doc(hidden)]
     pub fn is_stacked(self) -> bool {
         matches!(self, Self::StackedHeads(..))
     }
 
-    /// Whether the modules of this layout register their causal mask as a buffer, `mask`; elsewhere a tensor of that
-    /// name is something else.
+    /// Returns whether the modules of this layout register their causal mask as a buffer, `mask`. In other layouts a
+    /// tensor of that name is something else.
     #[doc(hidden)]
     pub fn has_mask_buffer(self) -> bool {
         matches!(self, Self::Book | Self::Short | Self::StackedHeads(Naming::Book | Naming::Short, _))
     }
 }
 
-/// Those of `torch.nn.MultiheadAttention`.
-fn torch(one_width: bool) -> Vec<LayoutTensor> {
-    let out = LayoutTensor::of_module("out_proj", Kind::OutProj, &PLACES[3..4]);
-    let [joint, bias] = LayoutTensor::of_module("in_proj", Kind::InProj, &PLACES[..3]);
-    let each = PLACES.chunks(1).zip(["q_proj", "k_proj", "v_proj"]);
-    let each = each.map(|(places, name)| LayoutTensor { module: name.into(), places, ..joint.clone() });
-    let weights = if one_width { vec![joint.clone()] } else { each.collect() };
-    out.into_iter().chain(weights).chain([bias]).collect()
+/// Returns the tensors of four projections.
+fn of_four(names: LinearNames, prefix: &str, kind: Kind) -> Vec<LayoutTensor> {
+    let modules: [(&str, &'static [Projection]); 4] =
+        [(names.query, &[Query]), (names.key, &[Key]), (names.value, &[Value]), (names.output, &[Output])];
+    let of_module = |(name, projections)| LayoutTensor::of_module(format!("{prefix}{name}"), kind, projections);
+    modules.into_iter().flat_map(of_module).collect()
 }
 
-/// The names of a gate's own projection, the first of which is the crate's own.
-pub const GATE_NAMES: [&str; 2] = ["gate_proj", "g_proj"];
+/// Returns the tensors of a packed projection and an output projection.
+fn of_packed(packed: &str, output: &str, kind: Kind) -> Vec<LayoutTensor> {
+    let packed = LayoutTensor::of_module(packed, kind, &[Query, Key, Value]);
+    packed.into_iter().chain(LayoutTensor::of_module(output, kind, &[Output])).collect()
+}
 
-/// The projections in the order in which layouts name them.
-static PLACES: [Projection; 5] = [Query, Key, Value, Output, Gate];
+/// Adds the projection of an output gate, which linear layers may have with them.
+fn with_gate(mut tensors: Vec<LayoutTensor>) -> Vec<LayoutTensor> {
+    tensors.extend(LayoutTensor::of_module(GATE_NAMES[0], Kind::Linear, &[Gate]));
+    tensors
+}
+
+/// Returns the tensors of `torch.nn.MultiheadAttention`.
+fn of_torch(one_width: bool) -> Vec<LayoutTensor> {
+    let mut tensors: Vec<_> = LayoutTensor::of_module("out_proj", Kind::OutProj, &[Output]).into();
+    let [weight, bias] = LayoutTensor::of_module("in_proj", Kind::InProj, &[Query, Key, Value]);
+    if one_width {
+        tensors.push(weight);
+    } else {
+        let each: [(&str, &'static [Projection]); 3] = [("q_proj", &[Query]), ("k_proj", &[Key]), ("v_proj", &[Value])];
+        tensors.extend(each.map(|(name, projections)| {
+            let [own_weight, _] = LayoutTensor::of_module(name, Kind::InProj, projections);
+            own_weight
+        }));
+    }
+    tensors.push(bias);
+    tensors
+}
+
+/// The names of the projection of an output gate: this crate's, and another that models have.
+pub const GATE_NAMES: [&str; 2] = ["gate_proj", "g_proj"];
 
 /// A weight or a bias of a layout.
 #[derive(Debug, Clone)]
 pub struct LayoutTensor {
-    /// The linear layer that has it, or the plain parameter.
+    /// The name of the linear layer that has it, or of the plain parameter.
     pub module: String,
     pub(super) kind: Kind,
     /// Whether it is a bias.
     pub is_bias: bool,
     /// The projections whose rows it holds.
-    pub places: &'static [Projection],
+    pub projections: &'static [Projection],
 }
 
 impl LayoutTensor {
-    /// A weight and its bias.
-    fn of_module(module: impl Into<String>, kind: Kind, places: &'static [Projection]) -> [Self; 2] {
-        let weight = Self { module: module.into(), kind, is_bias: false, places };
+    /// Returns a weight and its bias.
+    fn of_module(module: impl Into<String>, kind: Kind, projections: &'static [Projection]) -> [Self; 2] {
+        let weight = Self { module: module.into(), kind, is_bias: false, projections };
         [weight.clone(), Self { is_bias: true, ..weight }]
     }
 
-    /// As a file has it.
+    /// Returns the name in a file.
     pub fn name(&self) -> String {
-        let part = if self.is_bias { "bias" } else { "weight" };
+        let suffix = if self.is_bias { "bias" } else { "weight" };
         match self.kind {
             Kind::Raw(_) if !self.is_bias => self.module.clone(),
-            Kind::InProj => format!("{}_{part}", self.module),
-            _ => format!("{}.{part}", self.module),
+            Kind::InProj => format!("{}_{suffix}", self.module),
+            Kind::Raw(_) | Kind::Linear | Kind::Conv1d | Kind::OutProj => format!("{}.{suffix}", self.module),
         }
     }
 
-    /// Whether it holds rows of a projection's weight.
-    pub fn holds(&self, place: Projection) -> bool {
-        !self.is_bias && self.places.contains(&place)
+    /// Returns whether the tensor holds rows of a projection's weight.
+    pub fn holds(&self, projection: Projection) -> bool {
+        !self.is_bias && self.projections.contains(&projection)
     }
 
-    /// Whether it is (in, out).
+    /// Returns whether the tensor is (in, out).
     pub fn is_transposed(&self) -> bool {
         !self.is_bias && matches!(self.kind, Kind::Conv1d | Kind::Raw(Orientation::InOut))
     }
 }
 
-/// How projections are stored: a [`Storage`], or as GPT-2 or `torch.nn.MultiheadAttention` has them.
+/// The form of a stored projection: a [`Storage`], or that of GPT-2 or `torch.nn.MultiheadAttention`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     /// `.weight` (out, in) and perhaps `.bias`.
@@ -369,7 +478,7 @@ pub(super) enum Kind {
     Raw(Orientation),
     /// `_weight` (out, in), and perhaps `in_proj_bias` for all of q, k and v.
     InProj,
-    /// As a linear layer, whose bias begins with zeros.
+    /// A linear layer whose bias begins with zeros.
     OutProj,
 }
 
@@ -379,16 +488,21 @@ impl fmt::Display for WeightLayout {
             Orientation::InOut => "raw",
             Orientation::OutIn => "raw-transposed",
         };
+        if let Some(names) = self.linear_names() {
+            return f.write_str(names.spelling);
+        }
         match self {
-            Self::Raw(naming, orientation) => write!(f, "{}:{}", raw(orientation), naming.row().1),
-            Self::StackedHeads(naming, Storage::Linear) => write!(f, "stacked:{}", naming.row().1),
-            Self::StackedHeads(naming, Storage::Raw(way)) => write!(f, "stacked-{}:{}", raw(way), naming.row().1),
+            Self::Raw(naming, orientation) => write!(f, "{}:{}", raw(orientation), naming.names().spelling),
+            Self::StackedHeads(naming, Storage::Linear) => write!(f, "stacked:{}", naming.names().spelling),
+            Self::StackedHeads(naming, Storage::Raw(orientation)) => {
+                write!(f, "stacked-{}:{}", raw(orientation), naming.names().spelling)
+            }
             Self::Conv1d => f.write_str("conv1d"),
             Self::Packed(naming, order) => {
                 let order = if *order == QkvOrder::ByHead { ":by-head" } else { "" };
-                write!(f, "packed:{}{order}", PACKED[*naming as usize].1)
+                write!(f, "packed:{}{order}", naming.names().spelling)
             }
-            _ => f.write_str(LINEAR.iter().find(|(layout, ..)| layout == self).map_or("torch", |(_, name, _)| name)),
+            _ => f.write_str("torch"),
         }
     }
 }

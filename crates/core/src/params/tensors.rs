@@ -1,4 +1,4 @@
-//! The tensors that hold a layer's projections in each layout: the one list that loading and saving go by.
+//! The tensors that hold a layer's projections in each layout. Loading and saving go by this list.
 
 use std::ops::Range;
 
@@ -8,56 +8,59 @@ use candle_nn::{Init, Linear};
 use super::layout::{Kind, LayoutTensor, QkvOrder, WeightLayout};
 use crate::config::{KvSharing, MultiHeadAttentionConfig};
 use candle_attention_modules::base::{
-    DRAWN_THEN_ZEROED, Heads, Joint, LINEAR_WEIGHT, NO_BIAS, QueryHeadOrder, Share, Spec, linear_bias,
+    DRAWN_THEN_ZEROED, FusedRows, FusedTensor, Heads, LINEAR_WEIGHT, NO_BIAS, ParameterSpec, QueryHeadOrder, Share,
+    linear_bias,
 };
 use candle_attention_modules::gate::{GateLayout, OutputGate};
 use candle_attention_modules::linear::{ByPlace, Projection};
 
 use Projection::{Gate, Key, Output, Query, Value};
 
-/// A weight or a bias of projections, as a checkpoint has it.
+/// A weight or a bias of projections in a checkpoint.
 pub(super) struct ProjectionTensor {
     /// The tensor, and the rows (out, ..) that it has of each projection.
-    pub joint: Joint,
+    pub tensor: FusedTensor,
+    /// Whether it is a bias.
     pub is_bias: bool,
     /// The projections.
-    pub places: &'static [Projection],
-    /// Of a stack, the head whose rows they are.
+    pub projections: &'static [Projection],
+    /// The head whose rows they are, in a stack of heads.
     head: usize,
 }
 
 impl ProjectionTensor {
-    /// The tensor as stored, of whole projections; `None` where one of them, or its bias, is not there.
-    pub fn join(&self, projections: &ByPlace<Linear>) -> Result<Option<Tensor>> {
-        let part = |(place, &(rows, _)): (&Projection, &(usize, _))| {
-            let linear = projections.get(place)?;
-            let whole = if self.is_bias { linear.bias()? } else { linear.weight() };
-            Some(whole.narrow(0, self.head * rows, rows))
-        };
-        let own: Option<Result<Vec<_>>> = self.places.iter().zip(&self.joint.parts).map(part).collect();
-        own.map(|own| self.joint.join(&own?)).transpose()
+    /// Returns the tensor as stored, made of whole projections; `None` where one of them, or its bias, is not there.
+    pub fn join(&self, linears: &ByPlace<Linear>) -> Result<Option<Tensor>> {
+        let mut parts = Vec::new();
+        for (projection, rows) in self.projections.iter().zip(&self.tensor.parts) {
+            let Some(linear) = linears.get(projection) else { return Ok(None) };
+            let whole = if self.is_bias { linear.bias() } else { Some(linear.weight()) };
+            let Some(whole) = whole else { return Ok(None) };
+            parts.push(whole.narrow(0, self.head * rows.count, rows.count)?);
+        }
+        self.tensor.join(&parts).map(Some)
     }
 }
 
-/// (out, in) of a projection; one that there is not has no outputs.
-pub fn projection_shape(cfg: &MultiHeadAttentionConfig, place: Projection) -> (usize, usize) {
-    let (h, h_kv, d_v, source) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.value_head_dim(), cfg.kv_sharing());
+/// Returns (out, in) of a projection. One that the layer does not have has no outputs.
+pub fn projection_shape(cfg: &MultiHeadAttentionConfig, projection: Projection) -> (usize, usize) {
+    let (h, h_kv, d_v, sharing) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.value_head_dim(), cfg.kv_sharing());
     let gate = cfg.output_gate().map_or(0, |gate| h * gate.width(d_v));
-    match place {
+    match projection {
         Query => (h * cfg.head_dim(), cfg.embed_dim()),
         Gate => (gate, cfg.embed_dim()),
-        Key if source == KvSharing::EarlierLayer => (0, cfg.kdim()),
+        Key if sharing == KvSharing::EarlierLayer => (0, cfg.kdim()),
         Key => (h_kv * cfg.head_dim(), cfg.kdim()),
-        Value if source != KvSharing::None => (0, cfg.vdim()),
+        Value if sharing != KvSharing::None => (0, cfg.vdim()),
         Value => (h_kv * d_v, cfg.vdim()),
         Output => (if cfg.out_proj() { cfg.out_dim() } else { 0 }, h * d_v),
     }
 }
 
-/// Whether the config has a bias on a projection.
-fn has_bias(cfg: &MultiHeadAttentionConfig, place: Projection) -> bool {
+/// Returns whether the config has a bias on a projection.
+fn has_bias(cfg: &MultiHeadAttentionConfig, projection: Projection) -> bool {
     let [q, k, v] = cfg.qkv_bias();
-    match place {
+    match projection {
         Query => q,
         Key => k,
         Value => v,
@@ -66,11 +69,11 @@ fn has_bias(cfg: &MultiHeadAttentionConfig, place: Projection) -> bool {
     }
 }
 
-/// The tensors of a layer, in the order in which PyTorch draws them: one after the other, since a config may claim more
-/// heads than any file has; of a stack those of some `heads`.
+/// Returns the tensors of a layer, in the order in which PyTorch draws them; for a stack those of `heads`. They are made
+/// one after the other, since a config may claim more heads than any file has.
 ///
 /// # Errors
-/// Of the operation `op`, where the layout cannot hold the config.
+/// In the name of the operation `op`, if the layout cannot hold the config.
 pub(super) fn projection_tensors(
     op: &str,
     cfg: &MultiHeadAttentionConfig,
@@ -83,62 +86,104 @@ pub(super) fn projection_tensors(
     let one_width = [cfg.kdim(), cfg.vdim()] == [cfg.embed_dim(); 2];
     let heads = if layout.is_stacked() { heads } else { 0..1 };
     let all = heads.flat_map(move |head| layout.tensors(head, one_width).into_iter().map(move |own| (head, own)));
-    Ok(all.filter_map(move |(head, tensor)| ProjectionTensor::new(cfg, layout, head, &tensor)))
+    Ok(all.filter_map(move |(head, named)| projection_tensor(cfg, layout, head, &named)))
 }
 
-impl ProjectionTensor {
-    /// `None` for projections that the config does not have.
-    fn new(cfg: &MultiHeadAttentionConfig, layout: WeightLayout, head: usize, named: &LayoutTensor) -> Option<Self> {
-        let LayoutTensor { is_bias, kind, .. } = *named;
-        let (h, is_transposed) = (cfg.num_heads(), named.is_transposed());
-        let gate_place = cfg.output_gate().map(|gate| gate.layout);
-        let places = match (named.places, gate_place) {
-            ([Query], Some(GateLayout::FusedWithQuery)) => &[Query, Gate],
-            ([Gate], Some(GateLayout::FusedWithQuery)) => return None,
-            (places, _) => places,
-        };
-        let groups = match (places, layout) {
-            // Each head's query, then its gate.
-            ([Query, Gate], _) => h,
-            ([_, _, ..], WeightLayout::Packed(_, QkvOrder::ByHead)) => cfg.num_kv_heads(),
-            _ => 1,
-        };
-        let (is_stacked, (_, in_dim)) = (layout.is_stacked(), projection_shape(cfg, places[0]));
-        let part = |&place: &Projection| match (projection_shape(cfg, place).0, place) {
-            (rows, _) if is_stacked => (rows / h, None),
-            (rows, Output) => (rows, None),
-            (rows, Key | Value) => (rows, Some(Heads::Key)),
-            (rows, Query | Gate) => (rows, Some(Heads::Query)),
-        };
-        let parts: Vec<_> = places.iter().map(part).collect();
-        let out_dim = parts.iter().map(|(rows, _)| rows).sum::<usize>();
-        let init = match (kind, is_bias) {
-            (Kind::Linear | Kind::OutProj, false) => LINEAR_WEIGHT,
-            (Kind::Linear, true) => linear_bias(in_dim),
-            (Kind::OutProj, true) => DRAWN_THEN_ZEROED,
-            (_, true) => Init::Const(0.0),
-            (Kind::Conv1d, _) => Init::Randn { mean: 0.0, stdev: 0.02 },
-            (Kind::Raw(_), _) => Init::Uniform { lo: 0.0, up: 1.0 },
-            // `xavier_uniform_`.
-            (Kind::InProj, _) => {
-                let bound = 3f64.sqrt() * (2.0 / (out_dim + in_dim) as f64).sqrt();
-                Init::Uniform { lo: -bound, up: bound }
-            }
-        };
-        let shape = match (is_bias, is_transposed) {
-            (true, _) => vec![out_dim],
-            (false, true) => vec![in_dim, out_dim],
-            (false, false) => vec![out_dim, in_dim],
-        };
-        let share = match places {
-            [Output] if is_bias => Some(Share::Sum),
-            [Output] => Some(Share::Heads(Heads::Query, usize::from(!is_transposed))),
-            _ => None,
-        };
-        let spec = Spec { share, ..Spec::new(named.name(), shape, init) }
-            .only_if(!is_bias || has_bias(cfg, places[0]), NO_BIAS);
-        let joint = Joint { spec, is_transposed, groups, parts, query_heads: query_head_order(cfg, layout) };
-        (out_dim > 0).then_some(Self { joint, is_bias, places, head })
+/// Returns a tensor of a layout; `None` for projections that the config does not have.
+fn projection_tensor(
+    cfg: &MultiHeadAttentionConfig,
+    layout: WeightLayout,
+    head: usize,
+    named: &LayoutTensor,
+) -> Option<ProjectionTensor> {
+    let is_bias = named.is_bias;
+    let projections = projections_of(cfg, named.projections)?;
+    let parts: Vec<_> = projections.iter().map(|&projection| rows_of(cfg, layout, projection)).collect();
+    let out_dim = parts.iter().map(|rows| rows.count).sum::<usize>();
+    if out_dim == 0 {
+        return None;
+    }
+    let (_, in_dim) = projection_shape(cfg, projections[0]);
+    let is_transposed = named.is_transposed();
+    let shape = if is_bias {
+        vec![out_dim]
+    } else if is_transposed {
+        vec![in_dim, out_dim]
+    } else {
+        vec![out_dim, in_dim]
+    };
+    let init = initialisation(named.kind, is_bias, in_dim, out_dim);
+    let spec = ParameterSpec {
+        share: share_of(projections, is_bias, is_transposed),
+        ..ParameterSpec::new(named.name(), shape, init)
+    }
+    .only_if(!is_bias || has_bias(cfg, projections[0]), NO_BIAS);
+    let groups = groups_of(cfg, layout, projections);
+    let tensor = FusedTensor { spec, is_transposed, groups, parts, query_heads: query_head_order(cfg, layout) };
+    Some(ProjectionTensor { tensor, is_bias, projections, head })
+}
+
+/// Returns the projections that a tensor of a layout holds, with a gate that is fused with the queries; `None` for a
+/// separate gate that the config does not have.
+fn projections_of(cfg: &MultiHeadAttentionConfig, named: &'static [Projection]) -> Option<&'static [Projection]> {
+    if cfg.output_gate().is_none_or(|gate| gate.layout != GateLayout::FusedWithQuery) {
+        return Some(named);
+    }
+    match named {
+        [Query] => Some(&[Query, Gate]),
+        [Gate] => None,
+        other => Some(other),
+    }
+}
+
+/// Returns the rows of a projection in a tensor, and the heads that they belong to.
+fn rows_of(cfg: &MultiHeadAttentionConfig, layout: WeightLayout, projection: Projection) -> FusedRows {
+    let (count, _) = projection_shape(cfg, projection);
+    if layout.is_stacked() {
+        return FusedRows { count: count / cfg.num_heads(), heads: None };
+    }
+    let heads = match projection {
+        Output => None,
+        Key | Value => Some(Heads::Key),
+        Query | Gate => Some(Heads::Query),
+    };
+    FusedRows { count, heads }
+}
+
+/// Returns the number of groups of rows in a tensor.
+fn groups_of(cfg: &MultiHeadAttentionConfig, layout: WeightLayout, projections: &[Projection]) -> usize {
+    match (projections, layout) {
+        // The query of each head, then its gate.
+        ([Query, Gate], _) => cfg.num_heads(),
+        ([_, _, ..], WeightLayout::Packed(_, QkvOrder::ByHead)) => cfg.num_kv_heads(),
+        _ => 1,
+    }
+}
+
+/// Returns PyTorch's initialisation of a tensor.
+fn initialisation(kind: Kind, is_bias: bool, in_dim: usize, out_dim: usize) -> Init {
+    match kind {
+        Kind::Linear if is_bias => linear_bias(in_dim),
+        Kind::OutProj if is_bias => DRAWN_THEN_ZEROED,
+        Kind::Linear | Kind::OutProj => LINEAR_WEIGHT,
+        Kind::Conv1d | Kind::Raw(_) | Kind::InProj if is_bias => Init::Const(0.0),
+        Kind::Conv1d => Init::Randn { mean: 0.0, stdev: 0.02 },
+        Kind::Raw(_) => Init::Uniform { lo: 0.0, up: 1.0 },
+        // `xavier_uniform_`.
+        Kind::InProj => {
+            let bound = 3f64.sqrt() * (2.0 / (out_dim + in_dim) as f64).sqrt();
+            Init::Uniform { lo: -bound, up: bound }
+        }
+    }
+}
+
+/// Returns the division among ranks of an output projection, whose columns belong to heads. The rows of the other
+/// projections are divided by their [`FusedRows`].
+fn share_of(projections: &[Projection], is_bias: bool, is_transposed: bool) -> Option<Share> {
+    match projections {
+        [Output] if is_bias => Some(Share::Sum),
+        [Output] => Some(Share::Heads(Heads::Query, usize::from(!is_transposed))),
+        _ => None,
     }
 }
 
@@ -153,50 +198,81 @@ fn query_head_order(cfg: &MultiHeadAttentionConfig, layout: WeightLayout) -> Que
     }
 }
 
-/// Why the layout cannot hold the config, if it cannot.
+/// Returns the reason why the layout cannot hold the config, if it cannot.
 fn problem(cfg: &MultiHeadAttentionConfig, layout: WeightLayout) -> Option<String> {
-    let (h, h_kv, d, d_v) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim());
-    let widths @ [q, k, v] = [cfg.embed_dim(), cfg.kdim(), cfg.vdim()];
-    let (tensors, [q_bias, ..]) = (layout.tensors(0, true), cfg.qkv_bias());
-    // The first of torch's is that of its output projection.
-    let (is_packed, is_torch, is_stack) =
-        (tensors[0].places.len() > 1, layout == WeightLayout::Torch, layout.is_stacked());
-    let has_place = |gate: OutputGate| {
-        tensors.iter().any(|tensor| tensor.holds(Gate)) && !(is_packed && gate.layout == GateLayout::FusedWithQuery)
-    };
-    let plain = tensors.iter().find(|tensor| matches!(tensor.kind, Kind::Raw(_)) && has_bias(cfg, tensor.places[0]));
-    let plain = plain.map(|tensor| tensor.module.trim_start_matches("heads.0."));
-    let torch = |what: &str| format!("torch.nn.MultiheadAttention has {what}");
-    let problems = [
-        (
-            !cfg.output_gate().is_none_or(has_place),
-            "the config wants an output gate, for which the layout has no place".into(),
-        ),
-        (
-            cfg.kv_sharing() != KvSharing::None && (is_packed || is_torch || is_stack),
-            "the layout keeps keys and values with the queries, but the config says they are not all projected".into(),
-        ),
-        (is_stack && cfg.out_proj(), "a stack of heads has no output projection, but the config has one".into()),
-        (
-            is_stack && h_kv != h,
-            format!("a stack of heads has keys for each of its {h} heads, but num_kv_heads is {h_kv}"),
-        ),
-        (
-            plain.is_some(),
-            format!("the config wants a bias on {}, which plain parameters do not have", plain.unwrap_or_default()),
-        ),
-        (
-            is_packed && widths != [q; 3],
-            format!("one packed weight reads one input, but the config has input widths {q}, {k} and {v}"),
-        ),
-        (
-            is_packed && cfg.qkv_bias() != [q_bias; 3],
-            "one packed bias covers q, k and v, but the config wants some of them only".into(),
-        ),
-        (is_torch && !cfg.out_proj(), torch("an output projection, but the config has none")),
-        (is_torch && [h_kv, d_v] != [h, d], torch("as many key heads as query heads, all of one width")),
-        (is_torch && [h * d, cfg.out_dim()] != [q; 2], torch(&format!("heads and an output of {q} in all"))),
-        (is_torch && cfg.qkv_bias() != [cfg.out_bias(); 3], torch("all four biases or none, but the config has some")),
-    ];
-    problems.into_iter().find(|&(is_there, _)| is_there).map(|(_, text)| text)
+    let tensors = layout.tensors(0, true);
+    // The first tensor of `torch` is that of its output projection.
+    let is_packed = tensors[0].projections.len() > 1;
+    let is_torch = layout == WeightLayout::Torch;
+    let is_stack = layout.is_stacked();
+    if let Some(gate) = cfg.output_gate()
+        && !holds_gate(gate, &tensors, is_packed)
+    {
+        return Some("the config has an output gate, which the layout cannot hold".into());
+    }
+    if cfg.kv_sharing() != KvSharing::None && (is_packed || is_torch || is_stack) {
+        return Some(
+            "the layout stores keys and values with the queries, but the config says they are not all projected".into(),
+        );
+    }
+    if is_stack && let Some(problem) = stack_problem(cfg) {
+        return Some(problem);
+    }
+    if let Some(plain) =
+        tensors.iter().find(|tensor| matches!(tensor.kind, Kind::Raw(_)) && has_bias(cfg, tensor.projections[0]))
+    {
+        let name = plain.module.trim_start_matches("heads.0.");
+        return Some(format!("the config has a bias on {name}, which plain parameters do not have"));
+    }
+    if is_packed {
+        return packed_problem(cfg);
+    }
+    if is_torch { torch_problem(cfg) } else { None }
+}
+
+/// Returns whether a layout can hold an output gate.
+fn holds_gate(gate: OutputGate, tensors: &[LayoutTensor], is_packed: bool) -> bool {
+    let has_module = tensors.iter().any(|tensor| tensor.holds(Gate));
+    has_module && !(is_packed && gate.layout == GateLayout::FusedWithQuery)
+}
+
+fn stack_problem(cfg: &MultiHeadAttentionConfig) -> Option<String> {
+    let (h, h_kv) = (cfg.num_heads(), cfg.num_kv_heads());
+    if cfg.out_proj() {
+        return Some("a stack of heads has no output projection, but the config has one".into());
+    }
+    if h_kv != h {
+        return Some(format!("a stack of heads has keys for each of its {h} heads, but num_kv_heads is {h_kv}"));
+    }
+    None
+}
+
+fn packed_problem(cfg: &MultiHeadAttentionConfig) -> Option<String> {
+    let (q, k, v) = (cfg.embed_dim(), cfg.kdim(), cfg.vdim());
+    if [k, v] != [q, q] {
+        return Some(format!("one packed weight reads one input, but the config has input widths {q}, {k} and {v}"));
+    }
+    let [q_bias, k_bias, v_bias] = cfg.qkv_bias();
+    if [k_bias, v_bias] != [q_bias; 2] {
+        return Some("one packed bias covers q, k and v, but the config has some of them only".into());
+    }
+    None
+}
+
+fn torch_problem(cfg: &MultiHeadAttentionConfig) -> Option<String> {
+    let (h, d, embed_dim) = (cfg.num_heads(), cfg.head_dim(), cfg.embed_dim());
+    let problem = |has: &str| Some(format!("torch.nn.MultiheadAttention has {has}"));
+    if !cfg.out_proj() {
+        return problem("an output projection, but the config has none");
+    }
+    if cfg.num_kv_heads() != h || cfg.value_head_dim() != d {
+        return problem("the same number of key heads as query heads, all of one width");
+    }
+    if h * d != embed_dim || cfg.out_dim() != embed_dim {
+        return problem(&format!("heads and an output of {embed_dim} in all"));
+    }
+    if cfg.qkv_bias() != [cfg.out_bias(); 3] {
+        return problem("all four biases or none, but the config has some");
+    }
+    None
 }

@@ -8,7 +8,7 @@ use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
 use super::{Latest, Positions, ScoreTerm, Scores, TermCall, gathered, latest};
-use candle_attention_modules::base::{HeadShard, Options, Source, count, frozen, number, options};
+use candle_attention_modules::base::{HeadShard, Options, ParameterReader, count, frozen, number, options};
 
 const OP: &str = "relative_bias";
 
@@ -148,7 +148,7 @@ impl RelativeBias {
     pub fn new(config: &RelativeBiasConfig, num_heads: usize, vb: VarBuilder) -> Result<Self> {
         config.validate()?;
         number::size(OP, "num_heads", num_heads)?;
-        let source = Source::new(OP, "t5", vb)?;
+        let source = ParameterReader::new(OP, "t5", vb)?;
         // `nn.Embedding`'s initialisation.
         let init = Init::Randn { mean: 0.0, stdev: 1.0 };
         let weight = source.pp("relative_attention_bias").get((config.num_buckets, num_heads), "weight", init)?;

@@ -11,8 +11,8 @@ use serde::{Deserialize, Serialize};
 
 use super::OP;
 use candle_attention_modules::base::{
-    HeadShard, Heads, Joint, LINEAR_WEIGHT, Options, Parameter, QueryHeadOrder, Source, Spec, count, has, number,
-    options,
+    FusedRows, FusedTensor, HeadShard, Heads, LINEAR_WEIGHT, Options, Parameter, ParameterReader, ParameterSpec,
+    QueryHeadOrder, count, has, number, options,
 };
 use candle_attention_modules::gate::GateActivation;
 
@@ -123,13 +123,14 @@ impl GatedDeltaNetConfig {
     }
 
     /// Tensors of so many of these parts each, one after the other, in groups, with rows of such a width.
-    fn joints(&self, groups: usize, tensors: &[(&str, usize)], width: &[usize], init: Init) -> Vec<Joint> {
+    fn joints(&self, groups: usize, tensors: &[(&str, usize)], width: &[usize], init: Init) -> Vec<FusedTensor> {
         let mut parts = self.parts().into_iter();
         let joint = |&(name, count): &(&str, usize)| {
             let parts: Vec<_> = parts.by_ref().take(count).collect();
             let rows = parts.iter().map(|(rows, _)| rows).sum();
-            let spec = Spec::new(format!("{name}.weight"), [&[rows], width].concat(), init);
-            Joint { spec, is_transposed: false, groups, parts, query_heads: QueryHeadOrder::Grouped }
+            let parts = parts.into_iter().map(|(count, heads)| FusedRows { count, heads }).collect();
+            let spec = ParameterSpec::new(format!("{name}.weight"), [&[rows], width].concat(), init);
+            FusedTensor { spec, is_transposed: false, groups, parts, query_heads: QueryHeadOrder::Grouped }
         };
         tensors.iter().map(joint).collect()
     }
@@ -218,7 +219,7 @@ impl DeltaLayout {
     ///
     /// # Errors
     /// Of the operation `op`, for a config that the layout has no names for.
-    pub(super) fn projections(self, op: &str, cfg: &GatedDeltaNetConfig) -> Result<Vec<Joint>> {
+    pub(super) fn projections(self, op: &str, cfg: &GatedDeltaNetConfig) -> Result<Vec<FusedTensor>> {
         let ranks = [cfg.gate_rank(), cfg.decay_rank()];
         if self != Self::Separate && ranks.iter().any(Option::is_some) {
             bail!(
@@ -243,7 +244,7 @@ impl DeltaLayout {
     }
 
     /// The convolutions (C, 1, K) of queries, keys and values.
-    pub(super) fn convolutions(self, cfg: &GatedDeltaNetConfig) -> Vec<Joint> {
+    pub(super) fn convolutions(self, cfg: &GatedDeltaNetConfig) -> Vec<FusedTensor> {
         let tensors: &[_] = match self {
             Self::Separate => &[("q_conv1d", 1), ("k_conv1d", 1), ("v_conv1d", 1)],
             _ => &[("conv1d", 3)],
@@ -254,7 +255,7 @@ impl DeltaLayout {
     }
 
     /// The taps (C, 1, K) of queries, keys and values, or this process's of them.
-    pub(super) fn read_convolutions(self, cfg: &GatedDeltaNetConfig, source: &Source) -> Result<Parameter> {
+    pub(super) fn read_convolutions(self, cfg: &GatedDeltaNetConfig, source: &ParameterReader) -> Result<Parameter> {
         let (tensors, [q, k, v]) = (self.convolutions(cfg), cfg.channels());
         // transformers 5 saves three convolutions as thirds of all rows, whatever their widths.
         let (rows, third) = (v.end, v.end.div_ceil(3));

@@ -16,8 +16,8 @@ use candle_nn::{Init, VarBuilder};
 
 use crate::rule::{DeltaOptions, gated_delta_rule, gated_delta_rule_varlen};
 use candle_attention_modules::base::{
-    HeadShard, Heads, Parameter, ParameterList, Share, Source, Spec, WeightAndBias, accumulation_dtype, frozen, part,
-    save,
+    HeadShard, Heads, Parameter, ParameterList, ParameterReader, ParameterSpec, Share, WeightAndBias,
+    accumulation_dtype, frozen, part, save,
 };
 use candle_attention_modules::gate::GateActivation;
 use candle_attention_modules::linear::{PackedLinear, PackedProjection};
@@ -99,7 +99,7 @@ impl GatedDeltaNet {
     /// For a config that does not fit together or that the layout cannot hold, and for a missing or misshapen tensor,
     /// named with both shapes.
     pub fn load(cfg: &GatedDeltaNetConfig, layout: DeltaLayout, vb: VarBuilder) -> Result<Self> {
-        Self::read(cfg, layout, Source::new(OP, layout, vb)?)
+        Self::read(cfg, layout, ParameterReader::new(OP, layout, vb)?)
     }
 
     /// The heads of one process of several, from Candle's sharded builder: tensor parallelism, as
@@ -116,11 +116,11 @@ impl GatedDeltaNet {
         shard: HeadShard,
         vb: &ShardedVarBuilder<'static>,
     ) -> Result<Self> {
-        Self::read(cfg, layout, Source::sharded(OP, layout, vb, shard)?)
+        Self::read(cfg, layout, ParameterReader::sharded(OP, layout, vb, shard)?)
     }
 
     /// All heads, or those of a shard.
-    fn read(cfg: &GatedDeltaNetConfig, layout: DeltaLayout, source: Source) -> Result<Self> {
+    fn read(cfg: &GatedDeltaNetConfig, layout: DeltaLayout, source: ParameterReader) -> Result<Self> {
         cfg.validate()?;
         let (h, h_k, embed_dim) = (cfg.num_heads(), cfg.num_key_heads(), cfg.embed_dim());
         let source = source.with_heads([h, h_k])?;
@@ -300,15 +300,15 @@ const BIAS: &str = "dt_bias";
 const NORM: &str = "norm.weight";
 
 /// The parameters beside projections and convolutions, where the file's norm has a name of its own.
-fn specs(cfg: &GatedDeltaNetConfig, norm: &str, source: &Source) -> [Spec; 3] {
+fn specs(cfg: &GatedDeltaNetConfig, norm: &str, source: &ParameterReader) -> [ParameterSpec; 3] {
     let (h, init) = (cfg.num_heads(), Init::Uniform { lo: 0.0, up: 16f64.ln() });
     // Kimi Linear's is (1, 1, H, 1).
     let is_wide =
         source.has(RATE) && source.get(h, RATE, init).is_err() && source.get((1, 1, h, 1), RATE, init).is_ok();
     let (shape, dim) = if is_wide { (vec![1, 1, h, 1], 2) } else { (vec![h], 0) };
     [
-        Spec::new(RATE, shape, init).by_head(Heads::Query, dim),
-        Spec::new(BIAS, [cfg.num_decays()], Init::Const(1.0)).by_head(Heads::Query, 0),
-        Spec::new(NORM, [cfg.value_head_dim()], Init::Const(1.0)).stored(format!("{norm}.weight")),
+        ParameterSpec::new(RATE, shape, init).by_head(Heads::Query, dim),
+        ParameterSpec::new(BIAS, [cfg.num_decays()], Init::Const(1.0)).by_head(Heads::Query, 0),
+        ParameterSpec::new(NORM, [cfg.value_head_dim()], Init::Const(1.0)).stored(format!("{norm}.weight")),
     ]
 }

@@ -4,7 +4,7 @@ use candle_core::{D, DType, Module, Result, Tensor, bail};
 use candle_nn::{Embedding, Init, VarBuilder};
 use serde::{Deserialize, Serialize};
 
-use candle_attention_modules::base::{Dim, Expect, Source};
+use candle_attention_modules::base::{Dim, Expect, ParameterReader};
 
 /// The sizes of an [`EmbeddingLayer`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -96,7 +96,7 @@ impl EmbeddingLayer {
     pub fn new(cfg: &EmbeddingConfig, vb: VarBuilder) -> Result<Self> {
         cfg.validate()?;
         let normal = Init::Randn { mean: 0., stdev: 1. };
-        let source = Source::new("embedding", "embedding", vb)?;
+        let source = ParameterReader::new("embedding", "embedding", vb)?;
         let tokens = source.pp("embedding");
         let is_new = !tokens.has("weight");
         let table = tokens.get((cfg.vocab_size, cfg.embed_dim), "weight", normal)?;

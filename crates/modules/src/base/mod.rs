@@ -1,28 +1,35 @@
-//! What every room stands on: options, numbers, what a tensor is expected to be, rows of tensors, operations in
-//! Candle's graph, parameters by name, and shares of them.
+//! Shared utilities: options, checks of numbers and tensors, loops over rows of tensors, operations in Candle's graph,
+//! parameters by name, and shards for tensor parallelism.
 
 mod expect;
+mod fused;
 mod graph;
 mod nearest;
 mod options;
 mod parameters;
+mod query_heads;
+mod reader;
 pub mod rowwise;
-mod source;
+mod shard;
+mod spec;
 mod sum;
 
 pub use expect::{
     Dim, Expect, FLOATS, accumulation_dtype, check_entries, check_keys_and_values, check_memory, filled,
     fits_in_memory, is_addressable,
 };
+pub use fused::{FusedRows, FusedTensor};
 pub use graph::{gradient_of, record, record_two};
 pub use nearest::{did_you_mean, edits, nearest};
 pub use options::{Options, count, options, yes};
-pub use parameters::{
-    HeadShard, Heads, Joint, NO_BIAS, Parameter, ParameterList, QueryHeadOrder, Share, Spec, WeightAndBias, frozen,
-    part, save, variables_without_gradient,
+pub use parameters::{Parameter, ParameterList, WeightAndBias, frozen, part, save, variables_without_gradient};
+pub use query_heads::QueryHeadOrder;
+pub use reader::{
+    DRAWN_THEN_ZEROED, LINEAR_WEIGHT, ParameterReader, SCALES, has, linear_bias, missing_tensor_hint, root, whole,
 };
 pub use rowwise::executor;
-pub use source::{DRAWN_THEN_ZEROED, LINEAR_WEIGHT, SCALES, Source, has, hint, linear_bias, root, whole};
+pub use shard::{HeadShard, Heads, Share};
+pub use spec::{NO_BIAS, ParameterSpec};
 pub use sum::sum_of_terms;
 
 // `options!` names it where it is used.
@@ -30,7 +37,7 @@ pub use sum::sum_of_terms;
 pub use pastey;
 
 pub mod number {
-    //! What a number that somebody sets is expected to be.
+    //! Checks of the numbers that callers set.
 
     pub use crate::base::expect::{above_zero, epsilon, expect, finite, probability, size, within};
 }

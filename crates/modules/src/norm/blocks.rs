@@ -4,7 +4,7 @@ use candle_core::{D, DType, Module, Result, Tensor};
 use candle_nn::{LayerNormConfig, VarBuilder};
 
 use super::{Norm, QkNormKind};
-use crate::base::{Dim, Expect, FLOATS, Parameter, Source, check_memory, number};
+use crate::base::{Dim, Expect, FLOATS, Parameter, ParameterReader, check_memory, number};
 use crate::gate::GateActivation;
 
 const RMS: &str = "rms_norm";
@@ -204,7 +204,7 @@ impl Module for LayerNorm {
 
 fn load(op: &'static str, kind: QkNormKind, size: usize, config: LayerNormConfig, vb: VarBuilder) -> Result<Norm> {
     number::epsilon(op, "eps", config.eps)?;
-    let source = Source::new(op, "candle-nn", vb)?;
+    let source = ParameterReader::new(op, "candle-nn", vb)?;
     Norm::load(kind, config.eps, size, config.affine, &source)
 }
 

@@ -9,7 +9,9 @@ use candle_core::{D, DType, Device, Result, Tensor, bail};
 use candle_nn::{Init, ops};
 use serde::{Deserialize, Serialize};
 
-use crate::base::{Heads, NO_BIAS, Parameter, ParameterList, Source, Spec, accumulation_dtype, check_memory, number};
+use crate::base::{
+    Heads, NO_BIAS, Parameter, ParameterList, ParameterReader, ParameterSpec, accumulation_dtype, check_memory, number,
+};
 pub use blocks::{LayerNorm, RmsNorm, layer_norm, layer_norm_no_bias, rms_norm, rms_norm_plus_one};
 use rows::{Affine, RowNorm};
 
@@ -126,7 +128,7 @@ impl NormSpec {
     }
 
     /// Returns the parameters, under the names that the file of `source` uses.
-    pub fn specs(&self, source: &Source) -> Result<Vec<Spec>> {
+    pub fn specs(&self, source: &ParameterReader) -> Result<Vec<ParameterSpec>> {
         let Self { norm, names, heads, count, .. } = *self;
         if norm.kind == QkNormKind::RmsNoWeight {
             return Ok(Vec::new());
@@ -143,7 +145,7 @@ impl NormSpec {
         }
         let spec = |parameter: &'static str, init| {
             let name = if is_list { format!("{list}.{{}}.{parameter}") } else { format!("{stored}.{parameter}") };
-            let spec = Spec::new(format!("{}.{parameter}", names[0]), self.shape(), init).stored(name);
+            let spec = ParameterSpec::new(format!("{}.{parameter}", names[0]), self.shape(), init).stored(name);
             if norm.scope == QkNormScope::PerHead { spec } else { spec.by_head(heads, 0) }
         };
         let weight = spec("weight", norm.kind.initial_weight());
@@ -163,7 +165,7 @@ impl NormSpec {
 }
 
 /// Checks that the file has no norms of queries, keys or the attention output that the config does not mention.
-pub fn refuse_norms(qk_norm: Option<QkNorm>, output_norm: Option<OutputNorm>, source: &Source) -> Result<()> {
+pub fn refuse_norms(qk_norm: Option<QkNorm>, output_norm: Option<OutputNorm>, source: &ParameterReader) -> Result<()> {
     if qk_norm.is_none() {
         refuse_names(source, QUERY_NORM_NAMES, "qk_norm")?;
         refuse_names(source, KEY_NORM_NAMES, "qk_norm")?;
@@ -174,7 +176,7 @@ pub fn refuse_norms(qk_norm: Option<QkNorm>, output_norm: Option<OutputNorm>, so
     Ok(())
 }
 
-fn refuse_names(source: &Source, names: [&str; 3], option: &str) -> Result<()> {
+fn refuse_names(source: &ParameterReader, names: [&str; 3], option: &str) -> Result<()> {
     let parameters = |name| [format!("{name}.weight"), format!("{name}.bias"), first_of_list(name)];
     source.refuse(names.into_iter().flat_map(parameters), &format!("the config says there is no {option}"))
 }
@@ -219,11 +221,11 @@ impl Norm {
 
     /// Loads a norm over rows of `size` entries: `weight` (size,), also read as `gamma`, and `bias` (size,), also read as
     /// `beta`, below the prefix of `source`.
-    pub fn load(kind: QkNormKind, eps: f64, size: usize, has_bias: bool, source: &Source) -> Result<Self> {
+    pub fn load(kind: QkNormKind, eps: f64, size: usize, has_bias: bool, source: &ParameterReader) -> Result<Self> {
         let name = |names: [&'static str; 2]| names.into_iter().find(|name| source.has(name)).unwrap_or(names[0]);
         let weight = source.get(size, name(["weight", "gamma"]), kind.initial_weight())?;
-        let bias = Spec::new(name(["bias", "beta"]), [size], Init::Const(0.0)).only_if(has_bias, NO_BIAS);
-        Self::new(kind, eps, weight.into(), source.read_wanted(&bias)?.map(Parameter::from))
+        let bias = ParameterSpec::new(name(["bias", "beta"]), [size], Init::Const(0.0)).only_if(has_bias, NO_BIAS);
+        Self::new(kind, eps, weight.into(), source.read_requested(&bias)?.map(Parameter::from))
     }
 
     /// Creates the root mean square norm over rows of `size` entries, without parameters.

@@ -18,7 +18,7 @@ use super::input::{AttentionInput, KeysFrom};
 use crate::mask::AttentionMask;
 use crate::position::RotaryEmbedding;
 use crate::sdpa::{Attended, AttentionStatistics, Keys, Outputs, OwnKeys, Plan, StatisticsOptions};
-use candle_attention_modules::base::{HeadShard, Heads, Share, Source, is_addressable, part};
+use candle_attention_modules::base::{HeadShard, Heads, ParameterReader, Share, is_addressable, part};
 use candle_attention_modules::linear::PackedLinear;
 use candle_attention_modules::norm::{Norm, QkNormKind};
 
@@ -90,7 +90,7 @@ impl MultiHeadLatentAttention {
     /// # Errors
     /// For a config that does not fit together, and for a missing or misshapen tensor, named with both shapes.
     pub fn new(cfg: &MultiHeadLatentAttentionConfig, vb: VarBuilder) -> Result<Self> {
-        Self::load(cfg, Source::new(OP, "latent", vb)?)
+        Self::load(cfg, ParameterReader::new(OP, "latent", vb)?)
     }
 
     /// The heads of one process of several, from Candle's sharded builder: tensor parallelism, as
@@ -104,11 +104,11 @@ impl MultiHeadLatentAttention {
         shard: HeadShard,
         vb: &ShardedVarBuilder<'static>,
     ) -> Result<Self> {
-        Self::load(cfg, Source::sharded(OP, "latent", vb, shard)?)
+        Self::load(cfg, ParameterReader::sharded(OP, "latent", vb, shard)?)
     }
 
     /// All heads, or those of a shard.
-    fn load(cfg: &MultiHeadLatentAttentionConfig, source: Source) -> Result<Self> {
+    fn load(cfg: &MultiHeadLatentAttentionConfig, source: ParameterReader) -> Result<Self> {
         cfg.validate()?;
         let (h, embed_dim, rank) = (cfg.num_heads(), cfg.embed_dim(), cfg.kv_lora_rank());
         let source = source.with_heads([h; 2])?;

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::distances::{descending, rows_of};
 use super::{Computed, Content, OP};
-use candle_attention_modules::base::{Options, Source, accumulation_dtype, frozen, number, options};
+use candle_attention_modules::base::{Options, ParameterReader, accumulation_dtype, frozen, number, options};
 use candle_attention_modules::linear::{Projected, Projections};
 use candle_attention_modules::norm::{Norm, QkNormKind};
 
@@ -115,7 +115,7 @@ impl RelativeEmbeddings {
     /// For a config that does not fit together, and for a missing or misshapen tensor.
     pub fn new(config: &DisentangledConfig, embed_dim: usize, vb: VarBuilder) -> Result<Self> {
         config.validate()?;
-        let source = Source::new("relative_embeddings", "deberta", vb)?;
+        let source = ParameterReader::new("relative_embeddings", "deberta", vb)?;
         let init = Init::Randn { mean: 0.0, stdev: 1.0 };
         let weight = source.pp("rel_embeddings").get((2 * config.span(), embed_dim), "weight", init)?;
         let norm = |eps| Norm::load(QkNormKind::Layer, eps, embed_dim, true, &source.pp("LayerNorm"));

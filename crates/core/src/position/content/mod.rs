@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use super::{Latest, ScoreTerm, Scores, TermCall, latest};
 use crate::mask::AttentionMask;
 use candle_attention_modules::base::{
-    Heads, LINEAR_WEIGHT, ParameterList, Source, Spec, accumulation_dtype, linear_bias, number,
+    Heads, LINEAR_WEIGHT, ParameterList, ParameterReader, ParameterSpec, accumulation_dtype, linear_bias, number,
 };
 use distances::{KeysByHeads, PARAKEET, TRANSFORMER_XL};
 use images::{GRID, HIDDEN};
@@ -140,11 +140,11 @@ impl ContentPositions {
     }
 
     /// The parameters in a layer of width E with H heads of width D.
-    fn specs(&self, [e, h, d]: [usize; 3], source: &Source) -> Vec<Spec> {
+    fn specs(&self, [e, h, d]: [usize; 3], source: &ParameterReader) -> Vec<ParameterSpec> {
         let spec = |name: &str, shape: &[usize], init| {
             let names = PREFIXES.map(|prefix| format!("{prefix}{name}"));
             let stored = names.iter().find(|name| source.has(name)).unwrap_or(&names[0]);
-            Spec::new(name, shape, init).stored(stored)
+            ParameterSpec::new(name, shape, init).stored(stored)
         };
         let of_heads = |name: &str, shape: &[usize], init| spec(name, shape, init).by_head(Heads::Query, 0);
         let drawn = |stdev| Init::Randn { mean: 0.0, stdev };
@@ -186,7 +186,11 @@ impl ContentPositions {
 ///
 /// # Errors
 /// For parameters that a config without such positions does not name.
-pub(crate) fn content_specs(kind: Option<&ContentPositions>, sizes: [usize; 3], source: &Source) -> Result<Vec<Spec>> {
+pub(crate) fn content_specs(
+    kind: Option<&ContentPositions>,
+    sizes: [usize; 3],
+    source: &ParameterReader,
+) -> Result<Vec<ParameterSpec>> {
     if let Some(kind) = kind {
         return Ok(kind.specs(sizes, source));
     }

@@ -1,0 +1,111 @@
+//! Tensors of a checkpoint that hold several projections.
+
+use std::ops::Range;
+
+use candle_core::{Result, Tensor};
+
+use super::parameters::{Parameter, Piece};
+use super::query_heads::QueryHeadOrder;
+use super::reader::ParameterReader;
+use super::shard::{HeadShard, Heads, Share};
+use super::spec::ParameterSpec;
+
+/// The rows of one projection in a [`FusedTensor`].
+#[derive(Debug, Clone, Copy)]
+pub struct FusedRows {
+    /// The number of rows of all ranks.
+    pub count: usize,
+    /// The heads that divide the rows among ranks; `None` where each rank has all rows.
+    pub heads: Option<Heads>,
+}
+
+/// A tensor of a checkpoint that holds the rows of one or more projections, one projection after the other or in
+/// several groups with rows of each.
+#[derive(Debug, Clone)]
+pub struct FusedTensor {
+    /// The tensor. It has a share where heads do not divide its rows, as in an output projection: the columns of its
+    /// weight belong to heads, and its bias to a sum.
+    pub spec: ParameterSpec,
+    /// Whether rows are stored as columns.
+    pub is_transposed: bool,
+    /// The number of groups.
+    pub groups: usize,
+    /// The rows of each projection.
+    pub parts: Vec<FusedRows>,
+    /// The order of the query heads.
+    pub query_heads: QueryHeadOrder,
+}
+
+impl FusedTensor {
+    /// Returns this rank's rows of each projection, (rows, ..); nothing for a tensor that the config does not ask for.
+    /// # Errors
+    /// For a missing or misshapen tensor, and for one that the config does not ask for.
+    pub fn read(&self, reader: &ParameterReader) -> Result<Vec<Parameter>> {
+        if self.spec.refused.is_some() {
+            reader.read_requested(&self.spec)?;
+            return Ok(Vec::new());
+        }
+        let is_grouped = self.query_heads == QueryHeadOrder::Grouped;
+        if let Some(Share::Heads(heads, _)) = self.spec.share
+            && !is_grouped
+        {
+            return Ok(vec![self.read_reordered_columns(heads, reader)?]);
+        }
+        let tensor = self.rows_of(reader.read(&self.spec)?)?;
+        let mut parameters = Vec::new();
+        let mut start = 0;
+        for part in &self.parts {
+            let range = start / self.groups..(start + part.count) / self.groups;
+            let reordered = (part.heads == Some(Heads::Query) && !is_grouped).then_some((self.query_heads, 0));
+            let piece = Piece { tensor: tensor.clone(), groups: self.groups, range, reordered };
+            parameters.push(Parameter::from(piece).narrow(own_rows(part, reader))?);
+            start += part.count;
+        }
+        Ok(parameters)
+    }
+
+    /// Returns all rows of this rank's columns, where columns belong to heads in another order.
+    fn read_reordered_columns(&self, heads: Heads, reader: &ParameterReader) -> Result<Parameter> {
+        let whole = self.rows_of(reader.read(&ParameterSpec { share: None, ..self.spec.clone() })?)?;
+        let (rows, columns) = whole.dims2()?;
+        let reordered = Some((self.query_heads, 1));
+        let parameter = Parameter::from(Piece { tensor: whole, groups: 1, range: 0..rows, reordered });
+        if reader.shard == HeadShard::WHOLE {
+            return Ok(parameter);
+        }
+        let own = reader.own_range(heads, columns);
+        Ok(parameter.tensor()?.narrow(1, own.start, own.len())?.force_contiguous()?.into())
+    }
+
+    /// Returns a stored tensor as (rows, ..).
+    fn rows_of(&self, stored: Tensor) -> Result<Tensor> {
+        if self.is_transposed { stored.t() } else { Ok(stored) }
+    }
+
+    /// Returns the tensor as stored, made of the rows of each projection: the inverse of [`read`](Self::read).
+    ///
+    /// # Errors
+    /// For another number of rows than the tensor has.
+    pub fn join(&self, parts: &[Tensor]) -> Result<Tensor> {
+        let mut grouped = Vec::new();
+        for (part, rows) in parts.iter().zip(&self.parts) {
+            let part = match (rows.heads, self.spec.share) {
+                (Some(Heads::Query), _) => self.query_heads.from_grouped(part, 0)?,
+                (_, Some(Share::Heads(Heads::Query, _))) => self.query_heads.from_grouped(part, 1)?,
+                _ => part.clone(),
+            };
+            let (count, columns) = (part.dims()[0], &part.dims()[1..]);
+            grouped.push(part.reshape([&[self.groups, count / self.groups], columns].concat())?);
+        }
+        let joined = Tensor::cat(&grouped, 1)?.flatten(0, 1)?;
+        if self.is_transposed { joined.t()?.contiguous() } else { joined.contiguous() }
+    }
+}
+
+/// Returns this rank's rows of a projection.
+fn own_rows(part: &FusedRows, reader: &ParameterReader) -> Range<usize> {
+    match part.heads {
+        Some(heads) => reader.own_range(heads, part.count),
+        None => 0..part.count,
+    }
+}

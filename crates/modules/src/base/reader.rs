@@ -1,0 +1,301 @@
+//! Reads parameters by name, with errors that say what was expected and what was found.
+
+use std::ops::Range;
+
+use candle_core::{DType, Device, Error, Result, Shape, Tensor, bail};
+use candle_nn::init::{FanInOut, Init, NonLinearity, NormalOrUniform};
+use candle_nn::var_builder::{Shard, ShardedVarBuilder, SimpleBackend};
+use candle_nn::{Linear, VarBuilder};
+
+use super::expect::{FLOATS, fits_in_memory};
+use super::shard::{HeadShard, Heads, Share};
+use super::spec::{NO_BIAS, ParameterSpec};
+
+/// The suffixes that the name of a float8 weight's scale adds to the name of the weight. Weights are multiplied by both,
+/// also by the one that is called `inv`.
+pub const SCALES: [&str; 2] = ["_scale_inv", "_scale"];
+
+/// The initialisation of the weight of `nn.Linear`: uniform within ±1/sqrt(in).
+pub const LINEAR_WEIGHT: Init = Init::Kaiming {
+    dist: NormalOrUniform::Uniform,
+    fan: FanInOut::FanIn,
+    // The bound of a Kaiming uniform is sqrt(3) · gain / sqrt(fan).
+    non_linearity: NonLinearity::ExplicitGain(0.577_350_269_189_625_8),
+};
+
+/// The initialisation of a parameter that PyTorch draws at random and then sets to zero. An empty range is both: seeded
+/// initialisation draws for it and returns zeros. Other builders may refuse it, and are then asked for zeros.
+pub const DRAWN_THEN_ZEROED: Init = Init::Uniform { lo: 0.0, up: 0.0 };
+
+/// Returns the initialisation of the bias of `nn.Linear`.
+pub fn linear_bias(in_dim: usize) -> Init {
+    let bound = 1.0 / (in_dim as f64).sqrt();
+    Init::Uniform { lo: -bound, up: bound }
+}
+
+/// A reader of the parameters of a layer: a builder, with the operation and the layout that errors name, and the shard
+/// of the layer that is read.
+#[derive(Clone)]
+pub struct ParameterReader<'a> {
+    /// The builder, whose dtype and device the parameters get.
+    pub vb: VarBuilder<'a>,
+    /// The operation that errors begin with.
+    pub op: &'static str,
+    layout: String,
+    /// The shard whose parameters are read.
+    pub shard: HeadShard,
+    /// The number of query heads and of key heads of all ranks.
+    heads: [usize; 2],
+}
+
+impl<'a> ParameterReader<'a> {
+    /// Returns a reader for the operation `op` and the layout that errors name.
+    ///
+    /// # Errors
+    /// If the builder returns a dtype in which attention cannot be computed.
+    pub fn new(op: &'static str, layout: impl ToString, vb: VarBuilder<'a>) -> Result<Self> {
+        let dtype = vb.dtype();
+        if !FLOATS.contains(&dtype) {
+            bail!("[{op}] the builder returns weights as {dtype:?}, expected F32, F16, BF16 or F64")
+        }
+        Ok(Self { vb, op, layout: layout.to_string(), shard: HeadShard::WHOLE, heads: [1; 2] })
+    }
+
+    /// Returns a reader of one shard over Candle's sharded builder.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn sharded(
+        op: &'static str,
+        layout: impl ToString,
+        vb: &ShardedVarBuilder<'static>,
+        shard: HeadShard,
+    ) -> Result<Self> {
+        Ok(Self { shard, ..Self::new(op, layout, whole(vb))? })
+    }
+
+    /// Sets the number of query heads and of key heads.
+    ///
+    /// # Errors
+    /// For more ranks than query heads.
+    pub fn with_heads(self, heads: [usize; 2]) -> Result<Self> {
+        let (n, h) = (self.shard.world_size(), heads[0]);
+        if n > h {
+            bail!("[{}] a world size of {n} is more than the {h} heads", self.op)
+        }
+        Ok(Self { heads, ..self })
+    }
+
+    /// Returns the entries of this rank's heads along a dimension of `len`.
+    pub fn own_range(&self, heads: Heads, len: usize) -> Range<usize> {
+        self.shard.range(heads, self.heads, len)
+    }
+
+    /// Returns a reader below a prefix.
+    pub fn pp(&self, prefix: impl ToString) -> Self {
+        Self { vb: self.vb.pp(prefix), ..self.clone() }
+    }
+
+    /// Returns the tensor of this name and shape.
+    ///
+    /// # Errors
+    /// For a missing or misshapen tensor, and for a float8 weight whose scale the builder does not apply.
+    pub fn get(&self, shape: impl Into<Shape>, name: &str, init: Init) -> Result<Tensor> {
+        let shape = shape.into();
+        self.refuse_scale(name)?;
+        if !fits_in_memory(shape.dims()) {
+            return self
+                .fail(format!("{} would have shape {shape:?}, which is too large to address", self.full_name(name)));
+        }
+        let got = match self.vb.get_with_hints(shape.clone(), name, init) {
+            Err(_) if matches!(init, Init::Uniform { lo, up } if lo == up) => {
+                self.vb.get_with_hints(shape.clone(), name, Init::Const(0.0))
+            }
+            got => got,
+        };
+        let tensor = got.map_err(|error| self.explain(name, &shape, error))?;
+        // A `VarMap` returns its tensor whatever dtype is requested.
+        if tensor.dtype() != self.vb.dtype() {
+            return self.fail(format!(
+                "{} has dtype {:?}, expected the builder's {:?}",
+                self.full_name(name),
+                tensor.dtype(),
+                self.vb.dtype()
+            ));
+        }
+        Ok(tensor)
+    }
+
+    /// Returns a parameter, or this rank's share of it.
+    ///
+    /// # Errors
+    /// As [`get`](Self::get).
+    pub fn read(&self, spec: &ParameterSpec) -> Result<Tensor> {
+        match spec.share {
+            Some(Share::Heads(heads, dim)) => self.read_part(spec, dim, self.own_range(heads, spec.shape[dim])),
+            Some(Share::Sum) if self.shard.rank() > 0 => self.read_whole(spec)?.zeros_like(),
+            Some(Share::Sum) | None => self.read_whole(spec),
+        }
+    }
+
+    fn read_whole(&self, spec: &ParameterSpec) -> Result<Tensor> {
+        self.get(spec.shape.as_slice(), &spec.stored, spec.init)
+    }
+
+    /// Returns a parameter that the config asks for, or `None` if the config does not ask for it.
+    ///
+    /// # Errors
+    /// As [`get`](Self::get), and if the file has a parameter that the config does not ask for.
+    pub fn read_requested(&self, spec: &ParameterSpec) -> Result<Option<Tensor>> {
+        match spec.refused {
+            Some(why) => self.refuse([&spec.stored], why).map(|()| None),
+            None => self.read(spec).map(Some),
+        }
+    }
+
+    /// Returns some entries of a parameter along a dimension. The tensor is read whole, since Candle's sharded builder
+    /// checks no shapes.
+    ///
+    /// # Errors
+    /// As [`get`](Self::get).
+    pub fn read_part(&self, spec: &ParameterSpec, dim: usize, range: Range<usize>) -> Result<Tensor> {
+        let whole = self.read_whole(spec)?;
+        if range.len() == spec.shape[dim] {
+            return Ok(whole);
+        }
+        whole.narrow(dim, range.start, range.len())?.force_contiguous()
+    }
+
+    /// Returns `name.weight` of shape (out, in), and `name.bias` (out) if `bias` asks for it. Where heads divide one of
+    /// the two dimensions, it is this rank's part.
+    ///
+    /// # Errors
+    /// As [`read_requested`](Self::read_requested).
+    pub fn linear(&self, name: &str, shape: (usize, usize), bias: bool, share: Option<Share>) -> Result<Linear> {
+        let reader = self.pp(name);
+        let weight =
+            reader.read(&ParameterSpec { share, ..ParameterSpec::new("weight", [shape.0, shape.1], LINEAR_WEIGHT) })?;
+        let bias_share = if let Some(Share::Heads(_, 1)) = share { Some(Share::Sum) } else { share };
+        let spec = ParameterSpec { share: bias_share, ..ParameterSpec::new("bias", [shape.0], linear_bias(shape.1)) };
+        Ok(Linear::new(weight, reader.read_requested(&spec.only_if(bias, NO_BIAS))?))
+    }
+
+    /// Refuses tensors that would be passed over although they change the output.
+    ///
+    /// # Errors
+    /// If the file has one of these names, with the reason `why`.
+    pub fn refuse(&self, names: impl IntoIterator<Item = impl AsRef<str>>, why: &str) -> Result<()> {
+        for name in names {
+            let name = name.as_ref();
+            if self.has(name) {
+                return self.fail(format!("{} is in the file, but {why}", self.full_name(name)));
+            }
+        }
+        Ok(())
+    }
+
+    /// Refuses a float8 weight of a builder that returns it without its scale. The builder of a `Checkpoint` applies
+    /// scales, and has no tensors of their names.
+    fn refuse_scale(&self, name: &str) -> Result<()> {
+        for suffix in SCALES {
+            let scale = format!("{name}{suffix}");
+            if self.has(&scale) {
+                return self.fail(format!(
+                    "{} is to be multiplied by {}, which this builder does not do; that of weights::open does",
+                    self.full_name(name),
+                    self.full_name(&scale)
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns whether the builder has a tensor of this name in particular: see [`has`].
+    pub fn has(&self, name: &str) -> bool {
+        has(&self.vb, name)
+    }
+
+    /// Returns an error of the operation and the layout.
+    ///
+    /// # Errors
+    /// Always.
+    pub fn fail<T>(&self, message: impl std::fmt::Display) -> Result<T> {
+        bail!("[{}] {message} (layout {})", self.op, self.layout)
+    }
+
+    fn full_name(&self, name: &str) -> String {
+        match self.vb.prefix() {
+            prefix if prefix.is_empty() => name.to_string(),
+            prefix => format!("{prefix}.{name}"),
+        }
+    }
+
+    /// Returns an error with the shape that was expected, in the place of a builder's.
+    fn explain(&self, name: &str, expected: &Shape, error: Error) -> Error {
+        let problem = match root(&error) {
+            Error::CannotFindTensor { .. } | Error::SafeTensor(safetensors::SafeTensorError::TensorNotFound(_)) => {
+                format!(" is missing, expected shape {expected:?}")
+            }
+            Error::UnexpectedShape { got, .. } => format!(" has shape {got:?}, expected {expected:?}"),
+            other => format!(": {other}"),
+        };
+        let hint = match missing_tensor_hint(&error) {
+            Some(hint) => format!("; {hint}"),
+            None => String::new(),
+        };
+        Error::msg(format!("[{}] {}{problem} (layout {}){hint}", self.op, self.full_name(name), self.layout))
+    }
+}
+
+/// Returns a builder of the same tensors, whole.
+pub fn whole(vb: &ShardedVarBuilder<'static>) -> VarBuilder<'static> {
+    let (prefix, dtype, device) = (vb.prefix(), vb.dtype(), vb.device().clone());
+    let root = VarBuilder::from_backend(Box::new(Whole(vb.root())), dtype, device);
+    if prefix.is_empty() { root } else { root.pp(prefix) }
+}
+
+/// A backend of whole tensors over a sharded builder.
+struct Whole(ShardedVarBuilder<'static>);
+
+impl SimpleBackend for Whole {
+    fn get(&self, shape: Shape, name: &str, _: Init, dtype: DType, device: &Device) -> Result<Tensor> {
+        self.0.clone().set_dtype(dtype).set_device(device.clone()).get_with_hints(shape, name, Shard::default())
+    }
+
+    fn get_unchecked(&self, name: &str, dtype: DType, _: &Device) -> Result<Tensor> {
+        self.0.get_unchecked_dtype(name, dtype)
+    }
+
+    fn contains_tensor(&self, name: &str) -> bool {
+        self.0.contains_tensor(name)
+    }
+}
+
+/// Returns whether a builder has a tensor of this name in particular. One that claims every name, as
+/// `VarBuilder::zeros` does, has none.
+pub fn has(vb: &VarBuilder, name: &str) -> bool {
+    vb.contains_tensor(name) && !vb.contains_tensor("no parameter has this name")
+}
+
+/// Returns the tensors that a checkpoint has in the place of a missing one, from the error of its builder, which has
+/// them as the context next to the cause.
+pub fn missing_tensor_hint(error: &Error) -> Option<String> {
+    match error {
+        Error::WithBacktrace { inner, .. } | Error::WithPath { inner, .. } => missing_tensor_hint(inner),
+        Error::Context { inner, context } => match &**inner {
+            Error::CannotFindTensor { .. } => Some(context.to_string()),
+            inner => missing_tensor_hint(inner),
+        },
+        _ => None,
+    }
+}
+
+/// Returns the error below the context and backtraces that were wrapped around it.
+pub fn root(error: &Error) -> &Error {
+    match error {
+        Error::WithBacktrace { inner, .. } | Error::WithPath { inner, .. } | Error::Context { inner, .. } => {
+            root(inner)
+        }
+        error => error,
+    }
+}
