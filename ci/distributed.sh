@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Several processes: checks `crates/distributed/` and runs its tests, which start 1, 2 and 4 processes with mpirun.
-# Where there is no MPI or no libclang, apt installs them.
+# Checks `crates/distributed/` and runs its tests, which start 1, 2 and 4 processes with mpirun. apt installs MPI and
+# libclang if they are missing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -8,7 +8,7 @@ if ! bash ci/install.sh mpi >/dev/null; then
     echo "ci/distributed.sh: there is no MPI here and apt cannot install it: distributed/ is NOT tested" >&2
     exit 0
 fi
-# `.ci/run` has a stand-in for CUDA.
+# `.ci/run` sets up a substitute for CUDA.
 features=mpi
 [ -z "${CUDARC_CUDA_VERSION-}" ] || features=mpi,nccl
 cargo clippy -p candle-attention-distributed --all-targets --features "$features" -- -D warnings

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the README's main job as a user would, and compares what it prints with what the README shows.
+# Runs the first command of the README and compares its output with the output that the README shows.
 set -euo pipefail
 command=$(sed -n '/<!-- the main job -->/,/^```$/{/^cargo/p}' README.md)
 [ "$(printf '%s\n' "$command" | grep -c .)" = 1 ] || { echo "README.md does not mark one main job" >&2; exit 1; }

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# `bash ci/install.sh mpi page` installs what checks need beside Rust, where it is missing: MPI and libclang, and
-# Chromium with the packages of tests/page. It fails where something is missing still.
+# `bash ci/install.sh mpi page` installs programs that checks need besides Rust, if they are missing: MPI and libclang,
+# and Chromium with the packages of tests/page. It fails if a program is missing afterwards.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Type-checks the feature `metal` where there is no Metal: clippy, on Linux too. Nothing is linked, so nothing runs.
+# Type-checks the feature `metal` with Clippy, on Linux too. Nothing is linked, so nothing runs.
 #
-# Off Apple's systems, the bindings of Objective-C take GNUstep's runtime, and Apple's framework cannot be named to the
-# linker: a copy of the manifest asks for the one, and for a copy of objc2-metal without the other.
+# On other systems than Apple's, the bindings of Objective-C need GNUstep's runtime, and the linker does not find
+# Apple's framework. A copy of the manifest selects the runtime, and a copy of objc2-metal that does not link the
+# framework.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [ "$(uname -s)" = Darwin ]; then

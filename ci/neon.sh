@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Tests the Arm kernels on x86-64 Linux: builds for aarch64, and runs under QEMU's user mode as an early 64-bit Arm
-# processor and as one with everything that QEMU knows, bf16 dot products among it. On Arm it runs the same tests as it
-# is.
+# Tests the Arm kernels on x86-64 Linux: builds for aarch64, and runs under QEMU's user mode, once as an early 64-bit Arm
+# processor and once as a processor with all features of QEMU, bf16 dot products among them. On Arm, the tests run
+# without QEMU.
 #
 # usage: [PRECISION=1] bash ci/neon.sh [CASES]
 #
-# CASES random calls are made for each property, 60 unless told. PRECISION=1 compares errors with PyTorch's as well.
+# CASES is the number of random calls for each property, 60 by default. PRECISION=1 compares errors with PyTorch's too.
 #
-# Compiler, linker, C library and emulator come from Debian's archive where the machine lacks them, unpacked into a
-# cache (NEON_CACHE, else ~/.cache/candle-attention-neon) and not installed; rustup adds Rust's library for aarch64.
-# Where that cannot be had, the script says why it tests nothing, and succeeds.
+# If the machine has no compiler, linker, C library and emulator, they come from Debian's archive. They are unpacked into
+# a cache (NEON_CACHE, by default ~/.cache/candle-attention-neon) and not installed. rustup adds Rust's library for
+# aarch64. If something is not available, the script prints why it tests nothing, and succeeds.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PROPTEST_CASES=${1:-60} RUST_BACKTRACE=${RUST_BACKTRACE:-0}
@@ -35,7 +35,7 @@ fetch() {
     for package in "$cache"/apt/archives/*.deb; do dpkg-deb --extract "$package" "$root"; done
 }
 
-# A command that finds its libraries where it was unpacked.
+# Writes a command that finds its libraries in the cache.
 wrap() {
     printf '#!/bin/sh\nLD_LIBRARY_PATH=%q exec %q %s "$@"\n' "$root/usr/lib/x86_64-linux-gnu" "$root/usr/bin/$1" "$2" >"$cache/$1"
     chmod +x "$cache/$1"
@@ -43,7 +43,7 @@ wrap() {
 
 case $(uname -m) in aarch64 | arm64) native=true ;; *) native=false ;; esac
 if $native; then
-    # It may lack bf16 dot products.
+    # This processor may have no bf16 dot products.
     processors=("this processor") instruction_sets=(neon)
 else
     [ "$(uname -sm)" = "Linux x86_64" ] || skip "this is $(uname -sm), expected Linux on x86_64 or Arm"
@@ -74,10 +74,10 @@ for name in attention delta guard; do
     [ ! -d "tests/$name" ] || kernels+=(--test "$name")
 done
 skips=()
-# Against PyTorch's errors it is a matter of a quarter of an hour under QEMU.
+# The comparison with PyTorch's errors takes a quarter of an hour under QEMU.
 [ -n "${PRECISION-}" ] || $native || skips+=(--skip precision::)
 if ! $native && [ ! -e /proc/sys/fs/binfmt_misc/qemu-aarch64 ]; then
-    # They start their own executable, which this machine then does not know how to run.
+    # These tests start their own executable, which this machine cannot run without QEMU.
     skips+=(--skip environment:: --skip guard_page_and_canary --skip guard_page_before)
 fi
 
@@ -86,13 +86,13 @@ cargo rustc -p candle-attention-kernels --lib -- -C opt-level=0
 for processor in "${processors[@]}"; do
     echo "== the kernels on $processor"
     QEMU_CPU=$processor cargo test -p candle-attention-kernels --lib
-    # Candle 0.11.1's own quantized products take dot products of bytes, which the early processor does not have.
+    # Candle 0.11.1's quantized products use dot products of bytes, which the early processor does not have.
     own=()
     [ "$processor" != cortex-a53 ] || own=(--skip gguf_)
     QEMU_CPU=$processor cargo test "${kernels[@]}" -- "${skips[@]}" "${own[@]}"
 done
 for instruction_set in "${instruction_sets[@]}"; do
     echo "== everything that computes, on $instruction_set"
-    # Layers in half precision are left out: on Arm, Candle's own products in f16 sum in f16.
+    # Layers in half precision are skipped: on Arm, Candle's products in f16 sum in f16.
     CANDLE_ATTENTION_CPU=$instruction_set QEMU_CPU=max cargo test --test golden --test attention -- --skip half_precision --skip flash:: --skip linear:: --skip kernel --skip precision:: --skip threads:: --skip environment::
 done

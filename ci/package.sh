@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# What `cargo publish` would upload of each package: complete, small, and without what only the repository needs.
+# Checks the files that `cargo publish` would upload of each package: none is missing, the packages are small, and
+# files for the repository alone are not among them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-# The package's files, after a check that those named are among them.
+# Checks that the named files are among the files of a package, and prints their number.
 check() {
     local package=$1 list file
     shift
@@ -12,7 +13,7 @@ check() {
         grep -qx "$file" <<<"$list" || { echo "the package $package lacks $file" >&2; exit 1; }
     done
     if grep -E '^(\.ci|\.github|ci|crates|fuzz|target)/' <<<"$list"; then
-        echo "the package $package holds what only the repository needs" >&2
+        echo "the package $package contains files for the repository alone" >&2
         exit 1
     fi
     echo "$package: $(wc -l <<<"$list") files"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The page of attention weights, as a browser shows it: its script is linted, its decoding runs in Node, and a Chromium
-# without a network opens pages that a test writes, beside the weights of the reference path.
+# Checks the page of attention weights in a browser: its script is linted, its decoding runs in Node, and a Chromium
+# without a network opens pages that a test writes, and compares them with the weights of the reference path.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -17,7 +17,7 @@ trap 'rm -r "$PAGES"' EXIT
 cargo test --quiet --features plot --test page
 
 cd tests/page
-# One script, in the order of mod.rs, so that the linter knows what is used in another file.
+# The files as one script, in the order of mod.rs, so that the linter finds names of other files.
 sed -nE 's/.*include_str!\("([a-z]*\.js)"\).*/\1/p' ../../crates/frontend/src/plot/page/mod.rs |
     sed 's|^|../../crates/frontend/src/plot/page/|' | xargs cat | npx eslint --stdin --stdin-filename page.js
 npx eslint .

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the test command that the README names, so that the README cannot name another.
+# Runs the test command of the README.
 set -euo pipefail
 command=$(sed -n '/<!-- the test command -->/,/^```$/{/^cargo/p}' README.md)
 [ "$(printf '%s\n' "$command" | grep -c .)" = 1 ] || {

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# `rust-version` is true if no dependency asks for a newer compiler, other than through the feature `hub`; clippy's
-# `incompatible_msrv` holds the code to it. The compiler at hand must do for everything.
+# Checks that no dependency needs a newer compiler than `rust-version`, except for the feature `hub`. Clippy's
+# `incompatible_msrv` checks the code. The installed compiler must build every feature.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 stated=$(sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)

@@ -1,11 +1,11 @@
-# To be sourced: lets the features `cuda` and `flash-attn` build, link and run where there is neither CUDA nor a GPU, so
-# that every device is absent. It makes an nvcc that compiles nothing, and one library in which every function of the
-# driver and of the kernels fails. CUDA's crates build on Linux.
+# Source this file to build, link and run the features `cuda` and `flash-attn` without CUDA and without a GPU: every
+# device is absent. It writes an nvcc that compiles nothing, and one library in which every function of the driver and
+# of the kernels fails. CUDA's crates build on Linux only.
 toolkit=$PWD/target/stand-in-cuda
 mkdir -p "$toolkit"/{bin,include,lib}
 ln -sfn lib "$toolkit/lib64"
 
-# Where cargo keeps a dependency's sources.
+# Prints the folder of a dependency's sources.
 sources() {
     local manifest
     manifest=$(grep -o "\"manifest_path\":\"[^\"]*/$1-[0-9][^\"/]*/Cargo.toml\"" <<<"$metadata" | cut -d'"' -f4 | head -n 1)
@@ -15,7 +15,7 @@ sources() {
 metadata=$(cargo metadata --format-version 1 --locked --features cuda,flash-attn)
 cudarc=$(sources cudarc) kernels=$(sources candle-kernels) flash_attn=$(sources candle-flash-attn)
 
-# It leaves an empty file where an object, a library or PTX is expected.
+# This nvcc writes an empty file for each object, library or PTX file.
 cat >"$toolkit/bin/nvcc.new" <<'NVCC'
 #!/usr/bin/env bash
 case $1 in
@@ -36,7 +36,7 @@ if [ -n "${archive-}" ]; then rm -f "$output" && exec ar rc "$output"; fi
 : >"${output:-$folder/$(basename "$source" .cu).ptx}"
 NVCC
 chmod +x "$toolkit/bin/nvcc.new"
-# An nvcc that is newer than what it made would have everything made again.
+# A newer nvcc would cause everything to be built again.
 cmp -s "$toolkit/bin/nvcc.new" "$toolkit/bin/nvcc" || mv "$toolkit/bin/nvcc.new" "$toolkit/bin/nvcc"
 
 # Every function that the bindings declare, returning CUDA_ERROR_STUB_LIBRARY.
@@ -47,7 +47,7 @@ cmp -s "$toolkit/bin/nvcc.new" "$toolkit/bin/nvcc" || mv "$toolkit/bin/nvcc.new"
 cc -w -shared -fPIC -fno-builtin -o "$toolkit/lib/liball.so" "$toolkit/lib/all.c"
 for name in cuda cudart nvrtc cublas cublasLt curand; do ln -sf liball.so "$toolkit/lib/lib$name.so"; done
 
-# candle-flash-attn clones CUTLASS unless a checkout of the right commit is there; nothing is read from it here.
+# candle-flash-attn clones CUTLASS unless there is a checkout of the right commit, of which nothing is read here.
 commit=$(sed -nE 's/^const CUTLASS_COMMIT.*"([0-9a-f]{40})".*/\1/p' "$flash_attn/build.rs")
 cutlass=$toolkit/cudaforge/git/checkouts/cutlass-${commit:0:16}
 mkdir -p "$cutlass/include"

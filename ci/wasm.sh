@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Type-checks the crate for wasm32-unknown-unknown, as a dependency of a program that says, as each has to, where the
-# generator of random numbers takes its seeds from: https://docs.rs/getrandom/0.3/#webassembly-support.
+# Type-checks the crate for wasm32-unknown-unknown, as a dependency of a program. Every program has to choose the
+# source of random seeds: https://docs.rs/getrandom/0.3/#webassembly-support.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 program=$PWD/target/wasm-check

@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.dont_write_bytecode = True  # models/ holds data: leave no __pycache__ in it
+sys.dont_write_bytecode = True  # models/ is a folder of data, without __pycache__
 
 import torch
 
@@ -43,7 +43,7 @@ def main():
     arguments = parser.parse_args()
     if arguments.layer:
         if arguments.only or arguments.check:
-            parser.error("--layer stands alone")
+            parser.error("--layer cannot be combined with other options")
         return export_layer(*arguments.layer)
     torch.set_num_threads(1)  # one order of summation
     torch.backends.mha.set_fastpath_enabled(False)  # nn.MultiheadAttention by explicit matmul and softmax
@@ -88,7 +88,7 @@ def compare(files):
 
 
 def check_draws():
-    """Stops where PyTorch's seeded initialisation gives other numbers than on x86 with AVX2."""
+    """Stops where PyTorch's seeded initialisation draws other numbers than on x86 with AVX2."""
     for seed, make, expected in KNOWN_DRAWS:
         torch.manual_seed(seed)
         if sha256(make().weight) != expected:

@@ -14,12 +14,12 @@ SHORT_NAMES = ("Wq", "Wk", "Wv", "Wo")
 D_IN, TOKENS = len(JOURNEY[0]), len(JOURNEY)
 
 CAUSAL = (
-    "Hidden scores are set to -inf before the division by sqrt(head_dim); query i sees keys 0..=i.",
-    "`mask` is a persistent f32 buffer in the state dict, 1 above the diagonal; a loader passes over it.",
+    "Masked scores are set to -inf before the division by sqrt(head_dim); query i attends to keys 0..=i.",
+    "`mask` is a persistent f32 buffer in the state dict, 1 above the diagonal; a loader ignores it.",
 )
 PLAIN_HEAD = ("No output projection.",)
 STACK = (
-    "Each head is a layer of its own below `heads.{i}`; the outputs stand side by side, with no projection after them.",
+    "Each head is a separate layer below `heads.{i}`; the outputs are concatenated, with no projection after them.",
 )
 IN_OUT = ("The parameters are plain (in, out) matrices, applied as x @ W; nn.Linear stores (out, in).",)
 RAND = ("They are drawn by torch.rand: uniform in [0, 1).",)
@@ -52,7 +52,7 @@ class SingleHead(nn.Module):
 
 
 class HeadStack(nn.Module):
-    """Heads side by side, (B, T, num_heads * d_out), and their weights as (B, H, T, T)."""
+    """Concatenated heads, (B, T, num_heads * d_out), and their weights as (B, H, T, T)."""
 
     def __init__(self, num_heads, *args, **kwargs):
         super().__init__()
@@ -98,7 +98,7 @@ def cases():
 
 
 def self_attention(split, hidden=loops.causal):
-    """The plain-loop twin of a self-attention: `split(state)` gives (heads, output projection)."""
+    """The plain-loop twin of a self-attention: `split(state)` returns (heads, output projection)."""
 
     def run(state, inputs):
         x = inputs["x"] if isinstance(inputs["x"][0][0], list) else [inputs["x"]]
@@ -136,7 +136,7 @@ def single(name, seed, summary, class_name, args, case_inputs, conventions, raw=
 
 
 def stack(name, summary, source, names, d_out, conventions, qkv_bias=False, raw=False):
-    """Two heads side by side; the argument names follow the tutorial."""
+    """Two concatenated heads; the argument names follow the tutorial."""
     book = names is BOOK_NAMES
     sizes = (D_IN, d_out, TOKENS, 0.0, 2)
     keys = (
@@ -241,15 +241,15 @@ def systems():
         ),
         stack(
             "book_stack",
-            "Two causal heads side by side",
+            "Two concatenated causal heads",
             BOOK,
             BOOK_NAMES,
             2,
-            ("Gives the numbers that the tutorial prints.",) + CAUSAL + STACK,
+            ("The results are the numbers that the tutorial prints.",) + CAUSAL + STACK,
         ),
         stack(
             "book_stack_bias",
-            "Two causal heads side by side, with biases",
+            "Two concatenated causal heads, with biases",
             BOOK,
             BOOK_NAMES,
             2,
@@ -262,7 +262,7 @@ def systems():
             BOOK,
             BOOK_NAMES,
             1,
-            ("d_out belongs to one head: two heads of width 1 give outputs of width 2.",) + CAUSAL + STACK,
+            ("d_out belongs to one head: with two heads of width 1, outputs have width 2.",) + CAUSAL + STACK,
         ),
         split(
             "book_mha",
@@ -303,11 +303,11 @@ def systems():
             SHORT,
             SHORT_NAMES,
             (D_IN, 4, TOKENS, 0.0, 2),
-            ("Gives the numbers that the tutorial prints.",) + CAUSAL + (biased_out,),
+            ("The results are the numbers that the tutorial prints.",) + CAUSAL + (biased_out,),
         ),
         stack(
             "short_stack",
-            "Two causal heads side by side, short names",
+            "Two concatenated causal heads, short names",
             SHORT,
             SHORT_NAMES,
             2,
@@ -320,7 +320,7 @@ def systems():
             SHORT_NAMES,
             2,
             (
-                "Gives the numbers that the tutorial prints.",
+                "The results are the numbers that the tutorial prints.",
                 "The tutorial does not show this head's code: the names Wq, Wk, Wv and the mask buffer are inferred.",
             )
             + CAUSAL

@@ -12,10 +12,10 @@ OPEN = """let vb = weights::open("models/{folder}/model.safetensors", DType::F32
 
 INDEX = """# Small layers with PyTorch's numbers
 
-Each folder is one system: a layer or a single step of attention, with the numbers PyTorch gives for it. The crate's
-tests read them; they also serve as tiny checkpoints to try the loader on. `export.py` makes every file here.
+Each folder is one system: a layer or a single step of attention, with PyTorch's inputs and results. The crate's tests
+read the folders, and they are tiny checkpoints to try the loader with. `export.py` makes every file here.
 
-## What a folder holds
+## Files of a folder
 
 | file | content |
 | --- | --- |
@@ -26,44 +26,44 @@ tests read them; they also serve as tiny checkpoints to try the loader on. `expo
 
 The tensors of a case: its inputs under the names of `forward`'s arguments (an input that is None is absent),
 `output` (f32), `expected_f64` (the same weights and inputs in f64), `attn_weights` and `attn_weights_f64`, and
-`output_f16`, `output_bf16`: what PyTorch gives when module and inputs are converted to that dtype, on the CPU,
-through an explicit matmul and softmax. Masks are u8, ids and lengths i64. `output` is within {f32:.0e} of
+`output_f16`, `output_bf16`: PyTorch's results when module and inputs are converted to that dtype, on the CPU, with
+an explicit matmul and softmax. Masks are u8, ids and lengths i64. `output` is within {f32:.0e} of
 `expected_f64`, and `expected_f64` within {loops:.0e} of a second implementation in plain Python loops
-(`_systems/loops.py`); the script writes nothing where that fails.
+(`_systems/loops.py`); the script writes nothing if that fails.
 
-Inputs that are not a tutorial's own are multiples of 1/64 below 2 in size, which f16 and bf16 hold without
-rounding. `printed_numbers.json` lists what the tutorials print and, value by value, whether the stored numbers
-round to it.
+Inputs that are not a tutorial's own are multiples of 1/64 below 2 in size, which f16 and bf16 represent without
+rounding. `printed_numbers.json` lists the numbers that the tutorials print and, for each value, whether the stored
+number rounds to it.
 
 ## The systems
 
-| folder | what it is | layout |
+| folder | system | layout |
 | --- | --- | --- |
 {rows}
 
-### The test that shows each
+### Tests
 
 The layer is held to 2e-6 of PyTorch in f64; in f16 and bf16 it errs, over the cases of a system, at most twice as
 much as PyTorch itself.
 
 | system | folder | test |
 | --- | --- | --- |
-| "Hello shiny sun", attention without weights | `shiny_sun` | `golden::pieces::small_examples_have_their_scores_weights_and_contexts` |
-| softmax(QKᵀ/√2)V on 2 × 2 | `qkv_2x2` | `golden::pieces::small_examples_have_their_scores_weights_and_contexts` |
-| scores of all heads as one product | `batched_matmul` | `golden::pieces::batched_matmul_equals_the_heads_one_by_one` |
-| the causal mask as an additive triangle | `additive_mask` | `golden::pieces::additive_mask_is_the_causal_mask` |
-| dropout of weights | `dropout`, `frontend_48_train` | `golden::pieces::dropout_keeps_what_pytorch_keeps`, `golden::layers::frontend_48_train_drops_what_pytorch_drops` |
-| single heads (Raschka, ch. 3) | `book_self_attention_v1`, `_v2`, `book_causal` | `golden::layers::every_system_gives_pytorchs_numbers` |
-| stacks of heads | `book_stack`, `_bias`, `_exercise32`, `short_stack`, `short_stack_raw` | `golden::layers::every_system_gives_pytorchs_numbers` |
-| one projection split into heads | `book_mha`, `_bias`, `_unmasked`, `short_mha` | `golden::layers::every_system_gives_pytorchs_numbers` |
-| `torch.nn.MultiheadAttention` | `torch_mha`, `_kdim`, `_bias_kv` | `golden::layers::every_system_gives_pytorchs_numbers` |
-| Dive into Deep Learning | `d2l_mha_100`, `_sizes`, `_sizes_bias`, `d2l_additive`, `d2l_dot_product`, `d2l_masked_softmax`, `d2l_transpose_qkv` | `golden::layers::every_system_gives_pytorchs_numbers`, `golden::pieces::d2l_*` |
-| tokenizer, embedding and attention | `frontend_tokenizer`, `_embedding`, `frontend_48`, `frontend_1536` | `tokenizer`, `golden::layers::frontend_*`, `golden::layers::every_system_gives_pytorchs_numbers` |
-| grouped and single key heads | `gqa_48`, `mqa_48` | `golden::layers::every_system_gives_pytorchs_numbers` |
-| layouts of GPT-2, Phi-3, MPT, GPT-NeoX, Falcon, BERT | `gpt2_conv1d`, `packed_*`, `bert_self` | `golden::layers::every_system_gives_pytorchs_numbers` |
-| a layout with two readings | `raw_square` | `weights::folders::every_folder_is_detected_inferred_and_written_as_it_was_read` |
+| "Hello shiny sun", attention without weights | `shiny_sun` | `golden::pieces::small_examples_match_scores_weights_and_outputs` |
+| softmax(QKᵀ/√2)V on 2 × 2 | `qkv_2x2` | `golden::pieces::small_examples_match_scores_weights_and_outputs` |
+| scores of all heads as one product | `batched_matmul` | `golden::pieces::batched_matmul_matches_each_head_alone` |
+| the causal mask as an additive triangle | `additive_mask` | `golden::pieces::causal_mask_matches_additive_mask` |
+| dropout of weights | `dropout`, `frontend_48_train` | `golden::pieces::dropout_mask_matches_pytorch`, `golden::layers::dropout_in_frontend_48_train_matches_pytorch` |
+| single heads (Raschka, ch. 3) | `book_self_attention_v1`, `_v2`, `book_causal` | `golden::layers::systems_match_pytorch` |
+| stacks of heads | `book_stack`, `_bias`, `_exercise32`, `short_stack`, `short_stack_raw` | `golden::layers::systems_match_pytorch` |
+| one projection split into heads | `book_mha`, `_bias`, `_unmasked`, `short_mha` | `golden::layers::systems_match_pytorch` |
+| `torch.nn.MultiheadAttention` | `torch_mha`, `_kdim`, `_bias_kv` | `golden::layers::systems_match_pytorch` |
+| Dive into Deep Learning | `d2l_mha_100`, `_sizes`, `_sizes_bias`, `d2l_additive`, `d2l_dot_product`, `d2l_masked_softmax`, `d2l_transpose_qkv` | `golden::layers::systems_match_pytorch`, `golden::pieces::d2l_*` |
+| tokenizer, embedding and attention | `frontend_tokenizer`, `_embedding`, `frontend_48`, `frontend_1536` | `tokenizer`, `golden::layers::systems_match_pytorch` |
+| grouped and single key heads | `gqa_48`, `mqa_48` | `golden::layers::systems_match_pytorch` |
+| layouts of GPT-2, Phi-3, MPT, GPT-NeoX, Falcon, BERT | `gpt2_conv1d`, `packed_*`, `bert_self` | `golden::layers::systems_match_pytorch` |
+| a layout with two readings | `raw_square` | `weights::folders::model_folders_are_detected_inferred_and_saved_unchanged` |
 | seeded initialisation, every parameter bit for bit | all with a `manual_seed` | `init` |
-| what the tutorials print, to their digits | `printed_numbers.json` | `golden::printed` |
+| the printed numbers of the tutorials | `printed_numbers.json` | `golden::printed` |
 
 ## Making them again
 
@@ -74,9 +74,9 @@ python models/export.py --only book_mha     # some folders
 python models/export.py --check             # writes nothing; names the files that would change
 ```
 
-`_systems/` holds the classes, a file for each source, and `loops.py`, the second implementation. A second run gives
-the same bytes. The weights are those of PyTorch on x86 with AVX2 or AVX-512; the script stops where PyTorch draws
-others. Results may differ in the last digit between processors and versions of PyTorch.
+`_systems/` has the classes, one file for each source, and `loops.py`, the second implementation. A second run writes
+the same bytes. The weights are drawn by PyTorch on x86 with AVX2 or AVX-512; the script stops if PyTorch draws other
+weights. Results may differ in the last digit between processors and versions of PyTorch.
 
 ## Your own layer
 
@@ -86,8 +86,8 @@ python models/export.py --layer my_module:build attention.safetensors
 
 imports `my_module` (from the current directory or the Python path), calls `build()`, and writes the state dict of
 the `nn.Module` it returns: floats as contiguous f32, buffers included, and tied tensors once under each of their
-names. It prints every name and shape, what was converted, and the buffers that the state dict leaves out. The
-number of heads is not in the weights: it goes into `MultiHeadAttentionConfig`. Then, in Rust:
+names. It prints every name and shape, what was converted, and the buffers that are not in the state dict. The
+number of heads is not in the weights: set it in `MultiHeadAttentionConfig`. Then, in Rust:
 
 ```rust,ignore
 let vb = weights::open("attention.safetensors", DType::F32, &Device::Cpu)?;
@@ -95,7 +95,7 @@ let layout = WeightLayout::detect(&vb)?;
 let mha = MultiHeadAttention::load(&cfg, layout, vb)?;
 ```
 
-[induction_heads](induction_heads) is none of these: a model of two attention layers that this crate trained
+[induction_heads](induction_heads) is another model, of two attention layers that this crate trained
 (`cargo run --features plot --example induction_heads`). `tokenize_attend --model induction_heads` shows it.
 """
 
@@ -163,7 +163,7 @@ def cases(entries):
 def rust(folder, config, facts):
     if facts is None:
         if isinstance(config["cases"], list):
-            return "`tokenizer.json` holds the vocabulary in the format of the `tokenizers` crate."
+            return "`tokenizer.json` has the vocabulary in the format of the `tokenizers` crate."
         return block(LOAD_NUMBERS.format(folder=folder))
     if facts["layout"] == "embedding":
         return block(LOAD_TABLE.format(folder=folder, **facts))

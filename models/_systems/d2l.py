@@ -9,9 +9,9 @@ from .record import F32_TOLERANCE, Layer, Piece, compare_loops, gap, layer_of
 
 FILL = -1e6
 HIDING = (
-    "Keys at and past the valid length get the score -1e6 after scaling, not -inf: a length of 0 therefore gives the mean over all keys.",
-    "A length past the last key hides nothing.",
-    "f16 cannot hold -1e6; the f16 results use the lowest finite f16, -65504, which gives the same weights.",
+    "Keys at and past the valid length get the score -1e6 after scaling, not -inf: with a length of 0, the result is therefore the mean over all keys.",
+    "A length past the last key masks nothing.",
+    "f16 cannot represent -1e6; the f16 results use the lowest finite f16, -65504, with the same weights.",
 )
 # No lengths, one for each sequence, one for each query, then the edges: zero, and longer than the six keys.
 LENGTHS = {

@@ -22,7 +22,7 @@ BOOK = "Sebastian Raschka, Build a Large Language Model (From Scratch), chapter 
 SHORT = "A tutorial that retells the book's chapter 3 under short names (Wq, Wk, Wv, Wo)"
 D2L = "Zhang, Lipton, Li, Smola, Dive into Deep Learning, attention scoring functions and multi-head attention"
 FRONT_END = "A tutorial for front-end developers: a tokenizer, an embedding and one self-attention"
-HAND = "A tutorial on the book's chapter 3, in an example worked by hand"
+HAND = "A tutorial on the book's chapter 3, in a worked example"
 SNIPPET = "A tutorial's snippet, with the fault that it has and without"
 
 

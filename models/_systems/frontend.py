@@ -11,7 +11,7 @@ from .record import F32_TOLERANCE, Layer, Piece, Record, gap, json_bytes, layer_
 SENTENCE = [1, 2, 3, 4, 5, 6]  # hello world how are you ?
 BATCH = [SENTENCE, [5, 4, 6, 0, 0, 0]]  # you are ? and three <pad>
 PREFIX = "model.layers.0.self_attn."
-# The files beside model.safetensors that hold the same weights.
+# Other files with the weights of model.safetensors.
 CHECKPOINTS = {
     "model-f16.safetensors": {"dtype": "f16", "prefix": ""},
     "model-bf16.safetensors": {"dtype": "bf16", "prefix": ""},
@@ -154,7 +154,7 @@ def attention(name, summary, hidden_size, num_heads, kv_heads, conventions=(), b
 
 
 class Training(Layer):
-    """One forward pass in train mode: the weights of `frontend_48`, its dropout drawn after a seed of its own."""
+    """One forward pass in train mode: the weights of `frontend_48`, its dropout drawn after another seed."""
 
     def record(self):
         module = self.build()
@@ -285,7 +285,7 @@ def systems():
             extra_files=with_other_checkpoints,
             checkpoints=CHECKPOINTS,
             conventions=(
-                f"model-f16 and model-bf16 hold the same weights rounded; prefixed holds them below `{PREFIX}`.",
+                f"model-f16 and model-bf16 have the same weights, rounded; prefixed has them below `{PREFIX}`.",
             ),
         ),
         training(),

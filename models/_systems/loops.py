@@ -106,7 +106,7 @@ def multi_head(heads, out, queries, keys, values, hidden=nothing_hidden, fill=-m
 
 
 def additive(state, queries, keys, values, hidden):
-    """Bahdanau scores w_v · tanh(W_q q + W_k k), unscaled, hidden scores at -1e6."""
+    """Bahdanau scores w_v · tanh(W_q q + W_k k), unscaled, with masked scores at -1e6."""
     outputs, all_weights = [], []
     for b, (xq, xk, xv) in enumerate(zip(queries, keys, values, strict=True)):
         q, k = project(xq, (state["W_q.weight"], None)), project(xk, (state["W_k.weight"], None))

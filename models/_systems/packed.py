@@ -146,8 +146,8 @@ def bert():
     return Layer(
         name="bert_self",
         summary="BERT's names: an inner module of three projections, an outer one with the fourth",
-        source="The attention of BERT and its kin",
-        conventions=("No causal mask; in key_padding_mask 1 hides.", "The output includes output.dense.")
+        source="The attention of BERT and similar models",
+        conventions=("No causal mask; in key_padding_mask 1 means masked.", "The output includes output.dense.")
         + BARE
         + DRAWN,
         class_name="BertAttention",
@@ -166,7 +166,7 @@ def raw_square():
 
     return Layer(
         name="raw_square",
-        summary="Square raw matrices, whose shape does not tell (in, out) from (out, in)",
+        summary="Square raw matrices, whose shape does not distinguish (in, out) from (out, in)",
         source="Made for this project",
         conventions=IN_OUT
         + (

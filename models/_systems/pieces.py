@@ -124,7 +124,7 @@ def systems():
             conventions=(
                 "Queries, keys and values are the embeddings themselves; scores are unscaled dot products.",
                 "`main` is the query in row 1; `main.weighted` is (feature, token), each token's share of each feature.",
-                "The tutorial computes by hand and slips in two products (0.2156 for 0.2153, 0.1972 for 0.1969); "
+                "The tutorial has two wrong products (0.2156 for 0.2153, 0.1972 for 0.1969); "
                 "its context is 0.3992, 0.3858, 0.8610, the true one 0.3990, 0.3854, 0.8610.",
             ),
             compute=shiny_sun,

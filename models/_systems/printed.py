@@ -1,7 +1,7 @@
-"""What the tutorials print, beside what the stored tensors give at the same number of digits."""
+"""What the tutorials print, and the stored tensors rounded to the same number of digits."""
 
 # fmt: off
-# Both sequences of a batch are the same six tokens, so each of these stands twice in the output.
+# Both sequences of a batch are the same six tokens, so each number occurs twice in the output.
 BOOK_STACK = (
     -0.4519, 0.2216, 0.4772, 0.1063, -0.5874, 0.0058, 0.5891, 0.3257, -0.6300, -0.0632, 0.6202, 0.3860,
     -0.5675, -0.0843, 0.5478, 0.3589, -0.5526, -0.0981, 0.5321, 0.3428, -0.5299, -0.1081, 0.5077, 0.3493,

@@ -26,7 +26,7 @@ class Record:
 
 @dataclass
 class Layer:
-    """A module with cases. `loops(state, inputs)` gives the same (output, weights) in plain loops."""
+    """A module with cases. `loops(state, inputs)` returns the same (output, weights) in plain loops."""
 
     name: str
     summary: str
@@ -126,7 +126,7 @@ class Layer:
 
 @dataclass
 class Piece:
-    """A system without parameters. `compute()` gives {tensor name: tensor}, checked inside."""
+    """A system without parameters. `compute()` returns {tensor name: tensor}, checked inside."""
 
     name: str
     summary: str

@@ -14,7 +14,7 @@ WIDTH = EMBED_DIM // NUM_HEADS
 SOURCE = "torch.nn.MultiheadAttention"
 CONVENTIONS = (
     "batch_first=True, which is not PyTorch's default.",
-    "In both masks 1 hides; hidden scores are -inf.",
+    "In both masks 1 means masked; masked scores are -inf.",
     "attn_weights are given for each head (average_attn_weights=False).",
 )
 DRAWS = "The output projection draws first, then the input projections (Xavier uniform); then the biases are set to 0."
@@ -121,7 +121,7 @@ def systems():
         "One learnt key and value row after the projected ones",
         extra,
         (
-            "bias_k and bias_v are one more key and value, in every sequence, after projection; no mask hides it.",
+            "bias_k and bias_v are one more key and value, in every sequence, after projection; no mask applies to it.",
             "Every parameter, biases too, is uniform in (-0.5, 0.5), from a torch.Generator with seed 2024.",
         ),
         cases(names=("none", "causal", "padding")),
@@ -133,7 +133,7 @@ def systems():
         "A key and value of zeros after the learnt row",
         zeros,
         (
-            "bias_k and bias_v are one more key and value, and a key and value of zeros follow; no mask hides either.",
+            "bias_k and bias_v are one more key and value, and a key and value of zeros follow; no mask applies to either.",
             "The state dict does not tell add_zero_attn.",
             "Every parameter, biases too, is uniform in (-0.5, 0.5), from a torch.Generator with seed 2024.",
         ),
