@@ -159,7 +159,7 @@ fn adapted(cfg: &Config, joint: Option<WeightLayout>, all_places: &[&[usize]]) -
             assert_eq!(
                 error_text(layer.state_dict(WeightLayout::Canonical)),
                 format!(
-                    "[multi_head_attention] the {} projection is a module of the caller's, whose weights the layer does not know",
+                    "[multi_head_attention] the {} projection is a module of the caller, whose weights are unknown",
                     PLACES[*places.iter().min().expect("a place")]
                 )
             );

@@ -8,8 +8,7 @@ use candle_core::quantized::{QStorage, QTensor};
 use candle_core::{DType, Device, Error, Result, Tensor, bail};
 
 use candle_attention_modules::base::{is_addressable, root};
-use candle_attention_modules::linear::PackedLinear;
-use candle_attention_modules::linear::PackedProjection;
+use candle_attention_modules::linear::{Outputs, PackedLinear, PackedProjection};
 
 /// A file being read.
 pub(super) struct File<'a, R> {
@@ -167,8 +166,8 @@ impl Weight {
     }
 
     pub fn columns(self) -> Result<Vec<PackedProjection>> {
-        let part = (self.out_dim(), self.bias.is_some());
-        Ok(PackedProjection::split(self.pack()?, [part]))
+        let outputs = Outputs { count: self.out_dim(), has_bias: self.bias.is_some() };
+        Ok(PackedProjection::split(self.pack()?, [outputs]))
     }
 }
 

@@ -41,7 +41,7 @@ use candle_attention_core::internal::projection_shape;
 use candle_attention_core::{MultiHeadAttention, MultiHeadAttentionConfig, RopeConfig, RopeScaling, RopeStyle};
 use candle_attention_modules::base::rowwise::to_vec;
 use candle_attention_modules::base::{HeadShard, Heads};
-use candle_attention_modules::linear::{PackedLinear, PackedProjection, Projection, Projections};
+use candle_attention_modules::linear::{Outputs, PackedLinear, PackedProjection, Projection, Projections};
 use candle_attention_modules::norm::{QkNorm, QkNormKind};
 use file::{File, Weight};
 use metadata::{ARCHITECTURES, Metadata, ROPE_FACTORS};
@@ -121,7 +121,7 @@ fn load<R: Read + Seek>(file: &mut File<R>, layer: usize, shard: HeadShard) -> R
     let is_part = shard != HeadShard::WHOLE;
     let own = |of, width| shard.range(of, [cfg.num_heads(), cfg.num_kv_heads()], width);
     let rows = [own(Heads::Query, q.0), own(Heads::Key, k.0), own(Heads::Key, v.0)];
-    let parts = [(rows[0].len(), biases[0]), (rows[1].len(), biases[1]), (rows[2].len(), biases[2])];
+    let parts = [0, 1, 2].map(|n| Outputs { count: rows[n].len(), has_bias: biases[n] });
     let qkv = if file.has(&at("attn_qkv.weight")) {
         let mut joint = file.weight(&at("attn_qkv"), (q.0 + k.0 + v.0, q.1), biases.contains(&true))?;
         if is_part {

@@ -11,7 +11,7 @@ use crate::mask::AttentionMask;
 use crate::position::{Scores, TermCall};
 use crate::sdpa::{Attended, AttentionStatistics, Keys, Outputs, OwnKeys, Plan, SdpaOptions, StatisticsOptions};
 use candle_attention_modules::base::accumulation_dtype;
-use candle_attention_modules::linear::Projected;
+use candle_attention_modules::linear::{KeysAndValues, Projected};
 
 impl MultiHeadAttention {
     /// Self-attention under the layer's own mask: (B, T, E) gives (B, T, out_dim). Training is
@@ -104,9 +104,9 @@ impl MultiHeadAttention {
         // No context is computed for padding, and zero times what it holds is to be zero.
         let gate = gate.map(|gate| inputs.tokens.without_padding(gate)).transpose()?;
         let (cached, staged) = match (inputs.keys_from, &kv) {
-            (KeysFrom::Cache(cache), Some([k, v])) => {
-                cache.stage(&inputs.tokens, k, Some(v), v.dim(3)?).map(|(cached, cache)| (Some(cached), Some(cache)))?
-            }
+            (KeysFrom::Cache(cache), Some(KeysAndValues { keys, values })) => cache
+                .stage(&inputs.tokens, keys, Some(values), values.dim(3)?)
+                .map(|(cached, cache)| (Some(cached), Some(cache)))?,
             (KeysFrom::EarlierLayer(cache), _) => {
                 let sizes = [cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim()];
                 (Some(cache.reading(&inputs.tokens, &q, sizes)?), None)
@@ -123,7 +123,7 @@ impl MultiHeadAttention {
             mask = mask.with_appended_keys(cfg.appended_keys(), dims, accumulation_dtype(q.dtype()), q.device())?;
         }
         let cached = cached.map(|cached| Box::new(cached) as Box<dyn Keys + 'a>);
-        let own = kv.filter(|_| cache.is_none());
+        let own = kv.filter(|_| cache.is_none()).map(|own| [own.keys, own.values]);
         let mut scores = Scores { q, own, mask, options, keys: cached };
         let takes_positions = self.terms_take_positions();
         let of_cache = cache.filter(|_| takes_positions).map(AttentionCache::key_positions).transpose()?;

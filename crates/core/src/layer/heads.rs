@@ -7,7 +7,7 @@ use super::{AttentionInput, MultiHeadAttention, OP};
 use crate::position::{Positions, RopeAxes, RopeConfig, Rotation};
 use Projection::{Key, Query, Value};
 use candle_attention_modules::base::Expect;
-use candle_attention_modules::linear::{Projected, Projection};
+use candle_attention_modules::linear::{KeysAndValues, Projected, Projection};
 use candle_attention_modules::norm::{AllReduce, QkNormScope};
 
 impl MultiHeadAttention {
@@ -24,8 +24,11 @@ impl MultiHeadAttention {
         let Projected { q, kv, gate } = self.projections.query_key_value(&inputs.queries, key_value)?;
         let rotation = at_keys.as_ref().or(at_queries.as_ref());
         let kv = match kv {
-            Some([k, v]) => Some([self.heads(Key, k, rotation, input.all_reduce)?, self.heads(Value, v, None, None)?]),
-            None => input.memory.map(|memory| [memory.k.clone(), memory.v.clone()]),
+            Some(KeysAndValues { keys, values }) => {
+                let keys = self.heads(Key, keys, rotation, input.all_reduce)?;
+                Some(KeysAndValues { keys, values: self.heads(Value, values, None, None)? })
+            }
+            None => input.memory.map(|memory| KeysAndValues { keys: memory.k.clone(), values: memory.v.clone() }),
         };
         let q = self.heads(Query, q, at_queries.as_ref(), input.all_reduce)?;
         let scaling = self.config.attention_temperature().zip(inputs.positions.as_ref());
@@ -159,10 +162,11 @@ impl MultiHeadAttention {
             Some(rotary) => Some(rotary.at(&Positions::starting_at(&[0], t_kv)?)?),
             None => None,
         };
-        let Some([k, v]) = self.projections.key_value(&k_in, &v_in)? else {
+        let Some(KeysAndValues { keys, values }) = self.projections.key_value(&k_in, &v_in)? else {
             bail!("[{OP}] keys and values are those of an earlier layer, expected a memory that it projects")
         };
-        let (k, v) = (self.heads(Key, k, rotation.as_ref(), None)?, self.heads(Value, v, None, None)?);
+        let k = self.heads(Key, keys, rotation.as_ref(), None)?;
+        let v = self.heads(Value, values, None, None)?;
         // Read in every call from now on: each head's positions side by side.
         Ok(ProjectedMemory { k: k.contiguous()?, v: v.contiguous()?, t_kv, batched })
     }

@@ -20,7 +20,7 @@ use tensors::projection_tensors;
 use crate::config::{KvSharing, MultiHeadAttentionConfig};
 use candle_attention_modules::base::{Heads, ParameterReader, WeightAndBias, fits_in_memory};
 use candle_attention_modules::gate::GateLayout;
-use candle_attention_modules::linear::{ByPlace, Projection, Projections};
+use candle_attention_modules::linear::{ByProjection, Projection, Projections};
 
 /// Loads the projections in any layout, or this rank's part of each. The config is that of the whole layer.
 ///
@@ -39,7 +39,7 @@ pub(crate) fn load_projections(
         reader.refuse(names, "the config says there is no such gate")?;
     }
     let has_gate = reader.has(&format!("{}.weight", GATE_NAMES[0]));
-    let mut projections = ByPlace::<WeightAndBias>::new();
+    let mut projections = ByProjection::<WeightAndBias>::new();
     for mut tensor in tensors {
         let stored = &mut tensor.tensor.spec.stored;
         if let Some(other) = other_name(stored)
@@ -106,7 +106,7 @@ fn refuse_out_proj(reader: &ParameterReader) -> Result<()> {
 pub(crate) fn state_dict(
     cfg: &MultiHeadAttentionConfig,
     layout: WeightLayout,
-    projections: &ByPlace<Linear>,
+    projections: &ByProjection<Linear>,
 ) -> Result<Vec<(String, Tensor)>> {
     let mut named = Vec::new();
     for tensor in projection_tensors("state_dict", cfg, layout, 0..cfg.num_heads())? {

@@ -12,7 +12,7 @@ use candle_attention_modules::base::{
     linear_bias,
 };
 use candle_attention_modules::gate::{GateLayout, OutputGate};
-use candle_attention_modules::linear::{ByPlace, Projection};
+use candle_attention_modules::linear::{ByProjection, Projection};
 
 use Projection::{Gate, Key, Output, Query, Value};
 
@@ -30,7 +30,7 @@ pub(super) struct ProjectionTensor {
 
 impl ProjectionTensor {
     /// Returns the tensor as stored, made of whole projections; `None` where one of them, or its bias, is not there.
-    pub fn join(&self, linears: &ByPlace<Linear>) -> Result<Option<Tensor>> {
+    pub fn join(&self, linears: &ByProjection<Linear>) -> Result<Option<Tensor>> {
         let mut parts = Vec::new();
         for (projection, rows) in self.projections.iter().zip(&self.tensor.parts) {
             let Some(linear) = linears.get(projection) else { return Ok(None) };

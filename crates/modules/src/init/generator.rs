@@ -1,5 +1,5 @@
-//! PyTorch's CPU generator, the Mersenne Twister and what PyTorch makes of its outputs; and Candle's initialisation
-//! hints in PyTorch's terms.
+//! PyTorch's CPU random generator (a Mersenne Twister and the distributions on it), and Candle's initialisation hints as
+//! PyTorch's distributions.
 
 use std::f32::consts::{FRAC_1_SQRT_2, FRAC_2_PI, TAU};
 
@@ -11,19 +11,19 @@ use rand_mt::Mt;
 use super::buffer;
 use crate::base::is_addressable;
 
-/// The state that `torch.manual_seed` sets: MT19937, and the second half of a Box-Muller pair that waits for its turn.
+/// The state that `torch.manual_seed` sets: MT19937, and the second number of the last Box-Muller pair if it is unused.
 pub(super) struct Generator {
     twister: Mt,
     spare_normal: Option<f64>,
 }
 
 impl Generator {
-    /// The twister is seeded with the low 32 bits, as in PyTorch.
+    /// Seeds the twister with the low 32 bits, as PyTorch does.
     pub(super) fn new(seed: u64) -> Self {
         Self { twister: Mt::new(seed as u32), spare_normal: None }
     }
 
-    /// What a hint says, once it is known that PyTorch would not object. `what` opens the message of an error.
+    /// Draws a tensor by a hint, after checking that PyTorch accepts the distribution. `what` begins the error texts.
     pub(super) fn draw(&mut self, what: &str, hint: Init, shape: &Shape) -> Result<Tensor> {
         let is_finite = |x: f64| (x as f32).is_finite();
         let values = || buffer(what, shape, 0f32);
@@ -32,8 +32,8 @@ impl Generator {
                 bail!("{what} the constant {value} is too large for f32")
             }
             Init::Const(value) => buffer(what, shape, value as f32)?,
-            // Without elements nothing is drawn, whose fan may be 0, and a bound from it infinite; and of more than can
-            // be counted there is no fan.
+            // For an empty tensor nothing is drawn: its fan may be 0 and the bound infinite. A tensor that is too large
+            // to address has no fan; allocating it is an error.
             _ if shape.dims().contains(&0) || !is_addressable(shape.dims()) => values()?,
             Init::Uniform { lo, up } if lo <= up && (up as f32 - lo as f32).is_finite() => {
                 let mut values = values()?;
@@ -56,11 +56,11 @@ impl Generator {
         Tensor::from_vec(values, shape, &Device::Cpu)
     }
 
-    /// `uniform_(lo, hi)`, one 32-bit output an element.
+    /// Draws `uniform_(lo, hi)`, with one 32-bit output for each element.
     ///
-    /// PyTorch's vector kernels scale and shift with one rounding, which `mul_add` promises on every machine. A detour
-    /// over f64 would not: its sum rounds too where `lo` has bits far below those of the range. A value that rounds up
-    /// to `hi` becomes `lo`, as in PyTorch 2.15, since `hi` is outside the interval.
+    /// PyTorch's vector kernels scale and shift with one rounding, which `mul_add` guarantees on every machine.
+    /// Computing in f64 would round twice if `lo` has bits far below those of the range. A value that rounds up to `hi`
+    /// becomes `lo`, as in PyTorch 2.15, since `hi` is outside the interval.
     fn uniform(&mut self, lo: f32, hi: f32, out: &mut [f32]) {
         let range = hi - lo;
         out.fill_with(|| {
@@ -69,17 +69,19 @@ impl Generator {
         });
     }
 
-    /// `normal_(mean, std)`: by blocks of sixteen in f32, or one by one in f64 for fewer elements than a block.
+    /// Draws `normal_(mean, std)`: in blocks of sixteen in f32, or one by one in f64 for fewer than sixteen elements.
     fn normal(&mut self, mean: f64, std: f64, out: &mut [f32]) {
         if out.len() < BLOCK {
             return out.fill_with(|| self.unit_normal().mul_add(std, mean) as f32);
         }
-        let (simd, mean, std) = (pulp::Arch::new(), mean as f32, std as f32);
+        let simd = pulp::Arch::new();
+        let mean = mean as f32;
+        let std = std as f32;
         out.fill_with(|| self.unit_f32());
         let (blocks, remainder) = out.as_chunks_mut();
         simd.dispatch(BoxMuller { blocks, mean, std });
-        // Where the last block is not full, the last sixteen elements are drawn afresh, those of the block before
-        // included.
+        // If the last block is not full, PyTorch draws the last sixteen elements again, including some of the block
+        // before.
         if !remainder.is_empty()
             && let Some(last) = out.last_chunk_mut()
         {
@@ -88,25 +90,25 @@ impl Generator {
         }
     }
 
-    /// `bernoulli_(probability)` as a byte, of one 64-bit draw.
+    /// Draws `bernoulli_(probability)` as a byte from one 64-bit output.
     pub(super) fn bernoulli(&mut self, probability: f64) -> u8 {
         u8::from(self.unit_f64() < probability)
     }
 
-    /// From [0, 1), a multiple of 2^-24.
+    /// Draws a multiple of 2^-24 from [0, 1).
     fn unit_f32(&mut self) -> f32 {
         const SCALE: f32 = 1.0 / (1 << f32::MANTISSA_DIGITS) as f32;
         (self.twister.next_u32() & 0x00ff_ffff) as f32 * SCALE
     }
 
-    /// From [0, 1), a multiple of 2^-53.
+    /// Draws a multiple of 2^-53 from [0, 1).
     fn unit_f64(&mut self) -> f64 {
         const SCALE: f64 = 1.0 / (1u64 << f64::MANTISSA_DIGITS) as f64;
         (self.twister.next_u64() & 0x001f_ffff_ffff_ffff) as f64 * SCALE
     }
 
-    /// Box-Muller in f64: a pair at a time, of which the second is kept for the next call. The library functions may
-    /// differ from PyTorch's in a last bit, far below what the rounding to f32 lets through.
+    /// Draws a normal number by Box-Muller in f64. The second number of each pair is stored for the next call. The library
+    /// functions may differ from PyTorch's in the last bit of f64, which rounding to f32 removes.
     fn unit_normal(&mut self) -> f64 {
         if let Some(spare) = self.spare_normal.take() {
             return spare;
@@ -119,18 +121,18 @@ impl Generator {
     }
 }
 
-/// Draws that one block of the transform takes and normals that it gives.
+/// The number of uniform draws, and of normal numbers, of one block of the transform.
 const BLOCK: usize = 16;
 
-/// Box-Muller on blocks of sixteen, to the last bit as PyTorch's AVX2 kernel computes it.
+/// The Box-Muller transform of blocks of sixteen, with the bits of PyTorch's AVX2 kernel.
 ///
 /// The polynomials are those of the Cephes library's single-precision `logf`, `sinf` and `cosf`, for the small domain
-/// that the transform needs: a logarithm on (0, 1] and an angle on [0, 2π]. Each `mul_add` stands where PyTorch's
-/// compiled kernel rounds once, each separate product and sum where it rounds twice. It is the processor's where that
-/// has one, and not a call of the C library with the same bits: what it stands in has to be inlined.
+/// that the transform needs: a logarithm on (0, 1] and an angle on [0, 2π]. There is a `mul_add` where
+/// PyTorch's compiled kernel rounds once, and a product and a sum where it rounds twice. The functions around `mul_add` are
+/// inlined, so that it is an instruction of the processor and not a call of the C library.
 struct BoxMuller<'a> {
-    /// Uniform draws from [0, 1): eight radii, then the eight angles that go with them. They are replaced by sixteen
-    /// normals, the cosines first.
+    /// Uniform draws from [0, 1): eight for radii, then eight for angles. They are replaced by sixteen normal numbers, the
+    /// cosines first.
     blocks: &'a mut [[f32; BLOCK]],
     mean: f32,
     std: f32,
@@ -154,7 +156,7 @@ impl pulp::WithSimd for BoxMuller<'_> {
     }
 }
 
-/// Natural logarithm of a positive normal number.
+/// Returns the natural logarithm of a positive normal number.
 #[expect(clippy::excessive_precision, reason = "the coefficients keep the digits that Cephes prints")]
 #[inline(always)]
 fn ln(x: f32) -> f32 {
@@ -191,11 +193,11 @@ fn ln(x: f32) -> f32 {
     exponent.mul_add(LN_2_HIGH, m + tail)
 }
 
-/// Sine and cosine of an angle on [0, 2π].
+/// Returns the sine and the cosine of an angle in [0, 2π].
 #[expect(clippy::excessive_precision, reason = "the coefficients keep the digits that Cephes prints")]
 #[inline(always)]
 fn sin_cos(angle: f32) -> (f32, f32) {
-    // π/4 in three parts, so that taking a multiple away loses nothing.
+    // π/4 in three parts, so that subtracting a multiple is exact.
     const QUARTER_PI: [f32; 3] = [0.785_156_25, 2.418_756_484_985_351_562_5e-4, 3.774_894_977_445_941_08e-8];
     let octant = ((angle * (2.0 * FRAC_2_PI)) as u32 + 1) & !1;
     let multiple = octant as f32;
@@ -221,13 +223,13 @@ fn sin_cos(angle: f32) -> (f32, f32) {
     }
 }
 
-/// A Kaiming hint as the uniform or normal distribution that PyTorch draws; others as they are.
+/// Returns the uniform or normal distribution that PyTorch draws for a Kaiming hint. Other hints are returned unchanged.
 fn resolved(hint: Init, shape: &Shape) -> Init {
     let Init::Kaiming { dist, fan, non_linearity } = hint else { return hint };
-    // Candle's default hint: that of its linear layers and convolutions.
+    // Candle's default hint, of its linear layers and convolutions.
     let is_default =
         matches!((dist, fan, non_linearity), (NormalOrUniform::Normal, FanInOut::FanIn, NonLinearity::ReLU));
-    // That of `torch.nn.Linear.reset_parameters`, a leaky ReLU of slope sqrt(5), in PyTorch's own roundings.
+    // The gain of `torch.nn.Linear.reset_parameters`, a leaky ReLU of slope sqrt(5), rounded as PyTorch does.
     let of_linear = (2.0 / (1.0 + 5f64.sqrt().powi(2))).sqrt();
     let gain = if is_default { of_linear } else { non_linearity.gain() };
     let stdev = gain / (fan.for_shape(shape) as f64).sqrt();
@@ -243,7 +245,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_uniform_kaiming_gain_of_one_over_root_three_is_the_bound_of_a_linear_layer() {
+    fn kaiming_uniform_bound_matches_linear_layer() {
         for fan_in in 1..=100_000usize {
             let shape = Shape::from((1, fan_in));
             let hint = Init::Kaiming {

@@ -1,7 +1,7 @@
-//! PyTorch's seeded initialisation on the CPU, as a [`VarBuilder`] backend.
+//! PyTorch's seeded initialisation on the CPU, as a backend of [`VarBuilder`].
 //!
-//! `torch.manual_seed(123)` fixes the parameters of a tutorial. [`TorchSeed`] gives the same parameters bit for bit, on
-//! any machine, as long as they are requested in the order in which PyTorch's modules draw them:
+//! `torch.manual_seed(123)` fixes the parameters of a tutorial. [`TorchSeed`] draws the same parameters, bit for bit, on
+//! any machine, if they are requested in the order in which PyTorch's modules draw them:
 //!
 //! ```
 //! use candle_attention::init::TorchSeed;
@@ -17,8 +17,8 @@
 //! # }
 //! ```
 //!
-//! The model is PyTorch 2.15 on x86 with its AVX2 or AVX-512 kernels, which agree. Its scalar kernels
-//! (`ATEN_CPU_CAPABILITY=default`) differ from them in the last digits.
+//! The reference is PyTorch 2.15 on x86 with its AVX2 or AVX-512 kernels, which agree. PyTorch's scalar kernels
+//! (`ATEN_CPU_CAPABILITY=default`) differ in the last digits.
 //!
 //! The tensors are constants. To train from them, copy them into a [`VarMap`](candle_nn::VarMap): for each of its
 //! variables, `var.set(&vb.get_unchecked(name)?)` with the builder from which a model of the same names was built.
@@ -37,22 +37,22 @@ use crate::base::{filled, number};
 
 /// PyTorch's CPU generator after `torch.manual_seed(seed)`, with the parameters drawn from it so far.
 ///
-/// A clone is another handle to the same generator, so that a `VarBuilder`, [`rand`](Self::rand) and
-/// [`dropout_keep`](Self::dropout_keep) draw in turn from one stream, as they do in a PyTorch program.
+/// A clone is another handle to the same generator: a `VarBuilder`, [`rand`](Self::rand) and
+/// [`dropout_keep`](Self::dropout_keep) draw in turn from one stream, as in a PyTorch program.
 ///
-/// As a backend it reads Candle's hints as PyTorch's initialisers, in f32 on the CPU, and converts the result:
+/// As a backend it draws Candle's hints as PyTorch's initialisers, in f32 on the CPU, and converts the result:
 ///
 /// | hint | drawn as |
 /// | --- | --- |
 /// | `Const` | nothing is drawn |
-/// | `Uniform { lo, up }` | `uniform_(lo, up)`; equal bounds draw as well, and give that bound |
+/// | `Uniform { lo, up }` | `uniform_(lo, up)`; equal bounds draw too, and return that bound |
 /// | `Randn { mean, stdev }` | `normal_(mean, stdev)` |
 /// | [`DEFAULT_KAIMING_NORMAL`](candle_nn::init::DEFAULT_KAIMING_NORMAL) | `torch.nn.Linear`'s weight, uniform within ±1/sqrt(fan in): this is the hint of `candle_nn::linear` and of Candle's convolutions |
 /// | other `Kaiming`, uniform | uniform within ±sqrt(3) · gain / sqrt(fan) |
 /// | other `Kaiming`, normal | `normal_(0, gain / sqrt(fan))`; with the fan in and gain of the default this is `Randn` |
 ///
-/// A name that was drawn before gives the same tensor again, whatever its hint, so that tied weights work.
-/// The f32 originals stay in memory as long as any handle or `VarBuilder` lives.
+/// A name that was drawn before returns the same tensor again, with any hint, so that tied weights work. The f32
+/// originals stay in memory until the last handle and the last `VarBuilder` are dropped.
 #[derive(Clone)]
 pub struct TorchSeed {
     state: Arc<Mutex<State>>,
@@ -63,31 +63,31 @@ struct State {
     parameters: HashMap<String, Parameter>,
 }
 
-/// A drawn parameter: exact, and in the dtype and on the device last requested, so that tied weights share one tensor.
+/// A drawn parameter, exact and as it was last requested, so that tied weights share one tensor.
 struct Parameter {
     exact: Tensor,
     served: Tensor,
 }
 
 impl TorchSeed {
-    /// `torch.manual_seed(seed)`. PyTorch's generator takes the low 32 bits.
+    /// Creates the generator of `torch.manual_seed(seed)`. PyTorch uses the low 32 bits.
     pub fn new(seed: u64) -> Self {
         let state = State { generator: Generator::new(seed), parameters: HashMap::new() };
         Self { state: Arc::new(Mutex::new(state)) }
     }
 
-    /// `torch.manual_seed(seed)` in the middle of a program: the stream starts again for every handle, and drawn
-    /// parameters keep their values.
+    /// Restarts the stream of all handles, as `torch.manual_seed(seed)` does in the middle of a program. Drawn parameters
+    /// keep their values.
     pub fn manual_seed(&self, seed: u64) {
         self.lock().generator = Generator::new(seed);
     }
 
-    /// A builder that draws each parameter when it is first requested, and gives it in `dtype` on `device`.
+    /// Returns a builder that draws each parameter at its first request and returns it in `dtype` on `device`.
     pub fn var_builder(&self, dtype: DType, device: &Device) -> VarBuilder<'static> {
         VarBuilder::from_backend(Box::new(self.clone()), dtype, device.clone())
     }
 
-    /// `torch.rand(shape)`: uniform on [0, 1), f32 on the CPU.
+    /// Draws `torch.rand(shape)`: uniform on [0, 1), in f32 on the CPU.
     ///
     /// # Errors
     ///
@@ -96,7 +96,7 @@ impl TorchSeed {
         self.lock().generator.draw("[rand]", Init::Uniform { lo: 0.0, up: 1.0 }, &shape.into())
     }
 
-    /// `torch.randn(shape)`: mean 0 and standard deviation 1, f32 on the CPU.
+    /// Draws `torch.randn(shape)`: mean 0 and standard deviation 1, in f32 on the CPU.
     ///
     /// # Errors
     ///
@@ -105,12 +105,11 @@ impl TorchSeed {
         self.lock().generator.draw("[randn]", Init::Randn { mean: 0.0, stdev: 1.0 }, &shape.into())
     }
 
-    /// The elements that `torch.nn.Dropout(p)` keeps in train mode: u8 on the CPU, 1 = kept. PyTorch divides the kept
-    /// values by `1 - p`. For `p` 0 and 1, where all or none are kept, nothing is drawn, as in PyTorch.
+    /// Draws the mask of `torch.nn.Dropout(p)` in train mode: u8 on the CPU, 1 = kept. PyTorch divides the kept values by
+    /// `1 - p`. For `p` of 0 or 1 all or no elements are kept, and nothing is drawn, as in PyTorch.
     ///
-    /// These are the masks of PyTorch's own Bernoulli kernel, which 2.15 runs on AMD and Intel alike. Older releases
-    /// built with MKL took their masks on Intel processors from a stream of that library: other masks from the same
-    /// seed.
+    /// The masks are those of PyTorch's Bernoulli kernel, which 2.15 runs on AMD and Intel processors. Older releases with
+    /// MKL drew other masks on Intel processors from the same seed.
     ///
     /// # Errors
     ///
@@ -126,7 +125,7 @@ impl TorchSeed {
         Tensor::from_vec(keep, shape, &Device::Cpu)
     }
 
-    /// A thread that panicked with the lock held leaves a valid generator, only further on in its stream.
+    /// Locks the state. A thread that panicked with the lock leaves a valid generator, further on in its stream.
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -142,7 +141,7 @@ impl SimpleBackend for TorchSeed {
     fn get(&self, shape: Shape, name: &str, hint: Init, dtype: DType, device: &Device) -> Result<Tensor> {
         if !dtype.is_float() {
             bail!(
-                "[torch_seed] parameter `{name}` is asked for as {dtype:?}, which cannot hold what is drawn: expected a float"
+                "[torch_seed] parameter `{name}` is requested in {dtype:?}, expected a float"
             )
         }
         let mut state = self.lock();
@@ -152,7 +151,7 @@ impl SimpleBackend for TorchSeed {
                 let drawn = entry.get().exact.shape();
                 if *drawn != shape {
                     bail!(
-                        "[torch_seed] parameter `{name}` was drawn with shape {drawn:?}, and is now asked for with {shape:?}"
+                        "[torch_seed] parameter `{name}` is requested with shape {shape:?}, but was drawn with {drawn:?}"
                     )
                 }
                 entry.into_mut()
@@ -169,12 +168,12 @@ impl SimpleBackend for TorchSeed {
         match self.lock().parameters.get_mut(name) {
             Some(parameter) => parameter.serve(dtype, device),
             None => bail!(
-                "[torch_seed] parameter `{name}` has not been drawn yet, and drawing it takes a shape: ask for it by `get` first"
+                "[torch_seed] parameter `{name}` is not drawn yet, expected a `get` with its shape first"
             ),
         }
     }
 
-    /// Whether `name` has been drawn.
+    /// Returns whether `name` has been drawn.
     fn contains_tensor(&self, name: &str) -> bool {
         self.lock().parameters.contains_key(name)
     }
@@ -189,7 +188,7 @@ impl Parameter {
     }
 }
 
-/// `what` opens the message of an error.
+/// Allocates the numbers of a tensor. `what` begins the error text.
 fn buffer<T: Copy>(what: &str, shape: &Shape, value: T) -> Result<Vec<T>> {
     match filled(shape.dims(), value) {
         Some(values) => Ok(values),
@@ -202,7 +201,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_panic_with_the_lock_held_does_not_spread() -> Result<()> {
+    fn torch_seed_after_a_panic_in_another_thread_draws_on() -> Result<()> {
         let seed = TorchSeed::new(1);
         let other = seed.clone();
         let panicked = std::thread::spawn(move || {

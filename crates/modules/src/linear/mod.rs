@@ -1,6 +1,8 @@
-//! Projections by the CPU's own kernels.
+//! Linear layers on the CPU kernels.
 
-mod forward;
+mod gated;
+mod matrix;
+mod product;
 mod projections;
 mod quantized;
 
@@ -15,34 +17,34 @@ use crate::base::rowwise::to_vec;
 use crate::base::{Dim, Expect, FLOATS, check_memory, frozen, is_addressable, part};
 use candle_attention_kernels::InstructionSet;
 use candle_attention_kernels::linear::PackedWeight;
-pub use forward::PackedGatedLinear;
-use forward::{
-    After, Factor, as_matrix, choose_instruction_set, contiguous, kernel_activation, pack, plain, product, unpack,
-};
+pub use gated::PackedGatedLinear;
+use matrix::{as_matrix, contiguous};
+use product::{Epilogue, Factor, choose_instruction_set, kernel_activation, pack, plain, product, unpack};
 pub use projections::{
-    ByPlace, PackedProjection, Projected, Projection, ProjectionModule, ProjectionModules, Projections,
+    ByProjection, KeysAndValues, Outputs, PackedProjection, Projected, Projection, ProjectionModule, ProjectionModules,
+    Projections,
 };
 
 const OP: &str = "packed_linear";
 
-/// A projection `x Wᵀ + b` that holds its weight in the order in which the CPU reads it: [`Linear`] for inference and
-/// for training.
+/// A linear layer `x Wᵀ + b` whose weight is stored in the order in which the CPU kernels read it: a [`Linear`] for
+/// inference and for training.
 ///
-/// On a CPU, for f32, bf16 and f16, the weight is packed once and kept as it is, never widened; products are summed in
-/// f32, the bias is added to the sum, and the output is rounded once. An output's bits depend on its own row of input
-/// alone: not on the other rows of the batch, nor on the number of threads. One row runs at the speed at which memory
-/// gives the weight, many at the speed of the processor's multiply-adds.
+/// On a CPU, for f32, bf16 and f16, the weight is packed once, in its own dtype. Products are summed in f32, the bias is
+/// added to the sum, and the output is rounded once. The bits of an output depend on its own row of the input alone, not
+/// on the other rows of the batch or the number of threads. The speed of one row is bound by the memory bandwidth, the
+/// speed of many rows by the multiply-adds of the processor.
 ///
-/// A weight or bias that is tracked for gradients - a variable, or what was computed from variables - is not packed,
-/// since training changes variables in place: each call reads what they hold then, and the thread that multiplies puts
-/// a block of the weight in order in its cache. Outputs have the same bits either way. [`freeze`](Self::freeze) packs
-/// what they hold.
+/// A weight or bias that is tracked for gradients (a variable, or a tensor computed from variables) is not packed,
+/// because training changes variables in place. Each call reads the current values, and each thread packs one block of
+/// the weight at a time into its cache. The outputs have the same bits as those of a packed weight.
+/// [`freeze`](Self::freeze) packs the current values.
 ///
-/// Gradients are products of the same kind: of the input through packed and tracked weights, and of tracked weights and
-/// biases, summed in f32 whatever the dtype, with the same bits for any number of threads.
+/// Gradients are products of the same kind: gradients of the input through packed and tracked weights, and gradients of
+/// tracked weights and biases. They are summed in f32 for every dtype, with the same bits for any number of threads.
 ///
-/// On another device and for f64 it is Candle's own [`Linear`] under the same name. Weights of GGUF files are packed in
-/// their own types ([`from_qtensor`](Self::from_qtensor)).
+/// On other devices and for f64 the layer computes as Candle's [`Linear`]. Weights of GGUF files are packed in their own
+/// types ([`from_qtensor`](Self::from_qtensor)).
 ///
 /// ```
 /// use candle_attention::PackedLinear;
@@ -58,12 +60,12 @@ const OP: &str = "packed_linear";
 #[derive(Debug, Clone)]
 pub struct PackedLinear {
     weight: Weight,
-    /// (out,), a copy in f32 beside a packed weight.
+    /// (out,); in f32 with a packed weight.
     bias: Option<Tensor>,
     /// (out, in).
     shape: (usize, usize),
     dtype: DType,
-    /// What gives weight and bias back to the bit.
+    /// The dtype in which [`to_linear`](Self::to_linear) returns weight and bias.
     linear_dtype: DType,
     device: Device,
     activation: Option<Activation>,
@@ -72,13 +74,22 @@ pub struct PackedLinear {
 #[derive(Debug, Clone)]
 enum Weight {
     Packed(Arc<PackedWeight>),
-    /// Read in each call: by the CPU's kernels, where it is tracked for gradients, or by Candle's own operations.
-    Plain(Tensor, Option<InstructionSet>),
-    /// One that Candle multiplies.
-    Quantized(Arc<QTensor>, QMatMul),
+    /// A weight that is tracked for gradients. The CPU kernels read it in each call.
+    Tracked {
+        weight: Tensor,
+        instruction_set: InstructionSet,
+    },
+    /// A weight that Candle multiplies.
+    Plain(Tensor),
+    /// A quantised weight that Candle multiplies.
+    Quantized {
+        weight: Arc<QTensor>,
+        matmul: QMatMul,
+    },
 }
 
-/// [`candle_nn::linear`](candle_nn::linear()), packed: `weight` (out, in) and `bias` (out,) below the builder's prefix.
+/// Loads a [`PackedLinear`], as [`candle_nn::linear`](candle_nn::linear()) does: `weight` (out, in) and `bias` (out,) below
+/// the prefix of `vb`.
 ///
 /// # Errors
 /// For missing or misshapen tensors.
@@ -86,7 +97,8 @@ pub fn packed_linear(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Pa
     candle_nn::linear(in_dim, out_dim, vb)?.try_into()
 }
 
-/// [`candle_nn::linear_no_bias`](candle_nn::linear_no_bias()), packed: `weight` (out, in) below the builder's prefix.
+/// Loads a [`PackedLinear`] without a bias, as [`candle_nn::linear_no_bias`](candle_nn::linear_no_bias()) does: `weight`
+/// (out, in) below the prefix of `vb`.
 ///
 /// # Errors
 /// For a missing or misshapen tensor.
@@ -94,10 +106,10 @@ pub fn packed_linear_no_bias(in_dim: usize, out_dim: usize, vb: VarBuilder) -> R
     candle_nn::linear_no_bias(in_dim, out_dim, vb)?.try_into()
 }
 
-/// [`packed_linear`] or [`packed_linear_no_bias`].
+/// Loads a [`PackedLinear`] with or without a bias.
 ///
 /// # Errors
-/// As these.
+/// As [`packed_linear`] and [`packed_linear_no_bias`].
 pub fn packed_linear_b(in_dim: usize, out_dim: usize, bias: bool, vb: VarBuilder) -> Result<PackedLinear> {
     if bias { packed_linear(in_dim, out_dim, vb) } else { packed_linear_no_bias(in_dim, out_dim, vb) }
 }
@@ -106,16 +118,16 @@ impl PackedLinear {
     /// Packs `weight` (out, in) and `bias` (out,) of one dtype and device.
     ///
     /// # Errors
-    /// For shapes, dtypes or devices that do not fit, and if memory is short.
+    /// For shapes, dtypes or devices that do not fit, and if the packed weight cannot be allocated.
     pub fn new(weight: &Tensor, bias: Option<&Tensor>) -> Result<Self> {
         Self::with_instruction_set(weight, bias, None)
     }
 
-    /// [`new`](Self::new) for a chosen instruction set instead of the fastest, for tests and comparisons.
+    /// Packs a weight for one instruction set instead of the fastest, for tests and comparisons.
     ///
     /// # Errors
-    /// As [`new`](Self::new), if the processor lacks the instruction set, and for an instruction set on another device
-    /// or in f64.
+    /// As [`new`](Self::new), if the processor lacks the instruction set, and for an instruction set with a weight that
+    /// is in f64 or on another device.
     pub fn with_instruction_set(
         weight: &Tensor,
         bias: Option<&Tensor>,
@@ -130,26 +142,32 @@ impl PackedLinear {
             let bias = Expect::one(OP, "bias", bias).shape(&[Dim::Is(weight.dims()[0])])?;
             bias.dtype(dtype, "the weight's")?.same_device("the weight", weight.device())?;
         }
-        let own = match instruction_set {
-            _ if weight.device().is_cpu() && dtype != DType::F64 => {
-                match choose_instruction_set(instruction_set, dtype)? {
-                    instruction_set if weight.track_op() || bias.is_some_and(Tensor::track_op) => {
-                        Weight::Plain(weight.clone(), Some(instruction_set))
-                    }
-                    instruction_set => Weight::Packed(pack(weight, instruction_set)?.into()),
-                }
+        let own = if weight.device().is_cpu() && dtype != DType::F64 {
+            let instruction_set = choose_instruction_set(instruction_set, dtype)?;
+            if weight.track_op() || bias.is_some_and(Tensor::track_op) {
+                Weight::Tracked { weight: weight.clone(), instruction_set }
+            } else {
+                Weight::Packed(pack(weight, instruction_set)?.into())
             }
-            Some(instruction_set) => bail!(
+        } else if let Some(instruction_set) = instruction_set {
+            bail!(
                 "[{OP}] a weight in {dtype:?} on {:?} is not packed, expected no instruction set, found {instruction_set}",
                 weight.device().location()
-            ),
-            None => Weight::Plain(weight.clone(), None),
+            )
+        } else {
+            Weight::Plain(weight.clone())
         };
-        Self::of(own, bias, weight.dims2()?, dtype, weight.device())
+        Self::from_checked(own, bias, weight.dims2()?, dtype, weight.device())
     }
 
-    /// All of which was checked.
-    fn of(weight: Weight, bias: Option<&Tensor>, shape: (usize, usize), dtype: DType, device: &Device) -> Result<Self> {
+    /// Creates a layer from parts that were checked. `shape` is (out, in).
+    fn from_checked(
+        weight: Weight,
+        bias: Option<&Tensor>,
+        shape: (usize, usize),
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Self> {
         let linear_dtype = bias.map_or(dtype, Tensor::dtype);
         let bias = match (&weight, bias) {
             (Weight::Packed(_), Some(bias)) => {
@@ -168,11 +186,11 @@ impl PackedLinear {
         Self::new(linear.weight(), linear.bias())
     }
 
-    /// The same with an activation of its outputs, which is computed while they are in a cache, in f32, before they are
-    /// rounded: [`Gelu`](Activation::Gelu) (erf), [`NewGelu`](Activation::NewGelu) and
+    /// Sets an activation of the outputs. It is computed in f32, while the outputs are in a cache, before they are rounded:
+    /// [`Gelu`](Activation::Gelu) (erf), [`NewGelu`](Activation::NewGelu) and
     /// [`GeluPytorchTanh`](Activation::GeluPytorchTanh), [`Silu`](Activation::Silu), [`Swish`](Activation::Swish) and
-    /// [`Relu`](Activation::Relu), to 5e-7 of the number that they are applied to. For an input that is tracked for
-    /// gradients it is Candle's own operation.
+    /// [`Relu`](Activation::Relu), to 5e-7 of their argument. For an input that is tracked for gradients, Candle
+    /// computes the activation.
     ///
     /// ```
     /// use candle_attention::PackedLinear;
@@ -200,39 +218,43 @@ impl PackedLinear {
         Ok(Self { activation: Some(activation), ..self })
     }
 
-    /// The activation of its outputs.
+    /// Returns the activation of the outputs.
     pub fn activation(&self) -> Option<Activation> {
         self.activation
     }
 
-    /// The same with what variables hold now, packed, and nothing tracked for gradients: for inference after training.
+    /// Returns a copy for inference after training: with the current values of variables, packed, without gradients.
     ///
     /// # Errors
-    /// If memory is short.
+    /// If the copy cannot be allocated.
     pub fn freeze(&self) -> Result<Self> {
-        let Weight::Plain(weight, instruction_set) = &self.weight else { return Ok(self.clone()) };
+        let (weight, instruction_set) = match &self.weight {
+            Weight::Packed(_) | Weight::Quantized { .. } => return Ok(self.clone()),
+            Weight::Tracked { weight, instruction_set } => (weight, Some(*instruction_set)),
+            Weight::Plain(weight) => (weight, None),
+        };
         let bias = self.bias.as_ref().map(frozen).transpose()?;
-        let packed = Self::with_instruction_set(&frozen(weight)?, bias.as_ref(), *instruction_set)?;
+        let packed = Self::with_instruction_set(&frozen(weight)?, bias.as_ref(), instruction_set)?;
         Ok(Self { activation: self.activation, ..packed })
     }
 
-    /// The projection as a [`Linear`] again, to the bit; its activation is no part of that. One of a quantised weight
-    /// is in f32.
+    /// Returns weight and bias as a [`Linear`], with the bits that were packed and without the activation. A quantised
+    /// weight is dequantised to f32.
     ///
     /// # Errors
-    /// If memory is short.
+    /// If the weight cannot be allocated.
     pub fn to_linear(&self) -> Result<Linear> {
         let weight = match &self.weight {
             Weight::Packed(weight) => unpack(weight, self.dtype, None)?,
-            Weight::Plain(weight, _) => weight.clone(),
-            Weight::Quantized(weight, _) => weight.dequantize(&self.device)?,
+            Weight::Tracked { weight, .. } | Weight::Plain(weight) => weight.clone(),
+            Weight::Quantized { weight, .. } => weight.dequantize(&self.device)?,
         };
         let own = |tensor: &Tensor| tensor.to_dtype(self.linear_dtype);
         Ok(Linear::new(own(&weight)?, self.bias.as_ref().map(own).transpose()?))
     }
 
-    /// Rows of the weight, (out, in), in its dtype: ids (..) in u32 give (.., in). A table of embeddings that is the
-    /// weight of a head as well is held once that way.
+    /// Returns rows of the weight (out, in): ids (..) in u32 give (.., in) in the weight's dtype. So one copy of a weight
+    /// serves as the table of embeddings and as the output projection of a language model.
     ///
     /// ```
     /// use candle_attention::PackedLinear;
@@ -245,56 +267,59 @@ impl PackedLinear {
     /// ```
     ///
     /// # Errors
-    /// For ids of another dtype or on another device, and those that are no outputs.
+    /// For ids of another dtype, on another device, or not below the number of outputs.
     pub fn weight_rows(&self, ids: &Tensor) -> Result<Tensor> {
         Expect::many(OP, "ids", ids).dtype_of(&[DType::U32], "")?.same_device("the weight", self.device())?;
         let flat: Vec<u32> = to_vec(ids)?;
         if let Some(id) = flat.iter().find(|&&id| id as usize >= self.out_dim()) {
             bail!("[{OP}] id {id} is no row of the weight, expected one below {}", self.out_dim())
         }
-        let list = || Tensor::new(flat.as_slice(), self.device());
+        let shape = [ids.dims(), &[self.in_dim()]].concat();
+        if flat.len() * self.in_dim() == 0 {
+            // Candle selects no rows of an empty view, which may begin past the end of its buffer.
+            return Tensor::zeros(shape, self.dtype(), self.device());
+        }
         let rows = match &self.weight {
-            // Candle selects no rows of a view of nothing, which may begin past the end of its buffer.
-            _ if flat.len() * self.in_dim() == 0 => {
-                Tensor::zeros((flat.len(), self.in_dim()), self.dtype(), self.device())?
-            }
             Weight::Packed(weight) => {
                 let outputs: Vec<_> = flat.iter().map(|&id| id as usize).collect();
                 unpack(weight, self.dtype, Some(&outputs))?
             }
-            Weight::Plain(weight, _) => weight.index_select(&list()?, 0)?,
-            Weight::Quantized(weight, _) => weight.embedding(&list()?)?,
+            Weight::Tracked { weight, .. } | Weight::Plain(weight) => {
+                weight.index_select(&Tensor::new(flat.as_slice(), self.device())?, 0)?
+            }
+            Weight::Quantized { weight, .. } => weight.embedding(&Tensor::new(flat.as_slice(), self.device())?)?,
         };
-        rows.reshape([ids.dims(), &[self.in_dim()]].concat())
+        rows.reshape(shape)
     }
 
-    /// The width of the output.
+    /// Returns the number of outputs.
     pub fn out_dim(&self) -> usize {
         self.shape.0
     }
 
-    /// The width of the input.
+    /// Returns the number of inputs.
     pub fn in_dim(&self) -> usize {
         self.shape.1
     }
 
-    /// The weight's dtype; f32 of a quantised one.
+    /// Returns the weight's dtype; f32 for a quantised weight.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// Where the weight is.
+    /// Returns the weight's device.
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    /// Whether the weight is packed: on a CPU, in a type that is, and not tracked for gradients.
+    /// Returns whether the weight is packed: on a CPU, in f32, bf16, f16 or a quantised type that is packed, and not
+    /// tracked for gradients.
     pub fn is_packed(&self) -> bool {
         matches!(self.weight, Weight::Packed(_))
     }
 
-    /// Some of the outputs only, with the bits that [`forward`](Module::forward) gives them: (.., in) gives
-    /// (.., `columns.len()`). Several projections of one input can share a weight that way.
+    /// Computes some of the outputs, with the bits that [`forward`](Module::forward) returns: (.., in) gives
+    /// (.., `columns.len()`). So several projections of one input can share a weight.
     ///
     /// # Errors
     /// As [`forward`](Module::forward), and for columns beyond the width of the output.
@@ -302,8 +327,8 @@ impl PackedLinear {
         self.product(xs, columns, None)
     }
 
-    /// [`forward`](Module::forward) plus a residual of the output's shape and dtype, which is added before the sum is
-    /// rounded: (.., in) and (.., out) give (.., out). Both may be tracked for gradients.
+    /// Computes [`forward`](Module::forward) plus a residual of the output's shape and dtype: (.., in) and (.., out) give
+    /// (.., out). The residual is added before the sum is rounded. Both inputs may be tracked for gradients.
     ///
     /// # Errors
     /// As [`forward`](Module::forward), and for a residual of another shape, dtype or device than the output's.
@@ -311,18 +336,20 @@ impl PackedLinear {
         self.product(xs, 0..self.out_dim(), Some(residual))
     }
 
-    /// That there are such columns, and that the input fits the weight.
+    /// Checks that the columns exist, that the input fits the weight, and that the output can be allocated.
     fn check(&self, xs: &Tensor, columns: &Range<usize>) -> Result<()> {
         if columns.start > columns.end || columns.end > self.out_dim() {
-            bail!("[{OP}] columns {columns:?} were asked for, expected a part of 0..{}", self.out_dim())
+            bail!("[{OP}] columns are {columns:?}, expected a range within 0..{}", self.out_dim())
         }
         let input = Expect::one(OP, "input", xs).shape(&[Dim::Any(".."), Dim::Is(self.in_dim())])?;
-        let input = match self.dtype() {
+        match self.dtype() {
             dtype @ (DType::BF16 | DType::F16) => {
-                input.dtype_of(&[dtype, DType::F32], format_args!(" beside a weight in {dtype:?}"))?
+                input.dtype_of(&[dtype, DType::F32], format_args!(" with a weight in {dtype:?}"))?;
             }
-            dtype => input.dtype(dtype, "the weight's")?,
-        };
+            dtype => {
+                input.dtype(dtype, "the weight's")?;
+            }
+        }
         input.same_device("the weight", self.device())?;
         if !is_addressable(xs.dims()) {
             bail!("[{OP}] input has shape {:?}, which is too large to address", xs.dims())
@@ -331,49 +358,70 @@ impl PackedLinear {
         check_memory(OP, format_args!("an output of {rows} rows of {}", columns.len()), &[rows, columns.len()])
     }
 
-    /// Some of the outputs, with what follows.
+    /// Computes some of the outputs, plus a residual (.., `columns.len()`) if there is one.
+    ///
+    /// # Errors
+    /// As [`forward_columns`](Self::forward_columns) and [`forward_with_residual`](Self::forward_with_residual).
     pub fn product(&self, xs: &Tensor, columns: Range<usize>, residual: Option<&Tensor>) -> Result<Tensor> {
         self.check(xs, &columns)?;
         if let Some(residual) = residual {
             let expected = [&xs.dims()[..xs.rank() - 1], &[columns.len()]].concat();
-            let residual = Expect::one(OP, "residual", residual).sizes(&expected)?;
-            residual.dtype(xs.dtype(), "the input's")?.same_device("the input", xs.device())?;
+            let expect = Expect::one(OP, "residual", residual).sizes(&expected)?;
+            expect.dtype(xs.dtype(), "the input's")?.same_device("the input", xs.device())?;
         }
         let is_tracked = xs.track_op() || residual.is_some_and(Tensor::track_op);
-        let own = |tensor: &Tensor| tensor.narrow(0, columns.start, columns.len())?.to_dtype(xs.dtype());
-        let bias = || self.bias.as_ref().map(|bias| contiguous("bias", &own(bias)?)).transpose();
-        let ys = match &self.weight {
-            Weight::Packed(weight) => {
-                let (factor, bias) = (Factor::Packed(weight.clone(), columns), self.bias.as_ref());
-                if !is_tracked {
-                    let activation = self.activation.map(kernel_activation).transpose()?;
-                    return product(xs, factor, bias, After { activation, residual, up: None });
-                }
-                product(xs, factor, bias, After::default())?
-            }
-            Weight::Plain(weight, Some(instruction_set)) => {
-                let factor = Factor::Matrix(as_matrix("weight", &own(weight)?)?, *instruction_set);
-                product(xs, factor, bias()?.as_ref(), After::default())?
-            }
-            // Candle's product has no gradient and takes no input of nothing, and no vector.
-            Weight::Quantized(_, of_candle) if !xs.track_op() && xs.elem_count() > 0 => {
-                let rows = contiguous("input", xs)?.reshape(((), self.in_dim()))?;
-                let ys =
-                    of_candle.forward(&rows)?.reshape([&xs.dims()[..xs.rank() - 1], &[self.out_dim()]].concat())?;
-                let ys = part(&ys, xs.rank() - 1, columns.clone())?;
-                bias()?.map_or(Ok(ys.clone()), |bias| ys.broadcast_add(&bias))?
-            }
-            _ => plain(&Linear::new(own(self.to_linear()?.weight())?, bias()?), xs)?,
-        };
-        let ys = if let Some(activation) = self.activation { activation.forward(&ys)? } else { ys };
+        if let Weight::Packed(weight) = &self.weight
+            && !is_tracked
+        {
+            let activation = self.activation.map(kernel_activation).transpose()?;
+            let factor = Factor::Packed { weight: weight.clone(), columns };
+            return product(xs, factor, self.bias.as_ref(), Epilogue { activation, residual, up: None });
+        }
+        let mut ys = self.affine(xs, columns)?;
+        if let Some(activation) = self.activation {
+            ys = activation.forward(&ys)?;
+        }
         match residual {
             Some(residual) => ys + residual,
             None => Ok(ys),
         }
     }
+
+    /// Computes `x Wᵀ + b` of some of the outputs, without the activation.
+    fn affine(&self, xs: &Tensor, columns: Range<usize>) -> Result<Tensor> {
+        let own = |tensor: &Tensor| tensor.narrow(0, columns.start, columns.len())?.to_dtype(xs.dtype());
+        let bias = match &self.bias {
+            Some(bias) if !self.is_packed() => Some(contiguous("bias", &own(bias)?)?),
+            _ => None,
+        };
+        match &self.weight {
+            Weight::Packed(weight) => {
+                let factor = Factor::Packed { weight: weight.clone(), columns };
+                product(xs, factor, self.bias.as_ref(), Epilogue::default())
+            }
+            Weight::Tracked { weight, instruction_set } => {
+                let weight = as_matrix("weight", &own(weight)?)?;
+                let factor = Factor::Matrix { weight, instruction_set: *instruction_set };
+                product(xs, factor, bias.as_ref(), Epilogue::default())
+            }
+            // Candle's quantised product has no gradient and needs a matrix that is not empty.
+            Weight::Quantized { matmul, .. } if !xs.track_op() && xs.elem_count() > 0 => {
+                let rows = contiguous("input", xs)?.reshape(((), self.in_dim()))?;
+                let all = matmul.forward(&rows)?.reshape([&xs.dims()[..xs.rank() - 1], &[self.out_dim()]].concat())?;
+                let ys = part(&all, xs.rank() - 1, columns.clone())?;
+                match bias {
+                    Some(bias) => ys.broadcast_add(&bias),
+                    None => Ok(ys),
+                }
+            }
+            Weight::Quantized { .. } | Weight::Plain(_) => {
+                plain(&Linear::new(own(self.to_linear()?.weight())?, bias), xs)
+            }
+        }
+    }
 }
 
-/// (.., in) gives (.., out) in the input's dtype, which is the weight's, or f32 over a weight in half precision.
+/// Maps (.., in) to (.., out) in the input's dtype, which is the weight's, or f32 with a weight in half precision.
 impl Module for PackedLinear {
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         self.forward_columns(xs, 0..self.out_dim())

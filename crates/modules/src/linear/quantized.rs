@@ -6,16 +6,16 @@ use candle_core::quantized::{GgmlDType, QMatMul, QTensor};
 use candle_core::{DType, Result, Tensor, bail};
 use half::f16;
 
-use super::forward::{choose_instruction_set, kernel_error, pack};
+use super::product::{choose_instruction_set, kernel_error, pack};
 use super::{OP, PackedLinear, Weight};
 use crate::base::{Dim, Expect, check_memory};
 use candle_attention_kernels::linear::{CODE_BLOCK, Codes, PackedWeight};
 
 impl PackedLinear {
-    /// Packs `weight` (out, in) of any type of GGUF files and `bias` (out,) in f32, for inputs in f32.
+    /// Packs `weight` (out, in) in any type of GGUF files, with `bias` (out,) in f32, for inputs in f32.
     ///
-    /// On a CPU Q8_0, Q5_0 and Q5_1 are held in 8 bits a number and Q4_0 and Q4_1 in 4, each with the scales and
-    /// minimums of its blocks of 32, 16 bits each: 1.06 to 1.13 bytes a number, and 0.56 or 0.63. They are multiplied
+    /// On a CPU Q8_0, Q5_0 and Q5_1 are stored in 8 bits per number and Q4_0 and Q4_1 in 4, with the scales and
+    /// minimums of blocks of 32 numbers, 16 bits each: 1.06 to 1.13 bytes per number, and 0.56 or 0.63. They are multiplied
     /// in f32, with the bits that [`new`](Self::new) gives for the dequantised numbers. F32, F16 and BF16 are packed as
     /// they are. K-quants are multiplied by Candle's [`QMatMul`], which rounds inputs
     /// to 8 bits. On other devices all but K-quants are dequantised.
@@ -46,11 +46,12 @@ impl PackedLinear {
             let bias = Expect::one(OP, "bias", bias).shape(&[Dim::Is(shape.0)])?;
             bias.dtype_of(&[DType::F32], "")?.same_device("the quantised weight", &device)?;
         }
-        let of = |weight, dtype| Self::of(weight, bias, shape, dtype, &device);
+        let build = |weight, dtype| Self::from_checked(weight, bias, shape, dtype, &device);
         let dtype = match weight.dtype() {
             GgmlDType::Q2K | GgmlDType::Q3K | GgmlDType::Q4K | GgmlDType::Q5K | GgmlDType::Q6K | GgmlDType::Q8K => {
-                let weight = Arc::new(weight);
-                return of(Weight::Quantized(weight.clone(), QMatMul::from_arc(weight)?), DType::F32);
+                let shared = Arc::new(weight);
+                let matmul = QMatMul::from_arc(shared.clone())?;
+                return build(Weight::Quantized { weight: shared, matmul }, DType::F32);
             }
             GgmlDType::F16 => DType::F16,
             GgmlDType::BF16 => DType::BF16,
@@ -58,48 +59,89 @@ impl PackedLinear {
         };
         check_memory(OP, format_args!("a weight of shape {shape:?}"), &[shape.0, shape.1])?;
         if !device.is_cpu() || bias.is_some_and(Tensor::track_op) {
-            return of(Weight::Plain(weight.dequantize(&device)?, None), DType::F32);
+            return build(Weight::Plain(weight.dequantize(&device)?), DType::F32);
         }
         let packed = match pack_blocks(&weight)? {
             Some(packed) => packed,
             None => pack(&weight.dequantize(&device)?.to_dtype(dtype)?, choose_instruction_set(None, dtype)?)?,
         };
-        of(Weight::Packed(packed.into()), dtype)
+        build(Weight::Packed(packed.into()), dtype)
     }
 }
 
-/// The codes of a type whose blocks have 32 numbers: a scale, a minimum of the same 16 bits, the fifth bits, and then
-/// the lower bits of the numbers, or all of them. `None` for other types.
-fn pack_blocks(weight: &QTensor) -> Result<Option<PackedWeight>> {
-    let (bits, has_minimums) = match weight.dtype() {
-        GgmlDType::Q4_0 => (4, false),
-        GgmlDType::Q4_1 => (4, true),
-        GgmlDType::Q5_0 => (5, false),
-        GgmlDType::Q5_1 => (5, true),
-        GgmlDType::Q8_0 => (8, false),
-        _ => return Ok(None),
-    };
-    let (mut codes, mut scales, mut minimums) = (Vec::new(), Vec::new(), Vec::new());
-    let (numbers, factors) = (CODE_BLOCK * bits / 8, if has_minimums { 4 } else { 2 });
-    for block in weight.data()?.chunks_exact(factors + numbers) {
-        let half = |at: usize| f16::from_le_bytes([block[at], block[at + 1]]);
-        scales.push(half(0));
-        minimums.extend(has_minimums.then(|| half(2)));
-        let (fifth, lower) = block[factors..].split_at(if bits == 5 { 4 } else { 0 });
-        // Without a minimum, zero is in the middle of the codes: 16 of 5 bits, and 128 of the 8 that they are held in.
-        let middle = if bits == 5 && !has_minimums { 128 - 16 } else { 0 };
-        let code = |at: usize| {
-            let number = lower[at % 16] >> (at / 16 * 4) & 0xf;
-            middle + (fifth.get(at / 8).map_or(0, |byte| byte >> (at % 8) & 1) << 4 | number)
-        };
-        match bits {
-            // Signed bytes.
-            8 => codes.extend(lower.iter().map(|code| code ^ 0x80)),
-            _ => codes.extend((0..CODE_BLOCK).map(code)),
+/// The format of a quantised type whose blocks have 32 numbers. A block is a scale and perhaps a minimum, 16 bits each,
+/// then perhaps the fifth bits of all numbers, and then their lower bits or all of their bits.
+struct BlockFormat {
+    /// The number of bits of a number: 4, 5 or 8.
+    bits: usize,
+    has_minimums: bool,
+}
+
+impl BlockFormat {
+    fn new(dtype: GgmlDType) -> Option<Self> {
+        match dtype {
+            GgmlDType::Q4_0 => Some(Self { bits: 4, has_minimums: false }),
+            GgmlDType::Q4_1 => Some(Self { bits: 4, has_minimums: true }),
+            GgmlDType::Q5_0 => Some(Self { bits: 5, has_minimums: false }),
+            GgmlDType::Q5_1 => Some(Self { bits: 5, has_minimums: true }),
+            GgmlDType::Q8_0 => Some(Self { bits: 8, has_minimums: false }),
+            _ => None,
         }
     }
-    let (bits, minimums) = (if bits == 4 { 4 } else { 8 }, has_minimums.then_some(minimums.as_slice()));
-    let (codes, instruction_set) =
-        (Codes { bits, codes: &codes, scales: &scales, minimums }, choose_instruction_set(None, DType::F32)?);
-    PackedWeight::from_codes(&codes, weight.shape().dims2()?, instruction_set).map(Some).map_err(kernel_error)
+
+    /// Returns the number of bytes of scale and minimum.
+    fn factor_bytes(&self) -> usize {
+        if self.has_minimums { 4 } else { 2 }
+    }
+
+    fn block_bytes(&self) -> usize {
+        self.factor_bytes() + CODE_BLOCK * self.bits / 8
+    }
+
+    /// Appends the codes of a block's numbers. Codes of 4 bits stay as they are, others are widened to 8 bits.
+    fn unpack(&self, numbers: &[u8], codes: &mut Vec<u8>) {
+        match self.bits {
+            // Signed bytes.
+            8 => codes.extend(numbers.iter().map(|number| number ^ 0x80)),
+            5 => {
+                let (fifth_bits, lower_bits) = numbers.split_at(4);
+                // Without minimums, zero is the middle of the codes: 16 of 5 bits, 128 of 8 bits.
+                let offset = if self.has_minimums { 0 } else { 128 - 16 };
+                codes.extend((0..CODE_BLOCK).map(|n| {
+                    let fifth_bit = fifth_bits[n / 8] >> (n % 8) & 1;
+                    offset + (fifth_bit << 4 | nibble(lower_bits, n))
+                }));
+            }
+            _ => codes.extend((0..CODE_BLOCK).map(|n| nibble(numbers, n))),
+        }
+    }
+}
+
+/// Returns the nth number of a block of 4-bit numbers. The low halves of the 16 bytes come first.
+fn nibble(bytes: &[u8], n: usize) -> u8 {
+    bytes[n % 16] >> (n / 16 * 4) & 0xf
+}
+
+/// Packs a quantised weight in its own type; `None` for types that are not packed.
+fn pack_blocks(weight: &QTensor) -> Result<Option<PackedWeight>> {
+    let Some(format) = BlockFormat::new(weight.dtype()) else { return Ok(None) };
+    let mut codes = Vec::new();
+    let mut scales = Vec::new();
+    let mut minimums = Vec::new();
+    for block in weight.data()?.chunks_exact(format.block_bytes()) {
+        scales.push(f16::from_le_bytes([block[0], block[1]]));
+        if format.has_minimums {
+            minimums.push(f16::from_le_bytes([block[2], block[3]]));
+        }
+        format.unpack(&block[format.factor_bytes()..], &mut codes);
+    }
+    let packed_codes = Codes {
+        bits: if format.bits == 4 { 4 } else { 8 },
+        codes: &codes,
+        scales: &scales,
+        minimums: format.has_minimums.then_some(minimums.as_slice()),
+    };
+    let instruction_set = choose_instruction_set(None, DType::F32)?;
+    let packed = PackedWeight::from_codes(&packed_codes, weight.shape().dims2()?, instruction_set);
+    Ok(Some(packed.map_err(kernel_error)?))
 }

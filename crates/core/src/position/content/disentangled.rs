@@ -151,7 +151,7 @@ impl Content {
         let [keys, queries] = if config.shared_projections {
             let xs = embeddings.unsqueeze(0)?;
             let Projected { q, kv, .. } = projections.query_key_value(&xs, Some([&xs, &xs]))?;
-            let keys = kv.filter(|_| config.content_to_position).map(|[keys, _]| keys.squeeze(0));
+            let keys = kv.filter(|_| config.content_to_position).map(|kv| kv.keys.squeeze(0));
             [keys.transpose()?, config.position_to_content.then(|| q.squeeze(0)).transpose()?]
         } else {
             let project = |name: &str| -> Result<Option<Tensor>> {

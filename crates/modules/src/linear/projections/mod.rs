@@ -1,8 +1,8 @@
-//! The projections of a layer: each is columns of a product with a weight, or a module.
+//! The projections of an attention layer. Each is some columns of the product with a weight, or a module of the caller.
 
-mod sources;
+mod modules;
 
-pub use sources::{ByPlace, Projection, ProjectionModule, ProjectionModules};
+pub use modules::{ByProjection, Projection, ProjectionModule, ProjectionModules};
 
 use Projection::{Gate, Key, Output, Query, Value};
 
@@ -18,40 +18,50 @@ use crate::base::{Expect, WeightAndBias, part};
 
 const OP: &str = "multi_head_attention";
 
-/// One projection, (B, T, in) to (B, T, out): columns of the product with a weight. Projections of one input that share
-/// the weight are views of one product.
+/// A projection (B, T, in) to (B, T, out): some columns of the product with a weight. Projections of one input that share
+/// a weight are views of one product.
 #[derive(Debug, Clone)]
 pub struct PackedProjection {
-    weight: Arc<Weight>,
+    weight: Arc<SharedWeight>,
     columns: Range<usize>,
     has_bias: bool,
 }
 
-enum Weight {
+/// The weight of one or more projections.
+enum SharedWeight {
     Packed(PackedLinear),
     /// Rows of variables, which each call reads.
     Tracked(WeightAndBias),
-    /// A module of the caller's.
+    /// A module of the caller.
     Module {
-        place: Projection,
-        /// Itself, and with checks of what it gives.
-        own: ProjectionModule,
+        projection: Projection,
+        module: ProjectionModule,
+        /// The module with checks of its output.
         checked: ProjectionModule,
     },
 }
 
-impl fmt::Debug for Weight {
+/// The outputs of one projection in a weight that several share.
+#[derive(Debug, Clone, Copy)]
+pub struct Outputs {
+    /// The number of outputs.
+    pub count: usize,
+    /// Whether the projection has a bias.
+    pub has_bias: bool,
+}
+
+impl fmt::Debug for SharedWeight {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         match self {
             Self::Packed(weight) => weight.fmt(f),
             Self::Tracked(rows) => rows.fmt(f),
-            Self::Module { place, .. } => write!(f, "a module for the {place}"),
+            Self::Module { projection, .. } => write!(f, "a module for the {projection}"),
         }
     }
 }
 
-impl Weight {
-    /// Some of the outputs, plus a residual (B, T, out), if there is one.
+impl SharedWeight {
+    /// Computes some of the outputs, plus a residual (B, T, out) if there is one.
     fn product(&self, xs: &Tensor, columns: Range<usize>, residual: Option<&Tensor>) -> Result<Tensor> {
         match (self, residual) {
             (Self::Packed(weight), _) => weight.product(xs, columns, residual),
@@ -63,45 +73,50 @@ impl Weight {
 }
 
 impl PackedProjection {
-    /// Projections of inputs of one width: columns of one weight that is packed, or each by itself where training
-    /// changes one of them.
+    /// Creates projections of inputs of one width. They share one packed weight, or have a weight each if one of them is
+    /// tracked for gradients.
     pub fn of_rows(all: &[&WeightAndBias]) -> Result<Vec<Self>> {
         let is_tracked = all.iter().any(|rows| rows.is_tracked());
         if is_tracked && all.len() > 1 {
             return Ok(all.chunks(1).map(Self::of_rows).collect::<Result<Vec<_>>>()?.concat());
         }
         let rows = WeightAndBias::join(all)?;
-        let weight = if is_tracked { Weight::Tracked(rows) } else { Weight::Packed(rows.to_linear()?.try_into()?) };
-        Ok(Self::columns_of(weight, all.iter().map(|rows| (rows.weight.count(), rows.bias.is_some()))))
+        let outputs = all.iter().map(|rows| Outputs { count: rows.weight.count(), has_bias: rows.bias.is_some() });
+        let weight =
+            if is_tracked { SharedWeight::Tracked(rows) } else { SharedWeight::Packed(rows.to_linear()?.try_into()?) };
+        Ok(Self::columns_of(weight, outputs))
     }
 
-    /// Of one weight that is packed, the columns of each part, which is so many outputs and may have a bias.
-    pub fn split(weight: PackedLinear, parts: impl IntoIterator<Item = (usize, bool)>) -> Vec<Self> {
-        Self::columns_of(Weight::Packed(weight), parts)
+    /// Splits a packed weight into projections, whose outputs follow each other.
+    pub fn split(weight: PackedLinear, outputs: impl IntoIterator<Item = Outputs>) -> Vec<Self> {
+        Self::columns_of(SharedWeight::Packed(weight), outputs)
     }
 
-    fn columns_of(weight: Weight, parts: impl IntoIterator<Item = (usize, bool)>) -> Vec<Self> {
-        let (weight, mut end) = (Arc::new(weight), 0);
-        let part = |(len, has_bias)| {
-            end += len;
-            Self { weight: weight.clone(), columns: end - len..end, has_bias }
-        };
-        parts.into_iter().map(part).collect()
+    fn columns_of(weight: SharedWeight, outputs: impl IntoIterator<Item = Outputs>) -> Vec<Self> {
+        let shared = Arc::new(weight);
+        let mut projections = Vec::new();
+        let mut start = 0;
+        for Outputs { count, has_bias } in outputs {
+            projections.push(Self { weight: shared.clone(), columns: start..start + count, has_bias });
+            start += count;
+        }
+        projections
     }
 
-    /// As linear layers, with what variables hold now. Parts of one weight are views of it.
+    /// Returns the projections as linear layers, with the current values of variables. Projections that share a weight are
+    /// views of it.
     ///
     /// # Errors
-    /// For a module, whose weights nobody knows here, and if memory is short.
+    /// For a module of the caller, whose weights are unknown, and if a weight cannot be allocated.
     pub fn to_linears(all: &[&Self]) -> Result<Vec<Linear>> {
         let mut linears = Vec::with_capacity(all.len());
         for run in all.chunk_by(|own, next| Arc::ptr_eq(&own.weight, &next.weight)) {
             let whole = match &*run[0].weight {
-                Weight::Packed(weight) => weight.to_linear()?,
-                Weight::Tracked(rows) => rows.to_linear()?,
-                Weight::Module { place, .. } => bail!(
-                    "[{OP}] the {place} projection is a module of the caller's, whose weights the layer does not know"
-                ),
+                SharedWeight::Packed(weight) => weight.to_linear()?,
+                SharedWeight::Tracked(rows) => rows.to_linear()?,
+                SharedWeight::Module { projection, .. } => {
+                    bail!("[{OP}] the {projection} projection is a module of the caller, whose weights are unknown")
+                }
             };
             for Self { columns, has_bias, .. } in run {
                 let own = |tensor: &Tensor| tensor.narrow(0, columns.start, columns.len());
@@ -112,7 +127,7 @@ impl PackedProjection {
         Ok(linears)
     }
 
-    /// Projections of one input; those that share a weight are views of one product.
+    /// Projects one input. The outputs of projections that share a weight are views of one product.
     pub fn project(all: &[&Self], xs: &Tensor) -> Result<Vec<Tensor>> {
         let mut outputs = Vec::with_capacity(all.len());
         for run in all.chunk_by(|own, next| Arc::ptr_eq(&own.weight, &next.weight)) {
@@ -120,7 +135,7 @@ impl PackedProjection {
             let start = first.columns.start;
             let product = first.weight.product(xs, start..last.columns.end, None)?;
             for Self { columns, .. } in run {
-                // A part of an empty tensor would be new zeros, without its gradient.
+                // A part of an empty tensor would be new zeros without a gradient.
                 let is_whole = columns.len() == product.dim(2)?;
                 let own = columns.start - start..columns.end - start;
                 outputs.push(if is_whole { product.clone() } else { part(&product, 2, own)? });
@@ -136,170 +151,197 @@ impl Module for PackedProjection {
     }
 }
 
-/// The projections of a layer: of queries, and those that the config wants besides. Where there are keys and no
-/// projection of values, values are what that of keys gives.
+/// The projections of a layer: of queries, and all others that the config has. With a key projection and no value
+/// projection, the projected keys are the values too.
 #[derive(Debug, Clone)]
 pub struct Projections {
-    all: ByPlace<PackedProjection>,
-    /// The dtype of the weights, or what modules were said to give.
+    all: ByProjection<PackedProjection>,
+    /// The dtype of the weights, or of the modules' outputs.
     pub dtype: DType,
-    /// The device of the weights, or the one that modules were said to be on.
+    /// The device of the weights, or of the modules' outputs.
     pub device: Device,
 }
 
-/// What the inputs of a call are projected to; as heads (B, H, T, D) where a layer has split them.
+/// The projected inputs of a call. A layer replaces them by their heads, (B, H, T, D).
 #[derive(Debug)]
 pub struct Projected {
     /// (B, T_q, H·D).
     pub q: Tensor,
-    /// (B, T_kv, H_kv·D) and (B, T_kv, H_kv·D_v), if the call has inputs for them and the layer projects them.
-    pub kv: Option<[Tensor; 2]>,
+    /// Keys and values, if the call has inputs for them and the layer projects them.
+    pub kv: Option<KeysAndValues>,
     /// (B, T_q, H·D_v) or (B, T_q, H).
     pub gate: Option<Tensor>,
 }
 
+/// Projected keys and values.
+#[derive(Debug, Clone)]
+pub struct KeysAndValues {
+    /// (B, T_kv, H_kv·D).
+    pub keys: Tensor,
+    /// (B, T_kv, H_kv·D_v).
+    pub values: Tensor,
+}
+
 impl Projections {
-    /// From a checkpoint, of a dtype on a device: weights are packed now, or read in each call where training changes
-    /// them.
+    /// Creates the projections of loaded weights in a dtype on a device. Weights that are tracked for gradients are read
+    /// in each call, others are packed now.
     ///
     /// # Errors
-    /// If memory is short.
-    pub fn new(loaded: &ByPlace<WeightAndBias>, dtype: DType, device: &Device) -> Result<Self> {
+    /// If a packed weight cannot be allocated.
+    pub fn new(loaded: &ByProjection<WeightAndBias>, dtype: DType, device: &Device) -> Result<Self> {
         Ok(Self { all: Self::pack(loaded)?, dtype, device: device.clone() })
     }
 
-    /// Those of inputs of one width are columns of one product.
-    fn pack(loaded: &ByPlace<WeightAndBias>) -> Result<ByPlace<PackedProjection>> {
-        let mut all = ByPlace::new();
-        let loaded: Vec<_> = loaded.iter().collect();
+    /// Packs weights. Projections of inputs of one width share one weight.
+    fn pack(loaded: &ByProjection<WeightAndBias>) -> Result<ByProjection<PackedProjection>> {
+        let mut all = ByProjection::new();
+        let entries: Vec<_> = loaded.iter().collect();
         let width = |rows: &WeightAndBias| rows.weight.first().dims()[1];
-        for run in loaded.chunk_by(|(_, own), (place, next)| **place != Output && width(own) == width(next)) {
-            let (places, rows): (Vec<_>, Vec<_>) = run.iter().copied().unzip();
-            all.extend(places.into_iter().copied().zip(PackedProjection::of_rows(&rows)?));
+        for run in entries.chunk_by(|(_, own), (projection, next)| **projection != Output && width(own) == width(next))
+        {
+            let rows: Vec<_> = run.iter().map(|(_, rows)| *rows).collect();
+            for ((projection, _), packed) in run.iter().zip(PackedProjection::of_rows(&rows)?) {
+                all.insert(**projection, packed);
+            }
         }
         Ok(all)
     }
 
-    /// The same with what variables hold now, packed. Modules of the caller's stay as they are.
+    /// Returns a copy with the current values of variables, packed. Modules of the caller are kept.
     ///
     /// # Errors
-    /// If memory is short.
+    /// If a packed weight cannot be allocated.
     pub fn freeze(&self) -> Result<Self> {
-        let mut frozen = ByPlace::new();
-        for (place, own) in &self.all {
-            if let Weight::Tracked(rows) = &*own.weight {
-                frozen.insert(*place, rows.freeze()?);
+        let mut frozen = ByProjection::new();
+        for (projection, own) in &self.all {
+            if let SharedWeight::Tracked(rows) = &*own.weight {
+                frozen.insert(*projection, rows.freeze()?);
             }
         }
         let mut all = self.all.clone();
-        // Together, so that those of one input are one product again.
+        // All at once, so that the projections of one input share a weight again.
         all.extend(Self::pack(&frozen)?);
         Ok(Self { all, ..self.clone() })
     }
 
-    /// Of modules with outputs of these widths, 0 for none, for inputs of a dtype on a device.
+    /// Creates projections of modules. `width` returns the number of outputs of a projection, 0 if the config does not have
+    /// it. `dtype` and `device` are those of the modules' outputs.
     ///
     /// # Errors
-    /// If the config wants a projection and there is none, or the other way around.
+    /// If a projection of the config has no module, or a module belongs to no projection of the config.
     pub fn from_modules(
         width: impl Fn(Projection) -> usize,
         modules: &ProjectionModules,
         dtype: DType,
         device: &Device,
     ) -> Result<Self> {
-        let mut own = Self { all: ByPlace::new(), dtype, device: device.clone() };
-        for place in Projection::ALL {
-            let noun = place.noun();
-            match (modules.0.get(&place).cloned(), width(place)) {
+        let mut own = Self { all: ByProjection::new(), dtype, device: device.clone() };
+        for projection in Projection::ALL {
+            let noun = projection.noun();
+            match (modules.0.get(&projection).cloned(), width(projection)) {
                 (None, 0) => {}
-                (None, _) => bail!("[{OP}] no module was given for the {noun} that the config wants"),
-                (Some(_), 0) => bail!("[{OP}] a module was given for the {noun}, but the config says there is none"),
-                (Some(module), width) => own.set(place, width, module),
+                (None, _) => bail!("[{OP}] there is no module for the {noun} of the config"),
+                (Some(_), 0) => bail!("[{OP}] there is a module for the {noun}, which the config does not have"),
+                (Some(module), width) => own.set(projection, width, module),
             }
         }
         Ok(own)
     }
 
-    /// A module with an output of that width, which is checked, in one place. It is not called where there is nothing
-    /// to compute.
-    fn set(&mut self, place: Projection, width: usize, module: ProjectionModule) {
-        let (dtype, device, own) = (self.dtype, self.device.clone(), module.clone());
+    /// Sets the module of a projection with `width` outputs. Each output is checked. The module is not called for an empty
+    /// output.
+    fn set(&mut self, projection: Projection, width: usize, module: ProjectionModule) {
+        let dtype = self.dtype;
+        let device = self.device.clone();
+        let own = module.clone();
         let checked = move |xs: &Tensor| {
             let (b, t, _) = xs.dims3()?;
             let expected = [b, t, width];
             if expected.contains(&0) {
                 return Tensor::zeros(&expected, dtype, &device);
             }
-            let ys = module.forward(&xs.contiguous()?)?;
-            let name = format!("the output of the {place} projection");
+            let ys = own.forward(&xs.contiguous()?)?;
+            let name = format!("the output of the {projection} projection");
             let output = Expect::one(OP, &name, &ys).sizes(&expected)?;
             output.dtype(dtype, "the weights'")?.same_device("the weights", &device)?;
             Ok(ys)
         };
-        let weight = Arc::new(Weight::Module { place, own, checked: Arc::new(checked) });
-        self.all.insert(place, PackedProjection { weight, columns: 0..width, has_bias: false });
+        let weight = Arc::new(SharedWeight::Module { projection, module, checked: Arc::new(checked) });
+        self.all.insert(projection, PackedProjection { weight, columns: 0..width, has_bias: false });
     }
 
-    /// Of weights that are packed, query, key, value and output, for inputs in f32.
+    /// Creates projections of packed weights, of queries, keys, values and the output in this order, for inputs in f32.
     pub fn of_columns(columns: Vec<PackedProjection>, device: &Device) -> Self {
         let all = [Query, Key, Value, Output].into_iter().zip(columns).collect();
         Self { all, dtype: DType::F32, device: device.clone() }
     }
 
-    /// The same with a module in one place, with an output of that width, made from what is there.
+    /// Replaces a projection by the module that `change` makes of it. The module has `width` outputs.
     ///
     /// # Errors
-    /// For a projection that the config does not have, and those of `change`.
+    /// For a projection that the config does not have, and the errors of `change`.
     pub fn map(
         mut self,
         width: usize,
-        place: Projection,
+        projection: Projection,
         change: impl FnOnce(ProjectionModule) -> Result<ProjectionModule>,
     ) -> Result<Self> {
-        let Some(own) = self.all.remove(&place) else {
-            bail!("[{OP}] the config says there is no {}, so none can be changed", place.noun())
+        let Some(own) = self.all.remove(&projection) else {
+            bail!("[{OP}] there is no {} in the config, expected a projection of the layer", projection.noun())
         };
-        let module = match &*own.weight {
-            Weight::Module { own, .. } => own.clone(),
+        let current = match &*own.weight {
+            SharedWeight::Module { module, .. } => module.clone(),
             _ => Arc::new(own),
         };
-        self.set(place, width, change(module)?);
+        self.set(projection, width, change(current)?);
         Ok(self)
     }
 
-    /// Whether queries and keys are projected by modules of the caller's, which may change.
+    /// Returns whether queries or keys are projected by modules of the caller, which may change.
     pub fn has_modules(&self) -> bool {
-        let is_module = |own: &PackedProjection| matches!(&*own.weight, Weight::Module { .. });
-        [Query, Key].iter().any(|place| self.all.get(place).is_some_and(is_module))
+        let is_module = |own: &PackedProjection| matches!(&*own.weight, SharedWeight::Module { .. });
+        [Query, Key].iter().any(|projection| self.all.get(projection).is_some_and(is_module))
     }
 
-    /// The inputs of some places projected; those of one tensor that share a weight are views of one product.
-    fn project(&self, inputs: &[(Projection, &Tensor)]) -> Result<ByPlace<Tensor>> {
-        let mut projected = ByPlace::new();
-        for run in inputs.chunk_by(|(_, own), (_, next)| own.id() == next.id()) {
-            let own = run.iter().filter_map(|(place, _)| self.all.get_key_value(place));
-            let (places, all): (Vec<_>, Vec<_>) = own.unzip();
-            projected.extend(places.into_iter().copied().zip(PackedProjection::project(&all, run[0].1)?));
+    /// Computes some projections. Those of one input that share a weight are views of one product.
+    fn project(&self, inputs: &[ProjectionInput]) -> Result<ByProjection<Tensor>> {
+        let mut projected = ByProjection::new();
+        for run in inputs.chunk_by(|own, next| own.xs.id() == next.xs.id()) {
+            let mut kinds = Vec::new();
+            let mut weights = Vec::new();
+            for input in run {
+                if let Some(weight) = self.all.get(&input.projection) {
+                    kinds.push(input.projection);
+                    weights.push(weight);
+                }
+            }
+            projected.extend(kinds.into_iter().zip(PackedProjection::project(&weights, run[0].xs)?));
         }
         Ok(projected)
     }
 
-    /// q and the gate, and k and v where these have inputs.
+    /// Projects queries and their gate, and keys and values if the call has inputs for them. `key_value` are the inputs of
+    /// keys and of values.
     pub fn query_key_value(&self, queries: &Tensor, key_value: Option<[&Tensor; 2]>) -> Result<Projected> {
-        let mut inputs = vec![(Query, queries), (Gate, queries)];
-        inputs.extend(key_value.into_iter().flat_map(|[keys, values]| [(Key, keys), (Value, values)]));
+        let mut inputs = vec![ProjectionInput::new(Query, queries), ProjectionInput::new(Gate, queries)];
+        if let Some([keys, values]) = key_value {
+            inputs.push(ProjectionInput::new(Key, keys));
+            inputs.push(ProjectionInput::new(Value, values));
+        }
         let mut projected = self.project(&inputs)?;
         let Some(q) = projected.remove(&Query) else { bail!("[{OP}] expected a query projection") };
         let gate = projected.remove(&Gate);
         Ok(Projected { q, kv: keys_and_values(projected), gate })
     }
 
-    /// k (B, T_kv, H_kv·D) and v (B, T_kv, H_kv·D_v) alone, if the layer has them.
-    pub fn key_value(&self, keys: &Tensor, values: &Tensor) -> Result<Option<[Tensor; 2]>> {
-        Ok(keys_and_values(self.project(&[(Key, keys), (Value, values)])?))
+    /// Projects keys and values alone; `None` if the layer has no such projections.
+    pub fn key_value(&self, keys: &Tensor, values: &Tensor) -> Result<Option<KeysAndValues>> {
+        let inputs = [ProjectionInput::new(Key, keys), ProjectionInput::new(Value, values)];
+        Ok(keys_and_values(self.project(&inputs)?))
     }
 
-    /// The output projection of merged heads (B, T_q, H·D_v), or the heads as they are, plus a residual of that shape.
+    /// Applies the output projection to merged heads (B, T_q, H·D_v), if the layer has one, and adds a residual (B, T_q,
+    /// out_dim), if there is one.
     pub fn output(&self, merged: Tensor, residual: Option<&Tensor>) -> Result<Tensor> {
         match (self.all.get(&Output), residual) {
             (Some(output), _) => output.weight.product(&merged, output.columns.clone(), residual),
@@ -308,19 +350,32 @@ impl Projections {
         }
     }
 
-    /// As linear layers, with what variables hold now: q (H·D, E), k (H_kv·D, kdim), v (H_kv·D_v, vdim), o
-    /// (out_dim, H·D_v), gate (H·D_v or H, E). Parts of one weight are views of it.
+    /// Returns the projections as linear layers, with the current values of variables: q (H·D, E), k (H_kv·D, kdim),
+    /// v (H_kv·D_v, vdim), o (out_dim, H·D_v), gate (H·D_v or H, E). Projections that share a weight are views of it.
     ///
     /// # Errors
-    /// If a projection is a module, whose weights the layer does not know, and if memory is short.
-    pub fn to_linears(&self) -> Result<ByPlace<Linear>> {
-        let (places, all): (Vec<_>, Vec<_>) = self.all.iter().unzip();
-        Ok(places.into_iter().copied().zip(PackedProjection::to_linears(&all)?).collect())
+    /// For a module of the caller, whose weights are unknown, and if a weight cannot be allocated.
+    pub fn to_linears(&self) -> Result<ByProjection<Linear>> {
+        let all: Vec<_> = self.all.values().collect();
+        Ok(self.all.keys().copied().zip(PackedProjection::to_linears(&all)?).collect())
     }
 }
 
-/// Where there are keys and no projection of values, values are what that of keys gives.
-fn keys_and_values(mut projected: ByPlace<Tensor>) -> Option<[Tensor; 2]> {
-    let k = projected.remove(&Key)?;
-    Some([k.clone(), projected.remove(&Value).unwrap_or(k)])
+/// A projection and its input (B, T, in).
+struct ProjectionInput<'a> {
+    projection: Projection,
+    xs: &'a Tensor,
+}
+
+impl<'a> ProjectionInput<'a> {
+    fn new(projection: Projection, xs: &'a Tensor) -> Self {
+        Self { projection, xs }
+    }
+}
+
+/// Returns projected keys and values. Without a value projection the projected keys are the values too.
+fn keys_and_values(mut projected: ByProjection<Tensor>) -> Option<KeysAndValues> {
+    let keys = projected.remove(&Key)?;
+    let values = projected.remove(&Value).unwrap_or_else(|| keys.clone());
+    Some(KeysAndValues { keys, values })
 }

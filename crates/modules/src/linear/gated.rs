@@ -1,0 +1,98 @@
+//! The first half of a gated feed-forward layer.
+
+use candle_core::{Module, Result, Tensor, bail};
+use candle_nn::Activation;
+
+use super::product::{Epilogue, Factor, UpProduct, kernel_activation, product};
+use super::{PackedLinear, Weight};
+
+const OP: &str = "packed_gated_linear";
+
+/// `activation(gate(x)) · up(x)`: the first half of a gated feed-forward layer (SwiGLU, GeGLU), in one pass over `x`.
+///
+/// With two packed weights, each tile of the gate is multiplied by the same tile of the other product while both are in a
+/// cache, in f32, and rounded once. Otherwise, and for an input that is tracked for gradients, the layer computes three
+/// operations.
+///
+/// ```
+/// use candle_attention::{PackedGatedLinear, PackedLinear};
+/// use candle_core::{Device, Module, Tensor};
+/// use candle_nn::{Activation, Linear};
+/// # fn main() -> candle_core::Result<()> {
+/// let linear = || Ok::<_, candle_core::Error>(Linear::new(Tensor::randn(0f32, 1., (48, 16), &Device::Cpu)?, None));
+/// let (gate, up) = (linear()?, linear()?);
+/// let both = PackedGatedLinear::new(gate.clone().try_into()?, up.clone().try_into()?, Activation::Silu)?;
+///
+/// let xs = Tensor::randn(0f32, 1., (2, 5, 16), &Device::Cpu)?;
+/// let expected = (gate.forward(&xs)?.silu()? * up.forward(&xs)?)?;
+/// let difference = (both.forward(&xs)? - expected)?.abs()?.max_all()?.to_scalar::<f32>()?;
+/// assert!(difference < 1e-3);
+/// # Ok(()) }
+/// ```
+#[derive(Debug, Clone)]
+pub struct PackedGatedLinear {
+    gate: PackedLinear,
+    up: PackedLinear,
+}
+
+impl PackedGatedLinear {
+    /// Combines two linear layers without activations, of one shape, dtype and device.
+    ///
+    /// # Errors
+    /// For layers that differ or have an activation, and for an activation that [`PackedLinear::with_activation`] does not
+    /// support.
+    pub fn new(gate: PackedLinear, up: PackedLinear, activation: Activation) -> Result<Self> {
+        for (name, linear) in [("gate", &gate), ("up", &up)] {
+            if let Some(own) = linear.activation() {
+                bail!("[{OP}] {name} has the activation {own:?}, expected none")
+            }
+        }
+        let found =
+            |linear: &PackedLinear| (linear.out_dim(), linear.in_dim(), linear.dtype(), linear.device().location());
+        if found(&gate) != found(&up) {
+            bail!("[{OP}] up is {:?}, expected the gate's {:?}", found(&up), found(&gate))
+        }
+        Ok(Self { gate: gate.with_activation(activation)?, up })
+    }
+
+    /// Returns a copy for inference after training: with the current values of variables, packed, without gradients.
+    ///
+    /// # Errors
+    /// If the copy cannot be allocated.
+    pub fn freeze(&self) -> Result<Self> {
+        Ok(Self { gate: self.gate.freeze()?, up: self.up.freeze()? })
+    }
+
+    /// Returns the number of outputs.
+    pub fn out_dim(&self) -> usize {
+        self.gate.out_dim()
+    }
+
+    /// Returns the number of inputs.
+    pub fn in_dim(&self) -> usize {
+        self.gate.in_dim()
+    }
+}
+
+/// Maps (.., in) to (.., out) in the input's dtype, which is the weights', or f32 with weights in half precision.
+impl Module for PackedGatedLinear {
+    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+        let Self { gate, up } = self;
+        if let (Weight::Packed(gate_weight), Weight::Packed(up_weight)) = (&gate.weight, &up.weight)
+            && let Some(activation) = gate.activation
+            && gate_weight.is_like(up_weight)
+            && !xs.track_op()
+        {
+            let columns = 0..self.out_dim();
+            gate.check(xs, &columns)?;
+            let epilogue = Epilogue {
+                activation: Some(kernel_activation(activation)?),
+                up: Some(UpProduct { weight: up_weight, bias: up.bias.as_ref() }),
+                residual: None,
+            };
+            let factor = Factor::Packed { weight: gate_weight.clone(), columns };
+            return product(xs, factor, gate.bias.as_ref(), epilogue);
+        }
+        gate.forward(xs)?.mul(&up.forward(xs)?)
+    }
+}
