@@ -140,9 +140,7 @@ impl std::fmt::Debug for TorchSeed {
 impl SimpleBackend for TorchSeed {
     fn get(&self, shape: Shape, name: &str, hint: Init, dtype: DType, device: &Device) -> Result<Tensor> {
         if !dtype.is_float() {
-            bail!(
-                "[torch_seed] parameter `{name}` is requested in {dtype:?}, expected a float"
-            )
+            bail!("[torch_seed] parameter `{name}` is requested in {dtype:?}, expected a float")
         }
         let mut state = self.lock();
         let State { generator, parameters } = &mut *state;
@@ -167,9 +165,7 @@ impl SimpleBackend for TorchSeed {
     fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
         match self.lock().parameters.get_mut(name) {
             Some(parameter) => parameter.serve(dtype, device),
-            None => bail!(
-                "[torch_seed] parameter `{name}` is not drawn yet, expected a `get` with its shape first"
-            ),
+            None => bail!("[torch_seed] parameter `{name}` is not drawn yet, expected a `get` with its shape first"),
         }
     }
 
