@@ -15,12 +15,12 @@ use crate::oracle::{Alignment, Case, Dims, Mask, Options, Part, exact_linear};
 
 pub type Parameters = HashMap<String, Array>;
 
-/// Random numbers for every parameter that a layer of this config asks for.
+/// Draws random numbers for every parameter of a layer with this config.
 pub fn parameters(cfg: &MultiHeadAttentionConfig, seed: u64) -> Parameters {
     parameters_of(|vb| MultiHeadAttention::new(cfg, vb), seed)
 }
 
-/// For every variable that is asked for, in the order of their names.
+/// Draws random numbers for every variable that is requested, in the order of their names.
 pub fn parameters_of<T>(make: impl FnOnce(VarBuilder) -> Result<T>, seed: u64) -> Parameters {
     let (asked, mut random) = (VarMap::new(), Random::new(seed));
     make(VarBuilder::from_varmap(&asked, DType::F32, &Device::Cpu)).expect("a valid config");
@@ -28,7 +28,7 @@ pub fn parameters_of<T>(make: impl FnOnce(VarBuilder) -> Result<T>, seed: u64) -
     asked.into_iter().map(|(name, var)| (name, drawn(var.dims(), &mut random))).collect()
 }
 
-/// A parameter or an input.
+/// Draws a parameter or an input.
 pub fn drawn(shape: &[usize], random: &mut Random) -> Array {
     Array::new(shape).uniform(random, 1.0, DType::F32)
 }
@@ -37,7 +37,7 @@ pub fn tensors(parameters: &Parameters, dtype: DType, device: &Device) -> Result
     parameters.iter().map(|(name, numbers)| Ok((name.clone(), numbers.tensor(dtype, device)?))).collect()
 }
 
-/// What one call of a layer reads.
+/// The inputs of one call of a layer.
 #[derive(Clone)]
 pub struct Input {
     /// (B, T_q, E)
@@ -101,7 +101,7 @@ pub fn forward(cfg: &MultiHeadAttentionConfig, parameters: &Parameters, input: &
         let norm = QkNorm { kind: QkNormKind::RmsNoWeight, scope: QkNormScope::PerHead, eps };
         normalise(parameters, "v_norm", norm, d_v, &mut v);
     }
-    // A learned key and one of zeros stand after the others, without a norm.
+    // A learned key and a key of zeros follow the others, without a norm.
     let more = usize::from(cfg.bias_kv()) + usize::from(cfg.add_zero_attn());
     let append = |xs: &Array, name: &str| {
         let all = Array::each([1, b, t_kv + more, xs.width()], |[_, b, j, n]| match j.checked_sub(t_kv) {
@@ -156,7 +156,7 @@ pub fn forward(cfg: &MultiHeadAttentionConfig, parameters: &Parameters, input: &
     Output { ys: ys.data, weights: attended.weights }
 }
 
-/// A layer of latents.
+/// Computes latent attention.
 pub fn forward_latent(cfg: &MultiHeadLatentAttentionConfig, parameters: &Parameters, input: &Input) -> Output {
     let (xs, h, d, d_v) = (&input.queries, cfg.num_heads(), cfg.head_dim(), cfg.value_head_dim());
     let (b, t, nope, rope) = (xs.dim(0), xs.dim(1), cfg.nope_head_dim(), cfg.rope_head_dim());
@@ -203,7 +203,7 @@ fn gate_width(gate: OutputGate, d_v: usize) -> usize {
     if gate.scope == GateScope::PerHead { 1 } else { d_v }
 }
 
-/// Each head's columns of (B, T, H · (first + second)) in two.
+/// Splits each head's columns of (B, T, H · (first + second)) in two.
 fn split(xs: &Array, [first, second]: [usize; 2]) -> [Array; 2] {
     let heads = xs.width() / (first + second);
     [0..first, first..first + second].map(|range| {
@@ -212,12 +212,12 @@ fn split(xs: &Array, [first, second]: [usize; 2]) -> [Array; 2] {
     })
 }
 
-/// (B, T, H · width) to (B, H, T, width).
+/// Splits (B, T, H · width) into (B, H, T, width).
 fn heads(xs: &Array, heads: usize, width: usize) -> Array {
     Array::each([xs.dim(0), heads, xs.dim(1), width], |[b, h, i, d]| xs.at([0, b, i, h * width + d]))
 }
 
-/// (B, H, T, D_v) to (B, T, H · D_v).
+/// Merges (B, H, T, D_v) into (B, T, H · D_v).
 fn merged(context: Vec<f64>, [b, h, t, d_v]: [usize; 4]) -> Array {
     let context = Array::of(&[b, h, t, d_v], context);
     Array::of(&[b, t, h * d_v], Array::each([b, t, h, d_v], |[b, i, h, d]| context.at([b, h, i, d])).data)
@@ -238,7 +238,7 @@ fn alibi(cfg: &MultiHeadAttentionConfig, t_q: usize, t_kv: usize) -> (Option<Vec
     (None, Some(Part::Bias(bias)))
 }
 
-/// The mask of T_kv keys written out for `more`, which every query sees.
+/// Writes the mask of T_kv keys as a tensor with `more` keys, to which every query attends.
 fn with_more_keys(mut case: Case, more: usize) -> Case {
     let Dims { b, h, t_q, t_kv, .. } = case.dims;
     let shape = [b, h, t_q, t_kv + more];
@@ -278,7 +278,7 @@ fn normalise(parameters: &Parameters, name: &str, norm: QkNorm, d: usize, xs: &m
     }
 }
 
-/// By positions 0..T, with angles, cosines and sines rounded to f32.
+/// Rotates by positions 0..T, with angles, cosines and sines rounded to f32.
 fn rotate(rope: &RopeConfig, d: usize, xs: &mut Array) {
     let (t, width) = (xs.dim(1), xs.width());
     let r = rope.rotary_dim(d);

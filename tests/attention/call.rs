@@ -32,12 +32,12 @@ pub enum Path {
 impl Path {
     pub const REFERENCE: Self = Self::Asked(Backend::Reference);
 
-    /// The kernel on every instruction set of this processor.
+    /// Returns the kernel on every instruction set of this processor.
     pub fn kernels() -> Vec<Self> {
         InstructionSet::available().into_iter().map(Self::Kernel).collect()
     }
 
-    /// All that can compute a case.
+    /// Returns all paths that can compute a case.
     pub fn of(case: &Case, dtype: DType, device: &Device) -> Vec<Self> {
         match device.is_cpu() {
             true if dtype == DType::F64 || case.uniform_fully_masked_rows => vec![Self::REFERENCE],
@@ -58,13 +58,13 @@ pub struct Call {
 }
 
 impl Call {
-    /// Standard options, on the fused path.
+    /// Returns a call with default options, on the fused path.
     pub fn plain(q: &Tensor, k: &Tensor, v: &Tensor, mask: &AttentionMask) -> Self {
         let options = SdpaOptions::default().with_backend(Backend::Fused);
         Self { q: q.clone(), k: k.clone(), v: v.clone(), mask: mask.clone(), options }
     }
 
-    /// On the fused path of the CPU.
+    /// Returns a call on the fused path of the CPU.
     pub fn fused(case: &Case, dtype: DType) -> Result<Self> {
         Ok(Self::new(case, dtype, &Device::Cpu)?.on(Backend::Fused))
     }
@@ -101,8 +101,8 @@ impl Call {
         scaled_dot_product_attention_with_weights(&self.q, &self.k, &self.v, &self.mask, &self.options)
     }
 
-    /// Context, log-sum-exp and, of paths that have them, weights: by all three functions, the same context beside each
-    /// result, in the order of memory that is asked for.
+    /// Returns output, log-sum-exp and, on paths that have them, weights, by all three functions. The output of each
+    /// function is compared with the others. The functions that need the least memory come first.
     pub fn results(&self) -> Result<Vec<Tensor>> {
         let (context, is_reference) = (self.context()?, self.plan()?.backend == Backend::Reference);
         let (sequence_first, lse) =
@@ -111,7 +111,7 @@ impl Call {
         if !lie_so && context.elem_count() > 0 {
             bail!("strides {:?} and {:?} of {:?}", context.stride(), sequence_first.stride(), context.shape());
         }
-        // No fused path has weights, and those of GPUs have no log-sum-exp.
+        // No fused path returns weights, and GPU operations return no log-sum-exp.
         let output = if is_reference { Some(self.with_weights()?) } else { None };
         let beside = std::iter::once(&sequence_first).filter(|_| is_reference || context.device().is_cpu());
         if beside.chain(output.as_ref().map(|output| &output.output)).any(|other| bits(other) != bits(&context)) {
@@ -128,7 +128,7 @@ impl Call {
         Self::with_leaves(case, dtype, device, &mut |_, tensor| Ok(tensor))
     }
 
-    /// `leaf` may put another tensor of the same numbers in the place of each buffer that can have a gradient.
+    /// Builds the call with `leaf` applied to each buffer that can have a gradient, for example to make it a variable.
     pub fn with_leaves(
         case: &Case,
         dtype: DType,
@@ -166,7 +166,7 @@ impl Call {
     }
 }
 
-/// The crate's mask for the oracle's; `bias` gives the tensor of a part of a mask.
+/// Converts masks of the oracle to a mask of the crate; `bias` returns the tensor of a bias.
 pub fn attention_mask(
     masks: &[Mask],
     device: &Device,
@@ -210,13 +210,13 @@ pub fn reference() -> SdpaOptions {
     SdpaOptions::default().with_backend(Backend::Reference)
 }
 
-/// Scale and softcap, on the reference path.
+/// Returns scale and softcap, on the reference path.
 pub fn numbers(given: &Options) -> SdpaOptions {
     let options = given.scale.map_or(reference(), |scale| reference().with_scale(scale));
     given.softcap.map_or(options.clone(), |softcap| options.with_softcap(softcap))
 }
 
-/// A case against the oracle on every path that can compute it.
+/// Compares a case with the oracle on every path that can compute it.
 pub fn check(case: &Case, dtype: DType, device: &Device) -> Result<()> {
     check_on(case, dtype, device, &Path::of(case, dtype, device))
 }
@@ -227,8 +227,8 @@ pub fn check_on(case: &Case, dtype: DType, device: &Device, paths: &[Path]) -> R
         let run = || -> Result<_> {
             let call = Call::new(case, dtype, device)?;
             let plan = call.by(path).plan()?;
-            // What the kernel can do is planned for it, whether it is asked for or not, and the reason names the
-            // instruction set.
+            // Calls that the kernel supports are planned for it, whether requested or automatic, and the reason names
+            // the instruction set.
             if let Path::Kernel(instruction_set) = path
                 && !(has_word(&plan.reason, &instruction_set.to_string())
                     && call.on(Backend::Auto).plan()?.backend == plan.backend)
@@ -243,7 +243,7 @@ pub fn check_on(case: &Case, dtype: DType, device: &Device, paths: &[Path]) -> R
     Ok(())
 }
 
-/// Whether a sentence has the word, and not only a longer one.
+/// Returns whether a sentence contains the word, not only within a longer word.
 pub fn has_word(sentence: &str, word: &str) -> bool {
     sentence.split(|c: char| !c.is_ascii_alphanumeric()).any(|other| other == word)
 }
@@ -256,12 +256,12 @@ pub struct Expected {
     dtype: DType,
     softcap: f64,
     epsilon: f64,
-    /// Of the result: the rounding error of one number, relative, and absolute below the smallest normal one.
+    /// The rounding error of one number of the result: relative, and absolute below the smallest normal number.
     unit: f64,
     smallest: f64,
-    /// Of each weight before it meets its value, relative.
+    /// The relative rounding error of each weight before it is multiplied by its value.
     rounded_weights: f64,
-    /// Of each score, absolute.
+    /// The absolute error of each score.
     cap: f64,
 }
 
@@ -277,8 +277,9 @@ impl Expected {
         Self { attended, dims, dtype, softcap, epsilon, unit, smallest, rounded_weights: 0.0, cap: 0.0 }
     }
 
-    /// A fused kernel may round weights to bf16 before their product with bf16 values, as PyTorch's does, and may take
-    /// the cap's hyperbolic tangent from an exponential, so that it errs by some ε of 1 even near 0.
+    /// Returns the bounds for a path. A fused kernel may round weights to bf16 before their product with bf16 values,
+    /// as PyTorch's does, and may compute the cap's hyperbolic tangent from an exponential, with an error of some ε of
+    /// 1 even near 0.
     pub fn on(&self, path: Path) -> Self {
         let mut expected = self.clone();
         if path != Path::REFERENCE {
@@ -288,7 +289,7 @@ impl Expected {
         expected
     }
 
-    /// Context, log-sum-exp and, where there are any, weights.
+    /// Compares output, log-sum-exp and, where there are any, weights.
     pub fn check(&self, results: &[Tensor]) -> Result<()> {
         self.context(&results[0])?;
         self.lse(&results[1])?;
@@ -299,7 +300,7 @@ impl Expected {
         (self.dims.d + 8) as f64 * self.epsilon * self.attended.score_terms[row] + self.cap
     }
 
-    /// Relative to the weight.
+    /// Returns the bound of a weight, relative to it.
     pub fn share_bound(&self, row: usize) -> f64 {
         2.0 * self.score_bound(row) + (2 * self.dims.t_kv + 16) as f64 * self.epsilon
     }
@@ -317,8 +318,8 @@ impl Expected {
         })
     }
 
-    /// A share of the whole errs as a log-sum-exp does, and in half precision each part's context was rounded before;
-    /// so it is in each of several `stages`.
+    /// Compares a merged output. The fraction of a part has the error of a log-sum-exp, and in half precision each
+    /// part's output was rounded before, in each of several `stages`.
     pub fn merged_context(&self, context: &Tensor, stages: f64) -> Result<()> {
         let Dims { b, h, t_q, d_v, .. } = self.dims;
         compare("context", context, (&[b, h, t_q, d_v], self.dtype), &self.attended.context, |n| {
@@ -329,7 +330,7 @@ impl Expected {
         })
     }
 
-    /// What a hidden key weighs in a row of NaN says nothing.
+    /// Compares weights. In a row of NaN, weights of masked keys are not compared.
     pub fn weights(&self, weights: &Tensor) -> Result<()> {
         let Dims { b, h, t_q, t_kv, .. } = self.dims;
         let expected = self.attended.weights.iter().zip(values(weights)).enumerate();

@@ -38,7 +38,7 @@ fn sdpa_with_random_masks_and_options_matches_oracle(device: &Device) {
     assert!(found == expected || std::env::var_os("PROPTEST_CASES").is_some(), "{found} of {expected} are drawn");
 }
 
-/// Each constraint comes with another set of options and another dtype.
+/// Combines each constraint with another set of options and another dtype.
 fn sdpa_with_empty_sizes_matches_oracle(device: &Device) {
     let dtypes = dtypes(device);
     let masks: Vec<_> = std::iter::once(vec![]).chain(Kind::all().into_iter().map(|kind| vec![vec![kind]])).collect();
@@ -53,7 +53,7 @@ fn sdpa_with_empty_sizes_matches_oracle(device: &Device) {
     }
 }
 
-/// The numbers are exact in each dtype, so the outputs are equal to the bit.
+/// Compares bits: the numbers are exact in each dtype.
 fn alibi_sinks_and_bias_in_any_float_dtype_give_equal_output(device: &Device) -> Result<()> {
     for &dtype in dtypes(device) {
         let x = Tensor::randn(0f32, 1., (2, 4, 3, 2), device)?.to_dtype(dtype)?;

@@ -9,7 +9,7 @@ crate::on_each_device!(
     dropout_with_equal_seed_draws_equal_mask,
 );
 
-/// One call for each dtype of the device.
+/// Returns one call for each dtype of the device.
 fn calls(device: &Device) -> Result<Vec<Call>> {
     let dims = Dims { b: 2, h: 4, h_kv: 2, t_q: 40, t_kv: 50, d: 8, d_v: 6 };
     let call = |&dtype| Call::new(&Recipe::plain(dims, vec![vec![Kind::Causal]], dtype).case(), dtype, device);
@@ -28,7 +28,7 @@ fn seeded(p: f64, seed: u64) -> SdpaOptions {
     training(p).with_dropout_seed(&TorchSeed::new(seed))
 }
 
-/// One rounding of the result and one of the f32 arithmetic before it.
+/// Returns the sum of one rounding of the result and one of the f32 arithmetic before it.
 fn rounding(dtype: DType) -> f64 {
     match dtype {
         DType::F64 => 1e-14,
@@ -38,8 +38,8 @@ fn rounding(dtype: DType) -> f64 {
     }
 }
 
-/// The fraction of weights above zero that is kept is 1 - p to within five standard deviations, and a kept weight is
-/// the weight over 1 - p. With a seed, the weights that are kept are those that PyTorch keeps.
+/// Checks that the fraction of weights above zero that is kept is 1 - p to within five standard deviations, and that a
+/// kept weight is the weight over 1 - p. With a seed, the weights that are kept are those that PyTorch keeps.
 fn dropout_in_training_drops_fraction_p_and_rescales_kept_weights(device: &Device) -> Result<()> {
     for call in calls(device)? {
         let (plain, dtype) = (values(&call.with_weights()?.weights), call.q.dtype());
@@ -113,7 +113,7 @@ fn dropout_applies_to_output_and_not_to_lse(device: &Device) -> Result<()> {
     Ok(())
 }
 
-/// Without a seed, every call draws another mask.
+/// Checks that without a seed, every call draws another mask.
 fn dropout_with_equal_seed_draws_equal_mask(device: &Device) -> Result<()> {
     for call in calls(device)? {
         let run = |options: &SdpaOptions| with(&call, options.clone());

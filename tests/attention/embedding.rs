@@ -6,24 +6,25 @@ use candle_nn::Embedding;
 
 use crate::*;
 
-/// Row i of a (rows, 3) table is [10 i, 10 i + 1, 10 i + 2].
+/// Returns a table of shape (rows, 3) whose row i is [10 i, 10 i + 1, 10 i + 2].
 fn table(rows: usize) -> Result<Tensor> {
     Tensor::from_iter((0..rows).flat_map(|i| (0..3).map(move |j| (10 * i + j) as f32)), &CPU)?.reshape((rows, 3))
 }
 
-/// A layer over new variables.
+/// Builds a layer over new variables.
 fn trained(cfg: &EmbeddingConfig) -> Result<(VarMap, EmbeddingLayer)> {
     let map = VarMap::new();
     let layer = EmbeddingLayer::new(cfg, VarBuilder::from_varmap(&map, DType::F32, &CPU))?;
     Ok((map, layer))
 }
 
-/// The first feature of each vector.
+/// Returns the first feature of each vector.
 fn firsts(layer: &EmbeddingLayer, ids: impl NdArray) -> Result<Vec<f64>> {
     Ok(values(&layer.forward(&Tensor::new(ids, &CPU)?)?).into_iter().step_by(3).collect())
 }
 
-/// Without positions, and with positions of which the pth adds p / 4 to every feature, which every dtype holds.
+/// Builds a layer without positions, and a layer whose position p adds p / 4 to every feature, which is exact in every
+/// dtype.
 fn layers(table: &Tensor) -> Result<[EmbeddingLayer; 2]> {
     let positions = (Tensor::arange(0f32, 5., &CPU)? / 4.0)?.unsqueeze(1)?.repeat((1, 3))?.to_dtype(table.dtype())?;
     let tensors = [("embedding.weight".into(), table.clone()), ("position_embedding.weight".into(), positions)].into();
@@ -32,7 +33,7 @@ fn layers(table: &Tensor) -> Result<[EmbeddingLayer; 2]> {
     Ok([EmbeddingLayer::from_embedding(Embedding::new(table.clone(), 3))?, with])
 }
 
-/// Ids and tables have any dtype and strides, and positions start anywhere. No ids give no vectors.
+/// Checks ids and tables of any dtype and strides, and positions that start anywhere. No ids return no vectors.
 #[test]
 fn embedding_adds_rows_of_tokens_and_positions() -> Result<()> {
     let grid = Tensor::new(&[[0u32, 6, 2], [3, 4, 3]], &CPU)?;
@@ -59,7 +60,7 @@ fn embedding_adds_rows_of_tokens_and_positions() -> Result<()> {
             compare(&format!("{ids:?} from {offset}"), &found, (&shape, dtype), &expected, |_| 0.0)?;
         }
     }
-    // candle's `index_select` gives zeros for the largest number of the ids' dtype.
+    // candle's `index_select` returns zeros for the largest number of the ids' dtype.
     let large = EmbeddingLayer::from_embedding(Embedding::new(table(300)?, 3))?;
     assert_eq!(firsts(&large, &[255u8, 254])?, [2550., 2540.]);
     // A tokenizer's batch goes straight in.
@@ -89,7 +90,7 @@ fn embedding_of_new_variables_is_standard_normal() -> Result<()> {
     Ok(())
 }
 
-/// The loss is the sum of the output times numbers that count up from 1.
+/// Checks the gradients of the sum of the output times numbers that count up from 1.
 #[test]
 fn embedding_gradients_reach_only_rows_and_positions_in_use() -> Result<()> {
     let gradient = |layer: &EmbeddingLayer, ids: &[[u32; 2]; 2], of: &Tensor| -> Result<_> {
@@ -105,7 +106,7 @@ fn embedding_gradients_reach_only_rows_and_positions_in_use() -> Result<()> {
     let (map, layer) = trained(&EmbeddingConfig::new(4, 3).with_max_positions(3).with_padding_idx(0))?;
     let found = gradient(&layer, &[[1, 0], [1, 2]], &named(&map)["position_embedding.weight"])?;
     assert_eq!(found, [[1. + 7., 2. + 8., 3. + 9.], [4. + 10., 5. + 11., 6. + 12.], [0., 0., 0.]]);
-    // Whatever its values: these would spoil a product with zero.
+    // NaN and infinities would not become zero in a product with zero.
     let (map, layer) = trained(&EmbeddingConfig::new(4, 3).with_padding_idx(1))?;
     layer.embeddings().slice_set(&Tensor::new(&[[f32::NAN, f32::INFINITY, 1.]], &CPU)?, 0, 1)?;
     assert_eq!(layer.forward(&Tensor::new(&[1u32], &CPU)?)?.i((0, 2))?.to_scalar::<f32>()?, 1.);
@@ -114,8 +115,8 @@ fn embedding_gradients_reach_only_rows_and_positions_in_use() -> Result<()> {
     Ok(())
 }
 
-/// The row is zero in a new variable, that of the file where it is loaded, and unchanged where a second layer shares
-/// the variable.
+/// Checks that the row is zero in a new variable, the row of the file where it is loaded, and unchanged where a second
+/// layer shares the variable.
 #[test]
 fn embedding_padding_row_starts_at_zero_and_is_not_trained() -> Result<()> {
     let cfg = EmbeddingConfig::new(7, 3).with_padding_idx(2);

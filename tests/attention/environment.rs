@@ -1,4 +1,4 @@
-//! `CANDLE_ATTENTION_CPU`, in processes of their own: it is read once, and a test cannot change its own environment.
+//! `CANDLE_ATTENTION_CPU`, in subprocesses: it is read once, and a test cannot change its environment.
 
 use std::process::Command;
 
@@ -32,7 +32,7 @@ fn child_prints_plan_and_instruction_set() -> Result<()> {
     Ok(())
 }
 
-/// The child's answers: of a call and of a projection, for each dtype.
+/// Returns the answers of the child: of a call and of a projection, for each dtype.
 fn answers(value: &str, asked: &str) -> Vec<[String; 2]> {
     let mut child = Command::new(std::env::current_exe().expect("a path to this test"));
     child
@@ -51,7 +51,7 @@ fn names(instruction_sets: &[InstructionSet]) -> String {
     instruction_sets.iter().map(InstructionSet::to_string).collect::<Vec<_>>().join(", ")
 }
 
-/// An empty value is no value, and an option overrides the variable.
+/// Checks too that an empty value is no value, and that an option overrides the variable.
 #[test]
 fn instruction_set_of_environment_is_used_by_calls() {
     for instruction_set in InstructionSet::available() {

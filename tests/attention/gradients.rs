@@ -7,7 +7,7 @@ use crate::isolation::{fill_unseen, vectors};
 use crate::merge::{Split, splits};
 use crate::*;
 
-/// What the results are.
+/// The results of a call.
 #[derive(Debug, Clone)]
 pub enum Function {
     Context,
@@ -27,7 +27,7 @@ pub struct Attention {
     device: Device,
     /// The seed of dropout.
     dropout: Option<u64>,
-    /// Of the first numbers of the results in the loss, in the place of random ones.
+    /// The factors of the first numbers of the results in the loss, instead of random ones.
     factors: Vec<f64>,
 }
 
@@ -44,7 +44,7 @@ impl Attention {
         Self { factors, ..self }
     }
 
-    /// Of some seeds.
+    /// Adds dropout for some seeds.
     fn dropping(self, seed: u64) -> Self {
         Self { dropout: seed.is_multiple_of(3).then_some(seed), ..self }
     }
@@ -100,7 +100,7 @@ impl Exact for Attention {
 
     fn exact(&self) -> Vec<f64> {
         let mut attended = self.case.attend();
-        // What a hidden key weighs in a row of NaN says nothing.
+        // In a row of NaN, weights of masked keys are not compared.
         for (n, weight) in attended.weights.iter_mut().enumerate() {
             *weight = if attended.lse[n / self.case.dims.t_kv].is_nan() { f64::NAN } else { *weight };
         }
@@ -123,7 +123,7 @@ fn sdpa_reference_gradients_match_finite_differences() {
             1 => Function::Weights,
             2 => Function::Lse,
             _ => {
-                // Parts have distances of their own, and an empty row of a part is no empty row of the whole.
+                // Parts would need separate distances, and an empty row of a part is not an empty row of the whole.
                 (recipe.chosen.alibi, recipe.chosen.distances) = (false, false);
                 recipe.uniform_fully_masked_rows = false;
                 Function::Merged(split)
@@ -133,8 +133,8 @@ fn sdpa_reference_gradients_match_finite_differences() {
     });
 }
 
-/// How far a gradient of the kernel may be off, relative to the largest of its tensor: some roundings of each score,
-/// weight and sum.
+/// Returns the tolerance of a gradient of the kernel, relative to the largest number of its tensor: some roundings of
+/// each score, weight and sum.
 fn tolerance(case: &Case, dtype: DType) -> f64 {
     let steepest = case.attend().score_terms.into_iter().fold(1.0, f64::max);
     match dtype {
@@ -144,7 +144,8 @@ fn tolerance(case: &Case, dtype: DType) -> f64 {
     }
 }
 
-/// NaN and infinities in keys and values that no query sees, in queries that see none, and in what their contexts get.
+/// Puts NaN and infinities into keys and values to which no query attends, into queries that attend to none, and into
+/// the gradients of their outputs.
 fn spoil_unseen(call: &mut Attention, special: f64) {
     fill_unseen(&mut call.case, special);
     let Dims { b, h, t_q, t_kv, d, d_v, .. } = call.case.dims;
@@ -158,15 +159,15 @@ fn spoil_unseen(call: &mut Attention, special: f64) {
     }
 }
 
-/// Some cases have dropout, some the log-sum-exp in the loss, and some NaN and infinities in keys and values that every
-/// query has masked.
+/// Draws some cases with dropout, some with the log-sum-exp in the loss, and some with NaN and infinities in keys and
+/// values that every query has masked.
 #[test]
 fn sdpa_kernel_gradients_match_reference() {
     for_all(96, kernel_recipes(), |mut recipe| {
         let (dtype, seed) = (recipe.dtype, recipe.seed);
         let special = [None, None, Some(f64::NAN), Some(f64::INFINITY)][(seed / 16 % 4) as usize];
         if special.is_some() {
-            // Views without repetition, and no weight for what sees no key.
+            // Views without repetition, and no sinks in rows that are fully masked.
             (recipe.layouts, recipe.chosen.sinks) = ([Layout::HeadsTransposed; 3], false);
         }
         let function = if seed.is_multiple_of(4) { Function::Lse } else { Function::Context };
@@ -175,7 +176,7 @@ fn sdpa_kernel_gradients_match_reference() {
         let Dims { h, h_kv, t_q, t_kv, d_v, .. } = call.case.dims;
         let most = |name: &str, largest: f64| match name {
             "result 0" | "result 1" => f64::INFINITY,
-            // What cancels leaves the rounding of its terms; a slope is multiplied by a distance.
+            // A difference has the rounding error of its terms; a slope is multiplied by a distance.
             "slopes" => tolerance * (largest + 2.0 * (t_q + t_kv) as f64 * (1.0 + 0.01 * d_v as f64)),
             _ => tolerance * (largest + (1.0 + ((t_q * h / h_kv) as f64).sqrt() / 4.0) * (1.0 + 0.01 * d_v as f64)),
         };

@@ -1,5 +1,5 @@
-//! What is not a number reaches the queries that see it and nobody else: on the reference path, and in the fused kernel
-//! at the edges of its tiles too.
+//! NaN and infinities reach the queries that attend to them and no others: on the reference path, and in the fused
+//! kernel at the edges of its tiles too.
 
 use crate::gradients::{Attention, Function};
 use crate::*;
@@ -11,7 +11,7 @@ const SPECIALS: [f64; 3] = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY];
 /// The edges of the kernel's tiles of 8, 16, 32 and 64 keys.
 const EDGES: [usize; 13] = [0, 7, 8, 15, 16, 31, 32, 33, 47, 48, 63, 64, 66];
 
-/// What becomes special: one to three entries, or everything that nobody sees.
+/// The entries that become NaN or infinite: one to three, or everything to which no query attends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Poisoned {
     Queries,
@@ -22,7 +22,7 @@ enum Poisoned {
     Unseen,
 }
 
-/// Of one call.
+/// A call with NaN or infinities.
 #[derive(Debug, Clone)]
 struct Poison {
     recipe: Recipe,
@@ -37,20 +37,20 @@ fn poisons(dims: Dims, dtypes: &'static [DType], of_kernel: bool) -> impl Strate
         let (softcap, sinks) = (of_kernel && recipe.chosen.softcap, of == Sinks || recipe.chosen.sinks);
         let chosen = Chosen { scale: false, softcap, sinks, ..recipe.chosen };
         recipe.masks.iter_mut().for_each(|kinds| kinds.retain(|kind| !matches!(kind, Kind::Bias(_))));
-        // A row that sees no key is no row of NaN, whatever its sink, nor is it one of numbers.
+        // A fully masked row is no row of NaN, with any sink, nor a row of numbers.
         let masks = if of == Sinks { vec![vec![Kind::Causal]] } else { recipe.masks };
         let uniform_fully_masked_rows = !of_kernel && recipe.uniform_fully_masked_rows;
         Poison { recipe: Recipe { dims, layouts, masks, chosen, runs, uniform_fully_masked_rows, ..recipe }, of }
     })
 }
 
-/// Every (b, h, t) of an array of vectors.
+/// Lists every (b, h, t) of an array of vectors.
 pub fn vectors(b: usize, h: usize, t: usize) -> impl Iterator<Item = [usize; 3]> {
     (0..b * h * t).map(move |n| [n / (t * h), n / t % h, n % t])
 }
 
 impl Poison {
-    /// The case as it is, and with special numbers.
+    /// Returns the case without and with NaN or infinities.
     fn cases(&self) -> [Case; 2] {
         let mut clean = self.recipe.case();
         let Dims { b, h, t_q, t_kv, .. } = clean.dims;
@@ -68,7 +68,7 @@ impl Poison {
         [clean, poisoned]
     }
 
-    /// Up to three entries of one head, in one column: infinities of both signs add up to NaN.
+    /// Changes up to three entries of one head, in one column: infinities of both signs add up to NaN.
     fn poison(&self, case: &mut Case, random: &mut Random) {
         let Dims { b, h, h_kv, t_q, t_kv, d, d_v } = case.dims;
         let mut at = |t: usize| match EDGES[random.up_to(12)] {
@@ -96,7 +96,7 @@ impl Poison {
         }
     }
 
-    /// The bounds on results leave no room around what is infinite or NaN.
+    /// Checks results exactly next to infinities and NaN, where bounds have no slack.
     fn check(&self, device: &Device, paths: &[Path]) -> Result<()> {
         let ([clean, spoilt], dtype) = (self.cases(), self.recipe.dtype);
         let expected = Expected::new(&spoilt, dtype);
@@ -106,7 +106,7 @@ impl Poison {
     }
 }
 
-/// Padding may hold anything: every key that no query of its sequence and group sees.
+/// Fills padding, which may contain anything: every key to which no query of its sequence and group attends.
 pub fn fill_unseen(case: &mut Case, special: f64) {
     let Dims { b, h, h_kv, t_q, t_kv, d, d_v } = case.dims;
     let group = h / h_kv;

@@ -55,7 +55,7 @@ fn call_masks([b, t_q, t_kv]: [usize; 3], h: usize) -> [Vec<Mask>; 5] {
         vec![vec![UpperLeft, Window]],
         vec![vec![Keep(Reach::Whole)], vec![Bias(Reach::Head), Band]],
     ];
-    // Numbers that f32 cannot hold, so that a detour through it shows in f64.
+    // The numbers are not exact in f32, so that a conversion to f32 shows in f64.
     kinds.map(|kinds| Recipe { seed: 23, ..Recipe::plain(dims, kinds, DType::F64) }.case().masks)
 }
 
@@ -84,7 +84,7 @@ fn run(kind: &Kind, sizes: [usize; 3], masks: Vec<Mask>, (dtype, device): (DType
         compare(what, ys, (&[b, t_q, out_dim], dtype), &expected.ys, most)?;
     }
     compare("weights", &output.weights, (&[b, h, t_q, t_kv + kind.more_keys()], dtype), &expected.weights, most)?;
-    // Two dimensions are one sequence; a memory lies in other strides, and the kernel may add in another order.
+    // Two dimensions are one sequence. A memory has other strides, so the kernel may add in another order.
     for rank in if b == 1 { 2..=3 } else { 3..=3 } {
         let of_rank = |x: &Tensor| if rank == 2 { x.squeeze(0) } else { Ok(x.clone()) };
         let (xs, keys, vs) = (of_rank(&xs)?, of_rank(&keys)?, of_rank(&vs)?);

@@ -4,7 +4,7 @@ use crate::by_hand::{Input, Parameters};
 use crate::registry::{Feature, Kind, content, relative};
 use crate::*;
 
-/// Lengths under which the first sequence is padded and its first query sees nothing, and a bias.
+/// Returns lengths under which the first sequence is padded and its first query is fully masked, and a bias.
 fn padding_and_bias(kind: &Kind) -> Vec<Mask> {
     let (mut random, t) = (Random::new(29), kind.tokens().unwrap_or(4));
     let bias = Array::new(&[t, t]).filled(|| random.between(-1.0, 1.0));
@@ -67,7 +67,7 @@ impl Exact for Call {
         self.parameters.iter_mut().map(|(name, x)| (name.clone(), &mut x.data)).chain(inputs).chain(biases).collect()
     }
 
-    /// Of plain loops, or the layer's own in f64.
+    /// Returns the numbers of plain loops, or of the layer in f64 where loops have none.
     fn exact(&self) -> Vec<f64> {
         if !self.kind.has_loops() {
             let own = self.run(&EXACT, &mut |_, tensor| Ok(tensor));
@@ -144,7 +144,7 @@ fn layer_gradients_with_relative_positions_match_finite_differences() -> Result<
     check_gradients(with_relative_positions())
 }
 
-/// A bias of keys alone moves all scores of a query together, so its gradient is zero there but for rounding.
+/// Checks too that only a bias of keys has a zero gradient: it moves all scores of a query together.
 #[test]
 fn layer_gradients_in_every_dtype_reach_every_parameter() -> Result<()> {
     let layers = Feature::ALL.into_iter().flat_map(Feature::configs).chain(with_relative_positions());

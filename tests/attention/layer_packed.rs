@@ -45,7 +45,7 @@ fn rows(t: usize, width: usize, device: &Device) -> Result<Tensor> {
     Tensor::randn(0f32, 1., (t, width), device)
 }
 
-/// The outputs of `run` for each sequence that has queries, one after the other.
+/// Joins the outputs of `run` for each sequence that has queries.
 fn one_by_one(sequences: &PackedSequences, run: impl Fn(usize) -> Result<Tensor>) -> Result<Tensor> {
     let with_queries = (0..sequences.len()).filter(|&s| !sequences.queries(s).is_empty());
     Tensor::cat(&with_queries.map(run).collect::<Result<Vec<_>>>()?, 0)
@@ -55,7 +55,7 @@ fn part_of(xs: &Tensor, rows: &Range<usize>) -> Result<Tensor> {
     xs.narrow(0, rows.start, rows.len())
 }
 
-/// A call of a layer, under lengths that leave the last key of each sequence out.
+/// A call of a layer with lengths that mask the last key of each sequence.
 struct Call {
     kind: Kind,
     parameters: Parameters,
@@ -97,14 +97,14 @@ impl Operation for Call {
     }
 }
 
-/// Whether packed sequences are an error, since each of them would have keys of its own that the layer appends, or
-/// biases that count keys of the whole.
+/// Returns whether packed sequences are an error: each would need separate keys that the layer appends, or biases that
+/// count keys of the whole.
 fn rejects_packed_sequences(kind: &Kind) -> bool {
     let is_falcon = matches!(kind, Kind::MultiHead(cfg) if cfg.alibi() == Some(&AlibiConfig::Falcon));
     kind.more_keys() > 0 || is_falcon
 }
 
-/// Compares outputs and gradients of packed sequences with those of one call for each sequence.
+/// Compares outputs and gradients of packed sequences with one call for each sequence.
 fn matches_separate_calls(feature: Feature, device: &Device) -> Result<()> {
     check_layers(feature.configs(), device)
 }

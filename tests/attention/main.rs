@@ -35,8 +35,8 @@ mod common;
 #[path = "../cache/seeded.rs"]
 mod seeded;
 
-// What the tests stand on: the oracle, random calls, the comparison, layers and the same in plain loops, drawn tensors,
-// and what operations have in common.
+// Shared by the tests: the oracle, random calls, the comparison, layers and their plain loops, random tensors, and the
+// properties of operations.
 mod by_hand;
 mod call;
 mod operation;

@@ -1,4 +1,4 @@
-//! What masks mean for any numbers: one rule for a query and a key, however it is asked for.
+//! The meaning of masks with any numbers: one rule for a query and a key, in every form that a mask is read.
 
 use candle_attention::scaled_dot_product_attention_with_weights as attend;
 
@@ -15,7 +15,7 @@ crate::on_each_device!(
 const HUGE: [usize; 6] =
     [usize::MAX, usize::MAX - 1, usize::MAX / 2 + 2, usize::MAX / 2 + 1, usize::MAX / 2, usize::MAX / 2 - 1];
 
-/// Some numbers of a mask become as large as they can be.
+/// Replaces some numbers of a mask by the largest ones.
 fn enlarge(mask: &mut Mask, random: &mut Random) {
     let mut numbers: Vec<&mut usize> = Vec::new();
     match &mut mask.alignment {
@@ -41,7 +41,7 @@ fn enlarge(mask: &mut Mask, random: &mut Random) {
     }
 }
 
-/// A random mask as the oracle has it and as the crate has it.
+/// Returns a random mask of the oracle and the equal mask of the crate.
 fn both(recipe: &Recipe, device: &Device) -> Result<(Case, AttentionMask)> {
     let (mut case, mut random) = (recipe.case(), Random::new(recipe.seed));
     if recipe.seed.is_multiple_of(3) {
@@ -51,8 +51,7 @@ fn both(recipe: &Recipe, device: &Device) -> Result<(Case, AttentionMask)> {
     Ok((case, mask))
 }
 
-/// `kv_range`, `query_position`, `Display` and `to_additive` are compared with the oracle's rule for one query and one
-/// key.
+/// Compares `kv_range`, `query_position`, `Display` and `to_additive` with the oracle's rule for one query and one key.
 fn mask_with_random_constraints_matches_oracle(device: &Device) {
     let dtypes: &[DType] = if device.is_metal() { &[DType::F32] } else { &[DType::F32, DType::F64] };
     for_all(5_000, recipes(dtypes), |recipe| {
@@ -95,8 +94,8 @@ fn mask_with_random_constraints_matches_oracle(device: &Device) {
     });
 }
 
-/// Joined in either order, with itself and with an empty mask, a mask has the same masked keys and biases. The order
-/// decides only where ALiBi counts from.
+/// Checks that a mask joined in either order, with itself and with an empty mask, has the same masked keys and biases.
+/// The order decides only where ALiBi counts from.
 #[test]
 fn mask_joining_commutes_and_associates() {
     let device = Device::Cpu;
@@ -298,7 +297,7 @@ fn mask_of_part_of_wrong_ranges_is_an_error_and_of_many_sequences_is_made_at_onc
     Ok(())
 }
 
-/// A view that repeats one entry is of any size, and so is what is read of it.
+/// Checks views that repeat one entry, so that they have any size.
 #[test]
 fn masks_and_lengths_beyond_memory_are_an_error() -> Result<()> {
     let one = Tensor::ones((1, 1), DType::U8, &Device::Cpu)?;
@@ -329,7 +328,7 @@ fn bool_mask_checks_only_entries_of_its_view(device: &Device) -> Result<()> {
     Ok(())
 }
 
-/// Of an empty batch that is cut from a longer buffer, the view's offset lies outside the storage, where Candle's
+/// Checks an empty batch that is cut from a longer buffer: the view's offset is outside of the storage, where Candle's
 /// copies panic.
 fn mask_tensors_may_be_empty_views_past_the_end_of_their_buffer(device: &Device) -> Result<()> {
     let view = |shape: &[usize], dtype| {

@@ -1,5 +1,4 @@
-//! Masks as a user writes them, beside the matrices that they stand for: a row for each query, with `1` for a key that
-//! it attends to.
+//! Masks as a user writes them, with their matrices: a row for each query, with `1` for a key that it attends to.
 
 use crate::*;
 
@@ -13,7 +12,7 @@ crate::on_each_device!(
     attention_mask_of_ones_and_zeros_masks_zeros,
 );
 
-/// A mask, and its matrices for several lengths: as many queries as keys, fewer, and more, where these differ.
+/// A mask, and its matrices for equal numbers of queries and keys, for fewer queries, and for more.
 type Drawn = (AttentionMask, &'static str);
 
 fn none() -> AttentionMask {
@@ -58,7 +57,7 @@ fn match_matrices<const N: usize>(masks: [Drawn; N], device: &Device) -> Result<
     Ok(())
 }
 
-/// Causal masks are aligned to the end, to the start, or to an offset.
+/// Checks masks that are aligned to the end, to the start, or to an offset.
 fn no_mask_and_causal_masks_match_drawn_matrices(device: &Device) -> Result<()> {
     let masks = [
         (none(), "1111 1111 1111 1111 | 11111 11111 | 11 11 11 11 11"),
@@ -83,7 +82,7 @@ fn valid_lens_and_starts_match_drawn_matrices(device: &Device) -> Result<()> {
     match_matrices(masks, device)
 }
 
-/// A window counts the query's own key.
+/// Checks that a window counts the query's own key.
 fn window_masks_match_drawn_matrices(device: &Device) -> Result<()> {
     let masks = [
         (lower_right().with_window(2), "1... 11.. .11. ..11 | ..11. ...11 | .. .. .. 1. 11"),
@@ -108,7 +107,7 @@ fn chunk_masks_match_drawn_matrices(device: &Device) -> Result<()> {
     match_matrices(masks, device)
 }
 
-/// A prefix relaxes the causal constraint and no other. Two prefixes combine with AND, as any two constraints.
+/// Checks that a prefix relaxes the causal constraint and no other, and that two prefixes are combined with AND.
 fn prefix_masks_match_drawn_matrices(device: &Device) -> Result<()> {
     let masks = [
         (lower_right().with_prefix(vec![3]), "111. 111. 111. 1111 | 1111. 11111 | 11 11 11 11 11"),
@@ -123,8 +122,8 @@ fn prefix_masks_match_drawn_matrices(device: &Device) -> Result<()> {
     match_matrices(masks, device)
 }
 
-/// Joined masks keep their alignments, and a prefix relaxes the causal constraint of its own mask. A window that is
-/// added to masks with equal positions counts from there.
+/// Checks that joined masks keep their alignments, and that a prefix relaxes the causal constraint of its mask alone. A
+/// window that is added to masks with equal positions counts from there.
 fn joined_masks_match_drawn_matrices(device: &Device) -> Result<()> {
     let masks = [
         (lower_right().and(&upper_left()), "1.... 11... 111.. | .. .. 1. 11"),
@@ -134,7 +133,7 @@ fn joined_masks_match_drawn_matrices(device: &Device) -> Result<()> {
     match_matrices(masks, device)
 }
 
-/// Where the ones of each row are adjacent, the mask has starts and lengths, and no tensor is read.
+/// Checks too that no tensor is read where the ones of each row are adjacent: the mask has starts and lengths.
 fn attention_mask_of_ones_and_zeros_masks_zeros(device: &Device) -> Result<()> {
     let without_holes: [&[&str]; 6] =
         [&["111.", "1...", "1111"], &[".111", "...1"], &[".11.", "11.."], &["....", ".1.."], &["...."], &[]];
@@ -155,7 +154,7 @@ fn attention_mask_of_ones_and_zeros_masks_zeros(device: &Device) -> Result<()> {
     Ok(())
 }
 
-/// Both count from the position of a query, of which these masks have two.
+/// Checks constraints that count from the position of a query, of which these masks have two.
 #[test]
 fn window_and_prefix_on_joined_masks_with_different_positions_are_rejected() {
     let joined = AttentionMask::causal().and(&AttentionMask::causal_upper_left());
@@ -178,7 +177,7 @@ fn window_and_prefix_on_joined_masks_with_different_positions_are_rejected() {
     }
 }
 
-/// ALiBi counts from the position of a query. Masks whose alignments differ have one only for shapes where these agree.
+/// Checks too that masks with different alignments are accepted for shapes where these agree.
 #[test]
 fn alibi_on_joined_masks_with_different_positions_is_rejected() {
     let joined = AttentionMask::causal().and(&AttentionMask::causal_upper_left());

@@ -1,4 +1,4 @@
-//! Keys cut into parts, each attended alone, merge to what all keys together give.
+//! Keys in parts, each attended to alone and merged, compared with one call over all keys.
 
 use crate::gradients::{Attention, Function};
 use crate::*;
@@ -28,7 +28,7 @@ pub fn splits(recipes: impl Strategy<Value = Recipe>) -> impl Strategy<Value = (
 }
 
 impl Split {
-    /// Of a case, as a call with these leaves.
+    /// Merges the results of the parts of a case, where parts are cut out of these leaves.
     pub fn merge(&self, case: &Case, whole: &Call, leaves: &Named, path: Path) -> Result<(Tensor, Tensor)> {
         let part = |n| self.part(n, case, whole, leaves)?.by(path).with_lse();
         let parts = (0..self.parts).map(part).collect::<Result<Vec<_>>>()?;
@@ -40,8 +40,8 @@ impl Split {
         merge_attention(&halves.map(merge_attention).collect::<Result<Vec<_>>>()?)
     }
 
-    /// The keys of a part as a call of their own. What is hidden is written out, and so is what distances add, since
-    /// positions count in the whole.
+    /// Returns the call of a part. Its mask and the biases by distance are written as tensors, since positions count in
+    /// the whole.
     fn part(&self, n: usize, case: &Case, whole: &Call, leaves: &Named) -> Result<Call> {
         let (Dims { b, h, t_q, t_kv, .. }, device) = (case.dims, whole.q.device());
         let keys: Vec<usize> = (0..t_kv).filter(|&j| self.assigned[j] == n).collect();
@@ -105,7 +105,7 @@ fn merge_attention_of_random_parts_matches_whole(device: &Device) {
     for_all(2_000, splits, |(recipe, split)| check(&recipe, &split, device, Path::REFERENCE));
 }
 
-/// Some parts have no keys.
+/// Includes parts without keys.
 #[test]
 fn merge_attention_of_kernel_parts_matches_whole() {
     for_all(64, splits(kernel_recipes()), |(recipe, split)| {

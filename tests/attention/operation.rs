@@ -1,5 +1,4 @@
-//! What operations have in common: the numbers of some buffers become results, which have gradients. What holds for all
-//! of them is written here once.
+//! Properties of every operation, which computes results, with gradients, from the numbers of some buffers.
 
 use std::collections::BTreeMap;
 use std::thread;
@@ -9,7 +8,7 @@ use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use crate::*;
 
-/// What may put another tensor of the same numbers in the place of a named buffer, a variable say.
+/// A function that replaces the tensor of a named buffer by another of the same numbers, for example a variable.
 pub type Leaf<'a> = &'a mut dyn FnMut(&str, Tensor) -> Result<Tensor>;
 
 /// A call of an operation.
@@ -19,13 +18,13 @@ pub trait Operation: Sync {
 
     fn run(&self, way: &Self::Way, leaf: Leaf) -> Result<Vec<Tensor>>;
 
-    /// Of the nth number of the results in the loss.
+    /// Returns the factor of the nth number of the results in the loss.
     fn factor(&self, n: usize) -> f64 {
         factor(n)
     }
 }
 
-/// Another for each number, so that a gradient differs in every entry. bf16 holds them.
+/// Returns a different factor for each number, so that a gradient differs in every entry. Factors are exact in bf16.
 pub fn factor(n: usize) -> f64 {
     Random::new(n as u64).up_to(64) as f64 / 32.0 - 1.0
 }
@@ -34,7 +33,7 @@ pub fn factor(n: usize) -> f64 {
 pub trait Exact: Operation + Clone {
     fn buffers(&mut self) -> Vec<(String, &mut Vec<f64>)>;
 
-    /// The numbers of all results.
+    /// Returns the numbers of all results.
     fn exact(&self) -> Vec<f64>;
 }
 
@@ -45,13 +44,13 @@ pub fn is_result(name: &str) -> bool {
     name.starts_with("result ")
 }
 
-/// The results of a call, and the gradients of those of its inputs that are tracked.
+/// Returns the results of a call, and the gradients of its tracked inputs.
 pub fn backward<O: Operation>(call: &O, way: &O::Way, is_tracked: impl Fn(&str) -> bool) -> Result<Named> {
     differentiate(call, way, is_tracked, false)
 }
 
-/// Of a sum of the results with a factor for each number. Where it is done `twice`, once more on another thread, the
-/// gradients have the same bits.
+/// Differentiates a sum of the results with a factor for each number. If `twice`, it is done again on another thread,
+/// and the gradients have the same bits.
 fn differentiate<O: Operation>(
     call: &O,
     way: &O::Way,
@@ -75,7 +74,7 @@ fn differentiate<O: Operation>(
         }
         let factors: Vec<f64> = (first..first + result.elem_count()).map(|n| call.factor(n) / 2.0).collect();
         first += result.elem_count();
-        // Rows that see nothing have a log-sum-exp of -inf, which stays out of the loss.
+        // Rows that are fully masked have a log-sum-exp of -inf, which is not part of the loss.
         let is_finite = values(&result).iter().all(|x| x.is_finite());
         let finite = match is_finite {
             true => result.clone(),
@@ -110,7 +109,8 @@ fn of_variables(vars: &BTreeMap<String, Var>, store: &GradStore) -> Result<Named
     vars.iter().map(gradient).collect()
 }
 
-/// What was found is what is expected; `most` says how far an entry may be off, by the name and the largest number.
+/// Compares found with expected tensors; `most` returns the tolerance of an entry, from the name and the largest
+/// number.
 pub fn are_near(found: &Named, expected: &Named, most: impl Fn(&str, f64) -> f64) -> Result<()> {
     for (name, found) in found {
         let numbers = values(&expected[name]);
@@ -127,8 +127,8 @@ pub fn are_same(found: &Named, expected: &Named) -> Result<()> {
     }
 }
 
-/// In f64, gradients are the slopes of the exact numbers, to within `tolerance` of 1 or the slope. That many entries of
-/// each buffer are moved.
+/// Checks in f64 that gradients are the finite differences of the exact numbers, to within `tolerance` of 1 or the
+/// slope. Moves `probes` entries of each buffer.
 pub fn has_slopes<O: Exact>(call: &O, way: &O::Way, tolerance: f64, probes: usize) -> Result<()> {
     // Its own error is about the square of this times a third derivative, and rounding adds the last digit of the loss
     // over the step.
@@ -161,8 +161,8 @@ pub fn has_slopes<O: Exact>(call: &O, way: &O::Way, tolerance: f64, probes: usiz
     Ok(())
 }
 
-/// What is tracked beside an input changes its gradient no more than by a part of the largest number, and no result by
-/// more than a part of the largest or of 1: no fused step swallows a gradient.
+/// Checks that other tracked inputs change the gradient of an input by at most a fraction of the largest number, and
+/// results by at most a fraction of the largest or of 1: no fused step swallows a gradient.
 pub fn is_tracked_alone<O: Operation>(call: &O, way: &O::Way, [of_result, of_gradient]: [f64; 2]) -> Result<()> {
     let most = |name: &str, largest: f64| largest.max(1.0) * if is_result(name) { of_result } else { of_gradient };
     let all = differentiate(call, way, |_| true, true)?;
@@ -188,8 +188,8 @@ pub fn is_the_same_in<O: Operation>(
     pools[1..].iter().try_for_each(|pool| are_same(&pool.install(|| backward(call, way, &is_tracked))?, &first))
 }
 
-/// What is no number reaches what it takes part in and nothing else: results are near the exact ones, as `check` says,
-/// and those whose exact numbers stay as they were keep their bits.
+/// Checks that NaN and infinities reach only results that depend on them: results are near the exact ones, as `check`
+/// says, and results whose exact numbers do not change keep their bits.
 pub fn isolates<O: Exact>(
     [clean, spoilt]: [&O; 2],
     ways: &[O::Way],

@@ -1,6 +1,7 @@
-//! What `plan` says is what happens.
+//! `plan` compared with the path that runs.
 //!
-//! Written for any set of fused kernels: where there is none for a call, `Fused` gives the reason that `plan` gave.
+//! These tests do not depend on the fused kernels of a device: where there is none for a call, `Fused` returns the
+//! reason of `plan` as an error.
 
 use std::io::Write;
 
@@ -8,7 +9,7 @@ use crate::*;
 
 crate::on_each_device!(plan_names_backend_that_runs, plan_with_tracked_input_chooses_path_with_gradients);
 
-/// The operations that plan and run a call, and what they say.
+/// Returns the results of the operations that plan and run a call.
 fn outcomes(call: &Call) -> [(&'static str, Result<()>); 3] {
     [
         ("plan", call.plan().map(drop)),
@@ -17,7 +18,8 @@ fn outcomes(call: &Call) -> [(&'static str, Result<()>); 3] {
     ]
 }
 
-/// What `Auto` plans it runs; the reference path is what runs where it is asked for; and `Fused` runs or says why not.
+/// Checks that `Auto` runs what it plans, that the reference path runs where it is requested, and that `Fused` runs or
+/// returns the reason.
 fn planned(call: &Call) -> Result<Plan> {
     let asked = call.on(Backend::Reference).plan()?;
     assert_eq!((asked.backend, asked.reason.as_str()), (Backend::Reference, "asked for"));
@@ -28,7 +30,7 @@ fn planned(call: &Call) -> Result<Plan> {
     auto.context().and_then(|_| auto.with_lse())?;
     for (op, result) in outcomes(&fused) {
         match plan.backend {
-            // The fused operations of GPUs give the context alone, which `plan` speaks of.
+            // The fused operations of GPUs return the output alone, to which `plan` refers.
             _ if op.ends_with("_with_lse") && !call.q.device().is_cpu() => {
                 assert!(error_text(result).starts_with(&format!("[{op}] no fused path: ")));
             }
@@ -48,7 +50,7 @@ fn plan_names_backend_that_runs(device: &Device) {
         let obstacle = match recipe.dtype {
             _ if recipe.uniform_fully_masked_rows => "see nothing",
             DType::F64 if device.is_cpu() => "F64",
-            // A device of another kind may have one of its own.
+            // Other kinds of devices may have other reasons.
             _ => "",
         };
         // Forcing an instruction set does not change what the kernel can do.
@@ -85,7 +87,7 @@ fn plan_with_tracked_input_chooses_path_with_gradients(device: &Device) -> Resul
             // Not a variable itself, but computed from one.
             ("result", Call { q: (var(&plain().q) * 2.0)?, ..plain() }),
         ] {
-            // The operations of GPUs have no gradients; f64 has the reference path only, for a reason of its own.
+            // The operations of GPUs have no gradients. f64 has the reference path only, for another reason.
             let plan = planned(&call)?;
             match device.is_cpu() {
                 _ if dtype == DType::F64 => {}
@@ -127,7 +129,7 @@ fn dropout_runs_on_fused_kernel_and_matches_reference() -> Result<()> {
     Ok(())
 }
 
-/// It is an error of every call, on each backend that would use the instruction set.
+/// Checks that every call fails, on each backend that would use the instruction set.
 #[test]
 fn unsupported_instruction_set_is_rejected() {
     let available = InstructionSet::available().iter().map(InstructionSet::to_string).collect::<Vec<_>>().join(", ");
@@ -147,8 +149,8 @@ fn unsupported_instruction_set_is_rejected() {
     }
 }
 
-/// Names the instruction sets that tests skip, in the output of every run. `eprintln!` would not do: the test runner
-/// hides its text where tests pass.
+/// Prints the instruction sets that tests skip, in every run. `eprintln!` would not do: the test runner captures its
+/// text where tests pass.
 #[test]
 fn available_instruction_sets_are_those_of_processor() {
     let available = InstructionSet::available();

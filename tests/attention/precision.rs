@@ -13,8 +13,8 @@ use serde::Deserialize;
 
 use crate::*;
 
-/// Whether a kernel is worse than PyTorch by more than it may be; NaN is. Plain Rust has no fused multiply-add on every
-/// target, and rounds a product and a sum where the others round once.
+/// Returns whether a kernel's error exceeds PyTorch's by more than is allowed, or is NaN. Plain Rust has no fused
+/// multiply-add on every target, and rounds a product and a sum where PyTorch rounds once.
 fn exceeds(instruction_set: InstructionSet, error: f64, pytorch: f64) -> bool {
     let most = if instruction_set == InstructionSet::Scalar { 1.1 * 2f64.sqrt() } else { 1.1 };
     error.is_nan() || error > most * pytorch
@@ -46,7 +46,7 @@ impl Case {
         format!("{shape:?}, causal {causal}, {dtype}, scores of deviation {widening}")
     }
 
-    /// Random tensors of these shapes, bit for bit those of the script.
+    /// Draws random tensors of these shapes, bit for bit as the script does.
     fn draw(&self, shapes: [&[usize]; 3], widening: f64) -> Result<[Tensor; 3]> {
         let dtype = DTYPES.into_iter().find(|dtype| dtype.as_str() == self.dtype).expect("a dtype of the scripts");
         let seed = TorchSeed::new(self.seed);
@@ -60,7 +60,7 @@ impl Case {
     }
 }
 
-/// Maximum and root mean square of the differences.
+/// Returns the maximum and the root mean square of the differences.
 pub fn errors(got: &Tensor, exact: &[f64]) -> [f64; 2] {
     let got = values(got);
     let differences = || got.iter().zip(exact).map(|(got, exact)| (got - exact).abs());
@@ -70,8 +70,8 @@ pub fn errors(got: &Tensor, exact: &[f64]) -> [f64; 2] {
     [largest, (squares / exact.len() as f64).sqrt()]
 }
 
-/// Holds every instruction set to PyTorch's errors; `run` gives a case's exact numbers, and what an instruction set
-/// makes of it.
+/// Compares the errors of every instruction set with PyTorch's; `run` returns a case's exact numbers, and the results
+/// of an instruction set.
 fn compare(text: &str, run: impl Fn(&Case) -> Result<(Vec<f64>, Vec<(InstructionSet, Tensor)>)> + Sync) -> Result<()> {
     let measured: Measured = serde_json::from_str(text).expect("the file is what it says");
     assert!(measured.cases.len() > 35, "{} cases", measured.cases.len());

@@ -1,4 +1,4 @@
-//! Random calls: a recipe is small, prints on one line and shrinks; its case holds the numbers.
+//! Random calls: a recipe is small, prints on one line and shrinks; its case has the numbers.
 
 use candle_core::{DType, Device};
 use proptest::prelude::*;
@@ -87,14 +87,14 @@ impl Kind {
         matches!(self, Self::Keep(_) | Self::Bias(_))
     }
 
-    /// An alignment or a part of a mask.
+    /// Draws an alignment or a part of a mask.
     fn drawn(self, dims: &Dims, dtype: DType, random: &mut Random) -> (Alignment, Option<Part>) {
         let Dims { b, t_q, t_kv, .. } = *dims;
         let part = match self {
             Self::Causal => return (Alignment::Causal, None),
             Self::UpperLeft => return (Alignment::UpperLeft, None),
             Self::Offset => return (Alignment::Offset(random.up_to(t_kv + 1)), None),
-            // From where no query sees a key to where all see all.
+            // From masks in which no query attends to a key to masks in which all attend to all.
             Self::Offsets => {
                 let mut offset = || random.up_to(t_q + t_kv + 2) as i64 - t_q as i64 - 1;
                 return (Alignment::Offsets((0..b).map(|_| offset()).collect()), None);
@@ -142,7 +142,7 @@ impl Chosen {
     /// The number of sets of options.
     pub const SETS: usize = 32;
 
-    /// One of them.
+    /// Returns the set of options with these bits.
     pub fn set(bits: usize) -> Self {
         let [scale, softcap, alibi, sinks, distances] = [1, 2, 4, 8, 16].map(|bit| bits & bit != 0);
         Self { scale, softcap, alibi, sinks, distances }
@@ -153,20 +153,20 @@ impl Chosen {
 pub struct Recipe {
     pub dims: Dims,
     pub layouts: [Layout; 3],
-    /// One mask each, joined by `and`; two alignments cannot stand in one.
+    /// Masks that are joined by `and`; one mask has at most one alignment.
     pub masks: Vec<Vec<Kind>>,
     pub uniform_fully_masked_rows: bool,
     pub chosen: Chosen,
     /// Instead of a random one.
     pub scale: Option<f64>,
-    /// Hidden entries of `keep`, and -inf of `bias`, lie in runs that cover whole tiles.
+    /// Whether masked entries of `keep`, and -inf of `bias`, are in runs that cover whole tiles.
     pub runs: bool,
     pub dtype: DType,
-    /// What the numbers are drawn from.
+    /// The seed of the numbers.
     pub seed: u64,
 }
 
-/// The dtype of biases, slopes and sinks: that of the scores.
+/// Returns the dtype of biases, slopes and sinks: that of the scores.
 pub fn wide(dtype: DType) -> DType {
     if dtype == DType::F64 { DType::F64 } else { DType::F32 }
 }
@@ -188,7 +188,7 @@ impl Recipe {
         }
     }
 
-    /// Of one mask, whose tensors hide whole tiles.
+    /// Returns a call of one mask, whose tensors mask whole tiles.
     pub fn of_kernel(dims: Dims, mask: Vec<Kind>, dtype: DType) -> Self {
         let seed = (dims.t_q * 1000 + dims.t_kv * 100 + dims.d * 10 + dims.d_v) as u64;
         Self { runs: true, seed, ..Self::plain(dims, vec![mask], dtype) }
@@ -300,7 +300,7 @@ fn recipes_of(dims: impl Strategy<Value = Dims>, dtypes: &'static [DType]) -> im
     )
 }
 
-/// Small calls, empty ones among them.
+/// Draws small calls, empty ones among them.
 pub fn recipes(dtypes: &'static [DType]) -> impl Strategy<Value = Recipe> {
     (recipes_of(dims(), dtypes), proptest::bool::weighted(0.2))
         .prop_map(|(recipe, uniform_fully_masked_rows)| Recipe { uniform_fully_masked_rows, ..recipe })
@@ -344,7 +344,7 @@ pub fn kernel_recipes() -> impl Strategy<Value = Recipe> {
 /// The dtypes that the fused CPU kernel computes in.
 pub const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 
-/// The dtypes in which a device attends.
+/// Returns the dtypes in which a device attends.
 pub fn dtypes(device: &Device) -> &'static [DType] {
     if device.is_metal() {
         &[DType::F32, DType::F16, DType::BF16]

@@ -17,10 +17,10 @@ use crate::array::Random;
 use crate::by_hand::{self, Input, Output, Parameters, drawn, tensors};
 use crate::oracle::Mask;
 
-/// An output beside statistics.
+/// An output with statistics.
 pub type Observed = (Tensor, AttentionStatistics);
 
-/// What layers of both kinds do.
+/// The functions that both kinds of layers have.
 pub trait Layer: ModuleT {
     fn run(&self, input: AttentionInput) -> Result<Tensor>;
 
@@ -77,17 +77,17 @@ impl Kind {
         })
     }
 
-    /// Random numbers for every parameter that a layer asks for.
+    /// Draws random numbers for every parameter of a layer.
     pub fn parameters(&self, seed: u64) -> Parameters {
         by_hand::parameters_of(|vb| self.layer(vb), seed)
     }
 
-    /// Over plain tensors.
+    /// Builds the layer over plain tensors.
     pub fn of_parameters(&self, parameters: &Parameters, dtype: DType, device: &Device) -> Result<Box<dyn Layer>> {
         self.of_leaves(parameters, dtype, device, &mut |_, tensor| Ok(tensor))
     }
 
-    /// Over what `leaf` makes of each parameter, a variable say.
+    /// Builds the layer over the tensors that `leaf` returns for each parameter, variables for example.
     pub fn of_leaves(
         &self,
         parameters: &Parameters,
@@ -107,7 +107,7 @@ impl Kind {
         }
     }
 
-    /// Whether plain loops have its numbers.
+    /// Returns whether plain loops compute this layer.
     pub fn has_loops(&self) -> bool {
         match self {
             Self::MultiHead(cfg) => cfg.relative_bias().is_none() && cfg.content_positions().is_none(),
@@ -115,7 +115,7 @@ impl Kind {
         }
     }
 
-    /// The tokens that a grid or a window has.
+    /// Returns the number of tokens of a grid or a window.
     pub fn tokens(&self) -> Option<usize> {
         let Self::MultiHead(cfg) = self else { return None };
         match cfg.content_positions()? {
@@ -133,7 +133,7 @@ impl Kind {
         }
     }
 
-    /// Of queries, keys, values and outputs.
+    /// Returns the widths of queries, keys, values and outputs.
     pub fn widths(&self) -> [usize; 4] {
         match self {
             Self::MultiHead(cfg) => [cfg.embed_dim(), cfg.kdim(), cfg.vdim(), cfg.out_dim()],
@@ -141,7 +141,7 @@ impl Kind {
         }
     }
 
-    /// Keys that every query sees beside those that it is given.
+    /// Returns the number of keys that the layer appends, to which every query attends.
     pub fn more_keys(&self) -> usize {
         match self {
             Self::MultiHead(cfg) => usize::from(cfg.bias_kv()) + usize::from(cfg.add_zero_attn()),
@@ -149,14 +149,14 @@ impl Kind {
         }
     }
 
-    /// Whether a call with so many queries and keys is one of self-attention.
+    /// Returns whether a call with these numbers of queries and keys is self-attention.
     pub fn is_self(&self, t_q: usize, t_kv: usize) -> bool {
         let [width, of_keys, of_values, _] = self.widths();
         t_q == t_kv && [of_keys, of_values] == [width; 2]
     }
 
-    /// Self-attention where keys and values have the queries' width and length, cross-attention elsewhere: to one
-    /// sequence of keys and values if there are more of them than queries.
+    /// Draws self-attention where keys and values have the queries' width and length, and cross-attention elsewhere:
+    /// with one tensor for keys and values if there are more keys than queries.
     pub fn input(&self, [b, t_q, t_kv]: [usize; 3], mask: Vec<Mask>) -> Input {
         let (mut random, [width, of_keys, of_values, _]) = (Random::new(17), self.widths());
         let queries = drawn(&[b, t_q, width], &mut random);
@@ -170,7 +170,7 @@ impl Kind {
     }
 }
 
-/// With what its relative positions need.
+/// Builds a layer with its relative bias or relative embeddings.
 pub fn multi_head_layer(cfg: &Config, vb: VarBuilder) -> Result<MultiHeadAttention> {
     let layer = MultiHeadAttention::new(cfg, vb.clone())?;
     match (cfg.relative_bias(), cfg.content_positions()) {
@@ -190,7 +190,8 @@ pub fn relative() -> [(&'static str, Kind); 2] {
     [("relative bias", Kind::MultiHead(relative)), ("crossed relative bias", Kind::MultiHead(crossed))]
 }
 
-/// Every kind of relative positions by content, in layers of grouped heads where they may be. Plain loops have none.
+/// Returns every kind of content-based relative positions, in layers of grouped heads where these are allowed. Plain
+/// loops do not compute them.
 pub fn content() -> Vec<Config> {
     let (height, width) = (3, 5);
     let buckets = || DisentangledConfig::new(9).with_num_buckets(6);
@@ -218,7 +219,7 @@ pub fn content() -> Vec<Config> {
     others.into_iter().chain(disentangled).collect()
 }
 
-/// A layer of latents with small, uneven widths.
+/// Draws latent attention with small, uneven widths.
 pub fn latent_of(embed_dim: usize, random: &mut Random) -> LatentConfig {
     let style = if random.chance(0.5) { RopeStyle::RotateHalf } else { RopeStyle::Interleaved };
     let mut cfg = LatentConfig::new(embed_dim, 1 + random.up_to(3))
@@ -237,7 +238,7 @@ pub fn latent_of(embed_dim: usize, random: &mut Random) -> LatentConfig {
     cfg
 }
 
-/// What a layer of the registry is about. Tests of layers run once for each feature, so that their names have it.
+/// The subject of a layer of the registry. Tests of layers run once for each feature, so that their names have it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Feature {
     Plain,
@@ -416,7 +417,7 @@ fn alibi() -> Configs {
     ]
 }
 
-/// Rotary positions, and the temperature of queries, which depends on positions too.
+/// Returns layers with rotary positions, and with the temperature of queries, which depends on positions too.
 fn rope() -> Configs {
     let temperature = |first| AttentionTemperature { beta: 0.7, interval: 2, first };
     let normed = || qk_norm(Rms, PerHead).with_head_dim(4).with_rope(interleaved_rope());

@@ -1,5 +1,5 @@
-//! Gradients through as many tokens, parts and taps as a graph may have, on a thread with a small stack: Candle walks
-//! through a graph by recursion.
+//! Gradients through graphs with the largest allowed number of tokens, parts and taps, on a thread with a small stack:
+//! Candle walks through a graph by recursion.
 
 use crate::*;
 
@@ -47,7 +47,7 @@ fn delta_rule_gradients_over_many_tokens_fit_small_stack() -> Result<()> {
     Ok(())
 }
 
-/// Each part is one key, as where a cache is split over devices.
+/// Makes each part one key, as where a cache is split over devices.
 #[test]
 fn merge_attention_gradients_of_many_parts_fit_small_stack() -> Result<()> {
     let found = on_small_stack(|| {
@@ -67,7 +67,7 @@ fn merge_attention_gradients_of_many_parts_fit_small_stack() -> Result<()> {
     Ok(())
 }
 
-/// A convolution over thousands of tokens, in f64, which takes Candle's own operations.
+/// Runs a convolution over thousands of tokens in f64, which uses Candle's operations.
 #[test]
 fn gated_delta_net_gradients_through_many_taps_fit_small_stack() -> Result<()> {
     let largest = on_small_stack(|| {

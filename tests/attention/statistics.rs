@@ -7,7 +7,7 @@ use crate::*;
 
 crate::on_each_device!(statistics_of_random_calls_match_oracle);
 
-/// What a call is asked for, by its seed.
+/// Returns the requested statistics of a call, by its seed.
 fn wanted(recipe: &Recipe) -> StatisticsOptions {
     let (Dims { t_q, t_kv, .. }, seed) = (recipe.dims, recipe.seed as usize);
     let options = StatisticsOptions::default().with_top_keys(seed % 33);
@@ -31,7 +31,7 @@ fn check(recipe: &Recipe, case: &Case, path: Path, device: &Device) -> Result<()
     statistics(&expected, recipe, &found)
 }
 
-/// Each number errs as the weights do that it was made of.
+/// Compares each statistic with a tolerance that follows from the errors of its weights.
 fn statistics(expected: &Expected, recipe: &Recipe, found: &AttentionStatistics) -> Result<()> {
     let Dims { b, h, t_q, t_kv, .. } = recipe.dims;
     let (wanted, float, rows) = (wanted(recipe), wide(recipe.dtype), b * h * t_q);
@@ -94,7 +94,7 @@ fn statistics_of_random_calls_match_oracle(device: &Device) {
     for_all(150, kernel_recipes(), |recipe| check_path(&recipe, false));
 }
 
-/// Those of the weights (B, H, T_q, T_kv), by the reference path's definition.
+/// Checks statistics against the weights (B, H, T_q, T_kv), by the definition of the reference path.
 pub fn assert_of(found: &AttentionStatistics, weights: &Tensor, tolerance: f64, what: &str) -> Result<()> {
     let weights = weights.to_dtype(DType::F64)?;
     let k = found.top_keys.dim(candle_core::D::Minus1)?;
@@ -136,8 +136,7 @@ fn statistics_of_packed_sequences_match_separate_calls() -> Result<()> {
     Ok(())
 }
 
-/// Of layers with score modifiers that the tests of `layer` do not have, and of layers with a cache, over the keys in
-/// it.
+/// Checks layers with score modifiers that the tests of `layer` do not have, and layers with a cache.
 #[test]
 fn statistics_of_layers_match_their_weights() -> Result<()> {
     let cfg = Config::new(32, 4).with_causal(true).with_num_kv_heads(2).with_rope(RopeConfig::new(100.0));
@@ -228,7 +227,7 @@ fn statistics_with_unsupported_options_are_rejected() -> Result<()> {
     Ok(())
 }
 
-/// A NaN in a key makes NaN of the weights of the queries that attend to it, and of no others.
+/// Checks that a NaN in a key makes the weights NaN of the queries that attend to it, and of no others.
 #[test]
 fn statistics_of_rows_of_nan_are_nan_on_every_path() -> Result<()> {
     let (t, bad_key) = (5, 2);

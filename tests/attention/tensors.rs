@@ -10,7 +10,7 @@ pub use crate::call::CPU;
 
 pub type Tensors = HashMap<String, Tensor>;
 
-/// Normally distributed, in f32.
+/// Draws normally distributed numbers in f32.
 pub fn random(shape: impl Into<Shape>) -> Result<Tensor> {
     Tensor::randn(0f32, 1.0, shape, &CPU)
 }
@@ -23,12 +23,12 @@ pub fn builder(tensors: Tensors) -> VarBuilder<'static> {
     VarBuilder::from_tensors(tensors, DType::F32, &CPU)
 }
 
-/// The variables of a map by name.
+/// Returns the variables of a map by name.
 pub fn named(variables: &VarMap) -> HashMap<String, Var> {
     variables.data().lock().expect("one thread").clone()
 }
 
-/// The gradients of a sum in which each entry of `ys` has a factor of its own.
+/// Returns the gradients of a sum in which each entry of `ys` has a different factor.
 #[track_caller]
 pub fn gradients(ys: &Tensor, of: &[&Tensor]) -> Result<Vec<Tensor>> {
     let factors = (Tensor::arange(0f32, ys.elem_count() as f32, ys.device())? * 0.37)?.sin()?;

@@ -1,4 +1,4 @@
-//! Whoever calls: the same bits.
+//! Calls from any thread return the same bits.
 
 use std::sync::LazyLock;
 
@@ -19,8 +19,8 @@ impl Work {
     }
 }
 
-/// Prefill, decoding, split keys, groups, few and many heads; one row and many, few outputs and many. And what each
-/// gives on one thread.
+/// Calls for prefill, decoding, split keys, groups, few and many heads; for one row and many, few outputs and many; and
+/// their results on one thread.
 static ALL: LazyLock<(Vec<Work>, Vec<Vec<u64>>)> = LazyLock::new(|| all_with_results().expect("the calls run"));
 
 fn all_with_results() -> Result<(Vec<Work>, Vec<Vec<u64>>)> {
@@ -59,7 +59,7 @@ fn all_with_results() -> Result<(Vec<Work>, Vec<Vec<u64>>)> {
     Ok((all, expected))
 }
 
-/// The caller's threads start together.
+/// Starts the caller's threads together.
 #[test]
 fn calls_from_many_threads_match_sequential_calls() {
     let (all, expected) = &*ALL;
@@ -77,8 +77,8 @@ fn calls_from_many_threads_match_sequential_calls() {
     });
 }
 
-/// A worker that waits in a parallel loop of another pool may start another call: scratch memory of a thread must not
-/// be in use twice.
+/// Checks that scratch memory of a thread is not in use twice: a worker that waits in a parallel loop of another pool
+/// may start another call.
 #[test]
 fn calls_nested_in_another_pool_match_sequential_calls() {
     let (all, expected) = &*ALL;

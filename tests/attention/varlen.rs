@@ -32,14 +32,14 @@ fn packed(dtypes: &'static [DType]) -> impl Strategy<Value = Packed> {
         // As packed sequences lie, since products take sums in another order where strides are others.
         recipe.layouts = [Layout::HeadsTransposed; 3];
         recipe.masks.iter_mut().for_each(|kinds| kinds.retain(|kind| !kind.is_tensor()));
-        // Joined masks may count from positions that differ in one of the sequences, which leaves ALiBi none.
+        // Joined masks may define different positions in one of the sequences, so that ALiBi is an error.
         recipe.chosen.alibi &= recipe.masks.len() < 2 && recipe.masks.concat().len() < 2;
         Packed { lens, recipe }
     })
 }
 
 impl Packed {
-    /// Padded, under masks of the rows that each sequence has.
+    /// Returns the padded call, with the masks of the rows that each sequence has.
     fn case(&self) -> Case {
         let (mut case, sequences) = (self.recipe.case(), self.lens.len());
         for part in case.masks.iter_mut().flat_map(|mask| &mut mask.parts) {
@@ -72,7 +72,7 @@ impl Packed {
         self.recipe.seed.is_multiple_of(5)
     }
 
-    /// The call of one sequence.
+    /// Returns the call of one sequence.
     fn alone(&self, case: &Case, s: usize) -> Case {
         let ((t_q, t_kv), mut own) = (self.lens[s], case.of_sequence(s));
         let first = |len| View::Narrow { dim: 2, start: 0, len };

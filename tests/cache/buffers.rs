@@ -1,4 +1,4 @@
-//! What a cache holds, what a call with it allocates, what edits leave where, and what it gives back of the batch.
+//! The memory of a cache, the allocations of a call with it, and the effect of edits.
 
 use crate::common::allocations::{self, Counting};
 use crate::*;
@@ -29,14 +29,15 @@ fn cache_is_read_without_copies() -> Result<()> {
             allocations::reset();
             layer.forward(&token)?;
             let more = with_cache.saturating_sub(allocations::asked().bytes);
-            // The kernel's scratch, whatever is cached: a megabyte and more.
+            // The scratch buffers of the kernel, for any cache: a megabyte and more.
             assert!(more < 100_000 && cache.memory() > 1_000_000, "{more} bytes, and {} are cached", cache.memory());
         }
     }
     Ok(())
 }
 
-/// The cache takes a quarter of f32 and a scale for each row. Only the block that a kernel works on is ever in floats.
+/// Checks that the cache takes a quarter of f32 and a scale for each row. Only the block that a kernel works on is ever
+/// in floats.
 #[test]
 fn cache_of_8_bits_is_not_converted_to_floats() -> Result<()> {
     let layer = layer(&Config::new(64, 4).with_num_kv_heads(2).with_value_head_dim(8).with_causal(true))?;
@@ -63,7 +64,7 @@ fn cache_of_8_bits_is_not_converted_to_floats() -> Result<()> {
     Ok(())
 }
 
-/// Nothing is stored for each head.
+/// Checks that nothing is stored for each head.
 #[test]
 fn cache_of_latent_attention_stores_one_latent_and_key_per_token() -> Result<()> {
     let cfg = LatentConfig::new(8, 4).with_kv_lora_rank(10).with_rope_head_dim(6);
@@ -77,7 +78,7 @@ fn cache_of_latent_attention_stores_one_latent_and_key_per_token() -> Result<()>
     Ok(())
 }
 
-/// Padding has no column. A single sequence may come without a batch dimension.
+/// Checks that padding has no column. A single sequence may come without a batch dimension.
 #[test]
 fn cache_call_weights_have_one_column_per_stored_position() -> Result<()> {
     for (cfg, batch) in

@@ -4,7 +4,7 @@ use crate::*;
 
 const E: usize = 8;
 
-/// The tokens of a call: none, fewer than the K - 1 = 3 that the convolutions keep, as many, and more.
+/// The numbers of tokens of a call: none, fewer than the K - 1 = 3 that the convolutions keep, exactly 3, and more.
 const CALLS: [usize; 5] = [0, 1, 2, 3, 5];
 
 fn net(dtype: DType) -> Result<GatedDeltaNet> {
@@ -110,8 +110,8 @@ fn delta_cache_in_every_dtype_matches_f64() -> Result<()> {
     Ok(())
 }
 
-/// Beam search after calls of any number of tokens: each order is taken, in each step, in each dtype, and `reorder`
-/// moves snapshots too.
+/// Runs beam search after calls of any number of tokens: each order in each step and in each dtype. `reorder` moves
+/// snapshots too.
 #[test]
 fn reorder_after_calls_of_few_tokens_continues_the_chosen_sequences() -> Result<()> {
     for dtype in [DType::F32, DType::F64, DType::BF16] {
@@ -149,7 +149,7 @@ fn reorder_after_calls_of_few_tokens_continues_the_chosen_sequences() -> Result<
     Ok(())
 }
 
-/// A fork and a snapshot of every state, and the first cache, go on independently.
+/// Checks that a fork, a snapshot of every state, and the first cache continue independently.
 #[test]
 fn fork_and_snapshots_after_calls_of_few_tokens_continue_independently() -> Result<()> {
     let net = net(DType::F32)?;

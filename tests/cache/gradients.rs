@@ -14,8 +14,8 @@ fn trained(cfg: &Config) -> Result<(VarMap, MultiHeadAttention)> {
     Ok((vars, layer))
 }
 
-/// The next call, of a prompt or of a token, uses the new value of a variable. With a detached cache, generation with a
-/// model in training runs on the fused kernel, and the projections of cached keys get no gradients.
+/// Checks that the next call, of a prompt or of a token, uses the new value of a variable. With a detached cache,
+/// generation with a model in training runs on the fused kernel, and the projections of cached keys get no gradients.
 #[test]
 fn cache_call_reads_variables_every_time() -> Result<()> {
     let latent = LatentConfig::new(8, 2).with_q_lora_rank(4).with_kv_lora_rank(6).with_rope_head_dim(2).with_bias(true);
@@ -54,7 +54,7 @@ fn cache_call_reads_variables_every_time() -> Result<()> {
     Ok(())
 }
 
-/// A layer of plain weights but for one variable, its query projection.
+/// Builds a layer of plain weights and one variable, its query projection.
 fn with_trained_queries(cfg: &Config) -> Result<(MultiHeadAttention, Var)> {
     let mut weights = crate::by_hand::tensors(&crate::by_hand::parameters(cfg, 3), DType::F32, &CPU)?;
     let q_proj = Var::from_tensor(&weights["q_proj.weight"])?;
@@ -62,7 +62,7 @@ fn with_trained_queries(cfg: &Config) -> Result<(MultiHeadAttention, Var)> {
     Ok((MultiHeadAttention::new(cfg, VarBuilder::from_tensors(weights, DType::F32, &CPU))?, q_proj))
 }
 
-/// These gradients pass no cached key.
+/// Checks gradients that pass no cached key.
 #[test]
 fn cache_call_keeps_gradients_of_queries_and_bias() -> Result<()> {
     let (layer, q_proj) = with_trained_queries(&config())?;
@@ -81,7 +81,7 @@ fn cache_call_keeps_gradients_of_queries_and_bias() -> Result<()> {
 
 type Use = fn(&MultiHeadAttention, &mut AttentionCache) -> Result<()>;
 
-/// What is done with a cache before `backward`.
+/// Uses of a cache before `backward`.
 const USES: [(&str, Use); 3] = [
     ("reset", |layer, cache| {
         cache.reset();
@@ -98,7 +98,7 @@ fn append(layer: &MultiHeadAttention, cache: &mut AttentionCache, t: usize) -> R
     in_calls(layer, cache, &wave(1, t, 8, 7.0)?, &[t]).map(drop)
 }
 
-/// A graph keeps the keys of its own call, or those of an earlier layer.
+/// Checks that a graph keeps the keys of its call, or the keys of an earlier layer.
 #[test]
 fn cache_call_gradients_do_not_change_when_cache_is_used_again() -> Result<()> {
     for kv_heads in [1, 2] {

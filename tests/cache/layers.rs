@@ -39,7 +39,7 @@ pub fn assert_holds(setup: Setup, steps: usize, seeds: u64, most: f64, what: &st
     }
 }
 
-/// What a program needs of a layer with a window, or none, and its cache.
+/// Returns the setup of a program for a layer with or without a window, and its cache.
 pub fn of<'a>(
     layer: &'a dyn Layer,
     (seen, cache): (Option<usize>, &'a AttentionCacheConfig),

@@ -1,8 +1,7 @@
-//! A layer with a cache gives the numbers of the layer without one, however its positions are cut into calls and
-//! whatever is edited between them; what the cache holds is where it was written, and stays as it was where a call
-//! fails.
+//! A layer with a cache returns the numbers of the layer without one, for any split of its positions into calls and any
+//! edits between them. A cache reads its keys in place, and does not change if a call fails.
 //!
-//! Random programs come from fixed seeds; `CACHE_CASES` sets another number of them for every test.
+//! Random programs come from fixed seeds; `CACHE_CASES` sets another number of programs for every test.
 
 #[path = "../attention/by_hand.rs"]
 #[allow(dead_code, reason = "only its parameters are needed")]
@@ -45,7 +44,7 @@ use registry::{Kind, Layer, latent_of};
 
 const CPU: Device = Device::Cpu;
 
-/// A layer of random weights that are plain tensors, with a bias where the config has one.
+/// Builds a layer of random weights that are plain tensors, with a relative bias if the config has one.
 fn layer(cfg: &Config) -> Result<MultiHeadAttention> {
     layer_on(cfg, DType::F32, &CPU)
 }
@@ -59,7 +58,7 @@ fn layer_on(cfg: &Config, dtype: DType, device: &Device) -> Result<MultiHeadAtte
     with_bias(seeded::layer(cfg, dtype, device)?, dtype, device)
 }
 
-/// A stack's, if the config has one.
+/// Adds the relative bias of a stack, if the config has one.
 fn with_bias(layer: MultiHeadAttention, dtype: DType, device: &Device) -> Result<MultiHeadAttention> {
     let Some(buckets) = layer.config().relative_bias() else { return Ok(layer) };
     let vb = TorchSeed::new(5).var_builder(dtype, device);
@@ -78,7 +77,7 @@ fn part(xs: &Tensor, start: usize, t: usize) -> Result<Tensor> {
     xs.narrow(1, start, t)?.force_contiguous()
 }
 
-/// What a layer gives in calls of so many positions.
+/// Returns the output of a layer in calls of these numbers of positions.
 fn in_calls(layer: &dyn Layer, cache: &mut AttentionCache, xs: &Tensor, pieces: &[usize]) -> Result<Tensor> {
     let mut start = 0;
     let outputs = pieces.iter().map(|&t| {

@@ -1,4 +1,5 @@
-//! Random masks of a call. A caller's mask counts the positions of each sequence, whatever the cache holds of them.
+//! Random masks of a call. A caller's mask counts the positions of each sequence, also where the cache no longer stores
+//! all of them.
 
 use crate::call::attention_mask;
 use crate::program::Call;
@@ -36,14 +37,14 @@ impl Drawn {
     pub fn of_call(&self, call: &Call, device: &Device) -> Result<AttentionMask> {
         let mut masks = self.0.clone();
         for mask in masks.iter_mut().filter(|mask| mask.alignment == Alignment::UpperLeft) {
-            // Without a cache query i stands at position i; here its position has to be said, one for all sequences.
+            // Without a cache, query i has position i; here its position has to be set, the same for all sequences.
             mask.alignment = Alignment::Offset(call.before[0]);
         }
         attention_mask(&masks, device, |_, _, bias| bias.tensor(DType::F32, device))
     }
 
-    /// The mask of sequence `n` as a whole, whose last queries are those of the call. Nobody reads the outputs of those
-    /// before it.
+    /// Returns the mask of sequence `n` as a whole, whose last queries are the queries of the call. Outputs of earlier
+    /// queries are not read.
     pub fn of_sequence(&self, n: usize, call: &Call, device: &Device) -> Result<AttentionMask> {
         let (before, own) = (call.before[n], call.own[n].clone());
         let len = before + own.len();

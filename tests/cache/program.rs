@@ -1,6 +1,6 @@
-//! Sequences that are continued in ragged calls, truncated, reordered, forked and begun anew, each beside the same
-//! sequence in one call of the reference path without a cache. The layer has keys and values of its own, or reads those
-//! of an earlier one.
+//! Sequences that are continued in ragged calls, truncated, reordered, forked and begun anew, each compared with the
+//! same sequence in one call of the reference path without a cache. The layer projects keys and values, or reads the
+//! keys and values of an earlier layer.
 
 use std::ops::Range;
 
@@ -13,27 +13,27 @@ pub const EMBED_DIM: usize = 12;
 #[derive(Clone, Copy)]
 pub struct Setup<'a> {
     pub layer: &'a dyn Layer,
-    /// The one whose keys and values the layer reads, if it has none of its own.
+    /// The earlier layer whose keys and values the layer reads, if it projects none.
     pub earlier: Option<&'a MultiHeadAttention>,
     pub cache: &'a AttentionCacheConfig,
     pub dtype: DType,
     pub device: &'a Device,
-    /// Of all calls.
+    /// The mask of all calls.
     pub mask: &'a AttentionMask,
-    /// How many positions a sliding cache holds beside those that the layer sees. It goes back as far behind the
-    /// position at which its last call began, if its capacity holds that call and the window.
+    /// The number of positions that a sliding cache stores in addition to the layer's window. The cache can be
+    /// truncated to that many positions before its last call, if its capacity fits that call and the window.
     pub back: Option<usize>,
-    /// Whether some calls say where their tokens stand.
+    /// Whether some calls have explicit positions.
     pub gives_positions: bool,
-    /// Whether calls have masks of their own.
+    /// Whether calls have random masks.
     pub draws_masks: bool,
 }
 
-/// What a sequence consists of, and the position at which its last call began, or ended if that cannot be taken back.
+/// The tokens of a sequence, and the position at which its last call began, or ended if the call cannot be undone.
 #[derive(Debug, Clone, Default)]
 struct Sequence {
     tokens: Vec<f32>,
-    /// Of each token.
+    /// The position of each token.
     positions: Vec<u32>,
     begun: usize,
 }
@@ -59,7 +59,7 @@ pub struct Call {
 }
 
 impl Call {
-    /// A prompt, a piece or a single token, often with padding on the left, the right, or both.
+    /// Draws a prompt, a piece or a single token, often with padding on the left, the right, or both.
     fn draw(random: &mut Random, before: Vec<usize>) -> Self {
         let t = match random.up_to(3) {
             0 | 1 => 1,
@@ -84,7 +84,7 @@ pub struct Program<'a> {
 }
 
 impl<'a> Program<'a> {
-    /// Random steps over random sequences: the largest difference.
+    /// Runs random steps over random sequences, and returns the largest difference.
     pub fn run(setup: Setup<'a>, steps: usize, seed: u64) -> Result<f64> {
         let random = &mut Random::new(seed);
         let sequences = vec![Sequence::default(); 1 + random.up_to(2)];
@@ -117,7 +117,7 @@ impl<'a> Program<'a> {
         }
     }
 
-    /// Some tokens for each sequence; their outputs are those of the whole sequence.
+    /// Calls the layer with some tokens of each sequence, and compares the outputs with the whole sequence.
     fn call(&mut self, random: &mut Random) -> Result<f64> {
         let Setup { layer, cache, dtype, device, .. } = self.setup;
         let call = Call::draw(random, self.sequences.iter().map(Sequence::len).collect());
@@ -182,7 +182,7 @@ impl<'a> Program<'a> {
         Ok(most)
     }
 
-    /// The last tokens of a sequence by itself.
+    /// Returns the expected outputs of the last tokens of a sequence alone.
     fn expected(&self, n: usize, call: &Call, drawn: Option<&Drawn>) -> Result<Tensor> {
         let Setup { layer, dtype, device, .. } = self.setup;
         let sequence = &self.sequences[n];
@@ -203,7 +203,7 @@ impl<'a> Program<'a> {
         ys.narrow(0, call.before[n], call.own[n].len())
     }
 
-    /// The shortest that a sequence may become, but for nothing at all.
+    /// Returns the smallest length, other than zero, to which a sequence can be truncated.
     fn least(&self, sequence: &Sequence) -> usize {
         self.setup.back.map_or(0, |back| sequence.begun.saturating_sub(back).min(sequence.len()))
     }
@@ -236,7 +236,7 @@ impl<'a> Program<'a> {
         Ok(())
     }
 
-    /// The buffers stay for a batch of another size.
+    /// Resets the cache, whose buffers then serve a batch of another size.
     fn reset(&mut self, random: &mut Random) -> Result<f64> {
         let memory = self.cache.memory();
         self.cache.reset();
@@ -245,7 +245,7 @@ impl<'a> Program<'a> {
         self.call(random)
     }
 
-    /// Two go on in turn, and then one of them.
+    /// Continues a fork and the original in turn, and then one of them.
     fn fork(&mut self, random: &mut Random) -> Result<f64> {
         let mut other = Program { cache: self.cache.fork()?, sequences: self.sequences.clone(), ..*self };
         if random.chance(0.5) {
@@ -256,12 +256,12 @@ impl<'a> Program<'a> {
     }
 }
 
-/// The largest difference, relative to the largest number that is expected where that is above 1.
+/// Returns the largest difference, relative to the largest expected number if that is above 1.
 pub fn difference(found: &Tensor, expected: &Tensor) -> f64 {
     max_error(found, expected) / values(expected).into_iter().map(f64::abs).fold(1.0, f64::max)
 }
 
-/// How far a layer in a dtype may be off with a cache.
+/// Returns the tolerance of a layer in a dtype with a cache.
 pub fn tolerance(dtype: DType, cache: &AttentionCacheConfig) -> f64 {
     let of = |dtype| match dtype {
         DType::F64 => 1e-12,
@@ -273,7 +273,7 @@ pub fn tolerance(dtype: DType, cache: &AttentionCacheConfig) -> f64 {
     kept.max(of(dtype))
 }
 
-/// How many random programs a test draws.
+/// Returns the number of random programs of a test.
 pub fn cases(default: u64) -> u64 {
     std::env::var("CACHE_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(default)
 }

@@ -1,4 +1,5 @@
-//! Rotary positions go on from what the cache holds of each sequence. `make.py` writes the numbers of transformers.
+//! Rotary positions that continue from the cached positions of each sequence. `make.py` writes the numbers of
+//! transformers.
 
 use crate::*;
 
@@ -30,7 +31,7 @@ fn rope_scaling_by_length_with_cache_matches_transformers() -> Result<()> {
         for (t, padding) in CALLS {
             let xs = tensors["xs"].narrow(1, at, t)?;
             let ys = layer.forward_with(AttentionInput::new(&xs).with_cache(&mut cache).with_starts(&padding))?;
-            // The numbers have zeros where padding stands.
+            // The numbers have zeros at padding.
             let own: Vec<f32> =
                 padding.iter().flat_map(|&padding| (0..t).map(move |i| f32::from(u8::from(i >= padding)))).collect();
             found.push(ys.broadcast_mul(&Tensor::from_vec(own, (2, t, 1), &CPU)?)?);
@@ -52,7 +53,7 @@ fn config() -> Config {
     Config::new(8, 2).with_causal(true).with_rope(RopeConfig::new(100.0))
 }
 
-/// A sequence that has ended waits for the others of its batch, with padding.
+/// Checks a sequence that has ended and waits for the others of its batch, with padding.
 #[test]
 fn rope_positions_do_not_advance_for_sequence_without_tokens() -> Result<()> {
     let scaling = RopeScaling::Dynamic { factor: 2.0, original_context: 4 };

@@ -17,7 +17,7 @@ fn normed() -> Config {
     base().with_qk_norm(norm).with_rope(RopeConfig::new(100.0)).with_scale(1.0)
 }
 
-/// The layer that makes keys and values, and the one that reads them.
+/// Builds the layer that projects keys and values, and the layer that reads them.
 fn layers(cfg: &Config, dtype: DType) -> Result<[MultiHeadAttention; 2]> {
     let later = cfg.clone().with_kv_sharing(KvSharing::EarlierLayer);
     let cfg = if cfg.qk_norm().is_some() { cfg.clone().with_value_norm(1e-6) } else { cfg.clone() };
@@ -28,7 +28,7 @@ fn layers(cfg: &Config, dtype: DType) -> Result<[MultiHeadAttention; 2]> {
     Ok([layer(&cfg, 3)?, layer(&later, 4)?])
 }
 
-/// Compared after any program of calls and edits.
+/// Compares outputs after any program of calls and edits.
 #[test]
 fn shared_cache_of_earlier_layer_matches_memory() -> Result<()> {
     let place = GateLayout::Separate { bias: true };
@@ -54,7 +54,7 @@ fn shared_cache_of_earlier_layer_matches_memory() -> Result<()> {
     Ok(())
 }
 
-/// A sliding cache that is not shared drops keys to which the first queries of a long call attend.
+/// Checks too that a sliding cache that is not shared drops keys to which the first queries of a long call attend.
 #[test]
 fn shared_cache_with_window_accepts_long_calls() -> Result<()> {
     let cfg = normed().with_window(5);
@@ -82,7 +82,7 @@ fn shared_cache_with_window_accepts_long_calls() -> Result<()> {
     Ok(())
 }
 
-/// A quantised layer, for example, has a module for queries alone.
+/// Builds a layer with a module for queries alone, such as a quantised layer.
 #[test]
 fn shared_cache_with_query_module_alone_matches_layer() -> Result<()> {
     let [earlier, later] = layers(&base(), DType::F32)?;

@@ -94,7 +94,7 @@ impl Filled {
     }
 }
 
-/// The edits of a cache after a call, and what is to be continued after each.
+/// Lists the edits of a cache after a call, with the sequences to continue after each.
 fn edited(setup: &Setup, b: usize, t: usize, is_ragged: bool) -> Result<Vec<(String, Filled)>> {
     let filled = || Filled::new(setup, b, t, is_ragged);
     let reversed: Vec<_> = (0..b).rev().collect();
@@ -132,7 +132,7 @@ fn caches_go_on_after_edits_of_short_calls() -> Result<()> {
     Ok(())
 }
 
-/// A batch of empty sequences takes no memory as a tensor, and some for each sequence as a cache.
+/// Checks that a batch of empty sequences takes no memory as a tensor, and some memory for each sequence in a cache.
 #[test]
 fn more_sequences_than_memory_holds_are_an_error() -> Result<()> {
     let layer = layer(&Config::new(EMBED_DIM, 4).with_causal(true))?;

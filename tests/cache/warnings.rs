@@ -1,5 +1,5 @@
-//! Calls that are allowed because somebody can mean them, and that are a mistake more often. Each kind is logged once in
-//! a process, so each is tested in a process of its own.
+//! Calls that are allowed, since somebody may intend them, and that are usually mistakes. Each kind is logged once in a
+//! process, so each is tested in a separate process.
 
 use std::process::Command;
 use std::sync::Mutex;
@@ -27,7 +27,7 @@ impl log::Log for Recorder {
     fn flush(&self) {}
 }
 
-/// The warnings so far.
+/// Returns the warnings so far.
 fn warnings() -> Vec<String> {
     WARNINGS.lock().expect("no panic before").clone()
 }
@@ -45,7 +45,7 @@ fn decoder() -> Result<MultiHeadAttention> {
     layer(&Config::new(8, 2).with_causal(true).with_rope(RopeConfig::new(100.0)))
 }
 
-/// What a call is given beside its tokens and its cache.
+/// The inputs of a call other than its tokens and its cache.
 #[derive(Clone, Copy, Default)]
 struct Given<'a> {
     mask: Option<&'a AttentionMask>,
@@ -86,7 +86,7 @@ fn call<'a>(layer: &MultiHeadAttention, xs: &'a Tensor, cache: &'a mut Attention
     Ok(())
 }
 
-/// A prompt of two sequences of 4 positions, and a token after it.
+/// Calls a layer with a prompt of two sequences of 4 positions, and then with a token.
 fn prompt_and_step(prompt: Given, step: Given) -> Result<()> {
     let (layer, mut cache) = (decoder()?, AttentionCache::default());
     call(&layer, &xs(2, 4)?, &mut cache, prompt)?;
@@ -101,7 +101,7 @@ fn two_calls(layer: &dyn Layer, mask: &AttentionMask) -> Result<()> {
     Ok(())
 }
 
-/// Two calls of a layer that is not causal.
+/// Makes two calls of a layer that is not causal.
 fn not_causal(kind: impl Fn(bool) -> Kind) -> Result<()> {
     let layer = |causal| kind(causal).layer(TorchSeed::new(1).var_builder(DType::F32, &Device::Cpu));
     let none = AttentionMask::none();
@@ -116,7 +116,7 @@ fn not_causal(kind: impl Fn(bool) -> Kind) -> Result<()> {
     two_calls(&*layer, &none.with_local_window(3, 1))
 }
 
-/// Padding on the left that the cache stores, since only the mask of the prompt names it.
+/// Stores left padding in the cache, since only the mask of the prompt names it.
 fn stored_left_padding() -> Result<()> {
     let padding = AttentionMask::none().with_starts(vec![2, 0]);
     prompt_and_step(masked(&padding), masked(&padding))?;
@@ -152,7 +152,7 @@ fn stored_padding_of_attention_mask() -> Result<()> {
     prompt_and_step(masked(&padded), NOTHING)
 }
 
-/// A mask of a step that counts padding that the cache has left out.
+/// Makes a step whose mask counts padding that the cache has removed.
 fn left_padding_counted_twice() -> Result<()> {
     let (starts, none) = ([2, 0], AttentionMask::none);
     let window = none().with_window(3);
@@ -164,7 +164,7 @@ fn left_padding_counted_twice() -> Result<()> {
     prompt_and_step(left_padded(&starts), masked(&none().with_starts(vec![2, 0])))
 }
 
-/// A causal layer whose keys and values are another sequence's.
+/// Calls a causal layer with keys and values of another sequence.
 fn causal_cross_attention() -> Result<()> {
     let (queries, others) = (xs(2, 3)?, xs(2, 5)?);
     let cfg = Config::new(8, 2);
@@ -237,7 +237,7 @@ fn axis_positions_that_go_back() -> Result<()> {
     run(&token(0)?)
 }
 
-/// A causal offset that is not the number of positions in the cache.
+/// Makes a call with a causal offset other than the number of positions in the cache.
 fn causal_offset_other_than_the_cache() -> Result<()> {
     let right = AttentionMask::causal_with_offset(4);
     prompt_and_step(NOTHING, masked(&right))?;
@@ -295,7 +295,8 @@ fn misuse_is_logged_once() {
     }
 }
 
-/// Transformers' attention mask of a step has columns for padding, which a cache does not store.
+/// Checks that a mask with columns for padding is an error: transformers' attention mask of a step has them, and a
+/// cache stores no padding.
 #[test]
 fn attention_mask_with_columns_for_padding_that_the_cache_left_out_is_an_error() -> Result<()> {
     let mask = |rows: &[[u32; 5]; 2]| AttentionMask::from_attention_mask(&Tensor::new(rows, &CPU)?);

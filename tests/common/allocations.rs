@@ -9,7 +9,7 @@ pub struct Counting;
 /// The bytes from which a request is refused.
 const REFUSED: usize = 1 << 30;
 
-/// What this thread was given since [`reset`].
+/// The requests of this thread since [`reset`].
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Asked {
     pub bytes: usize,

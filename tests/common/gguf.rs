@@ -20,7 +20,7 @@ pub struct File {
 }
 
 impl File {
-    /// With the metadata of an architecture.
+    /// Builds a file with the metadata of an architecture.
     pub fn of(architecture: &str, metadata: &Json) -> Self {
         let mut file = Self::default();
         file.set("general.architecture", Value::String(architecture.into()));
@@ -30,7 +30,7 @@ impl File {
         file
     }
 
-    /// A layer of 2 heads over 1 that are 4 wide, by llama.cpp's metadata and names.
+    /// Builds a layer of 2 query heads and 1 key head of width 4, with llama.cpp's metadata and names.
     pub fn llama() -> Result<Self> {
         let metadata = json!({
             "block_count": 1, "embedding_length": 8, "context_length": 64, "attention.head_count": 2,
@@ -44,13 +44,13 @@ impl File {
         Ok(file)
     }
 
-    /// A key, anew or in the place of the one that is there.
+    /// Sets a key, or replaces its value.
     pub fn set(&mut self, key: &str, value: Value) {
         self.metadata.retain(|(known, _)| known != key);
         self.metadata.push((key.into(), value));
     }
 
-    /// The same for a tensor.
+    /// Adds a tensor, or replaces it.
     pub fn add(&mut self, name: &str, tensor: &Tensor, dtype: GgmlDType) -> Result<()> {
         self.tensors.retain(|(known, _)| known != name);
         // Candle quantises the whole buffer of a view.
@@ -66,7 +66,7 @@ impl File {
         Ok(bytes.into_inner())
     }
 
-    /// As a reader finds it.
+    /// Reads the file.
     pub fn open(&self) -> Result<(Content, Cursor<Vec<u8>>)> {
         let mut reader = Cursor::new(self.bytes()?);
         Ok((gguf::read(&mut reader)?, reader))
@@ -109,7 +109,7 @@ const NAMES: &[(&str, &str)] = &[
     ("mlp.down_proj", "ffn_down"),
 ];
 
-/// What the converter does to the rows of queries, keys and values.
+/// The order in which the converter writes the rows of queries, keys and values.
 #[derive(Clone, Copy, PartialEq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Rows {
@@ -128,19 +128,19 @@ pub struct Converted {
     #[serde(default)]
     pub config: Map<String, Json>,
     metadata: Json,
-    /// Those that divide the frequencies of positions.
+    /// The factors that divide the frequencies of positions.
     #[serde(default)]
     tensors: HashMap<String, Vec<f32>>,
 }
 
 impl Converted {
-    /// Those of a file below `tests/`.
+    /// Reads the entries of a file below `tests/`.
     pub fn all(file: &str) -> Vec<Self> {
         let text = std::fs::read_to_string(recorded(file)).expect("the file is there");
         text.lines().map(|line| serde_json::from_str(line).expect(line)).collect()
     }
 
-    /// With tensors under Llama's names.
+    /// Builds a file with tensors under Llama's names.
     pub fn file(&self, tensors: impl IntoIterator<Item = (String, Tensor)>) -> Result<File> {
         let (mut file, is_gemma) =
             (File::of(&self.architecture, &self.metadata), self.architecture.starts_with("gemma"));
@@ -167,7 +167,7 @@ impl Converted {
     }
 }
 
-/// One of the checkpoints of `tests/causal_lm`.
+/// Converts one of the checkpoints of `tests/causal_lm`.
 pub fn of_checkpoint(model: &str) -> Result<File> {
     let all = Converted::all("causal_lm/gguf.jsonl");
     let converted = all.iter().find(|converted| converted.model == model).expect("a line of the file");

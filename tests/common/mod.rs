@@ -1,4 +1,4 @@
-//! What the tests share: the devices, the comparison, and the folders of `models/`.
+//! Helpers of all tests: devices, comparisons, and the folders of `models/`.
 #![allow(dead_code, reason = "each test file uses a part")]
 
 pub mod allocations;
@@ -64,18 +64,18 @@ pub fn found(kind: &str, device: Result<Device>) -> Device {
     device.unwrap_or_else(|error| panic!("there is no {kind} device, which this build is for: {error}"))
 }
 
-/// The repository, which the tests of every package read from.
+/// Returns the folder of the repository.
 pub fn root() -> &'static Path {
     let mut above = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors();
     above.find(|folder| folder.join("tests/common").is_dir()).expect("a folder of the repository")
 }
 
-/// A file below `tests/`.
+/// Returns the path of a file below `tests/`.
 pub fn recorded(file: &str) -> PathBuf {
     root().join("tests").join(file)
 }
 
-/// What a folder has, in the order of the names.
+/// Lists a folder in the order of the names.
 pub fn listed(folder: impl AsRef<Path>) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(&folder).unwrap_or_else(|error| panic!("{}: {error}", folder.as_ref().display()));
     let mut paths: Vec<_> = entries.map(|entry| entry.expect("it can be listed").path()).collect();
@@ -93,7 +93,7 @@ pub fn recorded_tensors(file: &str) -> Result<HashMap<String, Tensor>> {
     candle_core::safetensors::load(recorded(file), &Device::Cpu)
 }
 
-/// What a run of a program left behind.
+/// The exit code and the output of a program.
 pub struct Run {
     pub code: Option<i32>,
     pub stdout: String,
@@ -106,7 +106,7 @@ pub fn run(mut command: Command) -> Run {
     Run { code: output.status.code(), stdout: text(output.stdout), stderr: text(output.stderr) }
 }
 
-/// The tensors of a file as variables, and a builder that gives them.
+/// Loads the tensors of a file as variables, with a builder over them.
 pub fn variables(path: &Path) -> Result<(VarMap, VarBuilder<'static>)> {
     let (vars, mut tensors) = (VarMap::new(), HashMap::new());
     for (name, tensor) in candle_core::safetensors::load(path, &Device::Cpu)? {
@@ -117,7 +117,7 @@ pub fn variables(path: &Path) -> Result<(VarMap, VarBuilder<'static>)> {
     Ok((vars, VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu)))
 }
 
-/// These tensors in a file, as each of several processes reads it.
+/// Opens a file of these tensors as each of several ranks reads it.
 pub fn sharded(tensors: &HashMap<String, Tensor>) -> Result<ShardedVarBuilder<'static>> {
     let file = tempfile::NamedTempFile::new()?;
     candle_core::safetensors::save(tensors, file.path())?;
@@ -125,18 +125,18 @@ pub fn sharded(tensors: &HashMap<String, Tensor>) -> Result<ShardedVarBuilder<'s
     unsafe { ShardedSafeTensors::var_builder(&[file.path()], DType::F32, &Device::Cpu) }
 }
 
-/// All entries as f64, in order; converted on the CPU, since Metal has no f64.
+/// Returns all entries as f64, in order. They are converted on the CPU, since Metal has no f64.
 pub fn values(tensor: &Tensor) -> Vec<f64> {
     let read = || tensor.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.flatten_all()?.to_vec1();
     read().expect("a tensor can be read back")
 }
 
-/// The bits of every number, in row-major order; a NaN is a NaN, whatever its sign and payload.
+/// Returns the bits of every number in row-major order. All NaN are the same, with any sign and payload.
 pub fn bits(tensor: &Tensor) -> Vec<u64> {
     values(tensor).into_iter().map(|x| if x.is_nan() { f64::NAN.to_bits() } else { x.to_bits() }).collect()
 }
 
-/// The largest difference; a NaN on one side only, or different shapes, is infinite.
+/// Returns the largest difference. It is infinite if one side alone is NaN, or if shapes differ.
 pub fn max_error(got: &Tensor, expected: &Tensor) -> f64 {
     if got.dims() != expected.dims() {
         return f64::INFINITY;
@@ -156,7 +156,7 @@ pub fn assert_close(got: &Tensor, expected: &Tensor, tolerance: f64, what: &str)
     assert!(error <= tolerance, "{what}: off by {error:e}, more than {tolerance:e}");
 }
 
-/// The largest difference, as a part of the largest number that is expected.
+/// Returns the largest difference divided by the largest expected number.
 #[track_caller]
 pub fn relative_error(got: &Tensor, expected: &Tensor) -> f64 {
     let numbers = values(expected);
@@ -165,14 +165,15 @@ pub fn relative_error(got: &Tensor, expected: &Tensor) -> f64 {
     max_error(got, expected) / largest
 }
 
-/// [`assert_close`] by a part of the largest number that is expected.
+/// Asserts that the largest difference, divided by the largest expected number, is within the tolerance.
 #[track_caller]
 pub fn assert_near(got: &Tensor, expected: &Tensor, tolerance: f64, what: &str) {
     let error = relative_error(got, expected);
     assert!(error <= tolerance, "{what}: off by {error:e} of the largest, more than {tolerance:e}");
 }
 
-/// Numbers of a shape and a dtype, each to within a bound of its own; what is infinite or NaN has to be so.
+/// Compares numbers of a shape and a dtype, each with a separate tolerance. Expected NaN and infinities have to be
+/// found.
 pub fn compare(
     what: &str,
     got: &Tensor,
@@ -194,7 +195,7 @@ pub fn compare(
     Ok(())
 }
 
-/// A config gives the same one through JSON, whose text this is.
+/// Checks that a config round-trips through JSON, and returns the JSON.
 #[track_caller]
 pub fn survives_json<T: Serialize + DeserializeOwned + PartialEq + Debug>(config: &T) -> String {
     let text = serde_json::to_string(config).expect("a config is plain data");
@@ -202,7 +203,7 @@ pub fn survives_json<T: Serialize + DeserializeOwned + PartialEq + Debug>(config
     text
 }
 
-/// The first line of an error: what a user reads when no backtrace is asked for.
+/// Returns the first line of an error, which users read without a backtrace.
 #[track_caller]
 pub fn error_text<T>(result: Result<T>) -> String {
     match result {
@@ -231,7 +232,7 @@ impl Model {
         }
     }
 
-    /// Those of a folder.
+    /// Opens all models of a folder.
     pub fn all(folder: &Path) -> Vec<Self> {
         listed(folder).iter().map(|folder| Self::open(folder)).collect()
     }
@@ -256,7 +257,7 @@ impl Decoded {
     }
 }
 
-/// As examples take ids.
+/// Joins ids as the examples expect them.
 pub fn spelled(ids: &[u32]) -> String {
     ids.iter().map(u32::to_string).collect::<Vec<_>>().join(",")
 }

@@ -3,8 +3,8 @@
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngSeed, TestRunner};
 
-/// Runs a property over `cases` draws, or as many as `PROPTEST_CASES` says, from the seed that `PROPTEST_RNG_SEED`
-/// says.
+/// Runs a property over `cases` draws, or over `PROPTEST_CASES` draws if that is set, with the seed
+/// `PROPTEST_RNG_SEED`.
 #[track_caller]
 pub fn for_all<S: Strategy>(cases: u32, strategy: S, test: impl Fn(S::Value) -> candle_core::Result<()>) {
     let from_environment = Config::default();
@@ -22,7 +22,7 @@ pub fn for_all<S: Strategy>(cases: u32, strategy: S, test: impl Fn(S::Value) -> 
     }
 }
 
-/// Sizes from lists that rise, lowered until they fit: the size at `first` gives way first, then the next.
+/// Lowers sizes from ascending lists until they fit: first the size at `first`, then the next.
 pub fn within<const N: usize>(
     mut sizes: [usize; N],
     lists: [&[usize]; N],

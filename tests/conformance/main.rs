@@ -1,7 +1,7 @@
-//! The cases that ONNX and PyTorch test attention by, on the reference path and on the fused one.
+//! The attention test cases of ONNX and PyTorch, on the reference path and on the fused path.
 //!
-//! `crates/compare/conformance/run.py` records them. What comes of each stands in `docs/conformance.md`, which
-//! `UPDATE_EXPECT=1 cargo test --test conformance` writes.
+//! `crates/compare/conformance/run.py` records them. Their results are in `docs/conformance.md`, which `UPDATE_EXPECT=1
+//! cargo test --test conformance` writes.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -26,7 +26,7 @@ struct Judge {
     cases: Vec<Case>,
 }
 
-/// What is asked, and what is expected.
+/// The inputs and the expected outputs of a case.
 #[derive(Deserialize)]
 struct Case {
     group: String,
@@ -36,7 +36,7 @@ struct Case {
     outputs: Tensors,
 }
 
-/// Of a file that names each tensor once.
+/// Tensors of a file that names each tensor once.
 #[derive(Deserialize)]
 struct Tensors {
     #[serde(flatten)]
@@ -45,7 +45,7 @@ struct Tensors {
     by_name: HashMap<String, Tensor>,
 }
 
-/// What the crate says to a case.
+/// The answer of the crate to a case.
 enum Answer {
     Outputs(Vec<(&'static str, Tensor)>),
     NotExpressible(&'static str),
@@ -90,7 +90,7 @@ impl Case {
         self.number(name).map(|count| count as usize)
     }
 
-    /// Whether it is true or 1.
+    /// Returns whether an attribute is true or 1.
     fn has(&self, name: &str) -> bool {
         self.attributes.get(name).is_some_and(|value| *value == Value::Bool(true) || value.as_i64() == Some(1))
     }
@@ -124,7 +124,8 @@ impl Case {
     }
 }
 
-/// As a part of the largest number. In half precision it is what ONNX allows as a part of each.
+/// Returns the tolerance, relative to the largest number. In half precision it is the tolerance of ONNX for each
+/// number.
 fn tolerance(dtype: DType) -> f64 {
     match dtype {
         DType::BF16 => 1.0 / 64.0,

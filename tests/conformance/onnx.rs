@@ -16,7 +16,7 @@ pub fn answer(case: &Case, backend: Backend) -> Result<Answer> {
     }
 }
 
-/// `Attention`, and `FlexAttention` as far as its graphs are a bias or a softcap.
+/// Computes `Attention`, and `FlexAttention` where its graphs are a bias or a softcap.
 fn attention(case: &Case, backend: Backend) -> Result<Answer> {
     if case.attributes.contains_key("prob_mod") {
         return Ok(Answer::NotExpressible("`prob_mod` changes the weights after the softmax"));
@@ -30,7 +30,7 @@ fn attention(case: &Case, backend: Backend) -> Result<Answer> {
     let (q, k, v) = (q?, k?, v?);
     let (b, _, t_q, _) = q.dims4()?;
 
-    // Query i stands at key i + offset.
+    // Query i has the position of key i + offset.
     let offsets: Vec<i64> = match case.find("nonpad_kv_seqlen") {
         Some(lens) => (lens - t_q as f64)?.to_vec1()?,
         None => vec![past.map_or(0, |(k, _)| k.dims()[2] as i64); b],
@@ -40,7 +40,7 @@ fn attention(case: &Case, backend: Backend) -> Result<Answer> {
     let mut mask = match (right, side("left_window_size")) {
         (None, None) => AttentionMask::none(),
         (None, Some(_)) => return Ok(Answer::NotExpressible("a window that ends on the left alone")),
-        // To see keys to the right of a query is to stand that much further to the right.
+        // Attending to keys on the right of a query means a position that is further to the right.
         (Some(right), left) => {
             let offsets: Vec<_> = offsets.iter().map(|offset| offset + right as i64).collect();
             let causal = AttentionMask::causal_with_offsets(offsets);
@@ -81,7 +81,7 @@ fn attention(case: &Case, backend: Backend) -> Result<Answer> {
     Ok(Answer::Outputs(vec![("Y", context), ("qk_matmul_output", scores)]))
 }
 
-/// (B, H, T, D), also of (B, T, H·D).
+/// Returns (B, H, T, D), also of (B, T, H·D).
 fn heads_of(xs: &Tensor, heads: Option<usize>) -> Result<Tensor> {
     match (heads, xs.dims()) {
         (Some(h), &[b, t, _]) => xs.reshape((b, t, h, ()))?.transpose(1, 2),
@@ -89,32 +89,32 @@ fn heads_of(xs: &Tensor, heads: Option<usize>) -> Result<Tensor> {
     }
 }
 
-/// A mask for the first keys, with `hidden` for the others.
-fn padded(mask: &Tensor, t_kv: usize, hidden: f64) -> Result<Tensor> {
+/// Pads a mask for the first keys with `masked` for the others.
+fn padded(mask: &Tensor, t_kv: usize, masked: f64) -> Result<Tensor> {
     let mut dims = mask.dims().to_vec();
     let last = dims.len().saturating_sub(1);
     match dims.last_mut() {
         Some(width) if *width > 1 && *width < t_kv => *width = t_kv - *width,
         _ => return Ok(mask.clone()),
     }
-    let rest = (Tensor::zeros(dims, DType::F32, &Device::Cpu)? + hidden)?.to_dtype(mask.dtype())?;
+    let rest = (Tensor::zeros(dims, DType::F32, &Device::Cpu)? + masked)?.to_dtype(mask.dtype())?;
     Tensor::cat(&[mask, &rest], last)
 }
 
-/// No fused path has weights.
+/// Returns the weights of the reference path, since no fused path has weights.
 fn weights(q: &Tensor, k: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Tensor> {
     let options = options.clone().with_backend(Backend::Auto);
     Ok(scaled_dot_product_attention_with_weights(q, k, k, mask, &options)?.weights)
 }
 
-/// The scores that went into the softmax: `ln(weights) + log-sum-exp`.
+/// Returns the scores before the softmax: `ln(weights) + log-sum-exp`.
 fn scores(q: &Tensor, k: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Tensor> {
     let (_, lse) = scaled_dot_product_attention_with_lse(q, k, k, mask, options)?;
     let weights = weights(q, k, mask, options)?.to_dtype(lse.dtype())?;
     weights.log()?.broadcast_add(&lse.unsqueeze(3)?)?.to_dtype(q.dtype())
 }
 
-/// Which rule it is follows from what is given.
+/// Computes linear attention. The rule follows from the inputs that are given.
 fn linear_attention(case: &Case, backend: Backend) -> Result<Answer> {
     let [q, k, v] = [("query", "q_num_heads"), ("key", "kv_num_heads"), ("value", "kv_num_heads")]
         .map(|(name, heads)| heads_of(case.input(name), case.count(heads)));

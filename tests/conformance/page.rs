@@ -1,10 +1,10 @@
-//! `docs/conformance.md`, whose head, above the first project, is written by hand.
+//! `docs/conformance.md`. Its head, above the first project, is not generated.
 
 use std::fmt::Write;
 
 use crate::{Case, Judge, Verdict};
 
-/// The cases of a project, in a table.
+/// Returns the cases of a project as a table.
 pub fn part(judge: &Judge, verdicts: &[(&Case, [Verdict; 2])]) -> String {
     // Cases of a group with the same verdicts, in the order of the first of them.
     let mut rows: Vec<(&str, &[Verdict; 2], Vec<&str>)> = Vec::new();

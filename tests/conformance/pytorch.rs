@@ -18,7 +18,7 @@ pub fn answer(case: &Case, backend: Backend) -> Result<Answer> {
 
 fn function(case: &Case, backend: Backend) -> Result<Answer> {
     let [q, k, v] = ["q", "k", "v"].map(|name| case.input(name));
-    // PyTorch broadcasts what stands before (T, D).
+    // PyTorch broadcasts the dimensions before (T, D).
     let q = if q.rank() < k.rank() { q.broadcast_as((k.dim(0)?, q.dim(0)?, q.dim(1)?, q.dim(2)?))? } else { q.clone() };
     let mut mask = if case.has("is_causal") { AttentionMask::causal_upper_left() } else { AttentionMask::none() };
     if let Some(bias) = case.find("attn_mask") {
@@ -53,7 +53,7 @@ fn layer(case: &Case, backend: Backend) -> Result<Answer> {
             ("key_padding_mask", 2) => given.unsqueeze(1)?.unsqueeze(1)?,
             _ => given.clone(),
         };
-        // True hides here.
+        // True means masked here.
         mask = if given.dtype() == DType::U8 { mask.with_bool_mask(&given.eq(0u8)?) } else { mask.with_bias(&given) };
     }
     let input = |backend| AttentionInput::new(&q).with_key_value(&k, &v).with_mask(&mask).with_backend(backend);

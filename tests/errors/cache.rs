@@ -1,4 +1,4 @@
-//! What does not fit a cache, which stays as it was, a memory, or the cache of an earlier layer.
+//! Errors of calls that do not fit a cache, which does not change then, a memory, or the cache of an earlier layer.
 
 use serde::Deserialize;
 
@@ -9,7 +9,7 @@ use crate::*;
 
 pub const SUBJECTS: &[(&str, Subject)] = &[("memory", |_, call| memory(call).map(accepted))];
 
-/// Distinct numbers of both signs.
+/// Returns distinct numbers of both signs.
 pub fn numbers(shape: impl Into<Shape>) -> Tensor {
     let shape = shape.into();
     let count = shape.elem_count() as i64;
@@ -17,7 +17,7 @@ pub fn numbers(shape: impl Into<Shape>) -> Tensor {
     numbers.expect("numbers of any shape")
 }
 
-/// A cache after the call of a layer that came before.
+/// Returns a cache after the call of an earlier layer.
 pub fn filled(held: &Fields, capacity: Option<usize>) -> Result<AttentionCache> {
     // That of the layer's window.
     let cfg = match held.is("sliding") {
@@ -37,7 +37,8 @@ fn step(shape: &Shape, by: &Fields, cache: &mut AttentionCache) -> Result<Tensor
     run(by, &numbers(shape).to_dtype(by.dtype().unwrap_or(DType::F32))?, Some(cache)).map(|(_, ys)| ys)
 }
 
-/// What a call with a cache of each capacity gives. Where that is an error, or a plan, it leaves no trace.
+/// Runs a call with a cache of each capacity, and returns its text. A call that is an error, or a plan, does not change
+/// the cache.
 pub fn check(held: &Fields, call: impl Fn(&mut AttentionCache) -> Result<String>) -> Result<String> {
     let attempt = |capacity: Option<usize>| -> Result<String> {
         let [mut cache, mut untouched] = [filled(held, capacity)?, filled(held, capacity)?];
@@ -83,7 +84,7 @@ impl Edit {
     }
 }
 
-/// What a layer projects; the values' input is the keys' unless given.
+/// Projects a memory; the values' input is the keys' unless given.
 pub fn memory(of: &Fields) -> Result<ProjectedMemory> {
     let layer = MultiHeadAttention::new(&of.need("config")?, of.builder("seed")?)?;
     let (keys, [values]) = (of.tensor("keys")?, of.tensors(["values"])?);

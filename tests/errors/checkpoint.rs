@@ -1,5 +1,5 @@
-//! Weights that are missing, misshapen or surplus, layouts that cannot hold a config, and names that leave two readings
-//! or none.
+//! Errors of weights that are missing, misshapen or surplus, of layouts that do not support a config, and of names that
+//! allow two readings or none.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -19,8 +19,8 @@ pub const SUBJECTS: &[(&str, Subject)] = &[
     ("checkpoint calls", |line, _| named(CALLS, line)),
 ];
 
-/// Of weights, or of a `VarMap` whose variables are there before. Or it has weights, and its state is asked for in the
-/// layout.
+/// Loads a layer from weights, or from a `VarMap` with variables. A call may also take a layer's weights and return its
+/// state in the layout.
 fn loaded(_: &str, call: &Fields) -> Result<String> {
     let layout = call.get::<String>("layout")?.map_or(Ok(WeightLayout::Canonical), |layout| layout.parse())?;
     let config = call.need("config")?;
@@ -41,8 +41,8 @@ fn loaded(_: &str, call: &Fields) -> Result<String> {
     MultiHeadAttention::load(&config, layout, vb).map(accepted)
 }
 
-/// The layout of the tensors of a file, which may have a config.json beside it, or the prefixes of its layers. By a
-/// builder of Candle, which lists no names, unless said.
+/// Detects the layout of the tensors of a file, which may come with a config.json, or lists the prefixes of its layers.
+/// The builder is Candle's, which lists no names, unless the call says otherwise.
 fn names(_: &str, call: &Fields) -> Result<String> {
     let tensors = call.read("tensors", words::named::<HashMap<_, _>>)?.expect("names and tensors");
     let prefix: String = call.get("prefix")?.unwrap_or_default();
@@ -63,7 +63,7 @@ fn names(_: &str, call: &Fields) -> Result<String> {
     layout.map(|layout| layout.to_string())
 }
 
-/// The layer of the config that a folder of `models/` implies, or a file of these tensors.
+/// Returns the layer of the config that is inferred from a folder of `models/`, or from a file of these tensors.
 fn inferred(_: &str, call: &Fields) -> Result<String> {
     let (mut entries, mut end) = (Vec::new(), 0);
     for (name, [rows, columns]) in call.need::<BTreeMap<String, [usize; 2]>>("tensors")? {

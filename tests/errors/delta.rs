@@ -39,7 +39,7 @@ fn run(call: &Fields, xs: &Tensor, cache: Option<&mut DeltaCache>) -> Result<Ten
     net.forward_with(with(input, cache, DeltaInput::with_cache))
 }
 
-/// Of distinct numbers.
+/// Calls a layer with distinct numbers.
 fn step(call: &Value, cache: &mut DeltaCache) -> Result<Tensor> {
     Fields::all(call, |call| {
         let xs = call.tensor("xs")?;
@@ -47,8 +47,8 @@ fn step(call: &Value, cache: &mut DeltaCache) -> Result<Tensor> {
     })
 }
 
-/// Where a call with a cache is an error, it leaves no trace. The cache has the calls that came before; of the first
-/// there is a snapshot.
+/// Calls a net. A call with a cache that is an error does not change the cache. The cache has the earlier calls, and a
+/// snapshot after the first.
 fn net(_: &str, call: &Fields) -> Result<String> {
     let (xs, edit) = (call.tensor("xs")?, call.get::<Edit>("edit")?);
     let Some(before) = call.json("cache").and_then(Value::as_array) else { return run(call, &xs, None).map(accepted) };

@@ -8,7 +8,7 @@ use crate::*;
 
 crate::on_each_accelerator!(tensors_on_another_device_are_rejected);
 
-/// The error names both devices, whatever is on the wrong one.
+/// Checks that the error names both devices, for every tensor that is on the wrong one.
 fn tensors_on_another_device_are_rejected(device: &Device) -> Result<()> {
     let (here, there) = (CPU.location(), device.location());
     let (q, kv, none) = (zeros((1, 2, 3, 4)).to_device(device)?, zeros((1, 2, 5, 4)), AttentionMask::none());

@@ -1,5 +1,5 @@
-//! What is odd and allowed: sizes of zero, numbers without end, strides of every kind, each builder of weights. It
-//! gives what the ordinary case would, or an error; never a panic.
+//! Unusual calls that are allowed: sizes of zero, huge numbers, strides of every kind, each builder of weights. They
+//! return the results of ordinary calls, or an error; they never panic.
 
 use candle_attention::init::TorchSeed;
 
@@ -29,7 +29,7 @@ fn additive_attention_with_empty_sizes_returns_empty_tensors_or_zeros() -> Resul
     Ok(())
 }
 
-/// `tests/attention` has these tensors in one layout only.
+/// Compares strides that `tests/attention` does not draw.
 #[test]
 fn strided_slopes_sinks_lengths_and_inputs_match_contiguous_ones() -> Result<()> {
     let (q, mask) = (numbers((2, 4, 3, 6)), AttentionMask::causal());

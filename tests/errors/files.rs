@@ -25,7 +25,7 @@ pub const SUBJECTS: &[(&str, Subject)] = &[
     ("file calls", |line, _| named(CALLS, line)),
 ];
 
-/// A safetensors file with this header and so many bytes behind it.
+/// Returns a safetensors file with this header and this number of bytes after it.
 pub fn safetensors(header: &str, bytes: usize) -> Vec<u8> {
     let mut file = (header.len() as u64).to_le_bytes().to_vec();
     file.extend_from_slice(header.as_bytes());
@@ -33,24 +33,24 @@ pub fn safetensors(header: &str, bytes: usize) -> Vec<u8> {
     file
 }
 
-/// The book's small layer.
+/// Returns the small layer of the book.
 pub fn valid() -> Vec<u8> {
     std::fs::read(models().join("book_mha/model.safetensors")).expect("models/ is there")
 }
 
-/// A file of this name and these bytes, and all of its tensors.
+/// Writes a file with this name and these bytes, and reads all of its tensors.
 pub fn read(name: &str, bytes: &[u8]) -> Result<String> {
     let checkpoint = Checkpoint::open(file(name, bytes))?;
     let vb = checkpoint.var_builder(DType::F32, &CPU)?;
     checkpoint.shapes().try_for_each(|(name, shape)| vb.get(shape, name).map(drop)).map(accepted)
 }
 
-/// A letter for each byte.
+/// Returns one byte for each letter.
 pub fn bytes(text: &str) -> Vec<u8> {
     text.chars().map(|letter| u8::try_from(u32::from(letter)).expect("a byte")).collect()
 }
 
-/// A layer whose query weight is in a dtype that layers do not have.
+/// Loads a layer whose query weight has a dtype that layers do not support.
 fn odd(query: &str, dtype: &str, bytes: usize, layout: WeightLayout) -> Result<MultiHeadAttention> {
     let header = format!(r#"{{"{query}":{{"dtype":"{dtype}","shape":[2,2],"data_offsets":[0,{bytes}]}}}}"#);
     let vb = weights::open(file(dtype, &safetensors(&header, bytes)), DType::F32, &CPU)?;

@@ -28,7 +28,7 @@ pub const SUBJECTS: &[(&str, Subject)] = &[
     ("gguf calls", |line, _| named(CALLS, line)),
 ];
 
-/// A file of these metadata and no others.
+/// Returns a file with these metadata and no others.
 fn described(metadata: &Fields) -> Result<Content> {
     let mut file = File { metadata: Vec::new(), ..File::llama()? };
     set(&mut file, "", metadata)?;
@@ -60,7 +60,7 @@ fn set(file: &mut File, prefix: &str, metadata: &Fields) -> Result<()> {
     Ok(())
 }
 
-/// A layer of a file, or a linear layer in its place.
+/// Loads a layer of a file, or a linear layer.
 fn loaded(_: &str, call: &Fields) -> Result<String> {
     let mut file = File { tensors: Vec::new(), ..File::llama()? };
     for (name, tensor) in call.read("weights", words::named::<Vec<_>>)?.expect("names and tensors") {
@@ -68,7 +68,7 @@ fn loaded(_: &str, call: &Fields) -> Result<String> {
     }
     call.part("metadata", |metadata| set(&mut file, "llama.", metadata))?;
     let (mut content, mut reader) = file.open()?;
-    // Dimensions that the file says of its weights, whatever it was written with.
+    // The dimensions that the file states for its weights may differ from the written ones.
     if let Some([rows, columns]) = call.get::<[usize; 2]>("claimed")? {
         for (name, info) in content.tensor_infos.iter_mut() {
             info.shape = if name.contains("output") { (columns, rows).into() } else { (rows, columns).into() };

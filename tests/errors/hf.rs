@@ -31,14 +31,14 @@ fn config<T: std::fmt::Debug>(line: &str, read: fn(&Value, usize) -> Result<T>) 
     Ok(format!("{:?}", read(&config, layer)?))
 }
 
-/// From a checkpoint without tensors.
+/// Loads a layer from a checkpoint without tensors.
 fn loaded<T>(line: &str, load: fn(&Value, usize, VarBuilder) -> Result<T>) -> Result<String> {
     let (config, layer) = layer_of(line)?;
     load(&config, layer, weights_of(&[])).map(accepted)
 }
 
-/// The config of a line and the layer, layer 1 unless it says another: `3 opt {}` is layer 3 of a config of the
-/// architecture `opt` with these fields.
+/// Reads the config of a line and the layer, layer 1 by default: `3 opt {}` is layer 3 of a config of the architecture
+/// `opt` with these fields.
 fn layer_of(line: &str) -> Result<(Value, usize)> {
     let (words, fields) = line.split_at(line.find(['{', '[']).expect("a config"));
     let mut config: Value = serde_json::from_str(fields).map_err(Error::wrap)?;
@@ -52,7 +52,7 @@ fn layer_of(line: &str) -> Result<(Value, usize)> {
     Ok((config, layer))
 }
 
-/// A layer of a folder of `tests/hf/models` without one of its tensors, as in `opt 0 k_proj.bias`.
+/// Loads a layer of a folder of `tests/hf/models` without one of its tensors, as in `opt 0 k_proj.bias`.
 fn without(line: &str, _: &Fields) -> Result<String> {
     let [folder, layer, missing] = line.split(' ').collect::<Vec<_>>()[..] else { panic!("{line}") };
     let folder = recorded("hf/models").join(folder);

@@ -1,4 +1,4 @@
-//! The layers of heads and of latents: their configs, their inputs, and what a call has beside its tokens.
+//! Errors of multi-head and latent attention: their configs, their inputs, and the other inputs of a call.
 
 use candle_attention::MultiHeadLatentAttention as Latent;
 use candle_core::ModuleT;
@@ -19,7 +19,7 @@ fn first(q: &Tensor, _: &Tensor, _: &Tensor, _: &AttentionMask, _: &SdpaOptions)
     q.narrow(2, 0, 1)
 }
 
-/// With what the call says beside the config.
+/// Builds a layer from the config and from the other parts of the call.
 fn multi_head(call: &Fields) -> Result<MultiHeadAttention> {
     let mut layer = MultiHeadAttention::new(&call.need("config")?, call.builder("seed")?)?;
     let bias = |of: &Fields| RelativeBias::new(&of.need("config")?, of.need("num_heads")?, of.builder("zeros")?);
@@ -37,7 +37,7 @@ fn latent(call: &Fields) -> Result<Latent> {
     call.part("rotary", rotary)?.map_or(Ok(layer.clone()), |rotary| layer.with_rotary(rotary))
 }
 
-/// The text of a plan, or `accepted` and what the call gives.
+/// Returns the text of a plan, or `accepted` and the results of the call.
 pub fn run(call: &Fields, xs: &Tensor, cache: Option<&mut AttentionCache>) -> Result<(String, Tensor)> {
     let [positions, key_positions, axis_positions, residual, keys, values] =
         call.tensors(["positions", "key_positions", "axis_positions", "residual", "keys", "values"])?;
@@ -60,7 +60,7 @@ pub fn run(call: &Fields, xs: &Tensor, cache: Option<&mut AttentionCache>) -> Re
     let input = with(input, cache, AttentionInput::with_cache);
     let input = with(input, shared.as_ref(), AttentionInput::with_shared_cache);
     let input = input.with_backend(call.backend()).with_train(call.is("train"));
-    // The first query of each head stands in the place of attention.
+    // The first query of each head replaces the attention output.
     let input = if call.is("function") { input.with_function(&first) } else { input };
     let ys = match (call.is("latent"), call.get::<String>("entry")?.as_deref()) {
         (true, Some("plan")) => return Ok((latent(call)?.plan(&input)?.to_string(), xs.clone())),
@@ -77,7 +77,7 @@ pub fn run(call: &Fields, xs: &Tensor, cache: Option<&mut AttentionCache>) -> Re
 
 fn layer(_: &str, call: &Fields) -> Result<String> {
     let xs = call.tensor("xs")?;
-    // What is done to the cache in the place of a call.
+    // Edits of the cache instead of a call.
     let edit = call.get::<Edit>("edit")?;
     let attempt = |cache: &mut AttentionCache| match &edit {
         Some(edit) => edit.apply(cache).map(accepted),
@@ -110,7 +110,7 @@ const CALLS: &[Named] = calls! {
         RelativeBias::new(&RelativeBiasConfig::new(true), 3, any_weights())?.forward(1, usize::MAX, 0),
 };
 
-/// The constructors return the errors of a config too, in any layout.
+/// Checks that the constructors return the errors of a config too, in any layout.
 #[test]
 fn layer_config_is_validated_before_weights_are_read() {
     let cfg = Config::new(8, 4).with_num_kv_heads(3);

@@ -36,7 +36,7 @@ fn product(_: &str, call: &Fields) -> Result<String> {
     .map(accepted)
 }
 
-/// By the root mean square, also times a gate, or a layer norm where it has a bias.
+/// Applies a root mean square norm, also with a gate, or a layer norm if there is a bias.
 fn norm(_: &str, call: &Fields) -> Result<String> {
     let (weight, xs, eps) = (call.tensor("weight")?, call.tensor("xs")?, call.need("eps")?);
     match call.tensors(["bias", "gate"])? {
@@ -69,7 +69,7 @@ const CALLS: &[Named] = calls! {
     "a norm's weight that no memory holds" => rms_norm(usize::MAX, 1e-6, variables()),
 };
 
-/// A weight without inputs has no entries, however many outputs: packing it takes no time.
+/// Checks that packing a weight without inputs takes no time: it has no entries for any number of outputs.
 #[test]
 fn linear_weight_without_inputs_is_packed_at_once() -> Result<()> {
     let none = PackedLinear::new(&zeros((1 << 56, 0)), None)?.forward_columns(&zeros((2, 0)), 7..9)?;

@@ -1,7 +1,7 @@
-//! Whatever a caller gets wrong is an error that says what was expected and what was found; nothing panics, and nothing
-//! wrong is accepted in silence.
+//! Every wrong input of a caller is an error that says what was expected and what was found. Nothing panics, and
+//! nothing wrong is accepted in silence.
 //!
-//! The files of `texts/` have the calls, and what is said of each:
+//! The files of `texts/` have calls, and the text of each result:
 //!
 //! ```text
 //! > layer {"config": {"embed_dim": 8, "num_heads": 4}, "xs": "1 3 8"}
@@ -9,12 +9,11 @@
 //!     [multi_head_attention] window is 0, expected at least 1
 //! ```
 //!
-//! A heading names one of [`SUBJECTS`] and a call of it. A line below has what is other in a call, as a JSON merge
-//! patch; `each tensor` and `each weight` stand for many lines (`wrong.rs`). Where the heading has no call, a line is
-//! whatever its subject reads. `words.rs` and the subjects say how a call is written.
+//! A heading names one of [`SUBJECTS`] and a call of it. A line below has the differences of a call, as a JSON merge
+//! patch; `each tensor` and `each weight` are abbreviations of many lines (`wrong.rs`). If the heading has no call,
+//! each subject defines the syntax of its lines. `words.rs` and the subjects describe how a call is written.
 //!
-//! Where texts change on purpose, `UPDATE_EXPECT=1 cargo test --test errors` writes them anew; the change to the files
-//! is what there is to review.
+//! If texts change on purpose, `UPDATE_EXPECT=1 cargo test --test errors` writes them; review the changes of the files.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -53,7 +52,7 @@ use words::Fields;
 
 const CPU: Device = Device::Cpu;
 
-/// What is called with a line, and its JSON over that of the heading.
+/// A function that is called with a line, and with its JSON merged into that of the heading.
 type Subject = fn(&str, &Fields) -> Result<String>;
 
 const SUBJECTS: &[&[(&str, Subject)]] = &[
@@ -74,7 +73,7 @@ const SUBJECTS: &[&[(&str, Subject)]] = &[
     text::SUBJECTS,
 ];
 
-/// Calls that are not data, by the lines that stand for them.
+/// Calls that are not data, with the names that lines use for them.
 type Named = (&'static str, fn() -> Result<()>);
 
 fn named(calls: &[Named], line: &str) -> Result<String> {
@@ -126,7 +125,7 @@ impl Heading {
     }
 }
 
-/// A JSON merge patch: fields are replaced, and taken away by null.
+/// Applies a JSON merge patch: fields are replaced, and removed by null.
 fn merged(call: Value, patch: Value) -> Value {
     match (call, patch) {
         (Value::Object(mut call), Value::Object(patch)) => {
@@ -145,8 +144,9 @@ fn merged(call: Value, patch: Value) -> Value {
     }
 }
 
-/// What a call gives, or the first line of its error: with DIR for the folder of [`file`], ROOT for that of the
-/// package, and `…` for what the operating system or the tokenizers crate says, and for the instruction set.
+/// Returns the result of a call, or the first line of its error: with DIR for the folder of [`file`], ROOT for the
+/// folder of the repository, and `…` for texts of the operating system and of the tokenizers crate, and for the
+/// instruction set.
 fn text_of(outcome: Result<String>) -> String {
     let text = outcome.unwrap_or_else(|error| error.to_string());
     let text = text.lines().next().unwrap_or_default();
@@ -162,7 +162,7 @@ fn text_of(outcome: Result<String>) -> String {
     }
 }
 
-/// Compares the texts of a subject, or those of no subject.
+/// Compares the texts of a subject, or of the files that belong to no subject.
 fn match_reviewed_files(subject: Option<&[&str]>) {
     let files = std::fs::read_dir(common::recorded("errors/texts")).expect("the texts are there");
     let mut count = 0;
@@ -223,7 +223,7 @@ thread_local! {
     static FOLDER: TempDir = tempfile::tempdir().expect("a temporary folder");
 }
 
-/// The path of [`FOLDER`], or of a file in it.
+/// Returns the path of [`FOLDER`], or of a file in it.
 fn in_folder(name: &str) -> PathBuf {
     FOLDER.with(|folder| folder.path().join(name))
 }
@@ -240,8 +240,8 @@ fn zeros(shape: impl Into<Shape>) -> Tensor {
     of(DType::F32, shape)
 }
 
-/// A view of one zero, if memory is short. Nothing is a view that begins past the end of its buffer, where its shape
-/// allows that.
+/// Returns zeros: a view of one zero if they would be large, and a view that begins past the end of its buffer if they
+/// are empty and their shape allows that.
 fn of(dtype: DType, shape: impl Into<Shape>) -> Tensor {
     let shape = shape.into();
     if let ([.., last @ 1..=64], 0) = (shape.dims(), shape.elem_count()) {
@@ -255,18 +255,18 @@ fn of(dtype: DType, shape: impl Into<Shape>) -> Tensor {
     zeros.expect("zeros have every dtype")
 }
 
-/// A checkpoint that has a tensor of zeros for every name.
+/// Returns a checkpoint that has a tensor of zeros for every name.
 fn any_weights() -> VarBuilder<'static> {
     VarBuilder::zeros(DType::F32, &CPU)
 }
 
-/// A checkpoint of tensors of these shapes.
+/// Returns a checkpoint of tensors of these shapes.
 fn weights_of(shapes: &[(&str, &[usize])]) -> VarBuilder<'static> {
     let tensors = shapes.iter().map(|(name, shape)| (name.to_string(), zeros(*shape))).collect();
     VarBuilder::from_tensors(tensors, DType::F32, &CPU)
 }
 
-/// Variables that are made as they are asked for.
+/// Returns a builder that creates variables when they are requested.
 fn variables() -> VarBuilder<'static> {
     VarBuilder::from_varmap(&VarMap::new(), DType::F32, &CPU)
 }

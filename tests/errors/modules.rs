@@ -7,7 +7,7 @@ use crate::*;
 
 pub const SUBJECTS: &[(&str, Subject)] = &[("modules", modules)];
 
-/// A layer of modules with so many outputs each, of which one may be changed.
+/// Builds a layer of modules with these numbers of outputs, of which one may be changed.
 fn modules(_: &str, call: &Fields) -> Result<String> {
     let linear = |out: usize| Linear::new(zeros((out, 8)), None);
     let module = |name: &str| Ok::<_, Error>(linear(call.need(name)?));

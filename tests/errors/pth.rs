@@ -32,7 +32,7 @@ fn data(name: &str) -> PathBuf {
     recorded("data").join(name)
 }
 
-/// An archive of these files, uncompressed.
+/// Returns an uncompressed archive of these files.
 fn archive(files: &[(&str, Vec<u8>)]) -> Vec<u8> {
     let mut zip = ZipWriter::new(std::io::Cursor::new(Vec::new()));
     for (name, bytes) in files {
@@ -43,23 +43,23 @@ fn archive(files: &[(&str, Vec<u8>)]) -> Vec<u8> {
     zip.finish().expect("the archive can be finished").into_inner()
 }
 
-/// A file of torch.save with this pickle and one storage, `0`, of 16 bytes.
+/// Writes and reads a file of torch.save with this pickle and one storage, `0`, of 16 bytes.
 fn pickled(name: &str, pickle: &[u8]) -> Result<String> {
     read(name, &archive(&[("a/data.pkl", [b"\x80\x02", pickle, b"."].concat()), ("a/data/0", vec![0; 16])]))
 }
 
-/// A state dict whose one tensor `t` has a storage of this key, and is described by these instructions: offset, shape,
-/// strides.
+/// Writes and reads a state dict whose one tensor `t` has a storage of this key and a view of these instructions:
+/// offset, shape, strides.
 fn tensor(name: &str, key: &[u8], view: &[u8]) -> Result<String> {
     let storage = [b"(X\x07\0\0\0storagectorch\nFloatStorage\n", key, b"X\x03\0\0\0cpuK\x04tQ"].concat();
     let call = [b"ctorch._utils\n_rebuild_tensor_v2\n(", storage.as_slice(), view, b"\x89NtR"].concat();
     pickled(name, &[b"}X\x01\0\0\0t", call.as_slice(), b"s"].concat())
 }
 
-/// A reader that builds Python's objects would fill the memory or the stack.
+/// Reads pickles that would fill the memory or the stack of a reader that builds Python's objects.
 #[test]
 fn pth_with_deep_or_shared_objects_is_read_in_bounded_memory() -> Result<()> {
-    // A dict with a tuple in a tuple, a million times over, and with tuples that hold the one before them twice.
+    // A dict with a tuple in a tuple, a million times over, and with tuples that contain the previous one twice.
     let nested = [b"}K\x01)".as_slice(), &vec![0x85; 1_000_000], b"s"].concat();
     let doubled = [b"}K\x01)".as_slice(), &b"q\0h\0\x86".repeat(10_000), b"s"].concat();
     // A dict in itself, and two in each other.
@@ -71,7 +71,7 @@ fn pth_with_deep_or_shared_objects_is_read_in_bounded_memory() -> Result<()> {
     Ok(())
 }
 
-/// So many entries of a dict, with numbers for keys and one value.
+/// Returns entries of a dict, with numbers for keys and one value.
 fn entries(count: u32, value: &[u8]) -> Vec<u8> {
     (1..=count).flat_map(|key| [b"J".as_slice(), &key.to_le_bytes(), value].concat()).collect()
 }

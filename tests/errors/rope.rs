@@ -14,7 +14,7 @@ pub const SUBJECTS: &[(&str, Subject)] = &[("rope", |_, call| {
     }
 })];
 
-/// Of tables if given.
+/// Builds a rotary embedding, from tables if given.
 pub fn rotary(of: &Fields) -> Result<RotaryEmbedding> {
     let (config, head_dim) = (of.need("config")?, of.need("head_dim")?);
     match of.tensors(["cos", "sin"])? {

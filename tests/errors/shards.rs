@@ -1,4 +1,4 @@
-//! Layers whose heads cannot be divided among processes, and files that hold no such layer.
+//! Errors of layers whose heads cannot be divided among ranks, and of files without such a layer.
 
 use crate::common::sharded;
 use crate::words::{self, Fields};
@@ -6,7 +6,7 @@ use crate::*;
 
 pub const SUBJECTS: &[(&str, Subject)] = &[("share", share), ("share calls", |line, _| named(CALLS, line))];
 
-/// The first share of a layer of these tensors.
+/// Loads the first shard of a layer of these tensors.
 fn share(_: &str, call: &Fields) -> Result<String> {
     let tensors = call.read("weights", words::named::<Vec<_>>)?.expect("names and tensors").into_iter();
     let vb = sharded(&tensors.map(|(name, tensor)| (format!("layer.{name}"), tensor)).collect())?.pp("layer");

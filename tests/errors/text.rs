@@ -29,7 +29,7 @@ fn seven() -> Result<SimpleTokenizer> {
     Ok(SimpleTokenizer::from_words(["<pad>", "hello", "world", "how", "are", "you", "?"])?)
 }
 
-/// 16 heads, 2 queries, 3 keys.
+/// Returns a map of 16 heads, 2 queries and 3 keys.
 fn map() -> Result<HeatMap> {
     HeatMap::new(&zeros((16, 2, 3)))
 }

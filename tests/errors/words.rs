@@ -63,7 +63,7 @@ impl IntoDeserializer<'_, serde_json::Error> for Json {
     }
 }
 
-/// A config, or a number, of such JSON.
+/// Reads a config, or a number, from JSON.
 pub fn read<T: DeserializeOwned>(json: &Value) -> Result<T> {
     T::deserialize(Json(json.clone())).map_err(Error::wrap)
 }
@@ -75,7 +75,7 @@ pub struct Fields<'a> {
 }
 
 impl<'a> Fields<'a> {
-    /// What `read` makes of an object. Where that is no error, it has asked for every field.
+    /// Calls `read` with an object. If that is no error, `read` must have read every field.
     pub fn all<T>(json: &'a Value, read: impl FnOnce(&Self) -> Result<T>) -> Result<T> {
         let fields = Self { json, asked: RefCell::default() };
         let found = read(&fields)?;
@@ -85,14 +85,14 @@ impl<'a> Fields<'a> {
         Ok(found)
     }
 
-    /// All of them, by names that are not known here.
+    /// Lists all fields, for names that are not known here.
     pub fn each(&self) -> impl Iterator<Item = (&'a String, &'a Value)> {
         let fields = self.json.as_object().expect("an object");
         self.asked.borrow_mut().extend(fields.keys().cloned());
         fields.iter()
     }
 
-    /// All of them in one.
+    /// Reads all fields as one value.
     pub fn whole<T: DeserializeOwned>(&self) -> Result<T> {
         self.each().for_each(drop);
         read(self.json)
@@ -115,7 +115,7 @@ impl<'a> Fields<'a> {
         self.read(name, read)
     }
 
-    /// What has to be said.
+    /// Reads a field that must be present.
     pub fn need<T: DeserializeOwned>(&self, name: &str) -> Result<T> {
         self.get(name).map(|found| found.unwrap_or_else(|| panic!("{} has no {name}", self.json)))
     }
@@ -146,8 +146,8 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// Where weights come from: a tensor of zeros for every name, those of names and shapes, a seed, variables, or a
-    /// file of `models/`. In f32 unless a dtype is said.
+    /// Returns a builder of weights: a tensor of zeros for every name, given names and shapes, a seed, variables, or a
+    /// file of `models/`. The dtype is f32 by default.
     pub fn builder(&self, unless_said: &str) -> Result<VarBuilder<'static>> {
         let dtype = self.dtype().unwrap_or(DType::F32);
         let weights = self.json("weights");
@@ -161,8 +161,8 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// A tensor of zeros by its dtype, f32 unless said, and its shape, as `"f16 2 3"`; a variable where `var` stands before
-/// them. Or a list of numbers, in i64, or in another dtype as `{"u8": [1, 0]}`.
+/// Reads a tensor: of zeros by its dtype, f32 by default, and its shape, as `"f16 2 3"`; a variable if `var` comes
+/// first; or a list of numbers, in i64, or in another dtype as `{"u8": [1, 0]}`.
 pub fn tensor(json: &Value) -> Result<Tensor> {
     match json {
         Value::String(text) => {
@@ -185,7 +185,7 @@ pub fn named<C: FromIterator<(String, Tensor)>>(json: &Value) -> Result<C> {
     tensors.map(|(name, json)| Ok((name.clone(), tensor(json)?))).collect()
 }
 
-/// The dtype and the shape in a text, if they are what is in it.
+/// Returns the dtype and the shape in a text, if it has no other words.
 pub fn dtype_and_shape(text: &str) -> Option<(DType, Vec<usize>)> {
     let (first, rest) = text.split_once(' ').unwrap_or((text, ""));
     let (dtype, dims) = first.parse().map_or((DType::F32, text), |dtype| (dtype, rest));
@@ -217,7 +217,7 @@ pub fn with<I, P>(input: I, part: Option<P>, set: impl FnOnce(I, P) -> I) -> I {
     }
 }
 
-/// Of each sequence, of each query, or in a tensor.
+/// Reads lengths per sequence, per query, or as a tensor.
 pub fn lens(json: &Value) -> Result<ValidLens> {
     match (read::<Vec<usize>>(json), read::<Vec<Vec<usize>>>(json)) {
         (Ok(each), _) => Ok(each.into()),

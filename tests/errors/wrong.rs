@@ -18,7 +18,7 @@ impl Fitting {
         Self { call, sizes: sizes.and_then(|sizes| sizes.as_object().cloned()).unwrap_or_default() }
     }
 
-    /// With numbers for letters.
+    /// Returns the call with numbers for letters.
     pub fn whole(&self) -> Value {
         let mut call = self.call.clone();
         for (place, text) in self.tensors() {
@@ -28,7 +28,7 @@ impl Fitting {
         call
     }
 
-    /// The places of its tensors and their texts. What stands in these fields belongs to a layer.
+    /// Lists the paths of its tensors and their texts. These fields of a call belong to a layer.
     fn tensors(&self) -> Vec<(String, String)> {
         fn find(json: &Value, place: &str, letters: &Map<String, Value>, found: &mut Vec<(String, String)>) {
             let is_size = |word: &str| letters.contains_key(word) || dtype_and_shape(word).is_some();
@@ -64,7 +64,8 @@ fn text((dtype, shape): (DType, &[usize])) -> String {
     format!("{}{}", dtype.as_str(), sizes.collect::<String>())
 }
 
-/// Other shapes: none, without the first dimension, with one more, and with each dimension empty or larger by one.
+/// Lists other shapes: none, without the first dimension, with one more, and with each dimension empty or larger by
+/// one.
 fn other_shapes(shape: &[usize]) -> Vec<Vec<usize>> {
     let mut others = vec![vec![], shape.get(1..).unwrap_or_default().to_vec(), [&[1], shape].concat()];
     for at in 0..shape.len() {
@@ -79,7 +80,8 @@ fn other_shapes(shape: &[usize]) -> Vec<Vec<usize>> {
     others
 }
 
-/// What is said where one tensor has another shape or dtype, or one size is another for all tensors that have it.
+/// Lists the texts of calls in which one tensor has another shape or dtype, or in which one size is changed for all
+/// tensors that have it.
 pub fn tensors(fitting: &Fitting, said: impl Fn(Value) -> String) -> Vec<String> {
     let whole = fitting.whole();
     assert_eq!(said(whole.clone()), ACCEPTED, "{whole}");
@@ -112,7 +114,7 @@ pub fn tensors(fitting: &Fitting, said: impl Fn(Value) -> String) -> Vec<String>
     texts
 }
 
-/// What is said of a checkpoint in which one tensor is missing, or has another shape.
+/// Lists the texts of checkpoints in which one tensor is missing, or has another shape.
 pub fn weights(fitting: &Fitting, said: impl Fn(Value) -> String) -> Vec<String> {
     let whole = fitting.whole();
     assert_eq!(said(whole.clone()), ACCEPTED, "{whole}");

@@ -1,4 +1,4 @@
-//! The same models as GGUF files, which are written as llama.cpp's converter writes them.
+//! The models as GGUF files, written as llama.cpp's converter writes them.
 
 use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::Value;
@@ -33,7 +33,7 @@ fn gguf_files_match_logits_and_tokens_of_checkpoints() -> Result<()> {
     Ok(())
 }
 
-/// With a vocabulary of 37 letters and digits, a text generates what its ids generate.
+/// Uses a vocabulary of 37 letters and digits, so that each id is a letter.
 #[test]
 fn gguf_tokenizer_matches_ids() -> Result<()> {
     let mut file = of_checkpoint("qwen2")?;
@@ -56,7 +56,8 @@ fn gguf_tokenizer_matches_ids() -> Result<()> {
     Ok(())
 }
 
-/// A llama, eight times as wide as that of the checkpoint, in a type whose blocks are too wide for it.
+/// Returns a llama that is eight times as wide as the checkpoint, in a type whose blocks are too wide for the
+/// checkpoint.
 fn wide(dtype: GgmlDType, tied: bool) -> Result<File> {
     let mut file = of_checkpoint(if tied { "llama_tied" } else { "llama" })?;
     for (key, size) in [("embedding_length", 128), ("feed_forward_length", 160), ("attention.key_length", 32)] {

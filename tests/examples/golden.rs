@@ -15,7 +15,7 @@ const EXAMPLES: &[(&str, usize)] = &[
 const SENTENCES: &str = "tests/sentence_embedding/sentences.txt";
 const PICTURE: &str = "tests/image_embedding/picture.png";
 
-/// What an example gives, and what transformers gives.
+/// Returns pairs of the results of an example and of transformers.
 fn pairs(model: &Checkpoint, options: &[&str]) -> Result<Vec<[Tensor; 2]>> {
     let golden = model.tensors("golden.safetensors");
     let written = |option: &str, args: &[&str]| {
@@ -76,7 +76,8 @@ fn examples_match_transformers() -> Result<()> {
     Ok(())
 }
 
-/// Alone, as a batch of one length, and as a batch of two; in one piece and in chunks that do not divide the lengths.
+/// Runs one text alone, two texts of one length, and two texts of different lengths; in one piece and in chunks that do
+/// not divide the lengths.
 #[test]
 fn generation_matches_tokens_of_transformers() -> Result<()> {
     for model in Checkpoint::all("causal_lm") {
@@ -137,7 +138,7 @@ fn sentence_embedding_file_contains_its_sentences() {
     assert_eq!(serde_json::from_str::<Vec<String>>(list).expect("a list"), args);
 }
 
-/// Where the class token looks, the picture is lightest.
+/// Checks that the picture is lightest where the class token attends to.
 #[test]
 #[cfg(feature = "plot")]
 fn attention_is_drawn_over_the_picture_that_the_model_sees() -> Result<()> {

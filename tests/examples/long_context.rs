@@ -35,7 +35,7 @@ impl Case {
         read_json(folder("cases.json"))
     }
 
-    /// The positions before the last generated token, which no call reads.
+    /// Returns the number of positions before the last generated token, which no call reads.
     fn positions(&self) -> usize {
         self.sequences.iter().map(|sequence| sequence.len + sequence.generated.len() - 1).max().unwrap_or(0)
     }
@@ -78,7 +78,7 @@ fn rope_scaled_by_length_generates_transformers_tokens() {
     });
 }
 
-/// A sequence ends before the other one exceeds the original context, where the cache is computed again.
+/// Ends a sequence before the other one exceeds the original context, where the cache is computed again.
 #[test]
 fn rope_scaled_by_length_with_ended_sequence_generates_transformers_tokens() {
     let cases = Case::all();

@@ -2,7 +2,7 @@
 
 use crate::process::{Checkpoint, SENTENCE, printed};
 
-/// The page that a run writes, and the number of its layers.
+/// Runs an example, and returns the page that it writes and the number of its layers.
 #[track_caller]
 fn page(example: &str, args: &[&str]) -> (String, usize) {
     let folder = tempfile::tempdir().expect("a folder");

@@ -14,7 +14,8 @@ pub const SENTENCE: &str = "hello world how are you ?";
 
 pub type Tensors = HashMap<String, Tensor>;
 
-/// An example, built once with this test's features, in the repository's folder and with backtraces.
+/// Returns the command of an example, built once with this test's features, in the repository's folder and with
+/// backtraces.
 pub fn command(example: &str) -> Command {
     static BUILT: Mutex<BTreeMap<String, PathBuf>> = Mutex::new(BTreeMap::new());
     let mut built = BUILT.lock().expect("every example is built");
@@ -51,7 +52,7 @@ fn build(example: &str) -> PathBuf {
     executables.next().expect("cargo names the executable")
 }
 
-/// What a run prints, which has to succeed.
+/// Runs an example, which has to succeed, and returns its output.
 #[track_caller]
 pub fn printed(example: &str, args: &[&str]) -> String {
     let mut command = command(example);
@@ -61,7 +62,7 @@ pub fn printed(example: &str, args: &[&str]) -> String {
     stdout
 }
 
-/// What `tests/{example}/models` or another folder or file has for an example's `--model`.
+/// A checkpoint for an example's `--model`: a folder of `tests/{example}/models`, or another folder or file.
 pub struct Checkpoint {
     pub example: &'static str,
     pub path: PathBuf,
@@ -72,7 +73,7 @@ impl Checkpoint {
         Self { example, path: recorded(example).join("models").join(model) }
     }
 
-    /// All that an example has, in order.
+    /// Lists all checkpoints of an example, in order.
     pub fn all(example: &'static str) -> Vec<Self> {
         listed(recorded(example).join("models")).into_iter().map(|path| Self { example, path }).collect()
     }
@@ -90,7 +91,7 @@ impl Checkpoint {
         printed(self.example, &[&["--model", self.path.to_str().expect("UTF-8")], args].concat())
     }
 
-    /// The file that a run writes which `option` names.
+    /// Runs the example and returns the file that it writes, which `option` names.
     #[track_caller]
     pub fn written(&self, option: &str, args: &[&str]) -> Vec<u8> {
         let out = tempfile::tempdir().expect("a folder");

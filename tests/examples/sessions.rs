@@ -1,16 +1,16 @@
-//! What programs print and say: each file of `sessions/` is a text of lines that are done in turn, with what came of
-//! them. `UPDATE_EXPECT=1 cargo test --test examples` writes what comes of them now.
+//! Sessions with programs: each file of `sessions/` is a text of lines that run in turn, with the output of each.
+//! `UPDATE_EXPECT=1 cargo test --test examples` writes the outputs.
 //!
 //! ```text
-//! + FROM                 the folder DIR is a copy of a folder
-//! + FROM TO              there is a copy of a file or folder in DIR
-//! - FILE                 a file of DIR is gone
-//! - FILE KEY             a key of a JSON file of DIR is gone
-//! = FILE /POINTER JSON   a JSON file of DIR has a value; `.` is all of it
-//! ~ PART OTHER ..        in the names of tensors in DIR, where ^ stands before each: a part is another, or several,
-//!                        which share the rows, or the tensors are gone
-//! $ PROGRAM ARGUMENT ..  an example runs; what has spaces is written as a JSON string
-//! | what it prints, then what it says on stderr after an exclamation mark, then its code unless 0
+//! + FROM                 copies a folder to the folder DIR
+//! + FROM TO              copies a file or folder into DIR
+//! - FILE                 deletes a file of DIR
+//! - FILE KEY             deletes a key of a JSON file of DIR
+//! = FILE /POINTER JSON   sets a value in a JSON file of DIR; `.` is all of it
+//! ~ PART OTHER ..        replaces a part of the names of tensors in DIR, where ^ is the beginning of each name. With
+//!                        several replacements, they share the rows; with none, the tensors are deleted
+//! $ PROGRAM ARGUMENT ..  runs an example; an argument with spaces is written as a JSON string
+//! | the output, then the text on stderr after an exclamation mark, then the exit code unless 0
 //! ```
 
 use std::path::Path;
@@ -55,7 +55,8 @@ fn assert_reviewed(file: &Path) {
     }
 }
 
-/// Whether texts are the same but for numbers that differ by one in their last digit, and the shades of those.
+/// Returns whether texts are equal except for numbers that differ by one in their last digit, and the shades of such
+/// numbers.
 fn is_near(expected: &str, found: &str) -> bool {
     let number = |word: &str| {
         let digits = word.trim_matches(|c: char| !c.is_ascii_digit() && c != '.' && c != '-');
@@ -71,7 +72,7 @@ fn is_near(expected: &str, found: &str) -> bool {
     words(expected) == words(found) && expected.split([' ', '\n']).zip(found.split([' ', '\n'])).all(is_near)
 }
 
-/// What is separated by spaces, and JSON strings.
+/// Splits a line into words, which are separated by spaces or are JSON strings.
 fn words(mut line: &str) -> Vec<String> {
     let mut words = Vec::new();
     while !line.is_empty() {
@@ -90,7 +91,7 @@ fn words(mut line: &str) -> Vec<String> {
 struct Session(TempDir);
 
 impl Session {
-    /// The script with what comes of it.
+    /// Runs a script, and returns it with its results.
     fn answer(&self, script: &str) -> String {
         let mut text = String::new();
         for line in script.lines().filter(|line| !line.starts_with(['|', '!', '('])) {
@@ -151,7 +152,7 @@ impl Session {
         safetensors::save(&tensors, file).expect("weights are written");
     }
 
-    /// What a run prints and says. What other machines or runs give otherwise is `…`.
+    /// Returns the output of a run. Parts that depend on the machine or the run are replaced by `…`.
     fn said(&self, command: Command) -> String {
         let Run { code, stdout, stderr } = run(command);
         let said = |mark: &str, text: &str| -> String {

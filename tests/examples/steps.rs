@@ -14,7 +14,8 @@ fn load(checkpoint: &Checkpoint) -> Result<CausalLm> {
     CausalLm::load(&checkpoint.config(), vb, |_, _| {})
 }
 
-/// In pieces of any length; and with another number of tokens of both texts in each call, with padding.
+/// Calls decoders with pieces of any length; and with another number of tokens of both texts in each call, with
+/// padding.
 #[test]
 fn decoders_called_in_pieces_match_logits_of_transformers() -> Result<()> {
     for checkpoint in Checkpoint::all("causal_lm") {
@@ -47,7 +48,7 @@ fn decoders_called_in_pieces_match_logits_of_transformers() -> Result<()> {
     Ok(())
 }
 
-/// Its size does not depend on the length of the text.
+/// Checks that its size does not depend on the length of the text.
 #[test]
 fn linear_attention_state_does_not_grow() -> Result<()> {
     let model = load(&Checkpoint::of("causal_lm", "qwen3_5_text"))?;

@@ -7,7 +7,7 @@ use crate::process::{SENTENCE, command, printed};
 
 type Maps = Vec<Vec<Vec<f64>>>;
 
-/// The weights of each heat map, to two digits.
+/// Reads the weights of each heat map, to two digits.
 fn maps(printed: &str) -> Maps {
     let cell = |cell: &str| cell.trim_start_matches(['░', '▒', '▓', '█']).parse::<f64>();
     let map = |map: &str| {

@@ -1,5 +1,5 @@
-//! The examples' models train: a decoder's losses are those of transformers, by `tests/causal_lm/training.py`, and
-//! gradients reach every variable.
+//! Training of the examples' models: a decoder's losses equal those that `tests/causal_lm/training.py` computes with
+//! transformers, and gradients reach every variable.
 
 use candle_attention::variables_without_gradient;
 use candle_core::{Device, Result, Tensor};
@@ -48,7 +48,7 @@ fn training_steps_match_transformers_and_move_every_variable() -> Result<()> {
 
 #[test]
 fn training_of_encoders_gives_every_variable_a_gradient() -> Result<()> {
-    // What stands behind the vectors, or is for other tasks.
+    // Parameters after the vectors, or for other tasks.
     let others = ["pooler", "mask_token", "text", "logit_scale"];
     for checkpoint in ["sentence_embedding", "image_embedding"].into_iter().flat_map(Checkpoint::all) {
         let (vars, vb) = variables(&checkpoint.path.join("model.safetensors"))?;

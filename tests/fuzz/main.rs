@@ -13,7 +13,7 @@ mod weights;
 use attention_oracle::array::Random;
 use common::{listed, root};
 
-/// The contents of the seeds of a target, in the order of their names.
+/// Reads the seeds of a target, in the order of their names.
 fn seeds(target: &str) -> Vec<Vec<u8>> {
     let seeds = listed(root().join("fuzz/seeds").join(target));
     assert!(!seeds.is_empty(), "{target} has no seeds");
@@ -21,7 +21,7 @@ fn seeds(target: &str) -> Vec<Vec<u8>> {
     seeds.iter().map(|seed| std::fs::read(seed).expect("its bytes")).collect()
 }
 
-/// One to four changes, most of them where the names and sizes stand.
+/// Makes one to four changes, most of them where names and sizes are.
 fn damage(bytes: &mut Vec<u8>, draws: &mut Random) {
     for _ in 0..=draws.up_to(3) {
         if bytes.is_empty() {
@@ -101,7 +101,7 @@ fn seeds_of_weights_are_read() {
     assert!(seeds("weights").iter().all(|seed| weights::run(seed)));
 }
 
-/// Between 2 and 98 % of the files can still be read, or the damage would be of no use.
+/// Checks too that between 2 and 98 % of the files can still be read, or the damage would be of no use.
 #[test]
 fn damaged_weights_never_panic() {
     const ROUNDS: u64 = 3_000;

@@ -11,7 +11,7 @@ pub fn run(bytes: &[u8]) {
     drop(check(bytes));
 }
 
-/// One byte after the other; those that are not there are 0.
+/// Reads one byte after the other. Missing bytes are 0.
 fn check(bytes: &[u8]) -> Result<()> {
     let mut bytes = bytes.iter().copied();
     let mut next = || bytes.next().unwrap_or(0);
@@ -39,7 +39,7 @@ fn check(bytes: &[u8]) -> Result<()> {
     mask = prefix.map_or(mask.clone(), |prefix| mask.with_prefix(each(prefix)));
     mask = starts.map_or(mask.clone(), |starts| mask.with_starts(each(starts)));
     mask = lens.map_or(mask.clone(), |lens| mask.with_valid_lens(each(lens)));
-    // Whether query i of sequence b sees key j.
+    // Returns whether query i of sequence b attends to key j.
     let sees = |b: usize, i: usize, j: usize| {
         let (position, j) = (i as i64 + positions[b], j as i64);
         let of = |values: Option<[u8; 2]>| values.map(|values| i64::from(values[b]));

@@ -3,7 +3,7 @@
 use candle_attention::weights;
 use candle_core::{DType, Device};
 
-/// The index and the header are split at the first newline, so that seeds can be read and written.
+/// Splits the index and the header at the first newline, so that people can read and write seeds.
 pub fn run(bytes: &[u8]) {
     let newline = bytes.iter().position(|&byte| byte == b'\n').unwrap_or(bytes.len());
     let (index, header) = (&bytes[..newline], bytes.get(newline + 1..).unwrap_or_default());

@@ -16,7 +16,7 @@ use sha2::{Digest, Sha256};
 use crate::common::{Golden, assert_close, max_error, systems};
 use crate::{TOLERANCE, on_each_device};
 
-/// What training drops is tested by itself.
+/// The folder of training, which has a separate test.
 const TRAINED: &str = "frontend_48_train";
 
 fn all() -> Vec<Golden> {
@@ -41,7 +41,7 @@ enum Layer {
 }
 
 impl<'a> System<'a> {
-    /// From its file, or from its seed where the file would be large.
+    /// Opens the system from its file, or from its seed if the file would be large.
     fn open(golden: &'a Golden, dtype: DType, device: &Device) -> Result<Self> {
         let file = golden.file("model.safetensors");
         match golden.config["manual_seed"].as_u64() {
@@ -50,7 +50,7 @@ impl<'a> System<'a> {
         }
     }
 
-    /// In the order in which parameters are drawn.
+    /// Loads parameters in the order in which they are drawn.
     fn load(golden: &'a Golden, vb: VarBuilder<'static>) -> Result<Self> {
         let layout = layout(golden);
         let table = &golden.config[if layout == "embedding" { "layer" } else { "embedding" }];
@@ -68,7 +68,7 @@ impl<'a> System<'a> {
         Ok(Self { golden, vb, embedding, layer })
     }
 
-    /// The output of a case, and the weights. Outside training a seed drops nothing.
+    /// Returns the output of a case, and the weights. Outside of training, a seed drops nothing.
     fn run(&self, case: &str, train: bool) -> Result<(Tensor, Option<Tensor>)> {
         let (golden, device) = (self.golden, self.vb.device());
         let input = |name: &str| {
@@ -107,12 +107,12 @@ fn layout(golden: &Golden) -> &str {
     golden.config["layout"].as_str().expect("a layout")
 }
 
-/// The config of the crate's layer.
+/// Reads the config of the crate's layer.
 fn config<T: DeserializeOwned>(golden: &Golden) -> T {
     serde_json::from_value(golden.config["layer"].clone()).expect("`layer` is a config")
 }
 
-/// The mask of a case: d2l's lengths, or PyTorch's tensors in which 1 hides.
+/// Returns the mask of a case: d2l's lengths, or PyTorch's tensors in which 1 means masked.
 pub fn mask(golden: &Golden, case: &str, device: &Device) -> Result<AttentionMask> {
     let mut mask = AttentionMask::none();
     if let Some(lens) = golden.find(case, "valid_lens") {
@@ -143,7 +143,7 @@ fn systems_match_pytorch(device: &Device) -> Result<()> {
 
 on_each_device!(systems_match_pytorch);
 
-/// Both are compared with f64, over all cases of a system: in one case of a single token, a few roundings decide.
+/// Compares both with f64, over all cases of a system: in one case of a single token, a few roundings decide.
 #[test]
 fn half_precision_error_is_at_most_twice_pytorchs() -> Result<()> {
     let all = all();
@@ -195,7 +195,7 @@ fn systems_with_seed_are_drawn_bit_for_bit() -> Result<()> {
     Ok(())
 }
 
-/// A probability of 1 drops everything.
+/// Checks too that a probability of 1 drops everything.
 #[test]
 fn dropout_in_additive_attention_matches_dropped_weights() -> Result<()> {
     let golden = Golden::open("d2l_additive");

@@ -13,8 +13,8 @@ use common::{Golden, assert_close};
 const TOLERANCE: f64 = 2e-6;
 
 impl Golden {
-    /// What was computed is a tensor of the case, whose dimensions may be others: single heads come without that of
-    /// heads, d2l with (batch · heads).
+    /// Compares a result with a tensor of the case, whose dimensions may differ: single heads come without a dimension
+    /// of heads, d2l with (batch · heads).
     fn check(&self, case: &str, name: &str, got: &Tensor) -> Result<()> {
         let expected = self.get(case, name);
         assert_close(&got.reshape(expected.dims())?, expected, TOLERANCE, &format!("{}, {case}, {name}", self.name));

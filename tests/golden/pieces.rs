@@ -10,7 +10,7 @@ use candle_core::{D, Device, Result, Tensor};
 use crate::common::{Golden, assert_close};
 use crate::{TOLERANCE, layers};
 
-/// (T, D) as (1, 1, T, D).
+/// Reshapes (T, D) to (1, 1, T, D).
 fn heads(tensor: &Tensor) -> Result<Tensor> {
     tensor.unsqueeze(0)?.unsqueeze(0)
 }
@@ -42,7 +42,7 @@ fn small_examples_match_scores_weights_and_outputs() -> Result<()> {
     assert_golden(&attend(&q, &k, &v, &AttentionMask::none(), None)?, &golden, "main")
 }
 
-/// The scores that attention computes: with a single key, the log-sum-exp is the score itself.
+/// Returns the scores that attention computes: with a single key, the log-sum-exp is the score.
 fn scores(q: &Tensor, k: &Tensor, scale: f64) -> Result<Tensor> {
     let options = SdpaOptions::default().with_scale(scale);
     let columns = (0..k.dim(2)?).map(|j| {
@@ -66,7 +66,7 @@ fn batched_matmul_matches_each_head_alone() -> Result<()> {
     Ok(())
 }
 
-/// The triangle that the tutorial intended, both as a bias and as the causal mask; `0 · -inf` never arises.
+/// Checks the triangle that the tutorial intended, both as a bias and as the causal mask; `0 · -inf` never occurs.
 #[test]
 fn causal_mask_matches_additive_mask() -> Result<()> {
     let golden = Golden::open("additive_mask");
@@ -74,7 +74,7 @@ fn causal_mask_matches_additive_mask() -> Result<()> {
     let t = scores.dim(1)?;
     let additive = AttentionMask::causal().to_additive((1, 1, t, t), scores.dtype(), scores.device())?;
     assert_close(&additive.squeeze(0)?.squeeze(0)?, meant, 0.0, "the triangle");
-    // Queries that are the rows of the identity against keys that are the columns of the scores give the scores.
+    // Queries are the rows of the identity and keys the columns of the scores, so the products are the scores.
     let q = heads(&Tensor::eye(t, scores.dtype(), scores.device())?)?;
     let k = heads(&scores.squeeze(0)?.t()?)?;
     for mask in [AttentionMask::causal(), AttentionMask::none().with_bias(meant)] {
@@ -113,7 +113,7 @@ fn d2l_dot_product_matches_pytorch() -> Result<()> {
     Ok(())
 }
 
-/// d2l folds heads into the batch; here heads are a dimension, in the same order.
+/// Checks that heads, which d2l folds into the batch, are a dimension here, in the same order.
 #[test]
 fn d2l_transpose_qkv_matches_heads_dimension() -> Result<()> {
     let golden = Golden::open("d2l_transpose_qkv");
@@ -121,7 +121,7 @@ fn d2l_transpose_qkv_matches_heads_dimension() -> Result<()> {
     let (b, t, width) = x.dims3()?;
     let split = x.reshape((b, t, 3, width / 3))?.transpose(1, 2)?;
     assert_close(&split.flatten(0, 1)?, golden.get("main", "output"), 0.0, "split");
-    // A single key hands its value through, so attention shows how the layer lays out heads.
+    // With a single key, the output is its value, so attention shows how the layer orders heads.
     let (value, none) = (split.narrow(2, 0, 1)?, AttentionMask::none());
     let context = scaled_dot_product_attention(&split, &value, &value, &none, &SdpaOptions::default())?;
     let merged = context.transpose(1, 2)?.reshape((b, t, width))?;

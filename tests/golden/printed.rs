@@ -1,8 +1,8 @@
-//! What the tutorials print, to their four digits.
+//! The numbers that the tutorials print, to their four digits.
 
 use crate::common::{Golden, models, read_json, values};
 
-/// Wherever the tutorial's arithmetic was right, the golden numbers round to the printed digits.
+/// Checks that the golden numbers round to the printed digits wherever the tutorial's arithmetic was right.
 #[test]
 fn printed_numbers_of_tutorials_are_reproduced() {
     let list: serde_json::Value = read_json(models().join("printed_numbers.json"));

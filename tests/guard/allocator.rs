@@ -1,9 +1,9 @@
-//! An allocator that puts every allocation of some size against a page that nobody may touch.
+//! An allocator that puts every allocation of some size next to a page without access.
 //!
-//! By default the page lies behind the allocation, so that a read or write past its end ends the process; with
-//! `FLASH_GUARD=before` in the environment it lies before it. What alignment and page size leave free on the other side
-//! is filled with a canary, which is looked at when the allocation is freed. Freed memory is given back to the system,
-//! where a use after it ends the process as well.
+//! By default the page is after the allocation, so that a read or write past its end ends the process. With
+//! `FLASH_GUARD=before` in the environment it is before the allocation. The bytes on the other side that alignment and
+//! page size leave unused are filled with a canary, which is checked when the allocation is freed. Freed memory is
+//! returned to the system, so a use after free ends the process as well.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::ffi::CStr;
@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 /// Smaller allocations are nobody's buffers of numbers, and there are many of them.
 const SMALLEST: usize = 64;
 
-/// Of a page, in bytes, on every Linux that this crate is tested on; the guard is a whole number of them anyway.
+/// The bytes of a page, on every Linux that this crate is tested on; the guard is a whole number of pages anyway.
 const PAGE: usize = 4096;
 
 const CANARY: u8 = 0xa5;
@@ -42,7 +42,7 @@ pub fn guard_is_before() -> bool {
     before
 }
 
-/// Where an allocation lies in its mapping.
+/// The position of an allocation in its mapping.
 struct Place {
     /// Bytes of the pages that may be touched.
     usable: usize,
@@ -61,7 +61,7 @@ impl Place {
         Self { usable, pages: 0, start }
     }
 
-    /// The free bytes before the allocation and behind it, as offsets and lengths.
+    /// Returns the free bytes before the allocation and after it, as offsets and lengths.
     fn gaps(&self, layout: Layout) -> [(usize, usize); 2] {
         let end = self.start + layout.size();
         [(self.pages, self.start - self.pages), (end, self.pages + self.usable - end)]
@@ -72,18 +72,18 @@ fn is_guarded(layout: Layout) -> bool {
     layout.size() >= SMALLEST && layout.align() <= PAGE
 }
 
-/// Without an allocation, which a panic's message would need.
+/// Ends the process without an allocation, which a panic's message would need.
 fn die(message: &str) -> ! {
-    // SAFETY: the pointer and the length are those of a string; `abort` takes nothing.
+    // SAFETY: pointer and length come from one string; `abort` has no requirements.
     unsafe {
         libc::write(2, message.as_ptr().cast(), message.len());
         libc::abort()
     }
 }
 
-// SAFETY: `alloc` gives memory of its own mapping, of the layout's size and alignment (the start of a page, or a
-// multiple of the alignment from it), which stays until `dealloc` of the same layout. What is not guarded goes to the
-// system's allocator, by the same rule in both.
+// SAFETY: `alloc` returns memory of a separate mapping, of the layout's size and alignment (the start of a page, or a
+// multiple of the alignment from it), which stays until `dealloc` of the same layout. Allocations without a guard are
+// passed to the system's allocator, by the same rule in both functions.
 unsafe impl GlobalAlloc for GuardedAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if !is_guarded(layout) {

@@ -1,8 +1,8 @@
-//! The fused kernel and the projections under an allocator that puts a forbidden page beside every buffer: a stray read
-//! or write beyond q, k, v, keep, bias, a weight, an input, the output or scratch memory ends the process. Linux only.
+//! The fused kernel and the projections under an allocator with a forbidden page next to every buffer: a stray read or
+//! write outside of q, k, v, keep, bias, a weight, an input, the output or scratch memory ends the process. Linux only.
 //!
-//! The page lies behind the buffers in this process, and before them in a child process. `PROPTEST_CASES` and
-//! `PROPTEST_RNG_SEED` are those of the `flash` and `linear` tests.
+//! The page is after the buffers in this process, and before them in a child process. `PROPTEST_CASES` and
+//! `PROPTEST_RNG_SEED` have the same meaning as in the `flash` and `linear` tests.
 #![cfg(target_os = "linux")]
 
 mod allocator;
@@ -45,14 +45,14 @@ static ALLOCATOR: GuardedAllocator = GuardedAllocator;
 const TIGHT: [Layout; 5] =
     [Layout::Contiguous, Layout::HeadsTransposed, Layout::ColumnMajor, Layout::OneBatch, Layout::OneHead];
 
-/// A pool of its own for each case, so that no scratch memory is left that is larger than the case needs. With
-/// `--nocapture` the case in which a guard ends the process is the last one that is printed.
+/// Runs each case in a new pool, so that no scratch memory is left that is larger than the case needs. With
+/// `--nocapture`, the case in which a guard ends the process is the last one that is printed.
 fn isolated<T: Send>(case: String, run: impl FnOnce() -> T + Send) -> T {
     println!("{case}");
     rayon::ThreadPoolBuilder::new().num_threads(2).build().expect("a pool").install(run)
 }
 
-/// On every instruction set.
+/// Runs a case on every instruction set.
 fn run(case: &Case, dtype: DType) -> Result<()> {
     let call = Call::fused(case, dtype)?;
     Path::kernels().into_iter().try_for_each(|path| call.by(path).results().map(drop))
@@ -92,7 +92,7 @@ fn attention_with_every_edge_size_stays_in_its_buffers() {
     }
 }
 
-/// Left padding has each length that products of whole tiles have to skip without overrunning a buffer.
+/// Checks left padding of each length that products of whole tiles have to skip without overrunning a buffer.
 #[test]
 fn left_padding_within_a_block_stays_in_its_buffers() {
     for t_kv in [64, 128, 256, 300] {
@@ -117,7 +117,7 @@ fn linear_with_random_products_stays_in_its_buffers() {
     for_all(48, strategy, |(product, layout)| product_holds(&Product { layout, ..product }));
 }
 
-/// Each number of inputs with a fifth of the numbers of outputs, and the reverse.
+/// Checks each number of inputs with a fifth of the numbers of outputs, and the reverse.
 #[test]
 fn linear_with_every_edge_size_stays_in_its_buffers() {
     for (n, &inputs) in INPUTS.iter().enumerate() {
@@ -131,7 +131,7 @@ fn linear_with_every_edge_size_stays_in_its_buffers() {
     }
 }
 
-/// Runs tests of this file in a process of their own.
+/// Runs tests of this file in a subprocess.
 fn child(args: &[&str], side: &str) -> Output {
     let mut command = Command::new(std::env::current_exe().expect("a path to this test"));
     command.args(args).env("FLASH_GUARD", side).output().expect("the child runs")
@@ -165,7 +165,7 @@ fn guard_page_touches_each_buffer() {
 fn child_reads_guard_page() {
     let numbers = black_box(vec![1f32; 1000]);
     let pointer = numbers.as_ptr();
-    // SAFETY: none, on purpose: the page beside the buffer is there to end the process.
+    // SAFETY: none, on purpose: the page next to the buffer ends the process.
     let read =
         unsafe { if guard_is_before() { pointer.sub(1).read_volatile() } else { pointer.add(1000).read_volatile() } };
     println!("read {read}");
@@ -176,13 +176,13 @@ fn child_reads_guard_page() {
 fn child_writes_canary() {
     let mut numbers = black_box(vec![1f32; 1000]);
     let pointer = numbers.as_mut_ptr();
-    // SAFETY: the bytes beside the buffer are of its own mapping, and hold the canary.
+    // SAFETY: the bytes next to the buffer are in the same mapping, and are the canary.
     unsafe {
         if guard_is_before() { pointer.add(1000).write_volatile(0.0) } else { pointer.sub(1).write_volatile(0.0) }
     };
 }
 
-/// Without this test, the others could pass under an allocator that does nothing.
+/// Checks the guards: without this test, the others could pass under an allocator that does nothing.
 #[test]
 fn guard_page_and_canary_end_process_of_stray_access() {
     if guard_is_before() {

@@ -526,7 +526,7 @@ CASES = {
         attention="attention",
         out_proj="attention.o_proj",
     ),
-    # Biases beside the projections.
+    # Biases of the projections.
     "videomae": encoder(
         "videomae",
         ONE_LAYER,

@@ -1,5 +1,5 @@
-//! GGUF files against the checkpoints that they are made of, as llama.cpp's converter makes them: `gguf.jsonl` has what
-//! it writes of each beside the weights.
+//! GGUF files compared with the checkpoints that they are made of, as llama.cpp's converter makes them: `gguf.jsonl`
+//! has the metadata that it writes for each.
 
 use std::io::Cursor;
 
@@ -19,7 +19,7 @@ fn converted() -> Vec<Converted> {
     Converted::all("hf/gguf.jsonl")
 }
 
-/// A layer's config as a file has it.
+/// Returns the config of a layer as it is read from a file.
 fn expected(converted: &Converted, own: &MultiHeadAttentionConfig) -> MultiHeadAttentionConfig {
     let mut cfg = own.clone();
     if let Some(norm @ QkNorm { kind: QkNormKind::RmsPlusOne, .. }) = cfg.qk_norm() {
@@ -84,7 +84,7 @@ fn numbers(shape: &[usize], seed: f64) -> Result<Tensor> {
     (Tensor::arange(0f32, count as f32, &CPU)?.affine(0.731, seed)?.sin()? * 0.1)?.reshape(shape)
 }
 
-/// 4 heads over 2 of 64, as wide as blocks of every type are.
+/// Returns a layer of 4 heads over 2 of width 64, wide enough for blocks of every type.
 fn wide(name: &str, dtype: GgmlDType) -> Result<File> {
     let metadata = json!({
         "block_count": 1, "embedding_length": 256, "context_length": 64, "attention.head_count": 4,
@@ -104,7 +104,7 @@ fn wide(name: &str, dtype: GgmlDType) -> Result<File> {
     Ok(file)
 }
 
-/// Compared with the same file with dequantised weights. Products with K-quants are Candle's, which rounds inputs to 8
+/// Compares with the same file with dequantised weights. Products with K-quants are Candle's, which rounds inputs to 8
 /// bits too.
 #[test]
 fn gguf_weights_of_every_type_match_dequantised_layer() -> Result<()> {

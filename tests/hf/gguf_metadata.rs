@@ -12,7 +12,7 @@ use crate::common::property::for_all;
 const LAYERS: usize = 4;
 const PATTERN: &str = "attention.sliding_window_pattern";
 
-/// A file of four layers of an architecture, without tensors.
+/// Returns a file of four layers of an architecture, without tensors.
 fn file(architecture: &str) -> File {
     let key_heads = if ["modern-bert", "mpt", "bert", "gptneox"].contains(&architecture) { 2 } else { 1 };
     let metadata = json!({
@@ -29,7 +29,7 @@ fn file(architecture: &str) -> File {
 /// The architectures in which some layers have a window.
 const WITH_PATTERN: [&str; 5] = ["gemma2", "gemma3", "gpt-oss", "cohere2", "modern-bert"];
 
-/// Whether each layer has a window.
+/// Returns whether each layer has a window.
 fn windows(file: &File) -> Result<Vec<bool>> {
     let config = gguf::hf_config(&file.open()?.0)?;
     let layer = |layer| hf::attention_config(&config, layer).map(|cfg| cfg.window().is_some() || cfg.band().is_some());
@@ -107,7 +107,7 @@ fn gguf_window_pattern_that_says_nothing_of_a_layer_is_refused() -> Result<()> {
     Ok(())
 }
 
-/// What a key is to hold.
+/// The kind of value that a key expects.
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Kind {
     /// A whole number, or a list of the same number for each layer.
@@ -151,7 +151,7 @@ fn same(number: f64) -> Json {
     json!(number)
 }
 
-/// A number, or 0 or 1 of a flag; null is none.
+/// Returns a number, or 0 or 1 for a flag; null is none.
 fn as_number(json: &Json) -> Option<f64> {
     json.as_bool().map(|flag| f64::from(u8::from(flag))).or(json.as_f64())
 }
@@ -281,7 +281,7 @@ const KEYS: &[Key] = &[
     passed_on!("tokenizer.ggml.eos_token_id", "llama", Size, "eos_token_id"),
 ];
 
-/// A value of one of the types of the format, but for lists.
+/// Draws a value of one of the types of the format, except lists.
 fn single() -> impl Strategy<Value = Value> {
     const NUMBERS: [f64; 9] = [-1.0, 0.0, 1.0, 2.0, 4.0, 8.0, 100.0, 10_000.0, 4_294_967_295.0];
     const FRACTIONS: [f64; 8] = [0.5, 0.25, 1e-5, 1.5, 3e38, f64::NAN, f64::INFINITY, f64::NEG_INFINITY];
@@ -303,14 +303,14 @@ fn single() -> impl Strategy<Value = Value> {
         })
 }
 
-/// Any value: lists have as many entries as there are layers, or another number of them.
+/// Draws any value. Lists have an entry for each layer, or another number of entries.
 fn value() -> impl Strategy<Value = Value> {
     let list = (single(), prop::sample::select(&[0, 1, LAYERS, LAYERS, LAYERS + 1][..]));
     let list = list.prop_map(|(entry, count)| Value::Array(vec![entry; count]));
     prop_oneof![4 => single(), 1 => list]
 }
 
-/// The number that a value is for a kind of key; none for one of another type.
+/// Returns the number that a value means for a kind of key, or none for a value of another type.
 fn meaning(kind: Kind, name: &str, value: &Value) -> Option<f64> {
     let integer = |value: &Value| match value {
         Value::U8(n) => Some(f64::from(*n)),

@@ -1,4 +1,4 @@
-//! What each attention module of a model gives for its input, architecture by architecture.
+//! Outputs of the attention modules of each model, architecture by architecture.
 
 use candle_attention::{AttentionInput, AttentionMask, Backend, HeadShard, QkNormScope, Windows, hf};
 use candle_core::{Result, Tensor};
@@ -6,7 +6,7 @@ use candle_core::{Result, Tensor};
 use crate::common::root;
 use crate::{CPU, LATENT, Model, all_models};
 
-/// The page is `docs/architectures.md`, which `compare/census` writes.
+/// Reads `docs/architectures.md`, which `compare/census` writes.
 #[test]
 fn census_page_lists_every_architecture_as_equal() {
     let page = std::fs::read_to_string(root().join("docs/architectures.md")).expect("a page");
@@ -15,14 +15,14 @@ fn census_page_lists_every_architecture_as_equal() {
     let (equal, _) = equal.split_once("## Refused").expect("parts after it");
     assert!(equal.contains("## Linear attention"));
     assert!(hf::architectures().is_sorted());
-    // transformers has no model of this name: `spellings.json` holds it to DeepSeek V3.
+    // transformers has no model of this name: `spellings.json` compares it with DeepSeek V3.
     for name in hf::architectures().filter(|&name| name != "kimi_k2") {
         assert!(equal.contains(&format!("| `{name}` |")), "{name} is not in the census");
     }
     assert!(!page.contains("## Wrong"));
 }
 
-/// On both backends.
+/// Compares both backends.
 #[test]
 fn hf_layers_match_transformers() -> Result<()> {
     for model in all_models() {
@@ -42,7 +42,7 @@ fn hf_layers_match_transformers() -> Result<()> {
     Ok(())
 }
 
-/// The layers of a decoder beside an encoder, whose outputs are projected at each call, and once.
+/// Checks the decoder layers of a model with an encoder. The encoder's outputs are projected in each call, or once.
 fn decoder(model: &Model) -> Result<()> {
     for i in (0..).take_while(|i| model.golden.contains_key(&format!("decoder.layer{i}.in"))) {
         let golden = |name: &str| &model.golden[&name.replace("{i}", &i.to_string())];
@@ -67,7 +67,7 @@ fn decoder(model: &Model) -> Result<()> {
     Ok(())
 }
 
-/// Of every model whose heads can be divided between two ranks.
+/// Checks every model whose heads can be divided between two ranks.
 #[test]
 fn hf_layer_shards_sum_to_whole_layer() -> Result<()> {
     let mut shown = std::collections::BTreeSet::new();
@@ -108,7 +108,7 @@ pub fn forward(model: &Model, i: usize, input: AttentionInput) -> Result<Tensor>
     }
 }
 
-/// What a caller knows beside the layer: positions on the axes of an image.
+/// Adds the inputs that a caller provides: positions on the axes of an image.
 pub fn on_axes<'a>(model: &'a Model, input: AttentionInput<'a>) -> AttentionInput<'a> {
     match model.golden.get("positions") {
         Some(positions) => input.with_axis_positions(positions),
@@ -116,7 +116,7 @@ pub fn on_axes<'a>(model: &'a Model, input: AttentionInput<'a>) -> AttentionInpu
     }
 }
 
-/// And an encoder's padding.
+/// Returns the mask of a model, with an encoder's padding.
 fn mask(model: &Model) -> Result<AttentionMask> {
     match model.golden.get("attention_mask") {
         Some(mask) => AttentionMask::from_attention_mask(mask),
@@ -124,7 +124,7 @@ fn mask(model: &Model) -> Result<AttentionMask> {
     }
 }
 
-/// Rows of padding count for nothing: transformers averages all values where a band leaves a query nothing but padding.
+/// Returns the rows without padding: transformers averages all values where a window masks all but padding.
 fn tokens(model: &Model, ys: &Tensor) -> Result<Tensor> {
     match model.golden.get("attention_mask") {
         Some(mask) => ys.broadcast_mul(&mask.to_dtype(ys.dtype())?.unsqueeze(2)?),

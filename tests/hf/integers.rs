@@ -21,7 +21,7 @@ const INTEGERS: [u64; 4] = [0, 1 << 31, 1 << 62, u64::MAX];
 /// The last is there in a model that claims more layers than can be counted through.
 const LAYERS: [usize; 2] = [1, 1 << 40];
 
-/// What a config says of a layer, in words.
+/// A function that describes a layer of a config as text.
 type Part = fn(&Value, usize) -> Result<String>;
 
 const PARTS: [Part; 5] = [
@@ -36,7 +36,7 @@ fn told(part: Part, config: &Value, layer: usize) -> String {
     part(config, layer).unwrap_or_else(|error| bare(&error).to_string())
 }
 
-/// What an architecture has of these.
+/// Lists the parts that an architecture has.
 fn parts(config: &Value) -> Vec<Part> {
     let lacks = |text: String| {
         ["attention is latent", "is not latent", "in this architecture"].iter().any(|lack| text.contains(lack))
@@ -48,7 +48,7 @@ fn described(parts: &[Part], config: &Value, layer: usize) -> String {
     parts.iter().map(|&part| told(part, config, layer)).collect()
 }
 
-/// Without its backtrace, whose text takes more memory than a config.
+/// Returns the error without its backtrace, whose text takes more memory than a config.
 fn bare(error: &Error) -> &Error {
     match error {
         Error::WithBacktrace { inner, .. } => bare(inner),
@@ -56,7 +56,7 @@ fn bare(error: &Error) -> &Error {
     }
 }
 
-/// What `run` gives, if it takes so many bytes at most.
+/// Returns the result of `run`, which may allocate `most` bytes.
 fn within<T>(most: usize, what: &str, run: impl FnOnce() -> T) -> T {
     allocations::reset();
     let result = catch_unwind(AssertUnwindSafe(run));
@@ -81,7 +81,7 @@ fn parsed(config: &Value, what: &str) {
     }
 }
 
-/// The places of all integers, as JSON pointers.
+/// Lists the paths of all integers, as JSON pointers.
 fn integers(value: &Value, place: &str, found: &mut Vec<String>) {
     match value {
         Value::Number(number) if !number.is_f64() => found.push(place.to_string()),
@@ -95,7 +95,7 @@ fn integers(value: &Value, place: &str, found: &mut Vec<String>) {
     }
 }
 
-/// A layer of a real checkpoint, and what it makes of a few positions, with a cache too.
+/// Loads a layer of a real checkpoint, and calls it with a few positions, with a cache too.
 fn called(model: &Model, config: Value, what: &str) {
     let changed = Model { name: model.name.clone(), config, weights: model.weights.clone(), golden: Tensors::new() };
     let input = || on_axes(model, AttentionInput::new(&model.golden["layer0.in"]));
@@ -137,8 +137,8 @@ fn hf_configs_of_models_with_any_integers_are_errors_or_small_layers() {
     assert!(tried > 300, "{tried} integers");
 }
 
-/// The fields that are read of the object at a place, a JSON pointer, and of the objects in it, as places: those that
-/// are true or false, and the others.
+/// The fields that are read of the object at a path, a JSON pointer, and of the objects in it, as paths: flags, and
+/// others.
 #[derive(Default)]
 struct Fields {
     flags: Vec<String>,
@@ -168,7 +168,7 @@ impl Fields {
     }
 }
 
-/// With the objects that the place is in.
+/// Returns the config with a field set, and with the objects above it.
 fn with_field(config: &Value, place: &str, value: Value) -> Value {
     let mut config = config.clone();
     *place.split('/').skip(1).fold(&mut config, |part, name| match part {
@@ -178,8 +178,8 @@ fn with_field(config: &Value, place: &str, value: Value) -> Value {
     config
 }
 
-/// Every field that is read of a config with an integer, in lists where the field is one: how many there are, and
-/// those that are true or false.
+/// Tries every field that is read of a config with an integer, in lists where the field is a list. Returns the number
+/// of fields, and the fields that are flags.
 fn try_integers(config: &Value, names: &[&str]) -> (usize, Vec<String>) {
     let (parts, mut fields) = (parts(config), Fields::default());
     fields.find(&parts, config, "", names);
@@ -198,7 +198,7 @@ fn try_integers(config: &Value, names: &[&str]) -> (usize, Vec<String>) {
     (fields.others.len(), fields.flags)
 }
 
-/// The texts in the sources that may be names of fields.
+/// Lists the texts in the sources that may be names of fields.
 fn names(folder: &Path, found: &mut BTreeSet<String>) {
     for path in listed(folder) {
         if path.is_dir() {

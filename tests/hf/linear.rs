@@ -12,7 +12,7 @@ use std::collections::HashMap;
 use crate::common::{assert_close, assert_near, recorded, sharded};
 use crate::{CPU, Model, TOLERANCE};
 
-/// Gradients pass twice as many roundings, in f32 here and there.
+/// The tolerance of gradients, which pass twice the number of roundings, in f32 on both sides.
 const OF_GRADIENTS: f64 = 2.0 * TOLERANCE;
 
 const LAYOUTS: [DeltaLayout; 3] = [DeltaLayout::Separate, DeltaLayout::ByKeyHead, DeltaLayout::ByPart];
@@ -28,13 +28,13 @@ impl Model {
         hf::load_linear_attention(&self.config, 0, self.vb())
     }
 
-    /// What its layer makes of the golden input is the golden output.
+    /// Checks that the layer's output for the golden input is the golden output.
     fn assert_golden(&self, net: &GatedDeltaNet, what: &str) -> Result<()> {
         self.assert_close(&net.forward(&self.golden["in"])?, &self.golden["out"], what);
         Ok(())
     }
 
-    /// Those layouts that can hold the layer, of which its own is one.
+    /// Returns the layouts that support the layer, one of which is that of the file.
     fn layouts(&self, net: &GatedDeltaNet) -> Vec<DeltaLayout> {
         let layouts: Vec<_> = LAYOUTS.into_iter().filter(|&layout| net.state_dict(layout).is_ok()).collect();
         assert_eq!(layouts.len(), if net.config().gate_rank().is_some() { 1 } else { 3 }, "{}", self.name);
@@ -61,7 +61,8 @@ fn linear_attention_layers_match_transformers() -> Result<()> {
     Ok(())
 }
 
-/// Batches are ragged, padded on the right and on the left: the numbers of each sequence are those of its tokens alone.
+/// Checks ragged batches, padded on the right and on the left: the numbers of each sequence are those of its tokens
+/// alone.
 #[test]
 fn linear_attention_cache_ignores_padding() -> Result<()> {
     for model in models() {
@@ -72,7 +73,7 @@ fn linear_attention_cache_ignores_padding() -> Result<()> {
             let t = lens[0].max(lens[1]);
             // Calls without tokens are none.
             net.forward_with(DeltaInput::new(&xs.narrow(1, 0, 0)?).with_cache(&mut cache))?;
-            // Whatever stands in the place of padding.
+            // Any numbers are allowed as padding.
             let row = |n: usize| {
                 let own = xs.get(n)?.narrow(0, at[n], lens[n])?;
                 let noise = Tensor::full(f32::NAN, (t - lens[n], xs.dim(2)?), &CPU)?;
@@ -192,7 +193,8 @@ fn linear_attention_layers_are_saved_in_every_layout() -> Result<()> {
     Ok(())
 }
 
-/// transformers 5.23 saves the convolutions of queries, keys and values as thirds of all rows, whatever their widths.
+/// Reads convolutions as transformers 5.23 saves them: as thirds of all rows, for any widths of queries, keys and
+/// values.
 #[test]
 fn linear_attention_convolutions_in_thirds_are_read() -> Result<()> {
     for mut model in models().into_iter().filter(|model| model.name.starts_with("olmo")) {
@@ -236,7 +238,7 @@ fn shares_sum(model: &Model) -> Result<()> {
     Ok(())
 }
 
-/// A model of texts and images, as it is published; tests/errors has the errors of configs.
+/// Loads a model of texts and images, as it is published. tests/errors has the errors of configs.
 #[test]
 fn linear_attention_of_image_text_models_is_found() -> Result<()> {
     for model in models().iter().filter(|model| ["qwen3_5", "qwen3_5_moe"].contains(&model.name.as_str())) {

@@ -56,7 +56,7 @@ fn builder(tensors: Tensors) -> VarBuilder<'static> {
     VarBuilder::from_tensors(tensors, DType::F32, &CPU)
 }
 
-/// `CANDLE_ATTENTION_HF_MODELS` names another folder of models in the same form.
+/// Returns the folder of models, or the one that `CANDLE_ATTENTION_HF_MODELS` names.
 fn models() -> PathBuf {
     match std::env::var_os("CANDLE_ATTENTION_HF_MODELS") {
         Some(folder) => folder.into(),

@@ -1,4 +1,4 @@
-//! Where a checkpoint keeps its attention.
+//! The names of attention modules in checkpoints.
 
 use candle_attention::{AttentionInput, hf};
 use candle_core::{DType, Result, Tensor};
@@ -18,7 +18,7 @@ fn renamed(model: &Model, rename: impl Fn(&str) -> String) -> Model {
     Model { weights: weights.collect(), ..model.clone() }
 }
 
-/// A layer of a model by other names gives the same numbers.
+/// Checks that a layer with other names has equal outputs.
 #[track_caller]
 fn assert_same(model: &Model, layer: usize, other: &Model) {
     let xs = &model.golden[&format!("layer{layer}.in")];
@@ -39,7 +39,7 @@ fn hf_models_with_and_without_head_have_equal_layers() {
     assert_same(&model, 1, &renamed(&model, |name| format!("transformer.{name}")));
 }
 
-/// The text model of Gemma 3 has other prefixes in models that read images too.
+/// Checks the prefixes that the text model of Gemma 3 has in models that read images too.
 #[test]
 fn hf_gemma3_text_of_image_models_has_equal_layers() {
     let texts: Vec<_> = all_models().into_iter().filter(|model| model.model_type() == "gemma3_text").collect();
@@ -53,7 +53,7 @@ fn hf_gemma3_text_of_image_models_has_equal_layers() {
     }
 }
 
-/// Nomic's published names, and those of transformers' module.
+/// Checks Nomic's published names, and the names of transformers' module.
 #[test]
 fn hf_former_and_present_names_have_equal_layers() -> Result<()> {
     let model = Model::named("nomic_bert");
@@ -77,8 +77,8 @@ fn hf_former_and_present_names_have_equal_layers() -> Result<()> {
     Ok(())
 }
 
-/// Some versions of transformers give VideoMAE's keys a bias, which adds the same to all scores of a query. Where the
-/// config says that there are no biases, one is an error.
+/// Checks a bias of VideoMAE's keys, which some versions of transformers add, and which adds the same to all scores of
+/// a query. If the config says that there are no biases, one is an error.
 #[test]
 fn hf_videomae_key_bias_changes_nothing() -> Result<()> {
     let model = Model::named("videomae");

@@ -1,7 +1,7 @@
-//! Configurations in other spellings, and with fields left out: those of `make.py`, and in `spellings.json` what is
-//! not transformers' own. Versions 5.0 to 5.12 write one `rope_parameters` for all layers of Olmo 3, where the scaling
-//! of the published models is for layers that see all keys; Kimi K2's name is its own, which transformers reads as
-//! DeepSeek V3.
+//! Configurations in other spellings, and with fields omitted: those of `make.py`, and in `spellings.json`
+//! configurations that are not transformers'. Versions 5.0 to 5.12 write one `rope_parameters` for all layers of Olmo
+//! 3, where the scaling of the published models is for layers without a window. Kimi K2 has another name, which
+//! transformers reads as DeepSeek V3.
 
 use candle_attention::hf;
 use candle_core::Result;
@@ -33,7 +33,7 @@ fn hf_configs_in_other_spellings_match_transformers() -> Result<()> {
     Ok(())
 }
 
-/// What a reader finds in both spellings, layer by layer.
+/// Compares the configs that are read from both spellings, layer by layer.
 fn compare<C: PartialEq + std::fmt::Debug>(
     read: fn(&Value, usize) -> Result<C>,
     raw: &Value,

@@ -1,4 +1,4 @@
-//! Fetches in processes of their own: a test cannot change its own environment, which other threads read.
+//! Fetches in subprocesses: a test cannot change its environment, which other threads read.
 
 use std::error::Error;
 use std::path::Path;
@@ -11,7 +11,8 @@ use tempfile::TempDir;
 /// The commit that all branches of the model are at.
 pub const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 
-/// What comes of a fetch with nothing of this process's environment that bears on the hub: the cache is below `home`.
+/// Returns the result of a fetch in a process without this process's environment variables for the hub: the cache is
+/// below `home`.
 pub fn fetch(home: &Path, model: &str, environment: &[(&str, &str)]) -> String {
     let (mut command, folder) = (Command::new(std::env::current_exe().expect("this test")), TempDir::new());
     let result = folder.as_ref().expect("a folder").path().join("result");
@@ -49,7 +50,7 @@ fn child_fetches_and_writes_result() -> std::result::Result<(), Box<dyn Error>> 
     Ok(std::fs::write(result, outcome(model))?)
 }
 
-/// The files that a fetch finds, as they stand below the snapshot, or the one line of its error.
+/// Returns the files that a fetch finds, relative to the snapshot, or the one line of its error.
 pub fn outcome(model: Result<HubModel>) -> String {
     let found = match model.and_then(|model| model.fetch()) {
         Ok(found) => found,

@@ -111,7 +111,7 @@ impl Session {
     }
 }
 
-/// What comes of several ways to ask, where it is another than that of the way before. Neither is `attn_norm` below
+/// Returns the results of several ways to ask, each if it differs from the previous one. `attn_norm` is not below
 /// `attn`, nor `layers.01` below `layers.0`.
 fn offline(files: &Files) -> String {
     let cache = TempDir::new().expect("a folder");

@@ -15,7 +15,7 @@ use crate::child::COMMIT;
 /// By their names.
 pub type Files = BTreeMap<String, Vec<u8>>;
 
-/// Of a JSON object of texts, and of numbers of bytes.
+/// Reads files from a JSON object of texts, and of numbers of bytes.
 pub fn files(json: &str) -> Files {
     let of = |value: Value| match value {
         Value::String(text) => text.into_bytes(),
@@ -25,12 +25,12 @@ pub fn files(json: &str) -> Files {
     files.into_iter().map(|(name, value)| (name, of(value))).collect()
 }
 
-/// What the hub does when it is asked for a file that it has.
+/// The reaction of the hub to a request for a file that it has.
 #[derive(Clone, Deserialize)]
 pub enum Mood {
-    /// It gives it.
+    /// It sends the file.
     Open,
-    /// It answers with this status and `X-Error-Code`, whatever it is asked.
+    /// It answers every request with this status and `X-Error-Code`.
     Refuses(u16, String),
     /// It takes the connection and says nothing.
     Silent,
@@ -90,7 +90,7 @@ impl Server {
         }
     }
 
-    /// The requests since the last call.
+    /// Returns the requests since the last call.
     pub fn requests(&self) -> Vec<String> {
         std::mem::take(&mut self.requests.lock().expect("requests"))
     }
@@ -99,7 +99,7 @@ impl Server {
         self.files.get(file).map(|bytes| &bytes[..])
     }
 
-    /// The other side may be gone, which is none of the server's business.
+    /// Answers a request. A closed connection is not an error of the server.
     fn answer(&self, mut stream: &TcpStream) -> std::io::Result<()> {
         stream.set_nonblocking(false)?;
         stream.set_read_timeout(Some(Duration::from_secs(10)))?;

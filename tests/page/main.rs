@@ -36,7 +36,7 @@ fn draw(seed: usize, shape: &[usize]) -> Result<Tensor> {
     Tensor::from_iter(numbers, &CPU)?.reshape(shape)
 }
 
-/// What heads attend to: statistics, and the weights of the reference path (H, T_q, T_kv).
+/// Computes statistics of heads, and the weights of the reference path (H, T_q, T_kv).
 fn attend(
     seed: usize,
     [heads, queries, keys]: [usize; 3],
@@ -83,7 +83,8 @@ fn html(page: &Page) -> Result<String> {
     Ok(String::from_utf8(bytes).expect("UTF-8"))
 }
 
-/// Two layers of three heads over [`TOKENS`], the first with all weights; and what the reference path says.
+/// Returns a page with two layers of three heads over [`TOKENS`], the first with all weights, and the weights of the
+/// reference path.
 fn hostile() -> Result<(Page, serde_json::Value)> {
     let len = TOKENS.len();
     let mut page = Page::new("Heads & <script>alert(1)</script>").with_tokens(&TOKENS)?;
@@ -100,7 +101,7 @@ fn hostile() -> Result<(Page, serde_json::Value)> {
     Ok((page, json!(expected)))
 }
 
-/// A PNG file of a gradient.
+/// Returns a PNG file of a gradient.
 fn png() -> Vec<u8> {
     let mut bytes = Vec::new();
     let mut encoder = png::Encoder::new(&mut bytes, 40, 32);
@@ -160,7 +161,7 @@ fn page_escapes_texts_of_users() -> Result<()> {
     Ok(())
 }
 
-/// `UPDATE_EXPECT=1 cargo test --features plot --test page` writes `errors.txt`.
+/// Compares errors with `errors.txt`, which `UPDATE_EXPECT=1 cargo test --features plot --test page` writes.
 #[test]
 fn page_of_statistics_that_do_not_fit_is_rejected() -> Result<()> {
     let good = synthetic(2, 6)?;

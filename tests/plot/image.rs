@@ -38,13 +38,14 @@ fn rects(svg: &str) -> Vec<Rect> {
         .collect()
 }
 
-/// Of all panels in order: what is as large as the first rectangle after the ground and the first frame.
+/// Returns the cells of all panels in order: rectangles of the size of the first one after the background and the first
+/// frame.
 fn cells(svg: &str) -> Vec<Rect> {
     let rects = rects(svg);
     rects.iter().filter(|rect| (rect.w, rect.h) == (rects[2].w, rects[2].h)).cloned().collect()
 }
 
-/// The `<text>` elements as they are written in the file.
+/// Returns the `<text>` elements as they are written in the file.
 fn texts(svg: &str) -> Vec<&str> {
     svg.split("<text ").skip(1).filter_map(|text| Some(text.split_once('>')?.1.split_once("</text>")?.0)).collect()
 }
@@ -74,7 +75,7 @@ impl Pixels {
     }
 }
 
-/// The message, without the backtrace that candle adds where the environment asks for one.
+/// Returns the message, without the backtrace that candle adds if the environment requests one.
 fn error<T>(result: Result<T>) -> String {
     match result {
         Ok(_) => String::from("no error"),
@@ -82,7 +83,8 @@ fn error<T>(result: Result<T>) -> String {
     }
 }
 
-/// `UPDATE_EXPECT=1 cargo test --features plot --test plot` writes `maps/*.svg`. Look at them in a browser.
+/// Compares with `maps/*.svg`, which `UPDATE_EXPECT=1 cargo test --features plot --test plot` writes. Look at them in a
+/// browser.
 #[test]
 fn heat_map_svg_matches_reviewed_files() -> Result<()> {
     let heads = HeatMap::new(&two_heads()?)?.with_tokens(&["<pad>", "\"&'\x1b"])?.with_title("a < b & c");
@@ -102,7 +104,7 @@ fn heat_map_png_has_colors_of_svg() -> Result<()> {
         let cells = cells(&svg);
         assert_eq!(cells.len(), heads * queries * keys);
         for cell in &cells {
-            // Numbers stand in the middle of a cell.
+            // Numbers are in the middle of a cell.
             assert_eq!(png.at(cell.x, cell.y), cell.fill, "{cell:?}");
             assert_eq!(png.at(cell.x + cell.w - 1, cell.y + cell.h - 1), cell.fill, "{cell:?}");
         }
@@ -144,7 +146,8 @@ fn heat_map_png_notes_characters_missing_in_font() -> Result<()> {
     Ok(())
 }
 
-/// Nothing is outside the picture and no panel overlaps another. The grid is nearly square, with few empty cells.
+/// Checks that nothing is outside of the picture, that no panel overlaps another, and that the grid is nearly square,
+/// with few empty cells.
 #[test]
 fn heat_map_sizes_and_grids_stay_within_bounds() -> Result<()> {
     let grids =

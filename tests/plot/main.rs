@@ -15,12 +15,12 @@ const PLAIN: TerminalOptions = TerminalOptions { color: Color::None, max_width: 
 const HOSTILE: [&str; 11] =
     ["a\nb", "\x1b[31m", "\u{202e}abc", "Ġthe", "▁of", " in ", "", "\\n", "\u{301}x", "e\u{301}", "\u{9b}2J"];
 
-/// (2, 2, 2), every number exact in every float dtype.
+/// Returns weights (2, 2, 2) whose numbers are exact in every float dtype.
 fn two_heads() -> Result<Tensor> {
     Tensor::new(&[[[1f32, 0.0], [0.25, 0.75]], [[0.5, 0.5], [0.25, 0.75]]], &Device::Cpu)
 }
 
-/// (heads, queries, keys), each row a distribution with its own peak.
+/// Returns weights (heads, queries, keys), each row a distribution with a different peak.
 fn many(heads: usize, queries: usize, keys: usize) -> Result<Tensor> {
     let count = heads * queries * keys;
     let scores = (0..count).map(|i| ((i * 7919 + i / keys * 31) % 101) as f32 / 12.0);
@@ -28,12 +28,12 @@ fn many(heads: usize, queries: usize, keys: usize) -> Result<Tensor> {
     candle_nn::ops::softmax_last_dim(&scores)
 }
 
-/// The lines of the only panel: the header and the rows.
+/// Returns the lines of the only panel: the header and the rows.
 fn matrix(text: &str, rows: usize) -> Vec<&str> {
     text.lines().skip_while(|line| !line.starts_with("mean of")).skip(1).take(rows + 1).collect()
 }
 
-/// A program that draws pictures compiles without the feature, and the error names it.
+/// Checks that a program that draws pictures compiles without the feature, and that the error names it.
 #[cfg(not(feature = "plot"))]
 #[test]
 fn pictures_without_plot_feature_are_rejected() -> Result<()> {
@@ -49,7 +49,7 @@ fn pictures_without_plot_feature_are_rejected() -> Result<()> {
     Ok(())
 }
 
-/// `UPDATE_EXPECT=1 cargo test --test plot` writes the files of `maps/`.
+/// Compares with the files of `maps/`, which `UPDATE_EXPECT=1 cargo test --test plot` writes.
 #[test]
 fn heat_map_text_matches_reviewed_files() -> Result<()> {
     let two = HeatMap::new(&two_heads()?)?;

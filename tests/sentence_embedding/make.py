@@ -39,7 +39,7 @@ MODELS = {
         "dim": 16, "hidden_dim": 20, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 16, "activation": "gelu",
     },
     "nomic_bert": SIZES,
-    # Three layers: one that sees everything, two with a band.
+    # Three layers: one without a window, two with a local window.
     "modernbert": {
         **SIZES, "num_hidden_layers": 3, "local_attention": 6, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3,
         "cls_token_id": 2, "sep_token_id": 3,

@@ -61,7 +61,8 @@ fn tokenizer_splits_at_white_space_of_python() {
     assert!(ids(&tokenizer, &white.iter().collect::<String>()).is_empty());
 }
 
-/// A long word is shortened in the message and whole in the error. Of a batch, the first text that fails is named.
+/// Checks that a long word is shortened in the message and whole in the error, and that of a batch, the first text that
+/// fails is named.
 #[test]
 fn tokenizer_error_names_unknown_word_and_its_position() {
     let long = "x".repeat(100_000);

@@ -1,4 +1,4 @@
-//! What holds for all words and all texts.
+//! Properties of all words and all texts.
 
 use candle_attention::AttentionMask;
 use candle_attention::text::{PaddingSide, SimpleTokenizer, Split, TokenizerError};
@@ -45,7 +45,7 @@ proptest! {
         }
     }
 
-    /// With the attention mask that transformers makes of the same padding.
+    /// Compares the attention mask with the one that transformers makes of the same padding.
     #[test]
     fn tokenizer_batch_matches_single_texts(
         texts in proptest::collection::vec("(hello|you|\\?| ){0,8}", 1..8),
@@ -82,7 +82,7 @@ proptest! {
     }
 }
 
-/// Joined and truncated as by the tokenizers crate, whatever fits.
+/// Joins and truncates pairs as the tokenizers crate does, at every length that fits.
 #[test]
 fn tokenizer_pairs_match_tokenizers_crate() {
     use tokenizers::{Tokenizer, TruncationParams};

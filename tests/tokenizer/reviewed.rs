@@ -1,5 +1,5 @@
-//! What tokenizers make of texts, one by one and in a batch. A line of `texts.txt` has a tokenizer and texts, and what
-//! was reviewed of them stands below it; `UPDATE_EXPECT=1 cargo test --test tokenizer` writes that.
+//! Reports of tokenizers on texts, one by one and in a batch. A line of `texts.txt` has a tokenizer and texts, and the
+//! reviewed report is below it; `UPDATE_EXPECT=1 cargo test --test tokenizer` writes the reports.
 
 use std::fmt::Write;
 
@@ -15,9 +15,9 @@ use super::save_and_load;
 struct Case {
     is: String,
     words: Option<Vec<String>>,
-    /// Of `models.json`, as are texts in the place of parts.
+    /// A model of `models.json`. Parts that are texts name entries of that file too.
     model: Option<String>,
-    /// Beside the model, or in it.
+    /// Fields of the file, next to the model or in it.
     #[serde(default)]
     file: serde_json::Map<String, Value>,
     split: Option<String>,
@@ -28,7 +28,7 @@ struct Case {
     texts: Vec<String>,
 }
 
-/// A tokenizer.json around a model of `models.json`, with these parts.
+/// Returns a tokenizer.json with a model of `models.json` and these parts.
 fn file(model: &str, parts: &serde_json::Map<String, Value>) -> Vec<u8> {
     let known: Value = serde_json::from_str(include_str!("models.json")).expect("JSON");
     let mut file = json!({
@@ -75,7 +75,7 @@ impl Case {
         self.truncation.map_or(Ok(tokenizer.clone()), |most| tokenizer.with_truncation(most))
     }
 
-    /// Without special tokens where that is something else.
+    /// Returns the report. It includes encodings without special tokens if these differ.
     fn report(&self, tokenizer: &SimpleTokenizer) -> String {
         let (size, words) = (tokenizer.vocab_size(), tokenizer.words());
         let [padding, unknown] = [tokenizer.padding_token(), tokenizer.unknown_token().map(String::from)];
@@ -113,7 +113,7 @@ impl Case {
         report
     }
 
-    /// What the tokenizers crate makes of a file and of texts, unless words are errors here.
+    /// Compares with the tokenizers crate over a file and texts, unless words are errors here.
     fn assert_follows_the_crate(&self, file: &[u8]) {
         let mut theirs = tokenizers::Tokenizer::from_bytes(file).expect("a tokenizer");
         theirs.with_padding(None).with_truncation(None).expect("no truncation");

@@ -24,8 +24,8 @@ fn folders() -> Vec<Folder> {
     folders
 }
 
-/// The layout is detected from the file alone, or refused where two readings remain and no config.json is next to it.
-/// Configs are inferred, layers loaded, and files saved as they were.
+/// Checks that the layout is detected from the file alone, or refused if two readings remain and no config.json is next
+/// to it; and that configs are inferred, layers loaded, and files saved as they were.
 #[test]
 fn model_folders_are_detected_inferred_and_saved_unchanged() -> Result<()> {
     let mut compared = 0;
@@ -34,7 +34,7 @@ fn model_folders_are_detected_inferred_and_saved_unchanged() -> Result<()> {
         if !file.is_file() {
             continue;
         }
-        // Without those of an embedding in front of the layer.
+        // Without the tensors of an embedding before the layer.
         let mut expected = candle_core::safetensors::load(&file, &CPU)?;
         expected.retain(|name, _| !name.starts_with("embedding."));
         let (checkpoint, vb) = (Checkpoint::open(&file)?, weights::open(&file, DType::F32, &CPU)?);
@@ -65,7 +65,7 @@ fn model_folders_are_detected_inferred_and_saved_unchanged() -> Result<()> {
     Ok(())
 }
 
-/// Eleven layers in every layout are in one file. Their layouts are detected, or refused with both candidates named.
+/// Lists eleven layers in every layout in one file. Their layouts are detected, or refused with both candidates named.
 #[test]
 fn attention_layers_are_listed_in_order_of_their_numbers() -> Result<()> {
     let zeros = |shape| Tensor::zeros(shape, DType::F32, &CPU);

@@ -1,4 +1,4 @@
-//! The configs of the round trips, and which of them a layout can hold.
+//! The configs of the round trips, and the configs that a layout supports.
 
 use candle_attention::weights::Storage;
 use candle_attention::{
@@ -23,8 +23,8 @@ const BIASES: [[bool; 4]; 6] = [
     [true, false, false, false],
 ];
 
-/// Every combination of the shapes and biases; what is beside the projections, under the same names in every layout,
-/// takes turns.
+/// Lists every combination of shapes and biases. Other parameters, which have the same names in every layout, take
+/// turns.
 pub fn grid() -> Vec<MultiHeadAttentionConfig> {
     let mut all = Vec::new();
     for n in 0..HEADS.len() * 2 * INPUTS.len() * 3 * BIASES.len() {
@@ -67,8 +67,8 @@ pub fn grid() -> Vec<MultiHeadAttentionConfig> {
     all
 }
 
-/// Whether a layout has a place for all of a layer's parameters: written from what the modules are, not from the code
-/// that loads them.
+/// Returns whether a layout supports all parameters of a layer. It is written from the definition of the modules, not
+/// from the code that loads them.
 pub fn fits(cfg: &MultiHeadAttentionConfig, layout: WeightLayout) -> bool {
     let [q, k, v] = cfg.qkv_bias();
     let any_bias = q || k || v || cfg.out_bias();

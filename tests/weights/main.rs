@@ -48,7 +48,7 @@ impl SimpleBackend for Invented {
     }
 }
 
-/// A layer whose numbers are all different.
+/// Returns a layer whose numbers are all different.
 fn invented(cfg: &MultiHeadAttentionConfig, layout: WeightLayout) -> Result<MultiHeadAttention> {
     MultiHeadAttention::load(cfg, layout, VarBuilder::from_backend(Box::new(Invented), DType::F32, CPU))
 }
@@ -65,7 +65,7 @@ fn load(
 /// Name, shape and bits of a parameter.
 type Bits = (String, Vec<usize>, Vec<u32>);
 
-/// The bits of every parameter, in one layout for all layers.
+/// Returns the bits of every parameter, in one layout for all layers.
 fn bits(layer: &MultiHeadAttention) -> Result<Vec<Bits>> {
     let named = |(name, tensor): &(String, Tensor)| {
         let values = tensor.flatten_all()?.to_vec1::<f32>()?;
@@ -74,7 +74,7 @@ fn bits(layer: &MultiHeadAttention) -> Result<Vec<Bits>> {
     layer.state_dict(WeightLayout::Canonical)?.iter().map(named).collect()
 }
 
-/// Every entry is the same, and there is no other.
+/// Asserts that both have the same names with the same numbers.
 #[track_caller]
 fn assert_same_tensors(got: &[(String, Tensor)], expected: &HashMap<String, Tensor>, what: &str) {
     let mut names: Vec<_> = got.iter().map(|(name, _)| name.as_str()).collect();
@@ -87,14 +87,14 @@ fn assert_same_tensors(got: &[(String, Tensor)], expected: &HashMap<String, Tens
     }
 }
 
-/// `sin` of multiples of a step, in f64 before it is rounded.
+/// Returns `sin` of multiples of a step, computed in f64 before rounding.
 fn wave(step: f64, shape: impl Into<Shape>) -> Result<Tensor> {
     let shape = shape.into();
     let numbers: Vec<f32> = (0..shape.elem_count()).map(|n| (n as f64 * step).sin() as f32).collect();
     Tensor::from_vec(numbers, shape, &CPU)
 }
 
-/// A layer of new variables, with biases or without; a stack of heads has no output projection.
+/// Returns a layer of new variables, with or without biases. A stack of heads has no output projection.
 fn fresh(layout: WeightLayout, biases: bool, cfg: MultiHeadAttentionConfig) -> Result<(VarMap, MultiHeadAttention)> {
     let (vars, stack) = (VarMap::new(), matches!(layout, WeightLayout::StackedHeads(..)));
     let cfg = cfg.with_qkv_bias(biases).with_out_bias(biases && !stack).with_out_proj(!stack);
@@ -102,7 +102,7 @@ fn fresh(layout: WeightLayout, biases: bool, cfg: MultiHeadAttentionConfig) -> R
     Ok((vars, layer))
 }
 
-/// The q, k, v and, if there is one, output projection.
+/// Returns the q, k, v and, if there is one, output projection.
 fn projections(layer: &MultiHeadAttention) -> Vec<Linear> {
     let (q, k, v, o) = layer.projections().expect("projections");
     [q, k, v].into_iter().chain(o).collect()

@@ -1,4 +1,4 @@
-//! A layer of plain tensors holds its query, key and value projections in one weight, and shows views of it.
+//! A layer of plain tensors stores its query, key and value projections in one weight, and returns views of it.
 
 use std::collections::HashMap;
 
@@ -8,7 +8,7 @@ use candle_nn::VarBuilder;
 
 use crate::{CPU, invented};
 
-/// Where a tensor's buffer lies, where in it the tensor begins, and how long it is.
+/// Returns the address of a tensor's buffer, the offset of the tensor in it, and its length.
 fn place(tensor: &Tensor) -> (usize, usize, usize) {
     let (storage, layout) = tensor.storage_and_layout();
     let (address, len) = match &*storage {
@@ -19,8 +19,8 @@ fn place(tensor: &Tensor) -> (usize, usize, usize) {
     (address, layout.start_offset(), len)
 }
 
-/// Projections of one input lie one after the other in one buffer that holds nothing else, whatever layout they came
-/// from; biases too, with zeros where there is none. The rows of a gate would lie between those of queries and keys.
+/// Asserts that projections of one input are consecutive in one buffer with nothing else, for every layout; biases too,
+/// with zeros for missing ones. The rows of a gate would be between those of queries and keys.
 pub fn assert_joined(layer: &MultiHeadAttention, what: &str) -> Result<()> {
     let cfg = layer.config();
     if cfg.output_gate().is_some() {
@@ -54,7 +54,7 @@ pub fn assert_joined(layer: &MultiHeadAttention, what: &str) -> Result<()> {
     Ok(())
 }
 
-/// A checkpoint whose rows are by projection already is not copied, in f64, which is not packed.
+/// Loads a checkpoint whose rows are by projection already, in f64, which is not packed.
 #[test]
 fn packed_qkv_rows_are_not_copied() -> Result<()> {
     let cfg = MultiHeadAttentionConfig::new(8, 4).with_bias(true);

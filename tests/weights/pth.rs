@@ -15,7 +15,7 @@ fn data(name: &str) -> PathBuf {
     recorded("data").join(name)
 }
 
-/// The tensors that `plain.safetensors` has of a file.
+/// Returns the tensors of a file as `plain.safetensors` has them.
 fn plain(file: &str) -> Result<HashMap<String, Tensor>> {
     let all = candle_core::safetensors::load(data("plain.safetensors"), &CPU)?;
     let of_file =
@@ -32,7 +32,7 @@ fn pth_views_of_every_dtype_match_pytorch() -> Result<()> {
         let shapes: HashMap<_, _> =
             checkpoint.shapes().map(|(name, shape)| (name.to_string(), shape.to_vec())).collect();
         assert_eq!(shapes.len(), expected.len(), "{file} has tensors beside those: {shapes:?}");
-        // f64 holds every value of the other dtypes.
+        // Every value of the other dtypes is exact in f64.
         let vb = checkpoint.var_builder(DType::F64, &CPU)?;
         for (name, tensor) in expected {
             let what = format!("{file}, {name}");
@@ -46,8 +46,8 @@ fn pth_views_of_every_dtype_match_pytorch() -> Result<()> {
     Ok(())
 }
 
-/// `views.pth` contains the layer alone. `nested.pth` is `torch.save({"model_state_dict": model.state_dict(),
-/// "optimizer_state_dict": ..., "epoch": ...}, path)`.
+/// Reads `views.pth`, which contains the layer alone, and `nested.pth`, which is `torch.save({"model_state_dict":
+/// model.state_dict(), "optimizer_state_dict": ..., "epoch": ...}, path)`.
 #[test]
 fn pth_layer_in_views_or_nested_dict_is_loaded() -> Result<()> {
     let book = MultiHeadAttentionConfig::new(4, 2).with_bias(true).with_causal(true).with_context_length(6);
@@ -83,7 +83,7 @@ fn pth_file_in_folder_is_a_checkpoint() -> Result<()> {
     Ok(())
 }
 
-/// The rows of c_attn are by projection in nanoGPT and by head in GPT-BigCode.
+/// Checks the rows of c_attn, which are by projection in nanoGPT and by head in GPT-BigCode.
 #[test]
 fn pth_arguments_of_nanogpt_decide_order_of_rows() -> Result<()> {
     let prefix = "model._orig_mod.transformer.h.0.attn";

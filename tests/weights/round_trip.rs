@@ -16,7 +16,7 @@ use crate::one_weight::assert_joined;
 use crate::tensor_parallel::assert_shared_out;
 use crate::{Bits, CPU, bits, invented, load, projections, wave};
 
-/// The layer over fixed inputs, each of its own width.
+/// Returns the output of the layer for fixed inputs, each with a different width.
 fn output(layer: &MultiHeadAttention) -> Result<Tensor> {
     let cfg = layer.config();
     let queries = wave(0.37, (2, 4, EMBED_DIM))?;
@@ -24,7 +24,7 @@ fn output(layer: &MultiHeadAttention) -> Result<Tensor> {
     layer.forward_with(AttentionInput::new(&queries).with_key_value(&keys?, &values?))
 }
 
-/// Transposed weights are multiplied from another memory layout, which may sum in another order.
+/// Returns the tolerance: transposed weights are multiplied from another memory layout, which may sum in another order.
 fn tolerance(layout: WeightLayout) -> f64 {
     match layout {
         WeightLayout::Raw(..) | WeightLayout::Conv1d => 2e-6,
@@ -33,7 +33,7 @@ fn tolerance(layout: WeightLayout) -> f64 {
     }
 }
 
-/// The persistent masks of the book's modules: of causal layers, with a length, and in no other layout.
+/// Lists the persistent masks of the book's modules: of causal layers with a length, and in no other layout.
 fn masks(cfg: &MultiHeadAttentionConfig, layout: WeightLayout) -> Vec<String> {
     match layout {
         _ if !cfg.causal() || cfg.context_length().is_none() => vec![],
@@ -93,14 +93,15 @@ fn layouts_round_trip_every_config_bit_for_bit() -> Result<()> {
     Ok(())
 }
 
-/// The config that the file's shapes imply loads the same layer, or they say that they imply none.
+/// Checks that the config that is inferred from the shapes of a file loads an equal layer, or that inference is an
+/// error.
 fn check_inferred(path: &Path, layout: WeightLayout, cfg: &MultiHeadAttentionConfig, expected: &[Bits]) -> Result<()> {
     let what = format!("{layout}, {cfg:?}");
     let packed = matches!(layout, WeightLayout::Conv1d | WeightLayout::Packed(..));
     let inferred = Checkpoint::open(path)?.infer_config("", layout, Some(cfg.num_heads()));
     let gate = cfg.output_gate().map(|gate| gate.layout);
     match cfg.qk_norm() {
-        // Its rows cannot be told from those of queries.
+        // Its rows cannot be distinguished from the rows of queries.
         _ if gate == Some(GateLayout::FusedWithQuery) => {}
         _ if gate.is_some() => assert!(inferred.is_err(), "{what}: a gate has no shape"),
         Some(_) => assert!(inferred.is_err(), "{what}: a norm has no shape"),

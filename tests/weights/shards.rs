@@ -10,7 +10,7 @@ use candle_core::{DType, Result};
 use crate::common::{assert_close, listed, models, recorded};
 use crate::{CPU, invented};
 
-/// An index of the files of a folder, by which the folder is all that they have, whatever their order.
+/// Writes an index of the files of a folder, and checks that the folder has all of their tensors, in any order.
 fn assert_joined(folder: &Path, index: &str) -> Result<Checkpoint> {
     let (files, mut weight_map, mut expected) = (listed(folder), serde_json::Map::new(), Vec::new());
     for file in &files {
@@ -36,7 +36,7 @@ fn assert_joined(folder: &Path, index: &str) -> Result<Checkpoint> {
     Checkpoint::open(folder)
 }
 
-/// The tensors of three layers are spread over three files.
+/// Spreads the tensors of three layers over three files.
 #[test]
 fn sharded_safetensors_match_one_checkpoint() -> Result<()> {
     let (folder, layout) = (tempfile::tempdir()?, WeightLayout::Canonical);
@@ -52,7 +52,7 @@ fn sharded_safetensors_match_one_checkpoint() -> Result<()> {
     shards.iter().zip(1..).try_for_each(|(shard, i)| candle_core::safetensors::save(shard, file(i)))?;
     let checkpoint = assert_joined(folder.path(), "model.safetensors.index.json")?;
     assert_eq!(checkpoint.attention_layers(), [0, 1, 2].map(|i| format!("model.layers.{i}.self_attn")));
-    // A whole file beside an index is the checkpoint.
+    // A whole file next to an index is the checkpoint.
     std::fs::copy(file(1), folder.path().join("model.safetensors"))?;
     assert_eq!(Checkpoint::open(folder.path())?.shapes().count(), shards[0].len());
     Ok(())
@@ -65,7 +65,7 @@ fn sharded_pth_files_match_one_checkpoint() -> Result<()> {
     std::fs::copy(models().join("book_mha/model.pth"), &one)?;
     std::fs::copy(recorded("data/nested.pth"), other)?;
     assert_joined(folder.path(), "pytorch_model.bin.index.json")?;
-    // An index counts by its path, whatever is beside it.
+    // The path of an index selects it, also if other files are next to it.
     std::fs::rename(one, folder.path().join("model.safetensors"))?;
     let index = folder.path().join("model.safetensors.index.json");
     std::fs::write(&index, r#"{"weight_map": {"W_query.weight": "model.safetensors"}}"#)?;

@@ -15,7 +15,7 @@ use crate::common::{assert_near, sharded};
 use crate::grid::EMBED_DIM;
 use crate::{CPU, Invented, invented};
 
-/// The shares of a layer, each read from a file that holds the whole below `layer.`.
+/// Loads the shards of a layer, each from a file that has the whole layer below `layer.`.
 fn shards(whole: &MultiHeadAttention, layout: WeightLayout, world_size: usize) -> Result<Vec<MultiHeadAttention>> {
     let named = whole.state_dict(layout)?.into_iter().map(|(name, tensor)| (format!("layer.{name}"), tensor));
     let vb = sharded(&named.collect())?.pp("layer");
@@ -32,7 +32,7 @@ struct Processes {
 }
 
 impl Processes {
-    /// What the shares of a layer give together.
+    /// Returns the sum of the outputs of the shards of a layer.
     fn run(
         layers: &[MultiHeadAttention],
         call: impl Fn(usize, &MultiHeadAttention, &dyn Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> + Sync,
@@ -69,8 +69,8 @@ fn sum(parts: &[Tensor]) -> Result<Tensor> {
     parts.iter().skip(1).try_fold(parts[0].clone(), |sum, part| sum + part)
 }
 
-/// What so many processes make of a layer is what it makes of a call itself; whether it has so many heads, and no norm
-/// over all of them.
+/// Compares the sum of the outputs of the shards with the output of the whole layer. Returns whether the layer has
+/// enough heads, and no norm over all of them.
 pub fn assert_shared_out(
     whole: &MultiHeadAttention,
     layout: WeightLayout,
@@ -147,7 +147,7 @@ fn tensor_parallel_options_per_head_match_whole_layer() -> Result<()> {
                 if cfg.bias_kv() || !cfg.causal() {
                     return layer.forward_with(AttentionInput::new(&xs).with_all_reduce(sum));
                 }
-                // A process keeps the keys of its own heads.
+                // A rank stores the keys of its heads.
                 let mut cache = AttentionCache::default();
                 let steps = [(0, 3), (3, 1), (4, 1)].map(|(start, len)| {
                     let tokens = xs.narrow(1, start, len)?.contiguous()?;
@@ -161,7 +161,7 @@ fn tensor_parallel_options_per_head_match_whole_layer() -> Result<()> {
     Ok(())
 }
 
-/// Of nine query heads and three key heads, one rank has six and two, the other three and one.
+/// Divides nine query heads and three key heads: one rank has six and two, the other three and one.
 #[test]
 fn tensor_parallel_gqa_shards_have_whole_key_heads() -> Result<()> {
     let whole = invented(&Config::new(EMBED_DIM, 9).with_num_kv_heads(3).with_head_dim(4), WeightLayout::Canonical)?;

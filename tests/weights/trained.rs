@@ -13,7 +13,7 @@ use crate::{CPU, wave};
 const E: usize = 16;
 const STEPS: usize = 20;
 
-/// A layer over variables that begin as PyTorch's do.
+/// Returns a layer over variables that are initialised like PyTorch's.
 fn seeded(cfg: &MultiHeadAttentionConfig) -> Result<(HashMap<String, Var>, MultiHeadAttention)> {
     let seed = TorchSeed::new(7);
     let start =

@@ -1,4 +1,4 @@
-//! Parameters that a layer does not know, beside those of every layout.
+//! Unknown parameters in a layer's file, in every layout.
 
 use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig, WeightLayout};
 use candle_core::{DType, Result, Tensor};
@@ -73,7 +73,8 @@ fn load_beside(layout: WeightLayout, has_output: bool, name: &str, shape: &[usiz
     load(&cfg, layout, &tensors)
 }
 
-/// Where a layout may keep a parameter: beside its projections, or below the first part of their names.
+/// Returns the module in which a layout may have other parameters: the module of its projections, or the first part of
+/// their names.
 fn inner_module(layout: WeightLayout) -> Option<&'static str> {
     match layout {
         WeightLayout::Bert | WeightLayout::Deberta => Some("self"),
@@ -89,7 +90,7 @@ fn unknown_parameters_beside_every_layout_are_refused() {
     let draws = (0..layouts.len(), 0..UNKNOWN.len(), any::<bool>(), any::<bool>());
     for_all(1500, draws, |(layout, unknown, is_inner, has_output)| {
         let (layout, (name, shape)) = (layouts[layout], UNKNOWN[unknown]);
-        // The norms, sinks and the like of a config stand beside the projections alone.
+        // The norms, sinks and similar parameters of a config are in the module of the projections alone.
         let is_foreign = !["q_norm.weight", "k_layernorm.weight", "sinks", "bias_k", "gate_proj.weight", "rel_pos_h"]
             .contains(&name);
         let name = match inner_module(layout) {

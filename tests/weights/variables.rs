@@ -12,7 +12,7 @@ use crate::{CPU, bits, fresh, invented, load, projections, wave};
 
 const E: usize = 64;
 
-/// Within the bounds, and near to both of them.
+/// Asserts that numbers are within the bounds, and near to both of them.
 #[track_caller]
 fn assert_uniform(tensor: &Tensor, lo: f64, up: f64, what: &str) {
     let values = values(tensor);
@@ -21,7 +21,7 @@ fn assert_uniform(tensor: &Tensor, lo: f64, up: f64, what: &str) {
     assert!(lo <= least && least < lo + margin && up - margin < most && most <= up, "{what}: from {least} to {most}");
 }
 
-/// `tests/golden` compares the other layouts to the bit.
+/// Compares initial bounds. `tests/golden` compares the other layouts to the bit.
 #[test]
 fn new_variables_have_initial_bounds_of_their_modules() -> Result<()> {
     // A linear layer: within one over the root of its inputs. nn.Parameter(torch.rand(d_in, d_out)): from 0 to 1.
@@ -50,7 +50,7 @@ fn new_variables_have_initial_bounds_of_their_modules() -> Result<()> {
     Ok(())
 }
 
-/// Self-attention learns to copy its input. Each variable gets a gradient, a step lowers the loss, and a frozen layer
+/// Trains self-attention to copy its input. Each variable gets a gradient, a step lowers the loss, and a frozen layer
 /// keeps its output.
 #[test]
 fn gradient_descent_lowers_loss_in_every_layout() -> Result<()> {
@@ -90,7 +90,7 @@ fn gradient_descent_lowers_loss_in_every_layout() -> Result<()> {
         assert!(after < 0.999 * before, "{layout}: {before} became {after}");
         assert_close(&frozen.forward(&xs)?, &left, 0.0, &spelling);
 
-        // The layer sees what its variables are now, as one that is built over them anew does.
+        // The layer reads the current values of its variables, like a new layer over them.
         let vb = VarBuilder::from_varmap(&vars, DType::F32, &CPU);
         let anew = MultiHeadAttention::load(layer.config(), layout, vb)?;
         assert_close(&layer.forward(&xs)?, &anew.forward(&xs)?, 0.0, &spelling);

@@ -57,7 +57,7 @@ fn x_transformers_layer_with_gqa_comes_back_after_saving() -> Result<()> {
     for layer in recorded_layers()? {
         let mha = load(&layer.config, LAYOUT, &layer.tensors)?;
         crate::assert_same_tensors(&mha.state_dict(LAYOUT)?, &layer.tensors.iter().cloned().collect(), layer.name);
-        // In a layout that orders heads by their key heads, they stand in another order.
+        // In a layout that orders heads by their key heads, they are in another order.
         let saved = mha.state_dict(WeightLayout::Canonical)?;
         let again = load(&layer.config, WeightLayout::Canonical, &saved)?;
         assert_eq!(bits(&again)?, bits(&mha)?, "{}", layer.name);
@@ -75,7 +75,7 @@ fn x_transformers_layer_with_gqa_learns_from_its_variables() -> Result<()> {
             .collect::<Result<_>>()?;
         let tensors: Vec<_> = vars.iter().map(|(name, var)| (name.clone(), var.as_tensor().clone())).collect();
         let mha = load(&layer.config, LAYOUT, &tensors)?;
-        // What variables hold at the call counts.
+        // The current values of variables at the call are used.
         for (name, tensor) in &layer.tensors {
             vars[name].set(tensor)?;
         }

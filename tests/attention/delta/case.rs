@@ -1,11 +1,11 @@
-//! Random calls: a recipe is small, prints on one line and shrinks; its case holds the numbers.
+//! Random calls: a recipe is small, prints on one line and shrinks; its case has the numbers.
 
 use attention_oracle::delta::{Delta, Recurred};
 
 use crate::*;
 
-/// Of q, k and v: one head each, several, a key for several values and the other way, queries that share a state, and
-/// queries that several states share.
+/// The numbers of heads of q, k and v: one head each, several, a key for several values and the reverse, queries that
+/// share a state, and queries that several states share.
 const HEADS: [[usize; 3]; 9] =
     [[1, 1, 1], [3, 3, 3], [2, 2, 4], [1, 1, 3], [4, 2, 2], [6, 1, 3], [2, 4, 1], [1, 2, 2], [4, 1, 4]];
 
@@ -17,7 +17,7 @@ pub enum Decay {
 
 #[derive(Debug, Clone)]
 pub struct Recipe {
-    /// The lengths of sequences: those of packed ones, or of each entry of a batch.
+    /// The lengths of the sequences: of packed ones, or of each entry of a batch.
     pub lens: Vec<usize>,
     pub is_packed: bool,
     pub heads: [usize; 3],
@@ -31,7 +31,7 @@ pub struct Recipe {
     pub scale: Option<f64>,
     pub qk_norm: Option<f64>,
     pub dtype: DType,
-    /// Of decays, betas and states.
+    /// The dtype of decays, betas and states.
     pub factor_dtype: DType,
     pub layouts: [Layout; 3],
     pub seed: u64,
@@ -57,7 +57,7 @@ pub fn recipes(dtypes: &'static [DType]) -> impl Strategy<Value = Recipe> {
 }
 
 impl Recipe {
-    /// The gated delta rule over a batch, from states, in f64.
+    /// Returns the gated delta rule over a batch, from states, in f64.
     pub fn plain(lens: Vec<usize>, heads: [usize; 3], [d_k, d_v]: [usize; 2]) -> Self {
         Self {
             lens,
@@ -118,7 +118,7 @@ impl Recipe {
         Delta { q, k, v, decay, beta, state, sequences, scale, qk_norm: self.qk_norm }
     }
 
-    /// All that can compute the case.
+    /// Returns all paths that can compute the case.
     pub fn paths(&self, device: &Device) -> Vec<DeltaOptions> {
         let asked = |backend| DeltaOptions::default().with_backend(backend);
         let mut paths = vec![asked(Backend::Reference), asked(Backend::Auto)];
@@ -129,7 +129,7 @@ impl Recipe {
         paths
     }
 
-    /// The case on a path against the oracle's numbers.
+    /// Compares the case on a path with the oracle's numbers.
     pub fn check(&self, case: &Delta, expected: &Recurred, device: &Device, path: &DeltaOptions) -> Result<()> {
         let (y, state) = self.call(case, device, &mut |_, tensor| Ok(tensor))?.run(path)?;
         let wide = if self.dtype == DType::F64 { DType::F64 } else { DType::F32 };
@@ -154,7 +154,7 @@ impl Recipe {
         })
     }
 
-    /// `leaf` may put another tensor of the same numbers in the place of each buffer, a variable say.
+    /// Builds the call with `leaf` applied to each buffer, for example to make it a variable.
     fn call(&self, case: &Delta, device: &Device, leaf: Leaf) -> Result<Call> {
         let mut viewed = |name: &str, xs: &Array, dtype| xs.look(&leaf(name, xs.leaf(dtype, device)?)?);
         let in_order = |xs: Tensor| if self.is_packed { xs.squeeze(0)?.transpose(0, 1) } else { Ok(xs) };
@@ -248,7 +248,7 @@ pub struct Call {
 }
 
 impl Call {
-    /// (B, H, T, D_v), of packed sequences too, and the states.
+    /// Returns the output (B, H, T, D_v), of packed sequences too, and the states.
     pub fn run(&self, path: &DeltaOptions) -> Result<(Tensor, Tensor)> {
         let mut options = path.clone();
         if let Some(scale) = self.scale {

@@ -14,7 +14,7 @@ impl Numbers {
         Ok(Self(recorded_tensors("attention/delta/numbers.safetensors")?))
     }
 
-    /// In the order of the function, (B, H, T, ..).
+    /// Returns a tensor with the dimensions in the order of the function, (B, H, T, ..).
     fn get(&self, name: &str) -> Result<Tensor> {
         let tensor = &self.0[name];
         let is_state = ["state", "last", "last.to", "state.gradient"].iter().any(|state| name.ends_with(state));

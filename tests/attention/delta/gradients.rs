@@ -4,7 +4,7 @@
 use super::case::{Decay, Recipe, Rule};
 use crate::*;
 
-/// Each rule, grouping and kind of decay, dense and packed, with norms and without, in layouts of every kind.
+/// Lists each rule, grouping and kind of decay, dense and packed, with and without norms, in every layout.
 fn recipes(lens: [&[usize]; 2], dims: [usize; 2]) -> Vec<Recipe> {
     let mut recipes = Vec::new();
     for (n, heads) in [[2, 2, 2], [2, 2, 4], [4, 2, 2], [2, 4, 1]].into_iter().enumerate() {
@@ -36,8 +36,8 @@ fn gated_delta_rule_reference_gradients_match_finite_differences() -> Result<()>
     Ok(())
 }
 
-/// The calls have more tokens than one block of a kernel. The loss has both results, or one of them. Neither threads
-/// nor other tracked inputs change a bit.
+/// Checks calls that have more tokens than one block of a kernel, with both results in the loss or one of them. Neither
+/// threads nor other tracked inputs change a bit.
 #[test]
 fn gated_delta_rule_kernel_gradients_match_reference() -> Result<()> {
     let pools: Vec<_> = [1, 3].into_iter().map(pool).collect();

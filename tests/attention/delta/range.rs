@@ -4,7 +4,7 @@
 use super::case::{Decay, Recipe, Rule};
 use crate::*;
 
-/// A case of one head whose every decay is `decay`.
+/// Returns a case of one head with one value for every decay.
 fn with_decay(kind: Decay, decay: f64, tokens: usize, has_state: bool) -> Rule {
     let plain = Recipe::plain(vec![tokens], [1, 1, 1], [4, 3]);
     let mut rule =
@@ -55,7 +55,7 @@ fn delta_rule_with_large_decays_above_zero_matches_recurrence() -> Result<()> {
     Ok(())
 }
 
-/// The largest decay that the fused kernel takes, in each place of a block and of the block after it.
+/// Checks the largest decay that the fused kernel accepts, at each token of a block and of the next block.
 #[test]
 fn delta_rule_with_decays_up_to_bound_runs_fused() -> Result<()> {
     for kind in [Decay::PerHead, Decay::PerChannel] {
@@ -90,7 +90,7 @@ fn delta_rule_with_extreme_scale_and_norm_matches_recurrence() -> Result<()> {
     Ok(())
 }
 
-/// A scale of 0, which no gradient of queries passes.
+/// Checks a scale of 0, through which no gradient of queries passes.
 #[test]
 fn delta_rule_with_scale_zero_matches_recurrence() -> Result<()> {
     matches_recurrence(&with_scale(0.0, DType::F32))

@@ -4,14 +4,14 @@ use crate::*;
 
 const DIMS: Dims = Dims { b: 2, h: 4, h_kv: 2, t_q: 35, t_kv: 67, d: 16, d_v: 24 };
 
-/// What differs from plain numbers and leaves finite results.
+/// A change of plain numbers after which results are still finite.
 type Change = Box<dyn Fn(&mut Case, DType)>;
 
 fn set(array: &mut Array, dtype: DType, value: impl Fn(f64) -> f64) {
     array.data.iter_mut().for_each(|x| *x = round(value(*x), dtype));
 }
 
-/// Of the first key, and more for each key after it.
+/// Adds a bias of `first` to the first key, and of `step` more to each next key.
 fn add_bias(case: &mut Case, first: f64, step: f64) {
     let mut keys = 0..DIMS.t_kv;
     let bias = Array::new(&[DIMS.t_kv]).filled(|| first + step * keys.next().expect("a number for each") as f64);
@@ -30,7 +30,7 @@ fn changes() -> Vec<Change> {
             add_bias(case, bias, 0.0);
         }));
     }
-    // Products of up to 1e36 under a scale that brings them back to a few units, and the reverse; f16 cannot hold them.
+    // Products of up to 1e36 under a scale that reduces them to a few units, and the reverse. They exceed f16.
     let large = [(1e15, 1e15, 1e-30), (1e30, 1.0, 1e-30), (1.0, 1e30, -1e-30), (1e18, 1e17, 1e-35)];
     let small = [(1e-15, 1e-15, 1e30), (1e-30, 1.0, 1e30), (1.0, 1e-30, 1e30), (1e15, 1e-15, 1.0)];
     for (of_q, of_k, scale) in large.into_iter().chain(small) {
@@ -86,8 +86,8 @@ fn extreme_inputs_match_oracle_without_overflow(device: &Device) {
     }
 }
 
-/// f32 and f16 keep subnormal values, and subnormal keys that the scale makes larger. Dot products in bf16 may read
-/// subnormal numbers as zero.
+/// Checks that f32 and f16 keep subnormal values, and subnormal keys that the scale makes larger. Dot products in bf16
+/// may read subnormal numbers as zero.
 #[test]
 fn subnormal_inputs_keep_their_values() -> Result<()> {
     for (dtype, t_kv, exponent) in [(DType::F32, -149), (DType::F16, -24), (DType::BF16, -133)]
@@ -128,8 +128,8 @@ fn subnormal_inputs_keep_their_values() -> Result<()> {
     Ok(())
 }
 
-/// `torch.finfo(dtype).min`, which masks of Hugging Face contain, is a number: a row of nothing else returns the mean,
-/// as in PyTorch and on the reference path, and the larger of two such numbers wins.
+/// Checks that `torch.finfo(dtype).min`, which masks of Hugging Face contain, is a number: a row of nothing else
+/// returns the mean, as in PyTorch and on the reference path, and the larger of two such numbers wins.
 #[test]
 fn bias_of_smallest_finite_number_does_not_mask() -> Result<()> {
     for (dtype, t_q) in DTYPES.into_iter().flat_map(|dtype| [(dtype, 1), (dtype, 30)]) {

@@ -2,7 +2,7 @@
 
 use crate::*;
 
-/// By the kernel alone, since the reference path takes long for large cases.
+/// Compares the kernel alone, since the reference path takes long for large cases.
 fn holds(recipe: &Recipe) -> Result<()> {
     check_on(&recipe.case(), recipe.dtype, &CPU, &Path::kernels())
 }
@@ -79,7 +79,7 @@ fn causal_mask_with_every_pair_of_head_dims_matches_oracle() {
     }
 }
 
-/// Numbers of queries are those of decoding and of a prompt.
+/// Checks numbers of queries for decoding and for a prompt.
 #[test]
 fn gqa_with_every_group_size_matches_oracle() {
     for (n, (h_kv, group)) in [1, 2, 3].into_iter().flat_map(|h_kv| (1..=8).map(move |group| (h_kv, group))).enumerate()
@@ -91,8 +91,8 @@ fn gqa_with_every_group_size_matches_oracle() {
     }
 }
 
-/// Checks each constraint for which `is_first` holds together with itself and with every constraint that comes after it
-/// in [`Kind::all`]. The other order is the same to the kernel.
+/// Checks each constraint that `is_first` selects together with itself and with every constraint that comes after it in
+/// [`Kind::all`]. The other order is the same to the kernel.
 fn check_constraints(is_first: fn(Kind) -> bool) {
     let kinds = Kind::all();
     for (n, &first) in kinds.iter().enumerate().filter(|&(_, &kind)| is_first(kind)) {
@@ -135,7 +135,7 @@ fn bias_with_bias_matches_oracle() {
     check_constraints(|kind| matches!(kind, Kind::Bias(_)));
 }
 
-/// All queries have the first keys of a block masked, as by left padding.
+/// Masks the first keys of a block for all queries, as left padding does.
 #[test]
 fn left_padding_within_a_block_matches_oracle() {
     for dtype in DTYPES {
@@ -169,25 +169,25 @@ fn scale_with_every_constraint_matches_oracle() {
     check_options(1..2);
 }
 
-/// Alone, and with a scale.
+/// Checks it alone and with a scale.
 #[test]
 fn softcap_with_every_constraint_matches_oracle() {
     check_options(2..4);
 }
 
-/// With every set of scale and softcap.
+/// Combines it with every set of scale and softcap.
 #[test]
 fn alibi_with_every_constraint_matches_oracle() {
     check_options(4..8);
 }
 
-/// With every set of scale, softcap and ALiBi.
+/// Combines them with every set of scale, softcap and ALiBi.
 #[test]
 fn sinks_with_every_constraint_match_oracle() {
     check_options(8..16);
 }
 
-/// With every set of the other options.
+/// Combines it with every set of the other options.
 #[test]
 fn relative_bias_with_every_constraint_matches_oracle() {
     check_options(16..Chosen::SETS);

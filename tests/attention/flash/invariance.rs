@@ -1,9 +1,9 @@
-//! What must not change a bit of a result: the neighbours in a batch, and the layout.
+//! Changes that must not change a bit of a result: other sequences in the batch, and another layout.
 
 use crate::gradients::{Attention, Function};
 use crate::*;
 
-/// Each sequence alone has the results and gradients that it has in its batch.
+/// Checks that each sequence alone has the results and gradients that it has in its batch.
 fn is_batch_invariant(recipe: &Recipe) -> Result<()> {
     let Recipe { dims, dtype, .. } = *recipe;
     let case = Recipe { layouts: [Layout::Contiguous; 3], ..recipe.clone() }.case();
@@ -34,7 +34,7 @@ fn output_bits_of_sequence_do_not_depend_on_batch() {
     });
 }
 
-/// Where a few queries attend to many keys, a kernel may split the keys by the number of idle workers.
+/// Checks calls of a few queries and many keys, whose keys a kernel may split by the number of idle workers.
 #[test]
 fn output_bits_of_decoded_token_do_not_depend_on_batch() -> Result<()> {
     let few = (2, 8, 2, 9, 2100);
@@ -48,7 +48,7 @@ fn output_bits_of_decoded_token_do_not_depend_on_batch() -> Result<()> {
     Ok(())
 }
 
-/// In half precision, rows may begin at an odd element, where a word of two elements is not aligned.
+/// Checks rows in half precision that begin at an odd element too, where a word of two elements is not aligned.
 #[test]
 fn output_bits_do_not_depend_on_strides() -> Result<()> {
     let sizes = [(1, 200, 64), (37, 70, 40), (130, 129, 17), (40, 300, 32), (40, 300, 128)];

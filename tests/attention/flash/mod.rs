@@ -1,4 +1,4 @@
-//! The fused CPU kernel, on every instruction set, at the sizes that its tiles and vectors leave over.
+//! The fused CPU kernel on every instruction set, at sizes that are no multiples of its tiles and vectors.
 
 mod extremes;
 mod grid;

@@ -88,7 +88,7 @@ def gradients(options, given):
     if "softcap" in options:
         scores = 1.5 * (scores / 1.5).tanh()
     sinks = tracked["sinks"].reshape(1, H, 1, 1).expand(B, H, T_Q, 1) if "sinks" in options else None
-    # A query that sees nothing, not even a sink, has no weights and no log-sum-exp.
+    # A query that attends to nothing, not even a sink, has no weights and no log-sum-exp.
     empty = ~seen.any(-1, keepdim=True) & (sinks is None)
     scores = torch.where(seen | empty, scores + added, -math.inf)
     scores = scores if sinks is None else torch.cat([scores, sinks], -1)

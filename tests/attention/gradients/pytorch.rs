@@ -6,7 +6,7 @@ use super::{Attention, Function, Split};
 use crate::precision::errors;
 use crate::*;
 
-/// What the script wrote.
+/// The tensors that the script wrote.
 struct Numbers(HashMap<String, Tensor>);
 
 impl Numbers {
@@ -14,7 +14,7 @@ impl Numbers {
         Ok(Self(recorded_tensors("attention/gradients/pytorch.safetensors")?))
     }
 
-    /// The first of each dimension, as many as in `shape`.
+    /// Returns the first entries of each dimension of an input.
     fn input(&self, name: &str, shape: [usize; 4]) -> Result<Array> {
         let whole = &self.0[&format!("in.{name}")];
         let own = &shape[4 - whole.rank()..];
@@ -22,7 +22,7 @@ impl Numbers {
         Ok(Array::of(own, values(&part)))
     }
 
-    /// A case of the script, and what it tracks, in the order in which it wrote gradients.
+    /// Returns a case of the script, and its tracked tensors in the order in which the script wrote gradients.
     fn call(&self, name: &str, function: Function) -> Result<(Attention, Vec<String>)> {
         let has = |option: &str| name.split('+').any(|each| each == option);
         let h_kv = if has("ungrouped") { 4 } else { 2 - usize::from(has("one_key_head")) };
@@ -62,8 +62,8 @@ impl Numbers {
         Ok((Attention::new(case, function).counted([of_context, of_lse].concat()), tracked))
     }
 
-    /// Each tracked tensor has a gradient, near the part of `expected` that is its own. Where no other function is
-    /// asked for, the log-sum-exp is one of the results if it is in the loss.
+    /// Compares the gradient of each tracked tensor with its part of `expected`. If no other function is given, the
+    /// log-sum-exp is one of the results if it is in the loss.
     fn check(&self, name: &str, of: Option<Function>, way: (DType, Path), tolerance: f64) -> Result<()> {
         let plain = if name.contains("lse") { Function::Lse } else { Function::Context };
         let ((call, tracked), expected) = (self.call(name, of.unwrap_or(plain))?, &self.0[name]);
@@ -130,7 +130,7 @@ test_options! {
     gradients_with_narrow_values_match_pytorch => "narrow_values", 1;
 }
 
-/// The keys are split, so that the log-sum-exps of parts have gradients too.
+/// Splits the keys, so that the log-sum-exps of parts have gradients too.
 #[test]
 fn gradients_of_merge_attention_match_pytorch() -> Result<()> {
     let numbers = Numbers::load()?;

@@ -10,7 +10,7 @@ use crate::*;
 
 const STANDARD_NORMAL: Init = Init::Randn { mean: 0.0, stdev: 1.0 };
 
-/// SHA-256 of the elements in row-major order as little-endian f32.
+/// Hashes the elements in row-major order as little-endian f32 with SHA-256.
 fn sha256(tensor: &Tensor) -> Result<String> {
     let values = tensor.flatten_all()?.to_vec1::<f32>()?;
     Ok(sha256_of_bytes(&values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>()))

@@ -1,4 +1,4 @@
-//! Beside Candle's `Linear`: made from a `VarBuilder`, and converted to and fro.
+//! `PackedLinear` and Candle's `Linear`: made from a `VarBuilder`, and converted to each other.
 
 use crate::linear::case::{CPU, Product, TYPES, bits};
 use crate::*;
@@ -24,7 +24,7 @@ fn linear_constructors_use_dtype_of_builder() -> Result<()> {
     Ok(())
 }
 
-/// `TorchSeed` reads the hints of Candle as initialisers of PyTorch.
+/// Reads the hints of Candle as initialisers of PyTorch, with `TorchSeed`.
 #[test]
 fn linear_new_variables_match_candle_initialisation() -> Result<()> {
     assert!(!packed_linear(4, 6, VarBuilder::from_varmap(&VarMap::new(), DType::F32, &CPU))?.is_packed());
@@ -34,7 +34,7 @@ fn linear_new_variables_match_candle_initialisation() -> Result<()> {
     Ok(())
 }
 
-/// The bits are any: infinities, NaN with payloads, subnormal numbers.
+/// Draws any bits: infinities, NaN with payloads, subnormal numbers.
 #[test]
 fn linear_weight_round_trips_bit_for_bit() -> Result<()> {
     let raw = |tensor: &Tensor| -> Result<Vec<u8>> {

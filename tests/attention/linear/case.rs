@@ -1,4 +1,4 @@
-//! One projection, drawn at random or by hand, and what plain loops in f64 make of it.
+//! One projection, drawn at random or written out, and its results by plain loops in f64.
 
 use std::ops::Range;
 
@@ -30,10 +30,10 @@ pub const TYPES: [Types; 5] = [
     (DType::F16, DType::F32),
 ];
 
-/// How the weight lies in memory before it is packed: GPT-2 has it transposed, and a packed projection has parts.
+/// The layouts of a weight before it is packed: GPT-2 has it transposed, and a packed projection has parts.
 pub const OF_WEIGHTS: [Layout; 4] = [Layout::Contiguous, Layout::ColumnMajor, Layout::CacheMiddle, Layout::NarrowRows];
 
-/// What follows a product in its pass.
+/// An operation that follows a product in the same pass.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Then {
     Nothing,
@@ -63,7 +63,7 @@ pub const ACTIVATIONS: [Activation; 6] = [
     Activation::Relu,
 ];
 
-/// What a case is made of.
+/// The sizes, dtypes and layouts of a case.
 #[derive(Debug, Clone)]
 pub struct Product {
     pub types: Types,
@@ -71,12 +71,12 @@ pub struct Product {
     pub inputs: usize,
     pub outputs: usize,
     pub bias: bool,
-    /// Of the input, whose dimensions are that many; one is enough for one row.
+    /// The rank of the input. For one row, it may be 1.
     pub rank: usize,
     pub layout: Layout,
     pub of_weight: Layout,
     pub then: Then,
-    /// Where some of the rows and of the columns begin and end, as fractions of all.
+    /// The beginning and end of some of the rows and of the columns, as fractions of all.
     pub part: (f64, f64),
     /// The largest entry of the weight.
     pub size: f64,
@@ -125,7 +125,7 @@ impl Product {
         }
     }
 
-    /// Some of so many rows or columns.
+    /// Returns a range of some of `of` rows or columns.
     pub fn some(&self, of: usize) -> Range<usize> {
         let at = |fraction: f64| (fraction * of as f64).round() as usize;
         let (start, end) = (at(self.part.0), at(self.part.1));
@@ -149,7 +149,7 @@ pub const OUTPUTS: [usize; 33] = [
     144, 145, 199,
 ];
 
-/// Random products: sizes at the edges of vectors, panels, tiles and blocks.
+/// Draws random products, of sizes at the edges of vectors, panels, tiles and blocks.
 pub fn products() -> impl Strategy<Value = Product> {
     let most = prop_oneof![20 => Just(300_000), 1 => Just(8_000_000)];
     let sizes = ((select(&ROWS[..]), select(&INPUTS[..]), select(&OUTPUTS[..])), most, 0..3usize);
@@ -184,7 +184,7 @@ pub struct Case {
     pub up: Option<Array>,
 }
 
-/// Those of a case.
+/// The tensors of a case.
 pub struct Tensors {
     pub weight: Tensor,
     pub bias: Option<Tensor>,
@@ -206,7 +206,7 @@ impl Case {
         Ok((all.weight, all.bias, all.xs))
     }
 
-    /// `leaf` may put another tensor of the same numbers in the place of each buffer.
+    /// Builds the tensors with `leaf` applied to each buffer, for example to make it a variable.
     pub fn tensors_of(
         &self,
         (of_weight, of_input): Types,
@@ -245,8 +245,8 @@ impl Case {
 }
 
 impl Expected {
-    /// How far a correctly rounded sum may be off: sums of f32 err by an ulp of the magnitude at every one of the terms
-    /// at the very worst, and in practice by its root; the output is rounded once more.
+    /// Returns the largest error of a correctly rounded sum. Sums of f32 are off by an ulp of the magnitude at every
+    /// term in the worst case, and in practice by the root of that; the output is rounded once more.
     pub fn bound(&self, at: usize, dtype: DType) -> f64 {
         let f32_ulp = 2f64.powi(-23);
         let sum = (8.0 + (self.terms as f64).sqrt()) * f32_ulp * self.sizes[at] + f64::from(f32::MIN_POSITIVE);
@@ -259,14 +259,15 @@ impl Expected {
         sum + (self.ys[at].abs() + sum) * ulp + least
     }
 
-    /// Holds an output (.., out) to these numbers.
+    /// Compares an output (.., out) with these numbers.
     pub fn compare(&self, found: &Tensor) -> Result<()> {
         compare("outputs", found, (found.dims(), found.dtype()), &self.ys, |at| self.bound(at, found.dtype()))
     }
 }
 
-/// The whole product to f64; to the bit, some of its columns, from the whole weight and from one of their own, the
-/// product of a copy of the input, and of rows alone; and the weight that comes back. On every instruction set.
+/// Compares the whole product with f64. Compares bits of some columns, from the whole weight and from a separate one,
+/// of the product of a copy of the input, of single rows, and of the weight after a round trip. Runs on every
+/// instruction set.
 pub fn check(product: &Product) -> Result<()> {
     let case = product.case();
     let expected = case.expected()?;

@@ -1,4 +1,5 @@
-//! What follows a product in its pass - an activation, a gate, a residual - against Candle's own operations in f64.
+//! Operations that follow a product in the same pass - an activation, a gate, a residual - compared with Candle's
+//! operations in f64.
 
 use crate::linear::case::{ACTIVATIONS, Layout, Product, TYPES, Then};
 use crate::linear::gradients::{Projection, tolerance};

@@ -1,4 +1,4 @@
-//! Gradients of projections: those of Candle's operations in f64, whatever is tracked.
+//! Gradients of projections, compared with gradients of Candle's operations in f64, with any tracked operands.
 
 use std::ops::Range;
 
@@ -8,8 +8,8 @@ use crate::*;
 const INPUTS: usize = 37;
 const OUTPUTS: usize = 51;
 
-/// How far numbers of a dtype may be from those of f64, relative to the largest: the output and its gradient are
-/// rounded once, as numbers of the weight's type where it is the shorter.
+/// Returns the tolerance of a dtype, relative to the largest number: the output and its gradient are rounded once, to
+/// the weight's type if that is shorter.
 pub fn tolerance(dtype: DType) -> f64 {
     match dtype {
         DType::BF16 => 2e-2,
@@ -26,7 +26,7 @@ pub struct Projection {
 }
 
 impl Projection {
-    /// All columns.
+    /// Returns the projection with all columns.
     pub fn of(case: Case) -> Self {
         Self { columns: 0..case.weight.dim(2), case }
     }
@@ -95,8 +95,8 @@ impl Exact for Projection {
     }
 }
 
-/// Products of all columns and of some, on every instruction set, with views of variables of every layout, and with
-/// empty sizes. All operands are tracked, or one alone beside plain weights, which are packed, and beside a plain
+/// Checks products of all columns and of some, on every instruction set, with views of variables of every layout, and
+/// with empty sizes. All operands are tracked, or one alone with plain weights, which are packed, and with a plain
 /// input.
 #[test]
 fn linear_gradients_match_f64() -> Result<()> {
@@ -133,7 +133,7 @@ fn linear_gradients_match_f64() -> Result<()> {
     Ok(())
 }
 
-/// Random products, and a large one whose rows and columns are both split.
+/// Checks random products, and a large one whose rows and columns are both split.
 #[test]
 fn linear_bits_do_not_depend_on_threads() {
     let pools: Vec<_> = [1, 3, 7].into_iter().map(pool).collect();

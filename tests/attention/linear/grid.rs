@@ -13,8 +13,8 @@ fn linear_with_random_products_matches_f64() {
     for_all(256, products(), |product| check(&product));
 }
 
-/// At each number another tile, another way to widen the weight or another split into tasks may be chosen, for few
-/// columns and for many.
+/// Checks few columns and many: at each number of rows, another tile, another way to widen the weight or another split
+/// into tasks may be chosen.
 #[test]
 fn linear_with_every_number_of_rows_matches_f64() {
     for (n, rows) in ROWS.into_iter().enumerate() {
@@ -37,7 +37,7 @@ fn linear_with_every_pair_of_widths_matches_f64() {
     }
 }
 
-/// In every pair of dtypes and every rank.
+/// Checks every pair of dtypes and every rank too.
 #[test]
 fn linear_with_every_pair_of_strides_matches_f64() {
     for (layout, of_weight) in Layout::ALL.into_iter().flat_map(|layout| OF_WEIGHTS.map(|other| (layout, other))) {
@@ -49,7 +49,7 @@ fn linear_with_every_pair_of_strides_matches_f64() {
     }
 }
 
-/// A range may begin and end within a panel and within a vector.
+/// Checks ranges that begin and end within a panel and within a vector.
 #[test]
 fn linear_with_every_range_of_columns_matches_f64() {
     let outputs = 67;
@@ -63,7 +63,7 @@ fn linear_with_every_range_of_columns_matches_f64() {
     }
 }
 
-/// Without inputs, outputs are the bias or zeros. Without rows or outputs, the result is empty.
+/// Checks that outputs without inputs are the bias or zeros, and that results without rows or outputs are empty.
 #[test]
 fn linear_with_empty_sizes_matches_f64() {
     for types in TYPES {

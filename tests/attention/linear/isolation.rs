@@ -1,4 +1,4 @@
-//! What is not a number reaches its own row, or its own column, and nobody else.
+//! NaN and infinities reach their row or their column of a product, and no others.
 
 use crate::linear::case::{Product, TYPES};
 use crate::linear::gradients::Projection;
@@ -14,14 +14,14 @@ struct Poison {
 
 /// Infinities of both signs in one sum make a NaN, an infinite input over a weight of zero does too.
 fn poisons() -> impl Strategy<Value = Vec<Poison>> {
-    // The ends are what tiles leave over.
+    // The last rows and columns are outside of whole tiles.
     let at = || prop_oneof![Just(0.0), Just(1.0), 0.0..=1.0];
     let value = select(&[f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 0.0][..]);
     let poison = (0..3usize, [at(), at()], value).prop_map(|(buffer, at, value)| Poison { buffer, at, value });
     proptest::collection::vec(poison, 1..=3)
 }
 
-/// A call with these numbers in it.
+/// Returns the call with these special numbers.
 fn poisoned(call: &Projection, poisons: &[Poison]) -> Projection {
     let (place, mut call) = (|part: f64, count: usize| (part * (count - 1) as f64).round() as usize, call.clone());
     let [outputs, inputs] = [2, 3].map(|dim| call.case.weight.dim(dim));

@@ -1,7 +1,7 @@
 //! [`PackedLinear`](candle_attention::PackedLinear) against plain loops in f64, on every instruction set that this
 //! processor has.
 
-// What the tests stand on: random cases, and the comparison on every instruction set.
+// Shared by the tests: random cases, and the comparison on every instruction set.
 pub mod case;
 
 mod candle;

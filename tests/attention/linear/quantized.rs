@@ -1,4 +1,4 @@
-//! Weights in the types of GGUF files, beside their dequantised numbers.
+//! Weights in the types of GGUF files, compared with their dequantised numbers.
 
 use candle_core::quantized::GgmlDType::*;
 use candle_core::quantized::{GgmlDType, QMatMul, QStorage, QTensor};
@@ -11,7 +11,8 @@ use crate::*;
 const BLOCKS: [GgmlDType; 5] = [Q4_0, Q4_1, Q5_0, Q5_1, Q8_0];
 const K_QUANTS: [GgmlDType; 5] = [Q2K, Q3K, Q4K, Q5K, Q6K];
 
-/// (out, in), with a scale of its own for each row; and what Candle makes of it, in f32.
+/// Draws a weight (out, in) with a different scale for each row, and returns its dequantised numbers in f32 too, by
+/// Candle.
 fn quantized(shape: (usize, usize), dtype: GgmlDType) -> Result<(QTensor, Tensor)> {
     let scales = Tensor::arange(1f32, shape.0 as f32 + 1.0, &CPU)?.reshape((shape.0, 1))?;
     let weight = QTensor::quantize(&((random(shape)? + 0.1)?.broadcast_mul(&scales)? / 10.0)?, dtype)?;
@@ -19,8 +20,8 @@ fn quantized(shape: (usize, usize), dtype: GgmlDType) -> Result<(QTensor, Tensor
     Ok((weight, numbers))
 }
 
-/// Types of one block have the bits of their dequantised weights, K-quants those of Candle's product. All have
-/// gradients, row lookup and conversion back to numbers.
+/// Checks that types of one block have the bits of their dequantised weights, and K-quants the bits of Candle's
+/// product. All have gradients, row lookup and conversion back to numbers.
 #[test]
 fn gguf_types_match_their_dequantised_weights() -> Result<()> {
     let (bias, ids) = (random(50)?, Tensor::new(&[[3u32, 0, 49], [3, 17, 48]], &CPU)?);
@@ -67,7 +68,7 @@ fn gguf_types_match_their_dequantised_weights() -> Result<()> {
     Ok(())
 }
 
-/// The rows of a weight (50, 256) that are looked up.
+/// Checks the rows of a weight (50, 256) that are looked up.
 fn assert_rows(linear: &PackedLinear, weight: &Tensor, ids: &Tensor) -> Result<()> {
     let expected = weight.index_select(&ids.flatten_all()?, 0)?.reshape((2, 3, 256))?;
     let rows = linear.weight_rows(ids)?;
@@ -91,7 +92,8 @@ fn gguf_types_keep_every_code() -> Result<()> {
     Ok(())
 }
 
-/// Any 16 bits as a scale or a minimum, and often a zero of either sign, a subnormal, infinite or largest number, or NaN.
+/// Draws any 16 bits as a scale or a minimum, and often a zero of either sign, a subnormal, infinite or largest number,
+/// or NaN.
 fn any_half() -> impl Strategy<Value = f16> {
     let special = select(vec![
         f16::ZERO,
@@ -107,7 +109,7 @@ fn any_half() -> impl Strategy<Value = f16> {
     prop_oneof![special, (-1f32..1.0).prop_map(f16::from_f32), any::<u16>().prop_map(f16::from_bits)]
 }
 
-/// A type, and the bytes of blocks of it.
+/// Draws a type, and the bytes of blocks of it.
 fn any_blocks(count: usize) -> impl Strategy<Value = (GgmlDType, Vec<u8>)> {
     select(BLOCKS.to_vec()).prop_flat_map(move |dtype| {
         let halves = if [Q4_1, Q5_1].contains(&dtype) { 2 } else { 1 };
@@ -120,7 +122,7 @@ fn any_blocks(count: usize) -> impl Strategy<Value = (GgmlDType, Vec<u8>)> {
     })
 }
 
-/// The bits of each number, of which all NaNs are alike.
+/// Returns the bits of each number, with one pattern for all NaN.
 fn bits_with_one_nan(tensor: &Tensor) -> Vec<u32> {
     let numbers = tensor.flatten_all().and_then(|all| all.to_vec1::<f32>()).expect("a tensor of f32");
     numbers.into_iter().map(|x| if x.is_nan() { f32::NAN.to_bits() } else { x.to_bits() }).collect()
@@ -148,7 +150,7 @@ fn gguf_blocks_with_any_scale_match_dequantized_weight() {
     });
 }
 
-/// Gate and up projection of one type are one pass; of two types, three operations.
+/// Checks gate and up projections of one type, which are one pass, and of two types, which are three operations.
 #[test]
 fn gguf_types_in_gated_linear_match_separate_products() -> Result<()> {
     let xs = random((3, 256))?;

@@ -30,7 +30,7 @@ struct Norm {
 }
 
 impl Norm {
-    /// Drawn numbers, with a row of zeros at the end.
+    /// Draws numbers, with a row of zeros at the end.
     fn drawn(kind: Kind, xs: Array) -> Self {
         let (random, width) = (&mut Random::new(17), xs.dim(xs.rank() - 1));
         let mut xs = xs.uniform(random, 2.0, DType::F32);
@@ -43,7 +43,7 @@ impl Norm {
         backward(self, &dtypes, |_| true)
     }
 
-    /// Held to f64, but for a part of the largest number, or of 1.
+    /// Compares with f64, relative to the largest number, or to 1.
     fn check(&self, dtypes: [DType; 2], tolerance: impl Fn(DType) -> f64) -> Result<()> {
         let rounded = |array: &Array, dtype| array.clone().rounded(dtype);
         let [xs, weight, bias] =
@@ -123,7 +123,7 @@ fn norm_outputs_and_gradients_match_pytorch() -> Result<()> {
     Ok(())
 }
 
-/// In f64, so that f64 is the reference of all other tests.
+/// Runs in f64, so that f64 is the reference of all other tests.
 #[test]
 fn rms_norm_plus_one_equals_rms_norm_of_weight_plus_one() -> Result<()> {
     let given = Norm::drawn(Kind::PlusOne, Array::new(&[3, 9]));
@@ -180,7 +180,7 @@ fn norm_outputs_and_gradients_match_f64() -> Result<()> {
     Ok(())
 }
 
-/// A weight in f32 with inputs in half precision, and the reverse.
+/// Checks a weight in f32 with inputs in half precision, and the reverse.
 #[test]
 fn norm_weights_of_other_dtype_than_input_match_f64() -> Result<()> {
     for dtypes in [[DType::BF16, DType::F32], [DType::F16, DType::F32], [DType::F32, DType::BF16]] {
@@ -190,8 +190,8 @@ fn norm_weights_of_other_dtype_than_input_match_f64() -> Result<()> {
     Ok(())
 }
 
-/// Where a mean is far from zero, a difference of squares has no digit of the variance left: it would be off by about
-/// 50, and the mean by 0.001.
+/// Checks means that are far from zero, where a difference of squares would lose all digits of the variance: it would
+/// be off by about 50, and the mean by 0.001.
 #[test]
 fn layer_norm_of_large_mean_keeps_precision() -> Result<()> {
     [Kind::Layer, Kind::LayerNoBias].into_iter().try_for_each(|kind| {

@@ -16,7 +16,7 @@ fn inputs() -> Result<Tensor> {
     random((2, 3, WIDTH))
 }
 
-/// Compared where candle-nn is right.
+/// Compares calls in which candle-nn is right.
 #[test]
 fn norm_constructors_match_candle_nn() -> Result<()> {
     let (xs, plain) = (inputs()?, LayerNormConfig { eps: 1e-3, remove_mean: false, affine: false });
@@ -63,7 +63,7 @@ fn norm_with_new_variables_scales_by_one() -> Result<()> {
     Ok(())
 }
 
-/// Training changes variables in place; a frozen norm keeps their former values.
+/// Trains variables in place. A frozen norm keeps their former values.
 #[test]
 fn norm_reads_variables_in_every_call_until_frozen() -> Result<()> {
     let (vars, xs) = (VarMap::new(), inputs()?);
@@ -88,7 +88,7 @@ fn norm_reads_variables_in_every_call_until_frozen() -> Result<()> {
     Ok(())
 }
 
-/// An optimizer would pass over these variables.
+/// Lists variables that an optimizer would not change.
 #[test]
 fn variables_without_gradient_are_listed() -> Result<()> {
     let vars = VarMap::new();

@@ -7,7 +7,7 @@ use crate::*;
 
 const HEADS: usize = 4;
 
-/// Small numbers for every parameter, by name.
+/// Draws small numbers for every parameter, by name.
 fn weights(cfg: &Config) -> Result<Tensors> {
     let of = Kind::MultiHead(cfg.clone()).parameters(3).into_iter();
     of.map(|(name, numbers)| Ok((name, (numbers.tensor(DType::F32, &CPU)? * 0.6)?))).collect()
@@ -101,7 +101,7 @@ fn image_windows_partition_and_merge_round_trips() -> Result<()> {
         assert_eq!((windows.count(), parts.dims()), (count, &[2 * count, t, 1][..]));
         let keep = windows.mask(2, &CPU)?.to_additive((2 * count, 1, t, t), DType::F32, &CPU)?;
         let keep = values(&keep.broadcast_as((2 * count, 1, t, t))?);
-        // Where a token stands in the shifted image, and whether it came around from the other end.
+        // The position of a token in the shifted image, and whether it was wrapped around.
         let place = |w: usize, token: usize| {
             let moved =
                 |place: usize, count: usize| ((place + shift) % (count * window), place + shift >= count * window);
@@ -125,7 +125,7 @@ fn image_windows_partition_and_merge_round_trips() -> Result<()> {
     Ok(())
 }
 
-/// With many tokens, each head's bias is computed by itself. The calls in turn have other lengths.
+/// Runs calls of several lengths in turn. With many tokens, each head's bias is computed by itself.
 #[test]
 fn content_positions_computed_head_by_head_match_all_heads() -> Result<()> {
     let cfg = content()[1].clone().with_sinks(true);
@@ -142,8 +142,8 @@ fn content_positions_computed_head_by_head_match_all_heads() -> Result<()> {
     Ok(())
 }
 
-/// Where the layer's projections apply to distances too, a clone with an adapter has other vectors of distances, and an
-/// adapter that changes has new ones.
+/// Checks layers whose projections apply to distances too. A clone with an adapter has other vectors of distances, and
+/// an adapter that changes has new ones.
 #[test]
 fn content_positions_of_cloned_layer_follow_its_adapter() -> Result<()> {
     let cfg = content().pop().expect("shared projections");

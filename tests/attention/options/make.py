@@ -29,12 +29,12 @@ SIZES = {
 MPT_SIZES = {"vocab_size": 31, "d_model": 24, "n_heads": 6, "n_layers": 1, "max_seq_len": 64}
 FALCON = {"hidden_size": 12, "alibi": True, "new_decoder_architecture": False, "multi_query": False, "bias": False}
 NORMS = {"query_layernorm": "q_norm", "key_layernorm": "k_norm"}
-# The model's type and config; where its attention stands; the call's length.
+# The model's type and config; the path of its attention; the call's length.
 CASES = {
     "hunyuan": ("hunyuan_v1_dense", SIZES | {"head_dim": 4}, "model.layers.0.self_attn", 9),
     "olmo": ("olmo", SIZES | {"clip_qkv": 0.4}, "model.layers.0.self_attn", 9),
     "mpt": ("mpt", MPT_SIZES | {"attn_config": {"clip_qkv": 0.6}}, "transformer.blocks.0.attn", 9),
-    # Positions that bf16 does not hold.
+    # Positions that bf16 rounds.
     "falcon": ("falcon", SIZES | FALCON, "transformer.h.0.self_attention", 270),
 }
 BUCKETS = [(32, 128, True), (32, 128, False), (16, 20, True), (9, 64, True), (5, 700, False), (4, 2, True)]
@@ -50,7 +50,7 @@ def main():
         implementation = "sdpa" if name == "falcon" else "eager"
         model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
         if name == "mpt":
-            # Passed by no caller, whatever the config says.
+            # Not passed by any caller, for any config.
             rule = model.transformer.build_mpt_alibi_tensor
             model.transformer.build_mpt_alibi_tensor = functools.partial(rule, alibi_bias_max=3)
         attention = model.get_submodule(path)

@@ -10,7 +10,7 @@ mod trained;
 use crate::by_hand::{parameters, tensors};
 use crate::*;
 
-/// The tensors whose names begin so, without it.
+/// Returns the tensors whose names begin with a prefix, without the prefix.
 fn numbers(prefix: &str) -> Tensors {
     let all = recorded_tensors("attention/options/numbers.safetensors").expect("the numbers are there");
     let own = all.into_iter().filter_map(|(name, tensor)| Some((name.strip_prefix(prefix)?.to_string(), tensor)));
@@ -19,7 +19,7 @@ fn numbers(prefix: &str) -> Tensors {
     own
 }
 
-/// Random ones for every parameter of a layer.
+/// Draws random numbers for every parameter of a layer.
 fn weights(cfg: &Config) -> Result<Tensors> {
     tensors(&parameters(cfg, 3), DType::F32, &CPU)
 }

@@ -10,7 +10,7 @@ fn layers_of_hunyuan_olmo_mpt_and_falcon_match_transformers() -> Result<()> {
     for (name, cfg) in [
         ("hunyuan", llama.clone().with_qk_norm(norm).with_norm_after_rope(true)),
         ("olmo", llama.with_clip_qkv(0.4)),
-        // Six heads, with an exponent of its own.
+        // Six heads, with another exponent.
         ("mpt", Config::new(24, 6).with_causal(true).with_clip_qkv(0.6).with_alibi(AlibiConfig::BiasMax(3.0))),
         // Six heads, over positions that bf16 rounds.
         ("falcon", Config::new(12, 6).with_causal(true).with_alibi(AlibiConfig::Falcon)),

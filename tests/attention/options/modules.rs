@@ -31,12 +31,12 @@ fn configs() -> Vec<Config> {
     ]
 }
 
-/// Small numbers, so that softmax does not pick one key.
+/// Draws small numbers, so that softmax does not select one key.
 fn random(dims: &[usize]) -> Result<Tensor> {
     Tensor::randn(0f32, 0.1, dims, &CPU)
 }
 
-/// A layer over quantised weights, and the layer over the numbers that they stand for.
+/// Builds a layer over quantised weights, and the layer over their dequantised numbers.
 fn quantized(cfg: &Config, dtype: GgmlDType) -> Result<[MultiHeadAttention; 2]> {
     let mut plain = weights(cfg)?;
     let mut module = |name: &str| {
@@ -56,7 +56,7 @@ fn quantized(cfg: &Config, dtype: GgmlDType) -> Result<[MultiHeadAttention; 2]> 
     ])
 }
 
-/// Candle rounds the inputs of a product with a quantised weight to 8 bits too.
+/// Compares with a tolerance, since Candle rounds the inputs of a product with a quantised weight to 8 bits too.
 #[test]
 fn gguf_weights_in_layer_match_dequantised_layer() -> Result<()> {
     for cfg in configs() {
@@ -102,7 +102,7 @@ impl Module for Adapter {
     }
 }
 
-/// Around packed weights, around variables, and around variables of one weight in PyTorch's layout.
+/// Wraps packed weights, variables, and variables of one weight in PyTorch's layout.
 #[test]
 fn adapter_matches_merged_weights_and_gets_gradients() -> Result<()> {
     let cfg = Config::new(16, 4).with_bias(true).with_causal(true);
@@ -110,7 +110,7 @@ fn adapter_matches_merged_weights_and_gets_gradients() -> Result<()> {
     adapted(&cfg.with_output_gate(gate()), None, &[&[4], &[0], &[0, 4], &[0, 1, 2, 4]])
 }
 
-/// `joint` is a layout of one weight, if the config has one.
+/// Checks adapters around each set of projections; `joint` is a layout of one weight, if the config has one.
 fn adapted(cfg: &Config, joint: Option<WeightLayout>, all_places: &[&[usize]]) -> Result<()> {
     let xs = Var::from_tensor(&random(&[2, 5, 16])?)?;
     let plain = weights(cfg)?;

@@ -9,7 +9,7 @@ fn config(kind: QkNormKind, scope: QkNormScope) -> Config {
     Config::new(12, 4).with_num_kv_heads(2).with_causal(true).with_qk_norm(QkNorm { kind, scope, eps: 1e-5 })
 }
 
-/// The same with other names of norms; a (H, D) parameter becomes a list where the name says `{}`.
+/// Renames the norms of a layer. A (H, D) parameter becomes a list if the name has `{}`.
 fn renamed(weights: &Tensors, [q, k]: [&str; 2]) -> Result<Tensors> {
     let mut renamed = HashMap::new();
     for (name, tensor) in weights {

@@ -94,7 +94,7 @@ fn relative_bias_of_layer_matches_bias_mask(device: &Device) -> Result<()> {
 
 crate::on_each_device!(relative_bias_of_layer_matches_bias_mask);
 
-/// An empty batch has no positions of its own, while keys are counted for all sequences.
+/// Checks calls without tokens or sequences. An empty batch has no positions, while keys are counted for all sequences.
 #[test]
 fn positions_of_empty_calls_are_accepted() -> Result<()> {
     let scaling = AttentionTemperature { beta: 0.5, interval: 1, first: 3 };
@@ -132,7 +132,7 @@ fn positions_of_empty_calls_are_accepted() -> Result<()> {
     Ok(())
 }
 
-/// The shard has the heads of one rank, and the variable is trained.
+/// Trains the variable, and compares the heads of one rank.
 #[test]
 fn relative_bias_shard_follows_its_variable() -> Result<()> {
     let weight = Var::from_tensor(bias(&few(true), DType::F32, &CPU)?.weight())?;

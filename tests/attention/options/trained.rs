@@ -3,8 +3,8 @@
 use crate::registry::{Kind, Layer, configs, content, relative};
 use crate::*;
 
-/// After a step, a layer uses the new values of its variables, and a frozen layer the former ones. A saved frozen layer
-/// loads as an equal layer. Layers are of every kind, with relative positions too.
+/// Checks that after a step, a layer uses the new values of its variables, and a frozen layer the former ones, and that
+/// a saved frozen layer loads as an equal layer. Layers are of every kind, with relative positions too.
 #[test]
 fn layer_parameters_are_trained_frozen_and_saved() -> Result<()> {
     let content = content().into_iter().map(|cfg| ("content", Kind::MultiHead(cfg)));

@@ -20,7 +20,7 @@ fn config() -> Config {
     Config::new(24, 4).with_num_kv_heads(2).with_causal(true).with_rope(rope())
 }
 
-/// The same random weights for every config: those of two layers differ in nothing else.
+/// Builds a layer with the same random weights for every config, so that two layers differ in nothing else.
 fn layer(cfg: &Config, device: &Device) -> Result<MultiHeadAttention> {
     MultiHeadAttention::new(cfg, TorchSeed::new(3).var_builder(DType::F32, device))
 }
@@ -30,7 +30,7 @@ fn with_axes(axes: RopeAxes, scaling: RopeScaling, device: &Device) -> Result<Mu
     layer(&Config::new(12, 2).with_head_dim(16).with_causal(true).with_rope(rope), device)
 }
 
-/// Three sequences of 6, 4 and 1 tokens, padded on the left to 6.
+/// Checks three sequences of 6, 4 and 1 tokens, padded on the left to 6.
 fn rope_positions_of_left_padded_sequences_match_unpadded(device: &Device) -> Result<()> {
     for kind in [Kind::MultiHead(config()), Kind::Latent(LatentConfig::new(24, 4))] {
         let layer = kind.layer(TorchSeed::new(3).var_builder(DType::F32, device))?;
@@ -50,7 +50,7 @@ fn rope_positions_of_left_padded_sequences_match_unpadded(device: &Device) -> Re
     Ok(())
 }
 
-/// Moved together they change nothing; moved alone, positions of queries change the output.
+/// Checks that positions that are moved together change nothing, and that positions of queries alone change the output.
 fn rope_positions_of_queries_and_keys_differ_in_cross_attention(device: &Device) -> Result<()> {
     let layer = layer(&config().with_causal(false), device)?;
     let [xs, memory] = [3, 5].map(|t| Tensor::randn(0f32, 1.0, (2, t, 24), device));
@@ -83,7 +83,7 @@ fn rope_in_projected_memory_matches_key_value_inputs(device: &Device) -> Result<
     Ok(())
 }
 
-/// Under every scaling. Without positions, all axes count tokens.
+/// Checks every scaling, and that without positions all axes count tokens.
 fn rope_axes_with_equal_positions_match_one_axis(device: &Device) -> Result<()> {
     let xs = Tensor::randn(0f32, 1.0, (2, 5, 12), device)?;
     let positions = Tensor::new(&[[0u32, 1, 2, 3, 4], [7, 8, 9, 10, 11]], device)?;
@@ -121,7 +121,7 @@ fn rope_axes_with_cache_or_packed_sequences_match_one_call(device: &Device) -> R
     Ok(())
 }
 
-/// Tables are those of the config, or of another base.
+/// Checks the tables of the config, and tables of another base.
 #[test]
 fn rope_tables_shared_by_layers_match_own_tables() -> Result<()> {
     let xs = random((2, 5, 24))?;

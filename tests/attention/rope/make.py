@@ -146,7 +146,7 @@ def main():
             max_position_embeddings=context,
             pad_token_id=0,
             rope_parameters=parameters,
-            # Phi 3 has a field of its own that goes before the one among the parameters.
+            # Phi 3 has a separate field that takes precedence over the field of the parameters.
             original_max_position_embeddings=parameters.get("original_max_position_embeddings", context),
         )
         for n, positions in enumerate(CALLS):

@@ -79,7 +79,7 @@ fn rope_scaling_matches_transformers(device: &Device) -> Result<()> {
     Ok(())
 }
 
-/// Many tokens are split over threads, few are not.
+/// Checks that splitting many tokens over threads changes nothing.
 #[test]
 fn rope_of_many_tokens_matches_each_token_alone() -> Result<()> {
     let rotary = RotaryEmbedding::new(&RopeConfig::new(10_000.0), 64)?;
@@ -125,7 +125,7 @@ fn layouts() -> Vec<(RopeAxes, Vec<(usize, f64)>)> {
     ]
 }
 
-/// What turns: xs (B, H, T, D) by `x cos - y sin` and `y cos + x sin`, whatever the two are.
+/// A rotation of xs (B, H, T, D) by `x cos - y sin` and `y cos + x sin`, for any cos and sin.
 struct Turn {
     style: RopeStyle,
     /// cos and sin of a sequence, a position and a pair.
@@ -134,7 +134,7 @@ struct Turn {
 }
 
 impl Turn {
-    /// Holds the output and the gradient of a sum, that of all ones turned back, to the definition.
+    /// Compares the output and the gradient of its sum, which is all ones rotated back, with the definition.
     fn check(&self, xs: &Var, found: &Tensor, what: &str) -> Result<()> {
         let (_, h, t, d) = xs.dims4()?;
         let store = found.sum_all()?.backward()?;

@@ -23,7 +23,7 @@ pub struct Array {
 }
 
 impl Array {
-    /// A buffer of NaN: entries that no view reaches stay so, and whoever reads them is found out.
+    /// Returns a buffer of NaN. Entries that no view reaches stay NaN, so a read of them shows.
     pub fn new(shape: &[usize]) -> Self {
         let mut strides = vec![1; shape.len()];
         for dim in (1..shape.len()).rev() {
@@ -45,7 +45,7 @@ impl Array {
         Self { data, ..Self::new(shape) }
     }
 
-    /// The number of each index, contiguous.
+    /// Builds a contiguous array from the number of each index.
     pub fn each(shape: [usize; 4], number: impl Fn([usize; 4]) -> f64) -> Self {
         let [_, b, c, d] = shape;
         let mut array = Self::new(&shape);
@@ -79,7 +79,8 @@ impl Array {
         self
     }
 
-    /// What belongs to one sequence of (B, .., .., ..); an array that is the same for every sequence stays as it is.
+    /// Returns the entries of one sequence of (B, .., .., ..). An array that is the same for every sequence is returned
+    /// unchanged.
     pub fn of_sequence(&self, b: usize) -> Self {
         let has_own = self.rank() == 4 && self.shape[0] > 1;
         if has_own { self.clone().view(View::Narrow { dim: 0, start: b, len: 1 }) } else { self.clone() }
@@ -112,12 +113,13 @@ impl Array {
         self.shape[dim]
     }
 
-    /// The last dimension.
+    /// Returns the size of the last dimension.
     pub fn width(&self) -> usize {
         self.shape[self.rank() - 1]
     }
 
-    /// Where in `data` an entry lies; the shape's last dimensions are the index's, and a dimension of 1 broadcasts.
+    /// Returns the position in `data` of an entry. The index is that of the last dimensions, and a dimension of 1
+    /// broadcasts.
     pub fn place(&self, index: [usize; 4]) -> usize {
         let index = &index[4 - self.rank()..];
         let steps = index.iter().zip(&self.shape).zip(&self.strides);
@@ -128,18 +130,18 @@ impl Array {
         self.data[self.place(index)]
     }
 
-    /// Rounds every number to a dtype, so that a tensor of that dtype holds the same numbers.
+    /// Rounds every number to a dtype, so that a tensor of that dtype has equal numbers.
     pub fn rounded(mut self, dtype: DType) -> Self {
         self.data.iter_mut().for_each(|value| *value = round(*value, dtype));
         self
     }
 
-    /// The buffer as a tensor, before any view.
+    /// Returns the buffer as a tensor, before any view.
     pub fn leaf(&self, dtype: DType, device: &Device) -> Result<Tensor> {
         Tensor::from_slice(&self.data, self.buffer.as_slice(), &Device::Cpu)?.to_dtype(dtype)?.to_device(device)
     }
 
-    /// The views, taken of the buffer as [`leaf`](Self::leaf) gives it.
+    /// Applies the views to a buffer that [`leaf`](Self::leaf) returned.
     pub fn look(&self, leaf: &Tensor) -> Result<Tensor> {
         let mut tensor = leaf.clone();
         for view in &self.views {
@@ -158,11 +160,11 @@ impl Array {
     }
 }
 
-/// How a tensor (B, H, T, D) lies in memory.
+/// A memory layout of a tensor (B, H, T, D).
 #[derive(Debug, Clone, Copy)]
 pub enum Layout {
     Contiguous,
-    /// (B, T, H, D), as a projection gives it.
+    /// (B, T, H, D), as a projection returns it.
     HeadsTransposed,
     /// The first positions of a longer buffer.
     CacheHead,
@@ -176,7 +178,7 @@ pub enum Layout {
     OneBatch,
     /// One head for all.
     OneHead,
-    /// A third of (B, T, 3 · H, D), as a packed projection gives it.
+    /// A third of (B, T, 3 · H, D), as a packed projection returns it.
     Packed,
     /// One vector for all positions.
     OnePosition,
@@ -220,7 +222,7 @@ impl Layout {
     }
 }
 
-/// A number as a dtype holds it.
+/// Rounds a number to a dtype.
 pub fn round(value: f64, dtype: DType) -> f64 {
     match dtype {
         DType::F32 => f64::from(value as f32),
@@ -230,7 +232,7 @@ pub fn round(value: f64, dtype: DType) -> f64 {
     }
 }
 
-/// Of the bits of numbers, each times an odd number of its own.
+/// Returns a sum over the bits of numbers, each multiplied by a different odd number.
 pub fn checksum(numbers: &[f32]) -> u64 {
     let terms = numbers.iter().zip(0u64..).map(|(x, n)| u64::from(x.to_bits()).wrapping_mul(2 * n + 1));
     terms.fold(0, u64::wrapping_add)
@@ -252,12 +254,12 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// Uniform on [low, high).
+    /// Draws uniformly from [low, high).
     pub fn between(&mut self, low: f64, high: f64) -> f64 {
         low + (high - low) * (self.bits() >> 11) as f64 / (1u64 << 53) as f64
     }
 
-    /// Uniform on 0..=most.
+    /// Draws uniformly from 0..=most.
     pub fn up_to(&mut self, most: usize) -> usize {
         (self.bits() % (most as u64 + 1)) as usize
     }

@@ -1,6 +1,7 @@
-//! Attention in plain f64 loops, written from the design and not from the crate: what every implementation has to give.
+//! Attention in plain f64 loops, written from the design and not from the code of the crate: the reference for every
+//! implementation.
 //!
-//! Visibility is a question about one query and one key, [`Case::sees`]; no intervals, no broadcasting, no tensors.
+//! A mask answers for one query and one key, [`Case::sees`]: there are no ranges, no broadcasting and no tensors.
 
 use crate::array::Array;
 
@@ -41,12 +42,12 @@ pub enum Part {
     Band(usize, usize),
     Chunk(usize),
     Prefix(Lens),
-    /// Zero hides.
+    /// A tensor in which zero means masked.
     Keep(Array),
     Bias(Array),
 }
 
-/// One mask: an alignment, and parts that hold together under it.
+/// One mask: an alignment, and parts that are combined with AND.
 #[derive(Debug, Clone)]
 pub struct Mask {
     pub alignment: Alignment,
@@ -73,14 +74,14 @@ pub struct Case {
     pub k: Array,
     /// (B, H_kv, T_kv, D_v)
     pub v: Array,
-    /// All of them hold.
+    /// Masks that are combined with AND.
     pub masks: Vec<Mask>,
     /// Rows without a key take the mean of all keys, not zeros.
     pub uniform_fully_masked_rows: bool,
     pub options: Options,
 }
 
-/// What comes out, row-major, and how large the terms were from which it was summed (for bounds on rounding).
+/// The results in row-major order, and the sums of absolute terms behind them, for bounds on rounding.
 #[derive(Debug, Clone, Default)]
 pub struct Attended {
     /// (B, H, T_q, D_v)
@@ -96,7 +97,7 @@ pub struct Attended {
 }
 
 impl Lens {
-    /// Those of one sequence.
+    /// Returns the options of one sequence.
     fn of_sequence(&self, b: usize) -> Self {
         match self {
             Self::PerSequence(lens) => Self::PerSequence(vec![lens[b]]),
@@ -113,7 +114,7 @@ impl Lens {
 }
 
 impl Mask {
-    /// One constraint, without an alignment.
+    /// Returns a mask of one constraint, without an alignment.
     pub fn of(part: Part) -> Self {
         Self { alignment: Alignment::Free, parts: vec![part] }
     }
@@ -122,7 +123,7 @@ impl Mask {
         Self { alignment, parts: parts.into() }
     }
 
-    /// The mask of one sequence.
+    /// Returns the mask of one sequence.
     pub fn of_sequence(&self, b: usize) -> Self {
         let part = |part: &Part| match part {
             Part::ValidLens(lens) => Part::ValidLens(lens.of_sequence(b)),
@@ -139,7 +140,7 @@ impl Mask {
         Self { alignment, parts: self.parts.iter().map(part).collect() }
     }
 
-    /// The key position of query i. The last query stands at the last key unless the alignment says otherwise.
+    /// Returns the key position of query i. The last query is at the last key unless the alignment says otherwise.
     fn position(&self, dims: &Dims, b: usize, i: usize) -> i128 {
         match &self.alignment {
             Alignment::Free | Alignment::Causal => i as i128 + dims.t_kv as i128 - dims.t_q as i128,
@@ -161,7 +162,7 @@ impl Mask {
             Part::Prefix(lens) => Some(lens),
             _ => None,
         });
-        // Two prefixes hold together like any two parts, so both have to lift the causal constraint.
+        // Two prefixes are combined with AND, like any two parts, so both have to relax the causal constraint.
         let lifted = prefixes.clone().count() > 0 && prefixes.clone().all(|prefix| j < prefix.get(b, i));
         let hidden_by = |part: &Part| match part {
             Part::ValidLens(lens) => j >= lens.get(b, i),
@@ -177,12 +178,12 @@ impl Mask {
 }
 
 impl Case {
-    /// Whether query i of head h in sequence b sees key j.
+    /// Returns whether query i of head h in sequence b attends to key j.
     pub fn sees(&self, index: [usize; 4]) -> bool {
         self.masks.iter().all(|mask| mask.sees(&self.dims, index))
     }
 
-    /// The call of one sequence.
+    /// Returns the call of one sequence.
     pub fn of_sequence(&self, b: usize) -> Self {
         let [q, k, v] = [&self.q, &self.k, &self.v].map(|array| array.of_sequence(b));
         let masks = self.masks.iter().map(|mask| mask.of_sequence(b)).collect();
@@ -195,7 +196,7 @@ impl Case {
         h / (self.dims.h / self.dims.h_kv)
     }
 
-    /// Whether all masks that speak of positions give a query the same one.
+    /// Returns whether all masks that define positions define the same one for each query.
     pub fn positions_agree(&self) -> bool {
         (0..self.dims.b).all(|b| {
             let relative = self.masks.iter().filter(|mask| mask.is_relative());
@@ -205,13 +206,13 @@ impl Case {
         })
     }
 
-    /// Where ALiBi's distances count from: the position of the masks that speak of positions.
+    /// Returns the position from which ALiBi's distances count, that of the masks that define positions.
     pub fn position(&self, b: usize, i: usize) -> i128 {
         let free = Mask { alignment: Alignment::Free, parts: Vec::new() };
         self.masks.iter().find(|mask| mask.is_relative()).unwrap_or(&free).position(&self.dims, b, i)
     }
 
-    /// ALiBi and all biases, by distance or by mask.
+    /// Returns the sum of ALiBi and all biases, by distance and by mask.
     pub fn bias(&self, [b, h, i, j]: [usize; 4]) -> f64 {
         self.bias_terms([b, h, i, j]).into_iter().sum()
     }
@@ -228,7 +229,7 @@ impl Case {
         alibi.chain(by_distance).chain(biases).collect()
     }
 
-    /// The score of query i and key j, given as their vectors, before the mask; and the sum of the absolute values
+    /// Returns the score of query i and key j before the mask, from their vectors, and the sum of the absolute values
     /// behind it.
     fn score(&self, index: [usize; 4], query: &[f64], key: &[f64]) -> (f64, f64) {
         let scale = self.options.scale.unwrap_or(1.0 / (self.dims.d as f64).sqrt());
@@ -259,7 +260,7 @@ impl Case {
                 for (i, query) in vectors(&self.q, [b, h], t_q, d).iter().enumerate() {
                     let row = self.row([b, h, i], query, &keys);
                     let (mut sums, mut terms) = (vec![0.0; d_v], vec![0.0; d_v]);
-                    // A hidden key has no part in the sum, whatever its value.
+                    // A masked key is not part of the sum, even if its value is NaN.
                     for j in (0..t_kv).filter(|&j| row.takes_part[j]) {
                         for ((sum, terms), value) in sums.iter_mut().zip(&mut terms).zip(&values[j]) {
                             let term = row.weights[j] * value;
@@ -281,7 +282,7 @@ impl Case {
     fn row(&self, [b, h, i]: [usize; 3], query: &[f64], keys: &[Vec<f64>]) -> Row {
         let t_kv = self.dims.t_kv;
         let seen: Vec<bool> = (0..t_kv).map(|j| self.sees([b, h, i, j])).collect();
-        // Nobody asks for the score of a hidden key.
+        // The score of a masked key is not read.
         let score = |j: usize| if seen[j] { self.score([b, h, i, j], query, &keys[j]) } else { (f64::NAN, f64::NAN) };
         let scores: Vec<(f64, f64)> = (0..t_kv).map(score).collect();
         let sink = self.options.sinks.as_ref().map(|sinks| sinks[h]);
@@ -289,7 +290,7 @@ impl Case {
         let terms =
             (0..t_kv).filter(|&j| seen[j]).map(|j| scores[j].1).chain(sink.map(f64::abs).filter(|x| x.is_finite()));
         let terms = terms.fold(0.0, f64::max);
-        // A score of -inf takes no weight, so a row of nothing else is as empty as one whose keys are all hidden.
+        // A score of -inf has weight zero, so a row of such scores is as empty as a row whose keys are all masked.
         let empty = visible().all(|score| score == f64::NEG_INFINITY);
 
         let largest = visible().chain(sink).fold(f64::NEG_INFINITY, f64::max);
@@ -318,17 +319,17 @@ struct Row {
     terms: f64,
 }
 
-/// What a term adds to a bound on rounding: what is no number is not rounded.
+/// Returns a term of a bound on rounding: NaN and infinities are not rounded, so they add nothing.
 fn finite(term: f64) -> f64 {
     if term.is_finite() { term.abs() } else { 0.0 }
 }
 
-/// The vectors of one head, one a position.
+/// Returns the vectors of one head, one for each position.
 fn vectors(array: &Array, [b, h]: [usize; 2], count: usize, width: usize) -> Vec<Vec<f64>> {
     (0..count).map(|t| (0..width).map(|d| array.at([b, h, t, d])).collect()).collect()
 }
 
-/// One query (D) against keys and values (T, D), scaled by 1/√D: what is fast enough for a model's sizes.
+/// Attends from one query (D) to keys and values (T, D), scaled by 1/√D, fast enough for the sizes of models.
 pub fn exact_attention(query: &[f64], keys: &[f64], values: &[f64]) -> Vec<f64> {
     let d = query.len();
     let scale = 1.0 / (d as f64).sqrt();
@@ -343,13 +344,13 @@ pub fn exact_attention(query: &[f64], keys: &[f64], values: &[f64]) -> Vec<f64> 
     context.into_iter().map(|x| x / sum).collect()
 }
 
-/// One row through a weight (out, in) and its bias.
+/// Multiplies one row by a weight (out, in) and adds the bias.
 pub fn exact_linear(row: &[f64], weight: &[f64], bias: &[f64]) -> Vec<f64> {
     let output = |(n, bias): (usize, &f64)| bias + dot(row, &weight[n * row.len()..][..row.len()]);
     bias.iter().enumerate().map(output).collect()
 }
 
-/// In eight sums, since one waits for itself.
+/// Sums in eight accumulators, since one accumulator waits for its last addition.
 fn dot(x: &[f64], y: &[f64]) -> f64 {
     let mut sums = [0.0; 8];
     for (x, y) in x.chunks(8).zip(y.chunks(8)) {

@@ -13,7 +13,7 @@ pub struct Delta {
     pub k: Array,
     /// (B, H_v, T, D_v)
     pub v: Array,
-    /// (B, heads, T, 1), or D_k in the place of 1 for each row of the state.
+    /// (B, heads, T, 1), or (B, heads, T, D_k) with one decay for each row of the state.
     pub decay: Option<Array>,
     /// (B, heads, T, 1)
     pub beta: Option<Array>,
@@ -74,7 +74,7 @@ impl Delta {
         Recurred { y, state: states, largest_state, largest_query }
     }
 
-    /// The rows of a state.
+    /// Returns the rows of a state.
     fn before(&self, n: usize, head: usize) -> Vec<Vec<f64>> {
         let number = |i, j| self.state.as_ref().map_or(0.0, |state| state.at([n, head, i, j]));
         (0..self.k.dim(3)).map(|i| (0..self.v.dim(3)).map(|j| number(i, j)).collect()).collect()
@@ -97,7 +97,7 @@ impl Delta {
         }
     }
 
-    /// Scaled.
+    /// Returns the scaled query.
     fn query(&self, [entry, reader, token]: [usize; 3]) -> Vec<f64> {
         let q = self.row(&self.q, [entry, reader / (self.h() / self.q.dim(1)), token]);
         q.iter().map(|x| x * self.scale).collect()
