@@ -28,7 +28,7 @@ pub fn splits(recipes: impl Strategy<Value = Recipe>) -> impl Strategy<Value = (
 }
 
 impl Split {
-    /// Merges the results of the parts of a case, where parts are cut out of these leaves.
+    /// Merges the results of the parts of a case, with parts of these tensors.
     pub fn merge(&self, case: &Case, whole: &Call, leaves: &Named, path: Path) -> Result<(Tensor, Tensor)> {
         let part = |n| self.part(n, case, whole, leaves)?.by(path).with_lse();
         let parts = (0..self.parts).map(part).collect::<Result<Vec<_>>>()?;

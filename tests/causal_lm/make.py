@@ -142,7 +142,7 @@ MODELS = {
     # Experts in every layer but one.
     "qwen3_next": {**LINEAR, **EXPERTS, "mlp_only_layers": [1]},
     "qwen3_5_text": {**LINEAR, **AXES, "tie_word_embeddings": True},
-    # Published checkpoints see as well: the text's names and config stand below those of the whole.
+    # Published checkpoints read images as well: the text's names and config are below the whole model's.
     "qwen3_5_moe": {
         "text_config": {**SIZES, **LINEAR, **AXES, **EXPERTS},
         "vision_config": {
@@ -150,7 +150,7 @@ MODELS = {
             "num_position_embeddings": 4, "patch_size": 2, "rope_parameters": None,
         },
     },
-    # A dense layer and three of experts, latent attention without positions; exactly the number of tokens that take two chunks of 64.
+    # A dense layer and three of experts, latent attention without positions; enough tokens for two chunks of 64.
     "kimi_linear": {
         "num_hidden_layers": 4, "max_position_embeddings": 128, "num_key_value_heads": 4, "linear_num_heads": 4,
         "linear_head_dim": 7, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5,

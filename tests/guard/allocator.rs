@@ -1,8 +1,8 @@
 //! An allocator that puts every allocation of some size next to a page without access.
 //!
 //! By default the page is after the allocation, so that a read or write past its end ends the process. With
-//! `FLASH_GUARD=before` in the environment it is before the allocation. The bytes on the other side that alignment and
-//! page size leave unused are filled with a canary, which is checked when the allocation is freed. Freed memory is
+//! `FLASH_GUARD=before` in the environment it is before the allocation. The unused bytes on the other side, up to the
+//! end of a page, are filled with a canary, which is checked when the allocation is freed. Freed memory is
 //! returned to the system, so a use after free ends the process as well.
 
 use std::alloc::{GlobalAlloc, Layout, System};

@@ -124,7 +124,7 @@ class Case:
     out_proj: str = "self_attn.o_proj"
     auto_class: type = AutoModelForCausalLM
     encoder: bool = False
-    # What stands in the decoder of a model with an encoder: by its kind, the layers below the model, and as above.
+    # The decoder of a model with an encoder: by its kind, the layers below the model, and as above.
     decoder: dict = field(default_factory=dict)
     # Other inputs than token ids.
     inputs: Callable | None = None

@@ -61,8 +61,8 @@ fn linear_attention_layers_match_transformers() -> Result<()> {
     Ok(())
 }
 
-/// Checks ragged batches, padded on the right and on the left: the numbers of each sequence are those of its tokens
-/// alone.
+/// Checks ragged batches, padded on the right and on the left: the outputs of each sequence equal the outputs of its
+/// tokens alone.
 #[test]
 fn linear_attention_cache_ignores_padding() -> Result<()> {
     for model in models() {

@@ -100,7 +100,7 @@ def run(model, case):
         return lambda _, args, output: tensors.__setitem__(key, in_one_row(output))
 
     def note(layers, attention, out_proj, kind=""):
-        # Those of all stages, one after the other.
+        # The layers of all stages, one after the other.
         layers = [block for layer in layers for block in getattr(layer, "blocks", [layer])]
         for i, layer in enumerate(layers):
             name = f"{kind}layer{i}"

@@ -1,4 +1,4 @@
-//! Configurations in other spellings, and with fields omitted: those of `make.py`, and in `spellings.json`
+//! Configurations in other spellings, and with fields omitted: the variants of `make.py`, and in `spellings.json`
 //! configurations that are not transformers'. Versions 5.0 to 5.12 write one `rope_parameters` for all layers of Olmo
 //! 3, where the scaling of the published models is for layers without a window. Kimi K2 has another name, which
 //! transformers reads as DeepSeek V3.

@@ -58,7 +58,7 @@ def picture():
     disc = ((y - 15) ** 2 + (x - 34) ** 2 < 90).long()
     stripes = (x // 3 + y // 5) % 2
     planes = [x * 255 // COLUMNS, 255 * disc, 120 + 100 * stripes * (1 - disc)]
-    # Noise, of a seed with which no colour of a smaller picture lies near the middle of two whole ones.
+    # Noise of a seed with which no colour of a smaller picture is near the middle between two integers.
     noise = torch.randint(0, 31, (3, ROWS, COLUMNS), generator=torch.Generator().manual_seed(139))
     return (torch.stack(planes) * 7 // 8 + noise).to(torch.uint8)
 

@@ -20,7 +20,7 @@ fn place(tensor: &Tensor) -> (usize, usize, usize) {
 }
 
 /// Asserts that projections of one input are consecutive in one buffer with nothing else, for every layout; biases too,
-/// with zeros for missing ones. The rows of a gate would be between those of queries and keys.
+/// with zeros for missing ones. The rows of a gate would be between the rows of queries and keys.
 pub fn assert_joined(layer: &MultiHeadAttention, what: &str) -> Result<()> {
     let cfg = layer.config();
     if cfg.output_gate().is_some() {

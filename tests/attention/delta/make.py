@@ -16,7 +16,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 HERE = Path(__file__).resolve().parent
 # More than a block of 64, and no multiple of it.
 T, D_K, D_V = 70, 8, 6
-# The functions of a model by name, the heads of queries and keys, those of values, and whether each channel decays.
+# The functions of a model by name, the heads of queries and keys, the heads of values, and whether each channel decays.
 MODELS = {
     "qwen3_next": (
         {"chunk": qwen.torch_chunk_gated_delta_rule, "recurrent": qwen.torch_recurrent_gated_delta_rule},
