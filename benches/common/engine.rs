@@ -4,7 +4,9 @@ use std::fmt;
 use std::time::Instant;
 
 use candle_attention::{AttentionMask, Backend, SdpaOptions, plan, scaled_dot_product_attention};
-use candle_attention_kernels::flash::{Dims, KvRows, OutputLayout, Problem, ScoreOptions, Strided, attend_vec};
+use candle_attention_kernels::flash::{
+    AttentionDims, AttentionProblem, KvRows, OutputLayout, ScoreOptions, Strided, attend_vec,
+};
 use candle_attention_kernels::{Element, InstructionSet};
 use candle_core::{DType, Device, Error, Result, Tensor, WithDType, bail};
 use candle_nn::attention::{AttnMask, flash_attn};
@@ -188,8 +190,8 @@ fn ours_q8<'a, E: Element + WithDType>(cell: &Cell, inputs: &'a Inputs) -> Resul
             codes: Strided { data: codes, strides: [h_kv * t_kv * d, t_kv * d, d] },
             scales: Strided { data: scales, strides: [h_kv * t_kv, t_kv, 1] },
         };
-        let problem = Problem {
-            dims: Dims { b, h, h_kv, t_q, t_kv, d, d_v: d },
+        let problem = AttentionProblem {
+            dims: AttentionDims { b, h, h_kv, t_q, t_kv, d, d_v: d },
             q: Strided { data: &q, strides: [h * t_q * d, t_q * d, d] },
             k: rows(k),
             v: rows(v),

@@ -41,7 +41,7 @@ impl Element for f16 {}
 /// What those methods take cannot be named, nor can the traits:
 ///
 /// ```compile_fail,E0603
-/// use candle_attention_kernels::flash::{Call, KernelCall};
+/// use candle_attention_kernels::flash::kernels::KernelCall;
 /// ```
 ///
 /// ```compile_fail,E0603

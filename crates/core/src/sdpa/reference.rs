@@ -8,7 +8,7 @@ use candle_core::{D, DType, Device, Result, Tensor, bail};
 use super::validate::{Call, Dims};
 use super::{Attended, AttentionStatistics, OutputLayout, Outputs, PackedSequences, SdpaOptions};
 use crate::mask::{AttentionMask, FullyMaskedRows, ValidLens};
-use candle_attention_kernels::flash::philox_keeps;
+use candle_attention_kernels::flash::{WeightIndex, philox_keeps};
 use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, check_memory, sum_of_terms};
 
 /// The context, the log-sum-exp, and what is wanted beside.
@@ -177,7 +177,8 @@ fn philox_keep(weights: &Tensor, p: f64, seed: u64, [query, key]: [usize; 2]) ->
     let rows = b * h * t_q;
     let of_row = |row: usize| {
         let [b, h, i] = [row / (h * t_q), row / t_q % h, row % t_q];
-        (0..t_kv).map(move |j| u8::from(philox_keeps(seed, p, [b, h, query + i, key + j])))
+        let index = move |j| WeightIndex { b, head: h, query: query + i, key: key + j };
+        (0..t_kv).map(move |j| u8::from(philox_keeps(seed, p, index(j))))
     };
     let keep: Vec<u8> = (0..rows).flat_map(of_row).collect();
     Tensor::from_vec(keep, weights.shape(), &Device::Cpu)?.to_device(weights.device())

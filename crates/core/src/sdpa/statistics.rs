@@ -57,9 +57,9 @@ impl StatisticsOptions {
     }
 
     /// The same for the kernels.
-    pub(super) fn as_kernels(&self) -> flash::StatisticsOptions {
+    pub(super) fn as_kernels(&self) -> flash::RequestedStatistics {
         let [rows, columns] = self.window.clone().unwrap_or([0..0, 0..0]);
-        flash::StatisticsOptions { top: self.top_keys, rows, columns }
+        flash::RequestedStatistics { top: self.top_keys, rows, columns }
     }
 }
 

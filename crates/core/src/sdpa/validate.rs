@@ -4,7 +4,7 @@ use candle_core::{DType, Result, Tensor, bail};
 
 use super::{OutputLayout, PackedSequences, SdpaOptions};
 use crate::mask::{AttentionMask, FullyMaskedRows, RowRanges};
-pub(super) use candle_attention_kernels::flash::Dims;
+pub(super) use candle_attention_kernels::flash::AttentionDims as Dims;
 use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, is_addressable, number};
 
 /// Arguments that were found to fit together.

@@ -1,18 +1,20 @@
-//! Queries, keys and values on their way into matrix products.
+//! Packs queries, keys and values for matrix products.
 
 use std::cell::OnceCell;
 use std::ops::Range;
 
 use half::bf16;
 
-use super::problem::{Dims, KvHead, StoredRows, Strided};
-use super::tasks::{PackedWidth, Workspace};
+use super::dims::{AttentionDims, KvHead};
+use super::inputs::{KeysValues, KvMatrix, query_row};
+use super::packed_width::{PackedWidth, column_group};
+use super::tasks::AttentionWorkspace;
 use super::tile::Tile;
-use crate::cpu::{Kernel, Layout, LeftOperand, SimdTask, Vector, prefetch_bytes};
-use crate::number::{Number, Stored, load_first, pack_row_pair, store_first, widen_row};
+use crate::cpu::{Kernel, LeftOperand, SimdTask, Vector, prefetch_bytes};
+use crate::number::{Number, Stored, Strided, load_first, pack_row_pair, store_first, widen_row};
 
-/// How many rows of f32 ahead are prefetched: enough to cover the latency of memory at a row every few dozen cycles. Of
-/// narrower elements so many more that the bytes are the same.
+/// The distance, in rows of f32, at which rows are prefetched: enough to cover the latency of memory at a row every few
+/// dozen cycles. For narrower elements there are more rows in the same number of bytes.
 const PREFETCH_ROWS: usize = 16;
 
 /// Prefetches `width` elements of the row [`PREFETCH_ROWS`] rows after this one, or more, which need not exist.
@@ -26,32 +28,35 @@ pub(super) unsafe fn prefetch_row<V: Vector, E>(row: *const E, stride: usize, wi
     unsafe { prefetch_bytes::<V>(ahead, width * size_of::<E>()) };
 }
 
-/// The rows of some keys of one head: of the keys themselves, or of their values.
+/// The rows of some keys of one head in the matrix of keys, or of values.
 pub(super) struct HeadRows<'a, S> {
-    rows: &'a StoredRows<'a, S>,
+    rows: &'a KvMatrix<'a, S>,
     kv: KvHead,
-    /// Numbers in a row.
+    /// The numbers in a row.
     pub width: usize,
     pub keys: Range<usize>,
     finite: OnceCell<bool>,
 }
 
 impl<'a, S: Stored> HeadRows<'a, S> {
-    pub fn new(rows: &'a StoredRows<'a, S>, kv: KvHead, keys: Range<usize>) -> Self {
+    /// Selects the rows of some keys.
+    pub fn new(rows: &'a KvMatrix<'a, S>, kv: KvHead, keys: Range<usize>) -> Self {
         Self { rows, kv, width: rows.width, keys, finite: OnceCell::new() }
     }
 
+    /// Returns a pointer to the numbers of a key.
     #[inline(always)]
     pub fn row(&self, key: usize) -> *const S {
         self.rows.row(self.kv, key)
     }
 
+    /// Returns the factor of the numbers of a key.
     #[inline(always)]
     fn scale(&self, key: usize) -> f32 {
         self.rows.scale(self.kv, key)
     }
 
-    /// Adds the numbers of a key times a weight to sums that have room for whole vectors.
+    /// Adds the numbers of a key times a weight to sums that are padded to whole vectors.
     ///
     /// # Safety
     /// The processor has the instruction set of V; the key belongs to the call.
@@ -68,7 +73,8 @@ impl<'a, S: Stored> HeadRows<'a, S> {
         }
     }
 
-    /// Whether all numbers are finite, found out once: a weight of zero does not silence the others.
+    /// Returns whether all numbers are finite: the product of a weight of zero and another number is NaN. Computed
+    /// once.
     ///
     /// # Safety
     /// The keys belong to the call.
@@ -79,7 +85,7 @@ impl<'a, S: Stored> HeadRows<'a, S> {
     }
 }
 
-/// Whether all numbers of a row are finite, without a branch for each.
+/// Returns whether all numbers of a row are finite, without a branch for each.
 ///
 /// # Safety
 /// The row is valid for `width` elements.
@@ -88,48 +94,44 @@ pub(super) unsafe fn is_finite_row<S: Stored>(row: *const S, width: usize) -> bo
     (0..width).fold(true, |all, d| all & unsafe { *row.add(d) }.is_finite())
 }
 
-/// The words from one group of columns to the next: a cache line more than a block of keys has, since groups a power of
-/// two apart would share a set of the first cache, where each row is written to all of them.
-pub(super) const fn column_group(layout: Layout) -> usize {
-    layout.rows * layout.block + 16
-}
-
-/// One block of keys and values of one key head, packed. The keys begin at a multiple of the block's length, and are
+/// One packed block of keys and values of one key head. The keys begin at a multiple of the block's length, and are
 /// fewer only at the end.
-pub(super) struct Block<'a, S> {
-    /// Keys are the rows of a product, D its depth.
+pub(super) struct PackedBlock<'a, S> {
+    /// The keys, as the rows of a product of depth D.
     pub k: LeftOperand,
-    /// D_v is the rows of a product, keys its depth.
+    /// The values, transposed, as the D_v rows of a product whose depth are the keys.
     pub v: LeftOperand,
+    /// The values as they are stored.
     pub values: HeadRows<'a, S>,
 }
 
-impl<'a, S: Stored> Block<'a, S> {
+impl<'a, S: Stored> PackedBlock<'a, S> {
     /// Copies the block into the workspace, in the order in which products read it, converted to f32 where the
     /// instruction set multiplies f32. A block serves all queries of a task, so that the copy is some hundredths of the
     /// work; read in place, its rows would share few sets of the first cache at the usual power-of-two strides.
     ///
     /// # Safety
-    /// The processor has the instruction set of K; the keys are those of a block; the workspace was made for the call.
+    /// The processor has the instruction set of K; the keys are one block; the workspace was made for the call.
     #[inline(always)]
     pub unsafe fn new<K: Kernel>(
-        [k, v]: &'a [StoredRows<'a, S>; 2],
-        workspace: &mut Workspace,
+        keys_values: &'a KeysValues<'a, S>,
+        workspace: &mut AttentionWorkspace,
         kv: KvHead,
         keys: Range<usize>,
     ) -> Self {
-        let (rows, values) = (HeadRows::new(k, kv, keys.clone()), HeadRows::new(v, kv, keys));
-        let ([d, d_v], staging) = (workspace.sizes, workspace.staging.as_mut_ptr());
-        // SAFETY: as this function's contract; the workspace holds a block of keys and of values.
+        let rows = HeadRows::new(&keys_values.k, kv, keys.clone());
+        let values = HeadRows::new(&keys_values.v, kv, keys);
+        let staging = workspace.staging.as_mut_ptr();
+        // SAFETY: as this function's contract; the workspace has memory for a block of keys and of values.
         unsafe {
-            let k = pack_rows::<K, S>(&rows, workspace.keys.as_mut_ptr(), d.words);
-            let v = pack_columns::<K, S>(&values, workspace.values.as_mut_ptr(), staging, d_v);
+            let k = pack_rows::<K, S>(&rows, workspace.keys.as_mut_ptr(), workspace.d.words);
+            let v = pack_columns::<K, S>(&values, workspace.values.as_mut_ptr(), staging, workspace.d_v);
             Self { k, v, values }
         }
     }
 }
 
-/// Some rows of at most a block as words, one after the other: (rows, depth), and zeros up to a whole group.
+/// Packs some rows of at most a block as words, one after the other: (rows, depth), and zeros up to a whole group.
 ///
 /// # Safety
 /// The processor has the instruction set of K; the rows exist; `to` takes a block of rows of `depth` words.
@@ -139,7 +141,7 @@ pub(super) unsafe fn pack_rows<K: Kernel, S: Stored>(rows: &HeadRows<S>, to: *mu
     LeftOperand { at: to, group: K::ROWS * depth, row: depth, step: 1 }
 }
 
-/// Rows on their way to words, as they are or transposed.
+/// Packs rows as words, as they are or transposed.
 struct Pack<'a, S> {
     rows: &'a HeadRows<'a, S>,
     to: *mut f32,
@@ -160,7 +162,8 @@ impl<S: Stored> SimdTask for Pack<'_, S> {
             match form {
                 Form::Rows { depth } => {
                     for (index, key) in rows.keys.clone().enumerate() {
-                        let (row, to) = (rows.row(key), to.add(index * depth));
+                        let row = rows.row(key);
+                        let to = to.add(index * depth);
                         prefetch_row::<K::Vector, S>(row, rows.rows.stride(), rows.width);
                         pack_row::<K, S>(row, rows.width, to, depth, rows.scale(key));
                     }
@@ -176,7 +179,7 @@ impl<S: Stored> SimdTask for Pack<'_, S> {
     }
 }
 
-/// Some rows of at most a block, transposed: their width is the rows of a product, and they are its depth.
+/// Packs some rows of at most a block, transposed: their width is the rows of a product, and the rows are its depth.
 ///
 /// # Safety
 /// The processor has the instruction set of K; the rows exist; `to` takes [`PackedWidth::column_words`] and `staging`
@@ -189,14 +192,15 @@ pub(super) unsafe fn pack_columns<K: Kernel, S: Stored>(
 ) -> LeftOperand {
     // SAFETY: as this function's contract.
     unsafe { K::run_simd(Pack { rows, to, form: Form::Columns { staging, width } }) };
-    match K::IS_BF16 {
-        true => LeftOperand { at: to, group: K::ROWS * (K::BLOCK / 2), row: K::BLOCK / 2, step: 1 },
-        false => LeftOperand { at: to, group: column_group(K::LAYOUT), row: 1, step: K::ROWS },
+    if K::IS_BF16 {
+        LeftOperand { at: to, group: K::ROWS * (K::BLOCK / 2), row: K::BLOCK / 2, step: 1 }
+    } else {
+        LeftOperand { at: to, group: column_group(K::LAYOUT), row: 1, step: K::ROWS }
     }
 }
 
-/// One row as words, times a factor, and zeros up to `padded` words. The factor of a row that is bf16 already, and
-/// stays so in pairs, may only change the sign or be zero.
+/// Packs one row as words, times a factor, and zeros up to `padded` words. The factor of a row that is bf16 already,
+/// and stays bf16 in pairs, must be 1, -1 or 0.
 ///
 /// # Safety
 /// The processor has the instruction set of K; `row` is valid for `width` elements, `to` for writes of `padded` words.
@@ -216,7 +220,8 @@ pub(super) unsafe fn pack_row<K: Kernel, S: Stored>(
         let pairs: *mut bf16 = to.cast();
         pairs.add(width).write_bytes(0, 2 * padded - width);
         if S::IS_SCALED {
-            let (lanes, factor) = (K::Vector::LANES, K::Vector::splat(factor));
+            let lanes = K::Vector::LANES;
+            let factor = K::Vector::splat(factor);
             for at in (0..width).step_by(lanes) {
                 let n = lanes.min(width - at);
                 let numbers: K::Vector = load_first(row.add(at), n);
@@ -234,25 +239,26 @@ pub(super) unsafe fn pack_row<K: Kernel, S: Stored>(
     }
 }
 
-/// The rows of a tile of a matrix, transposed into a panel (width, panel) and times a factor; zeros for those that see
-/// no key.
-pub(super) struct PackPanel<'a, E> {
+/// Packs the rows of a tile of a matrix, transposed into a panel (width, panel) and times a factor; zeros for fully
+/// masked queries.
+pub(super) struct PackTile<'a, E> {
     pub rows: &'a TileRows<'a, E>,
     pub width: PackedWidth,
     /// Takes `width.word_squares` rows of a panel.
     pub panel: *mut f32,
-    /// Takes `LANES` rows of so many words.
+    /// Takes `LANES` rows of `width.word_squares` words.
     pub staging: *mut f32,
     pub factor: f32,
 }
 
-impl<E: Number> SimdTask for PackPanel<'_, E> {
+impl<E: Number> SimdTask for PackTile<'_, E> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let Self { rows, staging, .. } = self;
-        let (lanes, square) = (K::Vector::LANES, self.width.word_squares);
-        // SAFETY: the processor has the instruction set of K; the matrix has the rows, and the pointers take what they
-        // say.
+        let lanes = K::Vector::LANES;
+        let square = self.width.word_squares;
+        // SAFETY: the processor has the instruction set of K; the matrix has the rows, and the pointers are valid for
+        // writes of the sizes in the fields.
         unsafe {
             for vector in 0..rows.tile.vectors {
                 for lane in 0..lanes {
@@ -278,27 +284,27 @@ impl<E: Number> SimdTask for PackPanel<'_, E> {
 pub(super) struct TileRows<'a, E> {
     pub matrix: &'a Strided<'a, E, 3>,
     pub width: usize,
-    pub dims: &'a Dims,
+    pub dims: &'a AttentionDims,
     pub tile: &'a Tile,
 }
 
 impl<E> TileRows<'_, E> {
-    /// The row of a column of the panel, unless it sees no key.
+    /// Returns a pointer to the row of a column of the panel; `None` if the column has no query, or a fully masked one.
     #[inline(always)]
     pub fn row(&self, column: usize) -> Option<*const E> {
         if self.tile.is_empty(column) {
             return None;
         }
         let row = self.dims.row(self.tile.kv, self.tile.rows.start + column);
-        Some(self.matrix.query(row))
+        Some(query_row(self.matrix, row))
     }
 }
 
-/// [`pack_columns`] in groups of as many columns as a product has rows: (width / rows, block, rows), the groups
-/// [`column_group`] words apart.
+/// Does the work of [`pack_columns`] for words of one element, in groups of the columns that are the rows of a product:
+/// (width / rows, block, rows), the groups [`column_group`] words apart.
 ///
 /// # Safety
-/// As there.
+/// As [`pack_columns`].
 #[inline(always)]
 unsafe fn pack_column_groups<K: Kernel, S: Stored>(
     rows: &HeadRows<S>,
@@ -306,7 +312,7 @@ unsafe fn pack_column_groups<K: Kernel, S: Stored>(
     staging: *mut f32,
     width: PackedWidth,
 ) {
-    // SAFETY: as this function's contract; the staging memory holds a row.
+    // SAFETY: as this function's contract; the staging memory is large enough for a row.
     unsafe {
         for key in rows.keys.clone() {
             let row = rows.row(key);
@@ -320,10 +326,11 @@ unsafe fn pack_column_groups<K: Kernel, S: Stored>(
     }
 }
 
-/// [`pack_columns`] as pairs of neighbouring keys, transposed to (width, block / 2), and zeros to the end of the block.
+/// Does the work of [`pack_columns`] for pairs of neighbouring keys, transposed to (width, block / 2), and zeros to the
+/// end of the block.
 ///
 /// # Safety
-/// As there; S is bf16 or scaled.
+/// As [`pack_columns`]; S is bf16 or scaled.
 #[inline(always)]
 unsafe fn pack_column_pairs<K: Kernel, S: Stored>(
     rows: &HeadRows<S>,
@@ -331,8 +338,12 @@ unsafe fn pack_column_pairs<K: Kernel, S: Stored>(
     staging: *mut f32,
     width: PackedWidth,
 ) {
-    let (padded, lanes, half, keys) = (width.row_squares, K::Vector::LANES, K::BLOCK / 2, &rows.keys);
-    // SAFETY: as this function's contract; the staging memory holds half a block of rows of `padded` words.
+    let padded = width.row_squares;
+    let lanes = K::Vector::LANES;
+    let half = K::BLOCK / 2;
+    let keys = &rows.keys;
+    // SAFETY: as this function's contract; the staging memory is large enough for half a block of rows of `padded`
+    // words.
     unsafe {
         for pair in 0..half {
             let first = keys.start + 2 * pair;
@@ -340,21 +351,23 @@ unsafe fn pack_column_pairs<K: Kernel, S: Stored>(
             for key in (first..keys.end).take(2) {
                 prefetch_row::<K::Vector, S>(rows.row(key), rows.rows.stride(), rows.width);
             }
-            let to = staging.add(pair * padded);
-            match (row(first), row(first + 1)) {
-                (Some(low), high) if S::IS_SCALED => {
-                    let scales = [rows.scale(first), if high.is_some() { rows.scale(first + 1) } else { 0.0 }];
-                    let [low_scale, high_scale] = scales.map(|scale| K::Vector::splat(scale));
+            let staged = staging.add(pair * padded);
+            let low = row(first);
+            let high = row(first + 1);
+            match low {
+                Some(low) if S::IS_SCALED => {
+                    let low_scale = K::Vector::splat(rows.scale(first));
+                    let high_scale = K::Vector::splat(if high.is_some() { rows.scale(first + 1) } else { 0.0 });
                     let high = high.unwrap_or(low);
                     for d in (0..rows.width).step_by(lanes) {
                         let n = lanes.min(rows.width - d);
-                        let (low, high): (K::Vector, K::Vector) =
-                            (load_first(low.add(d), n), load_first(high.add(d), n));
-                        low.mul(low_scale).store_pairs(high.mul(high_scale), to.add(d));
+                        let low_numbers: K::Vector = load_first(low.add(d), n);
+                        let high_numbers: K::Vector = load_first(high.add(d), n);
+                        low_numbers.mul(low_scale).store_pairs(high_numbers.mul(high_scale), staged.add(d));
                     }
-                    to.add(rows.width).write_bytes(0, padded - rows.width);
+                    staged.add(rows.width).write_bytes(0, padded - rows.width);
                 }
-                (low, high) => pack_row_pair(low, high, rows.width, to, padded),
+                _ => pack_row_pair(low, high, rows.width, staged, padded),
             }
         }
         for d in (0..padded).step_by(lanes) {

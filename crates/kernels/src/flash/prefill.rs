@@ -2,29 +2,32 @@
 //!
 //! ```text
 //! for each block of keys:                                  packed once for all queries of the task
-//!     for each tile of queries that sees some of it:       (queries are columns)
+//!     for each tile of queries that attends to some of it: (queries are columns)
 //!         scores  = keys · queries                         (block, panel)
-//!         scores  = softcap, ALiBi, bias; -inf where hidden
-//!         weights = 2^(scores - largest so far)            in place of the scores
+//!         scores  = softcap, ALiBi, bias; -inf where masked
+//!         weights = 2^(scores - largest so far)            replace the scores
 //!         sum     = sum · factor + Σ weights               factor = 2^(largest before - largest so far)
-//!         context = context · factor + valuesᵀ · weights   (D_v, panel)
-//! context / sum, transposed, to the output
+//!         values  = values · factor + valuesᵀ · weights    (D_v, panel)
+//! values / sum, transposed, to the output
 //! ```
 
-use super::pack::Block;
-use super::problem::{ScoreInputs, ScoreUnits, StoredRows};
+use super::block_products::{add_values, multiply_keys};
+use super::inputs::{KeysValues, ScoreInputs};
+use super::options::ScoreUnits;
+use super::pack::PackedBlock;
 use super::scores::TileScores;
 use super::softmax::TileSoftmax;
-use super::tasks::{AttendTask, Workspace};
-use super::tile::{Overlap, Part, Tile};
-use crate::cpu::{Format, Kernel, LeftOperand, MAX_COLUMNS, Product, SimdTask, Vector};
+use super::tasks::{AttentionTask, AttentionWorkspace};
+use super::tile::{Overlap, Part, Tile, intersection};
+use crate::cpu::{Kernel, MAX_COLUMNS, SimdTask, Vector};
 use crate::number::{Stored, store_first};
 
-/// Tiles of one key head, whose queries are packed, against some of its keys. Leaves their state in the workspace.
+/// Tiles of one key head, whose queries are packed, against some of its keys. Writes the state of the online softmax to
+/// the workspace.
 pub(super) struct Prefill<'a, 'b, S> {
-    pub task: &'a AttendTask<'b>,
-    pub keys_values: &'a [StoredRows<'a, S>; 2],
-    pub workspace: &'a mut Workspace,
+    pub task: &'a AttentionTask<'b>,
+    pub keys_values: &'a KeysValues<'a, S>,
+    pub workspace: &'a mut AttentionWorkspace,
 }
 
 impl<S: Stored> SimdTask for Prefill<'_, '_, S> {
@@ -36,13 +39,13 @@ impl<S: Stored> SimdTask for Prefill<'_, '_, S> {
         // each tile.
         unsafe {
             let _tiles = K::configure_tiles();
-            let seen = Tile::seen_keys(&task.tiles);
-            let first_block = seen.start.max(task.keys.start) / K::BLOCK * K::BLOCK;
-            for first in (first_block..seen.end.min(task.keys.end)).step_by(K::BLOCK) {
+            let attended = intersection(&Tile::attended_keys(&task.tiles), &task.keys);
+            for first in (attended.start / K::BLOCK * K::BLOCK..attended.end).step_by(K::BLOCK) {
                 let keys = first..task.inputs.dims.t_kv.min(first + K::BLOCK);
-                let block = Block::new::<K>(keys_values, workspace, task.kv, keys);
+                let block = PackedBlock::new::<K>(keys_values, workspace, task.kv, keys);
                 for (index, tile) in task.tiles.iter().enumerate() {
-                    Step { inputs: task.inputs, block: &block, tile, index, units: task.units }.run::<K>(workspace);
+                    let step = TileBlock { inputs: task.inputs, block: &block, tile, index, units: task.units };
+                    step.run::<K>(workspace);
                 }
             }
         }
@@ -50,26 +53,30 @@ impl<S: Stored> SimdTask for Prefill<'_, '_, S> {
 }
 
 /// One tile against one block.
-struct Step<'a, 'b, S> {
+struct TileBlock<'a, 'b, S> {
     inputs: &'a ScoreInputs<'b>,
-    block: &'a Block<'a, S>,
+    block: &'a PackedBlock<'a, S>,
     tile: &'a Tile,
     /// The tile's panel in the workspace.
     index: usize,
     units: ScoreUnits,
 }
 
-impl<S: Stored> Step<'_, '_, S> {
+impl<S: Stored> TileBlock<'_, '_, S> {
+    /// Updates the state of the tile.
+    ///
     /// # Safety
-    /// The processor has the instruction set of K, whose tiles are configured; the workspace holds the block and the
+    /// The processor has the instruction set of K, whose tiles are configured; the workspace contains the block and the
     /// tile's queries.
     #[inline(always)]
-    unsafe fn run<K: Kernel>(&self, workspace: &mut Workspace) {
+    unsafe fn run<K: Kernel>(&self, workspace: &mut AttentionWorkspace) {
         let &Self { inputs, block, tile, index, units, .. } = self;
         let Some(overlap) = tile.overlap(K::LAYOUT, &block.values.keys, inputs) else { return };
-        let (first, depth, is_masked) = (overlap.keys.start, overlap.depth, overlap.is_masked);
-        let [d, d_v] = workspace.sizes;
-        let (scores, pairs) = (workspace.scores.as_mut_ptr(), workspace.weights.as_mut_ptr());
+        let depth = overlap.depth;
+        let d = workspace.d;
+        let d_v = workspace.d_v;
+        let scores = workspace.scores.as_mut_ptr();
+        let pairs = workspace.weights.as_mut_ptr();
         let state = workspace.state.of_panel(index);
         let mut factors = [0f32; MAX_COLUMNS];
         // SAFETY: as this method's contract; a block has `BLOCK` rows, which is a multiple of `ROWS`.
@@ -84,37 +91,40 @@ impl<S: Stored> Step<'_, '_, S> {
                 units,
                 keys: overlap.keys.clone(),
                 rows: overlap.keys.len(),
-                is_masked,
+                is_masked: overlap.is_masked,
                 scores,
                 staging: workspace.staging.as_mut_ptr(),
                 dropout: workspace.dropout.as_mut_ptr(),
                 cap_slopes: None,
             };
-            let kept = workspace.kept.as_mut();
-            let scores_out = kept.map(|kept| kept.as_mut_ptr().add((index * inputs.dims.t_kv + first) * K::PANEL));
+            let scores_out = workspace.kept.as_mut().map(|kept| {
+                let first = index * inputs.dims.t_kv + overlap.keys.start;
+                kept.as_mut_ptr().add(first * K::PANEL)
+            });
             let factors_out = factors.as_mut_ptr();
             K::run_simd(&TileSoftmax { scores: tile_scores, depth, pairs, state, factors: factors_out, scores_out });
             let weights = if K::IS_BF16 { pairs } else { scores };
-            let only_seen = is_masked && !block.values.are_finite();
+            let skips_masked = overlap.is_masked && !block.values.are_finite();
             for part in overlap.parts.iter() {
-                match only_seen {
-                    true => self.add_seen::<K>(&overlap, part, weights, &factors, state.context),
-                    false => add_values::<K>(&overlap, part, block.v, d_v.rows, weights, &factors, state.context),
+                if skips_masked {
+                    self.add_attended::<K>(&overlap, part, weights, &factors, state.values);
+                } else {
+                    add_values::<K>(&overlap, part, block.v, d_v.rows, weights, &factors, state.values);
                 }
-                // The first part of a vector corrected its context; the next ones only add.
+                // The first part of a vector corrected its earlier sums; the next parts only add.
                 factors[part.vectors.start * K::Vector::LANES..part.vectors.end * K::Vector::LANES].fill(1.0);
             }
         }
     }
 
-    /// [`add_values`] where these are not all finite: zero times NaN is NaN, so each query sums the keys that it sees
-    /// and no others. One query after the other, since such values are rare; finite values get the same sums as
-    /// elsewhere.
+    /// Does the work of [`add_values`] where the values are not all finite: zero times NaN is NaN, so that each query
+    /// sums only the keys that it attends to. One query after the other, since such values are rare; finite values get
+    /// the same sums as elsewhere.
     ///
     /// # Safety
     /// As [`add_values`].
     #[inline(always)]
-    unsafe fn add_seen<K: Kernel>(
+    unsafe fn add_attended<K: Kernel>(
         &self,
         overlap: &Overlap,
         part: &Part,
@@ -123,14 +133,15 @@ impl<S: Stored> Step<'_, '_, S> {
         to: *mut f32,
     ) {
         let &Self { inputs, tile, block, .. } = self;
-        let (d_v, lanes) = (inputs.dims.d_v, K::Vector::LANES);
+        let d_v = inputs.dims.d_v;
+        let lanes = K::Vector::LANES;
         let mut sums = vec![0f32; d_v.next_multiple_of(lanes)];
         let end = tile.rows.len().min(part.vectors.end * lanes);
         for (column, &factor) in factors.iter().enumerate().take(end).skip(part.vectors.start * lanes) {
             sums.fill(0.0);
             // SAFETY: as this method's contract.
             unsafe {
-                for key in tile.seen_by(inputs, column, &part.keys) {
+                for key in tile.keys_of(inputs, column, &part.keys) {
                     let at = key - overlap.keys.start;
                     let mut weight = (*weights.add(at / K::ELEMENTS * K::PANEL + column)).to_bits();
                     if K::IS_BF16 {
@@ -146,67 +157,5 @@ impl<S: Stored> Step<'_, '_, S> {
                 }
             }
         }
-    }
-}
-
-/// The product of a block's keys with a tile's queries, (depth, panel), over parts of both; or of its values with the
-/// gradients of contexts.
-///
-/// # Safety
-/// The processor has the instruction set of K, whose tiles are configured; the operands are a block and a panel of the
-/// depth; the part begins at a whole group of keys.
-pub(super) unsafe fn multiply_keys<K: Kernel>(
-    overlap: &Overlap,
-    part: &Part,
-    rows: LeftOperand,
-    depth: usize,
-    columns: *const f32,
-    to: *mut f32,
-) {
-    let column = part.vectors.start * K::Vector::LANES;
-    // SAFETY: as this function's contract; a block has `BLOCK` rows, which is a multiple of `ROWS`.
-    unsafe {
-        K::multiply(&Product {
-            a: rows.offset((part.keys.start - overlap.block) * rows.row),
-            b: columns.add(column),
-            c: to.add((part.keys.start - overlap.keys.start) * K::PANEL + column),
-            rows: part.keys.len().next_multiple_of(K::ROWS),
-            depth,
-            vectors: part.vectors.len(),
-            factors: None,
-            format: Format::F32,
-        });
-    }
-}
-
-/// The product of a block's values, the rows of whose transposition are counted, with a tile's weights, over parts of
-/// both; or of its keys with the gradients of scores. Each part is summed from zero and added to what was there times
-/// its factors.
-///
-/// # Safety
-/// The processor has the instruction set of K, whose tiles are configured; the operands are a block of the rows and
-/// weights of a panel; the part begins at a whole step of depth.
-pub(super) unsafe fn add_values<K: Kernel>(
-    overlap: &Overlap,
-    part: &Part,
-    values: LeftOperand,
-    rows: usize,
-    weights: *const f32,
-    factors: &[f32; MAX_COLUMNS],
-    to: *mut f32,
-) {
-    let column = part.vectors.start * K::Vector::LANES;
-    // SAFETY: as this function's contract.
-    unsafe {
-        K::multiply(&Product {
-            a: values.offset((part.keys.start - overlap.block) / K::ELEMENTS * values.step),
-            b: weights.add((part.keys.start - overlap.keys.start) / K::ELEMENTS * K::PANEL + column),
-            c: to.add(column),
-            rows,
-            depth: part.keys.len().div_ceil(K::ELEMENTS).next_multiple_of(K::DEPTH),
-            vectors: part.vectors.len(),
-            factors: Some(factors.as_ptr().add(column)),
-            format: Format::F32,
-        });
     }
 }

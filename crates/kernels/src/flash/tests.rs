@@ -1,5 +1,5 @@
 //! The kernel alone, without tensors: small enough for Miri, which finds what reads or writes out of bounds on the
-//! scalar instruction set. `tests/attention/flash` holds every instruction set to the oracle.
+//! scalar instruction set. `tests/attention/flash` compares every instruction set with the oracle.
 
 use std::ops::Range;
 
@@ -13,8 +13,8 @@ mod sizes;
 mod statistics;
 
 use super::{
-    Alibi, Dims, Dropout, DropoutMask, KvRows, OutputLayout, Problem, ScoreOptions, Strided, attend, attend_vec,
-    philox_keeps,
+    Alibi, AttentionDims, AttentionProblem, Dropout, DropoutMask, KvRows, OutputLayout, ScoreOptions, Strided,
+    WeightIndex, attend, attend_vec, philox_keeps,
 };
 use crate::Element;
 use crate::cpu::InstructionSet;
@@ -22,7 +22,7 @@ use crate::cpu::tests::numbers;
 use crate::error::Error;
 
 struct Case {
-    dims: Dims,
+    dims: AttentionDims,
     ranges: Vec<Range<usize>>,
     /// Softcap, ALiBi, bias, keep and sinks, or none of them.
     everything: bool,
@@ -37,7 +37,7 @@ struct Case {
 /// The probability that a weight is dropped.
 const P: f64 = 0.3;
 
-/// Codes and scales of rows of a width, and the numbers that they stand for.
+/// Codes and scales of rows, and the numbers that they represent.
 type Q8 = (Vec<u8>, Vec<f32>, Vec<f64>);
 
 fn quantized(count: usize, width: usize, salt: u64) -> Q8 {
@@ -49,7 +49,7 @@ fn quantized(count: usize, width: usize, salt: u64) -> Q8 {
 }
 
 impl Case {
-    fn new(dims: Dims, causal: bool, everything: bool) -> Self {
+    fn new(dims: AttentionDims, causal: bool, everything: bool) -> Self {
         let range = |i: usize| 0..if causal { (i + 1 + dims.t_kv).saturating_sub(dims.t_q) } else { dims.t_kv };
         Self {
             ranges: (0..dims.b * dims.t_q).map(|row| range(row % dims.t_q)).collect(),
@@ -62,18 +62,23 @@ impl Case {
     }
 
     fn with_dropout(mut self, seed: u64) -> Self {
-        let Dims { b, h, t_q, t_kv, .. } = self.dims;
+        let AttentionDims { b, h, t_q, t_kv, .. } = self.dims;
         self.dropout = Some(seed);
         self.kept = vec![0; (b * h * t_q * t_kv).div_ceil(8)];
         for at in 0..b * h * t_q * t_kv {
-            let weight = [at / (h * t_q * t_kv), at / (t_q * t_kv) % h, at / t_kv % t_q, at % t_kv];
+            let weight = WeightIndex {
+                b: at / (h * t_q * t_kv),
+                head: at / (t_q * t_kv) % h,
+                query: at / t_kv % t_q,
+                key: at % t_kv,
+            };
             self.kept[at / 8] |= u8::from(philox_keeps(seed, P, weight)) << (at % 8);
         }
         self
     }
 
     fn data<E: Element>(&self) -> Data<E> {
-        let Dims { b, h, h_kv, t_q, t_kv, d, d_v } = self.dims;
+        let AttentionDims { b, h, h_kv, t_q, t_kv, d, d_v } = self.dims;
         Data {
             q: numbers(b * h * t_q * d, 1),
             k: numbers(b * h_kv * t_kv * d, 2),
@@ -84,13 +89,13 @@ impl Case {
             keep: (0..t_kv).map(|key| u8::from(key % 5 != 2)).collect(),
             slopes: numbers(h, 5),
             sinks: numbers(h, 6),
-            // The sequences of a batch stand at positions of their own.
+            // Each sequence of the batch has different positions.
             positions: (0..b * t_q).map(|row| (row % t_q + t_kv) as f32 - (t_q + row / t_q) as f32).collect(),
         }
     }
 
-    fn problem<'a, E>(&'a self, data: &'a Data<E>) -> Problem<'a, E> {
-        let Dims { h, h_kv, t_q, t_kv, d, d_v, .. } = self.dims;
+    fn problem<'a, E>(&'a self, data: &'a Data<E>) -> AttentionProblem<'a, E> {
+        let AttentionDims { h, h_kv, t_q, t_kv, d, d_v, .. } = self.dims;
         let everything = self.everything;
         let scores = ScoreOptions {
             scale: 0.7,
@@ -112,7 +117,7 @@ impl Case {
             },
             false => Strided { data: floats, strides: [h_kv * t_kv * width, t_kv * width, width] }.into(),
         };
-        Problem {
+        AttentionProblem {
             dims: self.dims,
             q: Strided { data: &data.q, strides: [h * t_q * d, t_q * d, d] },
             k: kv_rows(&data.k, &data.k_q8, d),
@@ -124,15 +129,15 @@ impl Case {
         }
     }
 
-    /// Whether a row is of a head, a query or a sequence, of B·H·T_q rows.
+    /// Returns the sequence, the head and the query of a row among B·H·T_q rows.
     fn row(&self, row: usize) -> [usize; 3] {
-        let Dims { h, t_q, .. } = self.dims;
+        let AttentionDims { h, t_q, .. } = self.dims;
         [row / (h * t_q), row / t_q % h, row % t_q]
     }
 
-    /// The weights of a row before dropout, T_kv of them, and the log-sum-exp, in plain loops.
+    /// Computes the weights of a row before dropout, T_kv of them, and the log-sum-exp, in plain loops.
     fn weights(&self, data: &Data<f64>, row: usize) -> (Vec<f64>, f64) {
-        let Dims { h, h_kv, t_q, t_kv, d, .. } = self.dims;
+        let AttentionDims { h, h_kv, t_q, t_kv, d, .. } = self.dims;
         let [batch, head, i] = self.row(row);
         let range = &self.ranges[batch * t_q + i];
         let score = |key: usize| {
@@ -154,38 +159,39 @@ impl Case {
         (powers.into_iter().map(|power| if sum == 0.0 { 0.0 } else { power / sum }).collect(), sum.ln())
     }
 
-    /// The context and the log-sum-exp, in plain loops.
+    /// Computes the output and the log-sum-exp, in plain loops.
     fn exact(&self, data: &Data<f64>) -> (Vec<f64>, Vec<f64>) {
-        let Dims { b, h, h_kv, t_q, t_kv, d_v, .. } = self.dims;
-        let (mut context, mut lse) = (Vec::new(), Vec::new());
+        let AttentionDims { b, h, h_kv, t_q, t_kv, d_v, .. } = self.dims;
+        let (mut output, mut lse) = (Vec::new(), Vec::new());
         for row in 0..b * h * t_q {
             let [batch, head, i] = self.row(row);
             let (weights, of_row) = self.weights(data, row);
             let kept = |key: usize| match self.dropout {
-                Some(seed) if !philox_keeps(seed, P, [batch, head, i, key]) => 0.0,
+                Some(seed) if !philox_keeps(seed, P, WeightIndex { b: batch, head, query: i, key }) => 0.0,
                 Some(_) => 1.0 / (1.0 - P),
                 None => 1.0,
             };
             for n in 0..d_v {
                 let value = |key: usize| data.v[((batch * h_kv + head / (h / h_kv)) * t_kv + key) * d_v + n];
                 let mixed = weights.iter().enumerate().filter(|(_, weight)| **weight > 0.0);
-                context.push(mixed.map(|(key, weight)| weight * kept(key) * value(key)).sum());
+                output.push(mixed.map(|(key, weight)| weight * kept(key) * value(key)).sum());
             }
             lse.push(of_row);
         }
-        (context, lse)
+        (output, lse)
     }
 
-    /// The largest difference between the kernel and plain loops in f64, on one instruction set.
+    /// Returns the largest difference between the kernel and plain loops in f64, on one instruction set.
     fn difference<E: Element + Into<f32>>(&self, instruction_set: InstructionSet) -> f64 {
-        let (data, mut lse) = (self.data::<E>(), Vec::new());
-        let context = attend_vec(&self.problem(&data), instruction_set, Some(&mut lse), None).expect("a few rows");
-        let (exact, exact_lse) = self.exact(&data.clone().widened(self.q8));
+        let data = self.data::<E>();
+        let mut lse = Vec::new();
+        let output = attend_vec(&self.problem(&data), instruction_set, Some(&mut lse), None).expect("a few rows");
+        let (exact_output, exact_lse) = self.exact(&data.clone().widened(self.q8));
         let difference =
             |(x, exact): (f64, f64)| if x == exact || exact == f64::NEG_INFINITY { 0.0 } else { (x - exact).abs() };
-        assert!(lse.iter().zip(&exact_lse).all(|(lse, exact)| exact.is_finite() || f64::from(*lse) == *exact));
-        let context = context.into_iter().map(|x| f64::from(x.into())).zip(exact);
-        context.chain(lse.into_iter().map(f64::from).zip(exact_lse)).map(difference).fold(0.0, f64::max)
+        assert!(lse.iter().zip(&exact_lse).all(|(x, exact)| exact.is_finite() || f64::from(*x) == *exact));
+        let outputs = output.into_iter().map(|x| f64::from(x.into())).zip(exact_output);
+        outputs.chain(lse.into_iter().map(f64::from).zip(exact_lse)).map(difference).fold(0.0, f64::max)
     }
 }
 
@@ -195,7 +201,7 @@ struct Data<E> {
     q: Vec<E>,
     k: Vec<E>,
     v: Vec<E>,
-    /// What a case of 8 bits has in their place.
+    /// Replaces the keys in a case of 8 bits.
     k_q8: Q8,
     v_q8: Q8,
     bias: Vec<f32>,
@@ -215,12 +221,12 @@ impl<E: Element + Into<f32>> Data<E> {
     }
 }
 
-fn dims(h: usize, t_q: usize, t_kv: usize, d: usize, d_v: usize) -> Dims {
-    Dims { b: 2, h, h_kv: h.div_ceil(2), t_q, t_kv, d, d_v }
+fn dims(h: usize, t_q: usize, t_kv: usize, d: usize, d_v: usize) -> AttentionDims {
+    AttentionDims { b: 2, h, h_kv: h.div_ceil(2), t_q, t_kv, d, d_v }
 }
 
 #[test]
-fn every_instruction_set_gives_the_numbers_of_plain_loops() {
+fn forward_with_causal_softcap_alibi_sinks_dropout_matches_plain_loops() {
     let shapes =
         [dims(2, 1, 3, 3, 2), dims(2, 9, 3, 2, 3), dims(1, 3, 2, 8, 1), dims(2, 11, 13, 9, 4), dims(4, 5, 131, 5, 3)];
     let (instruction_sets, shapes) = match cfg!(miri) {
@@ -249,11 +255,11 @@ fn every_instruction_set_gives_the_numbers_of_plain_loops() {
     }
 }
 
-/// Masks hold the least number of f32 or bf16 where PyTorch's users mean "hidden": such biases compare as numbers do,
-/// and a row that has nothing else gets the mean.
+/// Checks masks that are the least number of f32 or bf16, as PyTorch's users write them: such biases compare as numbers
+/// do, and a row without any other key has the mean as its output.
 fn check_extreme_biases<E: Element + Into<f32>>(instruction_set: InstructionSet, t_q: usize, repeats: usize) {
     let bf16_min = bf16::MIN.to_f32();
-    // The biases of three keys, the weights that they leave, and the largest.
+    // The biases of three keys, the weights that follow, and the largest.
     let cases = [
         ([f32::MIN; 3], [1.0 / 3.0; 3], f32::MIN),
         ([bf16_min; 3], [1.0 / 3.0; 3], bf16_min),
@@ -268,8 +274,8 @@ fn check_extreme_biases<E: Element + Into<f32>>(instruction_set: InstructionSet,
     let v: Vec<E> = (0..t_kv).map(|key| E::from_f32([1.0, 2.0, 4.0][key % 3])).collect();
     for (biases, weights, most) in cases {
         let bias: Vec<f32> = biases.repeat(repeats);
-        let problem = Problem {
-            dims: Dims { b: 1, h: 1, h_kv: 1, t_q, t_kv, d, d_v: 1 },
+        let problem = AttentionProblem {
+            dims: AttentionDims { b: 1, h: 1, h_kv: 1, t_q, t_kv, d, d_v: 1 },
             q: Strided { data: &q, strides: [0, d, d] },
             k: Strided { data: &k, strides: [0, 0, d] }.into(),
             v: Strided { data: &v, strides: [0, 0, 1] }.into(),
@@ -279,27 +285,27 @@ fn check_extreme_biases<E: Element + Into<f32>>(instruction_set: InstructionSet,
             executor: None,
         };
         let mut lse = Vec::new();
-        let context = attend_vec(&problem, instruction_set, Some(&mut lse), None).expect("a few rows");
-        let expected = weights[0] + 2.0 * weights[1] + 4.0 * weights[2];
+        let output = attend_vec(&problem, instruction_set, Some(&mut lse), None).expect("a few rows");
+        let expected_output = weights[0] + 2.0 * weights[1] + 4.0 * weights[2];
         let what = format!("{instruction_set}, {t_q} queries, {t_kv} keys, biases {biases:?}");
-        for got in context {
+        for got in output {
             let got: f32 = got.into();
-            assert!((got - expected).abs() < 2e-2, "{what}: {got}, expected {expected}");
+            assert!((got - expected_output).abs() < 2e-2, "{what}: {got}, expected {expected_output}");
         }
-        // The score of 0.5 and the logarithm of the number of keys show only beside small biases.
+        // The score of 0.5 and the logarithm of the number of keys change the sum only if biases are small.
         let keys = (repeats * weights.iter().filter(|&&weight| weight > 0.0).count()) as f32;
-        let expected = most + if most == 0.0 { 0.5 + keys.ln() } else { 0.0 };
+        let expected_lse = most + if most == 0.0 { 0.5 + keys.ln() } else { 0.0 };
         for got in lse {
             assert!(
-                (got - expected).abs() <= 3e-7 * expected.abs(),
-                "{what}: log-sum-exp {got:e}, expected {expected:e}"
+                (got - expected_lse).abs() <= 3e-7 * expected_lse.abs(),
+                "{what}: log-sum-exp {got:e}, expected {expected_lse:e}"
             );
         }
     }
 }
 
 #[test]
-fn biases_at_the_ends_of_f32_give_what_pytorch_gives() {
+fn bias_at_the_limits_of_f32_matches_pytorch() {
     let instruction_sets = if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() };
     for instruction_set in instruction_sets {
         // Decoding and tiles, within one part of the keys and over several.
@@ -312,11 +318,11 @@ fn biases_at_the_ends_of_f32_give_what_pytorch_gives() {
     }
 }
 
-/// A call of one query that is in order, for tests to change.
-fn small<'a>(data: &'a [f32], ranges: &'a [Range<usize>]) -> Problem<'a, f32> {
+/// Returns a valid call of one query, for tests to change.
+fn small<'a>(data: &'a [f32], ranges: &'a [Range<usize>]) -> AttentionProblem<'a, f32> {
     let rows = Strided { data, strides: [8, 4, 2] };
-    Problem {
-        dims: Dims { b: 1, h: 2, h_kv: 2, t_q: 1, t_kv: 2, d: 2, d_v: 2 },
+    AttentionProblem {
+        dims: AttentionDims { b: 1, h: 2, h_kv: 2, t_q: 1, t_kv: 2, d: 2, d_v: 2 },
         q: rows,
         k: rows.into(),
         v: rows.into(),
@@ -328,7 +334,7 @@ fn small<'a>(data: &'a [f32], ranges: &'a [Range<usize>]) -> Problem<'a, f32> {
 }
 
 #[test]
-fn sizes_that_do_not_fit_are_errors() {
+fn sizes_beyond_a_slice_are_refused() {
     let (data, ranges) = ([1f32; 8], [0..2]);
     let good = small(&data, &ranges);
     assert_eq!(attend_vec(&good, InstructionSet::Scalar, None, None).expect("a good call"), [1.0; 4]);
@@ -344,60 +350,66 @@ fn sizes_that_do_not_fit_are_errors() {
     let huge = usize::MAX / 2;
     let cases = [
         (
-            Problem { dims: Dims { h_kv: 0, ..dims }, ..good },
+            AttentionProblem { dims: AttentionDims { h_kv: 0, ..dims }, ..good },
             "expected key heads that divide the 2 query heads, found 0",
         ),
-        (Problem { dims: Dims { h: 3, ..dims }, ..good }, "expected key heads that divide the 3 query heads, found 2"),
         (
-            Problem { k: short.into(), ..good },
+            AttentionProblem { dims: AttentionDims { h: 3, ..dims }, ..good },
+            "expected key heads that divide the 3 query heads, found 2",
+        ),
+        (
+            AttentionProblem { k: short.into(), ..good },
             "k of [1, 2, 2] entries of 2 elements with strides [8, 4, 2] ends past the 7 elements of its slice",
         ),
         (
-            Problem { v: Strided { strides: [8, usize::MAX, 2], ..good.q }.into(), ..good },
+            AttentionProblem { v: Strided { strides: [8, usize::MAX, 2], ..good.q }.into(), ..good },
             "v of [1, 2, 2] entries of 2 elements with strides [8, 18446744073709551615, 2] ends past the 8 elements of its slice",
         ),
         (
-            Problem { k: codes(8, 4), v: codes(7, 4), ..good },
+            AttentionProblem { k: codes(8, 4), v: codes(7, 4), ..good },
             "v of [1, 2, 2] entries of 2 elements with strides [8, 4, 2] ends past the 7 elements of its slice",
         ),
         (
-            Problem { k: codes(8, 3), v: codes(8, 4), ..good },
+            AttentionProblem { k: codes(8, 3), v: codes(8, 4), ..good },
             "the scales of k of [1, 2, 2] entries of 1 elements with strides [4, 2, 1] ends past the 3 elements of its slice",
         ),
-        (Problem { v: codes(8, 4), ..good }, "expected keys and values that are both floats or both of 8 bits"),
         (
-            Problem { dims: Dims { t_q: 3, ..dims }, ..good },
+            AttentionProblem { v: codes(8, 4), ..good },
+            "expected keys and values that are both floats or both of 8 bits",
+        ),
+        (
+            AttentionProblem { dims: AttentionDims { t_q: 3, ..dims }, ..good },
             "q of [1, 2, 3] entries of 2 elements with strides [8, 4, 2] ends past the 8 elements of its slice",
         ),
-        (Problem { ranges: &[], ..good }, "ranges has 0 elements, expected 1"),
-        (Problem { ranges: &[0..3], ..good }, "expected ranges within 2 keys, found 0..3"),
-        (Problem { scores: alibi(&[1.0], &[0.0]), ..good }, "slopes has 1 elements, expected 2"),
-        (Problem { scores: alibi(&[1.0, 1.0], &[]), ..good }, "positions has 0 elements, expected 1"),
+        (AttentionProblem { ranges: &[], ..good }, "ranges has 0 elements, expected 1"),
+        (AttentionProblem { ranges: &[0..3], ..good }, "expected ranges within 2 keys, found 0..3"),
+        (AttentionProblem { scores: alibi(&[1.0], &[0.0]), ..good }, "slopes has 1 elements, expected 2"),
+        (AttentionProblem { scores: alibi(&[1.0, 1.0], &[]), ..good }, "positions has 0 elements, expected 1"),
         (
-            Problem { scores: ScoreOptions { sinks: Some(&[0.0]), ..scores }, ..good },
+            AttentionProblem { scores: ScoreOptions { sinks: Some(&[0.0]), ..scores }, ..good },
             "sinks has 1 elements, expected 2",
         ),
         (
-            Problem {
+            AttentionProblem {
                 scores: ScoreOptions { bias: Some(Strided { data: &entries, strides: [0, 2, 2, 1] }), ..scores },
                 ..good
             },
             "bias of [1, 2, 1, 2] entries of 1 elements with strides [0, 2, 2, 1] ends past the 3 elements of its slice",
         ),
         (
-            Problem {
+            AttentionProblem {
                 scores: ScoreOptions { keep: Some(Strided { data: &kept, strides: [0, 2, 2, 1] }), ..scores },
                 ..good
             },
             "keep of [1, 2, 1, 2] entries of 1 elements with strides [0, 2, 2, 1] ends past the 3 elements of its slice",
         ),
         (
-            Problem { dims: Dims { d_v: huge, ..dims }, ..good },
-            "a context of [1, 2, 1, 9223372036854775807] does not fit in memory",
+            AttentionProblem { dims: AttentionDims { d_v: huge, ..dims }, ..good },
+            "an attention output of [1, 2, 1, 9223372036854775807] does not fit in memory",
         ),
         (
-            Problem {
-                dims: Dims { t_kv: usize::MAX, ..dims },
+            AttentionProblem {
+                dims: AttentionDims { t_kv: usize::MAX, ..dims },
                 k: Strided { strides: [0; 3], ..good.q }.into(),
                 v: Strided { strides: [0; 3], ..good.q }.into(),
                 scores: ScoreOptions { dropout: Some(Dropout { mask: DropoutMask::Kept(&[255]), p: 0.5 }), ..scores },
@@ -407,8 +419,8 @@ fn sizes_that_do_not_fit_are_errors() {
         ),
         // Counts overflow without a byte of output.
         (
-            Problem { dims: Dims { b: huge, d_v: 0, ..dims }, ..good },
-            "a context of [9223372036854775807, 2, 1, 0] does not fit in memory",
+            AttentionProblem { dims: AttentionDims { b: huge, d_v: 0, ..dims }, ..good },
+            "an attention output of [9223372036854775807, 2, 1, 0] does not fit in memory",
         ),
     ];
     for (problem, expected) in cases {
@@ -419,13 +431,20 @@ fn sizes_that_do_not_fit_are_errors() {
             }
         }
     }
-    let error = |context: usize, lse: usize| {
-        let (mut context, mut lse) = (Box::new_uninit_slice(context), Box::new_uninit_slice(lse));
-        attend(&good, InstructionSet::Scalar, &mut context, Some(&mut lse), None)
+}
+
+#[test]
+fn results_of_a_wrong_length_and_missing_instruction_sets_are_refused() {
+    let data = [1f32; 8];
+    let good = small(&data, &[0..2]);
+    let error = |output_len: usize, lse_len: usize| {
+        let mut output = Box::new_uninit_slice(output_len);
+        let mut lse = Box::new_uninit_slice(lse_len);
+        attend(&good, InstructionSet::Scalar, &mut output, Some(&mut lse), None)
             .expect_err("a wrong length")
             .to_string()
     };
-    assert_eq!(error(3, 2), "context has 3 elements, expected 4");
+    assert_eq!(error(3, 2), "output has 3 elements, expected 4");
     assert_eq!(error(4, 1), "lse has 1 elements, expected 2");
     let missing = InstructionSet::ALL
         .into_iter()
@@ -434,9 +453,9 @@ fn sizes_that_do_not_fit_are_errors() {
     assert!(matches!(attend_vec(&good, missing, None, None), Err(Error::InstructionSet(_))));
 }
 
-/// Ranges that are empty may stand anywhere, and keys that are repeated may be as many as addresses.
+/// Checks empty ranges outside of the keys, and repeated keys whose number is beyond memory.
 #[test]
-fn empty_ranges_and_repeated_keys_are_in_order() {
+fn empty_ranges_anywhere_are_fully_masked_and_too_many_keys_are_refused() {
     let data = [1f32; 8];
     for range in [usize::MAX..0, 7..7, 2..1] {
         for t_q in [1, 9] {
@@ -444,20 +463,21 @@ fn empty_ranges_and_repeated_keys_are_in_order() {
             let ranges = vec![range.clone(); t_q];
             (problem.dims.t_q, problem.ranges, problem.q.strides) = (t_q, &ranges, [0; 3]);
             for instruction_set in InstructionSet::available() {
-                let context = attend_vec(&problem, instruction_set, None, None).expect("a query that sees nothing");
-                assert!(context.iter().all(|&x| x == 0.0), "{instruction_set}: {range:?}");
+                let output = attend_vec(&problem, instruction_set, None, None).expect("a fully masked query");
+                assert!(output.iter().all(|&x| x == 0.0), "{instruction_set}: {range:?}");
             }
         }
     }
     let mut problem = small(&data, &[]);
     let repeated = Strided { strides: [0; 3], ..problem.q }.into();
     (problem.dims.t_kv, problem.k, problem.v) = (usize::MAX / 4, repeated, repeated);
-    let error =
-        attend_vec(&Problem { ranges: &[0..3], ..problem }, InstructionSet::Scalar, None, None).expect_err("no memory");
-    assert_eq!(error.to_string(), "what attention keeps between its steps does not fit in memory");
+    let error = attend_vec(&AttentionProblem { ranges: &[0..3], ..problem }, InstructionSet::Scalar, None, None)
+        .expect_err("no memory");
+    assert_eq!(error.to_string(), "a scratch buffer of attention does not fit in memory");
 }
 
-/// A call of 8 bits over heads of 16 numbers, whose last query sees all keys and each one before it one less.
+/// Computes a call of 8 bits over heads of 16 numbers, whose last query attends to all keys and each query before it to
+/// one key less.
 fn attend_q8(instruction_set: InstructionSet, t_q: usize, codes: &[u8], scales: &[f32]) -> Vec<f32> {
     let (d, t_kv) = (16, scales.len());
     let q: Vec<f32> = numbers(t_q * d, 7);
@@ -465,8 +485,8 @@ fn attend_q8(instruction_set: InstructionSet, t_q: usize, codes: &[u8], scales: 
         codes: Strided { data: codes, strides: [0, 0, d] },
         scales: Strided { data: scales, strides: [0, 0, 1] },
     };
-    let problem = Problem {
-        dims: Dims { b: 1, h: 1, h_kv: 1, t_q, t_kv, d, d_v: d },
+    let problem = AttentionProblem {
+        dims: AttentionDims { b: 1, h: 1, h_kv: 1, t_q, t_kv, d, d_v: d },
         q: Strided { data: &q, strides: [0, 0, d] },
         k: rows,
         v: rows,
@@ -478,9 +498,9 @@ fn attend_q8(instruction_set: InstructionSet, t_q: usize, codes: &[u8], scales: 
     attend_vec(&problem, instruction_set, None, None).expect("a few rows")
 }
 
-/// As a cache stores a row with a number that is not finite.
+/// Uses the scale that a cache stores for a row with a number that is not finite.
 #[test]
-fn a_scale_of_nan_reaches_the_queries_that_see_its_key() {
+fn q8_scale_of_nan_reaches_only_queries_that_attend_to_its_key() {
     for instruction_set in InstructionSet::available() {
         for t_q in [2, 10, 40] {
             let (codes, mut scales, _) = quantized(50, 16, 3);
@@ -498,7 +518,7 @@ fn a_scale_of_nan_reaches_the_queries_that_see_its_key() {
 }
 
 #[test]
-fn eight_bits_give_the_same_bits_on_any_number_of_threads() {
+fn q8_results_are_equal_for_any_number_of_threads() {
     let count = if cfg!(miri) { 60 } else { 9000 };
     let (codes, scales, _) = quantized(count, 16, 3);
     for instruction_set in if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() } {

@@ -6,7 +6,9 @@ use candle_core::{Result, Tensor};
 
 use super::{Call, Dims, Flash, reordered};
 use crate::sdpa::Attended;
-use candle_attention_kernels::flash::{self, BackwardProblem, Problem, SoftmaxStats, Wanted};
+use candle_attention_kernels::flash::{
+    self, AttentionBackwardProblem, AttentionProblem, RequestedGradients, SoftmaxStats,
+};
 use candle_attention_modules::base::rowwise::{Element, read, to_vec, with_contiguous_rows};
 use candle_attention_modules::base::{gradient_of, record, record_two};
 
@@ -59,14 +61,15 @@ impl Flash {
         let tracked = inputs.map(|input| input.filter(|input| input.track_op()));
         let [q, k, v, _, distances, slopes, sinks] = tracked.map(|input| input.is_some());
         let bias = tracked[3].map(|bias| bias.dims4()).transpose()?.map(<[usize; 4]>::from);
-        let wanted = Wanted { q, k, v, bias, distances, slopes, sinks };
-        let found = self.with_problem(|&forward: &Problem<E>| {
-            let problem = BackwardProblem { forward, context, stats, context_grad, lse_grad };
+        let wanted = RequestedGradients { q, k, v, bias, relative_bias: distances, slopes, sinks };
+        let found = self.with_problem(|&forward: &AttentionProblem<E>| {
+            let problem =
+                AttentionBackwardProblem { forward, output: context, stats, output_grad: context_grad, lse_grad };
             flash::attend_backward(&problem, self.instruction_set, wanted)
         })?;
         let of_rows = rows.iter().zip([found.q, found.k, found.v]);
         let of_rows = of_rows.map(|(row, numbers)| gradient_of(*row, numbers));
-        let of_scores = scores.iter().zip([found.bias, found.distances, found.slopes, found.sinks]);
+        let of_scores = scores.iter().zip([found.bias, found.relative_bias, found.slopes, found.sinks]);
         of_rows.chain(of_scores.map(|(tensor, numbers)| gradient_of(*tensor, numbers))).collect()
     }
 }

@@ -7,7 +7,9 @@ use candle_core::{DType, Error, Result, Shape, Tensor, WithDType};
 use super::validate::{Call, Dims, reordered};
 use super::{Attended, AttentionStatistics, OutputLayout, Outputs, SdpaOptions, reference};
 use candle_attention_kernels::InstructionSet;
-use candle_attention_kernels::flash::{self, Alibi, Dropout, DropoutMask, KvRows, Problem, RelativeBias, ScoreOptions};
+use candle_attention_kernels::flash::{
+    self, Alibi, AttentionProblem, Dropout, DropoutMask, KvRows, RelativeBias, ScoreOptions,
+};
 use candle_attention_modules::base::executor;
 use candle_attention_modules::base::rowwise::{Element, Read, read, with_contiguous_rows, with_float};
 use candle_attention_modules::init::TorchSeed;
@@ -112,7 +114,7 @@ impl Flash {
     /// Gives the call to a function of the kernels.
     fn with_problem<E: WithDType, R>(
         &self,
-        run: impl FnOnce(&Problem<E>) -> std::result::Result<R, candle_attention_kernels::Error>,
+        run: impl FnOnce(&AttentionProblem<E>) -> std::result::Result<R, candle_attention_kernels::Error>,
     ) -> Result<R> {
         let Call { op, q, k, v, scales, rows, keep, options, dims, .. } = &self.call;
         let [q, k, v] = [q, k, v].map(read);
@@ -144,7 +146,7 @@ impl Flash {
             sinks: sinks.map(Read::contiguous).transpose()?,
             dropout: kept.or(self.philox.map(DropoutMask::Philox)).map(|mask| Dropout { mask, p: options.dropout }),
         };
-        let problem = Problem {
+        let problem = AttentionProblem {
             dims: *dims,
             q: q.strided()?,
             k,
@@ -161,7 +163,8 @@ impl Flash {
     fn attend<E: Element>(self, outputs: Outputs) -> Result<Attended> {
         if let Outputs::Statistics(wanted) = outputs {
             let options = wanted.as_kernels();
-            let observe = |problem: &Problem<E>| flash::attend_with_statistics(problem, self.instruction_set, &options);
+            let observe =
+                |problem: &AttentionProblem<E>| flash::attend_with_statistics(problem, self.instruction_set, &options);
             let (context, found) = self.with_problem(observe)?;
             let context = Tensor::from_vec(context, self.context_shape(), self.call.q.device())?;
             let statistics = Some(AttentionStatistics::of_kernel(found, &self.call, wanted)?);
@@ -169,7 +172,7 @@ impl Flash {
         }
         let is_tracked = self.call.tracks_gradients();
         let (mut lse, mut stats) = ((outputs == Outputs::LogSumExp).then(Vec::new), Vec::new());
-        let context = self.with_problem(|problem: &Problem<E>| {
+        let context = self.with_problem(|problem: &AttentionProblem<E>| {
             flash::attend_vec(problem, self.instruction_set, lse.as_mut(), is_tracked.then_some(&mut stats))
         })?;
         graph::attended(self, context, lse, stats)

@@ -1,211 +1,264 @@
-//! The steps of the backward pass: one tile against one block, which is five products, and what is done with each query
-//! before the first tile and after the last.
+//! One tile against one block in the backward pass, which takes five products.
 
 use std::cell::OnceCell;
-use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
-use super::BackwardCall;
-use super::gradient::{BiasGradients, TileColumns, TileGradient};
-use super::task::{BackwardMemory, BlockMemory, Side};
-use crate::cpu::{Format, Kernel, LeftOperand, MAX_COLUMNS, Product, Scratch, SharedPtr, Vector};
+use super::call::AttentionBackwardCall;
+use super::gradient::{ColumnStats, ModifierGradients, TileGradient};
+use super::memory::{BackwardMemory, BlockMemory, BlockRowsMemory, RowSize};
+use crate::cpu::{Format, Kernel, LeftOperand, MAX_COLUMNS, Product, Vector};
+use crate::flash::block_products::{add_values, multiply_keys};
+use crate::flash::options::ScoreUnits;
 use crate::flash::pack::{HeadRows, TileRows, is_finite_row, pack_columns, pack_rows};
-use crate::flash::prefill::{add_values, multiply_keys};
-use crate::flash::problem::{Row, ScoreUnits};
 use crate::flash::scores::TileScores;
 use crate::flash::tile::{Overlap, Part, Tile};
-use crate::number::{Number, load_first, store_first, widen_row};
+use crate::number::{Number, widen_row};
+
+/// The packed keys or values of a block, and the sums of their gradients.
+pub(super) struct BlockRows<'a, E> {
+    source: HeadRows<'a, E>,
+    packed: LeftOperand,
+    /// (panels, block, panel).
+    pub sums: *mut f32,
+}
+
+impl<'a, E: Number> BlockRows<'a, E> {
+    /// Packs rows, and clears the sums of their gradients.
+    ///
+    /// # Safety
+    /// As [`KeyBlock::new`].
+    #[inline(always)]
+    unsafe fn new<K: Kernel>(source: HeadRows<'a, E>, memory: &mut BlockRowsMemory, size: &RowSize) -> Self {
+        // SAFETY: as this function's contract.
+        let packed = unsafe { pack_rows::<K, E>(&source, memory.rows.as_mut_ptr(), size.packed.words) };
+        memory.sums.words_mut().fill(0.0);
+        Self { source, packed, sums: memory.sums.as_mut_ptr() }
+    }
+}
 
 /// One block of keys and values, packed, and the sums of their gradients.
 pub(super) struct KeyBlock<'a, E> {
-    /// Keys and values.
-    sources: [HeadRows<'a, E>; 2],
-    rows: [LeftOperand; 2],
+    pub k: BlockRows<'a, E>,
+    pub v: BlockRows<'a, E>,
     key_columns: LeftOperand,
-    pub sums: [*mut f32; 2],
 }
 
 impl<'a, E: Number> KeyBlock<'a, E> {
     /// Packs block `index` of a task.
     ///
     /// # Safety
-    /// The processor has the instruction set of K; the keys are those of a block; the memory was made for the call and
-    /// has it.
+    /// The processor has the instruction set of K; the keys are one block; the memory was made for the call and
+    /// has the block.
     #[inline(always)]
-    pub unsafe fn new<K: Kernel>(sources: [HeadRows<'a, E>; 2], memory: &mut BackwardMemory, index: usize) -> Self {
-        let (sides, staging) = (&memory.sizes.sides, memory.staging.as_mut_ptr());
-        let BlockMemory { sides: block, key_columns } = &mut memory.blocks[index];
+    pub unsafe fn new<K: Kernel>(
+        k: HeadRows<'a, E>,
+        v: HeadRows<'a, E>,
+        memory: &mut BackwardMemory,
+        index: usize,
+    ) -> Self {
+        let sizes = &memory.sizes;
+        let staging = memory.staging.as_mut_ptr();
+        let BlockMemory { k: k_memory, v: v_memory, key_columns } = &mut memory.blocks[index];
         // SAFETY: as this function's contract.
         unsafe {
-            let key_columns = pack_columns::<K, E>(&sources[0], key_columns.as_mut_ptr(), staging, sides[0].packed);
-            let mut rows = [key_columns; 2];
-            let mut sums = [std::ptr::null_mut(); 2];
-            for (side, [of_rows, of_sums]) in block.iter_mut().enumerate() {
-                rows[side] = pack_rows::<K, E>(&sources[side], of_rows.as_mut_ptr(), sides[side].packed.words);
-                of_sums.words_mut().fill(0.0);
-                sums[side] = of_sums.as_mut_ptr();
-            }
-            Self { sources, rows, key_columns, sums }
+            let key_columns = pack_columns::<K, E>(&k, key_columns.as_mut_ptr(), staging, sizes.d.packed);
+            let k = BlockRows::new::<K>(k, k_memory, &sizes.d);
+            let v = BlockRows::new::<K>(v, v_memory, &sizes.d_v);
+            Self { k, v, key_columns }
         }
     }
 
+    /// Returns the keys of the block.
     pub fn keys(&self) -> &Range<usize> {
-        &self.sources[0].keys
+        &self.k.source.keys
     }
 }
 
 /// A tile whose queries and gradients are packed.
 pub(super) struct PackedTile<'a, E> {
     pub tile: &'a Tile,
-    pub columns: TileColumns,
-    /// Its queries, and the gradients of its contexts.
-    pub rows: [TileRows<'a, E>; 2],
+    pub columns: ColumnStats,
+    pub queries: TileRows<'a, E>,
+    pub output_grads: TileRows<'a, E>,
     pub finite: OnceCell<bool>,
 }
 
 impl<E: Number> PackedTile<'_, E> {
-    /// Whether all queries and gradients of contexts are finite, found out once.
+    /// Returns whether all queries and gradients of outputs are finite. Computed once.
     fn are_finite(&self) -> bool {
-        let of = |rows: &TileRows<E>| {
+        let is_finite = |rows: &TileRows<E>| {
             // SAFETY: the rows belong to the call.
             let is_finite = |row| unsafe { is_finite_row(row, rows.width) };
             (0..self.tile.rows.len()).filter_map(|column| rows.row(column)).all(is_finite)
         };
-        *self.finite.get_or_init(|| self.rows.iter().all(of))
+        *self.finite.get_or_init(|| is_finite(&self.queries) && is_finite(&self.output_grads))
     }
 }
 
 /// One tile against one block.
-pub(super) struct Step<'a, 'b, E> {
-    pub backward: &'a BackwardCall<'b, E>,
+pub(super) struct BackwardStep<'a, 'b, E> {
+    pub backward: &'a AttentionBackwardCall<'b, E>,
     pub block: &'a KeyBlock<'a, E>,
     pub tile: &'a PackedTile<'a, E>,
     pub units: ScoreUnits,
-    pub biases: Option<BiasGradients>,
+    pub modifiers: Option<ModifierGradients>,
 }
 
 const ONES: [f32; MAX_COLUMNS] = [1.0; MAX_COLUMNS];
 
-impl<E: Number> Step<'_, '_, E> {
+impl<E: Number> BackwardStep<'_, '_, E> {
     /// Adds to the sums of the block and of the tile.
     ///
     /// # Safety
-    /// The processor has the instruction set of K, whose tiles are configured; the memory holds the block and the tile;
-    /// no other thread uses what the biases share.
+    /// The processor has the instruction set of K, whose tiles are configured; the memory contains the block and the
+    /// tile; no other thread uses the gradients of score modifiers that the tile adds to.
     #[inline(always)]
     pub unsafe fn run<K: Kernel>(&self, memory: &mut BackwardMemory) {
-        let &Self { backward, block, tile: packed, units, biases } = self;
-        let (inputs, tile, sides, wanted) = (backward.call.inputs, packed.tile, memory.sizes.sides, &backward.wanted);
-        let Some(overlap) = tile.overlap(K::LAYOUT, block.keys(), &inputs) else { return };
-        let [scores, products] = memory.products.each_mut().map(Scratch::as_mut_ptr);
+        let &Self { backward, block, tile: packed, .. } = self;
+        let tile = packed.tile;
+        let sizes = memory.sizes;
+        let requested = &backward.requested;
+        let Some(overlap) = tile.overlap(K::LAYOUT, block.keys(), &backward.call.inputs) else { return };
+        let scores = memory.scores.as_mut_ptr();
+        let gradients = memory.gradients.as_mut_ptr();
         // SAFETY: as this method's contract.
         unsafe {
+            let query_panel = memory.queries.panel.as_ptr();
+            let grad_panel = memory.output_grads.panel.as_ptr();
             for part in overlap.parts.iter() {
-                for (side, to) in [scores, products].into_iter().enumerate() {
-                    let (depth, columns) = (sides[side].packed.words, memory.panels[side].as_ptr());
-                    multiply_keys::<K>(&overlap, part, block.rows[side], depth, columns, to);
-                }
+                multiply_keys::<K>(&overlap, part, block.k.packed, sizes.d.packed.words, query_panel, scores);
+                multiply_keys::<K>(&overlap, part, block.v.packed, sizes.d_v.packed.words, grad_panel, gradients);
             }
-            K::Vector::run_simd(TileGradient {
-                scores: TileScores {
-                    inputs,
-                    tile,
-                    units,
-                    keys: overlap.keys.clone(),
-                    rows: overlap.keys.len(),
-                    is_masked: overlap.is_masked,
-                    scores,
-                    staging: memory.staging.as_mut_ptr(),
-                    dropout: memory.dropout.as_mut_ptr(),
-                    cap_slopes: Some(memory.slopes.as_mut_ptr()),
-                },
-                products,
-                columns: &packed.columns,
-                scale: inputs.options.scale as f32,
-                biases,
-            });
-            if overlap.is_masked && !(block.sources[0].are_finite() && packed.are_finite()) {
-                return self.add_seen::<K>(memory, &overlap);
+            K::Vector::run_simd(self.tile_gradient(memory, &overlap));
+            if overlap.is_masked && !(block.k.source.are_finite() && packed.are_finite()) {
+                return self.add_attended::<K>(memory, &overlap);
             }
-            let (mut gradient_columns, mut gradient_rows) = (products, [products, scores]);
+            // The weights, and the gradients of scores as the operands of products over keys and over queries.
+            let mut weights = scores;
+            let mut gradient_rows = gradients;
+            let mut gradient_columns = gradients;
             if const { K::IS_BF16 } {
                 memory.store_words::<K>(&overlap, tile.vectors);
-                let [of_weights, of_gradients] = memory.halves.each_mut().map(Scratch::as_mut_ptr);
-                (gradient_columns, gradient_rows) = (memory.pairs.as_mut_ptr(), [of_gradients, of_weights]);
+                weights = memory.weight_halves.as_mut_ptr();
+                gradient_rows = memory.gradient_halves.as_mut_ptr();
+                gradient_columns = memory.gradient_pairs.as_mut_ptr();
             }
-            let (keys, d, to) = (block.key_columns, sides[0].packed.rows, memory.query_sums.as_mut_ptr());
+            let query_sums = memory.query_sums.as_mut_ptr();
+            let query_rows = memory.queries.rows.as_ptr();
+            let grad_rows = memory.output_grads.rows.as_ptr();
             for part in overlap.parts.iter() {
-                if wanted.q {
-                    add_values::<K>(&overlap, part, keys, d, gradient_columns, &ONES, to);
+                if requested.q {
+                    let rows = sizes.d.packed.rows;
+                    add_values::<K>(&overlap, part, block.key_columns, rows, gradient_columns, &ONES, query_sums);
                 }
-                for (side, is_wanted) in [wanted.k, wanted.v].into_iter().enumerate() {
-                    if is_wanted {
-                        let (weights, rows, to) = (gradient_rows[side], memory.rows[side].as_ptr(), block.sums[side]);
-                        add_rows::<K>(&overlap, part, &sides[side], weights, rows, to);
-                    }
+                if requested.k {
+                    add_rows::<K>(&overlap, part, &sizes.d, gradient_rows, query_rows, block.k.sums);
+                }
+                if requested.v {
+                    add_rows::<K>(&overlap, part, &sizes.d_v, weights, grad_rows, block.v.sums);
                 }
             }
         }
     }
 
-    /// The same where something is not finite: zero times NaN is NaN, so that each pair that is seen is added by
-    /// itself. Rare, and slow.
+    /// Returns the task that turns the products of the tile into weights and gradients of scores.
+    fn tile_gradient(&self, memory: &mut BackwardMemory, overlap: &Overlap) -> TileGradient<'_> {
+        let inputs = self.backward.call.inputs;
+        TileGradient {
+            scores: TileScores {
+                inputs,
+                tile: self.tile.tile,
+                units: self.units,
+                keys: overlap.keys.clone(),
+                rows: overlap.keys.len(),
+                is_masked: overlap.is_masked,
+                scores: memory.scores.as_mut_ptr(),
+                staging: memory.staging.as_mut_ptr(),
+                dropout: memory.dropout.as_mut_ptr(),
+                cap_slopes: Some(memory.cap_slopes.as_mut_ptr()),
+            },
+            gradients: memory.gradients.as_mut_ptr(),
+            columns: &self.tile.columns,
+            scale: inputs.options.scale as f32,
+            modifiers: self.modifiers,
+        }
+    }
+
+    /// Does the work of the products where an operand is not finite: zero times NaN is NaN, so that each query and key
+    /// that is not masked is added separately. Rare, and slow.
     ///
     /// # Safety
-    /// As [`run`](Self::run), for weights and gradients that are there.
-    unsafe fn add_seen<K: Kernel>(&self, memory: &mut BackwardMemory, overlap: &Overlap) {
-        let (inputs, sides) = (&self.backward.call.inputs, memory.sizes.sides);
-        let (tile, block) = (self.tile.tile, self.block);
+    /// As [`run`](Self::run); the weights and the gradients of scores are computed.
+    unsafe fn add_attended<K: Kernel>(&self, memory: &mut BackwardMemory, overlap: &Overlap) {
+        let inputs = &self.backward.call.inputs;
+        let sizes = memory.sizes;
+        let tile = self.tile.tile;
+        let block = self.block;
         let widened = |row: *const E, width: usize| {
             let mut wide = vec![0f32; width];
             // SAFETY: the processor has the instruction set of K, and the row has the width.
             unsafe { widen_row::<E, K::Vector>(row, width, wide.as_mut_ptr(), width, 1.0) };
             wide
         };
-        for column in (0..tile.rows.len()).filter(|&column| !tile.is_empty(column)) {
-            let row = |rows: &TileRows<E>| rows.row(column).map(|row| widened(row, rows.width));
-            let rows = [row(&self.tile.rows[0]), row(&self.tile.rows[1])];
-            for key in tile.seen_by(inputs, column, &overlap.keys) {
+        for column in 0..tile.rows.len() {
+            let Some(query) = self.tile.queries.row(column) else { continue };
+            let Some(output_grad) = self.tile.output_grads.row(column) else { continue };
+            let query = widened(query, sizes.d.width);
+            let output_grad = widened(output_grad, sizes.d_v.width);
+            for key in tile.keys_of(inputs, column, &overlap.keys) {
                 let at = (key - overlap.keys.start) * K::PANEL + column;
-                let (weight, gradient) = (memory.products[0].words()[at], memory.products[1].words()[at]);
-                let sums = memory.query_sums.words_mut()[column..].iter_mut().step_by(K::PANEL);
-                for (sum, x) in sums.zip(widened(block.sources[0].row(key), sides[0].width)) {
+                let weight = memory.scores.words()[at];
+                let gradient = memory.gradients.words()[at];
+                let query_sums = memory.query_sums.words_mut()[column..].iter_mut().step_by(K::PANEL);
+                for (sum, x) in query_sums.zip(widened(block.k.source.row(key), sizes.d.width)) {
                     *sum += gradient * x;
                 }
-                for (side, factor) in [gradient, weight].into_iter().enumerate() {
-                    let (Some(row), side, sums) = (&rows[side], &sides[side], block.sums[side]) else { continue };
-                    for panel in 0..side.count {
-                        let at = (panel * K::BLOCK + key - block.keys().start) * K::PANEL;
-                        for (n, &x) in row[side.columns(K::LAYOUT.lanes, panel)].iter().enumerate() {
-                            // SAFETY: as this method's contract; the sums have the key, which is one of the block's.
-                            unsafe { *sums.add(at + n) += factor * x };
-                        }
-                    }
+                let index = key - block.keys().start;
+                // SAFETY: as this method's contract; the sums have the key, which is one of the block's.
+                unsafe {
+                    add_scaled_row::<K>(&sizes.d, block.k.sums, index, gradient, &query);
+                    add_scaled_row::<K>(&sizes.d_v, block.v.sums, index, weight, &output_grad);
                 }
             }
         }
     }
 }
 
-/// The product of a tile's weights, (keys, panel) in words, with its gradients of contexts, (panels, panel in words,
-/// panel), over parts of both; or of the gradients of its scores with its queries. Keys are rows, queries the depth, D
-/// or D_v the columns, whose sums are (panels, block, panel).
+/// Adds a row times a factor to row `index` of some sums, (panels, block, panel).
 ///
 /// # Safety
-/// As [`Step::run`]; the weights of the part are there, and zeros beyond it where the kernel takes whole tiles.
+/// The sums have the row, which no other thread uses.
+unsafe fn add_scaled_row<K: Kernel>(size: &RowSize, sums: *mut f32, index: usize, factor: f32, row: &[f32]) {
+    for panel in 0..size.panels {
+        let at = (panel * K::BLOCK + index) * K::PANEL;
+        for (n, &x) in row[size.columns(K::LAYOUT.lanes, panel)].iter().enumerate() {
+            // SAFETY: as this function's contract.
+            unsafe { *sums.add(at + n) += factor * x };
+        }
+    }
+}
+
+/// Adds the product of a tile's weights, (keys, panel) in words, with its gradients of outputs, (panels, panel in
+/// words, panel), over a part of both; or of the gradients of its scores with its queries. Keys are rows, queries the
+/// depth, D or D_v the columns, whose sums are (panels, block, panel).
+///
+/// # Safety
+/// As [`BackwardStep::run`]; the weights of the part are computed, with zeros beyond it where the kernel takes whole
+/// tiles.
 unsafe fn add_rows<K: Kernel>(
     overlap: &Overlap,
     part: &Part,
-    side: &Side,
+    size: &RowSize,
     weights: *const f32,
     rows: *const f32,
     to: *mut f32,
 ) {
-    let (lanes, words) = (K::Vector::LANES, K::PANEL / K::ELEMENTS);
+    let lanes = K::Vector::LANES;
+    let words = K::PANEL / K::ELEMENTS;
     let start = part.vectors.start * lanes / K::ELEMENTS / K::DEPTH * K::DEPTH;
     let end = (part.vectors.end * lanes / K::ELEMENTS).next_multiple_of(K::DEPTH);
     let row = (part.keys.start - overlap.keys.start) * words;
-    for panel in 0..side.count {
+    for panel in 0..size.panels {
         // SAFETY: as this function's contract.
         unsafe {
             K::multiply(&Product {
@@ -214,79 +267,10 @@ unsafe fn add_rows<K: Kernel>(
                 c: to.add((panel * K::BLOCK + part.keys.start - overlap.block) * K::PANEL),
                 rows: part.keys.len().next_multiple_of(K::MIN_ROWS),
                 depth: end - start,
-                vectors: side.vectors.min(side.total - panel * side.vectors),
+                vectors: size.vectors_of(panel),
                 factors: Some(ONES.as_ptr()),
                 format: Format::F32,
             });
-        }
-    }
-}
-
-impl<E: Number> BackwardCall<'_, E> {
-    /// Of each query of one head of (B, H): the sum of its context times the gradient of it, which is that of its
-    /// weights times theirs. Clears the sums of the queries' gradients on the way, and sums the gradient of the head's
-    /// sink.
-    ///
-    /// # Safety
-    /// The processor has the instruction set of V, and the head's rows are this task's.
-    #[inline(always)]
-    pub(super) unsafe fn write_deltas<V: Vector>(&self, row: usize, sink: &mut f32) {
-        let (call, lanes) = (&self.call, V::LANES);
-        let (dims, options) = (&call.inputs.dims, &call.inputs.options);
-        let (b, head) = (row / dims.h, row % dims.h);
-        let mut sink_sum = 0f64;
-        for query in 0..dims.t_q {
-            let row = Row { b, head, query };
-            let index = dims.row_index(row);
-            // SAFETY: the processor has the instruction set of V; the row belongs to the call and this head's rows to
-            // this task.
-            unsafe {
-                if self.wanted.q {
-                    self.q_sums.add(index * dims.d).write_bytes(0, dims.d);
-                }
-                let (context, gradient) = (call.context_row(row), self.context_grad.at([b, head, query]));
-                let mut sum = V::splat(0.0);
-                for d in (0..dims.d_v).step_by(lanes) {
-                    let width = lanes.min(dims.d_v - d);
-                    let context: V = load_first(context.add(d).cast_const(), width);
-                    sum = context.mul_add(load_first(gradient.add(d), width), sum);
-                }
-                let stats = self.stats[index];
-                // What sees nothing has no gradient, whatever the gradient of its context is.
-                let is_empty = call.inputs.range(row).is_empty() && options.sinks.is_none() || stats.sum == 0.0;
-                // Adding to every score adds as much to the log-sum-exp.
-                let of_lse = if let Some(lse) = self.lse_grad { lse[index] } else { 0.0 };
-                let delta = if is_empty { 0.0 } else { sum.sum() - of_lse };
-                self.deltas.add(index).write(delta);
-                if let (Some(sinks), true) = (options.sinks, self.wanted.sinks && !is_empty) {
-                    let unit = options.exponent_unit();
-                    let weight = ((sinks[head] * (LOG2_E / unit) - stats.max) * unit).exp2() / stats.sum;
-                    // A sink without weight has no gradient either.
-                    if weight != 0.0 {
-                        sink_sum -= f64::from(weight) * f64::from(delta);
-                    }
-                }
-            }
-        }
-        *sink = sink_sum as f32;
-    }
-
-    /// The gradients of the queries of one head of (B, H), rounded to their type.
-    ///
-    /// # Safety
-    /// As [`write_deltas`](Self::write_deltas).
-    #[inline(always)]
-    pub(super) unsafe fn round_queries<V: Vector>(&self, row: usize, to: SharedPtr<E>) {
-        let (dims, lanes) = (&self.call.inputs.dims, V::LANES);
-        let count = dims.t_q * dims.d;
-        let (first, end) = (row * count, (row + 1) * count);
-        for at in (first..end).step_by(lanes) {
-            let width = lanes.min(end - at);
-            // SAFETY: the processor has the instruction set of V; both have the elements, which no other thread writes.
-            unsafe {
-                let sum: V = load_first::<f32, _>(self.q_sums.add(at), width);
-                store_first(sum, to.add(at), width);
-            }
         }
     }
 }

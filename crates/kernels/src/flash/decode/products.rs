@@ -3,17 +3,19 @@
 use std::ops::Range;
 
 use crate::cpu::{Kernel, MAX_LANES, SimdTask, Vector, add_products};
+use crate::flash::dims::KvHead;
+use crate::flash::inputs::{KvMatrix, ScoreInputs};
 use crate::flash::pack::{HeadRows, prefetch_row};
-use crate::flash::problem::{KvHead, ScoreInputs, StoredRows};
 use crate::flash::tile::Tile;
 use crate::number::{Stored, load_first};
 
-/// Keys whose rows are read by all groups of queries, and whose values for all of D_v, before the next ones: they stay
-/// in the first cache meanwhile.
+/// The number of keys whose rows are read for all groups of queries, and whose values for all of D_v, before the next
+/// keys: they stay in the first cache meanwhile.
 pub(super) const KEY_BLOCK: usize = 32;
 
-/// The most sums that contexts are added to in, and the vectors of values that belong to them.
+/// The most sums that outputs are added to in.
 const MAX_SUMS: usize = 16;
+/// The most vectors of values that are added to these sums.
 const MAX_VECTORS: usize = 8;
 
 /// The products of a group of R query rows of one key head, a power of two, with some of the keys of one part, or of
@@ -23,31 +25,45 @@ pub(super) struct Products {
     pub keys: Range<usize>,
     /// R.
     pub group: usize,
-    /// (keys, R), rounded up to a vector: takes scores, or holds weights.
+    /// (keys, R), rounded up to a vector: takes the scores, or contains the weights.
     pub numbers: *mut f32,
     pub operand: Operand,
 }
 
-/// With the keys or the values. Not behind references, from which loops would read again after each store.
+/// The other operand of the products.
+#[derive(Clone, Copy)]
+pub(super) enum Operand {
+    /// Products of keys with queries: R rows of D, with zeros up to whole vectors.
+    Queries(*const f32),
+    /// Products of values with weights, added to the outputs.
+    Outputs(OutputRows),
+}
+
+/// R rows of D_v, padded to whole vectors, which values are added to.
+#[derive(Clone, Copy)]
+pub(super) struct OutputRows {
+    pub at: *mut f32,
+    /// The words from one row to the next.
+    pub stride: usize,
+}
+
+/// Computes products with the keys or the values.
+pub(super) struct Multiply<'a, S> {
+    pub rows: &'a KvMatrix<'a, S>,
+    pub products: &'a Products,
+}
+
+/// Products with copies of what describes them, since loops would read references again after each store.
 struct RowProducts<'a, S> {
-    rows: StoredRows<'a, S>,
+    rows: KvMatrix<'a, S>,
     products: Products,
 }
 
-/// What keys or values are multiplied with, or added to.
-#[derive(Clone, Copy)]
-pub(super) enum Operand {
-    /// R rows of D, with zeros up to whole vectors.
-    Queries(*const f32),
-    /// R rows of D_v, up to whole vectors, and the words from one to the next.
-    Context(*mut f32, usize),
-}
-
-/// With the keys or the values, of which it makes a copy of its own.
-impl<S: Stored> SimdTask for (&StoredRows<'_, S>, &Products) {
+impl<S: Stored> SimdTask for Multiply<'_, S> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
-        let own = RowProducts { rows: *self.0, products: Products { keys: self.1.keys.clone(), ..*self.1 } };
+        let products = Products { keys: self.products.keys.clone(), ..*self.products };
+        let own = RowProducts { rows: *self.rows, products };
         // SAFETY: by the contract of `SimdTask`.
         unsafe {
             match own.products.group {
@@ -60,11 +76,13 @@ impl<S: Stored> SimdTask for (&StoredRows<'_, S>, &Products) {
     }
 }
 
-/// R is an argument, which the compiler knows where all of this becomes a part of [`SimdTask::run`].
+/// R is an argument, which is a constant after inlining into [`SimdTask::run`].
 impl<S: Stored> RowProducts<'_, S> {
+    /// Computes the products of R rows.
+    ///
     /// # Safety
-    /// The processor has the instruction set of V; the keys belong to the call; the pointers are valid for what they
-    /// name.
+    /// The processor has the instruction set of V; the keys belong to the call; the pointers are valid for the sizes
+    /// in the fields.
     #[inline(always)]
     unsafe fn multiply<V: Vector>(&self, r: usize) {
         // SAFETY: as this method's contract.
@@ -74,26 +92,29 @@ impl<S: Stored> RowProducts<'_, S> {
                     self.score::<V>(r, queries);
                     self.scale(r);
                 }
-                // Weights become those of codes where values are scaled.
-                Operand::Context(context, stride) => {
+                // The weights of scaled values become the weights of their codes.
+                Operand::Outputs(outputs) => {
                     self.scale(r);
                     for first in self.products.keys.clone().step_by(KEY_BLOCK) {
                         let keys = first..self.products.keys.end.min(first + KEY_BLOCK);
-                        self.accumulate::<V>(r, keys, context, stride);
+                        self.accumulate::<V>(r, keys, outputs);
                     }
                 }
             }
         }
     }
 
-    /// Scores, as many keys at a time as fill a vector with their products.
+    /// Computes scores, for the keys whose products fill a vector at a time.
     ///
     /// # Safety
     /// As [`multiply`](Self::multiply).
     #[inline(always)]
     unsafe fn score<V: Vector>(&self, r: usize, queries: *const f32) {
-        let (d, lanes, together) = (self.rows.width, V::LANES, V::LANES / r);
-        let (whole, start) = (d / lanes * lanes, self.rows.row(self.products.kv, self.products.keys.start));
+        let d = self.rows.width;
+        let lanes = V::LANES;
+        let together = lanes / r;
+        let whole = d / lanes * lanes;
+        let start = self.rows.row(self.products.kv, self.products.keys.start);
         for first in (0..self.products.keys.len()).step_by(together) {
             // SAFETY: as this method's contract; the rows of keys have D elements.
             unsafe {
@@ -110,14 +131,15 @@ impl<S: Stored> RowProducts<'_, S> {
         }
     }
 
-    /// The rows of `count` keys from the one with index `first` on, where `start` is the first key's. Past the end the
-    /// last key is repeated; its scores are hidden later.
+    /// Returns the rows of `count` keys from index `first` on, where `start` is the row of the first key. Past the end
+    /// the last key is repeated; its scores are masked later.
     ///
     /// # Safety
     /// The processor has the instruction set of V.
     #[inline(always)]
     unsafe fn prefetched_keys<V: Vector>(&self, start: *const S, first: usize, count: usize) -> [*const S; MAX_LANES] {
-        let (stride, mut keys) = (self.rows.stride(), [start; MAX_LANES]);
+        let stride = self.rows.stride();
+        let mut keys = [start; MAX_LANES];
         for (k, key) in keys[..count].iter_mut().enumerate() {
             let index = (first + k).min(self.products.keys.len() - 1);
             *key = key.wrapping_add(index.wrapping_mul(stride));
@@ -127,7 +149,7 @@ impl<S: Stored> RowProducts<'_, S> {
         keys
     }
 
-    /// Adds the products of R queries with as many keys as fill the sums, over a vector of D or what is left of it.
+    /// Adds the products of R queries with the keys that fill the sums, over a vector of D or the rest of D.
     ///
     /// # Safety
     /// As [`multiply`](Self::multiply); the keys have the elements.
@@ -140,14 +162,15 @@ impl<S: Stored> RowProducts<'_, S> {
         elements: Range<usize>,
         queries: *const f32,
     ) {
-        let (at, filled) = (elements.start, elements.end - elements.start);
+        let at = elements.start;
+        let filled = elements.len();
         let width = self.rows.width.next_multiple_of(V::LANES);
-        for (k, sums) in sums[..V::LANES].chunks_exact_mut(r).enumerate() {
+        for (k, of_key) in sums[..V::LANES].chunks_exact_mut(r).enumerate() {
             // SAFETY: as this method's contract.
             unsafe {
                 let key: V = load_first(keys[k].add(at), filled);
-                for (r, sum) in sums.iter_mut().enumerate() {
-                    *sum = key.mul_add(V::load(queries.add(r * width + at)), *sum);
+                for (row, sum) in of_key.iter_mut().enumerate() {
+                    *sum = key.mul_add(V::load(queries.add(row * width + at)), *sum);
                 }
             }
         }
@@ -159,9 +182,12 @@ impl<S: Stored> RowProducts<'_, S> {
     /// As [`multiply`](Self::multiply).
     #[inline(always)]
     unsafe fn scale(&self, r: usize) {
-        let (true, Some(scales)) = (S::IS_SCALED, self.rows.scales) else { return };
-        let (first, stride) =
-            (scales.at([self.products.kv.b, self.products.kv.head, self.products.keys.start]), scales.strides[2]);
+        if !S::IS_SCALED {
+            return;
+        }
+        let Some(scales) = self.rows.scales else { return };
+        let first = scales.at([self.products.kv.b, self.products.kv.head, self.products.keys.start]);
+        let stride = scales.strides[2];
         for key in 0..self.products.keys.len() {
             // SAFETY: as this method's contract; the view was checked for every key of the call.
             unsafe {
@@ -173,30 +199,32 @@ impl<S: Stored> RowProducts<'_, S> {
         }
     }
 
-    /// Adds the weighted values of some keys to the contexts.
+    /// Adds the weighted values of some keys to the outputs.
     ///
     /// # Safety
-    /// As [`multiply`](Self::multiply), of keys that have weights.
+    /// As [`multiply`](Self::multiply); the keys have weights.
     #[inline(always)]
-    unsafe fn accumulate<V: Vector>(&self, r: usize, keys: Range<usize>, context: *mut f32, stride: usize) {
-        let (most, mut d) = (V::ROWS * V::VECTORS, 0);
+    unsafe fn accumulate<V: Vector>(&self, r: usize, keys: Range<usize>, outputs: OutputRows) {
+        let most = V::ROWS * V::VECTORS;
+        let mut d = 0;
         // SAFETY: as this method's contract; `d` counts whole vectors within D_v, then the rest of it.
         unsafe {
-            // Eight sums hide the latency of a multiply-add; registers for sixteen halve the loads of weights. No more
+            // Eight sums cover the latency of a multiply-add; registers for sixteen halve the loads of weights. No more
             // than the tile of a product has, which is four on the scalar instruction set.
             if r == 1 && 8 <= most {
-                self.accumulate_columns::<V>(r, 8, &keys, context, stride, &mut d);
+                self.accumulate_columns::<V>(r, 8, &keys, outputs, &mut d);
             }
             if (r <= 2 || V::LANES == MAX_LANES) && r <= 4 && 4 * r <= most {
-                self.accumulate_columns::<V>(r, 4, &keys, context, stride, &mut d);
+                self.accumulate_columns::<V>(r, 4, &keys, outputs, &mut d);
             }
             if 2 * r <= most {
-                self.accumulate_columns::<V>(r, 2, &keys, context, stride, &mut d);
+                self.accumulate_columns::<V>(r, 2, &keys, outputs, &mut d);
             }
-            self.accumulate_columns::<V>(r, 1, &keys, context, stride, &mut d);
+            self.accumulate_columns::<V>(r, 1, &keys, outputs, &mut d);
         }
     }
-    /// N whole vectors of columns after the other from `d` on, as long as there are as many, or for N = 1 what is left.
+
+    /// Adds groups of N whole vectors of columns from `d` on, while there are N, or for N = 1 the rest.
     ///
     /// # Safety
     /// As [`accumulate`](Self::accumulate).
@@ -206,34 +234,38 @@ impl<S: Stored> RowProducts<'_, S> {
         r: usize,
         n: usize,
         keys: &Range<usize>,
-        context: *mut f32,
-        stride: usize,
+        outputs: OutputRows,
         d: &mut usize,
     ) {
-        let (Products { kv, keys: all, numbers, .. }, rows, lanes) = (&self.products, &self.rows, V::LANES);
+        let Products { kv, keys: all, numbers, .. } = &self.products;
+        let rows = &self.rows;
+        let lanes = V::LANES;
         while *d < rows.width && (n == 1 || *d + n * lanes <= rows.width) {
             let mut from = rows.row(*kv, keys.start).wrapping_add(*d);
             let mut weights = numbers.wrapping_add((keys.start - all.start) * r).cast_const();
             // SAFETY: as this method's contract.
             unsafe {
                 // Sums of a few keys each, and not one over all of them, which would round more.
-                let (mut sums, mut values) = ([V::splat(0.0); MAX_SUMS], [V::splat(0.0); MAX_VECTORS]);
-                let (sums, values) = (&mut sums[..r * n], &mut values[..n]);
+                let mut all_sums = [V::splat(0.0); MAX_SUMS];
+                let mut all_values = [V::splat(0.0); MAX_VECTORS];
+                let sums = &mut all_sums[..r * n];
+                let values = &mut all_values[..n];
                 for _ in 0..keys.len() {
                     prefetch_row::<V, S>(from, rows.stride(), n * lanes);
                     if n == 1 {
                         values[0] = load_first(from, lanes.min(rows.width - *d));
                     } else {
-                        for (n, value) in values.iter_mut().enumerate() {
-                            *value = S::load(from.add(n * lanes));
+                        for (vector, value) in values.iter_mut().enumerate() {
+                            *value = S::load(from.add(vector * lanes));
                         }
                     }
                     add_products::<V>(sums, weights, 1, values);
-                    (from, weights) = (from.wrapping_add(rows.stride()), weights.add(r));
+                    from = from.wrapping_add(rows.stride());
+                    weights = weights.add(r);
                 }
-                for (row, sums) in sums.chunks_exact(n).enumerate() {
-                    for (n, sum) in sums.iter().enumerate() {
-                        let at = context.add(*d + row * stride + n * lanes);
+                for (row, of_row) in sums.chunks_exact(n).enumerate() {
+                    for (vector, sum) in of_row.iter().enumerate() {
+                        let at = outputs.at.add(*d + row * outputs.stride + vector * lanes);
                         sum.add(V::load(at)).store(at);
                     }
                 }
@@ -243,38 +275,36 @@ impl<S: Stored> RowProducts<'_, S> {
     }
 }
 
-/// [`RowProducts`] with values where these are not all finite: zero times NaN is NaN, so each row sums the keys that
-/// it sees and no others.
-pub(super) struct AccumulateSeen<'a, 'b, S> {
+/// Adds weighted values that are not all finite: zero times NaN is NaN, so that each row sums only the keys that it
+/// attends to.
+pub(super) struct AccumulateAttended<'a, 'b, S> {
     pub inputs: &'a ScoreInputs<'b>,
     pub values: HeadRows<'a, S>,
     pub tile: &'a Tile,
     /// (keys, R).
     pub weights: *const f32,
-    /// A row of D_v every `stride`.
-    pub context: *mut f32,
-    pub stride: usize,
+    pub outputs: OutputRows,
 }
 
-impl<S: Stored> SimdTask for AccumulateSeen<'_, '_, S> {
+impl<S: Stored> SimdTask for AccumulateAttended<'_, '_, S> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
-        let Self { inputs, values, tile, .. } = self;
+        let Self { inputs, values, tile, weights, outputs } = self;
         let keys = &values.keys;
         let mut sums = vec![0f32; values.width.next_multiple_of(K::Vector::LANES)];
         for r in 0..tile.rows.len() {
             // The same sums of a few keys each as for finite values.
             for first in keys.clone().step_by(KEY_BLOCK) {
                 sums.fill(0.0);
-                // SAFETY: the processor has the instruction set of K; the keys have weights, and the context has the
+                // SAFETY: the processor has the instruction set of K; the keys have weights, and the outputs have the
                 // row.
                 unsafe {
-                    for key in tile.seen_by(inputs, r, &(first..keys.end.min(first + KEY_BLOCK))) {
-                        let weight = *self.weights.add((key - keys.start) * tile.width + r);
+                    for key in tile.keys_of(inputs, r, &(first..keys.end.min(first + KEY_BLOCK))) {
+                        let weight = *weights.add((key - keys.start) * tile.width + r);
                         values.add::<K::Vector>(key, weight, &mut sums);
                     }
                     for (d, sum) in sums[..values.width].iter().enumerate() {
-                        *self.context.add(r * self.stride + d) += sum;
+                        *outputs.at.add(r * outputs.stride + d) += sum;
                     }
                 }
             }

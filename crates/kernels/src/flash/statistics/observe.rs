@@ -1,62 +1,55 @@
-//! From the scores of a tile, which were kept, to the statistics of its weights.
+//! From the kept scores of a tile to the statistics of its weights.
 
 use std::f32::consts::LN_2;
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
-use super::{MAX_TOP, StatisticsOptions, StatisticsOutput};
-use crate::cpu::{EXP2_MIN, Kernel, MAX_COLUMNS, MAX_LANES, Scratch, SimdTask, Vector};
-use crate::flash::problem::{Dims, ScoreInputs, ScoreUnits, SoftmaxStats};
-use crate::flash::softmax::with_sink;
-use crate::flash::tasks::{AttendTask, PanelState, Workspace};
-use crate::flash::tile::Tile;
+use super::memory::KEY_GROUP;
+use super::output::{MAX_TOP, RequestedStatistics, StatisticsOutput};
+use crate::cpu::{EXP2_MIN, Kernel, MAX_COLUMNS, MAX_LANES, SimdTask, Vector};
+use crate::flash::epilogue::with_sink;
+use crate::flash::inputs::ScoreInputs;
+use crate::flash::options::{ScoreUnits, SoftmaxStats};
+use crate::flash::state::PanelState;
+use crate::flash::tasks::{AttentionTask, AttentionWorkspace};
+use crate::flash::tile::{Tile, intersection};
 
-/// The keys among which the largest weight of a query is found before those of the whole are: a whole number of vectors
-/// of every instruction set.
-pub(super) const GROUP: usize = MAX_LANES;
-
-/// Memory for the scores of some panels (panels, T_kv, panel), then for what is found of each group of keys (groups,
-/// panel), and for sums over queries, (group, T_kv).
-pub(in crate::flash) fn kept_scores(dims: &Dims, panels: usize, panel: usize) -> Option<Scratch> {
-    let sums = dims.group().checked_mul(dims.t_kv)?.div_ceil(panel);
-    Scratch::try_zeros(&[panels.checked_mul(dims.t_kv)?.checked_add(dims.t_kv.div_ceil(GROUP) + sums)?, panel])
-}
-
-/// The statistics of some tiles of a key head whose scores were kept and whose state is that after all keys.
+/// Computes the statistics of some tiles of a key head, whose scores were kept and whose state includes all keys.
 pub(in crate::flash) struct Observe<'a, 'b> {
-    pub task: &'a AttendTask<'b>,
+    pub task: &'a AttentionTask<'b>,
     pub output: &'a StatisticsOutput<'a>,
-    pub workspace: &'a mut Workspace,
+    pub workspace: &'a mut AttentionWorkspace,
 }
 
 impl SimdTask for Observe<'_, '_> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
-        let Self { task, output, workspace: Workspace { state, kept, .. } } = self;
-        let &AttendTask { inputs, units, kv, ref tiles, chain, index: task, .. } = task;
+        let Self { task, output, workspace: AttentionWorkspace { state, kept, .. } } = self;
+        let &AttentionTask { inputs, units, kv, ref tiles, chain, index: task_index, .. } = task;
         let Some(kept) = kept else {
             output.is_short.store(true, Ordering::Relaxed);
-            return chain.finish(task);
+            return chain.finish(task_index);
         };
-        let (panel, t_kv, words) = (state.panel, inputs.dims.t_kv, inputs.dims.group() * inputs.dims.t_kv);
+        let panel = state.panel;
+        let t_kv = inputs.dims.t_kv;
+        // The sums of the heads of a group.
+        let words = inputs.dims.group() * t_kv;
         let (scores, rest) = kept.words_mut().split_at_mut(tiles.len() * t_kv * panel);
-        let (largest, sums) = rest.split_at_mut(t_kv.div_ceil(GROUP) * panel);
+        let (largest, sums) = rest.split_at_mut(t_kv.div_ceil(KEY_GROUP) * panel);
         let sums = &mut sums[..words];
         sums.fill(0.0);
         for (index, tile) in tiles.iter().enumerate() {
-            let (scores, largest) = (scores[index * t_kv * panel..].as_ptr(), largest.as_mut_ptr());
-            let tile = KeptTile { inputs, output, tile, units, scores, largest, panel };
-            // SAFETY: the processor has the instruction set of K; the scores of the keys that the tile sees were kept,
-            // and there is a row of largest ones for each group of keys.
+            let scores = scores[index * t_kv * panel..].as_ptr();
+            let tile = KeptTile { inputs, output, tile, units, scores, largest: largest.as_mut_ptr(), panel };
+            // SAFETY: the processor has the instruction set of K; the scores of the keys that the tile attends to were
+            // kept, and there is a row of largest scores for each group of keys.
             unsafe { tile.observe::<K>(state.of_panel(index), sums) };
         }
-        chain.wait_for_all(task);
-        // SAFETY: the sums for the heads of a group stand one after the other, and the tasks that add to them
-        // take turns.
-        let key_weight_sums =
-            unsafe { output.key_weight_sums.slice((kv.b * inputs.dims.h_kv + kv.head) * words, words) };
-        key_weight_sums.iter_mut().zip(sums).for_each(|(key_weight_sums, sum)| *key_weight_sums += *sum);
-        chain.finish(task);
+        chain.wait_for_all(task_index);
+        // SAFETY: the sums for the heads of a group are contiguous, and the tasks that add to them take turns.
+        let key_weight_sums = unsafe { output.key_weight_sums.slice(inputs.dims.kv_index(kv) * words, words) };
+        key_weight_sums.iter_mut().zip(sums).for_each(|(to, sum)| *to += *sum);
+        chain.finish(task_index);
     }
 }
 
@@ -72,85 +65,95 @@ struct KeptTile<'a, 'b> {
     panel: usize,
 }
 
-/// What scores become weights by, for each column: what is added to exponents, and the factor from powers to weights;
-/// and what is found.
-struct Columns {
+/// The factors from scores to weights for each column, and the statistics so far.
+struct ColumnStatistics {
+    /// The numbers added to exponents.
     shifts: [f32; MAX_COLUMNS],
+    /// The factors from powers to weights.
     factors: [f32; MAX_COLUMNS],
-    /// Whether all powers are numbers, those of columns without a query too.
+    /// Whether all powers are finite, also in columns without a query.
     are_finite: bool,
-    /// `-Σ w ln w`, where every `ln w` is that of the factor.
+    /// The part of `-Σ w ln w` in which each `ln w` is that of the factor.
     entropy: [f32; MAX_COLUMNS],
-    /// The sums of powers times their exponents, of which the rest of the entropy is made.
+    /// The sums of powers times their exponents, the rest of the entropy.
     exponents: [f32; MAX_COLUMNS],
-    /// The largest of the scores of [`KeptTile::largest`], as many as there are top keys, in order.
+    /// The largest of the scores of [`KeptTile::largest`], one for each top key, in order.
     top: [[f32; MAX_COLUMNS]; MAX_TOP],
 }
 
 /// Weights of a group of keys without their factors. They do not replace the scores, which would write all of them to
 /// memory again.
-type Powers = [[f32; MAX_COLUMNS]; GROUP];
+type Powers = [[f32; MAX_COLUMNS]; KEY_GROUP];
 
 impl KeptTile<'_, '_> {
+    /// Computes the statistics of the tile.
+    ///
     /// # Safety
-    /// The processor has the instruction set of K; the scores of the keys that the tile sees were kept.
+    /// The processor has the instruction set of K; the scores of the keys that the tile attends to were kept.
     #[inline(always)]
     unsafe fn observe<K: Kernel>(&self, state: PanelState, key_weight_sums: &mut [f32]) {
         let t_kv = self.inputs.dims.t_kv;
         let mut columns = self.columns(state);
-        let of_head = self.factors_of_heads(&columns);
-        let mut powers = [[0f32; MAX_COLUMNS]; GROUP];
-        for group in 0..self.tile.some.len().div_ceil(GROUP) {
+        let of_heads = self.factors_of_heads(&columns);
+        let mut powers = [[0f32; MAX_COLUMNS]; KEY_GROUP];
+        for group in 0..self.tile.some.len().div_ceil(KEY_GROUP) {
             let keys = self.keys_of(group);
             // SAFETY: as this method's contract.
             unsafe {
                 self.weigh::<K>(group, &mut columns, &mut powers);
-                for (head, of_head) in of_head.iter().enumerate() {
-                    let sums = sums_of_keys::<K>(&powers, of_head, self.tile.vectors, columns.are_finite);
-                    let key_weight_sums = &mut key_weight_sums[head * t_kv..][keys.clone()];
-                    key_weight_sums.iter_mut().zip(sums).for_each(|(key_weight_sums, sum)| *key_weight_sums += sum);
+                for (head, factors) in of_heads.iter().enumerate() {
+                    let sums = sums_of_keys::<K>(&powers, factors, self.tile.vectors, columns.are_finite);
+                    let of_head = &mut key_weight_sums[head * t_kv..][keys.clone()];
+                    of_head.iter_mut().zip(sums).for_each(|(to, sum)| *to += sum);
                 }
-                self.write_window(&keys, &columns, &powers);
+                self.write_requested_weights(&keys, &columns, &powers);
             }
         }
-        // SAFETY: as this method's contract; the rows of the tile are this task's.
+        // SAFETY: as this method's contract; no other task writes the rows of the tile.
         unsafe { self.write::<K>(&columns) };
     }
 
+    /// Returns the keys of a group.
     fn keys_of(&self, group: usize) -> Range<usize> {
-        let first = self.tile.some.start + group * GROUP;
-        first..self.tile.some.end.min(first + GROUP)
+        let first = self.tile.some.start + group * KEY_GROUP;
+        first..self.tile.some.end.min(first + KEY_GROUP)
     }
 
-    fn columns(&self, state: PanelState) -> Columns {
-        let zeros = [0f32; MAX_COLUMNS];
-        let top = [[f32::NEG_INFINITY; MAX_COLUMNS]; MAX_TOP];
-        let mut columns =
-            Columns { shifts: zeros, factors: zeros, are_finite: true, entropy: zeros, exponents: zeros, top };
+    /// Prepares the factors of each column from the state after all keys.
+    fn columns(&self, state: PanelState) -> ColumnStatistics {
+        let mut columns = ColumnStatistics {
+            shifts: [0.0; MAX_COLUMNS],
+            factors: [0.0; MAX_COLUMNS],
+            are_finite: true,
+            entropy: [0.0; MAX_COLUMNS],
+            exponents: [0.0; MAX_COLUMNS],
+            top: [[f32::NEG_INFINITY; MAX_COLUMNS]; MAX_TOP],
+        };
         for column in 0..self.panel {
             // SAFETY: the state has an element for each column.
-            let (max, sum) = unsafe { (*state.max.add(column), *state.sum.add(column)) };
-            columns.are_finite &= sum.is_finite();
+            let of_keys = unsafe { SoftmaxStats { max: *state.max.add(column), sum: *state.sum.add(column) } };
+            columns.are_finite &= of_keys.sum.is_finite();
             let row = self.tile.rows.start + column;
-            // A column without a query weighs nothing, but has powers that are to be finite.
-            let whole = match row < self.tile.rows.end {
-                true => with_sink(self.inputs, self.inputs.dims.row(self.tile.kv, row), max, sum),
-                false => SoftmaxStats { max, sum: 0.0 },
+            // The weights of a column without a query are zeros, but its powers must be finite.
+            let whole = if row < self.tile.rows.end {
+                with_sink(self.inputs, self.inputs.dims.row(self.tile.kv, row), of_keys)
+            } else {
+                SoftmaxStats { sum: 0.0, ..of_keys }
             };
             columns.shifts[column] = if whole.max == f32::NEG_INFINITY { 0.0 } else { -whole.max };
-            // Nor does a query that sees nothing.
+            // The weights of a fully masked query are zeros too.
             if whole.sum != 0.0 {
                 columns.factors[column] = 1.0 / whole.sum;
-                // What a sink leaves to the keys.
-                let share = sum * ((max - whole.max) * self.units.exponent_unit).exp2() / whole.sum;
+                // The sum of the keys' weights, without the sink's.
+                let share = of_keys.sum * ((of_keys.max - whole.max) * self.units.exponent_unit).exp2() / whole.sum;
                 columns.entropy[column] = share * whole.sum.ln();
             }
         }
         columns
     }
 
-    /// For each head of the group, the factors of the columns of its queries, and 0.
-    fn factors_of_heads(&self, columns: &Columns) -> Vec<[f32; MAX_COLUMNS]> {
+    /// Returns for each head of the group the factors of the columns of its queries, and 0 for other columns.
+    fn factors_of_heads(&self, columns: &ColumnStatistics) -> Vec<[f32; MAX_COLUMNS]> {
         let group = self.inputs.dims.group();
         let mut of_heads = vec![[0f32; MAX_COLUMNS]; group];
         for (column, row) in self.tile.rows.clone().enumerate() {
@@ -159,12 +162,12 @@ impl KeptTile<'_, '_> {
         of_heads
     }
 
-    /// The powers of a group of keys, the sums of these times their exponents, and the largest scores.
+    /// Computes the powers of a group of keys, the sums of powers times their exponents, and the largest scores.
     ///
     /// # Safety
     /// As [`observe`](Self::observe).
     #[inline(always)]
-    unsafe fn weigh<K: Kernel>(&self, group: usize, columns: &mut Columns, powers: &mut Powers) {
+    unsafe fn weigh<K: Kernel>(&self, group: usize, columns: &mut ColumnStatistics, powers: &mut Powers) {
         for vector in 0..self.tile.vectors {
             let column = vector * K::Vector::LANES;
             // SAFETY: as this method's contract; the arrays have an element for each column.
@@ -172,19 +175,19 @@ impl KeptTile<'_, '_> {
                 let shift = K::Vector::load(columns.shifts.as_ptr().add(column));
                 let mut exponents = K::Vector::load(columns.exponents.as_ptr().add(column));
                 let mut largest = K::Vector::splat(f32::NEG_INFINITY);
-                for (key, powers) in self.keys_of(group).zip(powers.iter_mut()) {
+                for (key, of_key) in self.keys_of(group).zip(powers.iter_mut()) {
                     let score = K::Vector::load(self.scores.add(key * self.panel + column));
                     largest = score.max(largest);
                     let exponent = self.exponent(score, shift);
                     let power = exponent.exp2();
-                    power.store(powers.as_mut_ptr().add(column));
-                    // Not 0 · inf of what weighs nothing.
+                    power.store(of_key.as_mut_ptr().add(column));
+                    // Not 0 · inf for a weight of zero.
                     exponents = power.mul_add(exponent.max(K::Vector::splat(EXP2_MIN)), exponents);
                 }
                 exponents.store(columns.exponents.as_mut_ptr().add(column));
                 largest.store(self.largest.add(group * self.panel + column));
-                // Each takes the place of the first that is smaller.
-                for top in &mut columns.top[..self.k()] {
+                // Each score replaces the first one that is smaller, which moves on.
+                for top in &mut columns.top[..self.top_count()] {
                     let at = top.as_mut_ptr().add(column);
                     let before = K::Vector::load(at);
                     let is_larger = before.less_than(largest);
@@ -196,62 +199,63 @@ impl KeptTile<'_, '_> {
         }
     }
 
-    /// The keys that are wanted of each query.
-    fn k(&self) -> usize {
-        self.output.options.top.min(self.inputs.dims.t_kv)
+    /// Returns the number of top keys of each query.
+    fn top_count(&self) -> usize {
+        self.output.requested.top.min(self.inputs.dims.t_kv)
     }
 
-    /// Writes those of a group's weights that are wanted as they are.
+    /// Writes the requested weights of a group of keys.
     ///
     /// # Safety
     /// As [`observe`](Self::observe).
-    unsafe fn write_window(&self, keys: &Range<usize>, columns: &Columns, powers: &Powers) {
-        let (dims, StatisticsOptions { rows, columns: window, .. }) = (&self.inputs.dims, self.output.options);
-        let wanted = keys.start.max(window.start)..keys.end.min(window.end);
-        if rows.is_empty() || wanted.is_empty() {
+    unsafe fn write_requested_weights(&self, keys: &Range<usize>, columns: &ColumnStatistics, powers: &Powers) {
+        let dims = &self.inputs.dims;
+        let RequestedStatistics { rows, columns: window, .. } = self.output.requested;
+        let requested = intersection(keys, window);
+        if rows.is_empty() || requested.is_empty() {
             return;
         }
         for (column, row) in self.tile.rows.clone().enumerate() {
             let row = dims.row(self.tile.kv, row);
             if rows.contains(&row.query) {
                 let index = (row.b * dims.h + row.head) * rows.len() + row.query - rows.start;
-                let first = index * window.len() + wanted.start - window.start;
-                // SAFETY: the row is this task's, and there is an element for each of the columns.
-                let to = unsafe { self.output.weights.slice(first, wanted.len()) };
-                let powers = powers[wanted.start - keys.start..].iter();
+                let first = index * window.len() + requested.start - window.start;
+                // SAFETY: no other task writes the row, and there is an element for each of the columns.
+                let to = unsafe { self.output.weights.slice(first, requested.len()) };
+                let powers = powers[requested.start - keys.start..].iter();
                 to.iter_mut().zip(powers).for_each(|(to, power)| *to = power[column] * columns.factors[column]);
             }
         }
     }
 
-    /// Writes what was found of each query.
+    /// Writes the statistics of each query.
     ///
     /// # Safety
-    /// As [`observe`](Self::observe); the rows of the tile are this task's alone.
+    /// As [`observe`](Self::observe); no other task writes the rows of the tile.
     #[inline(always)]
-    unsafe fn write<K: Kernel>(&self, columns: &Columns) {
+    unsafe fn write<K: Kernel>(&self, columns: &ColumnStatistics) {
         let index = |column: usize| {
             let row = self.inputs.dims.row(self.tile.kv, self.tile.rows.start + column);
             self.inputs.dims.row_index(row)
         };
         let count = self.tile.rows.len();
-        let k = self.k();
+        let top_count = self.top_count();
         // SAFETY: as this method's contract; the results are initialised.
         unsafe {
             for column in 0..count {
                 let rest = columns.factors[column] * columns.exponents[column] * LN_2;
                 self.output.entropy.add(index(column)).write(columns.entropy[column] - rest);
             }
-            if k == 0 {
+            if top_count == 0 {
                 return;
             }
-            let top = |column: usize| Top {
-                keys: self.output.top_keys.slice(index(column) * k, k),
-                scores: self.output.top_weights.slice(index(column) * k, k),
+            let top_of = |column: usize| TopScores {
+                keys: self.output.top_keys.slice(index(column) * top_count, top_count),
+                scores: self.output.top_weights.slice(index(column) * top_count, top_count),
                 count: 0,
             };
-            let mut all: Vec<_> = (0..count).map(top).collect();
-            self.find_top(&columns.top[k - 1][..count], &mut all);
+            let mut all: Vec<_> = (0..count).map(top_of).collect();
+            self.find_top(&columns.top[top_count - 1][..count], &mut all);
             for (column, top) in all.into_iter().enumerate() {
                 if columns.factors[column].is_nan() {
                     top.fill_with_nan();
@@ -268,7 +272,7 @@ impl KeptTile<'_, '_> {
         }
     }
 
-    /// The exponents of two that scores of columns with these shifts are.
+    /// Returns the exponents, in powers of two, of scores in columns with these shifts.
     ///
     /// # Safety
     /// The processor has the instruction set of the vector.
@@ -278,14 +282,14 @@ impl KeptTile<'_, '_> {
         unsafe { scores.mul(V::splat(self.units.exponent)).add(shifts).mul(V::splat(self.units.exponent_unit)) }
     }
 
-    /// The keys of the largest scores of each column. `least` is the k-th largest of those that groups have: k scores
-    /// are at least that, and few others.
+    /// Finds the keys of the largest scores of each column. `least` is the k-th largest of the groups' largest scores:
+    /// k scores are at least as large, and few others.
     ///
     /// # Safety
     /// As [`observe`](Self::observe).
     #[inline(always)]
-    unsafe fn find_top(&self, least: &[f32], all: &mut [Top]) {
-        for group in 0..self.tile.some.len().div_ceil(GROUP) {
+    unsafe fn find_top(&self, least: &[f32], all: &mut [TopScores]) {
+        for group in 0..self.tile.some.len().div_ceil(KEY_GROUP) {
             // SAFETY: as this method's contract.
             let largest = unsafe { std::slice::from_raw_parts(self.largest.add(group * self.panel), least.len()) };
             if !largest.iter().zip(least).fold(false, |found, (largest, least)| found | (largest >= least)) {
@@ -305,15 +309,16 @@ impl KeptTile<'_, '_> {
 }
 
 /// The largest scores of a query, and their keys.
-struct Top<'a> {
+struct TopScores<'a> {
     keys: &'a mut [u32],
-    /// Of which `count` are scores.
+    /// The scores, the first `count` of which are set.
     scores: &'a mut [f32],
     count: usize,
 }
 
-impl Top<'_> {
-    /// Keys are offered from the lowest on, so that of two alike the lower one comes first.
+impl TopScores<'_> {
+    /// Inserts the score of a key if it is among the largest. Keys are offered in ascending order, so that for equal
+    /// scores the lower key comes first.
     #[inline(always)]
     fn offer(&mut self, key: u32, score: f32) {
         let Self { keys, scores, count } = self;
@@ -322,20 +327,22 @@ impl Top<'_> {
         }
         let mut at = (*count).min(keys.len() - 1);
         while at > 0 && scores[at - 1] < score {
-            (scores[at], keys[at]) = (scores[at - 1], keys[at - 1]);
+            scores[at] = scores[at - 1];
+            keys[at] = keys[at - 1];
             at -= 1;
         }
-        (scores[at], keys[at]) = (score, key);
+        scores[at] = score;
+        keys[at] = key;
         *count = (*count + 1).min(keys.len());
     }
 
-    /// All weights of a query are NaN if one of its scores is.
+    /// Sets all weights to NaN, as for a query with a score of NaN.
     fn fill_with_nan(self) {
         self.scores.fill(f32::NAN);
         (0..).zip(self.keys).for_each(|(lowest, key)| *key = lowest);
     }
 
-    /// Scores become weights, and those that are 0 the weights of the lowest other keys.
+    /// Turns scores into weights, and replaces keys of weight 0 by the lowest other keys.
     #[inline(always)]
     fn finish(self, weigh: impl Fn(f32) -> f32) {
         let Self { keys, scores: weights, count } = self;
@@ -347,7 +354,7 @@ impl Top<'_> {
     }
 }
 
-/// The sums over columns of the weights of each key, by the factors of the columns.
+/// Returns the sum of the weights of each key over the columns, with these factors of the columns.
 ///
 /// # Safety
 /// The processor has the instruction set of K.
@@ -357,18 +364,22 @@ unsafe fn sums_of_keys<K: Kernel>(
     factors: &[f32; MAX_COLUMNS],
     vectors: usize,
     are_finite: bool,
-) -> [f32; GROUP] {
-    let mut found = [0f32; GROUP];
-    for (powers, found) in powers.chunks_exact(K::Vector::LANES).zip(found.chunks_exact_mut(K::Vector::LANES)) {
+) -> [f32; KEY_GROUP] {
+    let mut sums_of_group = [0f32; KEY_GROUP];
+    for (of_vector, found) in
+        powers.chunks_exact(K::Vector::LANES).zip(sums_of_group.chunks_exact_mut(K::Vector::LANES))
+    {
         // SAFETY: as this function's contract; the arrays have an element for each column.
         unsafe {
             let mut sums = [K::Vector::splat(0.0); MAX_LANES];
             for column in (0..vectors).map(|vector| vector * K::Vector::LANES) {
-                let (factor, zero) = (K::Vector::load(factors.as_ptr().add(column)), K::Vector::splat(0.0));
-                // Columns of other heads, and of no query, may have powers that are no numbers, which 0 does not undo.
+                let factor = K::Vector::load(factors.as_ptr().add(column));
+                let zero = K::Vector::splat(0.0);
+                // Columns of other heads, and without a query, may have powers of NaN or infinity, whose product with 0
+                // is not 0.
                 let is_left_out = factor.abs().less_than(K::Vector::splat(f32::MIN_POSITIVE));
-                for (powers, sum) in powers.iter().zip(&mut sums) {
-                    let mut power = K::Vector::load(powers.as_ptr().add(column));
+                for (of_key, sum) in of_vector.iter().zip(&mut sums) {
+                    let mut power = K::Vector::load(of_key.as_ptr().add(column));
                     if !are_finite {
                         power = K::Vector::select(is_left_out, zero, power);
                     }
@@ -378,5 +389,5 @@ unsafe fn sums_of_keys<K: Kernel>(
             K::Vector::sum_each(&sums).store(found.as_mut_ptr());
         }
     }
-    found
+    sums_of_group
 }

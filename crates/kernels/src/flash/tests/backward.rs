@@ -1,39 +1,47 @@
-//! Gradients against central differences of plain loops in f64.
+//! AttentionGradients against central differences of plain loops in f64.
 
 use super::*;
-use crate::flash::{BackwardProblem, Gradients, SoftmaxStats, Wanted, attend_backward};
+use crate::flash::{AttentionBackwardProblem, AttentionGradients, RequestedGradients, SoftmaxStats, attend_backward};
 
-/// Forward and backward on one instruction set; the gradients of the results are numbers of no order.
+/// Runs forward and backward on one instruction set; the gradients of the results are arbitrary numbers.
 fn backward<E: Element + Into<f32>>(
     case: &Case,
     data: &Data<E>,
     instruction_set: InstructionSet,
     factors: &Factors<E>,
-) -> Gradients<E> {
-    let Dims { h, t_q, d_v, .. } = case.dims;
+) -> AttentionGradients<E> {
+    let AttentionDims { h, t_q, d_v, .. } = case.dims;
     let (forward, mut stats) = (case.problem(data), Vec::<SoftmaxStats>::new());
-    let context = attend_vec(&forward, instruction_set, None, Some(&mut stats)).expect("a few rows");
-    let context_grad = Strided { data: &factors.context[..], strides: [h * t_q * d_v, t_q * d_v, d_v] };
+    let output = attend_vec(&forward, instruction_set, None, Some(&mut stats)).expect("a few rows");
+    let output_grad = Strided { data: &factors.output[..], strides: [h * t_q * d_v, t_q * d_v, d_v] };
     let lse_grad = Some(&factors.lse[..]);
-    let problem = BackwardProblem { forward, context: &context, stats: &stats, context_grad, lse_grad };
+    let problem = AttentionBackwardProblem { forward, output: &output, stats: &stats, output_grad, lse_grad };
     let everything = case.everything;
     let bias = everything.then_some([1, 1, t_q, case.dims.t_kv]);
-    let wanted = Wanted { q: true, k: true, v: true, bias, distances: false, slopes: everything, sinks: everything };
-    attend_backward(&problem, instruction_set, wanted).expect("a few rows")
+    let requested = RequestedGradients {
+        q: true,
+        k: true,
+        v: true,
+        bias,
+        relative_bias: false,
+        slopes: everything,
+        sinks: everything,
+    };
+    attend_backward(&problem, instruction_set, requested).expect("a few rows")
 }
 
 /// The loss is the sum of the results times these.
 struct Factors<E> {
-    context: Vec<E>,
+    output: Vec<E>,
     lse: Vec<f32>,
 }
 
 impl<E: Element + Into<f32>> Factors<E> {
     fn loss(&self, case: &Case, data: &Data<f64>) -> f64 {
-        let (context, lse) = case.exact(data);
-        let context = context.iter().zip(&self.context).map(|(x, &factor)| x * f64::from(factor.into()));
+        let (output, lse) = case.exact(data);
+        let output = output.iter().zip(&self.output).map(|(x, &factor)| x * f64::from(factor.into()));
         let lse = lse.iter().zip(&self.lse).filter(|(x, _)| x.is_finite()).map(|(x, &factor)| x * f64::from(factor));
-        context.chain(lse).sum()
+        output.chain(lse).sum()
     }
 }
 
@@ -66,15 +74,16 @@ fn central_differences<E: Element + Into<f32>>(case: &Case, factors: &Factors<E>
     })
 }
 
-/// The largest difference over the largest gradient, for each tensor.
+/// Returns the largest difference divided by the largest gradient, for each tensor.
 fn differences<E: Element + Into<f32>>(
     case: &Case,
     instruction_set: InstructionSet,
     factors: &Factors<E>,
     expected: &Expected,
 ) -> [f64; 6] {
-    let Gradients { q, k, v, bias, slopes, sinks, .. } = backward(case, &case.data::<E>(), instruction_set, factors);
-    let wide = |numbers: Option<Vec<E>>| numbers.expect("wanted").into_iter().map(|x| f64::from(x.into())).collect();
+    let AttentionGradients { q, k, v, bias, slopes, sinks, .. } =
+        backward(case, &case.data::<E>(), instruction_set, factors);
+    let wide = |numbers: Option<Vec<E>>| numbers.expect("requested").into_iter().map(|x| f64::from(x.into())).collect();
     let of_f32 = |numbers: Option<Vec<f32>>| numbers.unwrap_or_default().into_iter().map(f64::from).collect();
     let gradients: [Vec<f64>; 6] = [wide(q), wide(k), wide(v), of_f32(bias), of_f32(slopes), of_f32(sinks)];
     std::array::from_fn(|which| {
@@ -86,8 +95,8 @@ fn differences<E: Element + Into<f32>>(
 }
 
 fn check<E: Element + Into<f32>>(case: &Case, instruction_sets: &[InstructionSet], most: f64) {
-    let Dims { b, h, t_q, d_v, .. } = case.dims;
-    let factors = Factors::<E> { context: numbers(b * h * t_q * d_v, 7), lse: numbers(b * h * t_q, 8) };
+    let AttentionDims { b, h, t_q, d_v, .. } = case.dims;
+    let factors = Factors::<E> { output: numbers(b * h * t_q * d_v, 7), lse: numbers(b * h * t_q, 8) };
     let expected = central_differences(case, &factors);
     for &instruction_set in instruction_sets {
         let differences = differences(case, instruction_set, &factors, &expected);
@@ -97,7 +106,7 @@ fn check<E: Element + Into<f32>>(case: &Case, instruction_sets: &[InstructionSet
 }
 
 #[test]
-fn every_instruction_set_gives_the_gradients_of_plain_loops() {
+fn backward_with_causal_softcap_alibi_sinks_dropout_matches_central_differences() {
     // The last one has several blocks of keys and tiles of queries.
     let shapes =
         [dims(2, 9, 3, 2, 3), dims(2, 1, 3, 3, 2), dims(1, 3, 2, 8, 1), dims(2, 11, 13, 9, 4), dims(2, 50, 270, 17, 5)];

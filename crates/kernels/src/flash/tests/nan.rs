@@ -1,13 +1,12 @@
-//! Keys that are no numbers.
+//! Keys that are NaN.
 
 use super::numbers;
 use crate::cpu::InstructionSet;
-use crate::flash::{Dims, OutputLayout, Problem, ScoreOptions, Strided, attend_vec};
+use crate::flash::{AttentionDims, AttentionProblem, OutputLayout, ScoreOptions, Strided, attend_vec};
 
-/// Whatever its bits are: a key that is NaN, with and without a softcap, where rows are decoded and where they fill
-/// tiles.
+/// Checks every payload of a NaN, with and without a softcap, where rows are decoded and where they fill tiles.
 #[test]
-fn a_key_of_nan_reaches_the_queries_that_see_it() {
+fn nan_key_with_softcap_reaches_only_queries_that_attend_to_it() {
     let (t_kv, d) = (20, 3);
     let nans = if cfg!(miri) { 1..2 } else { 0..512 };
     for instruction_set in if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() } {
@@ -15,8 +14,8 @@ fn a_key_of_nan_reaches_the_queries_that_see_it() {
             let (q, v) = (numbers::<f32>(t_q * d, 1), numbers::<f32>(t_kv * d, 2));
             let attend = |k: &[f32]| {
                 let rows = |data| Strided { data, strides: [0, 0, d] };
-                let problem = Problem {
-                    dims: Dims { b: 1, h: 1, h_kv: 1, t_q, t_kv, d, d_v: d },
+                let problem = AttentionProblem {
+                    dims: AttentionDims { b: 1, h: 1, h_kv: 1, t_q, t_kv, d, d_v: d },
                     q: rows(&q),
                     k: rows(k).into(),
                     v: rows(&v).into(),

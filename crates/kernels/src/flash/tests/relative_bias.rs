@@ -1,12 +1,12 @@
-//! Distance biases against the same numbers as a bias (B, H, T_q, T_kv).
+//! Relative biases against the same numbers as a bias (B, H, T_q, T_kv), and against plain loops.
 
 use super::*;
 use crate::flash::{
-    BackwardProblem, Gradients, RelativeBias, SoftmaxStats, StatisticsOptions, Wanted, attend_backward,
-    attend_with_statistics,
+    AttentionBackwardProblem, AttentionGradients, RelativeBias, RequestedGradients, RequestedStatistics, SoftmaxStats,
+    attend_backward, attend_with_statistics,
 };
 
-/// How the queries of a sequence stand to its keys.
+/// The positions of the queries of a sequence relative to its keys.
 #[derive(Clone, Copy)]
 enum Origins {
     /// Each diagonal of the scores has an entry.
@@ -26,7 +26,7 @@ struct Biases {
 }
 
 impl Biases {
-    fn new(dims: &Dims, origins: Origins, is_shared: bool) -> Self {
+    fn new(dims: &AttentionDims, origins: Origins, is_shared: bool) -> Self {
         let len = dims.t_q + dims.t_kv - 1;
         let origin = |row: usize| {
             let query = row % dims.t_q;
@@ -55,35 +55,43 @@ impl Biases {
         }
     }
 
-    /// The entry of each score, if it has one.
-    fn entries(&self, dims: &Dims) -> Vec<Option<usize>> {
-        let Dims { b, h, t_q, t_kv, .. } = *dims;
+    /// Returns the entry of each score, if it has one.
+    fn entries(&self, dims: &AttentionDims) -> Vec<Option<usize>> {
+        let AttentionDims { b, h, t_q, t_kv, .. } = *dims;
         let entry = |at: usize| {
-            let (b, h, query, key) = (at / (h * t_q * t_kv), at / (t_q * t_kv) % h, at / t_kv % t_q, at % t_kv);
-            let entry = i128::from(self.origins[b * t_q + query]) + key as i128;
-            (0..self.len as i128).contains(&entry).then(|| b * self.of_sequence + h * self.len + entry as usize)
+            let sequence = at / (h * t_q * t_kv);
+            let head = at / (t_q * t_kv) % h;
+            let entry = i128::from(self.origins[sequence * t_q + at / t_kv % t_q]) + (at % t_kv) as i128;
+            let first = sequence * self.of_sequence + head * self.len;
+            (0..self.len as i128).contains(&entry).then(|| first + entry as usize)
         };
         (0..b * h * t_q * t_kv).map(entry).collect()
     }
 }
 
 fn gradients<E: Element>(
-    forward: &Problem<E>,
+    forward: &AttentionProblem<E>,
     instruction_set: InstructionSet,
-    wanted: Wanted,
-) -> (Vec<E>, Gradients<E>) {
-    let Dims { b, h, t_q, d_v, .. } = forward.dims;
+    requested: RequestedGradients,
+) -> (Vec<E>, AttentionGradients<E>) {
+    let AttentionDims { b, h, t_q, d_v, .. } = forward.dims;
     let mut stats = Vec::<SoftmaxStats>::new();
-    let context = attend_vec(forward, instruction_set, None, Some(&mut stats)).expect("a few rows");
+    let output = attend_vec(forward, instruction_set, None, Some(&mut stats)).expect("a few rows");
     let factors: Vec<E> = numbers(b * h * t_q * d_v, 20);
-    let context_grad = Strided { data: &factors[..], strides: [h * t_q * d_v, t_q * d_v, d_v] };
-    let problem = BackwardProblem { forward: *forward, context: &context, stats: &stats, context_grad, lse_grad: None };
-    let gradients = attend_backward(&problem, instruction_set, wanted).expect("a few rows");
-    (context, gradients)
+    let output_grad = Strided { data: &factors[..], strides: [h * t_q * d_v, t_q * d_v, d_v] };
+    let problem =
+        AttentionBackwardProblem { forward: *forward, output: &output, stats: &stats, output_grad, lse_grad: None };
+    let gradients = attend_backward(&problem, instruction_set, requested).expect("a few rows");
+    (output, gradients)
 }
 
-/// The results are the same to the bit, and the gradient of an entry is the sum of those of its scores.
-fn holds<E: Element + Into<f32> + PartialEq + std::fmt::Debug>(dims: Dims, causal: bool, biases: &Biases) {
+/// Checks that the results are the same to the bit as with a bias (B, H, T_q, T_kv), and that the gradient of an entry
+/// is the sum of the gradients of its scores.
+fn check_against_dense_bias<E: Element + Into<f32> + PartialEq + std::fmt::Debug>(
+    dims: AttentionDims,
+    causal: bool,
+    biases: &Biases,
+) {
     let mut case = Case::new(dims, causal, false);
     biases.narrow(&mut case.ranges, dims.t_kv);
     let data = case.data::<E>();
@@ -94,47 +102,46 @@ fn holds<E: Element + Into<f32> + PartialEq + std::fmt::Debug>(dims: Dims, causa
     let mut by_pair = case.problem(&data);
     let strides = [dims.h * dims.t_q * dims.t_kv, dims.t_q * dims.t_kv, dims.t_kv, 1];
     by_pair.scores.bias = Some(Strided { data: &dense, strides });
-    let operands = Wanted { q: true, k: true, v: true, ..Default::default() };
+    let operands = RequestedGradients { q: true, k: true, v: true, ..Default::default() };
     for instruction_set in if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() } {
-        let (context, found) = gradients(&by_distance, instruction_set, Wanted { distances: true, ..operands });
+        let (output, found) =
+            gradients(&by_distance, instruction_set, RequestedGradients { relative_bias: true, ..operands });
         let full = Some([dims.b, dims.h, dims.t_q, dims.t_kv]);
-        let (expected_context, expected) = gradients(&by_pair, instruction_set, Wanted { bias: full, ..operands });
-        assert_eq!(context, expected_context, "{instruction_set}, {dims:?}");
+        let (expected_output, expected) =
+            gradients(&by_pair, instruction_set, RequestedGradients { bias: full, ..operands });
+        assert_eq!(output, expected_output, "{instruction_set}, {dims:?}");
         assert_eq!((found.q, found.k, found.v), (expected.q, expected.k, expected.v), "{instruction_set}, {dims:?}");
         let mut sums = vec![0f64; biases.data.len()];
-        for (entry, gradient) in entries.iter().zip(expected.bias.expect("wanted")) {
+        for (entry, gradient) in entries.iter().zip(expected.bias.expect("requested")) {
             if let Some(entry) = entry {
                 sums[*entry] += f64::from(gradient);
             }
         }
-        for (n, (found, expected)) in found.distances.expect("wanted").into_iter().zip(sums).enumerate() {
-            assert!(
-                (f64::from(found) - expected).abs() < 1e-5,
-                "{instruction_set}, {dims:?}, {n}: {found}, expected {expected}"
-            );
+        for (n, (x, sum)) in found.relative_bias.expect("requested").into_iter().zip(sums).enumerate() {
+            assert!((f64::from(x) - sum).abs() < 1e-5, "{instruction_set}, {dims:?}, {n}: {x}, expected {sum}");
         }
     }
 }
 
 #[test]
-fn distance_biases_are_a_bias_of_the_same_numbers() {
-    let dims = |h: usize, h_kv: usize, t_q: usize, t_kv: usize| Dims { b: 2, h, h_kv, t_q, t_kv, d: 5, d_v: 7 };
-    let few = [dims(2, 1, 3, 9), dims(3, 3, 1, 6)];
-    let many = [dims(2, 2, 40, 150), dims(6, 2, 37, 20), dims(2, 1, 70, 70)];
+fn relative_bias_matches_dense_bias() {
+    let of = |h: usize, h_kv: usize, t_q: usize, t_kv: usize| AttentionDims { b: 2, h, h_kv, t_q, t_kv, d: 5, d_v: 7 };
+    let few = [of(2, 1, 3, 9), of(3, 3, 1, 6)];
+    let many = [of(2, 2, 40, 150), of(6, 2, 37, 20), of(2, 1, 70, 70)];
     for dims in few.into_iter().chain(many.into_iter().take(if cfg!(miri) { 0 } else { 3 })) {
         for origins in [Origins::Diagonals, Origins::Packed, Origins::Scattered] {
             for is_shared in [true, false] {
                 let biases = Biases::new(&dims, origins, is_shared);
-                holds::<f32>(dims, true, &biases);
-                holds::<bf16>(dims, false, &biases);
+                check_against_dense_bias::<f32>(dims, true, &biases);
+                check_against_dense_bias::<bf16>(dims, false, &biases);
             }
         }
     }
 }
 
 #[test]
-fn distance_biases_outside_their_slice_are_errors() {
-    let case = Case::new(Dims { b: 1, h: 2, h_kv: 2, t_q: 3, t_kv: 4, d: 2, d_v: 2 }, false, false);
+fn relative_bias_outside_of_its_slice_is_refused() {
+    let case = Case::new(AttentionDims { b: 1, h: 2, h_kv: 2, t_q: 3, t_kv: 4, d: 2, d_v: 2 }, false, false);
     let data = case.data::<f32>();
     let biases = Biases::new(&case.dims, Origins::Diagonals, true);
     let error = |bias: RelativeBias| {
@@ -144,7 +151,7 @@ fn distance_biases_outside_their_slice_are_errors() {
     };
     let rows = biases.bias().rows;
     let short = Strided { data: &biases.data[1..], ..rows };
-    assert!(error(RelativeBias { rows: short, ..biases.bias() }).contains("distance biases of [1, 2] entries"));
+    assert!(error(RelativeBias { rows: short, ..biases.bias() }).contains("relative bias of [1, 2] entries"));
     assert!(error(RelativeBias { origins: &[0; 2], ..biases.bias() }).contains("origins"));
     assert_eq!(
         error(RelativeBias { origins: &[2, 1, 3], ..biases.bias() }),
@@ -162,7 +169,7 @@ fn distance_biases_outside_their_slice_are_errors() {
 #[test]
 fn relative_bias_without_entries_is_accepted_by_fully_masked_queries() {
     for (t_q, data) in [(1, &[][..]), (40, &[1.0; 3])] {
-        let dims = Dims { b: 2, h: 4, h_kv: 2, t_q, t_kv: 5, d: 2, d_v: 2 };
+        let dims = AttentionDims { b: 2, h: 4, h_kv: 2, t_q, t_kv: 5, d: 2, d_v: 2 };
         let case = Case { ranges: vec![3..3; 2 * t_q], ..Case::new(dims, false, false) };
         let tensors = case.data::<f32>();
         let mut problem = case.problem(&tensors);
@@ -170,17 +177,20 @@ fn relative_bias_without_entries_is_accepted_by_fully_masked_queries() {
         let rows = Strided { data, strides: [usize::MAX, 7] };
         problem.scores.relative_bias = Some(RelativeBias { rows, len: 0, origins: &origins });
         for instruction_set in InstructionSet::available() {
-            let (context, found) =
-                gradients(&problem, instruction_set, Wanted { q: true, distances: true, ..Default::default() });
-            assert!(context.iter().all(|&x| x == 0.0), "{instruction_set}");
-            assert_eq!(found.distances, Some(Vec::new()), "{instruction_set}");
+            let (output, found) = gradients(
+                &problem,
+                instruction_set,
+                RequestedGradients { q: true, relative_bias: true, ..Default::default() },
+            );
+            assert!(output.iter().all(|&x| x == 0.0), "{instruction_set}");
+            assert_eq!(found.relative_bias, Some(Vec::new()), "{instruction_set}");
         }
     }
 }
 
 #[test]
-fn relative_bias_of_distant_keys_matches_that_of_near_keys() {
-    // One key, repeated more often than memory has bytes. So many queries that the keys are not split over tasks.
+fn relative_bias_of_distant_keys_matches_near_keys() {
+    // One key, repeated more often than memory has bytes, and enough queries that the keys are not split over tasks.
     let (t_q, t_kv, one) = (150, usize::MAX / 4, [0.5f32]);
     let len = t_q + 2;
     let biases: Vec<f32> = numbers(2 * len, 3);
@@ -189,8 +199,8 @@ fn relative_bias_of_distant_keys_matches_that_of_near_keys() {
         let repeated = Strided { data: &one[..], strides: [0; 3] };
         let origins: Vec<_> = (0..t_q).rev().map(|diagonal| diagonal as i64 - first as i64).collect();
         let rows = Strided { data: &biases[..], strides: [0, len] };
-        let problem = Problem {
-            dims: Dims { b: 1, h: 2, h_kv: 1, t_q, t_kv, d: 1, d_v: 1 },
+        let problem = AttentionProblem {
+            dims: AttentionDims { b: 1, h: 2, h_kv: 1, t_q, t_kv, d: 1, d_v: 1 },
             q: Strided { data: &q, strides: [0, t_q, 1] },
             k: repeated.into(),
             v: repeated.into(),
@@ -207,8 +217,8 @@ fn relative_bias_of_distant_keys_matches_that_of_near_keys() {
         lse
     };
     let near = lse_of(0);
-    for (n, (far, near)) in lse_of(t_kv - 3).into_iter().zip(near).enumerate() {
-        assert!((far - near).abs() < 1e-5, "log-sum-exp {n}: {far}, expected {near}");
+    for (n, (far, expected)) in lse_of(t_kv - 3).into_iter().zip(near).enumerate() {
+        assert!((far - expected).abs() < 1e-5, "log-sum-exp {n}: {far}, expected {expected}");
     }
 }
 
@@ -244,7 +254,7 @@ impl RandomCall {
         let h = h_kv * random.choose(&[1, 2, 3, 9]);
         let t_q = random.choose(&[1, 2, 3, 7, 17, 40]);
         let t_kv = random.choose(&[1, 2, 5, 9, 33, 70]);
-        let dims = Dims { b: 1 + random.below(2), h, h_kv, t_q, t_kv, d: 3, d_v: 2 };
+        let dims = AttentionDims { b: 1 + random.below(2), h, h_kv, t_q, t_kv, d: 3, d_v: 2 };
         let whole = t_q + t_kv - 1;
         let len = match random.below(4) {
             0 => random.below(whole + 1),
@@ -260,7 +270,7 @@ impl RandomCall {
         Self { case, biases: Biases { len, of_sequence, data, origins } }
     }
 
-    fn origins(random: &mut Random, dims: &Dims, len: usize) -> Vec<i64> {
+    fn origins(random: &mut Random, dims: &AttentionDims, len: usize) -> Vec<i64> {
         let whole = (dims.t_q + dims.t_kv) as i64;
         // Diagonals of the scores, which may begin before the first entry or after the last.
         let shift = match random.below(4) {
@@ -269,8 +279,8 @@ impl RandomCall {
             _ => random.below(2 * whole as usize + 1) as i64 - whole,
         };
         let any = random.below(4) == 0;
-        let origin = |row: usize| (dims.t_q - 1 - row % dims.t_q) as i64 + shift;
-        let mut origins: Vec<_> = (0..dims.b * dims.t_q).map(origin).collect();
+        let diagonal = |row: usize| (dims.t_q - 1 - row % dims.t_q) as i64 + shift;
+        let mut origins: Vec<_> = (0..dims.b * dims.t_q).map(diagonal).collect();
         for origin in origins.iter_mut().filter(|_| any) {
             *origin = match random.below(3) {
                 0 => random.choose(&[i64::MIN, i64::MAX, 1 << 62, len as i64, -(dims.t_kv as i64)]),
@@ -281,25 +291,26 @@ impl RandomCall {
         origins
     }
 
-    fn ranges(random: &mut Random, dims: &Dims, len: usize, origins: &[i64]) -> Vec<Range<usize>> {
+    fn ranges(random: &mut Random, dims: &AttentionDims, len: usize, origins: &[i64]) -> Vec<Range<usize>> {
         // Half of all calls attend to keys with entries only, most others to a few keys without one.
         let outside = random.choose(&[0, 0, 1, 4]);
-        let mut range = |&origin: &i64| {
+        let range = |&origin: &i64| {
             if random.below(5) == 0 {
-                return random.choose(&[(0, 0), (dims.t_kv, dims.t_kv), (usize::MAX, 0), (usize::MAX, usize::MAX)]);
+                let start = random.choose(&[0, dims.t_kv, usize::MAX]);
+                return start..random.choose(&[0, start]);
             }
             let start = random.below(dims.t_kv);
             let end = start + 1 + random.below(dims.t_kv - start);
             if random.below(4) < outside {
-                return (start, end);
+                return start..end;
             }
             let key_of = |entry: usize| (entry as i128 - i128::from(origin)).clamp(0, dims.t_kv as i128) as usize;
-            (start.max(key_of(0)), end.min(key_of(len)))
+            start.max(key_of(0))..end.min(key_of(len))
         };
-        origins.iter().map(|origin| range(origin)).map(|(start, end)| start..end).collect()
+        origins.iter().map(range).collect()
     }
 
-    /// Whether every query finds an entry for every key that it attends to.
+    /// Returns whether there is an entry for every key that a query attends to.
     fn is_inside(&self) -> bool {
         self.case.ranges.iter().zip(&self.biases.origins).all(|(range, &origin)| {
             range.clone().all(|key| (0..self.biases.len as i128).contains(&(i128::from(origin) + key as i128)))
@@ -307,20 +318,20 @@ impl RandomCall {
     }
 }
 
-/// What plain loops compute in f64.
+/// The results of plain loops in f64.
 struct Plain {
-    context: Vec<f64>,
+    output: Vec<f64>,
     weights: Vec<f64>,
     /// The gradient of the relative bias for these gradients of the contexts.
     gradient: Vec<f64>,
 }
 
 impl Plain {
-    fn new(call: &RandomCall, data: &Data<f32>, context_grad: &[f32]) -> Self {
+    fn new(call: &RandomCall, data: &Data<f32>, output_grad: &[f32]) -> Self {
         let RandomCall { case, biases } = call;
-        let Dims { b, h, h_kv, t_q, t_kv, d, d_v } = case.dims;
+        let AttentionDims { b, h, h_kv, t_q, t_kv, d, d_v } = case.dims;
         let mut plain = Self {
-            context: vec![0.0; b * h * t_q * d_v],
+            output: vec![0.0; b * h * t_q * d_v],
             weights: vec![0.0; b * h * t_q * t_kv],
             gradient: vec![0.0; biases.data.len()],
         };
@@ -340,12 +351,12 @@ impl Plain {
             let sum: f64 = weights.iter().sum();
             weights.iter_mut().filter(|weight| **weight > 0.0).for_each(|weight| *weight /= sum);
             let value = |key: usize, n: usize| f64::from(data.v[key_row(key) * d_v + n]);
-            let grad = |n: usize| f64::from(context_grad[row * d_v + n]);
+            let grad = |n: usize| f64::from(output_grad[row * d_v + n]);
             let weight_grad = |key: usize| (0..d_v).map(|n| grad(n) * value(key, n)).sum::<f64>();
             let delta: f64 = keys.clone().map(|key| weights[key] * weight_grad(key)).sum();
             for key in keys {
                 for n in 0..d_v {
-                    plain.context[row * d_v + n] += weights[key] * value(key, n);
+                    plain.output[row * d_v + n] += weights[key] * value(key, n);
                 }
                 plain.gradient[entry(key)] += weights[key] * (weight_grad(key) - delta);
             }
@@ -353,7 +364,7 @@ impl Plain {
         plain
     }
 
-    fn key_weight_sums(&self, dims: &Dims) -> Vec<f64> {
+    fn key_weight_sums(&self, dims: &AttentionDims) -> Vec<f64> {
         let sum = |at: usize| {
             let (head, key) = (at / dims.t_kv, at % dims.t_kv);
             (0..dims.t_q).map(|query| self.weights[(head * dims.t_q + query) * dims.t_kv + key]).sum()
@@ -364,8 +375,8 @@ impl Plain {
 
 fn assert_close(what: &str, found: &[f32], expected: &[f64]) {
     assert_eq!(found.len(), expected.len(), "{what}");
-    for (n, (found, expected)) in found.iter().zip(expected).enumerate() {
-        assert!((f64::from(*found) - expected).abs() < 2e-5, "{what}, entry {n}: {found}, expected {expected}");
+    for (n, (x, exact)) in found.iter().zip(expected).enumerate() {
+        assert!((f64::from(*x) - exact).abs() < 2e-5, "{what}, entry {n}: {x}, expected {exact}");
     }
 }
 
@@ -377,25 +388,30 @@ fn relative_bias_with_random_origins_matches_plain_loops_or_is_refused() {
     for _ in 0..if cfg!(miri) { 6 } else { 600 } {
         let call = RandomCall::new(&mut random);
         let RandomCall { case, biases } = &call;
-        let Dims { b, h, t_q, d_v, .. } = case.dims;
+        let AttentionDims { b, h, t_q, d_v, .. } = case.dims;
         let data = case.data::<f32>();
         let mut problem = case.problem(&data);
         problem.scores.relative_bias = Some(biases.bias());
-        let context_grad: Vec<f32> = numbers(b * h * t_q * d_v, 20);
-        let backward = |context: &[f32], stats: &[SoftmaxStats], instruction_set: InstructionSet| {
-            let rows = Strided { data: &context_grad[..], strides: [h * t_q * d_v, t_q * d_v, d_v] };
-            let problem = BackwardProblem { forward: problem, context, stats, context_grad: rows, lse_grad: None };
-            attend_backward(&problem, instruction_set, Wanted { q: true, distances: true, ..Default::default() })
+        let output_grad: Vec<f32> = numbers(b * h * t_q * d_v, 20);
+        let backward = |output: &[f32], stats: &[SoftmaxStats], instruction_set: InstructionSet| {
+            let rows = Strided { data: &output_grad[..], strides: [h * t_q * d_v, t_q * d_v, d_v] };
+            let problem =
+                AttentionBackwardProblem { forward: problem, output, stats, output_grad: rows, lse_grad: None };
+            attend_backward(
+                &problem,
+                instruction_set,
+                RequestedGradients { q: true, relative_bias: true, ..Default::default() },
+            )
         };
-        let options = StatisticsOptions { top: 2, ..Default::default() };
+        let options = RequestedStatistics { top: 2, ..Default::default() };
         if !call.is_inside() {
             refused += 1;
-            let (context, stats) = (vec![0.0; b * h * t_q * d_v], vec![SoftmaxStats::default(); b * h * t_q]);
+            let (output, stats) = (vec![0.0; b * h * t_q * d_v], vec![SoftmaxStats::default(); b * h * t_q]);
             for &instruction_set in &instruction_sets {
                 let errors = [
                     attend_vec(&problem, instruction_set, None, None).err(),
                     attend_with_statistics(&problem, instruction_set, &options).err(),
-                    backward(&context, &stats, instruction_set).err(),
+                    backward(&output, &stats, instruction_set).err(),
                 ];
                 for error in errors {
                     let text = error.expect("an entry outside of the relative bias").to_string();
@@ -405,7 +421,7 @@ fn relative_bias_with_random_origins_matches_plain_loops_or_is_refused() {
             continue;
         }
         accepted += 1;
-        let plain = Plain::new(&call, &data, &context_grad);
+        let plain = Plain::new(&call, &data, &output_grad);
         for &instruction_set in &instruction_sets {
             let what = |result: &str| {
                 let (len, origins, ranges) = (biases.len, &biases.origins, &case.ranges);
@@ -415,14 +431,14 @@ fn relative_bias_with_random_origins_matches_plain_loops_or_is_refused() {
                 )
             };
             let mut stats = Vec::new();
-            let context = attend_vec(&problem, instruction_set, None, Some(&mut stats)).expect("a few rows");
-            assert_close(&what("context"), &context, &plain.context);
-            let (context, statistics) =
+            let output = attend_vec(&problem, instruction_set, None, Some(&mut stats)).expect("a few rows");
+            assert_close(&what("output"), &output, &plain.output);
+            let (same_output, statistics) =
                 attend_with_statistics(&problem, instruction_set, &options).expect("a few rows");
-            assert_close(&what("context with statistics"), &context, &plain.context);
+            assert_close(&what("output with statistics"), &same_output, &plain.output);
             assert_close(&what("sums of weights"), &statistics.key_weight_sums, &plain.key_weight_sums(&case.dims));
-            let gradients = backward(&context, &stats, instruction_set).expect("a few rows");
-            assert_close(&what("gradient"), &gradients.distances.expect("requested"), &plain.gradient);
+            let gradients = backward(&output, &stats, instruction_set).expect("a few rows");
+            assert_close(&what("gradient"), &gradients.relative_bias.expect("requested"), &plain.gradient);
         }
     }
     assert!(accepted > 0 && refused > 0, "{accepted} calls accepted, {refused} refused");

@@ -7,18 +7,18 @@ use super::numbers;
 use crate::Element;
 use crate::cpu::InstructionSet;
 use crate::flash::{
-    Alibi, BackwardProblem, Dims, OutputLayout, Problem, ScoreOptions, SoftmaxStats, Strided, Wanted, attend_backward,
-    attend_vec,
+    Alibi, AttentionBackwardProblem, AttentionDims, AttentionProblem, OutputLayout, RequestedGradients, ScoreOptions,
+    SoftmaxStats, Strided, attend_backward, attend_vec,
 };
 
-/// The bits of all gradients, on one number of threads after the other.
+/// Returns the bits of all gradients for each thread pool.
 fn gradients<E: Element + Into<f32>>(
-    dims: Dims,
+    dims: AttentionDims,
     shape: [usize; 4],
     instruction_set: InstructionSet,
     pools: &[&rayon::ThreadPool],
 ) -> Vec<Vec<u32>> {
-    let Dims { b, h, h_kv, t_q, t_kv, d, d_v } = dims;
+    let AttentionDims { b, h, h_kv, t_q, t_kv, d, d_v } = dims;
     let [q, k, v] = [(h, t_q, d, 1), (h_kv, t_kv, d, 2), (h_kv, t_kv, d_v, 3)]
         .map(|(heads, t, width, salt)| numbers::<E>(b * heads * t * width, salt));
     let rows = |data, heads, t, width| Strided { data, strides: [heads * t * width, t * width, width] };
@@ -27,9 +27,9 @@ fn gradients<E: Element + Into<f32>>(
     let bias = Strided { data: &bias[..], strides: std::array::from_fn(stride) };
     let (slopes, positions, sinks) = (numbers::<f32>(h, 5), vec![0.0; b * t_q], numbers::<f32>(h, 6));
     let alibi = Some(Alibi { slopes: &slopes, positions: &positions });
-    // Each query sees a few keys, so that tiles follow each other soon.
+    // Each query attends to a few keys, so that tiles follow each other soon.
     let range = |query: usize| query.saturating_sub(3).min(t_kv)..(query + 4).min(t_kv);
-    let forward = Problem {
+    let forward = AttentionProblem {
         dims,
         q: rows(&q, h, t_q, d),
         k: rows(&k, h_kv, t_kv, d).into(),
@@ -40,15 +40,23 @@ fn gradients<E: Element + Into<f32>>(
         executor: None,
     };
     let mut stats = Vec::<SoftmaxStats>::new();
-    let context = attend_vec(&forward, instruction_set, None, Some(&mut stats)).expect("a few rows");
-    let factors = numbers(context.len(), 7);
-    let context_grad = rows(&factors, h, t_q, d_v);
-    let problem = BackwardProblem { forward, context: &context, stats: &stats, context_grad, lse_grad: None };
-    let wanted = Wanted { q: true, k: true, v: true, bias: Some(shape), distances: false, slopes: true, sinks: true };
+    let output = attend_vec(&forward, instruction_set, None, Some(&mut stats)).expect("a few rows");
+    let factors = numbers(output.len(), 7);
+    let output_grad = rows(&factors, h, t_q, d_v);
+    let problem = AttentionBackwardProblem { forward, output: &output, stats: &stats, output_grad, lse_grad: None };
+    let requested = RequestedGradients {
+        q: true,
+        k: true,
+        v: true,
+        bias: Some(shape),
+        relative_bias: false,
+        slopes: true,
+        sinks: true,
+    };
     let run = || {
-        let found = attend_backward(&problem, instruction_set, wanted).expect("a few rows");
-        let wide = |gradient: Option<Vec<E>>| gradient.expect("wanted").into_iter().map(Into::into);
-        let of_f32 = |gradient: Option<Vec<f32>>| gradient.expect("wanted");
+        let found = attend_backward(&problem, instruction_set, requested).expect("a few rows");
+        let wide = |gradient: Option<Vec<E>>| gradient.expect("requested").into_iter().map(Into::into);
+        let of_f32 = |gradient: Option<Vec<f32>>| gradient.expect("requested");
         let elements = wide(found.q).chain(wide(found.k)).chain(wide(found.v));
         let others = [of_f32(found.bias), of_f32(found.slopes), of_f32(found.sinks)].into_iter().flatten();
         elements.chain(others).map(f32::to_bits).collect()
@@ -57,7 +65,7 @@ fn gradients<E: Element + Into<f32>>(
 }
 
 #[test]
-fn threads_change_no_bit_of_what_heads_share() {
+fn shared_bias_gradients_are_equal_for_any_number_of_threads() {
     let best = InstructionSet::choose(None, false).expect("an instruction set");
     // Each group, and how often it runs on the best instruction set.
     let groups: &[(usize, usize)] = if cfg!(miri) { &[(3, 1)] } else { &[(3, 10), (5, 10), (6, 10), (7, 10), (71, 2)] };
@@ -65,17 +73,17 @@ fn threads_change_no_bit_of_what_heads_share() {
     let (t, width) = if cfg!(miri) { (32, 32) } else { (520, 2) };
     let [one, two, four] = [1, 2, 4].map(|n| rayon::ThreadPoolBuilder::new().num_threads(n).build().expect("a pool"));
     for instruction_set in if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() } {
-        let gradients = match instruction_set {
+        let gradients_of = match instruction_set {
             InstructionSet::NeonBf16 | InstructionSet::Avx512Bf16 | InstructionSet::Amx => gradients::<bf16>,
             _ => gradients::<f32>,
         };
         for (&(group, repeats), b) in groups.iter().flat_map(|group| [(group, 1), (group, 2)]) {
             let repeats = if instruction_set == best { repeats } else { repeats.div_ceil(10) };
             let pools = [&[&one][..], &[&two, &four].repeat(repeats)].concat();
-            let dims = Dims { b, h: 2 * group, h_kv: 2, t_q: t, t_kv: t, d: width, d_v: width };
+            let dims = AttentionDims { b, h: 2 * group, h_kv: 2, t_q: t, t_kv: t, d: width, d_v: width };
             // The last one is another where there are two sequences.
             for shape in [[1, 1, t, t], [1, 1, t, 1], [1, 1, 1, t], [b, 1, t, t]].into_iter().take(2 + b) {
-                let found = gradients(dims, shape, instruction_set, &pools);
+                let found = gradients_of(dims, shape, instruction_set, &pools);
                 let differ = found.iter().filter(|&gradients| *gradients != found[0]).count();
                 assert_eq!(
                     differ,

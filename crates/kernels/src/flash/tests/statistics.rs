@@ -1,30 +1,30 @@
-//! Statistics of the weights against those of plain loops in f64.
+//! Statistics of the weights against plain loops in f64.
 
 use half::{bf16, f16};
 
 use super::{Case, dims};
 use crate::cpu::InstructionSet;
 use crate::flash::{
-    Dims, OutputLayout, Problem, ScoreOptions, Statistics, StatisticsOptions, Strided, attend_vec,
+    AttentionDims, AttentionProblem, OutputLayout, RequestedStatistics, ScoreOptions, Statistics, Strided, attend_vec,
     attend_with_statistics,
 };
 use crate::{Element, Error};
 
-/// Compares what an instruction set finds with the weights of plain loops, and the context with that of a call without
+/// Compares what an instruction set finds with the weights of plain loops, and the output with that of a call without
 /// statistics.
 fn check<E: Element + Into<f32> + PartialEq>(case: &Case, instruction_set: InstructionSet, top: usize, tolerance: f64) {
-    let Dims { b, h, t_q, t_kv, .. } = case.dims;
+    let AttentionDims { b, h, t_q, t_kv, .. } = case.dims;
     let (rows, columns) = (t_q / 3..t_q, 0..t_kv.div_ceil(2));
-    let options = StatisticsOptions { top, rows: rows.clone(), columns: columns.clone() };
+    let options = RequestedStatistics { top, rows: rows.clone(), columns: columns.clone() };
     let data = case.data::<E>();
     let problem = case.problem(&data);
-    let (context, found) = attend_with_statistics(&problem, instruction_set, &options).expect("a few rows");
+    let (output, found) = attend_with_statistics(&problem, instruction_set, &options).expect("a few rows");
     let without = attend_vec(&problem, instruction_set, None, None).expect("a few rows");
-    let near = |found: f32, exact: f64, what: &str| {
-        assert!((f64::from(found) - exact).abs() <= tolerance * (1.0 + exact.abs()), "{what}: {found}, not {exact}");
+    let near = |x: f32, exact: f64, what: &str| {
+        assert!((f64::from(x) - exact).abs() <= tolerance * (1.0 + exact.abs()), "{what}: {x}, not {exact}");
     };
-    for (with, without) in context.iter().zip(without) {
-        near((*with).into(), f64::from(without.into()), "context");
+    for (x, exact) in output.iter().zip(without) {
+        near((*x).into(), f64::from(exact.into()), "output");
     }
 
     let k = top.min(t_kv);
@@ -39,7 +39,7 @@ fn check<E: Element + Into<f32> + PartialEq>(case: &Case, instruction_set: Instr
         let terms = weights.iter().filter(|weight| **weight > 0.0).map(|weight| -weight * weight.ln());
         near(found.entropy[row], terms.sum(), "entropy");
         let mut sorted = weights.clone();
-        sorted.sort_by(|a, b| b.total_cmp(a));
+        sorted.sort_by(|one, other| other.total_cmp(one));
         let (keys, of_keys) = (&found.top_keys[row * k..][..k], &found.top_weights[row * k..][..k]);
         for (n, (&key, &weight)) in keys.iter().zip(of_keys).enumerate() {
             near(weight, sorted[n], "the largest weights");
@@ -48,18 +48,18 @@ fn check<E: Element + Into<f32> + PartialEq>(case: &Case, instruction_set: Instr
         }
         if rows.contains(&i) {
             let first = ((batch * h + head) * rows.len() + i - rows.start) * columns.len();
-            for (found, exact) in found.weights[first..][..columns.len()].iter().zip(&weights) {
-                near(*found, *exact, "weights");
+            for (x, exact) in found.weights[first..][..columns.len()].iter().zip(&weights) {
+                near(*x, *exact, "weights");
             }
         }
     }
-    for (found, exact) in found.key_weight_sums.iter().zip(&key_weight_sums) {
-        near(*found, *exact, "key_weight_sums");
+    for (x, exact) in found.key_weight_sums.iter().zip(&key_weight_sums) {
+        near(*x, *exact, "key_weight_sums");
     }
 }
 
 #[test]
-fn every_instruction_set_finds_the_statistics_of_plain_loops() {
+fn statistics_with_causal_softcap_alibi_sinks_dropout_match_plain_loops() {
     let shapes = [dims(2, 1, 3, 3, 2), dims(2, 9, 40, 8, 3), dims(6, 50, 131, 5, 3), dims(1, 130, 300, 8, 4)];
     let (instruction_sets, shapes) = match cfg!(miri) {
         true => (vec![InstructionSet::Scalar], &shapes[..1]),
@@ -79,13 +79,13 @@ fn every_instruction_set_finds_the_statistics_of_plain_loops() {
     }
 }
 
-/// A call of one head, causal where it has a query for each key.
-fn one_head(keys: &[f32], queries: &[f32], options: &StatisticsOptions) -> Result<Statistics, Error> {
+/// Computes the statistics of one head, causal if there is a query for each key.
+fn one_head(keys: &[f32], queries: &[f32], options: &RequestedStatistics) -> Result<Statistics, Error> {
     let (t_q, t_kv) = (queries.len(), keys.len());
     let rows = |data| Strided { data, strides: [0, 0, 1] };
     let end = |query: usize| if t_q == t_kv { query + 1 } else { t_kv };
-    let problem = Problem {
-        dims: Dims { b: 1, h: 1, h_kv: 1, t_q, t_kv, d: 1, d_v: 1 },
+    let problem = AttentionProblem {
+        dims: AttentionDims { b: 1, h: 1, h_kv: 1, t_q, t_kv, d: 1, d_v: 1 },
         q: rows(queries),
         k: rows(keys).into(),
         v: rows(keys).into(),
@@ -98,42 +98,44 @@ fn one_head(keys: &[f32], queries: &[f32], options: &StatisticsOptions) -> Resul
 }
 
 #[test]
-fn of_equal_weights_the_lower_key_comes_first_and_hidden_keys_come_last() -> Result<(), Error> {
-    let top = |top| StatisticsOptions { top, ..Default::default() };
+fn statistics_list_lower_keys_first_and_masked_keys_last() -> Result<(), Error> {
+    let top = |top| RequestedStatistics { top, ..Default::default() };
     let keys: Vec<f32> = (0..500).map(|key| if key % 100 == 3 { 2.0 } else { 1.0 }).collect();
-    let found = one_head(&keys, &[1.0], &top(8))?;
-    assert_eq!(found.top_keys, [3, 103, 203, 303, 403, 0, 1, 2]);
+    let equal = one_head(&keys, &[1.0], &top(8))?;
+    assert_eq!(equal.top_keys, [3, 103, 203, 303, 403, 0, 1, 2]);
 
-    let found = one_head(&[1.0, 2.0, 3.0, 4.0], &[1.0; 4], &top(3))?;
-    assert_eq!(found.top_keys, [0, 1, 2, 1, 0, 2, 2, 1, 0, 3, 2, 1]);
-    assert_eq!(found.top_weights[1..3], [0.0; 2]);
+    let causal = one_head(&[1.0, 2.0, 3.0, 4.0], &[1.0; 4], &top(3))?;
+    assert_eq!(causal.top_keys, [0, 1, 2, 1, 0, 2, 2, 1, 0, 3, 2, 1]);
+    assert_eq!(causal.top_weights[1..3], [0.0; 2]);
 
-    // A weight that is too small for a number is that of a hidden key.
-    let found = one_head(&[-500.0, 500.0, -400.0], &[1.0], &top(3))?;
-    assert_eq!((found.top_keys, found.top_weights), (vec![1, 0, 2], vec![1.0, 0.0, 0.0]));
-    assert_eq!((found.entropy, found.key_weight_sums), (vec![0.0], vec![0.0, 1.0, 0.0]));
+    // A weight that rounds to zero counts as a masked key.
+    let rounded = one_head(&[-500.0, 500.0, -400.0], &[1.0], &top(3))?;
+    assert_eq!(rounded.top_keys, [1, 0, 2]);
+    assert_eq!(rounded.top_weights, [1.0, 0.0, 0.0]);
+    assert_eq!(rounded.entropy, [0.0]);
+    assert_eq!(rounded.key_weight_sums, [0.0, 1.0, 0.0]);
     Ok(())
 }
 
 #[test]
-fn what_a_call_does_not_have_is_an_error() {
-    let options = StatisticsOptions { top: 1, rows: 0..2, columns: 0..3 };
-    let error = |options| one_head(&[1.0; 3], &[1.0; 2], &options).expect_err("not there").to_string();
+fn statistics_outside_of_the_call_are_refused() {
+    let options = RequestedStatistics { top: 1, rows: 0..2, columns: 0..3 };
+    let error = |requested| one_head(&[1.0; 3], &[1.0; 2], &requested).expect_err("not there").to_string();
     assert!(one_head(&[1.0; 3], &[1.0; 2], &options).is_ok());
-    assert_eq!(error(StatisticsOptions { rows: 1..3, ..options.clone() }), "expected rows within 0..2, found 1..3");
+    assert_eq!(error(RequestedStatistics { rows: 1..3, ..options.clone() }), "expected rows within 0..2, found 1..3");
     assert_eq!(
-        error(StatisticsOptions { columns: 0..4, ..options.clone() }),
+        error(RequestedStatistics { columns: 0..4, ..options.clone() }),
         "expected columns within 0..3, found 0..4"
     );
-    let found = error(StatisticsOptions { top: 33, ..options });
+    let found = error(RequestedStatistics { top: 33, ..options });
     assert_eq!(found, "expected at most 32 top keys, found 33");
 }
 
 #[test]
-fn statistics_do_not_depend_on_the_number_of_threads() {
+fn statistics_are_equal_for_any_number_of_threads() {
     let case = Case::new(dims(2, 700, 700, 8, 4), true, false);
     let data = case.data::<f32>();
-    let options = StatisticsOptions { top: 4, ..Default::default() };
+    let options = RequestedStatistics { top: 4, ..Default::default() };
     let run = |threads: usize| {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
         pool.install(|| {
@@ -143,14 +145,14 @@ fn statistics_do_not_depend_on_the_number_of_threads() {
     assert_eq!(run(1), run(3));
 }
 
-/// Neither the other heads of its group nor columns without a query change.
+/// Checks that neither the other heads of a group nor columns without a query change.
 #[test]
-fn what_is_no_number_stays_with_its_query() {
+fn statistics_of_nan_reach_only_its_query() {
     let q = [1.0, f32::NAN];
     let (k, v) = ([0.5, 1.0, 0.25], [1.0, 2.0, 3.0]);
     for instruction_set in InstructionSet::available() {
-        let problem = Problem {
-            dims: Dims { b: 1, h: 2, h_kv: 1, t_q: 1, t_kv: 3, d: 1, d_v: 1 },
+        let problem = AttentionProblem {
+            dims: AttentionDims { b: 1, h: 2, h_kv: 1, t_q: 1, t_kv: 3, d: 1, d_v: 1 },
             q: Strided { data: &q, strides: [2, 1, 1] },
             k: Strided { data: &k, strides: [3, 3, 1] }.into(),
             v: Strided { data: &v, strides: [3, 3, 1] }.into(),
@@ -159,7 +161,7 @@ fn what_is_no_number_stays_with_its_query() {
             output_layout: OutputLayout::Bhtd,
             executor: None,
         };
-        let options = StatisticsOptions { top: 2, ..Default::default() };
+        let options = RequestedStatistics { top: 2, ..Default::default() };
         let (_, found) = attend_with_statistics(&problem, instruction_set, &options).expect("three keys");
         assert!(
             found.key_weight_sums[..3].iter().all(|sum| sum.is_finite()),
@@ -178,11 +180,10 @@ fn what_is_no_number_stays_with_its_query() {
             found.top_weights
         );
         // An infinite key, and lanes without a query.
-        let k = [f32::NEG_INFINITY, 1.0, 0.25];
-        let k = Strided { data: &k, strides: [3, 3, 1] }.into();
-        let dims = Dims { h: 1, ..problem.dims };
-        let (_, found) =
-            attend_with_statistics(&Problem { dims, k, ..problem }, instruction_set, &options).expect("three keys");
-        assert_eq!(found.key_weight_sums[0], 0.0, "{instruction_set}");
+        let infinite = Strided { data: &[f32::NEG_INFINITY, 1.0, 0.25], strides: [3, 3, 1] };
+        let dims = AttentionDims { h: 1, ..problem.dims };
+        let of_infinite = AttentionProblem { dims, k: infinite.into(), ..problem };
+        let (_, of_keys) = attend_with_statistics(&of_infinite, instruction_set, &options).expect("three keys");
+        assert_eq!(of_keys.key_weight_sums[0], 0.0, "{instruction_set}");
     }
 }

@@ -1,0 +1,82 @@
+//! The work for each query before the first tile and after the last.
+
+use std::f32::consts::LOG2_E;
+
+use super::call::AttentionBackwardCall;
+use crate::cpu::{SharedPtr, Vector};
+use crate::flash::dims::QueryRow;
+use crate::flash::inputs::query_row;
+use crate::number::{Number, load_first, store_first};
+
+impl<E: Number> AttentionBackwardCall<'_, E> {
+    /// Computes the row term of the softmax's backward pass for each query of one head of (B, H): δ_i = Σ_d O_id ·
+    /// dO_id, without the gradient of the log-sum-exp (FlashAttention-2, Algorithm 2). Clears the sums of the queries'
+    /// gradients as well, and sums the gradient of the head's sink.
+    ///
+    /// # Safety
+    /// The processor has the instruction set of V, and no other task writes the rows of the head.
+    #[inline(always)]
+    pub(super) unsafe fn write_deltas<V: Vector>(&self, head: usize, sink: &mut f32) {
+        let call = &self.call;
+        let lanes = V::LANES;
+        let dims = &call.inputs.dims;
+        let options = &call.inputs.options;
+        let mut sink_sum = 0f64;
+        for query in 0..dims.t_q {
+            let row = QueryRow { b: head / dims.h, head: head % dims.h, query };
+            let index = dims.row_index(row);
+            // SAFETY: the processor has the instruction set of V; the row belongs to the call, and no other task writes
+            // it.
+            unsafe {
+                if self.requested.q {
+                    self.to.q_sums.add(index * dims.d).write_bytes(0, dims.d);
+                }
+                let output = call.output_row(row).cast_const();
+                let gradient = query_row(&self.output_grad, row);
+                let mut sum = V::splat(0.0);
+                for d in (0..dims.d_v).step_by(lanes) {
+                    let width = lanes.min(dims.d_v - d);
+                    let of_output: V = load_first(output.add(d), width);
+                    sum = of_output.mul_add(load_first(gradient.add(d), width), sum);
+                }
+                let stats = self.stats[index];
+                // The gradient of a fully masked query is zero for any gradient of its output.
+                let is_masked = call.inputs.range(row).is_empty() && options.sinks.is_none() || stats.sum == 0.0;
+                // Adding to every score adds the same to the log-sum-exp.
+                let of_lse = if let Some(lse) = self.lse_grad { lse[index] } else { 0.0 };
+                let delta = if is_masked { 0.0 } else { sum.sum() - of_lse };
+                self.to.deltas.add(index).write(delta);
+                if let (Some(sinks), true) = (options.sinks, self.requested.sinks && !is_masked) {
+                    let unit = options.exponent_unit();
+                    let weight = ((sinks[row.head] * (LOG2_E / unit) - stats.max) * unit).exp2() / stats.sum;
+                    // A sink without weight has no gradient either.
+                    if weight != 0.0 {
+                        sink_sum -= f64::from(weight) * f64::from(delta);
+                    }
+                }
+            }
+        }
+        *sink = sink_sum as f32;
+    }
+
+    /// Rounds the gradients of the queries of one head of (B, H) to their type.
+    ///
+    /// # Safety
+    /// As [`write_deltas`](Self::write_deltas).
+    #[inline(always)]
+    pub(super) unsafe fn round_queries<V: Vector>(&self, head: usize, to: SharedPtr<E>) {
+        let dims = &self.call.inputs.dims;
+        let lanes = V::LANES;
+        let count = dims.t_q * dims.d;
+        let first = head * count;
+        let end = first + count;
+        for at in (first..end).step_by(lanes) {
+            let width = lanes.min(end - at);
+            // SAFETY: the processor has the instruction set of V; both have the elements, which no other thread writes.
+            unsafe {
+                let sum: V = load_first::<f32, _>(self.to.q_sums.add(at), width);
+                store_first(sum, to.add(at), width);
+            }
+        }
+    }
+}

@@ -1,0 +1,66 @@
+//! The products of a packed block with a tile, over the parts of both that attend to each other.
+
+use super::tile::{Overlap, Part};
+use crate::cpu::{Format, Kernel, LeftOperand, MAX_COLUMNS, Product, Vector};
+
+/// Computes the product of a block's keys with a tile's queries, (depth, panel), over a part of both; or of its values
+/// with the gradients of outputs.
+///
+/// # Safety
+/// The processor has the instruction set of K, whose tiles are configured; the operands are a block and a panel of the
+/// depth; the part begins at a whole group of keys.
+pub(super) unsafe fn multiply_keys<K: Kernel>(
+    overlap: &Overlap,
+    part: &Part,
+    rows: LeftOperand,
+    depth: usize,
+    columns: *const f32,
+    to: *mut f32,
+) {
+    let column = part.vectors.start * K::Vector::LANES;
+    // SAFETY: as this function's contract; a block has `BLOCK` rows, which is a multiple of `ROWS`.
+    unsafe {
+        K::multiply(&Product {
+            a: rows.offset((part.keys.start - overlap.block) * rows.row),
+            b: columns.add(column),
+            c: to.add((part.keys.start - overlap.keys.start) * K::PANEL + column),
+            rows: part.keys.len().next_multiple_of(K::ROWS),
+            depth,
+            vectors: part.vectors.len(),
+            factors: None,
+            format: Format::F32,
+        });
+    }
+}
+
+/// Adds the product of a block's transposed values, of `rows` rows, with a tile's weights over a part of both; or of
+/// its keys with the gradients of scores. The product is summed from zero and added to the previous sums times the
+/// factors.
+///
+/// # Safety
+/// The processor has the instruction set of K, whose tiles are configured; the operands are a block with these rows and
+/// the weights of a panel; the part begins at a whole step of depth.
+pub(super) unsafe fn add_values<K: Kernel>(
+    overlap: &Overlap,
+    part: &Part,
+    values: LeftOperand,
+    rows: usize,
+    weights: *const f32,
+    factors: &[f32; MAX_COLUMNS],
+    to: *mut f32,
+) {
+    let column = part.vectors.start * K::Vector::LANES;
+    // SAFETY: as this function's contract.
+    unsafe {
+        K::multiply(&Product {
+            a: values.offset((part.keys.start - overlap.block) / K::ELEMENTS * values.step),
+            b: weights.add((part.keys.start - overlap.keys.start) / K::ELEMENTS * K::PANEL + column),
+            c: to.add(column),
+            rows,
+            depth: part.keys.len().div_ceil(K::ELEMENTS).next_multiple_of(K::DEPTH),
+            vectors: part.vectors.len(),
+            factors: Some(factors.as_ptr().add(column)),
+            format: Format::F32,
+        });
+    }
+}

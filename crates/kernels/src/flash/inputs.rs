@@ -1,0 +1,83 @@
+//! The inputs of the score computation, which do not depend on the type of elements, and keys and values as they are
+//! stored.
+
+use std::ops::Range;
+
+use super::dims::{AttentionDims, KvHead, QueryRow};
+use super::options::{Alibi, ScoreOptions};
+use super::relative_bias::RelativeBiasTable;
+use crate::number::{Stored, Strided};
+
+/// The inputs of the score computation, independent of the type of elements.
+#[derive(Clone, Copy)]
+pub(super) struct ScoreInputs<'a> {
+    pub dims: AttentionDims,
+    pub ranges: &'a [Range<usize>],
+    pub options: ScoreOptions<'a>,
+    /// The relative bias of the options, for tiles.
+    pub relative_bias: Option<&'a RelativeBiasTable<'a>>,
+}
+
+impl ScoreInputs<'_> {
+    /// Returns the keys that a query attends to.
+    pub fn range(&self, row: QueryRow) -> &Range<usize> {
+        &self.ranges[row.b * self.dims.t_q + row.query]
+    }
+
+    /// Returns the position of a query, from which ALiBi counts.
+    pub fn position(&self, alibi: &Alibi, row: QueryRow) -> f32 {
+        alibi.positions[row.b * self.dims.t_q + row.query]
+    }
+
+    /// Returns whether the boolean mask, if there is one, lets a query attend to a key.
+    pub fn is_kept(&self, row: QueryRow, key: usize) -> bool {
+        // SAFETY: the view was checked for every query and key of the call.
+        self.options.keep.as_ref().is_none_or(|keep| unsafe { *keep.at([row.b, row.head, row.query, key]) != 0 })
+    }
+}
+
+/// Returns a pointer to the row of a query in a matrix (B, H, T_q) of rows.
+#[inline(always)]
+pub(super) fn query_row<E>(matrix: &Strided<E, 3>, row: QueryRow) -> *const E {
+    matrix.at([row.b, row.head, row.query])
+}
+
+/// The keys or the values of a call, as they are stored.
+#[derive(Clone, Copy)]
+pub struct KvMatrix<'a, S> {
+    pub(super) rows: Strided<'a, S, 3>,
+    /// The scale of each row, where numbers are scaled.
+    pub(super) scales: Option<Strided<'a, f32, 3>>,
+    /// D or D_v.
+    pub(super) width: usize,
+}
+
+/// The keys and the values of a call.
+#[derive(Clone, Copy)]
+pub struct KeysValues<'a, S> {
+    pub(super) k: KvMatrix<'a, S>,
+    pub(super) v: KvMatrix<'a, S>,
+}
+
+impl<S: Stored> KvMatrix<'_, S> {
+    /// Returns a pointer to the numbers of a key.
+    #[inline(always)]
+    pub(super) fn row(&self, kv: KvHead, key: usize) -> *const S {
+        self.rows.at([kv.b, kv.head, key])
+    }
+
+    /// Returns the numbers from one row to the next.
+    pub(super) fn stride(&self) -> usize {
+        self.rows.strides[2]
+    }
+
+    /// Returns the factor of the numbers of a key.
+    #[inline(always)]
+    pub(super) fn scale(&self, kv: KvHead, key: usize) -> f32 {
+        match &self.scales {
+            // SAFETY: the view was checked for every key of the call.
+            Some(scales) if S::IS_SCALED => unsafe { *scales.at([kv.b, kv.head, key]) },
+            _ => 1.0,
+        }
+    }
+}
