@@ -90,8 +90,8 @@ impl FusedTensor {
         let mut grouped = Vec::new();
         for (part, rows) in parts.iter().zip(&self.parts) {
             let part = match (rows.heads, self.spec.share) {
-                (Some(Heads::Query), _) => self.query_heads.from_grouped(part, 0)?,
-                (_, Some(Share::Heads(Heads::Query, _))) => self.query_heads.from_grouped(part, 1)?,
+                (Some(Heads::Query), _) => self.query_heads.reorder_from_grouped(part, 0)?,
+                (_, Some(Share::Heads(Heads::Query, _))) => self.query_heads.reorder_from_grouped(part, 1)?,
                 _ => part.clone(),
             };
             let (count, columns) = (part.dims()[0], &part.dims()[1..]);

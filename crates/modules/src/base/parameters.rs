@@ -85,7 +85,7 @@ impl Piece {
     fn read(&self) -> Result<Tensor> {
         let rows = self.stored_rows()?;
         match self.reordered {
-            Some((order, dim)) => order.to_grouped(&rows, dim),
+            Some((order, dim)) => order.reorder_to_grouped(&rows, dim),
             None => Ok(rows),
         }
     }

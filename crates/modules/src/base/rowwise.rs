@@ -101,7 +101,7 @@ impl<'a, E> TokenRows<'a, E> {
     }
 }
 
-/// Sums over rows that are computed beside the rows.
+/// Sums over rows that a pass computes with the rows.
 #[derive(Clone, Copy)]
 pub struct Sums {
     /// The number of sums.
@@ -144,7 +144,7 @@ pub struct Mapped<O> {
     pub sums: Vec<f32>,
 }
 
-/// Runs a pass over the rows of `views`, which all have the shape of `like`, and over as many threads as are worth it.
+/// Runs a pass over the rows of `views`, which all have the shape of `like`, on the threads that pay for it.
 pub fn map_rows<E: Element, O: Element, P: RowPass<E, N>, const N: usize>(
     like: &HeadRows<E>,
     views: [&HeadRows<E>; N],
@@ -154,22 +154,22 @@ pub fn map_rows<E: Element, O: Element, P: RowPass<E, N>, const N: usize>(
     let &HeadRows { tokens, h, d, .. } = like;
     let count = tokens * h * d;
     let tokens_without_sums = tokens.div_ceil((count / TASK_ELEMENTS).max(1));
-    let sums = sums.unwrap_or(Sums { count: 0, tokens_of_task: tokens_without_sums });
+    let split = sums.unwrap_or(Sums { count: 0, tokens_of_task: tokens_without_sums });
     let width = (h * d).max(1);
     let mut rows = vec![O::default(); count];
     let run = |task: usize, outputs: &mut [O]| {
-        let first_token = task * sums.tokens_of_task;
-        let mut own_sums = vec![0.0; sums.count];
+        let first_token = task * split.tokens_of_task;
+        let mut own_sums = vec![0.0; split.count];
         run_task(first_token, outputs.chunks_exact_mut(width), d, views, &mut own_sums, pass);
         own_sums
     };
-    if tokens <= sums.tokens_of_task {
-        let sums = run(0, &mut rows);
-        return Mapped { rows, sums };
+    if tokens <= split.tokens_of_task {
+        let sums_of_task = run(0, &mut rows);
+        return Mapped { rows, sums: sums_of_task };
     }
-    let chunks = rows.par_chunks_mut(sums.tokens_of_task * width).enumerate();
+    let chunks = rows.par_chunks_mut(split.tokens_of_task * width).enumerate();
     let sums_of_tasks: Vec<Vec<f32>> = chunks.map(|(task, outputs)| run(task, outputs)).collect();
-    let mut total = vec![0.0; sums.count];
+    let mut total = vec![0.0; split.count];
     for own_sums in sums_of_tasks {
         for (sum, own) in total.iter_mut().zip(own_sums) {
             *sum += own;
@@ -178,10 +178,10 @@ pub fn map_rows<E: Element, O: Element, P: RowPass<E, N>, const N: usize>(
     Mapped { rows, sums: total }
 }
 
-/// Runs a pass over the tokens from `first_token` on, one for each of `outputs` (H · D).
+/// Runs a pass over the tokens from `first_token` on, one for each of `token_outputs`, which are H · D numbers each.
 fn run_task<'o, E: Element, O: Element + 'o, P: RowPass<E, N>, const N: usize>(
     first_token: usize,
-    outputs: impl Iterator<Item = &'o mut [O]>,
+    token_outputs: impl Iterator<Item = &'o mut [O]>,
     d: usize,
     views: [&HeadRows<E>; N],
     sums: &mut [f32],
@@ -190,17 +190,17 @@ fn run_task<'o, E: Element, O: Element + 'o, P: RowPass<E, N>, const N: usize>(
     let mut pass_scratch = P::Scratch::default();
     let mut input_scratch = [const { Vec::new() }; N];
     let mut output_scratch = Vec::new();
-    for (n, output) in outputs.enumerate() {
+    for (n, heads) in token_outputs.enumerate() {
         let token = first_token + n;
-        let inputs = views.map(|view| view.of_token(token));
+        let token_rows = views.map(|view| view.of_token(token));
         pass.begin_token(token, &mut pass_scratch);
-        for (head, output) in output.chunks_exact_mut(d).enumerate() {
+        for (head, row) in heads.chunks_exact_mut(d).enumerate() {
             let mut scratch = input_scratch.iter_mut();
-            let inputs = inputs.each_ref().map(|rows| match scratch.next() {
-                Some(scratch) => E::widen(rows.head(head), scratch),
+            let inputs = token_rows.each_ref().map(|rows| match scratch.next() {
+                Some(wide) => E::widen(rows.head(head), wide),
                 None => &[],
             });
-            O::write(output, &mut output_scratch, |output| {
+            O::write(row, &mut output_scratch, |output| {
                 pass.compute(Row { token, head, inputs, output, sums }, &mut pass_scratch);
             });
         }

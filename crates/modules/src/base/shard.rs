@@ -105,7 +105,7 @@ impl HeadShard {
 
 /// Returns the entries of `len` that belong to part `i` of `of`. The products do not overflow in u128.
 fn ith_of(i: usize, len: usize, of: usize) -> Range<usize> {
-    let start_of = |i: u128| (i * len as u128).div_ceil(of as u128) as usize;
+    let start_of = |part: u128| (part * len as u128).div_ceil(of as u128) as usize;
     start_of(i as u128)..start_of(i as u128 + 1)
 }
 

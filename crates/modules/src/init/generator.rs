@@ -59,7 +59,7 @@ impl Generator {
     /// Draws `uniform_(lo, hi)`, with one 32-bit output for each element.
     ///
     /// PyTorch's vector kernels scale and shift with one rounding, which `mul_add` guarantees on every machine.
-    /// Computing in f64 would round twice if `lo` has bits far below those of the range. A value that rounds up to `hi`
+    /// Computing in f64 would round twice if `lo` has bits far below the bits of the range. A value that rounds up to `hi`
     /// becomes `lo`, as in PyTorch 2.15, since `hi` is outside the interval.
     fn uniform(&mut self, lo: f32, hi: f32, out: &mut [f32]) {
         let range = hi - lo;
@@ -126,7 +126,7 @@ const BLOCK: usize = 16;
 
 /// The Box-Muller transform of blocks of sixteen, with the bits of PyTorch's AVX2 kernel.
 ///
-/// The polynomials are those of the Cephes library's single-precision `logf`, `sinf` and `cosf`, for the small domain
+/// The polynomials come from the Cephes library's single-precision `logf`, `sinf` and `cosf`, for the small domain
 /// that the transform needs: a logarithm on (0, 1] and an angle on [0, 2π]. There is a `mul_add` where
 /// PyTorch's compiled kernel rounds once, and a product and a sum where it rounds twice. The functions around `mul_add` are
 /// inlined, so that it is an instruction of the processor and not a call of the C library.
@@ -248,13 +248,13 @@ mod tests {
     fn kaiming_uniform_bound_matches_linear_layer() {
         for fan_in in 1..=100_000usize {
             let shape = Shape::from((1, fan_in));
-            let hint = Init::Kaiming {
+            let uniform = Init::Kaiming {
                 dist: NormalOrUniform::Uniform,
                 fan: FanInOut::FanIn,
                 non_linearity: NonLinearity::ExplicitGain(1.0 / 3f64.sqrt()),
             };
             let bias_bound = (1.0 / (fan_in as f64).sqrt()) as f32;
-            for hint in [hint, candle_nn::init::DEFAULT_KAIMING_NORMAL] {
+            for hint in [uniform, candle_nn::init::DEFAULT_KAIMING_NORMAL] {
                 let Init::Uniform { lo, up } = resolved(hint, &shape) else { panic!("{hint:?} is uniform") };
                 assert_eq!((lo as f32, up as f32), (-bias_bound, bias_bound), "fan in {fan_in}");
             }

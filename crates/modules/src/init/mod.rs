@@ -108,7 +108,7 @@ impl TorchSeed {
     /// Draws the mask of `torch.nn.Dropout(p)` in train mode: u8 on the CPU, 1 = kept. PyTorch divides the kept values by
     /// `1 - p`. For `p` of 0 or 1 all or no elements are kept, and nothing is drawn, as in PyTorch.
     ///
-    /// The masks are those of PyTorch's Bernoulli kernel, which 2.15 runs on AMD and Intel processors. Older releases with
+    /// The masks equal PyTorch's Bernoulli kernel, which 2.15 runs on AMD and Intel processors. Older releases with
     /// MKL drew other masks on Intel processors from the same seed.
     ///
     /// # Errors
@@ -125,7 +125,8 @@ impl TorchSeed {
         Tensor::from_vec(keep, shape, &Device::Cpu)
     }
 
-    /// Locks the state. A thread that panicked with the lock leaves a valid generator, further on in its stream.
+    /// Locks the state. A thread that panicked while it held the lock had drawn whole numbers, so the
+    /// generator is valid.
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -9,7 +9,7 @@ use crate::base::check_memory;
 use crate::base::rowwise::{Element, Read};
 use candle_attention_kernels::linear::Matrix;
 
-/// The number of rows from which a transposed left factor is read in place: those of the widest vector. Fewer rows would
+/// The number of rows from which a transposed left factor is read in place: the lanes of the widest vector. Fewer rows would
 /// be gathered one by one in each task.
 const TRANSPOSED_ROWS: usize = 16;
 

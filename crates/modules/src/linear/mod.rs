@@ -37,7 +37,7 @@ const OP: &str = "packed_linear";
 ///
 /// A weight or bias that is tracked for gradients (a variable, or a tensor computed from variables) is not packed,
 /// because training changes variables in place. Each call reads the current values, and each thread packs one block of
-/// the weight at a time into its cache. The outputs have the same bits as those of a packed weight.
+/// the weight at a time into its cache. The outputs have the same bits as with a packed weight.
 /// [`freeze`](Self::freeze) packs the current values.
 ///
 /// Gradients are products of the same kind: gradients of the input through packed and tracked weights, and gradients of

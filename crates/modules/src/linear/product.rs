@@ -77,7 +77,7 @@ impl Factor {
         }
     }
 
-    /// Multiplies gradients of outputs (.., out) to those of inputs (.., in).
+    /// Computes the gradients of inputs (.., in) from the gradients of outputs (.., out).
     fn backward<E: Element>(&self, gradient: &Tensor) -> Result<Vec<E>> {
         let gradient = read(gradient);
         let left = matrix_of(&gradient)?;

@@ -16,7 +16,7 @@ impl PackedLinear {
     ///
     /// On a CPU Q8_0, Q5_0 and Q5_1 are stored in 8 bits per number and Q4_0 and Q4_1 in 4, with the scales and
     /// minimums of blocks of 32 numbers, 16 bits each: 1.06 to 1.13 bytes per number, and 0.56 or 0.63. They are multiplied
-    /// in f32, with the bits that [`new`](Self::new) gives for the dequantised numbers. F32, F16 and BF16 are packed as
+    /// in f32, with the bits of [`new`](Self::new) for the dequantised numbers. F32, F16 and BF16 are packed as
     /// they are. K-quants are multiplied by Candle's [`QMatMul`], which rounds inputs
     /// to 8 bits. On other devices all but K-quants are dequantised.
     ///
@@ -46,7 +46,7 @@ impl PackedLinear {
             let bias = Expect::one(OP, "bias", bias).shape(&[Dim::Is(shape.0)])?;
             bias.dtype_of(&[DType::F32], "")?.same_device("the quantised weight", &device)?;
         }
-        let build = |weight, dtype| Self::from_checked(weight, bias, shape, dtype, &device);
+        let build = |own, dtype| Self::from_checked(own, bias, shape, dtype, &device);
         let dtype = match weight.dtype() {
             GgmlDType::Q2K | GgmlDType::Q3K | GgmlDType::Q4K | GgmlDType::Q5K | GgmlDType::Q6K | GgmlDType::Q8K => {
                 let shared = Arc::new(weight);

@@ -153,7 +153,7 @@ impl NormSpec {
         Ok(vec![weight, bias])
     }
 
-    /// Builds the norm from loaded parameters. `dtype` and `device` are those of a norm without a weight.
+    /// Builds the norm from loaded parameters. A norm without a weight is in `dtype` on `device`.
     pub fn build(&self, parameters: &ParameterList, dtype: DType, device: &Device) -> Result<Norm> {
         let get = |parameter: &str| parameters.get(&format!("{}.{parameter}", self.names[0])).cloned();
         let QkNorm { kind, eps, .. } = self.norm;

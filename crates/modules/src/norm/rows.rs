@@ -105,13 +105,13 @@ impl RowNorm {
         let affine = AffineSlices {
             weight: weight.contiguous()?,
             bias: match &bias {
-                Some(bias) => Some(bias.contiguous()?),
+                Some(numbers) => Some(numbers.contiguous()?),
                 None => None,
             },
         };
         check_parameter(affine.weight, &rows)?;
-        if let Some(bias) = affine.bias {
-            check_parameter(bias, &rows)?;
+        if let Some(numbers) = affine.bias {
+            check_parameter(numbers, &rows)?;
         }
         Ok(map_rows(&rows, [&rows], None, &Forward { norm: self, affine }).rows)
     }
@@ -161,8 +161,8 @@ impl RowNorm {
             GatedBackward { backward: Backward { norm: self, weight, weight_sums }, activation: operands.activation };
         let found = map_rows::<E, E, _, 3>(&rows, views, Some(sums(&rows, weight_sums)), &pass);
         let of_gate = if operands.gate.track_op() {
-            let pass = GateGradient { norm: self, weight, activation: operands.activation };
-            Some(map_rows::<E, E, _, 3>(&rows, views, None, &pass).rows)
+            let gate_pass = GateGradient { norm: self, weight, activation: operands.activation };
+            Some(map_rows::<E, E, _, 3>(&rows, views, None, &gate_pass).rows)
         } else {
             None
         };
@@ -240,15 +240,15 @@ impl Forward<'_> {
         let moments = self.norm.moments(xs);
         let weight = &self.affine.weight[head_range(self.affine.weight, head, d)];
         match self.affine.bias {
-            Some(bias) => {
-                let bias = &bias[head_range(bias, head, d)];
-                for (((y, &x), weight), bias) in ys.iter_mut().zip(xs).zip(weight).zip(bias) {
-                    *y = moments.normed(x) * weight + bias;
+            Some(all) => {
+                let bias = &all[head_range(all, head, d)];
+                for (((y, &x), w), b) in ys.iter_mut().zip(xs).zip(weight).zip(bias) {
+                    *y = moments.normed(x) * w + b;
                 }
             }
             None => {
-                for ((y, &x), weight) in ys.iter_mut().zip(xs).zip(weight) {
-                    *y = moments.normed(x) * weight;
+                for ((y, &x), w) in ys.iter_mut().zip(xs).zip(weight) {
+                    *y = moments.normed(x) * w;
                 }
             }
         }
@@ -276,8 +276,8 @@ impl<E> RowPass<E, 2> for GatedForward<'_> {
     fn compute(&self, row: Row<2>, (): &mut ()) {
         let [xs, gate] = row.inputs;
         self.forward.compute(row.head, xs, row.output);
-        for (y, &gate) in row.output.iter_mut().zip(gate) {
-            *y *= self.activation.value_and_slope(gate).value;
+        for (y, &g) in row.output.iter_mut().zip(gate) {
+            *y *= self.activation.value_and_slope(g).value;
         }
     }
 }
@@ -286,7 +286,7 @@ impl<E> RowPass<E, 2> for GatedForward<'_> {
 struct Backward<'a> {
     norm: RowNorm,
     weight: &'a [f32],
-    /// The number of sums of the weight's gradient; those of the bias follow.
+    /// The number of sums of the weight's gradient. The sums of the bias follow them.
     weight_sums: usize,
 }
 
@@ -297,19 +297,19 @@ impl Backward<'_> {
         let moments = self.norm.moments(xs);
         let own = head_range(self.weight, head, xs.len());
         let (of_weight, of_bias) = sums.split_at_mut(self.weight_sums);
-        // Either is empty where no gradient is wanted.
+        // Either is empty if its parameter is not tracked for gradients.
         let of_weight = of_weight.get_mut(own.clone()).unwrap_or_default();
         let bias_range = head_range(of_bias, head, xs.len());
         let of_bias = of_bias.get_mut(bias_range).unwrap_or_default();
-        for ((sum, gradient), &x) in of_weight.iter_mut().zip(gradient).zip(xs) {
-            *sum += gradient * moments.normed(x);
+        for ((total, dy), &x) in of_weight.iter_mut().zip(gradient).zip(xs) {
+            *total += dy * moments.normed(x);
         }
-        for (sum, gradient) in of_bias.iter_mut().zip(gradient) {
-            *sum += gradient;
+        for (total, dy) in of_bias.iter_mut().zip(gradient) {
+            *total += dy;
         }
         // The gradient of the normed row. Its components along ones and along the normed row do not reach the inputs.
-        for ((of_x, gradient), weight) in of_xs.iter_mut().zip(gradient).zip(&self.weight[own]) {
-            *of_x = gradient * weight;
+        for ((of_x, dy), w) in of_xs.iter_mut().zip(gradient).zip(&self.weight[own]) {
+            *of_x = dy * w;
         }
         let mean = if self.norm.subtracts_mean { sum(of_xs, of_xs, |of_x, _| of_x) / d } else { 0.0 };
         let along = sum(of_xs, xs, |of_x, x| of_x * moments.normed(x)) / d;
@@ -354,8 +354,8 @@ impl<E: Element> RowPass<E, 3> for GatedBackward<'_> {
         // Rounded, as the normed rows of separate operations would be.
         scratch.gated.resize(xs.len(), E::default());
         E::write(&mut scratch.gated, &mut scratch.widened, |gated| {
-            for ((gated, gradient), &gate) in gated.iter_mut().zip(gradient).zip(gate) {
-                *gated = gradient * self.activation.value_and_slope(gate).value;
+            for ((of_normed, dy), &g) in gated.iter_mut().zip(gradient).zip(gate) {
+                *of_normed = dy * self.activation.value_and_slope(g).value;
             }
         });
         let of_normed = E::widen(&scratch.gated, &mut scratch.widened);

@@ -1,15 +1,15 @@
-//! A norm times a gate, beside the same in separate operations.
+//! A norm times a gate in one pass, against separate operations.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 
 use crate::gate::GateActivation;
 use crate::norm::RmsNorm;
 
-/// The output, and the gradients of rows, weight and gate, in f64. Rows and gate are views.
+/// Returns the output and the gradients of rows, weight and gate, in f64. Rows and gate are views.
 fn run(all: &[Tensor; 4], activation: GateActivation, dtype: DType) -> Result<Vec<Tensor>> {
     let [xs, weight, gate, upstream] = all;
-    let var = |tensor: &Tensor| Var::from_tensor(&tensor.to_dtype(dtype)?);
-    let [xs, weight, gate] = [var(xs)?, var(weight)?, var(gate)?];
+    let variable = |tensor: &Tensor| Var::from_tensor(&tensor.to_dtype(dtype)?);
+    let [xs, weight, gate] = [variable(xs)?, variable(weight)?, variable(gate)?];
     let norm = RmsNorm::new(weight.as_tensor().clone(), 1e-6)?;
     let ys = norm.forward_gated(&xs.transpose(1, 2)?, &gate.narrow(3, 1, xs.dim(3)?)?, activation)?;
     let gradients = (ys.to_dtype(DType::F64)? * upstream)?.sum_all()?.backward()?;
@@ -17,9 +17,8 @@ fn run(all: &[Tensor; 4], activation: GateActivation, dtype: DType) -> Result<Ve
     [ys].into_iter().chain(found).map(|tensor| tensor.to_dtype(DType::F64)).collect()
 }
 
-/// The same as in Candle's own operations over f64, in every dtype and with every activation.
 #[test]
-fn one_pass_is_norm_times_gate() -> Result<()> {
+fn rms_norm_with_gate_matches_separate_operations() -> Result<()> {
     let random = |shape: &[usize]| Tensor::randn(0f64, 1., shape, &Device::Cpu);
     for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::BF16, 2e-2), (DType::F16, 2e-3)] {
         for activation in [GateActivation::Sigmoid, GateActivation::Softplus, GateActivation::Silu] {
@@ -28,9 +27,9 @@ fn one_pass_is_norm_times_gate() -> Result<()> {
                 *tensor = tensor.to_dtype(dtype)?.to_dtype(DType::F64)?;
             }
             let (own, expected) = (run(&all, activation, dtype)?, run(&all, activation, DType::F64)?);
-            for (n, (own, expected)) in own.iter().zip(&expected).enumerate() {
+            for (n, (result, exact)) in own.iter().zip(&expected).enumerate() {
                 let largest = |xs: &Tensor| xs.abs()?.flatten_all()?.max(0)?.to_scalar::<f64>();
-                let error = largest(&(own - expected)?)? / largest(expected)?;
+                let error = largest(&(result - exact)?)? / largest(exact)?;
                 assert!(error <= tolerance, "{dtype:?} {activation:?}: result {n} is off by {error:e}");
             }
         }

@@ -1,7 +1,7 @@
 //! Results of CPU kernels as operations of Candle's graph, with gradients.
 //!
-//! A custom operation of Candle has at most three operands and exactly one result, and its backward pass sees nothing
-//! but the gradient of that result. The kernels need more: fused attention has up to seven operands, and attention
+//! A custom operation of Candle has at most three operands and exactly one result, and its backward pass is
+//! given nothing but the gradient of that result. The kernels need more: fused attention has up to seven operands, and attention
 //! with its log-sum-exp and the gated delta rule have two results. [`record`] and [`record_two`] build such an
 //! operation from several nodes of at most three operands each. The kernel has run before the nodes are made; no node
 //! copies its numbers.
@@ -15,7 +15,7 @@
 //! ```
 //!
 //! `join` is a tensor of one number. In a backward pass, `result` computes the gradients of all operands and returns
-//! those of `a` and `b`. The gradients of `c, d, ..` belong to `join`, which returns them when its turn comes.
+//! the gradients of `a` and `b`. `join` returns the gradients of `c, d, ..` when its turn comes.
 //!
 //! # Two results
 //!
@@ -25,19 +25,19 @@
 //!                        +--> second
 //! ```
 //!
-//! `join` is a tensor of two numbers, one for each result. In a backward pass, `first` and `second` hand their
-//! gradients to `join`, which runs the backward pass of the kernel once, with both.
+//! `join` is a tensor of two numbers, one for each result. In a backward pass, `first` and `second` send their gradients
+//! to `join`, which runs the backward pass of the kernel once, with both.
 //!
 //! # How gradients travel between nodes
 //!
 //! The only thing that Candle carries from a node to its operand is a gradient of the operand's shape, and `join` is too
 //! small to carry the gradients of whole tensors. So a node puts them into a [`Mailbox`], and the gradient that it
-//! returns for `join` is the number of the message. Candle adds up the gradients of an operand, which leaves the number
-//! as it is: nothing else contributes to that entry of `join`.
+//! returns for `join` is the number of the message. Candle adds up the gradients of an operand. Nothing else contributes
+//! to that entry of `join`, so the sum is the number of the message.
 //!
 //! The number is new for every message and travels with the gradients of one backward pass. Passes over one graph can
-//! therefore run at the same time, in any threads: each finds its own messages. A pass that fails on the way leaves
-//! messages behind that nobody asks for again. They are freed with the graph.
+//! therefore run at the same time, in any threads: each finds its own messages. The messages of a pass
+//! that fails on the way are never taken. They are freed with the graph.
 
 mod mailbox;
 
@@ -104,10 +104,10 @@ pub fn record_two<E: WithDType>(
     let mailbox = Mailbox::<ResultGradient>::default();
     let is_tracked = operands.is_tracked;
     let received = mailbox.clone();
-    let backward_of_both = move |_: &Tensor, numbers: &Tensor| {
-        let numbers = numbers.to_vec1::<f64>()?;
-        let of_first = received.take(numbers[0]);
-        let of_second = received.take(numbers[1]);
+    let backward_of_both = move |_: &Tensor, tickets: &Tensor| {
+        let tickets = tickets.to_vec1::<f64>()?;
+        let of_first = received.take(tickets[0]);
+        let of_second = received.take(tickets[1]);
         let Some(result) = of_first.as_ref().or(of_second.as_ref()).map(|message| &message.first_result) else {
             return Err(Error::msg(format!("[{name}] the backward pass has no gradient of either result")));
         };
@@ -149,7 +149,7 @@ pub fn gradient_of<E: WithDType>(operand: Option<&Tensor>, numbers: Option<Vec<E
     Ok(Some(Tensor::from_vec(numbers, operand.shape(), operand.device())?))
 }
 
-/// The operands of an operation, split by whether a gradient is wanted.
+/// The operands of an operation, and which of them are tracked for gradients.
 struct Operands {
     tracked: Vec<Tensor>,
     /// For each operand, in the order in which they were given.
@@ -179,8 +179,8 @@ struct ResultGradient {
 /// Returns the gradients of the operands that are tracked.
 fn tracked_only(gradients: Vec<Option<Tensor>>, is_tracked: &[bool]) -> Vec<Option<Tensor>> {
     let mut tracked = Vec::with_capacity(gradients.len());
-    for (gradient, is_tracked) in gradients.into_iter().zip(is_tracked) {
-        if *is_tracked {
+    for (gradient, wants_gradient) in gradients.into_iter().zip(is_tracked) {
+        if *wants_gradient {
             tracked.push(gradient);
         }
     }
@@ -215,8 +215,8 @@ fn node(
         _ => {
             let mailbox = Mailbox::<Vec<Option<Tensor>>>::default();
             let received = mailbox.clone();
-            let backward_of_rest = move |_: &Tensor, numbers: &Tensor| {
-                let message = received.take(numbers.to_vec1::<f64>()?[0]);
+            let backward_of_rest = move |_: &Tensor, ticket: &Tensor| {
+                let message = received.take(ticket.to_vec1::<f64>()?[0]);
                 message.ok_or_else(|| Error::msg(format!("[{name}] the backward pass has no gradient of the result")))
             };
             let join = node(name, rest, join_numbers(1), Shape::from(1), Box::new(backward_of_rest))?;

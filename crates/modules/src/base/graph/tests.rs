@@ -79,9 +79,9 @@ fn record_two_with_parallel_backward_passes_matches_a_single_pass() -> Result<()
     for threads in [4, 5, 8] {
         let pool = ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
         let found: Vec<Vec<f32>> =
-            pool.install(|| losses.par_iter().map(|loss| gradients(loss, &operands)).collect::<Result<_>>())?;
-        for (n, found) in found.iter().enumerate() {
-            assert_eq!(found, &expected(7, n as f32 + 1.0, 3.0 * (n as f32 + 1.0)), "loss {n}, {threads} threads");
+            pool.install(|| losses.par_iter().map(|own| gradients(own, &operands)).collect::<Result<_>>())?;
+        for (n, gradients) in found.iter().enumerate() {
+            assert_eq!(gradients, &expected(7, n as f32 + 1.0, 3.0 * (n as f32 + 1.0)), "loss {n}, {threads} threads");
         }
     }
     Ok(())

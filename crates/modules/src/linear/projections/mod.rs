@@ -80,10 +80,13 @@ impl PackedProjection {
         if is_tracked && all.len() > 1 {
             return Ok(all.chunks(1).map(Self::of_rows).collect::<Result<Vec<_>>>()?.concat());
         }
-        let rows = WeightAndBias::join(all)?;
+        let joined = WeightAndBias::join(all)?;
         let outputs = all.iter().map(|rows| Outputs { count: rows.weight.count(), has_bias: rows.bias.is_some() });
-        let weight =
-            if is_tracked { SharedWeight::Tracked(rows) } else { SharedWeight::Packed(rows.to_linear()?.try_into()?) };
+        let weight = if is_tracked {
+            SharedWeight::Tracked(joined)
+        } else {
+            SharedWeight::Packed(joined.to_linear()?.try_into()?)
+        };
         Ok(Self::columns_of(weight, outputs))
     }
 
@@ -225,7 +228,7 @@ impl Projections {
     }
 
     /// Creates projections of modules. `width` returns the number of outputs of a projection, 0 if the config does not have
-    /// it. `dtype` and `device` are those of the modules' outputs.
+    /// it. The modules' outputs are in `dtype` on `device`.
     ///
     /// # Errors
     /// If a projection of the config has no module, or a module belongs to no projection of the config.
@@ -303,7 +306,7 @@ impl Projections {
         [Query, Key].iter().any(|projection| self.all.get(projection).is_some_and(is_module))
     }
 
-    /// Computes some projections. Those of one input that share a weight are views of one product.
+    /// Computes some projections. Projections of one input that share a weight are views of one product.
     fn project(&self, inputs: &[ProjectionInput]) -> Result<ByProjection<Tensor>> {
         let mut projected = ByProjection::new();
         for run in inputs.chunk_by(|own, next| own.xs.id() == next.xs.id()) {
