@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Tests the Arm kernels on x86-64 Linux: builds for aarch64, and runs under QEMU's user mode, once as an early 64-bit Arm
-# processor and once as a processor with all features of QEMU, bf16 dot products among them. On Arm, the tests run
+# Tests the Arm kernels on x86-64 Linux: builds for aarch64, and runs under QEMU's user mode, once as an early 64-bit
+# Arm processor and once as a processor with all features of QEMU, bf16 dot products among them. On Arm, the tests run
 # without QEMU.
 #
 # usage: [PRECISION=1] bash ci/neon.sh [CASES]
 #
 # CASES is the number of random calls for each property, 60 by default. PRECISION=1 compares errors with PyTorch's too.
 #
-# If the machine has no compiler, linker, C library and emulator, they come from Debian's archive. They are unpacked into
-# a cache (NEON_CACHE, by default ~/.cache/candle-attention-neon) and not installed. rustup adds Rust's library for
+# If the machine has no compiler, linker, C library and emulator, they come from Debian's archive. They are unpacked
+# into a cache (NEON_CACHE, by default ~/.cache/candle-attention-neon) and not installed. rustup adds Rust's library for
 # aarch64. If something is not available, the script prints why it tests nothing, and succeeds.
 set -euo pipefail
 cd "$(dirname "$0")/.."

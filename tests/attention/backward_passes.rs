@@ -1,5 +1,5 @@
-//! Several backward passes over one graph, of operations with two results: attention with its log-sum-exp, and the gated
-//! delta rule with its states.
+//! Several backward passes over one graph, of operations with two results: attention with its log-sum-exp, and the
+//! gated delta rule with its states.
 
 use candle_core::{CpuStorage, CustomOp1, Shape};
 use rayon::prelude::*;

@@ -75,8 +75,8 @@ pub enum GateScope {
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum GateLayout {
-    /// In the rows of the query projection: for each head, first the D rows of the query, then the rows of the gate. The
-    /// gate has a bias if the query projection has one.
+    /// In the rows of the query projection: for each head, first the D rows of the query, then the rows of the gate.
+    /// The gate has a bias if the query projection has one.
     FusedWithQuery,
     /// In a separate projection, `gate_proj` (also read as `g_proj`).
     Separate {
@@ -85,8 +85,8 @@ pub enum GateLayout {
     },
 }
 
-/// A gate on the attention output: `output · activation(W x)`, before the output projection. x is the input of the query
-/// projection (Qwen3-Next, AFMoE; <https://arxiv.org/abs/2505.06708>).
+/// A gate on the attention output: `output · activation(W x)`, before the output projection. x is the input of the
+/// query projection (Qwen3-Next, AFMoE; <https://arxiv.org/abs/2505.06708>).
 ///
 /// ```
 /// use candle_attention::{GateActivation, GateLayout, GateScope, MultiHeadAttentionConfig, OutputGate};

@@ -104,8 +104,8 @@ impl<'a> Expect<'a> {
         self.fail("dtype", self.tensor.dtype(), format!("{whose} {expected:?}"))
     }
 
-    /// Checks that the tensor has one of these dtypes. `reason` follows the dtypes in errors: nothing, or ` with a weight
-    /// in F16`.
+    /// Checks that the tensor has one of these dtypes. `reason` follows the dtypes in errors: nothing, or ` with a
+    /// weight in F16`.
     pub fn dtype_of(self, expected: &[DType], reason: impl fmt::Display) -> Result<Self> {
         if expected.contains(&self.tensor.dtype()) {
             return Ok(self);
@@ -253,8 +253,8 @@ pub fn is_addressable(dims: &[usize]) -> bool {
     product.is_some_and(|product| product <= most)
 }
 
-/// Returns whether a tensor with these dimensions can be allocated. Candle aborts the program when the allocator refuses,
-/// so this function first tries to allocate one byte per element.
+/// Returns whether a tensor with these dimensions can be allocated. Candle aborts the program when the allocator
+/// refuses, so this function first tries to allocate one byte per element.
 pub fn fits_in_memory(dims: &[usize]) -> bool {
     is_addressable(dims)
         && match dims.iter().product::<usize>() {

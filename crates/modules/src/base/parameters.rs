@@ -299,8 +299,8 @@ pub fn variables_without_gradient(gradients: &GradStore, vars: &VarMap) -> Vec<S
     names
 }
 
-/// Returns `tensor.narrow` along a dimension, also of an empty tensor. A view of an empty tensor may start past the end of
-/// its buffer, where Candle's copies panic, so that it becomes a new tensor.
+/// Returns `tensor.narrow` along a dimension, also of an empty tensor. A view of an empty tensor may start past the end
+/// of its buffer, where Candle's copies panic, so that it becomes a new tensor.
 pub fn part(tensor: &Tensor, dim: usize, range: Range<usize>) -> Result<Tensor> {
     if tensor.elem_count() > 0 {
         return tensor.narrow(dim, range.start, range.len());

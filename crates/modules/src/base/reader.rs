@@ -11,8 +11,8 @@ use super::expect::{FLOATS, fits_in_memory};
 use super::shard::{HeadShard, Heads, Share};
 use super::spec::{NO_BIAS, ParameterSpec};
 
-/// The suffixes that the name of a float8 weight's scale adds to the name of the weight. Weights are multiplied by both,
-/// also by the one that is called `inv`.
+/// The suffixes that the name of a float8 weight's scale adds to the name of the weight. Weights are multiplied by
+/// both, also by the one that is called `inv`.
 pub const SCALES: [&str; 2] = ["_scale_inv", "_scale"];
 
 /// The initialisation of the weight of `nn.Linear`: uniform within ±1/sqrt(in).

@@ -214,8 +214,8 @@ pub fn with_contiguous_rows(tensor: &Tensor) -> Result<Tensor> {
     if is_row || tensor.elem_count() == 0 { Ok(tensor.clone()) } else { tensor.contiguous() }
 }
 
-/// Evaluates an expression with the Rust type of a dtype that the CPU kernels compute: f32, bf16 or f16. Any other dtype
-/// is an error of the operation, whose caller should have checked it.
+/// Evaluates an expression with the Rust type of a dtype that the CPU kernels compute: f32, bf16 or f16. Any other
+/// dtype is an error of the operation, whose caller should have checked it.
 #[macro_export]
 macro_rules! with_float {
     ($op:expr, $dtype:expr, |$Float:ident| $run:expr) => {
@@ -314,8 +314,9 @@ impl<G: Deref<Target = Storage>> Read<'_, G> {
     }
 }
 
-/// Returns Candle's barrier pool, whose threads wait for the next call for a while before they sleep; Candle runs its own
-/// short operations there. `None` on a thread of a rayon pool: the caller chose that pool, or calls from many threads.
+/// Returns Candle's barrier pool, whose threads wait for the next call for a while before they sleep; Candle runs its
+/// own short operations there. `None` on a thread of a rayon pool: the caller chose that pool, or calls from many
+/// threads.
 pub fn executor() -> Option<Executor> {
     if rayon::current_thread_index().is_some() {
         return None;

@@ -26,8 +26,8 @@ pub enum Share {
 /// The heads of a layer that one rank of several computes.
 ///
 /// Key heads are divided in their order, as evenly as possible, each with all query heads that read it: two ranks share
-/// nine query heads over three key heads as six and three. Where there are more ranks than key heads, several ranks have
-/// a copy of one key head, and its query heads are divided among them.
+/// nine query heads over three key heads as six and three. Where there are more ranks than key heads, several ranks
+/// have a copy of one key head, and its query heads are divided among them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct HeadShard {
     rank: usize,

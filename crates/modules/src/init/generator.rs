@@ -1,5 +1,5 @@
-//! PyTorch's CPU random generator (a Mersenne Twister and the distributions on it), and Candle's initialisation hints as
-//! PyTorch's distributions.
+//! PyTorch's CPU random generator (a Mersenne Twister and the distributions on it), and Candle's initialisation hints
+//! as PyTorch's distributions.
 
 use std::f32::consts::{FRAC_1_SQRT_2, FRAC_2_PI, TAU};
 
@@ -59,8 +59,8 @@ impl Generator {
     /// Draws `uniform_(lo, hi)`, with one 32-bit output for each element.
     ///
     /// PyTorch's vector kernels scale and shift with one rounding, which `mul_add` guarantees on every machine.
-    /// Computing in f64 would round twice if `lo` has bits far below the bits of the range. A value that rounds up to `hi`
-    /// becomes `lo`, as in PyTorch 2.15, since `hi` is outside the interval.
+    /// Computing in f64 would round twice if `lo` has bits far below the bits of the range. A value that rounds up to
+    /// `hi` becomes `lo`, as in PyTorch 2.15, since `hi` is outside the interval.
     fn uniform(&mut self, lo: f32, hi: f32, out: &mut [f32]) {
         let range = hi - lo;
         out.fill_with(|| {
@@ -107,8 +107,8 @@ impl Generator {
         (self.twister.next_u64() & 0x001f_ffff_ffff_ffff) as f64 * SCALE
     }
 
-    /// Draws a normal number by Box-Muller in f64. The second number of each pair is stored for the next call. The library
-    /// functions may differ from PyTorch's in the last bit of f64, which rounding to f32 removes.
+    /// Draws a normal number by Box-Muller in f64. The second number of each pair is stored for the next call. The
+    /// library functions may differ from PyTorch's in the last bit of f64, which rounding to f32 removes.
     fn unit_normal(&mut self) -> f64 {
         if let Some(spare) = self.spare_normal.take() {
             return spare;
@@ -126,13 +126,13 @@ const BLOCK: usize = 16;
 
 /// The Box-Muller transform of blocks of sixteen, with the bits of PyTorch's AVX2 kernel.
 ///
-/// The polynomials come from the Cephes library's single-precision `logf`, `sinf` and `cosf`, for the small domain
-/// that the transform needs: a logarithm on (0, 1] and an angle on [0, 2π]. There is a `mul_add` where
-/// PyTorch's compiled kernel rounds once, and a product and a sum where it rounds twice. The functions around `mul_add` are
-/// inlined, so that it is an instruction of the processor and not a call of the C library.
+/// The polynomials come from the Cephes library's single-precision `logf`, `sinf` and `cosf`, for the small domain that
+/// the transform needs: a logarithm on (0, 1] and an angle on [0, 2π]. There is a `mul_add` where PyTorch's compiled
+/// kernel rounds once, and a product and a sum where it rounds twice. The functions around `mul_add` are inlined, so
+/// that it is an instruction of the processor and not a call of the C library.
 struct BoxMuller<'a> {
-    /// Uniform draws from [0, 1): eight for radii, then eight for angles. They are replaced by sixteen normal numbers, the
-    /// cosines first.
+    /// Uniform draws from [0, 1): eight for radii, then eight for angles. They are replaced by sixteen normal numbers,
+    /// the cosines first.
     blocks: &'a mut [[f32; BLOCK]],
     mean: f32,
     std: f32,
@@ -223,7 +223,8 @@ fn sin_cos(angle: f32) -> (f32, f32) {
     }
 }
 
-/// Returns the uniform or normal distribution that PyTorch draws for a Kaiming hint. Other hints are returned unchanged.
+/// Returns the uniform or normal distribution that PyTorch draws for a Kaiming hint. Other hints are returned
+/// unchanged.
 fn resolved(hint: Init, shape: &Shape) -> Init {
     let Init::Kaiming { dist, fan, non_linearity } = hint else { return hint };
     // Candle's default hint, of its linear layers and convolutions.

@@ -1,7 +1,7 @@
 //! PyTorch's seeded initialisation on the CPU, as a backend of [`VarBuilder`].
 //!
-//! `torch.manual_seed(123)` fixes the parameters of a tutorial. [`TorchSeed`] draws the same parameters, bit for bit, on
-//! any machine, if they are requested in the order in which PyTorch's modules draw them:
+//! `torch.manual_seed(123)` fixes the parameters of a tutorial. [`TorchSeed`] draws the same parameters, bit for bit,
+//! on any machine, if they are requested in the order in which PyTorch's modules draw them:
 //!
 //! ```
 //! use candle_attention::init::TorchSeed;
@@ -76,8 +76,8 @@ impl TorchSeed {
         Self { state: Arc::new(Mutex::new(state)) }
     }
 
-    /// Restarts the stream of all handles, as `torch.manual_seed(seed)` does in the middle of a program. Drawn parameters
-    /// keep their values.
+    /// Restarts the stream of all handles, as `torch.manual_seed(seed)` does in the middle of a program. Drawn
+    /// parameters keep their values.
     pub fn manual_seed(&self, seed: u64) {
         self.lock().generator = Generator::new(seed);
     }
@@ -105,8 +105,8 @@ impl TorchSeed {
         self.lock().generator.draw("[randn]", Init::Randn { mean: 0.0, stdev: 1.0 }, &shape.into())
     }
 
-    /// Draws the mask of `torch.nn.Dropout(p)` in train mode: u8 on the CPU, 1 = kept. PyTorch divides the kept values by
-    /// `1 - p`. For `p` of 0 or 1 all or no elements are kept, and nothing is drawn, as in PyTorch.
+    /// Draws the mask of `torch.nn.Dropout(p)` in train mode: u8 on the CPU, 1 = kept. PyTorch divides the kept values
+    /// by `1 - p`. For `p` of 0 or 1 all or no elements are kept, and nothing is drawn, as in PyTorch.
     ///
     /// The masks equal PyTorch's Bernoulli kernel, which 2.15 runs on AMD and Intel processors. Older releases with
     /// MKL drew other masks on Intel processors from the same seed.

@@ -10,9 +10,9 @@ const OP: &str = "packed_gated_linear";
 
 /// `activation(gate(x)) · up(x)`: the first half of a gated feed-forward layer (SwiGLU, GeGLU), in one pass over `x`.
 ///
-/// With two packed weights, each tile of the gate is multiplied by the same tile of the other product while both are in a
-/// cache, in f32, and rounded once. Otherwise, and for an input that is tracked for gradients, the layer computes three
-/// operations.
+/// With two packed weights, each tile of the gate is multiplied by the same tile of the other product while both are in
+/// a cache, in f32, and rounded once. Otherwise, and for an input that is tracked for gradients, the layer computes
+/// three operations.
 ///
 /// ```
 /// use candle_attention::{PackedGatedLinear, PackedLinear};
@@ -39,8 +39,8 @@ impl PackedGatedLinear {
     /// Combines two linear layers without activations, of one shape, dtype and device.
     ///
     /// # Errors
-    /// For layers that differ or have an activation, and for an activation that [`PackedLinear::with_activation`] does not
-    /// support.
+    /// For layers that differ or have an activation, and for an activation that [`PackedLinear::with_activation`] does
+    /// not support.
     pub fn new(gate: PackedLinear, up: PackedLinear, activation: Activation) -> Result<Self> {
         for (name, linear) in [("gate", &gate), ("up", &up)] {
             if let Some(own) = linear.activation() {

@@ -9,12 +9,12 @@ use crate::base::check_memory;
 use crate::base::rowwise::{Element, Read};
 use candle_attention_kernels::linear::Matrix;
 
-/// The number of rows from which a transposed left factor is read in place: the lanes of the widest vector. Fewer rows would
-/// be gathered one by one in each task.
+/// The number of rows from which a transposed left factor is read in place: the lanes of the widest vector. Fewer rows
+/// would be gathered one by one in each task.
 const TRANSPOSED_ROWS: usize = 16;
 
-/// Returns a tensor (.., columns) as a matrix in place, if its rows are evenly spaced and either the rows or the columns
-/// are contiguous. An empty tensor is always a matrix.
+/// Returns a tensor (.., columns) as a matrix in place, if its rows are evenly spaced and either the rows or the
+/// columns are contiguous. An empty tensor is always a matrix.
 fn matrix<'a, E>(data: &'a [E], layout: &Layout) -> Option<Matrix<'a, E>> {
     let (&columns, lead) = layout.dims().split_last()?;
     let column_stride = layout.stride()[lead.len()];

@@ -30,10 +30,10 @@ const OP: &str = "packed_linear";
 /// A linear layer `x Wᵀ + b` whose weight is stored in the order in which the CPU kernels read it: a [`Linear`] for
 /// inference and for training.
 ///
-/// On a CPU, for f32, bf16 and f16, the weight is packed once, in its own dtype. Products are summed in f32, the bias is
-/// added to the sum, and the output is rounded once. The bits of an output depend on its own row of the input alone, not
-/// on the other rows of the batch or the number of threads. The speed of one row is bound by the memory bandwidth, the
-/// speed of many rows by the multiply-adds of the processor.
+/// On a CPU, for f32, bf16 and f16, the weight is packed once, in its own dtype. Products are summed in f32, the bias
+/// is added to the sum, and the output is rounded once. The bits of an output depend on its own row of the input alone,
+/// not on the other rows of the batch or the number of threads. The speed of one row is bound by the memory bandwidth,
+/// the speed of many rows by the multiply-adds of the processor.
 ///
 /// A weight or bias that is tracked for gradients (a variable, or a tensor computed from variables) is not packed,
 /// because training changes variables in place. Each call reads the current values, and each thread packs one block of
@@ -43,8 +43,8 @@ const OP: &str = "packed_linear";
 /// Gradients are products of the same kind: gradients of the input through packed and tracked weights, and gradients of
 /// tracked weights and biases. They are summed in f32 for every dtype, with the same bits for any number of threads.
 ///
-/// On other devices and for f64 the layer computes as Candle's [`Linear`]. Weights of GGUF files are packed in their own
-/// types ([`from_qtensor`](Self::from_qtensor)).
+/// On other devices and for f64 the layer computes as Candle's [`Linear`]. Weights of GGUF files are packed in their
+/// own types ([`from_qtensor`](Self::from_qtensor)).
 ///
 /// ```
 /// use candle_attention::PackedLinear;
@@ -88,8 +88,8 @@ enum Weight {
     },
 }
 
-/// Loads a [`PackedLinear`], as [`candle_nn::linear`](candle_nn::linear()) does: `weight` (out, in) and `bias` (out,) below
-/// the prefix of `vb`.
+/// Loads a [`PackedLinear`], as [`candle_nn::linear`](candle_nn::linear()) does: `weight` (out, in) and `bias` (out,)
+/// below the prefix of `vb`.
 ///
 /// # Errors
 /// For missing or misshapen tensors.
@@ -97,8 +97,8 @@ pub fn packed_linear(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Pa
     candle_nn::linear(in_dim, out_dim, vb)?.try_into()
 }
 
-/// Loads a [`PackedLinear`] without a bias, as [`candle_nn::linear_no_bias`](candle_nn::linear_no_bias()) does: `weight`
-/// (out, in) below the prefix of `vb`.
+/// Loads a [`PackedLinear`] without a bias, as [`candle_nn::linear_no_bias`](candle_nn::linear_no_bias()) does:
+/// `weight` (out, in) below the prefix of `vb`.
 ///
 /// # Errors
 /// For a missing or misshapen tensor.
@@ -186,8 +186,8 @@ impl PackedLinear {
         Self::new(linear.weight(), linear.bias())
     }
 
-    /// Sets an activation of the outputs. It is computed in f32, while the outputs are in a cache, before they are rounded:
-    /// [`Gelu`](Activation::Gelu) (erf), [`NewGelu`](Activation::NewGelu) and
+    /// Sets an activation of the outputs. It is computed in f32, while the outputs are in a cache, before they are
+    /// rounded: [`Gelu`](Activation::Gelu) (erf), [`NewGelu`](Activation::NewGelu) and
     /// [`GeluPytorchTanh`](Activation::GeluPytorchTanh), [`Silu`](Activation::Silu), [`Swish`](Activation::Swish) and
     /// [`Relu`](Activation::Relu), to 5e-7 of their argument. For an input that is tracked for gradients, Candle
     /// computes the activation.
@@ -253,8 +253,8 @@ impl PackedLinear {
         Ok(Linear::new(own(&weight)?, self.bias.as_ref().map(own).transpose()?))
     }
 
-    /// Returns rows of the weight (out, in): ids (..) in u32 give (.., in) in the weight's dtype. So one copy of a weight
-    /// serves as the table of embeddings and as the output projection of a language model.
+    /// Returns rows of the weight (out, in): ids (..) in u32 give (.., in) in the weight's dtype. So one copy of a
+    /// weight serves as the table of embeddings and as the output projection of a language model.
     ///
     /// ```
     /// use candle_attention::PackedLinear;
@@ -327,8 +327,8 @@ impl PackedLinear {
         self.product(xs, columns, None)
     }
 
-    /// Computes [`forward`](Module::forward) plus a residual of the output's shape and dtype: (.., in) and (.., out) give
-    /// (.., out). The residual is added before the sum is rounded. Both inputs may be tracked for gradients.
+    /// Computes [`forward`](Module::forward) plus a residual of the output's shape and dtype: (.., in) and (.., out)
+    /// give (.., out). The residual is added before the sum is rounded. Both inputs may be tracked for gradients.
     ///
     /// # Errors
     /// As [`forward`](Module::forward), and for a residual of another shape, dtype or device than the output's.

@@ -16,10 +16,10 @@ const LAYER: &str = "layer_norm";
 /// candle-nn's own norm records no gradient for a contiguous input: parameters before it do not train, and there is no
 /// error.
 ///
-/// On a CPU, for f32, bf16 and f16, the norm is one pass over the input, of any strides, and one pass backward. Rows are
-/// computed in f32 and rounded once. Gradients of weights are summed in f32, with the same bits for any number of
-/// threads. For f64 and on other devices the norm is made of Candle's operations. A weight that is a variable is read in
-/// each call.
+/// On a CPU, for f32, bf16 and f16, the norm is one pass over the input, of any strides, and one pass backward. Rows
+/// are computed in f32 and rounded once. Gradients of weights are summed in f32, with the same bits for any number of
+/// threads. For f64 and on other devices the norm is made of Candle's operations. A weight that is a variable is read
+/// in each call.
 ///
 /// ```
 /// use candle_attention::rms_norm;
@@ -40,8 +40,9 @@ pub struct RmsNorm(Norm);
 /// `(x - mean(x)) / sqrt(variance(x) + eps) · weight + bias` over the last dimension, or without the bias:
 /// [`candle_nn::LayerNorm`] with gradients (<https://arxiv.org/abs/1607.06450>).
 ///
-/// candle-nn's own norm records no gradient with a bias and a contiguous input. [`RmsNorm`] says how the norm is computed.
-/// On a CPU the mean is subtracted before the variance is computed, so that rows far from zero keep their digits.
+/// candle-nn's own norm records no gradient with a bias and a contiguous input. [`RmsNorm`] says how the norm is
+/// computed. On a CPU the mean is subtracted before the variance is computed, so that rows far from zero keep their
+/// digits.
 ///
 /// ```
 /// use candle_attention::LayerNorm;
@@ -56,8 +57,8 @@ pub struct RmsNorm(Norm);
 #[derive(Debug, Clone)]
 pub struct LayerNorm(Norm);
 
-/// Loads an [`RmsNorm`], as [`candle_nn::rms_norm`](candle_nn::rms_norm()) does: `weight` (size,), also read as `gamma`,
-/// below the prefix of `vb`.
+/// Loads an [`RmsNorm`], as [`candle_nn::rms_norm`](candle_nn::rms_norm()) does: `weight` (size,), also read as
+/// `gamma`, below the prefix of `vb`.
 ///
 /// # Errors
 /// For a missing or misshapen tensor, for a bias in the file, and for an `eps` that is negative or not finite.
@@ -74,12 +75,12 @@ pub fn rms_norm_plus_one(size: usize, eps: f64, vb: VarBuilder) -> Result<RmsNor
 }
 
 /// Loads a [`LayerNorm`], as [`candle_nn::layer_norm`](candle_nn::layer_norm()) does: `weight` and `bias` (size,), also
-/// read as `gamma` and `beta`, below the prefix of `vb`. The config is candle-nn's, or `eps` alone. `affine` says whether
-/// there is a bias. Without `remove_mean` the formula is that of [`RmsNorm`].
+/// read as `gamma` and `beta`, below the prefix of `vb`. The config is candle-nn's, or `eps` alone. `affine` says
+/// whether there is a bias. Without `remove_mean` the formula is that of [`RmsNorm`].
 ///
 /// # Errors
-/// For missing or misshapen tensors, for a bias in the file that the config denies, and for an `eps` that is negative or
-/// not finite.
+/// For missing or misshapen tensors, for a bias in the file that the config denies, and for an `eps` that is negative
+/// or not finite.
 pub fn layer_norm(size: usize, config: impl Into<LayerNormConfig>, vb: VarBuilder) -> Result<LayerNorm> {
     let config = config.into();
     let kind = if config.remove_mean { QkNormKind::Layer } else { QkNormKind::Rms };
@@ -103,7 +104,8 @@ impl RmsNorm {
         Ok(Self(checked(RMS, QkNormKind::Rms, eps, weight, None)?))
     }
 
-    /// Creates a norm with the factor `1 + weight` (size,), as Gemma stores it. The sum is not rounded to half precision.
+    /// Creates a norm with the factor `1 + weight` (size,), as Gemma stores it. The sum is not rounded to half
+    /// precision.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -149,8 +151,8 @@ impl LayerNorm {
     /// Creates a norm with `weight` and `bias` (size,) of one dtype and device.
     ///
     /// # Errors
-    /// For a weight of another rank or of integers, for a bias of another size, dtype or device, and for an `eps` that is
-    /// negative or not finite.
+    /// For a weight of another rank or of integers, for a bias of another size, dtype or device, and for an `eps` that
+    /// is negative or not finite.
     pub fn new(weight: Tensor, bias: Tensor, eps: f64) -> Result<Self> {
         Ok(Self(checked(LAYER, QkNormKind::Layer, eps, weight, Some(bias))?))
     }

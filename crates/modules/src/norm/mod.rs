@@ -39,7 +39,8 @@ pub enum QkNormKind {
 pub enum QkNormScope {
     /// The entries of one head. All heads share one weight (D,) (Qwen 3).
     PerHead,
-    /// The entries of one head. Each head has its own weight: (H, D) for queries, (H_kv, D) for keys (Cohere, StableLM).
+    /// The entries of one head. Each head has its own weight: (H, D) for queries, (H_kv, D) for keys (Cohere,
+    /// StableLM).
     PerHeadWeights,
     /// The entries of the whole projection, before it is split into heads (OLMo 2).
     Projection,
@@ -219,8 +220,8 @@ impl Norm {
         Ok(norm)
     }
 
-    /// Loads a norm over rows of `size` entries: `weight` (size,), also read as `gamma`, and `bias` (size,), also read as
-    /// `beta`, below the prefix of `source`.
+    /// Loads a norm over rows of `size` entries: `weight` (size,), also read as `gamma`, and `bias` (size,), also read
+    /// as `beta`, below the prefix of `source`.
     pub fn load(kind: QkNormKind, eps: f64, size: usize, has_bias: bool, source: &ParameterReader) -> Result<Self> {
         let name = |names: [&'static str; 2]| names.into_iter().find(|name| source.has(name)).unwrap_or(names[0]);
         let weight = source.get(size, name(["weight", "gamma"]), kind.initial_weight())?;

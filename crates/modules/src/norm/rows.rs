@@ -22,8 +22,8 @@ const LANES: usize = 16;
 /// bias. The number of tasks depends on the shape alone, and so do the bits of these gradients.
 const MOST_TASKS: usize = 64;
 
-/// The statistics of a norm: `normed(x) = (x - mean) / sqrt(variance + eps)`. Without `subtracts_mean` the mean is 0, and
-/// the variance is the mean square.
+/// The statistics of a norm: `normed(x) = (x - mean) / sqrt(variance + eps)`. Without `subtracts_mean` the mean is 0,
+/// and the variance is the mean square.
 ///
 /// Candle's own norms have no backward pass and need contiguous inputs and a weight (D,). Its layer norm computes the
 /// variance as a difference of squares, which loses the digits of numbers that are far from zero.

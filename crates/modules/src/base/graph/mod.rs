@@ -1,10 +1,10 @@
 //! Results of CPU kernels as operations of Candle's graph, with gradients.
 //!
-//! A custom operation of Candle has at most three operands and exactly one result, and its backward pass is
-//! given nothing but the gradient of that result. The kernels need more: fused attention has up to seven operands, and attention
-//! with its log-sum-exp and the gated delta rule have two results. [`record`] and [`record_two`] build such an
-//! operation from several nodes of at most three operands each. The kernel has run before the nodes are made; no node
-//! copies its numbers.
+//! A custom operation of Candle has at most three operands and exactly one result, and its backward pass is given
+//! nothing but the gradient of that result. The kernels need more: fused attention has up to seven operands, and
+//! attention with its log-sum-exp and the gated delta rule have two results. [`record`] and [`record_two`] build such
+//! an operation from several nodes of at most three operands each. The kernel has run before the nodes are made; no
+//! node copies its numbers.
 //!
 //! # More than three operands
 //!
@@ -25,15 +25,15 @@
 //!                        +--> second
 //! ```
 //!
-//! `join` is a tensor of two numbers, one for each result. In a backward pass, `first` and `second` send their gradients
-//! to `join`, which runs the backward pass of the kernel once, with both.
+//! `join` is a tensor of two numbers, one for each result. In a backward pass, `first` and `second` send their
+//! gradients to `join`, which runs the backward pass of the kernel once, with both.
 //!
 //! # How gradients travel between nodes
 //!
-//! The only thing that Candle carries from a node to its operand is a gradient of the operand's shape, and `join` is too
-//! small to carry the gradients of whole tensors. So a node puts them into a [`Mailbox`], and the gradient that it
-//! returns for `join` is the number of the message. Candle adds up the gradients of an operand. Nothing else contributes
-//! to that entry of `join`, so the sum is the number of the message.
+//! The only thing that Candle carries from a node to its operand is a gradient of the operand's shape, and `join` is
+//! too small to carry the gradients of whole tensors. So a node puts them into a [`Mailbox`], and the gradient that it
+//! returns for `join` is the number of the message. Candle adds up the gradients of an operand. Nothing else
+//! contributes to that entry of `join`, so the sum is the number of the message.
 //!
 //! The number is new for every message and travels with the gradients of one backward pass. Passes over one graph can
 //! therefore run at the same time, in any threads: each finds its own messages. The messages of a pass

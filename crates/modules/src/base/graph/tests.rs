@@ -22,8 +22,8 @@ fn product_and_sum(operands: &[Var]) -> Result<[Tensor; 2]> {
     })
 }
 
-/// Returns the number as it is. Its backward pass waits for other tasks of the thread pool, as kernels do: a worker that
-/// waits may start another backward pass.
+/// Returns the number as it is. Its backward pass waits for other tasks of the thread pool, as kernels do: a worker
+/// that waits may start another backward pass.
 fn waiting(xs: &Tensor) -> Result<Tensor> {
     record("waiting", &[Some(xs)], vec![xs.to_scalar::<f32>()?], (), |_, gradient| {
         let wait = || (0..100).for_each(|_| std::thread::yield_now());

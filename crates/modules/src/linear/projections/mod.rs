@@ -18,8 +18,8 @@ use crate::base::{Expect, WeightAndBias, part};
 
 const OP: &str = "multi_head_attention";
 
-/// A projection (B, T, in) to (B, T, out): some columns of the product with a weight. Projections of one input that share
-/// a weight are views of one product.
+/// A projection (B, T, in) to (B, T, out): some columns of the product with a weight. Projections of one input that
+/// share a weight are views of one product.
 #[derive(Debug, Clone)]
 pub struct PackedProjection {
     weight: Arc<SharedWeight>,
@@ -73,8 +73,8 @@ impl SharedWeight {
 }
 
 impl PackedProjection {
-    /// Creates projections of inputs of one width. They share one packed weight, or have a weight each if one of them is
-    /// tracked for gradients.
+    /// Creates projections of inputs of one width. They share one packed weight, or have a weight each if one of them
+    /// is tracked for gradients.
     pub fn of_rows(all: &[&WeightAndBias]) -> Result<Vec<Self>> {
         let is_tracked = all.iter().any(|rows| rows.is_tracked());
         if is_tracked && all.len() > 1 {
@@ -106,8 +106,8 @@ impl PackedProjection {
         projections
     }
 
-    /// Returns the projections as linear layers, with the current values of variables. Projections that share a weight are
-    /// views of it.
+    /// Returns the projections as linear layers, with the current values of variables. Projections that share a weight
+    /// are views of it.
     ///
     /// # Errors
     /// For a module of the caller, whose weights are unknown, and if a weight cannot be allocated.
@@ -186,8 +186,8 @@ pub struct KeysAndValues {
 }
 
 impl Projections {
-    /// Creates the projections of loaded weights in a dtype on a device. Weights that are tracked for gradients are read
-    /// in each call, others are packed now.
+    /// Creates the projections of loaded weights in a dtype on a device. Weights that are tracked for gradients are
+    /// read in each call, others are packed now.
     ///
     /// # Errors
     /// If a packed weight cannot be allocated.
@@ -227,8 +227,8 @@ impl Projections {
         Ok(Self { all, ..self.clone() })
     }
 
-    /// Creates projections of modules. `width` returns the number of outputs of a projection, 0 if the config does not have
-    /// it. The modules' outputs are in `dtype` on `device`.
+    /// Creates projections of modules. `width` returns the number of outputs of a projection, 0 if the config does not
+    /// have it. The modules' outputs are in `dtype` on `device`.
     ///
     /// # Errors
     /// If a projection of the config has no module, or a module belongs to no projection of the config.
@@ -251,8 +251,8 @@ impl Projections {
         Ok(own)
     }
 
-    /// Sets the module of a projection with `width` outputs. Each output is checked. The module is not called for an empty
-    /// output.
+    /// Sets the module of a projection with `width` outputs. Each output is checked. The module is not called for an
+    /// empty output.
     fn set(&mut self, projection: Projection, width: usize, module: ProjectionModule) {
         let dtype = self.dtype;
         let device = self.device.clone();
@@ -323,8 +323,8 @@ impl Projections {
         Ok(projected)
     }
 
-    /// Projects queries and their gate, and keys and values if the call has inputs for them. `key_value` are the inputs of
-    /// keys and of values.
+    /// Projects queries and their gate, and keys and values if the call has inputs for them. `key_value` are the inputs
+    /// of keys and of values.
     pub fn query_key_value(&self, queries: &Tensor, key_value: Option<[&Tensor; 2]>) -> Result<Projected> {
         let mut inputs = vec![ProjectionInput::new(Query, queries), ProjectionInput::new(Gate, queries)];
         if let Some([keys, values]) = key_value {
@@ -343,8 +343,8 @@ impl Projections {
         Ok(keys_and_values(self.project(&inputs)?))
     }
 
-    /// Applies the output projection to merged heads (B, T_q, H·D_v), if the layer has one, and adds a residual (B, T_q,
-    /// out_dim), if there is one.
+    /// Applies the output projection to merged heads (B, T_q, H·D_v), if the layer has one, and adds a residual (B,
+    /// T_q, out_dim), if there is one.
     pub fn output(&self, merged: Tensor, residual: Option<&Tensor>) -> Result<Tensor> {
         match (self.all.get(&Output), residual) {
             (Some(output), _) => output.weight.product(&merged, output.columns.clone(), residual),
