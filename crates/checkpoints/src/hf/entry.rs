@@ -1,4 +1,4 @@
-//! A config.json and the row of the table that reads it: the config of a layer's attention.
+//! The config of a layer's attention, from a config.json and the row of the table that reads it.
 
 use std::sync::{LazyLock, Once};
 
@@ -9,18 +9,21 @@ use candle_attention_modules::norm::QkNorm;
 use candle_core::{Result, bail};
 use serde_json::Value;
 
-use super::families::{Bias, DECODER_LAYERS, Family, HIDDEN, Heads, Mask, Number, SIZE_NAMES, Scale, families};
+use super::columns::Number;
+use super::families::{Bias, Family, Heads, Mask, Scale, Sizes, families};
 use super::fields::{Fields, with};
+use super::linear;
+use super::names::{DECODER_LAYERS, HIDDEN};
 
-/// A model, or its decoder's part.
+/// A model or its decoder: a config and a row of the table.
 #[derive(Clone, Copy)]
 pub(super) struct Entry<'a> {
     pub json: &'a Value,
-    /// The row of the model, or of the part, which has the model's name.
+    /// The row of the model, or of its decoder, which has the name of the model.
     pub family: Family,
 }
 
-/// The values of `model_type` that are known, in alphabetical order.
+/// Returns the values of `model_type` that are known, in alphabetical order.
 pub(super) fn model_types() -> impl Iterator<Item = &'static str> {
     static SORTED: LazyLock<Vec<&str>> = LazyLock::new(|| {
         let mut known: Vec<_> = families().map(|family| family.model_type).collect();
@@ -30,14 +33,14 @@ pub(super) fn model_types() -> impl Iterator<Item = &'static str> {
     SORTED.iter().copied()
 }
 
-/// The row of a config.
+/// Returns the row of a config.
 fn known(json: &Value) -> Option<&'static Family> {
     let model_type = json["model_type"].as_str()?;
     families().find(|family| family.model_type == model_type)
 }
 
 impl<'a> Entry<'a> {
-    /// The model that a configuration names.
+    /// Finds the model that a config names.
     pub fn of(json: &'a Value) -> Result<Self> {
         const EXPECTED: &str = "expected one of `hf::architectures()`";
         let Some(object) = json.as_object() else { bail!("[hf] the config is {json}, expected an object") };
@@ -56,28 +59,28 @@ impl<'a> Entry<'a> {
         }
     }
 
-    /// The decoder beside an encoder.
+    /// Returns the self-attention of the decoder of a model with an encoder.
     pub fn decoder(self) -> Result<Self> {
-        self.part(self.family.decoder, "decoder beside an encoder")
+        self.part(self.family.decoder, "decoder with an encoder")
     }
 
-    /// The decoder's attention to an encoder's outputs.
+    /// Returns the decoder's attention to an encoder's outputs.
     pub fn cross(self) -> Result<Self> {
         self.part(self.family.cross, "attention to an encoder's outputs")
     }
 
     fn part(self, part: Option<&Family>, what: &str) -> Result<Self> {
-        let Family { model_type, sizes, dropout, decoder_sizes, .. } = self.family;
+        let Family { model_type, default_sizes, dropout, default_decoder_sizes, .. } = self.family;
         match part {
             Some(part) => {
-                let sizes = decoder_sizes.unwrap_or(sizes);
-                Ok(Self { family: part.of(model_type).sizes(sizes).dropout(dropout), ..self })
+                let sizes = default_decoder_sizes.unwrap_or(default_sizes);
+                Ok(Self { family: part.of(model_type).default_sizes(sizes).dropout(dropout), ..self })
             }
             None => bail!("[hf] {model_type}: there is no {what} in this architecture, or none that is supported"),
         }
     }
 
-    /// The attention of one layer.
+    /// Returns the config of one layer's attention.
     pub fn attention(&self, layer: usize) -> Result<MultiHeadAttentionConfig> {
         let fields = &self.fields(layer)?;
         self.refuse_linear(fields)?;
@@ -107,7 +110,7 @@ impl<'a> Entry<'a> {
         Ok(cfg)
     }
 
-    /// The latent attention of one layer.
+    /// Returns the config of one layer's latent attention.
     pub fn latent_attention(&self, layer: usize) -> Result<MultiHeadLatentAttentionConfig> {
         let fields = &self.fields(layer)?;
         self.refuse_linear(fields)?;
@@ -115,25 +118,25 @@ impl<'a> Entry<'a> {
             return fields.fail("attention is not latent, expected a call of `attention_config` or `load_attention`");
         };
         self.refuse_others(fields)?;
-        let (embed_dim, num_heads) = (self.size(fields, 1)?, self.size(fields, 2)?);
+        let (embed_dim, num_heads) = (self.embed_dim(fields)?, self.num_heads(fields)?);
         let cfg = latent.config(fields, embed_dim, num_heads, rope)?;
         cfg.validate()?;
         Ok(cfg)
     }
 
-    /// Whether the attention of one layer is linear.
+    /// Returns whether the attention of one layer is linear.
     pub fn is_linear(&self, layer: usize) -> Result<bool> {
         let fields = &self.fields(layer)?;
         self.family.linear.map_or(Ok(false), |linear| linear.is_in(fields))
     }
 
-    /// The linear attention of one layer.
+    /// Returns the config of one layer's linear attention.
     pub fn linear_attention(&self, layer: usize) -> Result<GatedDeltaNetConfig> {
         let fields = &self.fields(layer)?;
         match self.family.linear {
             Some(linear) if linear.is_in(fields)? => {
-                let [_, embed_dim, heads] = self.family.sizes;
-                let cfg = linear.config(fields, [embed_dim, heads])?;
+                let Sizes { embed_dim, num_heads, .. } = self.family.default_sizes;
+                let cfg = linear.config(fields, linear::Sizes { embed_dim, num_heads })?;
                 cfg.validate()?;
                 Ok(cfg)
             }
@@ -146,7 +149,7 @@ impl<'a> Entry<'a> {
         }
     }
 
-    /// An error if the attention of a layer is linear, or of a kind that is not supported.
+    /// Refuses a layer whose attention is linear, or of a kind that is not supported.
     fn refuse_linear(&self, fields: &Fields) -> Result<()> {
         let Some(linear) = self.family.linear else { return Ok(()) };
         if linear.is_in(fields)? {
@@ -161,13 +164,13 @@ impl<'a> Entry<'a> {
         }
     }
 
-    /// The earlier layer whose keys and values a layer reads.
+    /// Returns the earlier layer whose keys and values a layer reads.
     pub fn kv_shared_layer(&self, layer: usize) -> Result<Option<usize>> {
         self.earlier(&self.fields(layer)?)
     }
 
-    /// What stands for `{}` in the names of a layer.
-    pub fn place(&self, layer: usize) -> Result<Vec<usize>> {
+    /// Returns the numbers that take the place of `{}` in the names of a layer.
+    pub fn numbers(&self, layer: usize) -> Result<Vec<usize>> {
         match &self.family.stages {
             Some(stages) => Ok(stages.place(&self.fields(layer)?)?.to_vec()),
             None => Ok(vec![layer]),
@@ -175,50 +178,59 @@ impl<'a> Entry<'a> {
     }
 
     fn fields(&self, layer: usize) -> Result<Fields<'a>> {
-        let Family { model_type, names, sizes, usual_names, .. } = self.family;
+        let Family { model_type, size_names, default_sizes, usual_names, .. } = self.family;
         let Some(object) = self.json.as_object() else { bail!("[hf] the config is {}, expected an object", self.json) };
-        // The usual names of sizes are read too, where a family has others.
-        let renamed = SIZE_NAMES.into_iter().zip(names).filter(|(usual, own)| usual_names && usual != own);
-        let fields = Fields::new(model_type, object, self.family.aliases.iter().copied().chain(renamed).collect());
-        let fields = match self.family.section {
-            // Older configurations have the text's fields beside those of the other parts.
-            Some(name) if fields.has(name) || !fields.has(HIDDEN) => fields.section(name)?,
-            _ => fields,
-        };
+        let mut aliases = self.family.aliases.to_vec();
+        if usual_names {
+            aliases.extend(size_names.aliases());
+        }
+        let mut fields = Fields::new(model_type, object, aliases);
+        // Older configurations have the fields of the text next to those of the other parts.
+        if let Some(name) = self.family.section
+            && (fields.has(name) || !fields.has(HIDDEN))
+        {
+            fields = fields.section(name)?;
+        }
         if let Some(stages) = &self.family.stages {
             let fields = fields.of(layer, 0)?;
             stages.place(&fields)?;
             return Ok(fields);
         }
-        let layers = match names[0] {
-            // T5's decoders are as deep as their encoders unless they say otherwise.
-            DECODER_LAYERS if fields.get(DECODER_LAYERS).is_none() => fields.get_or("num_layers", sizes[0])?,
-            _ => self.size(&fields, 0)?,
+        // T5's decoders have the layers of their encoders unless the config has another number.
+        let name = if size_names.layers == DECODER_LAYERS && fields.get(DECODER_LAYERS).is_none() {
+            "num_layers"
+        } else {
+            size_names.layers
         };
+        let layers = self.size(&fields, name, default_sizes.layers)?;
         if layer >= layers {
-            return fields.fail(format!("there is no layer {layer}, {} is {layers}", names[0]));
+            return fields.fail(format!("there is no layer {layer}, {} is {layers}", size_names.layers));
         }
         fields.of(layer, layers)
     }
 
-    /// Reads the number of layers, `embed_dim` or `num_heads`, or their default where transformers has one.
-    fn size(&self, fields: &Fields, which: usize) -> Result<usize> {
-        let Family { names, sizes, has_default_sizes, model_type, .. } = self.family;
-        if !has_default_sizes {
-            return fields.required(names[which]);
-        }
-        if which == 2 && !fields.has(names[2]) && fields.has(names[1]) {
+    /// Reads a size, or its default where transformers has one.
+    fn size(&self, fields: &Fields, name: &str, default: usize) -> Result<usize> {
+        if self.family.has_default_sizes { fields.get_or(name, default) } else { fields.required(name) }
+    }
+
+    fn embed_dim(&self, fields: &Fields) -> Result<usize> {
+        self.size(fields, self.family.size_names.embed_dim, self.family.default_sizes.embed_dim)
+    }
+
+    /// Reads the number of heads. A config that has a width and no number of heads is likely a mistake, which is logged
+    /// once.
+    fn num_heads(&self, fields: &Fields) -> Result<usize> {
+        let Family { size_names, default_sizes, model_type, has_default_sizes, .. } = self.family;
+        let (name, width) = (size_names.num_heads, size_names.embed_dim);
+        if has_default_sizes && !fields.has(name) && fields.has(width) {
             static LOGGED: Once = Once::new();
             LOGGED.call_once(|| {
-                log::warn!(
-                    "[hf] {model_type}: {} is missing beside {}, the default of transformers is {}",
-                    names[2],
-                    names[1],
-                    sizes[2]
-                );
+                let default = default_sizes.num_heads;
+                log::warn!("[hf] {model_type}: {width} is given without {name}, whose default is {default}");
             });
         }
-        fields.get_or(names[which], sizes[which])
+        self.size(fields, name, default_sizes.num_heads)
     }
 
     fn refuse_others(&self, fields: &Fields) -> Result<()> {
@@ -229,11 +241,11 @@ impl<'a> Entry<'a> {
     }
 
     fn heads(&self, fields: &Fields) -> Result<MultiHeadAttentionConfig> {
-        let Family { names, heads, .. } = self.family;
-        let embed_dim = self.size(fields, 1)?;
-        let [embed_dim, num_heads] = match &self.family.stages {
-            Some(stages) => stages.sizes(fields, embed_dim, names[2])?,
-            None => [embed_dim, self.size(fields, 2)?],
+        let Family { size_names, heads, .. } = self.family;
+        let width = self.embed_dim(fields)?;
+        let (embed_dim, num_heads) = match &self.family.stages {
+            Some(stages) => (stages.width(fields, width)?, stages.num_heads(fields, size_names.num_heads)?),
+            None => (width, self.num_heads(fields)?),
         };
         let cfg = MultiHeadAttentionConfig::new(embed_dim, num_heads);
         if self.family.head_dim_follows || matches!(heads, Heads::Equal) {
@@ -249,7 +261,7 @@ impl<'a> Entry<'a> {
         let cfg = cfg.with_num_kv_heads(kv_heads);
         Ok(match fields.nullable("head_dim", head_dim)? {
             Some(head_dim) => cfg.with_head_dim(head_dim),
-            // Where there is a remainder, the config's own check finds it.
+            // The check of the config finds a remainder.
             None if embed_dim.is_multiple_of(num_heads) => cfg.with_head_dim(embed_dim / num_heads),
             None => cfg,
         })
@@ -293,7 +305,7 @@ impl<'a> Entry<'a> {
         Ok(cfg.with_rope(rope))
     }
 
-    /// What scores are made of, and the gate of the context.
+    /// Sets the norm of queries and keys, the scale, the sinks, and the gate of the attention output.
     fn scores(&self, fields: &Fields, mut cfg: MultiHeadAttentionConfig) -> Result<MultiHeadAttentionConfig> {
         if let Some(norm) = self.family.qk_norm
             && norm.flag.map_or(Ok(true), |flag| fields.flag(flag, false))?
@@ -321,7 +333,7 @@ impl<'a> Entry<'a> {
         window: Option<usize>,
         cfg: MultiHeadAttentionConfig,
     ) -> Result<MultiHeadAttentionConfig> {
-        // What an encoder sees on each side, if not all keys.
+        // The window of an encoder on each side; `None` inside means all keys.
         let encoder = match self.family.mask {
             Mask::Encoder => Some(window),
             Mask::CausalIf(name) => (!fields.flag(name, false)?).then_some(window),
@@ -340,7 +352,8 @@ impl<'a> Entry<'a> {
         })
     }
 
-    /// The last layer of the same kind before the `num_kv_shared_layers` last ones, for these.
+    /// Returns the layer whose keys and values one of the last `num_kv_shared_layers` layers reads: the last layer of the
+    /// same kind before them.
     fn earlier(&self, fields: &Fields) -> Result<Option<usize>> {
         const SHARED: &str = "num_kv_shared_layers";
         let Some(default) = self.family.kv_shared_layers else { return Ok(None) };
@@ -365,7 +378,8 @@ impl<'a> Entry<'a> {
     }
 }
 
-/// Gemma 4 says `"all"`, and `"vision"` for images alone, whose places the caller's mask knows.
+/// Reads Gemma 4's `use_bidirectional_attention`: a flag, `"all"`, or `"vision"` for images alone, which the caller's mask
+/// has to say.
 fn is_bidirectional(fields: &Fields) -> Result<bool> {
     const NAME: &str = "use_bidirectional_attention";
     match fields.get(NAME).and_then(Value::as_str) {

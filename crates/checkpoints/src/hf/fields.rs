@@ -6,23 +6,24 @@ use candle_core::{Result, bail};
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
-/// Other names under which a configuration may give a field: (other, own), as `attribute_map` in transformers.
+/// Other names of fields: (other, own), as `attribute_map` in transformers.
 pub(super) type Aliases = &'static [(&'static str, &'static str)];
 
 static EMPTY: LazyLock<Map<String, Value>> = LazyLock::new(Map::new);
 
-/// The fields of one object of a `config.json`, as a layer reads them. Every error names the model and the field, and
-/// says what was expected and what was found.
+/// The fields of one object of a `config.json` for one layer. Every error names the model and the field, and says what was
+/// expected and what was found.
 #[derive(Debug, Clone)]
 pub(super) struct Fields<'a> {
     model: &'static str,
-    /// The layer, of so many; both are 0 before they are known.
+    /// The layer; 0 before it is known.
     pub layer: usize,
+    /// The number of layers; 0 before it is known.
     pub num_layers: usize,
     /// The prefix of the fields' names in errors, for an object in the config.
     within: String,
     object: &'a Map<String, Value>,
-    /// What the layer has in place of the fields of all.
+    /// The fields of this layer, which override those of all layers.
     own: Option<&'a Map<String, Value>>,
     aliases: Vec<(&'static str, &'static str)>,
 }
@@ -36,7 +37,7 @@ impl<'a> Fields<'a> {
         Self { model, layer: 0, num_layers: 0, within: String::new(), object, own: None, aliases }
     }
 
-    /// The object in a field; `None` where it is absent, null or empty.
+    /// Returns the object in a field; `None` where it is absent, null or empty.
     pub(super) fn object(&self, name: &str) -> Result<Option<Self>> {
         match self.get(name) {
             Some(Value::Object(object)) if object.is_empty() => Ok(None),
@@ -46,18 +47,18 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// The object in a field; one without fields where it is absent or null.
+    /// Returns the object in a field; an object without fields where it is absent or null.
     pub(super) fn section(&self, name: &str) -> Result<Self> {
         Ok(self.object(name)?.unwrap_or_else(|| self.within(name, &EMPTY)))
     }
 
-    /// Those of an object, which is named so in errors.
+    /// Returns the fields of an object, whose name is that of errors.
     pub(super) fn within<'b>(&self, name: &str, object: &'b Map<String, Value>) -> Fields<'b> {
         let within = format!("{}{name}.", self.within);
         Fields { within, layer: self.layer, num_layers: self.num_layers, ..Fields::new(self.model, object, Vec::new()) }
     }
 
-    /// Those of a layer, with what `per_layer_config` has for it.
+    /// Returns the fields of a layer, with those that `per_layer_config` has for it.
     pub(super) fn of(self, layer: usize, num_layers: usize) -> Result<Self> {
         const NAME: &str = "per_layer_config";
         let mut of_layer = None;
@@ -79,7 +80,7 @@ impl<'a> Fields<'a> {
         self.fail(format!("{}{name} is {found}, expected {expected}", self.within))
     }
 
-    /// The value as it stands, null included.
+    /// Returns the value, which may be null.
     fn raw(&self, name: &str) -> Option<&'a Value> {
         let aliases = self.aliases.iter().filter(|(_, own)| *own == name).map(|(other, _)| *other);
         let mut names = aliases.chain([name]);
@@ -87,12 +88,12 @@ impl<'a> Fields<'a> {
         own.or_else(|| names.find_map(|name| self.object.get(name)))
     }
 
-    /// Whether there is such a field, be it null.
+    /// Returns whether there is such a field, null or not.
     pub(super) fn has(&self, name: &str) -> bool {
         self.raw(name).is_some()
     }
 
-    /// The value, unless it is absent or null.
+    /// Returns the value, unless it is absent or null.
     pub(super) fn get(&self, name: &str) -> Option<&'a Value> {
         self.raw(name).filter(|value| !value.is_null())
     }
@@ -104,12 +105,12 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// A value, which may not be null, or its default where it is absent.
+    /// Reads a value, which may not be null, or its default where it is absent.
     pub(super) fn get_or<T: Field<'a>>(&self, name: &str, default: T) -> Result<T> {
         self.raw(name).map_or(Ok(default), |value| self.read(name, value))
     }
 
-    /// A number of things, of which there may be none; null is none where that is the default.
+    /// Reads a whole number that may be 0. Null means 0 where that is the default.
     pub(super) fn count(&self, name: &str, default: usize) -> Result<usize> {
         match self.get(name) {
             None if default == 0 => Ok(0),
@@ -118,7 +119,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// The height and width of something, which one number gives if they are the same.
+    /// Reads a height and a width: two numbers, or one if they are the same.
     pub(super) fn pair(&self, name: &str, default: [usize; 2]) -> Result<[usize; 2]> {
         match self.get(name) {
             None => Ok(default),
@@ -130,7 +131,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// A value that has to be there.
+    /// Reads a value that has to be there.
     pub(super) fn required<T: Field<'a>>(&self, name: &str) -> Result<T> {
         match self.raw(name) {
             Some(value) => self.read(name, value),
@@ -138,17 +139,17 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// A value, or nothing where it is absent or null.
+    /// Reads a value; `None` where it is absent or null.
     pub(super) fn optional<T: Field<'a>>(&self, name: &str) -> Result<Option<T>> {
         self.get(name).map(|value| self.read(name, value)).transpose()
     }
 
-    /// A value, nothing where it is null, or its default where it is absent.
+    /// Reads a value; `None` where it is null, or its default where it is absent.
     pub(super) fn nullable<T: Field<'a>>(&self, name: &str, default: Option<T>) -> Result<Option<T>> {
         if self.has(name) { self.optional(name) } else { Ok(default) }
     }
 
-    /// The entry of the layer in a list, or nothing where the list is absent or null.
+    /// Returns the entry of the layer in a list; `None` where the list is absent or null.
     pub(super) fn of_layer(&self, name: &str) -> Result<Option<&'a Value>> {
         match self.get(name) {
             Some(Value::Array(list)) if self.layer >= list.len() => {
@@ -160,12 +161,12 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// Yes or no, or its default where it is absent; null is no, as in Python.
+    /// Reads a flag, or its default where it is absent. Null is false, as in Python.
     pub(super) fn flag(&self, name: &str, default: bool) -> Result<bool> {
         Ok(self.nullable(name, Some(default))?.unwrap_or(false))
     }
 
-    /// An error for any other value, where there is one that is not null.
+    /// Refuses every other value, if the field is there and not null.
     pub(super) fn only(&self, name: &str, accepted: impl Into<Value>) -> Result<()> {
         let accepted = accepted.into();
         let same = |value: &Value| *value == accepted || (value.is_f64() && value.as_f64() == accepted.as_f64());
@@ -177,7 +178,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// An error where a field that the family does not read contradicts those that it reads.
+    /// Refuses a field that the family does not read and that contradicts those that it reads.
     pub(super) fn agrees(&self, name: &str, actual: usize) -> Result<()> {
         match self.get(name) {
             Some(value) if value.as_u64() != Some(actual as u64) => {
@@ -188,7 +189,7 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// A config with an option, if there is a value for it.
+/// Sets an option of a config, if there is a value for it.
 pub(super) fn with<C, T>(cfg: C, value: Option<T>, set: impl FnOnce(C, T) -> C) -> C {
     match value {
         Some(value) => set(cfg, value),
@@ -196,9 +197,9 @@ pub(super) fn with<C, T>(cfg: C, value: Option<T>, set: impl FnOnce(C, T) -> C) 
     }
 }
 
-/// What a field may hold.
+/// A type of a field.
 pub(super) trait Field<'a>: Deserialize<'a> {
-    /// For errors.
+    /// The values that are expected, for errors.
     const EXPECTED: &'static str;
 
     fn is_valid(&self) -> bool {

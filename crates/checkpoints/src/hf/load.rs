@@ -1,12 +1,13 @@
-//! A layer of a checkpoint, where it is, and what it shares with other layers.
+//! Loads the layers of a checkpoint, and the parameters that they share.
 
-use candle_core::{Error, Result, bail};
+use candle_core::{Result, bail};
 use candle_nn::VarBuilder;
 use serde_json::Value;
 
 use super::entry::Entry;
 use super::families::SharedPlace;
 use super::linear::Linear;
+use super::names::{ModuleNames, load_module};
 use candle_attention_core::{
     ContentPositions, MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadLatentAttention,
     MultiHeadLatentAttentionConfig, RelativeBias, RelativeBiasConfig, RelativeEmbeddings, WeightLayout,
@@ -15,13 +16,13 @@ use candle_attention_delta::{DeltaLayout, GatedDeltaNet, GatedDeltaNetConfig};
 use candle_attention_modules::base::has;
 
 impl Entry<'_> {
-    /// One layer of a checkpoint.
+    /// Loads one layer of a checkpoint.
     pub fn load(&self, layer: usize, vb: VarBuilder) -> Result<MultiHeadAttention> {
         let load = |cfg: &_, layout, module: &str| MultiHeadAttention::load(cfg, layout, vb.pp(module));
         self.load_with(layer, &vb, load, Ok)
     }
 
-    /// The layer that `load` gives, with the heads of the relative bias that `shard` gives, if it needs one.
+    /// Loads a layer with `load`, and if it has a relative bias, the heads of it that `shard` returns.
     pub fn load_with(
         &self,
         layer: usize,
@@ -31,29 +32,27 @@ impl Entry<'_> {
     ) -> Result<MultiHeadAttention> {
         let cfg = self.attention(layer)?;
         self.refuse_quantized()?;
-        let attention = load_module(self.modules(), &self.place(layer)?, vb, |layout, module| {
-            let of_queries = cfg.qkv_bias()[0];
-            let of_keys = self.family.key_bias.is_some_and(|name| of_queries && has(vb, &format!("{module}.{name}")));
-            let cfg = if of_keys { cfg.clone().with_k_bias(true) } else { cfg.clone() };
+        let [q_bias, ..] = cfg.qkv_bias();
+        let mut attention = load_module(self.modules(), &self.numbers(layer)?, vb, |layout, module| {
+            let has_key_bias = |name: &str| q_bias && has(vb, &format!("{module}.{name}"));
+            if self.family.key_bias.is_some_and(has_key_bias) {
+                return load(&cfg.clone().with_k_bias(true), layout, module);
+            }
             load(&cfg, layout, module)
         })?;
-        let attention = match cfg.content_positions() {
-            Some(ContentPositions::Disentangled(positions)) => {
-                let module = self.shared_module(layer, vb, "rel_embeddings.weight")?;
-                let embeddings = RelativeEmbeddings::new(positions, cfg.embed_dim(), vb.pp(module))?;
-                attention.with_relative_embeddings(embeddings)?
-            }
-            _ => attention,
-        };
-        match cfg.relative_bias() {
-            Some(buckets) => {
-                attention.with_relative_bias(shard(self.relative_bias(buckets, cfg.num_heads(), layer, vb)?)?)
-            }
-            None => Ok(attention),
+        if let Some(ContentPositions::Disentangled(positions)) = cfg.content_positions() {
+            let module = self.shared_module(layer, vb, "rel_embeddings.weight")?;
+            let embeddings = RelativeEmbeddings::new(positions, cfg.embed_dim(), vb.pp(module))?;
+            attention = attention.with_relative_embeddings(embeddings)?;
         }
+        if let Some(buckets) = cfg.relative_bias() {
+            let bias = self.relative_bias(buckets, cfg.num_heads(), layer, vb)?;
+            attention = attention.with_relative_bias(shard(bias)?)?;
+        }
+        Ok(attention)
     }
 
-    /// The layer of latent attention that `load` gives.
+    /// Loads a layer of latent attention with `load`.
     pub fn load_latent_with(
         &self,
         layer: usize,
@@ -62,10 +61,10 @@ impl Entry<'_> {
     ) -> Result<MultiHeadLatentAttention> {
         let cfg = self.latent_attention(layer)?;
         self.refuse_quantized()?;
-        load_module(self.modules(), &self.place(layer)?, vb, |_, module| load(&cfg, module))
+        load_module(self.modules(), &self.numbers(layer)?, vb, |_, module| load(&cfg, module))
     }
 
-    /// The layer of linear attention that `load` gives.
+    /// Loads a layer of linear attention with `load`.
     pub fn load_linear_with(
         &self,
         layer: usize,
@@ -79,7 +78,7 @@ impl Entry<'_> {
         load_module([&names].into_iter(), &[layer], vb, |_, module| load(&cfg, layout, module))
     }
 
-    /// The relative bias that all layers of a checkpoint share.
+    /// Loads the relative bias that all layers of a checkpoint share.
     pub fn load_relative_bias(&self, vb: &VarBuilder) -> Result<RelativeBias> {
         let (cfg, model) = (self.attention(0)?, self.family.model_type);
         self.refuse_quantized()?;
@@ -87,7 +86,7 @@ impl Entry<'_> {
             bail!("[hf] {model}: there is no relative bias in this architecture")
         };
         if matches!(self.family.shared_place, SharedPlace::EachLayer) {
-            bail!("[hf] {model}: every layer has a relative bias of its own, which comes with it")
+            bail!("[hf] {model}: each layer has its own relative bias, which is loaded with it")
         }
         self.relative_bias(buckets, cfg.num_heads(), 0, vb)
     }
@@ -103,7 +102,8 @@ impl Entry<'_> {
         RelativeBias::new(buckets, num_heads, vb.pp(module))
     }
 
-    /// The module of a parameter that stands where the family's `shared_place` says: the first that the builder has.
+    /// Returns the module of a parameter that layers share: the first that the builder has, of those that the family's
+    /// `shared_place` names.
     fn shared_module(&self, layer: usize, vb: &VarBuilder, parameter: &str) -> Result<String> {
         let of_layer = |layer: usize| self.modules().flat_map(|names| names.modules(&[layer])).collect();
         let modules: Vec<_> = match self.family.shared_place {
@@ -114,7 +114,7 @@ impl Entry<'_> {
             }
         };
         let found = modules.iter().find(|module| has(vb, &format!("{module}.{parameter}")));
-        match found.or(modules.first()) {
+        match found.or_else(|| modules.first()) {
             Some(module) => Ok(module.clone()),
             None => bail!("[hf] there is no name for {parameter}"),
         }
@@ -124,8 +124,8 @@ impl Entry<'_> {
         self.family.modules.iter().flatten()
     }
 
-    /// An error for quantised weights, but for MXFP4, in which experts are and attention is not, and for float8, whose
-    /// scales are applied where tensors are read (or refused there).
+    /// Refuses quantised weights, except MXFP4, which quantises experts and not attention, and float8, whose scales the
+    /// reader of tensors applies (or refuses).
     fn refuse_quantized(&self) -> Result<()> {
         match self.json.get("quantization_config") {
             None | Some(Value::Null) => Ok(()),
@@ -136,58 +136,4 @@ impl Entry<'_> {
             ),
         }
     }
-}
-
-/// The names of the attention modules of a model.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct ModuleNames {
-    /// The possible prefixes of `path`, that of new checkpoints first: as a rule the name of the base model in a model
-    /// with a head, then none.
-    pub prefixes: &'static [&'static str],
-    /// The attention module, with `{}` for the layer, or for its stage and its number there.
-    pub path: &'static str,
-    pub layout: WeightLayout,
-    /// The parameter whose presence shows that a module is there, if it is not the layout's query.
-    pub parameter: Option<&'static str>,
-}
-
-pub(super) const fn at(prefixes: &'static [&'static str], path: &'static str, layout: WeightLayout) -> ModuleNames {
-    ModuleNames { prefixes, path, layout, parameter: None }
-}
-
-impl ModuleNames {
-    /// The layer's module with each prefix.
-    pub fn modules(&self, place: &[usize]) -> impl Iterator<Item = String> + use<'_> {
-        let filled = |path: String, number: &usize| path.replacen("{}", &number.to_string(), 1);
-        let path = place.iter().fold(self.path.to_string(), filled);
-        self.prefixes.iter().map(move |prefix| format!("{prefix}{path}"))
-    }
-
-    fn parameter(&self, module: &str) -> String {
-        let [query, _] = self.layout.query_and_output(true);
-        format!("{module}.{}", self.parameter.unwrap_or(&query))
-    }
-}
-
-/// Calls `load` with the layout and the name of the attention of the layer at a place: the first that the builder has.
-/// A builder that claims every name (zeros, fresh variables) gets the first of all.
-pub(super) fn load_module<'a, T>(
-    names: impl Iterator<Item = &'a ModuleNames>,
-    place: &[usize],
-    vb: &VarBuilder,
-    load: impl Fn(WeightLayout, &str) -> Result<T>,
-) -> Result<T> {
-    let candidates: Vec<_> = names.flat_map(|names| names.modules(place).map(move |module| (module, names))).collect();
-    if let Some((module, names)) = candidates.iter().find(|(module, names)| has(vb, &names.parameter(module))) {
-        return load(names.layout, module);
-    }
-    let layer = place.iter().map(usize::to_string).collect::<Vec<_>>().join(".");
-    let Some((module, names)) = candidates.first() else { bail!("[hf] there is no name for layer {layer}") };
-    load(names.layout, module).map_err(|_| {
-        let looked: Vec<_> = candidates.iter().map(|(module, names)| names.parameter(module)).collect();
-        Error::msg(format!(
-            "[hf] no attention of layer {layer} in the checkpoint, looked for {}; is the builder at the model's root?",
-            looked.join(", ")
-        ))
-    })
 }

@@ -10,20 +10,21 @@
 //! # Ok(()) }
 //! ```
 //!
-//! A layer is what the model's own attention module computes, its output projection included: no norm before it and no
-//! residual after it. [`architectures`] names the values of `model_type` that are known; `docs/architectures.md` of the
-//! repository, which a census of transformers' models writes, says what each has, and why others are refused.
+//! A layer computes what the model's own attention module computes, its output projection included, without the norm
+//! before it and the residual after it. [`architectures`] returns the values of `model_type` that are known.
+//! `docs/architectures.md` of the repository, which a census of transformers' models writes, lists the options of each
+//! model, and why other models are refused.
 //!
-//! Fields that a configuration leaves out have the defaults of the architecture's class in transformers, and the
-//! spellings of older versions are read as transformers reads them. A model that transformers knows by another name only
-//! has no defaults of sizes: a missing number of heads is an error there, and elsewhere it is logged once as a warning
-//! where the width is given without it. Where a version of transformers computes otherwise
-//! than others, a layer is what published checkpoints were trained with; `docs/architectures.md` has the list. An
-//! option that changes the numbers and is not supported is an error that names it.
+//! Missing fields have the defaults of the architecture's class in transformers, and the spellings of older versions are
+//! read as transformers reads them. A model that transformers does not know by its `model_type` has no default sizes: a
+//! missing number of heads is an error. For other models, a config that has a width and no number of heads is logged
+//! once as a warning. Where versions of transformers compute different results, a layer computes what published
+//! checkpoints were trained with; `docs/architectures.md` has the list. An option that changes the output and is not
+//! supported is an error that names it.
 //!
 //! # Encoders
 //!
-//! The layers of BERT and its kin know no padding of their own: give the lengths of a batch at the call.
+//! The layers of BERT and similar models do not mask padding by themselves: pass the lengths of a batch to the call.
 //!
 //! ```
 //! use candle_attention::{AttentionInput, AttentionMask, MultiHeadAttention, hf};
@@ -40,11 +41,12 @@
 //! # Ok(()) }
 //! ```
 //!
-//! Their `attention.output.dense` is part of the layer, `attention.output.LayerNorm` and the residual are not.
+//! `attention.output.dense` is part of the layer, `attention.output.LayerNorm` and the residual are not.
 //!
 //! # Models of several parts
 //!
-//! CLIP, LLaVA and others keep a config for each part. Give the part's, with a builder at the checkpoint's root:
+//! CLIP, LLaVA and others have a config for each part. Pass the config of the part, with a builder at the checkpoint's
+//! root:
 //!
 //! ```
 //! use candle_attention::hf;
@@ -62,9 +64,9 @@
 //!
 //! # Images with rotary positions
 //!
-//! The layers of DINOv3, Pixtral and Qwen's images rotate patches by their rows and columns, which the caller gives
-//! ([`AttentionInput::with_axis_positions`](candle_attention_core::AttentionInput::with_axis_positions)), and those of
-//! the texts beside them by time, height and width. Several images in one row of tokens are [packed
+//! The layers of DINOv3, Pixtral and Qwen's images rotate patches by their rows and columns, which the caller passes
+//! ([`AttentionInput::with_axis_positions`](candle_attention_core::AttentionInput::with_axis_positions)). The layers of
+//! Qwen's texts rotate tokens by time, height and width. Several images in one row of tokens are [packed
 //! sequences](candle_attention_core::AttentionInput::with_packed).
 //!
 //! ```
@@ -75,7 +77,7 @@
 //! # fn main() -> candle_core::Result<()> {
 //! let config = json!({"model_type": "dinov3_vit", "hidden_size": 64, "num_attention_heads": 4, "num_register_tokens": 4});
 //! let layer = hf::load_attention(&config, 0, VarBuilder::zeros(DType::F32, &Device::Cpu))?;
-//! // A class token and 4 registers stand at 0, patches at 2π times their centres between -1 and 1.
+//! // A class token and 4 registers are at 0, patches at 2π times their centres between -1 and 1.
 //! let (rows, columns) = (2, 3);
 //! let centre = |i: usize, n: usize| ((i as f64 + 0.5) / n as f64 * 2.0 - 1.0) * std::f64::consts::TAU;
 //! let on = |axis: fn(usize) -> (usize, usize)| {
@@ -92,8 +94,8 @@
 //!
 //! # Images in windows
 //!
-//! The layers of SAM and ViTDet see the patches of a window, which are rows of a batch
-//! ([`Windows`](candle_attention_core::Windows)), and some layers the whole image.
+//! The layers of SAM and ViTDet attend to the patches of a window, which are rows of a batch
+//! ([`Windows`](candle_attention_core::Windows)), and some layers attend to the whole image.
 //!
 //! ```
 //! use candle_attention::{Windows, hf};
@@ -115,9 +117,9 @@
 //!
 //! # Encoders and decoders
 //!
-//! Of a model that has both (BART, Whisper, T5), [`load_attention`] loads the encoder's layers. The decoder's are
-//! [`load_decoder_attention`] and [`load_cross_attention`], which takes the encoder's outputs as keys and values, or as
-//! a memory that it projects once for all tokens.
+//! For a model that has both (BART, Whisper, T5), [`load_attention`] loads the encoder's layers. The decoder's layers are
+//! loaded by [`load_decoder_attention`] and [`load_cross_attention`]. Cross-attention attends to the encoder's outputs,
+//! which may be projected once for all tokens.
 //!
 //! ```
 //! use candle_attention::{AttentionInput, hf};
@@ -135,15 +137,15 @@
 //! # Ok(()) }
 //! ```
 //!
-//! DETR and the Table Transformer add positions to the inputs of queries and keys, and not to those of values:
+//! DETR and the Table Transformer add positions to the inputs of queries and keys, and not to the input of values:
 //! `AttentionInput::new(&placed).with_key_value(&placed, &xs)`.
 //!
 //! # T5
 //!
-//! The layers of T5's encoder have one relative bias together, which the first of them keeps in the checkpoint, and
-//! those of its decoder another ([`load_decoder_relative_bias`]). Each layer comes with it, so any can be called by
-//! itself; a stack loads it once, for its biases to be computed once. MPNet's stand beside its layers, and UMT5 has one
-//! a layer.
+//! The layers of T5's encoder share one relative bias, which the checkpoint stores in the first layer. The layers of the
+//! decoder share another ([`load_decoder_relative_bias`]). Each layer is loaded with its bias, so that it can be called
+//! alone. A stack loads the bias once, so that it is computed once. MPNet stores its bias outside the layers, and UMT5 has
+//! one in each layer.
 //!
 //! ```
 //! use candle_attention::hf;
@@ -163,10 +165,10 @@
 //!
 //! # Gemma 3n and Gemma 4
 //!
-//! The last layers of these have no keys and values: [`kv_shared_layer`] names the earlier layer whose they are. In generation
-//! they read its [cache](candle_attention_core::AttentionInput::with_shared_cache), and without one its
-//! [memory](MultiHeadAttention::project_memory). Layers that see all keys may have wider heads, and keys as values
-//! ([`KvSharing`](candle_attention_core::KvSharing)).
+//! The last layers of these models have no keys and values: [`kv_shared_layer`] returns the earlier layer whose keys and
+//! values they reuse. In generation they read its [cache](candle_attention_core::AttentionInput::with_shared_cache), and
+//! without a cache its [projected memory](MultiHeadAttention::project_memory). Layers that attend to all keys may have
+//! wider heads, and use keys as values ([`KvSharing`](candle_attention_core::KvSharing)).
 //!
 //! ```
 //! use candle_attention::{AttentionCache, AttentionCacheConfig, AttentionInput, hf};
@@ -181,7 +183,7 @@
 //! });
 //! let layer = |i| hf::load_attention(&config, i, VarBuilder::zeros(DType::F32, &Device::Cpu));
 //! let layers = (0..4).map(layer).collect::<candle_core::Result<Vec<_>>>()?;
-//! // Others read the caches of the first two, so these hold all that a prompt's queries see.
+//! // Others read the caches of the first two, so these store all keys that a prompt's queries attend to.
 //! let cache = |i: usize| AttentionCache::new(&AttentionCacheConfig::for_layer(layers[i].config()).with_shared(true));
 //! let mut caches = (0..2).map(cache).collect::<candle_core::Result<Vec<_>>>()?;
 //! for t in [7, 1, 1] {
@@ -199,15 +201,15 @@
 //!
 //! # Swin
 //!
-//! Layers of Swin and Swin v2 are counted through all stages. A layer's inputs are the windows that
-//! [`Windows`](candle_attention_core::Windows) makes of an image, every second layer's of a shifted one, whose mask the
-//! call gets.
+//! Layers of Swin and Swin v2 are counted through all stages. The input of a layer is the windows that
+//! [`Windows`](candle_attention_core::Windows) makes of an image. For every second layer the image is shifted, and the
+//! mask of the shifted windows is passed to the call.
 //!
 //! # DeBERTa and conformers
 //!
-//! The layers of DeBERTa v2 and v3 share vectors of distances, with which each layer comes, and see how far apart
-//! tokens are by these; those of conformers (wav2vec 2.0's, Parakeet) have sines and cosines of distances in their
-//! place ([`ContentPositions`](candle_attention_core::ContentPositions)).
+//! The layers of DeBERTa v2 and v3 share vectors of the distances between tokens, and each layer is loaded with them. The
+//! layers of conformers (wav2vec 2.0's, Parakeet) use sines and cosines of distances instead
+//! ([`ContentPositions`](candle_attention_core::ContentPositions)).
 //!
 //! ```
 //! use candle_attention::hf;
@@ -227,9 +229,8 @@
 //!
 //! # DeepSeek
 //!
-//! DeepSeek V2 and V3, and models that have the same by other names, have latent attention, which is a layer of its
-//! own: [`load_latent_attention`] and [`latent_attention_config`] take the place of [`load_attention`] and
-//! [`attention_config`].
+//! DeepSeek V2 and V3, and models of other names with the same attention, have latent attention, which is another layer:
+//! [`load_latent_attention`] and [`latent_attention_config`] replace [`load_attention`] and [`attention_config`].
 //!
 //! ```
 //! use candle_attention::hf;
@@ -246,9 +247,9 @@
 //!
 //! # Linear attention
 //!
-//! Most layers of Qwen3-Next, Qwen3.5, Kimi Linear and OLMo Hybrid have linear attention by the gated delta rule, which
-//! is a layer of its own too: [`load_linear_attention`] and [`linear_attention_config`]. [`is_linear_attention`] says
-//! which layers have it; a call for a layer of the other kind is an error that names the right function.
+//! Most layers of Qwen3-Next, Qwen3.5, Kimi Linear and OLMo Hybrid have linear attention by the gated delta rule, which is
+//! another layer too: [`load_linear_attention`] and [`linear_attention_config`]. [`is_linear_attention`] tells which
+//! layers have it. A call for a layer of the other kind is an error that names the right function.
 //!
 //! ```
 //! use candle_attention::hf;
@@ -265,11 +266,15 @@
 //! # Ok(()) }
 //! ```
 
+mod columns;
 mod entry;
 mod families;
 mod fields;
+mod latent;
+mod layer_kinds;
 mod linear;
 mod load;
+mod names;
 mod positions;
 mod rope;
 mod rules;
@@ -291,37 +296,37 @@ use candle_attention_modules::base::HeadShard;
 use candle_attention_modules::base::whole;
 use entry::Entry;
 
-/// The values of `model_type` that are known, in alphabetical order.
+/// Returns the values of `model_type` that are known, in alphabetical order.
 pub fn architectures() -> impl Iterator<Item = &'static str> {
     entry::model_types()
 }
 
-/// The config of one layer's attention, from a `config.json`; layers count from 0. Of a model with an encoder and a
-/// decoder it is the encoder's.
+/// Returns the config of one layer's attention, from a `config.json`. Layers count from 0. For a model with an encoder and
+/// a decoder it is a layer of the encoder.
 ///
 /// # Errors
-/// For an architecture that is not known ([`architectures`] names those that are), or only in its parts, which are
-/// named; for a layer that is not there; and for a field that is of the wrong type, contradicts others, or asks for
-/// what is not supported, named with its value. Latent attention is for [`latent_attention_config`].
+/// For an architecture that is not known ([`architectures`] returns those that are), or of which only parts are known,
+/// which the error names; for a layer that is not there; and for a field that is of the wrong type, contradicts others,
+/// or is not supported, named with its value. Latent attention is for [`latent_attention_config`].
 pub fn attention_config(json: &Value, layer: usize) -> Result<MultiHeadAttentionConfig> {
     Entry::of(json)?.attention(layer)
 }
 
-/// One layer's attention, from a `config.json` and a builder at the model's root; layers count from 0. Of a model with
-/// an encoder and a decoder it is the encoder's.
+/// Loads one layer's attention, from a `config.json` and a builder at the model's root. Layers count from 0. For a model
+/// with an encoder and a decoder it is a layer of the encoder.
 ///
-/// The weights are found by the architecture's own names, whether the checkpoint is of the model by itself or of the
-/// model below a head (`model.layers.0.self_attn` or `layers.0.self_attn`).
+/// The weights are found by the architecture's own names, in a checkpoint of the model alone or of the model below a head
+/// (`layers.0.self_attn` or `model.layers.0.self_attn`).
 ///
 /// # Errors
-/// As [`attention_config`], for a quantised checkpoint (but for float8, which [`weights::open`](crate::files::open)
+/// As [`attention_config`], for a quantised checkpoint (except float8, which [`weights::open`](crate::files::open)
 /// reads with its scales), and for a missing or misshapen tensor, named with both shapes. Latent attention is for
 /// [`load_latent_attention`].
 pub fn load_attention(json: &Value, layer: usize, vb: VarBuilder) -> Result<MultiHeadAttention> {
     Entry::of(json)?.load(layer, vb)
 }
 
-/// The earlier layer whose keys and values a layer reads, if it has none of its own
+/// Returns the earlier layer whose keys and values a layer reuses; `None` if the layer projects them itself
 /// ([`KvSharing::EarlierLayer`](candle_attention_core::KvSharing)).
 ///
 /// # Errors
@@ -330,41 +335,41 @@ pub fn kv_shared_layer(json: &Value, layer: usize) -> Result<Option<usize>> {
     Entry::of(json)?.kv_shared_layer(layer)
 }
 
-/// [`attention_config`] for the self-attention of a decoder beside an encoder.
+/// Returns the config of a layer's self-attention in the decoder of a model with an encoder.
 ///
 /// # Errors
-/// As that, and for an architecture without both.
+/// As [`attention_config`], and for an architecture without an encoder and a decoder.
 pub fn decoder_attention_config(json: &Value, layer: usize) -> Result<MultiHeadAttentionConfig> {
     Entry::of(json)?.decoder()?.attention(layer)
 }
 
-/// [`load_attention`] for the self-attention of a decoder beside an encoder.
+/// Loads a layer's self-attention in the decoder of a model with an encoder.
 ///
 /// # Errors
-/// As that, and for an architecture without both.
+/// As [`load_attention`], and for an architecture without an encoder and a decoder.
 pub fn load_decoder_attention(json: &Value, layer: usize, vb: VarBuilder) -> Result<MultiHeadAttention> {
     Entry::of(json)?.decoder()?.load(layer, vb)
 }
 
-/// [`attention_config`] for the attention of a decoder's layer to an encoder's outputs.
+/// Returns the config of the cross-attention of a decoder's layer to an encoder's outputs.
 ///
 /// # Errors
-/// As that, and for an architecture without it.
+/// As [`attention_config`], and for an architecture without cross-attention.
 pub fn cross_attention_config(json: &Value, layer: usize) -> Result<MultiHeadAttentionConfig> {
     Entry::of(json)?.cross()?.attention(layer)
 }
 
-/// [`load_attention`] for the attention of a decoder's layer to an encoder's outputs, which
+/// Loads the cross-attention of a decoder's layer to an encoder's outputs, which
 /// [`project_memory`](MultiHeadAttention::project_memory) projects once.
 ///
 /// # Errors
-/// As that, and for an architecture without it.
+/// As [`load_attention`], and for an architecture without cross-attention.
 pub fn load_cross_attention(json: &Value, layer: usize, vb: VarBuilder) -> Result<MultiHeadAttention> {
     Entry::of(json)?.cross()?.load(layer, vb)
 }
 
-/// One process's heads of a layer's attention, from a `config.json` and Candle's sharded builder at the model's root;
-/// layers count from 0. See [`MultiHeadAttention::load_shard`].
+/// Loads one rank's heads of a layer's attention, from a `config.json` and Candle's sharded builder at the model's root.
+/// Layers count from 0. [`MultiHeadAttention::load_shard`] describes the result.
 ///
 /// # Errors
 /// As [`load_attention`] and [`MultiHeadAttention::load_shard`].
@@ -378,24 +383,24 @@ pub fn load_attention_shard(
     Entry::of(json)?.load_with(layer, &whole(vb), load, |bias| bias.shard(shard))
 }
 
-/// [`attention_config`] for latent attention: DeepSeek V2 and V3, and what is the same by other names.
+/// Returns the config of one layer's latent attention: DeepSeek V2 and V3, and models with the same attention.
 ///
 /// # Errors
-/// As that, and for an architecture of another kind.
+/// As [`attention_config`], and for an architecture with another kind of attention.
 pub fn latent_attention_config(json: &Value, layer: usize) -> Result<MultiHeadLatentAttentionConfig> {
     Entry::of(json)?.latent_attention(layer)
 }
 
-/// [`load_attention`] for latent attention: DeepSeek V2 and V3, and what is the same by other names.
+/// Loads one layer's latent attention: DeepSeek V2 and V3, and models with the same attention.
 ///
 /// # Errors
-/// As that, and for an architecture of another kind.
+/// As [`load_attention`], and for an architecture with another kind of attention.
 pub fn load_latent_attention(json: &Value, layer: usize, vb: VarBuilder) -> Result<MultiHeadLatentAttention> {
     let load = |cfg: &_, module: &str| MultiHeadLatentAttention::new(cfg, vb.pp(module));
     Entry::of(json)?.load_latent_with(layer, &vb, load)
 }
 
-/// [`load_attention_shard`] for latent attention: see [`MultiHeadLatentAttention::load_shard`].
+/// Loads one rank's heads of a layer's latent attention. [`MultiHeadLatentAttention::load_shard`] describes the result.
 ///
 /// # Errors
 /// As [`load_latent_attention`] and [`MultiHeadLatentAttention::load_shard`].
@@ -409,17 +414,17 @@ pub fn load_latent_attention_shard(
     Entry::of(json)?.load_latent_with(layer, &whole(vb), load)
 }
 
-/// Whether a layer has linear attention by the gated delta rule, and is loaded by [`load_linear_attention`]; otherwise
-/// it has softmax attention.
+/// Returns whether a layer has linear attention by the gated delta rule, and is loaded by [`load_linear_attention`].
+/// Otherwise it has softmax attention.
 ///
 /// # Errors
-/// For an unknown architecture, a layer that the model does not have, and a field that leaves the kind of layer open.
+/// For an unknown architecture, a layer that the model does not have, and a field that does not tell the kind of layer.
 pub fn is_linear_attention(json: &Value, layer: usize) -> Result<bool> {
     Entry::of(json)?.is_linear(layer)
 }
 
-/// The config of one layer's linear attention by the gated delta rule: most layers of Qwen3-Next, Qwen3.5, Kimi Linear,
-/// OLMo Hybrid and others. `layer_types`, or the field that the model has in its place, says which layers those are.
+/// Returns the config of one layer's linear attention by the gated delta rule: most layers of Qwen3-Next, Qwen3.5, Kimi
+/// Linear, OLMo Hybrid and others. `layer_types`, or another field of the model, names these layers.
 ///
 /// # Errors
 /// As [`attention_config`], and for a layer of softmax attention.
@@ -427,7 +432,7 @@ pub fn linear_attention_config(json: &Value, layer: usize) -> Result<GatedDeltaN
     Entry::of(json)?.linear_attention(layer)
 }
 
-/// [`load_attention`] for a layer of linear attention by the gated delta rule.
+/// Loads a layer of linear attention by the gated delta rule.
 ///
 /// # Errors
 /// As [`load_attention`], and for a layer of softmax attention.
@@ -436,7 +441,7 @@ pub fn load_linear_attention(json: &Value, layer: usize, vb: VarBuilder) -> Resu
     Entry::of(json)?.load_linear_with(layer, &vb, load)
 }
 
-/// [`load_attention_shard`] for linear attention: see [`GatedDeltaNet::load_shard`].
+/// Loads one rank's heads of a layer of linear attention. [`GatedDeltaNet::load_shard`] describes the result.
 ///
 /// # Errors
 /// As [`load_linear_attention`] and [`GatedDeltaNet::load_shard`].
@@ -450,11 +455,11 @@ pub fn load_linear_attention_shard(
     Entry::of(json)?.load_linear_with(layer, &whole(vb), load)
 }
 
-/// The relative bias that all layers of a stack have together, from a `config.json` and a builder at the model's root.
-/// Of a model with an encoder and a decoder it is the encoder's.
+/// Loads the relative bias that all layers of a stack share, from a `config.json` and a builder at the model's root. For a
+/// model with an encoder and a decoder it is that of the encoder.
 ///
-/// [`load_attention`] gives every layer one of its own; give all of them
-/// [clones of this one](MultiHeadAttention::with_relative_bias) instead, and its biases are computed once in each pass.
+/// [`load_attention`] loads a bias with every layer. Pass [clones of this one](MultiHeadAttention::with_relative_bias) to
+/// all layers instead, and its biases are computed once in each pass.
 ///
 /// # Errors
 /// As [`load_attention`], and for an architecture without one.
@@ -462,10 +467,10 @@ pub fn load_relative_bias(json: &Value, vb: VarBuilder) -> Result<RelativeBias> 
     Entry::of(json)?.load_relative_bias(&vb)
 }
 
-/// [`load_relative_bias`] for a decoder beside an encoder.
+/// Loads the relative bias of the decoder of a model with an encoder.
 ///
 /// # Errors
-/// As that, and for an architecture without both.
+/// As [`load_relative_bias`], and for an architecture without an encoder and a decoder.
 pub fn load_decoder_relative_bias(json: &Value, vb: VarBuilder) -> Result<RelativeBias> {
     Entry::of(json)?.decoder()?.load_relative_bias(&vb)
 }

@@ -1,4 +1,4 @@
-//! What is added to scores by positions: biases by distance, and terms by distance and content.
+//! Relative positions: biases by distance, and score modifiers by distance and content.
 
 use candle_attention_core::{ContentPositions, DisentangledConfig, MultiHeadAttentionConfig, RelativeBiasConfig};
 use candle_core::Result;
@@ -14,27 +14,29 @@ pub(super) enum Positions {
     Relative {
         bidirectional: bool,
     },
-    /// MPNet's, which have no field for the largest distance.
+    /// MPNet's buckets of distances, which have no field for the largest distance.
     MpNet,
     /// Sines and cosines of distances.
     TransformerXl,
-    /// `position_embeddings_type`.
+    /// The kind in `position_embeddings_type`, with this default.
     Conformer(&'static str),
     Disentangled(Deberta),
-    /// Swin's table of biases, for windows of so many patches a side.
+    /// Swin's table of biases. The number is the default of the patches on each side of a window.
     Table(usize),
     Cosine(Cosine),
-    /// SAM's rows and columns of a window, or of the whole image, which is so many pixels wide.
+    /// SAM's rows and columns of a window, or of the whole image.
     Grid {
+        /// The default of the width of the image in pixels.
         image: usize,
     },
-    /// The same for the whole image.
+    /// SAM's rows and columns of the whole image.
     SegGpt,
-    /// The same, where `window_block_indices` names the layers with windows.
+    /// SAM's rows and columns of a window in the layers of `window_block_indices`, or else of the whole image.
     VitDet,
 }
 
 impl Positions {
+    /// Adds the positions to a config.
     pub fn add(self, fields: &Fields, cfg: MultiHeadAttentionConfig) -> Result<MultiHeadAttentionConfig> {
         const TABLES: &str = "use_relative_position_embeddings";
         let positions = match self {
@@ -52,8 +54,8 @@ impl Positions {
                 Some(ContentPositions::Window { height: window, width: window })
             }
             Self::Grid { image } => {
-                let sees_all = fields.get_or("global_attn_indexes", vec![2, 5, 8, 11])?.contains(&fields.layer);
-                let window = if sees_all { None } else { Some(fields.get_or("window_size", 14)?) };
+                let is_global = fields.get_or("global_attn_indexes", vec![2, 5, 8, 11])?.contains(&fields.layer);
+                let window = if is_global { None } else { Some(fields.get_or("window_size", 14)?) };
                 if fields.flag("use_rel_pos", true)? { Some(grid(fields, window, [image; 2])?) } else { None }
             }
             Self::SegGpt if fields.flag(TABLES, true)? => Some(grid(fields, None, [896, 448])?),
@@ -91,7 +93,7 @@ fn conformer(fields: &Fields, default: &str) -> Result<Option<ContentPositions>>
     })
 }
 
-/// Relative positions in a window of so many patches a side, or in the whole image.
+/// Returns the relative positions in a window, whose sides are given in patches, or in the whole image.
 fn grid(fields: &Fields, window: Option<usize>, image: [usize; 2]) -> Result<ContentPositions> {
     let (image, patch) = (fields.pair("image_size", image)?, fields.pair("patch_size", [16; 2])?);
     let [height, width] = match window {
@@ -101,14 +103,14 @@ fn grid(fields: &Fields, window: Option<usize>, image: [usize; 2]) -> Result<Con
     Ok(ContentPositions::Grid { height, width })
 }
 
-/// Swin v2's cosines, with the defaults of an image, a patch and a window; a window is no larger than the image of its
-/// stage, as if both had as many columns as rows.
+/// Swin v2's cosines, with the defaults of an image, a patch and a window. A window is no larger than the image of its
+/// stage; both are taken to be square.
 #[derive(Clone, Copy)]
 pub(super) struct Cosine {
     pub image: usize,
     pub patch: usize,
     pub window: usize,
-    /// The stages that halve the image, each with a window of the training.
+    /// The stages that halve the image, each with the window of its training.
     pub stages: Option<Stages>,
 }
 
@@ -166,12 +168,12 @@ impl Deberta {
     }
 }
 
-/// A number that is -1 where there is none.
+/// Reads a number that is -1 where there is none.
 fn positive(fields: &Fields, name: &str) -> Result<Option<usize>> {
     Ok(fields.nullable::<f64>(name, None)?.filter(|number| *number >= 1.0).map(|number| number as usize))
 }
 
-/// DeBERTa's kinds of terms, as a list or in one text.
+/// Returns whether DeBERTa's kinds of terms, a list or one text, have one of them.
 fn has_term(fields: &Fields, term: &str, default: bool) -> bool {
     match fields.get("pos_att_type") {
         Some(Value::String(text)) => listed(text, term),
@@ -180,7 +182,7 @@ fn has_term(fields: &Fields, term: &str, default: bool) -> bool {
     }
 }
 
-/// Whether a name is in a text like "c2p|p2c".
+/// Returns whether a name is in a text like "c2p|p2c".
 fn listed(text: &str, name: &str) -> bool {
     text.to_lowercase().split('|').any(|kind| kind.trim() == name)
 }

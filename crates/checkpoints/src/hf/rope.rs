@@ -3,11 +3,11 @@
 use candle_core::Result;
 use serde_json::Value;
 
-use super::families::{Number, columns};
+use super::columns::{Number, columns};
 use super::fields::Fields;
 use candle_attention_core::{RopeAxes, RopeAxisLayout, RopeConfig, RopeScaling, RopeStyle};
 
-/// The kinds of layers that may have parameters of their own.
+/// The kinds of layers that may have different parameters.
 const KINDS: [&str; 2] = ["full_attention", "sliding_attention"];
 const PARTIAL: &str = "partial_rotary_factor";
 const ORIGINAL: &str = "original_max_position_embeddings";
@@ -15,55 +15,55 @@ const ORIGINAL: &str = "original_max_position_embeddings";
 columns! {
     /// The rotary positions of a family: the defaults of its class, and the names of its fields.
     struct Rope,
-    /// Whole heads in halves.
+    /// Rotation of whole heads, in halves.
     first WHOLE:
     layers: Rotated = Rotated::All,
     theta: Number = Number("rope_theta", 10_000.0),
-    /// `max_position_embeddings`.
+    /// The default of `max_position_embeddings`.
     context: usize = 2048,
     style: RopeStyle = RopeStyle::RotateHalf,
-    /// Whether LongRoPE is the only scaling, and has two more names (Phi 3).
+    /// Whether LongRoPE is the only scaling, under two more names (Phi 3).
     long_rope_only: bool = false,
-    /// Whether `rope_parameters` may also be one object for layers of all kinds, whose scaling is for those that are
-    /// scaled.
+    /// Whether `rope_parameters` may also be one object for layers of all kinds. Its scaling is for the layers without a
+    /// window.
     one_for_all: bool = false,
-    /// In layers with a window, whether `rope_scaling` of older configurations is for them too.
+    /// Whether `rope_scaling` of older configurations is for layers with a window too.
     shares_scaling: bool = false,
     [None unless set]
-    /// The part of each head that is rotated; without it heads are rotated as a whole.
+    /// The part of each head that is rotated; unless set, whole heads are rotated.
     part: Number,
     /// The flag by which neighbours are rotated together, unless it is false.
     interleaving_flag: &'static str,
     /// Positions on several axes.
     axes: Axes,
-    /// What stands for `rope_parameters` in a config with neither `rope_scaling` nor that, in JSON.
+    /// The default of `rope_parameters` in a config that has neither that nor `rope_scaling`, in JSON.
     default_parameters: &'static str,
 }
 
-/// How axes stand in a head, and the sections that are theirs unless `mrope_section` gives others; none for equal ones.
+/// The layout of axes in a head, and the default of `mrope_section`. No sections mean equal ones.
 #[derive(Clone, Copy)]
 pub(super) struct Axes(pub RopeAxisLayout, pub &'static [usize]);
 
-/// Which layers have rotary positions.
+/// The layers that have rotary positions.
 #[derive(Clone, Copy)]
 pub(super) enum Rotated {
     All,
-    /// Those with a window.
+    /// Layers with a window.
     Windowed,
-    /// The same, or all where `sliding_window` is null.
+    /// Layers with a window, or all layers where `sliding_window` is null.
     WindowedIfAny,
-    /// All, if a field is this text.
+    /// All layers, if a field is this text.
     IfText(&'static str, &'static str),
     If(fn(&Fields) -> Result<bool>),
 }
 
-/// Whole heads in halves, with `rope_theta`, for a context of so many positions.
+/// Returns the rotation of whole heads in halves, with the defaults of `rope_theta` and `max_position_embeddings`.
 pub(super) const fn rope(theta: f64, context: usize) -> Rope {
     Rope::WHOLE.theta(Number("rope_theta", theta)).context(context)
 }
 
 impl Rope {
-    /// `partial_rotary_factor` and its default.
+    /// Sets the default of `partial_rotary_factor`.
     pub(super) const fn partial(self, default: f64) -> Self {
         self.part(Number(PARTIAL, default))
     }
@@ -72,7 +72,7 @@ impl Rope {
         self.style(RopeStyle::Interleaved)
     }
 
-    /// Whether a layer with this window has them.
+    /// Returns whether a layer with this window has rotary positions.
     pub(super) fn rotates(&self, fields: &Fields, window: Option<usize>) -> Result<bool> {
         Ok(match self.layers {
             Rotated::All => true,
@@ -85,7 +85,7 @@ impl Rope {
         })
     }
 
-    /// For heads of this width.
+    /// Returns the rotary positions of heads of this width.
     pub(super) fn config(&self, fields: &Fields, head_dim: usize) -> Result<RopeConfig> {
         let parameters = match fields.object("rope_scaling")? {
             None => fields.object("rope_parameters")?,
@@ -97,7 +97,7 @@ impl Rope {
         self.read(fields, parameters, head_dim)
     }
 
-    /// For layers of a kind, of a family with parameters for each.
+    /// Returns the rotary positions of layers of a kind, in a family with parameters for each kind.
     pub(super) fn of_kind(&self, fields: &Fields, kind: &str, head_dim: usize) -> Result<RopeConfig> {
         let is_scaled = kind == KINDS[0] || self.shares_scaling;
         let parameters = match (fields.object("rope_scaling")?, fields.object("rope_parameters")?) {
@@ -178,7 +178,7 @@ impl Rope {
         let original = || -> Result<usize> {
             match fields.optional(ORIGINAL)? {
                 Some(original) => Ok(original),
-                // Phi 3's class has a default of its own.
+                // Phi 3's class has its own default.
                 None if self.long_rope_only => Ok(self.context),
                 None => Ok(given.optional(ORIGINAL)?.unwrap_or(context)),
             }

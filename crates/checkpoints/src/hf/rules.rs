@@ -1,4 +1,4 @@
-//! Rules of single families, which rows of the table name where no column says what they need.
+//! Rules of single families, for what no column of the table describes.
 
 use candle_attention_core::{
     AlibiConfig, AttentionTemperature, KvSharing, MultiHeadAttentionConfig as Config, RopeConfig, RopeScaling,
@@ -9,7 +9,7 @@ use candle_attention_modules::norm::{OutputNorm, QkNorm, QkNormKind, QkNormScope
 use candle_core::Result;
 
 use super::fields::{Fields, with};
-use super::windows::is_fourth_from_last;
+use super::layer_kinds::is_fourth_from_last;
 
 /// A gate in the projection of the queries: Qwen 3 Next's.
 pub(super) const GATE_IN_QUERY: OutputGate = OutputGate {
@@ -17,17 +17,17 @@ pub(super) const GATE_IN_QUERY: OutputGate = OutputGate {
     scope: GateScope::Elementwise,
     layout: GateLayout::FusedWithQuery,
 };
-/// A gate with a projection of its own.
+/// A gate with its own projection.
 pub(super) const GATE: OutputGate = OutputGate { layout: GateLayout::Separate { bias: false }, ..GATE_IN_QUERY };
-/// The same with one number for a head.
+/// A gate with its own projection and one number for each head.
 pub(super) const GATE_OF_HEADS: OutputGate = OutputGate { scope: GateScope::PerHead, ..GATE };
 
-/// DBRX: `kv_n_heads` of `attn_config`.
+/// Reads the number of key heads of DBRX: `kv_n_heads` of `attn_config`.
 pub(super) fn dbrx_key_heads(fields: &Fields, _: usize) -> Result<usize> {
     fields.section("attn_config")?.get_or("kv_n_heads", 1)
 }
 
-/// Falcon: one key head for all query heads (`multi_query`), one for each, or one for each group
+/// Reads the number of key heads of Falcon: one for all query heads (`multi_query`), one for each, or one for each group
 /// (`new_decoder_architecture`).
 pub(super) fn falcon_key_heads(fields: &Fields, num_heads: usize) -> Result<usize> {
     let grouped = fields.flag("new_decoder_architecture", false)?;
@@ -41,36 +41,26 @@ pub(super) fn falcon_key_heads(fields: &Fields, num_heads: usize) -> Result<usiz
     Ok(key_heads)
 }
 
-/// GPT BigCode: one key head for all query heads, or one for each.
+/// Reads the number of key heads of GPT BigCode: one for all query heads, or one for each.
 pub(super) fn bigcode_key_heads(fields: &Fields, num_heads: usize) -> Result<usize> {
     let key_heads = if fields.flag("multi_query", true)? { 1 } else { num_heads };
     fields.agrees("num_key_value_heads", key_heads)?;
     Ok(key_heads)
 }
 
-/// SmolLM 3 and Llama 4: every so many layers have no rotary positions.
-pub(super) fn alternates_rotary(fields: &Fields) -> Result<bool> {
-    let interval = fields.get_or("no_rope_layer_interval", 4)?;
-    match fields.of_layer("no_rope_layers")? {
-        None => Ok(!(fields.layer + 1).is_multiple_of(interval)),
-        Some(flag) if *flag == 1 || *flag == true => Ok(true),
-        Some(flag) if *flag == 0 || *flag == false => Ok(false),
-        Some(flag) => fields.fail(format!("no_rope_layers has {flag} for layer {}, expected 0 or 1", fields.layer)),
-    }
-}
-
-/// OLMo Hybrid: rotary positions unless their base is null, as published.
+/// Returns whether OLMo Hybrid has rotary positions: unless their base is null, as published.
 pub(super) fn has_theta(fields: &Fields) -> Result<bool> {
     let given = |fields: &Fields| Ok::<_, candle_core::Error>(fields.nullable("rope_theta", Some(1.0))?.is_some());
     Ok(given(fields)? && given(&fields.section("rope_parameters")?)?)
 }
 
-/// Falcon: rotary positions unless there is ALiBi.
+/// Returns whether Falcon has rotary positions: unless it has ALiBi.
 pub(super) fn has_no_alibi(fields: &Fields) -> Result<bool> {
     Ok(!fields.flag("alibi", false)?)
 }
 
-/// Muse Glimmer: layers that see all keys have no rotary positions, nor have those with a base of 0.
+/// Returns whether a layer of Muse Glimmer has rotary positions: those that attend to all keys have none, nor have those
+/// with a base of 0.
 pub(super) fn muse_rotary(fields: &Fields) -> Result<bool> {
     Ok(match fields.of_layer("layer_rope_theta")? {
         Some(theta) => theta.as_f64() != Some(0.0),
@@ -78,42 +68,43 @@ pub(super) fn muse_rotary(fields: &Fields) -> Result<bool> {
     })
 }
 
+/// Sets ALiBi.
 pub(super) fn alibi(_: &Fields, cfg: Config) -> Result<Config> {
     Ok(cfg.with_alibi(AlibiConfig::Standard))
 }
 
-/// `alibi`, by Falcon's numbers.
+/// Sets Falcon's ALiBi if the flag `alibi` is true.
 pub(super) fn alibi_if_flag(fields: &Fields, cfg: Config) -> Result<Config> {
     Ok(if fields.flag("alibi", false)? { cfg.with_alibi(AlibiConfig::Falcon) } else { cfg })
 }
 
-/// `clip_qkv`.
+/// Reads `clip_qkv`.
 pub(super) fn clipped(fields: &Fields, cfg: Config) -> Result<Config> {
     Ok(with(cfg, fields.optional("clip_qkv")?, Config::with_clip_qkv))
 }
 
-/// `attn_logit_softcapping`, as in Gemma 2.
+/// Reads `attn_logit_softcapping`, with Gemma 2's default.
 pub(super) fn softcapped(fields: &Fields, cfg: Config) -> Result<Config> {
     Ok(with(cfg, fields.nullable("attn_logit_softcapping", Some(50.0))?, Config::with_softcap))
 }
 
-/// BitNet: an RMS norm of the context.
-pub(super) fn rms_of_context(fields: &Fields, cfg: Config) -> Result<Config> {
+/// Sets BitNet's RMS norm of the attention output.
+pub(super) fn rms_of_output(fields: &Fields, cfg: Config) -> Result<Config> {
     let eps = fields.get_or("rms_norm_eps", 1e-5)?;
     Ok(cfg.with_output_norm(OutputNorm { kind: QkNormKind::Rms, eps }))
 }
 
-/// Kosmos-2: a layer norm of the context.
-pub(super) fn layer_norm_of_context(fields: &Fields, cfg: Config) -> Result<Config> {
+/// Sets Kosmos-2's layer norm of the attention output.
+pub(super) fn layer_norm_of_output(fields: &Fields, cfg: Config) -> Result<Config> {
     let eps = fields.get_or("layer_norm_eps", 1e-5)?;
     Ok(cfg.with_output_norm(OutputNorm { kind: QkNormKind::Layer, eps }))
 }
 
-/// DBRX: `attn_config`.
+/// Reads `attn_config` of DBRX.
 pub(super) fn dbrx(fields: &Fields, cfg: Config) -> Result<Config> {
     let own = fields.section("attn_config")?;
     let cfg = cfg.with_dropout(own.optional("attn_pdrop")?.unwrap_or(0.0));
-    // As published, the base stands there.
+    // As published, `attn_config` has the base.
     let cfg = match (fields.object("rope_parameters")?, own.optional("rope_theta")?) {
         (None, Some(base)) => cfg.with_rope(RopeConfig::new(base)),
         _ => cfg,
@@ -121,7 +112,7 @@ pub(super) fn dbrx(fields: &Fields, cfg: Config) -> Result<Config> {
     clipped(&own, cfg)
 }
 
-/// MPT: `attn_config`. Options that the model's first implementation has and transformers ignores are refused.
+/// Reads `attn_config` of MPT, and refuses options that the model's first implementation has and transformers ignores.
 pub(super) fn mpt(fields: &Fields, cfg: Config) -> Result<Config> {
     let own = fields.section("attn_config")?;
     own.only("attn_type", "multihead_attention")?;
@@ -136,7 +127,7 @@ pub(super) fn mpt(fields: &Fields, cfg: Config) -> Result<Config> {
     Ok(with(cfg, own.optional("softmax_scale")?, Config::with_scale))
 }
 
-/// GPT-2: `scale_attn_weights` and `scale_attn_by_inverse_layer_idx`.
+/// Reads `scale_attn_weights` and `scale_attn_by_inverse_layer_idx` of GPT-2.
 pub(super) fn gpt2_scale(fields: &Fields, cfg: Config) -> Result<Config> {
     let width = if fields.flag("scale_attn_weights", true)? { (cfg.head_dim() as f64).sqrt() } else { 1.0 };
     let by_layer = fields.flag("scale_attn_by_inverse_layer_idx", false)?;
@@ -144,12 +135,12 @@ pub(super) fn gpt2_scale(fields: &Fields, cfg: Config) -> Result<Config> {
     Ok(if width == 1.0 || by_layer { cfg.with_scale(1.0 / (width * depth)) } else { cfg })
 }
 
-/// GPT BigCode: `scale_attn_weights`.
+/// Reads `scale_attn_weights` of GPT BigCode.
 pub(super) fn bigcode_scale(fields: &Fields, cfg: Config) -> Result<Config> {
     Ok(if fields.flag("scale_attn_weights", true)? { cfg } else { cfg.with_scale(1.0) })
 }
 
-/// Hunyuan: norms after rotary positions. A factor of their base that depends on the head is refused.
+/// Sets Hunyuan's norms after rotary positions, and refuses a factor of their base that depends on the head.
 pub(super) fn norm_after_rotary(fields: &Fields, cfg: Config) -> Result<Config> {
     for name in ["rope_scaling", "rope_parameters"] {
         fields.section(name)?.only("alpha", 0)?;
@@ -157,13 +148,13 @@ pub(super) fn norm_after_rotary(fields: &Fields, cfg: Config) -> Result<Config> 
     Ok(cfg.with_norm_after_rope(true))
 }
 
-/// GPT-J: `rotary_dim`.
+/// Reads `rotary_dim` of GPT-J.
 pub(super) fn gptj_rotary(fields: &Fields, cfg: Config) -> Result<Config> {
     let rope = RopeConfig::new(10_000.0).with_style(RopeStyle::Interleaved);
     Ok(cfg.with_rope(rope.with_rotary_dim(fields.get_or("rotary_dim", 64)?)))
 }
 
-/// MiniMax M2: `rotary_dim`, where `partial_rotary_factor` does not say it.
+/// Reads `rotary_dim` of MiniMax M2, unless `partial_rotary_factor` is set.
 pub(super) fn minimax_rotary(fields: &Fields, cfg: Config) -> Result<Config> {
     Ok(match (cfg.rope(), fields.optional("rotary_dim")?) {
         (Some(rope), Some(rotary_dim)) if rope.rotary_dim(cfg.head_dim()) == cfg.head_dim() => {
@@ -174,19 +165,19 @@ pub(super) fn minimax_rotary(fields: &Fields, cfg: Config) -> Result<Config> {
     })
 }
 
-/// Phi-MoE: a scaling of rotary positions of its own kind is refused.
+/// Refuses Phi-MoE's own kind of scaling of rotary positions.
 pub(super) fn no_scaling(fields: &Fields, cfg: Config) -> Result<Config> {
     match is_scaled(&cfg) {
-        true => fields.fail("a scaling of rotary positions of its own kind is not supported"),
+        true => fields.fail("the model's own kind of scaling of rotary positions is not supported"),
         false => Ok(cfg),
     }
 }
 
-/// Molmo 2: a scaling for some layers is refused.
+/// Refuses a scaling for some layers of Molmo 2.
 pub(super) fn molmo_scaling(fields: &Fields, cfg: Config) -> Result<Config> {
     let listed = fields.optional::<Vec<usize>>("rope_scaling_layers")?;
     match listed.is_some_and(|listed| is_scaled(&cfg) && !listed.contains(&fields.layer)) {
-        true => fields.fail("rope_scaling_layers leaves out layers, which is not supported"),
+        true => fields.fail("rope_scaling_layers has some layers only, which is not supported"),
         false => Ok(cfg),
     }
 }
@@ -195,7 +186,7 @@ fn is_scaled(cfg: &Config) -> bool {
     cfg.rope().is_some_and(|rope| *rope.scaling() != RopeScaling::None)
 }
 
-/// ESM: positions that are neither rotary nor learned are refused.
+/// Refuses positions of ESM that are neither rotary nor learned.
 pub(super) fn esm_positions(fields: &Fields, cfg: Config) -> Result<Config> {
     match fields.optional::<&str>("position_embedding_type")? {
         None | Some("absolute" | "rotary") => Ok(cfg),
@@ -205,7 +196,8 @@ pub(super) fn esm_positions(fields: &Fields, cfg: Config) -> Result<Config> {
     }
 }
 
-/// Llama 4: layers with positions have norms after them and see a chunk of keys; those without scale their queries.
+/// Reads Llama 4's fields: layers with rotary positions have norms after them and attend to a chunk of keys; those without
+/// scale their queries.
 pub(super) fn llama4(fields: &Fields, cfg: Config) -> Result<Config> {
     let rotates = cfg.rope().is_some();
     let is_chunked = match fields.of_layer("layer_types")? {
@@ -236,7 +228,7 @@ pub(super) fn llama4(fields: &Fields, cfg: Config) -> Result<Config> {
     Ok(cfg.with_attention_temperature(AttentionTemperature { beta, interval, first: 1 }))
 }
 
-/// Ministral 3: `llama_4_scaling_beta` beside the parameters of rotary positions.
+/// Reads `llama_4_scaling_beta` of Ministral 3, among the parameters of rotary positions.
 pub(super) fn attention_temperature(fields: &Fields, cfg: Config) -> Result<Config> {
     let parameters = match fields.object("rope_parameters")? {
         None => fields.object("rope_scaling")?,
@@ -254,7 +246,7 @@ pub(super) fn attention_temperature(fields: &Fields, cfg: Config) -> Result<Conf
     })
 }
 
-/// Laguna: `gating`, and heads of each layer by `num_attention_heads_per_layer`.
+/// Reads `gating` of Laguna, and the heads of each layer in `num_attention_heads_per_layer`.
 pub(super) fn laguna(fields: &Fields, cfg: Config) -> Result<Config> {
     let per_head = fields.get("gating").is_none_or(|gating| *gating == true || *gating == "per-head");
     let gate = OutputGate { activation: GateActivation::Softplus, ..if per_head { GATE_OF_HEADS } else { GATE } };
@@ -271,12 +263,12 @@ pub(super) fn laguna(fields: &Fields, cfg: Config) -> Result<Config> {
     Ok(cfg.with_heads(heads, key_heads).with_output_gate(gate))
 }
 
-/// LFM 3: `use_attention_gate`.
+/// Reads `use_attention_gate` of LFM 3.
 pub(super) fn gate_if_flag(fields: &Fields, cfg: Config) -> Result<Config> {
     Ok(if fields.flag("use_attention_gate", true)? { cfg.with_output_gate(GATE_OF_HEADS) } else { cfg })
 }
 
-/// Step 3.5: a scale by `query_pre_attn_scalar`, and other heads in layers with a window.
+/// Reads Step 3.5's scale, `query_pre_attn_scalar`, and the heads of layers with a window.
 pub(super) fn step3p5(fields: &Fields, cfg: Config) -> Result<Config> {
     let width = fields.optional("query_pre_attn_scalar")?.unwrap_or(cfg.head_dim() as f64);
     let other = fields.optional("num_sliding_attention_heads")?;
@@ -290,7 +282,7 @@ pub(super) fn step3p5(fields: &Fields, cfg: Config) -> Result<Config> {
     })
 }
 
-/// Gemma 4: heads of layers that see all keys, and with `attention_k_eq_v` their keys as values.
+/// Reads the heads of Gemma 4's layers that attend to all keys, and with `attention_k_eq_v` uses their keys as values.
 pub(super) fn gemma4_full(fields: &Fields, cfg: Config) -> Result<Config> {
     let keys_as_values = fields.flag("attention_k_eq_v", false)?;
     let key_heads = fields.optional("num_global_key_value_heads")?.filter(|_| keys_as_values);
@@ -298,19 +290,19 @@ pub(super) fn gemma4_full(fields: &Fields, cfg: Config) -> Result<Config> {
     Ok(if keys_as_values && is_full(&cfg) { cfg.with_kv_sharing(KvSharing::KeysAsValues) } else { cfg })
 }
 
-/// Gemma's diffusion model: the same, always with keys as values.
+/// Reads the heads of such layers of Gemma's diffusion model, whose keys are always values.
 pub(super) fn diffusion_gemma_full(fields: &Fields, cfg: Config) -> Result<Config> {
     let cfg = widened(fields, cfg, fields.optional("num_global_key_value_heads")?)?;
     Ok(if is_full(&cfg) { cfg.with_kv_sharing(KvSharing::KeysAsValues) } else { cfg })
 }
 
-/// EmbeddingGemma 2: the same, never.
+/// Reads the heads of such layers of EmbeddingGemma 2, whose keys are never values.
 pub(super) fn embedding_gemma_full(fields: &Fields, cfg: Config) -> Result<Config> {
     let key_heads = fields.get_or("num_global_key_value_heads", 1)?;
     widened(fields, cfg, Some(key_heads))
 }
 
-/// Layers that see all keys have heads of their own, unless the config says so for each layer by itself.
+/// Sets the heads of layers that attend to all keys, unless the config has the heads of each layer.
 fn widened(fields: &Fields, cfg: Config, key_heads: Option<usize>) -> Result<Config> {
     if !is_full(&cfg) || fields.has("per_layer_config") {
         return Ok(cfg);
@@ -323,23 +315,23 @@ fn is_full(cfg: &Config) -> bool {
     cfg.window().is_none() && cfg.band().is_none()
 }
 
-/// SeedOSS: `attention_out_bias`.
+/// Reads `attention_out_bias` of SeedOSS.
 pub(super) fn out_bias(fields: &Fields, cfg: Config) -> Result<Config> {
     Ok(cfg.with_out_bias(fields.flag("attention_out_bias", false)?))
 }
 
-/// T5: `d_kv`.
+/// Reads `d_kv` of T5.
 pub(super) fn t5_heads(fields: &Fields, cfg: Config) -> Result<Config> {
     Ok(cfg.with_head_dim(fields.get_or("d_kv", 64)?))
 }
 
-/// Nomic: a key head for each query head; `num_key_value_heads` may only agree.
+/// Refuses fewer key heads than query heads, which Nomic does not have.
 pub(super) fn equal_heads(fields: &Fields, cfg: Config) -> Result<Config> {
     fields.agrees("num_key_value_heads", cfg.num_heads())?;
     Ok(cfg)
 }
 
-/// MobileBERT: queries and keys may be made from a narrower input than values.
+/// Sets the width of values of MobileBERT, which may be projected from a wider input than queries and keys.
 pub(super) fn mobilebert_values(fields: &Fields, cfg: Config) -> Result<Config> {
     Ok(match fields.flag("use_bottleneck_attention", false)? {
         true => cfg,
@@ -347,7 +339,7 @@ pub(super) fn mobilebert_values(fields: &Fields, cfg: Config) -> Result<Config> 
     })
 }
 
-/// A Q-Former's attention to images: in every so many layers.
+/// Sets the width of the images that a Q-Former attends to, in every `cross_attention_frequency`-th layer.
 pub(super) fn qformer_cross(fields: &Fields, cfg: Config) -> Result<Config> {
     let every = fields.get_or("cross_attention_frequency", 2)?;
     let layer = fields.layer;
@@ -358,13 +350,13 @@ pub(super) fn qformer_cross(fields: &Fields, cfg: Config) -> Result<Config> {
     Ok(cfg.with_kdim(width).with_vdim(width))
 }
 
-/// TrOCR: the width of the encoder's outputs.
+/// Reads the width of the encoder's outputs of TrOCR.
 pub(super) fn trocr_cross(fields: &Fields, cfg: Config) -> Result<Config> {
     let width = fields.optional("cross_attention_hidden_size")?;
     Ok(with(with(cfg, width, Config::with_kdim), width, Config::with_vdim))
 }
 
-/// FastSpeech 2's decoder, whose dropout is a field of its own.
+/// Reads the dropout of FastSpeech 2's decoder, which has its own field.
 pub(super) fn fastspeech_decoder_dropout(fields: &Fields, cfg: Config) -> Result<Config> {
     Ok(cfg.with_dropout(fields.nullable("decoder_attention_dropout_rate", Some(0.2))?.unwrap_or(0.0)))
 }

@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use super::{attention_config, cross_attention_config, decoder_attention_config};
 
-/// The windows of the first layers: a number, `-` for all keys, `x` for a layer without softmax attention.
+/// Returns the windows of the first layers: a number, `-` for all keys, `x` for a layer without softmax attention.
 fn windows(model_type: &str, mut config: Value) -> String {
     config["model_type"] = json!(model_type);
     let layers = (0..8).map(|layer| match attention_config(&config, layer) {
@@ -15,7 +15,7 @@ fn windows(model_type: &str, mut config: Value) -> String {
 }
 
 #[test]
-fn layers_have_the_windows_of_their_rules() {
+fn window_rules_of_families_match_transformers() {
     let used = json!({"use_sliding_window": true, "sliding_window": 9, "max_window_layers": 6});
     for (model_type, config, expected) in [
         ("llama", json!({"sliding_window": 9}), "- - - - - - - -"),
@@ -54,7 +54,7 @@ fn layers_have_the_windows_of_their_rules() {
 }
 
 #[test]
-fn layers_have_what_their_rules_say() -> candle_core::Result<()> {
+fn rules_of_families_match_transformers() -> candle_core::Result<()> {
     let dbrx = json!({"kv_n_heads": 4, "clip_qkv": 8, "rope_theta": 5e5, "attn_pdrop": 0.25});
     for (config, layer, expected) in [
         (json!({"model_type": "dbrx", "attn_config": dbrx}), 0, "num_kv_heads: Some(4)"),
@@ -67,7 +67,7 @@ fn layers_have_what_their_rules_say() -> candle_core::Result<()> {
         (json!({"model_type": "muse_glimmer_text", "head_dim": 64, "qk_scale_factor": 4}), 0, "scale: Some(0.5)"),
         (json!({"model_type": "muse_glimmer_text", "num_hidden_layers": 8}), 3, "rope: None"),
         (json!({"model_type": "minimax_m2", "rotary_dim": 64}), 0, "rotary_dim: Some(64)"),
-        (json!({"model_type": "phimoe", "rope_scaling": {"type": "linear", "factor": 2}}), 0, "of its own kind"),
+        (json!({"model_type": "phimoe", "rope_scaling": {"type": "linear", "factor": 2}}), 0, "own kind of scaling"),
         (json!({"model_type": "esm", "position_embedding_type": "relative_key"}), 0, "expected \"absolute\""),
         (json!({"model_type": "lfm3"}), 2, "scope: PerHead"),
         (json!({"model_type": "lfm3", "use_attention_gate": false}), 2, "output_gate: None"),

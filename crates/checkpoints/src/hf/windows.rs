@@ -1,11 +1,11 @@
-//! Which layers have a window, and how wide it is; and layers that stand in stages, counted through all of them.
+//! The windows of a model's layers; and models whose layers are in stages, counted through all of them.
 
 use candle_core::Result;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::fields::Fields;
-use super::rules::alternates_rotary;
+use super::layer_kinds::{alternates_rotary, is_fourth_from_last};
 
 const SIZE: &str = "sliding_window";
 
@@ -15,30 +15,33 @@ pub(super) enum Window {
     None,
     /// `sliding_window`, or this default, in all layers.
     All(Option<usize>),
-    /// The same in layers with "sliding_attention" in `layer_types`, or else of a pattern.
+    /// `sliding_window`, or this default, in layers with "sliding_attention" in `layer_types`, or else in those of a
+    /// pattern.
     Layers(Pattern, Option<usize>),
-    /// The same in all layers but the last, by a pattern and with a default.
+    /// `sliding_window`, or this default, in layers of a pattern except the last layer.
     NeverLast(Pattern, usize),
-    /// If `use_sliding_window` says so, in layers from `max_window_layers` on, with its default: many configurations
-    /// that give a `sliding_window` turn it off.
+    /// `sliding_window` in layers from `max_window_layers` on, which has this default, if `use_sliding_window` is true:
+    /// many configurations that have a `sliding_window` turn it off.
     From(usize),
     By(fn(&Fields) -> Result<Option<usize>>),
 }
 
-/// Layers with a window where `layer_types` says nothing.
+/// A pattern of layers with a window, for configurations without `layer_types`.
 #[derive(Clone, Copy)]
 pub(super) enum Pattern {
     NoLayer,
-    /// The first of every so many layers.
+    /// The first of every `n` layers.
     FirstOf(usize),
+    /// All but the first of every `n` layers.
     ButFirstOf(usize),
+    /// All but the last of every `n` layers.
     ButLastOf(usize),
-    /// The same by a field and its default.
+    /// All but the last of every `n` layers, where `n` is a field with a default.
     ButLastBy(&'static str, usize),
 }
 
 impl Window {
-    /// That of a layer.
+    /// Returns the window of a layer.
     pub fn of(self, fields: &Fields) -> Result<Option<usize>> {
         match self {
             Self::None => Ok(None),
@@ -53,6 +56,7 @@ impl Window {
 }
 
 impl Pattern {
+    /// Returns whether a layer belongs to the pattern.
     fn has(self, fields: &Fields) -> Result<bool> {
         let is_last_of = |n| (fields.layer + 1).is_multiple_of(n);
         Ok(match self {
@@ -65,7 +69,7 @@ impl Pattern {
     }
 }
 
-/// The window of a layer that has one by `layer_types`, or else by the family's own rule.
+/// Returns the window of a layer that has one by `layer_types`, or without that by the rule of the family.
 fn sliding(fields: &Fields, otherwise: bool, default: Option<usize>) -> Result<Option<usize>> {
     if !is_sliding(fields, otherwise)? {
         return Ok(None);
@@ -99,13 +103,13 @@ fn from(fields: &Fields, first: usize) -> Result<Option<usize>> {
     Ok(window)
 }
 
-/// Dots: from `max_window_layers` on.
+/// Returns the window of a Dots layer: from `max_window_layers` on.
 pub(super) fn dots(fields: &Fields) -> Result<Option<usize>> {
     let given = fields.nullable(SIZE, Some(4096))?.is_some();
     sliding(fields, given && fields.layer >= fields.get_or("max_window_layers", 62)?, Some(4096))
 }
 
-/// EXAONE 4: every so many layers see all keys, where others have a window at all.
+/// Returns the window of an EXAONE 4 layer: all but every `sliding_window_pattern`-th layer have one, if there is one.
 pub(super) fn exaone(fields: &Fields) -> Result<Option<usize>> {
     match fields.nullable(SIZE, Some(4096))? {
         Some(_) => Window::Layers(Pattern::ButLastBy("sliding_window_pattern", 4), Some(4096)).of(fields),
@@ -113,32 +117,29 @@ pub(super) fn exaone(fields: &Fields) -> Result<Option<usize>> {
     }
 }
 
-/// Ministral: `layer_types`, or all layers with a window that is not null.
+/// Returns the window of a Ministral layer: by `layer_types`, or in all layers if it is not null.
 pub(super) fn ministral(fields: &Fields) -> Result<Option<usize>> {
     sliding(fields, fields.nullable(SIZE, Some(4096))?.is_some(), Some(4096))
 }
 
-/// Qwen 3's mixtures of experts: all layers or none.
+/// Returns the window of a layer of Qwen 3's mixtures of experts: in all layers or in none.
 pub(super) fn qwen3_moe(fields: &Fields) -> Result<Option<usize>> {
     if fields.flag("use_sliding_window", false)? { fields.nullable(SIZE, Some(4096)) } else { Ok(None) }
 }
 
-/// SmolLM 3: layers without positions, if windows are used.
+/// Returns the window of a SmolLM 3 layer: in layers without rotary positions, if windows are used.
 pub(super) fn smollm3(fields: &Fields) -> Result<Option<usize>> {
     let used = fields.flag("use_sliding_window", false)? && fields.get(SIZE).is_some();
     sliding(fields, used && !alternates_rotary(fields)?, None)
 }
 
-/// Muse Glimmer: every fourth layer sees all keys, counted from the last.
+/// Returns the window of a Muse Glimmer layer: all but every fourth layer have one, counted from the last.
 pub(super) fn muse_glimmer(fields: &Fields) -> Result<Option<usize>> {
     sliding(fields, !is_fourth_from_last(fields), Some(2048))
 }
 
-pub(super) fn is_fourth_from_last(fields: &Fields) -> bool {
-    (fields.num_layers - 1).abs_diff(fields.layer).is_multiple_of(4)
-}
-
-/// ModernBERT: every so many layers see all keys, the others a band of `local_attention` of them.
+/// Returns the window of a ModernBERT layer on each side: all but every `global_attn_every_n_layers`-th layer have one,
+/// half of `local_attention`.
 pub(super) fn modernbert(fields: &Fields) -> Result<Option<usize>> {
     let side = fields.get_or("local_attention", 128)? / 2;
     fields.agrees(SIZE, side)?;
@@ -146,7 +147,8 @@ pub(super) fn modernbert(fields: &Fields) -> Result<Option<usize>> {
     Ok(is_sliding(fields, !fields.layer.is_multiple_of(interval))?.then_some(side))
 }
 
-/// GPT-Neo: `attention_layers`, or `attention_types`, which says how often a list of kinds of layers stands in it.
+/// Returns the window of a GPT-Neo layer, by `attention_layers` or by `attention_types`, which has lists of kinds of
+/// layers and how often each list is repeated.
 pub(super) fn gpt_neo(fields: &Fields) -> Result<Option<usize>> {
     let kind = match fields.of_layer("attention_layers")? {
         Some(kind) => kind.clone(),
@@ -176,7 +178,7 @@ fn repeated_kind(fields: &Fields) -> Result<Value> {
     fields.fail(format!("attention_types has kinds of {before} layers, expected one for each layer"))
 }
 
-/// MiniMax: every other layer has softmax attention, with a window if there is one.
+/// Returns the window of a MiniMax layer: every other layer has softmax attention, with a window if there is one.
 pub(super) fn minimax(fields: &Fields) -> Result<Option<usize>> {
     if fields.get("layer_types").is_none() && !fields.layer.is_multiple_of(2) {
         return fields.fail(format!("layer {} has linear_attention, expected softmax attention", fields.layer));
@@ -185,7 +187,8 @@ pub(super) fn minimax(fields: &Fields) -> Result<Option<usize>> {
     fields.nullable(SIZE, None)
 }
 
-/// LFM 3: even layers but the first have softmax attention, every other of them with a window.
+/// Returns the window of an LFM 3 layer: even layers but the first have softmax attention, every other of them with a
+/// window.
 pub(super) fn lfm3(fields: &Fields) -> Result<Option<usize>> {
     let layer = fields.layer;
     if fields.get("layer_types").is_none() && (!layer.is_multiple_of(2) || layer == 0) {
@@ -194,7 +197,7 @@ pub(super) fn lfm3(fields: &Fields) -> Result<Option<usize>> {
     sliding(fields, layer.is_multiple_of(4), Some(256))
 }
 
-/// Granite 4: layers of kind "attention".
+/// Refuses layers of Granite 4 that are not of kind "attention".
 pub(super) fn granite_hybrid(fields: &Fields) -> Result<Option<usize>> {
     match fields.get("layer_types") {
         Some(_) => sliding(fields, false, None),
@@ -202,19 +205,20 @@ pub(super) fn granite_hybrid(fields: &Fields) -> Result<Option<usize>> {
     }
 }
 
-/// Bamba: the layers of `attn_layer_indices`.
+/// Refuses layers of Bamba that are not in `attn_layer_indices`.
 pub(super) fn bamba(fields: &Fields) -> Result<Option<usize>> {
     let listed = fields.optional::<Vec<usize>>("attn_layer_indices")?.unwrap_or_default();
     no_window(fields, listed.contains(&fields.layer))
 }
 
-/// Jamba: one layer of each period.
+/// Refuses layers of Jamba but one of each period.
 pub(super) fn jamba(fields: &Fields) -> Result<Option<usize>> {
     let offset = fields.count("attn_layer_offset", 4)?;
     no_window(fields, fields.layer % fields.get_or("attn_layer_period", 8)? == offset)
 }
 
-/// Nemotron H: `layers_block_type`, or the stars of `hybrid_override_pattern`.
+/// Returns the window of a Nemotron H layer. Those of softmax attention are named by `layers_block_type`, or by the stars
+/// of `hybrid_override_pattern`.
 pub(super) fn nemotron_h(fields: &Fields) -> Result<Option<usize>> {
     let has_softmax = match fields.of_layer("layers_block_type")? {
         Some(kind) => *kind == "full_attention" || *kind == "attention",
@@ -227,7 +231,7 @@ pub(super) fn nemotron_h(fields: &Fields) -> Result<Option<usize>> {
     fields.nullable(SIZE, None)
 }
 
-/// RecurrentGemma: `block_types`, again and again.
+/// Returns the window of a RecurrentGemma layer. `block_types` is repeated through the layers.
 pub(super) fn recurrent_gemma(fields: &Fields) -> Result<Option<usize>> {
     let usual = [json!("recurrent"), json!("recurrent"), json!("attention")];
     let types = fields.get("block_types").and_then(Value::as_array).filter(|types| !types.is_empty());
@@ -236,7 +240,7 @@ pub(super) fn recurrent_gemma(fields: &Fields) -> Result<Option<usize>> {
     fields.get_or("attention_window_size", 2048).map(Some)
 }
 
-/// All keys, in a layer that has any.
+/// Returns no window for a layer of softmax attention, and refuses a recurrence.
 fn no_window(fields: &Fields, has_softmax: bool) -> Result<Option<usize>> {
     match has_softmax {
         true => Ok(None),
@@ -244,19 +248,19 @@ fn no_window(fields: &Fields, has_softmax: bool) -> Result<Option<usize>> {
     }
 }
 
-/// `depths`, the layers of each stage, and what stages differ in.
+/// The stages of a model: their layers, heads and widths.
 #[derive(Clone, Copy)]
 pub(super) struct Stages {
     /// The default of `depths`.
     pub depths: &'static [usize],
-    /// That of the heads of each stage.
+    /// The default of the heads of each stage.
     pub heads: &'static [usize],
-    /// Whether each is twice as wide as the one before.
+    /// Whether each stage is twice as wide as the one before.
     pub widens: bool,
 }
 
 impl Stages {
-    /// The stage of the layer, and its number there.
+    /// Returns the stage of the layer, and its number there.
     pub fn place(&self, fields: &Fields) -> Result<[usize; 2]> {
         let depths = fields.get_or("depths", self.depths.to_vec())?;
         let mut number = fields.layer;
@@ -269,19 +273,26 @@ impl Stages {
         fields.fail(format!("there is no layer {}, depths is {depths:?}", fields.layer))
     }
 
-    /// `embed_dim` and the number of heads of the layer; the width is the first stage's, and `heads` the field with
-    /// those of each.
-    pub fn sizes(&self, fields: &Fields, width: usize, heads: &str) -> Result<[usize; 2]> {
+    /// Returns `embed_dim` of the layer, from the width of the first stage.
+    pub fn width(&self, fields: &Fields, first: usize) -> Result<usize> {
         let [stage, _] = self.place(fields)?;
-        let each = fields.get_or(heads, self.heads.to_vec())?;
-        let Some(&num_heads) = each.get(stage).filter(|&&heads| heads > 0) else {
-            return fields.fail(format!("{heads} is {each:?}, expected at least 1 for stage {stage}"));
-        };
-        let times =
-            if self.widens { u32::try_from(stage).ok().and_then(|stage| 2usize.checked_pow(stage)) } else { Some(1) };
-        match times.and_then(|times| width.checked_mul(times)) {
-            Some(width) => Ok([width, num_heads]),
-            None => fields.fail(format!("stage {stage} is too wide to address, from {width}")),
+        let mut times = Some(1);
+        if self.widens {
+            times = u32::try_from(stage).ok().and_then(|stage| 2usize.checked_pow(stage));
+        }
+        match times.and_then(|times| first.checked_mul(times)) {
+            Some(width) => Ok(width),
+            None => fields.fail(format!("stage {stage} is too wide to address, from {first}")),
+        }
+    }
+
+    /// Returns the number of heads of the layer, from the field `name` with the numbers of all stages.
+    pub fn num_heads(&self, fields: &Fields, name: &str) -> Result<usize> {
+        let [stage, _] = self.place(fields)?;
+        let each = fields.get_or(name, self.heads.to_vec())?;
+        match each.get(stage) {
+            Some(&heads) if heads > 0 => Ok(heads),
+            _ => fields.fail(format!("{name} is {each:?}, expected at least 1 for stage {stage}")),
         }
     }
 }

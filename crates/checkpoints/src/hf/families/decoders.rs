@@ -3,8 +3,10 @@
 use super::{Bias, Family, Heads, Mask, Number, Scale};
 use super::{DECODER, HIDDEN, LLAMA, MODEL, MODERNBERT_ROPE, MODERNBERT_WINDOWED_ROPE, PATTERN, QKV_PROJ, WQKV};
 use super::{layer_norm, rms_per_head};
-use crate::hf::linear::{Latent, Linear};
-use crate::hf::load::{ModuleNames, at};
+use crate::hf::latent::Latent;
+use crate::hf::layer_kinds;
+use crate::hf::linear::Linear;
+use crate::hf::names::{ModuleNames, at};
 use crate::hf::rope::{Rope, Rotated, rope};
 use crate::hf::rules::{self, GATE, GATE_IN_QUERY, GATE_OF_HEADS};
 use crate::hf::windows::{self, Pattern::*, Window};
@@ -51,7 +53,7 @@ pub(super) const ROWS: &[Family] = &[
     LLAMA.of("apertus").rope(rope(12e6, 65_536).default_parameters(APERTUS_ROPE)).qk_norm(rms_per_head(1e-5)),
     LLAMA.of("arcee").sizes([32, 2560, 32]).rope(rope(10_000.0, 4096)),
     LLAMA.of("aria_text"),
-    LLAMA.of("bitnet").sizes([30, 2560, 20]).kv_heads(5).rope(rope(500_000.0, 2048)).rules(&[rules::rms_of_context]),
+    LLAMA.of("bitnet").sizes([30, 2560, 20]).kv_heads(5).rope(rope(500_000.0, 2048)).rules(&[rules::rms_of_output]),
     LLAMA.of("chameleon").kv_heads(32).head_dim_follows(true).rope(rope(10_000.0, 4096))
         .qk_norm(layer_norm(QkNormKind::Layer, QkNormScope::PerHeadWeights)),
     COHERE,
@@ -72,7 +74,7 @@ pub(super) const ROWS: &[Family] = &[
     DECODER.of("ernie4_5_moe").sizes([28, 2560, 20]).kv_heads(4).bias(Bias::AllIf("use_bias", false)).rope(ERNIE),
     EXAONE4,
     EXAONE4.of("exaone_moe"),
-    // Beside a state space model in each layer.
+    // Each layer has a state space model too.
     LLAMA.of("falcon_h1").kv_heads(8).rope(rope(10_000.0, 8192))
         .scale(Scale::UsualTimes(Number("key_multiplier", 1.0))),
     LLAMA.of("flex_olmo").qk_norm(rms_per_head(1e-6).scope(QkNormScope::Projection)).rope(rope(500_000.0, 4096)),
@@ -152,7 +154,7 @@ pub(super) const ROWS: &[Family] = &[
     DECODER.of("seed_oss").sizes([64, 4096, 80]).grouped(8, 128).bias(Bias::QkvIf("attention_bias", true))
         .dropout(Number("attention_dropout", 0.1)).rope(rope(10_000.0, 524_288)).rules(&[rules::out_bias]),
     LLAMA.of("smollm3").sizes([36, 2048, 16]).kv_heads(4)
-        .rope(rope(2_000_000.0, 32_768).layers(Rotated::If(rules::alternates_rotary)))
+        .rope(rope(2_000_000.0, 32_768).layers(Rotated::If(layer_kinds::alternates_rotary)))
         .window(Window::By(windows::smollm3)),
     DECODER.of("solar_open").sizes([48, 4096, 64]).grouped(8, 128).bias(Bias::QkvIf("attention_bias", false))
         .rope(rope(1e6, 131_072)),
@@ -185,7 +187,7 @@ pub(super) const GATED: &[Family] = &[
         .windowed_rope(rope(10_000.0, 128_000)).qk_norm(rms_per_head(1e-5).eps(Number("norm_eps", 1e-5)))
         .window(Window::By(windows::lfm3)).rules(&[rules::gate_if_flag]),
     LLAMA.of("llama4_text").sizes([48, 5120, 40]).grouped(8, 128)
-        .rope(rope(500_000.0, 131_072).interleaved().layers(Rotated::If(rules::alternates_rotary)))
+        .rope(rope(500_000.0, 131_072).interleaved().layers(Rotated::If(layer_kinds::alternates_rotary)))
         .rules(&[rules::llama4]),
     LLAMA.of("ministral3").sizes([34, 4096, 32]).grouped(8, 128).bias(Bias::None)
         .rope(rope(1e6, 262_144).default_parameters(MINISTRAL_3_ROPE)).window(Window::All(None))
@@ -195,7 +197,7 @@ pub(super) const GATED: &[Family] = &[
         .qk_norm(rms_per_head(1e-5).kind(QkNormKind::RmsNoWeight)).window(Window::By(windows::muse_glimmer))
         .gate(GATE).scale(Scale::UsualTimes(Number("qk_scale_factor", 3.87))),
     QWEN3_NEXT,
-    // As published, several of its fields are lists or stand in these.
+    // As published, several of its fields are lists or entries of lists.
     LLAMA.of("step3p5").sizes([45, 4096, 64]).grouped(8, 128)
         .aliases(&[("num_attention_groups", "num_key_value_heads")]).rope(rope(10_000.0, 128_000).partial(1.0))
         .windowed_rope(rope(10_000.0, 128_000).partial(1.0))
@@ -232,7 +234,7 @@ pub(super) const LINEAR: &[Family] = &[
         .unsupported(Some("attention to keys that an indexer chooses")),
 ];
 
-/// Latent attention names its parameters itself, and those of queries differ between checkpoints.
+/// The names of latent attention, whose parameters of queries differ between checkpoints.
 const NAMES: ModuleNames = ModuleNames {
     parameter: Some("kv_a_proj_with_mqa.weight"),
     ..at(MODEL, "layers.{}.self_attn", WeightLayout::Canonical)
@@ -254,7 +256,7 @@ const MINICPM3: Latent = Latent {
 };
 const KIMI_LINEAR: Latent = Latent { q_lora_rank: None, rotates: false, ..Latent::DEEPSEEK };
 
-/// Latent attention: DeepSeek's, and what is the same by other names.
+/// Latent attention: DeepSeek's, and the same attention in other models.
 pub(super) const LATENT: &[Family] = &[
     DEEPSEEK_V3.of("axk1").sizes([61, 7168, 64]).rope(by_flag(32_768)),
     DEEPSEEK_V2,
@@ -269,7 +271,7 @@ pub(super) const LATENT: &[Family] = &[
     DEEPSEEK_V3.of("youtu").sizes([32, 2048, 16]).rope(by_flag(131_072)),
 ];
 
-/// As transformers saves the text beside images, as Gemma 3 was published, and without a head.
+/// The text of a model of texts and images, as transformers saves it, as Gemma 3 was published, and without a head.
 const BELOW_IMAGES: &[&str] = &["model.language_model.", "language_model.model.", "language_model."];
 /// Wide heads of which a quarter of the pairs rotates.
 const PROPORTIONAL: Rope =
@@ -293,7 +295,7 @@ const GEMMA4: Family = GEMMA3N.of("gemma4_text").sizes([30, 2304, 8]).grouped(4,
     .windowed_rope(rope(10_000.0, 131_072)).window(Window::NeverLast(ButLastOf(6), 512))
     .mask(Mask::CausalOrBidirectional).kv_shared_layers(0).rules(&[rules::gemma4_full]);
 const GEMMA4_UNIFIED: Family = GEMMA4.of("gemma4_unified_text").window(Window::NeverLast(ButLastOf(6), 1024));
-/// Each layer has keys and values of its own.
+/// All layers project keys and values.
 const UNSHARED: Family = Family { kv_shared_layers: None, ..GEMMA4 };
 
 /// In alphabetical order.
@@ -322,7 +324,7 @@ const QUERY_KEY_VALUE: WeightLayout = WeightLayout::Packed(PackedNaming::QueryKe
 const C_ATTN: WeightLayout = WeightLayout::Packed(PackedNaming::CAttn, QkvOrder::ByHead);
 const CANARY_PREFIXES: &[&str] = &["model.decoder.", "decoder.", ""];
 const MUSICGEN_PREFIXES: &[&str] = &["decoder.model.decoder.", "model.decoder.", "decoder.", ""];
-/// GPT-2's names of its sizes, with those of newer families as aliases.
+/// GPT-2's names of sizes. The names of newer families are aliases.
 const GPT: Family = DECODER.names(["n_layer", "n_embd", "n_head"]).sizes([12, 768, 12]).heads(Heads::Equal)
     .dropout(Number("attn_pdrop", 0.1)).bias(Bias::All);
 const GPT2: Family = GPT.of("gpt2").at(TRANSFORMER, "h.{}.attn", WeightLayout::Conv1d).rules(&[rules::gpt2_scale]);
@@ -378,7 +380,7 @@ pub(super) const GPTS: &[Family] = &[
         .rope(rope(10_000.0, 2048).theta(Number("rotary_emb_base", 10_000.0)).part(Number("rotary_pct", 1.0))),
     GPT2.of("imagegpt").sizes([24, 512, 8]),
     KOSMOS_2_5.of("kosmos_2_text_model").sizes([24, 2048, 32]).dropout(Number("attention_dropout", 0.1))
-        .rules(&[rules::layer_norm_of_context]),
+        .rules(&[rules::layer_norm_of_output]),
     KOSMOS_2_5,
     DECODER.of("mpt").names(["n_layers", "d_model", "n_heads"]).sizes([24, 2048, 16])
         .at(TRANSFORMER, "blocks.{}.attn", WQKV).heads(Heads::Equal).only(&[("no_bias", "true")]).rules(&[rules::mpt]),

@@ -1,5 +1,5 @@
-//! Encoders of text, those whose scores have terms by distance, and those beside decoders; and decoders that attend to
-//! the outputs of an encoder that is not theirs.
+//! Encoders of text, encoders whose scores depend on distances, models with an encoder and a decoder, and decoders that
+//! attend to the outputs of an encoder of another model.
 
 use super::{DECODER, DECODER_LAYERS, ENCODER, HEADS, HIDDEN, LAYERS, LLAMA, MODEL, MODERNBERT_ROPE};
 use super::{MODERNBERT_WINDOWED_ROPE, QKV_PROJ, TEXT_MODEL, WQKV, layer_norm};
@@ -165,7 +165,7 @@ const BART_DECODER: Family = ENCODER.names(["decoder_layers", "d_model", "decode
     .mask(Mask::Causal);
 const BART_CROSS: Family = BART_DECODER.at(BASE, "decoder.layers.{}.encoder_attn", WeightLayout::Opt)
     .mask(Mask::Encoder);
-/// Queries of the decoder see each other. Positions are added to the inputs of queries and keys, and not of values.
+/// The decoder is not causal. Positions are added to the inputs of queries and keys, and not of values.
 const DETR: Family = BART.decoder(&BART_DECODER.mask(Mask::Encoder));
 
 const MOONSHINE: Family = ENCODER.of("moonshine").sizes([6, 288, 8])
@@ -192,7 +192,7 @@ const T5_CROSS: Family = DECODER.names([DECODER_LAYERS, "d_model", "num_heads"])
 const T5_DECODER: Family = T5_CROSS.at(T5_PREFIXES, "decoder.block.{}.layer.0.SelfAttention", WeightLayout::T5)
     .mask(Mask::Causal).positions(Positions::Relative { bidirectional: false });
 
-/// Its prompts are keys of its own.
+/// Prompts, which are additional keys, are not supported.
 const NO_PROMPT: &[(&str, &str)] = &[("use_prompt", "false")];
 
 pub(super) const WITH_DECODERS: &[Family] = &[

@@ -1,4 +1,4 @@
-//! Encoders of images, of sound, and of the texts beside them; and models whose rotary positions are on several axes.
+//! Encoders of images and sound, and of texts in the same models; and models with rotary positions on several axes.
 
 use super::{DECODER, ENCODER, HEADS, HIDDEN, LAYERS, LLAMA, QKV, TEXT_MODEL, rms_per_head};
 use super::{Bias, Family, Mask, Number, Scale};
@@ -28,7 +28,7 @@ const BLOCKS: &str = "encoder.layer.{}.attention";
 
 const VIT: Family = ENCODER.of("vit").at(&["vit.", ""], BLOCKS, WeightLayout::Vit)
     .dropout(Number("attention_probs_dropout_prob", 0.0)).bias(Bias::OutAndQkvIf("qkv_bias", true));
-/// CLIP's images, and those of most models after it.
+/// The encoder of CLIP's images, and of most models after it.
 const CLIP_IMAGES: Family = ENCODER.of("clip_vision_model")
     .at(IMAGES, "encoder.layers.{}.self_attn", WeightLayout::Opt);
 const CLIP_TEXTS: Family = ENCODER.of("clip_text_model").sizes([12, 512, 8])
@@ -148,7 +148,7 @@ pub(super) const ROWS: &[Family] = &[
     ENCODER.of("videoprism_text_model").at(TEXT_MODEL, "layers.{}.attention", WeightLayout::Canonical)
         .dropout(Number("attention_probs_dropout_prob", 0.0)).bias(Bias::AllIf("qkv_bias", true)).mask(Mask::Causal)
         .rules(&[rules::softcapped]),
-    // Some versions of transformers before 5.18 give the keys a bias too.
+    // In some versions of transformers before 5.18 the keys have a bias too.
     VIT.of("videomae").below(&["videomae.", ""]).aliases(&[("qkv_bias", "qv_bias")])
         .bias(Bias::OutAndQvIf("qv_bias", true)).key_bias("attention.key.bias"),
     VIT.of("vilt").below(&["vilt.", ""]),
@@ -210,8 +210,7 @@ const SWIN: Family = ENCODER.of("swin").at(&["swin.", ""], SWIN_BLOCKS, WeightLa
     .usual_names(false).sizes([0, 96, 0]).stages(STAGES).bias(Bias::OutAndQkvIf("qkv_bias", true))
     .dropout(Number("attention_probs_dropout_prob", 0.0)).positions(Positions::Table(7));
 
-/// Encoders of images and spectrograms in windows, with a table of biases or cosine scores, whose layers stand in
-/// stages.
+/// Encoders of images and spectrograms in windows, with a table of biases or cosine scores, and with layers in stages.
 pub(super) const IN_STAGES: &[Family] = &[
     SWIN.of("clap_audio_model").names(["depths", "patch_embeds_hidden_size", "num_attention_heads"])
         .at(&["audio_model.audio_encoder.", "audio_encoder.", ""], "layers.{}.blocks.{}.attention", WeightLayout::Bert)
@@ -226,12 +225,12 @@ pub(super) const IN_STAGES: &[Family] = &[
         .positions(Positions::Cosine(Cosine { image: 224, patch: 4, window: 7, stages: Some(STAGES) })),
 ];
 
-/// Time, height and width, section after section.
+/// Sets the axes time, height and width, one section after the other.
 const fn qwen2_vl(rope: Rope) -> Rope {
     rope.axes(Axes(RopeAxisLayout::Sections, &[16, 24, 24]))
 }
 
-/// The same in turns.
+/// Sets the axes time, height and width, interleaved.
 const fn qwen3_vl(rope: Rope) -> Rope {
     rope.axes(Axes(RopeAxisLayout::Interleaved, &[24, 20, 20]))
 }
@@ -269,7 +268,7 @@ const GLM4V_IMAGES: Family = QWEN3_VL_IMAGES.of("glm4v_vision").sizes([24, 1536,
 const GLM_OCR_IMAGES: Family = GLM4V_IMAGES.of("glm_ocr_vision").sizes([24, 1024, 16])
     .bias(Bias::AllIf("attention_bias", true)).qk_norm(rms_per_head(1e-5));
 
-/// Rotary positions on several axes: decoders of text beside images and videos, and encoders of images.
+/// Rotary positions on several axes: decoders of text in models of images and videos, and encoders of images.
 pub(super) const ON_AXES: &[Family] = &[
     QWEN3_VL_IMAGES.of("cohere_compass_vision"),
     Family { qk_norm: None, ..QWEN3_VL }.of("cosmos3_edge_text").sizes([28, 2048, 16]).grouped(8, 128)
@@ -297,7 +296,7 @@ pub(super) const ON_AXES: &[Family] = &[
         .rope(rope(10_000.0, 1).axes(Axes(RopeAxisLayout::AxialInterleaved, &[]))),
     QWEN2_VL.of("qwen2_5_omni_text").sizes([28, 3584, 28]).kv_heads(4).below(&["thinker.model.", "model.", ""])
         .window(Window::From(28)),
-    // As published, the text's fields are those of the whole.
+    // As published, the config of the model has the fields of the text.
     QWEN2_VL.of("qwen2_5_vl").section("text_config"),
     QWEN2_VL.of("qwen2_5_vl_text"),
     QWEN2_VL.of("qwen2_vl").section("text_config"),

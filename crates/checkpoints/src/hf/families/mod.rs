@@ -1,6 +1,6 @@
-//! The table of model families, and what a row may say, in columns. A family that needs nothing new is one row: its
-//! fields and defaults are those of its configuration class in transformers, and a column that a row leaves out is as
-//! in the row it extends. The files of rows are laid out by hand, as a table is.
+//! The table of model families. A row is a family, and its columns describe the family's attention. A family that needs
+//! nothing new is one row: its fields and defaults are those of its configuration class in transformers, and a column
+//! that is not set is that of the row it extends. The files of rows are laid out by hand, as a table.
 
 #[rustfmt::skip]
 mod decoders;
@@ -11,9 +11,11 @@ mod images_and_sound;
 
 use candle_core::Result;
 
+use super::columns::{Number, columns};
 use super::fields::{Aliases, Fields};
-use super::linear::{Latent, Linear};
-use super::load::{ModuleNames, at};
+use super::latent::Latent;
+use super::linear::Linear;
+use super::names::{DECODER_LAYERS, HEADS, HIDDEN, LAYERS, MODEL, ModuleNames, PATTERN, at};
 use super::positions::Positions;
 use super::rope::{Rope, rope};
 use super::windows::{Stages, Window};
@@ -22,32 +24,19 @@ use candle_attention_core::{MultiHeadAttentionConfig, WeightLayout};
 use candle_attention_modules::gate::OutputGate;
 use candle_attention_modules::norm::{QkNormKind, QkNormScope};
 
-const LAYERS: &str = "num_hidden_layers";
-pub(super) const HIDDEN: &str = "hidden_size";
-pub(super) const HEADS: &str = "num_attention_heads";
-/// The usual names of the number of layers, of `embed_dim` and of `num_heads`.
-pub(super) const SIZE_NAMES: [&str; 3] = [LAYERS, HIDDEN, HEADS];
-/// T5's name of the number of its decoder's layers.
-pub(super) const DECODER_LAYERS: &str = "num_decoder_layers";
-/// How many layers stand between those that see all keys.
-const PATTERN: &str = "sliding_window_pattern";
-
-/// The base model below a head, by itself, and beside images.
-pub(super) const MODEL: &[&str] =
-    &["model.", "", "model.language_model.", "language_model.model.", "model.text_model."];
-/// The text of a model of texts and images.
+/// The prefixes of the text of a model of texts and images.
 const TEXT_MODEL: &[&str] = &["text_model.", ""];
 
 const QKV: WeightLayout = WeightLayout::Packed(PackedNaming::Qkv, QkvOrder::ByPart);
 const QKV_PROJ: WeightLayout = WeightLayout::Packed(PackedNaming::QkvProj, QkvOrder::ByPart);
 const WQKV: WeightLayout = WeightLayout::Packed(PackedNaming::Wqkv, QkvOrder::ByPart);
 
-/// ModernBERT's, as an encoder and as a decoder.
+/// The rotary positions of ModernBERT, as an encoder and as a decoder.
 const MODERNBERT_ROPE: Rope = rope(160_000.0, 8192).theta(Number("global_rope_theta", 160_000.0));
 const MODERNBERT_WINDOWED_ROPE: Rope =
     rope(10_000.0, 8192).theta(Number("local_rope_theta", 10_000.0)).shares_scaling(true);
 
-/// Every row.
+/// Returns every row.
 pub(super) fn families() -> impl Iterator<Item = &'static Family> {
     let decoders = [
         decoders::ROWS,
@@ -72,7 +61,7 @@ pub(super) fn families() -> impl Iterator<Item = &'static Family> {
 
 const DECODER: Family = Family::DECODER;
 const LLAMA: Family = DECODER.of("llama").bias(Bias::AllIf("attention_bias", false)).rope(rope(10_000.0, 2048));
-/// A key head for each query head, biases, all keys: what most encoders begin with.
+/// The row that most encoders extend: a key head for each query head, biases, and attention to all keys.
 const ENCODER: Family = DECODER.sizes([12, 768, 12]).heads(Heads::Equal).bias(Bias::All).mask(Mask::Encoder);
 
 const fn rms_per_head(eps: f64) -> Norm {
@@ -83,120 +72,156 @@ const fn layer_norm(kind: QkNormKind, scope: QkNormScope) -> Norm {
     Norm::RMS_PER_HEAD.kind(kind).scope(scope).eps(Number("layer_norm_eps", 1e-5))
 }
 
-/// Declares a struct and its first value, in which each column has its default, and for each column a method of its
-/// name that sets it.
-macro_rules! columns {
-    (
-        $(#[$about:meta])* struct $name:ident, $(#[$of_first:meta])* first $first:ident:
-        $($(#[$doc:meta])* $column:ident: $kind:ty = $default:expr,)+
-        [None unless set] $($(#[$of:meta])* $option:ident: $some:ty,)*
-    ) => {
-        $(#[$about])*
-        #[derive(Clone, Copy)]
-        pub(super) struct $name {
-            $($(#[$doc])* pub $column: $kind,)+
-            $($(#[$of])* pub $option: Option<$some>,)*
-        }
-
-        impl $name {
-            $(#[$of_first])*
-            pub const $first: Self = Self { $($column: $default,)+ $($option: None,)* };
-
-            $($(#[$doc])* pub const fn $column(self, $column: $kind) -> Self { Self { $column, ..self } })+
-            $($(#[$of])* pub const fn $option(self, value: $some) -> Self { Self { $option: Some(value), ..self } })*
-        }
-    };
-}
-pub(super) use columns;
-
 columns! {
-    /// A value of `model_type`: how its `config.json` describes attention, and where its checkpoints keep it. A default
-    /// is that of the class in transformers.
+    /// A family of models: a value of `model_type`, how its `config.json` describes attention, and where its checkpoints
+    /// store it. Defaults are those of the class in transformers.
     struct Family,
-    /// Grouped heads without positions or biases, causal: what most decoders begin with.
+    /// The row that most decoders extend: grouped heads without positions or biases, causal.
     first DECODER:
+    /// The value of `model_type`.
     model_type: &'static str = "",
+    /// Other names of fields.
     aliases: Aliases = &[],
-    /// Where checkpoints keep the attention module of a layer, and where others do.
+    /// The names of the attention module of a layer, and those that other checkpoints use.
     modules: [Option<ModuleNames>; 2] = [Some(at(MODEL, "layers.{}.self_attn", WeightLayout::Canonical)), None],
-    /// The fields of the number of layers, of `embed_dim` and of `num_heads`, where `SIZE_NAMES` become aliases.
-    names: [&'static str; 3] = SIZE_NAMES,
-    /// Whether that is so; not in decoders beside an encoder, whose sizes the usual names are.
+    /// The fields of the sizes.
+    size_names: SizeNames = SizeNames::USUAL,
+    /// Whether the usual names are aliases of the fields of the sizes. They are not in the decoder of a model with an
+    /// encoder, where they name the encoder's sizes.
     usual_names: bool = true,
-    /// Their defaults.
-    sizes: [usize; 3] = [32, 4096, 32],
-    /// Whether transformers has such defaults; it has none for a model that it does not know by this name.
+    /// The defaults of the sizes.
+    default_sizes: Sizes = Sizes { layers: 32, embed_dim: 4096, num_heads: 32 },
+    /// Whether transformers has such defaults. It has none for a model that it does not know by this name.
     has_default_sizes: bool = true,
+    /// The number of key heads and the width of heads.
     heads: Heads = Heads::Grouped(None, None),
-    /// Whether heads are always `embed_dim / num_heads` wide, whatever `head_dim` is.
+    /// Whether heads are always `embed_dim / num_heads` wide, also if `head_dim` is another number.
     head_dim_follows: bool = false,
     /// The dropout of the weights; null is 0.
     dropout: Number = Number("attention_dropout", 0.0),
+    /// The projections that have biases.
     bias: Bias = Bias::None,
+    /// The layers that have a window.
     window: Window = Window::None,
+    /// The keys that a layer attends to.
     mask: Mask = Mask::Causal,
-    /// Whether values are normalised by the layer that makes them, without a weight.
+    /// Whether layers that project values normalise them, without a weight.
     value_norm: bool = false,
-    /// Whether each head has a logit of its own in the softmax.
+    /// Whether each head has a sink: a learned logit in the softmax.
     sinks: bool = false,
-    /// What the model's softmax attention is, if it is of a kind that is not supported.
+    /// The kind of the model's softmax attention, if it is not supported.
     unsupported: Option<&'static str> = None,
-    /// Fields that change the numbers, and the one value that is supported, in JSON.
+    /// Fields that change the output, and the one value that is supported, in JSON.
     only: &'static [(&'static str, &'static str)] = &[],
-    /// Where a checkpoint keeps the relative bias, or DeBERTa's vectors of distances, if there is such.
+    /// The place of the relative bias, or of DeBERTa's vectors of distances, if the family has one.
     shared_place: SharedPlace = SharedPlace::FirstLayer,
-    /// What no other column says, in this order.
+    /// Changes of the config that no other column describes, in this order.
     rules: &'static [Rule] = &[],
     [None unless set]
-    /// The field with the text's config, in a model that has other parts too.
+    /// The field with the config of the text, in a model that has other parts too.
     section: &'static str,
-    /// Where layers stand in stages: `names` and `sizes` are of the first stage's width then.
+    /// The stages of layers, if there are any. The default width is then that of the first stage.
     stages: Stages,
-    /// The parameter below the attention module of the keys' bias, where some files have one beside that of the queries
-    /// and others have none.
+    /// The parameter of the keys' bias below the attention module, where some files with a bias of queries have it and
+    /// others do not.
     key_bias: &'static str,
+    /// The rotary positions.
     rope: Rope,
-    /// That of layers with a window, where theirs is another: `rope` is of layers without.
+    /// The rotary positions of layers with a window, where they differ. `rope` is then that of layers without.
     windowed_rope: Rope,
+    /// The norm of queries and keys.
     qk_norm: Norm,
+    /// The gate of the attention output.
     gate: OutputGate,
-    /// What is added to scores by positions.
+    /// Relative positions, which change the scores.
     positions: Positions,
+    /// The scale of the scores.
     scale: Scale,
-    /// The default of `num_kv_shared_layers`, the last layers, which read keys and values of earlier ones.
+    /// The default of `num_kv_shared_layers`: the number of last layers, which read keys and values of earlier layers.
     kv_shared_layers: usize,
-    /// The decoder's self-attention beside an encoder, with the sizes and the dropout of this row.
+    /// The self-attention of the decoder of a model with an encoder, with the sizes and the dropout of this row.
     decoder: &'static Family,
-    /// Its attention to the encoder's outputs, likewise.
+    /// The attention of the decoder to the encoder's outputs, with the sizes and the dropout of this row.
     cross: &'static Family,
-    /// The sizes of both, where they are others.
-    decoder_sizes: [usize; 3],
-    /// In place of most columns, for latent attention.
+    /// The default sizes of the decoder, where they differ.
+    default_decoder_sizes: Sizes,
+    /// Latent attention, for which most columns have no use.
     latent: Latent,
     /// Layers of linear attention among the others.
     linear: Linear,
 }
 
-/// A change of the config by fields that no column knows.
+/// A change of the config by fields that no column describes.
 pub(super) type Rule = fn(&Fields, MultiHeadAttentionConfig) -> Result<MultiHeadAttentionConfig>;
 
+/// The names of the fields of a model's sizes.
+#[derive(Clone, Copy)]
+pub(super) struct SizeNames {
+    /// The number of layers, or of the layers of each stage.
+    pub layers: &'static str,
+    pub embed_dim: &'static str,
+    pub num_heads: &'static str,
+}
+
+impl SizeNames {
+    /// The names that most families use.
+    pub const USUAL: Self = Self { layers: LAYERS, embed_dim: HIDDEN, num_heads: HEADS };
+
+    /// Returns the usual names that are aliases of these: (usual, own).
+    pub fn aliases(self) -> impl Iterator<Item = (&'static str, &'static str)> {
+        let usual = Self::USUAL;
+        let pairs = [(usual.layers, self.layers), (usual.embed_dim, self.embed_dim), (usual.num_heads, self.num_heads)];
+        pairs.into_iter().filter(|(usual, own)| usual != own)
+    }
+}
+
+/// A model's sizes.
+#[derive(Clone, Copy)]
+pub(super) struct Sizes {
+    /// The number of layers.
+    pub layers: usize,
+    pub embed_dim: usize,
+    pub num_heads: usize,
+}
+
+impl Sizes {
+    const fn new([layers, embed_dim, num_heads]: [usize; 3]) -> Self {
+        Self { layers, embed_dim, num_heads }
+    }
+}
+
 impl Family {
-    /// A row that begins with this one.
+    /// Sets the fields of the number of layers, of `embed_dim` and of `num_heads`.
+    pub const fn names(self, [layers, embed_dim, num_heads]: [&'static str; 3]) -> Self {
+        self.size_names(SizeNames { layers, embed_dim, num_heads })
+    }
+
+    /// Sets the defaults of the number of layers, of `embed_dim` and of `num_heads`.
+    pub const fn sizes(self, sizes: [usize; 3]) -> Self {
+        self.default_sizes(Sizes::new(sizes))
+    }
+
+    /// Sets the defaults of the sizes of the decoder, in the same order.
+    pub const fn decoder_sizes(self, sizes: [usize; 3]) -> Self {
+        self.default_decoder_sizes(Sizes::new(sizes))
+    }
+
+    /// Begins a row that extends this one.
     pub const fn of(self, model_type: &'static str) -> Self {
         self.model_type(model_type)
     }
 
-    /// `num_key_value_heads` and `head_dim`, with a default of the former; the latter follows unless given.
+    /// Sets the fields `num_key_value_heads` and `head_dim`, with a default of the former. The latter follows unless given.
     pub const fn kv_heads(self, default: usize) -> Self {
         self.heads(Heads::Grouped(Some(default), None))
     }
 
-    /// The same with a default of both.
+    /// Sets the fields `num_key_value_heads` and `head_dim`, with defaults of both.
     pub const fn grouped(self, kv_heads: usize, head_dim: usize) -> Self {
         self.heads(Heads::Grouped(Some(kv_heads), Some(head_dim)))
     }
 
-    /// A default of `head_dim`.
+    /// Sets the default of `head_dim`.
     pub const fn head_dim(self, default: usize) -> Self {
         match self.heads {
             Heads::Grouped(kv_heads, _) => self.heads(Heads::Grouped(kv_heads, Some(default))),
@@ -204,17 +229,17 @@ impl Family {
         }
     }
 
-    /// The attention module of a layer, `{}`, below the first of these prefixes that a checkpoint has.
+    /// Sets the attention module of a layer, `{}`, below the first of these prefixes that a checkpoint has.
     pub const fn at(self, prefixes: &'static [&'static str], path: &'static str, layout: WeightLayout) -> Self {
         self.modules([Some(at(prefixes, path, layout)), None])
     }
 
-    /// Names that other checkpoints have.
+    /// Adds the names that other checkpoints use.
     pub const fn or_at(self, prefixes: &'static [&'static str], path: &'static str, layout: WeightLayout) -> Self {
         self.modules([self.modules[0], Some(at(prefixes, path, layout))])
     }
 
-    /// The same names below other prefixes.
+    /// Sets the prefixes of all names.
     pub const fn below(self, prefixes: &'static [&'static str]) -> Self {
         let [first, second] = self.modules;
         self.modules([below(first, prefixes), below(second, prefixes)])
@@ -228,11 +253,7 @@ const fn below(names: Option<ModuleNames>, prefixes: &'static [&'static str]) ->
     }
 }
 
-/// A field with a number, and its default.
-#[derive(Clone, Copy)]
-pub(super) struct Number(pub &'static str, pub f64);
-
-/// How many key heads there are, and how wide heads are.
+/// The number of key heads, and the width of heads.
 #[derive(Clone, Copy)]
 pub(super) enum Heads {
     /// A key head for each query head, `embed_dim / num_heads` wide; other fields may only agree.
@@ -241,11 +262,11 @@ pub(super) enum Heads {
     Same(&'static str),
     /// `num_key_value_heads` and `head_dim`; without a default they follow from the other sizes.
     Grouped(Option<usize>, Option<usize>),
-    /// So many key heads, for so many query heads.
+    /// The number of key heads that this function returns for the number of query heads.
     By(fn(&Fields, usize) -> Result<usize>),
 }
 
-/// Which projections have biases: by a field and its default, or always.
+/// The projections that have biases: by a field and its default, or always.
 #[derive(Clone, Copy)]
 pub(super) enum Bias {
     None,
@@ -256,14 +277,14 @@ pub(super) enum Bias {
     Out,
     /// The output projection always, the others by a field.
     OutAndQkvIf(&'static str, bool),
-    /// The same without the keys.
+    /// The output projection always, queries and values by a field.
     OutAndQvIf(&'static str, bool),
     AllButKey,
     /// A field for each.
     Each(&'static [(&'static str, bool); 4]),
 }
 
-/// Where a parameter of relative positions is.
+/// The place of a parameter of relative positions.
 #[derive(Clone, Copy)]
 pub(super) enum SharedPlace {
     /// In the first layer, for all.
@@ -300,7 +321,7 @@ pub(super) enum Scale {
     UsualTimes(Number),
 }
 
-/// Which keys a layer sees.
+/// The keys that a layer attends to.
 #[derive(Clone, Copy)]
 pub(super) enum Mask {
     /// Causal unless `is_causal` is false, which makes an encoder of any decoder: its window is on both sides then, and
@@ -309,6 +330,6 @@ pub(super) enum Mask {
     CausalIf(&'static str),
     /// As `Causal`, or with `use_bidirectional_attention` half of the window on each side.
     CausalOrBidirectional,
-    /// All keys, or so many on each side.
+    /// All keys, or those of a window on each side.
     Encoder,
 }

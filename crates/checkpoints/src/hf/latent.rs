@@ -1,0 +1,72 @@
+//! Latent attention: DeepSeek's, and the same attention in other families.
+
+use candle_core::Result;
+
+use super::fields::{Fields, with};
+use super::rope::Rope;
+use candle_attention_core::{MultiHeadLatentAttentionConfig, RopeScaling};
+
+/// The defaults of the sizes of latent attention in a family.
+#[derive(Clone, Copy)]
+pub(super) struct Latent {
+    pub q_lora_rank: Option<usize>,
+    pub kv_lora_rank: usize,
+    pub nope_head_dim: usize,
+    pub rope_head_dim: usize,
+    /// The default of the width of values; `None` means `embed_dim / num_heads`.
+    pub value_head_dim: Option<usize>,
+    /// Whether queries and the shared keys have rotary positions.
+    pub rotates: bool,
+}
+
+impl Latent {
+    /// The defaults of DeepSeek V2 and V3.
+    pub const DEEPSEEK: Self = Self {
+        q_lora_rank: Some(1536),
+        kv_lora_rank: 512,
+        nope_head_dim: 128,
+        rope_head_dim: 64,
+        value_head_dim: Some(128),
+        rotates: true,
+    };
+
+    /// Returns the config of a layer.
+    pub fn config(
+        &self,
+        fields: &Fields,
+        embed_dim: usize,
+        num_heads: usize,
+        rope: &Rope,
+    ) -> Result<MultiHeadLatentAttentionConfig> {
+        let nope = fields.get_or("qk_nope_head_dim", self.nope_head_dim)?;
+        let rotated = fields.get_or("qk_rope_head_dim", self.rope_head_dim)?;
+        fields.agrees("num_key_value_heads", num_heads)?;
+        if self.rotates {
+            fields.agrees("head_dim", rotated)?;
+        }
+        fields.agrees("qk_head_dim", nope.saturating_add(rotated))?;
+        let rope = rope.config(fields, rotated)?;
+        if !matches!(rope.scaling(), RopeScaling::None | RopeScaling::Yarn { .. }) {
+            // transformers corrects the scale of the scores with any scaling, but only models with YaRN have been
+            // checked.
+            for name in ["rope_scaling", "rope_parameters"] {
+                fields.section(name)?.only("mscale_all_dim", 0)?;
+            }
+        }
+        let value_head_dim = self.value_head_dim.unwrap_or(embed_dim / num_heads);
+        let cfg = MultiHeadLatentAttentionConfig::new(embed_dim, num_heads)
+            .with_kv_lora_rank(fields.get_or("kv_lora_rank", self.kv_lora_rank)?)
+            .with_nope_head_dim(nope)
+            .with_rope_head_dim(rotated)
+            .with_value_head_dim(fields.optional("v_head_dim")?.unwrap_or(value_head_dim))
+            .with_bias(fields.flag("attention_bias", false)?)
+            .with_rope(rope)
+            .with_rotates(self.rotates)
+            // transformers ignores `rms_norm_eps` in the norms of the latents.
+            .with_norm_eps(1e-6)
+            .with_causal(fields.flag("is_causal", true)?)
+            .with_dropout(fields.optional("attention_dropout")?.unwrap_or(0.0));
+        let rank = fields.nullable("q_lora_rank", self.q_lora_rank)?;
+        Ok(with(cfg, rank, MultiHeadLatentAttentionConfig::with_q_lora_rank))
+    }
+}
