@@ -181,7 +181,7 @@ fn mask_of_part_equals_part_of_whole_mask() -> Result<()> {
     Ok(())
 }
 
-/// Calls that have other sizes than the part of a mask, `(B, T_q, T_kv)`; the part has 2 sequences, 4 queries and 5 keys.
+/// Calls with other sizes `(B, T_q, T_kv)` than the part of a mask, which has 2 sequences, 4 queries and 5 keys.
 const OTHER_SIZES: [(usize, usize, usize); 6] = [(2, 6, 5), (2, 3, 5), (2, 4, 6), (2, 4, 4), (1, 4, 5), (3, 4, 5)];
 
 #[test]

@@ -15,8 +15,8 @@ from torch.nn.functional import linear
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
 # (rows, inputs, outputs): one row, a few, and enough to fill a task, up to the widest sums of a model of 8 billion
-# parameters. One row of some hundred inputs is not tested: there PyTorch sums in the lanes of a vector, and its error is
-# two thirds to three quarters of the error for more rows.
+# parameters. One row of some hundred inputs is not tested: there PyTorch sums in the lanes of a vector, and its error
+# is two thirds to three quarters of the error for more rows.
 SHAPES = [
     (1, 768, 2304),
     (1, 4096, 4096),

@@ -47,8 +47,8 @@ fn joined(one: &Tensor, other: &Tensor) -> Result<Tensor> {
 }
 
 impl Filled {
-    /// Calls the layer with `t` tokens for each of `b` sequences, or with one token fewer for each sequence than for the
-    /// one before it.
+    /// Calls the layer with `t` tokens for each of `b` sequences, or with one token fewer for each sequence than for
+    /// the one before it.
     fn new(setup: &Setup, b: usize, t: usize, is_ragged: bool) -> Result<Self> {
         let mut cache = AttentionCache::new(&setup.cache)?;
         let xs = wave(b, t, EMBED_DIM, 0.0)?;

@@ -44,7 +44,7 @@ fn fused_names_bound(rule: &Rule, name: &str) -> Result<()> {
 fn delta_rule_with_large_decays_above_zero_matches_recurrence() -> Result<()> {
     for kind in [Decay::PerHead, Decay::PerChannel] {
         for (decay, tokens) in [(23.0, 4), (5.6, 16), (40.0, 2), (3.0, 20)] {
-            // From a state of numbers other than 0 the recurrence overflows too where the decays add up to more than 80.
+            // From a state that is not 0, the recurrence overflows too if the decays add up to more than 80.
             for has_state in if decay * (tokens as f64) <= 80.0 { &[false, true][..] } else { &[false] } {
                 let rule = with_decay(kind, decay, tokens, *has_state);
                 matches_recurrence(&rule)?;

@@ -14,8 +14,8 @@ fn assert_holds(recipe: &Recipe) {
 
 const DIMS: Dims = Dims { b: 1, h: 1, h_kv: 1, t_q: 1, t_kv: 1, d: 8, d_v: 8 };
 
-/// Draws are any calls; calls under masks of intervals alone, which a kernel turns into bounds of its loops; and calls of
-/// a few queries and many keys, which a kernel may split.
+/// Draws any calls; calls under masks that are ranges of keys, which a kernel turns into bounds of its loops; and calls
+/// of a few queries and many keys, which a kernel may split.
 #[test]
 fn kernel_with_random_calls_matches_oracle() {
     let is_of_intervals = |recipe: &Recipe| recipe.masks.concat().iter().any(|kind| !kind.is_tensor());
