@@ -223,7 +223,7 @@ fn merged(context: Vec<f64>, [b, h, t, d_v]: [usize; 4]) -> Array {
     Array::of(&[b, t, h * d_v], Array::each([b, t, h, d_v], |[b, i, h, d]| context.at([b, h, i, d])).data)
 }
 
-/// Slopes for the distance of query and key, or Falcon's biases of keys.
+/// Returns slopes for the distance of query and key, or Falcon's biases of keys.
 fn alibi(cfg: &MultiHeadAttentionConfig, t_q: usize, t_kv: usize) -> (Option<Vec<f64>>, Option<Part>) {
     let Some(alibi) = cfg.alibi() else { return (None, None) };
     let slopes = alibi.slopes(cfg.num_heads()).expect("few heads");

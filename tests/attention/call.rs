@@ -205,7 +205,7 @@ fn valid_lens(lens: &Lens) -> ValidLens {
     }
 }
 
-/// Options of the reference path.
+/// Returns the options of the reference path.
 pub fn reference() -> SdpaOptions {
     SdpaOptions::default().with_backend(Backend::Reference)
 }

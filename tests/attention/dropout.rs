@@ -68,7 +68,7 @@ fn dropout_in_training_drops_fraction_p_and_rescales_kept_weights(device: &Devic
     Ok(())
 }
 
-/// Probabilities next to 0 and 1 are 0 and 1 in f32, the type in which random numbers are drawn.
+/// Checks probabilities next to 0 and 1 too, which are 0 and 1 in f32, the type in which random numbers are drawn.
 fn dropout_outside_training_or_with_p_0_or_1_drops_nothing_or_all(device: &Device) -> Result<()> {
     for call in calls(device)? {
         let plain = call.with_weights()?;

@@ -149,7 +149,7 @@ fn matches_plain_loops(feature: Feature, device: &Device) -> Result<()> {
     Ok(())
 }
 
-/// Batches and sequences may be empty.
+/// Draws empty batches and sequences too.
 #[test]
 fn latent_attention_with_random_configs_matches_plain_loops() -> Result<()> {
     let random = &mut Random::new(1);
@@ -168,7 +168,7 @@ fn latent_attention_with_random_configs_matches_plain_loops() -> Result<()> {
     Ok(())
 }
 
-/// Fields that are absent have their defaults.
+/// Checks too that fields that are absent have their defaults.
 #[test]
 fn layer_configs_round_trip_through_json() {
     let relative = Config::new(24, 3).with_relative_bias(RelativeBiasConfig::new(false).with_num_buckets(6));

@@ -91,7 +91,7 @@ fn for_each_layer(
     layers.into_iter().try_for_each(|(name, kind)| check(name, &kind).map_err(|error| error.context(name)))
 }
 
-/// Layers with relative positions, which plain loops do not compute.
+/// Returns layers with relative positions, which plain loops do not compute.
 fn with_relative_positions() -> Vec<(&'static str, Kind)> {
     relative().into_iter().chain(content().into_iter().map(|cfg| ("content", Kind::MultiHead(cfg)))).collect()
 }

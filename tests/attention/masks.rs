@@ -154,7 +154,7 @@ fn mask_of_huge_sizes_does_not_overflow() {
     assert_eq!((all.kv_range(usize::MAX, 0), all.query_position(usize::MAX)), (0..0, i64::MAX));
 }
 
-/// Parts are some queries and some keys of two whole sequences.
+/// Compares parts of some queries and some keys of two whole sequences.
 #[test]
 fn mask_of_part_equals_part_of_whole_mask() -> Result<()> {
     let masks = [
@@ -219,7 +219,7 @@ fn mask_of_part_with_other_sizes_is_an_error_on_every_path() -> Result<()> {
 }
 
 #[test]
-fn mask_of_part_gives_the_output_of_its_queries_on_every_path() -> Result<()> {
+fn mask_of_part_returns_output_of_its_queries_on_every_path() -> Result<()> {
     let (b, t, device) = (2, 7, &Device::Cpu);
     let whole = AttentionMask::causal_with_offsets([1, -2]).with_window(4);
     let (queries, keys) = (3..7, 0..7);
@@ -311,7 +311,7 @@ fn masks_and_lengths_beyond_memory_are_an_error() -> Result<()> {
     Ok(())
 }
 
-/// Entries outside a view are not checked, and entries that a view repeats are checked once.
+/// Checks that entries outside of a view are not read, and that entries that a view repeats are read once.
 fn bool_mask_checks_only_entries_of_its_view(device: &Device) -> Result<()> {
     let bytes = Tensor::new(&[[7u8, 1, 0, 1], [9, 0, 1, 2]], device)?;
     let resolve = |keep: &Tensor| AttentionMask::none().with_bool_mask(keep).resolve(1, 2, 2).map(drop);

@@ -97,7 +97,7 @@ fn window_masks_match_drawn_matrices(device: &Device) -> Result<()> {
     match_matrices(masks, device)
 }
 
-/// Chunks count from the first key; a query before it is in a chunk without keys.
+/// Checks that chunks count from the first key, and that a query before it is in a chunk without keys.
 fn chunk_masks_match_drawn_matrices(device: &Device) -> Result<()> {
     let masks = [
         (none().with_chunk(2), "11.. 11.. ..11 ..11 | ..11. ....1 | .. .. .. 11 11"),

@@ -177,7 +177,7 @@ pub fn pool(threads: usize) -> ThreadPool {
     ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool")
 }
 
-/// Results and gradients have the same bits in each pool.
+/// Checks that results and gradients have the same bits in each pool.
 pub fn is_the_same_in<O: Operation>(
     pools: &[ThreadPool],
     call: &O,

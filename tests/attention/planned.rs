@@ -106,7 +106,7 @@ fn of_kernel(dtype: DType) -> Call {
     Call::fused(&Recipe::of_kernel(dims, vec![Kind::Causal], dtype).case(), dtype).expect("tensors")
 }
 
-/// PyTorch's masks drop the same weights as on the reference path.
+/// Checks too that PyTorch's masks drop the same weights as on the reference path.
 #[test]
 fn dropout_runs_on_fused_kernel_and_matches_reference() -> Result<()> {
     // Weights that are kept are doubled, and rounded before they are or after.

@@ -172,7 +172,7 @@ pub fn wide(dtype: DType) -> DType {
 }
 
 impl Recipe {
-    /// Contiguous tensors without options.
+    /// Returns a recipe of contiguous tensors without options.
     pub fn plain(dims: Dims, masks: Vec<Vec<Kind>>, dtype: DType) -> Self {
         let (layouts, chosen) = ([Layout::Contiguous; 3], Chosen::default());
         Self {
@@ -274,7 +274,7 @@ fn hide_runs(array: &mut Array, hidden: f64, random: &mut Random) {
     }
 }
 
-/// Sizes up to `most`, now and then 0 or 1.
+/// Draws sizes up to `most`, sometimes 0 or 1.
 fn size(most: usize) -> impl Strategy<Value = usize> {
     prop_oneof![1 => Just(0), 2 => Just(1), 27 => 1..=most]
 }
@@ -314,7 +314,7 @@ pub const LENGTHS: [usize; 34] = [
 
 pub const WIDTHS: [usize; 17] = [1, 3, 7, 8, 16, 17, 32, 40, 64, 72, 80, 96, 128, 192, 256, 257, 512];
 
-/// Sizes at the edges of tiles and vectors, of an amount of work that the oracle can do.
+/// Draws sizes at the edges of tiles and vectors, of an amount of work that the oracle can do.
 fn kernel_dims() -> impl Strategy<Value = Dims> {
     const LISTS: [&[usize]; 7] = [&[1, 2, 3], &[1, 2, 3], &[1, 2, 3, 8], &LENGTHS, &LENGTHS, &WIDTHS, &WIDTHS];
     // Single queries are what decoding asks.

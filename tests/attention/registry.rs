@@ -182,7 +182,7 @@ pub fn multi_head_layer(cfg: &Config, vb: VarBuilder) -> Result<MultiHeadAttenti
     }
 }
 
-/// Biases of relative positions, which plain loops do not have.
+/// Returns layers with a relative bias, which plain loops do not compute.
 pub fn relative() -> [(&'static str, Kind); 2] {
     let buckets = RelativeBiasConfig::new(true).with_num_buckets(8).with_max_distance(6);
     let relative = Config::new(12, 4).with_relative_bias(buckets).with_sinks(true);
@@ -339,7 +339,7 @@ fn latent() -> Vec<(&'static str, Kind)> {
     ]
 }
 
-/// Heads, biases, widths and scale.
+/// Returns layers with other numbers of heads, biases, widths and scales.
 fn plain() -> Configs {
     vec![
         ("plain", four_heads()),
@@ -362,7 +362,7 @@ fn gqa() -> Configs {
     vec![("grouped", grouped()), ("one key head", four_heads().with_num_kv_heads(1))]
 }
 
-/// Windows, local windows and chunks.
+/// Returns layers with windows, local windows and chunks.
 fn windows() -> Configs {
     vec![
         ("window", four_heads().with_window(2)),
@@ -378,7 +378,7 @@ fn softcap() -> Configs {
     vec![("softcap", four_heads().with_softcap(0.7)), ("causal softcap", grouped().with_causal(true).with_softcap(0.4))]
 }
 
-/// Norms of queries, keys, values and the attention output.
+/// Returns layers with norms of queries, keys, values and the attention output.
 fn norms() -> Configs {
     vec![
         ("rms norm of heads", qk_norm(Rms, PerHead)),

@@ -180,7 +180,7 @@ fn statistics_of_packed_layer_match_separate_calls() -> Result<()> {
     Ok(())
 }
 
-/// Statistics are of the weights before dropout.
+/// Checks that statistics are of the weights before dropout.
 #[test]
 fn dropout_changes_output_and_not_statistics() -> Result<()> {
     let q = random(&[1, 2, 20, 8])?;

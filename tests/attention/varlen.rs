@@ -63,7 +63,7 @@ impl Packed {
         case
     }
 
-    /// Sequences have no mask of dropout in common but that of everything.
+    /// Returns whether all weights are dropped, which is the only dropout mask that sequences share.
     fn drops(&self) -> bool {
         self.recipe.seed.is_multiple_of(8)
     }
@@ -84,8 +84,8 @@ impl Packed {
         own
     }
 
-    /// Results of the reference path are the same, and gradients of everything in the widest dtype near. And the
-    /// kernel's results.
+    /// Compares results of the reference path bit for bit, gradients of all inputs in the widest dtype approximately,
+    /// and the kernel's results.
     fn check(&self, device: &Device) -> Result<()> {
         let (dtype, has_queries) = (self.recipe.dtype, self.lens.iter().any(|(t_q, _)| *t_q > 0));
         let is_tracked = dtype == dtypes(device)[0] && has_queries && !self.is_poisoned();
@@ -149,7 +149,7 @@ fn packed_sequences_with_random_masks_match_separate_calls(device: &Device) {
     for_all(400, packed(dtypes(device)), |packed| packed.check(device));
 }
 
-/// Inputs are columns of one product, and tensors whose heads come before positions.
+/// Compares columns of one product, and tensors whose heads come before positions.
 fn packed_sequences_of_any_strides_match_contiguous_ones(device: &Device) -> Result<()> {
     let sequences = PackedSequences::from_lens(&[2, 4, 1], &[2, 4, 1])?;
     let product = Tensor::randn(0f32, 1., (7, H + 2 * H_KV, D), device)?;

@@ -6,7 +6,7 @@ use crate::*;
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Keys and values are read in place, and no buffer is allocated while the capacity suffices.
+/// Checks that keys and values are read in place, and that no buffer is allocated while the capacity suffices.
 #[test]
 fn cache_is_read_without_copies() -> Result<()> {
     let cfg = Config::new(512, 4).with_num_kv_heads(2).with_causal(true);

@@ -44,7 +44,7 @@ fn delta_cache_truncates_to_snapshots() -> Result<()> {
     Ok(())
 }
 
-/// Snapshots are found by the longest sequence, which need not be the one that a call continues.
+/// Restores snapshots by the longest sequence, which need not be the one that a call continues.
 #[test]
 fn delta_cache_snapshot_restores_shorter_sequences() -> Result<()> {
     let (net, xs) = (net(DType::F32)?, wave(2, 5, E, 0.0)?);

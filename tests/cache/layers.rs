@@ -77,7 +77,7 @@ fn check_layers(layers: Layers, gives_positions: bool, device: &Device) -> Resul
     Ok(())
 }
 
-/// Layers that are not causal attend to every key that is stored.
+/// Includes layers that are not causal, which attend to every key that is stored.
 fn layers_with_cache_match_one_call(device: &Device) -> Result<()> {
     let norm = QkNorm { kind: QkNormKind::Rms, scope: QkNormScope::PerHead, eps: 1e-6 };
     let layout = GateLayout::FusedWithQuery;
@@ -262,8 +262,8 @@ fn cache_of_every_dtype_matches_one_call() -> Result<()> {
     Ok(())
 }
 
-/// Sequences are long enough that the fused kernel splits the keys, that buffers grow many times, and that windows
-/// slide often. Long calls attend to latents in one way and short calls in another, so both follow each other.
+/// Runs sequences that are long enough that the fused kernel splits the keys, that buffers grow many times, and that
+/// windows slide often. Long calls attend to latents in one way and short calls in another, so both follow each other.
 fn long_sequences_with_cache_match_one_call(device: &Device) -> Result<()> {
     let growing = || AttentionCacheConfig::new().with_capacity(16);
     let latent = LatentConfig::new(EMBED_DIM, 3).with_q_lora_rank(8).with_kv_lora_rank(48).with_nope_head_dim(16);

@@ -66,13 +66,13 @@ fn with_bias(layer: MultiHeadAttention, dtype: DType, device: &Device) -> Result
     layer.with_relative_bias(bias)
 }
 
-/// Numbers (B, T, E) on [-1, 1], others for each `first`.
+/// Returns numbers (B, T, E) in [-1, 1], different ones for each `first`.
 fn wave(b: usize, t: usize, width: usize, first: f32) -> Result<Tensor> {
     let data: Vec<f32> = (0..b * t * width).map(|n| (n as f32 * 0.7 + first).sin()).collect();
     Tensor::from_vec(data, (b, t, width), &CPU)
 }
 
-/// Positions of (B, T, E).
+/// Returns some positions of (B, T, E).
 fn part(xs: &Tensor, start: usize, t: usize) -> Result<Tensor> {
     xs.narrow(1, start, t)?.force_contiguous()
 }

@@ -7,8 +7,8 @@ use crate::*;
 const ORIGINAL: usize = 6;
 const CALLS: [(usize, [usize; 2]); 5] = [(5, [0, 2]), (1, [0, 0]), (1, [0, 0]), (3, [1, 0]), (1, [0, 0])];
 
-/// Frequencies follow the length of a call: cached keys stay as they were rotated, and the longest sequence of a batch
-/// decides for all.
+/// Checks frequencies that follow the length of a call: cached keys stay as they were rotated, and the longest sequence
+/// of a batch decides for all.
 #[test]
 fn rope_scaling_by_length_with_cache_matches_transformers() -> Result<()> {
     let tensors = recorded_tensors("cache/numbers.safetensors")?;

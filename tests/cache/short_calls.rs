@@ -39,8 +39,7 @@ fn setups() -> Result<Vec<Setup>> {
     multi_head.chain(latent).map(of_kind).collect()
 }
 
-/// Tokens of two sequences, one after the other; those without an entry are passed over, since Candle does not join
-/// them.
+/// Joins the tokens of two sequences. Empty tensors are skipped, since Candle does not join them.
 fn joined(one: &Tensor, other: &Tensor) -> Result<Tensor> {
     let parts: Vec<_> = [one, other].into_iter().filter(|part| part.elem_count() > 0).collect();
     if parts.is_empty() { Ok(one.clone()) } else { Tensor::cat(&parts, 0) }
@@ -134,7 +133,7 @@ fn caches_go_on_after_edits_of_short_calls() -> Result<()> {
 
 /// Checks that a batch of empty sequences takes no memory as a tensor, and some memory for each sequence in a cache.
 #[test]
-fn more_sequences_than_memory_holds_are_an_error() -> Result<()> {
+fn cache_of_more_sequences_than_memory_is_rejected() -> Result<()> {
     let layer = layer(&Config::new(EMBED_DIM, 4).with_causal(true))?;
     let xs = Tensor::zeros((1 << 44, 0, EMBED_DIM), DType::F32, &CPU)?;
     let mut cache = AttentionCache::default();

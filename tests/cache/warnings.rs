@@ -221,7 +221,7 @@ fn positions_that_go_back() -> Result<()> {
     prompt_and_step(at(&far), NOTHING)
 }
 
-/// Positions on several axes that begin anew.
+/// Calls a layer with positions on several axes that begin anew.
 fn axis_positions_that_go_back() -> Result<()> {
     let axes = RopeAxes::new(vec![1, 1], RopeAxisLayout::Sections);
     let layer = layer(&Config::new(8, 2).with_causal(true).with_rope(RopeConfig::new(100.0).with_axes(axes)))?;
@@ -298,7 +298,7 @@ fn misuse_is_logged_once() {
 /// Checks that a mask with columns for padding is an error: transformers' attention mask of a step has them, and a
 /// cache stores no padding.
 #[test]
-fn attention_mask_with_columns_for_padding_that_the_cache_left_out_is_an_error() -> Result<()> {
+fn attention_mask_with_columns_for_padding_not_in_cache_is_rejected() -> Result<()> {
     let mask = |rows: &[[u32; 5]; 2]| AttentionMask::from_attention_mask(&Tensor::new(rows, &CPU)?);
     let right_padded = Given { valid_lens: Some(&[2, 4]), ..NOTHING };
     for (prompt, wrong, right) in [

@@ -73,7 +73,7 @@ impl File {
     }
 }
 
-/// Numbers are of 32 bits.
+/// Returns a value. Numbers have 32 bits.
 fn value(json: &Json) -> Value {
     match json {
         Json::Bool(flag) => Value::Bool(*flag),

@@ -276,7 +276,7 @@ pub fn models() -> PathBuf {
     root().join("models")
 }
 
-/// Folders of `models/` that have a config.
+/// Lists the folders of `models/` that have a config.
 pub fn systems() -> Vec<String> {
     let folders = listed(models()).into_iter().filter(|folder| folder.join("config.json").is_file());
     folders.map(|folder| folder.file_name().expect("a name").to_string_lossy().into_owned()).collect()
@@ -302,7 +302,7 @@ impl Golden {
         data(&self.name).join(file)
     }
 
-    /// Names of the cases that the data has, in alphabetical order.
+    /// Lists the names of the cases of the data, in alphabetical order.
     pub fn cases(&self) -> Vec<String> {
         let mut cases: Vec<_> =
             self.io.keys().filter_map(|name| name.split_once('.')).map(|(case, _)| case.to_string()).collect();

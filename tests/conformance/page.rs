@@ -39,7 +39,7 @@ fn said(verdict: &Verdict) -> String {
     }
 }
 
-/// Names, or runs of numbers.
+/// Joins names, or runs of numbers.
 fn listed(names: &[&str]) -> String {
     let Ok(numbers) = names.iter().map(|name| name.parse::<usize>()).collect::<Result<Vec<_>, _>>() else {
         return names.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");

@@ -63,7 +63,7 @@ type Builder = fn() -> VarBuilder<'static>;
 const BUILDERS: [(&str, Builder); 3] =
     [("zeros", any_weights), ("variables", variables), ("a seed", || TorchSeed::new(1).var_builder(DType::F32, &CPU))];
 
-/// Sizes beyond memory are errors.
+/// Checks too that sizes beyond memory are errors.
 #[test]
 fn every_builder_loads_every_layout_twice_alike() -> Result<()> {
     let (most, xs) = (u32::MAX as usize, numbers((1, 3, 8)));

@@ -179,7 +179,7 @@ pub fn tensor(json: &Value) -> Result<Tensor> {
     }
 }
 
-/// Tensors by name, in the order of their names.
+/// Reads tensors by name, in the order of their names.
 pub fn named<C: FromIterator<(String, Tensor)>>(json: &Value) -> Result<C> {
     let tensors = json.as_object().expect("names and tensors").iter();
     tensors.map(|(name, json)| Ok((name.clone(), tensor(json)?))).collect()
@@ -246,8 +246,8 @@ pub fn mask(of: &Fields) -> Result<AttentionMask> {
     Ok(with(mask, of.part("and", self::mask)?, |mask, other| mask.and(&other)))
 }
 
-/// Sequences one after the other: the sums of their lengths or the lengths, of queries and keys or of both, as lists or
-/// in a tensor.
+/// Reads packed sequences: the sums of their lengths or the lengths, of queries and keys or of both, as lists or in a
+/// tensor.
 pub fn packed(of: &Fields) -> Result<PackedSequences> {
     type Two = [Vec<usize>; 2];
     match (of.get::<Two>("sums")?, of.get::<Two>("lens")?, of.tensors(["in"])?) {

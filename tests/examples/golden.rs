@@ -141,7 +141,7 @@ fn sentence_embedding_file_contains_its_sentences() {
 /// Checks that the picture is lightest where the class token attends to.
 #[test]
 #[cfg(feature = "plot")]
-fn attention_is_drawn_over_the_picture_that_the_model_sees() -> Result<()> {
+fn attention_map_is_drawn_over_input_picture() -> Result<()> {
     for model in Checkpoint::all("image_embedding") {
         let png = model.written("--attention", &[PICTURE, "--head", "2"]);
         let mut reader = png::Decoder::new(std::io::Cursor::new(png)).read_info().expect("a PNG");

@@ -59,8 +59,8 @@ fn folder(name: &str) -> PathBuf {
     recorded("causal_lm/long_context").join(name)
 }
 
-/// Prompts within the original context and beyond it, generation across it, and batches of unequal lengths; in chunks
-/// that would end within the original context of a prompt beyond it.
+/// Runs prompts within the original context and beyond it, generation across it, and batches of unequal lengths; in
+/// chunks that would end within the original context of a prompt beyond it.
 #[test]
 fn rope_scaled_by_length_generates_transformers_tokens() {
     let cases = Case::all();

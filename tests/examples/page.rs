@@ -14,7 +14,7 @@ fn page(example: &str, args: &[&str]) -> (String, usize) {
     (html, layers)
 }
 
-/// Layers of linear attention have no page.
+/// Counts the layers of each page. Layers of linear attention are not in it.
 #[test]
 fn page_of_every_checkpoint_has_all_layers() {
     for (example, args) in [

@@ -68,7 +68,8 @@ fn tokenize_attend_maps_match_pytorch_and_transformers() {
     }
 }
 
-/// Layers of self-attention run. Folders without a layer or without weights, and layers of cross-attention, are errors.
+/// Runs layers of self-attention. Folders without a layer or without weights, and layers of cross-attention, are
+/// errors.
 #[test]
 fn tokenize_attend_runs_folders_of_self_attention_and_rejects_others() {
     for name in systems() {
@@ -120,8 +121,8 @@ fn plot_files_are_written_as_svg_and_png() {
     }
 }
 
-/// Words repeat. In the second layer, a head attends to the token after the previous copy; in the first, one attends to
-/// the previous token.
+/// Repeats words. In the second layer, a head attends to the token after the previous copy; in the first, one attends
+/// to the previous token.
 #[test]
 fn induction_heads_of_trained_model_attend_to_previous_copy() {
     assert!(std::fs::metadata(models().join("induction_heads/model.safetensors")).expect("the model").len() < 300_000);

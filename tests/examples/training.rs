@@ -10,7 +10,7 @@ use crate::decoder::CausalLm;
 use crate::process::Checkpoint;
 use crate::{encoder, images};
 
-/// Blocks are whole: norms, attention of every kind and MLPs, gated and plain, with the embedding and the head.
+/// Trains whole blocks: norms, attention of every kind and MLPs, gated and plain, with the embedding and the head.
 #[test]
 fn training_steps_match_transformers_and_move_every_variable() -> Result<()> {
     let expected = recorded_tensors("causal_lm/training.safetensors")?;

@@ -218,7 +218,7 @@ fn dropout_in_additive_attention_matches_dropped_weights() -> Result<()> {
     Ok(())
 }
 
-/// PyTorch's dropout mask is drawn: the generator is seeded just before the forward pass, as in the tutorial.
+/// Draws PyTorch's dropout mask: the generator is seeded just before the forward pass, as in the tutorial.
 #[test]
 fn dropout_in_frontend_48_train_matches_pytorch() -> Result<()> {
     let (golden, plain) = (Golden::open(TRAINED), Golden::open("frontend_48"));

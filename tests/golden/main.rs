@@ -22,7 +22,7 @@ impl Golden {
     }
 }
 
-/// Folders with a layout are the systems of `layers.rs`. Others have to be named in the source of a test.
+/// Checks the source of tests for folders without a layout. Folders with a layout are the systems of `layers.rs`.
 #[test]
 fn model_folders_without_layout_are_named_in_a_test() {
     let readers = [include_str!("pieces.rs"), include_str!("../tokenizer/main.rs")];

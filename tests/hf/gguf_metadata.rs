@@ -87,7 +87,7 @@ fn gguf_window_pattern_of_one_number_is_llama_cpps_period() -> Result<()> {
 }
 
 #[test]
-fn gguf_window_pattern_that_says_nothing_of_a_layer_is_refused() -> Result<()> {
+fn gguf_window_pattern_without_a_layer_is_rejected() -> Result<()> {
     for architecture in WITH_PATTERN {
         for value in [
             Value::Array(vec![Value::Bool(true); LAYERS - 1]),

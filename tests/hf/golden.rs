@@ -90,8 +90,8 @@ fn hf_layer_shards_sum_to_whole_layer() -> Result<()> {
     Ok(())
 }
 
-/// Layers with the keys of earlier ones have them in a memory; `tests/cache` has the same numbers from a cache that is
-/// shared.
+/// Calls layer `i`. Layers that share the keys of earlier layers read them from a memory; `tests/cache` has the same
+/// numbers with a shared cache.
 pub fn forward(model: &Model, i: usize, input: AttentionInput) -> Result<Tensor> {
     if LATENT.contains(&model.model_type()) {
         hf::load_latent_attention(&model.config, i, model.vb())?.forward_with(input)

@@ -65,7 +65,7 @@ fn within<T>(most: usize, what: &str, run: impl FnOnce() -> T) -> T {
     result.unwrap_or_else(|_| panic!("{what} panics"))
 }
 
-/// Configs, and the layers of a checkpoint that has no tensors.
+/// Reads the configs, and the layers of a checkpoint that has no tensors.
 fn parsed(config: &Value, what: &str) {
     for layer in LAYERS {
         within(1 << 22, &format!("layer {layer} of {what}"), || {

@@ -128,7 +128,7 @@ fn linear_attention_packed_sequences_match_separate_calls() -> Result<()> {
     Ok(())
 }
 
-/// Gradients of the input, with plain weights and with variables, and of all weights.
+/// Compares gradients of the input, with plain weights and with variables, and of all weights.
 #[test]
 fn linear_attention_gradients_match_pytorch() -> Result<()> {
     for model in models() {
@@ -214,7 +214,7 @@ fn module(model: &Model) -> &str {
     name.split('.').nth(2).expect("layers.0.module.name")
 }
 
-/// Ranks have whole key heads, or parts of one.
+/// Divides whole key heads among ranks, and parts of one key head.
 #[test]
 fn linear_attention_shards_sum_to_whole_layer() -> Result<()> {
     models().iter().try_for_each(shares_sum)

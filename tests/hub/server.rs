@@ -135,7 +135,7 @@ impl Server {
         }
     }
 
-    /// Status, headers and body of what there is.
+    /// Returns status, headers and body of an answer.
     fn reply(&self, path: &str, asked: &[String]) -> (String, String, &[u8]) {
         let none = &b""[..];
         if let Some(rest) = path.strip_prefix("/old/") {

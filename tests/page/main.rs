@@ -29,7 +29,7 @@ const TOKENS: [&str; 12] = [
     "",
 ];
 
-/// Numbers from -1 to 1, the same on every machine.
+/// Draws numbers from -1 to 1, the same on every machine.
 fn draw(seed: usize, shape: &[usize]) -> Result<Tensor> {
     let count: usize = shape.iter().product();
     let numbers = (0..count).map(|i| ((i * 7919 + seed * 104_729 + i / 7 * 31) % 2003) as f32 / 1001.0 - 1.0);
@@ -56,7 +56,7 @@ fn top(keys: usize) -> StatisticsOptions {
     StatisticsOptions::default().with_top_keys(keys)
 }
 
-/// Statistics of this size that took no attention: (1, H, T, 8), each query's keys spread over those before it.
+/// Returns statistics of this size without attention: (1, H, T, 8), each query's keys spread over earlier ones.
 fn synthetic(heads: usize, len: usize) -> Result<AttentionStatistics> {
     let rows = || (0..heads * len).map(|row| (row / len, row % len));
     let keys = rows().flat_map(|(head, query)| (0..8).map(move |i| ((query * i / 8 + head * i) % len) as u32));

@@ -129,7 +129,7 @@ proptest! {
     }
 }
 
-/// tests/errors has the error for one column less.
+/// Checks the least width. tests/errors has the error for one column less.
 #[test]
 fn heat_map_of_least_width_has_one_key() -> Result<()> {
     let map = HeatMap::new(&many(1, 2, 2)?)?.with_tokens(&["hello", "world"])?;

@@ -28,7 +28,7 @@ fn file_truncated_after_opening_is_rejected() -> Result<()> {
     Ok(())
 }
 
-/// Tensors have more elements than are converted at once, in every dtype and from each kind of builder.
+/// Reads tensors with more elements than are converted at once, in every dtype and from each kind of builder.
 #[test]
 fn large_tensors_are_read_whole_and_equal_mapped_ones() -> Result<()> {
     let folder = tempfile::tempdir()?;

@@ -85,7 +85,7 @@ fn inner_module(layout: WeightLayout) -> Option<&'static str> {
 }
 
 #[test]
-fn unknown_parameters_beside_every_layout_are_refused() {
+fn unknown_parameters_in_files_of_every_layout_are_rejected() {
     let layouts = WeightLayout::all();
     let draws = (0..layouts.len(), 0..UNKNOWN.len(), any::<bool>(), any::<bool>());
     for_all(1500, draws, |(layout, unknown, is_inner, has_output)| {
@@ -123,7 +123,7 @@ fn output_projections_of_every_name_are_refused_where_the_config_has_none() -> R
 }
 
 #[test]
-fn buffers_beside_every_layout_change_nothing() -> Result<()> {
+fn buffers_in_files_of_every_layout_change_nothing() -> Result<()> {
     for layout in WeightLayout::all() {
         let expected = bits(&invented(&config(layout, true), WeightLayout::Canonical)?)?;
         for (name, shape) in HARMLESS {

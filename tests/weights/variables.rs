@@ -103,8 +103,8 @@ fn gradient_descent_lowers_loss_in_every_layout() -> Result<()> {
     Ok(())
 }
 
-/// Biases are variables and weights are not (BitFit), in layouts whose rows are views and in layouts whose rows are
-/// joined.
+/// Trains biases while weights are not variables (BitFit), in layouts whose rows are views and in layouts whose rows
+/// are joined.
 #[test]
 fn biases_trained_alone_are_followed_by_layer() -> Result<()> {
     let xs = wave(0.61, (1, 5, 8))?;

@@ -78,7 +78,7 @@ impl Recipe {
         }
     }
 
-    /// Keys are no longer than one, so that no rule lets states grow without end.
+    /// Draws the case. Keys are no longer than one, so that no rule lets states grow without end.
     pub fn case(&self) -> Delta {
         let Self { d_k, d_v, dtype, factor_dtype, .. } = *self;
         let random = &mut Random::new(self.seed);

@@ -63,7 +63,8 @@ fn changes() -> Vec<Change> {
 
 crate::on_each_device!(extreme_inputs_match_oracle_without_overflow);
 
-/// Tolerances grow with the numbers, so the sums of weights are compared too: with values of one they are the output.
+/// Compares the sums of weights too, since tolerances grow with the numbers: with values of one, the sums are the
+/// output.
 fn extreme_inputs_match_oracle_without_overflow(device: &Device) {
     let masks: [&[Kind]; 4] = [&[], &[Kind::Causal], &[Kind::ValidLens], &[Kind::Band]];
     for (n, change) in changes().into_iter().enumerate() {

@@ -80,8 +80,8 @@ fn linear_conversions_from_and_to_candle_agree() -> Result<()> {
     Ok(())
 }
 
-/// Variables, which training changes, and f64 are not copied: they are multiplied by Candle's `Linear` over the same
-/// tensors.
+/// Checks variables, which training changes, and f64: they are not copied, but multiplied by Candle's `Linear` over the
+/// same tensors.
 #[test]
 fn linear_of_variables_or_f64_is_not_packed() -> Result<()> {
     for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::F64, 1e-14)] {

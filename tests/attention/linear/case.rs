@@ -101,7 +101,7 @@ impl Product {
         }
     }
 
-    /// Entries are uniform, and what no view reaches is NaN.
+    /// Draws uniform entries. Entries that no view reaches are NaN.
     pub fn case(&self) -> Case {
         let mut random = Random::new(self.seed);
         let (of_weight, of_input) = self.types;

@@ -12,7 +12,8 @@ struct Poison {
     value: f64,
 }
 
-/// Infinities of both signs in one sum make a NaN, an infinite input over a weight of zero does too.
+/// Draws infinities too: of both signs in one sum they make a NaN, and so does an infinite input times a weight of
+/// zero.
 fn poisons() -> impl Strategy<Value = Vec<Poison>> {
     // The last rows and columns are outside of whole tiles.
     let at = || prop_oneof![Just(0.0), Just(1.0), 0.0..=1.0];
@@ -33,7 +34,7 @@ fn poisoned(call: &Projection, poisons: &[Poison]) -> Projection {
     call
 }
 
-/// Sizes are no multiples of tiles of rows, vectors, panels and blocks.
+/// Draws sizes that are no multiples of tiles of rows, vectors, panels and blocks.
 #[test]
 fn linear_nan_reaches_only_its_row_or_column() {
     let sizes = select(&[(1, 9, 19), (5, 261, 50), (21, 67, 97), (195, 33, 13)][..]);

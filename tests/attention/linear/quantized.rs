@@ -77,7 +77,7 @@ fn assert_rows(linear: &PackedLinear, weight: &Tensor, ids: &Tensor) -> Result<(
     Ok(())
 }
 
-/// Scales have either sign, and minimums are set.
+/// Checks scales of either sign, and minimums.
 #[test]
 fn gguf_types_keep_every_code() -> Result<()> {
     for (dtype, bytes) in [(Q4_0, 18), (Q4_1, 20), (Q5_0, 22), (Q5_1, 24), (Q8_0, 34)] {
@@ -128,8 +128,9 @@ fn bits_with_one_nan(tensor: &Tensor) -> Vec<u32> {
     numbers.into_iter().map(|x| if x.is_nan() { f32::NAN.to_bits() } else { x.to_bits() }).collect()
 }
 
-/// Blocks with any scales and minimums have the bits of their dequantised numbers: the weight itself, and products with
-/// dense rows, with rows so small that products round to zeros of either sign, and with rows of a single 1.
+/// Compares blocks of any scales and minimums with their dequantised numbers, bit for bit: the weight itself, and
+/// products with dense rows, with rows so small that products round to zeros of either sign, and with rows of a single
+/// 1.
 #[test]
 fn gguf_blocks_with_any_scale_match_dequantized_weight() {
     let (out, inputs) = (18, 64);

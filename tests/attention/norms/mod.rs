@@ -133,7 +133,8 @@ fn rms_norm_plus_one_equals_rms_norm_of_weight_plus_one() -> Result<()> {
     are_near(&found?, &expected?, |_, largest| 1e-12 * largest.max(1.0))
 }
 
-/// Shapes of every rank, widths around the lanes of a sum, several tasks, nothing at all, and views of any strides.
+/// Lists inputs of every rank, of widths around the lanes of a sum, for several tasks, empty ones, and views of any
+/// strides.
 fn inputs() -> Vec<Array> {
     let shapes: [&[usize]; 14] = [
         &[5],

@@ -21,7 +21,7 @@ fn tokens(cfg: &Config) -> usize {
     Kind::MultiHead(cfg.clone()).tokens().unwrap_or(17)
 }
 
-/// tests/hf compares each kind with transformers, in f32 on both paths.
+/// Compares the paths. tests/hf compares each kind with transformers, in f32 on both paths.
 #[test]
 fn content_positions_on_every_path_and_dtype_match_f64_reference() -> Result<()> {
     for cfg in content() {
@@ -56,7 +56,7 @@ fn content_positions_on_every_path_and_dtype_match_f64_reference() -> Result<()>
     Ok(())
 }
 
-/// Heads of a group read one key head, and a term that is absent is a term whose projection is zero.
+/// Compares grouped heads with a layer that repeats key heads, and an absent term with a term whose projection is zero.
 #[test]
 fn content_positions_with_gqa_or_single_terms_match_whole_layer() -> Result<()> {
     for cfg in content() {
@@ -87,8 +87,8 @@ fn content_positions_with_gqa_or_single_terms_match_whole_layer() -> Result<()> 
     Ok(())
 }
 
-/// Windows are compared with their definition, shifted and padded, and so are the masks that separate tokens that a
-/// shift made neighbours.
+/// Compares windows with their definition, shifted and padded, and the masks that separate tokens that a shift made
+/// neighbours.
 #[test]
 fn image_windows_partition_and_merge_round_trips() -> Result<()> {
     for (image, window, shift) in [([4, 6], 2, 0), ([4, 6], 2, 1), ([5, 7], 3, 0), ([5, 7], 3, 2), ([2, 2], 3, 1)] {
@@ -181,7 +181,7 @@ fn content_positions_of_cloned_layer_follow_its_adapter() -> Result<()> {
     Ok(())
 }
 
-/// Factors are at most 100, and the cosine of a token of zeros is zero.
+/// Checks that factors are at most 100, and that the cosine of a token of zeros is zero.
 #[test]
 fn cosine_window_scores_are_bounded() -> Result<()> {
     let cfg = content()[4].clone();

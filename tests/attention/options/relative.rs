@@ -35,7 +35,7 @@ fn relative_bias_matches_transformers() -> Result<()> {
     Ok(())
 }
 
-/// Borders between buckets follow the f32 arithmetic of transformers.
+/// Compares the borders between buckets, which follow the f32 arithmetic of transformers.
 #[test]
 fn relative_bias_buckets_match_transformers_for_every_distance() -> Result<()> {
     for (n, case) in read().buckets.into_iter().enumerate() {

@@ -67,7 +67,7 @@ fn rope_positions_of_queries_and_keys_differ_in_cross_attention(device: &Device)
     Ok(())
 }
 
-/// Keys of a memory are rotated once, by frequencies that may follow their length.
+/// Checks keys of a memory, which are rotated once, by frequencies that may follow their length.
 fn rope_in_projected_memory_matches_key_value_inputs(device: &Device) -> Result<()> {
     for scaling in [RopeScaling::None, RopeScaling::Dynamic { factor: 2.0, original_context: 4 }] {
         let layer = layer(&config().with_causal(false).with_rope(rope().with_scaling(scaling)), device)?;
@@ -142,7 +142,7 @@ fn rope_tables_shared_by_layers_match_own_tables() -> Result<()> {
     Ok(())
 }
 
-/// Layers with and without rotary positions accept the same input.
+/// Checks that layers with and without rotary positions accept the same input.
 #[test]
 fn positions_are_ignored_by_layer_without_rope() -> Result<()> {
     let (layer, xs) = (layer(&Config::new(24, 4), &CPU)?, random((2, 5, 24))?);

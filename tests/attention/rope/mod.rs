@@ -31,7 +31,7 @@ impl Numbers {
         Ok(numbers)
     }
 
-    /// Positions (T,) or (B, T).
+    /// Returns positions (T,) or (B, T).
     fn positions(&self, call: usize, device: &Device) -> Result<Tensor> {
         let positions = Tensor::new(self.calls[call].clone(), device)?;
         if positions.dim(0)? == 1 { positions.squeeze(0) } else { Ok(positions) }
@@ -106,7 +106,7 @@ fn rope_of_empty_inputs_is_empty() -> Result<()> {
     Ok(())
 }
 
-/// Layouts of 8 pairs, and for each pair its axis and the exponent of its period.
+/// Lists layouts of 8 pairs, and for each pair its axis and the exponent of its period.
 fn layouts() -> Vec<(RopeAxes, Vec<(usize, f64)>)> {
     let common = |axes: [usize; 8]| axes.into_iter().enumerate().map(|(i, axis)| (axis, i as f64 / 8.0)).collect();
     let axes = |sections: &[usize], layout| RopeAxes::new(sections.to_vec(), layout);

@@ -39,7 +39,7 @@ impl Array {
         }
     }
 
-    /// Contiguous, of numbers in row-major order.
+    /// Returns a contiguous array of numbers in row-major order.
     pub fn of(shape: &[usize], data: Vec<f64>) -> Self {
         assert_eq!(data.len(), shape.iter().product::<usize>(), "a number for each entry of {shape:?}");
         Self { data, ..Self::new(shape) }

@@ -359,8 +359,8 @@ fn dot(x: &[f64], y: &[f64]) -> f64 {
     sums.iter().sum()
 }
 
-/// Rows (.., in) through a weight (out, in) and its bias, and the sums of the magnitudes of all that was added for each
-/// output.
+/// Multiplies rows (.., in) by a weight (out, in) and adds its bias. Returns the outputs, and the sums of the
+/// magnitudes of all terms of each output.
 pub fn linear_with_sizes(xs: &[f64], weight: &[f64], bias: &[f64], rows: usize) -> (Vec<f64>, Vec<f64>) {
     let inputs = xs.len() / rows.max(1);
     let through = |xs: &[f64], weight: &[f64], bias: &[f64]| -> Vec<f64> {
