@@ -1,18 +1,18 @@
-//! Why a call was not computed.
+//! The errors of a call.
 
 use std::fmt;
 
 use crate::cpu::{InstructionSet, UnsupportedInstructionSet};
 
-/// Why a call was not computed. Nothing was written then.
+/// The reason why a call was not computed. The call has written nothing.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Error {
-    /// The instruction set that the call named cannot be had.
+    /// The instruction set of the call is not available.
     InstructionSet(UnsupportedInstructionSet),
-    /// Sizes that do not fit each other: what was expected and what was found.
+    /// Sizes do not fit each other. The text says what was expected and what was found.
     Shape(String),
-    /// There is no memory for what is named.
+    /// There is no memory for the named numbers.
     Memory(String),
     /// A number beyond those that the kernel computes rightly with: the number and the bound.
     Range(String),
@@ -30,16 +30,12 @@ impl fmt::Display for Error {
 
 impl std::error::Error for Error {}
 
-/// That the processor has the instruction set.
+/// Checks that the processor has the instruction set.
 pub(crate) fn check_instruction_set(instruction_set: InstructionSet) -> Result<(), Error> {
-    if instruction_set.is_available() {
-        Ok(())
-    } else {
-        Err(Error::InstructionSet(UnsupportedInstructionSet::Unavailable(instruction_set)))
-    }
+    instruction_set.check_available().map_err(Error::InstructionSet)
 }
 
-/// That a slice has one element for each of what is counted.
+/// Checks the length of a slice.
 pub(crate) fn check_len(what: &str, found: usize, expected: usize) -> Result<(), Error> {
     if found == expected {
         return Ok(());

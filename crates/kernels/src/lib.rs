@@ -18,27 +18,31 @@ pub use error::Error;
 
 use half::{bf16, f16};
 
-/// f32, bf16 or f16: read as f32, written from f32. There are no other implementations.
+/// An element of tensors: f32, bf16 or f16. It is read as f32 and rounded from f32. There are no other implementations.
 pub trait Element: flash::AttentionKernels + delta::DeltaKernels + linear::ProductKernels {}
 
 impl Element for f32 {}
 impl Element for bf16 {}
 impl Element for f16 {}
 
-/// What trusts its arguments cannot be called from outside of this package. Weights are packed and unpacked like this,
+/// Methods that do not validate their arguments are `unsafe` or take a type that is private to this package. These
+/// examples check that generic code outside of the package cannot call them. Weights are packed and unpacked by methods
+/// that validate:
 ///
 /// ```
-/// use candle_attention_kernels::{Element, Error, InstructionSet, linear::PackedWeight};
+/// use candle_attention_kernels::linear::{PackedWeight, WeightShape};
+/// use candle_attention_kernels::{Element, Error, InstructionSet};
 ///
-/// fn rows_of<E: Element>(rows: &[E], shape: (usize, usize), outputs: &[usize]) -> Result<Vec<E>, Error> {
+/// fn rows_of<E: Element>(rows: &[E], shape: WeightShape, outputs: &[usize]) -> Result<Vec<E>, Error> {
 ///     PackedWeight::new(rows, shape, InstructionSet::Scalar)?.unpack_rows(outputs)
 /// }
-/// assert_eq!(rows_of(&[1f32, 2.0, 3.0, 4.0], (2, 2), &[1]), Ok(vec![3.0, 4.0]));
-/// assert!(rows_of(&[1f32, 2.0, 3.0, 4.0], (2, 2), &[1 << 40]).is_err());
-/// assert!(rows_of(&[1f32, 2.0], (2, 2), &[]).is_err());
+/// let shape = WeightShape { outputs: 2, inputs: 2 };
+/// assert_eq!(rows_of(&[1f32, 2.0, 3.0, 4.0], shape, &[1]), Ok(vec![3.0, 4.0]));
+/// assert!(rows_of(&[1f32, 2.0, 3.0, 4.0], shape, &[1 << 40]).is_err());
+/// assert!(rows_of(&[1f32, 2.0], shape, &[]).is_err());
 /// ```
 ///
-/// What those methods take cannot be named, nor can the traits:
+/// The types of other methods' arguments cannot be named, and neither can the traits:
 ///
 /// ```compile_fail,E0603
 /// use candle_attention_kernels::flash::kernels::KernelCall;
@@ -52,4 +56,4 @@ impl Element for f16 {}
 /// use candle_attention_kernels::cpu::{SimdTask, Vector};
 /// ```
 #[cfg(doctest)]
-struct WhatIsOutOfReach;
+struct SealedApiDoctests;

@@ -1,24 +1,26 @@
-//! The types that tensors hold, and views of them.
+//! The types of tensors' elements, and strided views of them.
 
 use half::{bf16, f16};
 
 use crate::cpu::{Format, InstructionSet, MAX_LANES, SimdTask, Vector, dispatch_bf16, dispatch_f32};
 use crate::error::Error;
 
-/// What the kernels read as f32: elements, and keys and values of 8 bits.
+/// A number in memory that the kernels read as f32: an element, or a key or value of 8 bits.
 pub trait Stored: Copy + Default + Send + Sync + 'static {
-    /// Whether what is read is to be multiplied by the scale of its row.
+    /// Whether numbers are multiplied by the scale of their row.
     const IS_SCALED: bool;
 
-    /// Whether it is neither infinite nor NaN.
+    /// Returns whether the number is neither infinite nor NaN.
     fn is_finite(self) -> bool;
 
+    /// Loads a vector of numbers.
+    ///
     /// # Safety
     /// As [`Vector::load`].
     unsafe fn load<V: Vector>(from: *const Self) -> V;
 }
 
-/// Codes of keys and values: 128 stands for 0.
+/// Codes of keys and values: the code 128 is 0.
 impl Stored for u8 {
     const IS_SCALED: bool = true;
 
@@ -34,16 +36,18 @@ impl Stored for u8 {
     }
 }
 
-/// What the algorithms need of an element.
+/// The operations of an element that the algorithms use.
 ///
-/// Whoever is generic over [`Element`](crate::Element) can name these methods. Those that trust what they are given are
-/// `unsafe`, or take what nobody else can make.
+/// Code outside of this package that is generic over [`Element`](crate::Element) can name these methods. A method that
+/// does not validate its arguments is `unsafe`, or takes a type of which only this package can make a value.
 pub trait Number: Stored {
-    /// How panels hold it.
+    /// The format of panels of the element.
     const FORMAT: Format;
 
     fn from_f32(x: f32) -> Self;
 
+    /// Stores a vector, rounded to the element.
+    ///
     /// # Safety
     /// As [`Vector::store`].
     unsafe fn store<V: Vector>(vector: V, to: *mut Self);
@@ -95,13 +99,13 @@ number!(f32, F32, load, store, std::convert::identity, dispatch_f32);
 number!(bf16, BF16, load_bf16, store_bf16, bf16::from_f32, dispatch_bf16);
 number!(f16, F16, load_f16, store_f16, f16::from_f32, dispatch_f32);
 
-/// The first `n` lanes; the others are what a default element is read as.
+/// Loads the first `n` lanes. The other lanes are those of default elements.
 ///
 /// # Safety
 /// The processor has the instruction set of V; `from` is valid for `n` elements, at most `LANES`.
 #[inline(always)]
 pub(crate) unsafe fn load_first<E: Stored, V: Vector>(from: *const E, n: usize) -> V {
-    // SAFETY: as this function's contract; the copy has as many elements as any vector.
+    // SAFETY: as this function's contract; the copy has the elements of the longest vector.
     unsafe {
         if n == V::LANES {
             return E::load(from);
@@ -118,7 +122,7 @@ pub(crate) unsafe fn load_first<E: Stored, V: Vector>(from: *const E, n: usize) 
 /// The processor has the instruction set of V; `to` is valid for writes of `n` elements, at most `LANES`.
 #[inline(always)]
 pub(crate) unsafe fn store_first<E: Number, V: Vector>(vector: V, to: *mut E, n: usize) {
-    // SAFETY: as this function's contract; the copy has as many elements as any vector.
+    // SAFETY: as this function's contract; the copy has the elements of the longest vector.
     unsafe {
         if n == V::LANES {
             return E::store(vector, to);
@@ -129,7 +133,7 @@ pub(crate) unsafe fn store_first<E: Number, V: Vector>(vector: V, to: *mut E, n:
     }
 }
 
-/// One row of elements widened to f32 and multiplied by a factor, with zeros up to `padded`.
+/// Copies a row of elements as f32 multiplied by a factor, with zeros up to `padded`.
 ///
 /// # Safety
 /// The processor has the instruction set of V; `from` is valid for `width` elements and `to` for writes of `padded`, at
@@ -157,7 +161,8 @@ pub(crate) unsafe fn widen_row<E: Stored, V: Vector>(
     }
 }
 
-/// Two rows as pairs, the first one in the lower halves, and zeros for a row that is missing and up to `padded` words.
+/// Copies two rows as pairs, the first row in the lower halves. A missing row becomes zeros, and zeros follow up to
+/// `padded` words.
 ///
 /// # Safety
 /// The rows are valid for `width` elements of 16 bits, `to` for writes of `padded` words.
@@ -173,35 +178,38 @@ pub(crate) unsafe fn pack_row_pair<E>(
     // SAFETY: as this function's contract.
     unsafe {
         let Some(any) = low.or(high) else { return to.write_bytes(0, padded) };
-        // What is read of the other row in the place of a missing one does not count.
-        let rows = [low, high].map(|row| row.unwrap_or(any).cast::<u16>());
-        let kept = [low, high].map(|row| if row.is_some() { u16::MAX } else { 0 });
+        // Instead of a missing row the other one is read, and its elements are masked.
+        let low_mask = if low.is_some() { u16::MAX } else { 0 };
+        let high_mask = if high.is_some() { u16::MAX } else { 0 };
+        let low_row = low.unwrap_or(any).cast::<u16>();
+        let high_row = high.unwrap_or(any).cast::<u16>();
         for d in 0..width {
-            let [low, high] = [0, 1].map(|half| u32::from(*rows[half].add(d) & kept[half]));
-            *to.add(d) = low | high << 16;
+            let low_half = u32::from(*low_row.add(d) & low_mask);
+            let high_half = u32::from(*high_row.add(d) & high_mask);
+            *to.add(d) = low_half | high_half << 16;
         }
         to.add(width).write_bytes(0, padded - width);
     }
 }
 
-/// A strided view of a slice. A dimension whose stride is 0 is one entry, repeated.
+/// A strided view of a slice. A dimension whose stride is 0 repeats one entry.
 #[derive(Debug, Clone, Copy)]
 pub struct Strided<'a, T, const N: usize> {
     /// The elements, the first of which is entry (0, .., 0).
     pub data: &'a [T],
-    /// The elements from one entry to the next along each dimension.
+    /// The distance between neighbouring entries along each dimension, in elements.
     pub strides: [usize; N],
 }
 
 impl<T, const N: usize> Strided<'_, T, N> {
-    /// That the slice holds every entry within `dims`, each of `width` elements.
+    /// Checks that the slice has every entry within `dims`, each of `width` elements.
     pub(crate) fn check(&self, what: &str, dims: [usize; N], width: usize) -> Result<(), Error> {
         let last = dims
             .iter()
             .zip(&self.strides)
             .try_fold(0usize, |last, (&dim, &stride)| last.checked_add(dim.saturating_sub(1).checked_mul(stride)?));
         let end = last.and_then(|last| last.checked_add(width));
-        // Entries of nothing may stand anywhere.
+        // Entries without elements may have any place.
         if width == 0 || dims.contains(&0) || end.is_some_and(|end| end <= self.data.len()) {
             return Ok(());
         }
@@ -211,7 +219,7 @@ impl<T, const N: usize> Strided<'_, T, N> {
         )))
     }
 
-    /// The elements from an entry on, which lies within the dimensions that were checked.
+    /// Returns the place of an entry within the dimensions that were checked.
     #[inline(always)]
     pub(crate) fn at(&self, index: [usize; N]) -> *const T {
         // Wrapping, since rows without elements may have any stride.
@@ -225,7 +233,7 @@ mod tests {
     use super::pack_row_pair;
 
     #[test]
-    fn a_missing_row_of_a_pair_is_zeros() {
+    fn pack_row_pair_with_missing_row_writes_zeros() {
         let [low, high] = [[1u16, 2, 0xffff], [3, 4, 0x8000]];
         for (rows, expected) in [
             ([Some(&low), Some(&high)], [0x0003_0001, 0x0004_0002, 0x8000_ffff]),

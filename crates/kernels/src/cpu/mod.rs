@@ -1,33 +1,41 @@
-//! What the algorithms are written in: instruction sets, vectors, matrix products, threads and memory. Knows nothing of
+//! Instruction sets, vectors, matrix products, threads and memory: the base of the algorithms, which knows nothing of
 //! attention or layers.
 
-pub(crate) mod arch {
+mod arch {
     //! One file for each instruction set.
 
     #[cfg(target_arch = "x86_64")]
-    pub(crate) mod amx;
+    pub(super) mod amx;
     #[cfg(target_arch = "x86_64")]
-    pub(crate) mod avx2;
+    pub(super) mod avx2;
     #[cfg(target_arch = "x86_64")]
-    pub(crate) mod avx512;
+    pub(super) mod avx512;
     #[cfg(target_arch = "aarch64")]
-    pub(crate) mod neon;
-    pub(crate) mod scalar;
+    pub(super) mod neon;
+    pub(super) mod scalar;
 }
+mod cache;
+mod detection;
+mod dispatch;
+mod functions;
 mod instruction_set;
-mod machine;
+mod kernel;
+mod memory;
+mod panel;
 mod product;
 #[cfg(test)]
 pub(crate) mod tests;
-mod vector;
+mod threads;
 
+pub(crate) use cache::second_cache;
+pub(crate) use dispatch::{dispatch_bf16, dispatch_f32, kernel_layout};
+pub(crate) use functions::{EXP2_MIN, erfc, prefetch_bytes, sigmoid, tanh};
 pub use instruction_set::{InstructionSet, UnsupportedInstructionSet};
-pub(crate) use instruction_set::{Kernel, Layout, SimdTask, dispatch_bf16, dispatch_f32};
-pub use machine::{Executor, Workers, for_each_task, large_page_vec};
-pub(crate) use machine::{Scratch, SharedPtr, Unwritten, for_each_index, second_cache};
-pub use product::CODE_BLOCK;
-pub(crate) use product::{
-    Bf16Pairs, CodeBlocks, ColumnBlock, Columns, F16Rows, Format, LeftOperand, MAX_COLUMNS, Product, Words,
-    add_products,
-};
-pub(crate) use vector::{EXP2_MIN, MAX_LANES, Vector, erfc, prefetch_bytes, sigmoid, tanh};
+pub(crate) use kernel::{ColumnBlock, Columns, Kernel, Layout, MAX_LANES, SimdTask, Vector};
+pub use memory::large_page_vec;
+pub(crate) use memory::{Scratch, SharedPtr, Unwritten};
+pub use panel::CODE_BLOCK;
+pub(crate) use panel::{Format, LeftOperand, MAX_COLUMNS, PanelProduct};
+pub(crate) use product::{Bf16Pairs, CodeBlocks, F16Rows, Words, add_products, multiply};
+pub(crate) use threads::for_each_index;
+pub use threads::{Executor, Workers, for_each_task};

@@ -1,155 +1,16 @@
-//! The matrix product that both halves of attention and every projection consist of.
+//! The matrix product that both products of attention and every projection consist of.
 
-use std::fmt;
 use std::marker::PhantomData;
 
-use half::f16;
+use super::functions::prefetch_bytes;
+use super::kernel::{ColumnBlock, Columns, Kernel, SimdTask, Vector};
+use super::panel::{BF16_PAIR, CODE_BLOCK, Format, PanelProduct};
 
-use super::instruction_set::{Kernel, SimdTask};
-use super::vector::{Vector, prefetch_bytes};
-
-/// One product over a panel of columns. Strides and sizes count 32-bit words. B is (depth, panel) and C (rows, panel),
-/// both contiguous.
-pub struct Product {
-    pub a: LeftOperand,
-    pub b: *const f32,
-    pub c: *mut f32,
-    pub rows: usize,
-    pub depth: usize,
-    /// The vectors of the panel that are computed; the columns beyond are left as they are.
-    pub vectors: usize,
-    /// A factor for each column of what C held, or nothing if C is to be overwritten.
-    pub factors: Option<*const f32>,
-    /// How B is stored. Words of two elements are always multiplied as they are.
-    pub format: Format,
-}
-
-/// (rows, depth) in groups of [`ROWS`](super::Kernel::ROWS) rows, the last of which may be short: row r of group g
-/// begins at `at + g · group + r · row`, and its depth follows at steps of `step`.
-#[derive(Clone, Copy)]
-pub struct LeftOperand {
-    pub at: *const f32,
-    pub group: usize,
-    pub row: usize,
-    pub step: usize,
-}
-
-impl LeftOperand {
-    /// The same rows from another word on.
-    #[inline(always)]
-    pub fn offset(self, words: usize) -> Self {
-        Self { at: self.at.wrapping_add(words), ..self }
-    }
-}
-
-/// The most columns that a panel of any kernel has.
-pub(crate) const MAX_COLUMNS: usize = 64;
-
-/// The inputs of a weight of codes that share a scale and a minimum.
-pub const CODE_BLOCK: usize = 32;
-
-/// How the numbers of a panel are stored.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Format {
-    F32,
-    /// As pairs of neighbouring steps of the depth, whether the instruction set multiplies them as they are or widens
-    /// them: both take one instruction.
-    BF16,
-    F16,
-    /// As [`CodeBlocks`].
-    Codes {
-        bits: usize,
-        has_minimums: bool,
-    },
-}
-
-impl fmt::Debug for Format {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::F32 => f.write_str("F32"),
-            Self::BF16 => f.write_str("BF16"),
-            Self::F16 => f.write_str("F16"),
-            Self::Codes { bits, has_minimums: false } => write!(f, "codes of {bits} bits"),
-            Self::Codes { bits, has_minimums: true } => write!(f, "codes of {bits} bits with minimums"),
-        }
-    }
-}
-
-impl Format {
-    /// The steps of depth that are stored together.
-    pub fn step(self) -> usize {
-        match self {
-            Self::BF16 => Bf16Pairs::BLOCK,
-            Self::F32 | Self::F16 => 1,
-            Self::Codes { .. } => CODE_BLOCK,
-        }
-    }
-
-    /// The bytes of the steps of one column that are stored together.
-    fn bytes_together(self) -> usize {
-        match self {
-            Self::F32 => size_of::<f32>(),
-            Self::BF16 | Self::F16 => self.step() * size_of::<f16>(),
-            Self::Codes { bits, has_minimums } => {
-                let scales = size_of::<f16>() << u32::from(has_minimums);
-                scales + CODE_BLOCK * bits / 8
-            }
-        }
-    }
-
-    /// The bytes of `depth` steps of one column, a multiple of [`step`](Self::step) in a panel that is in memory.
-    pub fn bytes(self, depth: usize) -> usize {
-        depth / self.step() * self.bytes_together()
-    }
-
-    /// [`bytes`](Self::bytes) of a depth of any size, or `None` if a `usize` cannot count them.
-    pub fn checked_bytes(self, depth: usize) -> Option<usize> {
-        (depth / self.step()).checked_mul(self.bytes_together())
-    }
-}
-
-/// The steps of depth that share the scales of a panel.
-#[derive(Clone, Copy)]
-pub struct ColumnBlock {
-    /// The first word, of the scales if there are any.
-    pub at: *const f32,
-    /// The columns of the panel.
-    pub panel: usize,
-}
-
-/// How the columns of B are stored.
-pub trait Columns {
-    /// The steps of depth that a register holds.
-    const STEPS: usize = 1;
-    /// The steps of depth that are stored together; the depth of a product is a multiple.
-    const BLOCK: usize = Self::STEPS;
-    /// The bytes that these steps take of a column.
-    const BYTES: usize = size_of::<f32>();
-    /// Whether the columns are words that are multiplied as they are.
-    const IS_WORDS: bool = false;
-
-    /// The address of a block's numbers.
-    fn numbers(block: &ColumnBlock) -> *const f32 {
-        block.at
-    }
-
-    /// `STEPS` steps of a vector of columns.
-    type Loaded<V: Vector>: Copy;
-
-    /// # Safety
-    /// As [`Vector::load`], for `STEPS` steps of the block from a column on.
-    unsafe fn load<V: Vector>(b: *const f32, block: &ColumnBlock, column: usize) -> Self::Loaded<V>;
-
-    /// The first of the steps that are left.
-    ///
-    /// # Safety
-    /// As [`Vector`].
-    unsafe fn take<V: Vector>(loaded: &mut Self::Loaded<V>) -> V;
-}
-
-/// Rows of numbers of so many bytes: words as the kernel multiplies them, or f16.
+/// Rows of numbers of `BYTES` bytes: words as the kernel multiplies them, or f16.
 pub(crate) struct Rows<const BYTES: usize>;
+/// Rows of words, which are multiplied as they are.
 pub(crate) type Words = Rows<4>;
+/// Rows of f16, which are widened while they are loaded.
 pub(crate) type F16Rows = Rows<2>;
 
 impl<const BYTES: usize> Columns for Rows<BYTES> {
@@ -159,7 +20,7 @@ impl<const BYTES: usize> Columns for Rows<BYTES> {
 
     #[inline(always)]
     unsafe fn load<V: Vector>(b: *const f32, _: &ColumnBlock, column: usize) -> V {
-        // SAFETY: the panel holds a vector of words, or of f16, from this column on.
+        // SAFETY: the panel has a vector of words, or of f16, from this column on.
         unsafe { if Self::IS_WORDS { V::load(b.add(column)) } else { V::load_f16(b.cast::<u16>().add(column)) } }
     }
 
@@ -173,12 +34,12 @@ impl<const BYTES: usize> Columns for Rows<BYTES> {
 pub(crate) struct Bf16Pairs;
 
 impl Columns for Bf16Pairs {
-    const STEPS: usize = 2;
+    const STEPS: usize = BF16_PAIR;
     type Loaded<V: Vector> = (V, V);
 
     #[inline(always)]
     unsafe fn load<V: Vector>(b: *const f32, _: &ColumnBlock, column: usize) -> (V, V) {
-        // SAFETY: the panel holds a vector of pairs from this column on.
+        // SAFETY: the panel has a vector of pairs from this column on.
         unsafe { V::load_pairs(b.add(column)) }
     }
 
@@ -195,12 +56,12 @@ impl Columns for Bf16Pairs {
 /// be NaN, and of a negative scale it would lose the sign of a zero.
 pub(crate) struct CodeBlocks<const BITS: u32, const HAS_MINIMUMS: bool>;
 
-/// Codes of a vector of columns, the next ones highest.
+/// The codes of a vector of columns, the next ones highest, with their scale and minimum.
 #[derive(Clone, Copy)]
 pub struct LoadedCodes<V> {
     codes: V,
     scale: V,
-    /// Not read where blocks have no minimums.
+    /// Read only where blocks have minimums.
     minimum: V,
 }
 
@@ -217,8 +78,8 @@ impl<const BITS: u32, const HAS_MINIMUMS: bool> Columns for CodeBlocks<BITS, HAS
     #[inline(always)]
     unsafe fn load<V: Vector>(b: *const f32, block: &ColumnBlock, column: usize) -> LoadedCodes<V> {
         let scales = block.at.cast::<u16>().wrapping_add(column);
-        // SAFETY: the block holds a vector of f16 from this column on, and another one if it has minimums; the panel
-        // holds a vector of words.
+        // SAFETY: the block has a vector of f16 from this column on, and another one if it has minimums; the panel has
+        // a vector of words.
         unsafe {
             let scale = V::load_f16(scales);
             let minimum = if HAS_MINIMUMS { V::load_f16(scales.add(block.panel)) } else { scale };
@@ -242,33 +103,67 @@ impl<const BITS: u32, const HAS_MINIMUMS: bool> Columns for CodeBlocks<BITS, HAS
     }
 }
 
-/// How many bytes ahead columns that are narrower than words are prefetched; 4 to 12 KB are alike. The processor's own
-/// prefetching falls behind them: one row times 4096² from memory takes 0.54 of the time in bf16 and 0.57 in f16 on a
-/// Zen 5 (AVX2: 0.41 and 0.33), and times 1536² from the cache up to 1.14 (`cargo bench --bench linear -- --engines
-/// ours`).
+/// The distance in bytes at which columns that are narrower than words are prefetched; 4 to 12 KB are alike. The
+/// processor's own prefetching falls behind them: one row times 4096² from memory takes 0.54 of the time in bf16 and
+/// 0.57 in f16 on a Zen 5 (AVX2: 0.41 and 0.33), and times 1536² from the cache up to 1.14 (`cargo bench --bench linear
+/// -- --engines ours`).
 const PREFETCH_BYTES: usize = 6 << 10;
 
-/// A product as a task of a kernel, with B stored as its parameter says.
-pub(super) struct Multiply<'a, B>(pub &'a Product, pub PhantomData<B>);
+/// Computes `C = A B`, or `C = C · factors + A B`.
+///
+/// # Safety
+/// The processor has the instruction set of K, its tiles are configured, and the product's pointers are valid for its
+/// sizes.
+pub(crate) unsafe fn multiply<K: Kernel>(product: &PanelProduct) {
+    // SAFETY: as this function's contract.
+    unsafe {
+        match product.format {
+            _ if const { K::IS_BF16 } => run::<K, Words>(product),
+            Format::F32 => run::<K, Words>(product),
+            Format::BF16 => run::<K, Bf16Pairs>(product),
+            Format::F16 => run::<K, F16Rows>(product),
+            Format::Codes { bits: 4, has_minimums: false } => run::<K, CodeBlocks<4, false>>(product),
+            Format::Codes { bits: 4, has_minimums: true } => run::<K, CodeBlocks<4, true>>(product),
+            Format::Codes { has_minimums: false, .. } => run::<K, CodeBlocks<8, false>>(product),
+            Format::Codes { has_minimums: true, .. } => run::<K, CodeBlocks<8, true>>(product),
+        }
+    }
+}
+
+/// Computes a product whose right operand has the format B, in a function that is compiled for the instruction set.
+///
+/// # Safety
+/// As [`multiply`].
+#[inline(always)]
+unsafe fn run<K: Kernel, B: Columns>(product: &PanelProduct) {
+    // SAFETY: as this function's contract.
+    unsafe { K::run_simd(Multiply::<B> { product, format: PhantomData }) }
+}
+
+/// A product as a task, whose right operand has the format B.
+struct Multiply<'a, B> {
+    product: &'a PanelProduct,
+    format: PhantomData<B>,
+}
 
 impl<B: Columns> SimdTask for Multiply<'_, B> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
-        // SAFETY: the product is valid for the kernel, by the contract of `Kernel::multiply`.
-        unsafe { K::multiply_columns::<B>(self.0) }
+        // SAFETY: the product is valid for the kernel, by the contract of `multiply`.
+        unsafe { K::multiply_columns::<B>(self.product) }
     }
 }
 
 /// Adds the products of some rows of A, whose first word is at `a`, with N vectors of the columns of B to the N sums of
-/// each row, of which a tile knows how many there are.
+/// each row. The number of rows is a constant of the tile.
 ///
 /// # Safety
-/// The processor has the instruction set; A has a row of `depth` words for each row of sums from `a` on, and B as many
-/// rows of N vectors.
+/// The processor has the instruction set; A has a row of `depth` words for each row of sums from `a` on, and B has
+/// `depth` rows of N vectors.
 #[inline(always)]
 unsafe fn accumulate<K: Kernel, B: Columns, const N: usize>(
     sums: &mut [[K::Vector; N]],
-    product: &Product,
+    product: &PanelProduct,
     mut a: *const f32,
 ) {
     // SAFETY: as this function's contract.
@@ -302,7 +197,8 @@ unsafe fn accumulate<K: Kernel, B: Columns, const N: usize>(
     }
 }
 
-/// Adds the products of words, `row` words apart, and vectors to as many sums for each word.
+/// Adds the product of each word and each vector of `columns` to a sum. The words are `row` words apart, and the sums
+/// of a word are neighbours.
 ///
 /// # Safety
 /// The processor has the instruction set, and the words are valid.
@@ -325,21 +221,22 @@ pub(crate) unsafe fn add_products<K: Kernel>(
     }
 }
 
-/// [`Kernel::multiply`] by multiply-adds in registers, of the rows from one on that begins a group.
+/// Computes the rows of a product from `row` on, which begins a group, by multiply-adds in registers.
 ///
 /// A tile of `ROWS × VECTORS` sums stays in registers; each step of the depth loads `VECTORS` vectors of B and
 /// broadcasts `ROWS` words of A. Three vectors by eight rows are 24 sums, which hide the latency of two multiply-adds a
 /// cycle, with 11 loads for 24 multiply-adds.
 ///
 /// # Safety
-/// As [`Kernel::multiply`].
+/// As [`multiply`].
 #[inline(always)]
-pub(super) unsafe fn multiply_rows<K: Kernel, B: Columns>(product: &Product, mut row: usize) {
+pub(super) unsafe fn multiply_rows<K: Kernel, B: Columns>(product: &PanelProduct, mut row: usize) {
     let whole = product.rows / K::ROWS * K::ROWS;
     // SAFETY: as this function's contract; the rows of each tile exist.
     unsafe {
         while row < whole {
-            let (a, c) = (product.a.at.add(row / K::ROWS * product.a.group), product.c.add(row * K::PANEL));
+            let a = product.a.at.add(row / K::ROWS * product.a.group);
+            let c = product.c.add(row * K::PANEL);
             match K::ROWS {
                 8 => tile_rows::<K, B, 8>(product, a, c),
                 4 => tile_rows::<K, B, 4>(product, a, c),
@@ -347,7 +244,8 @@ pub(super) unsafe fn multiply_rows<K: Kernel, B: Columns>(product: &Product, mut
             }
             row += K::ROWS;
         }
-        let (mut a, rest) = (product.a.at.wrapping_add(whole / K::ROWS * product.a.group), product.rows - whole);
+        let mut a = product.a.at.wrapping_add(whole / K::ROWS * product.a.group);
+        let rest = product.rows - whole;
         for rows in [4, 2, 1] {
             if rest & rows == 0 {
                 continue;
@@ -358,17 +256,18 @@ pub(super) unsafe fn multiply_rows<K: Kernel, B: Columns>(product: &Product, mut
                 2 if const { K::ROWS > 2 } => tile_rows::<K, B, 2>(product, a, c),
                 _ => tile_rows::<K, B, 1>(product, a, c),
             }
-            (row, a) = (row + rows, a.wrapping_add(rows * product.a.row));
+            row += rows;
+            a = a.wrapping_add(rows * product.a.row);
         }
     }
 }
 
-/// `R` rows, the first of which begins at `a` and `c`.
+/// Computes `R` rows, the first of which begins at `a` and `c`.
 ///
 /// # Safety
 /// As [`multiply_rows`]; the rows exist.
 #[inline(always)]
-unsafe fn tile_rows<K: Kernel, B: Columns, const R: usize>(product: &Product, a: *const f32, c: *mut f32) {
+unsafe fn tile_rows<K: Kernel, B: Columns, const R: usize>(product: &PanelProduct, a: *const f32, c: *mut f32) {
     // SAFETY: as this function's contract.
     unsafe {
         match product.vectors {
@@ -379,12 +278,16 @@ unsafe fn tile_rows<K: Kernel, B: Columns, const R: usize>(product: &Product, a:
     }
 }
 
-/// Writes the sums of R rows by N vectors to C, or adds what was there times the factors.
+/// Writes the sums of R rows by N vectors to C, or adds C's numbers times the factors to them first.
 ///
 /// # Safety
 /// As [`tile_rows`]; the product has N vectors.
 #[inline(always)]
-unsafe fn tile<K: Kernel, B: Columns, const R: usize, const N: usize>(product: &Product, a: *const f32, c: *mut f32) {
+unsafe fn tile<K: Kernel, B: Columns, const R: usize, const N: usize>(
+    product: &PanelProduct,
+    a: *const f32,
+    c: *mut f32,
+) {
     // SAFETY: as this function's contract.
     unsafe {
         let mut sums = [[K::Vector::splat(0.0); N]; R];
@@ -393,6 +296,8 @@ unsafe fn tile<K: Kernel, B: Columns, const R: usize, const N: usize>(product: &
     }
 }
 
+/// Writes the sums of rows of N vectors to C, as [`tile`] says.
+///
 /// # Safety
 /// The processor has the instruction set; C has a row of a panel for each N sums, and the factors are a panel.
 #[inline(always)]

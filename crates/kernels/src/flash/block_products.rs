@@ -1,7 +1,7 @@
 //! The products of a packed block with a tile, over the parts of both that attend to each other.
 
 use super::tile::{Overlap, Part};
-use crate::cpu::{Format, Kernel, LeftOperand, MAX_COLUMNS, Product, Vector};
+use crate::cpu::{Format, Kernel, LeftOperand, MAX_COLUMNS, PanelProduct, Vector, multiply};
 
 /// Computes the product of a block's keys with a tile's queries, (depth, panel), over a part of both; or of its values
 /// with the gradients of outputs.
@@ -20,7 +20,7 @@ pub(super) unsafe fn multiply_keys<K: Kernel>(
     let column = part.vectors.start * K::Vector::LANES;
     // SAFETY: as this function's contract; a block has `BLOCK` rows, which is a multiple of `ROWS`.
     unsafe {
-        K::multiply(&Product {
+        multiply::<K>(&PanelProduct {
             a: rows.offset((part.keys.start - overlap.block) * rows.row),
             b: columns.add(column),
             c: to.add((part.keys.start - overlap.keys.start) * K::PANEL + column),
@@ -52,7 +52,7 @@ pub(super) unsafe fn add_values<K: Kernel>(
     let column = part.vectors.start * K::Vector::LANES;
     // SAFETY: as this function's contract.
     unsafe {
-        K::multiply(&Product {
+        multiply::<K>(&PanelProduct {
             a: values.offset((part.keys.start - overlap.block) / K::ELEMENTS * values.step),
             b: weights.add((part.keys.start - overlap.keys.start) / K::ELEMENTS * K::PANEL + column),
             c: to.add(column),

@@ -1,4 +1,4 @@
-//! Rows of input times a packed weight, and the products of a backward pass.
+//! Products of rows of input with a packed weight, and the products of the backward pass.
 //!
 //! ```text
 //! for each chunk of rows and of panels:                        a task
@@ -10,51 +10,56 @@
 //!
 //! The same loops serve one row and thousands. A block of a panel is read once for all rows of a task, so for few rows
 //! the weight streams through once, and for many it stays in the second cache while rows pass. The inputs of an output
-//! are summed in blocks of one length from the first to the last, whatever the rows, the columns and the threads, so
-//! its bits depend on its own row and weights alone.
+//! are summed in blocks of one length, from the first to the last, for any number of rows, columns and threads. So the
+//! bits of an output depend on its row and its weights alone.
 //!
-//! They serve a weight that is not packed too ([`Right::Matrix`]), since training changes it after each call: a block
-//! of a panel is then put in order for the rows of one task. The gradient of the inputs reads a weight the other way
-//! round ([`Right::Transposed`]), that of the weight reads both of its operands the other way round.
+//! The same loops serve a weight that is not packed ([`Right::Matrix`]), since training changes it after each call: a
+//! block of a panel is then copied for the rows of one task. The gradient of the inputs reads a transposed weight
+//! ([`Right::Transposed`]), and the gradient of the weight reads both of its operands transposed.
 
+mod epilogue;
+mod matrix;
 mod operands;
 mod pack;
+mod product;
 mod task;
 #[cfg(test)]
 mod tests;
 mod weight;
 
 pub use crate::cpu::CODE_BLOCK;
-pub use operands::{Matrix, Right};
+pub use epilogue::{Activation, Epilogue, Up};
+pub use matrix::Matrix;
+pub use operands::Right;
 pub use pack::Codes;
-pub use task::{Activation, Epilogue, Up};
-pub use weight::PackedWeight;
+pub use product::Product;
+pub use weight::{PackedWeight, WeightShape};
 
 use std::mem::MaybeUninit;
 
 use half::{bf16, f16};
 
-use crate::cpu::{Executor, InstructionSet, Unwritten};
+use crate::cpu::{InstructionSet, Unwritten};
 use crate::error::Error;
 use crate::number::Number;
 
 /// An element whose kernels are compiled here, in this package: generic code would be compiled again, and perhaps
 /// without optimisation, wherever it is used.
 pub trait ProductKernels: Number {
-    /// [`multiply`].
+    /// Computes a product, see [`multiply`].
     ///
     /// # Errors
-    /// As there.
+    /// As [`multiply`].
     fn multiply(product: &Product<Self>, output: &mut [MaybeUninit<Self>]) -> Result<(), Error>;
-    /// [`PackedWeight::new`].
+    /// Packs a weight, see [`PackedWeight::new`].
     ///
     /// # Errors
-    /// As there.
-    fn pack(rows: &[Self], shape: (usize, usize), instruction_set: InstructionSet) -> Result<PackedWeight, Error>;
-    /// [`PackedWeight::unpack_rows`].
+    /// As [`PackedWeight::new`].
+    fn pack(rows: &[Self], shape: WeightShape, instruction_set: InstructionSet) -> Result<PackedWeight, Error>;
+    /// Unpacks rows of a weight, see [`PackedWeight::unpack_rows`].
     ///
     /// # Errors
-    /// As there.
+    /// As [`PackedWeight::unpack_rows`].
     fn unpack_rows(weight: &PackedWeight, outputs: &[usize]) -> Result<Vec<Self>, Error>;
 }
 
@@ -65,7 +70,7 @@ macro_rules! multiply {
                 task::run(product, output)
             }
 
-            fn pack(rows: &[Self], shape: (usize, usize), instruction_set: InstructionSet) -> Result<PackedWeight, Error> {
+            fn pack(rows: &[Self], shape: WeightShape, instruction_set: InstructionSet) -> Result<PackedWeight, Error> {
                 pack::pack_weight(rows, shape, instruction_set)
             }
 
@@ -78,49 +83,62 @@ macro_rules! multiply {
 
 multiply!(f32, bf16, f16);
 
-/// `left · right`, and what follows, summed in f32 and rounded once: (rows, columns).
-#[derive(Clone, Debug)]
-pub struct Product<'a, X> {
-    /// (rows, depth).
-    pub left: Matrix<'a, X>,
-    /// (depth, columns).
-    pub right: Right<'a, X>,
-    /// Bias, activation, gate and residual.
-    pub epilogue: Epilogue<'a, X>,
-    /// Runs the call if it is brief; rayon otherwise.
-    pub executor: Option<Executor>,
-}
-
-impl<X> Product<'_, X> {
-    /// The elements of the result of operands that fit each other.
-    fn check(&self) -> Result<usize, Error> {
-        let Self { left, right, epilogue, .. } = self;
-        left.check("the left operand")?;
-        right.check()?;
-        let (depth, width) = right.shape();
-        if left.columns != depth {
-            return Err(Error::Shape(format!("expected a depth of {depth}, found {}", left.columns)));
-        }
-        let count = left.rows.checked_mul(right.wanted().len()).ok_or_else(|| self.no_memory())?;
-        epilogue.check(right, width, count)?;
-        Ok(count)
+impl PackedWeight {
+    /// Packs `rows`, a contiguous matrix of shape (out, in), for products on an instruction set.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if `rows` has another length, [`Error::InstructionSet`] if the processor lacks the instruction
+    /// set, [`Error::Memory`] if there is no memory for a copy.
+    ///
+    /// ```
+    /// use candle_attention_kernels::InstructionSet;
+    /// use candle_attention_kernels::linear::{PackedWeight, WeightShape};
+    ///
+    /// let shape = WeightShape { outputs: 3, inputs: 2 };
+    /// let weight = PackedWeight::new(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], shape, InstructionSet::Scalar)?;
+    /// assert_eq!((weight.outputs(), weight.inputs()), (3, 2));
+    /// assert_eq!(weight.unpack::<f32>()?, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
+    /// # Ok::<(), candle_attention_kernels::Error>(())
+    /// ```
+    pub fn new<E: ProductKernels>(
+        rows: &[E],
+        shape: WeightShape,
+        instruction_set: InstructionSet,
+    ) -> Result<Self, Error> {
+        E::pack(rows, shape, instruction_set)
     }
 
-    fn no_memory(&self) -> Error {
-        Error::Memory(format!("an output of {} rows of {}", self.left.rows, self.right.wanted().len()))
+    /// Returns the rows that were packed, (out, in). Of codes it returns the numbers in f32.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if E is not the type that was packed, [`Error::Memory`] if there is no memory for the rows.
+    pub fn unpack<E: ProductKernels>(&self) -> Result<Vec<E>, Error> {
+        // A weight without inputs may have any number of outputs.
+        let outputs = if self.inputs() == 0 { 0 } else { self.outputs() };
+        self.unpack_rows(&(0..outputs).collect::<Vec<_>>())
+    }
+
+    /// Returns the rows of some outputs, in any order: (`outputs.len()`, in).
+    ///
+    /// # Errors
+    /// As [`unpack`](Self::unpack), and [`Error::Shape`] for an output that the weight does not have.
+    pub fn unpack_rows<E: ProductKernels>(&self, outputs: &[usize]) -> Result<Vec<E>, Error> {
+        E::unpack_rows(self, outputs)
     }
 }
 
-/// Multiplies on the executor or on the threads of the current rayon pool. On success every element of `output` is
-/// initialised. The bits of the result are the same for a weight in panels and for the same numbers in memory.
+/// Computes a product on the executor or on the threads of the current rayon pool. On success every element of `output`
+/// is initialised. The bits of the result are the same for a packed weight and for the same numbers in memory.
 ///
 /// # Errors
-/// [`Error::Shape`] if the operands do not fit each other, their slices, what follows or `output`, and
+/// [`Error::Shape`] if the sizes of the operands, their slices, the epilogue and `output` do not fit each other, and
 /// [`Error::InstructionSet`] if the processor lacks the instruction set.
 ///
 /// ```
 /// use candle_attention_kernels::InstructionSet;
-/// use candle_attention_kernels::linear::{self, Activation, Epilogue, Matrix, PackedWeight, Product, Right};
+/// use candle_attention_kernels::linear::{
+///     self, Activation, Epilogue, Matrix, PackedWeight, Product, Right, WeightShape,
+/// };
 ///
 /// let instruction_set = InstructionSet::choose(None, false)?;
 /// let xs = Matrix { data: &[1.0, 1.0, 2.0, 0.0], rows: 2, columns: 2, stride: 2, is_transposed: false };
@@ -128,22 +146,24 @@ impl<X> Product<'_, X> {
 /// let rows = Matrix { data: &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], rows: 3, columns: 2, stride: 2, is_transposed: false };
 /// let epilogue =
 ///     Epilogue { bias: Some(&[0.5, 0.0, -20.0]), activation: Some(Activation::Relu), ..Default::default() };
-/// let product = Product { left: xs, right: Right::Matrix(rows.t(), instruction_set), epilogue, executor: None };
+/// let right = Right::Matrix { matrix: rows.t(), instruction_set };
+/// let product = Product { left: xs, right, epilogue, executor: None };
 /// assert_eq!(linear::multiply_vec(&product)?, [3.5, 7.0, 0.0, 2.5, 6.0, 0.0]);
 ///
-/// let weight = PackedWeight::new(rows.data, (3, 2), instruction_set)?;
+/// let weight = PackedWeight::new(rows.data, WeightShape { outputs: 3, inputs: 2 }, instruction_set)?;
+/// let right = Right::Weight { weight: &weight, outputs: 1..3 };
 /// let mut output = Box::new_uninit_slice(4);
-/// linear::multiply(&Product { right: Right::Weight(&weight, 1..3), ..product }, &mut output)?;
+/// linear::multiply(&Product { right, ..product }, &mut output)?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub fn multiply<X: ProductKernels>(product: &Product<X>, output: &mut [MaybeUninit<X>]) -> Result<(), Error> {
     X::multiply(product, output)
 }
 
-/// [`multiply`] into a vector that it allocates, in large pages if it is large.
+/// Computes a product, as [`multiply`] does, into a new vector, in large pages if it is large.
 ///
 /// # Errors
-/// As [`multiply`], and [`Error::Memory`] if there is none for the output.
+/// As [`multiply`], and [`Error::Memory`] if there is no memory for the output.
 pub fn multiply_vec<X: ProductKernels>(product: &Product<X>) -> Result<Vec<X>, Error> {
     let mut output = Unwritten::new(&[product.check()?]).ok_or_else(|| product.no_memory())?;
     X::multiply(product, output.elements())?;

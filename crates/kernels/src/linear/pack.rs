@@ -1,112 +1,125 @@
-//! Weights on their way into panels: rows of elements, and codes of 4 and 8 bits.
+//! Packing of weights into panels: of rows of elements, and of codes of 4 and 8 bits.
+
+use std::ops::Range;
 
 use half::f16;
 
-use super::PackedWeight;
-use super::operands::{Matrix, Square};
-use super::weight::no_memory;
+use super::matrix::{Matrix, Square};
+use super::weight::{PackedWeight, WeightShape};
 use crate::cpu::{
-    CODE_BLOCK, Format, InstructionSet, Kernel, Layout, Scratch, SharedPtr, SimdTask, Vector, Workers, dispatch_f32,
-    for_each_index,
+    CODE_BLOCK, Format, InstructionSet, Kernel, Scratch, SharedPtr, SimdTask, Vector, Workers, dispatch_f32,
+    for_each_index, kernel_layout,
 };
 use crate::error::{Error, check_instruction_set, check_len};
 use crate::number::Number;
 
-/// [`PackedWeight::new`], compiled once.
+/// Packs a matrix, as [`PackedWeight::new`] says. It is compiled once for each element.
 pub(super) fn pack_weight<E: Number>(
     rows: &[E],
-    shape: (usize, usize),
+    shape: WeightShape,
     instruction_set: InstructionSet,
 ) -> Result<PackedWeight, Error> {
-    let (outputs, inputs) = shape;
-    check_len("the weight", rows.len(), outputs.checked_mul(inputs).ok_or_else(|| no_memory(outputs, inputs))?)?;
-    let rows = Matrix { data: rows, rows: outputs, columns: inputs, stride: inputs, is_transposed: false };
+    check_len("the weight", rows.len(), shape.count()?)?;
+    let WeightShape { outputs, inputs } = shape;
+    let matrix = Matrix { data: rows, rows: outputs, columns: inputs, stride: inputs, is_transposed: false };
     // SAFETY: a task writes its whole panel.
     unsafe {
         PackedWeight::written(E::FORMAT, shape, instruction_set, &|weight, index, to| {
-            dispatch_f32(instruction_set, PackPanel { rows, weight, index, to });
+            dispatch_f32(instruction_set, PackPanel { matrix, weight, index, to });
         })
     }
 }
 
+/// The sizes of a packed weight.
+struct PanelSizes {
+    /// The inputs with the zeros that pad them.
+    padded: usize,
+    /// The 32-bit words of a panel.
+    panel_words: usize,
+    /// The 32-bit words of all panels.
+    words: usize,
+}
+
 impl PackedWeight {
-    /// A weight whose panels `write` fills, each by its index.
+    /// Returns a weight whose panels `write` fills, each by its index.
     ///
     /// # Safety
-    /// It writes all words of a panel.
+    /// `write` writes all words of a panel.
     unsafe fn written(
         format: Format,
-        (outputs, inputs): (usize, usize),
+        shape: WeightShape,
         instruction_set: InstructionSet,
         write: &(dyn Fn(&Self, usize, *mut f32) + Sync),
     ) -> Result<Self, Error> {
         check_instruction_set(instruction_set)?;
-        let layout = Layout::new(instruction_set, format == Format::BF16);
-        // Steps are whole, and an instruction set may take more.
+        let WeightShape { outputs, inputs } = shape;
+        let layout = kernel_layout(instruction_set, format == Format::BF16);
+        // A product takes whole steps of the format, and an instruction set may take more.
         let step = (layout.elements * layout.depth).max(format.step());
         let panels = outputs.div_ceil(layout.panel);
         let sizes = || {
             let padded = inputs.checked_next_multiple_of(step)?;
             let panel_bytes = format.checked_bytes(padded)?.checked_mul(layout.panel)?;
             let panel_words = panel_bytes / size_of::<f32>();
-            Some((padded, panel_words, panel_words.checked_mul(panels)?))
+            Some(PanelSizes { padded, panel_words, words: panel_words.checked_mul(panels)? })
         };
-        let (padded, panel_words, words) = sizes().ok_or_else(|| no_memory(outputs, inputs))?;
-        let words_of_nothing = Scratch::zeros(0);
+        let PanelSizes { padded, panel_words, words } = sizes().ok_or_else(|| shape.no_memory())?;
         let mut weight =
-            Self { words: words_of_nothing, format, instruction_set, inputs, outputs, panel: layout.panel, padded };
+            Self { words: Scratch::zeros(0), format, instruction_set, inputs, outputs, panel: layout.panel, padded };
         let unwritten = &weight;
         let write_all = |to: *mut f32| {
-            let (to, tasks) = (SharedPtr(to), if panel_words == 0 { 0 } else { panels });
+            let tasks = if panel_words == 0 { 0 } else { panels };
+            let all_panels = SharedPtr(to);
             for_each_index(tasks, Workers::of(outputs.saturating_mul(inputs), 0, None), &|index| {
-                // SAFETY: there are as many panels.
-                write(unwritten, index, unsafe { to.add(index * panel_words) });
+                // SAFETY: the index is that of a panel.
+                write(unwritten, index, unsafe { all_panels.add(index * panel_words) });
             });
         };
         // SAFETY: every panel is written, by this function's contract.
-        let written = unsafe { Scratch::written(words, &write_all) };
-        weight.words = written.ok_or_else(|| no_memory(outputs, inputs))?;
+        let packed = unsafe { Scratch::written(words, &write_all) };
+        weight.words = packed.ok_or_else(|| shape.no_memory())?;
         Ok(weight)
     }
 }
 
-/// Copies the rows of one panel into it: [`Vector::LANES`] rows and as many words of each at a time are transposed, so
-/// that memory is read and written in whole cache lines. What the panel has beyond the rows and their inputs becomes
-/// zeros.
+/// A task that copies rows into one panel. It transposes squares of [`Vector::LANES`] rows by words, so that memory is
+/// read and written in whole cache lines. Rows and inputs that do not exist become zeros.
 struct PackPanel<'a, E> {
-    /// (out, in).
-    rows: Matrix<'a, E>,
+    /// The weight in memory, (out, in).
+    matrix: Matrix<'a, E>,
     weight: &'a PackedWeight,
     index: usize,
-    /// (padded, panel); pairs of neighbouring inputs are the words of bf16.
+    /// The panel, (padded, panel). The words of bf16 are pairs of neighbouring inputs.
     to: *mut f32,
 }
 
 impl<E: Number> SimdTask for PackPanel<'_, E> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
-        let Self { rows, weight: &PackedWeight { panel, padded, .. }, index, to } = self;
-        let (lanes, of_word, mut square): (_, _, Square) =
-            (K::Vector::LANES, size_of::<f32>() / size_of::<E>(), [0.0; _]);
+        let Self { matrix, weight: &PackedWeight { panel, padded, .. }, index, to } = self;
+        let lanes = K::Vector::LANES;
+        let word_elements = size_of::<f32>() / size_of::<E>();
+        let mut square: Square = [0.0; _];
         for column in (0..panel).step_by(lanes) {
-            for first in (0..padded).step_by(lanes * of_word) {
-                let filled = (padded - first).div_ceil(of_word);
+            for first in (0..padded).step_by(lanes * word_elements) {
+                let filled = (padded - first).div_ceil(word_elements);
+                let output = index * panel + column;
                 // SAFETY: the processor has the instruction set of K; columns and inputs below `padded` lie in the
                 // panel.
                 unsafe {
-                    let at = [index * panel + column, first];
-                    rows.transpose::<K::Vector>(at, of_word, square.as_mut_ptr(), lanes);
+                    matrix.transpose::<K::Vector>(output, first, word_elements, square.as_mut_ptr(), lanes);
                     for (word, words) in square.chunks_exact(lanes).take(lanes.min(filled)).enumerate() {
-                        let input = first + word * of_word;
+                        let first_input = first + word * word_elements;
                         if const { !matches!(E::FORMAT, Format::F16) } {
-                            K::Vector::load(words.as_ptr()).store(to.add(input / of_word * panel + column));
+                            let word_to = to.add(first_input / word_elements * panel + column);
+                            K::Vector::load(words.as_ptr()).store(word_to);
                             continue;
                         }
-                        // The lower halves are one row, the upper ones the next.
-                        for (half, input) in (input..padded.min(input + of_word)).enumerate() {
-                            let to = to.cast::<u16>().add(input * panel + column);
+                        // The lower halves of the words are one row of the panel, and the upper halves the next.
+                        for (half, input) in (first_input..padded.min(first_input + word_elements)).enumerate() {
+                            let row_to = to.cast::<u16>().add(input * panel + column);
                             for (at, word) in words.iter().enumerate() {
-                                *to.add(at) = (word.to_bits() >> (16 * half)) as u16;
+                                *row_to.add(at) = (word.to_bits() >> (16 * half)) as u16;
                             }
                         }
                     }
@@ -121,13 +134,14 @@ impl<E: Number> SimdTask for PackPanel<'_, E> {
 /// with these numbers in f32, for any scales and minimums: zeros of either sign, subnormal, infinite and NaN.
 ///
 /// ```
-/// use candle_attention_kernels::{InstructionSet, linear::{Codes, PackedWeight}};
+/// use candle_attention_kernels::{InstructionSet, linear::{Codes, PackedWeight, WeightShape}};
 /// use half::f16;
 ///
 /// // One output of 32 inputs, each of which is (code - 8) / 2.
 /// let codes: Vec<u8> = (0..32).map(|input| input % 16).collect();
 /// let codes = Codes { bits: 4, codes: &codes, scales: &[f16::from_f32(0.5)], minimums: None };
-/// let weight = PackedWeight::from_codes(&codes, (1, 32), InstructionSet::Scalar)?;
+/// let shape = WeightShape { outputs: 1, inputs: 32 };
+/// let weight = PackedWeight::from_codes(&codes, shape, InstructionSet::Scalar)?;
 /// assert_eq!(weight.unpack::<f32>()?[..3], [-4.0, -3.5, -3.0]);
 /// // A panel of the scalar instruction set has 16 outputs, and memory comes in lines of 64 bytes.
 /// assert_eq!(weight.memory(), (16usize * (2 + 16)).next_multiple_of(64));
@@ -135,86 +149,89 @@ impl<E: Number> SimdTask for PackPanel<'_, E> {
 /// ```
 #[derive(Clone, Copy, Debug)]
 pub struct Codes<'a> {
-    /// What a code takes in the packed weight, 4 or 8.
+    /// The bits of a code in the packed weight, 4 or 8.
     pub bits: usize,
-    /// (out, in), each below 2^bits.
+    /// The codes, (out, in), each below 2^bits.
     pub codes: &'a [u8],
-    /// (out, in / [`CODE_BLOCK`]).
+    /// The scale of each block, (out, in / [`CODE_BLOCK`]).
     pub scales: &'a [f16],
-    /// (out, in / [`CODE_BLOCK`]), or `None` for codes on both sides of zero.
+    /// The minimum of each block, (out, in / [`CODE_BLOCK`]), or `None` for codes on both sides of zero.
     pub minimums: Option<&'a [f16]>,
 }
 
 impl PackedWeight {
-    /// Packs a weight of codes for products on an instruction set. It takes `bits / 8` bytes a number, and 2 for each
-    /// scale and each minimum.
+    /// Packs a weight of codes for products on an instruction set. The weight takes `bits / 8` bytes for each number,
+    /// and 2 bytes for each scale and each minimum.
     ///
     /// # Errors
-    /// [`Error::Shape`] for bits that are neither 4 nor 8, inputs that are not whole blocks, slices of other lengths
-    /// than the shape says, and a code of more than its bits; [`Error::InstructionSet`] and [`Error::Memory`] as
+    /// [`Error::Shape`] for bits that are neither 4 nor 8, inputs that are not whole blocks, slices that do not have the
+    /// lengths of the shape, and a code that exceeds its bits; [`Error::InstructionSet`] and [`Error::Memory`] as
     /// [`new`](Self::new).
-    pub fn from_codes(codes: &Codes, shape: (usize, usize), instruction_set: InstructionSet) -> Result<Self, Error> {
-        let (outputs, inputs) = shape;
-        codes.check(outputs, inputs)?;
+    pub fn from_codes(codes: &Codes, shape: WeightShape, instruction_set: InstructionSet) -> Result<Self, Error> {
+        codes.check(shape)?;
+        let WeightShape { outputs, inputs } = shape;
         let format = Format::Codes { bits: codes.bits, has_minimums: codes.minimums.is_some() };
         // SAFETY: a task clears its whole panel first.
         unsafe {
             Self::written(format, shape, instruction_set, &|&Self { panel, .. }, index, to| {
-                let words = format.bytes(inputs) * panel / size_of::<u16>();
-                to.cast::<u16>().write_bytes(0, words);
-                let own = std::slice::from_raw_parts_mut(to.cast(), words);
-                codes.pack_panel(own, index * panel..outputs.min((index + 1) * panel), inputs, panel);
+                let halves = format.bytes(inputs) * panel / size_of::<u16>();
+                to.cast::<u16>().write_bytes(0, halves);
+                let panel_halves = std::slice::from_raw_parts_mut(to.cast(), halves);
+                codes.pack_panel(panel_halves, index * panel..outputs.min((index + 1) * panel), inputs, panel);
             })
         }
     }
 }
 
 impl Codes<'_> {
-    fn check(&self, outputs: usize, inputs: usize) -> Result<(), Error> {
+    /// Checks the bits, the lengths of the slices and the codes.
+    fn check(&self, shape: WeightShape) -> Result<(), Error> {
         let &Self { bits, codes, scales, minimums } = self;
+        let inputs = shape.inputs;
         if bits != 4 && bits != 8 {
             return Err(Error::Shape(format!("expected codes of 4 or 8 bits, found {bits}")));
         }
         if !inputs.is_multiple_of(CODE_BLOCK) {
             return Err(Error::Shape(format!("expected inputs in blocks of {CODE_BLOCK}, found {inputs}")));
         }
-        let count = outputs.checked_mul(inputs).ok_or_else(|| no_memory(outputs, inputs))?;
+        let count = shape.count()?;
         check_len("codes", codes.len(), count)?;
         check_len("scales", scales.len(), count / CODE_BLOCK)?;
         if let Some(minimums) = minimums {
             check_len("minimums", minimums.len(), count / CODE_BLOCK)?;
         }
-        match codes.iter().max() {
-            Some(&code) if bits < 8 && code >> bits > 0 => {
-                Err(Error::Shape(format!("expected codes of {bits} bits, found {code}")))
-            }
-            _ => Ok(()),
+        let largest = codes.iter().max().copied().unwrap_or(0);
+        if bits < 8 && largest >> bits > 0 {
+            return Err(Error::Shape(format!("expected codes of {bits} bits, found {largest}")));
         }
+        Ok(())
     }
 
-    /// Puts the outputs of a panel into it. What the panel has beyond them is zeros before.
-    fn pack_panel(&self, to: &mut [u16], outputs: std::ops::Range<usize>, inputs: usize, panel: usize) {
+    /// Writes some outputs to their panel, which is zeros before.
+    fn pack_panel(&self, to: &mut [u16], outputs: Range<usize>, inputs: usize, panel: usize) {
+        const WORD_HALVES: usize = 2;
         let &Self { bits, codes, scales, minimums } = self;
         let blocks = inputs / CODE_BLOCK;
         let block_len = to.len() / blocks;
-        let (codes_of_half, halves_of_word) = (16 / bits, 2);
+        let half_codes = 16 / bits;
         // Codes on both sides of zero become numbers in two's complement.
         let sign = if minimums.is_some() { 0 } else { 1 << (bits - 1) };
         for (column, output) in outputs.enumerate() {
             for block in 0..blocks {
-                let to = &mut to[block * block_len..][..block_len];
-                to[column] = scales[output * blocks + block].to_bits();
+                let block_to = &mut to[block * block_len..][..block_len];
+                block_to[column] = scales[output * blocks + block].to_bits();
                 let mut numbers = panel;
                 if let Some(minimums) = minimums {
-                    to[panel + column] = minimums[output * blocks + block].to_bits();
+                    block_to[panel + column] = minimums[output * blocks + block].to_bits();
                     numbers += panel;
                 }
-                let own = &codes[output * inputs + block * CODE_BLOCK..][..CODE_BLOCK];
-                for (at, own) in own.chunks_exact(codes_of_half).enumerate() {
+                let block_codes = &codes[output * inputs + block * CODE_BLOCK..][..CODE_BLOCK];
+                for (at, codes_of_half) in block_codes.chunks_exact(half_codes).enumerate() {
                     // The first code is the highest of the word, and so in its second half.
-                    let (word, half) = (at / halves_of_word, 1 - at % halves_of_word);
-                    let packed = own.iter().fold(0, |packed, &code| packed << bits | u16::from(code ^ sign));
-                    to[numbers + (word * panel + column) * halves_of_word + half] = packed;
+                    let word = at / WORD_HALVES;
+                    let half = 1 - at % WORD_HALVES;
+                    let packed = codes_of_half.iter().fold(0, |packed, &code| packed << bits | u16::from(code ^ sign));
+                    block_to[numbers + (word * panel + column) * WORD_HALVES + half] = packed;
                 }
             }
         }

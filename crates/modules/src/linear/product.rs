@@ -11,7 +11,7 @@ use super::matrix::{as_left_factor, contiguous, matrix_of};
 use crate::base::rowwise::{Element, Read, read, with_float};
 use crate::base::{executor, gradient_of, record};
 use candle_attention_kernels::InstructionSet;
-use candle_attention_kernels::linear::{self, Matrix, PackedWeight, Product, Right, Up};
+use candle_attention_kernels::linear::{self, Matrix, PackedWeight, Product, Right, Up, WeightShape};
 
 /// Returns the instruction set of products with a weight in `dtype`: the one that is given, or the fastest.
 pub(super) fn choose_instruction_set(instruction_set: Option<InstructionSet>, dtype: DType) -> Result<InstructionSet> {
@@ -22,7 +22,8 @@ pub(super) fn choose_instruction_set(instruction_set: Option<InstructionSet>, dt
 pub(super) fn pack(weight: &Tensor, instruction_set: InstructionSet) -> Result<PackedWeight> {
     let weight = contiguous("weight", weight)?;
     let storage = read(&weight);
-    let shape = weight.dims2()?;
+    let (outputs, inputs) = weight.dims2()?;
+    let shape = WeightShape { outputs, inputs };
     with_float!(OP, weight.dtype(), |E| {
         PackedWeight::new(storage.contiguous::<E>()?, shape, instruction_set).map_err(kernel_error)
     })
@@ -69,10 +70,16 @@ impl Factor {
         let xs = read(xs);
         let left = matrix_of(&xs)?;
         match self {
-            Self::Packed { weight, columns } => multiply(left, Right::Weight(weight, columns.clone()), epilogue),
+            Self::Packed { weight, columns } => {
+                multiply(left, Right::Weight { weight, outputs: columns.clone() }, epilogue)
+            }
             Self::Matrix { weight, instruction_set } => {
                 let weight = read(weight);
-                multiply(left, Right::Matrix(matrix_of(&weight)?.t(), *instruction_set), epilogue)
+                multiply(
+                    left,
+                    Right::Matrix { matrix: matrix_of(&weight)?.t(), instruction_set: *instruction_set },
+                    epilogue,
+                )
             }
         }
     }
@@ -83,10 +90,16 @@ impl Factor {
         let left = matrix_of(&gradient)?;
         let epilogue = linear::Epilogue::default();
         match self {
-            Self::Packed { weight, columns } => multiply(left, Right::Transposed(weight, columns.clone()), epilogue),
+            Self::Packed { weight, columns } => {
+                multiply(left, Right::Transposed { weight, outputs: columns.clone() }, epilogue)
+            }
             Self::Matrix { weight, instruction_set } => {
                 let weight = read(weight);
-                multiply(left, Right::Matrix(matrix_of(&weight)?, *instruction_set), epilogue)
+                multiply(
+                    left,
+                    Right::Matrix { matrix: matrix_of(&weight)?, instruction_set: *instruction_set },
+                    epilogue,
+                )
             }
         }
     }
@@ -158,7 +171,11 @@ fn gradients<E: Element>(xs: &Tensor, factor: &Factor, bias_is_tracked: bool, gr
     let inputs: Matrix<E> = matrix_of(&xs)?;
     let outputs: Matrix<E> = matrix_of(&gradient)?;
     let product = |left: Matrix<E>, right: Matrix<E>| {
-        let numbers = multiply(left, Right::Matrix(right, *instruction_set), linear::Epilogue::default())?;
+        let numbers = multiply(
+            left,
+            Right::Matrix { matrix: right, instruction_set: *instruction_set },
+            linear::Epilogue::default(),
+        )?;
         Tensor::from_vec(numbers, (left.rows, right.columns), &Device::Cpu)
     };
     if weight.track_op() {

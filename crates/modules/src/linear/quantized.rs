@@ -9,7 +9,7 @@ use half::f16;
 use super::product::{choose_instruction_set, kernel_error, pack};
 use super::{OP, PackedLinear, Weight};
 use crate::base::{Dim, Expect, check_memory};
-use candle_attention_kernels::linear::{CODE_BLOCK, Codes, PackedWeight};
+use candle_attention_kernels::linear::{CODE_BLOCK, Codes, PackedWeight, WeightShape};
 
 impl PackedLinear {
     /// Packs `weight` (out, in) in any type of GGUF files, with `bias` (out,) in f32, for inputs in f32.
@@ -142,6 +142,7 @@ fn pack_blocks(weight: &QTensor) -> Result<Option<PackedWeight>> {
         minimums: format.has_minimums.then_some(minimums.as_slice()),
     };
     let instruction_set = choose_instruction_set(None, DType::F32)?;
-    let packed = PackedWeight::from_codes(&packed_codes, weight.shape().dims2()?, instruction_set);
+    let (outputs, inputs) = weight.shape().dims2()?;
+    let packed = PackedWeight::from_codes(&packed_codes, WeightShape { outputs, inputs }, instruction_set);
     Ok(Some(packed.map_err(kernel_error)?))
 }

@@ -1,15 +1,13 @@
 //! AMX: eight tile registers of 16 rows by 64 bytes, and a matrix product of bf16 tiles into f32 ones.
 //!
 //! The standard library has no stable intrinsics for it, so the instructions are written out. The compiler itself never
-//! touches a tile register; what one `asm!` leaves there the next one finds.
+//! touches a tile register, so that its content lasts from one `asm!` to the next.
 
 use std::arch::asm;
-use std::sync::OnceLock;
 
 use super::avx512::Avx512;
-use crate::cpu::instruction_set::{Kernel, Tiles, compiled_for, cpuid};
-use crate::cpu::product::{Columns, Product};
-use crate::cpu::vector::Vector;
+use crate::cpu::kernel::{Columns, Kernel, Tiles, Vector, compiled_for};
+use crate::cpu::panel::PanelProduct;
 
 pub(crate) struct Amx;
 
@@ -17,34 +15,7 @@ pub(crate) struct Amx;
 const TILE: usize = 16;
 const PANEL: usize = 2 * TILE;
 
-/// Whether the processor has AMX in bf16 and the operating system lets this process use it.
-pub(in crate::cpu) fn is_granted() -> bool {
-    static GRANTED: OnceLock<bool> = OnceLock::new();
-    *GRANTED.get_or_init(|| has_amx_bf16() && request())
-}
-
-fn has_amx_bf16() -> bool {
-    // Leaf 7, EDX: bit 22 is AMX-BF16, bit 24 AMX-TILE.
-    const WANTED: u32 = 1 << 22 | 1 << 24;
-    let leaves = cpuid(0).eax;
-    leaves >= 7 && cpuid(7).edx & WANTED == WANTED
-}
-
-/// Linux hands out the tiles' state on request, once for the process and its threads.
-#[cfg(target_os = "linux")]
-fn request() -> bool {
-    const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
-    const XFEATURE_XTILEDATA: libc::c_long = 18;
-    // SAFETY: a system call that reads no memory of ours.
-    unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0 }
-}
-
-#[cfg(not(target_os = "linux"))]
-fn request() -> bool {
-    false
-}
-
-/// What `ldtilecfg` reads.
+/// The operand of `ldtilecfg`.
 #[repr(C, align(64))]
 struct TileConfig {
     palette: u8,
@@ -54,7 +25,7 @@ struct TileConfig {
     rows: [u8; 16],
 }
 
-/// All eight tiles whole.
+/// The configuration of eight whole tiles.
 static WHOLE_TILES: TileConfig = TileConfig {
     palette: 1,
     start_row: 0,
@@ -63,10 +34,12 @@ static WHOLE_TILES: TileConfig = TileConfig {
     rows: [16, 16, 16, 16, 16, 16, 16, 16, 0, 0, 0, 0, 0, 0, 0, 0],
 };
 
+/// Releases the tile registers.
+///
 /// # Safety
-/// AMX was granted.
+/// The operating system permits AMX.
 unsafe fn release() {
-    // SAFETY: AMX was granted, by this function's contract.
+    // SAFETY: the operating system permits AMX, by this function's contract.
     unsafe { asm!("tilerelease", options(nostack, nomem)) };
 }
 
@@ -85,11 +58,11 @@ macro_rules! tile {
     };
 }
 
-/// C (32 rows by 32 columns) in tiles 0 to 3, A in 4 and 5, B in 6 and 7.
+/// Computes 32 rows by 32 columns of C in tiles 0 to 3, with A in 4 and 5 and B in 6 and 7.
 ///
 /// # Safety
-/// As [`Kernel::multiply`].
-unsafe fn block_32_by_32(product: &Product, row: usize) {
+/// As [`multiply`](crate::cpu::multiply).
+unsafe fn block_32_by_32(product: &PanelProduct, row: usize) {
     // SAFETY: the tiles are configured and the pointers valid; depth is a multiple of 16 words.
     unsafe {
         let c = product.c.add(row * PANEL);
@@ -124,11 +97,11 @@ unsafe fn block_32_by_32(product: &Product, row: usize) {
     }
 }
 
-/// C (16 rows by 16 columns) in tile 0.
+/// Computes 16 rows by 16 columns of C in tile 0.
 ///
 /// # Safety
-/// As [`Kernel::multiply`].
-unsafe fn block_16_by_16(product: &Product, row: usize, column: usize) {
+/// As [`multiply`](crate::cpu::multiply).
+unsafe fn block_16_by_16(product: &PanelProduct, row: usize, column: usize) {
     // SAFETY: the tiles are configured and the pointers valid; depth is a multiple of 16 words.
     unsafe {
         let c = product.c.add(row * PANEL + column);
@@ -146,12 +119,12 @@ unsafe fn block_16_by_16(product: &Product, row: usize, column: usize) {
     }
 }
 
-/// `C · factors`, unless all factors are 1: tiles cannot be scaled.
+/// Multiplies C by the factors, unless all of them are 1: tiles cannot be scaled.
 ///
 /// # Safety
-/// As [`Kernel::multiply`]; the factors are those of the product.
+/// As [`multiply`](crate::cpu::multiply); `factors` is the product's.
 #[inline(always)]
-unsafe fn scale_columns(product: &Product, factors: *const f32) {
+unsafe fn scale_columns(product: &PanelProduct, factors: *const f32) {
     // SAFETY: C has `rows` rows of a panel, and the factors a panel.
     unsafe {
         if (0..product.vectors * TILE).all(|column| *factors.add(column) == 1.0) {
@@ -177,16 +150,16 @@ impl Kernel for Amx {
     const BLOCK: usize = 256;
 
     unsafe fn configure_tiles() -> Option<Tiles> {
-        // SAFETY: the processor has the instruction set, which includes that AMX was granted; the configuration is 64
+        // SAFETY: the processor has the instruction set, and the operating system permits it; the configuration is 64
         // bytes.
         unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const WHOLE_TILES, options(nostack, readonly)) };
-        Some(Tiles(release))
+        Some(Tiles { release })
     }
 
     compiled_for!("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c");
 
     #[inline(always)]
-    unsafe fn multiply_columns<B: Columns>(product: &Product) {
+    unsafe fn multiply_columns<B: Columns>(product: &PanelProduct) {
         // SAFETY: as this method's contract; rows are a multiple of a tile's, and the factors are a panel.
         unsafe {
             if let Some(factors) = product.factors {

@@ -3,13 +3,15 @@
 
 use std::arch::x86_64::*;
 
-use crate::cpu::instruction_set::{Kernel, compiled_for};
-use crate::cpu::vector::{EXP2, EXP2_MIN, MAX_LANES, Vector, polynomial, simd_fns};
+use crate::cpu::functions::{EXP2, EXP2_MIN, polynomial};
+use crate::cpu::kernel::{Columns, Kernel, MAX_LANES, Vector, compiled_for, simd_fns};
+use crate::cpu::panel::PanelProduct;
+use crate::cpu::product::multiply_rows;
 
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512(__m512);
 
-/// The sums of neighbouring 128-bit quarters, those of `a` first.
+/// Adds up neighbouring 128-bit quarters of `a`, and then of `b`.
 ///
 /// # Safety
 /// The processor has AVX-512.
@@ -120,8 +122,8 @@ impl Vector for Avx512 {
             Self(add_quarters(add_quarters(fours[0], fours[1]), add_quarters(fours[2], fours[3])))
         }
         fn exp2(self) -> Self {
-            // `vreduceps` leaves what is beyond the nearest integer, 0 for infinities, and `vscalefps` multiplies by
-            // the power of two: of ten instructions none builds an exponent by hand.
+            // `vreduceps` subtracts the nearest integer (0 for infinities), and `vscalefps` multiplies by a power of two:
+            // no instruction is needed to build an exponent.
             let f = _mm512_reduce_ps::<{ _MM_FROUND_TO_NEAREST_INT }>(self.0);
             let n = _mm512_sub_ps(self.0, f);
             let stays = _mm512_cmp_ps_mask(self.0, _mm512_set1_ps(EXP2_MIN), _CMP_NLT_UQ);
@@ -136,7 +138,7 @@ impl Vector for Avx512 {
                 let (a, b) = (row(2 * i), row(2 * i + 1));
                 (pairs[2 * i], pairs[2 * i + 1]) = (_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
             }
-            // fours[4 q + c] holds column c of each quarter for rows 4 q to 4 q + 3.
+            // fours[4 q + c] is column c of each quarter for rows 4 q to 4 q + 3.
             let mut fours = [_mm512_setzero_ps(); 16];
             for q in 0..4 {
                 for i in 0..2 {
@@ -167,6 +169,12 @@ impl Kernel for Avx512 {
     const VECTORS: usize = 3;
 
     compiled_for!("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c");
+
+    #[inline(always)]
+    unsafe fn multiply_columns<B: Columns>(product: &PanelProduct) {
+        // SAFETY: as this method's contract.
+        unsafe { multiply_rows::<Self, B>(product, 0) }
+    }
 }
 
 /// The kernel for pairs of bf16.
@@ -179,6 +187,12 @@ impl Kernel for Avx512Bf16 {
     const VECTORS: usize = 3;
 
     compiled_for!("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c");
+
+    #[inline(always)]
+    unsafe fn multiply_columns<B: Columns>(product: &PanelProduct) {
+        // SAFETY: as this method's contract.
+        unsafe { multiply_rows::<Self, B>(product, 0) }
+    }
 
     #[inline(always)]
     unsafe fn add_product(sum: Avx512, a: Avx512, b: Avx512) -> Avx512 {

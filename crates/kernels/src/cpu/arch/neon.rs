@@ -8,9 +8,10 @@
 use std::arch::aarch64::*;
 use std::arch::asm;
 
-use crate::cpu::instruction_set::{Kernel, compiled_for};
-use crate::cpu::product::{Columns, Product, multiply_rows};
-use crate::cpu::vector::{EXP2, EXP2_MIN, EXP2_ROUND, MAX_LANES, Vector, polynomial, simd_fns};
+use crate::cpu::functions::{EXP2, EXP2_MIN, EXP2_ROUND, polynomial};
+use crate::cpu::kernel::{Columns, Kernel, MAX_LANES, Vector, compiled_for, simd_fns};
+use crate::cpu::panel::PanelProduct;
+use crate::cpu::product::multiply_rows;
 
 #[derive(Clone, Copy)]
 pub(crate) struct Neon(float32x4_t);
@@ -114,8 +115,8 @@ impl ByLane for Neon {
     }
 }
 
-/// There is no kernel of f16 products beside it: `fmlal` multiplies four pairs into f32 as `fmla` does, so all that it
-/// would save is the widening of each block, and weights would be rounded to f16 for it.
+/// The kernel for words of one f32. There is no kernel of f16 products: `fmlal` multiplies four pairs into f32 as
+/// `fmla` does, so it would only save the widening of each block, and weights would have to be rounded to f16.
 impl Kernel for Neon {
     type Vector = Self;
     const ELEMENTS: usize = 1;
@@ -125,7 +126,7 @@ impl Kernel for Neon {
     compiled_for!("neon");
 
     #[inline(always)]
-    unsafe fn multiply_columns<B: Columns>(product: &Product) {
+    unsafe fn multiply_columns<B: Columns>(product: &PanelProduct) {
         // SAFETY: as this method's contract.
         unsafe {
             if const { B::IS_WORDS } {
@@ -143,8 +144,8 @@ impl Kernel for Neon {
 /// 8 bits err by 2^15 times as much. Subnormal numbers are zeros to it. The rounding would be another one if a program
 /// set `FPCR.EBF` where the processor has it; none of this needs either.
 ///
-/// The intrinsics are not stable. `.arch_extension` lets the instructions pass where a build without optimisation
-/// leaves a closure outside of the functions that are compiled for the instruction set.
+/// The intrinsics are not stable. `.arch_extension` permits the instructions in a build without optimisation, where a
+/// closure is not part of the functions that are compiled for the instruction set.
 pub(crate) struct NeonBf16;
 
 impl ByLane for NeonBf16 {
@@ -181,7 +182,7 @@ impl Kernel for NeonBf16 {
     }
 
     #[inline(always)]
-    unsafe fn multiply_columns<B: Columns>(product: &Product) {
+    unsafe fn multiply_columns<B: Columns>(product: &PanelProduct) {
         // SAFETY: as this method's contract.
         unsafe { multiply_by_lane::<NeonBf16, B>(product) }
     }
@@ -195,9 +196,9 @@ const VECTORS: usize = 3;
 const LANES: usize = 4;
 const PANEL: usize = VECTORS * LANES;
 
-/// How an instruction set multiplies words and adds.
+/// Multiply-adds with one lane of a vector.
 trait ByLane: Kernel {
-    /// `sum + a[LANE] · b`, over both elements of a word where there are two.
+    /// Returns `sum + a[LANE] · b`, over both elements of a word where there are two.
     ///
     /// # Safety
     /// The processor has the instruction set.
@@ -206,12 +207,12 @@ trait ByLane: Kernel {
 
 type Sums<const N: usize> = [[float32x4_t; ROWS]; N];
 
-/// [`Kernel::multiply`](crate::cpu::Kernel::multiply).
+/// Computes a product of words, eight rows at a time.
 ///
 /// # Safety
-/// As there.
+/// As [`multiply`](crate::cpu::multiply).
 #[inline(always)]
-unsafe fn multiply_by_lane<M: ByLane, B: Columns>(product: &Product) {
+unsafe fn multiply_by_lane<M: ByLane, B: Columns>(product: &PanelProduct) {
     let whole = product.rows / ROWS * ROWS;
     for row in (0..whole).step_by(ROWS) {
         // SAFETY: as this function's contract; `row + ROWS` rows exist.
@@ -227,12 +228,12 @@ unsafe fn multiply_by_lane<M: ByLane, B: Columns>(product: &Product) {
     unsafe { multiply_rows::<M, B>(product, whole) };
 }
 
-/// The eight rows from `row`, for N vectors of the panel.
+/// Computes the eight rows from `row` on, for N vectors of the panel.
 ///
 /// # Safety
 /// As [`multiply_by_lane`]; the rows exist.
 #[inline(always)]
-unsafe fn tile<M: ByLane, const N: usize>(product: &Product, row: usize) {
+unsafe fn tile<M: ByLane, const N: usize>(product: &PanelProduct, row: usize) {
     let a_row = product.a.row;
     // SAFETY: as this function's contract.
     unsafe {
@@ -247,7 +248,7 @@ unsafe fn tile<M: ByLane, const N: usize>(product: &Product, row: usize) {
         } else if product.a.step == 1 {
             while left >= 4 {
                 four_steps::<M, N, 0>(&mut sums, a, a_row, b);
-                // Read again: what both halves share would not fit beside the sums, and the compiler would spill it.
+                // Read again: the compiler would spill the columns that both halves share, since no register is free.
                 let mut again = b;
                 asm!("/* {} */", inout(reg) again, options(pure, readonly, nostack, preserves_flags));
                 four_steps::<M, N, 4>(&mut sums, a.add(4 * a_row), a_row, again);
@@ -272,7 +273,7 @@ unsafe fn tile<M: ByLane, const N: usize>(product: &Product, row: usize) {
     }
 }
 
-/// One step of the depth, for eight rows that stand side by side.
+/// Adds one step of the depth for eight rows, whose words are contiguous.
 ///
 /// # Safety
 /// As [`multiply_by_lane`].
@@ -295,7 +296,7 @@ unsafe fn eight_rows<M: ByLane, const N: usize>(sums: &mut Sums<N>, a: *const f3
     }
 }
 
-/// Four steps of the depth, which stand side by side, for four rows.
+/// Adds four steps of the depth, whose words are contiguous, for four rows.
 ///
 /// # Safety
 /// As [`multiply_by_lane`].
@@ -316,7 +317,7 @@ unsafe fn four_steps<M: ByLane, const N: usize, const FIRST: usize>(
     }
 }
 
-/// One step of the depth for four rows, at any strides.
+/// Adds one step of the depth for four rows, at any strides.
 ///
 /// # Safety
 /// As [`multiply_by_lane`].
@@ -334,7 +335,7 @@ unsafe fn one_step<M: ByLane, const N: usize, const FIRST: usize>(
     }
 }
 
-/// One step of the depth for four rows, whose words are in the given lane.
+/// Adds one step of the depth for four rows, whose words are in the given lane.
 ///
 /// # Safety
 /// As [`multiply_by_lane`].

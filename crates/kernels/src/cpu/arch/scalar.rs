@@ -1,14 +1,16 @@
-//! Plain Rust, which every processor runs: the instruction set that the others are read against.
+//! Plain Rust, which every processor runs. The other instruction sets are tested against it.
 
 use half::slice::{HalfBitsSliceExt, HalfFloatSliceExt};
 use half::{bf16, f16};
 
-use crate::cpu::instruction_set::{Kernel, SimdTask};
-use crate::cpu::vector::{EXP2, EXP2_MIN, EXP2_ROUND, MAX_LANES, Vector, polynomial, simd_fns};
+use crate::cpu::functions::{EXP2, EXP2_MIN, EXP2_ROUND, polynomial};
+use crate::cpu::kernel::{Columns, Kernel, MAX_LANES, SimdTask, Vector, simd_fns};
+use crate::cpu::panel::PanelProduct;
+use crate::cpu::product::multiply_rows;
 
 const LANES: usize = 8;
 
-/// Eight f32, which the compiler may keep in whatever registers its target has.
+/// Eight f32, which the compiler keeps in the registers of its target.
 #[derive(Clone, Copy)]
 pub(crate) struct Scalar([f32; LANES]);
 
@@ -16,7 +18,7 @@ pub(crate) struct Scalar([f32; LANES]);
 type Lanes<T> = [T; LANES];
 
 impl Scalar {
-    /// Each lane by its number. A loop, which takes a fraction of the time that `array::map` takes to compile.
+    /// Makes a vector from each lane's number. The loop compiles in a fraction of the time of `array::map`.
     #[inline(always)]
     fn each(f: impl Fn(usize) -> f32) -> Self {
         let mut lanes = [0.0; LANES];
@@ -37,7 +39,7 @@ impl Scalar {
     }
 }
 
-/// Conversions ask for the processor's features, or are long: they are compiled once, and not wherever they are used.
+/// Converts f16 to f32. Conversions detect the processor's features, or are long: they are compiled once, and not inlined.
 #[inline(never)]
 fn widen_f16(bits: Lanes<u16>) -> Lanes<f32> {
     let mut lanes = [0.0; LANES];
@@ -45,14 +47,15 @@ fn widen_f16(bits: Lanes<u16>) -> Lanes<f32> {
     lanes
 }
 
+/// Converts f32 to a type of 16 bits.
 #[inline(never)]
-fn narrow<T: Copy>(lanes: Lanes<f32>, nothing: T) -> Lanes<T>
+fn narrow<T: Copy>(lanes: Lanes<f32>, zero: T) -> Lanes<T>
 where
     [T]: HalfFloatSliceExt,
 {
-    let mut narrow = [nothing; LANES];
-    narrow.convert_from_f32_slice(&lanes);
-    narrow
+    let mut converted = [zero; LANES];
+    converted.convert_from_f32_slice(&lanes);
+    converted
 }
 
 impl Vector for Scalar {
@@ -131,5 +134,11 @@ impl Kernel for Scalar {
     unsafe fn run_simd(task: impl SimdTask) {
         // SAFETY: every processor has the scalar instruction set.
         unsafe { task.run::<Self>() }
+    }
+
+    #[inline(always)]
+    unsafe fn multiply_columns<B: Columns>(product: &PanelProduct) {
+        // SAFETY: as this method's contract.
+        unsafe { multiply_rows::<Self, B>(product, 0) }
     }
 }

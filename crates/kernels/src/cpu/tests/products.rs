@@ -3,7 +3,7 @@
 use half::bf16;
 
 use super::{Sequence, on_every_instruction_set};
-use crate::cpu::{Format, Kernel, LeftOperand, Product, SimdTask, Vector};
+use crate::cpu::{Format, Kernel, LeftOperand, PanelProduct, SimdTask, Vector, multiply};
 
 /// A word of one or two elements.
 fn word<K: Kernel>(elements: [f32; 2]) -> f32 {
@@ -40,7 +40,7 @@ impl Case {
     /// Compares with sums in f64. What the product may not read is NaN, what it may not write is compared too.
     ///
     /// # Safety
-    /// As [`Kernel::multiply`].
+    /// As [`multiply`].
     unsafe fn check<K: Kernel>(self, number: &mut impl FnMut() -> f32, tolerance: f64) {
         let Self { rows, depth, vectors, a_group, a_row, a_step, accumulates } = self;
         let row_at = |row: usize| row / K::ROWS * a_group + row % K::ROWS * a_row;
@@ -63,7 +63,7 @@ impl Case {
         }
         let factors: Vec<f32> = (0..panel).map(|_| number()).collect();
         let before = c.clone();
-        let product = Product {
+        let product = PanelProduct {
             a: LeftOperand { at: a.as_ptr(), group: a_group, row: a_row, step: a_step },
             b: b.as_ptr(),
             c: c.as_mut_ptr(),
@@ -74,7 +74,7 @@ impl Case {
             format: Format::F32,
         };
         // SAFETY: the processor has the instruction set of K; the matrices have these sizes.
-        unsafe { K::multiply(&product) };
+        unsafe { multiply::<K>(&product) };
         for row in 0..rows {
             for column in 0..panel {
                 let (got, old) = (f64::from(c[row * panel + column]), f64::from(before[row * panel + column]));

@@ -1,6 +1,6 @@
 //! Matrices as the kernel multiplies them.
 
-use crate::cpu::{Format, Kernel, LeftOperand, MAX_COLUMNS, Product, Scratch, Vector};
+use crate::cpu::{Format, Kernel, LeftOperand, MAX_COLUMNS, PanelProduct, Scratch, Vector};
 
 /// Matrices whose columns are split into panels of the kernel: (panels, rows, panel).
 pub(super) struct Panels {
@@ -76,7 +76,7 @@ pub(super) fn left<K: Kernel>(at: *const f32, row: usize, step: usize) -> LeftOp
 /// What is added to `to`, a panel of `vectors` vectors, or overwrites it.
 ///
 /// # Safety
-/// As [`Kernel::multiply`].
+/// As [`cpu::multiply`](crate::cpu::multiply).
 #[inline(always)]
 pub(super) unsafe fn multiply<K: Kernel>(
     a: LeftOperand,
@@ -89,7 +89,7 @@ pub(super) unsafe fn multiply<K: Kernel>(
     let vectors = columns.div_ceil(K::Vector::LANES);
     let factors = adds.then_some(ONES.as_ptr());
     // SAFETY: as this function's contract.
-    unsafe { K::multiply(&Product { a, b, c, rows, depth, vectors, factors, format: Format::F32 }) }
+    unsafe { crate::cpu::multiply::<K>(&PanelProduct { a, b, c, rows, depth, vectors, factors, format: Format::F32 }) }
 }
 
 /// Rows of one matrix as columns of another, in squares of `LANES` words.

@@ -6,7 +6,7 @@ use std::ops::Range;
 use super::call::AttentionBackwardCall;
 use super::gradient::{ColumnStats, ModifierGradients, TileGradient};
 use super::memory::{BackwardMemory, BlockMemory, BlockRowsMemory, RowSize};
-use crate::cpu::{Format, Kernel, LeftOperand, MAX_COLUMNS, Product, Vector};
+use crate::cpu::{Format, Kernel, LeftOperand, MAX_COLUMNS, PanelProduct, Vector, multiply};
 use crate::flash::block_products::{add_values, multiply_keys};
 use crate::flash::options::ScoreUnits;
 use crate::flash::pack::{HeadRows, TileRows, is_finite_row, pack_columns, pack_rows};
@@ -261,7 +261,7 @@ unsafe fn add_rows<K: Kernel>(
     for panel in 0..size.panels {
         // SAFETY: as this function's contract.
         unsafe {
-            K::multiply(&Product {
+            multiply::<K>(&PanelProduct {
                 a: LeftOperand { at: weights.add(row + start), group: K::ROWS * words, row: words, step: 1 },
                 b: rows.add((panel * words + start) * K::PANEL),
                 c: to.add((panel * K::BLOCK + part.keys.start - overlap.block) * K::PANEL),

@@ -8,7 +8,8 @@ use std::ops::Range;
 use half::{bf16, f16};
 
 use super::{
-    Activation, CODE_BLOCK, Codes, Epilogue, Matrix, PackedWeight, Product, Right, Up, multiply, multiply_vec,
+    Activation, CODE_BLOCK, Codes, Epilogue, Matrix, PackedWeight, Product, Right, Up, WeightShape, multiply,
+    multiply_vec,
 };
 use crate::Element;
 use crate::cpu::tests::{Sequence, erfc, numbers};
@@ -37,13 +38,13 @@ impl Case {
         let xs_row = inputs + gap;
         let xs: Vec<X> = numbers((rows * xs_row).saturating_sub(gap), 2);
         let bias: Option<Vec<f32>> = bias.then(|| numbers(outputs, 3));
-        let packed = PackedWeight::new(&weight, (outputs, inputs), instruction_set).expect("memory");
+        let packed = PackedWeight::new(&weight, weight_shape(outputs, inputs), instruction_set).expect("memory");
         assert!(
             packed.unpack::<W>().expect("memory") == weight,
             "{instruction_set}: {self:?} is not unpacked as it was"
         );
         let left = Matrix { data: &xs[..], rows, columns: inputs, stride: xs_row, is_transposed: false };
-        let right = Right::Weight(&packed, columns.clone());
+        let right = Right::Weight { weight: &packed, outputs: columns.clone() };
         let epilogue = Epilogue { bias: bias.as_deref(), ..Default::default() };
         let out = multiply_vec(&Product { left, right, epilogue, executor: None }).expect("memory");
         assert_eq!(out.len(), rows * columns.len());
@@ -61,7 +62,11 @@ impl Case {
     }
 }
 
-/// Rows one after the other.
+fn weight_shape(outputs: usize, inputs: usize) -> WeightShape {
+    WeightShape { outputs, inputs }
+}
+
+/// Returns a matrix of contiguous rows.
 fn rows_of<X>(data: &[X], columns: usize) -> Matrix<'_, X> {
     Matrix { data, rows: data.len() / columns, columns, stride: columns, is_transposed: false }
 }
@@ -71,7 +76,7 @@ fn case(rows: usize, inputs: usize, outputs: usize) -> Case {
 }
 
 #[test]
-fn every_instruction_set_gives_the_numbers_of_plain_loops() {
+fn linear_product_on_each_instruction_set_matches_plain_loops() {
     let mut cases = vec![case(1, 3, 2), case(3, 18, 17), Case { columns: 1..18, ..case(2, 5, 19) }, case(2, 0, 3)];
     if !cfg!(miri) {
         cases.extend([
@@ -122,14 +127,16 @@ fn check_epilogues<W: Element, X: Element + Into<f32>>(instruction_set: Instruct
     let number = |x: f32| f64::from(x);
     let (rows, inputs, outputs, columns) = if cfg!(miri) { (2, 3, 18, 1..18) } else { (5, 70, 103, 5..102) };
     let weights = [1, 2].map(|salt| numbers::<W>(outputs * inputs, salt));
-    let weights = weights.map(|rows| PackedWeight::new(&rows, (outputs, inputs), instruction_set).expect("memory"));
+    let weights =
+        weights.map(|rows| PackedWeight::new(&rows, weight_shape(outputs, inputs), instruction_set).expect("memory"));
     let biases = [3, 4].map(|salt| numbers::<f32>(outputs, salt));
     let xs: Vec<X> = numbers(rows * inputs, 5);
     let residual: Vec<X> = numbers(rows * columns.len(), 6);
     let wide_xs: Vec<f32> = xs.iter().map(|&x| x.into()).collect();
     let plain = [0, 1].map(|at| {
         let epilogue = Epilogue { bias: Some(&biases[at][..]), ..Default::default() };
-        let (left, right) = (rows_of(&wide_xs, inputs), Right::Weight(&weights[at], columns.clone()));
+        let (left, right) =
+            (rows_of(&wide_xs, inputs), Right::Weight { weight: &weights[at], outputs: columns.clone() });
         multiply_vec(&Product { left, right, epilogue, executor: None }).expect("fits")
     });
     let three = Executor {
@@ -152,7 +159,7 @@ fn check_epilogues<W: Element, X: Element + Into<f32>>(instruction_set: Instruct
                 up: is_gated.then_some(Up { weight: &weights[1], bias: Some(&biases[1]) }),
                 residual: is_added.then_some(&residual[..]),
             };
-            let (left, right) = (rows_of(&xs, inputs), Right::Weight(&weights[0], columns.clone()));
+            let (left, right) = (rows_of(&xs, inputs), Right::Weight { weight: &weights[0], outputs: columns.clone() });
             let product = Product { left, right, epilogue, executor: Some(three) };
             for (at, &found) in multiply_vec(&product).expect("fits").iter().enumerate() {
                 let up = if is_gated { number(plain[1][at]) } else { 1.0 };
@@ -168,7 +175,7 @@ fn check_epilogues<W: Element, X: Element + Into<f32>>(instruction_set: Instruct
 }
 
 #[test]
-fn what_follows_a_product_on_every_instruction_set() {
+fn linear_epilogue_on_each_instruction_set_matches_f64() {
     for instruction_set in if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() } {
         check_epilogues::<f32, f32>(instruction_set, 1e-6);
         check_epilogues::<bf16, f32>(instruction_set, 1e-6);
@@ -182,11 +189,11 @@ fn what_follows_a_product_on_every_instruction_set() {
 fn codes(
     bits: usize,
     has_minimums: bool,
-    shape: (usize, usize),
+    shape: WeightShape,
     instruction_set: InstructionSet,
     salt: u64,
 ) -> (PackedWeight, Vec<f32>) {
-    let (outputs, inputs) = shape;
+    let WeightShape { outputs, inputs } = shape;
     let blocks = outputs * inputs / CODE_BLOCK;
     let own: Vec<u8> =
         numbers::<f32>(outputs * inputs, salt).iter().map(|x| (((x + 1.0) * 128.0) as u8) >> (8 - bits)).collect();
@@ -205,9 +212,10 @@ fn codes(
 
 /// A product of codes has the bits of a product of the numbers that they stand for, whatever the rows and what follows.
 #[test]
-fn codes_give_the_bits_of_their_numbers() {
-    let (rows, shape) = if cfg!(miri) { (vec![2], (18, 32)) } else { (vec![1, 2, 3, 8, 17, 40, 193], (103, 480)) };
-    let (outputs, inputs) = shape;
+fn packed_codes_product_has_bits_of_f32_weight() {
+    let rows = if cfg!(miri) { vec![2] } else { vec![1, 2, 3, 8, 17, 40, 193] };
+    let shape = if cfg!(miri) { weight_shape(18, 32) } else { weight_shape(103, 480) };
+    let WeightShape { outputs, inputs } = shape;
     let bias = numbers::<f32>(outputs, 9);
     for instruction_set in if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() } {
         for (bits, has_minimums) in [(4, false), (4, true), (8, false), (8, true)] {
@@ -230,7 +238,7 @@ fn codes_give_the_bits_of_their_numbers() {
                             up: is_gated.then_some(Up { weight: up, bias: None }),
                             residual: None,
                         };
-                        let (left, right) = (rows_of(&xs, inputs), Right::Weight(weight, columns.clone()));
+                        let (left, right) = (rows_of(&xs, inputs), Right::Weight { weight, outputs: columns.clone() });
                         multiply_vec(&Product { left, right, epilogue, executor: None })
                     };
                     for is_gated in [false, true] {
@@ -260,7 +268,7 @@ fn assert_same_bits(found: &[f32], expected: &[f32], what: &str) {
 fn codes_with_any_scale(
     bits: usize,
     has_minimums: bool,
-    shape: (usize, usize),
+    shape: WeightShape,
     instruction_set: InstructionSet,
 ) -> (PackedWeight, Vec<f32>) {
     const SPECIAL: [f16; 9] = [
@@ -280,7 +288,7 @@ fn codes_with_any_scale(
         1 => f16::from_f32(sequence.fraction()),
         _ => f16::from_bits(sequence.bits() as u16),
     };
-    let blocks = shape.0 * shape.1 / CODE_BLOCK;
+    let blocks = shape.outputs * shape.inputs / CODE_BLOCK;
     let (scales, minimums): (Vec<_>, Vec<_>) = (0..blocks).map(|_| (half(), half())).unzip();
     let codes: Vec<u8> = (0..blocks * CODE_BLOCK).map(|_| sequence.bits() as u8 >> (8 - bits)).collect();
     let number = |(at, &code): (usize, &u8)| {
@@ -299,9 +307,10 @@ fn codes_with_any_scale(
 /// Dense rows, rows so small that products round to zeros of either sign, and rows of a single 1, which show each
 /// number of the weight by itself.
 #[test]
-fn codes_with_any_scale_have_the_bits_of_their_numbers() {
-    let (rows, shape) = if cfg!(miri) { (vec![2], (18, 32)) } else { (vec![1, 3, 40], (103, 96)) };
-    let (outputs, inputs) = shape;
+fn packed_codes_with_any_scale_have_bits_of_f32_weight() {
+    let rows = if cfg!(miri) { vec![2] } else { vec![1, 3, 40] };
+    let shape = if cfg!(miri) { weight_shape(18, 32) } else { weight_shape(103, 96) };
+    let WeightShape { outputs, inputs } = shape;
     for instruction_set in if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() } {
         for (bits, has_minimums) in [(4, false), (4, true), (8, false), (8, true)] {
             let (packed, numbers_of_codes) = codes_with_any_scale(bits, has_minimums, shape, instruction_set);
@@ -314,7 +323,7 @@ fn codes_with_any_scale_have_the_bits_of_their_numbers() {
                 let single_ones = (0..rows * inputs).map(|at| f32::from(at % inputs == at / inputs)).collect();
                 for xs in [dense, small, single_ones] {
                     let multiply_by = |weight: &PackedWeight| {
-                        let (left, right) = (rows_of(&xs, inputs), Right::Weight(weight, 0..outputs));
+                        let (left, right) = (rows_of(&xs, inputs), Right::Weight { weight, outputs: 0..outputs });
                         let product = Product { left, right, epilogue: Epilogue::default(), executor: None };
                         multiply_vec(&product).expect("fits")
                     };
@@ -323,7 +332,8 @@ fn codes_with_any_scale_have_the_bits_of_their_numbers() {
                 // The gradient of the inputs reads the weight the other way round.
                 let gradients = numbers::<f32>(rows * outputs, 5);
                 let transposed = |weight: &PackedWeight| {
-                    let (left, right) = (rows_of(&gradients, outputs), Right::Transposed(weight, 0..outputs));
+                    let (left, right) =
+                        (rows_of(&gradients, outputs), Right::Transposed { weight, outputs: 0..outputs });
                     let product = Product { left, right, epilogue: Epilogue::default(), executor: None };
                     multiply_vec(&product).expect("fits")
                 };
@@ -334,32 +344,36 @@ fn codes_with_any_scale_have_the_bits_of_their_numbers() {
 }
 
 #[test]
-fn codes_take_no_more_than_their_bits_and_scales() {
+fn packed_codes_memory_is_bits_and_scales() {
     for instruction_set in InstructionSet::available() {
         for (bits, has_minimums, bytes) in [(4, false, 18), (4, true, 20), (8, false, 34), (8, true, 36)] {
             // Whole panels of every instruction set.
-            let (packed, _) = codes(bits, has_minimums, (96, 64), instruction_set, 1);
+            let (packed, _) = codes(bits, has_minimums, weight_shape(96, 64), instruction_set, 1);
             assert_eq!(packed.memory(), 96 * 2 * bytes, "{packed:?}");
         }
     }
 }
 
 #[test]
-fn codes_that_do_not_fit_are_errors() {
+fn packed_codes_with_wrong_sizes_are_errors() {
     let (all, scales) = ([15u8; 64], [f16::ONE; 2]);
     let good = Codes { bits: 4, codes: &all, scales: &scales, minimums: Some(&scales) };
     let pack = |codes: Codes, shape| PackedWeight::from_codes(&codes, shape, InstructionSet::Scalar);
-    let packed = pack(good, (2, 32)).expect("a good call");
+    let packed = pack(good, weight_shape(2, 32)).expect("a good call");
     let mut large = all;
     large[40] = 16;
     let cases = [
-        (Codes { bits: 5, ..good }, (2, 32), "expected codes of 4 or 8 bits, found 5"),
-        (good, (4, 16), "expected inputs in blocks of 32, found 16"),
-        (good, (1, 32), "codes has 64 elements, expected 32"),
-        (Codes { scales: &scales[..1], ..good }, (2, 32), "scales has 1 elements, expected 2"),
-        (Codes { minimums: Some(&[]), ..good }, (2, 32), "minimums has 0 elements, expected 2"),
-        (Codes { codes: &large, ..good }, (2, 32), "expected codes of 4 bits, found 16"),
-        (good, (usize::MAX, 32), &format!("a packed weight of ({}, 32) does not fit in memory", usize::MAX)),
+        (Codes { bits: 5, ..good }, weight_shape(2, 32), "expected codes of 4 or 8 bits, found 5"),
+        (good, weight_shape(4, 16), "expected inputs in blocks of 32, found 16"),
+        (good, weight_shape(1, 32), "codes has 64 elements, expected 32"),
+        (Codes { scales: &scales[..1], ..good }, weight_shape(2, 32), "scales has 1 elements, expected 2"),
+        (Codes { minimums: Some(&[]), ..good }, weight_shape(2, 32), "minimums has 0 elements, expected 2"),
+        (Codes { codes: &large, ..good }, weight_shape(2, 32), "expected codes of 4 bits, found 16"),
+        (
+            good,
+            weight_shape(usize::MAX, 32),
+            &format!("a packed weight of ({}, 32) does not fit in memory", usize::MAX),
+        ),
     ];
     for (codes, shape, expected) in cases {
         assert_eq!(pack(codes, shape).expect_err(expected).to_string(), expected);
@@ -371,19 +385,21 @@ fn codes_that_do_not_fit_are_errors() {
 }
 
 #[test]
-fn sizes_that_do_not_fit_are_errors() {
+fn linear_product_with_wrong_sizes_is_an_error() {
     let rows = [1f32, 2.0, 3.0, 4.0, 5.0, 6.0];
-    let weight = PackedWeight::new(&rows, (3, 2), InstructionSet::Scalar).expect("a small weight");
-    let other = PackedWeight::new(&rows, (2, 3), InstructionSet::Scalar).expect("a small weight");
+    let weight = PackedWeight::new(&rows, weight_shape(3, 2), InstructionSet::Scalar).expect("a small weight");
+    let other = PackedWeight::new(&rows, weight_shape(2, 3), InstructionSet::Scalar).expect("a small weight");
     let epilogue = Epilogue::default();
     let left = rows_of(&rows, 2);
-    let good = Product { left, right: Right::Weight(&weight, 0..3), epilogue, executor: None };
+    let good = Product { left, right: Right::Weight { weight: &weight, outputs: 0..3 }, epilogue, executor: None };
     let with = |epilogue: Epilogue<'static, f32>| Product { epilogue, ..good.clone() };
     let up = |weight, bias| Epilogue { up: Some(Up { weight, bias }), ..epilogue };
-    let of_columns = |columns| Product { right: Right::Weight(&weight, columns), ..good.clone() };
-    let transposed = Right::Transposed(&weight, 0..2);
-    let matrix =
-        |matrix: Matrix<'static, f32>| Product { right: Right::Matrix(matrix, InstructionSet::Scalar), ..good.clone() };
+    let of_columns = |columns| Product { right: Right::Weight { weight: &weight, outputs: columns }, ..good.clone() };
+    let transposed = Right::Transposed { weight: &weight, outputs: 0..2 };
+    let matrix = |matrix: Matrix<'static, f32>| Product {
+        right: Right::Matrix { matrix, instruction_set: InstructionSet::Scalar },
+        ..good.clone()
+    };
     assert_eq!(multiply_vec(&good).expect("a good call").len(), 9);
     let (start, end) = (2, 1);
     let cases = [
@@ -401,7 +417,7 @@ fn sizes_that_do_not_fit_are_errors() {
         ),
         (
             Product { right: transposed, epilogue: up(&weight, None), ..good.clone() },
-            "expected a packed weight beside that of the up product",
+            "expected a packed weight together with that of the up product",
         ),
         (
             Product { left: Matrix { rows: 4, ..left }, ..good.clone() },
@@ -429,24 +445,25 @@ fn sizes_that_do_not_fit_are_errors() {
     }
     let error = multiply(&good, &mut Box::new_uninit_slice(8)).expect_err("too short");
     assert_eq!(error.to_string(), "output has 8 elements, expected 9");
-    let error = PackedWeight::new::<f32>(&[], (0, usize::MAX), InstructionSet::Scalar).expect_err("too many inputs");
+    let error = PackedWeight::new::<f32>(&[], weight_shape(0, usize::MAX), InstructionSet::Scalar)
+        .expect_err("too many inputs");
     assert_eq!(error.to_string(), format!("a packed weight of (0, {}) does not fit in memory", usize::MAX));
-    let error = PackedWeight::new(&rows, (2, 2), InstructionSet::Scalar).expect_err("a wrong shape");
+    let error = PackedWeight::new(&rows, weight_shape(2, 2), InstructionSet::Scalar).expect_err("a wrong shape");
     assert_eq!(error.to_string(), "the weight has 6 elements, expected 4");
     assert_eq!(weight.unpack::<bf16>().expect_err("f32").to_string(), "expected a weight of BF16, found F32");
     let missing = InstructionSet::ALL
         .into_iter()
         .find(|instruction_set| !instruction_set.is_available())
         .expect("of another processor");
-    assert!(matches!(PackedWeight::new(&rows, (3, 2), missing), Err(Error::InstructionSet(_))));
-    let of_missing = Product { right: Right::Matrix(rows_of(&rows, 3), missing), ..good };
+    assert!(matches!(PackedWeight::new(&rows, weight_shape(3, 2), missing), Err(Error::InstructionSet(_))));
+    let of_missing = Product { right: Right::Matrix { matrix: rows_of(&rows, 3), instruction_set: missing }, ..good };
     assert!(matches!(multiply_vec(&of_missing), Err(Error::InstructionSet(_))));
 }
 
 /// Sizes of which none is in memory multiply to more than a number holds: such weights and products are computed, or
 /// errors.
 #[test]
-fn sizes_of_any_kind_are_computed_or_errors() {
+fn linear_sizes_of_any_magnitude_are_computed_or_errors() {
     let (data, halves, code) = ([0.5f32; 96], [f16::ONE; 96], [1u8; 96]);
     // The largest that is a multiple of a block is the last one.
     let counts = [0, 1, 3, 32, usize::MAX / 4, usize::MAX, usize::MAX - 31];
@@ -455,7 +472,7 @@ fn sizes_of_any_kind_are_computed_or_errors() {
     for (outputs, inputs) in counts.iter().flat_map(|&outputs| counts.map(|inputs| (outputs, inputs))) {
         let count = outputs.saturating_mul(inputs).min(96);
         for instruction_set in if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() } {
-            let shape = (outputs, inputs);
+            let shape = weight_shape(outputs, inputs);
             let scales = &halves[..count / CODE_BLOCK];
             let codes = |bits, minimums| Codes { bits, codes: &code[..count], scales, minimums };
             for packed in [
@@ -467,15 +484,15 @@ fn sizes_of_any_kind_are_computed_or_errors() {
             ] {
                 note(packed.is_ok());
                 let Ok(weight) = packed else { continue };
-                assert_eq!((weight.outputs(), weight.inputs()), shape);
+                assert_eq!(weight_shape(weight.outputs(), weight.inputs()), shape);
                 note(weight.unpack::<f32>().is_ok());
                 for rows in counts {
                     let left = |columns| Matrix { data: &data[..], rows, columns, stride: 0, is_transposed: false };
                     let by = |left, right| {
                         multiply_vec(&Product { left, right, epilogue: Epilogue::default(), executor: None }).is_ok()
                     };
-                    note(by(left(inputs), Right::Weight(&weight, 0..outputs)));
-                    note(by(left(outputs), Right::Transposed(&weight, 0..outputs)));
+                    note(by(left(inputs), Right::Weight { weight: &weight, outputs: 0..outputs }));
+                    note(by(left(outputs), Right::Transposed { weight: &weight, outputs: 0..outputs }));
                 }
             }
         }
@@ -489,7 +506,7 @@ fn sizes_of_any_kind_are_computed_or_errors() {
         let matrix = |rows, columns, is_transposed| Matrix { data: &data[..], rows, columns, stride: 0, is_transposed };
         for (left_transposed, right_transposed) in [(false, false), (false, true), (true, false), (true, true)] {
             for instruction_set in if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() } {
-                let right = Right::Matrix(matrix(depth, columns, right_transposed), instruction_set);
+                let right = Right::Matrix { matrix: matrix(depth, columns, right_transposed), instruction_set };
                 let left = matrix(rows, depth, left_transposed);
                 let product = Product { left, right, epilogue: Epilogue::default(), executor: None };
                 note(multiply_vec(&product).is_ok());

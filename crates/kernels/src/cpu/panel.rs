@@ -1,0 +1,109 @@
+//! The operands of a matrix product over one panel of columns.
+
+use std::fmt;
+
+use half::f16;
+
+/// The most columns that a panel of any kernel has.
+pub(crate) const MAX_COLUMNS: usize = 64;
+
+/// The inputs of a weight of codes that share a scale and a minimum.
+pub const CODE_BLOCK: usize = 32;
+
+/// The steps of depth that a word of two bf16 stores.
+pub(super) const BF16_PAIR: usize = 2;
+
+/// A matrix product over one panel of columns: `C = A B`, or `C = C · factors + A B`. Strides and sizes count 32-bit
+/// words. B is (depth, panel) and C is (rows, panel), both contiguous.
+pub struct PanelProduct {
+    pub a: LeftOperand,
+    pub b: *const f32,
+    pub c: *mut f32,
+    pub rows: usize,
+    pub depth: usize,
+    /// The vectors of the panel that are computed. The columns beyond them keep their values.
+    pub vectors: usize,
+    /// A factor for each column of C, or `None` if C is overwritten.
+    pub factors: Option<*const f32>,
+    /// The format of B. Kernels of words of two elements read words of two elements, whatever the format.
+    pub format: Format,
+}
+
+/// The left operand of a product, (rows, depth), in groups of [`ROWS`](super::Kernel::ROWS) rows. The last group may be
+/// short. Row r of group g begins at `at + g · group + r · row`, and its words are `step` apart.
+#[derive(Clone, Copy)]
+pub struct LeftOperand {
+    pub at: *const f32,
+    pub group: usize,
+    pub row: usize,
+    pub step: usize,
+}
+
+impl LeftOperand {
+    /// Returns the operand whose rows begin `words` further.
+    #[inline(always)]
+    pub fn offset(self, words: usize) -> Self {
+        Self { at: self.at.wrapping_add(words), ..self }
+    }
+}
+
+/// The format of the numbers of a panel.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Format {
+    F32,
+    /// Pairs of neighbouring steps of the depth. Kernels that multiply pairs of bf16 read them in place, and other
+    /// kernels widen them in one instruction.
+    BF16,
+    F16,
+    /// Blocks of [`CODE_BLOCK`] codes, see [`CodeBlocks`](super::product::CodeBlocks).
+    Codes {
+        bits: usize,
+        has_minimums: bool,
+    },
+}
+
+impl fmt::Debug for Format {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::F32 => f.write_str("F32"),
+            Self::BF16 => f.write_str("BF16"),
+            Self::F16 => f.write_str("F16"),
+            Self::Codes { bits, has_minimums: false } => write!(f, "codes of {bits} bits"),
+            Self::Codes { bits, has_minimums: true } => write!(f, "codes of {bits} bits with minimums"),
+        }
+    }
+}
+
+impl Format {
+    /// Returns the number of steps of depth that are stored together.
+    pub fn step(self) -> usize {
+        match self {
+            Self::BF16 => BF16_PAIR,
+            Self::F32 | Self::F16 => 1,
+            Self::Codes { .. } => CODE_BLOCK,
+        }
+    }
+
+    /// Returns the bytes of one column of the steps that are stored together.
+    fn step_bytes(self) -> usize {
+        match self {
+            Self::F32 => size_of::<f32>(),
+            Self::BF16 | Self::F16 => self.step() * size_of::<f16>(),
+            Self::Codes { bits, has_minimums } => {
+                let factors = if has_minimums { 2 } else { 1 };
+                factors * size_of::<f16>() + CODE_BLOCK * bits / 8
+            }
+        }
+    }
+
+    /// Returns the bytes of one column of a panel that exists in memory. The depth is a multiple of
+    /// [`step`](Self::step).
+    pub fn bytes(self, depth: usize) -> usize {
+        depth / self.step() * self.step_bytes()
+    }
+
+    /// Returns [`bytes`](Self::bytes) for any depth, or `None` if the bytes exceed a `usize`.
+    pub fn checked_bytes(self, depth: usize) -> Option<usize> {
+        (depth / self.step()).checked_mul(self.step_bytes())
+    }
+}
