@@ -54,7 +54,7 @@
 pub use candle_attention_core::{
     AdditiveAttention, AdditiveAttentionConfig, AdditiveInput, AlibiConfig, AttentionCache, AttentionCacheConfig,
     AttentionFunction, AttentionInput, AttentionMask, AttentionOutput, AttentionStatistics, AttentionTemperature,
-    Backend, ContentPositions, DisentangledConfig, FullyMaskedRows, KeyRanges, KvSharing, LayerOutput,
+    Backend, ContentPositions, DisentangledConfig, FullyMaskedRows, KeyRanges, KvSharing, LayerOutput, LocalWindow,
     MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig,
     OutputLayout, PackedSequences, Plan, ProjectedMemory, RelativeBias, RelativeBiasConfig, RelativeEmbeddings,
     RopeAxes, RopeAxisLayout, RopeConfig, RopeScaling, RopeStyle, RotaryEmbedding, SdpaOptions, StatisticsOptions,

@@ -113,7 +113,7 @@ pub fn forward(cfg: &MultiHeadAttentionConfig, parameters: &Parameters, input: &
     };
 
     let (alibi_slopes, bias) = alibi(cfg, t_q, t_kv);
-    let band = cfg.band().map(|(left, right)| Part::Band(left, right));
+    let band = cfg.local_window().map(|window| Part::Band(window.left, window.right));
     let parts = [cfg.window().map(Part::Window), band, cfg.chunk().map(Part::Chunk), bias].into_iter().flatten();
     let own = Mask::new(if cfg.causal() { Alignment::Causal } else { Alignment::Free }, parts.collect::<Vec<_>>());
     let mut case = Case {

@@ -36,7 +36,7 @@ pub mod internal {
 }
 
 pub use cache::{AttentionCache, AttentionCacheConfig};
-pub use config::{KvSharing, MultiHeadAttentionConfig};
+pub use config::{KvSharing, LocalWindow, MultiHeadAttentionConfig};
 pub use layer::{
     AdditiveAttention, AdditiveAttentionConfig, AdditiveInput, AttentionInput, LayerOutput, MultiHeadAttention,
     MultiHeadLatentAttention, MultiHeadLatentAttentionConfig, ProjectedMemory,

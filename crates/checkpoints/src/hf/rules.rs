@@ -312,7 +312,7 @@ fn widened(fields: &Fields, cfg: Config, key_heads: Option<usize>) -> Result<Con
 }
 
 fn is_full(cfg: &Config) -> bool {
-    cfg.window().is_none() && cfg.band().is_none()
+    cfg.window().is_none() && cfg.local_window().is_none()
 }
 
 /// Reads `attention_out_bias` of SeedOSS.

@@ -211,7 +211,7 @@ fn parts(cfg: &MultiHeadAttentionConfig) -> Vec<String> {
     add(cfg.causal(), "causal");
     add(cfg.num_kv_heads() < cfg.num_heads(), "grouped heads");
     add(cfg.window().is_some(), "window");
-    add(cfg.band().is_some(), "band");
+    add(cfg.local_window().is_some(), "band");
     add(cfg.chunk().is_some(), "chunks");
     add(cfg.qk_norm().is_some() && !cfg.norm_after_rope(), "norms of queries and keys");
     add(cfg.norm_after_rope(), "norms after rotary positions");

@@ -1,12 +1,16 @@
-//! Keys and values of the positions that a layer has seen: `staged::CachedCall` is one call with a cache.
+//! The keys and values of earlier calls of a layer. `staged` has one call with a cache, `storage` the buffers.
 
+mod config;
 mod staged;
 mod storage;
 #[cfg(test)]
 mod tests;
+mod tokens;
 
-pub use staged::{NewTokens, Padding};
-pub use storage::AttentionCacheConfig;
+pub use config::AttentionCacheConfig;
+pub use tokens::{NewTokens, Padding};
+
+pub(crate) use storage::KvSizes;
 
 use std::ops::Range;
 
@@ -14,19 +18,20 @@ use candle_core::{DType, Result, bail};
 
 use crate::position::Positions;
 use candle_attention_modules::base::check_entries;
-use storage::KvBuffers;
+use storage::{KvBuffers, SequenceRows};
 
 const OP: &str = "attention_cache";
 
-/// The keys and values of the positions that one layer has seen, for one sequence or a batch of them; or the latents
-/// from which a layer computes them.
+/// The keys and values of the earlier calls of one layer, for a sequence or a batch of sequences: a KV cache. For latent
+/// attention, the latents from which the layer computes them.
 ///
 /// A call with a cache ([`AttentionInput::with_cache`](crate::AttentionInput::with_cache)) appends its keys and values
-/// to those of the calls before, in place, and its queries attend to all of them without a copy. A prompt, pieces of it
-/// and single tokens give the numbers of one call over everything, if no query sees a later key: in a causal layer. In
-/// one that is not causal (an encoder's), a query sees the later tokens of its own call, and none of the calls to come.
-/// A call that fails leaves the cache as it was. A call whose output is tracked for gradients leaves its buffers to the
-/// graph, and the cache goes on with a copy.
+/// in place, and its queries attend to all stored ones without a copy. In a causal layer, a prompt, pieces of it and
+/// single tokens have the numbers of one call over the whole sequence. In a layer that is not causal (of an encoder), a
+/// query attends to later tokens of its own call, but not to tokens of later calls.
+///
+/// A call that fails does not change the cache. If the output of a call is tracked for gradients, its graph keeps the
+/// buffers and the cache continues with a copy.
 ///
 /// ```
 /// use candle_attention::{AttentionCache, AttentionInput, MultiHeadAttention, MultiHeadAttentionConfig};
@@ -38,7 +43,7 @@ const OP: &str = "attention_cache";
 /// let mut cache = AttentionCache::default();
 ///
 /// let prompt = Tensor::randn(0f32, 1., (2, 5, 64), &Device::Cpu)?;
-/// let lens = [5, 3]; // the second sequence has two positions of padding
+/// let lens = [5, 3]; // The second sequence has two positions of padding.
 /// mha.forward_with(AttentionInput::new(&prompt).with_cache(&mut cache).with_valid_lens(&lens))?;
 /// let token = Tensor::randn(0f32, 1., (2, 1, 64), &Device::Cpu)?;
 /// let y = mha.forward_with(AttentionInput::new(&token).with_cache(&mut cache))?;
@@ -46,35 +51,43 @@ const OP: &str = "attention_cache";
 /// # Ok(()) }
 /// ```
 ///
-/// Each sequence of a batch has a length of its own. Padding, on the left or on the right, is given at the call and is
-/// not stored: position n is the n-th token of its sequence, in masks too, and masks that are aligned to the end are
-/// aligned to the end of each sequence. [`truncate`](Self::truncate) drops positions, [`reorder`](Self::reorder)
-/// selects beams, and [`fork`](Self::fork) continues one prompt in two ways.
+/// # Batches
 ///
-/// Keys are stored after their rotation, with the positions that their call was given
-/// ([`AttentionInput::with_positions`](crate::AttentionInput::with_positions)): these count for relative biases and
-/// Falcon's ALiBi of later calls.
+/// The sequences of a batch may have different lengths. Padding, on the left or on the right, is given at the call and
+/// is not stored: position n is the n-th token of its sequence. Masks count positions in the same way, and a causal mask
+/// is aligned to the end of each sequence.
+///
+/// [`truncate`](Self::truncate) drops positions, [`reorder`](Self::reorder) selects beams, and [`fork`](Self::fork)
+/// continues one prompt in two ways.
+///
+/// # Positions
+///
+/// Keys are stored after their rotation. The positions that a call was given
+/// ([`AttentionInput::with_positions`](crate::AttentionInput::with_positions)) are stored too: relative biases and
+/// Falcon's ALiBi of later calls count from them.
 ///
 /// Scalings whose frequencies depend on the length of a call ([`RopeScaling::Dynamic`](crate::RopeScaling::Dynamic),
-/// [`RopeScaling::LongRope`](crate::RopeScaling::LongRope)) take that of the longest sequence with the call, and keys
-/// of earlier calls are not rotated again: what transformers does with a cache. Its Phi 3 computes everything again in
-/// the call that first exceeds the original context; a model that follows it asks
+/// [`RopeScaling::LongRope`](crate::RopeScaling::LongRope)) take the length of the longest sequence after the call, and
+/// keys of earlier calls are not rotated again, as in transformers. Phi 3 in transformers computes all keys again in the
+/// call that first exceeds the original context. A model that follows it asks
 /// [`RopeConfig::frequencies_differ`](crate::RopeConfig::frequencies_differ), and calls [`reset`](Self::reset) there.
 ///
-/// Buffers are (B, H_kv, capacity, D) and (B, H_kv, capacity, D_v), made in the first call; for [latent
-/// attention](crate::MultiHeadLatentAttention) one of (B, 1, capacity, `kv_lora_rank + rope_head_dim`). The caches of
-/// `candle_nn::kv_cache` have one length for a whole batch and grow by a constant amount.
+/// # Memory
+///
+/// Buffers are (B, H_kv, capacity, D) for keys and (B, H_kv, capacity, D_v) for values, allocated in the first call; for
+/// [latent attention](crate::MultiHeadLatentAttention) there is one, (B, 1, capacity, `kv_lora_rank + rope_head_dim`).
+/// The caches of `candle_nn::kv_cache` have one length for a whole batch and grow by a constant amount.
 #[derive(Debug, Default)]
 pub struct AttentionCache {
     config: AttentionCacheConfig,
     buffers: Option<KvBuffers>,
-    /// Of each sequence, the positions that the buffers hold: all but those that a sliding cache has dropped. Empty
+    /// The positions of each sequence that the buffers store: all but the ones that a sliding cache has dropped. Empty
     /// before the first call.
     held: Vec<Range<usize>>,
-    /// The position of each token of each sequence, also of those that a sliding cache has dropped, once a call was
-    /// given some; else a token's position is its place in the sequence.
+    /// The position of each token of each sequence, of dropped ones too, if a call was given positions; otherwise a
+    /// token's position is its index in the sequence.
     positions: Option<Vec<Vec<u32>>>,
-    /// The dtype of the keys of earlier calls, which may differ from that in which they are stored.
+    /// The dtype of the keys of earlier calls, which may differ from the dtype in which they are stored.
     dtype: Option<DType>,
     padding: EarlierPadding,
 }
@@ -82,92 +95,95 @@ pub struct AttentionCache {
 /// The ways in which earlier calls had padding, against which masks of later calls are checked.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct EarlierPadding {
-    /// Whether a mask hid tokens of a call from all queries. The cache stores them.
+    /// Whether a mask masked tokens of a call for all queries. The cache stores these tokens.
     pub is_stored: bool,
     /// Whether padding on the left was left out of the cache.
     pub is_left_out: bool,
 }
 
 impl AttentionCache {
-    /// An empty cache. It takes its shape from the first call.
+    /// Returns an empty cache. Its first call determines the number of sequences and the shape of keys and values.
     ///
     /// # Errors
-    /// For a config whose numbers do not fit together.
+    /// For a config whose options do not fit together.
     pub fn new(cfg: &AttentionCacheConfig) -> Result<Self> {
         cfg.validate()?;
         Ok(Self { config: cfg.clone(), ..Self::default() })
     }
 
-    /// The config that the cache was made from.
+    /// Returns the config of the cache.
     pub fn config(&self) -> &AttentionCacheConfig {
         &self.config
     }
 
-    /// The length of the longest sequence: all of its tokens, also those that a sliding cache no longer holds.
+    /// Returns the length of the longest sequence: the number of its tokens, of dropped ones too.
     pub fn len(&self) -> usize {
         self.held.iter().map(|held| held.end).max().unwrap_or(0)
     }
 
-    /// The length of each sequence, and so the position of its next token; empty before the first call.
+    /// Returns the length of each sequence, which is the position of its next token; empty before the first call.
     pub fn lens(&self) -> Vec<usize> {
         self.held.iter().map(|held| held.end).collect()
     }
 
-    /// Whether no sequence has a token.
+    /// Returns whether no sequence has a token.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// How many positions of each sequence the buffers can hold; 0 before the first call.
+    /// Returns the number of positions of each sequence that the buffers have memory for; 0 before the first call.
     pub fn capacity(&self) -> usize {
         self.buffers.as_ref().map_or(0, KvBuffers::capacity)
     }
 
-    /// The bytes of all buffers.
+    /// Returns the bytes of all buffers.
     pub fn memory(&self) -> usize {
         self.buffers.as_ref().map_or(0, KvBuffers::bytes)
     }
 
-    /// Forgets all sequences. The buffers stay for the next, which may be a batch of another size.
+    /// Removes all sequences. The buffers stay allocated for the next ones, which may be another number of sequences.
     pub fn reset(&mut self) {
         self.held.clear();
         (self.positions, self.dtype) = (None, None);
         self.padding = EarlierPadding::default();
     }
 
-    /// Takes back all positions from `len` on, of every sequence, as after speculative decoding. Copies nothing.
+    /// Removes all positions from `len` on of every sequence, as after speculative decoding: `crop` of transformers'
+    /// caches. Copies nothing.
     ///
     /// # Errors
     /// As [`truncate_to`](Self::truncate_to).
     pub fn truncate(&mut self, len: usize) -> Result<()> {
         if self.held.is_empty() && len > 0 {
-            bail!("[{OP}] an empty cache is to be truncated to {len} positions, expected 0")
+            bail!("[{OP}] len is {len}, expected 0 for an empty cache")
         }
         self.truncate_to(&vec![len; self.held.len()])
     }
 
-    /// Takes back the positions of each sequence from its entry of `lens` on. The next token of a sequence then has
-    /// that position.
+    /// Removes the positions of each sequence from its entry of `lens` on. The next token of a sequence then has this
+    /// position.
     ///
-    /// A sliding cache goes back as far as it holds positions, and to 0. Where it has dropped a key that the next query
-    /// sees, that call is an error. To go back by up to n positions of earlier calls, it needs a window that is n
-    /// longer than the layer's. What the last call brought can always be taken back, if the capacity holds that and the
-    /// window.
+    /// A sliding cache can be truncated to 0 and to any length that it still stores positions of. If a later query then
+    /// attends to a dropped key, its call is an error. To remove up to n positions of earlier calls, the cache needs a
+    /// window that is n longer than the layer's. The positions of the last call can always be removed, if the capacity
+    /// is enough for them and the window.
     ///
     /// # Errors
     /// For another number of sequences, for more positions than a sequence has, and for fewer than a sliding cache has
-    /// dropped. The cache is as it was then.
+    /// dropped. An error does not change the cache.
     pub fn truncate_to(&mut self, lens: &[usize]) -> Result<()> {
         check_entries(OP, "lens", lens.len(), self.held.len(), "sequences")?;
         for (sequence, (&len, held)) in lens.iter().zip(&self.held).enumerate() {
-            let expected = if len > held.end {
-                format!("at most its {}", held.end)
-            } else if len > 0 && len < held.start {
-                format!("0 or at least the {} that the window has dropped", held.start)
-            } else {
-                continue;
-            };
-            bail!("[{OP}] sequence {sequence} is to be truncated to {len} positions, expected {expected}")
+            if len > held.end {
+                bail!("[{OP}] the length for sequence {sequence} is {len}, expected at most its {} positions", held.end)
+            }
+            if len > 0 && len < held.start {
+                bail!(
+                    "[{OP}] the length for sequence {sequence} is {len}, expected 0 or at least {}: the window has dropped \
+                     the positions before",
+                    held.start
+                )
+            }
         }
         for (held, &len) in self.held.iter_mut().zip(lens) {
             *held = if len == 0 { 0..0 } else { held.start..len };
@@ -181,18 +197,18 @@ impl AttentionCache {
         Ok(())
     }
 
-    /// Makes sequence n of the batch what sequence `sequences[n]` was, as beam search does between its steps; a
-    /// sequence may come several times, or not at all, and the batch may grow or shrink. No sequences is a
-    /// [`reset`](Self::reset).
+    /// Replaces sequence n of the batch by sequence `sequences[n]`, as beam search does between its steps. A sequence may
+    /// occur several times or not at all, and the batch may grow or shrink. An empty list is a [`reset`](Self::reset).
     ///
-    /// In a batch of the same size, sequences that stay at their place are not copied.
+    /// If the number of sequences stays the same, sequences with the same index as before are not copied.
     ///
     /// # Errors
-    /// For a sequence that is not there, and for buffers that do not fit in memory. The cache is as it was then.
+    /// For a sequence that the cache does not have, and for buffers that do not fit in memory. An error does not change
+    /// the cache.
     pub fn reorder(&mut self, sequences: &[usize]) -> Result<()> {
         if let Some(sequence) = sequences.iter().find(|&&sequence| sequence >= self.held.len()) {
             bail!(
-                "[{OP}] sequence {sequence} was asked for, expected one of the {} that the cache holds",
+                "[{OP}] an entry of the order is {sequence}, expected one of the cache's {} sequences",
                 self.held.len()
             )
         }
@@ -200,16 +216,21 @@ impl AttentionCache {
             self.reset();
             return Ok(());
         }
+        let stored = |sequence: usize| SequenceRows { sequence, rows: 0..self.held[sequence].len() };
         if let Some(buffers) = &self.buffers {
             if sequences.len() == self.held.len() {
-                let moved = sequences.iter().enumerate().filter(|&(n, &from)| n != from && !self.held[from].is_empty());
-                // All are read before one is written.
-                let copies = moved.map(|(n, &from)| Ok((n, buffers.rows(from, 0..self.held[from].len())?.copy()?)));
-                for (n, copy) in copies.collect::<Result<Vec<_>>>()? {
+                // All sequences are read before the first is overwritten.
+                let mut copies = Vec::new();
+                for (n, &from) in sequences.iter().enumerate() {
+                    if n != from && !self.held[from].is_empty() {
+                        copies.push((n, buffers.rows(&stored(from))?.copy()?));
+                    }
+                }
+                for (n, copy) in copies {
                     buffers.write_sequence(n, 0, &copy)?;
                 }
             } else {
-                let rows: Vec<_> = sequences.iter().map(|&from| (from, 0..self.held[from].len())).collect();
+                let rows: Vec<_> = sequences.iter().map(|&from| stored(from)).collect();
                 self.buffers = Some(buffers.gather(&rows, buffers.capacity())?);
             }
         }
@@ -220,7 +241,7 @@ impl AttentionCache {
         Ok(())
     }
 
-    /// A second cache with the same sequences, in buffers of its own: what is added to one is not in the other.
+    /// Returns a copy of the cache with the same sequences. Later calls with one of the two do not change the other.
     ///
     /// # Errors
     /// For buffers that do not fit in memory.
@@ -247,18 +268,19 @@ impl AttentionCache {
         given.map_or(n, |&position| position as usize)
     }
 
-    /// The tokens of a call of `dims` (B, T), of which those outside of starts and ends are padding.
+    /// Returns the tokens of a call of `dims` (B, T) that continues the cache.
     ///
     /// # Errors
-    /// For another number of sequences than the cache holds, and for padding that does not fit.
+    /// For another number of sequences than the cache has, and for padding that does not fit.
     pub(crate) fn new_tokens(&self, dims: (usize, usize), padding: Padding) -> Result<NewTokens> {
-        NewTokens::new(OP, self.lens(), dims, padding)
+        let hint = |name: &str| format!("; lengths that count earlier calls too are for `AttentionMask::with_{name}`");
+        NewTokens::new(OP, self.lens(), dims, padding, hint)
     }
 
-    /// The tokens of a call of `dims` (B, T) whose keys are the last that the cache holds.
+    /// Returns the tokens of a call of `dims` (B, T) whose keys are the last ones in the cache.
     ///
     /// # Errors
-    /// As [`new_tokens`](Self::new_tokens), and for more tokens than are held.
+    /// As [`new_tokens`](Self::new_tokens), and for more tokens than the cache has.
     pub(crate) fn latest_tokens(&self, dims: (usize, usize), padding: Padding) -> Result<NewTokens> {
         let mut tokens = self.new_tokens(dims, padding)?;
         for (sequence, (len, of_call)) in tokens.before.iter_mut().zip(&tokens.tokens).enumerate() {
@@ -274,7 +296,7 @@ impl AttentionCache {
         Ok(tokens)
     }
 
-    /// The positions of all keys: (T_kv,) or (B, T_kv) for the T_kv of the longest sequence.
+    /// Returns the positions of all keys: (T_kv,), or (B, T_kv) for the T_kv of the longest sequence.
     ///
     /// # Errors
     /// For positions of 2^24 and more.
@@ -284,12 +306,12 @@ impl AttentionCache {
         if rows.iter().all(|row| *row == rows[0]) {
             rows.truncate(1);
         }
-        // No query sees a key behind the end of its sequence.
+        // No query attends to a key past the end of its sequence.
         rows.iter_mut().for_each(|row| row.resize(longest, 0));
         Positions::of_each(rows.into_iter().flatten().map(|position| position as usize), longest)
     }
 
-    /// The position of each token of each sequence with those of a call, if any were given.
+    /// Returns the position of each token of each sequence after a call, if this call or an earlier one was given some.
     fn positions_with(&self, new: &NewTokens) -> Result<Option<Vec<Vec<u32>>>> {
         if self.positions.is_none() && new.given.is_none() {
             return Ok(None);

@@ -6,7 +6,7 @@ use super::checks::NO_KEYS;
 use super::heads::split_heads;
 use super::input::KeysFrom;
 use super::{AttentionInput, LayerOutput, MultiHeadAttention, OP};
-use crate::cache::AttentionCache;
+use crate::cache::{AttentionCache, KvSizes};
 use crate::mask::AttentionMask;
 use crate::position::{Scores, TermCall};
 use crate::sdpa::{Attended, AttentionStatistics, Keys, Outputs, OwnKeys, Plan, SdpaOptions, StatisticsOptions};
@@ -108,7 +108,7 @@ impl MultiHeadAttention {
                 .stage(&inputs.tokens, keys, Some(values), values.dim(3)?)
                 .map(|(cached, cache)| (Some(cached), Some(cache)))?,
             (KeysFrom::EarlierLayer(cache), _) => {
-                let sizes = [cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim()];
+                let sizes = KvSizes { h_kv: cfg.num_kv_heads(), d: cfg.head_dim(), d_v: cfg.value_head_dim() };
                 (Some(cache.reading(&inputs.tokens, &q, sizes)?), None)
             }
             _ => (None, None),

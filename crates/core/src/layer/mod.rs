@@ -21,7 +21,7 @@ use candle_core::{ModuleT, Result, Tensor, bail};
 use candle_nn::var_builder::ShardedVarBuilder;
 use candle_nn::{Linear, VarBuilder};
 
-use crate::config::MultiHeadAttentionConfig;
+use crate::config::{LocalWindow, MultiHeadAttentionConfig};
 use crate::mask::AttentionMask;
 use crate::params::{WeightLayout, load_projections, projection_shape, state_dict};
 use crate::position::{
@@ -194,7 +194,10 @@ impl MultiHeadAttention {
         let alibi = cfg.alibi().map(|config| alibi(config, h, own, source.vb.device())).transpose()?;
         let mask = if cfg.causal() { AttentionMask::causal() } else { AttentionMask::none() };
         let mask = cfg.window().into_iter().fold(mask, AttentionMask::with_window);
-        let mask = cfg.band().into_iter().fold(mask, |mask, (left, right)| mask.with_local_window(left, right));
+        let mask = match cfg.local_window() {
+            Some(LocalWindow { left, right }) => mask.with_local_window(left, right),
+            None => mask,
+        };
         let mask = cfg.chunk().into_iter().fold(mask, AttentionMask::with_chunk);
         let layer = Self {
             config,

@@ -4,18 +4,17 @@ use std::sync::Arc;
 
 use candle_core::{Result, Tensor, bail};
 use candle_nn::{Init, VarBuilder};
-use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
 use super::{Latest, Positions, ScoreTerm, Scores, TermCall, gathered, latest};
-use candle_attention_modules::base::{HeadShard, Options, ParameterReader, count, frozen, number, options};
+use candle_attention_modules::base::{HeadShard, ParameterReader, frozen, number};
 
 const OP: &str = "relative_bias";
 
-/// The most biases that are kept for the next layer, 64 MB.
+/// The most biases that are stored for the next layer, 64 MB.
 const KEPT: usize = 1 << 24;
 
-/// The buckets of [`RelativeBias`].
+/// The config of T5's relative positions: distances are grouped in buckets, and [`RelativeBias`] has a bias for each.
 ///
 /// ```
 /// use candle_attention::RelativeBiasConfig;
@@ -23,51 +22,82 @@ const KEPT: usize = 1 << 24;
 /// let decoder = RelativeBiasConfig::new(false).with_num_buckets(16).with_max_distance(64);
 /// assert_eq!((encoder.num_buckets(), decoder.num_buckets()), (32, 16));
 /// ```
-#[apply(options)]
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 #[must_use]
 pub struct RelativeBiasConfig {
-    /// Whether later keys have buckets of their own.
-    #[methods(get)]
     bidirectional: bool,
-    /// The number of buckets (`relative_attention_num_buckets`); 32 unless given.
-    #[serde(default = "count::<32, _>")]
-    #[default(32)]
+    #[serde(default = "default_num_buckets")]
     num_buckets: usize,
-    /// The distance from which on all are in one bucket (`relative_attention_max_distance`); 128 unless given.
-    #[serde(default = "count::<128, _>")]
-    #[default(128)]
+    #[serde(default = "default_max_distance")]
     max_distance: usize,
 }
 
+/// Returns the default of [`RelativeBiasConfig::num_buckets`].
+fn default_num_buckets() -> usize {
+    32
+}
+
+/// Returns the default of [`RelativeBiasConfig::max_distance`].
+fn default_max_distance() -> usize {
+    128
+}
+
 impl RelativeBiasConfig {
-    /// T5's 32 buckets for distances up to 128. With `bidirectional`, as in encoders, one half of them is for later
-    /// keys; without, these all count as the query's own position.
+    /// Returns T5's config: 32 buckets for distances up to 128. If `bidirectional`, as in encoders, one half of the
+    /// buckets is for later keys; otherwise later keys count as the query's own position.
     pub fn new(bidirectional: bool) -> Self {
-        Self { bidirectional, ..Self::unset() }
+        Self { bidirectional, num_buckets: default_num_buckets(), max_distance: default_max_distance() }
     }
 
-    /// Checks that the numbers fit together.
+    /// Sets the number of buckets (`relative_attention_num_buckets`). The default is 32.
+    pub fn with_num_buckets(mut self, num_buckets: usize) -> Self {
+        self.num_buckets = num_buckets;
+        self
+    }
+
+    /// Sets the distance from which on all distances share one bucket (`relative_attention_max_distance`). The default
+    /// is 128.
+    pub fn with_max_distance(mut self, max_distance: usize) -> Self {
+        self.max_distance = max_distance;
+        self
+    }
+
+    /// Returns whether later keys have separate buckets.
+    pub fn bidirectional(&self) -> bool {
+        self.bidirectional
+    }
+
+    /// Returns the number of buckets.
+    pub fn num_buckets(&self) -> usize {
+        self.num_buckets
+    }
+
+    /// Returns the distance from which on all distances share one bucket.
+    pub fn max_distance(&self) -> usize {
+        self.max_distance
+    }
+
+    /// Checks that every option is in its range.
     ///
     /// # Errors
-    /// Says what was expected and what was found.
+    /// Names the option, what was found and what was expected.
     pub fn validate(&self) -> Result<()> {
         let least = if self.bidirectional { 4 } else { 2 };
         number::within(OP, "num_buckets", self.num_buckets, least..=u32::MAX as usize)?;
-        // The first distances have buckets of their own.
+        // The shortest distances have a bucket each.
         let exact = self.directed() / 2;
         number::within(OP, "max_distance", self.max_distance, exact + 1..=u32::MAX as usize)
     }
 
-    /// The buckets of one direction.
+    /// Returns the number of buckets of one direction.
     fn directed(&self) -> usize {
         if self.bidirectional { self.num_buckets / 2 } else { self.num_buckets }
     }
 
-    /// The bucket of a key so far behind its query (in front of it, where negative). The first half of a direction's
-    /// buckets are for one distance each, the others grow with it. Computed in f32 where transformers does, so that
-    /// borders are the same.
+    /// Returns the bucket of a key that is `behind` positions before its query, or after it if negative. The first half of
+    /// a direction's buckets are for one distance each, the others for more distances the larger these are. Computed in
+    /// f32 where transformers does, so that the borders of buckets are the same.
     fn bucket(&self, behind: i64) -> usize {
         let directed = self.directed();
         let (first, distance) = match behind {
@@ -86,9 +116,8 @@ impl RelativeBiasConfig {
     }
 }
 
-/// A learned bias for each query head and bucket of distances (T5 and its kin): parameter
-/// `relative_attention_bias.weight` (num_buckets, H). A stack of layers has one, and a clone shares what was computed
-/// for the layer before.
+/// A learned bias for each query head and bucket of distances (T5, MPNet): parameter `relative_attention_bias.weight`
+/// (num_buckets, H). The layers of a stack share one; clones share the biases that were computed last.
 ///
 /// ```
 /// use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig, RelativeBias, RelativeBiasConfig, WeightLayout};
@@ -114,7 +143,7 @@ pub struct RelativeBias {
     config: RelativeBiasConfig,
     /// (num_buckets, H).
     weight: Tensor,
-    /// Of queries and keys at these positions.
+    /// The biases that were computed last, with the positions of their queries and keys.
     latest: Arc<Latest<[Positions; 2], Tensor>>,
 }
 
@@ -141,10 +170,10 @@ impl ScoreTerm for RelativeBias {
 }
 
 impl RelativeBias {
-    /// The bias of `relative_attention_bias.weight` below the builder's prefix.
+    /// Loads `relative_attention_bias.weight` below the builder's prefix.
     ///
     /// # Errors
-    /// For a config that does not fit together, and for a missing or misshapen tensor.
+    /// For a config whose options do not fit together, and for a missing or misshapen tensor.
     pub fn new(config: &RelativeBiasConfig, num_heads: usize, vb: VarBuilder) -> Result<Self> {
         config.validate()?;
         number::size(OP, "num_heads", num_heads)?;
@@ -155,7 +184,8 @@ impl RelativeBias {
         Ok(Self { config: config.clone(), weight, latest: Arc::default() })
     }
 
-    /// The bias of one process's heads ([`MultiHeadAttention::load_shard`](crate::MultiHeadAttention::load_shard)).
+    /// Returns the biases of one rank's heads, see
+    /// [`MultiHeadAttention::load_shard`](crate::MultiHeadAttention::load_shard).
     ///
     /// # Errors
     /// For a world size that does not divide the heads.
@@ -166,10 +196,11 @@ impl RelativeBias {
         }
         let heads = shard.rank_range(h);
         let own = self.weight.narrow(1, heads.start, heads.len())?;
-        // A view of a variable, which training changes in place.
+        // A view of a variable stays a view: training changes it in place.
         Ok(self.with_weight(if own.track_op() { own } else { own.force_contiguous()? }))
     }
 
+    /// Returns a copy that does not follow a variable.
     pub(crate) fn freeze(&self) -> Result<Self> {
         if self.weight.track_op() { Ok(self.with_weight(frozen(&self.weight)?)) } else { Ok(self.clone()) }
     }
@@ -178,34 +209,34 @@ impl RelativeBias {
         Self { config: self.config.clone(), weight, latest: Arc::default() }
     }
 
-    /// What the buckets were made from.
+    /// Returns the config of the buckets.
     pub fn config(&self) -> &RelativeBiasConfig {
         &self.config
     }
 
-    /// The parameter (num_buckets, H).
+    /// Returns the parameter (num_buckets, H).
     pub fn weight(&self) -> &Tensor {
         &self.weight
     }
 
-    /// H.
+    /// Returns the number of query heads (H).
     pub fn num_heads(&self) -> usize {
         self.weight.dims().get(1).copied().unwrap_or(0)
     }
 
-    /// The biases (1, H, T_q, T_kv) of queries at the positions `offset`, `offset + 1` and so on, and keys at 0 and so
-    /// on: to be added to the scores, see [`AttentionMask::with_bias`](crate::AttentionMask::with_bias). In f32, or f64
-    /// where the parameter is. Differentiable.
+    /// Returns the biases (1, H, T_q, T_kv) of queries at the positions `offset`, `offset + 1` and so on, and of keys at
+    /// 0, 1 and so on. They are added to the scores by [`AttentionMask::with_bias`](crate::AttentionMask::with_bias). In
+    /// f32, or in f64 if the parameter is. Differentiable.
     ///
     /// [`by_distance`](Self::by_distance) has the same numbers in T_q + T_kv - 1 entries for each head.
     ///
     /// # Errors
-    /// For positions of 2^24 and more, and for more biases than memory holds.
+    /// For positions of 2^24 and more, and for biases that do not fit in memory.
     pub fn forward(&self, t_q: usize, t_kv: usize, offset: usize) -> Result<Tensor> {
         self.by_pair(&Positions::starting_at(&[offset], t_q)?, &Positions::starting_at(&[0], t_kv)?)
     }
 
-    /// The biases of [`forward`](Self::forward) by distance, (H, T_q + T_kv - 1): see
+    /// Returns the biases of [`forward`](Self::forward) by distance, (H, T_q + T_kv - 1), for
     /// [`SdpaOptions::with_relative_bias`](crate::SdpaOptions::with_relative_bias). Differentiable.
     ///
     /// # Errors
@@ -214,20 +245,21 @@ impl RelativeBias {
         self.computed(&Positions::starting_at(&[offset], t_q)?, &Positions::starting_at(&[0], t_kv)?)
     }
 
-    /// What was [`computed`](Self::computed) for the layer before, if that is of the same positions.
+    /// Returns the [`computed`](Self::computed) biases, which the layers of a stack share for the same positions.
     fn between(&self, queries: &Positions, keys: &Positions) -> Result<Tensor> {
-        let may_be_kept = |biases: &Tensor| !biases.track_op() && biases.elem_count() <= KEPT;
-        let key = |biases: &Tensor| may_be_kept(biases).then(|| [queries, keys].map(Clone::clone));
+        let may_be_stored = |biases: &Tensor| !biases.track_op() && biases.elem_count() <= KEPT;
+        let key = |biases: &Tensor| may_be_stored(biases).then(|| [queries, keys].map(Clone::clone));
         let is_same = |own: &[Positions; 2]| own.each_ref() == [queries, keys];
         latest(&self.latest, is_same, || self.computed(queries, keys), key)
     }
 
-    /// By distance, (H, T_q + T_kv - 1) or one for each sequence, where positions count up by one; otherwise by pair.
+    /// Computes the biases by distance, (H, T_q + T_kv - 1) or (B, H, T_q + T_kv - 1), if positions count up by one;
+    /// otherwise by pair.
     fn computed(&self, queries: &Positions, keys: &Positions) -> Result<Tensor> {
         let starts = queries.starts().zip(keys.starts());
         let Some((of_queries, of_keys)) = starts else { return self.by_pair(queries, keys) };
         let first = |starts: &[u32], b: usize| starts.get(b).or(starts.first()).map_or(0, |&start| i64::from(start));
-        // How far the first key is behind the last query.
+        // The distance of the first key before the last query.
         let furthest = |b: usize| first(&of_queries, b) + queries.t as i64 - 1 - first(&of_keys, b);
         let mut all: Vec<_> = (0..of_queries.len().max(of_keys.len()).max(1)).map(furthest).collect();
         if all.iter().all(|furthest| *furthest == all[0]) {
@@ -239,17 +271,17 @@ impl RelativeBias {
         if all.len() == 1 { biases.squeeze(0) } else { Ok(biases) }
     }
 
-    /// (B, H, T_q, T_kv), with B = 1 where all sequences have the same positions.
+    /// Computes the biases by pair, (B, H, T_q, T_kv), with B = 1 if all sequences have the same positions.
     fn by_pair(&self, queries: &Positions, keys: &Positions) -> Result<Tensor> {
         let rows = [queries.rows(), keys.rows()];
-        // Positions for all sequences, of which there may be none.
+        // Positions that all sequences share have one row, even if there is no sequence.
         let b = if rows.contains(&0) { 0 } else { rows[0].max(rows[1]) };
         let pairs = (0..b).flat_map(|b| queries.of_sequence(b).iter().map(move |query| (query, keys.of_sequence(b))));
         let behind = pairs.flat_map(|(&query, keys)| keys.iter().map(move |&key| i64::from(query) - i64::from(key)));
         self.of_distances(behind, &[b, queries.t, keys.t])
     }
 
-    /// The biases of keys so far behind their queries, in a shape (B, ..): (B, H, ..).
+    /// Returns the biases (B, H, ..) of keys at distances `behind` their queries, which are listed in the shape (B, ..).
     fn of_distances(&self, behind: impl Iterator<Item = i64>, shape: &[usize]) -> Result<Tensor> {
         gathered(OP, &self.weight, behind.map(|behind| self.config.bucket(behind)), shape)?.transpose(0, 1)
     }

@@ -83,7 +83,7 @@ impl GatedDeltaNet {
             (None, valid_lens) => Padding { starts: None, valid_lens },
         };
         let before = input.cache.as_ref().map(|cache| cache.lens()).unwrap_or_default();
-        let tokens = NewTokens::new(OP, before, (b, t), padding)?;
+        let tokens = NewTokens::new(OP, before, (b, t), padding, |_| String::new())?;
         if let Some(n) = (0..b).find(|&n| tokens.before[n] > 0 && tokens.tokens[n].start > 0) {
             bail!("[{OP}] sequence {n} has padding between its tokens and those in the cache, expected none")
         }

@@ -2,12 +2,11 @@
 
 use candle_core::{Result, Tensor, bail};
 use candle_nn::{Init, VarBuilder};
-use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
 use super::distances::{descending, rows_of};
 use super::{Computed, Content, OP};
-use candle_attention_modules::base::{Options, ParameterReader, accumulation_dtype, frozen, number, options};
+use candle_attention_modules::base::{ParameterReader, accumulation_dtype, frozen, number};
 use candle_attention_modules::linear::{Projected, Projections};
 use candle_attention_modules::norm::{Norm, QkNormKind};
 
@@ -21,57 +20,79 @@ const NAMES: [&str; 2] = ["pos_key_proj", "pos_query_proj"];
 /// let v3 = DisentangledConfig::new(512).with_num_buckets(256).with_shared_projections(true).with_layer_norm(1e-7);
 /// assert_eq!(v3.span(), 256);
 /// ```
-#[apply(options)]
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 #[must_use]
 pub struct DisentangledConfig {
     max_distance: usize,
-    /// Distances share so many vectors on each side, the more the further they are (`position_buckets`).
-    #[methods(with)]
     num_buckets: Option<usize>,
-    #[default(true)]
     content_to_position: bool,
-    #[default(true)]
     position_to_content: bool,
-    /// Whether the layer's projections of queries and keys are those of distances too (`share_att_key`).
-    #[methods(with)]
     pub(super) shared_projections: bool,
-    /// The vectors are normalised before they are projected (`norm_rel_ebd`); this is the epsilon.
-    #[check(number::epsilon)]
-    #[methods(with)]
     layer_norm: Option<f64>,
 }
 
 impl DisentangledConfig {
-    /// Both terms, with projections of their own, and a vector for each distance below `max_distance`
-    /// (`max_relative_positions`).
+    /// Returns the config of both terms with separate projections of distances, and a vector for each distance below
+    /// `max_distance` (`max_relative_positions`).
     pub fn new(max_distance: usize) -> Self {
-        Self { max_distance, ..Self::unset() }
+        Self {
+            max_distance,
+            num_buckets: None,
+            content_to_position: true,
+            position_to_content: true,
+            shared_projections: false,
+            layer_norm: None,
+        }
     }
 
-    /// Whether queries meet distances (`c2p`), and whether keys do (`p2c`).
-    pub fn with_terms(self, content_to_position: bool, position_to_content: bool) -> Self {
-        Self { content_to_position, position_to_content, ..self }
+    /// Sets the number of vectors for each direction (`position_buckets`). Distances up to half of it have a vector
+    /// each; larger ones share vectors, the more the larger they are. The default is a vector for each distance.
+    pub fn with_num_buckets(mut self, num_buckets: usize) -> Self {
+        self.num_buckets = Some(num_buckets);
+        self
     }
 
-    /// The vectors on each side.
+    /// Sets whether queries are multiplied with vectors of distances (`c2p`), and whether keys are (`p2c`). The default
+    /// is both.
+    pub fn with_terms(mut self, content_to_position: bool, position_to_content: bool) -> Self {
+        self.content_to_position = content_to_position;
+        self.position_to_content = position_to_content;
+        self
+    }
+
+    /// Sets whether vectors of distances are projected by the layer's query and key projections (`share_att_key`). The
+    /// default is no: they have projections `pos_key_proj` and `pos_query_proj`.
+    pub fn with_shared_projections(mut self, shared_projections: bool) -> Self {
+        self.shared_projections = shared_projections;
+        self
+    }
+
+    /// Sets the epsilon of a layer norm of the vectors before they are projected (`norm_rel_ebd`). There is none by
+    /// default.
+    pub fn with_layer_norm(mut self, eps: f64) -> Self {
+        self.layer_norm = Some(eps);
+        self
+    }
+
+    /// Returns the number of vectors for each direction.
     pub fn span(&self) -> usize {
         self.num_buckets.unwrap_or(self.max_distance)
     }
 
-    /// How many terms a score has with the product of query and key.
+    /// Returns the number of terms of a score, with the product of query and key.
     pub fn num_terms(&self) -> usize {
         1 + usize::from(self.content_to_position) + usize::from(self.position_to_content)
     }
 
+    /// Checks that every option is in its range and that the options fit together.
     pub(crate) fn validate(&self) -> Result<()> {
         const MOST: usize = 1 << 24;
         number::within(OP, "max_distance", self.max_distance, 1..=MOST)?;
         let is_right = |buckets: usize| buckets >= 4 && buckets / 2 + 1 < self.max_distance;
         let expected = format!("at least 4, and half of them below max_distance {} - 1", self.max_distance);
         number::expect(OP, "num_buckets", self.num_buckets, is_right, expected)?;
-        self.check(OP)
+        number::epsilon(OP, "layer_norm", self.layer_norm)
     }
 
     /// The projections of vectors to keys and to queries that are parameters of the layer.

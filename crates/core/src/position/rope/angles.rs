@@ -222,7 +222,7 @@ fn frequencies(config: &RopeConfig, pairs: usize, length: usize) -> Vec<(usize, 
     // `base^(place/n)` of the n frequencies of a series.
     let period = |place: usize, n: usize| power(base, (place as f32 / n as f32).into());
     let pairs = config.pairs(pairs).into_iter().enumerate();
-    pairs.map(|(i, Pair { axis, place, count })| (axis, frequency(i, period(place, count)))).collect()
+    pairs.map(|(i, Pair { axis, index, count })| (axis, frequency(i, period(index, count)))).collect()
 }
 
 /// The factor on cosines and sines.

@@ -1,29 +1,30 @@
-//! What belongs to the architecture of rotary positions, on one axis or on several: time, height and width of what
-//! images and videos show.
+//! The config of rotary positions, on one axis or on several: time, height and width in images and videos.
 
 use candle_core::{Result, Tensor, bail};
-use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
 use crate::position::END;
 use candle_attention_modules::base::rowwise::to_vec;
-use candle_attention_modules::base::{Dim, Expect, Options, check_entries, check_memory, count, number, options, yes};
+use candle_attention_modules::base::{Dim, Expect, check_entries, check_memory, number};
 
 const OP: &str = "rope";
 
-/// Which two entries of a head are rotated as a pair, of the r that are rotated.
+/// The two entries of a head that are rotated as a pair.
+///
+/// The two styles give the same attention for weights that are permuted accordingly; a checkpoint fits one of them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RopeStyle {
-    /// Entry i with entry i + r/2: Llama as Hugging Face stores it, GPT-NeoX, and most others.
+    /// Entry i with entry i + r/2, where r entries are rotated: `rotate_half` of transformers, for Llama as Hugging Face
+    /// stores it, GPT-NeoX and most others.
     #[default]
     RotateHalf,
-    /// Entry 2i with entry 2i + 1: GPT-J, GLM, Cohere, Llama as Meta stores it.
+    /// Entry 2i with entry 2i + 1: GPT-J, GLM, Cohere, and Llama as Meta stores it.
     Interleaved,
 }
 
-/// How frequencies change so that a model reads more positions than it was trained on. The formulas are those of
-/// `modeling_rope_utils.py` in Hugging Face's transformers; positions count from 0.
+/// A change of the frequencies for contexts longer than those of the training, with the formulas of
+/// `modeling_rope_utils.py` in transformers. Positions count from 0.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 #[non_exhaustive]
@@ -33,77 +34,95 @@ pub enum RopeScaling {
     None,
     /// All frequencies divided by `factor`.
     Linear {
-        /// How many times longer the context is than in training.
+        /// The length of the context as a multiple of the training's.
         factor: f64,
     },
-    /// "NTK" scaling: the base grows with the length of the call (its largest position + 1) once that is more than
-    /// `original_context`. Keys that a cache holds stay rotated by the base of the call that put them there.
+    /// "NTK" scaling: the base grows with the length of the call (its largest position + 1) if that is more than
+    /// `original_context`. Keys in a cache stay rotated by the base of their own call.
     Dynamic {
-        /// How many times longer the context is to become.
+        /// The length of the context as a multiple of the training's.
         factor: f64,
-        /// The positions of the training.
+        /// The number of positions in the training.
         original_context: usize,
     },
-    /// Llama 3.1: long wavelengths are divided by `factor`, short ones stay, those between are interpolated.
+    /// Llama 3.1: frequencies of long wavelengths are divided by `factor`, those of short wavelengths do not change, and
+    /// those between are interpolated.
     Llama3 {
-        /// How many times longer the context is than in training.
+        /// The length of the context as a multiple of the training's.
         factor: f64,
-        /// Wavelengths above `original_context / low_freq_factor` are divided.
+        /// Wavelengths above `original_context / low_freq_factor` are long.
         low_freq_factor: f64,
-        /// Wavelengths below `original_context / high_freq_factor` stay.
+        /// Wavelengths below `original_context / high_freq_factor` are short.
         high_freq_factor: f64,
-        /// The positions of the training.
+        /// The number of positions in the training.
         original_context: usize,
     },
     /// YaRN (<https://arxiv.org/abs/2309.00071>).
     Yarn {
-        /// How many times longer the context is than in training.
+        /// The length of the context as a multiple of the training's.
         factor: f64,
-        /// The positions of the training.
+        /// The number of positions in the training.
         original_context: usize,
-        /// Pairs that rotate more often than this within `original_context` stay.
-        #[serde(default = "count::<32, _>")]
+        /// The frequencies of pairs that rotate more often than this within `original_context` do not change.
+        #[serde(default = "default_beta_fast")]
         beta_fast: f64,
-        /// Pairs that rotate less often than this are divided by `factor`.
-        #[serde(default = "count::<1, _>")]
+        /// The frequencies of pairs that rotate less often than this are divided by `factor`.
+        #[serde(default = "default_beta_slow")]
         beta_slow: f64,
-        /// The factor on cosines and sines; worked out from `factor` and the two below unless given.
+        /// The factor on cosines and sines; computed from `factor` and the two options below if not given.
         attention_factor: Option<f64>,
-        /// `0.1 · mscale · ln(factor) + 1` over the same of `mscale_all_dim` is the attention factor where both are
-        /// given (DeepSeek); `0.1 · ln(factor) + 1` otherwise.
+        /// If `mscale` and `mscale_all_dim` are given (DeepSeek), the attention factor is
+        /// `(0.1 · mscale · ln(factor) + 1) / (0.1 · mscale_all_dim · ln(factor) + 1)`; otherwise it is
+        /// `0.1 · ln(factor) + 1`.
         mscale: Option<f64>,
         /// See `mscale`.
         mscale_all_dim: Option<f64>,
-        /// Whether the boundaries between kinds of pairs are rounded to whole numbers.
-        #[serde(default = "yes")]
+        /// Whether the boundaries between fast and slow pairs are rounded to whole numbers.
+        #[serde(default = "default_truncate")]
         truncate: bool,
     },
-    /// LongRoPE (<https://arxiv.org/abs/2402.13753>): each frequency has its own divisor, one list for calls up to
-    /// `original_context` positions and one for longer ones.
+    /// LongRoPE (<https://arxiv.org/abs/2402.13753>): each frequency is divided by an entry of a list. There is one list
+    /// for calls of up to `original_context` positions, and one for longer calls.
     LongRope {
         /// r/2 divisors for calls of at most `original_context` positions.
         short_factor: Vec<f64>,
         /// r/2 divisors for longer calls.
         long_factor: Vec<f64>,
-        /// The positions of the training.
+        /// The number of positions in the training.
         original_context: usize,
-        /// How many times longer the context is than in training; the attention factor is
-        /// `sqrt(1 + ln(factor) / ln(original_context))`, or 1 where this is not given or at most 1.
+        /// The length of the context as a multiple of the training's. The attention factor is
+        /// `sqrt(1 + ln(factor) / ln(original_context))`, or 1 if `factor` is not given or at most 1.
         factor: Option<f64>,
-        /// The factor on cosines and sines, in place of the one worked out.
+        /// The factor on cosines and sines, in place of the computed one.
         attention_factor: Option<f64>,
     },
-    /// Pairs of the whole head, of which only the first, fastest ones are rotated.
+    /// Pairs span the whole head, and only the first ones, with the highest frequencies, are rotated.
     Proportional {
-        /// How many times longer the context is than in training; 1 for no change.
+        /// The length of the context as a multiple of the training's; 1 for no change.
         factor: f64,
-        /// The part of the pairs that is rotated, from 0 to 1.
+        /// The proportion of the pairs that is rotated, from 0 to 1.
         proportion: f64,
     },
 }
 
-/// Rotary positions (<https://arxiv.org/abs/2104.09864>): pair i of a query or key at position p is rotated by the
-/// angle `p · base^(-2i/r)`, so that a score depends on the distance of its query and key.
+/// Returns the default of `beta_fast` of [`RopeScaling::Yarn`].
+fn default_beta_fast() -> f64 {
+    32.0
+}
+
+/// Returns the default of `beta_slow` of [`RopeScaling::Yarn`].
+fn default_beta_slow() -> f64 {
+    1.0
+}
+
+/// Returns the default of `truncate` of [`RopeScaling::Yarn`].
+fn default_truncate() -> bool {
+    true
+}
+
+/// The config of rotary positions (RoPE, <https://arxiv.org/abs/2104.09864>): pair i of the entries of a query or key at
+/// position p is rotated by the angle `p · base^(-2i/r)`, where r entries of a head are rotated. A score then depends on
+/// the distance between its query and its key.
 ///
 /// ```
 /// use candle_attention::{MultiHeadAttentionConfig, RopeConfig, RopeScaling};
@@ -117,71 +136,113 @@ pub enum RopeScaling {
 /// let cfg = MultiHeadAttentionConfig::new(4096, 32).with_num_kv_heads(8).with_causal(true).with_rope(rope);
 /// cfg.validate().expect("the numbers fit together");
 /// ```
-#[apply(options)]
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 #[must_use]
 pub struct RopeConfig {
-    /// The base of the geometric series of frequencies.
-    #[methods(get)]
     base: f64,
-    /// Which entries are pairs; [`RopeStyle::RotateHalf`] unless given.
     #[serde(default)]
     style: RopeStyle,
-    /// r, the number of entries at the beginning of each head that are rotated (Hugging Face's `partial_rotary_factor`
-    /// times D); all D unless given.
-    #[methods(with)]
     rotary_dim: Option<usize>,
-    /// How frequencies change for contexts longer than those of the training; [`RopeScaling::None`] unless given.
     #[serde(default)]
-    #[methods(with, get_ref)]
     scaling: RopeScaling,
-    /// The axes on which tokens have positions, each for some of the pairs; one axis unless given. See
-    /// [`AttentionInput::with_axis_positions`](crate::AttentionInput::with_axis_positions).
-    #[methods(with, get_ref)]
     axes: Option<RopeAxes>,
 }
 
-/// What turns a pair of entries: an axis, by the frequency at a place in a series of so many.
+/// The axis whose position rotates a pair of entries, and the pair's frequency: `base^(-index/count)`.
 pub(super) struct Pair {
     pub axis: usize,
-    pub place: usize,
+    pub index: usize,
     pub count: usize,
 }
 
 impl RopeConfig {
-    /// Whole heads, in halves, unscaled. `base` is Hugging Face's `rope_theta`, often 10,000.
+    /// Returns the config that rotates whole heads in the style [`RopeStyle::RotateHalf`] without scaling. `base` is
+    /// `rope_theta` of Hugging Face, often 10,000.
     pub fn new(base: f64) -> Self {
-        Self { base, ..Self::unset() }
+        Self { base, style: RopeStyle::RotateHalf, rotary_dim: None, scaling: RopeScaling::None, axes: None }
     }
 
-    /// The number of entries of a head of width `head_dim` that are rotated.
+    /// Sets which two entries of a head are a pair. The default is [`RopeStyle::RotateHalf`].
+    pub fn with_style(mut self, style: RopeStyle) -> Self {
+        self.style = style;
+        self
+    }
+
+    /// Sets the number of entries at the beginning of each head that are rotated (r), an even number:
+    /// `partial_rotary_factor · head_dim` of Hugging Face. The default is the whole head.
+    pub fn with_rotary_dim(mut self, rotary_dim: usize) -> Self {
+        self.rotary_dim = Some(rotary_dim);
+        self
+    }
+
+    /// Sets a change of the frequencies for contexts longer than those of the training. The default is
+    /// [`RopeScaling::None`].
+    pub fn with_scaling(mut self, scaling: RopeScaling) -> Self {
+        self.scaling = scaling;
+        self
+    }
+
+    /// Sets the axes on which tokens have positions, each of which rotates some of the pairs (M-RoPE, images). The
+    /// default is one axis. See [`AttentionInput::with_axis_positions`](crate::AttentionInput::with_axis_positions).
+    pub fn with_axes(mut self, axes: RopeAxes) -> Self {
+        self.axes = Some(axes);
+        self
+    }
+
+    /// Returns the base of the geometric series of frequencies.
+    pub fn base(&self) -> f64 {
+        self.base
+    }
+
+    /// Returns which two entries of a head are a pair.
+    pub fn style(&self) -> RopeStyle {
+        self.style
+    }
+
+    /// Returns the number of entries of a head of width `head_dim` that are rotated.
     pub fn rotary_dim(&self, head_dim: usize) -> usize {
         self.rotary_dim.unwrap_or(head_dim)
     }
 
-    /// 1 unless the config has axes.
+    /// Returns the change of the frequencies.
+    pub fn scaling(&self) -> &RopeScaling {
+        &self.scaling
+    }
+
+    /// Returns the axes on which tokens have positions, if there are several.
+    pub fn axes(&self) -> Option<&RopeAxes> {
+        self.axes.as_ref()
+    }
+
+    /// Returns the number of axes.
     pub(super) fn num_axes(&self) -> usize {
         self.axes.as_ref().map_or(1, |axes| axes.sections.len())
     }
 
-    /// What turns each of so many pairs.
+    /// Returns the axis and the frequency of each of `count` pairs.
     pub(super) fn pairs(&self, count: usize) -> Vec<Pair> {
         let Some(RopeAxes { sections, layout }) = &self.axes else {
-            return (0..count).map(|place| Pair { axis: 0, place, count }).collect();
+            return (0..count).map(|index| Pair { axis: 0, index, count }).collect();
         };
         let axes = sections.len();
-        let in_sections = sections.iter().enumerate().flat_map(|(axis, &n)| (0..n).map(move |i| (axis, i, n)));
-        let of = |(pair, (axis, i, n)): (usize, (usize, usize, usize))| match layout {
-            RopeAxisLayout::Sections => Pair { axis, place: pair, count },
-            RopeAxisLayout::Interleaved if pair / axes < sections[pair % axes] => {
-                Pair { axis: pair % axes, place: pair, count }
+        let mut pairs = Vec::with_capacity(count);
+        for (axis, &section) in sections.iter().enumerate() {
+            for in_section in 0..section {
+                let n = pairs.len();
+                pairs.push(match layout {
+                    RopeAxisLayout::Sections => Pair { axis, index: n, count },
+                    RopeAxisLayout::Interleaved => {
+                        let turn = n % axes;
+                        // The first axis has the pairs that are left after the last turn of the others.
+                        Pair { axis: if n / axes < sections[turn] { turn } else { 0 }, index: n, count }
+                    }
+                    RopeAxisLayout::Axial => Pair { axis, index: in_section, count: section },
+                    RopeAxisLayout::AxialInterleaved => Pair { axis, index: in_section * axes + axis, count },
+                });
             }
-            RopeAxisLayout::Interleaved => Pair { axis: 0, place: pair, count },
-            RopeAxisLayout::Axial => Pair { axis, place: i, count: n },
-            RopeAxisLayout::AxialInterleaved => Pair { axis, place: i * axes + axis, count },
-        };
-        in_sections.enumerate().map(of).collect()
+        }
+        pairs
     }
 
     /// Returns whether a call that reaches `len` positions (its largest position + 1) rotates by other frequencies than
@@ -225,10 +286,10 @@ impl RopeConfig {
         }
     }
 
-    /// Checks that the numbers fit together and heads of width `head_dim`.
+    /// Checks that every option is in its range, and that the options fit together and heads of width `head_dim`.
     ///
     /// # Errors
-    /// Names the option, what was expected and what was found.
+    /// Names the option, what was found and what was expected.
     pub fn validate(&self, head_dim: usize) -> Result<()> {
         let r = self.rotary_dim(head_dim);
         if r == 0 || r > head_dim || !r.is_multiple_of(2) {
@@ -238,7 +299,12 @@ impl RopeConfig {
         if let Some(axes) = &self.axes {
             axes.validate(r / 2, self.scaling != RopeScaling::None)?;
         }
-        let all_above_zero = |of: &[(&str, f64)]| of.iter().try_for_each(|&(name, value)| above_zero(name, value));
+        self.validate_scaling(head_dim)
+    }
+
+    /// Checks the options of the scaling.
+    fn validate_scaling(&self, head_dim: usize) -> Result<()> {
+        let r = self.rotary_dim(head_dim);
         match &self.scaling {
             RopeScaling::None => {}
             RopeScaling::Linear { factor } => above_zero("factor", *factor)?,
@@ -250,14 +316,18 @@ impl RopeConfig {
             }
             &RopeScaling::Llama3 { factor, low_freq_factor: low, high_freq_factor: high, original_context } => {
                 context(original_context)?;
-                all_above_zero(&[("factor", factor), ("low_freq_factor", low), ("high_freq_factor", high)])?;
+                above_zero("factor", factor)?;
+                above_zero("low_freq_factor", low)?;
+                above_zero("high_freq_factor", high)?;
                 if high <= low {
                     bail!("[{OP}] high_freq_factor is {high}, expected more than low_freq_factor {low}")
                 }
             }
             &RopeScaling::Yarn { factor, original_context, beta_fast, beta_slow, mscale, mscale_all_dim, .. } => {
                 context(original_context)?;
-                all_above_zero(&[("factor", factor), ("beta_fast", beta_fast), ("beta_slow", beta_slow)])?;
+                above_zero("factor", factor)?;
+                above_zero("beta_fast", beta_fast)?;
+                above_zero("beta_slow", beta_slow)?;
                 for (name, value) in [("mscale", mscale), ("mscale_all_dim", mscale_all_dim)] {
                     let is_right = |value: f64| value.is_finite() && value >= 0.0;
                     number::expect(OP, name, value, is_right, "a finite number of zero or more")?;
@@ -295,33 +365,39 @@ impl RopeConfig {
     }
 }
 
-/// Frequencies are f32.
+/// Checks that a number is above zero and finite in f32, in which frequencies are computed.
 fn above_zero(name: &str, value: impl Into<Option<f64>>) -> Result<()> {
     let is_right = |value: f64| (value as f32).is_finite() && value as f32 > 0.0;
     number::expect(OP, name, value, is_right, "a finite number above zero in F32")
 }
 
+/// Checks the number of positions in the training.
 fn context(original_context: usize) -> Result<()> {
     number::expect(OP, "original_context", original_context, |positions: usize| positions >= 2, "at least 2")
 }
 
-/// Which axis turns a pair, and how fast.
+/// The assignment of pairs of entries to axes, and the frequencies of the pairs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum RopeAxisLayout {
-    /// Axis after axis, in the one series of frequencies of all pairs: Qwen2-VL, GLM-4V. Tokens of text, which have one
-    /// position on all axes, are rotated as without axes.
+    /// The first section of pairs belongs to the first axis, and so on (`mrope_section` of Qwen2-VL, GLM-4V). All pairs
+    /// share one series of frequencies, so that a token of text, with the same position on all axes, is rotated as
+    /// without axes.
     Sections,
-    /// Axes take turns in that series, and the first has what is left: Qwen3-VL.
+    /// Pair i belongs to axis i mod A until an axis has all of its pairs, and remaining pairs belong to the first axis
+    /// (`mrope_interleaved` of Qwen3-VL). All pairs share one series of frequencies.
     Interleaved,
-    /// Axis after axis, each with a series of its own, `base^(-i/n)` for its n pairs: the images of Qwen2-VL, DINOv3.
+    /// The first section of pairs belongs to the first axis, and so on. The n pairs of an axis have the frequencies
+    /// `base^(-i/n)` (the images of Qwen2-VL, DINOv3).
     Axial,
-    /// Axis after axis; the one series of all pairs is dealt out to them in turns: Pixtral.
+    /// The first section of pairs belongs to the first axis, and so on. The frequencies of one series for all pairs are
+    /// assigned to the axes in turns (Pixtral).
     AxialInterleaved,
 }
 
-/// Positions on several axes, each of which turns some of a head's pairs.
+/// Several axes on which tokens have positions: time, height and width of M-RoPE, rows and columns of an image. The
+/// position on an axis rotates some of a head's pairs.
 ///
 /// ```
 /// use candle_attention::{AttentionInput, MultiHeadAttention, MultiHeadAttentionConfig, RopeAxes, RopeAxisLayout, RopeConfig};
@@ -347,27 +423,28 @@ pub struct RopeAxes {
 }
 
 impl RopeAxes {
-    /// `sections` has the number of pairs of each axis (`mrope_section`), which are the r/2 of
-    /// [`RopeConfig::rotary_dim`](crate::RopeConfig::rotary_dim) together.
+    /// Returns axes with these numbers of pairs (`mrope_section`), whose sum is half of
+    /// [`RopeConfig::rotary_dim`](crate::RopeConfig::rotary_dim).
     pub fn new(sections: Vec<usize>, layout: RopeAxisLayout) -> Self {
         Self { sections, layout }
     }
 
-    /// The number of pairs of each axis.
+    /// Returns the number of pairs of each axis.
     pub fn sections(&self) -> &[usize] {
         &self.sections
     }
 
-    /// Which axis turns a pair.
+    /// Returns the assignment of pairs to axes.
     pub fn layout(&self) -> RopeAxisLayout {
         self.layout
     }
 
-    /// Whether a token has no angles but by its position on each axis.
+    /// Returns whether a token needs a position on each axis, since its angles follow from no single position.
     pub(crate) fn is_axial(&self) -> bool {
         matches!(self.layout, RopeAxisLayout::Axial | RopeAxisLayout::AxialInterleaved)
     }
 
+    /// Checks the numbers of pairs, whose sum is `pairs`.
     pub(super) fn validate(&self, pairs: usize, is_scaled: bool) -> Result<()> {
         let Self { sections, layout } = self;
         let count = sections.len();
@@ -375,7 +452,7 @@ impl RopeAxes {
         if count < 2 || sections.contains(&0) || sum != pairs {
             bail!("[{OP}] axes have {sections:?} pairs, expected two or more numbers whose sum is {pairs}")
         }
-        // The last pair of each axis, where they take turns.
+        // The last pair of each axis, if the axes take turns.
         let reaches = |(axis, section): (usize, &usize)| count * (section - 1) + axis < pairs;
         let fits = match layout {
             RopeAxisLayout::Interleaved => sections.iter().enumerate().skip(1).all(reaches),
@@ -391,7 +468,7 @@ impl RopeAxes {
         Ok(())
     }
 
-    /// Positions (A, T) or (A, B, T), which need not be whole numbers, axis by axis and there row by row.
+    /// Returns positions (A, T) or (A, B, T), which need not be whole numbers, axis by axis and row by row.
     pub(crate) fn positions(&self, positions: &Tensor, b: usize, t: usize) -> Result<Vec<f32>> {
         let [a, b, t] = [Dim::Named("A", self.sections.len()), Dim::Named("B", b), Dim::Named("T", t)];
         Expect::many(OP, "axis positions", positions).shape_of(&[&[a, t], &[a, b, t]])?;

@@ -1,0 +1,217 @@
+//! The config of an [`AttentionCache`](crate::AttentionCache): how much it stores, and in which format.
+
+use candle_core::{DType, Result, bail};
+
+use super::OP;
+use crate::config::MultiHeadAttentionConfig;
+use candle_attention_modules::base::{FLOATS, number};
+
+/// The default capacity in positions, which is less than most prompts take.
+const FIRST_CAPACITY: usize = 256;
+
+/// The config of an [`AttentionCache`](crate::AttentionCache): how much it stores, and in which format.
+///
+/// [`for_layer`](Self::for_layer) is right for most layers. Every `with_*` method changes one option and returns the
+/// config.
+///
+/// ```
+/// use candle_attention::{AttentionCache, AttentionCacheConfig};
+/// use candle_core::DType;
+/// # fn main() -> candle_core::Result<()> {
+/// // Memory for 4,096 positions, allocated at once, in half of the memory of f32; more positions are an error.
+/// let cfg = AttentionCacheConfig::new().with_capacity(4096).with_growth(false).with_dtype(DType::BF16);
+/// let cache = AttentionCache::new(&cfg)?;
+/// assert!(cache.is_empty());
+/// # Ok(()) }
+/// ```
+#[derive(Debug, Clone, PartialEq)]
+#[must_use]
+pub struct AttentionCacheConfig {
+    capacity: usize,
+    growth: bool,
+    window: Option<usize>,
+    dtype: Option<DType>,
+    q8: bool,
+    detached: bool,
+    shared: bool,
+}
+
+impl Default for AttentionCacheConfig {
+    fn default() -> Self {
+        Self {
+            capacity: FIRST_CAPACITY,
+            growth: true,
+            window: None,
+            dtype: None,
+            q8: false,
+            detached: false,
+            shared: false,
+        }
+    }
+}
+
+/// Builders.
+impl AttentionCacheConfig {
+    /// Returns the config of a cache that begins with a capacity of 256 positions, doubles it where that is not enough,
+    /// and stores keys and values in their own dtype.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Returns the default config for a layer: of a sliding cache, if the layer has a window.
+    pub fn for_layer(cfg: &MultiHeadAttentionConfig) -> Self {
+        Self { window: cfg.window(), ..Self::default() }
+    }
+
+    /// Sets the number of positions of each sequence that the buffers have memory for from the first call on. The
+    /// default is 256, or twice the window of a sliding cache if that is less.
+    pub fn with_capacity(mut self, capacity: usize) -> Self {
+        self.capacity = capacity;
+        self
+    }
+
+    /// Sets whether the buffers double where the capacity is not enough. The default is yes; without growth, more
+    /// positions than the capacity are an error.
+    pub fn with_growth(mut self, growth: bool) -> Self {
+        self.growth = growth;
+        self
+    }
+
+    /// Sets the window of a sliding cache, for layers with a
+    /// [window](crate::MultiHeadAttentionConfig::with_window) of at most this many keys.
+    ///
+    /// A sliding cache stores the last `2 · window` positions of a sequence at most, or as many as its capacity if that
+    /// is more, and drops older ones. If the mask of a call allows a query to attend to a dropped key, the call is an
+    /// error. The default is no window: every position is stored.
+    pub fn with_window(mut self, window: usize) -> Self {
+        self.window = Some(window);
+        self
+    }
+
+    /// Sets the dtype in which keys and values are stored: F32, BF16, F16 or F64. Attention is computed in it, and its
+    /// output is converted back. The default is the dtype of the first keys.
+    pub fn with_dtype(mut self, dtype: DType) -> Self {
+        self.dtype = Some(dtype);
+        self
+    }
+
+    /// Sets that keys and values are stored in 8 bits a number and an f32 scale for each row of a head: a quarter of the
+    /// memory of f32, and 4 bytes a row.
+    ///
+    /// A number is off by at most 1/254 of the largest number in its row, f32's own rounding aside, if that is from
+    /// 1.5e-36 to 3.4e38. A row of smaller numbers becomes zeros, and a row with a number that is not finite in f32
+    /// becomes NaN.
+    ///
+    /// The fused CPU kernel reads 8 bits directly. Where another path runs (on a GPU, or on the reference path for f64,
+    /// for weights on request and for what [`plan`](crate::MultiHeadAttention::plan) names), all stored keys and values
+    /// are converted to f32 or f64 first.
+    pub fn with_q8(mut self) -> Self {
+        self.q8 = true;
+        self
+    }
+
+    /// Sets whether gradients end at the cache: queries, keys and values are detached, for generation with a layer whose
+    /// weights are variables. The default is no: a key that is tracked for gradients is an error, since a cache would
+    /// lose its gradient.
+    pub fn with_detached(mut self, detached: bool) -> Self {
+        self.detached = detached;
+        self
+    }
+
+    /// Sets whether later layers read the cache too ([`AttentionInput::with_shared_cache`]). The default is no.
+    ///
+    /// This matters for a sliding cache in calls of more tokens than its window: a shared one stores all that the
+    /// queries of its last call attend to, for the later layers to attend to it as well.
+    ///
+    /// [`AttentionInput::with_shared_cache`]: crate::AttentionInput::with_shared_cache
+    pub fn with_shared(mut self, shared: bool) -> Self {
+        self.shared = shared;
+        self
+    }
+}
+
+/// Getters.
+impl AttentionCacheConfig {
+    /// Returns the number of positions of each sequence that the buffers have memory for from the first call on.
+    pub fn capacity(&self) -> usize {
+        self.capacity
+    }
+
+    /// Returns whether the buffers double where the capacity is not enough.
+    pub fn growth(&self) -> bool {
+        self.growth
+    }
+
+    /// Returns the window of a sliding cache.
+    pub fn window(&self) -> Option<usize> {
+        self.window
+    }
+
+    /// Returns the dtype in which keys and values are stored, if it was set.
+    pub fn dtype(&self) -> Option<DType> {
+        self.dtype
+    }
+
+    /// Returns whether keys and values are stored in 8 bits.
+    pub fn q8(&self) -> bool {
+        self.q8
+    }
+
+    /// Returns whether gradients end at the cache.
+    pub fn detached(&self) -> bool {
+        self.detached
+    }
+
+    /// Returns whether later layers read the cache too.
+    pub fn shared(&self) -> bool {
+        self.shared
+    }
+
+    /// Returns the most positions of a sequence that are stored at a time, if there is a limit. A shared cache may
+    /// exceed it by the positions of its last call.
+    pub fn most_held(&self) -> Option<usize> {
+        match self.window {
+            _ if !self.growth => Some(self.capacity),
+            Some(window) => Some(self.first_capacity().max(window.saturating_mul(2))),
+            None => None,
+        }
+    }
+
+    /// Returns the capacity of the first buffers, unless the first call has more positions.
+    pub(super) fn first_capacity(&self) -> usize {
+        match self.window {
+            // The default is more than a short window needs.
+            Some(window) if self.growth && self.capacity == FIRST_CAPACITY => {
+                self.capacity.min(window.saturating_mul(2))
+            }
+            _ => self.capacity,
+        }
+    }
+
+    /// Checks that every option is in its range and that the options fit together.
+    ///
+    /// # Errors
+    /// Names the option, what was found and what was expected.
+    pub(super) fn validate(&self) -> Result<()> {
+        if self.capacity == 0 && !self.growth {
+            bail!("[{OP}] capacity is 0 without growth, expected at least 1")
+        }
+        number::within(OP, "capacity", self.capacity, 0..=u32::MAX as usize)?;
+        number::size(OP, "window", self.window)?;
+        if let Some(window) = self.window
+            && !self.growth
+            && self.capacity < window
+        {
+            bail!("[{OP}] capacity is {} without growth, expected at least the window {window}", self.capacity)
+        }
+        if let Some(dtype) = self.dtype {
+            if self.q8 {
+                bail!("[{OP}] dtype is {dtype:?} beside q8, expected one of the two")
+            }
+            if !FLOATS.contains(&dtype) {
+                bail!("[{OP}] dtype is {dtype:?}, expected F32, F16, BF16 or F64")
+            }
+        }
+        Ok(())
+    }
+}

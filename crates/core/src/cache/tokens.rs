@@ -1,0 +1,149 @@
+//! The tokens of one call, behind the tokens of the calls before it.
+
+use std::ops::Range;
+
+use candle_core::{Result, Tensor, bail};
+
+use crate::mask::Placement;
+use crate::position::Positions;
+use candle_attention_modules::base::{check_entries, check_memory};
+
+/// The padding of a batch (B, T): sequence b has its tokens at `starts[b]..valid_lens[b]`.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Padding<'a> {
+    /// The start of each sequence's tokens; 0 for all if not given.
+    pub starts: Option<&'a [usize]>,
+    /// The end of each sequence's tokens; T for all if not given.
+    pub valid_lens: Option<&'a [usize]>,
+}
+
+/// The tokens of a call (B, T), checked against a cache.
+///
+/// For a call without a cache and without padding the lists of sequences are empty: all T positions of a sequence are
+/// tokens, and the first is at position 0.
+#[derive(Debug, Clone, Default)]
+pub struct NewTokens {
+    /// T.
+    pub t: usize,
+    /// The length of each sequence before the call, which is the position of its first new token.
+    pub before: Vec<usize>,
+    /// For each sequence, which of the T positions are tokens; the others are padding.
+    pub tokens: Vec<Range<usize>>,
+    /// The positions that the caller gave.
+    pub(crate) given: Option<Positions>,
+    /// Whether the mask of the call masks some of the tokens for all queries.
+    pub(crate) are_hidden: bool,
+}
+
+impl NewTokens {
+    /// Returns the tokens of a call of `dims` (B, T) in a cache whose sequences have the lengths `before`, an empty list
+    /// before the first call. `hint` ends the error about padding that exceeds the call: `hint("starts")`, say.
+    ///
+    /// # Errors
+    /// For another number of sequences than the cache has, for padding that does not fit the call, and where memory is
+    /// short.
+    pub fn new(
+        op: &str,
+        before: Vec<usize>,
+        dims: (usize, usize),
+        padding: Padding,
+        hint: fn(&str) -> String,
+    ) -> Result<Self> {
+        let (b, t) = dims;
+        if !before.is_empty() && before.len() != b {
+            bail!("[{op}] the call has {b} sequences, expected the {} that the cache holds", before.len())
+        }
+        // For lengths, starts, ends and ranges: a batch of empty sequences has them too.
+        check_memory(op, format_args!("the lengths of {b} sequences"), &[b, 8 * size_of::<usize>()])?;
+        let entries = |name: &str, given: Option<&[usize]>, default: usize| {
+            let Some(entries) = given else { return Ok(vec![default; b]) };
+            check_entries(op, name, entries.len(), b, "sequences")?;
+            if let Some((sequence, entry)) = entries.iter().enumerate().find(|&(_, &entry)| entry > t) {
+                let hint = hint(name);
+                bail!("[{op}] {name} has {entry} for sequence {sequence}, expected at most the call's {t}{hint}")
+            }
+            Ok(entries.to_vec())
+        };
+        let ends = entries("valid_lens", padding.valid_lens, t)?;
+        let starts = entries("starts", padding.starts, 0)?;
+        let mut tokens = Vec::with_capacity(b);
+        for (sequence, (start, end)) in starts.into_iter().zip(ends).enumerate() {
+            if start > end {
+                bail!("[{op}] the tokens of sequence {sequence} start at {start}, after their end at {end}")
+            }
+            tokens.push(start..end);
+        }
+        let before = if before.is_empty() { vec![0; b] } else { before };
+        Ok(Self { t, before, tokens, given: None, are_hidden: false })
+    }
+
+    /// Returns the length of each sequence after the call.
+    pub fn ends(&self) -> impl Iterator<Item = usize> {
+        self.before.iter().zip(&self.tokens).map(|(before, tokens)| before + tokens.len())
+    }
+
+    /// Returns the positions of the new tokens in each sequence.
+    pub(crate) fn places(&self) -> Vec<Range<usize>> {
+        self.before.iter().zip(self.ends()).map(|(&before, end)| before..end).collect()
+    }
+
+    /// Returns the length of the longest sequence after the call.
+    pub fn longest(&self) -> usize {
+        self.ends().max().unwrap_or(0)
+    }
+
+    /// Returns the stored positions of each sequence, `held`, with those of the new tokens.
+    pub(super) fn appended_to(&self, held: &[Range<usize>]) -> Vec<Range<usize>> {
+        held.iter().zip(&self.tokens).map(|(held, tokens)| held.start..held.end + tokens.len()).collect()
+    }
+
+    /// Returns where the queries of each sequence are located among its keys, of which the positions `held` are stored.
+    pub(super) fn placements(&self, held: &[Range<usize>]) -> Vec<Placement> {
+        let mut placements = Vec::with_capacity(held.len());
+        for ((&before, tokens), keys) in self.before.iter().zip(&self.tokens).zip(held) {
+            placements.push(Placement {
+                query: before as i128 - tokens.start as i128,
+                first_query: 0,
+                tokens: tokens.clone(),
+                keys: keys.clone(),
+            });
+        }
+        placements
+    }
+
+    /// Returns whether the call has no padding.
+    pub fn all_valid(&self) -> bool {
+        self.tokens.iter().all(|tokens| *tokens == (0..self.t))
+    }
+
+    /// Returns a tensor (B, T, ..) with zeros at padding, whose entries may be NaN.
+    pub fn without_padding(&self, xs: Tensor) -> Result<Tensor> {
+        if self.all_valid() {
+            return Ok(xs);
+        }
+        let is_token = self.tokens.iter().flat_map(|tokens| (0..self.t).map(|i| u8::from(tokens.contains(&i))));
+        let dims = [&[self.tokens.len(), self.t][..], &vec![1; xs.rank() - 2]].concat();
+        let is_token = Tensor::from_vec(is_token.collect(), dims, xs.device())?;
+        is_token.broadcast_as(xs.shape())?.where_cond(&xs, &xs.zeros_like()?)
+    }
+
+    /// Returns the positions that the caller gave, or those that continue each sequence. Padding has the position of the
+    /// nearest token, so that it makes no sequence longer.
+    pub(crate) fn positions(&self) -> Result<Positions> {
+        if let Some(given) = &self.given {
+            return Ok(given.clone());
+        }
+        let first = self.before.first().copied().unwrap_or(0);
+        if self.all_valid() && self.before.iter().all(|&before| before == first) {
+            return Positions::starting_at(&[first], self.t);
+        }
+        let (b, t) = (self.tokens.len(), self.t);
+        let bytes = [b, t, size_of::<u32>()];
+        check_memory("rope", format_args!("the positions of {b} sequences of {t} tokens"), &bytes)?;
+        let of_sequence = |(&before, tokens): (&usize, &Range<usize>)| {
+            let (start, last) = (tokens.start, (before + tokens.len()).saturating_sub(1));
+            (0..t).map(move |i| (before + i.saturating_sub(start)).min(last))
+        };
+        Positions::of_each(self.before.iter().zip(&self.tokens).flat_map(of_sequence), t)
+    }
+}
