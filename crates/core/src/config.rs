@@ -716,7 +716,9 @@ impl MultiHeadAttentionConfig {
                     ("content_positions", self.content_positions.is_some()),
                 ] {
                     if is_set {
-                        bail!("[{OP}] {name} is set, but keys and values are those of an earlier layer, as it made them")
+                        bail!(
+                            "[{OP}] {name} is set, but keys and values are those of an earlier layer, as it made them"
+                        )
                     }
                 }
                 Ok(())

@@ -8,7 +8,10 @@ use super::{attention_config, cross_attention_config, decoder_attention_config};
 fn windows(model_type: &str, mut config: Value) -> String {
     config["model_type"] = json!(model_type);
     let layers = (0..8).map(|layer| match attention_config(&config, layer) {
-        Ok(cfg) => cfg.window().or(cfg.local_window().map(|window| window.left)).map_or("-".into(), |window| window.to_string()),
+        Ok(cfg) => cfg
+            .window()
+            .or(cfg.local_window().map(|window| window.left))
+            .map_or("-".into(), |window| window.to_string()),
         Err(_) => "x".into(),
     });
     layers.collect::<Vec<_>>().join(" ")

@@ -1,14 +1,12 @@
 //! The parameters of a layer that belong to no projection: norms, a learned key and value, sinks; and what of a layer
 //! one process of several has.
 
-use std::sync::Arc;
-
 use candle_core::{Result, bail};
 use candle_nn::Init;
 
 use super::{MultiHeadAttention, OP};
 use crate::config::{KvSharing, MultiHeadAttentionConfig};
-use crate::position::{AlibiConfig, Content, ContentPositions, Term, content_specs};
+use crate::position::{AlibiConfig, LayerSpecs, content_specs};
 use candle_attention_modules::base::{HeadShard, Heads, ParameterList, ParameterReader, ParameterSpec};
 use candle_attention_modules::norm::{
     KEY_NORM_NAMES, NormSpec, OUTPUT_NORM_NAMES, QUERY_NORM_NAMES, QkNorm, QkNormKind, QkNormScope, ShardedDimension,
@@ -94,7 +92,8 @@ fn norms(cfg: &MultiHeadAttentionConfig) -> [Option<NormSpec>; 4] {
 /// If the file has what the config does not mention.
 pub(super) fn specs(cfg: &MultiHeadAttentionConfig, source: &ParameterReader) -> Result<Vec<ParameterSpec>> {
     refuse_norms(cfg.qk_norm(), cfg.output_norm(), source)?;
-    let content = content_specs(cfg.content_positions(), [cfg.embed_dim(), cfg.num_heads(), cfg.head_dim()], source)?;
+    let (embed_dim, num_heads, head_dim) = (cfg.embed_dim(), cfg.num_heads(), cfg.head_dim());
+    let content = content_specs(cfg.content_positions(), &LayerSpecs { embed_dim, num_heads, head_dim, source })?;
     let mut specs = Vec::new();
     for norm in norms(cfg).into_iter().flatten() {
         specs.extend(norm.specs(source)?);
@@ -122,11 +121,8 @@ impl MultiHeadAttention {
         let norm = |place: Option<NormSpec>| place.map(|place| place.build(&parameters, dtype, device)).transpose();
         let ([q, k, v, context], [of_q, of_k]) = (norms(&self.config).map(norm), self.norm_spans);
         self.norms = [q?.map(|norm| norm.with_sharded(of_q)), k?.map(|norm| norm.with_sharded(of_k)), v?, context?];
-        let content = |positions: &ContentPositions| -> Term {
-            let (positions, embeddings) = (positions.clone(), self.relative_embeddings.clone());
-            Arc::new(Content { positions, parameters: parameters.clone(), embeddings, latest: Default::default() })
-        };
-        self.content = self.config.content_positions().map(content);
+        let positions = self.config.content_positions();
+        self.content = positions.map(|own| own.term(parameters.clone(), self.relative_embeddings.clone()));
         Ok(Self { parameters, ..self })
     }
 }

@@ -13,7 +13,7 @@ pub use relative_bias::{RelativeBias, RelativeBiasConfig};
 pub use rope::{RopeAxes, RopeAxisLayout, RopeConfig, RopeScaling, RopeStyle, RotaryEmbedding};
 
 pub(crate) use alibi::alibi;
-pub(crate) use content::{Content, content_specs};
+pub(crate) use content::{LayerSpecs, content_specs};
 pub(crate) use rope::{Rotation, score_factor};
 
 use std::fmt::Debug;

@@ -1,19 +1,27 @@
-//! DeBERTa's relative positions: vectors of distances that are projected as tokens are, to keys and to queries.
+//! DeBERTa's relative positions: vectors of distances, which are projected to keys and to queries as tokens are.
 
 use candle_core::{Result, Tensor, bail};
 use candle_nn::{Init, VarBuilder};
 use serde::{Deserialize, Serialize};
 
-use super::distances::{descending, rows_of};
-use super::{Computed, Content, OP};
-use candle_attention_modules::base::{ParameterReader, accumulation_dtype, frozen, number};
+use super::super::{ScoreTerm, Scores, TermCall};
+use super::OP;
+use super::call::own_keys;
+use super::distances::{DistanceVectors, KeysByHeads, LatestVectors, by_head, descending, rows_of};
+use super::specs::LayerSpecs;
+use candle_attention_modules::base::{
+    LINEAR_WEIGHT, ParameterList, ParameterReader, ParameterSpec, accumulation_dtype, frozen, linear_bias, number,
+};
 use candle_attention_modules::linear::{Projected, Projections};
 use candle_attention_modules::norm::{Norm, QkNormKind};
 
-/// Projections to keys and to queries, of which each has a weight (H·D, E) and a bias.
-const NAMES: [&str; 2] = ["pos_key_proj", "pos_query_proj"];
+/// The projection of vectors to keys, with a weight (H·D, E) and a bias.
+const KEYS: &str = "pos_key_proj";
+/// The projection of vectors to queries.
+const QUERIES: &str = "pos_query_proj";
 
-/// The terms of [`ContentPositions::Disentangled`](crate::ContentPositions::Disentangled).
+/// The config of DeBERTa's relative positions, see
+/// [`ContentPositions::Disentangled`](crate::ContentPositions::Disentangled).
 ///
 /// ```
 /// use candle_attention::DisentangledConfig;
@@ -28,7 +36,7 @@ pub struct DisentangledConfig {
     num_buckets: Option<usize>,
     content_to_position: bool,
     position_to_content: bool,
-    pub(super) shared_projections: bool,
+    shared_projections: bool,
     layer_norm: Option<f64>,
 }
 
@@ -95,15 +103,16 @@ impl DisentangledConfig {
         number::epsilon(OP, "layer_norm", self.layer_norm)
     }
 
-    /// The projections of vectors to keys and to queries that are parameters of the layer.
-    pub(super) fn projections(&self) -> impl Iterator<Item = &'static str> {
-        let wanted = [self.content_to_position, self.position_to_content];
-        let wanted = NAMES.into_iter().zip(wanted.map(|wanted| wanted && !self.shared_projections));
-        wanted.filter_map(|(name, wanted)| wanted.then_some(name))
+    /// Returns the names of the projections of vectors that are parameters of the layer.
+    fn projections(&self) -> impl Iterator<Item = &'static str> {
+        let has_keys = self.content_to_position && !self.shared_projections;
+        let has_queries = self.position_to_content && !self.shared_projections;
+        has_keys.then_some(KEYS).into_iter().chain(has_queries.then_some(QUERIES))
     }
 
-    /// The vector of a key so far behind its query (in front of it, where negative). The first half of the buckets are
-    /// for one distance each, the others grow with it; in f32, as in transformers, so that borders are the same.
+    /// Returns the vector of a key that is `behind` positions before its query, or after it if negative. The first half of
+    /// the buckets are for one distance each, the others for more distances the larger these are. Computed in f32, as in
+    /// transformers, so that the borders of buckets are the same.
     fn row(&self, behind: i64) -> usize {
         let span = self.span() as i64;
         let bucket = match self.num_buckets {
@@ -122,7 +131,7 @@ impl DisentangledConfig {
 }
 
 /// The vectors of distances that all layers of a stack share: parameter `rel_embeddings.weight` (2 · span, E), and
-/// `LayerNorm` where the config has one.
+/// `LayerNorm` if the config has one.
 #[derive(Debug, Clone)]
 pub struct RelativeEmbeddings {
     weight: Tensor,
@@ -130,10 +139,10 @@ pub struct RelativeEmbeddings {
 }
 
 impl RelativeEmbeddings {
-    /// Those of an encoder, below the builder's prefix.
+    /// Loads the vectors of an encoder, below the builder's prefix.
     ///
     /// # Errors
-    /// For a config that does not fit together, and for a missing or misshapen tensor.
+    /// For a config whose options do not fit together, and for a missing or misshapen tensor.
     pub fn new(config: &DisentangledConfig, embed_dim: usize, vb: VarBuilder) -> Result<Self> {
         config.validate()?;
         let source = ParameterReader::new("relative_embeddings", "deberta", vb)?;
@@ -149,45 +158,90 @@ impl RelativeEmbeddings {
         &self.weight
     }
 
-    /// (2 · span, E), normalised.
+    /// Returns the vectors (2 · span, E), normalised.
     fn forward(&self) -> Result<Tensor> {
         self.norm.as_ref().map_or_else(|| Ok(self.weight.clone()), |norm| norm.forward(&self.weight))
     }
 
+    /// Returns a copy that does not follow variables.
     pub(crate) fn freeze(&self) -> Result<Self> {
         Ok(Self { weight: frozen(&self.weight)?, norm: self.norm.as_ref().map(Norm::freeze).transpose()? })
     }
 }
 
-impl Content {
-    /// Vectors of the distances of T tokens, for queries and for keys, (2T, H · D) each.
-    pub(super) fn vectors(&self, config: &DisentangledConfig, t: usize, projections: &Projections) -> Result<Computed> {
+/// The term of [`ContentPositions::Disentangled`](crate::ContentPositions::Disentangled).
+#[derive(Debug)]
+pub(super) struct Disentangled {
+    pub config: DisentangledConfig,
+    pub parameters: ParameterList,
+    /// The vectors of distances that the layers of a stack share.
+    pub embeddings: Option<RelativeEmbeddings>,
+    pub vectors: LatestVectors,
+}
+
+/// Returns the parameters.
+pub(super) fn specs(config: &DisentangledConfig, layer: &LayerSpecs) -> Vec<ParameterSpec> {
+    let (width, e) = (layer.num_heads * layer.head_dim, layer.embed_dim);
+    let mut specs = Vec::new();
+    for name in config.projections() {
+        specs.push(layer.by_head(&format!("{name}.weight"), &[width, e], LINEAR_WEIGHT));
+        specs.push(layer.by_head(&format!("{name}.bias"), &[width], linear_bias(e)));
+    }
+    specs
+}
+
+impl ScoreTerm for Disentangled {
+    fn add(&self, scores: &mut Scores, call: &TermCall) -> Result<()> {
+        let [k, v] = own_keys(scores, call)?;
+        if scores.q.elem_count() == 0 {
+            return Ok(());
+        }
+        let [t, d] = [scores.q.dim(2)?, scores.q.dim(3)?];
+        let compute = || self.compute(t, d, call.projections);
+        // Modules may differ in a clone of the layer, and may change.
+        let may_change = self.config.shared_projections && call.projections.has_modules();
+        let vectors = if may_change { compute()? } else { self.vectors.get(t, compute)? };
+        let (queries, scale) = (scores.q.clone(), scores.options.scale.unwrap_or(1.0));
+        scores.keys = Some(Box::new(KeysByHeads { k, v, queries, vectors, scale }));
+        Ok(())
+    }
+}
+
+impl Disentangled {
+    /// Returns the vectors of the distances of `t` tokens, for heads of width `d`.
+    fn compute(&self, t: usize, d: usize, projections: &Projections) -> Result<DistanceVectors> {
         let Some(embeddings) = &self.embeddings else {
             bail!(
                 "[multi_head_attention] the config has disentangled positions, expected the stack's embeddings in \
                  `with_relative_embeddings`"
             )
         };
-        let embeddings = embeddings.forward()?;
-        let [keys, queries] = if config.shared_projections {
+        let (config, embeddings) = (&self.config, embeddings.forward()?);
+        let (keys, queries) = if config.shared_projections {
             let xs = embeddings.unsqueeze(0)?;
             let Projected { q, kv, .. } = projections.query_key_value(&xs, Some([&xs, &xs]))?;
-            let keys = kv.filter(|_| config.content_to_position).map(|kv| kv.keys.squeeze(0));
-            [keys.transpose()?, config.position_to_content.then(|| q.squeeze(0)).transpose()?]
-        } else {
-            let project = |name: &str| -> Result<Option<Tensor>> {
-                let Some(weight) = self.parameters.tensor(&format!("{name}.weight"))? else { return Ok(None) };
-                let bias = self.parameters.expect(&format!("{name}.bias"))?;
-                Ok(Some(embeddings.matmul(&weight.t()?)?.broadcast_add(&bias)?))
+            let keys = match kv {
+                Some(kv) if config.content_to_position => Some(kv.keys.squeeze(0)?),
+                _ => None,
             };
-            [project(NAMES[0])?, project(NAMES[1])?]
+            (keys, if config.position_to_content { Some(q.squeeze(0)?) } else { None })
+        } else {
+            (self.project(KEYS, &embeddings)?, self.project(QUERIES, &embeddings)?)
         };
         let dtype = accumulation_dtype(embeddings.dtype());
-        let rows = |table: Option<Tensor>, sign: i64| {
+        let rows = |table: Option<Tensor>, sign: i64| -> Result<Option<Tensor>> {
+            let Some(table) = table else { return Ok(None) };
             let rows = descending(t).map(|distance| config.row(sign * distance));
-            table.map(|table| rows_of(&table.to_dtype(dtype)?, rows)).transpose()
+            by_head(&rows_of(&table.to_dtype(dtype)?, rows)?, d).map(Some)
         };
-        Ok([rows(keys, 1)?, rows(queries, -1)?])
+        Ok(DistanceVectors { of_queries: rows(keys, 1)?, of_keys: rows(queries, -1)? })
+    }
+
+    /// Returns the vectors projected by parameters of the layer, if it has this projection.
+    fn project(&self, name: &str, embeddings: &Tensor) -> Result<Option<Tensor>> {
+        let Some(weight) = self.parameters.tensor(&format!("{name}.weight"))? else { return Ok(None) };
+        let bias = self.parameters.expect(&format!("{name}.bias"))?;
+        embeddings.matmul(&weight.t()?)?.broadcast_add(&bias).map(Some)
     }
 }
 
@@ -195,9 +249,10 @@ impl Content {
 mod tests {
     use super::*;
 
-    /// `make_log_bucket_position` of transformers gave these, of DeBERTa v3's 256 buckets for distances below 512.
+    /// The buckets are from `make_log_bucket_position` of transformers, for DeBERTa v3's 256 buckets of distances below
+    /// 512.
     #[test]
-    fn distances_are_in_transformers_buckets() {
+    fn content_positions_disentangled_have_the_buckets_of_transformers() {
         let v3 = DisentangledConfig::new(512).with_num_buckets(256);
         let buckets = [(0, 0), (5, 5), (-127, -127), (128, 128), (-129, -129), (130, 130), (131, 131), (200, 169)];
         let further = [(-300, -207), (400, 233), (510, 255), (511, 255), (512, 256), (513, 256), (-5000, -465)];

@@ -1,102 +1,97 @@
-//! Relative positions along one axis by content: for each distance of query and key a vector, which one of the two is
-//! multiplied with; and attention for some heads at a time, so that there is a bias for these alone.
+//! Relative positions by content along one axis: a vector for each distance between query and key, which queries or keys
+//! are multiplied with; and attention for some heads at a time, so that there is a bias for these alone.
 
 use std::ops::Range;
 
-use candle_core::{D, Device, Result, Tensor};
+use candle_core::{D, Result, Tensor};
 
-use super::{Computed, Content, ContentPositions, OP};
+use super::super::{Latest, latest};
+use super::OP;
 use crate::mask::AttentionMask;
 use crate::sdpa::{Attended, Keys, Outputs, OwnKeys, SdpaOptions};
 use candle_attention_modules::base::{accumulation_dtype, check_memory};
-use candle_attention_modules::linear::Projections;
 
-/// Transformer-XL's parameters, as ESPnet and NeMo name them, and as transformers does for Parakeet.
-pub(super) const TRANSFORMER_XL: [&str; 3] = ["linear_pos.weight", "pos_bias_u", "pos_bias_v"];
-pub(super) const PARAKEET: [&str; 3] = ["relative_k_proj.weight", "bias_u", "bias_v"];
+/// The vectors of distances i - j of query i and key j: (H, 2T, D), or (1, 2T, D) if all heads share them.
+#[derive(Debug, Clone)]
+pub(super) struct DistanceVectors {
+    /// The vectors that queries are multiplied with, of the distances T - 1 down to -T.
+    pub of_queries: Option<Tensor>,
+    /// The vectors that keys are multiplied with, of the distances 1 - T up to T.
+    pub of_keys: Option<Tensor>,
+}
 
-/// Distances from T - 1 down to -T.
+impl DistanceVectors {
+    fn is_tracked(&self) -> bool {
+        self.of_queries.iter().chain(&self.of_keys).any(Tensor::track_op)
+    }
+}
+
+/// The vectors of the number of tokens that was asked for last, unless they are tracked for gradients.
+#[derive(Debug, Default)]
+pub(super) struct LatestVectors(Latest<usize, DistanceVectors>);
+
+impl LatestVectors {
+    /// Returns the vectors for `t` tokens, which are computed if they are not the latest.
+    pub fn get(&self, t: usize, compute: impl FnOnce() -> Result<DistanceVectors>) -> Result<DistanceVectors> {
+        latest(&self.0, |&own| own == t, compute, |vectors| (!vectors.is_tracked()).then_some(t))
+    }
+}
+
+/// Returns distances from T - 1 down to -T.
 pub(super) fn descending(t: usize) -> impl Iterator<Item = i64> {
     (-(t as i64)..t as i64).rev()
 }
 
-/// Rows of a table (N, ..), (indices, ..).
+/// Returns rows of a table (N, ..): (indices, ..).
 pub(super) fn rows_of(table: &Tensor, indices: impl Iterator<Item = usize>) -> Result<Tensor> {
     let indices = Tensor::from_iter(indices.map(|index| index as u32), table.device())?;
     table.contiguous()?.index_select(&indices, 0)
 }
 
-impl Content {
-    /// For T tokens and heads of width D.
-    pub(super) fn rows(&self, [t, d]: [usize; 2], projections: &Projections) -> Result<Computed> {
-        let rows = match self.positions {
-            ContentPositions::TransformerXl => {
-                let projection = self.wide(TRANSFORMER_XL[0])?;
-                let waves = sinusoids(t, projection.dim(1)?, projection.device())?.to_dtype(projection.dtype())?;
-                [Some(waves.matmul(&projection.t()?)?), None]
-            }
-            ContentPositions::Clipped { left, right } => {
-                let row = |distance: i64| (left as i64 - distance.clamp(-(right as i64), left as i64)) as usize;
-                [Some(rows_of(&self.wide("distance_embedding.weight")?, descending(t).map(row))?), None]
-            }
-            ContentPositions::Disentangled(ref config) => self.vectors(config, t, projections)?,
-            _ => [None, None],
-        };
-        // (2T, heads · D) to (heads, 2T, D).
-        let by_head = |rows: Tensor| rows.reshape((2 * t, rows.dim(1)? / d, d))?.transpose(0, 1)?.contiguous();
-        let [of_queries, of_keys] = rows.map(|rows| rows.map(by_head).transpose());
-        Ok([of_queries?, of_keys?])
-    }
+/// Returns vectors (2T, heads · D) for heads of width D as (heads, 2T, D).
+pub(super) fn by_head(vectors: &Tensor, d: usize) -> Result<Tensor> {
+    let (rows, width) = vectors.dims2()?;
+    vectors.reshape((rows, width / d, d))?.transpose(0, 1)?.contiguous()
 }
 
-/// Sine and cosine in turns of the distances T - 1 down to -T, (2T, E) for an even E, as in a table of absolute
-/// positions (Vaswani et al., <https://arxiv.org/abs/1706.03762>).
-fn sinusoids(t: usize, e: usize, device: &Device) -> Result<Tensor> {
-    check_memory(OP, format_args!("a wave for each distance of {t} tokens"), &[2 * t, e])?;
-    let frequency = |pair: usize| (-(10_000f64.ln()) * (2 * pair) as f64 / e as f64).exp() as f32;
-    let frequencies: Vec<_> = (0..e / 2).map(frequency).collect();
-    let angles =
-        descending(t).flat_map(|distance| frequencies.iter().map(move |frequency| distance as f32 * frequency));
-    Tensor::from_vec(angles.flat_map(|angle| [angle.sin(), angle.cos()]).collect(), (2 * t, e), device)
-}
-
-/// Vectors (B, h, T, D) times rows (h or 1, 2T, D), of which vector i meets rows T - 1 - i and the T - 1 after it:
-/// (B, h, T, T).
+/// Returns the products of queries or keys (B, h, T, D) with the vectors (h or 1, 2T, D) of their distances, (B, h, T, T):
+/// row i is multiplied with vector T - 1 - i and the T - 1 vectors after it.
 ///
-/// Each product lies one place further left than in the vector before: in rows that are one shorter, they are columns
-/// (Dai et al., <https://arxiv.org/abs/1901.02860>, appendix B).
-fn by_distance(vectors: &Tensor, rows: &Tensor) -> Result<Tensor> {
-    let (b, h, t, _) = vectors.dims4()?;
+/// A row's products begin one column further left than those of the row before it. In rows that are shorter by one entry
+/// they are columns (Dai et al., <https://arxiv.org/abs/1901.02860>, appendix B).
+fn by_distance(xs: &Tensor, vectors: &Tensor) -> Result<Tensor> {
+    let (b, h, t, _) = xs.dims4()?;
     let dims = [b, h, t, 2 * t];
-    check_memory(OP, format_args!("a term of {dims:?}"), &dims)?;
-    let products = vectors.contiguous()?.broadcast_matmul(&rows.transpose(D::Minus2, D::Minus1)?)?;
+    let bytes = [&dims[..], &[xs.dtype().size_in_bytes()]].concat();
+    check_memory(OP, format_args!("a term of {dims:?}"), &bytes)?;
+    let products = xs.contiguous()?.broadcast_matmul(&vectors.transpose(D::Minus2, D::Minus1)?)?;
     let shifted = products.reshape((b, h, 2 * t * t))?.narrow(2, t - 1, t * (2 * t - 1))?;
     shifted.reshape((b, h, t, 2 * t - 1))?.narrow(3, 0, t)
 }
 
-/// The most numbers in which terms are computed at once, unless those of one key head are more: 16 MB, for them to stay
-/// in a processor's cache until they are read.
+/// The most numbers in which terms are computed at once, 16 MB, so that they stay in a processor's cache until they are
+/// read. The terms of one key head may be more.
 const MAX_NUMBERS: usize = 1 << 22;
 
-/// The keys and values of a call, and what its scores get beside the product of queries and keys.
+/// The keys and values of a call, with the terms that are added to its scores.
 pub(super) struct KeysByHeads {
     /// (B, H_kv, T, D).
     pub k: Tensor,
     /// (B, H_kv, T, D_v).
     pub v: Tensor,
-    /// What rows are multiplied with, (B, H, T, D).
+    /// The queries (B, H, T, D) that vectors are multiplied with.
     pub queries: Tensor,
-    pub rows: Computed,
-    /// A factor of all terms.
+    pub vectors: DistanceVectors,
+    /// The factor on all terms.
     pub scale: f64,
 }
 
 impl Keys for KeysByHeads {
-    /// Weights and statistics are of all heads at once.
+    /// Attends for some heads at a time. Weights and statistics are computed for all heads at once.
     fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, outputs: Outputs) -> Result<Attended> {
         let ((b, h, t, _), h_kv) = (q.dims4()?, self.k.dim(1)?);
         let group = h / h_kv;
-        // What the terms of a key head's scores hold at once.
+        // The terms of the query heads of one key head.
         let numbers = [t, 2 * t, group].into_iter().fold(b, usize::saturating_mul).max(1);
         let in_parts = matches!(outputs, Outputs::Context | Outputs::Plan) && !options.drops_by_seed();
         let size = if in_parts { (MAX_NUMBERS / numbers).clamp(1, h_kv) } else { h_kv };
@@ -120,30 +115,36 @@ impl Keys for KeysByHeads {
 }
 
 impl KeysByHeads {
-    /// The terms of some query heads, (B, heads, T, T), in the dtype of the accumulation.
+    /// Returns the terms of some query heads, (B, heads, T, T), in the dtype of the accumulation.
     fn bias(&self, heads: Range<usize>) -> Result<Tensor> {
         let dtype = accumulation_dtype(self.k.dtype());
-        let term = |vectors: &Tensor, rows: &Tensor| -> Result<Tensor> {
-            let rows = if rows.dim(0)? == 1 { rows.clone() } else { rows.narrow(0, heads.start, heads.len())? };
-            let vectors = vectors.narrow(1, heads.start, heads.len())?.to_dtype(dtype)?;
-            by_distance(&(vectors * self.scale)?, &rows)
+        let term = |xs: &Tensor, vectors: &Tensor| -> Result<Tensor> {
+            let is_shared = vectors.dim(0)? == 1;
+            let vectors = if is_shared { vectors.clone() } else { vectors.narrow(0, heads.start, heads.len())? };
+            let xs = xs.narrow(1, heads.start, heads.len())?.to_dtype(dtype)?;
+            by_distance(&(xs * self.scale)?, &vectors)
         };
-        let [of_queries, of_keys] = &self.rows;
-        let by_queries = of_queries.as_ref().map(|rows| term(&self.queries, rows));
-        let by_keys = of_keys.as_ref().map(|rows| term(&self.k, rows)?.transpose(2, 3));
-        let (b, _, t, _) = self.queries.dims4()?;
-        let sum = by_queries.into_iter().chain(by_keys).reduce(|one, other| one? + other?);
-        sum.unwrap_or_else(|| Tensor::zeros((b, heads.len(), t, t), dtype, self.queries.device()))
+        match (&self.vectors.of_queries, &self.vectors.of_keys) {
+            (Some(of_queries), Some(of_keys)) => {
+                term(&self.queries, of_queries)? + term(&self.k, of_keys)?.transpose(2, 3)?
+            }
+            (Some(of_queries), None) => term(&self.queries, of_queries),
+            (None, Some(of_keys)) => term(&self.k, of_keys)?.transpose(2, 3),
+            (None, None) => {
+                let (b, _, t, _) = self.queries.dims4()?;
+                Tensor::zeros((b, heads.len(), t, t), dtype, self.queries.device())
+            }
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use candle_core::DType;
+    use candle_core::{DType, Device};
 
     #[test]
-    fn each_vector_meets_the_rows_of_its_distances() -> Result<()> {
+    fn content_positions_multiply_each_query_with_the_vectors_of_its_distances() -> Result<()> {
         let t = 5;
         let vectors = Tensor::ones((2, 3, t, 1), DType::F32, &Device::Cpu)?;
         let rows = Tensor::from_iter(descending(t).map(|distance| distance as f32), &Device::Cpu)?;

@@ -1,0 +1,112 @@
+//! Decomposed relative positions of the patches of an image (MViTv2, SAM, ViTDet), as part of the product of queries and
+//! keys.
+
+use candle_core::{D, Result, Tensor};
+
+use super::super::{ScoreTerm, Scores, TermCall};
+use super::OP;
+use super::call::{Image, own_keys, wide};
+use super::distances::rows_of;
+use super::specs::{LayerSpecs, zeros};
+use candle_attention_modules::base::{ParameterList, ParameterSpec, accumulation_dtype, check_memory};
+
+/// The parameter (2 · rows - 1, D) of distances down, which all heads share.
+const HEIGHT: &str = "rel_pos_h";
+/// The parameter (2 · columns - 1, D) of distances across.
+const WIDTH: &str = "rel_pos_w";
+
+/// The term of [`ContentPositions::Grid`](crate::ContentPositions::Grid).
+#[derive(Debug)]
+pub(super) struct Grid {
+    pub image: Image,
+    pub parameters: ParameterList,
+}
+
+/// One of the two axes of an image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Axis {
+    Down,
+    Across,
+}
+
+/// Returns the parameters.
+pub(super) fn specs(image: Image, layer: &LayerSpecs) -> Vec<ParameterSpec> {
+    vec![
+        layer.shared(HEIGHT, &[2 * image.rows - 1, layer.head_dim], zeros()),
+        layer.shared(WIDTH, &[2 * image.columns - 1, layer.head_dim], zeros()),
+    ]
+}
+
+impl ScoreTerm for Grid {
+    fn add(&self, scores: &mut Scores, call: &TermCall) -> Result<()> {
+        let [k, v] = own_keys(scores, call)?;
+        self.image.check("grid", &scores.q)?;
+        if scores.q.elem_count() > 0 {
+            let scale = scores.options.scale.unwrap_or(1.0);
+            let wider_q = self.wider_queries(&scores.q, scale)?;
+            scores.own = Some([self.wider_keys(&k)?, v]);
+            scores.q = wider_q;
+        }
+        Ok(())
+    }
+}
+
+/// Queries and keys are made wider by `rows + columns` entries: a query by its product with the vector of the distance to
+/// each row and to each column, a key by ones at its own row and column. `scale` times their product is then the whole
+/// score.
+impl Grid {
+    /// Returns queries (B, H, T, D), a view of (B, T, ..), with their products.
+    fn wider_queries(&self, q: &Tensor, scale: f64) -> Result<Tensor> {
+        let (Image { rows, columns }, (b, h, t, d)) = (self.image, q.dims4()?);
+        let dtype = accumulation_dtype(q.dtype());
+        let shape = [b, t, h, d + rows + columns];
+        let bytes = [&shape[..], &[dtype.size_in_bytes()]].concat();
+        check_memory(OP, format_args!("queries of shape {shape:?}"), &bytes)?;
+        let q = q.transpose(1, 2)?.contiguous()?;
+        // The kernel scales the whole product.
+        let unscaled = (q.to_dtype(dtype)? / scale)?.reshape((b, rows, columns, h * d))?;
+        let down = self.products(Axis::Down, &unscaled, h)?.reshape((b, t, h, rows))?.to_dtype(q.dtype())?;
+        let across = self.products(Axis::Across, &unscaled, h)?.reshape((b, t, h, columns))?.to_dtype(q.dtype())?;
+        Tensor::cat(&[q, down, across], D::Minus1)?.transpose(1, 2)
+    }
+
+    /// Returns the products of queries (B, rows, columns, H · D) with the vectors of the distances along an axis of n
+    /// lines: (B, rows, columns, H · n).
+    fn products(&self, axis: Axis, queries: &Tensor, h: usize) -> Result<Tensor> {
+        let (b, rows, columns, width) = queries.dims4()?;
+        let (n, others, dim, name) = match axis {
+            Axis::Down => (rows, columns, 1, HEIGHT),
+            Axis::Across => (columns, rows, 2, WIDTH),
+        };
+        let vectors = by_lines(n, &wide(&self.parameters, name)?)?;
+        let lines = queries.transpose(1, dim)?.contiguous()?.reshape((b, n, others * h, width / h))?;
+        let products = lines.broadcast_matmul(&vectors)?;
+        products.reshape((b, n, others, h * n))?.transpose(1, dim)?.contiguous()
+    }
+
+    /// Returns keys (B, H_kv, T, D), a view of (B, T, ..), with ones at their row and column.
+    fn wider_keys(&self, k: &Tensor) -> Result<Tensor> {
+        let (k, Image { rows, columns }) = (k.transpose(1, 2)?, self.image);
+        let (b, t, h_kv, _) = k.dims4()?;
+        let ones = |axis: Axis| {
+            let (n, shape) = match axis {
+                Axis::Down => (rows, (1, rows, 1, 1, rows)),
+                Axis::Across => (columns, (1, 1, columns, 1, columns)),
+            };
+            check_memory(OP, format_args!("the positions of {n} rows or columns"), &[n, n, k.dtype().size_in_bytes()])?;
+            let ones = Tensor::eye(n, k.dtype(), k.device())?.reshape(shape)?;
+            ones.broadcast_as((b, rows, columns, h_kv, n))?.reshape((b, t, h_kv, n))
+        };
+        let wider = [k.contiguous()?, ones(Axis::Down)?, ones(Axis::Across)?];
+        Tensor::cat(&wider, D::Minus1)?.transpose(1, 2)
+    }
+}
+
+/// Returns the vector of a table (2 · n - 1, D) for each line of a query and each line of a key on an axis of n lines:
+/// (n, D, n).
+fn by_lines(n: usize, table: &Tensor) -> Result<Tensor> {
+    let bytes = [n, n, table.dim(1)?, table.dtype().size_in_bytes()];
+    check_memory(OP, format_args!("the positions of {n} rows or columns"), &bytes)?;
+    let distances = (0..n).flat_map(|query| (0..n).map(move |key| query + n - 1 - key));
+    rows_of(table, distances)?.reshape((n, n, ()))?.transpose(1, 2)?.contiguous()
+}
