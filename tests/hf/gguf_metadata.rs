@@ -32,7 +32,8 @@ const WITH_PATTERN: [&str; 5] = ["gemma2", "gemma3", "gpt-oss", "cohere2", "mode
 /// Returns whether each layer has a window.
 fn windows(file: &File) -> Result<Vec<bool>> {
     let config = gguf::hf_config(&file.open()?.0)?;
-    let layer = |layer| hf::attention_config(&config, layer).map(|cfg| cfg.window().is_some() || cfg.band().is_some());
+    let layer =
+        |layer| hf::attention_config(&config, layer).map(|cfg| cfg.window().is_some() || cfg.local_window().is_some());
     (0..LAYERS).map(layer).collect()
 }
 

@@ -314,8 +314,8 @@ impl MultiHeadAttentionConfig {
         self
     }
 
-    /// Sets a bound: queries, keys and values are clamped to ±`clip_qkv` as they leave their projections, after norms
-    /// of whole projections and before heads are normalised (MPT, OLMo). There is none by default.
+    /// Sets a bound: queries, keys and values are clamped to ±`clip_qkv` after their projections, after norms of whole
+    /// projections and before norms of heads (MPT, OLMo). There is none by default.
     pub fn with_clip_qkv(mut self, clip_qkv: f64) -> Self {
         self.clip_qkv = Some(clip_qkv);
         self
@@ -362,7 +362,7 @@ impl MultiHeadAttentionConfig {
     }
 }
 
-/// The keys that a query attends to. All these options hold together, and together with the mask of a call.
+/// The keys that a query attends to. These options are combined with AND, with each other and with the mask of a call.
 impl MultiHeadAttentionConfig {
     /// Sets whether later keys are masked. The mask is aligned to the end, as a cache needs it: the last query is at
     /// the last key, see [`AttentionMask::causal`](crate::AttentionMask::causal). The default is no.
@@ -395,7 +395,7 @@ impl MultiHeadAttentionConfig {
     }
 
     /// Sets the length of chunks (`attention_chunk_size` of Llama 4): positions 0 to `chunk - 1` are the first chunk,
-    /// and so on, and a query attends to keys of its own chunk only. See
+    /// and so on, and a query attends to keys of the same chunk only. See
     /// [`AttentionMask::with_chunk`](crate::AttentionMask::with_chunk).
     pub fn with_chunk(mut self, chunk: usize) -> Self {
         self.chunk = Some(chunk);

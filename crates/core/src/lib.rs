@@ -1,11 +1,11 @@
 //! Attention for Candle: the layer, its function, its mask and its weights by name.
 //!
-//! Models use the package `candle-attention`, which gives these names beside those of the other packages. Below lie
-//! `candle-attention-modules`, the projections, norms and parameters that layers are made of, and
-//! `candle-attention-kernels`, which computes over slices and does not know Candle.
+//! Models use the package `candle-attention`, which re-exports these names together with those of the other packages.
+//! This package builds on `candle-attention-modules`, the projections, norms and parameters of layers, and on
+//! `candle-attention-kernels`, the CPU kernels over slices, which do not depend on Candle.
 //!
-//! The rooms of this package stand on each other in one order: masks, the function (`sdpa`), positions, the config of a
-//! layer, parameters by name (`params`), caches, and layers.
+//! Modules are layered; each imports only from those before it: `mask`, `sdpa` (the function), `position`, `config`,
+//! `params` (parameters by name), `cache` and `layer`.
 
 mod cache;
 mod config;
@@ -22,16 +22,16 @@ pub mod cpu {
 }
 
 pub mod weights {
-    //! How checkpoints name, pack and transpose the weights of attention.
+    //! The layouts of checkpoints: how they name, pack and transpose the weights of attention.
 
     pub use crate::params::{Naming, Orientation, PackedNaming, QkvOrder, Storage, WeightLayout};
 }
 
-/// What the packages above take of this one's insides. It is no part of the interface that versions keep.
+/// Internals that other packages of the workspace use. They are not covered by semantic versioning.
 #[doc(hidden)]
 pub mod internal {
     pub use crate::cache::{NewTokens, Padding};
-    pub use crate::mask::runs_of_ones;
+    pub use crate::mask::rows_of_ones;
     pub use crate::params::{GATE_NAMES, LayoutTensor, TensorSource, detect_with, projection_shape, query_weights};
 }
 

@@ -80,9 +80,9 @@ impl AttentionCacheConfig {
     /// Sets the window of a sliding cache, for layers with a
     /// [window](crate::MultiHeadAttentionConfig::with_window) of at most this many keys.
     ///
-    /// A sliding cache stores the last `2 · window` positions of a sequence at most, or as many as its capacity if that
-    /// is more, and drops older ones. If the mask of a call allows a query to attend to a dropped key, the call is an
-    /// error. The default is no window: every position is stored.
+    /// A sliding cache stores the last `2 · window` positions of a sequence at most, or the number of its capacity if
+    /// that is more, and drops older ones. If the mask of a call allows a query to attend to a dropped key, the call is
+    /// an error. The default is no window: every position is stored.
     pub fn with_window(mut self, window: usize) -> Self {
         self.window = Some(window);
         self
@@ -95,8 +95,8 @@ impl AttentionCacheConfig {
         self
     }
 
-    /// Sets that keys and values are stored in 8 bits a number and an f32 scale for each row of a head: a quarter of the
-    /// memory of f32, and 4 bytes a row.
+    /// Sets that keys and values are stored in 8 bits a number and an f32 scale for each row of a head: a quarter of
+    /// the memory of f32, and 4 bytes a row.
     ///
     /// A number is off by at most 1/254 of the largest number in its row, f32's own rounding aside, if that is from
     /// 1.5e-36 to 3.4e38. A row of smaller numbers becomes zeros, and a row with a number that is not finite in f32
@@ -110,9 +110,9 @@ impl AttentionCacheConfig {
         self
     }
 
-    /// Sets whether gradients end at the cache: queries, keys and values are detached, for generation with a layer whose
-    /// weights are variables. The default is no: a key that is tracked for gradients is an error, since a cache would
-    /// lose its gradient.
+    /// Sets whether gradients end at the cache: queries, keys and values are detached, for generation with a layer
+    /// whose weights are variables. The default is no: a key that is tracked for gradients is an error, since a cache
+    /// would lose its gradient.
     pub fn with_detached(mut self, detached: bool) -> Self {
         self.detached = detached;
         self

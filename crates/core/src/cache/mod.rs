@@ -18,12 +18,12 @@ use candle_core::{DType, Result, bail};
 
 use crate::position::Positions;
 use candle_attention_modules::base::check_entries;
-use storage::{KvBuffers, SequenceRows};
+use storage::{KvBuffers, StoredRows};
 
 const OP: &str = "attention_cache";
 
-/// The keys and values of the earlier calls of one layer, for a sequence or a batch of sequences: a KV cache. For latent
-/// attention, the latents from which the layer computes them.
+/// The keys and values of the earlier calls of one layer, for a sequence or a batch of sequences: a KV cache. For
+/// latent attention, the latents from which the layer computes them.
 ///
 /// A call with a cache ([`AttentionInput::with_cache`](crate::AttentionInput::with_cache)) appends its keys and values
 /// in place, and its queries attend to all stored ones without a copy. In a causal layer, a prompt, pieces of it and
@@ -54,8 +54,8 @@ const OP: &str = "attention_cache";
 /// # Batches
 ///
 /// The sequences of a batch may have different lengths. Padding, on the left or on the right, is given at the call and
-/// is not stored: position n is the n-th token of its sequence. Masks count positions in the same way, and a causal mask
-/// is aligned to the end of each sequence.
+/// is not stored: position n is the n-th token of its sequence. Masks count positions in the same way, and a causal
+/// mask is aligned to the end of each sequence.
 ///
 /// [`truncate`](Self::truncate) drops positions, [`reorder`](Self::reorder) selects beams, and [`fork`](Self::fork)
 /// continues one prompt in two ways.
@@ -68,15 +68,16 @@ const OP: &str = "attention_cache";
 ///
 /// Scalings whose frequencies depend on the length of a call ([`RopeScaling::Dynamic`](crate::RopeScaling::Dynamic),
 /// [`RopeScaling::LongRope`](crate::RopeScaling::LongRope)) take the length of the longest sequence after the call, and
-/// keys of earlier calls are not rotated again, as in transformers. Phi 3 in transformers computes all keys again in the
-/// call that first exceeds the original context. A model that follows it asks
+/// keys of earlier calls are not rotated again, as in transformers. Phi 3 in transformers computes all keys again in
+/// the call that first exceeds the original context. A model that follows it asks
 /// [`RopeConfig::frequencies_differ`](crate::RopeConfig::frequencies_differ), and calls [`reset`](Self::reset) there.
 ///
 /// # Memory
 ///
-/// Buffers are (B, H_kv, capacity, D) for keys and (B, H_kv, capacity, D_v) for values, allocated in the first call; for
-/// [latent attention](crate::MultiHeadLatentAttention) there is one, (B, 1, capacity, `kv_lora_rank + rope_head_dim`).
-/// The caches of `candle_nn::kv_cache` have one length for a whole batch and grow by a constant amount.
+/// Buffers are (B, H_kv, capacity, D) for keys and (B, H_kv, capacity, D_v) for values, allocated in the first call;
+/// for [latent attention](crate::MultiHeadLatentAttention) there is one, (B, 1, capacity, `kv_lora_rank +
+/// rope_head_dim`). The caches of `candle_nn::kv_cache` have one length for a whole batch and grow by a constant
+/// amount.
 #[derive(Debug, Default)]
 pub struct AttentionCache {
     config: AttentionCacheConfig,
@@ -197,8 +198,9 @@ impl AttentionCache {
         Ok(())
     }
 
-    /// Replaces sequence n of the batch by sequence `sequences[n]`, as beam search does between its steps. A sequence may
-    /// occur several times or not at all, and the batch may grow or shrink. An empty list is a [`reset`](Self::reset).
+    /// Replaces sequence n of the batch by sequence `sequences[n]`, as beam search does between its steps. A sequence
+    /// may occur several times or not at all, and the batch may grow or shrink. An empty list is a
+    /// [`reset`](Self::reset).
     ///
     /// If the number of sequences stays the same, sequences with the same index as before are not copied.
     ///
@@ -216,7 +218,7 @@ impl AttentionCache {
             self.reset();
             return Ok(());
         }
-        let stored = |sequence: usize| SequenceRows { sequence, rows: 0..self.held[sequence].len() };
+        let stored = |sequence: usize| StoredRows { sequence, rows: 0..self.held[sequence].len() };
         if let Some(buffers) = &self.buffers {
             if sequences.len() == self.held.len() {
                 // All sequences are read before the first is overwritten.

@@ -1,11 +1,11 @@
-//! One call with a cache. Its keys and values are staged behind the stored ones and attended to; the cache changes only if
-//! the call succeeds. A later layer's call attends to what an earlier layer's call stored.
+//! One call with a cache. Its keys and values are staged behind the stored ones and attended to; the cache changes only
+//! if the call succeeds. A later layer's call attends to what an earlier layer's call stored.
 
 use std::ops::Range;
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use super::storage::{KvBuffers, KvCodes, KvShapes, KvSizes, SequenceRows};
+use super::storage::{KvBuffers, KvCodes, KvShapes, KvSizes, StoredRows};
 use super::tokens::NewTokens;
 use super::{AttentionCache, EarlierPadding, OP};
 use crate::mask::{AttentionMask, Placement};
@@ -17,7 +17,8 @@ type Expansion<'e> = Box<dyn Fn(&Tensor) -> Result<[Tensor; 2]> + 'e>;
 /// The stored keys and values that one call attends to, with the call's own if it has some.
 pub(crate) struct CachedCall<'e> {
     buffers: KvBuffers,
-    /// For each sequence, where its queries are located and which keys the buffers store: the first of them is in row 0.
+    /// For each sequence, where its queries are located and which keys the buffers store: the first of them is in row
+    /// 0.
     placements: Vec<Placement>,
     /// The dtype in which attention to floats is computed.
     dtype: DType,
@@ -91,11 +92,11 @@ impl AttentionCache {
         &self,
         own: Option<&KvBuffers>,
         kv: &KvBuffers,
-        rows: &[SequenceRows],
+        rows: &[StoredRows],
         needed: usize,
     ) -> Result<KvBuffers> {
         let capacity = own.map_or(0, KvBuffers::capacity);
-        let keeps_all = |held: &Range<usize>, rows: &SequenceRows| rows.rows == (0..held.len());
+        let keeps_all = |held: &Range<usize>, rows: &StoredRows| rows.rows == (0..held.len());
         let is_whole = self.held.is_empty() || self.held.iter().zip(rows).all(|(held, rows)| keeps_all(held, rows));
         let doubled = capacity.saturating_mul(2).max(self.config.first_capacity());
         let larger = needed.max(doubled.min(self.config.most_held().unwrap_or(usize::MAX)));
@@ -199,7 +200,8 @@ impl CachedCall<'_> {
     /// instead of for positions in the sequence.
     ///
     /// # Errors
-    /// If the mask allows a query to attend to a key that a sliding cache has dropped, and for a mask that does not fit.
+    /// If the mask allows a query to attend to a key that a sliding cache has dropped, and for a mask that does not
+    /// fit.
     pub(super) fn all_rows(
         &self,
         q: &Tensor,
@@ -247,8 +249,8 @@ impl Keys for CachedCall<'_> {
 }
 
 /// Returns the rows of the buffers that store a part of the stored positions, for each sequence.
-fn rows_of(held: &[Range<usize>], part: &[Range<usize>]) -> Vec<SequenceRows> {
-    let of_sequence = |(sequence, (held, part)): (usize, (&Range<usize>, &Range<usize>))| SequenceRows {
+fn rows_of(held: &[Range<usize>], part: &[Range<usize>]) -> Vec<StoredRows> {
+    let of_sequence = |(sequence, (held, part)): (usize, (&Range<usize>, &Range<usize>))| StoredRows {
         sequence,
         rows: part.start - held.start..part.end - held.start,
     };

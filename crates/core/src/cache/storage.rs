@@ -24,7 +24,7 @@ pub(super) struct KvBuffers {
 
 /// Rows of one sequence of the buffers.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct SequenceRows {
+pub(super) struct StoredRows {
     pub sequence: usize,
     pub rows: Range<usize>,
 }
@@ -74,7 +74,7 @@ impl KvBuffers {
     }
 
     /// Returns new buffers that store rows of some sequences, the first row of each in row 0.
-    pub fn gather(&self, rows: &[SequenceRows], capacity: usize) -> Result<Self> {
+    pub fn gather(&self, rows: &[StoredRows], capacity: usize) -> Result<Self> {
         let gathered = self.zeros(rows.len(), capacity)?;
         for (n, own) in rows.iter().enumerate() {
             gathered.write_sequence(n, 0, &self.rows(own)?)?;
@@ -95,7 +95,8 @@ impl KvBuffers {
         self.numbers[0].dims()[2]
     }
 
-    /// Returns the dtype in which attention to the floats is computed, for keys that were projected in the dtype `came`.
+    /// Returns the dtype in which attention to the floats is computed, for keys that were projected in the dtype
+    /// `came`.
     pub fn float_dtype(&self, came: DType) -> DType {
         if self.scales.is_empty() { self.numbers[0].dtype() } else { accumulation_dtype(came) }
     }
@@ -165,7 +166,7 @@ impl KvBuffers {
     }
 
     /// Returns a view of some positions of one sequence, as buffers of a batch of 1.
-    pub fn rows(&self, own: &SequenceRows) -> Result<Self> {
+    pub fn rows(&self, own: &StoredRows) -> Result<Self> {
         self.positions(&own.rows)?.try_map(|part| part.narrow(0, own.sequence, 1))
     }
 
@@ -191,7 +192,7 @@ impl KvBuffers {
             return self.write(at, kv);
         }
         for (sequence, (held, tokens)) in held.iter().zip(&new.tokens).enumerate() {
-            let own = kv.rows(&SequenceRows { sequence, rows: tokens.clone() })?;
+            let own = kv.rows(&StoredRows { sequence, rows: tokens.clone() })?;
             self.write_sequence(sequence, held.len(), &own)?;
         }
         Ok(())
@@ -211,8 +212,8 @@ fn check_memory(dims: &[usize], dtype: DType) -> Result<()> {
     base::check_memory(OP, format_args!("a buffer of {dims:?}"), &[dims, &[dtype.size_in_bytes()]].concat())
 }
 
-/// Returns rows (.., width) of floats as u8 (.., width) and f32 scales (.., 1): x is stored as `round(x / scale) + 128`,
-/// where the scale is 1/127 of the row's largest magnitude.
+/// Returns rows (.., width) of floats as u8 (.., width) and f32 scales (.., 1): x is stored as `round(x / scale) +
+/// 128`, where the scale is 1/127 of the row's largest magnitude.
 ///
 /// A row with a number that is not finite in f32 has a scale of NaN; one whose scale would be subnormal is all zeros.
 pub(super) fn quantize(rows: &Tensor) -> Result<(Tensor, Tensor)> {

@@ -1,4 +1,4 @@
-//! Where the cache stores keys and values, and attention to 8 bits.
+//! Tests of the buffers of a cache and of attention to 8 bits.
 
 use candle_core::{DType, Device, Result, Storage, Tensor};
 
@@ -15,7 +15,7 @@ const H_KV: usize = 3;
 const D: usize = 4;
 const D_V: usize = 5;
 
-/// Keys and values of `t` positions, no two numbers of which are alike.
+/// Returns keys and values of `t` positions, all of whose numbers differ.
 fn new(t: usize, first: usize) -> Result<(Tensor, Tensor)> {
     let numbers = |width: usize| {
         let end = (B * H_KV * t * width) as f32;
@@ -26,7 +26,7 @@ fn new(t: usize, first: usize) -> Result<(Tensor, Tensor)> {
     Ok((numbers(D)?, numbers(D_V)?))
 }
 
-/// Where a view's buffer lies, and its strides.
+/// Returns the address of a view's buffer, and the view's strides.
 fn place(tensor: &Tensor) -> (usize, Vec<usize>) {
     let (storage, layout) = tensor.storage_and_layout();
     let Storage::Cpu(storage) = &*storage else { panic!("a CPU tensor") };
@@ -34,7 +34,7 @@ fn place(tensor: &Tensor) -> (usize, Vec<usize>) {
     (storage.as_slice::<f32>().expect("f32").as_ptr() as usize, layout.stride().to_vec())
 }
 
-/// What a call reads, and what the cache becomes.
+/// Returns what a call attends to, and the cache after the call.
 fn stage(
     cache: &AttentionCache,
     k: &Tensor,
@@ -45,11 +45,11 @@ fn stage(
     cache.stage(&new, k, Some(v), v.dim(3)?)
 }
 
-/// What a call reads, after it was committed.
+/// Returns the keys and values that a call attends to, after it was committed.
 fn append(cache: &mut AttentionCache, t: usize, first: usize, padding: Padding) -> Result<(Tensor, Tensor)> {
     let (k, v) = new(t, first)?;
     let (staged, after) = stage(cache, &k, &v, padding)?;
-    // A mask that sees no key which a sliding cache has dropped.
+    // A mask that allows no key that a sliding cache has dropped.
     let rows = staged.all_rows(&k, &AttentionMask::causal().with_window(1), &SdpaOptions::default())?.0;
     let [keys, values] = staged.read(&rows)?;
     *cache = after;
@@ -61,7 +61,7 @@ fn numbers(tensor: &Tensor) -> Result<Vec<f32>> {
 }
 
 #[test]
-fn positions_are_written_behind_the_others_in_one_buffer() -> Result<()> {
+fn cache_appends_keys_and_values_in_one_buffer() -> Result<()> {
     let cfg = AttentionCacheConfig::new().with_capacity(8);
     let mut cache = AttentionCache::new(&cfg)?;
     let mut expected = Vec::new();
@@ -88,9 +88,10 @@ fn positions_are_written_behind_the_others_in_one_buffer() -> Result<()> {
     Ok(())
 }
 
-/// A buffer is made once every capacity less window positions, and between keys lie in the order of their positions.
+/// Checks that a buffer is allocated once every `capacity - window` positions, and that keys are in the order of their
+/// positions.
 #[test]
-fn a_sliding_cache_keeps_its_place_between_slides() -> Result<()> {
+fn sliding_cache_allocates_a_buffer_once_in_capacity_less_window_positions() -> Result<()> {
     let mut cache = AttentionCache::new(&AttentionCacheConfig::new().with_window(4))?;
     let (mut moves, mut at) = (0, 0);
     for n in 0..41 {
@@ -109,7 +110,7 @@ fn a_sliding_cache_keeps_its_place_between_slides() -> Result<()> {
 }
 
 #[test]
-fn what_is_staged_and_not_kept_leaves_no_trace() -> Result<()> {
+fn cache_is_unchanged_by_a_call_that_was_not_committed() -> Result<()> {
     for cfg in [
         AttentionCacheConfig::new().with_capacity(16),
         AttentionCacheConfig::new().with_capacity(3),
@@ -140,7 +141,7 @@ fn round_trip(rows: &Tensor) -> Result<Vec<Vec<f32>>> {
 }
 
 #[test]
-fn a_number_errs_by_a_254th_of_its_row_s_largest() -> Result<()> {
+fn q8_error_is_at_most_a_254th_of_the_largest_number_of_a_row() -> Result<()> {
     for (width, factor) in [(1, 1.0), (7, 1e-3), (64, 1.0), (64, 1e-34), (128, 1e37), (256, 100.0)] {
         let rows = (Tensor::randn(0f32, 1.0, (500, width), &Device::Cpu)? * factor)?;
         let mut worst = 0f64;
@@ -152,14 +153,14 @@ fn a_number_errs_by_a_254th_of_its_row_s_largest() -> Result<()> {
                 worst = worst.max(error);
             }
         }
-        // The bound is reached, but where a row holds its largest number alone.
+        // The bound is reached, except by a row of one number.
         assert!(width == 1 || worst > 0.9 / 254.0, "{width}: {worst}");
     }
     Ok(())
 }
 
 #[test]
-fn zeros_and_extremes_come_back_as_they_were() -> Result<()> {
+fn q8_zeros_and_extremes_round_trip() -> Result<()> {
     let rows =
         Tensor::new(&[[0f32, -0.0, 0.0], [1.27, -1.27, 0.0], [127.0, -126.0, 1.0], [0.0, -3e38, 3e38]], &Device::Cpu)?;
     let found = round_trip(&rows)?;
@@ -172,7 +173,7 @@ fn zeros_and_extremes_come_back_as_they_were() -> Result<()> {
 }
 
 #[test]
-fn a_row_that_is_not_finite_is_nan_and_one_of_tiny_numbers_zero() -> Result<()> {
+fn q8_row_that_is_not_finite_is_nan_and_row_of_tiny_numbers_is_zero() -> Result<()> {
     let rows = Tensor::new(
         &[[1f32, f32::NAN], [f32::INFINITY, 0.0], [1.0, f32::NEG_INFINITY], [1e-40, -1e-37]],
         &Device::Cpu,
@@ -242,14 +243,14 @@ fn assert_close(found: &Tensor, expected: &Tensor, what: &str) -> Result<()> {
     Ok(())
 }
 
-/// What a cache of 8 bits makes of some rows.
+/// Returns rows as a cache of 8 bits rounds them.
 fn rounded(rows: &Tensor) -> Result<Tensor> {
     let (numbers, scales) = quantize(rows)?;
     dequantize(&numbers, &scales, DType::F32)
 }
 
 #[test]
-fn queries_that_see_nothing_may_weigh_keys_of_8_bits_alike() -> Result<()> {
+fn q8_with_uniform_fully_masked_rows_matches_floats() -> Result<()> {
     let (k, v) = (random((B, 2, 5, 6))?, random((B, 2, 5, 5))?);
     let cache = AttentionCache::new(&AttentionCacheConfig::new().with_q8())?;
     let (staged, _) = stage(&cache, &k, &v, Padding::default())?;
@@ -259,9 +260,9 @@ fn queries_that_see_nothing_may_weigh_keys_of_8_bits_alike() -> Result<()> {
     assert_close(&staged.attend(&q, &mask, &options, Outputs::Context)?.context, &expected, "uniform rows")
 }
 
-/// Compared with a cache of f32 whose keys and values went through 8 bits before, in which attention is one call.
+/// Compares with a cache of f32 whose keys and values were rounded to 8 bits before.
 #[test]
-fn eight_bits_give_the_numbers_of_their_floats() -> Result<()> {
+fn q8_matches_attention_to_the_rounded_floats() -> Result<()> {
     let growing = AttentionCacheConfig::new().with_capacity(2);
     for (cfg, slides) in [(growing.clone(), false), (growing.with_window(4), true)] {
         let mut small = AttentionCache::new(&cfg.clone().with_q8())?;
@@ -288,7 +289,7 @@ fn compare(small: &CachedCall, plain: &CachedCall, slides: bool) -> Result<()> {
         let mask = if slides { mask.and(&window) } else { mask };
         for options in options()? {
             let expected = match plain.attend(&q, &mask, &options, Outputs::Weights) {
-                // Joined masks that count from different positions leave ALiBi none.
+                // Joined masks whose queries are at different positions are an error with ALiBi.
                 Err(error) if slides && error.to_string().contains("ALiBi counts") => continue,
                 expected => expected?,
             };

@@ -36,8 +36,8 @@ pub struct NewTokens {
 }
 
 impl NewTokens {
-    /// Returns the tokens of a call of `dims` (B, T) in a cache whose sequences have the lengths `before`, an empty list
-    /// before the first call. `hint` ends the error about padding that exceeds the call: `hint("starts")`, say.
+    /// Returns the tokens of a call of `dims` (B, T) in a cache whose sequences have the lengths `before`, an empty
+    /// list before the first call. `hint` ends the error about padding that exceeds the call: `hint("starts")`, say.
     ///
     /// # Errors
     /// For another number of sequences than the cache has, for padding that does not fit the call, and where memory is
@@ -127,8 +127,8 @@ impl NewTokens {
         is_token.broadcast_as(xs.shape())?.where_cond(&xs, &xs.zeros_like()?)
     }
 
-    /// Returns the positions that the caller gave, or those that continue each sequence. Padding has the position of the
-    /// nearest token, so that it makes no sequence longer.
+    /// Returns the positions that the caller gave, or those that continue each sequence. Padding has the position of
+    /// the nearest token, so that it makes no sequence longer.
     pub(crate) fn positions(&self) -> Result<Positions> {
         if let Some(given) = &self.given {
             return Ok(given.clone());

@@ -1,49 +1,57 @@
-//! Which keys each query sees.
+//! The keys that each query may attend to.
 //!
-//! An [`AttentionMask`] is pure description: constraints that hold together. [`AttentionMask::resolve`] checks it
-//! against a shape and gives, for every query, the one interval of keys that the structural constraints leave it, so
-//! that a kernel can loop over what is seen. Only `keep` and `bias` tensors are read from memory.
+//! An [`AttentionMask`] is a list of constraints, combined with AND. [`AttentionMask::resolve`] checks them against a
+//! shape and returns one range of keys for each query, so that a kernel only reads keys that are attended to. Only
+//! boolean masks and biases are tensors in memory.
 
 mod constraint;
+mod lens;
+mod padding;
+mod parts;
+mod placement;
 mod ranges;
 mod tensors;
+mod tokenizer;
 mod windows;
 
-pub use constraint::ValidLens;
+pub use lens::ValidLens;
 pub use ranges::KeyRanges;
+pub use tokenizer::rows_of_ones;
 pub use windows::Windows;
 
-pub(crate) use constraint::Placement;
+pub(crate) use placement::Placement;
 pub(crate) use ranges::RowRanges;
 
-use std::ops::Range;
 use std::sync::Arc;
 
-use candle_core::{DType, Device, Result, Tensor, bail};
-use constraint::{Alignment, Constraint, Placements, Reach, Tokenized};
+use candle_core::{Result, Tensor};
+use constraint::{Alignment, Constraint, Reach};
+use placement::Placements;
+use tokenizer::{RowOfOnes, Tokenized};
 
-use candle_attention_modules::base::{Dim, Expect, check_memory};
+use candle_attention_modules::base::{Dim, Expect};
 
 const OP: &str = "attention_mask";
 
-/// What a query that sees no key receives.
+/// The name of a boolean mask in errors.
+const BOOL_MASK: &str = "bool_mask";
+
+/// The weights of a fully masked row: of a query that may not attend to any key.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum FullyMaskedRows {
-    /// Zero weights, and so a context of zeros.
+    /// All weights are zero, and so is the attention output.
     #[default]
     Zero,
-    /// The same weight, 1/T_kv, for every key, hidden or not: what d2l's `masked_softmax` gives, which fills with -1e6
-    /// instead of leaving keys out. For parity with it; see <https://d2l.ai>, "Attention Scoring Functions".
+    /// Every key has the weight 1/T_kv, masked or not: the numbers of d2l's `masked_softmax`, which fills scores with
+    /// -1e6 instead of masking them. See <https://d2l.ai>, "Attention Scoring Functions".
     Uniform,
 }
 
-/// Constraints on which keys a query sees; all of them hold together.
+/// A mask: which keys each query may attend to, and biases of the scores.
 ///
-/// Position: query i stands at key position `i + T_kv - T_q`, so the last query stands at the last key, unless
-/// [`causal_upper_left`](Self::causal_upper_left), [`causal_with_offset`](Self::causal_with_offset) or
-/// [`causal_with_offsets`](Self::causal_with_offsets) says otherwise. Windows, bands and chunks count from that
-/// position.
+/// A mask is a set of constraints, combined with AND. All but boolean masks and biases reduce to one range of keys for
+/// each query, so that masked keys are never computed. [`resolve`](Self::resolve) shows these ranges:
 ///
 /// ```
 /// use candle_attention::AttentionMask;
@@ -60,50 +68,61 @@ pub enum FullyMaskedRows {
 /// # Ok(()) }
 /// ```
 ///
-/// Shapes are checked where the mask is used (or by [`resolve`](Self::resolve)), since only there B, T_q and T_kv are
-/// known.
+/// # Positions
+///
+/// Query i is at the key position `i + T_kv - T_q`, so that the last query is at the last key, unless
+/// [`causal_upper_left`](Self::causal_upper_left), [`causal_with_offset`](Self::causal_with_offset) or
+/// [`causal_with_offsets`](Self::causal_with_offsets) says otherwise. Windows and chunks count from this position.
+///
+/// # Errors
+///
+/// Builders do not fail. A mask is checked where it is used, or by [`resolve`](Self::resolve), since only there B, T_q
+/// and T_kv are known.
 #[derive(Debug, Clone, Default)]
 pub struct AttentionMask {
     constraints: Vec<Constraint>,
-    /// u8, 0 hides.
-    keeps: Vec<Tensor>,
+    /// u8; a query may attend to a key if no entry is 0.
+    bool_masks: Vec<Tensor>,
     /// Added to the scores.
     biases: Vec<Tensor>,
-    /// Where the sequences stand, unless each is a whole of T_q queries and T_kv keys.
+    /// The locations of the queries and keys of a call in their sequences, unless they are whole sequences.
     placements: Option<Placements>,
     fully_masked_rows: FullyMaskedRows,
 }
 
+/// Masks to begin with.
 impl AttentionMask {
-    /// Every query sees every key.
+    /// Returns a mask that masks nothing: every query attends to every key.
     pub fn none() -> Self {
         Self::default()
     }
 
-    /// No query sees a key after its own, aligned to the end: the last query sees the last key, which is right for new
-    /// queries against a longer cache. With T_q > T_kv the first queries see nothing.
+    /// Returns a causal mask that is aligned to the end: a query does not attend to keys after its own, and the last
+    /// query is at the last key. This is right for new queries with a longer cache. If T_q > T_kv, the first queries
+    /// attend to nothing.
     pub fn causal() -> Self {
         Self::aligned(Alignment::End)
     }
 
-    /// Query i sees keys `0..=i` whatever T_kv is: `is_causal` of PyTorch's `scaled_dot_product_attention`.
+    /// Returns a causal mask that is aligned to the beginning: query i attends to keys `0..=i`, for any T_kv. This
+    /// is `is_causal` of PyTorch's `scaled_dot_product_attention`.
     ///
-    /// With a cache, T_kv counts the positions of earlier calls, so that the next query would see the first key alone:
-    /// an error, as such a mask is meant to be [`causal`](Self::causal).
+    /// In a call that continues a cache, query 0 would attend to the first key only. Such a call is an error: it needs
+    /// [`causal`](Self::causal).
     pub fn causal_upper_left() -> Self {
         Self::aligned(Alignment::Offset(0))
     }
 
-    /// Query i sees keys `0..=i + n`.
+    /// Returns a causal mask with an offset: query i attends to keys `0..=i + n`.
     pub fn causal_with_offset(n: usize) -> Self {
         Self::aligned(Alignment::Offset(n))
     }
 
-    /// Query i of sequence b sees keys `0..=i + offsets[b]`, and none where that is below 0: an offset for each of B
-    /// sequences.
+    /// Returns a causal mask with an offset for each of B sequences: query i of sequence b attends to keys
+    /// `0..=i + offsets[b]`, and to none if that is below 0.
     ///
-    /// For sequences of different lengths in one buffer of keys, where the last query of each stands at its last key,
-    /// the offsets are the lengths less T_q. An error where the mask is used: offsets for another B.
+    /// This is for sequences of different lengths in one buffer of keys. If the last query of each is at its last key,
+    /// the offsets are the lengths less T_q. Offsets for another B are an error where the mask is used.
     ///
     /// ```
     /// use candle_attention::AttentionMask;
@@ -118,37 +137,32 @@ impl AttentionMask {
         Self::aligned(Alignment::Offsets(offsets.into()))
     }
 
-    fn aligned(alignment: Alignment) -> Self {
-        Self::none().with(Constraint::Aligned(alignment, Reach::Causal { prefix: Vec::new() }))
-    }
-
-    /// A tokenizer's attention mask `(B, T_kv)` of ones (a token) and zeros (padding), in any dtype.
+    /// Returns the mask of a tokenizer's attention mask (B, T_kv), which has ones for tokens and zeros for padding, in
+    /// any dtype: `attention_mask` of transformers, and the inverse of PyTorch's `key_padding_mask`.
+    ///
+    /// If the ones of every row are consecutive, the mask becomes starts and lengths, so that padding is not computed;
+    /// otherwise it becomes a boolean mask. A row of zeros masks every key.
     ///
     /// With a cache, T_kv is the length of the longest sequence with the call. Padding that
-    /// [`AttentionInput::with_starts`](crate::AttentionInput::with_starts) or `with_valid_lens` left out of the cache
-    /// has no column: a mask with columns for it, as transformers passes it in every step, is an error.
-    ///
-    /// Rows that are one run of ones become starts and lengths, which leave intervals; otherwise the mask becomes a
-    /// `keep` tensor. A row without a one hides every key.
+    /// [`AttentionInput::with_starts`](crate::AttentionInput::with_starts) or `with_valid_lens` named is not in the
+    /// cache and has no column. A mask with columns for it, as transformers passes it in every step, is an error.
     ///
     /// # Errors
-    /// For another rank, and for a value other than 0 and 1; where the mask is used, for another T_kv.
+    /// For another rank, and for a value other than 0 and 1. Another T_kv is an error where the mask is used.
     pub fn from_attention_mask(mask: &Tensor) -> Result<Self> {
         Expect::one("from_attention_mask", "the mask", mask).shape(&["B", "T_kv"].map(Dim::Any))?;
         let mask = &tensors::readable(mask)?;
-        let runs = runs_of_ones("from_attention_mask", mask)?;
-        if runs.iter().any(Option::is_none) {
-            let keep = mask.ne(&mask.zeros_like()?)?.unsqueeze(1)?.unsqueeze(1)?;
-            let (columns, rows) = (mask.dim(1)?, mask.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.to_vec2::<f32>()?);
-            let end = |row: &Vec<f32>| row.iter().rposition(|&value| value == 1.0).map_or(0, |last| last + 1);
-            let ends = rows.iter().map(end).collect();
-            let mask = Self { keeps: vec![keep], ..Self::none() };
-            return Ok(mask.with(Constraint::Tokenized(Tokenized { columns, ends, has_gaps: true })));
+        let (rows, columns) = (rows_of_ones("from_attention_mask", mask)?, mask.dim(1)?);
+        if rows.iter().all(|row| !row.has_gaps) {
+            return Ok(Self::of_runs(rows.iter().map(|row| (row.start, row.end)), columns));
         }
-        Ok(Self::of_runs(runs.into_iter().flatten(), mask.dim(1)?))
+        let allowed = mask.ne(&mask.zeros_like()?)?.unsqueeze(1)?.unsqueeze(1)?;
+        let ends = rows.iter().map(|row: &RowOfOnes| row.end).collect();
+        let this = Self { bool_masks: vec![allowed], ..Self::none() };
+        Ok(this.with(Constraint::Tokenized(Tokenized { columns, ends, has_gaps: true })))
     }
 
-    /// Of each sequence, the start and the end of its tokens among `columns`.
+    /// Returns the mask of sequences whose tokens begin and end at these columns.
     #[doc(hidden)]
     pub fn of_runs(runs: impl Iterator<Item = (usize, usize)>, columns: usize) -> Self {
         let (starts, ends): (Vec<_>, Vec<_>) = runs.unzip();
@@ -157,48 +171,71 @@ impl AttentionMask {
         if starts.iter().any(|&start| start > 0) { this.with_starts(starts) } else { this }
     }
 
-    /// Hides the keys at and past a length: `(B,)`, or `(B, T_q)` for each query. d2l's `valid_lens`.
+    fn aligned(alignment: Alignment) -> Self {
+        Self::none().with(Constraint::Aligned(alignment, Reach::Causal { prefix: Vec::new() }))
+    }
+}
+
+/// Builders: each adds a constraint.
+impl AttentionMask {
+    /// Masks the keys at and past a length, which is given for each sequence (B,) or for each query (B, T_q): d2l's
+    /// `valid_lens`, and padding on the right. A length above T_kv masks nothing.
     ///
-    /// With a cache, lengths count the positions of earlier calls too. The cache stores keys that a mask hides, as
-    /// [`with_starts`](Self::with_starts) says; [`AttentionInput::with_valid_lens`](crate::AttentionInput::with_valid_lens)
-    /// leaves padding out of the cache instead.
+    /// With a cache, lengths count the positions of earlier calls too. The cache stores keys that a mask masks, as
+    /// [`with_starts`](Self::with_starts) says;
+    /// [`AttentionInput::with_valid_lens`](crate::AttentionInput::with_valid_lens) does not store padding.
     #[must_use]
     pub fn with_valid_lens(self, lens: impl Into<ValidLens>) -> Self {
         self.with(Constraint::ValidLens(lens.into()))
     }
 
-    /// Hides the keys before a start: left padding, packed documents.
+    /// Masks the keys before a start, which is given for each sequence (B,) or for each query (B, T_q): padding on the
+    /// left, documents that were packed in one sequence.
     ///
-    /// With a cache, starts count the positions of earlier calls too. The cache stores keys that a mask hides, so that
-    /// the mask of every later call has to hide them again; a later mask without starts, lengths and tensors is logged
-    /// as a warning, once. [`AttentionInput::with_starts`](crate::AttentionInput::with_starts) leaves padding out of
-    /// the cache instead, and starts do not count it then.
+    /// With a cache, starts count the positions of earlier calls too. The cache stores keys that a mask masks, so the
+    /// mask of every later call has to mask them again. A later mask without starts, lengths and tensors is logged as a
+    /// warning, once. [`AttentionInput::with_starts`](crate::AttentionInput::with_starts) does not store padding, and
+    /// starts of masks do not count it.
     #[must_use]
     pub fn with_starts(self, starts: impl Into<ValidLens>) -> Self {
         self.with(Constraint::Starts(starts.into()))
     }
 
-    /// Hides the keys further back than `w - 1`: `w` keys with the query's own, Hugging Face's `sliding_window`. Keys
-    /// after the query's own stay as they are. An error where the mask is used: a window of 0, and a window on joined
-    /// masks (see [`and`](Self::and)) in which queries stand at different positions.
+    /// Masks the keys more than `w - 1` positions before the query's own: a sliding window of `w` keys with the query's
+    /// own, `sliding_window` of transformers. Later keys are not masked.
+    ///
+    /// Errors where the mask is used: a window of 0, and a window that was set on joined masks (see [`and`](Self::and))
+    /// whose queries are at different positions.
     #[must_use]
     pub fn with_window(self, w: usize) -> Self {
         match w.checked_sub(1) {
-            Some(left) => self.with_aligned("with_window", Reach::Band { left, right: usize::MAX }),
+            Some(left) => self.with_aligned("with_window", Reach::Window { left, right: usize::MAX }),
             None => self.with(Constraint::empty("window")),
         }
     }
 
-    /// Leaves a query the keys from `left` before its position to `right` after it: local attention in encoders. An
-    /// error where the mask is used: a band on joined masks in which queries stand at different positions.
+    /// Masks the keys more than `left` positions before the query's own and more than `right` positions after it: local
+    /// attention of encoders.
+    ///
+    /// Setting it on joined masks whose queries are at different positions is an error where the mask is used.
     #[must_use]
     pub fn with_local_window(self, left: usize, right: usize) -> Self {
-        self.with_aligned("with_local_window", Reach::Band { left, right })
+        self.with_aligned("with_local_window", Reach::Window { left, right })
     }
 
-    /// Divides positions into chunks of `size`, from 0 on, and leaves a query the keys of its own chunk: Llama 4's
-    /// `attention_chunk_size`. An error where the mask is used: chunks of 0, and chunks on joined masks in which
-    /// queries stand at different positions.
+    /// Masks the keys outside of the query's chunk: positions 0 to `size - 1` are the first chunk, `size` to
+    /// `2 · size - 1` the second, and so on. This is `attention_chunk_size` of Llama 4.
+    ///
+    /// ```
+    /// use candle_attention::AttentionMask;
+    /// # fn main() -> candle_core::Result<()> {
+    /// let ranges = AttentionMask::causal().with_chunk(2).resolve(1, 4, 4)?;
+    /// assert_eq!(ranges.to_string(), "1 . . .\n1 1 . .\n. . 1 .\n. . 1 1\n");
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// Errors where the mask is used: chunks of 0, and chunks that were set on joined masks whose queries are at
+    /// different positions.
     #[must_use]
     pub fn with_chunk(self, size: usize) -> Self {
         match size {
@@ -207,10 +244,11 @@ impl AttentionMask {
         }
     }
 
-    /// Lifts the causal constraint for the keys before the prefix length, which all queries see then (prefix LM).
-    /// Windows, bands, lengths and starts still hold; without a causal constraint there is nothing to lift but that of
-    /// a layer to which the mask is given. An error where the mask is used: a prefix on joined masks whose causal
-    /// constraints differ.
+    /// Allows every query to attend to the first keys, up to the prefix length of its sequence: prefix LM. It relaxes
+    /// the causal constraint of this mask, and that of a layer that the mask is passed to. Windows, lengths and starts
+    /// still mask these keys, and without a causal constraint a prefix changes nothing.
+    ///
+    /// A prefix that was set on joined masks with different causal constraints is an error where the mask is used.
     #[must_use]
     pub fn with_prefix(mut self, prefix: impl Into<ValidLens>) -> Self {
         let mut causals = self.constraints.iter().filter_map(|constraint| match constraint {
@@ -221,49 +259,56 @@ impl AttentionMask {
         if causals.any(|other| Some(other) != first) {
             return self.with(Constraint::ambiguous("with_prefix"));
         }
-        self.lift(&prefix);
+        self.relax(&prefix);
         self.with(Constraint::Prefix(prefix))
     }
 
-    /// Hides every key whose entry is 0, of ones and zeros as u8, broadcastable to (B, H, T_q, T_kv) from the right, as
-    /// everywhere: two dimensions are (T_q, T_kv). A padding mask (B, T_kv) is for
-    /// [`from_attention_mask`](Self::from_attention_mask); here it has to be (B, 1, 1, T_kv), and where B is T_q, (B,
-    /// T_kv) would hide other keys without an error. A mask (B, T_q, T_kv) has to be (B, 1, T_q, T_kv) likewise.
+    /// Masks every key whose entry is 0. The mask has u8 entries of 1 (attend) and 0, and broadcasts to (B, H, T_q,
+    /// T_kv) from the right: a boolean `attn_mask` of PyTorch's `scaled_dot_product_attention`.
     ///
-    /// Other entries than 0 and 1 are an error where the mask is used. A tensor on a CPU is read for them now; one on
-    /// another device, for which the program would wait, counts every entry but 0 as 1.
+    /// Two dimensions are (T_q, T_kv). A padding mask (B, T_kv) is for
+    /// [`from_attention_mask`](Self::from_attention_mask), or has to be (B, 1, 1, T_kv): if B equals T_q, (B, T_kv)
+    /// would mask other keys without an error. A mask (B, T_q, T_kv) has to be (B, 1, T_q, T_kv).
+    ///
+    /// Other entries than 0 and 1 are an error where the mask is used. Entries on a CPU are checked now; on another
+    /// device, where the check would have to wait for them, every entry but 0 counts as 1.
     #[must_use]
-    pub fn with_bool_mask(mut self, keep: &Tensor) -> Self {
-        self.keeps.push(keep.clone());
-        let Some(entry) = tensors::largest_entry(keep).filter(|&entry| entry > 1) else { return self };
-        let wrong = format!("keep has an entry {entry}, expected ones (the key is seen) and zeros");
-        self.with(Constraint::Wrong(wrong))
+    pub fn with_bool_mask(mut self, mask: &Tensor) -> Self {
+        self.bool_masks.push(mask.clone());
+        match tensors::largest_entry(mask) {
+            Some(entry) if entry > 1 => {
+                let wrong = format!("{BOOL_MASK} has an entry {entry}, expected 1 (attend) or 0");
+                self.with(Constraint::Wrong(wrong))
+            }
+            _ => self,
+        }
     }
 
-    /// Adds a float tensor to the scores, broadcastable to (B, H, T_q, T_kv) as [`with_bool_mask`](Self::with_bool_mask) has it:
-    /// two dimensions are (T_q, T_kv). Gradients flow into it.
+    /// Adds a float tensor to the scores: a float `attn_mask` of PyTorch's `scaled_dot_product_attention`. It
+    /// broadcasts to (B, H, T_q, T_kv) like a [boolean mask](Self::with_bool_mask), and gradients flow into it.
     #[must_use]
     pub fn with_bias(mut self, bias: &Tensor) -> Self {
         self.biases.push(bias.clone());
         self
     }
 
-    /// What a query that sees no key receives; zeros unless said otherwise.
+    /// Sets the weights of queries that may not attend to any key. The default is [`FullyMaskedRows::Zero`].
     #[must_use]
     pub fn with_fully_masked_rows(self, fully_masked_rows: FullyMaskedRows) -> Self {
         Self { fully_masked_rows, ..self }
     }
 
-    /// Both masks at once: a key is seen where both leave it, biases add up, and each mask's windows and prefix stay
-    /// with that mask's own causal constraint. Empty rows are uniform if either asks for it.
+    /// Returns both masks combined: a query attends to the keys that both allow, and biases add up. Windows and
+    /// prefixes of each mask count by that mask's own causal constraint. Fully masked rows are uniform if either mask
+    /// says so.
     ///
-    /// Where the two let a query stand at different positions, ALiBi has none to count from and is an error, as are a
-    /// window, a band and a chunk that are given afterwards.
+    /// If the two place a query at different positions, ALiBi cannot count from one, which is an error. So are a window
+    /// and a chunk that are set afterwards.
     #[must_use]
     pub fn and(&self, other: &Self) -> Self {
         let mut both = self.clone();
         both.constraints.extend_from_slice(&other.constraints);
-        both.keeps.extend_from_slice(&other.keeps);
+        both.bool_masks.extend_from_slice(&other.bool_masks);
         both.biases.extend_from_slice(&other.biases);
         if let Some(of_other) = &other.placements {
             let own = both.placements.get_or_insert_with(|| of_other.clone());
@@ -277,92 +322,16 @@ impl AttentionMask {
         both
     }
 
-    /// This mask with its causal constraints lifted for the prefixes of another: what a layer does with its own causal
-    /// constraint when the caller's mask has a prefix.
+    /// Returns this mask with its causal constraints relaxed by the prefixes of another, as a layer's own mask is by
+    /// the prefixes of the caller's.
     pub(crate) fn with_prefixes_of(&self, other: &Self) -> Self {
-        let mut lifted = self.clone();
+        let mut relaxed = self.clone();
         for constraint in &other.constraints {
             if let Constraint::Prefix(prefix) = constraint {
-                lifted.lift(prefix);
+                relaxed.relax(prefix);
             }
         }
-        lifted
-    }
-
-    /// Whether nothing is hidden and nothing added, whatever the shape.
-    pub fn is_none(&self) -> bool {
-        self.constraints.is_empty() && self.tensor_kind().is_none() && self.placements.is_none()
-    }
-
-    /// What a query that sees no key receives.
-    pub fn fully_masked_rows(&self) -> FullyMaskedRows {
-        self.fully_masked_rows
-    }
-
-    /// Whether a query may see keys after its own: nothing hides these, and no tensor is there that could.
-    pub(crate) fn shows_later_keys(&self) -> bool {
-        let may_hide = |constraint: &Constraint| {
-            matches!(constraint, Constraint::Aligned(_, Reach::Causal { .. } | Reach::Band { right: 0, .. }))
-        };
-        self.tensor_kind().is_none() && !self.constraints.iter().any(may_hide)
-    }
-
-    /// Returns whether the mask hides some of these new tokens from all queries: their positions in each sequence.
-    pub(crate) fn hides_tokens(&self, tokens: &[Range<usize>]) -> bool {
-        let some = |is_hidden: &dyn Fn(usize, &Range<usize>) -> bool| {
-            tokens.iter().enumerate().any(|(b, tokens)| !tokens.is_empty() && is_hidden(b, tokens))
-        };
-        self.constraints.iter().any(|constraint| match constraint {
-            Constraint::Starts(starts) => some(&|b, new| starts.of_sequence(b).is_some_and(|start| start > new.start)),
-            Constraint::ValidLens(lens) => some(&|b, new| lens.of_sequence(b).is_some_and(|len| len < new.end)),
-            Constraint::Tokenized(tokenized) => tokenized.has_gaps,
-            _ => false,
-        })
-    }
-
-    /// Returns whether the mask has anything that can say which keys are padding: starts, lengths or a tensor.
-    pub(crate) fn can_name_padding(&self) -> bool {
-        let is_length =
-            |constraint: &Constraint| matches!(constraint, Constraint::Starts(_) | Constraint::ValidLens(_));
-        self.tensor_kind().is_some() || self.constraints.iter().any(is_length)
-    }
-
-    /// Returns whether the mask seems to count padding on the left: starts above 0, or a tensor with a row for each
-    /// sequence.
-    pub(crate) fn counts_left_padding(&self) -> bool {
-        let is_start = |constraint: &Constraint| matches!(constraint, Constraint::Starts(own) if own.is_above_zero());
-        let is_by_sequence = |tensor: &Tensor| matches!(*tensor.dims(), [b, _, _, _] if b > 1);
-        self.constraints.iter().any(is_start) || self.keeps.iter().chain(&self.biases).any(is_by_sequence)
-    }
-
-    /// Returns whether a constraint counts from the positions of the queries: a causal mask, a window, chunks.
-    pub(crate) fn counts_from_queries(&self) -> bool {
-        self.constraints.iter().any(|constraint| constraint.alignment().is_some())
-    }
-
-    /// Returns a sequence whose first query has another position by an offset of the mask than among the keys of the
-    /// call, `first_queries`, and the position by the offset.
-    pub(crate) fn other_offset(&self, first_queries: &[i128]) -> Option<(usize, i128)> {
-        let offset = |alignment: &Alignment, b: usize| match alignment {
-            Alignment::End => None,
-            Alignment::Offset(n) => Some(*n as i128),
-            Alignment::Offsets(offsets) => offsets.get(b).map(|&n| n.into()),
-        };
-        let of_sequences = first_queries.iter().enumerate();
-        let mut alignments = self.constraints.iter().filter_map(Constraint::alignment);
-        alignments.find_map(|alignment| {
-            let others = of_sequences.clone().filter_map(|(b, &query)| Some((b, offset(alignment, b)?, query)));
-            others.into_iter().find(|&(_, offset, query)| offset != query).map(|(b, offset, _)| (b, offset))
-        })
-    }
-
-    /// What kind of tensor hides or adds, if any does: a mask without one is structural.
-    pub(crate) fn tensor_kind(&self) -> Option<&'static str> {
-        match (self.keeps.is_empty(), self.biases.is_empty()) {
-            (false, _) => Some("keep"),
-            (true, false) => Some("bias"),
-            (true, true) => None,
-        }
+        relaxed
     }
 
     fn with(mut self, constraint: Constraint) -> Self {
@@ -370,40 +339,45 @@ impl AttentionMask {
         self
     }
 
-    /// A constraint that counts from the positions of the mask's others, which count from the end where there is none.
+    /// Adds a constraint that counts from the query's position by the mask's other constraints, or from the end if
+    /// these have none.
     fn with_aligned(self, builder: &str, reach: Reach) -> Self {
         let mut alignments = self.constraints.iter().filter_map(Constraint::alignment);
         let alignment = alignments.next().unwrap_or(&Alignment::End).clone();
-        let clear = alignments.all(|other| *other == alignment);
-        self.with(if clear { Constraint::Aligned(alignment, reach) } else { Constraint::ambiguous(builder) })
+        let is_clear = alignments.all(|other| *other == alignment);
+        self.with(if is_clear { Constraint::Aligned(alignment, reach) } else { Constraint::ambiguous(builder) })
     }
 
-    fn lift(&mut self, lifted: &ValidLens) {
+    /// Relaxes the causal constraints for the keys before a prefix.
+    fn relax(&mut self, by: &ValidLens) {
         for constraint in &mut self.constraints {
             if let Constraint::Aligned(_, Reach::Causal { prefix }) = constraint {
-                prefix.push(lifted.clone());
+                prefix.push(by.clone());
             }
         }
     }
 }
 
-/// The start and end of the one run of ones in each row of a tokenizer's mask (B, T), (0, 0) for a row of zeros, `None`
-/// for several runs.
-///
-/// # Errors
-/// For a value other than 0 and 1.
-pub fn runs_of_ones(op: &str, mask: &Tensor) -> Result<Vec<Option<(usize, usize)>>> {
-    let bytes = [mask.dims(), &[size_of::<f32>()]].concat();
-    check_memory(op, format_args!("the attention mask of shape {:?}", mask.dims()), &bytes)?;
-    let rows = mask.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.to_vec2::<f32>()?;
-    if let Some(other) = rows.iter().flatten().find(|&&value| value != 0.0 && value != 1.0) {
-        bail!("[{op}] the attention mask has {other}, expected ones and zeros")
+/// Getters.
+impl AttentionMask {
+    /// Returns whether nothing is masked and no bias is added, for every shape.
+    pub fn is_none(&self) -> bool {
+        self.constraints.is_empty() && self.tensor_kind().is_none() && self.placements.is_none()
     }
-    Ok(rows.iter().map(|row| single_run(row)).collect())
-}
 
-fn single_run(row: &[f32]) -> Option<(usize, usize)> {
-    let Some(start) = row.iter().position(|&value| value == 1.0) else { return Some((0, 0)) };
-    let end = row.iter().rposition(|&value| value == 1.0)? + 1;
-    row[start..end].iter().all(|&value| value == 1.0).then_some((start, end))
+    /// Returns the weights of queries that may not attend to any key.
+    pub fn fully_masked_rows(&self) -> FullyMaskedRows {
+        self.fully_masked_rows
+    }
+
+    /// Returns the kind of tensor that the mask has, if it has one. A mask without tensors is structural.
+    pub(crate) fn tensor_kind(&self) -> Option<&'static str> {
+        if !self.bool_masks.is_empty() {
+            Some("boolean")
+        } else if !self.biases.is_empty() {
+            Some("bias")
+        } else {
+            None
+        }
+    }
 }

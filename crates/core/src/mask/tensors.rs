@@ -1,19 +1,29 @@
-//! A mask as tensors: what hides and what is added, broadcastable to the scores.
+//! A mask as tensors that broadcast to the scores: boolean masks and biases.
 
 use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-use super::{AttentionMask, OP};
+use super::{AttentionMask, BOOL_MASK, OP};
 use candle_attention_modules::base::{self, Expect, FLOATS, is_addressable};
 
 impl AttentionMask {
-    /// The mask as one tensor to add to scores: the biases, and -inf where a key is hidden. Shape broadcastable to
-    /// `dims` = (B, H, T_q, T_kv), 1 along B where all sequences see the same keys, in `dtype` on `device`.
+    /// Returns the mask as one tensor to add to the scores, a float `attn_mask` of PyTorch: the sum of the biases, and
+    /// -inf for masked keys. It has `dtype`, is on `device` and broadcasts to `dims` = (B, H, T_q, T_kv); its batch
+    /// dimension is 1 if the mask is the same for all sequences.
+    ///
+    /// ```
+    /// use candle_attention::AttentionMask;
+    /// use candle_core::{DType, Device};
+    /// # fn main() -> candle_core::Result<()> {
+    /// let additive = AttentionMask::causal().to_additive((1, 1, 2, 2), DType::F32, &Device::Cpu)?;
+    /// assert_eq!(additive.squeeze(0)?.squeeze(0)?.to_vec2::<f32>()?, [[0.0, f32::NEG_INFINITY], [0.0, 0.0]]);
+    /// # Ok(()) }
+    /// ```
     ///
     /// # Errors
-    /// As [`resolve`](Self::resolve), for `keep` and `bias` tensors that do not fit, for a dtype without -inf, and for
-    /// dimensions that are too large to address.
+    /// As [`resolve`](Self::resolve), for boolean masks and biases that do not fit, for a dtype without -inf, and for
+    /// dimensions that are too large for memory.
     pub fn to_additive(&self, dims: (usize, usize, usize, usize), dtype: DType, device: &Device) -> Result<Tensor> {
         if !FLOATS.contains(&dtype) {
             bail!("[{OP}] an additive mask in {dtype:?} has no -inf, expected F32, F16, BF16 or F64")
@@ -33,26 +43,27 @@ impl AttentionMask {
         keep.broadcast_as(&shape)?.where_cond(&bias.broadcast_as(&shape)?, &hidden)
     }
 
-    /// All that hides, as u8 broadcastable to (B, H, T_q, T_kv), 1 = seen; `None` when nothing hides.
+    /// Returns all constraints and boolean masks as one boolean mask: u8 that broadcasts to (B, H, T_q, T_kv), where 1
+    /// allows to attend; `None` if nothing is masked.
     pub(crate) fn keep_tensor(&self, dims: [usize; 4], device: &Device) -> Result<Option<Tensor>> {
         check_addressable(dims)?;
         let [b, _, t_q, t_kv] = dims;
         self.rows(OP, b, t_q, t_kv)?.to_keep(self.explicit_keep(dims, device)?, dims, device)
     }
 
-    /// The `keep` tensors alone, without the intervals of [`resolve`](Self::resolve); their views stay views.
+    /// Returns the boolean masks as one, without the ranges of [`resolve`](Self::resolve). A single mask stays a view.
     pub(crate) fn explicit_keep(&self, dims: [usize; 4], device: &Device) -> Result<Option<Tensor>> {
-        let own = self.keeps.iter().map(|keep| {
-            Expect::one(OP, "keep", keep).dtype_of(&[DType::U8], " with 1 = attend")?;
-            fit("keep", keep, dims, device)
+        let own = self.bool_masks.iter().map(|keep| {
+            Expect::one(OP, BOOL_MASK, keep).dtype_of(&[DType::U8], " with 1 = attend")?;
+            fit(BOOL_MASK, keep, dims, device)
         });
         own.reduce(|one, other| all_of(&one?, &other?)).transpose()
     }
 
-    /// The sum of all biases in `dtype`, broadcastable to (B, H, T_q, T_kv); `None` when there is none.
+    /// Returns the sum of all biases in `dtype`, which broadcasts to (B, H, T_q, T_kv); `None` if there is none.
     pub(crate) fn bias_tensor(&self, dims: [usize; 4], dtype: DType, device: &Device) -> Result<Option<Tensor>> {
         let own = self.biases.iter().map(|bias| {
-            Expect::one(OP, "bias", bias).dtype_of(&FLOATS, "; a mask of ones and zeros is a keep")?;
+            Expect::one(OP, "bias", bias).dtype_of(&FLOATS, "; a mask of ones and zeros is for `with_bool_mask`")?;
             let bias = fit("bias", bias, dims, device)?;
             if bias.dtype() != dtype {
                 check_memory(bias.dims(), dtype)?;
@@ -67,10 +78,10 @@ impl AttentionMask {
         sum.transpose()
     }
 
-    /// The mask of some of `h` heads.
+    /// Returns the mask of some of `h` heads.
     pub(crate) fn of_heads(&self, heads: Range<usize>, h: usize) -> Result<Self> {
         let mut own = self.clone();
-        for tensor in own.keeps.iter_mut().chain(&mut own.biases) {
+        for tensor in own.bool_masks.iter_mut().chain(&mut own.biases) {
             if let [.., of, _, _] = *tensor.dims()
                 && of == h
             {
@@ -80,9 +91,9 @@ impl AttentionMask {
         Ok(own)
     }
 
-    /// The same mask for keys after which `n` more were appended that every query sees, its biases in `dtype`.
+    /// Returns the mask for keys to which `n` more were appended that every query attends to, with biases in `dtype`.
     ///
-    /// The interval of a query cannot say "these, and the last one", so the mask is written out as tensors.
+    /// It is written out as tensors: a range of keys cannot have a gap before the appended ones.
     pub(crate) fn with_appended_keys(&self, n: usize, dims: [usize; 4], dtype: DType, device: &Device) -> Result<Self> {
         let appended = |tensor: Tensor, fill: f64| -> Result<Tensor> {
             let ((b, h, t_q, _), t_kv) = (tensor.dims4()?, dims[3]);
@@ -93,13 +104,13 @@ impl AttentionMask {
         };
         let keep = self.keep_tensor(dims, device)?.map(|keep| appended(keep, 1.0)).transpose()?;
         let bias = self.bias_tensor(dims, dtype, device)?.map(|bias| appended(bias, 0.0)).transpose()?;
-        let (keeps, biases) = (Vec::from_iter(keep), Vec::from_iter(bias));
-        Ok(Self { keeps, biases, fully_masked_rows: self.fully_masked_rows, ..Self::none() })
+        let (bool_masks, biases) = (Vec::from_iter(keep), Vec::from_iter(bias));
+        Ok(Self { bool_masks, biases, fully_masked_rows: self.fully_masked_rows, ..Self::none() })
     }
 }
 
-/// The largest entry of a mask of bytes on a CPU that has any; what a view repeats is read once, in the order of
-/// memory.
+/// Returns the largest entry of a boolean mask, if it is on a CPU and has entries. Entries that a view repeats are read
+/// once, in the order of memory.
 pub(super) fn largest_entry(keep: &Tensor) -> Option<u8> {
     if keep.dtype() != DType::U8 || keep.elem_count() == 0 || !keep.device().is_cpu() {
         return None;
@@ -111,18 +122,19 @@ pub(super) fn largest_entry(keep: &Tensor) -> Option<u8> {
     once.and_then(|once| once.permute(order)?.max_all()?.to_scalar()).ok()
 }
 
-/// Where both keep: 1, as u8.
+/// Returns the boolean mask that allows what both masks allow.
 pub(super) fn all_of(one: &Tensor, other: &Tensor) -> Result<Tensor> {
-    check_memory(one.shape().broadcast_shape_binary_op(other.shape(), "keep")?.dims(), DType::U8)?;
+    check_memory(one.shape().broadcast_shape_binary_op(other.shape(), BOOL_MASK)?.dims(), DType::U8)?;
     one.broadcast_mul(&other.ne(0u8)?)
 }
 
-/// Asks for the memory of a mask before Candle does, which ends the program where it is refused.
+/// Checks that a mask can be allocated. Candle ends the program if it cannot.
 pub(super) fn check_memory(dims: &[usize], dtype: DType) -> Result<()> {
     let bytes = [dims, &[dtype.size_in_bytes()]].concat();
     base::check_memory(OP, format_args!("a mask of {dims:?} entries"), &bytes)
 }
 
+/// Checks that scores of these dimensions could be addressed.
 fn check_addressable(dims: [usize; 4]) -> Result<()> {
     if !is_addressable(&dims) {
         bail!("[{OP}] (B, H, T_q, T_kv) = {dims:?} is too large to address")
@@ -130,7 +142,11 @@ fn check_addressable(dims: [usize; 4]) -> Result<()> {
     Ok(())
 }
 
-/// A mask tensor as rank 4 with every dimension 1 or that of `dims`, on the device of the call.
+/// Returns a boolean mask or a bias with four dimensions, each of which is 1 or that of `dims`. `what` names it in
+/// errors.
+///
+/// # Errors
+/// For a shape that does not broadcast to `dims`, and for another device than the call's.
 pub(super) fn fit(what: &str, tensor: &Tensor, dims: [usize; 4], device: &Device) -> Result<Tensor> {
     let shape = tensor.dims();
     let fits =
@@ -152,7 +168,8 @@ pub(super) fn fit(what: &str, tensor: &Tensor, dims: [usize; 4], device: &Device
     (shape.len()..4).try_fold(readable(tensor)?, |padded, _| padded.unsqueeze(0))
 }
 
-/// A view of an empty buffer may begin past its end, where Candle's copies panic; what is empty is made anew.
+/// Returns a tensor that Candle can copy: a view of an empty buffer may begin past its end, where copies panic, so an
+/// empty tensor is made anew.
 pub(super) fn readable(tensor: &Tensor) -> Result<Tensor> {
     if tensor.elem_count() > 0 {
         return Ok(tensor.clone());

@@ -1,4 +1,4 @@
-//! Windows of an image, each a sequence of its own.
+//! Windows of an image as the sequences of a batch.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
@@ -7,9 +7,9 @@ use candle_attention_modules::base;
 
 const OP: &str = "windows";
 
-/// An image of height × width tokens in square windows, in which attention stays (SAM, ViTDet, Swin): they are rows of
-/// a batch for a layer. An image that windows do not divide is padded with zeros, below and on the right, which are
-/// tokens like others, as in these models.
+/// The square windows of an image of height × width tokens, for attention within windows (SAM, ViTDet, Swin): each
+/// window is a sequence of a batch. If the windows do not divide the image, it is padded below and on the right with
+/// zeros, which are tokens like others, as in these models.
 ///
 /// ```
 /// use candle_attention::Windows;
@@ -31,7 +31,7 @@ pub struct Windows {
 }
 
 impl Windows {
-    /// Windows of `window` × `window` tokens of an image of [height, width] tokens.
+    /// Returns windows of `window` × `window` tokens of an image of [height, width] tokens.
     ///
     /// # Errors
     /// For a size of 0, and an image that is too large to address.
@@ -43,8 +43,8 @@ impl Windows {
         Ok(Self { image, window, shift: 0 })
     }
 
-    /// The same windows of the image moved up and to the left by `shift` tokens, the first rows and columns behind the
-    /// last (Swin). Attention then needs the [`mask`](Self::mask).
+    /// Shifts the image up and to the left by `shift` tokens before it is divided, where its first rows and columns
+    /// follow the last (Swin). Attention then needs the [`mask`](Self::mask).
     ///
     /// # Errors
     /// For a shift that is not below the window.
@@ -55,17 +55,19 @@ impl Windows {
         Ok(Self { shift, ..self })
     }
 
-    /// The number of windows of an image.
+    /// Returns the number of windows of an image.
     pub fn count(&self) -> usize {
         let [down, across] = self.counts();
         down * across
     }
 
+    /// Returns the numbers of windows down and across.
     fn counts(&self) -> [usize; 2] {
         self.image.map(|size| size.div_ceil(self.window))
     }
 
-    /// (B, height · width, E), row by row, as (B · windows, window², E), the windows of an image one after the other.
+    /// Returns images (B, height · width, E), whose tokens are listed row by row, as windows (B · windows, window², E):
+    /// the windows of the first image, then those of the second, and so on.
     ///
     /// # Errors
     /// For another shape, and for padded images that do not fit in memory.
@@ -84,8 +86,8 @@ impl Windows {
         parts.reshape((b * down * across, w * w, e))
     }
 
-    /// (B · windows, window², E) as (B, height · width, E): what [`partition`](Self::partition) took apart, without the
-    /// padding.
+    /// Returns windows (B · windows, window², E) as images (B, height · width, E) without padding: the inverse of
+    /// [`partition`](Self::partition).
     ///
     /// # Errors
     /// For another shape, and for windows that do not fit in memory.
@@ -102,11 +104,12 @@ impl Windows {
         moved.narrow(1, 0, height)?.narrow(2, 0, width)?.contiguous()?.reshape((b, height * width, e))
     }
 
-    /// What the windows of `b` images see: with a shift, tokens that were side by side before it. One entry for each
-    /// pair of tokens of a window.
+    /// Returns the mask of the windows of `b` images. After a shift, a window has tokens from opposite sides of the
+    /// image, which do not attend to each other: a boolean mask with an entry for each pair of tokens. Without a shift,
+    /// nothing is masked.
     ///
     /// # Errors
-    /// If memory is short.
+    /// If the mask does not fit in memory.
     pub fn mask(&self, b: usize, device: &Device) -> Result<AttentionMask> {
         if self.shift == 0 {
             return Ok(AttentionMask::none());
@@ -118,7 +121,7 @@ impl Windows {
             let keep = Tensor::zeros((0, 1, tokens, tokens), DType::U8, device)?;
             return Ok(AttentionMask::none().with_bool_mask(&keep));
         }
-        // Which side of the seam the rows and columns of the padded image are on.
+        // A number for each token of the padded image: whether its row and its column are moved to the opposite side.
         let padded = Self { image: [down * w, across * w], ..*self };
         let is_moved = |place| u8::from(place < self.shift);
         let of_row = |row| (0..across * w).map(move |column| 2 * is_moved(row) + is_moved(column));

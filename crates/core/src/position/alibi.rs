@@ -1,4 +1,4 @@
-//! ALiBi: scores fall with the distance of query and key, by a slope for each head.
+//! ALiBi: scores decrease with the distance of query and key, by a slope for each head.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -9,32 +9,33 @@ use serde::{Deserialize, Serialize};
 use super::{ScoreTerm, Scores, Term, TermCall};
 use candle_attention_modules::base::{accumulation_dtype, check_entries, check_memory, number};
 
-/// Which biases a layer adds to its scores by distance (<https://arxiv.org/abs/2108.12409>). A score falls by
-/// `slope · |query position - key position|`, where positions are those of the mask.
+/// The config of ALiBi (<https://arxiv.org/abs/2108.12409>): a score decreases by
+/// `slope · |query position - key position|`, with positions as the mask counts them.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum AlibiConfig {
-    /// The slopes of the paper, [`alibi_slopes`]: BLOOM, MPT as a rule.
+    /// The slopes of the paper, see [`alibi_slopes`]: BLOOM, and MPT by default.
     #[default]
     Standard,
-    /// The same series up to another exponent than 8: MPT's `alibi_bias_max`.
+    /// The series of the paper with another largest exponent than 8: `alibi_bias_max` of MPT.
     BiasMax(f64),
     /// A slope for each query head.
     Slopes(Vec<f32>),
-    /// Falcon's numbers: a key at position j, counted from the sequence's first, gets `slope · j` times the scale of
-    /// the scores, where slope, j and product are rounded to bf16. Rounding makes them more than a matter of distance.
+    /// The biases of Falcon: `slope · j` times the scale of the scores for a key at position j of its sequence, where
+    /// the slope, j and the product are rounded to bf16. Because of the rounding, they do not depend on the distance
+    /// only.
     Falcon,
 }
 
 impl AlibiConfig {
-    /// The slope of each of so many query heads; Falcon's before they are rounded.
+    /// Returns the slope of each query head; for Falcon, before they are rounded.
     ///
     /// # Errors
     /// As [`alibi_slopes`].
     pub fn slopes(&self, num_heads: usize) -> Result<Vec<f32>> {
         let bias_max = match self {
-            // The paper's, and every model's but some of MPT.
+            // As in the paper, and in every model but some of MPT.
             Self::Standard | Self::Falcon => 8.0,
             Self::BiasMax(bias_max) => *bias_max,
             Self::Slopes(slopes) => return Ok(slopes.clone()),
@@ -45,15 +46,15 @@ impl AlibiConfig {
         if n == num_heads {
             return Ok((1..=n).map(slope).collect());
         }
-        // MPT's rule, which is the paper's: the even ones are the slopes of the power of two below.
+        // The rule of MPT and of the paper: the even slopes are those of the power of two below.
         let (even, odd) = ((2..=n).step_by(2), (1..=n).step_by(2));
         Ok(even.chain(odd).take(num_heads).map(slope).collect())
     }
 
-    /// Checks that there are numbers for so many query heads.
+    /// Checks that the slopes are in their range and fit the number of query heads.
     ///
     /// # Errors
-    /// Says what was expected and what was found.
+    /// Names the option, what was found and what was expected.
     pub fn validate(&self, num_heads: usize) -> Result<()> {
         match self {
             Self::Standard | Self::Falcon => Ok(()),
@@ -66,11 +67,12 @@ impl AlibiConfig {
     }
 }
 
-/// The slope of each of so many heads: `2^(-8/n)`, its square, its cube and so on for n heads, where n is a power of
-/// two. For other numbers, those of the power of two below, then every other one of the power of two above.
+/// Returns ALiBi's slope for each of `num_heads` heads: `2^(-8/n)`, its square, its cube and so on for n heads, if n is
+/// a power of two. Other numbers of heads take the slopes of the power of two below, and then every second slope of the
+/// power of two above.
 ///
 /// # Errors
-/// For more heads than memory holds.
+/// If the slopes do not fit in memory.
 ///
 /// ```
 /// use candle_attention::{SdpaOptions, alibi_slopes};
@@ -85,7 +87,7 @@ pub fn alibi_slopes(num_heads: usize) -> Result<Vec<f32>> {
     AlibiConfig::Standard.slopes(num_heads)
 }
 
-/// The term of some of `num_heads` heads.
+/// Returns the term of some of `num_heads` heads.
 pub(crate) fn alibi(config: &AlibiConfig, num_heads: usize, own: Range<usize>, device: &Device) -> Result<Term> {
     let slopes = &config.slopes(num_heads)?[own];
     Ok(Arc::new(match config {
@@ -96,11 +98,12 @@ pub(crate) fn alibi(config: &AlibiConfig, num_heads: usize, own: Range<usize>, d
     }))
 }
 
+/// The term of a layer.
 #[derive(Debug)]
 enum Alibi {
     /// Slopes (H,) in f32, for the distance of each query and key.
     OfDistances(Tensor),
-    /// Slopes (1, H, 1, 1) in bf16 on the CPU, for each key's own position, whatever the query's.
+    /// Slopes (1, H, 1, 1) in bf16 on the CPU, for the position of each key, which does not depend on the query.
     OfKeys(Tensor),
 }
 
@@ -129,7 +132,7 @@ impl ScoreTerm for Alibi {
 mod tests {
     use super::*;
 
-    /// The recipe of Press et al., as its own recursion says it.
+    /// Returns the slopes by the recursion of Press et al.
     fn recipe(n: usize) -> Vec<f64> {
         if n.is_power_of_two() {
             let first = 2f64.powf(-8.0 / n as f64);
@@ -142,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn slopes_are_those_of_the_paper_for_every_number_of_heads() {
+    fn alibi_slopes_match_the_paper_for_every_number_of_heads() {
         for n in 1..200 {
             let (found, expected) = (alibi_slopes(n).expect("few heads"), recipe(n));
             assert_eq!(found.len(), n);

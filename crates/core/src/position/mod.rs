@@ -1,6 +1,6 @@
 //! Positions: rotary embeddings of queries and keys (`rope`), a factor on queries that grows with their positions, and
-//! terms of the scores beside the product of queries and keys, each in a file of its own: biases by distance, relative
-//! positions by content, places in a window.
+//! score modifiers, a file each: biases by distance (`alibi`, `relative_bias`) and relative positions by content
+//! (`content`).
 
 mod alibi;
 mod content;
@@ -42,7 +42,7 @@ pub(crate) struct Positions {
 }
 
 impl Positions {
-    /// T positions from each offset on: one offset for all sequences, or one for each.
+    /// Returns T positions from each offset on. There is one offset for all sequences, or one for each.
     pub(crate) fn starting_at(offsets: &[usize], t: usize) -> Result<Self> {
         let largest = offsets.iter().copied().max().unwrap_or(0);
         if largest.checked_add(t).is_none_or(|length| length > END) {
@@ -51,7 +51,7 @@ impl Positions {
         Self::of_each(offsets.iter().flat_map(|&offset| offset..offset + t), t)
     }
 
-    /// A position for each of T tokens of each sequence, row by row.
+    /// Returns a position for each of T tokens of each sequence, row by row.
     pub(crate) fn of_each(positions: impl IntoIterator<Item = usize>, t: usize) -> Result<Self> {
         let (mut entries, mut length) = (Vec::new(), 0);
         for position in positions {
@@ -64,25 +64,25 @@ impl Positions {
         Ok(Self { entries, t, length })
     }
 
-    /// From an integer tensor (T,) or (B, T); `name` says in errors what it is.
+    /// Reads an integer tensor (T,) or (B, T); `name` names it in errors.
     pub(crate) fn from_tensor(name: &str, positions: &Tensor, b: usize, t: usize) -> Result<Self> {
         let [b, t_dim] = [Dim::Named("B", b), Dim::Named("T", t)];
         let positions = Expect::many("rope", name, positions).shape_of(&[&[t_dim], &[b, t_dim]])?;
         Self::of_each(positions.counts()?, t)
     }
 
-    /// B, or 1 where all sequences have the same.
+    /// Returns B, or 1 if all sequences have the same positions.
     pub(super) fn rows(&self) -> usize {
         self.entries.len().checked_div(self.t).unwrap_or(1)
     }
 
-    /// Those of sequence `b`.
+    /// Returns the positions of sequence `b`.
     pub(crate) fn of_sequence(&self, b: usize) -> &[u32] {
         let start = if self.entries.len() == self.t { 0 } else { b * self.t };
         &self.entries[start..start + self.t]
     }
 
-    /// The first position of each sequence, or of all, if the others count up from it by one.
+    /// Returns the first position of each sequence, or of all, if the positions count up from it by one.
     pub(super) fn starts(&self) -> Option<Vec<u32>> {
         let mut rows = self.entries.chunks(self.t.max(1));
         let is_run = |row: &[u32]| row.windows(2).all(|pair| pair[0] + 1 == pair[1]);
@@ -90,13 +90,14 @@ impl Positions {
     }
 }
 
-/// What was computed last and what it is for: the layers of a model ask for the same one by one.
+/// The latest computed value with its key: all layers of a model ask for the same value in turn.
 type Latest<K, V> = Mutex<Option<(K, V)>>;
 
-/// What was computed last, if it is for the same; else it is computed now, and kept under the key that `key` gives.
+/// Returns the latest value if `is_same` is true for its key; otherwise computes a value, and stores it if `key`
+/// returns a key for it.
 ///
-/// None may be kept of what is tracked for gradients: training changes a variable in its own place, which what was
-/// computed before would not see.
+/// A value that is tracked for gradients must not be stored: training changes a variable in place, and the stored value
+/// would be outdated.
 fn latest<K, V: Clone>(
     latest: &Latest<K, V>,
     is_same: impl FnOnce(&K) -> bool,
@@ -109,14 +110,14 @@ fn latest<K, V: Clone>(
     {
         return Ok(value.clone());
     }
-    // Not under the lock: a thread that computes may meanwhile take up other work that wants the same.
+    // Not under the lock: a thread that computes may steal work that needs the same lock.
     let value = compute()?;
     *latest() = key(&value).map(|key| (key, value.clone()));
     Ok(value)
 }
 
-/// For each index the entries of a table (N, H), by head: (H, ..) in a shape of as many entries as there are indices,
-/// in the dtype in which scores are computed.
+/// Returns the entries of a table (N, H) at the indices, which are listed in a shape (..), by head: (H, ..), in the
+/// dtype in which scores are computed.
 fn gathered(op: &str, table: &Tensor, indices: impl Iterator<Item = usize>, shape: &[usize]) -> Result<Tensor> {
     let (dtype, device) = (accumulation_dtype(table.dtype()), table.device());
     let of_heads = [&table.dims()[1..], shape].concat();
@@ -126,12 +127,13 @@ fn gathered(op: &str, table: &Tensor, indices: impl Iterator<Item = usize>, shap
         return Tensor::zeros(of_heads, dtype, device);
     }
     let indices = Tensor::from_iter(indices.map(|index| index as u32), device)?;
-    // Rows of one head each: gathered, they lie as scores do.
+    // By head first, so that the gathered entries are in the order of scores.
     table.to_dtype(dtype)?.t()?.contiguous()?.index_select(&indices, 1)?.reshape(of_heads)
 }
 
-/// A factor on each query by its position p, `1 + beta · ln(1 + floor((p + first) / interval))`, so that the weights of
-/// long contexts stay sharp: Llama 4's attention temperature, Ministral 3 (<https://arxiv.org/abs/2501.19399>).
+/// Attention temperature tuning of Llama 4 and Ministral 3 (<https://arxiv.org/abs/2501.19399>): a query at position p
+/// is multiplied by `1 + beta · ln(1 + floor((p + first) / interval))`, so that the attention weights of long contexts
+/// stay sharp.
 ///
 /// ```
 /// use candle_attention::{MultiHeadAttentionConfig, AttentionTemperature};
@@ -142,20 +144,20 @@ fn gathered(op: &str, table: &Tensor, indices: impl Iterator<Item = usize>, shap
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct AttentionTemperature {
-    /// How fast the factor grows (`attn_scale`, `llama_4_scaling_beta`).
+    /// The growth of the factor (`attn_scale`, `llama_4_scaling_beta`).
     pub beta: f64,
-    /// The positions that have one factor (`floor_scale`, `original_max_position_embeddings`).
+    /// The number of consecutive positions with the same factor (`floor_scale`, `original_max_position_embeddings`).
     pub interval: usize,
-    /// The number that the first position counts as: 1 in Llama 4, 0 in Ministral 3.
+    /// The number of the first position: 1 in Llama 4, 0 in Ministral 3.
     #[serde(default)]
     pub first: usize,
 }
 
 impl AttentionTemperature {
-    /// Checks the numbers.
+    /// Checks that every number is in its range.
     ///
     /// # Errors
-    /// Says what was expected and what was found.
+    /// Names the number, what was found and what was expected.
     pub fn validate(&self) -> Result<()> {
         const OP: &str = "attention_temperature";
         number::expect(OP, "beta", self.beta, |beta: f64| (beta as f32).is_finite(), "a finite number")?;
@@ -163,7 +165,7 @@ impl AttentionTemperature {
         number::within(OP, "first", self.first, 0..=u32::MAX as usize)
     }
 
-    /// The factors (1, 1, T, 1), or (B, 1, T, 1) where sequences have positions of their own; `None` where all are 1.
+    /// Returns the factors (1, 1, T, 1), or (B, 1, T, 1) if sequences have different positions; `None` if all are 1.
     pub(crate) fn factors(&self, positions: &Positions, dtype: DType, device: &Device) -> Result<Option<Tensor>> {
         if positions.length.saturating_add(self.first) <= self.interval {
             return Ok(None);
@@ -178,7 +180,7 @@ impl AttentionTemperature {
     }
 }
 
-/// What the scores of a call are made of. Each term of a layer changes its part.
+/// The arguments of attention that score modifiers change.
 pub(crate) struct Scores<'a> {
     /// (B, H, T_q, D).
     pub q: Tensor,
@@ -187,29 +189,29 @@ pub(crate) struct Scores<'a> {
     pub mask: AttentionMask,
     /// The scale is given.
     pub options: SdpaOptions,
-    /// What is attended to in the place of the call's own keys and values.
+    /// The source of keys and values instead of the call's own.
     pub keys: Option<Box<dyn Keys + 'a>>,
 }
 
-/// A call, as far as terms depend on it.
+/// The part of a call that score modifiers depend on.
 pub(crate) struct TermCall<'a> {
-    /// Of the queries, and of all keys that they may see; for a layer with a term that takes positions.
+    /// The positions of the queries and of all keys, for a layer with a score modifier that takes positions.
     pub positions: Option<[&'a Positions; 2]>,
     /// Whether the caller gave positions.
     pub has_given_positions: bool,
     pub packed: Option<&'a PackedSequences>,
     pub projections: &'a Projections,
-    /// What there is beside the call's own tokens, for an error.
+    /// The first input that relative positions by content do not support, for an error.
     pub others: Option<&'static str>,
 }
 
-/// A term of the scores.
+/// A score modifier of a layer.
 pub(crate) trait ScoreTerm: Debug + Send + Sync {
-    /// Adds the term to the scores of a call.
+    /// Adds the modifier to the scores of a call.
     fn add(&self, scores: &mut Scores, call: &TermCall) -> Result<()>;
 }
 
-/// A term that clones of a layer share.
+/// A score modifier that clones of a layer share.
 pub(crate) type Term = Arc<dyn ScoreTerm>;
 
 #[cfg(test)]
@@ -217,7 +219,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn offsets_are_the_first_positions() -> Result<()> {
+    fn positions_begin_at_each_offset() -> Result<()> {
         let each = Positions::starting_at(&[3, 0], 2)?;
         assert_eq!((each.entries.as_slice(), each.t, each.length), ([3, 4, 0, 1].as_slice(), 2, 5));
         let tensor = Tensor::new(&[[3i64, 4], [0, 1]], &Device::Cpu)?;
@@ -228,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn positions_past_what_f32_tells_apart_are_an_error() {
+    fn positions_of_2_to_the_24_and_more_are_an_error() {
         for offset in [END - 1, usize::MAX] {
             let error = Positions::starting_at(&[0, offset], 2).expect_err("too far").to_string();
             assert!(

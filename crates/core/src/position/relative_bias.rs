@@ -95,9 +95,9 @@ impl RelativeBiasConfig {
         if self.bidirectional { self.num_buckets / 2 } else { self.num_buckets }
     }
 
-    /// Returns the bucket of a key that is `behind` positions before its query, or after it if negative. The first half of
-    /// a direction's buckets are for one distance each, the others for more distances the larger these are. Computed in
-    /// f32 where transformers does, so that the borders of buckets are the same.
+    /// Returns the bucket of a key that is `behind` positions before its query, or after it if negative. The first half
+    /// of a direction's buckets are for one distance each, the others for more distances the larger these are. Computed
+    /// in f32 where transformers does, so that the borders of buckets are the same.
     fn bucket(&self, behind: i64) -> usize {
         let directed = self.directed();
         let (first, distance) = match behind {
@@ -224,9 +224,10 @@ impl RelativeBias {
         self.weight.dims().get(1).copied().unwrap_or(0)
     }
 
-    /// Returns the biases (1, H, T_q, T_kv) of queries at the positions `offset`, `offset + 1` and so on, and of keys at
-    /// 0, 1 and so on. They are added to the scores by [`AttentionMask::with_bias`](crate::AttentionMask::with_bias). In
-    /// f32, or in f64 if the parameter is. Differentiable.
+    /// Returns the biases (1, H, T_q, T_kv) of queries at the positions `offset`, `offset + 1` and so on, and of keys
+    /// at 0, 1 and so on. They are added to the scores by
+    /// [`AttentionMask::with_bias`](crate::AttentionMask::with_bias). In f32, or in f64 if the parameter is.
+    /// Differentiable.
     ///
     /// [`by_distance`](Self::by_distance) has the same numbers in T_q + T_kv - 1 entries for each head.
     ///
@@ -281,7 +282,8 @@ impl RelativeBias {
         self.of_distances(behind, &[b, queries.t, keys.t])
     }
 
-    /// Returns the biases (B, H, ..) of keys at distances `behind` their queries, which are listed in the shape (B, ..).
+    /// Returns the biases (B, H, ..) of keys at distances `behind` their queries, which are listed in the shape (B,
+    /// ..).
     fn of_distances(&self, behind: impl Iterator<Item = i64>, shape: &[usize]) -> Result<Tensor> {
         gathered(OP, &self.weight, behind.map(|behind| self.config.bucket(behind)), shape)?.transpose(0, 1)
     }

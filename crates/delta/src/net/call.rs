@@ -4,7 +4,7 @@ use candle_core::{Result, Tensor, bail};
 use macro_rules_attribute::apply;
 
 use super::{GatedDeltaNet, OP};
-use candle_attention_core::internal::{NewTokens, Padding, runs_of_ones};
+use candle_attention_core::internal::{NewTokens, Padding, rows_of_ones};
 use candle_attention_core::{Backend, PackedSequences};
 use candle_attention_modules::base::Dim::{Any, Is, Named};
 use candle_attention_modules::base::{Expect, fits_in_memory, options};
@@ -71,13 +71,13 @@ impl GatedDeltaNet {
             }
             (Some(mask), None) => {
                 Expect::one(OP, "attention_mask", mask).shape(&[Named("B", b), Named("T", t)])?;
-                let runs = runs_of_ones(OP, mask)?;
-                if let Some(sequence) = runs.iter().position(Option::is_none) {
+                let rows = rows_of_ones(OP, mask)?;
+                if let Some(sequence) = rows.iter().position(|row| row.has_gaps) {
                     bail!(
                         "[{OP}] attention_mask has zeros between ones in sequence {sequence}, expected one run of ones"
                     )
                 }
-                (starts, ends) = runs.into_iter().flatten().unzip();
+                (starts, ends) = rows.iter().map(|row| (row.start, row.end)).unzip();
                 Padding { starts: Some(&starts), valid_lens: Some(&ends) }
             }
             (None, valid_lens) => Padding { starts: None, valid_lens },

@@ -28,7 +28,8 @@ pub(super) struct Image {
 }
 
 impl Image {
-    /// Checks that queries (B, H, T, D) are the tokens of the image; `what` it is, a grid or a window, is for the error.
+    /// Checks that queries (B, H, T, D) are the tokens of the image; `what` it is, a grid or a window, is for the
+    /// error.
     pub fn check(self, what: &str, queries: &Tensor) -> Result<()> {
         let (t, Self { rows, columns }) = (queries.dim(2)?, self);
         if t != rows * columns {

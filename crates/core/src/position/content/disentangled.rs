@@ -110,9 +110,9 @@ impl DisentangledConfig {
         has_keys.then_some(KEYS).into_iter().chain(has_queries.then_some(QUERIES))
     }
 
-    /// Returns the vector of a key that is `behind` positions before its query, or after it if negative. The first half of
-    /// the buckets are for one distance each, the others for more distances the larger these are. Computed in f32, as in
-    /// transformers, so that the borders of buckets are the same.
+    /// Returns the vector of a key that is `behind` positions before its query, or after it if negative. The first half
+    /// of the buckets are for one distance each, the others for more distances the larger these are. Computed in f32,
+    /// as in transformers, so that the borders of buckets are the same.
     fn row(&self, behind: i64) -> usize {
         let span = self.span() as i64;
         let bucket = match self.num_buckets {
@@ -153,7 +153,7 @@ impl RelativeEmbeddings {
         Ok(Self { weight, norm })
     }
 
-    /// The parameter (2 · span, E).
+    /// Returns the parameter (2 · span, E).
     pub fn weight(&self) -> &Tensor {
         &self.weight
     }
@@ -249,7 +249,7 @@ impl Disentangled {
 mod tests {
     use super::*;
 
-    /// The buckets are from `make_log_bucket_position` of transformers, for DeBERTa v3's 256 buckets of distances below
+    /// Compares with `make_log_bucket_position` of transformers for DeBERTa v3's 256 buckets of distances below
     /// 512.
     #[test]
     fn content_positions_disentangled_have_the_buckets_of_transformers() {

@@ -1,5 +1,5 @@
-//! Relative positions by content along one axis: a vector for each distance between query and key, which queries or keys
-//! are multiplied with; and attention for some heads at a time, so that there is a bias for these alone.
+//! Relative positions by content along one axis: a vector for each distance between query and key, which queries or
+//! keys are multiplied with; and attention for some heads at a time, so that there is a bias for these alone.
 
 use std::ops::Range;
 
@@ -26,7 +26,7 @@ impl DistanceVectors {
     }
 }
 
-/// The vectors of the number of tokens that was asked for last, unless they are tracked for gradients.
+/// The vectors for the number of tokens of the latest call, unless they are tracked for gradients.
 #[derive(Debug, Default)]
 pub(super) struct LatestVectors(Latest<usize, DistanceVectors>);
 
@@ -54,11 +54,11 @@ pub(super) fn by_head(vectors: &Tensor, d: usize) -> Result<Tensor> {
     vectors.reshape((rows, width / d, d))?.transpose(0, 1)?.contiguous()
 }
 
-/// Returns the products of queries or keys (B, h, T, D) with the vectors (h or 1, 2T, D) of their distances, (B, h, T, T):
-/// row i is multiplied with vector T - 1 - i and the T - 1 vectors after it.
+/// Returns the products of queries or keys (B, h, T, D) with the vectors (h or 1, 2T, D) of their distances, (B, h, T,
+/// T): row i is multiplied with vector T - 1 - i and the T - 1 vectors after it.
 ///
-/// A row's products begin one column further left than those of the row before it. In rows that are shorter by one entry
-/// they are columns (Dai et al., <https://arxiv.org/abs/1901.02860>, appendix B).
+/// The products of a row begin one column further left than the products of the row before it. In rows that are shorter
+/// by one entry they are columns (Dai et al., <https://arxiv.org/abs/1901.02860>, appendix B).
 fn by_distance(xs: &Tensor, vectors: &Tensor) -> Result<Tensor> {
     let (b, h, t, _) = xs.dims4()?;
     let dims = [b, h, t, 2 * t];

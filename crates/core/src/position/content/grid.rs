@@ -1,5 +1,5 @@
-//! Decomposed relative positions of the patches of an image (MViTv2, SAM, ViTDet), as part of the product of queries and
-//! keys.
+//! Decomposed relative positions of the patches of an image (MViTv2, SAM, ViTDet), as part of the product of queries
+//! and keys.
 
 use candle_core::{D, Result, Tensor};
 
@@ -51,9 +51,9 @@ impl ScoreTerm for Grid {
     }
 }
 
-/// Queries and keys are made wider by `rows + columns` entries: a query by its product with the vector of the distance to
-/// each row and to each column, a key by ones at its own row and column. `scale` times their product is then the whole
-/// score.
+/// Queries and keys are made wider by `rows + columns` entries: a query by its product with the vector of the distance
+/// to each row and to each column, a key by ones at its own row and column. `scale` times their product is then the
+/// whole score.
 impl Grid {
     /// Returns queries (B, H, T, D), a view of (B, T, ..), with their products.
     fn wider_queries(&self, q: &Tensor, scale: f64) -> Result<Tensor> {

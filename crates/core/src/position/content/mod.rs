@@ -33,8 +33,8 @@ use window::{Window, WindowBias};
 
 const OP: &str = "content_positions";
 
-/// Relative positions of self-attention that depend on the content of queries or keys, or on positions in an image: each
-/// kind adds a term to the scores.
+/// Relative positions of self-attention that depend on the content of queries or keys, or on positions in an image:
+/// each kind adds a term to the scores.
 ///
 /// ```
 /// use candle_attention::{ContentPositions, MultiHeadAttention, MultiHeadAttentionConfig};
@@ -52,18 +52,18 @@ const OP: &str = "content_positions";
 ///
 /// [`Grid`](Self::Grid), [`Window`](Self::Window) and [`CosineWindow`](Self::CosineWindow) cost little. The other kinds
 /// compute a bias (B, T, T) for each head by a product of T by 2 T vectors, in f32 also in half precision. While it is
-/// computed, the term of a head takes 4 · B · T² numbers. Heads are computed in groups of up to 16 MB, or one key head at
-/// a time if its terms are larger, and the fused kernel attends to a group before the next one is computed. If something
-/// is tracked for gradients, the graph keeps all biases.
+/// computed, the term of a head takes 4 · B · T² numbers. Heads are computed in groups of up to 16 MB, or one key head
+/// at a time if its terms are larger, and the fused kernel attends to a group before the next one is computed. If
+/// something is tracked for gradients, the graph keeps all biases.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum ContentPositions {
-    /// The decomposed relative positions of MViTv2 (<https://arxiv.org/abs/2112.01526>), SAM and ViTDet, for the patches
-    /// of an image, listed row by row, T = height · width. The term `q · rel_pos_h[r] + q · rel_pos_w[c]` is added to the
-    /// scaled score, where r and c are the distances between the rows and the columns of query and key. Parameters
-    /// `rel_pos_h` (2 · height - 1, D), whose first entry is for the query furthest above its key, and `rel_pos_w`
-    /// (2 · width - 1, D).
+    /// The decomposed relative positions of MViTv2 (<https://arxiv.org/abs/2112.01526>), SAM and ViTDet, for the
+    /// patches of an image, listed row by row, T = height · width. The term `q · rel_pos_h[r] + q · rel_pos_w[c]` is
+    /// added to the scaled score, where r and c are the distances between the rows and the columns of query and key.
+    /// Parameters `rel_pos_h` (2 · height - 1, D), whose first entry is for the query furthest above its key, and
+    /// `rel_pos_w` (2 · width - 1, D).
     ///
     /// The term is part of the product of queries and keys, which become `height + width` entries wider.
     Grid {
@@ -73,9 +73,9 @@ pub enum ContentPositions {
         width: usize,
     },
     /// The relative position bias of Swin (<https://arxiv.org/abs/2103.14030>): a number for each position of a key
-    /// relative to its query in a window, listed row by row, T = height · width, is added to the scaled score. Parameter
-    /// `relative_position_bias_table` ((2 · height - 1) · (2 · width - 1), H), whose first entry is for the query furthest
-    /// above and left of its key.
+    /// relative to its query in a window, listed row by row, T = height · width, is added to the scaled score.
+    /// Parameter `relative_position_bias_table` ((2 · height - 1) · (2 · width - 1), H), whose first entry is for the
+    /// query furthest above and left of its key.
     ///
     /// [`Windows`](crate::Windows) makes a batch of the windows of an image, and the mask of shifted windows. The bias
     /// (1, H, T, T) is computed once, unless a parameter is tracked for gradients.
@@ -98,23 +98,24 @@ pub enum ContentPositions {
         trained: Option<[usize; 2]>,
     },
     /// The relative positions of Transformer-XL (<https://arxiv.org/abs/1901.02860>) and conformers: the score is
-    /// `scale · ((q + u) · k + (q + v) · W r)`, where r has sines and cosines of the distance. Parameters `linear_pos.weight` (H·D, E) is W, `pos_bias_u` and
-    /// `pos_bias_v` (H, D); or `relative_k_proj.weight`, `bias_u` and `bias_v`.
+    /// `scale · ((q + u) · k + (q + v) · W r)`, where r has sines and cosines of the distance. Parameters
+    /// `linear_pos.weight` (H·D, E) is W, `pos_bias_u` and `pos_bias_v` (H, D); or `relative_k_proj.weight`, `bias_u`
+    /// and `bias_v`.
     TransformerXl,
-    /// The relative positions of Shaw et al. (<https://arxiv.org/abs/1803.02155>), for keys only: the score is
-    /// `scale · (q · k + q · r)`, where r is the vector of the distance. Parameter `distance_embedding.weight`
-    /// (left + right + 1, D), for keys from `left` before the query to `right` after it; keys further away have the vector
-    /// of the largest distance.
+    /// The relative positions of Shaw et al. (<https://arxiv.org/abs/1803.02155>), for keys only: the score is `scale ·
+    /// (q · k + q · r)`, where r is the vector of the distance. Parameter `distance_embedding.weight` (left + right +
+    /// 1, D), for keys from `left` before the query to `right` after it; keys further away have the vector of the
+    /// largest distance.
     Clipped {
         /// The largest distance of a key before the query.
         left: usize,
         /// The largest distance of a key after the query.
         right: usize,
     },
-    /// The disentangled attention of DeBERTa (<https://arxiv.org/abs/2006.03654>): the score is
-    /// `scale · (q · k + q · W_k r + k · W_q r)`, where r is the vector of the distance. The layers of a stack share these
-    /// vectors ([`with_relative_embeddings`](crate::MultiHeadAttention::with_relative_embeddings)). Parameters
-    /// `pos_key_proj` and `pos_query_proj`, unless W_k and W_q are the layer's own projections. The config needs a
+    /// The disentangled attention of DeBERTa (<https://arxiv.org/abs/2006.03654>): the score is `scale · (q · k + q ·
+    /// W_k r + k · W_q r)`, where r is the vector of the distance. The layers of a stack share these vectors
+    /// ([`with_relative_embeddings`](crate::MultiHeadAttention::with_relative_embeddings)). Parameters `pos_key_proj`
+    /// and `pos_query_proj`, unless W_k and W_q are the layer's own projections. The config needs a
     /// [scale](crate::MultiHeadAttentionConfig::with_scale), usually 1/sqrt(3 D).
     Disentangled(DisentangledConfig),
 }
@@ -158,8 +159,8 @@ impl ContentPositions {
         }
     }
 
-    /// Returns the term of a layer with these parameters. `embeddings` are the vectors of distances that the layers of a
-    /// stack share.
+    /// Returns the term of a layer with these parameters. `embeddings` are the vectors of distances that the layers of
+    /// a stack share.
     pub(crate) fn term(&self, parameters: ParameterList, embeddings: Option<RelativeEmbeddings>) -> Term {
         let (bias, vectors) = (WindowBias::default(), LatestVectors::default());
         match *self {

@@ -71,8 +71,8 @@ impl TransformerXl {
     }
 }
 
-/// Returns sines and cosines in turns of the distances T - 1 down to -T, (2T, E) for an even E, as in a table of absolute
-/// positions (Vaswani et al., <https://arxiv.org/abs/1706.03762>).
+/// Returns sines and cosines in turns of the distances T - 1 down to -T, (2T, E) for an even E, as in a table of
+/// absolute positions (Vaswani et al., <https://arxiv.org/abs/1706.03762>).
 fn sinusoids(t: usize, e: usize, device: &Device) -> Result<Tensor> {
     check_memory(OP, format_args!("a wave for each distance of {t} tokens"), &[2 * t, e, size_of::<f32>()])?;
     let frequency = |pair: usize| (-(10_000f64.ln()) * (2 * pair) as f64 / e as f64).exp() as f32;

@@ -42,8 +42,8 @@ impl ScoreTerm for Window {
 pub(super) struct WindowBias(Latest<(), Tensor>);
 
 impl WindowBias {
-    /// Returns the mask with the bias. `table` returns the entries (places, H) of the places of a key from its query, row
-    /// by row, from the query furthest above and left of its key on.
+    /// Returns the mask with the bias. `table` returns the entries (places, H) of the places of a key from its query,
+    /// row by row, from the query furthest above and left of its key on.
     pub fn add_to(
         &self,
         mask: &AttentionMask,

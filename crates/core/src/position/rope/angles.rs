@@ -1,7 +1,7 @@
-//! Cosines and sines of positions: computed once, in a table that grows; and the frequencies of each scaling, in f32 as
-//! Hugging Face's `modeling_rope_utils.py` computes them.
+//! Cosines and sines of positions, which are computed once in a table that grows; and the frequencies of each scaling,
+//! in f32 as in `modeling_rope_utils.py` of transformers.
 //!
-//! Each step rounds where the original's does. Powers are rounded correctly, as in PyTorch's scalar build; its
+//! Every step rounds where the original does. Powers are rounded correctly, as in PyTorch's scalar build. Its
 //! vectorised builds differ in the last digit of about one power in eighty, and not all in the same ones.
 
 use std::f64::consts::PI;
@@ -17,7 +17,7 @@ use crate::position::{Latest, Positions, latest};
 /// The most entries of a table, 32 MB each of cosines and of sines: positions up to 131,072 of heads of 128.
 const TABLE_ENTRIES: usize = 1 << 23;
 
-/// The fewest entries that are worth a task of their own. Fewer than two tasks run on the thread that asks.
+/// The fewest entries of a task. A table of fewer than two tasks is computed on the calling thread.
 const TASK_ENTRIES: usize = 1 << 11;
 
 /// Cosines and sines, a row of r/2 for each position.
@@ -26,17 +26,17 @@ pub(super) struct Angles {
     pub cos: Vec<f32>,
     pub sin: Vec<f32>,
     pub half: usize,
-    /// On devices.
+    /// Copies on devices.
     copies: Mutex<Vec<[Tensor; 2]>>,
 }
 
 impl Angles {
-    /// Rows of `half` cosines and sines.
+    /// Returns angles whose rows have `half` cosines and sines.
     pub fn given(cos: Vec<f32>, sin: Vec<f32>, half: usize) -> Self {
         Self { cos, sin, half, copies: Mutex::default() }
     }
 
-    /// Both on a device, (rows, r/2) each in f32, where they are copied once.
+    /// Returns both on a device, (rows, r/2) each in f32. They are copied there once.
     pub fn on(&self, device: &Device) -> Result<[Tensor; 2]> {
         let mut copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(copy) = copies.iter().find(|[cos, _]| cos.device().location() == device.location()) {
@@ -52,7 +52,7 @@ impl Angles {
         self.cos.len().checked_div(self.half).unwrap_or(0)
     }
 
-    /// The cosines and sines of one row.
+    /// Returns the cosines and sines of one row.
     #[inline]
     pub fn row(&self, row: usize) -> (&[f32], &[f32]) {
         let row = row * self.half..(row + 1) * self.half;
@@ -65,12 +65,12 @@ impl Angles {
 pub(super) struct Tables {
     /// For calls within the original context, and beyond it.
     regular: [RwLock<Arc<Angles>>; 2],
-    /// For positions that no table holds, axis by axis.
+    /// For positions outside of the tables, axis by axis.
     latest: Latest<Vec<f32>, Arc<Angles>>,
 }
 
 impl RotaryEmbedding {
-    /// The rotation of one call, whose tensors have their sequences before their heads.
+    /// Returns the rotation of one call, whose tensors are (B, T, H, D).
     ///
     /// # Errors
     /// For a position past the end of given tables.
@@ -82,7 +82,7 @@ impl RotaryEmbedding {
                 bail!("[rope] position {} is past the given tables of {} positions", length - 1, given.rows())
             }
             Some(given) => Some(given.clone()),
-            // These frequencies are those of calls of exactly this length.
+            // The frequencies are different for every length.
             None if is_long && matches!(scaling, RopeScaling::Dynamic { .. }) => None,
             None => self.table(&self.tables.regular[usize::from(is_long)], positions),
         };
@@ -95,7 +95,7 @@ impl RotaryEmbedding {
         }
     }
 
-    /// The same at positions on the config's axes, axis by axis and there row by row.
+    /// Returns the rotation at positions on the config's axes, axis by axis and row by row.
     pub(crate) fn on_axes(&self, positions: &[f32]) -> Result<Rotation> {
         let rows = positions.len() / self.config.num_axes();
         let compute = || {
@@ -110,12 +110,12 @@ impl RotaryEmbedding {
         Rotation { angles, index, style: self.config.style(), inverse: false }
     }
 
-    /// r/2.
+    /// Returns the number of pairs, r/2.
     pub(super) fn half(&self) -> usize {
         self.config.rotary_dim(self.head_dim) / 2
     }
 
-    /// A table that reaches to the last position, unless most of it would be computed for a few far positions.
+    /// Returns a table up to the last position; `None` if most of it would be computed for a few large positions.
     fn table(&self, table: &RwLock<Arc<Angles>>, positions: &Positions) -> Option<Arc<Angles>> {
         let angles = table.read().unwrap_or_else(PoisonError::into_inner).clone();
         let (length, rows) = (positions.length, angles.rows());
@@ -126,7 +126,7 @@ impl RotaryEmbedding {
         if length > most || length > (4 * positions.entries.len()).max(2 * rows).max(256) {
             return None;
         }
-        // Not under the lock: a thread that computes rows may meanwhile take up other work that wants the table.
+        // Not under the lock: a thread that computes rows may steal work that needs the same lock.
         let grown = self.angles(length, length.next_power_of_two().min(most), |_, row| row as f32);
         let mut current = table.write().unwrap_or_else(PoisonError::into_inner);
         if grown.rows() > current.rows() {
@@ -135,7 +135,8 @@ impl RotaryEmbedding {
         Some(current.clone())
     }
 
-    /// Of a call of some length, which is its largest position + 1; `position` gives that on an axis of a row.
+    /// Computes the angles of a call of some length, which is its largest position + 1. `position(axis, row)` returns
+    /// the position of a row on an axis.
     fn angles(&self, length: usize, rows: usize, position: impl Fn(usize, usize) -> f32 + Sync) -> Arc<Angles> {
         let (half, factor) = (self.half(), attention_factor(self.config.scaling()) as f32);
         let pairs = frequencies(&self.config, half, length);
@@ -152,7 +153,7 @@ impl RotaryEmbedding {
     }
 }
 
-/// Whether a call of this length has other frequencies than one within the original context.
+/// Returns whether a call of this length has other frequencies than a call within the original context.
 fn is_long(scaling: &RopeScaling, length: usize) -> bool {
     match scaling {
         RopeScaling::Dynamic { original_context, .. } | RopeScaling::LongRope { original_context, .. } => {
@@ -162,8 +163,8 @@ fn is_long(scaling: &RopeScaling, length: usize) -> bool {
     }
 }
 
-/// For each of the r/2 pairs the axis that turns it, and the angle between one position and the next, in a call of some
-/// length.
+/// Returns the axis of each of the r/2 pairs, and its frequency in a call of some length: the angle between one
+/// position and the next.
 fn frequencies(config: &RopeConfig, pairs: usize, length: usize) -> Vec<(usize, f32)> {
     let (scaling, mut base, r) = (config.scaling(), config.base() as f32, 2 * pairs);
     let is_long = is_long(scaling, length);
@@ -219,13 +220,13 @@ fn frequencies(config: &RopeConfig, pairs: usize, length: usize) -> Vec<(usize, 
             }
         }
     };
-    // `base^(place/n)` of the n frequencies of a series.
+    // `base^(place/n)`, the period of a pair in a series of n.
     let period = |place: usize, n: usize| power(base, (place as f32 / n as f32).into());
     let pairs = config.pairs(pairs).into_iter().enumerate();
     pairs.map(|(i, Pair { axis, index, count })| (axis, frequency(i, period(index, count)))).collect()
 }
 
-/// The factor on cosines and sines.
+/// Returns the factor on cosines and sines.
 fn attention_factor(scaling: &RopeScaling) -> f64 {
     match *scaling {
         RopeScaling::Yarn { attention_factor: Some(given), .. }
@@ -241,7 +242,7 @@ fn attention_factor(scaling: &RopeScaling) -> f64 {
     }
 }
 
-/// The factor by which DeepSeek corrects the scale of its scores.
+/// Returns DeepSeek's factor on the scale of the scores.
 pub(crate) fn score_factor(scaling: &RopeScaling) -> f64 {
     match *scaling {
         RopeScaling::Yarn { factor, mscale_all_dim: Some(all), .. } => yarn_mscale(factor, all).powi(2),
@@ -249,7 +250,7 @@ pub(crate) fn score_factor(scaling: &RopeScaling) -> f64 {
     }
 }
 
-/// YaRN's correction of the size of the scores.
+/// Returns YaRN's correction of the size of the scores.
 fn yarn_mscale(factor: f64, mscale: f64) -> f64 {
     if factor <= 1.0 { 1.0 } else { 0.1 * mscale * factor.ln() + 1.0 }
 }
@@ -266,14 +267,14 @@ mod tests {
         RotaryEmbedding::new(&RopeConfig::new(10_000.0).with_scaling(scaling), 8)
     }
 
-    /// The cosines of each position, whichever way they were found.
+    /// Returns the cosines of each position.
     fn cosines(rotary: &RotaryEmbedding, positions: &Positions) -> Vec<f32> {
         let Rotation { angles, index, .. } = rotary.at(positions).expect("no table is given");
         index.iter().flat_map(|&row| angles.row(row as usize).0.to_vec()).collect()
     }
 
     #[test]
-    fn a_table_is_computed_once_and_grows_by_doubling() -> Result<()> {
+    fn rope_table_is_computed_once_and_doubles() -> Result<()> {
         let rotary = rotary(RopeScaling::None)?;
         let first = rotary.at(&Positions::starting_at(&[0], 100)?)?.angles;
         assert_eq!(first.rows(), 128);
@@ -285,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn far_positions_alone_are_computed_alone_and_for_all_layers() -> Result<()> {
+    fn rope_far_positions_are_computed_without_a_table_and_once_for_all_layers() -> Result<()> {
         let rotary = rotary(RopeScaling::None)?;
         let far = Positions::starting_at(&[100_000, 1 << 23], 1)?;
         let rows = rotary.at(&far)?;
@@ -297,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn frequencies_follow_the_length_of_the_call() -> Result<()> {
+    fn rope_dynamic_and_longrope_frequencies_depend_on_the_length_of_the_call() -> Result<()> {
         let dynamic = rotary(RopeScaling::Dynamic { factor: 2.0, original_context: 8 })?;
         let long = RopeScaling::LongRope {
             short_factor: vec![1.0; 4],
@@ -322,7 +323,7 @@ mod tests {
         Ok(())
     }
 
-    /// Of every scaling and every pair of lengths around the original context of 8.
+    /// Compares every scaling and every pair of lengths around the original context of 8.
     #[test]
     fn rope_frequencies_differ_where_the_config_says_so() -> Result<()> {
         let original_context = 8;
@@ -371,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn threads_share_one_table() -> Result<()> {
+    fn rope_threads_share_one_table() -> Result<()> {
         let rotary = rotary(RopeScaling::None)?;
         let starting_at = |thread: usize, t: usize| Positions::starting_at(&[thread], t).expect("few positions");
         std::thread::scope(|scope| {

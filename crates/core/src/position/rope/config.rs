@@ -11,12 +11,12 @@ const OP: &str = "rope";
 
 /// The two entries of a head that are rotated as a pair.
 ///
-/// The two styles give the same attention for weights that are permuted accordingly; a checkpoint fits one of them.
+/// A checkpoint is trained for one of the styles. Its weights can be permuted for the other.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RopeStyle {
-    /// Entry i with entry i + r/2, where r entries are rotated: `rotate_half` of transformers, for Llama as Hugging Face
-    /// stores it, GPT-NeoX and most others.
+    /// Entry i with entry i + r/2, where r entries are rotated: `rotate_half` of transformers, for Llama as Hugging
+    /// Face stores it, GPT-NeoX and most others.
     #[default]
     RotateHalf,
     /// Entry 2i with entry 2i + 1: GPT-J, GLM, Cohere, and Llama as Meta stores it.
@@ -45,8 +45,8 @@ pub enum RopeScaling {
         /// The number of positions in the training.
         original_context: usize,
     },
-    /// Llama 3.1: frequencies of long wavelengths are divided by `factor`, those of short wavelengths do not change, and
-    /// those between are interpolated.
+    /// Llama 3.1: frequencies of long wavelengths are divided by `factor`, those of short wavelengths do not change,
+    /// and those between are interpolated.
     Llama3 {
         /// The length of the context as a multiple of the training's.
         factor: f64,
@@ -81,8 +81,8 @@ pub enum RopeScaling {
         #[serde(default = "default_truncate")]
         truncate: bool,
     },
-    /// LongRoPE (<https://arxiv.org/abs/2402.13753>): each frequency is divided by an entry of a list. There is one list
-    /// for calls of up to `original_context` positions, and one for longer calls.
+    /// LongRoPE (<https://arxiv.org/abs/2402.13753>): each frequency is divided by an entry of a list. There is one
+    /// list for calls of up to `original_context` positions, and one for longer calls.
     LongRope {
         /// r/2 divisors for calls of at most `original_context` positions.
         short_factor: Vec<f64>,
@@ -120,9 +120,9 @@ fn default_truncate() -> bool {
     true
 }
 
-/// The config of rotary positions (RoPE, <https://arxiv.org/abs/2104.09864>): pair i of the entries of a query or key at
-/// position p is rotated by the angle `p · base^(-2i/r)`, where r entries of a head are rotated. A score then depends on
-/// the distance between its query and its key.
+/// The config of rotary positions (RoPE, <https://arxiv.org/abs/2104.09864>): pair i of the entries of a query or key
+/// at position p is rotated by the angle `p · base^(-2i/r)`, where r entries of a head are rotated. A score then
+/// depends on the distance between its query and its key.
 ///
 /// ```
 /// use candle_attention::{MultiHeadAttentionConfig, RopeConfig, RopeScaling};
@@ -253,11 +253,11 @@ impl RopeConfig {
     ///
     /// - A chunk that ends at position `end` of a prompt of `len` tokens gives the numbers of the whole prompt only if
     ///   `frequencies_differ(end, len)` is false. Otherwise the chunk has to be longer.
-    /// - If `frequencies_differ(cached, len)` is true, the keys of a cache with `cached` positions have other frequencies
-    ///   than the keys that a call up to `len` appends. With LongRoPE this happens once, and Phi 3 in transformers then
-    ///   computes the whole cache again ([`AttentionCache::reset`](crate::AttentionCache::reset), and all tokens in one
-    ///   call). With dynamic scaling it happens at every position beyond `original_context`, and transformers keeps the
-    ///   cached keys as they are.
+    /// - If `frequencies_differ(cached, len)` is true, the keys of a cache with `cached` positions have other
+    ///   frequencies than the keys that a call up to `len` appends. With LongRoPE this happens once, and Phi 3 in
+    ///   transformers then computes the whole cache again ([`AttentionCache::reset`](crate::AttentionCache::reset), and
+    ///   all tokens in one call). With dynamic scaling it happens at every position beyond `original_context`, and
+    ///   transformers keeps the cached keys as they are.
     ///
     /// In a batch the longest sequence counts, since it determines the frequencies of all sequences.
     ///

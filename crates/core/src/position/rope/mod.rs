@@ -17,10 +17,11 @@ use angles::{Angles, Tables};
 use candle_attention_modules::base::rowwise::{Row, RowPass, map_rows, read, to_vec, with_contiguous_rows, with_float};
 use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, check_memory, record};
 
-/// The cosines and sines of a [`RopeConfig`] for heads of one width, and the rotation of queries and keys by them.
+/// Rotary embedding: the cosines and sines of a [`RopeConfig`] for heads of one width, and the rotation of queries and
+/// keys by them.
 ///
-/// Cosines and sines are computed once, in f32, and kept in a table that grows with the positions; a clone shares it.
-/// A model makes one for all layers that have the same config:
+/// Cosines and sines are computed once, in f32, and stored in a table that grows with the positions. Clones share the
+/// table. A model makes one rotary embedding for all layers that have the same config:
 ///
 /// ```
 /// use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig, RopeConfig, RotaryEmbedding};
@@ -41,12 +42,12 @@ pub struct RotaryEmbedding {
     config: RopeConfig,
     head_dim: usize,
     tables: Arc<Tables>,
-    /// A table that was given, with a row for each position up to its end, and does not grow.
+    /// A table of the caller, which has a row for each position and does not grow.
     given: Option<Arc<Angles>>,
 }
 
 impl RotaryEmbedding {
-    /// For heads of width `head_dim`. Nothing is computed yet.
+    /// Returns the rotary embedding of heads of width `head_dim`. Cosines and sines are computed by the first call.
     ///
     /// # Errors
     /// As [`RopeConfig::validate`].
@@ -55,11 +56,11 @@ impl RotaryEmbedding {
         Ok(Self { config: config.clone(), head_dim, tables: Arc::default(), given: None })
     }
 
-    /// From given tables of cosines and sines, (P, r/2) each: row p is of position p, column i of the pair i of the r
-    /// entries of a head that the config rotates. They are kept in f32.
+    /// Returns the rotary embedding of given tables of cosines and sines, (P, r/2) each: row p is for position p, and
+    /// column i for pair i of the r entries of a head that the config rotates. They are stored in f32.
     ///
-    /// The config says which entries are pairs; its base and scaling are not read. Of tables (P, r) that hold the same
-    /// r/2 columns twice, as most models of Hugging Face compute them, give `cos.narrow(1, 0, r / 2)?`.
+    /// The config says which entries are pairs; its base and scaling are ignored. Most models of Hugging Face compute
+    /// tables (P, r) in which the r/2 columns occur twice: pass `cos.narrow(1, 0, r / 2)?`.
     ///
     /// ```
     /// use candle_attention::{RopeConfig, RotaryEmbedding};
@@ -76,8 +77,9 @@ impl RotaryEmbedding {
     /// ```
     ///
     /// # Errors
-    /// As [`RopeConfig::validate`], for a config with axes, and for tables of another shape or dtype, too large for
-    /// memory, or tracked for gradients, which they would not get. A position past their end is an error of the call.
+    /// As [`RopeConfig::validate`], for a config with axes, and for tables of another shape or dtype, that do not fit
+    /// in memory or that are tracked for gradients, which do not flow into them. A position past their end is an error
+    /// of the call.
     pub fn from_tables(config: &RopeConfig, head_dim: usize, cos: &Tensor, sin: &Tensor) -> Result<Self> {
         let own = Self::new(config, head_dim)?;
         let half = own.half();
@@ -98,17 +100,17 @@ impl RotaryEmbedding {
         Ok(Self { given: Some(Arc::new(given)), ..own })
     }
 
-    /// What the tables were made for.
+    /// Returns the config.
     pub fn config(&self) -> &RopeConfig {
         &self.config
     }
 
-    /// D, the width of a head.
+    /// Returns the width of a head (D).
     pub fn head_dim(&self) -> usize {
         self.head_dim
     }
 
-    /// An error of `op` unless the tables were made for this config and heads of this width.
+    /// Checks that the config and the width of heads are these; `op` is for the error.
     pub(crate) fn check_config(&self, op: &str, rope: &RopeConfig, d: usize) -> Result<()> {
         if rope != self.config() || d != self.head_dim() {
             bail!(
@@ -120,29 +122,29 @@ impl RotaryEmbedding {
         Ok(())
     }
 
-    /// Queries or keys (B, H, T, D) rotated by integer positions (T,) or (B, T), in the same shape and dtype. The
-    /// rotation is computed in f32 (f64 for f64). Differentiable.
+    /// Rotates queries or keys (B, H, T, D) by integer positions (T,) or (B, T). The result has the same shape and
+    /// dtype; the rotation is computed in f32 (f64 for f64). Differentiable.
     ///
     /// # Errors
     /// For another rank, width or dtype, for a result that does not fit in memory, and for positions of another shape,
-    /// below 0, of 2^24 and more, where f32 cannot tell them apart, or past the end of given tables.
+    /// below 0, of 2^24 and more (where f32 cannot represent each), or past the end of given tables.
     pub fn apply(&self, xs: &Tensor, positions: &Tensor) -> Result<Tensor> {
         self.rotate(xs, |b, t| self.at(&Positions::from_tensor("positions", positions, b, t)?))
     }
 
-    /// [`apply`](Self::apply) at the positions `offset`, `offset + 1` and so on.
+    /// Rotates as [`apply`](Self::apply) does, by the positions `offset`, `offset + 1` and so on.
     ///
     /// # Errors
-    /// As that.
+    /// As [`apply`](Self::apply).
     pub fn apply_from(&self, xs: &Tensor, offset: usize) -> Result<Tensor> {
         self.rotate(xs, |_, t| self.at(&Positions::starting_at(&[offset], t)?))
     }
 
-    /// [`apply`](Self::apply) at positions (A, T) or (A, B, T) on the config's axes, see
+    /// Rotates as [`apply`](Self::apply) does, by positions (A, T) or (A, B, T) on the config's axes, as in
     /// [`AttentionInput::with_axis_positions`](crate::AttentionInput::with_axis_positions).
     ///
     /// # Errors
-    /// As that, and for a config without axes.
+    /// As [`apply`](Self::apply), and for a config without axes.
     pub fn apply_on_axes(&self, xs: &Tensor, positions: &Tensor) -> Result<Tensor> {
         self.rotate(xs, |b, t| match self.config().axes() {
             Some(axes) => self.on_axes(&axes.positions(positions, b, t)?),
@@ -150,7 +152,7 @@ impl RotaryEmbedding {
         })
     }
 
-    /// `rotation` gives that of B sequences of T positions.
+    /// Rotates by the rotation of B sequences of T positions that `rotation` returns.
     fn rotate(&self, xs: &Tensor, rotation: impl FnOnce(usize, usize) -> Result<Rotation>) -> Result<Tensor> {
         let shape = [Dim::Any("B"), Dim::Any("H"), Dim::Any("T"), Dim::Named("D", self.head_dim())];
         Expect::many("rope", "xs", xs).shape(&shape)?.dtype_of(&FLOATS, "")?;
@@ -160,19 +162,20 @@ impl RotaryEmbedding {
     }
 }
 
-/// Which angles each token of a call is rotated by.
+/// The rotation of the tokens of a call.
 #[derive(Debug, Clone)]
 pub(crate) struct Rotation {
     angles: Arc<Angles>,
-    /// The row of each position of the call, T for all sequences or B · T.
+    /// The row of angles of each token, T for all sequences or B · T.
     index: Arc<[u32]>,
     style: RopeStyle,
-    /// By the opposite angles: the backward pass.
+    /// Whether tokens are rotated by the opposite angles, in the backward pass.
     inverse: bool,
 }
 
 impl Rotation {
-    /// A view (B, T, H, D) of queries or keys to a contiguous tensor of the same shape and dtype. Differentiable.
+    /// Rotates queries or keys (B, T, H, D) of any strides. Returns a contiguous tensor of the same shape and dtype.
+    /// Differentiable.
     pub(crate) fn apply(&self, xs: &Tensor) -> Result<Tensor> {
         let (b, t, ..) = xs.dims4()?;
         if xs.elem_count() > 0 && ![t, b * t].contains(&self.index.len()) {
@@ -218,8 +221,8 @@ impl Rotation {
         }
     }
 
-    /// As [`apply`](Self::apply), on any device and for f64. Candle's fused operations have no backward pass, so they
-    /// serve where nothing is tracked.
+    /// Rotates as [`apply`](Self::apply) does, on any device and for f64, by Candle's operations: the fused ones if
+    /// nothing is tracked for gradients, since they have no backward pass.
     fn by_candle(&self, xs: &Tensor) -> Result<Tensor> {
         if xs.elem_count() == 0 {
             // A view of nothing may begin past the end of its buffer, where the copies of callers would panic.
@@ -227,7 +230,7 @@ impl Rotation {
         }
         let ((b, t, h, d), r, rows) = (xs.dims4()?, 2 * self.angles.half, self.index.len());
         let [cos, sin] = self.tensors(xs)?;
-        // Sequences that have positions of their own are one after the other in one.
+        // Sequences with different positions are concatenated to one sequence.
         let in_one = |xs: Tensor, dims: [usize; 4]| if rows == t { Ok(xs) } else { xs.reshape(&dims) };
         let inputs = in_one(xs.narrow(3, 0, r)?, [1, rows, h, r])?.transpose(1, 2)?;
         let inputs = inputs.to_dtype(cos.dtype())?.contiguous()?;
@@ -279,9 +282,9 @@ mod tests {
     use crate::position::Positions;
     use candle_core::{Device, Var};
 
-    /// Candle's operations run on the CPU too: all three ways give the same numbers and gradients.
+    /// Compares the three implementations on the CPU, with their gradients.
     #[test]
-    fn every_way_to_rotate_gives_the_same() -> Result<()> {
+    fn rope_implementations_agree() -> Result<()> {
         let (b, t, h, d) = (2, 3, 2, 8);
         let ragged =
             Positions::from_tensor("positions", &Tensor::new(&[[5u32, 6, 7], [0, 0, 1]], &Device::Cpu)?, b, t)?;

@@ -1,0 +1,77 @@
+//! The padding that a mask names, for checks of calls with a cache.
+
+use std::ops::Range;
+
+use candle_core::Tensor;
+
+use super::AttentionMask;
+use super::constraint::{Alignment, Constraint, Reach};
+
+impl AttentionMask {
+    /// Returns whether a query may attend to keys after its own: no constraint masks them, and no tensor could.
+    pub(crate) fn shows_later_keys(&self) -> bool {
+        let masks_later_keys = |constraint: &Constraint| {
+            matches!(constraint, Constraint::Aligned(_, Reach::Causal { .. } | Reach::Window { right: 0, .. }))
+        };
+        self.tensor_kind().is_none() && !self.constraints.iter().any(masks_later_keys)
+    }
+
+    /// Returns whether the mask masks some of the new tokens of a call for all queries. `tokens` are their positions in
+    /// each sequence.
+    pub(crate) fn hides_tokens(&self, tokens: &[Range<usize>]) -> bool {
+        self.constraints.iter().any(|constraint| {
+            let mut sequences = tokens.iter().enumerate().filter(|(_, new)| !new.is_empty());
+            match constraint {
+                Constraint::Starts(starts) => {
+                    sequences.any(|(b, new)| starts.of_sequence(b).is_some_and(|start| start > new.start))
+                }
+                Constraint::ValidLens(lens) => {
+                    sequences.any(|(b, new)| lens.of_sequence(b).is_some_and(|len| len < new.end))
+                }
+                Constraint::Tokenized(tokenized) => tokenized.has_gaps,
+                Constraint::Aligned(..) | Constraint::Prefix(_) | Constraint::Wrong(_) => false,
+            }
+        })
+    }
+
+    /// Returns whether the mask has anything that can name padding: starts, lengths or a tensor.
+    pub(crate) fn can_name_padding(&self) -> bool {
+        let is_length =
+            |constraint: &Constraint| matches!(constraint, Constraint::Starts(_) | Constraint::ValidLens(_));
+        self.tensor_kind().is_some() || self.constraints.iter().any(is_length)
+    }
+
+    /// Returns whether the mask seems to count padding on the left: it has starts above 0, or a tensor with a row for
+    /// each sequence.
+    pub(crate) fn counts_left_padding(&self) -> bool {
+        let is_start = |constraint: &Constraint| matches!(constraint, Constraint::Starts(own) if own.is_above_zero());
+        let is_by_sequence = |tensor: &Tensor| matches!(*tensor.dims(), [b, _, _, _] if b > 1);
+        self.constraints.iter().any(is_start) || self.bool_masks.iter().chain(&self.biases).any(is_by_sequence)
+    }
+
+    /// Returns whether a constraint counts from the positions of the queries: a causal mask, a window, chunks.
+    pub(crate) fn counts_from_queries(&self) -> bool {
+        self.constraints.iter().any(|constraint| constraint.alignment().is_some())
+    }
+
+    /// Returns a sequence in which an offset of the mask places the first query elsewhere than `first_queries` does,
+    /// and the position by the offset.
+    pub(crate) fn other_offset(&self, first_queries: &[i128]) -> Option<(usize, i128)> {
+        for alignment in self.constraints.iter().filter_map(Constraint::alignment) {
+            for (b, &query) in first_queries.iter().enumerate() {
+                let offset = match alignment {
+                    Alignment::End => continue,
+                    Alignment::Offset(n) => *n as i128,
+                    Alignment::Offsets(offsets) => match offsets.get(b) {
+                        Some(&n) => n.into(),
+                        None => continue,
+                    },
+                };
+                if offset != query {
+                    return Some((b, offset));
+                }
+            }
+        }
+        None
+    }
+}

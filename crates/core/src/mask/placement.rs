@@ -1,0 +1,62 @@
+//! The queries and keys of a call within longer sequences.
+
+use std::ops::Range;
+
+use candle_core::{Result, bail};
+
+use super::OP;
+
+/// The queries and keys of a call within one sequence.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Placement {
+    /// The position of query 0. It is negative if the call begins with padding.
+    pub query: i128,
+    /// The index of query 0 among all queries of the sequence, from which offsets count.
+    pub first_query: usize,
+    /// The queries that are tokens. The others attend to nothing.
+    pub tokens: Range<usize>,
+    /// The positions of the keys. The first of them is in row 0; a cache stores the last positions of a sequence.
+    pub keys: Range<usize>,
+}
+
+impl Placement {
+    /// Returns the placement of a whole sequence: the last query is at the last key.
+    pub fn whole(t_q: usize, t_kv: usize) -> Self {
+        Self { query: t_kv as i128 - t_q as i128, first_query: 0, tokens: 0..t_q, keys: 0..t_kv }
+    }
+}
+
+/// The placements of all sequences of a call, which has one shape.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Placements {
+    /// The number of sequences.
+    pub b: usize,
+    /// The number of queries of each sequence.
+    pub t_q: usize,
+    /// The number of rows of keys of each sequence.
+    pub t_kv: usize,
+    /// A placement for each sequence, or one for all of them.
+    pub each: Vec<Placement>,
+}
+
+impl Placements {
+    /// Returns the placement of sequence `b`.
+    pub fn of_sequence(&self, b: usize) -> Option<&Placement> {
+        if self.each.len() == 1 { self.each.first() } else { self.each.get(b) }
+    }
+
+    /// Checks that a call has the shape of the placements: `n` sequences, with the queries and keys of `sizes`.
+    pub fn check(&self, n: usize, sizes: &[[usize; 2]]) -> Result<()> {
+        let Self { b, t_q, t_kv, .. } = *self;
+        if b != n {
+            bail!("[{OP}] the mask is `of_part` with {b} sequences, expected {n}")
+        }
+        if let Some([queries, keys]) = sizes.iter().find(|&&size| size != [t_q, t_kv]) {
+            bail!(
+                "[{OP}] the mask is `of_part` with {t_q} queries and {t_kv} keys, expected {queries} queries and {keys} \
+                 keys"
+            )
+        }
+        Ok(())
+    }
+}
