@@ -15,13 +15,13 @@ use crate::error::{Error, check_instruction_set};
 /// Computes attention of every query of a call, on the executor or on the threads of the current rayon pool: the
 /// attention output, B·H·T_q·D_v elements in the order that the problem names; in `lse` the log-sum-exp of each query's
 /// scores, (B, H, T_q); and in `stats` the softmax statistics that [`attend_backward`](super::attend_backward) reads,
-/// (B, H, T_q). On success every element of all is initialised.
+/// (B, H, T_q). On success every element of all three is initialised.
 ///
 /// # Errors
 /// [`Error::Shape`] if a slice is shorter than the dimensions need, a range ends past the keys, a query attends to a
 /// key without an entry in the relative bias, the query heads are no multiple of the key heads, or only one of keys and
-/// values has 8 bits; [`Error::InstructionSet`] if the processor
-/// lacks the instruction set; [`Error::Memory`] if there is none for intermediate results.
+/// values has 8 bits; [`Error::InstructionSet`] if the processor lacks the instruction set; [`Error::Memory`] if there
+/// is no memory for intermediate results.
 ///
 /// ```
 /// use candle_attention_kernels::InstructionSet;
@@ -95,7 +95,7 @@ pub(super) fn attend_to<E: AttentionKernels>(
 /// The elements of `lse` and `stats` are replaced.
 ///
 /// # Errors
-/// As [`attend`], and [`Error::Memory`] if there is none for the results.
+/// As [`attend`], and [`Error::Memory`] if there is no memory for the results.
 pub fn attend_vec<E: AttentionKernels>(
     problem: &AttentionProblem<E>,
     instruction_set: InstructionSet,
@@ -116,7 +116,7 @@ pub fn attend_vec<E: AttentionKernels>(
     let lse_to = new_lse.as_mut().map(Unwritten::elements);
     let stats_to = new_stats.as_mut().map(Unwritten::elements);
     attend(problem, instruction_set, output.elements(), lse_to, stats_to)?;
-    // SAFETY: `attend` initialised every element of all.
+    // SAFETY: `attend` initialised every element of all three.
     unsafe {
         if let (Some(lse), Some(new_lse)) = (lse, new_lse) {
             *lse = new_lse.written();

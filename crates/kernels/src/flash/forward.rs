@@ -16,7 +16,7 @@ use super::tile::Tile;
 use crate::cpu::{Kernel, Layout, for_each_task};
 use crate::number::{Number, Stored};
 
-/// Computes a call. `None` if there is no memory for intermediate results.
+/// Computes the attention output of a call. `None` if there is no memory for intermediate results.
 ///
 /// # Safety
 /// The processor has the instruction set of K.
