@@ -16,7 +16,7 @@ before(async () => {
 });
 after(() => browser.close());
 
-/** Opens a page, calls `use` with it, and holds it to an empty console and to files alone. */
+/** Opens a page, calls `use` with it, and checks that its console is empty and that it reads files only. */
 async function open(address, use, options = {}) {
   const viewport = { width: 1280, height: 800 };
   const context = await browser.newContext({ viewport, offline: true, colorScheme: "light", ...options });
@@ -82,7 +82,7 @@ test("top keys, readers and sums are those of the reference path", async () => {
     near(numbers(reads)[0], entropy[2][9], 0.006, reads);
     near(numbers(reads)[2] / 100, 1 - row.reduce((sum, [, weight]) => sum + weight, 0), 0.006, reads);
     near(numbers(readers)[0], received[2][9], 0.006, readers);
-    // Over all heads: a key that is no top key somewhere has less than its mean, by no more than what was left out.
+    // Over all heads: a key that is not always a top key shows less than its mean, by at most the other keys' weight.
     await page.getByRole("button", { name: "This token in all heads" }).click();
     await isVisible(page, "token");
     const heads = expected.flatMap(({ weights }) => weights);
@@ -252,23 +252,23 @@ test("each view looks as it did", async () => {
       if (process.env.UPDATE_EXPECT) writeFileSync(stored, shots[name]);
       const off = await difference(page, [shots[name], readFileSync(stored)]);
       assert.ok(off < 2.5, `${name}: ${off}`);
-      // Another view in its place would be noticed.
+      // Another view would differ by more.
       for (const other of Object.values(shots).slice(0, -1)) assert.ok(await difference(page, [shots[name], other]) > 5, name);
     }, { viewport: { width: 640, height: 480 }, deviceScaleFactor: 0.5 });
   }
 });
 
-// No limits: a busy machine is no fault of the page. The times are printed.
+// The times are printed and have no limits, since the machine may be busy.
 test("large pages open and answer", async () => {
   let first = Infinity;
-  // The best of several: other processes of the machine are not what is measured.
+  // The best of several, to exclude other processes of the machine.
   for (let i = 0; i < 3; i++) {
     await open("large.html", async (page) => {
       await drawn(page);
       first = Math.min(first, await page.evaluate(() => performance.getEntriesByType("mark")[0].startTime));
     });
   }
-  // Key 0 is read by every query in every head, as the first token of many models is.
+  // Every query attends to key 0 in every head, as in many models.
   const actions = ["to-head", "as-lines", "next", "list-query-300", "list-query-4000", "list-key-0", "as-map", "next",
     "zoom-in", "zoom-out", "to-token", "text-query-17", "text-query-0", "to-model"];
   const times = {};

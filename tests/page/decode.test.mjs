@@ -10,7 +10,7 @@ const { Layer, bytesOfBase64, meanOverHeads, parseAddress, sortByWeight, textOf 
 
 const shape = { heads: 1, queries: 3, keys: 4, top: 2 };
 const code = (weight) => Math.round(Math.sqrt(weight) * 65534);
-// Query 0 reads key 0 alone, query 1 keys 2 and 1 and others, query 2 something that is no number.
+// Query 0 attends to key 0 alone, query 1 to keys 2, 1 and others; query 2 has a weight that is not a number.
 const bytes = (tile = []) => {
   const parts = [
     Float32Array.of(1, 0.25, 0.5, 0.25), Float32Array.of(0, 1.5, NaN), Uint16Array.of(0, 1, 2, 1, 3, 0),

@@ -1,11 +1,11 @@
-//! The two ends of an attention layer that people look at: texts that go in, and pictures of the weights that come out.
+//! Texts as the input of an attention layer, and pictures of its weights.
 //!
-//! - [`text`]: [`SimpleTokenizer`] gives ids, [`EmbeddingLayer`] gives vectors.
-//! - [`plot`]: heat maps of attention weights in a terminal, with the feature `plot` as SVG and PNG files, and pages
-//!   that show all heads of a model in a browser.
+//! - [`text`]: [`SimpleTokenizer`] turns texts into ids, [`EmbeddingLayer`] turns ids into vectors.
+//! - [`plot`]: heat maps of attention weights in a terminal, as SVG and PNG files (feature `plot`), and pages that show
+//! all heads of a model in a browser.
 //!
-//! Below lies `candle-attention-core`, the layer itself. Models use the package `candle-attention`, which gives these
-//! names.
+//! The layer itself is in `candle-attention-core`. Models depend on the package `candle-attention`, which re-exports
+//! these names.
 
 pub mod plot;
 pub mod text;

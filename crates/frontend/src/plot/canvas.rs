@@ -1,18 +1,19 @@
-//! What a picture is drawn on: rectangles and lines of text, in pixels, as SVG or as pixels.
+//! The canvases that pictures are drawn on: rectangles and lines of text, in pixels, as SVG or as a bitmap.
 
 use ab_glyph::{Font, FontRef, GlyphId, PxScale, ScaleFont, point};
 use candle_core::{Error, Result};
 
 use super::style::Rgb;
 
-/// Monospaced, so that a label's width is known whichever of these the viewer has.
+/// Monospaced fonts, so that the width of a label is known whichever of them the viewer has.
 const FAMILIES: &str = "Hack, 'DejaVu Sans Mono', Menlo, Consolas, monospace";
 /// Half the height of a capital or digit of Hack, in em: text is centred on it.
 const HALF_CAPITAL: f32 = 0.36;
 
 pub(super) trait Canvas {
+    /// Fills a rectangle, \[left, top, width, height\].
     fn rect(&mut self, place: [i32; 4], color: Rgb);
-    /// A line of text; `at` is halfway up its capitals, at its anchor.
+    /// Draws a line of text; `at` is halfway up its capitals, at its anchor.
     fn text(&mut self, text: &str, at: [i32; 2], style: Style);
 }
 
@@ -21,21 +22,41 @@ pub(super) struct Style {
     pub(super) em: i32,
     pub(super) anchor: Anchor,
     pub(super) color: Rgb,
-    /// Written upwards.
+    /// Whether the text is written upwards.
     pub(super) vertical: bool,
 }
 
-/// Which place of a text its point marks, in halves of the text's length.
+/// The part of a text that is at its point.
 #[derive(Clone, Copy)]
 pub(super) enum Anchor {
-    Start = 0,
-    Middle = 1,
-    End = 2,
+    Start,
+    Middle,
+    End,
 }
 
-/// What `draw` draws, as an SVG document.
+impl Anchor {
+    /// Returns the name in SVG.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Start => "start",
+            Self::Middle => "middle",
+            Self::End => "end",
+        }
+    }
+
+    /// Returns the share of a text that is before its point.
+    fn share(self) -> f32 {
+        match self {
+            Self::Start => 0.0,
+            Self::Middle => 0.5,
+            Self::End => 1.0,
+        }
+    }
+}
+
+/// Draws an SVG document by `draw`.
 pub(super) fn to_svg([w, h]: [i32; 2], draw: impl FnOnce(&mut dyn Canvas) -> Result<()>) -> Result<String> {
-    // Without crisp edges, cells are blurred where the picture is scaled, and the ground shines through.
+    // Without crisp edges, cells are blurred where the picture is scaled, and the background shows between them.
     let mut svg = Svg(format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{w}\" height=\"{h}\" viewBox=\"0 0 {w} {h}\" \
          shape-rendering=\"crispEdges\" font-family=\"{FAMILIES}\">\n"
@@ -44,7 +65,7 @@ pub(super) fn to_svg([w, h]: [i32; 2], draw: impl FnOnce(&mut dyn Canvas) -> Res
     Ok(svg.0 + "</svg>\n")
 }
 
-/// What `draw` draws, as a PNG file.
+/// Draws a PNG file by `draw`.
 pub(super) fn to_png(font: Hack, size: [i32; 2], draw: impl FnOnce(&mut dyn Canvas) -> Result<()>) -> Result<Vec<u8>> {
     let mut bitmap = Bitmap { font, size, pixels: vec![0; 3 * size[0] as usize * size[1] as usize] };
     draw(&mut bitmap)?;
@@ -72,7 +93,7 @@ impl Canvas for Svg {
     }
 
     fn text(&mut self, text: &str, [x, y]: [i32; 2], Style { em, anchor, color, vertical }: Style) {
-        let anchor = ["start", "middle", "end"][anchor as usize];
+        let anchor = anchor.name();
         let (fill, baseline) = (hex(color), y + (HALF_CAPITAL * em as f32).round() as i32);
         let turn = if vertical { format!(" transform=\"rotate(270 {x} {y})\"") } else { String::new() };
         let text = text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;");
@@ -91,18 +112,19 @@ impl Hack {
         FontRef::try_from_slice(epaint_default_fonts::HACK_REGULAR).map_err(failed).map(Self)
     }
 
-    /// Whether the font can write all of a text.
+    /// Returns whether the font has all characters of a text.
     pub(super) fn covers(&self, text: &str) -> bool {
         text.chars().all(|c| self.glyph_id(c).0 != 0)
     }
 
-    /// Hack has no open box, which labels show a space by; the undertie comes near.
+    /// Returns the glyph of a character. Hack has no open box, which marks spaces in labels; the undertie looks
+    /// similar.
     fn glyph_id(&self, c: char) -> GlyphId {
         self.0.glyph_id(if c == '␣' { '‿' } else { c })
     }
 }
 
-/// A picture of pixels, three bytes each.
+/// A bitmap, three bytes for each pixel.
 struct Bitmap {
     font: Hack,
     size: [i32; 2],
@@ -110,7 +132,7 @@ struct Bitmap {
 }
 
 impl Bitmap {
-    /// The bytes of `w` pixels from (x, y), without those outside of the picture.
+    /// Returns the bytes of `w` pixels from (x, y), without those outside of the picture.
     fn row(&mut self, x: i32, y: i32, w: i32) -> &mut [u8] {
         let [width, height] = self.size;
         if !(0..height).contains(&y) {
@@ -123,8 +145,8 @@ impl Bitmap {
 
 impl Canvas for Bitmap {
     fn rect(&mut self, [x, y, w, h]: [i32; 4], color: Rgb) {
-        for y in y..y + h {
-            self.row(x, y, w).chunks_exact_mut(3).for_each(|pixel| pixel.copy_from_slice(&color));
+        for row in y..y + h {
+            self.row(x, row, w).chunks_exact_mut(3).for_each(|pixel| pixel.copy_from_slice(&color));
         }
     }
 
@@ -136,7 +158,7 @@ impl Canvas for Bitmap {
         let scale = PxScale::from(em * font.height_unscaled() / font.units_per_em().unwrap_or(2048.0));
         let font = font.as_scaled(scale);
         let advance: f32 = glyphs.iter().map(|&id| font.h_advance(id)).sum();
-        let mut pen = -(advance * f32::from(anchor as u8) / 2.0).round();
+        let mut pen = -(advance * anchor.share()).round();
         let baseline = (HALF_CAPITAL * em).round();
         for id in glyphs {
             let outline = font.outline_glyph(id.with_scale_and_position(scale, point(pen, baseline)));

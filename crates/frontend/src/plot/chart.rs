@@ -10,15 +10,15 @@ use super::save;
 use super::style::{Rgb, gradient, safe};
 
 const SIZE: [i32; 2] = [720, 420];
-/// What the axes enclose: left, top, right, bottom.
+/// The area between the axes: left, top, right, bottom.
 const AREA: [i32; 4] = [76, 52, 696, 356];
 const GRID: Rgb = [225; 3];
 const TICK_LENGTH: i32 = 5;
 const LINE_WIDTH: i32 = 2;
-/// Between two names of lines.
+/// The space between two names of lines.
 const NAME_GAP: i32 = 16;
 
-/// Numbers over a common axis as lines: the loss over the steps of a training, say. Needs the feature `plot`.
+/// A line chart over a common axis, for example of the loss over the steps of a training. Needs the feature `plot`.
 ///
 /// ```
 /// use candle_attention::plot::LineChart;
@@ -51,10 +51,10 @@ struct Axis {
 }
 
 impl Axis {
-    /// Over numbers of all lines; `include` is on the axis, whatever the numbers are.
+    /// Makes an axis over the numbers of all lines and `include`.
     fn new(numbers: impl Iterator<Item = f64>, include: f64, [start, end]: [i32; 2]) -> Self {
         let (low, high) = numbers.fold((include, include), |(low, high), number| (low.min(number), high.max(number)));
-        // One number alone still needs an axis of some length.
+        // An axis needs some length, also for one number alone.
         Self { low, high: if high > low { high } else { low + 1.0 }, start, end }
     }
 
@@ -62,12 +62,12 @@ impl Axis {
         self.at((number - self.low) / (self.high - self.low))
     }
 
-    /// The pixel at a share of the axis.
+    /// Returns the pixel at a share of the axis.
     fn at(&self, share: f64) -> f64 {
         f64::from(self.start) + share * f64::from(self.end - self.start)
     }
 
-    /// The pixels of round numbers, and their texts.
+    /// Returns the pixels of round numbers, and their texts.
     fn ticks(&self) -> impl Iterator<Item = (i32, String)> {
         let clear = 1.5 * f64::from(TICK.em) / f64::from((self.end - self.start).abs());
         ticks(self.low, self.high, clear).into_iter().map(|(share, text)| (self.at(share).round() as i32, text))
@@ -75,16 +75,16 @@ impl Axis {
 }
 
 impl LineChart {
-    /// A chart without lines; the names are those of its axes.
+    /// Makes a chart without lines; the names label its axes.
     pub fn new(title: impl AsRef<str>, x_name: impl AsRef<str>, y_name: impl AsRef<str>) -> Self {
         let [title, x_name, y_name] = [title.as_ref(), x_name.as_ref(), y_name.as_ref()].map(safe);
         Self { title, x_name, y_name, lines: Vec::new() }
     }
 
-    /// With a line through points \[x, y\] in the order of their x.
+    /// Adds a line through points \[x, y\] in the order of their x.
     ///
     /// # Errors
-    /// For no points, points that are not in order, and numbers that are not finite or beyond ±1e300.
+    /// If there are no points, the points are not in order, or a number is not finite or beyond ±1e300.
     pub fn with_line(mut self, name: impl AsRef<str>, points: &[[f64; 2]]) -> Result<Self> {
         let name = safe(name.as_ref());
         if points.is_empty() || points.iter().flatten().any(|number| !number.is_finite() || number.abs() > 1e300) {
@@ -106,7 +106,7 @@ impl LineChart {
         save("line_chart", path.as_ref(), || self.to_svg(), || self.to_png())
     }
 
-    /// The chart as an SVG document of 720 x 420 pixels.
+    /// Draws the chart as an SVG document of 720 x 420 pixels.
     ///
     /// # Errors
     /// If there is no line.
@@ -114,7 +114,7 @@ impl LineChart {
         canvas::to_svg(SIZE, |svg| self.draw(svg))
     }
 
-    /// The same picture as a PNG file.
+    /// Draws the chart as a PNG file, the same picture as [`to_svg`](Self::to_svg).
     ///
     /// # Errors
     /// If there is no line.
@@ -156,7 +156,7 @@ impl LineChart {
 }
 
 impl Line {
-    /// In each column of pixels, what the line passes through there.
+    /// Draws the part of the line that passes through each column of pixels.
     fn draw(&self, canvas: &mut dyn Canvas, x_axis: &Axis, y_axis: &Axis, color: Rgb) {
         let pixel = |point: &[f64; 2]| [x_axis.pixel(point[0]), y_axis.pixel(point[1])];
         let mut column = |x: i32, from: f64, to: f64| {

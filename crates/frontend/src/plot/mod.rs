@@ -1,6 +1,6 @@
-//! Pages of the attention of a whole model, and heat maps of weights: in the terminal always, as SVG and PNG under the
-//! feature `plot`, which has a line chart for the numbers of a training as well. Without it, what draws a heat map into
-//! a file is an error that says so.
+//! Pages of the attention of a whole model, and heat maps of weights: always in the terminal, and with the feature
+//! `plot` as SVG and PNG files. The feature also has a line chart, for example for the loss of a training. Without the
+//! feature, drawing a heat map into a file is an error that names it.
 //!
 //! ```
 //! use candle_attention::plot::{HeatMap, Heads, TerminalOptions};
@@ -33,19 +33,20 @@ pub use chart::LineChart;
 pub use page::Page;
 pub use terminal::{Color, TerminalOptions};
 
-/// The attention weights of one sequence with what is needed to read them: labels on both axes and a title.
+/// The attention weights of one sequence, with labels on both axes and a title.
 ///
 /// Rows are queries, columns are keys. The colour scale is linear, runs from 0 to the largest weight drawn (see
-/// [`HeatMap::with_scale_max`]) and is one for all heads of a drawing. Weights that leave \[0, 1\] are drawn as they
-/// are: the scale is stretched over them and the legend says so, since dropout in training leaves weights above 1.
-/// Weights that are not finite are drawn in grey and counted in the legend. A weight that is exactly 0 (a hidden key)
-/// is written `0`, one that rounds to 0 is written `.00`.
+/// [`HeatMap::with_scale_max`]) and is the same for all heads of a drawing. Weights outside \[0, 1\] are drawn as they
+/// are: the scale is stretched to them and the legend says so, since dropout in training makes weights above 1. Weights
+/// that are not finite are drawn in grey and counted in the legend. A weight that is exactly 0 (a masked key) is
+/// written `0`, a weight that rounds to 0 is written `.00`.
 ///
-/// Tokens and the title are taken as untrusted text: control, format and invisible characters are written as in a Rust
-/// string (`\n`, `\u{1b}`), a backslash as `\\`; spaces at either end of a token are written `␣`, an empty token `""`.
+/// Tokens and the title are treated as untrusted text: control, format and invisible characters are written as in a
+/// Rust string (`\n`, `\u{1b}`), a backslash as `\\`; spaces at either end of a token are written `␣`, an empty token
+/// `""`.
 #[derive(Debug, Clone)]
 pub struct HeatMap {
-    /// (H, T_q, T_kv), on the CPU, in the dtype it came in.
+    /// The weights (H, T_q, T_kv) on the CPU, in their original dtype.
     weights: Tensor,
     queries: Axis,
     keys: Axis,
@@ -53,7 +54,7 @@ pub struct HeatMap {
     scale_max: Option<f64>,
 }
 
-/// Which heads are drawn.
+/// The heads to draw.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Heads {
     /// One panel: the mean over all heads.
@@ -65,13 +66,13 @@ pub enum Heads {
 }
 
 impl HeatMap {
-    /// A heat map of `weights`: (T_q, T_kv), (H, T_q, T_kv) or (1, H, T_q, T_kv), of any float dtype, on any device,
-    /// with any strides. The axes are labelled by index until tokens are given.
+    /// Makes a heat map of `weights`: (T_q, T_kv), (H, T_q, T_kv) or (1, H, T_q, T_kv), of any float dtype, on any
+    /// device, with any strides. The axes are labelled by index until tokens are given.
     ///
     /// # Errors
     ///
     /// If the rank is another, the batch is larger than one (see [`HeatMap::from_batch`]), a dimension is 0, or the
-    /// dtype is no float.
+    /// dtype is not a float.
     pub fn new(weights: &Tensor) -> Result<Self> {
         let dims = weights.dims();
         let weights = match *dims {
@@ -92,14 +93,14 @@ impl HeatMap {
         let (_, queries, keys) = weights.dims3()?;
         Ok(Self {
             weights: weights.detach().to_device(&Device::Cpu)?,
-            queries: Axis::indices(["query", "queries"], queries),
-            keys: Axis::indices(["key", "keys"], keys),
+            queries: Axis::indices(Noun { one: "query", many: "queries" }, queries),
+            keys: Axis::indices(Noun { one: "key", many: "keys" }, keys),
             title: None,
             scale_max: None,
         })
     }
 
-    /// A heat map of sequence `b` of a batch: `weights` is (B, H, T_q, T_kv).
+    /// Makes a heat map of sequence `b` of a batch: `weights` is (B, H, T_q, T_kv).
     ///
     /// # Errors
     ///
@@ -114,13 +115,14 @@ impl HeatMap {
         Self::new(&weights.narrow(0, b, 1)?)
     }
 
-    /// Labels both axes with the same tokens, as self-attention has them.
+    /// Labels both axes with the same tokens, for self-attention.
     ///
     /// # Errors
     ///
     /// If T_q and T_kv differ, or are not the number of tokens.
     pub fn with_tokens<S: AsRef<str>>(self, tokens: &[S]) -> Result<Self> {
-        let [queries, keys] = [&self.queries, &self.keys].map(|axis| axis.labels.len());
+        let queries = self.queries.labels.len();
+        let keys = self.keys.labels.len();
         if queries != keys {
             bail!(
                 "[heat_map] one list of {} tokens cannot label both {queries} queries and {keys} keys: \
@@ -149,14 +151,14 @@ impl HeatMap {
         Ok(Self { keys: self.keys.with_tokens(tokens)?, ..self })
     }
 
-    /// A title above the map.
+    /// Sets a title above the map.
     #[must_use]
     pub fn with_title(self, title: impl AsRef<str>) -> Self {
         Self { title: Some(style::safe(title.as_ref())), ..self }
     }
 
-    /// Ends the colour scale at `max` in place of the largest weight drawn, so that maps can be compared with each
-    /// other. The legend counts the weights above it, which take the colour of the scale's end.
+    /// Ends the colour scale at `max` instead of the largest weight drawn, so that maps can be compared with each
+    /// other. The legend counts the weights above it, which have the colour of the scale's end.
     ///
     /// # Errors
     ///
@@ -177,9 +179,9 @@ impl HeatMap {
         save("heat_map", path.as_ref(), || self.to_svg(heads), || self.to_png(heads))
     }
 
-    /// The map as an SVG document: the title, a grid of panels (one for each head drawn) of T_q rows and T_kv columns,
-    /// labels at the left and below, and one colour bar for all panels. Text stays text, in a monospaced font of the
-    /// viewer's; the layout is that of [`HeatMap::to_png`].
+    /// Draws the map as an SVG document: the title, a grid of panels (one for each head drawn) of T_q rows and T_kv
+    /// columns, labels at the left and below, and one colour bar for all panels. Text stays text, in a monospaced font
+    /// of the viewer; the layout is that of [`HeatMap::to_png`].
     ///
     /// # Errors
     ///
@@ -188,12 +190,12 @@ impl HeatMap {
         picture::to_svg(self, heads)
     }
 
-    /// The map as a PNG file: the same picture as [`HeatMap::to_svg`], with no side much over 4000 pixels.
+    /// Draws the map as a PNG file: the same picture as [`HeatMap::to_svg`], with no side much over 4000 pixels.
     ///
-    /// Cells shrink as heads and tokens grow in number. Cells of at least 30 x 20 pixels have their weight written in.
-    /// Where cells are too small for a label each, every n-th is labelled, and a note in the picture says so. Labels
-    /// over 20 columns end in `…`. Characters that the embedded font (Hack: Latin, Greek, Cyrillic, symbols) lacks are
-    /// drawn as empty boxes, with a note; the SVG shows them.
+    /// Cells shrink as the numbers of heads and tokens grow. Cells of at least 30 x 20 pixels show their weight as a
+    /// number. If cells are too small for a label each, every n-th is labelled, and a note in the picture says so.
+    /// Labels over 20 columns end in `…`. Characters that the embedded font (Hack: Latin, Greek, Cyrillic, symbols)
+    /// lacks are drawn as empty boxes, with a note; the SVG shows them.
     ///
     /// # Errors
     ///
@@ -217,8 +219,8 @@ impl HeatMap {
         })
     }
 
-    /// The weights of a panel, (T_q, T_kv) in row-major order. One panel at a time is held in f64, so that a long
-    /// sequence does not cost the memory of all its heads.
+    /// Returns the weights of a panel, (T_q, T_kv) in row-major order. Only one panel at a time is converted to f64, so
+    /// that a long sequence does not need the memory of all its heads.
     fn panel(&self, Panel { heads, .. }: &Panel) -> Result<Vec<f64>> {
         let mut sum = self.head(heads.start)?;
         for h in heads.clone().skip(1) {
@@ -242,40 +244,46 @@ impl HeatMap {
 struct Panel {
     /// `mean` or `head 3`.
     name: String,
-    /// ` of 16 heads`, which in a grid of all heads is plain to see.
+    /// ` of 16 heads`, which is obvious in a grid of all heads.
     of: String,
     heads: Range<usize>,
+}
+
+/// A noun in both numbers.
+#[derive(Debug, Clone, Copy)]
+struct Noun {
+    one: &'static str,
+    many: &'static str,
 }
 
 /// The labels of the queries or of the keys.
 #[derive(Debug, Clone)]
 struct Axis {
-    /// Of one and of several.
-    names: [&'static str; 2],
+    noun: Noun,
     labels: Vec<String>,
     /// Display columns of the longest label.
     columns: usize,
-    /// Indices, unlike tokens, can be thinned to round numbers and need no note.
+    /// Whether the labels are tokens. Indices can be thinned to round numbers and need no note.
     #[cfg_attr(not(feature = "plot"), expect(dead_code, reason = "labels of a terminal are not thinned"))]
     has_tokens: bool,
 }
 
 impl Axis {
-    fn new(names: [&'static str; 2], labels: Vec<String>, has_tokens: bool) -> Self {
-        Self { names, columns: labels.iter().map(|label| label.width()).max().unwrap_or(0), labels, has_tokens }
+    fn new(noun: Noun, labels: Vec<String>, has_tokens: bool) -> Self {
+        Self { noun, columns: labels.iter().map(|label| label.width()).max().unwrap_or(0), labels, has_tokens }
     }
 
-    fn indices(names: [&'static str; 2], len: usize) -> Self {
-        Self::new(names, (0..len).map(|i| i.to_string()).collect(), false)
+    fn indices(noun: Noun, len: usize) -> Self {
+        Self::new(noun, (0..len).map(|i| i.to_string()).collect(), false)
     }
 
-    /// With a token for each label.
+    /// Returns the axis with a token for each label.
     fn with_tokens<S: AsRef<str>>(&self, tokens: &[S]) -> Result<Self> {
-        let [one, many] = self.names;
         if tokens.len() != self.labels.len() {
+            let Noun { one, many } = self.noun;
             bail!("[heat_map] {} {one} tokens for {} {many}", tokens.len(), self.labels.len());
         }
-        Ok(Self::new(self.names, style::tokens(tokens), true))
+        Ok(Self::new(self.noun, style::tokens(tokens), true))
     }
 }
 
@@ -297,7 +305,7 @@ fn save(
 
 #[cfg(not(feature = "plot"))]
 mod picture {
-    //! What stands for pictures of heat maps in a build without the feature `plot`: an error that names it.
+    //! The replacement for pictures of heat maps in a build without the feature `plot`: an error that names it.
 
     use candle_core::{Result, bail};
 

@@ -6,49 +6,52 @@ use super::canvas::{self, Anchor, Canvas, Hack, Style};
 use super::style::{NOT_FINITE, Rgb, Scale, contrasting, count, gradient, short, shorten, tick, wrap};
 use super::{Axis, Heads, HeatMap, Panel};
 
-/// The largest side of a picture, but for a title and notes beyond `TEXT_SPACE`.
+/// The largest side of a picture, except for a title and notes beyond `TEXT_SPACE`.
 const MAX_SIDE: i32 = 4000;
-/// Kept free for the title and the notes, whose lines are counted once the width is known.
+/// The space for the title and the notes, whose lines are counted once the width is known.
 const TEXT_SPACE: i32 = 240;
 const MAX_TITLE_LINES: usize = 4;
-/// Viewers take long over more elements than this; it holds 64 heads of 64 x 64 weights.
+/// The most weights of an SVG: 64 heads of 64 x 64. Viewers are slow with more elements.
 const MAX_SVG_WEIGHTS: usize = 300_000;
 
 const MARGIN: i32 = 24;
-/// Between panels, and between the panels and the colour bar.
+/// The space between panels, and between the panels and the colour bar.
 const GAP: i32 = 20;
 const TITLE_LINE: i32 = 26;
 const CAPTION_LINE: i32 = 22;
-/// Of axis names, the scale and the notes.
+/// The line height of axis names, the scale and the notes.
 const SMALL_LINE: i32 = 18;
-/// Takes the name of the query axis, at the left.
+/// The space for the name of the query axis, at the left.
 const AXIS_NAME_SPACE: i32 = 24;
-/// Between a panel and its labels.
+/// The space between a panel and its labels.
 const LABEL_GAP: i32 = 6;
-/// Notes and titles need a picture of some width even with a tiny panel.
+/// The least width of a picture, for notes and titles of a tiny panel.
 const MIN_WIDTH: i32 = 320;
 
 const BAR_NAME: &str = "weight";
 const BAR_WIDTH: i32 = 16;
-const BAR_HEIGHT: (i32, i32) = (120, 600);
-/// Rectangles of the colour bar.
+const MIN_BAR_HEIGHT: i32 = 120;
+const MAX_BAR_HEIGHT: i32 = 600;
+/// The number of rectangles of the colour bar.
 const BAR_STEPS: i32 = 120;
 
-/// The least side of a cell where nothing forces it to be smaller: with tokens there is space for a label each.
+/// The least side of a cell if nothing forces it to be smaller: with tokens there is space for a label each.
 const TOKEN_CELL: i32 = 12;
 const INDEX_CELL: i32 = 6;
 const LARGEST_CELL: i32 = 64;
-/// A short axis (one query, say) has cells at least this long, so that a strip is more than a line.
+/// The least length of the cells of a short axis (one query, for example), so that a strip is more than a line.
 const SHORT_AXIS_CELL: i32 = 16;
-/// Numbers are written into cells of at least this width and height.
-const NUMBERED_CELL: (i32, i32) = (30, 20);
-/// Labels take at most this many display columns.
+/// The least width and height of cells that have their weight written in.
+const NUMBERED_CELL_WIDTH: i32 = 30;
+const NUMBERED_CELL_HEIGHT: i32 = 20;
+/// The most display columns of a label.
 const MAX_LABEL: usize = 20;
-const LABEL_EM: (i32, i32) = (9, 13);
+const MIN_LABEL_EM: i32 = 9;
+const MAX_LABEL_EM: i32 = 13;
 
 pub(super) const WHITE: Rgb = [255; 3];
 const INK: Rgb = [34; 3];
-/// For what is read second: axis names, notes.
+/// The colour of less important text: axis names, notes.
 const FAINT: Rgb = [96; 3];
 pub(super) const FRAME: Rgb = [150; 3];
 
@@ -74,25 +77,25 @@ pub(super) fn to_png(map: &HeatMap, heads: Heads) -> Result<Vec<u8>> {
     canvas::to_png(font, picture.size, |bitmap| picture.draw(bitmap))
 }
 
-/// How the labels of an axis are written.
+/// The layout of the labels of an axis.
 struct Labels {
     em: i32,
     /// Every `stride`-th label is drawn.
     stride: usize,
     vertical: bool,
-    /// What they take of the picture, from the panel on.
+    /// Their extent in the picture, from the panel on.
     depth: i32,
 }
 
 impl Labels {
     fn new(axis: &Axis, cell: i32, is_key: bool) -> Self {
-        let em = (cell - 1).clamp(LABEL_EM.0, LABEL_EM.1);
+        let em = (cell - 1).clamp(MIN_LABEL_EM, MAX_LABEL_EM);
         let length = text_width(axis.columns, em) + LABEL_GAP;
-        // Numbers are thinned before they are turned, as a reader can count; tokens are turned before any is left out.
+        // Numbers are thinned before they are turned, as a reader can count; tokens are turned before any is omitted.
         let vertical = is_key && axis.has_tokens && length > cell;
         let along = match is_key && !vertical {
             true => length,
-            // Once numbers are thinned they are read as an axis, with space between; tokens are read one by one.
+            // Thinned numbers are read as an axis, with space between; tokens are read one by one.
             false if !axis.has_tokens && cell <= em => 2 * em,
             false => em + 1,
         };
@@ -111,13 +114,13 @@ impl Labels {
     }
 }
 
-/// What decides on a grid.
+/// The content of a picture, which determines its grid.
 struct Content {
     panels: Vec<Panel>,
     queries: Axis,
     keys: Axis,
     caption_width: i32,
-    /// Of the colour bar with its name and numbers.
+    /// The width of the colour bar with its name and numbers.
     bar_width: i32,
 }
 
@@ -126,25 +129,26 @@ struct Grid {
     cell: [i32; 2],
     columns: usize,
     panel: [i32; 2],
-    /// From one panel to the next.
+    /// The distance from one panel to the next.
     step: [i32; 2],
-    /// Of all panels.
+    /// The size of all panels together.
     size: [i32; 2],
     query_labels: Labels,
     key_labels: Labels,
     /// The left end of the panels in the picture, and the picture's width.
     left: i32,
     width: i32,
-    /// Of the colour bar: its top, from that of the grid, and its height.
-    bar: (i32, i32),
+    /// The top of the colour bar, measured from the top of the grid.
+    bar_top: i32,
+    bar_height: i32,
     /// From the top of the grid: the middle line of the name under the key axis, and where the notes begin.
     key_name: i32,
     notes: i32,
 }
 
 impl Grid {
-    /// The grid whose picture is nearest to a square, with few empty places and cells of a good size; none if the cells
-    /// would be smaller than a pixel.
+    /// Returns the grid whose picture is nearest to a square, with few empty places and cells of a good size; `None` if
+    /// the cells would be smaller than a pixel.
     fn fit(content: &Content) -> Option<Self> {
         let preferred = preferred_cell(content);
         let badness = |grid: &Grid| {
@@ -163,10 +167,10 @@ impl Grid {
         (1..=most).filter_map(largest).min_by(|a, b| badness(a).total_cmp(&badness(b)))
     }
 
-    /// None if the picture would be too large.
+    /// Returns the grid with this number of columns and size of cells; `None` if the picture would be too large.
     fn new(content: &Content, columns: usize, cell: i32) -> Option<Self> {
         let rows = content.panels.len().div_ceil(columns);
-        // More cells than a picture has pixels are too many, however many they are.
+        // More cells than a picture has pixels are too many in any case.
         let [queries, keys] =
             [&content.queries, &content.keys].map(|axis| axis.labels.len().min(MAX_SIDE as usize + 1));
         let (queries, keys) = (queries as i32, keys as i32);
@@ -183,21 +187,35 @@ impl Grid {
 
         let left = MARGIN + AXIS_NAME_SPACE + query_labels.depth;
         let width = left + size[0] + GAP + content.bar_width + MARGIN;
-        // The grid stands in the middle of a picture that is wider than what it holds.
+        // If the picture is wider than the grid, the grid is in its middle.
         let inset = (MIN_WIDTH - width).max(0) / 2;
-        let bar_height = (size[1] - CAPTION_LINE).clamp(BAR_HEIGHT.0, BAR_HEIGHT.1);
+        let bar_height = (size[1] - CAPTION_LINE).clamp(MIN_BAR_HEIGHT, MAX_BAR_HEIGHT);
         let bar_top = CAPTION_LINE + (size[1] - CAPTION_LINE - bar_height).max(0) / 2;
         let key_name = size[1] + key_labels.depth + LABEL_GAP + SMALL_LINE / 2;
         let notes = (key_name + SMALL_LINE).max(bar_top + bar_height + SMALL_LINE / 2);
-        let (left, width, bar) = (left + inset, width + 2 * inset, (bar_top, bar_height));
+        let (left, width) = (left + inset, width + 2 * inset);
         if width > MAX_SIDE || notes + 2 * MARGIN > MAX_SIDE - TEXT_SPACE {
             return None;
         }
-        Some(Self { cell, columns, panel, step, size, query_labels, key_labels, left, width, bar, key_name, notes })
+        Some(Self {
+            cell,
+            columns,
+            panel,
+            step,
+            size,
+            query_labels,
+            key_labels,
+            left,
+            width,
+            bar_top,
+            bar_height,
+            key_name,
+            notes,
+        })
     }
 }
 
-/// The side of a cell where nothing forces it to be smaller: panels get smaller the more there are.
+/// Returns the side of a cell if nothing forces it to be smaller: panels get smaller the more there are.
 fn preferred_cell(content: &Content) -> i32 {
     let panel = match content.panels.len() {
         1 => 480,
@@ -223,17 +241,18 @@ struct Picture<'a> {
 }
 
 impl<'a> Picture<'a> {
-    /// `is_covered`: whether the font can write all of a text; what it cannot write needs a note.
+    /// Lays out a picture. `is_covered` returns whether the font has all characters of a text; missing ones need a
+    /// note.
     fn new(map: &'a HeatMap, heads: Heads, is_covered: impl Fn(&str) -> bool) -> Result<Self> {
         let mut panels = map.panels(heads)?;
         let scale = Scale::of(map, &panels)?;
-        // In a grid the number of heads is plain to see.
+        // In a grid the number of heads is obvious.
         if heads != Heads::All {
             panels.iter_mut().for_each(|panel| panel.name += &panel.of);
         }
         let tick_columns = ticks(scale.low, scale.high, 0.0).iter().map(|(_, tick)| tick.len()).max().unwrap_or(0);
         let shortened = |axis: &Axis| {
-            Axis::new(axis.names, axis.labels.iter().map(|label| shorten(label, MAX_LABEL)).collect(), axis.has_tokens)
+            Axis::new(axis.noun, axis.labels.iter().map(|label| shorten(label, MAX_LABEL)).collect(), axis.has_tokens)
         };
         let content = Content {
             queries: shortened(&map.queries),
@@ -264,7 +283,7 @@ impl<'a> Picture<'a> {
         }
         for (axis, labels) in [(queries, &grid.query_labels), (keys, &grid.key_labels)] {
             if axis.has_tokens && labels.stride > 1 {
-                notes.push(format!("{}: 1 token in {} is labelled", axis.names[1], labels.stride));
+                notes.push(format!("{}: 1 token in {} is labelled", axis.noun.many, labels.stride));
             }
         }
         if scale.not_finite > 0 {
@@ -290,7 +309,7 @@ impl<'a> Picture<'a> {
         let left = grid.left - grid.query_labels.depth - AXIS_NAME_SPACE + SMALL_LINE / 2;
         let middle = top + (grid.size[1] + CAPTION_LINE) / 2;
         canvas.text("queries", [left, middle], Style { vertical: true, ..AXIS_NAME });
-        self.draw_bar(canvas, top + grid.bar.0);
+        self.draw_bar(canvas, top + grid.bar_top);
         let first = top + grid.notes + SMALL_LINE / 2;
         for (text, y) in self.notes.iter().zip((first..).step_by(SMALL_LINE as usize)) {
             canvas.text(text, [MARGIN, y], NOTE);
@@ -306,7 +325,7 @@ impl<'a> Picture<'a> {
         canvas.text(&panel.name, [left + width / 2, top - CAPTION_LINE / 2], CAPTION);
         canvas.rect([left - 1, top - 1, width + 2, height + 2], FRAME);
 
-        let numbered = w >= NUMBERED_CELL.0 && h >= NUMBERED_CELL.1;
+        let numbered = w >= NUMBERED_CELL_WIDTH && h >= NUMBERED_CELL_HEIGHT;
         let weights = self.map.panel(panel)?;
         for (y, row) in (top..).step_by(h as usize).zip(weights.chunks(self.content.keys.labels.len())) {
             for (x, &weight) in (left..).step_by(w as usize).zip(row) {
@@ -334,7 +353,7 @@ impl<'a> Picture<'a> {
     }
 
     fn draw_bar(&self, canvas: &mut dyn Canvas, y: i32) {
-        let (x, height) = (self.grid.left + self.grid.size[0] + GAP, self.grid.bar.1);
+        let (x, height) = (self.grid.left + self.grid.size[0] + GAP, self.grid.bar_height);
         canvas.text(BAR_NAME, [x, y - CAPTION_LINE / 2], NOTE);
         canvas.rect([x - 1, y - 1, BAR_WIDTH + 2, height + 2], FRAME);
         for step in 0..BAR_STEPS {
@@ -343,15 +362,15 @@ impl<'a> Picture<'a> {
             canvas.rect([x, top, BAR_WIDTH, bottom - top], color);
         }
         for (position, text) in &ticks(self.scale.low, self.scale.high, 1.5 * f64::from(TICK.em) / f64::from(height)) {
-            // The numbers at the ends stay within the bar's length, out of the way of its name.
+            // The numbers at the ends stay within the bar's length, away from its name.
             let up = ((position * f64::from(height)).round() as i32).clamp(TICK.em / 2, height - TICK.em / 2);
             canvas.text(text, [x + BAR_WIDTH + LABEL_GAP, y + height - up], TICK);
         }
     }
 }
 
-/// The positions and texts of the numbers along a scale: its ends, and round numbers between that are more than `clear`
-/// from them.
+/// Returns the positions and texts of the numbers along a scale: its ends, and round numbers between that are more than
+/// `clear` from them.
 pub(super) fn ticks(low: f64, high: f64, clear: f64) -> Vec<(f64, String)> {
     let mut ticks = vec![(0.0, tick(low)), (1.0, tick(high))];
     let length = high - low;
@@ -359,7 +378,7 @@ pub(super) fn ticks(low: f64, high: f64, clear: f64) -> Vec<(f64, String)> {
     let step = [1.0, 2.0, 5.0, 10.0].map(|round| round * magnitude).into_iter().find(|step| length / step <= 5.0);
     if let Some(step) = step.filter(|step| step.is_normal()) {
         let first = (low / step).ceil();
-        // At most 6 are between the ends, however the quotient rounds.
+        // At most 6 are between the ends, even if the quotient rounds.
         let values = (0..7).map(|i| (first + f64::from(i)) * step);
         let inner = values.map(|value| ((value - low) / length, tick(value)));
         ticks.extend(inner.filter(|(position, _)| *position > clear && *position < 1.0 - clear));
@@ -367,7 +386,7 @@ pub(super) fn ticks(low: f64, high: f64, clear: f64) -> Vec<(f64, String)> {
     ticks
 }
 
-/// The width of `columns` terminal columns of the embedded font: each glyph of Hack advances 1233/2048 em.
+/// Returns the width of `columns` terminal columns of the embedded font: each glyph of Hack advances 1233/2048 em.
 pub(super) fn text_width(columns: usize, em: i32) -> i32 {
     (columns as f64 * f64::from(em) * 1233.0 / 2048.0).ceil() as i32
 }

@@ -1,5 +1,5 @@
-//! What all drawings have in common: the colour scale, weights as numbers, and text that came from outside, made safe
-//! to print and measured in terminal columns.
+//! Code that all drawings share: the colour scale, weights as numbers, and untrusted text, made safe to print and
+//! measured in terminal columns.
 
 use std::borrow::Cow;
 
@@ -9,7 +9,7 @@ use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
 
 use super::{HeatMap, Panel};
 
-/// How far a weight may leave \[0, 1\] by rounding: one step of bf16 above 1 is 0.0078.
+/// The most by which rounding may move a weight out of \[0, 1\]: one step of bf16 above 1 is 0.0078.
 const ROUNDING: f64 = 0.01;
 
 /// A colour as red, green and blue.
@@ -22,15 +22,15 @@ pub(super) const NOT_FINITE: Rgb = [187, 187, 187];
 pub(super) struct Scale {
     pub(super) low: f64,
     pub(super) high: f64,
-    /// The most characters that [`short`] takes for a weight of this scale.
+    /// The most characters that [`short`] writes for a weight of this scale.
     pub(super) digits: usize,
     pub(super) not_finite: usize,
-    /// What a reader has to know beyond the two ends.
+    /// Notes for the reader besides the two ends.
     pub(super) notes: Vec<String>,
 }
 
 impl Scale {
-    /// Over the weights of all panels of a drawing.
+    /// Makes the scale of the weights of all panels of a drawing.
     pub(super) fn of(map: &HeatMap, panels: &[Panel]) -> Result<Self> {
         let (mut min, mut max, mut not_finite, mut above, mut is_signed) = (0f64, 0f64, 0, 0, false);
         for panel in panels {
@@ -57,11 +57,11 @@ impl Scale {
         let low = if min < -ROUNDING { min } else { 0.0 };
         let high = map.scale_max.unwrap_or(max);
         let digits = [short(min).len(), short(max).len(), 3 + usize::from(is_signed)].into_iter().max().unwrap_or(3);
-        // With no weight but 0 the scale still needs a length.
+        // A scale needs some length, also if all weights are 0.
         Ok(Self { low, high: if high > low { high } else { 1.0 }, digits, not_finite, notes })
     }
 
-    /// The position of a weight on the scale, from 0 to 1; none if it is not finite.
+    /// Returns the position of a weight on the scale, from 0 to 1; `None` if it is not finite.
     pub(super) fn position(&self, weight: f64) -> Option<f64> {
         // Halved, so that a scale over nearly all of f64 has a finite length.
         let length = self.high / 2.0 - self.low / 2.0;
@@ -70,12 +70,12 @@ impl Scale {
     }
 }
 
-/// The colour at a position from 0 to 1: viridis, whose lightness grows evenly, also for the colour-blind.
+/// Returns the colour at a position from 0 to 1: viridis, whose lightness grows evenly, also for the colour-blind.
 pub(super) fn gradient(position: f64) -> Rgb {
     colorous::VIRIDIS.eval_continuous(position).into_array()
 }
 
-/// Black or white, whichever stands out more from `background` (the contrast ratio of WCAG 2.2).
+/// Returns black or white, the one with more contrast to `background` (the contrast ratio of WCAG 2.2).
 pub(super) fn contrasting(background: Rgb) -> Rgb {
     let [r, g, b] = background.map(|channel| {
         let c = f64::from(channel) / 255.0;
@@ -85,7 +85,7 @@ pub(super) fn contrasting(background: Rgb) -> Rgb {
     if (luminance + 0.05) / 0.05 > 1.05 / (luminance + 0.05) { [0; 3] } else { [255; 3] }
 }
 
-/// A weight in two digits, `.27` or `1.3`; `0` only for exactly 0.
+/// Formats a weight in two digits, `.27` or `1.3`; `0` only for exactly 0.
 pub(super) fn short(weight: f64) -> String {
     match weight.abs() {
         0.0 => String::from("0"),
@@ -97,7 +97,7 @@ pub(super) fn short(weight: f64) -> String {
     }
 }
 
-/// A number of the scale in at most three significant digits, `0.813`.
+/// Formats a number of the scale in at most three significant digits, `0.813`.
 pub(super) fn tick(value: f64) -> String {
     let rounded = format!("{value:.2e}");
     match rounded.parse::<f64>() {
@@ -106,23 +106,23 @@ pub(super) fn tick(value: f64) -> String {
     }
 }
 
-/// `1 head`, `16 heads`.
+/// Formats a count: `1 head`, `16 heads`.
 pub(super) fn count(n: usize, noun: &str) -> String {
     format!("{n} {noun}{}", if n == 1 { "" } else { "s" })
 }
 
-/// Marks that may stack on one character: no script needs more, and a pile of them runs over the lines around it.
+/// The most marks on one character: no script needs more, and a pile of them overlaps the lines around it.
 const MAX_MARKS: usize = 3;
 
-/// `text` with everything written out that would not print as itself.
+/// Returns `text` with everything escaped that would not print as itself.
 pub(super) fn safe(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
-    // Marks on the character before, or none where there is no character that could carry one.
+    // The number of marks on the character before; `None` if that character cannot have any.
     let mut marks = None;
     for c in text.chars() {
         let is_mark = c.width() == Some(0) && !is_unprintable(c);
         if is_mark && marks.is_none() {
-            // A dotted circle carries a mark that stands alone, as is the custom.
+            // A dotted circle is the usual base of a mark without a character.
             out.push('◌');
         }
         let stacked = if is_mark { marks.unwrap_or(0) + 1 } else { 0 };
@@ -137,7 +137,7 @@ pub(super) fn safe(text: &str) -> String {
     out
 }
 
-/// Tokens as they label an axis: [`safe`], and with what is invisible made visible.
+/// Returns tokens as the labels of an axis: [`safe`], with invisible characters made visible.
 pub(super) fn tokens<S: AsRef<str>>(texts: &[S]) -> Vec<String> {
     let spaces = |count| "␣".repeat(count);
     let token = |text: &str| match text.trim_matches(' ') {
@@ -151,7 +151,7 @@ pub(super) fn tokens<S: AsRef<str>>(texts: &[S]) -> Vec<String> {
     texts.iter().map(|text| token(text.as_ref())).collect()
 }
 
-/// Whether `c` moves the cursor, changes the direction of writing, is invisible, or is no character at all.
+/// Returns whether `c` moves the cursor, changes the direction of writing, is invisible, or is not a character at all.
 fn is_unprintable(c: char) -> bool {
     // Default_Ignorable_Code_Point of Unicode's DerivedCoreProperties, the separators U+2028 and U+2029, the
     // bidirectional and interlinear controls, and the noncharacters, which XML forbids.
@@ -165,7 +165,7 @@ fn is_unprintable(c: char) -> bool {
         || u32::from(c) & 0xfffe == 0xfffe
 }
 
-/// `text`, or as much of it as fits in `columns` with a `…` at the end.
+/// Returns `text`, or the part of it that fits in `columns` with a `…` at the end.
 pub(super) fn shorten(text: &str, columns: usize) -> String {
     if text.width() <= columns {
         return text.to_string();
@@ -175,18 +175,18 @@ pub(super) fn shorten(text: &str, columns: usize) -> String {
     format!("{}…", &text[..end])
 }
 
-/// `text` in the middle of `columns`; what is left over by an odd number goes to the right.
+/// Centres `text` in `columns`; an odd space goes to the right.
 pub(super) fn centre(text: &str, columns: usize) -> String {
     let space = columns.saturating_sub(text.width());
     format!("{}{text}{}", " ".repeat(space / 2), " ".repeat(space - space / 2))
 }
 
-/// `text` at the right of `columns`.
+/// Aligns `text` at the right of `columns`.
 pub(super) fn right(text: &str, columns: usize) -> String {
     format!("{}{text}", " ".repeat(columns.saturating_sub(text.width())))
 }
 
-/// `text` broken between words into lines of at most `columns`; a word that is longer by itself is broken inside.
+/// Breaks `text` between words into lines of at most `columns`; a longer word is broken inside.
 pub(super) fn wrap(text: &str, columns: usize) -> Vec<String> {
     let options = Options::new(columns).word_splitter(WordSplitter::NoHyphenation);
     textwrap::wrap(text, options).into_iter().map(Cow::into_owned).collect()

@@ -8,57 +8,57 @@ use unicode_width::UnicodeWidthStr;
 use super::style::{NOT_FINITE, Scale, centre, contrasting, count, gradient, right, short, shorten, tick, wrap};
 use super::{Axis, Heads, HeatMap};
 
-/// Row labels take at most this many columns.
+/// The most columns of a row label.
 const MAX_ROW_LABEL: usize = 16;
-/// Key labels take at most this many columns.
+/// The most columns of a key label.
 const MAX_KEY_LABEL: usize = 10;
-/// Where keys have to be left out, labels of the others are shortened to this many columns first.
+/// The columns to which key labels are shortened before keys are omitted.
 const ELIDED_KEY_LABEL: usize = 7;
-/// Stands for keys left out.
+/// The mark of omitted keys.
 const GAP: &str = "… ";
 /// The columns of the colour bar in the legend.
 const BAR: usize = 24;
-/// A shorter colour bar shows nothing.
+/// The least columns of a colour bar; a shorter one shows nothing.
 const MIN_BAR: usize = 4;
-/// What cells are filled with where there is no colour, by quarters of the scale.
+/// The fill of cells without colour, by quarters of the scale.
 const SHADES: [&str; 4] = ["░", "▒", "▓", "█"];
-/// Viridis by tenths in the xterm palette. Chosen so that lightness never falls: the nearest colour of each would be
-/// grey in places.
+/// Viridis by tenths in the xterm palette. Chosen so that the lightness never falls: the nearest colour of each would
+/// be grey in places.
 const RAMP: [u8; 10] = [53, 54, 24, 30, 36, 71, 77, 148, 184, 220];
-/// How many of them, from the first, are so dark that white text stands out from them and not black.
+/// The number of colours at the beginning of [`RAMP`] that are so dark that white text has more contrast than black.
 const DARK: usize = 3;
 /// The xterm colour for weights that are not finite.
 const GREY: u8 = 250;
 
-/// How cells are coloured in a terminal.
+/// The colours of cells in a terminal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum Color {
     /// 24-bit ANSI colours.
     TrueColor,
-    /// Ten colours of the 256 that xterm knows.
+    /// Ten of the 256 colours of xterm.
     Ansi256,
     /// No escape sequences: cells are shaded with `░▒▓█`.
     #[default]
     None,
 }
 
-/// What the terminal can show. The default is plain text without limits.
+/// The abilities of the terminal. The default is plain text without limits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct TerminalOptions {
-    /// How cells are coloured.
+    /// The colours of cells.
     pub color: Color,
-    /// The most columns a line may take; keys that do not fit are left out of the middle, and counted.
+    /// The most columns of a line; keys that do not fit are omitted in the middle, and counted.
     pub max_width: Option<usize>,
-    /// The most rows a panel may have; queries beyond are left out of the middle, and counted.
+    /// The most rows of a panel; queries that do not fit are omitted in the middle, and counted.
     pub max_rows: Option<usize>,
 }
 
 impl TerminalOptions {
-    /// What the standard output can show. No colour if it is no terminal, if `NO_COLOR` is set and not empty, or if
-    /// `TERM` is unset, `dumb`, or names less than 256 colours; 24-bit colour if `COLORTERM` is `truecolor` or `24bit`,
-    /// or `TERM` ends in `-direct`. At a terminal the width is that of `COLUMNS`, or 80 (most shells do not export it),
-    /// and panels have at most 64 rows; into a file or pipe everything is written.
+    /// Detects the abilities of the standard output. No colour if it is not a terminal, if `NO_COLOR` is set and not
+    /// empty, or if `TERM` is unset, `dumb`, or names less than 256 colours; 24-bit colour if `COLORTERM` is
+    /// `truecolor` or `24bit`, or `TERM` ends in `-direct`. In a terminal the width is that of `COLUMNS`, or 80 (most
+    /// shells do not export it), and panels have at most 64 rows; to a file or pipe everything is written.
     pub fn detect() -> Self {
         use std::io::IsTerminal;
         Self::from_environment(std::io::stdout().is_terminal(), |name| std::env::var(name).ok())
@@ -84,15 +84,15 @@ impl TerminalOptions {
 }
 
 impl HeatMap {
-    /// The map as text, without a newline at the end: the title, a matrix of T_q rows and T_kv columns for each panel
-    /// with its caption, and a legend.
+    /// Draws the map as text, without a newline at the end: the title, a matrix of T_q rows and T_kv columns for each
+    /// panel with its caption, and a legend.
     ///
     /// All lines of a matrix have the same display width. Labels that are too long end in `…`; keys and queries that do
-    /// not fit are left out of the middle and counted in the legend.
+    /// not fit are omitted in the middle and counted in the legend.
     ///
     /// # Errors
     ///
-    /// If a head is out of range, `max_rows` is 0, or `max_width` has no room for one key.
+    /// If a head is out of range, `max_rows` is 0, or `max_width` is too narrow for one key.
     pub fn to_terminal(&self, heads: Heads, options: &TerminalOptions) -> Result<String> {
         let panels = self.panels(heads)?;
         let matrix = Matrix::plan(self, Scale::of(self, &panels)?, options)?;
@@ -107,43 +107,47 @@ impl HeatMap {
     }
 }
 
-/// What of an axis is drawn: all of it, or its two ends with a gap between them.
+/// The part of an axis that is drawn: all of it, or its two ends with a gap between them.
 struct Shown<'a> {
     axis: &'a Axis,
     omitted: Range<usize>,
 }
 
 impl<'a> Shown<'a> {
-    /// At most so many.
+    /// Selects at most `most` labels.
     fn of(axis: &'a Axis, most: usize) -> Self {
         let (len, shown) = (axis.labels.len(), most.min(axis.labels.len()));
         Self { axis, omitted: shown.div_ceil(2)..len - shown / 2 }
     }
 
-    /// The indices drawn, with none for the gap.
+    /// Returns the indices that are drawn, with `None` for the gap.
     fn indices(&self) -> impl Iterator<Item = Option<usize>> {
         let gap = (!self.omitted.is_empty()).then_some(None);
         (0..self.omitted.start).map(Some).chain(gap).chain((self.omitted.end..self.axis.labels.len()).map(Some))
     }
 
-    /// `… 40 keys not shown (12 to 51 of 64)`
+    /// Returns the note of the legend, `… 40 keys not shown (12 to 51 of 64)`.
     fn note(&self) -> Option<String> {
-        let (Range { start, end }, omitted, len) = (&self.omitted, self.omitted.len(), self.axis.labels.len());
-        let noun = self.axis.names[usize::from(omitted > 1)];
-        (omitted > 0).then(|| format!("… {omitted} {noun} not shown ({start} to {} of {len})", end - 1))
+        let Range { start, end } = self.omitted;
+        let omitted = match self.omitted.len() {
+            0 => return None,
+            1 => format!("1 {}", self.axis.noun.one),
+            n => format!("{n} {}", self.axis.noun.many),
+        };
+        Some(format!("… {omitted} not shown ({start} to {} of {})", end - 1, self.axis.labels.len()))
     }
 }
 
-/// What all panels have in common.
+/// The layout that all panels share.
 struct Matrix<'a> {
     scale: Scale,
     color: Color,
     max_width: usize,
     queries: Shown<'a>,
     keys: Shown<'a>,
-    /// The columns of a row's label.
+    /// The number of columns of a row's label.
     label: usize,
-    /// The columns of a cell, with the space that separates it from the next.
+    /// The number of columns of a cell, with the space that separates it from the next.
     cell: usize,
 }
 
@@ -152,7 +156,7 @@ impl<'a> Matrix<'a> {
         if options.max_rows == Some(0) {
             bail!("[heat_map] max_rows is 0; expected at least 1");
         }
-        let keys = map.keys.labels.len();
+        let num_keys = map.keys.labels.len();
         let max_width = options.max_width.unwrap_or(usize::MAX);
         let queries = Shown::of(&map.queries, options.max_rows.unwrap_or(usize::MAX));
         let widths = queries.indices().map(|query| query.map_or(1, |query| map.queries.labels[query].width()));
@@ -161,8 +165,8 @@ impl<'a> Matrix<'a> {
         let smallest = scale.digits + 2;
         let widest = smallest.max(map.keys.columns.min(MAX_KEY_LABEL) + 1);
         let room = max_width.saturating_sub(label + 1);
-        let (cell, shown) = if room / keys >= smallest {
-            (widest.min(room / keys), keys)
+        let (cell, shown) = if room / num_keys >= smallest {
+            (widest.min(room / num_keys), num_keys)
         } else {
             let room = room.saturating_sub(GAP.width());
             let cell = widest.min(ELIDED_KEY_LABEL + 1).max(smallest);
@@ -170,14 +174,14 @@ impl<'a> Matrix<'a> {
             (cell, room / cell)
         };
         if shown == 0 {
-            let needed = label + 1 + smallest + if keys > 1 { GAP.width() } else { 0 };
+            let needed = label + 1 + smallest + if num_keys > 1 { GAP.width() } else { 0 };
             bail!("[heat_map] max_width is {max_width} columns; the row labels and one key need {needed}");
         }
         let keys = Shown::of(&map.keys, shown);
         Ok(Self { scale, color: options.color, max_width, queries, keys, label, cell })
     }
 
-    /// The header and the rows of a panel, all of the same display width.
+    /// Returns the header and the rows of a panel, all of the same display width.
     fn lines(&self, weights: &[f64]) -> Vec<String> {
         let [queries, keys] = [&self.queries, &self.keys].map(|shown| &shown.axis.labels);
         let word = |text: &str| centre(&shorten(text, self.cell - 1), self.cell - 1) + " ";
@@ -188,7 +192,7 @@ impl<'a> Matrix<'a> {
         std::iter::once(self.line("", |key| word(&keys[key]))).chain(rows).collect()
     }
 
-    /// A label, and what stands for each key that is shown.
+    /// Returns a label and the text of each key that is shown.
     fn line(&self, label: &str, cell: impl Fn(usize) -> String) -> String {
         let cells = self.keys.indices().map(|key| key.map_or_else(|| String::from(GAP), &cell));
         right(&shorten(label, self.label), self.label) + " " + &cells.collect::<String>()
@@ -232,7 +236,7 @@ impl<'a> Matrix<'a> {
     }
 }
 
-/// `text` on the colour of a position on the scale, in black or white.
+/// Returns `text` in black or white on the colour of a position on the scale.
 fn paint(text: &str, position: Option<f64>, color: Color) -> String {
     match color {
         Color::None => text.to_string(),
@@ -280,7 +284,7 @@ mod tests {
         }
     }
 
-    /// The colour of an index from 16 of the xterm palette: a cube of 6 x 6 x 6, then 24 greys.
+    /// Returns the colour of an index from 16 of the xterm palette: a cube of 6 x 6 x 6, then 24 greys.
     fn xterm(index: u8) -> [u8; 3] {
         const LEVELS: [u8; 6] = [0, 95, 135, 175, 215, 255];
         match index {

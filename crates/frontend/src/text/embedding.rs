@@ -1,4 +1,4 @@
-//! [`EmbeddingLayer`]: ids to vectors.
+//! The layer [`EmbeddingLayer`], from ids to vectors.
 
 use candle_core::{D, DType, Module, Result, Tensor, bail};
 use candle_nn::{Embedding, Init, VarBuilder};
@@ -17,13 +17,13 @@ pub struct EmbeddingConfig {
     /// The number of learned positions, if positions are learned.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_positions: Option<usize>,
-    /// The id of the padding token, if its row is not to learn.
+    /// The id of the padding token, whose row is not trained.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub padding_idx: Option<usize>,
 }
 
 impl EmbeddingConfig {
-    /// A table of `vocab_size` rows of `embed_dim` numbers, without positions or a padding row.
+    /// Describes a table of `vocab_size` rows of `embed_dim` numbers, without positions or a padding row.
     pub fn new(vocab_size: usize, embed_dim: usize) -> Self {
         Self { vocab_size, embed_dim, max_positions: None, padding_idx: None }
     }
@@ -34,8 +34,8 @@ impl EmbeddingConfig {
         Self { max_positions: Some(max_positions), ..self }
     }
 
-    /// Makes `padding_idx` the padding row, as `torch.nn.Embedding` has it: a new row starts at zero, a loaded row
-    /// is used as it is, and neither gets a gradient.
+    /// Makes `padding_idx` the padding row, as in `torch.nn.Embedding`: a new row starts at zero, a loaded row is used
+    /// as it is, and neither gets a gradient.
     #[must_use]
     pub fn with_padding_idx(self, padding_idx: usize) -> Self {
         Self { padding_idx: Some(padding_idx), ..self }
@@ -84,15 +84,15 @@ pub struct EmbeddingLayer {
 }
 
 impl EmbeddingLayer {
-    /// Takes the parameters named above from `vb`.
+    /// Loads the parameters named above from `vb`.
     ///
-    /// With a padding row in `cfg`, a table that `vb` does not have yet gets zeros in that row; a table that it
-    /// has, such as a file's, is left as it is.
+    /// With a padding row in `cfg`, a table that is new in `vb` gets zeros in that row; a table that `vb` has, such as
+    /// a file's, is not changed.
     ///
     /// # Errors
     ///
     /// If a size is zero, `padding_idx` is not below `vocab_size`, a parameter is missing or has another shape, or `vb`
-    /// holds positions that `cfg` does not have.
+    /// has positions that `cfg` does not have.
     pub fn new(cfg: &EmbeddingConfig, vb: VarBuilder) -> Result<Self> {
         cfg.validate()?;
         let normal = Init::Randn { mean: 0., stdev: 1. };
@@ -102,18 +102,18 @@ impl EmbeddingLayer {
         let table = tokens.get((cfg.vocab_size, cfg.embed_dim), "weight", normal)?;
         if let (Some(row), true) = (cfg.padding_idx, is_new) {
             let zeros = Tensor::zeros((1, cfg.embed_dim), table.dtype(), table.device())?;
-            // In place, because the variable that an optimiser or a saved file sees must have the zeros too.
+            // In place, because the variable that an optimiser updates or a file saves must have the zeros too.
             table.slice_set(&zeros, 0, row)?;
         }
-        let positions = |n| source.pp("position_embedding").get((n, cfg.embed_dim), "weight", normal);
-        if cfg.max_positions.is_none() {
-            source.refuse(["position_embedding.weight"], "the config says there are no positions")?;
+        let mut positions = None;
+        match cfg.max_positions {
+            Some(n) => positions = Some(source.pp("position_embedding").get((n, cfg.embed_dim), "weight", normal)?),
+            None => source.refuse(["position_embedding.weight"], "the config says there are no positions")?,
         }
-        let positions = cfg.max_positions.map(positions).transpose()?;
         Ok(Self { table, positions, padding_idx: cfg.padding_idx })
     }
 
-    /// The same table with this layer's checks, without positions or a padding row.
+    /// Wraps a table of candle-nn in this layer's checks, without positions or a padding row.
     ///
     /// # Errors
     ///
@@ -129,8 +129,8 @@ impl EmbeddingLayer {
         Ok(Self { table: table.clone(), positions: None, padding_idx: None })
     }
 
-    /// The vectors of ids that stand `offset` tokens into their sequence, as in decoding with a cache: ids (T,) or
-    /// (B, T) to (T, E) or (B, T, E). Without learned positions `offset` makes no difference.
+    /// Returns the vectors of ids of which the first is at position `offset` of its sequence, as in decoding with a
+    /// cache: ids (T,) or (B, T) to (T, E) or (B, T, E). Without learned positions `offset` makes no difference.
     ///
     /// Ids may have any strides. Their range is checked on the host: on a GPU the call waits for them.
     ///
@@ -157,7 +157,7 @@ impl EmbeddingLayer {
         let ids = checked_ids(ids, self.vocab_size())?;
         let mut vectors = self.table.contiguous()?.index_select(&ids, 0)?;
         if let (Some(padding_idx), true) = (self.padding_idx, vectors.track_op()) {
-            // The same values; those of the padding row are cut from the graph.
+            // The same values, without gradients for the padding row.
             let is_padding = ids.eq(padding_idx as i64)?.unsqueeze(1)?.broadcast_as(vectors.shape())?;
             vectors = is_padding.where_cond(&vectors.detach(), &vectors)?;
         }
@@ -168,38 +168,39 @@ impl EmbeddingLayer {
         }
     }
 
-    /// The table, (V, E).
+    /// Returns the table, (V, E).
     pub fn embeddings(&self) -> &Tensor {
         &self.table
     }
 
-    /// The learned positions, (positions, E), if there are any.
+    /// Returns the learned positions, (positions, E), if there are any.
     pub fn position_embeddings(&self) -> Option<&Tensor> {
         self.positions.as_ref()
     }
 
-    /// V, the number of ids.
+    /// Returns V, the number of ids.
     pub fn vocab_size(&self) -> usize {
         self.table.dims()[0]
     }
 
-    /// E, the length of a vector.
+    /// Returns E, the length of a vector.
     pub fn embed_dim(&self) -> usize {
         self.table.dims()[1]
     }
 }
 
 impl Module for EmbeddingLayer {
-    /// [`EmbeddingLayer::forward_at`] from position 0: ids (T,) or (B, T) to (T, E) or (B, T, E).
+    /// Calls [`EmbeddingLayer::forward_at`] with position 0: ids (T,) or (B, T) to (T, E) or (B, T, E).
     fn forward(&self, ids: &Tensor) -> Result<Tensor> {
         self.forward_at(ids, 0)
     }
 }
 
-/// The ids, at least one of them, in row-major order as candle's `index_select` takes them: (T,) or (B, T) to (B * T,).
+/// Checks that ids, at least one of them, are in the vocabulary, and returns them in row-major order for candle's
+/// `index_select`: (T,) or (B, T) to (B * T,).
 ///
-/// `index_select` gives zeros for an id that is the largest number of its dtype, and on a GPU whatever lies at the
-/// address for others out of range. For u8 that largest number is the good id 255, so narrow ids are widened.
+/// `index_select` returns zeros for an id that is the largest number of its dtype, and on a GPU the memory at any
+/// address for other ids out of range. For u8 the largest number is the good id 255, so narrow ids are widened.
 fn checked_ids(ids: &Tensor, vocab_size: usize) -> Result<Tensor> {
     let wide = ids.flatten_all()?.contiguous()?.to_dtype(DType::I64)?;
     let is_bad = |id: &i64| !usize::try_from(*id).is_ok_and(|id| id < vocab_size);

@@ -1,4 +1,4 @@
-//! The tokenizer that the metadata of a GGUF file describe.
+//! The tokenizer in the metadata of a GGUF file.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -13,36 +13,53 @@ const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{
 const QWEN2: &str =
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// How `tokenizer.ggml.pre` divides a text before bytes are merged: the expression, whether each digit stands alone,
-/// whether whole words are looked up first and a text begins with its token (Llama 3), and whether texts are composed
-/// (NFC).
-const SPLITS: &[(&[&str], &str, [bool; 3])] = &[
-    (&["gpt-2", "mpt", "olmo", "phi-2"], GPT2, [false, false, false]),
-    (&["command-r", "refact", "smollm", "starcoder"], GPT2, [true, false, false]),
-    (&["falcon3", "llama-bpe", "llama-v3", "llama3"], LLAMA3, [false, true, false]),
-    (&["chatglm-bpe", "dbrx", "glm4", "smaug-bpe"], LLAMA3, [false, false, false]),
-    (&["stablelm2"], QWEN2, [false, false, false]),
-    (&["deepseek-r1-qwen", "qwen2"], QWEN2, [false, false, true]),
+/// The division of a text before its bytes are merged.
+struct Division {
+    /// The values of `tokenizer.ggml.pre` that name it.
+    names: &'static [&'static str],
+    /// The expression of a word.
+    regex: &'static str,
+    /// Whether each digit is a word by itself.
+    splits_digits: bool,
+    /// Whether words are looked up whole before they are merged, and a text begins with its first token (Llama 3).
+    is_llama3: bool,
+    /// Whether texts are composed (NFC).
+    composes: bool,
+}
+
+impl Division {
+    const fn new(names: &'static [&'static str], regex: &'static str) -> Self {
+        Self { names, regex, splits_digits: false, is_llama3: false, composes: false }
+    }
+}
+
+const DIVISIONS: &[Division] = &[
+    Division::new(&["gpt-2", "mpt", "olmo", "phi-2"], GPT2),
+    Division { splits_digits: true, ..Division::new(&["command-r", "refact", "smollm", "starcoder"], GPT2) },
+    Division { is_llama3: true, ..Division::new(&["falcon3", "llama-bpe", "llama-v3", "llama3"], LLAMA3) },
+    Division::new(&["chatglm-bpe", "dbrx", "glm4", "smaug-bpe"], LLAMA3),
+    Division::new(&["stablelm2"], QWEN2),
+    Division { composes: true, ..Division::new(&["deepseek-r1-qwen", "qwen2"], QWEN2) },
 ];
 
-/// Kinds of tokens (`tokenizer.ggml.token_type`).
+/// The kinds of tokens (`tokenizer.ggml.token_type`).
 const UNKNOWN: i64 = 2;
 const CONTROL: i64 = 3;
 const USER_DEFINED: i64 = 4;
 const BYTE: i64 = 6;
 
-/// What is expected of a flag.
+/// The expected value of a flag.
 const FLAG: &str = "true or false";
 
-/// Bytes of the tokens of SentencePiece, each counted for every length at which it may divide into two: several times
-/// those of the largest vocabularies.
+/// The most bytes of SentencePiece tokens to divide, each token counted for every length at which it may divide into
+/// two. The largest vocabularies stay several times below it.
 const MAX_DIVIDED: usize = 1 << 27;
 
-/// The tokenizer of a GGUF file: byte-level BPE (`gpt2`), or SentencePiece's BPE (`llama`).
+/// Builds the tokenizer of a GGUF file: byte-level BPE (`gpt2`), or SentencePiece's BPE (`llama`).
 ///
 /// # Errors
-/// For a model or a division of texts that is not known, naming those that are, and for lists that are missing, of the
-/// wrong type or of different lengths.
+/// If the model or the kind of division is not known (the error lists the known ones), or if a list is missing, of the
+/// wrong type or of another length.
 pub fn gguf_tokenizer(content: &Content) -> Result<SimpleTokenizer> {
     let metadata = Metadata(content);
     let tokens = metadata.texts("tokens")?;
@@ -50,7 +67,7 @@ pub fn gguf_tokenizer(content: &Content) -> Result<SimpleTokenizer> {
     if types.len() != tokens.len() {
         return metadata.fail("token_type", types.len(), &format!("{} entries", tokens.len()));
     }
-    let (mut tokenizer, adds_bos) = match metadata.text("model")? {
+    let Base { mut tokenizer, adds_bos } = match metadata.text("model")? {
         "gpt2" => byte_level(&metadata)?,
         "llama" => sentence_piece(&metadata, &tokens, &types)?,
         other => bail!("[gguf] tokenizer.ggml.model is {other:?}, expected \"gpt2\" or \"llama\""),
@@ -68,36 +85,44 @@ pub fn gguf_tokenizer(content: &Content) -> Result<SimpleTokenizer> {
             })
         })
         .collect();
-    let mut ends = [Vec::new(), Vec::new()];
     let mut special_tokens = Map::new();
-    for (end, name, default) in [(0, "bos", adds_bos), (1, "eos", false)] {
+    let mut special_token = |name: &str, default: bool| -> Result<Option<serde_json::Value>> {
         if !metadata.one(&format!("add_{name}_token"), FLAG, Value::to_bool)?.unwrap_or(default) {
-            continue;
+            return Ok(None);
         }
         let id = metadata.one(&format!("{name}_token_id"), "an integer", integer)?;
         let Some(token) = id.and_then(|id| tokens.get(usize::try_from(id).ok()?)) else {
             bail!("[gguf] tokenizer.ggml.{name}_token_id names no token, expected one below {}", tokens.len())
         };
-        ends[end].push(json!({"SpecialToken": {"id": token, "type_id": 0}}));
         special_tokens.insert(token.to_string(), json!({"id": token, "ids": [id], "tokens": [token]}));
-    }
-    let sequences = ["A", "B"].map(|id| json!({"Sequence": {"id": id, "type_id": 0}}));
-    let template = |sequences: &[serde_json::Value]| [ends[0].as_slice(), sequences, &ends[1]].concat();
+        Ok(Some(json!({"SpecialToken": {"id": token, "type_id": 0}})))
+    };
+    let begin = special_token("bos", adds_bos)?;
+    let end = special_token("eos", false)?;
+    let template = |sequences: &[&str]| -> Vec<serde_json::Value> {
+        let sequences = sequences.iter().map(|id| json!({"Sequence": {"id": id, "type_id": 0}}));
+        begin.iter().cloned().chain(sequences).chain(end.clone()).collect()
+    };
     tokenizer["post_processor"] = json!({
-        "type": "TemplateProcessing", "single": template(&sequences[..1]), "pair": template(&sequences),
+        "type": "TemplateProcessing", "single": template(&["A"]), "pair": template(&["A", "B"]),
         "special_tokens": special_tokens,
     });
     Ok(SimpleTokenizer::from_bytes(tokenizer.to_string())?)
 }
 
-/// A model's tokenizer.json without its tokens, and whether a text begins with one unless the file says otherwise.
-type Parts = (serde_json::Value, bool);
+/// The parts of a tokenizer that depend on the kind of its model.
+struct Base {
+    /// The tokenizer.json without tokens.
+    tokenizer: serde_json::Value,
+    /// Whether a text begins with a special token unless the file says otherwise.
+    adds_bos: bool,
+}
 
-fn byte_level(metadata: &Metadata) -> Result<Parts> {
+/// Builds byte-level BPE.
+fn byte_level(metadata: &Metadata) -> Result<Base> {
     let pre = metadata.text("pre")?;
-    let Some(&(_, regex, [digits, is_llama3, composes])) = SPLITS.iter().find(|(names, ..)| names.contains(&pre))
-    else {
-        let mut known: Vec<_> = SPLITS.iter().flat_map(|(names, ..)| *names).copied().collect();
+    let Some(division) = DIVISIONS.iter().find(|division| division.names.contains(&pre)) else {
+        let mut known: Vec<_> = DIVISIONS.iter().flat_map(|division| division.names).copied().collect();
         known.sort_unstable();
         bail!("[gguf] tokenizer.ggml.pre is {pre:?}, expected one of: {}", known.join(", "))
     };
@@ -109,27 +134,29 @@ fn byte_level(metadata: &Metadata) -> Result<Parts> {
         }
     }
     let bytes = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false});
-    let split = json!({"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": false});
-    let digits = digits.then(|| json!({"type": "Digits", "individual_digits": true}));
-    let steps: Vec<_> = digits.into_iter().chain([split, bytes.clone()]).collect();
+    let split = json!({"type": "Split", "pattern": {"Regex": division.regex}, "behavior": "Isolated", "invert": false});
+    let mut steps = vec![split, bytes.clone()];
+    if division.splits_digits {
+        steps.insert(0, json!({"type": "Digits", "individual_digits": true}));
+    }
     let tokenizer = json!({
         "version": "1.0",
-        "normalizer": composes.then(|| json!({"type": "NFC"})),
+        "normalizer": if division.composes { json!({"type": "NFC"}) } else { serde_json::Value::Null },
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
         "decoder": bytes,
-        "model": {"type": "BPE", "merges": merges, "ignore_merges": is_llama3},
+        "model": {"type": "BPE", "merges": merges, "ignore_merges": division.is_llama3},
     });
-    Ok((tokenizer, is_llama3))
+    Ok(Base { tokenizer, adds_bos: division.is_llama3 })
 }
 
-/// The merges of SentencePiece are those that make a token of two others, that of the highest score first.
-fn sentence_piece(metadata: &Metadata, tokens: &[&str], types: &[i64]) -> Result<Parts> {
+/// Builds SentencePiece's BPE. Its merges are the pairs of tokens that make a token, with the highest score first.
+fn sentence_piece(metadata: &Metadata, tokens: &[&str], types: &[i64]) -> Result<Base> {
     let scores = metadata.list("scores", "numbers", Value::to_f32)?.unwrap_or_default();
     if scores.len() != tokens.len() {
         return metadata.fail("scores", scores.len(), &format!("{} entries", tokens.len()));
     }
     let ids: HashMap<_, _> = tokens.iter().enumerate().map(|(id, token)| (*token, id)).collect();
-    // A token can be two others only where there are tokens of those lengths, however long it is.
+    // A long token has few divisions if few lengths of tokens occur, so only those lengths are tried.
     let lens: BTreeSet<_> = tokens.iter().map(|token| token.len()).filter(|&len| len > 0).collect();
     let (mut merges, mut divided) = (Vec::new(), 0);
     for ((token, score), kind) in tokens.iter().zip(scores).zip(types) {
@@ -144,12 +171,12 @@ fn sentence_piece(metadata: &Metadata, tokens: &[&str], types: &[i64]) -> Result
             }
             let pair = token.split_at(at);
             if let (Some(first), Some(second)) = (ids.get(pair.0), ids.get(pair.1)) {
-                merges.push((score, (first, second), pair));
+                merges.push(Merge { score, ids: (first, second), texts: pair });
             }
         }
     }
-    merges.sort_by(|(a, ids_a, _), (b, ids_b, _)| b.total_cmp(a).then(ids_a.cmp(ids_b)));
-    let merges: Vec<_> = merges.iter().map(|(_, _, pair)| json!([pair.0, pair.1])).collect();
+    merges.sort_by(|a, b| b.score.total_cmp(&a.score).then(a.ids.cmp(&b.ids)));
+    let merges: Vec<_> = merges.iter().map(|merge| json!([merge.texts.0, merge.texts.1])).collect();
     let unknown = types.iter().position(|&kind| kind == UNKNOWN).map(|id| tokens[id]);
     let mut normalizers = vec![json!({"type": "Replace", "pattern": {"String": " "}, "content": "▁"})];
     let mut decoders = vec![
@@ -167,7 +194,15 @@ fn sentence_piece(metadata: &Metadata, tokens: &[&str], types: &[i64]) -> Result
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": {"type": "BPE", "merges": merges, "unk_token": unknown, "fuse_unk": true, "byte_fallback": true},
     });
-    Ok((tokenizer, true))
+    Ok(Base { tokenizer, adds_bos: true })
+}
+
+/// Two tokens of SentencePiece that make another one.
+struct Merge<'a> {
+    /// The score of the token that they make.
+    score: f32,
+    ids: (&'a usize, &'a usize),
+    texts: (&'a str, &'a str),
 }
 
 /// The keys of `tokenizer.ggml`.
@@ -178,7 +213,7 @@ impl<'a> Metadata<'a> {
         bail!("[gguf] tokenizer.ggml.{key} has {found}, expected {expected}")
     }
 
-    /// The value of a key, if the file has it, as `read` takes it.
+    /// Returns the value of a key read by `read`, if the file has the key.
     fn one<T>(&self, key: &str, expected: &str, read: impl Fn(&'a Value) -> Result<T>) -> Result<Option<T>> {
         let Some(value) = self.0.metadata.get(&format!("tokenizer.ggml.{key}")) else { return Ok(None) };
         match read(value) {
@@ -187,7 +222,7 @@ impl<'a> Metadata<'a> {
         }
     }
 
-    /// The list of a key, if the file has it, each entry as `read` takes it.
+    /// Returns the list of a key with each entry read by `read`, if the file has the key.
     fn list<T>(&self, key: &str, expected: &str, read: impl Fn(&'a Value) -> Result<T>) -> Result<Option<Vec<T>>> {
         let Some(list) = self.one(key, "a list", Value::to_vec)? else { return Ok(None) };
         let entry = |value| read(value).or_else(|_| self.fail(key, format!("{value:?}"), expected));

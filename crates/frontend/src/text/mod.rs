@@ -1,5 +1,5 @@
-//! From text to the layer's input: [`SimpleTokenizer`] gives ids (B, T), [`EmbeddingLayer`] gives vectors (B, T, E).
-//! [`TokenizerError`] is what can go wrong between a text and its ids.
+//! From text to the layer's input: [`SimpleTokenizer`] returns ids (B, T), [`EmbeddingLayer`] vectors (B, T, E).
+//! [`TokenizerError`] is the error of the tokenizer.
 
 mod embedding;
 mod gguf;
@@ -15,21 +15,22 @@ pub use embedding::{EmbeddingConfig, EmbeddingLayer};
 pub use gguf::gguf_tokenizer;
 pub use tokenizer::{SimpleTokenizer, SpecialTokens, Split};
 
-/// One text, or two, as ids and tokens; all lists have the same length T.
+/// One text, or two texts together, as ids and tokens. All lists have the same length T.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Encoding {
     /// The ids, (T,).
     pub ids: Vec<u32>,
-    /// The word, or the part of a word, that each id stands for.
+    /// The word, or the part of a word, of each id.
     pub tokens: Vec<String>,
-    /// Which text each id is of where there are two, as the file says (`token_type_ids`); 0 for one text as a rule.
+    /// The text that each id belongs to if there are two (`token_type_ids`, as the file defines them); usually 0 for
+    /// one text.
     pub type_ids: Vec<u32>,
     /// The number of tokens at the end of the text that truncation left out.
     pub num_truncated: usize,
 }
 
-/// The side of a row that padding is on.
+/// The side of a row that has the padding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PaddingSide {
     /// Before the text, so that all texts end together (generation by decoder-only models).
@@ -38,7 +39,7 @@ pub enum PaddingSide {
     Right,
 }
 
-/// A batch of B texts, padded to one length T, that of the longest.
+/// A batch of B texts, padded to T, the length of the longest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Batch {
     ids: Vec<Vec<u32>>,
@@ -75,54 +76,54 @@ impl Batch {
         Ok(Self { ids, tokens, lens, num_truncated, seq_len: longest, side })
     }
 
-    /// The ids with padding, (B, T).
+    /// Returns the ids with padding, (B, T).
     pub fn ids(&self) -> &[Vec<u32>] {
         &self.ids
     }
 
-    /// The tokens with padding, (B, T).
+    /// Returns the tokens with padding, (B, T).
     pub fn tokens(&self) -> &[Vec<String>] {
         &self.tokens
     }
 
-    /// The number of tokens in each text, without padding, (B,).
+    /// Returns the number of tokens in each text, without padding, (B,).
     pub fn lens(&self) -> &[usize] {
         &self.lens
     }
 
-    /// The number of tokens that truncation left out of each text, (B,).
+    /// Returns the number of tokens that truncation left out of each text, (B,).
     pub fn num_truncated(&self) -> &[usize] {
         &self.num_truncated
     }
 
-    /// B, the number of texts; at least 1.
+    /// Returns B, the number of texts, which is at least 1.
     pub fn batch_size(&self) -> usize {
         self.ids.len()
     }
 
-    /// T, the length of each row with its padding; 0 where all texts are empty.
+    /// Returns T, the length of each row with its padding; 0 if all texts are empty.
     pub fn seq_len(&self) -> usize {
         self.seq_len
     }
 
-    /// The side on which the rows are padded.
+    /// Returns the side on which the rows are padded.
     pub fn padding_side(&self) -> PaddingSide {
         self.side
     }
 
-    /// The ids with padding as a u32 tensor (B, T).
+    /// Returns the ids with padding as a u32 tensor (B, T).
     ///
     /// # Errors
     ///
-    /// What the device gives.
+    /// If the device fails.
     pub fn ids_tensor(&self, device: &Device) -> Result<Tensor> {
         Tensor::from_vec(self.ids.concat(), (self.batch_size(), self.seq_len), device)
     }
 
-    /// The mask that hides the padding, on either side, in a call over these texts alone; a layer takes it by
+    /// Returns the mask of the padding, on either side, for a call over these texts alone. A layer accepts it by
     /// [`AttentionInput::with_mask`](candle_attention_core::AttentionInput::with_mask). In a call with a cache, padding
-    /// is what [`AttentionInput::with_valid_lens`](candle_attention_core::AttentionInput::with_valid_lens) and
-    /// [`with_starts`](candle_attention_core::AttentionInput::with_starts) say.
+    /// is described by [`AttentionInput::with_valid_lens`](candle_attention_core::AttentionInput::with_valid_lens) and
+    /// [`with_starts`](candle_attention_core::AttentionInput::with_starts) instead.
     ///
     /// ```
     /// use candle_attention::text::{PaddingSide, SimpleTokenizer};
@@ -137,7 +138,7 @@ impl Batch {
         AttentionMask::of_runs(self.runs(), self.seq_len)
     }
 
-    /// Where each text starts and ends in its row.
+    /// Returns the start and the end of each text in its row.
     fn runs(&self) -> impl Iterator<Item = (usize, usize)> {
         self.lens.iter().map(|&len| match self.side {
             PaddingSide::Right => (0, len),
@@ -145,13 +146,13 @@ impl Batch {
         })
     }
 
-    /// The number of tokens in each text, (B,), for `AttentionMask::with_valid_lens`: keys at and past the length
-    /// are padding.
+    /// Returns the number of tokens in each text, (B,), for `AttentionMask::with_valid_lens`: keys at and past the
+    /// length are padding.
     ///
     /// # Errors
     ///
-    /// If the tokenizer pads on the left, whether or not this batch has padding:
-    /// there the first keys are padding, and [`starts`](Self::starts) describes them.
+    /// If the tokenizer pads on the left, whether or not this batch has padding: the first keys are then padding, and
+    /// [`starts`](Self::starts) describes them.
     pub fn valid_lens(&self) -> std::result::Result<ValidLens, TokenizerError> {
         match self.side {
             PaddingSide::Right => Ok(ValidLens::from(self.lens.clone())),
@@ -161,8 +162,8 @@ impl Batch {
         }
     }
 
-    /// The position of each text's first token, (B,), for `AttentionMask::with_starts`: keys before it are padding.
-    /// All zero if the padding is on the right.
+    /// Returns the position of each text's first token, (B,), for `AttentionMask::with_starts`: keys before it are
+    /// padding. All are zero if the padding is on the right.
     pub fn starts(&self) -> ValidLens {
         ValidLens::from(self.runs().map(|(start, _)| start).collect::<Vec<_>>())
     }
@@ -174,8 +175,8 @@ type BoxError = Box<dyn std::error::Error + Send + Sync>;
 /// An error of [`SimpleTokenizer`] or of a [`Batch`].
 ///
 /// It converts into [`candle_core::Error`], so that `?` works in functions that return [`candle_core::Result`]. Fields
-/// are indices, from 0; messages count words and texts from 1. In a message a long word is cut; the field holds all of
-/// it.
+/// are indices, from 0; messages count words and texts from 1. In a message a long word is cut; the field has the
+/// whole word.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum TokenizerError {
@@ -183,10 +184,10 @@ pub enum TokenizerError {
     #[error("[tokenizer] {0}")]
     Invalid(String),
 
-    /// A word of the text is not in the vocabulary, and there is no unknown token to stand for it.
+    /// A word of the text is not in the vocabulary, and there is no unknown token.
     #[error("[tokenizer] word {}, {}, is not in the vocabulary: {}", .position + 1, quoted(.word), suggestion(.nearest, .vocabulary, "add it, or choose a word for all unknown ones with with_unknown"))]
     UnknownWord {
-        /// The word, as the vocabulary was asked for it (after a loaded file's normalisation).
+        /// The word that was looked up in the vocabulary (after a loaded file's normalisation).
         word: String,
         /// The index of the word among the pieces that the text splits into.
         position: usize,
@@ -196,8 +197,8 @@ pub enum TokenizerError {
         vocabulary: Vec<String>,
     },
 
-    /// The model has no token for a part of a word and no unknown token. The `tokenizers` crate would leave that
-    /// part out and say nothing.
+    /// The model has no token for a part of a word and no unknown token. The `tokenizers` crate would omit that
+    /// part without an error.
     #[error("[tokenizer] word {}, {}, has characters that the file's {model} model has no token for: remove them, or use a file with an unknown token or byte fallback", .position + 1, quoted(.word))]
     DroppedCharacters {
         /// The word, after the file's normalisation.
@@ -213,16 +214,16 @@ pub enum TokenizerError {
     InBatch {
         /// The index of the text.
         index: usize,
-        /// What went wrong with it.
+        /// The error of the text.
         source: Box<TokenizerError>,
     },
 
-    /// A file, or a step of its pipeline, failed for the reason that `source` gives.
+    /// A file, or a step of its pipeline, failed for the reason in `source`.
     #[error("[tokenizer] {what}: {}", one_line(.source))]
     Failed {
-        /// What failed.
+        /// The operation that failed.
         what: String,
-        /// The reason, of the operating system or of the `tokenizers` crate.
+        /// The error of the operating system or of the `tokenizers` crate.
         source: BoxError,
     },
 }
@@ -233,17 +234,17 @@ impl From<TokenizerError> for candle_core::Error {
     }
 }
 
-/// [`TokenizerError::Invalid`] with its message.
+/// Returns [`TokenizerError::Invalid`] with its message.
 fn invalid<T>(message: impl Into<String>) -> std::result::Result<T, TokenizerError> {
     Err(TokenizerError::Invalid(message.into()))
 }
 
-/// [`TokenizerError::Failed`] from its reason.
+/// Returns a function that makes [`TokenizerError::Failed`] from its source.
 fn failed<E: Into<BoxError>>(what: impl Into<String>) -> impl FnOnce(E) -> TokenizerError {
     |source| TokenizerError::Failed { what: what.into(), source: source.into() }
 }
 
-/// The word in quotes, with control characters escaped, cut so that the message stays readable.
+/// Returns the word in quotes, with control characters escaped, cut so that the message stays readable.
 fn quoted(word: &str) -> String {
     const SHOWN: usize = 60;
     match word.char_indices().nth(SHOWN) {
@@ -252,7 +253,7 @@ fn quoted(word: &str) -> String {
     }
 }
 
-/// What to do about a word that is not in the vocabulary.
+/// Suggests what to do about a word that is not in the vocabulary.
 fn suggestion(nearest: &[String], vocabulary: &[String], otherwise: &str) -> String {
     let list = |words: &[String], between| words.iter().map(|word| quoted(word)).collect::<Vec<_>>().join(between);
     if nearest.is_empty() {

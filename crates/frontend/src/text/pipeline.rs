@@ -1,4 +1,4 @@
-//! The steps of a `tokenizers` pipeline, taken one by one, so that nothing is lost on the way and no fault is a panic.
+//! The steps of a `tokenizers` pipeline, run one by one, so that no text is dropped and no fault of a file is a panic.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -13,16 +13,16 @@ use candle_attention_modules::base::nearest;
 
 use super::{BoxError, Encoding, TokenizerError, failed, invalid};
 
-/// Stands for the error that the BPE model should give where it leaves characters out.
+/// The error for characters that the BPE model drops without an error.
 #[derive(Debug, thiserror::Error)]
 #[error("characters without a token")]
 struct Dropped;
 
-/// A tokenizer without truncation and padding, which are the caller's, and the file's padding.
+/// Loads a tokenizer, whose truncation and padding are removed, and returns it with the file's padding.
 ///
 /// # Errors
 ///
-/// For a file whose post-processor has tokens that it does not define, on which the crate would panic later.
+/// If the file's post-processor has tokens that the file does not define, on which the crate would panic later.
 pub(super) fn load(bytes: &[u8]) -> Result<(Tokenizer, Option<PaddingParams>), BoxError> {
     let mut tokenizer = catch_panic(|| Tokenizer::from_bytes(bytes))?;
     let padding = tokenizer.get_padding().cloned();
@@ -34,13 +34,13 @@ pub(super) fn load(bytes: &[u8]) -> Result<(Tokenizer, Option<PaddingParams>), B
     Ok((tokenizer, padding))
 }
 
-/// How many special tokens a text gets, or a pair of them.
+/// Returns the number of special tokens that are added to a text, or to a pair of texts.
 pub(super) fn num_special_tokens(tokenizer: &Tokenizer, is_pair: bool) -> usize {
     tokenizer.get_post_processor().map_or(0, |processor| processor.added_tokens(is_pair))
 }
 
-/// Encodes one text, or two as one, as [`Tokenizer::encode`] does, but that characters which the model leaves out are
-/// an error. At most `max_tokens` tokens are kept, special ones included; of two texts the longer is cut first.
+/// Encodes one text, or two together, as [`Tokenizer::encode`] does, except that characters without a token are an
+/// error. At most `max_tokens` tokens are kept, special ones included; of two texts the longer is cut first.
 pub(super) fn encode(
     tokenizer: &Tokenizer,
     text: &str,
@@ -50,22 +50,30 @@ pub(super) fn encode(
 ) -> Result<Encoding, TokenizerError> {
     let encoded = catch_panic(|| {
         let mut first = tokens(tokenizer, text, 0)?;
-        let mut second = second.map(|text| tokens(tokenizer, text, 1)).transpose()?;
-        let len = |first: &Tokens, second: &Option<Tokens>| first.len() + second.as_ref().map_or(0, Tokens::len);
-        let whole_len = len(&first, &second);
+        let mut pair = None;
+        if let Some(second) = second {
+            pair = Some(tokens(tokenizer, second, 1)?);
+        }
+        let whole_len = first.len() + pair.as_ref().map_or(0, Tokens::len);
         if let Some(max_tokens) = max_tokens {
-            let num_special = if add_special_tokens { num_special_tokens(tokenizer, second.is_some()) } else { 0 };
-            let params = TruncationParams { max_length: room(max_tokens, num_special)?, ..TruncationParams::default() };
-            (first, second) = truncate_encodings(first, second, &params)?;
-            // The post-processor would take all pairs of what is left over.
-            for encoding in [Some(&mut first), second.as_mut()].into_iter().flatten() {
-                encoding.take_overflowing();
+            let num_special = if add_special_tokens { num_special_tokens(tokenizer, pair.is_some()) } else { 0 };
+            let max_length = max_text_tokens(max_tokens, num_special)?;
+            (first, pair) =
+                truncate_encodings(first, pair, &TruncationParams { max_length, ..TruncationParams::default() })?;
+            // Otherwise the post-processor would combine all pairs of the remainders.
+            first.take_overflowing();
+            if let Some(pair) = &mut pair {
+                pair.take_overflowing();
             }
         }
-        let num_truncated = whole_len - len(&first, &second);
-        let encoding = tokenizer.post_process(first, second, add_special_tokens)?;
-        let (ids, tokens) = (encoding.get_ids().to_vec(), encoding.get_tokens().to_vec());
-        Ok(Encoding { ids, tokens, type_ids: encoding.get_type_ids().to_vec(), num_truncated })
+        let num_truncated = whole_len - first.len() - pair.as_ref().map_or(0, Tokens::len);
+        let encoding = tokenizer.post_process(first, pair, add_special_tokens)?;
+        Ok(Encoding {
+            ids: encoding.get_ids().to_vec(),
+            tokens: encoding.get_tokens().to_vec(),
+            type_ids: encoding.get_type_ids().to_vec(),
+            num_truncated,
+        })
     });
     encoded.map_err(|error| match error.downcast() {
         Ok(explained) => *explained,
@@ -73,8 +81,8 @@ pub(super) fn encode(
     })
 }
 
-/// How many tokens of the text there may be beside the special ones.
-pub(super) fn room(max_tokens: usize, num_special: usize) -> Result<usize, TokenizerError> {
+/// Returns the number of tokens that a text may have besides the special ones.
+pub(super) fn max_text_tokens(max_tokens: usize, num_special: usize) -> Result<usize, TokenizerError> {
     if max_tokens <= num_special {
         let expected = format!("expected more than the {num_special} that are added");
         return invalid(format!("texts are cut at {max_tokens} tokens, {expected}"));
@@ -82,7 +90,7 @@ pub(super) fn room(max_tokens: usize, num_special: usize) -> Result<usize, Token
     Ok(max_tokens - num_special)
 }
 
-/// A text's tokens without special ones.
+/// Returns a text's tokens without special ones.
 fn tokens(tokenizer: &Tokenizer, text: &str, type_id: u32) -> Result<Tokens, BoxError> {
     let mut pieces = tokenizer.get_added_vocabulary().extract_and_normalize(tokenizer.get_normalizer(), text);
     if let Some(pre_tokenizer) = tokenizer.get_pre_tokenizer() {
@@ -91,7 +99,7 @@ fn tokens(tokenizer: &Tokenizer, text: &str, type_id: u32) -> Result<Tokens, Box
     let model = tokenizer.get_model();
     let complete = |piece: &NormalizedString| -> Result<Vec<Token>, BoxError> {
         let tokens = model.tokenize(piece.get())?;
-        // The spans of the tokens follow each other from 0, so that what is left out is missing at the end.
+        // The spans of the tokens follow each other from 0, so dropped characters are missing at the end.
         let covered = tokens.iter().map(|token| token.offsets.1).max().unwrap_or(0);
         if covered < piece.get().len() { Err(Box::new(Dropped)) } else { Ok(tokens) }
     };
@@ -99,7 +107,7 @@ fn tokens(tokenizer: &Tokenizer, text: &str, type_id: u32) -> Result<Tokens, Box
     pieces.into_encoding(None, type_id, OffsetType::Byte)
 }
 
-/// The pieces into which `pre_tokenizer` splits a text.
+/// Returns the pieces into which `pre_tokenizer` splits a text.
 pub(super) fn split(pre_tokenizer: &impl PreTokenizer, text: &str) -> Result<Vec<String>, BoxError> {
     let mut pieces = PreTokenizedString::from(text);
     pre_tokenizer.pre_tokenize(&mut pieces)?;
@@ -107,7 +115,7 @@ pub(super) fn split(pre_tokenizer: &impl PreTokenizer, text: &str) -> Result<Vec
     Ok(splits.into_iter().map(|(word, ..)| word.to_owned()).collect())
 }
 
-/// Names the piece at which the model stopped.
+/// Explains an error by the piece at which the model stopped.
 fn explain(tokenizer: &Tokenizer, pieces: &PreTokenizedString, source: BoxError) -> BoxError {
     let splits = pieces.get_splits(OffsetReferential::Original, OffsetType::None);
     let Some(position) = splits.iter().position(|(_, _, tokens)| tokens.is_none()) else { return source };
@@ -115,7 +123,7 @@ fn explain(tokenizer: &Tokenizer, pieces: &PreTokenizedString, source: BoxError)
     if source.is::<Dropped>() {
         TokenizerError::DroppedCharacters { word, position, model: model_kind(tokenizer.get_model()) }.into()
     } else if is_unknown_word(&source) {
-        let [nearest, vocabulary] = nearest_and_first(&word, tokenizer);
+        let Suggestions { nearest, first: vocabulary } = Suggestions::new(&word, tokenizer);
         TokenizerError::UnknownWord { word, position, nearest, vocabulary }.into()
     } else {
         source
@@ -129,23 +137,32 @@ fn is_unknown_word(error: &BoxError) -> bool {
         || matches!(error.downcast_ref(), Some(UnigramError::MissingUnkId))
 }
 
-/// All words, added tokens included, in the order of their ids.
+/// Returns all words, added tokens included, in the order of their ids.
 pub(super) fn words(tokenizer: &Tokenizer) -> Vec<String> {
     let mut words: Vec<_> = tokenizer.get_vocab(true).into_iter().map(|(word, id)| (id, word)).collect();
     words.sort_unstable();
     words.into_iter().map(|(_, word)| word).collect()
 }
 
-/// What of a vocabulary helps somebody who gave a word that is not in it: the [`nearest`] words, at most three, and the
-/// first by id, at most ten.
-pub(super) fn nearest_and_first(word: &str, tokenizer: &Tokenizer) -> [Vec<String>; 2] {
-    let mut words = words(tokenizer);
-    let nearest = nearest(word, words.iter().map(String::as_str)).into_iter().map(str::to_owned).collect();
-    words.truncate(10);
-    [nearest, words]
+/// The words of a vocabulary that an error names for a word that is not in it.
+pub(super) struct Suggestions {
+    /// The [`nearest`] words, at most three.
+    pub(super) nearest: Vec<String>,
+    /// The first words by id, at most ten.
+    pub(super) first: Vec<String>,
 }
 
-/// The model's kind, as tokenizer.json names it.
+impl Suggestions {
+    /// Finds the words for a word that is not in the vocabulary.
+    pub(super) fn new(word: &str, tokenizer: &Tokenizer) -> Self {
+        let mut first = words(tokenizer);
+        let nearest = nearest(word, first.iter().map(String::as_str)).into_iter().map(str::to_owned).collect();
+        first.truncate(10);
+        Self { nearest, first }
+    }
+}
+
+/// Returns the model's kind, as tokenizer.json names it.
 pub(super) fn model_kind(model: &ModelWrapper) -> &'static str {
     match model {
         ModelWrapper::BPE(_) => "BPE",
@@ -155,10 +172,10 @@ pub(super) fn model_kind(model: &ModelWrapper) -> &'static str {
     }
 }
 
-/// Turns a panic into an error. The crate indexes with what a file says, in more places than can be checked from
+/// Turns a panic into an error. The crate indexes with numbers from the file, in more places than can be checked from
 /// outside.
 ///
-/// The steps run under it only read the tokenizer and write what is thrown away on an error; the crate's caches hold
+/// The steps that run here only read the tokenizer, and discard what they wrote on an error; the crate's caches have
 /// complete entries only. Hence the assertion.
 pub(super) fn catch_panic<T>(step: impl FnOnce() -> Result<T, BoxError>) -> Result<T, BoxError> {
     catch_unwind(AssertUnwindSafe(step)).unwrap_or_else(|panic| {

@@ -19,18 +19,18 @@ use super::{Batch, Encoding, PaddingSide, TokenizerError, failed, invalid, pipel
 
 type Result<T> = std::result::Result<T, TokenizerError>;
 
-/// Padding tokens that are recognised without being chosen, best first.
+/// The padding tokens that are recognised by name, the preferred one first.
 const USUAL_PADDING: [&str; 2] = ["<pad>", "[PAD]"];
 
-/// Where a text splits into words.
+/// The places where a text splits into words.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Split {
-    /// At white space and nowhere else, as Python's `str.split()` does: "you?" is one word.
+    /// At white space and nowhere else, as in Python's `str.split()`: "you?" is one word.
     #[default]
     Whitespace,
-    /// At white space, and each punctuation character is a word of its own: "you?" is "you" and "?". Punctuation is
-    /// what Unicode calls so and all of ASCII's, which also cuts a word like `<pad>` into three.
+    /// At white space, and around each punctuation character: "you?" is "you" and "?". Punctuation is Unicode's and all
+    /// of ASCII's, which also splits a word like `<pad>` into three.
     Punctuation,
 }
 
@@ -46,26 +46,26 @@ impl Split {
     }
 }
 
-/// Whether tokens such as `[CLS]` and `<s>`, which belong to a model's input and not to its text, take part.
+/// Whether to include tokens such as `[CLS]` and `<s>`, which belong to a model's input and not to its text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SpecialTokens {
-    /// Encoding adds what the file's post-processor adds; decoding writes them out.
+    /// Encoding adds the tokens of the file's post-processor; decoding includes them.
     With,
-    /// Encoding adds none; decoding leaves out the file's special tokens and the padding token.
+    /// Encoding adds none; decoding omits the file's special tokens and the padding token.
     Without,
 }
 
-/// Text to ids and back.
+/// A tokenizer: text to ids and back.
 ///
-/// From a list of words it is the tokenizer of the PyTorch tutorials: `text.split()`, case sensitive, an id for each
-/// word, and an error for an unknown word. From a `tokenizer.json` (word-level, BPE, WordPiece or Unigram) it does
-/// what the file says, with these differences from the `tokenizers` crate below it:
+/// Made of a list of words, it is the tokenizer of the PyTorch tutorials: `text.split()`, case sensitive, an id for
+/// each word, and an error for an unknown word. Loaded from a `tokenizer.json` (word-level, BPE, WordPiece or Unigram),
+/// it follows the file, with these differences from the `tokenizers` crate on which it is built:
 ///
-/// - Nothing is dropped in silence. A character without a token is an error where the crate leaves it out, and texts
-///   are cut only [`with_truncation`](Self::with_truncation), which counts what it cuts.
-/// - Padding is for batches, to the longest text of each. Of the file's padding it takes the token and the side; a
-///   length in the file pads nothing. (`AutoTokenizer` of transformers has the same defaults.)
-/// - A file's faults are errors; the crate panics on some.
+/// - Nothing is dropped in silence. A character without a token is an error instead of being omitted, and texts are cut
+/// only [`with_truncation`](Self::with_truncation), which counts the tokens that it cuts.
+/// - Only batches are padded, to the longest text of each. The file's padding token and side are used; a padding length
+/// in the file is ignored. (`AutoTokenizer` of transformers has the same defaults.)
+/// - A fault of a file is an error; the crate panics on some.
 ///
 /// It is `Send` and `Sync`. A batch is encoded on all cores, unless the environment variable
 /// `TOKENIZERS_PARALLELISM` is `false`.
@@ -86,22 +86,22 @@ pub enum SpecialTokens {
 /// ```
 #[derive(Clone)]
 pub struct SimpleTokenizer {
-    /// Without truncation and padding, which it would apply to single texts too.
+    /// The tokenizer without truncation and padding, which it would apply to single texts too.
     inner: Tokenizer,
-    /// The token and the side, as chosen or as in the file.
+    /// The padding token and side, as chosen or as in the file.
     padding: Option<PaddingParams>,
     /// The most tokens of a text, special ones included.
     max_tokens: Option<usize>,
 }
 
 impl SimpleTokenizer {
-    /// A tokenizer of the given words, whose ids are their positions: 0, 1, 2 and so on.
+    /// Makes a tokenizer of the given words, whose ids are their positions: 0, 1, 2 and so on.
     ///
-    /// A word with white space in it is kept, though no text splits into it.
+    /// A word that contains white space is kept, although no text splits into it.
     ///
     /// # Errors
     ///
-    /// If there are no words, a word is empty, or a word stands there twice.
+    /// If there are no words, a word is empty, or a word occurs twice.
     pub fn from_words(words: impl IntoIterator<Item = impl Into<String>>) -> Result<Self> {
         let mut vocab = HashMap::new();
         for (position, word) in words.into_iter().enumerate() {
@@ -124,15 +124,14 @@ impl SimpleTokenizer {
         if vocab.is_empty() {
             return invalid("the vocabulary is empty: give at least one word");
         }
-        // The model takes words that it does not know for its unknown token wherever the vocabulary has it, and its
-        // default is "<unk>". The empty word is never in the vocabulary, also not after a round trip through a file.
+        // If the vocabulary has the model's unknown token, the model uses it for unknown words, and its default is
+        // "<unk>". The empty word is never in the vocabulary, also not after saving and loading a file.
         let model = WordLevel::builder().vocab(vocab.into_iter().collect()).unk_token(String::new()).build();
         let model = model.map_err(failed("the words make no vocabulary"))?;
         Ok(Self { inner: Tokenizer::new(model), padding: None, max_tokens: None }.with_split(Split::default()))
     }
 
-    /// A tokenizer of the words of some texts, as tutorials build theirs: `<pad>` has id 0, and each word the next id
-    /// where it first appears.
+    /// Makes a tokenizer of the words of some texts, as in tutorials: `<pad>` has id 0, and each new word the next id.
     ///
     /// ```
     /// # use candle_attention::text::{SimpleTokenizer, Split};
@@ -155,7 +154,7 @@ impl SimpleTokenizer {
         Ok(Self::from_words(words)?.with_split(split))
     }
 
-    /// Reads a Hugging Face `tokenizer.json`, or what [`save`](Self::save) has written.
+    /// Reads a Hugging Face `tokenizer.json`, or a file written by [`save`](Self::save).
     ///
     /// # Errors
     ///
@@ -167,11 +166,11 @@ impl SimpleTokenizer {
         Self::load(&bytes, &format!("{path:?}"))
     }
 
-    /// [`from_file`](Self::from_file) with the file's bytes.
+    /// Reads the bytes of such a file, like [`from_file`](Self::from_file).
     ///
     /// # Errors
     ///
-    /// As there, but for the reading.
+    /// If the bytes are not a `tokenizer.json`, or have a post-processor with tokens that they do not define.
     pub fn from_bytes(bytes: impl AsRef<[u8]>) -> Result<Self> {
         Self::load(bytes.as_ref(), "the input")
     }
@@ -187,32 +186,35 @@ impl SimpleTokenizer {
         Ok(Self { inner, padding, max_tokens: None })
     }
 
-    /// Writes a `tokenizer.json` with everything chosen here. Read again it behaves the same, but for truncation, which
-    /// a reader asks for anew.
+    /// Writes a `tokenizer.json` with all settings. Read again it behaves the same, except that truncation has to be
+    /// set again.
     ///
     /// # Errors
     ///
     /// If the file cannot be written.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
-        let mut whole = self.inner.clone();
+        let mut tokenizer = self.inner.clone();
         let truncation = self.max_tokens.map(|max_length| TruncationParams { max_length, ..Default::default() });
-        let saved = whole.with_padding(self.padding.clone()).with_truncation(truncation);
-        saved.and_then(|whole| whole.save(path, true)).map_err(failed(format!("cannot write {path:?}")))
+        let result = match tokenizer.with_padding(self.padding.clone()).with_truncation(truncation) {
+            Ok(whole) => whole.save(path, true),
+            Err(error) => Err(error),
+        };
+        result.map_err(failed(format!("cannot write {path:?}")))
     }
 
-    /// Splits texts at `split`, in place of what a loaded file does before its model.
+    /// Splits texts at `split`, instead of the pre-tokenizer of a loaded file.
     #[must_use]
     pub fn with_split(mut self, split: Split) -> Self {
         self.inner.with_pre_tokenizer(Some(split.pre_tokenizer()));
         self
     }
 
-    /// Takes every unknown word for `token`, which must be in the vocabulary.
+    /// Encodes every unknown word as `token`, which must be in the vocabulary.
     ///
     /// # Errors
     ///
-    /// If it is not, or if this is not a word-level vocabulary.
+    /// If the token is not in the vocabulary, or if the vocabulary is not word-level.
     pub fn with_unknown(mut self, token: &str) -> Result<Self> {
         let ModelWrapper::WordLevel(model) = self.inner.get_model() else {
             return invalid(format!(
@@ -230,7 +232,7 @@ impl SimpleTokenizer {
 
     /// Pads batches with `token`, which must be in the vocabulary.
     ///
-    /// By default that is what the file says, or else the vocabulary's `<pad>` or `[PAD]`.
+    /// The default is the padding token of the file, or else the vocabulary's `<pad>` or `[PAD]`.
     ///
     /// # Errors
     ///
@@ -241,7 +243,7 @@ impl SimpleTokenizer {
         Ok(self)
     }
 
-    /// Pads batches on this side. By default that is what the file says, or else the right.
+    /// Pads batches on this side. The default is the side of the file, or else the right.
     ///
     /// # Errors
     ///
@@ -257,19 +259,19 @@ impl SimpleTokenizer {
         Ok(Self { padding: Some(PaddingParams { direction, ..params }), ..self })
     }
 
-    /// Cuts the end of texts that have more than `max_tokens` tokens, special ones included;
-    /// [`Encoding::num_truncated`] and [`Batch::num_truncated`] say by how much. Without it nothing is cut, whatever
-    /// the file says.
+    /// Cuts the end of texts that have more than `max_tokens` tokens, special ones included.
+    /// [`Encoding::num_truncated`] and [`Batch::num_truncated`] count the tokens that were cut. By default nothing is
+    /// cut, also if the file has a truncation.
     ///
     /// # Errors
     ///
-    /// If so many tokens leave no room beside the special ones.
+    /// If `max_tokens` is not more than the number of special tokens.
     pub fn with_truncation(self, max_tokens: usize) -> Result<Self> {
-        pipeline::room(max_tokens, pipeline::num_special_tokens(&self.inner, false))?;
+        pipeline::max_text_tokens(max_tokens, pipeline::num_special_tokens(&self.inner, false))?;
         Ok(Self { max_tokens: Some(max_tokens), ..self })
     }
 
-    /// The ids and tokens of `text`, with the special tokens of the file. The text "" has no ids but those.
+    /// Encodes `text`, with the special tokens of the file. The text "" has no other ids.
     ///
     /// # Errors
     ///
@@ -279,22 +281,22 @@ impl SimpleTokenizer {
         self.encode_with(text, SpecialTokens::With)
     }
 
-    /// [`encode`](Self::encode) with or without special tokens.
+    /// Encodes a text with or without special tokens, like [`encode`](Self::encode).
     ///
     /// # Errors
     ///
-    /// As there.
+    /// As [`encode`](Self::encode).
     pub fn encode_with(&self, text: &str, special: SpecialTokens) -> Result<Encoding> {
         pipeline::encode(&self.inner, text, None, special == SpecialTokens::With, self.max_tokens)
     }
 
-    /// Two texts as one, as the file puts them together: a question and a passage for a cross-encoder. What is too long
-    /// loses tokens from the end of the longer text, until both are as long.
+    /// Encodes two texts together, combined as the file says: a question and a passage for a cross-encoder. Truncation
+    /// cuts the end of the longer text, until both have the same length.
     ///
     /// # Errors
     ///
-    /// As [`encode`](Self::encode), and where [`with_truncation`](Self::with_truncation) leaves no room beside the
-    /// special tokens of a pair.
+    /// As [`encode`](Self::encode), and if the length of [`with_truncation`](Self::with_truncation) is not more than
+    /// the number of special tokens of a pair.
     ///
     /// ```
     /// # use candle_attention::text::SimpleTokenizer;
@@ -307,7 +309,7 @@ impl SimpleTokenizer {
         pipeline::encode(&self.inner, first, Some(second), true, self.max_tokens)
     }
 
-    /// The texts' ids (B, T), padded to the longest text.
+    /// Encodes texts as a batch (B, T), padded to the longest text.
     ///
     /// # Errors
     ///
@@ -316,22 +318,22 @@ impl SimpleTokenizer {
         self.encode_batch_with(texts, SpecialTokens::With)
     }
 
-    /// [`encode_batch`](Self::encode_batch) with or without special tokens.
+    /// Encodes a batch with or without special tokens, like [`encode_batch`](Self::encode_batch).
     ///
     /// # Errors
     ///
-    /// As there.
+    /// As [`encode_batch`](Self::encode_batch).
     pub fn encode_batch_with<S: AsRef<str> + Sync>(&self, texts: &[S], special: SpecialTokens) -> Result<Batch> {
         let rows: Vec<_> = texts.maybe_par_iter().map(|text| self.encode_with(text.as_ref(), special)).collect();
         let in_batch = |(index, row): (usize, Result<_>)| {
             row.map_err(|error| TokenizerError::InBatch { index, source: Box::new(error) })
         };
-        // Collected first, so that the error is always that of the first text that fails.
+        // Collected first, so that the reported error is always that of the first text that fails.
         Batch::new(rows.into_iter().enumerate().map(in_batch).collect::<Result<_>>()?, self.padding_params())
     }
 
-    /// The text of `ids`, special tokens and padding included: words joined by a space, or what the file's decoder
-    /// does.
+    /// Returns the text of `ids`, special tokens and padding included: words joined by a space, or the result of the
+    /// file's decoder.
     ///
     /// # Errors
     ///
@@ -340,13 +342,13 @@ impl SimpleTokenizer {
         self.decode_with(ids, SpecialTokens::With)
     }
 
-    /// [`decode`](Self::decode) with or without special tokens.
+    /// Decodes ids with or without special tokens, like [`decode`](Self::decode).
     ///
     /// # Errors
     ///
-    /// As there; ids that are left out count too.
+    /// As [`decode`](Self::decode), also for ids that would be omitted.
     pub fn decode_with(&self, ids: &[u32], special: SpecialTokens) -> Result<String> {
-        // By its text, since a file's padding id can be that of another word.
+        // Compared by text, since a file's padding id can be that of another word.
         let padding = self.padding_token();
         let is_special = |token: &String| {
             self.inner.get_added_vocabulary().is_special_token(token) || padding.as_ref() == Some(token)
@@ -368,35 +370,35 @@ impl SimpleTokenizer {
         }
     }
 
-    /// The number of words, added tokens included.
+    /// Returns the number of words, added tokens included.
     ///
-    /// Ids run from 0 to one less, unless a file leaves gaps between them.
+    /// Ids run from 0 to one less, unless a file has gaps between them.
     pub fn vocab_size(&self) -> usize {
         self.inner.get_vocab_size(true)
     }
 
-    /// The id of a word, if it is in the vocabulary.
+    /// Returns the id of a word, if it is in the vocabulary.
     pub fn token_to_id(&self, token: &str) -> Option<u32> {
         self.inner.token_to_id(token)
     }
 
-    /// The word of an id, if there is one.
+    /// Returns the word of an id, if there is one.
     pub fn id_to_token(&self, id: u32) -> Option<String> {
         self.inner.id_to_token(id)
     }
 
-    /// All words, added tokens included, in the order of their ids.
+    /// Returns all words, added tokens included, in the order of their ids.
     pub fn words(&self) -> Vec<String> {
         pipeline::words(&self.inner)
     }
 
-    /// The token that batches are padded with, if there is one.
+    /// Returns the token that batches are padded with, if there is one.
     pub fn padding_token(&self) -> Option<String> {
         self.padding_params().map(|params| params.pad_token)
     }
 
-    /// The word that all unknown words of a word-level vocabulary are taken for. `None` if they are errors, and for
-    /// models of other kinds, which have their own ways.
+    /// Returns the word that unknown words of a word-level vocabulary are encoded as. `None` if they are errors, and
+    /// for models of other kinds, which treat unknown words in other ways.
     pub fn unknown_token(&self) -> Option<&str> {
         let ModelWrapper::WordLevel(model) = self.inner.get_model() else { return None };
         model.token_to_id(&model.unk_token).map(|_| model.unk_token.as_str())
@@ -412,15 +414,15 @@ impl SimpleTokenizer {
 
     fn id_of(&self, part: &'static str, token: &str) -> Result<u32> {
         self.token_to_id(token).ok_or_else(|| {
-            let [nearest, vocabulary] = pipeline::nearest_and_first(token, &self.inner);
-            let advice = suggestion(&nearest, &vocabulary, "add it");
+            let words = pipeline::Suggestions::new(token, &self.inner);
+            let advice = suggestion(&words.nearest, &words.first, "add it");
             TokenizerError::Invalid(format!("the {part} token {} is not in the vocabulary: {advice}", quoted(token)))
         })
     }
 }
 
 impl fmt::Debug for SimpleTokenizer {
-    /// Without the vocabulary, which can have a quarter of a million words.
+    /// Omits the vocabulary, which can have a quarter of a million words.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("SimpleTokenizer")
             .field("model", &pipeline::model_kind(self.inner.get_model()))

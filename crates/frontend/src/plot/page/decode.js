@@ -1,17 +1,17 @@
-// Reads what mod.rs wrote. Nothing here touches the document, so that Node can test it.
+// Decodes the bytes that mod.rs writes. Nothing here touches the document, so that Node can test it.
 
 /** The weight of a code: the square of whole steps, so that small weights keep their digits; `last` is for NaN. */
 const weightOfCode = (code, last) => (code === last ? NaN : (code / (last - 1)) ** 2);
 export const bytesOfBase64 = (text) =>
   Uint8Array.fromBase64?.(text) ?? Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
 
-/** Largest first, weights that are not finite before all; of two alike the lower index first. */
+/** Orders the largest weights first, those that are not finite before all others, and equal ones by their index. */
 export function sortByWeight(entries) {
   const rank = ({ weight }) => (Number.isNaN(weight) ? 2 : weight);
   return entries.sort((a, b) => rank(b) - rank(a) || a.index - b.index);
 }
 
-/** The statistics of a layer; a window of it is `[first, end]` of queries and of keys: `[[0, queries], [0, keys]]`. */
+/** The statistics of a layer. A window of it is `[first, end]` of queries and of keys: `[[0, queries], [0, keys]]`. */
 export class Layer {
   constructor(bytes, shape, hasAllWeights) {
     let end = 0;
@@ -54,7 +54,7 @@ export class Layer {
     this.forEachTop(head, window, visit);
   }
 
-  /** `{ index, weight }` of the top keys that a query reads, or of the queries that have a key among theirs. */
+  /** `{ index, weight }` of the top keys of a query, or of the queries that have a key among their top keys. */
   partners(side, head, index) {
     const [entries, isQuery, { queries, keys }] = [[], side === "query", this.shape];
     const window = isQuery ? [[index, index + 1], [0, keys]] : [[0, queries], [index, index + 1]];
@@ -62,17 +62,17 @@ export class Layer {
     return entries;
   }
 
-  /** What a query reads beside its top keys: the weight of all others together, and the most that one can have. */
+  /** The weights of a query besides its top keys: the sum of all others, and the most that one of them can have. */
   othersOf(head, query) {
     const { keys, top } = this.shape;
     const entries = this.partners("query", head, query);
-    // Keys come in the order of their weights: no other has any if the last has none. Of NaN nothing is known.
+    // Keys are in the order of their weights: if the last weight is 0, so are all others. NaN tells nothing.
     const most = (top < keys && entries[top - 1]?.weight) || 0;
     const sum = entries.reduce((rest, { weight }) => rest - weight, 1);
     return { most, sum: most && sum > 0 ? sum : 0 };
   }
 
-  /** The weight of a key, or, with `isBound`, what it is at most; without a query, what a key receives in the mean. */
+  /** The weight of a key or, with `isBound`, an upper bound of it; without a query, the mean weight of the key. */
   weightAt(head, query, key) {
     if (query === null) return { weight: this.received[head * this.shape.keys + key] / this.shape.queries, isBound: false };
     let weight = this.isComplete ? 0 : null;
@@ -82,7 +82,7 @@ export class Layer {
     return { weight: most, isBound: most !== 0 };
   }
 
-  /** A map of a window: a cell is the largest weight of as many queries, which are rows, and keys as `perCell` says. */
+  /** A map of a window: a cell is the largest weight of `perCell` queries, which are rows, and keys. */
   largest(head, window, perCell) {
     const [rows, columns] = window.map(([first, end], side) => Math.ceil((end - first) / perCell[side]));
     const weights = new Float32Array(rows * columns);
@@ -94,7 +94,7 @@ export class Layer {
     return { rows, columns, weights };
   }
 
-  /** Of a head: mean entropy, largest weight, top weights that are not finite, the weight of top and of all keys. */
+  /** Summarises a head: mean entropy, largest weight, top weights not finite, weight of top keys and of all. */
   summary(head) {
     const { queries, keys } = this.shape;
     const found = { entropy: 0, largest: 0, notFinite: 0, top: 0, all: 0, mostRead: 0 };
@@ -125,13 +125,13 @@ export function meanOverHeads(heads, entriesOf) {
   return sortByWeight(Object.values(found));
 }
 
-/** `0`, `0.123`, or `4.5e-5` where three digits would not do. */
+/** Formats a weight: `0`, `0.123`, or `4.5e-5` if three digits are too few. */
 export function textOf(weight) {
   if (!Number.isFinite(weight)) return "not finite";
   return weight === 0 ? "0" : weight < 0.001 ? weight.toExponential(1) : weight.toFixed(3);
 }
 
-/** What an address such as `#layer=3&as=map` says: numbers below a limit, or words of a list; others are problems. */
+/** Parses an address such as `#layer=3&as=map`: numbers below a limit, or words of a list; others are problems. */
 export function parseAddress(hash, limits) {
   const [found, problems] = [{}, []];
   for (const [name, text] of new URLSearchParams(hash.slice(1))) {

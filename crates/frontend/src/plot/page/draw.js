@@ -1,4 +1,4 @@
-// What the views share: maps of cells, lists of tokens and of weights.
+// Drawing that the views share: maps of cells, lists of tokens and of weights.
 
 const SIDES = ["query", "key"];
 const byId = (id) => document.getElementById(id);
@@ -7,7 +7,7 @@ const range = (count, item) => Array.from({ length: count }, (_, i) => item(i));
 const clamp = (index, count) => Math.max(0, Math.min(count - 1, index));
 
 const packed = ([red, green, blue]) => (255 << 24) | (blue << 16) | (green << 8) | red;
-/** The colours of 513 weights: lightness changes evenly, so that they are told apart without their hue. */
+/** The colours of 513 weights: lightness changes evenly, so that they can be distinguished without their hue. */
 const paletteOf = (stops) => range(513, (i) => {
   const next = stops[Math.ceil(i / 128)];
   return packed(stops[Math.floor(i / 128)].map((low, channel) => Math.round(low + ((i / 128) % 1) * (next[channel] - low))));
@@ -19,7 +19,7 @@ const PALETTES = {
 const NOT_FINITE = packed([150, 150, 150]);
 let theme = "light";
 
-/** The colour of a weight, which goes by its square root; `most` has the last. */
+/** The colour of a weight, chosen by its square root; `most` has the last colour. */
 const colourOf = (weight, most) => PALETTES[theme][Math.round(Math.sqrt(Math.min(1, weight / most)) * 512)] ?? NOT_FINITE;
 
 /** A canvas of one pixel for each weight. */
@@ -54,7 +54,7 @@ function showMap(id, map) {
   const height = Math.min(rows * size, Math.max((rows * width) / columns, Math.min(rows * 14, 160)), 720);
   const [down, across] = [height / rows, width / columns];
   const centreOf = ([row, column]) => `top: ${(row + 0.5) * down}px; left: ${(column + 0.5) * across}px`;
-  /** The labels that have room, and always that of the mark. */
+  /** Draws the labels that fit, and always that of the mark. */
   const labelsOf = (side, className, size, mark = -Infinity) => labels[side].map((text, i) => {
     if (i !== mark && (i % Math.ceil(15 / size) || Math.abs(i - mark) * size < 15)) return "";
     const style = `--at: ${(i + 0.5) * size}px; color: var(${i === mark ? "--accent" : "--soft"})`;
@@ -81,19 +81,19 @@ function showMap(id, map) {
   map.describe(null);
 }
 
-/** Shows a list of tokens, made when it is first seen, since there may be thousands; one of them, or none is chosen. */
+/** Shows a list of tokens, built when it is first shown, since there may be thousands; at most one is selected. */
 function showTokens(id, side, chosen) {
   const list = byId(id);
   const hasIndices = about.hasTokens[side] && list.className !== "flow";
   const elementOf = (text, index) => element(
     "span", { className: "token", role: "option", id: `${id}-${index}`, token: { side, index } },
     hasIndices ? element("span", { className: "index" }, index) : "", element("bdi", {}, text), " ");
-  // Blocks, so that a browser lays out only what is seen.
+  // Blocks, so that a browser lays out only the visible ones.
   for (let start = list.childElementCount * 64; start < tokens[side].length; start += 64) {
     const block = tokens[side].slice(start, start + 64).map((text, i) => elementOf(text, start + i));
     list.append(element("div", { className: "block", role: "presentation" }, ...block));
   }
-  // The end of a selection of text chooses nothing.
+  // The end of a text selection does not select a token.
   list.onclick = ({ target }) => target.closest(".token") && getSelection().isCollapsed && go(only(target.closest(".token").token));
   list.onStep = ([down, right]) => go(only({ side, index: clamp((chosen ?? -1) + down + right, tokens[side].length) }));
   list.querySelector("[aria-selected]")?.removeAttribute("aria-selected");
@@ -103,7 +103,7 @@ function showTokens(id, side, chosen) {
   token?.scrollIntoView({ block: "nearest", inline: "nearest" });
 }
 
-/** Fills a part with what a token reads and what reads it, in the mean over heads `[layer, head]`. */
+/** Fills a part with the keys that a token attends to and the queries that attend to it, averaged over heads. */
 function showWeights(id, sides, heads) {
   const isMean = heads.length > 1;
   const over = isMean ? `, mean over ${counted(heads.length, "head")}` : "";
@@ -130,7 +130,7 @@ function showWeights(id, sides, heads) {
       element("p", {}, text + others + over),
       rows.length ? element("ol", { className: "weights" }, ...rows) : element("p", {}, `No ${partner}.`));
   });
-  // Where one of the buttons had the focus, the one that takes its place gets it.
+  // If one of the buttons had the focus, its replacement gets it.
   const [part, buttons] = [byId(id), () => [...byId(id).querySelectorAll("button")]];
   const focused = buttons().indexOf(document.activeElement);
   part.replaceChildren(...lists);

@@ -1,6 +1,6 @@
 // The view of a head: tokens with lines between them, or the map, of all tokens or of the patches of a picture.
 
-const ROW_HEIGHT = 24; // of a token beside the lines, as in page.css
+const ROW_HEIGHT = 24; // of a token next to the lines, as in page.css
 let hovered = null; // the token under the pointer, `{ side, index }`
 
 function buildHead() {
@@ -28,7 +28,7 @@ function buildHead() {
     element("button", { onclick: () => go(only({ side: "query", index })) }, name)));
 }
 
-/** Another head, in the order of layers. */
+/** Opens another head, in the order of layers. */
 function moveHead(step) {
   const index = clamp(state.layer * shape.heads + state.head + step, about.layers.length * shape.heads);
   go({ layer: Math.floor(index / shape.heads), head: index % shape.heads });
@@ -55,7 +55,7 @@ function showHead() {
   showDetails();
 }
 
-/** Draws the lines of the token that is shown, with their weights beside the other ends, or those of all in sight. */
+/** Draws the lines of the selected token, with their weights at the other ends, or those of all visible tokens. */
 function drawLines() {
   const [width, top] = [byId("between").clientWidth, byId("lines").scrollTop];
   const height = Math.min(byId("lines").clientHeight, Math.max(shape.queries, shape.keys) * ROW_HEIGHT);
@@ -65,7 +65,7 @@ function drawLines() {
   const y = (index) => (index + 0.5) * ROW_HEIGHT - top;
   for (const token of byId("lines").querySelectorAll(".is-linked")) token.classList.remove("is-linked");
   const isShown = shown.index !== null;
-  const [curves, texts] = [{}, []]; // curves that look alike are one path: there may be thousands
+  const [curves, texts] = [{}, []]; // curves of one style are one path: there may be thousands
   for (const token of isShown ? [shown.index] : inSight) {
     for (const { index, weight } of sortByWeight(layerAt(state.layer).partners(shown.side, state.head, token)).reverse()) {
       const [share, colour] = Number.isFinite(weight) ? [weight, "var(--accent)"] : [0, "#969696"];
@@ -79,10 +79,10 @@ function drawLines() {
   }
   byId("links").style = `height: ${height}px; text-anchor: ${to ? "end" : "start"}`;
   const paths = Object.entries(curves).map(([look, found]) => `<path ${look} d="${found.join("")}"/>`);
-  byId("links").innerHTML = [...paths, ...texts].join(""); // of numbers alone
+  byId("links").innerHTML = [...paths, ...texts].join(""); // contains numbers only
 }
 
-/** The first and the end of what the map shows of a side, around what is chosen. */
+/** The first and the end of the part of a side that the map shows, around the selection. */
 function rangeInSight(side) {
   const count = tokens[side].length;
   const size = Math.min(count, Math.max(8, Math.ceil(count / state.zoom)));
@@ -119,7 +119,7 @@ function mapOfTokens() {
 
 function mapOfPatches() {
   const { rows, columns, leading } = about.picture;
-  const side = about.isSelf ? "query" : "key"; // as which a patch is chosen
+  const side = about.isSelf ? "query" : "key"; // the side on which a patch is selected
   const patch = state[side] === null ? -1 : state[side] - leading;
   const keyAt = ([row, column]) => leading + clamp(row, rows) * columns + clamp(column, columns);
   const layer = layerAt(state.layer);
@@ -137,7 +137,7 @@ function mapOfPatches() {
   };
 }
 
-/** Says which weight is under the pointer, or chosen. */
+/** Shows the weight under the pointer, or the selected one. */
 function describePair({ query, key }) {
   const { weight, isBound } = key === null ? {} : layerAt(state.layer).weightAt(state.head, query, key);
   const reader = query === null ? "all queries" : `query ${tokenName("query", query)}`;
@@ -145,5 +145,5 @@ function describePair({ query, key }) {
     : `${reader} → key ${tokenName("key", key)}: ${isBound ? "at most " : ""}${textOf(weight)}`);
 }
 
-/** What the token shown reads in this head, and what reads it. */
+/** Lists the keys that the token attends to in this head, and the queries that attend to it. */
 const showDetails = () => showWeights("details-lists", sidesOf(shownToken()), [[state.layer, state.head]]);

@@ -26,25 +26,26 @@ const SCRIPTS: [&str; 5] = [
     include_str!("page.js"),
 ];
 
-/// The attention of one sequence, in all heads of all layers, as one HTML file to look around in.
+/// A page of the attention of one sequence, in all heads of all layers, as one HTML file to explore.
 ///
-/// The file needs nothing but a browser: no network, no server. It has three views that lead into each other. *Model*
+/// The file needs nothing but a browser: no network, no server. It has three views that link to each other. *Model*
 /// has a small map of each head of each layer. *Head* has the tokens on both sides with lines between them, or the map
 /// of T_q rows and T_kv columns with the weight under the pointer, or, with [`with_picture`](Self::with_picture), the
-/// picture. *Token* has the keys that a token reads and the queries that read it, over all heads. Keys and touch do
-/// what a pointer does. The address says what is shown: `#layer=3&head=5` opens that head, `#layer=3&head=5&token=17`
-/// chooses query 17 in it, `key=4` a key, `as=map` the map; `#token=17` opens the view of a token. All count from 0.
+/// picture. *Token* has the keys that a token attends to and the queries that attend to it, over all heads. Keyboard
+/// and touch work like a pointer. The address selects the view: `#layer=3&head=5` opens that head,
+/// `#layer=3&head=5&token=17` selects query 17 in it, `key=4` a key, `as=map` the map; `#token=17` opens the view of a
+/// token. All count from 0.
 ///
-/// What is shown comes from [`AttentionStatistics`], so that the weights need not be held: for each query the keys with
-/// the largest weights, to within 2e-5, its entropy, and for each key the weight that it receives. The page says how
-/// much of the weight the other keys have. Where a layer's statistics have the weights of all queries and keys
-/// ([`with_weights_of`]), every weight is kept: those that are not among the largest to within `w.sqrt() / 250`, or
-/// 2e-5 where that is more.
+/// The numbers come from [`AttentionStatistics`], so that the weights need not be stored: for each query the keys with
+/// the largest weights, to within 2e-5, and its entropy; for each key the sum of its weights. The page shows how much
+/// of the weight the other keys have. If a layer's statistics have the weights of all queries and keys
+/// ([`with_weights_of`]), every weight is stored: those that are not among the largest to within `w.sqrt() / 250`, or
+/// 2e-5 if that is more.
 ///
-/// Each head takes `T_q · (4 + 4k) + 4 · T_kv` bytes for k top keys (`4 + 6k` where T_kv is above 65,536), each kept
-/// weight one byte more, and base64 a third on top: 16 MB for 144 heads, 2,048 tokens and k = 8 without kept weights.
+/// Each head takes `T_q · (4 + 4k) + 4 · T_kv` bytes for k top keys (`4 + 6k` if T_kv is above 65,536), each stored
+/// weight one byte more, and base64 a third on top: 16 MB for 144 heads, 2,048 tokens and k = 8 without all weights.
 ///
-/// Tokens, names and the title are taken as untrusted text, written as in [`HeatMap`](super::HeatMap).
+/// Tokens, names and the title are treated as untrusted text, written as in [`HeatMap`](super::HeatMap).
 ///
 /// ```
 /// use candle_attention::plot::Page;
@@ -71,7 +72,7 @@ const SCRIPTS: [&str; 5] = [
 #[must_use]
 pub struct Page {
     title: String,
-    /// That of every layer; none before the first.
+    /// The shape of every layer; `None` before the first.
     shape: Option<Shape>,
     layers: Vec<Layer>,
     query_tokens: Option<Vec<String>>,
@@ -79,7 +80,7 @@ pub struct Page {
     picture: Option<Picture>,
 }
 
-/// What the keys are patches of.
+/// The picture of which the keys are patches.
 #[derive(Debug, Clone)]
 struct Picture {
     kind: &'static str,
@@ -91,7 +92,7 @@ struct Picture {
 }
 
 impl Page {
-    /// A page without layers.
+    /// Makes a page without layers.
     pub fn new(title: impl AsRef<str>) -> Self {
         Self {
             title: style::safe(title.as_ref()),
@@ -103,27 +104,27 @@ impl Page {
         }
     }
 
-    /// Names queries and keys by the same tokens, as self-attention has them. Without tokens they have their index.
+    /// Labels queries and keys by the same tokens, for self-attention. Without tokens they are labelled by index.
     ///
     /// # Errors
-    /// If layers are there whose T_q or T_kv is not the number of tokens.
+    /// If the page has layers whose T_q or T_kv is not the number of tokens.
     pub fn with_tokens<S: AsRef<str>>(self, tokens: &[S]) -> Result<Self> {
         self.with_query_tokens(tokens)?.with_key_tokens(tokens)
     }
 
-    /// Names the queries: T_q tokens.
+    /// Labels the queries: T_q tokens.
     ///
     /// # Errors
-    /// If layers are there whose T_q is not the number of tokens.
+    /// If the page has layers whose T_q is not the number of tokens.
     pub fn with_query_tokens<S: AsRef<str>>(mut self, tokens: &[S]) -> Result<Self> {
         self.query_tokens = Some(style::tokens(tokens));
         self.check(self.shape).map(|()| self)
     }
 
-    /// Names the keys: T_kv tokens.
+    /// Labels the keys: T_kv tokens.
     ///
     /// # Errors
-    /// If layers are there whose T_kv is not the number of tokens.
+    /// If the page has layers whose T_kv is not the number of tokens.
     pub fn with_key_tokens<S: AsRef<str>>(mut self, tokens: &[S]) -> Result<Self> {
         self.key_tokens = Some(style::tokens(tokens));
         self.check(self.shape).map(|()| self)
@@ -133,7 +134,7 @@ impl Page {
     /// `grid` rows and columns of patches, row by row. Statistics with all weights colour every patch.
     ///
     /// # Errors
-    /// If the picture is of another format, the grid is empty, or layers are there whose T_kv is another.
+    /// If the picture has another format, the grid is empty, or the page has layers with another T_kv.
     pub fn with_picture(mut self, picture: &[u8], grid: [usize; 2], leading: usize) -> Result<Self> {
         let kind = match picture {
             [0x89, b'P', b'N', b'G', b'\r', b'\n', 0x1a, b'\n', ..] => "png",
@@ -147,7 +148,7 @@ impl Page {
         self.check(self.shape).map(|()| self)
     }
 
-    /// With the next layer: see [`Page::push_layer`].
+    /// Adds the next layer: see [`Page::push_layer`].
     ///
     /// # Errors
     /// As [`Page::push_layer`].
@@ -162,8 +163,8 @@ impl Page {
     /// # Errors
     /// If `b` is not below B, a tensor has another shape or dtype, the statistics have no top keys, a weight is outside
     /// \[0, 1\], there are weights of some queries or keys alone, the layers before have other numbers of heads,
-    /// queries, keys or top keys, or the tokens are not as many. The page stays as it was. Weights that are not finite
-    /// are no error, and are shown as such.
+    /// queries, keys or top keys, or the numbers of tokens differ. The page is then unchanged. Weights that are not
+    /// finite are no error, and are shown as such.
     pub fn push_layer(&mut self, name: impl AsRef<str>, statistics: &AttentionStatistics, b: usize) -> Result<()> {
         let (layer, shape) = Layer::new(style::safe(name.as_ref()), statistics, b)?;
         let before = self.shape.unwrap_or(shape);
@@ -188,7 +189,7 @@ impl Page {
         html(self, shape, &mut file).and_then(|()| file.flush()).map_err(cannot)
     }
 
-    /// Writes the page, in UTF-8, in many small pieces: a file wants a [`BufWriter`].
+    /// Writes the page, in UTF-8, in many small pieces: use a [`BufWriter`] for a file.
     ///
     /// # Errors
     /// If there is no layer, or `out` has an error.
@@ -201,15 +202,18 @@ impl Page {
         self.shape.as_ref().ok_or_else(|| Error::Msg("[page] there is no layer to show: see Page::with_layer".into()))
     }
 
-    /// Whether tokens and picture fit layers of this shape, if there are any.
+    /// Checks that tokens and picture fit layers of this shape, if there are any.
     fn check(&self, shape: Option<Shape>) -> Result<()> {
         let Some(Shape { queries, keys, .. }) = shape else { return Ok(()) };
-        for (tokens, count, one, many) in
-            [(&self.query_tokens, queries, "query", "queries"), (&self.key_tokens, keys, "key", "keys")]
+        if let Some(tokens) = &self.query_tokens
+            && tokens.len() != queries
         {
-            if let Some(tokens) = tokens.as_ref().filter(|tokens| tokens.len() != count) {
-                bail!("[page] {} {one} tokens for {count} {many}", tokens.len())
-            }
+            bail!("[page] {} query tokens for {queries} queries", tokens.len())
+        }
+        if let Some(tokens) = &self.key_tokens
+            && tokens.len() != keys
+        {
+            bail!("[page] {} key tokens for {keys} keys", tokens.len())
         }
         if let Some(Picture { grid: [rows, columns], leading, .. }) = self.picture
             && rows.checked_mul(columns).and_then(|patches| patches.checked_add(leading)) != Some(keys)
@@ -220,7 +224,7 @@ impl Page {
     }
 }
 
-/// How far a weight may leave \[0, 1\] by rounding, as in heat maps.
+/// The most by which rounding may move a weight out of \[0, 1\], as in heat maps.
 const ROUNDING: f32 = 0.01;
 
 /// The size of a layer's statistics.
@@ -245,14 +249,14 @@ impl fmt::Display for Shape {
 #[derive(Debug, Clone)]
 struct Layer {
     name: String,
-    /// Little-endian, in this order: sums of weights (H, T_kv) and entropies (H, T_q) in f32, top keys (H, T_q, k) in u16
-    /// or u32, codes of their weights in u16, and, where all weights are kept, their codes (H, T_q, T_kv) in u8.
+    /// Little-endian, in this order: sums of weights (H, T_kv) and entropies (H, T_q) in f32, top keys (H, T_q, k) in
+    /// u16 or u32, codes of their weights in u16, and, where all weights are kept, their codes (H, T_q, T_kv) in u8.
     bytes: Vec<u8>,
     has_all_weights: bool,
 }
 
 impl Layer {
-    /// Sequence `b` of statistics.
+    /// Encodes sequence `b` of statistics.
     fn new(name: String, statistics: &AttentionStatistics, b: usize) -> Result<(Self, Shape)> {
         let AttentionStatistics { top_keys, top_weights, entropy, key_weight_sums, weights } = statistics;
         let has_batch = match *top_keys.dims() {
@@ -288,7 +292,7 @@ impl Layer {
         if let Some(key) = found.iter().find(|&&key| key as usize >= keys) {
             bail!("[page] the top keys have key {key}; expected keys below {keys}")
         }
-        // Two bytes hold all keys below 65,536.
+        // Two bytes can store all keys below 65,536.
         let len = if keys > usize::from(u16::MAX) + 1 { 4 } else { 2 };
         found.iter().for_each(|key| bytes.extend(&key.to_le_bytes()[..len]));
         let top_weights = floats(&of_sequence(top_weights, "top_weights")?, "top_weights", &[heads, queries, top])?;
@@ -301,7 +305,7 @@ impl Layer {
     }
 }
 
-/// The numbers of a tensor of floats of this shape.
+/// Returns the numbers of a tensor of floats of this shape.
 fn floats(tensor: &Tensor, what: &str, shape: &[usize]) -> Result<Vec<f32>> {
     Expect::one("page", what, tensor).sizes(shape)?.dtype_of(&FLOATS, "")?;
     to_vec(tensor)
@@ -325,7 +329,7 @@ fn extend_with_codes<const SIZE: usize>(bytes: &mut Vec<u8>, name: &str, weights
     Ok(())
 }
 
-/// The HTML file: the template with its style, data and script.
+/// Writes the HTML file: the template with its style, data and script.
 fn html(page: &Page, shape: &Shape, out: &mut impl Write) -> io::Result<()> {
     for line in TEMPLATE.lines() {
         match line.trim() {
@@ -339,7 +343,7 @@ fn html(page: &Page, shape: &Shape, out: &mut impl Write) -> io::Result<()> {
     Ok(())
 }
 
-/// Elements that no browser runs, read by their ids.
+/// Writes the data as elements that no browser runs, read by their ids.
 fn data(page: &Page, shape: &Shape, out: &mut impl Write) -> io::Result<()> {
     let indices = |count: usize| (0..count).map(|index| index.to_string()).collect::<Vec<_>>();
     let tokens = |tokens: &Option<Vec<String>>, count| tokens.clone().unwrap_or_else(|| indices(count));
@@ -356,12 +360,12 @@ fn data(page: &Page, shape: &Shape, out: &mut impl Write) -> io::Result<()> {
             "kind": kind, "rows": grid[0], "columns": grid[1], "leading": leading,
         })),
     });
-    // Neither `</script>` nor `<!--` may stand in a script element; JSON has `<` in strings alone.
+    // A script element must not contain `</script>` or `<!--`; JSON has `<` in strings alone.
     let about = about.to_string().replace('<', "\\u003c");
     writeln!(out, "<script type=\"application/json\" id=\"about\">{about}</script>")?;
     let pictures = page.picture.iter().map(|picture| (String::from("picture-data"), &picture.bytes));
-    let layers = page.layers.iter().enumerate().map(|(index, layer)| (format!("layer-{index}"), &layer.bytes));
-    for (id, bytes) in pictures.chain(layers) {
+    let layer_data = page.layers.iter().enumerate().map(|(index, layer)| (format!("layer-{index}"), &layer.bytes));
+    for (id, bytes) in pictures.chain(layer_data) {
         let text = Base64Display::new(bytes, &STANDARD);
         writeln!(out, "<script type=\"text/plain\" id=\"{id}\">{text}</script>")?;
     }

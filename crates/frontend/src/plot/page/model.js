@@ -1,4 +1,4 @@
-// The views over all heads: a small map of each, and what a token reads and what reads it.
+// The views over all heads: a small map of each, and the keys and queries of a token.
 
 function buildModel() {
   const smallMap = (layer, head) => {
@@ -8,7 +8,7 @@ function buildModel() {
       onclick: () => go({ view: "head", layer, head }),
       onpointerenter: describe,
       onfocus({ target }) {
-        // Tab leads to one of the maps: from there on arrow keys do.
+        // Tab reaches one of the maps; arrow keys reach the others.
         byId("heads").querySelector("[tabindex='0']").tabIndex = -1;
         target.tabIndex = 0;
         describe();
@@ -27,7 +27,7 @@ function buildModel() {
     element("bdi", { title: name }, `${layer} ${name}`), ...range(heads, (head) => smallMap(layer, head))));
 }
 
-/** What there is to say of a head in a line. */
+/** Describes a head in a line. */
 function headText(layer, head) {
   const { entropy, notFinite, top, all, mostRead } = summaryOf(layer, head);
   if (notFinite) return `${counted(notFinite, "weight")} of the largest not finite, drawn in grey`;
@@ -37,7 +37,7 @@ function headText(layer, head) {
   return `mean entropy ${entropy.toFixed(2)} nats; most read: ${most}${others}`;
 }
 
-/** Draws the small maps, a layer at a time, so that the page answers meanwhile. */
+/** Draws the small maps, a layer at a time, so that the page stays responsive. */
 async function drawModel() {
   const [window, drawnTheme] = [[[0, shape.queries], [0, shape.keys]], theme];
   const perCell = window.map(([, end]) => Math.ceil(end / 64));
