@@ -59,8 +59,8 @@ fn main() -> Result<()> {
         println!("| dtype | model | prompt of {}, tokens/s | generation, tokens/s |", args.prompt);
         println!("| --- | --- | ---: | ---: |");
     }
-    let asked = |dtype: &DType| args.dtype.as_ref().is_none_or(|asked| asked == dtype.as_str());
-    for dtype in [DType::F32, DType::BF16].into_iter().filter(asked) {
+    let is_requested = |dtype: &DType| args.dtype.as_ref().is_none_or(|name| name == dtype.as_str());
+    for dtype in [DType::F32, DType::BF16].into_iter().filter(is_requested) {
         let vb = || VarBuilder::from_tensors(tensors.clone(), dtype, &Device::Cpu);
         let mut sides = vec![Side {
             name: "candle-attention",
@@ -70,15 +70,16 @@ fn main() -> Result<()> {
             sides.push(Side { name: "candle-transformers", model: Model::theirs(&json, vb(), dtype)? });
             compare(&sides, &ids[..args.prompt.min(64)], dtype)?;
         }
-        let mut best = vec![[f64::INFINITY; 2]; sides.len()];
+        let mut best = vec![Times { prompt: f64::INFINITY, generation: f64::INFINITY }; sides.len()];
         for _ in 0..args.rounds {
-            for (side, best) in sides.iter().zip(&mut best) {
-                let [prompt, generation] = side.time(&ids, args.tokens)?;
-                *best = [best[0].min(prompt), best[1].min(generation)];
+            for (side, least) in sides.iter().zip(&mut best) {
+                let times = side.time(&ids, args.tokens)?;
+                least.prompt = least.prompt.min(times.prompt);
+                least.generation = least.generation.min(times.generation);
             }
         }
-        for (side, [prompt, generation]) in sides.iter().zip(best) {
-            let (prompt, generation) = (args.prompt as f64 / prompt, args.tokens as f64 / generation);
+        for (side, times) in sides.iter().zip(best) {
+            let (prompt, generation) = (args.prompt as f64 / times.prompt, args.tokens as f64 / times.generation);
             if args.json {
                 println!(
                     "{}",
@@ -174,18 +175,25 @@ impl Model {
     }
 }
 
+/// Seconds.
+#[derive(Clone, Copy)]
+struct Times {
+    prompt: f64,
+    generation: f64,
+}
+
 impl Side {
-    /// Returns the seconds for the prompt, and for `tokens` tokens after it.
-    fn time(&self, ids: &[u32], tokens: usize) -> Result<[f64; 2]> {
+    /// Times the prompt, and `tokens` tokens after it.
+    fn time(&self, ids: &[u32], tokens: usize) -> Result<Times> {
         let mut held = self.model.cache()?;
-        let start = Instant::now();
+        let prompt_start = Instant::now();
         self.model.step(ids, 0, &mut held)?;
-        let prompt = start.elapsed().as_secs_f64();
+        let prompt = prompt_start.elapsed().as_secs_f64();
         let start = Instant::now();
         for token in 0..tokens {
             self.model.step(&ids[token..=token], ids.len() + token, &mut held)?;
         }
-        Ok([prompt, start.elapsed().as_secs_f64()])
+        Ok(Times { prompt, generation: start.elapsed().as_secs_f64() })
     }
 }
 

@@ -1,4 +1,4 @@
-"""Times a whole model of `cargo bench -p candle-attention-compare --bench models` beside transformers on PyTorch, in turn: see README.md."""
+"""Times a whole model of `cargo bench -p candle-attention-compare --bench models` and transformers on PyTorch, in turn: see README.md."""
 
 import argparse
 import json

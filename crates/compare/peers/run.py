@@ -1,4 +1,4 @@
-"""Times this crate beside PyTorch, ONNX Runtime and OpenVINO, in turn, and writes BENCHMARKS.md: see README.md."""
+"""Times this crate, PyTorch, ONNX Runtime and OpenVINO in turn, and writes BENCHMARKS.md: see README.md."""
 
 import argparse
 import importlib

@@ -13,23 +13,40 @@ fn run(args: &[&str]) -> Run {
     common::run(command)
 }
 
-/// Returns the counts of a row (passed, skipped, failed) and the errors in f32, f16 and bf16.
-fn row(output: &str, name: &str) -> ([usize; 3], [f64; 3]) {
+/// A row of the table.
+struct Row {
+    passed: usize,
+    skipped: usize,
+    failed: usize,
+    /// In f32, f16 and bf16.
+    errors: [f64; 3],
+}
+
+/// Returns the row of a name.
+fn row(output: &str, name: &str) -> Row {
     let line = output.lines().find(|line| line.starts_with(name)).unwrap_or_else(|| panic!("no row {name}:\n{output}"));
     let cells: Vec<_> = line[22..].split_whitespace().collect();
     let count = |n: usize| cells[n].parse().expect("a count");
     let error = |n: usize| cells[n].parse().expect("an error");
-    ([count(0), count(1), count(2)], [error(4), error(5), error(6)])
+    Row { passed: count(0), skipped: count(1), failed: count(2), errors: [error(4), error(5), error(6)] }
 }
 
 #[test]
-fn the_cpu_passes() {
+fn device_check_of_the_cpu_passes() {
     let run = run(&["--short", "--device", "cpu", "--explain"]);
     assert_eq!((run.code, run.stderr.as_str()), (Some(0), ""), "{}", run.stdout);
-    for name in
-        ["no mask", "causal", "left padding", "keep", "ALiBi", "odd rows", "log-sum-exp", "gradients", "a layer"]
-    {
-        let ([passed, skipped, failed], errors) = row(&run.stdout, name);
+    for name in [
+        "no mask",
+        "causal",
+        "left padding",
+        "boolean mask",
+        "ALiBi",
+        "odd rows",
+        "log-sum-exp",
+        "gradients",
+        "a layer",
+    ] {
+        let Row { passed, skipped, failed, errors } = row(&run.stdout, name);
         assert!(passed >= 12 && skipped == 0 && failed == 0, "{name}");
         // Rounding shows in each dtype, and more in the shorter ones.
         assert!(
@@ -38,7 +55,7 @@ fn the_cpu_passes() {
         );
     }
     // Three dtypes of each layer that the golden tests read.
-    let ([passed, skipped, failed], _) = row(&run.stdout, "layers of models/");
+    let Row { passed, skipped, failed, .. } = row(&run.stdout, "layers of models/");
     assert!(passed >= 3 * 29 && skipped > 0 && failed == 0, "{passed} {skipped} {failed}");
     assert!(run.stdout.contains(" Fused: the CPU kernel, "), "{}", run.stdout);
     let last = run.stdout.lines().last().unwrap_or_default();
@@ -46,10 +63,10 @@ fn the_cpu_passes() {
 }
 
 #[test]
-fn what_is_off_fails() {
+fn device_check_without_tolerance_fails() {
     let run = run(&["--short", "--device", "cpu", "--tolerance", "0"]);
     assert_eq!(run.code, Some(1));
-    let ([passed, _, failed], _) = row(&run.stdout, "causal");
+    let Row { passed, failed, .. } = row(&run.stdout, "causal");
     assert!(passed + failed == 12 && failed > 6, "{passed} {failed}");
     let failures = run.stdout.lines().filter(|line| line.starts_with("FAILED: ")).count();
     assert!(run.stdout.ends_with(&format!(" skipped, {failures} failed\n")), "{failures}");
@@ -57,7 +74,7 @@ fn what_is_off_fails() {
 }
 
 #[test]
-fn times_have_units() {
+fn device_check_times_have_units() {
     let run = run(&["--short", "--device", "cpu", "--bench", "--longest", "64"]);
     assert_eq!((run.code, run.stderr.as_str()), (Some(0), ""), "{}", run.stdout);
     let (_, times) = run.stdout.split_once("times on cpu").expect("a table of times");
@@ -69,9 +86,9 @@ fn times_have_units() {
     }
 }
 
-/// What is to be timed, as PyTorch's script reads it.
+/// The list is the input of PyTorch's script.
 #[test]
-fn the_list_of_cells_is_json() {
+fn device_check_lists_cells_as_json() {
     let run = run(&["--list"]);
     assert_eq!((run.code, run.stderr.as_str()), (Some(0), ""));
     let cells: Vec<serde_json::Value> =
@@ -86,7 +103,7 @@ fn the_list_of_cells_is_json() {
 }
 
 #[test]
-fn mistakes_are_one_line() {
+fn device_check_errors_are_one_line() {
     for (args, code, message) in [
         (&["--tolerance", "-1"][..], 2, "error: "),
         (&["--device", "tpu"], 2, "error: invalid value 'tpu' for '--device <DEVICE>'"),

@@ -1,5 +1,5 @@
-//! Decoders of both sides as one function: token ids (B, T) at positions from `offset` on, to the logits (B, V) after
-//! the last. The function stores earlier tokens.
+//! Decoders of this crate and of candle-transformers as functions from token ids (B, T) at positions from `offset` on
+//! to the logits (B, V) after the last. A function stores earlier tokens.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 use candle_nn::VarBuilder;
@@ -13,7 +13,7 @@ use crate::{Weights, builder};
 pub type Decoder = Box<dyn FnMut(&Tensor, usize) -> Result<Tensor>>;
 
 /// Returns the example `causal_lm`, which counts positions itself.
-pub fn ours(json: &Value, weights: &Weights) -> Result<Decoder> {
+pub fn this_crate(json: &Value, weights: &Weights) -> Result<Decoder> {
     let model = CausalLm::load(json, builder(weights), |_, _| {})?;
     let mut caches = model.caches(|config| config)?;
     Ok(Box::new(move |ids, _| {
@@ -23,7 +23,7 @@ pub fn ours(json: &Value, weights: &Weights) -> Result<Decoder> {
 }
 
 /// Returns the model of candle-transformers.
-pub fn theirs(json: &Value, vb: VarBuilder) -> Result<Decoder> {
+pub fn candle_transformers(json: &Value, vb: VarBuilder) -> Result<Decoder> {
     Ok(match json["model_type"].as_str().unwrap_or_default() {
         "llama" => {
             let config = config::<llama::LlamaConfig>(json)?.into_config(false);
@@ -59,7 +59,7 @@ fn config<C: DeserializeOwned>(json: &Value) -> Result<C> {
     serde_json::from_value(json.clone()).map_err(candle_core::Error::wrap)
 }
 
-/// Builds the config of theirs, which has no reader of JSON.
+/// Builds the config of GPT BigCode, which candle-transformers cannot read from JSON.
 fn bigcode_config(json: &Value) -> bigcode::Config {
     let size = |key: &str| json[key].as_u64().expect("a size") as usize;
     bigcode::Config {
@@ -78,10 +78,10 @@ fn bigcode_config(json: &Value) -> bigcode::Config {
 /// Returns the logits after each call, where `calls` has the number of ids (B, T) of each.
 pub fn logits(decoder: &mut Decoder, ids: &Tensor, calls: &[usize]) -> Result<Vec<Tensor>> {
     let mut offset = 0;
-    let call = |&t: &usize| {
-        let logits = decoder(&ids.narrow(1, offset, t)?.contiguous()?, offset);
+    let mut all = Vec::with_capacity(calls.len());
+    for &t in calls {
+        all.push(decoder(&ids.narrow(1, offset, t)?.contiguous()?, offset)?);
         offset += t;
-        logits
-    };
-    calls.iter().map(call).collect()
+    }
+    Ok(all)
 }

@@ -9,13 +9,13 @@ use crate::our_encoder::Encoder;
 use crate::{builder, ids, weights};
 
 #[test]
-fn bert() -> Result<()> {
+fn encoder_bert_matches_candle_transformers() -> Result<()> {
     let json = json!({
         "model_type": "bert", "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
         "intermediate_size": 40, "hidden_act": "gelu", "hidden_dropout_prob": 0.1, "max_position_embeddings": 24,
         "type_vocab_size": 2, "initializer_range": 0.02, "layer_norm_eps": 1e-12, "pad_token_id": 0,
     });
-    let config: Config = serde_json::from_value(json.clone()).expect("a config of theirs");
+    let config: Config = serde_json::from_value(json.clone()).expect("a config of BERT");
     let weights = weights(|vb| BertModel::load(vb, &config))?;
     let theirs = BertModel::load(builder(&weights), &config)?;
     let ours = Encoder::load(&json, builder(&weights), |_, _| {})?;

@@ -4,8 +4,8 @@ use candle_core::Result;
 use serde_json::{Value, json};
 
 use crate::common::relative_error;
-use crate::decoders::{logits, ours, theirs};
-use crate::{builder, ids, told, weights};
+use crate::decoders::{candle_transformers, logits, this_crate};
+use crate::{builder, ids, weights, with_options};
 
 const TOKENS: usize = 13;
 const VOCAB: u32 = 61;
@@ -17,7 +17,7 @@ fn with(model_type: &str, options: Value) -> Value {
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 48,
         "rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "hidden_act": "silu", "tie_word_embeddings": false,
     });
-    told(&json, options)
+    with_options(&json, options)
 }
 
 /// Returns Gemma 3 with a window at every other layer.
@@ -32,15 +32,15 @@ pub fn gemma3(window: usize) -> Value {
 
 /// Checks that both sides agree on 1 and on 3 sequences, in one call, in pieces and token by token.
 fn assert_equal(json: &Value) -> Result<()> {
-    let weights = weights(|vb| theirs(json, vb))?;
+    let weights = weights(|vb| candle_transformers(json, vb))?;
     let mut ways: Vec<Vec<usize>> = (1..=TOKENS).map(|prompt| vec![prompt]).collect();
     ways.extend([vec![5, 4, 3, 1], vec![6, 1, 1, 2, 1, 1, 1], vec![1; TOKENS]]);
     for b in [1, 3] {
         let ids = ids(b, TOKENS, VOCAB)?;
         for way in &ways {
-            let found = logits(&mut ours(json, &weights)?, &ids, way)?;
-            let expected = logits(&mut theirs(json, builder(&weights))?, &ids, way)?;
-            for (call, (found, expected)) in found.iter().zip(&expected).enumerate() {
+            let own = logits(&mut this_crate(json, &weights)?, &ids, way)?;
+            let others = logits(&mut candle_transformers(json, builder(&weights))?, &ids, way)?;
+            for (call, (found, expected)) in own.iter().zip(&others).enumerate() {
                 let gap = relative_error(found, expected);
                 assert!(gap <= 1e-4, "{json}, {b} sequences in calls of {way:?}: off by {gap:e} in call {call}");
             }
@@ -50,7 +50,7 @@ fn assert_equal(json: &Value) -> Result<()> {
 }
 
 #[test]
-fn both_sides_are_equal() -> Result<()> {
+fn decoders_match_candle_transformers() -> Result<()> {
     // Of four frequencies the first stays, the second is interpolated, and the others are divided.
     let scaling = json!({
         "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -70,7 +70,7 @@ fn both_sides_are_equal() -> Result<()> {
         with("llama", json!({"rope_scaling": scaling})),
         // Batches too, whose mask was once that of the first sequence (https://github.com/huggingface/candle/issues/3582).
         with("qwen3", qwen3.clone()),
-        with("qwen3", told(&qwen3, json!({"attention_bias": true}))),
+        with("qwen3", with_options(&qwen3, json!({"attention_bias": true}))),
         with("mistral", json!({"sliding_window": null})),
         with("mistral", json!({"sliding_window": 16, "head_dim": 12})),
         // The texts are shorter than the window; `differs` has longer ones.

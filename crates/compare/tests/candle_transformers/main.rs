@@ -1,5 +1,5 @@
-//! Whole models of candle-transformers and the same models on this crate's layer, those of `examples/`, with one set of
-//! random weights. `differs.rs` has the cases in which candle-transformers differs from transformers: each test there
+//! Whole models of candle-transformers and the models of `examples/` on this crate's layer, with one set of random
+//! weights. `differs.rs` has the cases in which candle-transformers differs from transformers: each test there
 //! fails once they agree.
 
 #[path = "../../../../tests/common/mod.rs"]
@@ -25,10 +25,10 @@ type Weights = HashMap<String, Tensor>;
 /// Draws weights under the names and in the shapes that a model reads. All entries are random, so that norms and biases
 /// matter too.
 fn weights<M>(load: impl FnOnce(VarBuilder) -> Result<M>) -> Result<Weights> {
-    let asked = VarMap::new();
-    load(VarBuilder::from_varmap(&asked, DType::F32, &Device::Cpu))?;
-    let asked = asked.data().lock().expect("no other thread has it");
-    let mut shapes: Vec<_> = asked.iter().map(|(name, var)| (name.clone(), var.shape().clone())).collect();
+    let requested = VarMap::new();
+    load(VarBuilder::from_varmap(&requested, DType::F32, &Device::Cpu))?;
+    let variables = requested.data().lock().expect("no other thread has it");
+    let mut shapes: Vec<_> = variables.iter().map(|(name, var)| (name.clone(), var.shape().clone())).collect();
     shapes.sort_by(|(a, _), (b, _)| a.cmp(b));
     let seed = TorchSeed::new(5);
     shapes.into_iter().map(|(name, shape)| Ok((name, (seed.randn(shape)? * 0.4)?))).collect()
@@ -39,12 +39,12 @@ fn builder(weights: &Weights) -> VarBuilder<'static> {
 }
 
 /// Returns a config with some options changed.
-fn told(json: &Value, options: Value) -> Value {
-    let mut told = json.clone();
+fn with_options(json: &Value, options: Value) -> Value {
+    let mut changed = json.clone();
     for (name, value) in options.as_object().expect("options are an object") {
-        told[name] = value.clone();
+        changed[name] = value.clone();
     }
-    told
+    changed
 }
 
 /// Returns token ids (B, T), different ones in each sequence.

@@ -52,10 +52,10 @@ pub enum Mask {
     Starts,
     LensByQuery,
     Prefix,
-    Keep,
+    Bool,
     Bias,
     /// The first sequence has no valid key.
-    NothingSeen,
+    FullyMasked,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -70,7 +70,7 @@ pub enum Options {
 /// The result of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Want {
-    Context,
+    Output,
     LogSumExp,
     Weights,
     /// The gradients of the sum of squares of the output with respect to q, k and v.
@@ -118,9 +118,9 @@ impl Case {
             }
             Mask::LensByQuery => none().with_valid_lens(ValidLens::from(vec![lens(t_q); b])),
             Mask::Prefix => AttentionMask::causal().with_prefix(vec![t_kv / 2; b]),
-            Mask::Keep => none().with_bool_mask(&drawn([t_q, t_kv])?.gt(-0.5)?),
+            Mask::Bool => none().with_bool_mask(&drawn([t_q, t_kv])?.gt(-0.5)?),
             Mask::Bias => none().with_bias(&drawn([t_q, t_kv])?),
-            Mask::NothingSeen => {
+            Mask::FullyMasked => {
                 none().with_valid_lens((0..b).map(|b| if b == 0 { 0 } else { t_kv }).collect::<Vec<_>>())
             }
         })

@@ -29,6 +29,8 @@ pub struct Checked {
     pub plan: Option<Plan>,
 }
 
+/// Compares a call on a device with the reference path on the CPU in f64.
+///
 /// # Errors
 /// If the call fails, on the device or on the CPU.
 pub fn check(case: &Case, dtype: DType, device: &Device) -> Result<Checked> {
@@ -40,35 +42,37 @@ pub fn check(case: &Case, dtype: DType, device: &Device) -> Result<Checked> {
     let (mask, options) = (case.mask(device)?, case.options(device)?);
     let [q, k, v] = buffers.map(|buffer| buffer.to_device(device))?.views(case.layout)?;
     // `plan` is about the output alone.
-    let asks = case.want == Want::Context;
-    let plan = if asks { Some(plan(&q, &k, &v, &mask, &options)?) } else { None };
+    let mut found_plan = None;
+    if case.want == Want::Output {
+        found_plan = Some(plan(&q, &k, &v, &mask, &options)?);
+    }
     let found = run(case, [q, k, v], &mask, &options)?;
     let errors = found.iter().zip(&expected).map(|(found, expected)| relative_error(found, expected));
     let error = errors.collect::<Result<Vec<_>>>()?.into_iter().fold(0.0, f64::max);
-    Ok(Checked { error, plan })
+    Ok(Checked { error, plan: found_plan })
 }
 
 fn run(case: &Case, qkv: [Tensor; 3], mask: &AttentionMask, options: &SdpaOptions) -> Result<Vec<Tensor>> {
     let [q, k, v] = &qkv;
     match case.want {
-        Want::Context => Ok(vec![scaled_dot_product_attention(q, k, v, mask, options)?]),
+        Want::Output => Ok(vec![scaled_dot_product_attention(q, k, v, mask, options)?]),
         Want::LogSumExp => {
-            let (context, lse) = scaled_dot_product_attention_with_lse(q, k, v, mask, options)?;
-            Ok(vec![context, lse])
+            let (output, lse) = scaled_dot_product_attention_with_lse(q, k, v, mask, options)?;
+            Ok(vec![output, lse])
         }
         Want::Weights => {
             let output = scaled_dot_product_attention_with_weights(q, k, v, mask, options)?;
             Ok(vec![output.output, output.weights])
         }
         Want::Gradients => {
-            let [q, k, v] = [Var::from_tensor(q)?, Var::from_tensor(k)?, Var::from_tensor(v)?];
-            let context = scaled_dot_product_attention(&q, &k, &v, mask, options)?;
-            let gradients = context.sqr()?.sum_all()?.backward()?;
+            let vars = [Var::from_tensor(q)?, Var::from_tensor(k)?, Var::from_tensor(v)?];
+            let output = scaled_dot_product_attention(&vars[0], &vars[1], &vars[2], mask, options)?;
+            let gradients = output.sqr()?.sum_all()?.backward()?;
             let of = |var: &Var| match gradients.get(var) {
                 Some(gradient) => Ok(gradient.clone()),
                 None => bail!("a gradient is missing"),
             };
-            Ok(vec![of(&q)?, of(&k)?, of(&v)?])
+            vars.iter().map(of).collect()
         }
     }
 }
@@ -81,12 +85,17 @@ pub fn relative_error(found: &Tensor, expected: &Tensor) -> Result<f64> {
     }
     let numbers =
         |tensor: &Tensor| tensor.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>();
-    let (found, expected) = (numbers(found)?, numbers(expected)?);
-    let largest = expected.iter().filter(|x| x.is_finite()).fold(f64::MIN_POSITIVE, |most, x| x.abs().max(most));
-    let off = |(found, expected): (&f64, &f64)| match (found == expected, (found - expected).abs()) {
-        (true, _) => 0.0,
-        (false, off) if off.is_nan() => f64::INFINITY,
-        (false, off) => off / largest,
-    };
-    Ok(found.iter().zip(&expected).map(off).fold(0.0, f64::max))
+    let pairs = || -> Result<_> { Ok(numbers(found)?.into_iter().zip(numbers(expected)?)) };
+    let mut largest = f64::MIN_POSITIVE;
+    let mut difference = 0f64;
+    for (own, other) in pairs()? {
+        if other.is_finite() {
+            largest = largest.max(other.abs());
+        }
+        if own != other {
+            let gap = (own - other).abs();
+            difference = difference.max(if gap.is_nan() { f64::INFINITY } else { gap });
+        }
+    }
+    Ok(difference / largest)
 }

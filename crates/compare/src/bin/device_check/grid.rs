@@ -22,7 +22,7 @@ pub fn groups(short: bool) -> Vec<Group> {
         layout: Layout::Contiguous,
         mask: Mask::None,
         options: Options::Plain,
-        want: Want::Context,
+        want: Want::Output,
     };
     // Every length and head dimension, with one key head for each query head, for two, or for all.
     let sizes = || {
@@ -50,9 +50,9 @@ pub fn groups(short: bool) -> Vec<Group> {
         masked("left padding", Mask::Starts),
         masked("lengths by query", Mask::LensByQuery),
         masked("prefix", Mask::Prefix),
-        masked("keep", Mask::Keep),
+        masked("boolean mask", Mask::Bool),
         masked("bias", Mask::Bias),
-        masked("nothing seen", Mask::NothingSeen),
+        masked("fully masked", Mask::FullyMasked),
         with("scale", Options::Scale, Mask::None),
         with("softcap", Options::Softcap, Mask::Causal),
         with("ALiBi", Options::Alibi, Mask::Causal),

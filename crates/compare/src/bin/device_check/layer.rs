@@ -30,10 +30,9 @@ impl Layers {
         let cfg = MultiHeadAttentionConfig::new(WIDTH, 4).with_num_kv_heads(2).with_causal(true);
         let drawn = MultiHeadAttention::new(&cfg, TorchSeed::new(3).var_builder(dtype, &Device::Cpu))?;
         let weights: HashMap<_, _> = drawn.state_dict(WeightLayout::Canonical)?.into_iter().collect();
-        let load = |dtype: DType, device: &Device| {
-            MultiHeadAttention::new(&cfg, VarBuilder::from_tensors(weights.clone(), dtype, device))
-        };
-        Ok(Self { here: load(dtype, device)?, exact: load(DType::F64, &Device::Cpu)? })
+        let here = VarBuilder::from_tensors(weights.clone(), dtype, device);
+        let exact = VarBuilder::from_tensors(weights, DType::F64, &Device::Cpu);
+        Ok(Self { here: MultiHeadAttention::new(&cfg, here)?, exact: MultiHeadAttention::new(&cfg, exact)? })
     }
 
     /// Returns the largest error over a batch of `t` positions under a mask.
@@ -63,9 +62,9 @@ impl Layers {
         let exact = xs.to_dtype(DType::F64)?;
         let mut error = 0f64;
         for (b, len) in lens.into_iter().enumerate() {
-            let own = |xs: &Tensor| {
-                let xs = xs.narrow(0, b, 1)?;
-                Tensor::cat(&[xs.narrow(1, 0, len)?, xs.narrow(1, longest, TOKENS)?], 1)
+            let own = |batch: &Tensor| {
+                let row = batch.narrow(0, b, 1)?;
+                Tensor::cat(&[row.narrow(1, 0, len)?, row.narrow(1, longest, TOKENS)?], 1)
             };
             error = error.max(relative_error(&own(&found)?, &self.exact.forward(&own(&exact)?)?)?);
         }

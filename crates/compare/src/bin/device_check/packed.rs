@@ -36,14 +36,14 @@ fn compare(mask: &AttentionMask, with_lse: bool, (dtype, device): (DType, &Devic
     let draw = |t: usize, h: usize| seed.randn((t, h, 64))?.to_dtype(dtype);
     let inputs =
         [draw(sequences.total_queries(), 4)?, draw(sequences.total_keys(), 2)?, draw(sequences.total_keys(), 2)?];
-    let run = |device: &Device, dtype: DType, backend: Backend| -> Result<Vec<Tensor>> {
-        let moved = |tensor: &Tensor| tensor.to_dtype(dtype)?.to_device(device);
+    let run = |to: &Device, precision: DType, backend: Backend| -> Result<Vec<Tensor>> {
+        let moved = |tensor: &Tensor| tensor.to_dtype(precision)?.to_device(to);
         let [q, k, v] = &inputs;
         let (q, k, v) = (moved(q)?, moved(k)?, moved(v)?);
         let options = SdpaOptions::default().with_backend(backend);
         if with_lse {
-            let (context, lse) = scaled_dot_product_attention_varlen_with_lse(&q, &k, &v, &sequences, mask, &options)?;
-            return Ok(vec![context, lse]);
+            let (output, lse) = scaled_dot_product_attention_varlen_with_lse(&q, &k, &v, &sequences, mask, &options)?;
+            return Ok(vec![output, lse]);
         }
         Ok(vec![scaled_dot_product_attention_varlen(&q, &k, &v, &sequences, mask, &options)?])
     };

@@ -39,8 +39,8 @@ pub fn run(args: &Args, device: &Device) -> Result<()> {
                 Err(format!("skipped: scores of {gib:.0} GiB"))
             } else {
                 let call = |n: usize| {
-                    let (k, v) = &kv[n % kv.len()];
-                    scaled_dot_product_attention(&q, k, v, &mask, &options)
+                    let (keys, values) = &kv[n % kv.len()];
+                    scaled_dot_product_attention(&q, keys, values, &mask, &options)
                 };
                 milliseconds(call, device).map_err(|error| one_line(&error))
             };
