@@ -69,11 +69,10 @@ impl Sides {
     fn new(cell: &Cell) -> Result<Self> {
         let Some(embed_dim) = cell.embed_dim else { bail!("[layer] a cell of a layer has an embed_dim") };
         let cfg = MultiHeadAttentionConfig::new(embed_dim, cell.h).with_causal(true);
-        let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
-        let layer = MultiHeadAttention::new(&cfg, vb)?;
+        let drawn = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
+        let parameters = MultiHeadAttention::new(&cfg, drawn)?.state_dict(WeightLayout::Canonical)?;
         // A layer for inference: plain tensors, which track no gradients.
-        let tensors = layer.state_dict(WeightLayout::Canonical)?;
-        let tensors = tensors.into_iter().map(|(name, tensor)| (name, tensor.detach())).collect();
+        let tensors = parameters.into_iter().map(|(name, tensor)| (name, tensor.detach())).collect();
         let vb = VarBuilder::from_tensors(tensors, cell.dtype, &Device::Cpu);
         let layer = MultiHeadAttention::new(&cfg, vb)?;
         let by_hand = HandWritten::new(&layer, cell.t_q)?;

@@ -208,9 +208,9 @@ impl HandWritten {
         let all = |projection: usize| -> Result<Tensor> {
             let new = self.heads(projection, xs, self.h_kv)?;
             let all = Tensor::cat(&[&self.cache[projection - 1], &new], 2)?;
-            let (b, h_kv, t, d) = all.dims4()?;
+            let (_, h_kv, t_kv, d) = all.dims4()?;
             let times = self.h / h_kv;
-            all.unsqueeze(2)?.expand((b, h_kv, times, t, d))?.reshape((b, self.h, t, d))
+            all.unsqueeze(2)?.expand((b, h_kv, times, t_kv, d))?.reshape((b, self.h, t_kv, d))
         };
         let f32 = |tensor: Tensor| tensor.to_dtype(DType::F32);
         let (q, k, v) = (f32(q)?, f32(all(1)?)?, f32(all(2)?)?);

@@ -53,7 +53,7 @@ fn main() -> Result<()> {
     turns::print_header("T", "bias");
     for &t in &args.lengths {
         let t_q = args.queries.unwrap_or(t);
-        let random = |t: usize| Tensor::randn(0f32, 1., (1, h, t, d), &Device::Cpu);
+        let random = |len: usize| Tensor::randn(0f32, 1., (1, h, len, d), &Device::Cpu);
         let (q, k, v) = (random(t_q)?, random(t)?, random(t)?);
         let attend =
             |mask: &AttentionMask, options: &SdpaOptions| scaled_dot_product_attention(&q, &k, &v, mask, options);

@@ -37,20 +37,23 @@ pub fn in_turn(calls: &mut [(Engine, Call<'_>)], rounds: u64) -> Result<Vec<(Eng
         });
     }
     for _ in 0..rounds {
-        for ((_, call), turns) in calls.iter_mut().zip(&mut turns) {
-            if turns.taken.len() >= 3 && turns.total() > BUDGET.as_secs_f64() {
+        for ((_, call), own) in calls.iter_mut().zip(&mut turns) {
+            if own.taken.len() >= 3 && own.total() > BUDGET.as_secs_f64() {
                 continue;
             }
             std::thread::sleep(PAUSE);
-            if turns.repeat > 1 {
+            if own.repeat > 1 {
                 call()?;
             }
-            let before = own_seconds();
-            turns.taken.push(seconds(call, turns.repeat)?);
-            turns.busy += own_seconds().zip(before).map_or(f64::NAN, |(now, before)| now - before);
+            let start = own_seconds();
+            own.taken.push(seconds(call, own.repeat)?);
+            own.busy += match (start, own_seconds()) {
+                (Some(start), Some(end)) => end - start,
+                _ => f64::NAN,
+            };
         }
     }
-    Ok(calls.iter().zip(turns).map(|((engine, _), turns)| (*engine, turns.times())).collect())
+    Ok(calls.iter().zip(turns).map(|((engine, _), own)| (*engine, own.times())).collect())
 }
 
 struct Turns {

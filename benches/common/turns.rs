@@ -10,6 +10,7 @@ use super::memory;
 /// A name, and a call that allocates its own inputs.
 pub type Way<'a> = (&'static str, Box<dyn Fn() -> Result<Tensor> + 'a>);
 
+/// The measurements of a way.
 pub struct Taken {
     name: &'static str,
     time: Duration,
@@ -22,17 +23,18 @@ impl Taken {
     }
 }
 
+/// Times all ways in turn.
 pub fn take(ways: &[Way], rounds: usize) -> Result<Vec<Taken>> {
     let mut taken: Vec<_> = ways.iter().map(|(name, _)| Taken { name, time: Duration::MAX, bytes: 0 }).collect();
     for _ in 0..rounds {
-        for ((_, call), taken) in ways.iter().zip(&mut taken) {
+        for ((_, call), way) in ways.iter().zip(&mut taken) {
             memory::forget_peak();
             let before = memory::peak_resident();
             let start = Instant::now();
             let result = call()?;
-            taken.time = taken.time.min(start.elapsed());
+            way.time = way.time.min(start.elapsed());
             drop(result);
-            taken.bytes = taken.bytes.max(memory::peak_resident().unwrap_or(0).saturating_sub(before.unwrap_or(0)));
+            way.bytes = way.bytes.max(memory::peak_resident().unwrap_or(0).saturating_sub(before.unwrap_or(0)));
         }
     }
     Ok(taken)

@@ -170,11 +170,11 @@ fn layer(cell: &Cell, weights: impl Iterator<Item = Tensor>) -> Result<MultiHead
 /// Checks that outputs and gradients agree with another engine's, within a few roundings of the dtype of the largest
 /// entry.
 pub fn compare(ours: &[Tensor], theirs: &[Tensor]) -> Result<()> {
-    for (n, (ours, theirs)) in ours.iter().zip(theirs).enumerate() {
+    for (n, (found, expected)) in ours.iter().zip(theirs).enumerate() {
         // Each side also rounds intermediate results to the dtype.
-        let (gap, allowed) = (gap(ours, theirs)?, 4.0 * tolerance(ours.dtype()));
-        if gap > allowed {
-            bail!("result {n} differs from ours by {gap:.1e}, expected at most {allowed:.0e}")
+        let (difference, allowed) = (gap(found, expected)?, 4.0 * tolerance(found.dtype()));
+        if difference > allowed {
+            bail!("result {n} differs from ours by {difference:.1e}, expected at most {allowed:.0e}")
         }
     }
     Ok(())

@@ -42,12 +42,12 @@ fn read_pages(bytes: usize, large: bool) -> f64 {
 }
 
 fn sum(words: &[u64]) -> u64 {
-    let stream = words.len() / STREAMS;
+    let len = words.len() / STREAMS;
     let mut sums = [[0u64; LINE]; STREAMS];
-    let streams: [_; STREAMS] = std::array::from_fn(|at| words[at * stream..(at + 1) * stream].as_chunks::<LINE>().0);
-    for line in 0..stream / LINE {
-        for (sums, stream) in sums.iter_mut().zip(&streams) {
-            for (sum, word) in sums.iter_mut().zip(&stream[line]) {
+    let streams: [_; STREAMS] = std::array::from_fn(|at| words[at * len..(at + 1) * len].as_chunks::<LINE>().0);
+    for line in 0..len / LINE {
+        for (of_stream, stream) in sums.iter_mut().zip(&streams) {
+            for (sum, word) in of_stream.iter_mut().zip(&stream[line]) {
                 *sum = sum.wrapping_add(*word);
             }
         }
