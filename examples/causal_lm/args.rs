@@ -9,19 +9,19 @@ use crate::common::ModelArgs;
 
 /// Generates text with a decoder: Llama, Gemma, DeepSeek, GPT-OSS, Qwen3.5, Falcon and others.
 ///
-/// Text goes to stdout as it is made, everything else to stderr. Prompts are given to the model as they are: a chat
-/// template is yours to apply. --model takes a GGUF file too, which has config, tokenizer and weights.
+/// Text goes to stdout as it is generated, everything else to stderr. Prompts are used as they are: apply the model's
+/// chat template yourself. --model also accepts a GGUF file, which contains config, tokenizer and weights.
 #[derive(Debug, Clone, Parser)]
 #[command(name = "causal_lm", group = ArgGroup::new("input").required(true))]
 pub struct Args {
     #[command(flatten)]
     pub model: ModelArgs,
 
-    /// Text to go on from; several are one batch
+    /// A text to continue; several texts are one batch
     #[arg(long, value_name = "TEXT", group = "input")]
     pub prompt: Vec<String>,
 
-    /// Token ids instead of text, `5,7,9`; several are one batch
+    /// Token ids instead of text, `5,7,9`; several lists are one batch
     #[arg(long, value_name = "IDS", value_parser = ids, group = "input")]
     pub ids: Vec<Ids>,
 
@@ -30,28 +30,29 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     pub logits: Option<PathBuf>,
 
-    /// The most tokens to make of each prompt [default: 100]
+    /// The most tokens to generate after each prompt [default: 100]
     #[arg(long, value_name = "N")]
     pub max_tokens: Option<usize>,
 
-    /// 0 takes the likeliest token every time
+    /// The temperature of sampling; 0 always chooses the most likely token
     #[arg(long, default_value_t = 0.0, value_parser = temperature, allow_negative_numbers = true)]
     pub temperature: f64,
 
-    /// Draws from the likeliest tokens that have this much probability together
+    /// Samples from the most likely tokens that have this probability together
     #[arg(long, value_name = "P", requires = "temperature", value_parser = probability)]
     pub top_p: Option<f64>,
 
-    /// The seed of what is drawn
+    /// The seed of sampling
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
 
-    /// The type of cached keys and values; that of the activations unless given. q8 is eight bits and a scale for each.
-    /// States of linear attention are f32
+    /// The type of cached keys and values [default: the type of the activations]. q8 stores 8 bits and a scale for each
+    /// row. States of linear attention are f32
     #[arg(long, value_name = "TYPE", value_parser = ["f32", "bf16", "f16", "q8"])]
     pub kv_cache: Option<String>,
 
-    /// Prompt tokens that go through the model at a time; more where rotary frequencies depend on the length of the call
+    /// The prompt tokens that go through the model at a time; more if its rotary frequencies depend on the length of a
+    /// call
     #[arg(long, value_name = "N", default_value = "2048")]
     pub chunk: NonZeroUsize,
 }

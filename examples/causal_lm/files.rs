@@ -1,4 +1,4 @@
-//! The files of a checkpoint: a folder as transformers has it, or a GGUF file.
+//! The files of a checkpoint: a folder in the format of transformers, or a GGUF file.
 
 use std::path::PathBuf;
 use std::rc::Rc;
@@ -12,7 +12,7 @@ use serde_json::Value;
 use crate::args::Args;
 use crate::common::{read_json, read_optional};
 use crate::model::gguf::Gguf;
-use crate::model::weights::{Processes, Share, Weights};
+use crate::model::weights::{Processes, Shards, Weights};
 
 pub enum Files {
     Folder(PathBuf),
@@ -50,7 +50,8 @@ impl Files {
         Ok(SimpleTokenizer::from_file(file)?)
     }
 
-    /// The tokens that end a text: those of generation_config.json, else of config.json, else of its text.
+    /// Returns the tokens that end a text, as listed in generation_config.json, else in config.json, else in its text
+    /// config.
     pub fn end_tokens(&self, config: &Value) -> Result<Vec<u32>> {
         let generation = match self {
             Self::Folder(folder) => read_optional(&folder.join("generation_config.json"))?,
@@ -62,7 +63,7 @@ impl Files {
         Ok(ids.iter().filter_map(|id| u32::try_from(id.as_u64()?).ok()).collect())
     }
 
-    /// What a model is loaded from; `processes` read their shares.
+    /// Opens the weights; each of several `processes` reads its shard.
     pub fn weights(&self, dtype: DType, device: &Device, processes: Option<Rc<dyn Processes>>) -> Result<Weights<'_>> {
         let processes = processes.filter(|processes| processes.shard().world_size() > 1);
         let (weights, vb) = match self {
@@ -80,6 +81,6 @@ impl Files {
             }
             Self::Gguf(gguf) => (gguf.weights(dtype)?, None),
         };
-        Ok(Weights { share: processes.map(|processes| Share { vb, processes }), ..weights })
+        Ok(Weights { shards: processes.map(|processes| Shards { vb, processes }), ..weights })
     }
 }

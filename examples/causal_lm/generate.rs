@@ -37,9 +37,9 @@ pub fn generate(
     let choose = |logits: Vec<Tensor>| -> Result<Vec<u32>> {
         logits.iter().zip(&seeds).map(|(logits, seed)| sample(logits, args, seed)).collect()
     };
-    let start = Instant::now();
+    let prompt_start = Instant::now();
     let mut next = choose(batch.append(prompts)?)?;
-    let (prompt, start) = (start.elapsed(), Instant::now());
+    let (prompt, start) = (prompt_start.elapsed(), Instant::now());
     let max_tokens = args.max_tokens.unwrap_or(100);
     let mut has_ended = vec![false; prompts.len()];
     for step in 1..=max_tokens {
@@ -79,7 +79,7 @@ impl<'m> Batch<'m> {
         Self { model, caches, tokens: vec![Vec::new(); sequences], chunk }
     }
 
-    /// The size of all caches in bytes.
+    /// Returns the size of all caches in bytes.
     pub fn memory(&self) -> usize {
         self.caches.iter().map(Cache::memory).sum()
     }
@@ -91,8 +91,8 @@ impl<'m> Batch<'m> {
     /// As the model.
     pub fn append(&mut self, new: &[Vec<u32>]) -> Result<Vec<Tensor>> {
         let cached = self.longest();
-        for (tokens, new) in self.tokens.iter_mut().zip(new) {
-            tokens.extend(new);
+        for (tokens, row) in self.tokens.iter_mut().zip(new) {
+            tokens.extend(row);
         }
         let len = self.longest();
         self.note_scaling(cached, len);
@@ -102,7 +102,7 @@ impl<'m> Batch<'m> {
         self.next_logits()
     }
 
-    /// The length of the longest sequence.
+    /// Returns the length of the longest sequence.
     fn longest(&self) -> usize {
         self.tokens.iter().map(Vec::len).max().unwrap_or(0)
     }
@@ -131,8 +131,8 @@ impl<'m> Batch<'m> {
         Ok(last)
     }
 
-    /// Returns the end of the chunk of all rows that begins at `start`: as many chunks together as it takes for the
-    /// rotary frequencies of the whole sequences.
+    /// Returns the end of the chunk of all rows that begins at `start`. The chunk is longer than usual if a shorter
+    /// call would have other rotary frequencies than the whole sequences.
     fn chunk_end(&self, rows: &[&[u32]], cached: &[usize], start: usize) -> usize {
         let longest_row = rows.iter().map(|row| row.len()).max().unwrap_or(0);
         let len = self.longest();

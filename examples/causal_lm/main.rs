@@ -1,5 +1,5 @@
-//! Text from a decoder (Llama, Gemma, DeepSeek, GPT-OSS, Qwen3.5 and others: those of `common/blocks/family.rs`) on
-//! this crate's attention layer: `model.rs` is the model.
+//! Generates text with a decoder (Llama, Gemma, DeepSeek, GPT-OSS, Qwen3.5 and the others in `common/blocks/family.rs`)
+//! on this crate's attention layer. `model.rs` is the model.
 //!
 //! ```sh
 //! cargo run --release --example causal_lm -- --model path/to/checkpoint --prompt "The capital of France is"

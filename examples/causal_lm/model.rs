@@ -1,8 +1,8 @@
 //! A decoder: embedding, blocks of attention and MLP, norm, head.
 //!
-//! The blocks are those of `common/blocks/`, and its `family.rs` has the differences between families. Names around the
-//! blocks and learned positions are those of the checkpoint.
-#![allow(dead_code, reason = "each program uses a part")]
+//! The blocks are in `common/blocks/`, with the differences between families in its `family.rs`. The names of
+//! parameters around the blocks are found in the checkpoint.
+#![allow(dead_code, unused_imports, reason = "each program uses a part")]
 
 #[path = "../common/blocks/mod.rs"]
 #[allow(clippy::duplicate_mod, reason = "a program may have an encoder and a decoder")]
@@ -19,11 +19,10 @@ use attention::{Attention, Cache, Input};
 use blocks::family::{Family, LAYERS, required, size};
 pub use blocks::{Blocks, attention, gguf, weights};
 use blocks::{Loader, Norm, optional};
-use gguf::Gguf;
-use weights::{OUTPUTS, Others, Weights, part_of};
+use weights::{OUTPUTS, Others, Weights, shard_range};
 
-/// The names that families have for the base model, its embeddings, its blocks and its last norm, and for the head;
-/// the last are llama.cpp's. A checkpoint has one of each.
+/// The names that families have for the base model, its embeddings, its blocks, its last norm, and its head; the last
+/// name of each list is llama.cpp's. A checkpoint has one of each.
 const BASES: &[&str] = &["model", "transformer", "gpt_neox", "model.decoder", "decoder", "model.language_model"];
 const EMBEDDINGS: &[&str] = &["embed_tokens", "wte", "word_embeddings", "embed_in", "token_embd"];
 const POSITIONS: &[&str] = &["wpe", "embed_positions", "position_embd"];
@@ -32,7 +31,7 @@ const BLOCKS: &[&str] = &["layers", "h", "blocks", "blk"];
 const LAST_NORMS: &[&str] = &["norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f", "output_norm"];
 const HEADS: &[&str] = &["lm_head", "embed_out", "output"];
 
-/// The tokens whose embeddings and logits a process has.
+/// The part of the vocabulary whose embeddings and logits this process stores.
 struct Vocabulary {
     size: usize,
     own: Range<usize>,
@@ -42,35 +41,38 @@ struct Vocabulary {
 
 impl Vocabulary {
     fn new(size: usize, others: Others, is_gguf: bool) -> Self {
-        let own = others.as_ref().map_or(0..size, |others| part_of(others.shard(), size, is_gguf));
+        let own = others.as_ref().map_or(0..size, |others| shard_range(others.shard(), size, is_gguf));
         Self { size, own, others, is_gguf }
     }
 
-    /// The logits (.., V) of all processes, from those of this one.
+    /// Gathers the logits (.., V) of all processes, given the part of this process.
     fn gather(&self, own: Tensor) -> Result<Tensor> {
         let Some(others) = &self.others else { return Ok(own) };
-        let shards =
-            others.shard().all().map(|shard| part_of(shard, self.size, self.is_gguf).len()).collect::<Vec<_>>();
-        let most = shards.iter().copied().max().unwrap_or(0);
-        let all = others.gather(&own.pad_with_zeros(D::Minus1, 0, most - self.own.len())?)?;
-        let all = all.iter().zip(shards).map(|(logits, len)| logits.narrow(D::Minus1, 0, len));
-        Tensor::cat(&all.collect::<Result<Vec<_>>>()?, D::Minus1)
+        let shard_len = |shard| shard_range(shard, self.size, self.is_gguf).len();
+        let lens: Vec<usize> = others.shard().all().map(shard_len).collect();
+        let longest = lens.iter().copied().max().unwrap_or(0);
+        // All processes gather tensors of one shape.
+        let padded = others.gather(&own.pad_with_zeros(D::Minus1, 0, longest - self.own.len())?)?;
+        let logits = padded.iter().zip(lens).map(|(padded, len)| padded.narrow(D::Minus1, 0, len));
+        Tensor::cat(&logits.collect::<Result<Vec<_>>>()?, D::Minus1)
     }
 
-    /// The embeddings of ids (B, T), which are rows of a weight with those of this process's tokens.
+    /// Returns the embeddings of ids (B, T) from a weight that has the rows of this process's tokens.
     fn embed(&self, weight: &PackedLinear, ids: &Tensor) -> Result<Tensor> {
         let Some(others) = &self.others else { return weight.weight_rows(ids) };
-        let (mut own, mut rows) = (Vec::new(), Vec::new());
+        // The first row, with a factor of 0, takes the place of other processes' rows.
+        let (mut factors, mut rows) = (Vec::new(), Vec::new());
         for id in ids.flatten_all()?.to_vec1::<u32>()?.into_iter().map(|id| id as usize) {
             if id >= self.size {
                 bail!("[causal_lm] token {id} is not one of the vocabulary of {}", self.size)
             }
-            own.push(if self.own.contains(&id) { 1f32 } else { 0.0 });
-            rows.push(if self.own.contains(&id) { (id - self.own.start) as u32 } else { 0 });
+            let is_own = self.own.contains(&id);
+            factors.push(f32::from(is_own));
+            rows.push(if is_own { (id - self.own.start) as u32 } else { 0 });
         }
         let xs = weight.weight_rows(&Tensor::from_vec(rows, ids.shape(), ids.device())?)?;
-        let own = Tensor::from_vec(own, ids.shape(), ids.device())?.unsqueeze(2)?.to_dtype(xs.dtype())?;
-        others.sum(&xs.broadcast_mul(&own)?)
+        let factors = Tensor::from_vec(factors, ids.shape(), ids.device())?.unsqueeze(2)?.to_dtype(xs.dtype())?;
+        others.sum(&xs.broadcast_mul(&factors)?)
     }
 }
 
@@ -78,10 +80,10 @@ impl Vocabulary {
 pub struct CausalLm {
     vocabulary: Vocabulary,
     embedding: PackedLinear,
-    /// Of activations.
+    /// The dtype of activations.
     dtype: DType,
     embedding_norm: Option<Norm>,
-    /// Learned ones, and the row of position 0.
+    /// Learned positions, and the row of position 0.
     positions: Option<Embedding>,
     first_position: usize,
     embedding_scale: f64,
@@ -93,54 +95,44 @@ pub struct CausalLm {
 }
 
 impl CausalLm {
-    /// From a `config.json` and weights at the checkpoint's root; `loaded` is told of every block.
+    /// Loads a model from a `config.json` and weights at the checkpoint's root; `loaded` is called after every block.
     pub fn load<'a>(whole: &Value, weights: impl Into<Weights<'a>>, loaded: impl FnMut(usize, usize)) -> Result<Self> {
-        // A model that sees as well keeps the text's config apart.
+        // A model that also processes images has the config of its text apart.
         let json = whole.get("text_config").filter(|text| text.is_object()).unwrap_or(whole);
         let weights = weights.into();
-        let gguf = weights.gguf;
-        let family = if gguf.is_some() { Family::of(json)?.in_gguf()? } else { Family::of(json)? };
-        let number = |key: &str| json[key].as_f64();
+        let mut family = Family::of(json)?;
+        if weights.gguf.is_some() {
+            family = family.in_gguf()?;
+        }
         // A base model without a head has no prefix.
         let inner = weights.below(BASES, EMBEDDINGS);
-        let (embed, norm) = (inner.named(EMBEDDINGS)?, inner.named(LAST_NORMS)?);
-        let head_name = weights.first(HEADS);
-        let ties = [whole, json].into_iter().find_map(|json| json["tie_word_embeddings"].as_bool());
-        let (dtype, ties) = (weights.dtype(), ties.unwrap_or(head_name.is_none()));
-        let head_at = if ties { inner.pp(embed) } else { weights.pp(weights.named(HEADS)?) };
-        let words = gguf.map_or_else(|| size(json, "vocab_size"), Gguf::vocabulary).unwrap_or(1);
-        let vocabulary = Vocabulary::new(words, weights.processes(), gguf.is_some());
-        let head = head_at.linear(OUTPUTS)?;
-        let width = head.in_dim();
-        let embedding = if ties { head.clone() } else { inner.pp(embed).linear(OUTPUTS)? };
-        // The first two of OPT's are padding.
-        let first_position = if inner.first(&["embed_positions"]).is_some() { 2 } else { 0 };
-        let mut loader = Loader::new("causal_lm", family, json, weights, width);
-        let layers = required(json, LAYERS)?;
-        let blocks = Blocks::load(&mut loader, layers, &inner, BLOCKS, loaded)?;
-        let embedding_scale = if loader.family.scales_embedding {
-            // In the dtype of the embeddings, as Gemma rounds it.
-            let scale = Tensor::new((width as f64).sqrt(), &Device::Cpu)?.to_dtype(dtype)?;
-            scale.to_dtype(DType::F64)?.to_scalar()?
-        } else {
-            number("embedding_multiplier").unwrap_or(1.0)
+        let (embedding, head) = embedding_and_head(whole, json, &weights, &inner)?;
+        let vocab_size = match weights.gguf {
+            Some(gguf) => gguf.vocabulary(),
+            None => size(json, "vocab_size"),
         };
+        let vocabulary = Vocabulary::new(vocab_size.unwrap_or(1), weights.processes(), weights.gguf.is_some());
+        let (dtype, width) = (weights.dtype(), head.in_dim());
+        let mut loader = Loader::new("causal_lm", family, json, weights, width);
+        let blocks = Blocks::load(&mut loader, required(json, LAYERS)?, &inner, BLOCKS, loaded)?;
+        let mut positions = None;
+        if let Some(name) = inner.first(POSITIONS) {
+            positions = Some(inner.table(name)?);
+        }
         Ok(Self {
             vocabulary,
             embedding,
             dtype,
             embedding_norm: loader.norm(&inner, EMBEDDING_NORMS)?,
-            positions: inner.first(POSITIONS).map(|name| inner.table(name)).transpose()?,
-            first_position,
-            embedding_scale,
+            positions,
+            // The first two rows of OPT's positions are padding.
+            first_position: if inner.first(&["embed_positions"]).is_some() { 2 } else { 0 },
+            embedding_scale: embedding_scale(&family, json, width, dtype)?,
             blocks,
-            norm: loader.norm_at(&inner, norm)?,
+            norm: loader.norm_at(&inner, inner.named(LAST_NORMS)?)?,
             head,
-            logit_scale: match loader.family.logit_scale {
-                1.0 => 1.0 / number("logits_scaling").unwrap_or(1.0),
-                default => number("logit_scale").unwrap_or(default),
-            },
-            logit_softcap: number("final_logit_softcapping"),
+            logit_scale: logit_scale(&family, json),
+            logit_softcap: json["final_logit_softcapping"].as_f64(),
         })
     }
 
@@ -155,7 +147,8 @@ impl CausalLm {
         scalings.find(|scaling| matches!(scaling, RopeScaling::Dynamic { .. } | RopeScaling::LongRope { .. }))
     }
 
-    /// Returns whether a call that reaches `len` positions rotates by other frequencies than one that reached `earlier`.
+    /// Returns whether a call that reaches `len` positions rotates by other frequencies than one that reached
+    /// `earlier`.
     pub fn frequencies_differ(&self, earlier: usize, len: usize) -> bool {
         self.ropes().any(|rope| rope.frequencies_differ(earlier, len))
     }
@@ -172,16 +165,17 @@ impl CausalLm {
         self.head.device()
     }
 
-    /// A cache for each block: `config` is told the own of each that keeps keys and values.
+    /// Makes an empty cache for each block. `config` can change the config of each cache of keys and values.
     pub fn caches(&self, config: impl Fn(AttentionCacheConfig) -> AttentionCacheConfig) -> Result<Vec<Cache>> {
         self.blocks.attentions().map(|attention| attention.cache(&config)).collect()
     }
 
-    /// Token ids (B, T), of which each sequence has `lens` (all T unless given), to hidden states (B, T, E). Positions
-    /// go on from what the caches hold.
+    /// Computes hidden states (B, T, E) of token ids (B, T), of which each sequence has `lens` valid ones (all T unless
+    /// given). Positions continue those of the caches.
     pub fn forward(&self, ids: &Tensor, lens: Option<&[usize]>, caches: &mut [Cache]) -> Result<Tensor> {
         let (b, t) = ids.dims2()?;
-        let before = caches.first().map(Cache::lens).filter(|lens| !lens.is_empty()).unwrap_or(vec![0; b]);
+        let mut before = caches.first().map(Cache::lens).unwrap_or_default();
+        before.resize(b, 0);
         let lens = lens.map_or_else(|| vec![t; b], <[usize]>::to_vec);
         let longest = before.iter().zip(&lens).map(|(before, len)| before + len).max();
         let positions: Vec<_> = before.iter().flat_map(|&before| before..before + t).collect();
@@ -191,8 +185,8 @@ impl CausalLm {
         })
     }
 
-    /// The embeddings (B, T, E) of ids (B, T), which stand at these positions, B·T, of sequences of at most `longest`;
-    /// padding may stand beyond.
+    /// Embeds ids (B, T) at these positions, B·T, as (B, T, E). `longest` is the length of the longest sequence;
+    /// padding may be at larger positions.
     pub fn embed(&self, ids: &Tensor, positions: &[usize], longest: usize) -> Result<Tensor> {
         let mut xs = self.vocabulary.embed(&self.embedding, ids)?.to_dtype(self.dtype)?;
         if self.embedding_scale != 1.0 {
@@ -208,14 +202,16 @@ impl CausalLm {
         xs + learned.forward(&Tensor::from_vec(rows, ids.shape(), ids.device())?)?
     }
 
-    /// What the attention of a layer gets (B, T, E) for ids (B, T) without a cache; the mask hides padding.
+    /// Returns the input (B, T, E) of a layer's attention for ids (B, T) without a cache; the mask is that of the
+    /// padding.
     pub fn attention_input(&self, ids: &Tensor, mask: &AttentionMask, layer: usize) -> Result<Tensor> {
         let (b, t) = ids.dims2()?;
         let xs = self.embed(ids, &(0..b * t).map(|i| i % t).collect::<Vec<_>>(), t)?;
         self.blocks.attention_input(xs, mask, layer)
     }
 
-    /// Embeddings to hidden states (B, T, E), where `attend` gives the output of a layer, by its number, for an input.
+    /// Computes hidden states (B, T, E) of embeddings. `attend` computes the output of a layer, given its number and
+    /// its input.
     pub fn through_blocks(
         &self,
         xs: Tensor,
@@ -224,7 +220,7 @@ impl CausalLm {
         self.norm.forward(&self.blocks.forward(xs, attend)?)
     }
 
-    /// Hidden states (.., E) to logits (.., V) in f32.
+    /// Computes logits (.., V) in f32 of hidden states (.., E).
     pub fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
         let mut logits = self.vocabulary.gather(self.head.forward(hidden)?.to_dtype(DType::F32)?)?;
         if self.logit_scale != 1.0 {
@@ -236,10 +232,45 @@ impl CausalLm {
         }
     }
 
-    /// The logits (B, V) that follow the last token of each sequence.
+    /// Computes the logits (B, V) after the last token of each sequence.
     pub fn next_logits(&self, ids: &Tensor, lens: &[usize], caches: &mut [Cache]) -> Result<Tensor> {
         let hidden = self.forward(ids, Some(lens), caches)?;
         let last = lens.iter().enumerate().map(|(sequence, &len)| hidden.i((sequence, len.saturating_sub(1))));
         self.logits(&Tensor::stack(&last.collect::<Result<Vec<_>>>()?, 0)?)
     }
+}
+
+/// Loads the embedding and the head, which is the embedding again if the config ties them. `weights` are at the root of
+/// the checkpoint, `inner` at the base model.
+fn embedding_and_head(
+    whole: &Value,
+    json: &Value,
+    weights: &Weights,
+    inner: &Weights,
+) -> Result<(PackedLinear, PackedLinear)> {
+    let table = inner.pp(inner.named(EMBEDDINGS)?);
+    let tied = whole["tie_word_embeddings"].as_bool().or(json["tie_word_embeddings"].as_bool());
+    if tied.unwrap_or(weights.first(HEADS).is_none()) {
+        let embedding = table.linear(OUTPUTS)?;
+        return Ok((embedding.clone(), embedding));
+    }
+    let head = weights.pp(weights.named(HEADS)?).linear(OUTPUTS)?;
+    Ok((table.linear(OUTPUTS)?, head))
+}
+
+/// Returns the factor on embeddings.
+fn embedding_scale(family: &Family, json: &Value, width: usize, dtype: DType) -> Result<f64> {
+    if !family.scales_embedding {
+        return Ok(json["embedding_multiplier"].as_f64().unwrap_or(1.0));
+    }
+    // In the dtype of the embeddings, as Gemma rounds it.
+    Tensor::new((width as f64).sqrt(), &Device::Cpu)?.to_dtype(dtype)?.to_dtype(DType::F64)?.to_scalar()
+}
+
+/// Returns the factor on logits.
+fn logit_scale(family: &Family, json: &Value) -> f64 {
+    if family.logit_scale == 1.0 {
+        return 1.0 / json["logits_scaling"].as_f64().unwrap_or(1.0);
+    }
+    json["logit_scale"].as_f64().unwrap_or(family.logit_scale)
 }

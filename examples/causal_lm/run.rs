@@ -16,7 +16,7 @@ use crate::generate::{Batch, generate, padded};
 use crate::model::CausalLm;
 use crate::model::weights::Processes;
 
-/// Answers the command line: of several processes, the first one writes.
+/// Runs the command line. Of several processes, the first one writes.
 pub fn run(args: &Args, device: Device, processes: Option<Rc<dyn Processes>>) -> Result<()> {
     let files = Files::open(args, &device)?;
     let tokenizer = if args.ids.is_empty() { Some(files.tokenizer()?) } else { None };
@@ -47,15 +47,15 @@ pub fn run(args: &Args, device: Device, processes: Option<Rc<dyn Processes>>) ->
     Ok(())
 }
 
-/// What the tokens made add to the text of a prompt: decoded after it, since a decoder drops the space before a first
-/// word.
+/// Returns the text that generated tokens add to a prompt. They are decoded after the prompt, since a decoder drops the
+/// space before a first word.
 fn continuation(tokenizer: &SimpleTokenizer, prompt: &[u32], made: &[u32]) -> Result<String> {
     let decode = |ids: &[u32]| tokenizer.decode_with(ids, SpecialTokens::Without);
     let (before, whole) = (decode(prompt)?, decode(&[prompt, made].concat())?);
     Ok(whole.strip_prefix(&before).unwrap_or(&whole).to_string())
 }
 
-/// Streams the text of one prompt, or prints that of several when all have ended; gives what is to be said of the run.
+/// Streams the text of one prompt, or prints the texts of several when all have ended. Returns a report of the run.
 fn answer(
     model: &CausalLm,
     prompts: &[Vec<u32>],
@@ -78,10 +78,10 @@ fn answer(
     let mut batch = Batch::new(model, caches, prompts.len(), args.chunk.get());
     let times = generate(&mut batch, prompts, args, end, |sequence, token| {
         made[sequence].push(token);
-        if let Some(tokenizer) = streamed
+        if let Some(decoder) = streamed
             && !end.contains(&token)
         {
-            let text = continuation(tokenizer, &prompts[0], &made[0])?;
+            let text = continuation(decoder, &prompts[0], &made[0])?;
             // A character may take several tokens.
             if let (Some(new), false) = (text.get(shown..), text.ends_with('\u{fffd}')) {
                 write!(out, "{new}")?;
@@ -91,11 +91,11 @@ fn answer(
         }
         Ok(())
     })?;
-    for (i, made) in made.iter().enumerate() {
+    for (i, row) in made.iter().enumerate() {
         match tokenizer {
             Some(_) if streamed.is_some() => writeln!(out)?,
-            Some(tokenizer) => writeln!(out, "{}{}", args.prompt[i], continuation(tokenizer, &prompts[i], made)?)?,
-            None => writeln!(out, "{}", made.iter().map(u32::to_string).collect::<Vec<_>>().join(","))?,
+            Some(tokenizer) => writeln!(out, "{}{}", args.prompt[i], continuation(tokenizer, &prompts[i], row)?)?,
+            None => writeln!(out, "{}", row.iter().map(u32::to_string).collect::<Vec<_>>().join(","))?,
         }
     }
     let count = |rows: &[Vec<u32>]| rows.iter().map(Vec::len).sum::<usize>();
@@ -111,18 +111,19 @@ fn answer(
     ))
 }
 
-/// What every layer attends to in a prompt, of those that have weights.
+/// Writes a page of the attention weights of all layers that have them, for one prompt.
 fn write_page(model: &CausalLm, prompt: &[u32], tokenizer: Option<&SimpleTokenizer>, path: &Path) -> Result<()> {
     let tokens = match tokenizer {
         Some(tokenizer) => texts(tokenizer, prompt),
         None => prompt.iter().map(u32::to_string).collect(),
     };
-    let (layers, shape) = (model.blocks.len(), model.blocks.layers_and_heads());
-    let linear = layers - shape[0];
+    let layers = model.blocks.len();
+    let softmax = model.blocks.softmax_attentions().count();
+    let linear = layers - softmax;
     if linear > 0 {
         eprintln!("note: {linear} of {layers} layers have linear attention, which has no weights, and are left out");
     }
-    let mut page = PageOfLayers::new(&tokens.concat(), &tokens, &tokens, shape)?;
+    let mut page = PageOfLayers::new(&tokens.concat(), &tokens, &tokens, softmax, model.blocks.num_heads())?;
     let positions: Vec<_> = (0..prompt.len()).collect();
     let xs = model.embed(&Tensor::new(prompt, model.device())?.unsqueeze(0)?, &positions, prompt.len())?;
     model.through_blocks(xs, |layer, attention, input| {
@@ -135,7 +136,7 @@ fn write_page(model: &CausalLm, prompt: &[u32], tokenizer: Option<&SimpleTokeniz
     page.write(path)
 }
 
-/// The logits of all prompt tokens as one tensor (B, T, V); of a shorter prompt, those past its end mean nothing.
+/// Writes the logits of all prompt tokens as one tensor (B, T, V); those past the end of a shorter prompt mean nothing.
 fn write_logits(model: &CausalLm, prompts: &[Vec<u32>], path: Option<&PathBuf>) -> Result<()> {
     let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
     if longest == 0 {

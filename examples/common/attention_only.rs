@@ -1,4 +1,4 @@
-//! A transformer of attention layers alone: what `induction_heads` trains and `tokenize_attend` shows.
+//! A transformer of attention layers alone, which `induction_heads` trains and `tokenize_attend` shows.
 #![allow(dead_code, reason = "each program uses a part")]
 
 use candle_attention::text::{EmbeddingConfig, EmbeddingLayer};
@@ -7,16 +7,16 @@ use candle_core::{Module, Result, Tensor};
 use candle_nn::{Linear, VarBuilder, linear_no_bias};
 use serde::{Deserialize, Serialize};
 
-/// What `config.json` says.
+/// The `config.json` of the model.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct AttentionOnlyConfig {
     pub vocab_size: usize,
     pub num_layers: usize,
-    /// Of every layer.
+    /// The config of every layer.
     pub layer: MultiHeadAttentionConfig,
 }
 
-/// Tokens to the logits of the tokens that follow: an embedding, blocks, a norm and a head.
+/// A model from tokens to the logits of the next tokens: an embedding, blocks, a norm and a head.
 pub struct AttentionOnly {
     embedding: EmbeddingLayer,
     pub blocks: Vec<Block>,
@@ -24,7 +24,7 @@ pub struct AttentionOnly {
     head: Linear,
 }
 
-/// `xs + attention(norm(xs))`.
+/// A block, `xs + attention(norm(xs))`.
 pub struct Block {
     norm: LayerNorm,
     pub attention: MultiHeadAttention,
@@ -35,9 +35,11 @@ impl AttentionOnly {
         let width = cfg.layer.embed_dim();
         let norm = |vb| layer_norm_no_bias(width, 1e-5, vb);
         let block = |n| {
-            let vb = vb.pp("layers").pp(n);
-            let attention = MultiHeadAttention::new(&cfg.layer, vb.pp("self_attn"))?;
-            Ok(Block { norm: norm(vb.pp("norm"))?, attention })
+            let at = vb.pp("layers").pp(n);
+            Ok(Block {
+                norm: norm(at.pp("norm"))?,
+                attention: MultiHeadAttention::new(&cfg.layer, at.pp("self_attn"))?,
+            })
         };
         Ok(Self {
             embedding: EmbeddingLayer::new(&EmbeddingConfig::new(cfg.vocab_size, width), vb.clone())?,
@@ -47,14 +49,14 @@ impl AttentionOnly {
         })
     }
 
-    /// Ids (B, T) to logits (B, T, V).
+    /// Computes logits (B, T, V) of ids (B, T).
     pub fn forward(&self, ids: &Tensor) -> Result<Tensor> {
         let attend = |attention: &MultiHeadAttention, input: AttentionInput| attention.forward_with(input);
         self.head.forward(&self.norm.forward(&self.through_blocks(ids, self.blocks.len(), attend)?)?)
     }
 
-    /// Ids (B, T) to hidden states (B, T, E) after so many blocks, where `attend` gives the output of a layer for an
-    /// input.
+    /// Computes hidden states (B, T, E) of ids (B, T) after the first `blocks` blocks. `attend` computes the output of
+    /// a layer, given its input.
     pub fn through_blocks(
         &self,
         ids: &Tensor,
@@ -66,13 +68,13 @@ impl AttentionOnly {
         })
     }
 
-    /// What the attention of a layer gets (B, T, E) for ids (B, T).
+    /// Returns the input (B, T, E) of a layer's attention for ids (B, T).
     pub fn attention_input(&self, ids: &Tensor, layer: usize) -> Result<Tensor> {
         let xs = self.through_blocks(ids, layer, |attention, input| attention.forward_with(input))?;
         self.blocks[layer].norm.forward(&xs)
     }
 
-    /// What the last layer attends to: weights (B, H, T, T).
+    /// Returns the attention weights (B, H, T, T) of the last layer.
     pub fn attention_weights(&self, ids: &Tensor) -> Result<Tensor> {
         let last = self.blocks.len() - 1;
         let input = self.attention_input(ids, last)?;

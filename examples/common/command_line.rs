@@ -1,4 +1,4 @@
-//! How a program reads its command line and how it ends: help is no error, and every mistake is one line.
+//! The command line of a program and its exit code: a request for help is not an error, and every error is one line.
 
 use std::process::{ExitCode, Termination};
 
@@ -30,7 +30,8 @@ pub fn main<A: Parser, T: Termination>(run: impl FnOnce(A) -> Result<T>) -> Exit
     }
 }
 
-/// The message, without its cause and without the backtrace that Candle appends where `RUST_BACKTRACE` is set.
+/// Returns the message of an error, without its cause and without the backtrace that Candle appends if `RUST_BACKTRACE`
+/// is set.
 pub fn one_line(error: &Error) -> String {
     match error {
         Error::WithBacktrace { inner, .. } => one_line(inner),

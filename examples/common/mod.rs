@@ -1,4 +1,4 @@
-//! What examples share: the command line, where a model is and how it computes, a bar, and what is printed.
+//! Code that examples share: the command line, the files of a model, a progress bar, and output.
 #![allow(dead_code, reason = "each program uses a part")]
 
 mod command_line;
@@ -18,10 +18,10 @@ use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::Value;
 
-/// The program's name, which stands before what it says of mistakes.
+/// The name of the program, at the beginning of its error messages.
 pub const EXAMPLE: &str = env!("CARGO_CRATE_NAME");
 
-/// Where a model is, how it computes, and where what it attends to is shown.
+/// The files of a model, its device and dtype, and the page of its attention.
 #[derive(Debug, Clone, Args)]
 pub struct ModelArgs {
     /// A folder with config.json, weights (safetensors or .bin) and, for text, tokenizer.json
@@ -32,7 +32,7 @@ pub struct ModelArgs {
     #[arg(long, value_name = "ID")]
     pub model_id: Option<String>,
 
-    /// Where to compute
+    /// The device to compute on
     #[arg(long, value_enum, default_value_t = DeviceChoice::Cpu)]
     pub device: DeviceChoice,
 
@@ -41,7 +41,7 @@ pub struct ModelArgs {
     #[arg(value_parser = PossibleValuesParser::new(["f32", "bf16", "f16", "f64"]).try_map(|s| s.parse::<DType>()))]
     pub dtype: DType,
 
-    /// Writes a page to look around in what every head attends to, FILE.html; of several texts, that of the first
+    /// Writes a page to explore the attention of every head, FILE.html; of several texts, that of the first
     #[arg(long, value_name = "FILE")]
     pub page: Option<PathBuf>,
 }
@@ -51,7 +51,7 @@ impl ModelArgs {
         self.model.is_some() || self.model_id.is_some()
     }
 
-    /// The folder of --model, or that of the hub's cache with --model-id and some more files, whose name is the commit.
+    /// Returns the folder of --model, or the folder of --model-id in the hub's cache, with some more `files`.
     pub fn folder(&self, files: &[&str]) -> Result<PathBuf> {
         let folder = match (&self.model, &self.model_id) {
             (Some(folder), _) => folder.clone(),
@@ -64,7 +64,7 @@ impl ModelArgs {
         Ok(folder)
     }
 
-    /// What is in [`folder`](Self::folder).
+    /// Opens the checkpoint in [`folder`](Self::folder).
     pub fn open(&self, files: &[&str]) -> Result<Files> {
         let folder = self.folder(files)?;
         let config = read_json(&folder.join("config.json"))?;
@@ -76,9 +76,9 @@ impl ModelArgs {
 /// A checkpoint.
 pub struct Files {
     pub folder: PathBuf,
-    /// config.json.
+    /// The contents of config.json.
     pub config: Value,
-    /// At the root of the weights.
+    /// The weights, at the root of the checkpoint.
     pub vb: VarBuilder<'static>,
 }
 
@@ -87,12 +87,12 @@ pub enum DeviceChoice {
     Cpu,
     Cuda,
     Metal,
-    /// CUDA or Metal where there is one, else the CPU
+    /// CUDA or Metal if there is one, else the CPU
     Auto,
 }
 
 impl DeviceChoice {
-    /// The device of this number, where there are several of a kind.
+    /// Opens the device of this number, if there are several of a kind.
     pub fn open(self, n: usize) -> Result<Device> {
         let (name, device) = match self {
             Self::Cpu => return Ok(Device::Cpu),
@@ -107,7 +107,7 @@ impl DeviceChoice {
     }
 }
 
-/// A checkpoint of the hub with some more files: its folder in the cache.
+/// Fetches a checkpoint of the hub with some more files, and returns its folder in the cache.
 #[cfg(feature = "hub")]
 fn fetch(id: &str, files: &[&str]) -> Result<PathBuf> {
     let model = candle_attention::hub::HubModel::new(id)?;
@@ -120,33 +120,33 @@ fn fetch(_: &str, _: &[&str]) -> Result<PathBuf> {
     bail!("--model-id needs the hub: run again with `cargo run --features hub --example {EXAMPLE} ..`")
 }
 
-/// A file of text.
+/// Reads a text file.
 pub fn read_text(path: &Path) -> Result<String> {
     std::fs::read_to_string(path).map_err(cannot("read", path))
 }
 
-/// The error of what could not be done with a file.
+/// Returns a function that makes the error of a file operation.
 pub fn cannot<E: Display>(what: &str, path: &Path) -> impl FnOnce(E) -> Error {
     move |error| Error::Msg(format!("[{EXAMPLE}] cannot {what} {}: {error}", path.display()))
 }
 
-/// A file of JSON.
+/// Reads a JSON file.
 pub fn read_json(path: &Path) -> Result<Value> {
     serde_json::from_str(&read_text(path)?).map_err(cannot("read", path))
 }
 
-/// The same, null where there is no such file.
+/// Reads a JSON file; returns null if there is none.
 pub fn read_optional(path: &Path) -> Result<Value> {
     if path.is_file() { read_json(path) } else { Ok(Value::Null) }
 }
 
-/// A bar on stderr, where that is a terminal: what is done, and how many of how many of what.
+/// Makes a progress bar on stderr, if that is a terminal: the activity, and the numbers of items done and in all.
 pub fn bar(doing: &str, len: usize, of: &str) -> ProgressBar {
     let style = ProgressStyle::with_template(&format!("{doing} {{bar:40}} {{pos}}/{{len}} {of}"));
     ProgressBar::new(len as u64).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
 }
 
-/// Runs what tells how many are done of how many, with a [`bar`].
+/// Runs a function that reports the numbers of items done and in all, with a [`bar`].
 pub fn with_bar<T>(doing: &str, of: &str, run: impl FnOnce(&mut dyn FnMut(usize, usize)) -> Result<T>) -> Result<T> {
     let bar = bar(doing, 0, of);
     let result = run(&mut |done, all| {
@@ -157,7 +157,7 @@ pub fn with_bar<T>(doing: &str, of: &str, run: impl FnOnce(&mut dyn FnMut(usize,
     result
 }
 
-/// Writes a report at once; a reader that went away (`| head`) is no error.
+/// Prints a report at once. A reader that has closed the pipe (`| head`) is not an error.
 pub fn print(text: &str) -> Result<()> {
     match std::io::stdout().write_all(text.as_bytes()) {
         Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(error.into()),

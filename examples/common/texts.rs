@@ -1,4 +1,4 @@
-//! What examples over lists of texts share: where texts come from, how long they may be, and how one is shown.
+//! Code that examples over lists of texts share: reading texts, their greatest length, and printing their beginnings.
 
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
@@ -11,29 +11,29 @@ use crate::common::page::{self, PageOfLayers};
 use crate::common::{EXAMPLE, read_optional, read_text};
 use crate::model::Encoder;
 
-/// Characters of a text that are shown.
+/// The number of characters of a text that are printed.
 const SHOWN: usize = 50;
-/// The file that says how many tokens a text may have.
+/// The file with the greatest number of tokens of a text.
 pub const TOKENIZER: &str = "tokenizer_config.json";
 
-/// Texts, and how they go through a model.
+/// The texts, and the number that go through a model at a time.
 #[derive(Debug, Args)]
 pub struct TextArgs {
-    /// Texts, in front of those of --file
+    /// Texts, before those of --file
     #[arg(value_name = "TEXT", required_unless_present = "file")]
     pub texts: Vec<String>,
 
-    /// A text file with a text on each line; blank lines count for none
+    /// A file with a text on each line; blank lines are skipped
     #[arg(long, value_name = "FILE")]
     pub file: Option<PathBuf>,
 
-    /// Texts that go through the model at a time
+    /// The number of texts that go through the model at a time
     #[arg(long, value_name = "N", default_value = "32")]
     pub batch: NonZeroUsize,
 }
 
 impl TextArgs {
-    /// The arguments, then the lines of the file.
+    /// Returns the texts of the arguments, then those of the file.
     pub fn read(&self) -> Result<Vec<String>> {
         let mut texts = self.texts.clone();
         if let Some(path) = &self.file {
@@ -47,20 +47,27 @@ impl TextArgs {
     }
 }
 
-/// The most tokens that a checkpoint's tokenizer and the positions of its model take.
+/// Returns the most tokens that both the checkpoint's tokenizer and the positions of its model accept.
 pub fn max_tokens(folder: &Path, positions: Option<usize>) -> Result<Option<usize>> {
-    let said = read_optional(&folder.join(TOKENIZER))?["model_max_length"].as_u64();
-    // Where there is no limit, the file has a number of thirty digits.
-    Ok(said.and_then(|most| usize::try_from(most).ok()).into_iter().chain(positions).min())
+    // The file has a number of thirty digits if there is no limit.
+    let length = read_optional(&folder.join(TOKENIZER))?["model_max_length"].as_u64();
+    let most = length.and_then(|length| usize::try_from(length).ok());
+    Ok(match (most, positions) {
+        (Some(most), Some(positions)) => Some(most.min(positions)),
+        (most, positions) => most.or(positions),
+    })
 }
 
-/// A checkpoint's tokenizer; texts are cut at so many tokens.
+/// Loads a checkpoint's tokenizer, which cuts texts at `max_tokens`.
 pub fn tokenizer(folder: &Path, max_tokens: Option<usize>) -> Result<SimpleTokenizer> {
-    let whole = SimpleTokenizer::from_file(folder.join("tokenizer.json"))?;
-    Ok(if let Some(most) = max_tokens { whole.with_truncation(most)? } else { whole })
+    let mut tokenizer = SimpleTokenizer::from_file(folder.join("tokenizer.json"))?;
+    if let Some(most) = max_tokens {
+        tokenizer = tokenizer.with_truncation(most)?;
+    }
+    Ok(tokenizer)
 }
 
-/// Runs the model over one input and writes a page of what every layer attends to.
+/// Runs the model over one input and writes a page of the attention of every layer.
 pub fn write_page(
     model: &Encoder,
     tokenizer: &SimpleTokenizer,
@@ -69,14 +76,15 @@ pub fn write_page(
     path: &Path,
 ) -> Result<()> {
     let tokens = page::texts(tokenizer, &input.ids);
-    let mut page = PageOfLayers::new(title, &tokens, &tokens, model.blocks.layers_and_heads())?;
+    let layers = model.blocks.softmax_attentions().count();
+    let mut page = PageOfLayers::new(title, &tokens, &tokens, layers, model.blocks.num_heads())?;
     model.through_blocks(&[&input.ids], &input.type_ids, |attention, input| {
         page.attend("", |wanted| attention.forward_with_statistics(input, wanted))
     })?;
     page.write(path)
 }
 
-/// The beginning of a text, with what would move the cursor spelled out.
+/// Returns the beginning of a text, with control characters escaped.
 pub fn shown(text: &str) -> String {
     let clean: String =
         text.chars().flat_map(|c| if c.is_control() { c.escape_default().collect() } else { vec![c] }).collect();

@@ -1,5 +1,5 @@
-//! A picture to a vector with an encoder of images (clip, dinov2, vit) on this crate's attention layer, and what the
-//! class token of a layer attends to, drawn over the picture; `model.rs` is the model, and short.
+//! Computes the embedding of a picture with an image encoder (clip, dinov2, vit) on this crate's attention layer, and
+//! draws the attention of the class token over the picture. `model.rs` is the model.
 //!
 //! ```sh
 //! cargo run --release --features plot --example image_embedding -- --model DIR cat.png --attention attention.png
@@ -25,33 +25,34 @@ use picture::{Picture, Preprocessor};
 
 const PREPROCESSOR: &str = "preprocessor_config.json";
 
-/// Turns a picture into a vector with an encoder of images (ViT, DINOv2, CLIP), and shows what its class token attends
-/// to.
+/// Computes the embedding of a picture with an image encoder (ViT, DINOv2, CLIP), and shows the attention of its class
+/// token.
 ///
-/// Size, crop and colours are as the checkpoint's preprocessor_config.json says.
+/// Size, crop and colours follow the checkpoint's preprocessor_config.json.
 #[derive(Debug, Parser)]
 #[command(name = "image_embedding")]
 struct Args {
-    /// A picture, PNG
+    /// A PNG file
     #[arg(value_name = "PNG")]
     picture: PathBuf,
 
     #[command(flatten)]
     model: ModelArgs,
 
-    /// The layer whose attention is shown, from 1; the last unless given
+    /// The layer whose attention is shown, from 1 [default: the last]
     #[arg(long, value_name = "N")]
     layer: Option<usize>,
 
-    /// The head whose attention is shown, from 1; the mean of all unless given
+    /// The head whose attention is shown, from 1 [default: the mean of all]
     #[arg(long, value_name = "N")]
     head: Option<usize>,
 
-    /// Writes the picture as the model sees it, with the attention over it, as PNG
+    /// Writes the picture in the model's size, with the attention over it, as PNG
     #[arg(long, value_name = "FILE")]
     attention: Option<PathBuf>,
 
-    /// Writes the embedding (E,) in f32, and the weights (H, rows, columns) of the class token to patches
+    /// Writes the embedding (E,) in f32, and the weights (H, rows, columns) of the class token to patches, as
+    /// safetensors
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
 }
@@ -67,16 +68,16 @@ fn run(args: &Args) -> Result<String> {
 
     let original = Picture::open(&args.picture)?;
     let size = original.size()?;
-    let seen = preprocessor.apply(original)?;
+    let picture = preprocessor.apply(original)?;
     let (layers, width) = (model.blocks.len(), model.blocks.width);
     let layer = args.layer.unwrap_or(layers);
     if layer == 0 || layer > layers {
         bail!("[{EXAMPLE}] there is no layer {layer}, expected 1 to {layers}")
     }
-    let pixels = preprocessor.pixels(&seen)?;
+    let pixels = preprocessor.pixels(&picture)?;
     let Output { embedding, attention } = model.forward(&pixels, layer - 1)?;
     if let Some(path) = &args.model.page {
-        write_page(&model, &seen, &pixels, path)?;
+        write_page(&model, &picture, &pixels, path)?;
     }
     let (heads, rows, columns) = attention.dims3()?;
     let (weights, of) = match args.head {
@@ -85,43 +86,44 @@ fn run(args: &Args) -> Result<String> {
         Some(head) => bail!("[{EXAMPLE}] there is no head {head}, expected 1 to {heads}"),
     };
     if let Some(path) = &args.attention {
-        std::fs::write(path, seen.with_heat(&weights)?.to_png()?).map_err(cannot("write", path))?;
+        std::fs::write(path, picture.with_heat(&weights)?.to_png()?).map_err(cannot("write", path))?;
     }
-    let weights = weights.flatten_all()?.to_vec1::<f32>()?;
+    let patch_weights = weights.flatten_all()?.to_vec1::<f32>()?;
     if let Some(path) = &args.out {
         let tensors = HashMap::from([("embedding", embedding.clone()), ("attention", attention)]);
         candle_core::safetensors::save(&tensors, path).map_err(cannot("write", path))?;
     }
-    let most = (0..weights.len()).max_by(|&a, &b| weights[a].total_cmp(&weights[b])).unwrap_or(0);
+    let largest = |&a: &usize, &b: &usize| patch_weights[a].total_cmp(&patch_weights[b]);
+    let most = (0..patch_weights.len()).max_by(largest).unwrap_or(0);
     let percent = |weight: f32| format!("{:.1} %", 100.0 * weight);
     let length = embedding.sqr()?.sum_all()?.sqrt()?.to_scalar::<f32>()?;
     Ok(format!(
         "model      {}, {layers} layers of width {width}\n\
-         picture    {} x {}, seen as {} x {} in {columns} x {rows} patches\n\
+         picture    {} x {}, resized to {} x {} in {columns} x {rows} patches\n\
          embedding  ({},) of length {length:.4}\n\
          attention  of the class token in layer {layer}, {of}: {} to patches,\n           \
          most to row {}, column {} ({})\n",
         config["model_type"].as_str().unwrap_or_default(),
         size.columns,
         size.rows,
-        seen.size()?.columns,
-        seen.size()?.rows,
+        picture.size()?.columns,
+        picture.size()?.rows,
         embedding.dim(0)?,
-        percent(weights.iter().sum()),
+        percent(patch_weights.iter().sum()),
         most / columns + 1,
         most % columns + 1,
-        percent(weights[most]),
+        percent(patch_weights[most]),
     ))
 }
 
-/// What every layer attends to, over the picture as the model sees it.
-fn write_page(model: &Encoder, seen: &Picture, pixels: &Tensor, path: &Path) -> Result<()> {
+/// Writes a page of the attention of every layer, over the picture in the model's size.
+fn write_page(model: &Encoder, picture: &Picture, pixels: &Tensor, path: &Path) -> Result<()> {
     let grid = model.grid(pixels)?;
     let place = |patch: usize| format!("row {}, column {}", patch / grid.columns + 1, patch % grid.columns + 1);
     let patches = (0..grid.rows * grid.columns).map(place);
     let tokens: Vec<_> = std::iter::once("[CLS]".to_string()).chain(patches).collect();
-    let mut page = PageOfLayers::new("a picture", &tokens, &tokens, model.blocks.layers_and_heads())?
-        .over_picture(&seen.to_png()?, [grid.rows, grid.columns])?;
+    let mut page = PageOfLayers::new("a picture", &tokens, &tokens, model.blocks.len(), model.blocks.num_heads())?
+        .over_picture(&picture.to_png()?, [grid.rows, grid.columns])?;
     model.through_blocks(pixels, |_, attention, input| {
         page.attend("", |wanted| attention.forward_with_statistics(input, wanted))
     })?;

@@ -1,6 +1,6 @@
 //! Encoders of images on this crate's attention layer: patches, blocks of attention and MLP, norms.
 //!
-//! The blocks are those of `common/blocks/`. What remains of a model is its patches, and that is what stands here.
+//! The blocks are in `common/blocks/`; this file adds the patches.
 
 #[path = "../common/blocks/mod.rs"]
 mod blocks;
@@ -12,7 +12,7 @@ use serde_json::Value;
 
 use crate::resample::{Filter, Size, resample};
 use blocks::attention::{Attention, Input};
-use blocks::family::{Family, LAYERS, LLAMA, MlpKind, NormKind, required};
+use blocks::family::{Family, LAYERS, LLAMA, MlpKind, NormKind, Norms, required};
 use blocks::weights::Weights;
 use blocks::{Blocks, Loader, Norm, optional};
 
@@ -25,7 +25,7 @@ const BLOCKS: &[&str] = &["encoder.layer", "encoder.layers"];
 const LAST_NORMS: &[&str] = &["layernorm", "post_layernorm"];
 
 const VIT: Family = Family {
-    norms: [&["layernorm_before"], &[], &["layernorm_after"], &[]],
+    norms: Norms::before(&["layernorm_before"], &["layernorm_after"]),
     norm: NormKind::Layer(1e-12),
     needs_biases: true,
     mlp: MlpKind::Plain,
@@ -33,37 +33,42 @@ const VIT: Family = Family {
     ..LLAMA
 };
 const DINOV2: Family = Family {
-    norms: [&["norm1"], &["layer_scale1"], &["norm2"], &["layer_scale2"]],
+    norms: Norms {
+        before_attention: &["norm1"],
+        after_attention: &["layer_scale1"],
+        before_mlp: &["norm2"],
+        after_mlp: &["layer_scale2"],
+    },
     norm: NormKind::Layer(1e-6),
     ..VIT
 };
 const CLIP: Family = Family {
-    norms: [&["layer_norm1"], &[], &["layer_norm2"], &[]],
+    norms: Norms::before(&["layer_norm1"], &["layer_norm2"]),
     norm: NormKind::Layer(1e-5),
     activation: "quick_gelu",
     ..DINOV2
 };
 
-/// Bicubic without a mean over what a pixel covers, as PyTorch's `interpolate` has it.
+/// Bicubic without antialiasing, as in PyTorch's `interpolate`.
 const BETWEEN: Filter = Filter { cubic: Some(-0.75), antialias: false };
 
-/// What a picture has become.
+/// The output of the encoder.
 pub struct Output {
-    /// (E,), or as wide as CLIP's projection.
+    /// The embedding (E,), or as wide as CLIP's projection.
     pub embedding: Tensor,
-    /// What the class token sees of each patch in one layer: (H, rows, columns).
+    /// The attention weights of the class token to each patch in one layer: (H, rows, columns).
     pub attention: Tensor,
 }
 
-/// An encoder of images.
+/// An image encoder.
 pub struct Encoder {
-    /// A patch as a row (C · side · side) to its vector.
+    /// The projection of a patch, a row (C · side · side), to its vector.
     patches: PackedLinear,
     side: usize,
     class: Tensor,
-    /// (1 + N, E), that of the class token first.
+    /// The positions (1 + N, E), the class token's first.
     positions: Tensor,
-    /// Whether pictures of other sizes than those of the training have positions between theirs.
+    /// Whether positions are interpolated for pictures of other sizes than those of the training.
     interpolates: bool,
     first_norm: Option<Norm>,
     pub blocks: Blocks,
@@ -72,10 +77,10 @@ pub struct Encoder {
 }
 
 impl Encoder {
-    /// From a `config.json` and a builder at the checkpoint's root; `loaded` is told of every block.
+    /// Loads a model from a `config.json` and a builder at the checkpoint's root; `loaded` is called after every block.
     ///
     /// # Errors
-    /// For an architecture that is not here, an activation that Candle does not have, and a tensor that is missing.
+    /// If the architecture is not supported, Candle lacks the activation, or a tensor is missing.
     pub fn load(json: &Value, vb: VarBuilder, loaded: impl FnMut(usize, usize)) -> Result<Self> {
         let config = if json["model_type"] == "clip" { &json["vision_config"] } else { json };
         let family = match json["model_type"].as_str().unwrap_or_default() {
@@ -89,10 +94,16 @@ impl Encoder {
         let tensor =
             |names: [&str; 2]| inner.get_unchecked(if inner.contains_tensor(names[0]) { names[0] } else { names[1] });
         let patches = inner.pp(inner.named(PATCHES)?);
-        let (weight, bias) = (patches.get_unchecked("weight")?, patches.contains_tensor("bias"));
+        let weight = patches.get_unchecked("weight")?;
         let (width, side) = (weight.dim(0)?, weight.dim(3)?);
-        let bias = bias.then(|| patches.get(width, "bias")).transpose()?;
-        let projection = weights.first(&["visual_projection"]).map(|name| weights.pp(name).linear(None));
+        let mut bias = None;
+        if patches.contains_tensor("bias") {
+            bias = Some(patches.get(width, "bias")?);
+        }
+        let mut projection = None;
+        if let Some(name) = weights.first(&["visual_projection"]) {
+            projection = Some(weights.pp(name).linear(None)?);
+        }
         let mut loader = Loader::new("encoder", family, config, weights, width);
         let layers = required(config, LAYERS).unwrap_or(12);
         let blocks = Blocks::load(&mut loader, layers, &inner, BLOCKS, loaded)?;
@@ -105,14 +116,14 @@ impl Encoder {
             first_norm: loader.norm(&inner, &["pre_layrnorm"])?,
             last_norm: loader.norm_at(&inner, inner.named(LAST_NORMS)?)?,
             blocks,
-            projection: projection.transpose()?,
+            projection,
         })
     }
 
-    /// The patches of a picture, whose class token stands before them.
+    /// Returns the grid of patches of a picture.
     ///
     /// # Errors
-    /// For pixels (3, rows, columns) that are not a whole number of patches.
+    /// If pixels (3, rows, columns) are not a whole number of patches.
     pub fn grid(&self, pixels: &Tensor) -> Result<Size> {
         let (side, (_, height, width)) = (self.side, pixels.dims3()?);
         if !height.is_multiple_of(side) || !width.is_multiple_of(side) {
@@ -121,10 +132,10 @@ impl Encoder {
         Ok(Size { rows: height / side, columns: width / side })
     }
 
-    /// Pixels (3, rows, columns) to the picture's vector and the attention of one layer.
+    /// Computes the picture's embedding and the attention of one layer from pixels (3, rows, columns).
     ///
     /// # Errors
-    /// For a picture whose size the model has no positions for.
+    /// If the model has no positions for the size of the picture.
     pub fn forward(&self, pixels: &Tensor, layer: usize) -> Result<Output> {
         let (grid, mut weights) = (self.grid(pixels)?, None);
         let of_class = StatisticsOptions::default().with_weights_of(0..1, 1..1 + grid.rows * grid.columns);
@@ -141,8 +152,8 @@ impl Encoder {
         Ok(Output { embedding, attention })
     }
 
-    /// Pixels (3, rows, columns) to the picture's vector, where `attend` gives the output of a layer, by its number,
-    /// for an input.
+    /// Computes the picture's embedding from pixels (3, rows, columns). `attend` computes the output of a layer, given
+    /// its number and its input.
     ///
     /// # Errors
     /// As [`forward`](Self::forward).
@@ -162,7 +173,7 @@ impl Encoder {
         embedding.squeeze(0)?.to_dtype(DType::F32)
     }
 
-    /// Those of the class token and of so many patches.
+    /// Returns the positions of the class token and of a grid of patches.
     fn positions(&self, grid: Size) -> Result<Tensor> {
         let (rows, e) = self.positions.dims2()?;
         if rows == 1 + grid.rows * grid.columns && (grid.rows == grid.columns || !self.interpolates) {

@@ -1,4 +1,4 @@
-//! Pictures: read from PNG, brought to a model's size and colours, and written with attention over them.
+//! Pictures: read from PNG, converted to a model's size and colours, and written with attention over them.
 
 use std::fs::File;
 use std::io::BufReader;
@@ -10,7 +10,7 @@ use serde_json::Value;
 use crate::common::EXAMPLE;
 use crate::resample::{BICUBIC, BILINEAR, Filter, MAX_PIXELS, Size, resample};
 
-/// The part of a pixel's colour that attention takes at most.
+/// The opacity of the attention over a picture.
 const OPACITY: f64 = 0.75;
 
 /// A picture in red, green and blue, from 0 to 255: (3, rows, columns).
@@ -21,7 +21,7 @@ fn wrong(path: &Path, error: impl std::fmt::Display) -> Error {
 }
 
 impl Picture {
-    /// Reads a PNG of any kind; transparency is left out.
+    /// Reads a PNG of any kind, without its transparency.
     ///
     /// # Errors
     /// If the file is not a PNG, or has more pixels than [`MAX_PIXELS`], which is checked before they get memory.
@@ -40,7 +40,7 @@ impl Picture {
         let (rows, columns) = (info.height as usize, info.width as usize);
         let pixels = Tensor::from_vec(pixels, (rows, columns, info.color_type.samples()), &Device::Cpu)?;
         let planes = pixels.to_dtype(DType::F32)?.permute((2, 0, 1))?;
-        // Grey ones have one channel for all, and perhaps transparency.
+        // Grey pictures have one channel for all colours, and perhaps transparency.
         let colours = if planes.dim(0)? < 3 { 1 } else { 3 };
         Ok(Self(planes.narrow(0, 0, colours)?.broadcast_as((3, rows, columns))?.contiguous()?))
     }
@@ -50,7 +50,7 @@ impl Picture {
         Ok(Size { rows, columns })
     }
 
-    /// As a PNG file.
+    /// Encodes the picture as a PNG file.
     pub fn to_png(&self) -> Result<Vec<u8>> {
         let (Size { rows, columns }, mut file) = (self.size()?, Vec::new());
         let mut encoder = png::Encoder::new(&mut file, columns as u32, rows as u32);
@@ -60,12 +60,12 @@ impl Picture {
         Ok(file)
     }
 
-    /// In another size, rounded to whole colours as libraries of pictures do.
+    /// Resizes the picture, with colours rounded to whole numbers as in image libraries.
     fn resized(&self, size: Size, filter: Filter) -> Result<Self> {
         Ok(Self(resample(&self.0, size, filter)?.round()?.clamp(0f32, 255f32)?))
     }
 
-    /// The middle of it.
+    /// Returns the middle of the picture.
     fn cropped(&self, size: Size) -> Result<Self> {
         let own = self.size()?;
         let (Some(top), Some(left)) = (own.rows.checked_sub(size.rows), own.columns.checked_sub(size.columns)) else {
@@ -74,7 +74,7 @@ impl Picture {
         Ok(Self(self.0.narrow(1, top / 2, size.rows)?.narrow(2, left / 2, size.columns)?))
     }
 
-    /// With weights (rows, columns) over it, from black for none to white for the largest.
+    /// Draws weights (rows, columns) over the picture, from black for none to white for the largest.
     pub fn with_heat(&self, weights: &Tensor) -> Result<Self> {
         let heat = resample(&weights.unsqueeze(0)?, self.size()?, BILINEAR)?;
         let most = f64::from(heat.max_all()?.to_scalar::<f32>()?.max(f32::MIN_POSITIVE));
@@ -83,9 +83,9 @@ impl Picture {
     }
 }
 
-/// What preprocessor_config.json says.
+/// The settings of preprocessor_config.json.
 pub struct Preprocessor {
-    /// Both sides, or the shorter one.
+    /// The size to resize to, and the filter.
     resize: Option<(Resize, Filter)>,
     crop: Option<Size>,
     scale: f64,
@@ -137,7 +137,7 @@ impl Preprocessor {
         })
     }
 
-    /// The picture in the model's size.
+    /// Converts a picture to the model's size.
     pub fn apply(&self, picture: Picture) -> Result<Picture> {
         let Size { rows, columns } = picture.size()?;
         let resized = match &self.resize {
@@ -151,7 +151,7 @@ impl Preprocessor {
         if let Some(size) = self.crop { resized.cropped(size) } else { Ok(resized) }
     }
 
-    /// A picture in the model's size as numbers (3, rows, columns).
+    /// Normalises a picture in the model's size to numbers (3, rows, columns).
     pub fn pixels(&self, picture: &Picture) -> Result<Tensor> {
         let by_colour = |numbers: &[f32; 3]| Tensor::new(numbers, &Device::Cpu)?.reshape((3, 1, 1));
         let scaled = (&picture.0 * self.scale)?;

@@ -1,20 +1,20 @@
-//! Planes of numbers in another size, as PyTorch's `interpolate` gives them.
+//! Resampling of planes of numbers, with the results of PyTorch's `interpolate`.
 
 use candle_core::{Device, Result, Tensor, bail};
 
 /// The most pixels of a picture, 8,192 by 8,192: a file of a few bytes can declare any size.
 pub const MAX_PIXELS: usize = 1 << 26;
 
-/// How pixels between others come about.
+/// The interpolation between pixels.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Filter {
-    /// The parameter of the cubic polynomial; a triangle without it.
+    /// The parameter of the cubic polynomial; linear without it.
     pub cubic: Option<f32>,
-    /// Whether a pixel of a smaller picture is the mean over all that it covers.
+    /// Whether a pixel of a smaller picture is the mean over the pixels that it covers.
     pub antialias: bool,
 }
 
-/// What Pillow and torchvision call bilinear and bicubic, which make pictures smaller.
+/// Pillow's and torchvision's bilinear and bicubic filters, with antialiasing.
 pub const BILINEAR: Filter = Filter { cubic: None, antialias: true };
 pub const BICUBIC: Filter = Filter { cubic: Some(-0.5), antialias: true };
 
@@ -29,18 +29,18 @@ impl Filter {
         }
     }
 
-    /// The weights (to, from) that entries of a row have in those of another length.
+    /// Returns the weights (to, from) of the entries of a row in the entries of another length.
     fn weights(self, from: usize, to: usize) -> Result<Tensor> {
         let scale = from as f32 / to as f32;
         let stretch = if self.antialias { scale.max(1.0) } else { 1.0 };
-        // How far from its middle a pixel counts.
+        // The greatest distance of a pixel with a weight.
         let radius = if self.cubic.is_some() { 2.0 * stretch } else { stretch };
         let mut weights = vec![0.0; to * from];
         for (i, row) in weights.chunks_mut(from).enumerate() {
             let middle = (i as f32 + 0.5) * scale - 0.5;
             let (first, last) = (middle - radius, middle + radius);
             for j in first.ceil() as i64..=last.floor() as i64 {
-                // What lies outside is left out of a mean, and elsewhere as the last entry on its side.
+                // Pixels outside have no weight if there is antialiasing, and else the value of the nearest pixel.
                 if (0..from as i64).contains(&j) || !self.antialias {
                     row[j.clamp(0, from as i64 - 1) as usize] += self.weight((j as f32 - middle) / stretch);
                 }
@@ -54,7 +54,7 @@ impl Filter {
     }
 }
 
-/// Rows and columns of a plane.
+/// The rows and columns of a plane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Size {
     pub rows: usize,
@@ -62,7 +62,7 @@ pub struct Size {
 }
 
 impl Size {
-    /// Whether a picture of this size has at most [`MAX_PIXELS`].
+    /// Returns whether a picture of this size has at most [`MAX_PIXELS`].
     pub fn fits(self) -> bool {
         self.rows.checked_mul(self.columns).is_some_and(|pixels| pixels <= MAX_PIXELS)
     }
@@ -77,7 +77,7 @@ impl std::fmt::Display for Size {
 /// Resamples planes (N, rows, columns) on the CPU to another size. Neither size is 0.
 ///
 /// # Errors
-/// If the result, or what is computed on the way to it, would have more than [`MAX_PIXELS`].
+/// If the result, or an intermediate result, would have more than [`MAX_PIXELS`].
 pub fn resample(planes: &Tensor, to: Size, filter: Filter) -> Result<Tensor> {
     let (_, rows, columns) = planes.dims3()?;
     let from = Size { rows, columns };

@@ -1,9 +1,9 @@
-//! Random sequences that repeat, and how well a head copies from them.
+//! Random sequences that repeat, and a measure of how well a head copies from them.
 
 use candle_attention::TorchSeed;
 use candle_core::{Device, Result, Tensor};
 
-/// Words that the model knows, all alike to it.
+/// The words of the model, drawn with equal probability.
 pub const WORDS: [&str; 64] = [
     "?", "a", "all", "and", "are", "at", "be", "bird", "blue", "book", "but", "by", "cat", "come", "day", "dog", "eat",
     "fish", "for", "friend", "from", "go", "good", "green", "have", "hello", "house", "how", "i", "in", "is", "it",
@@ -11,21 +11,21 @@ pub const WORDS: [&str; 64] = [
     "song", "sun", "that", "the", "they", "this", "to", "tree", "under", "walk", "was", "we", "wind", "with", "world",
     "you",
 ];
-/// Tokens of a sequence.
+/// The number of tokens of a sequence.
 pub const LENGTH: usize = 96;
 /// The fewest and the most tokens of a block.
 const PERIODS: [usize; 2] = [8, 48];
 
-/// Sequences (B, LENGTH), each a block of random words over and over. Blocks differ in length, so that how far back the
-/// copy lies can be found from the words only.
+/// Sequences (B, LENGTH), each a block of random words over and over. Blocks differ in length, so that the distance to
+/// the previous copy can be found from the words only.
 pub struct Batch {
     tokens: Vec<Vec<u32>>,
-    /// Of each sequence, the length of its block.
+    /// The length of the block of each sequence.
     periods: Vec<usize>,
 }
 
 impl Batch {
-    /// The same for the same step.
+    /// Draws a batch, the same one for the same step.
     pub fn draw(size: usize, step: u64) -> Result<Self> {
         let draws = TorchSeed::new(step).rand((size, 1 + PERIODS[1]))?.to_vec2::<f32>()?;
         let below = |draw: f32, n: usize| (draw * n as f32) as usize;
@@ -43,7 +43,8 @@ impl Batch {
         Tensor::new(self.tokens.concat(), device)?.reshape(((), LENGTH))
     }
 
-    /// The places (N,), rows of (B·T, ..), whose next token follows from what came before, and these next tokens (N,).
+    /// Returns the places (N,), rows of (B·T, ..), whose next token follows from earlier tokens, and these next tokens
+    /// (N,).
     pub fn copies(&self, device: &Device) -> Result<(Tensor, Tensor)> {
         let (mut places, mut next) = (Vec::new(), Vec::new());
         for (row, (tokens, &period)) in self.tokens.iter().zip(&self.periods).enumerate() {
@@ -55,8 +56,8 @@ impl Batch {
         Ok((Tensor::new(places, device)?, Tensor::new(next, device)?))
     }
 
-    /// Of each head, the share of its weights (B, H, T, T) that queries in a repetition put on tokens after a previous
-    /// copy of theirs.
+    /// Returns for each head the share of its weights (B, H, T, T) that queries in a repetition have on tokens after a
+    /// previous copy of the query's token.
     pub fn induction(&self, weights: &Tensor) -> Result<Vec<f32>> {
         let mut marks = Vec::with_capacity(self.tokens.len() * LENGTH * LENGTH);
         let mut queries = 0;

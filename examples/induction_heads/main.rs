@@ -1,14 +1,14 @@
-//! An induction head forms: two layers of attention learn to continue what they have seen before.
+//! Training of an induction head: two layers of attention learn to continue sequences that repeat.
 //!
 //! ```sh
 //! cargo run --features plot --example induction_heads
 //! ```
 //!
 //! The first layer learns to attend to the previous token, and the second, with that, to the token after the previous
-//! copy of the present one (Olsson et al., "In-context Learning and Induction Heads", 2022). `--out` holds
-//! `model.safetensors` with its `config.json` and `tokenizer.json`, which `tokenize_attend --model DIR` shows;
-//! `checkpoint.safetensors`, from which `--resume` goes on; and with the feature `plot` the loss and the second layer's
-//! weights before and after.
+//! copy of the current one (Olsson et al., "In-context Learning and Induction Heads", 2022). `--out` gets
+//! `model.safetensors` with its `config.json` and `tokenizer.json`, for `tokenize_attend --model DIR`;
+//! `checkpoint.safetensors`, for `--resume`; and with the feature `plot` pictures of the loss and of the second layer's
+//! weights before and after the training.
 
 #[path = "../common/attention_only.rs"]
 mod attention_only;
@@ -32,7 +32,7 @@ use common::page::PageOfLayers;
 use data::WORDS;
 use train::{Measurement, Training, checkpoint};
 
-/// What the pictures show: a sentence, said twice.
+/// The sentence of the pictures, which repeats itself.
 const SENTENCE: &str = "the cat sat on my red mat and the dog sat on my blue book and the cat sat on my red mat";
 const WIDTH: usize = 64;
 const HEADS: usize = 2;
@@ -40,15 +40,15 @@ const HEADS: usize = 2;
 const FORMED: f32 = 0.95;
 
 /// Trains a transformer of two attention layers on random sequences that repeat, until an induction head forms: a head
-/// that attends to the token after the previous copy of the present one.
+/// that attends to the token after the previous copy of the current one.
 #[derive(Debug, Parser)]
 #[command(name = "induction_heads")]
 struct Args {
-    /// Where the model, its checkpoints and its pictures go
+    /// The folder for the model, its checkpoints and its pictures
     #[arg(long, value_name = "DIR", default_value = "target/induction_heads")]
     pub out: PathBuf,
 
-    /// Goes on from the last checkpoint in --out, which is at most --save-every steps old
+    /// Continues from the last checkpoint in --out, which is at most --save-every steps old
     #[arg(long)]
     pub resume: bool,
 
@@ -60,7 +60,7 @@ struct Args {
     #[arg(long, value_name = "N", default_value = "50")]
     pub save_every: NonZeroUsize,
 
-    /// Writes a page to look around in what every head attends to after training: FILE.html
+    /// Writes a page to explore the attention of every head after training, FILE.html
     #[arg(long, value_name = "FILE")]
     pub page: Option<PathBuf>,
 }
@@ -95,7 +95,7 @@ fn run(args: &Args) -> Result<()> {
     let after = heat_map(&training.model, &format!("after {} steps", training.next_step()))?;
     common::print(&format!("\n{}\n", after.to_terminal(Heads::All, &TerminalOptions::detect())?))?;
     if let Some(path) = &args.page {
-        let mut page = PageOfLayers::new(SENTENCE, tokens, tokens, [cfg.num_layers, HEADS])?;
+        let mut page = PageOfLayers::new(SENTENCE, tokens, tokens, cfg.num_layers, HEADS)?;
         training.model.through_blocks(&ids, cfg.num_layers, |attention, input| {
             page.attend("", |wanted| attention.forward_with_statistics(input, wanted))
         })?;
@@ -104,7 +104,7 @@ fn run(args: &Args) -> Result<()> {
     common::print(&format!("{}\n", pictures(args, &training.history, &before, &after)?))
 }
 
-/// Trains until a head has formed or the steps are over.
+/// Trains until a head has formed or all steps are done.
 fn train(training: &mut Training, args: &Args) -> Result<()> {
     let bar = common::bar("training", args.steps.get(), "steps");
     let say = |text: &str| bar.suspend(|| common::print(text));
@@ -135,7 +135,7 @@ fn row(measured: &Measurement) -> String {
     format!("{step:>5} {loss:>6.3} {:>5.1} %  {induction:.2}\n", 100.0 * copied)
 }
 
-/// Draws the pictures, and says what is where.
+/// Draws the pictures, and returns a list of the files.
 #[cfg(feature = "plot")]
 fn pictures(args: &Args, history: &[Measurement], before: &HeatMap, after: &HeatMap) -> Result<String> {
     use candle_attention::plot::LineChart;

@@ -1,4 +1,4 @@
-//! The training: steps, their measurements, and checkpoints from which it goes on.
+//! The training: steps, their measurements, and checkpoints.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -14,9 +14,9 @@ use crate::data::Batch;
 const DEVICE: Device = Device::Cpu;
 const BATCH: usize = 32;
 const LEARNING_RATE: f64 = 2e-3;
-/// Steps over which the learning rate rises, at the start and after a checkpoint.
+/// The steps over which the learning rate rises, at the start and after a checkpoint.
 const WARM_UP: usize = 50;
-/// The step of the sequences that measure; no training comes this far.
+/// The step number of the sequences for measurements, larger than any step of training.
 const MEASURED: u64 = u32::MAX as u64;
 const HISTORY: &str = "history";
 
@@ -25,25 +25,25 @@ pub struct Training {
     variables: VarMap,
     optimizer: AdamW,
     measured: Batch,
-    /// Steps since the optimiser began.
+    /// The steps since the optimiser was created.
     warmth: usize,
     pub history: Vec<Measurement>,
 }
 
-/// How far the model is, over sequences that it is not trained on.
+/// The progress of the model, measured on sequences that it is not trained on.
 #[derive(Debug, Clone)]
 pub struct Measurement {
     pub step: usize,
     /// The mean cross-entropy in nats where the sequences repeat.
     pub loss: f32,
-    /// The share of next tokens that are found there.
+    /// The share of next tokens that the model predicts there.
     pub copied: f32,
     /// The share of weight on tokens after a previous copy, of the best head of the last layer.
     pub induction: f32,
 }
 
 impl Training {
-    /// With weights as PyTorch draws them.
+    /// Makes a model whose weights are drawn as in PyTorch.
     pub fn new(cfg: &AttentionOnlyConfig) -> Result<Self> {
         let drawn = TorchSeed::new(0).var_builder(DType::F32, &DEVICE);
         AttentionOnly::new(cfg, drawn.clone())?;
@@ -57,7 +57,7 @@ impl Training {
         Ok(Self { model, variables, optimizer, measured, warmth: 0, history: Vec::new() })
     }
 
-    /// Goes on where a checkpoint is; the moments of the optimiser begin anew.
+    /// Continues from a checkpoint; the moments of the optimiser start again from zero.
     pub fn resume(&mut self, file: &Path) -> Result<()> {
         if !file.is_file() {
             bail!("--resume: there is no {}; run without --resume first", file.display())
@@ -72,7 +72,7 @@ impl Training {
         Ok(())
     }
 
-    /// The step that comes next.
+    /// Returns the next step.
     pub fn next_step(&self) -> usize {
         self.history.last().map_or(0, |last| last.step)
     }
@@ -85,14 +85,14 @@ impl Training {
         self.optimizer.backward_step(&loss::cross_entropy(&logits, &next)?)
     }
 
-    /// Logits (N, V) where a batch repeats, and the tokens (N,) that come next there.
+    /// Returns the logits (N, V) where a batch repeats, and the next tokens (N,) there.
     fn logits(&self, batch: &Batch) -> Result<(Tensor, Tensor)> {
         let (places, next) = batch.copies(&DEVICE)?;
         let logits = self.model.forward(&batch.ids(&DEVICE)?)?.flatten_to(1)?;
         Ok((logits.index_select(&places, 0)?, next))
     }
 
-    /// After so many steps; kept in the history.
+    /// Measures the model after `step` steps, and adds the measurement to the history.
     pub fn measure(&mut self, step: usize) -> Result<&Measurement> {
         let (logits, next) = self.logits(&self.measured)?;
         let copied = logits.argmax(D::Minus1)?.eq(&next)?.to_dtype(DType::F32)?.mean_all()?.to_scalar()?;
@@ -103,8 +103,8 @@ impl Training {
         Ok(&self.history[self.history.len() - 1])
     }
 
-    /// The parameters, and with `history` what [`resume`](Self::resume) needs. A run that is killed meanwhile leaves
-    /// the file as it was.
+    /// Writes the parameters, and with `history` what [`resume`](Self::resume) needs. If the process is killed
+    /// meanwhile, the file is unchanged.
     pub fn save(&self, file: &Path, history: bool) -> Result<()> {
         let parameters =
             named(&self.variables)?.into_iter().map(|(name, variable)| (name, variable.as_detached_tensor()));

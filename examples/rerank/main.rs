@@ -1,6 +1,6 @@
-//! Passages in the order in which they answer a question, by a cross-encoder (bert, distilbert, mpnet, roberta,
-//! xlm-roberta: ms-marco-MiniLM, bge-reranker and their kin), which reads question and passage together. The model is
-//! that of `sentence_embedding`; what stands here is the head that turns a pair into a score.
+//! Orders passages by how well they answer a question, with a cross-encoder (bert, distilbert, mpnet, roberta,
+//! xlm-roberta; for example ms-marco-MiniLM and bge-reranker), which reads question and passage together. The model is
+//! that of `sentence_embedding`; this file adds the head that turns a pair into a score.
 //!
 //! ```sh
 //! cargo run --release --example rerank -- --model path/to/bge-reranker-base \
@@ -24,7 +24,7 @@ use common::{EXAMPLE, Files, ModelArgs, with_bar};
 use model::Encoder;
 use texts::{TOKENIZER, TextArgs, max_tokens, shown, tokenizer, write_page};
 
-/// Orders passages by how well they answer a question, by the score that a cross-encoder gives each pair.
+/// Orders passages by how well they answer a question, with the scores of a cross-encoder.
 #[derive(Debug, Parser)]
 #[command(name = "rerank")]
 struct Args {
@@ -38,7 +38,7 @@ struct Args {
     #[command(flatten)]
     model: ModelArgs,
 
-    /// How many of the best are shown; all unless given
+    /// The number of passages to show, the best first [default: all]
     #[arg(long, value_name = "N")]
     top: Option<usize>,
 }
@@ -55,7 +55,7 @@ fn run(args: &Args) -> Result<String> {
     let head = head(width, &vb)?;
     let most = max_tokens(&folder, model.max_tokens)?;
     let tokenizer = tokenizer(&folder, most)?;
-    let (mut scores, mut cut) = (Vec::with_capacity(passages.len()), 0);
+    let (mut scores, mut num_cut) = (Vec::with_capacity(passages.len()), 0);
     with_bar("reading", "passages", |done| {
         for batch in passages.chunks(args.passages.batch.get()) {
             let pairs = batch.iter().map(|passage| tokenizer.encode_pair(&args.question, passage));
@@ -67,7 +67,7 @@ fn run(args: &Args) -> Result<String> {
             let starts = Tensor::from_iter(starts, hidden.device())?;
             let own = head.forward(&hidden.index_select(&starts, 0)?)?.squeeze(1)?;
             scores.extend(own.to_dtype(DType::F32)?.to_vec1::<f32>()?);
-            cut += pairs.iter().filter(|pair| pair.num_truncated > 0).count();
+            num_cut += pairs.iter().filter(|pair| pair.num_truncated > 0).count();
             done(scores.len(), passages.len());
         }
         Ok(())
@@ -79,7 +79,7 @@ fn run(args: &Args) -> Result<String> {
         let pair = tokenizer.encode_pair(&args.question, &passages[best])?;
         write_page(&model, &tokenizer, &args.question, &pair, path)?;
     }
-    let cut = most.map_or(String::new(), |most| format!(", {cut} cut at {most} tokens"));
+    let cut = most.map_or(String::new(), |most| format!(", {num_cut} cut at {most} tokens"));
     let model_type = config["model_type"].as_str().unwrap_or_default();
     let mut text = format!(
         "model     {model_type}, {layers} layers of width {width}\n\
@@ -93,28 +93,33 @@ fn run(args: &Args) -> Result<String> {
     Ok(text)
 }
 
-/// The dense and the last layer of a head: of RoBERTa and MPNet, of DistilBERT, of BERT.
-const HEADS: [[&str; 2]; 4] = [
-    ["classifier.dense", "classifier.out_proj"],
-    ["pre_classifier", "classifier"],
-    ["bert.pooler.dense", "classifier"],
-    ["pooler.dense", "classifier"],
+/// The names of a head's layers, and its activation.
+struct HeadNames {
+    dense: &'static str,
+    score: &'static str,
+    activation: fn(&Tensor) -> Result<Tensor>,
+}
+
+/// RoBERTa's and MPNet's, DistilBERT's, BERT's.
+const HEADS: [HeadNames; 4] = [
+    HeadNames { dense: "classifier.dense", score: "classifier.out_proj", activation: Tensor::tanh },
+    HeadNames { dense: "pre_classifier", score: "classifier", activation: Tensor::relu },
+    HeadNames { dense: "bert.pooler.dense", score: "classifier", activation: Tensor::tanh },
+    HeadNames { dense: "pooler.dense", score: "classifier", activation: Tensor::tanh },
 ];
 
-/// Hidden states (N, E) to scores (N, 1), from a builder at the checkpoint's root.
+/// Loads the head, from hidden states (N, E) to scores (N, 1), from a builder at the checkpoint's root.
 ///
 /// # Errors
-/// For a checkpoint without a head, or with one of several classes.
+/// If the checkpoint has no head, or one of several classes.
 fn head(width: usize, vb: &VarBuilder) -> Result<Sequential> {
-    let has = |name: &&str| vb.contains_tensor(&format!("{name}.weight"));
-    let Some([dense, last]) = HEADS.into_iter().find(|names| names.iter().all(has)) else {
-        let names = HEADS.map(|names| names.join(" with ")).join(", ");
-        bail!("[{EXAMPLE}] no head in the checkpoint, looked for {names}")
+    let has = |name: &str| vb.contains_tensor(&format!("{name}.weight"));
+    let Some(names) = HEADS.into_iter().find(|names| has(names.dense) && has(names.score)) else {
+        let known = HEADS.map(|names| format!("{} with {}", names.dense, names.score)).join(", ");
+        bail!("[{EXAMPLE}] no head in the checkpoint, looked for {known}")
     };
-    let Ok(score) = linear(width, 1, vb.pp(last)) else {
-        bail!("[{EXAMPLE}] {last} gives no single score: the checkpoint is of another kind, expected one label")
+    let Ok(score) = linear(width, 1, vb.pp(names.score)) else {
+        bail!("[{EXAMPLE}] {} has no single score: the checkpoint is of another kind, expected one label", names.score)
     };
-    // DistilBERT's has no negative numbers, the others have a tangent.
-    let activation = if dense == "pre_classifier" { Tensor::relu } else { Tensor::tanh };
-    Ok(seq().add(linear(width, width, vb.pp(dense))?).add_fn(activation).add(score))
+    Ok(seq().add(linear(width, width, vb.pp(names.dense))?).add_fn(names.activation).add(score))
 }

@@ -1,5 +1,5 @@
-//! Sentences through the model in batches, and their hidden states to one vector each, as the checkpoint's files of
-//! sentence-transformers say.
+//! Runs sentences through the model in batches, and pools their hidden states to one vector each, as described by the
+//! checkpoint's files of sentence-transformers.
 
 use std::path::Path;
 
@@ -14,60 +14,60 @@ use crate::texts::{TOKENIZER, max_tokens};
 
 const MODULES: &str = "modules.json";
 const PROMPTS: &str = "config_sentence_transformers.json";
-/// The names that sentence-transformers has given the settings of its first module.
+/// The file names of the settings of the first module in versions of sentence-transformers.
 const SETTINGS: [&str; 3] =
     ["sentence_bert_config.json", "sentence_roberta_config.json", "sentence_distilbert_config.json"];
-/// All files of a checkpoint on the hub, none of which it needs. The pooling is the second of the modules.
+/// The files of a checkpoint on the hub, all of which are optional. The pooling is the second of the modules.
 pub const FILES: [&str; 7] =
     [MODULES, "1_Pooling/config.json", PROMPTS, TOKENIZER, SETTINGS[0], SETTINGS[1], SETTINGS[2]];
 
-/// What sentences have become.
+/// The embeddings of sentences.
 pub struct Embeddings {
-    /// (N, E) in f32, in the order of the sentences.
+    /// The vectors (N, E) in f32, in the order of the sentences.
     pub vectors: Tensor,
     /// The number of tokens of each sentence.
     pub lens: Vec<usize>,
-    /// How many of the sentences were cut.
+    /// The number of sentences that were cut.
     pub cut: usize,
 }
 
-/// What makes vectors of sentences.
+/// A model with the settings to embed sentences.
 pub struct Embedder<'a> {
     pub model: &'a Encoder,
     pub tokenizer: &'a SimpleTokenizer,
     pub recipe: &'a Recipe,
-    /// Sentences that go through the model at a time.
+    /// The number of sentences that go through the model at a time.
     pub batch: usize,
 }
 
 impl Embedder<'_> {
-    /// The vectors of the sentences; `done` is told how many of them there are.
+    /// Computes the vectors of the sentences; `done` is called with the number of sentences done and in all.
     ///
     /// # Errors
-    /// As the model, and for a sentence without a token.
+    /// As the model, and if a sentence has no token.
     pub fn embed(&self, sentences: &[String], done: &mut dyn FnMut(usize, usize)) -> Result<Embeddings> {
         let &Self { model, tokenizer, recipe, batch } = self;
         let (mut vectors, mut lens, mut cut) = (Vec::new(), Vec::new(), 0);
-        for batch in sentences.chunks(batch) {
-            let encodings = batch.par_iter().map(|sentence| recipe.encode(tokenizer, sentence));
+        for chunk in sentences.chunks(batch) {
+            let encodings = chunk.par_iter().map(|sentence| recipe.encode(tokenizer, sentence));
             let encodings = encodings.collect::<Result<Vec<_>>>()?;
             let texts: Vec<_> = encodings.iter().map(|encoding| encoding.ids.as_slice()).collect();
             let (hidden, mut start) = (model.forward(&texts)?, 0);
             for encoding in &encodings {
                 let len = encoding.ids.len();
-                vectors.push(pool(&hidden.narrow(0, start, len)?, recipe.pooling)?);
+                vectors.push(pool(&hidden.narrow(0, start, len)?, recipe.steps.pooling)?);
                 lens.push(len);
                 start += len;
                 cut += usize::from(encoding.num_truncated > 0);
             }
             done(lens.len(), sentences.len());
         }
-        let vectors = Tensor::stack(&vectors, 0)?;
-        Ok(Embeddings { vectors: if recipe.normalize { normalized(&vectors)? } else { vectors }, lens, cut })
+        let stacked = Tensor::stack(&vectors, 0)?;
+        Ok(Embeddings { vectors: if recipe.steps.normalize { normalized(&stacked)? } else { stacked }, lens, cut })
     }
 }
 
-/// The vector (E,) of one sentence's hidden states (T, E).
+/// Pools one sentence's hidden states (T, E) to its vector (E,).
 fn pool(hidden: &Tensor, pooling: Pooling) -> Result<Tensor> {
     match pooling {
         Pooling::Mean => hidden.to_dtype(DType::F32)?.mean(0),
@@ -75,13 +75,14 @@ fn pool(hidden: &Tensor, pooling: Pooling) -> Result<Tensor> {
     }
 }
 
-/// Vectors (N, E) at length 1; one of zeros stays zeros.
+/// Normalises vectors (N, E) to length 1; zeros stay zeros.
 pub fn normalized(vectors: &Tensor) -> Result<Tensor> {
-    // The floor of PyTorch's `normalize`.
+    // The smallest norm in PyTorch's `normalize`.
     let norms = vectors.sqr()?.sum_keepdim(1)?.sqrt()?.maximum(1e-12)?;
     vectors.broadcast_div(&norms)
 }
 
+/// The way from the hidden states of tokens to the vector of a sentence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pooling {
     /// The mean of the hidden states of all tokens.
@@ -90,25 +91,26 @@ pub enum Pooling {
     Cls,
 }
 
+/// The settings of a checkpoint.
 #[derive(Debug)]
 pub struct Recipe {
-    pub pooling: Pooling,
-    pub normalize: bool,
-    /// Where the two come from.
-    pub said_by: String,
-    /// The most tokens of a text; what is longer is cut.
+    pub steps: Steps,
+    /// The most tokens of a text; longer texts are cut.
     pub max_tokens: Option<usize>,
     pub lowercase: bool,
-    /// Stands in front of every text.
+    /// The text before every sentence.
     pub prompt: String,
 }
 
 impl Recipe {
-    /// `positions` is the most tokens that the model has positions for.
+    /// Reads the files of a checkpoint. `positions` is the most tokens that the model has positions for.
     pub fn read(folder: &Path, positions: Option<usize>) -> Result<Self> {
-        let settings = SETTINGS.iter().map(|name| read_optional(&folder.join(name)));
-        let settings = settings.collect::<Result<Vec<_>>>()?.into_iter().find(|json| !json.is_null());
-        let settings = settings.unwrap_or(Value::Null);
+        let mut settings = Value::Null;
+        for name in SETTINGS {
+            if settings.is_null() {
+                settings = read_optional(&folder.join(name))?;
+            }
+        }
         let max_tokens = match &settings["max_seq_length"] {
             Value::Null => max_tokens(folder, positions)?,
             most => match most.as_u64() {
@@ -116,12 +118,11 @@ impl Recipe {
                 _ => bail!("[{EXAMPLE}] max_seq_length is {most}, expected a number of tokens"),
             },
         };
-        let (pooling, normalize, said_by) = steps(folder)?;
         let lowercase = settings["do_lower_case"].as_bool().unwrap_or(false);
-        Ok(Self { pooling, normalize, said_by, max_tokens, lowercase, prompt: prompt(folder)? })
+        Ok(Self { steps: Steps::read(folder)?, max_tokens, lowercase, prompt: prompt(folder)? })
     }
 
-    /// A sentence as tokens.
+    /// Tokenizes a sentence.
     pub fn encode(&self, tokenizer: &SimpleTokenizer, sentence: &str) -> Result<Encoding> {
         let text = format!("{}{sentence}", self.prompt);
         let encoding = tokenizer.encode(&if self.lowercase { text.to_lowercase() } else { text })?;
@@ -132,35 +133,49 @@ impl Recipe {
     }
 }
 
-/// Pooling, normalisation, and which files say so. A module has a kind, which is the last name in the path of a Python
-/// class, and a folder.
-fn steps(folder: &Path) -> Result<(Pooling, bool, String)> {
-    let json = read_optional(&folder.join(MODULES))?;
-    let Some(modules) = json.as_array() else {
-        return Ok((Pooling::Mean, true, format!("assumed, since there is no {MODULES}")));
-    };
-    let text = |module: &'_ Value, key: &str| module[key].as_str().unwrap_or_default().to_string();
-    let classes: Vec<_> = modules.iter().map(|module| text(module, "type")).collect();
-    let kinds: Vec<_> = classes.iter().filter_map(|class| class.rsplit('.').next()).collect();
-    let normalize = match kinds[..] {
-        ["Transformer", "Pooling"] => false,
-        ["Transformer", "Pooling", "Normalize"] => true,
-        _ => {
-            bail!("[{EXAMPLE}] {MODULES} has {}, expected Transformer, Pooling and perhaps Normalize", kinds.join(", "))
-        }
-    };
-    let (beside, pooling) = (text(&modules[0], "path"), text(&modules[1], "path"));
-    if !beside.is_empty() {
-        bail!("[{EXAMPLE}] {MODULES} has its Transformer in {beside:?}, expected it beside {MODULES}")
-    }
-    let path = format!("{pooling}/config.json");
-    let pooling = pooling_of(&path, &read_json(&folder.join(&path))?)?;
-    Ok((pooling, normalize, format!("as {path} and {MODULES} say")))
+/// The steps after the model.
+#[derive(Debug)]
+pub struct Steps {
+    pub pooling: Pooling,
+    pub normalize: bool,
+    /// The files that define the steps, for the report.
+    pub source: String,
 }
 
-/// The one mode of a Pooling module: by its name, or by a flag for each mode, of which that of the mean is on by
-/// default.
-fn pooling_of(path: &str, json: &Value) -> Result<Pooling> {
+impl Steps {
+    /// Reads the modules of a checkpoint. A module has a kind, the last name in the path of a Python class, and a
+    /// folder.
+    fn read(folder: &Path) -> Result<Self> {
+        let json = read_optional(&folder.join(MODULES))?;
+        let Some(modules) = json.as_array() else {
+            let source = format!("assumed, since there is no {MODULES}");
+            return Ok(Self { pooling: Pooling::Mean, normalize: true, source });
+        };
+        let text = |module: &'_ Value, key: &str| module[key].as_str().unwrap_or_default().to_string();
+        let classes: Vec<_> = modules.iter().map(|module| text(module, "type")).collect();
+        let kinds: Vec<_> = classes.iter().filter_map(|class| class.rsplit('.').next()).collect();
+        let normalize = match kinds[..] {
+            ["Transformer", "Pooling"] => false,
+            ["Transformer", "Pooling", "Normalize"] => true,
+            _ => {
+                let found = kinds.join(", ");
+                bail!("[{EXAMPLE}] {MODULES} has {found}, expected Transformer, Pooling and perhaps Normalize")
+            }
+        };
+        let transformer = text(&modules[0], "path");
+        if !transformer.is_empty() {
+            bail!(
+                "[{EXAMPLE}] {MODULES} has its Transformer in {transformer:?}, expected it in the folder of {MODULES}"
+            )
+        }
+        let path = format!("{}/config.json", text(&modules[1], "path"));
+        let pooling = pooling(&path, &read_json(&folder.join(&path))?)?;
+        Ok(Self { pooling, normalize, source: format!("as {path} and {MODULES} say") })
+    }
+}
+
+/// Returns the mode of a Pooling module: by its name, or by a flag for each mode, of which the mean's is on by default.
+fn pooling(path: &str, json: &Value) -> Result<Pooling> {
     let flags = json.as_object().into_iter().flatten().filter(|(_, on)| **on == Value::Bool(true));
     let mut modes: Vec<_> = flags.filter_map(|(key, _)| key.strip_prefix("pooling_mode_")).collect();
     match &json["pooling_mode"] {
@@ -175,7 +190,7 @@ fn pooling_of(path: &str, json: &Value) -> Result<Pooling> {
     }
 }
 
-/// What the checkpoint puts in front of every text unless told otherwise: as a rule nothing.
+/// Returns the prompt before every text by default, usually none.
 fn prompt(folder: &Path) -> Result<String> {
     let json = read_optional(&folder.join(PROMPTS))?;
     let Some(name) = json["default_prompt_name"].as_str() else { return Ok(String::new()) };

@@ -1,5 +1,6 @@
-//! Sentences to vectors with an encoder of BERT's family (bert, distilbert, modernbert, mpnet, nomic_bert, roberta,
-//! xlm-roberta: MiniLM, E5, BGE and their kin) on this crate's attention layer; `model.rs` is the model, and short.
+//! Computes the embeddings of sentences with an encoder of BERT's family (bert, distilbert, modernbert, mpnet,
+//! nomic_bert, roberta, xlm-roberta; for example MiniLM, E5 and BGE) on this crate's attention layer. `model.rs` is the
+//! model.
 //!
 //! ```sh
 //! cargo run --release --example sentence_embedding -- --model path/to/all-MiniLM-L6-v2 \
@@ -25,13 +26,13 @@ use embed::{Embedder, Embeddings, FILES, Pooling, Recipe};
 use model::Encoder;
 use texts::{TextArgs, shown, tokenizer, write_page};
 
-/// More sentences than this make a list of nearest ones, since a table of all pairs would not fit a screen.
+/// The most sentences for a table of all pairs that fits a screen; more sentences make a list of the nearest ones.
 const TABLE: usize = 12;
 
-/// Turns sentences into vectors with an encoder of BERT's family, and shows how similar they are.
+/// Computes the embeddings of sentences with an encoder of BERT's family, and shows how similar they are.
 ///
-/// Pooling, normalisation and the longest input are as the checkpoint's sentence-transformers files say (modules.json
-/// and what it names); a checkpoint without them gets the mean over tokens, normalised.
+/// Pooling, normalisation and the longest input follow the checkpoint's sentence-transformers files (modules.json and
+/// the files that it names). Without these files, the embedding is the normalised mean over tokens.
 #[derive(Debug, Parser)]
 #[command(name = "sentence_embedding")]
 struct Args {
@@ -41,7 +42,8 @@ struct Args {
     #[command(flatten)]
     model: ModelArgs,
 
-    /// Writes the embeddings (N, E) in f32, in the order of the sentences, which stand in the metadata as a JSON list
+    /// Writes the embeddings (N, E) in f32 as safetensors, in the order of the sentences, which are in the metadata as
+    /// a JSON list
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
 }
@@ -68,11 +70,11 @@ fn run(args: &Args) -> Result<String> {
     }
 
     let (layers, width) = (model.blocks.len(), model.blocks.width);
-    let pooling = match recipe.pooling {
+    let pooling = match recipe.steps.pooling {
         Pooling::Mean => "mean over tokens",
         Pooling::Cls => "first token",
     };
-    let normalized = if recipe.normalize { ", normalised" } else { "" };
+    let normalized = if recipe.steps.normalize { ", normalised" } else { "" };
     let (shortest, longest) = (lens.iter().min().unwrap_or(&0), lens.iter().max().unwrap_or(&0));
     let most = recipe.max_tokens.map_or(String::new(), |most| format!(", {cut} cut at {most}"));
     let prompt = if recipe.prompt.is_empty() { String::new() } else { format!(", each after {:?}", recipe.prompt) };
@@ -82,7 +84,7 @@ fn run(args: &Args) -> Result<String> {
          pooling     {pooling}{normalized} ({})\n\
          sentences   {} of {shortest} to {longest} tokens{most}{prompt}\n\
          embeddings  {:?} f32\n\n{}",
-        recipe.said_by,
+        recipe.steps.source,
         sentences.len(),
         vectors.dims2()?,
         similarity(&vectors, &sentences)?
@@ -95,10 +97,10 @@ fn write_vectors(vectors: &Tensor, sentences: &[String], path: &Path) -> Result<
     safetensors::serialize_to_file([("embeddings", vectors)], Some(metadata), path).map_err(cannot("write", path))
 }
 
-/// The cosines of all pairs of vectors (N, E) as a table, or the nearest to each.
+/// Formats the cosines of all pairs of vectors (N, E) as a table, or the nearest sentence to each.
 fn similarity(vectors: &Tensor, sentences: &[String]) -> Result<String> {
     let unit = embed::normalized(vectors)?;
-    // By the digits that are shown, so that of equal sentences the first is the nearest on every processor.
+    // Rounded to the digits that are shown, so that of equal sentences the first is the nearest on every processor.
     let cosines: Vec<Vec<f32>> = ((unit.matmul(&unit.t()?)? * 1e4)?.round()? / 1e4)?.to_vec2()?;
     let digits = sentences.len().to_string().len();
     let rows = cosines.iter().zip(sentences).enumerate();

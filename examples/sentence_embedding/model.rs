@@ -1,6 +1,6 @@
 //! Encoders of BERT's family on this crate's attention layer: embeddings, blocks of attention and MLP, norms.
 //!
-//! The blocks are those of `common/blocks/`. What remains of a model is its embeddings, and that is what stands here.
+//! The blocks are in `common/blocks/`; this file adds the embeddings.
 #![allow(dead_code, reason = "each program uses a part")]
 
 #[path = "../common/blocks/mod.rs"]
@@ -14,7 +14,7 @@ use candle_nn::{Embedding, VarBuilder};
 use serde_json::Value;
 
 use blocks::attention::{Attention, Input};
-use blocks::family::{Family, LAYERS, LLAMA, MlpKind, NormKind, required, size};
+use blocks::family::{Family, LAYERS, LLAMA, MlpKind, NormKind, Norms, required, size};
 use blocks::weights::Weights;
 use blocks::{Blocks, Loader, Norm, optional};
 
@@ -25,15 +25,14 @@ const WORDS: &[&str] = &["embeddings.word_embeddings", "embeddings.tok_embedding
 const EMBEDDING_NORMS: &[&str] = &["embeddings.LayerNorm", "embeddings.norm", "emb_ln"];
 const BLOCKS: &[&str] = &["encoder.layer", "transformer.layer", "layers", "encoder.layers"];
 
-/// The norms after attention and MLP are those of BERT, MPNet, DistilBERT, and Nomic in transformers and as published.
+/// Norms after attention and MLP, with the names of BERT, MPNet, DistilBERT, and Nomic in transformers and as
+/// published.
 const BERT: Family = Family {
-    norms: [
-        &[],
+    norms: Norms::after(
         &["attention.output.LayerNorm", "attention.LayerNorm", "sa_layer_norm", "post_attention_layernorm", "norm1"],
-        &[],
         &["output.LayerNorm", "output_layer_norm", "post_mlp_layernorm", "norm2"],
-    ],
-    behind_residuals: true,
+    ),
+    norms_residuals: true,
     norm: NormKind::Layer(1e-12),
     needs_biases: true,
     mlp: MlpKind::Plain,
@@ -41,7 +40,7 @@ const BERT: Family = Family {
     ..LLAMA
 };
 
-/// What blocks are, by a `config.json`.
+/// Returns the family of a `config.json`.
 fn family(json: &Value) -> Result<Family> {
     let flag = |key: &&str| json[*key].as_bool().unwrap_or(false);
     Ok(match json["model_type"].as_str().unwrap_or_default() {
@@ -54,8 +53,8 @@ fn family(json: &Value) -> Result<Family> {
             Family { mlp: MlpKind::Gated, ..BERT }
         }
         "modernbert" => Family {
-            norms: [&["attn_norm"], &[], &["mlp_norm"], &[]],
-            // The embeddings' norm stands right before it.
+            norms: Norms::before(&["attn_norm"], &["mlp_norm"]),
+            // The norm of the embeddings is right before it.
             first_attention_norm: false,
             norm: NormKind::Layer(1e-5),
             activation: BERT.activation,
@@ -72,26 +71,25 @@ fn family(json: &Value) -> Result<Family> {
 
 /// An encoder: token ids to a hidden state of each.
 pub struct Encoder {
-    /// Layers refuse ids that they have no row for.
+    /// The embeddings of words. Embedding layers refuse ids that they have no row for.
     words: EmbeddingLayer,
     positions: Option<Embedding>,
-    /// The padding token, where positions are counted from the number after it and only over other tokens.
+    /// The padding token, if positions are counted from the number after it and only over other tokens.
     padding: Option<u32>,
-    /// Of the texts that one input may have: a token of a single text is in segment 0.
+    /// The embeddings of segments, the texts that one input may have: a token of a single text is in segment 0.
     segments: Option<EmbeddingLayer>,
     embedding_norm: Norm,
     pub blocks: Blocks,
     last_norm: Option<Norm>,
-    /// The most tokens of a text that there are positions for.
+    /// The most tokens of a text that the model has positions for.
     pub max_tokens: Option<usize>,
 }
 
 impl Encoder {
-    /// From a `config.json` and a builder at the checkpoint's root; `loaded` is told of every block.
+    /// Loads a model from a `config.json` and a builder at the checkpoint's root; `loaded` is called after every block.
     ///
     /// # Errors
-    /// For an architecture that is not here, a field or an activation that is not supported, and a tensor that is
-    /// missing.
+    /// If the architecture, a field or an activation is not supported, or a tensor is missing.
     pub fn load(json: &Value, vb: VarBuilder, loaded: impl FnMut(usize, usize)) -> Result<Self> {
         let (family, weights) = (family(json)?, Weights::from(vb));
         let inner = weights.below(BASES, WORDS);
@@ -99,22 +97,27 @@ impl Encoder {
         let mut loader = Loader::new("encoder", family, json, weights, words.embed_dim());
         let blocks = Blocks::load(&mut loader, required(json, LAYERS)?, &inner, BLOCKS, loaded)?;
         let model_type = json["model_type"].as_str().unwrap_or_default();
-        let table = |is_there: bool, name| is_there.then(|| inner.table(name)).transpose();
-        let is_learned = !matches!(model_type, "nomic_bert" | "modernbert");
-        let positions = table(is_learned, "embeddings.position_embeddings")?;
-        let segments = table(size(json, "type_vocab_size").is_some_and(|n| n > 0), "embeddings.token_type_embeddings")?;
+        let mut segments = None;
+        if size(json, "type_vocab_size").is_some_and(|n| n > 0) {
+            segments = Some(EmbeddingLayer::from_embedding(inner.table("embeddings.token_type_embeddings")?)?);
+        }
         let counts_from_padding = matches!(model_type, "roberta" | "xlm-roberta" | "mpnet");
         let padding = counts_from_padding.then(|| size(json, "pad_token_id").unwrap_or(1));
-        let most = ["max_position_embeddings", "n_positions"].iter().find_map(|key| size(json, key));
-        let max_tokens = match &positions {
-            Some(table) => Some(table.embeddings().dim(0)?.saturating_sub(padding.map_or(0, |padding| padding + 1))),
-            None => most,
-        };
+        let (positions, max_tokens);
+        if matches!(model_type, "nomic_bert" | "modernbert") {
+            positions = None;
+            max_tokens = size(json, "max_position_embeddings").or(size(json, "n_positions"));
+        } else {
+            let table = inner.table("embeddings.position_embeddings")?;
+            let first = padding.map_or(0, |padding| padding + 1);
+            max_tokens = Some(table.embeddings().dim(0)?.saturating_sub(first));
+            positions = Some(table);
+        }
         Ok(Self {
             words,
             positions,
             padding: padding.map(|padding| padding as u32),
-            segments: segments.map(EmbeddingLayer::from_embedding).transpose()?,
+            segments,
             embedding_norm: loader.norm_at(&inner, inner.named(EMBEDDING_NORMS)?)?,
             last_norm: loader.norm(&inner, &["final_norm"])?,
             blocks,
@@ -122,25 +125,25 @@ impl Encoder {
         })
     }
 
-    /// Whether the model of a `config.json` is one of these.
+    /// Returns whether the model of a `config.json` is an encoder of this kind.
     pub fn is_one(json: &Value) -> bool {
         family(json).is_ok()
     }
 
-    /// What the attention of a layer gets (B, T, E) for ids (B, T); the mask hides padding.
+    /// Returns the input (B, T, E) of a layer's attention for ids (B, T); the mask is that of the padding.
     pub fn attention_input(&self, ids: &Tensor, mask: &AttentionMask, layer: usize) -> Result<Tensor> {
         let texts = ids.to_vec2::<u32>()?;
         let xs = self.embed(&texts.iter().map(Vec::as_slice).collect::<Vec<_>>(), &[])?;
         self.blocks.attention_input(xs.reshape((ids.dim(0)?, ids.dim(1)?, ()))?, mask, layer)
     }
 
-    /// The tokens of each text to their hidden states (total, E), one text after the other: there is no padding.
+    /// Computes the hidden states (total, E) of the tokens of texts, concatenated without padding.
     pub fn forward(&self, texts: &[&[u32]]) -> Result<Tensor> {
         self.through_blocks(texts, &[], |attention, input| attention.forward(input))
     }
 
-    /// [`forward`](Self::forward) of texts whose tokens are in these segments (total,), or all in the first if empty,
-    /// where `attend` gives the output of a layer for an input.
+    /// Computes hidden states as [`forward`](Self::forward), of tokens in these `segments` (total,), or all in the
+    /// first if empty. `attend` computes the output of a layer, given its input.
     pub fn through_blocks(
         &self,
         texts: &[&[u32]],
@@ -155,7 +158,7 @@ impl Encoder {
         optional(&self.last_norm, &xs)
     }
 
-    /// The input (total, E) of the first block.
+    /// Computes the input (total, E) of the first block.
     fn embed(&self, texts: &[&[u32]], segments: &[u32]) -> Result<Tensor> {
         let mut xs = self.words.forward(&Tensor::new(texts.concat(), self.words.embeddings().device())?)?;
         if let (Some(table), Some(most)) = (&self.positions, self.max_tokens) {
@@ -173,7 +176,7 @@ impl Encoder {
         self.embedding_norm.forward(&xs)
     }
 
-    /// The rows of learned positions for the tokens of a text.
+    /// Returns the rows of learned positions for the tokens of a text.
     fn positions_of(&self, text: &[u32]) -> Vec<u32> {
         let Some(padding) = self.padding else { return (0..text.len() as u32).collect() };
         let mut last = padding;

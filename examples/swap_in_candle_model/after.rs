@@ -1,4 +1,4 @@
-//! The same attention as one layer of this crate, from the same names of the checkpoint.
+//! The attention of `before.rs` as one layer of this crate, with the same names in the checkpoint.
 
 use candle_attention::{AttentionCache, AttentionInput, MultiHeadAttention, MultiHeadAttentionConfig, RopeConfig};
 use candle_core::{Result, Tensor};

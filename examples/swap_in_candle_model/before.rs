@@ -1,4 +1,4 @@
-//! Attention by hand: what a model in Candle brings along for itself.
+//! Attention as a Candle model implements it by hand.
 
 use candle_core::{D, DType, Device, Module, Result, Tensor};
 use candle_nn::rotary_emb::rope;
@@ -29,14 +29,14 @@ impl RotaryEmbedding {
     }
 }
 
-/// 0 where query i may see key j, and minus infinity elsewhere.
+/// Returns 0 where query i may attend to key j, and minus infinity elsewhere.
 fn causal_mask(t: usize, offset: usize, dtype: DType, device: &Device) -> Result<Tensor> {
     let score = |i, j| if j > offset + i { f32::NEG_INFINITY } else { 0.0 };
     let scores: Vec<f32> = (0..t).flat_map(|i| (0..offset + t).map(move |j| score(i, j))).collect();
     Tensor::from_vec(scores, (1, 1, t, offset + t), device)?.to_dtype(dtype)
 }
 
-/// Each key head once for every query head that reads it.
+/// Repeats each key head for every query head that reads it.
 fn repeat_kv(xs: Tensor, times: usize) -> Result<Tensor> {
     if times == 1 {
         return Ok(xs);
@@ -59,7 +59,7 @@ pub struct Attention {
 }
 
 impl Attention {
-    /// (B, T, H · D) to (B, H, T, D).
+    /// Splits (B, T, H · D) into heads (B, H, T, D).
     fn heads(&self, xs: &Tensor, num_heads: usize) -> Result<Tensor> {
         let (b, t, _) = xs.dims3()?;
         xs.reshape((b, t, num_heads, self.head_dim))?.transpose(1, 2)

@@ -1,6 +1,6 @@
-//! Attention of an existing Candle model replaced by this crate's layer: `before.rs` is what the model had, `after.rs`
-//! is what stands there now, and `model.rs`, the rest of the model, does not change. Both get the same weights under
-//! the same names; the program compares their logits and counts their lines.
+//! Replaces the attention of an existing Candle model by this crate's layer. `before.rs` is the attention that the
+//! model had, `after.rs` the attention that it has now; `model.rs`, the rest of the model, does not change. Both get
+//! the same weights under the same names; the program compares their logits and counts their lines.
 //!
 //! ```sh
 //! cargo run --example swap_in_candle_model
@@ -23,7 +23,7 @@ use model::{Config, Model};
 /// Compares a small Candle model with its own attention and with this crate's.
 #[derive(Parser)]
 struct Args {
-    /// The largest difference of logits, as a part of the largest logit, that counts as equal.
+    /// The largest difference of logits, relative to the largest logit, that counts as equal
     #[arg(long, default_value_t = 1e-5)]
     tolerance: f32,
 }
@@ -40,15 +40,27 @@ const CONFIG: Config = Config {
     rms_norm_eps: 1e-6,
 };
 const SEQUENCES: usize = 2;
-/// A prompt, a second one while the cache holds the first, and tokens one by one: calls, and positions of each.
-const STEPS: [(&str, usize, usize); 3] = [("prompt", 1, 48), ("a second", 1, 16), ("one by one", 32, 1)];
+
+/// Some calls with the same number of positions.
+struct Step {
+    name: &'static str,
+    calls: usize,
+    positions: usize,
+}
+
+/// A prompt, a second one after the cached first, and tokens one by one.
+const STEPS: [Step; 3] = [
+    Step { name: "prompt", calls: 1, positions: 48 },
+    Step { name: "a second", calls: 1, positions: 16 },
+    Step { name: "one by one", calls: 32, positions: 1 },
+];
 
 fn main() -> ExitCode {
     command_line::main(run)
 }
 
 fn run(args: Args) -> Result<()> {
-    // A name that was asked for before gives the same tensor again.
+    // A name that was drawn before returns the same tensor again.
     let vb = TorchSeed::new(0).var_builder(DType::F32, &Device::Cpu);
     let mut before = Model::<before::Attention>::new(&CONFIG, vb.clone())?;
     let mut after = Model::<after::Attention>::new(&CONFIG, vb)?;
@@ -57,14 +69,14 @@ fn run(args: Args) -> Result<()> {
     let mut parts = Vec::new();
     for again in ["", ", again after clearing"] {
         let mut position = 0;
-        for (name, calls, t) in STEPS {
+        for Step { name, calls, positions } in STEPS {
             let (mut logits, mut differences) = (Vec::new(), Vec::new());
             for _ in 0..calls {
-                let ids = ids(position, t)?;
+                let ids = ids(position, positions)?;
                 let (expected, found) = (before.forward(&ids)?, after.forward(&ids)?);
                 differences.extend((found - &expected)?.flatten_all()?.to_vec1::<f32>()?);
                 logits.extend(expected.flatten_all()?.to_vec1::<f32>()?);
-                position += t;
+                position += positions;
             }
             let (logit, difference) = (largest(logits), largest(differences));
             let part = difference / logit;
@@ -72,14 +84,15 @@ fn run(args: Args) -> Result<()> {
             println!(
                 "{:<32} {:>9} {logit:>14.3} {difference:>19.1e} {part:>15.1e}",
                 format!("{name}{again}"),
-                calls * t
+                calls * positions
             );
         }
         before.clear_kv_cache();
         after.clear_kv_cache();
     }
-    let [before, after] = [include_str!("before.rs"), include_str!("after.rs")].map(lines_of_code);
-    println!("lines of attention: {before} before, {after} after");
+    let lines_before = lines_of_code(include_str!("before.rs"));
+    let lines_after = lines_of_code(include_str!("after.rs"));
+    println!("lines of attention: {lines_before} before, {lines_after} after");
     let gap = largest(parts);
     if gap <= args.tolerance {
         return Ok(());
@@ -87,19 +100,19 @@ fn run(args: Args) -> Result<()> {
     bail!("[swap_in_candle_model] the logits differ by {gap:.1e} of the largest, expected at most {:e}", args.tolerance)
 }
 
-/// Token ids (B, T) of the positions from `position` on.
+/// Returns token ids (B, T) of the positions from `position` on.
 fn ids(position: usize, t: usize) -> Result<Tensor> {
     let id = |sequence: usize, position: usize| ((position * 37 + sequence * 101 + 11) % CONFIG.vocab_size) as u32;
-    let ids = (0..SEQUENCES).flat_map(|sequence| (position..position + t).map(move |position| id(sequence, position)));
+    let ids = (0..SEQUENCES).flat_map(|sequence| (position..position + t).map(move |at| id(sequence, at)));
     Tensor::from_vec(ids.collect(), (SEQUENCES, t), &Device::Cpu)
 }
 
-/// The largest number without its sign, NaN where there is one.
+/// Returns the largest absolute value; NaN if there is one.
 fn largest(numbers: Vec<f32>) -> f32 {
     numbers.into_iter().map(f32::abs).max_by(f32::total_cmp).unwrap_or(0.0)
 }
 
-/// Lines that are neither empty nor a comment.
+/// Counts the lines that are neither empty nor a comment.
 fn lines_of_code(source: &str) -> usize {
     source.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with("//")).count()
 }

@@ -1,4 +1,4 @@
-//! A small decoder as models in Candle are written. Nothing here changes with its attention.
+//! A small decoder in the style of Candle models, with any attention.
 
 use candle_core::{Module, Result, Tensor};
 use candle_nn::{Embedding, Linear, RmsNorm, VarBuilder, embedding, linear_no_bias, rms_norm};
@@ -15,11 +15,11 @@ pub struct Config {
     pub rms_norm_eps: f64,
 }
 
-/// What a block asks of its attention: `before.rs` and `after.rs` have one each.
+/// The attention of a block, implemented by `before.rs` and `after.rs`.
 pub trait SelfAttention: Sized {
     fn new(cfg: &Config, vb: VarBuilder) -> Result<Self>;
 
-    /// Hidden states (B, T, E) to (B, T, E). Positions go on from the calls before.
+    /// Computes (B, T, E) of hidden states (B, T, E). Positions continue those of earlier calls.
     fn forward(&mut self, xs: &Tensor) -> Result<Tensor>;
 
     fn clear_kv_cache(&mut self);
@@ -72,7 +72,7 @@ impl<A: SelfAttention> Block<A> {
     }
 }
 
-/// A causal language model around attention of any make.
+/// A causal language model with any attention.
 pub struct Model<A> {
     embed_tokens: Embedding,
     layers: Vec<Block<A>>,
@@ -92,7 +92,7 @@ impl<A: SelfAttention> Model<A> {
         })
     }
 
-    /// Token ids (B, T) to logits (B, T, V). Positions go on from the calls before.
+    /// Computes logits (B, T, V) of token ids (B, T). Positions continue those of earlier calls.
     pub fn forward(&mut self, ids: &Tensor) -> Result<Tensor> {
         let mut xs = ids.apply(&self.embed_tokens)?;
         for layer in &mut self.layers {

@@ -1,4 +1,4 @@
-//! Text to tokens, tokens to vectors, vectors through one attention layer, and a look at what attends to what.
+//! Tokenizes texts, embeds them, runs them through one attention layer, and shows which tokens attend to which.
 //!
 //! ```sh
 //! cargo run --example tokenize_attend "hello world how are you ?"
@@ -28,10 +28,10 @@ use common::ModelArgs;
 use report::Report;
 use source::Source;
 
-/// Runs text through one attention layer and shows what attends to what.
+/// Runs text through one attention layer and shows which tokens attend to which.
 ///
-/// The layer comes from --model (a name in `models/` will do), --model-id or --weights; without one of them it is the
-/// tutorial's: hidden size 1536, 16 heads, and the weights of `torch.manual_seed(0)`.
+/// The layer comes from --model (a folder, or a name in `models/`), --model-id or --weights. The default is the
+/// tutorial's layer: hidden size 1536, 16 heads, and the weights of `torch.manual_seed(0)`.
 #[derive(Debug, Parser)]
 #[command(name = "tokenize_attend", group = ArgGroup::new("source").args(["model", "model_id", "weights"]))]
 struct Args {
@@ -46,20 +46,20 @@ struct Args {
     #[arg(long, value_name = "FILE")]
     pub weights: Option<PathBuf>,
 
-    /// The number of heads of --weights, which a file does not tell
+    /// The number of heads of --weights, which the file does not contain
     #[arg(long, value_name = "N", requires = "weights")]
     pub heads: Option<usize>,
 
-    /// How --weights names its parameters, where detection finds two readings
+    /// The layout of the parameters of --weights, if detection finds two
     #[arg(long, value_name = "LAYOUT", requires = "weights")]
     #[arg(value_parser = |name: &str| name.parse::<WeightLayout>().map_err(|error| common::one_line(&error)))]
     pub layout: Option<WeightLayout>,
 
-    /// Which attention layer, from 0; the first unless given, of a model that is attention alone the last
+    /// The attention layer, from 0 [default: the first; the last of a model of attention layers alone]
     #[arg(long, value_name = "N", requires = "source")]
     pub layer: Option<usize>,
 
-    /// Draw the weights of each head of the first text, FILE.svg or FILE.png (needs `--features plot`)
+    /// Draws the weights of each head of the first text, FILE.svg or FILE.png (needs `--features plot`)
     #[arg(long, value_name = "FILE")]
     pub plot: Option<PathBuf>,
 }

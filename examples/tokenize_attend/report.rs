@@ -1,4 +1,4 @@
-//! What is printed.
+//! The output of the program.
 
 use std::path::Path;
 use std::time::Duration;
@@ -22,18 +22,23 @@ pub struct Report {
 
 impl Report {
     pub fn to_text(&self) -> Result<String> {
-        let (cfg, [hidden, output]) = (self.source.layer.config(), [&self.hidden, &self.output.output]);
+        let cfg = self.source.layer.config();
+        let (hidden, output) = (&self.hidden, &self.output.output);
         let first = output.get(0)?.get(0)?.to_dtype(DType::F32)?.to_vec1::<f32>()?;
         let first: String = first.iter().take(4).map(|number| format!("{number:.4}, ")).collect();
         let step = |(name, time): &(&str, Duration)| format!("{name} {:.2} ms", time.as_secs_f64() * 1e3);
         let is_padded = self.batch.lens().iter().any(|&len| len < self.batch.seq_len());
-        let mask = [(cfg.causal(), "later tokens"), (is_padded, "padding")];
-        let mask: Vec<_> = mask.into_iter().filter_map(|(is_hidden, tokens)| is_hidden.then_some(tokens)).collect();
+        let mask = match (cfg.causal(), is_padded) {
+            (false, false) => "none",
+            (true, false) => "causal",
+            (false, true) => "padding",
+            (true, true) => "causal, padding",
+        };
         let lines = [
             ("hidden", format!("{:?} {}", hidden.dims3()?, hidden.dtype().as_str())),
             ("output", format!("{:?}, {} heads of width {}", output.dims3()?, cfg.num_heads(), cfg.head_dim())),
             ("", format!("[0, 0, ..] = [{first}..]")),
-            ("mask", if mask.is_empty() { "none".into() } else { format!("hides {}", mask.join(" and ")) }),
+            ("mask", mask.to_string()),
             ("weights", self.source.weights.clone()),
             ("embedding", self.source.embedding.clone()),
             ("device", format!("{:?}", hidden.device().location()).to_lowercase()),
@@ -44,13 +49,13 @@ impl Report {
         Ok(text)
     }
 
-    /// What attends to what in each text, for the terminal.
+    /// Returns the attention weights of each text as heat maps for the terminal.
     pub fn heat_maps(&self) -> Result<String> {
         let map = |row| self.heat_map(row)?.to_terminal(Heads::Mean, &TerminalOptions::detect());
         (0..self.batch.batch_size()).map(|row| Ok(format!("\n{}\n", map(row)?))).collect()
     }
 
-    /// Tokens above their ids.
+    /// Returns tokens above their ids.
     fn token_table(&self, row: usize) -> String {
         let (mut tokens, mut ids) = (String::from("tokens    "), String::from("ids       "));
         for (token, id) in self.batch.tokens()[row].iter().zip(&self.batch.ids()[row]) {
@@ -64,7 +69,7 @@ impl Report {
         format!("{}\n{}\n", tokens.trim_end(), ids.trim_end())
     }
 
-    /// The weights of one text, without its padding.
+    /// Returns the heat map of one text, without its padding.
     pub fn heat_map(&self, row: usize) -> Result<HeatMap> {
         let (len, t) = (self.batch.lens()[row], self.batch.seq_len());
         let weights = self.output.weights.narrow(0, row, 1)?.narrow(2, 0, len)?;
@@ -72,18 +77,18 @@ impl Report {
         HeatMap::new(&weights)?.with_query_tokens(&self.batch.tokens()[row][..len])?.with_key_tokens(&self.keys(row)?)
     }
 
-    /// The tokens of one text, and the keys that a layer may have of its own behind them.
+    /// Returns the tokens of one text, followed by learned keys of the layer.
     fn keys(&self, row: usize) -> Result<Vec<String>> {
         let learned = self.output.weights.dim(3)? - self.batch.seq_len();
         let tokens = &self.batch.tokens()[row][..self.batch.lens()[row]];
         Ok([tokens, &vec!["(learned)".to_string(); learned]].concat())
     }
 
-    /// The weights of the first text, without its padding, as a page.
+    /// Writes the weights of the first text, without its padding, as a page.
     pub fn write_page(&self, title: &str, file: &Path) -> Result<()> {
         let (heads, len) = (self.source.layer.config().num_heads(), self.batch.lens()[0]);
         let hidden = self.hidden.narrow(0, 0, 1)?.narrow(1, 0, len)?;
-        let mut page = PageOfLayers::new(title, &self.batch.tokens()[0][..len], &self.keys(0)?, [1, heads])?;
+        let mut page = PageOfLayers::new(title, &self.batch.tokens()[0][..len], &self.keys(0)?, 1, heads)?;
         page.attend("", |wanted| self.source.layer.forward_with_statistics(&hidden, wanted))?;
         page.write(file)
     }

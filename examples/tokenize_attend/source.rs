@@ -1,4 +1,4 @@
-//! A tokenizer, an attention layer and what stands before it, from the source that the command line names.
+//! A tokenizer, an attention layer and its input, from the source that the command line names.
 
 use std::path::Path;
 
@@ -18,12 +18,12 @@ pub struct Source {
     pub tokenizer: SimpleTokenizer,
     pub input: Input,
     pub layer: MultiHeadAttention,
-    /// Where the weights and the input come from.
+    /// The origin of the weights and of the input.
     pub weights: String,
     pub embedding: String,
 }
 
-/// Token ids (B, T) to the layer's input (B, T, E). The mask hides padding from what stands before the layer.
+/// A function from token ids (B, T) to the layer's input (B, T, E). The mask is that of the padding.
 type Input = Box<dyn Fn(&Tensor, &AttentionMask) -> Result<Tensor>>;
 
 impl Source {
@@ -35,16 +35,17 @@ impl Source {
         }
     }
 
-    /// The tutorial's own layer, its weights drawn in PyTorch's order: embedding first.
+    /// Opens the tutorial's layer, whose weights are drawn in PyTorch's order: embedding first.
     fn tutorial(args: &Args, device: &Device) -> Result<Self> {
-        let (tokenizer, drawn) = (tokenizer(args, None)?, "drawn as PyTorch draws them after torch.manual_seed(0)");
+        let tokenizer = tokenizer(args, None)?;
+        let drawn = "drawn as PyTorch draws them after torch.manual_seed(0)";
         let vb = TorchSeed::new(0).var_builder(args.model.dtype, device);
         let table = EmbeddingLayer::new(&EmbeddingConfig::new(tokenizer.vocab_size(), 1536), vb.clone())?;
         let layer = MultiHeadAttention::new(&MultiHeadAttentionConfig::new(1536, 16).with_qkv_bias(true), vb)?;
         Ok(Self { tokenizer, input: alone(table), layer, weights: drawn.into(), embedding: drawn.into() })
     }
 
-    /// The layer in a file, which a `config.json` of `models/` describes, or else its names and shapes.
+    /// Opens the layer in a file, described by a `config.json` of `models/`, or else by its names and shapes.
     fn exported(args: &Args, file: &Path, config: Option<Value>, device: &Device) -> Result<Self> {
         let (checkpoint, n) = (Checkpoint::open(file)?, args.layer.unwrap_or(0));
         let layers = checkpoint.attention_layers();
@@ -58,7 +59,7 @@ impl Source {
         let vb = if prefix.is_empty() { root } else { root.pp(prefix) };
         let (own, embedding) = match vb.contains_tensor("embedding.weight") {
             true => (vb.clone(), "the file's"),
-            false => (TorchSeed::new(0).var_builder(vb.dtype(), device), "drawn, since the weights hold none"),
+            false => (TorchSeed::new(0).var_builder(vb.dtype(), device), "drawn, since the file has none"),
         };
         let tokenizer = tokenizer(args, file.parent())?;
         let table = EmbeddingLayer::new(&EmbeddingConfig::new(tokenizer.vocab_size(), cfg.embed_dim()), own)?;
@@ -66,26 +67,30 @@ impl Source {
         Ok(Self { tokenizer, input: alone(table), layer, weights, embedding: embedding.into() })
     }
 
-    /// A folder of `models/`, or a Hugging Face checkpoint.
+    /// Opens a folder of `models/`, or a Hugging Face checkpoint.
     fn folder(args: &Args, device: &Device) -> Result<Self> {
-        let (mut model, models) = (args.model.clone(), Path::new(env!("CARGO_MANIFEST_DIR")).join("models"));
-        model.model = model.model.map(|model| if model.is_dir() { model } else { models.join(model) });
-        let Files { folder, config, vb } = model.open(&[])?;
+        let mut model_args = args.model.clone();
+        if let Some(folder) = model_args.model.as_mut().filter(|folder| !folder.is_dir()) {
+            *folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("models").join(&folder);
+        }
+        let Files { folder, config, vb } = model_args.open(&[])?;
         if config.get("layout").is_some() {
             return Self::exported(args, &folder.join("model.safetensors"), Some(config), device);
         }
         let mut n = args.layer.unwrap_or(0);
         let (layer, input): (_, Input) = if let Ok(cfg) = from_value::<AttentionOnlyConfig>(config.clone()) {
-            let model = AttentionOnly::new(&cfg, vb)?;
-            n = args.layer.unwrap_or(model.blocks.len().saturating_sub(1));
-            let layer = model.blocks.get(n).map(|block| block.attention.clone());
-            (layer, Box::new(move |ids, _| model.attention_input(ids, n)))
+            let transformer = AttentionOnly::new(&cfg, vb)?;
+            n = args.layer.unwrap_or(transformer.blocks.len().saturating_sub(1));
+            let layer = transformer.blocks.get(n).map(|block| block.attention.clone());
+            (layer, Box::new(move |ids, _| transformer.attention_input(ids, n)))
         } else if Encoder::is_one(&config) {
-            let model = Encoder::load(&config, vb, |_, _| {})?;
-            (model.blocks.attention(n).cloned(), Box::new(move |ids, padding| model.attention_input(ids, padding, n)))
+            let encoder = Encoder::load(&config, vb, |_, _| {})?;
+            let layer = encoder.blocks.attention(n).cloned();
+            (layer, Box::new(move |ids, padding| encoder.attention_input(ids, padding, n)))
         } else {
-            let model = CausalLm::load(&config, vb, |_, _| {})?;
-            (model.blocks.attention(n).cloned(), Box::new(move |ids, padding| model.attention_input(ids, padding, n)))
+            let decoder = CausalLm::load(&config, vb, |_, _| {})?;
+            let layer = decoder.blocks.attention(n).cloned();
+            (layer, Box::new(move |ids, padding| decoder.attention_input(ids, padding, n)))
         };
         let weights = format!("{}, layer {n}", folder.display());
         let layer = layer.with_context(|| format!("[tokenize_attend] no multi-head attention in {weights}"))?;
@@ -93,12 +98,12 @@ impl Source {
     }
 }
 
-/// The input of a layer that is not part of a model.
+/// Returns the input of a layer that is not part of a model.
 fn alone(table: EmbeddingLayer) -> Input {
     Box::new(move |ids, _| table.forward(ids))
 }
 
-/// The tokenizer.json of a folder, else the tutorial's words, else the words of the texts.
+/// Opens the tokenizer.json of a folder, else the tutorial's words, else the words of the texts.
 fn tokenizer(args: &Args, folder: Option<&Path>) -> Result<SimpleTokenizer> {
     let file = folder.map(|folder| folder.join("tokenizer.json")).filter(|file| file.is_file());
     let tutorial = SimpleTokenizer::from_words(["<pad>", "hello", "world", "how", "are", "you", "?"])?;
@@ -107,6 +112,6 @@ fn tokenizer(args: &Args, folder: Option<&Path>) -> Result<SimpleTokenizer> {
         None if args.texts.iter().all(|text| tutorial.encode(text).is_ok()) => tutorial,
         None => SimpleTokenizer::from_texts(&args.texts, Split::Whitespace)?,
     };
-    // One that has no token to pad with is used for texts of one length.
+    // A tokenizer without a padding token is used for texts of one length.
     Ok(tokenizer.clone().with_padding_side(PaddingSide::Right).unwrap_or(tokenizer))
 }

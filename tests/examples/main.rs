@@ -1,5 +1,5 @@
-//! The examples, run as a user runs them: real processes, their output and their exit codes. `tests/{example}/models`
-//! has the checkpoints that they are given.
+//! The examples, run as a user runs them: real processes, their output and their exit codes. Their checkpoints are in
+//! `tests/{example}/models`.
 
 #[path = "../common/mod.rs"]
 mod common;

@@ -1,4 +1,4 @@
-//! The attention of a block, of any kind, what it reads and what it keeps.
+//! The attention of a block, of any kind, with its inputs and caches.
 
 use candle_attention::{
     AllReduce, AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, AttentionStatistics, DeltaCache,
@@ -14,14 +14,14 @@ pub enum Attention {
     Linear(GatedDeltaNet),
 }
 
-/// What a block's attention keeps of earlier tokens.
+/// The cache of a block's attention.
 pub enum Cache {
     Softmax(AttentionCache),
     Linear(DeltaCache),
 }
 
 impl Cache {
-    /// How many tokens each sequence has; none before the first call.
+    /// Returns the number of tokens of each sequence; empty before the first call.
     pub fn lens(&self) -> Vec<usize> {
         match self {
             Self::Softmax(cache) => cache.lens(),
@@ -37,7 +37,7 @@ impl Cache {
         }
     }
 
-    /// In bytes.
+    /// Returns the size in bytes.
     pub fn memory(&self) -> usize {
         match self {
             Self::Softmax(cache) => cache.memory(),
@@ -46,14 +46,14 @@ impl Cache {
     }
 }
 
-/// What a call of a block's attention reads.
+/// The input of a block's attention.
 pub enum Input<'a> {
     Softmax(AttentionInput<'a>),
     Linear(DeltaInput<'a>),
 }
 
 impl<'a> Input<'a> {
-    /// Of a call without a cache: padding, on the right, which linear attention needs not know of.
+    /// Sets the mask of a call without a cache. It describes padding on the right, which linear attention can ignore.
     pub fn with_mask(self, mask: &'a AttentionMask) -> Self {
         match self {
             Self::Softmax(input) => Self::Softmax(input.with_mask(mask)),
@@ -61,7 +61,7 @@ impl<'a> Input<'a> {
         }
     }
 
-    /// Right padding of a call with a cache.
+    /// Sets the valid lengths of a call with a cache, for padding on the right.
     pub fn with_valid_lens(self, valid_lens: &'a [usize]) -> Self {
         match self {
             Self::Softmax(input) => Self::Softmax(input.with_valid_lens(valid_lens)),
@@ -81,7 +81,7 @@ impl<'a> Input<'a> {
         }
     }
 
-    /// For softmax attention.
+    /// Returns the input of softmax attention.
     pub fn softmax(self) -> Result<AttentionInput<'a>> {
         match self {
             Self::Softmax(input) => Ok(input),
@@ -91,7 +91,7 @@ impl<'a> Input<'a> {
 }
 
 impl Attention {
-    /// What a call reads at least; `sum` is over processes.
+    /// Makes the input of a call; `sum` is the sum over processes.
     pub fn input<'a>(&self, xs: &'a Tensor, residual: Option<&'a Tensor>, sum: &'a AllReduce<'a>) -> Input<'a> {
         match (self.is_linear(), residual) {
             (true, Some(residual)) => Input::Linear(DeltaInput::new(xs).with_residual(residual)),
@@ -103,8 +103,7 @@ impl Attention {
         }
     }
 
-    /// The layer with the rotary tables of an earlier one that has the same, or with its own, which are then among
-    /// `tables`.
+    /// Shares the rotary tables of an earlier layer with the same config, or adds this layer's to `tables`.
     pub fn sharing(self, tables: &mut Vec<RotaryEmbedding>) -> Result<Self> {
         let Some((rope, width)) = self.rope() else { return Ok(self) };
         let known = tables.iter().find(|table| table.config() == rope && table.head_dim() == width).cloned();
@@ -117,7 +116,7 @@ impl Attention {
         })
     }
 
-    /// Rotary positions, and the width of the heads that they rotate.
+    /// Returns the rotary config, and the head dimension that it rotates.
     pub fn rope(&self) -> Option<(&RopeConfig, usize)> {
         match self {
             Self::MultiHead(attention) => attention.config().rope().map(|rope| (rope, attention.config().head_dim())),
@@ -132,7 +131,7 @@ impl Attention {
         matches!(self, Self::Linear(_))
     }
 
-    /// An empty cache; `config` is told the layer's own where it keeps keys and values.
+    /// Makes an empty cache. `config` can change the config of a cache of keys and values.
     pub fn cache(&self, config: impl Fn(AttentionCacheConfig) -> AttentionCacheConfig) -> Result<Cache> {
         let own = match self {
             Self::MultiHead(attention) => AttentionCacheConfig::for_layer(attention.config()),
@@ -153,7 +152,7 @@ impl Attention {
         }
     }
 
-    /// Statistics of the weights too, where there are any: of softmax attention.
+    /// Computes the output and the statistics of the attention weights of softmax attention.
     pub fn forward_with_statistics(
         &self,
         input: Input,

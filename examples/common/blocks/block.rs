@@ -8,21 +8,22 @@ use candle_nn::{Activation, VarBuilder, ops, seq};
 use serde_json::Value;
 
 use super::attention::{Attention, Input};
-use super::family::{Family, GATED_MLPS, MlpKind, NormKind, PLAIN_MLPS, PRE_NORMS, size};
+use super::family::{Family, GATED_MLPS, MlpKind, Names, NormKind, PLAIN_MLPS, PRE_NORMS, PlainNames, size};
 use super::mlp::{Experts, MODULES, Mlp, ROUTERS};
 use super::weights::{INPUTS, OUTPUTS, Others, Weights};
 
-/// That of the family, with gradients.
+/// A norm of the family, with gradients.
 pub type Norm = Box<dyn Module>;
 
+/// Applies a norm, if there is one.
 pub fn optional(norm: &Option<Norm>, xs: &Tensor) -> Result<Tensor> {
     norm.as_ref().map_or_else(|| Ok(xs.clone()), |norm| norm.forward(xs))
 }
 
-/// What follows attention: an MLP or experts, plus a residual, if there is one.
+/// The module after attention, an MLP or experts, which adds a residual if there is one.
 type FeedForward = Box<dyn Fn(&Tensor, Option<&Tensor>) -> Result<Tensor>>;
 
-/// What the blocks of a model are loaded from.
+/// A loader of the blocks of a model.
 pub struct Loader<'a> {
     model: &'static str,
     pub family: Family,
@@ -31,32 +32,37 @@ pub struct Loader<'a> {
     weights: Weights<'a>,
     /// E.
     pub width: usize,
-    /// What layers share: a relative bias, and the tables of rotary positions so far.
+    /// The relative bias that layers share.
     bias: Option<RelativeBias>,
+    /// The rotary tables that layers share.
     tables: Vec<RotaryEmbedding>,
 }
 
 impl<'a> Loader<'a> {
-    /// For a model of this name.
+    /// Makes a loader; `model` is the name in its errors.
     pub fn new(model: &'static str, family: Family, json: &'a Value, weights: Weights<'a>, width: usize) -> Self {
         Self { model, family, json, weights, width, bias: None, tables: Vec::new() }
     }
 
-    /// That of the first of these names, if there is one.
+    /// Loads the first norm found in `names`.
     pub fn norm(&self, weights: &Weights, names: &[&str]) -> Result<Option<Norm>> {
-        weights.first(names).map(|name| self.norm_at(weights, name)).transpose()
+        match weights.first(names) {
+            Some(name) => Ok(Some(self.norm_at(weights, name)?)),
+            None => Ok(None),
+        }
     }
 
+    /// Loads the norm of this name.
     pub fn norm_at(&self, weights: &Weights, name: &str) -> Result<Norm> {
         let vb = VarBuilder::pp(weights, name);
         const EPSILONS: [&str; 5] =
             ["rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"];
         let given = EPSILONS.iter().find_map(|key| self.json[*key].as_f64());
         let (width, eps) = (self.width, |default: f64| given.unwrap_or(default));
-        // Old checkpoints of BERT call it beta.
-        let has_bias = self.family.needs_biases || ["bias", "beta"].iter().any(|name| vb.contains_tensor(name));
+        // Old checkpoints of BERT call a norm's bias beta.
+        let has_bias = self.family.needs_biases || vb.contains_tensor("bias") || vb.contains_tensor("beta");
         Ok(match self.family.norm {
-            // What DINOv2 has in the place of norms after attention and MLP.
+            // The layer scale that DINOv2 has instead of norms after attention and MLP.
             _ if vb.contains_tensor("lambda1") => {
                 let scale = vb.get(width, "lambda1")?;
                 Box::new(move |xs: &Tensor| xs.broadcast_mul(&scale))
@@ -68,7 +74,7 @@ impl<'a> Loader<'a> {
         })
     }
 
-    /// A layer's block from a builder at its prefix.
+    /// Loads a layer's block from weights at its prefix.
     pub fn block(&mut self, layer: usize, at: Weights) -> Result<Block> {
         let attention = match self.attention(layer)?.sharing(&mut self.tables)? {
             Attention::MultiHead(attention) if attention.config().relative_bias().is_some() => {
@@ -78,34 +84,39 @@ impl<'a> Loader<'a> {
             }
             attention => attention,
         };
-        let norm = |names: &'static [&'static str]| {
-            let name = at.first(names).or(names.first().copied());
-            name.map(|name| self.norm_at(&at, name)).transpose()
+        // A norm that is missing is an error that has the first of its names.
+        let norm = |names: Names| match at.first(names).or(names.first().copied()) {
+            Some(name) => self.norm_at(&at, name).map(Some),
+            None => Ok(None),
         };
         let family = self.family;
         let norms = if attention.is_linear() { PRE_NORMS } else { family.norms };
         Ok(Block {
             family,
-            before_attention: if layer == 0 && !family.first_attention_norm { None } else { norm(norms[0])? },
+            before_attention: if layer == 0 && !family.first_attention_norm {
+                None
+            } else {
+                norm(norms.before_attention)?
+            },
             attention,
-            after_attention: norm(norms[1])?,
-            before_mlp: norm(norms[2])?,
+            after_attention: norm(norms.after_attention)?,
+            before_mlp: norm(norms.before_mlp)?,
             mlp: self.mlp(&at)?,
-            after_mlp: norm(norms[3])?,
+            after_mlp: norm(norms.after_mlp)?,
             residual_scale: self.json["residual_multiplier"].as_f64().unwrap_or(1.0),
             others: self.weights.processes(),
         })
     }
 
-    /// Of the kind that the config says.
+    /// Loads the attention of the kind in the config.
     fn attention(&self, layer: usize) -> Result<Attention> {
         let (json, root, shard) = (self.json, self.weights.root(), self.weights.shard());
         if let Some(gguf) = self.weights.gguf {
             return gguf.attention(layer, shard).map(Attention::MultiHead);
         }
-        let shared = shard.zip(self.weights.share.as_ref().and_then(|share| share.vb.as_ref()));
+        let sharded = shard.zip(self.weights.shards.as_ref().and_then(|shards| shards.vb.as_ref()));
         let (is_linear, is_latent) = (hf::is_linear_attention(json, layer)?, size(json, "kv_lora_rank").is_some());
-        Ok(match shared {
+        Ok(match sharded {
             Some((own, vb)) if is_linear => Attention::Linear(hf::load_linear_attention_shard(json, layer, own, vb)?),
             Some((own, vb)) if is_latent => Attention::Latent(hf::load_latent_attention_shard(json, layer, own, vb)?),
             Some((own, vb)) => Attention::MultiHead(hf::load_attention_shard(json, layer, own, vb)?),
@@ -115,14 +126,15 @@ impl<'a> Loader<'a> {
         })
     }
 
+    /// Loads the MLP or the experts of a block.
     fn mlp(&self, at: &Weights) -> Result<FeedForward> {
-        let linear = |name: &str, divided| {
+        let linear = |name: &str, sharding| {
             if self.family.needs_biases && !at.contains_tensor(&format!("{name}.bias")) {
                 bail!("[{}] {}.{name}.bias is missing, expected a bias of the MLP", self.model, at.prefix())
             }
             match self.family.mlp {
-                MlpKind::Conv1d => at.pp(name).linear_of(Some(divided), true),
-                _ => at.pp(name).linear(divided),
+                MlpKind::Conv1d => at.pp(name).linear_stored(Some(sharding), true),
+                _ => at.pp(name).linear(sharding),
             }
         };
         let mixed = at.below(MODULES, ROUTERS);
@@ -132,23 +144,22 @@ impl<'a> Loader<'a> {
                 return Ok(Box::new(move |xs, residual| experts.forward(xs, residual)));
             }
             MlpKind::Experts(_) | MlpKind::Gated => {
-                let place = at.below(MODULES, &GATED_MLPS.map(|[.., down]| down));
-                place.gated_mlp(self.activation()?)?
+                at.below(MODULES, &GATED_MLPS.map(|names| names.down)).gated_mlp(self.activation()?)?
             }
             MlpKind::Plain | MlpKind::Conv1d => {
-                let names = PLAIN_MLPS.into_iter().find(|names| at.first(names).is_some());
-                let [up, down] = names.unwrap_or(PLAIN_MLPS[0]);
-                let (up, down) = (linear(up, OUTPUTS)?, linear(down, INPUTS)?);
+                let is_there = |names: &PlainNames| at.first(&[names.up, names.down]).is_some();
+                let names = PLAIN_MLPS.into_iter().find(is_there).unwrap_or(PLAIN_MLPS[0]);
+                let (up, down) = (linear(names.up, OUTPUTS)?, linear(names.down, INPUTS)?);
                 match self.family.activation_name(self.json) {
                     "quick_gelu" => Mlp::new(seq().add(up).add_fn(|xs| xs * ops::sigmoid(&(xs * 1.702)?)?), down),
-                    _ => Mlp::plain([up, down], self.activation()?),
+                    _ => Mlp::plain(up, down, self.activation()?),
                 }
             }
         };
         Ok(Box::new(move |xs, residual| mlp.forward(xs, residual)))
     }
 
-    /// Of MLPs.
+    /// Returns the activation of MLPs.
     fn activation(&self) -> Result<Activation> {
         let name = self.family.activation_name(self.json);
         let unknown = |_| Error::Msg(format!("[{}] the activation {name:?} is not one of Candle's", self.model));
@@ -156,6 +167,7 @@ impl<'a> Loader<'a> {
     }
 }
 
+/// A block of a model.
 pub struct Block {
     family: Family,
     pub before_attention: Option<Norm>,
@@ -169,7 +181,7 @@ pub struct Block {
 }
 
 impl Block {
-    /// Attention is `attend` of the layer and its input.
+    /// Computes the block; `attend` computes its attention, given the layer and its input.
     pub fn forward(&self, xs: &Tensor, attend: impl FnOnce(&Attention, Input) -> Result<Tensor>) -> Result<Tensor> {
         let normed = optional(&self.before_attention, xs)?;
         let over_processes = |own: &Tensor| self.sum(own.clone());
@@ -184,15 +196,16 @@ impl Block {
         self.add(&sum, &self.after_mlp, |residual| (self.mlp)(&mlp_input, residual))
     }
 
-    /// A residual plus what `branch` gives, which adds it by itself where it gets it.
+    /// Adds the output of `branch` to a residual. If `branch` is given the residual, it adds it itself, within its last
+    /// product.
     fn add(
         &self,
         xs: &Tensor,
         norm: &Option<Norm>,
         branch: impl FnOnce(Option<&Tensor>) -> Result<Tensor>,
     ) -> Result<Tensor> {
-        if self.residual_scale == 1.0 && (norm.is_none() || self.family.behind_residuals) {
-            // In the sum over several processes it counts once.
+        if self.residual_scale == 1.0 && (norm.is_none() || self.family.norms_residuals) {
+            // In the sum over several processes the residual counts once.
             let is_first = self.others.as_ref().is_none_or(|others| others.shard().rank() == 0);
             return optional(norm, &self.sum(branch(is_first.then_some(xs))?)?);
         }
@@ -200,7 +213,7 @@ impl Block {
         if self.residual_scale == 1.0 { xs + added } else { xs + (added * self.residual_scale)? }
     }
 
-    /// Over all processes.
+    /// Returns the sum over all processes.
     fn sum(&self, own: Tensor) -> Result<Tensor> {
         self.others.as_ref().map_or(Ok(own.clone()), |others| others.sum(&own))
     }

@@ -1,22 +1,50 @@
-//! What differs between model families outside of attention, as a table.
+//! The differences between model families outside of attention, as a table.
 
 use candle_core::{Context, Result, bail};
 use serde_json::Value;
 
 use super::mlp::Mixture;
 
-/// The norms of a block: before and after attention, before and after the MLP; "after" is before the residual. Each by
-/// the names that a checkpoint may have for it; a block without the norm has none.
-pub type Norms = [&'static [&'static str]; 4];
+/// The names that checkpoints have for the same module.
+pub type Names = &'static [&'static str];
 
-/// What differs between model families outside of attention, and neither the names in a checkpoint nor its config say.
+/// The norms of a block, each by its names in checkpoints; a block without a norm has no names for it.
+#[derive(Clone, Copy, PartialEq)]
+pub struct Norms {
+    pub before_attention: Names,
+    /// Before the residual is added, unless [`Family::norms_residuals`] is set.
+    pub after_attention: Names,
+    pub before_mlp: Names,
+    /// Like `after_attention`.
+    pub after_mlp: Names,
+}
+
+impl Norms {
+    /// Lists the norms before attention and before the MLP.
+    pub const fn before(before_attention: Names, before_mlp: Names) -> Self {
+        Self { before_attention, after_attention: &[], before_mlp, after_mlp: &[] }
+    }
+
+    /// Lists the norms after attention and after the MLP.
+    pub const fn after(after_attention: Names, after_mlp: Names) -> Self {
+        Self { before_attention: &[], after_attention, before_mlp: &[], after_mlp }
+    }
+
+    /// Returns the names of all norms.
+    pub fn all(&self) -> Vec<&'static str> {
+        [self.before_attention, self.after_attention, self.before_mlp, self.after_mlp].concat()
+    }
+}
+
+/// The properties of a model family outside of attention, as far as neither the names in a checkpoint nor its config
+/// tell them.
 #[derive(Clone, Copy)]
 pub struct Family {
-    /// Of blocks of softmax attention; those of linear attention have [`PRE_NORMS`].
+    /// The norms of blocks of softmax attention; blocks of linear attention have [`PRE_NORMS`].
     pub norms: Norms,
-    /// "After" is behind the residual.
-    pub behind_residuals: bool,
-    /// Whether the first block has its norm before attention, as the others.
+    /// Whether the norms after attention and MLP come after the residual is added.
+    pub norms_residuals: bool,
+    /// Whether the first block has its norm before attention like the others.
     pub first_attention_norm: bool,
     pub norm: NormKind,
     /// Whether norms and a plain MLP have to have biases; otherwise they may.
@@ -26,17 +54,17 @@ pub struct Family {
     pub parallel: bool,
     pub mlp: MlpKind,
     pub activation: &'static str,
-    /// Embeddings are multiplied by the root of their width.
+    /// Whether embeddings are multiplied by the root of their width.
     pub scales_embedding: bool,
     /// The default of `logit_scale`.
     pub logit_scale: f64,
 }
 
-/// A norm, and its epsilon unless the config has one.
+/// A norm, and its epsilon if the config has none.
 #[derive(Clone, Copy)]
 pub enum NormKind {
     Rms(f64),
-    /// With 1 added to the weight.
+    /// RMS norm with 1 added to the weight.
     RmsPlusOne(f64),
     Layer(f64),
 }
@@ -48,46 +76,69 @@ pub enum MlpKind {
     Gated,
     /// `down(activation(up(x)))`.
     Plain,
-    /// The same, stored as (in, out).
+    /// As [`Plain`](Self::Plain), stored as (in, out).
     Conv1d,
-    /// Experts in some layers, in others what Llama has.
+    /// Experts in some layers, in others an MLP like Llama's.
     Experts(Mixture),
 }
 use MlpKind::{Conv1d, Experts, Gated, Plain};
 
-/// The names of gate, up and down that checkpoints have: Llama's, Mixtral's, Nomic's, ModernBERT's and llama.cpp's.
-pub const GATED_MLPS: [[&str; 3]; 5] = [
-    ["gate_proj", "up_proj", "down_proj"],
-    ["w1", "w3", "w2"],
-    ["fc12", "fc11", "fc2"],
-    ["Wi", "Wi", "Wo"],
-    ["ffn_gate", "ffn_up", "ffn_down"],
-];
-/// Those of up and down.
-pub const PLAIN_MLPS: [[&str; 2]; 9] = [
-    ["mlp.c_fc", "mlp.c_proj"],
-    ["mlp.dense_h_to_4h", "mlp.dense_4h_to_h"],
-    ["mlp.fc1", "mlp.fc2"],
-    ["mlp.fc_in", "mlp.fc_out"],
-    ["ffn.up_proj", "ffn.down_proj"],
-    ["fc1", "fc2"],
-    ["intermediate.dense", "output.dense"],
-    ["ffn.lin1", "ffn.lin2"],
-    ["ffn_up", "ffn_down"],
+/// The names of the projections of an MLP with a gate.
+#[derive(Clone, Copy)]
+pub struct GatedNames {
+    pub gate: &'static str,
+    pub up: &'static str,
+    pub down: &'static str,
+}
+
+/// The names in checkpoints: Llama's, Mixtral's, Nomic's, ModernBERT's (whose gate and up are one weight), llama.cpp's.
+pub const GATED_MLPS: [GatedNames; 5] = [
+    GatedNames { gate: "gate_proj", up: "up_proj", down: "down_proj" },
+    GatedNames { gate: "w1", up: "w3", down: "w2" },
+    GatedNames { gate: "fc12", up: "fc11", down: "fc2" },
+    GatedNames { gate: "Wi", up: "Wi", down: "Wo" },
+    GatedNames { gate: "ffn_gate", up: "ffn_up", down: "ffn_down" },
 ];
 
-/// The second names are those of OLMo Hybrid's checkpoints.
-pub const PRE_NORMS: Norms =
-    [&["input_layernorm", "attention_layer_norm"], &[], &["post_attention_layernorm", "feedforward_layer_norm"], &[]];
-const POST_NORMS: Norms = [&[], PRE_NORMS[2], &[], &["post_feedforward_layernorm"]];
-/// A block whose attention and MLP share a norm.
-const SHARED_NORM: Norms = [&["input_layernorm"], &[], &[], &[]];
-/// Those of any model in llama.cpp's files.
-const GGUF_NORMS: Norms = [&["attn_norm"], &["post_attention_norm"], &["ffn_norm"], &["post_ffw_norm"]];
+/// The names of the projections of an MLP without a gate.
+#[derive(Clone, Copy)]
+pub struct PlainNames {
+    pub up: &'static str,
+    pub down: &'static str,
+}
+
+/// The names in checkpoints.
+pub const PLAIN_MLPS: [PlainNames; 9] = [
+    PlainNames { up: "mlp.c_fc", down: "mlp.c_proj" },
+    PlainNames { up: "mlp.dense_h_to_4h", down: "mlp.dense_4h_to_h" },
+    PlainNames { up: "mlp.fc1", down: "mlp.fc2" },
+    PlainNames { up: "mlp.fc_in", down: "mlp.fc_out" },
+    PlainNames { up: "ffn.up_proj", down: "ffn.down_proj" },
+    PlainNames { up: "fc1", down: "fc2" },
+    PlainNames { up: "intermediate.dense", down: "output.dense" },
+    PlainNames { up: "ffn.lin1", down: "ffn.lin2" },
+    PlainNames { up: "ffn_up", down: "ffn_down" },
+];
+
+/// The second names are in OLMo Hybrid's checkpoints.
+pub const PRE_NORMS: Norms = Norms::before(
+    &["input_layernorm", "attention_layer_norm"],
+    &["post_attention_layernorm", "feedforward_layer_norm"],
+);
+const POST_NORMS: Norms = Norms::after(PRE_NORMS.before_mlp, &["post_feedforward_layernorm"]);
+/// The norm of a block whose attention and MLP share one.
+const SHARED_NORM: Norms = Norms::before(&["input_layernorm"], &[]);
+/// The names of any model in llama.cpp's files.
+const GGUF_NORMS: Norms = Norms {
+    before_attention: &["attn_norm"],
+    after_attention: &["post_attention_norm"],
+    before_mlp: &["ffn_norm"],
+    after_mlp: &["post_ffw_norm"],
+};
 
 pub const LLAMA: Family = Family {
     norms: PRE_NORMS,
-    behind_residuals: false,
+    norms_residuals: false,
     first_attention_norm: true,
     norm: Rms(1e-6),
     needs_biases: false,
@@ -99,18 +150,26 @@ pub const LLAMA: Family = Family {
 };
 const GEMMA: Family =
     Family { norm: RmsPlusOne(1e-6), scales_embedding: true, activation: "gelu_pytorch_tanh", ..LLAMA };
-const GPT2: Family =
-    Family { norms: [&["ln_1"], &[], &["ln_2"], &[]], norm: Layer(1e-5), mlp: Conv1d, activation: "gelu_new", ..LLAMA };
+const GPT2: Family = Family {
+    norms: Norms::before(&["ln_1"], &["ln_2"]),
+    norm: Layer(1e-5),
+    mlp: Conv1d,
+    activation: "gelu_new",
+    ..LLAMA
+};
 const GPT_NEOX: Family = Family { norm: Layer(1e-5), mlp: Plain, activation: "gelu", ..LLAMA };
-/// BLOOM, Falcon and StarCoder2.
+/// The family of BLOOM, Falcon and StarCoder2.
 const BLOOM: Family = Family { activation: "gelu_pytorch_tanh", ..GPT_NEOX };
+
+/// Falcon with two norms, of attention and of the MLP.
+const FALCON_NORMS: Norms = Norms::before(&["ln_attn"], &["ln_mlp"]);
 
 const MIXTRAL: Mixture = Mixture { normalizes: true, scale: 1.0 };
 const DEEPSEEK_V2: Mixture = Mixture { normalizes: false, ..MIXTRAL };
 const DEEPSEEK_V3: Mixture = Mixture { scale: 2.5, ..MIXTRAL };
 
 impl Family {
-    /// The family of a `config.json`.
+    /// Returns the family of a `config.json`.
     pub fn of(json: &Value) -> Result<Self> {
         let flag = |key: &str, default: bool| json[key].as_bool().unwrap_or(default);
         Ok(match json["model_type"].as_str().unwrap_or_default() {
@@ -121,7 +180,11 @@ impl Family {
             "phi3" => Self { norm: Rms(1e-5), ..LLAMA },
             "glm" => Self { norm: Rms(1.5625e-7), ..LLAMA },
             "glm4" => {
-                let norms: Norms = [PRE_NORMS[0], &["post_self_attn_layernorm"], PRE_NORMS[2], &["post_mlp_layernorm"]];
+                let norms = Norms {
+                    after_attention: &["post_self_attn_layernorm"],
+                    after_mlp: &["post_mlp_layernorm"],
+                    ..PRE_NORMS
+                };
                 Self { norms, norm: Rms(1.5625e-7), ..LLAMA }
             }
             "olmo2" => Self { norms: POST_NORMS, norm: Rms(1e-5), ..LLAMA },
@@ -141,12 +204,16 @@ impl Family {
             "phi" => Self { norms: SHARED_NORM, parallel: true, activation: "gelu_new", ..GPT_NEOX },
             "gemma" => GEMMA,
             "gemma2" | "gemma3_text" | "gemma3" => {
-                let norms = [PRE_NORMS[0], POST_NORMS[1], &["pre_feedforward_layernorm"], POST_NORMS[3]];
+                let norms = Norms {
+                    before_attention: PRE_NORMS.before_attention,
+                    before_mlp: &["pre_feedforward_layernorm"],
+                    ..POST_NORMS
+                };
                 Self { norms, ..GEMMA }
             }
             "gpt2" => GPT2,
             "gpt_bigcode" => Self { mlp: Plain, activation: "gelu_pytorch_tanh", ..GPT2 },
-            "gptj" => Self { norms: [&["ln_1"], &[], &[], &[]], parallel: true, mlp: Plain, ..GPT2 },
+            "gptj" => Self { norms: Norms::before(&["ln_1"], &[]), parallel: true, mlp: Plain, ..GPT2 },
             "gpt_neox" => Self { parallel: flag("use_parallel_residual", true), ..GPT_NEOX },
             "bloom" if flag("apply_residual_connection_post_layernorm", false) => {
                 bail!("[causal_lm] apply_residual_connection_post_layernorm is true, which is not supported")
@@ -155,19 +222,19 @@ impl Family {
             "falcon" => {
                 let grouped = flag("new_decoder_architecture", false);
                 let parallel = grouped || flag("parallel_attn", true);
-                let norms: Norms = match json["num_ln_in_parallel_attn"].as_u64() {
-                    None | Some(2) if grouped => [&["ln_attn"], &[], &["ln_mlp"], &[]],
+                let norms = match json["num_ln_in_parallel_attn"].as_u64() {
+                    None | Some(2) if grouped => FALCON_NORMS,
                     _ if parallel => SHARED_NORM,
                     _ => BLOOM.norms,
                 };
                 Self { norms, parallel, activation: "gelu", ..BLOOM }
             }
-            "mpt" => Self { norms: [&["norm_1"], &[], &["norm_2"], &[]], ..GPT_NEOX },
+            "mpt" => Self { norms: Norms::before(&["norm_1"], &["norm_2"]), ..GPT_NEOX },
             "opt" if !flag("do_layer_norm_before", true) || json["word_embed_proj_dim"] != json["hidden_size"] => {
                 bail!("[causal_lm] OPT with norms after attention or projected embeddings is not supported")
             }
             "opt" => {
-                let norms: Norms = [&["self_attn_layer_norm"], &[], &["final_layer_norm"], &[]];
+                let norms = Norms::before(&["self_attn_layer_norm"], &["final_layer_norm"]);
                 Self { norms, activation: "relu", ..GPT_NEOX }
             }
             other => bail!(
@@ -176,23 +243,29 @@ impl Family {
         })
     }
 
-    /// The same with llama.cpp's names, which are one list for all families.
+    /// Returns the family with llama.cpp's names, which are the same for all families.
     pub fn in_gguf(self) -> Result<Self> {
         let mlp = match self.mlp {
             Gated => Gated,
             Plain | Conv1d => Plain,
             Experts(_) => bail!("[causal_lm] experts of GGUF files are not supported"),
         };
-        if self.norms[2] == ["ln_mlp"] {
+        if self.norms == FALCON_NORMS {
             bail!("[causal_lm] GGUF files of Falcon with two norms are not supported")
         }
-        let norms = std::array::from_fn(|i| if self.norms[i].is_empty() { &[][..] } else { GGUF_NORMS[i] });
+        let renamed = |own: Names, gguf: Names| if own.is_empty() { own } else { gguf };
+        let norms = Norms {
+            before_attention: renamed(self.norms.before_attention, GGUF_NORMS.before_attention),
+            after_attention: renamed(self.norms.after_attention, GGUF_NORMS.after_attention),
+            before_mlp: renamed(self.norms.before_mlp, GGUF_NORMS.before_mlp),
+            after_mlp: renamed(self.norms.after_mlp, GGUF_NORMS.after_mlp),
+        };
         // The converter adds the 1.
         let norm = if let RmsPlusOne(eps) = self.norm { Rms(eps) } else { self.norm };
         Ok(Self { norms, norm, mlp, ..self })
     }
 
-    /// Of MLPs.
+    /// Returns the name of the activation of MLPs.
     pub fn activation_name<'a>(&self, json: &'a Value) -> &'a str {
         let names = ["hidden_activation", "hidden_act", "activation_function", "activation"];
         names.iter().find_map(|key| json[*key].as_str()).unwrap_or(self.activation)
@@ -202,12 +275,15 @@ impl Family {
 /// The names of a config's field for the number of blocks.
 pub const LAYERS: &[&str] = &["num_hidden_layers", "n_layer", "n_layers"];
 
-/// The number of a config's field.
+/// Returns the number in a config's field.
 pub fn size(json: &Value, key: &str) -> Option<usize> {
     json[key].as_u64().and_then(|size| usize::try_from(size).ok())
 }
 
-/// That of the first of these fields.
+/// Returns the number in the first of several fields.
+///
+/// # Errors
+/// If the config has none of them.
 pub fn required(json: &Value, keys: &[&str]) -> Result<usize> {
     let size = keys.iter().find_map(|key| size(json, key));
     size.with_context(|| format!("[causal_lm] config.json has no size {}", keys.join(" or ")))

@@ -1,4 +1,4 @@
-//! A GGUF file, whose weights keep their types.
+//! A GGUF file, whose weights keep their quantised types.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use candle_attention::{HeadShard, MultiHeadAttention, PackedLinear};
 use candle_core::quantized::gguf_file::Content;
 use candle_core::{DType, Device, Error, Result};
 
-use super::weights::{Divided, Weights, part_of};
+use super::weights::{Sharding, Weights, shard_range};
 
 pub struct Gguf {
     path: PathBuf,
@@ -31,10 +31,10 @@ impl Gguf {
 
     pub fn weights(&self, dtype: DType) -> Result<Weights<'_>> {
         let vb = gguf::var_builder(self.content.clone(), self.reader()?, dtype, &self.device);
-        Ok(Weights { vb, gguf: Some(self), share: None })
+        Ok(Weights { vb, gguf: Some(self), shards: None })
     }
 
-    /// A layer's attention, or some heads of it.
+    /// Loads a layer's attention, or the heads of one rank.
     pub fn attention(&self, layer: usize, shard: Option<HeadShard>) -> Result<MultiHeadAttention> {
         let mut reader = self.reader()?;
         match shard {
@@ -43,24 +43,24 @@ impl Gguf {
         }
     }
 
-    /// How many tokens have an embedding.
+    /// Returns the number of tokens that have an embedding.
     pub fn vocabulary(&self) -> Option<usize> {
         self.content.tensor_infos.get("token_embd.weight").and_then(|info| info.shape.dims().first().copied())
     }
 
-    /// A linear layer, or a process's part of it.
-    pub fn linear(&self, name: &str, shard: Option<HeadShard>, divided: Option<Divided>) -> Result<PackedLinear> {
+    /// Loads a linear layer, or the shard of one rank.
+    pub fn linear(&self, name: &str, shard: Option<HeadShard>, sharding: Option<Sharding>) -> Result<PackedLinear> {
         let mut reader = self.reader()?;
         let weight = self.content.tensor_infos.get(&format!("{name}.weight")).map(|info| info.shape.dims());
-        let own = |len: usize| shard.map_or(0..len, |shard| part_of(shard, len, true));
-        let part = match (divided, weight) {
-            (Some(Divided { dim: 1, .. }), Some(&[_, inputs])) if shard.is_some() => {
-                LinearShard::Inputs { range: own(inputs), has_bias: shard.is_some_and(|shard| shard.rank() == 0) }
+        let range = |len: usize| shard.map_or(0..len, |shard| shard_range(shard, len, true));
+        let part = match (sharding, weight) {
+            (Some(Sharding { dim: 1, .. }), Some(&[_, inputs])) if shard.is_some() => {
+                LinearShard::Inputs { range: range(inputs), has_bias: shard.is_some_and(|shard| shard.rank() == 0) }
             }
-            (Some(Divided { dim: 0, part: [i, n], .. }), Some(&[outputs, _])) if shard.is_some() || n > 1 => {
-                let (first, own) = (i * outputs / n, own(outputs / n));
-                let rows = first + own.start..first + own.end;
-                LinearShard::Outputs(vec![rows])
+            (Some(Sharding { dim: 0, part, .. }), Some(&[outputs, _])) if shard.is_some() || part.count > 1 => {
+                let start = part.index * outputs / part.count;
+                let rows = range(outputs / part.count);
+                LinearShard::Outputs(vec![start + rows.start..start + rows.end])
             }
             _ => return gguf::load_linear(&self.content, &mut reader, name, &self.device),
         };

@@ -1,4 +1,4 @@
-//! The experts of GPT-OSS: stacked, with biases, with outputs of gate and up in turn, and published in MXFP4, 32
+//! The experts of GPT-OSS: stacked, with biases, with interleaved outputs of gate and up, and published in MXFP4, 32
 //! numbers of 4 bits with a power of two for all of them
 //! (<https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf>).
 
@@ -8,28 +8,42 @@ use candle_nn::ops;
 use serde_json::Value;
 
 use super::mlp::Mlp;
-use super::weights::{Divided, INPUTS, OUTPUTS, Weights};
+use super::weights::{INPUTS, OUTPUTS, Sharding, Weights};
 
-/// The experts of a layer.
+/// Loads the experts of a layer.
 pub fn experts(json: &Value, all: &Weights, count: usize) -> Result<Vec<Mlp>> {
     let number = |key: &str, default| json[key].as_f64().unwrap_or(default);
-    let [alpha, limit] = [number("swiglu_alpha", 1.702), number("swiglu_limit", 7.0)];
-    let gate_up = Stacked::read(all, "gate_up_proj", Divided { unit: 2, ..OUTPUTS })?;
+    let alpha = number("swiglu_alpha", 1.702);
+    let limit = number("swiglu_limit", 7.0);
+    let gate_up = Stacked::read(all, "gate_up_proj", Sharding { unit: 2, ..OUTPUTS })?;
     let down = Stacked::read(all, "down_proj", INPUTS)?;
-    let expert = |expert: usize| {
-        let [weight, bias] = gate_up.of(expert)?;
-        let every_second = |first: usize| {
-            let rows = Tensor::arange_step(first as u32, bias.dim(0)? as u32, 2, bias.device())?;
-            PackedLinear::new(&weight.index_select(&rows, 0)?, Some(&bias.index_select(&rows, 0)?))
-        };
-        let [gate, up] = [every_second(0)?, every_second(1)?];
-        let [weight, bias] = down.of(expert)?;
-        Ok(Mlp::new(ClampedGlu { gate, up, alpha, limit }, PackedLinear::new(&weight, Some(&bias))?))
-    };
-    (0..count).map(expert).collect()
+    let mut experts = Vec::with_capacity(count);
+    for expert in 0..count {
+        let gate_up = gate_up.expert(expert)?;
+        let (gate, up) = (gate_up.every_second_row(0)?, gate_up.every_second_row(1)?);
+        let down = down.expert(expert)?;
+        let down = PackedLinear::new(&down.weight, Some(&down.bias))?;
+        experts.push(Mlp::new(ClampedGlu { gate, up, alpha, limit }, down));
+    }
+    Ok(experts)
 }
 
-/// `gate * sigmoid(alpha * gate) * (up + 1)`, where `gate` is at most `limit`, and `up` between `-limit` and `limit`.
+/// The weight (out, in) and the bias (out,) of one expert.
+struct Expert {
+    weight: Tensor,
+    bias: Tensor,
+}
+
+impl Expert {
+    /// Returns the projection of every second output from `first` on.
+    fn every_second_row(&self, first: u32) -> Result<PackedLinear> {
+        let rows = Tensor::arange_step(first, self.bias.dim(0)? as u32, 2, self.bias.device())?;
+        PackedLinear::new(&self.weight.index_select(&rows, 0)?, Some(&self.bias.index_select(&rows, 0)?))
+    }
+}
+
+/// The gated unit `gate * sigmoid(alpha * gate) * (up + 1)`, where `gate` is at most `limit`, and `up` between `-limit`
+/// and `limit`.
 struct ClampedGlu {
     gate: PackedLinear,
     up: PackedLinear,
@@ -48,38 +62,44 @@ impl Module for ClampedGlu {
 
 /// One weight of all experts and their biases (experts, out).
 struct Stacked {
-    /// (experts, in, out); as published, blocks in MXFP4 (experts, out, blocks of a row, 16).
+    /// (experts, in, out), or as published, blocks of MXFP4 (experts, out, blocks of a row, 16).
     weights: Tensor,
-    /// Of each block of MXFP4.
+    /// The scale of each block of MXFP4.
     scales: Option<Tensor>,
     biases: Tensor,
 }
 
 impl Stacked {
-    /// Those of this process. Outputs are divided in units, and of MXFP4 so many of them together as a block has inputs
-    /// in the next weight.
-    fn read(vb: &Weights, name: &str, divided: Divided) -> Result<Self> {
-        let (blocks, bias) = (format!("{name}_blocks"), format!("{name}_bias"));
-        let (is_mxfp4, has_outputs) = (vb.contains_tensor(&blocks), divided.dim == OUTPUTS.dim);
-        let of = Divided {
-            dim: if is_mxfp4 { 1 + divided.dim } else { 2 - divided.dim },
-            unit: if is_mxfp4 && has_outputs { BLOCK * divided.unit } else { divided.unit },
-            ..divided
+    /// Reads the shard of this process. Outputs are divided in units; a unit of MXFP4 is as large as the block of
+    /// inputs of the next weight.
+    fn read(vb: &Weights, name: &str, sharding: Sharding) -> Result<Self> {
+        let blocks = format!("{name}_blocks");
+        let is_mxfp4 = vb.contains_tensor(&blocks);
+        let shards_outputs = sharding.dim == OUTPUTS.dim;
+        let of = Sharding {
+            dim: if is_mxfp4 { 1 + sharding.dim } else { 2 - sharding.dim },
+            unit: if is_mxfp4 && shards_outputs { BLOCK * sharding.unit } else { sharding.unit },
+            ..sharding
         };
-        let bytes = |name: &str| vb.own_in(DType::U8, name, of);
-        Ok(Self {
-            weights: if is_mxfp4 { bytes(&blocks)? } else { vb.own(name, of)? },
-            scales: is_mxfp4.then(|| bytes(&format!("{name}_scales"))).transpose()?,
-            biases: match has_outputs {
-                true => vb.own(&bias, Divided { dim: 1, ..of })?,
-                false if vb.is_first() => vb.get_unchecked(&bias)?,
-                false => vb.get_unchecked(&bias)?.zeros_like()?,
-            },
-        })
+        let (weights, scales) = if is_mxfp4 {
+            let scales = vb.sharded_in(DType::U8, &format!("{name}_scales"), of)?;
+            (vb.sharded_in(DType::U8, &blocks, of)?, Some(scales))
+        } else {
+            (vb.sharded(name, of)?, None)
+        };
+        let bias = format!("{name}_bias");
+        let biases = if shards_outputs {
+            vb.sharded(&bias, Sharding { dim: 1, ..of })?
+        } else if vb.is_first() {
+            vb.get_unchecked(&bias)?
+        } else {
+            vb.get_unchecked(&bias)?.zeros_like()?
+        };
+        Ok(Self { weights, scales, biases })
     }
 
-    /// The weight (out, in) and the bias (out,) of one expert.
-    fn of(&self, expert: usize) -> Result<[Tensor; 2]> {
+    /// Returns one expert's weight (out, in) and bias (out,).
+    fn expert(&self, expert: usize) -> Result<Expert> {
         let (weight, bias) = (self.weights.i(expert)?, self.biases.i(expert)?);
         let weight = match &self.scales {
             Some(scales) => {
@@ -87,18 +107,18 @@ impl Stacked {
             }
             None => weight.t()?.contiguous()?,
         };
-        Ok([weight, bias])
+        Ok(Expert { weight, bias })
     }
 }
 
-/// Numbers of MXFP4 that have one scale.
+/// The numbers of MXFP4 that share a scale.
 const BLOCK: usize = 32;
 
-/// What 4 bits mean, of which the highest is the sign.
+/// The values of 4 bits, of which the highest is the sign.
 const NUMBERS: [f32; 16] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
 
-/// MXFP4: blocks (rows, blocks, 16) and their scales (rows, blocks), both u8, give (rows, 32 blocks) in f32 on the CPU.
-/// A byte has two numbers, that of the low bits first; a scale is the exponent of 2 plus 127.
+/// Dequantises MXFP4: blocks (rows, blocks, 16) and their scales (rows, blocks), both u8, to (rows, 32 blocks) in f32
+/// on the CPU. A byte has two numbers, in its low and its high bits; a scale is the exponent of 2 plus 127.
 fn dequantize(blocks: &Tensor, scales: &Tensor) -> Result<Tensor> {
     let (rows, count) = scales.dims2()?;
     let (bytes, scales) = (blocks.flatten_all()?.to_vec1::<u8>()?, scales.flatten_all()?.to_vec1::<u8>()?);

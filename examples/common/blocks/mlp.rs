@@ -1,5 +1,5 @@
-//! The MLP of a block, and mixtures of experts, which are MLPs: a router gives each token a few, and each of them a
-//! weight.
+//! The MLP of a block, and mixtures of experts, which are MLPs: a router chooses a few experts for each token, and
+//! their weights.
 
 use candle_attention::{PackedGatedLinear, PackedLinear};
 use candle_core::{D, DType, IndexOp, Module, Result, Tensor, bail};
@@ -8,35 +8,36 @@ use serde_json::Value;
 
 use super::family::required;
 use super::gpt_oss;
-use super::weights::{Divided, INPUTS, OUTPUTS, Weights};
+use super::weights::{INPUTS, OUTPUTS, Sharding, Weights};
 
+/// The MLP of a block.
 pub struct Mlp {
-    /// What comes before `down`, with its activation.
+    /// The modules before `down`, with their activation.
     up: Box<dyn Module>,
     down: PackedLinear,
 }
 
 impl Mlp {
-    /// `down(up(x))`.
+    /// Makes `down(up(x))`.
     pub fn new(up: impl Module + 'static, down: PackedLinear) -> Self {
         Self { up: Box::new(up), down }
     }
 
-    /// `down(activation(up(x)))`.
-    pub fn plain([up, down]: [PackedLinear; 2], activation: Activation) -> Self {
+    /// Makes `down(activation(up(x)))`.
+    pub fn plain(up: PackedLinear, down: PackedLinear, activation: Activation) -> Self {
         match up.clone().with_activation(activation) {
-            Ok(up) => Self::new(up, down),
-            // One that does not run within the product.
+            Ok(activated) => Self::new(activated, down),
+            // The product cannot apply this activation.
             Err(_) => Self::new(seq().add(up).add(activation), down),
         }
     }
 
-    /// `down(activation(gate(x)) * up(x))`.
-    pub fn gated([gate, up, down]: [PackedLinear; 3], activation: Activation) -> Result<Self> {
+    /// Makes `down(activation(gate(x)) * up(x))`.
+    pub fn gated(gate: PackedLinear, up: PackedLinear, down: PackedLinear, activation: Activation) -> Result<Self> {
         Ok(Self::new(PackedGatedLinear::new(gate, up, activation)?, down))
     }
 
-    /// Plus a residual, if there is one.
+    /// Computes the MLP, plus a residual if there is one.
     pub fn forward(&self, xs: &Tensor, residual: Option<&Tensor>) -> Result<Tensor> {
         let hidden = self.up.forward(xs)?;
         match residual {
@@ -49,18 +50,19 @@ impl Mlp {
 /// The modules that have router and experts, below a block. A block without a router has a single MLP there.
 pub const MODULES: &[&str] = &["mlp", "block_sparse_moe"];
 pub const ROUTERS: &[&str] = &["router", "gate"];
-/// What every token goes through as well, with a weight of 1 unless there is a gate that gives one.
+/// The names of the expert that every token has, whose weight is 1 unless there is a gate.
 const SHARED: [&str; 2] = ["shared_expert", "shared_experts"];
 
-/// What differs between families of mixtures, and neither the names in a checkpoint nor its config say.
+/// The properties of a family of mixtures that neither the names in a checkpoint nor its config tell.
 #[derive(Clone, Copy)]
 pub struct Mixture {
-    /// Whether the weights of a token are divided by their sum, unless the config says no.
+    /// Whether the weights of a token are divided by their sum; the config can turn it off.
     pub normalizes: bool,
-    /// What weights are multiplied by, unless the config says.
+    /// The factor on weights, if the config has none.
     pub scale: f64,
 }
 
+/// A mixture of experts.
 pub struct Experts {
     router: Router,
     experts: Vec<Mlp>,
@@ -68,31 +70,32 @@ pub struct Experts {
     shared_gate: Option<PackedLinear>,
 }
 
+/// The choice of experts for a token.
 struct Router {
     linear: PackedLinear,
-    /// Added to the scores where experts are compared, and not to their weights. Scores are then sigmoids, otherwise a
-    /// softmax.
+    /// A term that is added to the scores to compare experts, and not to their weights. With it scores are sigmoids,
+    /// without it a softmax.
     correction: Option<Vec<f32>>,
     groups: Option<Groups>,
-    /// Experts of a token.
+    /// The number of experts of a token.
     chosen: usize,
     /// Whether the weights of a token are divided by their sum.
     normalized: bool,
-    /// What weights are multiplied by.
+    /// The factor on weights.
     scale: f64,
 }
 
-/// The experts of a token are those of a few groups only, the ones whose `best` highest scores have the largest sums.
+/// A restriction of a token's experts to a few groups, those whose `best` highest scores have the largest sums.
 struct Groups {
-    /// Experts of a group.
+    /// The number of experts of a group.
     size: usize,
-    /// Groups of a token.
+    /// The number of groups of a token.
     chosen: usize,
     best: usize,
 }
 
 impl Experts {
-    /// Those of a layer, from weights at the module's prefix: as many as the router has scores.
+    /// Loads the experts of a layer from weights at the module's prefix, one for each score of the router.
     pub fn read(mixture: &Mixture, json: &Value, weights: &Weights, activation: Activation) -> Result<Self> {
         let router = Router::read(mixture, json, &weights.pp(weights.named(ROUTERS)?))?;
         let (all, count) = (weights.pp("experts"), router.linear.out_dim());
@@ -104,25 +107,26 @@ impl Experts {
             let expert = |expert| all.pp(expert).gated_mlp(activation);
             (0..count).map(expert).collect::<Result<_>>()?
         };
-        let shared = SHARED.map(|name| weights.pp(name)).into_iter().find(|shared| shared.gated_names().is_some());
-        let shared_gate = weights.first(&["shared_expert_gate"]).map(|name| weights.pp(name).linear(None));
-        Ok(Self {
-            router,
-            experts,
-            shared: shared.map(|shared| shared.gated_mlp(activation)).transpose()?,
-            shared_gate: shared_gate.transpose()?,
-        })
+        let mut shared = None;
+        if let Some(at) = SHARED.map(|name| weights.pp(name)).into_iter().find(|at| at.gated_names().is_some()) {
+            shared = Some(at.gated_mlp(activation)?);
+        }
+        let mut shared_gate = None;
+        if let Some(name) = weights.first(&["shared_expert_gate"]) {
+            shared_gate = Some(weights.pp(name).linear(None)?);
+        }
+        Ok(Self { router, experts, shared, shared_gate })
     }
 
-    /// Tokens (.., E) to (.., E), plus a residual, if there is one.
+    /// Computes tokens (.., E) to (.., E), plus a residual if there is one.
     pub fn forward(&self, xs: &Tensor, residual: Option<&Tensor>) -> Result<Tensor> {
         let tokens = xs.flatten_to(D::Minus2)?;
         let scores = self.router.scores(&tokens)?;
-        // The tokens of each expert, and a 1 where it is one of a token's.
+        // The tokens of each expert, and (N, experts) with a 1 for each expert of a token.
         let mut routes = vec![Vec::new(); self.experts.len()];
         let mut chosen = vec![0f32; scores.elem_count()];
-        for (token, scores) in scores.to_vec2()?.iter().enumerate() {
-            for expert in self.router.route(scores) {
+        for (token, row) in scores.to_vec2()?.iter().enumerate() {
+            for expert in self.router.route(row) {
                 routes[expert].push(token as u32);
                 chosen[token * routes.len() + expert] = 1.0;
             }
@@ -138,27 +142,33 @@ impl Experts {
         }
         for (i, rows) in routes.into_iter().enumerate().filter(|(_, rows)| !rows.is_empty()) {
             let rows = Tensor::new(rows, xs.device())?;
-            let weights = weights.index_select(&rows, 0)?.narrow(1, i, 1)?;
-            let own = self.experts[i].forward(&tokens.index_select(&rows, 0)?, None)?.broadcast_mul(&weights)?;
-            ys = ys.index_add(&rows, &own, 0)?;
+            let row_weights = weights.index_select(&rows, 0)?.narrow(1, i, 1)?;
+            let own = self.experts[i].forward(&tokens.index_select(&rows, 0)?, None)?;
+            ys = ys.index_add(&rows, &own.broadcast_mul(&row_weights)?, 0)?;
         }
-        let ys = ys.reshape(xs.shape())?;
-        residual.map_or(Ok(ys.clone()), |residual| residual + ys)
+        ys = ys.reshape(xs.shape())?;
+        match residual {
+            Some(residual) => residual + ys,
+            None => Ok(ys),
+        }
     }
 }
 
 impl Router {
     fn read(mixture: &Mixture, json: &Value, weights: &Weights) -> Result<Self> {
-        // The names of fields that come first are Kimi Linear's.
+        // The first name of each field is Kimi Linear's.
         if let Some(other) = json["moe_router_activation_func"].as_str().filter(|&name| name != "sigmoid") {
             bail!("[causal_lm] moe_router_activation_func is {other:?}, expected \"sigmoid\"")
         }
         let linear = weights.linear(None)?;
-        let (experts, corrected) = (linear.out_dim(), weights.contains_tensor("e_score_correction_bias"));
-        let correction =
-            || weights.get_unchecked_dtype("e_score_correction_bias", DType::F32)?.reshape(experts)?.to_vec1();
+        let experts = linear.out_dim();
+        let mut correction = None;
+        if weights.contains_tensor("e_score_correction_bias") {
+            let bias = weights.get_unchecked_dtype("e_score_correction_bias", DType::F32)?;
+            correction = Some(bias.reshape(experts)?.to_vec1()?);
+        }
         let groups = match json["topk_method"].as_str().unwrap_or("greedy") {
-            _ if corrected => Some(Groups::read(json, experts, 2)?),
+            _ if correction.is_some() => Some(Groups::read(json, experts, 2)?),
             "greedy" => None,
             "group_limited_greedy" => Some(Groups::read(json, experts, 1)?),
             other => bail!("[causal_lm] topk_method is {other:?}, expected \"greedy\" or \"group_limited_greedy\""),
@@ -166,7 +176,7 @@ impl Router {
         let normalizes = ["moe_renormalize", "norm_topk_prob"].iter().find_map(|name| json[*name].as_bool());
         Ok(Self {
             linear,
-            correction: corrected.then(correction).transpose()?,
+            correction,
             groups,
             chosen: required(json, &["num_experts_per_token", "num_experts_per_tok"])?,
             normalized: mixture.normalizes && normalizes.unwrap_or(true),
@@ -174,22 +184,19 @@ impl Router {
         })
     }
 
-    /// The scores (N, experts) of tokens (N, E), in f32, with gradients.
+    /// Returns the scores (N, experts) of tokens (N, E), in f32, with gradients.
     fn scores(&self, tokens: &Tensor) -> Result<Tensor> {
         let dtype = if tokens.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
         let logits = self.linear.forward(&tokens.to_dtype(dtype)?)?.to_dtype(DType::F32)?;
         if self.correction.is_some() { ops::sigmoid(&logits) } else { ops::softmax(&logits, D::Minus1) }
     }
 
-    /// The weights (N, experts) of scores that are 0 but for the experts of a token.
+    /// Returns the weights (N, experts) of scores that are 0 except for the experts of a token.
     fn weights(&self, scores: &Tensor) -> Result<Tensor> {
-        match self.normalized {
-            true => scores.broadcast_div(&scores.sum_keepdim(1)?)? * self.scale,
-            false => scores * self.scale,
-        }
+        if self.normalized { scores.broadcast_div(&scores.sum_keepdim(1)?)? * self.scale } else { scores * self.scale }
     }
 
-    /// The experts of a token with these scores.
+    /// Returns the experts of a token with these scores.
     fn route(&self, scores: &[f32]) -> Vec<usize> {
         let ranks: Vec<f32> = match &self.correction {
             Some(correction) => scores.iter().zip(correction).map(|(score, correction)| score + correction).collect(),
@@ -197,8 +204,8 @@ impl Router {
         };
         let mut experts = by_rank(&ranks);
         if let Some(groups) = &self.groups {
-            let of_group = |ranks: &[f32]| by_rank(ranks).into_iter().take(groups.best).map(|i| ranks[i]).sum();
-            let sums: Vec<f32> = ranks.chunks(groups.size).map(of_group).collect();
+            let best_of = |group: &[f32]| by_rank(group).into_iter().take(groups.best).map(|i| group[i]).sum();
+            let sums: Vec<f32> = ranks.chunks(groups.size).map(best_of).collect();
             let kept = &by_rank(&sums)[..groups.chosen.min(sums.len())];
             experts.retain(|expert| kept.contains(&(expert / groups.size)));
         }
@@ -217,19 +224,21 @@ impl Groups {
     }
 }
 
-/// Experts of Qwen whose weights are one tensor (experts, out, in), the rows of gate before those of up.
+/// Loads experts of Qwen whose weights are one tensor (experts, out, in), the rows of gate before the rows of up.
 fn stacked_experts(all: &Weights, count: usize, activation: Activation) -> Result<Vec<Mlp>> {
-    let own = |name, of: Divided| all.own(name, Divided { dim: 1 + of.dim, ..of });
-    let [gate, up] = [0, 1].map(|half| own("gate_up_proj", OUTPUTS.half(half)));
-    let weights = [gate?, up?, own("down_proj", INPUTS)?];
-    let expert = |expert| {
-        let [gate, up, down] = weights.each_ref().map(|all| PackedLinear::new(&all.i(expert)?, None));
-        Mlp::gated([gate?, up?, down?], activation)
-    };
-    (0..count).map(expert).collect()
+    let stacked = |name, of: Sharding| all.sharded(name, Sharding { dim: 1 + of.dim, ..of });
+    let gates = stacked("gate_up_proj", OUTPUTS.half(0))?;
+    let ups = stacked("gate_up_proj", OUTPUTS.half(1))?;
+    let downs = stacked("down_proj", INPUTS)?;
+    let mut experts = Vec::with_capacity(count);
+    for i in 0..count {
+        let linear = |weights: &Tensor| PackedLinear::new(&weights.i(i)?, None);
+        experts.push(Mlp::gated(linear(&gates)?, linear(&ups)?, linear(&downs)?, activation)?);
+    }
+    Ok(experts)
 }
 
-/// Indices in the order of their numbers, the largest first.
+/// Returns the indices in the order of their numbers, the largest first.
 fn by_rank(ranks: &[f32]) -> Vec<usize> {
     let mut order: Vec<usize> = (0..ranks.len()).collect();
     order.sort_by(|&a, &b| ranks[b].total_cmp(&ranks[a]));

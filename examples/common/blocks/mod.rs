@@ -1,8 +1,9 @@
 //! Blocks of attention and an MLP, of decoders and of encoders.
 //!
 //! Attention is `hf::load_attention`, `hf::load_latent_attention` or `hf::load_linear_attention`: projections, rotary
-//! positions, norms of queries and keys, windows, grouped heads and the cache are the layer's. What is left of a block
-//! is here, and [`Family`](family::Family) has the differences between families. Biases are those of the checkpoint.
+//! positions, norms of queries and keys, windows, grouped heads and the cache are part of the layer. The other parts of
+//! a block are here; [`Family`](family::Family) has the differences between families. Biases are loaded if the
+//! checkpoint has them.
 #![allow(dead_code, reason = "each program uses a part")]
 
 pub mod attention;
@@ -24,13 +25,12 @@ use weights::Weights;
 /// The blocks of a model, one after the other.
 pub struct Blocks {
     blocks: Vec<Block>,
-    /// E.
+    /// The width E of hidden states.
     pub width: usize,
 }
 
 impl Blocks {
-    /// So many, which have numbers below the first of these names where there are blocks; `loaded` is told of every
-    /// one.
+    /// Loads `layers` blocks from the first prefix in `names` that has blocks; `loaded` is called after every block.
     pub fn load(
         loader: &mut Loader,
         layers: usize,
@@ -38,9 +38,9 @@ impl Blocks {
         names: &[&str],
         mut loaded: impl FnMut(usize, usize),
     ) -> Result<Self> {
-        let norms = loader.family.norms.concat();
-        let mut places = names.iter().map(|name| inner.pp(name));
-        let Some(at) = places.find(|at| at.pp(0).first(&norms).is_some()) else {
+        let norms = loader.family.norms.all();
+        let mut prefixes = names.iter().map(|name| inner.pp(name));
+        let Some(at) = prefixes.find(|at| at.pp(0).first(&norms).is_some()) else {
             bail!("[checkpoint] there is no {} in any of {}", norms.join(" or "), names.join(", "))
         };
         let mut blocks = Vec::with_capacity(layers);
@@ -51,8 +51,8 @@ impl Blocks {
         Ok(Self { blocks, width: loader.width })
     }
 
-    /// Embeddings to hidden states, both (B, T, E), where `attend` gives the output of a layer, by its number, for an
-    /// input.
+    /// Computes hidden states of embeddings, both (B, T, E). `attend` computes the output of a layer, given its number
+    /// and its input.
     pub fn forward(
         &self,
         mut xs: Tensor,
@@ -64,7 +64,8 @@ impl Blocks {
         Ok(xs)
     }
 
-    /// What the attention of a layer gets for embeddings, both (B, T, E), without a cache; the mask hides padding.
+    /// Returns the input of a layer's attention for embeddings, both (B, T, E), without a cache; the mask is that of
+    /// the padding.
     pub fn attention_input(&self, mut xs: Tensor, mask: &AttentionMask, layer: usize) -> Result<Tensor> {
         for block in &self.blocks[..layer] {
             xs = block.forward(&xs, |attention, input| attention.forward(input.with_mask(mask)))?;
@@ -72,24 +73,31 @@ impl Blocks {
         optional(&self.blocks[layer].before_attention, &xs)
     }
 
-    /// How many there are.
+    /// Returns the number of blocks.
     pub fn len(&self) -> usize {
         self.blocks.len()
     }
 
-    /// The attention of each layer.
+    /// Returns the attention of each layer.
     pub fn attentions(&self) -> impl Iterator<Item = &Attention> {
         self.blocks.iter().map(|block| &block.attention)
     }
 
-    /// That of one layer, if it is multi-head attention.
+    /// Returns the attention of one layer, if it is multi-head attention.
     pub fn attention(&self, layer: usize) -> Option<&MultiHeadAttention> {
-        if let Attention::MultiHead(attention) = self.attentions().nth(layer)? { Some(attention) } else { None }
+        match self.attentions().nth(layer)? {
+            Attention::MultiHead(attention) => Some(attention),
+            Attention::Latent(_) | Attention::Linear(_) => None,
+        }
     }
 
-    /// How many layers have attention weights, and how many heads the first of them has.
-    pub fn layers_and_heads(&self) -> [usize; 2] {
-        let with_weights = || self.attentions().filter(|attention| !attention.is_linear());
-        [with_weights().count(), with_weights().next().map_or(0, Attention::num_heads)]
+    /// Returns the layers of softmax attention, which have attention weights.
+    pub fn softmax_attentions(&self) -> impl Iterator<Item = &Attention> {
+        self.attentions().filter(|attention| !attention.is_linear())
+    }
+
+    /// Returns the number of heads of the first layer of softmax attention.
+    pub fn num_heads(&self) -> usize {
+        self.softmax_attentions().next().map_or(0, Attention::num_heads)
     }
 }

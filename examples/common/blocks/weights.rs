@@ -1,5 +1,5 @@
-//! The weights of a model, or of the share that one of several processes has: some heads of each layer, some inner
-//! columns of each MLP, and some rows of the vocabulary, as in Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053).
+//! The weights of a model, or the shard of one rank: some heads of each layer, some inner columns of each MLP, and some
+//! rows of the vocabulary, as in Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053).
 
 use std::ops::{Deref, Range};
 use std::rc::Rc;
@@ -9,78 +9,87 @@ use candle_core::{Context, DType, Result, Tensor, bail};
 use candle_nn::var_builder::{Shard, ShardedVarBuilder};
 use candle_nn::{Activation, Embedding, VarBuilder};
 
-use super::family::GATED_MLPS;
+use super::family::{GATED_MLPS, GatedNames};
 use super::gguf::Gguf;
 use super::mlp::Mlp;
 
 /// The processes that compute a model together.
 pub trait Processes {
-    /// Which of them this is.
+    /// Returns the rank of this process and their number.
     fn shard(&self) -> HeadShard;
 
-    /// The sum over all processes.
+    /// Returns the sum over all processes.
     fn sum(&self, own: &Tensor) -> Result<Tensor>;
 
-    /// The tensors of all processes, which have one shape, in the order of their ranks.
+    /// Returns the tensors of all processes, which have one shape, in the order of their ranks.
     fn gather(&self, own: &Tensor) -> Result<Vec<Tensor>>;
 }
 
-/// Those that a part of a model shares its work with; none for a model in one process.
+/// The processes that compute a model together; `None` for a model in one process.
 pub type Others = Option<Rc<dyn Processes>>;
 
-/// A builder, and what is read instead: from a GGUF file, in the types that it has, and by one of several processes.
+/// A builder of weights, which are read from elsewhere in two cases: from a GGUF file in its quantised types, and from
+/// safetensors in shards.
 #[derive(Clone)]
 pub struct Weights<'a> {
     pub vb: VarBuilder<'a>,
     pub gguf: Option<&'a Gguf>,
-    pub share: Option<Share>,
+    pub shards: Option<Shards>,
 }
 
-/// Where one of at least two processes reads its share, and the others.
+/// The reader of shards, for one of at least two processes.
 #[derive(Clone)]
-pub struct Share {
-    /// At the checkpoint's root; none of a GGUF file.
+pub struct Shards {
+    /// At the checkpoint's root; `None` for a GGUF file.
     pub vb: Option<ShardedVarBuilder<'static>>,
     pub processes: Rc<dyn Processes>,
 }
 
-/// A process's part of a dimension: of a GGUF file in whole blocks of any of its types where there are enough of them.
-pub fn part_of(shard: HeadShard, len: usize, is_gguf: bool) -> Range<usize> {
+/// Returns the range of a dimension in a shard. In a GGUF file it consists of whole quantised blocks if there are
+/// enough of them.
+pub fn shard_range(shard: HeadShard, len: usize, is_gguf: bool) -> Range<usize> {
     let fits = |unit: &usize| is_gguf && len.is_multiple_of(*unit) && len / unit >= shard.world_size();
     let unit = [256, 32].into_iter().find(fits).unwrap_or(1);
     let units = shard.rank_range(len / unit);
     units.start * unit..units.end * unit
 }
 
-/// What processes divide of a tensor.
+/// The dimension of a tensor that is sharded.
 #[derive(Clone, Copy)]
-pub struct Divided {
+pub struct Sharding {
     pub dim: usize,
-    /// Entries that stay together.
+    /// The number of entries that stay together.
     pub unit: usize,
-    /// Part `i` of `n` equal ones that are divided each by itself.
-    pub part: [usize; 2],
+    /// The part of the dimension to shard.
+    pub part: Part,
 }
 
-/// Of a weight (out, in) and its bias.
-pub const OUTPUTS: Divided = Divided { dim: 0, unit: 1, part: [0, 1] };
-/// The outputs of all processes are then to be added up; the first has the bias.
-pub const INPUTS: Divided = Divided { dim: 1, ..OUTPUTS };
+/// One of several equal parts of a dimension.
+#[derive(Clone, Copy)]
+pub struct Part {
+    pub index: usize,
+    pub count: usize,
+}
 
-impl Divided {
-    /// One half of the outputs, where two projections are one weight.
-    pub fn half(self, i: usize) -> Self {
-        Self { part: [i, 2], ..self }
+/// The outputs of a weight (out, in) and of its bias.
+pub const OUTPUTS: Sharding = Sharding { dim: 0, unit: 1, part: Part { index: 0, count: 1 } };
+/// The inputs of a weight (out, in). The results of all processes have to be summed; the first process has the bias.
+pub const INPUTS: Sharding = Sharding { dim: 1, ..OUTPUTS };
+
+impl Sharding {
+    /// Shards one half of the dimension, for two projections in one weight.
+    pub fn half(self, index: usize) -> Self {
+        Self { part: Part { index, count: 2 }, ..self }
     }
 }
 
 impl<'a> From<VarBuilder<'a>> for Weights<'a> {
     fn from(vb: VarBuilder<'a>) -> Self {
-        Self { vb, gguf: None, share: None }
+        Self { vb, gguf: None, shards: None }
     }
 }
 
-/// For whole tensors.
+/// Reads whole tensors.
 impl<'a> Deref for Weights<'a> {
     type Target = VarBuilder<'a>;
 
@@ -90,114 +99,126 @@ impl<'a> Deref for Weights<'a> {
 }
 
 impl<'a> Weights<'a> {
-    /// What is below a name.
+    /// Returns the weights below a name.
     pub fn pp(&self, name: impl ToString) -> Self {
         Self { vb: self.vb.pp(name), ..self.clone() }
     }
 
-    /// What is below the first of these names that has one of the parts, or else everything.
+    /// Returns the weights below the first of `names` that has one of `parts`, or else all weights.
     pub fn below(&self, names: &[&str], parts: &[&str]) -> Self {
-        let mut places = names.iter().map(|name| self.pp(name));
-        places.find(|place| place.first(parts).is_some()).unwrap_or_else(|| self.clone())
+        for name in names {
+            let weights = self.pp(name);
+            if weights.first(parts).is_some() {
+                return weights;
+            }
+        }
+        self.clone()
     }
 
-    /// The first of these names below which there is a weight, which old checkpoints of BERT call gamma.
+    /// Returns the first of `names` that has a weight, which old checkpoints of BERT call gamma.
     pub fn first<'n>(&self, names: &[&'n str]) -> Option<&'n str> {
         let has = |name: &str, weight: &str| self.contains_tensor(&format!("{name}.{weight}"));
         names.iter().copied().find(|name| has(name, "weight") || has(name, "gamma"))
     }
 
-    /// The same, which has to be there.
+    /// Returns the first of `names` that has a weight.
+    ///
+    /// # Errors
+    /// If none has a weight.
     pub fn named<'n>(&self, names: &[&'n str]) -> Result<&'n str> {
         let missing = || format!("[checkpoint] there is no weight below any of {}", names.join(", "));
         self.first(names).with_context(missing)
     }
 
-    /// A table with a row for each token, position or the like.
+    /// Loads a table with a row for each token or position.
     pub fn table(&self, name: &str) -> Result<Embedding> {
         let table = self.pp(name).get_unchecked("weight")?;
         let width = table.dim(1)?;
         Ok(Embedding::new(table, width))
     }
 
-    /// Which of several processes this is.
+    /// Returns the rank of this process among several.
     pub fn shard(&self) -> Option<HeadShard> {
-        self.share.as_ref().map(|share| share.processes.shard())
+        self.shards.as_ref().map(|shards| shards.processes.shard())
     }
 
     pub fn processes(&self) -> Others {
-        self.share.as_ref().map(|share| share.processes.clone())
+        self.shards.as_ref().map(|shards| shards.processes.clone())
     }
 
-    /// A weight (out, in), and the bias if the checkpoint has one; both whole unless divided.
-    pub fn linear(&self, divided: impl Into<Option<Divided>>) -> Result<PackedLinear> {
+    /// Loads a weight (out, in), and the bias if the checkpoint has one; both whole unless they are sharded.
+    pub fn linear(&self, sharding: impl Into<Option<Sharding>>) -> Result<PackedLinear> {
         match self.gguf {
-            Some(gguf) => gguf.linear(&self.prefix(), self.shard(), divided.into()),
-            None => self.linear_of(divided.into(), false),
+            Some(gguf) => gguf.linear(&self.prefix(), self.shard(), sharding.into()),
+            None => self.linear_stored(sharding.into(), false),
         }
     }
 
-    /// The same of a weight that may be stored as (in, out).
-    pub fn linear_of(&self, divided: Option<Divided>, is_transposed: bool) -> Result<PackedLinear> {
-        let stored = |of: Divided| if is_transposed { Divided { dim: 1 - of.dim, ..of } } else { of };
-        let weight = match divided {
-            Some(of) => self.own("weight", stored(of))?,
+    /// Loads a weight like [`linear`](Self::linear) that may be stored as (in, out).
+    pub fn linear_stored(&self, sharding: Option<Sharding>, is_transposed: bool) -> Result<PackedLinear> {
+        let stored = match sharding {
+            Some(of) if is_transposed => self.sharded("weight", Sharding { dim: 1 - of.dim, ..of })?,
+            Some(of) => self.sharded("weight", of)?,
             None => self.get_unchecked("weight")?,
         };
-        let weight = if is_transposed { weight.t()? } else { weight };
-        let bias = match divided {
+        let weight = if is_transposed { stored.t()? } else { stored };
+        let bias = match sharding {
             _ if !self.contains_tensor("bias") => None,
-            Some(of) if of.dim == 0 => Some(self.own("bias", of)?),
+            Some(of) if of.dim == 0 => Some(self.sharded("bias", of)?),
             Some(_) if !self.is_first() => None,
             _ => Some(self.get(weight.dim(0)?, "bias")?),
         };
         PackedLinear::new(&weight, bias.as_ref())
     }
 
-    /// The names of gate, up and down, if there is an MLP with a gate.
-    pub fn gated_names(&self) -> Option<[&'static str; 3]> {
-        GATED_MLPS.into_iter().find(|names| self.first(&names[2..]).is_some())
+    /// Returns the names of gate, up and down, if there is an MLP with a gate.
+    pub fn gated_names(&self) -> Option<GatedNames> {
+        GATED_MLPS.into_iter().find(|names| self.first(&[names.down]).is_some())
     }
 
-    /// An MLP with a gate. Gate and up may be halves of one weight.
+    /// Loads an MLP with a gate. Gate and up may be halves of one weight.
     pub fn gated_mlp(&self, activation: Activation) -> Result<Mlp> {
-        let [gate, up, down] = self.gated_names().unwrap_or(GATED_MLPS[0]);
-        let joint = if self.gguf.is_some() || gate == up { up } else { "gate_up_proj" };
-        let is_joint = gate == up || self.first(&[gate]).is_none() && self.first(&[joint]).is_some();
-        let [gate, up] = match is_joint {
-            true => [0, 1].map(|half| self.pp(joint).linear(OUTPUTS.half(half))),
-            false => [gate, up].map(|name| self.pp(name).linear(OUTPUTS)),
+        let names = self.gated_names().unwrap_or(GATED_MLPS[0]);
+        let joint = if self.gguf.is_some() || names.gate == names.up { names.up } else { "gate_up_proj" };
+        let is_joint = names.gate == names.up || self.first(&[names.gate]).is_none() && self.first(&[joint]).is_some();
+        let (gate, up) = if is_joint {
+            let weight = self.pp(joint);
+            (weight.linear(OUTPUTS.half(0))?, weight.linear(OUTPUTS.half(1))?)
+        } else {
+            (self.pp(names.gate).linear(OUTPUTS)?, self.pp(names.up).linear(OUTPUTS)?)
         };
-        let activation = if activation == Activation::Swiglu { Activation::Silu } else { activation };
-        Mlp::gated([gate?, up?, self.pp(down).linear(INPUTS)?], activation)
+        let down = self.pp(names.down).linear(INPUTS)?;
+        let gate_activation = if activation == Activation::Swiglu { Activation::Silu } else { activation };
+        Mlp::gated(gate, up, down, gate_activation)
     }
 
-    /// Whether this process is the one that adds what counts once.
+    /// Returns whether this process adds the terms that count once, such as biases.
     pub fn is_first(&self) -> bool {
         self.shard().is_none_or(|shard| shard.rank() == 0)
     }
 
-    /// This process's share of a dimension of a tensor, all of it in one process.
-    pub fn own(&self, name: &str, of: Divided) -> Result<Tensor> {
-        self.own_in(self.dtype(), name, of)
+    /// Loads this process's shard of a tensor, all of it in one process.
+    pub fn sharded(&self, name: &str, of: Sharding) -> Result<Tensor> {
+        self.sharded_in(self.dtype(), name, of)
     }
 
-    /// The same in another dtype than that of the weights.
-    pub fn own_in(&self, dtype: DType, name: &str, of: Divided) -> Result<Tensor> {
-        let Divided { dim, unit, part: [i, parts] } = of;
-        if let Some(Share { vb: Some(vb), processes }) = &self.share
+    /// Loads a shard like [`sharded`](Self::sharded), in another dtype than that of the weights.
+    pub fn sharded_in(&self, dtype: DType, name: &str, of: Sharding) -> Result<Tensor> {
+        let Sharding { dim, unit, part } = of;
+        if let Some(Shards { vb: Some(vb), processes }) = &self.shards
             && unit == 1
         {
             let (rank, n) = (processes.shard().rank(), processes.shard().world_size());
-            let shard = Shard { dim, rank: i * n + rank, world_size: parts * n };
-            // Candle reads equal shares; others are cut out of the whole.
+            let shard = Shard { dim, rank: part.index * n + rank, world_size: part.count * n };
+            // Candle reads equal shards; others are cut out of the whole tensor.
             if let Ok(own) = vb.get_with_hints_dtype((), &format!("{}.{name}", self.prefix()), shard, dtype) {
                 return Ok(own);
             }
         }
         let whole = self.get_unchecked_dtype(name, dtype)?;
-        let len = whole.dim(dim)? / parts;
-        let Some(shard) = self.shard() else { return whole.narrow(dim, i * len, len) };
+        let len = whole.dim(dim)? / part.count;
+        let start = part.index * len;
+        let Some(shard) = self.shard() else { return whole.narrow(dim, start, len) };
         if len / unit < shard.world_size() {
             bail!(
                 "[causal_lm] {}.{name} has {} units of {unit}, expected one for each of {} processes",
@@ -206,7 +227,7 @@ impl<'a> Weights<'a> {
                 shard.world_size()
             )
         }
-        let own = shard.rank_range(len / unit);
-        whole.narrow(dim, i * len + own.start * unit, own.len() * unit)?.force_contiguous()
+        let units = shard.rank_range(len / unit);
+        whole.narrow(dim, start + units.start * unit, units.len() * unit)?.force_contiguous()
     }
 }
