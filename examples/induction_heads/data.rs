@@ -13,8 +13,10 @@ pub const WORDS: [&str; 64] = [
 ];
 /// The number of tokens of a sequence.
 pub const LENGTH: usize = 96;
-/// The fewest and the most tokens of a block.
-const PERIODS: [usize; 2] = [8, 48];
+/// The fewest tokens of a block.
+const MIN_PERIOD: usize = 8;
+/// The most tokens of a block.
+const MAX_PERIOD: usize = 48;
 
 /// Sequences (B, LENGTH), each a block of random words over and over. Blocks differ in length, so that the distance to
 /// the previous copy can be found from the words only.
@@ -27,11 +29,11 @@ pub struct Batch {
 impl Batch {
     /// Draws a batch, the same one for the same step.
     pub fn draw(size: usize, step: u64) -> Result<Self> {
-        let draws = TorchSeed::new(step).rand((size, 1 + PERIODS[1]))?.to_vec2::<f32>()?;
+        let draws = TorchSeed::new(step).rand((size, 1 + MAX_PERIOD))?.to_vec2::<f32>()?;
         let below = |draw: f32, n: usize| (draw * n as f32) as usize;
         let mut batch = Self { tokens: Vec::new(), periods: Vec::new() };
         for row in draws {
-            let period = PERIODS[0] + below(row[0], PERIODS[1] - PERIODS[0] + 1);
+            let period = MIN_PERIOD + below(row[0], MAX_PERIOD - MIN_PERIOD + 1);
             let block: Vec<_> = row[1..=period].iter().map(|&draw| below(draw, WORDS.len()) as u32).collect();
             batch.tokens.push((0..LENGTH).map(|t| block[t % period]).collect());
             batch.periods.push(period);

@@ -54,9 +54,9 @@ impl<'a> Loader<'a> {
 
     /// Loads the norm of this name.
     pub fn norm_at(&self, weights: &Weights, name: &str) -> Result<Norm> {
-        let vb = VarBuilder::pp(weights, name);
         const EPSILONS: [&str; 5] =
             ["rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"];
+        let vb = VarBuilder::pp(weights, name);
         let given = EPSILONS.iter().find_map(|key| self.json[*key].as_f64());
         let (width, eps) = (self.width, |default: f64| given.unwrap_or(default));
         // Old checkpoints of BERT call a norm's bias beta.
@@ -78,8 +78,10 @@ impl<'a> Loader<'a> {
     pub fn block(&mut self, layer: usize, at: Weights) -> Result<Block> {
         let attention = match self.attention(layer)?.sharing(&mut self.tables)? {
             Attention::MultiHead(attention) if attention.config().relative_bias().is_some() => {
-                let first = || hf::load_relative_bias(self.json, self.weights.root());
-                let bias = self.bias.take().map_or_else(first, Ok)?;
+                let bias = match self.bias.take() {
+                    Some(bias) => bias,
+                    None => hf::load_relative_bias(self.json, self.weights.root())?,
+                };
                 Attention::MultiHead(attention.with_relative_bias(self.bias.insert(bias).clone())?)
             }
             attention => attention,

@@ -65,11 +65,18 @@ struct Model {
     defaults: Value,
     weights: Tensors,
     modules: Value,
-    /// (A, T) or (A, B, T).
+    /// Positions on axes, (A, T) or (A, B, T).
     positions: Option<Tensor>,
     sequences: Option<PackedSequences>,
-    /// The calls in their order: the module, its input and its output.
-    calls: Vec<(String, Tensor, Tensor)>,
+    /// The calls in their order.
+    calls: Vec<Call>,
+}
+
+/// A recorded call of a module.
+struct Call {
+    module: String,
+    input: Tensor,
+    output: Tensor,
 }
 
 impl Model {
@@ -79,19 +86,24 @@ impl Model {
             serde_json::from_str(&std::fs::read_to_string(folder.join(file))?).map_err(Error::wrap)
         };
         let golden = tensors("golden.safetensors")?;
-        let mut given: Vec<_> = golden.keys().filter(|key| key.contains("|in|")).collect();
-        given.sort();
-        let calls = given.into_iter().filter_map(|key| {
-            let (order, module) = key.split_once("|in|")?;
-            let gave = golden.get(&format!("{order}|out|{module}"))?;
-            Some((module.to_string(), golden[key].clone(), gave.clone()))
-        });
-        let calls = calls.collect();
-        let lengths = golden.get("lengths").map(|lengths| lengths.to_vec1::<f32>()).transpose()?;
-        let lengths = lengths.map(|lengths| lengths.into_iter().map(|len| len as usize).collect::<Vec<_>>());
+        let mut inputs: Vec<_> = golden.keys().filter(|key| key.contains("|in|")).collect();
+        inputs.sort();
+        let mut calls = Vec::new();
+        for key in inputs {
+            if let Some((order, module)) = key.split_once("|in|")
+                && let Some(output) = golden.get(&format!("{order}|out|{module}"))
+            {
+                calls.push(Call { module: module.into(), input: golden[key].clone(), output: output.clone() });
+            }
+        }
+        let mut sequences = None;
+        if let Some(lengths) = golden.get("lengths") {
+            let lens: Vec<usize> = lengths.to_vec1::<f32>()?.into_iter().map(|len| len as usize).collect();
+            sequences = Some(PackedSequences::from_lens(&lens, &lens)?);
+        }
         Ok(Self {
             positions: golden.get("positions").cloned(),
-            sequences: lengths.map(|lens| PackedSequences::from_lens(&lens, &lens)).transpose()?,
+            sequences,
             config: json("config.json")?,
             defaults: json("defaults.json")?,
             weights: tensors("model.safetensors")?,
@@ -101,9 +113,9 @@ impl Model {
     }
 
     /// Returns the calls of the modules whose weights were read.
-    fn calls_of(&self, read: &BTreeSet<String>) -> Vec<&(String, Tensor, Tensor)> {
+    fn calls_of(&self, read: &BTreeSet<String>) -> Vec<&Call> {
         let modules: BTreeSet<_> = read.iter().filter_map(|name| self.modules[name].as_str()).collect();
-        self.calls.iter().filter(|(module, ..)| modules.contains(module.as_str())).collect()
+        self.calls.iter().filter(|call| modules.contains(call.module.as_str())).collect()
     }
 
     /// Returns a builder of the weights, and the names that are read from it.
@@ -115,14 +127,14 @@ impl Model {
 
     /// Returns the projected memory of an earlier layer, for a layer without keys and values.
     fn earlier(&self, layer: usize) -> Result<Option<ProjectedMemory>> {
-        let Ok(Some(earlier)) = hf::kv_shared_layer(&self.config, layer) else { return Ok(None) };
-        let (vb, read) = self.noted();
-        let earlier = hf::load_attention(&self.config, earlier, vb)?;
-        let read = read.lock().expect("no panic before").clone();
-        let Some((_, xs, _)) = self.calls_of(&read).first().copied() else {
+        let Ok(Some(shared)) = hf::kv_shared_layer(&self.config, layer) else { return Ok(None) };
+        let (vb, names) = self.noted();
+        let earlier = hf::load_attention(&self.config, shared, vb)?;
+        let read = names.lock().expect("no panic before").clone();
+        let Some(call) = self.calls_of(&read).first().copied() else {
             return Err(Error::msg("the earlier layer was not called"));
         };
-        earlier.project_memory(xs, xs).map(Some)
+        earlier.project_memory(&call.input, &call.input).map(Some)
     }
 }
 
@@ -135,14 +147,14 @@ struct Noted {
 impl SimpleBackend for Noted {
     fn get(&self, shape: Shape, name: &str, _: Init, dtype: DType, device: &Device) -> Result<Tensor> {
         let tensor = self.get_unchecked(name, dtype, device)?;
-        match tensor.shape() == &shape {
-            true => Ok(tensor),
-            false => Err(Error::UnexpectedShape {
-                msg: format!("shape mismatch for {name}"),
-                expected: shape,
-                got: tensor.shape().clone(),
-            }),
+        if tensor.shape() == &shape {
+            return Ok(tensor);
         }
+        Err(Error::UnexpectedShape {
+            msg: format!("shape mismatch for {name}"),
+            expected: shape,
+            got: tensor.shape().clone(),
+        })
     }
 
     fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
@@ -179,9 +191,9 @@ impl From<MultiHeadAttention> for Layer {
 
 fn self_attention(json: &Value, layer: usize, vb: VarBuilder) -> Result<Layer> {
     if hf::latent_attention_config(json, layer).is_ok() {
-        let layer = hf::load_latent_attention(json, layer, vb)?;
+        let latent = hf::load_latent_attention(json, layer, vb)?;
         let has = vec!["latent".to_string()];
-        return Ok(Layer { forward: Forward::Softmax(Box::new(move |input| layer.forward_with(input))), has });
+        return Ok(Layer { forward: Forward::Softmax(Box::new(move |input| latent.forward_with(input))), has });
     }
     hf::load_attention(json, layer, vb).map(Layer::from)
 }
@@ -189,14 +201,22 @@ fn self_attention(json: &Value, layer: usize, vb: VarBuilder) -> Result<Layer> {
 fn linear_attention(json: &Value, layer: usize, vb: VarBuilder) -> Result<Layer> {
     let net = hf::load_linear_attention(json, layer, vb)?;
     let cfg = net.config();
-    let parts = [
-        (cfg.num_key_heads() < cfg.num_heads(), "grouped heads"),
-        (cfg.decay_per_channel(), "decays of channels"),
-        (cfg.decay_lower_bound().is_some(), "bounded decays"),
-        (cfg.allow_neg_eigval(), "betas up to 2"),
-        (cfg.gate_activation() == GateActivation::Sigmoid, "a gate by sigmoid"),
-    ];
-    let has = parts.into_iter().filter(|(has, _)| *has).map(|(_, part)| part.to_string()).collect();
+    let mut has = Vec::new();
+    if cfg.num_key_heads() < cfg.num_heads() {
+        has.push("grouped heads".to_string());
+    }
+    if cfg.decay_per_channel() {
+        has.push("decays of channels".to_string());
+    }
+    if cfg.decay_lower_bound().is_some() {
+        has.push("bounded decays".to_string());
+    }
+    if cfg.allow_neg_eigval() {
+        has.push("betas up to 2".to_string());
+    }
+    if cfg.gate_activation() == GateActivation::Sigmoid {
+        has.push("a gate by sigmoid".to_string());
+    }
     Ok(Layer { forward: Forward::Linear(Box::new(net)), has })
 }
 
@@ -244,6 +264,7 @@ fn parts(cfg: &MultiHeadAttentionConfig) -> Vec<String> {
     parts
 }
 
+/// Loads the layers of every kind, and returns a line for each.
 fn answers(model: &Model) -> Vec<Value> {
     let kinds: [(&str, Load); 4] = [
         ("self", self_attention),
@@ -254,23 +275,23 @@ fn answers(model: &Model) -> Vec<Value> {
     let mut lines = Vec::new();
     for (kind, load) in kinds {
         for layer in 0..64 {
-            let (vb, read) = model.noted();
+            let (vb, names) = model.noted();
             let loaded = load(&model.config, layer, vb);
             if loaded.as_ref().is_err_and(|error| one_line(error).contains("there is no layer")) {
                 break;
             }
-            let read = read.lock().expect("no panic before").clone();
+            let read = names.lock().expect("no panic before").clone();
             let mut line = match loaded {
-                Ok(loaded) => {
+                Ok(own) => {
                     let earlier = if kind == "self" { model.earlier(layer) } else { Ok(None) };
-                    let answer = earlier.and_then(|earlier| answer(model, &read, &loaded, kind, earlier.as_ref()));
-                    answer.unwrap_or_else(|error| json!({"failed": one_line(&error)}))
+                    let compared = earlier.and_then(|memory| compare(model, &read, &own, kind, memory.as_ref()));
+                    compared.unwrap_or_else(|error| json!({"failed": one_line(&error)}))
                 }
                 Err(error) => json!({"refused": one_line(&error)}),
             };
             line["kind"] = json!(kind);
             line["layer"] = json!(layer);
-            line["modules"] = model.calls_of(&read).iter().map(|(module, ..)| module.as_str()).collect();
+            line["modules"] = model.calls_of(&read).iter().map(|call| call.module.as_str()).collect();
             // A layer of another kind.
             let is_other = line["refused"].as_str().is_some_and(|text| text.contains("has no linear attention"));
             if !is_other {
@@ -295,7 +316,8 @@ fn defaults(model: &Model) -> Vec<Value> {
     let mut lines = Vec::new();
     for read in reads {
         for layer in 0..8 {
-            let [bare, full] = [&sparse, &model.defaults].map(|json| read(json, layer).ok());
+            let bare = read(&sparse, layer).ok();
+            let full = read(&model.defaults, layer).ok();
             if bare != full {
                 lines.push(json!({"kind": "defaults", "layer": layer, "differs": [bare, full]}));
                 break;
@@ -305,7 +327,8 @@ fn defaults(model: &Model) -> Vec<Value> {
     lines
 }
 
-fn answer(
+/// Compares a layer's output with the recorded one.
+fn compare(
     model: &Model,
     read: &BTreeSet<String>,
     layer: &Layer,
@@ -314,21 +337,23 @@ fn answer(
 ) -> Result<Value> {
     let calls = model.calls_of(read);
     let largest = |tensor: &Tensor| tensor.abs()?.flatten_all()?.max(0)?.to_scalar::<f32>();
-    let (Some((_, first, _)), Some((_, _, expected))) = (calls.first(), calls.last()) else {
+    let (Some(first), Some(last)) = (calls.first(), calls.last()) else {
         return Ok(json!({"failed": format!("the weights read are of no module that was called: {read:?}")}));
     };
-    // Under other names the projections come in this order.
-    let of = |names: [&str; 2]| {
-        calls.iter().find(|(module, ..)| names.iter().any(|name| module.ends_with(name))).map(|(_, xs, _)| xs)
+    let expected = &last.output;
+    let input_of = |name: &str, other: &str| {
+        let call = calls.iter().find(|call| call.module.ends_with(name) || call.module.ends_with(other))?;
+        Some(&call.input)
     };
-    let second = || calls.get(1).filter(|_| kind == "cross").map(|(_, xs, _)| (xs, xs));
-    let xs = of(["q_proj", "query"]).unwrap_or(first);
+    let xs = input_of("q_proj", "query").unwrap_or(&first.input);
     let differs = |keys: &Tensor| Ok::<_, Error>(keys.dims() != xs.dims() || largest(&(keys - xs)?)? > 0.0);
     // Positions may be added to queries and keys alone.
-    let key_value = match of(["k_proj", "key"]).zip(of(["v_proj", "value"])) {
-        Some((keys, values)) if differs(keys)? || differs(values)? => Some((keys, values)),
-        Some(_) => None,
-        None => second(),
+    let key_value = match (input_of("k_proj", "key"), input_of("v_proj", "value")) {
+        (Some(keys), Some(values)) if differs(keys)? || differs(values)? => Some((keys, values)),
+        (Some(_), Some(_)) => None,
+        // Projections of other names are called in this order: queries, then keys and values.
+        _ if kind == "cross" => calls.get(1).map(|call| (&call.input, &call.input)),
+        _ => None,
     };
     let mut error = 0f32;
     let packed = match &model.sequences {
@@ -349,11 +374,13 @@ fn answer(
         if let Some((keys, values)) = key_value {
             input = input.with_key_value(keys, values);
         }
-        let ys = match &layer.forward {
+        let mut ys = match &layer.forward {
             Forward::Softmax(forward) => forward(input)?,
             Forward::Linear(net) => net.forward_with(DeltaInput::new(&packed).with_backend(backend))?,
         };
-        let ys = if ys.elem_count() == expected.elem_count() { ys.reshape(expected.shape())? } else { ys };
+        if ys.elem_count() == expected.elem_count() {
+            ys = ys.reshape(expected.shape())?;
+        }
         let off = largest(&(ys - expected)?)? / largest(expected)?;
         // JSON has no infinity.
         error = error.max(if off.is_finite() { off } else { f32::MAX });
