@@ -77,10 +77,10 @@ pub(super) fn infer_config(
     let mask = if stack.is_some() { "heads.0.mask" } else { "mask" };
     if layout.has_mask_buffer()
         && tensors.contains(mask)
-        && let [rows, columns] = tensors.shape(mask)?[..]
-        && rows == columns
+        && let [queries, keys] = tensors.shape(mask)?[..]
+        && queries == keys
     {
-        cfg = cfg.with_causal(true).with_context_length(rows);
+        cfg = cfg.with_causal(true).with_context_length(keys);
     }
     cfg.validate()?;
     Ok(cfg)
@@ -138,8 +138,8 @@ fn matrix(tensors: &impl TensorSource, weight: &LayoutTensor) -> Result<Matrix> 
     }
 }
 
-/// Divides the rows of a packed weight, which has (H + 2 · H_kv) · D of them, into queries, keys and values. The input of
-/// the output projection, H · D, tells the number of query rows.
+/// Divides the rows of a packed weight, which has (H + 2 · H_kv) · D of them, into queries, keys and values. The input
+/// of the output projection, H · D, tells the number of query rows.
 fn packed(weight: Matrix, name: &str, out_name: &str, out: Option<Matrix>, num_heads: Option<usize>) -> Result<Inputs> {
     let Matrix { rows, columns } = weight;
     let queries = match out {
@@ -156,6 +156,6 @@ fn packed(weight: Matrix, name: &str, out_name: &str, out: Option<Matrix>, num_h
     if let Some(h) = num_heads.filter(|&h| h > 0) {
         divide(name, keys, divide(name, queries, h)?)?;
     }
-    let part = |rows| Matrix { rows, columns };
+    let part = |count| Matrix { rows: count, columns };
     Ok(Inputs { query: part(queries), key: part(keys), value: part(keys) })
 }

@@ -192,9 +192,10 @@ impl Checkpoint {
         })
     }
 
-    /// Infers the config of the layer below a prefix from its shapes: widths, key heads, biases, output projection; and,
-    /// where a causal `mask` buffer (T, T) was saved with the layer, causality and the context length. `num_heads` has
-    /// to be given, except for a stack of heads, which can be counted, and for nanoGPT's checkpoints, which have it.
+    /// Infers the config of the layer below a prefix from its shapes: widths, key heads, biases, output projection;
+    /// and, where a causal `mask` buffer (T, T) was saved with the layer, causality and the context length. `num_heads`
+    /// has to be given, except for a stack of heads, which can be counted, and for nanoGPT's checkpoints, which have
+    /// it.
     ///
     /// # Errors
     /// If a tensor is missing, or the shapes do not fit `num_heads`.
@@ -220,8 +221,8 @@ impl Checkpoint {
         weight.and_then(|weight| self.entries.get(weight)).is_some_and(Entry::is_float8)
     }
 
-    /// Returns the end of an error about a missing tensor: the layers of the checkpoint, or the names next to the missing
-    /// one, the most similar first.
+    /// Returns the end of an error about a missing tensor: the layers of the checkpoint, or the names next to the
+    /// missing one, the most similar first.
     fn hint(&self, missing: &str) -> String {
         let parents = std::iter::successors(missing.rsplit_once('.'), |(parent, _)| parent.rsplit_once('.'));
         let next_to = |parent: &str| -> Vec<&str> {
@@ -377,8 +378,8 @@ fn refuse_cut_tensors(file: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Returns whether a file begins as a zip archive of `torch.save`. A safetensors file begins with the length of its JSON
-/// header.
+/// Returns whether a file begins as a zip archive of `torch.save`. A safetensors file begins with the length of its
+/// JSON header.
 fn starts_like_a_zip(file: &Path) -> Result<bool> {
     let mut head = Vec::new();
     std::fs::File::open(file)
@@ -421,8 +422,8 @@ fn natural_order(prefix: &str) -> Vec<(u64, String)> {
     prefix.split('.').map(|part| (part.parse().unwrap_or(u64::MAX), part.to_string())).collect()
 }
 
-/// Returns whether the config of a checkpoint names this layout: by `layout`, a key of this crate, or by an architecture
-/// whose packed rows are in an order that their names do not tell.
+/// Returns whether the config of a checkpoint names this layout: by `layout`, a key of this crate, or by an
+/// architecture whose packed rows are in an order that their names do not tell.
 fn names_layout(config: &Value, layout: WeightLayout) -> bool {
     // nanoGPT saves `model_args`.
     if config["model_args"]["n_head"].is_number() {

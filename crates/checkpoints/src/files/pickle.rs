@@ -1,16 +1,17 @@
-//! The part of Python's pickle protocol 2 in which `torch.save` writes, as data: nothing in it is run.
+//! The part of Python's pickle protocol 2 that `torch.save` writes, read as data: no code in it is run.
 //!
-//! Objects live in one list and refer to each other by their place in it. A hostile file can therefore nest or share
-//! them as it likes: memory stays proportional to the file, and nothing recurses.
+//! Objects are stored in one list and refer to each other by their index. A hostile file can therefore nest or share
+//! objects without limit: memory stays proportional to the file, and no function recurses.
 
 use std::collections::HashMap;
 
-/// Bytes of the name of a class or a tensor, several times those of the longest in use.
+/// The largest number of bytes of the name of a class or a tensor: several times the longest name in use.
 pub(super) const MAX_NAME: usize = 1 << 10;
 
-/// The place of an [`Object`] in its [`Pickle`].
+/// The index of an [`Object`] in its [`Pickle`].
 pub(super) type Id = usize;
 
+/// An object of a pickle.
 #[derive(Debug)]
 pub(super) enum Object {
     Int(i64),
@@ -18,15 +19,15 @@ pub(super) enum Object {
     /// A class or function, by its full name.
     Global(String),
     Tuple(Vec<Id>),
-    /// In the order of insertion; a key may stand there twice.
+    /// Keys and values in the order of insertion. A key may occur twice.
     Dict(Vec<(Id, Id)>),
     Call {
         function: Id,
         arguments: Id,
     },
-    /// What the pickle leaves to its reader: a reference to a storage.
+    /// A reference to a storage, which is outside the pickle.
     Persistent(Id),
-    /// None, booleans, floats, lists: nothing that a tensor is made of.
+    /// None, booleans, floats, lists: objects that no tensor consists of.
     Other,
 }
 
@@ -40,8 +41,10 @@ pub(super) struct Pickle {
 type Result<T> = std::result::Result<T, String>;
 
 impl Pickle {
+    /// Reads a pickle.
+    ///
     /// # Errors
-    /// For an instruction that state dicts do not use, and for a pickle that ends early or does not add up.
+    /// For an instruction that state dicts do not use, and for a pickle that ends early or contradicts itself.
     pub(super) fn read(bytes: &[u8]) -> Result<Self> {
         let mut machine = Machine { bytes, ..Machine::default() };
         loop {
@@ -75,7 +78,7 @@ impl Pickle {
     }
 }
 
-/// The stack machine that a pickle is a program for.
+/// The stack machine that runs a pickle.
 #[derive(Default)]
 struct Machine<'a> {
     bytes: &'a [u8],
@@ -165,7 +168,7 @@ impl Machine<'_> {
                 );
                 self.push(if is_dict { Object::Dict(Vec::new()) } else { Object::Call { function, arguments } });
             }
-            // BUILD: attributes of the object below, which make no difference to what it is.
+            // BUILD: attributes of the object below, which are not used.
             b'b' => {
                 self.pop()?;
             }
@@ -196,7 +199,7 @@ impl Machine<'_> {
         self.objects.push(object);
     }
 
-    /// The topmost object, above the last mark.
+    /// Removes the topmost object above the last mark.
     fn pop(&mut self) -> Result<Id> {
         let floor = self.marks.last().copied().unwrap_or(0);
         if self.stack.len() <= floor {
@@ -210,13 +213,13 @@ impl Machine<'_> {
         Ok(self.stack.split_off(mark))
     }
 
-    /// Keys and values in turn, into the dict on top of the stack.
+    /// Inserts alternating keys and values into the dict on top of the stack.
     fn insert(&mut self, items: &[Id]) -> Result<()> {
         let (pairs, rest) = items.as_chunks();
         let dict = self.stack.last().map(|&id| &mut self.objects[id]);
         match (dict, rest) {
             (Some(Object::Dict(entries)), []) => entries.extend(pairs.iter().map(|&[key, value]| (key, value))),
-            // A subclass of dict: what it holds is not looked at.
+            // The items of a subclass of dict are not read.
             (Some(Object::Call { .. }), []) => {}
             _ => return Err("items are set of something that is no dict".into()),
         }
@@ -255,7 +258,7 @@ impl Machine<'_> {
     }
 }
 
-/// Up to eight bytes, of which a signed number has the two's complement.
+/// Returns the number in up to eight bytes; a signed number is in two's complement.
 fn little_endian(bytes: &[u8], signed: bool) -> Option<i64> {
     if bytes.len() > 8 {
         return None;

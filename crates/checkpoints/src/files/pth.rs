@@ -1,7 +1,7 @@
 //! State dicts as `torch.save` writes them: a zip archive of a pickle and, uncompressed, the storages it refers to.
 //!
-//! Candle's own reader takes well-meant files only: it panics on pickles that are not as expected, reads no tensor with
-//! gaps between its elements, and passes over dtypes it does not know.
+//! Candle's reader panics on pickles that are not as expected, reads no tensor with gaps between its elements, and
+//! passes over unknown dtypes.
 //!
 //! A pickle can refer to one object many times, so that a small file describes many tensors with long names and shapes,
 //! within many calls: names, ranks and calls are bounded.
@@ -20,15 +20,16 @@ use super::pickle::{Id, MAX_NAME, Object, Pickle};
 use super::stored::{Entry, Stored, span};
 use candle_attention_modules::base::is_addressable;
 
-/// Bytes of all names and of what is said of unreadable tensors, several times those of the largest checkpoints.
+/// The largest number of bytes of all names and of the descriptions of unreadable tensors: several times the number of
+/// the largest checkpoints.
 const MAX_NAMES: usize = 1 << 26;
-/// Dimensions of a tensor.
+/// The largest number of dimensions of a tensor.
 const MAX_RANK: usize = 16;
-/// Calls around the one that makes a tensor: a parameter has one, one of a subclass has two.
+/// The largest number of calls around the call that makes a tensor. A parameter has one, a parameter of a subclass two.
 const MAX_WRAPPERS: usize = 16;
 
-/// The tensors of a file, by their names: of a nested dict as `key.name`; and `n_head` of the `model_args` that nanoGPT
-/// saves with its state dict.
+/// Reads the tensors of a file by name, and `n_head` of the `model_args` that nanoGPT saves with its state dict. The
+/// names of a nested dict are `key.name`.
 ///
 /// # Errors
 /// For a file that is no such archive, or whose tensors reach beyond their storages.
@@ -70,7 +71,7 @@ struct Reader {
     file_len: u64,
     root: String,
     pickle: Pickle,
-    /// Tensors often share one.
+    /// The storages that were found, which tensors often share.
     storages: HashMap<String, Storage>,
 }
 
@@ -91,7 +92,7 @@ impl Reader {
             bail!("{} was saved, expected a state dict (`module.state_dict()`)", self.describe(self.pickle.top))
         }
         let (mut tensors, mut names_len) = (BTreeMap::new(), 0);
-        // A dict can stand in itself: each is looked at once.
+        // A dict can contain itself, so each is read once.
         let mut seen = HashSet::from([self.pickle.top]);
         let mut open = vec![(String::new(), self.pickle.top)];
         while let Some((prefix, dict)) = open.pop() {
@@ -118,7 +119,7 @@ impl Reader {
                             names_len += what.len();
                         }
                         if tensors.insert(name.clone(), entry).is_some() {
-                            bail!("the tensor {name} stands there twice")
+                            bail!("the tensor {name} is in the file twice")
                         }
                     }
                     _ => {}
@@ -128,25 +129,13 @@ impl Reader {
         Ok(tensors)
     }
 
+    /// Reads the tensor that a call makes, through the calls of parameters and subclasses around it.
     fn entry(&mut self, name: &str, mut function: Id, mut arguments: Id) -> Result<Entry> {
-        // Parameters and subclasses wrap a tensor.
         for _ in 0..=MAX_WRAPPERS {
-            let items = self.pickle.tuple(arguments).unwrap_or_default();
-            let inner = match (self.pickle.global(function), items) {
-                (Some("torch._utils._rebuild_tensor_v2"), _) => return self.tensor(name, arguments),
-                (Some("torch._tensor._rebuild_from_type_v2"), &[function, _, arguments, ..]) => {
-                    Some((function, arguments))
-                }
-                (
-                    Some("torch._utils._rebuild_parameter" | "torch._utils._rebuild_parameter_with_state"),
-                    &[data, ..],
-                ) => match *self.pickle.get(data) {
-                    Object::Call { function, arguments } => Some((function, arguments)),
-                    _ => None,
-                },
-                _ => None,
-            };
-            let Some(inner) = inner else {
+            if self.pickle.global(function) == Some("torch._utils._rebuild_tensor_v2") {
+                return self.tensor(name, arguments);
+            }
+            let Some(inner) = self.wrapped_call(function, arguments) else {
                 return Ok(self.unreadable(name, &self.describe(function)));
             };
             (function, arguments) = inner;
@@ -154,26 +143,32 @@ impl Reader {
         bail!("the tensor {name} is wrapped in more than {MAX_WRAPPERS} calls")
     }
 
-    /// The arguments of `_rebuild_tensor_v2`: storage, offset, shape, strides, and what has no bearing on the values.
+    /// Returns the function and the arguments of the call that a parameter or a subclass wraps.
+    fn wrapped_call(&self, function: Id, arguments: Id) -> Option<(Id, Id)> {
+        let items = self.pickle.tuple(arguments).unwrap_or_default();
+        match (self.pickle.global(function)?, items) {
+            ("torch._tensor._rebuild_from_type_v2", &[inner, _, inner_arguments, ..]) => Some((inner, inner_arguments)),
+            ("torch._utils._rebuild_parameter" | "torch._utils._rebuild_parameter_with_state", &[data, ..]) => {
+                match *self.pickle.get(data) {
+                    Object::Call { function: inner, arguments: inner_arguments } => Some((inner, inner_arguments)),
+                    _ => None,
+                }
+            }
+            _ => None,
+        }
+    }
+
+    /// Reads the arguments of `_rebuild_tensor_v2`: storage, offset, shape, strides, and others that do not change
+    /// values.
     fn tensor(&mut self, name: &str, arguments: Id) -> Result<Entry> {
         let malformed = || Error::msg(format!("the tensor {name} is not described as torch.save does"));
-        let arguments = self.pickle.tuple(arguments).unwrap_or_default();
-        let &[storage, offset, shape, strides, ..] = arguments else { return Err(malformed()) };
-        let Object::Persistent(storage) = *self.pickle.get(storage) else { return Err(malformed()) };
-        let storage = self.pickle.tuple(storage).ok_or_else(malformed)?;
-        let &[tag, class, key, ..] = storage else { return Err(malformed()) };
-        let (Some("storage"), Some(class), Some(key)) =
-            (self.pickle.text(tag), self.pickle.global(class), self.pickle.text(key))
-        else {
+        let &[storage_id, offset, shape, strides, ..] = self.pickle.tuple(arguments).unwrap_or_default() else {
             return Err(malformed());
         };
+        let (class, key) = self.storage_class_and_key(storage_id).ok_or_else(malformed)?;
         let Some(dtype) = dtype(class) else { return Ok(self.unreadable(name, class)) };
-        let size = |id: Id| self.pickle.int(id).and_then(|value| usize::try_from(value).ok());
-        let sizes = |id: Id| {
-            let ids = self.pickle.tuple(id).filter(|ids| ids.len() <= MAX_RANK)?;
-            ids.iter().map(|&id| size(id)).collect::<Option<Vec<_>>>()
-        };
-        let (Some(offset), Some(shape), Some(strides)) = (size(offset), sizes(shape), sizes(strides)) else {
+        let (Some(offset), Some(shape), Some(strides)) = (self.size(offset), self.sizes(shape), self.sizes(strides))
+        else {
             return Err(malformed());
         };
         if shape.len() != strides.len() {
@@ -184,24 +179,44 @@ impl Reader {
         }
         let key = key.to_string();
         let storage = self.storage(&key)?;
-        let size = dtype.size_in_bytes();
-        let storage_len = storage.len / size;
+        let element = dtype.size_in_bytes();
+        let storage_len = storage.len / element;
         let within = match span(&shape, &strides) {
             Some(span) => offset.checked_add(span).is_some_and(|end| end <= storage_len),
             None => shape.contains(&0),
         };
         if !within {
             bail!(
-                "the tensor {name} of shape {shape:?}, strides {strides:?} and offset {offset} reaches beyond its storage of {storage_len} elements"
+                "the tensor {name} of shape {shape:?}, strides {strides:?} and offset {offset} reaches beyond its \
+                 storage of {storage_len} elements"
             )
         }
         let strides = (!Shape::from(shape.as_slice()).is_contiguous(&strides)).then_some(strides);
-        let start = storage.start.saturating_add((offset as u64).saturating_mul(size as u64));
+        let start = storage.start.saturating_add((offset as u64).saturating_mul(element as u64));
         Ok(Entry::Stored(Stored { file: self.path.clone(), dtype, shape, strides, start, storage_len }))
     }
 
+    /// Returns the class of a storage, which tells its dtype, and its name in the archive.
+    fn storage_class_and_key(&self, id: Id) -> Option<(&str, &str)> {
+        let Object::Persistent(description) = *self.pickle.get(id) else { return None };
+        let &[tag, class, key, ..] = self.pickle.tuple(description)? else { return None };
+        if self.pickle.text(tag)? != "storage" {
+            return None;
+        }
+        Some((self.pickle.global(class)?, self.pickle.text(key)?))
+    }
+
+    fn size(&self, id: Id) -> Option<usize> {
+        self.pickle.int(id).and_then(|value| usize::try_from(value).ok())
+    }
+
+    fn sizes(&self, id: Id) -> Option<Vec<usize>> {
+        let ids = self.pickle.tuple(id).filter(|ids| ids.len() <= MAX_RANK)?;
+        ids.iter().map(|&size| self.size(size)).collect()
+    }
+
     fn unreadable(&self, name: &str, kind: &str) -> Entry {
-        let what = format!("{} holds {name} as {kind}, which cannot be read", self.path.display());
+        let what = format!("{} has {name} as {kind}, which cannot be read", self.path.display());
         Entry::Unreadable { shape: None, what }
     }
 
@@ -215,14 +230,14 @@ impl Reader {
         let (Some(start), Ok(len), true) =
             (file.data_start(), usize::try_from(file.size()), end.is_some_and(|end| end <= self.file_len))
         else {
-            bail!("{name} has {} bytes, which the file does not hold", file.size())
+            bail!("{name} has {} bytes, which the file does not have", file.size())
         };
         let storage = Storage { start, len };
         self.storages.insert(key.to_string(), storage);
         Ok(storage)
     }
 
-    /// An object in words, for errors.
+    /// Describes an object, for errors.
     fn describe(&self, id: Id) -> String {
         match self.pickle.get(id) {
             Object::Global(name) => name.clone(),
@@ -237,14 +252,14 @@ impl Reader {
     }
 }
 
-/// A small file of the archive.
+/// Reads a small file of the archive.
 fn contents(archive: &mut ZipArchive<BufReader<File>>, name: &str) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
     uncompressed(archive, name)?.read_to_end(&mut bytes)?;
     Ok(bytes)
 }
 
-/// A file of the archive, as it stands there.
+/// Opens a file of the archive that is not compressed.
 fn uncompressed<'a>(archive: &'a mut ZipArchive<BufReader<File>>, name: &str) -> Result<ZipFile<'a, BufReader<File>>> {
     let file = archive.by_name(name).map_err(|error| Error::msg(format!("{name}: {error}")))?;
     if file.compression() != CompressionMethod::Stored {

@@ -1,5 +1,5 @@
-//! Safetensors: the header of a file, with names, types, shapes and places of its tensors, and the index of shards
-//! (`model.safetensors.index.json`), which says what file holds which tensor.
+//! Safetensors: the header of a file, with the names, types, shapes and offsets of its tensors, and the index of shards
+//! (`model.safetensors.index.json`), which names the file of each tensor.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs::File;
@@ -15,7 +15,7 @@ use serde::Deserialize;
 use super::stored::{Entry, Stored};
 use candle_attention_modules::base::is_addressable;
 
-/// The format's own limit.
+/// The largest header that the format allows.
 const MAX_HEADER: u64 = 100_000_000;
 
 #[derive(Deserialize)]
@@ -26,10 +26,10 @@ struct Header {
     tensors: HashMap<String, TensorInfo>,
 }
 
-/// The tensors of a safetensors file. Only the header is read.
+/// Reads the names, shapes and offsets of the tensors of a safetensors file, from its header.
 ///
 /// # Errors
-/// If the header is no such header, or its tensors do not fill the rest of the file.
+/// If the header is invalid, or its tensors do not fill the rest of the file.
 pub(super) fn entries(path: &Path) -> Result<BTreeMap<String, Entry>> {
     let mut file = File::open(path)?;
     let file_len = file.metadata()?.len();
@@ -54,7 +54,7 @@ pub(super) fn entries(path: &Path) -> Result<BTreeMap<String, Entry>> {
     if end as u64 != data_len {
         return Err(SafeTensorError::MetadataIncompleteBuffer.into());
     }
-    let file: Arc<Path> = path.into();
+    let shared_path: Arc<Path> = path.into();
     let mut entries = BTreeMap::new();
     for (name, TensorInfo { dtype, shape, data_offsets, .. }) in tensors {
         if !is_addressable(&shape) {
@@ -65,7 +65,7 @@ pub(super) fn entries(path: &Path) -> Result<BTreeMap<String, Entry>> {
                 Entry::Unreadable { shape: Some(shape), what: format!("unsupported safetensors dtype {dtype:?}") }
             }
             Ok(dtype) => Entry::Stored(Stored {
-                file: file.clone(),
+                file: shared_path.clone(),
                 dtype,
                 storage_len: shape.iter().product(),
                 shape,
@@ -78,7 +78,7 @@ pub(super) fn entries(path: &Path) -> Result<BTreeMap<String, Entry>> {
     Ok(entries)
 }
 
-/// The shards of a checkpoint, by the tensors they hold.
+/// The index of a checkpoint: the shard of each tensor.
 #[derive(Deserialize)]
 pub(crate) struct ShardIndex {
     weight_map: BTreeMap<String, String>,
@@ -88,8 +88,8 @@ impl ShardIndex {
     /// Reads an index whose shards have the given extension.
     ///
     /// # Errors
-    /// What is wrong with the file, as the end of a sentence: unreadable, no index, without tensors, or with a shard
-    /// that is outside the index's own folder, in which case none of it is to be trusted.
+    /// If the file cannot be read, is no index, names no tensors, or names a shard outside its own folder. The text is
+    /// the end of a sentence.
     pub(crate) fn read(file: &Path, extension: &str) -> std::result::Result<Self, String> {
         let text = std::fs::read_to_string(file).map_err(|error| format!("could not be read: {error}"))?;
         let index: Self = serde_json::from_str(&text).map_err(|error| format!("is not an index of shards: {error}"))?;
@@ -104,7 +104,8 @@ impl ShardIndex {
         Ok(index)
     }
 
-    /// The shards, in the order of their names; of a `prefix`, only those with tensors of that name or below it.
+    /// Returns the shards in the order of their names; with a `prefix`, only shards with tensors of that name or below
+    /// it.
     ///
     /// # Errors
     /// If no tensor is there.
@@ -122,7 +123,8 @@ impl ShardIndex {
     }
 }
 
-/// Whether a tensor is `prefix` or below it, as a `VarBuilder` counts: the parts between dots are whole.
+/// Returns whether a tensor is `prefix` or below it in the sense of a `VarBuilder`, which compares whole parts between
+/// dots.
 fn is_below(tensor: &str, prefix: &str) -> bool {
     match tensor.strip_prefix(prefix) {
         Some(rest) => rest.is_empty() || rest.starts_with('.') || prefix.is_empty() || prefix.ends_with('.'),
@@ -130,7 +132,7 @@ fn is_below(tensor: &str, prefix: &str) -> bool {
     }
 }
 
-/// What is wrong with the name of a shard, which has to be a file below the index's own folder.
+/// Returns the fault in the name of a shard, which has to be a file below the folder of the index.
 fn shard_fault(name: &str, extension: &str) -> Option<String> {
     if name.contains(['\\', ':']) || name.chars().any(char::is_control) {
         return Some("has a character that no file of a model has".to_string());
@@ -146,7 +148,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn shard_names_stay_in_the_folder() {
+    fn shard_names_outside_the_folder_are_refused() {
         let fault = |name| shard_fault(name, ".safetensors");
         assert_eq!(fault("model-00001-of-00002.safetensors"), None);
         assert_eq!(fault("parts/model-00001-of-00002.safetensors"), None);
@@ -162,7 +164,7 @@ mod tests {
             "model.bin",
             "",
         ] {
-            assert!(fault(name).is_some(), "{name:?} was let through");
+            assert!(fault(name).is_some(), "{name:?} was accepted");
         }
     }
 }

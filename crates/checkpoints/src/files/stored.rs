@@ -1,4 +1,4 @@
-//! A tensor in a file: where it is, and how it is read.
+//! A tensor in a file: its offset and dtype, and how it is read.
 
 use std::fs::File;
 use std::io::{Cursor, ErrorKind, Read, Seek, SeekFrom};
@@ -9,24 +9,28 @@ use candle_core::{DType, Device, Error, Result, Tensor, bail};
 
 use candle_attention_modules::base::{filled, fits_in_memory};
 
-/// Elements that are read and converted at once.
+/// The number of elements that are read and converted at once.
 const CHUNK: usize = 1 << 20;
 
-/// Rows and columns of a block of a float8 weight with a scale of its own: DeepSeek's.
+/// The rows and columns of a block of a float8 weight that shares a scale, as in DeepSeek.
 const BLOCK: usize = 128;
 
-/// What a file has under a name.
+/// An entry of a file.
 #[derive(Debug, Clone)]
 pub(super) enum Entry {
+    /// A tensor that can be read.
     Stored(Stored),
-    /// Something that Candle has no dtype or layout for: an error for those who ask for it only.
+    /// A tensor of a dtype or layout that Candle does not have. Reading it is an error.
     Unreadable {
+        /// The shape, if the file has it.
         shape: Option<Vec<usize>>,
+        /// The text of the error.
         what: String,
     },
 }
 
 impl Entry {
+    /// Returns the shape, if it is known.
     pub(super) fn shape(&self) -> Option<&[usize]> {
         match self {
             Self::Stored(stored) => Some(&stored.shape),
@@ -34,6 +38,7 @@ impl Entry {
         }
     }
 
+    /// Returns whether it is a float8 tensor (E4M3).
     pub(super) fn is_float8(&self) -> bool {
         matches!(self, Self::Stored(stored) if stored.dtype == DType::F8E4M3)
     }
@@ -45,18 +50,19 @@ pub(super) struct Stored {
     pub file: Arc<Path>,
     pub dtype: DType,
     pub shape: Vec<usize>,
-    /// In elements; `None` where the elements are in row-major order without gaps.
+    /// The strides in elements; `None` where the elements are in row-major order without gaps.
     pub strides: Option<Vec<usize>>,
-    /// The first byte of the first element.
+    /// The offset of the first element in the file, in bytes.
     pub start: u64,
-    /// Elements of the storage that the tensor is a view of.
+    /// The number of elements of the storage that the tensor is a view of.
     pub storage_len: usize,
 }
 
 impl Stored {
-    /// The tensor as `dtype` on `device`, its elements read from the file, or from `mapped`; float8 times its scale.
+    /// Reads the tensor as `dtype` on `device`, from the file or from `mapped`. A float8 tensor is multiplied by its
+    /// scale.
     ///
-    /// Elements are converted a chunk at a time, so that no more memory is taken than the result has.
+    /// Elements are converted a chunk at a time, so that reading needs little more memory than the result.
     pub(super) fn read(
         &self,
         mapped: Option<&[u8]>,
@@ -93,7 +99,7 @@ impl Stored {
         result.reshape(self.shape.as_slice())
     }
 
-    /// The elements in row-major order, without gaps.
+    /// Returns a reader of the elements in row-major order, without gaps.
     fn elements<'a>(&self, mapped: Option<&'a [u8]>) -> Result<Box<dyn Read + 'a>> {
         if let Some(mapped) = mapped {
             return Ok(Box::new(mapped));
@@ -126,19 +132,20 @@ impl Stored {
     }
 }
 
-/// What the elements of a float8 weight are multiplied by: element (i, j) by `values[i / rows][j / columns_each]`.
+/// The scale of a float8 weight: element (i, j) is multiplied by `values[i / block[0]][j / block[1]]`.
 #[derive(Debug)]
 pub(super) struct Scale {
-    /// Columns of the weight.
+    /// The number of columns of the weight.
     columns: usize,
-    /// Rows and columns of the weight that share a number.
+    /// The number of rows and of columns that share a scale.
     block: [usize; 2],
-    /// The numbers, a row of blocks after the other.
+    /// The scales, one row of blocks after the other.
     values: Vec<Vec<f32>>,
 }
 
 impl Scale {
-    /// One number, one for each row, or one for each block of 128 by 128; `None` for another shape.
+    /// Returns a scale of one number, of one for each row, or of one for each block of 128 by 128; `None` for another
+    /// shape.
     pub(super) fn new(weight: &[usize], scale: &Tensor) -> Result<Option<Self>> {
         let (rows, columns) = match *weight {
             [rows, columns] => (rows, columns),
@@ -154,7 +161,7 @@ impl Scale {
         Ok(Some(Self { columns: columns.max(1), block: block.map(|len| len.max(1)), values }))
     }
 
-    /// Whole rows, in a flat tensor that begins with element `start`.
+    /// Multiplies whole rows, in a flat tensor that begins with element `start`.
     fn apply(&self, chunk: &Tensor, start: usize) -> Result<Tensor> {
         let mut values: Vec<f32> = chunk.to_dtype(DType::F32)?.to_vec1()?;
         for (row, i) in values.chunks_mut(self.columns).zip(start / self.columns..) {
@@ -167,7 +174,8 @@ impl Scale {
     }
 }
 
-/// Elements from the first of a view to its last; `None` for a view without elements, or one too large to address.
+/// Returns the number of elements from the first of a view to its last; `None` for a view without elements, or one that
+/// is too large to address.
 pub(super) fn span(shape: &[usize], strides: &[usize]) -> Option<usize> {
     shape
         .iter()
@@ -175,7 +183,7 @@ pub(super) fn span(shape: &[usize], strides: &[usize]) -> Option<usize> {
         .try_fold(1usize, |span, (&dim, &stride)| span.checked_add(dim.checked_sub(1)?.checked_mul(stride)?))
 }
 
-/// The elements of a view, without the gaps between them.
+/// Returns the elements of a view without the gaps between them.
 fn gather(view: &[u8], size: usize, shape: &[usize], strides: &[usize]) -> Result<Vec<u8>> {
     let mut gathered = bytes(shape.iter().product::<usize>() * size)?;
     let mut index = vec![0; shape.len()];

@@ -1,4 +1,4 @@
-//! A file being read: its header, its tensors, and weights as it has them, whole, joined and in part.
+//! Reads a GGUF file: its header, its tensors, and quantised weights, whole, joined and in part.
 
 use std::io::{self, Read, Seek, SeekFrom};
 use std::ops::Range;
@@ -10,7 +10,7 @@ use candle_core::{DType, Device, Error, Result, Tensor, bail};
 use candle_attention_modules::base::{is_addressable, root};
 use candle_attention_modules::linear::{Outputs, PackedLinear, PackedProjection};
 
-/// A file being read.
+/// An open GGUF file.
 pub(super) struct File<'a, R> {
     pub content: &'a Content,
     pub reader: &'a mut R,
@@ -18,17 +18,19 @@ pub(super) struct File<'a, R> {
 }
 
 impl<R: Read + Seek> File<'_, R> {
+    /// Returns whether the file has a tensor of this name.
     pub fn has(&self, name: &str) -> bool {
         self.content.tensor_infos.contains_key(name)
     }
 
+    /// Reads a tensor.
     pub fn tensor(&mut self, name: &str) -> Result<QTensor> {
         let Some(info) = self.content.tensor_infos.get(name) else { bail!("[gguf] {name} is missing") };
-        // Candle casts the bytes of a tensor to blocks, and those of an empty one are not aligned.
+        // Candle casts the bytes of a tensor to blocks, and the bytes of an empty tensor are not aligned.
         if info.shape.dims().contains(&0) {
             bail!("[gguf] {name} has shape {:?}, expected dimensions of at least 1", info.shape)
         }
-        // Candle compares the size with that of the file before it makes room for it.
+        // Candle compares the size with the size of the file before it allocates.
         if !is_addressable(info.shape.dims()) {
             bail!("[gguf] {name} has shape {:?}, which is too large to address", info.shape)
         }
@@ -37,7 +39,7 @@ impl<R: Read + Seek> File<'_, R> {
             .map_err(|error| Error::msg(format!("[gguf] {name}: {}", root(&error))))
     }
 
-    /// `name.weight` (out, in), and `name.bias` (out,) if there is to be one.
+    /// Reads `name.weight` (out, in), and `name.bias` (out,) if `bias` asks for it.
     pub fn weight(&mut self, name: &str, (out_dim, in_dim): (usize, usize), bias: bool) -> Result<Weight> {
         let weight = self.shaped(&format!("{name}.weight"), &[out_dim, in_dim])?;
         let bias = match bias {
@@ -47,7 +49,7 @@ impl<R: Read + Seek> File<'_, R> {
         Ok(Weight { weight, bias })
     }
 
-    /// A linear layer of any shape, and its bias if the file has it.
+    /// Reads a linear layer of any shape, and its bias if the file has one.
     pub fn linear(&mut self, name: &str) -> Result<Weight> {
         let (weight, bias) = (format!("{name}.weight"), self.has(&format!("{name}.bias")));
         match self.content.tensor_infos.get(&weight).map(|info| info.shape.dims()) {
@@ -68,33 +70,33 @@ impl<R: Read + Seek> File<'_, R> {
     }
 }
 
-/// A part of a linear layer (out, in), for one of several processes.
+/// The shard of a linear layer (out, in) that one rank of several has.
 #[derive(Debug, Clone)]
 pub enum LinearShard {
     /// These outputs, in this order; at least one.
     Outputs(Vec<Range<usize>>),
-    /// These inputs, in whole blocks of the weight's type. Outputs are then to be added up, and one process adds the
+    /// These inputs, in whole blocks of the weight's type. The outputs of all ranks are added up, and one rank has the
     /// bias.
     Inputs {
-        /// Which they are.
+        /// The inputs.
         range: Range<usize>,
-        /// Whether the part has the bias.
+        /// Whether the shard has the bias.
         has_bias: bool,
     },
 }
 
-/// A weight (out, in) as a file has it, and its bias (out,) in f32.
+/// A weight (out, in) in the type of the file, and its bias (out,) in f32.
 pub(super) struct Weight {
     pub weight: QTensor,
     pub bias: Option<Tensor>,
 }
 
 impl Weight {
-    /// A part of it; `name` is for an error.
+    /// Returns a shard of the weight. Errors have the name `name`.
     pub fn part(&self, name: &str, part: &LinearShard) -> Result<Self> {
         match part {
             LinearShard::Outputs(ranges) if ranges.is_empty() => {
-                bail!("[gguf] {name}: no outputs were asked for, expected some of {}", self.out_dim())
+                bail!("[gguf] {name}: no outputs were requested, expected some of {}", self.out_dim())
             }
             LinearShard::Outputs(ranges) => {
                 Self::concat(&ranges.iter().map(|range| self.outputs(name, range)).collect::<Result<Vec<_>>>()?)
@@ -106,7 +108,7 @@ impl Weight {
     fn outputs(&self, name: &str, range: &Range<usize>) -> Result<Self> {
         let (outputs, inputs) = self.weight.shape().dims2()?;
         if range.start >= range.end || range.end > outputs {
-            bail!("[gguf] {name}: outputs {range:?} were asked for, expected some of {outputs}")
+            bail!("[gguf] {name}: outputs {range:?} were requested, expected some of {outputs}")
         }
         let data = self.weight.data()?;
         let row = data.len() / outputs;
@@ -120,14 +122,13 @@ impl Weight {
     fn inputs(&self, name: &str, range: &Range<usize>, has_bias: bool) -> Result<Self> {
         let (outputs, inputs) = self.weight.shape().dims2()?;
         if range.start >= range.end || range.end > inputs {
-            bail!("[gguf] {name}: inputs {range:?} were asked for, expected some of {inputs}")
+            bail!("[gguf] {name}: inputs {range:?} were requested, expected some of {inputs}")
         }
         let (dtype, data) = (self.weight.dtype(), self.weight.data()?);
         let block = dtype.block_size();
         if !range.start.is_multiple_of(block) || !range.end.is_multiple_of(block) {
             bail!(
-                "[gguf] {name}: inputs {range:?} of a weight in {dtype:?} were asked for, expected whole blocks of \
-                 {block}"
+                "[gguf] {name}: inputs {range:?} of a weight in {dtype:?} were requested, expected whole blocks of {block}"
             )
         }
         let bytes = range.start / block * dtype.type_size()..range.end / block * dtype.type_size();
@@ -144,7 +145,7 @@ impl Weight {
         self.weight.shape().dims()[0]
     }
 
-    /// The rows of all, which are of one type, one after the other; a bias that is missing is zeros.
+    /// Joins the rows of weights of one type, one after the other. A missing bias is zeros.
     pub fn concat(all: &[Self]) -> Result<Self> {
         let (first, device) = (&all[0].weight, all[0].weight.device());
         let rows = all.iter().map(Self::out_dim).sum::<usize>();
@@ -161,18 +162,20 @@ impl Weight {
         Ok(Self { weight: QTensor::new(storage, (rows, first.shape().dims()[1]))?, bias: biases })
     }
 
+    /// Packs the weight.
     pub fn pack(self) -> Result<PackedLinear> {
         PackedLinear::from_qtensor(self.weight, self.bias.as_ref())
     }
 
+    /// Packs the weight as one projection.
     pub fn columns(self) -> Result<Vec<PackedProjection>> {
         let outputs = Outputs { count: self.out_dim(), has_bias: self.bias.is_some() };
         Ok(PackedProjection::split(self.pack()?, [outputs]))
     }
 }
 
-/// The header of a file, which everything here reads: [`Content::read`], but for a file whose `general.alignment` is 0,
-/// at which that panics.
+/// Reads the header of a file, as [`Content::read`] does. That panics for a `general.alignment` of 0, which is an error
+/// here.
 ///
 /// # Errors
 /// For such a file, one that is no GGUF file, and one that cannot be read.
@@ -181,12 +184,13 @@ pub fn read<R: Read + Seek>(reader: &mut R) -> Result<Content> {
         .map_err(|error| Error::msg(format!("[gguf] {}", root(&error))))
 }
 
-/// A file that Candle reads piece by piece: a key, the type of its value, the value.
+/// A file that Candle reads piece by piece: a key, the type of its value, the value. It checks the alignment.
 struct Header<'a, R> {
     reader: &'a mut R,
     next: Next,
 }
 
+/// The piece that is read next.
 enum Next {
     TypeOfAlignment,
     Alignment,
@@ -200,12 +204,12 @@ impl<R: Read> Read for Header<'_, R> {
 
     fn read_exact(&mut self, bytes: &mut [u8]) -> io::Result<()> {
         self.reader.read_exact(bytes)?;
-        let are_zeros = |bytes: &[u8]| bytes.iter().all(|&byte| byte == 0);
+        let are_zeros = |piece: &[u8]| piece.iter().all(|&byte| byte == 0);
         self.next = match (&self.next, &*bytes) {
-            // Candle takes zeros off the end of a key.
+            // Candle removes zeros at the end of a key.
             (_, key) if key.strip_prefix(b"general.alignment").is_some_and(are_zeros) => Next::TypeOfAlignment,
             (Next::TypeOfAlignment, [_, _, _, _]) => Next::Alignment,
-            // Candle takes wider integers for no alignment.
+            // Candle ignores wider integers.
             (Next::Alignment, value) if value.len() <= 4 && are_zeros(value) => {
                 return Err(io::Error::other("general.alignment is 0, expected at least 1"));
             }
@@ -233,11 +237,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parts_hold_the_numbers_of_the_whole() -> Result<()> {
+    fn gguf_shards_have_the_numbers_of_the_whole() -> Result<()> {
         let (whole, bias) = (Tensor::randn(0f32, 1., (6, 512), &Device::Cpu)?, Tensor::arange(0f32, 6., &Device::Cpu)?);
         for dtype in [GgmlDType::F32, GgmlDType::BF16, GgmlDType::Q8_0, GgmlDType::Q4K] {
             let weight = Weight { weight: QTensor::quantize(&whole, dtype)?, bias: Some(bias.clone()) };
-            let numbers = |weight: &Weight| weight.weight.dequantize(&Device::Cpu);
+            let numbers = |any: &Weight| any.weight.dequantize(&Device::Cpu);
             let same = |got: &Tensor, expected: &Tensor| -> Result<()> {
                 assert_eq!(got.dims(), expected.dims());
                 assert_eq!((got - expected)?.abs()?.sum_all()?.to_scalar::<f32>()?, 0.0, "{dtype:?}");

@@ -121,8 +121,8 @@ pub(super) const ARCHITECTURES: &[Architecture] = &[
     of("starcoder2", "starcoder2"),
 ];
 
-/// The largest model of a family, which so many layers tell, scales scores by the width of `embed_dim / num_heads`, the
-/// others by that of their heads.
+/// Sets the scale of Gemma's scores. The largest model of a family, which is recognised by its number of layers, scales
+/// scores by the width `embed_dim / num_heads`, the other models by the width of their heads.
 fn gemma_scale(metadata: &Metadata, fields: &mut Fields, layers_of_largest: usize) -> Result<()> {
     let largest = metadata.required("block_count")? == layers_of_largest;
     let follows = metadata.required("embedding_length")?.checked_div(metadata.required("attention.head_count")?);
@@ -131,7 +131,7 @@ fn gemma_scale(metadata: &Metadata, fields: &mut Fields, layers_of_largest: usiz
     Ok(())
 }
 
-/// Layers with a window rotate by a base of their own, unscaled.
+/// Sets the rotary positions of layers with a window, which have another base and no scaling.
 fn rope_by_kind(metadata: &Metadata, fields: &mut Fields) -> Result<()> {
     let base = metadata.number("rope.freq_base_swa")?.unwrap_or(DEFAULT_BASE);
     let full = fields["rope_parameters"].take();
@@ -161,11 +161,11 @@ impl<'a> Metadata<'a> {
     /// # Errors
     /// If the file names no architecture, or one that is not known.
     pub fn of(content: &'a Content) -> Result<Self> {
-        let known = || ARCHITECTURES.iter().map(|known| known.name).collect::<Vec<_>>().join(", ");
+        let known = || ARCHITECTURES.iter().map(|one| one.name).collect::<Vec<_>>().join(", ");
         let Some(name) = content.metadata.get("general.architecture") else {
             bail!("[gguf] the metadata has no general.architecture, expected one of: {}", known())
         };
-        match ARCHITECTURES.iter().find(|known| name.to_string().is_ok_and(|name| name == known.name)) {
+        match ARCHITECTURES.iter().find(|one| name.to_string().is_ok_and(|text| text == one.name)) {
             Some(architecture) => Ok(Self { content, architecture }),
             None => bail!("[gguf] general.architecture is {}, expected one of: {}", shown(name), known()),
         }
@@ -320,7 +320,7 @@ impl<'a> Metadata<'a> {
         for name in ["use_qk_norm", "qk_layernorm"] {
             set(name, json!(has_qk_norm));
         }
-        // Biases are those of the tensors.
+        // The tensors tell which biases there are.
         for name in ["attention_bias", "bias", "use_bias", "use_qkv_bias"] {
             set(name, json!(false));
         }
@@ -388,12 +388,12 @@ impl<'a> Metadata<'a> {
         if has_window.len() != layers {
             return self.expected(WINDOW_PATTERN, found, expected);
         }
-        let kind = |has_window| if has_window { "sliding_attention" } else { "full_attention" };
+        let kind = |is_sliding| if is_sliding { "sliding_attention" } else { "full_attention" };
         fields.insert("layer_types".into(), has_window.into_iter().map(kind).collect());
         Ok(())
     }
 
-    /// Returns `rope_parameters`, without what tensors hold.
+    /// Returns `rope_parameters`, without the factors that are tensors.
     fn rope(&self) -> Result<serde_json::Value> {
         for &(key, neutral) in UNSUPPORTED {
             if let Some(number) = self.number(key)?.filter(|&number| number != neutral) {
@@ -426,7 +426,7 @@ impl<'a> Metadata<'a> {
         {
             return self.fail(format!("{ATTENTION_FACTOR} is {scale}, which is not supported, expected 1"));
         }
-        // Read whatever the kind, so that a value of the wrong type is an error.
+        // These are read for every kind, so that a value of the wrong type is an error.
         let original_context = self.count("rope.scaling.original_context_length")?;
         let beta_fast = self.number("rope.scaling.yarn_beta_fast")?;
         let beta_slow = self.number("rope.scaling.yarn_beta_slow")?;

@@ -1,4 +1,4 @@
-//! The attention of a GGUF file, by llama.cpp's names and metadata.
+//! Attention from GGUF files, by llama.cpp's names and metadata.
 //!
 //! ```no_run
 //! use candle_attention::gguf;
@@ -10,15 +10,14 @@
 //! # Ok(()) }
 //! ```
 //!
-//! The metadata become the fields of a `config.json`, which [`hf`] reads: a layer computes what the
-//! architecture of the same name computes there, and [`architectures`] names those that are known. Three things differ,
-//! since llama.cpp's converter changes weights: where it reorders the rows of q and k, rotary pairs are neighbours
-//! ([`RopeStyle::Interleaved`]); Gemma's norms have 1 added to their weights; packed projections have their rows by
-//! part.
+//! The metadata become the fields of a `config.json`, which [`hf`] reads: a layer computes the same as the architecture
+//! of that name in [`hf`]. [`architectures`] returns the known ones. Three things differ, since llama.cpp's converter
+//! changes weights: where it reorders the rows of q and k, rotary pairs are neighbours ([`RopeStyle::Interleaved`]);
+//! the weights of Gemma's norms include the 1 that the model adds; packed projections have their rows by part.
 //!
-//! Inputs and outputs are f32, as in llama.cpp. Weights are [`PackedLinear::from_qtensor`]: f32, f16 and bf16 are
-//! packed as they are, Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 as codes of 4 or 8 bits, which loses nothing, and K-quants (Q2_K
-//! to Q6_K) are multiplied by Candle's `QMatMul`, whose inputs are rounded to 8 bits.
+//! Inputs and outputs are f32, as in llama.cpp. Weights are packed by [`PackedLinear::from_qtensor`]: f32, f16 and bf16
+//! unchanged, Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 as codes of 4 or 8 bits, without loss. K-quants (Q2_K to Q6_K) are
+//! multiplied by Candle's `QMatMul`, whose inputs are rounded to 8 bits.
 
 mod file;
 mod metadata;
@@ -46,12 +45,13 @@ use candle_attention_modules::norm::{QkNorm, QkNormKind};
 use file::{File, Weight};
 use metadata::{ARCHITECTURES, Metadata, ROPE_FACTORS};
 
-/// The values of `general.architecture` that are known, in alphabetical order.
+/// Returns the values of `general.architecture` that are known, in alphabetical order.
 pub fn architectures() -> impl Iterator<Item = &'static str> {
     ARCHITECTURES.iter().map(|architecture| architecture.name)
 }
 
-/// The `config.json` of a file's model, as far as its metadata tell it: what a model reads beside its attention.
+/// Returns the `config.json` of a file's model, with the fields that the metadata tell, for attention and for the rest
+/// of the model.
 ///
 /// # Errors
 /// For an architecture that is not known, naming those that are, and for metadata that are missing, of the wrong type
@@ -60,11 +60,11 @@ pub fn hf_config(content: &Content) -> Result<Value> {
     Metadata::of(content)?.config()
 }
 
-/// The config of the first layer's attention. Where layers differ, as Gemma's do, each layer has
+/// Returns the config of the first layer's attention. Where layers differ, as in Gemma, a loaded layer has
 /// [its own](MultiHeadAttention::config).
 ///
 /// # Errors
-/// As [`hf_config`] and [`hf::attention_config`], and where tensors hold a part of the config (the factors of rotary
+/// As [`hf_config`] and [`hf::attention_config`], and where a part of the config is in tensors (the factors of rotary
 /// frequencies of Llama 3.1 and Phi 3), which [`load_attention`] reads.
 pub fn attention_config(content: &Content) -> Result<MultiHeadAttentionConfig> {
     let metadata = Metadata::of(content)?;
@@ -76,7 +76,7 @@ pub fn attention_config(content: &Content) -> Result<MultiHeadAttentionConfig> {
     Ok(cfg)
 }
 
-/// One layer's attention; layers count from 0. Inputs are f32.
+/// Loads one layer's attention. Layers count from 0. Inputs are f32.
 ///
 /// # Errors
 /// As [`hf_config`] and [`hf::attention_config`], for a missing or misshapen tensor, named with both shapes, and if the
@@ -90,12 +90,11 @@ pub fn load_attention<R: Read + Seek>(
     load(&mut File { content, reader, device }, layer, HeadShard::WHOLE)
 }
 
-/// One process's heads of a layer's attention, as [`MultiHeadAttention::load_shard`] has them: parts of the quantised
-/// weights as they are.
+/// Loads one rank's heads of a layer's attention, as [`MultiHeadAttention::load_shard`] does. Weights stay quantised.
 ///
 /// # Errors
 /// As [`load_attention`] and [`MultiHeadAttention::load_shard`], and for heads whose inputs of the output projection
-/// are no whole blocks of its type.
+/// are not whole blocks of its type.
 pub fn load_attention_shard<R: Read + Seek>(
     content: &Content,
     reader: &mut R,
@@ -111,67 +110,134 @@ fn load<R: Read + Seek>(file: &mut File<R>, layer: usize, shard: HeadShard) -> R
     let metadata = Metadata::of(file.content)?;
     let cfg = file.with_rope_factors(&metadata, layer_config(&metadata, layer)?)?;
     cfg.validate().map_err(|error| metadata.explain(&error))?;
-
-    let places = [Projection::Query, Projection::Key, Projection::Value, Projection::Output];
-    let [q, k, v, o] = places.map(|place| projection_shape(&cfg, place));
-    let at = |name: &str| format!("blk.{layer}.{name}");
-    let biases = cfg.qkv_bias();
-    // The rows of this process's heads, and its columns of the output projection.
+    // Refuses options that a shard cannot have.
     let _ = cfg.for_shard(shard)?;
-    let is_part = shard != HeadShard::WHOLE;
-    let own = |of, width| shard.range(of, [cfg.num_heads(), cfg.num_kv_heads()], width);
-    let rows = [own(Heads::Query, q.0), own(Heads::Key, k.0), own(Heads::Key, v.0)];
-    let parts = [0, 1, 2].map(|n| Outputs { count: rows[n].len(), has_bias: biases[n] });
-    let qkv = if file.has(&at("attn_qkv.weight")) {
-        let mut joint = file.weight(&at("attn_qkv"), (q.0 + k.0 + v.0, q.1), biases.contains(&true))?;
-        if is_part {
-            let firsts = [0, q.0, q.0 + k.0];
-            let rows = rows.iter().zip(firsts).map(|(rows, first)| first + rows.start..first + rows.end).collect();
-            joint = joint.part("attn_qkv", &LinearShard::Outputs(rows))?;
-        }
-        PackedProjection::split(joint.pack()?, parts)
-    } else {
-        let mut weight = |name, shape, bias, own: &Range<usize>| {
-            let whole = file.weight(&at(name), shape, bias)?;
-            if is_part { whole.part(name, &LinearShard::Outputs(vec![own.clone()])) } else { Ok(whole) }
-        };
-        let all = [
-            weight("attn_q", q, biases[0], &rows[0])?,
-            weight("attn_k", k, biases[1], &rows[1])?,
-            weight("attn_v", v, biases[2], &rows[2])?,
-        ];
-        let kind = |own: &Weight| (own.weight.dtype(), own.weight.shape().dims()[1]);
-        if all.iter().all(|own| kind(own) == kind(&all[0])) {
-            PackedProjection::split(Weight::concat(&all)?.pack()?, parts)
-        } else {
-            all.into_iter().map(Weight::columns).collect::<Result<Vec<_>>>()?.concat()
-        }
-    };
-    let mut output = file.weight(&at("attn_output"), o, cfg.out_bias())?;
-    if is_part {
-        let part = LinearShard::Inputs { range: own(Heads::Query, o.1), has_bias: shard.rank() == 0 };
-        output = output.part(&at("attn_output"), &part)?;
-    }
-    let projections = Projections::of_columns([qkv, output.columns()?].concat(), device);
-
-    let mut parameters = HashMap::new();
-    for (own, name, wanted) in [
-        ("q_norm.weight", "attn_q_norm.weight", cfg.qk_norm().is_some()),
-        ("k_norm.weight", "attn_k_norm.weight", cfg.qk_norm().is_some()),
-        ("q_norm.bias", "attn_q_norm.bias", false),
-        ("k_norm.bias", "attn_k_norm.bias", false),
-        ("sinks", "attn_sinks.weight", cfg.sinks()),
-    ] {
-        if wanted || file.has(&at(name)) {
-            parameters.insert(own.to_string(), file.tensor(&at(name))?.dequantize(device)?);
-        }
-    }
-    let vb = VarBuilder::from_tensors(parameters, DType::F32, device);
-    MultiHeadAttention::of_gguf(&cfg, projections, vb, shard)
+    let mut weights = LayerWeights { file, cfg: &cfg, layer, shard };
+    let mut columns = weights.queries_keys_values()?;
+    columns.extend(weights.output()?.columns()?);
+    let vb = VarBuilder::from_tensors(weights.parameters()?, DType::F32, device);
+    MultiHeadAttention::of_gguf(&cfg, Projections::of_columns(columns, device), vb, shard)
 }
 
-/// A linear layer of any type, `name.weight` (out, in) and `name.bias` if the file has it, as [`load_attention`] holds
-/// its own: (.., in) gives (.., out), in f32.
+/// The weights of one layer in a file, of which a shard is read.
+struct LayerWeights<'a, 'f, R> {
+    file: &'a mut File<'f, R>,
+    /// The config of the whole layer.
+    cfg: &'a MultiHeadAttentionConfig,
+    layer: usize,
+    shard: HeadShard,
+}
+
+/// A projection of queries, keys or values.
+struct Input {
+    /// llama.cpp's name.
+    name: &'static str,
+    /// (out, in) of the whole projection.
+    shape: (usize, usize),
+    has_bias: bool,
+    /// The rows of this rank's heads.
+    rows: Range<usize>,
+}
+
+impl<R: Read + Seek> LayerWeights<'_, '_, R> {
+    fn name(&self, part: &str) -> String {
+        format!("blk.{}.{part}", self.layer)
+    }
+
+    /// Returns the entries of this rank's heads among `len`.
+    fn own_range(&self, heads: Heads, len: usize) -> Range<usize> {
+        self.shard.range(heads, [self.cfg.num_heads(), self.cfg.num_kv_heads()], len)
+    }
+
+    fn inputs(&self) -> [Input; 3] {
+        let [q_bias, k_bias, v_bias] = self.cfg.qkv_bias();
+        let input = |name, projection, heads, has_bias| {
+            let shape = projection_shape(self.cfg, projection);
+            Input { name, shape, has_bias, rows: self.own_range(heads, shape.0) }
+        };
+        [
+            input("attn_q", Projection::Query, Heads::Query, q_bias),
+            input("attn_k", Projection::Key, Heads::Key, k_bias),
+            input("attn_v", Projection::Value, Heads::Key, v_bias),
+        ]
+    }
+
+    /// Reads the projections of queries, keys and values, from one tensor or from three.
+    fn queries_keys_values(&mut self) -> Result<Vec<PackedProjection>> {
+        let inputs = self.inputs();
+        let parts = inputs.each_ref().map(|input| Outputs { count: input.rows.len(), has_bias: input.has_bias });
+        if self.file.has(&self.name("attn_qkv.weight")) {
+            return Ok(PackedProjection::split(self.packed_inputs(&inputs)?.pack()?, parts));
+        }
+        let mut weights = Vec::new();
+        for input in &inputs {
+            let whole = self.file.weight(&self.name(input.name), input.shape, input.has_bias)?;
+            weights.push(self.outputs(input.name, whole, vec![input.rows.clone()])?);
+        }
+        let kind = |weight: &Weight| (weight.weight.dtype(), weight.weight.shape().dims()[1]);
+        if weights.iter().all(|weight| kind(weight) == kind(&weights[0])) {
+            return Ok(PackedProjection::split(Weight::concat(&weights)?.pack()?, parts));
+        }
+        let mut columns = Vec::new();
+        for weight in weights {
+            columns.extend(weight.columns()?);
+        }
+        Ok(columns)
+    }
+
+    /// Reads the tensor that has the rows of queries, then keys, then values.
+    fn packed_inputs(&mut self, inputs: &[Input; 3]) -> Result<Weight> {
+        let mut rows = Vec::new();
+        let mut first = 0;
+        for input in inputs {
+            rows.push(first + input.rows.start..first + input.rows.end);
+            first += input.shape.0;
+        }
+        let has_bias = inputs.iter().any(|input| input.has_bias);
+        let whole = self.file.weight(&self.name("attn_qkv"), (first, inputs[0].shape.1), has_bias)?;
+        self.outputs("attn_qkv", whole, rows)
+    }
+
+    /// Returns this rank's outputs of a weight.
+    fn outputs(&self, name: &str, whole: Weight, rows: Vec<Range<usize>>) -> Result<Weight> {
+        if self.shard == HeadShard::WHOLE { Ok(whole) } else { whole.part(name, &LinearShard::Outputs(rows)) }
+    }
+
+    /// Reads this rank's inputs of the output projection.
+    fn output(&mut self) -> Result<Weight> {
+        let name = self.name("attn_output");
+        let shape = projection_shape(self.cfg, Projection::Output);
+        let whole = self.file.weight(&name, shape, self.cfg.out_bias())?;
+        if self.shard == HeadShard::WHOLE {
+            return Ok(whole);
+        }
+        let range = self.own_range(Heads::Query, shape.1);
+        whole.part(&name, &LinearShard::Inputs { range, has_bias: self.shard.rank() == 0 })
+    }
+
+    /// Reads the norms of queries and keys and the sinks, by this crate's names. Norms with a bias, which the config
+    /// does not have, are read too: the layer refuses them.
+    fn parameters(&mut self) -> Result<HashMap<String, Tensor>> {
+        let has_norms = self.cfg.qk_norm().is_some();
+        let mut parameters = HashMap::new();
+        for (own, name, is_expected) in [
+            ("q_norm.weight", "attn_q_norm.weight", has_norms),
+            ("k_norm.weight", "attn_k_norm.weight", has_norms),
+            ("q_norm.bias", "attn_q_norm.bias", false),
+            ("k_norm.bias", "attn_k_norm.bias", false),
+            ("sinks", "attn_sinks.weight", self.cfg.sinks()),
+        ] {
+            let name = self.name(name);
+            if is_expected || self.file.has(&name) {
+                parameters.insert(own.to_string(), self.file.tensor(&name)?.dequantize(self.file.device)?);
+            }
+        }
+        Ok(parameters)
+    }
+}
+
+/// Loads a linear layer of any type, `name.weight` (out, in) and `name.bias` if the file has it. Inputs (.., in) and
+/// outputs (.., out) are f32.
 ///
 /// # Errors
 /// For a missing or misshapen tensor, and if the file cannot be read.
@@ -184,10 +250,10 @@ pub fn load_linear<R: Read + Seek>(
     File { content, reader, device }.linear(name)?.pack()
 }
 
-/// A part of the layer that [`load_linear`] gives.
+/// Loads the shard of a linear layer that one rank of several has.
 ///
 /// # Errors
-/// As [`load_linear`], and for a part that the layer does not have.
+/// As [`load_linear`], and for a shard that the layer does not have.
 pub fn load_linear_part<R: Read + Seek>(
     content: &Content,
     reader: &mut R,
@@ -198,8 +264,8 @@ pub fn load_linear_part<R: Read + Seek>(
     File { content, reader, device }.linear(name)?.part(name, part)?.pack()
 }
 
-/// A builder of all tensors of a file, by llama.cpp's names, dequantised as they are read: for what a model has beside
-/// its attention.
+/// Returns a builder of all tensors of a file, by llama.cpp's names, which dequantises them as they are read. It is for
+/// the parts of a model that are not attention.
 pub fn var_builder<R: Read + Seek + Send + 'static>(
     content: Arc<Content>,
     reader: R,
@@ -233,7 +299,7 @@ impl<R: Read + Seek + Send> SimpleBackend for Tensors<R> {
     }
 }
 
-/// What the metadata, the architecture and the presence of tensors tell of a layer.
+/// Returns the config of a layer that the metadata, the architecture and the names of tensors tell.
 fn layer_config(metadata: &Metadata, layer: usize) -> Result<MultiHeadAttentionConfig> {
     let cfg = hf::attention_config(&metadata.config()?, layer).map_err(|error| metadata.explain(&error))?;
     let has = |name: &str| metadata.content.tensor_infos.contains_key(&format!("blk.{layer}.{name}.bias"));
@@ -265,7 +331,7 @@ fn layer_config(metadata: &Metadata, layer: usize) -> Result<MultiHeadAttentionC
 }
 
 impl<R: Read + Seek> File<'_, R> {
-    /// The config with the factors of rotary frequencies that the file has.
+    /// Adds the factors of rotary frequencies that the file has to a config.
     fn with_rope_factors(
         &mut self,
         metadata: &Metadata,

@@ -185,7 +185,7 @@ impl<'a> Entry<'a> {
             aliases.extend(size_names.aliases());
         }
         let mut fields = Fields::new(model_type, object, aliases);
-        // Older configurations have the fields of the text next to those of the other parts.
+        // Older configurations have the fields of the text next to the other parts.
         if let Some(name) = self.family.section
             && (fields.has(name) || !fields.has(HIDDEN))
         {
@@ -352,8 +352,8 @@ impl<'a> Entry<'a> {
         })
     }
 
-    /// Returns the layer whose keys and values one of the last `num_kv_shared_layers` layers reads: the last layer of the
-    /// same kind before them.
+    /// Returns the layer whose keys and values one of the last `num_kv_shared_layers` layers reads: the last layer of
+    /// the same kind before them.
     fn earlier(&self, fields: &Fields) -> Result<Option<usize>> {
         const SHARED: &str = "num_kv_shared_layers";
         let Some(default) = self.family.kv_shared_layers else { return Ok(None) };
@@ -378,8 +378,8 @@ impl<'a> Entry<'a> {
     }
 }
 
-/// Reads Gemma 4's `use_bidirectional_attention`: a flag, `"all"`, or `"vision"` for images alone, which the caller's mask
-/// has to say.
+/// Reads Gemma 4's `use_bidirectional_attention`: a flag, `"all"`, or `"vision"` for images alone, which the caller's
+/// mask has to say.
 fn is_bidirectional(fields: &Fields) -> Result<bool> {
     const NAME: &str = "use_bidirectional_attention";
     match fields.get(NAME).and_then(Value::as_str) {

@@ -11,8 +11,8 @@ pub(super) type Aliases = &'static [(&'static str, &'static str)];
 
 static EMPTY: LazyLock<Map<String, Value>> = LazyLock::new(Map::new);
 
-/// The fields of one object of a `config.json` for one layer. Every error names the model and the field, and says what was
-/// expected and what was found.
+/// The fields of one object of a `config.json` for one layer. Every error names the model and the field, and says what
+/// was expected and what was found.
 #[derive(Debug, Clone)]
 pub(super) struct Fields<'a> {
     model: &'static str,
@@ -23,7 +23,7 @@ pub(super) struct Fields<'a> {
     /// The prefix of the fields' names in errors, for an object in the config.
     within: String,
     object: &'a Map<String, Value>,
-    /// The fields of this layer, which override those of all layers.
+    /// The fields of this layer alone, which override the others.
     own: Option<&'a Map<String, Value>>,
     aliases: Vec<(&'static str, &'static str)>,
 }
@@ -84,8 +84,12 @@ impl<'a> Fields<'a> {
     fn raw(&self, name: &str) -> Option<&'a Value> {
         let aliases = self.aliases.iter().filter(|(_, own)| *own == name).map(|(other, _)| *other);
         let mut names = aliases.chain([name]);
-        let own = self.own.and_then(|own| names.clone().find_map(|name| own.get(name)));
-        own.or_else(|| names.find_map(|name| self.object.get(name)))
+        if let Some(own) = self.own
+            && let Some(value) = names.clone().find_map(|spelling| own.get(spelling))
+        {
+            return Some(value);
+        }
+        names.find_map(|spelling| self.object.get(spelling))
     }
 
     /// Returns whether there is such a field, null or not.

@@ -21,7 +21,7 @@ pub(super) struct Linear {
     pub layout: DeltaLayout,
 }
 
-/// The sizes of a model that those of linear attention follow from.
+/// The sizes of a model from which the sizes of linear attention follow.
 #[derive(Clone, Copy)]
 pub(super) struct Sizes {
     /// The width of a layer's input.
@@ -72,8 +72,8 @@ fn but_last_of_four(fields: &Fields) -> Result<bool> {
     Ok(!(fields.layer + 1).is_multiple_of(fields.get_or("full_attention_interval", 4)?))
 }
 
-/// Returns true for all layers but those of `full_attn_layers`, which count from 1. Without that field, returns true for
-/// all but every fourth layer after the first.
+/// Returns true for all layers except `full_attn_layers`, which count from 1. Without that field, returns true
+/// for all but every fourth layer after the first.
 fn kimi_layers(fields: &Fields) -> Result<bool> {
     let full = fields.section("linear_attn_config")?.optional::<Vec<usize>>("full_attn_layers")?;
     let is_fourth = fields.layer > 0 && fields.layer.is_multiple_of(4);
@@ -104,8 +104,8 @@ fn qwen4(fields: &Fields, sizes: Sizes) -> Result<Config> {
     }
 }
 
-/// Reads OLMo Hybrid's fields: sizes that follow from those of softmax attention, and betas up to 2. The epsilon of its
-/// norm is fixed.
+/// Reads OLMo Hybrid's fields: sizes that follow from the sizes of softmax attention, and betas up to 2. The epsilon of
+/// its norm is fixed.
 fn olmo(fields: &Fields, Sizes { embed_dim, num_heads }: Sizes) -> Result<Config> {
     let size = |name, default: usize| fields.optional(name).map(|size| size.unwrap_or(default));
     let heads = fields.get_or(HEADS, num_heads)?;

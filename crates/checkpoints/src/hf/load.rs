@@ -105,7 +105,7 @@ impl Entry<'_> {
     /// Returns the module of a parameter that layers share: the first that the builder has, of those that the family's
     /// `shared_place` names.
     fn shared_module(&self, layer: usize, vb: &VarBuilder, parameter: &str) -> Result<String> {
-        let of_layer = |layer: usize| self.modules().flat_map(|names| names.modules(&[layer])).collect();
+        let of_layer = |number: usize| self.modules().flat_map(|names| names.modules(&[number])).collect();
         let modules: Vec<_> = match self.family.shared_place {
             SharedPlace::FirstLayer => of_layer(0),
             SharedPlace::EachLayer => of_layer(layer),

@@ -15,10 +15,10 @@
 //! `docs/architectures.md` of the repository, which a census of transformers' models writes, lists the options of each
 //! model, and why other models are refused.
 //!
-//! Missing fields have the defaults of the architecture's class in transformers, and the spellings of older versions are
-//! read as transformers reads them. A model that transformers does not know by its `model_type` has no default sizes: a
-//! missing number of heads is an error. For other models, a config that has a width and no number of heads is logged
-//! once as a warning. Where versions of transformers compute different results, a layer computes what published
+//! Missing fields have the defaults of the architecture's class in transformers, and the spellings of older versions
+//! are read as transformers reads them. A model that transformers does not know by its `model_type` has no default
+//! sizes: a missing number of heads is an error. For other models, a config that has a width and no number of heads is
+//! logged once as a warning. Where versions of transformers compute different results, a layer computes what published
 //! checkpoints were trained with; `docs/architectures.md` has the list. An option that changes the output and is not
 //! supported is an error that names it.
 //!
@@ -117,9 +117,9 @@
 //!
 //! # Encoders and decoders
 //!
-//! For a model that has both (BART, Whisper, T5), [`load_attention`] loads the encoder's layers. The decoder's layers are
-//! loaded by [`load_decoder_attention`] and [`load_cross_attention`]. Cross-attention attends to the encoder's outputs,
-//! which may be projected once for all tokens.
+//! For a model that has both (BART, Whisper, T5), [`load_attention`] loads the encoder's layers. The decoder's layers
+//! are loaded by [`load_decoder_attention`] and [`load_cross_attention`]. Cross-attention attends to the encoder's
+//! outputs, which may be projected once for all tokens.
 //!
 //! ```
 //! use candle_attention::{AttentionInput, hf};
@@ -142,10 +142,10 @@
 //!
 //! # T5
 //!
-//! The layers of T5's encoder share one relative bias, which the checkpoint stores in the first layer. The layers of the
-//! decoder share another ([`load_decoder_relative_bias`]). Each layer is loaded with its bias, so that it can be called
-//! alone. A stack loads the bias once, so that it is computed once. MPNet stores its bias outside the layers, and UMT5 has
-//! one in each layer.
+//! The layers of T5's encoder share one relative bias, which the checkpoint stores in the first layer. The layers of
+//! the decoder share another ([`load_decoder_relative_bias`]). Each layer is loaded with its bias, so that it can be
+//! called alone. A stack loads the bias once, so that it is computed once. MPNet stores its bias outside the layers,
+//! and UMT5 has one in each layer.
 //!
 //! ```
 //! use candle_attention::hf;
@@ -165,10 +165,11 @@
 //!
 //! # Gemma 3n and Gemma 4
 //!
-//! The last layers of these models have no keys and values: [`kv_shared_layer`] returns the earlier layer whose keys and
-//! values they reuse. In generation they read its [cache](candle_attention_core::AttentionInput::with_shared_cache), and
-//! without a cache its [projected memory](MultiHeadAttention::project_memory). Layers that attend to all keys may have
-//! wider heads, and use keys as values ([`KvSharing`](candle_attention_core::KvSharing)).
+//! The last layers of these models have no keys and values: [`kv_shared_layer`] returns the earlier layer whose keys
+//! and values they reuse. In generation they read its
+//! [cache](candle_attention_core::AttentionInput::with_shared_cache), and without a cache its [projected
+//! memory](MultiHeadAttention::project_memory). Layers that attend to all keys may have wider heads, and use keys as
+//! values ([`KvSharing`](candle_attention_core::KvSharing)).
 //!
 //! ```
 //! use candle_attention::{AttentionCache, AttentionCacheConfig, AttentionInput, hf};
@@ -207,8 +208,8 @@
 //!
 //! # DeBERTa and conformers
 //!
-//! The layers of DeBERTa v2 and v3 share vectors of the distances between tokens, and each layer is loaded with them. The
-//! layers of conformers (wav2vec 2.0's, Parakeet) use sines and cosines of distances instead
+//! The layers of DeBERTa v2 and v3 share vectors of the distances between tokens, and each layer is loaded with them.
+//! The layers of conformers (wav2vec 2.0's, Parakeet) use sines and cosines of distances instead
 //! ([`ContentPositions`](candle_attention_core::ContentPositions)).
 //!
 //! ```
@@ -229,8 +230,9 @@
 //!
 //! # DeepSeek
 //!
-//! DeepSeek V2 and V3, and models of other names with the same attention, have latent attention, which is another layer:
-//! [`load_latent_attention`] and [`latent_attention_config`] replace [`load_attention`] and [`attention_config`].
+//! DeepSeek V2 and V3, and models of other names with the same attention, have latent attention, which is another
+//! layer: [`load_latent_attention`] and [`latent_attention_config`] replace [`load_attention`] and
+//! [`attention_config`].
 //!
 //! ```
 //! use candle_attention::hf;
@@ -247,8 +249,8 @@
 //!
 //! # Linear attention
 //!
-//! Most layers of Qwen3-Next, Qwen3.5, Kimi Linear and OLMo Hybrid have linear attention by the gated delta rule, which is
-//! another layer too: [`load_linear_attention`] and [`linear_attention_config`]. [`is_linear_attention`] tells which
+//! Most layers of Qwen3-Next, Qwen3.5, Kimi Linear and OLMo Hybrid have linear attention by the gated delta rule, which
+//! is another layer too: [`load_linear_attention`] and [`linear_attention_config`]. [`is_linear_attention`] tells which
 //! layers have it. A call for a layer of the other kind is an error that names the right function.
 //!
 //! ```
@@ -301,8 +303,8 @@ pub fn architectures() -> impl Iterator<Item = &'static str> {
     entry::model_types()
 }
 
-/// Returns the config of one layer's attention, from a `config.json`. Layers count from 0. For a model with an encoder and
-/// a decoder it is a layer of the encoder.
+/// Returns the config of one layer's attention, from a `config.json`. Layers count from 0. For a model with an encoder
+/// and a decoder it is a layer of the encoder.
 ///
 /// # Errors
 /// For an architecture that is not known ([`architectures`] returns those that are), or of which only parts are known,
@@ -312,11 +314,11 @@ pub fn attention_config(json: &Value, layer: usize) -> Result<MultiHeadAttention
     Entry::of(json)?.attention(layer)
 }
 
-/// Loads one layer's attention, from a `config.json` and a builder at the model's root. Layers count from 0. For a model
-/// with an encoder and a decoder it is a layer of the encoder.
+/// Loads one layer's attention, from a `config.json` and a builder at the model's root. Layers count from 0. For a
+/// model with an encoder and a decoder it is a layer of the encoder.
 ///
-/// The weights are found by the architecture's own names, in a checkpoint of the model alone or of the model below a head
-/// (`layers.0.self_attn` or `model.layers.0.self_attn`).
+/// The weights are found by the architecture's own names, in a checkpoint of the model alone or of the model below a
+/// head (`layers.0.self_attn` or `model.layers.0.self_attn`).
 ///
 /// # Errors
 /// As [`attention_config`], for a quantised checkpoint (except float8, which [`weights::open`](crate::files::open)
@@ -368,8 +370,8 @@ pub fn load_cross_attention(json: &Value, layer: usize, vb: VarBuilder) -> Resul
     Entry::of(json)?.cross()?.load(layer, vb)
 }
 
-/// Loads one rank's heads of a layer's attention, from a `config.json` and Candle's sharded builder at the model's root.
-/// Layers count from 0. [`MultiHeadAttention::load_shard`] describes the result.
+/// Loads one rank's heads of a layer's attention, from a `config.json` and Candle's sharded builder at the model's
+/// root. Layers count from 0. [`MultiHeadAttention::load_shard`] describes the result.
 ///
 /// # Errors
 /// As [`load_attention`] and [`MultiHeadAttention::load_shard`].
@@ -455,11 +457,11 @@ pub fn load_linear_attention_shard(
     Entry::of(json)?.load_linear_with(layer, &whole(vb), load)
 }
 
-/// Loads the relative bias that all layers of a stack share, from a `config.json` and a builder at the model's root. For a
-/// model with an encoder and a decoder it is that of the encoder.
+/// Loads the relative bias that all layers of a stack share, from a `config.json` and a builder at the model's root.
+/// For a model with an encoder and a decoder it is that of the encoder.
 ///
-/// [`load_attention`] loads a bias with every layer. Pass [clones of this one](MultiHeadAttention::with_relative_bias) to
-/// all layers instead, and its biases are computed once in each pass.
+/// [`load_attention`] loads a bias with every layer. Pass [clones of this one](MultiHeadAttention::with_relative_bias)
+/// to all layers instead, and its biases are computed once in each pass.
 ///
 /// # Errors
 /// As [`load_attention`], and for an architecture without one.

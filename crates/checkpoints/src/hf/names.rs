@@ -38,8 +38,8 @@ pub(super) const fn at(prefixes: &'static [&'static str], path: &'static str, la
 }
 
 impl ModuleNames {
-    /// Returns the module of a layer with each prefix. `numbers` are those of the layer, or of its stage and of the layer
-    /// there.
+    /// Returns the module of a layer with each prefix. `numbers` are the numbers of the layer, or of its stage and of
+    /// the layer there.
     pub fn modules(&self, numbers: &[usize]) -> impl Iterator<Item = String> + use<'_> {
         let mut path = self.path.to_string();
         for number in numbers {
@@ -55,26 +55,40 @@ impl ModuleNames {
     }
 }
 
-/// Loads the attention of a layer: calls `load` with the layout and the name of the first module that the builder has. A
-/// builder that claims every name (zeros, fresh variables) gets the first module.
+/// A module that may have the attention of a layer.
+struct Candidate {
+    layout: WeightLayout,
+    module: String,
+    /// The parameter whose presence shows that the module is there.
+    parameter: String,
+}
+
+/// Loads the attention of a layer: calls `load` with the layout and the name of the first module that the builder has.
+/// A builder that claims every name (zeros, fresh variables) gets the first module.
 ///
 /// # Errors
-/// If there is no such module, and those of `load`.
+/// If there is no such module, and the errors of `load`.
 pub(super) fn load_module<'a, T>(
     names: impl Iterator<Item = &'a ModuleNames>,
     numbers: &[usize],
     vb: &VarBuilder,
     load: impl Fn(WeightLayout, &str) -> Result<T>,
 ) -> Result<T> {
-    let candidates: Vec<_> =
-        names.flat_map(|names| names.modules(numbers).map(move |module| (module, names))).collect();
-    if let Some((module, names)) = candidates.iter().find(|(module, names)| has(vb, &names.parameter(module))) {
-        return load(names.layout, module);
+    let mut candidates = Vec::new();
+    for own in names {
+        candidates.extend(own.modules(numbers).map(|module| Candidate {
+            layout: own.layout,
+            parameter: own.parameter(&module),
+            module,
+        }));
+    }
+    if let Some(found) = candidates.iter().find(|candidate| has(vb, &candidate.parameter)) {
+        return load(found.layout, &found.module);
     }
     let layer = numbers.iter().map(usize::to_string).collect::<Vec<_>>().join(".");
-    let Some((module, names)) = candidates.first() else { bail!("[hf] there is no name for layer {layer}") };
-    load(names.layout, module).map_err(|_| {
-        let looked: Vec<_> = candidates.iter().map(|(module, names)| names.parameter(module)).collect();
+    let Some(first) = candidates.first() else { bail!("[hf] there is no name for layer {layer}") };
+    load(first.layout, &first.module).map_err(|_| {
+        let looked: Vec<_> = candidates.iter().map(|candidate| candidate.parameter.as_str()).collect();
         Error::msg(format!(
             "[hf] no attention of layer {layer} in the checkpoint, looked for {}; is the builder at the model's root?",
             looked.join(", ")

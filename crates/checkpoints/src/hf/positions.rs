@@ -76,7 +76,7 @@ fn buckets(fields: &Fields, bidirectional: bool) -> Result<RelativeBiasConfig> {
 }
 
 fn conformer(fields: &Fields, default: &str) -> Result<Option<ContentPositions>> {
-    let side = |name, default| fields.get_or::<f64>(name, default).map(|size| size as usize);
+    let side = |name, usual| fields.get_or::<f64>(name, usual).map(|size| size as usize);
     Ok(match fields.nullable("position_embeddings_type", Some(default))? {
         None => None,
         Some("relative") => Some(ContentPositions::TransformerXl),

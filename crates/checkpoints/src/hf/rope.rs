@@ -24,8 +24,8 @@ columns! {
     style: RopeStyle = RopeStyle::RotateHalf,
     /// Whether LongRoPE is the only scaling, under two more names (Phi 3).
     long_rope_only: bool = false,
-    /// Whether `rope_parameters` may also be one object for layers of all kinds. Its scaling is for the layers without a
-    /// window.
+    /// Whether `rope_parameters` may also be one object for layers of all kinds. Its scaling is for the layers without
+    /// a window.
     one_for_all: bool = false,
     /// Whether `rope_scaling` of older configurations is for layers with a window too.
     shares_scaling: bool = false,
@@ -102,7 +102,7 @@ impl Rope {
         let is_scaled = kind == KINDS[0] || self.shares_scaling;
         let parameters = match (fields.object("rope_scaling")?, fields.object("rope_parameters")?) {
             (Some(_), Some(_)) => return fields.fail("rope_scaling and rope_parameters are both given, expected one"),
-            (_, Some(kinds)) if KINDS.iter().any(|kind| kinds.has(kind)) => kinds.object(kind)?,
+            (_, Some(kinds)) if KINDS.iter().any(|known| kinds.has(known)) => kinds.object(kind)?,
             (_, Some(all)) if self.one_for_all => {
                 let rope = self.read(fields, Some(all), head_dim)?;
                 return Ok(if is_scaled { rope } else { rope.with_scaling(RopeScaling::None) });

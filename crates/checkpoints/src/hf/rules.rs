@@ -27,8 +27,8 @@ pub(super) fn dbrx_key_heads(fields: &Fields, _: usize) -> Result<usize> {
     fields.section("attn_config")?.get_or("kv_n_heads", 1)
 }
 
-/// Reads the number of key heads of Falcon: one for all query heads (`multi_query`), one for each, or one for each group
-/// (`new_decoder_architecture`).
+/// Reads the number of key heads of Falcon: one for all query heads (`multi_query`), one for each, or one for each
+/// group (`new_decoder_architecture`).
 pub(super) fn falcon_key_heads(fields: &Fields, num_heads: usize) -> Result<usize> {
     let grouped = fields.flag("new_decoder_architecture", false)?;
     if !grouped && fields.flag("multi_query", true)? {
@@ -50,8 +50,9 @@ pub(super) fn bigcode_key_heads(fields: &Fields, num_heads: usize) -> Result<usi
 
 /// Returns whether OLMo Hybrid has rotary positions: unless their base is null, as published.
 pub(super) fn has_theta(fields: &Fields) -> Result<bool> {
-    let given = |fields: &Fields| Ok::<_, candle_core::Error>(fields.nullable("rope_theta", Some(1.0))?.is_some());
-    Ok(given(fields)? && given(&fields.section("rope_parameters")?)?)
+    let theta = fields.nullable("rope_theta", Some(1.0))?;
+    let theta_of_parameters = fields.section("rope_parameters")?.nullable("rope_theta", Some(1.0))?;
+    Ok(theta.is_some() && theta_of_parameters.is_some())
 }
 
 /// Returns whether Falcon has rotary positions: unless it has ALiBi.
@@ -59,8 +60,8 @@ pub(super) fn has_no_alibi(fields: &Fields) -> Result<bool> {
     Ok(!fields.flag("alibi", false)?)
 }
 
-/// Returns whether a layer of Muse Glimmer has rotary positions: those that attend to all keys have none, nor have those
-/// with a base of 0.
+/// Returns whether a layer of Muse Glimmer has rotary positions: those that attend to all keys have none, nor have
+/// those with a base of 0.
 pub(super) fn muse_rotary(fields: &Fields) -> Result<bool> {
     Ok(match fields.of_layer("layer_rope_theta")? {
         Some(theta) => theta.as_f64() != Some(0.0),
@@ -196,8 +197,8 @@ pub(super) fn esm_positions(fields: &Fields, cfg: Config) -> Result<Config> {
     }
 }
 
-/// Reads Llama 4's fields: layers with rotary positions have norms after them and attend to a chunk of keys; those without
-/// scale their queries.
+/// Reads Llama 4's fields: layers with rotary positions have norms after them and attend to a chunk of keys; those
+/// without scale their queries.
 pub(super) fn llama4(fields: &Fields, cfg: Config) -> Result<Config> {
     let rotates = cfg.rope().is_some();
     let is_chunked = match fields.of_layer("layer_types")? {

@@ -15,7 +15,7 @@ pub(super) enum Window {
     None,
     /// `sliding_window`, or this default, in all layers.
     All(Option<usize>),
-    /// `sliding_window`, or this default, in layers with "sliding_attention" in `layer_types`, or else in those of a
+    /// `sliding_window`, or this default, in layers with "sliding_attention" in `layer_types`, or else in layers of a
     /// pattern.
     Layers(Pattern, Option<usize>),
     /// `sliding_window`, or this default, in layers of a pattern except the last layer.
@@ -217,8 +217,8 @@ pub(super) fn jamba(fields: &Fields) -> Result<Option<usize>> {
     no_window(fields, fields.layer % fields.get_or("attn_layer_period", 8)? == offset)
 }
 
-/// Returns the window of a Nemotron H layer. Those of softmax attention are named by `layers_block_type`, or by the stars
-/// of `hybrid_override_pattern`.
+/// Returns the window of a Nemotron H layer. Layers of softmax attention are named by `layers_block_type`, or by the
+/// stars of `hybrid_override_pattern`.
 pub(super) fn nemotron_h(fields: &Fields) -> Result<Option<usize>> {
     let has_softmax = match fields.of_layer("layers_block_type")? {
         Some(kind) => *kind == "full_attention" || *kind == "attention",

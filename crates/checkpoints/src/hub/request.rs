@@ -1,8 +1,8 @@
-//! One request, watched: its progress bar, and how long it has been silent.
+//! One request with its progress bar and timeouts.
 //!
-//! hf-hub sets no timeout on its connections, and takes no HTTP client that has one without a second dependency on the
-//! same version of reqwest. So a request runs on a thread of its own, and its caller stops waiting once it has been
-//! silent for too long; the thread ends when the system gives the connection up.
+//! hf-hub sets no timeout on its connections, and accepts no HTTP client with a timeout without a second dependency on
+//! the same version of reqwest. So a request runs on its own thread, and the caller stops waiting when it has been
+//! silent for too long. The thread ends when the system closes the connection.
 
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
@@ -11,7 +11,7 @@ use hf_hub::progress::{DownloadEvent, ProgressEvent, ProgressHandler};
 use hf_hub::{HFError, HFResult};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressFinish, ProgressStyle};
 
-use super::session::Settings;
+use super::settings::Settings;
 
 /// A transfer from xet storage reports whole pieces of up to 64 MiB only, so it may be silent this many times longer:
 /// five minutes by default, which is the limit that hf-xet itself sets on a silent connection.
@@ -21,36 +21,38 @@ const BAR: &str = "{msg}  {wide_bar}  {bytes}/{total_bytes}  {bytes_per_sec}  {e
 /// As above, for a file whose size the server does not tell.
 const NO_SIZE: &str = "{msg}  {bytes}  {bytes_per_sec}";
 
-/// What the thread of a request says.
+/// A message from the thread of a request.
 enum Message<T> {
-    /// The transfer begins, of so many bytes, or 0 where the server does not tell.
+    /// The transfer begins. The number is that of its bytes, or 0 where the server does not tell.
     Start(u64),
-    /// So many bytes are there.
+    /// The progress of the transfer.
     Bytes {
+        /// The number of bytes that have arrived.
         bytes: u64,
+        /// Whether they came from xet storage.
         is_xet: bool,
     },
     Done(HFResult<T>),
 }
 
-/// Passes a download's progress on.
+/// A handler that sends the progress of a download to the waiting thread.
 pub(super) struct Events<T>(Sender<Message<T>>);
 
-/// Why a request gave no result.
+/// The reason why a request failed.
 #[derive(Debug)]
 pub(super) enum Failure {
-    /// hf-hub's own reason.
+    /// An error of hf-hub.
     Hub(HFError),
     /// The server has not answered within this time.
     NoAnswer(Duration),
-    /// The transfer began, brought `bytes` bytes, and then nothing more for `waited`.
+    /// The transfer began, and after `bytes` bytes nothing arrived for `waited`.
     Stalled { bytes: u64, waited: Duration },
     /// The request could not be started, or ended without a result.
     Broken(String),
 }
 
-/// Runs `request` on a thread of its own and waits for its result for as long as it is heard from. Returns the result,
-/// and the size in bytes that the server announced, if a transfer began and there was one.
+/// Runs `request` on its own thread and waits for its result while there is progress. Returns the result, and the size
+/// in bytes that the server announced, if a transfer began and the size was known.
 pub(super) fn watched<T, F>(file: &str, settings: &Settings, request: F) -> Result<(T, Option<u64>), Failure>
 where
     T: Send + 'static,
@@ -60,11 +62,11 @@ where
     let events = Events(sender.clone());
     std::thread::Builder::new()
         .name("hub-request".to_string())
-        // Nobody receives any more once the wait is over: then the result has no use.
+        // After a timeout there is no receiver, and the result is dropped.
         .spawn(move || drop(sender.send(Message::Done(request(events)))))
         .map_err(|e| Failure::Broken(format!("no thread could be started: {e}")))?;
     let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden()).with_message(file.to_string());
-    // A bar that is dropped before its end stays as it is.
+    // A bar that is dropped before its end remains on the screen.
     let bar = bar.with_finish(ProgressFinish::Abandon);
     let (mut limit, mut heard, mut transfer, mut announced) = (settings.answer, Instant::now(), None, None);
     loop {
@@ -85,7 +87,7 @@ where
                 if is_xet {
                     limit = settings.stall * XET_PATIENCE;
                 }
-                // hf-hub reports on a clock for xet: only more bytes are a sign of life.
+                // For xet, hf-hub reports at fixed times: only more bytes are progress.
                 if bytes > transfer.unwrap_or(0) {
                     (heard, transfer) = (Instant::now(), Some(bytes));
                     bar.set_position(bytes);
@@ -122,7 +124,7 @@ impl<T: Send> ProgressHandler for Events<T> {
             }
             _ => return,
         };
-        // As above: nobody may be waiting any more.
+        // After a timeout there is no receiver.
         let _ = self.0.send(message);
     }
 }
@@ -131,7 +133,7 @@ impl<T: Send> ProgressHandler for Events<T> {
 mod tests {
     use super::*;
 
-    /// Gets a function that reports a size, so many bytes, and whether they came by xet.
+    /// A request that is passed a function that reports a size, a number of bytes, and whether they came from xet.
     type Request = fn(&dyn Fn(Option<u64>, u64, bool));
 
     fn run(answer: u64, stall: u64, request: Request) -> Result<(u8, Option<u64>), Failure> {
@@ -162,12 +164,12 @@ mod tests {
     }
 
     #[test]
-    fn both_templates_are_well_formed() {
+    fn progress_templates_are_well_formed() {
         assert!(ProgressStyle::with_template(BAR).is_ok() && ProgressStyle::with_template(NO_SIZE).is_ok());
     }
 
     #[test]
-    fn a_slow_transfer_that_moves_is_waited_for_and_its_size_is_told() -> Result<(), Failure> {
+    fn slow_transfer_with_progress_returns_its_result_and_size() -> Result<(), Failure> {
         let (result, announced) = run(60_000, 2000, |progress| {
             progress(Some(100), 0, false);
             for bytes in 1..=30 {
@@ -182,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn silence_ends_the_wait_before_an_answer_and_in_a_transfer() {
+    fn silent_request_times_out_before_an_answer_and_in_a_transfer() {
         assert!(matches!(run(50, 60_000, |_| sleep(5000)), Err(Failure::NoAnswer(_))));
         let stalled = run(60_000, 50, |progress| {
             progress(Some(100), 40, false);
@@ -196,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn a_transfer_from_xet_may_be_silent_for_longer() {
+    fn silent_xet_transfer_has_a_longer_timeout() {
         let xet = run(60_000, 1000, |progress| {
             progress(Some(100), 1, true);
             sleep(2500);
@@ -205,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_is_handed_on_and_a_panic_is_a_broken_request() {
+    fn failed_request_returns_its_error_and_a_panic_is_broken() {
         let settings = Settings { answer: Duration::from_secs(60), ..Settings::default() };
         let failed = watched::<u8, _>("", &settings, |_| Err(HFError::CacheNotEnabled));
         assert!(matches!(failed, Err(Failure::Hub(HFError::CacheNotEnabled))));

@@ -1,6 +1,6 @@
-//! One fetch at work: the environment, the model's part of the cache, hf-hub's handle on it, and what went wrong.
+//! One fetch: the model's folder in the cache, hf-hub's client, and the texts of errors.
 //!
-//! The cache on disk is as all Hugging Face libraries lay it out:
+//! The cache on disk has the layout of all Hugging Face libraries:
 //!
 //! ```text
 //! models--organisation--name/refs/main                      the commit that a branch was at
@@ -8,10 +8,9 @@
 //! models--organisation--name/.no_exist/<commit>/config.json a mark: this commit is known not to have the file
 //! ```
 //!
-//! hf-hub can look there too, but only with an HTTP client, which it cannot set up on a machine without certificates:
-//! the very place where offline mode is at home.
+//! hf-hub can look there too, but only with an HTTP client, which it cannot create on a machine without certificates,
+//! and such a machine is where offline mode is used.
 
-use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -20,74 +19,22 @@ use hf_hub::{HFClient, HFClientSync, HFError, HFRepositorySync, RepoTypeModel, s
 
 use super::HubModel;
 use super::request::{Failure, watched};
+use super::settings::Settings;
 
-/// Three more tries after a failure that may pass (no connection, 429, 5xx), with at most 0.4 + 0.8 + 1.6 s between
-/// them: a machine without a network hears about it in seconds, a hub that hiccups is given time.
+/// The number of retries after a failure that may be temporary (no connection, 429, 5xx), with at most 0.4 + 0.8 + 1.6
+/// s between them: without a network the error comes within seconds, and a busy hub has time to recover.
 const RETRIES: usize = 3;
 const RETRY_DELAY: Duration = Duration::from_millis(200);
-
-/// What the environment says, or a [`HubModel`]. hf-hub reads it in part, and from version 1.1 on not at all.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub(super) struct Settings {
-    /// What asks for offline mode, as a half sentence for messages.
-    pub(super) offline: Option<&'static str>,
-    pub(super) hides_progress: bool,
-    /// The limit on the wait for the first answer about a file.
-    pub(super) answer: Duration,
-    /// The limit on the wait for the next byte.
-    pub(super) stall: Duration,
-    pub(super) endpoint: Option<String>,
-    pub(super) token: Option<String>,
-    pub(super) cache_dir: Option<PathBuf>,
-}
-
-impl Settings {
-    /// By huggingface_hub's rules (its `constants.py`): a flag is up at 1, ON, YES and TRUE in any case, a variable
-    /// that is empty is unset (but for `HF_ENDPOINT`), and a timeout of 0 means the default.
-    fn read(var: impl Fn(&str) -> Option<String>, home: Option<PathBuf>) -> Result<Self> {
-        let value = |name: &str| var(name).filter(|value| !value.is_empty());
-        let path = |name: &str| value(name).map(PathBuf::from);
-        let is_up = |name: &str| {
-            value(name).is_some_and(|flag| ["1", "ON", "YES", "TRUE"].contains(&flag.to_uppercase().as_str()))
-        };
-        let offline = match value("HF_HUB_OFFLINE") {
-            Some(_) => is_up("HF_HUB_OFFLINE").then_some("HF_HUB_OFFLINE is set"),
-            None => is_up("TRANSFORMERS_OFFLINE").then_some("TRANSFORMERS_OFFLINE is set"),
-        };
-        let seconds = |name: &str, default| match value(name).map(|text| text.trim().parse::<u32>().map_err(|_| text)) {
-            None | Some(Ok(0)) => Ok(Duration::from_secs(default)),
-            Some(Ok(seconds)) => Ok(Duration::from_secs(seconds.into())),
-            Some(Err(text)) => Err(Error::Msg(format!("[hub] {name} is {text:?}, expected a whole number of seconds"))),
-        };
-        let hf_home = path("HF_HOME")
-            .or_else(|| path("XDG_CACHE_HOME").map(|cache| cache.join("huggingface")))
-            .or_else(|| home.map(|home| home.join(".cache").join("huggingface")));
-        let token_file = path("HF_TOKEN_PATH").or_else(|| hf_home.as_ref().map(|home| home.join("token")));
-        let token = || value("HF_TOKEN").or_else(|| std::fs::read_to_string(token_file?).ok());
-        let token = if is_up("HF_HUB_DISABLE_IMPLICIT_TOKEN") { None } else { token() };
-        Ok(Self {
-            offline,
-            hides_progress: is_up("HF_HUB_DISABLE_PROGRESS_BARS") || !std::io::stderr().is_terminal(),
-            answer: seconds("HF_HUB_ETAG_TIMEOUT", 30)?,
-            stall: seconds("HF_HUB_DOWNLOAD_TIMEOUT", 60)?,
-            endpoint: var("HF_ENDPOINT"),
-            token: token.map(|token| token.trim().to_string()).filter(|token| !token.is_empty()),
-            cache_dir: path("HF_HUB_CACHE")
-                .or_else(|| path("HUGGINGFACE_HUB_CACHE"))
-                .or_else(|| hf_home.map(|home| home.join("hub"))),
-        })
-    }
-}
 
 /// A model at a revision, opened for look-ups.
 pub(super) struct Session<'a> {
     model: &'a HubModel,
     settings: Settings,
-    /// The model's part of the cache.
+    /// The model's folder in the cache.
     folder: PathBuf,
-    /// `None` offline.
+    /// The server; `None` offline.
     hub: Option<Hub>,
-    /// The revision to look at: that of the model, and the commit it stands for once that is known.
+    /// The revision of the model, or its commit once that is known.
     revision: String,
     /// Whether the first file was found, and with it that the model and the revision exist.
     is_pinned: bool,
@@ -99,7 +46,7 @@ struct Hub {
     endpoint: String,
 }
 
-/// What the cache knows about a file at a revision.
+/// The state of a file at a revision in the cache.
 #[derive(Debug, PartialEq)]
 enum Cached {
     Found(PathBuf),
@@ -109,7 +56,7 @@ enum Cached {
 }
 
 impl<'a> Session<'a> {
-    /// Reads the environment and, online, sets hf-hub up; requests nothing yet.
+    /// Reads the environment and, online, creates a client of hf-hub. It makes no request.
     pub(super) fn open(model: &'a HubModel) -> Result<Self> {
         let own = model.settings.clone();
         let mut settings = Settings::read(|name| std::env::var(name).ok(), std::env::home_dir())?;
@@ -132,7 +79,7 @@ impl<'a> Session<'a> {
         let path = self.require(file)?;
         let Some(commit) = path.parent().and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned())
         else {
-            return Err(self.error(file, &format!("hf-hub gave {path:?}, which is in no snapshot")));
+            return Err(self.error(file, &format!("hf-hub returned {path:?}, which is in no snapshot")));
         };
         if is_commit(&commit) {
             self.revision.clone_from(&commit);
@@ -141,13 +88,13 @@ impl<'a> Session<'a> {
         Ok((path, commit))
     }
 
-    /// As [`Session::find`], for a file that has to be there.
+    /// Finds a file that has to be there, as [`Session::find`] does.
     pub(super) fn require(&self, file: &str) -> Result<PathBuf> {
         self.find(file)?.ok_or_else(|| self.missing(file))
     }
 
-    /// The path of a file in the cache, downloaded where needed; `None` where the repository does not have it or,
-    /// offline, where the cache does not.
+    /// Returns the path of a file in the cache, and downloads it if necessary; `None` where the repository does not
+    /// have it or, offline, where the cache does not.
     pub(super) fn find(&self, file: &str) -> Result<Option<PathBuf>> {
         match (&self.hub, self.cached(file)) {
             (None, Cached::Found(path)) => Ok(Some(path)),
@@ -186,8 +133,9 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// hf-hub 1.0 does not look at the status of the answer that carries the file, so the page of an error can end up
-    /// in the cache under the file's name. Such a file is taken out again, or every later fetch would find it there.
+    /// Removes a file from the cache that has another size than the server announced. hf-hub 1.0 does not check the
+    /// status of the response, so that the page of an error can be stored under the name of the file, where every later
+    /// fetch would find it.
     fn check_size(&self, hub: &Hub, file: &str, path: &Path, announced: u64) -> Result<()> {
         let io = |e: std::io::Error| self.error(file, &self.explain(hub, &Failure::Hub(HFError::Io(e))));
         let found = std::fs::metadata(path).map_err(io)?.len();
@@ -204,12 +152,12 @@ impl<'a> Session<'a> {
         Err(self.error(file, &what))
     }
 
-    /// A message about `file`, in one line: text from a server is shown in a terminal.
+    /// Returns an error about `file` in one line, since text from a server is shown in a terminal.
     pub(super) fn error(&self, file: &str, what: &str) -> Error {
         message(&format!("{file} of {}: {what}", self.model))
     }
 
-    /// The error for a file, or several to choose from, that was found neither in the cache nor, online, on the hub.
+    /// Returns the error for a file, or for several alternatives, that is neither in the cache nor, online, on the hub.
     pub(super) fn missing(&self, file: &str) -> Error {
         let (id, revision) = (&self.model.id, &self.model.revision);
         let Some(Hub { endpoint, repo }) = &self.hub else {
@@ -233,7 +181,7 @@ impl<'a> Session<'a> {
         self.error(file, &format!("not found: {what}"))
     }
 
-    /// In words, why a request gave no result.
+    /// Describes why a request failed.
     fn explain(&self, Hub { endpoint, .. }: &Hub, failure: &Failure) -> String {
         let in_brackets = |text: Option<&str>| text.map(|text| format!(" ({text})")).unwrap_or_default();
         let (id, folder) = (&self.model.id, self.folder.display());
@@ -244,7 +192,7 @@ impl<'a> Session<'a> {
             Failure::NoAnswer(waited) => return unreachable(format!("no answer from {endpoint} in {waited:?}")),
             Failure::Stalled { bytes, waited } => {
                 return format!(
-                    "the download from {endpoint} stood still for {waited:?} after {bytes} bytes; try again (HF_HUB_DOWNLOAD_TIMEOUT sets the patience in seconds)"
+                    "the download from {endpoint} stalled for {waited:?} after {bytes} bytes; try again (HF_HUB_DOWNLOAD_TIMEOUT sets the limit in seconds)"
                 );
             }
             Failure::Broken(why) => return why.clone(),
@@ -293,12 +241,12 @@ impl Hub {
             HFError::Url(e) => failed(&format!("the endpoint is no URL ({e}); correct HF_ENDPOINT")),
             e => failed(&format!("hf-hub could not be set up: {}", with_root(&e))),
         };
-        let endpoint = settings.endpoint.as_deref().unwrap_or("https://huggingface.co");
+        let server = settings.endpoint.as_deref().unwrap_or("https://huggingface.co");
         let mut builder = HFClient::builder()
             .retry_max_attempts(RETRIES)
             .retry_base_delay(RETRY_DELAY)
             .cache_dir(cache_dir)
-            .endpoint(endpoint);
+            .endpoint(server);
         if let Some(token) = &settings.token {
             builder = builder.token(token);
         }
@@ -313,17 +261,17 @@ impl Hub {
     }
 }
 
-/// Whether a revision is a full commit, whose files never change.
+/// Returns whether a revision is a full commit, whose files never change.
 fn is_commit(revision: &str) -> bool {
     revision.len() == 40 && revision.bytes().all(|b| b.is_ascii_hexdigit())
 }
 
-/// An error in one line, without control characters and without the credentials of an address.
+/// Returns an error in one line, without control characters and without the credentials of an address.
 fn message(text: &str) -> Error {
     Error::Msg(format!("[hub] {}", without_credentials(&text.replace(|c: char| c.is_control(), " "))))
 }
 
-/// `text` without what stands before the `@` of addresses: `https://name:secret@host` is `https://host`.
+/// Removes the credentials before the `@` of addresses: `https://name:secret@host` becomes `https://host`.
 pub(super) fn without_credentials(text: &str) -> String {
     let mut parts = text.split("://");
     let mut shown = parts.next().unwrap_or_default().to_string();
@@ -335,7 +283,7 @@ pub(super) fn without_credentials(text: &str) -> String {
     shown
 }
 
-/// An error with its innermost cause, which is what says something: reqwest's own text is only that a request failed.
+/// Returns the text of an error with its innermost cause, since reqwest's own text is only that a request failed.
 fn with_root(error: &(dyn std::error::Error + 'static)) -> String {
     let (outer, inner) = (error.to_string(), root(error));
     if outer.contains(&inner) { outer } else { format!("{outer} ({inner})") }
@@ -349,66 +297,8 @@ fn root(error: &(dyn std::error::Error + 'static)) -> String {
 mod tests {
     use super::*;
 
-    fn read(vars: &[(&str, &str)]) -> Result<Settings> {
-        let var = |name: &str| vars.iter().find(|(key, _)| *key == name).map(|(_, value)| value.to_string());
-        Settings::read(var, Some(PathBuf::from("home")))
-    }
-
     #[test]
-    fn flags_and_timeouts_are_read_as_python_reads_them() -> Result<()> {
-        for value in ["1", "ON", "on", "Yes", "TRUE", "true"] {
-            assert_eq!(read(&[("HF_HUB_OFFLINE", value)])?.offline, Some("HF_HUB_OFFLINE is set"), "{value}");
-        }
-        for value in ["", "0", "OFF", "no", "False", " 1", "2"] {
-            assert_eq!(read(&[("HF_HUB_OFFLINE", value)])?.offline, None, "{value}");
-        }
-        let theirs = ("TRANSFORMERS_OFFLINE", "1");
-        assert_eq!(read(&[theirs])?.offline, Some("TRANSFORMERS_OFFLINE is set"));
-        assert!(read(&[("HF_HUB_OFFLINE", ""), theirs])?.offline.is_some());
-        assert_eq!(read(&[("HF_HUB_OFFLINE", "0"), theirs])?.offline, None);
-        assert!(read(&[("HF_HUB_DISABLE_PROGRESS_BARS", "1")])?.hides_progress);
-
-        let settings = read(&[("HF_HUB_ETAG_TIMEOUT", "3"), ("HF_HUB_DOWNLOAD_TIMEOUT", "0")])?;
-        assert_eq!((settings.answer, settings.stall), (Duration::from_secs(3), Duration::from_secs(60)));
-        let message = read(&[("HF_HUB_ETAG_TIMEOUT", "soon")]).unwrap_err().to_string();
-        assert_eq!(message, "[hub] HF_HUB_ETAG_TIMEOUT is \"soon\", expected a whole number of seconds");
-        Ok(())
-    }
-
-    #[test]
-    fn the_cache_is_where_all_libraries_have_it() -> Result<()> {
-        let mut vars = Vec::new();
-        for (variable, value, folder) in [
-            ("HOME", "unused", "home/.cache/huggingface/hub"),
-            ("XDG_CACHE_HOME", "xdg", "xdg/huggingface/hub"),
-            ("HF_HOME", "hf", "hf/hub"),
-            ("HUGGINGFACE_HUB_CACHE", "old", "old"),
-            ("HF_HUB_CACHE", "new", "new"),
-        ] {
-            // Each comes before those above it.
-            vars.push((variable, value));
-            assert_eq!(read(&vars)?.cache_dir, Some(PathBuf::from(folder)), "{vars:?}");
-        }
-        assert_eq!(read(&[("HF_HUB_CACHE", ""), ("HF_HOME", "hf")])?.cache_dir, Some(PathBuf::from("hf/hub")));
-        assert_eq!(Settings::read(|_| None, None)?.cache_dir, None);
-        Ok(())
-    }
-
-    #[test]
-    fn the_token_is_that_of_the_variable_or_of_a_file() -> Result<()> {
-        let dir = tempfile::TempDir::new()?;
-        std::fs::write(dir.path().join("token"), "hf_file\n")?;
-        let (home, file) = (dir.path().display().to_string(), dir.path().join("token").display().to_string());
-        let token = |vars: &[(&str, &str)]| Ok::<_, Error>(read(vars)?.token.unwrap_or_default());
-        assert_eq!(token(&[("HF_HOME", &home)])?, "hf_file");
-        assert_eq!(token(&[("HF_TOKEN_PATH", &file)])?, "hf_file");
-        assert_eq!(token(&[("HF_HOME", &home), ("HF_TOKEN", " hf_variable ")])?, "hf_variable");
-        assert_eq!(token(&[("HF_HOME", &home), ("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1")])?, "");
-        Ok(())
-    }
-
-    #[test]
-    fn credentials_of_an_address_are_not_shown() {
+    fn hub_errors_show_no_credentials() {
         for (text, shown) in [
             ("at https://user:secret@host:8080/a, and http://b", "at https://host:8080/a, and http://b"),
             ("\"http://t(o),k'en@host\" e@mail", "\"http://host\" e@mail"),

@@ -31,8 +31,8 @@ impl WeightLayout {
     }
 }
 
-/// Detects the layout of tensors as [`WeightLayout::detect`] does. Where names and shapes allow several readings, the one
-/// for which `is_meant` returns true is chosen.
+/// Detects the layout of tensors as [`WeightLayout::detect`] does. Where names and shapes allow several readings, the
+/// one for which `is_meant` returns true is chosen.
 ///
 /// # Errors
 /// As [`WeightLayout::detect`].
@@ -73,8 +73,8 @@ fn used_by(layout: WeightLayout) -> &'static str {
     }
 }
 
-/// Returns where attention weights are instead: behind the prefix of a wrapper, without the first part of this prefix, or
-/// as the source tells.
+/// Returns where attention weights are instead: behind the prefix of a wrapper, without the first part of this prefix,
+/// or as the source tells.
 ///
 /// # Errors
 /// For a builder that makes parameters and has none yet.

@@ -182,8 +182,8 @@ pub enum PackedNaming {
 pub enum QkvOrder {
     /// All queries, then all keys, then all values.
     ByPart,
-    /// For each key head: its query heads, the key, the value. With a key head for each query head that is (H, 3, D), as
-    /// in GPT-NeoX and Bloom; with fewer it is Falcon's grouping.
+    /// For each key head: its query heads, the key, the value. With a key head for each query head that is (H, 3, D),
+    /// as in GPT-NeoX and Bloom; with fewer it is Falcon's grouping.
     ByHead,
 }
 
@@ -197,7 +197,7 @@ struct LinearNames {
     output: &'static str,
 }
 
-/// The names of four projections, in the order query, key, value, output.
+/// Returns the names of four projections, which are in the order query, key, value, output.
 const fn linear(spelling: &'static str, names: [&'static str; 4]) -> LinearNames {
     let [query, key, value, output] = names;
     LinearNames { spelling, query, key, value, output }
@@ -339,8 +339,8 @@ impl WeightLayout {
 
     /// Returns the weights and biases of the projections that a layer in this layout may have, in the order in which
     /// PyTorch draws them. Detection, inference of configs, loading and saving go by this list. For a stack they are
-    /// those of one head. The layout `torch` has a weight each for queries, keys and values unless their inputs are of
-    /// `one_width`.
+    /// the tensors of one head. The layout `torch` has a weight each for queries, keys and values unless their inputs
+    /// are of `one_width`.
     #[doc(hidden)]
     pub fn tensors(self, head: usize, one_width: bool) -> Vec<LayoutTensor> {
         if let Some(names) = self.linear_names() {
@@ -364,7 +364,7 @@ impl WeightLayout {
         }
     }
 
-    /// Returns the names of the weight of the query projection, or the first weight that holds a part of it, and of the
+    /// Returns the names of the weight of the query projection, or the first weight that has a part of it, and of the
     /// weight of the output projection. For the layout `torch` they depend on whether inputs are of `one_width`.
     #[doc(hidden)]
     pub fn query_and_output(self, one_width: bool) -> [String; 2] {
@@ -435,7 +435,7 @@ pub struct LayoutTensor {
     pub(super) kind: Kind,
     /// Whether it is a bias.
     pub is_bias: bool,
-    /// The projections whose rows it holds.
+    /// The projections whose rows it has.
     pub projections: &'static [Projection],
 }
 
@@ -456,7 +456,7 @@ impl LayoutTensor {
         }
     }
 
-    /// Returns whether the tensor holds rows of a projection's weight.
+    /// Returns whether the tensor has rows of a projection's weight.
     pub fn holds(&self, projection: Projection) -> bool {
         !self.is_bias && self.projections.contains(&projection)
     }

@@ -1,5 +1,5 @@
-//! Attention weights under the names that other libraries give them: the names, packings and orders that there are, and
-//! how the projections of a layer are read and written.
+//! Attention weights under the names of other libraries: names, packing and order, and how the projections of a layer
+//! are read and written.
 
 mod detect;
 mod foreign;
@@ -25,7 +25,7 @@ use candle_attention_modules::linear::{ByProjection, Projection, Projections};
 /// Loads the projections in any layout, or this rank's part of each. The config is that of the whole layer.
 ///
 /// # Errors
-/// For a config that the layout cannot hold, for a missing or misshapen tensor, and for parameters that the layer would
+/// For a config that does not fit the layout, for a missing or misshapen tensor, and for parameters that the layer would
 /// pass over although they change the output.
 pub(crate) fn load_projections(
     cfg: &MultiHeadAttentionConfig,
@@ -102,7 +102,7 @@ fn refuse_out_proj(reader: &ParameterReader) -> Result<()> {
 /// [`load_projections`].
 ///
 /// # Errors
-/// For a config that the layout cannot hold.
+/// For a config that does not fit the layout.
 pub(crate) fn state_dict(
     cfg: &MultiHeadAttentionConfig,
     layout: WeightLayout,

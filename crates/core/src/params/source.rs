@@ -1,11 +1,11 @@
-//! Where the names and shapes of tensors come from.
+//! A trait for the names and shapes of tensors.
 
 use candle_core::{Error, Result, bail};
 use candle_nn::VarBuilder;
 
 use candle_attention_modules::base::{has, missing_tensor_hint, root};
 
-/// Tensors by name, of which a layout is detected: those of a builder, or of a checkpoint whose header is known.
+/// Tensors by name, for the detection of a layout: of a builder, or of a checkpoint whose header was read.
 ///
 /// Names are relative to a prefix.
 pub trait TensorSource: Sized {
@@ -24,7 +24,7 @@ pub trait TensorSource: Sized {
     /// If the shape cannot be read.
     fn shape(&self, name: &str) -> Result<Vec<usize>>;
 
-    /// Returns a sentence on the tensors that are there in the place of a missing one, if something is known of them.
+    /// Returns a sentence about the tensors that are there instead of a missing one, if something is known of them.
     ///
     /// # Errors
     /// If there are no tensors at all, since they are made when a layer asks for them.

@@ -1,4 +1,4 @@
-//! The tensors that hold a layer's projections in each layout. Loading and saving go by this list.
+//! The tensors of a layer's projections in each layout. Loading and saving go by this list.
 
 use std::ops::Range;
 
@@ -69,11 +69,11 @@ fn has_bias(cfg: &MultiHeadAttentionConfig, projection: Projection) -> bool {
     }
 }
 
-/// Returns the tensors of a layer, in the order in which PyTorch draws them; for a stack those of `heads`. They are made
-/// one after the other, since a config may claim more heads than any file has.
+/// Returns the tensors of a layer, in the order in which PyTorch draws them; for a stack only the tensors of `heads`. They are
+/// made one after the other, since a config may claim more heads than any file has.
 ///
 /// # Errors
-/// In the name of the operation `op`, if the layout cannot hold the config.
+/// In the name of the operation `op`, if the config does not fit the layout.
 pub(super) fn projection_tensors(
     op: &str,
     cfg: &MultiHeadAttentionConfig,
@@ -123,7 +123,7 @@ fn projection_tensor(
     Some(ProjectionTensor { tensor, is_bias, projections, head })
 }
 
-/// Returns the projections that a tensor of a layout holds, with a gate that is fused with the queries; `None` for a
+/// Returns the projections of a tensor of a layout, with a gate that is fused with the queries; `None` for a
 /// separate gate that the config does not have.
 fn projections_of(cfg: &MultiHeadAttentionConfig, named: &'static [Projection]) -> Option<&'static [Projection]> {
     if cfg.output_gate().is_none_or(|gate| gate.layout != GateLayout::FusedWithQuery) {
@@ -198,7 +198,7 @@ fn query_head_order(cfg: &MultiHeadAttentionConfig, layout: WeightLayout) -> Que
     }
 }
 
-/// Returns the reason why the layout cannot hold the config, if it cannot.
+/// Returns the reason why the config does not fit the layout, if it does not.
 fn problem(cfg: &MultiHeadAttentionConfig, layout: WeightLayout) -> Option<String> {
     let tensors = layout.tensors(0, true);
     // The first tensor of `torch` is that of its output projection.
@@ -230,7 +230,7 @@ fn problem(cfg: &MultiHeadAttentionConfig, layout: WeightLayout) -> Option<Strin
     if is_torch { torch_problem(cfg) } else { None }
 }
 
-/// Returns whether a layout can hold an output gate.
+/// Returns whether a layout has a name for an output gate.
 fn holds_gate(gate: OutputGate, tensors: &[LayoutTensor], is_packed: bool) -> bool {
     let has_module = tensors.iter().any(|tensor| tensor.holds(Gate));
     has_module && !(is_packed && gate.layout == GateLayout::FusedWithQuery)

@@ -1,4 +1,4 @@
-//! Tensors of a checkpoint that hold several projections.
+//! Tensors of a checkpoint that contain several projections.
 
 use std::ops::Range;
 
@@ -19,7 +19,7 @@ pub struct FusedRows {
     pub heads: Option<Heads>,
 }
 
-/// A tensor of a checkpoint that holds the rows of one or more projections, one projection after the other or in
+/// A tensor of a checkpoint that contains the rows of one or more projections, one projection after the other or in
 /// several groups with rows of each.
 #[derive(Debug, Clone)]
 pub struct FusedTensor {

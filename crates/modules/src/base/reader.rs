@@ -24,7 +24,7 @@ pub const LINEAR_WEIGHT: Init = Init::Kaiming {
 };
 
 /// The initialisation of a parameter that PyTorch draws at random and then sets to zero. An empty range is both: seeded
-/// initialisation draws for it and returns zeros. Other builders may refuse it, and are then asked for zeros.
+/// initialisation draws for it and returns zeros. Other builders may refuse it, and then make zeros.
 pub const DRAWN_THEN_ZEROED: Init = Init::Uniform { lo: 0.0, up: 0.0 };
 
 /// Returns the initialisation of the bias of `nn.Linear`.
@@ -114,7 +114,7 @@ impl<'a> ParameterReader<'a> {
             got => got,
         };
         let tensor = got.map_err(|error| self.explain(name, &shape, error))?;
-        // A `VarMap` returns its tensor whatever dtype is requested.
+        // A `VarMap` returns its tensor in its own dtype.
         if tensor.dtype() != self.vb.dtype() {
             return self.fail(format!(
                 "{} has dtype {:?}, expected the builder's {:?}",
@@ -210,7 +210,7 @@ impl<'a> ParameterReader<'a> {
         Ok(())
     }
 
-    /// Returns whether the builder has a tensor of this name in particular: see [`has`].
+    /// Returns whether the builder has a tensor of this name in particular, as [`has`] does.
     pub fn has(&self, name: &str) -> bool {
         has(&self.vb, name)
     }
@@ -230,7 +230,7 @@ impl<'a> ParameterReader<'a> {
         }
     }
 
-    /// Returns an error with the shape that was expected, in the place of a builder's.
+    /// Returns an error with the shape that was expected, instead of the error of a builder.
     fn explain(&self, name: &str, expected: &Shape, error: Error) -> Error {
         let problem = match root(&error) {
             Error::CannotFindTensor { .. } | Error::SafeTensor(safetensors::SafeTensorError::TensorNotFound(_)) => {
@@ -277,7 +277,7 @@ pub fn has(vb: &VarBuilder, name: &str) -> bool {
     vb.contains_tensor(name) && !vb.contains_tensor("no parameter has this name")
 }
 
-/// Returns the tensors that a checkpoint has in the place of a missing one, from the error of its builder, which has
+/// Returns the tensors that a checkpoint has instead of a missing one, from the error of its builder, which has
 /// them as the context next to the cause.
 pub fn missing_tensor_hint(error: &Error) -> Option<String> {
     match error {

@@ -1,6 +1,6 @@
 //! The table of model families. A row is a family, and its columns describe the family's attention. A family that needs
-//! nothing new is one row: its fields and defaults are those of its configuration class in transformers, and a column
-//! that is not set is that of the row it extends. The files of rows are laid out by hand, as a table.
+//! nothing new is one row: it has the fields and defaults of its configuration class in transformers, and a column
+//! that is not set is that of the row it extends. The files of rows are formatted as a table.
 
 #[rustfmt::skip]
 mod decoders;
@@ -73,8 +73,8 @@ const fn layer_norm(kind: QkNormKind, scope: QkNormScope) -> Norm {
 }
 
 columns! {
-    /// A family of models: a value of `model_type`, how its `config.json` describes attention, and where its checkpoints
-    /// store it. Defaults are those of the class in transformers.
+    /// A family of models: a value of `model_type`, how its `config.json` describes attention, and where its
+    /// checkpoints store it. Defaults are taken from the class in transformers.
     struct Family,
     /// The row that most decoders extend: grouped heads without positions or biases, causal.
     first DECODER:
@@ -171,7 +171,7 @@ impl SizeNames {
     pub fn aliases(self) -> impl Iterator<Item = (&'static str, &'static str)> {
         let usual = Self::USUAL;
         let pairs = [(usual.layers, self.layers), (usual.embed_dim, self.embed_dim), (usual.num_heads, self.num_heads)];
-        pairs.into_iter().filter(|(usual, own)| usual != own)
+        pairs.into_iter().filter(|(alias, own)| alias != own)
     }
 }
 
@@ -211,7 +211,8 @@ impl Family {
         self.model_type(model_type)
     }
 
-    /// Sets the fields `num_key_value_heads` and `head_dim`, with a default of the former. The latter follows unless given.
+    /// Sets the fields `num_key_value_heads` and `head_dim`, with a default of the former. The latter follows unless
+    /// given.
     pub const fn kv_heads(self, default: usize) -> Self {
         self.heads(Heads::Grouped(Some(default), None))
     }
@@ -330,6 +331,6 @@ pub(super) enum Mask {
     CausalIf(&'static str),
     /// As `Causal`, or with `use_bidirectional_attention` half of the window on each side.
     CausalOrBidirectional,
-    /// All keys, or those of a window on each side.
+    /// All keys, or a window on each side.
     Encoder,
 }
