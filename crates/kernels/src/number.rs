@@ -99,7 +99,7 @@ number!(f32, F32, load, store, std::convert::identity, dispatch_f32);
 number!(bf16, BF16, load_bf16, store_bf16, bf16::from_f32, dispatch_bf16);
 number!(f16, F16, load_f16, store_f16, f16::from_f32, dispatch_f32);
 
-/// Loads the first `n` lanes. The other lanes are those of default elements.
+/// Loads the first `n` lanes. The other lanes are default elements.
 ///
 /// # Safety
 /// The processor has the instruction set of V; `from` is valid for `n` elements, at most `LANES`.
@@ -213,7 +213,8 @@ impl<T, const N: usize> Strided<'_, T, N> {
         if width == 0 || dims.contains(&0) || end.is_some_and(|end| end <= self.data.len()) {
             return Ok(());
         }
-        let (strides, found) = (self.strides, self.data.len());
+        let strides = self.strides;
+        let found = self.data.len();
         Err(Error::Shape(format!(
             "{what} of {dims:?} entries of {width} elements with strides {strides:?} ends past the {found} elements of its slice"
         )))
@@ -234,14 +235,16 @@ mod tests {
 
     #[test]
     fn pack_row_pair_with_missing_row_writes_zeros() {
-        let [low, high] = [[1u16, 2, 0xffff], [3, 4, 0x8000]];
-        for (rows, expected) in [
-            ([Some(&low), Some(&high)], [0x0003_0001, 0x0004_0002, 0x8000_ffff]),
-            ([Some(&low), None], [1, 2, 0xffff]),
-            ([None, Some(&high)], [0x0003_0000, 0x0004_0000, 0x8000_0000]),
-            ([None, None], [0; 3]),
+        let low_elements = [1u16, 2, 0xffff];
+        let high_elements = [3u16, 4, 0x8000];
+        let low_row = low_elements.as_ptr();
+        let high_row = high_elements.as_ptr();
+        for (low, high, expected) in [
+            (Some(low_row), Some(high_row), [0x0003_0001, 0x0004_0002, 0x8000_ffff]),
+            (Some(low_row), None, [1, 2, 0xffff]),
+            (None, Some(high_row), [0x0003_0000, 0x0004_0000, 0x8000_0000]),
+            (None, None, [0; 3]),
         ] {
-            let [low, high] = rows.map(|row| row.map(|row| row.as_ptr()));
             let mut words = [1f32; 5];
             // SAFETY: the rows have three elements, and there are five words.
             unsafe { pack_row_pair(low, high, 3, words.as_mut_ptr(), 5) };

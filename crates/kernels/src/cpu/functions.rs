@@ -12,9 +12,8 @@ pub(super) const EXP2: [f32; 6] =
 /// The exponent below which [`Vector::exp2`] is 0.
 pub(crate) const EXP2_MIN: f32 = -126.0;
 
-/// 1.5 · 2^23 + 127: adding it rounds a number to an integer, and leaves the exponent of 2 to that integer in the
-/// lowest bits of the sum. The power of two that is made of these bits is multiplied, so that NaN stays NaN: of a NaN
-/// the bits could be anything.
+/// 1.5 · 2^23 + 127: adding it rounds a number to an integer n, and the lowest bits of the sum are the exponent bits of
+/// 2^n. The result is multiplied by that power of two, so that NaN stays NaN: the lowest bits of a NaN have no meaning.
 pub(crate) const EXP2_ROUND: f32 = 12_583_039.0;
 
 /// Prefetches the cache lines of some bytes, which need not be valid.
@@ -83,8 +82,8 @@ pub(crate) unsafe fn sigmoid<V: Vector>(x: V) -> V {
 
 /// Returns `1 - erf(x)` to 2.4e-7, and up to 4 to 1e-4 of itself: 2 for -inf, 0 for inf, NaN for NaN.
 ///
-/// The polynomials are those of N. Juffa's `erff` (<https://stackoverflow.com/a/35148199>): near 0 a polynomial of the
-/// odd part, and elsewhere of the logarithm, so that one exponential remains.
+/// The polynomials are from N. Juffa's `erff` (<https://stackoverflow.com/a/35148199>): near 0 a polynomial of the odd
+/// part, and elsewhere of the logarithm, so that one exponential remains.
 ///
 /// # Safety
 /// As [`Vector`].

@@ -38,7 +38,7 @@ pub trait Vector: Copy + Kernel<Vector = Self> {
     unsafe fn store_pairs(self, _high: Self, _to: *mut f32) {
         unreachable!("this instruction set multiplies no pairs")
     }
-    /// Stores bf16 in half as many words. Only instruction sets that multiply pairs of bf16 have it.
+    /// Stores bf16, two in a word. Only instruction sets that multiply pairs of bf16 have it.
     unsafe fn store_halves(self, _to: *mut f32) {
         unreachable!("this instruction set multiplies no pairs")
     }
@@ -65,7 +65,7 @@ pub trait Vector: Copy + Kernel<Vector = Self> {
     /// Returns 2 to the power `self`, for `self` up to 127, to 3e-7 of itself, four ulp at most: 0 below the smallest
     /// normal number, NaN for NaN.
     ///
-    /// `2^x = 2^n · 2^f`, where n is the nearest integer and f lies within ±½, and 2^f is a polynomial of f
+    /// `2^x = 2^n · 2^f`, where n is the nearest integer and f is within ±½, and 2^f is a polynomial of f
     /// ([`EXP2`](super::functions::EXP2)).
     unsafe fn exp2(self) -> Self;
 

@@ -33,7 +33,7 @@ fn advise_large_pages(start: *mut u8, bytes: usize) {
     unsafe { libc::madvise(start.wrapping_add(before).cast(), page_bytes, libc::MADV_HUGEPAGE) };
 }
 
-/// Memory for the elements of a result, which no thread has touched yet: see [`large_page_vec`].
+/// Memory for the elements of a result, which no thread has touched yet, from [`large_page_vec`].
 pub(crate) struct Unwritten<T> {
     vec: Vec<T>,
     count: usize,

@@ -25,7 +25,7 @@ pub struct PanelProduct {
     pub vectors: usize,
     /// A factor for each column of C, or `None` if C is overwritten.
     pub factors: Option<*const f32>,
-    /// The format of B. Kernels of words of two elements read words of two elements, whatever the format.
+    /// The format of B. A kernel for words of two elements ignores it: its B is words of two elements.
     pub format: Format,
 }
 
@@ -55,7 +55,7 @@ pub enum Format {
     /// kernels widen them in one instruction.
     BF16,
     F16,
-    /// Blocks of [`CODE_BLOCK`] codes, see [`CodeBlocks`](super::product::CodeBlocks).
+    /// Blocks of [`CODE_BLOCK`] codes, which [`CodeBlocks`](super::product::CodeBlocks) describes.
     Codes {
         bits: usize,
         has_minimums: bool,

@@ -180,13 +180,13 @@ unsafe fn accumulate<K: Kernel, B: Columns, const N: usize>(
                     prefetch_bytes::<K::Vector>(b.cast::<u8>().wrapping_add(PREFETCH_BYTES), B::BYTES * K::PANEL);
                 }
                 let mut loaded = [B::load(b, &block, 0); N];
-                for (n, loaded) in loaded.iter_mut().enumerate().skip(1) {
-                    *loaded = B::load(b, &block, n * K::Vector::LANES);
+                for (n, vector) in loaded.iter_mut().enumerate().skip(1) {
+                    *vector = B::load(b, &block, n * K::Vector::LANES);
                 }
                 for _ in 0..B::STEPS {
                     let mut columns = [K::Vector::splat(0.0); N];
-                    for (column, loaded) in columns.iter_mut().zip(loaded.iter_mut()) {
-                        *column = B::take(loaded);
+                    for (column, steps) in columns.iter_mut().zip(loaded.iter_mut()) {
+                        *column = B::take(steps);
                     }
                     add_products::<K>(sums.as_flattened_mut(), a, product.a.row, &columns);
                     a = a.wrapping_add(product.a.step);
@@ -209,11 +209,11 @@ pub(crate) unsafe fn add_products<K: Kernel>(
     row: usize,
     columns: &[K::Vector],
 ) {
-    for sums in sums.chunks_exact_mut(columns.len()) {
+    for row_sums in sums.chunks_exact_mut(columns.len()) {
         // SAFETY: as this function's contract.
         unsafe {
             let word = K::Vector::splat(*words);
-            for (sum, &column) in sums.iter_mut().zip(columns) {
+            for (sum, &column) in row_sums.iter_mut().zip(columns) {
                 *sum = K::add_product(*sum, word, column);
             }
         }
@@ -301,17 +301,17 @@ unsafe fn tile<K: Kernel, B: Columns, const R: usize, const N: usize>(
 /// # Safety
 /// The processor has the instruction set; C has a row of a panel for each N sums, and the factors are a panel.
 #[inline(always)]
-unsafe fn write_sums<K: Kernel>(sums: &[K::Vector], n: usize, factors: Option<*const f32>, mut c: *mut f32) {
-    for sums in sums.chunks_exact(n) {
-        for (n, &sum) in sums.iter().enumerate() {
+unsafe fn write_sums<K: Kernel>(sums: &[K::Vector], vectors: usize, factors: Option<*const f32>, mut c: *mut f32) {
+    for row_sums in sums.chunks_exact(vectors) {
+        for (n, &sum) in row_sums.iter().enumerate() {
             // SAFETY: as this function's contract.
             unsafe {
                 let at = c.add(n * K::Vector::LANES);
                 match factors {
                     None => sum.store(at),
                     Some(factors) => {
-                        let factors = K::Vector::load(factors.add(n * K::Vector::LANES));
-                        K::Vector::load(at).mul_add(factors, sum).store(at);
+                        let factor = K::Vector::load(factors.add(n * K::Vector::LANES));
+                        K::Vector::load(at).mul_add(factor, sum).store(at);
                     }
                 }
             }

@@ -1,4 +1,4 @@
-//! Every instruction set of this processor, one operation at a time.
+//! Tests of single operations on every instruction set of this processor.
 
 mod conversions;
 mod elementary;
@@ -7,7 +7,7 @@ mod products;
 use super::{InstructionSet, Kernel, SimdTask, dispatch_bf16, dispatch_f32};
 use crate::number::Number;
 
-/// Numbers between -1 and 1 in no order.
+/// Returns numbers between -1 and 1 that look random.
 pub(crate) fn numbers<E: Number>(count: usize, salt: u64) -> Vec<E> {
     let number = |n: u64| ((n + 1).wrapping_mul(salt.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1) >> 40) as f32;
     (0..count as u64).map(|n| E::from_f32(number(n) / (1 << 23) as f32 - 1.0)).collect()
@@ -45,20 +45,21 @@ impl Sequence {
         mixed ^ (mixed >> 31)
     }
 
-    /// A whole number from `-most` to `most`.
+    /// Returns a whole number from `-most` to `most`.
     pub fn whole(&mut self, most: u64) -> f32 {
         (self.bits() % (2 * most + 1)) as f32 - most as f32
     }
 
-    /// A number from -1 to 1.
+    /// Returns a number from -1 to 1.
     pub fn fraction(&mut self) -> f32 {
         (self.bits() >> 40) as f32 / (1 << 23) as f32 - 1.0
     }
 }
 
-/// `1 - erf(x)` to 1e-11 of itself: a series near 0, a continued fraction for the tail.
+/// Returns `1 - erf(x)` to 1e-11 of itself: a series near 0, a continued fraction for the tail.
 pub(crate) fn erfc(x: f64) -> f64 {
-    let (square, root) = (x * x, std::f64::consts::PI.sqrt());
+    let square = x * x;
+    let root = std::f64::consts::PI.sqrt();
     if x < 0.0 {
         return 2.0 - erfc(-x);
     }

@@ -48,12 +48,10 @@ impl Workers {
         if worth == 1 {
             return Self { count: 1, is_brief, executor: None };
         }
-        let suitable = executor.filter(|executor| {
-            let most = worth.saturating_mul(THREADS_FOR_ONE);
-            is_brief && (executor.threads)() <= most
-        });
-        let threads = match &suitable {
-            Some(executor) => (executor.threads)(),
+        let most = worth.saturating_mul(THREADS_FOR_ONE);
+        let suitable = executor.filter(|executor| is_brief && (executor.threads)() <= most);
+        let threads = match suitable {
+            Some(Executor { threads, .. }) => threads(),
             None => rayon::current_num_threads(),
         };
         Self { count: threads.clamp(1, worth), is_brief, executor: suitable }

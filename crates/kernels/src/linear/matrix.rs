@@ -33,7 +33,7 @@ impl<X> Matrix<'_, X> {
         Self { rows: self.columns, columns: self.rows, is_transposed: !self.is_transposed, ..*self }
     }
 
-    /// Checks that the matrix lies within its slice.
+    /// Checks that the slice has every element of the matrix.
     pub(super) fn check(&self, name: &str) -> Result<(), Error> {
         let lines = if self.is_transposed { self.columns } else { self.rows };
         let line_len = if self.is_transposed { self.rows } else { self.columns };
@@ -84,9 +84,9 @@ impl<X: Number> Matrix<'_, X> {
     pub(super) unsafe fn copy_step<K: Kernel>(&self, row: usize, columns: Range<usize>, to: *mut f32) {
         let width = columns.len();
         let padded = width.next_multiple_of(K::Vector::LANES);
-        let from = |row: usize| {
-            let at = self.data.as_ptr().wrapping_add(row.wrapping_mul(self.stride)).wrapping_add(columns.start);
-            (row < self.rows).then_some(at)
+        let from = |line: usize| {
+            let at = self.data.as_ptr().wrapping_add(line.wrapping_mul(self.stride)).wrapping_add(columns.start);
+            (line < self.rows).then_some(at)
         };
         // SAFETY: as this method's contract; words of two elements are pairs of X.
         unsafe {

@@ -46,17 +46,17 @@ use crate::number::Number;
 /// An element whose kernels are compiled here, in this package: generic code would be compiled again, and perhaps
 /// without optimisation, wherever it is used.
 pub trait ProductKernels: Number {
-    /// Computes a product, see [`multiply`].
+    /// Computes a product as [`multiply`] does.
     ///
     /// # Errors
     /// As [`multiply`].
     fn multiply(product: &Product<Self>, output: &mut [MaybeUninit<Self>]) -> Result<(), Error>;
-    /// Packs a weight, see [`PackedWeight::new`].
+    /// Packs a weight as [`PackedWeight::new`] does.
     ///
     /// # Errors
     /// As [`PackedWeight::new`].
     fn pack(rows: &[Self], shape: WeightShape, instruction_set: InstructionSet) -> Result<PackedWeight, Error>;
-    /// Unpacks rows of a weight, see [`PackedWeight::unpack_rows`].
+    /// Unpacks rows of a weight as [`PackedWeight::unpack_rows`] does.
     ///
     /// # Errors
     /// As [`PackedWeight::unpack_rows`].

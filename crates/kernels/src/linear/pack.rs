@@ -118,8 +118,8 @@ impl<E: Number> SimdTask for PackPanel<'_, E> {
                         // The lower halves of the words are one row of the panel, and the upper halves the next.
                         for (half, input) in (first_input..padded.min(first_input + word_elements)).enumerate() {
                             let row_to = to.cast::<u16>().add(input * panel + column);
-                            for (at, word) in words.iter().enumerate() {
-                                *row_to.add(at) = (word.to_bits() >> (16 * half)) as u16;
+                            for (at, pair) in words.iter().enumerate() {
+                                *row_to.add(at) = (pair.to_bits() >> (16 * half)) as u16;
                             }
                         }
                     }

@@ -65,14 +65,14 @@ impl<X: Number> SimdTask for Run<'_, X> {
         let most_rows = split.rows.min(rows).next_multiple_of(multiple);
         let blocks = blocks_together(most_rows, right.padded::<K>() / K::ELEMENTS);
         let block_words = most_rows * BLOCK_ROW;
-        let scratch = || TaskScratch {
+        let make_scratch = || TaskScratch {
             blocks,
             block_words,
             left: Scratch::zeros(blocks * block_words),
             right: Scratch::zeros(if right.is_copied::<K>(most_rows) { BLOCK * K::PANEL } else { 0 }),
             sums: Scratch::zeros(rights.len() * split.panels * most_rows * K::PANEL),
         };
-        for_each_task(split.row_chunks * split.panel_chunks, workers, &scratch, &|scratch, index| {
+        for_each_task(split.row_chunks * split.panel_chunks, workers, &make_scratch, &|scratch, index| {
             // Tasks of the same panels follow each other, so that these are in a cache.
             let first_row = index % split.row_chunks * split.rows;
             let first_panel = panels.start + index / split.row_chunks * split.panels;
@@ -106,8 +106,8 @@ struct TaskSplit {
 impl TaskSplit {
     fn new<K: Kernel>(rows: usize, panels: usize, weights: usize, workers: usize) -> Self {
         let groups = rows.div_ceil(K::ROWS);
-        let row_chunks = groups.div_ceil(MAX_ROWS / K::ROWS);
-        let groups_each = groups.div_ceil(row_chunks);
+        // Chunks of one length.
+        let groups_each = groups.div_ceil(groups.div_ceil(MAX_ROWS / K::ROWS));
         let rows_each = groups_each * K::ROWS;
         let row_chunks = groups.div_ceil(groups_each);
         let fit = second_cache() / SUMS_DIVISOR / (4 * K::PANEL * rows_each * weights);

@@ -66,7 +66,9 @@ unsafe fn block_32_by_32(product: &PanelProduct, row: usize) {
     // SAFETY: the tiles are configured and the pointers valid; depth is a multiple of 16 words.
     unsafe {
         let c = product.c.add(row * PANEL);
-        let (c01, c10, c11) = (c.add(TILE), c.add(TILE * PANEL), c.add(TILE * PANEL + TILE));
+        let c01 = c.add(TILE);
+        let c10 = c.add(TILE * PANEL);
+        let c11 = c.add(TILE * PANEL + TILE);
         if product.factors.is_some() {
             tile!("load", "0", c, PANEL);
             tile!("load", "1", c01, PANEL);

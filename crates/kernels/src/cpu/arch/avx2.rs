@@ -67,16 +67,18 @@ impl Vector for Avx2 {
             _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)))
         }
         fn sum_each(vectors: &[Self; MAX_LANES]) -> Self {
-            // Half as many shuffles as a transposition: vectors are added up as soon as they are brought together.
+            // This takes half of the shuffles of a transposition: vectors are added up as soon as they are together.
             let mut pairs = [_mm256_setzero_ps(); 4];
             for (n, pair) in pairs.iter_mut().enumerate() {
                 *pair = _mm256_hadd_ps(vectors[2 * n].0, vectors[2 * n + 1].0);
             }
-            let (a, b) = (_mm256_hadd_ps(pairs[0], pairs[1]), _mm256_hadd_ps(pairs[2], pairs[3]));
+            let a = _mm256_hadd_ps(pairs[0], pairs[1]);
+            let b = _mm256_hadd_ps(pairs[2], pairs[3]);
             Self(_mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31)))
         }
         fn exp2(self) -> Self {
-            let (round, least) = (_mm256_set1_ps(EXP2_ROUND), _mm256_set1_ps(EXP2_MIN));
+            let round = _mm256_set1_ps(EXP2_ROUND);
+            let least = _mm256_set1_ps(EXP2_MIN);
             let shifted = _mm256_add_ps(_mm256_max_ps(least, self.0), round);
             let f = _mm256_sub_ps(self.0, _mm256_sub_ps(shifted, round));
             let whole = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(shifted), 23));
@@ -88,19 +90,22 @@ impl Vector for Avx2 {
             let row = |r: usize| _mm256_loadu_ps(from.add(r * from_stride));
             let mut pairs = [_mm256_setzero_ps(); 8];
             for i in 0..4 {
-                let (a, b) = (row(2 * i), row(2 * i + 1));
+                let a = row(2 * i);
+                let b = row(2 * i + 1);
                 (pairs[2 * i], pairs[2 * i + 1]) = (_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
             }
             let mut fours = [_mm256_setzero_ps(); 8];
             for half in 0..2 {
                 for i in 0..2 {
-                    let (a, b) = (pairs[4 * half + i], pairs[4 * half + 2 + i]);
+                    let a = pairs[4 * half + i];
+                    let b = pairs[4 * half + 2 + i];
                     fours[4 * half + 2 * i] = _mm256_shuffle_ps(a, b, 0b01_00_01_00);
                     fours[4 * half + 2 * i + 1] = _mm256_shuffle_ps(a, b, 0b11_10_11_10);
                 }
             }
             for i in 0..4 {
-                let (a, b) = (fours[i], fours[4 + i]);
+                let a = fours[i];
+                let b = fours[4 + i];
                 _mm256_storeu_ps(to.add(i * to_stride), _mm256_permute2f128_ps(a, b, 0x20));
                 _mm256_storeu_ps(to.add((4 + i) * to_stride), _mm256_permute2f128_ps(a, b, 0x31));
             }

@@ -109,14 +109,18 @@ impl Vector for Avx512 {
         fn sum_each(vectors: &[Self; MAX_LANES]) -> Self {
             // Half as many shuffles as a transposition: vectors are added up as soon as they are brought together. No
             // closures, which would not be compiled for the instruction set.
-            let (mut pairs, mut fours) = ([_mm512_setzero_pd(); 8], [_mm512_setzero_ps(); 4]);
+            let mut pairs = [_mm512_setzero_pd(); 8];
+            let mut fours = [_mm512_setzero_ps(); 4];
             for (n, pair) in pairs.iter_mut().enumerate() {
-                let (a, b) = (vectors[2 * n].0, vectors[2 * n + 1].0);
+                let a = vectors[2 * n].0;
+                let b = vectors[2 * n + 1].0;
                 *pair = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
             }
             for (n, four) in fours.iter_mut().enumerate() {
-                let (a, b) = (pairs[2 * n], pairs[2 * n + 1]);
-                let (low, high) = (_mm512_unpacklo_pd(a, b), _mm512_unpackhi_pd(a, b));
+                let a = pairs[2 * n];
+                let b = pairs[2 * n + 1];
+                let low = _mm512_unpacklo_pd(a, b);
+                let high = _mm512_unpackhi_pd(a, b);
                 *four = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
             }
             Self(add_quarters(add_quarters(fours[0], fours[1]), add_quarters(fours[2], fours[3])))
@@ -135,14 +139,16 @@ impl Vector for Avx512 {
             let row = |r: usize| _mm512_loadu_ps(from.add(r * from_stride));
             let mut pairs = [_mm512_setzero_ps(); 16];
             for i in 0..8 {
-                let (a, b) = (row(2 * i), row(2 * i + 1));
+                let a = row(2 * i);
+                let b = row(2 * i + 1);
                 (pairs[2 * i], pairs[2 * i + 1]) = (_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
             }
             // fours[4 q + c] is column c of each quarter for rows 4 q to 4 q + 3.
             let mut fours = [_mm512_setzero_ps(); 16];
             for q in 0..4 {
                 for i in 0..2 {
-                    let (a, b) = (pairs[4 * q + i], pairs[4 * q + 2 + i]);
+                    let a = pairs[4 * q + i];
+                    let b = pairs[4 * q + 2 + i];
                     fours[4 * q + 2 * i] = _mm512_shuffle_ps(a, b, 0b01_00_01_00);
                     fours[4 * q + 2 * i + 1] = _mm512_shuffle_ps(a, b, 0b11_10_11_10);
                 }

@@ -35,7 +35,8 @@ impl Vector for Neon {
             (Self(vreinterpretq_f32_u32(vshlq_n_u32::<16>(words))), Self(vreinterpretq_f32_u32(upper)))
         }
         fn take_bits<const BITS: u32, const IS_SIGNED: bool>(self) -> (Self, Self) {
-            let (words, to_lowest) = (vreinterpretq_u32_f32(self.0), vdupq_n_s32(BITS as i32 - 32));
+            let words = vreinterpretq_u32_f32(self.0);
+            let to_lowest = vdupq_n_s32(BITS as i32 - 32);
             let highest = match IS_SIGNED {
                 true => vcvtq_f32_s32(vshlq_s32(vreinterpretq_s32_u32(words), to_lowest)),
                 false => vcvtq_f32_u32(vshlq_u32(words, to_lowest)),
@@ -83,7 +84,8 @@ impl Vector for Neon {
             Self(vpaddq_f32(vpaddq_f32(a.0, b.0), vpaddq_f32(c.0, d.0)))
         }
         fn exp2(self) -> Self {
-            let (round, least) = (vdupq_n_f32(EXP2_ROUND), vdupq_n_f32(EXP2_MIN));
+            let round = vdupq_n_f32(EXP2_ROUND);
+            let least = vdupq_n_f32(EXP2_MIN);
             let shifted = vaddq_f32(vmaxq_f32(self.0, least), round);
             let f = vsubq_f32(self.0, vsubq_f32(shifted, round));
             let whole = vreinterpretq_f32_u32(vshlq_n_u32::<23>(vreinterpretq_u32_f32(shifted)));
@@ -94,12 +96,17 @@ impl Vector for Neon {
         fn transpose(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize) {
             // Rows `r` and `r + 1`, then `r` and `r + 2` trade places.
             let row = |r: usize| vld1q_f32(from.add(r * from_stride));
-            let (a, b, c, d) = (row(0), row(1), row(2), row(3));
+            let a = row(0);
+            let b = row(1);
+            let c = row(2);
+            let d = row(3);
             let even = |x, y| vreinterpretq_f64_f32(vtrn1q_f32(x, y));
             let odd = |x, y| vreinterpretq_f64_f32(vtrn2q_f32(x, y));
-            let (above, below) = ([even(a, b), odd(a, b)], [even(c, d), odd(c, d)]);
+            let above = [even(a, b), odd(a, b)];
+            let below = [even(c, d), odd(c, d)];
             for column in 0..2 {
-                let (x, y) = (above[column], below[column]);
+                let x = above[column];
+                let y = below[column];
                 vst1q_f32(to.add(column * to_stride), vreinterpretq_f32_f64(vzip1q_f64(x, y)));
                 vst1q_f32(to.add((2 + column) * to_stride), vreinterpretq_f32_f64(vzip2q_f64(x, y)));
             }
@@ -238,7 +245,8 @@ unsafe fn tile<M: ByLane, const N: usize>(product: &PanelProduct, row: usize) {
     // SAFETY: as this function's contract.
     unsafe {
         let mut sums: Sums<N> = [[vdupq_n_f32(0.0); ROWS]; N];
-        let (mut a, mut b) = (product.a.at.wrapping_add(row / ROWS * product.a.group), product.b);
+        let mut a = product.a.at.wrapping_add(row / ROWS * product.a.group);
+        let mut b = product.b;
         let mut left = product.depth;
         if a_row == 1 {
             while left > 0 {
@@ -281,7 +289,8 @@ unsafe fn tile<M: ByLane, const N: usize>(product: &PanelProduct, row: usize) {
 unsafe fn eight_rows<M: ByLane, const N: usize>(sums: &mut Sums<N>, a: *const f32, b: *const f32) {
     // SAFETY: as this function's contract.
     unsafe {
-        let (above, below) = (vld1q_f32(a), vld1q_f32(a.add(4)));
+        let above = vld1q_f32(a);
+        let below = vld1q_f32(a.add(4));
         for (n, sums) in sums.iter_mut().enumerate() {
             let column = vld1q_f32(b.add(n * LANES));
             sums[0] = M::mul_add_lane::<0>(sums[0], column, above);

@@ -1,4 +1,4 @@
-//! f32 from and to bf16 and f16, against the `half` crate, and from u8.
+//! Tests of conversions of f32 from and to bf16 and f16, against the `half` crate, and from u8.
 
 use half::{bf16, f16};
 
@@ -6,7 +6,7 @@ use super::on_every_instruction_set;
 use crate::cpu::{Kernel, SimdTask, Vector};
 use crate::number::{Number, load_first, store_first};
 
-/// Numbers of 16 bits, as the `half` crate has them.
+/// A number of 16 bits, with the `half` crate's conversions.
 trait Half: Number + std::fmt::Debug {
     fn of(bits: u16) -> Self;
     fn bits(self) -> u16;
@@ -32,10 +32,12 @@ macro_rules! half {
 half!(bf16);
 half!(f16);
 
-/// Every number of the type: itself, half way to the next, which is a tie, and the f32 on either side of that.
+/// Returns every number of the type, the middle between it and the next one, which is a tie, and the f32 on either side
+/// of the tie.
 fn around<E: Half>() -> impl Iterator<Item = f32> {
     (0..=u16::MAX).flat_map(|bits| {
-        let (this, next) = (E::of(bits).wide(), E::of(bits.wrapping_add(1)).wide());
+        let this = E::of(bits).wide();
+        let next = E::of(bits.wrapping_add(1)).wide();
         let tie = ((f64::from(this) + f64::from(next)) / 2.0) as f32;
         [this, tie, tie.next_up(), tie.next_down()]
     })
@@ -48,11 +50,11 @@ impl<E: Half> SimdTask for Load<E> {
     unsafe fn run<K: Kernel>(self) {
         let lanes = K::Vector::LANES;
         let all: Vec<E> = (0..=u16::MAX).map(E::of).collect();
-        let mut got = vec![0f32; lanes];
+        let mut loaded = vec![0f32; lanes];
         for chunk in all.chunks_exact(lanes) {
             // SAFETY: the processor has the instruction set of K; a chunk is a vector.
-            unsafe { E::load::<K::Vector>(chunk.as_ptr()).store(got.as_mut_ptr()) };
-            for (got, element) in got.iter().zip(chunk) {
+            unsafe { E::load::<K::Vector>(chunk.as_ptr()).store(loaded.as_mut_ptr()) };
+            for (got, element) in loaded.iter().zip(chunk) {
                 let expected = element.wide();
                 assert!(
                     if expected.is_nan() { got.is_nan() } else { got.to_bits() == expected.to_bits() },
@@ -64,7 +66,7 @@ impl<E: Half> SimdTask for Load<E> {
 }
 
 #[test]
-fn every_half_is_read_as_it_is() {
+fn load_of_bf16_and_f16_is_exact() {
     on_every_instruction_set(|| Load::<bf16>(std::marker::PhantomData));
     on_every_instruction_set(|| Load::<f16>(std::marker::PhantomData));
 }
@@ -85,7 +87,7 @@ impl SimdTask for LoadU8 {
 }
 
 #[test]
-fn every_byte_is_read_as_it_is() {
+fn load_of_u8_is_exact() {
     on_every_instruction_set(|| LoadU8);
 }
 
@@ -96,11 +98,11 @@ impl<E: Half> SimdTask for Store<E> {
     unsafe fn run<K: Kernel>(self) {
         let lanes = K::Vector::LANES;
         let all: Vec<f32> = around::<E>().collect();
-        let mut got = vec![E::default(); lanes];
+        let mut stored = vec![E::default(); lanes];
         for chunk in all.chunks_exact(lanes) {
             // SAFETY: the processor has the instruction set of K; a chunk is a vector.
-            unsafe { E::store(K::Vector::load(chunk.as_ptr()), got.as_mut_ptr()) };
-            for (&got, &number) in got.iter().zip(chunk) {
+            unsafe { E::store(K::Vector::load(chunk.as_ptr()), stored.as_mut_ptr()) };
+            for (&got, &number) in stored.iter().zip(chunk) {
                 let expected = E::from_f32(number);
                 assert!(
                     if number.is_nan() { got.wide().is_nan() } else { got.bits() == expected.bits() },
@@ -112,7 +114,7 @@ impl<E: Half> SimdTask for Store<E> {
 }
 
 #[test]
-fn numbers_are_rounded_to_the_nearest_half_and_ties_to_even() {
+fn store_of_bf16_and_f16_rounds_to_nearest_even() {
     on_every_instruction_set(|| Store::<bf16>(std::marker::PhantomData));
     on_every_instruction_set(|| Store::<f16>(std::marker::PhantomData));
 }
@@ -138,7 +140,8 @@ impl SimdTask for Pairs {
             for (lane, word) in words.iter().enumerate() {
                 let bits = word.to_bits();
                 for (number, got) in [(low[lane], bits as u16), (high[lane], (bits >> 16) as u16)] {
-                    let (got, expected) = (bf16::from_bits(got), bf16::from_f32(number));
+                    let got = bf16::from_bits(got);
+                    let expected = bf16::from_f32(number);
                     assert!(
                         if number.is_nan() { got.is_nan() } else { got.to_bits() == expected.to_bits() },
                         "{number:e} became {got:e}, expected {expected:e}"
@@ -150,7 +153,7 @@ impl SimdTask for Pairs {
 }
 
 #[test]
-fn pairs_hold_the_nearest_bf16_low_before_high() {
+fn store_of_pairs_rounds_to_nearest_bf16() {
     on_every_instruction_set(|| Pairs);
 }
 
@@ -162,10 +165,11 @@ impl<E: Half> SimdTask for First<E> {
         let lanes = K::Vector::LANES;
         let from: Vec<E> = (0..lanes).map(|lane| E::from_f32(lane as f32 + 1.0)).collect();
         for n in 0..=lanes {
-            let (mut loaded, mut stored) = (vec![f32::NAN; lanes], vec![E::from_f32(-1.0); lanes]);
+            let mut loaded = vec![f32::NAN; lanes];
+            let mut stored = vec![E::from_f32(-1.0); lanes];
             // SAFETY: the processor has the instruction set of K; `n` elements are read and written.
             unsafe {
-                // A vector of its own, so that reading past it is not reading the rest.
+                // A separate vector, so that a tool finds a read past its end.
                 let held: K::Vector = load_first(from[..n].to_vec().as_ptr(), n);
                 held.store(loaded.as_mut_ptr());
                 store_first(held, stored.as_mut_ptr(), n);
@@ -180,7 +184,7 @@ impl<E: Half> SimdTask for First<E> {
 }
 
 #[test]
-fn the_first_lanes_are_read_and_written_alone() {
+fn load_and_store_of_first_lanes_touch_no_others() {
     on_every_instruction_set(|| First::<bf16>(std::marker::PhantomData));
     on_every_instruction_set(|| First::<f16>(std::marker::PhantomData));
 }

@@ -1,10 +1,10 @@
-//! What one vector gives, lane by lane.
+//! Tests of arithmetic and elementary functions of one vector, lane by lane.
 
 use super::{Sequence, erfc as exact_erfc, on_every_instruction_set};
 use crate::cpu::{Kernel, SimdTask, Vector, erfc, sigmoid, tanh};
 use crate::linear::Activation;
 
-/// Numbers beside which mistakes hide.
+/// Numbers with which operations often go wrong.
 const SPECIAL: [f32; 12] = [
     0.0,
     -0.0,
@@ -20,7 +20,7 @@ const SPECIAL: [f32; 12] = [
     -f32::NAN,
 ];
 
-/// The distance between neighbouring f32 at a normal number.
+/// Returns the distance between neighbouring f32 at a normal number.
 fn ulp(exact: f64) -> f64 {
     2f64.powi(exact.abs().log2().floor() as i32 - 23)
 }
@@ -45,15 +45,16 @@ macro_rules! mapped {
 
 struct Exp2;
 
-/// The largest error of 2^x in ulp, and in parts of the result: four ulp just below a power of two are two
-/// above it. The polynomial's share is 9.1e-8; the rest is rounding, twice a step where there is no fused multiply-add.
+/// The largest error of 2^x in ulp. Four ulp just below a power of two are two above it.
 const EXP2_ULP: f64 = 4.0;
+/// The largest error of 2^x relative to the result. The polynomial errs by 9.1e-8, and the rest is rounding, twice a step
+/// where there is no fused multiply-add.
 const EXP2_PART: f64 = 3e-7;
 
 impl SimdTask for Exp2 {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
-        // Every so many f32 from -130 to 0 and from 0 to 127, and those about the middle between two integers.
+        // Every 4,099th f32 from -130 to 0 and from 0 to 127, and numbers about the middle between two integers.
         let bits = |x: f32| x.to_bits();
         let stepped = (bits(-0.0)..=bits(-130.0)).chain(0..=bits(127.0)).step_by(4_099).map(f32::from_bits);
         let middles = (-130..127).flat_map(|n| {
@@ -61,9 +62,10 @@ impl SimdTask for Exp2 {
             [n as f32, middle, middle.next_up(), middle.next_down()]
         });
         let numbers: Vec<f32> = stepped.chain(middles).collect();
-        let got = mapped!(K::Vector, &numbers, |x| x.exp2());
-        let (mut most_ulp, mut most_part) = (0f64, 0f64);
-        for (&x, &got) in numbers.iter().zip(&got) {
+        let powers = mapped!(K::Vector, &numbers, |x| x.exp2());
+        let mut most_ulp = 0f64;
+        let mut most_part = 0f64;
+        for (&x, &got) in numbers.iter().zip(&powers) {
             if x < -126.0 {
                 assert_eq!(got, 0.0, "2^{x}");
                 continue;
@@ -72,13 +74,14 @@ impl SimdTask for Exp2 {
             let error = (f64::from(got) - exact).abs() / ulp(exact);
             let part = (f64::from(got) - exact).abs() / exact;
             assert!(error <= EXP2_ULP && part <= EXP2_PART, "2^{x:?} is {exact:e}, got {got:e}: {error} ulp");
-            (most_ulp, most_part) = (error.max(most_ulp), part.max(most_part));
+            most_ulp = error.max(most_ulp);
+            most_part = part.max(most_part);
         }
         println!("{} powers err by at most {most_ulp:.2} ulp, {most_part:.2e} of the result", numbers.len());
         let special = [0.0, -0.0, -126.0, f32::NEG_INFINITY, f32::MIN, f32::NAN, 1.0, -1.0];
-        let got = mapped!(K::Vector, &special, |x| x.exp2());
+        let special_powers = mapped!(K::Vector, &special, |x| x.exp2());
         for ((x, got), expected) in
-            special.into_iter().zip(got).zip([1.0, 1.0, f32::MIN_POSITIVE, 0.0, 0.0, f32::NAN, 2.0, 0.5])
+            special.into_iter().zip(special_powers).zip([1.0, 1.0, f32::MIN_POSITIVE, 0.0, 0.0, f32::NAN, 2.0, 0.5])
         {
             let near = (got - expected).abs() <= expected * f32::EPSILON;
             assert!(near || (expected.is_nan() && got.is_nan()), "2^{x} is {got}, expected {expected}");
@@ -87,7 +90,7 @@ impl SimdTask for Exp2 {
 }
 
 #[test]
-fn powers_of_two_err_by_four_ulp_at_most() {
+fn exp2_errs_by_at_most_four_ulp() {
     on_every_instruction_set(|| Exp2);
 }
 
@@ -98,8 +101,8 @@ impl SimdTask for Tanh {
     unsafe fn run<K: Kernel>(self) {
         let mut sequence = Sequence(1);
         let numbers: Vec<f32> = (0..200_000).map(|n| sequence.fraction() * [0.01, 1.0, 12.0, 200.0][n % 4]).collect();
-        let got = mapped!(K::Vector, &numbers, |x| tanh(x));
-        for (&x, &got) in numbers.iter().zip(&got) {
+        let tangents = mapped!(K::Vector, &numbers, |x| tanh(x));
+        for (&x, &got) in numbers.iter().zip(&tangents) {
             let exact = f64::from(x).tanh();
             let error = (f64::from(got) - exact).abs();
             assert!(error <= 4.0 * ulp(exact), "tanh({x:?}) is {exact:e}, got {got:e}");
@@ -111,11 +114,11 @@ impl SimdTask for Tanh {
 }
 
 #[test]
-fn hyperbolic_tangents_err_by_a_few_ulp() {
+fn tanh_errs_by_at_most_four_ulp() {
     on_every_instruction_set(|| Tanh);
 }
 
-/// Every so many f32 of both signs, denormal ones included, and more of them where functions bend.
+/// Returns every 40,009th f32 of both signs, subnormal ones included, and more of them where functions bend.
 fn dense() -> impl Iterator<Item = f32> {
     let stepped = (0..f32::INFINITY.to_bits()).step_by(40_009).map(f32::from_bits);
     stepped.chain((0..60_000).map(|n| n as f32 / 4096.0)).flat_map(|x| [x, -x])
@@ -127,15 +130,19 @@ impl SimdTask for Smooth {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let numbers: Vec<f32> = dense().collect();
-        let compare = |name: &str, got: &[f32], exact: &dyn Fn(f64) -> f64, bound: &dyn Fn(f64, f64) -> f64| {
-            let mut worst = (0f64, 0f32);
-            for (&x, &got) in numbers.iter().zip(got) {
-                let exact = exact(f64::from(x));
+        let compare = |name: &str, results: &[f32], exact_at: &dyn Fn(f64) -> f64, bound: &dyn Fn(f64, f64) -> f64| {
+            let mut worst_part = 0f64;
+            let mut worst_at = 0f32;
+            for (&x, &got) in numbers.iter().zip(results) {
+                let exact = exact_at(f64::from(x));
                 let part = (f64::from(got) - exact).abs() / bound(f64::from(x), exact);
-                assert!(part <= 1.0, "{name}({x:e}) is {exact:e}, got {got:e}: {part} times what is allowed");
-                worst = if part > worst.0 { (part, x) } else { worst };
+                assert!(part <= 1.0, "{name}({x:e}) is {exact:e}, got {got:e}: {part} times its bound");
+                if part > worst_part {
+                    worst_part = part;
+                    worst_at = x;
+                }
             }
-            println!("{name} takes {:.2} of what it may err, at {:e}", worst.0, worst.1);
+            println!("{name} errs by {worst_part:.2} of its bound, at {worst_at:e}");
         };
         let least = f64::from(f32::MIN_POSITIVE);
         compare("erfc", &mapped!(K::Vector, &numbers, |x| erfc(x)), &exact_erfc, &|x, exact| {
@@ -178,7 +185,7 @@ impl SimdTask for Smooth {
 }
 
 #[test]
-fn activations_err_as_they_say() {
+fn activations_and_erfc_err_within_documented_bounds() {
     on_every_instruction_set(|| Smooth);
 }
 
@@ -187,12 +194,12 @@ struct Nans;
 impl SimdTask for Nans {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
-        // Quiet and signalling, of both signs, with all that the lowest bits of a rounded exponent may be.
+        // Quiet and signalling NaNs of both signs, with any lowest bits that a rounded exponent may have.
         let of_sign = |sign: u32| [0x7fc0_0000, 0x7fa0_0000].map(|bits: u32| sign | bits);
         let bits = [0, 1 << 31].into_iter().flat_map(of_sign).flat_map(|bits| bits..bits + 512);
         let nans: Vec<f32> = bits.map(f32::from_bits).collect();
-        let check = |name: &str, got: Vec<f32>| {
-            for (nan, got) in nans.iter().zip(got) {
+        let check = |name: &str, results: Vec<f32>| {
+            for (nan, got) in nans.iter().zip(results) {
                 assert!(got.is_nan(), "{name} of the NaN {:#010x} is {got:e}", nan.to_bits());
             }
         };
@@ -207,7 +214,7 @@ impl SimdTask for Nans {
 }
 
 #[test]
-fn every_nan_stays_one() {
+fn elementary_functions_of_nan_are_nan() {
     on_every_instruction_set(|| Nans);
 }
 
@@ -217,14 +224,14 @@ impl SimdTask for Lanes {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let lanes = K::Vector::LANES;
-        // Each number stands beside each other one, in every lane.
+        // Each number is combined with each other one, in every lane.
         for (turn, &b) in SPECIAL.iter().enumerate() {
             let numbers: Vec<f32> = (0..lanes * SPECIAL.len()).map(|n| SPECIAL[(n + turn) % SPECIAL.len()]).collect();
             // SAFETY: the processor has the instruction set of K.
             let (other, one) = unsafe { (K::Vector::splat(b), K::Vector::splat(1.0)) };
-            let check = |name: &str, got: Vec<f32>, expected: &dyn Fn(f32) -> f32| {
-                for (&a, &got) in numbers.iter().zip(&got) {
-                    let expected = expected(a);
+            let check = |name: &str, results: Vec<f32>, expected_of: &dyn Fn(f32) -> f32| {
+                for (&a, &got) in numbers.iter().zip(&results) {
+                    let expected = expected_of(a);
                     let same = got.to_bits() == expected.to_bits() || (got.is_nan() && expected.is_nan());
                     assert!(same, "{name} of {a:e} and {b:e} is {got:e}, expected {expected:e}");
                 }
@@ -245,7 +252,7 @@ impl SimdTask for Lanes {
 }
 
 #[test]
-fn operations_go_lane_by_lane_through_infinities_and_nan() {
+fn arithmetic_with_infinities_and_nan_matches_f32() {
     on_every_instruction_set(|| Lanes);
 }
 
@@ -254,10 +261,12 @@ struct Whole;
 impl SimdTask for Whole {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
-        let (lanes, mut sequence) = (K::Vector::LANES, Sequence(2));
+        let lanes = K::Vector::LANES;
+        let mut sequence = Sequence(2);
         let numbers: Vec<f32> = (0..lanes).map(|_| sequence.whole(1000)).collect();
-        // Strides of their own, and numbers outside of the square that no transpose may touch.
-        let (from_stride, to_stride) = (lanes + 3, lanes + 5);
+        // Two different strides, and numbers outside of the square that no transpose may touch.
+        let from_stride = lanes + 3;
+        let to_stride = lanes + 5;
         let from: Vec<f32> = (0..lanes * from_stride).map(|n| n as f32).collect();
         let mut to = vec![-1.0; lanes * to_stride];
         // SAFETY: the processor has the instruction set of K; both are squares of vectors.
@@ -273,7 +282,8 @@ impl SimdTask for Whole {
             K::Vector::prefetch(from.as_ptr().wrapping_add(1 << 40).cast());
         }
         for (n, &got) in to.iter().enumerate() {
-            let (column, row) = (n / to_stride, n % to_stride);
+            let column = n / to_stride;
+            let row = n % to_stride;
             let expected = if row < lanes { (row * from_stride + column) as f32 } else { -1.0 };
             assert_eq!(got, expected, "row {row}, column {column}");
         }
@@ -281,6 +291,6 @@ impl SimdTask for Whole {
 }
 
 #[test]
-fn sums_transposes_and_prefetches() {
+fn vector_sums_and_transposes_match_plain_loops() {
     on_every_instruction_set(|| Whole);
 }

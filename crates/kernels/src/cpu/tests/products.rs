@@ -1,11 +1,11 @@
-//! Every instruction set's matrix product against plain loops.
+//! Tests of every instruction set's matrix product against plain loops.
 
 use half::bf16;
 
 use super::{Sequence, on_every_instruction_set};
 use crate::cpu::{Format, Kernel, LeftOperand, PanelProduct, SimdTask, Vector, multiply};
 
-/// A word of one or two elements.
+/// Returns a word of one or two elements.
 fn word<K: Kernel>(elements: [f32; 2]) -> f32 {
     match K::ELEMENTS {
         1 => elements[0],
@@ -16,7 +16,7 @@ fn word<K: Kernel>(elements: [f32; 2]) -> f32 {
     }
 }
 
-/// The elements of a word, which an f32 has one of.
+/// Returns the elements of a word. The second one of an f32 is 0.
 fn elements<K: Kernel>(word: f32) -> [f64; 2] {
     let half = |bits: u32| f64::from(f32::from_bits(bits << 16));
     match K::ELEMENTS {
@@ -37,14 +37,16 @@ struct Case {
 }
 
 impl Case {
-    /// Compares with sums in f64. What the product may not read is NaN, what it may not write is compared too.
+    /// Compares the product with sums in f64. Words that the product may not read are NaN, and words that it may not
+    /// write are compared too.
     ///
     /// # Safety
     /// As [`multiply`].
     unsafe fn check<K: Kernel>(self, number: &mut impl FnMut() -> f32, tolerance: f64) {
         let Self { rows, depth, vectors, a_group, a_row, a_step, accumulates } = self;
         let row_at = |row: usize| row / K::ROWS * a_group + row % K::ROWS * a_row;
-        let (panel, columns) = (K::PANEL, vectors * K::Vector::LANES);
+        let panel = K::PANEL;
+        let columns = vectors * K::Vector::LANES;
         let mut a = vec![f32::NAN; row_at(rows - 1) + (depth - 1) * a_step + 1];
         for row in 0..rows {
             (0..depth).for_each(|step| a[row_at(row) + step * a_step] = word::<K>([number(), number()]));
@@ -55,7 +57,7 @@ impl Case {
             row[..columns].fill_with(|| word::<K>([number(), number()]));
         }
         for row in c.chunks_exact_mut(panel) {
-            // Sums are numbers of their own, unless they are overwritten.
+            // The numbers that the product is added to; they are overwritten with NaN below if it is not.
             (0..panel).for_each(|column| row[column] = if column < columns { number() } else { 7.0 });
         }
         if !accumulates {
@@ -77,17 +79,21 @@ impl Case {
         unsafe { multiply::<K>(&product) };
         for row in 0..rows {
             for column in 0..panel {
-                let (got, old) = (f64::from(c[row * panel + column]), f64::from(before[row * panel + column]));
+                let got = f64::from(c[row * panel + column]);
+                let old = f64::from(before[row * panel + column]);
                 if column >= columns {
                     assert_eq!(got, old, "{self:?}: column {column} of row {row} was written");
                     continue;
                 }
                 let scaled = if accumulates { old * f64::from(factors[column]) } else { 0.0 };
-                let (mut exact, mut magnitude) = (scaled, scaled.abs());
+                let mut exact = scaled;
+                let mut magnitude = scaled.abs();
                 for step in 0..depth {
-                    let pairs = elements::<K>(a[row_at(row) + step * a_step]).into_iter();
-                    for (a, b) in pairs.zip(elements::<K>(b[step * panel + column])) {
-                        (exact, magnitude) = (exact + a * b, magnitude + (a * b).abs());
+                    let left = elements::<K>(a[row_at(row) + step * a_step]);
+                    let right = elements::<K>(b[step * panel + column]);
+                    for (x, y) in left.into_iter().zip(right) {
+                        exact += x * y;
+                        magnitude += (x * y).abs();
                     }
                 }
                 let error = (got - exact).abs();
@@ -145,7 +151,7 @@ impl SimdTask for Fractions {
     unsafe fn run<K: Kernel>(self) {
         let mut sequence = Sequence(4);
         cases::<K>(|case| {
-            // A rounding, of up to an ulp, for each product, for each sum and for the sums that were there.
+            // A rounding of up to an ulp for each product, for each sum, and for the numbers that are added to.
             let roundings = 2 * case.depth * K::ELEMENTS + 2;
             let tolerance = roundings as f64 * f64::from(f32::EPSILON);
             // SAFETY: the processor has the instruction set of K.
@@ -155,6 +161,6 @@ impl SimdTask for Fractions {
 }
 
 #[test]
-fn products_of_fractions_err_by_their_roundings() {
+fn products_of_fractions_err_within_rounding() {
     on_every_instruction_set(|| Fractions);
 }

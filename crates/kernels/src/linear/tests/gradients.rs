@@ -14,24 +14,31 @@ fn instruction_sets() -> Vec<InstructionSet> {
     if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() }
 }
 
-/// (rows, depth, columns).
-fn sizes() -> Vec<(usize, usize, usize)> {
-    let mut sizes = vec![(1, 3, 2), (3, 18, 17), (2, 0, 3), (0, 2, 2), (2, 2, 0)];
-    if !cfg!(miri) {
-        sizes.extend([(17, 33, 49), (9, 513, 97), (193, 40, 50), (200, 385, 8), (50, 400, 145)]);
-    }
-    sizes
+/// The sizes of a product.
+struct Sizes {
+    rows: usize,
+    depth: usize,
+    columns: usize,
 }
 
-/// A matrix over `data` in one of both orders, with a gap behind each line.
+/// Returns sizes at the edges of vectors, panels and blocks.
+fn sizes() -> Vec<Sizes> {
+    let mut sizes = vec![[1, 3, 2], [3, 18, 17], [2, 0, 3], [0, 2, 2], [2, 2, 0]];
+    if !cfg!(miri) {
+        sizes.extend([[17, 33, 49], [9, 513, 97], [193, 40, 50], [200, 385, 8], [50, 400, 145]]);
+    }
+    sizes.into_iter().map(|[rows, depth, columns]| Sizes { rows, depth, columns }).collect()
+}
+
+/// Returns a matrix over `data` in one of both orders, with a gap after each line.
 fn matrix<X>(data: &[X], rows: usize, columns: usize, is_transposed: bool) -> Matrix<'_, X> {
     let stride = if is_transposed { rows } else { columns } + 3;
     Matrix { data, rows, columns, stride, is_transposed }
 }
 
 fn at<X: Element + Into<f32>>(matrix: &Matrix<X>, row: usize, column: usize) -> f64 {
-    let (line, at) = if matrix.is_transposed { (column, row) } else { (row, column) };
-    let number: f32 = matrix.data[line * matrix.stride + at].into();
+    let index = if matrix.is_transposed { column * matrix.stride + row } else { row * matrix.stride + column };
+    let number: f32 = matrix.data[index].into();
     f64::from(number)
 }
 
@@ -39,7 +46,7 @@ fn with_bias<'a, X>(left: Matrix<'a, X>, right: Right<'a, X>, bias: Option<&'a [
     Product { left, right, epilogue: Epilogue { bias, ..Default::default() }, executor: None }
 }
 
-/// The largest difference from plain loops in f64, relative to the sum of the magnitudes.
+/// Returns the largest difference from plain loops in f64, relative to the sum of the magnitudes.
 fn difference<A, B, C>(found: &[C], left: &Matrix<A>, right: &Matrix<B>, bias: Option<&[f32]>) -> f64
 where
     A: Element + Into<f32>,
@@ -48,30 +55,36 @@ where
 {
     assert_eq!(found.len(), left.rows * right.columns);
     let mut most = 0f64;
-    for (n, &found) in found.iter().enumerate() {
-        let (row, column) = (n / right.columns, n % right.columns);
-        let bias = bias.map_or(0.0, |bias| f64::from(bias[column]));
-        let terms = (0..left.columns).map(|depth| at(left, row, depth) * at(right, depth, column));
-        let (sum, size) = terms.fold((bias, bias.abs()), |(sum, size), term| (sum + term, size + term.abs()));
-        let found: f32 = found.into();
-        let off = (f64::from(found) - sum).abs();
+    for (n, &element) in found.iter().enumerate() {
+        let row = n / right.columns;
+        let column = n % right.columns;
+        let mut sum = bias.map_or(0.0, |bias| f64::from(bias[column]));
+        let mut size = sum.abs();
+        for depth in 0..left.columns {
+            let term = at(left, row, depth) * at(right, depth, column);
+            sum += term;
+            size += term.abs();
+        }
+        let number: f32 = element.into();
+        let off = (f64::from(number) - sum).abs();
         most = most.max(if off == 0.0 { 0.0 } else { off / size });
     }
     most
 }
 
 fn check_orders<X: Element + Into<f32>>(instruction_set: InstructionSet, most: f64) {
-    for (rows, depth, columns) in sizes() {
-        let numbers = |lines: usize, width: usize, salt| numbers::<X>(lines.max(width) * (lines.max(width) + 3), salt);
-        let (a, b) = (numbers(rows, depth, 1), numbers(depth, columns, 2));
+    for Sizes { rows, depth, columns } in sizes() {
+        let data = |lines: usize, width: usize, salt| numbers::<X>(lines.max(width) * (lines.max(width) + 3), salt);
+        let a = data(rows, depth, 1);
+        let b = data(depth, columns, 2);
         let bias = super::numbers::<f32>(columns, 3);
         for order in 0..4 {
             let left = matrix(&a, rows, depth, order % 2 == 1);
             let right = matrix(&b, depth, columns, order / 2 == 1);
-            let bias = (order > 0).then_some(&bias[..]);
-            let found =
-                multiply_vec(&with_bias(left, Right::Matrix { matrix: right, instruction_set }, bias)).expect("memory");
-            let off = difference(&found, &left, &right, bias);
+            let order_bias = (order > 0).then_some(&bias[..]);
+            let product = with_bias(left, Right::Matrix { matrix: right, instruction_set }, order_bias);
+            let found = multiply_vec(&product).expect("memory");
+            let off = difference(&found, &left, &right, order_bias);
             assert!(off < most, "{instruction_set}: {rows} {depth} {columns}, order {order}, is off by {off:e}");
         }
     }
@@ -86,9 +99,9 @@ fn linear_gradient_of_matrices_in_either_order_matches_plain_loops() {
     }
 }
 
-/// Columns that begin and end anywhere; numbers that are not finite in the others are nobody's.
+/// Checks columns that begin and end anywhere. The other columns are not finite, and must not be read.
 fn check_input_gradient<W: Element + Into<f32>, X: Element + Into<f32>>(instruction_set: InstructionSet, most: f64) {
-    for (rows, outputs, inputs) in sizes() {
+    for Sizes { rows, depth: outputs, columns: inputs } in sizes() {
         let weight = numbers::<W>(outputs * inputs, 1);
         for columns in [0..outputs, outputs / 3..outputs - outputs / 4, outputs / 2..outputs / 2] {
             let mut around = weight.clone();
@@ -130,11 +143,13 @@ fn linear_gradient_of_packed_weight_matches_plain_loops() {
     }
 }
 
-/// Nothing is read where there is nothing, however far apart its rows would be.
+/// Checks that rows without elements are not read, for any stride.
 #[test]
 fn linear_gradient_of_no_columns_is_zeros() {
     fn check<X: Element + Into<f32>>(instruction_set: InstructionSet) {
-        let (rows, outputs, inputs) = (3, 40, 5);
+        let rows = 3;
+        let outputs = 40;
+        let inputs = 5;
         let packed =
             PackedWeight::new(&numbers::<X>(outputs * inputs, 1), weight_shape(outputs, inputs), instruction_set)
                 .expect("memory");
@@ -155,16 +170,19 @@ fn linear_gradient_of_no_columns_is_zeros() {
     }
 }
 
-/// Adapters are trained over weights of codes too.
+/// Checks the gradient that trains adapters of a weight of codes.
 #[test]
 fn packed_codes_gradient_matches_f32_weight() {
     let (rows, outputs, inputs) = if cfg!(miri) { (1, 3, 32) } else { (9, 53, 96) };
     let numbers_of = |salt| numbers::<f16>(outputs * inputs / 32, salt);
-    let (scales, minimums, data) = (numbers_of(1), numbers_of(2), numbers::<f32>(rows * (outputs + 3), 3));
+    let scales = numbers_of(1);
+    let minimums = numbers_of(2);
+    let data = numbers::<f32>(rows * (outputs + 3), 3);
     for instruction_set in instruction_sets() {
-        for (bits, minimums) in [(4, None), (4, Some(&minimums[..])), (8, None), (8, Some(&minimums[..]))] {
-            let codes: Vec<u8> = (0..outputs * inputs).map(|n| (n * 7 % (1 << bits)) as u8).collect();
-            let codes = Codes { bits, codes: &codes, scales: &scales, minimums };
+        for (bits, has_minimums) in [(4, false), (4, true), (8, false), (8, true)] {
+            let all_codes: Vec<u8> = (0..outputs * inputs).map(|n| (n * 7 % (1 << bits)) as u8).collect();
+            let minimums = has_minimums.then_some(&minimums[..]);
+            let codes = Codes { bits, codes: &all_codes, scales: &scales, minimums };
             let packed =
                 PackedWeight::from_codes(&codes, weight_shape(outputs, inputs), instruction_set).expect("memory");
             let weight = packed.unpack::<f32>().expect("memory");
@@ -178,15 +196,16 @@ fn packed_codes_gradient_matches_f32_weight() {
     }
 }
 
-/// Training and inference give the same numbers.
+/// Checks that training and inference have the same numbers.
 #[test]
 fn packed_weight_has_bits_of_plain_weight() {
     fn check<X: Element + PartialEq + std::fmt::Debug>(instruction_set: InstructionSet) {
         let (rows, inputs, outputs) = if cfg!(miri) { (2, 5, 18) } else { (37, 411, 101) };
-        let (xs, weight) = (numbers::<X>(rows * inputs, 1), numbers::<X>(outputs * inputs, 2));
+        let xs = numbers::<X>(rows * inputs, 1);
+        let weight = numbers::<X>(outputs * inputs, 2);
         let bias = numbers::<f32>(outputs, 3);
         let packed = PackedWeight::new(&weight, weight_shape(outputs, inputs), instruction_set).expect("memory");
-        // Columns of the left operand's own are read the other way round, and give the same bits too.
+        // The transposed left operand has the same bits too.
         let columns: Vec<X> = (0..inputs * rows).map(|n| xs[n % rows * inputs + n / rows]).collect();
         let product = |left, right| multiply_vec(&with_bias(left, right, Some(&bias))).expect("memory");
         let expected = product(rows_of(&xs, inputs), Right::Weight { weight: &packed, outputs: 0..outputs });

@@ -1,5 +1,5 @@
-//! The kernels alone, without tensors: small enough for Miri, which finds what reads or writes out of bounds on the
-//! scalar instruction set. `tests/attention/linear` holds every instruction set to f64.
+//! Tests of the kernels alone, without tensors. They are small enough for Miri, which finds reads and writes out of bounds
+//! on the scalar instruction set. `tests/attention/linear` compares every instruction set with f64.
 
 mod gradients;
 
@@ -28,7 +28,7 @@ struct Case {
 }
 
 impl Case {
-    /// The largest difference between a product and plain loops in f64, relative to the sum of the magnitudes.
+    /// Returns the largest difference between a product and plain loops in f64, relative to the sum of the magnitudes.
     fn difference<W: Element + PartialEq + Into<f32>, X: Element + Into<f32>>(
         &self,
         instruction_set: InstructionSet,
@@ -50,7 +50,8 @@ impl Case {
         assert_eq!(out.len(), rows * columns.len());
         let number = |x: f32| f64::from(x);
         let entry = |(at, &found): (usize, &X)| {
-            let (row, column) = (at / columns.len(), columns.start + at % columns.len());
+            let row = at / columns.len();
+            let column = columns.start + at % columns.len();
             let terms = (0..inputs)
                 .map(|input| number(xs[row * xs_row + input].into()) * number(weight[column * inputs + input].into()));
             let bias = bias.as_ref().map_or(0.0, |bias| number(bias[column]));
@@ -106,7 +107,7 @@ fn linear_product_on_each_instruction_set_matches_plain_loops() {
     }
 }
 
-/// A product with all that may follow it, in f64.
+/// Computes a product's epilogue in f64.
 fn exact_epilogue(activation: Option<Activation>, sum: f64, up: f64, residual: f64) -> f64 {
     let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
     let activated = match activation {
@@ -121,14 +122,14 @@ fn exact_epilogue(activation: Option<Activation>, sum: f64, up: f64, residual: f
     activated * up + residual
 }
 
-/// Everything that may follow a product against the product alone and f64, for some of the columns, at the edges of
-/// vectors and panels, on threads of our own.
+/// Compares every epilogue with the product alone and f64, for some of the columns, at the edges of vectors and panels, on
+/// an executor's threads.
 fn check_epilogues<W: Element, X: Element + Into<f32>>(instruction_set: InstructionSet, most: f64) {
     let number = |x: f32| f64::from(x);
     let (rows, inputs, outputs, columns) = if cfg!(miri) { (2, 3, 18, 1..18) } else { (5, 70, 103, 5..102) };
     let weights = [1, 2].map(|salt| numbers::<W>(outputs * inputs, salt));
-    let weights =
-        weights.map(|rows| PackedWeight::new(&rows, weight_shape(outputs, inputs), instruction_set).expect("memory"));
+    let weights = weights
+        .map(|numbers| PackedWeight::new(&numbers, weight_shape(outputs, inputs), instruction_set).expect("memory"));
     let biases = [3, 4].map(|salt| numbers::<f32>(outputs, salt));
     let xs: Vec<X> = numbers(rows * inputs, 5);
     let residual: Vec<X> = numbers(rows * columns.len(), 6);
@@ -152,20 +153,23 @@ fn check_epilogues<W: Element, X: Element + Into<f32>>(instruction_set: Instruct
     let all = [Activation::Gelu, Activation::GeluTanh, Activation::Silu, Activation::Relu].map(Some);
     for activation in [None].into_iter().chain(all) {
         for n in 0..4 {
-            let (is_gated, is_added) = (n % 2 == 1, n / 2 == 1);
+            let is_gated = n % 2 == 1;
+            let is_added = n / 2 == 1;
             let epilogue = Epilogue {
                 bias: Some(&biases[0][..]),
                 activation,
                 up: is_gated.then_some(Up { weight: &weights[1], bias: Some(&biases[1]) }),
                 residual: is_added.then_some(&residual[..]),
             };
-            let (left, right) = (rows_of(&xs, inputs), Right::Weight { weight: &weights[0], outputs: columns.clone() });
+            let left = rows_of(&xs, inputs);
+            let right = Right::Weight { weight: &weights[0], outputs: columns.clone() };
             let product = Product { left, right, epilogue, executor: Some(three) };
             for (at, &found) in multiply_vec(&product).expect("fits").iter().enumerate() {
                 let up = if is_gated { number(plain[1][at]) } else { 1.0 };
                 let added = if is_added { number(residual[at].into()) } else { 0.0 };
                 let sum = number(plain[0][at]);
-                let (found, exact) = (number(found.into()), exact_epilogue(activation, sum, up, added));
+                let found = number(found.into());
+                let exact = exact_epilogue(activation, sum, up, added);
                 let bound = most * (sum.abs() * up.abs() + up.abs() + added.abs() + 1.0);
                 let what = format!("{instruction_set}: {activation:?} of {sum} by {up} and {added}");
                 assert!((found - exact).abs() <= bound, "{what} is {found:e}, expected {exact:e} within {bound:e}");
@@ -185,7 +189,7 @@ fn linear_epilogue_on_each_instruction_set_matches_f64() {
     }
 }
 
-/// The packed codes, with the numbers that they stand for.
+/// Returns packed codes, and their numbers in f32.
 fn codes(
     bits: usize,
     has_minimums: bool,
@@ -197,7 +201,8 @@ fn codes(
     let blocks = outputs * inputs / CODE_BLOCK;
     let own: Vec<u8> =
         numbers::<f32>(outputs * inputs, salt).iter().map(|x| (((x + 1.0) * 128.0) as u8) >> (8 - bits)).collect();
-    let (scales, minimums) = (numbers::<f16>(blocks, salt + 1), numbers::<f16>(blocks, salt + 2));
+    let scales = numbers::<f16>(blocks, salt + 1);
+    let minimums = numbers::<f16>(blocks, salt + 2);
     let minimums = has_minimums.then_some(&minimums[..]);
     let number = |(at, &code): (usize, &u8)| {
         let scale = f64::from(scales[at / CODE_BLOCK]);
@@ -210,10 +215,10 @@ fn codes(
     (packed.expect("sizes fit"), exact)
 }
 
-/// A product of codes has the bits of a product of the numbers that they stand for, whatever the rows and what follows.
+/// Checks products of codes with any number of rows and an epilogue.
 #[test]
 fn packed_codes_product_has_bits_of_f32_weight() {
-    let rows = if cfg!(miri) { vec![2] } else { vec![1, 2, 3, 8, 17, 40, 193] };
+    let row_counts = if cfg!(miri) { vec![2] } else { vec![1, 2, 3, 8, 17, 40, 193] };
     let shape = if cfg!(miri) { weight_shape(18, 32) } else { weight_shape(103, 480) };
     let WeightShape { outputs, inputs } = shape;
     let bias = numbers::<f32>(outputs, 9);
@@ -227,7 +232,7 @@ fn packed_codes_product_has_bits_of_f32_weight() {
                 assert_eq!(one, [&exact[17 * inputs..18 * inputs], &exact[3 * inputs..4 * inputs]].concat());
                 packed
             });
-            for &rows in &rows {
+            for &rows in &row_counts {
                 let xs = numbers::<f32>(rows * inputs, 4);
                 for columns in [0..outputs, 5..outputs - 1] {
                     let product = |weights: &[PackedWeight; 2], is_gated: bool| {
@@ -238,11 +243,13 @@ fn packed_codes_product_has_bits_of_f32_weight() {
                             up: is_gated.then_some(Up { weight: up, bias: None }),
                             residual: None,
                         };
-                        let (left, right) = (rows_of(&xs, inputs), Right::Weight { weight, outputs: columns.clone() });
+                        let left = rows_of(&xs, inputs);
+                        let right = Right::Weight { weight, outputs: columns.clone() };
                         multiply_vec(&Product { left, right, epilogue, executor: None })
                     };
                     for is_gated in [false, true] {
-                        let (found, expected) = (product(&packed, is_gated), product(&plain, is_gated));
+                        let found = product(&packed, is_gated);
+                        let expected = product(&plain, is_gated);
                         assert!(
                             found == expected,
                             "{instruction_set}: {rows} rows of {:?}, {columns:?}, {is_gated}",
@@ -258,13 +265,13 @@ fn packed_codes_product_has_bits_of_f32_weight() {
 /// Compares the bits of numbers, of which all NaNs are alike.
 fn assert_same_bits(found: &[f32], expected: &[f32], what: &str) {
     assert_eq!(found.len(), expected.len(), "{what}");
-    for (at, (found, expected)) in found.iter().zip(expected).enumerate() {
-        let are_same = found.to_bits() == expected.to_bits() || found.is_nan() && expected.is_nan();
-        assert!(are_same, "{what}: {found:?} at {at}, expected {expected:?}");
+    for (at, (x, y)) in found.iter().zip(expected).enumerate() {
+        let are_same = x.to_bits() == y.to_bits() || x.is_nan() && y.is_nan();
+        assert!(are_same, "{what}: {x:?} at {at}, expected {y:?}");
     }
 }
 
-/// Codes with scales and minimums of every kind, and the numbers that they stand for, as GGUF files define them.
+/// Returns packed codes with scales and minimums of every kind, and their numbers as GGUF files define them.
 fn codes_with_any_scale(
     bits: usize,
     has_minimums: bool,
@@ -292,7 +299,8 @@ fn codes_with_any_scale(
     let (scales, minimums): (Vec<_>, Vec<_>) = (0..blocks).map(|_| (half(), half())).unzip();
     let codes: Vec<u8> = (0..blocks * CODE_BLOCK).map(|_| sequence.bits() as u8 >> (8 - bits)).collect();
     let number = |(at, &code): (usize, &u8)| {
-        let (scale, minimum) = (scales[at / CODE_BLOCK].to_f32(), minimums[at / CODE_BLOCK].to_f32());
+        let scale = scales[at / CODE_BLOCK].to_f32();
+        let minimum = minimums[at / CODE_BLOCK].to_f32();
         if has_minimums {
             f32::from(code) * scale + minimum
         } else {
@@ -304,11 +312,11 @@ fn codes_with_any_scale(
     (PackedWeight::from_codes(&codes, shape, instruction_set).expect("sizes fit"), numbers)
 }
 
-/// Dense rows, rows so small that products round to zeros of either sign, and rows of a single 1, which show each
-/// number of the weight by itself.
+/// Checks products with dense rows, with rows so small that products round to zeros of either sign, and with rows of a
+/// single 1, which show each number of the weight alone.
 #[test]
 fn packed_codes_with_any_scale_have_bits_of_f32_weight() {
-    let rows = if cfg!(miri) { vec![2] } else { vec![1, 3, 40] };
+    let row_counts = if cfg!(miri) { vec![2] } else { vec![1, 3, 40] };
     let shape = if cfg!(miri) { weight_shape(18, 32) } else { weight_shape(103, 96) };
     let WeightShape { outputs, inputs } = shape;
     for instruction_set in if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() } {
@@ -317,13 +325,14 @@ fn packed_codes_with_any_scale_have_bits_of_f32_weight() {
             let plain = PackedWeight::new(&numbers_of_codes, shape, instruction_set).expect("memory");
             let unpacked = packed.unpack::<f32>().expect("memory");
             assert_same_bits(&unpacked, &numbers_of_codes, &format!("{packed:?}"));
-            for &rows in &rows {
+            for &rows in &row_counts {
                 let dense = numbers::<f32>(rows * inputs, 4);
                 let small = dense.iter().map(|x| x * 1e-40).collect();
                 let single_ones = (0..rows * inputs).map(|at| f32::from(at % inputs == at / inputs)).collect();
                 for xs in [dense, small, single_ones] {
                     let multiply_by = |weight: &PackedWeight| {
-                        let (left, right) = (rows_of(&xs, inputs), Right::Weight { weight, outputs: 0..outputs });
+                        let left = rows_of(&xs, inputs);
+                        let right = Right::Weight { weight, outputs: 0..outputs };
                         let product = Product { left, right, epilogue: Epilogue::default(), executor: None };
                         multiply_vec(&product).expect("fits")
                     };
@@ -356,7 +365,8 @@ fn packed_codes_memory_is_bits_and_scales() {
 
 #[test]
 fn packed_codes_with_wrong_sizes_are_errors() {
-    let (all, scales) = ([15u8; 64], [f16::ONE; 2]);
+    let all = [15u8; 64];
+    let scales = [f16::ONE; 2];
     let good = Codes { bits: 4, codes: &all, scales: &scales, minimums: Some(&scales) };
     let pack = |codes: Codes, shape| PackedWeight::from_codes(&codes, shape, InstructionSet::Scalar);
     let packed = pack(good, weight_shape(2, 32)).expect("a good call");
@@ -392,8 +402,8 @@ fn linear_product_with_wrong_sizes_is_an_error() {
     let epilogue = Epilogue::default();
     let left = rows_of(&rows, 2);
     let good = Product { left, right: Right::Weight { weight: &weight, outputs: 0..3 }, epilogue, executor: None };
-    let with = |epilogue: Epilogue<'static, f32>| Product { epilogue, ..good.clone() };
-    let up = |weight, bias| Epilogue { up: Some(Up { weight, bias }), ..epilogue };
+    let with = |changed: Epilogue<'static, f32>| Product { epilogue: changed, ..good.clone() };
+    let up = |up_weight, bias| Epilogue { up: Some(Up { weight: up_weight, bias }), ..epilogue };
     let of_columns = |columns| Product { right: Right::Weight { weight: &weight, outputs: columns }, ..good.clone() };
     let transposed = Right::Transposed { weight: &weight, outputs: 0..2 };
     let matrix = |matrix: Matrix<'static, f32>| Product {
@@ -401,7 +411,8 @@ fn linear_product_with_wrong_sizes_is_an_error() {
         ..good.clone()
     };
     assert_eq!(multiply_vec(&good).expect("a good call").len(), 9);
-    let (start, end) = (2, 1);
+    let start = 2;
+    let end = 1;
     let cases = [
         (of_columns(1..4), "expected columns within 3 outputs, found 1..4"),
         (of_columns(start..end), "expected columns within 3 outputs, found 2..1"),
@@ -445,11 +456,11 @@ fn linear_product_with_wrong_sizes_is_an_error() {
     }
     let error = multiply(&good, &mut Box::new_uninit_slice(8)).expect_err("too short");
     assert_eq!(error.to_string(), "output has 8 elements, expected 9");
-    let error = PackedWeight::new::<f32>(&[], weight_shape(0, usize::MAX), InstructionSet::Scalar)
+    let too_large = PackedWeight::new::<f32>(&[], weight_shape(0, usize::MAX), InstructionSet::Scalar)
         .expect_err("too many inputs");
-    assert_eq!(error.to_string(), format!("a packed weight of (0, {}) does not fit in memory", usize::MAX));
-    let error = PackedWeight::new(&rows, weight_shape(2, 2), InstructionSet::Scalar).expect_err("a wrong shape");
-    assert_eq!(error.to_string(), "the weight has 6 elements, expected 4");
+    assert_eq!(too_large.to_string(), format!("a packed weight of (0, {}) does not fit in memory", usize::MAX));
+    let wrong_shape = PackedWeight::new(&rows, weight_shape(2, 2), InstructionSet::Scalar).expect_err("a wrong shape");
+    assert_eq!(wrong_shape.to_string(), "the weight has 6 elements, expected 4");
     assert_eq!(weight.unpack::<bf16>().expect_err("f32").to_string(), "expected a weight of BF16, found F32");
     let missing = InstructionSet::ALL
         .into_iter()
@@ -460,14 +471,16 @@ fn linear_product_with_wrong_sizes_is_an_error() {
     assert!(matches!(multiply_vec(&of_missing), Err(Error::InstructionSet(_))));
 }
 
-/// Sizes of which none is in memory multiply to more than a number holds: such weights and products are computed, or
-/// errors.
+/// Checks sizes whose products exceed a `usize` while no slice does: such weights and products are computed, or errors.
 #[test]
 fn linear_sizes_of_any_magnitude_are_computed_or_errors() {
-    let (data, halves, code) = ([0.5f32; 96], [f16::ONE; 96], [1u8; 96]);
+    let data = [0.5f32; 96];
+    let halves = [f16::ONE; 96];
+    let code = [1u8; 96];
     // The largest that is a multiple of a block is the last one.
     let counts = [0, 1, 3, 32, usize::MAX / 4, usize::MAX, usize::MAX - 31];
-    let (mut computed, mut refused) = (0, 0);
+    let mut computed = 0;
+    let mut refused = 0;
     let mut note = |is_ok: bool| if is_ok { computed += 1 } else { refused += 1 };
     for (outputs, inputs) in counts.iter().flat_map(|&outputs| counts.map(|inputs| (outputs, inputs))) {
         let count = outputs.saturating_mul(inputs).min(96);
@@ -488,8 +501,9 @@ fn linear_sizes_of_any_magnitude_are_computed_or_errors() {
                 note(weight.unpack::<f32>().is_ok());
                 for rows in counts {
                     let left = |columns| Matrix { data: &data[..], rows, columns, stride: 0, is_transposed: false };
-                    let by = |left, right| {
-                        multiply_vec(&Product { left, right, epilogue: Epilogue::default(), executor: None }).is_ok()
+                    let by = |matrix, right| {
+                        let epilogue = Epilogue::default();
+                        multiply_vec(&Product { left: matrix, right, epilogue, executor: None }).is_ok()
                     };
                     note(by(left(inputs), Right::Weight { weight: &weight, outputs: 0..outputs }));
                     note(by(left(outputs), Right::Transposed { weight: &weight, outputs: 0..outputs }));
@@ -503,7 +517,13 @@ fn linear_sizes_of_any_magnitude_are_computed_or_errors() {
         .flat_map(|&rows| [0, 1, 3, usize::MAX].map(|depth| (rows, depth)))
         .flat_map(|(rows, depth)| counts.map(|columns| (rows, depth, columns)))
     {
-        let matrix = |rows, columns, is_transposed| Matrix { data: &data[..], rows, columns, stride: 0, is_transposed };
+        let matrix = |height, width, is_transposed| Matrix {
+            data: &data[..],
+            rows: height,
+            columns: width,
+            stride: 0,
+            is_transposed,
+        };
         for (left_transposed, right_transposed) in [(false, false), (false, true), (true, false), (true, true)] {
             for instruction_set in if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() } {
                 let right = Right::Matrix { matrix: matrix(depth, columns, right_transposed), instruction_set };
