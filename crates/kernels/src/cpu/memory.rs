@@ -5,9 +5,9 @@ use std::mem::MaybeUninit;
 /// Returns an empty vector with capacity for `count` elements, or `None` if there is no memory for them.
 ///
 /// The memory is not touched: the first thread that writes a page gets it from the system, so that threads share this
-/// work like any other. From 4 MB on, the function requests large pages from Linux. The first touch of 32 MB takes 8,192
-/// page faults in pages of 4 KB and 16 in pages of 2 MB, and reading a weight from its beginning to its end waits for an
-/// address translation at each page's end.
+/// work like any other. From 4 MB on, the function requests large pages from Linux. The first touch of 32 MB takes
+/// 8,192 page faults in pages of 4 KB and 16 in pages of 2 MB, and reading a weight from its beginning to its end waits
+/// for an address translation at each page's end.
 pub fn large_page_vec<T>(count: usize) -> Option<Vec<T>> {
     let mut vec: Vec<T> = Vec::new();
     vec.try_reserve_exact(count).ok()?;

@@ -52,8 +52,8 @@ impl Columns for Bf16Pairs {
 /// Blocks of codes of 4 or 8 bits: the scales of a panel in f16, its minimums in f16 if it has any, and then words of
 /// the codes of neighbouring steps, the first one highest. With minimums codes are unsigned, and a number is
 /// `code · scale + minimum`, rounded once. Without them codes are in two's complement, and a number is `code · scale`.
-/// These are the numbers, to the bit, that GGUF files define: of an infinite scale `code · scale - middle · scale` would
-/// be NaN, and of a negative scale it would lose the sign of a zero.
+/// These are the numbers, to the bit, that GGUF files define: of an infinite scale `code · scale - middle · scale`
+/// would be NaN, and of a negative scale it would lose the sign of a zero.
 pub(crate) struct CodeBlocks<const BITS: u32, const HAS_MINIMUMS: bool>;
 
 /// The codes of a vector of columns, the next ones highest, with their scale and minimum.

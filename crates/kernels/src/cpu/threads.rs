@@ -34,8 +34,8 @@ const BYTES_OF_A_THREAD: usize = 1 << 18;
 /// the two.
 const BRIEF: usize = 96;
 
-/// The most threads of an executor for each thread that a call is worth. An executor wakes all of its threads, and rayon
-/// wakes only the threads that a call needs.
+/// The most threads of an executor for each thread that a call is worth. An executor wakes all of its threads, and
+/// rayon wakes only the threads that a call needs.
 const THREADS_FOR_ONE: usize = 4;
 
 impl Workers {

@@ -49,8 +49,8 @@ impl<X: Number> Matrix<'_, X> {
         (is_whole && X::FORMAT == Format::F32).then_some(at.cast())
     }
 
-    /// Copies some elements of a row of an untransposed matrix as words of `elements` elements each. Elements that do not
-    /// exist become zeros.
+    /// Copies some elements of a row of an untransposed matrix as words of `elements` elements each. Elements that do
+    /// not exist become zeros.
     ///
     /// # Safety
     /// The processor has the instruction set of V, and `to` is valid for the words.
@@ -75,8 +75,8 @@ impl<X: Number> Matrix<'_, X> {
         }
     }
 
-    /// Copies the words of one step of the depth for some columns of an untransposed matrix: of one row, or of a pair of
-    /// rows. Rows that do not exist become zeros, and zeros follow up to a whole vector.
+    /// Copies the words of one step of the depth for some columns of an untransposed matrix: of one row, or of a pair
+    /// of rows. Rows that do not exist become zeros, and zeros follow up to a whole vector.
     ///
     /// # Safety
     /// The processor has the instruction set of K; the columns exist, and `to` is valid for the vectors.

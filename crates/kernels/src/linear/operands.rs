@@ -11,8 +11,8 @@ use crate::number::Number;
 
 /// The words of depth of a block. With 48 columns a block of the right operand is 37 KB, which fit the second cache
 /// together with the other operands. The sums are read and written once a block. Rounding errors grow with the sum that
-/// is added to, so that shorter blocks err less: sums of f32 err as much as MKL's, and blocks of 256 words would err 1.15
-/// times as much.
+/// is added to, so that shorter blocks err less: sums of f32 err as much as MKL's, and blocks of 256 words would err
+/// 1.15 times as much.
 pub const BLOCK: usize = 192;
 /// The words from one copied row to the next. Rows that are a power of two apart would share the sets of the first
 /// cache.
@@ -80,8 +80,8 @@ impl<X: Number> Left<'_, X> {
 }
 
 /// The right operand of a product, (depth, columns). A packed weight is read in place where the kernel can read its
-/// format. Of other operands one block of a panel at a time is copied for all rows of a task, which takes some hundredths
-/// of the time of the products.
+/// format. Of other operands one block of a panel at a time is copied for all rows of a task, which takes some
+/// hundredths of the time of the products.
 #[derive(Clone, Debug)]
 pub enum Right<'a, X> {
     /// Some outputs of a weight (out, in): its depth is the inputs and its columns are these outputs. The weight may
@@ -225,13 +225,13 @@ impl<X> Right<'_, X> {
 }
 
 impl<X: Number> Right<'_, X> {
-    /// Computes a product with the `product.depth` words of a panel's depth that begin at the element `first`. Where the
-    /// operand [`is_copied`](Self::is_copied), `copy` is valid for `product.depth` rows of
+    /// Computes a product with the `product.depth` words of a panel's depth that begin at the element `first`. Where
+    /// the operand [`is_copied`](Self::is_copied), `copy` is valid for `product.depth` rows of
     /// [`K::PANEL`](Kernel::PANEL) words.
     ///
     /// # Safety
-    /// As [`multiply`] except for B; the panel exists; the words lie within the padded depth, and begin at a multiple of
-    /// [`BLOCK`] words.
+    /// As [`multiply`] except for B; the panel exists; the words lie within the padded depth, and begin at a multiple
+    /// of [`BLOCK`] words.
     #[inline(always)]
     pub(super) unsafe fn multiply<K: Kernel>(
         &self,

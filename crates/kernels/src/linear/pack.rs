@@ -164,8 +164,8 @@ impl PackedWeight {
     /// and 2 bytes for each scale and each minimum.
     ///
     /// # Errors
-    /// [`Error::Shape`] for bits that are neither 4 nor 8, inputs that are not whole blocks, slices that do not have the
-    /// lengths of the shape, and a code that exceeds its bits; [`Error::InstructionSet`] and [`Error::Memory`] as
+    /// [`Error::Shape`] for bits that are neither 4 nor 8, inputs that are not whole blocks, slices that do not have
+    /// the lengths of the shape, and a code that exceeds its bits; [`Error::InstructionSet`] and [`Error::Memory`] as
     /// [`new`](Self::new).
     pub fn from_codes(codes: &Codes, shape: WeightShape, instruction_set: InstructionSet) -> Result<Self, Error> {
         codes.check(shape)?;

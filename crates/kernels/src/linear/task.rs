@@ -13,7 +13,8 @@ use crate::cpu::{
 use crate::error::{Error, check_len};
 use crate::number::{Number, load_first, store_first};
 
-/// The sums of a task take at most the second cache divided by this. Its inputs and a block of the weight take the rest.
+/// The sums of a task take at most the second cache divided by this. Its inputs and a block of the weight take the
+/// rest.
 const SUMS_DIVISOR: usize = 4;
 /// The words of the left operand that are copied together, if they are more than one block of each row. Few rows then
 /// read each panel of the right operand from end to end, so that the processor prefetches it.
@@ -197,8 +198,8 @@ impl<X: Number> SimdTask for Task<'_, X> {
 }
 
 impl<X: Number> Task<'_, X> {
-    /// Applies the epilogue to the sums of a panel, and writes the task's rows of the columns that are computed. `up` are
-    /// the sums of the second product, if there is one.
+    /// Applies the epilogue to the sums of a panel, and writes the task's rows of the columns that are computed. `up`
+    /// are the sums of the second product, if there is one.
     ///
     /// # Safety
     /// As [`SimdTask::run`]; no other thread writes these rows and columns.

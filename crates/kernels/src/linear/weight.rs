@@ -140,8 +140,8 @@ impl PackedWeight {
         }
     }
 
-    /// Returns a square of f32, inputs from `input` on by outputs from `output` on: in place, or in `widened` with zeros
-    /// for inputs that do not exist.
+    /// Returns a square of f32, inputs from `input` on by outputs from `output` on: in place, or in `widened` with
+    /// zeros for inputs that do not exist.
     ///
     /// # Safety
     /// The processor has the instruction set of V; the output exists, and both numbers are multiples of a vector.

@@ -126,8 +126,8 @@ impl Vector for Avx512 {
             Self(add_quarters(add_quarters(fours[0], fours[1]), add_quarters(fours[2], fours[3])))
         }
         fn exp2(self) -> Self {
-            // `vreduceps` subtracts the nearest integer (0 for infinities), and `vscalefps` multiplies by a power of two:
-            // no instruction is needed to build an exponent.
+            // `vreduceps` subtracts the nearest integer (0 for infinities), and `vscalefps` multiplies by a power of
+            // two: no instruction is needed to build an exponent.
             let f = _mm512_reduce_ps::<{ _MM_FROUND_TO_NEAREST_INT }>(self.0);
             let n = _mm512_sub_ps(self.0, f);
             let stays = _mm512_cmp_ps_mask(self.0, _mm512_set1_ps(EXP2_MIN), _CMP_NLT_UQ);

@@ -39,7 +39,8 @@ impl Scalar {
     }
 }
 
-/// Converts f16 to f32. Conversions detect the processor's features, or are long: they are compiled once, and not inlined.
+/// Converts f16 to f32. Conversions detect the processor's features, or are long: they are compiled once, and not
+/// inlined.
 #[inline(never)]
 fn widen_f16(bits: Lanes<u16>) -> Lanes<f32> {
     let mut lanes = [0.0; LANES];

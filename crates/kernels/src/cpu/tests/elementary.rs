@@ -47,8 +47,8 @@ struct Exp2;
 
 /// The largest error of 2^x in ulp. Four ulp just below a power of two are two above it.
 const EXP2_ULP: f64 = 4.0;
-/// The largest error of 2^x relative to the result. The polynomial errs by 9.1e-8, and the rest is rounding, twice a step
-/// where there is no fused multiply-add.
+/// The largest error of 2^x relative to the result. The polynomial errs by 9.1e-8, and the rest is rounding, twice a
+/// step where there is no fused multiply-add.
 const EXP2_PART: f64 = 3e-7;
 
 impl SimdTask for Exp2 {

@@ -1,5 +1,5 @@
-//! Tests of the kernels alone, without tensors. They are small enough for Miri, which finds reads and writes out of bounds
-//! on the scalar instruction set. `tests/attention/linear` compares every instruction set with f64.
+//! Tests of the kernels alone, without tensors. They are small enough for Miri, which finds reads and writes out of
+//! bounds on the scalar instruction set. `tests/attention/linear` compares every instruction set with f64.
 
 mod gradients;
 
@@ -122,8 +122,8 @@ fn exact_epilogue(activation: Option<Activation>, sum: f64, up: f64, residual: f
     activated * up + residual
 }
 
-/// Compares every epilogue with the product alone and f64, for some of the columns, at the edges of vectors and panels, on
-/// an executor's threads.
+/// Compares every epilogue with the product alone and f64, for some of the columns, at the edges of vectors and panels,
+/// on an executor's threads.
 fn check_epilogues<W: Element, X: Element + Into<f32>>(instruction_set: InstructionSet, most: f64) {
     let number = |x: f32| f64::from(x);
     let (rows, inputs, outputs, columns) = if cfg!(miri) { (2, 3, 18, 1..18) } else { (5, 70, 103, 5..102) };
