@@ -7,13 +7,13 @@ use super::kernel::{ColumnBlock, Columns, Kernel, SimdTask, Vector};
 use super::panel::{BF16_PAIR, CODE_BLOCK, Format, PanelProduct};
 
 /// Rows of numbers of `BYTES` bytes: words as the kernel multiplies them, or f16.
-pub(crate) struct Rows<const BYTES: usize>;
+pub(crate) struct NumberRows<const BYTES: usize>;
 /// Rows of words, which are multiplied as they are.
-pub(crate) type Words = Rows<4>;
+pub(crate) type Words = NumberRows<4>;
 /// Rows of f16, which are widened while they are loaded.
-pub(crate) type F16Rows = Rows<2>;
+pub(crate) type F16Rows = NumberRows<2>;
 
-impl<const BYTES: usize> Columns for Rows<BYTES> {
+impl<const BYTES: usize> Columns for NumberRows<BYTES> {
     const BYTES: usize = BYTES;
     const IS_WORDS: bool = BYTES == 4;
     type Loaded<V: Vector> = V;
@@ -137,16 +137,16 @@ pub(crate) unsafe fn multiply<K: Kernel>(product: &PanelProduct) {
 #[inline(always)]
 unsafe fn run<K: Kernel, B: Columns>(product: &PanelProduct) {
     // SAFETY: as this function's contract.
-    unsafe { K::run_simd(Multiply::<B> { product, format: PhantomData }) }
+    unsafe { K::run_simd(MultiplyPanel::<B> { product, format: PhantomData }) }
 }
 
 /// A product as a task, whose right operand has the format B.
-struct Multiply<'a, B> {
+struct MultiplyPanel<'a, B> {
     product: &'a PanelProduct,
     format: PhantomData<B>,
 }
 
-impl<B: Columns> SimdTask for Multiply<'_, B> {
+impl<B: Columns> SimdTask for MultiplyPanel<'_, B> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         // SAFETY: the product is valid for the kernel, by the contract of `multiply`.

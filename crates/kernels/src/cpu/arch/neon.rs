@@ -212,7 +212,7 @@ trait ByLane: Kernel {
     unsafe fn mul_add_lane<const LANE: i32>(sum: float32x4_t, b: float32x4_t, a: float32x4_t) -> float32x4_t;
 }
 
-type Sums<const N: usize> = [[float32x4_t; ROWS]; N];
+type TileSums<const N: usize> = [[float32x4_t; ROWS]; N];
 
 /// Computes a product of words, eight rows at a time.
 ///
@@ -244,7 +244,7 @@ unsafe fn tile<M: ByLane, const N: usize>(product: &PanelProduct, row: usize) {
     let a_row = product.a.row;
     // SAFETY: as this function's contract.
     unsafe {
-        let mut sums: Sums<N> = [[vdupq_n_f32(0.0); ROWS]; N];
+        let mut sums: TileSums<N> = [[vdupq_n_f32(0.0); ROWS]; N];
         let mut a = product.a.at.wrapping_add(row / ROWS * product.a.group);
         let mut b = product.b;
         let mut left = product.depth;
@@ -286,7 +286,7 @@ unsafe fn tile<M: ByLane, const N: usize>(product: &PanelProduct, row: usize) {
 /// # Safety
 /// As [`multiply_by_lane`].
 #[inline(always)]
-unsafe fn eight_rows<M: ByLane, const N: usize>(sums: &mut Sums<N>, a: *const f32, b: *const f32) {
+unsafe fn eight_rows<M: ByLane, const N: usize>(sums: &mut TileSums<N>, a: *const f32, b: *const f32) {
     // SAFETY: as this function's contract.
     unsafe {
         let above = vld1q_f32(a);
@@ -311,7 +311,7 @@ unsafe fn eight_rows<M: ByLane, const N: usize>(sums: &mut Sums<N>, a: *const f3
 /// As [`multiply_by_lane`].
 #[inline(always)]
 unsafe fn four_steps<M: ByLane, const N: usize, const FIRST: usize>(
-    sums: &mut Sums<N>,
+    sums: &mut TileSums<N>,
     a: *const f32,
     a_row: usize,
     b: *const f32,
@@ -332,7 +332,7 @@ unsafe fn four_steps<M: ByLane, const N: usize, const FIRST: usize>(
 /// As [`multiply_by_lane`].
 #[inline(always)]
 unsafe fn one_step<M: ByLane, const N: usize, const FIRST: usize>(
-    sums: &mut Sums<N>,
+    sums: &mut TileSums<N>,
     a: *const f32,
     a_row: usize,
     b: *const f32,
@@ -350,7 +350,7 @@ unsafe fn one_step<M: ByLane, const N: usize, const FIRST: usize>(
 /// As [`multiply_by_lane`].
 #[inline(always)]
 unsafe fn step<M: ByLane, const N: usize, const FIRST: usize, const LANE: i32>(
-    sums: &mut Sums<N>,
+    sums: &mut TileSums<N>,
     words: [float32x4_t; 4],
     b: *const f32,
 ) {

@@ -124,9 +124,9 @@ fn dense() -> impl Iterator<Item = f32> {
     stepped.chain((0..60_000).map(|n| n as f32 / 4096.0)).flat_map(|x| [x, -x])
 }
 
-struct Smooth;
+struct Activations;
 
-impl SimdTask for Smooth {
+impl SimdTask for Activations {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let numbers: Vec<f32> = dense().collect();
@@ -186,7 +186,7 @@ impl SimdTask for Smooth {
 
 #[test]
 fn activations_and_erfc_err_within_documented_bounds() {
-    on_every_instruction_set(|| Smooth);
+    on_every_instruction_set(|| Activations);
 }
 
 struct Nans;
@@ -218,9 +218,9 @@ fn elementary_functions_of_nan_are_nan() {
     on_every_instruction_set(|| Nans);
 }
 
-struct Lanes;
+struct Arithmetic;
 
-impl SimdTask for Lanes {
+impl SimdTask for Arithmetic {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let lanes = K::Vector::LANES;
@@ -253,12 +253,12 @@ impl SimdTask for Lanes {
 
 #[test]
 fn arithmetic_with_infinities_and_nan_matches_f32() {
-    on_every_instruction_set(|| Lanes);
+    on_every_instruction_set(|| Arithmetic);
 }
 
-struct Whole;
+struct SumsAndTransposes;
 
-impl SimdTask for Whole {
+impl SimdTask for SumsAndTransposes {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let lanes = K::Vector::LANES;
@@ -292,5 +292,5 @@ impl SimdTask for Whole {
 
 #[test]
 fn vector_sums_and_transposes_match_plain_loops() {
-    on_every_instruction_set(|| Whole);
+    on_every_instruction_set(|| SumsAndTransposes);
 }
