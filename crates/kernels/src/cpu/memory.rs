@@ -148,7 +148,7 @@ impl<T> SharedPtr<T> {
     /// Returns the pointer to the element `count` further.
     ///
     /// # Safety
-    /// As [`pointer::add`].
+    /// As the method `add` of pointers.
     #[inline(always)]
     pub unsafe fn add(self, count: usize) -> *mut T {
         // SAFETY: as this function's contract.

@@ -18,9 +18,9 @@ use crate::error::Error;
 use output::StatisticsOutput;
 pub use output::{MAX_TOP, RequestedStatistics, Statistics};
 
-/// Computes attention as [`attend_vec`] does, and statistics of the weights, which are the same for any number of
-/// threads. A call takes memory for them and, for each thread, for T_kv scores of each query of a tile or, up to 8 MB,
-/// of several tiles, and for T_kv sums of each head of a group.
+/// Computes attention as [`attend_vec`](super::attend_vec) does, and statistics of the weights, which are the same for
+/// any number of threads. A call takes memory for them and, for each thread, for T_kv scores of each query of a tile
+/// or, up to 8 MB, of several tiles, and for T_kv sums of each head of a group.
 ///
 /// # Errors
 /// As [`attend`](super::attend), and [`Error::Shape`] for more than [`MAX_TOP`] top keys, for more keys than a u32
