@@ -320,7 +320,7 @@ fn bool_mask_checks_only_entries_of_its_view(device: &Device) -> Result<()> {
     resolve(&bytes.narrow(1, 1, 1)?.narrow(0, 0, 1)?.broadcast_as((1 << 20, 1 << 20))?)?;
     for keep in [bytes.clone(), bytes.narrow(1, 2, 2)?.t()?, bytes.narrow(1, 3, 1)?.broadcast_as((2, 1 << 40))?] {
         let expected = format!(
-            "[attention_mask] keep has an entry {}, expected ones (the key is seen) and zeros",
+            "[attention_mask] bool_mask has an entry {}, expected 1 (attend) or 0",
             if keep.elem_count() == 8 { 9 } else { 2 }
         );
         assert_eq!(error_text(resolve(&keep)), expected);

@@ -147,7 +147,8 @@ fn attention_mask_of_ones_and_zeros_masks_zeros(device: &Device) -> Result<()> {
             let mask = AttentionMask::from_attention_mask(&ones.to_dtype(dtype)?)?;
             let written = mask.to_additive((b, 1, 1, 4), DType::F32, device)?;
             assert_eq!(values(&written.broadcast_as((b, 1, 1, 4))?), hidden, "{rows:?} in {dtype:?}");
-            let has_tensor = mask.of_part(b, 0..1, 0..4).is_err_and(|error| error.to_string().contains("keep"));
+            let has_tensor =
+                mask.of_part(b, 0..1, 0..4).is_err_and(|error| error.to_string().contains("has a boolean tensor"));
             assert_eq!(has_tensor, n >= without_holes.len(), "{rows:?}: {mask:?}");
         }
     }
@@ -169,7 +170,7 @@ fn window_and_prefix_on_joined_masks_with_different_positions_are_rejected() {
         ),
     ] {
         let expected = format!(
-            "[attention_mask] {builder} was called on masks that were joined and whose queries stand at different positions, \
+            "[attention_mask] {builder} was called on masks that were joined and whose queries are at different positions, \
              expected it on one of them before `and`"
         );
         assert_eq!(error(&mask), expected);

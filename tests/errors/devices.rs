@@ -37,7 +37,7 @@ fn tensors_on_another_device_are_rejected(device: &Device) -> Result<()> {
         (attend(&k, &kv, &none, options()), sdpa("v")),
         (attend(&k, &k, &none, options().with_alibi_slopes(&zeros(2))), sdpa("alibi_slopes")),
         (attend(&k, &k, &none, options().with_sinks(&zeros(2))), sdpa("sinks")),
-        (attend(&k, &k, &keep, options()), mask("keep")),
+        (attend(&k, &k, &keep, options()), mask("bool_mask")),
         (attend(&k, &k, &bias, options()), mask("bias")),
         (error_text(merge_attention(&parts)), format!("[merge_attention] part 1 is not on {there:?} with the first")),
         (error_text(layer.forward(&xs)), of_layer("queries")),

@@ -39,8 +39,8 @@ fn check(bytes: &[u8]) -> Result<()> {
     mask = prefix.map_or(mask.clone(), |prefix| mask.with_prefix(each(prefix)));
     mask = starts.map_or(mask.clone(), |starts| mask.with_starts(each(starts)));
     mask = lens.map_or(mask.clone(), |lens| mask.with_valid_lens(each(lens)));
-    // Returns whether query i of sequence b attends to key j.
-    let sees = |b: usize, i: usize, j: usize| {
+    // Returns whether query i of sequence b attends to key j, if the first queries have these positions.
+    let attends = |positions: [i64; 2], b: usize, i: usize, j: usize| {
         let (position, j) = (i as i64 + positions[b], j as i64);
         let of = |values: Option<[u8; 2]>| values.map(|values| i64::from(values[b]));
         (alignment == 0 || j <= position || of(prefix).is_some_and(|prefix| j < prefix))
@@ -58,15 +58,37 @@ fn check(bytes: &[u8]) -> Result<()> {
         let rows: Vec<Vec<f32>> = heads.get(0)?.get(0)?.to_vec2()?;
         for (i, row) in rows.iter().enumerate() {
             for (j, &weight) in row.iter().enumerate() {
-                assert_eq!(weight > 0.0, sees(b, i, j), "sequence {b}, query {i}, key {j}");
+                assert_eq!(weight > 0.0, attends(positions, b, i, j), "sequence {b}, query {i}, key {j}");
             }
         }
     }
-    let fused = options.with_backend(Backend::Fused);
+    let fused = options.clone().with_backend(Backend::Fused);
     let gap = (scaled_dot_product_attention(&q, &k, &v, &mask, &fused)? - output.output)?;
     if gap.elem_count() > 0 {
         let gap: f32 = Tensor::abs(&gap)?.max_all()?.to_scalar()?;
         assert!(gap < 1e-5, "the fused path is off by {gap}");
+    }
+
+    // A part of the queries and keys. In a whole sequence query i is at key i, unless an offset says otherwise.
+    let [first_query, first_key] = [next() % 9, next() % 9].map(usize::from);
+    let part = mask.of_part(2, first_query..first_query + t_q, first_key..first_key + t_kv)?;
+    let positions = if alignment < 2 { [0; 2] } else { positions };
+    let ranges = part.resolve(2, t_q, t_kv)?;
+    for (b, i) in (0..2).flat_map(|b| (0..t_q).map(move |i| (b, i))) {
+        let found = ranges.kv_range(b, i);
+        for j in 0..t_kv {
+            let expected = attends(positions, b, first_query + i, first_key + j);
+            assert_eq!(found.contains(&j), expected, "sequence {b}, query {i}, key {j} of a part");
+        }
+    }
+    for options in [options.clone().with_backend(Backend::Reference), fused] {
+        let output = scaled_dot_product_attention(&q, &k, &v, &part, &options);
+        assert_eq!(output.err().map(|error| error.to_string()), None, "the part's own sizes");
+        for (t_q, t_kv) in [(t_q + 1, t_kv), (t_q, t_kv + 1)] {
+            let [q, kv] = [seed.randn((2, 2, t_q, 4))?, seed.randn((2, 1, t_kv, 4))?];
+            let output = scaled_dot_product_attention(&q, &kv, &kv, &part, &options);
+            assert!(output.is_err(), "{t_q} queries and {t_kv} keys for another part");
+        }
     }
     Ok(())
 }
