@@ -1,8 +1,8 @@
-//! Linear attention by the gated delta rule: `cargo bench --bench delta -- --python PATH` for transformers' functions
-//! on PyTorch, ONNX Runtime's operator and llama.cpp's beside it, and `-- --help`.
+//! Linear attention by the gated delta rule: `cargo bench --bench delta -- --python PATH` compares it with the
+//! functions of transformers on PyTorch and the operators of ONNX Runtime and llama.cpp. `-- --help` lists the options.
 //!
-//! The work of a prompt counts as the three multiply-adds that the recurrence takes for each number of a state and each
-//! token. Engines take turns, their results are held against this crate's before anything is timed, and the least of
+//! The work of a prompt is the three multiply-adds of the recurrence for each number of a state and each token. The
+//! results of engines are compared with this crate's before anything is timed. Engines take turns, and the shortest of
 //! their rounds counts.
 
 #[expect(dead_code, reason = "each bench uses its own part of what they share")]
@@ -24,16 +24,16 @@ use common::turns;
 
 #[derive(Parser)]
 struct Args {
-    /// prompt, token, train and layer.
+    /// The parts to run: prompt, token, train and layer.
     #[arg(long, value_delimiter = ',', default_values = ["prompt", "token", "train", "layer"])]
     parts: Vec<String>,
-    /// Tokens.
+    /// The number of tokens.
     #[arg(long, default_value_t = 4096)]
     length: usize,
-    /// Heads of values, each of which has a state.
+    /// The number of value heads, each of which has a state.
     #[arg(long, default_value_t = 16)]
     heads: usize,
-    /// Heads of queries and keys.
+    /// The number of heads of queries and keys.
     #[arg(long, default_value_t = 16)]
     key_heads: usize,
     /// The width of a head.
@@ -42,12 +42,12 @@ struct Args {
     /// The width of a layer's input.
     #[arg(long, default_value_t = 2048)]
     embed_dim: usize,
-    /// Decays of each channel, as in Kimi Delta Attention.
+    /// Decay each channel, as in Kimi Delta Attention.
     #[arg(long)]
     channels: bool,
     #[arg(long, default_value_t = 5)]
     rounds: usize,
-    /// The states that single tokens walk through, as layers of a model have them.
+    /// The number of states that single tokens update in turn, as in the layers of a model.
     #[arg(long, default_value_t = 64)]
     layers: usize,
     /// A Python that has PyTorch and transformers, ONNX Runtime, or xllamacpp.
@@ -56,14 +56,19 @@ struct Args {
     /// Engines of Python: torch, onnxruntime, llama.cpp.
     #[arg(long, value_delimiter = ',', default_values = ["torch", "onnxruntime", "llama.cpp"])]
     engines: Vec<String>,
-    /// What cargo passes.
+    /// The flag that cargo passes.
     #[arg(long, hide = true)]
     bench: bool,
 }
 
-/// The inputs of a call, (B, T, H, D) in memory as a layer has them, and how they are called.
+/// The inputs of a call, (B, T, H, D) in memory as in a layer, and the options of the call.
 struct Inputs {
-    tensors: Vec<(&'static str, Tensor)>,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    state: Tensor,
     options: DeltaOptions,
 }
 
@@ -72,43 +77,56 @@ impl Inputs {
         let device = &Device::Cpu;
         let rows = |heads| Tensor::randn(0f32, 1., (1, t, heads, args.width), device)?.transpose(1, 2);
         let decays = if args.channels { vec![1, args.heads, t, args.width] } else { vec![1, args.heads, t] };
-        let tensors = vec![
-            ("q", rows(args.key_heads)?),
-            ("k", rows(args.key_heads)?),
-            ("v", rows(args.heads)?),
-            ("decay", Tensor::rand(-0.1f32, 0., decays, device)?),
-            ("beta", Tensor::rand(0f32, 1., (1, args.heads, t), device)?),
-            ("state", Tensor::randn(0f32, 1., (1, args.heads, args.width, args.width), device)?),
-        ];
-        Ok(Self { tensors, options: DeltaOptions::default().with_qk_norm(1e-6) })
+        Ok(Self {
+            q: rows(args.key_heads)?,
+            k: rows(args.key_heads)?,
+            v: rows(args.heads)?,
+            decay: Tensor::rand(-0.1f32, 0., decays, device)?,
+            beta: Tensor::rand(0f32, 1., (1, args.heads, t), device)?,
+            state: Tensor::randn(0f32, 1., (1, args.heads, args.width, args.width), device)?,
+            options: DeltaOptions::default().with_qk_norm(1e-6),
+        })
     }
 
-    /// By these tensors.
-    fn call(&self, tensors: &[&Tensor]) -> Result<(Tensor, Tensor)> {
-        let &[q, k, v, decay, beta, state] = tensors else { bail!("expected six inputs") };
-        gated_delta_rule(q, k, v, Some(decay), Some(beta), Some(state), &self.options)
+    /// Returns the tensors by the names that the other engines read.
+    fn named(&self) -> Vec<(&'static str, Tensor)> {
+        let Self { q, k, v, decay, beta, state, .. } = self;
+        let named = [("q", q), ("k", k), ("v", v), ("decay", decay), ("beta", beta), ("state", state)];
+        named.into_iter().map(|(name, tensor)| (name, tensor.clone())).collect()
     }
 
-    /// The states after the tokens.
-    fn states(&self) -> Result<Tensor> {
-        Ok(self.call(&self.tensors())?.1)
+    /// Computes the outputs and the states after the tokens.
+    fn call(&self) -> Result<(Tensor, Tensor)> {
+        let Self { q, k, v, decay, beta, state, options } = self;
+        gated_delta_rule(q, k, v, Some(decay), Some(beta), Some(state), options)
     }
 
-    fn tensors(&self) -> Vec<&Tensor> {
-        self.tensors.iter().map(|(_, tensor)| tensor).collect()
+    /// Returns the inputs as variables.
+    fn variables(&self) -> Result<Self> {
+        let variable = |tensor: &Tensor| Var::from_tensor(tensor).map(Var::into_inner);
+        Ok(Self {
+            q: variable(&self.q)?,
+            k: variable(&self.k)?,
+            v: variable(&self.v)?,
+            decay: variable(&self.decay)?,
+            beta: variable(&self.beta)?,
+            state: variable(&self.state)?,
+            options: self.options.clone(),
+        })
     }
 
-    /// What is read, and gradients of q, k, v, decay and beta if a gradient of it is given.
+    /// Computes the output, and the gradients of q, k, v, decay and beta if `upstream` is the gradient of the output.
     fn run(&self, upstream: Option<&Tensor>) -> Result<Vec<Tensor>> {
-        let Some(upstream) = upstream else { return Ok(vec![self.call(&self.tensors())?.0]) };
-        let vars = self.tensors().into_iter().map(Var::from_tensor).collect::<Result<Vec<_>>>()?;
-        let y = self.call(&vars.iter().map(Var::as_tensor).collect::<Vec<_>>())?.0;
+        let Some(upstream) = upstream else { return Ok(vec![self.call()?.0]) };
+        let variables = self.variables()?;
+        let y = variables.call()?.0;
         let gradients = (&y * upstream)?.sum_all()?.backward()?;
-        let of = vars.iter().take(5).map(|var| match gradients.get(var) {
-            Some(gradient) => Ok(gradient.clone()),
-            None => bail!("an input has no gradient"),
-        });
-        std::iter::once(Ok(y.detach())).chain(of).collect()
+        let mut results = vec![y.detach()];
+        for input in [&variables.q, &variables.k, &variables.v, &variables.decay, &variables.beta] {
+            let Some(gradient) = gradients.get(input) else { bail!("an input has no gradient") };
+            results.push(gradient.clone());
+        }
+        Ok(results)
     }
 }
 
@@ -127,7 +145,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// A prompt, or a forward and a backward pass.
+/// Times a prompt, or a forward and a backward pass.
 fn tokens(args: &Args, part: &str, trains: bool) -> Result<()> {
     let inputs = &Inputs::new(args, args.length)?;
     let shape = [1, args.heads, args.length, args.width];
@@ -141,7 +159,7 @@ fn tokens(args: &Args, part: &str, trains: bool) -> Result<()> {
         let cell = json!({ "engine": engine, "trains": trains });
         let prepared =
             Peer::start(args.python.as_deref().unwrap_or_default(), "delta/peers.py").and_then(|mut peer| {
-                compare(&ours, &peer.prepare(cell, &inputs.tensors, &others, &dims)?)?;
+                compare(&ours, &peer.prepare(cell, &inputs.named(), &others, &dims)?)?;
                 Ok(RefCell::new(peer))
             });
         match prepared {
@@ -165,13 +183,13 @@ fn tokens(args: &Args, part: &str, trains: bool) -> Result<()> {
     Ok(())
 }
 
-/// A layer of Qwen3-Next's form forward and backward, with gradients of its input and its parameters.
+/// Times a layer of Qwen3-Next's form forward and backward, with gradients of its input and its parameters.
 fn layer(args: &Args) -> Result<()> {
     let cfg = GatedDeltaNetConfig::new(args.embed_dim, args.heads).with_num_key_heads(args.key_heads);
     let cfg = cfg.with_key_head_dim(args.width).with_value_head_dim(args.width);
     let variables = VarMap::new();
     let vb = VarBuilder::from_varmap(&variables, DType::F32, &Device::Cpu);
-    let net = GatedDeltaNet::load(&cfg, DeltaLayout::ByKeyHead, vb)?;
+    let net = GatedDeltaNet::load(&cfg, DeltaLayout::Qwen3Next, vb)?;
     let xs = Var::randn(0f32, 1., (1, args.length, args.embed_dim), &Device::Cpu)?;
     let upstream = xs.randn_like(0., 1.)?;
     let run = || {
@@ -198,7 +216,7 @@ fn layer(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// That two engines give the same, but for rounding over thousands of tokens.
+/// Checks that two engines return the same numbers, up to the rounding over thousands of tokens.
 fn compare(ours: &[Tensor], theirs: &[Tensor]) -> Result<()> {
     for (n, (ours, theirs)) in ours.iter().zip(theirs).enumerate() {
         let largest = |xs: &Tensor| xs.abs()?.flatten_all()?.max(0)?.to_scalar::<f32>();
@@ -210,7 +228,7 @@ fn compare(ours: &[Tensor], theirs: &[Tensor]) -> Result<()> {
     Ok(())
 }
 
-/// A token for each layer, whose states are no longer in a cache, beside a copy of these states by as many threads.
+/// Times a token for each layer, whose states are no longer in a cache, and a copy of these states by all threads.
 fn token(args: &Args) -> Result<()> {
     let layers = (0..args.layers).map(|_| Inputs::new(args, 1)).collect::<Result<Vec<_>>>()?;
     let next = Cell::new(0);
@@ -219,8 +237,7 @@ fn token(args: &Args) -> Result<()> {
         &layers[next.get()]
     };
     let words = args.heads * args.width * args.width;
-    let states = layers.iter().map(|layer| layer.tensors[5].1.flatten_all()?.to_vec1::<f32>());
-    let states = states.collect::<Result<Vec<_>>>()?;
+    let states = layers.iter().map(|layer| layer.state.flatten_all()?.to_vec1::<f32>()).collect::<Result<Vec<_>>>()?;
     let copied = RefCell::new(vec![0f32; words]);
     let copy = || {
         next.set((next.get() + 1) % layers.len());
@@ -230,11 +247,11 @@ fn token(args: &Args) -> Result<()> {
         parts.for_each(|(to, from)| to.copy_from_slice(from));
         Tensor::zeros(1, DType::F32, &Device::Cpu)
     };
-    // Each way is a walk through all layers, so that rounds have the same in their caches.
+    // Each way runs through all layers, so that all rounds begin with the same data in caches.
     let walk = |once: &dyn Fn() -> Result<Tensor>| (0..args.layers).try_fold(None, |_, _| once().map(Some));
     let whole = |last: Option<Tensor>| last.map_or_else(|| bail!("expected a layer"), Ok);
     let ways: Vec<turns::Way> = vec![
-        ("this crate", Box::new(|| whole(walk(&|| turn().states())?))),
+        ("this crate", Box::new(|| whole(walk(&|| Ok(turn().call()?.1))?))),
         ("a copy of the states", Box::new(|| whole(walk(&copy)?))),
     ];
     turns::print("token", &turns::take(&ways, args.rounds)?);

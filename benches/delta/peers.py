@@ -1,8 +1,8 @@
-"""Other engines' side of `cargo bench --bench delta`, which starts a process for each: a request a line on stdin, an
-answer a line on stdout.
+"""Runs other engines for `cargo bench --bench delta`, which starts a process for each engine: one request per line on
+stdin, one answer per line on stdout.
 
-A request is a JSON object: the engine, whether gradients are wanted, and the folder that holds the inputs as f32. It is
-computed once and its results are written beside them; each line `run` after it computes it once more.
+A request is a JSON object: the engine, whether to compute gradients, and the folder with the inputs as f32. The script
+computes it once and writes the results to the same folder. Each line `run` after it computes the request again.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ THREADS = int(sys.argv[1])
 
 
 class Call:
-    """Inputs as Candle's functions have them, (B, H, T, D), and an engine: `run()` gives the results as arrays."""
+    """Inputs in the order of Candle's functions, (B, H, T, D), and an engine: `run()` returns the results as arrays."""
 
     def __init__(self, request):
         self.folder, self.trains = Path(request["folder"]), request["cell"]["trains"]
@@ -36,7 +36,7 @@ class Call:
         return np.fromfile(self.folder / f"{name}.f32", dtype=np.float32).reshape(shape)
 
     def by_token(self, name):
-        """(B, T, H, ..), contiguous."""
+        """Returns an input as (B, T, H, ..), contiguous."""
         return np.ascontiguousarray(np.swapaxes(self.inputs[name], 1, 2))
 
     def write(self):
@@ -45,7 +45,7 @@ class Call:
 
 
 def torch_engine(call):
-    """transformers' functions: in chunks of 64 tokens, as its models call them for more than one."""
+    """Prepares transformers' functions over chunks of 64 tokens, as its models call them for more than one token."""
     import torch
 
     torch.set_num_threads(THREADS)
@@ -78,7 +78,7 @@ def torch_engine(call):
 
 
 def torch_layer(call):
-    """transformers' layer of Qwen3-Next, with random weights: the results are not those of this crate's layer."""
+    """Prepares transformers' layer of Qwen3-Next, with random weights: its results differ from this crate's layer."""
     import torch
     from transformers import Qwen3NextConfig
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
@@ -99,17 +99,17 @@ def torch_layer(call):
 
 
 def normed(rows):
-    """Queries and keys for engines that do not norm them."""
+    """Returns queries and keys for engines that do not norm them."""
     return rows / np.sqrt((rows * rows).sum(-1, keepdims=True) + 1e-6)
 
 
 def packed(rows):
-    """(B, T, H·D)."""
+    """Returns (B, T, H·D)."""
     return rows.reshape(*rows.shape[:2], -1)
 
 
 def onnxruntime_engine(call):
-    """The operator `LinearAttention`, which takes as many heads of keys as of values."""
+    """Prepares the operator `LinearAttention`, which takes the same number of heads of keys and of values."""
     import onnxruntime
     from onnx import TensorProto, helper
 
@@ -148,7 +148,7 @@ class Parameters(ctypes.Structure):
 
 
 def llama_engine(call):
-    """`ggml_gated_delta_net` of the library in the package xllamacpp."""
+    """Prepares `ggml_gated_delta_net` of the library in the package xllamacpp."""
     import xllamacpp
 
     if call.trains:
@@ -162,7 +162,7 @@ def llama_engine(call):
     inputs["q"], inputs["k"] = normed(inputs["q"]), normed(inputs["k"])
     for name in ["decay", "beta"]:
         inputs[name] = inputs[name].reshape(*inputs[name].shape[:3], -1)
-    # The state is kept transposed: the channels of keys are contiguous.
+    # The state is transposed: the channels of keys are contiguous.
     inputs["state"] = np.ascontiguousarray(np.swapaxes(call.inputs["state"], 2, 3))
     tensors = []
     for name in ["q", "k", "v", "decay", "beta", "state"]:

@@ -10,7 +10,7 @@ fn on_small_stack<T: Send + 'static>(run: impl FnOnce() -> Result<T> + Send + 's
 }
 
 /// Returns the sum of each gradient of the rule, for one head over `tokens` tokens, packed or not.
-fn delta_rule_gradient_sums(tokens: usize, is_packed: bool) -> Result<Vec<f64>> {
+fn gated_delta_rule_gradient_sums(tokens: usize, is_packed: bool) -> Result<Vec<f64>> {
     let wave = |width: usize, by: f64| {
         let numbers: Vec<f64> = (0..tokens * width).map(|n| (n as f64 * by).sin() * 0.5).collect();
         Var::from_tensor(&Tensor::from_vec(numbers, (1, 1, tokens, width), &CPU)?)
@@ -39,9 +39,9 @@ fn delta_rule_gradient_sums(tokens: usize, is_packed: bool) -> Result<Vec<f64>> 
 }
 
 #[test]
-fn delta_rule_gradients_over_many_tokens_fit_small_stack() -> Result<()> {
+fn gated_delta_rule_gradients_over_many_tokens_fit_small_stack() -> Result<()> {
     for is_packed in [false, true] {
-        let sums = on_small_stack(move || delta_rule_gradient_sums(2_500, is_packed))?;
+        let sums = on_small_stack(move || gated_delta_rule_gradient_sums(2_500, is_packed))?;
         assert!(sums.iter().all(|sum| sum.is_finite() && *sum != 0.0), "{sums:?}");
     }
     Ok(())
@@ -71,7 +71,8 @@ fn merge_attention_gradients_of_many_parts_fit_small_stack() -> Result<()> {
 #[test]
 fn gated_delta_net_gradients_through_many_taps_fit_small_stack() -> Result<()> {
     let largest = on_small_stack(|| {
-        let cfg = GatedDeltaNetConfig::new(2, 1).with_key_head_dim(2).with_value_head_dim(2).with_conv_kernel(8_000);
+        let cfg =
+            GatedDeltaNetConfig::new(2, 1).with_key_head_dim(2).with_value_head_dim(2).with_conv_kernel_dim(8_000);
         let map = VarMap::new();
         let net = GatedDeltaNet::new(&cfg, VarBuilder::from_varmap(&map, DType::F64, &CPU))?;
         let xs = Tensor::ones((1, 3, 2), DType::F64, &CPU)?;

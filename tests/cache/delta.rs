@@ -9,7 +9,7 @@ const CALLS: [usize; 5] = [0, 1, 2, 3, 5];
 
 fn net(dtype: DType) -> Result<GatedDeltaNet> {
     let cfg = GatedDeltaNetConfig::new(E, 4).with_num_key_heads(2).with_key_head_dim(6).with_value_head_dim(5);
-    GatedDeltaNet::load(&cfg, DeltaLayout::ByPart, TorchSeed::new(3).var_builder(dtype, &CPU))
+    GatedDeltaNet::load(&cfg, DeltaLayout::Qwen3_5, TorchSeed::new(3).var_builder(dtype, &CPU))
 }
 
 fn call(net: &GatedDeltaNet, cache: &mut DeltaCache, xs: &Tensor) -> Result<Tensor> {
@@ -113,7 +113,7 @@ fn delta_cache_in_every_dtype_matches_f64() -> Result<()> {
 /// Runs beam search after calls of any number of tokens: each order in each step and in each dtype. `reorder` moves
 /// snapshots too.
 #[test]
-fn reorder_after_calls_of_few_tokens_continues_the_chosen_sequences() -> Result<()> {
+fn delta_cache_reorder_after_short_calls_continues_chosen_sequences() -> Result<()> {
     for dtype in [DType::F32, DType::F64, DType::BF16] {
         let net = net(dtype)?;
         let tolerance = if dtype == DType::BF16 { 6e-2 } else { 1e-5 };
@@ -151,7 +151,7 @@ fn reorder_after_calls_of_few_tokens_continues_the_chosen_sequences() -> Result<
 
 /// Checks that a fork, a snapshot of every state, and the first cache continue independently.
 #[test]
-fn fork_and_snapshots_after_calls_of_few_tokens_continue_independently() -> Result<()> {
+fn delta_cache_fork_and_snapshots_after_short_calls_are_independent() -> Result<()> {
     let net = net(DType::F32)?;
     for (first, second) in CALLS.into_iter().flat_map(|first| CALLS.map(|second| (first, second))) {
         let (xs, others) = (wave(2, first + second + 2, E, 0.0)?, wave(2, 2, E, 0.5)?);

@@ -15,7 +15,7 @@ use crate::{CPU, Model, TOLERANCE};
 /// The tolerance of gradients, which pass twice the number of roundings, in f32 on both sides.
 const OF_GRADIENTS: f64 = 2.0 * TOLERANCE;
 
-const LAYOUTS: [DeltaLayout; 3] = [DeltaLayout::Separate, DeltaLayout::ByKeyHead, DeltaLayout::ByPart];
+const LAYOUTS: [DeltaLayout; 3] = [DeltaLayout::Separate, DeltaLayout::Qwen3Next, DeltaLayout::Qwen3_5];
 
 fn models() -> Vec<Model> {
     let models = Model::all(&recorded("hf/linear_models"));
@@ -222,18 +222,18 @@ fn linear_attention_shards_sum_to_whole_layer() -> Result<()> {
 
 fn shares_sum(model: &Model) -> Result<()> {
     let (vb, whole) = (sharded(&model.weights)?, model.net()?);
-    for world_size in 1..=whole.config().num_heads() {
+    for world_size in 1..=whole.config().num_value_heads() {
         let mut sum = model.golden["out"].zeros_like()?;
         let mut heads = 0;
         for shard in HeadShard::new(0, world_size)?.all() {
             let net = hf::load_linear_attention_shard(&model.config, 0, shard, &vb)?;
-            heads += net.config().num_heads();
+            heads += net.config().num_value_heads();
             sum = (sum + net.forward(&model.golden["in"])?)?;
         }
-        assert_eq!(heads, whole.config().num_heads());
+        assert_eq!(heads, whole.config().num_value_heads());
         model.assert_close(&sum, &model.golden["out"], &format!("{world_size} processes"));
     }
-    let shard = HeadShard::new(0, whole.config().num_heads() + 1)?;
+    let shard = HeadShard::new(0, whole.config().num_value_heads() + 1)?;
     assert!(hf::load_linear_attention_shard(&model.config, 0, shard, &vb).is_err());
     Ok(())
 }

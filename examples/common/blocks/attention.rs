@@ -169,7 +169,7 @@ impl Attention {
         match self {
             Self::MultiHead(attention) => attention.config().num_heads(),
             Self::Latent(attention) => attention.config().num_heads(),
-            Self::Linear(net) => net.config().num_heads(),
+            Self::Linear(net) => net.config().num_value_heads(),
         }
     }
 }

@@ -1,5 +1,5 @@
-//! Decays above 0 and scales far from 1, which overflow in the products of the fused kernel: the numbers of the
-//! recurrence, or an error that names the bound.
+//! Decays above 0 and scales far from 1, which overflow in the products of the fused kernel: `Auto` computes the
+//! numbers of the recurrence, and `Fused` returns an error that names the bound.
 
 use super::case::{Decay, Recipe, Rule};
 use crate::*;
@@ -30,18 +30,21 @@ fn matches_recurrence(rule: &Rule) -> Result<()> {
         .map_err(|error| error.context(format!("gradients of {recipe:?}")))
 }
 
-/// Checks that `Fused` has the numbers of the recurrence, or that its error names the bound.
+/// Checks that the error of `Fused` names the bound, on each instruction set.
 fn fused_names_bound(rule: &Rule, name: &str) -> Result<()> {
-    for tier in InstructionSet::available() {
-        let fused = (false, DeltaOptions::default().with_backend(Backend::Fused).with_instruction_set(tier));
+    for instruction_set in InstructionSet::available() {
+        let fused = (false, DeltaOptions::default().with_backend(Backend::Fused).with_instruction_set(instruction_set));
         let error = error_text(rule.run(&fused, &mut |_, tensor| Ok(tensor)));
-        assert!(error.starts_with("[gated_delta_rule] no fused path: ") && error.contains(name), "{tier}: {error}");
+        assert!(
+            error.starts_with("[gated_delta_rule] no fused path: ") && error.contains(name),
+            "{instruction_set}: {error}"
+        );
     }
     Ok(())
 }
 
 #[test]
-fn delta_rule_with_large_decays_above_zero_matches_recurrence() -> Result<()> {
+fn gated_delta_rule_with_large_decays_above_zero_matches_recurrence() -> Result<()> {
     for kind in [Decay::PerHead, Decay::PerChannel] {
         for (decay, tokens) in [(23.0, 4), (5.6, 16), (40.0, 2), (3.0, 20)] {
             // From a state that is not 0, the recurrence overflows too if the decays add up to more than 80.
@@ -57,7 +60,7 @@ fn delta_rule_with_large_decays_above_zero_matches_recurrence() -> Result<()> {
 
 /// Checks the largest decay that the fused kernel accepts, at each token of a block and of the next block.
 #[test]
-fn delta_rule_with_decays_up_to_bound_runs_fused() -> Result<()> {
+fn gated_delta_rule_with_decays_up_to_bound_runs_fused() -> Result<()> {
     for kind in [Decay::PerHead, Decay::PerChannel] {
         for at in [0, 17, 63, 64, 69] {
             let mut rule = with_decay(kind, -0.5, 70, true);
@@ -65,19 +68,26 @@ fn delta_rule_with_decays_up_to_bound_runs_fused() -> Result<()> {
             let place = at * decays.len() / 70;
             decays[place] = 2.5;
             matches_recurrence(&rule)?;
-            for tier in InstructionSet::available() {
-                let fused = DeltaOptions::default().with_backend(Backend::Fused).with_instruction_set(tier);
+            for instruction_set in InstructionSet::available() {
+                let fused = DeltaOptions::default().with_backend(Backend::Fused).with_instruction_set(instruction_set);
                 rule.recipe.check(&rule.case, &rule.case.recur(), &CPU, &fused)?;
             }
             rule.case.decay.as_mut().expect("a decay").data[place] = 2.5 + 1e-6;
             fused_names_bound(&rule, "decay is 2.500001, expected at most 2.5")?;
+        }
+        // The products of 16 factors are e^40.
+        let largest = with_decay(kind, 2.5, 20, true);
+        matches_recurrence(&largest)?;
+        for instruction_set in InstructionSet::available() {
+            let fused = DeltaOptions::default().with_backend(Backend::Fused).with_instruction_set(instruction_set);
+            largest.recipe.check(&largest.case, &largest.case.recur(), &CPU, &fused)?;
         }
     }
     Ok(())
 }
 
 #[test]
-fn delta_rule_with_extreme_scale_and_norm_matches_recurrence() -> Result<()> {
+fn gated_delta_rule_with_extreme_scale_and_norm_matches_recurrence() -> Result<()> {
     for dtype in [DType::F32, DType::BF16] {
         for scale in [2e19, -2e19, 1e-23, 1e-15, 1e15] {
             let rule = with_scale(scale, dtype);
@@ -92,6 +102,6 @@ fn delta_rule_with_extreme_scale_and_norm_matches_recurrence() -> Result<()> {
 
 /// Checks a scale of 0, through which no gradient of queries passes.
 #[test]
-fn delta_rule_with_scale_zero_matches_recurrence() -> Result<()> {
+fn gated_delta_rule_with_scale_zero_matches_recurrence() -> Result<()> {
     matches_recurrence(&with_scale(0.0, DType::F32))
 }

@@ -39,8 +39,8 @@ const ATTENTION: ModuleNames = at(MODEL, "layers.{}.attention", WeightLayout::Ca
 
 impl Linear {
     pub const QWEN3_NEXT: Self =
-        Self { layers: but_last_of_four, config: qwen, names: LINEAR_ATTN, layout: DeltaLayout::ByKeyHead };
-    pub const QWEN3_5: Self = Self { layout: DeltaLayout::ByPart, ..Self::QWEN3_NEXT };
+        Self { layers: but_last_of_four, config: qwen, names: LINEAR_ATTN, layout: DeltaLayout::Qwen3Next };
+    pub const QWEN3_5: Self = Self { layout: DeltaLayout::Qwen3_5, ..Self::QWEN3_NEXT };
     pub const QWEN4: Self = Self { config: qwen4, ..Self::QWEN3_5 };
     pub const OLMO: Self = Self { config: olmo, layout: DeltaLayout::Separate, ..Self::QWEN3_NEXT };
     pub const KIMI: Self = Self { layers: kimi_layers, config: kimi, names: SELF_ATTN, ..Self::OLMO };
@@ -90,7 +90,7 @@ fn qwen(fields: &Fields, sizes: Sizes) -> Result<Config> {
         .with_num_key_heads(fields.get_or("linear_num_key_heads", 16)?)
         .with_key_head_dim(fields.get_or("linear_key_head_dim", 128)?)
         .with_value_head_dim(fields.get_or("linear_value_head_dim", 128)?)
-        .with_conv_kernel(fields.get_or(CONV_KERNEL, 4)?)
+        .with_conv_kernel_dim(fields.get_or(CONV_KERNEL, 4)?)
         .with_norm_eps(fields.get_or("rms_norm_eps", 1e-6)?))
 }
 
@@ -115,7 +115,7 @@ fn olmo(fields: &Fields, Sizes { embed_dim, num_heads }: Sizes) -> Result<Config
         .with_num_key_heads(key_heads)
         .with_key_head_dim(key_width)
         .with_value_head_dim(size("linear_value_head_dim", key_width.saturating_mul(2))?)
-        .with_conv_kernel(fields.get_or(CONV_KERNEL, 4)?)
+        .with_conv_kernel_dim(fields.get_or(CONV_KERNEL, 4)?)
         .with_allow_neg_eigval(fields.flag("linear_allow_neg_eigval", true)?)
         .with_norm_eps(1e-5))
 }
@@ -132,7 +132,7 @@ fn by_channel(embed_dim: usize, sizes: &ByChannel, eps: f64) -> Config {
     Config::new(embed_dim, sizes.num_heads)
         .with_key_head_dim(sizes.head_dim)
         .with_value_head_dim(sizes.head_dim)
-        .with_conv_kernel(sizes.conv_kernel)
+        .with_conv_kernel_dim(sizes.conv_kernel)
         .with_decay_per_channel(true)
         .with_gate_activation(GateActivation::Sigmoid)
         .with_norm_eps(eps)

@@ -202,7 +202,7 @@ fn linear_attention(json: &Value, layer: usize, vb: VarBuilder) -> Result<Layer>
     let net = hf::load_linear_attention(json, layer, vb)?;
     let cfg = net.config();
     let mut has = Vec::new();
-    if cfg.num_key_heads() < cfg.num_heads() {
+    if cfg.num_key_heads() < cfg.num_value_heads() {
         has.push("grouped heads".to_string());
     }
     if cfg.decay_per_channel() {

@@ -1,10 +1,8 @@
 //! The short causal convolution, depthwise, and SiLU.
 
-use std::ops::Range;
-
 use candle_core::{DType, Result, Tensor};
 
-use super::OP;
+use super::config::OP;
 use candle_attention_core::PackedSequences;
 use candle_attention_core::internal::NewTokens;
 use candle_attention_modules::base::rowwise::{
@@ -13,63 +11,89 @@ use candle_attention_modules::base::rowwise::{
 use candle_attention_modules::base::{Parameter, accumulation_dtype, gradient_of, part, record, sum_of_terms};
 use candle_attention_modules::gate::GateActivation;
 
-/// Weights (C, 1, K) as taps (K, C) in the accumulation dtype, with what variables hold now.
+/// Returns weights (C, 1, K) as taps (K, C) in the accumulation dtype, with the present values of variables.
 pub(super) fn taps_of(weight: &Parameter) -> Result<Tensor> {
     let weight = weight.tensor()?;
     weight.to_dtype(accumulation_dtype(weight.dtype()))?.squeeze(1)?.t()?.contiguous()
 }
 
-/// `y[t] = silu(Σ taps[i] x[t - K + 1 + i])` of each channel: (B, T, C) by taps (K, C), after a state (B, K - 1, C), or
-/// packed sequences (1, total, C), each after zeros.
+/// Computes `y[t] = silu(Σ taps[i] x[t - K + 1 + i])` of each channel: inputs (B, T, C) by taps (K, C), after the last
+/// inputs of earlier calls (B, K - 1, C). Packed sequences (1, total, C) begin after zeros each.
 pub(super) fn convolve(
     taps: &Tensor,
     xs: &Tensor,
     state: &Tensor,
     sequences: Option<&PackedSequences>,
 ) -> Result<Tensor> {
-    let (b, t, _) = xs.dims3()?;
     if xs.elem_count() == 0 {
         return Tensor::zeros(xs.shape(), xs.dtype(), xs.device());
     }
     if xs.device().is_cpu() && xs.dtype() != DType::F64 {
-        let starts: Vec<_> = match sequences {
-            Some(sequences) => (0..sequences.len()).map(|s| sequences.queries(s).start).collect(),
-            None => (0..b).map(|b| b * t).collect(),
-        };
-        let (xs, taps, state) = (with_contiguous_rows(xs)?, taps.contiguous()?, state.detach().contiguous()?);
-        return with_float!(OP, xs.dtype(), |E| {
-            let ys = with_operands([&xs, &taps, &state], &starts, |own: &Operands<E>| Ok(own.outputs()))?;
-            let own = [xs.clone(), taps.clone(), state];
-            record("short-convolution", &[Some(&xs), Some(&taps)], ys, xs.shape(), move |_, gradient| {
-                let gradient = with_contiguous_rows(gradient)?;
-                let gradients = |own: &Operands<E>| Ok(own.gradients(&read(&gradient).rows()?));
-                let (of_xs, of_taps) = with_operands(own.each_ref(), &starts, gradients)?;
-                Ok(vec![gradient_of(Some(&own[0]), Some(of_xs))?, gradient_of(Some(&own[1]), Some(of_taps))?])
-            })
-        });
+        return with_float!(OP, xs.dtype(), |E| convolve_in_one_pass::<E>(taps, xs, state, sequences));
     }
     let Some(sequences) = sequences else { return shifted(xs, state, taps) };
-    let one = |s| shifted(&part(xs, 1, sequences.queries(s))?, state, taps);
-    let filled = (0..sequences.len()).filter(|&s| !sequences.queries(s).is_empty());
-    Tensor::cat(&filled.map(one).collect::<Result<Vec<_>>>()?, 1)
-}
-
-/// The last of a state (B, K - 1, C) and inputs (B, T, C), as many as the state has, before the end of each sequence's
-/// tokens: the state that the next call begins with.
-pub(super) fn tail(xs: &Tensor, state: &Tensor, tokens: &NewTokens) -> Result<Tensor> {
-    let before = state.dim(1)?;
-    let last = |xs: &Tensor, state: &Tensor, end: usize| {
-        let own = part(xs, 1, end.saturating_sub(before)..end)?.force_contiguous()?;
-        if end >= before { Ok(own) } else { Tensor::cat(&[part(state, 1, end..before)?, own], 1) }
-    };
-    if tokens.all_valid() {
-        return last(xs, state, tokens.t);
+    let mut outputs = Vec::new();
+    for s in 0..sequences.len() {
+        let tokens = sequences.queries(s);
+        if !tokens.is_empty() {
+            outputs.push(shifted(&part(xs, 1, tokens)?, state, taps)?);
+        }
     }
-    let of_one = |(b, own): (usize, &Range<usize>)| last(&part(xs, 0, b..b + 1)?, &part(state, 0, b..b + 1)?, own.end);
-    Tensor::cat(&tokens.tokens.iter().enumerate().map(of_one).collect::<Result<Vec<_>>>()?, 0)
+    Tensor::cat(&outputs, 1)
 }
 
-/// In Candle's own operations, which have gradients.
+/// Computes [`convolve`] on a CPU in one pass over the inputs.
+fn convolve_in_one_pass<E: Element>(
+    taps: &Tensor,
+    xs: &Tensor,
+    state: &Tensor,
+    sequences: Option<&PackedSequences>,
+) -> Result<Tensor> {
+    let (b, t, _) = xs.dims3()?;
+    let starts: Vec<_> = match sequences {
+        Some(sequences) => (0..sequences.len()).map(|s| sequences.queries(s).start).collect(),
+        None => (0..b).map(|entry| entry * t).collect(),
+    };
+    let saved = ConvTensors {
+        xs: with_contiguous_rows(xs)?,
+        taps: taps.contiguous()?,
+        state: state.detach().contiguous()?,
+        starts,
+    };
+    let ys = saved.with_operands(|operands: &Operands<E>| Ok(operands.outputs()))?;
+    let (xs, taps) = (saved.xs.clone(), saved.taps.clone());
+    record("short-convolution", &[Some(&xs), Some(&taps)], ys, xs.shape(), move |_, gradient| {
+        let gradient = with_contiguous_rows(gradient)?;
+        let ConvGradients { xs, taps } =
+            saved.with_operands(|operands: &Operands<E>| Ok(operands.gradients(&read(&gradient).rows()?)))?;
+        Ok(vec![gradient_of(Some(&saved.xs), Some(xs))?, gradient_of(Some(&saved.taps), Some(taps))?])
+    })
+}
+
+/// Returns the last K - 1 inputs before the end of each sequence's tokens, (B, K - 1, C): the state that the next call
+/// begins with. They come from the inputs (B, T, C) and from the state (B, K - 1, C) before them.
+pub(super) fn tail(xs: &Tensor, state: &Tensor, tokens: &NewTokens) -> Result<Tensor> {
+    if tokens.all_valid() {
+        return last_inputs(xs, state, tokens.t);
+    }
+    let mut tails = Vec::new();
+    for (b, own) in tokens.tokens.iter().enumerate() {
+        tails.push(last_inputs(&part(xs, 0, b..b + 1)?, &part(state, 0, b..b + 1)?, own.end)?);
+    }
+    Tensor::cat(&tails, 0)
+}
+
+/// Returns the last K - 1 inputs before the token `end` of each sequence.
+fn last_inputs(xs: &Tensor, state: &Tensor, end: usize) -> Result<Tensor> {
+    let count = state.dim(1)?;
+    let last = part(xs, 1, end.saturating_sub(count)..end)?.force_contiguous()?;
+    if end >= count {
+        return Ok(last);
+    }
+    Tensor::cat(&[part(state, 1, end..count)?, last], 1)
+}
+
+/// Computes the convolution of one or several sequences in Candle's own operations.
 fn shifted(xs: &Tensor, state: &Tensor, taps: &Tensor) -> Result<Tensor> {
     let (k, t) = (taps.dim(0)?, xs.dim(1)?);
     let all = Tensor::cat(&[state, &xs.contiguous()?], 1)?.to_dtype(taps.dtype())?;
@@ -77,28 +101,43 @@ fn shifted(xs: &Tensor, state: &Tensor, taps: &Tensor) -> Result<Tensor> {
     sum_of_terms(0..k, &tap)?.silu()?.to_dtype(xs.dtype())
 }
 
-/// The tokens whose gradients of taps are added up before those of others.
+/// The number of tokens whose gradients of taps one task adds up.
 const TOKENS: usize = 64;
 
-/// What is convolved in one pass on a CPU: inputs (B, T, C) in memory, taps (K, C), and what comes before the inputs,
-/// which gets no gradient.
+/// The tensors of a convolution in one pass, with contiguous rows.
+struct ConvTensors {
+    xs: Tensor,
+    taps: Tensor,
+    state: Tensor,
+    /// The first token of each sequence, counted through the batch.
+    starts: Vec<usize>,
+}
+
+impl ConvTensors {
+    /// Runs a function over the numbers in memory.
+    fn with_operands<E: Element, R>(&self, run: impl FnOnce(&Operands<E>) -> Result<R>) -> Result<R> {
+        let (xs, taps, state) = (read(&self.xs), read(&self.taps), read(&self.state));
+        run(&Operands { rows: xs.rows()?, taps: taps.contiguous()?, state: state.contiguous()?, starts: &self.starts })
+    }
+}
+
+/// The numbers of a convolution in one pass on a CPU.
 struct Operands<'a, E> {
+    /// The inputs (B, T, C).
     rows: HeadRows<'a, E>,
+    /// (K, C).
     taps: &'a [f32],
-    /// (B, K - 1, C). Packed sequences after the first have none, which is as good as zeros.
+    /// The inputs before the first token, (B, K - 1, C), which have no gradient. Packed sequences after the first read
+    /// past its end, which counts as zeros.
     state: &'a [E],
     /// The first token of each sequence, counted through the batch.
     starts: &'a [usize],
 }
 
-/// Of inputs, taps and a state.
-fn with_operands<E: Element, R>(
-    tensors: [&Tensor; 3],
-    starts: &[usize],
-    run: impl FnOnce(&Operands<E>) -> Result<R>,
-) -> Result<R> {
-    let [xs, taps, state] = tensors.map(read);
-    run(&Operands { rows: xs.rows()?, taps: taps.contiguous()?, state: state.contiguous()?, starts })
+/// The gradients of a convolution.
+struct ConvGradients<E> {
+    xs: Vec<E>,
+    taps: Vec<f32>,
 }
 
 impl<E: Element> Operands<'_, E> {
@@ -106,32 +145,38 @@ impl<E: Element> Operands<'_, E> {
         map_rows(&self.rows, [], None, &Outputs { operands: self }).rows
     }
 
-    /// The input so many tokens before a token.
+    /// Returns the input `back` tokens before a token; nothing for zeros before a packed sequence.
     fn row<'s>(&'s self, token: usize, back: usize, scratch: &'s mut Vec<f32>) -> impl Iterator<Item = &'s f32> {
-        let (c, sequence) = (self.rows.d, self.starts.partition_point(|&start| start <= token) - 1);
-        let (at, before) = (token - self.starts[sequence], self.taps.len() / c - 1);
-        let row = match at {
-            _ if at >= back => Some(self.rows.of_token(token - back).head(0)),
-            _ => self.state.chunks_exact(c).nth(sequence * before + before + at - back),
+        let c = self.rows.d;
+        let sequence = self.starts.partition_point(|&start| start <= token) - 1;
+        let position = token - self.starts[sequence];
+        let row = if position >= back {
+            Some(self.rows.of_token(token - back).head(0))
+        } else {
+            let state_rows = self.taps.len() / c - 1;
+            self.state.chunks_exact(c).nth(sequence * state_rows + state_rows + position - back)
         };
         row.map(|row| E::widen(row, scratch)).into_iter().flatten()
     }
 
-    /// What SiLU takes of a token.
+    /// Computes the output of a token before SiLU.
     fn sum(&self, token: usize, ys: &mut [f32], scratch: &mut Vec<f32>) {
         ys.fill(0.0);
         for (back, taps) in self.taps.chunks_exact(ys.len()).rev().enumerate().rev() {
             let row = self.row(token, back, scratch);
-            ys.iter_mut().zip(row).zip(taps).for_each(|((y, x), tap)| *y += x * tap);
+            for ((y, x), tap) in ys.iter_mut().zip(row).zip(taps) {
+                *y += x * tap;
+            }
         }
     }
 
-    /// The gradients of the inputs and of the taps from those of the outputs.
-    fn gradients(&self, gradients: &HeadRows<E>) -> (Vec<E>, Vec<f32>) {
+    /// Computes the gradients of the inputs and of the taps from the gradients of the outputs.
+    fn gradients(&self, gradients: &HeadRows<E>) -> ConvGradients<E> {
         let sums = Sums { count: self.taps.len(), tokens_of_task: TOKENS };
-        let of_sums = map_rows::<E, f32, _, 1>(&self.rows, [gradients], Some(sums), &SumGradients { operands: self });
-        let of_inputs = InputGradients { operands: self, of_sums: &of_sums.rows };
-        (map_rows(&self.rows, [], None, &of_inputs).rows, of_sums.sums)
+        let sum_gradients =
+            map_rows::<E, f32, _, 1>(&self.rows, [gradients], Some(sums), &SumGradients { operands: self });
+        let input_gradients = InputGradients { operands: self, sum_gradients: &sum_gradients.rows };
+        ConvGradients { xs: map_rows(&self.rows, [], None, &input_gradients).rows, taps: sum_gradients.sums }
     }
 }
 
@@ -151,7 +196,8 @@ impl<E: Element> RowPass<E, 0> for Outputs<'_, E> {
     }
 }
 
-/// The gradients of the sums before SiLU from those of the outputs, and the gradients of the taps as sums over tokens.
+/// The gradients of the sums before SiLU from the gradients of the outputs, and the gradients of the taps as sums over
+/// tokens.
 struct SumGradients<'a, E> {
     operands: &'a Operands<'a, E>,
 }
@@ -162,23 +208,23 @@ impl<E: Element> RowPass<E, 1> for SumGradients<'_, E> {
     fn compute(&self, row: Row<1>, scratch: &mut Vec<f32>) {
         let [gradient] = row.inputs;
         self.operands.sum(row.token, row.output, scratch);
-        for (of_sum, gradient) in row.output.iter_mut().zip(gradient) {
-            *of_sum = gradient * GateActivation::Silu.value_and_slope(*of_sum).slope;
+        for (sum_gradient, gradient) in row.output.iter_mut().zip(gradient) {
+            *sum_gradient = gradient * GateActivation::Silu.value_and_slope(*sum_gradient).slope;
         }
-        for (back, of_taps) in row.sums.chunks_exact_mut(row.output.len()).rev().enumerate() {
+        for (back, tap_gradients) in row.sums.chunks_exact_mut(row.output.len()).rev().enumerate() {
             let xs = self.operands.row(row.token, back, scratch);
-            for ((of_tap, x), of_sum) in of_taps.iter_mut().zip(xs).zip(&*row.output) {
-                *of_tap += x * of_sum;
+            for ((tap_gradient, x), sum_gradient) in tap_gradients.iter_mut().zip(xs).zip(&*row.output) {
+                *tap_gradient += x * sum_gradient;
             }
         }
     }
 }
 
-/// The gradients of the inputs from those of the sums.
+/// The gradients of the inputs from the gradients of the sums.
 struct InputGradients<'a, E> {
     operands: &'a Operands<'a, E>,
     /// (B, T, C).
-    of_sums: &'a [f32],
+    sum_gradients: &'a [f32],
 }
 
 impl<E: Element> RowPass<E, 0> for InputGradients<'_, E> {
@@ -189,11 +235,11 @@ impl<E: Element> RowPass<E, 0> for InputGradients<'_, E> {
         let c = rows.d;
         let next_sequence = starts.partition_point(|&start| start <= row.token);
         let end = starts.get(next_sequence).copied().unwrap_or(rows.tokens);
-        let of_later_sums = &self.of_sums[row.token * c..end * c];
+        let later_sum_gradients = &self.sum_gradients[row.token * c..end * c];
         row.output.fill(0.0);
-        for (taps, of_sum) in taps.chunks_exact(c).rev().zip(of_later_sums.chunks_exact(c)) {
-            for ((of_x, tap), gradient) in row.output.iter_mut().zip(taps).zip(of_sum) {
-                *of_x += tap * gradient;
+        for (taps, sum_gradient) in taps.chunks_exact(c).rev().zip(later_sum_gradients.chunks_exact(c)) {
+            for ((x_gradient, tap), gradient) in row.output.iter_mut().zip(taps).zip(sum_gradient) {
+                *x_gradient += tap * gradient;
             }
         }
     }
@@ -205,9 +251,9 @@ mod tests {
 
     use super::*;
 
-    /// One pass has the outputs and the gradients of Candle's own operations over f64, in every dtype, of a view.
+    /// Compares inputs that are a view, in every dtype, with Candle's own operations over f64.
     #[test]
-    fn one_pass_is_what_shifted_inputs_give() -> Result<()> {
+    fn convolution_in_one_pass_matches_shifted_inputs() -> Result<()> {
         let random = |shape: &[usize]| Tensor::randn(0f64, 1., shape, &Device::Cpu);
         let all = [random(&[2, 90, 7])?, random(&[3, 5])?, random(&[2, 2, 5])?, random(&[2, 90, 5])?];
         for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::BF16, 2e-2), (DType::F16, 2e-3)] {

@@ -1,47 +1,59 @@
-//! A layer of linear attention by the gated delta rule: its parameters, and what one call computes.
+//! A layer of linear attention by the gated delta rule: its parameters, and the computation of one call.
 
-mod architecture;
-mod call;
+mod cache;
+mod config;
 mod conv;
+mod input;
+mod layout;
+mod projections;
 
-pub use architecture::{DeltaLayout, GatedDeltaNetConfig};
-pub use call::{DeltaCache, DeltaInput};
+pub use cache::DeltaCache;
+pub use config::GatedDeltaNetConfig;
+pub use input::DeltaInput;
+pub use layout::DeltaLayout;
 
 use std::ops::Range;
 use std::path::Path;
 
-use candle_core::{Module, Result, Tensor, bail};
+use candle_core::{Module, Result, Tensor};
 use candle_nn::var_builder::ShardedVarBuilder;
 use candle_nn::{Init, VarBuilder};
 
 use crate::rule::{DeltaOptions, gated_delta_rule, gated_delta_rule_varlen};
+use candle_attention_core::PackedSequences;
 use candle_attention_modules::base::{
-    HeadShard, Heads, Parameter, ParameterList, ParameterReader, ParameterSpec, Share, WeightAndBias,
+    FusedTensor, HeadShard, Heads, Parameter, ParameterList, ParameterReader, ParameterSpec, Share, WeightAndBias,
     accumulation_dtype, frozen, part, save,
 };
 use candle_attention_modules::gate::GateActivation;
 use candle_attention_modules::linear::{PackedLinear, PackedProjection};
 use candle_attention_modules::norm::RmsNorm;
+use config::OP;
 use conv::{convolve, tail, taps_of};
+use input::CheckedInput;
+use projections::{ConvChannels, Projections};
 
-const OP: &str = "gated_delta_net";
-
-/// What every model adds to the sum of squares of a query or a key.
+/// The epsilon that every model adds to the sum of squares of a query or a key.
 const QK_EPS: f64 = 1e-6;
 
-/// What follows where the gate or decays are computed from compressed inputs.
-const UP: [&str; 2] = ["g_b_proj", "f_b_proj"];
+/// The names of the second projections, from compressed inputs to the gate and to decays.
+const GATE_UP: &str = "g_b_proj";
+const DECAY_UP: &str = "f_b_proj";
 
-/// A layer of linear attention by the gated delta rule (Yang et al., <https://arxiv.org/abs/2412.06464>), as
-/// Qwen3-Next, Qwen3.5, Kimi Linear (<https://arxiv.org/abs/2510.26692>) and OLMo Hybrid have it in the place of most
-/// of their attention.
+/// The names of the parameters other than projections and convolutions.
+const A_LOG: &str = "A_log";
+const DT_BIAS: &str = "dt_bias";
+const NORM: &str = "norm.weight";
+
+/// A layer of linear attention by the gated delta rule (Yang et al., <https://arxiv.org/abs/2412.06464>), as in
+/// most layers of Qwen3-Next, Qwen3.5, Kimi Linear (<https://arxiv.org/abs/2510.26692>) and OLMo Hybrid.
 ///
 /// Queries, keys and values pass through a short causal convolution of each channel and SiLU, and queries and keys are
 /// divided by their length. [`gated_delta_rule`] runs over them with `decay = -e^A_log softplus(x_a + dt_bias)` and
 /// `beta = sigmoid(x_b)`, where x_a and x_b are projections of the input. Its output is normalised for each head (RMS
 /// norm), multiplied by a gate, and projected to (B, T, E).
 ///
-/// The layer is causal. The memory of generation does not grow with the number of tokens: a [`DeltaCache`] holds the
+/// The layer is causal. The memory of generation does not grow with the number of tokens: a [`DeltaCache`] stores the
 /// state between calls, and the layer itself has none.
 ///
 /// ```
@@ -67,13 +79,14 @@ const UP: [&str; 2] = ["g_b_proj", "f_b_proj"];
 #[derive(Debug, Clone)]
 pub struct GatedDeltaNet {
     config: GatedDeltaNetConfig,
-    /// To queries, keys, values, the gate, beta and decays, or to what gate and decays are computed from.
-    inputs: Vec<PackedProjection>,
-    /// In the order of `UP`.
-    up: [Option<PackedLinear>; 2],
+    projections: Projections<PackedProjection>,
+    /// From the compressed input to the gate, if the gate has a rank.
+    gate_up: Option<PackedLinear>,
+    /// From the compressed input to decays, if decays have a rank.
+    decay_up: Option<PackedLinear>,
     /// The weights (C, 1, K) of the convolutions of queries, keys and values.
     convolution: Parameter,
-    /// Their taps (K, C), unless the weights are variables.
+    /// The taps (K, C) of the convolutions, unless the weights are variables.
     taps: Option<Tensor>,
     /// `A_log` (H,) or (1, 1, H, 1), `dt_bias` (decays,), `norm.weight` (D_v,).
     parameters: ParameterList,
@@ -81,9 +94,10 @@ pub struct GatedDeltaNet {
     out: PackedLinear,
 }
 
+/// Constructors.
 impl GatedDeltaNet {
-    /// A layer with the names of [`DeltaLayout::Separate`] below the builder's prefix. A new `A_log` is uniform from 0
-    /// to ln 16, a new `dt_bias` 1.
+    /// Creates a layer with the names of [`DeltaLayout::Separate`] below the builder's prefix. A new `A_log` is uniform
+    /// from 0 to ln 16, a new `dt_bias` 1.
     ///
     /// # Errors
     /// As [`load`](Self::load).
@@ -91,23 +105,23 @@ impl GatedDeltaNet {
         Self::load(cfg, DeltaLayout::Separate, vb)
     }
 
-    /// A layer with the names of a layout below the builder's prefix.
+    /// Loads a layer with the names of a layout below the builder's prefix.
     ///
     /// Plain tensors are read once, here; variables are read in every call, so that the layer can be trained.
     ///
     /// # Errors
-    /// For a config that does not fit together or that the layout cannot hold, and for a missing or misshapen tensor,
-    /// named with both shapes.
+    /// For a config that does not fit together or that the layout has no names for, and for a missing or misshapen
+    /// tensor, named with both shapes.
     pub fn load(cfg: &GatedDeltaNetConfig, layout: DeltaLayout, vb: VarBuilder) -> Result<Self> {
         Self::read(cfg, layout, ParameterReader::new(OP, layout, vb)?)
     }
 
-    /// The heads of one process of several, from Candle's sharded builder: tensor parallelism, as
-    /// [`MultiHeadAttention::load_shard`] has it. The sum of what all processes give is what the whole layer gives.
-    /// [`config`](Self::config) is that of the process's own layer.
+    /// Loads the heads of one rank from Candle's sharded builder, for tensor parallelism as in
+    /// [`MultiHeadAttention::load_shard`]. The sum of the outputs of all ranks is the output of the whole layer.
+    /// [`config`](Self::config) is the config of the rank's own layer.
     ///
     /// # Errors
-    /// As [`load`](Self::load), and for more processes than value heads.
+    /// As [`load`](Self::load), and for more ranks than value heads.
     ///
     /// [`MultiHeadAttention::load_shard`]: candle_attention_core::MultiHeadAttention::load_shard
     pub fn load_shard(
@@ -119,41 +133,45 @@ impl GatedDeltaNet {
         Self::read(cfg, layout, ParameterReader::sharded(OP, layout, vb, shard)?)
     }
 
-    /// All heads, or those of a shard.
-    fn read(cfg: &GatedDeltaNetConfig, layout: DeltaLayout, source: ParameterReader) -> Result<Self> {
+    /// Reads all heads, or the heads of a shard.
+    fn read(cfg: &GatedDeltaNetConfig, layout: DeltaLayout, reader: ParameterReader) -> Result<Self> {
         cfg.validate()?;
-        let (h, h_k, embed_dim) = (cfg.num_heads(), cfg.num_key_heads(), cfg.embed_dim());
-        let source = source.with_heads([h, h_k])?;
-        let (inputs, convolutions) = (layout.projections(OP, cfg)?, layout.convolutions(cfg));
-        let biases = inputs.iter().chain(&convolutions).map(|tensor| tensor.spec.name.replace("weight", "bias"));
-        source.refuse(biases, "the layer has no biases")?;
-        let inputs = inputs.iter().map(|tensor| tensor.read(&source)).collect::<Result<Vec<_>>>()?.concat();
-        let inputs: Vec<_> = inputs.into_iter().map(|weight| WeightAndBias { weight, bias: None }).collect();
-        let by_head = |dim| Some(Share::Heads(Heads::Query, dim));
-        let up = |name, rank: Option<usize>, width| {
-            rank.map(|rank| source.linear(name, (width, rank), false, by_head(0))?.try_into()).transpose()
-        };
+        let (h, h_k, embed_dim) = (cfg.num_value_heads(), cfg.num_key_heads(), cfg.embed_dim());
+        let reader = reader.with_heads([h, h_k])?;
+        let tensors = layout.projections(OP, cfg)?;
+        let convolutions = layout.convolutions(cfg);
+        let biases = tensors.iter().chain(&convolutions).map(|tensor| tensor.spec.name.replace("weight", "bias"));
+        reader.refuse(biases, "the layer has no biases")?;
+        let mut weights = Vec::new();
+        for tensor in &tensors {
+            weights.extend(tensor.read(&reader)?.into_iter().map(|weight| WeightAndBias { weight, bias: None }));
+        }
+        let projections = Projections::from_vec(PackedProjection::of_rows(&Vec::from_iter(&weights))?)?;
         let width = h * cfg.value_head_dim();
-        let [norm, out] = layout.norm_and_out();
-        // Ling 3's.
-        let out = if layout == DeltaLayout::Separate && source.has("dense.weight") { "dense" } else { out };
-        let parameters = ParameterList::load(&specs(cfg, norm, &source), &source)?;
-        let up = [up(UP[0], cfg.gate_rank(), width)?, up(UP[1], cfg.decay_rank(), cfg.num_decays())?];
-        let convolution = layout.read_convolutions(cfg, &source)?;
+        let names = layout.output_names();
+        // Ling 3 has another name.
+        let is_ling = layout == DeltaLayout::Separate && reader.has("dense.weight");
+        let out_name = if is_ling { "dense" } else { names.projection };
+        let parameters = ParameterList::load(&specs(cfg, names.norm, &reader), &reader)?;
+        let gate_up = up_projection(&reader, GATE_UP, cfg.gate_rank(), width)?;
+        let decay_up = up_projection(&reader, DECAY_UP, cfg.decay_rank(), cfg.num_decays())?;
+        let convolution = layout.read_convolutions(cfg, &reader)?;
+        let out_share = Some(Share::Heads(Heads::Query, 1));
         Ok(Self {
-            inputs: PackedProjection::of_rows(&Vec::from_iter(&inputs))?,
-            up,
-            taps: (!convolution.is_tracked()).then(|| taps_of(&convolution)).transpose()?,
+            projections,
+            gate_up,
+            decay_up,
+            taps: if convolution.is_tracked() { None } else { Some(taps_of(&convolution)?) },
             convolution,
             norm: RmsNorm::new(parameters.expect(NORM)?, cfg.norm_eps())?,
             parameters,
-            out: source.linear(out, (embed_dim, width), false, by_head(1))?.try_into()?,
-            config: cfg.with_heads(source.own_range(Heads::Query, h).len(), source.own_range(Heads::Key, h_k).len()),
+            out: reader.linear(out_name, (embed_dim, width), false, out_share)?.try_into()?,
+            config: cfg.with_heads(reader.own_range(Heads::Query, h).len(), reader.own_range(Heads::Key, h_k).len()),
         })
     }
 
-    /// A copy of the layer for inference after training: the present values of its variables as plain packed weights,
-    /// which are not tracked for gradients.
+    /// Returns a copy of the layer for inference after training: the present values of its variables as plain packed
+    /// weights, which are not tracked for gradients.
     ///
     /// # Errors
     /// If memory is short.
@@ -163,48 +181,58 @@ impl GatedDeltaNet {
         let tensors = self.state_dict(layout)?.into_iter().map(freeze).collect::<Result<_>>()?;
         Self::load(&self.config, layout, VarBuilder::from_tensors(tensors, self.out.dtype(), self.out.device()))
     }
+}
 
-    /// What the layer was built from.
+/// Config and parameters.
+impl GatedDeltaNet {
+    /// Returns the config of the layer.
     pub fn config(&self) -> &GatedDeltaNetConfig {
         &self.config
     }
 
-    /// The layer's parameters under the names and in the shapes of a layout, as a state dict that PyTorch reads.
+    /// Returns the layer's parameters under the names and in the shapes of a layout, as a state dict that PyTorch
+    /// reads.
     ///
     /// # Errors
-    /// If the layout cannot hold the layer, and if memory is short.
+    /// If the layout has no names for the layer's options, and if memory is short.
     pub fn state_dict(&self, layout: DeltaLayout) -> Result<Vec<(String, Tensor)>> {
-        let ([norm, out], mut named) = (layout.norm_and_out(), Vec::new());
-        let tensors =
-            layout.projections("state_dict", &self.config)?.into_iter().chain(layout.convolutions(&self.config));
-        let projections = PackedProjection::to_linears(&Vec::from_iter(&self.inputs))?
-            .into_iter()
-            .map(|linear| linear.weight().clone());
+        let names = layout.output_names();
+        let linears = PackedProjection::to_linears(&self.projections.all())?;
+        let projected: Vec<_> = linears.iter().map(|linear| linear.weight().clone()).collect();
         let convolution = self.convolution.tensor()?;
-        let channels = self.config.channels().into_iter().map(|channels| part(&convolution, 0, channels));
-        let mut weights = projections.chain(channels.collect::<Result<Vec<_>>>()?);
-        for tensor in tensors {
-            let own: Vec<_> = weights.by_ref().take(tensor.parts.len()).collect();
-            named.push((tensor.spec.name.clone(), tensor.join(&own)?));
+        let ConvChannels { q, k, v } = self.config.conv_channels();
+        let convolved = [part(&convolution, 0, q)?, part(&convolution, 0, k)?, part(&convolution, 0, v)?];
+        let mut named = Vec::new();
+        named.extend(join_rows(&layout.projections("state_dict", &self.config)?, &projected)?);
+        named.extend(join_rows(&layout.convolutions(&self.config), &convolved)?);
+        let linear = |name: &str, linear: &PackedLinear| -> Result<(String, Tensor)> {
+            Ok((format!("{name}.weight"), linear.to_linear()?.weight().clone()))
+        };
+        if let Some(gate_up) = &self.gate_up {
+            named.push(linear(GATE_UP, gate_up)?);
         }
-        let up = UP.iter().zip(&self.up).filter_map(|(name, up)| Some((*name, up.as_ref()?)));
-        for (name, linear) in up.chain([(out, &self.out)]) {
-            named.push((format!("{name}.weight"), linear.to_linear()?.weight().clone()));
+        if let Some(decay_up) = &self.decay_up {
+            named.push(linear(DECAY_UP, decay_up)?);
         }
-        let stored = |name: String| if name == NORM { format!("{norm}.weight") } else { name };
-        named.extend(self.parameters.named()?.into_iter().map(|(name, tensor)| (stored(name), tensor)));
+        named.push(linear(names.projection, &self.out)?);
+        for (name, tensor) in self.parameters.named()? {
+            named.push((if name == NORM { format!("{}.weight", names.norm) } else { name }, tensor));
+        }
         Ok(named)
     }
 
     /// Writes [`state_dict`](Self::state_dict) as a safetensors file.
     ///
     /// # Errors
-    /// As that, and if the file cannot be written.
+    /// As [`state_dict`](Self::state_dict), and if the file cannot be written.
     pub fn save(&self, path: impl AsRef<Path>, layout: DeltaLayout) -> Result<()> {
         save(self.state_dict(layout)?, path.as_ref())
     }
+}
 
-    /// (B, T, E) gives (B, T, E), and (T, E) gives (T, E).
+/// Forward pass.
+impl GatedDeltaNet {
+    /// Computes the layer over inputs (B, T, E), or (T, E) for one sequence. The output has the input's shape.
     ///
     /// # Errors
     /// As [`forward_with`](Self::forward_with).
@@ -212,75 +240,105 @@ impl GatedDeltaNet {
         self.forward_with(xs)
     }
 
-    /// The layer with a cache, padding, or packed sequences: (B, T, E) gives (B, T, E), and (T, E) gives (T, E).
+    /// Computes the layer with a cache, padding, or packed sequences, over inputs (B, T, E), or (T, E) for one
+    /// sequence. The output has the input's shape.
     ///
     /// # Errors
     /// For an input whose shape, dtype or device does not fit the layer, for padding that does not fit the input, for
-    /// packed sequences that do not fit it or come with a cache or padding, for a cache whose shapes are those of
-    /// another layer or batch, and as [`gated_delta_rule`].
+    /// packed sequences that do not fit it or come with a cache or padding, for the cache of a layer or batch with
+    /// other shapes, and as [`gated_delta_rule`].
     pub fn forward_with<'a>(&self, input: impl Into<DeltaInput<'a>>) -> Result<Tensor> {
-        let (cfg, mut input) = (&self.config, input.into());
-        let (xs, tokens) = self.check(&input)?;
-        let ((b, t, _), packed) = (xs.dims3()?, input.packed);
-        let (h, h_k, d_k, d_v) = (cfg.num_heads(), cfg.num_key_heads(), cfg.key_head_dim(), cfg.value_head_dim());
-        let [of_q, of_k, of_v] = cfg.channels();
-        let (of_tail, of_states) = ([b, cfg.conv_kernel() - 1, of_v.end], [b, h, d_k, d_v]);
-        let held = input.cache.as_ref().map(|cache| cache.held(&of_tail, &of_states, &xs)).transpose()?.flatten();
-        let (before, state) = match held {
-            Some([before, state]) => (before.clone(), Some(state)),
-            None => (Tensor::zeros(&of_tail, xs.dtype(), xs.device())?, None),
+        let cfg = &self.config;
+        let mut input = input.into();
+        let CheckedInput { xs, tokens } = input.check(cfg, self.out.dtype(), self.out.device())?;
+        let (b, t, _) = xs.dims3()?;
+        let (h, h_k, d_k, d_v) = (cfg.num_value_heads(), cfg.num_key_heads(), cfg.key_head_dim(), cfg.value_head_dim());
+        let channels = cfg.conv_channels();
+        let conv_shape = [b, cfg.conv_kernel_dim() - 1, channels.count()];
+        let cached = match &input.cache {
+            Some(cache) => cache.state_for_call(&conv_shape, &[b, h, d_k, d_v], &xs)?,
+            None => None,
+        };
+        let (conv_state, initial_states) = match cached {
+            Some(state) => (state.conv_inputs.clone(), Some(state.head_states.clone())),
+            None => (Tensor::zeros(&conv_shape, xs.dtype(), xs.device())?, None),
         };
 
-        let projected = PackedProjection::project(&Vec::from_iter(&self.inputs), &xs)?;
-        let [q, k, v, gate, beta, decay] = projected.as_slice() else {
-            bail!("[{OP}] there are {} projections, expected 6", projected.len())
-        };
-        let by_head = |xs: &Tensor| if packed.is_some() { xs.squeeze(0) } else { xs.transpose(1, 2) };
-        let taps = self.taps.clone().map_or_else(|| taps_of(&self.convolution), Ok)?;
-        let mut tails = Vec::new();
-        let mut convolved = |xs: &Tensor, channels: Range<usize>, h, d| {
-            let (taps, before) = (part(&taps, 1, channels.clone())?, part(&before, 2, channels)?);
-            if input.cache.is_some() {
-                tails.push(tail(xs, &before, &tokens)?);
+        let projected = self.project(&xs)?;
+        let next_conv_state = match &input.cache {
+            Some(_) => {
+                let last = |xs: &Tensor, channels: Range<usize>| tail(xs, &part(&conv_state, 2, channels)?, &tokens);
+                let ConvChannels { q, k, v } = channels.clone();
+                Some(Tensor::cat(&[last(&projected.q, q)?, last(&projected.k, k)?, last(&projected.v, v)?], 2)?)
             }
-            by_head(&convolve(&taps, xs, &before, packed)?.reshape((b, t, h, d))?)
+            None => None,
         };
-        let [q, k, v] = [convolved(q, of_q, h_k, d_k)?, convolved(k, of_k, h_k, d_k)?, convolved(v, of_v, h, d_v)?];
-        // Padding neither forgets nor learns.
-        let beta = by_head(&tokens.without_padding(self.beta(beta)?)?)?;
-        let decay = by_head(&tokens.without_padding(self.decay(decay)?)?)?;
+        let convolution = Convolution { taps: self.taps()?, state: conv_state, packed: input.packed };
+        let by_head = |xs: &Tensor| if input.packed.is_some() { xs.squeeze(0) } else { xs.transpose(1, 2) };
+        let q = by_head(&convolution.apply(&projected.q, channels.q)?.reshape((b, t, h_k, d_k))?)?;
+        let k = by_head(&convolution.apply(&projected.k, channels.k)?.reshape((b, t, h_k, d_k))?)?;
+        let v = by_head(&convolution.apply(&projected.v, channels.v)?.reshape((b, t, h, d_v))?)?;
+        // Padding neither decays a state nor writes to it.
+        let beta = by_head(&tokens.without_padding(self.beta(&projected.beta)?)?)?;
+        let decay = by_head(&tokens.without_padding(self.decay(&projected.decay)?)?)?;
         let options = DeltaOptions::default().with_qk_norm(QK_EPS).with_backend(input.backend);
-        let (decay, beta) = (Some(&decay), Some(&beta));
-        let (context, state) = match packed {
-            Some(sequences) => gated_delta_rule_varlen(&q, &k, &v, decay, beta, None, sequences, &options)?,
-            None => gated_delta_rule(&q, &k, &v, decay, beta, state, &options)?,
+        let (ys, states) = match input.packed {
+            Some(sequences) => {
+                let (ys, states) =
+                    gated_delta_rule_varlen(&q, &k, &v, Some(&decay), Some(&beta), None, sequences, &options)?;
+                (ys.unsqueeze(0)?, states)
+            }
+            None => {
+                let initial_states = initial_states.as_ref();
+                let (ys, states) = gated_delta_rule(&q, &k, &v, Some(&decay), Some(&beta), initial_states, &options)?;
+                (ys.transpose(1, 2)?, states)
+            }
         };
-        let context = if packed.is_some() { context.unsqueeze(0)? } else { context.transpose(1, 2)? };
 
-        let gate = self.up[0].as_ref().map_or_else(|| Ok(gate.clone()), |up| up.forward(gate))?;
-        let context = self.norm.forward_gated(&context, &gate.reshape((b, t, h, d_v))?, cfg.gate_activation())?;
+        let gate = match &self.gate_up {
+            Some(gate_up) => gate_up.forward(&projected.gate)?,
+            None => projected.gate,
+        };
+        let normed = self.norm.forward_gated(&ys, &gate.reshape((b, t, h, d_v))?, cfg.gate_activation())?;
         let residual = input.residual.map(|residual| residual.reshape(xs.shape())).transpose()?;
-        let ys = self.out.product(&context.reshape((b, t, h * d_v))?, 0..cfg.embed_dim(), residual.as_ref())?;
-        if let Some(cache) = &mut input.cache {
-            cache.advance(tokens.ends().collect(), [Tensor::cat(&tails, 2)?, state])?;
+        let output = self.out.product(&normed.reshape((b, t, h * d_v))?, 0..cfg.embed_dim(), residual.as_ref())?;
+        if let (Some(cache), Some(conv_state)) = (&mut input.cache, &next_conv_state) {
+            cache.advance(tokens.ends().collect(), conv_state, &states)?;
         }
-        ys.reshape(input.xs.shape())
+        output.reshape(input.xs.shape())
     }
 
-    /// (B, T, H), in the dtype that is computed in.
+    /// Returns the projections of inputs (B, T, E).
+    fn project(&self, xs: &Tensor) -> Result<Projections<Tensor>> {
+        Projections::from_vec(PackedProjection::project(&self.projections.all(), xs)?)
+    }
+
+    /// Returns the taps (K, C) of the convolutions, with the present values of variables.
+    fn taps(&self) -> Result<Tensor> {
+        match &self.taps {
+            Some(taps) => Ok(taps.clone()),
+            None => taps_of(&self.convolution),
+        }
+    }
+
+    /// Returns beta (B, T, H) from its projection, in the accumulation dtype.
     fn beta(&self, xs: &Tensor) -> Result<Tensor> {
         let beta = GateActivation::Sigmoid.apply(&xs.to_dtype(accumulation_dtype(xs.dtype()))?)?;
         if self.config.allow_neg_eigval() { beta * 2.0 } else { Ok(beta) }
     }
 
-    /// The logarithms of decays (B, T, H), or (B, T, H, D_k) of channels, in the dtype that is computed in.
-    fn decay(&self, xs: &Tensor) -> Result<Tensor> {
-        let (cfg, dtype) = (&self.config, accumulation_dtype(xs.dtype()));
-        let xs = self.up[1].as_ref().map_or_else(|| Ok(xs.clone()), |up| up.forward(xs))?.to_dtype(dtype)?;
-        let xs = xs.broadcast_add(&self.parameters.expect(BIAS)?.to_dtype(dtype)?)?;
-        let rate = self.parameters.expect(RATE)?.to_dtype(dtype)?.flatten_all()?.exp()?.unsqueeze(1)?;
-        let (b, t, decays) = xs.dims3()?;
-        let xs = xs.reshape((b, t, cfg.num_heads(), decays / cfg.num_heads()))?;
+    /// Returns the logarithms of decays (B, T, H), or (B, T, H, D_k) of channels, from their projection, in the
+    /// accumulation dtype.
+    fn decay(&self, projected: &Tensor) -> Result<Tensor> {
+        let (cfg, dtype) = (&self.config, accumulation_dtype(projected.dtype()));
+        let full_rank = match &self.decay_up {
+            Some(decay_up) => decay_up.forward(projected)?.to_dtype(dtype)?,
+            None => projected.to_dtype(dtype)?,
+        };
+        let biased = full_rank.broadcast_add(&self.parameters.expect(DT_BIAS)?.to_dtype(dtype)?)?;
+        let rate = self.parameters.expect(A_LOG)?.to_dtype(dtype)?.flatten_all()?.exp()?.unsqueeze(1)?;
+        let (b, t, decays) = biased.dims3()?;
+        let xs = biased.reshape((b, t, cfg.num_value_heads(), decays / cfg.num_value_heads()))?;
         let decay = match cfg.decay_lower_bound() {
             Some(bound) => (GateActivation::Sigmoid.apply(&xs.broadcast_mul(&rate)?)? * bound)?,
             None => GateActivation::Softplus.apply(&xs)?.broadcast_mul(&rate.neg()?)?,
@@ -295,20 +353,56 @@ impl Module for GatedDeltaNet {
     }
 }
 
-const RATE: &str = "A_log";
-const BIAS: &str = "dt_bias";
-const NORM: &str = "norm.weight";
+/// The convolution of one call.
+struct Convolution<'a> {
+    /// (K, C).
+    taps: Tensor,
+    /// The last inputs of earlier calls, (B, K - 1, C).
+    state: Tensor,
+    packed: Option<&'a PackedSequences>,
+}
 
-/// The parameters beside projections and convolutions, where the file's norm has a name of its own.
-fn specs(cfg: &GatedDeltaNetConfig, norm: &str, source: &ParameterReader) -> [ParameterSpec; 3] {
-    let (h, init) = (cfg.num_heads(), Init::Uniform { lo: 0.0, up: 16f64.ln() });
+impl Convolution<'_> {
+    /// Convolves some of the channels, (B, T, channels).
+    fn apply(&self, xs: &Tensor, channels: Range<usize>) -> Result<Tensor> {
+        convolve(&part(&self.taps, 1, channels.clone())?, xs, &part(&self.state, 2, channels)?, self.packed)
+    }
+}
+
+/// Joins the rows of projections, in their order, to the tensors of a layout, by name.
+fn join_rows(tensors: &[FusedTensor], rows: &[Tensor]) -> Result<Vec<(String, Tensor)>> {
+    let mut first = 0;
+    let mut named = Vec::with_capacity(tensors.len());
+    for tensor in tensors {
+        let end = first + tensor.parts.len();
+        named.push((tensor.spec.name.clone(), tensor.join(&rows[first..end])?));
+        first = end;
+    }
+    Ok(named)
+}
+
+/// Loads the projection from a compressed input of width `rank`, if there is a rank.
+fn up_projection(
+    reader: &ParameterReader,
+    name: &str,
+    rank: Option<usize>,
+    width: usize,
+) -> Result<Option<PackedLinear>> {
+    let Some(rank) = rank else { return Ok(None) };
+    let share = Some(Share::Heads(Heads::Query, 0));
+    reader.linear(name, (width, rank), false, share)?.try_into().map(Some)
+}
+
+/// Returns the parameters other than projections and convolutions. The file's norm has the name `norm`.
+fn specs(cfg: &GatedDeltaNetConfig, norm: &str, reader: &ParameterReader) -> [ParameterSpec; 3] {
+    let (h, init) = (cfg.num_value_heads(), Init::Uniform { lo: 0.0, up: 16f64.ln() });
     // Kimi Linear's is (1, 1, H, 1).
     let is_wide =
-        source.has(RATE) && source.get(h, RATE, init).is_err() && source.get((1, 1, h, 1), RATE, init).is_ok();
+        reader.has(A_LOG) && reader.get(h, A_LOG, init).is_err() && reader.get((1, 1, h, 1), A_LOG, init).is_ok();
     let (shape, dim) = if is_wide { (vec![1, 1, h, 1], 2) } else { (vec![h], 0) };
     [
-        ParameterSpec::new(RATE, shape, init).by_head(Heads::Query, dim),
-        ParameterSpec::new(BIAS, [cfg.num_decays()], Init::Const(1.0)).by_head(Heads::Query, 0),
+        ParameterSpec::new(A_LOG, shape, init).by_head(Heads::Query, dim),
+        ParameterSpec::new(DT_BIAS, [cfg.num_decays()], Init::Const(1.0)).by_head(Heads::Query, 0),
         ParameterSpec::new(NORM, [cfg.value_head_dim()], Init::Const(1.0)).stored(format!("{norm}.weight")),
     ]
 }

@@ -1,10 +1,11 @@
-//! The kernel of the CPU, and its results in Candle's graph.
+//! The fused CPU kernel, and its results in Candle's graph.
 
 use candle_core::{Error, Result, Tensor};
 
-use super::{Call, Dims};
+use super::call::Call;
 use candle_attention_kernels::delta::{
-    self, BackwardProblem, Decay, Gradients, Problem, Saved, gated_delta_rule_backward,
+    DeltaBackwardProblem, DeltaDecay, DeltaDims, DeltaGradients, DeltaOutput, DeltaProblem, DeltaSaved,
+    gated_delta_rule, gated_delta_rule_backward,
 };
 use candle_attention_kernels::{Error as KernelError, InstructionSet};
 use candle_attention_modules::base::rowwise::{Element, Read, read, to_vec, with_contiguous_rows, with_float};
@@ -18,34 +19,41 @@ pub(super) enum Outcome {
     OutOfRange(String),
 }
 
-/// Runs the kernel.
+/// Runs the kernel and records its results.
 pub(super) fn run(call: &Call, instruction_set: InstructionSet) -> Result<Outcome> {
-    let (mut call, is_tracked) = (call.clone(), call.tracks_gradients());
-    for tensor in call.rows.iter_mut().chain(call.factors.iter_mut().flatten()) {
-        *tensor = with_contiguous_rows(tensor)?;
-    }
-    let Dims { b, t, h, d_v, .. } = call.dims;
+    let call = call.with_contiguous_rows()?;
+    let DeltaDims { b, t, h, d_v, .. } = call.dims;
+    let is_tracked = call.tracks_gradients();
     let shapes = [[b, t, h, d_v], call.state_dims()];
     let [ys, states] = with_float!(call.op, call.dtype(), |E| {
-        let forward = |problem: &Problem<E>| delta::gated_delta_rule(problem, instruction_set, is_tracked);
-        let delta::Output { context, states, saved } = match call.with_problem(forward)? {
-            Ok(output) => output,
-            Err(KernelError::Range(obstacle)) => return Ok(Outcome::OutOfRange(obstacle)),
+        let forward = |problem: &DeltaProblem<E>| gated_delta_rule(problem, instruction_set, is_tracked);
+        let DeltaOutput { output, states, saved } = match call.with_problem(forward)? {
+            Ok(results) => results,
+            Err(KernelError::Range(reason)) => return Ok(Outcome::OutOfRange(reason)),
             Err(error) => return Err(call.kernel_error(&error)),
         };
-        let (own, saved) = (call.clone(), saved.unwrap_or_default());
-        let backward = move |_: &Tensor, of_context: &Tensor, of_states: Option<Tensor>| {
-            own.gradients::<E>(instruction_set, &saved, of_context, of_states)
+        let saved_call = call.clone();
+        let saved = saved.unwrap_or_default();
+        let backward = move |_: &Tensor, output_grad: &Tensor, states_grad: Option<Tensor>| {
+            saved_call.gradients::<E>(instruction_set, &saved, output_grad, states_grad)
         };
-        record_two("gated-delta-rule", &call.inputs(), shapes.each_ref(), context, states, backward)?
+        record_two("gated-delta-rule", &call.operands(), shapes.each_ref(), output, states, backward)?
     });
     Ok(Outcome::Computed(ys.transpose(1, 2)?, states))
 }
 
 impl Call {
-    fn inputs(&self) -> [Option<&Tensor>; 6] {
-        let ([q, k, v], [decay, beta, states]) = (&self.rows, &self.factors);
-        [Some(q), Some(k), Some(v), decay.as_ref(), beta.as_ref(), states.as_ref()]
+    /// Returns the call with tensors whose rows the kernel can read.
+    fn with_contiguous_rows(&self) -> Result<Self> {
+        Ok(Self {
+            q: with_contiguous_rows(&self.q)?,
+            k: with_contiguous_rows(&self.k)?,
+            v: with_contiguous_rows(&self.v)?,
+            decay: self.decay.as_ref().map(with_contiguous_rows).transpose()?,
+            beta: self.beta.as_ref().map(with_contiguous_rows).transpose()?,
+            states: self.states.as_ref().map(with_contiguous_rows).transpose()?,
+            ..self.clone()
+        })
     }
 
     fn kernel_error(&self, error: &KernelError) -> Error {
@@ -53,22 +61,24 @@ impl Call {
     }
 
     /// Runs a function over the call as the kernels take it.
-    fn with_problem<E: Element, R>(&self, run: impl FnOnce(&Problem<E>) -> R) -> Result<R> {
-        let Self { dims, rows, factors, scale, options, .. } = self;
-        // Of the tokens of all entries of the batch.
+    fn with_problem<E: Element, R>(&self, run: impl FnOnce(&DeltaProblem<E>) -> R) -> Result<R> {
+        let dims = self.dims;
+        // Ranges of the tokens of all entries of the batch, counted through it.
         let sequences: Vec<_> = match &self.sequences {
             None => (0..dims.b).map(|entry| entry * dims.t..(entry + 1) * dims.t).collect(),
             Some(sequences) => (0..sequences.len()).map(|s| sequences.queries(s)).collect(),
         };
-        let [q, k, v] = rows.each_ref().map(read);
-        let [decay, beta, states] = factors.each_ref().map(|xs| xs.as_ref().map(read));
+        let (q, k, v) = (read(&self.q), read(&self.k), read(&self.v));
+        let decay = self.decay.as_ref().map(read);
+        let beta = self.beta.as_ref().map(read);
+        let states = self.states.as_ref().map(read);
         let decay = match &decay {
-            Some(decay) if decay.layout.dims()[3] > 1 => Some(Decay::Channels(decay.strided()?)),
-            Some(decay) => Some(Decay::Heads(decay.strided()?)),
+            Some(decay) if decay.layout.dims()[3] > 1 => Some(DeltaDecay::Channels(decay.strided()?)),
+            Some(decay) => Some(DeltaDecay::Heads(decay.strided()?)),
             None => None,
         };
-        let problem = Problem {
-            dims: *dims,
+        let problem = DeltaProblem {
+            dims,
             q: q.strided()?,
             k: k.strided()?,
             v: v.strided()?,
@@ -76,38 +86,49 @@ impl Call {
             beta: beta.as_ref().map(Read::strided).transpose()?,
             states: states.as_ref().map(Read::contiguous).transpose()?,
             sequences: &sequences,
-            scale: *scale as f32,
-            qk_norm: options.qk_norm.map(|eps| eps as f32),
+            scale: self.scale as f32,
+            qk_norm: self.options.qk_norm.map(|eps| eps as f32),
             executor: executor(),
         };
         Ok(run(&problem))
     }
 
-    /// From the gradients of the results, that of (B, T, H, D_v), to those of the inputs that are tracked.
+    /// Returns the gradients of the tracked operands from the gradient of the output (B, T, H, D_v), and of the states
+    /// if a loss depends on them.
     fn gradients<E: Element>(
         &self,
         instruction_set: InstructionSet,
-        saved: &Saved,
-        of_context: &Tensor,
-        of_states: Option<Tensor>,
+        saved: &DeltaSaved,
+        output_grad: &Tensor,
+        states_grad: Option<Tensor>,
     ) -> Result<Vec<Option<Tensor>>> {
-        let context = with_contiguous_rows(&of_context.transpose(1, 2)?)?;
-        let states = of_states.as_ref().map(to_vec).transpose()?;
-        let context = read(&context);
-        let (context_grad, states_grad) = (context.strided()?, states.as_deref());
-        let backward = |&forward: &Problem<E>| {
-            gated_delta_rule_backward(&BackwardProblem { forward, saved, context_grad, states_grad }, instruction_set)
+        let output_grad = with_contiguous_rows(&output_grad.transpose(1, 2)?)?;
+        let output_grad = read(&output_grad);
+        let states_grad = states_grad.as_ref().map(to_vec).transpose()?;
+        let (output_grad, states_grad) = (output_grad.strided()?, states_grad.as_deref());
+        let backward = |&forward: &DeltaProblem<E>| {
+            let problem = DeltaBackwardProblem { forward, saved, output_grad, states_grad };
+            gated_delta_rule_backward(&problem, instruction_set)
         };
         let gradients = self.with_problem(backward)?.map_err(|error| self.kernel_error(&error))?;
-        let Gradients { q, k, v, decay, beta, states } = gradients;
-        let of_input = |(input, numbers): (Option<&Tensor>, Vec<f32>)| {
-            let Some(input) = input.filter(|input| input.track_op()) else { return Ok(None) };
-            // The heads of states that read one head of an input add to its gradient.
-            let ((b, heads, t, d), h) = (input.dims4()?, self.dims.h);
-            let gradient = Tensor::from_vec(numbers, (b, heads, h / heads, t, d), input.device())?;
-            let gradient = if heads == h { gradient.squeeze(2)? } else { gradient.sum(2)? };
-            gradient.to_dtype(input.dtype()).map(Some)
-        };
-        self.inputs().into_iter().zip([q, k, v, decay, beta, states]).map(of_input).collect()
+        let DeltaGradients { q, k, v, decay, beta, states } = gradients;
+        Ok(vec![
+            self.gradient_of(Some(&self.q), q)?,
+            self.gradient_of(Some(&self.k), k)?,
+            self.gradient_of(Some(&self.v), v)?,
+            self.gradient_of(self.decay.as_ref(), decay)?,
+            self.gradient_of(self.beta.as_ref(), beta)?,
+            self.gradient_of(self.states.as_ref(), states)?,
+        ])
+    }
+
+    /// Returns the gradient of an operand, if it is tracked, from the numbers (.., H, T, D) that the kernel computed
+    /// for all heads. The heads that read one head of the operand add to its gradient.
+    fn gradient_of(&self, operand: Option<&Tensor>, numbers: Vec<f32>) -> Result<Option<Tensor>> {
+        let Some(operand) = operand.filter(|operand| operand.track_op()) else { return Ok(None) };
+        let ((b, heads, t, d), h) = (operand.dims4()?, self.dims.h);
+        let all_heads = Tensor::from_vec(numbers, (b, heads, h / heads, t, d), operand.device())?;
+        let gradient = if heads == h { all_heads.squeeze(2)? } else { all_heads.sum(2)? };
+        gradient.to_dtype(operand.dtype()).map(Some)
     }
 }

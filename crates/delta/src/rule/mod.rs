@@ -3,41 +3,22 @@
 //! Instead of keys and values, a head has a state (D_k, D_v), which each token updates and each query reads. The
 //! recurrence in `reference` is the specification; the CPU kernel is tested against it.
 
+mod call;
 mod cpu;
+mod options;
 mod reference;
 
-use candle_core::{D, DType, Device, Result, Tensor, bail};
-use macro_rules_attribute::apply;
+pub use options::DeltaOptions;
 
+use candle_core::{DType, Device, Result, Tensor, bail};
+
+use call::{Call, DeltaTensors};
 use candle_attention_core::{Backend, PackedSequences};
 use candle_attention_kernels::InstructionSet;
-use candle_attention_kernels::delta::Dims;
-use candle_attention_modules::base::Dim::{self, Any, Named};
-use candle_attention_modules::base::{Expect, FLOATS, accumulation_dtype, fits_in_memory, number, options};
+use candle_attention_kernels::delta::DeltaDims;
 
-/// Options of [`gated_delta_rule`], built with `with_*`.
-#[apply(options)]
-#[derive(Debug, Clone, Default)]
-#[must_use]
-pub struct DeltaOptions {
-    /// The factor on the queries; 1/sqrt(D_k) unless given.
-    #[methods(with)]
-    scale: Option<f64>,
-    /// The eps of an L2 norm of queries and keys: each row is divided by `sqrt(sum of its squares + eps)`, queries
-    /// before they are scaled. No norm unless given.
-    #[methods(with)]
-    qk_norm: Option<f64>,
-    /// Which implementation runs; [`Backend::Auto`] unless given.
-    #[methods(with)]
-    backend: Backend,
-    /// The instruction set of the fused CPU kernel, for tests and comparisons; the fastest available unless given. A
-    /// call fails if the processor lacks it.
-    #[methods(with)]
-    instruction_set: Option<InstructionSet>,
-}
-
-/// Linear attention by the gated delta rule: each token updates the state S (D_k, D_v) of its head, and its query then
-/// reads it. For one token after the other
+/// Computes linear attention by the gated delta rule: each token updates the state S (D_k, D_v) of its head, and its
+/// query then reads the state. For one token after the other
 ///
 /// ```text
 /// S = exp(decay) S                   with decay
@@ -46,7 +27,7 @@ pub struct DeltaOptions {
 /// o = scale Sᵀ q
 /// ```
 ///
-/// Which of `decay` and `beta` are given decides the rule: neither is linear attention (Katharopoulos et al.,
+/// The rule depends on which of `decay` and `beta` are `Some`: neither is linear attention (Katharopoulos et al.,
 /// <https://arxiv.org/abs/2006.16236>), decay alone gated linear attention (Yang et al.,
 /// <https://arxiv.org/abs/2312.06635>), beta alone the delta rule (Yang et al., <https://arxiv.org/abs/2406.06484>),
 /// and both the gated delta rule (Yang et al., <https://arxiv.org/abs/2412.06464>).
@@ -56,7 +37,7 @@ pub struct DeltaOptions {
 /// | `q` | (B, H_q, T, D_k) | f32, bf16, f16 or f64 |
 /// | `k` | (B, H_k, T, D_k) | in q's dtype |
 /// | `v` | (B, H_v, T, D_v) | in q's dtype |
-/// | `decay` | (B, H_s, T), or (B, H_s, T, D_k) for a factor of each row of S | the logarithm of the factor: 0 keeps the state, -inf clears it |
+/// | `decay` | (B, H_s, T), or (B, H_s, T, D_k) for a factor of each row of S | the logarithm of the factor, `g` in flash-linear-attention: 0 keeps the state, -inf clears it |
 /// | `beta` | (B, H_s, T) | usually from 0 to 1, or to 2 |
 /// | `state` | (B, H_s, D_k, D_v) | before the first token; zeros unless given |
 ///
@@ -97,11 +78,12 @@ pub fn gated_delta_rule(
     state: Option<&Tensor>,
     options: &DeltaOptions,
 ) -> Result<(Tensor, Tensor)> {
-    run(Call::new("gated_delta_rule", [q, k, v], [decay, beta, state], None, options)?)
+    let tensors = DeltaTensors { q, k, v, decay, beta, state };
+    run(&Call::new("gated_delta_rule", tensors, None, options)?)
 }
 
-/// [`gated_delta_rule`] over n sequences of different lengths, packed one after the other, each with a state of its
-/// own.
+/// Computes [`gated_delta_rule`] over n sequences of different lengths, packed one after the other. Each has its own
+/// state.
 ///
 /// q is (total, H_q, D_k), k (total, H_k, D_k), v (total, H_v, D_v), decay (total, H_s) or (total, H_s, D_k), beta
 /// (total, H_s) and state (n, H_s, D_k, D_v). Returns the outputs (total, H, D_v) and the states after the last token
@@ -134,35 +116,36 @@ pub fn gated_delta_rule_varlen(
     sequences: &PackedSequences,
     options: &DeltaOptions,
 ) -> Result<(Tensor, Tensor)> {
-    let call = Call::new("gated_delta_rule_varlen", [q, k, v], [decay, beta, state], Some(sequences), options)?;
-    let (y, states) = run(call)?;
+    let tensors = DeltaTensors { q, k, v, decay, beta, state };
+    let (y, states) = run(&Call::new("gated_delta_rule_varlen", tensors, Some(sequences), options)?)?;
     Ok((y.transpose(1, 2)?.squeeze(0)?.contiguous()?, states))
 }
 
-/// Runs a call: the attention output (B, H, T, D_v), and the states.
-fn run(call: Call) -> Result<(Tensor, Tensor)> {
-    let (ys, states) = run_by_head(&call)?;
-    let Dims { h, h_k, h_v, .. } = call.dims;
-    let ([n, .., d_k, d_v], h_s) = (call.state_dims(), h_k.max(h_v));
+/// Runs a call, and returns the attention output (B, H, T, D_v) and the states (n, H_s, D_k, D_v).
+fn run(call: &Call) -> Result<(Tensor, Tensor)> {
+    let (ys, states) = run_by_head(call)?;
+    let DeltaDims { h, h_k, h_v, d_k, d_v, .. } = call.dims;
+    let ([n, ..], h_s) = (call.state_dims(), h_k.max(h_v));
     if h == h_s {
         return Ok((ys, states));
     }
-    // Heads of queries that read one state have it once each.
+    // Several heads of queries read one state, of which each computed its own copy.
     Ok((ys, states.reshape((n, h_s, h / h_s, d_k, d_v))?.narrow(2, 0, 1)?.squeeze(2)?.contiguous()?))
 }
 
-/// Runs a call with one state for each of the H heads: the kernel where it computes the call, else the reference path.
+/// Runs a call with one state for each of the H heads: by the fused kernel if it can compute the call, and on the
+/// reference path otherwise.
 fn run_by_head(call: &Call) -> Result<(Tensor, Tensor)> {
-    let (instruction_set, Dims { b, t, h, d_v, .. }) = (kernel_instruction_set(call)?, call.dims);
+    let fused_path = fused_path(call)?;
+    let DeltaDims { b, t, h, d_v, .. } = call.dims;
     if [b, t, d_v].contains(&0) {
-        let ys = Tensor::zeros((b, h, t, d_v), call.dtype(), call.rows[0].device())?;
-        return Ok((ys, call.states_before()?));
+        return Ok((Tensor::zeros((b, h, t, d_v), call.dtype(), call.q.device())?, call.initial_states()?));
     }
-    if let Some(instruction_set) = instruction_set {
+    if let Some(instruction_set) = fused_path {
         match cpu::run(call, instruction_set)? {
             cpu::Outcome::Computed(ys, states) => return Ok((ys, states)),
-            cpu::Outcome::OutOfRange(obstacle) if call.options.backend == Backend::Fused => {
-                bail!("[{}] no fused path: {obstacle}", call.op)
+            cpu::Outcome::OutOfRange(reason) if call.options.backend == Backend::Fused => {
+                bail!("[{}] no fused path: {reason}", call.op)
             }
             cpu::Outcome::OutOfRange(_) => (),
         }
@@ -170,11 +153,13 @@ fn run_by_head(call: &Call) -> Result<(Tensor, Tensor)> {
     reference::run(call)
 }
 
-/// The instruction set of the kernel that runs a call; none where the reference path does.
-fn kernel_instruction_set(call: &Call) -> Result<Option<InstructionSet>> {
+/// Returns the instruction set of the fused kernel that a call can take, and `None` for the reference path.
+fn fused_path(call: &Call) -> Result<Option<InstructionSet>> {
     let options = &call.options;
-    let obstacle = match (call.rows[0].device(), call.dtype()) {
-        _ if options.backend == Backend::Reference => return Ok(None),
+    if options.backend == Backend::Reference {
+        return Ok(None);
+    }
+    let reason = match (call.q.device(), call.dtype()) {
         (Device::Cpu, DType::F64) => "the CPU kernel computes in f32, and the inputs are F64",
         (Device::Cpu, dtype) => match InstructionSet::choose(options.instruction_set, dtype == DType::BF16) {
             Ok(instruction_set) => return Ok(Some(instruction_set)),
@@ -183,153 +168,7 @@ fn kernel_instruction_set(call: &Call) -> Result<Option<InstructionSet>> {
         _ => "the kernel is the CPU's, and the inputs are on another device",
     };
     if options.backend == Backend::Fused {
-        bail!("[{}] no fused path: {obstacle}", call.op)
+        bail!("[{}] no fused path: {reason}", call.op)
     }
     Ok(None)
-}
-
-/// Arguments that were found to fit together: every shape, dtype and device is checked here, once. Those of a packed
-/// call have a batch of one.
-#[derive(Debug, Clone)]
-struct Call {
-    op: &'static str,
-    /// q (B, H_q, T, D_k), k (B, H_k, T, D_k) and v (B, H_v, T, D_v).
-    rows: [Tensor; 3],
-    /// Decay (B, H, T, 1), or with D_k in the place of 1 for a factor of each row of a state, beta (B, H, T, 1), and
-    /// states (n, H, D_k, D_v), contiguous: of all heads, in the dtype that all is computed in.
-    factors: [Option<Tensor>; 3],
-    /// B is 1 for packed sequences.
-    dims: Dims,
-    scale: f64,
-    sequences: Option<PackedSequences>,
-    options: DeltaOptions,
-}
-
-impl Call {
-    /// Of q, k and v, and of decay, beta and state: tensors (B, heads, T, ..), or packed sequences and (total, heads,
-    /// ..).
-    fn new(
-        op: &'static str,
-        rows: [&Tensor; 3],
-        [decay, beta, state]: [Option<&Tensor>; 3],
-        sequences: Option<&PackedSequences>,
-        options: &DeltaOptions,
-    ) -> Result<Self> {
-        let dims = dims(op, rows, [decay, beta, state], sequences)?;
-        let (scale, dtype) =
-            (options.scale.unwrap_or(1.0 / (dims.d_k as f64).sqrt()), accumulation_dtype(rows[0].dtype()));
-        let most = if dtype == DType::F64 { f64::MAX } else { f32::MAX.into() };
-        let is_finite = |scale: f64| scale.abs() <= most;
-        number::expect(op, "scale", options.scale, is_finite, format_args!("a finite number in {dtype:?}"))?;
-        number::epsilon(op, "qk_norm", options.qk_norm)?;
-        // (total, heads, ..) is (1, heads, total, ..), and one factor a token is a row of one.
-        let batched = |x: &Tensor| if sequences.is_some() { x.transpose(0, 1)?.unsqueeze(0) } else { Ok(x.clone()) };
-        let factor = |x: &Tensor| {
-            let x = batched(x)?;
-            with_heads(&if x.rank() == 3 { x.unsqueeze(3)? } else { x }, dims.h, dtype)
-        };
-        let states = |x: &Tensor| with_heads(x, dims.h, dtype)?.contiguous();
-        Ok(Self {
-            op,
-            rows: [batched(rows[0])?, batched(rows[1])?, batched(rows[2])?],
-            factors: [decay.map(factor).transpose()?, beta.map(factor).transpose()?, state.map(states).transpose()?],
-            dims,
-            scale,
-            sequences: sequences.cloned(),
-            options: options.clone(),
-        })
-    }
-
-    fn dtype(&self) -> DType {
-        self.rows[0].dtype()
-    }
-
-    fn tracks_gradients(&self) -> bool {
-        self.rows.iter().chain(self.factors.iter().flatten()).any(Tensor::track_op)
-    }
-
-    /// (n, H, D_k, D_v), where n is the number of states: of the batch, or of the packed sequences.
-    fn state_dims(&self) -> [usize; 4] {
-        let Dims { b, h, d_k, d_v, .. } = self.dims;
-        [self.sequences.as_ref().map_or(b, PackedSequences::len), h, d_k, d_v]
-    }
-
-    /// Those before the first tokens.
-    fn states_before(&self) -> Result<Tensor> {
-        let zeros = || Tensor::zeros(&self.state_dims(), accumulation_dtype(self.dtype()), self.rows[0].device());
-        self.factors[2].clone().map_or_else(zeros, Ok)
-    }
-}
-
-fn dims(
-    op: &str,
-    rows: [&Tensor; 3],
-    [decay, beta, state]: [Option<&Tensor>; 3],
-    sequences: Option<&PackedSequences>,
-) -> Result<Dims> {
-    let [q, k, v] = rows;
-    let shape = |[b, t]: [Dim; 2], heads: &'static str, row: &[Dim]| match sequences {
-        None => [&[b, Any(heads), t], row].concat(),
-        Some(_) => [&[t, Any(heads)], row].concat(),
-    };
-    let total = sequences.map(|sequences| Named("total", sequences.total_queries()));
-    Expect::one(op, "q", q).shape(&shape([Any("B"), total.unwrap_or(Any("T"))], "H_q", &[Any("D_k")]))?;
-    let (b, t) = if total.is_some() { (1, q.dim(0)?) } else { (q.dim(0)?, q.dim(2)?) };
-    let (tokens, d_k) = ([Named("B", b), total.unwrap_or(Named("T", t))], q.dim(D::Minus1)?);
-    Expect::one(op, "k", k).shape(&shape(tokens, "H_k", &[Named("D_k", d_k)]))?;
-    Expect::one(op, "v", v).shape(&shape(tokens, "H_v", &[Any("D_v")]))?;
-    let (of_heads, of_channels) = (shape(tokens, "H_s", &[]), shape(tokens, "H_s", &[Named("D_k", d_k)]));
-    decay.map(|decay| Expect::one(op, "decay", decay).shape_of(&[&of_heads, &of_channels])).transpose()?;
-    beta.map(|beta| Expect::one(op, "beta", beta).shape(&of_heads)).transpose()?;
-    let ([h_q, h_k, h_v], d_v) = ([q.dim(1)?, k.dim(1)?, v.dim(1)?], v.dim(D::Minus1)?);
-    let h_s = h_k.max(h_v);
-    let (count, n) = sequences.map_or(("B", b), |sequences| ("n", sequences.len()));
-    let of_states = [Named(count, n), Named("H_s", h_s), Named("D_k", d_k), Named("D_v", d_v)];
-    state.map(|state| Expect::one(op, "state", state).shape(&of_states)).transpose()?;
-
-    let given = rows.map(Some).into_iter().chain([decay, beta, state]);
-    for (name, tensor) in ["q", "k", "v", "decay", "beta", "state"].into_iter().zip(given) {
-        let Some(tensor) = tensor else { continue };
-        let expected = Expect::one(op, name, tensor).same_device("q", q.device())?;
-        match name {
-            "k" | "v" => expected.dtype(q.dtype(), "q's")?,
-            _ => expected.dtype_of(&FLOATS, "")?,
-        };
-        let (found, is_q) = (tensor.dim(1)?, name == "q");
-        if found == 0 {
-            bail!("[{op}] {name} has 0 heads, expected at least one")
-        }
-        if !(h_s.is_multiple_of(found) || is_q && found.is_multiple_of(h_s)) {
-            let or_more = if is_q { " or is a multiple of it" } else { "" };
-            bail!("[{op}] {name} has {found} heads, expected a number that divides k's or v's {h_s}{or_more}")
-        }
-    }
-    number::expect(op, "q's head dimension", d_k, |d: usize| d > 0, "at least 1")?;
-    let h = h_q.max(h_s);
-    for shape in [[b, h, t, d_k.max(d_v)], [n, h, d_k, d_v]] {
-        if !fits_in_memory(&shape) {
-            bail!("[{op}] q {:?} and v {:?} give tensors of {shape:?}, which do not fit in memory", q.dims(), v.dims())
-        }
-    }
-    if let Some(sequences) = sequences
-        && let Some(s) = (0..n).find(|&s| sequences.queries(s) != sequences.keys(s))
-    {
-        let (queries, keys) = (sequences.queries(s), sequences.keys(s));
-        bail!("[{op}] sequence {s} has queries {queries:?} and keys {keys:?}, expected the same")
-    }
-    Ok(Dims { b, t, h, h_q, h_k, h_v, d_k, d_v })
-}
-
-/// (B, heads, T, D) in a dtype and with `h` heads, of which head i is head `i / (h / heads)`.
-fn with_heads(xs: &Tensor, h: usize, dtype: DType) -> Result<Tensor> {
-    let (b, heads, t, d) = xs.dims4()?;
-    if xs.elem_count() == 0 {
-        // A view of nothing may begin past the end of its buffer, where Candle's copies panic.
-        return Tensor::zeros((b, h, t, d), dtype, xs.device());
-    }
-    let xs = xs.to_dtype(dtype)?;
-    if heads == h {
-        return Ok(xs);
-    }
-    xs.unsqueeze(2)?.broadcast_as((b, heads, h / heads, t, d))?.reshape((b, h, t, d))
 }

@@ -3,7 +3,7 @@
 //! Candle walks through a graph by recursion, forward when it sorts the operations and when it frees them, so that the
 //! graph of a recurrence over thousands of tokens overflows the stack of a thread. A call with gradients is therefore
 //! one operation in the graph. Its backward pass runs the recurrence again, a chunk of tokens at a time from the last
-//! to the first, from the states that the forward pass kept, and differentiates each chunk in a graph of its own.
+//! to the first, from the states that the forward pass kept, and differentiates each chunk in a separate graph.
 
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
@@ -12,21 +12,21 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, D, Error, Layout, MetalStorage, Result, Shape, Storage};
 use candle_core::{Tensor, Var};
 
-use super::{Call, Dims, with_heads};
-use candle_attention_core::PackedSequences;
+use super::call::{Call, repeat_heads};
+use candle_attention_kernels::delta::DeltaDims;
 use candle_attention_modules::base::accumulation_dtype;
 
 /// The tokens of a chunk, which bound the depth of its graph.
 const CHUNK: usize = 64;
 
-/// Returns the attention output (B, H, T, D_v) in q's dtype, and the states (n, H, D_k, D_v). There are tokens and
-/// values.
+/// Runs a call that has tokens and values, and returns the attention output (B, H, T, D_v) in q's dtype, and the states
+/// (n, H, D_k, D_v).
 pub(super) fn run(call: &Call) -> Result<(Tensor, Tensor)> {
-    let (inputs, sequences) = (Inputs::new(call)?, sequences(call));
+    let (inputs, sequences) = (RecurrenceInputs::new(call)?, sequences(call));
     let (ys, states) = if call.tracks_gradients() {
         Recurrence::record(inputs, sequences)?
     } else {
-        let Forward { ys, states, .. } = inputs.recur(&sequences)?;
+        let Recurred { ys, states, .. } = inputs.recur(&sequences)?;
         (ys, states)
     };
     Ok((ys.to_dtype(call.dtype())?, states))
@@ -41,23 +41,23 @@ struct Sequence {
 
 /// Returns the sequences of a call: all entries of a batch are computed together, packed sequences one by one.
 fn sequences(call: &Call) -> Vec<Sequence> {
-    let of_packed = |packed: &PackedSequences| {
-        (0..packed.len()).map(|s| Sequence { tokens: packed.queries(s), states: s..s + 1 }).collect()
-    };
-    let Dims { b, t, .. } = call.dims;
-    call.sequences.as_ref().map_or_else(|| vec![Sequence { tokens: 0..t, states: 0..b }], of_packed)
+    let DeltaDims { b, t, .. } = call.dims;
+    match &call.sequences {
+        None => vec![Sequence { tokens: 0..t, states: 0..b }],
+        Some(packed) => (0..packed.len()).map(|s| Sequence { tokens: packed.queries(s), states: s..s + 1 }).collect(),
+    }
 }
 
 /// The inputs of the recurrence for some tokens, or the gradients of them, in the dtype that is computed in.
 #[derive(Debug, Clone)]
-struct Inputs {
+struct RecurrenceInputs {
     /// (B, H, T, D_k), after the norm and the scale.
     q: Tensor,
     /// (B, H, T, D_k), after the norm.
     k: Tensor,
     /// (B, H, T, D_v).
     v: Tensor,
-    /// What the state is multiplied with, (B, H, T, 1) or (B, H, T, D_k).
+    /// The factors of the states before each token, (B, H, T, 1) or (B, H, T, D_k).
     factors: Option<Tensor>,
     /// (B, H, T, 1).
     beta: Option<Tensor>,
@@ -66,7 +66,7 @@ struct Inputs {
 }
 
 /// The results of the recurrence.
-struct Forward {
+struct Recurred {
     /// (B, H, T, D_v).
     ys: Tensor,
     /// The states after the last tokens, (n, H, D_k, D_v).
@@ -75,7 +75,7 @@ struct Forward {
     chunk_states: Vec<Vec<Tensor>>,
 }
 
-impl Inputs {
+impl RecurrenceInputs {
     fn new(call: &Call) -> Result<Self> {
         let (h, dtype) = (call.dims.h, accumulation_dtype(call.dtype()));
         let normed = |x: &Tensor| {
@@ -83,14 +83,13 @@ impl Inputs {
             let Some(eps) = call.options.qk_norm else { return Ok(x) };
             x.broadcast_div(&(x.sqr()?.sum_keepdim(D::Minus1)? + eps)?.sqrt()?)
         };
-        let ([q, k, v], [decay, beta, _]) = (&call.rows, &call.factors);
         Ok(Self {
-            q: with_heads(&(normed(q)? * call.scale)?, h, dtype)?,
-            k: with_heads(&normed(k)?, h, dtype)?,
-            v: with_heads(v, h, dtype)?,
-            factors: decay.as_ref().map(Tensor::exp).transpose()?,
-            beta: beta.clone(),
-            states: call.states_before()?,
+            q: repeat_heads(&(normed(&call.q)? * call.scale)?, h, dtype)?,
+            k: repeat_heads(&normed(&call.k)?, h, dtype)?,
+            v: repeat_heads(&call.v, h, dtype)?,
+            factors: call.decay.as_ref().map(Tensor::exp).transpose()?,
+            beta: call.beta.clone(),
+            states: call.initial_states()?,
         })
     }
 
@@ -100,7 +99,7 @@ impl Inputs {
         [q, k, v].into_iter().chain(factors).chain(beta).chain([states])
     }
 
-    /// Returns the inputs with `rows` of each tensor of tokens and `states` of the states.
+    /// Returns the inputs with `rows` applied to each tensor of tokens, and `states` to the states.
     fn try_map(
         &self,
         mut rows: impl FnMut(&Tensor) -> Result<Tensor>,
@@ -126,36 +125,40 @@ impl Inputs {
         flatten(self.all())
     }
 
-    /// Returns the inputs of the shapes of these ones from one tensor of all their numbers.
+    /// Returns inputs with the shapes of these inputs from one tensor of all their numbers.
     fn unflatten(&self, all: &Tensor) -> Result<Self> {
         let mut at = 0;
         let mut next = |like: &Tensor| {
             at += like.elem_count();
             all.narrow(0, at - like.elem_count(), like.elem_count())?.reshape(like.shape())
         };
+        // The states come after the rows.
         let rows = self.try_map(&mut next, |states| Ok(states.clone()))?;
         Ok(Self { states: next(&self.states)?, ..rows })
     }
 
     /// Runs the recurrence over each sequence.
-    fn recur(&self, sequences: &[Sequence]) -> Result<Forward> {
-        let (mut ys, mut states, mut chunk_states) = (Vec::new(), Vec::new(), Vec::new());
+    fn recur(&self, sequences: &[Sequence]) -> Result<Recurred> {
+        let mut ys = Vec::new();
+        let mut states = Vec::new();
+        let mut chunk_states = Vec::new();
         for sequence in sequences {
             let mut state = self.states.narrow(0, sequence.states.start, sequence.states.len())?;
             let mut before = Vec::new();
             for tokens in chunks(&sequence.tokens) {
                 before.push(state.clone());
-                let of_chunk;
-                (of_chunk, state) = self.part(tokens, &state)?.recur_chunk()?;
-                ys.push(of_chunk);
+                let (chunk_ys, after) = self.part(tokens, &state)?.recur_chunk()?;
+                ys.push(chunk_ys);
+                state = after;
             }
             chunk_states.push(before);
             states.push(state);
         }
-        Ok(Forward { ys: Tensor::cat(&ys, 2)?, states: Tensor::cat(&states, 0)?, chunk_states })
+        Ok(Recurred { ys: Tensor::cat(&ys, 2)?, states: Tensor::cat(&states, 0)?, chunk_states })
     }
 
-    /// Runs the recurrence over all tokens from the states: what the queries read, and the states after the last token.
+    /// Runs the recurrence over all tokens from the states, and returns the outputs and the states after the last
+    /// token.
     fn recur_chunk(&self) -> Result<(Tensor, Tensor)> {
         let (q, k, v) = (split(&self.q)?, split(&self.k)?, split(&self.v)?);
         let factors = self.factors.as_ref().map(split).transpose()?;
@@ -175,16 +178,10 @@ impl Inputs {
         Ok((Tensor::cat(&ys, 2)?, state))
     }
 
-    /// Returns the gradients of the inputs of a chunk from those of its results.
+    /// Returns the gradients of the inputs of a chunk from the gradients of its results.
     fn chunk_gradients(&self, ys_grad: &Tensor, states_grad: &Tensor) -> Result<Self> {
-        let mut variables = Vec::new();
-        let mut variable = |xs: &Tensor| {
-            let variable = Var::from_tensor(&xs.detach().force_contiguous()?)?.into_inner();
-            variables.push(variable.clone());
-            Ok(variable)
-        };
-        let rows = self.try_map(&mut variable, |states| Ok(states.clone()))?;
-        let inputs = Self { states: variable(&self.states)?, ..rows };
+        let variable = |xs: &Tensor| Var::from_tensor(&xs.detach().force_contiguous()?).map(Var::into_inner);
+        let inputs = self.try_map(variable, variable)?;
         let (ys, states) = inputs.recur_chunk()?;
         let loss = ((ys * ys_grad)?.sum_all()? + (states * states_grad)?.sum_all()?)?;
         let gradients = loss.backward()?;
@@ -207,7 +204,7 @@ fn flatten<'a>(tensors: impl IntoIterator<Item = &'a Tensor>) -> Result<Tensor> 
 
 /// The recurrence as one operation: from the inputs, flattened, to the outputs and the states, flattened.
 struct Recurrence {
-    inputs: Inputs,
+    inputs: RecurrenceInputs,
     sequences: Vec<Sequence>,
     chunk_states: Vec<Vec<Tensor>>,
     /// The shapes of the outputs and of the states.
@@ -218,43 +215,45 @@ struct Recurrence {
 
 impl Recurrence {
     /// Runs the recurrence and records it in Candle's graph: the outputs and the states.
-    fn record(inputs: Inputs, sequences: Vec<Sequence>) -> Result<(Tensor, Tensor)> {
+    fn record(inputs: RecurrenceInputs, sequences: Vec<Sequence>) -> Result<(Tensor, Tensor)> {
         let operand = inputs.flatten()?;
         let inputs = inputs.unflatten(&operand.detach())?;
-        let Forward { ys, states, chunk_states } = inputs.recur(&sequences)?;
+        let Recurred { ys, states, chunk_states } = inputs.recur(&sequences)?;
         let result = Mutex::new(Some(flatten([&ys, &states])?));
         let shapes = [ys.shape().clone(), states.shape().clone()];
         let results = operand.apply_op1(Self { inputs, sequences, chunk_states, shapes, result })?;
         let count = ys.elem_count();
-        let own_ys = results.narrow(0, 0, count)?.reshape(ys.shape())?;
-        Ok((own_ys, results.narrow(0, count, states.elem_count())?.reshape(states.shape())?))
+        let recorded_ys = results.narrow(0, 0, count)?.reshape(ys.shape())?;
+        let recorded_states = results.narrow(0, count, states.elem_count())?.reshape(states.shape())?;
+        Ok((recorded_ys, recorded_states))
     }
 
-    /// Returns the gradients of the inputs from those of the results.
-    fn gradients(&self, ys_grad: &Tensor, states_grad: &Tensor) -> Result<Inputs> {
-        let mut of_chunks = Vec::new();
-        let mut states = Vec::new();
+    /// Returns the gradients of the inputs from the gradients of the results.
+    fn gradients(&self, ys_grad: &Tensor, states_grad: &Tensor) -> Result<RecurrenceInputs> {
+        let mut chunk_gradients = Vec::new();
+        let mut initial_states = Vec::new();
         for (sequence, chunk_states) in self.sequences.iter().zip(&self.chunk_states) {
-            let mut of_state = states_grad.narrow(0, sequence.states.start, sequence.states.len())?;
-            let mut of_sequence = Vec::new();
+            let mut state_grad = states_grad.narrow(0, sequence.states.start, sequence.states.len())?;
+            let mut from_last = Vec::new();
             for (tokens, state) in chunks(&sequence.tokens).zip(chunk_states).rev() {
                 let ys_grad = ys_grad.narrow(2, tokens.start, tokens.len())?;
-                let gradients = self.inputs.part(tokens, state)?.chunk_gradients(&ys_grad, &of_state)?;
-                of_state = gradients.states.clone();
-                of_sequence.push(gradients);
+                let gradients = self.inputs.part(tokens, state)?.chunk_gradients(&ys_grad, &state_grad)?;
+                state_grad = gradients.states.clone();
+                from_last.push(gradients);
             }
-            of_chunks.extend(of_sequence.into_iter().rev());
-            states.push(of_state);
+            chunk_gradients.extend(from_last.into_iter().rev());
+            initial_states.push(state_grad);
         }
-        let cat =
-            |of: fn(&Inputs) -> Option<&Tensor>| Tensor::cat(&of_chunks.iter().filter_map(of).collect::<Vec<_>>(), 2);
-        Ok(Inputs {
+        let cat = |of: fn(&RecurrenceInputs) -> Option<&Tensor>| {
+            Tensor::cat(&chunk_gradients.iter().filter_map(of).collect::<Vec<_>>(), 2)
+        };
+        Ok(RecurrenceInputs {
             q: cat(|chunk| Some(&chunk.q))?,
             k: cat(|chunk| Some(&chunk.k))?,
             v: cat(|chunk| Some(&chunk.v))?,
             factors: self.inputs.factors.as_ref().map(|_| cat(|chunk| chunk.factors.as_ref())).transpose()?,
             beta: self.inputs.beta.as_ref().map(|_| cat(|chunk| chunk.beta.as_ref())).transpose()?,
-            states: Tensor::cat(&states, 0)?,
+            states: Tensor::cat(&initial_states, 0)?,
         })
     }
 
@@ -309,7 +308,7 @@ impl CustomOp1 for Recurrence {
 
 /// Splits rows (B, H, T, D) into one tensor (B, H, 1, D) for each token.
 ///
-/// By halves: the gradient of a view is as large as what is viewed.
+/// The rows are halved again and again, since the gradient of a view is as large as the tensor that is viewed.
 fn split(xs: &Tensor) -> Result<Vec<Tensor>> {
     let t = xs.dim(2)?;
     if t == 1 {

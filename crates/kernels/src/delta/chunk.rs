@@ -1,8 +1,8 @@
-//! What some tokens of a head are to each other, and to the state before and after them: the WY representation of their
-//! updates (Yang et al. 2024, <https://arxiv.org/abs/2412.06464>).
+//! A chunk of the gated delta rule: the WY representation of the updates of some tokens of a head (Yang et al. 2024,
+//! <https://arxiv.org/abs/2412.06464>).
 //!
-//! With the state S before a chunk, `decayed(i, j)` the product of the factors of the tokens after j up to i, and
-//! `e_i` what the state lacks for the value of token i:
+//! With the state S before a chunk, `decayed(i, j)` the product of the factors of the tokens after j up to i, and `e_i`
+//! the difference between the value of token i and the value that the state has for its key:
 //!
 //! ```text
 //! e_i = v_i - (k_i ∘ decayed(i, start)) S - Σ_{j<i} key_products(i, j) beta_j e_j
@@ -10,26 +10,19 @@
 //! S'  = decayed(end, start) ∘ S + Σ_j (k_j ∘ decayed(end, j))ᵀ beta_j e_j
 //! ```
 //!
-//! Factors are multiplied along the tokens, and never divided: a factor of 0 is as good as any.
+//! Factors are multiplied along the tokens, and never divided, so that a factor of 0 is allowed. Products of factors
+//! above 1 stay in the range of f32 because the kernels refuse larger decays.
 
-use super::rows::{Rows, dot};
+use super::rows::{TokenRows, dot};
 use crate::cpu::{Scratch, Vector};
 
-/// The places of the rows of a chunk: of keys and of queries that read the state before it, of keys that write, and one
-/// of what is kept of the state.
-pub(super) const KEYS: usize = 0;
-pub(super) const QUERIES: usize = 1;
-pub(super) const WRITING_KEYS: usize = 2;
-pub(super) const KEPT: usize = 3;
-
-/// Of `tokens` tokens, which follow each other from `first` in a block.
+/// A chunk of tokens that follow each other.
 pub(super) struct Chunk {
     tokens: usize,
     pub width: usize,
-    /// `k_i ∘ decayed(i, start)`, then `q_i ∘ decayed(i, start)`, then `k_j ∘ decayed(end, j)`, and one row of
-    /// `decayed(end, start)`.
+    /// The rows of reading keys, reading queries and writing keys, each for all tokens, and the row of kept factors.
     rows: Scratch,
-    /// `key_products`, 0 from the diagonal on, and `query_products`, 0 after it.
+    /// `key_products`, 0 on and above the diagonal, and `query_products`, 0 above the diagonal.
     products: Scratch,
 }
 
@@ -39,23 +32,52 @@ impl Chunk {
         Self { tokens, width, rows, products }
     }
 
-    /// The first of some rows, by their place.
-    pub fn at(&self, place: usize) -> *const f32 {
-        self.rows.as_ptr().wrapping_add(place * self.tokens * self.width)
+    /// Returns the rows `k_i ∘ decayed(i, start)`, with which tokens read the state before the chunk.
+    #[inline(always)]
+    pub fn reading_keys(&self) -> *const f32 {
+        self.rows.as_ptr()
     }
 
-    /// Those of keys and those of queries, (tokens, tokens).
-    pub fn products(&self) -> (&[f32], &[f32]) {
-        self.products.words().split_at(self.tokens * self.tokens)
+    /// Returns the rows `q_i ∘ decayed(i, start)`, which follow the reading keys.
+    #[inline(always)]
+    pub fn reading_queries(&self) -> *const f32 {
+        self.rows.as_ptr().wrapping_add(self.tokens * self.width)
     }
 
+    /// Returns the rows `k_j ∘ decayed(end, j)`, with which tokens write to the state after the chunk.
+    #[inline(always)]
+    pub fn writing_keys(&self) -> *const f32 {
+        self.rows.as_ptr().wrapping_add(2 * self.tokens * self.width)
+    }
+
+    /// Returns the row `decayed(end, start)`, the factors of the state over the chunk.
+    #[inline(always)]
+    pub fn kept(&self) -> *const f32 {
+        self.rows.as_ptr().wrapping_add(3 * self.tokens * self.width)
+    }
+
+    /// Returns `key_products`, (tokens, tokens).
+    #[inline(always)]
+    pub fn key_products(&self) -> &[f32] {
+        &self.products.words()[..self.tokens * self.tokens]
+    }
+
+    /// Returns `query_products`, (tokens, tokens).
+    #[inline(always)]
+    pub fn query_products(&self) -> &[f32] {
+        &self.products.words()[self.tokens * self.tokens..]
+    }
+
+    /// Computes the rows and products of the tokens from `first` on in a block.
+    ///
     /// # Safety
     /// The processor has the instruction set of V, whose lanes the rows are multiples of; the block has the tokens.
     #[inline(always)]
-    pub unsafe fn fill<V: Vector>(&mut self, block: &Rows, first: usize) {
+    pub unsafe fn fill<V: Vector>(&mut self, block: &TokenRows, first: usize) {
         let (n, width) = (self.tokens, self.width);
-        let [q, k, factors] =
-            [&block.q, &block.k, &block.factors].map(|rows| rows.as_ptr().wrapping_add(first * width));
+        let q = block.q.as_ptr().wrapping_add(first * width);
+        let k = block.k.as_ptr().wrapping_add(first * width);
+        let factors = block.factors.as_ptr().wrapping_add(first * width);
         let (rows, products) = (self.rows.as_mut_ptr(), self.products.words_mut());
         // SAFETY: as this method's contract; every row has `width` words.
         unsafe {

@@ -1,46 +1,47 @@
-//! The forward pass: a state is a matrix whose columns do not know of each other, so a panel of them stays in the first
+//! The forward pass. The columns of a state are independent of each other, so that a panel of them stays in the first
 //! cache while all tokens of a block pass over it, a few at a time.
 //!
-//! Each pass over a panel adds what some tokens write to it, and reads for the tokens after them, so that a number of
-//! the state is stored once for as many tokens as registers hold updates of.
+//! Each pass over a panel adds the updates of some tokens to it, and reads it for the tokens after them, so that a
+//! number of the state is stored once for all tokens whose updates fit in registers.
 
 use std::ops::Range;
 
-use super::Call;
-use super::chunk::{Chunk, KEPT, KEYS, QUERIES, WRITING_KEYS};
-use super::problem::Dims;
-use super::rows::{Ahead, BLOCK, ReadRows, Rows, StoredRows};
+use super::DeltaCall;
+use super::chunk::Chunk;
+use super::problem::DeltaDims;
+use super::rows::{BLOCK, NextBlock, ReadRows, TokenAddresses, TokenRows};
 use crate::cpu::{Kernel, Scratch, SimdTask, Vector};
 use crate::number::{Number, store_first};
 
-/// The most heads of a task: their states of 64 KB at D 128 leave most of a second cache of 1 MB for rows.
+/// The largest number of heads of a task. Their states of 64 KB at D 128 fill a quarter of a second cache of 1 MB, and
+/// the rest is for rows.
 pub(super) const MAX_HEADS: usize = 4;
 
-/// How the tokens, the columns and the heads of a call are taken.
+/// The division of a call into passes of tokens, panels of columns and heads of a task.
 #[derive(Clone, Copy)]
-pub(super) struct Shape {
-    /// Tokens of a pass.
+pub(super) struct Tiling {
+    /// The tokens of a pass.
     pub tokens: usize,
-    /// The most passes of a block.
+    /// The largest number of passes of a block.
     passes: usize,
-    /// Columns of a panel.
+    /// The columns of a panel.
     pub panel: usize,
     pub panels: usize,
-    /// Heads of a task.
+    /// The heads of a task.
     pub heads: usize,
 }
 
-/// The tokens of a pass, and the vectors of its panels: 16 sums, 8 updates and 2 vectors of the state, which the 32
-/// registers of AVX-512 hold at once. The 16 of AVX2 hold the updates, or the sums of keys, or those of queries: a pass
-/// of these three loops takes a Zen 3 0.86 of the time of two passes of two tokens in one loop, whose row waits for a
-/// longer chain of multiply-adds.
+/// The tokens of a pass, and the vectors of its panels: 16 sums, 8 updates and 2 vectors of the state, which fit in the
+/// 32 registers of AVX-512 together. In the 16 registers of AVX2 fit the updates, or the sums of keys, or the sums of
+/// queries: on a Zen 3, a pass of these three loops takes 0.86 of the time of two passes of two tokens in one loop,
+/// whose row waits for a longer chain of multiply-adds.
 const TOKENS: usize = 4;
 const VECTORS: usize = 2;
 
-/// The vectors of a panel of one token: rows of 512 bytes with AVX-512, which memory is read in at its full speed.
+/// The vectors of a panel of one token: rows of 512 bytes with AVX-512, which are read from memory at its full speed.
 const VECTORS_OF_ONE: usize = 8;
 
-impl Shape {
+impl Tiling {
     pub fn new<V: Vector>(longest: usize, d_v: usize, heads: usize) -> Self {
         let is_wide = longest == 1 && d_v.is_multiple_of(VECTORS_OF_ONE * V::LANES);
         let panel = V::LANES * if is_wide { VECTORS_OF_ONE } else { VECTORS };
@@ -49,66 +50,70 @@ impl Shape {
     }
 }
 
-/// What a thread keeps.
-pub(super) struct Workspace {
-    shape: Shape,
-    rows: Rows,
-    /// Of each pass.
+/// The scratch buffers of a thread.
+pub(super) struct ForwardScratch {
+    tiling: Tiling,
+    rows: TokenRows,
+    /// The chunk of each pass.
     chunks: Vec<Chunk>,
-    /// (heads, panels, D_k, panel).
+    /// The states of the heads, (heads, panels, D_k, panel).
     state: Scratch,
-    /// (tokens, D_v), each row up to whole panels.
-    context: Scratch,
+    /// The outputs, (tokens, D_v), each row up to whole panels.
+    output: Scratch,
+    /// The errors `e` of the tokens, as the outputs.
     errors: Scratch,
-    /// The rows of the next block, of any element.
-    ahead: Scratch,
+    /// The rows of the next block, of any element type.
+    next_rows: Scratch,
 }
 
-impl Workspace {
-    pub fn new<V: Vector>(dims: &Dims, shape: Shape) -> Self {
-        let (width, value_width) = (dims.d_k.next_multiple_of(V::LANES), shape.panels * shape.panel);
-        let tokens = shape.passes * shape.tokens;
+impl ForwardScratch {
+    pub fn new<V: Vector>(dims: &DeltaDims, tiling: Tiling) -> Self {
+        let (width, value_width) = (dims.d_k.next_multiple_of(V::LANES), tiling.panels * tiling.panel);
+        let tokens = tiling.passes * tiling.tokens;
         Self {
-            shape,
-            rows: Rows::new(tokens, width, value_width),
-            chunks: (0..shape.passes).map(|_| Chunk::new(shape.tokens, width)).collect(),
-            state: Scratch::zeros(shape.heads * dims.d_k * value_width),
-            context: Scratch::zeros(tokens * value_width),
+            tiling,
+            rows: TokenRows::new(tokens, width, value_width),
+            chunks: (0..tiling.passes).map(|_| Chunk::new(tiling.tokens, width)).collect(),
+            state: Scratch::zeros(tiling.heads * dims.d_k * value_width),
+            output: Scratch::zeros(tokens * value_width),
             errors: Scratch::zeros(tokens * value_width),
-            // Only where there is a next block.
-            ahead: Scratch::zeros(if tokens < BLOCK { 0 } else { BLOCK * (2 * dims.d_k + dims.d_v) }),
+            // There is no next block where a block has fewer tokens.
+            next_rows: Scratch::zeros(if tokens < BLOCK { 0 } else { BLOCK * (2 * dims.d_k + dims.d_v) }),
         }
     }
 
-    /// Where a panel of the state of one of the heads is.
-    fn place(&mut self, head: usize, panel: usize, d_k: usize) -> Place {
-        let Shape { panel: stride, panels, .. } = self.shape;
-        Place { at: self.state.as_mut_ptr().wrapping_add((head * panels + panel) * d_k * stride), stride }
+    /// Returns the address of a panel of the state of a head.
+    fn panel_of_state(&mut self, head: usize, panel: usize, d_k: usize) -> PanelAddress {
+        let Tiling { panel: stride, panels, .. } = self.tiling;
+        PanelAddress { first: self.state.as_mut_ptr().wrapping_add((head * panels + panel) * d_k * stride), stride }
     }
 
+    /// Returns the columns of a panel.
     fn columns(&self, panel: usize, d_v: usize) -> Range<usize> {
-        panel * self.shape.panel..d_v.min((panel + 1) * self.shape.panel)
+        panel * self.tiling.panel..d_v.min((panel + 1) * self.tiling.panel)
     }
 }
 
-/// Rows of a panel in memory.
+/// The address of rows of a panel in memory, and the words from one row to the next.
 #[derive(Clone, Copy)]
-struct Place {
-    at: *mut f32,
+struct PanelAddress {
+    first: *mut f32,
     stride: usize,
 }
 
-impl Place {
+impl PanelAddress {
     fn at_column(self, column: usize) -> Self {
-        Self { at: self.at.wrapping_add(column), ..self }
+        Self { first: self.first.wrapping_add(column), ..self }
     }
 
+    /// Copies some rows of some columns.
+    ///
     /// # Safety
-    /// Both are valid for so many rows of so many columns.
-    unsafe fn copy_to(self, to: Place, rows: usize, columns: usize) {
+    /// Both addresses are valid for the rows and columns.
+    unsafe fn copy_to(self, to: PanelAddress, rows: usize, columns: usize) {
         for row in 0..rows {
             // SAFETY: as this method's contract.
-            unsafe { to.at.add(row * to.stride).copy_from(self.at.add(row * self.stride), columns) }
+            unsafe { to.first.add(row * to.stride).copy_from(self.first.add(row * self.stride), columns) }
         }
     }
 }
@@ -117,69 +122,77 @@ impl Place {
 /// neighbouring heads are neighbours in memory: a page is looked up once for all of them.
 ///
 /// # Safety
-/// The processor has the instruction set of K; the workspace was made for the call and as many heads.
+/// The processor has the instruction set of K; the scratch buffers were allocated for the call and this number of
+/// heads.
 pub(super) unsafe fn run_heads<K: Kernel, E: Number>(
-    call: &Call<E>,
-    workspace: &mut Workspace,
+    call: &DeltaCall<E>,
+    scratch: &mut ForwardScratch,
     sequence: usize,
     heads: Range<usize>,
     panels: Range<usize>,
 ) {
     let problem = call.problem;
-    let (Dims { h, d_k, d_v, h_v, .. }, len) = (problem.dims, problem.state_len());
-    let (tokens, panel) = (problem.sequences[sequence].clone(), workspace.shape.panel);
-    // Whole panels are read and written where they are: a single token takes two thirds of the time.
-    let is_direct = |columns: &Range<usize>| columns.len() == panel && !tokens.is_empty();
-    let place = |states: *mut f32, head| Place { at: states.wrapping_add((sequence * h + head) * len), stride: d_v };
-    let initial = |head| problem.states.map(|states| place(states.as_ptr().cast_mut(), head));
-    let result = |head| place(call.states.0, head);
-    // Of each block all heads.
+    let (DeltaDims { h, d_k, d_v, h_v, .. }, len) = (problem.dims, problem.state_len());
+    let (tokens, panel_width) = (problem.sequences[sequence].clone(), scratch.tiling.panel);
+    // Whole panels are read and written in the caller's memory: a single token takes two thirds of the time.
+    let is_direct = |columns: &Range<usize>| columns.len() == panel_width && !tokens.is_empty();
+    let state_of =
+        |states: *mut f32, head| PanelAddress { first: states.wrapping_add((sequence * h + head) * len), stride: d_v };
+    let initial = |head| problem.states.map(|states| state_of(states.as_ptr().cast_mut(), head));
+    let result = |head| state_of(call.states.0, head);
+    // Each block is computed for all heads before the next block.
     let block_of = |index: usize| {
         let first = tokens.end.min(tokens.start + index / heads.len() * BLOCK);
         (heads.start + index % heads.len(), first..tokens.end.min(first + BLOCK))
     };
-    let stored = |head, token| StoredRows::new(problem, (&problem.v, h_v), head, token);
+    let rows_of = |head, token| TokenAddresses::new(problem, &problem.v, h_v, head, token);
     // SAFETY: as this function's contract; states have D_k rows of D_v, and this task alone writes these columns.
     unsafe {
         for head in heads.clone() {
             for panel in panels.clone() {
-                let (own, columns) = (workspace.place(head - heads.start, panel, d_k), workspace.columns(panel, d_v));
+                let columns = scratch.columns(panel, d_v);
+                let own = scratch.panel_of_state(head - heads.start, panel, d_k);
                 match initial(head) {
                     Some(_) if is_direct(&columns) => (),
                     Some(state) => state.at_column(columns.start).copy_to(own, d_k, columns.len()),
-                    None => own.at.write_bytes(0, d_k * own.stride),
+                    None => own.first.write_bytes(0, d_k * own.stride),
                 }
             }
         }
         for index in 0..tokens.len().div_ceil(BLOCK) * heads.len() {
-            let ((head, own), (next_head, next)) = (block_of(index), block_of(index + 1));
-            let rows = stored(next_head, next.start);
-            let ahead = Ahead { from: rows, to: rows.beside(workspace.ahead.as_mut_ptr().cast()), tokens: next.len() };
-            // Those after the first block were copied with the block before.
-            let from = if index == 0 { stored(head, own.start) } else { ahead.to };
-            K::run_simd(ReadRows { problem, head, tokens: own.clone(), from, rows: &mut workspace.rows });
+            let ((head, own_tokens), (next_head, next_tokens)) = (block_of(index), block_of(index + 1));
+            let next_rows = rows_of(next_head, next_tokens.start);
+            let next = NextBlock {
+                from: next_rows,
+                to: next_rows.in_scratch(scratch.next_rows.as_mut_ptr().cast()),
+                tokens: next_tokens.len(),
+            };
+            // The rows of blocks after the first were copied with the block before.
+            let from = if index == 0 { rows_of(head, own_tokens.start) } else { next.to };
+            K::run_simd(ReadRows { problem, head, tokens: own_tokens.clone(), from, rows: &mut scratch.rows });
             let saved = call.saved.as_ref().map(|saved| {
                 let block = saved.blocks[sequence] + index / heads.len();
                 saved.states.0.add((block * h + head) * len)
             });
-            K::run_simd(Block {
+            K::run_simd(ForwardBlock {
                 head: head - heads.start,
                 dims: problem.dims,
                 has_beta: problem.beta.is_some(),
-                tokens: own.len(),
-                ahead,
-                initial: initial(head).filter(|_| own.start == tokens.start),
-                result: (own.end == tokens.end).then_some(result(head)),
+                tokens: own_tokens.len(),
+                next,
+                initial: initial(head).filter(|_| own_tokens.start == tokens.start),
+                result: (own_tokens.end == tokens.end).then_some(result(head)),
                 saved,
                 panels: panels.clone(),
-                workspace,
+                scratch,
             });
-            K::run_simd(WriteContext { call, head, tokens: own, panels: panels.clone(), workspace });
+            K::run_simd(WriteOutput { call, head, tokens: own_tokens, panels: panels.clone(), scratch });
         }
-        call.excess_decay.record(workspace.rows.excess_decay());
+        call.excess_decay.record(scratch.rows.excess_decay());
         for head in heads.clone() {
             for panel in panels.clone() {
-                let (own, columns) = (workspace.place(head - heads.start, panel, d_k), workspace.columns(panel, d_v));
+                let columns = scratch.columns(panel, d_v);
+                let own = scratch.panel_of_state(head - heads.start, panel, d_k);
                 if !is_direct(&columns) {
                     own.copy_to(result(head).at_column(columns.start), d_k, columns.len());
                 }
@@ -188,29 +201,29 @@ pub(super) unsafe fn run_heads<K: Kernel, E: Number>(
     }
 }
 
-/// The tokens of a block over panels of a state.
-struct Block<'a> {
-    /// One of the workspace's.
+/// The tokens of a block of one head, for some panels of its state.
+struct ForwardBlock<'a> {
+    /// The index of the head among the heads of the task.
     head: usize,
-    dims: Dims,
+    dims: DeltaDims,
     has_beta: bool,
     tokens: usize,
-    /// What the next block reads.
-    ahead: Ahead,
-    /// The states before the first block and after the last.
-    initial: Option<Place>,
-    result: Option<Place>,
-    /// Where the state before the block goes, (D_k, D_v), if it is wanted.
+    next: NextBlock,
+    /// The state before the first block, for that block.
+    initial: Option<PanelAddress>,
+    /// The address of the state after the last block, for that block.
+    result: Option<PanelAddress>,
+    /// The address to save the state before the block at, (D_k, D_v), if it is saved.
     saved: Option<*mut f32>,
     panels: Range<usize>,
-    workspace: &'a mut Workspace,
+    scratch: &'a mut ForwardScratch,
 }
 
-impl SimdTask for Block<'_> {
+impl SimdTask for ForwardBlock<'_> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(mut self) {
-        let Shape { tokens, panel, .. } = self.workspace.shape;
-        // SAFETY: the processor has the instruction set of K, and the workspace was made for this shape.
+        let Tiling { tokens, panel, .. } = self.scratch.tiling;
+        // SAFETY: the processor has the instruction set of K, and the scratch buffers were allocated for this tiling.
         unsafe {
             if tokens > 1 && const { K::Vector::LANES >= 8 } {
                 self.passes::<K::Vector, VECTORS>(TOKENS);
@@ -223,44 +236,52 @@ impl SimdTask for Block<'_> {
     }
 }
 
-impl Block<'_> {
+impl ForwardBlock<'_> {
+    /// Runs the passes of a block over panels of N vectors. `c` is the number of tokens of a pass, a constant where
+    /// this function is inlined.
+    ///
     /// # Safety
-    /// As [`SimdTask::run`], for panels of N vectors and the shape's C tokens, which the compiler knows where this
-    /// becomes a part of it.
+    /// As [`SimdTask::run`].
     #[inline(always)]
     unsafe fn passes<V: Vector, const N: usize>(&mut self, c: usize) {
         let passes = self.tokens.div_ceil(c);
-        // Of the next block with each pass, so that memory is as busy all the time.
-        let copied = self.ahead.tokens.div_ceil(passes * self.panels.len().max(1));
+        // Some rows of the next block with each pass, so that memory is used evenly.
+        let copied = self.next.tokens.div_ceil(passes * self.panels.len().max(1));
         // SAFETY: as this method's contract.
         unsafe {
-            let Workspace { rows, chunks, .. } = &mut *self.workspace;
-            for (pass, chunk) in chunks[..passes].iter_mut().enumerate() {
-                chunk.fill::<V>(rows, pass * c);
+            let ForwardScratch { rows, chunks, .. } = &mut *self.scratch;
+            for (pass_index, chunk) in chunks[..passes].iter_mut().enumerate() {
+                chunk.fill::<V>(rows, pass_index * c);
             }
             for panel in self.panels.clone() {
-                let own = self.workspace.place(self.head, panel, self.dims.d_k);
-                let columns = self.workspace.columns(panel, self.dims.d_v);
-                let direct = |place: Option<Place>| {
-                    place.filter(|_| columns.len() == own.stride).map_or(own, |place| place.at_column(columns.start))
+                let own = self.scratch.panel_of_state(self.head, panel, self.dims.d_k);
+                let columns = self.scratch.columns(panel, self.dims.d_v);
+                let direct_or_own = |state: Option<PanelAddress>| {
+                    state.filter(|_| columns.len() == own.stride).map_or(own, |state| state.at_column(columns.start))
                 };
-                let (mut from, last) = (direct(self.initial), direct(self.result));
+                let (mut from, last) = (direct_or_own(self.initial), direct_or_own(self.result));
                 if let Some(saved) = self.saved {
-                    let saved = Place { at: saved, stride: self.dims.d_v };
+                    let saved = PanelAddress { first: saved, stride: self.dims.d_v };
                     from.copy_to(saved.at_column(columns.start), self.dims.d_k, columns.len());
                 }
                 let (mut updates, mut sums) = ([[V::splat(0.0); N]; TOKENS], [[V::splat(0.0); N]; 2 * TOKENS]);
                 let (updates, sums) = (&mut updates[..c], &mut sums[..2 * c]);
-                let (d_k, first) = (self.dims.d_k, &self.workspace.chunks[0]);
-                pass([from, own], d_k, [first; 2], &[], sums);
+                let (d_k, first) = (self.dims.d_k, &self.scratch.chunks[0]);
+                pass(PanelUpdate { from, to: own, channels: d_k, writing: first }, &[], first, sums);
                 for pass_index in 0..passes {
                     let step = (panel - self.panels.start) * passes + pass_index;
-                    self.ahead.copy::<V>(step * copied..(step + 1) * copied);
+                    self.next.copy::<V>(step * copied..(step + 1) * copied);
                     self.finish(pass_index, columns.start, sums, updates);
-                    let chunks = &self.workspace.chunks[pass_index..passes];
+                    let chunks = &self.scratch.chunks[pass_index..passes];
+                    let writing = &chunks[0];
                     match chunks.get(1) {
-                        Some(next) => pass([from, own], d_k, [&chunks[0], next], updates, sums),
-                        None => sweep([from, last], d_k, &chunks[0], updates, (std::ptr::null(), 0), &mut []),
+                        Some(reading) => {
+                            pass(PanelUpdate { from, to: own, channels: d_k, writing }, updates, reading, sums)
+                        }
+                        None => {
+                            let update = PanelUpdate { from, to: last, channels: d_k, writing };
+                            sweep(update, updates, ReadingRows { first: std::ptr::null(), tokens: 0 }, &mut []);
+                        }
                     }
                     from = own;
                 }
@@ -268,7 +289,8 @@ impl Block<'_> {
         }
     }
 
-    /// The errors of the tokens of a pass times their betas, from what they read; their contexts.
+    /// Computes the updates of the tokens of a pass, their errors times their betas, and their outputs from the sums
+    /// that their keys and queries read.
     ///
     /// # Safety
     /// As [`passes`](Self::passes).
@@ -280,8 +302,8 @@ impl Block<'_> {
         sums: &[[V; N]],
         updates: &mut [[V; N]],
     ) {
-        let Workspace { rows, chunks, context, errors, .. } = &mut *self.workspace;
-        let (key_products, query_products) = chunks[pass].products();
+        let ForwardScratch { rows, chunks, output, errors, .. } = &mut *self.scratch;
+        let (key_products, query_products) = (chunks[pass].key_products(), chunks[pass].query_products());
         let (c, (keys, queries)) = (updates.len(), sums.split_at(updates.len()));
         // SAFETY: as this method's contract.
         updates.fill(unsafe { [V::splat(0.0); N] });
@@ -303,7 +325,7 @@ impl Block<'_> {
                     for j in 0..=i {
                         sum = updates[j][n].mul_add(V::splat(query_products[i * c + j]), sum);
                     }
-                    sum.store(context.as_mut_ptr().add(at));
+                    sum.store(output.as_mut_ptr().add(at));
                     if self.saved.is_some() {
                         error.store(errors.as_mut_ptr().add(at));
                     }
@@ -313,76 +335,93 @@ impl Block<'_> {
     }
 }
 
-/// Adds updates of tokens, if there are any, to N vectors of columns of a state, from one place to another, and then
-/// reads them by the keys and by the queries of the tokens after those, whose sums follow each other. The chunks are
-/// those of the tokens that write and of those that read.
+/// An update of a panel of a state by the tokens of a chunk.
+#[derive(Clone, Copy)]
+struct PanelUpdate<'a> {
+    from: PanelAddress,
+    to: PanelAddress,
+    /// The rows of the panel.
+    channels: usize,
+    /// The chunk whose tokens write to the state.
+    writing: &'a Chunk,
+}
+
+/// The rows of keys, queries or both that read a state.
+#[derive(Clone, Copy)]
+struct ReadingRows {
+    first: *const f32,
+    tokens: usize,
+}
+
+/// Adds updates of the tokens of a chunk, if there are any, to N vectors of columns of a state. Then reads the state by
+/// the keys and by the queries of the tokens of the chunk `reading`. The sums of the queries follow the sums of the
+/// keys.
 ///
 /// # Safety
-/// The processor has the instruction set of V; both places have `channels` rows of N vectors, and the chunks as many
-/// tokens.
+/// The processor has the instruction set of V; both addresses have the channels as rows of N vectors, and the chunks
+/// have the tokens.
 #[inline(always)]
 unsafe fn pass<V: Vector, const N: usize>(
-    [from, to]: [Place; 2],
-    channels: usize,
-    [writing, reading]: [&Chunk; 2],
+    update: PanelUpdate,
     updates: &[[V; N]],
+    reading: &Chunk,
     sums: &mut [[V; N]],
 ) {
     let tokens = sums.len() / 2;
-    let (keys, queries) = ((reading.at(KEYS), tokens), (reading.at(QUERIES), tokens));
-    // SAFETY: as this function's contract; the rows of queries follow those of keys.
+    let keys = ReadingRows { first: reading.reading_keys(), tokens };
+    let queries = ReadingRows { first: reading.reading_queries(), tokens };
+    // SAFETY: as this function's contract; the rows of queries follow the rows of keys.
     unsafe {
         if V::LANES > 8 || tokens == 1 {
-            return sweep([from, to], channels, writing, updates, keys, sums);
+            return sweep(update, updates, keys, sums);
         }
-        let read = if updates.is_empty() { from } else { to };
+        let read = if updates.is_empty() { update.from } else { update.to };
         if !updates.is_empty() {
-            sweep([from, to], channels, writing, updates, (keys.0, 0), &mut []);
+            sweep(update, updates, ReadingRows { tokens: 0, ..keys }, &mut []);
         }
-        let (of_keys, of_queries) = sums.split_at_mut(tokens);
-        sweep([read; 2], channels, reading, &[], keys, of_keys);
-        sweep([read; 2], channels, reading, &[], queries, of_queries);
+        let (key_sums, query_sums) = sums.split_at_mut(tokens);
+        let only_read = PanelUpdate { from: read, to: read, writing: reading, ..update };
+        sweep(only_read, &[], keys, key_sums);
+        sweep(only_read, &[], queries, query_sums);
     }
 }
 
-/// [`pass`] in one loop, or a part of it: N updates for each token of a chunk, N sums for each of some rows of words,
-/// which are one or two for each of so many tokens.
+/// Computes [`pass`] in one loop, or a part of it: N updates for each token of a chunk, and N sums for each of the rows
+/// that read, which are one or two for each token.
 ///
 /// # Safety
-/// As there; each row of words is as wide as one of the chunk.
+/// As [`pass`]; each row that reads has the width of a row of the chunk.
 #[inline(always)]
 unsafe fn sweep<V: Vector, const N: usize>(
-    [mut from, mut to]: [Place; 2],
-    channels: usize,
-    chunk: &Chunk,
+    PanelUpdate { mut from, mut to, channels, writing }: PanelUpdate,
     updates: &[[V; N]],
-    (words, tokens): (*const f32, usize),
+    ReadingRows { first: words, tokens }: ReadingRows,
     sums: &mut [[V; N]],
 ) {
-    let (kept, writing_keys, width) = (chunk.at(KEPT), chunk.at(WRITING_KEYS), chunk.width);
+    let (kept, writing_keys, width) = (writing.kept(), writing.writing_keys(), writing.width);
     // SAFETY: as this function's contract.
-    let mut own_sums = unsafe { [[V::splat(0.0); N]; 2 * TOKENS] };
-    // Not `sums` itself, which would be written in each turn.
-    let own_sums = &mut own_sums[..sums.len()];
+    let mut registers = unsafe { [[V::splat(0.0); N]; 2 * TOKENS] };
+    // Not `sums` itself, which would be written in each turn of the loop.
+    let own_sums = &mut registers[..sums.len()];
     for d in 0..channels {
         // SAFETY: as this function's contract.
         unsafe {
             let mut row = [V::splat(0.0); N];
             for (n, vector) in row.iter_mut().enumerate() {
-                *vector = V::load(from.at.add(n * V::LANES));
+                *vector = V::load(from.first.add(n * V::LANES));
                 if !updates.is_empty() {
                     *vector = vector.mul(V::splat(*kept.add(d)));
                 }
             }
-            for (i, updates) in updates.iter().enumerate() {
+            for (i, token_updates) in updates.iter().enumerate() {
                 let key = V::splat(*writing_keys.add(i * width + d));
-                for (vector, &update) in row.iter_mut().zip(updates) {
+                for (vector, &update) in row.iter_mut().zip(token_updates) {
                     *vector = key.mul_add(update, *vector);
                 }
             }
             if !updates.is_empty() {
                 for (n, &vector) in row.iter().enumerate() {
-                    vector.store(to.at.add(n * V::LANES));
+                    vector.store(to.first.add(n * V::LANES));
                 }
                 to = to.at_column(to.stride);
             }
@@ -400,35 +439,35 @@ unsafe fn sweep<V: Vector, const N: usize>(
     sums.copy_from_slice(own_sums);
 }
 
-/// The contexts of a block, rounded to their type, and the errors if they are wanted.
-struct WriteContext<'a, 'b, E> {
-    call: &'a Call<'b, E>,
+/// Writes the outputs of a block, rounded to their type, and the errors if they are saved.
+struct WriteOutput<'a, 'b, E> {
+    call: &'a DeltaCall<'b, E>,
     head: usize,
     tokens: Range<usize>,
     panels: Range<usize>,
-    workspace: &'a Workspace,
+    scratch: &'a ForwardScratch,
 }
 
-impl<E: Number> SimdTask for WriteContext<'_, '_, E> {
+impl<E: Number> SimdTask for WriteOutput<'_, '_, E> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
-        let (Dims { t, h, d_v, .. }, lanes) = (self.call.problem.dims, K::Vector::LANES);
-        let first = self.panels.start * self.workspace.shape.panel;
-        let end = d_v.min(self.panels.end * self.workspace.shape.panel);
-        let width = self.workspace.rows.value_width;
+        let (DeltaDims { t, h, d_v, .. }, lanes) = (self.call.problem.dims, K::Vector::LANES);
+        let first = self.panels.start * self.scratch.tiling.panel;
+        let end = d_v.min(self.panels.end * self.scratch.tiling.panel);
+        let width = self.scratch.rows.value_width;
         for (i, token) in self.tokens.enumerate() {
-            let from = self.workspace.context.as_ptr().wrapping_add(i * width);
+            let from = self.scratch.output.as_ptr().wrapping_add(i * width);
             // SAFETY: the processor has the instruction set of K; the results have a row for each token and head, of
-            // whose columns this task has these.
+            // which this task writes these columns.
             unsafe {
-                let to = self.call.context.add((token * h + self.head) * d_v);
+                let to = self.call.output.add((token * h + self.head) * d_v);
                 for at in (first..end).step_by(lanes) {
-                    let context = K::Vector::load(from.add(at));
-                    store_first(context, to.add(at), lanes.min(end - at));
+                    let output = K::Vector::load(from.add(at));
+                    store_first(output, to.add(at), lanes.min(end - at));
                 }
                 if let Some(saved) = &self.call.saved {
                     let row = (token / t * h + self.head) * t + token % t;
-                    let errors = self.workspace.errors.as_ptr().add(i * width + first);
+                    let errors = self.scratch.errors.as_ptr().add(i * width + first);
                     saved.errors.add(row * d_v + first).copy_from_nonoverlapping(errors, end - first);
                 }
             }

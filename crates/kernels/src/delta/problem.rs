@@ -7,9 +7,9 @@ use crate::cpu::{Executor, Vector};
 use crate::error::{Error, check_len};
 use crate::number::Strided;
 
-/// The largest logarithm of a factor that the kernels take. They multiply the factors of up to 16 tokens before they
-/// multiply a state with them: e^40 leaves room in f32, and the products of more would overflow where the state, which
-/// may be 0, does not.
+/// The largest logarithm of a factor that the kernels take. The kernels multiply the factors of up to 16 tokens before
+/// they multiply a state with the product. The product of larger factors may overflow although the state, which may be
+/// 0, does not. The largest product, e^40, is far from the largest f32, e^88.
 const MAX_DECAY: f32 = 2.5;
 
 /// The magnitudes of a scale that the kernels take with a norm, whose gradient divides by the square of the scale.
@@ -17,18 +17,18 @@ const SCALES_WITH_NORM: RangeInclusive<f32> = 1e-15..=1e15;
 
 /// The dimensions of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Dims {
+pub struct DeltaDims {
     /// B: entries of the batch.
     pub b: usize,
     /// T: tokens of an entry.
     pub t: usize,
-    /// H: heads, each of which has a state of its own.
+    /// H: heads, each of which has its own state.
     pub h: usize,
     /// H_q: heads of queries, which divide H. Head h reads query head `h / (H / H_q)`.
     pub h_q: usize,
-    /// H_k: heads of keys, likewise.
+    /// H_k: heads of keys, which divide H.
     pub h_k: usize,
-    /// H_v: heads of values, likewise.
+    /// H_v: heads of values, which divide H.
     pub h_v: usize,
     /// D_k: the width of queries and keys.
     pub d_k: usize,
@@ -39,51 +39,52 @@ pub struct Dims {
 /// The logarithms of the factors by which a token multiplies the state before its update, (B, H, T) entries: 0 keeps
 /// the state, -inf clears it.
 #[derive(Debug, Clone, Copy)]
-pub enum Decay<'a> {
+pub enum DeltaDecay<'a> {
     /// One number, for the whole state of the head.
     Heads(Strided<'a, f32, 3>),
     /// Rows of D_k contiguous numbers, one for each row of the state.
     Channels(Strided<'a, f32, 3>),
 }
 
-/// What [`gated_delta_rule`](super::gated_delta_rule) computes.
+/// A call of [`gated_delta_rule`](super::gated_delta_rule).
 #[derive(Debug, Clone, Copy)]
-pub struct Problem<'a, E> {
+pub struct DeltaProblem<'a, E> {
     /// The dimensions.
-    pub dims: Dims,
+    pub dims: DeltaDims,
     /// (B, H_q, T) rows of D_k contiguous elements.
     pub q: Strided<'a, E, 3>,
     /// (B, H_k, T) rows of D_k.
     pub k: Strided<'a, E, 3>,
     /// (B, H_v, T) rows of D_v.
     pub v: Strided<'a, E, 3>,
-    /// Without it all factors are 1.
-    pub decay: Option<Decay<'a>>,
-    /// How much of the difference between a token's value and what the state gives for its key is added, (B, H, T).
-    /// Without it the value itself is added.
+    /// The decay of each token. Without it all factors are 1.
+    pub decay: Option<DeltaDecay<'a>>,
+    /// The factor on the difference between a token's value and the value that the state has for its key, which is
+    /// added to the state, (B, H, T). Without it the value itself is added.
     pub beta: Option<Strided<'a, f32, 3>>,
-    /// The states before the first tokens, (N, H, D_k, D_v); zeros unless given.
+    /// The states before the first tokens, (N, H, D_k, D_v); zeros if `None`.
     pub states: Option<&'a [f32]>,
     /// The N sequences: each is a range of the B·T tokens within one entry, and begins where the one before ends.
     pub sequences: &'a [Range<usize>],
     /// The factor on the queries.
     pub scale: f32,
-    /// The eps of an L2 norm: if given, each row of queries and keys is divided by `sqrt(sum of its squares + eps)`.
+    /// The epsilon of an L2 norm: each row of queries and keys is divided by `sqrt(sum of its squares + eps)`.
     pub qk_norm: Option<f32>,
-    /// Runs the call if it is brief; rayon otherwise.
+    /// The executor of brief calls; rayon runs longer ones.
     pub executor: Option<Executor>,
 }
 
 /// A head of a sequence.
 #[derive(Clone, Copy)]
-pub(super) struct Head {
+pub(super) struct SequenceHead {
     pub sequence: usize,
     pub head: usize,
 }
 
-impl<E> Problem<'_, E> {
+impl<E> DeltaProblem<'_, E> {
+    /// Checks that slices, heads, sequences and numbers fit the dimensions and the kernels.
     pub(super) fn check(&self) -> Result<(), Error> {
-        let Dims { b, t, h, h_q, h_k, h_v, d_k, d_v } = self.dims;
+        let DeltaDims { b, t, h, h_q, h_k, h_v, d_k, d_v } = self.dims;
         for (name, heads) in [("queries", h_q), ("keys", h_k), ("values", h_v)] {
             if heads == 0 && h > 0 || heads > 0 && !h.is_multiple_of(heads) {
                 return Err(Error::Shape(format!("{name} have {heads} heads, expected a divisor of {h}")));
@@ -93,19 +94,22 @@ impl<E> Problem<'_, E> {
         self.k.check("k", [b, h_k, t], d_k)?;
         self.v.check("v", [b, h_v, t], d_v)?;
         match self.decay {
-            Some(Decay::Heads(decay)) => decay.check("decay", [b, h, t], 1)?,
-            Some(Decay::Channels(decay)) => decay.check("decay", [b, h, t], d_k)?,
+            Some(DeltaDecay::Heads(decay)) => decay.check("decay", [b, h, t], 1)?,
+            Some(DeltaDecay::Channels(decay)) => decay.check("decay", [b, h, t], d_k)?,
             None => (),
         }
-        self.beta.map_or(Ok(()), |beta| beta.check("beta", [b, h, t], 1))?;
-        let too_many = || Error::Memory(format!("{:?}", self.dims));
-        let tokens = b.checked_mul(t).ok_or_else(too_many)?;
-        // No partial product overflows either, also where another dimension is 0.
-        let product = |counts: &[usize]| counts.iter().try_fold(1usize, |count, &n| count.checked_mul(n.max(1)));
-        product(&[tokens, h, d_k.max(d_v)]).ok_or_else(too_many)?;
-        product(&[self.sequences.len(), h, d_k, d_v]).ok_or_else(too_many)?;
-        let states = self.heads() * self.state_len();
-        self.states.map_or(Ok(()), |found| check_len("states", found.len(), states))?;
+        if let Some(beta) = self.beta {
+            beta.check("beta", [b, h, t], 1)?;
+        }
+        let too_large = || Error::Memory(format!("{:?}", self.dims));
+        let tokens = b.checked_mul(t).ok_or_else(too_large)?;
+        // No partial product overflows either, even if another dimension is 0.
+        let product = |counts: &[usize]| counts.iter().try_fold(1usize, |product, &n| product.checked_mul(n.max(1)));
+        product(&[tokens, h, d_k.max(d_v)]).ok_or_else(too_large)?;
+        product(&[self.sequences.len(), h, d_k, d_v]).ok_or_else(too_large)?;
+        if let Some(states) = self.states {
+            check_len("states", states.len(), self.heads() * self.state_len())?;
+        }
         if self.qk_norm.is_some() && self.scale != 0.0 && !SCALES_WITH_NORM.contains(&self.scale.abs()) {
             let (least, most) = (SCALES_WITH_NORM.start(), SCALES_WITH_NORM.end());
             return Err(Error::Range(format!(
@@ -126,26 +130,28 @@ impl<E> Problem<'_, E> {
         check_len("the tokens of all sequences", end, tokens)
     }
 
-    /// The words of a head's state.
+    /// Returns the number of words of a head's state.
     pub(super) fn state_len(&self) -> usize {
         self.dims.d_k * self.dims.d_v
     }
 
-    /// The number of a head in (N, H).
-    pub(super) fn head_index(&self, Head { sequence, head }: Head) -> usize {
+    /// Returns the index of a head in (N, H).
+    pub(super) fn head_index(&self, SequenceHead { sequence, head }: SequenceHead) -> usize {
         sequence * self.dims.h + head
     }
 
-    /// The heads of all sequences.
+    /// Returns the number of heads of all sequences.
     pub(super) fn heads(&self) -> usize {
         self.sequences.len() * self.dims.h
     }
 
-    pub(super) fn head(&self, index: usize) -> Head {
-        Head { sequence: index / self.dims.h, head: index % self.dims.h }
+    /// Returns the head at an index in (N, H).
+    pub(super) fn head(&self, index: usize) -> SequenceHead {
+        SequenceHead { sequence: index / self.dims.h, head: index % self.dims.h }
     }
 
-    /// How many blocks of `len` tokens stand before those of each sequence, and last how many there are.
+    /// Returns the number of blocks of `len` tokens before the blocks of each sequence, and last the number of all
+    /// blocks.
     pub(super) fn blocks(&self, len: usize) -> Vec<usize> {
         let mut before = vec![0];
         for range in self.sequences {
@@ -154,7 +160,7 @@ impl<E> Problem<'_, E> {
         before
     }
 
-    /// The multiply-adds of the recurrence, and the bytes of the states.
+    /// Returns the multiply-adds of the recurrence, and the bytes of the states.
     pub(super) fn work(&self) -> (usize, usize) {
         let tokens = self.dims.b * self.dims.t;
         let product = |counts: &[usize]| counts.iter().copied().fold(1usize, usize::saturating_mul);

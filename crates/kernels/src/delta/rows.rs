@@ -2,36 +2,43 @@
 
 use std::ops::Range;
 
-use super::problem::{Decay, Dims, ExcessDecay, Problem};
+use super::problem::{DeltaDecay, DeltaDims, DeltaProblem, ExcessDecay};
 use crate::cpu::{Kernel, MAX_LANES, Scratch, SimdTask, Vector, prefetch_bytes};
 use crate::number::{Number, Strided, load_first, widen_row};
 
-/// The tokens whose rows are read at once. What the backward pass needs of the states is kept for the first of each
-/// block.
+/// The number of tokens whose rows are read together. The forward pass saves the states before the first token of each
+/// block for the backward pass.
 pub(super) const BLOCK: usize = 64;
 
-/// Rows of some tokens. Those of queries, keys and factors have `width` words, D_k and zeros up to a whole
-/// vector; a token that is missing has zeros for its key and query, factors of 1, and a beta of 0, so that it changes
+/// Rows of some tokens of a head. The rows of queries, keys and factors have `width` words: D_k, and zeros up to a
+/// whole vector. A missing token has zeros for its key and query, factors of 1, and a beta of 0, so that it changes
 /// nothing.
-pub(super) struct Rows {
+pub(super) struct TokenRows {
     tokens: usize,
     pub width: usize,
-    /// Of a row of values: D_v, and zeros up to a whole panel.
+    /// The words of a row of values: D_v, and zeros up to a whole panel.
     pub value_width: usize,
     pub q: Scratch,
     pub k: Scratch,
-    /// What the state is multiplied with before each token.
+    /// The factors of the state before each token.
     pub factors: Scratch,
     pub values: Scratch,
     pub beta: [f32; BLOCK],
-    /// What the row of each query and of each key was multiplied with.
-    pub scales: [[f32; 2]; BLOCK],
-    /// The largest decays above the bound of the kernels among all that were read so far, 0 where there was none.
+    /// The factors on the row of each query and of each key: the norm and the scale.
+    pub scales: [RowScales; BLOCK],
+    /// The largest decays above the bound of the kernels among all that were read so far, 0 if there was none.
     excess_decays: [f32; MAX_LANES],
 }
 
-impl Rows {
-    /// For as many tokens, at most [`BLOCK`].
+/// The factors on the row of a query and of a key.
+#[derive(Clone, Copy)]
+pub(super) struct RowScales {
+    pub q: f32,
+    pub k: f32,
+}
+
+impl TokenRows {
+    /// Allocates rows for a number of tokens, at most [`BLOCK`].
     pub fn new(tokens: usize, width: usize, value_width: usize) -> Self {
         let rows = |width| Scratch::zeros(tokens * width);
         Self {
@@ -43,7 +50,7 @@ impl Rows {
             factors: rows(width),
             values: rows(value_width),
             beta: [0.0; BLOCK],
-            scales: [[1.0; 2]; BLOCK],
+            scales: [RowScales { q: 1.0, k: 1.0 }; BLOCK],
             excess_decays: [0.0; MAX_LANES],
         }
     }
@@ -54,61 +61,92 @@ impl Rows {
     }
 }
 
-/// Where the rows of a head's tokens are: queries, keys, and values or the gradients of contexts. Bytes, so that what
-/// moves them need not know their elements.
+/// The address, the distance and the length in bytes of rows of any element type.
 #[derive(Clone, Copy)]
-pub(super) struct StoredRows {
-    at: [*mut u8; 3],
-    strides: [usize; 3],
-    widths: [usize; 3],
+struct RowAddresses {
+    first: *mut u8,
+    stride: usize,
+    len: usize,
 }
 
-impl StoredRows {
-    /// From a token on, with values and the number of their heads.
-    pub fn new<E>(problem: &Problem<E>, values: (&Strided<E, 3>, usize), head: usize, token: usize) -> Self {
-        let Dims { t, h, h_q, h_k, d_k, d_v, .. } = problem.dims;
-        let of = [(&problem.q, h_q), (&problem.k, h_k), values];
+impl RowAddresses {
+    fn new<E>(rows: &Strided<E, 3>, index: [usize; 3], width: usize) -> Self {
         Self {
-            at: of.map(|(rows, heads)| rows.at([token / t, head * heads / h, token % t]).cast_mut().cast()),
-            strides: of.map(|(rows, _)| rows.strides[2] * size_of::<E>()),
-            widths: [d_k, d_k, d_v].map(|width| width * size_of::<E>()),
+            first: rows.at(index).cast_mut().cast(),
+            stride: rows.strides[2] * size_of::<E>(),
+            len: width * size_of::<E>(),
         }
     }
 
-    /// Of the same widths, one block after the other in other memory.
-    pub fn beside(self, to: *mut u8) -> Self {
-        let [q, k, _] = self.widths;
-        let at = [0, BLOCK * q, BLOCK * (q + k)].map(|bytes| to.wrapping_add(bytes));
-        Self { at, strides: self.widths, ..self }
+    /// Returns addresses of rows of the same length, one after the other.
+    fn contiguous(self, first: *mut u8) -> Self {
+        Self { first, stride: self.len, ..self }
     }
 
-    fn row(&self, of: usize, token: usize) -> *mut u8 {
-        self.at[of].wrapping_add(token * self.strides[of])
+    fn row(&self, token: usize) -> *mut u8 {
+        self.first.wrapping_add(token * self.stride)
     }
 }
 
-/// The rows of the next block, which are copied while one is computed. In memory they lie apart, often by a power of
-/// two: the processor's own prefetching does not follow, and a whole block does not fit the few sets of its caches.
-pub(super) struct Ahead {
-    pub from: StoredRows,
-    pub to: StoredRows,
+/// The addresses of the rows of a head's tokens.
+#[derive(Clone, Copy)]
+pub(super) struct TokenAddresses {
+    q: RowAddresses,
+    k: RowAddresses,
+    /// Values, or the gradients of outputs.
+    values: RowAddresses,
+}
+
+impl TokenAddresses {
+    /// Returns the addresses from a token on. `values` has `value_heads` heads.
+    pub fn new<E>(
+        problem: &DeltaProblem<E>,
+        values: &Strided<E, 3>,
+        value_heads: usize,
+        head: usize,
+        token: usize,
+    ) -> Self {
+        let DeltaDims { t, h, h_q, h_k, d_k, d_v, .. } = problem.dims;
+        let index = |heads: usize| [token / t, head * heads / h, token % t];
+        Self {
+            q: RowAddresses::new(&problem.q, index(h_q), d_k),
+            k: RowAddresses::new(&problem.k, index(h_k), d_k),
+            values: RowAddresses::new(values, index(value_heads), d_v),
+        }
+    }
+
+    /// Returns the addresses of rows of the same lengths in a scratch buffer for one block.
+    pub fn in_scratch(self, scratch: *mut u8) -> Self {
+        let keys = scratch.wrapping_add(BLOCK * self.q.len);
+        let values = keys.wrapping_add(BLOCK * self.k.len);
+        Self { q: self.q.contiguous(scratch), k: self.k.contiguous(keys), values: self.values.contiguous(values) }
+    }
+}
+
+/// A copy of the rows of the next block to a scratch buffer, while one block is computed. In memory the rows are apart,
+/// often by a power of two: the processor's own prefetching does not follow, and a whole block does not fit the few
+/// sets of its caches.
+pub(super) struct NextBlock {
+    pub from: TokenAddresses,
+    pub to: TokenAddresses,
     pub tokens: usize,
 }
 
-impl Ahead {
-    /// Copies the rows of some tokens, and prefetches those of as many after them.
+impl NextBlock {
+    /// Copies the rows of some tokens, and prefetches the rows of the same number of tokens after them.
     ///
     /// # Safety
-    /// The processor has the instruction set of V; the rows of all tokens exist in both places.
+    /// The processor has the instruction set of V; the rows of all tokens exist at both addresses.
     #[inline(always)]
     pub unsafe fn copy<V: Vector>(&self, tokens: Range<usize>) {
-        for (of, &width) in self.from.widths.iter().enumerate() {
+        let TokenAddresses { q, k, values } = self.from;
+        for (from, to) in [(q, self.to.q), (k, self.to.k), (values, self.to.values)] {
             for token in tokens.start..tokens.end.min(self.tokens) {
-                let further = self.from.row(of, token + tokens.len());
+                let further = from.row(token + tokens.len());
                 // SAFETY: as this method's contract; an address to prefetch need not be valid.
                 unsafe {
-                    prefetch_bytes::<V>(further, width);
-                    self.to.row(of, token).copy_from_nonoverlapping(self.from.row(of, token), width);
+                    prefetch_bytes::<V>(further, from.len);
+                    to.row(token).copy_from_nonoverlapping(from.row(token), from.len);
                 }
             }
         }
@@ -117,44 +155,42 @@ impl Ahead {
 
 /// Reads the rows of a range of tokens, at most [`BLOCK`].
 pub(super) struct ReadRows<'a, 'b, E> {
-    pub problem: &'a Problem<'b, E>,
+    pub problem: &'a DeltaProblem<'b, E>,
     pub head: usize,
     pub tokens: Range<usize>,
-    /// Those of the first token and all after it.
-    pub from: StoredRows,
-    pub rows: &'a mut Rows,
+    /// The addresses of the rows of the first token and all after it.
+    pub from: TokenAddresses,
+    pub rows: &'a mut TokenRows,
 }
 
 impl<E: Number> SimdTask for ReadRows<'_, '_, E> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
-        let Problem { dims: Dims { t, d_k, d_v, .. }, scale, qk_norm, .. } = *self.problem;
+        let DeltaProblem { dims: DeltaDims { t, d_k, d_v, .. }, scale, qk_norm, .. } = *self.problem;
         let (head, rows) = (self.head, self.rows);
         let (width, value_width) = (rows.width, rows.value_width);
-        let [q_rows, k_rows] = [&mut rows.q, &mut rows.k].map(Scratch::as_mut_ptr);
-        let value_rows = rows.values.as_mut_ptr();
+        let (q_rows, k_rows, value_rows) = (rows.q.as_mut_ptr(), rows.k.as_mut_ptr(), rows.values.as_mut_ptr());
         for (i, token) in self.tokens.clone().enumerate() {
-            let [b, at] = [token / t, token % t];
+            let (entry, position) = (token / t, token % t);
             // SAFETY: the processor has the instruction set of K; the problem was checked, and a block has this many
             // rows.
             unsafe {
                 let (q_row, k_row) = (q_rows.add(i * width), k_rows.add(i * width));
-                let to =
-                    [(q_row, d_k, width), (k_row, d_k, width), (value_rows.add(i * value_width), d_v, value_width)];
-                for (of, (to, own, padded)) in to.into_iter().enumerate() {
-                    widen_row::<E, K::Vector>(self.from.row(of, i).cast(), own, to, padded, 1.0);
-                }
-                for (scaled, (row, mut scale)) in rows.scales[i].iter_mut().zip([(q_row, scale), (k_row, 1.0)]) {
-                    if let Some(eps) = qk_norm {
-                        scale /= (dot::<K::Vector>(row, row, width) + eps).sqrt();
-                    }
-                    widen_row::<f32, K::Vector>(row, width, row, width, scale);
-                    *scaled = scale;
-                }
+                let value_row = value_rows.add(i * value_width);
+                widen_row::<E, K::Vector>(self.from.q.row(i).cast(), d_k, q_row, width, 1.0);
+                widen_row::<E, K::Vector>(self.from.k.row(i).cast(), d_k, k_row, width, 1.0);
+                widen_row::<E, K::Vector>(self.from.values.row(i).cast(), d_v, value_row, value_width, 1.0);
+                let scales = RowScales {
+                    q: row_scale::<K::Vector>(q_row, width, scale, qk_norm),
+                    k: row_scale::<K::Vector>(k_row, width, 1.0, qk_norm),
+                };
+                widen_row::<f32, K::Vector>(q_row, width, q_row, width, scales.q);
+                widen_row::<f32, K::Vector>(k_row, width, k_row, width, scales.k);
+                rows.scales[i] = scales;
                 let factors = rows.factors.as_mut_ptr().add(i * width);
                 let excess = &mut rows.excess_decays;
-                read_factors::<K::Vector>(self.problem.decay, [b, head, at], factors, [d_k, width], excess);
-                rows.beta[i] = self.problem.beta.map_or(1.0, |beta| *beta.at([b, head, at]));
+                read_factors::<K::Vector>(self.problem.decay, [entry, head, position], factors, [d_k, width], excess);
+                rows.beta[i] = self.problem.beta.map_or(1.0, |beta| *beta.at([entry, head, position]));
             }
         }
         let missing = self.tokens.len()..rows.tokens;
@@ -167,6 +203,19 @@ impl<E: Number> SimdTask for ReadRows<'_, '_, E> {
     }
 }
 
+/// Returns the factor on a row: `scale`, divided by the length of the row if there is a norm.
+///
+/// # Safety
+/// The processor has the instruction set of V, and the row is valid for `width` words, whole vectors.
+#[inline(always)]
+unsafe fn row_scale<V: Vector>(row: *const f32, width: usize, scale: f32, qk_norm: Option<f32>) -> f32 {
+    match qk_norm {
+        // SAFETY: as this function's contract.
+        Some(eps) => scale / (unsafe { dot::<V>(row, row, width) } + eps).sqrt(),
+        None => scale,
+    }
+}
+
 /// Writes the factors of a token, and raises `excess` to its decays above the bound of the kernels.
 ///
 /// # Safety
@@ -174,7 +223,7 @@ impl<E: Number> SimdTask for ReadRows<'_, '_, E> {
 /// vectors.
 #[inline(always)]
 unsafe fn read_factors<V: Vector>(
-    decay: Option<Decay>,
+    decay: Option<DeltaDecay>,
     index: [usize; 3],
     to: *mut f32,
     [d_k, width]: [usize; 2],
@@ -183,16 +232,16 @@ unsafe fn read_factors<V: Vector>(
     // SAFETY: as this function's contract.
     unsafe {
         let channels = match decay {
-            Some(Decay::Channels(decay)) => Some(decay.at(index)),
-            _ => None,
+            Some(DeltaDecay::Channels(decay)) => Some(decay.at(index)),
+            Some(DeltaDecay::Heads(_)) | None => None,
         };
         let factor = match decay {
-            Some(Decay::Heads(decay)) => {
+            Some(DeltaDecay::Heads(decay)) => {
                 let logarithm = *decay.at(index);
                 excess[0] = excess[0].max(ExcessDecay::of(logarithm));
                 logarithm.exp()
             }
-            _ => 1.0,
+            Some(DeltaDecay::Channels(_)) | None => 1.0,
         };
         let mut largest = V::load(excess.as_ptr());
         for at in (0..width).step_by(V::LANES) {
@@ -210,7 +259,7 @@ unsafe fn read_factors<V: Vector>(
     }
 }
 
-/// The sum of the products of two rows of whole vectors.
+/// Returns the sum of the products of two rows of whole vectors.
 ///
 /// # Safety
 /// The processor has the instruction set of V, and the rows are valid for `width` words.

@@ -1,30 +1,58 @@
-//! The kernel alone, without tensors, beside plain loops: small enough for Miri. `tests/attention/delta` holds every
-//! instruction set to the oracle.
+//! The kernel alone, without tensors, against plain loops: small enough for Miri. `tests/attention/delta` compares
+//! every instruction set with the oracle.
 
 use std::ops::Range;
 
-use super::{BackwardProblem, Decay, Dims, Gradients, Problem, gated_delta_rule, gated_delta_rule_backward};
+use super::{
+    DeltaBackwardProblem, DeltaDecay, DeltaDims, DeltaGradients, DeltaProblem, gated_delta_rule,
+    gated_delta_rule_backward,
+};
 use crate::cpu::InstructionSet;
 use crate::cpu::tests::numbers;
+use crate::error::Error;
 use crate::number::Strided;
 
-/// A call, whose numbers are contiguous.
+/// A call whose numbers are contiguous.
 #[derive(Clone)]
 struct Case {
-    dims: Dims,
+    dims: DeltaDims,
     sequences: Vec<Range<usize>>,
-    /// q, k, v, decay, beta and states.
-    inputs: [Vec<f32>; 6],
+    inputs: Inputs<f32>,
     has_channels: bool,
     has_beta: bool,
     qk_norm: Option<f32>,
 }
 
+/// The numbers of each input, or of the gradients of each.
+#[derive(Clone)]
+struct Inputs<T> {
+    q: Vec<T>,
+    k: Vec<T>,
+    v: Vec<T>,
+    decay: Vec<T>,
+    beta: Vec<T>,
+    states: Vec<T>,
+}
+
+impl<T> Inputs<T> {
+    fn all(&self) -> [&Vec<T>; 6] {
+        [&self.q, &self.k, &self.v, &self.decay, &self.beta, &self.states]
+    }
+}
+
+/// The results of a call in plain loops.
+struct Results {
+    /// (B, T, H, D_v).
+    output: Vec<f64>,
+    /// (N, H, D_k, D_v).
+    states: Vec<f64>,
+}
+
 const SCALE: f32 = 0.75;
 
 impl Case {
-    fn new(dims: Dims, sequences: Vec<Range<usize>>, has_channels: bool, has_beta: bool) -> Self {
-        let Dims { b, t, h, h_q, h_k, h_v, d_k, d_v } = dims;
+    fn new(dims: DeltaDims, sequences: Vec<Range<usize>>, has_channels: bool, has_beta: bool) -> Self {
+        let DeltaDims { b, t, h, h_q, h_k, h_v, d_k, d_v } = dims;
         let tokens = b * t;
         let decays = tokens * h * if has_channels { d_k } else { 1 };
         let decay = numbers::<f32>(decays, 4).into_iter().enumerate().map(|(n, x)| match n % 11 {
@@ -32,30 +60,31 @@ impl Case {
             5 => 0.0,
             _ => x - 1.0,
         });
-        let inputs = [
-            numbers(tokens * h_q * d_k, 1),
-            numbers(tokens * h_k * d_k, 2),
-            numbers(tokens * h_v * d_v, 3),
-            decay.collect(),
-            numbers::<f32>(tokens * h, 5).iter().map(|x| x + 1.0).collect(),
-            numbers(sequences.len() * h * d_k * d_v, 6),
-        ];
+        let inputs = Inputs {
+            q: numbers(tokens * h_q * d_k, 1),
+            k: numbers(tokens * h_k * d_k, 2),
+            v: numbers(tokens * h_v * d_v, 3),
+            decay: decay.collect(),
+            beta: numbers::<f32>(tokens * h, 5).iter().map(|x| x + 1.0).collect(),
+            states: numbers(sequences.len() * h * d_k * d_v, 6),
+        };
         let qk_norm = (d_k % 2 == 0).then_some(1e-3);
         Self { dims, sequences, inputs, has_channels, has_beta, qk_norm }
     }
 
-    fn problem(&self) -> Problem<'_, f32> {
-        let Dims { t, h, h_q, h_k, h_v, d_k, d_v, .. } = self.dims;
-        let [q, k, v, decay, beta, states] = &self.inputs;
+    fn problem(&self) -> DeltaProblem<'_, f32> {
+        let DeltaDims { t, h, h_q, h_k, h_v, d_k, d_v, .. } = self.dims;
+        let Inputs { q, k, v, decay, beta, states } = &self.inputs;
         let rows = |data, h: usize, width: usize| Strided { data, strides: [h * t * width, t * width, width] };
-        Problem {
+        DeltaProblem {
             dims: self.dims,
             q: rows(q, h_q, d_k),
             k: rows(k, h_k, d_k),
             v: rows(v, h_v, d_v),
-            decay: Some(match self.has_channels {
-                true => Decay::Channels(rows(decay, h, d_k)),
-                false => Decay::Heads(rows(decay, h, 1)),
+            decay: Some(if self.has_channels {
+                DeltaDecay::Channels(rows(decay, h, d_k))
+            } else {
+                DeltaDecay::Heads(rows(decay, h, 1))
             }),
             beta: self.has_beta.then(|| rows(beta, h, 1)),
             states: Some(states),
@@ -66,24 +95,42 @@ impl Case {
         }
     }
 
-    /// The context (B, T, H, D_v) and the states, one token after the other, with the inputs moved so far.
-    fn oracle(&self, moved: &[Vec<f64>; 6], by: f64) -> [Vec<f64>; 2] {
-        let Dims { b, t, h, h_q, h_k, h_v, d_k, d_v } = self.dims;
-        let wide = |n: usize| {
-            let inputs = self.inputs[n].iter().zip(&moved[n]);
-            inputs.map(|(&x, moved)| f64::from(x) + moved * by).collect::<Vec<_>>()
+    /// Returns numbers (B, T, H, D_v) as rows of (B, H, T).
+    fn output_rows<'a>(&self, data: &'a [f32]) -> Strided<'a, f32, 3> {
+        let DeltaDims { t, h, d_v, .. } = self.dims;
+        Strided { data, strides: [t * h * d_v, d_v, h * d_v] }
+    }
+
+    /// Returns a zero for each number of the inputs.
+    fn no_moves(&self) -> Inputs<f64> {
+        let zeros = |input: &[f32]| vec![0.0; input.len()];
+        let Inputs { q, k, v, decay, beta, states } = &self.inputs;
+        Inputs { q: zeros(q), k: zeros(k), v: zeros(v), decay: zeros(decay), beta: zeros(beta), states: zeros(states) }
+    }
+
+    /// Computes one token after the other, with the inputs moved by `by` times `moves`.
+    fn recur(&self, moves: &Inputs<f64>, by: f64) -> Results {
+        let DeltaDims { b, t, h, h_q, h_k, h_v, d_k, d_v } = self.dims;
+        let moved = |input: &[f32], moves: &[f64]| -> Vec<f64> {
+            input.iter().zip(moves).map(|(&x, step)| f64::from(x) + step * by).collect()
         };
-        let [q, k, v, decay, beta, mut states] = [0, 1, 2, 3, 4, 5].map(wide);
+        let q = moved(&self.inputs.q, &moves.q);
+        let k = moved(&self.inputs.k, &moves.k);
+        let v = moved(&self.inputs.v, &moves.v);
+        let decay = moved(&self.inputs.decay, &moves.decay);
+        let beta = moved(&self.inputs.beta, &moves.beta);
+        let mut states = moved(&self.inputs.states, &moves.states);
         let normed = |row: &[f64]| {
             let sum: f64 = row.iter().map(|x| x * x).sum();
             let factor = self.qk_norm.map_or(1.0, |eps| 1.0 / (sum + f64::from(eps)).sqrt());
             row.iter().map(|x| x * factor).collect::<Vec<_>>()
         };
-        let mut context = vec![0.0; b * t * h * d_v];
+        let mut output = vec![0.0; b * t * h * d_v];
         for (n, range) in self.sequences.iter().enumerate() {
             for (head, token) in (0..h).flat_map(|head| range.clone().map(move |token| (head, token))) {
                 let row = |heads: usize| (token / t * heads + head * heads / h) * t + token % t;
-                let (q, k) = (normed(&q[row(h_q) * d_k..][..d_k]), normed(&k[row(h_k) * d_k..][..d_k]));
+                let query = normed(&q[row(h_q) * d_k..][..d_k]);
+                let key = normed(&k[row(h_k) * d_k..][..d_k]);
                 let state = &mut states[(n * h + head) * d_k * d_v..][..d_k * d_v];
                 for (d, x) in state.iter_mut().enumerate() {
                     let at = if self.has_channels { row(h) * d_k + d / d_v } else { row(h) };
@@ -95,23 +142,54 @@ impl Case {
                     };
                     let mut update = v[row(h_v) * d_v + column];
                     if self.has_beta {
-                        update = (update - read(state, &k)) * beta[row(h)];
+                        update = (update - read(state, &key)) * beta[row(h)];
                     }
-                    for (d, x) in k.iter().enumerate() {
+                    for (d, x) in key.iter().enumerate() {
                         state[d * d_v + column] += x * update;
                     }
-                    context[(token * h + head) * d_v + column] = read(state, &q) * f64::from(SCALE);
+                    output[(token * h + head) * d_v + column] = read(state, &query) * f64::from(SCALE);
                 }
             }
         }
-        [context, states]
+        Results { output, states }
+    }
+
+    /// Computes the gradients of a loss, with the gradients of heads that share rows added up.
+    fn gradients(&self, instruction_set: InstructionSet, output_grad: &[f32], states_grad: &[f32]) -> Inputs<f64> {
+        let DeltaDims { b, t, h, h_q, h_k, h_v, d_k, d_v } = self.dims;
+        let forward = self.problem();
+        let results = gated_delta_rule(&forward, instruction_set, true).expect("a small call");
+        let problem = DeltaBackwardProblem {
+            forward,
+            saved: &results.saved.expect("the call saves"),
+            output_grad: self.output_rows(output_grad),
+            states_grad: Some(states_grad),
+        };
+        let gradients = gated_delta_rule_backward(&problem, instruction_set).expect("a small call");
+        let summed = |gradient: &[f32], heads: usize, width: usize| {
+            let mut sums = vec![0f64; b * heads * t * width];
+            for (n, x) in gradient.iter().enumerate() {
+                let (row, d) = (n / width, n % width);
+                let (entry, head, token) = (row / t / h, row / t % h * heads / h, row % t);
+                sums[((entry * heads + head) * t + token) * width + d] += f64::from(*x);
+            }
+            sums
+        };
+        Inputs {
+            q: summed(&gradients.q, h_q, d_k),
+            k: summed(&gradients.k, h_k, d_k),
+            v: summed(&gradients.v, h_v, d_v),
+            decay: wide(&gradients.decay),
+            beta: wide(&gradients.beta),
+            states: wide(&gradients.states),
+        }
     }
 }
 
 fn cases() -> impl Iterator<Item = Case> {
     let dims = |b, t, heads: [usize; 4], d_k, d_v| {
         let [h, h_q, h_k, h_v] = heads;
-        Dims { b, t, h, h_q, h_k, h_v, d_k, d_v }
+        DeltaDims { b, t, h, h_q, h_k, h_v, d_k, d_v }
     };
     let shapes = [
         (dims(1, 1, [2, 1, 1, 2], 4, 9), vec![0..1]),
@@ -135,20 +213,7 @@ fn assert_near(found: &[f32], expected: &[f64], what: &str) {
     }
 }
 
-#[test]
-fn every_rule_equals_plain_loops() {
-    for (n, case) in cases().enumerate() {
-        let [context, states] = case.oracle(&case.inputs.clone().map(|input| vec![0.0; input.len()]), 0.0);
-        for instruction_set in InstructionSet::available() {
-            let output = gated_delta_rule(&case.problem(), instruction_set, false).expect("a small call");
-            let what = format!("case {n}: {:?}, {instruction_set}", case.dims);
-            assert_near(&output.context, &context, &format!("context of {what}"));
-            assert_near(&output.states, &states, &format!("states of {what}"));
-        }
-    }
-}
-
-/// The sum of the products of two vectors.
+/// Returns the sum of the products of two vectors.
 fn dot(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| a * b).sum()
 }
@@ -158,112 +223,160 @@ fn wide(numbers: &[f32]) -> Vec<f64> {
 }
 
 #[test]
-fn gradients_are_the_differences_of_plain_loops() {
+fn gated_delta_rule_with_each_decay_and_beta_matches_plain_loops() {
     for (n, case) in cases().enumerate() {
-        let Dims { b, t, h, h_q, h_k, h_v, d_k, d_v } = case.dims;
-        // The loss is a sum of the results with these weights.
-        let weights = [numbers(b * t * h * d_v, 7), numbers(case.inputs[5].len(), 8)];
-        let loss = |moved: &[Vec<f64>; 6], by: f64| -> f64 {
-            let results = case.oracle(moved, by);
-            results.iter().zip(&weights).map(|(result, weights)| dot(result, &wide(weights))).sum()
+        let expected = case.recur(&case.no_moves(), 0.0);
+        for instruction_set in InstructionSet::available() {
+            let found = gated_delta_rule(&case.problem(), instruction_set, false).expect("a small call");
+            let what = format!("case {n}: {:?}, {instruction_set}", case.dims);
+            assert_near(&found.output, &expected.output, &format!("output of {what}"));
+            assert_near(&found.states, &expected.states, &format!("states of {what}"));
+        }
+    }
+}
+
+#[test]
+fn gated_delta_rule_gradients_match_differences_of_plain_loops() {
+    for (n, case) in cases().enumerate() {
+        let DeltaDims { b, t, h, d_v, .. } = case.dims;
+        // The loss is the sum of the results with these weights.
+        let output_weights = numbers(b * t * h * d_v, 7);
+        let states_weights = numbers(case.inputs.states.len(), 8);
+        let loss = |moves: &Inputs<f64>, by: f64| -> f64 {
+            let results = case.recur(moves, by);
+            dot(&results.output, &wide(&output_weights)) + dot(&results.states, &wide(&states_weights))
         };
         for instruction_set in InstructionSet::available() {
-            let forward = case.problem();
-            let saved =
-                gated_delta_rule(&forward, instruction_set, true).expect("a small call").saved.expect("as wanted");
-            let context_grad = Strided { data: &weights[0], strides: [t * h * d_v, d_v, h * d_v] };
-            let problem = BackwardProblem { forward, saved: &saved, context_grad, states_grad: Some(&weights[1]) };
-            let gradients = gated_delta_rule_backward(&problem, instruction_set).expect("a small call");
-            // Heads that share rows add up.
-            let summed = |gradient: &[f32], heads: usize, width: usize| {
-                let mut sums = vec![0f64; b * heads * t * width];
-                for (n, x) in gradient.iter().enumerate() {
-                    let (row, d) = (n / width, n % width);
-                    let [entry, head, token] = [row / t / h, row / t % h * heads / h, row % t];
-                    sums[((entry * heads + head) * t + token) * width + d] += f64::from(*x);
-                }
-                sums
-            };
-            let found = [
-                summed(&gradients.q, h_q, d_k),
-                summed(&gradients.k, h_k, d_k),
-                summed(&gradients.v, h_v, d_v),
-                wide(&gradients.decay),
-                wide(&gradients.beta),
-                wide(&gradients.states),
-            ];
-            for input in 0..if case.has_beta { 6 } else { 4 } {
-                let mut moved = case.inputs.clone().map(|input| vec![0.0; input.len()]);
-                moved[input] = wide(&numbers(case.inputs[input].len(), 9));
+            let gradients = case.gradients(instruction_set, &output_weights, &states_weights);
+            let check = |input: &str, moves: &Inputs<f64>| {
                 let step = 1e-4;
-                let expected = (loss(&moved, step) - loss(&moved, -step)) / (2.0 * step);
-                let found = dot(&found[input], &moved[input]);
-                let what = format!("case {n}: {:?}, {instruction_set}, input {input}", case.dims);
+                let expected = (loss(moves, step) - loss(moves, -step)) / (2.0 * step);
+                let found: f64 = gradients.all().into_iter().zip(moves.all()).map(|(a, b)| dot(a, b)).sum();
+                let what = format!("case {n}: {:?}, {instruction_set}, {input}", case.dims);
                 assert!((found - expected).abs() < 1e-4 * expected.abs().max(10.0), "{what}: {found}, not {expected}");
+            };
+            let moves = |input: &[f32]| wide(&numbers(input.len(), 9));
+            check("q", &Inputs { q: moves(&case.inputs.q), ..case.no_moves() });
+            check("k", &Inputs { k: moves(&case.inputs.k), ..case.no_moves() });
+            check("v", &Inputs { v: moves(&case.inputs.v), ..case.no_moves() });
+            check("decay", &Inputs { decay: moves(&case.inputs.decay), ..case.no_moves() });
+            check("states", &Inputs { states: moves(&case.inputs.states), ..case.no_moves() });
+            if case.has_beta {
+                check("beta", &Inputs { beta: moves(&case.inputs.beta), ..case.no_moves() });
             }
         }
     }
 }
 
 #[test]
-fn threads_change_no_bit() {
-    // Few states whose columns are split, and many whose heads are taken together.
-    let dims = |h, t| Dims { b: 1, t, h, h_q: 1, h_k: h, h_v: h, d_k: 64, d_v: 96 };
+fn gated_delta_rule_on_more_threads_has_same_bits() {
+    // Few states whose columns are divided, and many whose heads are computed together.
+    let dims = |h, t| DeltaDims { b: 1, t, h, h_q: 1, h_k: h, h_v: h, d_k: 64, d_v: 96 };
     for (h, t) in [(1, 300), (16, 130), (16, 1)] {
         // Miri takes minutes for more.
-        let t = if cfg!(miri) { t.min(3) } else { t };
-        let case = Case::new(dims(h, t), vec![0..t], h > 1, true);
+        let tokens = if cfg!(miri) { t.min(3) } else { t };
+        let case = Case::new(dims(h, tokens), vec![0..tokens], h > 1, true);
         let with_threads = |threads: usize| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a small pool");
             pool.install(|| {
-                let (forward, instruction_set) =
-                    (case.problem(), InstructionSet::choose(None, false).expect("there is an instruction set"));
-                let output = gated_delta_rule(&forward, instruction_set, true).expect("a small call");
-                let saved = output.saved.expect("as wanted");
-                let context_grad = Strided { data: &output.context, strides: [0, 96, h * 96] };
-                let problem = BackwardProblem { forward, saved: &saved, context_grad, states_grad: None };
+                let forward = case.problem();
+                let instruction_set = InstructionSet::choose(None, false).expect("there is an instruction set");
+                let results = gated_delta_rule(&forward, instruction_set, true).expect("a small call");
+                let problem = DeltaBackwardProblem {
+                    forward,
+                    saved: &results.saved.expect("the call saves"),
+                    output_grad: case.output_rows(&results.output),
+                    states_grad: None,
+                };
                 let gradients = gated_delta_rule_backward(&problem, instruction_set).expect("a small call");
-                let numbers = [output.context.clone(), output.states, gradients.q, gradients.k, gradients.decay];
+                let numbers = [results.output, results.states, gradients.q, gradients.k, gradients.decay];
                 numbers.map(|numbers| numbers.into_iter().map(f32::to_bits).collect::<Vec<_>>())
             })
         };
-        assert_eq!(with_threads(1), with_threads(5), "{h} heads, {t} tokens");
+        assert_eq!(with_threads(1), with_threads(5), "{h} heads, {tokens} tokens");
     }
 }
 
 #[test]
-fn what_is_no_number_stays_in_its_head() {
-    // Two heads on one thread, whose workspace they share; a row of values ends within a vector.
-    let dims = Dims { b: 1, t: 20, h: 2, h_q: 2, h_k: 2, h_v: 2, d_k: 8, d_v: 9 };
+fn gated_delta_rule_with_infinite_key_changes_only_its_head() {
+    // Two heads on one thread, whose scratch buffers they share; a row of values ends within a vector.
+    let dims = DeltaDims { b: 1, t: 20, h: 2, h_q: 2, h_k: 2, h_v: 2, d_k: 8, d_v: 9 };
     let case = Case::new(dims, vec![0..20], true, true);
     let mut infinite = case.clone();
-    infinite.inputs[1][3] = f32::INFINITY;
-    let upstream = numbers(20 * 2 * 9, 7);
+    infinite.inputs.k[3] = f32::INFINITY;
+    let output_grad = numbers(20 * 2 * 9, 7);
     let second_head = |case: &Case, instruction_set: InstructionSet| {
         let forward = case.problem();
-        let output = gated_delta_rule(&forward, instruction_set, true).expect("a small call");
-        let saved = output.saved.expect("as wanted");
-        let context_grad = Strided { data: &upstream, strides: [0, 9, 18] };
-        let problem = BackwardProblem { forward, saved: &saved, context_grad, states_grad: Some(&case.inputs[5]) };
+        let results = gated_delta_rule(&forward, instruction_set, true).expect("a small call");
+        let problem = DeltaBackwardProblem {
+            forward,
+            saved: &results.saved.expect("the call saves"),
+            output_grad: case.output_rows(&output_grad),
+            states_grad: Some(&case.inputs.states),
+        };
         let gradients = gated_delta_rule_backward(&problem, instruction_set).expect("a small call");
-        let Gradients { q, k, v, decay, beta, states } = gradients;
-        [output.states, q, k, v, decay, beta, states].map(|mut all| all.split_off(all.len() / 2))
+        let DeltaGradients { q, k, v, decay, beta, states } = gradients;
+        [results.states, q, k, v, decay, beta, states].map(|mut all| all.split_off(all.len() / 2))
     };
     let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().expect("a small pool");
     for instruction_set in InstructionSet::available() {
-        pool.install(|| {
-            assert_eq!(
-                second_head(&infinite, instruction_set),
-                second_head(&case, instruction_set),
-                "{instruction_set}"
-            )
-        });
+        let found = pool.install(|| second_head(&infinite, instruction_set));
+        assert_eq!(found, pool.install(|| second_head(&case, instruction_set)), "{instruction_set}");
     }
 }
 
-/// Dimensions of which none is in memory multiply to more than a number holds: such calls are computed, or errors.
+/// Finds a decay above the bound in any place, forward and backward, also next to a NaN.
 #[test]
-fn dimensions_of_any_size_are_computed_or_errors() {
+fn gated_delta_rule_with_decay_above_bound_is_out_of_range() {
+    for has_channels in [false, true] {
+        let dims = DeltaDims { b: 1, t: 70, h: 2, h_q: 2, h_k: 2, h_v: 2, d_k: 5, d_v: 3 };
+        let case = Case::new(dims, vec![0..70], has_channels, true);
+        let output_grad = vec![1.0; 70 * 2 * 3];
+        for instruction_set in InstructionSet::available() {
+            let results = gated_delta_rule(&case.problem(), instruction_set, true).expect("decays below the bound");
+            let saved = results.saved.expect("the call saves");
+            let decays = case.inputs.decay.len();
+            for place in [0, 1, decays / 2, decays - 1] {
+                let mut above = case.clone();
+                above.inputs.decay[(place + 1) % decays] = f32::NAN;
+                above.inputs.decay[place] = 2.6;
+                let expected = Error::Range("decay is 2.6, expected at most 2.5".to_string());
+                let forward = gated_delta_rule(&above.problem(), instruction_set, false).map(drop);
+                assert_eq!(forward, Err(expected.clone()), "{instruction_set}, {place}");
+                let problem = DeltaBackwardProblem {
+                    forward: above.problem(),
+                    saved: &saved,
+                    output_grad: case.output_rows(&output_grad),
+                    states_grad: None,
+                };
+                let backward = gated_delta_rule_backward(&problem, instruction_set).map(drop);
+                assert_eq!(backward, Err(expected), "{instruction_set}, {place}, backward");
+            }
+        }
+    }
+}
+
+#[test]
+fn gated_delta_rule_with_norm_and_scale_beyond_bounds_is_out_of_range() {
+    let dims = DeltaDims { b: 1, t: 1, h: 1, h_q: 1, h_k: 1, h_v: 1, d_k: 2, d_v: 1 };
+    let case = Case::new(dims, vec![0..1], false, true);
+    let instruction_set = InstructionSet::choose(None, false).expect("there is an instruction set");
+    let run = |scale: f32, qk_norm: Option<f32>| {
+        gated_delta_rule(&DeltaProblem { scale, qk_norm, ..case.problem() }, instruction_set, false).map(drop)
+    };
+    for scale in [0.0, 1e-15, -1e-15, 1e15] {
+        assert_eq!(run(scale, Some(1e-6)), Ok(()), "{scale}");
+    }
+    for scale in [2e19, -2e19, 1e-23, 9e-16, f32::NAN] {
+        assert!(matches!(run(scale, Some(1e-6)), Err(Error::Range(_))), "{scale}");
+        assert_eq!(run(scale, None), Ok(()), "{scale} without a norm");
+    }
+}
+
+/// Multiplies dimensions to more than a number can store, which is possible since rows of stride 0 take no memory. Such
+/// calls are computed or return an error.
+#[test]
+fn gated_delta_rule_with_dimensions_of_any_size_computes_or_returns_error() {
     let data = [0.5f32; 4];
     let counts: &[usize] = if cfg!(miri) { &[0, usize::MAX] } else { &[0, 1, 2, usize::MAX / 4, usize::MAX] };
     let count = |case: usize, n: u32| counts[case / counts.len().pow(n) % counts.len()];
@@ -276,12 +389,12 @@ fn dimensions_of_any_size_are_computed_or_errors() {
         let all = if tokens <= 4 { tokens } else { 1 };
         let (whole, entries) = ([0..all], [0..t.min(4), t.min(4)..all.max(t.min(4))]);
         for sequences in [&[][..], &whole, &entries] {
-            let forward = Problem {
-                dims: Dims { b, t, h, h_q: h, h_k: h, h_v: h, d_k, d_v },
+            let forward = DeltaProblem {
+                dims: DeltaDims { b, t, h, h_q: h, h_k: h, h_v: h, d_k, d_v },
                 q: rows,
                 k: rows,
                 v: rows,
-                decay: (case % 2 == 0).then_some(Decay::Channels(rows)),
+                decay: (case % 2 == 0).then_some(DeltaDecay::Channels(rows)),
                 beta: Some(rows),
                 states: None,
                 sequences,
@@ -289,12 +402,12 @@ fn dimensions_of_any_size_are_computed_or_errors() {
                 qk_norm: None,
                 executor: None,
             };
-            let Ok(output) = gated_delta_rule(&forward, InstructionSet::Scalar, true) else {
+            let Ok(results) = gated_delta_rule(&forward, InstructionSet::Scalar, true) else {
                 refused += 1;
                 continue;
             };
-            let saved = output.saved.expect("as wanted");
-            let problem = BackwardProblem { forward, saved: &saved, context_grad: rows, states_grad: None };
+            let saved = results.saved.expect("the call saves");
+            let problem = DeltaBackwardProblem { forward, saved: &saved, output_grad: rows, states_grad: None };
             match gated_delta_rule_backward(&problem, InstructionSet::Scalar) {
                 Ok(gradients) => {
                     let len = |dims: &[usize]| dims.iter().product::<usize>();

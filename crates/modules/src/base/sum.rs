@@ -13,7 +13,7 @@ const GROUP: usize = 64;
 /// thread. Groups of 64 terms are therefore added first, and then their sums, so that the graph of n terms is
 /// 64 log₆₄(n) additions deep.
 pub fn sum_of_terms(terms: Range<usize>, term: &impl Fn(usize) -> Result<Tensor>) -> Result<Tensor> {
-    // The terms that each step adds: one, or as many as the sum of a group of groups has.
+    // The number of terms that each step adds: one, or the terms of a group.
     let mut step = 1usize;
     while terms.len() > step.saturating_mul(GROUP) {
         step *= GROUP;

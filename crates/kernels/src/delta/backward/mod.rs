@@ -1,9 +1,9 @@
-//! The backward pass: the gradients of everything that the forward pass reads, from the errors and the states that it
-//! kept. Blocks are taken from the last to the first, and each is split into chunks whose updates are products of
-//! matrices.
+//! The backward pass: the gradients of all inputs of the forward pass, from the errors and the states that the forward
+//! pass saved. Blocks are computed from the last to the first, and each is divided into chunks whose updates are
+//! products of matrices.
 //!
 //! With the names of [`Chunk`], `u = beta e`, and `dS` the gradient of the state after a chunk, which is replaced by
-//! that of the state before it:
+//! the gradient of the state before the chunk:
 //!
 //! ```text
 //! du = query_productsᵀ do + writing_keys dS
@@ -14,86 +14,92 @@
 //! dS = kept ∘ dS + reading_queriesᵀ do - reading_keysᵀ y
 //! ```
 //!
-//! Factors act on queries and keys alone, so that the gradient of a logarithm is made of those of the rows: `q ∘ dq`
-//! and `k ∘ dk` of what reads, less `k ∘ dk` of what writes, summed over the token and all after it.
+//! Factors act on queries and keys alone, so that the gradient of a logarithm is the sum over the token and all tokens
+//! after it of `q ∘ dq` and `k ∘ dk` of reading rows, less `k ∘ dk` of writing rows.
 
 mod panels;
 mod rows;
 
-use super::chunk::{Chunk, KEPT, KEYS, WRITING_KEYS};
-use super::problem::{Decay, Dims, Head};
-use super::rows::{BLOCK, ReadRows, Rows, StoredRows};
-use super::{BackwardCall, BackwardProblem, Gradients, Saved};
-use crate::cpu::{Kernel, Scratch, SharedPtr, SimdTask, Vector};
+use super::chunk::Chunk;
+use super::problem::{DeltaDecay, DeltaDims, SequenceHead};
+use super::rows::{BLOCK, ReadRows, TokenAddresses, TokenRows};
+use super::{DeltaBackwardCall, DeltaBackwardProblem, DeltaSaved, GradientAddresses};
+use crate::cpu::{Kernel, Scratch, SimdTask, Vector};
 use crate::number::Number;
-use panels::{Panels, for_each_vector, keep, left, multiply, product, transpose};
+use panels::{Panels, ProductSizes, for_each_vector, left_operand, multiply, multiply_panels, scale_rows, transpose};
 
 /// The tokens of a chunk: the columns of two vectors of AVX2, one of AVX-512.
 const CHUNK: usize = 16;
 
-/// The most chunks of a block.
+/// The largest number of chunks of a block.
 const CHUNKS: usize = BLOCK / CHUNK;
 
-/// What a thread keeps.
-pub(super) struct Workspace {
-    /// Its values are the gradients of contexts.
-    rows: Rows,
-    /// As the values.
+/// The scratch buffers of a thread.
+pub(super) struct BackwardScratch {
+    /// The rows of a block. Its values are the gradients of outputs.
+    rows: TokenRows,
+    /// The saved errors of the block, as the values.
     errors: Scratch,
     chunks: [Chunk; CHUNKS],
-    /// Before each chunk, (D_k, D_v).
+    /// The state before each chunk, (D_k, D_v).
     states: [Panels; CHUNKS],
-    gradient: Panels,
-    /// `-y`, then the gradients of contexts: (2 · CHUNK, D_v).
-    outer: Panels,
-    outer_columns: Panels,
+    /// `dS`, (D_k, D_v).
+    state_grad: Panels,
+    /// `-y`, then the gradients of outputs: (2 · CHUNK, D_v).
+    value_grads: Panels,
+    /// The columns of `value_grads`.
+    value_grad_columns: Panels,
+    /// `u`, (CHUNK, D_v).
     updates: Panels,
+    /// The columns of `updates`.
     update_columns: Panels,
     /// `du`, then `x`.
     solution: Panels,
     /// The gradients of key products, then of query products: (2 · CHUNK, CHUNK).
-    products: Panels,
-    /// The gradients of rows that read, keys first, and of those that write: as columns, and as rows.
+    product_grads: Panels,
+    /// The gradients of reading rows, keys first, as columns and as rows.
     reading_columns: Panels,
     reading: Panels,
+    /// The gradients of writing rows, as columns and as rows.
     writing_columns: Panels,
     writing: Panels,
-    /// (CHUNK, width) each.
-    q: Scratch,
-    k: Scratch,
-    decay: Scratch,
+    /// The gradients of queries, keys and logarithms of factors: (CHUNK, width) each.
+    q_grad: Scratch,
+    k_grad: Scratch,
+    decay_grad: Scratch,
 }
 
-impl Workspace {
-    pub fn new<K: Kernel>(dims: &Dims) -> Self {
+impl BackwardScratch {
+    pub fn new<K: Kernel>(dims: &DeltaDims) -> Self {
         let (d_k, d_v) = (dims.d_k, dims.d_v);
-        let [width, depth] = [d_k, d_v].map(|width| width.next_multiple_of(K::Vector::LANES));
+        let width = d_k.next_multiple_of(K::Vector::LANES);
+        let depth = d_v.next_multiple_of(K::Vector::LANES);
         let value_width = d_v.div_ceil(K::PANEL) * K::PANEL;
         let rows = || Scratch::zeros(CHUNK * width);
         Self {
-            rows: Rows::new(BLOCK, width, value_width),
+            rows: TokenRows::new(BLOCK, width, value_width),
             errors: Scratch::zeros(BLOCK * value_width),
             chunks: std::array::from_fn(|_| Chunk::new(CHUNK, width)),
             states: std::array::from_fn(|_| Panels::new::<K>(d_k, d_v)),
-            gradient: Panels::new::<K>(d_k, d_v),
-            outer: Panels::new::<K>(2 * CHUNK, d_v),
-            outer_columns: Panels::new::<K>(depth, 2 * CHUNK),
+            state_grad: Panels::new::<K>(d_k, d_v),
+            value_grads: Panels::new::<K>(2 * CHUNK, d_v),
+            value_grad_columns: Panels::new::<K>(depth, 2 * CHUNK),
             updates: Panels::new::<K>(CHUNK, d_v),
             update_columns: Panels::new::<K>(depth, CHUNK),
             solution: Panels::new::<K>(CHUNK, d_v),
-            products: Panels::new::<K>(2 * CHUNK, CHUNK),
+            product_grads: Panels::new::<K>(2 * CHUNK, CHUNK),
             reading_columns: Panels::new::<K>(width, 2 * CHUNK),
-            reading: Panels::plain(2 * CHUNK, width),
+            reading: Panels::single(2 * CHUNK, width),
             writing_columns: Panels::new::<K>(width, CHUNK),
-            writing: Panels::plain(CHUNK, width),
-            q: rows(),
-            k: rows(),
-            decay: rows(),
+            writing: Panels::single(CHUNK, width),
+            q_grad: rows(),
+            k_grad: rows(),
+            decay_grad: rows(),
         }
     }
 
-    /// The errors of some tokens, from a row of (B, H, T) on; zeros for what is missing.
-    fn read_errors(&mut self, saved: &Saved, row: usize, tokens: usize, d_v: usize) {
+    /// Reads the saved errors of some tokens, from a row of (B, H, T) on; zeros for missing tokens.
+    fn read_errors(&mut self, saved: &DeltaSaved, row: usize, tokens: usize, d_v: usize) {
         let errors = self.errors.words_mut();
         errors.fill(0.0);
         if d_v > 0 {
@@ -105,97 +111,101 @@ impl Workspace {
     }
 }
 
-/// Runs all tokens of a head, the last ones first.
+/// Runs all tokens of a head, from the last block to the first.
 ///
 /// # Safety
-/// The processor has the instruction set of K; the workspace was made for the call.
-pub(super) unsafe fn run_head<K: Kernel, E: Number>(call: &BackwardCall<E>, workspace: &mut Workspace, at: Head) {
-    let BackwardProblem { forward: problem, saved, context_grad, states_grad } = call.problem;
+/// The processor has the instruction set of K; the scratch buffers were allocated for the call.
+pub(super) unsafe fn run_head<K: Kernel, E: Number>(
+    call: &DeltaBackwardCall<E>,
+    scratch: &mut BackwardScratch,
+    at: SequenceHead,
+) {
+    let DeltaBackwardProblem { forward: problem, saved, output_grad, states_grad } = call.problem;
     let (dims, len) = (problem.dims, problem.state_len());
     let tokens = problem.sequences[at.sequence].clone();
     let index = problem.head_index(at);
-    let output = &call.gradients;
+    let gradients = &call.gradients;
     // SAFETY: as this function's contract; this task alone writes the gradients of the head's rows and state.
     unsafe {
         match states_grad {
-            Some(gradient) => workspace.gradient.copy_rows_from(gradient[index * len..].as_ptr()),
-            None => workspace.gradient.words.words_mut().fill(0.0),
+            Some(states_grad) => scratch.state_grad.copy_rows_from(states_grad[index * len..].as_ptr()),
+            None => scratch.state_grad.words.words_mut().fill(0.0),
         }
         for block in (0..tokens.len().div_ceil(BLOCK)).rev() {
             let first = tokens.start + block * BLOCK;
-            let tokens = first..tokens.end.min(first + BLOCK);
-            let from = StoredRows::new(problem, (context_grad, dims.h), at.head, first);
-            let rows = &mut workspace.rows;
-            K::run_simd(ReadRows { problem, head: at.head, tokens: tokens.clone(), from, rows });
+            let own_tokens = first..tokens.end.min(first + BLOCK);
+            let from = TokenAddresses::new(problem, output_grad, dims.h, at.head, first);
+            let rows = &mut scratch.rows;
+            K::run_simd(ReadRows { problem, head: at.head, tokens: own_tokens.clone(), from, rows });
             let state = ((call.blocks[at.sequence] + block) * dims.h + at.head) * len;
-            workspace.states[0].copy_rows_from(saved.states[state..].as_ptr());
-            let row = (tokens.start / dims.t * dims.h + at.head) * dims.t + tokens.start % dims.t;
-            workspace.read_errors(saved, row, tokens.len(), dims.d_v);
-            K::run_simd(Block {
+            scratch.states[0].copy_rows_from(saved.states[state..].as_ptr());
+            let row = (own_tokens.start / dims.t * dims.h + at.head) * dims.t + own_tokens.start % dims.t;
+            scratch.read_errors(saved, row, own_tokens.len(), dims.d_v);
+            K::run_simd(BackwardBlock {
                 dims,
                 decay: problem.decay,
                 scale: problem.scale,
                 is_normed: problem.qk_norm.is_some(),
                 has_beta: problem.beta.is_some(),
                 row,
-                tokens: tokens.len(),
-                output,
-                workspace,
+                tokens: own_tokens.len(),
+                gradients,
+                scratch,
             });
         }
-        workspace.gradient.copy_rows_to(output.states.0.add(index * len));
-        call.excess_decay.record(workspace.rows.excess_decay());
+        scratch.state_grad.copy_rows_to(gradients.states.add(index * len));
+        call.excess_decay.record(scratch.rows.excess_decay());
     }
 }
 
 /// The tokens of a block, chunk after chunk from the last.
-struct Block<'a> {
-    dims: Dims,
-    decay: Option<Decay<'a>>,
+struct BackwardBlock<'a> {
+    dims: DeltaDims,
+    decay: Option<DeltaDecay<'a>>,
     scale: f32,
     is_normed: bool,
     has_beta: bool,
     /// The first token's row in (B, H, T).
     row: usize,
     tokens: usize,
-    output: &'a Gradients<SharedPtr<f32>>,
-    workspace: &'a mut Workspace,
+    gradients: &'a GradientAddresses,
+    scratch: &'a mut BackwardScratch,
 }
 
-impl SimdTask for Block<'_> {
+impl SimdTask for BackwardBlock<'_> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(mut self) {
         let chunks = self.tokens.div_ceil(CHUNK);
-        // SAFETY: the processor has the instruction set of K, and the workspace was made for it.
+        // SAFETY: the processor has the instruction set of K, and the scratch buffers were allocated for it.
         unsafe {
             for chunk in 0..chunks {
-                let Workspace { chunks, rows, .. } = &mut *self.workspace;
-                chunks[chunk].fill::<K::Vector>(rows, chunk * CHUNK);
-                if chunk + 1 < self.tokens.div_ceil(CHUNK) {
-                    self.update::<K>(chunk);
-                    self.advance::<K>(chunk);
+                let BackwardScratch { chunks: all, rows, .. } = &mut *self.scratch;
+                all[chunk].fill::<K::Vector>(rows, chunk * CHUNK);
+                if chunk + 1 < chunks {
+                    self.compute_updates::<K>(chunk);
+                    self.advance_state::<K>(chunk);
                 }
             }
             for chunk in (0..chunks).rev() {
-                self.update::<K>(chunk);
+                self.compute_updates::<K>(chunk);
                 self.solve::<K>(chunk);
-                self.contract::<K>(chunk);
-                self.differentiate::<K::Vector>(chunk);
-                self.write::<K::Vector>(chunk);
-                self.retreat::<K>(chunk);
+                self.differentiate_products::<K>(chunk);
+                self.differentiate_rows::<K::Vector>(chunk);
+                self.write_gradients::<K::Vector>(chunk);
+                self.advance_state_gradient::<K>(chunk);
             }
         }
     }
 }
 
-impl Block<'_> {
-    /// The updates of a chunk.
+impl BackwardBlock<'_> {
+    /// Computes the updates `u` of a chunk.
     ///
     /// # Safety
     /// As [`SimdTask::run`].
     #[inline(always)]
-    unsafe fn update<K: Kernel>(&mut self, chunk: usize) {
-        let Workspace { rows, errors, updates, .. } = &mut *self.workspace;
+    unsafe fn compute_updates<K: Kernel>(&mut self, chunk: usize) {
+        let BackwardScratch { rows, errors, updates, .. } = &mut *self.scratch;
         for i in 0..CHUNK {
             let token = chunk * CHUNK + i;
             // SAFETY: as this method's contract; a row of errors has whole panels.
@@ -209,54 +219,57 @@ impl Block<'_> {
         }
     }
 
-    /// The state after a chunk, from that before it.
+    /// Computes the state after a chunk from the state before it.
     ///
     /// # Safety
     /// As [`SimdTask::run`].
     #[inline(always)]
-    unsafe fn advance<K: Kernel>(&mut self, chunk: usize) {
-        let Workspace { rows, chunks, states, updates, .. } = &mut *self.workspace;
+    unsafe fn advance_state<K: Kernel>(&mut self, chunk: usize) {
+        let BackwardScratch { rows, chunks, states, updates, .. } = &mut *self.scratch;
         let (before, after) = states.split_at_mut(chunk + 1);
         let (before, after, chunk) = (&before[chunk], &mut after[0], &chunks[chunk]);
         // SAFETY: as this method's contract.
         unsafe {
-            keep::<K::Vector>(before.at(0, 0), chunk.at(KEPT), after);
-            let keys = left::<K>(chunk.at(WRITING_KEYS), 1, rows.width);
+            scale_rows::<K::Vector>(before.at(0, 0), chunk.kept(), after);
+            let keys = left_operand::<K>(chunk.writing_keys(), 1, rows.width);
             for panel in 0..after.count() {
-                let sizes = [self.dims.d_k, CHUNK, after.len(panel)];
+                let sizes = ProductSizes { rows: self.dims.d_k, depth: CHUNK, columns: after.len(panel) };
                 multiply::<K>(keys, updates.at(panel, 0), after.at_mut(panel, 0), sizes, true);
             }
         }
     }
 
-    /// `x` and `y`, and the gradients of values and betas.
+    /// Computes `x` and `y`, and writes the gradients of values and betas.
     ///
     /// # Safety
     /// As [`SimdTask::run`].
     #[inline(always)]
     unsafe fn solve<K: Kernel>(&mut self, chunk: usize) {
-        let Workspace { rows, chunks, gradient, outer, solution, errors, .. } = &mut *self.workspace;
+        let BackwardScratch { rows, chunks, state_grad, value_grads, solution, errors, .. } = &mut *self.scratch;
         let (first, chunk) = (chunk * CHUNK, &chunks[chunk]);
         let d_v = self.dims.d_v;
         // SAFETY: as this method's contract; the results have rows for each token.
         unsafe {
             for i in 0..CHUNK {
-                for_each_vector!(outer, K::Vector, |panel, at| {
+                for_each_vector!(value_grads, K::Vector, |panel, at| {
                     let from = rows.values.as_ptr().add((first + i) * rows.value_width + panel * K::PANEL + at);
-                    K::Vector::load(from).store(outer.at_mut(panel, CHUNK + i).add(at));
+                    K::Vector::load(from).store(value_grads.at_mut(panel, CHUNK + i).add(at));
                 });
             }
-            let queries = left::<K>(chunk.products().1.as_ptr(), 1, CHUNK);
-            let keys = left::<K>(chunk.at(WRITING_KEYS), rows.width, 1);
+            let queries = left_operand::<K>(chunk.query_products().as_ptr(), 1, CHUNK);
+            let keys = left_operand::<K>(chunk.writing_keys(), rows.width, 1);
             for panel in 0..solution.count() {
                 let (to, columns) = (solution.at_mut(panel, 0), solution.len(panel));
-                multiply::<K>(queries, outer.at(panel, CHUNK), to, [CHUNK, CHUNK, columns], false);
-                multiply::<K>(keys, gradient.at(panel, 0), to, [CHUNK, self.dims.d_k, columns], true);
+                let query_sizes = ProductSizes { rows: CHUNK, depth: CHUNK, columns };
+                let key_sizes = ProductSizes { rows: CHUNK, depth: self.dims.d_k, columns };
+                multiply::<K>(queries, value_grads.at(panel, CHUNK), to, query_sizes, false);
+                multiply::<K>(keys, state_grad.at(panel, 0), to, key_sizes, true);
             }
             for i in (0..CHUNK).rev() {
                 let beta = rows.beta[first + i];
-                for j in 0..if self.has_beta { i } else { 0 } {
-                    let factor = K::Vector::splat(-beta * chunk.products().0[i * CHUNK + j]);
+                let earlier_tokens = if self.has_beta { i } else { 0 };
+                for j in 0..earlier_tokens {
+                    let factor = K::Vector::splat(-beta * chunk.key_products()[i * CHUNK + j]);
                     for_each_vector!(solution, K::Vector, |panel, at| {
                         let to = solution.at_mut(panel, j).add(at);
                         K::Vector::load(solution.at(panel, i).add(at)).mul_add(factor, K::Vector::load(to)).store(to);
@@ -268,62 +281,62 @@ impl Block<'_> {
                     let error = errors.as_ptr().add((first + i) * rows.value_width + panel * K::PANEL + at);
                     sums = K::Vector::load(error).mul_add(x, sums);
                     let minus_y = x.mul(K::Vector::splat(-beta));
-                    minus_y.store(outer.at_mut(panel, i).add(at));
+                    minus_y.store(value_grads.at_mut(panel, i).add(at));
                 });
                 if first + i < self.tokens {
                     let row = self.row + first + i;
-                    *self.output.beta.add(row) = sums.sum();
+                    *self.gradients.beta.add(row) = sums.sum();
                     for column in 0..d_v {
-                        let minus_y = outer.at(column / K::PANEL, i).add(column % K::PANEL);
-                        *self.output.v.add(row * d_v + column) = -*minus_y;
+                        let minus_y = value_grads.at(column / K::PANEL, i).add(column % K::PANEL);
+                        *self.gradients.v.add(row * d_v + column) = -*minus_y;
                     }
                 }
                 if !self.has_beta {
-                    // Nothing is read by keys.
-                    for panel in 0..outer.count() {
-                        outer.at_mut(panel, i).write_bytes(0, K::PANEL);
+                    // Keys read nothing without a beta.
+                    for panel in 0..value_grads.count() {
+                        value_grads.at_mut(panel, i).write_bytes(0, K::PANEL);
                     }
                 }
             }
         }
     }
 
-    /// The gradients of products and of the rows that read and write.
+    /// Computes the gradients of products and of the rows that read and write.
     ///
     /// # Safety
     /// As [`SimdTask::run`].
     #[inline(always)]
-    unsafe fn contract<K: Kernel>(&mut self, chunk: usize) {
-        let workspace = &mut *self.workspace;
-        let Workspace { outer, outer_columns, updates, update_columns, gradient, .. } = workspace;
+    unsafe fn differentiate_products<K: Kernel>(&mut self, chunk: usize) {
+        let scratch = &mut *self.scratch;
+        let BackwardScratch { value_grads, value_grad_columns, updates, update_columns, state_grad, .. } = scratch;
         let d_k = self.dims.d_k;
         // SAFETY: as this method's contract.
         unsafe {
-            transpose::<K::Vector>(outer, outer_columns);
+            transpose::<K::Vector>(value_grads, value_grad_columns);
             transpose::<K::Vector>(updates, update_columns);
-            product::<K>(outer, 2 * CHUNK, update_columns, &mut workspace.products);
-            product::<K>(&workspace.states[chunk], d_k, outer_columns, &mut workspace.reading_columns);
-            product::<K>(gradient, d_k, update_columns, &mut workspace.writing_columns);
-            transpose::<K::Vector>(&workspace.reading_columns, &mut workspace.reading);
-            transpose::<K::Vector>(&workspace.writing_columns, &mut workspace.writing);
+            multiply_panels::<K>(value_grads, 2 * CHUNK, update_columns, &mut scratch.product_grads);
+            multiply_panels::<K>(&scratch.states[chunk], d_k, value_grad_columns, &mut scratch.reading_columns);
+            multiply_panels::<K>(state_grad, d_k, update_columns, &mut scratch.writing_columns);
+            transpose::<K::Vector>(&scratch.reading_columns, &mut scratch.reading);
+            transpose::<K::Vector>(&scratch.writing_columns, &mut scratch.writing);
         }
     }
 
-    /// The gradient of the state before a chunk, from that of the state after it.
+    /// Computes the gradient of the state before a chunk from the gradient of the state after it.
     ///
     /// # Safety
     /// As [`SimdTask::run`].
     #[inline(always)]
-    unsafe fn retreat<K: Kernel>(&mut self, chunk: usize) {
-        let Workspace { rows, chunks, gradient, outer, .. } = &mut *self.workspace;
+    unsafe fn advance_state_gradient<K: Kernel>(&mut self, chunk: usize) {
+        let BackwardScratch { rows, chunks, state_grad, value_grads, .. } = &mut *self.scratch;
         let chunk = &chunks[chunk];
-        // SAFETY: as this method's contract; the queries that read follow the keys.
+        // SAFETY: as this method's contract; the reading queries follow the reading keys.
         unsafe {
-            keep::<K::Vector>(gradient.at(0, 0), chunk.at(KEPT), gradient);
-            let reading = left::<K>(chunk.at(KEYS), 1, rows.width);
-            for panel in 0..gradient.count() {
-                let sizes = [self.dims.d_k, 2 * CHUNK, gradient.len(panel)];
-                multiply::<K>(reading, outer.at(panel, 0), gradient.at_mut(panel, 0), sizes, true);
+            scale_rows::<K::Vector>(state_grad.at(0, 0), chunk.kept(), state_grad);
+            let reading = left_operand::<K>(chunk.reading_keys(), 1, rows.width);
+            for panel in 0..state_grad.count() {
+                let sizes = ProductSizes { rows: self.dims.d_k, depth: 2 * CHUNK, columns: state_grad.len(panel) };
+                multiply::<K>(reading, value_grads.at(panel, 0), state_grad.at_mut(panel, 0), sizes, true);
             }
         }
     }

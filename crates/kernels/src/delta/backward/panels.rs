@@ -1,8 +1,8 @@
-//! Matrices as the kernel multiplies them.
+//! Matrices in the form that the kernel multiplies.
 
 use crate::cpu::{Format, Kernel, LeftOperand, MAX_COLUMNS, PanelProduct, Scratch, Vector};
 
-/// Matrices whose columns are split into panels of the kernel: (panels, rows, panel).
+/// A matrix whose columns are divided into panels of the kernel: (panels, rows, panel).
 pub(super) struct Panels {
     pub rows: usize,
     columns: usize,
@@ -16,17 +16,18 @@ impl Panels {
         Self { rows, columns, panel: K::PANEL, words }
     }
 
+    /// Returns the number of panels.
     pub fn count(&self) -> usize {
         self.columns.div_ceil(self.panel)
     }
 
-    /// The columns of a panel.
+    /// Returns the number of columns of a panel.
     pub fn len(&self, panel: usize) -> usize {
         self.panel.min(self.columns - panel * self.panel)
     }
 
-    /// One panel of whole vectors: rows that follow each other.
-    pub fn plain(rows: usize, columns: usize) -> Self {
+    /// Returns a matrix of one panel, whose rows are whole vectors that follow each other.
+    pub fn single(rows: usize, columns: usize) -> Self {
         Self { rows, columns, panel: columns, words: Scratch::zeros(rows * columns) }
     }
 
@@ -38,7 +39,7 @@ impl Panels {
         self.words.as_mut_ptr().wrapping_add((panel * self.rows + row) * self.panel)
     }
 
-    /// Zeros beyond the last column, whatever was there.
+    /// Copies a matrix, and sets the words beyond the last column to zero.
     ///
     /// # Safety
     /// `from` is valid for the matrix, row after row.
@@ -54,6 +55,8 @@ impl Panels {
         }
     }
 
+    /// Copies the matrix to memory.
+    ///
     /// # Safety
     /// `to` is valid for writes of the matrix, row after row.
     pub unsafe fn copy_rows_to(&self, to: *mut f32) {
@@ -68,12 +71,20 @@ impl Panels {
     }
 }
 
-/// A left operand whose rows and steps of depth are so many words apart.
-pub(super) fn left<K: Kernel>(at: *const f32, row: usize, step: usize) -> LeftOperand {
+/// Returns a left operand whose rows are `row` words apart, and its columns `step` words.
+pub(super) fn left_operand<K: Kernel>(at: *const f32, row: usize, step: usize) -> LeftOperand {
     LeftOperand { at, group: K::ROWS * row, row, step }
 }
 
-/// What is added to `to`, a panel of `vectors` vectors, or overwrites it.
+/// The sizes of a product.
+#[derive(Clone, Copy)]
+pub(super) struct ProductSizes {
+    pub rows: usize,
+    pub depth: usize,
+    pub columns: usize,
+}
+
+/// Adds the product of `a` and a panel `b` to a panel `c`, or overwrites `c` with it.
 ///
 /// # Safety
 /// As [`cpu::multiply`](crate::cpu::multiply).
@@ -82,7 +93,7 @@ pub(super) unsafe fn multiply<K: Kernel>(
     a: LeftOperand,
     b: *const f32,
     c: *mut f32,
-    [rows, depth, columns]: [usize; 3],
+    ProductSizes { rows, depth, columns }: ProductSizes,
     adds: bool,
 ) {
     static ONES: [f32; MAX_COLUMNS] = [1.0; MAX_COLUMNS];
@@ -92,7 +103,7 @@ pub(super) unsafe fn multiply<K: Kernel>(
     unsafe { crate::cpu::multiply::<K>(&PanelProduct { a, b, c, rows, depth, vectors, factors, format: Format::F32 }) }
 }
 
-/// Rows of one matrix as columns of another, in squares of `LANES` words.
+/// Writes the rows of one matrix as columns of another, in squares of `LANES` words.
 ///
 /// # Safety
 /// The processor has the instruction set of V; the other has the rows and columns, both rounded up to whole vectors.
@@ -108,7 +119,7 @@ pub(super) unsafe fn transpose<V: Vector>(from: &Panels, to: &mut Panels) {
     }
 }
 
-/// The vectors of a row of panels, with their first word of each panel and its place in a plain row.
+/// Runs a block for each vector of a row of panels, with the index of the panel and of the vector's first word in it.
 macro_rules! for_each_vector {
     ($panels:expr, $V:ty, |$panel:ident, $at:ident| $body:block) => {
         for $panel in 0..$panels.count() {
@@ -120,33 +131,34 @@ macro_rules! for_each_vector {
 }
 pub(super) use for_each_vector;
 
-/// The product of some rows of a matrix with another one, as deep as the first is wide.
+/// Computes the product `c` of some rows of a matrix `a` with a matrix `b`.
 ///
 /// # Safety
-/// The processor has the instruction set of K; the second has the depth, and the result the rows and the second's
-/// columns.
+/// The processor has the instruction set of K; `b` has a row for each column of `a`, and `c` has the rows and the
+/// columns of `b`.
 #[inline(always)]
-pub(super) unsafe fn product<K: Kernel>(a: &Panels, rows: usize, b: &Panels, c: &mut Panels) {
+pub(super) unsafe fn multiply_panels<K: Kernel>(a: &Panels, rows: usize, b: &Panels, c: &mut Panels) {
     for to in 0..b.count() {
         for panel in 0..a.count() {
-            let (left, sizes) = (left::<K>(a.at(panel, 0), a.panel, 1), [rows, a.len(panel), b.len(to)]);
+            let left = left_operand::<K>(a.at(panel, 0), a.panel, 1);
+            let sizes = ProductSizes { rows, depth: a.len(panel), columns: b.len(to) };
             // SAFETY: as this function's contract.
             unsafe { multiply::<K>(left, b.at(to, panel * a.panel), c.at_mut(to, 0), sizes, panel > 0) };
         }
     }
 }
 
-/// The rows of a matrix like `to`, each times what is kept of its channel.
+/// Multiplies each row of a matrix with its factor, and writes the rows to `to`.
 ///
 /// # Safety
 /// The processor has the instruction set of V; `from` has the panels of `to`, and may be the same.
 #[inline(always)]
-pub(super) unsafe fn keep<V: Vector>(from: *const f32, kept: *const f32, to: &mut Panels) {
+pub(super) unsafe fn scale_rows<V: Vector>(from: *const f32, factors: *const f32, to: &mut Panels) {
     for panel in 0..to.count() {
         for row in 0..to.rows {
             // SAFETY: as this function's contract; a panel has whole vectors.
             unsafe {
-                let factor = V::splat(*kept.add(row));
+                let factor = V::splat(*factors.add(row));
                 for at in (0..to.len(panel)).step_by(V::LANES) {
                     let word = (panel * to.rows + row) * to.panel + at;
                     V::load(from.add(word)).mul(factor).store(to.words.as_mut_ptr().add(word));

@@ -1,0 +1,189 @@
+//! The recurrent state of a gated delta net between calls.
+
+use candle_core::{Result, Tensor, bail};
+
+use candle_attention_modules::base::Expect;
+
+/// The operation in the error texts of the cache.
+const OP: &str = "delta_cache";
+
+/// The cache of one [`GatedDeltaNet`](crate::GatedDeltaNet) for a batch of sequences: the state of each head, and the
+/// last K - 1 inputs of the convolutions. Its size does not depend on the number of tokens.
+///
+/// A call with a cache ([`DeltaInput::with_cache`](crate::DeltaInput::with_cache)) continues after the last call: a
+/// prompt in pieces and single tokens return the results of one call over all tokens. A call that fails does not change
+/// the cache. A cache stores nothing that is tracked for gradients: a call with a layer of variables is an error.
+///
+/// A token cannot be removed from a state: [`truncate`](Self::truncate) returns to a [`snapshot`](Self::snapshot), or
+/// to the beginning.
+///
+/// ```
+/// use candle_attention::{DeltaCache, DeltaInput, GatedDeltaNet, GatedDeltaNetConfig};
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::VarBuilder;
+/// # fn main() -> candle_core::Result<()> {
+/// let net = GatedDeltaNet::new(&GatedDeltaNetConfig::new(64, 4), VarBuilder::zeros(DType::F32, &Device::Cpu))?;
+/// let mut cache = DeltaCache::default();
+/// net.forward_with(DeltaInput::new(&Tensor::zeros((2, 5, 64), DType::F32, &Device::Cpu)?).with_cache(&mut cache))?;
+/// cache.snapshot();
+/// let tokens = Tensor::zeros((2, 3, 64), DType::F32, &Device::Cpu)?; // guessed, and wrong
+/// net.forward_with(DeltaInput::new(&tokens).with_cache(&mut cache))?;
+/// cache.truncate(5)?;
+/// assert_eq!(cache.len(), 5);
+/// # Ok(()) }
+/// ```
+#[derive(Debug, Clone, Default)]
+pub struct DeltaCache {
+    /// Snapshots by length, the shortest first, and last the present state; empty before the first call.
+    states: Vec<CachedState>,
+}
+
+/// The state after some number of tokens. Tensors are never written to, so that a clone copies no data.
+#[derive(Debug, Clone)]
+pub(super) struct CachedState {
+    /// The number of tokens of each sequence.
+    pub lens: Vec<usize>,
+    /// The last inputs of the convolutions, (B, K - 1, C), contiguous.
+    pub conv_inputs: Tensor,
+    /// The states of the heads, (B, H, D_k, D_v), contiguous.
+    pub head_states: Tensor,
+}
+
+impl CachedState {
+    fn len(&self) -> usize {
+        self.lens.iter().copied().max().unwrap_or(0)
+    }
+
+    /// Returns the state with sequence `sequences[n]` as sequence n.
+    fn reordered(&self, sequences: &[usize]) -> Result<Self> {
+        let rows: Vec<_> = sequences.iter().map(|&sequence| sequence as u32).collect();
+        let rows = Tensor::new(rows.as_slice(), self.head_states.device())?;
+        Ok(Self {
+            lens: sequences.iter().map(|&sequence| self.lens[sequence]).collect(),
+            conv_inputs: self.conv_inputs.index_select(&rows, 0)?,
+            head_states: self.head_states.index_select(&rows, 0)?,
+        })
+    }
+}
+
+impl DeltaCache {
+    /// Returns the length of the longest sequence.
+    pub fn len(&self) -> usize {
+        self.states.last().map_or(0, CachedState::len)
+    }
+
+    /// Returns the length of each sequence; an empty list before the first call.
+    pub fn lens(&self) -> Vec<usize> {
+        self.states.last().map(|state| state.lens.clone()).unwrap_or_default()
+    }
+
+    /// Returns whether no sequence has a token.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Returns the bytes of all stored tensors, snapshots included.
+    pub fn memory(&self) -> usize {
+        let tensors = self.states.iter().flat_map(|state| [&state.conv_inputs, &state.head_states]);
+        tensors.map(|tensor| tensor.elem_count() * tensor.dtype().size_in_bytes()).sum()
+    }
+
+    /// Removes all sequences and all snapshots.
+    pub fn reset(&mut self) {
+        self.states.clear();
+    }
+
+    /// Stores the present state, so that [`truncate`](Self::truncate) can return to this [`len`](Self::len). It replaces
+    /// an earlier snapshot of the same length. It copies nothing, but its memory stays in use until the cache is
+    /// truncated to a shorter length or reset.
+    pub fn snapshot(&mut self) {
+        if let Some(present) = self.states.pop() {
+            self.states.retain(|state| state.len() < present.len());
+            self.states.extend([present.clone(), present]);
+        }
+    }
+
+    /// Returns every sequence to the snapshot at this [`len`](Self::len), and drops later snapshots. A length of 0
+    /// without a snapshot is the empty cache.
+    ///
+    /// # Errors
+    /// For a length without a snapshot that is neither 0 nor the present length. The cache is unchanged then.
+    pub fn truncate(&mut self, len: usize) -> Result<()> {
+        let target = self.states.iter().find(|state| state.len() == len).cloned();
+        if target.is_none() && len > 0 {
+            let mut snapshots: Vec<_> = self.states.iter().map(CachedState::len).collect();
+            snapshots.pop();
+            bail!(
+                "[{OP}] cannot truncate {} tokens to {len}, expected 0 or the length of a snapshot, one of {snapshots:?}: \
+                 a state cannot forget its last token",
+                self.len()
+            )
+        }
+        self.states.pop();
+        self.states.retain(|state| state.len() <= len);
+        self.states.extend(target);
+        Ok(())
+    }
+
+    /// Replaces sequence n of the batch by sequence `sequences[n]`, in snapshots too, as beam search does between its
+    /// steps. A sequence may be repeated or left out. An empty slice is a [`reset`](Self::reset).
+    ///
+    /// # Errors
+    /// For an index that the batch does not have. The cache is unchanged then.
+    pub fn reorder(&mut self, sequences: &[usize]) -> Result<()> {
+        let batch = self.lens().len();
+        if let Some(sequence) = sequences.iter().find(|&&sequence| sequence >= batch) {
+            bail!("[{OP}] sequence is {sequence}, expected one of the {batch} sequences in the cache")
+        }
+        if sequences.is_empty() {
+            self.reset();
+            return Ok(());
+        }
+        self.states = self.states.iter().map(|state| state.reordered(sequences)).collect::<Result<_>>()?;
+        Ok(())
+    }
+
+    /// Returns a second cache with the same sequences and snapshots, which continues independently. It copies nothing.
+    ///
+    /// # Errors
+    /// Never; the signature is that of [`AttentionCache::fork`](candle_attention_core::AttentionCache::fork).
+    pub fn fork(&self) -> Result<Self> {
+        Ok(self.clone())
+    }
+
+    /// Returns the present state, if there is one, for a call with these inputs.
+    ///
+    /// # Errors
+    /// For a state of other shapes or on another device than the call, and for convolution inputs of another dtype.
+    pub(super) fn state_for_call(
+        &self,
+        conv_shape: &[usize],
+        head_shape: &[usize],
+        xs: &Tensor,
+    ) -> Result<Option<&CachedState>> {
+        let Some(state) = self.states.last() else { return Ok(None) };
+        let conv_inputs = Expect::many(OP, "last inputs", &state.conv_inputs).sizes(conv_shape)?;
+        conv_inputs.same_device("the call", xs.device())?.dtype(xs.dtype(), "the call's")?;
+        Expect::many(OP, "states", &state.head_states).sizes(head_shape)?.same_device("the call", xs.device())?;
+        Ok(Some(state))
+    }
+
+    /// Replaces the present state by the state after a call.
+    ///
+    /// # Errors
+    /// If a tensor is tracked for gradients, which would end here.
+    pub(super) fn advance(&mut self, lens: Vec<usize>, conv_inputs: &Tensor, head_states: &Tensor) -> Result<()> {
+        if conv_inputs.track_op() || head_states.track_op() {
+            bail!(
+                "[{OP}] the layer's states are tracked for gradients, which a cache cannot store, expected a layer after \
+                 `freeze()` and an input `xs.detach()`"
+            )
+        }
+        // Candle concatenates views into a transposed tensor, which `index_select` does not take.
+        let state =
+            CachedState { lens, conv_inputs: conv_inputs.contiguous()?, head_states: head_states.contiguous()? };
+        self.states.pop();
+        self.states.push(state);
+        Ok(())
+    }
+}

@@ -1,0 +1,150 @@
+//! The inputs of one call of a gated delta net, and their checks.
+
+use candle_core::{DType, Device, Result, Tensor, bail};
+
+use super::cache::DeltaCache;
+use super::config::{GatedDeltaNetConfig, OP};
+use candle_attention_core::internal::{NewTokens, Padding, rows_of_ones};
+use candle_attention_core::{Backend, PackedSequences};
+use candle_attention_modules::base::Dim::{Any, Is, Named};
+use candle_attention_modules::base::{Expect, fits_in_memory};
+
+/// The inputs of one call of a [`GatedDeltaNet`](crate::GatedDeltaNet). A `&Tensor` converts into one without options.
+#[derive(Debug)]
+#[must_use]
+pub struct DeltaInput<'a> {
+    pub(super) xs: &'a Tensor,
+    pub(super) cache: Option<&'a mut DeltaCache>,
+    attention_mask: Option<&'a Tensor>,
+    valid_lens: Option<&'a [usize]>,
+    pub(super) packed: Option<&'a PackedSequences>,
+    pub(super) residual: Option<&'a Tensor>,
+    pub(super) backend: Backend,
+}
+
+impl<'a> DeltaInput<'a> {
+    /// Creates the inputs of a call over `xs` (B, T, E), or (T, E) for one sequence.
+    pub fn new(xs: &'a Tensor) -> Self {
+        Self {
+            xs,
+            cache: None,
+            attention_mask: None,
+            valid_lens: None,
+            packed: None,
+            residual: None,
+            backend: Backend::default(),
+        }
+    }
+
+    /// Continues after the tokens of earlier calls, and updates the cache with the tokens of this call.
+    pub fn with_cache(mut self, cache: &'a mut DeltaCache) -> Self {
+        self.cache = Some(cache);
+        self
+    }
+
+    /// Sets padding on either side: 1 for tokens and 0 for padding, (B, T) in any dtype, for the tokens of this call
+    /// only, without the tokens in a cache. The ones of a row are contiguous, and a row may have none. A sequence with
+    /// tokens in the cache has no padding on the left. Padding affects neither the outputs of tokens nor the cache. The
+    /// outputs of padding have no meaning.
+    pub fn with_attention_mask(mut self, attention_mask: &'a Tensor) -> Self {
+        self.attention_mask = Some(attention_mask);
+        self
+    }
+
+    /// Sets padding on the right: the number of tokens of each of the B sequences, at most T.
+    pub fn with_valid_lens(mut self, valid_lens: &'a [usize]) -> Self {
+        self.valid_lens = Some(valid_lens);
+        self
+    }
+
+    /// Sets sequences of different lengths, one after the other in `xs` (total, E). Each begins with a state of zeros.
+    /// They have neither a cache nor padding.
+    pub fn with_packed(mut self, packed: &'a PackedSequences) -> Self {
+        self.packed = Some(packed);
+        self
+    }
+
+    /// Sets a tensor of the output's shape and dtype, which is added to the output before it is rounded.
+    pub fn with_residual(mut self, residual: &'a Tensor) -> Self {
+        self.residual = Some(residual);
+        self
+    }
+
+    /// Sets the implementation of the rule that runs. It is [`Backend::Auto`] by default.
+    pub fn with_backend(mut self, backend: Backend) -> Self {
+        self.backend = backend;
+        self
+    }
+}
+
+impl<'a> From<&'a Tensor> for DeltaInput<'a> {
+    fn from(xs: &'a Tensor) -> Self {
+        Self::new(xs)
+    }
+}
+
+/// The checked inputs of a call.
+pub(super) struct CheckedInput {
+    /// (B, T, E), with zeros for padding.
+    pub xs: Tensor,
+    /// Which of the inputs are tokens.
+    pub tokens: NewTokens,
+}
+
+impl DeltaInput<'_> {
+    /// Checks that the inputs fit a layer with weights of a dtype on a device, and each other.
+    pub(super) fn check(&self, cfg: &GatedDeltaNetConfig, dtype: DType, device: &Device) -> Result<CheckedInput> {
+        let xs = self.xs;
+        let expect = Expect::one(OP, "input", xs);
+        match self.packed {
+            Some(sequences) => expect.shape(&[Named("total", sequences.total_queries()), Is(cfg.embed_dim())])?,
+            None => expect.shape_of(&[&[Any("B"), Any("T"), Is(cfg.embed_dim())], &[Any("T"), Is(cfg.embed_dim())]])?,
+        };
+        expect.dtype(dtype, "the weights'")?.same_device("the weights", device)?;
+        if let Some(residual) = self.residual {
+            let residual = Expect::one(OP, "residual", residual).sizes(xs.dims())?;
+            residual.dtype(dtype, "the input's")?.same_device("the input", device)?;
+        }
+        let batch = if xs.rank() == 2 { xs.unsqueeze(0)? } else { xs.clone() };
+        let (b, t, _) = batch.dims3()?;
+        // The projections, and before them the K - 1 inputs of the convolutions, also of sequences without tokens.
+        let width = cfg.projection_rows().all().iter().map(|rows| rows.count).sum();
+        if !fits_in_memory(&[b, t.saturating_add(cfg.conv_kernel_dim()), width]) {
+            bail!("[{OP}] input has shape {:?}, which does not fit in memory", xs.dims())
+        }
+        let tokens = self.check_padding(b, t)?;
+        if let Some(n) = (0..b).find(|&n| tokens.before[n] > 0 && tokens.tokens[n].start > 0) {
+            bail!("[{OP}] sequence {n} has padding between its tokens and those in the cache, expected none")
+        }
+        let has_padding = self.attention_mask.is_some() || self.valid_lens.is_some();
+        if self.packed.is_some() && (self.cache.is_some() || has_padding) {
+            bail!("[{OP}] packed sequences were given with a cache or with padding, expected neither")
+        }
+        Ok(CheckedInput { xs: tokens.without_padding(batch)?, tokens })
+    }
+
+    /// Returns which of the inputs (B, T) are tokens.
+    fn check_padding(&self, b: usize, t: usize) -> Result<NewTokens> {
+        let before = self.cache.as_ref().map(|cache| cache.lens()).unwrap_or_default();
+        let Some(mask) = self.attention_mask else {
+            return NewTokens::new(OP, before, (b, t), Padding { starts: None, valid_lens: self.valid_lens }, |_| {
+                String::new()
+            });
+        };
+        if self.valid_lens.is_some() {
+            bail!("[{OP}] both attention_mask and valid_lens were given, expected one of the two")
+        }
+        Expect::one(OP, "attention_mask", mask).shape(&[Named("B", b), Named("T", t)])?;
+        let (mut starts, mut ends) = (Vec::with_capacity(b), Vec::with_capacity(b));
+        for (sequence, row) in rows_of_ones(OP, mask)?.iter().enumerate() {
+            if row.has_gaps {
+                bail!("[{OP}] attention_mask has zeros between ones in sequence {sequence}, expected one run of ones")
+            }
+            starts.push(row.start);
+            ends.push(row.end);
+        }
+        NewTokens::new(OP, before, (b, t), Padding { starts: Some(&starts), valid_lens: Some(&ends) }, |_| {
+            String::new()
+        })
+    }
+}
