@@ -73,10 +73,10 @@ pub fn forward(cfg: &MultiHeadAttentionConfig, parameters: &Parameters, input: &
     });
     let mut k = project(parameters, "k_proj", &input.keys);
     let mut v = project(parameters, "v_proj", &input.values);
-    let normed = |q: &mut Array, k: &mut Array, now: bool| {
+    let normed = |queries: &mut Array, keys: &mut Array, now: bool| {
         if let Some(norm) = cfg.qk_norm().filter(|_| now) {
-            normalise(parameters, "q_norm", norm, d, q);
-            normalise(parameters, "k_norm", norm, d, k);
+            normalise(parameters, "q_norm", norm, d, queries);
+            normalise(parameters, "k_norm", norm, d, keys);
         }
     };
     let of_projections = cfg.qk_norm().is_some_and(|norm| norm.scope == QkNormScope::Projection);
@@ -160,10 +160,10 @@ pub fn forward(cfg: &MultiHeadAttentionConfig, parameters: &Parameters, input: &
 pub fn forward_latent(cfg: &MultiHeadLatentAttentionConfig, parameters: &Parameters, input: &Input) -> Output {
     let (xs, h, d, d_v) = (&input.queries, cfg.num_heads(), cfg.head_dim(), cfg.value_head_dim());
     let (b, t, nope, rope) = (xs.dim(0), xs.dim(1), cfg.nope_head_dim(), cfg.rope_head_dim());
-    let normalise = |name: &str, mut xs: Array| {
+    let normalise = |name: &str, mut normed: Array| {
         let norm = QkNorm { kind: QkNormKind::Rms, scope: QkNormScope::Projection, eps: cfg.norm_eps() };
-        self::normalise(parameters, name, norm, xs.width(), &mut xs);
-        xs
+        self::normalise(parameters, name, norm, normed.width(), &mut normed);
+        normed
     };
     let queries = match cfg.q_lora_rank() {
         None => project(parameters, "q_proj", xs),

@@ -135,8 +135,8 @@ impl Call {
         device: &Device,
         leaf: &mut dyn FnMut(&str, Tensor) -> Result<Tensor>,
     ) -> Result<Self> {
-        let mut viewed = |name: &str, array: &Array, dtype: DType| -> Result<Tensor> {
-            array.look(&leaf(name, array.leaf(dtype, device)?)?)
+        let mut viewed = |name: &str, array: &Array, leaf_dtype: DType| -> Result<Tensor> {
+            array.look(&leaf(name, array.leaf(leaf_dtype, device)?)?)
         };
         let q = viewed("q", &case.q, dtype)?;
         let k = viewed("k", &case.k, dtype)?;

@@ -41,8 +41,8 @@ fn sdpa_with_random_masks_and_options_matches_oracle(device: &Device) {
 /// Combines each constraint with another set of options and another dtype.
 fn sdpa_with_empty_sizes_matches_oracle(device: &Device) {
     let dtypes = dtypes(device);
-    let masks: Vec<_> = std::iter::once(vec![]).chain(Kind::all().into_iter().map(|kind| vec![vec![kind]])).collect();
-    for (bits, (n, masks)) in (0..16).flat_map(|bits| masks.iter().enumerate().map(move |masks| (bits, masks))) {
+    let lists: Vec<_> = std::iter::once(vec![]).chain(Kind::all().into_iter().map(|kind| vec![vec![kind]])).collect();
+    for (bits, (n, masks)) in (0..16).flat_map(|bits| lists.iter().enumerate().map(move |masks| (bits, masks))) {
         let size = |bit: usize, size: usize| if bits & bit > 0 { 0 } else { size };
         let dims = Dims { b: size(1, 2), h: 4, h_kv: 2, t_q: size(2, 19), t_kv: size(4, 40), d: 3, d_v: size(8, 18) };
         let (chosen, dtype) = (Chosen::set((bits + n) % Chosen::SETS), dtypes[n % dtypes.len()]);

@@ -44,8 +44,8 @@ fn dropout_in_training_drops_fraction_p_and_rescales_kept_weights(device: &Devic
     for call in calls(device)? {
         let (plain, dtype) = (values(&call.with_weights()?.weights), call.q.dtype());
         for p in [0.1, 0.5, 0.9] {
-            let pytorchs = values(&TorchSeed::new(11).dropout_keep((2, 4, 40, 50), p)?);
-            for (options, pytorchs) in [(training(p), None), (seeded(p, 11), Some(pytorchs))] {
+            let drawn = values(&TorchSeed::new(11).dropout_keep((2, 4, 40, 50), p)?);
+            for (options, pytorchs) in [(training(p), None), (seeded(p, 11), Some(drawn))] {
                 let (mut kept, mut all) = (0.0, 0.0);
                 for (n, after) in values(&with(&call, options)?.weights).into_iter().enumerate() {
                     let before = plain[n];

@@ -41,7 +41,7 @@ fn embedding_adds_rows_of_tokens_and_positions() -> Result<()> {
     let of_dtypes = [DType::U8, DType::U32, DType::I64, DType::I32, DType::I16].map(|dtype| grid.to_dtype(dtype));
     let repeated = grid.i((0, ..1))?.broadcast_as((2, 3));
     let views = [grid.t(), grid.i((.., 1)), grid.i(1)?.narrow(0, 1, 2), repeated];
-    let ids = none.into_iter().chain(of_dtypes).chain(views).collect::<Result<Vec<_>>>()?;
+    let batches = none.into_iter().chain(of_dtypes).chain(views).collect::<Result<Vec<_>>>()?;
     let transposed = table(7)?.t()?.contiguous()?.t()?;
     assert!(!transposed.is_contiguous());
     for (table, &dtype) in [table(7)?, transposed].iter().flat_map(|x| dtypes(&CPU).iter().map(move |dtype| (x, dtype)))
@@ -49,7 +49,9 @@ fn embedding_adds_rows_of_tokens_and_positions() -> Result<()> {
         let [without, with] = layers(&table.to_dtype(dtype)?)?;
         assert_eq!((without.vocab_size(), without.embed_dim(), without.position_embeddings().is_none()), (7, 3, true));
         let calls = [(&without, 0, 0.0), (&without, usize::MAX, 0.0), (&with, 0, 0.25), (&with, 2, 0.25)];
-        for ((layer, offset, step), ids) in calls.into_iter().flat_map(|call| ids.iter().map(move |ids| (call, ids))) {
+        for ((layer, offset, step), ids) in
+            calls.into_iter().flat_map(|call| batches.iter().map(move |ids| (call, ids)))
+        {
             let t = ids.dims()[ids.rank() - 1];
             let vector = |(n, id): (usize, f64)| {
                 let position = step * (offset as f64 + (n % t) as f64);
@@ -103,15 +105,15 @@ fn embedding_gradients_reach_only_rows_and_positions_in_use() -> Result<()> {
     let found = gradient(&layer, &[[1, 3], [1, 2]], &var)?;
     assert_eq!(found, [[0., 0., 0.], [1. + 7., 2. + 8., 3. + 9.], [10., 11., 12.], [4., 5., 6.]]);
     // The padding token's position learns, as in PyTorch: only its row of the token table does not.
-    let (map, layer) = trained(&EmbeddingConfig::new(4, 3).with_max_positions(3).with_padding_idx(0))?;
-    let found = gradient(&layer, &[[1, 0], [1, 2]], &named(&map)["position_embedding.weight"])?;
-    assert_eq!(found, [[1. + 7., 2. + 8., 3. + 9.], [4. + 10., 5. + 11., 6. + 12.], [0., 0., 0.]]);
+    let (vars, positioned) = trained(&EmbeddingConfig::new(4, 3).with_max_positions(3).with_padding_idx(0))?;
+    let of_positions = gradient(&positioned, &[[1, 0], [1, 2]], &named(&vars)["position_embedding.weight"])?;
+    assert_eq!(of_positions, [[1. + 7., 2. + 8., 3. + 9.], [4. + 10., 5. + 11., 6. + 12.], [0., 0., 0.]]);
     // NaN and infinities would not become zero in a product with zero.
-    let (map, layer) = trained(&EmbeddingConfig::new(4, 3).with_padding_idx(1))?;
-    layer.embeddings().slice_set(&Tensor::new(&[[f32::NAN, f32::INFINITY, 1.]], &CPU)?, 0, 1)?;
-    assert_eq!(layer.forward(&Tensor::new(&[1u32], &CPU)?)?.i((0, 2))?.to_scalar::<f32>()?, 1.);
-    let found = gradient(&layer, &[[1, 3], [1, 2]], &named(&map)["embedding.weight"])?;
-    assert_eq!(found, [[0., 0., 0.], [0., 0., 0.], [10., 11., 12.], [4., 5., 6.]]);
+    let (map, padded) = trained(&EmbeddingConfig::new(4, 3).with_padding_idx(1))?;
+    padded.embeddings().slice_set(&Tensor::new(&[[f32::NAN, f32::INFINITY, 1.]], &CPU)?, 0, 1)?;
+    assert_eq!(padded.forward(&Tensor::new(&[1u32], &CPU)?)?.i((0, 2))?.to_scalar::<f32>()?, 1.);
+    let of_padded = gradient(&padded, &[[1, 3], [1, 2]], &named(&map)["embedding.weight"])?;
+    assert_eq!(of_padded, [[0., 0., 0.], [0., 0., 0.], [10., 11., 12.], [4., 5., 6.]]);
     Ok(())
 }
 

@@ -92,7 +92,7 @@ impl Exact for Attention {
             })
         });
         let given = [("sinks", options.sinks.as_mut()), ("slopes", options.alibi_slopes.as_mut())];
-        let distances = ("distances", options.relative_bias.as_mut().map(|biases| &mut biases.data));
+        let distances = ("distances", options.relative_bias.as_mut().map(|relative| &mut relative.data));
         let given = given.into_iter().chain([distances]).filter_map(|(name, given)| Some((name.to_string(), given?)));
         let always = [("q", &mut q.data), ("k", &mut k.data), ("v", &mut v.data)];
         always.into_iter().map(|(name, data)| (name.to_string(), data)).chain(biases).chain(given).collect()
@@ -149,11 +149,11 @@ fn tolerance(case: &Case, dtype: DType) -> f64 {
 fn spoil_unseen(call: &mut Attention, special: f64) {
     fill_unseen(&mut call.case, special);
     let Dims { b, h, t_q, t_kv, d, d_v, .. } = call.case.dims;
-    let sees = |[b, h, i]: [usize; 3]| (0..t_kv).any(|j| call.case.sees([b, h, i, j]));
+    let sees = |[sequence, head, i]: [usize; 3]| (0..t_kv).any(|j| call.case.sees([sequence, head, i, j]));
     let unseen: Vec<_> = vectors(b, h, t_q).map(|row| !sees(row)).collect();
     call.factors = (0..unseen.len() * d_v).map(|n| if unseen[n / d_v] { special } else { factor(n) }).collect();
-    for ([b, h, i], _) in vectors(b, h, t_q).zip(&unseen).filter(|(_, is_unseen)| **is_unseen) {
-        for place in (0..d).map(|d| call.case.q.place([b, h, i, d])).collect::<Vec<_>>() {
+    for ([sequence, head, i], _) in vectors(b, h, t_q).zip(&unseen).filter(|(_, is_unseen)| **is_unseen) {
+        for place in (0..d).map(|d| call.case.q.place([sequence, head, i, d])).collect::<Vec<_>>() {
             call.case.q.data[place] = special;
         }
     }

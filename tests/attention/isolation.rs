@@ -110,13 +110,13 @@ impl Poison {
 pub fn fill_unseen(case: &mut Case, special: f64) {
     let Dims { b, h, h_kv, t_q, t_kv, d, d_v } = case.dims;
     let group = h / h_kv;
-    for [b, key_head, j] in vectors(b, h_kv, t_kv) {
+    for [sequence, key_head, j] in vectors(b, h_kv, t_kv) {
         let mut heads = key_head * group..(key_head + 1) * group;
-        if heads.any(|h| (0..t_q).any(|i| case.sees([b, h, i, j]))) {
+        if heads.any(|head| (0..t_q).any(|i| case.sees([sequence, head, i, j]))) {
             continue;
         }
         for (array, width) in [(&mut case.k, d), (&mut case.v, d_v)] {
-            for place in (0..width).map(|d| array.place([b, key_head, j, d])).collect::<Vec<_>>() {
+            for place in (0..width).map(|n| array.place([sequence, key_head, j, n])).collect::<Vec<_>>() {
                 array.data[place] = special;
             }
         }

@@ -76,12 +76,12 @@ fn run(kind: &Kind, sizes: [usize; 3], masks: Vec<Mask>, (dtype, device): (DType
     let (output, ys) = (layer.run_with_weights(call())?, layer.run(call())?);
     let largest = expected.ys.iter().fold(1.0, |most: f64, y| most.max(y.abs()));
     let most = |_| tolerance(dtype) * largest;
-    for (what, ys) in [
+    for (what, found) in [
         ("the output", &ys),
         ("that beside weights", &output.output),
         ("the reference path", &layer.run(call().with_backend(Backend::Reference))?),
     ] {
-        compare(what, ys, (&[b, t_q, out_dim], dtype), &expected.ys, most)?;
+        compare(what, found, (&[b, t_q, out_dim], dtype), &expected.ys, most)?;
     }
     compare("weights", &output.weights, (&[b, h, t_q, t_kv + kind.more_keys()], dtype), &expected.weights, most)?;
     // Two dimensions are one sequence. A memory has other strides, so the kernel may add in another order.
@@ -101,8 +101,8 @@ fn run(kind: &Kind, sizes: [usize; 3], masks: Vec<Mask>, (dtype, device): (DType
         // A residual is added as its caller would, by variables too.
         let residual = ys.ones_like()?;
         let mut variable = |_: &str, tensor: Tensor| Ok(Var::from_tensor(&tensor)?.into_inner());
-        for layer in [&layer, &kind.of_leaves(&parameters, dtype, device, &mut variable)?] {
-            let added = layer.run(call().with_residual(&residual))?;
+        for each in [&layer, &kind.of_leaves(&parameters, dtype, device, &mut variable)?] {
+            let added = each.run(call().with_residual(&residual))?;
             assert_close(&added, &(&ys + &residual)?, 2.0 * most(0), "a residual");
         }
     }
@@ -132,8 +132,8 @@ fn matches_plain_loops(feature: Feature, device: &Device) -> Result<()> {
         for (s, sizes) in square.into_iter().chain(cross).enumerate() {
             // Every mask where lengths are the same and where they differ, and none and another for each other size.
             let is_every = [square[0], [1, 3, 6]].contains(&sizes);
-            let masks = call_masks(sizes, kind.num_heads()).into_iter().enumerate();
-            for (n, masks) in masks.filter(|(n, _)| is_every || *n == 0 || *n == 1 + (m + s) % 4) {
+            let numbered = call_masks(sizes, kind.num_heads()).into_iter().enumerate();
+            for (n, masks) in numbered.filter(|(n, _)| is_every || *n == 0 || *n == 1 + (m + s) % 4) {
                 for &dtype in dtypes(device) {
                     match run(&kind, sizes, masks.clone(), (dtype, device)) {
                         Ok(()) => calls += 1,
@@ -193,8 +193,8 @@ fn custom_attention_function_receives_arguments_of_layer(device: &Device) -> Res
         Config::new(16, 4).with_num_kv_heads(2).with_causal(true).with_rope(RopeConfig::new(100.0)).with_softcap(2.0);
     let layer = layer(&cfg, DType::F32, device)?;
     let xs = Tensor::randn(0f32, 1., (2, 5, 16), device)?;
-    let mask = AttentionMask::none().with_window(2);
-    let input = || AttentionInput::new(&xs).with_mask(&mask).with_residual(&xs);
+    let window = AttentionMask::none().with_window(2);
+    let input = || AttentionInput::new(&xs).with_mask(&window).with_residual(&xs);
     let same = layer.forward_with(input().with_function(&scaled_dot_product_attention))?;
     assert_close(&same, &layer.forward_with(input())?, 0.0, "attention itself");
     let twice = |q: &Tensor, k: &Tensor, v: &Tensor, mask: &AttentionMask, options: &SdpaOptions| {

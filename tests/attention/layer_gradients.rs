@@ -45,7 +45,7 @@ impl Operation for Call {
             false => (leaf("keys", keys.tensor(dtype, &CPU)?)?, leaf("values", values.tensor(dtype, &CPU)?)?),
         };
         let memory = layer.as_multi_head().filter(|_| in_memory);
-        let memory = memory.map(|layer| layer.project_memory(&keys, &vs)).transpose()?;
+        let memory = memory.map(|attention| attention.project_memory(&keys, &vs)).transpose()?;
         let call = AttentionInput::new(&xs).with_mask(&mask);
         Ok(vec![layer.run(match &memory {
             Some(memory) => call.with_memory(memory),

@@ -67,32 +67,32 @@ impl Operation for Call {
     type Way = (Backend, bool);
 
     fn run(&self, &(backend, is_packed): &Self::Way, leaf: Leaf) -> Result<Vec<Tensor>> {
-        let layer = self.kind.of_leaves(&self.parameters, DType::F32, &self.device, leaf)?;
+        let built = self.kind.of_leaves(&self.parameters, DType::F32, &self.device, leaf)?;
         let (is_self, [width, of_keys, of_values, _]) = (self.kind.is_self(1, 1), self.kind.widths());
         let sequences = sequences(is_self)?;
         let (total_q, total_kv, random) = (sequences.total_queries(), sequences.total_keys(), &mut Random::new(7));
-        let mut draw = |name, t, width| leaf(name, drawn(&[t, width], random).tensor(DType::F32, &self.device)?);
-        let xs = draw("queries", total_q, width)?;
+        let mut draw = |name, t, size| leaf(name, drawn(&[t, size], random).tensor(DType::F32, &self.device)?);
+        let queries = draw("queries", total_q, width)?;
         let cross =
             if is_self { None } else { Some((draw("keys", total_kv, of_keys)?, draw("values", total_kv, of_values)?)) };
-        let run = |layer: &dyn Layer, of: Option<usize>| -> Result<Tensor> {
+        let run = |on: &dyn Layer, of: Option<usize>| -> Result<Tensor> {
             let own_len = |s: usize| sequences.keys(s).len().saturating_sub(1);
             let lens: Vec<_> = of.map_or(0..sequences.len(), |s| s..s + 1).map(own_len).collect();
             let mask = AttentionMask::none().with_valid_lens(lens);
             let part = |xs: &Tensor| of.map_or(Ok(xs.clone()), |s| part_of(xs, &sequences.keys(s)));
-            let xs = of.map_or(Ok(xs.clone()), |s| part_of(&xs, &sequences.queries(s)))?;
+            let xs = of.map_or(Ok(queries.clone()), |s| part_of(&queries, &sequences.queries(s)))?;
             let call = AttentionInput::new(&xs).with_mask(&mask).with_backend(backend);
             let call = if of.is_some() { call } else { call.with_packed(&sequences) };
             match &cross {
-                Some((keys, vs)) => layer.run(call.with_key_value(&part(keys)?, &part(vs)?)),
-                None => layer.run(call),
+                Some((keys, vs)) => on.run(call.with_key_value(&part(keys)?, &part(vs)?)),
+                None => on.run(call),
             }
         };
         if !is_packed {
-            return Ok(vec![one_by_one(&sequences, |s| run(&*layer, Some(s)))?]);
+            return Ok(vec![one_by_one(&sequences, |s| run(&*built, Some(s)))?]);
         }
-        let packed = run(&*layer, None)?;
-        assert_close(&run(&*layer.frozen()?, None)?, &packed, 2e-5, "frozen");
+        let packed = run(&*built, None)?;
+        assert_close(&run(&*built.frozen()?, None)?, &packed, 2e-5, "frozen");
         Ok(vec![packed])
     }
 }
@@ -124,7 +124,7 @@ fn check_layers(layers: Vec<(&'static str, Kind)>, device: &Device) -> Result<()
                 continue;
             }
             let each = backward(&call, &(backend, false), |_| true)?;
-            let most = |name: &str, largest: f64| 2e-5 * if name == "result 0" { 1.0 } else { largest.max(1.0) };
+            let most = |what: &str, largest: f64| 2e-5 * if what == "result 0" { 1.0 } else { largest.max(1.0) };
             are_near(&packed?, &each, most).map_err(|error| error.context(format!("{name}, {backend:?}")))?;
         }
     }

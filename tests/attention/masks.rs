@@ -61,21 +61,21 @@ fn mask_with_random_constraints_matches_oracle(device: &Device) {
         let (ranges, additive) = (mask.resolve(b, t_q, t_kv)?, values(&additive.broadcast_as((b, h, t_q, t_kv))?));
         let (mut structural, biases) = (case.clone(), Case { options: Options::default(), ..case.clone() });
         let is_interval = |part: &Part| !matches!(part, Part::Keep(_) | Part::Bias(_));
-        structural.masks.iter_mut().for_each(|mask| mask.parts.retain(is_interval));
+        structural.masks.iter_mut().for_each(|own| own.parts.retain(is_interval));
         structural.options.alibi_slopes = None;
         let mut drawn = vec![String::new(); b];
-        for (b, i) in (0..b).flat_map(|b| (0..t_q).map(move |i| (b, i))) {
-            let seen: Vec<usize> = (0..t_kv).filter(|&j| structural.sees([b, 0, i, j])).collect();
-            let range = ranges.kv_range(b, i);
+        for (sequence, i) in (0..b).flat_map(|b| (0..t_q).map(move |i| (b, i))) {
+            let seen: Vec<usize> = (0..t_kv).filter(|&j| structural.sees([sequence, 0, i, j])).collect();
+            let range = ranges.kv_range(sequence, i);
             if range.clone().collect::<Vec<_>>() != seen || (seen.is_empty() && range != (0..0)) {
-                bail!("query {i} of {b} sees {seen:?}, not {range:?}");
+                bail!("query {i} of {sequence} sees {seen:?}, not {range:?}");
             }
             let position = case.position(0, i).clamp(i64::MIN.into(), i64::MAX.into());
             if i128::from(ranges.query_position(i)) != position {
                 bail!("query {i} stands at {}, expected {position}", ranges.query_position(i));
             }
             let row: Vec<_> = (0..t_kv).map(|j| if seen.contains(&j) { "1" } else { "." }).collect();
-            drawn[b].push_str(&format!("{}\n", row.join(" ")));
+            drawn[sequence].push_str(&format!("{}\n", row.join(" ")));
         }
         let indices =
             (0..b * h * t_q * t_kv).map(|n| [n / (h * t_q * t_kv), n / (t_q * t_kv) % h, n / t_kv % t_q, n % t_kv]);
@@ -167,7 +167,7 @@ fn mask_of_part_equals_part_of_whole_mask() -> Result<()> {
     for mask in masks {
         let whole = mask.resolve(2, 7, 7)?;
         for (queries, keys) in [(0..7, 0..7), (2..4, 3..7), (5..7, 0..3)] {
-            let of_part = |mask: &AttentionMask| mask.of_part(2, queries.clone(), keys.clone());
+            let of_part = |one: &AttentionMask| one.of_part(2, queries.clone(), keys.clone());
             for part in [of_part(&mask)?, of_part(&AttentionMask::none())?.and(&mask)] {
                 let part = part.resolve(2, queries.len(), keys.len())?;
                 for (b, query) in (0..2).flat_map(|b| queries.clone().map(move |query| (b, query))) {

@@ -50,7 +50,8 @@ impl Split {
             Some(&first) if in_order => tensor.narrow(dim, first, keys.len()),
             // Candle copies no view of an empty buffer that begins past its end.
             Some(_) if tensor.elem_count() == 0 => {
-                let sizes = tensor.dims().iter().enumerate().map(|(n, &size)| if n == dim { keys.len() } else { size });
+                let sizes =
+                    tensor.dims().iter().enumerate().map(|(axis, &size)| if axis == dim { keys.len() } else { size });
                 Tensor::zeros(sizes.collect::<Vec<_>>(), tensor.dtype(), device)
             }
             Some(_) => {
@@ -60,7 +61,7 @@ impl Split {
             None => tensor.narrow(dim, 0, 0),
         };
         let columns = |dtype: DType, entry: &dyn Fn([usize; 4]) -> f64| {
-            let column = |[b, h, i, n]: [usize; 4]| entry([b, h, i, keys[n]]);
+            let column = |[sequence, head, i, at]: [usize; 4]| entry([sequence, head, i, keys[at]]);
             Array::each([b, h, t_q, keys.len()], column).tensor(dtype, device)
         };
         let keep = columns(DType::U8, &|index| f64::from(u8::from(case.sees(index))))?;
@@ -68,8 +69,8 @@ impl Split {
         for (m, own) in by_distance.masks.iter_mut().enumerate() {
             for (p, part) in own.parts.iter().enumerate() {
                 if let Part::Bias(bias) = part {
-                    let whole = bias.look(&leaves[&format!("bias {m} {p}")])?.broadcast_as((b, h, t_q, t_kv))?;
-                    mask = mask.with_bias(&take(&whole, 3)?);
+                    let biases = bias.look(&leaves[&format!("bias {m} {p}")])?.broadcast_as((b, h, t_q, t_kv))?;
+                    mask = mask.with_bias(&take(&biases, 3)?);
                 }
             }
             own.parts.retain(|part| !matches!(part, Part::Bias(_)));

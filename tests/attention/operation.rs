@@ -72,7 +72,7 @@ fn differentiate<O: Operation>(
         if vars.is_empty() {
             continue;
         }
-        let factors: Vec<f64> = (first..first + result.elem_count()).map(|n| call.factor(n) / 2.0).collect();
+        let factors: Vec<f64> = (first..first + result.elem_count()).map(|at| call.factor(at) / 2.0).collect();
         first += result.elem_count();
         // Rows that are fully masked have a log-sum-exp of -inf, which is not part of the loss.
         let is_finite = values(&result).iter().all(|x| x.is_finite());
@@ -112,10 +112,10 @@ fn of_variables(vars: &BTreeMap<String, Var>, store: &GradStore) -> Result<Named
 /// Compares found with expected tensors; `most` returns the tolerance of an entry, from the name and the largest
 /// number.
 pub fn are_near(found: &Named, expected: &Named, most: impl Fn(&str, f64) -> f64) -> Result<()> {
-    for (name, found) in found {
+    for (name, own) in found {
         let numbers = values(&expected[name]);
-        let largest = numbers.iter().filter(|x| x.is_finite()).fold(0.0, |most: f64, x| most.max(x.abs()));
-        compare(name, found, (expected[name].dims(), found.dtype()), &numbers, |_| most(name, largest))?;
+        let largest = numbers.iter().filter(|x| x.is_finite()).fold(0.0, |so_far: f64, x| so_far.max(x.abs()));
+        compare(name, own, (expected[name].dims(), own.dtype()), &numbers, |_| most(name, largest))?;
     }
     Ok(())
 }
@@ -147,7 +147,7 @@ pub fn has_slopes<O: Exact>(call: &O, way: &O::Way, tolerance: f64, probes: usiz
             let mut loss_at = |number: f64| -> f64 {
                 moved.buffers()[buffer].1[n] = number;
                 let exact = moved.exact().into_iter().enumerate().filter(|(_, x)| x.is_finite());
-                exact.map(|(n, x)| call.factor(n) * x).sum()
+                exact.map(|(at, x)| call.factor(at) * x).sum()
             };
             let slope = (loss_at(value + STEP) - loss_at(value - STEP)) / (2.0 * STEP);
             moved.buffers()[buffer].1[n] = value;

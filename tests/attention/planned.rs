@@ -54,8 +54,8 @@ fn plan_names_backend_that_runs(device: &Device) {
             _ => "",
         };
         // Forcing an instruction set does not change what the kernel can do.
-        for call in [call.clone(), call.on_instruction_set(InstructionSet::Scalar)] {
-            let plan = planned(&call)?;
+        for each in [call.clone(), call.on_instruction_set(InstructionSet::Scalar)] {
+            let plan = planned(&each)?;
             assert!(
                 plan.reason.contains(obstacle) && (obstacle.is_empty() || plan.backend == Backend::Reference),
                 "{plan}"

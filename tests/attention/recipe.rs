@@ -319,12 +319,12 @@ fn kernel_dims() -> impl Strategy<Value = Dims> {
     const LISTS: [&[usize]; 7] = [&[1, 2, 3], &[1, 2, 3], &[1, 2, 3, 8], &LENGTHS, &LENGTHS, &WIDTHS, &WIDTHS];
     // Single queries are what decoding asks.
     let queries = prop_oneof![1 => 1..=3usize, 4 => select(&LENGTHS[..])];
-    let [b, h_kv, group, _, t_kv, d, d_v] = LISTS.map(select);
+    let [batches, key_heads, groups, _, keys, widths, value_widths] = LISTS.map(select);
     let most = prop_oneof![24 => Just(1_000_000), 1 => Just(12_000_000)];
     let dims = |[b, h_kv, group, t_q, t_kv, d, d_v]: [usize; 7]| Dims { b, h: h_kv * group, h_kv, t_q, t_kv, d, d_v };
     // Multiplications, with something for the questions about each query and key.
-    let work = |dims: Dims| dims.b * dims.h * dims.t_q * dims.t_kv * (dims.d + dims.d_v + 64);
-    ((b, h_kv, group, queries, t_kv, d, d_v), most, 0..LISTS.len()).prop_map(
+    let work = |of: Dims| of.b * of.h * of.t_q * of.t_kv * (of.d + of.d_v + 64);
+    ((batches, key_heads, groups, queries, keys, widths, value_widths), most, 0..LISTS.len()).prop_map(
         move |((b, h_kv, group, t_q, t_kv, d, d_v), most, first)| {
             dims(within([b, h_kv, group, t_q, t_kv, d, d_v], LISTS, first, |sizes| work(dims(sizes)) <= most))
         },

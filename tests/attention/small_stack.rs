@@ -24,8 +24,8 @@ fn gated_delta_rule_gradient_sums(tokens: usize, is_packed: bool) -> Result<Vec<
         let token_first = |tensor: &Tensor| tensor.squeeze(0)?.transpose(0, 1);
         let rows = [token_first(&q)?, token_first(&k)?, token_first(&v)?];
         let (decay, beta) = (token_first(&decay)?, token_first(&beta)?);
-        let [q, k, v] = &rows;
-        gated_delta_rule_varlen(q, k, v, Some(&decay), Some(&beta), None, &sequences, &options)?
+        let [q_rows, k_rows, v_rows] = &rows;
+        gated_delta_rule_varlen(q_rows, k_rows, v_rows, Some(&decay), Some(&beta), None, &sequences, &options)?
     } else {
         gated_delta_rule(&q, &k, &v, Some(&decay), Some(&beta), None, &options)?
     };

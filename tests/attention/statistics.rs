@@ -50,9 +50,9 @@ fn statistics(expected: &Expected, recipe: &Recipe, found: &AttentionStatistics)
         of_key(key).map(|at| bound(at) + t_q as f64 * weights[at] * f64::from(f32::EPSILON)).sum()
     })?;
     // The weights at these places.
-    let are = |what: &str, found: &Tensor, shape: &[usize], places: Vec<usize>| {
+    let are = |what: &str, got: &Tensor, shape: &[usize], places: Vec<usize>| {
         let exact: Vec<_> = places.iter().map(|&at| weights[at]).collect();
-        compare(what, found, (shape, float), &exact, |n| bound(places[n]))
+        compare(what, got, (shape, float), &exact, |n| bound(places[n]))
     };
     let k = wanted.top_keys().min(t_kv);
     let (shape, mut sorted, mut of_keys) = ([b, h, t_q, k], vec![], vec![]);
@@ -142,14 +142,14 @@ fn statistics_of_layers_match_their_weights() -> Result<()> {
     let cfg = Config::new(32, 4).with_causal(true).with_num_kv_heads(2).with_rope(RopeConfig::new(100.0));
     let content = ContentPositions::Clipped { left: 4, right: 2 };
     let (plain, of_content) = (Config::new(32, 4), Config::new(32, 4).with_content_positions(content));
-    let cache = AttentionCacheConfig::new;
+    let config = AttentionCacheConfig::new;
     for (kind, cache) in [
         (Kind::MultiHead(plain.with_relative_bias(RelativeBiasConfig::new(true))), None),
         (Kind::MultiHead(of_content), None),
-        (Kind::MultiHead(cfg.clone()), Some(cache())),
-        (Kind::MultiHead(cfg.clone()), Some(cache().with_q8())),
-        (Kind::MultiHead(cfg.with_window(4)), Some(cache().with_window(4))),
-        (Kind::Latent(LatentConfig::new(32, 4).with_causal(true)), Some(cache())),
+        (Kind::MultiHead(cfg.clone()), Some(config())),
+        (Kind::MultiHead(cfg.clone()), Some(config().with_q8())),
+        (Kind::MultiHead(cfg.with_window(4)), Some(config().with_window(4))),
+        (Kind::Latent(LatentConfig::new(32, 4).with_causal(true)), Some(config())),
     ] {
         let layer = kind.of_parameters(&kind.parameters(3), DType::F32, &CPU)?;
         let mut caches =
@@ -248,7 +248,7 @@ fn statistics_of_rows_of_nan_are_nan_on_every_path() -> Result<()> {
             // The keys that every query of these attends to.
             assert_eq!(is_nan(&found.key_weight_sums)[..=bad_key], [true; 3], "{backend:?}: sums");
             let weights = found.weights.expect("requested").narrow(3, 0, bad_key + 1)?;
-            assert_eq!(is_nan(&weights), of_queries.map(|is_nan| [is_nan; 3]).concat(), "{backend:?}: weights");
+            assert_eq!(is_nan(&weights), of_queries.map(|flag| [flag; 3]).concat(), "{backend:?}: weights");
         }
     }
     Ok(())

@@ -33,9 +33,9 @@ pub fn named(variables: &VarMap) -> HashMap<String, Var> {
 pub fn gradients(ys: &Tensor, of: &[&Tensor]) -> Result<Vec<Tensor>> {
     let factors = (Tensor::arange(0f32, ys.elem_count() as f32, ys.device())? * 0.37)?.sin()?;
     let store = (ys * factors.reshape(ys.dims())?.to_dtype(ys.dtype())?)?.sum_all()?.backward()?;
-    let gradient = |of: &&Tensor| {
-        let gradient = store.get(of).unwrap_or_else(|| panic!("{:?} has no gradient", of.dims()));
-        assert_eq!((gradient.dims(), gradient.dtype()), (of.dims(), of.dtype()), "the gradient's shape and dtype");
+    let gradient = |x: &&Tensor| {
+        let gradient = store.get(x).unwrap_or_else(|| panic!("{:?} has no gradient", x.dims()));
+        assert_eq!((gradient.dims(), gradient.dtype()), (x.dims(), x.dtype()), "the gradient's shape and dtype");
         gradient.clone()
     };
     Ok(of.iter().map(gradient).collect())

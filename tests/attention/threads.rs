@@ -89,8 +89,8 @@ fn calls_nested_in_another_pool_match_sequential_calls() {
                 // And one level further down.
                 let m = (n + 7) % all.len();
                 let (one, other) = rayon::join(|| all[m].run(), || all[n].run());
-                for (got, n) in [(one, m), (other, n)] {
-                    assert!(got == expected[n], "{threads} threads, joined: {}", all[n].name);
+                for (got, at) in [(one, m), (other, n)] {
+                    assert!(got == expected[at], "{threads} threads, joined: {}", all[at].name);
                 }
             });
         });

@@ -27,7 +27,7 @@ fn packed(dtypes: &'static [DType]) -> impl Strategy<Value = Packed> {
     let lens = proptest::collection::vec((0..=5usize, 0..=6usize), 0..=7);
     (lens, recipes(dtypes)).prop_map(|(lens, mut recipe)| {
         let longest = |side: fn(&(usize, usize)) -> usize| lens.iter().map(side).max().unwrap_or(0);
-        let (t_q, t_kv) = (longest(|lens| lens.0), longest(|lens| lens.1));
+        let (t_q, t_kv) = (longest(|pair| pair.0), longest(|pair| pair.1));
         recipe.dims = Dims { b: lens.len(), h: H, h_kv: H_KV, t_q, t_kv, d: D, d_v: D_V };
         // As packed sequences lie, since products take sums in another order where strides are others.
         recipe.layouts = [Layout::HeadsTransposed; 3];
@@ -111,9 +111,9 @@ impl Operation for Packed {
 
     fn run(&self, (device, backend, is_packed): &Self::Way, leaf: Leaf) -> Result<Vec<Tensor>> {
         let (dtype, case, mut leaves) = (self.recipe.dtype, self.case(), Named::new());
-        let mut call = |case: &Case| -> Result<Call> {
-            let call = Call::with_leaves(case, dtype, device, &mut |name, tensor| match leaves.get(name) {
-                Some(leaf) => Ok(leaf.clone()),
+        let mut call = |of: &Case| -> Result<Call> {
+            let call = Call::with_leaves(of, dtype, device, &mut |name, tensor| match leaves.get(name) {
+                Some(known) => Ok(known.clone()),
                 None => leaf(name, tensor).inspect(|leaf| drop(leaves.insert(name.to_string(), leaf.clone()))),
             })?;
             Ok(call.on(*backend).with(|options| options.with_dropout(1.0, self.drops())))

@@ -42,11 +42,11 @@ pub fn recipes(dtypes: &'static [DType]) -> impl Strategy<Value = Recipe> {
     let packed = proptest::collection::vec(select(&[0, 1, 5, 64, 70][..]), 0..=4).prop_map(|lens| (lens, true));
     let widths = (select(&[1, 3, 16, 33, 64][..]), select(&[0, 1, 5, 16, 40, 64][..]));
     let dims = (select(&HEADS[..]), widths.prop_map(|(d_k, d_v)| [d_k, d_v]));
-    let decay = select(&[None, Some(Decay::PerHead), Some(Decay::PerChannel)][..]);
-    let given = (decay, any::<bool>(), any::<bool>(), proptest::bool::weighted(0.2));
+    let kinds = select(&[None, Some(Decay::PerHead), Some(Decay::PerChannel)][..]);
+    let inputs = (kinds, any::<bool>(), any::<bool>(), proptest::bool::weighted(0.2));
     let options = (select(&[None, Some(-0.7)][..]), select(&[None, Some(1e-6), Some(0.5)][..]));
     let memory = (select(dtypes), select(dtypes), [(); 3].map(|()| select(&Layout::ALL[..])), any::<u64>().no_shrink());
-    (prop_oneof![dense, packed], dims, given, options, memory).prop_map(
+    (prop_oneof![dense, packed], dims, inputs, options, memory).prop_map(
         |((lens, is_packed), (heads, dims), (decay, has_beta, has_state, one_factor), (scale, qk_norm), memory)| {
             let (dtype, factor_dtype, layouts, seed) = memory;
             let given =
@@ -88,8 +88,8 @@ impl Recipe {
         };
         let [h_q, h_k, h_v] = self.heads;
         let h_s = h_k.max(h_v);
-        let most = 1.0 / (d_k as f64).sqrt();
-        let [q, k, v] = [(h_q, d_k, 2.0), (h_k, d_k, most), (h_v, d_v, 1.0)];
+        let key_bound = 1.0 / (d_k as f64).sqrt();
+        let [q, k, v] = [(h_q, d_k, 2.0), (h_k, d_k, key_bound), (h_v, d_v, 1.0)];
         let [q, k, v] = [(q, 0), (k, 1), (v, 2)]
             .map(|((h, d, most), n)| self.layouts[n].array([b, h, t, d]).uniform(random, most, dtype));
         let heads = if self.one_factor { 1 } else { h_s };
@@ -142,12 +142,12 @@ impl Recipe {
         // Each token rounds a state, and each number of a key a sum of it.
         let of_states = (case.q.dim(2) + self.d_k + 16) as f64 * epsilon * expected.largest_state;
         let of_ys = of_states * expected.largest_query;
-        let (b, n, t) = (case.q.dim(0), self.lens.len(), case.q.dim(2));
+        let (b, sequences, t) = (case.q.dim(0), self.lens.len(), case.q.dim(2));
         let smallest = if self.dtype == DType::F16 { 2f64.powi(-25) } else { 1e-37 };
         compare("y", &y, (&[b, case.h(), t, self.d_v], self.dtype), &expected.y, |n| {
             of_ys + expected.y[n].abs() * unit + smallest
         })?;
-        compare("state", &state, (&[n, case.h_s(), self.d_k, self.d_v], wide), &expected.state, |n| match t {
+        compare("state", &state, (&[sequences, case.h_s(), self.d_k, self.d_v], wide), &expected.state, |n| match t {
             // What no token changes is at most rounded to the dtype of the result.
             0 => expected.state[n].abs() * epsilon / 2.0,
             _ => of_states + 1e-37,

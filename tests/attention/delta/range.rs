@@ -24,9 +24,9 @@ fn matches_recurrence(rule: &Rule) -> Result<()> {
     let expected = rule.case.recur();
     let auto = DeltaOptions::default();
     recipe.check(&rule.case, &expected, &CPU, &auto).map_err(|error| error.context(format!("{recipe:?}")))?;
-    let expected = backward(rule, &(true, auto.clone().with_backend(Backend::Reference)), |_| true)?;
+    let reference = backward(rule, &(true, auto.clone().with_backend(Backend::Reference)), |_| true)?;
     let tolerance = if recipe.dtype == DType::F32 { 1e-4 } else { 2f64.powi(-7) };
-    are_near(&backward(rule, &(false, auto), |_| true)?, &expected, |_, largest| tolerance * largest)
+    are_near(&backward(rule, &(false, auto), |_| true)?, &reference, |_, largest| tolerance * largest)
         .map_err(|error| error.context(format!("gradients of {recipe:?}")))
 }
 

@@ -10,8 +10,8 @@ fn is_batch_invariant(recipe: &Recipe) -> Result<()> {
     // All results count alike, in whichever sequence.
     let factors = vec![1.0; dims.b * dims.h * dims.t_q * (dims.d_v + 1)];
     Path::kernels().into_iter().try_for_each(|path| {
-        let run = |case: Case| {
-            let call = Attention::new(case, Function::Lse).counted(factors.clone());
+        let run = |batch: Case| {
+            let call = Attention::new(batch, Function::Lse).counted(factors.clone());
             backward(&call, &(dtype, path), |name| ["q", "k", "v"].contains(&name))
         };
         let whole = run(case.clone())?;

@@ -30,7 +30,7 @@ impl Numbers {
         let Dims { b, h, t_q, t_kv, d, d_v, .. } = dims;
         let (mut masks, mut options) = (Vec::new(), Options::default());
         let mut tracked = vec!["q".to_string(), "k".into(), "v".into()];
-        let heads = |name: &str| self.input(name, [1, 1, 1, h]).map(|heads| Some(heads.data));
+        let heads = |option: &str| self.input(option, [1, 1, 1, h]).map(|heads| Some(heads.data));
         for option in name.split('+') {
             let lens = |lens: [usize; 2]| Lens::PerSequence(lens.into());
             masks.extend(match option {
@@ -55,7 +55,7 @@ impl Numbers {
             }
         }
         let [q, k, v] = [("q", h, t_q, d), ("k", h_kv, t_kv, d), ("v", h_kv, t_kv, d_v)]
-            .map(|(name, heads, t, width)| self.input(name, [b, heads, t, width]));
+            .map(|(buffer, count, t, width)| self.input(buffer, [b, count, t, width]));
         let case = Case { dims, q: q?, k: k?, v: v?, masks, uniform_fully_masked_rows: false, options };
         let of_context = self.input("context", [b, h, t_q, d_v])?.data;
         let of_lse = if has("lse") { self.input("lse", [1, b, h, t_q])?.data } else { vec![0.0; b * h * t_q] };

@@ -67,7 +67,7 @@ fn dropout_mask_of_torch_seed_matches_pytorch_and_rejects_invalid_p() -> Result<
     for (p, kept, next) in [(0.0, 10, 0.7576316f32), (1.0, 0, 0.7576316)] {
         let seed = TorchSeed::new(1);
         let keep = seed.dropout_keep(10, p)?.to_vec1::<u8>()?;
-        assert_eq!(keep.iter().filter(|&&kept| kept == 1).count(), kept, "p {p}");
+        assert_eq!(keep.iter().filter(|&&flag| flag == 1).count(), kept, "p {p}");
         assert_eq!(seed.rand(1)?.to_vec1::<f32>()?, [next], "p {p}");
     }
     // torch.manual_seed(9); keep = torch.nn.functional.dropout(torch.ones(1000), 0.1) != 0

@@ -48,9 +48,9 @@ fn linear_weight_round_trips_bit_for_bit() -> Result<()> {
             let bytes: Vec<u8> = (0..size * out * inputs).map(|_| drawn.bits() as u8).collect();
             let weight = Tensor::from_raw_buffer(&bytes, dtype, &[out, inputs], &CPU)?;
             // Numbers: a signalling NaN would come back as a quiet one.
-            let bias = random(out)?.to_dtype(dtype)?;
+            let numbers = random(out)?.to_dtype(dtype)?;
             for instruction_set in InstructionSet::available() {
-                for bias in [None, Some(&bias)] {
+                for bias in [None, Some(&numbers)] {
                     let linear =
                         PackedLinear::with_instruction_set(&weight, bias, Some(instruction_set))?.to_linear()?;
                     assert!(raw(linear.weight())? == bytes, "{instruction_set}: {dtype:?} {out} × {inputs}");
@@ -85,10 +85,11 @@ fn linear_conversions_from_and_to_candle_agree() -> Result<()> {
 #[test]
 fn linear_of_variables_or_f64_is_not_packed() -> Result<()> {
     for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::F64, 1e-14)] {
-        let [weight, bias] = [&[3, 4][..], &[3]].map(|shape| Var::from_tensor(&random(shape)?.to_dtype(dtype)?));
-        let (weight, bias, xs) = (weight?, bias?, random((2, 5, 4))?.to_dtype(dtype)?);
+        let [trained, added] = [&[3, 4][..], &[3]].map(|shape| Var::from_tensor(&random(shape)?.to_dtype(dtype)?));
+        let (trained, added, xs) = (trained?, added?, random((2, 5, 4))?.to_dtype(dtype)?);
         let plain = Tensor::zeros((3, 4), dtype, &CPU)?;
-        for (weight, bias) in [(weight.as_tensor(), None), (weight.as_tensor(), Some(&bias)), (&plain, Some(&bias))] {
+        for (weight, bias) in [(trained.as_tensor(), None), (trained.as_tensor(), Some(&added)), (&plain, Some(&added))]
+        {
             let packed = PackedLinear::new(weight, bias.map(|bias| bias.as_tensor()))?;
             assert!(!packed.is_packed());
             assert_eq!((packed.in_dim(), packed.out_dim(), packed.dtype()), (4, 3, dtype));

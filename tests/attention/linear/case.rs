@@ -151,10 +151,10 @@ pub const OUTPUTS: [usize; 33] = [
 
 /// Draws random products, of sizes at the edges of vectors, panels, tiles and blocks.
 pub fn products() -> impl Strategy<Value = Product> {
-    let most = prop_oneof![20 => Just(300_000), 1 => Just(8_000_000)];
-    let sizes = ((select(&ROWS[..]), select(&INPUTS[..]), select(&OUTPUTS[..])), most, 0..3usize);
+    let limits = prop_oneof![20 => Just(300_000), 1 => Just(8_000_000)];
+    let sizes = ((select(&ROWS[..]), select(&INPUTS[..]), select(&OUTPUTS[..])), limits, 0..3usize);
     let sizes = sizes.prop_map(|((rows, inputs, outputs), most, first)| {
-        let fits = |sizes: [usize; 3]| sizes.iter().product::<usize>() <= most;
+        let fits = |tried: [usize; 3]| tried.iter().product::<usize>() <= most;
         within([rows, inputs, outputs], [&ROWS, &INPUTS, &OUTPUTS], first, fits)
     });
     let layouts = (1..=4usize, select(&Layout::ALL[..]), select(&OF_WEIGHTS[..]));
@@ -314,8 +314,8 @@ fn check_instruction_set(
     }
     let last = product.rows.saturating_sub(1);
     for rows in [product.some(product.rows), 0..1.min(product.rows), last..product.rows] {
-        let alone = packed.forward(&xs.narrow(0, rows.start, rows.len())?)?;
-        if bits(&alone) != bits(&whole.narrow(0, rows.start, rows.len())?) {
+        let part = packed.forward(&xs.narrow(0, rows.start, rows.len())?)?;
+        if bits(&part) != bits(&whole.narrow(0, rows.start, rows.len())?) {
             bail!("rows {rows:?} alone differ from those in their batch");
         }
     }

@@ -36,9 +36,9 @@ fn linear_with_activation_gate_or_residual_matches_f64() -> Result<()> {
                     assert_eq!(bits(ys), bits(&wide), "{}", what());
                 }
                 if let Then::Activation(_) = then {
-                    let found = some.run(&instruction_set, &mut |_, tensor| Ok(tensor))?.remove(0);
+                    let part = some.run(&instruction_set, &mut |_, tensor| Ok(tensor))?.remove(0);
                     let expected = ys.narrow(ys.rank() - 1, some.columns.start, some.columns.len())?;
-                    assert_eq!(bits(&found), bits(&expected), "some columns, {}", what());
+                    assert_eq!(bits(&part), bits(&expected), "some columns, {}", what());
                 }
             }
         }

@@ -42,10 +42,10 @@ impl Operation for Projection {
         let (columns, activation) = (self.columns.clone(), self.case.then.activation());
         let Some(instruction_set) = *instruction_set else {
             let rows: usize = xs.dims()[..xs.rank() - 1].iter().product();
-            let product = |weight: &Tensor, bias: Option<&Tensor>| {
+            let product = |factor: &Tensor, addend: Option<&Tensor>| {
                 let own = |all: &Tensor| all.narrow(0, columns.start, columns.len());
-                let ys = xs.reshape((rows, self.case.xs.dim(3)))?.matmul(&own(weight)?.t()?)?;
-                let ys = bias.map_or(Ok(ys.clone()), |bias| ys.broadcast_add(&own(bias)?))?;
+                let ys = xs.reshape((rows, self.case.xs.dim(3)))?.matmul(&own(factor)?.t()?)?;
+                let ys = addend.map_or(Ok(ys.clone()), |addend| ys.broadcast_add(&own(addend)?))?;
                 ys.reshape([&xs.dims()[..xs.rank() - 1], &[columns.len()]].concat())
             };
             let ys = product(&weight, bias.as_ref())?;

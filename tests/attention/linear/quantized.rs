@@ -24,9 +24,9 @@ fn quantized(shape: (usize, usize), dtype: GgmlDType) -> Result<(QTensor, Tensor
 /// product. All have gradients, row lookup and conversion back to numbers.
 #[test]
 fn gguf_types_match_their_dequantised_weights() -> Result<()> {
-    let (bias, ids) = (random(50)?, Tensor::new(&[[3u32, 0, 49], [3, 17, 48]], &CPU)?);
+    let (added, ids) = (random(50)?, Tensor::new(&[[3u32, 0, 49], [3, 17, 48]], &CPU)?);
     let types = BLOCKS.into_iter().chain(K_QUANTS).chain([F32, F16, BF16]);
-    for (dtype, bias) in types.flat_map(|dtype| [(dtype, None), (dtype, Some(&bias))]) {
+    for (dtype, bias) in types.flat_map(|dtype| [(dtype, None), (dtype, Some(&added))]) {
         let (weight, numbers) = quantized((50, 256), dtype)?;
         let copy = QTensor::new(QStorage::from_data(weight.data()?.to_vec().into(), &CPU, dtype)?, weight.shape())?;
         let of_candle = QMatMul::from_qtensor(copy)?;

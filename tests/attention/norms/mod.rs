@@ -82,17 +82,18 @@ impl Operation for Norm {
 fn norm_outputs_and_gradients_match_pytorch() -> Result<()> {
     let numbers = recorded_tensors("attention/norms/pytorch.safetensors")?;
     for width in [1, 7, 40] {
-        let own = |name: &str| {
+        let recorded = |name: &str| {
             let tensor = &numbers[&format!("{width}.{name}")];
-            let mut numbers = values(tensor).into_iter();
-            Array::new(tensor.dims()).filled(|| numbers.next().expect("a number for each entry"))
+            let mut entries = values(tensor).into_iter();
+            Array::new(tensor.dims()).filled(|| entries.next().expect("a number for each entry"))
         };
-        let (xs, weight, bias, factors) = (own("xs"), own("weight"), own("bias"), Some(own("factors").data));
-        for (kind, name) in [(Kind::Rms, "rms"), (Kind::Layer, "layer"), (Kind::LayerNoBias, "layer_no_bias")] {
+        let (xs, weight, bias, factors) =
+            (recorded("xs"), recorded("weight"), recorded("bias"), Some(recorded("factors").data));
+        for (kind, norm) in [(Kind::Rms, "rms"), (Kind::Layer, "layer"), (Kind::LayerNoBias, "layer_no_bias")] {
             let (xs, weight, bias, factors) = (xs.clone(), weight.clone(), bias.clone(), factors.clone());
             let given = Norm { kind, xs, weight, bias, factors };
             let torchs = |dtype: &str, like: &Named| -> Result<Named> {
-                let (flat, mut start) = (&numbers[&format!("{name}.{width}.{dtype}")], 0);
+                let (flat, mut start) = (&numbers[&format!("{norm}.{width}.{dtype}")], 0);
                 let part = |name: &str| {
                     let tensor = &like[name];
                     start += tensor.elem_count();
@@ -101,20 +102,21 @@ fn norm_outputs_and_gradients_match_pytorch() -> Result<()> {
                 };
                 let names = ["result 0", "xs", "weight", "bias"].into_iter().filter(|name| like.contains_key(*name));
                 let parts = names.map(part).collect::<Result<_>>();
-                assert_eq!(start, flat.elem_count(), "{name}: as many numbers as PyTorch's");
+                assert_eq!(start, flat.elem_count(), "{norm}: as many numbers as PyTorch's");
                 parts
             };
-            let ours = given.all([DType::F64; 2])?;
-            let exact = torchs("f64", &ours)?;
-            are_near(&ours, &exact, |_, largest| 1e-12 * largest.max(1.0))?;
+            let wide = given.all([DType::F64; 2])?;
+            let exact = torchs("f64", &wide)?;
+            are_near(&wide, &exact, |_, largest| 1e-12 * largest.max(1.0))?;
             for (dtype, name) in [(DType::F32, "f32"), (DType::BF16, "bf16"), (DType::F16, "f16")] {
                 let ours = given.all([dtype; 2])?;
                 let theirs = torchs(name, &ours)?;
-                for (what, exact) in &exact {
-                    let [own, theirs] = [&ours, &theirs].map(|found| errors(&found[what], &values(exact)));
-                    for (own, theirs) in own.into_iter().zip(theirs) {
-                        let is_near = own <= 1.1 * theirs + 1e-5;
-                        assert!(is_near, "{kind:?}, {width} wide, {name}, {what}: {own:e} beside {theirs:e}");
+                for (what, wanted) in &exact {
+                    let [our_errors, their_errors] =
+                        [&ours, &theirs].map(|found| errors(&found[what], &values(wanted)));
+                    for (own, other) in our_errors.into_iter().zip(their_errors) {
+                        let is_near = own <= 1.1 * other + 1e-5;
+                        assert!(is_near, "{kind:?}, {width} wide, {name}, {what}: {own:e} beside {other:e}");
                     }
                 }
             }
@@ -161,7 +163,7 @@ fn inputs() -> Vec<Array> {
         (&[1, 3, 5], &[Broadcast(vec![4, 3, 5])]),
         (&[2, 3, 2, 2, 6], &[Transpose(1, 3)]),
     ];
-    let view = |(shape, views): (&[usize], &[View])| views.iter().cloned().fold(Array::new(shape), Array::view);
+    let view = |(shape, steps): (&[usize], &[View])| steps.iter().cloned().fold(Array::new(shape), Array::view);
     shapes.into_iter().map(Array::new).chain(views.map(view)).collect()
 }
 

@@ -31,8 +31,8 @@ fn norm_constructors_match_candle_nn() -> Result<()> {
         same(&rms_norm(WIDTH, 1e-3, of_rms.clone())?, &candle_nn::rms_norm(WIDTH, 1e-3, of_rms)?, weight)?;
         let theirs = candle_nn::layer_norm_no_bias(WIDTH, 1e-3, of_layer.clone())?;
         same(&layer_norm_no_bias(WIDTH, 1e-3, of_layer)?, &theirs, weight)?;
-        let theirs = candle_nn::layer_norm(WIDTH, plain, of_config.clone())?;
-        same(&layer_norm(WIDTH, plain, of_config)?, &theirs, weight)?;
+        let configured = candle_nn::layer_norm(WIDTH, plain, of_config.clone())?;
+        same(&layer_norm(WIDTH, plain, of_config)?, &configured, weight)?;
     }
     for names in [["weight", "bias"], ["gamma", "beta"]] {
         for config in [affine(true), affine(false), 1e-3.into()] {
@@ -71,9 +71,10 @@ fn norm_reads_variables_in_every_call_until_frozen() -> Result<()> {
     let below = linear_no_bias(WIDTH, WIDTH, vb.pp("below"))?;
     let norms = [rms_norm(WIDTH, 1e-6, vb.pp("rms"))?, rms_norm_plus_one(WIDTH, 1e-6, vb.pp("plus_one"))?];
     let layer = layer_norm(WIDTH, 1e-6, vb.pp("layer"))?;
-    let forward = |xs: &Tensor| layer.forward(&norms[1].forward(&norms[0].forward(&below.forward(xs)?)?)?);
+    let forward = |input: &Tensor| layer.forward(&norms[1].forward(&norms[0].forward(&below.forward(input)?)?)?);
     let frozen = (norms[0].freeze()?, norms[1].freeze()?, layer.freeze()?);
-    let frozen = |xs: &Tensor| frozen.2.forward(&frozen.1.forward(&frozen.0.forward(&below.forward(xs)?.detach())?)?);
+    let frozen =
+        |input: &Tensor| frozen.2.forward(&frozen.1.forward(&frozen.0.forward(&below.forward(input)?.detach())?)?);
 
     let before = forward(&xs)?;
     let gradients = before.powf(3.0)?.sum_all()?.backward()?;

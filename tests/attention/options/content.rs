@@ -104,7 +104,7 @@ fn image_windows_partition_and_merge_round_trips() -> Result<()> {
         // The position of a token in the shifted image, and whether it was wrapped around.
         let place = |w: usize, token: usize| {
             let moved =
-                |place: usize, count: usize| ((place + shift) % (count * window), place + shift >= count * window);
+                |place: usize, along: usize| ((place + shift) % (along * window), place + shift >= along * window);
             let at = w % count;
             let row = moved(at / across * window + token / window, down);
             (row, moved(at % across * window + token % window, across))
@@ -155,9 +155,9 @@ fn content_positions_of_cloned_layer_follow_its_adapter() -> Result<()> {
     {
         let adapter = Var::randn(0f32, 0.3, (24, 24), &CPU)?;
         let adapted = |layer: MultiHeadAttention| {
-            let own = if is_trained { adapter.as_tensor().clone() } else { adapter.as_detached_tensor() };
+            let added = if is_trained { adapter.as_tensor().clone() } else { adapter.as_detached_tensor() };
             layer.map_projection(place, |module| {
-                Ok(Arc::new(move |xs: &Tensor| module.forward(xs)? + xs.broadcast_matmul(&own)?))
+                Ok(Arc::new(move |input: &Tensor| module.forward(input)? + input.broadcast_matmul(&added)?))
             })
         };
         let layer = frozen()?;

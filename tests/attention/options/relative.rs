@@ -83,11 +83,11 @@ fn relative_bias_of_layer_matches_bias_mask(device: &Device) -> Result<()> {
         let given = own.forward_with(AttentionInput::new(&xs).with_positions(&positions))?;
         assert_close(&given.get(0)?, &expected.get(0)?, 1e-6, "moved together");
         assert!(max_error(&given.get(1)?, &expected.get(1)?) > 1e-2, "the second has other distances");
-        let mask = AttentionMask::none().with_bias(&bias.forward(9, 5, 3)?);
+        let cross_mask = AttentionMask::none().with_bias(&bias.forward(9, 5, 3)?);
         let cross = || AttentionInput::new(&xs).with_key_value(&memory, &memory);
-        let expected = plain.forward_with(cross().with_mask(&mask))?;
+        let of_cross = plain.forward_with(cross().with_mask(&cross_mask))?;
         let found = own.forward_with(cross().with_positions(&positions.get(0)?))?;
-        assert_close(&found, &expected, 0.0, "cross-attention");
+        assert_close(&found, &of_cross, 0.0, "cross-attention");
     }
     Ok(())
 }

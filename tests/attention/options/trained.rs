@@ -10,12 +10,12 @@ fn layer_parameters_are_trained_frozen_and_saved() -> Result<()> {
     let content = content().into_iter().map(|cfg| ("content", Kind::MultiHead(cfg)));
     for (name, kind) in configs().into_iter().chain(relative()).chain(content) {
         let (vars, t) = (VarMap::new(), kind.tokens().unwrap_or(17));
-        for (name, numbers) in kind.parameters(3) {
+        for (path, numbers) in kind.parameters(3) {
             let var = Var::from_tensor(&(numbers.tensor(DType::F32, &CPU)? * 0.6)?)?;
-            vars.data().lock().expect("one thread").insert(name, var);
+            vars.data().lock().expect("one thread").insert(path, var);
         }
         let held =
-            || named(&vars).into_iter().map(|(name, var)| (name, var.as_tensor().copy().expect("memory").detach()));
+            || named(&vars).into_iter().map(|(path, var)| (path, var.as_tensor().copy().expect("memory").detach()));
         let input = kind.input([2, t, t], vec![]);
         let [xs, keys, vs] = [&input.queries, &input.keys, &input.values].map(|x| x.tensor(DType::F32, &CPU));
         let (xs, keys, vs) = (xs?, keys?, vs?);
@@ -30,7 +30,7 @@ fn layer_parameters_are_trained_frozen_and_saved() -> Result<()> {
         let learning = kind.layer(VarBuilder::from_varmap(&vars, DType::F32, &CPU))?;
         let (frozen, before) = (learning.frozen()?, run(&*learning)?);
         let apart = ["relative_attention_bias", "rel_embeddings", "LayerNorm"];
-        let apart: Tensors = held().filter(|(name, _)| apart.iter().any(|part| name.starts_with(part))).collect();
+        let apart: Tensors = held().filter(|(path, _)| apart.iter().any(|part| path.starts_with(part))).collect();
         for var in vars.all_vars() {
             var.set(&(var.as_tensor() * 1.5)?)?;
         }

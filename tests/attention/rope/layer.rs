@@ -40,7 +40,7 @@ fn rope_positions_of_left_padded_sequences_match_unpadded(device: &Device) -> Re
         let mask = AttentionMask::from_attention_mask(&ones)?;
         let ys = layer.run(AttentionInput::new(&xs).with_mask(&mask).with_positions(&positions))?;
         for (b, length) in [(0, 6), (1, 4), (2, 1)] {
-            let own = |xs: &Tensor| xs.narrow(0, b, 1)?.narrow(1, 6 - length, length);
+            let own = |all: &Tensor| all.narrow(0, b, 1)?.narrow(1, 6 - length, length);
             assert_close(&own(&ys)?, &run(&own(&xs)?)?, 2e-6, &format!("sequence {b}"));
         }
         let own = Tensor::arange(0u32, 6, device)?;
@@ -94,8 +94,8 @@ fn rope_axes_with_equal_positions_match_one_axis(device: &Device) -> Result<()> 
             let ys = layer.forward_with(AttentionInput::new(&xs).with_axis_positions(&on_all))?;
             let expected = layer.forward_with(AttentionInput::new(&xs).with_positions(&positions))?;
             assert_close(&ys, &expected, 1e-6, "one position on all axes");
-            let ys = layer.forward_with(AttentionInput::new(&xs).with_axis_positions(&on_all.i((.., 0))?))?;
-            assert_close(&ys, &layer.forward(&xs)?, 1e-6, "those of text");
+            let of_text = layer.forward_with(AttentionInput::new(&xs).with_axis_positions(&on_all.i((.., 0))?))?;
+            assert_close(&of_text, &layer.forward(&xs)?, 1e-6, "those of text");
         }
     }
     Ok(())

@@ -54,8 +54,8 @@ fn rope_scaling_matches_transformers(device: &Device) -> Result<()> {
         let rotary = RotaryEmbedding::new(config, D)?;
         for n in (0..numbers.calls.len()).chain([0, 2]) {
             let (positions, ys) = (numbers.positions(n, device)?, &numbers.tensors[&format!("{name}.{n}")]);
-            for (view, xs) in views.iter().enumerate() {
-                assert_close(&rotary.apply(xs, &positions)?, ys, 1e-6, &format!("{name}, call {n}, view {view}"));
+            for (view, input) in views.iter().enumerate() {
+                assert_close(&rotary.apply(input, &positions)?, ys, 1e-6, &format!("{name}, call {n}, view {view}"));
             }
             assert_close(&rotary.apply(xs, &positions.to_dtype(DType::I64)?)?, ys, 1e-6, "integers of 64 bits");
             if !device.is_metal() {
@@ -66,9 +66,9 @@ fn rope_scaling_matches_transformers(device: &Device) -> Result<()> {
             for dtype in [DType::BF16, DType::F16] {
                 let half = xs.to_dtype(dtype)?;
                 let rounded = rotary.apply(&half.to_dtype(DType::F32)?, &positions)?.to_dtype(dtype)?;
-                let ys = rotary.apply(&half, &positions)?;
-                assert_eq!(ys.dtype(), dtype);
-                assert_close(&ys, &rounded, 0.0, &format!("{name}, call {n} in {dtype:?}"));
+                let found = rotary.apply(&half, &positions)?;
+                assert_eq!(found.dtype(), dtype);
+                assert_close(&found, &rounded, 0.0, &format!("{name}, call {n} in {dtype:?}"));
             }
         }
         for (n, offset) in [(0, 0), (1, 7), (3, 61)] {
@@ -140,18 +140,18 @@ impl Turn {
         let store = found.sum_all()?.backward()?;
         let gradient = values(store.get(xs).expect("xs are tracked"));
         let (xs, found) = (values(xs), values(found));
-        for (row, ((found, xs), gradient)) in found.chunks(d).zip(xs.chunks(d)).zip(gradient.chunks(d)).enumerate() {
-            let (mut turned, mut back) = (xs.to_vec(), vec![1.0; d]);
+        for (row, ((got, given), slopes)) in found.chunks(d).zip(xs.chunks(d)).zip(gradient.chunks(d)).enumerate() {
+            let (mut turned, mut back) = (given.to_vec(), vec![1.0; d]);
             for i in 0..self.pairs {
                 let [cos, sin] = (self.pair)(row / (h * t), row % t, i);
                 let (x, y) = if self.style == RopeStyle::RotateHalf { (i, i + self.pairs) } else { (2 * i, 2 * i + 1) };
-                (turned[x], turned[y]) = (xs[x] * cos - xs[y] * sin, xs[y] * cos + xs[x] * sin);
+                (turned[x], turned[y]) = (given[x] * cos - given[y] * sin, given[y] * cos + given[x] * sin);
                 (back[x], back[y]) = (cos + sin, cos - sin);
             }
             let close = |a: &[f64], b: &[f64]| a.iter().zip(b).all(|(a, b)| (a - b).abs() < 1e-5 * (1.0 + b.abs()));
-            assert!(close(found, &turned), "{what}, row {row}: {found:?}, expected {turned:?}");
-            assert!(close(gradient, &back), "{what}, row {row}: a gradient of {gradient:?}, expected {back:?}");
-            assert_eq!(found[2 * self.pairs..], xs[2 * self.pairs..], "{what}: the rest of a head stays");
+            assert!(close(got, &turned), "{what}, row {row}: {got:?}, expected {turned:?}");
+            assert!(close(slopes, &back), "{what}, row {row}: a gradient of {slopes:?}, expected {back:?}");
+            assert_eq!(got[2 * self.pairs..], given[2 * self.pairs..], "{what}: the rest of a head stays");
         }
         Ok(())
     }
