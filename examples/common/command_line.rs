@@ -1,5 +1,6 @@
 //! The command line of a program and its exit code: a request for help is not an error, and every error is one line.
 
+use std::fmt::Display;
 use std::process::{ExitCode, Termination};
 
 use candle_core::{Error, Result};
@@ -30,11 +31,19 @@ pub fn main<A: Parser, T: Termination>(run: impl FnOnce(A) -> Result<T>) -> Exit
     }
 }
 
-/// Returns the message of an error, without its cause and without the backtrace that Candle appends if `RUST_BACKTRACE`
-/// is set.
+/// Returns the message of an error: its contexts, the outermost first, without the cause below them and without the
+/// backtrace that Candle appends if `RUST_BACKTRACE` is set.
 pub fn one_line(error: &Error) -> String {
     match error {
         Error::WithBacktrace { inner, .. } => one_line(inner),
-        error => error.to_string().lines().next().unwrap_or_default().to_string(),
+        Error::Context { inner, context } if matches!(**inner, Error::Context { .. }) => {
+            format!("{}; {}", first_line(context), one_line(inner))
+        }
+        Error::Context { context, .. } => first_line(context),
+        other => first_line(other),
     }
+}
+
+fn first_line(message: &impl Display) -> String {
+    message.to_string().lines().next().unwrap_or_default().to_string()
 }

@@ -127,7 +127,7 @@ def compared(entry, outcome, answers):
 
 
 def is_covered(core, covered):
-    # BERT's attention has its output projection in a module beside it.
+    # BERT's attention has its output projection in a sibling module.
     around = core["module"].rsplit(".", 1)[0]
     return any(module.startswith((core["module"] + ".", around + ".")) for module in covered)
 

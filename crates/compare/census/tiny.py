@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from special import CONFIGS, OPTIONS
 from versions import PreTrainedConfig, field_of, fields_of, spelled
 
-# The first pattern that matches the whole name of a field with a number in it gives its size.
+# The first pattern that matches the whole name of a numeric field determines its size.
 SIZES = [
     (r"(text_|decoder_|encoder_)?(hidden_size|d_model|n_embd|embed_dim|emb_dim|dim|model_dim|embedding_size|n_embed)", 48),
     (r"(decoder_|encoder_|vision_|cross_|mm_)?(output_)?(hidden|embed|projection|proj)_(size|dim)", 48),

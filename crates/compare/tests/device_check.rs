@@ -86,7 +86,7 @@ fn device_check_times_have_units() {
     }
 }
 
-/// The list is the input of PyTorch's script.
+/// Checks the list that PyTorch's script reads.
 #[test]
 fn device_check_lists_cells_as_json() {
     let run = run(&["--list"]);
