@@ -193,7 +193,7 @@ def dinov3_positions(config):
     return torch.cat([torch.zeros(2, 1 + config.num_register_tokens), 2 * math.pi * centres], dim=1)
 
 
-# Positions on axes where the inputs do not have them, (A, T), and the lengths of sequences that stand in one row.
+# Positions on axes if the inputs do not have them, (A, T), and the lengths of sequences that are packed in one row.
 TWO_IMAGES = lambda config: torch.cat([merged(4, 4), merged(2, 4)], dim=1)
 MERGED = (
     "cohere_compass_vision glm4v_moe_vision glm4v_vision glm5_next_vision glm_ocr_vision qwen3_5_moe_vision qwen3_5_vision"

@@ -57,7 +57,7 @@ def turn(dtype, listed, tokens):
     ids = torch.tensor([listed["ids"]])
     length = ids.shape[1]
     taken = []
-    # The growing cache copies everything at each token, the preallocated one attends to all of its room: the faster
+    # The growing cache copies everything at each token, the preallocated one attends to its whole capacity: the faster
     # counts.
     for cache in (None, StaticCache(config, max_cache_len=length + tokens)):
         with torch.inference_mode():

@@ -126,7 +126,7 @@ def prepare_language():
         config = model.config.to_dict()
         rope = config.pop("rope_parameters", None) or {}
         config.pop("quantization_config", None)
-        # mistral.rs reads the older place of the rotary base only; without an end every engine makes as many tokens.
+        # mistral.rs reads the older field of the rotary base only; without an end token all generate the same number.
         config |= {"architectures": ["LlamaForCausalLM"], "rope_theta": rope["rope_theta"], "rope_scaling": None, "eos_token_id": None}
         (checkpoint() / "config.json").write_text(json.dumps(config, indent=2, default=str))
         weights = {name: weight.clone() for name, weight in model.state_dict().items() if name != "lm_head.weight"}
