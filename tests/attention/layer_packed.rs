@@ -141,7 +141,7 @@ fn packed_relative_bias_rejects_positions_of_caller(device: &Device) -> Result<(
         let planned = layer.as_multi_head().expect("of many heads").plan(&call)?;
         assert_eq!(planned.backend == Backend::Fused, device.is_cpu());
         let text = error_text(layer.run(call.with_positions(&positions)));
-        assert!(text.contains("positions were given beside packed sequences"), "{text}");
+        assert!(text.contains("positions were given with packed sequences"), "{text}");
     }
     Ok(())
 }

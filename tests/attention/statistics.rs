@@ -72,7 +72,7 @@ fn statistics(expected: &Expected, recipe: &Recipe, found: &AttentionStatistics)
     are("the weights of top keys", &found.top_weights, &shape, of_keys)?;
     let n = recipe.seed as usize % 3;
     let Some(window) = &found.weights else {
-        return if n == 0 { Ok(()) } else { bail!("weights were asked for") };
+        return if n == 0 { Ok(()) } else { bail!("weights were requested") };
     };
     let (first, columns) = (t_q / (n + 1), t_kv.div_ceil(n));
     let places = (0..rows).filter(|row| row % t_q >= first).flat_map(|row| row * t_kv..row * t_kv + columns);
@@ -121,7 +121,7 @@ fn statistics_of_packed_sequences_match_separate_calls() -> Result<()> {
         let varlen = scaled_dot_product_attention_varlen_with_statistics;
         let (context, found) = varlen(&q, &k, &v, &sequences, &mask, &options, &wanted)?;
         assert_eq!(found.top_keys.dims(), [4, total_q, 8]);
-        let all = found.weights.clone().expect("asked for");
+        let all = found.weights.clone().expect("requested");
         assert_of(&found, &all, 1e-6, "packed")?;
         for s in (0..sequences.len()).filter(|s| lens_q[*s] > 0) {
             let (queries, keys) = (sequences.queries(s), sequences.keys(s));
@@ -214,7 +214,7 @@ fn statistics_with_unsupported_options_are_rejected() -> Result<()> {
     let op = "[scaled_dot_product_attention_with_statistics]";
     let default = StatisticsOptions::default;
     assert_eq!(text(default().with_top_keys(33)), format!("{op} top_keys is 33, expected at most 32"));
-    let expected = "were asked for, expected some of 5 queries and 5 keys";
+    let expected = "were requested, expected some of 5 queries and 5 keys";
     let expected = format!("{op} weights of queries 3..6 and keys 0..5 {expected}");
     assert_eq!(text(default().with_weights_of(3..6, 0..5)), expected);
     let layer: MultiHeadAttention = seeded::layer(&Config::new(32, 4), DType::F32, &CPU)?;
@@ -222,7 +222,7 @@ fn statistics_with_unsupported_options_are_rejected() -> Result<()> {
     let input = AttentionInput::new(&xs).with_function(&candle_attention::scaled_dot_product_attention);
     assert_eq!(
         error_text(layer.forward_with_statistics(input, &default())),
-        "[attention_function] statistics are asked for, which a function of the caller's does not give"
+        "[attention_function] statistics were requested, which a caller's function does not return"
     );
     Ok(())
 }

@@ -82,7 +82,7 @@ fn device_check_times_have_units() {
     assert!(times.contains(header), "{times}");
     for cell in ["bf16 decode b1 h32/8 t64 d128", "f16 decode b32 h32/8 t64 d128"] {
         let rows: Vec<_> = times.lines().filter(|line| line.starts_with(cell)).collect();
-        assert!(rows.len() == 2 && rows[0].contains("Fused: ") && rows[1].contains("Reference: asked for"), "{times}");
+        assert!(rows.len() == 2 && rows[0].contains("Fused: ") && rows[1].contains("Reference: requested"), "{times}");
     }
 }
 

@@ -33,6 +33,7 @@ pub mod internal {
     pub use crate::cache::{NewTokens, Padding};
     pub use crate::mask::rows_of_ones;
     pub use crate::params::{GATE_NAMES, LayoutTensor, TensorSource, detect_with, projection_shape, query_weights};
+    pub use crate::sdpa::{has_relative_bias, take_alibi_slopes, without_sinks};
 }
 
 pub use cache::{AttentionCache, AttentionCacheConfig};

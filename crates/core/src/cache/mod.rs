@@ -10,6 +10,7 @@ mod tokens;
 pub use config::AttentionCacheConfig;
 pub use tokens::{NewTokens, Padding};
 
+pub(crate) use staged::CachedCall;
 pub(crate) use storage::KvSizes;
 
 use std::ops::Range;

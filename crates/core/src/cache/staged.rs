@@ -9,7 +9,10 @@ use super::storage::{KvBuffers, KvCodes, KvShapes, KvSizes, StoredRows};
 use super::tokens::NewTokens;
 use super::{AttentionCache, EarlierPadding, OP};
 use crate::mask::{AttentionMask, Placement};
-use crate::sdpa::{Attended, Call, Choice, Keys, Outputs, SdpaOptions, run};
+use crate::sdpa::{
+    AttentionResult, Call, Choice, OutputOnly, Plan, Qkv, Request, SdpaOptions, choose, plan_of_call, run_on,
+    run_request,
+};
 
 /// Computes keys (B, H, T, D) and values (B, H, T, D_v) from the rows (B, H_kv, T, width) of a cache, in their dtype.
 type Expansion<'e> = Box<dyn Fn(&Tensor) -> Result<[Tensor; 2]> + 'e>;
@@ -27,6 +30,13 @@ pub(crate) struct CachedCall<'e> {
     is_of_earlier_layer: bool,
     /// Computes the keys and values that are attended to from the stored ones, if these are latents.
     pub expansion: Option<Expansion<'e>>,
+}
+
+/// The rows of the buffers that a call attends to, and the mask and the options for these rows.
+pub(super) struct ReadRows {
+    pub buffers: KvBuffers,
+    pub mask: AttentionMask,
+    pub options: SdpaOptions,
 }
 
 impl AttentionCache {
@@ -202,49 +212,69 @@ impl CachedCall<'_> {
     /// # Errors
     /// If the mask allows a query to attend to a key that a sliding cache has dropped, and for a mask that does not
     /// fit.
-    pub(super) fn all_rows(
-        &self,
-        q: &Tensor,
-        mask: &AttentionMask,
-        options: &SdpaOptions,
-    ) -> Result<(KvBuffers, AttentionMask, SdpaOptions)> {
+    pub(super) fn all_rows(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<ReadRows> {
         let starts: Vec<_> = self.placements.iter().map(|placement| placement.keys.start).collect();
         let rows = self.placements.iter().map(|placement| placement.keys.len()).max().unwrap_or(0);
         let (b, h, t_q, _) = q.dims4()?;
         let mask = mask.rebase(OP, &self.placements, [b, h, t_q, rows], q.device())?;
-        let options = options.of_keys(&starts, t_q, rows)?;
-        Ok((self.buffers.positions(&(0..rows))?, mask, options))
+        let options = options.for_keys_from(&starts, t_q, rows)?;
+        Ok(ReadRows { buffers: self.buffers.positions(&(0..rows))?, mask, options })
     }
 }
 
-impl Keys for CachedCall<'_> {
-    /// Attends to keys and values of 8 bits where a kernel reads them and nothing else is computed from them, and to
-    /// floats otherwise. Weights are over the keys that the cache stores.
-    fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, outputs: Outputs) -> Result<Attended> {
-        let (rows, mask, options) = &self.all_rows(q, mask, options)?;
-        let (op, q) = (outputs.op(false), if self.detached { &q.detach() } else { q });
-        if self.expansion.is_none()
-            && q.device().is_cpu()
-            && let Some(KvCodes { k, v, scales }) = &rows.codes()?
-        {
-            let call = Call::of(op, [q, k, v], Some(scales), None, mask, options)?;
-            let choice = Choice::of(&call, outputs)?;
+impl CachedCall<'_> {
+    /// Attends from queries (B, H, T_q, D): to keys and values of 8 bits if a kernel reads them and nothing else is
+    /// computed from them, and to floats otherwise. Weights are over the keys that the cache stores.
+    pub(crate) fn attend<R: Request>(
+        &self,
+        q: &Tensor,
+        mask: &AttentionMask,
+        options: &SdpaOptions,
+        request: R,
+    ) -> Result<R::Result> {
+        let rows = self.all_rows(q, mask, options)?;
+        let q = if self.detached { &q.detach() } else { q };
+        let op = request.operation(false);
+        if let Some(call) = self.call_of_codes(op, q, &rows)? {
+            let choice = choose(&call, request)?;
             if let Choice::Cpu(_) = choice {
-                return choice.run(call, outputs);
+                return run_on(choice, call, request);
             }
         }
-        let reading = |rows| {
-            let [k, v] = self.read(rows)?;
-            Call::of(op, [&q.to_dtype(self.dtype)?, &k, &v], None, None, mask, options)
-        };
-        let mut call = reading(rows)?;
-        // A copy for the graph, since later calls of the earlier layer write to its buffers in place.
-        if self.is_of_earlier_layer && call.tracks_gradients() {
-            call = reading(&rows.copy()?)?;
+        run_request(self.call_of_floats(op, q, &rows)?, request)?.to_dtype(q.dtype())
+    }
+
+    /// Returns the path of attention for its output.
+    pub(crate) fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
+        let rows = self.all_rows(q, mask, options)?;
+        let q = if self.detached { &q.detach() } else { q };
+        if let Some(call) = self.call_of_codes("plan", q, &rows)?
+            && let Choice::Cpu(_) = choose(&call, OutputOnly)?
+        {
+            return plan_of_call(&call);
         }
-        let attended = run(call, outputs)?;
-        let weights = attended.weights.map(|weights| weights.to_dtype(q.dtype())).transpose()?;
-        Ok(Attended { context: attended.context.to_dtype(q.dtype())?, weights, ..attended })
+        plan_of_call(&self.call_of_floats("plan", q, &rows)?)
+    }
+
+    /// Returns the call of a kernel that reads keys and values of 8 bits, if the rows have them as they are attended to.
+    fn call_of_codes(&self, op: &'static str, q: &Tensor, rows: &ReadRows) -> Result<Option<Call>> {
+        if self.expansion.is_some() || !q.device().is_cpu() {
+            return Ok(None);
+        }
+        let Some(KvCodes { k, v, scales }) = &rows.buffers.codes()? else { return Ok(None) };
+        Call::with_all_dims(op, Qkv { q, k, v }, Some(scales), None, &rows.mask, &rows.options).map(Some)
+    }
+
+    /// Returns the call with keys and values as floats.
+    fn call_of_floats(&self, op: &'static str, q: &Tensor, rows: &ReadRows) -> Result<Call> {
+        let q = q.to_dtype(self.dtype)?;
+        let call = |buffers: &KvBuffers| {
+            let [k, v] = &self.read(buffers)?;
+            Call::with_all_dims(op, Qkv { q: &q, k, v }, None, None, &rows.mask, &rows.options)
+        };
+        let in_place = call(&rows.buffers)?;
+        // A copy for the graph, since later calls of the earlier layer write to its buffers in place.
+        if self.is_of_earlier_layer && in_place.tracks_gradients() { call(&rows.buffers.copy()?) } else { Ok(in_place) }
     }
 }
 

@@ -6,6 +6,7 @@ use candle_core::{D, DType, Result, Tensor};
 
 use super::OP;
 use super::tokens::NewTokens;
+use crate::sdpa::KvScales;
 use candle_attention_modules::base::{self, accumulation_dtype, part};
 
 /// The 8-bit integer of the number 0.
@@ -43,11 +44,11 @@ pub(super) struct KvShapes {
     pub values: String,
 }
 
-/// The 8-bit codes of keys and values, and their scales (B, H_kv, capacity, 1).
+/// The 8-bit codes of keys and values, and their scales.
 pub(super) struct KvCodes {
     pub k: Tensor,
     pub v: Tensor,
-    pub scales: [Tensor; 2],
+    pub scales: KvScales,
 }
 
 impl KvBuffers {
@@ -149,7 +150,7 @@ impl KvBuffers {
     pub fn codes(&self) -> Result<Option<KvCodes>> {
         let (Some(of_keys), Some(of_values)) = (self.scales.first(), self.scales.last()) else { return Ok(None) };
         let [k, v] = self.keys_and_values(self.numbers.clone())?;
-        Ok(Some(KvCodes { k, v, scales: [of_keys.clone(), of_values.clone()] }))
+        Ok(Some(KvCodes { k, v, scales: KvScales { k: of_keys.clone(), v: of_values.clone() } }))
     }
 
     /// Returns keys and values from one part, of which values are the first columns, or from two.

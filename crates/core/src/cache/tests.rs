@@ -6,7 +6,7 @@ use super::staged::CachedCall;
 use super::storage::{dequantize, quantize};
 use super::{AttentionCache, AttentionCacheConfig, Padding};
 use crate::mask::{AttentionMask, FullyMaskedRows};
-use crate::sdpa::{Backend, Keys, Outputs, SdpaOptions, scaled_dot_product_attention};
+use crate::sdpa::{Backend, OutputOnly, SdpaOptions, WithWeights, scaled_dot_product_attention};
 use candle_attention_kernels::InstructionSet;
 use candle_attention_modules::init::TorchSeed;
 
@@ -50,7 +50,7 @@ fn append(cache: &mut AttentionCache, t: usize, first: usize, padding: Padding) 
     let (k, v) = new(t, first)?;
     let (staged, after) = stage(cache, &k, &v, padding)?;
     // A mask that allows no key that a sliding cache has dropped.
-    let rows = staged.all_rows(&k, &AttentionMask::causal().with_window(1), &SdpaOptions::default())?.0;
+    let rows = staged.all_rows(&k, &AttentionMask::causal().with_window(1), &SdpaOptions::default())?.buffers;
     let [keys, values] = staged.read(&rows)?;
     *cache = after;
     Ok((keys, values))
@@ -257,7 +257,7 @@ fn q8_with_uniform_fully_masked_rows_matches_floats() -> Result<()> {
     let mask = AttentionMask::none().with_valid_lens(vec![3, 0]).with_fully_masked_rows(FullyMaskedRows::Uniform);
     let (q, options) = (random((B, H, 5, 6))?, SdpaOptions::default());
     let expected = scaled_dot_product_attention(&q, &rounded(&k)?, &rounded(&v)?, &mask, &options)?;
-    assert_close(&staged.attend(&q, &mask, &options, Outputs::Context)?.context, &expected, "uniform rows")
+    assert_close(&staged.attend(&q, &mask, &options, OutputOnly)?, &expected, "uniform rows")
 }
 
 /// Compares with a cache of f32 whose keys and values were rounded to 8 bits before.
@@ -288,7 +288,7 @@ fn compare(small: &CachedCall, plain: &CachedCall, slides: bool) -> Result<()> {
     for (n, mask) in masks()?.into_iter().enumerate() {
         let mask = if slides { mask.and(&window) } else { mask };
         for options in options()? {
-            let expected = match plain.attend(&q, &mask, &options, Outputs::Weights) {
+            let expected = match plain.attend(&q, &mask, &options, WithWeights) {
                 // Joined masks whose queries are at different positions are an error with ALiBi.
                 Err(error) if slides && error.to_string().contains("ALiBi counts") => continue,
                 expected => expected?,
@@ -298,19 +298,17 @@ fn compare(small: &CachedCall, plain: &CachedCall, slides: bool) -> Result<()> {
                 Some(_) => options.clone().with_dropout_seed(&TorchSeed::new(5)),
                 None => options.clone(),
             };
-            let found = small.attend(&q, &mask, &seeded(&options), Outputs::Weights)?;
-            assert_close(&found.context, &expected.context, &format!("mask {n}, {options:?}"))?;
-            let [found, weights] =
-                [&found.weights, &expected.weights].map(|weights| weights.as_ref().expect("asked for"));
-            assert_close(found, weights, &format!("weights of mask {n}, {options:?}"))?;
+            let found = small.attend(&q, &mask, &seeded(&options), WithWeights)?;
+            assert_close(&found.output, &expected.output, &format!("mask {n}, {options:?}"))?;
+            assert_close(&found.weights, &expected.weights, &format!("weights of mask {n}, {options:?}"))?;
             let of_instruction_sets = InstructionSet::available()
                 .into_iter()
                 .map(|instruction_set| options.clone().with_instruction_set(instruction_set));
             for options in of_instruction_sets.chain([options.clone().with_backend(Backend::Reference)]) {
                 let what = format!("mask {n}, {options:?}");
                 let options = seeded(&options);
-                assert_close(&small.attend(&q, &mask, &options, Outputs::Context)?.context, &expected.context, &what)?;
-                let plan = small.attend(&q, &mask, &options, Outputs::Plan)?.plan.expect("asked for");
+                assert_close(&small.attend(&q, &mask, &options, OutputOnly)?, &expected.output, &what)?;
+                let plan = small.plan(&q, &mask, &options)?;
                 let expected = if options.backend == Backend::Auto { Backend::Fused } else { Backend::Reference };
                 assert_eq!(plan.backend, expected, "{what}: {plan}");
             }

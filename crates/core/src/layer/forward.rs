@@ -1,20 +1,23 @@
-//! A forward pass: check, project, normalise and rotate, add the terms of the scores, attend, project.
+//! A forward pass: validate the input, project it to heads, apply the score modifiers, attend, project the output.
 
 use candle_core::{Result, Tensor, bail};
 
-use super::checks::NO_KEYS;
-use super::heads::split_heads;
-use super::input::KeysFrom;
-use super::{AttentionInput, LayerOutput, MultiHeadAttention, OP};
-use crate::cache::{AttentionCache, KvSizes};
+use super::heads::{ProjectedHeads, split_heads};
+use super::input::{AttentionInput, KeysFrom};
+use super::validate::{CheckedInput, NO_KEYS};
+use super::{LayerOutput, MultiHeadAttention, OP};
+use crate::cache::{AttentionCache, CachedCall, KvSizes};
 use crate::mask::AttentionMask;
-use crate::position::{Scores, TermCall};
-use crate::sdpa::{Attended, AttentionStatistics, Keys, Outputs, OwnKeys, Plan, SdpaOptions, StatisticsOptions};
+use crate::position::{CallContext, KeysByHeads, QueryKeyPositions, ScoreArguments};
+use crate::sdpa::{
+    AttentionOutput, AttentionResult, AttentionStatistics, FunctionKeys, OutputOnly, OwnKeys, Plan, Request,
+    SdpaOptions, StatisticsOptions, WithStatistics, WithWeights,
+};
 use candle_attention_modules::base::accumulation_dtype;
-use candle_attention_modules::linear::{KeysAndValues, Projected};
+use candle_attention_modules::linear::KeysAndValues;
 
 impl MultiHeadAttention {
-    /// Self-attention under the layer's own mask: (B, T, E) gives (B, T, out_dim). Training is
+    /// Computes self-attention under the layer's own mask: (B, T, E) to (B, T, out_dim). For training, see
     /// [`forward_t`](candle_core::ModuleT::forward_t).
     ///
     /// # Errors
@@ -23,30 +26,32 @@ impl MultiHeadAttention {
         self.forward_with(xs)
     }
 
-    /// The layer over any input: with a mask, cross-attention, training. (B, T_q, E) gives (B, T_q, out_dim).
+    /// Computes the layer for any input: with a mask, a cache, cross-attention, training. (B, T_q, E) to (B, T_q, out_dim).
     ///
     /// # Errors
     /// For inputs whose shape, dtype or device does not fit the layer or each other, more positions than the context
-    /// length, a mask that does not fit, and a cache that does not take the call's keys.
+    /// length, a mask that does not fit, and a cache that cannot store the call's keys.
     pub fn forward_with<'a>(&self, input: impl Into<AttentionInput<'a>>) -> Result<Tensor> {
-        Ok(self.attended(input.into(), Outputs::Context)?.context)
+        self.run(input.into(), OutputOnly)
     }
 
-    /// [`forward_with`](Self::forward_with) that also returns the weights (B, H, T_q, T_kv), after dropout; (H, T_q,
+    /// Computes [`forward_with`](Self::forward_with), and returns the weights (B, H, T_q, T_kv) after dropout too; (H, T_q,
     /// T_kv) for an input (T, E).
     ///
     /// # Errors
     /// As [`forward_with`](Self::forward_with).
     pub fn forward_with_weights<'a>(&self, input: impl Into<AttentionInput<'a>>) -> Result<LayerOutput> {
-        let (output, weights) = self.attended(input.into(), Outputs::Weights)?.with(|found| found.weights.take())?;
+        let AttentionOutput { output, weights } = self.run(input.into(), WithWeights)?;
         Ok(LayerOutput { output, weights })
     }
 
-    /// [`forward_with`](Self::forward_with) that also returns statistics of the weights: for each query its largest
-    /// weights and its entropy, for each key the weight that it receives, (B, H, ..); (H, ..) for an input (T, E), and
-    /// for packed sequences. The kernel finds them without having the weights as a whole, see
-    /// [`scaled_dot_product_attention_with_statistics`](crate::scaled_dot_product_attention_with_statistics). Indices of
-    /// keys count those that are attended to; with a cache, from the first that it holds.
+    /// Computes [`forward_with`](Self::forward_with), and returns statistics of the weights too, (B, H, ..): for each query
+    /// its largest weights and its entropy, for each key the sum of its weights. They are (H, ..) for an input (T, E), and
+    /// for packed sequences.
+    ///
+    /// The CPU kernel computes them without storing the weights, see
+    /// [`scaled_dot_product_attention_with_statistics`](crate::scaled_dot_product_attention_with_statistics). Key indices
+    /// count the keys that are attended to; with a cache, from the first that it stores.
     ///
     /// ```
     /// use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig, StatisticsOptions};
@@ -68,15 +73,11 @@ impl MultiHeadAttention {
         input: impl Into<AttentionInput<'a>>,
         wanted: &StatisticsOptions,
     ) -> Result<(Tensor, AttentionStatistics)> {
-        self.attended(input.into(), Outputs::Statistics(wanted))?.with(|found| found.statistics.take())
+        self.run(input.into(), WithStatistics(wanted))
     }
 
-    fn attended(&self, input: AttentionInput, outputs: Outputs) -> Result<Attended> {
-        self.call(&input)?.finish(input.cache, outputs)
-    }
-
-    /// The path that [`forward_with`](Self::forward_with) takes for an input, and why. It costs the input's
-    /// projections, and larger buffers where the cache has to grow; the cache stays as it is.
+    /// Returns the backend that [`forward_with`](Self::forward_with) would use for an input, and the reason. The cache is
+    /// not changed, but the input is projected, and a larger buffer may be allocated.
     ///
     /// ```
     /// use candle_attention::{AttentionInput, Backend, MultiHeadAttention, MultiHeadAttentionConfig};
@@ -94,114 +95,229 @@ impl MultiHeadAttention {
     /// # Errors
     /// As [`forward_with`](Self::forward_with).
     pub fn plan(&self, input: &AttentionInput) -> Result<Plan> {
-        self.call(input)?.plan()
+        self.prepare(input)?.plan()
     }
 
-    /// Everything before attention.
-    pub(super) fn call<'a>(&'a self, input: &AttentionInput<'a>) -> Result<AttentionCall<'a>> {
-        let (cfg, inputs) = (&self.config, self.check(input)?);
-        let Projected { q, kv, gate } = self.project(input, &inputs)?;
-        // No context is computed for padding, and zero times what it holds is to be zero.
-        let gate = gate.map(|gate| inputs.tokens.without_padding(gate)).transpose()?;
-        let (cached, staged) = match (inputs.keys_from, &kv) {
-            (KeysFrom::Cache(cache), Some(KeysAndValues { keys, values })) => cache
-                .stage(&inputs.tokens, keys, Some(values), values.dim(3)?)
-                .map(|(cached, cache)| (Some(cached), Some(cache)))?,
-            (KeysFrom::EarlierLayer(cache), _) => {
-                let sizes = KvSizes { h_kv: cfg.num_kv_heads(), d: cfg.head_dim(), d_v: cfg.value_head_dim() };
-                (Some(cache.reading(&inputs.tokens, &q, sizes)?), None)
-            }
-            _ => (None, None),
-        };
-        let cache = staged.as_ref().or(input.shared_cache);
+    fn run<R: Request>(&self, input: AttentionInput, request: R) -> Result<R::Result> {
+        self.prepare(&input)?.finish(input.cache, request)
+    }
 
-        let options = input.options(cfg.dropout()).with_scale(cfg.score_scale());
-        let options = SdpaOptions { softcap: cfg.softcap(), sinks: self.parameters.tensor("sinks")?, ..options };
-        let mut mask = input.mask_with(&self.mask);
-        if cfg.appended_keys() > 0 {
-            let dims = [q.dim(0)?, cfg.num_heads(), q.dim(2)?, inputs.t_kv];
-            mask = mask.with_appended_keys(cfg.appended_keys(), dims, accumulation_dtype(q.dtype()), q.device())?;
+    /// Does everything that comes before attention.
+    pub(super) fn prepare<'a>(&'a self, input: &AttentionInput<'a>) -> Result<PreparedCall<'a>> {
+        let checked = self.validate(input)?;
+        let ProjectedHeads { q, kv, gate } = self.project(&checked, input.all_reduce)?;
+        let arguments = ScoreArguments {
+            mask: self.mask_of_call(input, &q, checked.t_kv)?,
+            options: self.options_of_call(input)?,
+            content_scores: None,
+            q,
+        };
+        let (keys, arguments, cache) = match checked.keys_from {
+            KeysFrom::Cache(cache) => {
+                let KeysAndValues { keys, values } = kv.ok_or_else(no_keys)?;
+                let (cached, after) = cache.stage(&checked.tokens, &keys, Some(&values), values.dim(3)?)?;
+                let arguments = self.modify_for_cache(arguments, input, &checked, &after)?;
+                (AttendedKeys::Cached(cached), arguments, Some(after))
+            }
+            KeysFrom::EarlierLayer(cache) => {
+                let cfg = &self.config;
+                let sizes = KvSizes { h_kv: cfg.num_kv_heads(), d: cfg.head_dim(), d_v: cfg.value_head_dim() };
+                let cached = cache.reading(&checked.tokens, &arguments.q, sizes)?;
+                let arguments = self.modify_for_cache(arguments, input, &checked, cache)?;
+                (AttendedKeys::Cached(cached), arguments, None)
+            }
+            KeysFrom::Own | KeysFrom::Cross { .. } | KeysFrom::Memory(_) => {
+                let own = kv.ok_or_else(no_keys)?;
+                let (keys, arguments) = self.modify_for_own_keys(arguments, own, input, &checked)?;
+                (keys, arguments, None)
+            }
+        };
+        let residual = checked.residual;
+        Ok(PreparedCall {
+            q: arguments.q,
+            keys,
+            cache,
+            mask: arguments.mask,
+            options: arguments.options,
+            batched: input.queries.rank() == 3,
+            output: Box::new(move |output| self.project_output(output, gate.as_ref(), residual.as_ref())),
+        })
+    }
+
+    /// Returns the layer's mask combined with the call's, over the keys that the layer appends too.
+    fn mask_of_call(&self, input: &AttentionInput, q: &Tensor, t_kv: usize) -> Result<AttentionMask> {
+        let mask = input.mask_with(&self.mask);
+        let appended = self.config.appended_keys();
+        if appended == 0 {
+            return Ok(mask);
         }
-        let cached = cached.map(|cached| Box::new(cached) as Box<dyn Keys + 'a>);
-        let own = kv.filter(|_| cache.is_none()).map(|own| [own.keys, own.values]);
-        let mut scores = Scores { q, own, mask, options, keys: cached };
-        let takes_positions = self.terms_take_positions();
-        let of_cache = cache.filter(|_| takes_positions).map(AttentionCache::key_positions).transpose()?;
-        let call = TermCall {
-            positions: inputs.positions.as_ref().map(|at| {
-                let of_call = at.keys.as_ref().unwrap_or(&at.queries);
-                [&at.queries, of_cache.as_ref().unwrap_or(of_call)]
-            }),
+        let dims = [q.dim(0)?, self.config.num_heads(), q.dim(2)?, t_kv];
+        mask.with_appended_keys(appended, dims, accumulation_dtype(q.dtype()), q.device())
+    }
+
+    /// Returns the options of attention that the call and the layer set.
+    fn options_of_call(&self, input: &AttentionInput) -> Result<SdpaOptions> {
+        let cfg = &self.config;
+        let mut options = input.options(cfg.dropout()).with_scale(cfg.score_scale());
+        options.softcap = cfg.softcap();
+        options.sinks = self.parameters.tensor("sinks")?;
+        Ok(options)
+    }
+
+    /// Applies the score modifiers to a call that attends to the keys in a cache.
+    fn modify_for_cache(
+        &self,
+        mut arguments: ScoreArguments,
+        input: &AttentionInput,
+        checked: &CheckedInput,
+        cache: &AttentionCache,
+    ) -> Result<ScoreArguments> {
+        // The cache knows the positions of earlier calls too.
+        let key_positions = match self.has_modifier_with_positions() {
+            true => Some(cache.key_positions()?),
+            false => None,
+        };
+        let positions = match (&checked.positions, &key_positions) {
+            (Some(positions), Some(keys)) => Some(QueryKeyPositions { queries: &positions.queries, keys }),
+            _ => None,
+        };
+        let context = self.call_context(input, positions);
+        for modifier in self.score_modifiers() {
+            modifier.modify(&mut arguments, None, &context)?;
+        }
+        Ok(arguments)
+    }
+
+    /// Applies the score modifiers to a call that attends to its own keys and values.
+    fn modify_for_own_keys<'a>(
+        &self,
+        mut arguments: ScoreArguments,
+        mut own: KeysAndValues,
+        input: &AttentionInput<'a>,
+        checked: &CheckedInput,
+    ) -> Result<(AttendedKeys<'a>, ScoreArguments)> {
+        let positions = checked.positions.as_ref().map(|positions| QueryKeyPositions {
+            queries: &positions.queries,
+            keys: positions.keys.as_ref().unwrap_or(&positions.queries),
+        });
+        let context = self.call_context(input, positions);
+        for modifier in self.score_modifiers() {
+            modifier.modify(&mut arguments, Some(&mut own), &context)?;
+        }
+        if let Some(scores) = arguments.content_scores.take() {
+            return Ok((AttendedKeys::ByHeads(KeysByHeads { own, scores }), arguments));
+        }
+        let KeysAndValues { keys: k, values: v } = own;
+        let keys = match input.function {
+            Some(function) => AttendedKeys::Function(FunctionKeys { k, v, function }),
+            None => AttendedKeys::Own(OwnKeys { k, v, sequences: input.packed }),
+        };
+        Ok((keys, arguments))
+    }
+
+    /// Returns the facts about a call on which score modifiers depend.
+    fn call_context<'c>(
+        &'c self,
+        input: &'c AttentionInput,
+        positions: Option<QueryKeyPositions<'c>>,
+    ) -> CallContext<'c> {
+        CallContext {
+            positions,
             has_given_positions: input.positions.is_some() || input.key_positions.is_some(),
             packed: input.packed,
             projections: &self.projections,
-            others: input.others(),
-        };
-        self.terms().try_for_each(|term| term.add(&mut scores, &call))?;
-
-        let Scores { q, own, mask, options, keys } = scores;
-        let keys = match (keys, own) {
-            (Some(keys), _) => keys,
-            (None, Some([k, v])) => Box::new(OwnKeys { k, v, sequences: input.packed, function: input.function }),
-            (None, None) => bail!("[{OP}] {NO_KEYS}"),
-        };
-        let (batched, residual) = (input.queries.rank() == 3, inputs.residual);
-        let output = move |context: &Tensor| self.output(context, gate.as_ref(), residual.as_ref());
-        Ok(AttentionCall { q, keys, cache: staged, mask, options, batched, output: Box::new(output) })
+            unsupported_by_content: input.unsupported_by_content_positions(),
+        }
     }
 
-    /// The context of a call (B, H, T, D_v), a view of (B, T, H, D_v), to (B, T, out_dim): by the projection of its
-    /// gate, (B, T, H·D_v) or (B, T, H), and with a residual.
-    fn output(&self, context: &Tensor, gate: Option<&Tensor>, residual: Option<&Tensor>) -> Result<Tensor> {
-        let (b, h, t, d_v) = context.dims4()?;
-        let context = context.transpose(1, 2)?;
+    /// Projects the attention output (B, H, T, D_v), a view of (B, T, H, D_v), to (B, T, out_dim), with the layer's gate
+    /// and norm and a residual. The gate is (B, T, H·D_v) or (B, T, H).
+    fn project_output(&self, output: &Tensor, gate: Option<&Tensor>, residual: Option<&Tensor>) -> Result<Tensor> {
+        let (b, h, t, d_v) = output.dims4()?;
+        let heads = output.transpose(1, 2)?;
         let gated = match (self.config.output_gate(), gate) {
-            (Some(gate), Some(projected)) => gate.activation.gate(&context, &split_heads(projected, h)?)?,
-            _ => context,
+            (Some(gate), Some(projected)) => gate.activation.gate(&heads, &split_heads(projected, h)?)?,
+            _ => heads,
         };
-        let [.., of_context] = &self.norms;
-        let merged =
-            of_context.iter().try_fold(gated.reshape((b, t, h * d_v))?, |merged, norm| norm.forward(&merged))?;
+        let merged = gated.reshape((b, t, h * d_v))?;
+        let merged = match &self.norms.output {
+            Some(norm) => norm.forward(&merged)?,
+            None => merged,
+        };
         self.projections.output(merged, residual)
     }
 }
 
-type Output<'a> = Box<dyn Fn(&Tensor) -> Result<Tensor> + 'a>;
+/// Returns the error of a layer without key and value projections. `validate` returns it first.
+fn no_keys() -> candle_core::Error {
+    candle_core::Error::Msg(format!("[{OP}] {NO_KEYS}"))
+}
 
-/// The arguments of attention that a layer makes of an input.
-pub(super) struct AttentionCall<'a> {
+/// The keys and values that the queries of a call attend to.
+pub(super) enum AttendedKeys<'a> {
+    /// Keys and values of the call.
+    Own(OwnKeys<'a>),
+    /// Keys and values of the call, to which a caller's function attends.
+    Function(FunctionKeys<'a>),
+    /// Keys and values of the call, with scores by content.
+    ByHeads(KeysByHeads),
+    /// Keys and values in a cache.
+    Cached(CachedCall<'a>),
+}
+
+/// Projects the attention output (B, H, T_q, D_v), a view of (B, T_q, H, D_v), to (B, T_q, out_dim).
+type OutputProjection<'a> = Box<dyn Fn(&Tensor) -> Result<Tensor> + 'a>;
+
+/// The arguments of attention that a layer computed from its input.
+pub(super) struct PreparedCall<'a> {
     /// (B, H, T_q, D), a view of (B, T_q, ..).
     pub q: Tensor,
-    pub keys: Box<dyn Keys + 'a>,
-    /// What the call's cache becomes, where it has one.
+    pub keys: AttendedKeys<'a>,
+    /// The call's cache after the call, if it has one.
     pub cache: Option<AttentionCache>,
     pub mask: AttentionMask,
     pub options: SdpaOptions,
     /// Whether the input had a batch dimension.
     pub batched: bool,
-    /// Makes (B, T_q, out_dim) of the context (B, H, T_q, D_v), a view of (B, T_q, H, D_v).
-    pub output: Output<'a>,
+    pub output: OutputProjection<'a>,
 }
 
-impl AttentionCall<'_> {
-    /// Attends, and keeps the keys and values in the call's cache, if it has one. The output, (B, T_q, out_dim), stands
-    /// in the place of the context.
-    pub fn finish(self, cache: Option<&mut AttentionCache>, outputs: Outputs) -> Result<Attended> {
-        let attended = self.keys.attend(&self.q, &self.mask, &self.options, outputs)?;
-        let in_graph = attended.context.track_op();
+impl PreparedCall<'_> {
+    /// Attends, projects the output to (B, T_q, out_dim), and stores the keys and values in the call's cache, if it has one.
+    pub fn finish<R: Request>(self, cache: Option<&mut AttentionCache>, request: R) -> Result<R::Result> {
+        let attended = self.attend(request)?;
+        let is_in_graph = attended.output().track_op();
         let in_rank = |tensor: Tensor| if self.batched { Ok(tensor) } else { tensor.squeeze(0) };
-        let finished = attended.map(|context| in_rank((self.output)(&context)?), in_rank)?;
+        let finished = attended.map(|output| in_rank((self.output)(&output)?), in_rank)?;
         if let (Some(cache), Some(staged)) = (cache, self.cache) {
-            // Later calls write to the buffers of a cache in place. A graph that refers to them keeps them for its
-            // `backward`, and the cache goes on with a copy.
-            *cache = if in_graph { staged.fork()? } else { staged };
+            // Later calls write to the buffers of a cache in place. A graph that refers to them needs them for its
+            // backward pass, so the cache continues with a copy.
+            *cache = if is_in_graph { staged.fork()? } else { staged };
         }
         Ok(finished)
     }
 
-    /// The path that attention takes, and why.
+    /// Returns the attention output (B, H, T_q, D_v), and what else was requested.
+    pub fn attend<R: Request>(&self, request: R) -> Result<R::Result> {
+        let Self { q, mask, options, .. } = self;
+        match &self.keys {
+            AttendedKeys::Own(keys) => keys.attend(q, mask, options, request),
+            AttendedKeys::Function(keys) => keys.attend(q, mask, options, request),
+            AttendedKeys::ByHeads(keys) => keys.attend(q, mask, options, request),
+            AttendedKeys::Cached(keys) => keys.attend(q, mask, options, request),
+        }
+    }
+
+    /// Returns the path that attention takes, and the reason.
     pub fn plan(&self) -> Result<Plan> {
-        let attended = self.keys.attend(&self.q, &self.mask, &self.options, Outputs::Plan)?;
-        Ok(attended.with(|found| found.plan.take())?.1)
+        let Self { q, mask, options, .. } = self;
+        match &self.keys {
+            AttendedKeys::Own(keys) => keys.plan(q, mask, options),
+            AttendedKeys::Function(_) => {
+                bail!("[attention_function] a plan was requested, which a caller's function does not return")
+            }
+            AttendedKeys::ByHeads(keys) => keys.plan(q, mask, options),
+            AttendedKeys::Cached(keys) => keys.plan(q, mask, options),
+        }
     }
 }

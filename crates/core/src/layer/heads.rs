@@ -1,131 +1,180 @@
-//! From inputs to heads: projected, normalised and rotated; those of cross-attention once for several calls.
+//! From projections to heads: normalised and rotated queries, keys and values.
 
 use candle_core::{Result, Tensor, bail};
 
-use super::checks::Inputs;
-use super::{AttentionInput, MultiHeadAttention, OP};
+use super::input::KeysFrom;
+use super::memory::ProjectedMemory;
+use super::validate::{CheckedInput, KeyValueInputs};
+use super::{MultiHeadAttention, OP};
 use crate::position::{Positions, RopeAxes, RopeConfig, Rotation};
-use Projection::{Key, Query, Value};
-use candle_attention_modules::base::Expect;
-use candle_attention_modules::linear::{KeysAndValues, Projected, Projection};
-use candle_attention_modules::norm::{AllReduce, QkNormScope};
+use candle_attention_modules::linear::{KeysAndValues, Projected};
+use candle_attention_modules::norm::{AllReduce, Norm, QkNormScope};
+
+/// The heads of a call.
+pub(super) struct ProjectedHeads {
+    /// (B, H, T_q, D).
+    pub q: Tensor,
+    /// The keys and values that the call projects or that a memory has; `None` for an earlier layer's.
+    pub kv: Option<KeysAndValues>,
+    /// The projection of the output gate, (B, T_q, H·D_v) or (B, T_q, H).
+    pub gate: Option<Tensor>,
+}
+
+/// The rotations of a call's queries and keys.
+struct Rotations {
+    queries: Option<Rotation>,
+    keys: Option<Rotation>,
+}
 
 impl MultiHeadAttention {
-    /// Queries (B, H, T_q, D), keys (B, H_kv, T_kv, D) and values (B, H_kv, T_kv, D_v), normalised and rotated; no keys
-    /// and values if the call takes them from an earlier layer's cache.
-    pub(super) fn project(&self, input: &AttentionInput, inputs: &Inputs) -> Result<Projected> {
-        let (mut at_queries, mut at_keys) = (None, None);
-        if let (Some(positions), Some(rotary)) = (&inputs.positions, &self.rotary) {
-            let on_axes = positions.axes.as_ref().map(|axes| rotary.on_axes(&axes.entries));
-            at_queries = Some(on_axes.unwrap_or_else(|| rotary.at(&positions.queries))?);
-            at_keys = positions.keys.as_ref().map(|keys| rotary.at(keys)).transpose()?;
-        }
-        let key_value = inputs.key_value.as_ref().map(|[keys, values]| [keys, values]);
+    /// Projects the inputs of a call, and normalises and rotates the heads.
+    pub(super) fn project(&self, inputs: &CheckedInput, all_reduce: Option<&AllReduce>) -> Result<ProjectedHeads> {
+        let key_value = inputs.key_value.as_ref().map(|KeyValueInputs { keys, values }| [keys, values]);
         let Projected { q, kv, gate } = self.projections.query_key_value(&inputs.queries, key_value)?;
-        let rotation = at_keys.as_ref().or(at_queries.as_ref());
-        let kv = match kv {
-            Some(KeysAndValues { keys, values }) => {
-                let keys = self.heads(Key, keys, rotation, input.all_reduce)?;
-                Some(KeysAndValues { keys, values: self.heads(Value, values, None, None)? })
+        let rotations = self.rotations(inputs)?;
+        let kv = match (kv, inputs.keys_from) {
+            (Some(KeysAndValues { keys, values }), _) => {
+                let keys = self.key_heads(keys, rotations.keys.as_ref().or(rotations.queries.as_ref()), all_reduce)?;
+                Some(KeysAndValues { keys, values: self.value_heads(values)? })
             }
-            None => input.memory.map(|memory| KeysAndValues { keys: memory.k.clone(), values: memory.v.clone() }),
+            (None, KeysFrom::Memory(memory)) => {
+                Some(KeysAndValues { keys: memory.k.clone(), values: memory.v.clone() })
+            }
+            (None, _) => None,
         };
-        let q = self.heads(Query, q, at_queries.as_ref(), input.all_reduce)?;
-        let scaling = self.config.attention_temperature().zip(inputs.positions.as_ref());
-        let factors = scaling.map(|(scaling, at)| scaling.factors(&at.queries, q.dtype(), q.device())).transpose()?;
-        let q = match factors.flatten() {
+        let q = self.query_heads(q, rotations.queries.as_ref(), all_reduce)?;
+        // The output for padding is 0, and 0 · NaN of padding's gate must not reach it.
+        let gate = gate.map(|gate| inputs.tokens.without_padding(gate)).transpose()?;
+        Ok(ProjectedHeads { q: self.with_temperature(q, inputs)?, kv, gate })
+    }
+
+    /// Returns the rotations at the positions of a call, if the layer has rotary positions. Keys without positions of their
+    /// own have the rotation of the queries.
+    fn rotations(&self, inputs: &CheckedInput) -> Result<Rotations> {
+        let (Some(positions), Some(rotary)) = (&inputs.positions, &self.rotary) else {
+            return Ok(Rotations { queries: None, keys: None });
+        };
+        let queries = match &positions.axes {
+            Some(axes) => rotary.on_axes(&axes.entries)?,
+            None => rotary.at(&positions.queries)?,
+        };
+        let keys = match &positions.keys {
+            Some(keys) => Some(rotary.at(keys)?),
+            None => None,
+        };
+        Ok(Rotations { queries: Some(queries), keys })
+    }
+
+    /// Multiplies queries (B, H, T, D) by the config's attention temperature at their positions.
+    fn with_temperature(&self, q: Tensor, inputs: &CheckedInput) -> Result<Tensor> {
+        let (Some(temperature), Some(positions)) = (self.config.attention_temperature(), &inputs.positions) else {
+            return Ok(q);
+        };
+        match temperature.factors(&positions.queries, q.dtype(), q.device())? {
             // In the order of q's memory, (B, T, H, D).
-            Some(factors) => q.transpose(1, 2)?.broadcast_mul(&factors.transpose(1, 2)?)?.transpose(1, 2)?,
-            None => q,
-        };
-        Ok(Projected { q, kv, gate })
+            Some(factors) => q.transpose(1, 2)?.broadcast_mul(&factors.transpose(1, 2)?)?.transpose(1, 2),
+            None => Ok(q),
+        }
     }
 
-    /// What the projection of a place gives, (B, T, heads · width), as heads (B, heads, T, width), a view of (B, T,
-    /// ..): normalised as a whole or head by head, clipped, with what the layer appends to keys and values, and
-    /// rotated.
-    fn heads(
+    /// Returns query heads (B, H, T, D), a view of (B, T, H, D), of a projection (B, T, H · D).
+    fn query_heads(
         &self,
-        place: Projection,
-        mut xs: Tensor,
+        projected: Tensor,
         rotation: Option<&Rotation>,
-        sum: Option<&AllReduce>,
+        all_reduce: Option<&AllReduce>,
     ) -> Result<Tensor> {
-        let (cfg, h_kv) = (&self.config, self.config.num_kv_heads());
-        let [of_queries, of_keys, of_values, _] = &self.norms;
-        let (heads, norm, appended) = match place {
-            Query => (cfg.num_heads(), of_queries, None),
-            Key => (h_kv, of_keys, Some("bias_k")),
-            _ => (h_kv, of_values, Some("bias_v")),
+        let mut xs = projected;
+        if let Some(norm) = &self.norms.queries
+            && self.norms_span_projections()
+        {
+            xs = norm.forward_sharded(&xs, all_reduce)?;
+        }
+        let heads = split_heads(&self.clipped(xs)?, self.config.num_heads())?;
+        let norm = self.norms.queries.as_ref().filter(|_| !self.norms_span_projections());
+        self.normalized_and_rotated(heads, norm, rotation)?.transpose(1, 2)
+    }
+
+    /// Returns key heads (B, H_kv, T, D), a view of (B, T, H_kv, D), of a projection (B, T, H_kv · D), followed by the keys
+    /// that the layer appends.
+    fn key_heads(
+        &self,
+        projected: Tensor,
+        rotation: Option<&Rotation>,
+        all_reduce: Option<&AllReduce>,
+    ) -> Result<Tensor> {
+        let mut xs = projected;
+        if let Some(norm) = &self.norms.keys
+            && self.norms_span_projections()
+        {
+            xs = norm.forward_sharded(&xs, all_reduce)?;
+        }
+        let xs = self.with_appended_row(self.clipped(xs)?, "bias_k")?;
+        let heads = split_heads(&xs, self.config.num_kv_heads())?;
+        let norm = self.norms.keys.as_ref().filter(|_| !self.norms_span_projections());
+        self.normalized_and_rotated(heads, norm, rotation)?.transpose(1, 2)
+    }
+
+    /// Returns value heads (B, H_kv, T, D_v), a view of (B, T, H_kv, D_v), of a projection (B, T, H_kv · D_v), followed by
+    /// the values that the layer appends.
+    fn value_heads(&self, projected: Tensor) -> Result<Tensor> {
+        let xs = self.with_appended_row(self.clipped(projected)?, "bias_v")?;
+        let heads = split_heads(&xs, self.config.num_kv_heads())?;
+        let heads = match &self.norms.values {
+            Some(norm) => norm.forward(&heads)?,
+            None => heads,
         };
-        let is_of_all = place != Value && cfg.qk_norm().is_some_and(|norm| norm.scope == QkNormScope::Projection);
-        let (of_all, of_each) = if is_of_all { (norm.as_ref(), None) } else { (None, norm.as_ref()) };
-        if let Some(norm) = of_all {
-            xs = norm.forward_sharded(&xs, sum)?;
-        }
-        if let Some(clip) = cfg.clip_qkv() {
-            xs = xs.clamp(-clip, clip)?;
-        }
-        if let Some(learned) = appended.filter(|_| cfg.appended_keys() > 0) {
-            xs = self.append_rows(xs, self.parameters.tensor(learned)?)?;
-        }
-        xs = split_heads(&xs, heads)?;
-        if let Some(norm) = of_each.filter(|_| !cfg.norm_after_rope()) {
-            xs = norm.forward(&xs)?;
-        }
-        if let Some(rotation) = rotation {
-            xs = rotation.apply(&xs)?;
-        }
-        if let Some(norm) = of_each.filter(|_| cfg.norm_after_rope()) {
-            xs = norm.forward(&xs)?;
-        }
-        xs.transpose(1, 2)
+        heads.transpose(1, 2)
     }
 
-    /// (B, T, width) and the rows that the layer appends to each sequence: the learned one, then that of zeros.
-    fn append_rows(&self, xs: Tensor, learned: Option<Tensor>) -> Result<Tensor> {
+    /// Returns whether the norms of queries and keys are over whole projections, and not over each head.
+    fn norms_span_projections(&self) -> bool {
+        self.config.qk_norm().is_some_and(|norm| norm.scope == QkNormScope::Projection)
+    }
+
+    /// Clips a projection, if the config says so.
+    fn clipped(&self, xs: Tensor) -> Result<Tensor> {
+        match self.config.clip_qkv() {
+            Some(clip) => xs.clamp(-clip, clip),
+            None => Ok(xs),
+        }
+    }
+
+    /// Applies a norm over each head (B, T, heads, D) and a rotation, in the order of the config.
+    fn normalized_and_rotated(
+        &self,
+        heads: Tensor,
+        norm: Option<&Norm>,
+        rotation: Option<&Rotation>,
+    ) -> Result<Tensor> {
+        let normalized = |xs: Tensor| norm.map_or(Ok(xs.clone()), |norm| norm.forward(&xs));
+        let rotated = |xs: Tensor| rotation.map_or(Ok(xs.clone()), |rotation| rotation.apply(&xs));
+        if self.config.norm_after_rope() { normalized(rotated(heads)?) } else { rotated(normalized(heads)?) }
+    }
+
+    /// Returns a projection (B, T, width), followed by the rows that the layer appends to each sequence: the learned row of
+    /// the parameter `name`, then a row of zeros.
+    fn with_appended_row(&self, xs: Tensor, name: &str) -> Result<Tensor> {
+        if self.config.appended_keys() == 0 {
+            return Ok(xs);
+        }
         let (b, _, width) = xs.dims3()?;
-        let zeros = || Tensor::zeros((b, 1, width), xs.dtype(), xs.device());
-        let zeros = self.config.add_zero_attn().then(zeros).transpose()?;
-        let learned = learned.map(|row| row.broadcast_as((b, 1, width))?.contiguous()).transpose()?;
-        Tensor::cat(&[Some(xs), learned, zeros].into_iter().flatten().collect::<Vec<_>>(), 1)
-    }
-}
-
-/// (B, T, heads · width) to (B, T, heads, width): a view, also of columns of a wider product.
-pub(super) fn split_heads(xs: &Tensor, heads: usize) -> Result<Tensor> {
-    let (b, t, columns) = xs.dims3()?;
-    let split = [b, t, heads, columns / heads];
-    if !xs.is_contiguous() {
-        let view = xs.unfold(2, split[3], split[3])?;
-        // Candle counts the heads in f32, which holds no more than 2^24 columns.
-        if view.dims() == split {
-            return Ok(view);
+        let mut rows = vec![xs.clone()];
+        if let Some(learned) = self.parameters.tensor(name)? {
+            rows.push(learned.broadcast_as((b, 1, width))?.contiguous()?);
         }
+        if self.config.add_zero_attn() {
+            rows.push(Tensor::zeros((b, 1, width), xs.dtype(), xs.device())?);
+        }
+        Tensor::cat(&rows, 1)
     }
-    xs.reshape(&split)
-}
 
-/// Keys (B, H_kv, T_kv, D) and values (B, H_kv, T_kv, D_v) of cross-attention as a layer projected them
-/// ([`MultiHeadAttention::project_memory`]), for as many calls as there are queries to come; or those of a whole
-/// sequence, which later layers read too ([`KvSharing::EarlierLayer`](crate::KvSharing)).
-#[derive(Debug, Clone)]
-pub struct ProjectedMemory {
-    /// Followed by those that the layer appends.
-    pub(super) k: Tensor,
-    pub(super) v: Tensor,
-    /// T_kv without these.
-    pub(super) t_kv: usize,
-    batched: bool,
-}
-
-impl MultiHeadAttention {
-    /// Projects what cross-attention attends to, an encoder's outputs, once for all steps of a decoder: keys from
-    /// `keys` (B, T_kv, kdim), values from `values` (B, T_kv, vdim), both without B for one sequence.
+    /// Projects the keys and values of cross-attention, from an encoder's outputs, once for all steps of a decoder: keys
+    /// from `keys` (B, T_kv, kdim), values from `values` (B, T_kv, vdim), both without B for one sequence.
     ///
-    /// [`AttentionInput::with_memory`] gives the numbers of [`with_key_value`](AttentionInput::with_key_value) in a
-    /// call of this layer; another layer's memory of the same shape cannot be told from its own. Rotary positions of
-    /// the keys are 0..T_kv.
+    /// A call with [`AttentionInput::with_memory`](crate::AttentionInput::with_memory) returns the numbers of a call with
+    /// [`with_key_value`](crate::AttentionInput::with_key_value) of this layer. A memory of another layer with the same
+    /// shape is not detected. Rotary positions of the keys are 0..T_kv.
     ///
     /// # Errors
     /// For inputs whose shape, dtype or device does not fit the layer or each other, and for more positions than the
@@ -149,49 +198,38 @@ impl MultiHeadAttention {
     /// # Ok(()) }
     /// ```
     pub fn project_memory(&self, keys: &Tensor, values: &Tensor) -> Result<ProjectedMemory> {
-        let cfg = &self.config;
         let batched = keys.rank() != 2;
-        let [k_in, v_in] = self.check_key_value(None, &self.expected(batched), [keys, values])?;
-        let (b, t_kv, _) = k_in.dims3()?;
+        let what = format_args!("keys {:?} and values {:?}", keys.dims(), values.dims());
+        let inputs = self.check_key_value(None, &self.expected(batched), keys, values)?;
+        let (b, t_kv, _) = inputs.keys.dims3()?;
         self.check_context(t_kv)?;
-        self.check_addressable(b, t_kv, format_args!("keys {:?} and values {:?}", keys.dims(), values.dims()))?;
+        self.check_addressable(b, t_kv, what)?;
+        if self.config.rope().and_then(RopeConfig::axes).is_some_and(RopeAxes::is_axial) {
+            bail!("[{OP}] keys of a memory have one position each, but rotary positions are on several axes")
+        }
         let rotation = match &self.rotary {
-            Some(_) if cfg.rope().and_then(RopeConfig::axes).is_some_and(RopeAxes::is_axial) => {
-                bail!("[{OP}] keys of a memory have one position each, but rotary positions are on several axes")
-            }
             Some(rotary) => Some(rotary.at(&Positions::starting_at(&[0], t_kv)?)?),
             None => None,
         };
-        let Some(KeysAndValues { keys, values }) = self.projections.key_value(&k_in, &v_in)? else {
+        let Some(KeysAndValues { keys, values }) = self.projections.key_value(&inputs.keys, &inputs.values)? else {
             bail!("[{OP}] keys and values are those of an earlier layer, expected a memory that it projects")
         };
-        let k = self.heads(Key, keys, rotation.as_ref(), None)?;
-        let v = self.heads(Value, values, None, None)?;
-        // Read in every call from now on: each head's positions side by side.
+        let (k, v) = (self.key_heads(keys, rotation.as_ref(), None)?, self.value_heads(values)?);
+        // Contiguous heads, since every later call reads them.
         Ok(ProjectedMemory { k: k.contiguous()?, v: v.contiguous()?, t_kv, batched })
     }
+}
 
-    /// That a memory is this layer's or one that it may read, and of the queries' batch.
-    pub(super) fn check_memory(&self, input: &AttentionInput, memory: &ProjectedMemory, b: usize) -> Result<()> {
-        let batched = input.queries.rank() == 3;
-        let others = [("key positions", input.key_positions.is_some()), ("packed sequences", input.packed.is_some())];
-        if let Some((given, _)) = others.iter().find(|(_, is_given)| *is_given && self.rotary.is_some()) {
-            bail!("[{OP}] {given} were given beside a memory, whose keys stand at 0..T_kv; expected keys and values")
+/// Returns a view (B, T, heads, width) of (B, T, heads · width), which may be columns of a wider product.
+pub(super) fn split_heads(xs: &Tensor, heads: usize) -> Result<Tensor> {
+    let (b, t, columns) = xs.dims3()?;
+    let split = [b, t, heads, columns / heads];
+    if !xs.is_contiguous() {
+        let view = xs.unfold(2, split[3], split[3])?;
+        // Candle counts the heads in f32, which represents no more than 2^24 columns.
+        if view.dims() == split {
+            return Ok(view);
         }
-        let cfg = &self.config;
-        let rows = memory.t_kv + cfg.appended_keys();
-        if memory.batched != batched {
-            let of = |batched| if batched { "a batch" } else { "one sequence without a batch" };
-            bail!("[{OP}] the memory is of {}, expected {} as the queries", of(memory.batched), of(batched))
-        }
-        let (dtype, device) = (self.projections.dtype, &self.projections.device);
-        for (name, tensor, width) in
-            [("the memory's keys", &memory.k, cfg.head_dim()), ("the memory's values", &memory.v, cfg.value_head_dim())]
-        {
-            let tensor = Expect::many(OP, name, tensor);
-            tensor.sizes(&[b, cfg.num_kv_heads(), rows, width])?;
-            tensor.dtype(dtype, "the weights'")?.same_device("the weights", device)?;
-        }
-        Ok(())
     }
+    xs.reshape(&split)
 }

@@ -1,104 +1,183 @@
-//! What one call of a layer reads.
+//! The inputs and options of one call of a layer.
 
 use std::fmt;
-use std::ops::Range;
 
 use candle_core::{Result, Tensor, bail};
-use macro_rules_attribute::apply;
 
-use super::{ProjectedMemory, warnings};
-use crate::cache::{AttentionCache, NewTokens, Padding};
+use super::memory::ProjectedMemory;
+use crate::cache::AttentionCache;
 use crate::mask::AttentionMask;
-use crate::position::{Positions, RopeAxes};
 use crate::sdpa::{AttentionFunction, Backend, OutputLayout, PackedSequences, SdpaOptions};
-use candle_attention_modules::base::options;
 use candle_attention_modules::init::TorchSeed;
 use candle_attention_modules::norm::AllReduce;
 
-/// The positions of a call's tokens.
-pub(super) struct CallPositions {
-    pub queries: Positions,
-    /// Those of the call's own keys; `None` where they are the queries'.
-    pub keys: Option<Positions>,
-    /// The positions by which queries and keys are rotated, where these are on several axes.
-    pub axes: Option<AxisPositions>,
-}
-
-/// The positions of a call's tokens on several axes.
-pub(super) struct AxisPositions {
-    /// (A, T) or (A, B, T), row by row.
-    pub entries: Vec<f32>,
-    /// A.
-    pub count: usize,
-}
-
-/// Where the keys and values of a call come from.
+/// The source of the keys and values of a call.
 #[derive(Clone, Copy)]
 pub(super) enum KeysFrom<'a> {
     /// The inputs of the queries.
     Own,
     /// Inputs of keys and of values.
-    Cross([&'a Tensor; 2]),
+    Cross { keys: &'a Tensor, values: &'a Tensor },
+    /// Keys and values that were projected before.
     Memory(&'a ProjectedMemory),
-    /// The inputs of the queries, after what a cache holds.
+    /// The cache's keys and values, and the inputs of the queries after them.
     Cache(&'a AttentionCache),
+    /// The keys and values in an earlier layer's cache.
     EarlierLayer(&'a AttentionCache),
 }
 
-/// What one call of a layer reads besides the layer's parameters. A `&Tensor` is self-attention over it.
-#[apply(options)]
+/// The inputs and options of one forward call. A `&Tensor` converts into self-attention over it.
 #[must_use]
 pub struct AttentionInput<'a> {
     pub(super) queries: &'a Tensor,
-    // Inputs of keys and of values.
-    pub(super) key_value: Option<[&'a Tensor; 2]>,
-    /// Cross-attention to keys and values that the layer projected before
-    /// ([`project_memory`](crate::MultiHeadAttention::project_memory)). A causal layer is warned about as in
-    /// [`with_key_value`](Self::with_key_value).
+    key_value: Option<KeyValueInputs<'a>>,
     pub(super) memory: Option<&'a ProjectedMemory>,
-    /// A mask that holds together with the layer's own. A prefix in it lifts the layer's own causal constraint too.
-    pub(super) mask: Option<&'a AttentionMask>,
-    /// The positions of the queries, and in self-attention of the keys, for rotary positions, relative biases and
-    /// Falcon's ALiBi: integers (T,) for all sequences or (B, T) for each by itself, as ragged batches and padding on
-    /// the left need. Unless given they are 0..T, and with a cache they continue from the length of each sequence; keys
-    /// in a cache stay at the positions of their own call. They are read back from their device. A layer without these
-    /// checks their shape and has no other use for them: masks and slopes count by the place of a key. Positions of a
-    /// call with a cache that do not come after those in the cache (0 again in every step) are logged as a warning, once.
+    mask: Option<&'a AttentionMask>,
     pub(super) positions: Option<&'a Tensor>,
-    /// The positions of the keys of cross-attention: integers (T_kv,) or (B, T_kv); 0..T_kv unless given.
     pub(super) key_positions: Option<&'a Tensor>,
-    /// The positions of the tokens of self-attention on the axes of the layer's rotary positions
-    /// ([`RopeConfig::with_axes`](crate::RopeConfig::with_axes)), (A, T) for all sequences or (A, B, T) for each by
-    /// itself: time, height and width in Qwen2-VL's text, rows and columns of patches in an image. Numbers need not be
-    /// whole: DINOv3's are 2π times the place of a patch's centre between -1 and 1. A token at 0 on all axes, as that
-    /// of a class or a register, is not rotated.
-    ///
-    /// Without them, a token has one position on all axes, as text has, or it is an error where axes have series of
-    /// their own. What else counts positions goes by [`with_positions`](Self::with_positions).
     pub(super) axis_positions: Option<&'a Tensor>,
-    /// Whether dropout happens. In a call with a cache, whose keys were computed without gradients, dropout is logged as a
-    /// warning, once, unless the cache was made [`with_detached(true)`](crate::AttentionCacheConfig::with_detached) for
-    /// training.
     pub(super) train: bool,
-    /// Draws dropout from PyTorch's generator, see
-    /// [`SdpaOptions::with_dropout_seed`](crate::SdpaOptions::with_dropout_seed).
-    pub(super) dropout_seed: Option<&'a TorchSeed>,
-    /// Self-attention to the positions in the cache and those of `xs`, which are added to it. Positions are counted in
-    /// each sequence by itself, from its first call on: T_kv of a mask is the length of the longest sequence with this
-    /// call, and a causal constraint is aligned to the end of each.
-    ///
-    /// The outputs are those of one call over all tokens if no query sees a later key, as in a causal layer. In a layer
-    /// that is not causal, the tokens of earlier calls have not seen those of this one; the first time, this is logged
-    /// as a warning.
-    ///
-    /// Padding belongs into [`with_starts`](Self::with_starts) and [`with_valid_lens`](Self::with_valid_lens), which
-    /// leave it out of the cache. A mask hides padding in its own call alone, and the cache stores it.
-    /// [`AttentionMask::causal_upper_left`] is an error once the cache has positions.
+    dropout_seed: Option<&'a TorchSeed>,
     pub(super) cache: Option<&'a mut AttentionCache>,
-    /// Attention to the keys and values in the cache of an earlier layer, whose call with the same tokens and padding
-    /// came before: for layers that have none of their own ([`KvSharing::EarlierLayer`](crate::KvSharing)). The queries
-    /// stand at its last positions. A sliding cache has to be made
-    /// [`with_shared`](crate::AttentionCacheConfig::with_shared) for calls of more tokens than its window has.
+    shared_cache: Option<&'a AttentionCache>,
+    pub(super) valid_lens: Option<&'a [usize]>,
+    pub(super) starts: Option<&'a [usize]>,
+    pub(super) packed: Option<&'a PackedSequences>,
+    pub(super) residual: Option<&'a Tensor>,
+    pub(super) all_reduce: Option<&'a AllReduce<'a>>,
+    pub(super) function: Option<&'a AttentionFunction<'a>>,
+    backend: Backend,
+}
+
+/// The inputs of the keys and of the values of cross-attention.
+#[derive(Debug, Clone, Copy)]
+struct KeyValueInputs<'a> {
+    keys: &'a Tensor,
+    values: &'a Tensor,
+}
+
+impl<'a> AttentionInput<'a> {
+    /// Makes an input of self-attention over `xs` (B, T, E), or (T, E).
+    pub fn new(xs: &'a Tensor) -> Self {
+        Self {
+            queries: xs,
+            key_value: None,
+            memory: None,
+            mask: None,
+            positions: None,
+            key_positions: None,
+            axis_positions: None,
+            train: false,
+            dropout_seed: None,
+            cache: None,
+            shared_cache: None,
+            valid_lens: None,
+            starts: None,
+            packed: None,
+            residual: None,
+            all_reduce: None,
+            function: None,
+            backend: Backend::Auto,
+        }
+    }
+
+    /// Attends to other inputs (cross-attention): keys are projected from `keys` (B, T_kv, kdim), values from `values` (B,
+    /// T_kv, vdim).
+    ///
+    /// A layer whose config is causal or has a window applies that to the keys of the other sequence too, counted from the
+    /// end of that sequence. This is rarely meant, and a warning is logged once.
+    pub fn with_key_value(mut self, keys: &'a Tensor, values: &'a Tensor) -> Self {
+        self.key_value = Some(KeyValueInputs { keys, values });
+        self
+    }
+
+    /// Attends to keys and values that the layer projected before
+    /// ([`project_memory`](crate::MultiHeadAttention::project_memory)). A causal layer logs the warning of
+    /// [`with_key_value`](Self::with_key_value).
+    pub fn with_memory(mut self, memory: &'a ProjectedMemory) -> Self {
+        self.memory = Some(memory);
+        self
+    }
+
+    /// Adds a mask, which is combined (AND) with the layer's own. A prefix in it also lifts the layer's causal constraint
+    /// for the keys of the prefix.
+    pub fn with_mask(mut self, mask: &'a AttentionMask) -> Self {
+        self.mask = Some(mask);
+        self
+    }
+
+    /// Sets the positions of the queries, and in self-attention of the keys: integers (T,) for all sequences, or (B, T) for
+    /// each sequence, as ragged batches and padding on the left need. Rotary positions, relative biases and Falcon's ALiBi
+    /// use them.
+    ///
+    /// The default is 0..T. With a cache, positions continue from the length of each sequence, and cached keys keep the
+    /// positions of their own call. The tensor is copied to the CPU. Layers without positional encodings check its shape
+    /// and ignore it otherwise; masks and other ALiBi slopes use key indices, not positions.
+    ///
+    /// If the positions of a call with a cache do not come after those in the cache, as with 0 again in every step, a
+    /// warning is logged once.
+    pub fn with_positions(mut self, positions: &'a Tensor) -> Self {
+        self.positions = Some(positions);
+        self
+    }
+
+    /// Sets the positions of the keys of cross-attention: integers (T_kv,) or (B, T_kv). The default is 0..T_kv.
+    pub fn with_key_positions(mut self, key_positions: &'a Tensor) -> Self {
+        self.key_positions = Some(key_positions);
+        self
+    }
+
+    /// Sets the positions of the tokens of self-attention on the axes of the layer's rotary positions
+    /// ([`RopeConfig::with_axes`](crate::RopeConfig::with_axes)): (A, T) for all sequences, or (A, B, T) for each. The axes
+    /// are time, height and width in Qwen2-VL's text, and rows and columns of patches in an image. Numbers need not be
+    /// integers: DINOv3's are 2π times a coordinate of a patch's centre between -1 and 1. A token at 0 on all axes, such
+    /// as a class token or a register, is not rotated.
+    ///
+    /// Without them, a token has one position on all axes, as in text; this is an error for axes with series of
+    /// frequencies for each axis. Other uses of positions read [`with_positions`](Self::with_positions).
+    pub fn with_axis_positions(mut self, axis_positions: &'a Tensor) -> Self {
+        self.axis_positions = Some(axis_positions);
+        self
+    }
+
+    /// Sets whether dropout happens. The default is false.
+    ///
+    /// Dropout in a call with a cache, whose keys carry no gradients, logs a warning once, unless the cache was made
+    /// [`with_detached(true)`](crate::AttentionCacheConfig::with_detached) for training.
+    pub fn with_train(mut self, train: bool) -> Self {
+        self.train = train;
+        self
+    }
+
+    /// Draws dropout from PyTorch's generator, see [`SdpaOptions::with_dropout_seed`](crate::SdpaOptions::with_dropout_seed).
+    pub fn with_dropout_seed(mut self, seed: &'a TorchSeed) -> Self {
+        self.dropout_seed = Some(seed);
+        self
+    }
+
+    /// Attends to the positions in a cache and to those of `xs`, which are added to the cache.
+    ///
+    /// Positions count within each sequence from its first call on. T_kv of a mask is the length of the longest sequence
+    /// with this call, and a causal mask is aligned to the end of each sequence.
+    /// [`AttentionMask::causal_upper_left`] is an error once the cache has positions.
+    ///
+    /// The outputs equal those of one call over all tokens if no query attends to a later key, as in a causal layer. In
+    /// other layers, the tokens of earlier calls have not attended to those of this call; a warning is logged once.
+    ///
+    /// Pass padding with [`with_starts`](Self::with_starts) and [`with_valid_lens`](Self::with_valid_lens), which do not
+    /// store it in the cache. A mask hides padding in its own call only: the cache stores the padding, and later calls
+    /// attend to it unless their masks hide it again. A warning is logged once if they do not.
+    pub fn with_cache(mut self, cache: &'a mut AttentionCache) -> Self {
+        self.cache = Some(cache);
+        self
+    }
+
+    /// Attends to the keys and values in the cache of an earlier layer, for layers without key and value projections
+    /// ([`KvSharing::EarlierLayer`](crate::KvSharing)).
+    ///
+    /// The earlier layer's call with the same tokens and padding has to come first; the queries have its last positions. A
+    /// sliding cache has to be made [`with_shared`](crate::AttentionCacheConfig::with_shared) for calls of more tokens
+    /// than its window.
     ///
     /// ```
     /// use candle_attention::{AttentionCache, AttentionInput, KvSharing, MultiHeadAttention, MultiHeadAttentionConfig};
@@ -117,28 +196,42 @@ pub struct AttentionInput<'a> {
     /// }
     /// # Ok(()) }
     /// ```
-    pub(super) shared_cache: Option<&'a AttentionCache>,
-    /// Right padding in a call with a cache: of each sequence, the length up to which the T positions are tokens. The
-    /// others are not added to the cache, see nothing, and are seen by nothing. Without a cache, and for lengths that
-    /// count the positions of earlier calls too, see [`AttentionMask::with_valid_lens`].
-    pub(super) valid_lens: Option<&'a [usize]>,
-    /// Left padding in a call with a cache: of each sequence, the first of the T positions that is a token. Without a
-    /// cache, see [`AttentionMask::with_starts`].
+    pub fn with_shared_cache(mut self, cache: &'a AttentionCache) -> Self {
+        self.shared_cache = Some(cache);
+        self
+    }
+
+    /// Sets the right padding in a call with a cache: for each sequence, the length up to which the T positions are tokens.
     ///
-    /// Padding is not stored, and masks of this call and of later ones do not count it: T_kv is the length of the
-    /// longest sequence without its padding. [`AttentionMask::from_attention_mask`] of a mask that has columns for
-    /// padding, as transformers passes it in every step, is an error; starts above 0 and tensors with a row for each
-    /// sequence in later masks are logged as a warning, once.
-    pub(super) starts: Option<&'a [usize]>,
-    /// Sequences of different lengths without padding, one after the other in `xs` (total_q, E): each attends to its
-    /// own keys, and the output is (total_q, out_dim). Keys and values of cross-attention are (total_kv, ..) likewise.
+    /// Padding is not added to the cache, attends to nothing and is attended to by nothing. Without a cache, and for
+    /// lengths that count the positions of earlier calls too, see [`AttentionMask::with_valid_lens`].
+    pub fn with_valid_lens(mut self, valid_lens: &'a [usize]) -> Self {
+        self.valid_lens = Some(valid_lens);
+        self
+    }
+
+    /// Sets the left padding in a call with a cache: for each sequence, the first of the T positions that is a token.
+    /// Without a cache, see [`AttentionMask::with_starts`].
     ///
-    /// Everything else is as for a batch of them: positions count from 0 in each sequence unless [`with_positions`]
-    /// gives them as (total_q,), the mask holds for each sequence by itself, and its lengths are (n,). What has no
-    /// shape here is an error: a cache, weights, `keep` and `bias` tensors, layers with relative positions by content,
-    /// Falcon's ALiBi or appended keys, and a memory of rotated keys.
+    /// Padding is not added to the cache, and masks of this call and of later ones do not count it: T_kv is the length of
+    /// the longest sequence without its padding. [`AttentionMask::from_attention_mask`] of a mask that has columns for
+    /// padding, as transformers passes it in every step, is an error. Starts above 0, and tensors with a row for each
+    /// sequence, in later masks log a warning once.
+    pub fn with_starts(mut self, starts: &'a [usize]) -> Self {
+        self.starts = Some(starts);
+        self
+    }
+
+    /// Reads `xs` (total_q, E) as packed sequences: sequences of different lengths, one after the other, without padding.
+    /// Each attends to its own keys, and the output is (total_q, out_dim). Keys and values of cross-attention are
+    /// (total_kv, ..).
     ///
-    /// A relative bias (T5, MPNet) is one vector by distance for all sequences, and takes no positions of the caller's.
+    /// Positions count from 0 in each sequence unless [`with_positions`](Self::with_positions) sets them as (total_q,). The
+    /// mask applies to each sequence by itself, and its lengths are (n,). A relative bias (T5, MPNet) is one vector by
+    /// distance for all sequences, and does not support [`with_positions`](Self::with_positions).
+    ///
+    /// Not supported with packed sequences: a cache, returned weights, boolean mask and bias tensors, layers with
+    /// content-based relative positions, Falcon's ALiBi or appended keys, and a memory of rotated keys.
     ///
     /// ```
     /// use candle_attention::{AttentionInput, MultiHeadAttention, MultiHeadAttentionConfig, PackedSequences};
@@ -153,20 +246,32 @@ pub struct AttentionInput<'a> {
     /// assert_eq!(ys.dims(), [17, 64]);
     /// # Ok(()) }
     /// ```
+    pub fn with_packed(mut self, sequences: &'a PackedSequences) -> Self {
+        self.packed = Some(sequences);
+        self
+    }
+
+    /// Adds a residual (B, T_q, out_dim), or (T_q, out_dim), to the output: in the pass of the output projection, before
+    /// its sums are rounded.
+    pub fn with_residual(mut self, residual: &'a Tensor) -> Self {
+        self.residual = Some(residual);
+        self
+    }
+
+    /// Sets the all-reduce of the ranks among which the layer's heads are sharded
+    /// ([`load_shard`](crate::MultiHeadAttention::load_shard)), for norms of whole projections, which span all ranks (OLMo
+    /// 2). Two numbers for each token are summed in f32. Layers without such norms do not use it.
+    pub fn with_all_reduce(mut self, all_reduce: &'a AllReduce<'a>) -> Self {
+        self.all_reduce = Some(all_reduce);
+        self
+    }
+
+    /// Replaces [`scaled_dot_product_attention`](crate::scaled_dot_product_attention) by another function between the
+    /// layer's projections, for example one that attends to the keys of other ranks.
     ///
-    /// [`with_positions`]: Self::with_positions
-    pub(super) packed: Option<&'a PackedSequences>,
-    /// A residual (B, T_q, out_dim), or (T_q, out_dim), that is added to the output: in the pass of the output
-    /// projection, before its sums are rounded.
-    pub(super) residual: Option<&'a Tensor>,
-    /// How the processes that share a layer's heads ([`load_shard`](crate::MultiHeadAttention::load_shard)) add up
-    /// tensors: for norms of whole projections, of which each process has a part (OLMo 2). Two numbers of each token,
-    /// in f32, are added up; a layer without such norms does not ask for it.
-    pub(super) all_reduce: Option<&'a AllReduce<'a>>,
-    /// Another function in the place of [`scaled_dot_product_attention`](crate::scaled_dot_product_attention), between
-    /// the layer's projections: one that attends to keys of other processes, for example. Queries (B, H, T_q, D) and
-    /// keys (B, H_kv, T_kv, D) come normalised and rotated, with the mask and the options of the call; it gives (B, H,
-    /// T_q, D_v) in the dtype of the queries. A cache, packed sequences and weights have no such function.
+    /// The function is called with queries (B, H, T_q, D) and keys (B, H_kv, T_kv, D), normalised and rotated, and with the
+    /// mask and the options of the call. It returns the attention output (B, H, T_q, D_v) in the dtype of the queries. It
+    /// cannot be combined with a cache, packed sequences or returned weights.
     ///
     /// ```
     /// use candle_attention::{AttentionInput, MultiHeadAttention, MultiHeadAttentionConfig, scaled_dot_product_attention};
@@ -181,48 +286,45 @@ pub struct AttentionInput<'a> {
     /// }))?;
     /// # Ok(()) }
     /// ```
-    pub(super) function: Option<&'a AttentionFunction<'a>>,
-    /// Which implementation of attention runs.
-    pub(super) backend: Backend,
-}
-
-impl<'a> AttentionInput<'a> {
-    /// Self-attention over `xs` (B, T, E), or (T, E).
-    pub fn new(xs: &'a Tensor) -> Self {
-        Self::unset(xs)
+    pub fn with_function(mut self, function: &'a AttentionFunction<'a>) -> Self {
+        self.function = Some(function);
+        self
     }
 
-    /// Cross-attention: keys are projected from `keys` (B, T_kv, kdim), values from `values` (B, T_kv, vdim).
+    /// Sets the implementation of attention. The default is [`Backend::Auto`].
+    pub fn with_backend(mut self, backend: Backend) -> Self {
+        self.backend = backend;
+        self
+    }
+
+    /// Returns the source of the call's keys and values.
     ///
-    /// A layer whose config is causal or has a window applies that to the keys of the other sequence too, counted from
-    /// its end. This is rarely meant, and logged as a warning, once.
-    pub fn with_key_value(self, keys: &'a Tensor, values: &'a Tensor) -> Self {
-        Self { key_value: Some([keys, values]), ..self }
-    }
-
-    /// The one place that the keys and values of the call come from.
+    /// # Errors
+    /// If the caller passed two sources.
     pub(super) fn keys_from(&self, op: &str) -> Result<KeysFrom<'_>> {
-        let sources = [
-            self.memory.map(|memory| ("a memory", KeysFrom::Memory(memory))),
-            self.key_value.map(|inputs| ("keys and values", KeysFrom::Cross(inputs))),
-            self.cache.as_deref().map(|cache| ("a cache", KeysFrom::Cache(cache))),
-            self.shared_cache.map(|cache| ("the cache of an earlier layer", KeysFrom::EarlierLayer(cache))),
-        ];
-        let mut given = sources.into_iter().flatten();
-        match (given.next(), given.next()) {
-            (Some((one, _)), Some((other, _))) => {
-                bail!("[{op}] both {one} and {other} were given, expected one of the two")
-            }
-            (given, _) => Ok(given.map_or(KeysFrom::Own, |(_, keys)| keys)),
+        let mut sources = Vec::new();
+        if let Some(memory) = self.memory {
+            sources.push(("a memory", KeysFrom::Memory(memory)));
+        }
+        if let Some(KeyValueInputs { keys, values }) = self.key_value {
+            sources.push(("keys and values", KeysFrom::Cross { keys, values }));
+        }
+        if let Some(cache) = self.cache.as_deref() {
+            sources.push(("a cache", KeysFrom::Cache(cache)));
+        }
+        if let Some(cache) = self.shared_cache {
+            sources.push(("the cache of an earlier layer", KeysFrom::EarlierLayer(cache)));
+        }
+        match sources[..] {
+            [] => Ok(KeysFrom::Own),
+            [(_, keys_from)] => Ok(keys_from),
+            [(one, _), (other, _), ..] => bail!("[{op}] both {one} and {other} were given, expected one of the two"),
         }
     }
 
+    /// Returns whether keys and values come from other inputs than the queries.
     pub(super) fn is_cross(&self) -> bool {
         self.memory.is_some() || self.key_value.is_some()
-    }
-
-    pub(super) fn is_cached(&self) -> bool {
-        self.any_cache().is_some()
     }
 
     /// Returns the layer's own cache, or an earlier layer's.
@@ -230,112 +332,48 @@ impl<'a> AttentionInput<'a> {
         self.cache.as_deref().or(self.shared_cache)
     }
 
-    /// What there is beside the call's own tokens, if anything.
-    pub(super) fn others(&self) -> Option<&'static str> {
-        let others = [
-            ("keys of others", self.is_cross()),
-            ("earlier tokens", self.is_cached()),
-            ("packed sequences", self.packed.is_some()),
-            ("positions", self.positions.is_some()),
-            ("other functions", self.function.is_some()),
-        ];
-        others.into_iter().find_map(|(what, is_given)| is_given.then_some(what))
-    }
-
-    /// The layer's mask and the call's: both hold, and a prefix of the call's lifts the layer's causal constraint too.
-    pub(super) fn mask_with(&self, own: &AttentionMask) -> AttentionMask {
-        self.mask.map_or_else(|| own.clone(), |mask| own.with_prefixes_of(mask).and(mask))
-    }
-
-    /// What the call says of how scores become weights.
-    pub(super) fn options(&self, dropout: f64) -> SdpaOptions {
-        if dropout > 0.0 {
-            warnings::about_dropout(self);
+    /// Returns the first input that content-based positions do not support, for an error.
+    pub(super) fn unsupported_by_content_positions(&self) -> Option<&'static str> {
+        if self.is_cross() {
+            return Some("keys of others");
         }
-        let options = SdpaOptions::default()
+        if self.any_cache().is_some() {
+            return Some("earlier tokens");
+        }
+        if self.packed.is_some() {
+            return Some("packed sequences");
+        }
+        if self.positions.is_some() {
+            return Some("positions");
+        }
+        self.function.is_some().then_some("other functions")
+    }
+
+    /// Returns the mask of the call, without the layer's own.
+    pub(super) fn mask(&self) -> Option<&'a AttentionMask> {
+        self.mask
+    }
+
+    /// Returns the layer's mask combined with the call's, whose prefix lifts the layer's causal constraint.
+    pub(super) fn mask_with(&self, own: &AttentionMask) -> AttentionMask {
+        match self.mask {
+            Some(mask) => own.with_prefixes_of(mask).and(mask),
+            None => own.clone(),
+        }
+    }
+
+    /// Returns the options of attention that the call sets, for a layer with this probability of dropout.
+    pub(super) fn options(&self, dropout: f64) -> SdpaOptions {
+        let mut options = SdpaOptions::default()
             .with_dropout(dropout, self.train)
             .with_backend(self.backend)
             .with_output_layout(OutputLayout::Bthd);
-        SdpaOptions { dropout_seed: self.dropout_seed.cloned(), ..options }
-    }
-
-    /// Those of `t` queries or keys, which are `ranges` of the packed sequences where there are such.
-    fn default_positions(&self, ranges: fn(&PackedSequences, usize) -> Range<usize>, t: usize) -> Result<Positions> {
-        let Some(sequences) = self.packed else { return Positions::starting_at(&[0], t) };
-        Positions::of_each((0..sequences.len()).flat_map(|s| 0..ranges(sequences, s).len()), t)
-    }
-
-    /// The positions of a call with `t_kv` keys, in a layer with rotary positions on these axes.
-    /// `None` for a layer that does not use them; their shape is checked all the same.
-    pub(super) fn positions(
-        &self,
-        op: &str,
-        tokens: &NewTokens,
-        t_kv: usize,
-        axes: Option<&RopeAxes>,
-        is_used: bool,
-    ) -> Result<Option<CallPositions>> {
-        let b = if self.queries.rank() == 3 { self.queries.dim(0)? } else { 1 };
-        let keys = self.key_positions.map(|given| Positions::from_tensor("key positions", given, b, t_kv));
-        let keys = keys.transpose()?;
-        if keys.is_some() && !self.is_cross() {
-            bail!("[{op}] key positions are given, but the keys are the queries")
-        }
-        let axis_positions = match (axes, self.axis_positions) {
-            (None, Some(_)) => bail!("[{op}] axis positions were given, but the config's rope has no axes"),
-            (Some(_), Some(_)) if self.is_cross() => {
-                bail!("[{op}] axis positions were given beside keys, expected self-attention")
-            }
-            (Some(axes), Some(given)) => {
-                Some(AxisPositions { entries: axes.positions(given, b, tokens.t)?, count: axes.sections().len() })
-            }
-            (Some(axes), None) if axes.is_axial() => bail!(
-                "[{op}] rotary positions are on {} axes, expected a call `with_axis_positions`",
-                axes.sections().len()
-            ),
-            (_, None) => None,
-        };
-        if !is_used {
-            return Ok(None);
-        }
-        let queries = match (self.packed, &tokens.given) {
-            (Some(_), None) => self.default_positions(PackedSequences::queries, tokens.t)?,
-            _ => tokens.positions()?,
-        };
-        if let Some(cache) = self.any_cache() {
-            warnings::about_positions(op, cache, tokens, &queries, axis_positions.as_ref());
-        }
-        let or_default = || self.default_positions(PackedSequences::keys, t_kv);
-        let keys = self.is_cross().then(|| keys.map_or_else(or_default, Ok)).transpose()?;
-        Ok(Some(CallPositions { queries, keys, axes: axis_positions }))
-    }
-
-    /// The tokens of a call of `dims` (B, T), behind those that a cache holds. `own` is the layer's mask.
-    pub(super) fn tokens(&self, op: &str, dims: (usize, usize), own: &AttentionMask) -> Result<NewTokens> {
-        if self.function.is_some() && (self.is_cached() || self.packed.is_some()) {
-            bail!("[{op}] an attention function was given with a cache or packed sequences, expected one of them")
-        }
-        let padding = Padding { starts: self.starts, valid_lens: self.valid_lens };
-        let mut tokens = match self.keys_from(op)? {
-            KeysFrom::Cache(cache) => cache.new_tokens(dims, padding)?,
-            KeysFrom::EarlierLayer(cache) => cache.latest_tokens(dims, padding)?,
-            _ if padding != Padding::default() => bail!(
-                "[{op}] valid_lens or starts of an `AttentionInput` were given to a call without a cache, expected those \
-                 of an `AttentionMask`"
-            ),
-            // All of them, in any number of sequences.
-            _ => NewTokens { t: dims.1, ..NewTokens::default() },
-        };
-        if let Some(cache) = self.any_cache() {
-            warnings::check_mask(op, self.mask, own, &tokens, cache.earlier_padding())?;
-            tokens.are_hidden = self.mask.is_some_and(|mask| mask.hides_tokens(&tokens.places()));
-        }
-        let given = self.positions.map(|given| Positions::from_tensor("positions", given, dims.0, dims.1));
-        Ok(NewTokens { given: given.transpose()?, ..tokens })
+        options.dropout_seed = self.dropout_seed.cloned();
+        options
     }
 }
 
-/// Without functions, which cannot be printed.
+/// Prints everything but functions.
 impl fmt::Debug for AttentionInput<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut input = f.debug_struct("AttentionInput");

@@ -1,21 +1,23 @@
-//! Layers: project, split into heads, attend, merge, project. [`forward`] is the order of a call; latent attention ends
-//! in the same [`AttentionCall`](forward::AttentionCall).
+//! Layers: project, split into heads, attend, merge, project. [`forward`] has the order of a call. Latent attention makes
+//! the same [`PreparedCall`](forward::PreparedCall).
 
 mod additive;
-mod checks;
 mod forward;
 mod heads;
 mod input;
 mod latent;
+mod memory;
+mod positions;
 mod shard;
 #[cfg(test)]
 mod tests;
+mod validate;
 mod warnings;
 
 pub use additive::{AdditiveAttention, AdditiveAttentionConfig, AdditiveInput};
-pub use heads::ProjectedMemory;
 pub use input::AttentionInput;
 pub use latent::{MultiHeadLatentAttention, MultiHeadLatentAttentionConfig};
+pub use memory::ProjectedMemory;
 
 use candle_core::{ModuleT, Result, Tensor, bail};
 use candle_nn::var_builder::ShardedVarBuilder;
@@ -25,25 +27,26 @@ use crate::config::{LocalWindow, MultiHeadAttentionConfig};
 use crate::mask::AttentionMask;
 use crate::params::{WeightLayout, load_projections, projection_shape, state_dict};
 use crate::position::{
-    AlibiConfig, ContentPositions, RelativeBias, RelativeEmbeddings, RotaryEmbedding, ScoreTerm, Term, alibi,
+    AlibiConfig, ContentPositions, RelativeBias, RelativeEmbeddings, RotaryEmbedding, ScoreModifier, SharedModifier,
+    alibi,
 };
 use candle_attention_modules::base::{Dim, Expect, HeadShard, Heads, ParameterList, ParameterReader, save};
 use candle_attention_modules::linear::{Projection, ProjectionModule, ProjectionModules, Projections};
-use candle_attention_modules::norm::{Norm, ShardedDimension};
-use checks::Expected;
+use shard::{LayerNorms, NormSpans};
+use validate::ExpectedInput;
 
 const OP: &str = "multi_head_attention";
 
-/// What a layer gives when the weights are asked for too.
+/// The output and the attention weights that `forward_with_weights` returns.
 #[derive(Debug, Clone)]
 pub struct LayerOutput {
-    /// The output, projected: (B, T_q, out_dim); (T_q, out_dim) for an input (T_q, E).
+    /// The projected output: (B, T_q, out_dim); (T_q, out_dim) for an input (T_q, E).
     pub output: Tensor,
     /// The weights after softmax and dropout: (B, H, T_q, T_kv); (H, T_q, T_kv) for an input (T_q, E).
     pub weights: Tensor,
 }
 
-/// Multi-head attention: self or cross, of any head count down to one.
+/// Multi-head attention: self-attention or cross-attention, with any number of heads.
 ///
 /// ```
 /// use candle_attention::{AttentionInput, AttentionMask, MultiHeadAttention, MultiHeadAttentionConfig};
@@ -59,62 +62,62 @@ pub struct LayerOutput {
 /// assert_eq!(ys.dims(), [2, 6, 64]);
 ///
 /// let padding = AttentionMask::none().with_valid_lens(vec![6, 4]);
-/// let seen = mha.forward_with_weights(AttentionInput::new(&xs).with_mask(&padding))?;
-/// assert_eq!((seen.output.dims(), seen.weights.dims()), (&[2, 6, 64][..], &[2, 4, 6, 6][..]));
+/// let found = mha.forward_with_weights(AttentionInput::new(&xs).with_mask(&padding))?;
+/// assert_eq!((found.output.dims(), found.weights.dims()), (&[2, 6, 64][..], &[2, 4, 6, 6][..]));
 /// # Ok(()) }
 /// ```
 ///
-/// A layer is a value without state. Inputs are (B, T, E), or (T, E) for one sequence, which then gives (T, out_dim).
+/// A layer has no state. Inputs are (B, T, E) with outputs (B, T, out_dim), or (T, E) with outputs (T, out_dim) for one
+/// sequence.
 #[derive(Debug, Clone)]
 pub struct MultiHeadAttention {
     config: MultiHeadAttentionConfig,
     projections: Projections,
     parameters: ParameterList,
-    norm_spans: [Option<ShardedDimension>; 2],
-    /// Of queries, keys, values and the context.
-    norms: [Option<Norm>; 4],
+    norm_spans: NormSpans,
+    norms: LayerNorms,
     rotary: Option<RotaryEmbedding>,
-    /// What is added to the scores, in this order.
-    content: Option<Term>,
-    alibi: Option<Term>,
-    /// The stack's, as is the bias.
+    content: Option<SharedModifier>,
+    alibi: Option<SharedModifier>,
+    /// The vectors of distances that all layers of a stack share.
     relative_embeddings: Option<RelativeEmbeddings>,
+    /// The bias that all layers of a stack share.
     relative_bias: Option<RelativeBias>,
     mask: AttentionMask,
 }
 
 impl MultiHeadAttention {
-    /// A layer with the canonical names `q_proj`, `k_proj`, `v_proj` and `o_proj` below the builder's prefix.
+    /// Loads a layer with the canonical names `q_proj`, `k_proj`, `v_proj` and `o_proj` below the builder's prefix.
     ///
     /// # Errors
-    /// For a config that does not fit together, and for a missing or misshapen tensor, named with both shapes.
+    /// For a config that is not valid, and for a missing or misshapen tensor, named with both shapes.
     pub fn new(cfg: &MultiHeadAttentionConfig, vb: VarBuilder) -> Result<Self> {
         Self::load(cfg, WeightLayout::Canonical, vb)
     }
 
-    /// A layer from weights in any layout; see [`WeightLayout::detect`]. Parameters that belong to no projection
+    /// Loads a layer from weights in any layout; see [`WeightLayout::detect`]. Parameters that belong to no projection
     /// (`q_norm`, `k_norm`, `sinks`, `bias_k`, `bias_v`) have the same names in every layout.
     ///
     /// Plain tensors are read now, variables in every call, so that the layer learns with them.
     ///
     /// # Errors
-    /// As [`new`](Self::new), and for a config that the layout cannot hold.
+    /// As [`new`](Self::new), and for a config that the layout cannot store.
     pub fn load(cfg: &MultiHeadAttentionConfig, layout: WeightLayout, vb: VarBuilder) -> Result<Self> {
         Self::build(cfg, ParameterReader::new(OP, layout, vb)?, |source| load_projections(cfg, layout, source))
     }
 
-    /// A layer whose projections are modules of any kind, such as Candle's `QMatMul` over a quantised checkpoint, or
-    /// one module in the place of several. Their biases are their own, and the config's are not looked at.
+    /// Makes a layer whose projections are modules of any kind, such as Candle's `QMatMul` over a quantised checkpoint, or
+    /// one fused module. Biases belong to the modules; the config's bias flags are ignored.
     ///
-    /// Parameters that belong to no projection (`q_norm`, `k_norm`, `sinks`, `bias_k`, `bias_v`) are read from the
-    /// builder, and its dtype and device are those of the layer's inputs: each module gets contiguous inputs in that
-    /// dtype and gives the shape of its [`Projection`] in the same dtype.
+    /// Parameters that belong to no projection (`q_norm`, `k_norm`, `sinks`, `bias_k`, `bias_v`) are read from the builder,
+    /// whose dtype and device are those of the layer's inputs. Each module is called with contiguous inputs in that dtype,
+    /// and has to return the shape of its [`Projection`] in the same dtype.
     ///
-    /// [`state_dict`](Self::state_dict), [`projections`](Self::projections) and [`save`](Self::save) of such a layer
-    /// are errors.
+    /// [`state_dict`](Self::state_dict), [`projections`](Self::projections) and [`save`](Self::save) of such a layer are
+    /// errors.
     ///
     /// # Errors
-    /// As [`new`](Self::new), and for an output projection that the config does not want, or a missing one.
+    /// As [`new`](Self::new), for an output projection that the config does not have, and for a missing one.
     pub fn from_modules(cfg: &MultiHeadAttentionConfig, modules: ProjectionModules, vb: VarBuilder) -> Result<Self> {
         Self::build(cfg, ParameterReader::new(OP, "of modules", vb)?, |source| {
             let width = |place| projection_shape(cfg, place).0;
@@ -122,8 +125,8 @@ impl MultiHeadAttention {
         })
     }
 
-    /// A layer of a GGUF file, or a process's share of it if the projections are that; the other parameters of the
-    /// whole layer are in the builder.
+    /// Makes a layer of a GGUF file, or one rank's shard of it if the projections are a shard. The builder has the other
+    /// parameters of the whole layer.
     ///
     /// # Errors
     /// As [`load`](Self::load).
@@ -139,16 +142,16 @@ impl MultiHeadAttention {
         Self::build(cfg, source, |_| Ok(projections))
     }
 
-    /// The heads of one process of several, from weights in any layout and Candle's sharded builder: tensor
+    /// Loads one rank's shard of a layer, some of its heads, from weights in any layout and Candle's sharded builder: tensor
     /// parallelism.
     ///
-    /// The sum of what all processes give for an input is what the whole layer gives: after each call the caller adds
-    /// them up, by NCCL through `cudarc` for example, as Candle's own multi-process Llama does. The bias of the output
-    /// projection is that of rank 0. Without an output projection a process gives the columns of its own heads.
+    /// The outputs of all ranks sum to the output of the whole layer. After each call the caller adds them, by NCCL through
+    /// `cudarc` for example, as Candle's own multi-process Llama does. Rank 0 has the bias of the output projection.
+    /// Without an output projection, a rank returns the columns of its own heads.
     ///
-    /// Each tensor is read whole, and the part of this rank is kept.
-    /// [`config`](Self::config) is that of the process's own layer, with ALiBi as the slopes of its heads, but for
-    /// Falcon's. A relative bias is divided by [`RelativeBias::shard`](crate::RelativeBias::shard).
+    /// Each tensor is read whole, and the rank's part is kept. [`config`](Self::config) returns the config of the shard, in
+    /// which ALiBi is the slopes of its heads (but for Falcon's). Shard a relative bias by
+    /// [`RelativeBias::shard`](crate::RelativeBias::shard).
     ///
     /// ```no_run
     /// use candle_attention::{HeadShard, MultiHeadAttention, MultiHeadAttentionConfig, WeightLayout};
@@ -166,8 +169,9 @@ impl MultiHeadAttention {
     /// ```
     ///
     /// # Errors
-    /// As [`load`](Self::load); for more processes than query heads; and for layer norms of whole projections. Root
-    /// mean squares of these (OLMo 2) are sums over all processes, which a call is [given](AttentionInput::with_all_reduce).
+    /// As [`load`](Self::load), for more ranks than query heads, and for layer norms of whole projections. Root mean squares
+    /// of whole projections (OLMo 2) are sums over all ranks, for which calls need
+    /// [`AttentionInput::with_all_reduce`].
     pub fn load_shard(
         cfg: &MultiHeadAttentionConfig,
         layout: WeightLayout,
@@ -178,7 +182,7 @@ impl MultiHeadAttention {
         Self::build(cfg, source, |source| load_projections(cfg, layout, source))
     }
 
-    /// A layer, or a process's share of it, where the config is the whole layer's.
+    /// Makes a layer, or one rank's shard of it, from the config of the whole layer.
     fn build(
         cfg: &MultiHeadAttentionConfig,
         source: ParameterReader,
@@ -192,33 +196,26 @@ impl MultiHeadAttention {
         let parameters = ParameterList::load(&shard::specs(cfg, &source)?, &source)?;
         let own = source.own_range(Heads::Query, h);
         let alibi = cfg.alibi().map(|config| alibi(config, h, own, source.vb.device())).transpose()?;
-        let mask = if cfg.causal() { AttentionMask::causal() } else { AttentionMask::none() };
-        let mask = cfg.window().into_iter().fold(mask, AttentionMask::with_window);
-        let mask = match cfg.local_window() {
-            Some(LocalWindow { left, right }) => mask.with_local_window(left, right),
-            None => mask,
-        };
-        let mask = cfg.chunk().into_iter().fold(mask, AttentionMask::with_chunk);
         let layer = Self {
             config,
             projections,
             parameters: ParameterList::default(),
             norm_spans: cfg.norm_spans(source.shard),
-            norms: [const { None }; 4],
+            norms: LayerNorms::default(),
             rotary: cfg.rope().map(|rope| RotaryEmbedding::new(rope, d)).transpose()?,
             content: None,
             alibi,
             relative_embeddings: None,
             relative_bias: None,
-            mask,
+            mask: own_mask(cfg),
         };
         layer.with_parameters(parameters)
     }
 
-    /// The same layer with tables of cosines and sines that it shares with others, in the place of its own.
+    /// Replaces the layer's tables of cosines and sines by those that it shares with other layers.
     ///
     /// # Errors
-    /// If the tables are not those of the layer's config.
+    /// If the tables do not have the layer's config.
     pub fn with_rotary(self, rotary: RotaryEmbedding) -> Result<Self> {
         match self.config.rope() {
             None => bail!("[{OP}] rotary tables are given, but the config has no rope"),
@@ -227,21 +224,22 @@ impl MultiHeadAttention {
         Ok(Self { rotary: Some(rotary), ..self })
     }
 
-    /// The same layer with the relative bias that it shares with the other layers of its stack. A layer whose config
-    /// has one cannot be called without it.
+    /// Sets the relative bias, which the layer shares with the other layers of its stack. A layer whose config has one cannot
+    /// be called without it.
     ///
     /// # Errors
-    /// If the bias is not that of the layer's config, or is for another number of heads, dtype or device.
+    /// If the bias has another config, number of heads, dtype or device than the layer.
     pub fn with_relative_bias(mut self, bias: RelativeBias) -> Result<Self> {
         let h = self.config.num_heads();
-        match self.config.relative_bias() {
-            None => bail!("[{OP}] a relative bias is given, but the config has none"),
-            Some(buckets) if buckets != bias.config() || h != bias.num_heads() => bail!(
+        let Some(buckets) = self.config.relative_bias() else {
+            bail!("[{OP}] a relative bias is given, but the config has none")
+        };
+        if buckets != bias.config() || h != bias.num_heads() {
+            bail!(
                 "[{OP}] the relative bias is of {:?} and {} heads, expected {buckets:?} and {h} heads",
                 bias.config(),
                 bias.num_heads()
-            ),
-            Some(_) => {}
+            )
         }
         let weight = Expect::one(OP, "the relative bias", bias.weight());
         weight.dtype(self.projections.dtype, "the weights'")?.same_device("the weights", &self.projections.device)?;
@@ -249,9 +247,8 @@ impl MultiHeadAttention {
         Ok(self)
     }
 
-    /// The same layer with the vectors of distances that it shares with the other layers of its stack, as
-    /// [`DisentangledConfig`](crate::DisentangledConfig) wants them. A layer whose config has that cannot be called
-    /// without them.
+    /// Sets the vectors of distances of [`DisentangledConfig`](crate::DisentangledConfig), which the layer shares with the
+    /// other layers of its stack. A layer whose config has these positions cannot be called without the vectors.
     ///
     /// # Errors
     /// If the config has no such positions, and for vectors of another shape, dtype or device.
@@ -267,16 +264,15 @@ impl MultiHeadAttention {
         self.with_parameters(parameters)
     }
 
-    /// The same layer with another module in a projection's place, made by `change` from the one that is there: an
-    /// adapter around it, as in LoRA (arXiv:2106.09685), or something else altogether.
+    /// Replaces a projection by `change(current)`, for example to wrap it in an adapter (LoRA, arXiv:2106.09685).
     ///
-    /// What `change` is given computes the layer's own projection without a copy of its weights. The module gets
-    /// contiguous inputs in the dtype of the layer's weights, and gives the shape of [`Projection`] in the same
-    /// dtype. Its parameters are its own: [`state_dict`](Self::state_dict), [`projections`](Self::projections) and
-    /// [`save`](Self::save) are errors from now on.
+    /// The current module computes the layer's own projection, without a copy of its weights. The new module is called with
+    /// contiguous inputs in the dtype of the layer's weights, and has to return the shape of its [`Projection`] in the same
+    /// dtype. The layer does not know the module's parameters: [`state_dict`](Self::state_dict),
+    /// [`projections`](Self::projections) and [`save`](Self::save) are errors afterwards.
     ///
     /// # Errors
-    /// For the output projection of a layer without one, and those of `change`.
+    /// For the output projection of a layer without one, and if `change` fails.
     ///
     /// ```
     /// use std::sync::Arc;
@@ -308,8 +304,8 @@ impl MultiHeadAttention {
         Ok(self)
     }
 
-    /// The same layer with what its variables hold now as plain packed weights, so that nothing is tracked for
-    /// gradients: for inference after training. Modules of the caller's stay as they are.
+    /// Returns a copy for inference: the current weights are packed, and gradients are not tracked. Modules of the caller's
+    /// are kept.
     ///
     /// ```
     /// use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig};
@@ -327,7 +323,7 @@ impl MultiHeadAttention {
     /// ```
     ///
     /// # Errors
-    /// If memory is short.
+    /// If the weights do not fit in memory.
     pub fn freeze(&self) -> Result<Self> {
         let layer = Self {
             projections: self.projections.freeze()?,
@@ -338,22 +334,22 @@ impl MultiHeadAttention {
         layer.with_parameters(self.parameters.freeze()?)
     }
 
-    /// What the layer was built from.
+    /// Returns the config of the layer.
     pub fn config(&self) -> &MultiHeadAttentionConfig {
         &self.config
     }
 
-    /// The query, key, value and output projections, as they were loaded, with what variables hold now; a gate is in
-    /// [`state_dict`](Self::state_dict) alone.
+    /// Returns the query, key, value and output projections with the current weights. Only
+    /// [`state_dict`](Self::state_dict) returns a gate.
     ///
-    /// A layer over plain tensors on a CPU holds packed weights ([`PackedLinear`]), which this copies back; those of q,
-    /// k and v that read inputs of one width are views of one weight. Candle's `QTensor::quantize` reads the buffer of
-    /// a view from its beginning, and so the weight of q for all three, without an error: give it a copy
-    /// (`force_contiguous`). Where values are the keys' projection, it stands in both places.
+    /// A layer over plain tensors on a CPU stores packed weights ([`PackedLinear`]), which are copied back; those of q, k and
+    /// v with inputs of one width are views of one weight. Candle's `QTensor::quantize` reads the buffer of a view from its
+    /// beginning, and so would quantise q's weight three times without an error: pass it a copy (`force_contiguous`). If the
+    /// values are the keys' projection, it is returned for both.
     ///
     /// # Errors
-    /// If a projection is a module of the caller's, for a layer without projections of keys and values, and if memory
-    /// is short.
+    /// If a projection is a module of the caller's, for a layer without projections of keys and values, and if the weights
+    /// do not fit in memory.
     ///
     /// [`PackedLinear`]: candle_attention_modules::linear::PackedLinear
     pub fn projections(&self) -> Result<(Linear, Linear, Linear, Option<Linear>)> {
@@ -365,16 +361,16 @@ impl MultiHeadAttention {
         Ok((q, k.clone(), take(Projection::Value).unwrap_or(k), take(Projection::Output)))
     }
 
-    /// The layer's parameters under the names and in the shapes of a layout, as a state dict that PyTorch reads.
+    /// Returns the layer's parameters under the names and in the shapes of a layout, as a state dict that PyTorch reads.
     ///
-    /// A relative bias is not among them: it belongs to the stack of layers. Tensors may be views of one weight, as
-    /// in [`projections`](Self::projections).
+    /// A relative bias is not included: it belongs to the stack of layers. Tensors may be views of one weight, as in
+    /// [`projections`](Self::projections).
     ///
-    /// A causal layer with a context length gets the persistent `mask` buffer in the layouts whose modules register one
-    /// (`book`, `short` and their stacks), so that a strict `load_state_dict` succeeds.
+    /// For a causal layer with a context length, the state dict has the persistent `mask` buffer in the layouts whose modules
+    /// register one (`book`, `short` and their stacks), so that a strict `load_state_dict` succeeds.
     ///
     /// # Errors
-    /// If the layout cannot hold the layer, and why; and if a projection is a module of the caller's.
+    /// If the layout cannot store the layer, with the reason, and if a projection is a module of the caller's.
     pub fn state_dict(&self, layout: WeightLayout) -> Result<Vec<(String, Tensor)>> {
         let mut tensors = state_dict(&self.config, layout, &self.projections.to_linears()?)?;
         tensors.extend(self.parameters.named()?);
@@ -384,27 +380,44 @@ impl MultiHeadAttention {
     /// Writes [`state_dict`](Self::state_dict) as a safetensors file.
     ///
     /// # Errors
-    /// As that, and if the file cannot be written.
+    /// As [`state_dict`](Self::state_dict), and if the file cannot be written.
     pub fn save(&self, path: impl AsRef<std::path::Path>, layout: WeightLayout) -> Result<()> {
         save(self.state_dict(layout)?, path.as_ref())
     }
 
-    fn terms(&self) -> impl Iterator<Item = &dyn ScoreTerm> {
-        let bias = self.relative_bias.as_ref().map(|bias| bias as &dyn ScoreTerm);
-        [&self.content, &self.alibi].into_iter().flatten().map(|term| &**term).chain(bias)
+    /// Returns the layer's score modifiers in the order in which they are applied.
+    fn score_modifiers(&self) -> impl Iterator<Item = &dyn ScoreModifier> {
+        let bias = self.relative_bias.as_ref().map(|bias| bias as &dyn ScoreModifier);
+        [&self.content, &self.alibi].into_iter().flatten().map(|modifier| &**modifier).chain(bias)
     }
 
-    fn terms_take_positions(&self) -> bool {
+    /// Returns whether a score modifier depends on positions.
+    fn has_modifier_with_positions(&self) -> bool {
         self.config.relative_bias().is_some() || self.config.alibi() == Some(&AlibiConfig::Falcon)
     }
 
-    /// What inputs have to be like.
-    fn expected(&self, batched: bool) -> Expected<'_> {
-        Expected { op: OP, batched, dtype: self.projections.dtype, device: &self.projections.device }
+    /// Returns the expected rank, dtype and device of the layer's inputs.
+    fn expected(&self, batched: bool) -> ExpectedInput<'_> {
+        ExpectedInput { op: OP, batched, dtype: self.projections.dtype, device: &self.projections.device }
     }
 }
 
-/// Not `Module`: Candle gives every `Module` a `forward_t` that ignores `train`, and dropout would be lost in silence.
+/// Returns the mask that a layer's config describes.
+fn own_mask(cfg: &MultiHeadAttentionConfig) -> AttentionMask {
+    let mut mask = if cfg.causal() { AttentionMask::causal() } else { AttentionMask::none() };
+    if let Some(window) = cfg.window() {
+        mask = mask.with_window(window);
+    }
+    if let Some(LocalWindow { left, right }) = cfg.local_window() {
+        mask = mask.with_local_window(left, right);
+    }
+    if let Some(chunk) = cfg.chunk() {
+        mask = mask.with_chunk(chunk);
+    }
+    mask
+}
+
+/// Implements `ModuleT` and not `Module`, for which Candle provides a `forward_t` that ignores `train`.
 impl ModuleT for MultiHeadAttention {
     fn forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
         self.forward_with(AttentionInput::new(xs).with_train(train))

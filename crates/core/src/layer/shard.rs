@@ -1,5 +1,5 @@
-//! The parameters of a layer that belong to no projection: norms, a learned key and value, sinks; and what of a layer
-//! one process of several has.
+//! The parameters of a layer that belong to no projection (norms, a learned key and value, sinks), and the config of one
+//! rank's shard of a layer.
 
 use candle_core::{Result, bail};
 use candle_nn::Init;
@@ -9,19 +9,20 @@ use crate::config::{KvSharing, MultiHeadAttentionConfig};
 use crate::position::{AlibiConfig, LayerSpecs, content_specs};
 use candle_attention_modules::base::{HeadShard, Heads, ParameterList, ParameterReader, ParameterSpec};
 use candle_attention_modules::norm::{
-    KEY_NORM_NAMES, NormSpec, OUTPUT_NORM_NAMES, QUERY_NORM_NAMES, QkNorm, QkNormKind, QkNormScope, ShardedDimension,
-    refuse_norms,
+    KEY_NORM_NAMES, Norm, NormSpec, OUTPUT_NORM_NAMES, QUERY_NORM_NAMES, QkNorm, QkNormKind, QkNormScope,
+    ShardedDimension, refuse_norms,
 };
 
 impl MultiHeadAttentionConfig {
-    /// The config of one process's own layer.
+    /// Returns the config of one rank's shard of the layer.
     ///
     /// # Errors
-    /// For more processes than query heads, for layer norms and norms of the context, which span all heads, and for
-    /// unequal shares of a relative bias, whose heads are divided without the key heads.
+    /// For more ranks than query heads, for layer norms of whole projections and norms of the output, which span all heads,
+    /// and for unequal shards of a relative bias, whose heads are divided without the key heads.
     #[doc(hidden)]
     pub fn for_shard(&self, shard: HeadShard) -> Result<Self> {
-        let (heads @ [h, h_kv], n) = ([self.num_heads(), self.num_kv_heads()], shard.world_size());
+        let (h, h_kv, n) = (self.num_heads(), self.num_kv_heads(), shard.world_size());
+        let heads = [h, h_kv];
         if n == 1 {
             return Ok(self.clone());
         }
@@ -29,13 +30,11 @@ impl MultiHeadAttentionConfig {
             bail!("[{OP}] a world size of {n} is more than the {h} query heads")
         }
         if self.output_norm().is_some() {
-            bail!("[{OP}] a norm of the context spans the heads of all processes")
+            bail!("[{OP}] a norm of the attention output spans the heads of all ranks")
         }
         let subtracts_mean = |norm: QkNorm| matches!(norm.kind, QkNormKind::Layer | QkNormKind::LayerNoBias);
         if self.qk_norm().is_some_and(|norm| norm.scope == QkNormScope::Projection && subtracts_mean(norm)) {
-            bail!(
-                "[{OP}] layer norms of whole projections span the heads of all processes, expected a root mean square"
-            )
+            bail!("[{OP}] layer norms of whole projections span the heads of all ranks, expected a root mean square")
         }
         if self.relative_bias().is_some() && shard.all().any(|one| one.range(Heads::Query, heads, h).len() * n != h) {
             bail!(
@@ -44,7 +43,7 @@ impl MultiHeadAttentionConfig {
             )
         }
         let (queries, keys) = (shard.range(Heads::Query, heads, h), shard.range(Heads::Key, heads, h_kv));
-        // What follows from the number of heads is as in the whole layer.
+        // Options whose default depends on the number of heads are those of the whole layer.
         let mut own = self
             .clone()
             .with_head_dim(self.head_dim())
@@ -58,44 +57,95 @@ impl MultiHeadAttentionConfig {
         Ok(own.with_heads(queries.len(), keys.len()))
     }
 
-    /// What norms of whole queries and keys span, where the config has such.
-    pub(super) fn norm_spans(&self, shard: HeadShard) -> [Option<ShardedDimension>; 2] {
+    /// Returns the dimensions that norms of whole projections span, if these are sharded.
+    pub(super) fn norm_spans(&self, shard: HeadShard) -> NormSpans {
         if shard.world_size() == 1 || self.qk_norm().is_none_or(|norm| norm.scope != QkNormScope::Projection) {
-            return [None; 2];
+            return NormSpans::default();
         }
         let (h, h_kv, d) = (self.num_heads(), self.num_kv_heads(), self.head_dim());
-        let of_keys = ShardedDimension { width: h_kv * d, counts: shard.is_first_of_keys(h_kv) };
-        [Some(ShardedDimension { width: h * d, counts: true }), Some(of_keys)]
+        NormSpans {
+            queries: Some(ShardedDimension { width: h * d, counts: true }),
+            keys: Some(ShardedDimension { width: h_kv * d, counts: shard.is_first_of_keys(h_kv) }),
+        }
     }
 }
 
-/// The norms of queries, keys, values and the context that the config wants; none of keys where these are an earlier
-/// layer's.
-fn norms(cfg: &MultiHeadAttentionConfig) -> [Option<NormSpec>; 4] {
-    let (h, d, qk_norm) = (cfg.num_heads(), cfg.head_dim(), cfg.qk_norm());
-    let k_norm = qk_norm.filter(|_| cfg.kv_sharing() != KvSharing::EarlierLayer);
-    let without_weight = |eps| QkNorm { kind: QkNormKind::RmsNoWeight, scope: QkNormScope::PerHead, eps };
-    let (value_norm, output_norm) = (cfg.value_norm().map(without_weight), cfg.output_norm().map(QkNorm::from));
-    let (h_kv, d_v) = (cfg.num_kv_heads(), cfg.value_head_dim());
-    let all = [
-        (qk_norm, QUERY_NORM_NAMES, Heads::Query, h, d),
-        (k_norm, KEY_NORM_NAMES, Heads::Key, h_kv, d),
-        (value_norm, ["v_norm"; 3], Heads::Key, h_kv, d_v),
-        (output_norm, OUTPUT_NORM_NAMES, Heads::Query, h, d_v),
-    ];
-    all.map(|(norm, names, heads, count, width)| norm.map(|norm| NormSpec { norm, names, heads, count, width }))
+/// The dimensions that norms of whole queries and keys span, if their heads are sharded among ranks.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct NormSpans {
+    queries: Option<ShardedDimension>,
+    keys: Option<ShardedDimension>,
 }
 
-/// What the config wants, in the order in which it is read and written.
+/// The norms of a layer.
+#[derive(Debug, Clone, Default)]
+pub(super) struct LayerNorms {
+    pub queries: Option<Norm>,
+    pub keys: Option<Norm>,
+    pub values: Option<Norm>,
+    /// The norm of the attention output.
+    pub output: Option<Norm>,
+}
+
+/// The parameters of the norms that a config has.
+struct NormSpecs {
+    queries: Option<NormSpec>,
+    /// `None` if the keys are an earlier layer's.
+    keys: Option<NormSpec>,
+    values: Option<NormSpec>,
+    output: Option<NormSpec>,
+}
+
+impl NormSpecs {
+    fn new(cfg: &MultiHeadAttentionConfig) -> Self {
+        let (h, h_kv) = (cfg.num_heads(), cfg.num_kv_heads());
+        let (d, d_v) = (cfg.head_dim(), cfg.value_head_dim());
+        let projects_keys = cfg.kv_sharing() != KvSharing::EarlierLayer;
+        let without_weight = |eps| QkNorm { kind: QkNormKind::RmsNoWeight, scope: QkNormScope::PerHead, eps };
+        Self {
+            queries: cfg.qk_norm().map(|norm| NormSpec {
+                norm,
+                names: QUERY_NORM_NAMES,
+                heads: Heads::Query,
+                count: h,
+                width: d,
+            }),
+            keys: cfg.qk_norm().filter(|_| projects_keys).map(|norm| NormSpec {
+                norm,
+                names: KEY_NORM_NAMES,
+                heads: Heads::Key,
+                count: h_kv,
+                width: d,
+            }),
+            values: cfg.value_norm().map(|eps| NormSpec {
+                norm: without_weight(eps),
+                names: ["v_norm"; 3],
+                heads: Heads::Key,
+                count: h_kv,
+                width: d_v,
+            }),
+            output: cfg.output_norm().map(|norm| NormSpec {
+                norm: norm.into(),
+                names: OUTPUT_NORM_NAMES,
+                heads: Heads::Query,
+                count: h,
+                width: d_v,
+            }),
+        }
+    }
+}
+
+/// Returns the parameters of a config that belong to no projection, in the order in which they are loaded and saved.
 ///
 /// # Errors
-/// If the file has what the config does not mention.
+/// If the checkpoint has parameters that the config does not use.
 pub(super) fn specs(cfg: &MultiHeadAttentionConfig, source: &ParameterReader) -> Result<Vec<ParameterSpec>> {
     refuse_norms(cfg.qk_norm(), cfg.output_norm(), source)?;
     let (embed_dim, num_heads, head_dim) = (cfg.embed_dim(), cfg.num_heads(), cfg.head_dim());
     let content = content_specs(cfg.content_positions(), &LayerSpecs { embed_dim, num_heads, head_dim, source })?;
     let mut specs = Vec::new();
-    for norm in norms(cfg).into_iter().flatten() {
+    let NormSpecs { queries, keys, values, output } = NormSpecs::new(cfg);
+    for norm in [queries, keys, values, output].into_iter().flatten() {
         specs.extend(norm.specs(source)?);
     }
     for (name, width) in [("bias_k", cfg.head_dim()), ("bias_v", cfg.value_head_dim())] {
@@ -115,15 +165,24 @@ pub(super) fn specs(cfg: &MultiHeadAttentionConfig, source: &ParameterReader) ->
 }
 
 impl MultiHeadAttention {
-    /// The same layer with what computes made of other parameters under the same names.
+    /// Returns the layer with norms and content-based positions built from other parameters under the same names.
     pub(super) fn with_parameters(mut self, parameters: ParameterList) -> Result<Self> {
         let (dtype, device) = (self.projections.dtype, &self.projections.device);
-        let norm = |place: Option<NormSpec>| place.map(|place| place.build(&parameters, dtype, device)).transpose();
-        let ([q, k, v, context], [of_q, of_k]) = (norms(&self.config).map(norm), self.norm_spans);
-        self.norms = [q?.map(|norm| norm.with_sharded(of_q)), k?.map(|norm| norm.with_sharded(of_k)), v?, context?];
-        let positions = self.config.content_positions();
-        self.content = positions.map(|own| own.term(parameters.clone(), self.relative_embeddings.clone()));
-        Ok(Self { parameters, ..self })
+        let build = |spec: Option<NormSpec>| spec.map(|spec| spec.build(&parameters, dtype, device)).transpose();
+        let specs = NormSpecs::new(&self.config);
+        let spans = self.norm_spans;
+        self.norms = LayerNorms {
+            queries: build(specs.queries)?.map(|norm| norm.with_sharded(spans.queries)),
+            keys: build(specs.keys)?.map(|norm| norm.with_sharded(spans.keys)),
+            values: build(specs.values)?,
+            output: build(specs.output)?,
+        };
+        self.content = match self.config.content_positions() {
+            Some(positions) => Some(positions.modifier(parameters.clone(), self.relative_embeddings.clone())),
+            None => None,
+        };
+        self.parameters = parameters;
+        Ok(self)
     }
 }
 
@@ -132,7 +191,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn key_heads_stay_with_their_queries() -> Result<()> {
+    fn shards_of_gqa_have_the_key_heads_of_their_query_heads() -> Result<()> {
         for (h, h_kv) in [(8, 8), (8, 4), (8, 2), (8, 1), (6, 3), (12, 4), (9, 3), (5, 5), (7, 1)] {
             for world_size in 1..=h {
                 let mut next = 0;

@@ -90,7 +90,7 @@ fn other_inputs_and_variables_have_a_product_each() -> Result<()> {
 fn heads_are_merged_without_a_copy() -> Result<()> {
     let layer = layer(&config().with_out_proj(false))?;
     let xs = xs(8)?;
-    let call = layer.call(&AttentionInput::new(&xs))?;
+    let call = layer.prepare(&AttentionInput::new(&xs))?;
     assert_eq!(call.options.output_layout, OutputLayout::Bthd);
     let context = Tensor::zeros((B, T, 4, 5), DType::F32, &Device::Cpu)?;
     let merged = (call.output)(&context.transpose(1, 2)?)?;

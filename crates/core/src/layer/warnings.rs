@@ -5,11 +5,8 @@ use std::sync::Once;
 
 use candle_core::{Result, bail};
 
-use super::input::AxisPositions;
-use super::{AttentionInput, OP};
 use crate::cache::{AttentionCache, EarlierPadding, NewTokens};
 use crate::mask::AttentionMask;
-use crate::position::Positions;
 
 /// Logs a warning the first time that this place is reached.
 macro_rules! warn_once {
@@ -60,8 +57,8 @@ pub(super) fn check_mask(
 
 /// Checks that the offsets of a causal mask are the numbers of positions that the cache has.
 fn check_offset(op: &str, mask: &AttentionMask, tokens: &NewTokens, before: usize) -> Result<()> {
-    let first_query = |(&before, own): (&usize, &std::ops::Range<usize>)| before as i128 - own.start as i128;
-    let first_queries: Vec<_> = tokens.before.iter().zip(&tokens.tokens).map(first_query).collect();
+    let sequences = tokens.before.iter().zip(&tokens.tokens);
+    let first_queries: Vec<_> = sequences.map(|(&len, own)| len as i128 - own.start as i128).collect();
     match mask.other_offset(&first_queries) {
         None => {}
         Some((_, 0)) => bail!(
@@ -78,54 +75,35 @@ fn check_offset(op: &str, mask: &AttentionMask, tokens: &NewTokens, before: usiz
 }
 
 /// Warns about dropout in a call with a cache that was not made for training.
-pub(super) fn about_dropout(input: &AttentionInput) {
-    if input.train && input.any_cache().is_some_and(|cache| !cache.config().detached()) {
+pub(super) fn about_dropout(op: &str, cache: &AttentionCache) {
+    if !cache.config().detached() {
         warn_once!(
-            "[attention_input] dropout happens in a call with a cache; expected `with_train(false)` for inference, or a \
-             cache made `with_detached(true)` for training"
+            "[{op}] dropout happens in a call with a cache; expected `with_train(false)` for inference, or a cache made \
+             `with_detached(true)` for training"
         );
     }
 }
 
 /// Warns about a causal layer, or one with a window, whose keys are another sequence's.
-pub(super) fn about_cross_attention() {
+pub(super) fn about_cross_attention(op: &str) {
     warn_once!(
-        "[{OP}] a layer that is causal or has a window is used in cross-attention, where its mask counts from the end of \
+        "[{op}] a layer that is causal or has a window is used in cross-attention, where its mask counts from the end of \
          the other sequence; expected a config without it"
     );
 }
 
-/// Warns about positions of new tokens that do not come after those in the cache.
-pub(super) fn about_positions(
-    op: &str,
-    cache: &AttentionCache,
-    tokens: &NewTokens,
-    queries: &Positions,
-    axes: Option<&AxisPositions>,
-) {
-    for (sequence, (&before, own)) in tokens.before.iter().zip(&tokens.tokens).enumerate() {
-        if before == 0 || own.is_empty() {
-            continue;
-        }
-        let first = queries.of_sequence(sequence)[own.start] as usize;
-        let last = cache.position(sequence, before - 1);
-        if axes.is_some_and(|axes| is_at_origin(axes, queries, sequence, own.start)) {
-            warn_once!(
-                "[{op}] the axis positions of sequence {sequence} begin at 0 on all axes after {before} positions in the \
-                 cache; expected positions that go on from those of earlier calls"
-            );
-        } else if first <= last {
-            warn_once!(
-                "[{op}] the positions of sequence {sequence} go on at {first}, but the last one in the cache is {last}; \
-                 expected positions that go on from those of earlier calls"
-            );
-        }
-    }
+/// Warns about positions of new tokens that do not come after the `last` one in the cache.
+pub(super) fn about_positions(op: &str, sequence: usize, first: usize, last: usize) {
+    warn_once!(
+        "[{op}] the positions of sequence {sequence} continue at {first}, but the last one in the cache is {last}; \
+         expected positions that continue those of earlier calls"
+    );
 }
 
-/// Returns whether the first token of a sequence is at 0 on all axes.
-fn is_at_origin(axes: &AxisPositions, queries: &Positions, sequence: usize, token: usize) -> bool {
-    let per_axis = axes.entries.len() / axes.count;
-    let row = if per_axis == queries.t { 0 } else { sequence };
-    (0..axes.count).all(|axis| axes.entries[axis * per_axis + row * queries.t + token] == 0.0)
+/// Warns about axis positions of new tokens that begin at 0 after those in the cache.
+pub(super) fn about_axis_positions(op: &str, sequence: usize, before: usize) {
+    warn_once!(
+        "[{op}] the axis positions of sequence {sequence} begin at 0 on all axes after {before} positions in the cache; \
+         expected positions that continue those of earlier calls"
+    );
 }

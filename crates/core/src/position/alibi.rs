@@ -6,8 +6,9 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
-use super::{ScoreTerm, Scores, Term, TermCall};
+use super::{CallContext, QueryKeyPositions, ScoreArguments, ScoreModifier, SharedModifier};
 use candle_attention_modules::base::{accumulation_dtype, check_entries, check_memory, number};
+use candle_attention_modules::linear::KeysAndValues;
 
 /// The config of ALiBi (<https://arxiv.org/abs/2108.12409>): a score decreases by
 /// `slope · |query position - key position|`, with positions as the mask counts them.
@@ -88,7 +89,12 @@ pub fn alibi_slopes(num_heads: usize) -> Result<Vec<f32>> {
 }
 
 /// Returns the term of some of `num_heads` heads.
-pub(crate) fn alibi(config: &AlibiConfig, num_heads: usize, own: Range<usize>, device: &Device) -> Result<Term> {
+pub(crate) fn alibi(
+    config: &AlibiConfig,
+    num_heads: usize,
+    own: Range<usize>,
+    device: &Device,
+) -> Result<SharedModifier> {
     let slopes = &config.slopes(num_heads)?[own];
     Ok(Arc::new(match config {
         AlibiConfig::Falcon => {
@@ -107,20 +113,21 @@ enum Alibi {
     OfKeys(Tensor),
 }
 
-impl ScoreTerm for Alibi {
-    fn add(&self, scores: &mut Scores, call: &TermCall) -> Result<()> {
+impl ScoreModifier for Alibi {
+    fn modify(&self, arguments: &mut ScoreArguments, _: Option<&mut KeysAndValues>, call: &CallContext) -> Result<()> {
         match (self, call.positions) {
-            (Self::OfDistances(slopes), _) => scores.options.alibi_slopes = Some(slopes.clone()),
+            (Self::OfDistances(slopes), _) => arguments.options.alibi_slopes = Some(slopes.clone()),
             (Self::OfKeys(_), _) if call.packed.is_some() => bail!(
                 "[multi_head_attention] the layer has a bias for each key that follows from its position, which packed \
                  sequences do not take"
             ),
-            (Self::OfKeys(slopes), Some([_, keys])) => {
+            (Self::OfKeys(slopes), Some(QueryKeyPositions { keys, .. })) => {
                 let positions = Tensor::from_slice(&keys.entries, (keys.rows(), 1, 1, keys.t), &Device::Cpu)?;
                 let biases = positions.to_dtype(DType::BF16)?.broadcast_mul(slopes)?.to_dtype(DType::F64)?;
-                let biases = (biases * scores.options.scale.unwrap_or(1.0))?;
-                let biases = biases.to_dtype(accumulation_dtype(scores.q.dtype()))?.to_device(scores.q.device())?;
-                scores.mask = scores.mask.clone().with_bias(&biases);
+                let biases = (biases * arguments.options.scale.unwrap_or(1.0))?;
+                let biases =
+                    biases.to_dtype(accumulation_dtype(arguments.q.dtype()))?.to_device(arguments.q.device())?;
+                arguments.mask = arguments.mask.clone().with_bias(&biases);
             }
             (Self::OfKeys(_), None) => {}
         }

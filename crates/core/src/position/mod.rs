@@ -13,7 +13,7 @@ pub use relative_bias::{RelativeBias, RelativeBiasConfig};
 pub use rope::{RopeAxes, RopeAxisLayout, RopeConfig, RopeScaling, RopeStyle, RotaryEmbedding};
 
 pub(crate) use alibi::alibi;
-pub(crate) use content::{LayerSpecs, content_specs};
+pub(crate) use content::{ContentScores, KeysByHeads, LayerSpecs, content_specs};
 pub(crate) use rope::{Rotation, score_factor};
 
 use std::fmt::Debug;
@@ -23,9 +23,9 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
 use crate::mask::AttentionMask;
-use crate::sdpa::{Keys, PackedSequences, SdpaOptions};
+use crate::sdpa::{PackedSequences, SdpaOptions};
 use candle_attention_modules::base::{Dim, Expect, accumulation_dtype, check_memory, number};
-use candle_attention_modules::linear::Projections;
+use candle_attention_modules::linear::{KeysAndValues, Projections};
 
 /// The first position that f32, in which angles are computed, cannot tell from its neighbour.
 const END: usize = 1 << 24;
@@ -180,39 +180,49 @@ impl AttentionTemperature {
     }
 }
 
-/// The arguments of attention that score modifiers change.
-pub(crate) struct Scores<'a> {
+/// The arguments of attention that score modifiers may change.
+pub(crate) struct ScoreArguments {
     /// (B, H, T_q, D).
     pub q: Tensor,
-    /// The call's own keys (B, H_kv, T_kv, D) and values; `None` in a call with a cache, its own or an earlier layer's.
-    pub own: Option<[Tensor; 2]>,
     pub mask: AttentionMask,
-    /// The scale is given.
+    /// The options, whose scale is set.
     pub options: SdpaOptions,
-    /// The source of keys and values instead of the call's own.
-    pub keys: Option<Box<dyn Keys + 'a>>,
+    /// Scores by content that are added to the products of queries and keys.
+    pub content_scores: Option<ContentScores>,
 }
 
-/// The part of a call that score modifiers depend on.
-pub(crate) struct TermCall<'a> {
-    /// The positions of the queries and of all keys, for a layer with a score modifier that takes positions.
-    pub positions: Option<[&'a Positions; 2]>,
-    /// Whether the caller gave positions.
+/// The facts about a call on which score modifiers depend.
+pub(crate) struct CallContext<'a> {
+    /// The positions of the queries and keys, for a layer with a modifier that depends on them.
+    pub positions: Option<QueryKeyPositions<'a>>,
+    /// Whether the caller passed positions.
     pub has_given_positions: bool,
     pub packed: Option<&'a PackedSequences>,
     pub projections: &'a Projections,
     /// The first input that relative positions by content do not support, for an error.
-    pub others: Option<&'static str>,
+    pub unsupported_by_content: Option<&'static str>,
 }
 
-/// A score modifier of a layer.
-pub(crate) trait ScoreTerm: Debug + Send + Sync {
-    /// Adds the modifier to the scores of a call.
-    fn add(&self, scores: &mut Scores, call: &TermCall) -> Result<()>;
+/// The positions of the queries, and of all keys that they may attend to.
+#[derive(Clone, Copy)]
+pub(crate) struct QueryKeyPositions<'a> {
+    pub queries: &'a Positions,
+    pub keys: &'a Positions,
+}
+
+/// A part of a layer that changes its attention scores: a bias, relative positions, a window.
+pub(crate) trait ScoreModifier: Debug + Send + Sync {
+    /// Changes the arguments of attention. `own` are the call's keys (B, H_kv, T_kv, D) and values (B, H_kv, T_kv, D_v),
+    /// or `None` if the queries attend to a cache.
+    ///
+    /// # Errors
+    /// For calls that the modifier does not support.
+    fn modify(&self, arguments: &mut ScoreArguments, own: Option<&mut KeysAndValues>, call: &CallContext)
+    -> Result<()>;
 }
 
 /// A score modifier that clones of a layer share.
-pub(crate) type Term = Arc<dyn ScoreTerm>;
+pub(crate) type SharedModifier = Arc<dyn ScoreModifier>;
 
 #[cfg(test)]
 mod tests {

@@ -6,8 +6,9 @@ use candle_core::{Result, Tensor, bail};
 use candle_nn::{Init, VarBuilder};
 use serde::{Deserialize, Serialize};
 
-use super::{Latest, Positions, ScoreTerm, Scores, TermCall, gathered, latest};
+use super::{CallContext, Latest, Positions, QueryKeyPositions, ScoreArguments, ScoreModifier, gathered, latest};
 use candle_attention_modules::base::{HeadShard, ParameterReader, frozen, number};
+use candle_attention_modules::linear::KeysAndValues;
 
 const OP: &str = "relative_bias";
 
@@ -147,23 +148,23 @@ pub struct RelativeBias {
     latest: Arc<Latest<[Positions; 2], Tensor>>,
 }
 
-impl ScoreTerm for RelativeBias {
-    fn add(&self, scores: &mut Scores, call: &TermCall) -> Result<()> {
+impl ScoreModifier for RelativeBias {
+    fn modify(&self, arguments: &mut ScoreArguments, _: Option<&mut KeysAndValues>, call: &CallContext) -> Result<()> {
         let biases = match (call.packed, call.positions) {
             (Some(_), _) if call.has_given_positions => bail!(
-                "[multi_head_attention] positions were given beside packed sequences, expected none for a relative \
+                "[multi_head_attention] positions were given with packed sequences, expected none for a relative \
                  bias: each counts from 0"
             ),
             (Some(sequences), _) => {
-                let [t_q, t_kv] = sequences.longest();
-                self.between(&Positions::starting_at(&[0], t_q)?, &Positions::starting_at(&[0], t_kv)?)?
+                let queries = Positions::starting_at(&[0], sequences.most_queries())?;
+                self.between(&queries, &Positions::starting_at(&[0], sequences.most_keys())?)?
             }
-            (None, Some([queries, keys])) => self.between(queries, keys)?,
+            (None, Some(QueryKeyPositions { queries, keys })) => self.between(queries, keys)?,
             (None, None) => return Ok(()),
         };
         match biases.rank() {
-            4 => scores.mask = scores.mask.clone().with_bias(&biases),
-            _ => scores.options.relative_bias = Some(biases),
+            4 => arguments.mask = arguments.mask.clone().with_bias(&biases),
+            _ => arguments.options.relative_bias = Some(biases),
         }
         Ok(())
     }

@@ -1,88 +1,146 @@
-//! A mask as the fused operations of GPUs take it.
+//! A mask in the form that third-party GPU kernels accept: one local window for all queries.
 
 use std::ops::Range;
 
 use candle_core::Result;
 
-use super::validate::{Call, Dims};
+use super::call::{Call, Dims};
 
-/// A call as the fused operations of GPUs see it: a band of keys around the diagonal that ends with the last query and
-/// the last key of each sequence.
+/// A mask that is a local window around the diagonal of each sequence. The diagonal ends with the last query and the last
+/// key of the sequence.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Bands {
-    /// Of each sequence in which some query sees a key, the queries that see keys, and the keys that some of them sees:
-    /// rows of (B · T_q) and (B · T_kv), or of (total_q) and (total_kv).
-    pub spans: Vec<[Range<usize>; 2]>,
-    pub window: Window,
+    /// The sequences in which a query attends to a key.
+    pub spans: Vec<Span>,
+    pub window: BandWindow,
 }
 
-/// Query i of a span of n queries and m keys stands at key `i + m - n` and sees `left` keys before that one and `right`
-/// after it. `left: None, right: Some(0)` is the causal mask.
+/// The queries of a sequence from the first to the last that attend to a key, and the keys that they attend to: rows of
+/// (B · T_q) and (B · T_kv), or of (total_q) and (total_kv).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Span {
+    pub queries: Range<usize>,
+    pub keys: Range<usize>,
+}
+
+/// The keys before and after a query's own that it attends to. Query i of a span of n queries and m keys has the position
+/// `i + m - n` among the keys. `left: None, right: Some(0)` is the causal mask.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct Window {
+pub(super) struct BandWindow {
     pub left: Option<usize>,
     pub right: Option<usize>,
 }
 
+/// The queries of one sequence, with its keys counted within the sequence.
+struct SequenceSpan {
+    queries: Range<usize>,
+    keys: Range<usize>,
+    /// The number of the sequence's first key among all keys.
+    first_key: usize,
+}
+
+/// A query and the keys that it attends to.
+struct QueryRow {
+    /// The query's position among the keys of its span.
+    position: i64,
+    keys: Range<i64>,
+    keys_of_span: Range<i64>,
+}
+
+impl QueryRow {
+    fn new(row: usize, keys: &Range<usize>, span: &SequenceSpan) -> Self {
+        Self {
+            position: span.keys.end as i64 - (span.queries.end - row) as i64,
+            keys: keys.start as i64..keys.end as i64,
+            keys_of_span: span.keys.start as i64..span.keys.end as i64,
+        }
+    }
+
+    /// Returns whether the query attends to the keys of a window around its position.
+    fn is_window(&self, left: Option<i64>, right: Option<i64>) -> bool {
+        // In a mask of more queries than keys, the first queries have positions before all keys.
+        if (left.is_some() || right.is_some()) && self.position < self.keys_of_span.start {
+            return false;
+        }
+        let start = left.map_or(self.keys_of_span.start, |left| self.keys_of_span.start.max(self.position - left));
+        let end = right.map_or(self.keys_of_span.end, |right| self.keys_of_span.end.min(self.position + right + 1));
+        self.keys == (start..end)
+    }
+}
+
 impl Bands {
-    /// `None` for a mask that has no such form.
+    /// Returns the local window of a call's mask, or `None` if the mask is no such window.
     ///
     /// # Errors
-    /// For joined masks that let ALiBi count from several positions.
+    /// For joined masks by which ALiBi could count from several positions.
     pub fn new(call: &Call) -> Result<Option<Self>> {
-        let (rows, mut spans) = (&call.rows.keys, Vec::new());
-        let alibi = call.options.alibi_slopes.as_ref().map(|_| call.rows.positions()).transpose()?;
-        for (s, sequence) in call.rows.sequences.iter().enumerate() {
-            // The ranges of packed sequences count all keys.
-            let first_key = if call.sequences.is_some() { 0 } else { s * call.dims.t_kv };
-            let (queries, sees) = (&sequence.queries, |row: &usize| !rows[*row].is_empty());
-            let (Some(first), Some(last)) = (queries.clone().find(sees), queries.clone().rfind(sees)) else { continue };
-            let position = rows[last].end as i64 - (last + 1 - queries.start) as i64;
-            if alibi.as_ref().is_some_and(|positions| positions[queries.start] != position) {
-                return Ok(None);
-            }
-            spans.push((first..last + 1, rows[first].start..rows[last].end, first_key));
+        let Some(spans) = sequence_spans(call)? else { return Ok(None) };
+        let mut rows = Vec::new();
+        for span in &spans {
+            rows.extend(span.queries.clone().map(|row| QueryRow::new(row, &call.rows.keys[row], span)));
         }
-
-        // Of each row its position, the keys that it sees, and those of its span.
-        let seen = || {
-            spans.iter().flat_map(|(queries, keys, _)| {
-                queries.clone().map(move |row| {
-                    let [seen, all] = [&rows[row], keys].map(|keys| keys.start as i64..keys.end as i64);
-                    (all.end - (queries.end - row) as i64, seen, all)
-                })
-            })
+        let starts_late = rows.iter().filter(|row| row.keys.start > row.keys_of_span.start);
+        let left = starts_late.map(|row| row.position - row.keys.start).min();
+        let ends_early = rows.iter().filter(|row| row.keys.end < row.keys_of_span.end);
+        let right = ends_early.map(|row| row.keys.end - 1 - row.position).min();
+        if !rows.iter().all(|row| row.is_window(left, right)) {
+            return Ok(None);
+        }
+        let (Ok(left), Ok(right)) = (left.map(usize::try_from).transpose(), right.map(usize::try_from).transpose())
+        else {
+            return Ok(None);
         };
-        let left = seen().filter_map(|(at, seen, all)| (seen.start > all.start).then_some(at - seen.start)).min();
-        let right = seen().filter_map(|(at, seen, all)| (seen.end < all.end).then_some(seen.end - 1 - at)).min();
-        let is_band = seen().all(|(at, seen, all)| {
-            // A window of more queries than keys has queries that stand before all keys.
-            let fits = (left.is_none() && right.is_none()) || at >= all.start;
-            let start = left.map_or(all.start, |left| all.start.max(at - left));
-            fits && seen == (start..right.map_or(all.end, |right| all.end.min(at + right + 1)))
+        let spans = spans.into_iter().map(|SequenceSpan { queries, keys, first_key }| Span {
+            queries,
+            keys: first_key + keys.start..first_key + keys.end,
         });
-        let size = |side: Option<i64>| side.map(usize::try_from).transpose();
-        let (Ok(left), Ok(right), true) = (size(left), size(right), is_band) else { return Ok(None) };
-        let moved = |(queries, keys, first): (_, Range<usize>, _)| [queries, first + keys.start..first + keys.end];
-        Ok(Some(Self { spans: spans.into_iter().map(moved).collect(), window: Window { left, right } }))
+        Ok(Some(Self { spans: spans.collect(), window: BandWindow { left, right } }))
     }
 
-    /// The keys that all queries of all sequences of a batch are given, where those are the same ones.
+    /// Returns the keys of each sequence that the queries of a batch attend to, if these are the same for all sequences
+    /// and every query attends to a key.
     pub fn common_keys(&self, call: &Call) -> Option<Range<usize>> {
         let Dims { b, t_q, t_kv, .. } = call.dims;
-        let [_, first] = self.spans.first()?.clone();
-        let alike = |(b, [queries, keys]): (usize, &[Range<usize>; 2])| {
-            *queries == (b * t_q..(b + 1) * t_q) && *keys == (b * t_kv + first.start..b * t_kv + first.end)
+        let first = self.spans.first()?.keys.clone();
+        let is_alike = |(sequence, span): (usize, &Span)| {
+            let start = sequence * t_kv;
+            span.queries == (sequence * t_q..(sequence + 1) * t_q)
+                && span.keys == (start + first.start..start + first.end)
         };
-        (self.spans.len() == b && self.spans.iter().enumerate().all(alike)).then_some(first)
+        (self.spans.len() == b && self.spans.iter().enumerate().all(is_alike)).then_some(first)
     }
+}
+
+/// Returns the span of each sequence in which a query attends to a key; `None` if ALiBi counts from other positions than
+/// those of the spans.
+fn sequence_spans(call: &Call) -> Result<Option<Vec<SequenceSpan>>> {
+    let rows = &call.rows.keys;
+    let alibi_positions = match &call.options.alibi_slopes {
+        Some(_) => Some(call.rows.positions()?),
+        None => None,
+    };
+    let mut spans = Vec::new();
+    for (s, sequence) in call.rows.sequences.iter().enumerate() {
+        // The ranges of packed sequences count the keys of all sequences.
+        let first_key = if call.sequences.is_some() { 0 } else { s * call.dims.t_kv };
+        let mut attending = sequence.queries.clone().filter(|&row| !rows[row].is_empty());
+        let Some(first) = attending.next() else { continue };
+        let last = attending.next_back().unwrap_or(first);
+        let position = rows[last].end as i64 - (last + 1 - sequence.queries.start) as i64;
+        if alibi_positions.as_ref().is_some_and(|positions| positions[sequence.queries.start] != position) {
+            return Ok(None);
+        }
+        spans.push(SequenceSpan { queries: first..last + 1, keys: rows[first].start..rows[last].end, first_key });
+    }
+    Ok(Some(spans))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::mask::{AttentionMask, RowRanges, ValidLens};
-    use crate::sdpa::SdpaOptions;
+    use crate::sdpa::call::Qkv;
+    use crate::sdpa::options::SdpaOptions;
     use candle_core::{DType, Device, Tensor};
 
     fn zeros(shape: &[usize]) -> Result<Tensor> {
@@ -90,21 +148,20 @@ mod tests {
     }
 
     #[test]
-    fn a_batch_of_any_size_without_queries_has_no_rows() -> Result<()> {
+    fn bands_of_a_batch_of_any_size_without_queries_are_empty() -> Result<()> {
         let (q, kv) = (zeros(&[1 << 50, 1, 0, 8])?, zeros(&[1, 1, 1, 8])?);
         let (mask, options) = (AttentionMask::causal(), SdpaOptions::default());
         let ys = crate::sdpa::scaled_dot_product_attention(&q, &kv, &kv, &mask, &options)?;
         assert_eq!(ys.dims(), q.dims());
-        let call = Call::of("test", [&q, &kv, &kv], None, None, &mask, &options)?;
+        let call = Call::with_all_dims("test", Qkv { q: &q, k: &kv, v: &kv }, None, None, &mask, &options)?;
         assert_eq!(call.rows, RowRanges::default());
         assert!(Bands::new(&call)?.expect("a mask without rows").spans.is_empty());
         Ok(())
     }
 
-    /// What a band says each query sees is what the mask says, for every mask of intervals, alone and with each other
-    /// one.
+    /// For every mask of ranges, alone and with each other one.
     #[test]
-    fn a_band_is_the_interval_of_each_query() -> Result<()> {
+    fn bands_have_the_ranges_of_keys_that_the_mask_has() -> Result<()> {
         let none = AttentionMask::none;
         let masks = [
             none(),
@@ -126,26 +183,28 @@ mod tests {
         for mask in masks.iter().flat_map(|a| masks.iter().map(|b| a.and(b))) {
             for (t_q, t_kv) in [(1, 1), (1, 6), (3, 3), (3, 6), (3, 2), (3, 0), (0, 2)] {
                 let (q, kv, options) = (zeros(&[2, 1, t_q, 8])?, zeros(&[2, 1, t_kv, 8])?, SdpaOptions::default());
-                let Ok(call) = Call::new("test", [&q, &kv, &kv], None, &mask, &options) else { continue };
+                let Ok(call) = Call::new("test", Qkv { q: &q, k: &kv, v: &kv }, None, &mask, &options) else {
+                    continue;
+                };
                 let Ok(ranges) = mask.resolve(2, t_q, t_kv) else { continue };
                 let Some(Bands { spans, window }) = Bands::new(&call)? else {
                     others += 1;
                     continue;
                 };
                 bands += 1;
-                let mut seen = vec![0..0; 2 * t_q];
-                for [queries, keys] in spans {
+                let mut attended = vec![0..0; 2 * t_q];
+                for Span { queries, keys } in spans {
                     for (i, row) in queries.clone().enumerate() {
                         let position = (keys.end + i).saturating_sub(queries.len());
                         let start =
                             window.left.map_or(keys.start, |left| keys.start.max(position.saturating_sub(left)));
                         let end = window.right.map_or(keys.end, |right| keys.end.min(position + right + 1));
                         let first = row / t_q * t_kv;
-                        seen[row] = start - first..end - first;
+                        attended[row] = start - first..end - first;
                     }
                 }
                 let expected: Vec<_> = (0..2 * t_q).map(|row| ranges.kv_range(row / t_q, row % t_q)).collect();
-                assert_eq!(seen, expected, "{mask:?}, {t_q} queries, {t_kv} keys");
+                assert_eq!(attended, expected, "{mask:?}, {t_q} queries, {t_kv} keys");
             }
         }
         assert!(bands > 300 && others > 100, "{bands} {others}");

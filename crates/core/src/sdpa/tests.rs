@@ -1,22 +1,24 @@
-//! Shapes of the function, and what it does where a path fails.
+//! Shapes of the function, and its results if a path fails.
 
+use super::request::or_reference;
 use super::*;
-use candle_core::{DType, Device, Error, Var};
+use crate::mask::AttentionMask;
+use candle_core::{DType, Device, Error, Result, Tensor, Var};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// (H, T, D), (T, D) and a batch of one for k and v, against the call with all four dimensions written out.
+/// (H, T, D), (T, D) and a batch of one for k and v, compared with the call that has all four dimensions.
 #[test]
-fn missing_dimensions_and_a_shared_batch_are_those_of_the_whole_call() -> Result<()> {
+fn sdpa_without_batch_or_heads_matches_the_call_with_all_dimensions() -> Result<()> {
     let draw = |dims: (usize, usize, usize, usize)| Tensor::randn(0f32, 1., dims, &Device::Cpu);
     let mask = AttentionMask::causal();
     for backend in [Backend::Auto, Backend::Reference] {
         for t_q in [1, 5] {
             let options = SdpaOptions::default().with_backend(backend);
             let run = |q: &Tensor, k: &Tensor, v: &Tensor| -> Result<[Tensor; 5]> {
-                let (context, lse) = scaled_dot_product_attention_with_lse(q, k, v, &mask, &options)?;
-                let output = scaled_dot_product_attention_with_weights(q, k, v, &mask, &options)?;
+                let (output, lse) = scaled_dot_product_attention_with_lse(q, k, v, &mask, &options)?;
+                let found = scaled_dot_product_attention_with_weights(q, k, v, &mask, &options)?;
                 let plain = scaled_dot_product_attention(q, k, v, &mask, &options)?;
-                Ok([plain, context, lse, output.output, output.weights])
+                Ok([plain, output, lse, found.output, found.weights])
             };
             let same = |got: [Tensor; 5], expected: [Tensor; 5]| -> Result<()> {
                 for (got, expected) in got.iter().zip(&expected) {
@@ -48,9 +50,9 @@ fn missing_dimensions_and_a_shared_batch_are_those_of_the_whole_call() -> Result
     Ok(())
 }
 
-/// Expanded views hold any number of heads in one number; results do not.
+/// Expanded views have any number of heads in the memory of one number; results do not.
 #[test]
-fn results_that_no_memory_holds_are_errors() -> Result<()> {
+fn results_beyond_memory_are_errors() -> Result<()> {
     let one = Tensor::zeros(1, DType::F32, &Device::Cpu)?;
     let q = one.broadcast_as((1, 1 << 50, 1, 1))?;
     for (t_kv, d_v) in [(1, 0), (0, 0), (0, 1)] {
@@ -86,7 +88,7 @@ impl log::Log for Warnings {
 }
 
 #[test]
-fn an_operation_that_fails_is_named_or_replaced_and_logged_once() -> Result<()> {
+fn gpu_operation_that_fails_is_an_error_or_is_replaced_and_logged_once() -> Result<()> {
     static WARNINGS: Warnings = Warnings(AtomicUsize::new(0));
     log::set_logger(&WARNINGS).expect("no other test has a logger");
     log::set_max_level(log::LevelFilter::Warn);
@@ -94,7 +96,7 @@ fn an_operation_that_fails_is_named_or_replaced_and_logged_once() -> Result<()> 
     let mask = AttentionMask::none();
     let run = |backend, fused: Result<u8>, reference: Result<u8>| {
         let options = SdpaOptions::default().with_backend(backend);
-        let call = Call::new("attention", [&q, &q, &q], None, &mask, &options)?;
+        let call = Call::new("attention", Qkv { q: &q, k: &q, v: &q }, None, &mask, &options)?;
         or_reference(&call, fused, || reference)
     };
     let text = |result: Result<u8>| result.expect_err("both failed").to_string();
@@ -115,7 +117,7 @@ fn an_operation_that_fails_is_named_or_replaced_and_logged_once() -> Result<()> 
 
 /// An optimiser may change variables between the backward passes of two losses of one call.
 #[test]
-fn gradients_are_those_of_the_slopes_and_sinks_that_a_call_had() -> Result<()> {
+fn alibi_and_sinks_gradients_use_the_values_of_the_forward_pass() -> Result<()> {
     let (q, k) = (Tensor::randn(0f32, 1., (1, 2, 5, 8), &Device::Cpu)?, Tensor::randn(0f32, 1., 640, &Device::Cpu)?);
     let k = k.reshape((1, 2, 40, 8))?;
     let gradients = |is_changed: bool| -> Result<Vec<Vec<f32>>> {

@@ -9,6 +9,7 @@ use std::ops::Range;
 use candle_attention::{
     AttentionFunction, AttentionMask, SdpaOptions, merge_attention, scaled_dot_product_attention_with_lse,
 };
+use candle_attention_core::internal::{has_relative_bias, take_alibi_slopes, without_sinks};
 use candle_core::{D, DType, Result, Tensor, bail};
 use candle_nn::kv_cache::KvCache;
 
@@ -89,7 +90,7 @@ impl RingAttention {
         let [q, k, v] = qkv;
         if size > 1 {
             expect_untracked("ring_attention", &[k, v])?;
-            if self.options.has_relative_bias() {
+            if has_relative_bias(&self.options) {
                 bail!(
                     "[ring_attention] the options have a distance bias, which is of one process's keys, expected none"
                 )
@@ -138,7 +139,7 @@ impl RingAttention {
                 }
                 let [k, v] = [held[0].narrow(2, start, len)?, held[1].narrow(2, start, len)?];
                 // A query's sink is one more score, and counts beside its own key, which may be hidden.
-                let options = if is_own { self.options.clone() } else { self.options.clone().without_sinks() };
+                let options = if is_own { self.options.clone() } else { without_sinks(&self.options) };
                 let part = scaled_dot_product_attention_with_lse(&own, &k, &v, &mask, &options)?;
                 *attended = Some(match attended.take() {
                     None => part,
@@ -165,9 +166,8 @@ impl RingAttention {
         let seen = (0..b).map(|b| seen.kv_range(b, 0)).map(|keys| (row(keys.start), row(keys.end)));
         let (starts, ends) = seen.unzip::<_, _, Vec<_>, Vec<_>>();
         let mut mask = AttentionMask::none().with_starts(starts).with_valid_lens(ends);
-        let options = if has_sinks { self.options.clone() } else { self.options.clone().without_sinks() };
-        let (options, slopes) = options.take_alibi_slopes();
-        if let Some(slopes) = slopes {
+        let mut options = if has_sinks { self.options.clone() } else { without_sinks(&self.options) };
+        if let Some(slopes) = take_alibi_slopes(&mut options) {
             let distances: Vec<_> = held.iter().map(|&held| position.abs_diff(held) as f32).collect();
             let distances = Tensor::from_vec(distances, (1, 1, 1, held.len()), q.device())?;
             let slopes = slopes.to_dtype(DType::F32)?.reshape((1, slopes.elem_count(), 1, 1))?;

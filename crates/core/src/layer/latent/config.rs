@@ -1,109 +1,223 @@
-//! What belongs to the architecture of latent attention.
+//! The config of latent attention.
 
 use candle_core::{Result, bail};
-use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
 use super::OP;
 use crate::position::{RopeConfig, RopeStyle, score_factor};
-use candle_attention_modules::base::{Options, number, options, yes};
+use candle_attention_modules::base::{number, yes};
 
-/// The shape and options of a [`MultiHeadLatentAttention`](crate::MultiHeadLatentAttention). What belongs to the data
-/// (lengths, padding, a cache) is given at the call.
+/// The shape and options of a [`MultiHeadLatentAttention`](crate::MultiHeadLatentAttention). Lengths, padding and a cache
+/// are inputs of a call.
 ///
 /// ```
 /// use candle_attention::MultiHeadLatentAttentionConfig;
-/// // DeepSeek-V2-Lite: what is not said is as in the paper.
+/// // DeepSeek-V2-Lite: the defaults are the paper's.
 /// let cfg = MultiHeadLatentAttentionConfig::new(2048, 16);
 /// assert_eq!((cfg.kv_lora_rank(), cfg.head_dim(), cfg.value_head_dim()), (512, 192, 128));
-/// // A token takes as much of a cache as 2.25 key heads of width 128 and their values, whatever the number of heads.
+/// // A token needs the memory of 2.25 key heads of width 128 and their values in a cache, for any number of heads.
 /// assert_eq!(cfg.kv_lora_rank() + cfg.rope_head_dim(), 576);
 /// ```
 ///
-/// Numbers that do not fit together are found by [`validate`](Self::validate), which the constructor of the layer
-/// calls.
-#[apply(options)]
+/// The constructor of the layer calls [`validate`](Self::validate).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 #[must_use]
 pub struct MultiHeadLatentAttentionConfig {
-    /// E, the width of the layer's input and output.
-    #[check(number::size)]
-    #[methods(get)]
     embed_dim: usize,
-    /// H, the number of heads.
-    #[check(number::size)]
-    #[methods(get)]
     pub(super) num_heads: usize,
-    /// The width that queries are compressed to (`q_lora_rank`); without it one projection makes them.
-    #[check(number::size)]
     q_lora_rank: Option<usize>,
-    /// The width of the latent that keys and values are computed from (`kv_lora_rank`).
-    #[default(512)]
-    #[check(number::size)]
-    kv_lora_rank: usize,
-    /// The width of the part of each query and key head that knows no position (`qk_nope_head_dim`).
-    #[default(128)]
-    #[check(number::size)]
-    nope_head_dim: usize,
-    /// The width of the part of each query head that rotates, and of the one key that all heads share for it
-    /// (`qk_rope_head_dim`).
-    #[default(64)]
-    #[check(number::size)]
-    rope_head_dim: usize,
-    /// D_v, the width of one value head (`v_head_dim`).
-    #[default(128)]
-    #[check(number::size)]
-    value_head_dim: usize,
-    /// Biases on the projections that compress, and on the output projection (`attention_bias`); the other projections
-    /// have none.
+    pub(super) kv_lora_rank: usize,
+    pub(super) nope_head_dim: usize,
+    pub(super) rope_head_dim: usize,
+    pub(super) value_head_dim: usize,
     #[serde(default)]
     bias: bool,
-    /// The rotary positions, over heads of `rope_head_dim`.
-    #[default(RopeConfig::new(10_000.0).with_style(RopeStyle::Interleaved))]
-    #[methods(with, get_ref)]
     rope: RopeConfig,
-    /// Whether queries and shared keys rotate; they do unless said otherwise. Kimi Linear's know no positions.
     #[serde(default = "yes")]
-    #[default(true)]
     rotates: bool,
-    /// The factor on the scores, in place of the default of [`scale`](Self::scale).
-    #[check(number::finite)]
-    #[methods(with)]
     scale: Option<f64>,
-    /// What the norms of the compressed queries and of the latent add to the mean square; 1e-6 unless given.
-    #[serde(default = "norm_eps")]
-    #[default(norm_eps())]
-    #[check(number::epsilon)]
+    #[serde(default = "default_norm_eps")]
     norm_eps: f64,
-    /// Whether later keys are hidden; they are unless said otherwise.
     #[serde(default = "yes")]
-    #[default(true)]
     causal: bool,
-    /// The probability with which a weight is dropped in training.
     #[serde(default)]
-    #[check(number::probability)]
     dropout: f64,
 }
 
-fn norm_eps() -> f64 {
+fn default_norm_eps() -> f64 {
     1e-6
 }
 
 impl MultiHeadLatentAttentionConfig {
-    /// A causal layer over inputs (B, T, `embed_dim`) with `num_heads` heads, queries that are not compressed, no
-    /// biases, and the widths of DeepSeek-V2: a latent of 512, heads of 128 without and 64 with rotary positions,
-    /// values of 128. Rotary positions are interleaved, with the base 10,000.
+    /// Makes the config of a causal layer over inputs (B, T, `embed_dim`) with `num_heads` heads, queries that are not
+    /// compressed, no biases, and the widths of DeepSeek-V2: a latent of 512, heads of 128 without and 64 with rotary
+    /// positions, values of 128. Rotary positions are interleaved, with the base 10,000.
     pub fn new(embed_dim: usize, num_heads: usize) -> Self {
-        Self { embed_dim, num_heads, ..Self::unset() }
+        Self {
+            embed_dim,
+            num_heads,
+            q_lora_rank: None,
+            kv_lora_rank: 512,
+            nope_head_dim: 128,
+            rope_head_dim: 64,
+            value_head_dim: 128,
+            bias: false,
+            rope: RopeConfig::new(10_000.0).with_style(RopeStyle::Interleaved),
+            rotates: true,
+            scale: None,
+            norm_eps: default_norm_eps(),
+            causal: true,
+            dropout: 0.0,
+        }
     }
 
-    /// D, the width of one query and key head: both of its parts.
+    /// Compresses queries to this width (`q_lora_rank`). Without it one projection computes them.
+    pub fn with_q_lora_rank(mut self, q_lora_rank: usize) -> Self {
+        self.q_lora_rank = Some(q_lora_rank);
+        self
+    }
+
+    /// Sets the width of the latent from which keys and values are computed (`kv_lora_rank`). The default is 512.
+    pub fn with_kv_lora_rank(mut self, kv_lora_rank: usize) -> Self {
+        self.kv_lora_rank = kv_lora_rank;
+        self
+    }
+
+    /// Sets the width of the part of each query and key head without positions (`qk_nope_head_dim`). The default is 128.
+    pub fn with_nope_head_dim(mut self, nope_head_dim: usize) -> Self {
+        self.nope_head_dim = nope_head_dim;
+        self
+    }
+
+    /// Sets the width of the part of each query head that rotates, and of the one key that all heads share for it
+    /// (`qk_rope_head_dim`). The default is 64.
+    pub fn with_rope_head_dim(mut self, rope_head_dim: usize) -> Self {
+        self.rope_head_dim = rope_head_dim;
+        self
+    }
+
+    /// Sets D_v, the width of one value head (`v_head_dim`). The default is 128.
+    pub fn with_value_head_dim(mut self, value_head_dim: usize) -> Self {
+        self.value_head_dim = value_head_dim;
+        self
+    }
+
+    /// Sets whether the projections that compress and the output projection have biases (`attention_bias`). The other
+    /// projections never have one. The default is false.
+    pub fn with_bias(mut self, bias: bool) -> Self {
+        self.bias = bias;
+        self
+    }
+
+    /// Sets the rotary positions, for heads of `rope_head_dim`.
+    pub fn with_rope(mut self, rope: RopeConfig) -> Self {
+        self.rope = rope;
+        self
+    }
+
+    /// Sets whether queries and shared keys rotate. The default is true. Those of Kimi Linear have no positions.
+    pub fn with_rotates(mut self, rotates: bool) -> Self {
+        self.rotates = rotates;
+        self
+    }
+
+    /// Sets the factor on the scores, which replaces the default of [`scale`](Self::scale).
+    pub fn with_scale(mut self, scale: f64) -> Self {
+        self.scale = Some(scale);
+        self
+    }
+
+    /// Sets the number that the norms of the compressed queries and of the latent add to the mean square. The default is
+    /// 1e-6.
+    pub fn with_norm_eps(mut self, norm_eps: f64) -> Self {
+        self.norm_eps = norm_eps;
+        self
+    }
+
+    /// Sets whether later keys are masked. The default is true.
+    pub fn with_causal(mut self, causal: bool) -> Self {
+        self.causal = causal;
+        self
+    }
+
+    /// Sets the probability with which a weight is dropped in training.
+    pub fn with_dropout(mut self, dropout: f64) -> Self {
+        self.dropout = dropout;
+        self
+    }
+
+    /// Returns E, the width of the layer's input and output.
+    pub fn embed_dim(&self) -> usize {
+        self.embed_dim
+    }
+
+    /// Returns H, the number of heads.
+    pub fn num_heads(&self) -> usize {
+        self.num_heads
+    }
+
+    /// Returns the width that queries are compressed to, if they are compressed.
+    pub fn q_lora_rank(&self) -> Option<usize> {
+        self.q_lora_rank
+    }
+
+    /// Returns the width of the latent from which keys and values are computed.
+    pub fn kv_lora_rank(&self) -> usize {
+        self.kv_lora_rank
+    }
+
+    /// Returns the width of the part of each query and key head without positions.
+    pub fn nope_head_dim(&self) -> usize {
+        self.nope_head_dim
+    }
+
+    /// Returns the width of the part of each query head that rotates, and of the shared key.
+    pub fn rope_head_dim(&self) -> usize {
+        self.rope_head_dim
+    }
+
+    /// Returns D_v, the width of one value head.
+    pub fn value_head_dim(&self) -> usize {
+        self.value_head_dim
+    }
+
+    /// Returns whether the projections that compress and the output projection have biases.
+    pub fn bias(&self) -> bool {
+        self.bias
+    }
+
+    /// Returns the rotary positions.
+    pub fn rope(&self) -> &RopeConfig {
+        &self.rope
+    }
+
+    /// Returns whether queries and shared keys rotate.
+    pub fn rotates(&self) -> bool {
+        self.rotates
+    }
+
+    /// Returns the number that norms add to the mean square.
+    pub fn norm_eps(&self) -> f64 {
+        self.norm_eps
+    }
+
+    /// Returns whether later keys are masked.
+    pub fn causal(&self) -> bool {
+        self.causal
+    }
+
+    /// Returns the probability with which a weight is dropped in training.
+    pub fn dropout(&self) -> f64 {
+        self.dropout
+    }
+
+    /// Returns D, the width of one query and key head: the sum of its parts.
     pub fn head_dim(&self) -> usize {
         self.nope_head_dim.saturating_add(self.rope_head_dim)
     }
 
-    /// The factor on the scores: 1/sqrt(D), and with [yarn](crate::RopeScaling::Yarn) scaling that has an
+    /// Returns the factor on the scores. The default is 1/sqrt(D), and with [yarn](crate::RopeScaling::Yarn) scaling that has an
     /// `mscale_all_dim`, times the square of `0.1 · mscale_all_dim · ln(factor) + 1`.
     pub fn scale(&self) -> f64 {
         self.scale.unwrap_or_else(|| score_factor(self.rope.scaling()) / (self.head_dim() as f64).sqrt())
@@ -112,9 +226,9 @@ impl MultiHeadLatentAttentionConfig {
     /// Checks that the numbers fit together.
     ///
     /// # Errors
-    /// Names the option, what was expected and what was found.
+    /// Names the option, the number found and the number expected.
     pub fn validate(&self) -> Result<()> {
-        self.check(OP)?;
+        self.validate_numbers()?;
         let h = self.num_heads;
         let widest = self.head_dim().max(self.nope_head_dim.saturating_add(self.value_head_dim));
         let widest = widest.max(self.kv_lora_rank.saturating_add(self.rope_head_dim));
@@ -125,5 +239,19 @@ impl MultiHeadLatentAttentionConfig {
             bail!("[{OP}] rope has several axes, expected one")
         }
         self.rope.validate(self.rope_head_dim)
+    }
+
+    /// Checks each number by itself.
+    fn validate_numbers(&self) -> Result<()> {
+        number::size(OP, "embed_dim", self.embed_dim)?;
+        number::size(OP, "num_heads", self.num_heads)?;
+        number::size(OP, "q_lora_rank", self.q_lora_rank)?;
+        number::size(OP, "kv_lora_rank", self.kv_lora_rank)?;
+        number::size(OP, "nope_head_dim", self.nope_head_dim)?;
+        number::size(OP, "rope_head_dim", self.rope_head_dim)?;
+        number::size(OP, "value_head_dim", self.value_head_dim)?;
+        number::finite(OP, "scale", self.scale)?;
+        number::epsilon(OP, "norm_eps", self.norm_eps)?;
+        number::probability(OP, "dropout", self.dropout)
     }
 }

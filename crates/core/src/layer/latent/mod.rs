@@ -12,12 +12,17 @@ use candle_nn::VarBuilder;
 use candle_nn::var_builder::ShardedVarBuilder;
 
 use super::LayerOutput;
-use super::checks::Expected;
-use super::forward::AttentionCall;
+use super::forward::{AttendedKeys, PreparedCall};
 use super::input::{AttentionInput, KeysFrom};
+use super::validate::ExpectedInput;
+use super::warnings;
+use crate::cache::NewTokens;
 use crate::mask::AttentionMask;
-use crate::position::RotaryEmbedding;
-use crate::sdpa::{Attended, AttentionStatistics, Keys, Outputs, OwnKeys, Plan, StatisticsOptions};
+use crate::position::{RotaryEmbedding, Rotation};
+use crate::sdpa::{
+    AttentionOutput, AttentionStatistics, FunctionKeys, OutputOnly, OwnKeys, Plan, Request, StatisticsOptions,
+    WithStatistics, WithWeights,
+};
 use candle_attention_modules::base::{HeadShard, Heads, ParameterReader, Share, is_addressable, part};
 use candle_attention_modules::linear::PackedLinear;
 use candle_attention_modules::norm::{Norm, QkNormKind};
@@ -28,11 +33,11 @@ const OP: &str = "multi_head_latent_attention";
 const ROWS: Share = Share::Heads(Heads::Query, 0);
 const COLUMNS: Share = Share::Heads(Heads::Query, 1);
 
-/// Multi-head latent attention, as DeepSeek-V2 (<https://arxiv.org/abs/2405.04434>, section 2.1) and V3 have it.
+/// Multi-head latent attention of DeepSeek-V2 (<https://arxiv.org/abs/2405.04434>, section 2.1) and V3.
 ///
-/// A token is compressed to a latent of width `kv_lora_rank`, of which each head's key and value are linear functions,
-/// and to one key of width `rope_head_dim` with rotary positions that all heads share. A head's query has a part for
-/// each of the two, and its score is the sum of both products. A cache holds nothing but latents and shared keys:
+/// A token is compressed to a latent of width `kv_lora_rank`, from which each head's key and value are computed by linear
+/// functions, and to one key of width `rope_head_dim` with rotary positions that all heads share. A head's query has a part
+/// for each of the two, and its score is the sum of both products. A cache stores only latents and shared keys:
 ///
 /// ```
 /// use candle_attention::{AttentionCache, AttentionInput, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig};
@@ -51,30 +56,30 @@ const COLUMNS: Share = Share::Heads(Heads::Query, 1);
 /// # Ok(()) }
 /// ```
 ///
-/// With a cache, a short call takes the key's part of `kv_b_proj` into its queries and the value's part into its
-/// contexts (the paper's "absorbed" matrices), so that all heads attend to the latents in place, as to one key head of
-/// width `kv_lora_rank + rope_head_dim` whose values are its own first `kv_lora_rank` columns. A long one, and any call
-/// without a cache, computes keys and values of each head from the latents first. A call with a cache takes the form
-/// that needs fewer multiplications; both give the same numbers, but for rounding.
+/// A short call with a cache multiplies the key's part of `kv_b_proj` with its queries, and the value's part with its
+/// attention outputs (the paper's "absorbed" matrices). All heads then attend to the latents in place, as to one key head
+/// of width `kv_lora_rank + rope_head_dim` whose values are its own first `kv_lora_rank` columns. A long call, and any call
+/// without a cache, computes keys and values of each head from the latents first. A call with a cache uses the form with
+/// fewer multiplications. Both have the same numbers, up to rounding.
 ///
 /// A cache of 8 bits has one scale for the latent and the shared key of a token together.
 ///
-/// Over plain tensors on a CPU the weights are packed ([`PackedLinear`]), and the key's part of `kv_b_proj` is held
-/// twice, in both directions. A layer is a value without state. Inputs are (B, T, E), or (T, E) for one sequence.
+/// Weights that are plain tensors on a CPU are packed ([`PackedLinear`]), and the key's part of `kv_b_proj` is stored twice,
+/// in both directions. A layer has no state. Inputs are (B, T, E), or (T, E) for one sequence.
 #[derive(Debug, Clone)]
 pub struct MultiHeadLatentAttention {
     config: MultiHeadLatentAttentionConfig,
-    /// To something narrower that queries are made from, which is normalised.
+    /// The projection that compresses queries and the norm after it, if queries are compressed.
     compress: Option<(PackedLinear, Norm)>,
-    /// To queries, (H · D, ..).
+    /// The projection to queries, (H · D, ..).
     queries: PackedLinear,
-    /// To latents and shared keys, (rank + rope, E).
+    /// The projection to latents and shared keys, (rank + rope, E).
     down: PackedLinear,
     norm: Norm,
-    /// From latents to the keys and values of all heads, by its rows: for each head those of its key, then those of its
-    /// value, (H · (nope + D_v), rank).
+    /// The projection from latents to the keys and values of all heads, (H · (nope + D_v), rank): for each head the rows of
+    /// its key, then those of its value.
     up: PackedLinear,
-    /// Where that is packed, the rows of each head's key once more, the other way round: (rank, nope).
+    /// The transposed rows of each head's key, (rank, nope), if `up` is packed.
     absorbing: Vec<PackedLinear>,
     out: PackedLinear,
     rotary: RotaryEmbedding,
@@ -82,23 +87,23 @@ pub struct MultiHeadLatentAttention {
 }
 
 impl MultiHeadLatentAttention {
-    /// A layer with DeepSeek's names below the builder's prefix: `q_proj`, or `q_a_proj`, `q_a_layernorm` and
+    /// Loads a layer with DeepSeek's names below the builder's prefix: `q_proj`, or `q_a_proj`, `q_a_layernorm` and
     /// `q_b_proj` where queries are compressed; `kv_a_proj_with_mqa`, `kv_a_layernorm`, `kv_b_proj`, `o_proj`.
     ///
     /// Plain tensors are read now, variables in every call, so that the layer learns with them.
     ///
     /// # Errors
-    /// For a config that does not fit together, and for a missing or misshapen tensor, named with both shapes.
+    /// For a config that is not valid, and for a missing or misshapen tensor, named with both shapes.
     pub fn new(cfg: &MultiHeadLatentAttentionConfig, vb: VarBuilder) -> Result<Self> {
         Self::load(cfg, ParameterReader::new(OP, "latent", vb)?)
     }
 
-    /// The heads of one process of several, from Candle's sharded builder: tensor parallelism, as
-    /// [`MultiHeadAttention::load_shard`](crate::MultiHeadAttention::load_shard) has it. What compresses tokens, and
-    /// what a cache holds, every process has whole. [`config`](Self::config) is that of the process's own layer.
+    /// Loads one rank's shard of a layer, some of its heads, from Candle's sharded builder: tensor parallelism as in
+    /// [`MultiHeadAttention::load_shard`](crate::MultiHeadAttention::load_shard). Every rank has the whole projections that
+    /// compress tokens, and a whole cache. [`config`](Self::config) returns the config of the shard.
     ///
     /// # Errors
-    /// As [`new`](Self::new), and for more processes than heads.
+    /// As [`new`](Self::new), and for more ranks than heads.
     pub fn load_shard(
         cfg: &MultiHeadLatentAttentionConfig,
         shard: HeadShard,
@@ -107,7 +112,7 @@ impl MultiHeadLatentAttention {
         Self::load(cfg, ParameterReader::sharded(OP, "latent", vb, shard)?)
     }
 
-    /// All heads, or those of a shard.
+    /// Loads all heads, or those of a shard.
     fn load(cfg: &MultiHeadLatentAttentionConfig, source: ParameterReader) -> Result<Self> {
         cfg.validate()?;
         let (h, embed_dim, rank) = (cfg.num_heads(), cfg.embed_dim(), cfg.kv_lora_rank());
@@ -138,20 +143,19 @@ impl MultiHeadLatentAttention {
         layer.prepared()
     }
 
-    /// The same layer with tables of cosines and sines that it shares with others, in the place of its own.
+    /// Replaces the layer's tables of cosines and sines by those that it shares with other layers.
     ///
     /// # Errors
-    /// If the tables are not those of the layer's config, over heads of `rope_head_dim`.
+    /// If the tables do not have the layer's config, for heads of `rope_head_dim`.
     pub fn with_rotary(self, rotary: RotaryEmbedding) -> Result<Self> {
         rotary.check_config(OP, self.config.rope(), self.config.rope_head_dim())?;
         Ok(Self { rotary, ..self })
     }
 
-    /// The same layer with what its variables hold now as plain packed weights, so that nothing is tracked for
-    /// gradients: for inference after training.
+    /// Returns a copy for inference: the current weights are packed, and gradients are not tracked.
     ///
     /// # Errors
-    /// If memory is short.
+    /// If the weights do not fit in memory.
     pub fn freeze(&self) -> Result<Self> {
         let compress = self.compress.as_ref().map(|(down, norm)| Ok::<_, Error>((down.freeze()?, norm.freeze()?)));
         let layer = Self {
@@ -166,22 +170,24 @@ impl MultiHeadLatentAttention {
         layer.prepared()
     }
 
-    /// What the layer was built from.
+    /// Returns the config of the layer.
     pub fn config(&self) -> &MultiHeadLatentAttentionConfig {
         &self.config
     }
 }
 
 impl MultiHeadLatentAttentionConfig {
-    /// Whether `t_q` queries take fewer multiplications to attend to `t_kv` latents than to each head's own keys and
-    /// values. With W_k and W_v for the maps from a latent c to these, a score is `q · (W_k c) = (W_kᵀ q) · c`, and a
-    /// context `Σ w (W_v c) = W_v (Σ w c)`: queries absorb W_k and contexts W_v, or keys and values are computed from
+    /// Returns whether `t_q` queries need fewer multiplications to attend to `t_kv` latents than to each head's own keys and
+    /// values.
+    ///
+    /// With W_k and W_v for the maps from a latent c to keys and values, a score is `q · (W_k c) = (W_kᵀ q) · c`, and an
+    /// output `Σ w (W_v c) = W_v (Σ w c)`: either queries absorb W_k and outputs W_v, or keys and values are computed from
     /// the latents.
     fn absorbs(&self, t_q: usize, t_kv: usize) -> bool {
-        let widths = [self.kv_lora_rank(), self.nope_head_dim(), self.rope_head_dim(), self.value_head_dim()];
-        let [rank, nope, rope, value] = widths.map(|width| width as f64);
+        let (rank, nope) = (self.kv_lora_rank as f64, self.nope_head_dim as f64);
+        let (rope, value) = (self.rope_head_dim as f64, self.value_head_dim as f64);
         let (t_q, t_kv) = (t_q as f64, t_kv as f64);
-        // Of one head.
+        // Multiplications for one head.
         let between = rank * (nope + value);
         let expanded = t_kv * between + t_q * t_kv * (nope + rope + value);
         let absorbed = t_q * between + t_q * t_kv * (rank + rope + rank);
@@ -190,7 +196,7 @@ impl MultiHeadLatentAttentionConfig {
 }
 
 impl MultiHeadLatentAttention {
-    /// Self-attention under the layer's own mask: (B, T, E) gives (B, T, E). Training is
+    /// Computes self-attention under the layer's own mask: (B, T, E) to (B, T, E). For training, see
     /// [`forward_t`](candle_core::ModuleT::forward_t).
     ///
     /// # Errors
@@ -199,26 +205,26 @@ impl MultiHeadLatentAttention {
         self.forward_with(xs)
     }
 
-    /// The layer with a mask, a cache, positions, in training: (B, T, E) gives (B, T, E).
+    /// Computes the layer for any input: with a mask, a cache, positions, in training. (B, T, E) to (B, T, E).
     ///
     /// # Errors
-    /// For an input whose shape, dtype or device does not fit the layer, keys and values of their own, a mask that does
-    /// not fit, and a cache that does not take the call's rows.
+    /// For an input whose shape, dtype or device does not fit the layer, inputs of keys and values, a mask that does not
+    /// fit, and a cache that cannot store the call's rows.
     pub fn forward_with<'a>(&'a self, input: impl Into<AttentionInput<'a>>) -> Result<Tensor> {
-        Ok(self.attended(input.into(), Outputs::Context)?.context)
+        self.run(input.into(), OutputOnly)
     }
 
-    /// [`forward_with`](Self::forward_with) that also returns the weights (B, H, T_q, T_kv), after dropout; (H, T_q,
+    /// Computes [`forward_with`](Self::forward_with), and returns the weights (B, H, T_q, T_kv) after dropout too; (H, T_q,
     /// T_kv) for an input (T, E).
     ///
     /// # Errors
     /// As [`forward_with`](Self::forward_with).
     pub fn forward_with_weights<'a>(&'a self, input: impl Into<AttentionInput<'a>>) -> Result<LayerOutput> {
-        let (output, weights) = self.attended(input.into(), Outputs::Weights)?.with(|found| found.weights.take())?;
+        let AttentionOutput { output, weights } = self.run(input.into(), WithWeights)?;
         Ok(LayerOutput { output, weights })
     }
 
-    /// [`forward_with`](Self::forward_with) that also returns statistics of the weights, as
+    /// Computes [`forward_with`](Self::forward_with), and returns statistics of the weights too, as
     /// [`MultiHeadAttention::forward_with_statistics`](crate::MultiHeadAttention::forward_with_statistics) does.
     ///
     /// # Errors
@@ -228,33 +234,72 @@ impl MultiHeadLatentAttention {
         input: impl Into<AttentionInput<'a>>,
         wanted: &StatisticsOptions,
     ) -> Result<(Tensor, AttentionStatistics)> {
-        self.attended(input.into(), Outputs::Statistics(wanted))?.with(|found| found.statistics.take())
+        self.run(input.into(), WithStatistics(wanted))
     }
 
-    fn attended<'a>(&'a self, input: AttentionInput<'a>, outputs: Outputs) -> Result<Attended> {
-        self.call(&input, None)?.finish(input.cache, outputs)
-    }
-
-    /// The path that [`forward_with`](Self::forward_with) takes for an input, and why. It costs the input's
-    /// projections, and larger buffers where the cache has to grow; the cache stays as it is.
+    /// Returns the backend that [`forward_with`](Self::forward_with) would use for an input, and the reason. The cache is
+    /// not changed, but the input is projected, and a larger buffer may be allocated.
     ///
     /// # Errors
     /// As [`forward_with`](Self::forward_with).
     pub fn plan(&self, input: &AttentionInput) -> Result<Plan> {
-        self.call(input, None)?.plan()
+        self.prepare(input, None)?.plan()
     }
 
-    /// Everything before attention. With a cache, queries absorb or not as is said, or as takes less; the context is of
-    /// latents (B, H, T, rank) if they do, and of values (B, H, T, D_v) otherwise.
-    fn call<'a>(&'a self, input: &AttentionInput<'a>, absorbs: Option<bool>) -> Result<AttentionCall<'a>> {
+    fn run<'a, R: Request>(&'a self, input: AttentionInput<'a>, request: R) -> Result<R::Result> {
+        self.prepare(&input, None)?.finish(input.cache, request)
+    }
+
+    /// Does everything that comes before attention. With a cache, `absorbs` says whether queries absorb the matrix of keys;
+    /// the default is the form with fewer multiplications. The attention output is then of latents (B, H, T, rank), and
+    /// otherwise of values (B, H, T, D_v).
+    fn prepare<'a>(&'a self, input: &AttentionInput<'a>, absorbs: Option<bool>) -> Result<PreparedCall<'a>> {
+        let cfg = &self.config;
+        let CheckedLatentInput { xs, tokens, rotation, residual } = self.validate(input)?;
+        let t = xs.dim(1)?;
+        let is_cached = input.any_cache().is_some();
+        let absorbs = is_cached && absorbs.unwrap_or_else(|| cfg.absorbs(t, tokens.longest()));
+        let rows = self.latent_rows(&xs, rotation.as_ref())?;
+        let q = self.project_queries(&xs, rotation.as_ref(), absorbs)?;
+        let (keys, cache) = match &input.cache {
+            Some(cache) => {
+                let (mut cached, after) = cache.stage(&tokens, &rows, None, cfg.kv_lora_rank())?;
+                if !absorbs {
+                    cached.expansion = Some(Box::new(|rows| self.expand(rows)));
+                }
+                (AttendedKeys::Cached(cached), Some(after))
+            }
+            None => {
+                let [k, v] = self.expand(&rows)?;
+                let keys = match input.function {
+                    Some(function) => AttendedKeys::Function(FunctionKeys { k, v, function }),
+                    None => AttendedKeys::Own(OwnKeys { k, v, sequences: input.packed }),
+                };
+                (keys, None)
+            }
+        };
+        Ok(PreparedCall {
+            q,
+            keys,
+            cache,
+            mask: input.mask_with(&self.mask),
+            options: input.options(cfg.dropout()).with_scale(cfg.scale()),
+            batched: input.queries.rank() == 3,
+            output: Box::new(move |output| self.project_output(output, absorbs, residual.as_ref())),
+        })
+    }
+
+    /// Checks the inputs of a call.
+    fn validate(&self, input: &AttentionInput) -> Result<CheckedLatentInput> {
         let cfg = &self.config;
         let batched = input.queries.rank() == 3;
-        let expected = Expected { op: OP, batched, dtype: self.down.dtype(), device: self.down.device() };
+        let expected = ExpectedInput { op: OP, batched, dtype: self.down.dtype(), device: self.down.device() };
         let keys_from = input.keys_from(OP)?;
-        let (xs, residual) = expected.queries(input, cfg.embed_dim(), cfg.embed_dim())?;
+        let xs = expected.queries(input.queries, cfg.embed_dim())?;
+        let residual = expected.residual(input, cfg.embed_dim())?;
         match keys_from {
             KeysFrom::Own | KeysFrom::Cache(_) => {}
-            KeysFrom::Cross(_) | KeysFrom::Memory(_) => {
+            KeysFrom::Cross { .. } | KeysFrom::Memory(_) => {
                 bail!("[{OP}] keys and values were given, expected self-attention")
             }
             KeysFrom::EarlierLayer(_) => {
@@ -263,56 +308,79 @@ impl MultiHeadLatentAttention {
         }
         let (b, t, _) = xs.dims3()?;
         input.check_packed(OP, &xs, t)?;
-        let tokens = input.tokens(OP, (b, t), &self.mask)?;
-        let positions = input.positions(OP, &tokens, t, None, cfg.rotates())?;
-        let (h, rank, nope) = (cfg.num_heads(), cfg.kv_lora_rank(), cfg.nope_head_dim());
-        if !is_addressable(&[b, t, h * (2 * cfg.head_dim() + cfg.value_head_dim() + rank)]) {
+        let tokens = input.tokens(OP, b, t, &self.mask)?;
+        let positions = input.call_positions(OP, &tokens, t, None, cfg.rotates())?;
+        let width = cfg.num_heads() * (2 * cfg.head_dim() + cfg.value_head_dim() + cfg.kv_lora_rank());
+        if !is_addressable(&[b, t, width]) {
             bail!("[{OP}] queries {:?} are too large to address", input.queries.dims())
         }
-        let absorbs = input.is_cached() && absorbs.unwrap_or_else(|| cfg.absorbs(t, tokens.longest()));
-
-        let rotation = positions.map(|at| self.rotary.at(&at.queries)).transpose()?;
-        let rotated = |xs: Tensor| rotation.as_ref().map_or_else(|| xs.contiguous(), |rotation| rotation.apply(&xs));
-        let compressed = self.down.forward(&xs)?;
-        let latents = self.norm.forward(&part(&compressed, 2, 0..rank)?)?;
-        let keys = part(&compressed, 2, rank..rank + cfg.rope_head_dim())?.unsqueeze(2)?;
-        let rows = Tensor::cat(&[&latents, &rotated(keys)?.squeeze(2)?], 2)?.unsqueeze(1)?;
-
-        let narrow = self.compress.as_ref().map(|(down, norm)| norm.forward(&down.forward(&xs)?)).transpose()?;
-        let q = self.queries.forward(narrow.as_ref().unwrap_or(&xs))?.reshape((b, t, h, cfg.head_dim()))?;
-        let own = part(&q, 3, 0..nope)?;
-        let own = if absorbs { self.absorb(&own)? } else { own.contiguous()? };
-        let q = Tensor::cat(&[own, rotated(part(&q, 3, nope..cfg.head_dim())?)?], 3)?.transpose(1, 2)?;
-
-        let mask = input.mask_with(&self.mask);
-        let options = input.options(cfg.dropout()).with_scale(cfg.scale());
-        let (keys, cache): (Box<dyn Keys + 'a>, _) = match &input.cache {
-            Some(cache) => {
-                let (mut cached, cache) = cache.stage(&tokens, &rows, None, rank)?;
-                if !absorbs {
-                    cached.expansion = Some(Box::new(|rows| self.expand(rows)));
-                }
-                (Box::new(cached), Some(cache))
-            }
-            None => {
-                let [k, v] = self.expand(&rows)?;
-                (Box::new(OwnKeys { k, v, sequences: input.packed, function: input.function }), None)
-            }
+        if input.train
+            && cfg.dropout() > 0.0
+            && let Some(cache) = input.any_cache()
+        {
+            warnings::about_dropout(OP, cache);
+        }
+        let rotation = match positions {
+            Some(positions) => Some(self.rotary.at(&positions.queries)?),
+            None => None,
         };
-        let output = move |context: &Tensor| self.output(context, absorbs, residual.as_ref());
-        Ok(AttentionCall { q, keys, cache, mask, options, batched, output: Box::new(output) })
+        Ok(CheckedLatentInput { xs, tokens, rotation, residual })
     }
 
-    /// A call's context to the layer's output (B, T, E).
-    fn output(&self, context: &Tensor, absorbs: bool, residual: Option<&Tensor>) -> Result<Tensor> {
-        let context = context.transpose(1, 2)?;
-        let context = if absorbs { self.values_of(&context)? } else { context };
-        let (b, t, h, d_v) = context.dims4()?;
-        self.out.product(&context.reshape((b, t, h * d_v))?, 0..self.out.out_dim(), residual)
+    /// Returns the normalised latent and the rotated shared key of each token, (B, 1, T, rank + rope): the rows that a cache
+    /// stores.
+    fn latent_rows(&self, xs: &Tensor, rotation: Option<&Rotation>) -> Result<Tensor> {
+        let (rank, rope) = (self.config.kv_lora_rank(), self.config.rope_head_dim());
+        let compressed = self.down.forward(xs)?;
+        let latents = self.norm.forward(&part(&compressed, 2, 0..rank)?)?;
+        let shared_keys = rotated(part(&compressed, 2, rank..rank + rope)?.unsqueeze(2)?, rotation)?.squeeze(2)?;
+        Tensor::cat(&[&latents, &shared_keys], 2)?.unsqueeze(1)
+    }
+
+    /// Returns the queries (B, H, T, nope + rope), or (B, H, T, rank + rope) if they absorb the matrix of keys.
+    fn project_queries(&self, xs: &Tensor, rotation: Option<&Rotation>, absorbs: bool) -> Result<Tensor> {
+        let cfg = &self.config;
+        let (b, t, _) = xs.dims3()?;
+        let projected = match &self.compress {
+            Some((down, norm)) => self.queries.forward(&norm.forward(&down.forward(xs)?)?)?,
+            None => self.queries.forward(xs)?,
+        };
+        let q = projected.reshape((b, t, cfg.num_heads(), cfg.head_dim()))?;
+        let nope = part(&q, 3, 0..cfg.nope_head_dim())?;
+        let nope = if absorbs { self.absorb(&nope)? } else { nope.contiguous()? };
+        let rope = rotated(part(&q, 3, cfg.nope_head_dim()..cfg.head_dim())?, rotation)?;
+        Tensor::cat(&[nope, rope], 3)?.transpose(1, 2)
+    }
+
+    /// Projects the attention output of a call to the layer's output (B, T, E).
+    fn project_output(&self, output: &Tensor, absorbs: bool, residual: Option<&Tensor>) -> Result<Tensor> {
+        let heads = output.transpose(1, 2)?;
+        let values = if absorbs { self.values_of(&heads)? } else { heads };
+        let (b, t, h, d_v) = values.dims4()?;
+        self.out.product(&values.reshape((b, t, h * d_v))?, 0..self.out.out_dim(), residual)
     }
 }
 
-/// Not `Module`: Candle gives every `Module` a `forward_t` that ignores `train`, and dropout would be lost in silence.
+/// The checked inputs of a call.
+struct CheckedLatentInput {
+    /// (B, T, E).
+    xs: Tensor,
+    tokens: NewTokens,
+    /// The rotation at the tokens' positions, if the layer rotates.
+    rotation: Option<Rotation>,
+    /// (B, T, E).
+    residual: Option<Tensor>,
+}
+
+/// Returns heads (B, T, heads, rope) after their rotation, if the layer rotates, as a contiguous tensor.
+fn rotated(xs: Tensor, rotation: Option<&Rotation>) -> Result<Tensor> {
+    match rotation {
+        Some(rotation) => rotation.apply(&xs),
+        None => xs.contiguous(),
+    }
+}
+
+/// Implements `ModuleT` and not `Module`, for which Candle provides a `forward_t` that ignores `train`.
 impl ModuleT for MultiHeadLatentAttention {
     fn forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
         self.forward_with(AttentionInput::new(xs).with_train(train))

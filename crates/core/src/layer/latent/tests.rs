@@ -13,7 +13,7 @@ use crate::cache::{AttentionCache, AttentionCacheConfig};
 use crate::layer::AttentionInput;
 use crate::mask::AttentionMask;
 use crate::position::{RopeConfig, RopeStyle};
-use crate::sdpa::{Backend, Outputs};
+use crate::sdpa::{Backend, OutputOnly, WithWeights};
 
 const CPU: Device = Device::Cpu;
 
@@ -126,13 +126,10 @@ fn check(case: &Case) -> Result<()> {
         for (absorbs, cache) in [false, true].into_iter().zip(&mut caches) {
             let input = AttentionInput::new(&xs).with_mask(&mask).with_backend(case.backend);
             let input = input.with_cache(&mut *cache).with_starts(&starts).with_valid_lens(&ends);
-            let with_weights = {
-                let call = layer.call(&input, Some(absorbs))?;
-                call.keys.attend(&call.q, &call.mask, &call.options, Outputs::Weights)?.weights.expect("asked for")
-            };
+            let with_weights = { layer.prepare(&input, Some(absorbs))?.attend(WithWeights)?.weights };
             let input = AttentionInput::new(&xs).with_mask(&mask).with_backend(case.backend);
             let input = input.with_cache(cache).with_starts(&starts).with_valid_lens(&ends);
-            let ys = layer.call(&input, Some(absorbs))?.finish(input.cache, Outputs::Context)?.context;
+            let ys = layer.prepare(&input, Some(absorbs))?.finish(input.cache, OutputOnly)?;
             outputs.push((ys, with_weights));
         }
         let [(expanded, expanded_weights), (absorbed, absorbed_weights)] = &outputs[..] else { unreachable!() };
@@ -168,7 +165,7 @@ fn both_forms_give_the_same_gradients() -> Result<()> {
     for absorbs in [false, true] {
         let mut cache = AttentionCache::default();
         let input = AttentionInput::new(&xs).with_cache(&mut cache);
-        let ys = layer.call(&input, Some(absorbs))?.finish(input.cache, Outputs::Context)?.context;
+        let ys = layer.prepare(&input, Some(absorbs))?.finish(input.cache, OutputOnly)?;
         let gradient = ys.sqr()?.sum_all()?.backward()?.get(q_proj).expect("a variable").clone();
         found.push([ys, gradient]);
     }
@@ -194,9 +191,9 @@ fn the_fused_kernel_attends_to_latents_of_full_width() -> Result<()> {
             let ways = [(Backend::Fused, true), (Backend::Reference, false)];
             for ((backend, absorbs), cache) in ways.into_iter().zip(&mut caches) {
                 let input = AttentionInput::new(&xs).with_backend(backend).with_cache(cache);
-                let call = layer.call(&input, Some(absorbs))?;
+                let call = layer.prepare(&input, Some(absorbs))?;
                 assert_eq!(call.q.dims(), [2, 2, t, if absorbs { 576 } else { 72 }]);
-                outputs.push(call.finish(input.cache, Outputs::Context)?.context);
+                outputs.push(call.finish(input.cache, OutputOnly)?);
             }
             let difference = difference(&outputs[0], &outputs[1])?;
             assert!(difference <= if dtype == DType::F32 { 1e-5 } else { 4e-2 }, "{dtype:?}: off by {difference:e}");

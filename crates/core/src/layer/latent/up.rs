@@ -1,4 +1,4 @@
-//! Between latents and heads.
+//! The linear maps from latents to the keys and values of heads, and their transposes.
 
 use std::sync::OnceLock;
 
@@ -10,7 +10,7 @@ use candle_attention_modules::base::part;
 use candle_attention_modules::linear::PackedLinear;
 
 impl MultiHeadLatentAttention {
-    /// With the rows of keys the other way round, where they are packed.
+    /// Returns the layer with the transposed rows of keys, if its weights are packed.
     pub(super) fn prepared(mut self) -> Result<Self> {
         self.absorbing.clear();
         if self.up.is_packed() {
@@ -21,19 +21,19 @@ impl MultiHeadLatentAttention {
         Ok(self)
     }
 
-    /// The parts of queries without positions (B, T, H, nope), as queries (B, T, H, rank) to latents.
+    /// Maps the parts of queries without positions (B, T, H, nope) to queries (B, T, H, rank) for latents.
     pub(super) fn absorb(&self, queries: &Tensor) -> Result<Tensor> {
         if self.up.is_packed() {
-            return self.of_heads(queries, |head, own| self.absorbing[head].forward(own));
+            return self.by_head(queries, |head, own| self.absorbing[head].forward(own));
         }
         multiply(queries, &self.weights()?.narrow(1, 0, self.config.nope_head_dim())?)
     }
 
-    /// Means of latents (B, T, H, rank) to means of values (B, T, H, D_v).
+    /// Maps means of latents (B, T, H, rank) to means of values (B, T, H, D_v).
     pub(super) fn values_of(&self, contexts: &Tensor) -> Result<Tensor> {
         let (nope, value) = (self.config.nope_head_dim(), self.config.value_head_dim());
         if self.up.is_packed() {
-            return self.of_heads(contexts, |head, own| {
+            return self.by_head(contexts, |head, own| {
                 let end = (head + 1) * (nope + value);
                 self.up.forward_columns(own, end - value..end)
             });
@@ -41,15 +41,15 @@ impl MultiHeadLatentAttention {
         multiply(contexts, &self.weights()?.narrow(1, nope, value)?.transpose(1, 2)?)
     }
 
-    /// The rows of each head, (H, nope + D_v, rank): a view of what variables hold now.
+    /// Returns the rows of each head, (H, nope + D_v, rank): a view of the current weights.
     fn weights(&self) -> Result<Tensor> {
         let cfg = &self.config;
         let shape = (cfg.num_heads(), cfg.nope_head_dim() + cfg.value_head_dim(), cfg.kv_lora_rank());
         self.up.to_linear()?.weight().reshape(shape)
     }
 
-    /// (B, T, H, from) to (B, T, H, to), with a product (B, T, from) to (B, T, to) for each head.
-    fn of_heads(&self, xs: &Tensor, product: impl Fn(usize, &Tensor) -> Result<Tensor> + Sync) -> Result<Tensor> {
+    /// Maps (B, T, H, from) to (B, T, H, to) by a product (B, T, from) to (B, T, to) for each head.
+    fn by_head(&self, xs: &Tensor, product: impl Fn(usize, &Tensor) -> Result<Tensor> + Sync) -> Result<Tensor> {
         let one = |head: usize| product(head, &part(xs, 2, head..head + 1)?.squeeze(2)?);
         let ((b, t, h, _), cfg) = (xs.dims4()?, &self.config);
         let of_head = cfg.kv_lora_rank() * cfg.nope_head_dim().max(cfg.value_head_dim());
@@ -58,20 +58,20 @@ impl MultiHeadLatentAttention {
         let task = |(): &mut (), head: usize| {
             heads[head].get_or_init(|| one(head));
         };
-        // Rayon's alone: what runs on an executor may call nothing of it, and each product does.
+        // On Rayon's threads: a task of an executor may not call the executor, and each product does.
         for_each_task(h, Workers::of(products, 0, None), &|| (), &task);
         let heads = heads.into_iter().filter_map(OnceLock::into_inner).collect::<Result<Vec<_>>>()?;
         Tensor::stack(&heads, 2)
     }
 
-    /// Latents and rotated keys (B, 1, T, rank + rope) to keys (B, H, T, nope + rope) and values (B, H, T, D_v), views
-    /// of (B, T, H, ..).
+    /// Maps latents and rotated keys (B, 1, T, rank + rope) to keys (B, H, T, nope + rope) and values (B, H, T, D_v), views of
+    /// (B, T, H, ..).
     pub(super) fn expand(&self, rows: &Tensor) -> Result<[Tensor; 2]> {
         let (b, _, t, width) = rows.dims4()?;
         let (cfg, dtype) = (&self.config, rows.dtype());
         let [h, rank, nope, value] = [cfg.num_heads(), cfg.kv_lora_rank(), cfg.nope_head_dim(), cfg.value_head_dim()];
         let latents = part(rows, 3, 0..rank)?.squeeze(1)?;
-        // A product takes f32 over weights in half precision too, and so loses nothing of a cache's 8 bits.
+        // A product reads f32 with weights in half precision too, which keeps the precision of a cache's 8 bits.
         let wider = dtype == DType::F32 && matches!(self.up.dtype(), DType::BF16 | DType::F16);
         let latents = if wider { latents } else { latents.to_dtype(self.up.dtype())? };
         let heads = self.up.forward(&latents)?.to_dtype(dtype)?.reshape((b, t, h, nope + value))?;
@@ -81,8 +81,7 @@ impl MultiHeadLatentAttention {
     }
 }
 
-/// (B, T, H, from) times a matrix (from, to) for each head, (H, from, to), to (B, T, H, to), in Candle's own
-/// operations.
+/// Multiplies (B, T, H, from) with a matrix for each head, (H, from, to), to (B, T, H, to), in Candle's own operations.
 fn multiply(xs: &Tensor, matrices: &Tensor) -> Result<Tensor> {
     let (b, t, h, from) = xs.dims4()?;
     let to = matrices.dim(2)?;

@@ -2,20 +2,21 @@
 
 use candle_core::{Result, Tensor, bail};
 
-use super::super::{Scores, TermCall};
+use super::super::CallContext;
 use candle_attention_modules::base::{ParameterList, accumulation_dtype};
+use candle_attention_modules::linear::KeysAndValues;
 
 /// Returns the keys (B, H_kv, T, D) and values (B, H_kv, T, D_v) of a call's own tokens.
 ///
 /// # Errors
 /// For a call that attends to other keys, or that has positions or an attention function: relative positions by content
 /// are between the tokens of one call.
-pub(super) fn own_keys(scores: &Scores, call: &TermCall) -> Result<[Tensor; 2]> {
-    match (&scores.own, call.others) {
-        (Some(own), None) => Ok(own.clone()),
-        (_, others) => bail!(
+pub(super) fn own_keys<'k>(own: Option<&'k mut KeysAndValues>, call: &CallContext) -> Result<&'k mut KeysAndValues> {
+    match (own, call.unsupported_by_content) {
+        (Some(own), None) => Ok(own),
+        (_, unsupported) => bail!(
             "[multi_head_attention] {} were given, but relative positions by content are between the tokens of a call",
-            others.unwrap_or("keys of others")
+            unsupported.unwrap_or("keys of others")
         ),
     }
 }

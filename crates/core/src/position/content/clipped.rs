@@ -2,11 +2,12 @@
 
 use candle_core::Result;
 
-use super::super::{ScoreTerm, Scores, TermCall};
+use super::super::{CallContext, ScoreArguments, ScoreModifier};
 use super::call::{own_keys, wide};
-use super::distances::{DistanceVectors, KeysByHeads, LatestVectors, by_head, descending, rows_of};
+use super::distances::{ContentScores, DistanceVectors, LatestVectors, by_head, descending, rows_of};
 use super::specs::{LayerSpecs, normal};
 use candle_attention_modules::base::{ParameterList, ParameterSpec};
+use candle_attention_modules::linear::KeysAndValues;
 
 /// The parameter (left + right + 1, D).
 const TABLE: &str = "distance_embedding.weight";
@@ -25,16 +26,21 @@ pub(super) fn specs(left: usize, right: usize, layer: &LayerSpecs) -> Vec<Parame
     vec![layer.shared(TABLE, &[left + right + 1, layer.head_dim], normal(1.0))]
 }
 
-impl ScoreTerm for Clipped {
-    fn add(&self, scores: &mut Scores, call: &TermCall) -> Result<()> {
-        let [k, v] = own_keys(scores, call)?;
-        if scores.q.elem_count() == 0 {
+impl ScoreModifier for Clipped {
+    fn modify(
+        &self,
+        arguments: &mut ScoreArguments,
+        own: Option<&mut KeysAndValues>,
+        call: &CallContext,
+    ) -> Result<()> {
+        own_keys(own, call)?;
+        if arguments.q.elem_count() == 0 {
             return Ok(());
         }
-        let [t, d] = [scores.q.dim(2)?, scores.q.dim(3)?];
+        let [t, d] = [arguments.q.dim(2)?, arguments.q.dim(3)?];
         let vectors = self.vectors.get(t, || self.compute(t, d))?;
-        let (queries, scale) = (scores.q.clone(), scores.options.scale.unwrap_or(1.0));
-        scores.keys = Some(Box::new(KeysByHeads { k, v, queries, vectors, scale }));
+        let (queries, scale) = (arguments.q.clone(), arguments.options.scale.unwrap_or(1.0));
+        arguments.content_scores = Some(ContentScores { queries, vectors, scale });
         Ok(())
     }
 }

@@ -3,12 +3,13 @@
 use candle_core::{Device, Result, Tensor};
 use candle_nn::{Init, ops};
 
-use super::super::{ScoreTerm, Scores, TermCall};
+use super::super::{CallContext, ScoreArguments, ScoreModifier};
 use super::OP;
 use super::call::{Image, own_keys, wide};
 use super::specs::LayerSpecs;
 use super::window::WindowBias;
 use candle_attention_modules::base::{LINEAR_WEIGHT, ParameterList, ParameterSpec, check_memory, linear_bias};
+use candle_attention_modules::linear::KeysAndValues;
 use candle_attention_modules::norm::Norm;
 
 /// The parameter (H, 1, 1).
@@ -42,17 +43,22 @@ pub(super) fn specs(layer: &LayerSpecs) -> Vec<ParameterSpec> {
     ]
 }
 
-impl ScoreTerm for CosineWindow {
-    fn add(&self, scores: &mut Scores, call: &TermCall) -> Result<()> {
-        let [k, v] = own_keys(scores, call)?;
-        self.image.check("window", &scores.q)?;
-        if scores.q.elem_count() > 0 {
-            scores.mask = self.bias.add_to(&scores.mask, self.image, || self.entries())?;
-            let [q, k] = self.cosines(&scores.q, &k)?;
-            scores.q = q;
-            scores.own = Some([k, v]);
+impl ScoreModifier for CosineWindow {
+    fn modify(
+        &self,
+        arguments: &mut ScoreArguments,
+        own: Option<&mut KeysAndValues>,
+        call: &CallContext,
+    ) -> Result<()> {
+        let own = own_keys(own, call)?;
+        self.image.check("window", &arguments.q)?;
+        if arguments.q.elem_count() > 0 {
+            arguments.mask = self.bias.add_to(&arguments.mask, self.image, || self.entries())?;
+            let [q, k] = self.cosines(&arguments.q, &own.keys)?;
+            arguments.q = q;
+            own.keys = k;
             // Queries are scaled already.
-            scores.options.scale = Some(1.0);
+            arguments.options.scale = Some(1.0);
         }
         Ok(())
     }

@@ -4,15 +4,15 @@ use candle_core::{Result, Tensor, bail};
 use candle_nn::{Init, VarBuilder};
 use serde::{Deserialize, Serialize};
 
-use super::super::{ScoreTerm, Scores, TermCall};
+use super::super::{CallContext, ScoreArguments, ScoreModifier};
 use super::OP;
 use super::call::own_keys;
-use super::distances::{DistanceVectors, KeysByHeads, LatestVectors, by_head, descending, rows_of};
+use super::distances::{ContentScores, DistanceVectors, LatestVectors, by_head, descending, rows_of};
 use super::specs::LayerSpecs;
 use candle_attention_modules::base::{
     LINEAR_WEIGHT, ParameterList, ParameterReader, ParameterSpec, accumulation_dtype, frozen, linear_bias, number,
 };
-use candle_attention_modules::linear::{Projected, Projections};
+use candle_attention_modules::linear::{KeysAndValues, Projected, Projections};
 use candle_attention_modules::norm::{Norm, QkNormKind};
 
 /// The projection of vectors to keys, with a weight (H·D, E) and a bias.
@@ -190,19 +190,24 @@ pub(super) fn specs(config: &DisentangledConfig, layer: &LayerSpecs) -> Vec<Para
     specs
 }
 
-impl ScoreTerm for Disentangled {
-    fn add(&self, scores: &mut Scores, call: &TermCall) -> Result<()> {
-        let [k, v] = own_keys(scores, call)?;
-        if scores.q.elem_count() == 0 {
+impl ScoreModifier for Disentangled {
+    fn modify(
+        &self,
+        arguments: &mut ScoreArguments,
+        own: Option<&mut KeysAndValues>,
+        call: &CallContext,
+    ) -> Result<()> {
+        own_keys(own, call)?;
+        if arguments.q.elem_count() == 0 {
             return Ok(());
         }
-        let [t, d] = [scores.q.dim(2)?, scores.q.dim(3)?];
+        let [t, d] = [arguments.q.dim(2)?, arguments.q.dim(3)?];
         let compute = || self.compute(t, d, call.projections);
         // Modules may differ in a clone of the layer, and may change.
         let may_change = self.config.shared_projections && call.projections.has_modules();
         let vectors = if may_change { compute()? } else { self.vectors.get(t, compute)? };
-        let (queries, scale) = (scores.q.clone(), scores.options.scale.unwrap_or(1.0));
-        scores.keys = Some(Box::new(KeysByHeads { k, v, queries, vectors, scale }));
+        let (queries, scale) = (arguments.q.clone(), arguments.options.scale.unwrap_or(1.0));
+        arguments.content_scores = Some(ContentScores { queries, vectors, scale });
         Ok(())
     }
 }

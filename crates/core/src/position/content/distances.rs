@@ -8,12 +8,13 @@ use candle_core::{D, Result, Tensor};
 use super::super::{Latest, latest};
 use super::OP;
 use crate::mask::AttentionMask;
-use crate::sdpa::{Attended, Keys, Outputs, OwnKeys, SdpaOptions};
+use crate::sdpa::{OwnKeys, Plan, Request, SdpaOptions};
 use candle_attention_modules::base::{accumulation_dtype, check_memory};
+use candle_attention_modules::linear::KeysAndValues;
 
 /// The vectors of distances i - j of query i and key j: (H, 2T, D), or (1, 2T, D) if all heads share them.
 #[derive(Debug, Clone)]
-pub(super) struct DistanceVectors {
+pub(crate) struct DistanceVectors {
     /// The vectors that queries are multiplied with, of the distances T - 1 down to -T.
     pub of_queries: Option<Tensor>,
     /// The vectors that keys are multiplied with, of the distances 1 - T up to T.
@@ -73,51 +74,90 @@ fn by_distance(xs: &Tensor, vectors: &Tensor) -> Result<Tensor> {
 /// read. The terms of one key head may be more.
 const MAX_NUMBERS: usize = 1 << 22;
 
-/// The keys and values of a call, with the terms that are added to its scores.
-pub(super) struct KeysByHeads {
-    /// (B, H_kv, T, D).
-    pub k: Tensor,
-    /// (B, H_kv, T, D_v).
-    pub v: Tensor,
-    /// The queries (B, H, T, D) that vectors are multiplied with.
+/// Scores by content that are added to the products of queries and keys: products of queries and of keys with vectors of
+/// their distance.
+pub(crate) struct ContentScores {
+    /// The queries that are multiplied with the vectors, (B, H, T, D).
     pub queries: Tensor,
     pub vectors: DistanceVectors,
-    /// The factor on all terms.
+    /// The factor on the scores.
     pub scale: f64,
 }
 
-impl Keys for KeysByHeads {
-    /// Attends for some heads at a time. Weights and statistics are computed for all heads at once.
-    fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, outputs: Outputs) -> Result<Attended> {
-        let ((b, h, t, _), h_kv) = (q.dims4()?, self.k.dim(1)?);
-        let group = h / h_kv;
-        // The terms of the query heads of one key head.
-        let numbers = [t, 2 * t, group].into_iter().fold(b, usize::saturating_mul).max(1);
-        let in_parts = matches!(outputs, Outputs::Context | Outputs::Plan) && !options.drops_by_seed();
-        let size = if in_parts { (MAX_NUMBERS / numbers).clamp(1, h_kv) } else { h_kv };
-        let attend = |start: usize| {
-            let keys = start..h_kv.min(start + size);
-            let heads = keys.start * group..keys.end * group;
-            let own = |tensor: &Tensor| tensor.narrow(1, keys.start, keys.len());
-            let own = OwnKeys { k: own(&self.k)?, v: own(&self.v)?, sequences: None, function: None };
-            let (q, options) = (q.narrow(1, heads.start, heads.len())?, options.of_heads(&heads)?);
-            let mask = mask.of_heads(heads.clone(), h)?.with_bias(&self.bias(heads)?);
-            own.attend(&q, &mask, &options, outputs)
-        };
-        if outputs != Outputs::Context {
-            // The path of the first heads is that of all.
-            return attend(0);
-        }
-        let contexts = (0..h_kv).step_by(size).map(|start| attend(start)?.context.transpose(1, 2));
-        let context = Tensor::cat(&contexts.collect::<Result<Vec<_>>>()?, 2)?.contiguous()?.transpose(1, 2)?;
-        Ok(Attended::context(context))
-    }
+/// Keys and values of a call with scores by content, which are computed for some heads at a time.
+pub(crate) struct KeysByHeads {
+    pub own: KeysAndValues,
+    pub scores: ContentScores,
+}
+
+/// The arguments of attention for some heads.
+struct OfHeads {
+    keys: OwnKeys<'static>,
+    q: Tensor,
+    mask: AttentionMask,
+    options: SdpaOptions,
 }
 
 impl KeysByHeads {
-    /// Returns the terms of some query heads, (B, heads, T, T), in the dtype of the accumulation.
-    fn bias(&self, heads: Range<usize>) -> Result<Tensor> {
-        let dtype = accumulation_dtype(self.k.dtype());
+    /// Attends from queries (B, H, T, D): some heads at a time for the output alone, and all heads at once for other
+    /// results.
+    pub fn attend<R: Request>(
+        &self,
+        q: &Tensor,
+        mask: &AttentionMask,
+        options: &SdpaOptions,
+        request: R,
+    ) -> Result<R::Result> {
+        let h_kv = self.own.keys.dim(1)?;
+        request.run_by_key_heads(h_kv, self.step(q, options)?, |key_heads| {
+            let part = self.of_key_heads(key_heads, q, mask, options)?;
+            part.keys.attend(&part.q, &part.mask, &part.options, request)
+        })
+    }
+
+    /// Returns the path of the first heads, which is that of all heads.
+    pub fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
+        let part = self.of_key_heads(0..self.step(q, options)?, q, mask, options)?;
+        part.keys.plan(&part.q, &part.mask, &part.options)
+    }
+
+    /// Returns the number of key heads whose scores are computed at once.
+    fn step(&self, q: &Tensor, options: &SdpaOptions) -> Result<usize> {
+        let ((b, h, t, _), h_kv) = (q.dims4()?, self.own.keys.dim(1)?);
+        if options.drops_by_seed() {
+            return Ok(h_kv);
+        }
+        let numbers = [t, 2 * t, h / h_kv].into_iter().fold(b, usize::saturating_mul).max(1);
+        Ok((MAX_NUMBERS / numbers).clamp(1, h_kv))
+    }
+
+    /// Returns the arguments of attention for some key heads and their query heads.
+    fn of_key_heads(
+        &self,
+        key_heads: Range<usize>,
+        q: &Tensor,
+        mask: &AttentionMask,
+        options: &SdpaOptions,
+    ) -> Result<OfHeads> {
+        let KeysAndValues { keys: k, values: v } = &self.own;
+        let h = q.dim(1)?;
+        let group = h / k.dim(1)?;
+        let heads = key_heads.start * group..key_heads.end * group;
+        let narrowed = |tensor: &Tensor| tensor.narrow(1, key_heads.start, key_heads.len());
+        Ok(OfHeads {
+            keys: OwnKeys { k: narrowed(k)?, v: narrowed(v)?, sequences: None },
+            q: q.narrow(1, heads.start, heads.len())?,
+            mask: mask.of_heads(heads.clone(), h)?.with_bias(&self.scores.of_heads(k, heads.clone())?),
+            options: options.for_heads(&heads)?,
+        })
+    }
+}
+
+impl ContentScores {
+    /// Returns the scores of some query heads with keys `k` (B, H_kv, T, D): (B, heads, T, T) in the dtype of the
+    /// accumulation.
+    fn of_heads(&self, k: &Tensor, heads: Range<usize>) -> Result<Tensor> {
+        let dtype = accumulation_dtype(k.dtype());
         let term = |xs: &Tensor, vectors: &Tensor| -> Result<Tensor> {
             let is_shared = vectors.dim(0)? == 1;
             let vectors = if is_shared { vectors.clone() } else { vectors.narrow(0, heads.start, heads.len())? };
@@ -126,10 +166,10 @@ impl KeysByHeads {
         };
         match (&self.vectors.of_queries, &self.vectors.of_keys) {
             (Some(of_queries), Some(of_keys)) => {
-                term(&self.queries, of_queries)? + term(&self.k, of_keys)?.transpose(2, 3)?
+                term(&self.queries, of_queries)? + term(k, of_keys)?.transpose(2, 3)?
             }
             (Some(of_queries), None) => term(&self.queries, of_queries),
-            (None, Some(of_keys)) => term(&self.k, of_keys)?.transpose(2, 3),
+            (None, Some(of_keys)) => term(k, of_keys)?.transpose(2, 3),
             (None, None) => {
                 let (b, _, t, _) = self.queries.dims4()?;
                 Tensor::zeros((b, heads.len(), t, t), dtype, self.queries.device())

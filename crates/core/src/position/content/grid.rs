@@ -3,12 +3,13 @@
 
 use candle_core::{D, Result, Tensor};
 
-use super::super::{ScoreTerm, Scores, TermCall};
+use super::super::{CallContext, ScoreArguments, ScoreModifier};
 use super::OP;
 use super::call::{Image, own_keys, wide};
 use super::distances::rows_of;
 use super::specs::{LayerSpecs, zeros};
 use candle_attention_modules::base::{ParameterList, ParameterSpec, accumulation_dtype, check_memory};
+use candle_attention_modules::linear::KeysAndValues;
 
 /// The parameter (2 · rows - 1, D) of distances down, which all heads share.
 const HEIGHT: &str = "rel_pos_h";
@@ -37,15 +38,20 @@ pub(super) fn specs(image: Image, layer: &LayerSpecs) -> Vec<ParameterSpec> {
     ]
 }
 
-impl ScoreTerm for Grid {
-    fn add(&self, scores: &mut Scores, call: &TermCall) -> Result<()> {
-        let [k, v] = own_keys(scores, call)?;
-        self.image.check("grid", &scores.q)?;
-        if scores.q.elem_count() > 0 {
-            let scale = scores.options.scale.unwrap_or(1.0);
-            let wider_q = self.wider_queries(&scores.q, scale)?;
-            scores.own = Some([self.wider_keys(&k)?, v]);
-            scores.q = wider_q;
+impl ScoreModifier for Grid {
+    fn modify(
+        &self,
+        arguments: &mut ScoreArguments,
+        own: Option<&mut KeysAndValues>,
+        call: &CallContext,
+    ) -> Result<()> {
+        let own = own_keys(own, call)?;
+        self.image.check("grid", &arguments.q)?;
+        if arguments.q.elem_count() > 0 {
+            let scale = arguments.options.scale.unwrap_or(1.0);
+            let wider_q = self.wider_queries(&arguments.q, scale)?;
+            own.keys = self.wider_keys(&own.keys)?;
+            arguments.q = wider_q;
         }
         Ok(())
     }

@@ -13,6 +13,7 @@ mod window;
 
 pub use disentangled::{DisentangledConfig, RelativeEmbeddings};
 
+pub(crate) use distances::{ContentScores, KeysByHeads};
 pub(crate) use specs::LayerSpecs;
 
 use std::sync::Arc;
@@ -20,7 +21,7 @@ use std::sync::Arc;
 use candle_core::Result;
 use serde::{Deserialize, Serialize};
 
-use super::Term;
+use super::SharedModifier;
 use call::Image;
 use candle_attention_modules::base::{ParameterList, ParameterSpec, number};
 use clipped::Clipped;
@@ -159,9 +160,9 @@ impl ContentPositions {
         }
     }
 
-    /// Returns the term of a layer with these parameters. `embeddings` are the vectors of distances that the layers of
+    /// Returns the score modifier of a layer with these parameters. `embeddings` are the vectors of distances that the layers of
     /// a stack share.
-    pub(crate) fn term(&self, parameters: ParameterList, embeddings: Option<RelativeEmbeddings>) -> Term {
+    pub(crate) fn modifier(&self, parameters: ParameterList, embeddings: Option<RelativeEmbeddings>) -> SharedModifier {
         let (bias, vectors) = (WindowBias::default(), LatestVectors::default());
         match *self {
             Self::Grid { height, width } => {

@@ -2,12 +2,13 @@
 
 use candle_core::{Device, Result, Tensor};
 
-use super::super::{ScoreTerm, Scores, TermCall};
+use super::super::{CallContext, ScoreArguments, ScoreModifier};
 use super::OP;
 use super::call::{own_keys, wide};
-use super::distances::{DistanceVectors, KeysByHeads, LatestVectors, by_head, descending};
+use super::distances::{ContentScores, DistanceVectors, LatestVectors, by_head, descending};
 use super::specs::{LayerSpecs, zeros};
 use candle_attention_modules::base::{LINEAR_WEIGHT, ParameterList, ParameterSpec, accumulation_dtype, check_memory};
+use candle_attention_modules::linear::KeysAndValues;
 
 /// The names of a layer's parameters.
 struct Names {
@@ -43,20 +44,25 @@ pub(super) fn specs(layer: &LayerSpecs) -> Vec<ParameterSpec> {
     ]
 }
 
-impl ScoreTerm for TransformerXl {
-    fn add(&self, scores: &mut Scores, call: &TermCall) -> Result<()> {
-        let [k, v] = own_keys(scores, call)?;
-        if scores.q.elem_count() == 0 {
+impl ScoreModifier for TransformerXl {
+    fn modify(
+        &self,
+        arguments: &mut ScoreArguments,
+        own: Option<&mut KeysAndValues>,
+        call: &CallContext,
+    ) -> Result<()> {
+        let own = own_keys(own, call)?;
+        if arguments.q.elem_count() == 0 {
             return Ok(());
         }
-        let [t, d] = [scores.q.dim(2)?, scores.q.dim(3)?];
-        let q = scores.q.to_dtype(accumulation_dtype(k.dtype()))?;
+        let [t, d] = [arguments.q.dim(2)?, arguments.q.dim(3)?];
+        let q = arguments.q.to_dtype(accumulation_dtype(own.keys.dtype()))?;
         let with = |bias: &str| q.broadcast_add(&wide(&self.parameters, bias)?.unsqueeze(1)?);
-        scores.q = with(NAMES.of_content)?.to_dtype(k.dtype())?;
+        arguments.q = with(NAMES.of_content)?.to_dtype(own.keys.dtype())?;
         let queries = with(NAMES.of_distances)?;
         let vectors = self.vectors.get(t, || self.compute(t, d))?;
-        scores.keys =
-            Some(Box::new(KeysByHeads { k, v, queries, vectors, scale: scores.options.scale.unwrap_or(1.0) }));
+        let scale = arguments.options.scale.unwrap_or(1.0);
+        arguments.content_scores = Some(ContentScores { queries, vectors, scale });
         Ok(())
     }
 }

@@ -2,12 +2,13 @@
 
 use candle_core::{Result, Tensor};
 
-use super::super::{Latest, ScoreTerm, Scores, TermCall, gathered, latest};
+use super::super::{CallContext, Latest, ScoreArguments, ScoreModifier, gathered, latest};
 use super::OP;
 use super::call::{Image, own_keys};
 use super::specs::{LayerSpecs, normal};
 use crate::mask::AttentionMask;
 use candle_attention_modules::base::{Heads, ParameterList, ParameterSpec};
+use candle_attention_modules::linear::KeysAndValues;
 
 /// The parameter ((2 · rows - 1) · (2 · columns - 1), H).
 const TABLE: &str = "relative_position_bias_table";
@@ -26,12 +27,17 @@ pub(super) fn specs(image: Image, layer: &LayerSpecs) -> Vec<ParameterSpec> {
     vec![layer.shared(TABLE, &[places, layer.num_heads], normal(0.02)).by_head(Heads::Query, 1)]
 }
 
-impl ScoreTerm for Window {
-    fn add(&self, scores: &mut Scores, call: &TermCall) -> Result<()> {
-        own_keys(scores, call)?;
-        self.image.check("window", &scores.q)?;
-        if scores.q.elem_count() > 0 {
-            scores.mask = self.bias.add_to(&scores.mask, self.image, || self.parameters.expect(TABLE))?;
+impl ScoreModifier for Window {
+    fn modify(
+        &self,
+        arguments: &mut ScoreArguments,
+        own: Option<&mut KeysAndValues>,
+        call: &CallContext,
+    ) -> Result<()> {
+        own_keys(own, call)?;
+        self.image.check("window", &arguments.q)?;
+        if arguments.q.elem_count() > 0 {
+            arguments.mask = self.bias.add_to(&arguments.mask, self.image, || self.parameters.expect(TABLE))?;
         }
         Ok(())
     }

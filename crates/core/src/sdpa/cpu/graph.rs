@@ -1,75 +1,131 @@
-//! The fused kernel in Candle's graph, and its backward pass.
+//! The fused kernel as an operation of Candle's graph, with its backward pass.
 
 use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
 
-use super::{Call, Dims, Flash, reordered};
-use crate::sdpa::Attended;
+use super::super::call::{Dims, swapped_for};
+use super::{KernelCall, ScoreTensors};
 use candle_attention_kernels::flash::{
     self, AttentionBackwardProblem, AttentionProblem, RequestedGradients, SoftmaxStats,
 };
 use candle_attention_modules::base::rowwise::{Element, read, to_vec, with_contiguous_rows};
 use candle_attention_modules::base::{gradient_of, record, record_two};
 
-/// What the kernel gave for a call, with gradients if something is tracked: the context as it lies in memory, and the
-/// log-sum-exp if it is wanted. `stats` are (B, H, T_q) then.
-pub(super) fn attended<E: Element>(
-    flash: Flash,
-    context: Vec<E>,
-    lse: Option<Vec<f32>>,
-    stats: Vec<SoftmaxStats>,
-) -> Result<Attended> {
-    let (name, Dims { b, h, t_q, .. }, shape) = ("flash-attention", flash.call.dims, flash.context_shape());
-    let own = Arc::new(flash);
-    let flash = own.clone();
-    let backward = move |context: &Tensor, gradient: &Tensor, of_lse: Option<Tensor>| {
-        flash.gradients::<E>(&stats, context, gradient, of_lse)
+const NAME: &str = "flash-attention";
+
+/// Returns the output that the kernel computed, as it is stored, with gradients for the inputs that are tracked. The
+/// statistics of the softmax are (B, H, T_q) if any is.
+pub(super) fn record_output<E: Element>(
+    kernel_call: KernelCall,
+    output: Vec<E>,
+    softmax_stats: Vec<SoftmaxStats>,
+) -> Result<Tensor> {
+    let shape = kernel_call.output_shape();
+    let kernel_call = Arc::new(kernel_call);
+    let forward = kernel_call.clone();
+    let backward = move |output: &Tensor, gradient: &Tensor| {
+        let gradients = forward.gradients::<E>(&softmax_stats, output, gradient, None)?;
+        Ok(gradients.in_order().into())
     };
-    let Some(lse) = lse else {
-        let backward = move |context: &Tensor, gradient: &Tensor| backward(context, gradient, None);
-        return Ok(Attended::context(record(name, &own.inputs(), context, shape, backward)?));
-    };
-    let [context, lse] = record_two(name, &own.inputs(), [shape, (b, h, t_q).into()], context, lse, backward)?;
-    Ok(Attended { lse: Some(lse), ..Attended::context(context) })
+    record(NAME, &kernel_call.inputs().in_order(), output, shape, backward)
 }
 
-impl Flash {
-    /// What gradients flow into.
-    fn inputs(&self) -> [Option<&Tensor>; 7] {
-        let Call { q, k, v, .. } = &self.call;
-        let [bias, distances, slopes, sinks] = self.scores.each_ref().map(Option::as_ref);
-        [Some(q), Some(k), Some(v), bias, distances, slopes, sinks]
+/// Returns the output and the log-sum-exp as [`record_output`] does.
+pub(super) fn record_output_and_lse<E: Element>(
+    kernel_call: KernelCall,
+    output: Vec<E>,
+    lse: Vec<f32>,
+    softmax_stats: Vec<SoftmaxStats>,
+) -> Result<(Tensor, Tensor)> {
+    let Dims { b, h, t_q, .. } = kernel_call.call.dims;
+    let shapes = [kernel_call.output_shape(), (b, h, t_q).into()];
+    let kernel_call = Arc::new(kernel_call);
+    let forward = kernel_call.clone();
+    let backward = move |output: &Tensor, gradient: &Tensor, lse_gradient: Option<Tensor>| {
+        let gradients = forward.gradients::<E>(&softmax_stats, output, gradient, lse_gradient)?;
+        Ok(gradients.in_order().into())
+    };
+    let [output, lse] = record_two(NAME, &kernel_call.inputs().in_order(), shapes, output, lse, backward)?;
+    Ok((output, lse))
+}
+
+/// A value for each differentiable input of the kernel: the input itself, or its gradient.
+struct ByInput<T> {
+    q: T,
+    k: T,
+    v: T,
+    bias: T,
+    relative_bias: T,
+    slopes: T,
+    sinks: T,
+}
+
+impl<T> ByInput<T> {
+    /// Returns the values in the order in which the operation lists its operands and their gradients.
+    fn in_order(self) -> [T; 7] {
+        let Self { q, k, v, bias, relative_bias, slopes, sinks } = self;
+        [q, k, v, bias, relative_bias, slopes, sinks]
+    }
+}
+
+impl KernelCall {
+    /// Returns the tensors that gradients flow into.
+    fn inputs(&self) -> ByInput<Option<&Tensor>> {
+        let ScoreTensors { bias, relative_bias, slopes, sinks } = &self.score_tensors;
+        ByInput {
+            q: Some(&self.call.q),
+            k: Some(&self.call.k),
+            v: Some(&self.call.v),
+            bias: bias.as_ref(),
+            relative_bias: relative_bias.as_ref(),
+            slopes: slopes.as_ref(),
+            sinks: sinks.as_ref(),
+        }
     }
 
-    /// The gradients of q, k and v and of the score tensors, as far as they are tracked. Contexts are as they lie in
-    /// memory.
+    /// Computes the gradients of the inputs that are tracked. The output and its gradient are as they are stored.
     fn gradients<E: Element>(
         &self,
-        stats: &[SoftmaxStats],
-        context: &Tensor,
-        gradient: &Tensor,
-        of_lse: Option<Tensor>,
-    ) -> Result<Vec<Option<Tensor>>> {
-        // (B, H, T_q, D_v), whatever the order in memory.
-        let gradient = reordered(self.call.output_layout(), gradient.clone())?;
-        let (gradient, lse_grad) = (with_contiguous_rows(&gradient)?, of_lse.as_ref().map(to_vec).transpose()?);
-        let (context, gradient) = (read(context), read(&gradient));
-        let (context, context_grad, lse_grad) = (context.contiguous()?, gradient.strided()?, lse_grad.as_deref());
+        softmax_stats: &[SoftmaxStats],
+        output: &Tensor,
+        output_gradient: &Tensor,
+        lse_gradient: Option<Tensor>,
+    ) -> Result<ByInput<Option<Tensor>>> {
+        // (B, H, T_q, D_v) in any layout.
+        let output_gradient = swapped_for(self.call.output_layout(), output_gradient.clone())?;
+        let output_gradient = with_contiguous_rows(&output_gradient)?;
+        let lse_gradient = lse_gradient.as_ref().map(to_vec).transpose()?;
+        let (output, output_gradient) = (read(output), read(&output_gradient));
+        let (output, output_grad) = (output.contiguous()?, output_gradient.strided()?);
         let inputs = self.inputs();
-        let (rows, scores) = inputs.split_at(3);
-        let tracked = inputs.map(|input| input.filter(|input| input.track_op()));
-        let [q, k, v, _, distances, slopes, sinks] = tracked.map(|input| input.is_some());
-        let bias = tracked[3].map(|bias| bias.dims4()).transpose()?.map(<[usize; 4]>::from);
-        let wanted = RequestedGradients { q, k, v, bias, relative_bias: distances, slopes, sinks };
+        let is_tracked = |input: Option<&Tensor>| input.is_some_and(Tensor::track_op);
+        let bias = match inputs.bias {
+            Some(bias) if bias.track_op() => Some(bias.dims4()?.into()),
+            _ => None,
+        };
+        let wanted = RequestedGradients {
+            q: is_tracked(inputs.q),
+            k: is_tracked(inputs.k),
+            v: is_tracked(inputs.v),
+            bias,
+            relative_bias: is_tracked(inputs.relative_bias),
+            slopes: is_tracked(inputs.slopes),
+            sinks: is_tracked(inputs.sinks),
+        };
         let found = self.with_problem(|&forward: &AttentionProblem<E>| {
-            let problem =
-                AttentionBackwardProblem { forward, output: context, stats, output_grad: context_grad, lse_grad };
+            let lse_grad = lse_gradient.as_deref();
+            let problem = AttentionBackwardProblem { forward, output, stats: softmax_stats, output_grad, lse_grad };
             flash::attend_backward(&problem, self.instruction_set, wanted)
         })?;
-        let of_rows = rows.iter().zip([found.q, found.k, found.v]);
-        let of_rows = of_rows.map(|(row, numbers)| gradient_of(*row, numbers));
-        let of_scores = scores.iter().zip([found.bias, found.relative_bias, found.slopes, found.sinks]);
-        of_rows.chain(of_scores.map(|(tensor, numbers)| gradient_of(*tensor, numbers))).collect()
+        Ok(ByInput {
+            q: gradient_of(inputs.q, found.q)?,
+            k: gradient_of(inputs.k, found.k)?,
+            v: gradient_of(inputs.v, found.v)?,
+            bias: gradient_of(inputs.bias, found.bias)?,
+            relative_bias: gradient_of(inputs.relative_bias, found.relative_bias)?,
+            slopes: gradient_of(inputs.slopes, found.slopes)?,
+            sinks: gradient_of(inputs.sinks, found.sinks)?,
+        })
     }
 }

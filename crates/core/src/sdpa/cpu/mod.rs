@@ -1,11 +1,13 @@
-//! The fused kernel of the CPU: how a call goes to it, and what it gives.
+//! The fused CPU kernel: the conversion of a call to the kernel's input, and of the kernel's results to tensors.
 
 mod graph;
 
 use candle_core::{DType, Error, Result, Shape, Tensor, WithDType};
 
-use super::validate::{Call, Dims, reordered};
-use super::{Attended, AttentionStatistics, OutputLayout, Outputs, SdpaOptions, reference};
+use super::call::{Call, Dims, KvScales, swapped_for};
+use super::options::OutputLayout;
+use super::reference;
+use super::statistics::{AttentionStatistics, StatisticsOptions};
 use candle_attention_kernels::InstructionSet;
 use candle_attention_kernels::flash::{
     self, Alibi, AttentionProblem, Dropout, DropoutMask, KvRows, RelativeBias, ScoreOptions,
@@ -14,96 +16,174 @@ use candle_attention_modules::base::executor;
 use candle_attention_modules::base::rowwise::{Element, Read, read, with_contiguous_rows, with_float};
 use candle_attention_modules::init::TorchSeed;
 
-/// What is wanted of a call. No input is tracked for gradients where it is statistics.
-pub(super) fn attend(call: Call, instruction_set: InstructionSet, outputs: Outputs) -> Result<Attended> {
-    let (Dims { b, t_q, t_kv, d_v, .. }, order) = (call.dims, call.output_layout());
-    if call.tracks_gradients() && [b, t_q, t_kv, d_v].contains(&0) {
-        // The backward pass of the kernel is for calls that compute something.
-        return reference::attend(&call, outputs);
+/// Returns the attention output.
+pub(super) fn output(call: Call, instruction_set: InstructionSet) -> Result<Tensor> {
+    if needs_reference_gradients(&call) {
+        return reference::output(&call);
     }
-    let flash = Flash::new(call, instruction_set)?;
-    let attended = with_float!(flash.call.op, flash.call.q.dtype(), |E| flash.attend::<E>(outputs))?;
-    Ok(Attended { context: reordered(order, attended.context)?, ..attended })
+    let (layout, dtype) = (call.output_layout(), call.q.dtype());
+    let kernel_call = KernelCall::new(call, instruction_set)?;
+    let output = with_float!(kernel_call.call.op, dtype, |E| kernel_call.output::<E>())?;
+    swapped_for(layout, output)
 }
 
-/// Which weights PyTorch's generator keeps: a bit for each.
-fn kept_weights(seed: &TorchSeed, call: &Call) -> Result<Vec<u8>> {
+/// Returns the attention output and the log-sum-exp of the scores.
+pub(super) fn output_and_lse(call: Call, instruction_set: InstructionSet) -> Result<(Tensor, Tensor)> {
+    if needs_reference_gradients(&call) {
+        return reference::output_and_lse(&call);
+    }
+    let (layout, dtype) = (call.output_layout(), call.q.dtype());
+    let kernel_call = KernelCall::new(call, instruction_set)?;
+    let (output, lse) = with_float!(kernel_call.call.op, dtype, |E| kernel_call.output_and_lse::<E>())?;
+    Ok((swapped_for(layout, output)?, lse))
+}
+
+/// Returns the attention output and statistics of the weights. No input is tracked for gradients.
+pub(super) fn output_and_statistics(
+    call: Call,
+    instruction_set: InstructionSet,
+    options: &StatisticsOptions,
+) -> Result<(Tensor, AttentionStatistics)> {
+    let (layout, dtype) = (call.output_layout(), call.q.dtype());
+    let kernel_call = KernelCall::new(call, instruction_set)?;
+    let (output, statistics) =
+        with_float!(kernel_call.call.op, dtype, |E| kernel_call.output_and_statistics::<E>(options))?;
+    Ok((swapped_for(layout, output)?, statistics))
+}
+
+/// Returns whether gradients have to come from the reference path: the backward kernel is for calls with scores.
+fn needs_reference_gradients(call: &Call) -> bool {
+    let Dims { b, t_q, t_kv, d_v, .. } = call.dims;
+    call.tracks_gradients() && [b, t_q, t_kv, d_v].contains(&0)
+}
+
+/// The tensors that a call reads besides q, k and v, in f32. Gradients flow into them.
+struct ScoreTensors {
+    /// Broadcastable to (B, H, T_q, T_kv).
+    bias: Option<Tensor>,
+    /// (B or 1, H, T_q + T_kv - 1).
+    relative_bias: Option<Tensor>,
+    /// ALiBi slopes (H,).
+    slopes: Option<Tensor>,
+    /// (H,).
+    sinks: Option<Tensor>,
+}
+
+impl ScoreTensors {
+    fn new(call: &Call) -> Result<Self> {
+        let bias = match &call.bias {
+            Some(bias) => Some(without_repeats(bias)?),
+            None => None,
+        };
+        let relative_bias = match &call.options.relative_bias {
+            Some(biases) => {
+                let biases = biases.to_dtype(DType::F32)?.contiguous()?;
+                Some(if biases.rank() == 2 { biases.unsqueeze(0)? } else { biases })
+            }
+            None => None,
+        };
+        let slopes = copied(call.options.alibi_slopes.as_ref())?;
+        let sinks = copied(call.options.sinks.as_ref())?;
+        Ok(Self { bias, relative_bias, slopes, sinks })
+    }
+}
+
+/// Returns a view of a bias in which no entry is repeated by a stride of 0. A repeated entry is one entry, whose gradient
+/// is the sum.
+fn without_repeats(bias: &Tensor) -> Result<Tensor> {
+    let mut narrowed = bias.clone();
+    for dim in 0..bias.rank() {
+        if bias.dims()[dim] > 1 && bias.stride()[dim] == 0 {
+            narrowed = narrowed.narrow(dim, 0, 1)?;
+        }
+    }
+    Ok(narrowed)
+}
+
+/// Returns a copy in f32: an optimizer's step in place must not change the numbers that the backward pass reads.
+fn copied(tensor: Option<&Tensor>) -> Result<Option<Tensor>> {
+    match tensor {
+        Some(tensor) => Ok(Some(tensor.to_dtype(DType::F32)?.force_contiguous()?)),
+        None => Ok(None),
+    }
+}
+
+/// The dropout mask of a call.
+enum DropoutSource {
+    /// A bit for each weight; a bit of 0 drops the weight.
+    Bits(Vec<u8>),
+    /// A seed from which Philox draws the weights to drop.
+    Philox(u64),
+}
+
+impl DropoutSource {
+    /// Draws the mask, or a seed for it; `None` if nothing is dropped.
+    fn draw(call: &Call) -> Result<Option<Self>> {
+        if !call.options.drops() {
+            return Ok(None);
+        }
+        if let Some(seed) = &call.options.dropout_seed {
+            return Ok(Some(Self::Bits(kept_bits(seed, call)?)));
+        }
+        let seed = match call.options.dropout_philox_seed {
+            Some(seed) => seed,
+            None => draw_philox_seed(call)?,
+        };
+        Ok(Some(Self::Philox(seed)))
+    }
+}
+
+/// Returns a bit for each weight, which is 1 if PyTorch's generator keeps the weight.
+fn kept_bits(seed: &TorchSeed, call: &Call) -> Result<Vec<u8>> {
     let keep = seed.dropout_keep(&call.score_dims(), call.options.dropout)?.flatten_all()?.to_vec1::<u8>()?;
     let byte = |bits: &[u8]| bits.iter().rev().fold(0, |byte, bit| byte << 1 | bit);
     Ok(keep.chunks(8).map(byte).collect())
 }
 
-/// A seed of Philox: 24 bits of each of some numbers, from the generator of the device.
-fn drawn_seed(call: &Call) -> Result<u64> {
+/// Draws a seed for Philox from the generator of the device: 24 bits of each of three numbers.
+fn draw_philox_seed(call: &Call) -> Result<u64> {
     let numbers = Tensor::rand(0f32, 1f32, 3, call.q.device())?.to_vec1::<f32>()?;
     let bits = |x: f32| (f64::from(x) * f64::from(1 << 24)) as u64;
     Ok(numbers.into_iter().fold(0u64, |seed, x| seed.rotate_left(24) ^ bits(x)))
 }
 
-/// What a call reads besides q, k and v, in f32 and in this order: biases broadcastable to (B, H, T_q, T_kv), biases by
-/// distance in rows of (B or 1, H), slopes (H,), sinks (H,). Gradients flow into it.
-type ScoreTensors = [Option<Tensor>; 4];
-
-fn score_tensors(call: &Call) -> Result<ScoreTensors> {
-    let floats = |tensor: &Option<Tensor>| tensor.as_ref().map(|tensor| tensor.to_dtype(DType::F32)).transpose();
-    // So that what a variable holds later does not reach the backward pass.
-    let copy = |tensor: &Option<Tensor>| floats(tensor)?.map(|tensor| tensor.force_contiguous()).transpose();
-    let narrowed = |bias: &Tensor| {
-        // An entry that a view repeats is one entry, whose gradient is the sum.
-        let repeats = |dim: &usize| bias.dims()[*dim] > 1 && bias.stride()[*dim] == 0;
-        (0..4).filter(repeats).try_fold(bias.clone(), |bias, dim| bias.narrow(dim, 0, 1))
-    };
-    let distances = match floats(&call.options.relative_bias)? {
-        Some(biases) if biases.rank() == 2 => Some(biases.contiguous()?.unsqueeze(0)?),
-        biases => biases.map(|biases| biases.contiguous()).transpose()?,
-    };
-    let bias = call.bias.as_ref().map(narrowed).transpose()?;
-    Ok([bias, distances, copy(&call.options.alibi_slopes)?, copy(&call.options.sinks)?])
-}
-
-/// A call as the kernel takes it: q, k and v have contiguous rows.
-struct Flash {
+/// A call in the form that the kernel reads.
+struct KernelCall {
+    /// The call, with contiguous rows of q, k and v.
     call: Call,
     instruction_set: InstructionSet,
-    scores: ScoreTensors,
-    /// (B, T_q), where there are slopes.
+    score_tensors: ScoreTensors,
+    /// The positions of the queries, (B, T_q), if there are ALiBi slopes.
     positions: Vec<f32>,
-    /// (B, T_q), where there are biases by distance: the entry that is of key 0.
-    origins: Vec<i64>,
-    /// Which weights are dropped, where some are: those with a bit of 0, or those that Philox draws for a seed.
-    kept: Option<Vec<u8>>,
-    philox: Option<u64>,
+    /// For each query, (B, T_q), the entry of the relative bias for key 0, if there is a relative bias.
+    relative_bias_origins: Vec<i64>,
+    dropout: Option<DropoutSource>,
 }
 
-impl Flash {
+impl KernelCall {
     fn new(call: Call, instruction_set: InstructionSet) -> Result<Self> {
-        let positions = if call.options.alibi_slopes.is_some() { call.rows.positions()? } else { Vec::new() };
-        let last_query = call.longest()[0] as i64 - 1;
-        let origins = match call.options.relative_bias {
+        let positions = match &call.options.alibi_slopes {
+            Some(_) => call.rows.positions()?.into_iter().map(|position| position as f32).collect(),
+            None => Vec::new(),
+        };
+        let last_query = call.most_queries() as i64 - 1;
+        let relative_bias_origins = match &call.options.relative_bias {
             Some(_) => call.rows.by_query(|sequence, i| last_query - i - sequence.first_key as i64)?,
             None => Vec::new(),
         };
-        let (kept, philox) = match (&call.options.dropout_seed, call.options.dropout_philox_seed) {
-            _ if !call.options.drops() => (None, None),
-            (Some(seed), _) => (Some(kept_weights(seed, &call)?), None),
-            (None, Some(seed)) => (None, Some(seed)),
-            (None, None) => (None, Some(drawn_seed(&call)?)),
-        };
-        let [q, k, v] = [&call.q, &call.k, &call.v].map(with_contiguous_rows);
-        Ok(Self {
-            scores: score_tensors(&call)?,
-            // What was drawn by a seed is not kept for the backward pass.
-            call: Call { q: q?, k: k?, v: v?, options: SdpaOptions { dropout_seed: None, ..call.options }, ..call },
-            instruction_set,
-            positions: positions.into_iter().map(|position| position as f32).collect(),
-            origins,
-            kept,
-            philox,
-        })
+        let dropout = DropoutSource::draw(&call)?;
+        let score_tensors = ScoreTensors::new(&call)?;
+        let q = with_contiguous_rows(&call.q)?;
+        let k = with_contiguous_rows(&call.k)?;
+        let v = with_contiguous_rows(&call.v)?;
+        let mut call = Call { q, k, v, ..call };
+        // The backward pass reads the mask that was drawn, not the generator.
+        call.options.dropout_seed = None;
+        Ok(Self { call, instruction_set, score_tensors, positions, relative_bias_origins, dropout })
     }
 
-    /// The context as it lies in memory.
-    fn context_shape(&self) -> Shape {
+    /// Returns the shape of the output as it is stored.
+    fn output_shape(&self) -> Shape {
         let Dims { b, h, t_q, d_v, .. } = self.call.dims;
         match self.call.output_layout() {
             OutputLayout::Bhtd => (b, h, t_q, d_v).into(),
@@ -111,40 +191,49 @@ impl Flash {
         }
     }
 
-    /// Gives the call to a function of the kernels.
+    /// Calls a function of the kernels with the call.
     fn with_problem<E: WithDType, R>(
         &self,
         run: impl FnOnce(&AttentionProblem<E>) -> std::result::Result<R, candle_attention_kernels::Error>,
     ) -> Result<R> {
         let Call { op, q, k, v, scales, rows, keep, options, dims, .. } = &self.call;
-        let [q, k, v] = [q, k, v].map(read);
-        let scales = scales.as_ref().map(|scales| scales.each_ref().map(read));
+        let (q, k, v) = (read(q), read(k), read(v));
+        let scales = scales.as_ref().map(|KvScales { k, v }| (read(k), read(v)));
         let (k, v) = match &scales {
             None => (KvRows::Float(k.strided()?), KvRows::Float(v.strided()?)),
-            Some([of_k, of_v]) => (
-                KvRows::Q8 { codes: k.strided()?, scales: of_k.strided()? },
-                KvRows::Q8 { codes: v.strided()?, scales: of_v.strided()? },
+            Some((k_scales, v_scales)) => (
+                KvRows::Q8 { codes: k.strided()?, scales: k_scales.strided()? },
+                KvRows::Q8 { codes: v.strided()?, scales: v_scales.strided()? },
             ),
         };
-        let (scores, keep) = (self.scores.each_ref().map(|tensor| tensor.as_ref().map(read)), keep.as_ref().map(read));
-        let [bias, distances, slopes, sinks] = scores.each_ref().map(Option::as_ref);
-        let relative_bias = match distances {
-            Some(biases) => {
-                Some(RelativeBias { rows: biases.strided()?, len: biases.layout.dims()[2], origins: &self.origins })
-            }
+        let ScoreTensors { bias, relative_bias, slopes, sinks } = &self.score_tensors;
+        let bias = bias.as_ref().map(read);
+        let relative_bias = relative_bias.as_ref().map(read);
+        let slopes = slopes.as_ref().map(read);
+        let sinks = sinks.as_ref().map(read);
+        let keep = keep.as_ref().map(read);
+        let relative_bias = match &relative_bias {
+            Some(biases) => Some(RelativeBias {
+                rows: biases.strided()?,
+                len: biases.layout.dims()[2],
+                origins: &self.relative_bias_origins,
+            }),
             None => None,
         };
-        let slopes = slopes.map(Read::contiguous).transpose()?;
-        let kept = self.kept.as_deref().map(DropoutMask::Kept);
+        let slopes = slopes.as_ref().map(Read::contiguous).transpose()?;
+        let dropout_mask = self.dropout.as_ref().map(|source| match source {
+            DropoutSource::Bits(kept) => DropoutMask::Kept(kept),
+            DropoutSource::Philox(seed) => DropoutMask::Philox(*seed),
+        });
         let scores = ScoreOptions {
             scale: self.call.scale(),
             softcap: options.softcap.map(|softcap| softcap as f32),
             alibi: slopes.map(|slopes| Alibi { slopes, positions: &self.positions }),
             relative_bias,
-            bias: bias.map(Read::strided).transpose()?,
+            bias: bias.as_ref().map(Read::strided).transpose()?,
             keep: keep.as_ref().map(Read::strided).transpose()?,
-            sinks: sinks.map(Read::contiguous).transpose()?,
-            dropout: kept.or(self.philox.map(DropoutMask::Philox)).map(|mask| Dropout { mask, p: options.dropout }),
+            sinks: sinks.as_ref().map(Read::contiguous).transpose()?,
+            dropout: dropout_mask.map(|mask| Dropout { mask, p: options.dropout }),
         };
         let problem = AttentionProblem {
             dims: *dims,
@@ -159,22 +248,34 @@ impl Flash {
         run(&problem).map_err(|error| Error::msg(format!("[{op}] {error}")))
     }
 
-    /// The context as it lies in memory, and what is wanted beside it.
-    fn attend<E: Element>(self, outputs: Outputs) -> Result<Attended> {
-        if let Outputs::Statistics(wanted) = outputs {
-            let options = wanted.as_kernels();
-            let observe =
-                |problem: &AttentionProblem<E>| flash::attend_with_statistics(problem, self.instruction_set, &options);
-            let (context, found) = self.with_problem(observe)?;
-            let context = Tensor::from_vec(context, self.context_shape(), self.call.q.device())?;
-            let statistics = Some(AttentionStatistics::of_kernel(found, &self.call, wanted)?);
-            return Ok(Attended { statistics, ..Attended::context(context) });
-        }
+    /// Returns the output as it is stored.
+    fn output<E: Element>(self) -> Result<Tensor> {
         let is_tracked = self.call.tracks_gradients();
-        let (mut lse, mut stats) = ((outputs == Outputs::LogSumExp).then(Vec::new), Vec::new());
-        let context = self.with_problem(|problem: &AttentionProblem<E>| {
-            flash::attend_vec(problem, self.instruction_set, lse.as_mut(), is_tracked.then_some(&mut stats))
+        let mut softmax_stats = Vec::new();
+        let output = self.with_problem(|problem: &AttentionProblem<E>| {
+            flash::attend_vec(problem, self.instruction_set, None, is_tracked.then_some(&mut softmax_stats))
         })?;
-        graph::attended(self, context, lse, stats)
+        graph::record_output(self, output, softmax_stats)
+    }
+
+    /// Returns the output as it is stored, and the log-sum-exp.
+    fn output_and_lse<E: Element>(self) -> Result<(Tensor, Tensor)> {
+        let is_tracked = self.call.tracks_gradients();
+        let (mut lse, mut softmax_stats) = (Vec::new(), Vec::new());
+        let output = self.with_problem(|problem: &AttentionProblem<E>| {
+            let softmax_stats = is_tracked.then_some(&mut softmax_stats);
+            flash::attend_vec(problem, self.instruction_set, Some(&mut lse), softmax_stats)
+        })?;
+        graph::record_output_and_lse(self, output, lse, softmax_stats)
+    }
+
+    /// Returns the output as it is stored, and the statistics.
+    fn output_and_statistics<E: Element>(self, options: &StatisticsOptions) -> Result<(Tensor, AttentionStatistics)> {
+        let kernel_options = options.for_kernels();
+        let (output, found) = self.with_problem(|problem: &AttentionProblem<E>| {
+            flash::attend_with_statistics(problem, self.instruction_set, &kernel_options)
+        })?;
+        let output = Tensor::from_vec(output, self.output_shape(), self.call.q.device())?;
+        Ok((output, AttentionStatistics::from_kernel(found, &self.call, options)?))
     }
 }

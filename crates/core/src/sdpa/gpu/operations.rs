@@ -1,96 +1,118 @@
-//! Two operations of other libraries. What they compute rightly was read from their versions 0.11.
+//! Two third-party kernels. The calls that they support were read from the sources of their versions 0.11.
 
 use std::sync::{Mutex, PoisonError};
 
 use candle_core::{DType, Device, DeviceLocation, Result, Tensor};
 
-use super::{Decided, Inputs, Operation, Sequences, none_of};
-use crate::sdpa::bands::{Bands, Window};
-use crate::sdpa::first_line;
-use crate::sdpa::validate::{Call, Dims};
+use super::super::bands::{BandWindow, Bands, Span};
+use super::super::call::{Call, Dims};
+use super::{CumulativeLengths, Inputs, Operation, ScaleRange, Sequences, Supported, first_line};
 use candle_attention_modules::base::rowwise::to_vec;
 
 /// candle-flash-attn: f16 and bf16 on CUDA, behind the feature `flash-attn`.
 pub(in crate::sdpa) const FLASH_ATTN: Operation = Operation {
     name: "candle-flash-attn",
     dtypes: &[DType::F16, DType::BF16],
-    alibi: true,
-    softcap: true,
-    packed: true,
-    // It takes the maximum before it scales: a scale below zero makes infinities, one of zero NaN.
+    has_alibi: true,
+    has_softcap: true,
+    has_packed_sequences: true,
+    // It computes the maximum before it scales: a scale below zero makes infinities, a scale of zero NaN.
     scales: NORMAL,
     sequences: flash_attn_sequences,
     runs_on: runs_flash_attn,
-    sequence_first: true,
+    is_sequence_first: true,
     reads: |tensor, _| is_aligned(tensor),
     run: flash_attn,
 };
 
-/// Normal numbers in f32, and their doubles.
-const NORMAL: [f64; 2] = [f32::MIN_POSITIVE as f64, f32::MAX as f64 / 2.0];
+/// Numbers that are normal in f32, as are their doubles.
+const NORMAL: ScaleRange = ScaleRange { least: f32::MIN_POSITIVE as f64, most: f32::MAX as f64 / 2.0 };
 
 /// CUDA's limit on the second and third dimension of a grid, in which the kernel lays out sequences and heads.
 const GRID: usize = 65_535;
 
-fn flash_attn_sequences(call: &Call, bands: &Bands) -> Decided<Sequences> {
-    let (Dims { b, h, t_q, t_kv, d, .. }, scale, softcap) = (call.dims, call.scale(), call.options.softcap);
-    // It folds the softcap into the scale, and takes a scale of zero for no softcap.
-    let is_normal = |x: f64| (NORMAL[0]..=NORMAL[1]).contains(&x);
-    let is_dropped = softcap.is_some_and(|softcap| !is_normal(softcap) || !is_normal(scale / softcap));
+/// Checks widths, softcaps and sizes, and returns how candle-flash-attn reads the sequences.
+fn flash_attn_sequences(call: &Call, bands: &Bands) -> Supported<Sequences> {
+    let (Dims { b, h, t_q, t_kv, d, .. }, scale) = (call.dims, call.scale());
+    if !d.is_multiple_of(8) || d > 256 {
+        return Err(format!("takes D in multiples of 8 up to 256, and D is {d}"));
+    }
+    if let Some(softcap) = call.options.softcap {
+        // It folds the softcap into the scale, and reads a scale of zero as no softcap.
+        let is_normal = |x: f64| (NORMAL.least..=NORMAL.most).contains(&x);
+        if !is_normal(softcap) || !is_normal(scale / softcap) {
+            return Err(format!("drops a softcap of {softcap:?} at a scale of {scale:?}"));
+        }
+    }
     let longest = t_q.max(t_kv);
     let rows = b.checked_mul(longest).and_then(|rows| i32::try_from(rows).ok());
     let stride = longest.checked_mul(h).and_then(|rows| u32::try_from(rows.checked_mul(d)?).ok());
-    none_of(&[
-        (!d.is_multiple_of(8) || d > 256, format_args!("takes D in multiples of 8 up to 256, and D is {d}")),
-        (is_dropped, format_args!("drops a softcap of {:?} at a scale of {scale:?}", softcap.unwrap_or_default())),
-        (rows.is_none() || stride.is_none(), format_args!("counts in 32 bits, and the call is larger")),
-    ])?;
+    if rows.is_none() || stride.is_none() {
+        return Err("counts in 32 bits, and the call is larger".into());
+    }
     let (sequences, count) = match bands.common_keys(call) {
         Some(keys) if call.sequences.is_none() => (Sequences::Alike { keys, rest: 0 }, b),
         _ => {
             let cu_seqlens = cumulative(bands, b * t_q, b * t_kv);
-            let count = cu_seqlens[0].len() - 1;
-            (Sequences::Varlen { cu_seqlens }, count)
+            let count = cu_seqlens.queries.len() - 1;
+            (Sequences::Varlen(cu_seqlens), count)
         }
     };
-    // A launch that fails is not noticed: the result would be whatever lay in memory.
+    // candle-flash-attn does not notice a launch that fails: the result would be uninitialised memory.
     match h.max(count) {
         0..=GRID => Ok(sequences),
         _ => Err(format!("launches {GRID} sequences and heads at most, and there are {count} and {h}")),
     }
 }
 
-/// The cumulative lengths of all spans, and of what lies between them: queries without keys, which get zeros, and keys
-/// without queries.
-fn cumulative(bands: &Bands, total_q: usize, total_kv: usize) -> [Vec<u32>; 2] {
-    let (mut ends, mut before) = (vec![[0, 0]], 0);
-    for [queries, keys] in &bands.spans {
-        ends.extend([[queries.start, before], [queries.start, keys.start], [queries.end, keys.end]]);
-        before = keys.end;
+/// Returns the cumulative lengths of all spans, and of the rows between them: queries without keys, whose output is zeros,
+/// and keys without queries.
+fn cumulative(bands: &Bands, total_queries: usize, total_keys: usize) -> CumulativeLengths {
+    let mut ends = vec![(0, 0)];
+    let mut last_key = 0;
+    for Span { queries, keys } in &bands.spans {
+        ends.extend([(queries.start, last_key), (queries.start, keys.start), (queries.end, keys.end)]);
+        last_key = keys.end;
     }
-    ends.extend([[total_q, before], [total_q, total_kv]]);
+    ends.extend([(total_queries, last_key), (total_queries, total_keys)]);
     ends.dedup();
-    [0, 1].map(|of| ends.iter().map(|end| end[of] as u32).collect())
+    let (queries, keys) = ends.into_iter().map(|(queries, keys)| (queries as u32, keys as u32)).unzip();
+    CumulativeLengths { queries, keys }
 }
 
-/// Whether the kernel can read a tensor (B, T, H, D): it loads 8 elements at a time, from addresses that are multiples
-/// of 16 bytes, and has strides of 32 bits.
+/// Returns whether candle-flash-attn can read a tensor (B, T, H, D): it loads 8 elements at a time, from addresses that
+/// are multiples of 16 bytes, and has strides of 32 bits.
 fn is_aligned(tensor: &Tensor) -> bool {
     let fits = |n: &usize| n.is_multiple_of(8) && u32::try_from(*n).is_ok();
     let [strides @ .., last] = tensor.stride() else { return true };
     *last == 1 && strides.iter().all(fits) && tensor.layout().start_offset().is_multiple_of(8)
 }
 
-/// The operation itself: a contiguous tensor of q's shape.
+/// Runs candle-flash-attn. The output is contiguous and has q's shape.
 #[cfg(feature = "flash-attn")]
 fn flash_attn(inputs: &Inputs) -> Result<Tensor> {
     use candle_flash_attn::{flash_attn_alibi_windowed_softcap, flash_attn_varlen_alibi_windowed_softcap};
-    let Inputs { qkv: [q, k, v], lengths, alibi_slopes, scale, softcap, window: Window { left, right } } = inputs;
-    let (slopes, scale, left, right, softcap) = (alibi_slopes.as_ref(), *scale, *left, *right, *softcap);
-    let Some([(of_q, max_q), (of_kv, max_kv)]) = lengths else {
+    let &Inputs { ref q, ref k, ref v, ref lengths, ref alibi_slopes, scale, softcap, window } = inputs;
+    let BandWindow { left, right } = window;
+    let slopes = alibi_slopes.as_ref();
+    let Some(super::Lengths { cu_seqlens_q, cu_seqlens_kv, most_queries, most_keys }) = lengths else {
         return flash_attn_alibi_windowed_softcap(q, k, v, slopes, scale, left, right, softcap);
     };
-    flash_attn_varlen_alibi_windowed_softcap(q, k, v, slopes, of_q, of_kv, *max_q, *max_kv, scale, left, right, softcap)
+    let (max_q, max_kv) = (*most_queries, *most_keys);
+    flash_attn_varlen_alibi_windowed_softcap(
+        q,
+        k,
+        v,
+        slopes,
+        cu_seqlens_q,
+        cu_seqlens_kv,
+        max_q,
+        max_kv,
+        scale,
+        left,
+        right,
+        softcap,
+    )
 }
 
 #[cfg(not(feature = "flash-attn"))]
@@ -98,13 +120,13 @@ fn flash_attn(_: &Inputs) -> Result<Tensor> {
     candle_core::bail!("[flash_attn] this build lacks the feature `flash-attn`")
 }
 
-/// Whether candle-flash-attn runs on a device.
+/// Checks that candle-flash-attn runs on a device.
 ///
-/// Its kernels are compiled for the compute capability of the machine that built them, or that `CUDA_COMPUTE_CAP`
-/// named. On another device their launch fails, which candle-flash-attn does not look at: it returns memory that
-/// nothing was written to. So the first call on a device is preceded by one whose result is known. An error of that
-/// call (out of memory, say) may be gone the next time, and is not remembered.
-fn runs_flash_attn(device: &Device) -> Decided<()> {
+/// Its kernels are compiled for the compute capability of the machine that built them, or for `CUDA_COMPUTE_CAP`. On
+/// another device their launch fails, which candle-flash-attn does not check: it returns uninitialised memory. So the first
+/// call on a device is preceded by one whose result is known. An error of that call, such as a lack of memory, may not
+/// happen again, and is not remembered.
+fn runs_flash_attn(device: &Device) -> Supported<()> {
     static FOUND: Mutex<Vec<(DeviceLocation, bool)>> = Mutex::new(Vec::new());
     if !cfg!(feature = "flash-attn") {
         return Err("this build lacks the feature `flash-attn`, with which candle-flash-attn would run the call".into());
@@ -118,11 +140,12 @@ fn runs_flash_attn(device: &Device) -> Decided<()> {
     })
 }
 
+/// Checks by one call, the first time for each device, that a kernel runs there.
 pub(super) fn probe_once(
     found: &Mutex<Vec<(DeviceLocation, bool)>>,
     device: &Device,
     op: fn(&Inputs) -> Result<Tensor>,
-) -> Decided<()> {
+) -> Supported<()> {
     let mut found = found.lock().unwrap_or_else(PoisonError::into_inner);
     let location = device.location();
     let runs = match found.iter().find(|(known, _)| *known == location) {
@@ -136,18 +159,26 @@ pub(super) fn probe_once(
     if runs { Ok(()) } else { Err("it returns memory to which no kernel wrote".into()) }
 }
 
-/// Whether four queries of zeros get the mean of three values.
+/// Returns whether the output of four queries of zeros is the mean of three values.
 fn probe(device: &Device, op: fn(&Inputs) -> Result<Tensor>) -> Result<bool> {
     let zeros = |t: usize| Tensor::zeros((1, t, 1, 32), DType::F16, device);
     let values = Tensor::new(&[2f32, 3.0, 7.0], &Device::Cpu)?.reshape((1, 3, 1, 1))?.broadcast_as((1, 3, 1, 32))?;
     let values = values.to_dtype(DType::F16)?.contiguous()?.to_device(device)?;
-    let qkv = [zeros(4)?, zeros(3)?, values];
-    let window = Window::default();
-    let context = op(&Inputs { qkv, lengths: None, alibi_slopes: None, scale: 1.0, softcap: 0.0, window })?;
-    let context = to_vec::<f32>(&context)?;
-    Ok(context.len() == 128 && context.iter().all(|x| (x - 4.0).abs() < 0.01))
+    let output = op(&Inputs {
+        q: zeros(4)?,
+        k: zeros(3)?,
+        v: values,
+        lengths: None,
+        alibi_slopes: None,
+        scale: 1.0,
+        softcap: 0.0,
+        window: BandWindow::default(),
+    })?;
+    let numbers = to_vec::<f32>(&output)?;
+    Ok(numbers.len() == 128 && numbers.iter().all(|x| (x - 4.0).abs() < 0.01))
 }
 
+/// Returns the compute capability of a device, for an error.
 #[cfg(feature = "flash-attn")]
 fn capability(device: &Device) -> String {
     let capability = device
@@ -165,20 +196,20 @@ fn capability(_: &Device) -> String {
 }
 
 /// `candle_nn::ops::sdpa`: f32, f16 and bf16 on Metal (`candle-nn/src/ops.rs`,
-/// `candle-metal-kernels/src/kernels/sdpa.rs` and its Metal source); issues are huggingface/candle's. Of one query it
-/// ignores mask tensors; of more, a bias is multiplied by log2 e, and rows without a key are NaN (#3690, #3388).
+/// `candle-metal-kernels/src/kernels/sdpa.rs` and its Metal source). For one query it ignores mask tensors; for several, a
+/// bias is multiplied by log2 e, and fully masked rows are NaN (issues 3690 and 3388 of huggingface/candle).
 pub(in crate::sdpa) const METAL: Operation = Operation {
     name: "candle_nn::ops::sdpa",
     dtypes: &[DType::F32, DType::F16, DType::BF16],
-    alibi: false,
-    // It has one for one query, and takes 1.0 for none.
-    softcap: false,
-    packed: false,
-    // The queries are multiplied by scale · log2 e in their own dtype, which has to leave them finite and normal.
-    scales: [1e-4, 1.0],
+    has_alibi: false,
+    // It has a softcap for one query alone, and reads 1.0 as no softcap.
+    has_softcap: false,
+    has_packed_sequences: false,
+    // The queries are multiplied by scale · log2 e in their own dtype, in which they have to remain finite and normal.
+    scales: ScaleRange { least: 1e-4, most: 1.0 },
     sequences: metal_sequences,
     runs_on: |_| Ok(()),
-    sequence_first: false,
+    is_sequence_first: false,
     reads: is_contiguous,
     run: sdpa,
 };
@@ -186,21 +217,25 @@ pub(in crate::sdpa) const METAL: Operation = Operation {
 /// The queries and keys of the kernel's largest blocks.
 pub(super) const BLOCK: usize = 32;
 
-/// Its causal mask is right where blocks of queries end with blocks of keys: elsewhere it looks at one block too few
-/// for hidden keys, or walks on to keys that are not there. Other masks it takes as tensors as large as the scores,
-/// with the faults above.
-fn metal_sequences(call: &Call, bands: &Bands) -> Decided<Sequences> {
+/// Checks widths and masks, and returns how `candle_nn::ops::sdpa` reads the sequences.
+///
+/// Its causal mask is right if blocks of queries end with blocks of keys. Otherwise it checks one block too few for masked
+/// keys, or continues to keys that do not exist. It reads other masks as tensors as large as the scores, with the faults
+/// above.
+fn metal_sequences(call: &Call, bands: &Bands) -> Supported<Sequences> {
     let Dims { t_q, d, .. } = call.dims;
-    // Of 72 and 80 there is a kernel for several queries only; 512 has none in F32.
-    let is_there = matches!(d, 32 | 64 | 96 | 128 | 256) || matches!(d, 72 | 80) && t_q > 1;
-    none_of(&[(!is_there, format_args!("has no kernel for D of {d} and {t_q} queries"))])?;
-    let keys = bands.common_keys(call).ok_or("takes sequences that all see the same keys")?;
+    // There are kernels of 72 and 80 for several queries only, and none of 512 in F32.
+    let has_kernel = matches!(d, 32 | 64 | 96 | 128 | 256) || matches!(d, 72 | 80) && t_q > 1;
+    if !has_kernel {
+        return Err(format!("has no kernel for D of {d} and {t_q} queries"));
+    }
+    let keys = bands.common_keys(call).ok_or("takes sequences that all attend to the same keys")?;
     let rest = match bands.window {
-        Window { left: None, right: None } => 0,
-        Window { left: None, right: Some(0) } if t_q >= BLOCK && (keys.len() - t_q).is_multiple_of(BLOCK) => {
+        BandWindow { left: None, right: None } => 0,
+        BandWindow { left: None, right: Some(0) } if t_q >= BLOCK && (keys.len() - t_q).is_multiple_of(BLOCK) => {
             t_q % BLOCK
         }
-        Window { left: None, right: Some(0) } => {
+        BandWindow { left: None, right: Some(0) } => {
             return Err(format!("has causal masks of {BLOCK} queries or more after a multiple of {BLOCK} keys"));
         }
         _ => return Err("takes no mask and causal masks".into()),
@@ -208,16 +243,19 @@ fn metal_sequences(call: &Call, bands: &Bands) -> Decided<Sequences> {
     Ok(Sequences::Alike { keys, rest })
 }
 
-/// The operation itself: a contiguous (B, H, T_q, D).
+/// Runs `candle_nn::ops::sdpa`. The output is contiguous, (B, H, T_q, D).
 fn sdpa(inputs: &Inputs) -> Result<Tensor> {
-    let Inputs { qkv: [q, k, v], window, scale, .. } = inputs;
+    let Inputs { q, k, v, window, scale, .. } = inputs;
     candle_nn::ops::sdpa(q, k, v, None, window.right == Some(0), *scale, 1.0)
 }
 
-/// Whether the operation reads a tensor (B, H, T, D) as it is. Of the keys and values of one query it reads the stride
-/// of heads alone (#3703): rows that follow one another in heads at one distance, such as a view into a cache.
+/// Returns whether `candle_nn::ops::sdpa` reads a tensor (B, H, T, D) without a copy. For one query it uses only the stride
+/// of the heads of keys and values (issue 3703 of huggingface/candle): each head has contiguous rows, and heads have one
+/// distance from each other, as in a view into a cache.
 pub(super) fn is_contiguous(tensor: &Tensor, t_q: usize) -> bool {
-    let (&[b, h, t, d], &[of_b, of_h, of_t, of_d]) = (tensor.dims(), tensor.stride()) else { return false };
-    let rows = of_d == 1 && (t == 1 || of_t == d);
-    rows && (b == 1 || of_b == h * of_h) && (t_q == 1 || b * h == 1 || of_h == t * d)
+    let (&[b, h, t, d], &[b_stride, h_stride, t_stride, d_stride]) = (tensor.dims(), tensor.stride()) else {
+        return false;
+    };
+    let has_contiguous_rows = d_stride == 1 && (t == 1 || t_stride == d);
+    has_contiguous_rows && (b == 1 || b_stride == h * h_stride) && (t_q == 1 || b * h == 1 || h_stride == t * d)
 }

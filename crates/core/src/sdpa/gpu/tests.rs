@@ -1,12 +1,13 @@
-//! What each operation takes and refuses, and that a call that it takes has the reference path's numbers, with a
-//! stand-in of Candle's own operations.
+//! The calls that each operation supports and refuses. Supported calls have the reference path's numbers, computed by
+//! stand-ins made of Candle's own operations.
 
 use std::sync::Mutex;
 
 use super::operations::{BLOCK, is_contiguous, probe_once};
 use super::*;
 use crate::mask::ValidLens;
-use crate::sdpa::{OutputLayout, PackedSequences, SdpaOptions};
+use crate::sdpa::options::{OutputLayout, SdpaOptions};
+use crate::sdpa::packed::PackedSequences;
 
 /// The operations, with stand-ins in their place.
 const FLASH: Operation = Operation { runs_on: |_| Ok(()), run: flash_attn, ..FLASH_ATTN };
@@ -21,20 +22,24 @@ fn draw(dims: &[usize], dtype: DType) -> Result<Tensor> {
     Tensor::randn(0f32, 1., dims, &Device::Cpu)?.to_dtype(dtype)
 }
 
-/// Why an operation does not take a call.
+fn call_of(qkv: &[Tensor; 3], mask: &AttentionMask, options: &SdpaOptions) -> Result<Call> {
+    let [q, k, v] = qkv;
+    Call::new("test", Qkv { q, k, v }, None, mask, options)
+}
+
+/// Returns the reason why an operation does not support a call.
 fn reason(
     operation: &'static Operation,
     qkv: &[Tensor; 3],
     mask: &AttentionMask,
     options: &SdpaOptions,
 ) -> Result<String> {
-    let decided = operation.plan(&Call::new("test", qkv.each_ref(), None, mask, options)?, Outputs::Context);
-    let reason = decided.expect_err("refused");
+    let reason = operation.plan(&call_of(qkv, mask, options)?, ResultKind::Output).expect_err("refused");
     Ok(reason.strip_prefix(operation.name).map_or(reason.clone(), |reason| reason.trim_start().to_string()))
 }
 
 #[test]
-fn what_is_not_on_the_list_is_refused_with_its_reason() -> Result<()> {
+fn gpu_operations_refuse_unsupported_calls_with_a_reason() -> Result<()> {
     let (none, plain) = (AttentionMask::none(), SdpaOptions::default);
     let (q, kv) = ([2, 4, 5, 64], [2, 2, 9, 64]);
     let heads = Tensor::zeros(4, DType::F32, &Device::Cpu)?;
@@ -45,29 +50,29 @@ fn what_is_not_on_the_list_is_refused_with_its_reason() -> Result<()> {
     for operation in [&FLASH, &SDPA] {
         for (qkv, options, expected) in [
             (&usual, plain().with_sinks(&heads), "has no sinks"),
-            (&usual, plain().with_relative_bias(&distances), "takes no bias by distance"),
+            (&usual, plain().with_relative_bias(&distances), "has no relative bias"),
             (&narrow, plain(), "takes values as wide as keys, and D_v is 32 where D is 64"),
         ] {
             assert_eq!(reason(operation, qkv, &none, &options)?, expected, "{}", operation.name);
         }
         let ones = Tensor::ones((5, 9), DType::U8, &Device::Cpu)?;
         for (mask, expected) in [
-            (none.clone().with_bool_mask(&ones), "takes no keep tensor"),
-            (none.clone().with_bias(&ones.to_dtype(DType::F32)?), "takes no bias tensor"),
-            (none.clone().with_valid_lens(vec![0, 0]), "no query sees a key"),
+            (none.clone().with_bool_mask(&ones), "has no boolean mask"),
+            (none.clone().with_bias(&ones.to_dtype(DType::F32)?), "has no bias tensor"),
+            (none.clone().with_valid_lens(vec![0, 0]), "no query attends to a key"),
         ] {
             assert_eq!(reason(operation, &usual, &mask, &plain())?, expected, "{}, {mask:?}", operation.name);
         }
         let options = plain();
-        let call = Call::new("test", usual.each_ref(), None, &none, &options)?;
-        let lse = operation.plan(&call, Outputs::LogSumExp).expect_err("refused");
+        let call = call_of(&usual, &none, &options)?;
+        let lse = operation.plan(&call, ResultKind::LogSumExp).expect_err("refused");
         assert_eq!(lse, format!("{} has no log-sum-exp", operation.name));
     }
     Ok(())
 }
 
 #[test]
-fn candle_flash_attn_has_limits_of_its_own() -> Result<()> {
+fn candle_flash_attn_refuses_calls_beyond_its_limits() -> Result<()> {
     let (none, plain) = (AttentionMask::none(), SdpaOptions::default);
     let half = |q, kv| shaped(q, kv, DType::F16);
     let usual = half([2, 4, 5, 64], [2, 2, 9, 64])?;
@@ -96,7 +101,7 @@ fn candle_flash_attn_has_limits_of_its_own() -> Result<()> {
     ] {
         assert_eq!(reason(&FLASH, &qkv, &none, &options)?, expected);
     }
-    let bands = "takes masks that are one band of keys, aligned with the last query and key, and ALiBi from there";
+    let bands = "takes masks that are one local window, aligned with the last query and key, and ALiBi from there";
     let heads = Tensor::zeros(4, DType::F32, &Device::Cpu)?;
     for (mask, options) in [
         (AttentionMask::causal().with_prefix(vec![7, 8]), plain()),
@@ -111,7 +116,7 @@ fn candle_flash_attn_has_limits_of_its_own() -> Result<()> {
 }
 
 #[test]
-fn candles_own_operation_has_limits_of_its_own() -> Result<()> {
+fn candle_nn_sdpa_refuses_calls_beyond_its_limits() -> Result<()> {
     let (none, plain) = (AttentionMask::none(), SdpaOptions::default);
     let with = |t_q: usize, d: usize, dtype| shaped([2, 4, t_q, d], [2, 2, 9, d], dtype);
     let usual = || with(5, 64, DType::F32);
@@ -127,7 +132,7 @@ fn candles_own_operation_has_limits_of_its_own() -> Result<()> {
     ] {
         assert_eq!(reason(&SDPA, &qkv, &none, &options)?, expected);
     }
-    let alike = "takes sequences that all see the same keys";
+    let alike = "takes sequences that all attend to the same keys";
     let blocks = "has causal masks of 32 queries or more after a multiple of 32 keys";
     for (t_q, mask, expected) in [
         (1, none.clone().with_valid_lens(vec![3, 4]), alike),
@@ -139,74 +144,71 @@ fn candles_own_operation_has_limits_of_its_own() -> Result<()> {
     }
     let (options, sequences) = (plain(), PackedSequences::from_lens(&[5], &[9])?);
     let [q, kv] = [draw(&[5, 4, 64], DType::F32)?, draw(&[9, 2, 64], DType::F32)?];
-    let packed = SDPA.plan(&Call::new("test", [&q, &kv, &kv], Some(&sequences), &none, &options)?, Outputs::Context);
+    let call = Call::new("test", Qkv { q: &q, k: &kv, v: &kv }, Some(&sequences), &none, &options)?;
+    let packed = SDPA.plan(&call, ResultKind::Output);
     assert_eq!(packed.expect_err("refused"), "candle_nn::ops::sdpa has no packed sequences");
     Ok(())
 }
 
-/// candle-flash-attn in Candle's own operations: each sequence by itself.
+/// Computes as candle-flash-attn does, in Candle's own operations: each sequence by itself.
 fn flash_attn(inputs: &Inputs) -> Result<Tensor> {
-    let [q, k, v] = &inputs.qkv;
-    let Window { left, right } = inputs.window;
+    let BandWindow { left, right } = inputs.window;
     let mask = AttentionMask::none().with_local_window(left.unwrap_or(usize::MAX), right.unwrap_or(usize::MAX));
     let mut options = SdpaOptions::default().with_scale(inputs.scale.into());
     options.alibi_slopes = inputs.alibi_slopes.clone();
     options.softcap = (inputs.softcap != 0.0).then_some(inputs.softcap.into());
-    let attend = |qkv: [Tensor; 3]| -> Result<Tensor> {
-        for x in &qkv {
+    let attend = |q: &Tensor, k: &Tensor, v: &Tensor| -> Result<Tensor> {
+        for x in [q, k, v] {
             assert!(x.stride()[..3].iter().all(|n| n % 8 == 0) && x.stride()[3] == 1, "{:?}", x.layout());
         }
-        let [q, k, v] = qkv.map(|x| x.transpose(1, 2));
-        let call = Call::new("test", [&q?, &k?, &v?], None, &mask, &options)
-            .map(|call| reference::attend(&call, Outputs::Context));
-        call??.context.transpose(1, 2)?.contiguous()
+        let qkv = [q.transpose(1, 2)?, k.transpose(1, 2)?, v.transpose(1, 2)?];
+        reference::output(&call_of(&qkv, &mask, &options)?)?.transpose(1, 2)?.contiguous()
     };
-    let Some([(of_q, max_q), (of_kv, max_kv)]) = &inputs.lengths else {
-        return attend([q.clone(), k.clone(), v.clone()]);
+    let Inputs { q, k, v, lengths, .. } = inputs;
+    let Some(Lengths { cu_seqlens_q, cu_seqlens_kv, most_queries, most_keys }) = lengths else {
+        return attend(q, k, v);
     };
-    let (of_q, of_kv) = (of_q.to_vec1::<u32>()?, of_kv.to_vec1::<u32>()?);
-    let mut contexts = Vec::new();
+    let (of_q, of_kv) = (cu_seqlens_q.to_vec1::<u32>()?, cu_seqlens_kv.to_vec1::<u32>()?);
+    let mut outputs = Vec::new();
     for (q_ends, kv_ends) in of_q.windows(2).zip(of_kv.windows(2)) {
         let part = |x: &Tensor, ends: &[u32]| {
             x.narrow(0, ends[0] as usize, (ends[1] - ends[0]) as usize)?.unsqueeze(0)?.contiguous()
         };
-        assert!(q_ends[1] - q_ends[0] <= *max_q as u32 && kv_ends[1] - kv_ends[0] <= *max_kv as u32);
+        assert!(q_ends[1] - q_ends[0] <= *most_queries as u32 && kv_ends[1] - kv_ends[0] <= *most_keys as u32);
         if q_ends[0] < q_ends[1] {
-            contexts.push(attend([part(q, q_ends)?, part(k, kv_ends)?, part(v, kv_ends)?])?.squeeze(0)?);
+            outputs.push(attend(&part(q, q_ends)?, &part(k, kv_ends)?, &part(v, kv_ends)?)?.squeeze(0)?);
         }
     }
-    Tensor::cat(&contexts, 0)
+    Tensor::cat(&outputs, 0)
 }
 
-/// `candle_nn::ops::sdpa` in Candle's own operations.
+/// Computes as `candle_nn::ops::sdpa` does, in Candle's own operations.
 fn sdpa(inputs: &Inputs) -> Result<Tensor> {
     let is_causal = inputs.window.right == Some(0);
     let mask = if is_causal { AttentionMask::causal() } else { AttentionMask::none() };
     let options = SdpaOptions::default().with_scale(inputs.scale.into());
-    let [q, k, v] = &inputs.qkv;
+    let Inputs { q, k, v, .. } = inputs;
     assert!(q.is_contiguous());
     if is_causal {
         assert!(q.dim(2)?.is_multiple_of(BLOCK) && k.dim(2)?.is_multiple_of(BLOCK));
     }
-    reference::attend(&Call::new("test", [q, k, v], None, &mask, &options)?, Outputs::Context)
-        .map(|attended| attended.context)
+    reference::output(&Call::new("test", Qkv { q, k, v }, None, &mask, &options)?)
 }
 
-/// The largest difference of a call from the reference path, whose order the result has.
-fn difference(call: &Call, plan: &Plan) -> Result<f32> {
-    let context = plan.attend(call)?;
-    let in_order = match call.output_layout() {
-        OutputLayout::Bhtd => context.is_contiguous(),
-        OutputLayout::Bthd => context.transpose(1, 2)?.is_contiguous(),
+/// Returns the largest difference of a call from the reference path, after checking the output's layout.
+fn difference(call: &Call, gpu_call: &GpuCall) -> Result<f32> {
+    let output = gpu_call.output(call)?;
+    let is_in_layout = match call.output_layout() {
+        OutputLayout::Bhtd => output.is_contiguous(),
+        OutputLayout::Bthd => output.transpose(1, 2)?.is_contiguous(),
     };
-    assert!(in_order, "{:?}", context.layout());
-    let difference =
-        (context.to_dtype(DType::F32)? - reference::attend(call, Outputs::Context)?.context.to_dtype(DType::F32)?)?;
+    assert!(is_in_layout, "{:?}", output.layout());
+    let difference = (output.to_dtype(DType::F32)? - reference::output(call)?.to_dtype(DType::F32)?)?;
     difference.abs()?.flatten_all()?.max(0)?.to_scalar()
 }
 
 #[test]
-fn what_candle_flash_attn_takes_has_the_reference_paths_numbers() -> Result<()> {
+fn candle_flash_attn_matches_reference() -> Result<()> {
     let none = AttentionMask::none;
     let slopes = Tensor::new(&[0.1f32, 0.5, 1.0, 0.0], &Device::Cpu)?;
     let plain = SdpaOptions::default;
@@ -232,11 +234,11 @@ fn what_candle_flash_attn_takes_has_the_reference_paths_numbers() -> Result<()> 
         let q = draw(&[2, t_q, 4, 16], DType::F16)?.transpose(1, 2)?;
         let k = draw(&[2, 2, t_kv + 3, 18], DType::F16)?.narrow(2, 0, t_kv)?.narrow(3, 1, 16)?;
         let v = draw(&[2, 2, t_kv + 3, 16], DType::F16)?.narrow(2, 0, t_kv)?;
-        let call = Call::new("test", [&q, &k, &v], None, &mask, &options)?;
-        let plan = FLASH.plan(&call, Outputs::Context).expect("taken");
-        assert_eq!(matches!(plan.sequences, Sequences::Varlen { .. }), varlen, "{mask:?}");
+        let call = call_of(&[q, k, v], &mask, &options)?;
+        let gpu_call = FLASH.plan(&call, ResultKind::Output).expect("supported");
+        assert_eq!(matches!(gpu_call.sequences, Sequences::Varlen(_)), varlen, "{mask:?}");
         taken[usize::from(varlen)] += 1;
-        let difference = difference(&call, &plan)?;
+        let difference = difference(&call, &gpu_call)?;
         assert!(difference < 4e-3, "{difference}: {mask:?}");
     }
     assert_eq!(taken, [8, 5]);
@@ -245,16 +247,16 @@ fn what_candle_flash_attn_takes_has_the_reference_paths_numbers() -> Result<()> 
     let (q, kv) = (draw(&[6, 4, 16], DType::F16)?, draw(&[8, 2, 16], DType::F16)?);
     for mask in [none(), AttentionMask::causal(), AttentionMask::causal().with_window(2)] {
         let options = plain();
-        let call = Call::new("test", [&q, &kv, &kv], Some(&sequences), &mask, &options)?;
-        let plan = FLASH.plan(&call, Outputs::Context).expect("taken");
-        let difference = difference(&call, &plan)?;
+        let call = Call::new("test", Qkv { q: &q, k: &kv, v: &kv }, Some(&sequences), &mask, &options)?;
+        let gpu_call = FLASH.plan(&call, ResultKind::Output).expect("supported");
+        let difference = difference(&call, &gpu_call)?;
         assert!(difference < 4e-3, "{difference}: {mask:?}");
     }
     Ok(())
 }
 
 #[test]
-fn what_candles_own_operation_takes_has_the_reference_paths_numbers() -> Result<()> {
+fn candle_nn_sdpa_matches_reference() -> Result<()> {
     let none = AttentionMask::none;
     for (mask, [t_q, t_kv], expected) in [
         (none(), [5, 9], 0),
@@ -270,18 +272,20 @@ fn what_candles_own_operation_takes_has_the_reference_paths_numbers() -> Result<
             let q = draw(&[2, t_q, 4, 32], DType::F32)?.transpose(1, 2)?;
             let kv = draw(&[2, 2, t_kv + 3, 32], DType::F32)?.narrow(2, 0, t_kv)?;
             let options = SdpaOptions::default().with_output_layout(order);
-            let call = Call::new("test", [&q, &kv, &kv], None, &mask, &options)?;
-            let plan = SDPA.plan(&call, Outputs::Context).expect("taken");
-            assert!(matches!(plan.sequences, Sequences::Alike { rest, .. } if rest == expected), "{plan:?}, {mask:?}");
-            assert!(difference(&call, &plan)? < 1e-5, "{mask:?}");
+            let call = Call::new("test", Qkv { q: &q, k: &kv, v: &kv }, None, &mask, &options)?;
+            let gpu_call = SDPA.plan(&call, ResultKind::Output).expect("supported");
+            let is_expected = matches!(gpu_call.sequences, Sequences::Alike { rest, .. } if rest == expected);
+            assert!(is_expected, "{gpu_call:?}, {mask:?}");
+            assert!(difference(&call, &gpu_call)? < 1e-5, "{mask:?}");
         }
     }
     Ok(())
 }
 
-/// #3703: of one query's keys the operation reads rows one after the other, from heads at one distance.
+/// For one query, the operation reads rows one after the other, from heads at one distance (issue 3703 of
+/// huggingface/candle).
 #[test]
-fn only_what_candles_own_operation_would_misread_is_copied() -> Result<()> {
+fn candle_nn_sdpa_copies_only_tensors_that_it_would_misread() -> Result<()> {
     let cache = draw(&[2, 4, 16, 32], DType::F32)?.narrow(2, 0, 9)?;
     let transposed = draw(&[2, 9, 4, 32], DType::F32)?.transpose(1, 2)?;
     let one_head = draw(&[2, 1, 9, 32], DType::F32)?.broadcast_as((2, 4, 9, 32))?;
@@ -294,12 +298,12 @@ fn only_what_candles_own_operation_would_misread_is_copied() -> Result<()> {
     Ok(())
 }
 
-/// A device that is short of memory once is asked again; one to whose memory nothing was written is not.
+/// A device that lacks memory once is probed again; a device on which no kernel ran is not.
 #[test]
-fn only_what_a_probe_found_out_is_remembered() {
+fn gpu_probe_remembers_results_but_no_errors() {
     let found = Mutex::new(Vec::new());
     let failed = |_: &Inputs| candle_core::bail!("DriverError(CUDA_ERROR_OUT_OF_MEMORY)\nbacktrace");
-    let never_launched = |inputs: &Inputs| inputs.qkv[0].zeros_like();
+    let never_launched = |inputs: &Inputs| inputs.q.zeros_like();
     let cause = "DriverError(CUDA_ERROR_OUT_OF_MEMORY)".to_string();
     assert_eq!(probe_once(&found, &Device::Cpu, failed), Err(cause));
     assert_eq!(probe_once(&found, &Device::Cpu, flash_attn), Ok(()));

@@ -1,0 +1,310 @@
+//! The checks of a call's inputs, and the place that its keys and values come from.
+
+use std::fmt;
+
+use candle_core::{DType, Device, Result, Tensor, bail};
+
+use super::input::{AttentionInput, KeysFrom};
+use super::memory::ProjectedMemory;
+use super::positions::CallPositions;
+use super::{MultiHeadAttention, OP, warnings};
+use crate::cache::NewTokens;
+use crate::config::KvSharing;
+use crate::position::RopeConfig;
+use crate::sdpa::PackedSequences;
+use candle_attention_modules::base::{Dim, Expect, check_keys_and_values, is_addressable};
+
+pub(super) const NO_KEYS: &str =
+    "this layer has no key and value projections, expected `with_shared_cache` or `with_memory` of an earlier layer";
+
+/// The expected rank, dtype and device of a layer's inputs.
+#[derive(Clone, Copy)]
+pub(super) struct ExpectedInput<'a> {
+    pub op: &'static str,
+    /// Whether the queries have a batch dimension.
+    pub batched: bool,
+    pub dtype: DType,
+    pub device: &'a Device,
+}
+
+impl ExpectedInput<'_> {
+    /// Returns the queries of a call as (B, T_q, width) after checking them.
+    pub fn queries(&self, queries: &Tensor, width: usize) -> Result<Tensor> {
+        let found = Expect::many(self.op, "queries", queries);
+        let batch = [Dim::Any("B"), Dim::Any("T"), Dim::Is(width)];
+        let found = match self.batched {
+            true => found.shape(&batch)?,
+            false => found.shape_of(&[&batch, &batch[1..]])?,
+        };
+        found.dtype(self.dtype, "the weights'")?.same_device("the weights", self.device)?;
+        self.with_batch(queries)
+    }
+
+    /// Returns another input of a call as (B, T, width) after checking it: it has a batch dimension if the queries have one.
+    pub fn other(&self, name: &str, xs: &Tensor, width: usize) -> Result<Tensor> {
+        let batch = [Dim::Any("B"), Dim::Any("T"), Dim::Is(width)];
+        let found = Expect::many(self.op, name, xs).shape(if self.batched { &batch } else { &batch[1..] })?;
+        found.dtype(self.dtype, "the weights'")?.same_device("the weights", self.device)?;
+        self.with_batch(xs)
+    }
+
+    /// Returns the residual of a call as (B, T_q, width) after checking it.
+    pub fn residual(&self, input: &AttentionInput, width: usize) -> Result<Option<Tensor>> {
+        let Some(residual) = input.residual else { return Ok(None) };
+        let of_output = [&input.queries.dims()[..input.queries.rank() - 1], &[width]].concat();
+        Expect::many(self.op, "residuals", residual).sizes(&of_output)?;
+        self.other("residuals", residual, width).map(Some)
+    }
+
+    fn with_batch(&self, xs: &Tensor) -> Result<Tensor> {
+        if self.batched { Ok(xs.clone()) } else { xs.unsqueeze(0) }
+    }
+}
+
+impl AttentionInput<'_> {
+    /// Checks that packed sequences fit the queries (1, total_q, ..) and `t_kv` keys, and that the call has no input that
+    /// packed sequences do not support.
+    pub(super) fn check_packed(&self, op: &str, queries: &Tensor, t_kv: usize) -> Result<()> {
+        let Some(sequences) = self.packed else { return Ok(()) };
+        Expect::many(op, "packed queries", self.queries).shape(&["total_q", "E"].map(Dim::Any))?;
+        if self.any_cache().is_some() {
+            bail!("[{op}] packed sequences were given with a cache, expected one of the two")
+        }
+        let t_q = queries.dim(1)?;
+        let (total_queries, total_keys) = (sequences.total_queries(), sequences.total_keys());
+        if total_queries != t_q || total_keys != t_kv {
+            bail!(
+                "[{op}] the packed sequences have {total_queries} queries and {total_keys} keys, expected the {t_q} and \
+                 {t_kv} of the inputs"
+            )
+        }
+        if self.is_cross() {
+            return Ok(());
+        }
+        for s in 0..sequences.len() {
+            let (queries, keys) = (sequences.queries(s), sequences.keys(s));
+            if queries != keys {
+                bail!(
+                    "[{op}] packed sequence {s} has queries {queries:?} and keys {keys:?}, expected the same in \
+                     self-attention"
+                )
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The checked inputs of keys and values.
+pub(super) struct KeyValueInputs {
+    /// (B, T_kv, kdim): a clone of the queries, if the keys are projected from them.
+    pub keys: Tensor,
+    /// (B, T_kv, vdim): a clone of the queries or of the keys, if the values are projected from them.
+    pub values: Tensor,
+}
+
+/// The checked inputs of a call.
+pub(super) struct CheckedInput<'a> {
+    /// (B, T_q, embed_dim).
+    pub queries: Tensor,
+    pub keys_from: KeysFrom<'a>,
+    /// The inputs to project keys and values from; `None` for a memory and for an earlier layer's keys and values.
+    pub key_value: Option<KeyValueInputs>,
+    pub t_kv: usize,
+    pub tokens: NewTokens,
+    /// The positions, if the layer uses them.
+    pub positions: Option<CallPositions>,
+    /// (B, T_q, out_dim).
+    pub residual: Option<Tensor>,
+}
+
+impl MultiHeadAttention {
+    /// Checks the inputs of a call and finds out where its keys and values come from.
+    pub(super) fn validate<'i>(&self, input: &'i AttentionInput) -> Result<CheckedInput<'i>> {
+        let cfg = &self.config;
+        let keys_from = input.keys_from(OP)?;
+        let expected = self.expected(input.queries.rank() == 3);
+        let queries = expected.queries(input.queries, cfg.embed_dim())?;
+        let residual = expected.residual(input, cfg.out_dim())?;
+        let (b, t_q, _) = queries.dims3()?;
+        let (key_value, t_kv) = self.key_value_inputs(input, keys_from, &queries, &expected)?;
+        let what = format_args!("queries {:?} and {t_kv} keys", input.queries.dims());
+        self.check_addressable(b, t_q.max(t_kv), what)?;
+        input.check_packed(OP, &queries, t_kv)?;
+        if cfg.appended_keys() > 0 && (input.packed.is_some() || input.any_cache().is_some()) {
+            bail!(
+                "[{OP}] the layer appends keys to those of a call, which is not supported with a cache or packed \
+                 sequences"
+            )
+        }
+        if cfg.relative_bias().is_some() && self.relative_bias.is_none() {
+            bail!("[{OP}] the config has a relative bias, expected the stack's one in `with_relative_bias`")
+        }
+        let tokens = input.tokens(OP, b, t_q, &self.mask)?;
+        let most_queries = input.packed.map_or(t_q, PackedSequences::most_queries);
+        let most_keys = input.packed.map_or(t_kv, PackedSequences::most_keys);
+        self.check_context(tokens.longest().max(most_queries).max(most_keys))?;
+        let positions = self.checked_positions(input, &tokens, t_kv)?;
+        if input.train
+            && cfg.dropout() > 0.0
+            && let Some(cache) = input.any_cache()
+        {
+            warnings::about_dropout(OP, cache);
+        }
+        Ok(CheckedInput { queries, keys_from, key_value, t_kv, tokens, positions, residual })
+    }
+
+    /// Returns the inputs to project keys and values from, if these are projected in this call, and T_kv.
+    fn key_value_inputs(
+        &self,
+        input: &AttentionInput,
+        keys_from: KeysFrom,
+        queries: &Tensor,
+        expected: &ExpectedInput,
+    ) -> Result<(Option<KeyValueInputs>, usize)> {
+        let cfg = &self.config;
+        let (b, t_q, _) = queries.dims3()?;
+        let shares_earlier = cfg.kv_sharing() == KvSharing::EarlierLayer;
+        match keys_from {
+            KeysFrom::EarlierLayer(cache) => {
+                if !shares_earlier {
+                    bail!("[{OP}] the cache of an earlier layer was given, but the layer has keys of its own")
+                }
+                Ok((None, cache.len()))
+            }
+            KeysFrom::Memory(memory) => {
+                self.check_memory(input, memory, b)?;
+                if !shares_earlier {
+                    self.warn_of_cross_attention();
+                }
+                Ok((None, memory.t_kv))
+            }
+            KeysFrom::Cross { .. } | KeysFrom::Own | KeysFrom::Cache(_) if shares_earlier => bail!("[{OP}] {NO_KEYS}"),
+            KeysFrom::Cross { keys, values } => {
+                let mut inputs = self.check_key_value(Some(b), expected, keys, values)?;
+                // One tensor is projected once.
+                if keys.id() == input.queries.id() {
+                    inputs.keys = queries.clone();
+                } else {
+                    self.warn_of_cross_attention();
+                }
+                if values.id() == input.queries.id() {
+                    inputs.values = queries.clone();
+                }
+                let t_kv = inputs.keys.dim(1)?;
+                Ok((Some(inputs), t_kv))
+            }
+            KeysFrom::Own | KeysFrom::Cache(_) => {
+                if cfg.kdim() != cfg.embed_dim() || cfg.vdim() != cfg.embed_dim() {
+                    bail!(
+                        "[{OP}] queries are {} wide, the inputs of keys {} and of values {}; expected a \
+                         call `with_key_value` or `with_memory` (cross-attention)",
+                        cfg.embed_dim(),
+                        cfg.kdim(),
+                        cfg.vdim()
+                    )
+                }
+                Ok((Some(KeyValueInputs { keys: queries.clone(), values: queries.clone() }), t_q))
+            }
+        }
+    }
+
+    fn warn_of_cross_attention(&self) {
+        if self.mask.counts_from_queries() {
+            warnings::about_cross_attention(OP);
+        }
+    }
+
+    /// Checks the positions of a call, and that they are within the context length.
+    fn checked_positions(
+        &self,
+        input: &AttentionInput,
+        tokens: &NewTokens,
+        t_kv: usize,
+    ) -> Result<Option<CallPositions>> {
+        let cfg = &self.config;
+        let axes = cfg.rope().and_then(RopeConfig::axes);
+        let is_used =
+            self.rotary.is_some() || cfg.attention_temperature().is_some() || self.has_modifier_with_positions();
+        let positions = input.call_positions(OP, tokens, t_kv, axes, is_used)?;
+        let length = positions.as_ref().map_or(0, CallPositions::length);
+        if let Some(context_length) = cfg.context_length()
+            && length > context_length
+        {
+            bail!("[{OP}] position {} is not below the context length {context_length}", length - 1)
+        }
+        Ok(positions)
+    }
+
+    /// Checks the inputs of the keys and values of cross-attention, with a batch size of `b` if there are queries. Returns
+    /// clones of each other if the caller's are one tensor.
+    pub(super) fn check_key_value(
+        &self,
+        b: Option<usize>,
+        expected: &ExpectedInput,
+        keys: &Tensor,
+        values: &Tensor,
+    ) -> Result<KeyValueInputs> {
+        let cfg = &self.config;
+        let is_one = keys.id() == values.id();
+        if cfg.kv_sharing() == KvSharing::KeysAsValues && !is_one {
+            bail!("[{OP}] values are the keys' projection, expected one tensor as the input of both")
+        }
+        let keys = expected.other("keys", keys, cfg.kdim())?;
+        let values = expected.other("values", values, cfg.vdim())?;
+        check_keys_and_values(OP, b, &keys, &values)?;
+        Ok(KeyValueInputs { values: if is_one { keys.clone() } else { values }, keys })
+    }
+
+    /// Checks that `memory` was projected by this layer, or by one whose keys it may read, and has the queries' batch.
+    fn check_memory(&self, input: &AttentionInput, memory: &ProjectedMemory, b: usize) -> Result<()> {
+        let cfg = &self.config;
+        if self.rotary.is_some() {
+            let unsupported = match (input.key_positions, input.packed) {
+                (Some(_), _) => Some("key positions"),
+                (None, Some(_)) => Some("packed sequences"),
+                (None, None) => None,
+            };
+            if let Some(unsupported) = unsupported {
+                bail!(
+                    "[{OP}] {unsupported} were given with a memory, whose keys have the positions 0..T_kv; expected keys \
+                     and values"
+                )
+            }
+        }
+        let batched = input.queries.rank() == 3;
+        if memory.batched != batched {
+            let name = |batched| if batched { "a batch" } else { "one sequence without a batch" };
+            bail!("[{OP}] the memory is of {}, expected {} as the queries", name(memory.batched), name(batched))
+        }
+        let rows = memory.t_kv + cfg.appended_keys();
+        self.check_memory_tensor("the memory's keys", &memory.k, &[b, cfg.num_kv_heads(), rows, cfg.head_dim()])?;
+        self.check_memory_tensor("the memory's values", &memory.v, &[b, cfg.num_kv_heads(), rows, cfg.value_head_dim()])
+    }
+
+    fn check_memory_tensor(&self, name: &str, tensor: &Tensor, sizes: &[usize]) -> Result<()> {
+        let found = Expect::many(OP, name, tensor).sizes(sizes)?;
+        found.dtype(self.projections.dtype, "the weights'")?.same_device("the weights", &self.projections.device)?;
+        Ok(())
+    }
+
+    /// Checks that `positions`, including those in a cache, do not exceed the context length.
+    pub(super) fn check_context(&self, positions: usize) -> Result<()> {
+        if let Some(context_length) = self.config.context_length()
+            && positions > context_length
+        {
+            bail!("[{OP}] {positions} positions are more than the context length {context_length}")
+        }
+        Ok(())
+    }
+
+    /// Checks that the projections of `b` sequences of `t` queries or keys can be addressed. `what` names these in the
+    /// error.
+    pub(super) fn check_addressable(&self, b: usize, t: usize, what: fmt::Arguments) -> Result<()> {
+        let cfg = &self.config;
+        let width = cfg.num_heads() * cfg.head_dim() + cfg.num_kv_heads() * (cfg.head_dim() + cfg.value_head_dim());
+        if !is_addressable(&[b, t, width]) {
+            bail!("[{OP}] {what} are too large to address")
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,289 @@
+//! The arguments of attention after every check of shapes, dtypes and devices.
+
+use candle_core::{DType, Result, Tensor, bail};
+
+use super::options::{OutputLayout, SdpaOptions};
+use super::packed::PackedSequences;
+use crate::mask::{AttentionMask, FullyMaskedRows, RowRanges};
+pub(super) use candle_attention_kernels::flash::AttentionDims as Dims;
+use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, is_addressable, number};
+
+/// Queries, keys and values.
+#[derive(Clone, Copy)]
+pub(crate) struct Qkv<'a> {
+    pub q: &'a Tensor,
+    pub k: &'a Tensor,
+    pub v: &'a Tensor,
+}
+
+/// The scales (B, H_kv, T_kv, 1) of keys and values that are stored as codes of 8 bits.
+#[derive(Clone)]
+pub(crate) struct KvScales {
+    pub k: Tensor,
+    pub v: Tensor,
+}
+
+/// Checked arguments of one attention call.
+pub(crate) struct Call {
+    /// The name of the public function, for errors.
+    pub op: &'static str,
+    /// (B, H, T_q, D).
+    pub q: Tensor,
+    /// (B, H_kv, T_kv, D). A batch of one is expanded to B, which copies nothing.
+    pub k: Tensor,
+    /// (B, H_kv, T_kv, D_v), expanded likewise.
+    pub v: Tensor,
+    /// The scales of keys and values that are codes of 8 bits.
+    pub scales: Option<KvScales>,
+    /// The range of keys that each query attends to, for a batch or for packed sequences.
+    pub rows: RowRanges,
+    /// A boolean mask on top of the ranges: u8 that broadcasts to (B, H, T_q, T_kv).
+    pub keep: Option<Tensor>,
+    /// An additive bias in the dtype of the scores, which broadcasts to (B, H, T_q, T_kv).
+    pub bias: Option<Tensor>,
+    pub fully_masked_rows: FullyMaskedRows,
+    pub options: SdpaOptions,
+    /// The sequences of a packed call, whose q, k and v are (1, H, total, D).
+    pub sequences: Option<PackedSequences>,
+    pub dims: Dims,
+}
+
+impl Call {
+    /// Checks the arguments of a public function: tensors of a batch, all of which may lack B, or B and H; or of packed
+    /// sequences, q (total_q, H, D), k (total_kv, H_kv, D) and v (total_kv, H_kv, D_v).
+    pub fn new(
+        op: &'static str,
+        qkv: Qkv,
+        sequences: Option<&PackedSequences>,
+        mask: &AttentionMask,
+        options: &SdpaOptions,
+    ) -> Result<Self> {
+        let Qkv { q, k, v } = qkv;
+        let rank = if sequences.is_some() { 3 } else { q.rank() };
+        if !(2..=4).contains(&rank) {
+            bail!("[{op}] q has shape {:?}, expected (B, H, T_q, D), (H, T_q, D) or (T_q, D)", q.dims())
+        }
+        let expected = match sequences {
+            None => [
+                ("q", q, ["B", "H", "T_q", "D"]),
+                ("k", k, ["B", "H_kv", "T_kv", "D"]),
+                ("v", v, ["B", "H_kv", "T_kv", "D_v"]),
+            ],
+            Some(_) => [
+                ("q", q, ["", "total_q", "H", "D"]),
+                ("k", k, ["", "total_kv", "H_kv", "D"]),
+                ("v", v, ["", "total_kv", "H_kv", "D_v"]),
+            ],
+        };
+        for (name, tensor, dims) in expected {
+            Expect::one(op, name, tensor).shape(&dims.map(Dim::Any)[4 - rank..])?;
+        }
+        let is_packed = sequences.is_some();
+        let (q, k, v) = (in_four_dims(q, is_packed)?, in_four_dims(k, is_packed)?, in_four_dims(v, is_packed)?);
+        Self::with_all_dims(op, Qkv { q: &q, k: &k, v: &v }, None, sequences, mask, options)
+    }
+
+    /// Checks the arguments of a call whose tensors have all four dimensions: a batch; or packed sequences with q (1, H,
+    /// total_q, D), k (1, H_kv, total_kv, D) and v (1, H_kv, total_kv, D_v), whose output (1, H, total_q, D_v) is a view
+    /// of (1, total_q, H, D_v).
+    pub fn with_all_dims(
+        op: &'static str,
+        qkv: Qkv,
+        scales: Option<&KvScales>,
+        sequences: Option<&PackedSequences>,
+        mask: &AttentionMask,
+        options: &SdpaOptions,
+    ) -> Result<Self> {
+        let dims = dims(op, qkv)?;
+        let Dims { b, h, t_q, t_kv, .. } = dims;
+        let scores = if sequences.is_some() { [1; 4] } else { [b, h, t_q, t_kv] };
+        check_sizes(op, qkv, dims, scores)?;
+        let rows = match sequences {
+            None => mask.rows(op, b, t_q, t_kv)?,
+            Some(sequences) => {
+                check_sequences(op, dims, sequences, mask)?;
+                mask.packed_rows(op, &sequences.ranges().collect::<Vec<_>>())?
+            }
+        };
+        let q = qkv.q.clone();
+        let (k, v) = (expanded(qkv.k, b)?, expanded(qkv.v, b)?);
+        for (name, tensor) in [("k", &k), ("v", &v)] {
+            let found = Expect::one(op, name, tensor).same_device("q", q.device())?;
+            if scales.is_none() {
+                found.dtype(q.dtype(), "q's")?;
+            }
+        }
+        Expect::one(op, "q", &q).dtype_of(&FLOATS, "")?;
+        let dtype = accumulation_dtype(q.dtype());
+        let keep = mask.explicit_keep(scores, q.device())?;
+        let bias = mask.bias_tensor(scores, dtype, q.device())?;
+        let call = Self {
+            op,
+            q,
+            k,
+            v,
+            scales: scales.cloned(),
+            rows,
+            keep,
+            bias,
+            fully_masked_rows: mask.fully_masked_rows(),
+            options: options.clone(),
+            sequences: sequences.cloned(),
+            dims,
+        };
+        call.check_options(dtype)?;
+        Ok(call)
+    }
+
+    /// Returns T_q, or the most queries of a packed sequence.
+    pub fn most_queries(&self) -> usize {
+        self.sequences.as_ref().map_or(self.dims.t_q, PackedSequences::most_queries)
+    }
+
+    /// Returns T_kv, or the most keys of a packed sequence.
+    pub fn most_keys(&self) -> usize {
+        self.sequences.as_ref().map_or(self.dims.t_kv, PackedSequences::most_keys)
+    }
+
+    /// Returns the order of the output's dimensions in memory.
+    pub fn output_layout(&self) -> OutputLayout {
+        if self.sequences.is_some() { OutputLayout::Bthd } else { self.options.output_layout }
+    }
+
+    /// Returns an output (B, H, T_q, D_v) that is contiguous in the call's layout.
+    pub fn in_output_layout(&self, output: Tensor) -> Result<Tensor> {
+        let layout = self.output_layout();
+        swapped_for(layout, swapped_for(layout, output)?.contiguous()?)
+    }
+
+    /// Returns (B, H, T_q, T_kv).
+    pub fn score_dims(&self) -> [usize; 4] {
+        [self.dims.b, self.dims.h, self.dims.t_q, self.dims.t_kv]
+    }
+
+    /// Returns the factor on q kᵀ.
+    pub fn scale(&self) -> f64 {
+        self.options.scale.unwrap_or(1.0 / (self.dims.d as f64).sqrt())
+    }
+
+    /// Returns whether an input is tracked for gradients.
+    pub fn tracks_gradients(&self) -> bool {
+        let SdpaOptions { alibi_slopes, relative_bias, sinks, .. } = &self.options;
+        let optional = [&self.bias, alibi_slopes, relative_bias, sinks];
+        [&self.q, &self.k, &self.v].into_iter().chain(optional.into_iter().flatten()).any(Tensor::track_op)
+    }
+
+    /// Checks the options for scores in `dtype`.
+    fn check_options(&self, dtype: DType) -> Result<()> {
+        let (op, options) = (self.op, &self.options);
+        // The factors, and one over the softcap, have to be numbers of the dtype of the scores too.
+        let (least, most) = match dtype {
+            DType::F64 => (f64::MIN_POSITIVE, f64::MAX),
+            _ => (f32::MIN_POSITIVE.into(), f32::MAX.into()),
+        };
+        let is_finite = |scale: f64| scale.abs() <= most;
+        number::expect(op, "scale", options.scale, is_finite, format_args!("a finite number in {dtype:?}"))?;
+        let is_in_range = |softcap: f64| (least..=most).contains(&softcap);
+        let expected = format_args!("a finite number above zero in {dtype:?}");
+        number::expect(op, "softcap", options.softcap, is_in_range, expected)?;
+        number::probability(op, "dropout", options.dropout)?;
+
+        let b = Dim::Named("B", self.dims.b);
+        let h = Dim::Named("H", self.dims.h);
+        let distances = (self.most_queries() + self.most_keys()).saturating_sub(1);
+        let distances = Dim::Named("T_q + T_kv - 1", distances);
+        self.check_option("alibi_slopes", options.alibi_slopes.as_ref(), &[&[h]])?;
+        self.check_option("sinks", options.sinks.as_ref(), &[&[h]])?;
+        self.check_option("relative_bias", options.relative_bias.as_ref(), &[&[h, distances], &[b, h, distances]])
+    }
+
+    /// Checks a tensor of the options, if there is one.
+    fn check_option(&self, name: &str, tensor: Option<&Tensor>, shapes: &[&[Dim]]) -> Result<()> {
+        let Some(tensor) = tensor else { return Ok(()) };
+        let found = Expect::one(self.op, name, tensor).same_device("q", self.q.device())?;
+        found.shape_of(shapes)?.dtype_of(&FLOATS, "")?;
+        Ok(())
+    }
+}
+
+/// Returns a tensor of a batch as (B, H, T, D), and one of packed sequences (total, H, D) as (1, H, total, D).
+fn in_four_dims(tensor: &Tensor, is_packed: bool) -> Result<Tensor> {
+    let mut whole = tensor.clone();
+    for _ in tensor.rank()..4 {
+        whole = whole.unsqueeze(0)?;
+    }
+    if is_packed { whole.transpose(1, 2) } else { Ok(whole) }
+}
+
+/// Returns keys or values with a batch of `b`, as a view.
+fn expanded(tensor: &Tensor, b: usize) -> Result<Tensor> {
+    let (own_b, h_kv, t, d) = tensor.dims4()?;
+    if own_b == b { Ok(tensor.clone()) } else { tensor.broadcast_as((b, h_kv, t, d)) }
+}
+
+/// Returns a view of (B, H, T, ..) whose dimensions are in the order of a layout, and the other way round.
+pub(super) fn swapped_for(layout: OutputLayout, xs: Tensor) -> Result<Tensor> {
+    match layout {
+        OutputLayout::Bhtd => Ok(xs),
+        OutputLayout::Bthd => xs.transpose(1, 2),
+    }
+}
+
+/// Checks that the tensors of a call can be addressed once k and v are expanded. The kernels store no scores of all
+/// packed queries with all keys, so that `scores` is 1 for these.
+fn check_sizes(op: &str, qkv: Qkv, dims: Dims, scores: [usize; 4]) -> Result<()> {
+    let Dims { b, h, t_q, t_kv, d, d_v, .. } = dims;
+    let shapes = [[b, h, t_q, d], [b, h, t_kv, d], [b, h, t_q.max(t_kv), d_v], scores];
+    if shapes.iter().any(|shape| !is_addressable(shape)) {
+        let Qkv { q, k, v } = qkv;
+        bail!("[{op}] q {:?}, k {:?} and v {:?} are too large to address", q.dims(), k.dims(), v.dims())
+    }
+    Ok(())
+}
+
+/// Checks that packed sequences end where q and k do, and that the mask has no tensor.
+fn check_sequences(op: &str, dims: Dims, sequences: &PackedSequences, mask: &AttentionMask) -> Result<()> {
+    let totals = [
+        ("q", dims.t_q, "cu_seqlens_q", sequences.total_queries()),
+        ("k", dims.t_kv, "cu_seqlens_kv", sequences.total_keys()),
+    ];
+    for (name, found, lens, expected) in totals {
+        if found != expected {
+            bail!("[{op}] {name} has {found} positions, expected the {expected} that {lens} ends with")
+        }
+    }
+    if let Some(tensor) = mask.tensor_kind() {
+        bail!("[{op}] the mask has a {tensor} tensor, expected none: packed sequences have no (B, H, T_q, T_kv)")
+    }
+    Ok(())
+}
+
+/// Returns the sizes of a call after checking that q, k and v agree in them.
+fn dims(op: &str, Qkv { q, k, v }: Qkv) -> Result<Dims> {
+    let (b, h, t_q, d) = q.dims4()?;
+    let (b_k, h_kv, t_kv, d_k) = k.dims4()?;
+    let (b_v, h_v, t_v, d_v) = v.dims4()?;
+    let fits = |size: usize| size == b || (size == 1 && b > 0);
+    if !fits(b_k) || !fits(b_v) {
+        bail!("[{op}] q, k and v have batch sizes {b}, {b_k} and {b_v}, expected the same, or 1 for k and v")
+    }
+    if h_v != h_kv {
+        bail!("[{op}] v has {h_v} heads, expected k's {h_kv}")
+    }
+    if h == 0 || h_kv == 0 {
+        bail!("[{op}] q has {h} heads and k has {h_kv}, expected at least one")
+    }
+    if !h.is_multiple_of(h_kv) {
+        bail!("[{op}] k has {h_kv} heads, which does not divide q's {h}")
+    }
+    if t_v != t_kv {
+        bail!("[{op}] v has {t_v} positions, expected k's {t_kv}")
+    }
+    if d_k != d {
+        bail!("[{op}] k has head dimension {d_k}, expected q's {d}")
+    }
+    if d == 0 {
+        bail!("[{op}] q's head dimension is 0, expected at least 1")
+    }
+    Ok(Dims { b, h, h_kv, t_q, t_kv, d, d_v })
+}

@@ -1,0 +1,194 @@
+//! The options of scaled dot-product attention.
+
+use std::ops::Range;
+
+use candle_core::{D, Result, Tensor};
+
+use candle_attention_kernels::InstructionSet;
+use candle_attention_modules::init::TorchSeed;
+
+pub use candle_attention_kernels::flash::OutputLayout;
+
+/// An implementation of attention.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Backend {
+    /// The fastest backend that returns the right numbers for the call. It never fails for want of a feature.
+    #[default]
+    Auto,
+    /// Candle's own differentiable operations: the specification, on every device.
+    Reference,
+    /// A fused kernel, or an error that says why none can run the call.
+    Fused,
+}
+
+/// Options of [`scaled_dot_product_attention`](crate::scaled_dot_product_attention), set by its `with_*` methods.
+#[derive(Debug, Clone, Default)]
+#[must_use]
+pub struct SdpaOptions {
+    pub(crate) scale: Option<f64>,
+    pub(crate) softcap: Option<f64>,
+    pub(crate) alibi_slopes: Option<Tensor>,
+    pub(crate) relative_bias: Option<Tensor>,
+    pub(crate) sinks: Option<Tensor>,
+    pub(crate) dropout: f64,
+    pub(crate) train: bool,
+    pub(crate) dropout_seed: Option<TorchSeed>,
+    pub(crate) dropout_philox_seed: Option<u64>,
+    pub(crate) backend: Backend,
+    pub(crate) output_layout: OutputLayout,
+    pub(crate) instruction_set: Option<InstructionSet>,
+}
+
+impl SdpaOptions {
+    /// Sets the factor on q kᵀ. The default is 1/sqrt(D).
+    pub fn with_scale(mut self, scale: f64) -> Self {
+        self.scale = Some(scale);
+        self
+    }
+
+    /// Bounds the scores to ±`softcap` by `softcap · tanh(score / softcap)`, as Gemma 2 does.
+    pub fn with_softcap(mut self, softcap: f64) -> Self {
+        self.softcap = Some(softcap);
+        self
+    }
+
+    /// Adds ALiBi: `-slope · |query position - key position|`, with a slope for each query head (H,), to the scores.
+    /// See Press et al., <https://arxiv.org/abs/2108.12409>.
+    pub fn with_alibi_slopes(mut self, slopes: &Tensor) -> Self {
+        self.alibi_slopes = Some(slopes.clone());
+        self
+    }
+
+    /// Adds a relative position bias (T5) to the scores: a number for each head and distance between query and key.
+    ///
+    /// `biases` is (H, T_q + T_kv - 1), or (B, H, T_q + T_kv - 1) with a row for each sequence. Entry `T_q - 1 + j - i`
+    /// is added to the score of query i and key j: the entries of a head are the diagonals of its scores. On a CPU no
+    /// tensor (T_q, T_kv) is made of them. Differentiable.
+    ///
+    /// For packed sequences, T_q and T_kv are those of the longest sequence, and i and j count within each sequence.
+    ///
+    /// ```
+    /// use candle_attention::{AttentionMask, SdpaOptions, scaled_dot_product_attention};
+    /// use candle_core::{Device, Tensor};
+    /// # fn main() -> candle_core::Result<()> {
+    /// let q = Tensor::randn(0f32, 1., (2, 4, 5, 64), &Device::Cpu)?;
+    /// let kv = Tensor::randn(0f32, 1., (2, 4, 7, 64), &Device::Cpu)?;
+    /// let options = SdpaOptions::default().with_relative_bias(&Tensor::randn(0f32, 1., (4, 5 + 7 - 1), &Device::Cpu)?);
+    /// let y = scaled_dot_product_attention(&q, &kv, &kv, &AttentionMask::none(), &options)?;
+    /// # assert_eq!(y.dims(), [2, 4, 5, 64]);
+    /// # Ok(()) }
+    /// ```
+    pub fn with_relative_bias(mut self, biases: &Tensor) -> Self {
+        self.relative_bias = Some(biases.clone());
+        self
+    }
+
+    /// Adds attention sinks: a logit for each query head (H,) that joins the softmax and takes weight, but has no value
+    /// (gpt-oss; Xiao et al., <https://arxiv.org/abs/2309.17453>). The weights of a query then sum to less than one.
+    pub fn with_sinks(mut self, sinks: &Tensor) -> Self {
+        self.sinks = Some(sinks.clone());
+        self
+    }
+
+    /// Drops weights with probability `p` and divides the others by `1 - p`, if `train` is set.
+    pub fn with_dropout(mut self, p: f64, train: bool) -> Self {
+        self.dropout = p;
+        self.train = train;
+        self
+    }
+
+    /// Draws the dropout mask from PyTorch's generator instead of the device's, for the same numbers as a PyTorch run.
+    ///
+    /// The next call continues the generator's stream. A mask takes one bit for each weight, B·H·T_q·T_kv bits in all.
+    /// The reference path draws it for packed sequences.
+    pub fn with_dropout_seed(mut self, seed: &TorchSeed) -> Self {
+        self.dropout_seed = Some(seed.clone());
+        self
+    }
+
+    /// Seeds a deterministic dropout mask (Philox 4×32-7), which is the same on every backend and for any number of
+    /// threads. The default is a seed drawn for each call.
+    ///
+    /// Whether key j is dropped for query i of head h in sequence b follows from word `j % 4` of the key `seed` and the
+    /// counter `(j / 4, i, h, b)`. For packed sequences i and j count through all sequences, and b is 0.
+    pub fn with_dropout_philox_seed(mut self, seed: u64) -> Self {
+        self.dropout_philox_seed = Some(seed);
+        self
+    }
+
+    /// Sets the implementation that runs. The default is [`Backend::Auto`].
+    pub fn with_backend(mut self, backend: Backend) -> Self {
+        self.backend = backend;
+        self
+    }
+
+    /// Sets the order of the output's dimensions in memory. The default is [`OutputLayout::Bhtd`].
+    pub fn with_output_layout(mut self, output_layout: OutputLayout) -> Self {
+        self.output_layout = output_layout;
+        self
+    }
+
+    /// Sets the instruction set of the fused CPU kernel, for tests and comparisons. The default is the fastest. A call
+    /// fails if the processor lacks it.
+    pub fn with_instruction_set(mut self, instruction_set: InstructionSet) -> Self {
+        self.instruction_set = Some(instruction_set);
+        self
+    }
+
+    /// Returns the options for some of the query heads.
+    pub(crate) fn for_heads(&self, heads: &Range<usize>) -> Result<Self> {
+        let mut options = self.clone();
+        for by_head in [&mut options.alibi_slopes, &mut options.sinks].into_iter().flatten() {
+            *by_head = by_head.narrow(0, heads.start, heads.len())?;
+        }
+        if let Some(biases) = &mut options.relative_bias {
+            *biases = biases.narrow(D::Minus2, heads.start, heads.len())?;
+        }
+        Ok(options)
+    }
+
+    /// Returns the options for `t_q` queries and `t_kv` keys, where the keys of sequence b begin at the key `starts[b]`
+    /// of the relative bias.
+    pub(crate) fn for_keys_from(&self, starts: &[usize], t_q: usize, t_kv: usize) -> Result<Self> {
+        let Some(biases) = &self.relative_bias else { return Ok(self.clone()) };
+        let distances = (t_q + t_kv).saturating_sub(1);
+        if starts.iter().all(|&start| start == 0) && biases.dim(D::Minus1)? == distances {
+            return Ok(self.clone());
+        }
+        let mut by_sequence = Vec::with_capacity(starts.len());
+        for (b, &start) in starts.iter().enumerate() {
+            let biases = if biases.rank() == 3 { biases.get(b)? } else { biases.clone() };
+            // No query attends to a key after the end of its sequence, so that the rest may be zeros.
+            let len = distances.min(biases.dim(1)? - start);
+            by_sequence.push(biases.narrow(1, start, len)?.pad_with_zeros(1, 0, distances - len)?);
+        }
+        Ok(Self { relative_bias: Some(Tensor::stack(&by_sequence, 0)?), ..self.clone() })
+    }
+
+    /// Returns whether weights are dropped.
+    pub(super) fn drops(&self) -> bool {
+        self.train && self.dropout > 0.0
+    }
+
+    /// Returns whether a seed determines the dropped weights. A seed counts all heads of a call, so that a call with one
+    /// cannot be split by heads.
+    pub(crate) fn drops_by_seed(&self) -> bool {
+        self.drops() && (self.dropout_seed.is_some() || self.dropout_philox_seed.is_some())
+    }
+}
+
+/// Returns whether the options have a relative bias.
+pub fn has_relative_bias(options: &SdpaOptions) -> bool {
+    options.relative_bias.is_some()
+}
+
+/// Returns the options without sinks. Of attention over several parts of the keys, one part has the sinks.
+pub fn without_sinks(options: &SdpaOptions) -> SdpaOptions {
+    SdpaOptions { sinks: None, ..options.clone() }
+}
+
+/// Removes the ALiBi slopes and returns them.
+pub fn take_alibi_slopes(options: &mut SdpaOptions) -> Option<Tensor> {
+    options.alibi_slopes.take()
+}
