@@ -84,7 +84,7 @@ impl AttentionCache {
             return Ok(held.to_vec());
         }
         let Some(window) = self.config.window() else {
-            let full = with_new.iter().position(|held| held.len() > most).unwrap_or(0);
+            let full = with_new.iter().position(|range| range.len() > most).unwrap_or(0);
             bail!(
                 "[{OP}] sequence {full} holds {} positions, and {} more exceed the capacity of {most}",
                 held[full].len(),
@@ -106,7 +106,7 @@ impl AttentionCache {
         needed: usize,
     ) -> Result<KvBuffers> {
         let capacity = own.map_or(0, KvBuffers::capacity);
-        let keeps_all = |held: &Range<usize>, rows: &StoredRows| rows.rows == (0..held.len());
+        let keeps_all = |held: &Range<usize>, kept: &StoredRows| kept.rows == (0..held.len());
         let is_whole = self.held.is_empty() || self.held.iter().zip(rows).all(|(held, rows)| keeps_all(held, rows));
         let doubled = capacity.saturating_mul(2).max(self.config.first_capacity());
         let larger = needed.max(doubled.min(self.config.most_held().unwrap_or(usize::MAX)));
@@ -280,9 +280,9 @@ impl CachedCall<'_> {
 
 /// Returns the rows of the buffers that store a part of the stored positions, for each sequence.
 fn rows_of(held: &[Range<usize>], part: &[Range<usize>]) -> Vec<StoredRows> {
-    let of_sequence = |(sequence, (held, part)): (usize, (&Range<usize>, &Range<usize>))| StoredRows {
+    let of_sequence = |(sequence, (stored, kept)): (usize, (&Range<usize>, &Range<usize>))| StoredRows {
         sequence,
-        rows: part.start - held.start..part.end - held.start,
+        rows: kept.start - stored.start..kept.end - stored.start,
     };
     held.iter().zip(part).enumerate().map(of_sequence).collect()
 }

@@ -104,9 +104,9 @@ impl KvBuffers {
 
     /// Returns whether the rows of other buffers can be written to these.
     pub fn accepts(&self, other: &Self) -> bool {
-        let fits = |(own, other): (&Tensor, &Tensor)| {
-            let is_alike = own.dtype() == other.dtype() && own.device().same_device(other.device());
-            is_alike && [0, 1, 3].iter().all(|&dim| own.dims()[dim] == other.dims()[dim])
+        let fits = |(own, part): (&Tensor, &Tensor)| {
+            let is_alike = own.dtype() == part.dtype() && own.device().same_device(part.device());
+            is_alike && [0, 1, 3].iter().all(|&dim| own.dims()[dim] == part.dims()[dim])
         };
         (self.numbers.len(), self.d_v) == (other.numbers.len(), other.d_v)
             && self.tensors().zip(other.tensors()).all(fits)
@@ -173,9 +173,9 @@ impl KvBuffers {
 
     /// Writes all positions of `from` at position `at` of every sequence.
     pub fn write(&self, at: usize, from: &Self) -> Result<()> {
-        for (own, from) in self.tensors().zip(from.tensors()) {
-            if from.elem_count() > 0 {
-                own.slice_set(&from.contiguous()?, 2, at)?;
+        for (own, part) in self.tensors().zip(from.tensors()) {
+            if part.elem_count() > 0 {
+                own.slice_set(&part.contiguous()?, 2, at)?;
             }
         }
         Ok(())
@@ -192,9 +192,9 @@ impl KvBuffers {
         if new.all_valid() && held.iter().all(|held| held.len() == at) {
             return self.write(at, kv);
         }
-        for (sequence, (held, tokens)) in held.iter().zip(&new.tokens).enumerate() {
+        for (sequence, (stored, tokens)) in held.iter().zip(&new.tokens).enumerate() {
             let own = kv.rows(&StoredRows { sequence, rows: tokens.clone() })?;
-            self.write_sequence(sequence, held.len(), &own)?;
+            self.write_sequence(sequence, stored.len(), &own)?;
         }
         Ok(())
     }

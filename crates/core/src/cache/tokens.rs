@@ -54,7 +54,7 @@ impl NewTokens {
             bail!("[{op}] the call has {b} sequences, expected the {} that the cache holds", before.len())
         }
         // For lengths, starts, ends and ranges: a batch of empty sequences has them too.
-        check_memory(op, format_args!("the lengths of {b} sequences"), &[b, 8 * size_of::<usize>()])?;
+        check_memory(op, format_args!("the lengths of {b} sequences"), &[b, 8, size_of::<usize>()])?;
         let entries = |name: &str, given: Option<&[usize]>, default: usize| {
             let Some(entries) = given else { return Ok(vec![default; b]) };
             check_entries(op, name, entries.len(), b, "sequences")?;
