@@ -252,7 +252,7 @@ impl AttentionMask {
     #[must_use]
     pub fn with_prefix(mut self, prefix: impl Into<ValidLens>) -> Self {
         let mut causals = self.constraints.iter().filter_map(|constraint| match constraint {
-            Constraint::Aligned(alignment, Reach::Causal { prefix }) => Some((alignment, prefix)),
+            Constraint::Aligned(alignment, Reach::Causal { prefix: own }) => Some((alignment, own)),
             _ => None,
         });
         let (first, prefix) = (causals.next(), prefix.into());

@@ -165,13 +165,13 @@ fn columns(tensor: &Tensor, placements: &[Placement], rows: usize) -> Result<Ten
     let of_all = tensor.broadcast_as((placements.len(), h, t_q, t_kv))?;
     let mut parts = Vec::with_capacity(placements.len());
     for (b, placement) in placements.iter().enumerate() {
-        let start = placement.keys.start;
-        let have = rows.min(t_kv - start);
+        let first = placement.keys.start;
+        let have = rows.min(t_kv - first);
         // Rows past the end of a sequence are masked.
         parts.push(if have == 0 {
             Tensor::zeros((1, h, t_q, rows), tensor.dtype(), tensor.device())?
         } else {
-            let own = of_all.narrow(0, b, 1)?.narrow(3, start, have)?;
+            let own = of_all.narrow(0, b, 1)?.narrow(3, first, have)?;
             readable(&own)?.contiguous()?.pad_with_zeros(3, 0, rows - have)?
         });
     }

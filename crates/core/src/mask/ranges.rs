@@ -159,14 +159,14 @@ impl RowRanges {
         // One matrix for all sequences, if their ranges are equal.
         let first = &self.keys[..t_q];
         let rows = if self.keys.chunks(t_q).all(|own| own == first) { first } else { &self.keys };
-        let dims = [rows.len() / t_q, t_q, t_kv];
-        let Some(mut allowed) = filled(&dims, 0u8) else {
-            bail!("[{OP}] a mask of {dims:?} entries does not fit in memory")
+        let matrices = [rows.len() / t_q, t_q, t_kv];
+        let Some(mut allowed) = filled(&matrices, 0u8) else {
+            bail!("[{OP}] a mask of {matrices:?} entries does not fit in memory")
         };
         for (keys, row) in rows.iter().zip(allowed.chunks_exact_mut(t_kv)) {
             row[keys.clone()].fill(1);
         }
-        let allowed = Tensor::from_vec(allowed, (dims[0], 1, t_q, t_kv), device)?;
+        let allowed = Tensor::from_vec(allowed, (matrices[0], 1, t_q, t_kv), device)?;
         Ok(Some(if let Some(keep) = keep { all_of(&allowed, &keep)? } else { allowed }))
     }
 }
@@ -192,9 +192,9 @@ impl AttentionMask {
         self.check(b, &[[t_q, t_kv]])?;
         // A batch without queries has no rows, even if it has more sequences than memory holds.
         let sequences = if t_q == 0 { 0 } else { b };
-        let plan = |b: usize| SequencePlan {
-            placement: self.placement(b, t_q, t_kv),
-            queries: b * t_q..(b + 1) * t_q,
+        let plan = |s: usize| SequencePlan {
+            placement: self.placement(s, t_q, t_kv),
+            queries: s * t_q..(s + 1) * t_q,
             first_key: 0,
         };
         self.rows_of(op, b * t_q, (0..sequences).map(plan))
@@ -225,9 +225,9 @@ impl AttentionMask {
         };
         let (mut sequences, mut conflict) = (Vec::new(), None);
         for (s, SequencePlan { placement, queries, first_key }) in plans.enumerate() {
-            for (i, keys) in keys[queries.clone()].iter_mut().enumerate() {
+            for (i, of_query) in keys[queries.clone()].iter_mut().enumerate() {
                 let own = placement.allowed_keys(&self.constraints, s, i);
-                *keys = first_key + own.start..first_key + own.end;
+                *of_query = first_key + own.start..first_key + own.end;
             }
             let QueryPosition { first: position, other } = placement.query_position(&self.constraints, s, 0);
             if let (None, Some(other)) = (conflict, other) {

@@ -260,7 +260,7 @@ impl RelativeBias {
     fn computed(&self, queries: &Positions, keys: &Positions) -> Result<Tensor> {
         let starts = queries.starts().zip(keys.starts());
         let Some((of_queries, of_keys)) = starts else { return self.by_pair(queries, keys) };
-        let first = |starts: &[u32], b: usize| starts.get(b).or(starts.first()).map_or(0, |&start| i64::from(start));
+        let first = |of: &[u32], b: usize| of.get(b).or(of.first()).map_or(0, |&start| i64::from(start));
         // The distance of the first key before the last query.
         let furthest = |b: usize| first(&of_queries, b) + queries.t as i64 - 1 - first(&of_keys, b);
         let mut all: Vec<_> = (0..of_queries.len().max(of_keys.len()).max(1)).map(furthest).collect();

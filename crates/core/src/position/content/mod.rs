@@ -207,8 +207,8 @@ pub(crate) fn content_specs(positions: Option<&ContentPositions>, layer: &LayerS
         ContentPositions::Clipped { left: 0, right: 0 },
         ContentPositions::Disentangled(DisentangledConfig::new(1)),
     ];
-    for positions in one_of_each {
-        let names = positions.specs(layer).into_iter().map(|spec| spec.stored);
+    for kind in one_of_each {
+        let names = kind.specs(layer).into_iter().map(|spec| spec.stored);
         layer.source.refuse(names, "the config has no content_positions")?;
     }
     Ok(Vec::new())

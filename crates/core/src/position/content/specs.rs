@@ -23,7 +23,7 @@ impl LayerSpecs<'_> {
     /// Returns a parameter that all heads share.
     pub fn shared(&self, name: &str, shape: &[usize], init: Init) -> ParameterSpec {
         let names = PREFIXES.map(|prefix| format!("{prefix}{name}"));
-        let stored = names.iter().find(|name| self.source.has(name)).unwrap_or(&names[0]);
+        let stored = names.iter().find(|stored| self.source.has(stored)).unwrap_or(&names[0]);
         ParameterSpec::new(name, shape, init).stored(stored)
     }
 
