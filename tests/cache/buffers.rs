@@ -9,14 +9,14 @@ static ALLOCATOR: Counting = Counting;
 /// Checks that keys and values are read in place, and that no buffer is allocated while the capacity suffices.
 #[test]
 fn cache_is_read_without_copies() -> Result<()> {
-    let cfg = Config::new(512, 4).with_num_kv_heads(2).with_causal(true);
+    let causal = Config::new(512, 4).with_num_kv_heads(2).with_causal(true);
     let full = || AttentionCacheConfig::new().with_capacity(1024);
-    let windowed = cfg.clone().with_window(600);
+    let windowed = causal.clone().with_window(600);
     let xs = wave(2, 1005, 512, 0.0)?;
     for (cfg, cache) in [
-        (&cfg, full()),
-        (&cfg, full().with_dtype(DType::BF16)),
-        (&cfg, full().with_q8()),
+        (&causal, full()),
+        (&causal, full().with_dtype(DType::BF16)),
+        (&causal, full().with_q8()),
         (&windowed, full().with_window(600)),
     ] {
         let (layer, mut cache) = (layer(cfg)?, AttentionCache::new(&cache)?);
@@ -44,8 +44,8 @@ fn cache_of_8_bits_is_not_converted_to_floats() -> Result<()> {
     let full = AttentionCacheConfig::new().with_capacity(8192);
     let (mut cache, mut small) = (AttentionCache::new(&full)?, AttentionCache::new(&full.with_q8())?);
     let xs = Tensor::randn(0f32, 1.0, (1, 8000, 64), &CPU)?;
-    for cache in [&mut cache, &mut small] {
-        in_calls(&layer, cache, &xs, &[1000; 8])?;
+    for filled in [&mut cache, &mut small] {
+        in_calls(&layer, filled, &xs, &[1000; 8])?;
     }
     let (rows, floats) = (2 * 8192, 4);
     assert_eq!(cache.memory(), rows * (16 + 8) * floats);
@@ -58,8 +58,8 @@ fn cache_of_8_bits_is_not_converted_to_floats() -> Result<()> {
     let largest = allocations::asked().largest;
     assert!(largest < small.memory() / 10, "{largest} bytes at once");
     let expected = layer.forward_with(AttentionInput::new(&token).with_cache(&mut cache))?;
-    let largest = values(&expected).into_iter().map(f64::abs).fold(0.0, f64::max);
-    assert_close(&ys, &expected, 3e-2 * largest, "8 bits");
+    let magnitude = values(&expected).into_iter().map(f64::abs).fold(0.0, f64::max);
+    assert_close(&ys, &expected, 3e-2 * magnitude, "8 bits");
     assert_eq!((small.lens(), small.fork()?.memory()), (vec![8001], small.memory()));
     Ok(())
 }

@@ -49,8 +49,8 @@ fn delta_cache_truncates_to_snapshots() -> Result<()> {
 fn delta_cache_snapshot_restores_shorter_sequences() -> Result<()> {
     let (net, xs) = (net(DType::F32)?, wave(2, 5, E, 0.0)?);
     let mut cache = DeltaCache::default();
-    let call = |cache: &mut DeltaCache, lens: &[usize]| {
-        net.forward_with(DeltaInput::new(&xs).with_valid_lens(lens).with_cache(cache))
+    let call = |state: &mut DeltaCache, lens: &[usize]| {
+        net.forward_with(DeltaInput::new(&xs).with_valid_lens(lens).with_cache(state))
     };
     call(&mut cache, &[5, 2])?;
     cache.snapshot();
@@ -169,8 +169,8 @@ fn delta_cache_fork_and_snapshots_after_short_calls_are_independent() -> Result<
         let ys = call(&net, &mut cache, &part(&xs, first + second, 2)?)?;
         assert_close(&ys, &part(&expected, first + second, 2)?, 1e-5, &what);
         cache.truncate(first)?;
-        let ys = call(&net, &mut cache, &part(&xs, first, second + 2)?)?;
-        assert_close(&ys, &part(&expected, first, second + 2)?, 1e-5, &what);
+        let again = call(&net, &mut cache, &part(&xs, first, second + 2)?)?;
+        assert_close(&again, &part(&expected, first, second + 2)?, 1e-5, &what);
     }
     Ok(())
 }

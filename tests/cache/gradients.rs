@@ -28,8 +28,8 @@ fn cache_call_reads_variables_every_time() -> Result<()> {
             var.set(&(wave(1, 1, var.elem_count(), n as f32)?.reshape(var.shape())? * 0.5)?)?;
         }
         let mut before = layer.run(AttentionInput::new(&xs))?;
-        for var in named.values() {
-            var.set(&var.affine(1.5, 0.1)?)?;
+        for changed in named.values() {
+            changed.set(&changed.affine(1.5, 0.1)?)?;
             let after = layer.run(AttentionInput::new(&xs))?;
             assert!(max_error(&after, &before) > 1e-4, "{kind:?}");
             for (pieces, backend) in
@@ -111,10 +111,10 @@ fn cache_call_gradients_do_not_change_when_cache_is_used_again() -> Result<()> {
         let mask = AttentionMask::none().with_bias(bias.as_tensor());
         let xs = wave(1, 4, 8, 0.0)?;
         let gradients = |again: Option<Use>| -> Result<Vec<Tensor>> {
-            let mut cache = AttentionCache::new(&AttentionCacheConfig::new().with_capacity(16))?;
-            let ys = in_calls(&own, &mut cache, &xs, &[4])?;
-            again.map_or(Ok(()), |again| again(&own, &mut cache))?;
-            let of_own = ys.sqr()?.sum_all()?.backward()?.get(&q_proj).expect("a gradient").clone();
+            let mut own_cache = AttentionCache::new(&AttentionCacheConfig::new().with_capacity(16))?;
+            let own_ys = in_calls(&own, &mut own_cache, &xs, &[4])?;
+            again.map_or(Ok(()), |again| again(&own, &mut own_cache))?;
+            let of_own = own_ys.sqr()?.sum_all()?.backward()?.get(&q_proj).expect("a gradient").clone();
             let mut cache = AttentionCache::default();
             in_calls(&earlier, &mut cache, &xs, &[4])?;
             let ys = later.forward_with(AttentionInput::new(&xs).with_shared_cache(&cache))?;
@@ -126,9 +126,9 @@ fn cache_call_gradients_do_not_change_when_cache_is_used_again() -> Result<()> {
             let of_bias = ys_of_mask.backward()?.get(&bias).expect("a gradient").clone();
             Ok([of_own, of_bias].into_iter().chain(of_later).collect())
         };
-        let expected = gradients(None)?;
+        let untouched = gradients(None)?;
         for (what, again) in USES {
-            for (found, expected) in gradients(Some(again))?.iter().zip(&expected) {
+            for (found, expected) in gradients(Some(again))?.iter().zip(&untouched) {
                 assert_close(found, expected, 0.0, &format!("{kv_heads} key heads, {what}"));
             }
         }

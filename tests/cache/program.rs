@@ -209,11 +209,11 @@ impl<'a> Program<'a> {
     }
 
     fn truncate(&mut self, random: &mut Random) -> Result<()> {
-        let len = |sequence: &Sequence| {
+        let drawn = |sequence: &Sequence| {
             let least = self.least(sequence);
             if random.chance(0.1) { 0 } else { least + random.up_to(sequence.len() - least) }
         };
-        let lens: Vec<_> = self.sequences.iter().map(len).collect();
+        let lens: Vec<_> = self.sequences.iter().map(drawn).collect();
         let one = lens.iter().copied().max().unwrap_or(0);
         // One length for all, where that is possible.
         let to_one = self.sequences.iter().all(|sequence| (self.least(sequence)..=sequence.len()).contains(&one));
@@ -263,7 +263,7 @@ pub fn difference(found: &Tensor, expected: &Tensor) -> f64 {
 
 /// Returns the tolerance of a layer in a dtype with a cache.
 pub fn tolerance(dtype: DType, cache: &AttentionCacheConfig) -> f64 {
-    let of = |dtype| match dtype {
+    let of = |float| match float {
         DType::F64 => 1e-12,
         DType::F32 => 1e-5,
         DType::F16 => 5e-3,

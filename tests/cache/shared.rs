@@ -21,8 +21,8 @@ fn normed() -> Config {
 fn layers(cfg: &Config, dtype: DType) -> Result<[MultiHeadAttention; 2]> {
     let later = cfg.clone().with_kv_sharing(KvSharing::EarlierLayer);
     let cfg = if cfg.qk_norm().is_some() { cfg.clone().with_value_norm(1e-6) } else { cfg.clone() };
-    let layer = |cfg: &Config, seed| {
-        let layer = MultiHeadAttention::new(cfg, TorchSeed::new(seed).var_builder(dtype, &CPU))?;
+    let layer = |own: &Config, seed| {
+        let layer = MultiHeadAttention::new(own, TorchSeed::new(seed).var_builder(dtype, &CPU))?;
         with_bias(layer, dtype, &CPU)
     };
     Ok([layer(&cfg, 3)?, layer(&later, 4)?])
@@ -67,13 +67,13 @@ fn shared_cache_with_window_accepts_long_calls() -> Result<()> {
     let own = AttentionCacheConfig::for_layer(&cfg);
     let error = error_text(call(&mut AttentionCache::new(&own)?, 0, T));
     assert!(error.contains("expected a shorter window in the mask, or a longer one in the cache"), "{error}");
-    let mut cache = AttentionCache::new(&own.clone().with_shared(true))?;
-    let expected = call(&mut cache, 0, T)?;
-    assert_eq!(cache.capacity(), T);
+    let mut shared = AttentionCache::new(&own.clone().with_shared(true))?;
+    let expected = call(&mut shared, 0, T)?;
+    assert_eq!(shared.capacity(), T);
     for n in 0..40 {
-        call(&mut cache, n % T, 1)?;
+        call(&mut shared, n % T, 1)?;
     }
-    assert_eq!(cache.capacity(), 10);
+    assert_eq!(shared.capacity(), 10);
     let (mut cache, mut at) = (AttentionCache::new(&own)?, 0);
     for t in [5, 5, 1, 5, 5, 2] {
         assert_close(&call(&mut cache, at, t)?, &part(&expected, at, t)?, 1e-5, "calls of no more than a window");
@@ -108,7 +108,7 @@ fn keys_as_values_are_taken_before_norms_and_rope() -> Result<()> {
     )?;
     let mut weights: HashMap<_, _> = one.state_dict(WeightLayout::Canonical)?.into_iter().collect();
     assert!(weights.keys().all(|name| !name.starts_with("v_proj")), "{:?}", weights.keys());
-    let builder = |weights: &HashMap<_, _>| VarBuilder::from_tensors(weights.clone(), DType::F32, &CPU);
+    let builder = |tensors: &HashMap<_, _>| VarBuilder::from_tensors(tensors.clone(), DType::F32, &CPU);
     let again = MultiHeadAttention::new(one.config(), builder(&weights))?;
     for name in ["weight", "bias"] {
         weights.insert(format!("v_proj.{name}"), weights[&format!("k_proj.{name}")].clone());
@@ -120,8 +120,8 @@ fn keys_as_values_are_taken_before_norms_and_rope() -> Result<()> {
     for layer in [&one, &again, &one.freeze()?] {
         assert_close(&layer.forward(&xs)?, &expected, 1e-6, "one projection");
         let memory = layer.project_memory(&xs, &xs)?;
-        let found = layer.forward_with(AttentionInput::new(&xs).with_memory(&memory).with_mask(&mask))?;
-        assert_close(&found, &two.forward_with(AttentionInput::new(&xs).with_mask(&mask))?, 1e-6, "a memory");
+        let of_memory = layer.forward_with(AttentionInput::new(&xs).with_memory(&memory).with_mask(&mask))?;
+        assert_close(&of_memory, &two.forward_with(AttentionInput::new(&xs).with_mask(&mask))?, 1e-6, "a memory");
         let found = in_calls(layer, &mut AttentionCache::default(), &xs, &[20, 1, 2])?;
         assert_close(&found, &expected, 1e-5, "a cache");
     }

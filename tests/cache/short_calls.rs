@@ -61,7 +61,7 @@ impl Filled {
     fn truncate(mut self, len: usize) -> Result<Self> {
         let lens: Vec<_> = self.cache.lens().into_iter().map(|own| own.min(len)).collect();
         self.cache.truncate_to(&lens)?;
-        let cut = |(sequence, &len): (&Tensor, &usize)| sequence.narrow(0, 0, len);
+        let cut = |(sequence, &kept): (&Tensor, &usize)| sequence.narrow(0, 0, kept);
         self.sequences = self.sequences.iter().zip(&lens).map(cut).collect::<Result<_>>()?;
         Ok(self)
     }

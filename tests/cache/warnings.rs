@@ -168,8 +168,8 @@ fn left_padding_counted_twice() -> Result<()> {
 fn causal_cross_attention() -> Result<()> {
     let (queries, others) = (xs(2, 3)?, xs(2, 5)?);
     let cfg = Config::new(8, 2);
-    let cross = |cfg: &Config| -> Result<()> {
-        let layer = layer(cfg)?;
+    let cross = |own: &Config| -> Result<()> {
+        let layer = layer(own)?;
         let memory = layer.project_memory(&others, &others)?;
         layer.forward_with(AttentionInput::new(&queries).with_memory(&memory))?;
         layer.forward_with(AttentionInput::new(&queries).with_key_value(&others, &others))?;
@@ -178,11 +178,11 @@ fn causal_cross_attention() -> Result<()> {
     cross(&cfg)?;
     let causal = cfg.clone().with_causal(true);
     layer(&causal)?.forward_with(AttentionInput::new(&queries).with_key_value(&queries, &queries))?;
-    let (reader, others) = (layer(&causal.clone().with_kv_sharing(KvSharing::EarlierLayer))?, &queries);
-    let memory = layer(&causal)?.project_memory(others, others)?;
+    let (reader, same) = (layer(&causal.clone().with_kv_sharing(KvSharing::EarlierLayer))?, &queries);
+    let memory = layer(&causal)?.project_memory(same, same)?;
     reader.forward_with(AttentionInput::new(&queries).with_memory(&memory))?;
     let mask = AttentionMask::causal();
-    let input = AttentionInput::new(&queries).with_key_value(others, others).with_mask(&mask);
+    let input = AttentionInput::new(&queries).with_key_value(same, same).with_mask(&mask);
     layer(&cfg)?.forward_with(input)?;
     assert_silent("a layer that is not causal, the queries' own keys, an earlier layer's, a causal mask of the call");
     cross(&causal)?;

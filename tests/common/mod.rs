@@ -184,12 +184,12 @@ pub fn compare(
     if got.dims() != shape || got.dtype() != dtype || got.elem_count() != expected.len() {
         bail!("{what}: shape {:?} in {:?}, expected {shape:?} in {dtype:?}", got.dims(), got.dtype());
     }
-    for (n, (got, &expected)) in values(got).into_iter().zip(expected).enumerate() {
-        let equal = got == expected || (got.is_nan() && expected.is_nan());
+    for (n, (found, &wanted)) in values(got).into_iter().zip(expected).enumerate() {
+        let equal = found == wanted || (found.is_nan() && wanted.is_nan());
         let most = tolerance(n);
-        let is_within = expected.is_finite() && (got - expected).abs() <= most;
+        let is_within = wanted.is_finite() && (found - wanted).abs() <= most;
         if !equal && !is_within {
-            bail!("{what}: entry {n} is {got}, expected {expected} to within {most:e}");
+            bail!("{what}: entry {n} is {found}, expected {wanted} to within {most:e}");
         }
     }
     Ok(())

@@ -67,7 +67,7 @@ impl Judge {
         let file = path.with_extension("safetensors");
         let tensors = candle_core::safetensors::load(file, &Device::Cpu).expect("the tensors are there");
         for part in judge.cases.iter_mut().flat_map(|case| [&mut case.inputs, &mut case.outputs]) {
-            part.by_name = part.names.iter().map(|(name, stored)| (name.clone(), tensors[stored].clone())).collect();
+            part.by_name = part.names.iter().map(|(own, stored)| (own.clone(), tensors[stored].clone())).collect();
         }
         judge
     }

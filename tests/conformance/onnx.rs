@@ -33,7 +33,7 @@ fn attention(case: &Case, backend: Backend) -> Result<Answer> {
     // Query i has the position of key i + offset.
     let offsets: Vec<i64> = match case.find("nonpad_kv_seqlen") {
         Some(lens) => (lens - t_q as f64)?.to_vec1()?,
-        None => vec![past.map_or(0, |(k, _)| k.dims()[2] as i64); b],
+        None => vec![past.map_or(0, |(past_k, _)| past_k.dims()[2] as i64); b],
     };
     let side = |name| case.number(name).filter(|&size| size >= 0.0).map(|size| size as usize);
     let right = if case.has("is_causal") { Some(0) } else { side("right_window_size") };

@@ -8,10 +8,10 @@ use crate::{Case, Judge, Verdict};
 pub fn part(judge: &Judge, verdicts: &[(&Case, [Verdict; 2])]) -> String {
     // Cases of a group with the same verdicts, in the order of the first of them.
     let mut rows: Vec<(&str, &[Verdict; 2], Vec<&str>)> = Vec::new();
-    for (case, verdicts) in verdicts {
-        match rows.iter_mut().find(|(group, of, _)| *group == case.group && *of == verdicts) {
+    for (case, both) in verdicts {
+        match rows.iter_mut().find(|(group, of, _)| *group == case.group && *of == both) {
             Some((_, _, names)) => names.push(&case.name),
-            None => rows.push((&case.group, verdicts, vec![&case.name])),
+            None => rows.push((&case.group, both, vec![&case.name])),
         }
     }
     let [reference, fused] =
@@ -23,9 +23,9 @@ pub fn part(judge: &Judge, verdicts: &[(&Case, [Verdict; 2])]) -> String {
         judge.version,
         verdicts.len(),
     );
-    for (group, [reference, fused], names) in rows {
+    for (group, [on_reference, on_fused], names) in rows {
         let (n, names) = (names.len(), listed(&names));
-        let _ = writeln!(text, "| {group} | {n}: {names} | {} | {} |", said(reference), said(fused));
+        let _ = writeln!(text, "| {group} | {n}: {names} | {} | {} |", said(on_reference), said(on_fused));
     }
     text
 }

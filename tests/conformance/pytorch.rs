@@ -56,7 +56,7 @@ fn layer(case: &Case, backend: Backend) -> Result<Answer> {
         // True means masked here.
         mask = if given.dtype() == DType::U8 { mask.with_bool_mask(&given.eq(0u8)?) } else { mask.with_bias(&given) };
     }
-    let input = |backend| AttentionInput::new(&q).with_key_value(&k, &v).with_mask(&mask).with_backend(backend);
+    let input = |path| AttentionInput::new(&q).with_key_value(&k, &v).with_mask(&mask).with_backend(path);
     let output = batch_first(&layer.forward_with(input(backend))?)?;
     let weights = layer.forward_with_weights(input(Backend::Auto))?.weights;
     Ok(Answer::Outputs(vec![("output", output), ("weights", weights.mean(weights.rank() - 3)?)]))

@@ -42,7 +42,7 @@ fn step(shape: &Shape, by: &Fields, cache: &mut AttentionCache) -> Result<Tensor
 pub fn check(held: &Fields, call: impl Fn(&mut AttentionCache) -> Result<String>) -> Result<String> {
     let attempt = |capacity: Option<usize>| -> Result<String> {
         let [mut cache, mut untouched] = [filled(held, capacity)?, filled(held, capacity)?];
-        let state = |cache: &AttentionCache| (cache.lens(), cache.capacity(), cache.memory());
+        let state = |kept: &AttentionCache| (kept.lens(), kept.capacity(), kept.memory());
         let outcome = call(&mut cache);
         if !outcome.as_ref().is_ok_and(|text| text == ACCEPTED) {
             assert_eq!(state(&cache), state(&untouched));

@@ -53,8 +53,8 @@ fn net(_: &str, call: &Fields) -> Result<String> {
     let (xs, edit) = (call.tensor("xs")?, call.get::<Edit>("edit")?);
     let Some(before) = call.json("cache").and_then(Value::as_array) else { return run(call, &xs, None).map(accepted) };
     let mut cache = DeltaCache::default();
-    for (n, call) in before.iter().enumerate() {
-        step(call, &mut cache)?;
+    for (n, earlier) in before.iter().enumerate() {
+        step(earlier, &mut cache)?;
         if n == 0 {
             cache.snapshot();
         }
@@ -66,9 +66,9 @@ fn net(_: &str, call: &Fields) -> Result<String> {
         Some(Edit::TruncateTo(_)) => panic!("a state has one length to be truncated to"),
         None => run(call, &xs, Some(&mut cache)).map(drop),
     };
-    if let (Err(_), Some(call)) = (&outcome, before.first()) {
+    if let (Err(_), Some(first)) = (&outcome, before.first()) {
         assert_eq!(cache.lens(), untouched.lens());
-        let [own, other] = [&mut cache, &mut untouched].map(|cache| step(call, cache));
+        let [own, other] = [&mut cache, &mut untouched].map(|cache| step(first, cache));
         assert_eq!(values(&own?), values(&other?));
     }
     outcome.map(accepted)

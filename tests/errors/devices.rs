@@ -13,8 +13,8 @@ fn tensors_on_another_device_are_rejected(device: &Device) -> Result<()> {
     let (here, there) = (CPU.location(), device.location());
     let (q, kv, none) = (zeros((1, 2, 3, 4)).to_device(device)?, zeros((1, 2, 5, 4)), AttentionMask::none());
     let (k, options) = (kv.to_device(device)?, SdpaOptions::default);
-    let attend = |k: &Tensor, v: &Tensor, mask: &AttentionMask, options: SdpaOptions| {
-        error_text(scaled_dot_product_attention(&q, k, v, mask, &options))
+    let attend = |keys: &Tensor, values: &Tensor, mask: &AttentionMask, with: SdpaOptions| {
+        error_text(scaled_dot_product_attention(&q, keys, values, mask, &with))
     };
     let keep = AttentionMask::none().with_bool_mask(&of(DType::U8, (3, 5)));
     let bias = AttentionMask::none().with_bias(&zeros((3, 5)));

@@ -39,10 +39,10 @@ fn strided_slopes_sinks_lengths_and_inputs_match_contiguous_ones() -> Result<()>
     for heads in [wide.narrow(1, 1, 1)?.squeeze(1)?, wide.flatten_all()?.narrow(0, 3, 4)?] {
         assert_close(&with(&heads)?, &with(&heads.force_contiguous()?)?, 0.0, "slopes and sinks");
     }
-    let with =
+    let masked =
         |lens: ValidLens| attend(&q, &q, &q, &AttentionMask::none().with_valid_lens(lens), &SdpaOptions::default());
     let lens = ValidLens::from_tensor(&Tensor::new(&[2i64], &CPU)?.broadcast_as(2)?)?;
-    assert_close(&with(lens)?, &with(vec![2, 2].into())?, 0.0, "lengths");
+    assert_close(&masked(lens)?, &masked(vec![2, 2].into())?, 0.0, "lengths");
 
     let layer = MultiHeadAttention::new(&Config::new(6, 2), variables())?;
     for xs in [
@@ -75,9 +75,9 @@ fn every_builder_loads_every_layout_twice_alike() -> Result<()> {
             let load = || MultiHeadAttention::load(&cfg, layout, vb.pp("attn"))?.forward(&xs);
             let first = load()?;
             assert_close(&load()?, &first, 0.0, &format!("{layout} from {what}"));
-            for cfg in [&Config::new(most, 1).with_num_kv_heads(1), &wide] {
-                for cfg in [cfg.clone(), cfg.clone().with_out_proj(false)] {
-                    assert!(MultiHeadAttention::load(&cfg, layout, builder()).is_err(), "{layout} from {what}");
+            for huge in [&Config::new(most, 1).with_num_kv_heads(1), &wide] {
+                for either in [huge.clone(), huge.clone().with_out_proj(false)] {
+                    assert!(MultiHeadAttention::load(&either, layout, builder()).is_err(), "{layout} from {what}");
                 }
             }
         }

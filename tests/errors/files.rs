@@ -42,7 +42,7 @@ pub fn valid() -> Vec<u8> {
 pub fn read(name: &str, bytes: &[u8]) -> Result<String> {
     let checkpoint = Checkpoint::open(file(name, bytes))?;
     let vb = checkpoint.var_builder(DType::F32, &CPU)?;
-    checkpoint.shapes().try_for_each(|(name, shape)| vb.get(shape, name).map(drop)).map(accepted)
+    checkpoint.shapes().try_for_each(|(tensor, shape)| vb.get(shape, tensor).map(drop)).map(accepted)
 }
 
 /// Returns one byte for each letter.

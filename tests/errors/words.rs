@@ -42,7 +42,7 @@ impl<'de> Deserializer<'de> for Json {
     ) -> serde_json::Result<V::Value> {
         match self.0 {
             Value::Object(fields) => {
-                let fields = fields.into_iter().map(|(name, field)| (name, Json(field)));
+                let fields = fields.into_iter().map(|(key, field)| (key, Json(field)));
                 visitor.visit_enum(MapAccessDeserializer::new(MapDeserializer::new(fields)))
             }
             other => other.deserialize_enum(name, variants, visitor),
@@ -182,7 +182,7 @@ pub fn tensor(json: &Value) -> Result<Tensor> {
 /// Reads tensors by name, in the order of their names.
 pub fn named<C: FromIterator<(String, Tensor)>>(json: &Value) -> Result<C> {
     let tensors = json.as_object().expect("names and tensors").iter();
-    tensors.map(|(name, json)| Ok((name.clone(), tensor(json)?))).collect()
+    tensors.map(|(name, entry)| Ok((name.clone(), tensor(entry)?))).collect()
 }
 
 /// Returns the dtype and the shape in a text, if it has no other words.
@@ -201,9 +201,9 @@ fn numbers(list: &Value) -> Result<Tensor> {
         }
     }
     let (mut found, mut dims, mut first) = (Vec::new(), Vec::new(), Some(list));
-    while let Some(Value::Array(list)) = first {
-        dims.push(list.len());
-        first = list.first();
+    while let Some(Value::Array(nested)) = first {
+        dims.push(nested.len());
+        first = nested.first();
     }
     read(list, &mut found);
     Tensor::from_vec(found, dims, &CPU)

@@ -90,9 +90,9 @@ pub fn tensors(fitting: &Fitting, said: impl Fn(Value) -> String) -> Vec<String>
     for (place, _) in &tensors {
         let own = whole.pointer(place).and_then(Value::as_str).expect("a tensor stands there");
         let (dtype, shape) = dtype_and_shape(own).expect("a tensor");
-        let mut with = |what: String, dtype: DType, shape: &[usize]| {
+        let mut with = |what: String, kind: DType, dims: &[usize]| {
             let mut call = whole.clone();
-            put(&mut call, place, text((dtype, shape)));
+            put(&mut call, place, text((kind, dims)));
             texts.push(format!("{} {what}: {}", &place[1..], said(call)));
         };
         for other in other_shapes(&shape) {

@@ -95,8 +95,8 @@ fn generation_matches_tokens_of_transformers() -> Result<()> {
             let printed = model.printed(&prompts.chain(["--max-tokens", "6", "--chunk", chunk]).collect::<Vec<_>>());
             let lines: Vec<_> = printed.lines().collect();
             assert_eq!(lines.len(), expected.len(), "{model}");
-            for (line, expected) in lines.iter().zip(expected) {
-                assert!(expected.is_none_or(|expected| line == expected), "{model}: {printed}, expected {expected:?}");
+            for (line, wanted) in lines.iter().zip(expected) {
+                assert!(wanted.is_none_or(|tokens| line == tokens), "{model}: {printed}, expected {wanted:?}");
             }
         }
     }

@@ -147,7 +147,7 @@ impl Session {
             let others = if name.contains(part) { others } else { &[part][..] };
             let parts = tensor.chunk(others.len().max(1), 0).expect("rows that can be shared");
             let parts = others.iter().zip(parts).map(|(other, rows)| (name.replace(part, other), rows));
-            tensors.extend(parts.map(|(name, rows)| (name.replace('^', ""), rows.contiguous().expect("memory"))));
+            tensors.extend(parts.map(|(new, rows)| (new.replace('^', ""), rows.contiguous().expect("memory"))));
         }
         safetensors::save(&tensors, file).expect("weights are written");
     }

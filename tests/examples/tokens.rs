@@ -23,7 +23,7 @@ fn assert_maps(args: &[&str], exact: &Maps) {
     let sizes = |maps: &Maps| maps.iter().flatten().map(Vec::len).collect::<Vec<_>>();
     assert_eq!(sizes(&shown), sizes(exact), "{args:?}");
     let mut cells = shown.iter().flatten().flatten().zip(exact.iter().flatten().flatten());
-    assert!(cells.all(|(shown, exact)| (shown - exact).abs() <= 0.006), "{args:?}: {shown:?}");
+    assert!(cells.all(|(one, other)| (one - other).abs() <= 0.006), "{args:?}: {shown:?}");
 }
 
 #[test]
@@ -56,12 +56,12 @@ fn tokenize_attend_numbers_match_pytorch() {
 fn tokenize_attend_maps_match_pytorch_and_transformers() {
     let weights = Golden::open("frontend_1536").get("main", "attn_weights_f64").mean(1).expect("a mean over heads");
     assert_maps(&[SENTENCE], &weights.to_vec3().expect("(B, T, T)"));
-    let exact: HashMap<String, Vec<Maps>> = read_json(recorded("examples/attentions.json"));
+    let attentions: HashMap<String, Vec<Maps>> = read_json(recorded("examples/attentions.json"));
     for (checkpoint, texts) in [
         ("causal_lm/models/gpt2", ["a b", "c d e"]),
         ("sentence_embedding/models/bert", ["man eats", "the sky is blue"]),
     ] {
-        for (layer, exact) in exact[checkpoint].iter().enumerate() {
+        for (layer, exact) in attentions[checkpoint].iter().enumerate() {
             let (folder, layer) = (format!("tests/{checkpoint}"), layer.to_string());
             assert_maps(&[&texts[..], &["--model", &folder, "--layer", &layer]].concat(), exact);
         }

@@ -13,9 +13,9 @@ use crate::{encoder, images};
 /// Trains whole blocks: norms, attention of every kind and MLPs, gated and plain, with the embedding and the head.
 #[test]
 fn training_steps_match_transformers_and_move_every_variable() -> Result<()> {
-    let expected = recorded_tensors("causal_lm/training.safetensors")?;
-    assert_eq!(expected.len(), 8);
-    for (model, expected) in expected {
+    let histories = recorded_tensors("causal_lm/training.safetensors")?;
+    assert_eq!(histories.len(), 8);
+    for (model, expected) in histories {
         let checkpoint = Checkpoint::of("causal_lm", &model);
         let (vars, vb) = variables(&checkpoint.path.join("model.safetensors"))?;
         let lm = CausalLm::load(&checkpoint.config(), vb, |_, _| {})?;

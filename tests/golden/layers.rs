@@ -71,18 +71,18 @@ impl<'a> System<'a> {
     /// Returns the output of a case, and the weights. Outside of training, a seed drops nothing.
     fn run(&self, case: &str, train: bool) -> Result<(Tensor, Option<Tensor>)> {
         let (golden, device) = (self.golden, self.vb.device());
-        let input = |name: &str| {
+        let find = |name: &str| {
             let tensor = golden.find(case, name);
             tensor.map(|tensor| tensor.to_dtype(self.vb.dtype())?.to_device(device)).transpose()
         };
         let xs = match &self.embedding {
             Some(embedding) => Some(embedding.forward(&golden.get(case, "ids").to_device(device)?)?),
-            None => input("x")?,
+            None => find("x")?,
         };
         let mask = mask(golden, case, device)?;
-        let [q, k, v] = match input("q")? {
-            Some(q) => [Some(q), input("k")?, input("v")?],
-            None => [input("queries")?, input("keys")?, input("values")?],
+        let [q, k, v] = match find("q")? {
+            Some(q) => [Some(q), find("k")?, find("v")?],
+            None => [find("queries")?, find("keys")?, find("values")?],
         };
         let input = match (&self.layer, &xs, (&q, &k, &v)) {
             (Layer::None, Some(xs), _) => return Ok((xs.clone(), None)),

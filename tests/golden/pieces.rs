@@ -33,8 +33,8 @@ fn small_examples_match_scores_weights_and_outputs() -> Result<()> {
     assert_golden(&output, &sun, "main")?;
     // The tutorial lists the weighted embeddings component by component.
     sun.check("main", "weighted", &output.weights.t()?.broadcast_mul(&x)?.t()?)?;
-    let x = heads(sun.get("all_queries", "x"))?;
-    sun.check("all_queries", "expected_f64", &attend(&x, &x, &x, &AttentionMask::none(), Some(1.0))?.output)?;
+    let all = heads(sun.get("all_queries", "x"))?;
+    sun.check("all_queries", "expected_f64", &attend(&all, &all, &all, &AttentionMask::none(), Some(1.0))?.output)?;
     let [q, k, v] = ["q", "k", "v"].map(|name| heads(golden.get("main", name)));
     let (q, k, v) = (q?, k?, v?);
     golden.check("main", "scores", &scores(&q, &k, 1.0)?)?;

@@ -10,10 +10,10 @@ fn printed_numbers_of_tutorials_are_reproduced() {
     for entry in list.as_array().expect("a list") {
         let [folder, case, tensor] = ["folder", "case", "tensor"].map(|key| entry[key].as_str().expect("a name"));
         let computed = values(Golden::open(folder).get(case, tensor));
-        let printed = entry["values"].as_array().expect("values");
-        let equal = entry["digits_equal"].as_array().expect("flags");
-        assert_eq!(computed.len(), printed.len(), "{}", entry["what"]);
-        for ((ours, printed), equal) in computed.iter().zip(printed).zip(equal) {
+        let numbers = entry["values"].as_array().expect("values");
+        let flags = entry["digits_equal"].as_array().expect("flags");
+        assert_eq!(computed.len(), numbers.len(), "{}", entry["what"]);
+        for ((ours, printed), equal) in computed.iter().zip(numbers).zip(flags) {
             let printed = printed.as_f64().expect("a number");
             // The place of the last printed digit: four decimals, or five significant digits of a small number.
             let place = if printed != 0.0 && printed.abs() < 1e-3 { printed.abs() * 1e-4 } else { 1e-4 };

@@ -116,15 +116,15 @@ fn gguf_weights_of_every_type_match_dequantised_layer() -> Result<()> {
             let is_k_quant = matches!(dtype, Q2K | Q3K | Q4K | Q5K | Q6K);
             assert!(error < 0.05 && (error > 1e-5) == is_k_quant, "{dtype:?}: off by {error:e}");
         };
-        for name in ["llama", "phi3"] {
-            let file = wide(name, dtype)?;
+        for architecture in ["llama", "phi3"] {
+            let file = wide(architecture, dtype)?;
             let mut plain = File { metadata: file.metadata.clone(), tensors: Vec::new() };
             for (name, tensor) in &file.tensors {
                 plain.add(name, &tensor.dequantize(&CPU)?, F32)?;
             }
             let (mut file, mut plain) = (file.open()?, plain.open()?);
             check(&load(&mut file, 0)?.forward(&xs)?, &load(&mut plain, 0)?.forward(&xs)?);
-            if name == "llama" {
+            if architecture == "llama" {
                 let (content, reader) = &mut plain;
                 let [weight, bias] = ["weight", "bias"]
                     .map(|part| content.tensor(reader, &format!("blk.0.attn_v.{part}"), &CPU)?.dequantize(&CPU));

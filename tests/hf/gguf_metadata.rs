@@ -313,7 +313,7 @@ fn value() -> impl Strategy<Value = Value> {
 
 /// Returns the number that a value means for a kind of key, or none for a value of another type.
 fn meaning(kind: Kind, name: &str, value: &Value) -> Option<f64> {
-    let integer = |value: &Value| match value {
+    let integer = |number: &Value| match number {
         Value::U8(n) => Some(f64::from(*n)),
         Value::I8(n) => Some(f64::from(*n)),
         Value::U16(n) => Some(f64::from(*n)),
@@ -342,8 +342,8 @@ fn gguf_metadata_of_every_type_are_read_or_their_key_is_named() {
     for_all(4000, (0..KEYS.len(), value()), |(key, value)| {
         let key = &KEYS[key];
         let mut file = file(key.architecture);
-        for (name, value) in (key.beside)() {
-            file.set(&format!("{}.{name}", key.architecture), value);
+        for (name, other) in (key.beside)() {
+            file.set(&format!("{}.{name}", key.architecture), other);
         }
         let is_global = key.name.starts_with("tokenizer");
         let full = if is_global { key.name.to_string() } else { format!("{}.{}", key.architecture, key.name) };

@@ -56,12 +56,13 @@ fn decoder(model: &Model) -> Result<()> {
             let input = AttentionInput::new(golden("decoder.layer{i}.in")).with_backend(backend);
             close(&layer.forward_with(input)?, "decoder.layer{i}.out", "decoder");
 
-            let layer = hf::load_cross_attention(&model.config, i, model.vb())?;
+            let cross = hf::load_cross_attention(&model.config, i, model.vb())?;
             let encoded = golden("cross.layer{i}.memory");
-            let input = || AttentionInput::new(golden("cross.layer{i}.in")).with_mask(&mask).with_backend(backend);
-            close(&layer.forward_with(input().with_key_value(encoded, encoded))?, "cross.layer{i}.out", "cross");
-            let memory = layer.project_memory(encoded, encoded)?;
-            close(&layer.forward_with(input().with_memory(&memory))?, "cross.layer{i}.out", "memory");
+            let cross_input =
+                || AttentionInput::new(golden("cross.layer{i}.in")).with_mask(&mask).with_backend(backend);
+            close(&cross.forward_with(cross_input().with_key_value(encoded, encoded))?, "cross.layer{i}.out", "cross");
+            let memory = cross.project_memory(encoded, encoded)?;
+            close(&cross.forward_with(cross_input().with_memory(&memory))?, "cross.layer{i}.out", "memory");
         }
     }
     Ok(())

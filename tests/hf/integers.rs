@@ -149,9 +149,9 @@ impl Fields {
     fn find(&mut self, parts: &[Part], config: &Value, object: &str, names: &[&str]) {
         let own = described(parts, config, 0);
         // Most names are not read, which is seen of several at once.
-        let is_read = |names: &&[&str]| {
-            let put = |config, name: &&str| with_field(&config, &format!("{object}/{name}"), json!("text"));
-            described(parts, &names.iter().fold(config.clone(), put), 0) != own
+        let is_read = |chunk: &&[&str]| {
+            let put = |edited, name: &&str| with_field(&edited, &format!("{object}/{name}"), json!("text"));
+            described(parts, &chunk.iter().fold(config.clone(), put), 0) != own
         };
         for name in names.chunks(8).filter(is_read).flatten() {
             let place = format!("{object}/{name}");

@@ -122,8 +122,8 @@ fn linear_attention_packed_sequences_match_separate_calls() -> Result<()> {
         let ys = net.forward_with(DeltaInput::new(&tracked).with_packed(&sequences))?;
         model.assert_close(&ys, &alone, "packed and tracked");
         let whole = PackedSequences::self_attention(vec![0, 9, 18])?;
-        let ys = net.forward_with(DeltaInput::new(&xs).with_packed(&whole))?;
-        model.assert_close(&ys, &model.golden["out"].flatten_to(1)?, "two whole sequences");
+        let joined = net.forward_with(DeltaInput::new(&xs).with_packed(&whole))?;
+        model.assert_close(&joined, &model.golden["out"].flatten_to(1)?, "two whole sequences");
     }
     Ok(())
 }

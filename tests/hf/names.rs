@@ -31,7 +31,7 @@ fn assert_same(model: &Model, layer: usize, other: &Model) {
 fn hf_models_with_and_without_head_have_equal_layers() {
     for name in HEADS.split(' ') {
         let model = Model::named(name);
-        let bare = |name: &str| name.split_once('.').expect("below a head").1.to_string();
+        let bare = |full: &str| full.split_once('.').expect("below a head").1.to_string();
         assert_same(&model, 0, &renamed(&model, bare));
     }
     // T5's classifiers have a name before all others, and a bias in the first layer.
@@ -67,13 +67,13 @@ fn hf_former_and_present_names_have_equal_layers() -> Result<()> {
     assert_same(&model, 0, &own);
 
     // RF-DETR's names before transformers 5.18.
-    let model = Model::named("rf_detr_dinov2");
-    let former = renamed(&model, |name| {
+    let detr = Model::named("rf_detr_dinov2");
+    let former = renamed(&detr, |name| {
         let of_out = name.replace("attention.o_proj", "attention.output.dense");
         let names = [("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value")];
-        names.iter().fold(of_out, |name, (new, old)| name.replace(new, &format!("attention.{old}")))
+        names.iter().fold(of_out, |given, (new, old)| given.replace(new, &format!("attention.{old}")))
     });
-    assert_same(&model, 0, &former);
+    assert_same(&detr, 0, &former);
     Ok(())
 }
 

@@ -43,7 +43,7 @@ fn hub_sessions_match_reviewed_texts() {
                 let lines = script.lines().filter(|line| !line.starts_with("    "));
                 let answers = lines.map(|line| {
                     let answer = session.answer(line);
-                    format!("{line}\n{}", answer.lines().map(|line| format!("    {line}\n")).collect::<String>())
+                    format!("{line}\n{}", answer.lines().map(|row| format!("    {row}\n")).collect::<String>())
                 });
                 let found: String = answers.collect();
                 expect_test::expect_file![path].assert_eq(&found);
@@ -96,9 +96,9 @@ impl Session {
         let line = line.replace("@HUB", &format!("@{host}")).replace("COMMIT", COMMIT);
         let (environment, model) = line.rsplit_once(' ').unwrap_or(("", &line));
         let given = environment.split_whitespace().map(|pair| pair.split_once('=').expect("NAME=VALUE"));
-        let environment: Vec<_> = [("HF_ENDPOINT", server.endpoint.as_str())].into_iter().chain(given).collect();
+        let variables: Vec<_> = [("HF_ENDPOINT", server.endpoint.as_str())].into_iter().chain(given).collect();
         let start = Instant::now();
-        let found = child::fetch(home.path(), model, &environment);
+        let found = child::fetch(home.path(), model, &variables);
         assert!(start.elapsed() < Duration::from_secs(20), "{line}: {:?}", start.elapsed());
         assert!(!found.contains("secret"), "{found}");
         let id = model.split('@').next().expect("an id");

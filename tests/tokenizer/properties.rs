@@ -77,8 +77,8 @@ proptest! {
         let drawn = |mask: &AttentionMask| mask.resolve(b, 2, t).unwrap().to_string();
         prop_assert_eq!(drawn(&batch.mask()), drawn(&expected));
         let other = batch.mask().resolve(b, 1, t + 1).unwrap_err().to_string();
-        let expected = format!("[attention_mask] the attention mask has {t} columns, expected");
-        prop_assert!(other.starts_with(&expected), "{other}");
+        let message = format!("[attention_mask] the attention mask has {t} columns, expected");
+        prop_assert!(other.starts_with(&message), "{other}");
     }
 }
 

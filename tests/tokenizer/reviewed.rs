@@ -81,7 +81,7 @@ impl Case {
         let [padding, unknown] = [tokenizer.padding_token(), tokenizer.unknown_token().map(String::from)];
         let mut report = format!("    {size} words {words:?}, padding {padding:?}, unknown {unknown:?}\n");
         let of = |special| {
-            let (mut report, mut known) = (String::new(), Vec::new());
+            let (mut lines, mut known) = (String::new(), Vec::new());
             for text in &self.texts {
                 let said = match tokenizer.encode_with(text, special) {
                     Ok(found) => {
@@ -91,19 +91,19 @@ impl Case {
                     }
                     Err(error) => error.to_string(),
                 };
-                writeln!(report, "    {text:?}: {said}").expect("memory");
+                writeln!(lines, "    {text:?}: {said}").expect("memory");
             }
             match tokenizer.encode_batch_with(&known, special) {
                 Ok(batch) => {
                     let (rows, cut, lens) = (batch.ids(), batch.num_truncated(), batch.lens());
-                    let valid = batch.valid_lens().map_or_else(|error| error.to_string(), |lens| format!("{lens:?}"));
+                    let valid = batch.valid_lens().map_or_else(|error| error.to_string(), |valid| format!("{valid:?}"));
                     let (tokens, starts, side) = (batch.tokens(), batch.starts(), batch.padding_side());
-                    report +=
+                    lines +=
                         &format!("    {rows:?} {tokens:?} cut {cut:?} lens {lens:?} {side:?} {starts:?} {valid}\n");
                 }
-                Err(error) => report += &format!("    {error}\n"),
+                Err(error) => lines += &format!("    {error}\n"),
             }
-            report
+            lines
         };
         let [with, without] = [of(SpecialTokens::With), of(SpecialTokens::Without)];
         report += &with;
@@ -138,7 +138,7 @@ fn tokenizer_reports_match_reviewed_texts() {
     let (reviewed, mut text) = (std::fs::read_to_string(path).expect("the texts"), String::new());
     for line in reviewed.lines().filter(|line| !line.starts_with("    ")) {
         let case: Case = serde_json::from_str(line).unwrap_or_else(|error| panic!("{line}: {error}"));
-        let said = case.tokenizer().map_or_else(
+        let answer = case.tokenizer().map_or_else(
             |error| format!("    {error}\n"),
             |tokenizer| {
                 let report = case.report(&tokenizer);
@@ -150,10 +150,10 @@ fn tokenizer_reports_match_reviewed_texts() {
                 report
             },
         );
-        assert!(said.lines().all(|line| line.starts_with("    ")), "{said}");
+        assert!(answer.lines().all(|row| row.starts_with("    ")), "{answer}");
         text += &format!("{line}\n");
         // What the crate below says where it panics is its own.
-        for said in said.lines() {
+        for said in answer.lines() {
             let (said, rest) = said.split_once(" panicked: ").map_or((said, ""), |(said, _)| (said, " panicked: …"));
             text += &format!("{said}{rest}\n");
         }

@@ -41,8 +41,8 @@ pub fn assert_joined(layer: &MultiHeadAttention, what: &str) -> Result<()> {
             assert!(linear.weight().is_contiguous(), "{what}");
             assert_eq!(place(linear.weight()), (buffer, row * width, len), "{what}");
             if let Some(bias) = linear.bias().filter(|_| joined.len() > 1) {
-                let (_, start, len) = place(bias);
-                assert_eq!((start, len), (row, rows), "{what}");
+                let (_, start, size) = place(bias);
+                assert_eq!((start, size), (row, rows), "{what}");
             }
             row += linear.weight().dim(0)?;
         }

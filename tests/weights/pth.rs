@@ -26,15 +26,15 @@ fn plain(file: &str) -> Result<HashMap<String, Tensor>> {
 #[test]
 fn pth_views_of_every_dtype_match_pytorch() -> Result<()> {
     for (file, count) in [("views", 9), ("kinds", 12), ("nested", 9)] {
-        let expected = plain(file)?;
-        assert_eq!(expected.len(), count, "{file}");
+        let tensors = plain(file)?;
+        assert_eq!(tensors.len(), count, "{file}");
         let checkpoint = Checkpoint::open(data(&format!("{file}.pth")))?;
         let shapes: HashMap<_, _> =
             checkpoint.shapes().map(|(name, shape)| (name.to_string(), shape.to_vec())).collect();
-        assert_eq!(shapes.len(), expected.len(), "{file} has tensors beside those: {shapes:?}");
+        assert_eq!(shapes.len(), tensors.len(), "{file} has tensors beside those: {shapes:?}");
         // Every value of the other dtypes is exact in f64.
         let vb = checkpoint.var_builder(DType::F64, &CPU)?;
-        for (name, tensor) in expected {
+        for (name, tensor) in tensors {
             let what = format!("{file}, {name}");
             assert_eq!(shapes[&name], tensor.dims(), "{what}");
             let expected = tensor.to_dtype(DType::F64)?;
@@ -70,11 +70,11 @@ fn pth_layer_in_views_or_nested_dict_is_loaded() -> Result<()> {
 
 #[test]
 fn pth_file_in_folder_is_a_checkpoint() -> Result<()> {
-    for name in ["pytorch_model.bin", "model.pth"] {
+    for file in ["pytorch_model.bin", "model.pth"] {
         let folder = tempfile::tempdir()?;
-        std::fs::copy(models().join("book_mha/model.pth"), folder.path().join(name))?;
+        std::fs::copy(models().join("book_mha/model.pth"), folder.path().join(file))?;
         let (zip, safetensors) = (Checkpoint::open(folder.path())?, Checkpoint::open(models().join("book_mha"))?);
-        assert_eq!(zip.shapes().collect::<Vec<_>>(), safetensors.shapes().collect::<Vec<_>>(), "{name}");
+        assert_eq!(zip.shapes().collect::<Vec<_>>(), safetensors.shapes().collect::<Vec<_>>(), "{file}");
         let (ours, theirs) = (zip.var_builder(DType::F32, &CPU)?, safetensors.var_builder(DType::F32, &CPU)?);
         for (name, shape) in safetensors.shapes() {
             assert_close(&ours.get(shape, name)?, &theirs.get(shape, name)?, 0.0, name);

@@ -12,9 +12,9 @@ use crate::{CPU, wave};
 #[test]
 fn file_truncated_after_opening_is_rejected() -> Result<()> {
     let folder = tempfile::tempdir()?;
-    for name in ["model.safetensors", "model.pth"] {
-        let path = folder.path().join(name);
-        std::fs::copy(models().join("book_mha").join(name), &path)?;
+    for file in ["model.safetensors", "model.pth"] {
+        let path = folder.path().join(file);
+        std::fs::copy(models().join("book_mha").join(file), &path)?;
         let (checkpoint, vb) = (Checkpoint::open(&path)?, weights::open(&path, DType::F32, &CPU)?);
         std::fs::OpenOptions::new().write(true).open(&path)?.set_len(100)?;
         for (name, shape) in checkpoint.shapes() {
@@ -35,18 +35,18 @@ fn large_tensors_are_read_whole_and_equal_mapped_ones() -> Result<()> {
     let path = folder.path().join("model.safetensors");
     let large = wave(0.61, (1031, 1021))?;
     let in_half = |dtype| large.to_dtype(dtype);
-    let stored = [
+    let tensors = [
         ("f32", large.clone()),
         ("bf16", in_half(DType::BF16)?),
         ("f16", in_half(DType::F16)?),
         ("none", large.narrow(0, 0, 0)?),
     ];
-    candle_core::safetensors::save(&HashMap::from(stored.clone()), &path)?;
+    candle_core::safetensors::save(&HashMap::from(tensors.clone()), &path)?;
     for dtype in [DType::F32, DType::F16, DType::BF16, DType::F64] {
         let read = weights::open(&path, dtype, &CPU)?;
         // SAFETY: nobody changes the file of this test.
         let mapped = unsafe { weights::open_mmaped(&path, dtype, &CPU)? };
-        for (name, stored) in &stored {
+        for (name, stored) in &tensors {
             let tensor = read.get(stored.dims(), name)?;
             assert_close(&tensor, &stored.to_dtype(dtype)?, 0.0, name);
             assert_close(&tensor, &mapped.get(stored.dims(), name)?, 0.0, name);
@@ -93,14 +93,14 @@ fn float8_weights_are_multiplied_by_their_scales() -> Result<()> {
     stored.insert("tall.weight_scale".into(), scale.clone());
     candle_core::safetensors::save(&stored, &path)?;
     let found = weights::open(&path, DType::F32, &CPU)?.get((4100, 260), "tall.weight")?.narrow(0, 4090, 10)?;
-    let expected = tall.to_dtype(DType::F32)?.broadcast_mul(&scale)?.narrow(0, 4090, 10)?;
-    assert_close(&found, &expected, 0.0, "the last rows of a tall weight");
+    let last_rows = tall.to_dtype(DType::F32)?.broadcast_mul(&scale)?.narrow(0, 4090, 10)?;
+    assert_close(&found, &last_rows, 0.0, "the last rows of a tall weight");
     for dtype in [DType::F32, DType::BF16, DType::F16] {
         // SAFETY: nobody changes the file of this test.
         let mapped = unsafe { weights::open_mmaped(&path, dtype, &CPU)? };
         for vb in [weights::open(&path, dtype, &CPU)?, mapped] {
-            let expected = scaled.iter().map(|(name, _, _, expected)| (*name, expected));
-            for (name, expected) in expected.chain([("plain", &exact)]) {
+            let cases = scaled.iter().map(|(name, _, _, product)| (*name, product));
+            for (name, expected) in cases.chain([("plain", &exact)]) {
                 let got = vb.pp(name).get((300, 260), "weight")?;
                 assert_close(&got, &expected.to_dtype(dtype)?, 0.0, &format!("{name} as {dtype:?}"));
             }
@@ -115,8 +115,8 @@ fn float8_weights_are_multiplied_by_their_scales() -> Result<()> {
             );
         }
     }
-    let stored = weights::open(&path, DType::F8E4M3, &CPU)?.get((300, 260), "none.weight")?;
-    assert_eq!(stored.dtype(), DType::F8E4M3);
-    assert_close(&stored.to_dtype(DType::F32)?, &exact, 0.0, "as it is stored");
+    let raw = weights::open(&path, DType::F8E4M3, &CPU)?.get((300, 260), "none.weight")?;
+    assert_eq!(raw.dtype(), DType::F8E4M3);
+    assert_close(&raw.to_dtype(DType::F32)?, &exact, 0.0, "as it is stored");
     Ok(())
 }

@@ -70,8 +70,8 @@ fn layouts_round_trip_every_config_bit_for_bit() -> Result<()> {
             assert_eq!(of_f32.map(|(name, _)| name.clone()).collect::<Vec<_>>(), masks(&cfg, layout), "{what}");
             let read = load(&cfg, layout, &written)?;
             assert_eq!(bits(&read)?, expected, "{what}");
-            for (read, written) in projections(&read).into_iter().zip(projections(&layer)) {
-                assert_eq!(read.weight().dims(), written.weight().dims(), "{what}");
+            for (one, other) in projections(&read).into_iter().zip(projections(&layer)) {
+                assert_eq!(one.weight().dims(), other.weight().dims(), "{what}");
             }
             assert_close(&output(&read)?, &expected_output, tolerance(layout), &what);
             assert_joined(&read, &what)?;

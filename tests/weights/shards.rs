@@ -43,9 +43,9 @@ fn sharded_safetensors_match_one_checkpoint() -> Result<()> {
     let layer = invented(&MultiHeadAttentionConfig::new(8, 2).with_bias(true), layout)?;
     let mut shards = [(); 3].map(|()| HashMap::new());
     for (i, (name, tensor)) in layer.state_dict(layout)?.iter().enumerate() {
-        for layer in 0..3 {
-            let name = format!("model.layers.{layer}.self_attn.{name}");
-            shards[(8 * layer + i) % 3].insert(name, (tensor * (layer + 1) as f64)?);
+        for index in 0..3 {
+            let name = format!("model.layers.{index}.self_attn.{name}");
+            shards[(8 * index + i) % 3].insert(name, (tensor * (index + 1) as f64)?);
         }
     }
     let file = |i: usize| folder.path().join(format!("model-0000{i}-of-00003.safetensors"));

@@ -122,17 +122,14 @@ fn tensor_parallel_options_per_head_match_whole_layer() -> Result<()> {
     ];
     // Where several processes have a copy of a key head, it counts once in a norm of the whole projection.
     for kind in [QkNormKind::Rms, QkNormKind::RmsPlusOne, QkNormKind::RmsNoWeight] {
-        let norm = QkNorm { kind, scope: QkNormScope::Projection, eps: 1e-5 };
-        configs.extend([(6, 3), (4, 2), (4, 1), (9, 3)].map(|(h, h_kv)| of(h, h_kv).with_qk_norm(norm)));
+        let of_projection = QkNorm { kind, scope: QkNormScope::Projection, eps: 1e-5 };
+        configs.extend([(6, 3), (4, 2), (4, 1), (9, 3)].map(|(h, h_kv)| of(h, h_kv).with_qk_norm(of_projection)));
     }
     for cfg in configs {
         let invented_vb = || VarBuilder::from_backend(Box::new(Invented), DType::F32, CPU);
-        let bias = cfg
-            .relative_bias()
-            .map(|buckets| RelativeBias::new(buckets, cfg.num_heads(), invented_vb()))
-            .transpose()?;
-        let with_bias = |layer: &MultiHeadAttention, bias: Option<RelativeBias>| match bias {
-            Some(bias) => layer.clone().with_relative_bias(bias),
+        let bias = cfg.relative_bias().map(|own| RelativeBias::new(own, cfg.num_heads(), invented_vb())).transpose()?;
+        let with_bias = |layer: &MultiHeadAttention, own: Option<RelativeBias>| match own {
+            Some(own) => layer.clone().with_relative_bias(own),
             None => Ok(layer.clone()),
         };
         let whole = with_bias(&invented(&cfg, WeightLayout::Canonical)?, bias.clone())?;

@@ -25,11 +25,11 @@ fn assert_uniform(tensor: &Tensor, lo: f64, up: f64, what: &str) {
 #[test]
 fn new_variables_have_initial_bounds_of_their_modules() -> Result<()> {
     // A linear layer: within one over the root of its inputs. nn.Parameter(torch.rand(d_in, d_out)): from 0 to 1.
-    let linear = 1.0 / (E as f64).sqrt();
+    let bound = 1.0 / (E as f64).sqrt();
     for (layout, [lo, up], bias) in [
-        ("bert", [-linear, linear], true),
-        ("packed:Wqkv", [-linear, linear], true),
-        ("packed:query_key_value:by-head", [-linear, linear], true),
+        ("bert", [-bound, bound], true),
+        ("packed:Wqkv", [-bound, bound], true),
+        ("packed:query_key_value:by-head", [-bound, bound], true),
         ("raw-transposed:d2l", [0.0, 1.0], false),
     ] {
         let (_, layer) = fresh(layout.parse()?, bias, MultiHeadAttentionConfig::new(E, 4))?;

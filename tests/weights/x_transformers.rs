@@ -34,11 +34,11 @@ fn recorded_layers() -> Result<Vec<Recorded>> {
         ("other_output", config(4, 2, 4).with_out_dim(10)),
     ];
     let all = safetensors::load(recorded("weights/x_transformers.safetensors"), &CPU)?;
-    let layer = |(name, config): (&'static str, MultiHeadAttentionConfig)| {
+    let layer = |(name, cfg): (&'static str, MultiHeadAttentionConfig)| {
         let own = all.iter().filter_map(|(full, tensor)| Some((full.strip_prefix(name)?.strip_prefix('.')?, tensor)));
-        let mut own: HashMap<_, _> = own.map(|(name, tensor)| (name.to_string(), tensor.clone())).collect();
+        let mut own: HashMap<_, _> = own.map(|(part, tensor)| (part.to_string(), tensor.clone())).collect();
         let [input, output] = ["in", "out"].map(|end| own.remove(end).expect(end));
-        Recorded { name, config: config.with_bias(false), tensors: own.into_iter().collect(), input, output }
+        Recorded { name, config: cfg.with_bias(false), tensors: own.into_iter().collect(), input, output }
     };
     Ok(layers.map(layer).into())
 }

@@ -225,7 +225,7 @@ impl Case {
         let distance = (self.position(b, i) - j as i128).unsigned_abs() as f64;
         let alibi = self.options.alibi_slopes.iter().map(|slopes| -slopes[h] * distance);
         let by_distance =
-            self.options.relative_bias.iter().map(|biases| biases.at([b, h, 0, self.dims.t_q - 1 - i + j]));
+            self.options.relative_bias.iter().map(|relative| relative.at([b, h, 0, self.dims.t_q - 1 - i + j]));
         alibi.chain(by_distance).chain(biases).collect()
     }
 
@@ -251,10 +251,10 @@ impl Case {
     }
 
     pub fn attend(&self) -> Attended {
-        let Dims { b, h, t_q, t_kv, d, d_v, .. } = self.dims;
+        let Dims { b: batch, h: heads, t_q, t_kv, d, d_v, .. } = self.dims;
         let mut out = Attended::default();
-        for b in 0..b {
-            for h in 0..h {
+        for b in 0..batch {
+            for h in 0..heads {
                 let keys = vectors(&self.k, [b, self.kv_head(h)], t_kv, d);
                 let values = vectors(&self.v, [b, self.kv_head(h)], t_kv, d_v);
                 for (i, query) in vectors(&self.q, [b, h], t_q, d).iter().enumerate() {
@@ -262,10 +262,10 @@ impl Case {
                     let (mut sums, mut terms) = (vec![0.0; d_v], vec![0.0; d_v]);
                     // A masked key is not part of the sum, even if its value is NaN.
                     for j in (0..t_kv).filter(|&j| row.takes_part[j]) {
-                        for ((sum, terms), value) in sums.iter_mut().zip(&mut terms).zip(&values[j]) {
+                        for ((sum, size), value) in sums.iter_mut().zip(&mut terms).zip(&values[j]) {
                             let term = row.weights[j] * value;
                             *sum += term;
-                            *terms += finite(term);
+                            *size += finite(term);
                         }
                     }
                     out.context.extend(sums);
@@ -283,8 +283,8 @@ impl Case {
         let t_kv = self.dims.t_kv;
         let seen: Vec<bool> = (0..t_kv).map(|j| self.sees([b, h, i, j])).collect();
         // The score of a masked key is not read.
-        let score = |j: usize| if seen[j] { self.score([b, h, i, j], query, &keys[j]) } else { (f64::NAN, f64::NAN) };
-        let scores: Vec<(f64, f64)> = (0..t_kv).map(score).collect();
+        let scored = |j: usize| if seen[j] { self.score([b, h, i, j], query, &keys[j]) } else { (f64::NAN, f64::NAN) };
+        let scores: Vec<(f64, f64)> = (0..t_kv).map(scored).collect();
         let sink = self.options.sinks.as_ref().map(|sinks| sinks[h]);
         let visible = || (0..t_kv).filter(|&j| seen[j]).map(|j| scores[j].0);
         let terms =
@@ -346,15 +346,15 @@ pub fn exact_attention(query: &[f64], keys: &[f64], values: &[f64]) -> Vec<f64> 
 
 /// Multiplies one row by a weight (out, in) and adds the bias.
 pub fn exact_linear(row: &[f64], weight: &[f64], bias: &[f64]) -> Vec<f64> {
-    let output = |(n, bias): (usize, &f64)| bias + dot(row, &weight[n * row.len()..][..row.len()]);
+    let output = |(n, own): (usize, &f64)| own + dot(row, &weight[n * row.len()..][..row.len()]);
     bias.iter().enumerate().map(output).collect()
 }
 
 /// Sums in eight accumulators, since one accumulator waits for its last addition.
-fn dot(x: &[f64], y: &[f64]) -> f64 {
+fn dot(one: &[f64], other: &[f64]) -> f64 {
     let mut sums = [0.0; 8];
-    for (x, y) in x.chunks(8).zip(y.chunks(8)) {
-        sums.iter_mut().zip(x.iter().zip(y)).for_each(|(sum, (x, y))| *sum += x * y);
+    for (xs, ys) in one.chunks(8).zip(other.chunks(8)) {
+        sums.iter_mut().zip(xs.iter().zip(ys)).for_each(|(sum, (x, y))| *sum += x * y);
     }
     sums.iter().sum()
 }
@@ -363,8 +363,8 @@ fn dot(x: &[f64], y: &[f64]) -> f64 {
 /// magnitudes of all terms of each output.
 pub fn linear_with_sizes(xs: &[f64], weight: &[f64], bias: &[f64], rows: usize) -> (Vec<f64>, Vec<f64>) {
     let inputs = xs.len() / rows.max(1);
-    let through = |xs: &[f64], weight: &[f64], bias: &[f64]| -> Vec<f64> {
-        (0..rows).flat_map(|row| exact_linear(&xs[row * inputs..][..inputs], weight, bias)).collect()
+    let through = |numbers: &[f64], factors: &[f64], offsets: &[f64]| -> Vec<f64> {
+        (0..rows).flat_map(|row| exact_linear(&numbers[row * inputs..][..inputs], factors, offsets)).collect()
     };
     let sizes = |numbers: &[f64]| numbers.iter().map(|x| x.abs()).collect::<Vec<_>>();
     (through(xs, weight, bias), through(&sizes(xs), &sizes(weight), &sizes(bias)))

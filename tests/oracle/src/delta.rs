@@ -63,8 +63,8 @@ impl Delta {
                         let at = ((entry * h + reader) * t + token) * d_v;
                         let q = self.query([*entry, reader, token]);
                         largest_query = largest_query.max(q.iter().map(|x| x.abs()).sum());
-                        for (j, y) in y[at..at + d_v].iter_mut().enumerate() {
-                            *y = q.iter().zip(&state).map(|(q, row)| q * row[j]).sum();
+                        for (j, out) in y[at..at + d_v].iter_mut().enumerate() {
+                            *out = q.iter().zip(&state).map(|(q, row)| q * row[j]).sum();
                         }
                     }
                 }
