@@ -1,0 +1,184 @@
+//! The options of masks, scores and positions.
+
+use super::{LocalWindow, MultiHeadAttentionConfig};
+use crate::position::{AlibiConfig, AttentionTemperature, ContentPositions, RelativeBiasConfig, RopeConfig};
+
+/// The keys that a query attends to. These options are combined with AND, with each other and with the mask of a call.
+impl MultiHeadAttentionConfig {
+    /// Sets whether later keys are masked. The mask is aligned to the end, as a cache needs it: the last query is at
+    /// the last key, see [`AttentionMask::causal`](crate::AttentionMask::causal). The default is no.
+    pub fn with_causal(mut self, causal: bool) -> Self {
+        self.causal = causal;
+        self
+    }
+
+    /// Sets the most positions that a sequence may have, with those in a cache. More are an error. There is no limit by
+    /// default.
+    pub fn with_context_length(mut self, context_length: usize) -> Self {
+        self.context_length = Some(context_length);
+        self
+    }
+
+    /// Sets a sliding window: a query attends to its own key and the `window - 1` keys before it, as with
+    /// `sliding_window` of Hugging Face, see [`AttentionMask::with_window`](crate::AttentionMask::with_window). Later
+    /// keys are masked by [`with_causal`](Self::with_causal) only.
+    pub fn with_window(mut self, window: usize) -> Self {
+        self.window = Some(window);
+        self
+    }
+
+    /// Sets a window on both sides: a query attends to the keys from `left` before its own to `right` after it, as in
+    /// the local layers of encoders (ModernBERT). See
+    /// [`AttentionMask::with_local_window`](crate::AttentionMask::with_local_window).
+    pub fn with_local_window(mut self, left: usize, right: usize) -> Self {
+        self.local_window = Some(LocalWindow { left, right });
+        self
+    }
+
+    /// Sets the length of chunks (`attention_chunk_size` of Llama 4): positions 0 to `chunk - 1` are the first chunk,
+    /// and so on, and a query attends to keys of the same chunk only. See
+    /// [`AttentionMask::with_chunk`](crate::AttentionMask::with_chunk).
+    pub fn with_chunk(mut self, chunk: usize) -> Self {
+        self.chunk = Some(chunk);
+        self
+    }
+
+    /// Returns whether later keys are masked.
+    pub fn causal(&self) -> bool {
+        self.causal
+    }
+
+    /// Returns the most positions that a sequence may have.
+    pub fn context_length(&self) -> Option<usize> {
+        self.context_length
+    }
+
+    /// Returns the number of keys of a sliding window, with the query's own.
+    pub fn window(&self) -> Option<usize> {
+        self.window
+    }
+
+    /// Returns the window on both sides of a query.
+    pub fn local_window(&self) -> Option<LocalWindow> {
+        self.local_window
+    }
+
+    /// Returns the length of chunks.
+    pub fn chunk(&self) -> Option<usize> {
+        self.chunk
+    }
+}
+
+/// Scores and weights.
+impl MultiHeadAttentionConfig {
+    /// Sets the factor on q kᵀ. The default is `1 / sqrt(head_dim)`.
+    pub fn with_scale(mut self, scale: f64) -> Self {
+        self.scale = Some(scale);
+        self
+    }
+
+    /// Sets a bound of the scores: they become `softcap · tanh(score / softcap)`, as in Gemma 2. There is none by
+    /// default.
+    pub fn with_softcap(mut self, softcap: f64) -> Self {
+        self.softcap = Some(softcap);
+        self
+    }
+
+    /// Sets whether there are learned attention sinks, one logit for each query head (parameter `sinks`), see
+    /// [`SdpaOptions::with_sinks`](crate::SdpaOptions::with_sinks). The default is no.
+    pub fn with_sinks(mut self, sinks: bool) -> Self {
+        self.sinks = sinks;
+        self
+    }
+
+    /// Sets the probability with which an attention weight is dropped in training. The default is 0.
+    pub fn with_dropout(mut self, dropout: f64) -> Self {
+        self.dropout = dropout;
+        self
+    }
+
+    /// Sets the factor on queries that grows with their position, after norms and rotation (Llama 4, Ministral 3).
+    /// There is none by default.
+    pub fn with_attention_temperature(mut self, attention_temperature: AttentionTemperature) -> Self {
+        self.attention_temperature = Some(attention_temperature);
+        self
+    }
+
+    /// Returns the factor on q kᵀ that was set. Without one, it is `1 / sqrt(head_dim)`.
+    pub fn scale(&self) -> Option<f64> {
+        self.scale
+    }
+
+    /// Returns the bound of the scores.
+    pub fn softcap(&self) -> Option<f64> {
+        self.softcap
+    }
+
+    /// Returns whether there are learned attention sinks.
+    pub fn sinks(&self) -> bool {
+        self.sinks
+    }
+
+    /// Returns the probability with which an attention weight is dropped in training.
+    pub fn dropout(&self) -> f64 {
+        self.dropout
+    }
+
+    /// Returns the factor on queries that grows with their position.
+    pub fn attention_temperature(&self) -> Option<AttentionTemperature> {
+        self.attention_temperature
+    }
+
+    /// Returns the factor on q kᵀ.
+    pub(crate) fn score_scale(&self) -> f64 {
+        self.scale.unwrap_or(1.0 / (self.head_dim() as f64).sqrt())
+    }
+}
+
+/// Positions. There are none by default.
+impl MultiHeadAttentionConfig {
+    /// Sets rotary positions: queries and keys are rotated by their positions, after their norms.
+    pub fn with_rope(mut self, rope: RopeConfig) -> Self {
+        self.rope = Some(rope);
+        self
+    }
+
+    /// Sets ALiBi's biases, which are added to the scores by the distance of query and key.
+    pub fn with_alibi(mut self, alibi: AlibiConfig) -> Self {
+        self.alibi = Some(alibi);
+        self
+    }
+
+    /// Sets T5's biases by distance, which are added to the scores. The layers of a stack share one table: give each
+    /// layer [the table](crate::MultiHeadAttention::with_relative_bias) after it was built.
+    pub fn with_relative_bias(mut self, relative_bias: RelativeBiasConfig) -> Self {
+        self.relative_bias = Some(relative_bias);
+        self
+    }
+
+    /// Sets relative positions that depend on the content of queries or keys, or on positions in an image.
+    pub fn with_content_positions(mut self, content_positions: ContentPositions) -> Self {
+        self.content_positions = Some(content_positions);
+        self
+    }
+
+    /// Returns the rotary positions.
+    pub fn rope(&self) -> Option<&RopeConfig> {
+        self.rope.as_ref()
+    }
+
+    /// Returns ALiBi's biases.
+    pub fn alibi(&self) -> Option<&AlibiConfig> {
+        self.alibi.as_ref()
+    }
+
+    /// Returns T5's biases by distance.
+    pub fn relative_bias(&self) -> Option<&RelativeBiasConfig> {
+        self.relative_bias.as_ref()
+    }
+
+    /// Returns the relative positions that depend on content.
+    pub fn content_positions(&self) -> Option<&ContentPositions> {
+        self.content_positions.as_ref()
+    }
+}
