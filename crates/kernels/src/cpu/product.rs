@@ -81,9 +81,14 @@ impl<const BITS: u32, const HAS_MINIMUMS: bool> Columns for CodeBlocks<BITS, HAS
         // SAFETY: the block has a vector of f16 from this column on, and another one if it has minimums; the panel has
         // a vector of words.
         unsafe {
+            let codes = V::load(b.add(column));
             let scale = V::load_f16(scales);
-            let minimum = if HAS_MINIMUMS { V::load_f16(scales.add(block.panel)) } else { scale };
-            LoadedCodes { codes: V::load(b.add(column)), scale, minimum }
+            if HAS_MINIMUMS {
+                return LoadedCodes { codes, scale, minimum: V::load_f16(scales.add(block.panel)) };
+            }
+            // Signed codes are multiplied by 2^(32 - BITS). The powers of two change no digit of the product.
+            let scale = scale.mul(V::splat(1.0 / (1u32 << (32 - BITS)) as f32));
+            LoadedCodes { codes, scale, minimum: scale }
         }
     }
 

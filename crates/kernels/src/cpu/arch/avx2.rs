@@ -33,8 +33,10 @@ impl Vector for Avx2 {
         }
         fn take_bits<const BITS: u32, const IS_SIGNED: bool>(self) -> (Self, Self) {
             let words = _mm256_castps_si256(self.0);
-            let others = _mm_cvtsi32_si128(32 - BITS as i32);
-            let highest = if IS_SIGNED { _mm256_sra_epi32(words, others) } else { _mm256_srl_epi32(words, others) };
+            let highest = match IS_SIGNED {
+                true => _mm256_and_si256(words, _mm256_set1_epi32(-1 << (32 - BITS))),
+                false => _mm256_srl_epi32(words, _mm_cvtsi32_si128(32 - BITS as i32)),
+            };
             let rest = _mm256_sll_epi32(words, _mm_cvtsi32_si128(BITS as i32));
             (Self(_mm256_cvtepi32_ps(highest)), Self(_mm256_castsi256_ps(rest)))
         }

@@ -24,10 +24,17 @@ unsafe fn add_quarters(a: __m512, b: __m512) -> __m512 {
     }
 }
 
-/// The number that each 4 bits are, without a sign and in two's complement.
+/// The number that each 4 bits are without a sign, and in two's complement times 2^28.
 const NIBBLES: [f32; 16] = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0];
-const SIGNED_NIBBLES: [f32; 16] =
-    [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, -8.0, -7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0];
+const SIGNED_NIBBLES: [f32; 16] = {
+    let mut numbers = [0.0; 16];
+    let mut bits = 0;
+    while bits < 16 {
+        numbers[bits] = ((bits as u32) << 28).cast_signed() as f32;
+        bits += 1;
+    }
+    numbers
+};
 
 impl Vector for Avx512 {
     const LANES: usize = 16;
@@ -59,7 +66,10 @@ impl Vector for Avx512 {
                 return (Self(numbers), Self(_mm512_castsi512_ps(rotated)));
             }
             const { assert!(BITS == 4 || BITS == 8) };
-            let highest = if IS_SIGNED { _mm512_srai_epi32::<24>(words) } else { _mm512_srli_epi32::<24>(words) };
+            let highest = match IS_SIGNED {
+                true => _mm512_and_si512(words, _mm512_set1_epi32(-1 << 24)),
+                false => _mm512_srli_epi32::<24>(words),
+            };
             (Self(_mm512_cvtepi32_ps(highest)), Self(_mm512_castsi512_ps(_mm512_slli_epi32::<8>(words))))
         }
         fn load_f16(from: *const u16) -> Self { Self(_mm512_cvtph_ps(_mm256_loadu_si256(from.cast()))) }

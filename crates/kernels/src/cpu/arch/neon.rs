@@ -36,10 +36,12 @@ impl Vector for Neon {
         }
         fn take_bits<const BITS: u32, const IS_SIGNED: bool>(self) -> (Self, Self) {
             let words = vreinterpretq_u32_f32(self.0);
-            let to_lowest = vdupq_n_s32(BITS as i32 - 32);
             let highest = match IS_SIGNED {
-                true => vcvtq_f32_s32(vshlq_s32(vreinterpretq_s32_u32(words), to_lowest)),
-                false => vcvtq_f32_u32(vshlq_u32(words, to_lowest)),
+                true => {
+                    let masked = vandq_u32(words, vdupq_n_u32(u32::MAX << (32 - BITS)));
+                    vcvtq_f32_s32(vreinterpretq_s32_u32(masked))
+                }
+                false => vcvtq_f32_u32(vshlq_u32(words, vdupq_n_s32(BITS as i32 - 32))),
             };
             (Self(highest), Self(vreinterpretq_f32_u32(vshlq_u32(words, vdupq_n_s32(BITS as i32)))))
         }

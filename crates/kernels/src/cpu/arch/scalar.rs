@@ -81,7 +81,7 @@ impl Vector for Scalar {
         }
         fn take_bits<const BITS: u32, const IS_SIGNED: bool>(self) -> (Self, Self) {
             let highest = self.map(|x| match IS_SIGNED {
-                true => (x.to_bits().cast_signed() >> (32 - BITS)) as f32,
+                true => (x.to_bits() & u32::MAX << (32 - BITS)).cast_signed() as f32,
                 false => (x.to_bits() >> (32 - BITS)) as f32,
             });
             (highest, self.map(|x| f32::from_bits(x.to_bits() << BITS)))
