@@ -61,12 +61,13 @@ fn convolve_in_one_pass<E: Element>(
         starts,
     };
     let ys = saved.with_operands(|operands: &Operands<E>| Ok(operands.outputs()))?;
-    let (xs, taps) = (saved.xs.clone(), saved.taps.clone());
-    record("short-convolution", &[Some(&xs), Some(&taps)], ys, xs.shape(), move |_, gradient| {
+    let (own_xs, own_taps) = (saved.xs.clone(), saved.taps.clone());
+    record("short-convolution", &[Some(&own_xs), Some(&own_taps)], ys, xs.shape(), move |_, gradient| {
         let gradient = with_contiguous_rows(gradient)?;
-        let ConvGradients { xs, taps } =
+        let gradients: ConvGradients<E> =
             saved.with_operands(|operands: &Operands<E>| Ok(operands.gradients(&read(&gradient).rows()?)))?;
-        Ok(vec![gradient_of(Some(&saved.xs), Some(xs))?, gradient_of(Some(&saved.taps), Some(taps))?])
+        let xs_gradient = gradient_of(Some(&saved.xs), Some(gradients.xs))?;
+        Ok(vec![xs_gradient, gradient_of(Some(&saved.taps), Some(gradients.taps))?])
     })
 }
 
@@ -206,10 +207,10 @@ impl<E: Element> RowPass<E, 1> for SumGradients<'_, E> {
     type Scratch = Vec<f32>;
 
     fn compute(&self, row: Row<1>, scratch: &mut Vec<f32>) {
-        let [gradient] = row.inputs;
+        let [output_gradients] = row.inputs;
         self.operands.sum(row.token, row.output, scratch);
-        for (sum_gradient, gradient) in row.output.iter_mut().zip(gradient) {
-            *sum_gradient = gradient * GateActivation::Silu.value_and_slope(*sum_gradient).slope;
+        for (sum_gradient, output_gradient) in row.output.iter_mut().zip(output_gradients) {
+            *sum_gradient = output_gradient * GateActivation::Silu.value_and_slope(*sum_gradient).slope;
         }
         for (back, tap_gradients) in row.sums.chunks_exact_mut(row.output.len()).rev().enumerate() {
             let xs = self.operands.row(row.token, back, scratch);
@@ -237,9 +238,9 @@ impl<E: Element> RowPass<E, 0> for InputGradients<'_, E> {
         let end = starts.get(next_sequence).copied().unwrap_or(rows.tokens);
         let later_sum_gradients = &self.sum_gradients[row.token * c..end * c];
         row.output.fill(0.0);
-        for (taps, sum_gradient) in taps.chunks_exact(c).rev().zip(later_sum_gradients.chunks_exact(c)) {
-            for ((x_gradient, tap), gradient) in row.output.iter_mut().zip(taps).zip(sum_gradient) {
-                *x_gradient += tap * gradient;
+        for (tap_row, sum_gradients) in taps.chunks_exact(c).rev().zip(later_sum_gradients.chunks_exact(c)) {
+            for ((x_gradient, tap), sum_gradient) in row.output.iter_mut().zip(tap_row).zip(sum_gradients) {
+                *x_gradient += tap * sum_gradient;
             }
         }
     }
@@ -259,17 +260,17 @@ mod tests {
         for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::BF16, 2e-2), (DType::F16, 2e-3)] {
             let [xs, taps, state, upstream] = all.each_ref().map(|tensor| tensor.to_dtype(dtype));
             let (xs, taps, state, upstream) = (xs?, taps?, state?, upstream?);
-            let run = |wide: DType, of_xs: DType| {
-                let var = |tensor: &Tensor, dtype| Var::from_tensor(&tensor.to_dtype(dtype)?);
-                let (xs, taps) = (var(&xs, of_xs)?, var(&taps, wide)?);
-                let ys = convolve(&taps, &xs.narrow(2, 1, 5)?, &state.to_dtype(of_xs)?, None)?;
+            let run = |wide: DType, xs_dtype: DType| {
+                let xs_var = Var::from_tensor(&xs.to_dtype(xs_dtype)?)?;
+                let taps_var = Var::from_tensor(&taps.to_dtype(wide)?)?;
+                let ys = convolve(&taps_var, &xs_var.narrow(2, 1, 5)?, &state.to_dtype(xs_dtype)?, None)?;
                 let gradients = (ys.to_dtype(wide)? * upstream.to_dtype(wide)?)?.sum_all()?.backward()?;
-                let found = [&xs, &taps].map(|var| gradients.get(var).cloned().expect("a gradient"));
+                let found = [&xs_var, &taps_var].map(|var| gradients.get(var).cloned().expect("a gradient"));
                 [ys].into_iter().chain(found).map(|tensor| tensor.to_dtype(DType::F64)).collect::<Result<Vec<_>>>()
             };
-            let (own, expected) = (run(DType::F32, dtype)?, run(DType::F64, DType::F64)?);
-            for (n, (own, expected)) in own.iter().zip(&expected).enumerate() {
-                let largest = |xs: &Tensor| xs.abs()?.flatten_all()?.max(0)?.to_scalar::<f64>();
+            let (found, all_expected) = (run(DType::F32, dtype)?, run(DType::F64, DType::F64)?);
+            for (n, (own, expected)) in found.iter().zip(&all_expected).enumerate() {
+                let largest = |tensor: &Tensor| tensor.abs()?.flatten_all()?.max(0)?.to_scalar::<f64>();
                 let error = largest(&(own - expected)?)? / largest(expected)?;
                 assert!(error <= tolerance, "{dtype:?}: result {n} is off by {error:e}");
             }

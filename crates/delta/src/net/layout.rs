@@ -150,9 +150,9 @@ impl DeltaLayout {
             return Ok(whole);
         }
         let whole = Parameter::from(whole.tensor()?);
-        let of_rank = |channels: &Range<usize>, heads: Heads| {
-            let own = reader.own_range(heads, channels.len());
-            whole.clone().narrow(channels.start + own.start..channels.start + own.end)
+        let of_rank = |rows: &Range<usize>, heads: Heads| {
+            let own = reader.own_range(heads, rows.len());
+            whole.clone().narrow(rows.start + own.start..rows.start + own.end)
         };
         let ConvChannels { q, k, v } = &channels;
         [of_rank(q, Heads::Key), of_rank(k, Heads::Key), of_rank(v, Heads::Query)].into_iter().collect()

@@ -21,6 +21,7 @@ use candle_nn::{Init, VarBuilder};
 
 use crate::rule::{DeltaOptions, gated_delta_rule, gated_delta_rule_varlen};
 use candle_attention_core::PackedSequences;
+use candle_attention_core::internal::NewTokens;
 use candle_attention_modules::base::{
     FusedTensor, HeadShard, Heads, Parameter, ParameterList, ParameterReader, ParameterSpec, Share, WeightAndBias,
     accumulation_dtype, frozen, part, save,
@@ -265,16 +266,12 @@ impl GatedDeltaNet {
         };
 
         let projected = self.project(&xs)?;
+        let convolution = Convolution { taps: self.taps()?, state: conv_state, packed: input.packed };
         let next_conv_state = match &input.cache {
-            Some(_) => {
-                let last = |xs: &Tensor, channels: Range<usize>| tail(xs, &part(&conv_state, 2, channels)?, &tokens);
-                let ConvChannels { q, k, v } = channels.clone();
-                Some(Tensor::cat(&[last(&projected.q, q)?, last(&projected.k, k)?, last(&projected.v, v)?], 2)?)
-            }
+            Some(_) => Some(convolution.next_state(&projected, &channels, &tokens)?),
             None => None,
         };
-        let convolution = Convolution { taps: self.taps()?, state: conv_state, packed: input.packed };
-        let by_head = |xs: &Tensor| if input.packed.is_some() { xs.squeeze(0) } else { xs.transpose(1, 2) };
+        let by_head = |rows: &Tensor| if input.packed.is_some() { rows.squeeze(0) } else { rows.transpose(1, 2) };
         let q = by_head(&convolution.apply(&projected.q, channels.q)?.reshape((b, t, h_k, d_k))?)?;
         let k = by_head(&convolution.apply(&projected.k, channels.k)?.reshape((b, t, h_k, d_k))?)?;
         let v = by_head(&convolution.apply(&projected.v, channels.v)?.reshape((b, t, h, d_v))?)?;
@@ -302,8 +299,8 @@ impl GatedDeltaNet {
         let normed = self.norm.forward_gated(&ys, &gate.reshape((b, t, h, d_v))?, cfg.gate_activation())?;
         let residual = input.residual.map(|residual| residual.reshape(xs.shape())).transpose()?;
         let output = self.out.product(&normed.reshape((b, t, h * d_v))?, 0..cfg.embed_dim(), residual.as_ref())?;
-        if let (Some(cache), Some(conv_state)) = (&mut input.cache, &next_conv_state) {
-            cache.advance(tokens.ends().collect(), conv_state, &states)?;
+        if let (Some(cache), Some(next_conv_state)) = (&mut input.cache, &next_conv_state) {
+            cache.advance(tokens.ends().collect(), next_conv_state, &states)?;
         }
         output.reshape(input.xs.shape())
     }
@@ -366,6 +363,20 @@ impl Convolution<'_> {
     /// Convolves some of the channels, (B, T, channels).
     fn apply(&self, xs: &Tensor, channels: Range<usize>) -> Result<Tensor> {
         convolve(&part(&self.taps, 1, channels.clone())?, xs, &part(&self.state, 2, channels)?, self.packed)
+    }
+
+    /// Returns the last inputs of this call, (B, K - 1, C), with which the next call begins.
+    fn next_state(
+        &self,
+        projected: &Projections<Tensor>,
+        channels: &ConvChannels,
+        tokens: &NewTokens,
+    ) -> Result<Tensor> {
+        let last = |xs: &Tensor, own: &Range<usize>| tail(xs, &part(&self.state, 2, own.clone())?, tokens);
+        let q = last(&projected.q, &channels.q)?;
+        let k = last(&projected.k, &channels.k)?;
+        let v = last(&projected.v, &channels.v)?;
+        Tensor::cat(&[q, k, v], 2)
     }
 }
 

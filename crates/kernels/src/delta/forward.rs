@@ -272,9 +272,9 @@ impl ForwardBlock<'_> {
                     let step = (panel - self.panels.start) * passes + pass_index;
                     self.next.copy::<V>(step * copied..(step + 1) * copied);
                     self.finish(pass_index, columns.start, sums, updates);
-                    let chunks = &self.scratch.chunks[pass_index..passes];
-                    let writing = &chunks[0];
-                    match chunks.get(1) {
+                    let remaining = &self.scratch.chunks[pass_index..passes];
+                    let writing = &remaining[0];
+                    match remaining.get(1) {
                         Some(reading) => {
                             pass(PanelUpdate { from, to: own, channels: d_k, writing }, updates, reading, sums)
                         }

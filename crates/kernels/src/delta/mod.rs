@@ -199,12 +199,12 @@ pub fn gated_delta_rule<E: DeltaKernels>(
     let mut states = unwritten::<f32>(states_len)?;
     let mut block_states = unwritten::<f32>(block_heads.saturating_mul(problem.state_len()))?;
     let mut errors = unwritten::<f32>(if saves { output_len } else { 0 })?;
-    let saved = SavedAddresses { blocks, errors: address(&mut errors), states: address(&mut block_states) };
+    let addresses = SavedAddresses { blocks, errors: address(&mut errors), states: address(&mut block_states) };
     let call = DeltaCall {
         problem,
         output: SharedPtr(output.as_mut_ptr()),
         states: address(&mut states),
-        saved: saves.then_some(saved),
+        saved: saves.then_some(addresses),
         excess_decay: ExcessDecay::default(),
     };
     // Without results there is nothing to compute, for any number of heads.
@@ -242,8 +242,8 @@ impl<E: Number> SimdTask for &DeltaCall<'_, E> {
         let parts = target_tasks.div_ceil(problem.heads().max(1)).clamp(1, tiling.panels.max(1));
         let panels = |part: usize| part * tiling.panels / parts..(part + 1) * tiling.panels / parts;
         let groups = h.div_ceil(heads);
-        let scratch = || ForwardScratch::new::<K::Vector>(&problem.dims, tiling);
-        for_each_task(problem.sequences.len() * groups * parts, workers, &scratch, &|scratch, task| {
+        let new_scratch = || ForwardScratch::new::<K::Vector>(&problem.dims, tiling);
+        for_each_task(problem.sequences.len() * groups * parts, workers, &new_scratch, &|scratch, task| {
             let (group, panels) = (task / parts, panels(task % parts));
             let first = group % groups * heads;
             // SAFETY: the processor has the instruction set of K, by the contract of `SimdTask`.
@@ -318,8 +318,8 @@ impl<E: Number> SimdTask for &DeltaBackwardCall<'_, E> {
         let problem = &self.problem.forward;
         let (multiply_adds, bytes) = problem.work();
         let workers = Workers::of(multiply_adds.saturating_mul(2), bytes, problem.executor);
-        let scratch = || backward::BackwardScratch::new::<K>(&problem.dims);
-        for_each_task(problem.heads(), workers, &scratch, &|scratch, task| {
+        let new_scratch = || backward::BackwardScratch::new::<K>(&problem.dims);
+        for_each_task(problem.heads(), workers, &new_scratch, &|scratch, task| {
             // SAFETY: the processor has the instruction set of K, by the contract of `SimdTask`.
             unsafe { backward::run_head::<K, E>(self, scratch, problem.head(task)) };
         });

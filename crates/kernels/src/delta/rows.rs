@@ -40,7 +40,7 @@ pub(super) struct RowScales {
 impl TokenRows {
     /// Allocates rows for a number of tokens, at most [`BLOCK`].
     pub fn new(tokens: usize, width: usize, value_width: usize) -> Self {
-        let rows = |width| Scratch::zeros(tokens * width);
+        let rows = |words| Scratch::zeros(tokens * words);
         Self {
             tokens,
             width,

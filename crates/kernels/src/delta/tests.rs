@@ -75,7 +75,7 @@ impl Case {
     fn problem(&self) -> DeltaProblem<'_, f32> {
         let DeltaDims { t, h, h_q, h_k, h_v, d_k, d_v, .. } = self.dims;
         let Inputs { q, k, v, decay, beta, states } = &self.inputs;
-        let rows = |data, h: usize, width: usize| Strided { data, strides: [h * t * width, t * width, width] };
+        let rows = |data, heads: usize, width: usize| Strided { data, strides: [heads * t * width, t * width, width] };
         DeltaProblem {
             dims: self.dims,
             q: rows(q, h_q, d_k),
@@ -111,8 +111,8 @@ impl Case {
     /// Computes one token after the other, with the inputs moved by `by` times `moves`.
     fn recur(&self, moves: &Inputs<f64>, by: f64) -> Results {
         let DeltaDims { b, t, h, h_q, h_k, h_v, d_k, d_v } = self.dims;
-        let moved = |input: &[f32], moves: &[f64]| -> Vec<f64> {
-            input.iter().zip(moves).map(|(&x, step)| f64::from(x) + step * by).collect()
+        let moved = |input: &[f32], steps: &[f64]| -> Vec<f64> {
+            input.iter().zip(steps).map(|(&x, step)| f64::from(x) + step * by).collect()
         };
         let q = moved(&self.inputs.q, &moves.q);
         let k = moved(&self.inputs.k, &moves.k);
@@ -137,8 +137,8 @@ impl Case {
                     *x *= decay[at].exp();
                 }
                 for column in 0..d_v {
-                    let read = |state: &[f64], row: &[f64]| -> f64 {
-                        row.iter().enumerate().map(|(d, x)| x * state[d * d_v + column]).sum()
+                    let read = |matrix: &[f64], vector: &[f64]| -> f64 {
+                        vector.iter().enumerate().map(|(d, x)| x * matrix[d * d_v + column]).sum()
                     };
                     let mut update = v[row(h_v) * d_v + column];
                     if self.has_beta {
@@ -199,17 +199,17 @@ fn cases() -> impl Iterator<Item = Case> {
         (dims(1, 1, [1; 4], 20, 128), vec![0..1]),
     ];
     let kinds = [(false, true), (true, true), (false, false), (true, false)];
-    shapes.into_iter().flat_map(move |(dims, sequences)| {
-        kinds.map(|(has_channels, has_beta)| Case::new(dims, sequences.clone(), has_channels, has_beta))
+    shapes.into_iter().flat_map(move |(shape, sequences)| {
+        kinds.map(|(has_channels, has_beta)| Case::new(shape, sequences.clone(), has_channels, has_beta))
     })
 }
 
 fn assert_near(found: &[f32], expected: &[f64], what: &str) {
     assert_eq!(found.len(), expected.len(), "{what}");
     let largest = expected.iter().fold(1.0f64, |largest, x| largest.max(x.abs()));
-    for (n, (&found, &expected)) in found.iter().zip(expected).enumerate() {
-        let error = (f64::from(found) - expected).abs();
-        assert!(error <= 2e-5 * largest, "{what}, {n}: {found}, expected {expected}");
+    for (n, (&x, &y)) in found.iter().zip(expected).enumerate() {
+        let error = (f64::from(x) - y).abs();
+        assert!(error <= 2e-5 * largest, "{what}, {n}: {x}, expected {y}");
     }
 }
 
@@ -251,7 +251,7 @@ fn gated_delta_rule_gradients_match_differences_of_plain_loops() {
             let check = |input: &str, moves: &Inputs<f64>| {
                 let step = 1e-4;
                 let expected = (loss(moves, step) - loss(moves, -step)) / (2.0 * step);
-                let found: f64 = gradients.all().into_iter().zip(moves.all()).map(|(a, b)| dot(a, b)).sum();
+                let found: f64 = gradients.all().into_iter().zip(moves.all()).map(|(x, y)| dot(x, y)).sum();
                 let what = format!("case {n}: {:?}, {instruction_set}, {input}", case.dims);
                 assert!((found - expected).abs() < 1e-4 * expected.abs().max(10.0), "{what}: {found}, not {expected}");
             };
@@ -305,14 +305,14 @@ fn gated_delta_rule_with_infinite_key_changes_only_its_head() {
     let mut infinite = case.clone();
     infinite.inputs.k[3] = f32::INFINITY;
     let output_grad = numbers(20 * 2 * 9, 7);
-    let second_head = |case: &Case, instruction_set: InstructionSet| {
-        let forward = case.problem();
+    let second_head = |one: &Case, instruction_set: InstructionSet| {
+        let forward = one.problem();
         let results = gated_delta_rule(&forward, instruction_set, true).expect("a small call");
         let problem = DeltaBackwardProblem {
             forward,
             saved: &results.saved.expect("the call saves"),
-            output_grad: case.output_rows(&output_grad),
-            states_grad: Some(&case.inputs.states),
+            output_grad: one.output_rows(&output_grad),
+            states_grad: Some(&one.inputs.states),
         };
         let gradients = gated_delta_rule_backward(&problem, instruction_set).expect("a small call");
         let DeltaGradients { q, k, v, decay, beta, states } = gradients;
