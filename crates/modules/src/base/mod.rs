@@ -1,11 +1,10 @@
-//! Shared utilities: options, checks of numbers and tensors, loops over rows of tensors, operations in Candle's graph,
+//! Shared utilities: checks of numbers and tensors, loops over rows of tensors, operations in Candle's graph,
 //! parameters by name, and shards for tensor parallelism.
 
 mod expect;
 mod fused;
 mod graph;
 mod nearest;
-mod options;
 mod parameters;
 mod query_heads;
 mod reader;
@@ -21,7 +20,6 @@ pub use expect::{
 pub use fused::{FusedRows, FusedTensor};
 pub use graph::{gradient_of, record, record_two};
 pub use nearest::{did_you_mean, edits, nearest};
-pub use options::{Options, count, options, yes};
 pub use parameters::{Parameter, ParameterList, WeightAndBias, frozen, part, save, variables_without_gradient};
 pub use query_heads::QueryHeadOrder;
 pub use reader::{
@@ -31,10 +29,6 @@ pub use rowwise::executor;
 pub use shard::{HeadShard, Heads, Share};
 pub use spec::{NO_BIAS, ParameterSpec};
 pub use sum::sum_of_terms;
-
-// `options!` names it where it is used.
-#[doc(hidden)]
-pub use pastey;
 
 pub mod number {
     //! Checks of the numbers that callers set.

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use super::OP;
 use crate::position::{RopeConfig, RopeStyle, score_factor};
-use candle_attention_modules::base::{number, yes};
+use candle_attention_modules::base::number;
 
 /// The shape and options of a [`MultiHeadLatentAttention`](crate::MultiHeadLatentAttention). Lengths, padding and a cache
 /// are inputs of a call.
@@ -34,12 +34,12 @@ pub struct MultiHeadLatentAttentionConfig {
     #[serde(default)]
     bias: bool,
     rope: RopeConfig,
-    #[serde(default = "yes")]
+    #[serde(default = "enabled")]
     rotates: bool,
     scale: Option<f64>,
     #[serde(default = "default_norm_eps")]
     norm_eps: f64,
-    #[serde(default = "yes")]
+    #[serde(default = "enabled")]
     causal: bool,
     #[serde(default)]
     dropout: f64,
@@ -47,6 +47,11 @@ pub struct MultiHeadLatentAttentionConfig {
 
 fn default_norm_eps() -> f64 {
     1e-6
+}
+
+/// Returns the default of options that are on unless a config turns them off.
+fn enabled() -> bool {
+    true
 }
 
 impl MultiHeadLatentAttentionConfig {
