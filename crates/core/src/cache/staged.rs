@@ -256,7 +256,8 @@ impl CachedCall<'_> {
         plan_of_call(&self.call_of_floats("plan", q, &rows)?)
     }
 
-    /// Returns the call of a kernel that reads keys and values of 8 bits, if the rows have them as they are attended to.
+    /// Returns the call of a kernel that reads keys and values of 8 bits, if the rows have them as they are attended
+    /// to.
     fn call_of_codes(&self, op: &'static str, q: &Tensor, rows: &ReadRows) -> Result<Option<Call>> {
         if self.expansion.is_some() || !q.device().is_cpu() {
             return Ok(None);

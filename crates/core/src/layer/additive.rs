@@ -98,7 +98,8 @@ impl<'a> AdditiveInput<'a> {
         self
     }
 
-    /// Draws dropout from PyTorch's generator, see [`SdpaOptions::with_dropout_seed`](crate::SdpaOptions::with_dropout_seed).
+    /// Draws dropout from PyTorch's generator, see
+    /// [`SdpaOptions::with_dropout_seed`](crate::SdpaOptions::with_dropout_seed).
     pub fn with_dropout_seed(mut self, seed: &'a TorchSeed) -> Self {
         self.dropout_seed = Some(seed);
         self
@@ -137,8 +138,8 @@ impl AdditiveAttention {
         &self.config
     }
 
-    /// Attends from queries (B, T_q, query_size) to keys (B, T_kv, key_size) and values (B, T_kv, D_v): an output (B, T_q,
-    /// D_v). The mask is that of one head: boolean mask and bias tensors broadcast to (B, 1, T_q, T_kv).
+    /// Attends from queries (B, T_q, query_size) to keys (B, T_kv, key_size) and values (B, T_kv, D_v): an output (B,
+    /// T_q, D_v). The mask is that of one head: boolean mask and bias tensors broadcast to (B, 1, T_q, T_kv).
     ///
     /// Computing the scores needs a tensor (B, T_q, T_kv, hidden).
     ///
@@ -162,8 +163,8 @@ impl AdditiveAttention {
         self.forward_with(AdditiveInput::new(queries, keys, values).with_mask(mask))
     }
 
-    /// Computes the layer for any input: with a mask, in training, with dropout from PyTorch's generator. Returns the output
-    /// (B, T_q, D_v) and the weights (B, T_q, T_kv).
+    /// Computes the layer for any input: with a mask, in training, with dropout from PyTorch's generator. Returns the
+    /// output (B, T_q, D_v) and the weights (B, T_q, T_kv).
     ///
     /// # Errors
     /// As [`forward`](Self::forward).

@@ -26,7 +26,8 @@ impl MultiHeadAttention {
         self.forward_with(xs)
     }
 
-    /// Computes the layer for any input: with a mask, a cache, cross-attention, training. (B, T_q, E) to (B, T_q, out_dim).
+    /// Computes the layer for any input: with a mask, a cache, cross-attention, training. (B, T_q, E) to (B, T_q,
+    /// out_dim).
     ///
     /// # Errors
     /// For inputs whose shape, dtype or device does not fit the layer or each other, more positions than the context
@@ -35,8 +36,8 @@ impl MultiHeadAttention {
         self.run(input.into(), OutputOnly)
     }
 
-    /// Computes [`forward_with`](Self::forward_with), and returns the weights (B, H, T_q, T_kv) after dropout too; (H, T_q,
-    /// T_kv) for an input (T, E).
+    /// Computes [`forward_with`](Self::forward_with), and returns the weights (B, H, T_q, T_kv) after dropout too; (H,
+    /// T_q, T_kv) for an input (T, E).
     ///
     /// # Errors
     /// As [`forward_with`](Self::forward_with).
@@ -45,13 +46,13 @@ impl MultiHeadAttention {
         Ok(LayerOutput { output, weights })
     }
 
-    /// Computes [`forward_with`](Self::forward_with), and returns statistics of the weights too, (B, H, ..): for each query
-    /// its largest weights and its entropy, for each key the sum of its weights. They are (H, ..) for an input (T, E), and
-    /// for packed sequences.
+    /// Computes [`forward_with`](Self::forward_with), and returns statistics of the weights too, (B, H, ..): for each
+    /// query its largest weights and its entropy, for each key the sum of its weights. They are (H, ..) for an input
+    /// (T, E), and for packed sequences.
     ///
     /// The CPU kernel computes them without storing the weights, see
-    /// [`scaled_dot_product_attention_with_statistics`](crate::scaled_dot_product_attention_with_statistics). Key indices
-    /// count the keys that are attended to; with a cache, from the first that it stores.
+    /// [`scaled_dot_product_attention_with_statistics`](crate::scaled_dot_product_attention_with_statistics). Key
+    /// indices count the keys that are attended to; with a cache, from the first that it stores.
     ///
     /// ```
     /// use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig, StatisticsOptions};
@@ -76,8 +77,8 @@ impl MultiHeadAttention {
         self.run(input.into(), WithStatistics(wanted))
     }
 
-    /// Returns the backend that [`forward_with`](Self::forward_with) would use for an input, and the reason. The cache is
-    /// not changed, but the input is projected, and a larger buffer may be allocated.
+    /// Returns the backend that [`forward_with`](Self::forward_with) would use for an input, and the reason. The cache
+    /// is not changed, but the input is projected, and a larger buffer may be allocated.
     ///
     /// ```
     /// use candle_attention::{AttentionInput, Backend, MultiHeadAttention, MultiHeadAttentionConfig};
@@ -230,8 +231,8 @@ impl MultiHeadAttention {
         }
     }
 
-    /// Projects the attention output (B, H, T, D_v), a view of (B, T, H, D_v), to (B, T, out_dim), with the layer's gate
-    /// and norm and a residual. The gate is (B, T, H·D_v) or (B, T, H).
+    /// Projects the attention output (B, H, T, D_v), a view of (B, T, H, D_v), to (B, T, out_dim), with the layer's
+    /// gate and norm and a residual. The gate is (B, T, H·D_v) or (B, T, H).
     fn project_output(&self, output: &Tensor, gate: Option<&Tensor>, residual: Option<&Tensor>) -> Result<Tensor> {
         let (b, h, t, d_v) = output.dims4()?;
         let heads = output.transpose(1, 2)?;
@@ -283,7 +284,8 @@ pub(super) struct PreparedCall<'a> {
 }
 
 impl PreparedCall<'_> {
-    /// Attends, projects the output to (B, T_q, out_dim), and stores the keys and values in the call's cache, if it has one.
+    /// Attends, projects the output to (B, T_q, out_dim), and stores the keys and values in the call's cache, if it has
+    /// one.
     pub fn finish<R: Request>(self, cache: Option<&mut AttentionCache>, request: R) -> Result<R::Result> {
         let attended = self.attend(request)?;
         let is_in_graph = attended.output().track_op();

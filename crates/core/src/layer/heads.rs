@@ -48,8 +48,8 @@ impl MultiHeadAttention {
         Ok(ProjectedHeads { q: self.with_temperature(q, inputs)?, kv, gate })
     }
 
-    /// Returns the rotations at the positions of a call, if the layer has rotary positions. Keys without positions of their
-    /// own have the rotation of the queries.
+    /// Returns the rotations at the positions of a call, if the layer has rotary positions. Keys without positions of
+    /// their own have the rotation of the queries.
     fn rotations(&self, inputs: &CheckedInput) -> Result<Rotations> {
         let (Some(positions), Some(rotary)) = (&inputs.positions, &self.rotary) else {
             return Ok(Rotations { queries: None, keys: None });
@@ -95,8 +95,8 @@ impl MultiHeadAttention {
         self.normalized_and_rotated(heads, norm, rotation)?.transpose(1, 2)
     }
 
-    /// Returns key heads (B, H_kv, T, D), a view of (B, T, H_kv, D), of a projection (B, T, H_kv · D), followed by the keys
-    /// that the layer appends.
+    /// Returns key heads (B, H_kv, T, D), a view of (B, T, H_kv, D), of a projection (B, T, H_kv · D), followed by the
+    /// keys that the layer appends.
     fn key_heads(
         &self,
         projected: Tensor,
@@ -115,8 +115,8 @@ impl MultiHeadAttention {
         self.normalized_and_rotated(heads, norm, rotation)?.transpose(1, 2)
     }
 
-    /// Returns value heads (B, H_kv, T, D_v), a view of (B, T, H_kv, D_v), of a projection (B, T, H_kv · D_v), followed by
-    /// the values that the layer appends.
+    /// Returns value heads (B, H_kv, T, D_v), a view of (B, T, H_kv, D_v), of a projection (B, T, H_kv · D_v), followed
+    /// by the values that the layer appends.
     fn value_heads(&self, projected: Tensor) -> Result<Tensor> {
         let xs = self.with_appended_row(self.clipped(projected)?, "bias_v")?;
         let heads = split_heads(&xs, self.config.num_kv_heads())?;
@@ -152,8 +152,8 @@ impl MultiHeadAttention {
         if self.config.norm_after_rope() { normalized(rotated(heads)?) } else { rotated(normalized(heads)?) }
     }
 
-    /// Returns a projection (B, T, width), followed by the rows that the layer appends to each sequence: the learned row of
-    /// the parameter `name`, then a row of zeros.
+    /// Returns a projection (B, T, width), followed by the rows that the layer appends to each sequence: the learned
+    /// row of the parameter `name`, then a row of zeros.
     fn with_appended_row(&self, xs: Tensor, name: &str) -> Result<Tensor> {
         if self.config.appended_keys() == 0 {
             return Ok(xs);
@@ -169,12 +169,12 @@ impl MultiHeadAttention {
         Tensor::cat(&rows, 1)
     }
 
-    /// Projects the keys and values of cross-attention, from an encoder's outputs, once for all steps of a decoder: keys
-    /// from `keys` (B, T_kv, kdim), values from `values` (B, T_kv, vdim), both without B for one sequence.
+    /// Projects the keys and values of cross-attention, from an encoder's outputs, once for all steps of a decoder:
+    /// keys from `keys` (B, T_kv, kdim), values from `values` (B, T_kv, vdim), both without B for one sequence.
     ///
-    /// A call with [`AttentionInput::with_memory`](crate::AttentionInput::with_memory) returns the numbers of a call with
-    /// [`with_key_value`](crate::AttentionInput::with_key_value) of this layer. A memory of another layer with the same
-    /// shape is not detected. Rotary positions of the keys are 0..T_kv.
+    /// A call with [`AttentionInput::with_memory`](crate::AttentionInput::with_memory) returns the numbers of a call
+    /// with [`with_key_value`](crate::AttentionInput::with_key_value) of this layer. A memory of another layer with the
+    /// same shape is not detected. Rotary positions of the keys are 0..T_kv.
     ///
     /// # Errors
     /// For inputs whose shape, dtype or device does not fit the layer or each other, and for more positions than the

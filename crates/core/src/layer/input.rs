@@ -81,11 +81,11 @@ impl<'a> AttentionInput<'a> {
         }
     }
 
-    /// Attends to other inputs (cross-attention): keys are projected from `keys` (B, T_kv, kdim), values from `values` (B,
-    /// T_kv, vdim).
+    /// Attends to other inputs (cross-attention): keys are projected from `keys` (B, T_kv, kdim), values from `values`
+    /// (B, T_kv, vdim).
     ///
-    /// A layer whose config is causal or has a window applies that to the keys of the other sequence too, counted from the
-    /// end of that sequence. This is rarely meant, and a warning is logged once.
+    /// A layer whose config is causal or has a window applies that to the keys of the other sequence too, counted from
+    /// the end of that sequence. This is rarely meant, and a warning is logged once.
     pub fn with_key_value(mut self, keys: &'a Tensor, values: &'a Tensor) -> Self {
         self.key_value = Some(KeyValueInputs { keys, values });
         self
@@ -99,20 +99,20 @@ impl<'a> AttentionInput<'a> {
         self
     }
 
-    /// Adds a mask, which is combined (AND) with the layer's own. A prefix in it also lifts the layer's causal constraint
-    /// for the keys of the prefix.
+    /// Adds a mask, which is combined (AND) with the layer's own. A prefix in it also lifts the layer's causal
+    /// constraint for the keys of the prefix.
     pub fn with_mask(mut self, mask: &'a AttentionMask) -> Self {
         self.mask = Some(mask);
         self
     }
 
-    /// Sets the positions of the queries, and in self-attention of the keys: integers (T,) for all sequences, or (B, T) for
-    /// each sequence, as ragged batches and padding on the left need. Rotary positions, relative biases and Falcon's ALiBi
-    /// use them.
+    /// Sets the positions of the queries, and in self-attention of the keys: integers (T,) for all sequences, or (B, T)
+    /// for each sequence, as ragged batches and padding on the left need. Rotary positions, relative biases and
+    /// Falcon's ALiBi use them.
     ///
     /// The default is 0..T. With a cache, positions continue from the length of each sequence, and cached keys keep the
-    /// positions of their own call. The tensor is copied to the CPU. Layers without positional encodings check its shape
-    /// and ignore it otherwise; masks and other ALiBi slopes use key indices, not positions.
+    /// positions of their own call. The tensor is copied to the CPU. Layers without positional encodings check its
+    /// shape and ignore it otherwise; masks and other ALiBi slopes use key indices, not positions.
     ///
     /// If the positions of a call with a cache do not come after those in the cache, as with 0 again in every step, a
     /// warning is logged once.
@@ -128,10 +128,10 @@ impl<'a> AttentionInput<'a> {
     }
 
     /// Sets the positions of the tokens of self-attention on the axes of the layer's rotary positions
-    /// ([`RopeConfig::with_axes`](crate::RopeConfig::with_axes)): (A, T) for all sequences, or (A, B, T) for each. The axes
-    /// are time, height and width in Qwen2-VL's text, and rows and columns of patches in an image. Numbers need not be
-    /// integers: DINOv3's are 2π times a coordinate of a patch's centre between -1 and 1. A token at 0 on all axes, such
-    /// as a class token or a register, is not rotated.
+    /// ([`RopeConfig::with_axes`](crate::RopeConfig::with_axes)): (A, T) for all sequences, or (A, B, T) for each. The
+    /// axes are time, height and width in Qwen2-VL's text, and rows and columns of patches in an image. Numbers need
+    /// not be integers: DINOv3's are 2π times a coordinate of a patch's centre between -1 and 1. A token at 0 on all
+    /// axes, such as a class token or a register, is not rotated.
     ///
     /// Without them, a token has one position on all axes, as in text; this is an error for axes with series of
     /// frequencies for each axis. Other uses of positions read [`with_positions`](Self::with_positions).
@@ -149,7 +149,8 @@ impl<'a> AttentionInput<'a> {
         self
     }
 
-    /// Draws dropout from PyTorch's generator, see [`SdpaOptions::with_dropout_seed`](crate::SdpaOptions::with_dropout_seed).
+    /// Draws dropout from PyTorch's generator, see
+    /// [`SdpaOptions::with_dropout_seed`](crate::SdpaOptions::with_dropout_seed).
     pub fn with_dropout_seed(mut self, seed: &'a TorchSeed) -> Self {
         self.dropout_seed = Some(seed);
         self
@@ -157,16 +158,16 @@ impl<'a> AttentionInput<'a> {
 
     /// Attends to the positions in a cache and to those of `xs`, which are added to the cache.
     ///
-    /// Positions count within each sequence from its first call on. T_kv of a mask is the length of the longest sequence
-    /// with this call, and a causal mask is aligned to the end of each sequence.
+    /// Positions count within each sequence from its first call on. T_kv of a mask is the length of the longest
+    /// sequence with this call, and a causal mask is aligned to the end of each sequence.
     /// [`AttentionMask::causal_upper_left`] is an error once the cache has positions.
     ///
     /// The outputs equal those of one call over all tokens if no query attends to a later key, as in a causal layer. In
     /// other layers, the tokens of earlier calls have not attended to those of this call; a warning is logged once.
     ///
-    /// Pass padding with [`with_starts`](Self::with_starts) and [`with_valid_lens`](Self::with_valid_lens), which do not
-    /// store it in the cache. A mask hides padding in its own call only: the cache stores the padding, and later calls
-    /// attend to it unless their masks hide it again. A warning is logged once if they do not.
+    /// Pass padding with [`with_starts`](Self::with_starts) and [`with_valid_lens`](Self::with_valid_lens), which do
+    /// not store it in the cache. A mask hides padding in its own call only: the cache stores the padding, and later
+    /// calls attend to it unless their masks hide it again. A warning is logged once if they do not.
     pub fn with_cache(mut self, cache: &'a mut AttentionCache) -> Self {
         self.cache = Some(cache);
         self
@@ -175,9 +176,9 @@ impl<'a> AttentionInput<'a> {
     /// Attends to the keys and values in the cache of an earlier layer, for layers without key and value projections
     /// ([`KvSharing::EarlierLayer`](crate::KvSharing)).
     ///
-    /// The earlier layer's call with the same tokens and padding has to come first; the queries have its last positions. A
-    /// sliding cache has to be made [`with_shared`](crate::AttentionCacheConfig::with_shared) for calls of more tokens
-    /// than its window.
+    /// The earlier layer's call with the same tokens and padding has to come first; the queries have its last
+    /// positions. A sliding cache has to be made [`with_shared`](crate::AttentionCacheConfig::with_shared) for calls of
+    /// more tokens than its window.
     ///
     /// ```
     /// use candle_attention::{AttentionCache, AttentionInput, KvSharing, MultiHeadAttention, MultiHeadAttentionConfig};
@@ -201,7 +202,8 @@ impl<'a> AttentionInput<'a> {
         self
     }
 
-    /// Sets the right padding in a call with a cache: for each sequence, the length up to which the T positions are tokens.
+    /// Sets the right padding in a call with a cache: for each sequence, the length up to which the T positions are
+    /// tokens.
     ///
     /// Padding is not added to the cache, attends to nothing and is attended to by nothing. Without a cache, and for
     /// lengths that count the positions of earlier calls too, see [`AttentionMask::with_valid_lens`].
@@ -213,22 +215,22 @@ impl<'a> AttentionInput<'a> {
     /// Sets the left padding in a call with a cache: for each sequence, the first of the T positions that is a token.
     /// Without a cache, see [`AttentionMask::with_starts`].
     ///
-    /// Padding is not added to the cache, and masks of this call and of later ones do not count it: T_kv is the length of
-    /// the longest sequence without its padding. [`AttentionMask::from_attention_mask`] of a mask that has columns for
-    /// padding, as transformers passes it in every step, is an error. Starts above 0, and tensors with a row for each
-    /// sequence, in later masks log a warning once.
+    /// Padding is not added to the cache, and masks of this call and of later ones do not count it: T_kv is the length
+    /// of the longest sequence without its padding. [`AttentionMask::from_attention_mask`] of a mask that has columns
+    /// for padding, as transformers passes it in every step, is an error. Starts above 0, and tensors with a row for
+    /// each sequence, in later masks log a warning once.
     pub fn with_starts(mut self, starts: &'a [usize]) -> Self {
         self.starts = Some(starts);
         self
     }
 
-    /// Reads `xs` (total_q, E) as packed sequences: sequences of different lengths, one after the other, without padding.
-    /// Each attends to its own keys, and the output is (total_q, out_dim). Keys and values of cross-attention are
-    /// (total_kv, ..).
+    /// Reads `xs` (total_q, E) as packed sequences: sequences of different lengths, one after the other, without
+    /// padding. Each attends to its own keys, and the output is (total_q, out_dim). Keys and values of cross-attention
+    /// are (total_kv, ..).
     ///
-    /// Positions count from 0 in each sequence unless [`with_positions`](Self::with_positions) sets them as (total_q,). The
-    /// mask applies to each sequence by itself, and its lengths are (n,). A relative bias (T5, MPNet) is one vector by
-    /// distance for all sequences, and does not support [`with_positions`](Self::with_positions).
+    /// Positions count from 0 in each sequence unless [`with_positions`](Self::with_positions) sets them as (total_q,).
+    /// The mask applies to each sequence by itself, and its lengths are (n,). A relative bias (T5, MPNet) is one vector
+    /// by distance for all sequences, and does not support [`with_positions`](Self::with_positions).
     ///
     /// Not supported with packed sequences: a cache, returned weights, boolean mask and bias tensors, layers with
     /// content-based relative positions, Falcon's ALiBi or appended keys, and a memory of rotated keys.
@@ -251,16 +253,16 @@ impl<'a> AttentionInput<'a> {
         self
     }
 
-    /// Adds a residual (B, T_q, out_dim), or (T_q, out_dim), to the output: in the pass of the output projection, before
-    /// its sums are rounded.
+    /// Adds a residual (B, T_q, out_dim), or (T_q, out_dim), to the output: in the pass of the output projection,
+    /// before its sums are rounded.
     pub fn with_residual(mut self, residual: &'a Tensor) -> Self {
         self.residual = Some(residual);
         self
     }
 
     /// Sets the all-reduce of the ranks among which the layer's heads are sharded
-    /// ([`load_shard`](crate::MultiHeadAttention::load_shard)), for norms of whole projections, which span all ranks (OLMo
-    /// 2). Two numbers for each token are summed in f32. Layers without such norms do not use it.
+    /// ([`load_shard`](crate::MultiHeadAttention::load_shard)), for norms of whole projections, which span all ranks
+    /// (OLMo 2). Two numbers for each token are summed in f32. Layers without such norms do not use it.
     pub fn with_all_reduce(mut self, all_reduce: &'a AllReduce<'a>) -> Self {
         self.all_reduce = Some(all_reduce);
         self
@@ -269,9 +271,9 @@ impl<'a> AttentionInput<'a> {
     /// Replaces [`scaled_dot_product_attention`](crate::scaled_dot_product_attention) by another function between the
     /// layer's projections, for example one that attends to the keys of other ranks.
     ///
-    /// The function is called with queries (B, H, T_q, D) and keys (B, H_kv, T_kv, D), normalised and rotated, and with the
-    /// mask and the options of the call. It returns the attention output (B, H, T_q, D_v) in the dtype of the queries. It
-    /// cannot be combined with a cache, packed sequences or returned weights.
+    /// The function is called with queries (B, H, T_q, D) and keys (B, H_kv, T_kv, D), normalised and rotated, and with
+    /// the mask and the options of the call. It returns the attention output (B, H, T_q, D_v) in the dtype of the
+    /// queries. It cannot be combined with a cache, packed sequences or returned weights.
     ///
     /// ```
     /// use candle_attention::{AttentionInput, MultiHeadAttention, MultiHeadAttentionConfig, scaled_dot_product_attention};

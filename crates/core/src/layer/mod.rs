@@ -1,5 +1,5 @@
-//! Layers: project, split into heads, attend, merge, project. [`forward`] has the order of a call. Latent attention makes
-//! the same [`PreparedCall`](forward::PreparedCall).
+//! Layers: project, split into heads, attend, merge, project. [`forward`] has the order of a call. Latent attention
+//! makes the same [`PreparedCall`](forward::PreparedCall).
 
 mod additive;
 mod forward;
@@ -106,15 +106,15 @@ impl MultiHeadAttention {
         Self::build(cfg, ParameterReader::new(OP, layout, vb)?, |source| load_projections(cfg, layout, source))
     }
 
-    /// Makes a layer whose projections are modules of any kind, such as Candle's `QMatMul` over a quantised checkpoint, or
-    /// one fused module. Biases belong to the modules; the config's bias flags are ignored.
+    /// Makes a layer whose projections are modules of any kind, such as Candle's `QMatMul` over a quantised checkpoint,
+    /// or one fused module. Biases belong to the modules; the config's bias flags are ignored.
     ///
-    /// Parameters that belong to no projection (`q_norm`, `k_norm`, `sinks`, `bias_k`, `bias_v`) are read from the builder,
-    /// whose dtype and device are those of the layer's inputs. Each module is called with contiguous inputs in that dtype,
-    /// and has to return the shape of its [`Projection`] in the same dtype.
+    /// Parameters that belong to no projection (`q_norm`, `k_norm`, `sinks`, `bias_k`, `bias_v`) are read from the
+    /// builder, whose dtype and device are those of the layer's inputs. Each module is called with contiguous inputs in
+    /// that dtype, and has to return the shape of its [`Projection`] in the same dtype.
     ///
-    /// [`state_dict`](Self::state_dict), [`projections`](Self::projections) and [`save`](Self::save) of such a layer are
-    /// errors.
+    /// [`state_dict`](Self::state_dict), [`projections`](Self::projections) and [`save`](Self::save) of such a layer
+    /// are errors.
     ///
     /// # Errors
     /// As [`new`](Self::new), for an output projection that the config does not have, and for a missing one.
@@ -125,8 +125,8 @@ impl MultiHeadAttention {
         })
     }
 
-    /// Makes a layer of a GGUF file, or one rank's shard of it if the projections are a shard. The builder has the other
-    /// parameters of the whole layer.
+    /// Makes a layer of a GGUF file, or one rank's shard of it if the projections are a shard. The builder has the
+    /// other parameters of the whole layer.
     ///
     /// # Errors
     /// As [`load`](Self::load).
@@ -142,15 +142,15 @@ impl MultiHeadAttention {
         Self::build(cfg, source, |_| Ok(projections))
     }
 
-    /// Loads one rank's shard of a layer, some of its heads, from weights in any layout and Candle's sharded builder: tensor
-    /// parallelism.
+    /// Loads one rank's shard of a layer, some of its heads, from weights in any layout and Candle's sharded builder:
+    /// tensor parallelism.
     ///
-    /// The outputs of all ranks sum to the output of the whole layer. After each call the caller adds them, by NCCL through
-    /// `cudarc` for example, as Candle's own multi-process Llama does. Rank 0 has the bias of the output projection.
-    /// Without an output projection, a rank returns the columns of its own heads.
+    /// The outputs of all ranks sum to the output of the whole layer. After each call the caller adds them, by NCCL
+    /// through `cudarc` for example, as Candle's own multi-process Llama does. Rank 0 has the bias of the output
+    /// projection. Without an output projection, a rank returns the columns of its own heads.
     ///
-    /// Each tensor is read whole, and the rank's part is kept. [`config`](Self::config) returns the config of the shard, in
-    /// which ALiBi is the slopes of its heads (but for Falcon's). Shard a relative bias by
+    /// Each tensor is read whole, and the rank's part is kept. [`config`](Self::config) returns the config of the
+    /// shard, in which ALiBi is the slopes of its heads (but for Falcon's). Shard a relative bias by
     /// [`RelativeBias::shard`](crate::RelativeBias::shard).
     ///
     /// ```no_run
@@ -169,8 +169,8 @@ impl MultiHeadAttention {
     /// ```
     ///
     /// # Errors
-    /// As [`load`](Self::load), for more ranks than query heads, and for layer norms of whole projections. Root mean squares
-    /// of whole projections (OLMo 2) are sums over all ranks, for which calls need
+    /// As [`load`](Self::load), for more ranks than query heads, and for layer norms of whole projections. Root mean
+    /// squares of whole projections (OLMo 2) are sums over all ranks, for which calls need
     /// [`AttentionInput::with_all_reduce`].
     pub fn load_shard(
         cfg: &MultiHeadAttentionConfig,
@@ -224,8 +224,8 @@ impl MultiHeadAttention {
         Ok(Self { rotary: Some(rotary), ..self })
     }
 
-    /// Sets the relative bias, which the layer shares with the other layers of its stack. A layer whose config has one cannot
-    /// be called without it.
+    /// Sets the relative bias, which the layer shares with the other layers of its stack. A layer whose config has one
+    /// cannot be called without it.
     ///
     /// # Errors
     /// If the bias has another config, number of heads, dtype or device than the layer.
@@ -247,8 +247,8 @@ impl MultiHeadAttention {
         Ok(self)
     }
 
-    /// Sets the vectors of distances of [`DisentangledConfig`](crate::DisentangledConfig), which the layer shares with the
-    /// other layers of its stack. A layer whose config has these positions cannot be called without the vectors.
+    /// Sets the vectors of distances of [`DisentangledConfig`](crate::DisentangledConfig), which the layer shares with
+    /// the other layers of its stack. A layer whose config has these positions cannot be called without the vectors.
     ///
     /// # Errors
     /// If the config has no such positions, and for vectors of another shape, dtype or device.
@@ -266,9 +266,9 @@ impl MultiHeadAttention {
 
     /// Replaces a projection by `change(current)`, for example to wrap it in an adapter (LoRA, arXiv:2106.09685).
     ///
-    /// The current module computes the layer's own projection, without a copy of its weights. The new module is called with
-    /// contiguous inputs in the dtype of the layer's weights, and has to return the shape of its [`Projection`] in the same
-    /// dtype. The layer does not know the module's parameters: [`state_dict`](Self::state_dict),
+    /// The current module computes the layer's own projection, without a copy of its weights. The new module is called
+    /// with contiguous inputs in the dtype of the layer's weights, and has to return the shape of its [`Projection`] in
+    /// the same dtype. The layer does not know the module's parameters: [`state_dict`](Self::state_dict),
     /// [`projections`](Self::projections) and [`save`](Self::save) are errors afterwards.
     ///
     /// # Errors
@@ -304,8 +304,8 @@ impl MultiHeadAttention {
         Ok(self)
     }
 
-    /// Returns a copy for inference: the current weights are packed, and gradients are not tracked. Modules of the caller's
-    /// are kept.
+    /// Returns a copy for inference: the current weights are packed, and gradients are not tracked. Modules of the
+    /// caller's are kept.
     ///
     /// ```
     /// use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig};
@@ -342,14 +342,14 @@ impl MultiHeadAttention {
     /// Returns the query, key, value and output projections with the current weights. Only
     /// [`state_dict`](Self::state_dict) returns a gate.
     ///
-    /// A layer over plain tensors on a CPU stores packed weights ([`PackedLinear`]), which are copied back; those of q, k and
-    /// v with inputs of one width are views of one weight. Candle's `QTensor::quantize` reads the buffer of a view from its
-    /// beginning, and so would quantise q's weight three times without an error: pass it a copy (`force_contiguous`). If the
-    /// values are the keys' projection, it is returned for both.
+    /// A layer over plain tensors on a CPU stores packed weights ([`PackedLinear`]), which are copied back; those of q,
+    /// k and v with inputs of one width are views of one weight. Candle's `QTensor::quantize` reads the buffer of a
+    /// view from its beginning, and so would quantise q's weight three times without an error: pass it a copy
+    /// (`force_contiguous`). If the values are the keys' projection, it is returned for both.
     ///
     /// # Errors
-    /// If a projection is a module of the caller's, for a layer without projections of keys and values, and if the weights
-    /// do not fit in memory.
+    /// If a projection is a module of the caller's, for a layer without projections of keys and values, and if the
+    /// weights do not fit in memory.
     ///
     /// [`PackedLinear`]: candle_attention_modules::linear::PackedLinear
     pub fn projections(&self) -> Result<(Linear, Linear, Linear, Option<Linear>)> {
@@ -361,13 +361,14 @@ impl MultiHeadAttention {
         Ok((q, k.clone(), take(Projection::Value).unwrap_or(k), take(Projection::Output)))
     }
 
-    /// Returns the layer's parameters under the names and in the shapes of a layout, as a state dict that PyTorch reads.
+    /// Returns the layer's parameters under the names and in the shapes of a layout, as a state dict that PyTorch
+    /// reads.
     ///
     /// A relative bias is not included: it belongs to the stack of layers. Tensors may be views of one weight, as in
     /// [`projections`](Self::projections).
     ///
-    /// For a causal layer with a context length, the state dict has the persistent `mask` buffer in the layouts whose modules
-    /// register one (`book`, `short` and their stacks), so that a strict `load_state_dict` succeeds.
+    /// For a causal layer with a context length, the state dict has the persistent `mask` buffer in the layouts whose
+    /// modules register one (`book`, `short` and their stacks), so that a strict `load_state_dict` succeeds.
     ///
     /// # Errors
     /// If the layout cannot store the layer, with the reason, and if a projection is a module of the caller's.

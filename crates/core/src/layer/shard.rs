@@ -1,5 +1,5 @@
-//! The parameters of a layer that belong to no projection (norms, a learned key and value, sinks), and the config of one
-//! rank's shard of a layer.
+//! The parameters of a layer that belong to no projection (norms, a learned key and value, sinks), and the config of
+//! one rank's shard of a layer.
 
 use candle_core::{Result, bail};
 use candle_nn::Init;
@@ -17,8 +17,8 @@ impl MultiHeadAttentionConfig {
     /// Returns the config of one rank's shard of the layer.
     ///
     /// # Errors
-    /// For more ranks than query heads, for layer norms of whole projections and norms of the output, which span all heads,
-    /// and for unequal shards of a relative bias, whose heads are divided without the key heads.
+    /// For more ranks than query heads, for layer norms of whole projections and norms of the output, which span all
+    /// heads, and for unequal shards of a relative bias, whose heads are divided without the key heads.
     #[doc(hidden)]
     pub fn for_shard(&self, shard: HeadShard) -> Result<Self> {
         let (h, h_kv, n) = (self.num_heads(), self.num_kv_heads(), shard.world_size());

@@ -13,7 +13,7 @@ use crate::sdpa::{OutputLayout, scaled_dot_product_attention};
 const B: usize = 2;
 const T: usize = 3;
 
-/// 4 heads of width 3 over 2 key heads with values of width 5, columns 12 + 6 + 10.
+/// Returns a config of 4 heads of width 3 over 2 key heads with values of width 5, columns 12 + 6 + 10.
 fn config() -> MultiHeadAttentionConfig {
     MultiHeadAttentionConfig::new(8, 4).with_num_kv_heads(2).with_head_dim(3).with_value_head_dim(5)
 }
@@ -26,7 +26,7 @@ fn xs(width: usize) -> Result<Tensor> {
     Tensor::ones((B, T, width), DType::F32, &Device::Cpu)
 }
 
-/// Where a tensor's buffer lies, where in it the tensor begins, and its strides.
+/// Returns the address of a tensor's buffer, the offset of the tensor in it, and its strides.
 fn place(tensor: &Tensor) -> (usize, usize, Vec<usize>) {
     let (storage, layout) = tensor.storage_and_layout();
     let Storage::Cpu(storage) = &*storage else { panic!("a CPU tensor") };
@@ -34,7 +34,7 @@ fn place(tensor: &Tensor) -> (usize, usize, Vec<usize>) {
     (buffer, layout.start_offset(), layout.stride().to_vec())
 }
 
-/// q, k and v of a call without a cache.
+/// Returns q, k and v of a call without a cache.
 fn qkv(layer: &MultiHeadAttention, input: AttentionInput) -> Result<[Tensor; 3]> {
     let given = OnceCell::new();
     layer.forward_with(input.with_function(&|q, k, v, mask, options| {
@@ -98,7 +98,7 @@ fn heads_are_merged_without_a_copy() -> Result<()> {
     Ok(())
 }
 
-/// As a view or not.
+/// Compares a view and a copy.
 #[test]
 fn columns_split_into_heads_in_their_order() -> Result<()> {
     let product = Tensor::arange(0f32, 84., &Device::Cpu)?.reshape((2, 3, 14))?;

@@ -40,7 +40,8 @@ impl ExpectedInput<'_> {
         self.with_batch(queries)
     }
 
-    /// Returns another input of a call as (B, T, width) after checking it: it has a batch dimension if the queries have one.
+    /// Returns another input of a call as (B, T, width) after checking it: it has a batch dimension if the queries have
+    /// one.
     pub fn other(&self, name: &str, xs: &Tensor, width: usize) -> Result<Tensor> {
         let batch = [Dim::Any("B"), Dim::Any("T"), Dim::Is(width)];
         let found = Expect::many(self.op, name, xs).shape(if self.batched { &batch } else { &batch[1..] })?;
@@ -62,8 +63,8 @@ impl ExpectedInput<'_> {
 }
 
 impl AttentionInput<'_> {
-    /// Checks that packed sequences fit the queries (1, total_q, ..) and `t_kv` keys, and that the call has no input that
-    /// packed sequences do not support.
+    /// Checks that packed sequences fit the queries (1, total_q, ..) and `t_kv` keys, and that the call has no input
+    /// that packed sequences do not support.
     pub(super) fn check_packed(&self, op: &str, queries: &Tensor, t_kv: usize) -> Result<()> {
         let Some(sequences) = self.packed else { return Ok(()) };
         Expect::many(op, "packed queries", self.queries).shape(&["total_q", "E"].map(Dim::Any))?;
@@ -235,8 +236,8 @@ impl MultiHeadAttention {
         Ok(positions)
     }
 
-    /// Checks the inputs of the keys and values of cross-attention, with a batch size of `b` if there are queries. Returns
-    /// clones of each other if the caller's are one tensor.
+    /// Checks the inputs of the keys and values of cross-attention, with a batch size of `b` if there are queries.
+    /// Returns clones of each other if the caller's are one tensor.
     pub(super) fn check_key_value(
         &self,
         b: Option<usize>,

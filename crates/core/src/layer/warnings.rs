@@ -1,5 +1,5 @@
-//! Calls that are allowed because somebody can mean them, and that are a mistake more often. Each kind is logged once in
-//! a process, since a model would repeat it for every layer and token.
+//! Calls that are allowed because somebody can mean them, and that are a mistake more often. Each kind is logged once
+//! in a process, since a model would repeat it for every layer and token.
 
 use std::sync::Once;
 

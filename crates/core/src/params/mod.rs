@@ -25,8 +25,8 @@ use candle_attention_modules::linear::{ByProjection, Projection, Projections};
 /// Loads the projections in any layout, or this rank's part of each. The config is that of the whole layer.
 ///
 /// # Errors
-/// For a config that does not fit the layout, for a missing or misshapen tensor, and for parameters that the layer would
-/// pass over although they change the output.
+/// For a config that does not fit the layout, for a missing or misshapen tensor, and for parameters that the layer
+/// would pass over although they change the output.
 pub(crate) fn load_projections(
     cfg: &MultiHeadAttentionConfig,
     layout: WeightLayout,

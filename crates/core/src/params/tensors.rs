@@ -69,8 +69,8 @@ fn has_bias(cfg: &MultiHeadAttentionConfig, projection: Projection) -> bool {
     }
 }
 
-/// Returns the tensors of a layer, in the order in which PyTorch draws them; for a stack only the tensors of `heads`. They are
-/// made one after the other, since a config may claim more heads than any file has.
+/// Returns the tensors of a layer, in the order in which PyTorch draws them; for a stack only the tensors of `heads`.
+/// They are made one after the other, since a config may claim more heads than any file has.
 ///
 /// # Errors
 /// In the name of the operation `op`, if the config does not fit the layout.

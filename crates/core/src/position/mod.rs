@@ -212,8 +212,8 @@ pub(crate) struct QueryKeyPositions<'a> {
 
 /// A part of a layer that changes its attention scores: a bias, relative positions, a window.
 pub(crate) trait ScoreModifier: Debug + Send + Sync {
-    /// Changes the arguments of attention. `own` are the call's keys (B, H_kv, T_kv, D) and values (B, H_kv, T_kv, D_v),
-    /// or `None` if the queries attend to a cache.
+    /// Changes the arguments of attention. `own` are the call's keys (B, H_kv, T_kv, D) and values (B, H_kv, T_kv,
+    /// D_v), or `None` if the queries attend to a cache.
     ///
     /// # Errors
     /// For calls that the modifier does not support.

@@ -6,8 +6,8 @@ use candle_core::Result;
 
 use super::call::{Call, Dims};
 
-/// A mask that is a local window around the diagonal of each sequence. The diagonal ends with the last query and the last
-/// key of the sequence.
+/// A mask that is a local window around the diagonal of each sequence. The diagonal ends with the last query and the
+/// last key of the sequence.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Bands {
     /// The sequences in which a query attends to a key.
@@ -23,8 +23,8 @@ pub(super) struct Span {
     pub keys: Range<usize>,
 }
 
-/// The keys before and after a query's own that it attends to. Query i of a span of n queries and m keys has the position
-/// `i + m - n` among the keys. `left: None, right: Some(0)` is the causal mask.
+/// The keys before and after a query's own that it attends to. Query i of a span of n queries and m keys has the
+/// position `i + m - n` among the keys. `left: None, right: Some(0)` is the causal mask.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct BandWindow {
     pub left: Option<usize>,
@@ -111,8 +111,8 @@ impl Bands {
     }
 }
 
-/// Returns the span of each sequence in which a query attends to a key; `None` if ALiBi counts from other positions than
-/// those of the spans.
+/// Returns the span of each sequence in which a query attends to a key; `None` if ALiBi counts from other positions
+/// than those of the spans.
 fn sequence_spans(call: &Call) -> Result<Option<Vec<SequenceSpan>>> {
     let rows = &call.rows.keys;
     let alibi_positions = match &call.options.alibi_slopes {
@@ -159,7 +159,7 @@ mod tests {
         Ok(())
     }
 
-    /// For every mask of ranges, alone and with each other one.
+    /// Compares every mask of ranges, alone and with each other mask.
     #[test]
     fn bands_have_the_ranges_of_keys_that_the_mask_has() -> Result<()> {
         let none = AttentionMask::none;

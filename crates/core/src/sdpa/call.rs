@@ -83,9 +83,9 @@ impl Call {
         Self::with_all_dims(op, Qkv { q: &q, k: &k, v: &v }, None, sequences, mask, options)
     }
 
-    /// Checks the arguments of a call whose tensors have all four dimensions: a batch; or packed sequences with q (1, H,
-    /// total_q, D), k (1, H_kv, total_kv, D) and v (1, H_kv, total_kv, D_v), whose output (1, H, total_q, D_v) is a view
-    /// of (1, total_q, H, D_v).
+    /// Checks the arguments of a call whose tensors have all four dimensions: a batch; or packed sequences with q (1,
+    /// H, total_q, D), k (1, H_kv, total_kv, D) and v (1, H_kv, total_kv, D_v), whose output (1, H, total_q, D_v) is a
+    /// view of (1, total_q, H, D_v).
     pub fn with_all_dims(
         op: &'static str,
         qkv: Qkv,

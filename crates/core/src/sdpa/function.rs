@@ -13,18 +13,18 @@ use crate::mask::AttentionMask;
 
 /// Computes scaled dot-product attention: `softmax(scale · q kᵀ) v`.
 ///
-/// Shapes: q (B, H, T_q, D), k (B, H_kv, T_kv, D) and v (B, H_kv, T_kv, D_v) to an output (B, H, T_q, D_v) in q's dtype, on
-/// q's device. H_kv divides H; query head h reads key head `h / (H / H_kv)`. Any strides are accepted. k and v may have a
-/// batch of 1 with a larger B of q: they are read in place for all sequences. As in PyTorch, all three may lack B, (H, T,
-/// D), or B and H, (T, D), and so does the output then. Masks still broadcast to (B, H, T_q, T_kv).
+/// Shapes: q (B, H, T_q, D), k (B, H_kv, T_kv, D) and v (B, H_kv, T_kv, D_v) to an output (B, H, T_q, D_v) in q's
+/// dtype, on q's device. H_kv divides H; query head h reads key head `h / (H / H_kv)`. Any strides are accepted. k and
+/// v may have a batch of 1 with a larger B of q: they are read in place for all sequences. As in PyTorch, all three may
+/// lack B, (H, T, D), or B and H, (T, D), and so does the output then. Masks still broadcast to (B, H, T_q, T_kv).
 ///
 /// The order is: scale, softcap, bias (ALiBi, relative bias, then the mask's), mask, softmax (in f32 for half-precision
 /// inputs), dropout, times v.
 ///
-/// The output of a fully masked query is zeros, also if all of its scores are -inf by a bias. NaN and infinities in keys
-/// and values reach only the queries that attend to them, in the backward pass of the CPU kernel too; a query attends to a
-/// key that only a bias of -inf suppresses. Third-party GPU kernels keep this promise only for keys that are masked for
-/// every query of the sequence.
+/// The output of a fully masked query is zeros, also if all of its scores are -inf by a bias. NaN and infinities in
+/// keys and values reach only the queries that attend to them, in the backward pass of the CPU kernel too; a query
+/// attends to a key that only a bias of -inf suppresses. Third-party GPU kernels keep this promise only for keys that
+/// are masked for every query of the sequence.
 ///
 /// ```
 /// use candle_attention::{AttentionMask, SdpaOptions, scaled_dot_product_attention};
@@ -64,12 +64,12 @@ pub fn scaled_dot_product_attention_with_weights(
     attend_in_batch(Qkv { q, k, v }, mask, options, WithWeights)
 }
 
-/// Computes [`scaled_dot_product_attention`], and returns the log-sum-exp of each query's scores too: (B, H, T_q) in f32
-/// (f64 for f64 inputs), `-inf` for a fully masked query. A sink counts as one more score.
+/// Computes [`scaled_dot_product_attention`], and returns the log-sum-exp of each query's scores too: (B, H, T_q) in
+/// f32 (f64 for f64 inputs), `-inf` for a fully masked query. A sink counts as one more score.
 ///
 /// [`merge_attention`](crate::merge_attention) merges such results over parts of the keys. Use
-/// [`FullyMaskedRows::Zero`](crate::FullyMaskedRows::Zero) for the parts: only all keys together show whether a query is
-/// fully masked.
+/// [`FullyMaskedRows::Zero`](crate::FullyMaskedRows::Zero) for the parts: only all keys together show whether a query
+/// is fully masked.
 ///
 /// # Errors
 /// As [`scaled_dot_product_attention`].
@@ -83,13 +83,13 @@ pub fn scaled_dot_product_attention_with_lse(
     attend_in_batch(Qkv { q, k, v }, mask, options, WithLogSumExp)
 }
 
-/// Computes [`scaled_dot_product_attention`], and returns statistics of its weights too: for each query the keys with the
-/// largest weights and the entropy, for each key the sum of its weights, and the weights of a tile of queries and keys on
-/// request.
+/// Computes [`scaled_dot_product_attention`], and returns statistics of its weights too: for each query the keys with
+/// the largest weights and the entropy, for each key the sum of its weights, and the weights of a tile of queries and
+/// keys on request.
 ///
 /// On a CPU the fused kernel computes the statistics. It needs memory for them and for T_kv scores of some dozens of
-/// queries in each thread, and passes over the scores a second time, with an exponential for each: for eight keys, about
-/// a third more time than without statistics at 2,048 tokens and more, and less than twice the time at 512.
+/// queries in each thread, and passes over the scores a second time, with an exponential for each: for eight keys,
+/// about a third more time than without statistics at 2,048 tokens and more, and less than twice the time at 512.
 ///
 /// ```
 /// use candle_attention::{AttentionMask, SdpaOptions, StatisticsOptions, scaled_dot_product_attention_with_statistics};
@@ -127,16 +127,16 @@ pub fn plan(q: &Tensor, k: &Tensor, v: &Tensor, mask: &AttentionMask, options: &
     request::plan(&Call::new("plan", Qkv { q, k, v }, None, mask, options)?)
 }
 
-/// Computes [`scaled_dot_product_attention`] over packed sequences: sequences of different lengths, one after the other in
-/// one tensor, without padding (flash-attention's `varlen`).
+/// Computes [`scaled_dot_product_attention`] over packed sequences: sequences of different lengths, one after the other
+/// in one tensor, without padding (flash-attention's `varlen`).
 ///
-/// Shapes: q (total_q, H, D), k (total_kv, H_kv, D) and v (total_kv, H_kv, D_v) to a contiguous output (total_q, H, D_v) in
-/// q's dtype, on q's device. Any strides are accepted. Each sequence has the numbers of a call by itself.
+/// Shapes: q (total_q, H, D), k (total_kv, H_kv, D) and v (total_kv, H_kv, D_v) to a contiguous output (total_q, H,
+/// D_v) in q's dtype, on q's device. Any strides are accepted. Each sequence has the numbers of a call by itself.
 ///
-/// The mask applies to each sequence by itself, as to an entry of a batch: alignment, windows and chunks count within the
-/// sequence; lengths, starts and prefixes are (n,), or a list of T_q entries for each of the n sequences. Boolean mask and
-/// bias tensors are an error. PyTorch's generator draws the dropout of the sequences one by one. The options' output
-/// layout has no effect.
+/// The mask applies to each sequence by itself, as to an entry of a batch: alignment, windows and chunks count within
+/// the sequence; lengths, starts and prefixes are (n,), or a list of T_q entries for each of the n sequences. Boolean
+/// mask and bias tensors are an error. PyTorch's generator draws the dropout of the sequences one by one. The options'
+/// output layout has no effect.
 ///
 /// ```
 /// use candle_attention::{AttentionMask, PackedSequences, SdpaOptions, scaled_dot_product_attention_varlen};
@@ -152,8 +152,8 @@ pub fn plan(q: &Tensor, k: &Tensor, v: &Tensor, mask: &AttentionMask, options: &
 /// ```
 ///
 /// # Errors
-/// As [`scaled_dot_product_attention`], for cumulative lengths that do not end where the tensors do, and for a mask with a
-/// boolean mask or bias tensor.
+/// As [`scaled_dot_product_attention`], for cumulative lengths that do not end where the tensors do, and for a mask
+/// with a boolean mask or bias tensor.
 pub fn scaled_dot_product_attention_varlen(
     q: &Tensor,
     k: &Tensor,
@@ -165,8 +165,8 @@ pub fn scaled_dot_product_attention_varlen(
     attend_in_packed(Qkv { q, k, v }, sequences, mask, options, OutputOnly)
 }
 
-/// Computes [`scaled_dot_product_attention_varlen`], and returns the log-sum-exp of each query's scores too: (H, total_q)
-/// in f32 (f64 for f64 inputs), `-inf` for a fully masked query. A sink counts as one more score.
+/// Computes [`scaled_dot_product_attention_varlen`], and returns the log-sum-exp of each query's scores too: (H,
+/// total_q) in f32 (f64 for f64 inputs), `-inf` for a fully masked query. A sink counts as one more score.
 ///
 /// # Errors
 /// As [`scaled_dot_product_attention_varlen`].
@@ -181,9 +181,9 @@ pub fn scaled_dot_product_attention_varlen_with_lse(
     attend_in_packed(Qkv { q, k, v }, sequences, mask, options, WithLogSumExp)
 }
 
-/// Computes [`scaled_dot_product_attention_varlen`], and returns statistics of its weights too, without the dimension B:
-/// for (H, total_q) queries and (H, total_kv) keys. Keys and tiles count through all sequences, and a query's weights for
-/// the keys of other sequences are 0.
+/// Computes [`scaled_dot_product_attention_varlen`], and returns statistics of its weights too, without the dimension
+/// B: for (H, total_q) queries and (H, total_kv) keys. Keys and tiles count through all sequences, and a query's
+/// weights for the keys of other sequences are 0.
 ///
 /// # Errors
 /// As [`scaled_dot_product_attention_varlen`] and [`scaled_dot_product_attention_with_statistics`].

@@ -1,7 +1,7 @@
 //! Scaled dot-product attention: one function for every device, dtype and mask.
 //!
-//! A call is checked ([`call`]), a path is chosen ([`plan`]), and the path computes what was requested ([`request`]). The
-//! reference path ([`reference`]) is the specification; a fused path returns its numbers.
+//! A call is checked ([`call`]), a path is chosen ([`plan`]), and the path computes what was requested ([`request`]).
+//! The reference path ([`reference`]) is the specification; a fused path returns its numbers.
 
 mod bands;
 mod call;

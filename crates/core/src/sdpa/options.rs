@@ -171,8 +171,8 @@ impl SdpaOptions {
         self.train && self.dropout > 0.0
     }
 
-    /// Returns whether a seed determines the dropped weights. A seed counts all heads of a call, so that a call with one
-    /// cannot be split by heads.
+    /// Returns whether a seed determines the dropped weights. A seed counts all heads of a call, so that a call with
+    /// one cannot be split by heads.
     pub(crate) fn drops_by_seed(&self) -> bool {
         self.drops() && (self.dropout_seed.is_some() || self.dropout_philox_seed.is_some())
     }

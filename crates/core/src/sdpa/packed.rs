@@ -121,7 +121,8 @@ fn range(cu_seqlens: &[usize], s: usize) -> Range<usize> {
     }
 }
 
-/// Returns the length of the longest sequence after checking that the cumulative lengths begin with 0 and never decrease.
+/// Returns the length of the longest sequence after checking that the cumulative lengths begin with 0 and never
+/// decrease.
 fn longest(name: &str, cu_seqlens: &[usize]) -> Result<usize> {
     match cu_seqlens.first() {
         Some(0) => {}

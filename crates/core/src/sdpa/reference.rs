@@ -1,5 +1,5 @@
-//! The specification of attention: Candle's own operations, differentiable, on any device. Also the softmax over the keys
-//! that a query attends to, and the merging of attention over parts of the keys.
+//! The specification of attention: Candle's own operations, differentiable, on any device. Also the softmax over the
+//! keys that a query attends to, and the merging of attention over parts of the keys.
 
 use std::ops::Range;
 
@@ -69,8 +69,8 @@ struct Joined {
     lse: Tensor,
 }
 
-/// Attends in each packed sequence by itself. `with_weights` is called for each sequence that has queries, in order, with
-/// its call, its weights and the range of its keys.
+/// Attends in each packed sequence by itself. `with_weights` is called for each sequence that has queries, in order,
+/// with its call, its weights and the range of its keys.
 fn attend_sequences(
     packed: &Call,
     sequences: &PackedSequences,
@@ -211,8 +211,8 @@ fn attend_to_nothing(call: &Call, sinks: Option<&Tensor>) -> Result<BatchAttenti
     Ok(BatchAttention { output, lse, weights: None })
 }
 
-/// Multiplies (B, H, T, X) with (B, H_kv, X, Y). The query heads of a group are rows of one product, so that k and v are
-/// not repeated.
+/// Multiplies (B, H, T, X) with (B, H_kv, X, Y). The query heads of a group are rows of one product, so that k and v
+/// are not repeated.
 fn grouped_matmul(lhs: &Tensor, rhs: &Tensor) -> Result<Tensor> {
     let (b, h, t, x) = lhs.dims4()?;
     let (_, h_kv, _, y) = rhs.dims4()?;
@@ -251,8 +251,8 @@ fn by_diagonal(biases: &Tensor, t_q: usize, t_kv: usize) -> Result<Tensor> {
     by_pair.reshape(((), biases.dim(D::Minus2)?, t_q, t_kv))
 }
 
-/// Zeroes weights with probability p and divides the others by 1 - p, if weights are dropped. PyTorch's generator, a seed
-/// of Philox or the device's generator draws them. Philox counts queries and keys from `first` on.
+/// Zeroes weights with probability p and divides the others by 1 - p, if weights are dropped. PyTorch's generator, a
+/// seed of Philox or the device's generator draws them. Philox counts queries and keys from `first` on.
 fn dropout(weights: &Tensor, options: &SdpaOptions, first: FirstRow) -> Result<Tensor> {
     let p = options.dropout;
     if !options.drops() {
@@ -316,8 +316,8 @@ fn are_finite(v: &Tensor) -> Result<bool> {
     Ok(residue == 0.0)
 }
 
-/// Computes a softmax over the last dimension with masked keys, sinks and fully masked rows: scores (.., T_q, T_kv) in f32
-/// or f64, T_kv at least 1, to weights of the same shape and the log-sum-exp (.., T_q). Differentiable.
+/// Computes a softmax over the last dimension with masked keys, sinks and fully masked rows: scores (.., T_q, T_kv) in
+/// f32 or f64, T_kv at least 1, to weights of the same shape and the log-sum-exp (.., T_q). Differentiable.
 ///
 /// `keep` is u8, broadcastable to the scores; 0 masks a key. `sinks` are one more logit for each row, broadcastable to
 /// (.., T_q, 1), which takes weight but has no column.
@@ -367,15 +367,15 @@ fn masked_softmax_and_lse(
     Ok((weights, lse))
 }
 
-/// Returns a constant in the shape and dtype and on the device of a tensor. It is converted on the CPU, since Metal has no
-/// f64.
+/// Returns a constant in the shape and dtype and on the device of a tensor. It is converted on the CPU, since Metal has
+/// no f64.
 fn constant_like(value: f64, like: &Tensor) -> Result<Tensor> {
     Tensor::new(value, &Device::Cpu)?.to_dtype(like.dtype())?.to_device(like.device())?.broadcast_as(like.shape())
 }
 
-/// Computes d2l's `masked_softmax`: the softmax over the last dimension of scores (B, T_q, T_kv) without the keys at and past
-/// a valid length, which is (B,) for each sequence or (B, T_q) for each query. The result has the shape and dtype of the
-/// scores.
+/// Computes d2l's `masked_softmax`: the softmax over the last dimension of scores (B, T_q, T_kv) without the keys at
+/// and past a valid length, which is (B,) for each sequence or (B, T_q) for each query. The result has the shape and
+/// dtype of the scores.
 ///
 /// A row whose length is 0 is zeros with [`FullyMaskedRows::Zero`], and 1/T_kv everywhere with
 /// [`FullyMaskedRows::Uniform`], as in d2l. Unlike d2l's function this one does not change its input.
@@ -403,9 +403,9 @@ pub fn masked_softmax(
 /// Merges attention over disjoint parts of the keys into attention over all of them, exactly.
 ///
 /// Each part is an attention output (B, H, T_q, D_v) and the log-sum-exp (B, H, T_q) of its scores, as returned by
-/// [`scaled_dot_product_attention_with_lse`](crate::scaled_dot_product_attention_with_lse). The result is the same pair for
-/// all keys, with the output in the dtype of the first part. A part in which a query is fully masked (`-inf`) adds nothing
-/// for that query. Pass sinks to one part only, since each part's sum counts its own.
+/// [`scaled_dot_product_attention_with_lse`](crate::scaled_dot_product_attention_with_lse). The result is the same pair
+/// for all keys, with the output in the dtype of the first part. A part in which a query is fully masked (`-inf`) adds
+/// nothing for that query. Pass sinks to one part only, since each part's sum counts its own.
 ///
 /// # Errors
 /// For no parts, and for parts whose shapes, dtypes or devices differ.

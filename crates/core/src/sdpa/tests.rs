@@ -6,7 +6,7 @@ use crate::mask::AttentionMask;
 use candle_core::{DType, Device, Error, Result, Tensor, Var};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// (H, T, D), (T, D) and a batch of one for k and v, compared with the call that has all four dimensions.
+/// Compares (H, T, D), (T, D) and a batch of one for k and v with the call that has all four dimensions.
 #[test]
 fn sdpa_without_batch_or_heads_matches_the_call_with_all_dimensions() -> Result<()> {
     let draw = |dims: (usize, usize, usize, usize)| Tensor::randn(0f32, 1., dims, &Device::Cpu);
@@ -50,7 +50,7 @@ fn sdpa_without_batch_or_heads_matches_the_call_with_all_dimensions() -> Result<
     Ok(())
 }
 
-/// Expanded views have any number of heads in the memory of one number; results do not.
+/// Uses expanded views, which have any number of heads in the memory of one number; results do not.
 #[test]
 fn results_beyond_memory_are_errors() -> Result<()> {
     let one = Tensor::zeros(1, DType::F32, &Device::Cpu)?;
@@ -115,7 +115,7 @@ fn gpu_operation_that_fails_is_an_error_or_is_replaced_and_logged_once() -> Resu
     Ok(())
 }
 
-/// An optimiser may change variables between the backward passes of two losses of one call.
+/// Changes variables as an optimiser may, between the backward passes of two losses of one call.
 #[test]
 fn alibi_and_sinks_gradients_use_the_values_of_the_forward_pass() -> Result<()> {
     let (q, k) = (Tensor::randn(0f32, 1., (1, 2, 5, 8), &Device::Cpu)?, Tensor::randn(0f32, 1., 640, &Device::Cpu)?);

@@ -28,9 +28,9 @@ pub trait Vector: Copy + Kernel<Vector = Self> {
     /// Loads the lower bf16 of each of `LANES` words, and the upper ones.
     unsafe fn load_pairs(from: *const f32) -> (Self, Self);
     /// Returns the highest 4 or 8 bits of each word as a number, and the words shifted so that the next bits are the
-    /// highest. The bits that are shifted in have no meaning. Where `IS_SIGNED`, the bits are in two's complement and the
-    /// number is multiplied by 2^(32 - BITS), as the bits are in the word: that takes a mask, where moving the sign would
-    /// take a second shift, which processors of AMD run on half of the ports.
+    /// highest. The bits that are shifted in have no meaning. Where `IS_SIGNED`, the bits are in two's complement and
+    /// the number is multiplied by 2^(32 - BITS), as the bits are in the word: that takes a mask, where moving the sign
+    /// would take a second shift, which processors of AMD run on half of the ports.
     unsafe fn take_bits<const BITS: u32, const IS_SIGNED: bool>(self) -> (Self, Self);
     /// Stores bf16, rounded to the nearest, ties to even.
     unsafe fn store_bf16(self, to: *mut u16);

@@ -7,8 +7,8 @@ use super::OP;
 use crate::position::{RopeConfig, RopeStyle, score_factor};
 use candle_attention_modules::base::number;
 
-/// The shape and options of a [`MultiHeadLatentAttention`](crate::MultiHeadLatentAttention). Lengths, padding and a cache
-/// are inputs of a call.
+/// The shape and options of a [`MultiHeadLatentAttention`](crate::MultiHeadLatentAttention). Lengths, padding and a
+/// cache are inputs of a call.
 ///
 /// ```
 /// use candle_attention::MultiHeadLatentAttentionConfig;
@@ -89,7 +89,8 @@ impl MultiHeadLatentAttentionConfig {
         self
     }
 
-    /// Sets the width of the part of each query and key head without positions (`qk_nope_head_dim`). The default is 128.
+    /// Sets the width of the part of each query and key head without positions (`qk_nope_head_dim`). The default is
+    /// 128.
     pub fn with_nope_head_dim(mut self, nope_head_dim: usize) -> Self {
         self.nope_head_dim = nope_head_dim;
         self
@@ -133,8 +134,8 @@ impl MultiHeadLatentAttentionConfig {
         self
     }
 
-    /// Sets the number that the norms of the compressed queries and of the latent add to the mean square. The default is
-    /// 1e-6.
+    /// Sets the number that the norms of the compressed queries and of the latent add to the mean square. The default
+    /// is 1e-6.
     pub fn with_norm_eps(mut self, norm_eps: f64) -> Self {
         self.norm_eps = norm_eps;
         self
@@ -222,8 +223,8 @@ impl MultiHeadLatentAttentionConfig {
         self.nope_head_dim.saturating_add(self.rope_head_dim)
     }
 
-    /// Returns the factor on the scores. The default is 1/sqrt(D), and with [yarn](crate::RopeScaling::Yarn) scaling that has an
-    /// `mscale_all_dim`, times the square of `0.1 · mscale_all_dim · ln(factor) + 1`.
+    /// Returns the factor on the scores. The default is 1/sqrt(D), and with [yarn](crate::RopeScaling::Yarn) scaling
+    /// that has an `mscale_all_dim`, times the square of `0.1 · mscale_all_dim · ln(factor) + 1`.
     pub fn scale(&self) -> f64 {
         self.scale.unwrap_or_else(|| score_factor(self.rope.scaling()) / (self.head_dim() as f64).sqrt())
     }

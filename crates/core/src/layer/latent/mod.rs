@@ -35,9 +35,10 @@ const COLUMNS: Share = Share::Heads(Heads::Query, 1);
 
 /// Multi-head latent attention of DeepSeek-V2 (<https://arxiv.org/abs/2405.04434>, section 2.1) and V3.
 ///
-/// A token is compressed to a latent of width `kv_lora_rank`, from which each head's key and value are computed by linear
-/// functions, and to one key of width `rope_head_dim` with rotary positions that all heads share. A head's query has a part
-/// for each of the two, and its score is the sum of both products. A cache stores only latents and shared keys:
+/// A token is compressed to a latent of width `kv_lora_rank`, from which each head's key and value are computed by
+/// linear functions, and to one key of width `rope_head_dim` with rotary positions that all heads share. A head's query
+/// has a part for each of the two, and its score is the sum of both products. A cache stores only latents and shared
+/// keys:
 ///
 /// ```
 /// use candle_attention::{AttentionCache, AttentionInput, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig};
@@ -57,15 +58,15 @@ const COLUMNS: Share = Share::Heads(Heads::Query, 1);
 /// ```
 ///
 /// A short call with a cache multiplies the key's part of `kv_b_proj` with its queries, and the value's part with its
-/// attention outputs (the paper's "absorbed" matrices). All heads then attend to the latents in place, as to one key head
-/// of width `kv_lora_rank + rope_head_dim` whose values are its own first `kv_lora_rank` columns. A long call, and any call
-/// without a cache, computes keys and values of each head from the latents first. A call with a cache uses the form with
-/// fewer multiplications. Both have the same numbers, up to rounding.
+/// attention outputs (the paper's "absorbed" matrices). All heads then attend to the latents in place, as to one key
+/// head of width `kv_lora_rank + rope_head_dim` whose values are its own first `kv_lora_rank` columns. A long call, and
+/// any call without a cache, computes keys and values of each head from the latents first. A call with a cache uses the
+/// form with fewer multiplications. Both have the same numbers, up to rounding.
 ///
 /// A cache of 8 bits has one scale for the latent and the shared key of a token together.
 ///
-/// Weights that are plain tensors on a CPU are packed ([`PackedLinear`]), and the key's part of `kv_b_proj` is stored twice,
-/// in both directions. A layer has no state. Inputs are (B, T, E), or (T, E) for one sequence.
+/// Weights that are plain tensors on a CPU are packed ([`PackedLinear`]), and the key's part of `kv_b_proj` is stored
+/// twice, in both directions. A layer has no state. Inputs are (B, T, E), or (T, E) for one sequence.
 #[derive(Debug, Clone)]
 pub struct MultiHeadLatentAttention {
     config: MultiHeadLatentAttentionConfig,
@@ -76,8 +77,8 @@ pub struct MultiHeadLatentAttention {
     /// The projection to latents and shared keys, (rank + rope, E).
     down: PackedLinear,
     norm: Norm,
-    /// The projection from latents to the keys and values of all heads, (H · (nope + D_v), rank): for each head the rows of
-    /// its key, then those of its value.
+    /// The projection from latents to the keys and values of all heads, (H · (nope + D_v), rank): for each head the
+    /// rows of its key, then those of its value.
     up: PackedLinear,
     /// The transposed rows of each head's key, (rank, nope), if `up` is packed.
     absorbing: Vec<PackedLinear>,
@@ -99,8 +100,8 @@ impl MultiHeadLatentAttention {
     }
 
     /// Loads one rank's shard of a layer, some of its heads, from Candle's sharded builder: tensor parallelism as in
-    /// [`MultiHeadAttention::load_shard`](crate::MultiHeadAttention::load_shard). Every rank has the whole projections that
-    /// compress tokens, and a whole cache. [`config`](Self::config) returns the config of the shard.
+    /// [`MultiHeadAttention::load_shard`](crate::MultiHeadAttention::load_shard). Every rank has the whole projections
+    /// that compress tokens, and a whole cache. [`config`](Self::config) returns the config of the shard.
     ///
     /// # Errors
     /// As [`new`](Self::new), and for more ranks than heads.
@@ -177,12 +178,12 @@ impl MultiHeadLatentAttention {
 }
 
 impl MultiHeadLatentAttentionConfig {
-    /// Returns whether `t_q` queries need fewer multiplications to attend to `t_kv` latents than to each head's own keys and
-    /// values.
+    /// Returns whether `t_q` queries need fewer multiplications to attend to `t_kv` latents than to each head's own
+    /// keys and values.
     ///
-    /// With W_k and W_v for the maps from a latent c to keys and values, a score is `q · (W_k c) = (W_kᵀ q) · c`, and an
-    /// output `Σ w (W_v c) = W_v (Σ w c)`: either queries absorb W_k and outputs W_v, or keys and values are computed from
-    /// the latents.
+    /// With W_k and W_v for the maps from a latent c to keys and values, a score is `q · (W_k c) = (W_kᵀ q) · c`, and
+    /// an output `Σ w (W_v c) = W_v (Σ w c)`: either queries absorb W_k and outputs W_v, or keys and values are
+    /// computed from the latents.
     fn absorbs(&self, t_q: usize, t_kv: usize) -> bool {
         let (rank, nope) = (self.kv_lora_rank as f64, self.nope_head_dim as f64);
         let (rope, value) = (self.rope_head_dim as f64, self.value_head_dim as f64);
@@ -208,14 +209,14 @@ impl MultiHeadLatentAttention {
     /// Computes the layer for any input: with a mask, a cache, positions, in training. (B, T, E) to (B, T, E).
     ///
     /// # Errors
-    /// For an input whose shape, dtype or device does not fit the layer, inputs of keys and values, a mask that does not
-    /// fit, and a cache that cannot store the call's rows.
+    /// For an input whose shape, dtype or device does not fit the layer, inputs of keys and values, a mask that does
+    /// not fit, and a cache that cannot store the call's rows.
     pub fn forward_with<'a>(&'a self, input: impl Into<AttentionInput<'a>>) -> Result<Tensor> {
         self.run(input.into(), OutputOnly)
     }
 
-    /// Computes [`forward_with`](Self::forward_with), and returns the weights (B, H, T_q, T_kv) after dropout too; (H, T_q,
-    /// T_kv) for an input (T, E).
+    /// Computes [`forward_with`](Self::forward_with), and returns the weights (B, H, T_q, T_kv) after dropout too; (H,
+    /// T_q, T_kv) for an input (T, E).
     ///
     /// # Errors
     /// As [`forward_with`](Self::forward_with).
@@ -237,8 +238,8 @@ impl MultiHeadLatentAttention {
         self.run(input.into(), WithStatistics(wanted))
     }
 
-    /// Returns the backend that [`forward_with`](Self::forward_with) would use for an input, and the reason. The cache is
-    /// not changed, but the input is projected, and a larger buffer may be allocated.
+    /// Returns the backend that [`forward_with`](Self::forward_with) would use for an input, and the reason. The cache
+    /// is not changed, but the input is projected, and a larger buffer may be allocated.
     ///
     /// # Errors
     /// As [`forward_with`](Self::forward_with).
@@ -250,9 +251,9 @@ impl MultiHeadLatentAttention {
         self.prepare(&input, None)?.finish(input.cache, request)
     }
 
-    /// Does everything that comes before attention. With a cache, `absorbs` says whether queries absorb the matrix of keys;
-    /// the default is the form with fewer multiplications. The attention output is then of latents (B, H, T, rank), and
-    /// otherwise of values (B, H, T, D_v).
+    /// Does everything that comes before attention. With a cache, `absorbs` says whether queries absorb the matrix of
+    /// keys; the default is the form with fewer multiplications. The attention output is then of latents (B, H, T,
+    /// rank), and otherwise of values (B, H, T, D_v).
     fn prepare<'a>(&'a self, input: &AttentionInput<'a>, absorbs: Option<bool>) -> Result<PreparedCall<'a>> {
         let cfg = &self.config;
         let CheckedLatentInput { xs, tokens, rotation, residual } = self.validate(input)?;
@@ -327,8 +328,8 @@ impl MultiHeadLatentAttention {
         Ok(CheckedLatentInput { xs, tokens, rotation, residual })
     }
 
-    /// Returns the normalised latent and the rotated shared key of each token, (B, 1, T, rank + rope): the rows that a cache
-    /// stores.
+    /// Returns the normalised latent and the rotated shared key of each token, (B, 1, T, rank + rope): the rows that a
+    /// cache stores.
     fn latent_rows(&self, xs: &Tensor, rotation: Option<&Rotation>) -> Result<Tensor> {
         let (rank, rope) = (self.config.kv_lora_rank(), self.config.rope_head_dim());
         let compressed = self.down.forward(xs)?;

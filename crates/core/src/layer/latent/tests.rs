@@ -17,7 +17,7 @@ use crate::sdpa::{Backend, OutputOnly, WithWeights};
 
 const CPU: Device = Device::Cpu;
 
-/// A layer whose parameters, norms and biases among them, are all random.
+/// Returns a layer whose parameters, with norms and biases, are all random.
 fn layer(cfg: &Config, dtype: DType) -> Result<MultiHeadLatentAttention> {
     let variables = VarMap::new();
     MultiHeadLatentAttention::new(cfg, VarBuilder::from_varmap(&variables, dtype, &CPU))?;
@@ -87,7 +87,7 @@ fn mask_of(case: &Case, b: usize, t: usize, t_kv: usize) -> Result<AttentionMask
     })
 }
 
-/// The largest difference, as a part of the largest number where that is above 1.
+/// Returns the largest difference, as a part of the largest number where that is above 1.
 fn difference(found: &Tensor, expected: &Tensor) -> Result<f64> {
     assert_eq!((found.dims(), found.dtype()), (expected.dims(), expected.dtype()));
     let numbers = |tensor: &Tensor| tensor.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>();
@@ -176,8 +176,8 @@ fn both_forms_give_the_same_gradients() -> Result<()> {
     Ok(())
 }
 
-/// The widths of DeepSeek: keys of 576, and values of 512 that are columns of them; and enough queries for several
-/// threads.
+/// Compares the widths of DeepSeek: keys of 576, and values of 512 that are columns of them; and enough queries for
+/// several threads.
 #[test]
 fn the_fused_kernel_attends_to_latents_of_full_width() -> Result<()> {
     let cfg = Config::new(16, 2).with_nope_head_dim(8).with_value_head_dim(8);

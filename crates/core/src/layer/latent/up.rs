@@ -64,8 +64,8 @@ impl MultiHeadLatentAttention {
         Tensor::stack(&heads, 2)
     }
 
-    /// Maps latents and rotated keys (B, 1, T, rank + rope) to keys (B, H, T, nope + rope) and values (B, H, T, D_v), views of
-    /// (B, T, H, ..).
+    /// Maps latents and rotated keys (B, 1, T, rank + rope) to keys (B, H, T, nope + rope) and values (B, H, T, D_v),
+    /// views of (B, T, H, ..).
     pub(super) fn expand(&self, rows: &Tensor) -> Result<[Tensor; 2]> {
         let (b, _, t, width) = rows.dims4()?;
         let (cfg, dtype) = (&self.config, rows.dtype());

@@ -74,8 +74,8 @@ fn by_distance(xs: &Tensor, vectors: &Tensor) -> Result<Tensor> {
 /// read. The terms of one key head may be more.
 const MAX_NUMBERS: usize = 1 << 22;
 
-/// Scores by content that are added to the products of queries and keys: products of queries and of keys with vectors of
-/// their distance.
+/// Scores by content that are added to the products of queries and keys: products of queries and of keys with vectors
+/// of their distance.
 pub(crate) struct ContentScores {
     /// The queries that are multiplied with the vectors, (B, H, T, D).
     pub queries: Tensor,

@@ -160,8 +160,8 @@ impl ContentPositions {
         }
     }
 
-    /// Returns the score modifier of a layer with these parameters. `embeddings` are the vectors of distances that the layers of
-    /// a stack share.
+    /// Returns the score modifier of a layer with these parameters. `embeddings` are the vectors of distances that the
+    /// layers of a stack share.
     pub(crate) fn modifier(&self, parameters: ParameterList, embeddings: Option<RelativeEmbeddings>) -> SharedModifier {
         let (bias, vectors) = (WindowBias::default(), LatestVectors::default());
         match *self {

@@ -88,8 +88,8 @@ impl ScoreTensors {
     }
 }
 
-/// Returns a view of a bias in which no entry is repeated by a stride of 0. A repeated entry is one entry, whose gradient
-/// is the sum.
+/// Returns a view of a bias in which no entry is repeated by a stride of 0. A repeated entry is one entry, whose
+/// gradient is the sum.
 fn without_repeats(bias: &Tensor) -> Result<Tensor> {
     let mut narrowed = bias.clone();
     for dim in 0..bias.rank() {

@@ -65,8 +65,8 @@ fn flash_attn_sequences(call: &Call, bands: &Bands) -> Supported<Sequences> {
     }
 }
 
-/// Returns the cumulative lengths of all spans, and of the rows between them: queries without keys, whose output is zeros,
-/// and keys without queries.
+/// Returns the cumulative lengths of all spans, and of the rows between them: queries without keys, whose output is
+/// zeros, and keys without queries.
 fn cumulative(bands: &Bands, total_queries: usize, total_keys: usize) -> CumulativeLengths {
     let mut ends = vec![(0, 0)];
     let mut last_key = 0;
@@ -123,9 +123,9 @@ fn flash_attn(_: &Inputs) -> Result<Tensor> {
 /// Checks that candle-flash-attn runs on a device.
 ///
 /// Its kernels are compiled for the compute capability of the machine that built them, or for `CUDA_COMPUTE_CAP`. On
-/// another device their launch fails, which candle-flash-attn does not check: it returns uninitialised memory. So the first
-/// call on a device is preceded by one whose result is known. An error of that call, such as a lack of memory, may not
-/// happen again, and is not remembered.
+/// another device their launch fails, which candle-flash-attn does not check: it returns uninitialised memory. So the
+/// first call on a device is preceded by one whose result is known. An error of that call, such as a lack of memory,
+/// may not happen again, and is not remembered.
 fn runs_flash_attn(device: &Device) -> Supported<()> {
     static FOUND: Mutex<Vec<(DeviceLocation, bool)>> = Mutex::new(Vec::new());
     if !cfg!(feature = "flash-attn") {
@@ -196,8 +196,8 @@ fn capability(_: &Device) -> String {
 }
 
 /// `candle_nn::ops::sdpa`: f32, f16 and bf16 on Metal (`candle-nn/src/ops.rs`,
-/// `candle-metal-kernels/src/kernels/sdpa.rs` and its Metal source). For one query it ignores mask tensors; for several, a
-/// bias is multiplied by log2 e, and fully masked rows are NaN (issues 3690 and 3388 of huggingface/candle).
+/// `candle-metal-kernels/src/kernels/sdpa.rs` and its Metal source). For one query it ignores mask tensors; for
+/// several, a bias is multiplied by log2 e, and fully masked rows are NaN (issues 3690 and 3388 of huggingface/candle).
 pub(in crate::sdpa) const METAL: Operation = Operation {
     name: "candle_nn::ops::sdpa",
     dtypes: &[DType::F32, DType::F16, DType::BF16],
@@ -219,9 +219,9 @@ pub(super) const BLOCK: usize = 32;
 
 /// Checks widths and masks, and returns how `candle_nn::ops::sdpa` reads the sequences.
 ///
-/// Its causal mask is right if blocks of queries end with blocks of keys. Otherwise it checks one block too few for masked
-/// keys, or continues to keys that do not exist. It reads other masks as tensors as large as the scores, with the faults
-/// above.
+/// Its causal mask is right if blocks of queries end with blocks of keys. Otherwise it checks one block too few for
+/// masked keys, or continues to keys that do not exist. It reads other masks as tensors as large as the scores, with
+/// the faults above.
 fn metal_sequences(call: &Call, bands: &Bands) -> Supported<Sequences> {
     let Dims { t_q, d, .. } = call.dims;
     // There are kernels of 72 and 80 for several queries only, and none of 512 in F32.
@@ -249,9 +249,9 @@ fn sdpa(inputs: &Inputs) -> Result<Tensor> {
     candle_nn::ops::sdpa(q, k, v, None, window.right == Some(0), *scale, 1.0)
 }
 
-/// Returns whether `candle_nn::ops::sdpa` reads a tensor (B, H, T, D) without a copy. For one query it uses only the stride
-/// of the heads of keys and values (issue 3703 of huggingface/candle): each head has contiguous rows, and heads have one
-/// distance from each other, as in a view into a cache.
+/// Returns whether `candle_nn::ops::sdpa` reads a tensor (B, H, T, D) without a copy. For one query it uses only the
+/// stride of the heads of keys and values (issue 3703 of huggingface/candle): each head has contiguous rows, and heads
+/// have one distance from each other, as in a view into a cache.
 pub(super) fn is_contiguous(tensor: &Tensor, t_q: usize) -> bool {
     let (&[b, h, t, d], &[b_stride, h_stride, t_stride, d_stride]) = (tensor.dims(), tensor.stride()) else {
         return false;

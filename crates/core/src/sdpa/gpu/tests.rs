@@ -282,8 +282,8 @@ fn candle_nn_sdpa_matches_reference() -> Result<()> {
     Ok(())
 }
 
-/// For one query, the operation reads rows one after the other, from heads at one distance (issue 3703 of
-/// huggingface/candle).
+/// Checks calls with one query, for which the operation reads rows one after the other, from heads at one distance
+/// (issue 3703 of huggingface/candle).
 #[test]
 fn candle_nn_sdpa_copies_only_tensors_that_it_would_misread() -> Result<()> {
     let cache = draw(&[2, 4, 16, 32], DType::F32)?.narrow(2, 0, 9)?;
@@ -298,7 +298,7 @@ fn candle_nn_sdpa_copies_only_tensors_that_it_would_misread() -> Result<()> {
     Ok(())
 }
 
-/// A device that lacks memory once is probed again; a device on which no kernel ran is not.
+/// Probes a device that lacks memory once again; a device on which no kernel ran is not.
 #[test]
 fn gpu_probe_remembers_results_but_no_errors() {
     let found = Mutex::new(Vec::new());
