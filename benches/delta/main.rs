@@ -218,9 +218,9 @@ fn layer(args: &Args) -> Result<()> {
 
 /// Checks that two engines return the same numbers, up to the rounding over thousands of tokens.
 fn compare(ours: &[Tensor], theirs: &[Tensor]) -> Result<()> {
-    for (n, (ours, theirs)) in ours.iter().zip(theirs).enumerate() {
+    for (n, (own, other)) in ours.iter().zip(theirs).enumerate() {
         let largest = |xs: &Tensor| xs.abs()?.flatten_all()?.max(0)?.to_scalar::<f32>();
-        let error = largest(&(ours - theirs)?)? / largest(ours)?;
+        let error = largest(&(own - other)?)? / largest(own)?;
         if error.is_nan() || error > 1e-3 {
             bail!("result {n} differs from this crate's by {error:.1e} of its largest number")
         }

@@ -211,6 +211,6 @@ fn sample(logits: &Tensor, args: &Args, seed: &TorchSeed) -> Result<u32> {
         }
     }
     let drawn = f64::from(seed.rand(1)?.to_vec1::<f32>()?[0]) * sums[sums.len() - 1];
-    let chosen = sums.partition_point(|&sum| sum <= drawn).min(sums.len() - 1);
+    let chosen = sums.partition_point(|&up_to| up_to <= drawn).min(sums.len() - 1);
     Ok(candidates[chosen].0)
 }

@@ -33,7 +33,7 @@ pub struct Block {
 impl AttentionOnly {
     pub fn new(cfg: &AttentionOnlyConfig, vb: VarBuilder) -> Result<Self> {
         let width = cfg.layer.embed_dim();
-        let norm = |vb| layer_norm_no_bias(width, 1e-5, vb);
+        let norm = |source| layer_norm_no_bias(width, 1e-5, source);
         let block = |n| {
             let at = vb.pp("layers").pp(n);
             Ok(Block {

@@ -102,7 +102,7 @@ fn run(args: Args) -> Result<()> {
 
 /// Returns token ids (B, T) of the positions from `position` on.
 fn ids(position: usize, t: usize) -> Result<Tensor> {
-    let id = |sequence: usize, position: usize| ((position * 37 + sequence * 101 + 11) % CONFIG.vocab_size) as u32;
+    let id = |sequence: usize, at: usize| ((at * 37 + sequence * 101 + 11) % CONFIG.vocab_size) as u32;
     let ids = (0..SEQUENCES).flat_map(|sequence| (position..position + t).map(move |at| id(sequence, at)));
     Tensor::from_vec(ids.collect(), (SEQUENCES, t), &Device::Cpu)
 }

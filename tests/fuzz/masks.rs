@@ -40,8 +40,8 @@ fn check(bytes: &[u8]) -> Result<()> {
     mask = starts.map_or(mask.clone(), |starts| mask.with_starts(each(starts)));
     mask = lens.map_or(mask.clone(), |lens| mask.with_valid_lens(each(lens)));
     // Returns whether query i of sequence b attends to key j, if the first queries have these positions.
-    let attends = |positions: [i64; 2], b: usize, i: usize, j: usize| {
-        let (position, j) = (i as i64 + positions[b], j as i64);
+    let attends = |firsts: [i64; 2], b: usize, i: usize, j: usize| {
+        let (position, j) = (i as i64 + firsts[b], j as i64);
         let of = |values: Option<[u8; 2]>| values.map(|values| i64::from(values[b]));
         (alignment == 0 || j <= position || of(prefix).is_some_and(|prefix| j < prefix))
             && window.is_none_or(|[w, _]| position - j < i64::from(w))
@@ -81,13 +81,13 @@ fn check(bytes: &[u8]) -> Result<()> {
             assert_eq!(found.contains(&j), expected, "sequence {b}, query {i}, key {j} of a part");
         }
     }
-    for options in [options.clone().with_backend(Backend::Reference), fused] {
-        let output = scaled_dot_product_attention(&q, &k, &v, &part, &options);
-        assert_eq!(output.err().map(|error| error.to_string()), None, "the part's own sizes");
-        for (t_q, t_kv) in [(t_q + 1, t_kv), (t_q, t_kv + 1)] {
-            let [q, kv] = [seed.randn((2, 2, t_q, 4))?, seed.randn((2, 1, t_kv, 4))?];
-            let output = scaled_dot_product_attention(&q, &kv, &kv, &part, &options);
-            assert!(output.is_err(), "{t_q} queries and {t_kv} keys for another part");
+    for chosen in [options.clone().with_backend(Backend::Reference), fused] {
+        let whole = scaled_dot_product_attention(&q, &k, &v, &part, &chosen);
+        assert_eq!(whole.err().map(|error| error.to_string()), None, "the part's own sizes");
+        for (queries, keys) in [(t_q + 1, t_kv), (t_q, t_kv + 1)] {
+            let [query, kv] = [seed.randn((2, 2, queries, 4))?, seed.randn((2, 1, keys, 4))?];
+            let refused = scaled_dot_product_attention(&query, &kv, &kv, &part, &chosen);
+            assert!(refused.is_err(), "{queries} queries and {keys} keys for another part");
         }
     }
     Ok(())

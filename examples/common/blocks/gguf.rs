@@ -60,7 +60,7 @@ impl Gguf {
             (Some(Sharding { dim: 0, part, .. }), Some(&[outputs, _])) if shard.is_some() || part.count > 1 => {
                 let start = part.index * outputs / part.count;
                 let rows = range(outputs / part.count);
-                LinearShard::Outputs(vec![start + rows.start..start + rows.end])
+                LinearShard::Outputs(std::iter::once(start + rows.start..start + rows.end).collect())
             }
             _ => return gguf::load_linear(&self.content, &mut reader, name, &self.device),
         };

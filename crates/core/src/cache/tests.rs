@@ -75,8 +75,8 @@ fn cache_appends_keys_and_values_in_one_buffer() -> Result<()> {
             let parts: Vec<_> = expected.iter().map(part).filter(|part| part.elem_count() > 0).collect();
             numbers(&Tensor::cat(&parts, 2)?)
         };
-        assert_eq!(numbers(&k)?, parts(|(k, _)| k)?);
-        assert_eq!(numbers(&v)?, parts(|(_, v)| v)?);
+        assert_eq!(numbers(&k)?, parts(|(keys, _)| keys)?);
+        assert_eq!(numbers(&v)?, parts(|(_, values)| values)?);
         let now = (place(&k), place(&v));
         assert_eq!((&now.0.1, &now.1.1), (&vec![H_KV * 8 * D, 8 * D, D, 1], &vec![H_KV * 8 * D_V, 8 * D_V, D_V, 1]));
         assert_eq!(*places.get_or_insert(now.clone()), now, "nothing moves");
@@ -118,8 +118,8 @@ fn cache_is_unchanged_by_a_call_that_was_not_committed() -> Result<()> {
     ] {
         let mut cache = AttentionCache::new(&cfg)?;
         append(&mut cache, 3, 0, Padding::default())?;
-        let held = |cache: &AttentionCache| -> Result<Vec<f32>> {
-            let rows = cache.buffers.as_ref().expect("buffers").positions(&(0..cache.held[0].len()))?;
+        let held = |source: &AttentionCache| -> Result<Vec<f32>> {
+            let rows = source.buffers.as_ref().expect("buffers").positions(&(0..source.held[0].len()))?;
             let [k, v] = rows.floats(DType::F32)?;
             Ok([numbers(&k)?, numbers(&v)?].concat())
         };
@@ -145,9 +145,9 @@ fn q8_error_is_at_most_a_254th_of_the_largest_number_of_a_row() -> Result<()> {
     for (width, factor) in [(1, 1.0), (7, 1e-3), (64, 1.0), (64, 1e-34), (128, 1e37), (256, 100.0)] {
         let rows = (Tensor::randn(0f32, 1.0, (500, width), &Device::Cpu)? * factor)?;
         let mut worst = 0f64;
-        for (row, found) in rows.to_vec2::<f32>()?.iter().zip(round_trip(&rows)?) {
+        for (row, after) in rows.to_vec2::<f32>()?.iter().zip(round_trip(&rows)?) {
             let largest = row.iter().fold(0f32, |most, x| most.max(x.abs()));
-            for (x, found) in row.iter().zip(found) {
+            for (x, found) in row.iter().zip(after) {
                 let error = f64::from(x - found).abs() / f64::from(largest);
                 assert!(error <= 1.0001 / 254.0, "{x} of at most {largest} became {found}");
                 worst = worst.max(error);
@@ -163,9 +163,9 @@ fn q8_error_is_at_most_a_254th_of_the_largest_number_of_a_row() -> Result<()> {
 fn q8_zeros_and_extremes_round_trip() -> Result<()> {
     let rows =
         Tensor::new(&[[0f32, -0.0, 0.0], [1.27, -1.27, 0.0], [127.0, -126.0, 1.0], [0.0, -3e38, 3e38]], &Device::Cpu)?;
-    let found = round_trip(&rows)?;
-    for (row, found) in rows.to_vec2::<f32>()?.iter().zip(found) {
-        for (x, found) in row.iter().zip(found) {
+    let all = round_trip(&rows)?;
+    for (row, after) in rows.to_vec2::<f32>()?.iter().zip(all) {
+        for (x, found) in row.iter().zip(after) {
             assert!((x - found).abs() <= x.abs() * 1e-6, "{x} became {found}");
         }
     }
@@ -237,8 +237,8 @@ fn options() -> Result<Vec<SdpaOptions>> {
 fn assert_close(found: &Tensor, expected: &Tensor, what: &str) -> Result<()> {
     assert_eq!(found.dims(), expected.dims(), "{what}");
     let (found, expected) = (found.flatten_all()?.to_vec1::<f32>()?, expected.flatten_all()?.to_vec1::<f32>()?);
-    for (found, expected) in found.into_iter().zip(expected) {
-        assert!((found - expected).abs() <= 2e-6 * expected.abs().max(1.0), "{what}: {found}, not {expected}");
+    for (number, exact) in found.into_iter().zip(expected) {
+        assert!((number - exact).abs() <= 2e-6 * exact.abs().max(1.0), "{what}: {number}, not {exact}");
     }
     Ok(())
 }
@@ -287,8 +287,8 @@ fn compare(small: &CachedCall, plain: &CachedCall, slides: bool) -> Result<()> {
     let window = AttentionMask::causal().with_window(3);
     for (n, mask) in masks()?.into_iter().enumerate() {
         let mask = if slides { mask.and(&window) } else { mask };
-        for options in options()? {
-            let expected = match plain.attend(&q, &mask, &options, WithWeights) {
+        for base in options()? {
+            let expected = match plain.attend(&q, &mask, &base, WithWeights) {
                 // Joined masks whose queries are at different positions are an error with ALiBi.
                 Err(error) if slides && error.to_string().contains("ALiBi counts") => continue,
                 expected => expected?,
@@ -298,19 +298,19 @@ fn compare(small: &CachedCall, plain: &CachedCall, slides: bool) -> Result<()> {
                 Some(_) => options.clone().with_dropout_seed(&TorchSeed::new(5)),
                 None => options.clone(),
             };
-            let found = small.attend(&q, &mask, &seeded(&options), WithWeights)?;
-            assert_close(&found.output, &expected.output, &format!("mask {n}, {options:?}"))?;
-            assert_close(&found.weights, &expected.weights, &format!("weights of mask {n}, {options:?}"))?;
+            let found = small.attend(&q, &mask, &seeded(&base), WithWeights)?;
+            assert_close(&found.output, &expected.output, &format!("mask {n}, {base:?}"))?;
+            assert_close(&found.weights, &expected.weights, &format!("weights of mask {n}, {base:?}"))?;
             let of_instruction_sets = InstructionSet::available()
                 .into_iter()
-                .map(|instruction_set| options.clone().with_instruction_set(instruction_set));
-            for options in of_instruction_sets.chain([options.clone().with_backend(Backend::Reference)]) {
+                .map(|instruction_set| base.clone().with_instruction_set(instruction_set));
+            for options in of_instruction_sets.chain([base.clone().with_backend(Backend::Reference)]) {
                 let what = format!("mask {n}, {options:?}");
                 let options = seeded(&options);
                 assert_close(&small.attend(&q, &mask, &options, OutputOnly)?, &expected.output, &what)?;
                 let plan = small.plan(&q, &mask, &options)?;
-                let expected = if options.backend == Backend::Auto { Backend::Fused } else { Backend::Reference };
-                assert_eq!(plan.backend, expected, "{what}: {plan}");
+                let backend = if options.backend == Backend::Auto { Backend::Fused } else { Backend::Reference };
+                assert_eq!(plan.backend, backend, "{what}: {plan}");
             }
         }
     }

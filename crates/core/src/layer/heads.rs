@@ -211,10 +211,11 @@ impl MultiHeadAttention {
             Some(rotary) => Some(rotary.at(&Positions::starting_at(&[0], t_kv)?)?),
             None => None,
         };
-        let Some(KeysAndValues { keys, values }) = self.projections.key_value(&inputs.keys, &inputs.values)? else {
+        let Some(KeysAndValues { keys: k, values: v }) = self.projections.key_value(&inputs.keys, &inputs.values)?
+        else {
             bail!("[{OP}] keys and values are those of an earlier layer, expected a memory that it projects")
         };
-        let (k, v) = (self.key_heads(keys, rotation.as_ref(), None)?, self.value_heads(values)?);
+        let (k, v) = (self.key_heads(k, rotation.as_ref(), None)?, self.value_heads(v)?);
         // Contiguous heads, since every later call reads them.
         Ok(ProjectedMemory { k: k.contiguous()?, v: v.contiguous()?, t_kv, batched })
     }

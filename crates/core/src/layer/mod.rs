@@ -195,7 +195,7 @@ impl MultiHeadAttention {
         let projections = projections(&source)?;
         let parameters = ParameterList::load(&shard::specs(cfg, &source)?, &source)?;
         let own = source.own_range(Heads::Query, h);
-        let alibi = cfg.alibi().map(|config| alibi(config, h, own, source.vb.device())).transpose()?;
+        let alibi = cfg.alibi().map(|alibi_config| alibi(alibi_config, h, own, source.vb.device())).transpose()?;
         let layer = Self {
             config,
             projections,

@@ -199,11 +199,11 @@ mod tests {
                     let shard = HeadShard::new(rank, world_size)?;
                     let own = |heads, len| shard.range(heads, [h, h_kv], len);
                     let (queries, keys) = (own(Heads::Query, h), own(Heads::Key, h_kv));
-                    let own = MultiHeadAttentionConfig::new(h * 2, h).with_num_kv_heads(h_kv).for_shard(shard)?;
-                    assert_eq!((own.num_heads(), own.num_kv_heads()), (queries.len(), keys.len()));
+                    let config = MultiHeadAttentionConfig::new(h * 2, h).with_num_kv_heads(h_kv).for_shard(shard)?;
+                    assert_eq!((config.num_heads(), config.num_kv_heads()), (queries.len(), keys.len()));
                     assert!(queries.start == next && !queries.is_empty(), "{h}, {h_kv}, {rank} of {world_size}");
                     next = queries.end;
-                    own.validate()?;
+                    config.validate()?;
                     for (n, query) in queries.clone().enumerate() {
                         let local = n * keys.len() / queries.len();
                         assert_eq!(keys.start + local, query * h_kv / h, "query head {query}");

@@ -83,10 +83,10 @@ impl AttentionInput<'_> {
             return Ok(());
         }
         for s in 0..sequences.len() {
-            let (queries, keys) = (sequences.queries(s), sequences.keys(s));
-            if queries != keys {
+            let (of_queries, of_keys) = (sequences.queries(s), sequences.keys(s));
+            if of_queries != of_keys {
                 bail!(
-                    "[{op}] packed sequence {s} has queries {queries:?} and keys {keys:?}, expected the same in \
+                    "[{op}] packed sequence {s} has queries {of_queries:?} and keys {of_keys:?}, expected the same in \
                      self-attention"
                 )
             }
@@ -274,7 +274,7 @@ impl MultiHeadAttention {
         }
         let batched = input.queries.rank() == 3;
         if memory.batched != batched {
-            let name = |batched| if batched { "a batch" } else { "one sequence without a batch" };
+            let name = |is_batch| if is_batch { "a batch" } else { "one sequence without a batch" };
             bail!("[{OP}] the memory is of {}, expected {} as the queries", name(memory.batched), name(batched))
         }
         let rows = memory.t_kv + cfg.appended_keys();

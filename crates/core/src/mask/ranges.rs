@@ -271,13 +271,13 @@ mod tests {
         // The last query of a sequence is at its last key.
         assert_eq!(rows.positions()?, [2, 3, 6, 6, 7, 8]);
 
-        let rows = packed_rows(&AttentionMask::causal())?;
-        assert_eq!(rows.keys, [0..3, 0..4, 7..7, 7..7, 7..8, 7..9]);
-        assert_eq!(rows.positions()?, [2, 3, 6, 6, 7, 8]);
+        let causal = packed_rows(&AttentionMask::causal())?;
+        assert_eq!(causal.keys, [0..3, 0..4, 7..7, 7..7, 7..8, 7..9]);
+        assert_eq!(causal.positions()?, [2, 3, 6, 6, 7, 8]);
 
-        let rows = packed_rows(&AttentionMask::causal_upper_left())?;
-        assert_eq!(rows.keys, [0..1, 0..2, 7..7, 7..8, 7..9, 7..9]);
-        assert_eq!(rows.positions()?, [0, 1, 7, 7, 8, 9]);
+        let upper_left = packed_rows(&AttentionMask::causal_upper_left())?;
+        assert_eq!(upper_left.keys, [0..1, 0..2, 7..7, 7..8, 7..9, 7..9]);
+        assert_eq!(upper_left.positions()?, [0, 1, 7, 7, 8, 9]);
         Ok(())
     }
 

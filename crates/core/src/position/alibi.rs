@@ -156,8 +156,8 @@ mod tests {
         for n in 1..200 {
             let (found, expected) = (alibi_slopes(n).expect("few heads"), recipe(n));
             assert_eq!(found.len(), n);
-            for (found, expected) in found.iter().zip(expected) {
-                assert!((f64::from(*found) / expected - 1.0).abs() < 1e-6, "{n} heads: {found}, expected {expected}");
+            for (slope, exact) in found.iter().zip(expected) {
+                assert!((f64::from(*slope) / exact - 1.0).abs() < 1e-6, "{n} heads: {slope}, expected {exact}");
             }
         }
         assert!(alibi_slopes(0).expect("no heads").is_empty());

@@ -264,11 +264,11 @@ impl RelativeBias {
         // The distance of the first key before the last query.
         let furthest = |b: usize| first(&of_queries, b) + queries.t as i64 - 1 - first(&of_keys, b);
         let mut all: Vec<_> = (0..of_queries.len().max(of_keys.len()).max(1)).map(furthest).collect();
-        if all.iter().all(|furthest| *furthest == all[0]) {
+        if all.iter().all(|distance| *distance == all[0]) {
             all.truncate(1);
         }
         let distances = (queries.t + keys.t).saturating_sub(1);
-        let behind = all.iter().flat_map(|&furthest| (0..distances as i64).map(move |n| furthest - n));
+        let behind = all.iter().flat_map(|&distance| (0..distances as i64).map(move |n| distance - n));
         let biases = self.of_distances(behind, &[all.len(), distances])?;
         if all.len() == 1 { biases.squeeze(0) } else { Ok(biases) }
     }
@@ -279,7 +279,7 @@ impl RelativeBias {
         // Positions that all sequences share have one row, even if there is no sequence.
         let b = if rows.contains(&0) { 0 } else { rows[0].max(rows[1]) };
         let pairs = (0..b).flat_map(|b| queries.of_sequence(b).iter().map(move |query| (query, keys.of_sequence(b))));
-        let behind = pairs.flat_map(|(&query, keys)| keys.iter().map(move |&key| i64::from(query) - i64::from(key)));
+        let behind = pairs.flat_map(|(&query, row)| row.iter().map(move |&key| i64::from(query) - i64::from(key)));
         self.of_distances(behind, &[b, queries.t, keys.t])
     }
 
@@ -306,8 +306,8 @@ mod tests {
     #[test]
     fn layers_of_a_stack_share_what_was_computed() -> Result<()> {
         let bias = bias(2)?;
-        let computed = |bias: &RelativeBias, offset: usize| -> Result<_> {
-            Ok(bias.between(&Positions::starting_at(&[offset], 3)?, &Positions::starting_at(&[0], 5)?)?.id())
+        let computed = |layer: &RelativeBias, offset: usize| -> Result<_> {
+            Ok(layer.between(&Positions::starting_at(&[offset], 3)?, &Positions::starting_at(&[0], 5)?)?.id())
         };
         let first = computed(&bias, 2)?;
         assert_eq!(computed(&bias.clone(), 2)?, first);

@@ -419,8 +419,8 @@ pub fn merge_attention(parts: &[(Tensor, Tensor)]) -> Result<(Tensor, Tensor)> {
         let found = Expect::one(OP, &name, output).sizes(first.dims())?;
         found.dtype(first.dtype(), "the first part's")?.same_device("the first part", first.device())?;
         let name_of_lse = format!("the log-sum-exp of part {i}");
-        let found = Expect::one(OP, &name_of_lse, lse).sizes(&first.dims()[..3])?;
-        found.dtype(first_lse.dtype(), "the first part's")?.same_device("the first part", first.device())?;
+        let checked = Expect::one(OP, &name_of_lse, lse).sizes(&first.dims()[..3])?;
+        checked.dtype(first_lse.dtype(), "the first part's")?.same_device("the first part", first.device())?;
     }
     if first_lse.elem_count() == 0 {
         return Ok((first.clone(), first_lse.clone()));

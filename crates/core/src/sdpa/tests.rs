@@ -20,13 +20,13 @@ fn sdpa_without_batch_or_heads_matches_the_call_with_all_dimensions() -> Result<
                 let plain = scaled_dot_product_attention(q, k, v, &mask, &options)?;
                 Ok([plain, output, lse, found.output, found.weights])
             };
-            let same = |got: [Tensor; 5], expected: [Tensor; 5]| -> Result<()> {
-                for (got, expected) in got.iter().zip(&expected) {
+            let same = |calls: [Tensor; 5], others: [Tensor; 5]| -> Result<()> {
+                for (got, expected) in calls.iter().zip(&others) {
                     assert_eq!(got.dims(), expected.dims());
                     let numbers = |x: &Tensor| x.flatten_all()?.to_vec1::<f32>();
                     // Copies of keys are multiplied in another order than views.
                     let pairs = numbers(got)?.into_iter().zip(numbers(expected)?);
-                    assert!(pairs.into_iter().all(|(got, expected)| (got - expected).abs() < 1e-5));
+                    assert!(pairs.into_iter().all(|(x, y)| (x - y).abs() < 1e-5));
                 }
                 Ok(())
             };
@@ -37,14 +37,14 @@ fn sdpa_without_batch_or_heads_matches_the_call_with_all_dimensions() -> Result<
 
             let head = |x: &Tensor| x.narrow(1, 0, 1);
             let (q1, k1, v1) = (head(&q)?, head(&k)?, head(&v)?);
-            let whole = run(&q1, &k1, &v1)?;
-            let without = |x: &Tensor| x.squeeze(0)?.squeeze(0);
-            same(run(&without(&q1)?, &without(&k1)?, &without(&v1)?)?, whole.map(|x| without(&x).expect("one head")))?;
+            let single = run(&q1, &k1, &v1)?;
+            let bare = |x: &Tensor| x.squeeze(0)?.squeeze(0);
+            same(run(&bare(&q1)?, &bare(&k1)?, &bare(&v1)?)?, single.map(|x| bare(&x).expect("one head")))?;
 
-            let q = draw((3, 4, t_q, 8))?;
+            let batch = draw((3, 4, t_q, 8))?;
             let repeated = |x: &Tensor| x.repeat((3, 1, 1, 1));
-            same(run(&q, &k, &v)?, run(&q, &repeated(&k)?, &repeated(&v)?)?)?;
-            same(run(&q, &repeated(&k)?, &v)?, run(&q, &repeated(&k)?, &repeated(&v)?)?)?;
+            same(run(&batch, &k, &v)?, run(&batch, &repeated(&k)?, &repeated(&v)?)?)?;
+            same(run(&batch, &repeated(&k)?, &v)?, run(&batch, &repeated(&k)?, &repeated(&v)?)?)?;
         }
     }
     Ok(())
@@ -122,17 +122,17 @@ fn alibi_and_sinks_gradients_use_the_values_of_the_forward_pass() -> Result<()> 
     let k = k.reshape((1, 2, 40, 8))?;
     let gradients = |is_changed: bool| -> Result<Vec<Vec<f32>>> {
         let vars = [q.clone(), Tensor::new(&[0.5f32, 1.], &Device::Cpu)?, Tensor::new(&[0.1f32, -1.], &Device::Cpu)?];
-        let [q, slopes, sinks] = vars.map(|values| Var::from_tensor(&values));
-        let (q, slopes, sinks) = (q?, slopes?, sinks?);
+        let [queries, slopes, sinks] = vars.map(|values| Var::from_tensor(&values));
+        let (queries, slopes, sinks) = (queries?, slopes?, sinks?);
         let options = SdpaOptions::default().with_alibi_slopes(&slopes).with_sinks(&sinks);
-        let context = scaled_dot_product_attention(&q, &k, &k, &AttentionMask::causal(), &options)?;
+        let context = scaled_dot_product_attention(&queries, &k, &k, &AttentionMask::causal(), &options)?;
         if is_changed {
             slopes.set(&Tensor::new(&[3f32, 4.], &Device::Cpu)?)?;
             sinks.set(&Tensor::new(&[9f32, 9.], &Device::Cpu)?)?;
         }
         let found = context.sqr()?.sum_all()?.backward()?;
         let of = |var: &Var| found.get(var).expect("a gradient").flatten_all()?.to_vec1();
-        [&q, &slopes, &sinks].map(of).into_iter().collect()
+        [&queries, &slopes, &sinks].map(of).into_iter().collect()
     };
     assert_eq!(gradients(true)?, gradients(false)?);
     Ok(())

@@ -62,9 +62,9 @@ pub enum SpecialTokens {
 /// it follows the file, with these differences from the `tokenizers` crate on which it is built:
 ///
 /// - Nothing is dropped in silence. A character without a token is an error instead of being omitted, and texts are cut
-/// only [`with_truncation`](Self::with_truncation), which counts the tokens that it cuts.
+///   only [`with_truncation`](Self::with_truncation), which counts the tokens that it cuts.
 /// - Only batches are padded, to the longest text of each. The file's padding token and side are used; a padding length
-/// in the file is ignored. (`AutoTokenizer` of transformers has the same defaults.)
+///   in the file is ignored. (`AutoTokenizer` of transformers has the same defaults.)
 /// - A fault of a file is an error; the crate panics on some.
 ///
 /// It is `Send` and `Sync`. A batch is encoded on all cores, unless the environment variable

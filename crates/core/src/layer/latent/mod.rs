@@ -121,12 +121,12 @@ impl MultiHeadLatentAttention {
         let down = (rank + cfg.rope_head_dim(), embed_dim);
         let up = (h * (cfg.nope_head_dim() + cfg.value_head_dim()), rank);
         let out = (embed_dim, h * cfg.value_head_dim());
-        let norm = |name, rank| Norm::load(QkNormKind::Rms, cfg.norm_eps(), rank, false, &source.pp(name));
-        let compress = |rank| {
-            let down = source.linear("q_a_proj", (rank, embed_dim), cfg.bias(), None)?.try_into()?;
-            Ok::<_, Error>((down, norm("q_a_layernorm", rank)?))
+        let norm = |name, size| Norm::load(QkNormKind::Rms, cfg.norm_eps(), size, false, &source.pp(name));
+        let compress = |q_rank| {
+            let matrix = source.linear("q_a_proj", (q_rank, embed_dim), cfg.bias(), None)?.try_into()?;
+            Ok::<_, Error>((matrix, norm("q_a_layernorm", q_rank)?))
         };
-        let (queries, width) = cfg.q_lora_rank().map_or(("q_proj", embed_dim), |rank| ("q_b_proj", rank));
+        let (queries, width) = cfg.q_lora_rank().map_or(("q_proj", embed_dim), |q_rank| ("q_b_proj", q_rank));
         let mut config = cfg.clone();
         config.num_heads = source.shard.rank_range(h).len();
         let layer = Self {
@@ -266,7 +266,7 @@ impl MultiHeadLatentAttention {
             Some(cache) => {
                 let (mut cached, after) = cache.stage(&tokens, &rows, None, cfg.kv_lora_rank())?;
                 if !absorbs {
-                    cached.expansion = Some(Box::new(|rows| self.expand(rows)));
+                    cached.expansion = Some(Box::new(|latents| self.expand(latents)));
                 }
                 (AttendedKeys::Cached(cached), Some(after))
             }

@@ -69,7 +69,7 @@ fn cases() -> impl Strategy<Value = Case> {
                 .with_bias(bias)
                 .with_rotates(rotates)
                 .with_rope(RopeConfig::new(50.0).with_style(style));
-            let cfg = q_rank.map_or(cfg.clone(), |rank| cfg.with_q_lora_rank(rank));
+            let cfg = q_rank.map_or(cfg.clone(), |width| cfg.with_q_lora_rank(width));
             let (q8, dtype, backend) = how;
             Case { cfg, b, calls, mask, back, q8, dtype, backend }
         },
@@ -99,9 +99,9 @@ fn difference(found: &Tensor, expected: &Tensor) -> Result<f64> {
 
 fn check(case: &Case) -> Result<()> {
     let layer = layer(&case.cfg, case.dtype)?;
-    let cache = AttentionCacheConfig::new().with_capacity(3);
-    let cache = if case.q8 { cache.with_q8() } else { cache };
-    let mut caches = [AttentionCache::new(&cache)?, AttentionCache::new(&cache)?];
+    let config = AttentionCacheConfig::new().with_capacity(3);
+    let config = if case.q8 { config.with_q8() } else { config };
+    let mut caches = [AttentionCache::new(&config)?, AttentionCache::new(&config)?];
     let tolerance = match case.dtype {
         DType::F64 => 1e-12,
         DType::F32 => 1e-5,
@@ -127,9 +127,9 @@ fn check(case: &Case) -> Result<()> {
             let input = AttentionInput::new(&xs).with_mask(&mask).with_backend(case.backend);
             let input = input.with_cache(&mut *cache).with_starts(&starts).with_valid_lens(&ends);
             let with_weights = { layer.prepare(&input, Some(absorbs))?.attend(WithWeights)?.weights };
-            let input = AttentionInput::new(&xs).with_mask(&mask).with_backend(case.backend);
-            let input = input.with_cache(cache).with_starts(&starts).with_valid_lens(&ends);
-            let ys = layer.prepare(&input, Some(absorbs))?.finish(input.cache, OutputOnly)?;
+            let again = AttentionInput::new(&xs).with_mask(&mask).with_backend(case.backend);
+            let again = again.with_cache(cache).with_starts(&starts).with_valid_lens(&ends);
+            let ys = layer.prepare(&again, Some(absorbs))?.finish(again.cache, OutputOnly)?;
             outputs.push((ys, with_weights));
         }
         let [(expanded, expanded_weights), (absorbed, absorbed_weights)] = &outputs[..] else { unreachable!() };

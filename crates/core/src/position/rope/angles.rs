@@ -141,10 +141,10 @@ impl RotaryEmbedding {
         let (half, factor) = (self.half(), attention_factor(self.config.scaling()) as f32);
         let pairs = frequencies(&self.config, half, length);
         let (mut cos, mut sin) = (vec![0.0; rows * half], vec![0.0; rows * half]);
-        let compute = |(row, (cos, sin)): (usize, (&mut [f32], &mut [f32]))| {
+        let compute = |(row, (cosines, sines)): (usize, (&mut [f32], &mut [f32]))| {
             for (i, &(axis, frequency)) in pairs.iter().enumerate() {
                 let (s, c) = f64::from(position(axis, row) * frequency).sin_cos();
-                (cos[i], sin[i]) = (c as f32 * factor, s as f32 * factor);
+                (cosines[i], sines[i]) = (c as f32 * factor, s as f32 * factor);
             }
         };
         let all = cos.par_chunks_mut(half).zip(sin.par_chunks_mut(half)).enumerate();

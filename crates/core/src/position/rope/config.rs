@@ -310,7 +310,7 @@ impl RopeConfig {
             RopeScaling::Linear { factor } => above_zero("factor", *factor)?,
             RopeScaling::Dynamic { factor, original_context } => {
                 context(*original_context)?;
-                let is_right = |factor: f64| (factor as f32).is_finite() && factor >= 1.0;
+                let is_right = |candidate: f64| (candidate as f32).is_finite() && candidate >= 1.0;
                 number::expect(OP, "factor", *factor, is_right, "a finite number of at least 1")?;
                 number::expect(OP, "rotary_dim", r, |r: usize| r > 2, "at least 4 with dynamic scaling")?;
             }
@@ -329,7 +329,7 @@ impl RopeConfig {
                 above_zero("beta_fast", beta_fast)?;
                 above_zero("beta_slow", beta_slow)?;
                 for (name, value) in [("mscale", mscale), ("mscale_all_dim", mscale_all_dim)] {
-                    let is_right = |value: f64| value.is_finite() && value >= 0.0;
+                    let is_right = |candidate: f64| candidate.is_finite() && candidate >= 0.0;
                     number::expect(OP, name, value, is_right, "a finite number of zero or more")?;
                 }
                 if beta_fast < beta_slow {
@@ -349,7 +349,7 @@ impl RopeConfig {
             }
             RopeScaling::Proportional { factor, proportion } => {
                 above_zero("factor", *factor)?;
-                let is_right = |proportion: f64| (0.0..=1.0).contains(&proportion);
+                let is_right = |candidate: f64| (0.0..=1.0).contains(&candidate);
                 number::expect(OP, "proportion", *proportion, is_right, "a number from 0 to 1")?;
                 if r != head_dim {
                     bail!("[{OP}] rotary_dim is {r}, but proportional scaling has pairs of whole heads of {head_dim}")
@@ -367,7 +367,7 @@ impl RopeConfig {
 
 /// Checks that a number is above zero and finite in f32, in which frequencies are computed.
 fn above_zero(name: &str, value: impl Into<Option<f64>>) -> Result<()> {
-    let is_right = |value: f64| (value as f32).is_finite() && value as f32 > 0.0;
+    let is_right = |candidate: f64| (candidate as f32).is_finite() && candidate as f32 > 0.0;
     number::expect(OP, name, value, is_right, "a finite number above zero in F32")
 }
 

@@ -199,22 +199,22 @@ impl Rotation {
 
     /// Rotates the pairs of a head by `angles`, the cosines and sines of its token.
     fn rotate_pairs(&self, head: &mut [f32], angles: (&[f32], &[f32])) {
-        let (cos, sin) = angles;
+        let (cosines, sines) = angles;
         let sign = if self.inverse { -1.0 } else { 1.0 };
         let rotated = |x: f32, y: f32, cos: &f32, sin: &f32| {
             let (cos, sin) = (*cos, sign * sin);
             (x * cos - y * sin, y * cos + x * sin)
         };
-        let half = cos.len();
+        let half = cosines.len();
         match self.style {
             RopeStyle::RotateHalf => {
                 let (first, second) = head[..2 * half].split_at_mut(half);
-                for (((x, y), cos), sin) in first.iter_mut().zip(second).zip(cos).zip(sin) {
+                for (((x, y), cos), sin) in first.iter_mut().zip(second).zip(cosines).zip(sines) {
                     (*x, *y) = rotated(*x, *y, cos, sin);
                 }
             }
             RopeStyle::Interleaved => {
-                for ((pair, cos), sin) in head.chunks_exact_mut(2).zip(cos).zip(sin) {
+                for ((pair, cos), sin) in head.chunks_exact_mut(2).zip(cosines).zip(sines) {
                     (pair[0], pair[1]) = rotated(pair[0], pair[1], cos, sin);
                 }
             }
@@ -231,7 +231,7 @@ impl Rotation {
         let ((b, t, h, d), r, rows) = (xs.dims4()?, 2 * self.angles.half, self.index.len());
         let [cos, sin] = self.tensors(xs)?;
         // Sequences with different positions are concatenated to one sequence.
-        let in_one = |xs: Tensor, dims: [usize; 4]| if rows == t { Ok(xs) } else { xs.reshape(&dims) };
+        let in_one = |part: Tensor, dims: [usize; 4]| if rows == t { Ok(part) } else { part.reshape(&dims) };
         let inputs = in_one(xs.narrow(3, 0, r)?, [1, rows, h, r])?.transpose(1, 2)?;
         let inputs = inputs.to_dtype(cos.dtype())?.contiguous()?;
         let rotate = match (self.style, xs.track_op()) {

@@ -24,8 +24,8 @@ pub(super) fn record_output<E: Element>(
     let shape = kernel_call.output_shape();
     let kernel_call = Arc::new(kernel_call);
     let forward = kernel_call.clone();
-    let backward = move |output: &Tensor, gradient: &Tensor| {
-        let gradients = forward.gradients::<E>(&softmax_stats, output, gradient, None)?;
+    let backward = move |stored: &Tensor, gradient: &Tensor| {
+        let gradients = forward.gradients::<E>(&softmax_stats, stored, gradient, None)?;
         Ok(gradients.in_order().into())
     };
     record(NAME, &kernel_call.inputs().in_order(), output, shape, backward)
@@ -42,8 +42,8 @@ pub(super) fn record_output_and_lse<E: Element>(
     let shapes = [kernel_call.output_shape(), (b, h, t_q).into()];
     let kernel_call = Arc::new(kernel_call);
     let forward = kernel_call.clone();
-    let backward = move |output: &Tensor, gradient: &Tensor, lse_gradient: Option<Tensor>| {
-        let gradients = forward.gradients::<E>(&softmax_stats, output, gradient, lse_gradient)?;
+    let backward = move |stored: &Tensor, gradient: &Tensor, lse_gradient: Option<Tensor>| {
+        let gradients = forward.gradients::<E>(&softmax_stats, stored, gradient, lse_gradient)?;
         Ok(gradients.in_order().into())
     };
     let [output, lse] = record_two(NAME, &kernel_call.inputs().in_order(), shapes, output, lse, backward)?;

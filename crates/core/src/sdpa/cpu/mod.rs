@@ -198,7 +198,7 @@ impl KernelCall {
     ) -> Result<R> {
         let Call { op, q, k, v, scales, rows, keep, options, dims, .. } = &self.call;
         let (q, k, v) = (read(q), read(k), read(v));
-        let scales = scales.as_ref().map(|KvScales { k, v }| (read(k), read(v)));
+        let scales = scales.as_ref().map(|KvScales { k: of_keys, v: of_values }| (read(of_keys), read(of_values)));
         let (k, v) = match &scales {
             None => (KvRows::Float(k.strided()?), KvRows::Float(v.strided()?)),
             Some((k_scales, v_scales)) => (

@@ -46,7 +46,7 @@ fn flash_attn_sequences(call: &Call, bands: &Bands) -> Supported<Sequences> {
     }
     let longest = t_q.max(t_kv);
     let rows = b.checked_mul(longest).and_then(|rows| i32::try_from(rows).ok());
-    let stride = longest.checked_mul(h).and_then(|rows| u32::try_from(rows.checked_mul(d)?).ok());
+    let stride = longest.checked_mul(h).and_then(|all| u32::try_from(all.checked_mul(d)?).ok());
     if rows.is_none() || stride.is_none() {
         return Err("counts in 32 bits, and the call is larger".into());
     }

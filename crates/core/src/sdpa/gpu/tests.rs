@@ -44,7 +44,7 @@ fn gpu_operations_refuse_unsupported_calls_with_a_reason() -> Result<()> {
     let (q, kv) = ([2, 4, 5, 64], [2, 2, 9, 64]);
     let heads = Tensor::zeros(4, DType::F32, &Device::Cpu)?;
     let distances = Tensor::zeros((4, 13), DType::F32, &Device::Cpu)?;
-    let half = |q, kv| shaped(q, kv, DType::F16);
+    let half = |queries, keys| shaped(queries, keys, DType::F16);
     let usual = half(q, kv)?;
     let narrow = [usual[0].clone(), usual[1].clone(), usual[2].narrow(3, 0, 32)?];
     for operation in [&FLASH, &SDPA] {
@@ -308,9 +308,9 @@ fn gpu_probe_remembers_results_but_no_errors() {
     assert_eq!(probe_once(&found, &Device::Cpu, failed), Err(cause));
     assert_eq!(probe_once(&found, &Device::Cpu, flash_attn), Ok(()));
     assert_eq!(probe_once(&found, &Device::Cpu, failed), Ok(()), "it runs, and is not asked again");
-    let found = Mutex::new(Vec::new());
+    let results = Mutex::new(Vec::new());
     for _ in 0..2 {
-        let cause = "it returns memory to which no kernel wrote".to_string();
-        assert_eq!(probe_once(&found, &Device::Cpu, never_launched), Err(cause));
+        let message = "it returns memory to which no kernel wrote".to_string();
+        assert_eq!(probe_once(&results, &Device::Cpu, never_launched), Err(message));
     }
 }
