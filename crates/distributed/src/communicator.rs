@@ -1,35 +1,36 @@
-//! What processes have to be able to do together.
+//! Communication between ranks.
 
 use candle_core::{Device, Result, Tensor, bail};
 
-/// The processes that compute something together. Each of them makes the same calls in the same order.
+/// Collective operations of ranks, which are processes that compute a result together. Every rank makes the same calls
+/// in the same order.
 ///
-/// Gradients do not go from process to process. Implementations that send tensors refuse those that are tracked for
-/// gradients, which would be lost; [`SingleProcess`] returns its tensors as they are.
+/// Gradients do not pass between ranks. Implementations that send tensors reject a tensor that is tracked for
+/// gradients, since its gradients would be lost. [`SingleProcess`] returns its tensors unchanged.
 pub trait Communicator {
-    /// Which process this is, from 0 on.
+    /// Returns the rank of this process, which counts from 0.
     fn rank(&self) -> usize;
 
-    /// How many processes there are.
+    /// Returns the world size: the number of ranks.
     fn size(&self) -> usize;
 
-    /// The sum over all processes of tensors of one shape and dtype.
+    /// Returns the sum of the tensors of all ranks, which have one shape and dtype (all-reduce).
     ///
     /// # Errors
-    /// For dtypes that the library does not have, for a tensor that is tracked for gradients, and if it fails.
+    /// If the library does not support the dtype, if the tensor is tracked for gradients, or if the library fails.
     fn all_reduce_sum(&self, xs: &Tensor) -> Result<Tensor>;
 
-    /// The tensors of all processes, of one shape and dtype, in the order of their ranks.
+    /// Returns the tensors of all ranks, which have one shape and dtype, in the order of the ranks (all-gather).
     ///
     /// # Errors
-    /// As [`all_reduce_sum`](Self::all_reduce_sum).
+    /// The errors of [`all_reduce_sum`](Self::all_reduce_sum).
     fn all_gather(&self, xs: &Tensor) -> Result<Vec<Tensor>>;
 
-    /// Sends tensors to the next process of the ring and receives the ones of the process before, which have these
-    /// shapes and the same dtypes, while `meanwhile` computes.
+    /// Sends tensors to the next rank of the ring and receives tensors from the previous rank while `meanwhile`
+    /// computes. The received tensors have `shapes` and the dtypes of `xs`.
     ///
     /// # Errors
-    /// As [`all_reduce_sum`](Self::all_reduce_sum), and those of `meanwhile`.
+    /// The errors of [`all_reduce_sum`](Self::all_reduce_sum) and of `meanwhile`.
     fn send_recv(
         &self,
         xs: &[Tensor],
@@ -37,12 +38,12 @@ pub trait Communicator {
         meanwhile: &mut dyn FnMut() -> Result<()>,
     ) -> Result<Vec<Tensor>>;
 
-    /// The bytes of all tensors that this process has handed over so far: its own one of a sum and of a gather, and
-    /// what it sent around the ring. Alone it sends nothing.
+    /// Returns the number of bytes of all tensors that this rank has passed to the library so far: its tensor of each
+    /// all-reduce and all-gather, and the tensors that it sent around the ring. A single rank sends 0 bytes.
     fn bytes_sent(&self) -> u64;
 }
 
-/// One process alone.
+/// Communicator of a single rank.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct SingleProcess;
 
@@ -78,11 +79,11 @@ impl Communicator for SingleProcess {
     }
 }
 
-/// Checks, by a checksum, that something is the same in all processes, so that they do not wait for each other in vain
-/// or compute different things: a config, the names of a file's tensors. `what` it is stands in the error.
+/// Checks by a checksum that `bytes` are the same on all ranks, such as a config or the names of a file's tensors.
+/// Otherwise ranks could wait for each other forever, or compute different results. The error names them `what`.
 ///
 /// # Errors
-/// In every process, if it differs in one; the message names those that differ from process 0.
+/// On every rank, if the bytes of one rank differ. The message names the ranks that differ from rank 0.
 pub fn check_same(processes: &dyn Communicator, what: &str, bytes: &[u8]) -> Result<()> {
     // FNV-1a.
     let checksum =
@@ -92,14 +93,14 @@ pub fn check_same(processes: &dyn Communicator, what: &str, bytes: &[u8]) -> Res
     let others: Vec<_> = (0..all.len()).filter(|&rank| all[rank] != all[0]).map(|rank| rank.to_string()).collect();
     if !others.is_empty() {
         bail!(
-            "[distributed] expected {what} to be the same in all processes, found another in process {} than in process 0",
+            "[distributed] expected {what} to be the same on all ranks, found a difference between rank 0 and rank {}",
             others.join(", ")
         )
     }
     Ok(())
 }
 
-/// Refuses tensors that are tracked for gradients, where these would be lost.
+/// Checks that no tensor is tracked for gradients, which would be lost.
 pub(crate) fn expect_untracked(op: &str, tensors: &[&Tensor]) -> Result<()> {
     match tensors.iter().find(|xs| xs.track_op() && xs.dtype().is_float()) {
         None => Ok(()),
@@ -111,8 +112,8 @@ pub(crate) fn expect_untracked(op: &str, tensors: &[&Tensor]) -> Result<()> {
     }
 }
 
-/// Does something with the type of a tensor's numbers, if it is one of those that a library transfers, and fails with a
-/// message about its dtype otherwise.
+/// Evaluates `$call` with `$T` as the type of a tensor's numbers. A dtype that the library does not transfer is an
+/// error with `$message`.
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 macro_rules! with_dtype {
     ([$($dtype:ident $type:ty),+], $message:literal, $xs:expr, $T:ident => $call:expr) => {

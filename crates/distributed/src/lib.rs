@@ -1,15 +1,15 @@
-//! Attention on several processes: a layer's heads, or a sequence's keys, are shared among them.
+//! Attention on several ranks, which divide the heads of a layer or the positions of a sequence.
 //!
-//! A [`Communicator`] is what that takes of a library that connects processes: `mpi::Mpi` (feature `mpi`) or
-//! `nccl::Nccl` (feature `nccl`). Over it,
+//! The ranks communicate over a [`Communicator`]: `mpi::Mpi` (feature `mpi`) or `nccl::Nccl` (feature `nccl`).
 //!
-//! - **tensor parallelism** gives each process some heads of every layer ([`HeadShard`](candle_attention::HeadShard),
-//!   [`hf::load_attention_shard`](candle_attention::hf::load_attention_shard)) and sums what they give; the program
-//!   `causal_lm` does so with whole models;
-//! - **context parallelism** gives each process some positions of a sequence: [`RingAttention`] for a prompt, and
-//!   [`ContextCache`] for the tokens after it.
+//! - **Tensor parallelism**: each rank computes a shard of the heads of every layer
+//!   ([`HeadShard`](candle_attention::HeadShard),
+//!   [`hf::load_attention_shard`](candle_attention::hf::load_attention_shard)), and an all-reduce adds the results. The
+//!   program `causal_lm` divides whole models.
+//! - **Context parallelism**: each rank stores a shard of the positions of a sequence. [`RingAttention`] computes a
+//!   prompt, and [`ContextCache`] the tokens after it.
 //!
-//! `docs/distributed.md` in the repository says how processes are started, what is divided, and what it costs.
+//! `docs/distributed.md` in the repository describes how ranks are started, what is divided, and what it costs.
 
 mod communicator;
 #[cfg(feature = "mpi")]

@@ -1,4 +1,4 @@
-//! Processes that `mpirun` started, over MPI (<https://www.mpi-forum.org/docs/>).
+//! Communication over MPI between the ranks that `mpirun` started (<https://www.mpi-forum.org/docs/>).
 
 use std::cell::Cell;
 use std::convert::identity;
@@ -23,7 +23,7 @@ use mpi::traits::{Communicator as _, CommunicatorCollectives, Destination, Equiv
 use crate::communicator::expect_untracked;
 use crate::communicator::{Communicator, check_same};
 
-/// Does something with the type of a tensor's numbers.
+/// Evaluates `$call` with `$T` as the type of a tensor's numbers.
 macro_rules! by_dtype {
     ($xs:expr, $T:ident => $call:expr) => {
         crate::communicator::with_dtype!(
@@ -34,25 +34,24 @@ macro_rules! by_dtype {
     };
 }
 
-/// How long a transfer is left alone while the process computes.
+/// Time between two calls of MPI for a transfer while this rank computes.
 const POLL: Duration = Duration::from_micros(100);
 
-/// Numbers that are added up at a time: few enough for the buffers that MPI makes to stay in the cache and in the heap,
-/// instead of pages that the system makes anew.
+/// Numbers of one call of MPI's all-reduce. MPI allocates buffers of this size: they are small enough to stay in the
+/// cache, and the allocator reuses them. Larger buffers would be new pages from the system in each call.
 const SUM_CHUNK: usize = 1 << 17;
 
-/// All processes of an `mpirun`. Tensors on other devices than the CPU go through its memory.
+/// Ranks of an `mpirun`. Tensors on devices other than the CPU are copied through the CPU's memory.
 pub struct Mpi {
     world: SimpleCommunicator,
     rank: usize,
     size: usize,
     bytes_sent: Cell<u64>,
-    /// Ends MPI when it is dropped.
+    /// Guard that finalizes MPI when it is dropped.
     _universe: Universe,
 }
 
-/// Runs a program in each of the processes. If one of them fails or panics, it says so on stderr, by its rank, and all
-/// are ended.
+/// Runs `main` on each rank. A rank that fails or panics prints the error and its rank to stderr, and all ranks end.
 pub fn run(main: impl FnOnce(&Rc<Mpi>) -> Result<()>) -> ExitCode {
     let mpi = match Mpi::init() {
         Ok(mpi) => Rc::new(mpi),
@@ -76,7 +75,7 @@ pub fn run(main: impl FnOnce(&Rc<Mpi>) -> Result<()>) -> ExitCode {
 
 impl Mpi {
     fn init() -> Result<Self> {
-        // A thread of its own makes the calls of a transfer, while no other makes any.
+        // A separate thread calls MPI during a transfer, and no other thread does at that time.
         let Some((universe, threading)) = mpi::initialize_with_threading(Threading::Serialized) else {
             bail!("[mpi] MPI was initialized before")
         };
@@ -88,7 +87,7 @@ impl Mpi {
         Ok(Self { world, rank, size, bytes_sent: Cell::new(0), _universe: universe })
     }
 
-    /// The number of this process's GPU: the processes on a machine take its GPUs in turn. All processes call it
+    /// Returns the number of this rank's GPU. The ranks on a machine use its GPUs in turn. All ranks call this function
     /// together.
     pub fn device_number(&self) -> usize {
         let on_this_machine = self.world.split_shared(self.rank as i32).rank() as usize;
@@ -99,11 +98,11 @@ impl Mpi {
         on_this_machine
     }
 
-    /// The processes for tensors on `device`: over NCCL where that is a GPU and the crate has the feature `nccl`, else
-    /// over MPI. All processes call it together.
+    /// Returns the communicator for tensors on `device`: NCCL's if the device is a GPU and the crate has the feature
+    /// `nccl`, otherwise MPI's. All ranks call this function together.
     ///
     /// # Errors
-    /// If NCCL fails, for example where two processes have one GPU.
+    /// If NCCL fails, for example because two ranks use one GPU.
     pub fn for_device(self: &Rc<Self>, device: &Device) -> Result<Rc<dyn Communicator>> {
         #[cfg(feature = "nccl")]
         if device.is_cuda() {
@@ -113,18 +112,18 @@ impl Mpi {
         Ok(self.clone())
     }
 
-    /// A line on stderr that begins with the process's rank, in one piece beside what other processes say.
+    /// Prints a line that begins with the rank to stderr. One write keeps it apart from the lines of other ranks.
     pub fn say(&self, text: &str) {
-        let line = format!("process {} of {}: {text}\n", self.rank, self.size);
-        // There is nobody else to tell.
+        let line = format!("rank {} of {}: {text}\n", self.rank, self.size);
+        // An error of stderr cannot be reported.
         let _ = std::io::stderr().write_all(line.as_bytes());
     }
 
-    /// Checks and counts a tensor that is sent; `copies` of it are one buffer.
+    /// Checks a tensor before it is sent, and counts its bytes. MPI's buffer has the size of `copies` such tensors.
     fn count(&self, xs: &Tensor, copies: usize) -> Result<()> {
         expect_untracked("mpi", &[xs])?;
         if i32::try_from(xs.elem_count().saturating_mul(copies)).is_err() {
-            bail!("[mpi] {copies} tensors {:?} have more numbers than MPI counts, expected less than 2^31", xs.dims())
+            bail!("[mpi] {copies} tensors {:?} exceed the limit of MPI, expected fewer than 2^31 numbers", xs.dims())
         }
         if self.size > 1 {
             self.bytes_sent.set(self.bytes_sent.get() + (xs.elem_count() * xs.dtype().size_in_bytes()) as u64);
@@ -159,7 +158,7 @@ impl Communicator for Mpi {
         self.size
     }
 
-    /// Half precision is added up in f32.
+    /// Adds half precision in f32.
     fn all_reduce_sum(&self, xs: &Tensor) -> Result<Tensor> {
         if matches!(xs.dtype(), DType::BF16 | DType::F16) {
             return self.all_reduce_sum(&xs.to_dtype(DType::F32)?)?.to_dtype(xs.dtype());
@@ -179,7 +178,7 @@ impl Communicator for Mpi {
         by_dtype!(xs, T => self.gather::<T>(xs))
     }
 
-    /// The transfer goes on in a thread that looks after it ten thousand times a second, until the computation is done.
+    /// Transfers in a thread that calls MPI every [`POLL`] while this rank computes, and continuously afterwards.
     fn send_recv(
         &self,
         xs: &[Tensor],
@@ -203,7 +202,7 @@ impl Communicator for Mpi {
     }
 }
 
-/// A process's place in the ring.
+/// Position of a rank in the ring.
 #[derive(Clone, Copy)]
 struct Ring {
     rank: usize,
@@ -211,7 +210,7 @@ struct Ring {
 }
 
 impl Ring {
-    /// Sends a tensor to the next process, and receives one of this shape from the one before.
+    /// Sends a tensor to the next rank, and receives a tensor of `shape` from the previous rank.
     fn pass<T: Number>(self, xs: &Tensor, shape: &[usize], is_urgent: &AtomicBool) -> Result<Tensor> {
         let mut received = vec![T::Sent::default(); shape.iter().product()];
         let (next, previous) = ((self.rank + 1) % self.size, (self.rank + self.size - 1) % self.size);
@@ -222,7 +221,7 @@ impl Ring {
                     world.process_at_rank(previous as i32).immediate_receive_into(scope, &mut received[..]),
                     world.process_at_rank(next as i32).immediate_send(scope, own),
                 ];
-                // An MPI library moves what is sent while it is called.
+                // MPI may transfer data only during its calls.
                 while !pending.is_empty() {
                     pending = pending.into_iter().filter_map(|request| request.test().err()).collect();
                     if is_urgent.load(Ordering::Relaxed) { thread::yield_now() } else { thread::sleep(POLL) }
@@ -242,7 +241,7 @@ fn with_numbers<T: Number, R>(xs: &Tensor, call: impl FnOnce(&[T::Sent]) -> R) -
     Ok(call(T::sent(numbers)))
 }
 
-/// A type of Candle's, as one of MPI's.
+/// Number type of Candle with the type that MPI sends for it.
 trait Number: WithDType {
     type Sent: Equivalence + Clone + Default;
 
@@ -271,6 +270,6 @@ number!(f64, f64, identity, identity);
 number!(u8, u8, identity, identity);
 number!(u32, u32, identity, identity);
 number!(i64, i64, identity, identity);
-// MPI has no half precision: as bits.
+// MPI has no half precision: the bits are sent as u16.
 number!(bf16, u16, HalfFloatSliceExt::reinterpret_cast, HalfBitsVecExt::reinterpret_into);
 number!(f16, u16, HalfFloatSliceExt::reinterpret_cast, HalfBitsVecExt::reinterpret_into);

@@ -1,4 +1,4 @@
-//! GPUs, one for each process, over NCCL (<https://docs.nvidia.com/deeplearning/nccl/>) through Candle's `cudarc`.
+//! Communication between GPUs, one for each rank, over NCCL (<https://docs.nvidia.com/deeplearning/nccl/>) through Candle's `cudarc`.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -14,8 +14,8 @@ use half::{bf16, f16};
 use crate::communicator::Communicator;
 use crate::communicator::expect_untracked;
 
-/// One process's GPU among those of all processes. What is sent has a stream of its own beside the device's, and each
-/// waits for the other where it needs to. Tensors on the CPU go through the GPU's memory.
+/// Communicator of one rank's GPU. Transfers run on a separate CUDA stream. It waits for the device's stream before a
+/// transfer, and the device's stream waits for it afterwards. Tensors on the CPU are copied through the GPU's memory.
 pub struct Nccl {
     comm: Comm,
     device: CudaDevice,
@@ -23,11 +23,10 @@ pub struct Nccl {
 }
 
 impl Nccl {
-    /// Connects the GPUs of all processes; `others` carries NCCL's id from process 0 to the others, for example
-    /// `Mpi`.
+    /// Connects the GPUs of all ranks. `others`, for example `Mpi`, sends NCCL's id from rank 0 to the other ranks.
     ///
     /// # Errors
-    /// If the device is not a GPU, and if NCCL fails: two processes on one GPU, for example.
+    /// If the device is not a GPU, or if NCCL fails, for example because two ranks use one GPU.
     pub fn new(device: &Device, others: &dyn Communicator) -> Result<Self> {
         let Device::Cuda(device) = device else {
             bail!("[nccl] expected a CUDA device, found {:?}", device.location())
@@ -41,14 +40,14 @@ impl Nccl {
         Ok(Self { comm, device: device.clone(), bytes_sent: Cell::new(0) })
     }
 
-    /// A tensor as NCCL sends it: on the GPU, and all of its storage.
+    /// Returns a tensor as NCCL sends it: on the GPU, and with a storage that has no other numbers.
     fn sent(&self, xs: &Tensor) -> Result<Tensor> {
         expect_untracked("nccl", &[xs])?;
         xs.to_device(&Device::Cuda(self.device.clone()))?.force_contiguous()
     }
 
-    /// Starts `call` on a contiguous tensor, after what the device has been asked for so far. What it fills has `len`
-    /// numbers. Nothing that the device is asked for after [`finish`](Self::finish) sees it unfilled.
+    /// Starts `call` on a contiguous tensor after the work that is queued on the device's stream, and returns its
+    /// output of `len` numbers. The output is valid for work that is queued after [`finish`](Self::finish).
     fn start<T: CudaDType + DeviceRepr + ValidAsZeroBits>(
         &self,
         xs: &Tensor,
@@ -69,7 +68,7 @@ impl Nccl {
         Ok(Storage::Cuda(CudaStorage::wrap_cuda_slice(filled, self.device.clone())))
     }
 
-    /// Lets what the device is asked for from now on wait for NCCL.
+    /// Makes later work on the device's stream wait for NCCL's.
     fn finish(&self) -> Result<()> {
         let device: Arc<CudaStream> = self.device.cuda_stream();
         device.join(&self.comm.stream()).map_err(Error::wrap)
@@ -95,7 +94,7 @@ impl Nccl {
     }
 }
 
-/// Does something with the type of a tensor's numbers.
+/// Evaluates `$call` with `$T` as the type of a tensor's numbers.
 macro_rules! by_dtype {
     ($xs:expr, $T:ident => $call:expr) => {
         crate::communicator::with_dtype!(
@@ -141,7 +140,7 @@ impl Communicator for Nccl {
         let pass = |(xs, shape): (&Tensor, &Vec<usize>)| by_dtype!(xs, T => self.pass::<T>(xs, shape.iter().product()));
         let received = own.iter().zip(shapes).map(pass).collect::<Result<Vec<_>>>();
         let computed = meanwhile();
-        // Before anything is dropped that is being sent.
+        // The tensors that are being sent may be dropped only after this.
         self.finish()?;
         computed?;
         let tensor = |((storage, shape), xs): ((Storage, &Vec<usize>), &Tensor)| {

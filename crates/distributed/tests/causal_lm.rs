@@ -1,5 +1,4 @@
-//! `causal_lm` in 1, 2 and 4 processes against the logits and tokens of transformers, which the test of the example has
-//! too.
+//! Tests `causal_lm` on 1, 2 and 4 ranks against the logits and tokens of transformers, as the example's test does.
 
 #[path = "../../../tests/common/mod.rs"]
 mod common;
@@ -25,40 +24,40 @@ fn mpirun(args: &[&str]) -> Output {
         .expect("mpirun is installed: libopenmpi-dev and openmpi-bin on Debian")
 }
 
-/// Runs a model in some processes, all of which have to succeed: stdout and stderr.
+/// Runs a model on `processes` ranks, which all have to succeed, and returns stdout and stderr.
 #[track_caller]
 fn run(processes: usize, model: &Path, args: &[&str]) -> [String; 2] {
     let (n, model) = (processes.to_string(), model.to_str().expect("UTF-8"));
     let ran = mpirun(&[&["-n", &n, PROGRAM, "--model", model], args].concat());
     let [out, error] = [ran.stdout, ran.stderr].map(|said| String::from_utf8(said).expect("UTF-8"));
-    assert!(ran.status.success(), "{processes} processes, {model}: {error}");
+    assert!(ran.status.success(), "{processes} ranks, {model}: {error}");
     [out, error]
 }
 
-/// The logits that processes write are these, to 1e-5 of the largest.
+/// Checks that the ranks write the expected logits, to 1e-5 of the largest.
 fn check_logits(processes: usize, model: &Path, ids: &[Vec<u32>], expected: &Tensor) -> Result<()> {
     let file = tempfile::NamedTempFile::new()?;
     let rows: Vec<_> = ids.iter().map(|row| spelled(row)).collect();
     let rows = rows.iter().flat_map(|row| ["--ids", row.as_str()]);
     run(processes, model, &rows.chain(["--logits", file.path().to_str().expect("UTF-8")]).collect::<Vec<_>>());
     let written = candle_core::safetensors::load(file.path(), &Device::Cpu)?;
-    assert_near(&written["logits"], expected, 1e-5, &format!("{processes} processes, {}", model.display()));
+    assert_near(&written["logits"], expected, 1e-5, &format!("{processes} ranks, {}", model.display()));
     Ok(())
 }
 
-/// The bytes that process 0 says it sent.
+/// Returns the number of bytes that rank 0 prints as sent.
 fn bytes_sent(stderr: &str) -> usize {
-    let line = stderr.lines().find(|line| line.starts_with("process 0 of ")).expect("it says so");
+    let line = stderr.lines().find(|line| line.starts_with("rank 0 of ")).expect("it says so");
     line.split(' ').nth(4).and_then(|bytes| bytes.parse().ok()).expect("a number")
 }
 
-/// One of each kind: packed projections and gates, biases, learned positions, one key head, parallel blocks, norms
-/// behind the sums, experts, linear attention.
+/// Models with packed projections and gates, biases, learned positions, one key head, parallel blocks, norms after the
+/// all-reduce, experts, and linear attention.
 const DIVIDED: &str = "bloom deepseek_v2_lite falcon falcon_grouped gemma3_text glm4 gpt2 gpt_oss granite kimi_linear \
     llama mixtral olmo2 olmo_hybrid opt phi3 qwen2 qwen3_5_moe qwen3_next";
 
 #[test]
-fn every_number_of_processes_gives_the_logits_of_transformers() -> Result<()> {
+fn every_world_size_returns_the_logits_of_transformers() -> Result<()> {
     for (n, model) in DIVIDED.split(' ').map(of).enumerate() {
         let golden = Decoded::of(&model)?;
         check_logits([2, 4][n % 2], &model, &golden.ids, &golden.logits)?;
@@ -67,7 +66,8 @@ fn every_number_of_processes_gives_the_logits_of_transformers() -> Result<()> {
     Ok(())
 }
 
-/// GPT-OSS's experts as they are published, twice as wide as in the folder: each half gives half of the sum.
+/// Checks GPT-OSS's experts in their published format, with twice the width of the folder's. Each half returns half of
+/// the sum.
 #[test]
 fn blocks_of_four_bits_are_divided() -> Result<()> {
     let (model, copy) = (of("gpt_oss_mxfp4"), tempfile::tempdir()?);
@@ -79,7 +79,7 @@ fn blocks_of_four_bits_are_divided() -> Result<()> {
         *tensor = match name.rsplit_once("experts.").map_or("", |(_, name)| name) {
             "gate_up_proj_blocks" | "gate_up_proj_scales" | "gate_up_proj_bias" => twice(tensor, 1)?,
             "down_proj_blocks" => twice(tensor, 2)?,
-            // Exponents of 2.
+            // The scales are exponents of 2.
             "down_proj_scales" => twice(&(&*tensor - Tensor::ones_like(tensor)?)?, 2)?,
             _ => continue,
         };
@@ -99,7 +99,7 @@ fn gguf_files_are_divided() -> Result<()> {
 }
 
 #[test]
-fn every_number_of_processes_makes_the_same_tokens() -> Result<()> {
+fn every_world_size_generates_the_same_tokens() -> Result<()> {
     let heads_and_positions = |model: &str, numbers: &[usize], divisions: &[&str]| -> Result<()> {
         let model = of(model);
         let golden = Decoded::of(&model)?;
@@ -108,21 +108,21 @@ fn every_number_of_processes_makes_the_same_tokens() -> Result<()> {
             for divide in divisions {
                 let args = ["--divide", divide, "--ids", &prompt, "--max-tokens", "6"];
                 let [out, said] = run(processes, &model, &args);
-                assert_eq!(out.trim(), spelled(&golden.greedy[0]), "{processes} processes, {divide}: {said}");
+                assert_eq!(out.trim(), spelled(&golden.greedy[0]), "{processes} ranks, {divide}: {said}");
             }
         }
         Ok(())
     };
     heads_and_positions("llama", &[1, 2, 4], &["heads", "positions"])?;
     heads_and_positions("qwen3", &[2], &["heads", "positions"])?;
-    // ALiBi, latent attention, learned positions, windows and sinks, windows alone.
+    // These have ALiBi, latent attention, learned positions, windows with sinks, and windows alone.
     let others = ["bloom", "deepseek_v3", "gpt2", "gpt_oss", "mistral"];
     others.iter().enumerate().try_for_each(|(n, model)| heads_and_positions(model, &[[2, 4][n % 2]], &["positions"]))
 }
 
-/// Of 37 words, which no number of processes divides.
+/// Checks `bytes_sent` with a vocabulary of 37 words, which neither 2 nor 4 divides.
 #[test]
-fn bytes_are_those_of_the_formula() -> Result<()> {
+fn bytes_sent_are_as_in_the_formula() -> Result<()> {
     for name in ["llama", "llama_tied"] {
         let model = of(name);
         let golden = Decoded::of(&model)?;
@@ -131,7 +131,7 @@ fn bytes_are_those_of_the_formula() -> Result<()> {
         let [layers, width, words] = ["num_hidden_layers", "hidden_size", "vocab_size"].map(number);
         let (prompt, tokens) = (spelled(&golden.ids[0]), golden.ids[0].len() + 2);
         for processes in [1, 2, 4] {
-            // The last token made is not read again. Four checksums are compared at the start.
+            // The last token that is generated is not read again. Four checksums are compared at the start.
             let [_, said] = run(processes, &model, &["--ids", &prompt, "--max-tokens", "3"]);
             let formula = tokens * (2 * layers + 1) * width * 4 + 3 * words.div_ceil(processes) * 4 + 4 * 8;
             assert_eq!(bytes_sent(&said), if processes > 1 { formula } else { 0 });
@@ -141,20 +141,21 @@ fn bytes_are_those_of_the_formula() -> Result<()> {
 }
 
 #[test]
-fn what_differs_or_cannot_be_divided_is_an_error() {
+fn a_difference_between_ranks_and_an_indivisible_model_are_errors() {
     let model = |name: &str| of(name).to_str().expect("UTF-8").to_string();
     let (llama, qwen2) = (model("llama"), model("qwen2"));
     let (mxfp4, qwen3_next) = (model("gpt_oss_mxfp4"), model("qwen3_next"));
     let both = ["-n", "2", PROGRAM, "--ids", "5,7,9", "--model"];
-    let beside = ["-n", "1", PROGRAM, "--model", &llama, "--ids", "5,7", ":", "-n", "1", PROGRAM];
-    let another = "[distributed] expected {} to be the same in all processes, found another in process 1";
-    let (config, arguments) = (another.replace("{}", "config.json"), another.replace("{}", "the arguments"));
+    let two_programs = ["-n", "1", PROGRAM, "--model", &llama, "--ids", "5,7", ":", "-n", "1", PROGRAM];
+    let difference =
+        "[distributed] expected {} to be the same on all ranks, found a difference between rank 0 and rank 1";
+    let (config, arguments) = (difference.replace("{}", "config.json"), difference.replace("{}", "the arguments"));
     let of = |message: &str| format!("of 2: error: {message}");
     let units = "[causal_lm] model.layers.0.mlp.experts.gate_up_proj_blocks has 1 units of 64, expected";
     let states = "[causal_lm] states of linear attention cannot be divided by positions, expected --divide heads";
     for (args, expected) in [
-        ([&beside[..], &["--model", &qwen2, "--ids", "5,7"]].concat(), config),
-        ([&beside[..], &["--model", &llama, "--ids", "5,8"]].concat(), arguments),
+        ([&two_programs[..], &["--model", &qwen2, "--ids", "5,7"]].concat(), config),
+        ([&two_programs[..], &["--model", &llama, "--ids", "5,8"]].concat(), arguments),
         ([&both[..], &[&mxfp4, "--divide", "heads"]].concat(), of(units)),
         ([&both[..], &[&qwen3_next, "--divide", "positions"]].concat(), of(states)),
     ] {

@@ -1,5 +1,5 @@
-//! What processes do together, in processes that this test starts with `mpirun` from its own executable: over MPI on
-//! the CPU, and with the feature `nccl` on GPUs over NCCL, where there are any.
+//! Tests of the operations of ranks. The test starts the ranks with `mpirun` from its own executable: over MPI on the
+//! CPU, and with the feature `nccl` over NCCL if the machine has a GPU.
 
 #[path = "../../../tests/common/mod.rs"]
 mod common;
@@ -16,10 +16,10 @@ use candle_core::{DType, Device, Result, Tensor, Var, bail};
 use candle_nn::VarBuilder;
 use common::{assert_close, max_error};
 
-/// What tells a process that `mpirun` started it, and its case.
+/// Environment variable of the processes that `mpirun` started. Its value is the name of the case.
 const STARTED: &str = "CANDLE_ATTENTION_TEST_PROCESS";
 
-/// Runs a case in `processes`.
+/// Runs a case on `processes` ranks.
 fn mpirun(processes: usize, case: &str) -> Output {
     Command::new("mpirun")
         .args(["--oversubscribe", "-n", &processes.to_string()])
@@ -31,12 +31,13 @@ fn mpirun(processes: usize, case: &str) -> Output {
         .expect("mpirun is installed: libopenmpi-dev and openmpi-bin on Debian")
 }
 
-/// The GPUs of this machine, which a build with the feature `nccl` computes on.
+/// Returns the number of GPUs of this machine that this build can use.
 fn gpus() -> usize {
     (0..).take_while(|&n| Device::new_cuda(n).is_ok()).count()
 }
 
-/// In how many processes a test runs: 1, 2 and 4, as far as each has a GPU or NCCL is told to put several on one.
+/// Returns the world sizes of a test: 1, 2 and 4. On GPUs, each rank needs one GPU unless the environment allows NCCL
+/// to run several ranks on one.
 fn numbers_of_processes() -> Vec<usize> {
     let most = match gpus() {
         0 => usize::MAX,
@@ -46,27 +47,25 @@ fn numbers_of_processes() -> Vec<usize> {
     [1, 2, 4].into_iter().filter(|&processes| processes <= most).collect()
 }
 
-/// What each process does, and what stderr says where all of them have to end because of one.
+/// Name, function of each rank, and, for a case that fails, texts of stderr.
 type Case = (&'static str, fn(&dyn Communicator, &Device) -> Result<()>, Option<&'static [&'static str]>);
 
 const CASES: [Case; 8] = [
     ("collectives", collectives, None),
     ("ring attention", ring_attention_is_attention_over_all_keys, None),
     ("gradients", gradients_are_right_or_an_error, None),
-    ("a layer", a_layer_over_the_ring_decodes_as_one_process_does, None),
-    ("an error", one_fails, Some(&["process 1 of 3: error: [test] one process fails"])),
-    ("a panic", one_panics, Some(&["process 2 of 3: error: it panicked"])),
+    ("a layer", a_layer_over_the_ring_decodes_as_on_one_rank, None),
+    ("an error", one_fails, Some(&["rank 1 of 3: error: [test] one rank fails"])),
+    ("a panic", one_panics, Some(&["rank 2 of 3: error: it panicked"])),
     ("a kill", one_is_killed, Some(&["process rank 1", "exited on signal 9"])),
     (
         "another config",
         one_differs,
-        Some(&[
-            "expected config.json to be the same in all processes, found another in process 1, 2 than in process 0",
-        ]),
+        Some(&["expected config.json to be the same on all ranks, found a difference between rank 0 and rank 1, 2"]),
     ),
 ];
 
-/// In 1, 2 and 4 processes, which all have to succeed; one of 3 fails.
+/// Runs each case on 1, 2 and 4 ranks, which all have to succeed, or on 3 ranks if one of them fails.
 #[test]
 fn cases() {
     if let Ok(started) = std::env::var(STARTED) {
@@ -94,12 +93,12 @@ fn cases() {
                 Some(texts) => !ran.status.success() && texts.iter().all(|text| error.contains(text)),
                 None => ran.status.success() && out.matches("1 passed").count() == processes,
             };
-            assert!(as_expected, "{name} in {processes} processes: {out}\n{error}");
+            assert!(as_expected, "{name} on {processes} ranks: {out}\n{error}");
         }
     }
 }
 
-/// Numbers that are the same in every process.
+/// Returns random numbers that are the same on every rank.
 fn numbers(shape: impl Into<candle_core::Shape>, seed: u32, device: &Device) -> Result<Tensor> {
     let shape = shape.into();
     let number = |i: u32| {
@@ -112,7 +111,7 @@ fn numbers(shape: impl Into<candle_core::Shape>, seed: u32, device: &Device) -> 
 fn collectives(processes: &dyn Communicator, device: &Device) -> Result<()> {
     let (rank, size) = (processes.rank(), processes.size());
     for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16, DType::U32, DType::I64] {
-        // Every second row, which is no contiguous tensor.
+        // The tensor is not contiguous.
         let own = |rank: usize| {
             let rows = Tensor::arange(0u32, 12, device)?.reshape((3, 4))?.t()?.contiguous()?.t()?;
             (rows + rank as f64)?.to_dtype(dtype)
@@ -126,7 +125,7 @@ fn collectives(processes: &dyn Communicator, device: &Device) -> Result<()> {
         for (other, gathered) in processes.all_gather(&own(rank)?)?.iter().enumerate() {
             assert_eq!((as_f64(gathered)?, gathered.dtype()), (as_f64(&own(other)?)?, dtype));
         }
-        // Process r sends r + 1 rows.
+        // Rank r sends r + 1 rows.
         let rows = |rank: usize| Tensor::full(rank as f64, (rank + 1, 2), device)?.to_dtype(dtype);
         let (before, mut computed) = ((rank + size - 1) % size, false);
         let received = processes.send_recv(&[rows(rank)?], &[vec![before + 1, 2]], &mut || {
@@ -164,7 +163,7 @@ fn ring_attention_is_attention_over_all_keys(processes: &dyn Communicator, devic
         (64, causal.clone(), plain.clone().with_alibi_slopes(&slopes)),
         (64, none.clone(), plain.clone().with_alibi_slopes(&slopes).with_sinks(&sinks)),
         (64, AttentionMask::causal_with_offset(2), plain.clone()),
-        // Positions whose own keys are hidden have their sinks, and a process may have no position.
+        // Sinks count even if a query's own keys are masked, and a rank may have no position.
         (8, none.clone().with_valid_lens(vec![5, 0]), plain.clone().with_sinks(&sinks)),
         (9, causal.clone().with_starts(vec![4, 9]), plain.clone().with_sinks(&sinks)),
         (1, none.clone(), plain.clone().with_sinks(&sinks)),
@@ -190,7 +189,7 @@ fn ring_attention_is_attention_over_all_keys(processes: &dyn Communicator, devic
         let before = processes.bytes_sent();
         let (context, lse) = ring.attend([&own_q, &own_k, &own_v], &order, processes)?;
         if t == 256 {
-            // Keys and values of a process's positions, once to each of the others.
+            // The keys and values of a rank's positions are sent once for each of the other ranks.
             let size = processes.size();
             let bytes = (size - 1) * 2 * 2 * t / size * (16 + 8) * 4;
             assert_eq!(processes.bytes_sent() - before, bytes as u64);
@@ -214,7 +213,7 @@ fn ring_attention_is_attention_over_all_keys(processes: &dyn Communicator, devic
     Ok(())
 }
 
-/// What would be lost is an error; what stays in its process has its gradients.
+/// Checks that a tensor whose gradients would be lost is an error, and that gradients within a rank are correct.
 fn gradients_are_right_or_an_error(processes: &dyn Communicator, device: &Device) -> Result<()> {
     #[track_caller]
     fn assert_refused<T>(result: Result<T>, op: &str) {
@@ -273,8 +272,8 @@ fn gradients_are_right_or_an_error(processes: &dyn Communicator, device: &Device
     Ok(())
 }
 
-/// Layers with grouped heads: a prompt through the ring, and tokens after it one by one.
-fn a_layer_over_the_ring_decodes_as_one_process_does(processes: &dyn Communicator, device: &Device) -> Result<()> {
+/// Checks layers with grouped heads: a prompt through the ring, then single tokens.
+fn a_layer_over_the_ring_decodes_as_on_one_rank(processes: &dyn Communicator, device: &Device) -> Result<()> {
     let grouped = || MultiHeadAttentionConfig::new(64, 4).with_num_kv_heads(2).with_causal(true);
     let rotary = || grouped().with_rope(RopeConfig::new(1e4));
     let configs = [
@@ -319,11 +318,11 @@ fn prompt_and_tokens(cfg: &MultiHeadAttentionConfig, processes: &dyn Communicato
     }
     assert_close(&Tensor::cat(&outputs, 1)?, &expected, 1e-5, &format!("{cfg:?}"));
 
-    // What one process holds, and all of them together.
-    let held = cache.borrow().len();
-    assert!(held <= all / processes.size() + 2, "{held}");
-    let held = Tensor::new(&[held as i64], device)?;
-    assert_eq!(processes.all_reduce_sum(&held)?.to_vec1::<i64>()?, [all as i64]);
+    // A rank stores its shard of the positions, and all ranks together store every position once.
+    let stored = cache.borrow().len();
+    assert!(stored <= all / processes.size() + 2, "{stored}");
+    let count = Tensor::new(&[stored as i64], device)?;
+    assert_eq!(processes.all_reduce_sum(&count)?.to_vec1::<i64>()?, [all as i64]);
 
     let again = cache.borrow_mut().append_prompt(&own, &own, &order).expect_err("a second prompt").to_string();
     assert!(again.starts_with("[context_cache] expected"), "{again}");
@@ -332,9 +331,9 @@ fn prompt_and_tokens(cfg: &MultiHeadAttentionConfig, processes: &dyn Communicato
 
 fn one_fails(processes: &dyn Communicator, device: &Device) -> Result<()> {
     if processes.rank() == 1 {
-        bail!("[test] one process fails")
+        bail!("[test] one rank fails")
     }
-    // The others wait for it.
+    // The other ranks wait for it.
     processes.all_reduce_sum(&Tensor::zeros(1, DType::F32, device)?).map(drop)
 }
 

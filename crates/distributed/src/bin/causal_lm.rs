@@ -1,7 +1,7 @@
-//! The example `causal_lm` in several processes: `mpirun -n 2 causal_lm --model path/to/checkpoint --prompt "..."`.
+//! Example `causal_lm` on several ranks: `mpirun -n 2 causal_lm --model path/to/checkpoint --prompt "..."`.
 //!
-//! The arguments are those of the example. Each process has a share of the heads, of the MLPs and of the vocabulary;
-//! with `--divide positions` it has all weights, and a share of the prompt.
+//! The program has the arguments of the example. Each rank has a shard of the heads, of the MLPs and of the vocabulary.
+//! With `--divide positions`, it has all weights and a shard of the prompt.
 
 #[path = "../../../../examples/causal_lm/args.rs"]
 mod args;
@@ -37,11 +37,11 @@ use model::CausalLm;
 use model::attention::{Attention, Input};
 use model::weights::Processes;
 
-/// Generates text with a decoder in the processes of an mpirun.
+/// Generates text with a decoder on the ranks of an mpirun.
 #[derive(Debug, Parser)]
 #[command(name = "causal_lm")]
 struct DistributedArgs {
-    /// What is divided among the processes
+    /// Division among the ranks
     #[arg(long, value_enum, default_value_t = Divide::Heads)]
     divide: Divide,
 
@@ -57,12 +57,12 @@ enum Divide {
     Positions,
 }
 
-/// The processes of an mpirun, to the model.
+/// Ranks of an mpirun as the model uses them.
 struct World(Rc<dyn Communicator>);
 
 impl Processes for World {
     fn shard(&self) -> HeadShard {
-        HeadShard::new(self.0.rank(), self.0.size()).expect("a rank is below the number of processes")
+        HeadShard::new(self.0.rank(), self.0.size()).expect("a rank is below the world size")
     }
 
     fn sum(&self, own: &Tensor) -> Result<Tensor> {
@@ -102,14 +102,12 @@ fn run_in(args: DistributedArgs, mpi: &Rc<Mpi>) -> Result<()> {
     Ok(())
 }
 
-/// Goes on from one prompt of ids, greedily, whose positions are divided among processes that have all weights. The
-/// first process writes.
+/// Generates greedily from one prompt of ids whose positions are divided among the ranks. Every rank has all weights,
+/// and rank 0 prints the tokens.
 fn run_by_positions(args: &Args, device: Device, files: &Files, processes: &dyn Communicator) -> Result<()> {
-    let [prompt] = args.ids.as_slice() else { bail!("[causal_lm] expected one --ids where positions are divided") };
+    let [prompt] = args.ids.as_slice() else { bail!("[causal_lm] expected one --ids for --divide positions") };
     if prompt.0.is_empty() || args.temperature != 0.0 || args.logits.is_some() || args.kv_cache.is_some() {
-        bail!(
-            "[causal_lm] expected tokens, and none of --temperature, --logits and --kv-cache where positions are divided"
-        )
+        bail!("[causal_lm] expected tokens, and no --temperature, --logits and --kv-cache for --divide positions")
     }
     let json = files.config()?;
     let model = CausalLm::load(&json, files.weights(args.model.dtype, &device, None)?, |_, _| {})?;
@@ -119,13 +117,13 @@ fn run_by_positions(args: &Args, device: Device, files: &Files, processes: &dyn 
     let len = prompt.0.len().saturating_add(args.max_tokens.unwrap_or(100));
     if model.frequencies_differ(1, len) {
         bail!(
-            "[causal_lm] the rotary frequencies of the model depend on the number of positions, of which each process has \
-             some, and up to {len} positions exceed the original context; expected --divide heads"
+            "[causal_lm] the rotary frequencies of the model depend on the number of positions on all ranks, and up to \
+             {len} positions exceed the original context; expected --divide heads"
         )
     }
     let (order, end) = (ZigZag::new(prompt.0.len(), processes), files.end_tokens(&json)?);
     let capacity = order.positions().count() + args.max_tokens.unwrap_or(100) / processes.size() + 1;
-    // This process's part of the cache of each layer.
+    // This rank's cache of each layer.
     let caches: Vec<_> = model.blocks.attentions().map(|_| RefCell::new(ContextCache::new(capacity))).collect();
 
     let forward = |ids: Vec<u32>, positions: Vec<usize>, attend: &Attend| -> Result<Tensor> {
@@ -146,7 +144,7 @@ fn run_by_positions(args: &Args, device: Device, files: &Files, processes: &dyn 
         cache.append_prompt(k, v, &order)?;
         Ok(ring.attend([q, k, v], &order, processes)?.0)
     })?;
-    // The first process has the last position.
+    // Rank 0 has the last position.
     let last = match hidden.dim(1)? {
         0 => Tensor::zeros((1, hidden.dim(2)?), hidden.dtype(), &device)?,
         t => hidden.i((.., t - 1))?,
@@ -178,5 +176,5 @@ fn run_by_positions(args: &Args, device: Device, files: &Files, processes: &dyn 
     Ok(())
 }
 
-/// A layer's context from queries, keys and values.
+/// Function that returns a layer's attention output from queries, keys and values.
 type Attend<'a> = dyn Fn(&mut ContextCache, [&Tensor; 3], &RingAttention) -> Result<Tensor> + 'a;

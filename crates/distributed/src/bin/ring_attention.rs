@@ -1,4 +1,5 @@
-//! Times ring attention over a long prompt, and a token after it: `mpirun -n 2 ring_attention --positions 65536`.
+//! Measures the time of ring attention over a long prompt and of a token after it:
+//! `mpirun -n 2 ring_attention --positions 65536`.
 
 #[path = "../../../../examples/common/mod.rs"]
 mod common;
@@ -15,7 +16,7 @@ use clap::Parser;
 
 use common::DeviceChoice;
 
-/// Times attention over a prompt whose positions are divided among the processes of an mpirun.
+/// Measures the time of attention over a prompt whose positions are divided among the ranks of an mpirun.
 #[derive(Debug, Parser)]
 #[command(name = "ring_attention")]
 struct Args {
@@ -31,11 +32,11 @@ struct Args {
     #[arg(long, value_name = "H", default_value_t = 1)]
     kv_heads: usize,
 
-    /// The width of a head
+    /// Width of a head
     #[arg(long, value_name = "D", default_value_t = 64)]
     head_dim: usize,
 
-    /// Where to compute: on CUDA, each process on a GPU of its own
+    /// Device of the computation; on CUDA, each rank uses a separate GPU
     #[arg(long, value_enum, default_value_t = DeviceChoice::Cpu)]
     device: DeviceChoice,
 }
@@ -51,7 +52,7 @@ fn time(args: &Args, mpi: &Rc<Mpi>) -> Result<()> {
     let processes = &*mpi.for_device(&device)?;
     let size = processes.size();
     if positions == 0 || !positions.is_multiple_of(2 * size) {
-        bail!("[ring_attention] expected positions to be a multiple of twice the {size} processes, found {positions}")
+        bail!("[ring_attention] expected positions to be a multiple of 2 * the world size {size}, found {positions}")
     }
     let draw = |h, t| Tensor::randn(0f32, 1., (1, h, t, head_dim), &device);
     let own = positions / size;
@@ -59,7 +60,7 @@ fn time(args: &Args, mpi: &Rc<Mpi>) -> Result<()> {
     let ring = RingAttention::new(&AttentionMask::causal(), &SdpaOptions::default());
     let order = ZigZag::new(positions, processes);
 
-    // Every process begins when all are there.
+    // Every rank starts after all ranks have reached the barrier.
     let barrier = || check_same(processes, "the step", b"");
     barrier()?;
     let (start, before) = (Instant::now(), processes.bytes_sent());
@@ -82,7 +83,7 @@ fn time(args: &Args, mpi: &Rc<Mpi>) -> Result<()> {
     let formula = (size - 1) * own * kv_heads * 2 * head_dim * 4;
     let formula_decoding = if size > 1 { heads * (head_dim + 1) * 4 } else { 0 };
     println!(
-        "process {} of {size}: prompt {prompt:.3} s, {alone:.3} s of them its own, {sent} bytes sent, {formula} expected; \
+        "rank {} of {size}: prompt {prompt:.3} s, {alone:.3} s on this rank, {sent} bytes sent, {formula} expected; \
          token {:.3} ms, {sent_decoding} bytes sent, {formula_decoding} expected",
         processes.rank(),
         decoding * 1e3

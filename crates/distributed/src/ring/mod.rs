@@ -1,5 +1,5 @@
-//! Attention over a sequence whose keys are on several processes, the positions that each of them has, and the keys and
-//! values of one layer for decoding.
+//! Ring attention over a sequence whose positions are divided among ranks, the order of the positions, and the cache of
+//! a layer's keys and values for decoding.
 
 #[cfg(test)]
 mod tests;
@@ -15,18 +15,19 @@ use candle_nn::kv_cache::KvCache;
 
 use crate::communicator::{Communicator, expect_untracked};
 
-/// Ring attention (Liu et al. 2023, arXiv:2310.01889): each process keeps the queries of its positions, and keys and
-/// values go from process to process, the next ones while the last ones are attended to. What a query saw in each place
-/// is merged by its log-sum-exp.
+/// Ring attention (Liu et al. 2023, arXiv:2310.01889). Each rank keeps the queries of its positions, and keys and
+/// values are passed around a ring of ranks. The next keys are transferred while the queries attend to the present
+/// keys. The partial outputs of a query are merged by their log-sum-exp.
 ///
-/// One process gives the bits of [`scaled_dot_product_attention`](candle_attention::scaled_dot_product_attention).
-/// Several add up the parts of a query in another order than one would, so that results of different numbers of
-/// processes differ by roundings, about 1e-6 of the values; those of one number of processes are the same bits every
-/// time.
+/// A single rank returns the bits of
+/// [`scaled_dot_product_attention`](candle_attention::scaled_dot_product_attention). Several ranks add the partial
+/// outputs of a query in another order, so results with different world sizes differ by rounding, by about 1e-6 of the
+/// values. Results with one world size have the same bits every time.
 ///
-/// It is for inference. Gradients of keys and values would have to come back from other processes, but Candle computes
-/// in each process only those that its own loss reaches, so that one could wait for another that never answers. Several
-/// processes refuse keys and values that are tracked for gradients; queries stay where they are and may be tracked.
+/// It supports inference only. The gradients of keys and values would have to return from other ranks, but Candle
+/// computes on each rank only the gradients that its own loss reaches, so a rank could wait for another rank that never
+/// answers. With several ranks, keys and values that are tracked for gradients are an error. Queries stay on their rank
+/// and may be tracked.
 ///
 /// ```
 /// use candle_attention::{AttentionInput, MultiHeadAttention, MultiHeadAttentionConfig, RopeConfig};
@@ -34,7 +35,7 @@ use crate::communicator::{Communicator, expect_untracked};
 /// use candle_core::{DType, Device, Tensor};
 /// use candle_nn::VarBuilder;
 /// # fn main() -> candle_core::Result<()> {
-/// let processes = SingleProcess; // or mpi::Mpi, in each of several processes
+/// let processes = SingleProcess; // or mpi::Mpi, on each of several ranks
 /// let cfg = MultiHeadAttentionConfig::new(64, 4).with_causal(true).with_rope(RopeConfig::new(10_000.0));
 /// let mha = MultiHeadAttention::new(&cfg, VarBuilder::zeros(DType::F32, &Device::Cpu))?;
 ///
@@ -55,33 +56,37 @@ pub struct RingAttention {
 }
 
 impl RingAttention {
-    /// Attention with the arguments of [`scaled_dot_product_attention`](candle_attention::scaled_dot_product_attention)
-    /// for the whole sequence: the mask may be causal, and have windows, bands, chunks, lengths and starts.
+    /// Returns ring attention with a mask and options as those arguments of
+    /// [`scaled_dot_product_attention`](candle_attention::scaled_dot_product_attention) for the whole sequence. The mask
+    /// may be causal, and may have windows, bands, chunks, lengths and starts.
     pub fn new(mask: &AttentionMask, options: &SdpaOptions) -> Self {
         Self { mask: mask.clone(), options: options.clone() }
     }
 
-    /// [`attend`](Self::attend) for [`AttentionInput::with_function`](candle_attention::AttentionInput::with_function),
-    /// with the mask and the options of the layer.
+    /// Returns [`attend`](Self::attend) as a function for
+    /// [`AttentionInput::with_function`](candle_attention::AttentionInput::with_function). The layer passes its mask and
+    /// options.
     pub fn function<'a>(order: &'a ZigZag, processes: &'a dyn Communicator) -> Box<AttentionFunction<'a>> {
         Box::new(|q, k, v, mask, options| Ok(Self::new(mask, options).attend([q, k, v], order, processes)?.0))
     }
 
-    /// q (B, H, T, D), k (B, H_kv, T, D) and v (B, H_kv, T, D_v) of this process's positions give the context (B, H, T,
-    /// D_v) of its queries over the keys of all processes, and the log-sum-exp (B, H, T).
+    /// Attends from this rank's queries to the keys of all ranks. `qkv` are q (B, H, T, D), k (B, H_kv, T, D) and v (B,
+    /// H_kv, T, D_v) of this rank's positions. Returns the attention output (B, H, T, D_v) and the log-sum-exp (B, H,
+    /// T).
     ///
     /// # Errors
-    /// If the tensors do not have this process's positions; in several processes, for keys and values that are tracked
-    /// for gradients; for a mask with `keep` or `bias` tensors, as relative biases and keys that a layer appends are;
-    /// and those of [`scaled_dot_product_attention`](candle_attention::scaled_dot_product_attention) and of the
-    /// processes.
+    /// - If the tensors do not have this rank's number of positions.
+    /// - With several ranks, if keys or values are tracked for gradients.
+    /// - If the mask has `keep` or `bias` tensors, as with relative biases and keys that a layer appends.
+    /// - The errors of [`scaled_dot_product_attention`](candle_attention::scaled_dot_product_attention) and of the
+    ///   communicator.
     pub fn attend(&self, qkv: [&Tensor; 3], order: &ZigZag, processes: &dyn Communicator) -> Result<(Tensor, Tensor)> {
         let (rank, size) = (processes.rank(), processes.size());
         order.check_parts(qkv[0])?;
         for xs in qkv {
             if xs.rank() != 4 || xs.dim(2)? != order.count(rank) {
                 bail!(
-                    "[ring_attention] expected (B, H, {}, D) in process {rank}, found {:?}",
+                    "[ring_attention] expected (B, H, {}, D) on rank {rank}, found {:?}",
                     order.count(rank),
                     xs.dims()
                 )
@@ -91,54 +96,61 @@ impl RingAttention {
         if size > 1 {
             expect_untracked("ring_attention", &[k, v])?;
             if has_relative_bias(&self.options) {
-                bail!(
-                    "[ring_attention] the options have a distance bias, which is of one process's keys, expected none"
-                )
+                bail!("[ring_attention] the options have a distance bias over one rank's keys, expected none")
             }
         }
         let mut runs: Vec<_> = order.runs(rank).into_iter().map(|queries| Run { queries, attended: None }).collect();
-        let mut held = [k.clone(), v.clone()];
+        let mut keys_values = [k.clone(), v.clone()];
         for step in 0..size {
-            let of = (rank + size - step) % size;
-            let mut attend = || self.attend_to(q, &held, &order.runs(of), &mut runs);
+            let source = (rank + size - step) % size;
+            let mut attend = || self.attend_to(q, &keys_values, &order.runs(source), &mut runs);
             if step + 1 == size {
                 attend()?;
                 break;
             }
-            // Those of the process before the one whose keys are here.
-            let count = order.count((of + size - 1) % size);
-            let shapes = held.each_ref().map(|xs| [&xs.dims()[..2], &[count], &xs.dims()[3..]].concat());
-            let next = processes.send_recv(&held, &shapes, &mut attend)?;
-            held = next.try_into().map_err(|_| candle_core::Error::msg("[ring_attention] expected keys and values"))?;
+            // The next keys are the keys of the rank before the source of the present keys.
+            let count = order.count((source + size - 1) % size);
+            let shapes = keys_values.each_ref().map(|xs| [&xs.dims()[..2], &[count], &xs.dims()[3..]].concat());
+            let next = processes.send_recv(&keys_values, &shapes, &mut attend)?;
+            keys_values =
+                next.try_into().map_err(|_| candle_core::Error::msg("[ring_attention] expected keys and values"))?;
         }
         let attended = runs.into_iter().filter_map(|run| run.attended);
-        let (contexts, lses) = attended.unzip::<_, _, Vec<_>, Vec<_>>();
-        if contexts.is_empty() {
-            // Of no positions.
+        let (outputs, lses) = attended.unzip::<_, _, Vec<_>, Vec<_>>();
+        if outputs.is_empty() {
+            // This rank has no positions: the output is empty.
             return scaled_dot_product_attention_with_lse(q, k, v, &AttentionMask::none(), &self.options);
         }
-        Ok((Tensor::cat(&contexts, 2)?, Tensor::cat(&lses, 2)?))
+        Ok((Tensor::cat(&outputs, 2)?, Tensor::cat(&lses, 2)?))
     }
 
-    /// Attends from the queries of each run to the keys and values `held`, which are of the positions `keys`: to their
-    /// own ones, and to others as far as the mask leaves any.
-    fn attend_to(&self, q: &Tensor, held: &[Tensor; 2], keys: &[Range<usize>], runs: &mut [Run]) -> Result<()> {
+    /// Attends from the queries of each run to `keys_values`, whose positions are `key_runs`. A pair of runs is skipped
+    /// if the mask excludes all of its keys, but a run always attends to its own keys, since sinks are added there.
+    fn attend_to(
+        &self,
+        q: &Tensor,
+        keys_values: &[Tensor; 2],
+        key_runs: &[Range<usize>],
+        runs: &mut [Run],
+    ) -> Result<()> {
         let (b, mut first_query) = (q.dim(0)?, 0);
         for Run { queries, attended } in runs {
             let own = q.narrow(2, first_query, queries.len())?;
             first_query += queries.len();
             let mut first_key = 0;
-            for keys in keys {
+            for keys in key_runs {
                 let (start, len) = (first_key, keys.len());
                 first_key += len;
                 let mask = self.mask.of_part(b, queries.clone(), keys.clone())?;
-                let seen = mask.resolve(b, queries.len(), len)?;
+                let resolved = mask.resolve(b, queries.len(), len)?;
                 let is_own = keys == queries;
-                if !is_own && (0..b).all(|b| (0..queries.len()).all(|query| seen.kv_range(b, query).is_empty())) {
+                let is_excluded = |row: usize| (0..queries.len()).all(|query| resolved.kv_range(row, query).is_empty());
+                if !is_own && (0..b).all(is_excluded) {
                     continue;
                 }
-                let [k, v] = [held[0].narrow(2, start, len)?, held[1].narrow(2, start, len)?];
-                // A query's sink is one more score, and counts beside its own key, which may be hidden.
+                let [k, v] = [keys_values[0].narrow(2, start, len)?, keys_values[1].narrow(2, start, len)?];
+                // A sink is one more score of a query. It is added once, with the query's own run, even if the mask
+                // excludes that run.
                 let options = if is_own { self.options.clone() } else { without_sinks(&self.options) };
                 let part = scaled_dot_product_attention_with_lse(&own, &k, &v, &mask, &options)?;
                 *attended = Some(match attended.take() {
@@ -150,26 +162,26 @@ impl RingAttention {
         Ok(())
     }
 
-    /// Attends from one token at `position`, whose key is the last one, to those of the keys that are `held`, of which
-    /// the positions increase. The sinks are for one of the processes.
+    /// Attends from one token at `position`, whose key is the last of all, to this rank's keys. `stored` are their
+    /// positions in increasing order. Only one rank adds the sinks.
     pub(crate) fn attend_from(
         &self,
         position: usize,
         qkv: [&Tensor; 3],
-        held: &[usize],
+        stored: &[usize],
         has_sinks: bool,
     ) -> Result<(Tensor, Tensor)> {
         let [q, k, v] = qkv;
         let b = q.dim(0)?;
-        let seen = self.mask.of_part(b, position..position + 1, 0..position + 1)?.resolve(b, 1, position + 1)?;
-        let row = |position: usize| held.partition_point(|&held| held < position);
-        let seen = (0..b).map(|b| seen.kv_range(b, 0)).map(|keys| (row(keys.start), row(keys.end)));
-        let (starts, ends) = seen.unzip::<_, _, Vec<_>, Vec<_>>();
+        let resolved = self.mask.of_part(b, position..position + 1, 0..position + 1)?.resolve(b, 1, position + 1)?;
+        let index = |bound: usize| stored.partition_point(|&key| key < bound);
+        let ranges = (0..b).map(|row| resolved.kv_range(row, 0)).map(|keys| (index(keys.start), index(keys.end)));
+        let (starts, ends) = ranges.unzip::<_, _, Vec<_>, Vec<_>>();
         let mut mask = AttentionMask::none().with_starts(starts).with_valid_lens(ends);
         let mut options = if has_sinks { self.options.clone() } else { without_sinks(&self.options) };
         if let Some(slopes) = take_alibi_slopes(&mut options) {
-            let distances: Vec<_> = held.iter().map(|&held| position.abs_diff(held) as f32).collect();
-            let distances = Tensor::from_vec(distances, (1, 1, 1, held.len()), q.device())?;
+            let distances: Vec<_> = stored.iter().map(|&key| position.abs_diff(key) as f32).collect();
+            let distances = Tensor::from_vec(distances, (1, 1, 1, stored.len()), q.device())?;
             let slopes = slopes.to_dtype(DType::F32)?.reshape((1, slopes.elem_count(), 1, 1))?;
             mask = mask.with_bias(&slopes.broadcast_mul(&distances)?.neg()?);
         }
@@ -177,48 +189,49 @@ impl RingAttention {
     }
 }
 
-/// Queries of successive positions, and their context and log-sum-exp so far, from their own keys on.
+/// Queries of successive positions, with their attention output and log-sum-exp so far. The first keys are their own.
 struct Run {
     queries: Range<usize>,
     attended: Option<(Tensor, Tensor)>,
 }
 
-/// The keys and values of a layer, of which each process holds some: those of its positions of the prompt, and of the
-/// tokens after it one in as many as there are processes.
+/// Cache of a layer's keys and values, divided among ranks. Each rank stores its positions of the prompt, and the ranks
+/// store the tokens after it in turn.
 #[derive(Debug)]
 pub struct ContextCache {
-    /// Its clones share buffers, so that a clone of this cache would write over its tokens.
+    /// Keys and values of this rank. Clones share their buffers, so a clone of `ContextCache` would overwrite its
+    /// tokens.
     own: KvCache,
-    /// The positions that this process holds, which increase.
+    /// Positions that this rank stores, in increasing order.
     positions: Vec<usize>,
-    /// Positions in all processes, and how many of them were decoded.
+    /// Number of positions on all ranks.
     len: usize,
+    /// Number of decoded positions on all ranks.
     decoded: usize,
 }
 
 impl ContextCache {
-    /// A cache with room for `capacity` positions of this process, which grows beyond them.
+    /// Returns a cache with memory for `capacity` positions of this rank. It grows if there are more.
     pub fn new(capacity: usize) -> Self {
-        // Candle's cache grows by its first capacity.
+        // Candle's cache grows in steps of its first capacity, which is therefore not 0.
         Self { own: KvCache::new(2, capacity.max(1)), positions: Vec::new(), len: 0, decoded: 0 }
     }
 
-    /// The positions that this process holds.
+    /// Returns the number of positions that this rank stores.
     pub fn len(&self) -> usize {
         self.positions.len()
     }
 
-    /// Whether this process holds none.
+    /// Returns whether this rank stores no positions.
     pub fn is_empty(&self) -> bool {
         self.positions.is_empty()
     }
 
-    /// Keeps the keys (B, H_kv, T, D) and values (B, H_kv, T, D_v) of this process's part of a prompt, which is the
-    /// beginning of the sequence.
+    /// Stores the keys (B, H_kv, T, D) and values (B, H_kv, T, D_v) of this rank's shard of a prompt in an empty cache.
     ///
     /// # Errors
-    /// If they are not of the positions that the order gives this process, or not the first ones, and if they are
-    /// tracked for gradients, which the cache would lose. The cache is as it was then.
+    /// If the number of positions is not this rank's in `order`, if the cache is not empty, or if keys or values are
+    /// tracked for gradients, which would be lost. After an error, the cache is unchanged.
     pub fn append_prompt(&mut self, k: &Tensor, v: &Tensor, order: &ZigZag) -> Result<()> {
         expect_untracked("context_cache", &[k, v])?;
         let positions: Vec<_> = order.positions().collect();
@@ -239,20 +252,21 @@ impl ContextCache {
         Ok(())
     }
 
-    /// The cache's keys and values and some more, in the same buffers: the cache does not read behind its own.
+    /// Returns this rank's keys and values with `k` and `v` appended. They share buffers with the cache, which ignores
+    /// numbers after its own length, so the cache is unchanged.
     fn appended(&self, k: &Tensor, v: &Tensor) -> Result<KvCache> {
         let mut own = self.own.clone();
         own.append(&k.contiguous()?, &v.contiguous()?)?;
         Ok(own)
     }
 
-    /// Attends from the last token, of which every process has the query (B, H, 1, D), key (B, H_kv, 1, D) and value,
-    /// to the keys of all processes and its own, which one of them keeps. Every process gets the same context (B, H, 1,
-    /// D_v).
+    /// Attends from a new token to the keys of all ranks and to its own key. Every rank passes the token's query (B, H,
+    /// 1, D), key (B, H_kv, 1, D) and value (B, H_kv, 1, D_v), and one rank stores the key and the value. Returns the
+    /// attention output (B, H, 1, D_v), the same on every rank.
     ///
     /// # Errors
-    /// For more than one token, for tensors that are tracked for gradients, and those of [`RingAttention::attend`]. The
-    /// cache is as it was then.
+    /// If there is more than one token, if a tensor is tracked for gradients, or with the errors of
+    /// [`RingAttention::attend`]. After an error, the cache is unchanged.
     pub fn decode(&mut self, qkv: [&Tensor; 3], ring: &RingAttention, processes: &dyn Communicator) -> Result<Tensor> {
         let [q, k, v] = qkv;
         if q.rank() != 4 || q.dim(2)? != 1 || !fits(k, v, 1) {
@@ -273,31 +287,31 @@ impl ContextCache {
             (Some(keys), Some(values)) => (keys, values),
             _ => (k.narrow(2, 0, 0)?, v.narrow(2, 0, 0)?),
         };
-        let (context, lse) = ring.attend_from(position, [q, &keys, &values], &positions, keeps)?;
-        // One message for both.
-        let own = Tensor::cat(&[context.to_dtype(DType::F32)?, lse.to_dtype(DType::F32)?.unsqueeze(D::Minus1)?], 3)?;
-        let d_v = context.dim(3)?;
-        let parts = processes.all_gather(&own)?;
-        let parts = parts.iter().map(|part| Ok((part.narrow(3, 0, d_v)?, part.narrow(3, d_v, 1)?.squeeze(3)?)));
-        let context = merge_attention(&parts.collect::<Result<Vec<_>>>()?)?.0.to_dtype(q.dtype())?;
+        let (output, lse) = ring.attend_from(position, [q, &keys, &values], &positions, keeps)?;
+        // One all-gather transfers both.
+        let own = Tensor::cat(&[output.to_dtype(DType::F32)?, lse.to_dtype(DType::F32)?.unsqueeze(D::Minus1)?], 3)?;
+        let d_v = output.dim(3)?;
+        let gathered = processes.all_gather(&own)?;
+        let parts = gathered.iter().map(|part| Ok((part.narrow(3, 0, d_v)?, part.narrow(3, d_v, 1)?.squeeze(3)?)));
+        let merged = merge_attention(&parts.collect::<Result<Vec<_>>>()?)?.0.to_dtype(q.dtype())?;
         (self.own, self.positions) = (own_kv, positions);
         (self.len, self.decoded) = (self.len + 1, self.decoded + 1);
-        Ok(context)
+        Ok(merged)
     }
 }
 
-/// Whether keys and values are of `t` positions of the same sequences and heads.
+/// Returns whether keys and values have `t` positions, and the same batch, heads and dtype.
 fn fits(k: &Tensor, v: &Tensor, t: usize) -> bool {
     let ([b, h, t_k, _], [b_v, h_v, t_v, _]) = (k.dims(), v.dims()) else { return false };
     [b, h, t_k, &t] == [b_v, h_v, t_v, t_k] && k.dtype() == v.dtype()
 }
 
-/// A sequence in twice as many parts as there are processes, of which each process has one from the front and one from
-/// the back, so that a causal mask leaves all of them the same work:
+/// Division of a sequence into 2·N parts for N ranks. The shard of a rank is one part from the front and one part from
+/// the back, so a causal mask leads to equal work on all ranks:
 ///
 /// ```text
-/// process  0 1 2 2 1 0
-/// part     0 1 2 3 4 5
+/// rank  0 1 2 2 1 0
+/// part  0 1 2 3 4 5
 /// ```
 ///
 /// Parts differ in length by at most one position.
@@ -309,43 +323,41 @@ pub struct ZigZag {
 }
 
 impl ZigZag {
-    /// The order of a sequence of `len` positions.
+    /// Returns the division of a sequence of `len` positions.
     pub fn new(len: usize, processes: &dyn Communicator) -> Self {
         Self { len, rank: processes.rank(), size: processes.size() }
     }
 
-    /// The positions of a process: those of its part from the front and of its part from the back.
+    /// Returns the positions of a rank: its part from the front and its part from the back.
     pub fn parts(&self, rank: usize) -> [Range<usize>; 2] {
-        let part = |i: usize| {
-            let first = |i: usize| i * self.len / (2 * self.size);
-            first(i)..first(i + 1)
-        };
+        let start = |index: usize| index * self.len / (2 * self.size);
+        let part = |index: usize| start(index)..start(index + 1);
         [part(rank), part(2 * self.size - 1 - rank)]
     }
 
-    /// The positions of a process as runs of successive ones.
+    /// Returns the positions of a rank as runs of successive positions.
     pub(crate) fn runs(&self, rank: usize) -> Vec<Range<usize>> {
         let [front, back] = self.parts(rank);
         let runs = if front.end == back.start { [front.start..back.end, 0..0] } else { [front, back] };
         runs.into_iter().filter(|run| !run.is_empty()).collect()
     }
 
-    /// The positions of all processes.
+    /// Returns the number of positions of all ranks.
     pub(crate) fn len(&self) -> usize {
         self.len
     }
 
-    /// The positions of this process, in the order of its tensors.
+    /// Returns the positions of this rank, in the order of its tensors.
     pub fn positions(&self) -> impl Iterator<Item = usize> {
         self.parts(self.rank).into_iter().flatten()
     }
 
-    /// The number of positions of a process.
+    /// Returns the number of positions of a rank.
     pub(crate) fn count(&self, rank: usize) -> usize {
         self.parts(rank).iter().map(ExactSizeIterator::len).sum()
     }
 
-    /// Candle has no empty tensors on CUDA.
+    /// Checks on CUDA that no part is empty, since Candle has no empty tensors there.
     pub(crate) fn check_parts(&self, xs: &Tensor) -> Result<()> {
         if xs.device().is_cuda() && self.len < 2 * self.size {
             bail!("[zigzag] expected at least {} positions on CUDA, found {}", 2 * self.size, self.len)
@@ -353,10 +365,10 @@ impl ZigZag {
         Ok(())
     }
 
-    /// This process's part of a tensor whose dimension `dim` is the sequence.
+    /// Returns this rank's shard of a tensor whose dimension `dim` is the sequence.
     ///
     /// # Errors
-    /// If it is not as long, and on CUDA if a part is empty.
+    /// If the dimension does not have the length of the sequence, or, on CUDA, if a part is empty.
     pub fn split(&self, xs: &Tensor, dim: usize) -> Result<Tensor> {
         self.check_parts(xs)?;
         if xs.dim(dim)? != self.len {
@@ -366,11 +378,11 @@ impl ZigZag {
         Tensor::cat(&[xs.narrow(dim, front.start, front.len())?, xs.narrow(dim, back.start, back.len())?], dim)
     }
 
-    /// The inverse of [`split`](Self::split): the parts of all processes, in the order of the sequence, in each of
-    /// them.
+    /// Gathers the shards of all ranks and returns the whole tensor in the order of the sequence on every rank. It is
+    /// the inverse of [`split`](Self::split).
     ///
     /// # Errors
-    /// If the part is not as long as this process's, and those of the processes.
+    /// If the shard does not have this rank's number of positions, or with the errors of the communicator.
     pub fn gather(&self, own: &Tensor, dim: usize, processes: &dyn Communicator) -> Result<Tensor> {
         let count = self.count(self.rank);
         if own.dim(dim)? != count {

@@ -5,7 +5,7 @@ use crate::communicator::SingleProcess;
 use candle_attention::{AttentionMask, SdpaOptions, scaled_dot_product_attention};
 use candle_core::Device;
 
-/// A process that the others have left.
+/// Communicator whose operations fail.
 struct Alone;
 
 impl Communicator for Alone {
@@ -18,7 +18,7 @@ impl Communicator for Alone {
     }
 
     fn all_reduce_sum(&self, _: &Tensor) -> Result<Tensor> {
-        bail!("[alone] nobody answers")
+        bail!("[alone] no other rank answers")
     }
 
     fn all_gather(&self, xs: &Tensor) -> Result<Vec<Tensor>> {
@@ -38,7 +38,7 @@ fn numbers(shape: (usize, usize, usize, usize)) -> Result<Tensor> {
     Tensor::randn(0f32, 1.0, shape, &Device::Cpu)
 }
 
-/// Prompts and tokens that are refused, in each place that may refuse them, and between them those that are not.
+/// Checks prompts and tokens that are an error, in each function that may return it, with valid tokens between them.
 #[test]
 fn a_call_that_fails_leaves_the_cache_as_it_was() -> Result<()> {
     let (prompt, all) = (5, 9);
@@ -54,8 +54,8 @@ fn a_call_that_fails_leaves_the_cache_as_it_was() -> Result<()> {
             own_v.get(0)?,
             own_v.to_dtype(DType::I64)?,
         ];
-        for v in wrong {
-            let text = cache.append_prompt(&own_k, &v, &order).expect_err("other values").to_string();
+        for wrong_v in wrong {
+            let text = cache.append_prompt(&own_k, &wrong_v, &order).expect_err("other values").to_string();
             assert!(text.starts_with("[context_cache] "), "{text}");
             assert!(cache.is_empty());
         }
@@ -88,7 +88,7 @@ fn a_call_that_fails_leaves_the_cache_as_it_was() -> Result<()> {
 }
 
 #[test]
-fn every_position_is_one_processs_and_causal_work_is_equal() {
+fn every_position_is_on_one_rank_and_causal_work_is_equal() {
     for size in 1..6 {
         for len in [0, 1, 7, 12, 60, 61] {
             let order = ZigZag { len, rank: 0, size };
