@@ -151,7 +151,7 @@ fn a_difference_between_ranks_and_an_indivisible_model_are_errors() {
         "[distributed] expected {} to be the same on all ranks, found a difference between rank 0 and rank 1";
     let (config, arguments) = (difference.replace("{}", "config.json"), difference.replace("{}", "the arguments"));
     let of = |message: &str| format!("of 2: error: {message}");
-    let units = "[causal_lm] model.layers.0.mlp.experts.gate_up_proj_blocks has 1 units of 64, expected";
+    let units = "[causal_lm] model.layers.0.mlp.experts.gate_up_proj_scales has 1 units of 64, expected";
     let states = "[causal_lm] states of linear attention cannot be divided by positions, expected --divide heads";
     for (args, expected) in [
         ([&two_programs[..], &["--model", &qwen2, "--ids", "5,7"]].concat(), config),
