@@ -134,8 +134,8 @@ impl Mpi {
     fn sum<T: Number>(&self, xs: &Tensor) -> Result<Tensor> {
         let mut sum = vec![T::Sent::default(); xs.elem_count()];
         with_numbers::<T, _>(xs, |own| {
-            for (own, sum) in own.chunks(SUM_CHUNK).zip(sum.chunks_mut(SUM_CHUNK)) {
-                self.world.all_reduce_into(own, sum, SystemOperation::sum());
+            for (own_chunk, sum_chunk) in own.chunks(SUM_CHUNK).zip(sum.chunks_mut(SUM_CHUNK)) {
+                self.world.all_reduce_into(own_chunk, sum_chunk, SystemOperation::sum());
             }
         })?;
         Tensor::from_vec(T::received(sum), xs.shape(), xs.device())
@@ -187,7 +187,8 @@ impl Communicator for Mpi {
     ) -> Result<Vec<Tensor>> {
         xs.iter().try_for_each(|xs| self.count(xs, 1))?;
         let (ring, is_urgent) = (Ring { rank: self.rank, size: self.size }, AtomicBool::new(false));
-        let pass = |(xs, shape): (&Tensor, &Vec<usize>)| by_dtype!(xs, T => ring.pass::<T>(xs, shape, &is_urgent));
+        let pass =
+            |(sent, shape): (&Tensor, &Vec<usize>)| by_dtype!(sent, T => ring.pass::<T>(sent, shape, &is_urgent));
         thread::scope(|scope| {
             let transfer = scope.spawn(|| xs.iter().zip(shapes).map(pass).collect::<Result<Vec<_>>>());
             let computed = meanwhile();

@@ -75,7 +75,7 @@ fn blocks_of_four_bits_are_divided() -> Result<()> {
     std::fs::copy(model.join("config.json"), copy.path().join("config.json"))?;
     let mut tensors = candle_core::safetensors::load(model.join("model.safetensors"), &Device::Cpu)?;
     for (name, tensor) in &mut tensors {
-        let twice = |tensor: &Tensor, dim| Tensor::cat(&[tensor, tensor], dim);
+        let twice = |half: &Tensor, dim| Tensor::cat(&[half, half], dim);
         *tensor = match name.rsplit_once("experts.").map_or("", |(_, name)| name) {
             "gate_up_proj_blocks" | "gate_up_proj_scales" | "gate_up_proj_bias" => twice(tensor, 1)?,
             "down_proj_blocks" => twice(tensor, 2)?,

@@ -112,21 +112,21 @@ fn collectives(processes: &dyn Communicator, device: &Device) -> Result<()> {
     let (rank, size) = (processes.rank(), processes.size());
     for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16, DType::U32, DType::I64] {
         // The tensor is not contiguous.
-        let own = |rank: usize| {
+        let tensor_of = |source: usize| {
             let rows = Tensor::arange(0u32, 12, device)?.reshape((3, 4))?.t()?.contiguous()?.t()?;
-            (rows + rank as f64)?.to_dtype(dtype)
+            (rows + source as f64)?.to_dtype(dtype)
         };
-        let mut expected = own(0)?;
+        let mut expected = tensor_of(0)?;
         for other in 1..size {
-            expected = (expected + own(other)?)?;
+            expected = (expected + tensor_of(other)?)?;
         }
         let as_f64 = |xs: &Tensor| xs.to_dtype(DType::F64)?.to_vec2::<f64>();
-        assert_eq!(as_f64(&processes.all_reduce_sum(&own(rank)?)?)?, as_f64(&expected)?);
-        for (other, gathered) in processes.all_gather(&own(rank)?)?.iter().enumerate() {
-            assert_eq!((as_f64(gathered)?, gathered.dtype()), (as_f64(&own(other)?)?, dtype));
+        assert_eq!(as_f64(&processes.all_reduce_sum(&tensor_of(rank)?)?)?, as_f64(&expected)?);
+        for (other, gathered) in processes.all_gather(&tensor_of(rank)?)?.iter().enumerate() {
+            assert_eq!((as_f64(gathered)?, gathered.dtype()), (as_f64(&tensor_of(other)?)?, dtype));
         }
         // Rank r sends r + 1 rows.
-        let rows = |rank: usize| Tensor::full(rank as f64, (rank + 1, 2), device)?.to_dtype(dtype);
+        let rows = |source: usize| Tensor::full(source as f64, (source + 1, 2), device)?.to_dtype(dtype);
         let (before, mut computed) = ((rank + size - 1) % size, false);
         let received = processes.send_recv(&[rows(rank)?], &[vec![before + 1, 2]], &mut || {
             computed = true;
@@ -180,8 +180,8 @@ fn ring_attention_is_attention_over_all_keys(processes: &dyn Communicator, devic
         let order = ZigZag::new(t, processes);
         if device.is_cuda() && t < 2 * processes.size() {
             let text = order.split(&q, 2).expect_err("empty parts").to_string();
-            let expected = format!("[zigzag] expected at least {} positions on CUDA, found {t}", 2 * processes.size());
-            assert!(text.starts_with(&expected), "{text}");
+            let message = format!("[zigzag] expected at least {} positions on CUDA, found {t}", 2 * processes.size());
+            assert!(text.starts_with(&message), "{text}");
             continue;
         }
         let [own_q, own_k, own_v] = [order.split(&q, 2)?, order.split(&k, 2)?, order.split(&v, 2)?];
@@ -208,8 +208,8 @@ fn ring_attention_is_attention_over_all_keys(processes: &dyn Communicator, devic
     let own = order.split(&Tensor::zeros((1, 1, 8, 4), DType::F32, device)?, 2)?;
     let text = biased.attend([&own, &own, &own], &order, processes).expect_err("a bias").to_string();
     assert!(text.starts_with("[attention_mask] the mask has a bias tensor"), "{text}");
-    let text = RingAttention::default().attend([&q, &q, &q], &order, processes).expect_err("too long").to_string();
-    assert!(text.starts_with("[ring_attention] expected (B, H, "), "{text}");
+    let length = RingAttention::default().attend([&q, &q, &q], &order, processes).expect_err("too long").to_string();
+    assert!(length.starts_with("[ring_attention] expected (B, H, "), "{length}");
     Ok(())
 }
 
@@ -262,12 +262,12 @@ fn gradients_are_right_or_an_error(processes: &dyn Communicator, device: &Device
     assert_refused(cache.append_prompt(&plain[1], &tracked[2], &order), "context_cache");
     assert_refused(cache.append_prompt(&tracked[1], &plain[2], &order), "context_cache");
     cache.append_prompt(&plain[1], &plain[2], &order)?;
-    let token = tracked.each_ref().map(|xs| xs.narrow(2, 0, 1));
-    let [q, k, v] = token.into_iter().collect::<Result<Vec<_>>>()?.try_into().expect("three");
-    assert_refused(cache.decode([&q, &k.detach(), &v.detach()], &ring, processes), "context_cache");
-    assert_refused(cache.decode([&q.detach(), &k, &v.detach()], &ring, processes), "context_cache");
-    assert_refused(cache.decode([&q.detach(), &k.detach(), &v], &ring, processes), "context_cache");
-    cache.decode([&q.detach(), &k.detach(), &v.detach()], &ring, processes)?;
+    let token = tracked.each_ref().map(|shard| shard.narrow(2, 0, 1));
+    let [token_q, token_k, token_v] = token.into_iter().collect::<Result<Vec<_>>>()?.try_into().expect("three");
+    assert_refused(cache.decode([&token_q, &token_k.detach(), &token_v.detach()], &ring, processes), "context_cache");
+    assert_refused(cache.decode([&token_q.detach(), &token_k, &token_v.detach()], &ring, processes), "context_cache");
+    assert_refused(cache.decode([&token_q.detach(), &token_k.detach(), &token_v], &ring, processes), "context_cache");
+    cache.decode([&token_q.detach(), &token_k.detach(), &token_v.detach()], &ring, processes)?;
     assert_eq!(SingleProcess.all_reduce_sum(xs)?.id(), xs.id());
     Ok(())
 }

@@ -152,7 +152,7 @@ fn run_by_positions(args: &Args, device: Device, files: &Files, processes: &dyn 
     let mut last = processes.all_gather(&last)?.swap_remove(0);
     let prefill = start.elapsed();
 
-    let (start, mut made) = (Instant::now(), Vec::new());
+    let (decoding_start, mut made) = (Instant::now(), Vec::new());
     for position in prompt.0.len().. {
         if made.len() == args.max_tokens.unwrap_or(100) || made.last().is_some_and(|token| end.contains(token)) {
             break;
@@ -170,7 +170,7 @@ fn run_by_positions(args: &Args, device: Device, files: &Files, processes: &dyn 
             prompt.0.len(),
             rate(prompt.0.len(), prefill.as_secs_f64()),
             made.len(),
-            rate(made.len(), start.elapsed().as_secs_f64())
+            rate(made.len(), decoding_start.elapsed().as_secs_f64())
         );
     }
     Ok(())

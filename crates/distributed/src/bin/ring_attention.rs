@@ -75,10 +75,10 @@ fn time(args: &Args, mpi: &Rc<Mpi>) -> Result<()> {
     let token = [&draw(heads, 1)?, &draw(kv_heads, 1)?, &draw(kv_heads, 1)?];
     cache.decode(token, &ring, processes)?;
     device.synchronize()?;
-    let (start, before) = (Instant::now(), processes.bytes_sent());
+    let (decoding_start, before_decoding) = (Instant::now(), processes.bytes_sent());
     cache.decode(token, &ring, processes)?;
     device.synchronize()?;
-    let (decoding, sent_decoding) = (start.elapsed().as_secs_f64(), processes.bytes_sent() - before);
+    let (decoding, sent_decoding) = (decoding_start.elapsed().as_secs_f64(), processes.bytes_sent() - before_decoding);
 
     let formula = (size - 1) * own * kv_heads * 2 * head_dim * 4;
     let formula_decoding = if size > 1 { heads * (head_dim + 1) * 4 } else { 0 };
