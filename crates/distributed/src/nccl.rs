@@ -136,17 +136,20 @@ impl Communicator for Nccl {
         shapes: &[Vec<usize>],
         meanwhile: &mut dyn FnMut() -> Result<()>,
     ) -> Result<Vec<Tensor>> {
-        let own = xs.iter().map(|xs| self.sent(xs)).collect::<Result<Vec<_>>>()?;
-        let pass = |(xs, shape): (&Tensor, &Vec<usize>)| by_dtype!(xs, T => self.pass::<T>(xs, shape.iter().product()));
+        let own = xs.iter().map(|tensor| self.sent(tensor)).collect::<Result<Vec<_>>>()?;
+        let pass =
+            |(sent, shape): (&Tensor, &Vec<usize>)| by_dtype!(sent, T => self.pass::<T>(sent, shape.iter().product()));
         let received = own.iter().zip(shapes).map(pass).collect::<Result<Vec<_>>>();
         let computed = meanwhile();
         // The tensors that are being sent may be dropped only after this.
         self.finish()?;
         computed?;
-        let tensor = |((storage, shape), xs): ((Storage, &Vec<usize>), &Tensor)| {
-            Tensor::from_storage(storage, shape.as_slice(), BackpropOp::none(), false).to_device(xs.device())
-        };
-        received?.into_iter().zip(shapes).zip(xs).map(tensor).collect()
+        let mut tensors = Vec::with_capacity(xs.len());
+        for ((storage, shape), tensor) in received?.into_iter().zip(shapes).zip(xs) {
+            let on_gpu = Tensor::from_storage(storage, shape.as_slice(), BackpropOp::none(), false);
+            tensors.push(on_gpu.to_device(tensor.device())?);
+        }
+        Ok(tensors)
     }
 
     fn bytes_sent(&self) -> u64 {
