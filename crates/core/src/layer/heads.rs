@@ -77,6 +77,19 @@ impl MultiHeadAttention {
         }
     }
 
+    /// Normalises a whole projection (B, T, width), if the layer's norm is over whole projections, and clips it.
+    fn normalized_projection(
+        &self,
+        projected: Tensor,
+        norm: Option<&Norm>,
+        all_reduce: Option<&AllReduce>,
+    ) -> Result<Tensor> {
+        match norm {
+            Some(norm) if self.norms_span_projections() => self.clipped(norm.forward_sharded(&projected, all_reduce)?),
+            _ => self.clipped(projected),
+        }
+    }
+
     /// Returns query heads (B, H, T, D), a view of (B, T, H, D), of a projection (B, T, H · D).
     fn query_heads(
         &self,
@@ -84,13 +97,8 @@ impl MultiHeadAttention {
         rotation: Option<&Rotation>,
         all_reduce: Option<&AllReduce>,
     ) -> Result<Tensor> {
-        let mut xs = projected;
-        if let Some(norm) = &self.norms.queries
-            && self.norms_span_projections()
-        {
-            xs = norm.forward_sharded(&xs, all_reduce)?;
-        }
-        let heads = split_heads(&self.clipped(xs)?, self.config.num_heads())?;
+        let xs = self.normalized_projection(projected, self.norms.queries.as_ref(), all_reduce)?;
+        let heads = split_heads(&xs, self.config.num_heads())?;
         let norm = self.norms.queries.as_ref().filter(|_| !self.norms_span_projections());
         self.normalized_and_rotated(heads, norm, rotation)?.transpose(1, 2)
     }
@@ -103,13 +111,8 @@ impl MultiHeadAttention {
         rotation: Option<&Rotation>,
         all_reduce: Option<&AllReduce>,
     ) -> Result<Tensor> {
-        let mut xs = projected;
-        if let Some(norm) = &self.norms.keys
-            && self.norms_span_projections()
-        {
-            xs = norm.forward_sharded(&xs, all_reduce)?;
-        }
-        let xs = self.with_appended_row(self.clipped(xs)?, "bias_k")?;
+        let xs = self.normalized_projection(projected, self.norms.keys.as_ref(), all_reduce)?;
+        let xs = self.with_appended_row(xs, "bias_k")?;
         let heads = split_heads(&xs, self.config.num_kv_heads())?;
         let norm = self.norms.keys.as_ref().filter(|_| !self.norms_span_projections());
         self.normalized_and_rotated(heads, norm, rotation)?.transpose(1, 2)
