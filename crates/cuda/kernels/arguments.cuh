@@ -5,8 +5,8 @@
 //
 // B is `sequences`, H is `heads`, H_kv is `key_heads`, T_q is `query_count` and T_kv is `key_count`. Packed sequences
 // are successive rows of one tensor: then T_q and T_kv are totals, and all tensors but those of lengths have a batch of
-// one. Rows of (B, H, T_q) numbers are contiguous; the other tensors have strides, in elements, and a last dimension that
-// is contiguous unless a stride for it is named. A pointer that a call does not need is null.
+// one. Tensors (B, H, T_q) are contiguous. The others have strides, in elements, and a last dimension that is contiguous
+// unless a stride for it is named. A pointer that a call does not need is null.
 #pragma once
 
 // Strides of a tensor (B, H, T, D) whose last dimension is contiguous.
@@ -63,7 +63,7 @@ struct AttentionArguments {
     void* key_gradient;                 // (B, H_kv, T_kv, D), elements
     void* value_gradient;               // (B, H_kv, T_kv, D_v), elements
     float* score_gradient;              // (B, H, T_q, T_kv), contiguous, zeros before: with BIAS_GRADIENT
-    float* bias_gradient;               // contiguous, score_gradient summed over the dimensions that the bias broadcasts
+    float* bias_gradient;               // the sum of score_gradient over the dimensions that the bias broadcasts
     float* sink_gradient;               // (H)
     float* slope_gradient;              // (H), with SLOPE_GRADIENT
     float* relative_bias_gradient;      // (B or 1, H, relative_bias_length), with RELATIVE_BIAS_GRADIENT
@@ -71,7 +71,7 @@ struct AttentionArguments {
     // ---- scratch of the backward pass ----
     float* delta;                       // (B, H, T_q): sum of output * output_gradient, less log_sum_exp_gradient
     int2* query_intervals;              // (B, T_q): the first key that a query attends to, and the one after the last
-    int4* tile_intervals;               // (B, query_tiles): keys that a query of the tile, and that all of them attend to
+    int4* tile_intervals;               // (B, query_tiles): keys that any query of the tile attends to, and that all do
     float* query_gradient_sums;         // (B, H, query_tiles, BACKWARD_QUERIES * HEAD_COLUMNS), with FUSED_BACKWARD
     int* query_gradient_turns;          // (B, H, query_tiles), with FUSED_BACKWARD: blocks of keys that were added
     float* slope_gradient_parts;        // (B, H, key blocks, KEY_WARPS), zeros before: with SLOPE_GRADIENT
@@ -110,7 +110,8 @@ struct AttentionArguments {
     int chunk;                          // keys in another chunk of this many positions are masked; 0 for no chunks
 
     // ---- relative bias ----
-    int relative_bias_origin;           // entry (origin + key - query) is added to a score; both count in their sequence
+    int relative_bias_origin;           // entry (origin + key - query) is added to a score, 0 where there is none; key
+                                        // and query count in their sequence
     int relative_bias_length;           // entries of a head
 
     // ---- the launch ----

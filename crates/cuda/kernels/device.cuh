@@ -77,7 +77,7 @@ DEVICE u32 round_to_tf32(float x) { return emulator::to_bits(emulator::round_to_
 DEVICE float exp2_approximate(float x) { return std::exp2(x); }
 DEVICE float log2_of(float x) { return std::log2(x); }
 DEVICE float tanh_of(float x) { return std::tanh(x); }
-DEVICE float multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
+DEVICE float fused_multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
 DEVICE float larger(float a, float b) { return std::fmax(a, b); }
 DEVICE float absolute(float a) { return std::fabs(a); }
 DEVICE u32 multiply_high(u32 a, u32 b) { return u32(u64(a) * b >> 32); }
@@ -194,7 +194,7 @@ DEVICE float tanh_of(float x) {
     return fmaf(-2.0f, y, 1.0f);
 #endif
 }
-DEVICE float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
+DEVICE float fused_multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
 DEVICE float larger(float a, float b) { return fmaxf(a, b); }
 DEVICE float absolute(float a) { return fabsf(a); }
 DEVICE u32 multiply_high(u32 a, u32 b) { return __umulhi(a, b); }
