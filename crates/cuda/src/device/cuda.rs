@@ -1,0 +1,292 @@
+//! Kernels on a GPU, through Candle's device and its stream.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::cudarc::driver::sys::{CUdevice_attribute, CUfunction_attribute};
+use candle_core::cuda_backend::cudarc::driver::{
+    CudaContext, CudaFunction, CudaModule, CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, DriverError,
+    LaunchConfig, PushKernelArg, SyncOnDrop, ValidAsZeroBits,
+};
+use candle_core::cuda_backend::cudarc::nvrtc::Ptx;
+use candle_core::cuda_backend::{CudaDType, CudaStorageSlice, WrapErr};
+use candle_core::{CudaDevice, CudaStorage, DType, Error, Result, Storage, bail};
+use half::{bf16, f16};
+
+use super::Buffer;
+use super::operands::{GridDimensions, KernelArguments, Launch};
+use crate::capability::{Capability, Limits};
+use crate::compile::compile;
+use crate::disk_cache::DiskCache;
+use crate::nvrtc::Nvrtc;
+use crate::program::Program;
+use crate::unsupported::Unsupported;
+
+/// The oldest device that has the instructions of the kernels.
+const OLDEST: Capability = Capability { major: 8, minor: 0 };
+
+/// The shared memory that a kernel may have without being asked for more.
+const DEFAULT_SHARED_BYTES: usize = 48 * 1024;
+
+/// The kernels' side of a device of Candle.
+pub(crate) struct CudaRunner {
+    device: CudaDevice,
+    stream: Arc<CudaStream>,
+    context: Arc<ContextPrograms>,
+}
+
+/// The programs of a context of the driver, which all devices of Candle on the same GPU share.
+struct ContextPrograms {
+    context: Arc<CudaContext>,
+    limits: Limits,
+    nvrtc: &'static Nvrtc,
+    architecture: String,
+    programs: Mutex<HashMap<Program, Arc<OnceLock<LoadResult>>>>,
+}
+
+/// A program, or why it cannot be used, which is not tried again.
+type LoadResult = std::result::Result<Arc<CudaProgram>, String>;
+
+/// A compiled program in a context.
+pub(crate) struct CudaProgram {
+    module: Arc<CudaModule>,
+    functions: Mutex<HashMap<&'static str, SizedFunction>>,
+}
+
+/// A kernel that may be launched with some shared memory.
+#[derive(Clone)]
+struct SizedFunction {
+    function: CudaFunction,
+    shared_bytes: usize,
+}
+
+/// The use of memory by launches: dropped after them, it tells Candle's streams.
+pub(super) struct Use<'a> {
+    address: u64,
+    _guard: SyncOnDrop<'a>,
+}
+
+impl Use<'_> {
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+}
+
+impl CudaRunner {
+    /// Returns the kernels' side of a device.
+    ///
+    /// # Errors
+    /// If the device is too old, or there is no NVRTC for it.
+    pub fn new(device: &CudaDevice) -> std::result::Result<Self, Unsupported> {
+        type Contexts = HashMap<usize, std::result::Result<Arc<ContextPrograms>, Unsupported>>;
+        static CONTEXTS: OnceLock<Mutex<Contexts>> = OnceLock::new();
+        let stream = device.cuda_stream();
+        let context = stream.context();
+        let mut contexts = CONTEXTS.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner);
+        // A context that is kept in the map stays alive, so that no other one gets its address.
+        let key = context.cu_ctx() as usize;
+        let programs = contexts.entry(key).or_insert_with(|| ContextPrograms::new(context).map(Arc::new)).clone()?;
+        Ok(Self { device: device.clone(), stream, context: programs })
+    }
+
+    /// Returns what a kernel may use of the device.
+    pub fn limits(&self) -> Limits {
+        self.context.limits
+    }
+
+    /// Allocates memory whose content is undefined.
+    pub fn uninitialized(&self, dtype: DType, count: usize) -> Result<Buffer> {
+        // SAFETY: kernels write the memory before they or others read it.
+        self.allocate(dtype, count, Memory { is_zero: false })
+    }
+
+    /// Allocates zeros.
+    pub fn zeros(&self, dtype: DType, count: usize) -> Result<Buffer> {
+        self.allocate(dtype, count, Memory { is_zero: true })
+    }
+
+    fn allocate(&self, dtype: DType, count: usize, memory: Memory) -> Result<Buffer> {
+        let storage = match dtype {
+            DType::F32 => memory.of::<f32>(&self.device, count)?,
+            DType::F16 => memory.of::<f16>(&self.device, count)?,
+            DType::BF16 => memory.of::<bf16>(&self.device, count)?,
+            DType::I32 => memory.of::<i32>(&self.device, count)?,
+            other => bail!("kernels write no {other:?}"),
+        };
+        Ok(Buffer::new(Storage::Cuda(storage), count))
+    }
+
+    /// Returns a compiled program.
+    ///
+    /// # Errors
+    /// If it does not compile or load.
+    pub fn load(&self, program: &Program) -> Result<Arc<CudaProgram>> {
+        let slot = {
+            let mut programs = self.context.programs.lock().unwrap_or_else(PoisonError::into_inner);
+            programs.entry(program.clone()).or_default().clone()
+        };
+        // Other programs compile meanwhile; threads that want this one wait for it.
+        slot.get_or_init(|| self.context.compile(program)).clone().map_err(Error::msg)
+    }
+
+    /// Takes a storage that launches read.
+    pub fn read<'a>(&'a self, storage: &'a CudaStorage) -> Result<Use<'a>> {
+        self.check(storage)?;
+        match &storage.slice {
+            CudaStorageSlice::U8(slice) => Ok(self.read_slice(slice)),
+            CudaStorageSlice::U32(slice) => Ok(self.read_slice(slice)),
+            CudaStorageSlice::I32(slice) => Ok(self.read_slice(slice)),
+            CudaStorageSlice::F16(slice) => Ok(self.read_slice(slice)),
+            CudaStorageSlice::BF16(slice) => Ok(self.read_slice(slice)),
+            CudaStorageSlice::F32(slice) => Ok(self.read_slice(slice)),
+            _ => bail!("kernels read no {:?}", storage.dtype()),
+        }
+    }
+
+    fn read_slice<'a, T>(&'a self, slice: &'a CudaSlice<T>) -> Use<'a> {
+        let (address, guard) = slice.device_ptr(&self.stream);
+        Use { address, _guard: guard }
+    }
+
+    /// Takes a storage that launches write.
+    pub fn write<'a>(&'a self, storage: &'a mut CudaStorage) -> Result<Use<'a>> {
+        self.check(storage)?;
+        match &mut storage.slice {
+            CudaStorageSlice::I32(slice) => Ok(self.write_slice(slice)),
+            CudaStorageSlice::F16(slice) => Ok(self.write_slice(slice)),
+            CudaStorageSlice::BF16(slice) => Ok(self.write_slice(slice)),
+            CudaStorageSlice::F32(slice) => Ok(self.write_slice(slice)),
+            _ => bail!("kernels write no such memory"),
+        }
+    }
+
+    fn write_slice<'a, T>(&'a self, slice: &'a mut CudaSlice<T>) -> Use<'a> {
+        let (address, guard) = slice.device_ptr_mut(&self.stream);
+        Use { address, _guard: guard }
+    }
+
+    /// Checks that memory is on the device.
+    fn check(&self, storage: &CudaStorage) -> Result<()> {
+        let ordinal = storage.device.cuda_stream().context().ordinal();
+        let expected = self.context.context.ordinal();
+        if ordinal != expected {
+            bail!("a tensor is on CUDA device {ordinal}, expected {expected}, where the queries are")
+        }
+        Ok(())
+    }
+
+    /// Queues a kernel on the stream of the device.
+    pub fn launch<A: KernelArguments>(
+        &self,
+        program: &CudaProgram,
+        launch: &Launch,
+        grid: GridDimensions,
+        arguments: &A,
+    ) -> Result<()> {
+        let function = program.function(launch.kernel, launch.shared_bytes)?;
+        let config = LaunchConfig {
+            grid_dim: (grid.x, grid.y, grid.z),
+            block_dim: (launch.threads as u32, 1, 1),
+            shared_mem_bytes: launch.shared_bytes as u32,
+        };
+        let parameter = Parameter(*arguments);
+        let mut builder = self.stream.launch_builder(&function);
+        builder.arg(&parameter);
+        // SAFETY: the kernel has one argument of this type, whose implementor promises that addresses and sizes fit; the
+        // operands are locked by the caller until the launch is queued.
+        unsafe { builder.launch(config) }.w()?;
+        Ok(())
+    }
+}
+
+/// The content of new memory.
+#[derive(Clone, Copy)]
+struct Memory {
+    is_zero: bool,
+}
+
+impl Memory {
+    fn of<T>(self, device: &CudaDevice, count: usize) -> Result<CudaStorage>
+    where
+        T: CudaDType + DeviceRepr + ValidAsZeroBits,
+    {
+        let slice = if self.is_zero {
+            device.alloc_zeros::<T>(count)?
+        } else {
+            // SAFETY: kernels write the memory before anything reads it.
+            unsafe { device.alloc::<T>(count)? }
+        };
+        Ok(CudaStorage::wrap_cuda_slice(slice, device.clone()))
+    }
+}
+
+/// An argument of a kernel by value.
+#[repr(transparent)]
+struct Parameter<A>(A);
+
+// SAFETY: a kernel's argument is a C struct of numbers.
+unsafe impl<A: KernelArguments> DeviceRepr for Parameter<A> {}
+
+impl ContextPrograms {
+    fn new(context: &Arc<CudaContext>) -> std::result::Result<Self, Unsupported> {
+        let failed = |error: DriverError| Unsupported::new(format!("the device does not answer: {error}"));
+        let attribute = |attribute: CUdevice_attribute| context.attribute(attribute).map_err(failed);
+        let (major, minor) = context.compute_capability().map_err(failed)?;
+        let capability = Capability { major: major as u32, minor: minor as u32 };
+        if capability < OLDEST {
+            let reason = format!("the device has compute capability {capability}, expected at least {OLDEST}");
+            return Err(Unsupported::new(reason));
+        }
+        let multiprocessors = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+        let shared_bytes = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
+        let nvrtc = Nvrtc::of_process(driver_major())?;
+        Ok(Self {
+            context: context.clone(),
+            limits: Limits {
+                capability,
+                multiprocessors: multiprocessors as usize,
+                shared_bytes: shared_bytes as usize,
+            },
+            nvrtc,
+            architecture: nvrtc.architecture(capability)?,
+            programs: Mutex::default(),
+        })
+    }
+
+    /// Compiles a program and loads it.
+    fn compile(&self, program: &Program) -> LoadResult {
+        let code = compile(self.nvrtc, &DiskCache::of_user(), &self.architecture, program)?;
+        let module = self.context.load_module(Ptx::from_binary(code));
+        let module = module.map_err(|error| format!("the driver does not load the compiled kernels: {error}"))?;
+        Ok(Arc::new(CudaProgram { module, functions: Mutex::default() }))
+    }
+}
+
+impl CudaProgram {
+    /// Returns a kernel that may be launched with this much shared memory.
+    fn function(&self, kernel: &'static str, shared_bytes: usize) -> Result<CudaFunction> {
+        let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(known) = functions.get(kernel)
+            && known.shared_bytes >= shared_bytes
+        {
+            return Ok(known.function.clone());
+        }
+        let function = self.module.load_function(kernel).w()?;
+        let shared_bytes = shared_bytes.max(DEFAULT_SHARED_BYTES);
+        if shared_bytes > DEFAULT_SHARED_BYTES {
+            let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            function.set_attribute(attribute, shared_bytes as i32).w()?;
+        }
+        functions.insert(kernel, SizedFunction { function: function.clone(), shared_bytes });
+        Ok(function)
+    }
+}
+
+/// Returns the major version of CUDA that the driver supports; 0 if it does not say.
+fn driver_major() -> i32 {
+    let mut version = 0;
+    // SAFETY: a valid pointer.
+    let code = unsafe { candle_core::cuda_backend::cudarc::driver::sys::cuDriverGetVersion(&raw mut version) };
+    if code.result().is_ok() { version / 1000 } else { 0 }
+}

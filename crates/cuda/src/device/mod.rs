@@ -1,0 +1,97 @@
+//! The devices that run kernels, CUDA and the emulator, and what a launch needs of them: memory, addresses, compiled
+//! programs.
+
+mod buffer;
+#[cfg(feature = "cuda")]
+mod cuda;
+#[cfg(feature = "emulator")]
+mod emulator;
+mod operands;
+
+use candle_core::{DType, Device};
+
+pub(crate) use buffer::Buffer;
+pub(crate) use operands::{KernelArguments, Launch, Operands, Reading};
+
+use crate::capability::{Capability, Limits};
+use crate::program::Program;
+use crate::unsupported::Unsupported;
+
+/// A device that runs kernels.
+pub(crate) enum KernelDevice {
+    /// The emulator, for tensors on the CPU.
+    Emulator,
+    /// A GPU.
+    #[cfg(feature = "cuda")]
+    Cuda(cuda::CudaRunner),
+}
+
+/// A compiled program on its device.
+pub(crate) enum LoadedProgram {
+    #[cfg(feature = "emulator")]
+    Emulator(std::sync::Arc<emulator::EmulatedProgram>),
+    #[cfg(feature = "cuda")]
+    Cuda(std::sync::Arc<cuda::CudaProgram>),
+}
+
+impl KernelDevice {
+    /// Returns the kernels' side of a device of Candle.
+    ///
+    /// # Errors
+    /// If the device runs no kernels, or none can be compiled for it.
+    pub fn of(device: &Device) -> Result<Self, Unsupported> {
+        match device {
+            Device::Cpu if cfg!(feature = "emulator") => Ok(Self::Emulator),
+            Device::Cpu => Err(Unsupported::new("the tensors are on the CPU")),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(device) => Ok(Self::Cuda(cuda::CudaRunner::new(device)?)),
+            #[cfg(not(feature = "cuda"))]
+            Device::Cuda(_) => Err(Unsupported::new("the crate was built without the feature `cuda`")),
+            Device::Metal(_) => Err(Unsupported::new("the tensors are on Metal")),
+        }
+    }
+
+    /// Returns what a kernel may use of the device. The emulator has the limits of an A100.
+    pub fn limits(&self) -> Limits {
+        match self {
+            Self::Emulator => {
+                Limits { capability: Capability { major: 8, minor: 0 }, multiprocessors: 108, shared_bytes: 163 * 1024 }
+            }
+            #[cfg(feature = "cuda")]
+            Self::Cuda(runner) => runner.limits(),
+        }
+    }
+
+    /// Allocates memory whose content is undefined.
+    pub fn uninitialized(&self, dtype: DType, count: usize) -> candle_core::Result<Buffer> {
+        match self {
+            Self::Emulator => buffer::poisoned(dtype, count),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(runner) => runner.uninitialized(dtype, count),
+        }
+    }
+
+    /// Allocates zeros.
+    pub fn zeros(&self, dtype: DType, count: usize) -> candle_core::Result<Buffer> {
+        match self {
+            Self::Emulator => buffer::zeros(dtype, count),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(runner) => runner.zeros(dtype, count),
+        }
+    }
+
+    /// Returns a compiled program: from memory, from the cache on disk, or from the compiler.
+    ///
+    /// # Errors
+    /// If it does not compile, or does not load.
+    pub fn load(&self, program: &Program) -> candle_core::Result<LoadedProgram> {
+        match self {
+            #[cfg(feature = "emulator")]
+            Self::Emulator => Ok(LoadedProgram::Emulator(emulator::load(program)?)),
+            #[cfg(not(feature = "emulator"))]
+            Self::Emulator => candle_core::bail!("the crate was built without the feature `emulator`: {program:?}"),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(runner) => Ok(LoadedProgram::Cuda(runner.load(program)?)),
+        }
+    }
+}

@@ -1,0 +1,278 @@
+//! NVRTC, NVIDIA's compiler for CUDA C++ as a library, which is loaded when the first kernel is compiled.
+//!
+//! cudarc has bindings of NVRTC, but a program that uses them does not start on a machine without the library. Loaded
+//! here, a missing library is a reason to take another path.
+
+use std::env;
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::fmt;
+use std::path::PathBuf;
+use std::ptr;
+use std::sync::OnceLock;
+
+use libloading::Library;
+
+use crate::capability::Capability;
+use crate::unsupported::Unsupported;
+
+/// The oldest version that is used: options and instructions of the kernels are newer than 11.
+const OLDEST: NvrtcVersion = NvrtcVersion { major: 12, minor: 0 };
+
+/// The major versions whose files are looked for, in this order unless the driver is older.
+const MAJOR_VERSIONS: [i32; 2] = [13, 12];
+
+/// A version of NVRTC.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct NvrtcVersion {
+    pub major: i32,
+    pub minor: i32,
+}
+
+impl fmt::Display for NvrtcVersion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}", self.major, self.minor)
+    }
+}
+
+type Program = *mut c_void;
+
+/// The functions of NVRTC that are called, as nvrtc.h declares them.
+struct Functions {
+    version: unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int,
+    architecture_count: unsafe extern "C" fn(*mut c_int) -> c_int,
+    architectures: unsafe extern "C" fn(*mut c_int) -> c_int,
+    create: unsafe extern "C" fn(
+        *mut Program,
+        *const c_char,
+        *const c_char,
+        c_int,
+        *const *const c_char,
+        *const *const c_char,
+    ) -> c_int,
+    destroy: unsafe extern "C" fn(*mut Program) -> c_int,
+    compile: unsafe extern "C" fn(Program, c_int, *const *const c_char) -> c_int,
+    cubin_size: unsafe extern "C" fn(Program, *mut usize) -> c_int,
+    cubin: unsafe extern "C" fn(Program, *mut c_char) -> c_int,
+    log_size: unsafe extern "C" fn(Program, *mut usize) -> c_int,
+    log: unsafe extern "C" fn(Program, *mut c_char) -> c_int,
+    error_text: unsafe extern "C" fn(c_int) -> *const c_char,
+}
+
+impl Functions {
+    /// Looks the functions up in a library.
+    fn of(library: &Library) -> Result<Self, libloading::Error> {
+        // SAFETY: the types are those that nvrtc.h gives to the names, in every version since 11.2.
+        unsafe {
+            Ok(Self {
+                version: *library.get(b"nvrtcVersion\0")?,
+                architecture_count: *library.get(b"nvrtcGetNumSupportedArchs\0")?,
+                architectures: *library.get(b"nvrtcGetSupportedArchs\0")?,
+                create: *library.get(b"nvrtcCreateProgram\0")?,
+                destroy: *library.get(b"nvrtcDestroyProgram\0")?,
+                compile: *library.get(b"nvrtcCompileProgram\0")?,
+                cubin_size: *library.get(b"nvrtcGetCUBINSize\0")?,
+                cubin: *library.get(b"nvrtcGetCUBIN\0")?,
+                log_size: *library.get(b"nvrtcGetProgramLogSize\0")?,
+                log: *library.get(b"nvrtcGetProgramLog\0")?,
+                error_text: *library.get(b"nvrtcGetErrorString\0")?,
+            })
+        }
+    }
+}
+
+/// The loaded library.
+pub(crate) struct Nvrtc {
+    functions: Functions,
+    version: NvrtcVersion,
+    /// The architectures that it compiles for, as 10 times the major version and the minor version.
+    architectures: Vec<u32>,
+    /// The functions are in its memory.
+    _library: Library,
+}
+
+impl Nvrtc {
+    /// Returns the library of the process, which is looked for once. `driver_major` is the major version of CUDA that
+    /// the driver supports: code of a newer compiler might not load.
+    ///
+    /// # Errors
+    /// If there is none, or only one that is too old.
+    pub fn of_process(driver_major: i32) -> Result<&'static Self, Unsupported> {
+        static NVRTC: OnceLock<Result<Nvrtc, Unsupported>> = OnceLock::new();
+        NVRTC.get_or_init(|| Self::find(&candidates(driver_major))).as_ref().map_err(Clone::clone)
+    }
+
+    /// Opens the first of the files that can be opened.
+    fn find(candidates: &[PathBuf]) -> Result<Self, Unsupported> {
+        let mut problem = None;
+        for path in candidates {
+            // SAFETY: loading NVRTC runs no code but its own initialisation.
+            let Ok(library) = (unsafe { Library::new(path) }) else { continue };
+            match Self::new(library) {
+                Ok(nvrtc) => return Ok(nvrtc),
+                Err(error) => problem = problem.or(Some(format!("{}: {error}", path.display()))),
+            }
+        }
+        Err(Unsupported::new(match problem {
+            Some(problem) => format!("NVRTC, which compiles the kernels, cannot be used: {problem}"),
+            None => "NVRTC, which compiles the kernels, was not found (libnvrtc of CUDA 12 or 13)".into(),
+        }))
+    }
+
+    /// Takes a library that was opened.
+    pub(crate) fn new(library: Library) -> Result<Self, Unsupported> {
+        let functions = Functions::of(&library).map_err(|error| Unsupported::new(error.to_string()))?;
+        let mut version = NvrtcVersion { major: 0, minor: 0 };
+        // SAFETY: two valid pointers.
+        let code = unsafe { (functions.version)(&raw mut version.major, &raw mut version.minor) };
+        if code != 0 {
+            return Err(Unsupported::new(format!("its version is error {code}")));
+        }
+        if version < OLDEST {
+            return Err(Unsupported::new(format!("it has version {version}, expected at least {OLDEST}")));
+        }
+        let architectures = architectures(&functions);
+        Ok(Self { functions, version, architectures, _library: library })
+    }
+
+    /// Returns the name and the version of the compiler.
+    pub fn name(&self) -> String {
+        format!("NVRTC {}", self.version)
+    }
+
+    /// Returns the architecture to compile for, such as `sm_90`: the newest one that runs on a device. Code of a lower
+    /// minor version runs on a device of the same major version.
+    ///
+    /// # Errors
+    /// If the compiler is older than the device.
+    pub fn architecture(&self, device: Capability) -> Result<String, Unsupported> {
+        let newest = device.major * 10 + device.minor;
+        let fits = |&number: &u32| number / 10 == device.major && number <= newest;
+        match self.architectures.iter().copied().filter(fits).max() {
+            Some(number) => Ok(format!("sm_{number}")),
+            None => Err(Unsupported::new(format!(
+                "NVRTC {} does not compile for the device's compute capability {device}",
+                self.version
+            ))),
+        }
+    }
+
+    /// Compiles a source to machine code.
+    ///
+    /// # Errors
+    /// What the compiler says about the source or the options.
+    pub fn compile(&self, source: &str, options: &[String]) -> Result<Vec<u8>, String> {
+        let c_text = |text: &str| CString::new(text).map_err(|error| format!("{error} in {text:?}"));
+        let source = c_text(source)?;
+        let options = options.iter().map(|option| c_text(option)).collect::<Result<Vec<_>, _>>()?;
+        let option_pointers: Vec<_> = options.iter().map(|option| option.as_ptr()).collect();
+        let mut program = ProgramGuard { nvrtc: self, program: ptr::null_mut() };
+        let Functions { create, compile, cubin_size, cubin, .. } = &self.functions;
+        // SAFETY: the pointers are valid for the call; the texts live until the program is destroyed at the end of this
+        // function, and the buffer has the size that the library said.
+        unsafe {
+            let program_pointer = &raw mut program.program;
+            let name = c"attention.cu".as_ptr();
+            self.check(create(program_pointer, source.as_ptr(), name, 0, ptr::null(), ptr::null()))?;
+            let code = compile(program.program, options.len() as c_int, option_pointers.as_ptr());
+            if code != 0 {
+                return Err(format!("{}: {}", self.error_text(code), program.log()));
+            }
+            let mut size = 0;
+            self.check(cubin_size(program.program, &raw mut size))?;
+            let mut code = vec![0u8; size];
+            self.check(cubin(program.program, code.as_mut_ptr().cast()))?;
+            Ok(code)
+        }
+    }
+
+    /// Returns an error for a code other than 0.
+    fn check(&self, code: c_int) -> Result<(), String> {
+        if code == 0 { Ok(()) } else { Err(self.error_text(code)) }
+    }
+
+    /// Returns the name of an error code.
+    fn error_text(&self, code: c_int) -> String {
+        // SAFETY: the library returns a constant text for every number.
+        unsafe { CStr::from_ptr((self.functions.error_text)(code)) }.to_string_lossy().into_owned()
+    }
+}
+
+/// A program of the library, which is destroyed at the end of the scope.
+struct ProgramGuard<'a> {
+    nvrtc: &'a Nvrtc,
+    program: Program,
+}
+
+impl ProgramGuard<'_> {
+    /// Returns the messages of the compiler.
+    fn log(&self) -> String {
+        let mut size = 0;
+        let Functions { log_size, log, .. } = &self.nvrtc.functions;
+        // SAFETY: the program exists, and the buffer has the size that the library said.
+        unsafe {
+            if log_size(self.program, &raw mut size) != 0 {
+                return String::new();
+            }
+            let mut text = vec![0u8; size];
+            if log(self.program, text.as_mut_ptr().cast()) != 0 {
+                return String::new();
+            }
+            String::from_utf8_lossy(&text).trim_end_matches('\0').to_string()
+        }
+    }
+}
+
+impl Drop for ProgramGuard<'_> {
+    fn drop(&mut self) {
+        if !self.program.is_null() {
+            // SAFETY: the program exists and is not used again. An error would change nothing.
+            unsafe { (self.nvrtc.functions.destroy)(&raw mut self.program) };
+        }
+    }
+}
+
+/// Returns the architectures that a library compiles for.
+fn architectures(functions: &Functions) -> Vec<u32> {
+    let mut count = 0;
+    // SAFETY: a valid pointer.
+    if unsafe { (functions.architecture_count)(&raw mut count) } != 0 {
+        return Vec::new();
+    }
+    let mut numbers = vec![0 as c_int; count.max(0) as usize];
+    // SAFETY: the buffer has as many numbers as the library said.
+    if unsafe { (functions.architectures)(numbers.as_mut_ptr()) } != 0 {
+        return Vec::new();
+    }
+    numbers.into_iter().filter_map(|number| number.try_into().ok()).collect()
+}
+
+/// Returns the files that may be NVRTC: by name, which the system looks for, and in the folder of the toolkit.
+fn candidates(driver_major: i32) -> Vec<PathBuf> {
+    let mut majors = MAJOR_VERSIONS;
+    // First the compiler of the driver's own version.
+    majors.sort_by_key(|&major| major != driver_major);
+    let mut names = Vec::new();
+    for major in majors {
+        if cfg!(windows) {
+            names.push(format!("nvrtc64_{major}0_0.dll"));
+        } else {
+            names.push(format!("libnvrtc.so.{major}"));
+        }
+    }
+    if !cfg!(windows) {
+        names.push("libnvrtc.so".into());
+    }
+    let mut paths: Vec<PathBuf> = names.iter().map(PathBuf::from).collect();
+    let mut folders: Vec<PathBuf> = Vec::new();
+    for variable in ["CUDA_HOME", "CUDA_PATH"] {
+        folders.extend(env::var_os(variable).map(PathBuf::from));
+    }
+    if !cfg!(windows) {
+        folders.push("/usr/local/cuda".into());
+    }
+    for folder in folders {
+        let inner = if cfg!(windows) { "bin" } else { "lib64" };
+        paths.extend(names.iter().map(|name| folder.join(inner).join(name)));
+    }
+    paths
+}

@@ -1,0 +1,38 @@
+//! Kernels that are compiled together for one set of constants.
+
+use crate::source;
+
+/// The value of a macro of the source.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Define {
+    pub name: &'static str,
+    pub value: i64,
+}
+
+/// A source with the values of its macros.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(crate) struct Program {
+    /// The file of `kernels/` that includes all others.
+    pub root: &'static str,
+    pub defines: Vec<Define>,
+}
+
+impl Program {
+    /// Returns the source as the compiler reads it.
+    pub fn text(&self) -> String {
+        source::assemble(self.root)
+    }
+
+    /// Returns the options of NVRTC but the architecture.
+    pub fn options(&self) -> Vec<String> {
+        // 177: a function that a specialisation does not call.
+        let mut options = vec!["--std=c++17".to_string(), "--diag-suppress=177".to_string()];
+        options.extend(self.define_options());
+        options
+    }
+
+    /// Returns the options that define the macros.
+    pub fn define_options(&self) -> impl Iterator<Item = String> {
+        self.defines.iter().map(|define| format!("-D{}={}", define.name, define.value))
+    }
+}

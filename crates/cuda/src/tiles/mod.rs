@@ -1,0 +1,50 @@
+//! The tiles of the attention kernels, and the shared memory that they need.
+//!
+//! The first candidate that fits the device is taken. The order is by speed on an H100; candidates that fit only devices
+//! with less shared memory were not timed. Every size here is one of `kernels/shared_layout.cuh`, with which a test
+//! compares them.
+
+mod backward;
+mod decode;
+mod forward;
+
+pub(crate) use backward::{BackwardTile, KeyTile, QueryTile};
+pub(crate) use decode::DecodeTile;
+pub(crate) use forward::{ForwardLength, ForwardTile};
+
+use crate::specialization::Specialization;
+use crate::unsupported::Unsupported;
+
+/// The file that includes all attention kernels.
+const ROOT: &str = "attention.cu";
+
+/// The classes of head dimensions for which tiles were timed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Width {
+    /// Up to 64 columns.
+    Narrow,
+    /// Up to 128.
+    Middle,
+    /// Up to 256.
+    Wide,
+}
+
+impl Width {
+    fn of(specialization: &Specialization) -> Self {
+        match specialization.head_columns().max(specialization.value_columns()) {
+            ..=64 => Self::Narrow,
+            65..=128 => Self::Middle,
+            _ => Self::Wide,
+        }
+    }
+}
+
+/// Returns why no tile of a kernel fits a device.
+fn no_tile(kernel: &str, specialization: &Specialization, shared_bytes: usize) -> Unsupported {
+    let Specialization { element, head_dim, value_dim, .. } = specialization;
+    Unsupported::new(format!(
+        "the {kernel} kernel in {:?} with head dimensions {head_dim} and {value_dim} needs more than the {shared_bytes} \
+         bytes of shared memory that a block has on this device",
+        element.dtype()
+    ))
+}
