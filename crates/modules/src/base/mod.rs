@@ -18,7 +18,7 @@ pub use expect::{
     fits_in_memory, is_addressable,
 };
 pub use fused::{FusedRows, FusedTensor};
-pub use graph::{gradient_of, record, record_two};
+pub use graph::{IntoStorage, gradient_of, record, record_two};
 pub use nearest::{did_you_mean, edits, nearest};
 pub use parameters::{Parameter, ParameterList, WeightAndBias, frozen, part, save, variables_without_gradient};
 pub use query_heads::QueryHeadOrder;

@@ -1,4 +1,4 @@
-//! Results of CPU kernels as operations of Candle's graph, with gradients.
+//! Results of kernels, on the CPU or on CUDA, as operations of Candle's graph, with gradients.
 //!
 //! A custom operation of Candle has at most three operands and exactly one result, and its backward pass is given
 //! nothing but the gradient of that result. The kernels need more: fused attention has up to seven operands, and
@@ -35,71 +35,77 @@
 //! returns for `join` is the number of the message. Candle adds up the gradients of an operand. Nothing else
 //! contributes to that entry of `join`, so the sum is the number of the message.
 //!
+//! `join` is on the device of the operands. On CUDA its turn in a backward pass therefore begins with reading one or
+//! two numbers back: the host waits until the device has done what was launched before, and launches nothing meanwhile.
+//! Operations with at most three tracked operands and one result have no `join` and never wait.
+//!
 //! The number is new for every message and travels with the gradients of one backward pass. Passes over one graph can
 //! therefore run at the same time, in any threads: each finds its own messages. The messages of a pass
 //! that fails on the way are never taken. They are freed with the graph.
 
 mod mailbox;
+mod numbers;
 
 use std::sync::{Mutex, PoisonError};
 
-use candle_core::op::BackpropOp;
-use candle_core::{CpuStorage, CustomOp3, Error, Layout, Result, Shape, Storage, Tensor, WithDType};
+use candle_core::{CpuStorage, CudaStorage, CustomOp3, Error, Layout, Result, Shape, Storage, Tensor, WithDType};
 
 use mailbox::{Mailbox, NOTHING};
+use numbers::Computed;
+
+pub use numbers::IntoStorage;
 
 /// Computes the gradients of a node's operands, in their order, from the node's result and its gradient.
 type Backward = dyn Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync;
 
-/// Returns the result of an operation that a kernel has computed: contiguous `numbers` on the CPU, with gradients for
-/// the operands that are tracked.
+/// Returns the result of an operation that a kernel has computed: contiguous `numbers` on the device of the operands,
+/// with gradients for the operands that are tracked.
 ///
 /// `backward` is called with the result and its gradient. It returns the gradients of the operands in their order, at
 /// least of all that are tracked.
 ///
 /// # Errors
 /// If Candle cannot add the operation to its graph.
-pub fn record<E: WithDType>(
+pub fn record(
     name: &'static str,
     operands: &[Option<&Tensor>],
-    numbers: Vec<E>,
+    numbers: impl IntoStorage,
     shape: impl Into<Shape>,
     backward: impl Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
 ) -> Result<Tensor> {
-    let numbers = E::to_cpu_storage_owned(numbers);
+    let result = Computed { storage: numbers.into_storage(), shape: shape.into() };
     let operands = Operands::new(operands);
     if operands.tracked.is_empty() {
-        return Ok(untracked(numbers, shape));
+        return Ok(result.untracked());
     }
     let is_tracked = operands.is_tracked;
-    let of_tracked = move |result: &Tensor, gradient: &Tensor| {
-        let gradients = backward(result, gradient)?;
+    let of_tracked = move |numbers: &Tensor, gradient: &Tensor| {
+        let gradients = backward(numbers, gradient)?;
         Ok(tracked_only(gradients, &is_tracked))
     };
-    node(name, &operands.tracked, numbers, shape.into(), Box::new(of_tracked))
+    node(name, &operands.tracked, result, Box::new(of_tracked))
 }
 
-/// Returns the two results of an operation that a kernel has computed; see [`record`]. The second result is f32.
+/// Returns the two results of an operation that a kernel has computed; see [`record`].
 ///
 /// `backward` is called with the first result, its gradient, and the gradient of the second result if there is one. The
 /// gradient of a first result that the loss does not depend on is zeros.
 ///
 /// # Errors
 /// If Candle cannot add the operation to its graph.
-pub fn record_two<E: WithDType>(
+pub fn record_two(
     name: &'static str,
     operands: &[Option<&Tensor>],
     [first_shape, second_shape]: [impl Into<Shape>; 2],
-    first: Vec<E>,
-    second: Vec<f32>,
+    first: impl IntoStorage,
+    second: impl IntoStorage,
     backward: impl Fn(&Tensor, &Tensor, Option<Tensor>) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
 ) -> Result<[Tensor; 2]> {
-    let first = E::to_cpu_storage_owned(first);
-    let second = f32::to_cpu_storage_owned(second);
+    let first = Computed { storage: first.into_storage(), shape: first_shape.into() };
+    let second = Computed { storage: second.into_storage(), shape: second_shape.into() };
     let operands = Operands::new(operands);
-    if operands.tracked.is_empty() {
-        return Ok([untracked(first, first_shape), untracked(second, second_shape)]);
-    }
+    let Some(tracked) = operands.tracked.first() else { return Ok([first.untracked(), second.untracked()]) };
+    let join_numbers = numbers::join(name, 2, tracked.device())?;
 
     let mailbox = Mailbox::<ResultGradient>::default();
     let is_tracked = operands.is_tracked;
@@ -118,7 +124,7 @@ pub fn record_two<E: WithDType>(
         let gradients = backward(result, &first_gradient, of_second.as_ref().map(|message| message.gradient.clone()))?;
         Ok(tracked_only(gradients, &is_tracked))
     };
-    let join = node(name, &operands.tracked, join_numbers(2), Shape::from(2), Box::new(backward_of_both))?;
+    let join = node(name, &operands.tracked, join_numbers, Box::new(backward_of_both))?;
 
     let sent = mailbox.clone();
     let send_first = move |result: &Tensor, gradient: &Tensor| {
@@ -126,14 +132,14 @@ pub fn record_two<E: WithDType>(
         Ok(vec![Some(Tensor::new(&[sent.put(message), NOTHING], gradient.device())?)])
     };
     let joined = std::slice::from_ref(&join);
-    let first = node(name, joined, first, first_shape.into(), Box::new(send_first))?;
+    let first = node(name, joined, first, Box::new(send_first))?;
 
     let first_result = first.detach();
     let send_second = move |_: &Tensor, gradient: &Tensor| {
         let message = ResultGradient { first_result: first_result.clone(), gradient: gradient.detach() };
         Ok(vec![Some(Tensor::new(&[NOTHING, mailbox.put(message)], gradient.device())?)])
     };
-    let second = node(name, joined, second, second_shape.into(), Box::new(send_second))?;
+    let second = node(name, joined, second, Box::new(send_second))?;
     Ok([first, second])
 }
 
@@ -187,31 +193,16 @@ fn tracked_only(gradients: Vec<Option<Tensor>>, is_tracked: &[bool]) -> Vec<Opti
     tracked
 }
 
-fn untracked(numbers: CpuStorage, shape: impl Into<Shape>) -> Tensor {
-    Tensor::from_storage(Storage::Cpu(numbers), shape, BackpropOp::none(), false)
-}
-
-/// Returns the numbers of a join of `len` entries. f64 represents every message number exactly.
-fn join_numbers(len: usize) -> CpuStorage {
-    f64::to_cpu_storage_owned(vec![0.0; len])
-}
-
 /// Adds a node with any number of operands, all of them tracked, to Candle's graph.
-fn node(
-    name: &'static str,
-    operands: &[Tensor],
-    numbers: CpuStorage,
-    shape: Shape,
-    backward: Box<Backward>,
-) -> Result<Tensor> {
+fn node(name: &'static str, operands: &[Tensor], result: Computed, backward: Box<Backward>) -> Result<Tensor> {
     let [a, b, rest @ ..] = operands else {
         // Candle asks for three operands. The only one is given three times and has its gradient once.
         let operand = &operands[0];
-        return operand.apply_op3(operand, operand, Node::new(name, numbers, shape, backward));
+        return operand.apply_op3(operand, operand, Node::new(name, result, backward));
     };
     match rest {
-        [] => a.apply_op3(b, b, Node::new(name, numbers, shape, backward)),
-        [c] => a.apply_op3(b, c, Node::new(name, numbers, shape, backward)),
+        [] => a.apply_op3(b, b, Node::new(name, result, backward)),
+        [c] => a.apply_op3(b, c, Node::new(name, result, backward)),
         _ => {
             let mailbox = Mailbox::<Vec<Option<Tensor>>>::default();
             let received = mailbox.clone();
@@ -219,14 +210,15 @@ fn node(
                 let message = received.take(ticket.to_vec1::<f64>()?[0]);
                 message.ok_or_else(|| Error::msg(format!("[{name}] the backward pass has no gradient of the result")))
             };
-            let join = node(name, rest, join_numbers(1), Shape::from(1), Box::new(backward_of_rest))?;
-            let backward_of_all = move |result: &Tensor, gradient: &Tensor| {
-                let mut gradients = backward(result, gradient)?;
+            let join_numbers = numbers::join(name, 1, a.device())?;
+            let join = node(name, rest, join_numbers, Box::new(backward_of_rest))?;
+            let backward_of_all = move |numbers: &Tensor, gradient: &Tensor| {
+                let mut gradients = backward(numbers, gradient)?;
                 let message = gradients.split_off(2);
                 gradients.push(Some(Tensor::new(&[mailbox.put(message)], gradient.device())?));
                 Ok(gradients)
             };
-            a.apply_op3(b, &join, Node::new(name, numbers, shape, Box::new(backward_of_all)))
+            a.apply_op3(b, &join, Node::new(name, result, Box::new(backward_of_all)))
         }
     }
 }
@@ -234,14 +226,25 @@ fn node(
 /// A node with at most three operands. A node with fewer repeats the last one, which has no gradient from there.
 struct Node {
     name: &'static str,
-    /// The computed numbers, until Candle takes them into the graph.
-    result: Mutex<Option<(CpuStorage, Shape)>>,
+    /// The result, until Candle takes it into the graph.
+    result: Mutex<Option<Computed>>,
     backward: Box<Backward>,
 }
 
 impl Node {
-    fn new(name: &'static str, numbers: CpuStorage, shape: Shape, backward: Box<Backward>) -> Self {
-        Self { name, result: Mutex::new(Some((numbers, shape))), backward }
+    fn new(name: &'static str, result: Computed, backward: Box<Backward>) -> Self {
+        Self { name, result: Mutex::new(Some(result)), backward }
+    }
+
+    /// Returns the result. There is one call for each node.
+    fn take(&self) -> Result<Computed> {
+        let result = self.result.lock().unwrap_or_else(PoisonError::into_inner).take();
+        result.ok_or_else(|| Error::msg(format!("[{}] the operation is already in a graph", self.name)))
+    }
+
+    /// Returns the error of a result that is on another device than the operands.
+    fn other_device(&self, expected: &str) -> Error {
+        Error::msg(format!("[{}] the result is on another device than the operands, expected {expected}", self.name))
     }
 }
 
@@ -259,8 +262,23 @@ impl CustomOp3 for Node {
         _: &CpuStorage,
         _: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let result = self.result.lock().unwrap_or_else(PoisonError::into_inner).take();
-        result.ok_or_else(|| Error::msg(format!("[{}] the operation is already in a graph", self.name)))
+        let Computed { storage, shape } = self.take()?;
+        let Storage::Cpu(numbers) = storage else { return Err(self.other_device("the CPU")) };
+        Ok((numbers, shape))
+    }
+
+    fn cuda_fwd(
+        &self,
+        _: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        let Computed { storage, shape } = self.take()?;
+        let Storage::Cuda(numbers) = storage else { return Err(self.other_device("CUDA")) };
+        Ok((numbers, shape))
     }
 
     fn bwd(

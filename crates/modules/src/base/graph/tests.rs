@@ -9,7 +9,7 @@ fn product_and_sum(operands: &[Var]) -> Result<[Tensor; 2]> {
     let values: Vec<f32> = operands.iter().map(|var| var.to_scalar::<f32>()).collect::<Result<_>>()?;
     let tensors: Vec<Option<&Tensor>> = operands.iter().map(|var| Some(var.as_tensor())).collect();
     let product = vec![values[0] * values[1]];
-    let sum = vec![values.iter().sum()];
+    let sum: Vec<f32> = vec![values.iter().sum()];
     let shapes = [Shape::from(()), Shape::from(())];
     record_two("product-and-sum", &tensors, shapes, product, sum, move |result, of_product, of_sum| {
         assert_eq!(result.to_scalar::<f32>()?, values[0] * values[1]);

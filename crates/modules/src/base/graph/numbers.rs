@@ -1,0 +1,47 @@
+//! The numbers of a kernel's result, on any device.
+
+use candle_core::backend::BackendDevice;
+use candle_core::op::BackpropOp;
+use candle_core::{CpuStorage, DType, Device, Error, Result, Shape, Storage, Tensor, WithDType};
+
+/// Numbers that a tensor can own without a copy: a vector of the CPU, or the storage of any device.
+pub trait IntoStorage {
+    /// Returns the numbers as Candle stores them.
+    fn into_storage(self) -> Storage;
+}
+
+impl<E: WithDType> IntoStorage for Vec<E> {
+    fn into_storage(self) -> Storage {
+        Storage::Cpu(E::to_cpu_storage_owned(self))
+    }
+}
+
+impl IntoStorage for Storage {
+    fn into_storage(self) -> Storage {
+        self
+    }
+}
+
+/// The numbers of a result and their shape. They are contiguous.
+pub struct Computed {
+    pub storage: Storage,
+    pub shape: Shape,
+}
+
+impl Computed {
+    /// Returns the numbers as a tensor without gradients.
+    pub fn untracked(self) -> Tensor {
+        Tensor::from_storage(self.storage, self.shape, BackpropOp::none(), false)
+    }
+}
+
+/// Returns the numbers of a join of `len` entries. f64 represents every message number exactly.
+pub fn join(name: &str, len: usize, device: &Device) -> Result<Computed> {
+    let shape = Shape::from(len);
+    let storage = match device {
+        Device::Cpu => Storage::Cpu(CpuStorage::F64(vec![0.0; len])),
+        Device::Cuda(cuda) => Storage::Cuda(cuda.zeros_impl(&shape, DType::F64)?),
+        Device::Metal(_) => return Err(Error::Msg(format!("[{name}] Metal has no f64, expected the CPU or CUDA"))),
+    };
+    Ok(Computed { storage, shape })
+}
