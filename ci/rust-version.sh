@@ -10,7 +10,7 @@ wanted() {
         grep -o '"rust_version":"[^"]*"' | cut -d'"' -f4 | newest
 }
 at_most() { [ "$(printf '%s\n%s\n' "$1" "$2" | newest)" = "$2" ]; }
-without_hub=$(wanted plot,flash-attn,metal) with_hub=$(wanted plot,flash-attn,metal,hub)
+without_hub=$(wanted plot,cuda,metal) with_hub=$(wanted plot,cuda,metal,hub)
 have=$(rustc --version | awk '{print $2}')
 at_most "${without_hub%.0}" "$stated" || { echo "a dependency needs Rust $without_hub, but Cargo.toml states $stated" >&2; exit 1; }
 at_most "$with_hub" "$have" || { echo "this is Rust $have, but a dependency of the feature hub needs $with_hub" >&2; exit 1; }

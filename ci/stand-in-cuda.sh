@@ -1,6 +1,6 @@
-# Source this file to build, link and run the features `cuda` and `flash-attn` without CUDA and without a GPU: every
-# device is absent. It writes an nvcc that compiles nothing, and one library in which every function of the driver and
-# of the kernels fails. CUDA's crates build on Linux only.
+# Source this file to build, link and run the feature `cuda` without CUDA and without a GPU: every device is absent. It
+# writes an nvcc that compiles nothing, and one library in which every function of the driver and of the kernels fails.
+# CUDA's crates build on Linux only.
 toolkit=$PWD/target/stand-in-cuda
 mkdir -p "$toolkit"/{bin,include,lib}
 ln -sfn lib "$toolkit/lib64"
@@ -12,8 +12,8 @@ sources() {
     [ -n "$manifest" ] || { echo "Cargo.lock has no $1" >&2; exit 1; }
     dirname "$manifest"
 }
-metadata=$(cargo metadata --format-version 1 --locked --features cuda,flash-attn)
-cudarc=$(sources cudarc) kernels=$(sources candle-kernels) flash_attn=$(sources candle-flash-attn)
+metadata=$(cargo metadata --format-version 1 --locked --features cuda)
+cudarc=$(sources cudarc) kernels=$(sources candle-kernels)
 
 # This nvcc writes an empty file for each object, library or PTX file.
 cat >"$toolkit/bin/nvcc.new" <<'NVCC'
@@ -42,17 +42,11 @@ cmp -s "$toolkit/bin/nvcc.new" "$toolkit/bin/nvcc" || mv "$toolkit/bin/nvcc.new"
 # Every function that the bindings declare, returning CUDA_ERROR_STUB_LIBRARY.
 {
     sed -nE 's/.*pub unsafe fn ([A-Za-z0-9_]+).*/\1/p' "$cudarc"/src/{driver,runtime,nvrtc,cublas,cublaslt,curand}/sys/mod.rs
-    sed -nE 's/.*pub(\(crate\))? fn ([A-Za-z0-9_]+).*/\2/p' "$kernels"/src/ffi.rs "$flash_attn"/src/ffi.rs
+    sed -nE 's/.*pub(\(crate\))? fn ([A-Za-z0-9_]+).*/\2/p' "$kernels"/src/ffi.rs
 } | grep -vE '^(culib|is_culib_present)$' | sort -u | sed 's/.*/int &(void) { return 34; }/' >"$toolkit/lib/all.c"
 cc -w -shared -fPIC -fno-builtin -o "$toolkit/lib/liball.so" "$toolkit/lib/all.c"
 for name in cuda cudart nvrtc cublas cublasLt curand; do ln -sf liball.so "$toolkit/lib/lib$name.so"; done
 
-# candle-flash-attn clones CUTLASS unless there is a checkout of the right commit, of which nothing is read here.
-commit=$(sed -nE 's/^const CUTLASS_COMMIT.*"([0-9a-f]{40})".*/\1/p' "$flash_attn/build.rs")
-cutlass=$toolkit/cudaforge/git/checkouts/cutlass-${commit:0:16}
-mkdir -p "$cutlass/include"
-git init --quiet "$cutlass" && echo "$commit" >"$cutlass/.git/HEAD"
-
-export NVCC=$toolkit/bin/nvcc CUDA_HOME=$toolkit CUDAFORGE_HOME=$toolkit/cudaforge
+export NVCC=$toolkit/bin/nvcc CUDA_HOME=$toolkit
 export CUDARC_CUDA_VERSION=13000 CUDA_COMPUTE_CAP=80
 export LD_LIBRARY_PATH=$toolkit/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}

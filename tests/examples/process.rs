@@ -29,7 +29,6 @@ fn build(example: &str) -> PathBuf {
         ("plot", cfg!(feature = "plot")),
         ("hub", cfg!(feature = "hub")),
         ("cuda", cfg!(feature = "cuda")),
-        ("flash-attn", cfg!(feature = "flash-attn")),
         ("metal", cfg!(feature = "metal")),
         ("accelerate", cfg!(feature = "accelerate")),
         ("mkl", cfg!(feature = "mkl")),

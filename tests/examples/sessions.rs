@@ -39,7 +39,7 @@ fn sessions_of_features_match_reviewed_texts() {
         ("plot", cfg!(feature = "plot")),
         ("image_embedding", cfg!(feature = "plot")),
         ("no_plot", cfg!(not(feature = "plot"))),
-        ("no_device", cfg!(not(any(feature = "cuda", feature = "flash-attn", feature = "metal")))),
+        ("no_device", cfg!(not(any(feature = "cuda", feature = "metal")))),
     ] {
         if runs {
             assert_reviewed(&recorded("examples/sessions/features").join(file).with_extension("txt"));

@@ -10,8 +10,7 @@ use super::tokens::NewTokens;
 use super::{AttentionCache, EarlierPadding, OP};
 use crate::mask::{AttentionMask, Placement};
 use crate::sdpa::{
-    AttentionResult, Call, Choice, OutputOnly, Plan, Qkv, Request, SdpaOptions, choose, plan_of_call, run_on,
-    run_request,
+    AttentionResult, Call, OutputOnly, Plan, Qkv, Request, SdpaOptions, choose, plan_of_call, run_on, run_request,
 };
 
 /// Computes keys (B, H, T, D) and values (B, H, T, D_v) from the rows (B, H_kv, T, width) of a cache, in their dtype.
@@ -237,7 +236,7 @@ impl CachedCall<'_> {
         let op = request.operation(false);
         if let Some(call) = self.call_of_codes(op, q, &rows)? {
             let choice = choose(&call, request)?;
-            if let Choice::Cpu(_) = choice {
+            if choice.reads_codes() {
                 return run_on(choice, call, request);
             }
         }
@@ -249,7 +248,7 @@ impl CachedCall<'_> {
         let rows = self.all_rows(q, mask, options)?;
         let q = if self.detached { &q.detach() } else { q };
         if let Some(call) = self.call_of_codes("plan", q, &rows)?
-            && let Choice::Cpu(_) = choose(&call, OutputOnly)?
+            && choose(&call, OutputOnly)?.reads_codes()
         {
             return plan_of_call(&call);
         }
@@ -259,7 +258,7 @@ impl CachedCall<'_> {
     /// Returns the call of a kernel that reads keys and values of 8 bits, if the rows have them as they are attended
     /// to.
     fn call_of_codes(&self, op: &'static str, q: &Tensor, rows: &ReadRows) -> Result<Option<Call>> {
-        if self.expansion.is_some() || !q.device().is_cpu() {
+        if self.expansion.is_some() || q.device().is_metal() {
             return Ok(None);
         }
         let Some(KvCodes { k, v, scales }) = &rows.buffers.codes()? else { return Ok(None) };

@@ -4,6 +4,8 @@
 //! shape and returns one range of keys for each query, so that a kernel only reads keys that are attended to. Only
 //! boolean masks and biases are tensors in memory.
 
+mod bounds;
+mod call_ranges;
 mod constraint;
 mod lens;
 mod padding;
@@ -19,6 +21,8 @@ pub use ranges::KeyRanges;
 pub use tokenizer::rows_of_ones;
 pub use windows::Windows;
 
+pub(crate) use bounds::KeyBounds;
+pub(crate) use call_ranges::CallRanges;
 pub(crate) use placement::Placement;
 pub(crate) use ranges::RowRanges;
 
@@ -296,6 +300,16 @@ impl AttentionMask {
     #[must_use]
     pub fn with_fully_masked_rows(self, fully_masked_rows: FullyMaskedRows) -> Self {
         Self { fully_masked_rows, ..self }
+    }
+
+    /// Returns the mask without boolean masks and biases.
+    fn without_tensors(&self) -> Self {
+        Self {
+            constraints: self.constraints.clone(),
+            placements: self.placements.clone(),
+            fully_masked_rows: self.fully_masked_rows,
+            ..Self::none()
+        }
     }
 
     /// Returns both masks combined: a query attends to the keys that both allow, and biases add up. Windows and

@@ -26,6 +26,18 @@ impl Placement {
     }
 }
 
+/// The queries and the keys of one sequence of a call.
+#[derive(Debug, Clone)]
+pub(super) struct SequencePlan {
+    pub placement: Placement,
+    /// Its rows of queries among those of the call.
+    pub queries: Range<usize>,
+    /// The number of its first key among those of the call.
+    pub first_key: usize,
+    /// The number of its rows of keys, some of which may be past the end of the sequence.
+    pub t_kv: usize,
+}
+
 /// The placements of all sequences of a call, which has one shape.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Placements {

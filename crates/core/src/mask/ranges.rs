@@ -6,7 +6,7 @@ use std::ops::Range;
 use candle_core::{Device, Result, Tensor, bail};
 
 use super::constraint::QueryPosition;
-use super::placement::Placement;
+use super::placement::{Placement, SequencePlan};
 use super::tensors::all_of;
 use super::{AttentionMask, OP};
 use candle_attention_modules::base::filled;
@@ -99,15 +99,6 @@ struct PositionConflict {
     other: i64,
 }
 
-/// A sequence whose rows [`AttentionMask::rows_of`] computes.
-struct SequencePlan {
-    placement: Placement,
-    /// Its rows of queries.
-    queries: Range<usize>,
-    /// The number of its first key.
-    first_key: usize,
-}
-
 impl RowRanges {
     /// Returns the rows of one of several packed sequences, as of a batch of one.
     pub fn of_sequence(&self, s: usize) -> Self {
@@ -180,51 +171,24 @@ impl AttentionMask {
     /// ambiguous for the joined masks that it was set on, and for a mask [of a part](Self::of_part) with another shape.
     pub fn resolve(&self, b: usize, t_q: usize, t_kv: usize) -> Result<KeyRanges> {
         self.check(b, &[[t_q, t_kv]])?;
-        let mask = Self { bool_masks: Vec::new(), biases: Vec::new(), ..self.clone() };
-        Ok(KeyRanges { b, t_q, t_kv, mask })
+        Ok(KeyRanges { b, t_q, t_kv, mask: self.without_tensors() })
     }
 
-    /// Returns the keys that each query of a batch may attend to; `op` is for errors.
+    /// Returns the keys that each of `total` queries of some sequences may attend to; `op` is for errors.
     ///
     /// # Errors
-    /// As [`resolve`](Self::resolve), and if they do not fit in memory.
-    pub(crate) fn rows(&self, op: &str, b: usize, t_q: usize, t_kv: usize) -> Result<RowRanges> {
-        self.check(b, &[[t_q, t_kv]])?;
-        // A batch without queries has no rows, even if it has more sequences than memory holds.
-        let sequences = if t_q == 0 { 0 } else { b };
-        let plan = |s: usize| SequencePlan {
-            placement: self.placement(s, t_q, t_kv),
-            queries: s * t_q..(s + 1) * t_q,
-            first_key: 0,
-        };
-        self.rows_of(op, b * t_q, (0..sequences).map(plan))
-    }
-
-    /// Returns the keys that each query of packed sequences may attend to. `parts` has the queries and the keys of each
-    /// sequence, which is masked as in a batch of one.
-    ///
-    /// # Errors
-    /// As [`rows`](Self::rows).
-    pub(crate) fn packed_rows(&self, op: &str, parts: &[[Range<usize>; 2]]) -> Result<RowRanges> {
-        self.check_whole(op)?;
-        let sizes: Vec<_> = parts.iter().map(|part| part.each_ref().map(|rows| rows.len())).collect();
-        self.check(sizes.len(), &sizes)?;
-        let total = parts.last().map_or(0, |[queries, _]| queries.end);
-        let plan = |[queries, keys]: &[Range<usize>; 2]| SequencePlan {
-            placement: Placement::whole(queries.len(), keys.len()),
-            queries: queries.clone(),
-            first_key: keys.start,
-        };
-        self.rows_of(op, total, parts.iter().map(plan))
-    }
-
-    /// Returns the keys that each of `total` queries may attend to, by the plans of their sequences.
-    fn rows_of(&self, op: &str, total: usize, plans: impl Iterator<Item = SequencePlan>) -> Result<RowRanges> {
+    /// If the ranges do not fit in memory.
+    pub(super) fn rows_of(
+        &self,
+        op: &str,
+        total: usize,
+        plans: impl Iterator<Item = SequencePlan>,
+    ) -> Result<RowRanges> {
         let Some(mut keys) = filled(&[total], 0..0) else {
             bail!("[{op}] a range for each of {total} queries does not fit in memory")
         };
         let (mut sequences, mut conflict) = (Vec::new(), None);
-        for (s, SequencePlan { placement, queries, first_key }) in plans.enumerate() {
+        for (s, SequencePlan { placement, queries, first_key, .. }) in plans.enumerate() {
             for (i, of_query) in keys[queries.clone()].iter_mut().enumerate() {
                 let own = placement.allowed_keys(&self.constraints, s, i);
                 *of_query = first_key + own.start..first_key + own.end;
@@ -239,7 +203,7 @@ impl AttentionMask {
     }
 
     /// Returns the placement of sequence `b`.
-    fn placement(&self, b: usize, t_q: usize, t_kv: usize) -> Placement {
+    pub(super) fn placement(&self, b: usize, t_q: usize, t_kv: usize) -> Placement {
         let own = self.placements.as_ref().and_then(|placements| placements.of_sequence(b));
         own.cloned().unwrap_or_else(|| Placement::whole(t_q, t_kv))
     }
@@ -250,53 +214,6 @@ impl AttentionMask {
         if let Some(placements) = &self.placements {
             placements.check(n, sizes)?;
         }
-        Ok(())
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Returns the rows of two sequences of 2 and 3 queries and 4 and 2 keys, with one without queries and one without
-    /// keys between them.
-    fn packed_rows(mask: &AttentionMask) -> Result<RowRanges> {
-        mask.packed_rows("test", &[[0..2, 0..4], [2..2, 4..7], [2..3, 7..7], [3..6, 7..9]])
-    }
-
-    #[test]
-    fn packed_ranges_count_keys_through_all_sequences() -> Result<()> {
-        let rows = packed_rows(&AttentionMask::none())?;
-        assert_eq!(rows.keys, [0..4, 0..4, 7..7, 7..9, 7..9, 7..9]);
-        // The last query of a sequence is at its last key.
-        assert_eq!(rows.positions()?, [2, 3, 6, 6, 7, 8]);
-
-        let causal = packed_rows(&AttentionMask::causal())?;
-        assert_eq!(causal.keys, [0..3, 0..4, 7..7, 7..7, 7..8, 7..9]);
-        assert_eq!(causal.positions()?, [2, 3, 6, 6, 7, 8]);
-
-        let upper_left = packed_rows(&AttentionMask::causal_upper_left())?;
-        assert_eq!(upper_left.keys, [0..1, 0..2, 7..7, 7..8, 7..9, 7..9]);
-        assert_eq!(upper_left.positions()?, [0, 1, 7, 7, 8, 9]);
-        Ok(())
-    }
-
-    #[test]
-    fn packed_ranges_take_lengths_starts_and_prefixes_of_each_sequence() -> Result<()> {
-        let each = AttentionMask::none().with_valid_lens(vec![3, 1, 1, 1]).with_starts(vec![1, 0, 0, 0]);
-        assert_eq!(packed_rows(&each)?.keys, [1..3, 1..3, 7..7, 7..8, 7..8, 7..8]);
-        let rows = AttentionMask::none().with_valid_lens(vec![vec![1, 2], vec![], vec![5], vec![0, 1, 2]]);
-        assert_eq!(packed_rows(&rows)?.keys, [0..1, 0..2, 7..7, 7..7, 7..8, 7..9]);
-        let prefix = AttentionMask::causal_upper_left().with_prefix(vec![3, 0, 0, 2]);
-        assert_eq!(packed_rows(&prefix)?.keys, [0..3, 0..3, 7..7, 7..9, 7..9, 7..9]);
-        Ok(())
-    }
-
-    #[test]
-    fn packed_ranges_of_a_mask_of_part_are_an_error() -> Result<()> {
-        let part = AttentionMask::causal().of_part(4, 0..1, 0..1)?;
-        let text = packed_rows(&part).expect_err("packed sequences").to_string();
-        assert!(text.contains("`of_part`, expected one of whole sequences"), "{text}");
         Ok(())
     }
 }

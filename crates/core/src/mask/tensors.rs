@@ -48,7 +48,8 @@ impl AttentionMask {
     pub(crate) fn keep_tensor(&self, dims: [usize; 4], device: &Device) -> Result<Option<Tensor>> {
         check_addressable(dims)?;
         let [b, _, t_q, t_kv] = dims;
-        self.rows(OP, b, t_q, t_kv)?.to_keep(self.explicit_keep(dims, device)?, dims, device)
+        let ranges = self.ranges_of_batch(b, t_q, t_kv)?;
+        ranges.rows(OP)?.to_keep(self.explicit_keep(dims, device)?, dims, device)
     }
 
     /// Returns the boolean masks as one, without the ranges of [`resolve`](Self::resolve). A single mask stays a view.

@@ -4,7 +4,7 @@ use candle_core::{DType, Result, Tensor, bail};
 
 use super::options::{OutputLayout, SdpaOptions};
 use super::packed::PackedSequences;
-use crate::mask::{AttentionMask, FullyMaskedRows, RowRanges};
+use crate::mask::{AttentionMask, CallRanges, FullyMaskedRows, RowRanges};
 pub(super) use candle_attention_kernels::flash::AttentionDims as Dims;
 use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, is_addressable, number};
 
@@ -36,7 +36,7 @@ pub(crate) struct Call {
     /// The scales of keys and values that are codes of 8 bits.
     pub scales: Option<KvScales>,
     /// The range of keys that each query attends to, for a batch or for packed sequences.
-    pub rows: RowRanges,
+    pub ranges: CallRanges,
     /// A boolean mask on top of the ranges: u8 that broadcasts to (B, H, T_q, T_kv).
     pub keep: Option<Tensor>,
     /// An additive bias in the dtype of the scores, which broadcasts to (B, H, T_q, T_kv).
@@ -98,11 +98,11 @@ impl Call {
         let Dims { b, h, t_q, t_kv, .. } = dims;
         let scores = if sequences.is_some() { [1; 4] } else { [b, h, t_q, t_kv] };
         check_sizes(op, qkv, dims, scores)?;
-        let rows = match sequences {
-            None => mask.rows(op, b, t_q, t_kv)?,
+        let ranges = match sequences {
+            None => mask.ranges_of_batch(b, t_q, t_kv)?,
             Some(sequences) => {
                 check_sequences(op, dims, sequences, mask)?;
-                mask.packed_rows(op, &sequences.ranges().collect::<Vec<_>>())?
+                mask.ranges_of_packed(op, sequences.ranges().collect())?
             }
         };
         let q = qkv.q.clone();
@@ -123,7 +123,7 @@ impl Call {
             k,
             v,
             scales: scales.cloned(),
-            rows,
+            ranges,
             keep,
             bias,
             fully_masked_rows: mask.fully_masked_rows(),
@@ -133,6 +133,14 @@ impl Call {
         };
         call.check_options(dtype)?;
         Ok(call)
+    }
+
+    /// Returns the range of keys of each query.
+    ///
+    /// # Errors
+    /// If they do not fit in memory.
+    pub fn rows(&self) -> Result<&RowRanges> {
+        self.ranges.rows(self.op)
     }
 
     /// Returns T_q, or the most queries of a packed sequence.

@@ -3,18 +3,18 @@
 //! A call is checked ([`call`]), a path is chosen ([`plan`]), and the path computes what was requested ([`request`]).
 //! The reference path ([`reference`]) is the specification; a fused path returns its numbers.
 
-mod bands;
 mod call;
 mod cpu;
 mod function;
-mod gpu;
 mod keys;
+mod metal;
 mod options;
 mod packed;
 mod plan;
 mod reference;
 mod request;
 mod result;
+mod score_tensors;
 mod statistics;
 #[cfg(test)]
 mod tests;
@@ -35,8 +35,12 @@ pub use statistics::{AttentionStatistics, StatisticsOptions};
 
 pub(crate) use call::{Call, KvScales, Qkv};
 pub(crate) use keys::{FunctionKeys, OwnKeys};
-pub(crate) use plan::Choice;
 pub(crate) use request::{
     OutputOnly, Request, WithStatistics, WithWeights, choose, plan as plan_of_call, run as run_request, run_on,
 };
 pub(crate) use result::AttentionResult;
+
+/// Returns an error without the backtrace that Candle may append.
+fn first_line(error: &candle_core::Error) -> String {
+    error.to_string().lines().next().unwrap_or_default().trim().to_string()
+}

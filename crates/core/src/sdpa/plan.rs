@@ -5,7 +5,7 @@ use std::fmt;
 use candle_core::{DType, Device, Error, Result, bail};
 
 use super::call::Call;
-use super::gpu;
+use super::metal::MetalCall;
 use super::options::Backend;
 use super::result::ResultKind;
 use crate::mask::FullyMaskedRows;
@@ -31,7 +31,7 @@ impl fmt::Display for Plan {
 pub(crate) enum Choice {
     Reference { reason: String },
     Cpu(InstructionSet),
-    Gpu(gpu::GpuCall),
+    Metal(MetalCall),
 }
 
 impl Choice {
@@ -47,8 +47,8 @@ impl Choice {
             Some(reason) => Err(reason.into()),
             None => match call.q.device() {
                 Device::Cpu => Ok(Self::Cpu(instruction_set(call)?)),
-                Device::Cuda(_) => gpu::FLASH_ATTN.plan(call, kind).map(Self::Gpu),
-                Device::Metal(_) => gpu::METAL.plan(call, kind).map(Self::Gpu),
+                Device::Cuda(_) => Err("there is no fused kernel for CUDA".into()),
+                Device::Metal(_) => MetalCall::plan(call, kind).map(Self::Metal),
             },
         };
         match fused {
@@ -58,6 +58,11 @@ impl Choice {
         }
     }
 
+    /// Returns whether a kernel runs the call that reads keys and values of 8 bits.
+    pub fn reads_codes(&self) -> bool {
+        matches!(self, Self::Cpu(_))
+    }
+
     /// Returns the choice in the form that callers read.
     pub(super) fn plan(self) -> Plan {
         match self {
@@ -65,7 +70,7 @@ impl Choice {
             Self::Cpu(instruction_set) => {
                 Plan { backend: Backend::Fused, reason: format!("the CPU kernel, {instruction_set}") }
             }
-            Self::Gpu(gpu_call) => Plan { backend: Backend::Fused, reason: gpu_call.to_string() },
+            Self::Metal(metal_call) => Plan { backend: Backend::Fused, reason: metal_call.to_string() },
         }
     }
 }
@@ -79,14 +84,10 @@ fn instruction_set(call: &Call) -> Result<InstructionSet> {
 /// Returns the reason why no fused path supports a call, if there is one that does not depend on the kernel.
 fn unsupported_by_fused_paths(call: &Call, kind: ResultKind) -> Option<&'static str> {
     let is_cpu = call.q.device().is_cpu();
-    let drops = call.options.drops();
     if kind == ResultKind::Weights {
         return Some("fused kernels do not return attention weights");
     }
-    if drops && !is_cpu {
-        return Some("dropout is not supported by the fused kernels of GPUs");
-    }
-    if drops && call.options.dropout_seed.is_some() && call.sequences.is_some() {
+    if call.options.drops() && call.options.dropout_seed.is_some() && call.sequences.is_some() {
         return Some("PyTorch's generator draws the dropout of packed sequences one by one");
     }
     if call.fully_masked_rows == FullyMaskedRows::Uniform {

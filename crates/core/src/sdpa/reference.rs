@@ -109,7 +109,7 @@ fn call_of_sequence(packed: &Call, sequences: &PackedSequences, s: usize) -> Res
         q: narrowed(&packed.q, &queries)?,
         k: narrowed(&packed.k, &keys)?,
         v: narrowed(&packed.v, &keys)?,
-        rows: packed.rows.of_sequence(s),
+        ranges: packed.ranges.of_sequence(packed.op, s)?,
         options,
         dims: Dims { t_q, t_kv, ..packed.dims },
         fully_masked_rows: packed.fully_masked_rows,
@@ -165,7 +165,7 @@ fn attend_batch(call: &Call, first: FirstRow) -> Result<BatchAttention> {
     let score_dims = call.score_dims();
     check_memory(call.op, format_args!("a tensor of scores {score_dims:?}"), &score_dims)?;
     let (device, dtype) = (call.q.device(), accumulation_dtype(call.q.dtype()));
-    let keep = call.rows.to_keep(call.keep.clone(), score_dims, device)?;
+    let keep = call.rows()?.to_keep(call.keep.clone(), score_dims, device)?;
     let sinks = match &call.options.sinks {
         Some(sinks) => Some(sinks.to_dtype(dtype)?.reshape((1, h, 1, 1))?),
         None => None,
@@ -231,11 +231,12 @@ fn matmul_ready(matrix: &Tensor) -> Result<Tensor> {
 /// Returns the ALiBi bias `-slope · |query position - key position|`, (B or 1, H, T_q, T_kv).
 fn alibi_bias(call: &Call, slopes: &Tensor) -> Result<Tensor> {
     let Dims { b, h, t_q, t_kv, .. } = call.dims;
-    let (positions, sequences) = (call.rows.positions()?, &call.rows.sequences);
+    let rows = call.rows()?;
+    let (positions, sequences) = (rows.positions()?, &rows.sequences);
     let are_alike = sequences.iter().all(|sequence| sequence.position == sequences[0].position);
-    let rows = if are_alike { 1 } else { b };
-    let positions = positions.into_iter().take(rows * t_q).map(|position| position as f64).collect();
-    let queries = Tensor::from_vec(positions, (rows, 1, t_q, 1), &Device::Cpu)?.to_dtype(slopes.dtype())?;
+    let batch = if are_alike { 1 } else { b };
+    let positions = positions.into_iter().take(batch * t_q).map(|position| position as f64).collect();
+    let queries = Tensor::from_vec(positions, (batch, 1, t_q, 1), &Device::Cpu)?.to_dtype(slopes.dtype())?;
     let queries = queries.to_device(slopes.device())?;
     let keys = Tensor::arange(0, t_kv as i64, slopes.device())?.to_dtype(slopes.dtype())?.reshape((1, t_kv))?;
     let distance = queries.broadcast_sub(&keys)?.abs()?;

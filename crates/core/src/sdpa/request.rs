@@ -7,7 +7,8 @@ use std::sync::Once;
 use candle_core::{Result, Tensor, bail};
 
 use super::call::Call;
-use super::gpu::{GpuCall, first_line};
+use super::first_line;
+use super::metal::MetalCall;
 use super::options::Backend;
 use super::plan::{Choice, Plan};
 use super::result::{AttentionOutput, AttentionResult, ResultKind};
@@ -38,8 +39,8 @@ pub(crate) trait Request: Copy {
         self.run_reference(&call)
     }
 
-    /// Computes the result with a GPU kernel, or on the reference path if the kernel does not have it.
-    fn run_gpu(self, _: &GpuCall, call: &Call) -> Result<Self::Result> {
+    /// Computes the result with Metal's operation, or on the reference path if the operation does not have it.
+    fn run_metal(self, _: &MetalCall, call: &Call) -> Result<Self::Result> {
         self.run_reference(call)
     }
 
@@ -82,8 +83,8 @@ impl Request for OutputOnly {
         cpu::output(call, instruction_set)
     }
 
-    fn run_gpu(self, gpu_call: &GpuCall, call: &Call) -> Result<Tensor> {
-        or_reference(call, gpu_call.output(call), || reference::output(call))
+    fn run_metal(self, metal_call: &MetalCall, call: &Call) -> Result<Tensor> {
+        or_reference(call, metal_call.output(call), || reference::output(call))
     }
 
     fn run_function(self, attend: impl FnOnce() -> Result<Tensor>) -> Result<Tensor> {
@@ -213,7 +214,7 @@ pub(crate) fn run_on<R: Request>(choice: Choice, call: Call, request: R) -> Resu
     match choice {
         Choice::Reference { .. } => request.run_reference(&call),
         Choice::Cpu(instruction_set) => request.run_cpu(call, instruction_set),
-        Choice::Gpu(gpu_call) => request.run_gpu(&gpu_call, &call),
+        Choice::Metal(metal_call) => request.run_metal(&metal_call, &call),
     }
 }
 

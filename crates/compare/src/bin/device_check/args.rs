@@ -5,7 +5,7 @@ use clap::{Parser, ValueEnum};
 /// Compares attention on every device of this machine with the CPU's reference path in f64.
 ///
 /// Prints a table for each device, and ends with exit code 1 if a number is wrong. CUDA and Metal take part if the
-/// program was built with `--features cuda`, `--features flash-attn` or `--features metal`.
+/// program was built with `--features cuda` or `--features metal`.
 #[derive(Debug, Parser)]
 #[command(name = "device_check")]
 pub struct Args {

@@ -1,9 +1,9 @@
 //! A check of attention on every device of a machine, of its numbers and of its speed.
 //!
 //! ```sh
-//! cargo run --release -p candle-attention-compare                                  # the CPU
-//! cargo run --release -p candle-attention-compare --features flash-attn -- --bench # CUDA
-//! cargo run --release -p candle-attention-compare --features metal -- --bench      # Metal
+//! cargo run --release -p candle-attention-compare                             # the CPU
+//! cargo run --release -p candle-attention-compare --features cuda -- --bench  # CUDA
+//! cargo run --release -p candle-attention-compare --features metal -- --bench # Metal
 //! ```
 
 mod args;

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use candle_core::{Result, Tensor};
 
 use super::super::call::{Dims, swapped_for};
-use super::{KernelCall, ScoreTensors};
+use super::super::score_tensors::{ByInput, ScoreTensors, is_tracked};
+use super::KernelCall;
 use candle_attention_kernels::flash::{
     self, AttentionBackwardProblem, AttentionProblem, RequestedGradients, SoftmaxStats,
 };
@@ -50,25 +51,6 @@ pub(super) fn record_output_and_lse<E: Element>(
     Ok((output, lse))
 }
 
-/// A value for each differentiable input of the kernel: the input itself, or its gradient.
-struct ByInput<T> {
-    q: T,
-    k: T,
-    v: T,
-    bias: T,
-    relative_bias: T,
-    slopes: T,
-    sinks: T,
-}
-
-impl<T> ByInput<T> {
-    /// Returns the values in the order in which the operation lists its operands and their gradients.
-    fn in_order(self) -> [T; 7] {
-        let Self { q, k, v, bias, relative_bias, slopes, sinks } = self;
-        [q, k, v, bias, relative_bias, slopes, sinks]
-    }
-}
-
 impl KernelCall {
     /// Returns the tensors that gradients flow into.
     fn inputs(&self) -> ByInput<Option<&Tensor>> {
@@ -99,7 +81,6 @@ impl KernelCall {
         let (output, output_gradient) = (read(output), read(&output_gradient));
         let (output, output_grad) = (output.contiguous()?, output_gradient.strided()?);
         let inputs = self.inputs();
-        let is_tracked = |input: Option<&Tensor>| input.is_some_and(Tensor::track_op);
         let bias = match inputs.bias {
             Some(bias) if bias.track_op() => Some(bias.dims4()?.into()),
             _ => None,

@@ -2,11 +2,12 @@
 
 mod graph;
 
-use candle_core::{DType, Error, Result, Shape, Tensor, WithDType};
+use candle_core::{Error, Result, Shape, Tensor, WithDType};
 
 use super::call::{Call, Dims, KvScales, swapped_for};
 use super::options::OutputLayout;
 use super::reference;
+use super::score_tensors::ScoreTensors;
 use super::statistics::{AttentionStatistics, StatisticsOptions};
 use candle_attention_kernels::InstructionSet;
 use candle_attention_kernels::flash::{
@@ -55,57 +56,6 @@ pub(super) fn output_and_statistics(
 fn needs_reference_gradients(call: &Call) -> bool {
     let Dims { b, t_q, t_kv, d_v, .. } = call.dims;
     call.tracks_gradients() && [b, t_q, t_kv, d_v].contains(&0)
-}
-
-/// The tensors that a call reads besides q, k and v, in f32. Gradients flow into them.
-struct ScoreTensors {
-    /// Broadcastable to (B, H, T_q, T_kv).
-    bias: Option<Tensor>,
-    /// (B or 1, H, T_q + T_kv - 1).
-    relative_bias: Option<Tensor>,
-    /// ALiBi slopes (H,).
-    slopes: Option<Tensor>,
-    /// (H,).
-    sinks: Option<Tensor>,
-}
-
-impl ScoreTensors {
-    fn new(call: &Call) -> Result<Self> {
-        let bias = match &call.bias {
-            Some(bias) => Some(without_repeats(bias)?),
-            None => None,
-        };
-        let relative_bias = match &call.options.relative_bias {
-            Some(biases) => {
-                let biases = biases.to_dtype(DType::F32)?.contiguous()?;
-                Some(if biases.rank() == 2 { biases.unsqueeze(0)? } else { biases })
-            }
-            None => None,
-        };
-        let slopes = copied(call.options.alibi_slopes.as_ref())?;
-        let sinks = copied(call.options.sinks.as_ref())?;
-        Ok(Self { bias, relative_bias, slopes, sinks })
-    }
-}
-
-/// Returns a view of a bias in which no entry is repeated by a stride of 0. A repeated entry is one entry, whose
-/// gradient is the sum.
-fn without_repeats(bias: &Tensor) -> Result<Tensor> {
-    let mut narrowed = bias.clone();
-    for dim in 0..bias.rank() {
-        if bias.dims()[dim] > 1 && bias.stride()[dim] == 0 {
-            narrowed = narrowed.narrow(dim, 0, 1)?;
-        }
-    }
-    Ok(narrowed)
-}
-
-/// Returns a copy in f32: an optimizer's step in place must not change the numbers that the backward pass reads.
-fn copied(tensor: Option<&Tensor>) -> Result<Option<Tensor>> {
-    match tensor {
-        Some(tensor) => Ok(Some(tensor.to_dtype(DType::F32)?.force_contiguous()?)),
-        None => Ok(None),
-    }
 }
 
 /// The dropout mask of a call.
@@ -163,12 +113,12 @@ struct KernelCall {
 impl KernelCall {
     fn new(call: Call, instruction_set: InstructionSet) -> Result<Self> {
         let positions = match &call.options.alibi_slopes {
-            Some(_) => call.rows.positions()?.into_iter().map(|position| position as f32).collect(),
+            Some(_) => call.rows()?.positions()?.into_iter().map(|position| position as f32).collect(),
             None => Vec::new(),
         };
         let last_query = call.most_queries() as i64 - 1;
         let relative_bias_origins = match &call.options.relative_bias {
-            Some(_) => call.rows.by_query(|sequence, i| last_query - i - sequence.first_key as i64)?,
+            Some(_) => call.rows()?.by_query(|sequence, i| last_query - i - sequence.first_key as i64)?,
             None => Vec::new(),
         };
         let dropout = DropoutSource::draw(&call)?;
@@ -196,7 +146,7 @@ impl KernelCall {
         &self,
         run: impl FnOnce(&AttentionProblem<E>) -> std::result::Result<R, candle_attention_kernels::Error>,
     ) -> Result<R> {
-        let Call { op, q, k, v, scales, rows, keep, options, dims, .. } = &self.call;
+        let Call { op, q, k, v, scales, keep, options, dims, .. } = &self.call;
         let (q, k, v) = (read(q), read(k), read(v));
         let scales = scales.as_ref().map(|KvScales { k: of_keys, v: of_values }| (read(of_keys), read(of_values)));
         let (k, v) = match &scales {
@@ -240,7 +190,7 @@ impl KernelCall {
             q: q.strided()?,
             k,
             v,
-            ranges: &rows.keys,
+            ranges: &self.call.rows()?.keys,
             scores,
             output_layout: self.call.output_layout(),
             executor: executor(),

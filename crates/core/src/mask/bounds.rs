@@ -1,0 +1,405 @@
+//! The range of keys of every query as a few numbers for each sequence, for kernels that compute ranges themselves.
+
+use super::constraint::{Constraint, QueryPosition, Reach};
+use super::lens::ValidLens;
+use super::placement::{Placement, SequencePlan};
+
+/// The largest magnitude of a position, which leaves room for sums in 32 bits.
+const MOST: i128 = 1 << 30;
+
+/// Bounds of the keys that each query attends to. Query i of a sequence has the key position `first_position + i`, and
+/// attends to the keys within all of the bounds. Keys count within the sequence.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct KeyBounds {
+    /// The key position of query 0 of each sequence, from which ALiBi counts too.
+    pub first_positions: Vec<i32>,
+    /// Whether the last query of every sequence is at its last key.
+    pub is_aligned_to_end: bool,
+    /// Whether keys after a query's own are masked, unless they are below the prefix.
+    pub is_causal: bool,
+    /// The keys before a query's own that it attends to, if they are limited.
+    pub left: Option<i32>,
+    /// The keys after a query's own that it attends to, if they are limited.
+    pub right: Option<i32>,
+    /// The positions of a chunk, if keys in other chunks than the query's are masked.
+    pub chunk: Option<i32>,
+    /// The first key of each sequence that is not masked; none if that is key 0 for all.
+    pub starts: Option<Vec<i32>>,
+    /// The number of keys of each sequence, if some at the end are masked for all queries.
+    pub lengths: Option<Vec<i32>>,
+    /// The number of keys of each sequence that the causal bound does not mask, if there are some.
+    pub prefixes: Option<Vec<i32>>,
+    /// Whether all constraints place the queries at the same positions.
+    pub positions_agree: bool,
+}
+
+/// The bounds of one sequence. Bounds that move with the query are those of query 0.
+struct SequenceBounds {
+    position: i64,
+    positions_agree: bool,
+    start: i128,
+    length: i128,
+    /// The bound of a causal constraint with a prefix.
+    causal: Option<PrefixBound>,
+    /// The positions of a chunk.
+    chunk: Option<i128>,
+    window_start: Option<WindowBound>,
+    window_end: Option<WindowBound>,
+}
+
+/// The bounds that move with the query, which are alike in all sequences.
+struct MovingBounds {
+    is_causal: bool,
+    chunk: Option<i32>,
+    left: Option<i32>,
+    right: Option<i32>,
+}
+
+/// The first key that query 0 attends to by a window, or the first key after those.
+#[derive(Clone, Copy)]
+struct WindowBound {
+    key: i128,
+    /// Whether the bound masks a key that exists for any query.
+    masks_keys: bool,
+}
+
+/// A causal bound that a prefix relaxes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct PrefixBound {
+    end: i128,
+    prefix: i128,
+}
+
+impl KeyBounds {
+    /// Returns the bounds of all sequences; `None` if the constraints have none of this form.
+    pub(super) fn new(constraints: &[Constraint], plans: &[SequencePlan]) -> Option<Self> {
+        let mut each = Vec::with_capacity(plans.len());
+        for (b, plan) in plans.iter().enumerate() {
+            each.push(SequenceBounds::new(constraints, b, plan)?);
+        }
+        if MovingBounds::of(&each).is_none() && plans.iter().all(|plan| plan.queries.len() == 1) {
+            each.iter_mut().for_each(SequenceBounds::fix);
+        }
+        let MovingBounds { is_causal, chunk, left, right } = MovingBounds::of(&each)?;
+        let mut is_aligned_to_end = true;
+        let mut first_positions = Vec::with_capacity(each.len());
+        for (own, plan) in each.iter().zip(plans) {
+            let keys_less_queries = plan.t_kv as i128 - plan.queries.len() as i128;
+            is_aligned_to_end &= i128::from(own.position) == keys_less_queries;
+            first_positions.push(small(own.position.into())?);
+        }
+        let prefixes = each.iter().map(|own| own.causal.map_or(0, |causal| causal.prefix.clamp(0, MOST) as i32));
+        let prefixes: Vec<_> = prefixes.collect();
+        let starts: Vec<_> = each.iter().map(|own| own.start.clamp(0, MOST) as i32).collect();
+        let is_whole = |(own, plan): (&SequenceBounds, &SequencePlan)| own.length >= plan.t_kv as i128;
+        let lengths = match each.iter().zip(plans).all(is_whole) {
+            true => None,
+            false => Some(each.iter().map(|own| own.length.clamp(0, MOST) as i32).collect()),
+        };
+        Some(Self {
+            first_positions,
+            is_aligned_to_end,
+            is_causal,
+            left,
+            right,
+            chunk,
+            starts: starts.iter().any(|&start| start > 0).then_some(starts),
+            lengths,
+            prefixes: prefixes.iter().any(|&prefix| prefix > 0).then_some(prefixes),
+            positions_agree: each.iter().all(|own| own.positions_agree),
+        })
+    }
+}
+
+impl SequenceBounds {
+    /// Returns the bounds of sequence `b`; `None` if a constraint has no bound of this form.
+    fn new(constraints: &[Constraint], b: usize, plan: &SequencePlan) -> Option<Self> {
+        let SequencePlan { placement, queries, .. } = plan;
+        let (t_q, t_kv) = (queries.len(), placement.keys.len());
+        let QueryPosition { first: position, other } = placement.query_position(constraints, b, 0);
+        let mut bounds = Self {
+            position,
+            positions_agree: other.is_none(),
+            start: 0,
+            length: t_kv as i128,
+            causal: None,
+            chunk: None,
+            window_start: None,
+            window_end: None,
+        };
+        if placement.tokens.is_empty() && t_q > 0 {
+            bounds.length = 0;
+        } else if placement.tokens != (0..t_q) {
+            return None;
+        }
+        for constraint in constraints {
+            bounds.add(constraint, b, placement, t_q)?;
+        }
+        Some(bounds)
+    }
+
+    /// Adds a constraint on `t_q` queries; `None` if it has no bound of this form.
+    fn add(&mut self, constraint: &Constraint, b: usize, placement: &Placement, t_q: usize) -> Option<()> {
+        let first_key = placement.keys.start as i128;
+        let t_kv = placement.keys.len();
+        let entry = |lens: &ValidLens| -> Option<i128> {
+            let entry = lens.of_sequence(b).or_else(|| (t_q == 1).then(|| lens.get(b, 0)))?;
+            Some(entry as i128 - first_key)
+        };
+        match constraint {
+            Constraint::ValidLens(lens) => self.length = self.length.min(entry(lens)?),
+            Constraint::Starts(starts) => self.start = self.start.max(entry(starts)?),
+            Constraint::Prefix(_) | Constraint::Tokenized(_) | Constraint::Wrong(_) => {}
+            Constraint::Aligned(alignment, reach) => {
+                let position = alignment.position(b, placement, 0) - first_key;
+                match reach {
+                    Reach::Window { left, right } => {
+                        self.add_window_start(position - *left as i128, t_q);
+                        self.add_window_end(position + *right as i128 + 1, t_kv);
+                    }
+                    Reach::Causal { prefix } if prefix.is_empty() => self.add_window_end(position + 1, t_kv),
+                    Reach::Causal { prefix } => {
+                        let mut shortest = i128::MAX;
+                        for lens in prefix {
+                            shortest = shortest.min(entry(lens)?);
+                        }
+                        let bound = PrefixBound { end: position + 1, prefix: shortest };
+                        if self.causal.is_some_and(|other| other != bound) {
+                            return None;
+                        }
+                        self.causal = Some(bound);
+                    }
+                    Reach::Chunk(size) => {
+                        let size = *size as i128;
+                        let number = (position + first_key).div_euclid(size);
+                        let of_last = (position + first_key + t_q as i128 - 1).div_euclid(size);
+                        if t_q > 0 && number == of_last {
+                            self.start = self.start.max(number * size - first_key);
+                            self.length = self.length.min((number + 1) * size - first_key);
+                            return Some(());
+                        }
+                        // Chunks of rows are chunks of positions if row 0 begins one, and count from one position.
+                        let counts_alike = first_key % size == 0 && position == i128::from(self.position);
+                        if !counts_alike || self.chunk.is_some_and(|other| other != size) {
+                            return None;
+                        }
+                        self.chunk = Some(size);
+                    }
+                }
+            }
+        }
+        Some(())
+    }
+
+    /// Adds the first key that query 0 of `t_q` queries attends to.
+    fn add_window_start(&mut self, key: i128, t_q: usize) {
+        if self.window_start.is_none_or(|other| other.key < key) {
+            self.window_start = Some(WindowBound { key, masks_keys: key + t_q as i128 > 1 });
+        }
+    }
+
+    /// Adds the first key after those of `t_kv` that query 0 attends to.
+    fn add_window_end(&mut self, key: i128, t_kv: usize) {
+        if self.window_end.is_none_or(|other| other.key > key) {
+            self.window_end = Some(WindowBound { key, masks_keys: key < t_kv as i128 });
+        }
+    }
+
+    /// Turns the bounds that move with the query into fixed ones. The sequence has one query.
+    fn fix(&mut self) {
+        if let Some(WindowBound { key, .. }) = self.window_start.take() {
+            self.start = self.start.max(key);
+        }
+        if let Some(WindowBound { key, .. }) = self.window_end.take() {
+            self.length = self.length.min(key);
+        }
+        if let Some(PrefixBound { end, prefix }) = self.causal.take() {
+            self.length = self.length.min(end.max(prefix));
+        }
+    }
+}
+
+impl MovingBounds {
+    /// Returns the bounds that all sequences have; `None` if they differ or do not fit in 32 bits.
+    fn of(each: &[SequenceBounds]) -> Option<Self> {
+        let causal = common(each.iter().map(|own| own.causal.map(|causal| causal.end - i128::from(own.position))))?;
+        if causal.is_some_and(|end| end != 1) {
+            return None;
+        }
+        // A window that masks nothing is left out: its distance may exceed 32 bits.
+        let masks_keys = |bound: Option<WindowBound>| bound.is_some_and(|own| own.masks_keys);
+        let mut left = None;
+        if each.iter().any(|own| masks_keys(own.window_start)) {
+            left = common(each.iter().map(|own| own.window_start.map(|bound| i128::from(own.position) - bound.key)))?;
+        }
+        let mut right = None;
+        if each.iter().any(|own| masks_keys(own.window_end)) {
+            right =
+                common(each.iter().map(|own| own.window_end.map(|bound| bound.key - 1 - i128::from(own.position))))?;
+        }
+        let chunk = distance(common(each.iter().map(|own| own.chunk))?)?;
+        let left = distance(left)?;
+        if causal.is_none() && right == Some(0) {
+            return Some(Self { is_causal: true, chunk, left, right: None });
+        }
+        Some(Self { is_causal: causal.is_some(), chunk, left, right: distance(right)? })
+    }
+}
+
+/// Returns a position in 32 bits; `None` if it is too large.
+fn small(position: i128) -> Option<i32> {
+    if position.abs() <= MOST { Some(position as i32) } else { None }
+}
+
+/// Returns a distance that is not negative in 32 bits; `None` if it is none. No distance stays none.
+fn distance(limit: Option<i128>) -> Option<Option<i32>> {
+    match limit {
+        None => Some(None),
+        Some(limit) if limit < 0 => None,
+        Some(limit) => small(limit).map(Some),
+    }
+}
+
+/// Returns the value that all sequences have; `None` if they differ.
+fn common(values: impl Iterator<Item = Option<i128>>) -> Option<Option<i128>> {
+    let mut found = None;
+    for value in values {
+        if found.is_some_and(|first| first != value) {
+            return None;
+        }
+        found = Some(value);
+    }
+    Some(found.flatten())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ops::Range;
+
+    use super::*;
+    use crate::mask::AttentionMask;
+    use candle_core::Result;
+
+    impl KeyBounds {
+        /// Returns the keys that query `i` of sequence `b` attends to, as a kernel computes them.
+        fn keys(&self, b: usize, i: usize, t_kv: usize) -> Range<i32> {
+            let position = self.first_positions[b] + i as i32;
+            let (mut start, mut end) = (0, t_kv as i32);
+            let of_sequence = |entries: &Option<Vec<i32>>| entries.as_ref().map(|entries| entries[b]);
+            if let Some(own) = of_sequence(&self.starts) {
+                start = start.max(own);
+            }
+            if let Some(own) = of_sequence(&self.lengths) {
+                end = end.min(own);
+            }
+            if self.is_causal {
+                end = end.min((position + 1).max(of_sequence(&self.prefixes).unwrap_or(0)));
+            }
+            if let Some(left) = self.left {
+                start = start.max(position - left);
+            }
+            if let Some(right) = self.right {
+                end = end.min(position + right + 1);
+            }
+            if let Some(chunk) = self.chunk {
+                let first = position.div_euclid(chunk) * chunk;
+                start = start.max(first);
+                end = end.min(first + chunk);
+            }
+            if start < end { start..end } else { 0..0 }
+        }
+    }
+
+    /// Compares every mask of ranges, alone and with each other mask.
+    #[test]
+    fn bounds_have_the_ranges_of_keys_that_the_mask_has() -> Result<()> {
+        let (none, causal) = (AttentionMask::none, AttentionMask::causal);
+        let masks = [
+            none(),
+            causal(),
+            AttentionMask::causal_upper_left(),
+            AttentionMask::causal_with_offset(2),
+            AttentionMask::causal_with_offset(usize::MAX),
+            AttentionMask::causal_with_offsets([-1, 3]),
+            causal().with_window(1),
+            AttentionMask::causal_with_offsets([4, 0]).with_window(3),
+            none().with_window(2),
+            none().with_local_window(1, 2),
+            none().with_local_window(usize::MAX, 1),
+            causal().with_chunk(2),
+            none().with_chunk(4),
+            none().with_valid_lens(vec![3, 0]),
+            none().with_valid_lens(vec![2, 9]),
+            none().with_starts(vec![0, 2]),
+            none().with_starts(vec![4, 9]),
+            none().with_valid_lens(ValidLens::from(vec![vec![1, 4, 4], vec![0, 3, 3]])),
+            none().with_starts(ValidLens::from(vec![vec![1], vec![2]])),
+            causal().with_prefix(vec![2, 0]),
+            AttentionMask::causal_upper_left().with_prefix(vec![2, 4]).with_window(2),
+        ];
+        let (mut bounds_found, mut ranges_only) = (0, 0);
+        for mask in masks.iter().flat_map(|a| masks.iter().map(|b| a.and(b))) {
+            for (t_q, t_kv) in [(1, 1), (1, 6), (3, 3), (3, 6), (3, 2), (3, 0), (0, 2)] {
+                let (Ok(call), Ok(ranges)) = (mask.ranges_of_batch(2, t_q, t_kv), mask.resolve(2, t_q, t_kv)) else {
+                    continue;
+                };
+                let Some(bounds) = call.bounds() else {
+                    ranges_only += 1;
+                    continue;
+                };
+                bounds_found += 1;
+                for (b, i) in (0..2).flat_map(|b| (0..t_q).map(move |i| (b, i))) {
+                    let expected = ranges.kv_range(b, i);
+                    let found = bounds.keys(b, i, t_kv);
+                    assert_eq!(found, expected.start as i32..expected.end as i32, "{mask:?} {t_q} {t_kv}: {bounds:?}");
+                }
+            }
+        }
+        assert!(bounds_found > 1000 && ranges_only > 100, "{bounds_found} {ranges_only}");
+        Ok(())
+    }
+
+    /// Checks which masks are numbers alone, for which nothing is copied to a device.
+    #[test]
+    fn bounds_of_causal_masks_and_windows_have_no_entry_for_each_sequence() -> Result<()> {
+        let causal = AttentionMask::causal;
+        for mask in [
+            AttentionMask::none(),
+            causal(),
+            AttentionMask::causal_with_offset(3),
+            causal().with_window(4),
+            AttentionMask::none().with_local_window(1, 2),
+            causal().with_chunk(4),
+            causal().with_valid_lens(vec![9, 8]),
+        ] {
+            for t_q in [1, 5] {
+                let bounds = mask.ranges_of_batch(2, t_q, 8)?.bounds().expect("bounds");
+                let entries = [&bounds.starts, &bounds.lengths, &bounds.prefixes];
+                let is_chunk_of_one_query = t_q == 1 && bounds.starts == Some(vec![4, 4]);
+                assert!(entries.iter().all(|own| own.is_none()) || is_chunk_of_one_query, "{mask:?}: {bounds:?}");
+            }
+        }
+        let padded = causal().with_valid_lens(vec![3, 8]).with_starts(vec![0, 2]);
+        let bounds = padded.ranges_of_batch(2, 5, 8)?.bounds().expect("bounds");
+        assert_eq!((bounds.starts, bounds.lengths), (Some(vec![0, 2]), Some(vec![3, 8])));
+        assert!(bounds.is_causal && bounds.is_aligned_to_end);
+        Ok(())
+    }
+
+    #[test]
+    fn bounds_of_packed_sequences_count_within_each_sequence() -> Result<()> {
+        let parts = vec![[0..2, 0..4], [2..2, 4..7], [2..3, 7..7], [3..6, 7..9]];
+        let mask = AttentionMask::causal().with_valid_lens(vec![3, 1, 1, 1]);
+        let call = mask.ranges_of_packed("test", parts.clone())?;
+        let bounds = call.bounds().expect("bounds");
+        assert!(bounds.is_aligned_to_end && bounds.is_causal);
+        for (s, [queries, keys]) in parts.into_iter().enumerate() {
+            for (i, row) in queries.enumerate() {
+                let expected = &call.rows("test")?.keys[row];
+                let own = bounds.keys(s, i, keys.len());
+                assert_eq!(own.start as usize + keys.start..own.end as usize + keys.start, *expected);
+            }
+        }
+        Ok(())
+    }
+}

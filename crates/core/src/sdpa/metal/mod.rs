@@ -1,0 +1,208 @@
+//! The calls that `candle_nn::ops::sdpa` supports on Metal. Every other call runs on the reference path there.
+//!
+//! The limits were read from the sources of Candle 0.11 (`candle-nn/src/ops.rs`,
+//! `candle-metal-kernels/src/kernels/sdpa.rs` and its Metal source). For one query the operation ignores mask tensors;
+//! for several, a bias is multiplied by log2 e, and fully masked rows are NaN (issues 3690 and 3388 of
+//! huggingface/candle).
+
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+use std::ops::Range;
+
+use candle_core::{DType, Result, Tensor};
+
+use super::call::{Call, Dims, Qkv};
+use super::first_line;
+use super::reference;
+use super::result::ResultKind;
+use crate::mask::AttentionMask;
+
+/// The name of the operation, for plans and errors.
+const NAME: &str = "candle_nn::ops::sdpa";
+
+/// The dtypes that the operation computes in.
+const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+
+/// The smallest and the largest scale. The queries are multiplied by scale · log2 e in their own dtype, in which they
+/// have to remain finite and normal.
+const LEAST_SCALE: f64 = 1e-4;
+const MOST_SCALE: f64 = 1.0;
+
+/// The queries and keys of the operation's largest blocks.
+const BLOCK: usize = 32;
+
+/// A value for a call that the operation supports, or the reason why it does not.
+type Supported<T> = std::result::Result<T, String>;
+
+/// A call that the operation supports.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct MetalCall {
+    /// The keys that the last query of each sequence attends to.
+    keys: Range<usize>,
+    /// Whether each query attends to one key more than the query before it; otherwise all attend to the same keys.
+    is_causal: bool,
+    /// The number of the last queries and keys that the reference path computes.
+    rest: usize,
+}
+
+/// The inputs of the operation.
+struct Inputs {
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    scale: f32,
+}
+
+impl fmt::Display for MetalCall {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.rest {
+            0 => write!(f, "{NAME}"),
+            rest => write!(f, "{NAME}, the last {rest} queries on the reference path"),
+        }
+    }
+}
+
+impl MetalCall {
+    /// Returns the call for the operation, or the reason why the operation does not support it.
+    pub fn plan(call: &Call, kind: ResultKind) -> Supported<Self> {
+        check(call, kind).map_err(|reason| format!("{NAME} {reason}"))?;
+        let rows = call.rows().map_err(|error| first_line(&error))?;
+        if rows.keys.iter().all(Range::is_empty) {
+            return Err("no query attends to a key".into());
+        }
+        Self::of_mask(&rows.keys, call.dims.t_q).map_err(|reason| format!("{NAME} {reason}"))
+    }
+
+    /// Returns the call for the ranges of keys of all queries, `t_q` of each sequence.
+    ///
+    /// The causal mask of the operation is right if blocks of queries end with blocks of keys. Otherwise it checks one
+    /// block too few for masked keys, or continues to keys that do not exist. It reads other masks as tensors as large
+    /// as the scores, with the faults above.
+    fn of_mask(rows: &[Range<usize>], t_q: usize) -> Supported<Self> {
+        let of_first = &rows[..t_q];
+        if rows.chunks(t_q).any(|of_sequence| of_sequence != of_first) {
+            return Err("takes sequences that all attend to the same keys".into());
+        }
+        let keys = of_first[0].start..of_first[t_q - 1].end;
+        if of_first.iter().all(|own| *own == keys) {
+            return Ok(Self { keys, is_causal: false, rest: 0 });
+        }
+        let end_of = |i: usize| (keys.end + i + 1).checked_sub(t_q);
+        let is_causal = |(i, own): (usize, &Range<usize>)| own.start == keys.start && Some(own.end) == end_of(i);
+        if !of_first.iter().enumerate().all(is_causal) {
+            return Err("takes no mask and causal masks".into());
+        }
+        if t_q < BLOCK || keys.len() < t_q || !(keys.len() - t_q).is_multiple_of(BLOCK) {
+            return Err(format!("has causal masks of {BLOCK} queries or more after a multiple of {BLOCK} keys"));
+        }
+        Ok(Self { keys, is_causal: true, rest: t_q % BLOCK })
+    }
+
+    /// Returns the output (B, H, T_q, D) in the call's layout.
+    pub fn output(&self, call: &Call) -> Result<Tensor> {
+        self.output_by(call, sdpa)
+    }
+
+    /// Returns the output by a function that takes the inputs of the operation.
+    fn output_by(&self, call: &Call, run: impl Fn(&Inputs) -> Result<Tensor>) -> Result<Tensor> {
+        let Self { keys, is_causal, rest } = self;
+        let t_q = call.dims.t_q;
+        let first = |xs: &Tensor, rows: Range<usize>| readable(&xs.narrow(2, rows.start, rows.len())?, t_q);
+        let of_keys = keys.start..keys.end - rest;
+        let output = run(&Inputs {
+            q: first(&call.q, 0..t_q - rest)?,
+            k: first(&call.k, of_keys.clone())?,
+            v: first(&call.v, of_keys)?,
+            is_causal: *is_causal,
+            scale: call.scale() as f32,
+        })?;
+        if *rest == 0 {
+            return call.in_output_layout(output);
+        }
+        let narrowed = |xs: &Tensor| xs.narrow(2, keys.start, keys.len());
+        let (q, k, v) = (call.q.narrow(2, t_q - rest, *rest)?, narrowed(&call.k)?, narrowed(&call.v)?);
+        let qkv = Qkv { q: &q, k: &k, v: &v };
+        let last = Call::new(call.op, qkv, None, &AttentionMask::causal(), &call.options)?;
+        call.in_output_layout(Tensor::cat(&[output, reference::output(&last)?], 2)?)
+    }
+}
+
+/// Checks everything but the mask.
+fn check(call: &Call, kind: ResultKind) -> Supported<()> {
+    let (Dims { t_q, d, d_v, .. }, options, scale) = (call.dims, &call.options, call.scale());
+    if !DTYPES.contains(&call.q.dtype()) {
+        return Err(format!("computes in {DTYPES:?}, and the inputs are {:?}", call.q.dtype()));
+    }
+    if call.tracks_gradients() {
+        return Err("has no gradients, and an input is tracked for them".into());
+    }
+    match kind {
+        ResultKind::Output => {}
+        ResultKind::Weights => return Err("has no weights".into()),
+        ResultKind::LogSumExp => return Err("has no log-sum-exp".into()),
+        ResultKind::Statistics => return Err("has no statistics of weights".into()),
+    }
+    if options.sinks.is_some() {
+        return Err("has no sinks".into());
+    }
+    if options.relative_bias.is_some() {
+        return Err("has no relative bias".into());
+    }
+    if options.alibi_slopes.is_some() {
+        return Err("has no ALiBi".into());
+    }
+    // It has a softcap for one query alone, and reads 1.0 as no softcap.
+    if options.softcap.is_some() {
+        return Err("has no softcap for several queries".into());
+    }
+    if options.drops() {
+        return Err("has no dropout".into());
+    }
+    if call.sequences.is_some() {
+        return Err("has no packed sequences".into());
+    }
+    if call.keep.is_some() {
+        return Err("has no boolean mask".into());
+    }
+    if call.bias.is_some() {
+        return Err("has no bias tensor".into());
+    }
+    if d_v != d {
+        return Err(format!("takes values as wide as keys, and D_v is {d_v} where D is {d}"));
+    }
+    if !(LEAST_SCALE..=MOST_SCALE).contains(&scale) {
+        return Err(format!("takes scales from {LEAST_SCALE:e} to {MOST_SCALE:e}, and this one is {scale:?}"));
+    }
+    // There are kernels of 72 and 80 for several queries only, and none of 512 in F32.
+    let has_kernel = matches!(d, 32 | 64 | 96 | 128 | 256) || matches!(d, 72 | 80) && t_q > 1;
+    if !has_kernel {
+        return Err(format!("has no kernel for D of {d} and {t_q} queries"));
+    }
+    Ok(())
+}
+
+/// Runs the operation. The output is contiguous, (B, H, T_q, D).
+fn sdpa(inputs: &Inputs) -> Result<Tensor> {
+    let Inputs { q, k, v, is_causal, scale } = inputs;
+    candle_nn::ops::sdpa(q, k, v, None, *is_causal, *scale, 1.0)
+}
+
+/// Returns a tensor (B, H, T, D) of a call with `t_q` queries, copied only if the operation cannot read it.
+fn readable(tensor: &Tensor, t_q: usize) -> Result<Tensor> {
+    // Not `contiguous`, which does not copy a view that begins at an odd element or has a stride for a single head.
+    if is_readable(tensor, t_q) { Ok(tensor.clone()) } else { tensor.force_contiguous() }
+}
+
+/// Returns whether the operation reads a tensor (B, H, T, D) without a copy. For one query it uses only the stride of
+/// the heads of keys and values (issue 3703 of huggingface/candle): each head has contiguous rows, and heads have one
+/// distance from each other, as in a view into a cache.
+fn is_readable(tensor: &Tensor, t_q: usize) -> bool {
+    let (&[b, h, t, d], &[b_stride, h_stride, t_stride, d_stride]) = (tensor.dims(), tensor.stride()) else {
+        return false;
+    };
+    let has_contiguous_rows = d_stride == 1 && (t == 1 || t_stride == d);
+    has_contiguous_rows && (b == 1 || b_stride == h * h_stride) && (t_q == 1 || b * h == 1 || h_stride == t * d)
+}

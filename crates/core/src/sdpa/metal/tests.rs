@@ -1,0 +1,167 @@
+//! The calls that the operation supports and refuses. Supported calls have the reference path's numbers, computed by a
+//! stand-in made of Candle's own operations.
+
+use candle_core::Device;
+
+use super::*;
+use crate::sdpa::options::{OutputLayout, SdpaOptions};
+use crate::sdpa::packed::PackedSequences;
+
+fn shaped(q: [usize; 4], kv: [usize; 4], dtype: DType) -> Result<[Tensor; 3]> {
+    let zero = |dims: [usize; 4]| Tensor::zeros(1, dtype, &Device::Cpu)?.broadcast_as(&dims);
+    Ok([zero(q)?, zero(kv)?, zero(kv)?])
+}
+
+fn draw(dims: &[usize], dtype: DType) -> Result<Tensor> {
+    Tensor::randn(0f32, 1., dims, &Device::Cpu)?.to_dtype(dtype)
+}
+
+fn call_of(qkv: &[Tensor; 3], mask: &AttentionMask, options: &SdpaOptions) -> Result<Call> {
+    let [q, k, v] = qkv;
+    Call::new("test", Qkv { q, k, v }, None, mask, options)
+}
+
+/// Returns the reason why the operation does not support a call.
+fn reason(qkv: &[Tensor; 3], mask: &AttentionMask, options: &SdpaOptions) -> Result<String> {
+    let reason = MetalCall::plan(&call_of(qkv, mask, options)?, ResultKind::Output).expect_err("refused");
+    Ok(reason.strip_prefix(NAME).map_or(reason.clone(), |own| own.trim_start().to_string()))
+}
+
+#[test]
+fn metal_refuses_unsupported_score_modifiers_and_masks_with_a_reason() -> Result<()> {
+    let (none, plain) = (AttentionMask::none(), SdpaOptions::default);
+    let heads = Tensor::zeros(4, DType::F32, &Device::Cpu)?;
+    let distances = Tensor::zeros((4, 13), DType::F32, &Device::Cpu)?;
+    let usual = shaped([2, 4, 5, 64], [2, 2, 9, 64], DType::F16)?;
+    let narrow = [usual[0].clone(), usual[1].clone(), usual[2].narrow(3, 0, 32)?];
+    for (qkv, options, expected) in [
+        (&usual, plain().with_sinks(&heads), "has no sinks"),
+        (&usual, plain().with_relative_bias(&distances), "has no relative bias"),
+        (&usual, plain().with_dropout(0.5, true), "has no dropout"),
+        (&narrow, plain(), "takes values as wide as keys, and D_v is 32 where D is 64"),
+    ] {
+        assert_eq!(reason(qkv, &none, &options)?, expected);
+    }
+    let ones = Tensor::ones((5, 9), DType::U8, &Device::Cpu)?;
+    for (mask, expected) in [
+        (none.clone().with_bool_mask(&ones), "has no boolean mask"),
+        (none.clone().with_bias(&ones.to_dtype(DType::F32)?), "has no bias tensor"),
+        (none.clone().with_valid_lens(vec![0, 0]), "no query attends to a key"),
+    ] {
+        assert_eq!(reason(&usual, &mask, &plain())?, expected, "{mask:?}");
+    }
+    let call = call_of(&usual, &none, &plain())?;
+    let lse = MetalCall::plan(&call, ResultKind::LogSumExp).expect_err("refused");
+    assert_eq!(lse, "candle_nn::ops::sdpa has no log-sum-exp");
+    Ok(())
+}
+
+#[test]
+fn metal_refuses_a_batch_of_any_size_without_queries() -> Result<()> {
+    let zeros = |shape: [usize; 4]| Tensor::zeros(&shape, DType::F32, &Device::Cpu);
+    let (q, kv) = (zeros([1 << 50, 1, 0, 64])?, zeros([1, 1, 1, 64])?);
+    let text = reason(&[q, kv.clone(), kv], &AttentionMask::causal(), &SdpaOptions::default())?;
+    assert_eq!(text, "no query attends to a key");
+    Ok(())
+}
+
+#[test]
+fn metal_refuses_calls_beyond_its_limits() -> Result<()> {
+    let (none, plain) = (AttentionMask::none(), SdpaOptions::default);
+    let with = |t_q: usize, d: usize, dtype| shaped([2, 4, t_q, d], [2, 2, 9, d], dtype);
+    let usual = || with(5, 64, DType::F32);
+    let heads = Tensor::zeros(4, DType::F32, &Device::Cpu)?;
+    for (qkv, options, expected) in [
+        (with(5, 64, DType::F64)?, plain(), "computes in [F32, F16, BF16], and the inputs are F64"),
+        (usual()?, plain().with_alibi_slopes(&heads), "has no ALiBi"),
+        (usual()?, plain().with_softcap(30.0), "has no softcap for several queries"),
+        (with(5, 48, DType::F32)?, plain(), "has no kernel for D of 48 and 5 queries"),
+        (with(1, 72, DType::F32)?, plain(), "has no kernel for D of 72 and 1 queries"),
+        (with(5, 512, DType::F32)?, plain(), "has no kernel for D of 512 and 5 queries"),
+        (usual()?, plain().with_scale(12.0), "takes scales from 1e-4 to 1e0, and this one is 12.0"),
+    ] {
+        assert_eq!(reason(&qkv, &none, &options)?, expected);
+    }
+    let alike = "takes sequences that all attend to the same keys";
+    let blocks = "has causal masks of 32 queries or more after a multiple of 32 keys";
+    for (t_q, mask, expected) in [
+        (1, none.clone().with_valid_lens(vec![3, 4]), alike),
+        (9, AttentionMask::causal().with_starts(vec![2, 0]), alike),
+        (5, AttentionMask::causal().with_window(4), "takes no mask and causal masks"),
+        (9, AttentionMask::causal(), blocks),
+    ] {
+        assert_eq!(reason(&with(t_q, 64, DType::F32)?, &mask, &plain())?, expected, "{mask:?}");
+    }
+    let (options, sequences) = (plain(), PackedSequences::from_lens(&[5], &[9])?);
+    let [q, kv] = [draw(&[5, 4, 64], DType::F32)?, draw(&[9, 2, 64], DType::F32)?];
+    let call = Call::new("test", Qkv { q: &q, k: &kv, v: &kv }, Some(&sequences), &none, &options)?;
+    let packed = MetalCall::plan(&call, ResultKind::Output);
+    assert_eq!(packed.expect_err("refused"), "candle_nn::ops::sdpa has no packed sequences");
+    Ok(())
+}
+
+/// Computes as `candle_nn::ops::sdpa` does, in Candle's own operations.
+fn sdpa(inputs: &Inputs) -> Result<Tensor> {
+    let Inputs { q, k, v, is_causal, scale } = inputs;
+    let mask = if *is_causal { AttentionMask::causal() } else { AttentionMask::none() };
+    let options = SdpaOptions::default().with_scale((*scale).into());
+    assert!(q.is_contiguous());
+    if *is_causal {
+        assert!(q.dim(2)?.is_multiple_of(BLOCK) && k.dim(2)?.is_multiple_of(BLOCK));
+    }
+    reference::output(&Call::new("test", Qkv { q, k, v }, None, &mask, &options)?)
+}
+
+/// Returns the largest difference of a call from the reference path, after checking the output's layout.
+fn difference(call: &Call, metal_call: &MetalCall) -> Result<f32> {
+    let output = metal_call.output_by(call, sdpa)?;
+    let is_in_layout = match call.output_layout() {
+        OutputLayout::Bhtd => output.is_contiguous(),
+        OutputLayout::Bthd => output.transpose(1, 2)?.is_contiguous(),
+    };
+    assert!(is_in_layout, "{:?}", output.layout());
+    let difference = (output.to_dtype(DType::F32)? - reference::output(call)?.to_dtype(DType::F32)?)?;
+    difference.abs()?.flatten_all()?.max(0)?.to_scalar()
+}
+
+#[test]
+fn metal_matches_reference() -> Result<()> {
+    let none = AttentionMask::none;
+    for (mask, [t_q, t_kv], expected) in [
+        (none(), [5, 9], 0),
+        (none(), [9, 5], 0),
+        (none().with_valid_lens(vec![7, 7]), [4, 9], 0),
+        (AttentionMask::causal(), [1, 9], 0),
+        (AttentionMask::causal().with_window(4), [1, 9], 0),
+        (AttentionMask::causal(), [32, 32], 0),
+        (AttentionMask::causal(), [70, 70], 6),
+        (AttentionMask::causal(), [40, 72], 8),
+    ] {
+        for order in [OutputLayout::Bhtd, OutputLayout::Bthd] {
+            let q = draw(&[2, t_q, 4, 32], DType::F32)?.transpose(1, 2)?;
+            let kv = draw(&[2, 2, t_kv + 3, 32], DType::F32)?.narrow(2, 0, t_kv)?;
+            let options = SdpaOptions::default().with_output_layout(order);
+            let call = Call::new("test", Qkv { q: &q, k: &kv, v: &kv }, None, &mask, &options)?;
+            let metal_call = MetalCall::plan(&call, ResultKind::Output).expect("supported");
+            assert_eq!(metal_call.rest, expected, "{mask:?}");
+            assert!(difference(&call, &metal_call)? < 1e-5, "{mask:?}");
+        }
+    }
+    Ok(())
+}
+
+/// Checks calls with one query, for which the operation reads rows one after the other, from heads at one distance
+/// (issue 3703 of huggingface/candle).
+#[test]
+fn metal_copies_only_tensors_that_it_would_misread() -> Result<()> {
+    let cache = draw(&[2, 4, 16, 32], DType::F32)?.narrow(2, 0, 9)?;
+    let transposed = draw(&[2, 9, 4, 32], DType::F32)?.transpose(1, 2)?;
+    let one_head = draw(&[2, 1, 9, 32], DType::F32)?.broadcast_as((2, 4, 9, 32))?;
+    for (tensor, of_one, of_several) in
+        [(cache.contiguous()?, false, false), (cache, false, true), (transposed, true, true), (one_head, true, true)]
+    {
+        let copied = |t_q| !is_readable(&tensor, t_q);
+        assert_eq!((copied(1), copied(2)), (of_one, of_several), "{:?}", tensor.layout());
+    }
+    Ok(())
+}
