@@ -14,6 +14,7 @@
 #ifdef EMULATOR
 #include "cuda_on_cpu.h"
 #define DEVICE static inline
+#define DEVICE_METHOD
 #define UNROLL
 #define KERNEL(name, threads, blocks_per_processor, Arguments) static void name(const Arguments& arguments)
 #else
@@ -23,6 +24,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 #define DEVICE static __device__ __forceinline__
+#define DEVICE_METHOD __device__ __forceinline__
 #define UNROLL _Pragma("unroll")
 #define KERNEL(name, threads, blocks_per_processor, Arguments)                         \
     extern "C" __global__ void __launch_bounds__(threads, blocks_per_processor) name( \
@@ -88,7 +90,7 @@ DEVICE u32 pack_pair(float low, float high) {
 DEVICE float unpack_half(u16 half) {
     return ELEMENT == 1 ? emulator::bf16_to_f32(half) : emulator::f16_to_f32(half);
 }
-// Two elements of codes in bytes 0 and 2: code - 128, which is exact.
+// Two elements from the codes in bytes 0 and 2: code - 128, which is exact.
 DEVICE u32 pack_codes(u32 two) { return pack_pair(float(two & 0xff) - 128, float(two >> 16 & 0xff) - 128); }
 // Byte i of the result is byte (selector >> 4 i & 7) of the eight bytes of a, then b.
 DEVICE u32 select_bytes(u32 a, u32 b, u32 selector) {
@@ -216,7 +218,7 @@ DEVICE float unpack_half(u16 half) {
     return f;
 #endif
 }
-// Two elements of codes in bytes 0 and 2: code - 128, which is exact.
+// Two elements from the codes in bytes 0 and 2: code - 128, which is exact.
 DEVICE u32 pack_codes(u32 two) {
     u32 r;
 #if ELEMENT == 1
@@ -226,7 +228,7 @@ DEVICE u32 pack_codes(u32 two) {
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(excess), "r"(minus_one), "r"(low_bits));
 #else
     // 1024 + code is exact in f16, from which 1152 is taken.
-    const u32 sum = two | 0x64006400u, excess = 0x64806480u;
+    const u32 sum = (two & 0x00ff00ffu) | 0x64006400u, excess = 0x64806480u;
     asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(sum), "r"(excess));
 #endif
     return r;

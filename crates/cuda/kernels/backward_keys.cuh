@@ -1,0 +1,246 @@
+// The gradients of keys (B, H_kv, T_kv, D) and values (B, H_kv, T_kv, D_v).
+//
+// A block has KEY_BLOCK keys of a key head and goes through the tiles of queries that attend to any of them, of all heads
+// that share the key head; the next tile arrives while one is worked on. Scores are transposed: rows are keys, columns are
+// queries. WARPS_PER_KEYS warps share their keys: each computes the scores of a part of the queries, which the others
+// read from shared memory, and a part of the columns of the gradients.
+//
+// With FUSED_BACKWARD, a block also adds its part to the gradient of each tile of queries (query_gradients.cuh).
+#pragma once
+#include "specialization.cuh"
+#include "shared_layout.cuh"
+#include "device.cuh"
+#include "arguments.cuh"
+#include "products.cuh"
+#include "loads.cuh"
+#include "masks.cuh"
+#include "dropout.cuh"
+#include "modifiers.cuh"
+#include "softmax.cuh"
+#include "backward_prepare.cuh"
+#include "key_block.cuh"
+#include "modifier_gradients.cuh"
+#include "query_gradients.cuh"
+
+#if KERNEL_SET & 4
+// Multiplies the warp's rows of one tile (PITCH, COLUMNS) and its part of the queries of another one.
+template <int PITCH, int COLUMNS>
+DEVICE void multiply_key_rows(const KeyBlock& block, u32 rows_at, u32 queries_at, KeyScores& products) {
+    clear(products);
+    UNROLL for (int k = 0; k < COLUMNS / 16; k++) {
+        LeftFragment left[KEY_ROW_TILES];
+        UNROLL for (int tile = 0; tile < KEY_ROW_TILES; tile++)
+            load_left<PITCH>(left[tile], rows_at, block.warp_row + 16 * tile, 16 * k, block.lane);
+        UNROLL for (int c = 0; c < WARP_QUERIES / 16; c++) {
+            RightFragment right;
+            load_right<PITCH>(right, queries_at, block.warp_part * WARP_QUERIES + 16 * c, 16 * k, block.lane);
+            UNROLL for (int tile = 0; tile < KEY_ROW_TILES; tile++)
+                multiply_fragments(products[tile][2 * c], products[tile][2 * c + 1], left[tile], right);
+        }
+    }
+}
+
+// The numbers of two neighbouring queries.
+struct QueryPair {
+    float log_sum_exp[2]; // in the unit of scores
+    float delta[2];
+    int first[2];         // the keys [first, end) that they attend to
+    int end[2];
+};
+
+DEVICE QueryPair load_query_pair(u32 statistics_at, int column, bool is_masked) {
+    const float2 log_sum_exp = load_shared<float2>(statistics_at + column * 4);
+    const float2 delta = load_shared<float2>(statistics_at + BACKWARD_QUERIES * 4 + column * 4);
+    QueryPair pair;
+    pair.log_sum_exp[0] = in_score_units(log_sum_exp.x), pair.log_sum_exp[1] = in_score_units(log_sum_exp.y);
+    pair.delta[0] = delta.x, pair.delta[1] = delta.y;
+    pair.first[0] = pair.first[1] = 0, pair.end[0] = pair.end[1] = 0x7fffffff;
+    if (is_masked) {
+        const int2 left = load_shared<int2>(statistics_at + BACKWARD_QUERIES * 8 + column * 8);
+        const int2 right = load_shared<int2>(statistics_at + BACKWARD_QUERIES * 8 + column * 8 + 8);
+        pair.first[0] = left.x, pair.end[0] = left.y, pair.first[1] = right.x, pair.end[1] = right.y;
+    }
+    return pair;
+}
+
+// Replaces products by weights, and the gradients of weights by those of products.
+DEVICE void differentiate_key_scores(const AttentionArguments& arguments, const KeyBlock& block, const QueryTile& tile,
+                                     u32 statistics_at, bool is_masked, KeyScores& products, KeyScores& gradients,
+                                     ModifierGradients& modifier_gradients) {
+    const Sequence& sequence = block.sequence;
+    const int first_query = tile.index * BACKWARD_QUERIES, head = block.key_head * block.group + tile.head;
+    DropoutPlace place;
+    place.batch = sequence.batch, place.head = head;
+#if MODIFIES_SCORES || HAS_BOOLEAN_MASK
+    const ScoreModifiers modifiers = load_modifiers(arguments, sequence, block.sequence_index, head);
+#endif
+    UNROLL for (int c = 0; c < WARP_QUERIES / 8; c++) {
+        const int column = block.warp_part * WARP_QUERIES + 8 * c + block.lane_column;
+        const QueryPair pair = load_query_pair(statistics_at, column, is_masked);
+        UNROLL for (int n = 0; n < KEY_ROW_TILES; n++) {
+            const int first_key = block.first_key + block.warp_row + 16 * n + block.lane_row;
+            u32 words[4];
+            if (HAS_DROPOUT)
+                dropout_words_transposed(arguments, place, sequence.first_query + first_query + column,
+                                         sequence.first_key + first_key, sequence.first_key % 4 == 0, block.lane, words);
+            float behind_softcap[4];
+            UNROLL for (int e = 0; e < 4; e++) {
+                const int key = first_key + 8 * (e >> 1), query = first_query + column + (e & 1);
+                float tanh, weight = products[n][c][e], gradient = gradients[n][c][e];
+#if MODIFIES_SCORES || HAS_BOOLEAN_MASK
+                const int own_query = smaller(query, sequence.query_count - 1);
+                const int own_key = smaller(key, sequence.key_count - 1);
+                if (MODIFIES_SCORES) weight = modify_score(modifiers, weight, own_query, own_key, tanh);
+                if (HAS_BIAS)
+                    weight = fused_multiply_add(load_bias(arguments, modifiers, own_query, own_key), SCORE_UNIT, weight);
+#endif
+                weight = normalized_weight(weight, pair.log_sum_exp[e & 1], block.scale);
+                const bool is_dropped = HAS_DROPOUT && words[e] < arguments.dropout_threshold;
+                if (HAS_DROPOUT) gradient = is_dropped ? 0.0f : gradient * arguments.kept_weight_factor;
+                gradient = weight * (gradient - pair.delta[e & 1]);
+                bool is_hidden = is_masked && (key < pair.first[e & 1] || key >= pair.end[e & 1]);
+#if HAS_BOOLEAN_MASK
+                is_hidden |= !load_boolean_mask(arguments, modifiers, own_query, own_key);
+#endif
+                behind_softcap[e] = is_hidden ? 0.0f : gradient;
+                if (BIAS_GRADIENT && FUSED_BACKWARD && query < sequence.query_count && key < sequence.key_count)
+                    store_global(arguments.score_gradient +
+                                     (statistics_row(arguments, sequence, head) + query) * arguments.key_count + key,
+                                 behind_softcap[e]);
+                if (SLOPE_GRADIENT)
+                    modifier_gradients.slope -=
+                        behind_softcap[e] * absolute((float)(sequence.offset + query - key));
+                if (HAS_SOFTCAP) gradient *= 1.0f - tanh * tanh;
+                if (HAS_DROPOUT) weight = is_dropped ? 0.0f : weight * arguments.kept_weight_factor;
+                products[n][c][e] = is_hidden ? 0.0f : weight;
+                gradients[n][c][e] = is_hidden ? 0.0f : gradient;
+            }
+            if (SHARES_BIAS_GRADIENTS) {
+                const u32 at = KEY_BIAS_GRADIENTS_AT + (block.warp_row + 16 * n + block.lane_row) * SCORE_PITCH +
+                               column * ELEMENT_BYTES;
+                store_pair_shared(at, behind_softcap[0], behind_softcap[1]);
+                store_pair_shared(at + 8 * SCORE_PITCH, behind_softcap[2], behind_softcap[3]);
+            }
+        }
+    }
+}
+
+// Stores gradients of products, and weights where other warps need them, as matrices (keys, queries) of elements.
+DEVICE void share_key_scores(const KeyBlock& block, const KeyScores& weights, const KeyScores& gradients) {
+    UNROLL for (int n = 0; n < KEY_ROW_TILES; n++)
+        UNROLL for (int c = 0; c < WARP_QUERIES / 8; c++)
+            UNROLL for (int r = 0; r < 2; r++) {
+                const int row = block.warp_row + 16 * n + 8 * r + block.lane_row;
+                const int column = block.warp_part * WARP_QUERIES + 8 * c + block.lane_column;
+                const u32 at = row * SCORE_PITCH + column * ELEMENT_BYTES;
+                store_pair_shared(KEY_SCORE_GRADIENTS_AT + at, gradients[n][c][2 * r], gradients[n][c][2 * r + 1]);
+                if (WARPS_PER_KEYS > 1)
+                    store_pair_shared(KEY_WEIGHTS_AT + at, weights[n][c][2 * r], weights[n][c][2 * r + 1]);
+            }
+}
+
+// Adds the products of a matrix of scores (keys, queries) and a tile of queries to a gradient. The scores are the warp's
+// own, or those in shared memory at `shared_at`.
+template <int PITCH, int COLUMNS>
+DEVICE void add_to_gradient(const KeyBlock& block, const KeyScores& scores, u32 shared_at, int c, u32 tile_at,
+                            float (&gradient)[KEY_ROW_TILES][COLUMNS / 8][4]) {
+    LeftFragment left[KEY_ROW_TILES];
+    UNROLL for (int n = 0; n < KEY_ROW_TILES; n++) {
+        if (WARPS_PER_KEYS > 1)
+            load_left<SCORE_PITCH>(left[n], shared_at, block.warp_row + 16 * n, 16 * c, block.lane);
+        else
+            accumulators_to_left(left[n], scores[n][2 * c % (WARP_QUERIES / 8)], scores[n][(2 * c + 1) % (WARP_QUERIES / 8)]);
+    }
+    UNROLL for (int d = 0; d < COLUMNS / 16; d++) {
+        RightFragment right;
+        load_right_transposed<PITCH>(right, tile_at, 16 * c, block.warp_part * COLUMNS + 16 * d, block.lane);
+        UNROLL for (int n = 0; n < KEY_ROW_TILES; n++)
+            multiply_fragments(gradient[n][2 * d], gradient[n][2 * d + 1], left[n], right);
+    }
+}
+
+// Stores the warp's columns of a gradient, times a factor, as rows of `width` elements.
+template <int COLUMNS>
+DEVICE void store_key_gradient(const KeyBlock& block, char* to, i64 row_stride,
+                               const float (&gradient)[KEY_ROW_TILES][COLUMNS / 8][4], float factor, int width) {
+    UNROLL for (int n = 0; n < KEY_ROW_TILES; n++)
+        UNROLL for (int r = 0; r < 2; r++) {
+            const int row = block.warp_row + 16 * n + 8 * r + block.lane_row;
+            if (block.first_key + row >= block.sequence.key_count) continue;
+            UNROLL for (int d = 0; d < COLUMNS / 8; d++) {
+                const int column = block.warp_part * COLUMNS + 8 * d + block.lane_column;
+                store_pair(to, row * row_stride + column, gradient[n][d][2 * r] * factor,
+                           gradient[n][d][2 * r + 1] * factor, column, width);
+            }
+        }
+}
+
+KERNEL(attention_backward_keys, KEY_THREADS, 1, AttentionArguments) {
+    KeyBlock block;
+    if (!start_key_block(arguments, block)) return;
+    float key_gradient[KEY_ROW_TILES][WARP_HEAD_COLUMNS / 8][4];
+    float value_gradient[KEY_ROW_TILES][WARP_VALUE_COLUMNS / 8][4];
+    clear(key_gradient), clear(value_gradient);
+    ModifierGradients modifier_gradients;
+    modifier_gradients.slope = 0;
+
+    QueryTile tile, next;
+    QueryGradientTurn turn;
+    turn.at = nullptr, turn.next = 0;
+    int stage = 0;
+    bool is_clean = false, has_tile = find_query_tile(block, 0, tile);
+    if (has_tile) load_query_tile(arguments, block, tile, 0);
+    commit_copies();
+    while (has_tile) {
+        wait_for_copies<0>();
+        if (FUSED_BACKWARD && !is_clean) clean_head_tile<KEY_BLOCK, KEY_THREADS>(KEY_KEYS_AT, block.thread), is_clean = true;
+        block_barrier();
+        if (FUSED_BACKWARD) pass_turn(block, turn);
+        const bool has_next = find_query_tile(block, tile.head * block.tiles + tile.index + 1, next);
+        if (has_next) load_query_tile(arguments, block, next, stage ^ 1);
+        commit_copies();
+        const u32 queries_at = KEY_QUERIES_AT + stage * BACKWARD_QUERIES * HEAD_PITCH;
+        const u32 output_gradients_at = KEY_GRADIENTS_AT + stage * BACKWARD_QUERIES * VALUE_PITCH;
+        const u32 statistics_at = KEY_STATISTICS_AT + stage * BACKWARD_QUERIES * 16;
+        const TileInterval keys = load_tile_interval(block.tile_intervals + tile.index);
+        const bool is_masked = HAS_BOOLEAN_MASK || keys.masks(block.first_key, KEY_BLOCK);
+
+        KeyScores scores, gradients;
+        multiply_key_rows<HEAD_PITCH, HEAD_COLUMNS>(block, KEY_KEYS_AT, queries_at, scores);
+        multiply_key_rows<VALUE_PITCH, VALUE_COLUMNS>(block, KEY_VALUES_AT, output_gradients_at, gradients);
+        differentiate_key_scores(arguments, block, tile, statistics_at, is_masked, scores, gradients,
+                                 modifier_gradients);
+        if (SHARES_SCORE_GRADIENTS) share_key_scores(block, scores, gradients);
+        if (WARPS_PER_KEYS > 1 || RELATIVE_BIAS_GRADIENT) block_barrier();
+        if (RELATIVE_BIAS_GRADIENT) add_relative_bias_gradients(arguments, block, tile);
+        UNROLL for (int c = 0; c < BACKWARD_QUERIES / 16; c++) {
+            add_to_gradient<VALUE_PITCH, WARP_VALUE_COLUMNS>(block, scores, KEY_WEIGHTS_AT, c, output_gradients_at,
+                                                             value_gradient);
+            add_to_gradient<HEAD_PITCH, WARP_HEAD_COLUMNS>(block, gradients, KEY_SCORE_GRADIENTS_AT, c, queries_at,
+                                                           key_gradient);
+        }
+        if (FUSED_BACKWARD) {
+            if (WARPS_PER_KEYS == 1) block_barrier();
+            turn = add_query_gradients(arguments, block, tile, keys);
+        }
+        if (SLOPE_GRADIENT && (!has_next || next.head != tile.head))
+            store_slope_gradient(arguments, block, tile.head, modifier_gradients);
+        has_tile = has_next, tile = next, stage ^= 1;
+    }
+    wait_for_copies<0>();
+    if (FUSED_BACKWARD && turn.at) { // of all threads, or of none
+        block_barrier();
+        pass_turn(block, turn);
+    }
+    const Sequence& sequence = block.sequence;
+    const i64 first_row = sequence.first_key + block.first_key;
+    char* keys_to = row_address(arguments.key_gradient, arguments.key_gradient_strides, sequence.batch, block.key_head,
+                                first_row, ELEMENT_BYTES);
+    char* values_to = row_address(arguments.value_gradient, arguments.value_gradient_strides, sequence.batch,
+                                  block.key_head, first_row, ELEMENT_BYTES);
+    store_key_gradient<WARP_HEAD_COLUMNS>(block, keys_to, arguments.key_gradient_strides.row, key_gradient,
+                                          arguments.scale, HEAD_DIM);
+    store_key_gradient<WARP_VALUE_COLUMNS>(block, values_to, arguments.value_gradient_strides.row, value_gradient, 1.0f,
+                                           VALUE_DIM);
+}
+#endif

@@ -1,0 +1,63 @@
+// What the backward pass needs before its products: delta (B, H, T_q) from output and its gradient, and the intervals of
+// keys of queries and of tiles of queries.
+#pragma once
+#include "specialization.cuh"
+#include "shared_layout.cuh"
+#include "device.cuh"
+#include "arguments.cuh"
+#include "loads.cuh"
+#include "masks.cuh"
+
+#if KERNEL_SET & 4
+// delta: the sum of output * output_gradient over a row, less the gradient of the log-sum-exp. The gradient of a score is
+// its weight times the difference of the weight's gradient and delta.
+KERNEL(attention_backward_delta, SMALL_BLOCK_THREADS, 1, AttentionArguments) {
+    const int lane = thread_index() & 31, query = block_index_x() * (SMALL_BLOCK_THREADS / 32) + thread_index() / 32;
+    const int head = block_index_y(), batch = block_index_z();
+    if (query >= arguments.query_count) return;
+    const char* output = row_address((const void*)arguments.output, arguments.output_strides, batch, head, query,
+                                     ELEMENT_BYTES);
+    const char* gradient = row_address(arguments.output_gradient, arguments.output_gradient_strides, batch, head, query,
+                                       ELEMENT_BYTES);
+    float sum = 0;
+    for (int column = lane; column < VALUE_DIM; column += 32)
+        sum += load_element(output, column) * load_element(gradient, column);
+    sum = warp_sum(sum);
+    if (lane != 0) return;
+    const i64 row = ((i64)batch * arguments.heads + head) * arguments.query_count + query;
+    if (arguments.log_sum_exp_gradient) sum -= load_global(arguments.log_sum_exp_gradient + row);
+    store_global(arguments.delta + row, sum);
+}
+
+// The intervals of a tile of BACKWARD_QUERIES queries, for all heads. With FUSED_BACKWARD, the turns begin with 0.
+KERNEL(attention_backward_tiles, SMALL_BLOCK_THREADS, 1, AttentionArguments) {
+    const int thread = thread_index(), tile = block_index_x(), index = block_index_y();
+    const int first_query = tile * BACKWARD_QUERIES;
+    const Sequence sequence = load_sequence(arguments, index);
+    const TileInterval keys = store_intervals<BACKWARD_QUERIES, SMALL_BLOCK_THREADS>(
+        arguments, sequence, index, first_query, 0, BACKWARD_QUERIES * 8, thread);
+    const i64 row = (i64)sequence.batch * arguments.query_count + sequence.first_query + first_query;
+    for (int n = thread; n < BACKWARD_QUERIES; n += SMALL_BLOCK_THREADS)
+        if (first_query + n < sequence.query_count)
+            store_global(arguments.query_intervals + row + n, load_shared<int2>(8 * n));
+    if (thread != 0) return;
+    int4 of_tile;
+    of_tile.x = keys.first, of_tile.y = keys.end, of_tile.z = keys.common_first, of_tile.w = keys.common_end;
+    // Rows behind the last query attend to nothing.
+    if (first_query + BACKWARD_QUERIES > sequence.query_count) of_tile.z = 0x7fffffff, of_tile.w = 0;
+    if (first_query >= sequence.query_count) of_tile.x = of_tile.y = 0;
+    store_global(arguments.tile_intervals + (i64)index * arguments.query_tiles + tile, of_tile);
+    if (FUSED_BACKWARD)
+        for (int head = 0; head < arguments.heads; head++)
+            store_global(arguments.query_gradient_turns +
+                             ((i64)index * arguments.heads + head) * arguments.query_tiles + tile, 0);
+}
+
+// The intervals that attention_backward_tiles stored.
+DEVICE TileInterval load_tile_interval(const int4* from) {
+    const int4 keys = load_global(from);
+    TileInterval interval;
+    interval.first = keys.x, interval.end = keys.y, interval.common_first = keys.z, interval.common_end = keys.w;
+    return interval;
+}
+#endif

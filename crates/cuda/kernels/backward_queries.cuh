@@ -1,0 +1,238 @@
+// The gradient of the queries (B, H, T_q, D), and of each score (B, H, T_q, T_kv) where a bias needs it.
+//
+// As in the forward pass, a block has QUERY_BLOCK queries of a head and goes through the keys that they attend to, in
+// tiles of QUERY_KEYS of which the next one arrives while one is worked on. With FUSED_BACKWARD, the kernel of keys does
+// this instead.
+#pragma once
+#include "specialization.cuh"
+#include "shared_layout.cuh"
+#include "device.cuh"
+#include "arguments.cuh"
+#include "products.cuh"
+#include "loads.cuh"
+#include "masks.cuh"
+#include "dropout.cuh"
+#include "modifiers.cuh"
+#include "softmax.cuh"
+
+#if (KERNEL_SET & 4) && !FUSED_BACKWARD
+#define QUERY_KEY_TILES (QUERY_KEYS / 8)
+typedef float QueryScores[QUERY_ROW_TILES][QUERY_KEY_TILES][4];
+
+// What a thread of a block works on.
+struct QueryBlock {
+    int thread;
+    int lane;
+    int warp_row;      // the first row of the warp in the block
+    int lane_row;      // of an accumulator
+    int lane_column;
+    Sequence sequence;
+    int head;
+    int first_query;   // of the block
+    TileInterval keys;
+    const char* key_rows;
+    const char* value_rows;
+    ScoreModifiers modifiers;
+    float scale;       // of products, in the unit of the log-sum-exp
+    float log_sum_exp[QUERY_ROW_TILES][2];
+    float delta[QUERY_ROW_TILES][2];
+};
+
+DEVICE void load_query_block_tile(const AttentionArguments& arguments, const QueryBlock& block, int key, int stage) {
+    if (key < block.keys.end) {
+        const i64 key_row_bytes = arguments.key_strides.row * ELEMENT_BYTES;
+        const i64 value_row_bytes = arguments.value_strides.row * ELEMENT_BYTES;
+        const int first = block.keys.first - key, end = block.keys.end - key;
+        load_head_tile<QUERY_KEYS, QUERY_THREADS>(QUERY_KEYS_AT + stage * QUERY_KEYS * HEAD_PITCH,
+                                                  block.key_rows + key * key_row_bytes, key_row_bytes, first, end,
+                                                  block.thread);
+        load_value_tile<QUERY_KEYS, QUERY_THREADS>(QUERY_VALUES_AT + stage * QUERY_KEYS * VALUE_PITCH,
+                                                   block.value_rows + key * value_row_bytes, value_row_bytes, first, end,
+                                                   block.thread);
+    }
+    commit_copies();
+}
+
+// Multiplies the warp's rows of one tile (PITCH, COLUMNS) and all rows of another one.
+template <int PITCH, int COLUMNS>
+DEVICE void multiply_query_rows(const QueryBlock& block, u32 rows_at, u32 keys_at, QueryScores& products) {
+    clear(products);
+    UNROLL for (int k = 0; k < COLUMNS / 16; k++) {
+        LeftFragment left[QUERY_ROW_TILES];
+        UNROLL for (int tile = 0; tile < QUERY_ROW_TILES; tile++)
+            load_left<PITCH>(left[tile], rows_at, block.warp_row + 16 * tile, 16 * k, block.lane);
+        UNROLL for (int c = 0; c < QUERY_KEYS / 16; c++) {
+            RightFragment right;
+            load_right<PITCH>(right, keys_at, 16 * c, 16 * k, block.lane);
+            UNROLL for (int tile = 0; tile < QUERY_ROW_TILES; tile++)
+                multiply_fragments(products[tile][2 * c], products[tile][2 * c + 1], left[tile], right);
+        }
+    }
+}
+
+DEVICE void drop_weight_gradients(const AttentionArguments& arguments, const QueryBlock& block, int key,
+                                  QueryScores& gradients) {
+    const Sequence& sequence = block.sequence;
+    DropoutPlace place;
+    place.batch = sequence.batch, place.head = block.head;
+    UNROLL for (int tile = 0; tile < QUERY_ROW_TILES; tile++)
+        UNROLL for (int c = 0; c < QUERY_KEY_TILES; c++) {
+            const int row = block.warp_row + 16 * tile + block.lane_row;
+            u32 words[4];
+            dropout_words(arguments, place, sequence.first_query + block.first_query + row,
+                          sequence.first_key + key + 8 * c + block.lane_column, sequence.first_key % 4 == 0, block.lane,
+                          words);
+            UNROLL for (int e = 0; e < 4; e++) {
+                float& gradient = gradients[tile][c][e];
+                gradient = words[e] < arguments.dropout_threshold ? 0.0f : gradient * arguments.kept_weight_factor;
+            }
+        }
+}
+
+// Stores the gradients of a row's scores for the bias.
+DEVICE void store_score_gradients(const AttentionArguments& arguments, const QueryBlock& block, int row, int key,
+                                  const float (&gradients)[QUERY_KEY_TILES][4], int r) {
+    const int query = block.first_query + row;
+    if (query >= block.sequence.query_count) return;
+    float* to = arguments.score_gradient +
+                (statistics_row(arguments, block.sequence, block.head) + query) * arguments.key_count;
+    UNROLL for (int c = 0; c < QUERY_KEY_TILES; c++)
+        UNROLL for (int e = 0; e < 2; e++) {
+            const int own_key = key + 8 * c + block.lane_column + e;
+            if (own_key < block.sequence.key_count) store_global(to + own_key, gradients[c][2 * r + e]);
+        }
+}
+
+// Turns the gradients of weights into gradients of products. `products` are replaced by derivatives of the softcap.
+DEVICE void differentiate_scores(const AttentionArguments& arguments, const QueryBlock& block, int key, bool is_masked,
+                                 QueryScores& products, QueryScores& gradients) {
+    UNROLL for (int tile = 0; tile < QUERY_ROW_TILES; tile++)
+        UNROLL for (int r = 0; r < 2; r++) {
+            const int row = block.warp_row + 16 * tile + 8 * r + block.lane_row;
+            const int query = smaller(block.first_query + row, block.sequence.query_count - 1);
+            UNROLL for (int c = 0; c < QUERY_KEY_TILES; c++)
+                UNROLL for (int e = 0; e < 2; e++) {
+                    float tanh = 0, score = products[tile][c][2 * r + e];
+                    const int own_key = smaller(key + 8 * c + block.lane_column + e, block.sequence.key_count - 1);
+                    if (MODIFIES_SCORES) score = modify_score(block.modifiers, score, query, own_key, tanh);
+                    if (HAS_BIAS)
+                        score = fused_multiply_add(load_bias(arguments, block.modifiers, query, own_key), SCORE_UNIT,
+                                                   score);
+                    float gradient = normalized_weight(score, block.log_sum_exp[tile][r], block.scale) *
+                                     (gradients[tile][c][2 * r + e] - block.delta[tile][r]);
+                    if (HAS_BOOLEAN_MASK && !load_boolean_mask(arguments, block.modifiers, query, own_key))
+                        gradient = 0.0f;
+                    gradients[tile][c][2 * r + e] = gradient;
+                    products[tile][c][2 * r + e] = HAS_SOFTCAP ? 1.0f - tanh * tanh : 1.0f;
+                }
+            if (is_masked) {
+                const int2 keys = load_shared<int2>(QUERY_INTERVALS_AT + 8 * row);
+                const int first = keys.x - key, end = keys.y - key;
+                UNROLL for (int c = 0; c < QUERY_KEY_TILES; c++)
+                    UNROLL for (int e = 0; e < 2; e++) {
+                        const int column = 8 * c + block.lane_column + e;
+                        if (column < first || column >= end)
+                            gradients[tile][c][2 * r + e] = 0, products[tile][c][2 * r + e] = 0;
+                    }
+            }
+            if (BIAS_GRADIENT) store_score_gradients(arguments, block, row, key, gradients[tile], r);
+            if (HAS_SOFTCAP)
+                UNROLL for (int c = 0; c < QUERY_KEY_TILES; c++)
+                    UNROLL for (int e = 0; e < 2; e++)
+                        gradients[tile][c][2 * r + e] *= products[tile][c][2 * r + e];
+        }
+}
+
+DEVICE void load_row_statistics(const AttentionArguments& arguments, QueryBlock& block) {
+    const i64 first = statistics_row(arguments, block.sequence, block.head);
+    UNROLL for (int tile = 0; tile < QUERY_ROW_TILES; tile++)
+        UNROLL for (int r = 0; r < 2; r++) {
+            const int query = block.first_query + block.warp_row + 16 * tile + 8 * r + block.lane_row;
+            const bool is_query = query < block.sequence.query_count;
+            block.log_sum_exp[tile][r] =
+                in_score_units(is_query ? load_global(arguments.log_sum_exp + first + query) : NEGATIVE_INFINITY);
+            block.delta[tile][r] = is_query ? load_global(arguments.delta + first + query) : 0.0f;
+        }
+}
+
+KERNEL(attention_backward_queries, QUERY_THREADS, 1, AttentionArguments) {
+    const BlockPlace place = block_place(arguments, block_index_x(), arguments.heads);
+    QueryBlock block;
+    block.thread = thread_index(), block.lane = block.thread & 31;
+    block.warp_row = (block.thread >> 5) * QUERY_ROW_TILES * 16;
+    block.lane_row = block.lane >> 2, block.lane_column = 2 * (block.lane & 3);
+    block.sequence = load_sequence(arguments, place.sequence);
+    block.head = place.head, block.first_query = place.block * QUERY_BLOCK;
+    const Sequence& sequence = block.sequence;
+    if (block.first_query >= sequence.query_count) return;
+    const int key_head = place.head / (arguments.heads / arguments.key_heads);
+    const i64 first_row = sequence.first_query + block.first_query;
+    block.key_rows = row_address(arguments.keys, arguments.key_strides, sequence.batch, key_head, sequence.first_key,
+                                 ELEMENT_BYTES);
+    block.value_rows = row_address(arguments.values, arguments.value_strides, sequence.batch, key_head,
+                                   sequence.first_key, ELEMENT_BYTES);
+    load_head_tile<QUERY_BLOCK, QUERY_THREADS>(
+        QUERY_QUERIES_AT,
+        row_address(arguments.queries, arguments.query_strides, sequence.batch, block.head, first_row, ELEMENT_BYTES),
+        arguments.query_strides.row * ELEMENT_BYTES, 0, sequence.query_count - block.first_query, block.thread);
+    load_value_tile<QUERY_BLOCK, QUERY_THREADS>(
+        QUERY_GRADIENTS_AT,
+        row_address(arguments.output_gradient, arguments.output_gradient_strides, sequence.batch, block.head, first_row,
+                    ELEMENT_BYTES),
+        arguments.output_gradient_strides.row * ELEMENT_BYTES, 0, sequence.query_count - block.first_query,
+        block.thread);
+    block.keys = store_intervals<QUERY_BLOCK, QUERY_THREADS>(arguments, sequence, place.sequence, block.first_query,
+                                                             QUERY_INTERVALS_AT, QUERY_WARP_INTERVALS_AT, block.thread);
+    block.modifiers = load_modifiers(arguments, sequence, place.sequence, block.head);
+    block.scale = arguments.scale * LOG_SUM_EXP_UNIT;
+    load_row_statistics(arguments, block);
+
+    float gradient[QUERY_ROW_TILES][HEAD_COLUMNS / 8][4];
+    clear(gradient);
+    const int first = block.keys.first / QUERY_KEYS * QUERY_KEYS;
+    load_query_block_tile(arguments, block, first, 0);
+    int stage = 0;
+    for (int key = first; key < block.keys.end; key += QUERY_KEYS) {
+        const bool is_masked = HAS_BOOLEAN_MASK || block.keys.masks(key, QUERY_KEYS);
+        const u32 keys_at = QUERY_KEYS_AT + stage * QUERY_KEYS * HEAD_PITCH;
+        const u32 values_at = QUERY_VALUES_AT + stage * QUERY_KEYS * VALUE_PITCH;
+        wait_for_copies<0>();
+        // The log-sum-exp of a query that attends to such a key is not finite either.
+        if (is_masked) clean_head_tile<QUERY_KEYS, QUERY_THREADS>(keys_at, block.thread);
+        block_barrier();
+        load_query_block_tile(arguments, block, key + QUERY_KEYS, stage ^ 1);
+        QueryScores products, weight_gradients;
+        multiply_query_rows<HEAD_PITCH, HEAD_COLUMNS>(block, QUERY_QUERIES_AT, keys_at, products);
+        multiply_query_rows<VALUE_PITCH, VALUE_COLUMNS>(block, QUERY_GRADIENTS_AT, values_at, weight_gradients);
+        if (HAS_DROPOUT) drop_weight_gradients(arguments, block, key, weight_gradients);
+        differentiate_scores(arguments, block, key, is_masked, products, weight_gradients);
+        UNROLL for (int c = 0; c < QUERY_KEYS / 16; c++) {
+            LeftFragment left[QUERY_ROW_TILES];
+            UNROLL for (int tile = 0; tile < QUERY_ROW_TILES; tile++)
+                accumulators_to_left(left[tile], weight_gradients[tile][2 * c], weight_gradients[tile][2 * c + 1]);
+            UNROLL for (int d = 0; d < HEAD_COLUMNS / 16; d++) {
+                RightFragment right;
+                load_right_transposed<HEAD_PITCH>(right, keys_at, 16 * c, 16 * d, block.lane);
+                UNROLL for (int tile = 0; tile < QUERY_ROW_TILES; tile++)
+                    multiply_fragments(gradient[tile][2 * d], gradient[tile][2 * d + 1], left[tile], right);
+            }
+        }
+        stage ^= 1;
+    }
+    wait_for_copies<0>();
+
+    char* to = row_address(arguments.query_gradient, arguments.query_gradient_strides, sequence.batch, block.head,
+                           first_row, ELEMENT_BYTES);
+    UNROLL for (int tile = 0; tile < QUERY_ROW_TILES; tile++)
+        UNROLL for (int r = 0; r < 2; r++) {
+            const int row = block.warp_row + 16 * tile + 8 * r + block.lane_row;
+            if (block.first_query + row >= sequence.query_count) continue;
+            UNROLL for (int d = 0; d < HEAD_COLUMNS / 8; d++) {
+                const int column = 8 * d + block.lane_column;
+                store_pair(to, row * arguments.query_gradient_strides.row + column,
+                           gradient[tile][d][2 * r] * arguments.scale, gradient[tile][d][2 * r + 1] * arguments.scale,
+                           column, HEAD_DIM);
+            }
+        }
+}
+#endif

@@ -1,0 +1,419 @@
+// The forward pass: output (B, H, T_q, D_v) and log-sum-exp (B, H, T_q) from queries, keys and values.
+//
+// A block has FORWARD_QUERIES queries of a head, of which each warp has FORWARD_ROW_TILES * 16, and goes through the keys
+// that any of them attends to in tiles of FORWARD_KEYS. The products of a tile, its weights and the output stay in
+// registers (FlashAttention-2). With one stage the values of a tile arrive while its products are computed, and the keys
+// of the next tile while the output is; with two stages the whole next tile arrives.
+#pragma once
+#include "specialization.cuh"
+#include "shared_layout.cuh"
+#include "device.cuh"
+#include "arguments.cuh"
+#include "products.cuh"
+#include "loads.cuh"
+#include "codes.cuh"
+#include "masks.cuh"
+#include "dropout.cuh"
+#include "modifiers.cuh"
+#include "softmax.cuh"
+
+#if KERNEL_SET & 1
+// Weights of f16 codes must not exceed 1: they are multiplied by scales.
+#define FORWARD_IS_LAZY (!(KEY_CODES && ELEMENT == 0))
+#define FORWARD_KEY_TILES (FORWARD_KEYS / 8)
+#define KEY_ELEMENT_BYTES (KEY_CODES ? 1 : ELEMENT_BYTES)
+
+typedef SoftmaxState<FORWARD_ROW_TILES, VALUE_COLUMNS / 8> ForwardState;
+typedef float ForwardScores[FORWARD_ROW_TILES][FORWARD_KEY_TILES][4];
+
+// Fragments of the queries: all of them, or those that are multiplied.
+struct ForwardQueries {
+    LeftFragment fragments[FORWARD_ROW_TILES][FORWARD_QUERIES_IN_REGISTERS ? HEAD_COLUMNS / 16 : 1];
+};
+
+// What a thread of a block works on.
+struct ForwardBlock {
+    int thread;
+    int lane;
+    int warp_row;        // the first row of the warp in the block
+    int lane_row;        // of an accumulator
+    int lane_column;
+    int sequence_index;
+    Sequence sequence;
+    int head;
+    int first_query;     // of the block
+    TileInterval keys;
+    const char* key_rows;
+    const char* value_rows;
+    i64 key_row_bytes;
+    i64 value_row_bytes;
+    const float* key_scales;
+    const float* value_scales;
+    i64 key_scale_stride;
+    i64 value_scale_stride;
+    ScoreModifiers modifiers;
+};
+
+DEVICE void load_forward_keys(const ForwardBlock& block, int key, int stage) {
+    const char* from = block.key_rows + key * block.key_row_bytes;
+    const int first = block.keys.first - key, end = block.keys.end - key;
+#if KEY_CODES
+    load_code_tile<FORWARD_KEYS, HEAD_COLUMNS, HEAD_COLUMNS, FORWARD_THREADS>(
+        FORWARD_KEY_CODES_AT, from, block.key_row_bytes, first, end, HEAD_DIM, block.thread);
+    load_scales<FORWARD_KEYS, FORWARD_THREADS>(FORWARD_KEY_SCALES_AT + key / FORWARD_KEYS % 2 * FORWARD_KEYS * 4,
+                                               block.key_scales + key * block.key_scale_stride, block.key_scale_stride,
+                                               first, end, block.thread);
+#else
+    load_head_tile<FORWARD_KEYS, FORWARD_THREADS>(FORWARD_KEYS_AT + stage * FORWARD_KEYS * HEAD_PITCH, from,
+                                                  block.key_row_bytes, first, end, block.thread);
+#endif
+}
+
+DEVICE void load_forward_values(const ForwardBlock& block, int key, int stage) {
+    const char* from = block.value_rows + key * block.value_row_bytes;
+    const int first = block.keys.first - key, end = block.keys.end - key;
+#if KEY_CODES
+    load_code_tile<FORWARD_KEYS, VALUE_COLUMNS, VALUE_COLUMNS, FORWARD_THREADS>(
+        FORWARD_VALUE_CODES_AT, from, block.value_row_bytes, first, end, VALUE_DIM, block.thread);
+    load_scales<FORWARD_KEYS, FORWARD_THREADS>(FORWARD_VALUE_SCALES_AT + key / FORWARD_KEYS % 2 * FORWARD_KEYS * 4,
+                                               block.value_scales + key * block.value_scale_stride,
+                                               block.value_scale_stride, first, end, block.thread);
+#else
+    load_value_tile<FORWARD_KEYS, FORWARD_THREADS>(FORWARD_VALUES_AT + stage * FORWARD_KEYS * VALUE_PITCH, from,
+                                                   block.value_row_bytes, first, end, block.thread);
+#endif
+}
+
+// Loads the bias and the boolean mask of the block's queries and a tile of keys.
+DEVICE void load_forward_terms(const AttentionArguments& arguments, const ForwardBlock& block, int key) {
+    const int queries = block.sequence.query_count - block.first_query, keys = block.sequence.key_count - key;
+    if (HAS_BIAS) {
+        const ScoreStrides& strides = arguments.bias_strides;
+        const char* from = block.modifiers.bias + (block.first_query * strides.query + key * strides.key) * BIAS_BYTES;
+        load_tile<FORWARD_QUERIES, FORWARD_KEYS * BIAS_BYTES / 16, FORWARD_BIAS_PITCH, FORWARD_THREADS, ALIGNED_BIAS,
+                  BIAS_BYTES>(FORWARD_BIAS_AT, from, strides.query * BIAS_BYTES, strides.key * BIAS_BYTES, 0, queries,
+                              keys * BIAS_BYTES, block.thread);
+    }
+    if (HAS_BOOLEAN_MASK) {
+        const ScoreStrides& strides = arguments.boolean_mask_strides;
+        const u8* from = block.modifiers.boolean_mask + block.first_query * strides.query + key * strides.key;
+        load_tile<FORWARD_QUERIES, FORWARD_KEYS / 16, FORWARD_MASK_PITCH, FORWARD_THREADS, ALIGNED_BOOLEAN_MASK, 1>(
+            FORWARD_MASK_AT, (const char*)from, strides.query, strides.key, 0, queries, keys, block.thread);
+    }
+}
+
+// Multiplies the warp's queries and a tile of keys.
+DEVICE void multiply_forward_keys(const ForwardBlock& block, ForwardQueries& queries, u32 keys_at,
+                                  ForwardScores& scores) {
+    clear(scores);
+    UNROLL for (int k = 0; k < HEAD_COLUMNS / 16; k++) {
+        if (!FORWARD_QUERIES_IN_REGISTERS)
+            UNROLL for (int tile = 0; tile < FORWARD_ROW_TILES; tile++)
+                load_left<HEAD_PITCH>(queries.fragments[tile][0], FORWARD_QUERIES_AT, block.warp_row + 16 * tile, 16 * k,
+                                      block.lane);
+        UNROLL for (int c = 0; c < FORWARD_KEYS / 16; c++) {
+            RightFragment keys;
+            load_right<HEAD_PITCH>(keys, keys_at, 16 * c, 16 * k, block.lane);
+            UNROLL for (int tile = 0; tile < FORWARD_ROW_TILES; tile++)
+                multiply_fragments(scores[tile][2 * c], scores[tile][2 * c + 1],
+                                   queries.fragments[tile][FORWARD_QUERIES_IN_REGISTERS ? k : 0], keys);
+        }
+    }
+}
+
+// Multiplies the products by the scales of keys, or weights by the scales of values.
+#if KEY_CODES
+template <bool IS_WEIGHT> DEVICE void scale_by_keys(const ForwardBlock& block, int key, ForwardScores& scores) {
+    const u32 scales_at = (IS_WEIGHT ? FORWARD_VALUE_SCALES_AT : FORWARD_KEY_SCALES_AT) +
+                          key / FORWARD_KEYS % 2 * FORWARD_KEYS * 4 + block.lane_column * 4;
+    UNROLL for (int c = 0; c < FORWARD_KEY_TILES; c++) {
+        const float2 scales = load_shared<float2>(scales_at + 8 * c * 4);
+        UNROLL for (int tile = 0; tile < FORWARD_ROW_TILES; tile++)
+            UNROLL for (int e = 0; e < 4; e++) {
+                float& score = scores[tile][c][e];
+                const float scale = e & 1 ? scales.y : scales.x;
+                score = IS_WEIGHT ? scaled_weight(score, scale) : score * scale;
+            }
+    }
+}
+#endif
+
+// Turns products into scores.
+DEVICE void modify_forward_scores(const ForwardBlock& block, int key, ForwardScores& scores) {
+    UNROLL for (int tile = 0; tile < FORWARD_ROW_TILES; tile++)
+        UNROLL for (int r = 0; r < 2; r++) {
+            const int row = block.warp_row + 16 * tile + 8 * r + block.lane_row;
+            UNROLL for (int c = 0; c < FORWARD_KEY_TILES; c++) {
+                const int column = 8 * c + block.lane_column;
+                float bias[2] = {0, 0};
+                if (HAS_BIAS && BIAS_BYTES == 4) {
+                    const float2 two = load_shared<float2>(FORWARD_BIAS_AT + row * FORWARD_BIAS_PITCH + column * 4);
+                    bias[0] = two.x, bias[1] = two.y;
+                } else if (HAS_BIAS) {
+                    const u32 two = load_shared<u32>(FORWARD_BIAS_AT + row * FORWARD_BIAS_PITCH + column * 2);
+                    bias[0] = unpack_half((u16)two), bias[1] = unpack_half((u16)(two >> 16));
+                }
+                UNROLL for (int e = 0; e < 2; e++) {
+                    float tanh, &score = scores[tile][c][2 * r + e];
+                    score = modify_score(block.modifiers, score, block.first_query + row, key + column + e, tanh);
+                    if (HAS_BIAS) score = fused_multiply_add(bias[e], SCORE_UNIT, score);
+                }
+            }
+        }
+}
+
+// Masks scores by the boolean mask, and by the intervals of the queries.
+DEVICE void mask_forward_scores(const ForwardBlock& block, int key, ForwardScores& scores) {
+    if (HAS_BOOLEAN_MASK)
+        UNROLL for (int tile = 0; tile < FORWARD_ROW_TILES; tile++)
+            UNROLL for (int r = 0; r < 2; r++)
+                UNROLL for (int c = 0; c < FORWARD_KEY_TILES; c++) {
+                    const int row = block.warp_row + 16 * tile + 8 * r + block.lane_row;
+                    const u32 kept =
+                        load_shared<u16>(FORWARD_MASK_AT + row * FORWARD_MASK_PITCH + 8 * c + block.lane_column);
+                    if (!(kept & 0xff)) scores[tile][c][2 * r] = NEGATIVE_INFINITY;
+                    if (!(kept >> 8)) scores[tile][c][2 * r + 1] = NEGATIVE_INFINITY;
+                }
+    if (!block.keys.masks(key, FORWARD_KEYS)) return;
+    UNROLL for (int tile = 0; tile < FORWARD_ROW_TILES; tile++)
+        UNROLL for (int r = 0; r < 2; r++) {
+            const int row = block.warp_row + 16 * tile + 8 * r + block.lane_row;
+            const int2 keys = load_shared<int2>(FORWARD_INTERVALS_AT + 8 * row);
+            const int first = keys.x - key - block.lane_column, end = keys.y - key - block.lane_column;
+            UNROLL for (int c = 0; c < FORWARD_KEY_TILES; c++)
+                UNROLL for (int e = 0; e < 2; e++)
+                    if (8 * c + e < first || 8 * c + e >= end) scores[tile][c][2 * r + e] = NEGATIVE_INFINITY;
+        }
+}
+
+DEVICE void drop_forward_weights(const AttentionArguments& arguments, const ForwardBlock& block, int key,
+                                 ForwardScores& weights) {
+    const Sequence& sequence = block.sequence;
+    DropoutPlace place;
+    place.batch = sequence.batch, place.head = block.head;
+    UNROLL for (int tile = 0; tile < FORWARD_ROW_TILES; tile++)
+        UNROLL for (int c = 0; c < FORWARD_KEY_TILES; c++) {
+            const int row = block.warp_row + 16 * tile + block.lane_row;
+            u32 words[4];
+            dropout_words(arguments, place, sequence.first_query + block.first_query + row,
+                          sequence.first_key + key + 8 * c + block.lane_column, sequence.first_key % 4 == 0, block.lane,
+                          words);
+            UNROLL for (int e = 0; e < 4; e++)
+                if (words[e] < arguments.dropout_threshold) weights[tile][c][e] = 0;
+        }
+}
+
+// Adds the products of weights and a tile of values to the output.
+DEVICE void multiply_forward_values(const ForwardBlock& block, const ForwardScores& weights, u32 values_at,
+                                    ForwardState& state) {
+    UNROLL for (int c = 0; c < FORWARD_KEYS / 16; c++) {
+        LeftFragment left[FORWARD_ROW_TILES];
+        UNROLL for (int tile = 0; tile < FORWARD_ROW_TILES; tile++)
+            accumulators_to_left(left[tile], weights[tile][2 * c], weights[tile][2 * c + 1]);
+        UNROLL for (int d = 0; d < VALUE_COLUMNS / 16; d++) {
+            RightFragment values;
+            load_right_transposed<VALUE_PITCH>(values, values_at, 16 * c, 16 * d, block.lane);
+            UNROLL for (int tile = 0; tile < FORWARD_ROW_TILES; tile++)
+                multiply_fragments(state.output[tile][2 * d], state.output[tile][2 * d + 1], left[tile], values);
+        }
+    }
+}
+
+// Adds values that are not finite to the queries that attend to them.
+DEVICE void add_special_values(const AttentionArguments& arguments, const ForwardBlock& block, ForwardState& state) {
+#pragma unroll 1
+    for (int key = block.keys.first; key < block.keys.end; key++)
+        UNROLL for (int tile = 0; tile < FORWARD_ROW_TILES; tile++)
+            UNROLL for (int r = 0; r < 2; r++) {
+                const int row = block.warp_row + 16 * tile + 8 * r + block.lane_row;
+                const int2 keys = load_shared<int2>(FORWARD_INTERVALS_AT + 8 * row);
+                if (key < keys.x || key >= keys.y) continue;
+                if (HAS_BOOLEAN_MASK && !load_boolean_mask(arguments, block.modifiers, block.first_query + row, key))
+                    continue;
+                UNROLL for (int d = 0; d < VALUE_COLUMNS / 8; d++)
+                    UNROLL for (int e = 0; e < 2; e++) {
+                        const int column = 8 * d + block.lane_column + e;
+                        const float value =
+                            column < VALUE_DIM ? load_element(block.value_rows, key * arguments.value_strides.row + column)
+                                               : 0.0f;
+                        if (!is_finite(value)) state.output[tile][d][2 * r + e] += value;
+                    }
+            }
+}
+
+DEVICE void store_forward_output(const AttentionArguments& arguments, const ForwardBlock& block, ForwardState& state,
+                                 float scale) {
+    const Sequence& sequence = block.sequence;
+    char* output = row_address(arguments.output, arguments.output_strides, sequence.batch, block.head,
+                               sequence.first_query + block.first_query, ELEMENT_BYTES);
+    const i64 statistics = statistics_row(arguments, sequence, block.head) + block.first_query;
+    UNROLL for (int tile = 0; tile < FORWARD_ROW_TILES; tile++)
+        UNROLL for (int r = 0; r < 2; r++) {
+            const int row = block.warp_row + 16 * tile + 8 * r + block.lane_row;
+            const float sum = quad_sum(state.sum[tile][r]);
+            const RowResult result =
+                finish_row(arguments, block.head, state.maximum[tile][r], sum, scale, arguments.sinks != nullptr);
+            float factor = result.factor;
+            if (HAS_DROPOUT) factor *= arguments.kept_weight_factor;
+#if KEY_CODES
+            factor *= 1.0f / WEIGHT_FACTOR;
+#endif
+            if (block.first_query + row >= sequence.query_count) continue;
+            UNROLL for (int d = 0; d < VALUE_COLUMNS / 8; d++) {
+                const int column = 8 * d + block.lane_column;
+                store_pair(output, row * arguments.output_strides.row + column, state.output[tile][d][2 * r] * factor,
+                           state.output[tile][d][2 * r + 1] * factor, column, VALUE_DIM);
+            }
+            if (arguments.log_sum_exp && block.lane_column == 0)
+                store_global(arguments.log_sum_exp + statistics + row, result.log_sum_exp);
+        }
+}
+
+DEVICE ForwardBlock start_forward_block(const AttentionArguments& arguments, const BlockPlace& place,
+                                        const Sequence& sequence) {
+    ForwardBlock block;
+    block.thread = thread_index(), block.lane = block.thread & 31;
+    block.warp_row = (block.thread >> 5) * FORWARD_ROW_TILES * 16;
+    block.lane_row = block.lane >> 2, block.lane_column = 2 * (block.lane & 3);
+    block.sequence_index = place.sequence, block.sequence = sequence;
+    block.head = place.head, block.first_query = place.block * FORWARD_QUERIES;
+    const int key_head = place.head / (arguments.heads / arguments.key_heads);
+    block.key_rows = row_address(arguments.keys, arguments.key_strides, sequence.batch, key_head, sequence.first_key,
+                                 KEY_ELEMENT_BYTES);
+    block.value_rows = row_address(arguments.values, arguments.value_strides, sequence.batch, key_head,
+                                   sequence.first_key, KEY_ELEMENT_BYTES);
+    block.key_row_bytes = arguments.key_strides.row * KEY_ELEMENT_BYTES;
+    block.value_row_bytes = arguments.value_strides.row * KEY_ELEMENT_BYTES;
+#if KEY_CODES
+    block.key_scales = (const float*)row_address(arguments.key_scales, arguments.key_scale_strides, sequence.batch,
+                                                 key_head, sequence.first_key, 4);
+    block.value_scales = (const float*)row_address(arguments.value_scales, arguments.value_scale_strides,
+                                                   sequence.batch, key_head, sequence.first_key, 4);
+    block.key_scale_stride = arguments.key_scale_strides.row;
+    block.value_scale_stride = arguments.value_scale_strides.row;
+#endif
+    return block;
+}
+
+// From products to weights that are multiplied with values.
+DEVICE void products_to_weights(const AttentionArguments& arguments, const ForwardBlock& block, int key,
+                                ForwardScores& scores, ForwardState& state, float scale) {
+#if KEY_CODES
+    scale_by_keys<false>(block, key, scores);
+#endif
+    if (MODIFIES_SCORES) modify_forward_scores(block, key, scores);
+    mask_forward_scores(block, key, scores);
+    update_softmax<FORWARD_IS_LAZY>(state, scores, scale);
+    if (HAS_DROPOUT) drop_forward_weights(arguments, block, key, scores);
+#if KEY_CODES
+    scale_by_keys<true>(block, key, scores);
+#endif
+}
+
+// Attends to all keys of the block. Returns whether values that are not finite were left out, which is_careful asks for.
+DEVICE bool attend_to_keys(const AttentionArguments& arguments, const ForwardBlock& block, ForwardState& state,
+                           float scale, bool is_careful) {
+    const int first = block.keys.first / FORWARD_KEYS, last = (block.keys.end + FORWARD_KEYS - 1) / FORWARD_KEYS;
+    bool found = false;
+    clear(state);
+    if (first < last) load_forward_keys(block, first * FORWARD_KEYS, 0);
+    if (FORWARD_STAGES == 2 && first < last) load_forward_values(block, first * FORWARD_KEYS, 0);
+    commit_copies();
+    ForwardQueries queries;
+    if (FORWARD_QUERIES_IN_REGISTERS) {
+        wait_for_copies<0>();
+        block_barrier();
+        UNROLL for (int tile = 0; tile < FORWARD_ROW_TILES; tile++)
+            UNROLL for (int k = 0; k < HEAD_COLUMNS / 16; k++)
+                load_left<HEAD_PITCH>(queries.fragments[tile][FORWARD_QUERIES_IN_REGISTERS ? k : 0], FORWARD_QUERIES_AT,
+                                      block.warp_row + 16 * tile, 16 * k, block.lane);
+    }
+    int stage = 0;
+    for (int n = first; n < last; n++) {
+        const int key = n * FORWARD_KEYS, next_key = key + FORWARD_KEYS;
+        const u32 keys_at = FORWARD_KEYS_AT + (FORWARD_STAGES == 2 ? stage * FORWARD_KEYS * HEAD_PITCH : 0);
+        const u32 values_at = FORWARD_VALUES_AT + (FORWARD_STAGES == 2 ? stage * FORWARD_KEYS * VALUE_PITCH : 0);
+        wait_for_copies<0>();
+#if KEY_CODES
+        convert_codes<FORWARD_KEYS, HEAD_COLUMNS, HEAD_PITCH, FORWARD_THREADS>(keys_at, FORWARD_KEY_CODES_AT, block.thread);
+#endif
+        if (FORWARD_STAGES == 2 && is_careful) found |= clean_value_tile<FORWARD_KEYS, FORWARD_THREADS>(values_at, block.thread);
+        block_barrier();
+        load_forward_terms(arguments, block, key);
+        if (FORWARD_STAGES == 1) {
+            load_forward_values(block, key, 0);
+            commit_copies();
+        } else {
+            if (HAS_BIAS || HAS_BOOLEAN_MASK) commit_copies();
+            if (n + 1 < last) {
+                load_forward_keys(block, next_key, stage ^ 1);
+                load_forward_values(block, next_key, stage ^ 1);
+            }
+            commit_copies();
+        }
+        ForwardScores scores;
+        multiply_forward_keys(block, queries, keys_at, scores);
+        if (FORWARD_STAGES == 1) {
+            wait_for_copies<0>();
+#if KEY_CODES
+            convert_codes<FORWARD_KEYS, VALUE_COLUMNS, VALUE_PITCH, FORWARD_THREADS>(values_at, FORWARD_VALUE_CODES_AT,
+                                                                                     block.thread);
+#endif
+            if (is_careful) found |= clean_value_tile<FORWARD_KEYS, FORWARD_THREADS>(values_at, block.thread);
+            block_barrier();
+            if (n + 1 < last) load_forward_keys(block, next_key, 0);
+            commit_copies();
+        } else if (HAS_BIAS || HAS_BOOLEAN_MASK) {
+            wait_for_copies<1>();
+            block_barrier();
+        }
+        products_to_weights(arguments, block, key, scores, state, scale);
+        multiply_forward_values(block, scores, values_at, state);
+        stage ^= 1;
+    }
+    wait_for_copies<0>();
+    return found;
+}
+
+// Whether a number of the output is not finite, in the registers of this thread.
+DEVICE bool has_special_output(const ForwardState& state) {
+    float sum = 0; // a finite number times 0 is 0
+    UNROLL for (int tile = 0; tile < FORWARD_ROW_TILES; tile++)
+        UNROLL for (int d = 0; d < VALUE_COLUMNS / 8; d++)
+            UNROLL for (int e = 0; e < 4; e++) sum = fused_multiply_add(state.output[tile][d][e], 0.0f, sum);
+    return !is_finite(sum);
+}
+
+KERNEL(attention_forward, FORWARD_THREADS, 1, AttentionArguments) {
+    const BlockPlace place = block_place(arguments, block_index_x(), arguments.heads);
+    const Sequence sequence = load_sequence(arguments, place.sequence);
+    if (place.block * FORWARD_QUERIES >= sequence.query_count) return;
+    ForwardBlock block = start_forward_block(arguments, place, sequence);
+    const char* queries = row_address(arguments.queries, arguments.query_strides, sequence.batch, block.head,
+                                      sequence.first_query + block.first_query, ELEMENT_BYTES);
+    load_head_tile<FORWARD_QUERIES, FORWARD_THREADS>(FORWARD_QUERIES_AT, queries,
+                                                     arguments.query_strides.row * ELEMENT_BYTES, 0,
+                                                     sequence.query_count - block.first_query, block.thread);
+    block.keys = store_intervals<FORWARD_QUERIES, FORWARD_THREADS>(arguments, sequence, place.sequence,
+                                                                   block.first_query, FORWARD_INTERVALS_AT,
+                                                                   FORWARD_WARP_INTERVALS_AT, block.thread);
+    block.modifiers = load_modifiers(arguments, sequence, place.sequence, block.head);
+    const float scale = exponent_scale(arguments);
+
+    // Values that are not finite must reach only queries that attend to them, but zero times NaN is NaN. If the output
+    // has such a number, all is computed once more without these values, which are then added.
+    ForwardState state;
+    bool is_careful = false;
+    while (true) {
+        const bool found = attend_to_keys(arguments, block, state, scale, is_careful);
+        if (KEY_CODES) break;
+        if (is_careful) {
+            if (any_in_block(found)) add_special_values(arguments, block, state);
+            break;
+        }
+        if (!any_in_block(has_special_output(state))) break;
+        is_careful = true;
+    }
+    store_forward_output(arguments, block, state, scale);
+}
+#endif

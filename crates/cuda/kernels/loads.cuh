@@ -1,0 +1,152 @@
+// Elements in global memory, and their way to tiles in shared memory.
+//
+// A tile is some rows of a tensor, whose pitch (bytes from row to row) is padded. Its columns are rounded up to matrices
+// of 16, with zeros behind the last element. Rows that must not be read, since they are outside of the tensor or since no
+// query attends to them, become zeros.
+#pragma once
+#include "specialization.cuh"
+#include "device.cuh"
+
+DEVICE float load_element(const void* tensor, i64 at) {
+#if ELEMENT == 2
+    return load_global((const float*)tensor + at);
+#else
+    return unpack_half(load_global((const u16*)tensor + at));
+#endif
+}
+
+DEVICE void store_element(void* tensor, i64 at, float x) {
+#if ELEMENT == 2
+    store_global((float*)tensor + at, x);
+#else
+    store_global((u16*)tensor + at, (u16)pack_pair(x, 0.0f));
+#endif
+}
+
+// Stores two neighbours in a row of `width` elements; `column` is even.
+DEVICE void store_pair(void* tensor, i64 at, float x, float y, int column, int width) {
+    if (ALIGNED_ROWS && width % 2 == 0) {
+        if (column >= width) return;
+#if ELEMENT == 2
+        float2 pair;
+        pair.x = x, pair.y = y;
+        store_global((float2*)((float*)tensor + at), pair);
+#else
+        store_global((u32*)((u16*)tensor + at), pack_pair(x, y));
+#endif
+    } else {
+        if (column < width) store_element(tensor, at, x);
+        if (column + 1 < width) store_element(tensor, at + 1, y);
+    }
+}
+
+// Stores two neighbours of a matrix in shared memory as elements.
+DEVICE void store_pair_shared(u32 at, float x, float y) {
+#if ELEMENT == 2
+    float2 pair;
+    pair.x = x, pair.y = y;
+    store_shared<float2>(at, pair);
+#else
+    store_shared<u32>(at, pack_pair(x, y));
+#endif
+}
+
+// Reads 4 / SIZE numbers of SIZE bytes one by one, the first of them at `column`; zeros from `width` bytes on.
+template <int SIZE> DEVICE u32 load_word(const char* row, i64 column_bytes, int column, int width) {
+    u32 word = 0;
+    UNROLL for (int e = 0; e < 4 / SIZE; e++) {
+        u32 number = 0;
+        if ((column + e) * SIZE < width) {
+            const char* from = row + (column + e) * column_bytes;
+            number = SIZE == 1   ? (u32)load_global((const u8*)from)
+                     : SIZE == 2 ? (u32)load_global((const u16*)from)
+                                 : load_global((const u32*)from);
+        }
+        word |= number << (8 * SIZE * e & 31);
+    }
+    return word;
+}
+
+// Loads ROWS rows of 16 * CHUNKS bytes, of numbers of SIZE bytes, with the THREADS threads of a group. Rows outside of
+// [first_row, end_row) and bytes from `width` on are not read and become zeros. IS_FULL: there are no such bytes.
+// With IS_ALIGNED the tile is there after a wait for copies and a barrier, otherwise after a barrier.
+template <int ROWS, int CHUNKS, int PITCH, int THREADS, bool IS_ALIGNED, int SIZE, bool IS_FULL = false>
+DEVICE void load_tile(u32 to, const char* from, i64 row_bytes, i64 column_bytes, int first_row, int end_row, int width,
+                      int thread) {
+    UNROLL for (int n = 0; n < (ROWS * CHUNKS + THREADS - 1) / THREADS; n++) {
+        const int at = thread + n * THREADS;
+        if (ROWS * CHUNKS % THREADS != 0 && at >= ROWS * CHUNKS) break;
+        const int row = THREADS % CHUNKS == 0 ? thread / CHUNKS + n * (THREADS / CHUNKS) : at / CHUNKS;
+        const int chunk = THREADS % CHUNKS == 0 ? thread % CHUNKS : at % CHUNKS;
+        const bool is_read = row >= first_row && row < end_row;
+        const char* row_from = from + row * row_bytes;
+        const u32 chunk_to = to + row * PITCH + chunk * 16;
+        if (IS_ALIGNED) {
+            int bytes = is_read ? 16 : 0;
+            if (!IS_FULL) bytes = is_read ? larger(0, smaller(16, width - chunk * 16)) : 0;
+            copy_async_16(chunk_to, bytes ? row_from + chunk * 16 : from, bytes);
+        } else {
+            u32 words[4];
+            UNROLL for (int w = 0; w < 4; w++) {
+                const int column = chunk * (16 / SIZE) + w * (4 / SIZE);
+                words[w] = is_read ? load_word<SIZE>(row_from, column_bytes, column, width) : 0;
+            }
+            uint4 all;
+            all.x = words[0], all.y = words[1], all.z = words[2], all.w = words[3];
+            store_shared<uint4>(chunk_to, all);
+        }
+    }
+}
+
+// Loads rows of D elements.
+template <int ROWS, int THREADS>
+DEVICE void load_head_tile(u32 to, const char* from, i64 row_bytes, int first_row, int end_row, int thread) {
+    load_tile<ROWS, HEAD_COLUMNS * ELEMENT_BYTES / 16, HEAD_PITCH, THREADS, ALIGNED_ROWS, ELEMENT_BYTES,
+              HEAD_COLUMNS == HEAD_DIM>(to, from, row_bytes, ELEMENT_BYTES, first_row, end_row, HEAD_DIM * ELEMENT_BYTES,
+                                        thread);
+}
+
+// Loads rows of D_v elements.
+template <int ROWS, int THREADS>
+DEVICE void load_value_tile(u32 to, const char* from, i64 row_bytes, int first_row, int end_row, int thread) {
+    load_tile<ROWS, VALUE_COLUMNS * ELEMENT_BYTES / 16, VALUE_PITCH, THREADS, ALIGNED_ROWS, ELEMENT_BYTES,
+              VALUE_COLUMNS == VALUE_DIM>(to, from, row_bytes, ELEMENT_BYTES, first_row, end_row,
+                                          VALUE_DIM * ELEMENT_BYTES, thread);
+}
+
+// Replaces numbers that are not finite by zeros, in the chunks that this thread loaded, which no other thread may have
+// read yet. Returns whether there were any.
+//
+// A weight of zero times NaN is NaN: in a tile to which some queries attend and others do not, such values must not meet
+// the weights of the others. In f32 they must not meet any weight: the TF32 remainder of infinity is NaN.
+template <int ROWS, int CHUNKS, int PITCH, int THREADS> DEVICE bool clean_tile(u32 at, int thread) {
+    const u32 EXPONENT = ELEMENT == 2 ? 0x7f800000u : ELEMENT == 1 ? 0x7f807f80u : 0x7c007c00u;
+    // What carries an exponent of ones into the highest bit of the number.
+    const u32 CARRY = ELEMENT == 2 ? 0x00800000u : ELEMENT == 1 ? 0x00800080u : 0x04000400u;
+    const u32 HIGHEST = ELEMENT == 2 ? 0x80000000u : 0x80008000u;
+    bool found = false;
+#pragma unroll 1
+    for (int chunk = thread; chunk < ROWS * CHUNKS; chunk += THREADS) {
+        const u32 chunk_at = at + chunk / CHUNKS * PITCH + chunk % CHUNKS * 16;
+        uint4 all = load_shared<uint4>(chunk_at);
+        u32 words[4] = {all.x, all.y, all.z, all.w}, any = 0;
+        UNROLL for (int w = 0; w < 4; w++) any |= ((words[w] & EXPONENT) + CARRY) & HIGHEST;
+        if (any) {
+            UNROLL for (int w = 0; w < 4; w++) {
+                const u32 bad = ((words[w] & EXPONENT) + CARRY) & HIGHEST;
+                if (ELEMENT == 2) words[w] = bad ? 0u : words[w];
+                else words[w] &= (bad & 0x8000u ? 0u : 0xffffu) | (bad & 0x80000000u ? 0u : 0xffff0000u);
+            }
+            all.x = words[0], all.y = words[1], all.z = words[2], all.w = words[3];
+            store_shared<uint4>(chunk_at, all);
+            found = true;
+        }
+    }
+    return found;
+}
+template <int ROWS, int THREADS> DEVICE bool clean_head_tile(u32 at, int thread) {
+    return clean_tile<ROWS, HEAD_COLUMNS * ELEMENT_BYTES / 16, HEAD_PITCH, THREADS>(at, thread);
+}
+template <int ROWS, int THREADS> DEVICE bool clean_value_tile(u32 at, int thread) {
+    return clean_tile<ROWS, VALUE_COLUMNS * ELEMENT_BYTES / 16, VALUE_PITCH, THREADS>(at, thread);
+}
