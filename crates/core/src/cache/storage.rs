@@ -6,11 +6,8 @@ use candle_core::{D, DType, Result, Tensor};
 
 use super::OP;
 use super::tokens::NewTokens;
-use crate::sdpa::KvScales;
+use crate::sdpa::{KvScales, ZERO_POINT, decoded};
 use candle_attention_modules::base::{self, accumulation_dtype, part};
-
-/// The 8-bit integer of the number 0.
-const ZERO_POINT: f64 = 128.0;
 
 /// Keys (B, H_kv, capacity, D) and values (B, H_kv, capacity, D_v), as floats or as 8 bits. Views made by
 /// [`rows`](Self::rows) share the storage: what is written to one is written to all.
@@ -140,7 +137,7 @@ impl KvBuffers {
     /// numbers of 8 bits in `dtype`.
     pub fn floats(&self, dtype: DType) -> Result<[Tensor; 2]> {
         let read = |(n, numbers): (usize, &Tensor)| match self.scales.get(n) {
-            Some(scales) => dequantize(numbers, scales, dtype),
+            Some(scales) => decoded(numbers, scales, dtype),
             None => Ok(numbers.clone()),
         };
         self.keys_and_values(self.numbers.iter().enumerate().map(read).collect::<Result<_>>()?)
@@ -232,13 +229,4 @@ pub(super) fn quantize(rows: &Tensor) -> Result<(Tensor, Tensor)> {
     let multiples = rows.broadcast_mul(&scales.ne(0f32)?.to_dtype(DType::F32)?)?.broadcast_div(&divisors)?;
     // The conversion rounds towards zero.
     Ok(((multiples + (ZERO_POINT + 0.5))?.to_dtype(DType::U8)?, scales))
-}
-
-/// Returns the floats that [`quantize`] stored; the tensors may have any strides.
-pub(super) fn dequantize(numbers: &Tensor, scales: &Tensor, dtype: DType) -> Result<Tensor> {
-    if numbers.elem_count() == 0 {
-        // Candle copies no empty views.
-        return Tensor::zeros(numbers.shape(), dtype, numbers.device());
-    }
-    (numbers.to_dtype(dtype)? - ZERO_POINT)?.broadcast_mul(&scales.to_dtype(dtype)?)
 }

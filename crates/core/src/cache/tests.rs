@@ -3,10 +3,10 @@
 use candle_core::{DType, Device, Result, Storage, Tensor};
 
 use super::staged::CachedCall;
-use super::storage::{dequantize, quantize};
+use super::storage::quantize;
 use super::{AttentionCache, AttentionCacheConfig, Padding};
 use crate::mask::{AttentionMask, FullyMaskedRows};
-use crate::sdpa::{Backend, OutputOnly, SdpaOptions, WithWeights, scaled_dot_product_attention};
+use crate::sdpa::{Backend, OutputOnly, SdpaOptions, WithWeights, decoded, scaled_dot_product_attention};
 use candle_attention_kernels::InstructionSet;
 use candle_attention_modules::init::TorchSeed;
 
@@ -137,7 +137,7 @@ fn cache_is_unchanged_by_a_call_that_was_not_committed() -> Result<()> {
 fn round_trip(rows: &Tensor) -> Result<Vec<Vec<f32>>> {
     let (numbers, scales) = quantize(rows)?;
     assert_eq!((numbers.dtype(), scales.dtype()), (DType::U8, DType::F32));
-    dequantize(&numbers, &scales, DType::F32)?.to_vec2()
+    decoded(&numbers, &scales, DType::F32)?.to_vec2()
 }
 
 #[test]
@@ -246,7 +246,7 @@ fn assert_close(found: &Tensor, expected: &Tensor, what: &str) -> Result<()> {
 /// Returns rows as a cache of 8 bits rounds them.
 fn rounded(rows: &Tensor) -> Result<Tensor> {
     let (numbers, scales) = quantize(rows)?;
-    dequantize(&numbers, &scales, DType::F32)
+    decoded(&numbers, &scales, DType::F32)
 }
 
 #[test]

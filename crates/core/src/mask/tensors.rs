@@ -79,6 +79,14 @@ impl AttentionMask {
         sum.transpose()
     }
 
+    /// Returns the dtype of the bias, if there is exactly one.
+    pub(crate) fn only_bias_dtype(&self) -> Option<DType> {
+        match self.biases.as_slice() {
+            [bias] => Some(bias.dtype()),
+            _ => None,
+        }
+    }
+
     /// Returns the mask of some of `h` heads.
     pub(crate) fn of_heads(&self, heads: Range<usize>, h: usize) -> Result<Self> {
         let mut own = self.clone();

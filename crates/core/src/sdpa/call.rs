@@ -23,6 +23,18 @@ pub(crate) struct KvScales {
     pub v: Tensor,
 }
 
+/// The code of the number 0.
+pub(crate) const ZERO_POINT: f64 = 128.0;
+
+/// Returns the numbers of codes of 8 bits with their scales in a dtype; the tensors may have any strides.
+pub(crate) fn decoded(codes: &Tensor, scales: &Tensor, dtype: DType) -> Result<Tensor> {
+    if codes.elem_count() == 0 {
+        // Candle copies no empty views.
+        return Tensor::zeros(codes.shape(), dtype, codes.device());
+    }
+    (codes.to_dtype(dtype)? - ZERO_POINT)?.broadcast_mul(&scales.to_dtype(dtype)?)
+}
+
 /// Checked arguments of one attention call.
 pub(crate) struct Call {
     /// The name of the public function, for errors.
@@ -39,7 +51,8 @@ pub(crate) struct Call {
     pub ranges: CallRanges,
     /// A boolean mask on top of the ranges: u8 that broadcasts to (B, H, T_q, T_kv).
     pub keep: Option<Tensor>,
-    /// An additive bias in the dtype of the scores, which broadcasts to (B, H, T_q, T_kv).
+    /// An additive bias, which broadcasts to (B, H, T_q, T_kv): in the dtype of the scores, or on CUDA in that of the
+    /// queries.
     pub bias: Option<Tensor>,
     pub fully_masked_rows: FullyMaskedRows,
     pub options: SdpaOptions,
@@ -116,7 +129,7 @@ impl Call {
         Expect::one(op, "q", &q).dtype_of(&FLOATS, "")?;
         let dtype = accumulation_dtype(q.dtype());
         let keep = mask.explicit_keep(scores, q.device())?;
-        let bias = mask.bias_tensor(scores, dtype, q.device())?;
+        let bias = mask.bias_tensor(scores, bias_dtype(mask, &q, dtype), q.device())?;
         let call = Self {
             op,
             q,
@@ -162,6 +175,14 @@ impl Call {
     pub fn in_output_layout(&self, output: Tensor) -> Result<Tensor> {
         let layout = self.output_layout();
         swapped_for(layout, swapped_for(layout, output)?.contiguous()?)
+    }
+
+    /// Returns keys and values as floats of a dtype.
+    pub fn float_keys_and_values(&self, dtype: DType) -> Result<[Tensor; 2]> {
+        match &self.scales {
+            None => Ok([self.k.to_dtype(dtype)?, self.v.to_dtype(dtype)?]),
+            Some(scales) => Ok([decoded(&self.k, &scales.k, dtype)?, decoded(&self.v, &scales.v, dtype)?]),
+        }
     }
 
     /// Returns (B, H, T_q, T_kv).
@@ -212,6 +233,12 @@ impl Call {
         found.shape_of(shapes)?.dtype_of(&FLOATS, "")?;
         Ok(())
     }
+}
+
+/// Returns the dtype of a call's bias, for scores in `scores`. The CUDA kernels read a bias in the dtype of the queries
+/// as it is.
+fn bias_dtype(mask: &AttentionMask, q: &Tensor, scores: DType) -> DType {
+    if q.device().is_cuda() && mask.only_bias_dtype() == Some(q.dtype()) { q.dtype() } else { scores }
 }
 
 /// Returns a tensor of a batch as (B, H, T, D), and one of packed sequences (total, H, D) as (1, H, total, D).

@@ -5,6 +5,7 @@
 
 mod call;
 mod cpu;
+mod cuda;
 mod function;
 mod keys;
 mod metal;
@@ -33,7 +34,7 @@ pub use reference::{masked_softmax, merge_attention};
 pub use result::AttentionOutput;
 pub use statistics::{AttentionStatistics, StatisticsOptions};
 
-pub(crate) use call::{Call, KvScales, Qkv};
+pub(crate) use call::{Call, KvScales, Qkv, ZERO_POINT, decoded};
 pub(crate) use keys::{FunctionKeys, OwnKeys};
 pub(crate) use request::{
     OutputOnly, Request, WithStatistics, WithWeights, choose, plan as plan_of_call, run as run_request, run_on,

@@ -5,6 +5,7 @@ use std::fmt;
 use candle_core::{DType, Device, Error, Result, bail};
 
 use super::call::Call;
+use super::cuda::CudaCall;
 use super::metal::MetalCall;
 use super::options::Backend;
 use super::result::ResultKind;
@@ -31,6 +32,7 @@ impl fmt::Display for Plan {
 pub(crate) enum Choice {
     Reference { reason: String },
     Cpu(InstructionSet),
+    Cuda(Box<CudaCall>),
     Metal(MetalCall),
 }
 
@@ -47,7 +49,7 @@ impl Choice {
             Some(reason) => Err(reason.into()),
             None => match call.q.device() {
                 Device::Cpu => Ok(Self::Cpu(instruction_set(call)?)),
-                Device::Cuda(_) => Err("there is no fused kernel for CUDA".into()),
+                Device::Cuda(_) => CudaCall::plan(call, kind).map(|cuda_call| Self::Cuda(Box::new(cuda_call))),
                 Device::Metal(_) => MetalCall::plan(call, kind).map(Self::Metal),
             },
         };
@@ -60,7 +62,7 @@ impl Choice {
 
     /// Returns whether a kernel runs the call that reads keys and values of 8 bits.
     pub fn reads_codes(&self) -> bool {
-        matches!(self, Self::Cpu(_))
+        matches!(self, Self::Cpu(_) | Self::Cuda(_))
     }
 
     /// Returns the choice in the form that callers read.
@@ -70,6 +72,7 @@ impl Choice {
             Self::Cpu(instruction_set) => {
                 Plan { backend: Backend::Fused, reason: format!("the CPU kernel, {instruction_set}") }
             }
+            Self::Cuda(cuda_call) => Plan { backend: Backend::Fused, reason: cuda_call.to_string() },
             Self::Metal(metal_call) => Plan { backend: Backend::Fused, reason: metal_call.to_string() },
         }
     }

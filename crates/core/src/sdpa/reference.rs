@@ -176,7 +176,8 @@ fn attend_batch(call: &Call, first: FirstRow) -> Result<BatchAttention> {
 
     // Scaling the queries is scaling the scores, with T_q · D products in place of T_q · T_kv.
     let queries = (call.q.to_dtype(dtype)? * call.scale())?;
-    let mut scores = grouped_matmul(&queries, &call.k.to_dtype(dtype)?.t()?)?;
+    let [keys, values] = call.float_keys_and_values(dtype)?;
+    let mut scores = grouped_matmul(&queries, &keys.t()?)?;
     if let Some(softcap) = call.options.softcap {
         scores = ((scores / softcap)?.tanh()? * softcap)?;
     }
@@ -187,11 +188,11 @@ fn attend_batch(call: &Call, first: FirstRow) -> Result<BatchAttention> {
         scores = scores.broadcast_add(&by_diagonal(&biases.to_dtype(dtype)?, t_q, t_kv)?)?;
     }
     if let Some(bias) = &call.bias {
-        scores = scores.broadcast_add(bias)?;
+        scores = scores.broadcast_add(&bias.to_dtype(dtype)?)?;
     }
     let (before_dropout, lse) = masked_softmax_and_lse(&scores, keep.as_ref(), sinks.as_ref(), call.fully_masked_rows)?;
     let after_dropout = dropout(&before_dropout, &call.options, first)?;
-    let output = weighted_values(&after_dropout, &call.v.to_dtype(dtype)?, keep.as_ref())?;
+    let output = weighted_values(&after_dropout, &values, keep.as_ref())?;
     let output = call.in_output_layout(output.to_dtype(call.q.dtype())?)?;
     Ok(BatchAttention { output, lse, weights: Some(Weights { before_dropout, after_dropout }) })
 }

@@ -7,6 +7,7 @@ use std::sync::Once;
 use candle_core::{Result, Tensor, bail};
 
 use super::call::Call;
+use super::cuda::CudaCall;
 use super::first_line;
 use super::metal::MetalCall;
 use super::options::Backend;
@@ -37,6 +38,11 @@ pub(crate) trait Request: Copy {
     /// Computes the result with the CPU kernel, or on the reference path if the kernel does not have it.
     fn run_cpu(self, call: Call, _: InstructionSet) -> Result<Self::Result> {
         self.run_reference(&call)
+    }
+
+    /// Computes the result with the CUDA kernels, or on the reference path if the kernels do not have it.
+    fn run_cuda(self, _: CudaCall, call: &Call) -> Result<Self::Result> {
+        self.run_reference(call)
     }
 
     /// Computes the result with Metal's operation, or on the reference path if the operation does not have it.
@@ -81,6 +87,10 @@ impl Request for OutputOnly {
 
     fn run_cpu(self, call: Call, instruction_set: InstructionSet) -> Result<Tensor> {
         cpu::output(call, instruction_set)
+    }
+
+    fn run_cuda(self, cuda_call: CudaCall, call: &Call) -> Result<Tensor> {
+        or_reference(call, cuda_call.output(), || reference::output(call))
     }
 
     fn run_metal(self, metal_call: &MetalCall, call: &Call) -> Result<Tensor> {
@@ -159,6 +169,10 @@ impl Request for WithLogSumExp {
         cpu::output_and_lse(call, instruction_set)
     }
 
+    fn run_cuda(self, cuda_call: CudaCall, call: &Call) -> Result<(Tensor, Tensor)> {
+        or_reference(call, cuda_call.output_and_lse(), || reference::output_and_lse(call))
+    }
+
     fn run_function(self, _: impl FnOnce() -> Result<Tensor>) -> Result<(Tensor, Tensor)> {
         bail!("[attention_function] the log-sum-exp was requested, which a caller's function does not return")
     }
@@ -214,6 +228,7 @@ pub(crate) fn run_on<R: Request>(choice: Choice, call: Call, request: R) -> Resu
     match choice {
         Choice::Reference { .. } => request.run_reference(&call),
         Choice::Cpu(instruction_set) => request.run_cpu(call, instruction_set),
+        Choice::Cuda(cuda_call) => request.run_cuda(*cuda_call, &call),
         Choice::Metal(metal_call) => request.run_metal(&metal_call, &call),
     }
 }

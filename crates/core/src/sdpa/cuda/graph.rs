@@ -1,0 +1,119 @@
+//! The CUDA kernels as an operation of Candle's graph, with its backward pass.
+
+use std::sync::Arc;
+
+use candle_attention_cuda::{AttentionCall, BackwardInputs, ForwardOutput, Gradients, RequestedGradients};
+use candle_core::op::BackpropOp;
+use candle_core::{Error, Layout, Result, Shape, Storage, Tensor};
+
+use super::super::call::swapped_for;
+use super::super::score_tensors::{ByInput, is_tracked};
+use super::CudaCall;
+use candle_attention_modules::base::rowwise::with_contiguous_rows;
+use candle_attention_modules::base::{record, record_two};
+
+const NAME: &str = "flash-attention";
+
+/// Runs the kernels and returns the output as it is stored, with gradients for the inputs that are tracked.
+pub(super) fn output(cuda_call: CudaCall) -> Result<Tensor> {
+    let forward = cuda_call.attention.forward(cuda_call.tracks_gradients())?;
+    let ForwardOutput { output, output_shape, log_sum_exp, log_sum_exp_shape } = forward;
+    let lse = log_sum_exp.map(|storage| untracked(storage, log_sum_exp_shape));
+    let cuda_call = Arc::new(cuda_call);
+    let shared = cuda_call.clone();
+    let backward = move |stored: &Tensor, gradient: &Tensor| {
+        let lse = lse.as_ref().ok_or_else(missing_lse)?;
+        Ok(shared.gradients(stored, lse, gradient, None)?.in_order().into())
+    };
+    record(NAME, &cuda_call.inputs().in_order(), output, output_shape, backward)
+}
+
+/// Runs the kernels and returns the output as it is stored, and the log-sum-exp, as [`output`] does.
+pub(super) fn output_and_lse(cuda_call: CudaCall) -> Result<(Tensor, Tensor)> {
+    let forward = cuda_call.attention.forward(true)?;
+    let ForwardOutput { output, output_shape, log_sum_exp, log_sum_exp_shape: lse_shape } = forward;
+    let storage = log_sum_exp.ok_or_else(missing_lse)?;
+    // The graph owns the numbers that are returned, so that the backward pass needs a copy.
+    let kept = match cuda_call.tracks_gradients() {
+        true => Some(untracked(storage.try_clone(&Layout::contiguous(&lse_shape))?, lse_shape.clone())),
+        false => None,
+    };
+    let cuda_call = Arc::new(cuda_call);
+    let shared = cuda_call.clone();
+    let backward = move |stored: &Tensor, gradient: &Tensor, lse_gradient: Option<Tensor>| {
+        let lse = kept.as_ref().ok_or_else(missing_lse)?;
+        Ok(shared.gradients(stored, lse, gradient, lse_gradient)?.in_order().into())
+    };
+    let shapes = [output_shape, lse_shape];
+    let [output, lse] = record_two(NAME, &cuda_call.inputs().in_order(), shapes, output, storage, backward)?;
+    Ok((output, lse))
+}
+
+fn untracked(storage: Storage, shape: Shape) -> Tensor {
+    Tensor::from_storage(storage, shape, BackpropOp::none(), false)
+}
+
+fn missing_lse() -> Error {
+    Error::msg(format!("[{NAME}] the forward pass has no log-sum-exp, expected one for its backward pass"))
+}
+
+impl CudaCall {
+    /// Returns the tensors that gradients flow into.
+    fn inputs(&self) -> ByInput<Option<&Tensor>> {
+        let AttentionCall { q, k, v, .. } = &self.attention;
+        ByInput {
+            q: Some(q),
+            k: Some(k),
+            v: Some(v),
+            bias: self.score_tensors.bias.as_ref(),
+            relative_bias: self.score_tensors.relative_bias.as_ref(),
+            slopes: self.score_tensors.slopes.as_ref(),
+            sinks: self.score_tensors.sinks.as_ref(),
+        }
+    }
+
+    /// Returns whether an input is tracked for gradients.
+    pub(super) fn tracks_gradients(&self) -> bool {
+        self.inputs().in_order().into_iter().any(is_tracked)
+    }
+
+    /// Returns which gradients a backward pass computes.
+    pub(super) fn requested_gradients(&self) -> RequestedGradients {
+        let inputs = self.inputs();
+        RequestedGradients {
+            q: is_tracked(inputs.q),
+            k: is_tracked(inputs.k),
+            v: is_tracked(inputs.v),
+            bias: is_tracked(inputs.bias),
+            relative_bias: is_tracked(inputs.relative_bias),
+            slopes: is_tracked(inputs.slopes),
+            sinks: is_tracked(inputs.sinks),
+        }
+    }
+
+    /// Computes the gradients of the inputs that are tracked. The output and its gradient are as they are stored.
+    fn gradients(
+        &self,
+        output: &Tensor,
+        lse: &Tensor,
+        output_gradient: &Tensor,
+        lse_gradient: Option<Tensor>,
+    ) -> Result<ByInput<Option<Tensor>>> {
+        // (B, H, T_q, D_v) in any layout.
+        let output_gradient = swapped_for(self.output_layout, output_gradient.clone())?;
+        let output_gradient = with_contiguous_rows(&output_gradient)?;
+        let lse_gradient = match lse_gradient {
+            Some(gradient) => Some(gradient.contiguous()?),
+            None => None,
+        };
+        let backward = BackwardInputs {
+            output,
+            log_sum_exp: lse,
+            output_gradient: &output_gradient,
+            log_sum_exp_gradient: lse_gradient.as_ref(),
+        };
+        let found = self.attention.backward(&backward, self.requested_gradients())?;
+        let Gradients { q, k, v, bias, relative_bias, slopes, sinks } = found;
+        Ok(ByInput { q, k, v, bias, relative_bias, slopes, sinks })
+    }
+}

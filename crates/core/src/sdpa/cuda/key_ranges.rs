@@ -1,0 +1,127 @@
+//! The keys that queries attend to, in the form that takes the least memory on the device: numbers where all sequences
+//! have the same bounds, an entry for each sequence where these differ, and an entry for each query otherwise.
+
+use candle_attention_cuda::{FirstPosition, Intervals, KeyRanges};
+use candle_core::{Device, Result, Tensor, bail};
+
+use super::super::call::Call;
+use super::super::packed::PackedSequences;
+use super::uploads::uploaded;
+use crate::mask::{KeyBounds, RowRanges};
+
+/// Returns the lengths of packed sequences.
+pub(super) fn packed_sequences(
+    sequences: &PackedSequences,
+    device: &Device,
+) -> Result<candle_attention_cuda::PackedSequences> {
+    let (mut ends_of_queries, mut ends_of_keys) = (vec![0], vec![0]);
+    for [queries, keys] in sequences.ranges() {
+        ends_of_queries.push(entry(queries.end)?);
+        ends_of_keys.push(entry(keys.end)?);
+    }
+    let shape = [ends_of_queries.len()];
+    Ok(candle_attention_cuda::PackedSequences {
+        cu_seqlens_q: uploaded(ends_of_queries, &shape, device)?,
+        cu_seqlens_kv: uploaded(ends_of_keys, &shape, device)?,
+        longest_queries: sequences.most_queries(),
+        longest_keys: sequences.most_keys(),
+    })
+}
+
+/// Returns the keys that the queries of a call attend to.
+///
+/// # Errors
+/// If ALiBi counts from a query's position, and joined masks disagree on it or it is beyond 32 bits.
+pub(super) fn key_ranges(call: &Call) -> Result<KeyRanges> {
+    let has_alibi = call.options.alibi_slopes.is_some();
+    match call.ranges.bounds() {
+        Some(bounds) if bounds.positions_agree || !has_alibi => of_bounds(bounds, call),
+        _ => of_rows(call.rows()?, call),
+    }
+}
+
+/// Returns the ranges that bounds describe.
+fn of_bounds(bounds: KeyBounds, call: &Call) -> Result<KeyRanges> {
+    let device = call.q.device();
+    let by_sequence = |entries: Option<Vec<i32>>| -> Result<Option<Tensor>> {
+        let Some(entries) = entries else { return Ok(None) };
+        let shape = [entries.len()];
+        uploaded(entries, &shape, device).map(Some)
+    };
+    let distance = |limit: Option<i32>| limit.map(|limit| limit as usize);
+    let first_position = match bounds.is_aligned_to_end {
+        true => FirstPosition::AtEnd,
+        false => first_position(bounds.first_positions, device)?,
+    };
+    Ok(KeyRanges {
+        first_position,
+        causal: bounds.is_causal,
+        left: distance(bounds.left),
+        right: distance(bounds.right),
+        chunk: distance(bounds.chunk),
+        starts: by_sequence(bounds.starts)?,
+        lengths: by_sequence(bounds.lengths)?,
+        prefixes: by_sequence(bounds.prefixes)?,
+        intervals: None,
+    })
+}
+
+/// Returns the ranges as a start and an end for each query.
+fn of_rows(rows: &RowRanges, call: &Call) -> Result<KeyRanges> {
+    let device = call.q.device();
+    let positions = match call.options.alibi_slopes {
+        Some(_) => {
+            // An error if joined masks disagree.
+            rows.positions()?;
+            let mut first = Vec::with_capacity(rows.sequences.len());
+            for sequence in &rows.sequences {
+                first.push(position(sequence.position.saturating_sub(sequence.first_key as i64))?);
+            }
+            first_position(first, device)?
+        }
+        // Nothing else counts from positions.
+        None => FirstPosition::AtEnd,
+    };
+    let mut starts = vec![0; rows.keys.len()];
+    let mut ends = vec![0; rows.keys.len()];
+    for sequence in &rows.sequences {
+        for row in sequence.queries.clone() {
+            let keys = &rows.keys[row];
+            starts[row] = entry(keys.start - sequence.first_key)?;
+            ends[row] = entry(keys.end - sequence.first_key)?;
+        }
+    }
+    let shape = match call.sequences {
+        Some(_) => vec![call.dims.t_q],
+        None => vec![call.dims.b, call.dims.t_q],
+    };
+    let intervals = Intervals { starts: uploaded(starts, &shape, device)?, ends: uploaded(ends, &shape, device)? };
+    Ok(KeyRanges { first_position: positions, intervals: Some(intervals), ..KeyRanges::default() })
+}
+
+/// Returns the position of query 0: a number if it is the same in all sequences.
+fn first_position(positions: Vec<i32>, device: &Device) -> Result<FirstPosition> {
+    match positions.first() {
+        Some(&first) if positions.iter().all(|&other| other == first) => Ok(FirstPosition::Same(first)),
+        _ => {
+            let shape = [positions.len()];
+            Ok(FirstPosition::Each(uploaded(positions, &shape, device)?))
+        }
+    }
+}
+
+/// Returns a number of keys or queries in 32 bits.
+fn entry(count: usize) -> Result<i32> {
+    match i32::try_from(count) {
+        Ok(number) => Ok(number),
+        Err(_) => bail!("the CUDA kernels count in 32 bits, and the call has {count} queries or keys"),
+    }
+}
+
+/// Returns a position in 32 bits, with room for sums.
+fn position(number: i64) -> Result<i32> {
+    match i32::try_from(number) {
+        Ok(small) if small.unsigned_abs() <= 1 << 30 => Ok(small),
+        _ => bail!("the CUDA kernels count in 32 bits, and a query has the position {number}"),
+    }
+}
