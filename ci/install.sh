@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# `bash ci/install.sh mpi page` installs programs that checks need besides Rust, if they are missing: MPI and libclang,
-# and Chromium with the packages of tests/page. It fails if a program is missing afterwards.
+# `bash ci/install.sh mpi page nvrtc` installs programs that checks need besides Rust, if they are missing: MPI and
+# libclang; Chromium with the packages of tests/page; NVRTC, the compiler of CUDA kernels, in target/nvrtc. It fails if
+# a program is missing afterwards.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -13,6 +14,12 @@ apt() {
 
 has_mpi() { command -v mpirun && command -v mpicc && ls /usr/lib/llvm*/lib/libclang.so*; }
 has_chromium() { [ -n "${CHROMIUM-}" ] || command -v chromium || command -v google-chrome; }
+has_nvrtc() { [ -n "${NVRTC_FOLDER-}" ] || [ -e target/nvrtc/complete ]; }
+# 90 MB. The version is fixed, since another may take other registers.
+install_nvrtc() {
+    python3 -m pip install --quiet --no-deps --only-binary=:all: --upgrade --target target/nvrtc nvidia-cuda-nvrtc==13.0.88 &&
+        touch target/nvrtc/complete
+}
 has_packages() { [ tests/page/node_modules/.package-lock.json -nt tests/page/package-lock.json ]; }
 
 status=0
@@ -23,7 +30,8 @@ for what in "$@"; do
         has_chromium || apt chromium || status=1
         has_packages || npm --prefix tests/page ci --silent --no-audit --no-fund || status=1
         ;;
-    *) echo "ci/install.sh: expected mpi or page, found $what" >&2; exit 2 ;;
+    nvrtc) has_nvrtc || install_nvrtc || status=1 ;;
+    *) echo "ci/install.sh: expected mpi, page or nvrtc, found $what" >&2; exit 2 ;;
     esac
 done
 exit "$status"

@@ -1,5 +1,8 @@
 //! The command line.
 
+use std::path::PathBuf;
+use std::str::FromStr;
+
 use clap::{Parser, ValueEnum};
 
 /// Compares attention on every device of this machine with the CPU's reference path in f64.
@@ -13,9 +16,21 @@ pub struct Args {
     #[arg(long, value_enum, default_value_t = DeviceChoice::All)]
     pub device: DeviceChoice,
 
-    /// Fewer and smaller calls; decoding is timed on keys that may fit in the processor's cache
+    /// Fewer and smaller calls
     #[arg(long)]
     pub short: bool,
+
+    /// The widths of heads that every row goes over: 64 with --short, and 32, 64, 96 and 128 without
+    #[arg(long, value_delimiter = ',', value_name = "D")]
+    pub widths: Vec<usize>,
+
+    /// Check one of N parts of the rows, so that N processes check all of them: 1/4, 2/4 and so on
+    #[arg(long, value_name = "I/N", default_value = "1/1")]
+    pub part: Part,
+
+    /// The repository's folder of small models
+    #[arg(long, value_name = "DIR", default_value = "models")]
+    pub models: PathBuf,
 
     /// Print which path the calls took, and why
     #[arg(long)]
@@ -24,22 +39,6 @@ pub struct Args {
     /// Allow errors of this many times the usual ones; 0 allows none
     #[arg(long, value_name = "FACTOR", default_value_t = 1.0, value_parser = factor)]
     pub tolerance: f64,
-
-    /// Time attention as well: milliseconds, TFLOP/s and GB/s
-    #[arg(long)]
-    pub bench: bool,
-
-    /// Time no sequences longer than this
-    #[arg(long, value_name = "T", default_value_t = 16_384)]
-    pub longest: usize,
-
-    /// Time no reference path whose scores take more than this many GiB
-    #[arg(long, value_name = "GIB", default_value_t = 20.0, value_parser = factor)]
-    pub scores: f64,
-
-    /// Print what --bench would time, one JSON object a line, for torch_sdpa.py
-    #[arg(long, conflicts_with = "bench")]
-    pub list: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -47,8 +46,35 @@ pub enum DeviceChoice {
     Cpu,
     Cuda,
     Metal,
-    /// All devices that are present; the CPU is not timed if there is another
+    /// All devices that are present
     All,
+}
+
+/// One of several parts of the rows.
+#[derive(Debug, Clone, Copy)]
+pub struct Part {
+    /// From 0 to `count - 1`.
+    index: usize,
+    count: usize,
+}
+
+impl Part {
+    /// Returns whether the row at a position belongs to the part.
+    pub fn has(self, row: usize) -> bool {
+        row % self.count == self.index
+    }
+}
+
+impl FromStr for Part {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let numbers = text.split_once('/').and_then(|(i, n)| Some((i.parse().ok()?, n.parse().ok()?)));
+        match numbers {
+            Some((number, count)) if (1..=count).contains(&number) => Ok(Self { index: number - 1, count }),
+            _ => Err("expected a part and their number, for example 1/4".into()),
+        }
+    }
 }
 
 fn factor(text: &str) -> Result<f64, String> {

@@ -1,12 +1,13 @@
 //! A call on a device, compared with the reference path on the CPU in f64.
 
 use candle_attention::{
-    AttentionMask, Backend, Plan, SdpaOptions, plan, scaled_dot_product_attention,
-    scaled_dot_product_attention_with_lse, scaled_dot_product_attention_with_weights,
+    Backend, Plan, plan, scaled_dot_product_attention, scaled_dot_product_attention_with_lse,
+    scaled_dot_product_attention_with_weights,
 };
 use candle_core::{DType, Device, Result, Tensor, Var, bail};
 
 use super::case::{Case, Want};
+use super::operands::{Operands, Qkv};
 
 pub const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
@@ -32,49 +33,79 @@ pub struct Checked {
 /// Compares a call on a device with the reference path on the CPU in f64.
 ///
 /// # Errors
-/// If the call fails, on the device or on the CPU.
+/// If the call fails, on the device or on the CPU, and if two backward passes over the same numbers differ in a bit.
 pub fn check(case: &Case, dtype: DType, device: &Device) -> Result<Checked> {
-    let buffers = case.buffers(dtype)?;
-    let exact = buffers.map(|buffer| buffer.to_dtype(DType::F64))?.views(case.layout)?;
-    let reference = case.options(&Device::Cpu)?.with_backend(Backend::Reference);
-    let expected = run(case, exact, &case.mask(&Device::Cpu)?, &reference)?;
-
-    let (mask, options) = (case.mask(device)?, case.options(device)?);
-    let [q, k, v] = buffers.map(|buffer| buffer.to_device(device))?.views(case.layout)?;
+    let operands = case.operands(dtype)?;
+    let expected = run(case, &operands.map(|tensor| tensor.to_dtype(DType::F64))?, Backend::Reference)?;
+    let here = operands.map(|tensor| tensor.to_device(device))?;
     // `plan` is about the output alone.
     let mut found_plan = None;
     if case.want == Want::Output {
-        found_plan = Some(plan(&q, &k, &v, &mask, &options)?);
+        let Qkv { q, k, v } = here.views(case.layout)?;
+        found_plan = Some(plan(&q, &k, &v, &case.mask(&here)?, &case.options(&here))?);
     }
-    let found = run(case, [q, k, v], &mask, &options)?;
-    let errors = found.iter().zip(&expected).map(|(found, expected)| relative_error(found, expected));
-    let error = errors.collect::<Result<Vec<_>>>()?.into_iter().fold(0.0, f64::max);
-    Ok(Checked { error, plan: found_plan })
+    let found = run(case, &here, Backend::Auto)?;
+    if matches!(case.want, Want::Gradients | Want::GradientsWithLogSumExp) {
+        for (first, second) in found.iter().zip(run(case, &here, Backend::Auto)?) {
+            if relative_error(first, &second)? != 0.0 {
+                bail!("two backward passes over the same numbers differ")
+            }
+        }
+    }
+    Ok(Checked { error: largest_error(&found, &expected)?, plan: found_plan })
 }
 
-fn run(case: &Case, qkv: [Tensor; 3], mask: &AttentionMask, options: &SdpaOptions) -> Result<Vec<Tensor>> {
-    let [q, k, v] = &qkv;
+fn run(case: &Case, operands: &Operands, backend: Backend) -> Result<Vec<Tensor>> {
+    let with_gradients = matches!(case.want, Want::Gradients | Want::GradientsWithLogSumExp);
+    let operands = match with_gradients {
+        true => &operands.map(|tensor| Ok(Var::from_tensor(tensor)?.into_inner()))?,
+        false => operands,
+    };
+    let Qkv { q, k, v } = operands.views(case.layout)?;
+    let (mask, options) = (case.mask(operands)?, case.options(operands).with_backend(backend));
     match case.want {
-        Want::Output => Ok(vec![scaled_dot_product_attention(q, k, v, mask, options)?]),
+        Want::Output => Ok(vec![scaled_dot_product_attention(&q, &k, &v, &mask, &options)?]),
         Want::LogSumExp => {
-            let (output, lse) = scaled_dot_product_attention_with_lse(q, k, v, mask, options)?;
+            let (output, lse) = scaled_dot_product_attention_with_lse(&q, &k, &v, &mask, &options)?;
             Ok(vec![output, lse])
         }
         Want::Weights => {
-            let output = scaled_dot_product_attention_with_weights(q, k, v, mask, options)?;
+            let output = scaled_dot_product_attention_with_weights(&q, &k, &v, &mask, &options)?;
             Ok(vec![output.output, output.weights])
         }
         Want::Gradients => {
-            let vars = [Var::from_tensor(q)?, Var::from_tensor(k)?, Var::from_tensor(v)?];
-            let output = scaled_dot_product_attention(&vars[0], &vars[1], &vars[2], mask, options)?;
-            let gradients = output.sqr()?.sum_all()?.backward()?;
-            let of = |var: &Var| match gradients.get(var) {
-                Some(gradient) => Ok(gradient.clone()),
-                None => bail!("a gradient is missing"),
-            };
-            vars.iter().map(of).collect()
+            let output = scaled_dot_product_attention(&q, &k, &v, &mask, &options)?;
+            gradients(&output.sqr()?.sum_all()?, &operands.all())
+        }
+        Want::GradientsWithLogSumExp => {
+            let (output, lse) = scaled_dot_product_attention_with_lse(&q, &k, &v, &mask, &options)?;
+            let lse_sum = lse.sum_all()?.to_dtype(output.dtype())?;
+            gradients(&(output.sqr()?.sum_all()? + lse_sum)?, &operands.all())
         }
     }
+}
+
+/// Returns the gradients of a loss with respect to variables.
+pub fn gradients(loss: &Tensor, variables: &[&Tensor]) -> Result<Vec<Tensor>> {
+    let found = loss.backward()?;
+    let mut gradients = Vec::with_capacity(variables.len());
+    for variable in variables {
+        let Some(gradient) = found.get(variable) else { bail!("a gradient is missing") };
+        gradients.push(gradient.clone());
+    }
+    Ok(gradients)
+}
+
+/// Returns the largest [`relative_error`] of results.
+pub fn largest_error(found: &[Tensor], expected: &[Tensor]) -> Result<f64> {
+    if found.len() != expected.len() {
+        bail!("{} results, expected {}", found.len(), expected.len())
+    }
+    let mut largest = 0f64;
+    for (own, other) in found.iter().zip(expected) {
+        largest = largest.max(relative_error(own, other)?);
+    }
+    Ok(largest)
 }
 
 /// Returns the largest difference, relative to the largest finite entry expected. Infinities have to agree. A NaN or

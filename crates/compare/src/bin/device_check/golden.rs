@@ -17,10 +17,10 @@ use super::progress::Progress;
 use super::table::Row;
 
 /// Checks every folder that has a layer, in each dtype.
-pub fn check(device: &Device, tolerance: f64, progress: &Progress) -> Result<Row> {
+pub fn check(device: &Device, models: &Path, tolerance: f64, progress: &Progress) -> Result<Row> {
     let mut row = Row::new("layers of models/");
     let mut others = Vec::new();
-    for folder in folders()? {
+    for folder in folders(models)? {
         let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
         progress.note(&name);
         let golden = Golden::open(&folder)?;
@@ -38,9 +38,11 @@ pub fn check(device: &Device, tolerance: f64, progress: &Progress) -> Result<Row
     Ok(row)
 }
 
-fn folders() -> Result<Vec<PathBuf>> {
-    let models = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models");
-    let mut folders: Vec<_> = std::fs::read_dir(&models)?.map(|entry| Ok(entry?.path())).collect::<Result<_>>()?;
+fn folders(models: &Path) -> Result<Vec<PathBuf>> {
+    let Ok(entries) = std::fs::read_dir(models) else {
+        bail!("there is no folder {}, expected models/ of the repository: see --models", models.display())
+    };
+    let mut folders: Vec<_> = entries.map(|entry| Ok(entry?.path())).collect::<Result<_>>()?;
     folders.retain(|folder| folder.join("config.json").is_file() && folder.join("io.safetensors").is_file());
     folders.sort();
     Ok(folders)

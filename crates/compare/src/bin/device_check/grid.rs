@@ -8,64 +8,159 @@ pub struct Group {
     pub cases: Vec<Case>,
 }
 
+/// The sizes that every row goes over.
+pub struct Grid {
+    sizes: Vec<Dims>,
+    /// The lengths of a cache that one query and some queries attend to.
+    cached: usize,
+}
+
 const PLAIN: Dims = Dims { b: 2, h: 4, h_kv: 4, t_q: 48, t_kv: 48, d: 64, d_v: 64 };
 
 /// (T_q, T_kv): a square that fills blocks and one that does not, new queries against a cache, one query.
 const SHORT: [(usize, usize); 4] = [(32, 32), (37, 37), (9, 70), (1, 70)];
 const LONG: [(usize, usize); 6] = [(128, 128), (200, 200), (129, 300), (300, 129), (1, 1030), (7, 2050)];
 
-pub fn groups(short: bool) -> Vec<Group> {
-    let lengths: Vec<_> = SHORT.into_iter().chain(if short { vec![] } else { LONG.to_vec() }).collect();
-    let widths: &[usize] = if short { &[64] } else { &[32, 64, 96, 128] };
-    let plain = |dims: Dims| Case {
-        dims,
-        layout: Layout::Contiguous,
-        mask: Mask::None,
-        options: Options::Plain,
-        want: Want::Output,
-    };
-    // Every length and head dimension, with one key head for each query head, for two, or for all.
-    let sizes = || {
-        lengths
-            .iter()
-            .flat_map(|&(t_q, t_kv)| widths.iter().map(move |&d| (t_q, t_kv, d)))
-            .enumerate()
-            .map(|(n, (t_q, t_kv, d))| Dims { h_kv: [4, 2, 1][n % 3], t_q, t_kv, d, d_v: d, ..PLAIN })
-    };
-    let all =
-        |name, change: &dyn Fn(Case) -> Case| Group { name, cases: sizes().map(|dims| change(plain(dims))).collect() };
-    let masked = |name, mask| all(name, &|case| Case { mask, ..case });
-    let with = |name, options, mask| all(name, &|case| Case { options, mask, ..case });
-    let laid = |name, layout| all(name, &|case| Case { layout, mask: Mask::Causal, ..case });
-    let one = |name, dims: Vec<Dims>| Group { name, cases: dims.into_iter().map(plain).collect() };
-    vec![
-        masked("no mask", Mask::None),
-        masked("causal", Mask::Causal),
-        masked("causal, upper left", Mask::UpperLeft),
-        masked("causal, offset", Mask::Offset),
-        masked("window", Mask::Window),
-        masked("band", Mask::Band),
-        masked("one length", Mask::OneLength),
-        masked("lengths", Mask::Lens),
-        masked("left padding", Mask::Starts),
-        masked("lengths by query", Mask::LensByQuery),
-        masked("prefix", Mask::Prefix),
-        masked("boolean mask", Mask::Bool),
-        masked("bias", Mask::Bias),
-        masked("fully masked", Mask::FullyMasked),
-        with("scale", Options::Scale, Mask::None),
-        with("softcap", Options::Softcap, Mask::Causal),
-        with("ALiBi", Options::Alibi, Mask::Causal),
-        with("ALiBi, both sides", Options::Alibi, Mask::None),
-        with("sinks", Options::Sinks, Mask::Causal),
-        laid("as projected", Layout::Projection),
-        laid("from a cache", Layout::Cache),
-        laid("odd rows", Layout::OddRows),
-        laid("column-major", Layout::ColumnMajor),
-        one("D of 8, 72, 80, 256", [8, 72, 80, 256].map(|d| Dims { d, d_v: d, ..PLAIN }).to_vec()),
-        one("D_v other than D", [(64, 32), (64, 65), (7, 64)].map(|(d, d_v)| Dims { d, d_v, ..PLAIN }).to_vec()),
-        all("log-sum-exp", &|case| Case { want: Want::LogSumExp, mask: Mask::Causal, ..case }),
-        all("weights", &|case| Case { want: Want::Weights, mask: Mask::Causal, ..case }),
-        all("gradients", &|case| Case { want: Want::Gradients, mask: Mask::Causal, ..case }),
-    ]
+const CAUSAL: Case = Case { mask: Mask::Causal, ..plain(PLAIN) };
+
+const fn plain(dims: Dims) -> Case {
+    Case { dims, layout: Layout::Contiguous, mask: Mask::None, options: Options::Plain, want: Want::Output }
+}
+
+impl Grid {
+    /// Makes the sizes: every length with every head dimension, with one key head for each query head, for two, or for
+    /// all.
+    pub fn new(short: bool, widths: &[usize]) -> Self {
+        let mut lengths = SHORT.to_vec();
+        if !short {
+            lengths.extend(LONG);
+        }
+        let mut sizes = Vec::new();
+        for (t_q, t_kv) in lengths {
+            for &d in widths {
+                let h_kv = [4, 2, 1][sizes.len() % 3];
+                sizes.push(Dims { h_kv, t_q, t_kv, d, d_v: d, ..PLAIN });
+            }
+        }
+        Self { sizes, cached: if short { 300 } else { 9000 } }
+    }
+
+    /// Returns the rows of the table.
+    pub fn groups(&self) -> Vec<Group> {
+        let mut groups = self.masks();
+        groups.extend(self.options());
+        groups.extend(self.layouts_and_widths());
+        groups.extend(self.results());
+        groups.extend(self.gradients());
+        groups
+    }
+
+    /// Returns a row with the mask, options, layout and result of a case at every size.
+    fn row(&self, name: &'static str, case: Case) -> Group {
+        Group { name, cases: self.sizes.iter().map(|&dims| Case { dims, ..case }).collect() }
+    }
+
+    fn masks(&self) -> Vec<Group> {
+        let row = |name, mask| self.row(name, Case { mask, ..plain(PLAIN) });
+        vec![
+            row("no mask", Mask::None),
+            row("causal", Mask::Causal),
+            row("causal, upper left", Mask::UpperLeft),
+            row("causal, offset", Mask::Offset),
+            row("causal, offsets", Mask::Offsets),
+            row("window", Mask::Window),
+            row("band", Mask::Band),
+            row("chunks", Mask::Chunk),
+            row("one length", Mask::OneLength),
+            row("lengths", Mask::Lens),
+            row("left padding", Mask::Starts),
+            row("lengths by query", Mask::LensByQuery),
+            row("starts by query", Mask::StartsByQuery),
+            row("prefix", Mask::Prefix),
+            row("boolean mask", Mask::Bool),
+            row("boolean mask by head", Mask::BoolByHead),
+            row("bias", Mask::Bias),
+            row("bias by head", Mask::BiasByHead),
+            row("bias in f32", Mask::BiasInF32),
+            row("fully masked", Mask::FullyMasked),
+        ]
+    }
+
+    fn options(&self) -> Vec<Group> {
+        let row = |name, options, mask| self.row(name, Case { options, mask, ..plain(PLAIN) });
+        vec![
+            row("scale", Options::Scale, Mask::None),
+            row("softcap", Options::Softcap, Mask::Causal),
+            row("ALiBi", Options::Alibi, Mask::Causal),
+            row("ALiBi, both sides", Options::Alibi, Mask::None),
+            row("relative bias", Options::RelativeBias, Mask::None),
+            row("relative bias, causal", Options::RelativeBias, Mask::Causal),
+            row("sinks", Options::Sinks, Mask::Causal),
+            row("sinks, fully masked", Options::Sinks, Mask::FullyMasked),
+            row("dropout", Options::Dropout, Mask::Causal),
+            row("tokens first", Options::TokensFirst, Mask::Causal),
+            row("everything", Options::Everything, Mask::Everything),
+        ]
+    }
+
+    fn layouts_and_widths(&self) -> Vec<Group> {
+        let row = |name, layout| self.row(name, Case { layout, ..CAUSAL });
+        let widths = |widths: &[(usize, usize)]| {
+            widths.iter().map(|&(d, d_v)| Case { dims: Dims { d, d_v, ..PLAIN }, ..CAUSAL }).collect()
+        };
+        let cached = |t_q, h, h_kv, d| {
+            let dims = Dims { h, h_kv, t_q, t_kv: self.cached, d, d_v: d, ..PLAIN };
+            Case { dims, layout: Layout::Cache, ..CAUSAL }
+        };
+        vec![
+            row("as projected", Layout::Projection),
+            row("from a cache", Layout::Cache),
+            row("odd rows", Layout::OddRows),
+            row("column-major", Layout::ColumnMajor),
+            row("keys of one sequence", Layout::OneSequence),
+            Group { name: "D of 8, 72, 80, 256", cases: widths(&[(8, 8), (72, 72), (80, 80), (256, 256)]) },
+            Group { name: "D of 13, 96, 192", cases: widths(&[(13, 13), (96, 96), (192, 192)]) },
+            Group { name: "D_v other than D", cases: widths(&[(64, 32), (64, 65), (7, 64), (192, 128)]) },
+            Group {
+                name: "a long cache",
+                cases: vec![cached(1, 8, 2, 64), cached(1, 8, 8, 128), cached(3, 8, 1, 128), cached(16, 8, 2, 64)],
+            },
+        ]
+    }
+
+    fn results(&self) -> Vec<Group> {
+        vec![
+            self.row("log-sum-exp", Case { want: Want::LogSumExp, ..CAUSAL }),
+            self.row(
+                "log-sum-exp, everything",
+                Case { want: Want::LogSumExp, mask: Mask::Everything, options: Options::Everything, ..CAUSAL },
+            ),
+            self.row("weights", Case { want: Want::Weights, ..CAUSAL }),
+        ]
+    }
+
+    fn gradients(&self) -> Vec<Group> {
+        let row = |name, mask, options| self.row(name, Case { want: Want::Gradients, mask, options, ..plain(PLAIN) });
+        let of_layout = |name, layout| self.row(name, Case { want: Want::Gradients, layout, ..CAUSAL });
+        vec![
+            row("gradients", Mask::Causal, Options::Plain),
+            row("gradients, no mask", Mask::None, Options::Plain),
+            row("gradients, window", Mask::Window, Options::Plain),
+            row("gradients, lengths", Mask::Lens, Options::Plain),
+            row("gradients, fully masked", Mask::FullyMasked, Options::Plain),
+            row("gradients, boolean mask", Mask::BoolByHead, Options::Plain),
+            row("gradients, bias", Mask::Bias, Options::Plain),
+            row("gradients, bias by head", Mask::BiasByHead, Options::Plain),
+            row("gradients, softcap", Mask::Causal, Options::Softcap),
+            row("gradients, ALiBi", Mask::Causal, Options::Alibi),
+            row("gradients, relative bias", Mask::None, Options::RelativeBias),
+            row("gradients, sinks", Mask::Causal, Options::Sinks),
+            row("gradients, dropout", Mask::Causal, Options::Dropout),
+            row("gradients, everything", Mask::Everything, Options::Everything),
+            of_layout("gradients, as projected", Layout::Projection),
+            of_layout("gradients, odd rows", Layout::OddRows),
+            of_layout("gradients, one sequence", Layout::OneSequence),
+            self.row("gradients, log-sum-exp", Case { want: Want::GradientsWithLogSumExp, ..CAUSAL }),
+        ]
+    }
 }

@@ -1,20 +1,22 @@
-//! A check of attention on every device of a machine, of its numbers and of its speed.
+//! A check of the numbers of attention, and of what surrounds it, on every device of a machine.
 //!
 //! ```sh
-//! cargo run --release -p candle-attention-compare                             # the CPU
-//! cargo run --release -p candle-attention-compare --features cuda -- --bench  # CUDA
-//! cargo run --release -p candle-attention-compare --features metal -- --bench # Metal
+//! cargo run --release -p candle-attention-compare --bin device_check                  # the CPU
+//! cargo run --release -p candle-attention-compare --bin device_check --features cuda  # CUDA
+//! cargo run --release -p candle-attention-compare --bin device_check --features metal # Metal
 //! ```
 
 mod args;
-mod bench;
+mod blocks;
 mod case;
 mod check;
 #[path = "../../../../../examples/common/command_line.rs"]
 mod command_line;
+mod delta;
 mod golden;
 mod grid;
 mod layer;
+mod operands;
 mod packed;
 mod progress;
 mod table;
@@ -26,23 +28,17 @@ use candle_core::{Device, Error, Result};
 use args::{Args, DeviceChoice};
 use check::{DTYPES, allowed};
 use command_line::one_line;
+use grid::{Grid, Group};
 use progress::Progress;
 use table::{Row, Totals};
 
 fn main() -> ExitCode {
-    command_line::main(|args: Args| {
-        if args.list {
-            bench::cells(args.longest).into_iter().for_each(|cell| println!("{}", cell.to_json()));
-            return Ok(ExitCode::SUCCESS);
-        }
-        Ok(if run(&args)? { ExitCode::SUCCESS } else { ExitCode::from(1) })
-    })
+    command_line::main(|args: Args| Ok(if run(&args)? { ExitCode::SUCCESS } else { ExitCode::from(1) }))
 }
 
 /// Runs the checks, and returns whether all passed.
 fn run(args: &Args) -> Result<bool> {
     let mut totals = Totals::default();
-    let mut present = Vec::new();
     for (name, choice, device) in [
         ("cpu", DeviceChoice::Cpu, Ok(Device::Cpu)),
         ("cuda", DeviceChoice::Cuda, Device::new_cuda(0)),
@@ -59,45 +55,82 @@ fn run(args: &Args) -> Result<bool> {
                 }
                 totals.add(&rows);
                 println!();
-                present.push((name, device));
             }
             Err(error) if args.device == DeviceChoice::All => println!("{name}: absent: {}\n", one_line(&error)),
             Err(error) => return Err(Error::msg(format!("no {name} device: {}", one_line(&error)))),
         }
     }
     println!("{} passed, {} skipped, {} failed", totals.passed, totals.skipped, totals.failed);
-    if args.bench {
-        // A CPU takes minutes for a call of these sizes.
-        if args.device == DeviceChoice::All && present.len() > 1 {
-            present.remove(0);
-        }
-        for (name, device) in &present {
-            println!("\ntimes on {name}");
-            bench::run(args, device)?;
-        }
-    }
     Ok(totals.failed == 0)
 }
 
+/// A check that fills one or two rows of the table.
+enum Task {
+    Calls(Group),
+    Packed,
+    Models,
+    Layer,
+    CachedLayer,
+    LayerGradients,
+    Blocks,
+    DeltaRule,
+    LinearLayer,
+}
+
 fn check_device(device: &Device, args: &Args) -> Result<Vec<Row>> {
-    let groups = grid::groups(args.short);
-    let progress = Progress::new(groups.len() + 3);
-    let mut rows = Vec::new();
-    for group in groups {
-        progress.step(group.name);
-        let mut row = Row::new(group.name);
-        for case in &group.cases {
-            for dtype in DTYPES {
-                row.add(dtype, check::check(case, dtype, device), args.tolerance * allowed(dtype), &case.dims);
-            }
+    let default_widths: &[usize] = if args.short { &[64] } else { &[32, 64, 96, 128] };
+    let widths = if args.widths.is_empty() { default_widths } else { &args.widths };
+    let mut tasks: Vec<Task> = Grid::new(args.short, widths).groups().into_iter().map(Task::Calls).collect();
+    tasks.extend([Task::Packed, Task::Models, Task::Layer, Task::CachedLayer, Task::LayerGradients]);
+    tasks.extend([Task::Blocks, Task::DeltaRule, Task::LinearLayer]);
+    let mut own_tasks = Vec::new();
+    for (at, task) in tasks.into_iter().enumerate() {
+        if args.part.has(at) {
+            own_tasks.push(task);
         }
-        rows.push(row);
     }
-    progress.step("packed sequences");
-    rows.push(packed::check(device, args.tolerance)?);
-    progress.step("models");
-    rows.push(golden::check(device, args.tolerance, &progress)?);
-    progress.step("a layer");
-    rows.push(layer::check(device, args.short, (args.tolerance, &progress))?);
+    let progress = Progress::new(own_tasks.len());
+    let tolerance = args.tolerance;
+    let mut rows = Vec::new();
+    for task in own_tasks {
+        progress.step(task.name());
+        match task {
+            Task::Calls(group) => rows.push(check_group(&group, device, tolerance)),
+            Task::Packed => rows.extend(packed::check(device, tolerance)?),
+            Task::Models => rows.push(golden::check(device, &args.models, tolerance, &progress)?),
+            Task::Layer => rows.push(layer::check(device, args.short, tolerance, &progress)?),
+            Task::CachedLayer => rows.extend(layer::check_cached(device, tolerance)?),
+            Task::LayerGradients => rows.push(layer::check_gradients(device, tolerance)?),
+            Task::Blocks => rows.push(blocks::check(device, tolerance)?),
+            Task::DeltaRule => rows.extend(delta::check(device, args.short, tolerance)?),
+            Task::LinearLayer => rows.push(delta::check_layer(device, tolerance)?),
+        }
+    }
     Ok(rows)
+}
+
+fn check_group(group: &Group, device: &Device, tolerance: f64) -> Row {
+    let mut row = Row::new(group.name);
+    for case in &group.cases {
+        for dtype in DTYPES {
+            row.add(dtype, check::check(case, dtype, device), tolerance * allowed(dtype), &case.dims);
+        }
+    }
+    row
+}
+
+impl Task {
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Calls(group) => group.name,
+            Self::Packed => "packed sequences",
+            Self::Models => "models",
+            Self::Layer => "a layer",
+            Self::CachedLayer => "a layer with a cache",
+            Self::LayerGradients => "gradients of a layer",
+            Self::Blocks => "norms and rotation",
+            Self::DeltaRule => "gated delta rule",
+            Self::LinearLayer => "a layer, linear",
+        }
+    }
 }

@@ -11,11 +11,6 @@ impl Progress {
         Self(bar.with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar())))
     }
 
-    /// Prints a line above the bar.
-    pub fn print(&self, line: &str) {
-        self.0.suspend(|| println!("{line}"));
-    }
-
     /// Begins the next step.
     pub fn step(&self, what: &str) {
         self.note(what);

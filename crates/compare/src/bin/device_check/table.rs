@@ -75,7 +75,7 @@ impl fmt::Display for Row {
         let [wide, half, brain] = self.errors.map(error);
         let fused = self.fused.map_or_else(|| "-".into(), |fused| fused.to_string());
         let Self { name, passed, skipped, failed, .. } = self;
-        write!(f, "{name:<22}{passed:>6}{skipped:>6}{failed:>6}{fused:>7}{wide:>10}{half:>10}{brain:>10}")
+        write!(f, "{name:<28}{passed:>6}{skipped:>6}{failed:>6}{fused:>7}{wide:>10}{half:>10}{brain:>10}")
     }
 }
 
@@ -101,7 +101,7 @@ impl Totals {
 /// each dtype.
 pub fn print(rows: &[Row]) {
     println!(
-        "{:<22}{:>6}{:>6}{:>6}{:>7}{:>10}{:>10}{:>10}",
+        "{:<28}{:>6}{:>6}{:>6}{:>7}{:>10}{:>10}{:>10}",
         "check", "pass", "skip", "fail", "fused", "f32", "f16", "bf16"
     );
     for row in rows {
