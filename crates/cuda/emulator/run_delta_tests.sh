@@ -1,0 +1,30 @@
+#!/bin/bash
+# Runs the tests of the gated delta rule, the short convolution and the gated norm on the emulator: run_delta_tests.sh [quick].
+# It needs a C++ compiler, and neither a GPU nor CUDA. With `quick`, one specialisation of each element type.
+set -euo pipefail
+cd "$(dirname "$0")"
+build=$(mktemp -d)
+trap 'rm -rf "$build"' EXIT
+failed=0
+# test <source> <flags>
+test() {
+    local source=$1
+    shift
+    "${CXX:-c++}" -std=c++20 -O1 -w -DEMULATOR -I. -I../kernels "$@" "$source" -o "$build/test"
+    echo "$source $*"
+    "$build/test" || failed=1
+}
+test delta_tests.cpp -DELEMENT=2 -DKEY_WIDTH=37 -DVALUE_WIDTH=45 -DCHUNK=32 -DSCAN_WARPS=2 -DSCAN_STAGES=2
+test delta_tests.cpp -DELEMENT=1 -DKEY_WIDTH=32 -DVALUE_WIDTH=16 -DCHUNK=16 -DSCAN_WARPS=1
+test row_tests.cpp -DELEMENT=0 -DNORM_WIDTH=75 -DCONVOLUTION_WIDTH=4
+test row_tests.cpp -DELEMENT=2 -DNORM_WIDTH=128 -DCONVOLUTION_WIDTH=2
+if [ "${1:-}" != quick ]; then
+    test delta_tests.cpp -DELEMENT=0 -DKEY_WIDTH=16 -DVALUE_WIDTH=64 -DCHUNK=16 -DSCAN_WARPS=4 -DSCAN_STAGES=2
+    test delta_tests.cpp -DELEMENT=1 -DKEY_WIDTH=128 -DVALUE_WIDTH=128 -DCHUNK=32 -DSCAN_WARPS=4 -DSCAN_STAGES=2
+    test delta_tests.cpp -DELEMENT=2 -DKEY_WIDTH=128 -DVALUE_WIDTH=64 -DCHUNK=32 -DSCAN_WARPS=4
+    test delta_tests.cpp -DELEMENT=2 -DKEY_WIDTH=5 -DVALUE_WIDTH=3 -DCHUNK=16 -DSCAN_WARPS=1
+    test delta_tests.cpp -DELEMENT=0 -DKEY_WIDTH=256 -DVALUE_WIDTH=256 -DCHUNK=16 -DSCAN_WARPS=4
+    test delta_tests.cpp -DELEMENT=2 -DKEY_WIDTH=192 -DVALUE_WIDTH=100 -DCHUNK=32 -DSCAN_WARPS=3
+    test row_tests.cpp -DELEMENT=1 -DNORM_WIDTH=1024 -DCONVOLUTION_WIDTH=16
+fi
+exit $failed

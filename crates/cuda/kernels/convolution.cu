@@ -1,0 +1,2 @@
+// The kernels of the short causal convolution.
+#include "convolution.cuh"

@@ -1,0 +1,2 @@
+// The kernels of the gated norm.
+#include "gated_norm.cuh"

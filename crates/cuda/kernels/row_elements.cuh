@@ -1,0 +1,39 @@
+// Elements of tensors as numbers of f32, and functions of numbers, for kernels that compute rows in f32.
+#pragma once
+
+#include "device.cuh"
+
+#ifdef EMULATOR
+DEVICE float exponential(float x) { return std::exp(x); }
+DEVICE float square_root(float x) { return std::sqrt(x); }
+DEVICE float log_of_one_plus(float x) { return std::log1p(x); }
+#else
+DEVICE float exponential(float x) { return expf(x); }
+DEVICE float square_root(float x) { return sqrtf(x); }
+DEVICE float log_of_one_plus(float x) { return log1pf(x); }
+#endif
+
+DEVICE float read_element(const void* base, i64 at) {
+#if ELEMENT == 2
+    return load_global((const float*)base + at);
+#else
+    return unpack_half(load_global((const u16*)base + at));
+#endif
+}
+
+DEVICE void write_element(void* base, i64 at, float x) {
+#if ELEMENT == 2
+    store_global((float*)base + at, x);
+#else
+    store_global((u16*)base + at, (u16)pack_pair(x, 0.0f));
+#endif
+}
+
+// A number rounded to an element.
+DEVICE float rounded_to_element(float x) {
+#if ELEMENT == 2
+    return x;
+#else
+    return unpack_half((u16)pack_pair(x, 0.0f));
+#endif
+}

@@ -1,0 +1,278 @@
+//! The root mean square norm times an activated gate.
+
+use candle_core::{DType, Result, Storage, Tensor, bail};
+
+use super::check_tensor;
+use crate::arguments::{Address, RowStrides};
+use crate::delta::element_code;
+use crate::device::{Grid, KernelArguments, KernelDevice, Launch, LoadedProgram, Operands, Reading};
+use crate::program::{Define, Program};
+use crate::unsupported::Unsupported;
+
+const OP: &str = "gated_norm";
+
+/// The largest size of a row, which a warp has in its registers.
+const MAX_WIDTH: usize = 1024;
+
+/// The warps of a block: NORM_WARPS in the source.
+const WARPS: usize = 8;
+
+/// The most blocks whose gradients of weights are added up.
+const MAX_PARTS: usize = 256;
+
+/// The activation of a gate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Activation {
+    /// 1 / (1 + e^-x).
+    Sigmoid,
+    /// ln(1 + e^x).
+    Softplus,
+    /// x / (1 + e^-x).
+    Silu,
+}
+
+impl Activation {
+    /// Returns the number of the activation in the source.
+    fn code(self) -> i32 {
+        match self {
+            Self::Sigmoid => 0,
+            Self::Softplus => 1,
+            Self::Silu => 2,
+        }
+    }
+}
+
+/// `x / sqrt(mean(x²) + eps) · weight · activation(gate)` over the rows of heads. The last dimension of all tensors is
+/// contiguous.
+#[derive(Debug, Clone)]
+pub struct GatedNormCall {
+    /// (B, T, H, D), f32, bf16 or f16.
+    pub xs: Tensor,
+    /// (B, T, H, D), in the dtype of `xs`.
+    pub gate: Tensor,
+    /// (D,), or (H, D); contiguous, f32.
+    pub weight: Tensor,
+    /// The activation of the gate.
+    pub activation: Activation,
+    /// The number that is added to the mean square.
+    pub eps: f64,
+}
+
+/// The gradients of a gated norm.
+#[derive(Debug, Clone)]
+pub struct GatedNormGradients {
+    /// (B, T, H, D), in the dtype of the inputs.
+    pub xs: Tensor,
+    /// (B, T, H, D), in the dtype of the inputs.
+    pub gate: Tensor,
+    /// In the weight's shape, f32.
+    pub weight: Tensor,
+}
+
+/// The dimensions of a call.
+#[derive(Debug, Clone, Copy)]
+struct Sizes {
+    b: usize,
+    t: usize,
+    h: usize,
+    d: usize,
+}
+
+impl Sizes {
+    fn count(self) -> usize {
+        self.b * self.t * self.h * self.d
+    }
+
+    /// Returns the blocks of a head in the backward pass.
+    fn parts(self) -> usize {
+        (self.b * self.t).div_ceil(WARPS).min(MAX_PARTS)
+    }
+}
+
+/// The argument of the kernels. The source documents the fields.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+struct GatedNormArguments {
+    inputs: Address,
+    gates: Address,
+    weights: Address,
+    output: Address,
+
+    output_gradient: Address,
+    input_gradient: Address,
+    gate_gradient: Address,
+    weight_gradient_parts: Address,
+    weight_gradient: Address,
+
+    input_strides: RowStrides,
+    gate_strides: RowStrides,
+    output_gradient_strides: RowStrides,
+    weight_head_stride: i64,
+
+    entries: i32,
+    tokens: i32,
+    heads: i32,
+    parts: i32,
+
+    activation: i32,
+    epsilon: f32,
+}
+
+// SAFETY: the struct has the fields of the source in the same order, and no padding; the calls of this module check shapes,
+// and take addresses from the operands of the launch.
+unsafe impl KernelArguments for GatedNormArguments {}
+
+impl GatedNormCall {
+    /// Checks that kernels run the call. Nothing is compiled, and no tensor is read.
+    ///
+    /// # Errors
+    /// If they do not: the sentence says why.
+    pub fn plan(&self) -> std::result::Result<(), Unsupported> {
+        KernelDevice::of(self.xs.device())?;
+        element_code(self.xs.dtype())?;
+        let &[b, t, h, d] = self.xs.dims() else {
+            return Err(Unsupported::new(format!("the rows have the shape {:?}, expected (B, T, H, D)", self.xs.dims())));
+        };
+        let most = i32::MAX as usize / WARPS;
+        if [b, t, h, d].contains(&0) || d > MAX_WIDTH || h > usize::from(u16::MAX) || b.saturating_mul(t) > most {
+            return Err(Unsupported::new(format!("the rows have the shape {:?}, which no kernel takes", [b, t, h, d])));
+        }
+        Ok(())
+    }
+
+    fn sizes(&self) -> Result<Sizes> {
+        self.plan()?;
+        let (b, t, h, d) = self.xs.dims4()?;
+        check_tensor(OP, "the input", &self.xs, &[b, t, h, d], self.xs.dtype())?;
+        check_tensor(OP, "gate", &self.gate, &[b, t, h, d], self.xs.dtype())?;
+        if self.weight.rank() == 1 {
+            check_tensor(OP, "weight", &self.weight, &[d], DType::F32)?;
+        } else {
+            check_tensor(OP, "weight", &self.weight, &[h, d], DType::F32)?;
+        }
+        if !self.weight.is_contiguous() {
+            bail!("[{OP}] weight has the strides {:?}, expected contiguous ones", self.weight.stride())
+        }
+        Ok(Sizes { b, t, h, d })
+    }
+
+    fn load(&self, device: &KernelDevice, sizes: Sizes) -> Result<LoadedProgram> {
+        device.load(&program(element_code(self.xs.dtype())?, sizes.d))
+    }
+
+    /// Computes the output, (B, T, H, D), contiguous, in the dtype of the inputs.
+    ///
+    /// # Errors
+    /// If the call does not fit together, no kernel runs it, or one does not compile or launch.
+    pub fn forward(&self) -> Result<Storage> {
+        let sizes = self.sizes()?;
+        let device = KernelDevice::of(self.xs.device())?;
+        let program = self.load(&device, sizes)?;
+        let mut output = device.uninitialized(self.xs.dtype(), sizes.count())?;
+        {
+            let readings = Readings::new(self);
+            let mut operands = Operands::new(&device);
+            let mut arguments = self.arguments(sizes, &readings, &mut operands)?;
+            arguments.output = operands.write("output", &mut output)?;
+            let grid = Grid { x: (sizes.b * sizes.t).div_ceil(WARPS), y: sizes.h, z: 1 };
+            let launch = Launch { kernel: "gated_norm_forward", grid, threads: WARPS * 32, shared_bytes: 0 };
+            operands.launch(&program, &launch, &arguments)?;
+        }
+        Ok(output.into_storage())
+    }
+
+    /// Computes the gradients of all inputs from the gradient of the output, (B, T, H, D).
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward).
+    pub fn backward(&self, gradient: &Tensor) -> Result<GatedNormGradients> {
+        let sizes = self.sizes()?;
+        let Sizes { b, t, h, d } = sizes;
+        check_tensor(OP, "the output's gradient", gradient, &[b, t, h, d], self.xs.dtype())?;
+        let device = KernelDevice::of(self.xs.device())?;
+        let program = self.load(&device, sizes)?;
+        let mut of_xs = device.uninitialized(self.xs.dtype(), sizes.count())?;
+        let mut of_gate = device.uninitialized(self.xs.dtype(), sizes.count())?;
+        let mut parts = device.uninitialized(DType::F32, sizes.parts() * h * d)?;
+        let mut of_weight = device.uninitialized(DType::F32, self.weight.elem_count())?;
+        {
+            let readings = Readings::new(self);
+            let gradient_reading = Reading::new(gradient);
+            let mut operands = Operands::new(&device);
+            let mut arguments = self.arguments(sizes, &readings, &mut operands)?;
+            arguments.output_gradient = operands.read("output_gradient", &gradient_reading)?;
+            arguments.output_gradient_strides = row_strides(&gradient_reading);
+            arguments.input_gradient = operands.write("input_gradient", &mut of_xs)?;
+            arguments.gate_gradient = operands.write("gate_gradient", &mut of_gate)?;
+            arguments.weight_gradient_parts = operands.write("weight_gradient_parts", &mut parts)?;
+            arguments.weight_gradient = operands.write("weight_gradient", &mut of_weight)?;
+            operands.launch(&program, &backward_launch(sizes), &arguments)?;
+            let grid = Grid::linear(self.weight.elem_count().div_ceil(128));
+            let sum = Launch { kernel: "gated_norm_sum_weights", grid, threads: 128, shared_bytes: 0 };
+            operands.launch(&program, &sum, &arguments)?;
+        }
+        Ok(GatedNormGradients {
+            xs: of_xs.into_tensor((b, t, h, d))?,
+            gate: of_gate.into_tensor((b, t, h, d))?,
+            weight: of_weight.into_tensor(self.weight.shape())?,
+        })
+    }
+
+    fn arguments<'a>(
+        &self,
+        sizes: Sizes,
+        readings: &'a Readings,
+        operands: &mut Operands<'a>,
+    ) -> Result<GatedNormArguments> {
+        Ok(GatedNormArguments {
+            inputs: operands.read("inputs", &readings.xs)?,
+            gates: operands.read("gates", &readings.gate)?,
+            weights: operands.read("weights", &readings.weight)?,
+            input_strides: row_strides(&readings.xs),
+            gate_strides: row_strides(&readings.gate),
+            weight_head_stride: if self.weight.rank() == 1 { 0 } else { sizes.d as i64 },
+            entries: sizes.b as i32,
+            tokens: sizes.t as i32,
+            heads: sizes.h as i32,
+            parts: sizes.parts() as i32,
+            activation: self.activation.code(),
+            epsilon: self.eps as f32,
+            ..GatedNormArguments::default()
+        })
+    }
+}
+
+/// The tensors of a call while launches read them.
+struct Readings<'t> {
+    xs: Reading<'t>,
+    gate: Reading<'t>,
+    weight: Reading<'t>,
+}
+
+impl<'t> Readings<'t> {
+    fn new(call: &'t GatedNormCall) -> Self {
+        Self { xs: Reading::new(&call.xs), gate: Reading::new(&call.gate), weight: Reading::new(&call.weight) }
+    }
+}
+
+/// Returns the program of an element type and a size of rows.
+fn program(element: i64, width: usize) -> Program {
+    let defines = vec![Define { name: "ELEMENT", value: element }, Define { name: "NORM_WIDTH", value: width as i64 }];
+    Program { root: "gated_norm.cu", defines }
+}
+
+/// Returns the launch of the backward pass, with a row of gradients of weights for each warp in shared memory.
+fn backward_launch(sizes: Sizes) -> Launch {
+    Launch {
+        kernel: "gated_norm_backward",
+        grid: Grid { x: sizes.parts(), y: sizes.h, z: 1 },
+        threads: WARPS * 32,
+        shared_bytes: WARPS * sizes.d.next_multiple_of(32) * 4,
+    }
+}
+
+/// Returns the strides of a tensor (B, T, H, D).
+fn row_strides(reading: &Reading) -> RowStrides {
+    let strides = reading.strides();
+    RowStrides { sequence: strides[0] as i64, head: strides[2] as i64, row: strides[1] as i64 }
+}

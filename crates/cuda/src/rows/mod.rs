@@ -1,0 +1,24 @@
+//! Kernels that compute rows: the short convolution, and norms with gates.
+
+mod convolution;
+mod gated_norm;
+
+pub use convolution::{ConvolutionCall, ConvolutionGradients, ConvolutionResults};
+pub use gated_norm::{Activation, GatedNormCall, GatedNormGradients};
+
+use candle_core::{DType, Result, Tensor, bail};
+
+/// Checks the shape, the dtype and the last stride of a tensor.
+fn check_tensor(op: &str, name: &str, tensor: &Tensor, dims: &[usize], dtype: DType) -> Result<()> {
+    let has_rows = dims.last() == Some(&1) || tensor.stride().last() == Some(&1);
+    if tensor.dims() == dims && tensor.dtype() == dtype && has_rows {
+        return Ok(());
+    }
+    bail!(
+        "[{op}] {name} has the shape {:?}, the strides {:?} and the dtype {:?}, expected {dims:?} of {dtype:?} with \
+         contiguous rows",
+        tensor.dims(),
+        tensor.stride(),
+        tensor.dtype()
+    )
+}
