@@ -6,6 +6,7 @@ mod attention;
 mod capability;
 #[cfg(any(feature = "cuda", feature = "emulator"))]
 mod compile;
+mod delta;
 mod device;
 #[cfg(any(feature = "cuda", feature = "emulator"))]
 mod disk_cache;
@@ -14,6 +15,7 @@ mod hash;
 #[cfg(any(feature = "cuda", feature = "emulator"))]
 mod nvrtc;
 mod program;
+mod rows;
 mod source;
 mod specialization;
 mod tiles;
@@ -25,4 +27,8 @@ pub use attention::{
     is_available,
 };
 pub use capability::{Capability, Limits};
+pub use delta::{DeltaCall, DeltaGradients, DeltaKernel, DeltaResults};
+pub use rows::{
+    Activation, ConvolutionCall, ConvolutionGradients, ConvolutionResults, GatedNormCall, GatedNormGradients,
+};
 pub use unsupported::Unsupported;

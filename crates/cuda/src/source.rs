@@ -15,7 +15,29 @@ macro_rules! source_files {
     };
 }
 
-const FILES: &[SourceFile] = source_files!["arguments.cuh", "device.cuh"];
+const FILES: &[SourceFile] = source_files![
+    "arguments.cuh",
+    "device.cuh",
+    "activations.cuh",
+    "convolution.cu",
+    "convolution.cuh",
+    "convolution_arguments.cuh",
+    "delta.cu",
+    "delta_arguments.cuh",
+    "delta_gradients.cuh",
+    "delta_prepare.cuh",
+    "delta_row_gradients.cuh",
+    "delta_rows.cuh",
+    "delta_scan.cuh",
+    "delta_step.cuh",
+    "delta_step_backward.cuh",
+    "delta_tile.cuh",
+    "gated_norm.cu",
+    "gated_norm.cuh",
+    "gated_norm_arguments.cuh",
+    "row_elements.cuh",
+    "tf32_products.cuh",
+];
 
 /// Returns a file with the files that it includes in the place of the first `#include` of each, as NVRTC compiles it.
 ///

@@ -145,7 +145,9 @@ impl DeltaCall {
         super::call::check_tensor("the states' gradient", states_gradient, &[n, self.heads, d_k, d_v], DType::F32)?;
         if !states_gradient.is_contiguous() {
             let strides = states_gradient.stride();
-            candle_core::bail!("[gated_delta_rule] the states' gradient has the strides {strides:?}, expected contiguous ones")
+            candle_core::bail!(
+                "[gated_delta_rule] the states' gradient has the strides {strides:?}, expected contiguous ones"
+            )
         }
         Ok(())
     }

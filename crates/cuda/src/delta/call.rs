@@ -287,7 +287,9 @@ impl DeltaCall {
 fn packed_sizes(cumulative: &[usize], b: usize, t: usize) -> Result<(usize, usize)> {
     let is_ordered = cumulative.windows(2).all(|ends| ends[0] <= ends[1]);
     if b != 1 || !is_ordered || cumulative.first() != Some(&0) || cumulative.last() != Some(&t) {
-        bail!("[gated_delta_rule] sequences are at {cumulative:?} of {b} entries of {t} tokens, expected all of one entry")
+        bail!(
+            "[gated_delta_rule] sequences are at {cumulative:?} of {b} entries of {t} tokens, expected all of one entry"
+        )
     }
     let longest = cumulative.windows(2).map(|ends| ends[1] - ends[0]).max().unwrap_or(0);
     Ok((cumulative.len() - 1, longest))

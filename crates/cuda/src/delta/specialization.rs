@@ -167,8 +167,7 @@ impl DeltaSpecialization {
     #[cfg(test)]
     pub fn launches(&self) -> Vec<Launch> {
         let grid = DeltaGrid { sequences: 1, heads: 1, chunks: 1 };
-        let mut launches =
-            vec![self.prepare("delta_prepare", grid), self.scan("delta_scan", grid), self.step(grid)];
+        let mut launches = vec![self.prepare("delta_prepare", grid), self.scan("delta_scan", grid), self.step(grid)];
         if self.is_backward {
             launches.extend([
                 self.prepare("delta_prepare_backward", grid),

@@ -147,8 +147,13 @@ fn build(program: &Program) -> Result<PathBuf> {
 }
 
 /// Returns the file of `emulator/` that makes a library of a program.
-fn emulator_file(_: &Program) -> &'static str {
-    "library.cpp"
+fn emulator_file(program: &Program) -> &'static str {
+    match program.root {
+        "convolution.cu" => "convolution_library.cpp",
+        "delta.cu" => "delta_library.cpp",
+        "gated_norm.cu" => "gated_norm_library.cpp",
+        _ => "library.cpp",
+    }
 }
 
 /// Adds the texts of the files in a folder to a hash.

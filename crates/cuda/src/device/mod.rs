@@ -11,7 +11,7 @@ mod operands;
 use candle_core::{DType, Device};
 
 pub(crate) use buffer::Buffer;
-pub(crate) use operands::{KernelArguments, Launch, Operands, Reading};
+pub(crate) use operands::{Grid, KernelArguments, Launch, Operands, Reading};
 
 use crate::capability::{Capability, Limits};
 use crate::program::Program;

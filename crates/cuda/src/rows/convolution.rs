@@ -111,7 +111,10 @@ impl ConvolutionCall {
             )));
         }
         let &[b, t, c] = self.xs.dims() else {
-            return Err(Unsupported::new(format!("the inputs have the shape {:?}, expected (B, T, C)", self.xs.dims())));
+            return Err(Unsupported::new(format!(
+                "the inputs have the shape {:?}, expected (B, T, C)",
+                self.xs.dims()
+            )));
         };
         let blocks = t.div_ceil(TOKENS);
         if [b, t, c].contains(&0) || b.max(blocks) > usize::from(u16::MAX) || c > i32::MAX as usize / WIDTHS.end() {

@@ -131,7 +131,10 @@ impl GatedNormCall {
         KernelDevice::of(self.xs.device())?;
         element_code(self.xs.dtype())?;
         let &[b, t, h, d] = self.xs.dims() else {
-            return Err(Unsupported::new(format!("the rows have the shape {:?}, expected (B, T, H, D)", self.xs.dims())));
+            return Err(Unsupported::new(format!(
+                "the rows have the shape {:?}, expected (B, T, H, D)",
+                self.xs.dims()
+            )));
         };
         let most = i32::MAX as usize / WARPS;
         if [b, t, h, d].contains(&0) || d > MAX_WIDTH || h > usize::from(u16::MAX) || b.saturating_mul(t) > most {
