@@ -56,8 +56,8 @@ static bool run_decode(Call& call) {
 #if KERNEL_SET & 2
     AttentionArguments& a = call.arguments;
     Buffer<float> outputs(call.rows() * a.splits * VALUE_DIM, "partial_outputs");
-    Buffer<float> log_sum_exps(call.rows() * a.splits, "partial_log_sum_exps");
-    a.partial_outputs = outputs.data, a.partial_log_sum_exps = log_sum_exps.data;
+    Buffer<float2> statistics(call.rows() * a.splits, "partial_statistics");
+    a.partial_outputs = outputs.data, a.partial_statistics = statistics.data;
     const int row_blocks = quotient(call.most_queries * a.heads / a.key_heads, DECODE_ROWS);
     if (!launch(call.c, "attention_decode", a.splits, row_blocks * a.key_heads, a.sequences, DECODE_THREADS,
                 DECODE_SHARED_BYTES, a, attention_decode))

@@ -31,7 +31,7 @@ int main() {
     FIELD(first_keys);
     FIELD(end_keys);
     FIELD(partial_outputs);
-    FIELD(partial_log_sum_exps);
+    FIELD(partial_statistics);
     FIELD(output_gradient);
     FIELD(log_sum_exp_gradient);
     FIELD(query_gradient);

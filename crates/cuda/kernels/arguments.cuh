@@ -54,7 +54,7 @@ struct AttentionArguments {
 
     // ---- scratch of the decode kernels ----
     float* partial_outputs;             // (splits, B, H, T_q, D_v), if `splits` is above 1
-    float* partial_log_sum_exps;        // (splits, B, H, T_q)
+    float2* partial_statistics;         // (splits, B, H, T_q): the maximum of the scores, and the sum of the weights
 
     // ---- tensors of the backward pass ----
     const void* output_gradient;        // (B, H, T_q, D_v), elements

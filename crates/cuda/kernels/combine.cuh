@@ -1,21 +1,23 @@
-// Combines the parts of attention_decode: output (B, H, T_q, D_v) and log-sum-exp (B, H, T_q) from `splits` outputs and
-// log-sum-exps. Each warp combines one row.
+// Combines the parts of attention_decode: output (B, H, T_q, D_v) and log-sum-exp (B, H, T_q) from `splits` outputs, each
+// with the maximum of its scores and the sum of its weights. Each warp combines one row.
 #pragma once
 #include "specialization.cuh"
 #include "device.cuh"
 #include "arguments.cuh"
 #include "loads.cuh"
 #include "masks.cuh"
+#include "softmax.cuh"
 
 #if KERNEL_SET & 2
 // Columns of the output of a lane.
 #define COMBINE_COLUMNS ((VALUE_DIM + 31) / 32)
 
-// The splits' weights in the sum, of 32 splits at a time: one for each lane.
-DEVICE float split_weight(const AttentionArguments& arguments, int split, i64 rows, i64 row, float reference) {
-    if (split >= arguments.splits) return 0.0f;
-    const float log_sum_exp = load_global(arguments.partial_log_sum_exps + split * rows + row);
-    return exp2_approximate((log_sum_exp - reference) * LOG2_E);
+// The maximum of the scores of a part, and the sum of its weights; of no part, those of no keys.
+DEVICE float2 part_statistics(const AttentionArguments& arguments, int split, i64 rows, i64 row) {
+    float2 statistics;
+    statistics.x = NEGATIVE_INFINITY, statistics.y = 0;
+    if (split < arguments.splits) statistics = load_global(arguments.partial_statistics + split * rows + row);
+    return statistics;
 }
 
 KERNEL(attention_combine, SMALL_BLOCK_THREADS, 1, AttentionArguments) {
@@ -26,34 +28,32 @@ KERNEL(attention_combine, SMALL_BLOCK_THREADS, 1, AttentionArguments) {
     if (row >= rows) return;
     const int query = row % arguments.query_count, head = row / arguments.query_count % arguments.heads;
     const int batch = row / arguments.query_count / arguments.heads;
+    const float scale = exponent_scale(arguments);
 
-    const float sink = arguments.sinks ? load_global(arguments.sinks + head) : NEGATIVE_INFINITY;
-    float top = sink;
+    float maximum = NEGATIVE_INFINITY;
     for (int split = lane; split < arguments.splits; split += 32)
-        top = larger(top, load_global(arguments.partial_log_sum_exps + split * rows + row));
-    UNROLL for (int d = 16; d > 0; d >>= 1) top = larger(top, shuffle_xor(top, d));
-    const float reference = top == NEGATIVE_INFINITY ? 0.0f : top;
+        maximum = larger(maximum, part_statistics(arguments, split, rows, row).x);
+    UNROLL for (int d = 16; d > 0; d >>= 1) maximum = larger(maximum, shuffle_xor(maximum, d));
+    const float reference = maximum == NEGATIVE_INFINITY ? 0.0f : maximum;
 
     float output[COMBINE_COLUMNS], sum = 0;
     UNROLL for (int e = 0; e < COMBINE_COLUMNS; e++) output[e] = 0;
     for (int first = 0; first < arguments.splits; first += 32) {
-        const float own = split_weight(arguments, first + lane, rows, row, reference);
+        // Each lane computes the weight of one part.
+        const float2 own = part_statistics(arguments, first + lane, rows, row);
+        const float own_weight = own.y * exp2_approximate((own.x - reference) * scale);
         for (int split = first; split < smaller(first + 32, arguments.splits); split++) {
-            const float weight = shuffle(own, split - first);
+            const float weight = shuffle(own_weight, split - first);
+            const float* from = arguments.partial_outputs + (split * rows + row) * VALUE_DIM;
             sum += weight;
-            UNROLL for (int e = 0; e < COMBINE_COLUMNS; e++) {
-                const int column = lane + 32 * e;
-                if (column < VALUE_DIM)
-                    output[e] += weight * load_global(arguments.partial_outputs + (split * rows + row) * VALUE_DIM + column);
-            }
+            UNROLL for (int e = 0; e < COMBINE_COLUMNS; e++)
+                if (lane + 32 * e < VALUE_DIM) output[e] += weight * load_global(from + lane + 32 * e);
         }
     }
-    if (arguments.sinks) sum += exp2_approximate((sink - reference) * LOG2_E);
-    const float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
+    const RowResult result = finish_row(arguments, head, maximum, sum, scale, arguments.sinks != nullptr);
     char* to = row_address(arguments.output, arguments.output_strides, batch, head, query, ELEMENT_BYTES);
     UNROLL for (int e = 0; e < COMBINE_COLUMNS; e++)
-        if (lane + 32 * e < VALUE_DIM) store_element(to, lane + 32 * e, output[e] * factor);
-    if (lane == 0 && arguments.log_sum_exp)
-        store_global(arguments.log_sum_exp + row, sum == 0.0f ? NEGATIVE_INFINITY : reference + log2_of(sum) * LN_2);
+        if (lane + 32 * e < VALUE_DIM) store_element(to, lane + 32 * e, output[e] * result.factor);
+    if (lane == 0 && arguments.log_sum_exp) store_global(arguments.log_sum_exp + row, result.log_sum_exp);
 }
 #endif

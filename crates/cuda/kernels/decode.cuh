@@ -334,8 +334,13 @@ DEVICE void store_decode_row(const AttentionArguments& arguments, const DecodeBl
         else store_global(arguments.partial_outputs + part * VALUE_DIM + column, number * result.factor);
     }
     if (block.lane != 0) return;
-    if (!is_whole) store_global(arguments.partial_log_sum_exps + part, result.log_sum_exp);
-    else if (arguments.log_sum_exp) store_global(arguments.log_sum_exp + statistics, result.log_sum_exp);
+    if (is_whole) {
+        if (arguments.log_sum_exp) store_global(arguments.log_sum_exp + statistics, result.log_sum_exp);
+    } else {
+        float2 own;
+        own.x = maximum, own.y = sum;
+        store_global(arguments.partial_statistics + part, own);
+    }
 }
 
 KERNEL(attention_decode, DECODE_THREADS, 1, AttentionArguments) {

@@ -51,7 +51,7 @@ pub(crate) struct AttentionArguments {
     pub end_keys: Address,
 
     pub partial_outputs: Address,
-    pub partial_log_sum_exps: Address,
+    pub partial_statistics: Address,
 
     pub output_gradient: Address,
     pub log_sum_exp_gradient: Address,
