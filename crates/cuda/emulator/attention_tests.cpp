@@ -191,7 +191,7 @@ static std::vector<Case> list_cases() {
     add("one key, rows of a head together", [](Case& c) { c.is_bthd = false, c.keys = 1, c.queries = 5; });
     add("a head for each key head", [](Case& c) { c.heads = c.key_heads = 2, c.sequences = 1, c.queries = 70, c.keys = 333; });
     add("no log-sum-exp", [](Case& c) { c.has_log_sum_exp = false, c.backward = false, c.queries = 20; });
-    add("causal", [](Case& c) { c.causal = true, c.queries = 150, c.keys = 200, c.has_origins = true; });
+    add("causal", [](Case& c) { c.causal = true, c.queries = 150, c.keys = 200, c.has_origins = c.has_dropout_seed = true; });
     add("causal, more queries than keys", [](Case& c) { c.causal = true, c.queries = 170, c.keys = 90; });
     add("causal with an offset", [](Case& c) { c.causal = true, c.has_offset = true, c.offset = 17; });
     add("causal with offsets and lengths", [](Case& c) { c.causal = c.has_offsets = c.has_lengths = true, c.queries = 160; });

@@ -22,6 +22,7 @@ int main() {
     FIELD(relative_bias);
     FIELD(relative_bias_origins);
     FIELD(sinks);
+    FIELD(dropout_seed);
     FIELD(cumulative_queries);
     FIELD(cumulative_keys);
     FIELD(offsets);

@@ -89,6 +89,7 @@ struct Case {
     bool is_packed = false;
     bool has_sinks = false, has_log_sum_exp = true, has_log_sum_exp_gradient = false;
     bool is_bthd = true;
+    bool has_dropout_seed = false; // of the device
     bool has_origins = false;    // an origin of the relative bias for each sequence
     bool shares_keys = false;    // keys and values have a batch of one: no backward pass
     bool is_decode = false;
@@ -147,6 +148,7 @@ struct Call {
 #endif
     Buffer<float> log_sum_exp, log_sum_exp_gradient, sinks, slopes, relative_bias;
     Buffer<int> cumulative_queries, cumulative_keys, offsets, lengths, starts, prefixes, first_keys, end_keys, origins;
+    Buffer<u32> dropout_seed;
     Scores<Element> element_bias;
     Scores<float> float_bias;
     Scores<u8> boolean_mask;
@@ -186,7 +188,7 @@ struct Call {
           offsets(c.sequences, "offsets"), lengths(c.sequences, "key_lengths"), starts(c.sequences, "key_starts"),
           prefixes(c.sequences, "prefix_lengths"), first_keys(size_t(batches) * query_count, "first_keys"),
           end_keys(size_t(batches) * query_count, "end_keys"), origins(c.sequences, "relative_bias_origins"),
-          element_bias(c, ALIGNED_BIAS, "bias"), float_bias(c, ALIGNED_BIAS, "bias"),
+          dropout_seed(2, "dropout_seed"), element_bias(c, ALIGNED_BIAS, "bias"), float_bias(c, ALIGNED_BIAS, "bias"),
           boolean_mask(c, ALIGNED_BOOLEAN_MASK, "boolean_mask") {
         draw_numbers();
         draw_masks();
@@ -228,9 +230,8 @@ struct Call {
     }
     bool is_dropped(int b, int head, int query, int key) {
         if (!HAS_DROPOUT) return false;
-        DropoutPlace place;
-        place.batch = batch(b), place.head = head;
-        return dropout_word(arguments, place, first_query(b) + query, first_key(b) + key) < arguments.dropout_threshold;
+        const Dropout dropout = {77, 5, batch(b), head};
+        return dropout_word(dropout, first_query(b) + query, first_key(b) + key) < arguments.dropout_threshold;
     }
     int position(int b, int query) const {
         return query + (c.has_offsets ? offsets[b] : c.has_offset ? c.offset : keys_of(b) - queries_of(b));
@@ -259,6 +260,7 @@ inline void Call::draw_numbers() {
     v.fill([] { return to_element(normal()); });
 #endif
     for (size_t i = 0; i < rows(); i++) log_sum_exp_gradient[i] = c.has_log_sum_exp_gradient ? float(normal()) : 0.0f;
+    dropout_seed[0] = 77, dropout_seed[1] = 5;
     for (int h = 0; h < c.heads; h++) sinks[h] = float(normal()), slopes[h] = float(0.02 * (h + 1));
     for (size_t i = 0; i < relative_bias.size; i++) relative_bias[i] = float(normal());
     for (size_t i = 0; i < element_bias.buffer.size; i++)
@@ -344,6 +346,7 @@ inline void Call::describe() {
     a.scale = float(c.scale), a.softcap = float(SOFTCAP);
     a.kept_weight_factor = float(1 / (1 - DROPOUT));
     a.dropout_threshold = u32(std::llround(DROPOUT * 4294967296.0)), a.dropout_seed_low = 77, a.dropout_seed_high = 5;
+    if (c.has_dropout_seed) a.dropout_seed = dropout_seed.data, a.dropout_seed_low = a.dropout_seed_high = 0;
     a.bias_sequences = c.one_sequence ? 1 : c.sequences, a.bias_heads = c.one_head ? 1 : c.heads;
     a.bias_queries = c.one_query ? 1 : c.queries, a.bias_keys = c.one_key ? 1 : c.keys;
 }

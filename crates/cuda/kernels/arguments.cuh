@@ -41,6 +41,7 @@ struct AttentionArguments {
     const float* relative_bias;         // (B or 1, H, relative_bias_length), with HAS_RELATIVE_BIAS
     const int* relative_bias_origins;   // (B): replaces relative_bias_origin. May be null
     const float* sinks;                 // (H): a logit that takes weight and has no value. May be null
+    const u32* dropout_seed;            // (2): the low and the high half; replaces dropout_seed_low and _high. May be null
 
     // ---- which keys a query attends to ----
     const int* cumulative_queries;      // (B + 1): the first query of each packed sequence, and the total; else null

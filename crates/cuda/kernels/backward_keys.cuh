@@ -69,8 +69,8 @@ DEVICE void differentiate_key_scores(const AttentionArguments& arguments, const 
                                      ModifierGradients& modifier_gradients) {
     const Sequence& sequence = block.sequence;
     const int first_query = tile.index * BACKWARD_QUERIES, head = block.key_head * block.group + tile.head;
-    DropoutPlace place;
-    place.batch = sequence.batch, place.head = head;
+    Dropout dropout = block.dropout;
+    dropout.head = head;
 #if MODIFIES_SCORES || HAS_BOOLEAN_MASK
     const ScoreModifiers modifiers = load_modifiers(arguments, sequence, block.sequence_index, head);
 #endif
@@ -81,7 +81,7 @@ DEVICE void differentiate_key_scores(const AttentionArguments& arguments, const 
             const int first_key = block.first_key + block.warp_row + 16 * n + block.lane_row;
             u32 words[4];
             if (HAS_DROPOUT)
-                dropout_words_transposed(arguments, place, sequence.first_query + first_query + column,
+                dropout_words_transposed(dropout, sequence.first_query + first_query + column,
                                          sequence.first_key + first_key, sequence.first_key % 4 == 0, block.lane, words);
             float behind_softcap[4];
             UNROLL for (int e = 0; e < 4; e++) {

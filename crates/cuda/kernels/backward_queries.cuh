@@ -33,6 +33,7 @@ struct QueryBlock {
     const char* key_rows;
     const char* value_rows;
     ScoreModifiers modifiers;
+    Dropout dropout;
     float scale;       // of products, in the unit of the log-sum-exp
     float log_sum_exp[QUERY_ROW_TILES][2];
     float delta[QUERY_ROW_TILES][2];
@@ -73,13 +74,11 @@ DEVICE void multiply_query_rows(const QueryBlock& block, u32 rows_at, u32 keys_a
 DEVICE void drop_weight_gradients(const AttentionArguments& arguments, const QueryBlock& block, int key,
                                   QueryScores& gradients) {
     const Sequence& sequence = block.sequence;
-    DropoutPlace place;
-    place.batch = sequence.batch, place.head = block.head;
     UNROLL for (int tile = 0; tile < QUERY_ROW_TILES; tile++)
         UNROLL for (int c = 0; c < QUERY_KEY_TILES; c++) {
             const int row = block.warp_row + 16 * tile + block.lane_row;
             u32 words[4];
-            dropout_words(arguments, place, sequence.first_query + block.first_query + row,
+            dropout_words(block.dropout, sequence.first_query + block.first_query + row,
                           sequence.first_key + key + 8 * c + block.lane_column, sequence.first_key % 4 == 0, block.lane,
                           words);
             UNROLL for (int e = 0; e < 4; e++) {
@@ -184,6 +183,7 @@ KERNEL(attention_backward_queries, QUERY_THREADS, 1, AttentionArguments) {
     block.keys = store_intervals<QUERY_BLOCK, QUERY_THREADS>(arguments, sequence, place.sequence, block.first_query,
                                                              QUERY_INTERVALS_AT, QUERY_WARP_INTERVALS_AT, block.thread);
     block.modifiers = load_modifiers(arguments, sequence, place.sequence, block.head);
+    block.dropout = load_dropout(arguments, sequence.batch, block.head);
     block.scale = arguments.scale * LOG_SUM_EXP_UNIT;
     load_row_statistics(arguments, block);
 

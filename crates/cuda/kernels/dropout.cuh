@@ -16,30 +16,41 @@ DEVICE void philox(u32 (&counter)[4], u32 key0, u32 key1) {
     }
 }
 
-// The sequence and the head of weights.
-struct DropoutPlace {
+// The seed, and the sequence and the head of weights.
+struct Dropout {
+    u32 seed_low;
+    u32 seed_high;
     int batch;
     int head;
 };
 
-DEVICE u32 dropout_word(const AttentionArguments& arguments, const DropoutPlace& place, int query, int key) {
-    u32 words[4] = {(u32)key / 4, (u32)query, (u32)place.head, (u32)place.batch};
-    philox(words, arguments.dropout_seed_low, arguments.dropout_seed_high);
+DEVICE Dropout load_dropout(const AttentionArguments& arguments, int batch, int head) {
+    Dropout dropout;
+    dropout.seed_low = dropout.seed_high = 0, dropout.batch = batch, dropout.head = head;
+    if (!HAS_DROPOUT) return dropout;
+    const bool is_on_device = arguments.dropout_seed != nullptr;
+    dropout.seed_low = is_on_device ? load_global(arguments.dropout_seed) : arguments.dropout_seed_low;
+    dropout.seed_high = is_on_device ? load_global(arguments.dropout_seed + 1) : arguments.dropout_seed_high;
+    return dropout;
+}
+
+DEVICE u32 dropout_word(const Dropout& dropout, int query, int key) {
+    u32 words[4] = {(u32)key / 4, (u32)query, (u32)dropout.head, (u32)dropout.batch};
+    philox(words, dropout.seed_low, dropout.seed_high);
     return (key & 3) == 0 ? words[0] : (key & 3) == 1 ? words[1] : (key & 3) == 2 ? words[2] : words[3];
 }
 
 // The words of an accumulator whose rows are the queries `query` and `query` + 8, and whose columns are the keys `key`
 // and `key` + 1, where `key` is even if the sequence is aligned: its first key is a multiple of four. Then lanes side by
 // side need the same four words of each row: one draws for the upper row, the other for the lower one.
-DEVICE void dropout_words(const AttentionArguments& arguments, const DropoutPlace& place, int query, int key,
-                          bool is_aligned, int lane, u32 (&words)[4]) {
+DEVICE void dropout_words(const Dropout& dropout, int query, int key, bool is_aligned, int lane, u32 (&words)[4]) {
     if (!is_aligned) {
-        UNROLL for (int e = 0; e < 4; e++) words[e] = dropout_word(arguments, place, query + 8 * (e >> 1), key + (e & 1));
+        UNROLL for (int e = 0; e < 4; e++) words[e] = dropout_word(dropout, query + 8 * (e >> 1), key + (e & 1));
         return;
     }
     const bool is_odd = lane & 1;
-    u32 own[4] = {(u32)key / 4, (u32)(is_odd ? query + 8 : query), (u32)place.head, (u32)place.batch};
-    philox(own, arguments.dropout_seed_low, arguments.dropout_seed_high);
+    u32 own[4] = {(u32)key / 4, (u32)(is_odd ? query + 8 : query), (u32)dropout.head, (u32)dropout.batch};
+    philox(own, dropout.seed_low, dropout.seed_high);
     const u32 other0 = shuffle_bits_xor(is_odd ? own[0] : own[2], 1);
     const u32 other1 = shuffle_bits_xor(is_odd ? own[1] : own[3], 1);
     words[0] = is_odd ? other0 : own[0], words[1] = is_odd ? other1 : own[1];
@@ -48,15 +59,16 @@ DEVICE void dropout_words(const AttentionArguments& arguments, const DropoutPlac
 
 // The same of a transposed accumulator: rows are the keys `key` and `key` + 8, columns the queries `query` and the next.
 // The four lanes of four successive keys draw one of their four counters each, and exchange words in two steps.
-DEVICE void dropout_words_transposed(const AttentionArguments& arguments, const DropoutPlace& place, int query, int key,
-                                     bool is_aligned, int lane, u32 (&words)[4]) {
+DEVICE void dropout_words_transposed(const Dropout& dropout, int query, int key, bool is_aligned, int lane,
+                                     u32 (&words)[4]) {
     if (!is_aligned) {
-        UNROLL for (int e = 0; e < 4; e++) words[e] = dropout_word(arguments, place, query + (e & 1), key + 8 * (e >> 1));
+        UNROLL for (int e = 0; e < 4; e++) words[e] = dropout_word(dropout, query + (e & 1), key + 8 * (e >> 1));
         return;
     }
     const int of_four = (lane >> 2) & 3; // key % 4
-    u32 own[4] = {(u32)(key + 8 * (of_four >> 1)) / 4, (u32)(query + (of_four & 1)), (u32)place.head, (u32)place.batch};
-    philox(own, arguments.dropout_seed_low, arguments.dropout_seed_high);
+    u32 own[4] = {(u32)(key + 8 * (of_four >> 1)) / 4, (u32)(query + (of_four & 1)), (u32)dropout.head,
+                  (u32)dropout.batch};
+    philox(own, dropout.seed_low, dropout.seed_high);
     const bool first_bit = of_four & 1, second_bit = of_four & 2;
     u32 other0 = shuffle_bits_xor(first_bit ? own[0] : own[1], 4);
     u32 other1 = shuffle_bits_xor(first_bit ? own[2] : own[3], 4);

@@ -52,6 +52,7 @@ struct ForwardBlock {
     i64 key_scale_stride;
     i64 value_scale_stride;
     ScoreModifiers modifiers;
+    Dropout dropout;
 };
 
 DEVICE void load_forward_keys(const ForwardBlock& block, int key, int stage) {
@@ -189,13 +190,11 @@ DEVICE void mask_forward_scores(const ForwardBlock& block, int key, ForwardScore
 DEVICE void drop_forward_weights(const AttentionArguments& arguments, const ForwardBlock& block, int key,
                                  ForwardScores& weights) {
     const Sequence& sequence = block.sequence;
-    DropoutPlace place;
-    place.batch = sequence.batch, place.head = block.head;
     UNROLL for (int tile = 0; tile < FORWARD_ROW_TILES; tile++)
         UNROLL for (int c = 0; c < FORWARD_KEY_TILES; c++) {
             const int row = block.warp_row + 16 * tile + block.lane_row;
             u32 words[4];
-            dropout_words(arguments, place, sequence.first_query + block.first_query + row,
+            dropout_words(block.dropout, sequence.first_query + block.first_query + row,
                           sequence.first_key + key + 8 * c + block.lane_column, sequence.first_key % 4 == 0, block.lane,
                           words);
             UNROLL for (int e = 0; e < 4; e++)
@@ -398,6 +397,7 @@ KERNEL(attention_forward, FORWARD_THREADS, 1, AttentionArguments) {
                                                                    block.first_query, FORWARD_INTERVALS_AT,
                                                                    FORWARD_WARP_INTERVALS_AT, block.thread);
     block.modifiers = load_modifiers(arguments, sequence, place.sequence, block.head);
+    block.dropout = load_dropout(arguments, sequence.batch, block.head);
     const float scale = exponent_scale(arguments);
 
     // Values that are not finite must reach only queries that attend to them, but zero times NaN is NaN. If the output

@@ -6,6 +6,7 @@
 #include "arguments.cuh"
 #include "loads.cuh"
 #include "masks.cuh"
+#include "dropout.cuh"
 #include "softmax.cuh"
 #include "backward_prepare.cuh"
 
@@ -35,6 +36,7 @@ struct KeyBlock {
     int tiles;             // of the sequence's queries
     const int4* tile_intervals;
     float scale;           // of products, in the unit of the log-sum-exp
+    Dropout dropout;       // of the first head of the group
 };
 
 // A tile of BACKWARD_QUERIES queries of a head.
@@ -71,6 +73,7 @@ DEVICE bool start_key_block(const AttentionArguments& arguments, KeyBlock& block
     block.tiles = (sequence.query_count + BACKWARD_QUERIES - 1) / BACKWARD_QUERIES;
     block.tile_intervals = arguments.tile_intervals + (i64)place.sequence * arguments.query_tiles;
     block.scale = arguments.scale * LOG_SUM_EXP_UNIT;
+    block.dropout = load_dropout(arguments, sequence.batch, block.key_head * block.group);
     return true;
 }
 

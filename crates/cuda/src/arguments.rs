@@ -40,6 +40,7 @@ pub(crate) struct AttentionArguments {
     pub relative_bias: Address,
     pub relative_bias_origins: Address,
     pub sinks: Address,
+    pub dropout_seed: Address,
 
     pub cumulative_queries: Address,
     pub cumulative_keys: Address,
@@ -92,7 +93,6 @@ pub(crate) struct AttentionArguments {
     pub key_heads: i32,
     pub query_count: i32,
     pub key_count: i32,
-    pub longest_keys: i32,
 
     pub has_offset: i32,
     pub offset: i32,
@@ -121,5 +121,4 @@ pub(crate) struct AttentionArguments {
     pub bias_heads: i32,
     pub bias_queries: i32,
     pub bias_keys: i32,
-    pub reserved: i32,
 }
