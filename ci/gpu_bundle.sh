@@ -4,8 +4,8 @@
 # usage: bash ci/gpu_bundle.sh [FOLDER]     (target/gpu_bundle by default)
 #
 # The folder needs nothing there but a driver for CUDA 13, CUDA's libraries and Python with PyTorch, whose wheels bring
-# those libraries. The machine that makes the folder needs no GPU and no CUDA: nvcc comes from PyPI (106 MB) and compiles
-# Candle's own kernels, except those for mixtures of experts in quantized models, which end the program.
+# those libraries. The machine that makes the folder needs no GPU and no CUDA: nvcc comes from PyPI (106 MB) and
+# compiles Candle's own kernels, except those for mixtures of experts in quantized models, which end the program.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bundle=${1:-target/gpu_bundle}
@@ -21,7 +21,7 @@ fi
 export REAL_NVCC=$tools/nvidia/cu13/bin/nvcc
 source ci/stand-in-cuda.sh
 
-# A folder of its own, since other builds use an nvcc that compiles nothing. No path of this machine stays in a program.
+# A separate folder, since other builds use an nvcc that compiles nothing. No path of this machine stays in a program.
 export CARGO_TARGET_DIR=$PWD/target/gpu-build
 export RUSTFLAGS="--remap-path-prefix=$PWD=. --remap-path-prefix=${CARGO_HOME:-$HOME/.cargo}=cargo"
 cargo build --release --config profile.release.strip=true --config profile.release.debug=false \

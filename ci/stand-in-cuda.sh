@@ -14,8 +14,9 @@ sources() {
 metadata=$(cargo metadata --format-version 1 --locked --features cuda)
 cudarc=$(sources cudarc)
 
-# This nvcc writes an empty file for each object and PTX file, and a library whose functions end the program. If REAL_NVCC
-# names another nvcc, that one makes the PTX files: they are all that a program without mixtures of experts needs.
+# This nvcc writes an empty file for each object and PTX file, and a library whose functions end the program. If
+# REAL_NVCC names another nvcc, that one makes the PTX files: they are all that a program without mixtures of experts
+# needs.
 cat >"$toolkit/bin/nvcc.new" <<'NVCC'
 #!/usr/bin/env bash
 case $1 in

@@ -36,6 +36,7 @@
 //! this list. Without default features, this package is `candle-attention-core` and what that depends on.
 //!
 //! - `candle-attention-kernels`: CPU kernels over slices.
+//! - `candle-attention-cuda`: CUDA kernels, compiled at first use (feature `cuda`).
 //! - `candle-attention-modules`: projections, norms, gates and seeded initialisation.
 //! - `candle-attention-core`: the layer, the function, the mask, the cache and the weight layouts.
 //! - `candle-attention-delta`: linear attention (feature `linear-attention`).

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks candle-attention on this machine's GPU, and times it beside PyTorch on the same card.
+# Checks candle-attention on this machine's GPU, and times it in turn with PyTorch on the same card.
 #
 # usage: bash run.sh            checks (about 60 s), then times (120 s)
 #        bash run.sh check|times
@@ -13,7 +13,7 @@ what=${1:-all}
 case $what in all | check | times | sanitize) ;; *) echo "run.sh: expected check, times or sanitize, found $what" >&2; exit 2 ;; esac
 python=${PYTHON:-python3}
 
-# CUDA's libraries: those of PyTorch's wheels, and those of an installed toolkit.
+# CUDA's libraries, from PyTorch's wheels and from an installed toolkit.
 packages=$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])') || exit 2
 for folder in "$packages"/nvidia/cu13/lib "$packages"/nvidia/*/lib /usr/local/cuda/lib64 /usr/local/nvidia/lib64; do
     [ ! -d "$folder" ] || LD_LIBRARY_PATH=${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}$folder
@@ -41,7 +41,7 @@ if [ "$what" = all ] || [ "$what" = check ]; then
     "$python" in_parallel.py ./device_check --device cuda --widths 64,128 --models models --explain || status=1
 fi
 if [ "$what" = all ] || [ "$what" = times ]; then
-    echo "== times, beside PyTorch"
+    echo "== times, in turn with PyTorch"
     "$python" beside_pytorch.py ./device_times --seconds 120 || status=1
 fi
 if [ "$what" = sanitize ]; then
