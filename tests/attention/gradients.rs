@@ -1,6 +1,7 @@
 //! Gradients of the functions: of the reference path against the slopes of the oracle's numbers; of the kernel against
 //! the reference path's; and of both against PyTorch's.
 
+mod cuda;
 mod pytorch;
 
 use crate::isolation::{fill_unseen, vectors};

@@ -29,7 +29,7 @@ pub enum Reach {
 }
 
 impl Reach {
-    const ALL: [Self; 10] = {
+    pub const ALL: [Self; 10] = {
         use Reach::*;
         [Scalar, Keys, Queries, Square, Sequence, Head, Whole, Expanded, Transposed, Narrowed]
     };

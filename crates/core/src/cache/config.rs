@@ -102,9 +102,9 @@ impl AttentionCacheConfig {
     /// 1.5e-36 to 3.4e38. A row of smaller numbers becomes zeros, and a row with a number that is not finite in f32
     /// becomes NaN.
     ///
-    /// The fused CPU kernel reads 8 bits directly. Where another path runs (on a GPU, or on the reference path for f64,
-    /// for weights on request and for what [`plan`](crate::MultiHeadAttention::plan) names), all stored keys and values
-    /// are converted to f32 or f64 first.
+    /// The fused kernels of CPUs and CUDA read 8 bits directly. Where another path runs (on Metal, or on the reference
+    /// path for f64, for weights on request and for what [`plan`](crate::MultiHeadAttention::plan) names), all stored
+    /// keys and values are converted to f32 or f64 first.
     pub fn with_q8(mut self) -> Self {
         self.q8 = true;
         self

@@ -23,8 +23,8 @@ use crate::mask::AttentionMask;
 ///
 /// The output of a fully masked query is zeros, also if all of its scores are -inf by a bias. NaN and infinities in
 /// keys and values reach only the queries that attend to them, in the backward pass of the CPU kernel too; a query
-/// attends to a key that only a bias of -inf suppresses. Third-party GPU kernels keep this promise only for keys that
-/// are masked for every query of the sequence.
+/// attends to a key that only a bias of -inf suppresses. Candle's operation for Metal keeps this promise only for keys
+/// that are masked for every query of the sequence.
 ///
 /// ```
 /// use candle_attention::{AttentionMask, SdpaOptions, scaled_dot_product_attention};
@@ -89,7 +89,8 @@ pub fn scaled_dot_product_attention_with_lse(
 ///
 /// On a CPU the fused kernel computes the statistics. It needs memory for them and for T_kv scores of some dozens of
 /// queries in each thread, and passes over the scores a second time, with an exponential for each: for eight keys,
-/// about a third more time than without statistics at 2,048 tokens and more, and less than twice the time at 512.
+/// about a third more time than without statistics at 2,048 tokens and more, and less than twice the time at 512. On
+/// other devices the reference path computes them.
 ///
 /// ```
 /// use candle_attention::{AttentionMask, SdpaOptions, StatisticsOptions, scaled_dot_product_attention_with_statistics};

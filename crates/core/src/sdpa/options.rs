@@ -63,8 +63,8 @@ impl SdpaOptions {
     /// Adds a relative position bias (T5) to the scores: a number for each head and distance between query and key.
     ///
     /// `biases` is (H, T_q + T_kv - 1), or (B, H, T_q + T_kv - 1) with a row for each sequence. Entry `T_q - 1 + j - i`
-    /// is added to the score of query i and key j: the entries of a head are the diagonals of its scores. On a CPU no
-    /// tensor (T_q, T_kv) is made of them. Differentiable.
+    /// is added to the score of query i and key j: the entries of a head are the diagonals of its scores. The fused
+    /// kernels of CPUs and CUDA make no tensor (T_q, T_kv) of them. Differentiable.
     ///
     /// For packed sequences, T_q and T_kv are those of the longest sequence, and i and j count within each sequence.
     ///
@@ -101,14 +101,14 @@ impl SdpaOptions {
     /// Draws the dropout mask from PyTorch's generator instead of the device's, for the same numbers as a PyTorch run.
     ///
     /// The next call continues the generator's stream. A mask takes one bit for each weight, B·H·T_q·T_kv bits in all.
-    /// The reference path draws it for packed sequences.
+    /// The reference path draws it on GPUs and for packed sequences.
     pub fn with_dropout_seed(mut self, seed: &TorchSeed) -> Self {
         self.dropout_seed = Some(seed.clone());
         self
     }
 
     /// Seeds a deterministic dropout mask (Philox 4×32-7), which is the same on every backend and for any number of
-    /// threads. The default is a seed drawn for each call.
+    /// threads. The default is a seed that the generator of the device draws for each call.
     ///
     /// Whether key j is dropped for query i of head h in sequence b follows from word `j % 4` of the key `seed` and the
     /// counter `(j / 4, i, h, b)`. For packed sequences i and j count through all sequences, and b is 0.

@@ -5,7 +5,6 @@
 
 mod graph;
 mod key_ranges;
-
 mod uploads;
 
 use std::fmt;

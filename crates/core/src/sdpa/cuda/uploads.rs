@@ -1,5 +1,5 @@
-//! Lists of integers on a device. The layers of a model attend with the same lengths and positions, one after the other,
-//! so that a list that was copied to the device lately is used again.
+//! Lists of integers on a device. The layers of a model attend with the same lengths and positions, one after another,
+//! so that a list that was copied to the device a moment ago is used again.
 
 use std::collections::VecDeque;
 use std::sync::{Mutex, PoisonError};
