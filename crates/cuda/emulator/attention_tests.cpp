@@ -198,7 +198,8 @@ static std::vector<Case> list_cases() {
     add("prefixes and starts", [](Case& c) { c.causal = c.has_prefixes = c.has_starts = true; });
     add("window", [](Case& c) { c.causal = true, c.window_left = 20, c.queries = c.keys = 200; });
     add("window on both sides", [](Case& c) { c.window_left = 9, c.window_right = 30, c.queries = 140; });
-    add("chunks", [](Case& c) { c.causal = true, c.chunk = 24, c.has_offsets = true; });
+    add("chunks", [](Case& c) { c.chunk = 24, c.has_offset = true, c.offset = -30; });
+    add("chunks, causal", [](Case& c) { c.causal = true, c.chunk = 70, c.queries = c.keys = 150; });
     add("intervals of queries", [](Case& c) { c.has_query_intervals = true; });
     add("sinks and lengths", [](Case& c) { c.has_sinks = c.has_lengths = c.has_log_sum_exp_gradient = true; });
     add("sinks and fully masked rows", [](Case& c) { c.has_sinks = c.causal = c.has_query_intervals = true; });

@@ -1,0 +1,84 @@
+#!/usr/bin/env bash
+# Puts mistakes into the kernels, one at a time, and checks that the tests of attention notice each of them.
+# Usage: mutations.sh [words of a name]
+set -u
+here="$(cd "$(dirname "$0")" && pwd)"
+copy="$(mktemp -d)"
+trap 'rm -rf "$copy"' EXIT
+missed=0
+only="${1:-}"
+
+# Arguments: a name, the macros, a file, the text that is replaced, the text that replaces it.
+mutate() {
+    local name="$1" macros="$2" file="$3"
+    [[ $name == *"$only"* ]] || return
+    rm -rf "$copy"/* && cp -r "$here/../kernels" "$here" "$copy"
+    python3 - "$copy/kernels/$file" "$4" "$5" <<'PY' || { echo "$name: the text is not in $file"; missed=1; return; }
+import sys
+path, old, new = sys.argv[1:]
+text = open(path).read()
+if old not in text:
+    sys.exit(1)
+open(path, "w").write(text.replace(old, new, 1))
+PY
+    if ! "${CXX:-g++}" -std=c++17 -O1 -w -DEMULATOR -I"$copy/kernels" -I"$copy/emulator" $macros \
+        "$copy/emulator/attention_tests.cpp" -o "$copy/tests"; then
+        echo "$name: does not compile"
+        missed=1
+    elif "$copy/tests" >"$copy/output" 2>&1; then
+        echo "$name: NOT NOTICED"
+        missed=1
+    else
+        echo "$name: $(grep -m1 -E 'FAULT|FAIL ' "$copy/output" | cut -c1-140)"
+    fi
+}
+
+forward="-DELEMENT=0 -DHEAD_DIM=32 -DFORWARD_WARPS=2 -DKERNEL_SET=1"
+mutate "forward: no barrier before keys are overwritten" "$forward" forward.cuh \
+    $'block_barrier();\n            if (n + 1 < last) load_forward_keys(block, next_key, 0);' 'if (n + 1 < last) load_forward_keys(block, next_key, 0);'
+mutate "forward: no wait for copies" "$forward" forward.cuh $'        wait_for_copies<0>();\n#if KEY_CODES' '#if KEY_CODES'
+mutate "forward: values behind the last key are read" "$forward" forward.cuh \
+    'block.value_row_bytes, first, end, block.thread' 'block.value_row_bytes, first, FORWARD_KEYS, block.thread'
+mutate "forward: a mask that is one key too long" "$forward" forward.cuh '8 * c + e >= end' '8 * c + e > end'
+mutate "forward: a barrier in one warp only" "$forward" forward.cuh 'bool is_careful = false;' \
+    'bool is_careful = false; if (block.warp_row == 0) block_barrier();'
+mutate "forward: values are not transposed" "$forward" products.cuh \
+    'load_matrices_transposed(fragment.x, at + (k + (lane & 15))' 'load_matrices(fragment.x, at + (k + (lane & 15))'
+mutate "forward: special values reach other queries" "$forward" forward.cuh 'is_careful = true;' 'break;'
+mutate "forward: the sum does not shrink with the maximum" "$forward" softmax.cuh 'state.sum[tile][r] *= shrink;' ''
+mutate "forward: a sink does not join the sum" "$forward" softmax.cuh '+ exp2_approximate(sink - reference)' ''
+mutate "forward: chunks of negative positions round towards zero" "$forward" masks.cuh 'rest < 0 ? rest + chunk : rest' 'rest'
+mutate "forward: lengths of the first sequence for all" "$forward" masks.cuh 'arguments.key_lengths + index' 'arguments.key_lengths'
+mutate "forward: a bias of the least float overflows" "-DELEMENT=1 -DHEAD_DIM=32 -DFORWARD_WARPS=2 -DKERNEL_SET=1 -DHAS_BIAS=2" \
+    specialization.cuh '(ELEMENT == 2 || HAS_BIAS)' '(ELEMENT == 2)'
+mutate "dropout: words of the wrong rows" "$forward -DHAS_DROPOUT=1" dropout.cuh 'is_odd ? query + 8 : query' 'query'
+mutate "ALiBi: positions count from the first query" "$forward -DHAS_ALIBI=1" modifiers.cuh \
+    'modifiers.position = sequence.offset;' 'modifiers.position = 0;'
+
+decode="-DELEMENT=0 -DHEAD_DIM=32 -DKERNEL_SET=2"
+mutate "decode: one stage too few" "$decode" decode.cuh 'wait_for_copies<DECODE_STAGES - 2>();' 'wait_for_copies<DECODE_STAGES - 1>();'
+mutate "decode: parts that overlap" "$decode" decode.cuh 'begin + split * share' 'begin + split * (share - DECODE_WARPS)'
+mutate "combine: parts are not weighted by their sums" "$decode" combine.cuh 'own.y * exp2_approximate' 'exp2_approximate'
+mutate "codes: the scale of a key is left out" "$decode -DKEY_CODES=1" decode.cuh 'scale_decode_scores<false>(block, tile_at, scores);' ''
+mutate "codes: columns of the output are not permuted" "$decode -DKEY_CODES=1" decode.cuh 'if (KEY_CODES) return' 'if (false) return'
+mutate "codes: scales of the next tile" "$forward -DKEY_CODES=1" forward.cuh '(IS_WEIGHT ? FORWARD_VALUE_SCALES_AT : FORWARD_KEY_SCALES_AT) +
+                          key / FORWARD_KEYS % 2' '(IS_WEIGHT ? FORWARD_VALUE_SCALES_AT : FORWARD_KEY_SCALES_AT) + (key / FORWARD_KEYS + 1) % 2'
+
+fused="-DELEMENT=0 -DHEAD_DIM=32 -DKERNEL_SET=5 -DFUSED_BACKWARD=1 -DKEY_WARPS=4 -DKEY_ROW_TILES=2 -DWARPS_PER_KEYS=2 -DBACKWARD_QUERIES=32"
+mutate "backward: no barrier after scores are shared" "$fused" backward_keys.cuh \
+    'if (WARPS_PER_KEYS > 1 || RELATIVE_BIAS_GRADIENT) block_barrier();' ''
+mutate "backward: blocks in an order that waits for itself" "$fused" key_block.cuh \
+    'FUSED_BACKWARD ? place.block : arguments.blocks - 1 - place.block' 'arguments.blocks - 1 - place.block'
+mutate "backward: delta of the first head" "$fused" key_block.cuh 'arguments.delta + statistics + row' \
+    'arguments.delta + statistics % arguments.query_count + row'
+mutate "backward: tiles of queries are left out" "$fused" key_block.cuh 'keys.y > block.first_key' 'keys.y > block.first_key + 16'
+mutate "backward: diagonals end one query early" "$fused -DHAS_RELATIVE_BIAS=1 -DRELATIVE_BIAS_GRADIENT=1" modifier_gradients.cuh \
+    'query < end; query++' 'query < end - 1; query++'
+mutate "backward: slopes of a head run into the next" "$fused -DHAS_ALIBI=1 -DSLOPE_GRADIENT=1" modifier_gradients.cuh \
+    'gradients.slope = 0;' ''
+mutate "backward: the softcap's derivative is left out" "$fused -DHAS_SOFTCAP=1" backward_keys.cuh \
+    'gradient *= 1.0f - tanh * tanh' 'gradient *= 1.0f'
+mutate "backward: the bias is summed over one head" "$fused -DHAS_BIAS=1 -DBIAS_GRADIENT=1 -DALIGNED_BIAS=0" modifier_sums.cuh \
+    'sums_heads ? arguments.heads' 'sums_heads ? 1'
+((missed == 0)) && echo "the tests notice every mistake"
+exit $missed
