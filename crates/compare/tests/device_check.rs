@@ -33,7 +33,7 @@ fn row(output: &str, name: &str) -> Row {
 
 #[test]
 fn device_check_of_the_cpu_passes() {
-    let run = run(&["--short", "--device", "cpu", "--explain"]);
+    let run = run(&["--short", "--device", "cpu", "--widths", "16", "--explain"]);
     assert_eq!((run.code, run.stderr.as_str()), (Some(0), ""), "{}", run.stdout);
     for name in [
         "no mask",
