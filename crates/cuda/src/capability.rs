@@ -1,4 +1,4 @@
-//! What a device offers to a kernel.
+//! Compute capabilities, and the limits of devices.
 
 use std::fmt;
 
@@ -26,4 +26,18 @@ pub struct Limits {
     pub multiprocessors: usize,
     /// The bytes of shared memory that a block can have.
     pub shared_bytes: usize,
+}
+
+impl Limits {
+    /// Returns the limits of a device with a compute capability, as many multiprocessors as an A100 has, and the shared
+    /// memory of NVIDIA's table "Technical Specifications per Compute Capability".
+    pub fn of_capability(capability: Capability) -> Self {
+        let Capability { major, minor } = capability;
+        let kibibytes = match (major, minor) {
+            (8, 0 | 7) => 163,
+            (8, _) | (12.., _) => 99,
+            _ => 227,
+        };
+        Self { capability, multiprocessors: 108, shared_bytes: kibibytes * 1024 }
+    }
 }

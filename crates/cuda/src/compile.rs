@@ -1,8 +1,9 @@
-//! The compilation of a program for a device: from the cache on disk, or by NVRTC.
+//! The machine code of programs: from the cache on disk, or by NVRTC.
 
 use crate::disk_cache::{CacheKey, DiskCache};
 use crate::nvrtc::Nvrtc;
 use crate::program::Program;
+use crate::source;
 
 /// Returns the machine code of a program for an architecture such as `sm_90`.
 ///
@@ -14,7 +15,7 @@ pub(crate) fn compile(
     architecture: &str,
     program: &Program,
 ) -> Result<Vec<u8>, String> {
-    let source = program.text();
+    let source = source::assemble(program.root);
     let mut options = program.options();
     options.push(format!("--gpu-architecture={architecture}"));
     let compiler = nvrtc.name();

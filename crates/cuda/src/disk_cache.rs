@@ -2,10 +2,9 @@
 //!
 //! A file is one compiled program. Its name is a hash of the source, the options and the compiler's version; its first
 //! line is a header with a checksum of the rest. A file is written under a temporary name and renamed, so that other
-//! processes read all of it or nothing. Whatever is wrong with the folder or a file, the only cost is the time to compile
-//! again.
+//! processes read all of it or nothing. No fault of the folder or of a file costs more than the time to compile again.
 
-use std::env;
+use std::ffi::OsString;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -15,7 +14,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::hash::Fnv;
 
 /// The environment variable that names the folder. An empty value turns the cache off.
-pub(crate) const VARIABLE: &str = "CANDLE_ATTENTION_CACHE";
+const VARIABLE: &str = "CANDLE_ATTENTION_CACHE";
 
 const HEADER: &str = "candle-attention kernel 1";
 
@@ -48,13 +47,19 @@ pub(crate) struct DiskCache {
 }
 
 impl DiskCache {
-    /// Returns the cache of the user: the folder that `CANDLE_ATTENTION_CACHE` names, or `candle-attention` in the
-    /// folder of the system for such files.
+    /// Returns the cache of the user.
+    #[cfg(feature = "cuda")]
     pub fn of_user() -> Self {
-        match env::var_os(VARIABLE) {
+        Self::of_environment(|variable| std::env::var_os(variable))
+    }
+
+    /// Returns the cache that environment variables name: the folder of `CANDLE_ATTENTION_CACHE`, or
+    /// `candle-attention` in the system's folder for files that can be made again.
+    fn of_environment(variable: impl Fn(&str) -> Option<OsString>) -> Self {
+        match variable(VARIABLE) {
             Some(folder) if folder.is_empty() => Self { folder: None },
             Some(folder) => Self { folder: Some(folder.into()) },
-            None => Self { folder: system_folder().map(|folder| folder.join("candle-attention")) },
+            None => Self { folder: system_folder(variable).map(|folder| folder.join("candle-attention")) },
         }
     }
 
@@ -93,15 +98,15 @@ impl DiskCache {
 }
 
 /// Returns the user's folder for files that can be made again.
-fn system_folder() -> Option<PathBuf> {
-    let folder = |variable: &str| env::var_os(variable).filter(|value| !value.is_empty()).map(PathBuf::from);
+fn system_folder(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
+    let folder = |name: &str| variable(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     if cfg!(windows) {
         return folder("LOCALAPPDATA");
     }
     if cfg!(target_os = "macos") {
         return folder("HOME").map(|home| home.join("Library").join("Caches"));
     }
-    // The specification of XDG says that a relative path is to be ignored.
+    // The specification of XDG says that relative paths are ignored.
     match folder("XDG_CACHE_HOME").filter(|path| path.is_absolute()) {
         Some(path) => Some(path),
         None => folder("HOME").map(|home| home.join(".cache")),
@@ -132,7 +137,7 @@ fn write_file(folder: &Path, name: &str, program: &[u8]) -> io::Result<()> {
     let written = fs::write(&temporary, [header(program).as_bytes(), program].concat())
         .and_then(|()| fs::rename(&temporary, folder.join(name)));
     if written.is_err() {
-        // Whatever is left of the file is of no use, and may not exist.
+        // The file may not exist.
         fs::remove_file(&temporary).ok();
     }
     written
@@ -153,6 +158,31 @@ mod tests {
         let file = files.next().expect("a file")?;
         assert!(files.next().is_none(), "more than one file");
         Ok(file)
+    }
+
+    /// Returns the folder for environment variables.
+    fn folder_of(variables: &[(&str, &str)]) -> Option<PathBuf> {
+        let value = |name: &str| variables.iter().find(|(known, _)| *known == name).map(|(_, value)| value.into());
+        DiskCache::of_environment(value).folder
+    }
+
+    #[test]
+    fn cache_variable_names_the_folder_or_turns_the_cache_off() {
+        let home = ("HOME", "/home/me");
+        assert_eq!(folder_of(&[(VARIABLE, "/kernels"), home]), Some("/kernels".into()));
+        assert_eq!(folder_of(&[(VARIABLE, ""), home]), None);
+        assert_eq!(folder_of(&[]), None);
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn cache_is_in_the_folder_of_xdg_or_of_home() {
+        let home = ("HOME", "/home/me");
+        assert_eq!(folder_of(&[home]), Some("/home/me/.cache/candle-attention".into()));
+        assert_eq!(folder_of(&[home, ("XDG_CACHE_HOME", "/tmp/xdg")]), Some("/tmp/xdg/candle-attention".into()));
+        let relative = ("XDG_CACHE_HOME", "relative");
+        assert_eq!(folder_of(&[home, relative]), Some("/home/me/.cache/candle-attention".into()));
+        assert_eq!(folder_of(&[relative]), None);
     }
 
     #[test]
@@ -195,13 +225,13 @@ mod tests {
     #[test]
     fn folder_that_cannot_be_written_is_no_error() -> io::Result<()> {
         let folder = tempfile::tempdir()?;
-        // A file in the place of the folder stops every user, root too.
+        // A file with the folder's name stops every user, root too.
         let file = folder.path().join("file");
         fs::write(&file, b"")?;
         let cache = DiskCache::in_folder(&file);
         cache.write(&key("source", &[]), b"program");
         assert_eq!(cache.read(&key("source", &[])), None);
-        // A folder in the place of a program's file.
+        // A folder with the name of a program's file.
         let cache = DiskCache::in_folder(folder.path());
         fs::create_dir(folder.path().join(key("source", &[]).file_name()))?;
         cache.write(&key("source", &[]), b"program");

@@ -1,18 +1,18 @@
-#![expect(dead_code, reason = "the attention kernels are not called yet")]
 #![doc = include_str!("../README.md")]
 
 mod arguments;
 mod attention;
 mod capability;
-#[cfg(any(feature = "cuda", feature = "emulator"))]
+mod catalogue;
+#[cfg(any(feature = "cuda", test))]
 mod compile;
 mod delta;
 mod device;
-#[cfg(any(feature = "cuda", feature = "emulator"))]
+#[cfg(any(feature = "cuda", test))]
 mod disk_cache;
 #[cfg(any(feature = "cuda", feature = "emulator"))]
 mod hash;
-#[cfg(any(feature = "cuda", feature = "emulator"))]
+#[cfg(any(feature = "cuda", test))]
 mod nvrtc;
 mod program;
 mod rows;
@@ -27,8 +27,23 @@ pub use attention::{
     is_available,
 };
 pub use capability::{Capability, Limits};
+pub use catalogue::{CatalogueEntry, CatalogueKernel};
 pub use delta::{DeltaCall, DeltaGradients, DeltaKernel, DeltaResults};
 pub use rows::{
     Activation, ConvolutionCall, ConvolutionGradients, ConvolutionResults, GatedNormCall, GatedNormGradients,
 };
 pub use unsupported::Unsupported;
+
+/// Returns the programs that continuous integration compiles for a device with some limits: the ones that it would run
+/// for the usual head dimensions and each score modifier.
+pub fn catalogue(limits: &Limits) -> Vec<CatalogueEntry> {
+    attention::entries(limits)
+}
+
+/// Returns the source of a program of the [`catalogue`](fn@catalogue), as NVRTC compiles it.
+///
+/// # Panics
+/// If there is no such source.
+pub fn source_text(name: &str) -> String {
+    source::assemble(name)
+}

@@ -6,7 +6,7 @@
 use std::env;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::ptr;
 use std::sync::OnceLock;
 
@@ -61,7 +61,7 @@ struct Functions {
 impl Functions {
     /// Looks the functions up in a library.
     fn of(library: &Library) -> Result<Self, libloading::Error> {
-        // SAFETY: the types are those that nvrtc.h gives to the names, in every version since 11.2.
+        // SAFETY: nvrtc.h declares the names with these types, in every version since 11.2.
         unsafe {
             Ok(Self {
                 version: *library.get(b"nvrtcVersion\0")?,
@@ -86,8 +86,8 @@ pub(crate) struct Nvrtc {
     version: NvrtcVersion,
     /// The architectures that it compiles for, as 10 times the major version and the minor version.
     architectures: Vec<u32>,
-    /// The functions are in its memory.
-    _library: Library,
+    /// The functions are in the memory of the first; the second is the library that it needs, if it was opened here.
+    _libraries: [Option<Library>; 2],
 }
 
 impl Nvrtc {
@@ -107,7 +107,7 @@ impl Nvrtc {
         for path in candidates {
             // SAFETY: loading NVRTC runs no code but its own initialisation.
             let Ok(library) = (unsafe { Library::new(path) }) else { continue };
-            match Self::new(library) {
+            match Self::new(library, path) {
                 Ok(nvrtc) => return Ok(nvrtc),
                 Err(error) => problem = problem.or(Some(format!("{}: {error}", path.display()))),
             }
@@ -119,19 +119,21 @@ impl Nvrtc {
     }
 
     /// Takes a library that was opened.
-    pub(crate) fn new(library: Library) -> Result<Self, Unsupported> {
-        let functions = Functions::of(&library).map_err(|error| Unsupported::new(error.to_string()))?;
+    fn new(library: Library, path: &Path) -> Result<Self, Unsupported> {
+        let functions =
+            Functions::of(&library).map_err(|_| Unsupported::new("it lacks functions that NVRTC has since 11.2"))?;
         let mut version = NvrtcVersion { major: 0, minor: 0 };
         // SAFETY: two valid pointers.
         let code = unsafe { (functions.version)(&raw mut version.major, &raw mut version.minor) };
         if code != 0 {
-            return Err(Unsupported::new(format!("its version is error {code}")));
+            return Err(Unsupported::new(format!("the request for its version failed with code {code}")));
         }
         if version < OLDEST {
             return Err(Unsupported::new(format!("it has version {version}, expected at least {OLDEST}")));
         }
         let architectures = architectures(&functions);
-        Ok(Self { functions, version, architectures, _library: library })
+        let builtins = builtins(path, version);
+        Ok(Self { functions, version, architectures, _libraries: [Some(library), builtins] })
     }
 
     /// Returns the name and the version of the compiler.
@@ -239,7 +241,7 @@ fn architectures(functions: &Functions) -> Vec<u32> {
         return Vec::new();
     }
     let mut numbers = vec![0 as c_int; count.max(0) as usize];
-    // SAFETY: the buffer has as many numbers as the library said.
+    // SAFETY: the buffer has the number of entries that the library said.
     if unsafe { (functions.architectures)(numbers.as_mut_ptr()) } != 0 {
         return Vec::new();
     }
@@ -270,9 +272,102 @@ fn candidates(driver_major: i32) -> Vec<PathBuf> {
     if !cfg!(windows) {
         folders.push("/usr/local/cuda".into());
     }
+    let inner_folders: &[&str] = if cfg!(windows) { &["bin"] } else { &["lib64", "lib"] };
     for folder in folders {
-        let inner = if cfg!(windows) { "bin" } else { "lib64" };
-        paths.extend(names.iter().map(|name| folder.join(inner).join(name)));
+        for inner in inner_folders {
+            paths.extend(names.iter().map(|name| folder.join(inner).join(name)));
+        }
     }
     paths
+}
+
+/// Opens the library that NVRTC opens by name when it compiles, from the folder in which NVRTC was found: the system
+/// need not find it there by itself. `None` if NVRTC was found by its name, or there is no such file.
+fn builtins(nvrtc: &Path, version: NvrtcVersion) -> Option<Library> {
+    let folder = nvrtc.parent().filter(|folder| !folder.as_os_str().is_empty())?;
+    let NvrtcVersion { major, minor } = version;
+    #[cfg(windows)]
+    let name = format!("nvrtc-builtins64_{major}{minor}.dll");
+    #[cfg(not(windows))]
+    let name = format!("libnvrtc-builtins.so.{major}.{minor}");
+    // SAFETY: the library has data and no code that runs when it is loaded.
+    unsafe { Library::new(folder.join(name)) }.ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::disk_cache::DiskCache;
+    use crate::specialization::{Element, Specialization};
+    use crate::tiles::{ForwardLength, ForwardTile};
+    use crate::{compile, program};
+
+    /// Returns the library, or says that a test was skipped.
+    fn nvrtc(test: &str) -> Option<&'static Nvrtc> {
+        match Nvrtc::of_process(MAJOR_VERSIONS[0]) {
+            Ok(nvrtc) => Some(nvrtc),
+            Err(reason) => {
+                println!("skipped {test}: {reason}");
+                None
+            }
+        }
+    }
+
+    /// Returns a program of one kernel.
+    fn forward_program() -> program::Program {
+        let specialization = Specialization::plain(Element::Bf16, 64, 64);
+        let tile = ForwardTile::choose(&specialization, ForwardLength::Other, 99 * 1024).expect("a tile");
+        tile.program(&specialization)
+    }
+
+    #[test]
+    fn missing_nvrtc_is_a_reason_and_no_panic() {
+        let reason = Nvrtc::find(&["/no/such/libnvrtc.so.13".into()]).err().expect("no library");
+        assert!(reason.reason().contains("was not found"), "{reason}");
+    }
+
+    #[test]
+    fn nvrtc_without_its_functions_is_a_reason_and_no_panic() {
+        // The C library is there on every Linux, and is no NVRTC.
+        if cfg!(target_os = "linux") {
+            let reason = Nvrtc::find(&["libc.so.6".into()]).err().expect("no NVRTC");
+            assert!(reason.reason().contains("libc.so.6: it lacks functions"), "{reason}");
+        }
+    }
+
+    #[test]
+    fn nvrtc_compiles_forward_kernel_to_machine_code_and_disk_cache_keeps_it() -> std::io::Result<()> {
+        let Some(nvrtc) = nvrtc("nvrtc_compiles_forward_kernel") else { return Ok(()) };
+        let folder = tempfile::tempdir()?;
+        let cache = DiskCache::in_folder(folder.path());
+        let architecture = nvrtc.architecture(Capability { major: 8, minor: 0 }).expect("sm_80");
+        assert_eq!(architecture, "sm_80");
+        let code = compile::compile(nvrtc, &cache, &architecture, &forward_program()).expect("machine code");
+        assert_eq!(&code[..4], b"\x7fELF");
+        let name = b"attention_forward";
+        assert!(code.windows(name.len()).any(|bytes| bytes == name));
+        assert_eq!(std::fs::read_dir(folder.path())?.count(), 1);
+        assert_eq!(compile::compile(nvrtc, &cache, &architecture, &forward_program()), Ok(code));
+        Ok(())
+    }
+
+    #[test]
+    fn nvrtc_reports_errors_of_the_source() {
+        let Some(nvrtc) = nvrtc("nvrtc_reports_errors_of_the_source") else { return };
+        let error = nvrtc.compile("no source", &["--gpu-architecture=sm_80".into()]).expect_err("an error");
+        assert!(error.contains("NVRTC_ERROR_COMPILATION") && error.contains("attention.cu"), "{error}");
+        let error = nvrtc.compile("", &["--no-such-option".into()]).expect_err("an error");
+        assert!(error.contains("NVRTC_ERROR_INVALID_OPTION"), "{error}");
+    }
+
+    #[test]
+    fn architecture_is_the_newest_that_the_device_runs() {
+        let Some(nvrtc) = nvrtc("architecture_is_the_newest_that_the_device_runs") else { return };
+        let of_device = |major, minor| nvrtc.architecture(Capability { major, minor });
+        assert_eq!(of_device(9, 0).as_deref(), Ok("sm_90"));
+        // Code for 9.0 runs on a device of 9.9, if there ever is one.
+        assert_eq!(of_device(9, 9).as_deref(), Ok("sm_90"));
+        let reason = of_device(99, 0).expect_err("a device of the future");
+        assert!(reason.reason().contains("compute capability 99.0"), "{reason}");
+    }
 }

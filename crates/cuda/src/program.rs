@@ -1,12 +1,18 @@
 //! Kernels that are compiled together for one set of constants.
 
-use crate::source;
-
 /// The value of a macro of the source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Define {
     pub name: &'static str,
     pub value: i64,
+}
+
+/// A kernel of a program, and the threads and the shared memory of its blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct KernelShape {
+    pub name: &'static str,
+    pub threads: usize,
+    pub shared_bytes: usize,
 }
 
 /// A source with the values of its macros.
@@ -18,11 +24,6 @@ pub(crate) struct Program {
 }
 
 impl Program {
-    /// Returns the source as the compiler reads it.
-    pub fn text(&self) -> String {
-        source::assemble(self.root)
-    }
-
     /// Returns the options of NVRTC but the architecture.
     pub fn options(&self) -> Vec<String> {
         // 177: a function that a specialisation does not call.

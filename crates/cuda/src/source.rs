@@ -17,11 +17,17 @@ macro_rules! source_files {
 
 const FILES: &[SourceFile] = source_files![
     "arguments.cuh",
-    "device.cuh",
     "activations.cuh",
+    "attention.cu",
+    "backward_keys.cuh",
+    "backward_prepare.cuh",
+    "backward_queries.cuh",
+    "codes.cuh",
+    "combine.cuh",
     "convolution.cu",
     "convolution.cuh",
     "convolution_arguments.cuh",
+    "decode.cuh",
     "delta.cu",
     "delta_arguments.cuh",
     "delta_gradients.cuh",
@@ -32,14 +38,28 @@ const FILES: &[SourceFile] = source_files![
     "delta_step.cuh",
     "delta_step_backward.cuh",
     "delta_tile.cuh",
+    "device.cuh",
+    "dropout.cuh",
+    "forward.cuh",
     "gated_norm.cu",
     "gated_norm.cuh",
     "gated_norm_arguments.cuh",
+    "key_block.cuh",
+    "loads.cuh",
+    "masks.cuh",
+    "modifier_gradients.cuh",
+    "modifier_sums.cuh",
+    "modifiers.cuh",
+    "products.cuh",
+    "query_gradients.cuh",
     "row_elements.cuh",
+    "shared_layout.cuh",
+    "softmax.cuh",
+    "specialization.cuh",
     "tf32_products.cuh",
 ];
 
-/// Returns a file with the files that it includes in the place of the first `#include` of each, as NVRTC compiles it.
+/// Returns the text of a file in which the first `#include` of each other file is replaced by its text.
 ///
 /// # Panics
 /// If a file includes one that is not in the list, which a test checks for every root.
@@ -74,4 +94,29 @@ fn append(name: &str, included: &mut BTreeSet<String>, text: &mut String) {
 fn included_name(line: &str) -> Option<&str> {
     let name = line.trim().strip_prefix("#include \"")?.strip_suffix('"')?;
     name.ends_with(".cuh").then_some(name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn assembled_source_has_every_file_once_and_no_include_of_its_own() {
+        let text = assemble("attention.cu");
+        for definition in
+            ["struct AttentionArguments {", "KERNEL(attention_forward,", "KERNEL(attention_backward_keys,"]
+        {
+            assert_eq!(text.matches(definition).count(), 1, "{definition}");
+        }
+        assert!(!text.contains(".cuh\"") && !text.contains("#pragma once"));
+    }
+
+    #[test]
+    fn list_of_source_files_has_every_file_of_the_folder() -> std::io::Result<()> {
+        for entry in std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/kernels"))? {
+            let name = entry?.file_name();
+            assert!(FILES.iter().any(|file| *file.name == *name), "{name:?} is not in the list");
+        }
+        Ok(())
+    }
 }

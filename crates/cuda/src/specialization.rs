@@ -44,7 +44,7 @@ pub(crate) enum BiasElement {
     F32,
 }
 
-/// What the kernels of a program compute, and on which memory.
+/// The computation that the kernels of a program are compiled for, and the alignment of its tensors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Specialization {
     pub element: Element,
@@ -66,7 +66,7 @@ pub(crate) struct Specialization {
     pub alignment: Alignment,
 }
 
-/// The gradients of score modifiers that a backward pass computes besides those of q, k and v.
+/// The gradients of score modifiers that a backward pass computes, besides the gradients of q, k and v.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub(crate) struct ModifierGradients {
     pub bias: bool,
@@ -74,7 +74,7 @@ pub(crate) struct ModifierGradients {
     pub relative_bias: bool,
 }
 
-/// The tensors whose rows begin at multiples of 16 bytes. Those of the others are read one element at a time.
+/// The tensors whose rows begin at multiples of 16 bytes. Other tensors are read one element at a time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Alignment {
     /// Queries, keys, values, output and their gradients.
@@ -90,7 +90,7 @@ impl Alignment {
     pub const FULL: Self = Self { rows: true, bias: true, boolean_mask: true };
 }
 
-/// The columns of a tile for rows of `dim` elements: matrices of 16.
+/// Returns the columns of a tile for rows of `dim` elements: matrices of 16.
 fn columns(dim: usize) -> usize {
     dim.next_multiple_of(16)
 }

@@ -69,7 +69,7 @@ pub enum FirstPosition {
     /// T_kv - T_q of the sequence: the last query is at the last key.
     #[default]
     AtEnd,
-    /// The same position in all sequences, which may be negative.
+    /// One position for all sequences, which may be negative.
     Same(i32),
     /// i32 (B,).
     Each(Tensor),
@@ -194,19 +194,19 @@ pub struct BackwardInputs<'a> {
 /// The inputs whose gradients a backward pass computes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct RequestedGradients {
-    /// Of the queries.
+    /// Whether the gradient of the queries is wanted.
     pub q: bool,
-    /// Of the keys.
+    /// Whether the gradient of the keys is wanted.
     pub k: bool,
-    /// Of the values.
+    /// Whether the gradient of the values is wanted.
     pub v: bool,
-    /// Of the bias.
+    /// Whether the gradient of the bias is wanted.
     pub bias: bool,
-    /// Of the relative bias.
+    /// Whether the gradient of the relative bias is wanted.
     pub relative_bias: bool,
-    /// Of the ALiBi slopes.
+    /// Whether the gradient of the ALiBi slopes is wanted.
     pub slopes: bool,
-    /// Of the sinks.
+    /// Whether the gradient of the sinks is wanted.
     pub sinks: bool,
 }
 
@@ -214,18 +214,18 @@ pub struct RequestedGradients {
 /// expanded have a gradient for each sequence.
 #[derive(Debug, Clone, Default)]
 pub struct Gradients {
-    /// Of the queries.
+    /// The gradient of the queries.
     pub q: Option<Tensor>,
-    /// Of the keys.
+    /// The gradient of the keys.
     pub k: Option<Tensor>,
-    /// Of the values.
+    /// The gradient of the values.
     pub v: Option<Tensor>,
-    /// Of the bias.
+    /// The gradient of the bias.
     pub bias: Option<Tensor>,
-    /// Of the relative bias.
+    /// The gradient of the relative bias.
     pub relative_bias: Option<Tensor>,
-    /// Of the ALiBi slopes.
+    /// The gradient of the ALiBi slopes.
     pub slopes: Option<Tensor>,
-    /// Of the sinks.
+    /// The gradient of the sinks.
     pub sinks: Option<Tensor>,
 }

@@ -2,8 +2,20 @@
 
 mod backward;
 mod call;
+mod catalogue;
 mod forward;
 mod plan;
+mod readings;
+mod sizes;
+
+use crate::arguments::AttentionArguments;
+use crate::device::KernelArguments;
+
+// SAFETY: a test compares every offset with the source. `Readings` and the passes take addresses from operands, and
+// sizes and strides from the checks of `AttentionCall::sizes`.
+unsafe impl KernelArguments for AttentionArguments {}
+
+pub(crate) use catalogue::entries;
 
 pub use call::{
     AttentionCall, BackwardInputs, Dropout, DropoutSeed, FirstPosition, ForwardOutput, Gradients, Intervals, KeyRanges,

@@ -5,7 +5,11 @@ use std::fmt;
 use candle_core::Device;
 
 use super::call::{AttentionCall, RequestedGradients};
+use super::sizes::Sizes;
+use crate::capability::Limits;
 use crate::device::KernelDevice;
+use crate::specialization::{Alignment, ModifierGradients, Specialization};
+use crate::tiles::{BackwardTile, DecodeTile, ForwardLength, ForwardTile};
 use crate::unsupported::Unsupported;
 
 /// The kernel of a forward pass.
@@ -35,7 +39,7 @@ impl fmt::Display for Kernel {
 pub enum BackwardKernel {
     /// One kernel for the gradients of queries, keys and values.
     Fused,
-    /// A kernel for the gradients of queries, and one for those of keys and values.
+    /// A kernel for the gradients of queries, and another for the gradients of keys and values.
     Separate,
 }
 
@@ -47,6 +51,23 @@ impl fmt::Display for BackwardKernel {
         })
     }
 }
+
+/// The kernel of a forward pass with its tile.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum ForwardChoice {
+    Forward(ForwardTile),
+    Decode { tile: DecodeTile, splits: usize },
+}
+
+/// The most pairs of a query and a head that share a key head for which keys are split. Beyond, the forward kernel reads
+/// keys less often.
+const MOST_DECODE_ROWS: usize = 128;
+
+/// The most parts of the keys.
+const MOST_SPLITS: usize = 128;
+
+/// The least number of tiles that a warp of the decode kernel works on, where there are that many.
+const LEAST_TILES: usize = 2;
 
 /// Checks that a device runs kernels: its kind, its compute capability, and that NVRTC is there.
 ///
@@ -62,14 +83,81 @@ impl AttentionCall {
     /// # Errors
     /// If no kernel runs the call: the sentence says why.
     pub fn plan(&self) -> Result<Kernel, Unsupported> {
-        Err(Unsupported::new("the kernels are not in place yet"))
+        let limits = KernelDevice::of(self.q.device())?.limits();
+        Ok(match self.forward_choice(&self.sizes()?, &limits)? {
+            ForwardChoice::Forward(_) => Kernel::Forward,
+            ForwardChoice::Decode { splits, .. } => Kernel::Decode { splits },
+        })
     }
 
     /// Returns the kernels of the backward pass.
     ///
     /// # Errors
     /// As [`plan`](Self::plan), and for keys and values of 8 bits, which have no gradients.
-    pub fn plan_backward(&self, _wanted: RequestedGradients) -> Result<BackwardKernel, Unsupported> {
-        Err(Unsupported::new("the kernels are not in place yet"))
+    pub fn plan_backward(&self, wanted: RequestedGradients) -> Result<BackwardKernel, Unsupported> {
+        let limits = KernelDevice::of(self.q.device())?.limits();
+        let (_, tile) = self.backward_choice(&self.sizes()?, wanted, &limits)?;
+        Ok(if tile.is_fused() { BackwardKernel::Fused } else { BackwardKernel::Separate })
     }
+
+    /// Returns the kernel of the forward pass with its tile, which does not depend on the alignment of tensors.
+    pub(super) fn forward_choice(&self, sizes: &Sizes, limits: &Limits) -> Result<ForwardChoice, Unsupported> {
+        let specialization = self.specialization(sizes, ModifierGradients::default(), Alignment::FULL);
+        let length = ForwardLength::of(sizes.longest_keys, self.keys.causal);
+        let forward = ForwardTile::choose(&specialization, length, limits.shared_bytes);
+        if self.splits_keys(sizes, limits, &forward) {
+            let tile = DecodeTile::choose(&specialization, limits.shared_bytes)?;
+            let splits = splits(sizes, &tile, limits.multiprocessors);
+            return Ok(ForwardChoice::Decode { tile, splits });
+        }
+        Ok(ForwardChoice::Forward(forward?))
+    }
+
+    /// Returns whether the decode kernel is faster than the forward kernel.
+    fn splits_keys(&self, sizes: &Sizes, limits: &Limits, forward: &Result<ForwardTile, Unsupported>) -> bool {
+        if self.scores.dropout.is_some() {
+            return false;
+        }
+        let rows = sizes.longest_queries * sizes.group();
+        let row_blocks = DecodeTile::row_blocks(rows);
+        let forward_blocks = match forward {
+            Ok(tile) => sizes.longest_queries.div_ceil(tile.queries()) * sizes.heads * sizes.sequences,
+            Err(_) => 0,
+        };
+        row_blocks == 1 || (rows <= MOST_DECODE_ROWS && forward_blocks < limits.multiprocessors)
+    }
+
+    /// Returns the specialisation of the backward pass for aligned tensors, and its tile.
+    pub(super) fn backward_choice(
+        &self,
+        sizes: &Sizes,
+        wanted: RequestedGradients,
+        limits: &Limits,
+    ) -> Result<(Specialization, BackwardTile), Unsupported> {
+        if self.kv_scales.is_some() {
+            return Err(Unsupported::new("keys and values of 8 bits have no gradients"));
+        }
+        let gradients = ModifierGradients {
+            bias: wanted.bias && self.scores.bias.is_some(),
+            slopes: wanted.slopes && self.scores.alibi_slopes.is_some(),
+            relative_bias: wanted.relative_bias && self.scores.relative_bias.is_some(),
+        };
+        let specialization = self.specialization(sizes, gradients, Alignment::FULL);
+        let tile = BackwardTile::choose(&specialization, limits.shared_bytes)?;
+        Ok((specialization, tile))
+    }
+}
+
+/// Returns the parts of the keys: the fewest for which the multiprocessors have nearly as much to do as they can.
+fn splits(sizes: &Sizes, tile: &DecodeTile, multiprocessors: usize) -> usize {
+    let rows = sizes.longest_queries * sizes.group();
+    let blocks = DecodeTile::row_blocks(rows) * sizes.key_heads * sizes.sequences;
+    let most = (sizes.longest_keys / (LEAST_TILES * tile.warps * tile.keys)).clamp(1, MOST_SPLITS);
+    // The part of the time for which a multiprocessor works on a block, if each works on one at a time.
+    let use_of_device = |parts: usize| {
+        let rounds = (blocks * parts) as f64 / multiprocessors as f64;
+        rounds / rounds.ceil()
+    };
+    let best = (1..=most).map(use_of_device).fold(0.0, f64::max);
+    (1..=most).find(|&parts| use_of_device(parts) >= 0.85 * best).unwrap_or(1)
 }

@@ -15,7 +15,7 @@ use candle_core::{CudaDevice, CudaStorage, DType, Error, Result, Storage, bail};
 use half::{bf16, f16};
 
 use super::Buffer;
-use super::operands::{GridDimensions, KernelArguments, Launch};
+use super::launch::{GridDimensions, KernelArguments, Launch};
 use crate::capability::{Capability, Limits};
 use crate::compile::compile;
 use crate::disk_cache::DiskCache;
@@ -26,7 +26,7 @@ use crate::unsupported::Unsupported;
 /// The oldest device that has the instructions of the kernels.
 const OLDEST: Capability = Capability { major: 8, minor: 0 };
 
-/// The shared memory that a kernel may have without being asked for more.
+/// The shared memory that a kernel may have without a change of its attributes.
 const DEFAULT_SHARED_BYTES: usize = 48 * 1024;
 
 /// The kernels' side of a device of Candle.
@@ -126,7 +126,7 @@ impl CudaRunner {
             let mut programs = self.context.programs.lock().unwrap_or_else(PoisonError::into_inner);
             programs.entry(program.clone()).or_default().clone()
         };
-        // Other programs compile meanwhile; threads that want this one wait for it.
+        // Other programs can compile meanwhile; threads that need this one wait for it.
         slot.get_or_init(|| self.context.compile(program)).clone().map_err(Error::msg)
     }
 
@@ -193,8 +193,8 @@ impl CudaRunner {
         let parameter = Parameter(*arguments);
         let mut builder = self.stream.launch_builder(&function);
         builder.arg(&parameter);
-        // SAFETY: the kernel has one argument of this type, whose implementor promises that addresses and sizes fit; the
-        // operands are locked by the caller until the launch is queued.
+        // SAFETY: the kernel has one argument of this type, whose implementor promises that addresses and sizes fit;
+        // the caller locks the operands until the launch is queued.
         unsafe { builder.launch(config) }.w()?;
         Ok(())
     }

@@ -12,13 +12,13 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use candle_core::{Error, Result, bail};
 use libloading::Library;
 
-use super::operands::{GridDimensions, KernelArguments, Launch};
+use super::launch::{GridDimensions, KernelArguments, Launch};
 use crate::hash::Fnv;
 use crate::program::Program;
 
 /// Memory that a launch may access.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Region {
+pub(crate) struct Region {
     pub name: &'static str,
     pub address: u64,
     pub bytes: usize,
@@ -76,7 +76,7 @@ impl EmulatedProgram {
     /// Runs a kernel.
     ///
     /// # Errors
-    /// For an access outside of the regions, and for whatever else the emulator finds.
+    /// For an access outside of the regions, and for every other fault that the emulator finds.
     pub fn launch<A: KernelArguments>(
         &self,
         launch: &Launch,
@@ -89,8 +89,8 @@ impl EmulatedProgram {
         let name = CString::new(launch.kernel).map_err(Error::wrap)?;
         let GridDimensions { x, y, z } = grid;
         let (threads, shared_bytes) = (launch.threads as u32, launch.shared_bytes as u32);
-        // SAFETY: the regions are memory of operands that the caller keeps locked, every access is checked against them,
-        // and the argument is the struct that the kernel takes.
+        // SAFETY: the regions are memory of operands that the caller keeps locked, the emulator checks every access
+        // against them, and the argument is the struct that the kernel takes.
         unsafe {
             clear_buffers();
             for region in regions {

@@ -6,12 +6,14 @@ mod buffer;
 mod cuda;
 #[cfg(feature = "emulator")]
 mod emulator;
+mod launch;
 mod operands;
 
 use candle_core::{DType, Device};
 
 pub(crate) use buffer::Buffer;
-pub(crate) use operands::{Grid, KernelArguments, Launch, Operands, Reading};
+pub(crate) use launch::{Grid, KernelArguments, Launch};
+pub(crate) use operands::{Operands, Reading};
 
 use crate::capability::{Capability, Limits};
 use crate::program::Program;
@@ -54,9 +56,7 @@ impl KernelDevice {
     /// Returns what a kernel may use of the device. The emulator has the limits of an A100.
     pub fn limits(&self) -> Limits {
         match self {
-            Self::Emulator => {
-                Limits { capability: Capability { major: 8, minor: 0 }, multiprocessors: 108, shared_bytes: 163 * 1024 }
-            }
+            Self::Emulator => Limits::of_capability(Capability { major: 8, minor: 0 }),
             #[cfg(feature = "cuda")]
             Self::Cuda(runner) => runner.limits(),
         }

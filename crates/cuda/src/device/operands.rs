@@ -2,57 +2,8 @@
 
 use candle_core::{CpuStorage, DType, Layout, Result, Storage, StorageRef, Tensor, bail};
 
+use super::launch::{KernelArguments, Launch};
 use super::{Buffer, KernelDevice, LoadedProgram};
-
-/// A struct that is the only argument of a kernel.
-///
-/// # Safety
-/// The type is `#[repr(C)]` without padding and has the fields of the struct in the kernels' source. Its addresses are
-/// null or come from the operands of the same launch, and sizes and strides stay within the memory there.
-pub(crate) unsafe trait KernelArguments: Copy {}
-
-/// The shape of a launch.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Launch {
-    pub kernel: &'static str,
-    pub grid: Grid,
-    /// The threads of a block.
-    pub threads: usize,
-    /// The bytes of shared memory of a block.
-    pub shared_bytes: usize,
-}
-
-/// The number of blocks of a launch, by dimension.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Grid {
-    pub x: usize,
-    pub y: usize,
-    pub z: usize,
-}
-
-impl Grid {
-    /// Returns a grid of one dimension.
-    pub fn linear(x: usize) -> Self {
-        Self { x, y: 1, z: 1 }
-    }
-
-    /// Checks the largest sizes that CUDA launches.
-    pub fn check(&self, kernel: &str) -> Result<GridDimensions> {
-        let Self { x, y, z } = *self;
-        if x > i32::MAX as usize || y > u16::MAX.into() || z > u16::MAX.into() {
-            bail!("[{kernel}] the grid is {x} by {y} by {z} blocks, expected at most 2147483647 by 65535 by 65535")
-        }
-        Ok(GridDimensions { x: x as u32, y: y as u32, z: z as u32 })
-    }
-}
-
-/// A grid that CUDA can launch.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct GridDimensions {
-    pub x: u32,
-    pub y: u32,
-    pub z: u32,
-}
 
 /// A tensor that launches read. Its storage is locked.
 pub(crate) struct Reading<'t> {
@@ -68,7 +19,12 @@ impl<'t> Reading<'t> {
         Self { storage, layout, dtype: tensor.dtype() }
     }
 
-    /// Returns the strides in elements, of dimensions of one element too.
+    /// Returns the dimensions.
+    pub fn dims(&self) -> &[usize] {
+        self.layout.dims()
+    }
+
+    /// Returns the strides in elements.
     pub fn strides(&self) -> &[usize] {
         self.layout.stride()
     }
@@ -114,6 +70,28 @@ impl<'a> Operands<'a> {
             _ => bail!("{name} is on another device than the queries"),
         };
         Ok(start + bytes_before as u64)
+    }
+
+    /// Adds a tensor if there is one, and returns its address or 0.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub fn read_optional(&mut self, name: &'static str, reading: Option<&'a Reading>) -> Result<u64> {
+        match reading {
+            Some(reading) => self.read(name, reading),
+            None => Ok(0),
+        }
+    }
+
+    /// Adds a buffer if there is one, and returns its address or 0.
+    ///
+    /// # Errors
+    /// As [`write`](Self::write).
+    pub fn write_optional(&mut self, name: &'static str, buffer: Option<&'a mut Buffer>) -> Result<u64> {
+        match buffer {
+            Some(buffer) => self.write(name, buffer),
+            None => Ok(0),
+        }
     }
 
     /// Adds a buffer and returns its address.
@@ -170,7 +148,6 @@ impl<'a> Operands<'a> {
 /// Memory of the CPU.
 struct CpuMemory {
     address: u64,
-    #[cfg_attr(not(feature = "emulator"), expect(dead_code, reason = "the emulator checks accesses"))]
     bytes: usize,
 }
 

@@ -1,7 +1,7 @@
 //! Tiles of the backward kernels.
 
-use super::{ROOT, Width, no_tile};
-use crate::program::{Define, Program};
+use super::{ROOT, SMALL_BLOCK_THREADS, SMALL_BLOCK_WARPS, Width, no_tile};
+use crate::program::{Define, KernelShape, Program};
 use crate::specialization::{Element, Specialization};
 use crate::unsupported::Unsupported;
 
@@ -10,6 +10,19 @@ use crate::unsupported::Unsupported;
 pub(crate) struct BackwardTile {
     pub keys: KeyTile,
     pub queries: QueryGradient,
+}
+
+/// The kernels of a backward pass.
+pub(crate) struct BackwardKernels {
+    pub delta: KernelShape,
+    pub sinks: KernelShape,
+    pub tiles: KernelShape,
+    /// The kernel of queries, or the one that converts the sums of the fused kernel.
+    pub query_gradients: KernelShape,
+    pub key_gradients: KernelShape,
+    pub bias: KernelShape,
+    pub slopes: KernelShape,
+    pub relative_bias: KernelShape,
 }
 
 /// A tile of the kernel that makes the gradients of keys and values.
@@ -29,7 +42,7 @@ pub(crate) struct KeyTile {
 pub(crate) enum QueryGradient {
     /// The kernel of keys, of whose warps `row_warps` divide a tile of queries by rows.
     Fused { row_warps: usize },
-    /// A kernel of its own.
+    /// A kernel for them alone.
     Separate(QueryTile),
 }
 
@@ -43,8 +56,8 @@ pub(crate) struct QueryTile {
     pub keys: usize,
 }
 
-/// The threads of the kernels without products.
-pub(crate) const SMALL_BLOCK_THREADS: usize = 128;
+/// The shared memory of a kernel that sums over the warps of a block.
+const SUM_BYTES: usize = SMALL_BLOCK_WARPS * size_of::<f32>();
 
 const fn key_tile(warps: usize, row_tiles: usize, warps_per_keys: usize, queries: usize) -> KeyTile {
     KeyTile { warps, row_tiles, warps_per_keys, queries }
@@ -143,12 +156,12 @@ impl BackwardTile {
     }
 
     /// Returns the shared memory of a block of the kernel that finds the intervals of tiles.
-    pub fn tiles_shared_bytes(&self) -> usize {
+    fn tiles_shared_bytes(&self) -> usize {
         self.keys.queries * 8 + SMALL_BLOCK_THREADS / 2
     }
 
     /// Returns the shared memory of a block of the kernel of keys.
-    pub fn key_shared_bytes(&self, specialization: &Specialization) -> usize {
+    fn key_shared_bytes(&self, specialization: &Specialization) -> usize {
         let KeyTile { warps_per_keys, queries, .. } = self.keys;
         let pitches = specialization.head_pitch() + specialization.value_pitch();
         let keys = self.key_block();
@@ -169,10 +182,40 @@ impl BackwardTile {
     }
 
     /// Returns the shared memory of a block of the kernel of queries; 0 if there is none.
-    pub fn query_shared_bytes(&self, specialization: &Specialization) -> usize {
+    fn query_shared_bytes(&self, specialization: &Specialization) -> usize {
         let QueryGradient::Separate(tile) = self.queries else { return 0 };
         let pitches = specialization.head_pitch() + specialization.value_pitch();
         tile.block() * pitches + 2 * tile.keys * pitches + tile.block() * 8 + tile.warps * 16
+    }
+
+    /// Returns the kernels of a backward pass.
+    pub fn kernels(&self, specialization: &Specialization) -> BackwardKernels {
+        let small = |name, shared_bytes| KernelShape { name, threads: SMALL_BLOCK_THREADS, shared_bytes };
+        let key_threads = self.keys.warps * 32;
+        let query_gradients = match self.queries {
+            QueryGradient::Fused { .. } => {
+                KernelShape { name: "attention_backward_finish", threads: key_threads, shared_bytes: 0 }
+            }
+            QueryGradient::Separate(tile) => KernelShape {
+                name: "attention_backward_queries",
+                threads: tile.warps * 32,
+                shared_bytes: self.query_shared_bytes(specialization),
+            },
+        };
+        BackwardKernels {
+            delta: small("attention_backward_delta", 0),
+            sinks: small("attention_backward_sinks", SUM_BYTES),
+            tiles: small("attention_backward_tiles", self.tiles_shared_bytes()),
+            query_gradients,
+            key_gradients: KernelShape {
+                name: "attention_backward_keys",
+                threads: key_threads,
+                shared_bytes: self.key_shared_bytes(specialization),
+            },
+            bias: small("attention_backward_bias", SUM_BYTES),
+            slopes: small("attention_backward_slopes", SUM_BYTES),
+            relative_bias: small("attention_backward_relative_bias", 0),
+        }
     }
 
     /// Returns the program of all kernels of a backward pass.

@@ -1,11 +1,11 @@
 //! Tiles of the decode kernel.
 
-use super::{ROOT, no_tile};
-use crate::program::{Define, Program};
+use super::{ROOT, SMALL_BLOCK_THREADS, SMALL_BLOCK_WARPS, no_tile};
+use crate::program::{Define, KernelShape, Program};
 use crate::specialization::Specialization;
 use crate::unsupported::Unsupported;
 
-/// A tile of the decode kernel. Each warp has tiles of its own.
+/// A tile of the decode kernel. Warps share no tiles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct DecodeTile {
     pub warps: usize,
@@ -48,7 +48,7 @@ impl DecodeTile {
     }
 
     /// Returns the shared memory of a block: queries, then tiles, in whose place the results of the warps come.
-    pub fn shared_bytes(&self, specialization: &Specialization) -> usize {
+    fn shared_bytes(&self, specialization: &Specialization) -> usize {
         let output_columns = Self::output_columns(specialization);
         let tile = if specialization.key_codes {
             self.keys * (specialization.head_columns() + 16 + output_columns + 16 + 8)
@@ -58,6 +58,25 @@ impl DecodeTile {
         let tiles = self.warps * self.stages * tile;
         let results = self.warps * ROWS * (output_columns + 2) * size_of::<f32>();
         ROWS * specialization.head_pitch() + tiles.max(results)
+    }
+
+    /// Returns the decode kernel.
+    pub fn kernel(&self, specialization: &Specialization) -> KernelShape {
+        KernelShape {
+            name: "attention_decode",
+            threads: self.warps * 32,
+            shared_bytes: self.shared_bytes(specialization),
+        }
+    }
+
+    /// Returns the kernel that combines parts.
+    pub fn combine_kernel() -> KernelShape {
+        KernelShape { name: "attention_combine", threads: SMALL_BLOCK_THREADS, shared_bytes: 0 }
+    }
+
+    /// Returns the blocks of the kernel that combines parts: a warp for each row of the output.
+    pub fn combine_blocks(rows: usize) -> usize {
+        rows.div_ceil(SMALL_BLOCK_WARPS)
     }
 
     /// Returns the program of the decode kernel and of the kernel that combines parts.

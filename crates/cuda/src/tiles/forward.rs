@@ -1,7 +1,7 @@
 //! Tiles of the forward kernel.
 
 use super::{ROOT, Width, no_tile};
-use crate::program::{Define, Program};
+use crate::program::{Define, KernelShape, Program};
 use crate::specialization::{Element, Specialization};
 use crate::unsupported::Unsupported;
 
@@ -21,7 +21,7 @@ pub(crate) struct ForwardTile {
 /// The length of a call, on which the fastest tile depends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ForwardLength {
-    /// So many keys that larger blocks of queries are faster, and every query attends to most of them.
+    /// Every query attends to thousands of keys, for which larger blocks of queries are faster.
     Long,
     Other,
 }
@@ -91,7 +91,7 @@ impl ForwardTile {
     }
 
     /// Returns the shared memory of a block.
-    pub fn shared_bytes(&self, specialization: &Specialization) -> usize {
+    fn shared_bytes(&self, specialization: &Specialization) -> usize {
         let (queries, keys) = (self.queries(), self.keys);
         let (head_pitch, value_pitch) = (specialization.head_pitch(), specialization.value_pitch());
         let mut bytes = queries * head_pitch + self.stages * keys * (head_pitch + value_pitch);
@@ -107,6 +107,15 @@ impl ForwardTile {
             bytes += keys * (specialization.head_columns() + specialization.value_columns() + 16);
         }
         bytes
+    }
+
+    /// Returns the forward kernel.
+    pub fn kernel(&self, specialization: &Specialization) -> KernelShape {
+        KernelShape {
+            name: "attention_forward",
+            threads: self.warps * 32,
+            shared_bytes: self.shared_bytes(specialization),
+        }
     }
 
     /// Returns the program of the forward kernel.

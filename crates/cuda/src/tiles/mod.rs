@@ -1,14 +1,13 @@
 //! The tiles of the attention kernels, and the shared memory that they need.
 //!
-//! The first candidate that fits the device is taken. The order is by speed on an H100; candidates that fit only devices
-//! with less shared memory were not timed. Every size here is one of `kernels/shared_layout.cuh`, with which a test
-//! compares them.
+//! The first candidate that fits the device is taken. The order is by speed on an H100; the candidates for devices with
+//! less shared memory were not timed. A test compares every size here with the macros of `kernels/shared_layout.cuh`.
 
 mod backward;
 mod decode;
 mod forward;
 
-pub(crate) use backward::{BackwardTile, KeyTile, QueryTile};
+pub(crate) use backward::{BackwardKernels, BackwardTile, QueryGradient};
 pub(crate) use decode::DecodeTile;
 pub(crate) use forward::{ForwardLength, ForwardTile};
 
@@ -17,6 +16,12 @@ use crate::unsupported::Unsupported;
 
 /// The file that includes all attention kernels.
 const ROOT: &str = "attention.cu";
+
+/// The threads of the kernels without products.
+pub(crate) const SMALL_BLOCK_THREADS: usize = 128;
+
+/// The warps of these kernels, each of which works on a row.
+pub(crate) const SMALL_BLOCK_WARPS: usize = SMALL_BLOCK_THREADS / 32;
 
 /// The classes of head dimensions for which tiles were timed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,0 +1,159 @@
+//! The backward pass.
+
+mod launches;
+mod memory;
+
+use candle_core::{DType, Result, Tensor, bail};
+
+use super::call::{AttentionCall, BackwardInputs, Gradients, RequestedGradients};
+use super::forward::{output_shape, output_strides};
+use super::readings::{Readings, alignment, row_strides};
+use super::sizes::Sizes;
+use crate::device::{KernelDevice, Operands, Reading};
+use crate::specialization::Specialization;
+use crate::tiles::BackwardTile;
+use launches::BackwardLaunches;
+use memory::{BackwardMemory, BiasGradient};
+
+/// A backward pass: its sizes, and the kernels that it launches.
+#[derive(Clone, Copy)]
+struct BackwardPlan {
+    sizes: Sizes,
+    specialization: Specialization,
+    tile: BackwardTile,
+    bias: Option<BiasGradient>,
+    has_sink_gradient: bool,
+    shares_relative_bias: bool,
+}
+
+impl BackwardPlan {
+    /// Returns the tiles of queries of the longest sequence.
+    fn query_tiles(&self) -> usize {
+        self.sizes.longest_queries.div_ceil(self.tile.keys.queries)
+    }
+
+    /// Returns the blocks of keys of the longest sequence.
+    fn key_blocks(&self) -> usize {
+        self.sizes.longest_keys.div_ceil(self.tile.key_block())
+    }
+
+    /// Returns the sequences that have a relative bias.
+    fn relative_bias_sequences(&self) -> usize {
+        if self.shares_relative_bias { 1 } else { self.sizes.sequences }
+    }
+}
+
+impl AttentionCall {
+    /// Computes gradients, the same bits every time.
+    ///
+    /// The gradient of a bias takes memory for all scores, (B, H, T_q, T_kv) in f32; no other gradient does.
+    ///
+    /// # Errors
+    /// If the inputs do not fit the call, no kernel runs it, or one does not compile or launch.
+    pub fn backward(&self, inputs: &BackwardInputs, wanted: RequestedGradients) -> Result<Gradients> {
+        let device = KernelDevice::of(self.q.device())?;
+        let sizes = self.sizes()?;
+        let (specialization, tile) = self.backward_choice(&sizes, wanted, &device.limits())?;
+        self.check_inputs(inputs, &sizes)?;
+        let plan = BackwardPlan {
+            sizes,
+            specialization,
+            tile,
+            bias: self.bias_gradient(&sizes, wanted),
+            has_sink_gradient: wanted.sinks && self.scores.sinks.is_some(),
+            shares_relative_bias: self.scores.relative_bias.as_ref().is_some_and(|biases| biases.dims()[0] == 1),
+        };
+        let mut memory = BackwardMemory::new(&device, &plan)?;
+
+        let readings = Readings::new(self);
+        let output = Reading::new(inputs.output);
+        let log_sum_exp = Reading::new(inputs.log_sum_exp);
+        let output_gradient = Reading::new(inputs.output_gradient);
+        let log_sum_exp_gradient = inputs.log_sum_exp_gradient.map(Reading::new);
+        let mut operands = Operands::new(&device);
+        let mut arguments = readings.arguments(&mut operands, &sizes)?;
+        arguments.output = operands.read("the output", &output)?;
+        arguments.output_strides = output_strides(self.output_layout, &sizes);
+        arguments.log_sum_exp = operands.read("the log-sum-exp", &log_sum_exp)?;
+        arguments.output_gradient = operands.read("the gradient of the output", &output_gradient)?;
+        arguments.output_gradient_strides = row_strides(&output_gradient);
+        arguments.log_sum_exp_gradient =
+            operands.read_optional("the gradient of the log-sum-exp", log_sum_exp_gradient.as_ref())?;
+        memory.set_arguments(&plan, &mut operands, &mut arguments)?;
+
+        let alignment = alignment(&arguments, self, &sizes);
+        let plan = BackwardPlan { specialization: Specialization { alignment, ..specialization }, ..plan };
+        let program = device.load(&tile.program(&plan.specialization))?;
+        BackwardLaunches { operands: &operands, program: &program, plan, arguments }.run()?;
+        drop(operands);
+        self.gradients(memory, wanted)
+    }
+
+    /// Returns the sizes of the gradient of the bias, if it is wanted.
+    fn bias_gradient(&self, sizes: &Sizes, wanted: RequestedGradients) -> Option<BiasGradient> {
+        let bias = self.scores.bias.as_ref().filter(|_| wanted.bias)?;
+        let &[batch, heads, queries, keys] = bias.dims() else { return None };
+        let is_broadcast = bias.dims() != [sizes.batch, sizes.heads, sizes.queries, sizes.keys];
+        Some(BiasGradient { batch, heads, queries, keys, is_broadcast })
+    }
+
+    /// Checks the inputs of a backward pass.
+    fn check_inputs(&self, inputs: &BackwardInputs, sizes: &Sizes) -> Result<()> {
+        let &Sizes { batch, heads, queries, value_dim, .. } = sizes;
+        let dtype = sizes.element.dtype();
+        let rows = [batch, heads, queries];
+        check_input("the output", inputs.output, output_shape(self.output_layout, sizes).dims(), dtype)?;
+        check_input("the log-sum-exp", inputs.log_sum_exp, &rows, DType::F32)?;
+        check_input("the gradient of the output", inputs.output_gradient, &[batch, heads, queries, value_dim], dtype)?;
+        let mut contiguous = vec![("the output", inputs.output), ("the log-sum-exp", inputs.log_sum_exp)];
+        if let Some(gradient) = inputs.log_sum_exp_gradient {
+            check_input("the gradient of the log-sum-exp", gradient, &rows, DType::F32)?;
+            contiguous.push(("the gradient of the log-sum-exp", gradient));
+        }
+        for (name, tensor) in contiguous {
+            if !tensor.is_contiguous() {
+                bail!("{name} is not contiguous")
+            }
+        }
+        if value_dim > 1 && inputs.output_gradient.stride()[3] != 1 {
+            bail!("the last dimension of the gradient of the output is not contiguous")
+        }
+        Ok(())
+    }
+
+    /// Returns the gradients that are wanted.
+    fn gradients(&self, memory: BackwardMemory, wanted: RequestedGradients) -> Result<Gradients> {
+        let mut found = Gradients::default();
+        if wanted.q {
+            found.q = Some(memory.q.into_tensor(self.q.shape())?);
+        }
+        if wanted.k {
+            found.k = Some(memory.k.into_tensor(self.k.shape())?);
+        }
+        if wanted.v {
+            found.v = Some(memory.v.into_tensor(self.v.shape())?);
+        }
+        // The gradient of a bias that has all dimensions of the scores is the gradient of the scores.
+        if let (Some(bias), Some(buffer)) = (&self.scores.bias, memory.bias.or(memory.scores)) {
+            found.bias = Some(buffer.into_tensor(bias.shape())?.to_dtype(bias.dtype())?);
+        }
+        if let (Some(biases), Some(buffer)) = (&self.scores.relative_bias, memory.relative_bias) {
+            found.relative_bias = Some(buffer.into_tensor(biases.shape())?);
+        }
+        if let (Some(slopes), Some(buffer)) = (&self.scores.alibi_slopes, memory.slopes) {
+            found.slopes = Some(buffer.into_tensor(slopes.shape())?);
+        }
+        if let (Some(sinks), Some(buffer)) = (&self.scores.sinks, memory.sinks) {
+            found.sinks = Some(buffer.into_tensor(sinks.shape())?);
+        }
+        Ok(found)
+    }
+}
+
+/// Checks the shape and the dtype of an input.
+fn check_input(name: &str, tensor: &Tensor, dims: &[usize], dtype: DType) -> Result<()> {
+    if tensor.dims() != dims || tensor.dtype() != dtype {
+        bail!("{name} is {:?} {:?}, expected {dtype:?} {dims:?}", tensor.dtype(), tensor.dims())
+    }
+    Ok(())
+}

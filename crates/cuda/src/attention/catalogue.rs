@@ -1,0 +1,153 @@
+//! The attention programs that continuous integration compiles for each compute capability.
+
+use crate::capability::Limits;
+use crate::catalogue::CatalogueEntry;
+use crate::program::{KernelShape, Program};
+use crate::specialization::{Alignment, BiasElement, Element, ModifierGradients, Specialization};
+use crate::tiles::{BackwardTile, DecodeTile, ForwardLength, ForwardTile};
+
+/// Head dimensions of q and k, and of v.
+#[derive(Clone, Copy)]
+struct HeadDims {
+    head: usize,
+    value: usize,
+}
+
+const HEAD_DIMS: [HeadDims; 6] = [
+    HeadDims { head: 64, value: 64 },
+    HeadDims { head: 80, value: 80 },
+    HeadDims { head: 96, value: 96 },
+    HeadDims { head: 128, value: 128 },
+    HeadDims { head: 192, value: 128 },
+    HeadDims { head: 256, value: 256 },
+];
+
+/// A specialisation with a name.
+struct Case {
+    name: String,
+    specialization: Specialization,
+    is_quick: bool,
+}
+
+/// Returns the programs of attention that a device would run.
+pub(crate) fn entries(limits: &Limits) -> Vec<CatalogueEntry> {
+    let mut entries = Vec::new();
+    for case in plain_cases().into_iter().chain(modifier_cases()).chain(layout_cases()) {
+        add_passes(&case, limits, &mut entries);
+    }
+    entries
+}
+
+/// Returns the calls without score modifiers.
+fn plain_cases() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (element, name) in [(Element::F16, "f16"), (Element::Bf16, "bf16"), (Element::F32, "f32")] {
+        for HeadDims { head, value } in HEAD_DIMS {
+            let dims = if head == value { format!("d{head}") } else { format!("d{head} {value}") };
+            cases.push(Case {
+                name: format!("{name} {dims}"),
+                specialization: Specialization::plain(element, head, value),
+                is_quick: head == 64 || (head == 128 && value == 128 && element == Element::Bf16),
+            });
+        }
+    }
+    cases
+}
+
+/// Returns the calls with one score modifier, and with all of them.
+fn modifier_cases() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for head in [64, 128] {
+        let plain = Specialization::plain(Element::Bf16, head, head);
+        let gradients = plain.gradients;
+        let slopes = ModifierGradients { slopes: true, ..gradients };
+        let relative_bias = ModifierGradients { relative_bias: true, ..gradients };
+        let bias = ModifierGradients { bias: true, ..gradients };
+        let all = Specialization {
+            softcap: true,
+            alibi: true,
+            relative_bias: true,
+            bias: Some(BiasElement::F32),
+            boolean_mask: true,
+            dropout: true,
+            gradients: ModifierGradients { bias: true, slopes: true, relative_bias: true },
+            ..plain
+        };
+        let named = [
+            ("softcap", Specialization { softcap: true, ..plain }),
+            ("alibi", Specialization { alibi: true, gradients: slopes, ..plain }),
+            ("relative bias", Specialization { relative_bias: true, gradients: relative_bias, ..plain }),
+            ("bias", Specialization { bias: Some(BiasElement::Element), ..plain }),
+            ("f32 bias", Specialization { bias: Some(BiasElement::F32), gradients: bias, ..plain }),
+            ("boolean mask", Specialization { boolean_mask: true, ..plain }),
+            ("bias and boolean mask", Specialization { bias: Some(BiasElement::F32), boolean_mask: true, ..plain }),
+            ("dropout", Specialization { dropout: true, ..plain }),
+            ("scale below 0", Specialization { positive_scale: false, ..plain }),
+            ("all modifiers", all),
+            ("all modifiers but dropout", Specialization { dropout: false, ..all }),
+        ];
+        for (name, specialization) in named {
+            let is_quick = head == 64 && name.starts_with("all modifiers");
+            cases.push(Case { name: format!("bf16 d{head} {name}"), specialization, is_quick });
+        }
+    }
+    let f32_all = Specialization {
+        element: Element::F32,
+        ..cases.last().map_or(Specialization::plain(Element::F32, 64, 64), |case| case.specialization)
+    };
+    cases.push(Case { name: "f32 d128 all modifiers but dropout".into(), specialization: f32_all, is_quick: false });
+    cases
+}
+
+/// Returns the calls whose tensors are not aligned, and those with keys of 8 bits.
+fn layout_cases() -> Vec<Case> {
+    let unaligned = Alignment { rows: false, bias: false, boolean_mask: false };
+    let odd = Specialization { alignment: unaligned, ..Specialization::plain(Element::F16, 75, 33) };
+    let odd_bias = Specialization { bias: Some(BiasElement::Element), boolean_mask: true, ..odd };
+    let mut cases = vec![
+        Case { name: "f16 d75 33 unaligned".into(), specialization: odd, is_quick: true },
+        Case { name: "f16 d75 33 unaligned bias".into(), specialization: odd_bias, is_quick: false },
+    ];
+    for (element, name) in [(Element::F16, "f16"), (Element::Bf16, "bf16"), (Element::F32, "f32")] {
+        for head in [64, 128, 256] {
+            let specialization = Specialization { key_codes: true, ..Specialization::plain(element, head, head) };
+            cases.push(Case { name: format!("{name} d{head} 8 bits"), specialization, is_quick: head == 64 });
+        }
+    }
+    cases
+}
+
+/// Adds the forward, decode and backward programs of a call, where a device runs them.
+fn add_passes(case: &Case, limits: &Limits, entries: &mut Vec<CatalogueEntry>) {
+    let specialization = &case.specialization;
+    let forward = Specialization { gradients: ModifierGradients::default(), ..*specialization };
+    let mut add = |pass: &str, program: Program, kernels: Vec<KernelShape>| {
+        entries.push(CatalogueEntry::new(&program, format!("{pass} {}", case.name), case.is_quick, kernels));
+    };
+    if let Ok(tile) = ForwardTile::choose(&forward, ForwardLength::Other, limits.shared_bytes) {
+        add("forward", tile.program(&forward), vec![tile.kernel(&forward)]);
+        match ForwardTile::choose(&forward, ForwardLength::Long, limits.shared_bytes) {
+            Ok(long) if long != tile => add("long forward", long.program(&forward), vec![long.kernel(&forward)]),
+            _ => {}
+        }
+    }
+    if !forward.dropout
+        && let Ok(tile) = DecodeTile::choose(&forward, limits.shared_bytes)
+    {
+        add("decode", tile.program(&forward), vec![tile.kernel(&forward), DecodeTile::combine_kernel()]);
+    }
+    if !specialization.key_codes
+        && let Ok(tile) = BackwardTile::choose(specialization, limits.shared_bytes)
+    {
+        let kernels = tile.kernels(specialization);
+        let mut launched =
+            vec![kernels.delta, kernels.sinks, kernels.tiles, kernels.query_gradients, kernels.key_gradients];
+        let modifiers = [
+            (specialization.gradients.bias, kernels.bias),
+            (specialization.gradients.slopes, kernels.slopes),
+            (specialization.gradients.relative_bias, kernels.relative_bias),
+        ];
+        launched.extend(modifiers.into_iter().filter(|(is_launched, _)| *is_launched).map(|(_, kernel)| kernel));
+        add("backward", tile.program(specialization), launched);
+    }
+}

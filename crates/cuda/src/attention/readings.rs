@@ -1,0 +1,256 @@
+//! The tensors of a call as kernels read them: addresses, strides, and the alignment of both.
+
+use candle_core::{DType, Result, Tensor};
+
+use super::call::{AttentionCall, DropoutSeed, FirstPosition, KvScales};
+use super::sizes::{Sizes, distance_bound};
+use crate::arguments::{AttentionArguments, RowStrides, ScoreStrides};
+use crate::device::{Operands, Reading};
+use crate::specialization::{Alignment, BiasElement, ModifierGradients, Specialization};
+
+/// The bytes that a thread copies at once, at multiples of which rows have to begin.
+const COPY_BYTES: i64 = 16;
+
+/// The tensors of a call, locked for reading.
+pub(super) struct Readings<'t> {
+    call: &'t AttentionCall,
+    q: Reading<'t>,
+    k: Reading<'t>,
+    v: Reading<'t>,
+    key_scales: Option<Reading<'t>>,
+    value_scales: Option<Reading<'t>>,
+    bias: Option<Reading<'t>>,
+    boolean_mask: Option<Reading<'t>>,
+    slopes: Option<Reading<'t>>,
+    relative_bias: Option<Reading<'t>>,
+    sinks: Option<Reading<'t>>,
+    dropout_seed: Option<Reading<'t>>,
+    cumulative_queries: Option<Reading<'t>>,
+    cumulative_keys: Option<Reading<'t>>,
+    positions: Option<Reading<'t>>,
+    lengths: Option<Reading<'t>>,
+    starts: Option<Reading<'t>>,
+    prefixes: Option<Reading<'t>>,
+    interval_starts: Option<Reading<'t>>,
+    interval_ends: Option<Reading<'t>>,
+}
+
+/// Locks a tensor, if there is one.
+fn reading(tensor: Option<&Tensor>) -> Option<Reading<'_>> {
+    tensor.map(Reading::new)
+}
+
+impl<'t> Readings<'t> {
+    /// Locks the tensors of a call.
+    pub fn new(call: &'t AttentionCall) -> Self {
+        let AttentionCall { q, k, v, kv_scales, keys, packed, scores, .. } = call;
+        let scales = kv_scales.as_ref();
+        let positions = match &keys.first_position {
+            FirstPosition::Each(positions) => Some(positions),
+            FirstPosition::AtEnd | FirstPosition::Same(_) => None,
+        };
+        let seed = match scores.dropout.as_ref().map(|dropout| &dropout.seed) {
+            Some(DropoutSeed::OnDevice(seed)) => Some(seed),
+            Some(DropoutSeed::Number(_)) | None => None,
+        };
+        Self {
+            call,
+            q: Reading::new(q),
+            k: Reading::new(k),
+            v: Reading::new(v),
+            key_scales: reading(scales.map(|KvScales { k, .. }| k)),
+            value_scales: reading(scales.map(|KvScales { v, .. }| v)),
+            bias: reading(scores.bias.as_ref()),
+            boolean_mask: reading(scores.boolean_mask.as_ref()),
+            slopes: reading(scores.alibi_slopes.as_ref()),
+            relative_bias: reading(scores.relative_bias.as_ref()),
+            sinks: reading(scores.sinks.as_ref()),
+            dropout_seed: reading(seed),
+            cumulative_queries: reading(packed.as_ref().map(|packed| &packed.cu_seqlens_q)),
+            cumulative_keys: reading(packed.as_ref().map(|packed| &packed.cu_seqlens_kv)),
+            positions: reading(positions),
+            lengths: reading(keys.lengths.as_ref()),
+            starts: reading(keys.starts.as_ref()),
+            prefixes: reading(keys.prefixes.as_ref()),
+            interval_starts: reading(keys.intervals.as_ref().map(|intervals| &intervals.starts)),
+            interval_ends: reading(keys.intervals.as_ref().map(|intervals| &intervals.ends)),
+        }
+    }
+
+    /// Returns arguments with everything that does not depend on the pass.
+    ///
+    /// # Errors
+    /// If a tensor is on another device than the queries.
+    pub fn arguments<'a>(&'a self, operands: &mut Operands<'a>, sizes: &Sizes) -> Result<AttentionArguments> {
+        let mut arguments = AttentionArguments {
+            queries: operands.read("q", &self.q)?,
+            keys: operands.read("k", &self.k)?,
+            values: operands.read("v", &self.v)?,
+            key_scales: operands.read_optional("the scales of k", self.key_scales.as_ref())?,
+            value_scales: operands.read_optional("the scales of v", self.value_scales.as_ref())?,
+            bias: operands.read_optional("the bias", self.bias.as_ref())?,
+            boolean_mask: operands.read_optional("the boolean mask", self.boolean_mask.as_ref())?,
+            alibi_slopes: operands.read_optional("alibi_slopes", self.slopes.as_ref())?,
+            relative_bias: operands.read_optional("the relative bias", self.relative_bias.as_ref())?,
+            sinks: operands.read_optional("sinks", self.sinks.as_ref())?,
+            dropout_seed: operands.read_optional("the seed of dropout", self.dropout_seed.as_ref())?,
+            cumulative_queries: operands.read_optional("cu_seqlens_q", self.cumulative_queries.as_ref())?,
+            cumulative_keys: operands.read_optional("cu_seqlens_kv", self.cumulative_keys.as_ref())?,
+            offsets: operands.read_optional("the positions of query 0", self.positions.as_ref())?,
+            key_lengths: operands.read_optional("lengths", self.lengths.as_ref())?,
+            key_starts: operands.read_optional("starts", self.starts.as_ref())?,
+            prefix_lengths: operands.read_optional("prefixes", self.prefixes.as_ref())?,
+            first_keys: operands.read_optional("the starts of intervals", self.interval_starts.as_ref())?,
+            end_keys: operands.read_optional("the ends of intervals", self.interval_ends.as_ref())?,
+            query_strides: row_strides(&self.q),
+            key_strides: row_strides(&self.k),
+            value_strides: row_strides(&self.v),
+            ..AttentionArguments::default()
+        };
+        if let (Some(of_keys), Some(of_values)) = (&self.key_scales, &self.value_scales) {
+            arguments.key_scale_strides = row_strides(of_keys);
+            arguments.value_scale_strides = row_strides(of_values);
+        }
+        if let Some(bias) = &self.bias {
+            arguments.bias_strides = score_strides(bias);
+        }
+        if let Some(mask) = &self.boolean_mask {
+            arguments.boolean_mask_strides = score_strides(mask);
+        }
+        if let Some(biases) = &self.relative_bias {
+            let strides = strides_of_used_dims(biases);
+            arguments.relative_bias_sequence_stride = strides[0];
+            arguments.relative_bias_head_stride = strides[1];
+            arguments.relative_bias_length = sizes.distances() as i32;
+            arguments.relative_bias_origin = sizes.longest_queries as i32 - 1;
+        }
+        self.set_numbers(&mut arguments, sizes);
+        Ok(arguments)
+    }
+
+    /// Sets the sizes, the bounds of keys and the numbers of the score modifiers.
+    fn set_numbers(&self, arguments: &mut AttentionArguments, sizes: &Sizes) {
+        arguments.sequences = sizes.sequences as i32;
+        arguments.heads = sizes.heads as i32;
+        arguments.key_heads = sizes.key_heads as i32;
+        arguments.query_count = sizes.queries as i32;
+        arguments.key_count = sizes.keys as i32;
+
+        let AttentionCall { keys, scores, .. } = self.call;
+        if let FirstPosition::Same(position) = keys.first_position {
+            arguments.has_offset = 1;
+            arguments.offset = position;
+        }
+        arguments.causal = keys.causal.into();
+        arguments.window_left = distance_bound(keys.left);
+        arguments.window_right = distance_bound(keys.right);
+        // A chunk of more positions than there are is the chunk of all that are not negative.
+        arguments.chunk = keys.chunk.map_or(0, |chunk| chunk.min(i32::MAX as usize) as i32);
+
+        arguments.splits = 1;
+        // The blocks of a few heads side by side read the same keys at the same time. Without a causal mask all blocks
+        // take the same time, and those of one head after the other were faster.
+        let section_heads = if keys.causal { 4 } else { 1 };
+        arguments.section_heads = section_heads.min(sizes.heads * sizes.sequences) as i32;
+
+        arguments.scale = scores.scale as f32;
+        arguments.softcap = scores.softcap.map_or(0.0, |softcap| softcap as f32);
+        if let Some(dropout) = &scores.dropout {
+            let kept = 1.0 - dropout.p;
+            arguments.kept_weight_factor = if kept > 0.0 { (1.0 / kept) as f32 } else { 0.0 };
+            arguments.dropout_threshold = (dropout.p * 2f64.powi(32)).round() as u32;
+            if let DropoutSeed::Number(seed) = dropout.seed {
+                arguments.dropout_seed_low = seed as u32;
+                arguments.dropout_seed_high = (seed >> 32) as u32;
+            }
+        }
+    }
+}
+
+impl AttentionCall {
+    /// Returns the specialisation of the call for tensors with some alignment.
+    pub(super) fn specialization(
+        &self,
+        sizes: &Sizes,
+        gradients: ModifierGradients,
+        alignment: Alignment,
+    ) -> Specialization {
+        let scores = &self.scores;
+        let bias = scores.bias.as_ref().map(|bias| match bias.dtype() {
+            DType::F32 => BiasElement::F32,
+            _ => BiasElement::Element,
+        });
+        Specialization {
+            key_codes: self.kv_scales.is_some(),
+            softcap: scores.softcap.is_some(),
+            alibi: scores.alibi_slopes.is_some(),
+            relative_bias: scores.relative_bias.is_some(),
+            bias,
+            boolean_mask: scores.boolean_mask.is_some(),
+            dropout: scores.dropout.is_some(),
+            positive_scale: scores.scale as f32 > 0.0,
+            gradients,
+            alignment,
+            ..Specialization::plain(sizes.element, sizes.head_dim, sizes.value_dim)
+        }
+    }
+}
+
+/// Returns the alignment of the tensors of arguments.
+pub(super) fn alignment(arguments: &AttentionArguments, call: &AttentionCall, sizes: &Sizes) -> Alignment {
+    let bytes = sizes.element.bytes() as i64;
+    let key_bytes = call.k.dtype().size_in_bytes() as i64;
+    let rows = [
+        aligned_rows(arguments.queries, arguments.query_strides, bytes),
+        aligned_rows(arguments.keys, arguments.key_strides, key_bytes),
+        aligned_rows(arguments.values, arguments.value_strides, key_bytes),
+        aligned_rows(arguments.output, arguments.output_strides, bytes),
+        aligned_rows(arguments.output_gradient, arguments.output_gradient_strides, bytes),
+        aligned_rows(arguments.query_gradient, arguments.query_gradient_strides, bytes),
+        aligned_rows(arguments.key_gradient, arguments.key_gradient_strides, bytes),
+        aligned_rows(arguments.value_gradient, arguments.value_gradient_strides, bytes),
+    ];
+    let bias_bytes = call.scores.bias.as_ref().map_or(0, |bias| bias.dtype().size_in_bytes() as i64);
+    Alignment {
+        rows: rows.iter().all(|&is_aligned| is_aligned),
+        bias: aligned_scores(arguments.bias, arguments.bias_strides, bias_bytes),
+        boolean_mask: aligned_scores(arguments.boolean_mask, arguments.boolean_mask_strides, 1),
+    }
+}
+
+/// Returns whether all rows of a tensor begin at multiples of 16 bytes.
+fn aligned_rows(address: u64, strides: RowStrides, bytes: i64) -> bool {
+    let RowStrides { sequence, head, row } = strides;
+    address.is_multiple_of(COPY_BYTES as u64)
+        && [sequence, head, row].iter().all(|stride| stride * bytes % COPY_BYTES == 0)
+}
+
+/// Returns whether all rows of a tensor that is broadcast to the scores begin at multiples of 16 bytes, with successive
+/// keys side by side.
+fn aligned_scores(address: u64, strides: ScoreStrides, bytes: i64) -> bool {
+    let ScoreStrides { sequence, head, query, key } = strides;
+    key == 1 && aligned_rows(address, RowStrides { sequence, head, row: query }, bytes)
+}
+
+/// Returns the strides of a tensor, with 0 for a dimension of one entry, which is broadcast.
+fn strides_of_used_dims(reading: &Reading) -> Vec<i64> {
+    let dims = reading.dims().iter().zip(reading.strides());
+    dims.map(|(&size, &stride)| if size == 1 { 0 } else { stride as i64 }).collect()
+}
+
+/// Returns the strides of a tensor (B, H, T, D).
+pub(super) fn row_strides(reading: &Reading) -> RowStrides {
+    let strides = strides_of_used_dims(reading);
+    RowStrides { sequence: strides[0], head: strides[1], row: strides[2] }
+}
+
+/// Returns the strides of a tensor that is broadcast to the scores.
+fn score_strides(reading: &Reading) -> ScoreStrides {
+    let strides = strides_of_used_dims(reading);
+    ScoreStrides { sequence: strides[0], head: strides[1], query: strides[2], key: strides[3] }
+}
+
+/// Returns the strides of a contiguous tensor (B, H, T, D).
+pub(super) fn contiguous_strides(heads: usize, rows: usize, columns: usize) -> RowStrides {
+    RowStrides { sequence: (heads * rows * columns) as i64, head: (rows * columns) as i64, row: columns as i64 }
+}

@@ -1,0 +1,40 @@
+//! The programs that continuous integration compiles, since it has no GPU: the ones that users get, by the same
+//! functions.
+
+use crate::program::{KernelShape, Program};
+
+/// A program that a device of some compute capability runs.
+#[derive(Debug, Clone)]
+pub struct CatalogueEntry {
+    /// The name of the source.
+    pub source: &'static str,
+    /// The name of the program, which no other program of the capability has.
+    pub name: String,
+    /// The options of NVRTC but the architecture.
+    pub options: Vec<String>,
+    /// Whether it is one of the few that have every kernel and every element type.
+    pub is_quick: bool,
+    /// The kernels.
+    pub kernels: Vec<CatalogueKernel>,
+}
+
+/// A kernel of a program.
+#[derive(Debug, Clone)]
+pub struct CatalogueKernel {
+    /// The name in the source.
+    pub name: &'static str,
+    /// The threads of a block.
+    pub threads: usize,
+    /// The dynamic shared memory of a block.
+    pub shared_bytes: usize,
+}
+
+impl CatalogueEntry {
+    pub(crate) fn new(program: &Program, name: String, is_quick: bool, kernels: Vec<KernelShape>) -> Self {
+        let kernels = kernels.into_iter().map(|kernel| {
+            let KernelShape { name, threads, shared_bytes } = kernel;
+            CatalogueKernel { name, threads, shared_bytes }
+        });
+        Self { source: program.root, name, options: program.options(), is_quick, kernels: kernels.collect() }
+    }
+}
