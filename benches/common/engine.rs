@@ -198,7 +198,6 @@ fn ours_q8<'a, E: Element + WithDType>(cell: &Cell, inputs: &'a Inputs) -> Resul
             ranges: &ranges,
             scores: ScoreOptions { scale: 1.0 / (d as f64).sqrt(), ..Default::default() },
             output_layout: OutputLayout::Bhtd,
-            executor: None,
         };
         let context = attend_vec(&problem, instruction_set, None, None).map_err(Error::wrap)?;
         Tensor::from_vec(context, (b, h, t_q, d), &Device::Cpu)

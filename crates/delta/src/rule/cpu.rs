@@ -9,7 +9,7 @@ use candle_attention_kernels::delta::{
 };
 use candle_attention_kernels::{Error as KernelError, InstructionSet};
 use candle_attention_modules::base::rowwise::{Element, Read, read, to_vec, with_contiguous_rows, with_float};
-use candle_attention_modules::base::{executor, record_two};
+use candle_attention_modules::base::record_two;
 
 /// The outcome of the kernel.
 pub(super) enum Outcome {
@@ -88,7 +88,6 @@ impl Call {
             sequences: &sequences,
             scale: self.scale as f32,
             qk_norm: self.options.qk_norm.map(|eps| eps as f32),
-            executor: executor(),
         };
         Ok(run(&problem))
     }

@@ -177,7 +177,6 @@ kernels!(f32, bf16, f16);
 ///     sequences: &[0..2],
 ///     scale: 1.0,
 ///     qk_norm: None,
-///     executor: None,
 /// };
 /// let results = gated_delta_rule::<f32>(&problem, InstructionSet::choose(None, false)?, false)?;
 /// assert_eq!((results.output, results.states), (vec![4.0, 5.0], vec![5.0]));
@@ -233,7 +232,7 @@ impl<E: Number> SimdTask for &DeltaCall<'_, E> {
         let problem = self.problem;
         let longest = problem.sequences.iter().map(|range| range.len()).max().unwrap_or(0);
         let (multiply_adds, bytes) = problem.work();
-        let workers = Workers::of(multiply_adds, bytes, problem.executor);
+        let workers = Workers::for_call(multiply_adds, bytes);
         // The division of heads and columns into tasks changes no number.
         let (target_tasks, h) = (2 * workers.count, problem.dims.h);
         let most_heads = if longest > BLOCK { MAX_HEADS.min(h.max(1)) } else { 1 };
@@ -317,7 +316,7 @@ impl<E: Number> SimdTask for &DeltaBackwardCall<'_, E> {
     unsafe fn run<K: Kernel>(self) {
         let problem = &self.problem.forward;
         let (multiply_adds, bytes) = problem.work();
-        let workers = Workers::of(multiply_adds.saturating_mul(2), bytes, problem.executor);
+        let workers = Workers::for_call(multiply_adds.saturating_mul(2), bytes);
         let new_scratch = || backward::BackwardScratch::new::<K>(&problem.dims);
         for_each_task(problem.heads(), workers, &new_scratch, &|scratch, task| {
             // SAFETY: the processor has the instruction set of K, by the contract of `SimdTask`.

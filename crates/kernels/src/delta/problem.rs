@@ -3,7 +3,7 @@
 use std::ops::{Range, RangeInclusive};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use crate::cpu::{Executor, Vector};
+use crate::cpu::Vector;
 use crate::error::{Error, check_len};
 use crate::number::Strided;
 
@@ -70,8 +70,6 @@ pub struct DeltaProblem<'a, E> {
     pub scale: f32,
     /// The epsilon of an L2 norm: each row of queries and keys is divided by `sqrt(sum of its squares + eps)`.
     pub qk_norm: Option<f32>,
-    /// The executor of brief calls; rayon runs longer ones.
-    pub executor: Option<Executor>,
 }
 
 /// A head of a sequence.

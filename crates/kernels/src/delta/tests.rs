@@ -91,7 +91,6 @@ impl Case {
             sequences: &self.sequences,
             scale: SCALE,
             qk_norm: self.qk_norm,
-            executor: None,
         }
     }
 
@@ -400,7 +399,6 @@ fn gated_delta_rule_with_dimensions_of_any_size_computes_or_returns_error() {
                 sequences,
                 scale: 1.0,
                 qk_norm: None,
-                executor: None,
             };
             let Ok(results) = gated_delta_rule(&forward, InstructionSet::Scalar, true) else {
                 refused += 1;

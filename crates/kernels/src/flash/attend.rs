@@ -12,7 +12,7 @@ use super::problem::{AttentionProblem, KvRows};
 use crate::cpu::{InstructionSet, Unwritten};
 use crate::error::{Error, check_instruction_set};
 
-/// Computes attention of every query of a call, on the executor or on the threads of the current rayon pool: the
+/// Computes attention of every query of a call, on the calling thread and on helper threads: the
 /// attention output, B·H·T_q·D_v elements in the order that the problem names; in `lse` the log-sum-exp of each query's
 /// scores, (B, H, T_q); and in `stats` the softmax statistics that [`attend_backward`](super::attend_backward) reads,
 /// (B, H, T_q). On success every element of all three is initialised.
@@ -38,7 +38,6 @@ use crate::error::{Error, check_instruction_set};
 ///     ranges: &[0..1, 0..2],
 ///     scores: ScoreOptions { scale: 0.5f64.sqrt(), ..Default::default() },
 ///     output_layout: OutputLayout::Bhtd,
-///     executor: None,
 /// };
 /// let mut output = Box::new_uninit_slice(2);
 /// flash::attend(&problem, InstructionSet::choose(None, false)?, &mut output, None, None)?;

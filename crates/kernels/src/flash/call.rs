@@ -7,7 +7,7 @@ use super::inputs::ScoreInputs;
 use super::options::SoftmaxStats;
 use super::problem::{AttentionProblem, OutputLayout};
 use super::statistics::output::StatisticsOutput;
-use crate::cpu::{Executor, SharedPtr};
+use crate::cpu::SharedPtr;
 use crate::error::{Error, check_len};
 use crate::number::{Number, Strided};
 
@@ -33,13 +33,12 @@ pub struct AttentionCall<'a, E> {
     stats: Option<SharedPtr<SoftmaxStats>>,
     /// The statistics of the weights, if they are requested.
     pub(super) statistics: Option<StatisticsOutput<'a>>,
-    pub(super) executor: Option<Executor>,
 }
 
 impl<'a, E: Number> AttentionCall<'a, E> {
     /// Checks a problem and the sizes of its results.
     pub(super) fn new(problem: &AttentionProblem<'a, E>, outputs: AttentionOutputs<'a, E>) -> Result<Self, Error> {
-        let AttentionProblem { dims, q, ranges, scores: options, output_layout, executor, .. } = *problem;
+        let AttentionProblem { dims, q, ranges, scores: options, output_layout, .. } = *problem;
         let AttentionOutputs { output, lse, stats, statistics } = outputs;
         let count = problem.output_len()?;
         problem.check()?;
@@ -58,7 +57,6 @@ impl<'a, E: Number> AttentionCall<'a, E> {
             lse: lse.map(|lse| SharedPtr(lse.as_mut_ptr().cast())),
             stats: stats.map(|stats| SharedPtr(stats.as_mut_ptr().cast())),
             statistics,
-            executor,
         })
     }
 

@@ -125,7 +125,7 @@ impl Partials {
         let count = dims.kv_heads() * rows;
         // Brief for most calls: it is over before another thread would have begun.
         let sums = count * self.parts * dims.d_v;
-        let workers = Workers::of(sums, sums.saturating_mul(size_of::<f32>()), call.executor);
+        let workers = Workers::for_call(sums, sums.saturating_mul(size_of::<f32>()));
         for_each_index(count, workers, &|index| self.merge_row(call, dims.kv_head(index / rows), index % rows));
     }
 

@@ -65,7 +65,7 @@ fn run_tasks<E: Number>(
     };
     let inputs = &ScoreInputs { relative_bias: relative_bias.as_ref(), ..call.inputs };
     let units = inputs.options.units(layout.elements == 2);
-    let workers = workers(dims, bytes, 1, call.executor);
+    let workers = workers(dims, bytes, 1);
     let split = AttentionTaskSplit::new(layout, dims, workers.count, call.statistics.is_some());
     let heads = dims.kv_heads();
     let chunks = heads.checked_mul(split.row_chunks)?;

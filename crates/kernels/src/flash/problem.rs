@@ -4,7 +4,6 @@ use std::ops::Range;
 
 use super::dims::AttentionDims;
 use super::options::{Alibi, ScoreOptions};
-use crate::cpu::Executor;
 use crate::error::{Error, check_len};
 use crate::number::Strided;
 
@@ -68,8 +67,6 @@ pub struct AttentionProblem<'a, E> {
     pub scores: ScoreOptions<'a>,
     /// The order of the attention output.
     pub output_layout: OutputLayout,
-    /// Runs the call if it is brief; rayon otherwise.
-    pub executor: Option<Executor>,
 }
 
 impl<E> AttentionProblem<'_, E> {

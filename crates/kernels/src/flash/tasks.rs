@@ -12,7 +12,7 @@ use super::packed_width::PackedWidth;
 use super::state::State;
 use super::statistics::memory::kept_scores;
 use super::tile::Tile;
-use crate::cpu::{Executor, Layout, Scratch, Workers, second_cache};
+use crate::cpu::{Layout, Scratch, Workers, second_cache};
 
 /// Tasks for each thread, so that tasks of different lengths (causal masks) even out.
 const TASKS_PER_THREAD: usize = 4;
@@ -32,11 +32,11 @@ const KEPT_BYTES: usize = 8 << 20;
 
 /// Returns the threads for a call that reads keys and values, of `bytes` a number, once and multiplies them `passes`
 /// times.
-pub(super) fn workers(dims: &AttentionDims, bytes: usize, passes: usize, executor: Option<Executor>) -> Workers {
+pub(super) fn workers(dims: &AttentionDims, bytes: usize, passes: usize) -> Workers {
     let product = |counts: [usize; 5]| counts.into_iter().fold(1usize, usize::saturating_mul);
     let width = dims.d.saturating_add(dims.d_v);
     let multiply_adds = product([dims.b, dims.h, dims.t_q, dims.t_kv, width]).saturating_mul(passes);
-    Workers::of(multiply_adds, product([dims.b, dims.h_kv, dims.t_kv, width, bytes]), executor)
+    Workers::for_call(multiply_adds, product([dims.b, dims.h_kv, dims.t_kv, width, bytes]))
 }
 
 /// The split of the rows and keys of each key head.

@@ -125,7 +125,6 @@ impl Case {
             ranges: &self.ranges,
             scores,
             output_layout: OutputLayout::Bhtd,
-            executor: None,
         }
     }
 
@@ -282,7 +281,6 @@ fn check_extreme_biases<E: Element + Into<f32>>(instruction_set: InstructionSet,
             ranges: &vec![0..t_kv; t_q],
             scores: ScoreOptions { bias: Some(Strided { data: &bias, strides: [0, 0, 0, 1] }), ..Default::default() },
             output_layout: OutputLayout::Bhtd,
-            executor: None,
         };
         let mut lse = Vec::new();
         let output = attend_vec(&problem, instruction_set, Some(&mut lse), None).expect("a few rows");
@@ -329,7 +327,6 @@ fn small<'a>(data: &'a [f32], ranges: &'a [Range<usize>]) -> AttentionProblem<'a
         ranges,
         scores: ScoreOptions::default(),
         output_layout: OutputLayout::Bhtd,
-        executor: None,
     }
 }
 
@@ -493,7 +490,6 @@ fn attend_q8(instruction_set: InstructionSet, t_q: usize, codes: &[u8], scales: 
         ranges: &(1..=t_q).map(|i| 0..t_kv + i - t_q).collect::<Vec<_>>(),
         scores: ScoreOptions::default(),
         output_layout: OutputLayout::Bhtd,
-        executor: None,
     };
     attend_vec(&problem, instruction_set, None, None).expect("a few rows")
 }

@@ -127,7 +127,7 @@ impl PackedWeight {
     }
 }
 
-/// Computes a product on the executor or on the threads of the current rayon pool. On success every element of `output`
+/// Computes a product on the calling thread and on helper threads. On success every element of `output`
 /// is initialised. The bits of the result are the same for a packed weight and for the same numbers in memory.
 ///
 /// # Errors
@@ -147,7 +147,7 @@ impl PackedWeight {
 /// let epilogue =
 ///     Epilogue { bias: Some(&[0.5, 0.0, -20.0]), activation: Some(Activation::Relu), ..Default::default() };
 /// let right = Right::Matrix { matrix: rows.t(), instruction_set };
-/// let product = Product { left: xs, right, epilogue, executor: None };
+/// let product = Product { left: xs, right, epilogue };
 /// assert_eq!(linear::multiply_vec(&product)?, [3.5, 7.0, 0.0, 2.5, 6.0, 0.0]);
 ///
 /// let weight = PackedWeight::new(rows.data, WeightShape { outputs: 3, inputs: 2 }, instruction_set)?;

@@ -70,7 +70,7 @@ impl PackedWeight {
         let write_all = |to: *mut f32| {
             let tasks = if panel_words == 0 { 0 } else { panels };
             let all_panels = SharedPtr(to);
-            for_each_index(tasks, Workers::of(outputs.saturating_mul(inputs), 0, None), &|index| {
+            for_each_index(tasks, Workers::for_call(outputs.saturating_mul(inputs), 0), &|index| {
                 // SAFETY: the index is that of a panel.
                 write(unwritten, index, unsafe { all_panels.add(index * panel_words) });
             });

@@ -3,7 +3,6 @@
 use super::epilogue::Epilogue;
 use super::matrix::Matrix;
 use super::operands::Right;
-use crate::cpu::Executor;
 use crate::error::Error;
 
 /// A matrix product with its epilogue, summed in f32 and rounded once: `left · right`, (rows, columns).
@@ -15,8 +14,6 @@ pub struct Product<'a, X> {
     pub right: Right<'a, X>,
     /// Bias, activation, gate and residual.
     pub epilogue: Epilogue<'a, X>,
-    /// Threads for a brief call. Other calls run on rayon's threads.
-    pub executor: Option<Executor>,
 }
 
 impl<X> Product<'_, X> {

@@ -52,7 +52,7 @@ struct Run<'a, X> {
 
 impl<X: Number> SimdTask for Run<'_, X> {
     unsafe fn run<K: Kernel>(self) {
-        let Product { left, executor, .. } = self.product;
+        let left = &self.product.left;
         let rights = self.rights;
         let right = &rights[0];
         let rows = left.rows;
@@ -60,7 +60,7 @@ impl<X: Number> SimdTask for Run<'_, X> {
         let width = right.panel::<K>();
         let panels = columns.start / width..columns.end.div_ceil(width);
         let products = rows.saturating_mul(columns.len()).saturating_mul(left.columns).saturating_mul(rights.len());
-        let workers = Workers::of(products, rights.len() * right.bytes(), *executor);
+        let workers = Workers::for_call(products, rights.len() * right.bytes());
         let split = TaskSplit::new::<K>(rows, panels.len(), rights.len(), workers.count);
         let multiple = if left.is_transposed { K::Vector::LANES } else { K::MIN_ROWS };
         let most_rows = split.rows.min(rows).next_multiple_of(multiple);

@@ -309,7 +309,7 @@ pub(super) fn unpack_rows<E: Number>(weight: &PackedWeight, outputs: &[usize]) -
     rows.resize(count, E::default());
     let to = SharedPtr(rows.as_mut_ptr());
     let tasks = if inputs == 0 { 0 } else { outputs.len() };
-    for_each_index(tasks, Workers::of(count, 0, None), &|row| {
+    for_each_index(tasks, Workers::for_call(count, 0), &|row| {
         // SAFETY: the row is this task's.
         unsafe { weight.unpack_row(outputs[row], to.slice(row * inputs, inputs)) }
     });

@@ -1,17 +1,15 @@
 //! Passes over the rows of tensors on a CPU, of any strides: the common part of norms, rotary positions and short
-//! convolutions. And the thread pool of short calls.
+//! convolutions.
 
 use std::ops::Deref;
-use std::sync::Mutex;
+use std::sync::OnceLock;
 
-use candle_core::utils::barrier_pool;
 use candle_core::{D, Device, Layout, Result, Storage, Tensor, WithDType, bail};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
-use rayon::prelude::*;
 
 use candle_attention_kernels::flash::Strided;
-use candle_attention_kernels::{self as kernels, Executor};
+use candle_attention_kernels::{self as kernels, Workers, for_each_chunk};
 
 /// The smallest number of elements for which a separate task pays.
 pub const TASK_ELEMENTS: usize = 1 << 14;
@@ -167,10 +165,13 @@ pub fn map_rows<E: Element, O: Element, P: RowPass<E, N>, const N: usize>(
         let sums_of_task = run(0, &mut rows);
         return Mapped { rows, sums: sums_of_task };
     }
-    let chunks = rows.par_chunks_mut(split.tokens_of_task * width).enumerate();
-    let sums_of_tasks: Vec<Vec<f32>> = chunks.map(|(task, outputs)| run(task, outputs)).collect();
+    let tasks = tokens.div_ceil(split.tokens_of_task);
+    let sums_of_tasks: Vec<_> = (0..tasks).map(|_| OnceLock::new()).collect();
+    for_each_chunk(&mut rows, split.tokens_of_task * width, Workers::for_tasks(tasks), &|task, outputs| {
+        sums_of_tasks[task].get_or_init(|| run(task, outputs));
+    });
     let mut total = vec![0.0; split.count];
-    for own_sums in sums_of_tasks {
+    for own_sums in sums_of_tasks.into_iter().filter_map(OnceLock::into_inner) {
         for (sum, own) in total.iter_mut().zip(own_sums) {
             *sum += own;
         }
@@ -311,26 +312,5 @@ impl<G: Deref<Target = Storage>> Read<'_, G> {
             (&[d], _) => Ok(rows(1, 1, 1, d, HeadStrides { b: 0, t: 0, h: 0 })),
             (dims, _) => bail!("rows have shape {dims:?}, expected one to four dimensions"),
         }
-    }
-}
-
-/// Returns Candle's barrier pool, whose threads wait for the next call for a while before they sleep; Candle runs its
-/// own short operations there. `None` on a thread of a rayon pool: the caller chose that pool, or calls from many
-/// threads.
-pub fn executor() -> Option<Executor> {
-    if rayon::current_thread_index().is_some() {
-        return None;
-    }
-    Some(Executor { threads: || barrier_pool().n_workers() + 1, run })
-}
-
-fn run(work: &(dyn Fn() + Sync)) {
-    static IN_USE: Mutex<()> = Mutex::new(());
-    // The pool runs one call at a time. A second caller computes alone: several callers keep the cores busy by
-    // themselves.
-    if let Ok(_alone) = IN_USE.try_lock() {
-        // One item for each thread; a thread with two items finds the work done. On a thread of the pool all items run
-        // in turn on that thread.
-        barrier_pool().execute_chunked(barrier_pool().n_workers() + 1, |_| work());
     }
 }

@@ -9,7 +9,7 @@ use candle_nn::{Activation, Linear};
 use super::OP;
 use super::matrix::{as_left_factor, contiguous, matrix_of};
 use crate::base::rowwise::{Element, Read, read, with_float};
-use crate::base::{executor, gradient_of, record};
+use crate::base::{gradient_of, record};
 use candle_attention_kernels::InstructionSet;
 use candle_attention_kernels::linear::{self, Matrix, PackedWeight, Product, Right, Up, WeightShape};
 
@@ -217,7 +217,7 @@ fn with_width(dims: &[usize], width: usize) -> Shape {
 
 /// Multiplies on the thread pool of short calls.
 fn multiply<E: Element>(left: Matrix<E>, right: Right<E>, epilogue: linear::Epilogue<E>) -> Result<Vec<E>> {
-    linear::multiply_vec(&Product { left, right, epilogue, executor: executor() }).map_err(kernel_error)
+    linear::multiply_vec(&Product { left, right, epilogue }).map_err(kernel_error)
 }
 
 /// Computes a linear layer by Candle's operations, with gradients, on any device.

@@ -58,8 +58,7 @@ impl MultiHeadLatentAttention {
         let task = |(): &mut (), head: usize| {
             heads[head].get_or_init(|| one(head));
         };
-        // On Rayon's threads: a task of an executor may not call the executor, and each product does.
-        for_each_task(h, Workers::of(products, 0, None), &|| (), &task);
+        for_each_task(h, Workers::for_call(products, 0), &|| (), &task);
         let heads = heads.into_iter().filter_map(OnceLock::into_inner).collect::<Result<Vec<_>>>()?;
         Tensor::stack(&heads, 2)
     }

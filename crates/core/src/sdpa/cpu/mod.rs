@@ -13,7 +13,6 @@ use candle_attention_kernels::InstructionSet;
 use candle_attention_kernels::flash::{
     self, Alibi, AttentionProblem, Dropout, DropoutMask, KvRows, RelativeBias, ScoreOptions,
 };
-use candle_attention_modules::base::executor;
 use candle_attention_modules::base::rowwise::{Element, Read, read, with_contiguous_rows, with_float};
 use candle_attention_modules::init::TorchSeed;
 
@@ -193,7 +192,6 @@ impl KernelCall {
             ranges: &self.call.rows()?.keys,
             scores,
             output_layout: self.call.output_layout(),
-            executor: executor(),
         };
         run(&problem).map_err(|error| Error::msg(format!("[{op}] {error}")))
     }

@@ -24,7 +24,7 @@ use call::AttentionBackwardCall;
 pub use call::{AttentionBackwardProblem, AttentionGradients, RequestedGradients};
 use results::Results;
 
-/// Computes the gradients of a call of [`attend`](super::attend), on the executor or on the threads of the current
+/// Computes the gradients of a call of [`attend`](super::attend), on the calling thread and on helper
 /// rayon pool. They are the same to the bit for any number of threads, and for any other sequences in the batch.
 ///
 /// The gradient of a fully masked query is zeros. NaN and infinities in keys, values, queries and gradients reach only
@@ -52,7 +52,6 @@ use results::Results;
 ///     ranges: &[0..2],
 ///     scores: ScoreOptions::default(),
 ///     output_layout: OutputLayout::Bhtd,
-///     executor: None,
 /// };
 /// let instruction_set = InstructionSet::choose(None, false)?;
 /// let mut stats = Vec::new();

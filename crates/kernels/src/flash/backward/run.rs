@@ -36,7 +36,7 @@ fn run_tasks<E: Number>(
 ) -> Option<()> {
     let inputs = &backward.call.inputs;
     let dims = &inputs.dims;
-    let workers = workers(dims, size_of::<E>(), 3, backward.call.executor);
+    let workers = workers(dims, size_of::<E>(), 3);
     let heads = dims.b * dims.h;
     let mut sinks = vec![0f32; heads];
     let sink_sums = SharedPtr(sinks.as_mut_ptr());

@@ -110,7 +110,7 @@ fn run_parts<E: Number>(
         queries: Scratch::zeros(rows * dims.d.next_multiple_of(MAX_LANES)),
         scores: Scratch::zeros(rows * KV_SPLIT.min(dims.t_kv) + rows * MAX_COLUMNS),
     };
-    let workers = workers(dims, bytes, 1, call.executor);
+    let workers = workers(dims, bytes, 1);
     for_each_task(dims.kv_heads() * parts, workers, &allocate, &|memory, task| {
         let part = task % parts;
         let kv = dims.kv_head(task / parts);

@@ -43,7 +43,6 @@ pub use output::{MAX_TOP, RequestedStatistics, Statistics};
 ///     ranges: &[0..3],
 ///     scores: ScoreOptions::default(),
 ///     output_layout: OutputLayout::Bhtd,
-///     executor: None,
 /// };
 /// let requested = RequestedStatistics { top: 2, ..Default::default() };
 /// let (_, statistics) = flash::attend_with_statistics::<f32>(&problem, InstructionSet::Scalar, &requested)?;

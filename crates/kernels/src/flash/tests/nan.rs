@@ -22,7 +22,6 @@ fn nan_key_with_softcap_reaches_only_queries_that_attend_to_it() {
                     ranges: &(1..=t_q).map(|i| 0..t_kv + i - t_q).collect::<Vec<_>>(),
                     scores: ScoreOptions { softcap, ..Default::default() },
                     output_layout: OutputLayout::Bhtd,
-                    executor: None,
                 };
                 attend_vec(&problem, instruction_set, None, None).expect("a few rows")
             };

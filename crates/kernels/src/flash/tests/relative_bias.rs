@@ -210,7 +210,6 @@ fn relative_bias_of_distant_keys_matches_near_keys() {
                 ..Default::default()
             },
             output_layout: OutputLayout::Bhtd,
-            executor: None,
         };
         let mut lse = Vec::new();
         attend_vec(&problem, InstructionSet::Scalar, Some(&mut lse), None).expect("a few rows");

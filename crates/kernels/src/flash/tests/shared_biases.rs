@@ -37,7 +37,6 @@ fn gradients<E: Element + Into<f32>>(
         ranges: &(0..b * t_q).map(|row| range(row % t_q)).collect::<Vec<_>>(),
         scores: ScoreOptions { softcap: Some(3.0), alibi, bias: Some(bias), sinks: Some(&sinks), ..Default::default() },
         output_layout: OutputLayout::Bhtd,
-        executor: None,
     };
     let mut stats = Vec::<SoftmaxStats>::new();
     let output = attend_vec(&forward, instruction_set, None, Some(&mut stats)).expect("a few rows");

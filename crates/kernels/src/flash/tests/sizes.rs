@@ -30,7 +30,7 @@ fn count_computed_and_refused(counts: &[usize]) -> (usize, usize) {
             let bias = Some(Strided { data: &data[..], strides: [0; 4] });
             let scores = ScoreOptions { dropout, bias, ..Default::default() };
             let (q, k, v, output_layout) = (rows, rows.into(), rows.into(), OutputLayout::Bhtd);
-            let forward = AttentionProblem { dims, q, k, v, ranges: &ranges, scores, output_layout, executor: None };
+            let forward = AttentionProblem { dims, q, k, v, ranges: &ranges, scores, output_layout };
             // Results of a wrong length.
             let _ = attend(&forward, InstructionSet::Scalar, &mut [], Some(&mut []), None);
             let mut stats = Vec::new();
@@ -79,8 +79,7 @@ fn unused_strides_of_any_size_are_accepted() {
             let rows = Strided { data: &data[..], strides: [any, of_heads, any] };
             let (k, v, ranges) = (rows.into(), rows.into(), vec![0..t; t]);
             let (scores, output_layout) = (ScoreOptions::default(), OutputLayout::Bhtd);
-            let forward =
-                AttentionProblem { dims, q: rows, k, v, ranges: &ranges, scores, output_layout, executor: None };
+            let forward = AttentionProblem { dims, q: rows, k, v, ranges: &ranges, scores, output_layout };
             for instruction_set in InstructionSet::available() {
                 let mut stats = Vec::new();
                 let output = attend_vec(&forward, instruction_set, None, Some(&mut stats)).expect("a few rows");

@@ -92,7 +92,6 @@ fn one_head(keys: &[f32], queries: &[f32], options: &RequestedStatistics) -> Res
         ranges: &(0..t_q).map(|query| 0..end(query)).collect::<Vec<_>>(),
         scores: ScoreOptions::default(),
         output_layout: OutputLayout::Bhtd,
-        executor: None,
     };
     Ok(attend_with_statistics(&problem, InstructionSet::available()[0], options)?.1)
 }
@@ -159,7 +158,6 @@ fn statistics_of_nan_reach_only_its_query() {
             ranges: &[0..3],
             scores: ScoreOptions::default(),
             output_layout: OutputLayout::Bhtd,
-            executor: None,
         };
         let options = RequestedStatistics { top: 2, ..Default::default() };
         let (_, found) = attend_with_statistics(&problem, instruction_set, &options).expect("three keys");

@@ -43,7 +43,7 @@ fn at<X: Element + Into<f32>>(matrix: &Matrix<X>, row: usize, column: usize) -> 
 }
 
 fn with_bias<'a, X>(left: Matrix<'a, X>, right: Right<'a, X>, bias: Option<&'a [f32]>) -> Product<'a, X> {
-    Product { left, right, epilogue: Epilogue { bias, ..Default::default() }, executor: None }
+    Product { left, right, epilogue: Epilogue { bias, ..Default::default() } }
 }
 
 /// Returns the largest difference from plain loops in f64, relative to the sum of the magnitudes.

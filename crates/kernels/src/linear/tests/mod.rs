@@ -12,8 +12,8 @@ use super::{
     multiply_vec,
 };
 use crate::Element;
+use crate::cpu::InstructionSet;
 use crate::cpu::tests::{Sequence, erfc, numbers};
-use crate::cpu::{Executor, InstructionSet};
 use crate::error::Error;
 
 #[derive(Debug, Clone)]
@@ -46,7 +46,7 @@ impl Case {
         let left = Matrix { data: &xs[..], rows, columns: inputs, stride: xs_row, is_transposed: false };
         let right = Right::Weight { weight: &packed, outputs: columns.clone() };
         let epilogue = Epilogue { bias: bias.as_deref(), ..Default::default() };
-        let out = multiply_vec(&Product { left, right, epilogue, executor: None }).expect("memory");
+        let out = multiply_vec(&Product { left, right, epilogue }).expect("memory");
         assert_eq!(out.len(), rows * columns.len());
         let number = |x: f32| f64::from(x);
         let entry = |(at, &found): (usize, &X)| {
@@ -122,8 +122,7 @@ fn exact_epilogue(activation: Option<Activation>, sum: f64, up: f64, residual: f
     activated * up + residual
 }
 
-/// Compares every epilogue with the product alone and f64, for some of the columns, at the edges of vectors and panels,
-/// on an executor's threads.
+/// Compares every epilogue with the product alone and f64, for some of the columns, at the edges of vectors and panels.
 fn check_epilogues<W: Element, X: Element + Into<f32>>(instruction_set: InstructionSet, most: f64) {
     let number = |x: f32| f64::from(x);
     let (rows, inputs, outputs, columns) = if cfg!(miri) { (2, 3, 18, 1..18) } else { (5, 70, 103, 5..102) };
@@ -138,18 +137,8 @@ fn check_epilogues<W: Element, X: Element + Into<f32>>(instruction_set: Instruct
         let epilogue = Epilogue { bias: Some(&biases[at][..]), ..Default::default() };
         let (left, right) =
             (rows_of(&wide_xs, inputs), Right::Weight { weight: &weights[at], outputs: columns.clone() });
-        multiply_vec(&Product { left, right, epilogue, executor: None }).expect("fits")
+        multiply_vec(&Product { left, right, epilogue }).expect("fits")
     });
-    let three = Executor {
-        threads: || 3,
-        run: |work| {
-            std::thread::scope(|scope| {
-                scope.spawn(work);
-                scope.spawn(work);
-                work();
-            })
-        },
-    };
     let all = [Activation::Gelu, Activation::GeluTanh, Activation::Silu, Activation::Relu].map(Some);
     for activation in [None].into_iter().chain(all) {
         for n in 0..4 {
@@ -163,7 +152,7 @@ fn check_epilogues<W: Element, X: Element + Into<f32>>(instruction_set: Instruct
             };
             let left = rows_of(&xs, inputs);
             let right = Right::Weight { weight: &weights[0], outputs: columns.clone() };
-            let product = Product { left, right, epilogue, executor: Some(three) };
+            let product = Product { left, right, epilogue };
             for (at, &found) in multiply_vec(&product).expect("fits").iter().enumerate() {
                 let up = if is_gated { number(plain[1][at]) } else { 1.0 };
                 let added = if is_added { number(residual[at].into()) } else { 0.0 };
@@ -245,7 +234,7 @@ fn packed_codes_product_has_bits_of_f32_weight() {
                         };
                         let left = rows_of(&xs, inputs);
                         let right = Right::Weight { weight, outputs: columns.clone() };
-                        multiply_vec(&Product { left, right, epilogue, executor: None })
+                        multiply_vec(&Product { left, right, epilogue })
                     };
                     for is_gated in [false, true] {
                         let found = product(&packed, is_gated);
@@ -333,7 +322,7 @@ fn packed_codes_with_any_scale_have_bits_of_f32_weight() {
                     let multiply_by = |weight: &PackedWeight| {
                         let left = rows_of(&xs, inputs);
                         let right = Right::Weight { weight, outputs: 0..outputs };
-                        let product = Product { left, right, epilogue: Epilogue::default(), executor: None };
+                        let product = Product { left, right, epilogue: Epilogue::default() };
                         multiply_vec(&product).expect("fits")
                     };
                     assert_same_bits(&multiply_by(&packed), &multiply_by(&plain), &format!("{packed:?}, {rows} rows"));
@@ -343,7 +332,7 @@ fn packed_codes_with_any_scale_have_bits_of_f32_weight() {
                 let transposed = |weight: &PackedWeight| {
                     let (left, right) =
                         (rows_of(&gradients, outputs), Right::Transposed { weight, outputs: 0..outputs });
-                    let product = Product { left, right, epilogue: Epilogue::default(), executor: None };
+                    let product = Product { left, right, epilogue: Epilogue::default() };
                     multiply_vec(&product).expect("fits")
                 };
                 assert_same_bits(&transposed(&packed), &transposed(&plain), &format!("{packed:?}, {rows} rows"));
@@ -401,7 +390,7 @@ fn linear_product_with_wrong_sizes_is_an_error() {
     let other = PackedWeight::new(&rows, weight_shape(2, 3), InstructionSet::Scalar).expect("a small weight");
     let epilogue = Epilogue::default();
     let left = rows_of(&rows, 2);
-    let good = Product { left, right: Right::Weight { weight: &weight, outputs: 0..3 }, epilogue, executor: None };
+    let good = Product { left, right: Right::Weight { weight: &weight, outputs: 0..3 }, epilogue };
     let with = |changed: Epilogue<'static, f32>| Product { epilogue: changed, ..good.clone() };
     let up = |up_weight, bias| Epilogue { up: Some(Up { weight: up_weight, bias }), ..epilogue };
     let of_columns = |columns| Product { right: Right::Weight { weight: &weight, outputs: columns }, ..good.clone() };
@@ -503,7 +492,7 @@ fn linear_sizes_of_any_magnitude_are_computed_or_errors() {
                     let left = |columns| Matrix { data: &data[..], rows, columns, stride: 0, is_transposed: false };
                     let by = |matrix, right| {
                         let epilogue = Epilogue::default();
-                        multiply_vec(&Product { left: matrix, right, epilogue, executor: None }).is_ok()
+                        multiply_vec(&Product { left: matrix, right, epilogue }).is_ok()
                     };
                     note(by(left(inputs), Right::Weight { weight: &weight, outputs: 0..outputs }));
                     note(by(left(outputs), Right::Transposed { weight: &weight, outputs: 0..outputs }));
@@ -528,7 +517,7 @@ fn linear_sizes_of_any_magnitude_are_computed_or_errors() {
             for instruction_set in if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() } {
                 let right = Right::Matrix { matrix: matrix(depth, columns, right_transposed), instruction_set };
                 let left = matrix(rows, depth, left_transposed);
-                let product = Product { left, right, epilogue: Epilogue::default(), executor: None };
+                let product = Product { left, right, epilogue: Epilogue::default() };
                 note(multiply_vec(&product).is_ok());
             }
         }
