@@ -8,8 +8,8 @@ use candle_attention_kernels::delta::{
     gated_delta_rule, gated_delta_rule_backward,
 };
 use candle_attention_kernels::{Error as KernelError, InstructionSet};
-use candle_attention_modules::base::rowwise::{Element, Read, read, to_vec, with_contiguous_rows, with_float};
 use candle_attention_modules::base::record_two;
+use candle_attention_modules::base::rowwise::{Element, Read, read, to_vec, with_contiguous_rows, with_float};
 
 /// The outcome of the kernel.
 pub(super) enum Outcome {
