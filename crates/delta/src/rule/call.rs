@@ -5,6 +5,7 @@ use candle_core::{D, DType, Result, Tensor, bail};
 use super::options::DeltaOptions;
 use candle_attention_core::PackedSequences;
 use candle_attention_kernels::delta::DeltaDims;
+use candle_attention_modules::base::rowwise::with_contiguous_rows;
 use candle_attention_modules::base::Dim::{self, Any, Named};
 use candle_attention_modules::base::{Expect, FLOATS, accumulation_dtype, fits_in_memory, number};
 
@@ -84,6 +85,33 @@ impl Call {
         self.q.dtype()
     }
 
+    /// Returns the call with tensors whose rows the kernels can read.
+    pub fn with_contiguous_rows(&self) -> Result<Self> {
+        Ok(Self {
+            q: with_contiguous_rows(&self.q)?,
+            k: with_contiguous_rows(&self.k)?,
+            v: with_contiguous_rows(&self.v)?,
+            decay: self.decay.as_ref().map(with_contiguous_rows).transpose()?,
+            beta: self.beta.as_ref().map(with_contiguous_rows).transpose()?,
+            states: self.states.as_ref().map(with_contiguous_rows).transpose()?,
+            ..self.clone()
+        })
+    }
+
+    /// Returns the gradients of the operands that are tracked, in the order of [`operands`](Self::operands).
+    pub fn gradients_of(&self, gradients: AllHeadGradients) -> Result<Vec<Option<Tensor>>> {
+        let AllHeadGradients { q, k, v, decay, beta, states } = gradients;
+        let of_all_heads = [Some(q), Some(k), Some(v), decay, beta, Some(states)];
+        let mut tracked = Vec::with_capacity(of_all_heads.len());
+        for (operand, gradient) in self.operands().into_iter().zip(of_all_heads) {
+            tracked.push(match (operand, gradient) {
+                (Some(operand), Some(gradient)) if operand.track_op() => Some(sum_over_heads(&gradient, operand)?),
+                _ => None,
+            });
+        }
+        Ok(tracked)
+    }
+
     /// Returns the tensors as operands of a recorded operation, in the order of its gradients.
     pub fn operands(&self) -> [Option<&Tensor>; 6] {
         let Self { q, k, v, decay, beta, states, .. } = self;
@@ -107,6 +135,31 @@ impl Call {
             None => Tensor::zeros(&self.state_dims(), accumulation_dtype(self.dtype()), self.q.device()),
         }
     }
+}
+
+/// The gradients that kernels compute for each of the H heads.
+pub(super) struct AllHeadGradients {
+    /// (B, H, T, D_k).
+    pub q: Tensor,
+    /// (B, H, T, D_k).
+    pub k: Tensor,
+    /// (B, H, T, D_v).
+    pub v: Tensor,
+    /// In the decay's shape.
+    pub decay: Option<Tensor>,
+    /// In the beta's shape.
+    pub beta: Option<Tensor>,
+    /// (n, H, D_k, D_v).
+    pub states: Tensor,
+}
+
+/// Returns the gradient of an operand (B, heads, T, D), in its dtype, from the gradient (B, H, T, D) of all heads. The
+/// heads that read one head of the operand add to its gradient.
+fn sum_over_heads(gradient: &Tensor, operand: &Tensor) -> Result<Tensor> {
+    let (b, heads, t, d) = operand.dims4()?;
+    let h = gradient.dim(1)?;
+    let own = if heads == h { gradient.clone() } else { gradient.reshape((b, heads, h / heads, t, d))?.sum(2)? };
+    own.to_dtype(operand.dtype())
 }
 
 /// Checks that shapes, dtypes, devices and numbers of heads fit together, and returns the dimensions.

@@ -2,7 +2,7 @@
 
 use candle_core::{Error, Result, Tensor};
 
-use super::call::Call;
+use super::call::{AllHeadGradients, Call};
 use candle_attention_kernels::delta::{
     DeltaBackwardProblem, DeltaDecay, DeltaDims, DeltaGradients, DeltaOutput, DeltaProblem, DeltaSaved,
     gated_delta_rule, gated_delta_rule_backward,
@@ -43,19 +43,6 @@ pub(super) fn run(call: &Call, instruction_set: InstructionSet) -> Result<Outcom
 }
 
 impl Call {
-    /// Returns the call with tensors whose rows the kernel can read.
-    fn with_contiguous_rows(&self) -> Result<Self> {
-        Ok(Self {
-            q: with_contiguous_rows(&self.q)?,
-            k: with_contiguous_rows(&self.k)?,
-            v: with_contiguous_rows(&self.v)?,
-            decay: self.decay.as_ref().map(with_contiguous_rows).transpose()?,
-            beta: self.beta.as_ref().map(with_contiguous_rows).transpose()?,
-            states: self.states.as_ref().map(with_contiguous_rows).transpose()?,
-            ..self.clone()
-        })
-    }
-
     fn kernel_error(&self, error: &KernelError) -> Error {
         Error::msg(format!("[{}] {error}", self.op))
     }
@@ -111,23 +98,20 @@ impl Call {
         };
         let gradients = self.with_problem(backward)?.map_err(|error| self.kernel_error(&error))?;
         let DeltaGradients { q, k, v, decay, beta, states } = gradients;
-        Ok(vec![
-            self.gradient_of(Some(&self.q), q)?,
-            self.gradient_of(Some(&self.k), k)?,
-            self.gradient_of(Some(&self.v), v)?,
-            self.gradient_of(self.decay.as_ref(), decay)?,
-            self.gradient_of(self.beta.as_ref(), beta)?,
-            self.gradient_of(self.states.as_ref(), states)?,
-        ])
-    }
-
-    /// Returns the gradient of an operand, if it is tracked, from the numbers (.., H, T, D) that the kernel computed
-    /// for all heads. The heads that read one head of the operand add to its gradient.
-    fn gradient_of(&self, operand: Option<&Tensor>, numbers: Vec<f32>) -> Result<Option<Tensor>> {
-        let Some(operand) = operand.filter(|operand| operand.track_op()) else { return Ok(None) };
-        let ((b, heads, t, d), h) = (operand.dims4()?, self.dims.h);
-        let all_heads = Tensor::from_vec(numbers, (b, heads, h / heads, t, d), operand.device())?;
-        let gradient = if heads == h { all_heads.squeeze(2)? } else { all_heads.sum(2)? };
-        gradient.to_dtype(operand.dtype()).map(Some)
+        let DeltaDims { b, t, h, d_k, d_v, .. } = self.dims;
+        let [n, ..] = self.state_dims();
+        let tensor = |numbers: Vec<f32>, shape| Tensor::from_vec(numbers, shape, self.q.device());
+        let like = |numbers: Vec<f32>, operand: &Option<Tensor>| match operand {
+            Some(operand) => Tensor::from_vec(numbers, operand.shape(), self.q.device()).map(Some),
+            None => Ok(None),
+        };
+        self.gradients_of(AllHeadGradients {
+            q: tensor(q, (b, h, t, d_k))?,
+            k: tensor(k, (b, h, t, d_k))?,
+            v: tensor(v, (b, h, t, d_v))?,
+            decay: like(decay, &self.decay)?,
+            beta: like(beta, &self.beta)?,
+            states: tensor(states, (n, h, d_k, d_v))?,
+        })
     }
 }

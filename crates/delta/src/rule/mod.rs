@@ -1,18 +1,22 @@
 //! Linear attention by the gated delta rule: one function for every device and dtype.
 //!
 //! Instead of keys and values, a head has a state (D_k, D_v), which each token updates and each query reads. The
-//! recurrence in `reference` is the specification; the CPU kernel is tested against it.
+//! recurrence in `reference` is the specification; the kernels are tested against it.
 
 mod call;
 mod cpu;
+mod cuda;
 mod options;
 mod reference;
+#[cfg(test)]
+mod tests;
 
 pub use options::DeltaOptions;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use call::{Call, DeltaTensors};
+use cuda::CudaCall;
 use candle_attention_core::{Backend, PackedSequences};
 use candle_attention_kernels::InstructionSet;
 use candle_attention_kernels::delta::DeltaDims;
@@ -45,12 +49,13 @@ use candle_attention_kernels::delta::DeltaDims;
 /// number that divides H_s. H_q may also be a multiple of H_s. With H the larger of H_q and H_s, head h of H reads head
 /// `h / (H / n)` of an input with n heads. Decay, beta and state may have any float dtype, and all inputs any strides.
 /// Decays above 0 and any beta are computed as the formula says, though a state may then grow beyond its dtype.
-/// Decays above 2.5, and with a norm a scale that is not 0 whose magnitude is below 1e-15 or above 1e15, take the
-/// reference path: the products that the fused kernel computes would overflow.
+/// On the CPU, decays above 2.5, and with a norm a scale that is not 0 whose magnitude is below 1e-15 or above 1e15, take
+/// the reference path: the products that the fused kernel computes would overflow. On CUDA, such a scale takes it if there
+/// are gradients, and heads with such decays are computed token by token.
 ///
 /// Returns the outputs o, (B, H, T, D_v) in q's dtype, and the state after the last token, (B, H_s, D_k, D_v), in f32,
-/// or f64 where q is; everything is computed in that dtype. Gradients reach all inputs. For f32, bf16 and f16 on the
-/// CPU a fused kernel runs, whose output is a view of a contiguous (B, T, H, D_v).
+/// or f64 where q is; everything is computed in that dtype. Gradients reach all inputs. For f32, bf16 and f16, fused
+/// kernels run on the CPU and, for D_k and D_v up to 256, on CUDA. Their output is a view of a contiguous (B, T, H, D_v).
 ///
 /// ```
 /// use candle_attention::{DeltaOptions, gated_delta_rule};
@@ -136,39 +141,56 @@ fn run(call: &Call) -> Result<(Tensor, Tensor)> {
 /// Runs a call with one state for each of the H heads: by the fused kernel if it can compute the call, and on the
 /// reference path otherwise.
 fn run_by_head(call: &Call) -> Result<(Tensor, Tensor)> {
-    let fused_path = fused_path(call)?;
+    let path = path(call)?;
     let DeltaDims { b, t, h, d_v, .. } = call.dims;
     if [b, t, d_v].contains(&0) {
         return Ok((Tensor::zeros((b, h, t, d_v), call.dtype(), call.q.device())?, call.initial_states()?));
     }
-    if let Some(instruction_set) = fused_path {
-        match cpu::run(call, instruction_set)? {
-            cpu::Outcome::Computed(ys, states) => return Ok((ys, states)),
+    match path {
+        Path::Cpu(instruction_set) => match cpu::run(call, instruction_set)? {
+            cpu::Outcome::Computed(ys, states) => Ok((ys, states)),
             cpu::Outcome::OutOfRange(reason) if call.options.backend == Backend::Fused => {
                 bail!("[{}] no fused path: {reason}", call.op)
             }
-            cpu::Outcome::OutOfRange(_) => (),
-        }
+            cpu::Outcome::OutOfRange(_) => reference::run(call),
+        },
+        Path::Cuda(kernels) => kernels.run(),
+        Path::Reference => reference::run(call),
     }
-    reference::run(call)
 }
 
-/// Returns the instruction set of the fused kernel that a call can take, and `None` for the reference path.
-fn fused_path(call: &Call) -> Result<Option<InstructionSet>> {
+/// The implementation of a call.
+enum Path {
+    /// The fused CPU kernel.
+    Cpu(InstructionSet),
+    /// The CUDA kernels.
+    Cuda(Box<CudaCall>),
+    /// Candle's own operations.
+    Reference,
+}
+
+/// Returns the implementation that a call takes. The CPU kernel may find numbers that it does not take.
+fn path(call: &Call) -> Result<Path> {
     let options = &call.options;
     if options.backend == Backend::Reference {
-        return Ok(None);
+        return Ok(Path::Reference);
     }
     let reason = match (call.q.device(), call.dtype()) {
-        (Device::Cpu, DType::F64) => "the CPU kernel computes in f32, and the inputs are F64",
+        (Device::Cpu, DType::F64) => "the CPU kernel computes in f32, and the inputs are F64".into(),
         (Device::Cpu, dtype) => match InstructionSet::choose(options.instruction_set, dtype == DType::BF16) {
-            Ok(instruction_set) => return Ok(Some(instruction_set)),
+            Ok(instruction_set) => return Ok(Path::Cpu(instruction_set)),
             Err(error) => bail!("[{}] {error}", call.op),
         },
-        _ => "the kernel is the CPU's, and the inputs are on another device",
+        // There are no tokens to compute.
+        (Device::Cuda(_), _) if call.q.elem_count() == 0 || call.v.elem_count() == 0 => return Ok(Path::Reference),
+        (Device::Cuda(_), _) => match CudaCall::plan(call) {
+            Ok(kernels) => return Ok(Path::Cuda(Box::new(kernels))),
+            Err(reason) => reason,
+        },
+        (Device::Metal(_), _) => "there are kernels for the CPU and for CUDA, and the inputs are on Metal".into(),
     };
     if options.backend == Backend::Fused {
         bail!("[{}] no fused path: {reason}", call.op)
     }
-    Ok(None)
+    Ok(Path::Reference)
 }
