@@ -68,6 +68,7 @@ int main() {
     FIELD(ConvolutionArguments, tap_gradient);
     FIELD(ConvolutionArguments, input_entry_stride);
     FIELD(ConvolutionArguments, input_token_stride);
+    FIELD(ConvolutionArguments, tap_stride);
     FIELD(ConvolutionArguments, state_entry_stride);
     FIELD(ConvolutionArguments, state_token_stride);
     FIELD(ConvolutionArguments, next_state_entry_stride);

@@ -85,6 +85,7 @@ static void run(const ConvolutionCase& test) {
     arguments.input_token_stride = arguments.output_gradient_token_stride = token_stride;
     arguments.state_entry_stride = arguments.next_state_entry_stride = (K - 1) * test.channels;
     arguments.state_token_stride = arguments.next_state_token_stride = test.channels;
+    arguments.tap_stride = test.channels;
     arguments.entries = test.entries, arguments.tokens = test.tokens, arguments.channels = test.channels;
     arguments.sequences = test.cumulative.empty() ? test.entries : int(test.cumulative.size()) - 1;
     const int x = divide_up(test.channels, CONVOLUTION_THREADS), y = divide_up(test.tokens, CONVOLUTION_TOKENS);

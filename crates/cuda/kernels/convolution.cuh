@@ -61,7 +61,7 @@ struct Window {
 DEVICE void begin_window(const ConvolutionArguments& arguments, Window& window, int entry, int channel, int token) {
     window.range = range_of_token(arguments, token);
     UNROLL for (int i = 0; i < CONVOLUTION_WIDTH; i++) {
-        window.taps[i] = load_global(arguments.taps + (i64)i * arguments.channels + channel);
+        window.taps[i] = load_global(arguments.taps + i * arguments.tap_stride + channel);
         if (i == 0) continue;
         window.inputs[i] = input_at(arguments, entry, channel, token - CONVOLUTION_WIDTH + i, window.range.start);
     }

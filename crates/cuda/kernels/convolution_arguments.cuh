@@ -10,7 +10,7 @@
 struct ConvolutionArguments {
     // ---- tensors ----
     const void* inputs;            // (B, T, C), elements
-    const float* taps;             // (K, C), contiguous: the last one is of a token's own input
+    const float* taps;             // (K, C): the last one is of a token's own input
     const void* state;             // (B, K - 1, C), elements: the inputs before the first token; null: zeros
     void* output;                  // (B, T, C), elements, contiguous
     void* next_state;              // (B, K - 1, C), elements: the last inputs; null: not stored
@@ -27,6 +27,7 @@ struct ConvolutionArguments {
     // ---- strides, in elements; the last dimension of all tensors is contiguous ----
     i64 input_entry_stride;
     i64 input_token_stride;
+    i64 tap_stride;                // from one tap of a channel to the next
     i64 state_entry_stride;
     i64 state_token_stride;
     i64 next_state_entry_stride;

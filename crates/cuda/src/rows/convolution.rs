@@ -24,7 +24,7 @@ const THREADS: usize = 128;
 pub struct ConvolutionCall {
     /// (B, T, C), f32, bf16 or f16.
     pub xs: Tensor,
-    /// (K, C), contiguous, f32: the last one is of a token's own input.
+    /// (K, C), f32: the last one is of a token's own input.
     pub taps: Tensor,
     /// The inputs before the first token, (B, K - 1, C), in the dtype of `xs`; zeros if `None`, and for packed sequences.
     pub state: Option<Tensor>,
@@ -77,6 +77,7 @@ struct ConvolutionArguments {
 
     input_entry_stride: i64,
     input_token_stride: i64,
+    tap_stride: i64,
     state_entry_stride: i64,
     state_token_stride: i64,
     next_state_entry_stride: i64,
@@ -129,9 +130,6 @@ impl ConvolutionCall {
         let (k, _) = self.taps.dims2()?;
         check_tensor(OP, "the input", &self.xs, &[b, t, c], self.xs.dtype())?;
         check_tensor(OP, "taps", &self.taps, &[k, c], DType::F32)?;
-        if !self.taps.is_contiguous() {
-            bail!("[{OP}] taps have the strides {:?}, expected contiguous ones", self.taps.stride())
-        }
         if let Some(state) = &self.state {
             check_tensor(OP, "state", state, &[b, k - 1, c], self.xs.dtype())?;
         }
@@ -231,6 +229,7 @@ impl ConvolutionCall {
             taps: operands.read("taps", &readings.taps)?,
             input_entry_stride: xs_strides[0] as i64,
             input_token_stride: xs_strides[1] as i64,
+            tap_stride: readings.taps.strides()[0] as i64,
             next_state_entry_stride: ((k - 1) * c) as i64,
             next_state_token_stride: c as i64,
             entries: b as i32,

@@ -3,6 +3,7 @@
 use candle_core::{DType, Result, Tensor};
 
 use super::config::OP;
+use super::conv_cuda::{Convolved, CudaConvolution};
 use candle_attention_core::PackedSequences;
 use candle_attention_core::internal::NewTokens;
 use candle_attention_modules::base::rowwise::{
@@ -15,6 +16,16 @@ use candle_attention_modules::gate::GateActivation;
 pub(super) fn taps_of(weight: &Parameter) -> Result<Tensor> {
     let weight = weight.tensor()?;
     weight.to_dtype(accumulation_dtype(weight.dtype()))?.squeeze(1)?.t()?.contiguous()
+}
+
+/// Computes [`convolve`] of entries of a batch, and returns the last inputs of their `tokens` too.
+pub(super) fn convolve_with_state(taps: &Tensor, xs: &Tensor, state: &Tensor, tokens: &NewTokens) -> Result<Convolved> {
+    if xs.device().is_cuda() && tokens.all_valid() {
+        if let Some(call) = CudaConvolution::plan(taps, xs, Some(state), None) {
+            return call.run_with_state();
+        }
+    }
+    Ok(Convolved { ys: convolve(taps, xs, state, None)?, next_state: Some(tail(xs, state, tokens)?) })
 }
 
 /// Computes `y[t] = silu(Σ taps[i] x[t - K + 1 + i])` of each channel: inputs (B, T, C) by taps (K, C), after the last
@@ -30,6 +41,11 @@ pub(super) fn convolve(
     }
     if xs.device().is_cpu() && xs.dtype() != DType::F64 {
         return with_float!(OP, xs.dtype(), |E| convolve_in_one_pass::<E>(taps, xs, state, sequences));
+    }
+    if xs.device().is_cuda() {
+        if let Some(call) = CudaConvolution::plan(taps, xs, Some(state), sequences) {
+            return call.run();
+        }
     }
     let Some(sequences) = sequences else { return shifted(xs, state, taps) };
     let mut outputs = Vec::new();
@@ -73,7 +89,7 @@ fn convolve_in_one_pass<E: Element>(
 
 /// Returns the last K - 1 inputs before the end of each sequence's tokens, (B, K - 1, C): the state that the next call
 /// begins with. They come from the inputs (B, T, C) and from the state (B, K - 1, C) before them.
-pub(super) fn tail(xs: &Tensor, state: &Tensor, tokens: &NewTokens) -> Result<Tensor> {
+fn tail(xs: &Tensor, state: &Tensor, tokens: &NewTokens) -> Result<Tensor> {
     if tokens.all_valid() {
         return last_inputs(xs, state, tokens.t);
     }

@@ -3,6 +3,7 @@
 mod cache;
 mod config;
 mod conv;
+mod conv_cuda;
 mod input;
 mod layout;
 mod projections;
@@ -30,7 +31,8 @@ use candle_attention_modules::gate::GateActivation;
 use candle_attention_modules::linear::{PackedLinear, PackedProjection};
 use candle_attention_modules::norm::RmsNorm;
 use config::OP;
-use conv::{convolve, tail, taps_of};
+use conv::{convolve, convolve_with_state, taps_of};
+use conv_cuda::Convolved;
 use input::CheckedInput;
 use projections::{ConvChannels, Projections};
 
@@ -266,15 +268,17 @@ impl GatedDeltaNet {
         };
 
         let projected = self.project(&xs)?;
-        let convolution = Convolution { taps: self.taps()?, state: conv_state, packed: input.packed };
-        let next_conv_state = match &input.cache {
-            Some(_) => Some(convolution.next_state(&projected, &channels, &tokens)?),
-            None => None,
-        };
+        let tokens_of_state = input.cache.is_some().then_some(&tokens);
+        let convolution =
+            Convolution { taps: self.taps()?, state: conv_state, packed: input.packed, tokens: tokens_of_state };
         let by_head = |rows: &Tensor| if input.packed.is_some() { rows.squeeze(0) } else { rows.transpose(1, 2) };
-        let q = by_head(&convolution.apply(&projected.q, channels.q)?.reshape((b, t, h_k, d_k))?)?;
-        let k = by_head(&convolution.apply(&projected.k, channels.k)?.reshape((b, t, h_k, d_k))?)?;
-        let v = by_head(&convolution.apply(&projected.v, channels.v)?.reshape((b, t, h, d_v))?)?;
+        let convolved_q = convolution.apply(&projected.q, channels.q)?;
+        let convolved_k = convolution.apply(&projected.k, channels.k)?;
+        let convolved_v = convolution.apply(&projected.v, channels.v)?;
+        let next_conv_state = joined_state([&convolved_q, &convolved_k, &convolved_v])?;
+        let q = by_head(&convolved_q.ys.reshape((b, t, h_k, d_k))?)?;
+        let k = by_head(&convolved_k.ys.reshape((b, t, h_k, d_k))?)?;
+        let v = by_head(&convolved_v.ys.reshape((b, t, h, d_v))?)?;
         // Padding neither decays a state nor writes to it.
         let beta = by_head(&tokens.without_padding(self.beta(&projected.beta)?)?)?;
         let decay = by_head(&tokens.without_padding(self.decay(&projected.decay)?)?)?;
@@ -357,27 +361,25 @@ struct Convolution<'a> {
     /// The last inputs of earlier calls, (B, K - 1, C).
     state: Tensor,
     packed: Option<&'a PackedSequences>,
+    /// The tokens of the call, if a cache stores their last inputs.
+    tokens: Option<&'a NewTokens>,
 }
 
 impl Convolution<'_> {
     /// Convolves some of the channels, (B, T, channels).
-    fn apply(&self, xs: &Tensor, channels: Range<usize>) -> Result<Tensor> {
-        convolve(&part(&self.taps, 1, channels.clone())?, xs, &part(&self.state, 2, channels)?, self.packed)
+    fn apply(&self, xs: &Tensor, channels: Range<usize>) -> Result<Convolved> {
+        let (taps, state) = (part(&self.taps, 1, channels.clone())?, part(&self.state, 2, channels)?);
+        let Some(tokens) = self.tokens else {
+            return Ok(Convolved { ys: convolve(&taps, xs, &state, self.packed)?, next_state: None });
+        };
+        convolve_with_state(&taps, xs, &state, tokens)
     }
+}
 
-    /// Returns the last inputs of this call, (B, K - 1, C), with which the next call begins.
-    fn next_state(
-        &self,
-        projected: &Projections<Tensor>,
-        channels: &ConvChannels,
-        tokens: &NewTokens,
-    ) -> Result<Tensor> {
-        let last = |xs: &Tensor, own: &Range<usize>| tail(xs, &part(&self.state, 2, own.clone())?, tokens);
-        let q = last(&projected.q, &channels.q)?;
-        let k = last(&projected.k, &channels.k)?;
-        let v = last(&projected.v, &channels.v)?;
-        Tensor::cat(&[q, k, v], 2)
-    }
+/// Returns the last inputs of all channels, (B, K - 1, C), if there is a cache.
+fn joined_state(convolved: [&Convolved; 3]) -> Result<Option<Tensor>> {
+    let states: Vec<_> = convolved.into_iter().filter_map(|channels| channels.next_state.as_ref()).collect();
+    if states.is_empty() { Ok(None) } else { Tensor::cat(&states, 2).map(Some) }
 }
 
 /// Joins the rows of projections, in their order, to the tensors of a layout, by name.

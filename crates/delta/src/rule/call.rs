@@ -5,8 +5,8 @@ use candle_core::{D, DType, Result, Tensor, bail};
 use super::options::DeltaOptions;
 use candle_attention_core::PackedSequences;
 use candle_attention_kernels::delta::DeltaDims;
-use candle_attention_modules::base::rowwise::with_contiguous_rows;
 use candle_attention_modules::base::Dim::{self, Any, Named};
+use candle_attention_modules::base::rowwise::with_contiguous_rows;
 use candle_attention_modules::base::{Expect, FLOATS, accumulation_dtype, fits_in_memory, number};
 
 /// The tensors of a call as the caller passed them: (B, heads, T, ..), or (total, heads, ..) for packed sequences.

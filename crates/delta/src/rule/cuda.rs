@@ -56,8 +56,7 @@ impl CudaCall {
             operands_of.gradients_of(AllHeadGradients { q, k, v, decay, beta, states })
         };
         let operands = call.operands();
-        let [ys, states] =
-            record_two("gated-delta-rule", &operands, shapes.each_ref(), output, states, backward)?;
+        let [ys, states] = record_two("gated-delta-rule", &operands, shapes.each_ref(), output, states, backward)?;
         Ok((ys.transpose(1, 2)?, states))
     }
 }

@@ -16,10 +16,10 @@ pub use options::DeltaOptions;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use call::{Call, DeltaTensors};
-use cuda::CudaCall;
 use candle_attention_core::{Backend, PackedSequences};
 use candle_attention_kernels::InstructionSet;
 use candle_attention_kernels::delta::DeltaDims;
+use cuda::CudaCall;
 
 /// Computes linear attention by the gated delta rule: each token updates the state S (D_k, D_v) of its head, and its
 /// query then reads the state. For one token after the other

@@ -3,6 +3,7 @@
 use candle_core::{D, DType, Module, Result, Tensor};
 use candle_nn::{LayerNormConfig, VarBuilder};
 
+use super::cuda::CudaGatedNorm;
 use super::{Norm, QkNormKind};
 use crate::base::{Dim, Expect, FLOATS, Parameter, ParameterReader, check_memory, number};
 use crate::gate::GateActivation;
@@ -122,10 +123,15 @@ impl RmsNorm {
         let gate_in = Expect::one(RMS, "gate", gate).sizes(xs.dims())?;
         gate_in.dtype(xs.dtype(), "the input's")?.same_device("the input", xs.device())?;
         let affine = self.0.affine()?;
-        match self.0.rows(xs, &affine) {
-            Some(rows) => rows.apply_gated(xs, &affine.weight, gate, activation),
-            None => activation.gate(&self.forward(xs)?, gate),
+        if let Some(rows) = self.0.rows(xs, &affine) {
+            return rows.apply_gated(xs, &affine.weight, gate, activation);
         }
+        if xs.device().is_cuda() {
+            if let Some(call) = CudaGatedNorm::plan(self.0.row_norm(), xs, &affine.weight, gate, activation) {
+                return call.run();
+            }
+        }
+        activation.gate(&self.forward(xs)?, gate)
     }
 
     /// Returns the weight, (size,), without the one that is added to it.

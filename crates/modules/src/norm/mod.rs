@@ -1,6 +1,7 @@
 //! Normalisation of queries and keys before attention, of the attention output, and between the layers of a model.
 
 mod blocks;
+mod cuda;
 mod rows;
 #[cfg(test)]
 mod tests;
@@ -275,7 +276,11 @@ impl Norm {
         if !on_cpu || affine.weight.dtype() != DType::F32 || xs.dtype() == DType::F64 {
             return None;
         }
-        Some(RowNorm { subtracts_mean: self.kind.subtracts_mean(), eps: self.eps as f32 })
+        Some(self.row_norm())
+    }
+
+    fn row_norm(&self) -> RowNorm {
+        RowNorm { subtracts_mean: self.kind.subtracts_mean(), eps: self.eps as f32 }
     }
 
     /// Normalises (B, T, width). If the dimension is sharded across ranks, the mean is over the shards of all ranks.
