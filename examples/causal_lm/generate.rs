@@ -39,7 +39,8 @@ pub fn generate(
     };
     let prompt_start = Instant::now();
     let mut next = choose(batch.append(prompts)?)?;
-    let (prompt, start) = (prompt_start.elapsed(), Instant::now());
+    let prompt = prompt_start.elapsed();
+    let start = Instant::now();
     let max_tokens = args.max_tokens.unwrap_or(100);
     let mut has_ended = vec![false; prompts.len()];
     for step in 1..=max_tokens {
@@ -178,7 +179,8 @@ impl<'m> Batch<'m> {
 
 /// Returns the part `range` of each row as a batch (B, T), right-padded with 0, and the number of tokens in each row.
 pub fn padded(rows: &[impl AsRef<[u32]>], range: Range<usize>, device: &Device) -> Result<(Tensor, Vec<usize>)> {
-    let (mut ids, mut lens) = (Vec::new(), Vec::new());
+    let mut ids = Vec::new();
+    let mut lens = Vec::new();
     for row in rows {
         let row = row.as_ref();
         let part = &row[range.start.min(row.len())..range.end.min(row.len())];

@@ -61,7 +61,8 @@ impl Vocabulary {
     fn embed(&self, weight: &PackedLinear, ids: &Tensor) -> Result<Tensor> {
         let Some(others) = &self.others else { return weight.weight_rows(ids) };
         // The first row, with a factor of 0, takes the place of other processes' rows.
-        let (mut factors, mut rows) = (Vec::new(), Vec::new());
+        let mut factors = Vec::new();
+        let mut rows = Vec::new();
         for id in ids.flatten_all()?.to_vec1::<u32>()?.into_iter().map(|id| id as usize) {
             if id >= self.size {
                 bail!("[causal_lm] token {id} is not one of the vocabulary of {}", self.size)
@@ -112,7 +113,8 @@ impl CausalLm {
             None => size(json, "vocab_size"),
         };
         let vocabulary = Vocabulary::new(vocab_size.unwrap_or(1), weights.processes(), weights.gguf.is_some());
-        let (dtype, width) = (weights.dtype(), head.in_dim());
+        let dtype = weights.dtype();
+        let width = head.in_dim();
         let mut loader = Loader::new("causal_lm", family, json, weights, width);
         let blocks = Blocks::load(&mut loader, required(json, LAYERS)?, &inner, BLOCKS, loaded)?;
         let mut positions = None;

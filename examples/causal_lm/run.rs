@@ -51,7 +51,8 @@ pub fn run(args: &Args, device: Device, processes: Option<Rc<dyn Processes>>) ->
 /// space before a first word.
 fn continuation(tokenizer: &SimpleTokenizer, prompt: &[u32], made: &[u32]) -> Result<String> {
     let decode = |ids: &[u32]| tokenizer.decode_with(ids, SpecialTokens::Without);
-    let (before, whole) = (decode(prompt)?, decode(&[prompt, made].concat())?);
+    let before = decode(prompt)?;
+    let whole = decode(&[prompt, made].concat())?;
     Ok(whole.strip_prefix(&before).unwrap_or(&whole).to_string())
 }
 

@@ -26,7 +26,8 @@ pub struct PageOfLayers {
 impl PageOfLayers {
     /// Makes a page for `layers` layers of `heads` heads, whose title is the beginning of the text.
     pub fn new(text: &str, queries: &[String], keys: &[String], layers: usize, heads: usize) -> Result<Self> {
-        let (t_q, t_kv) = (queries.len(), keys.len());
+        let t_q = queries.len();
+        let t_kv = keys.len();
         let mut statistics = StatisticsOptions::default();
         if t_q.saturating_mul(t_kv).saturating_mul(layers).saturating_mul(heads) <= MOST_WEIGHTS {
             statistics = statistics.with_weights_of(0..t_q, 0..t_kv);

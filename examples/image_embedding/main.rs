@@ -69,7 +69,8 @@ fn run(args: &Args) -> Result<String> {
     let original = Picture::open(&args.picture)?;
     let size = original.size()?;
     let picture = preprocessor.apply(original)?;
-    let (layers, width) = (model.blocks.len(), model.blocks.width);
+    let layers = model.blocks.len();
+    let width = model.blocks.width;
     let layer = args.layer.unwrap_or(layers);
     if layer == 0 || layer > layers {
         bail!("[{EXAMPLE}] there is no layer {layer}, expected 1 to {layers}")

@@ -95,7 +95,8 @@ impl Encoder {
             |names: [&str; 2]| inner.get_unchecked(if inner.contains_tensor(names[0]) { names[0] } else { names[1] });
         let patches = inner.pp(inner.named(PATCHES)?);
         let weight = patches.get_unchecked("weight")?;
-        let (width, side) = (weight.dim(0)?, weight.dim(3)?);
+        let width = weight.dim(0)?;
+        let side = weight.dim(3)?;
         let mut bias = None;
         if patches.contains_tensor("bias") {
             bias = Some(patches.get(width, "bias")?);
@@ -125,7 +126,8 @@ impl Encoder {
     /// # Errors
     /// If pixels (3, rows, columns) are not a whole number of patches.
     pub fn grid(&self, pixels: &Tensor) -> Result<Size> {
-        let (side, (_, height, width)) = (self.side, pixels.dims3()?);
+        let side = self.side;
+        let (_, height, width) = pixels.dims3()?;
         if !height.is_multiple_of(side) || !width.is_multiple_of(side) {
             bail!("[encoder] a picture of {height} x {width} has no whole patches of {side} x {side}")
         }
@@ -137,7 +139,8 @@ impl Encoder {
     /// # Errors
     /// If the model has no positions for the size of the picture.
     pub fn forward(&self, pixels: &Tensor, layer: usize) -> Result<Output> {
-        let (grid, mut weights) = (self.grid(pixels)?, None);
+        let grid = self.grid(pixels)?;
+        let mut weights = None;
         let of_class = StatisticsOptions::default().with_weights_of(0..1, 1..1 + grid.rows * grid.columns);
         let embedding = self.through_blocks(pixels, |i, attention, input| {
             if i != layer {
@@ -162,7 +165,8 @@ impl Encoder {
         pixels: &Tensor,
         attend: impl FnMut(usize, &Attention, Input) -> Result<Tensor>,
     ) -> Result<Tensor> {
-        let (side, grid) = (self.side, self.grid(pixels)?);
+        let side = self.side;
+        let grid = self.grid(pixels)?;
         let pixels = pixels.to_dtype(self.class.dtype())?.to_device(self.class.device())?;
         let cut = pixels.reshape(&[3, grid.rows, side, grid.columns, side][..])?.permute((1, 3, 0, 2, 4))?;
         let patches = self.patches.forward(&cut.reshape((grid.rows * grid.columns, 3 * side * side))?)?;

@@ -37,7 +37,8 @@ impl Picture {
         let mut pixels = vec![0; bytes];
         let info = reader.next_frame(&mut pixels).map_err(|error| wrong(path, error))?;
         pixels.truncate(info.buffer_size());
-        let (rows, columns) = (info.height as usize, info.width as usize);
+        let rows = info.height as usize;
+        let columns = info.width as usize;
         let pixels = Tensor::from_vec(pixels, (rows, columns, info.color_type.samples()), &Device::Cpu)?;
         let planes = pixels.to_dtype(DType::F32)?.permute((2, 0, 1))?;
         // Grey pictures have one channel for all colours, and perhaps transparency.
@@ -52,7 +53,8 @@ impl Picture {
 
     /// Encodes the picture as a PNG file.
     pub fn to_png(&self) -> Result<Vec<u8>> {
-        let (Size { rows, columns }, mut file) = (self.size()?, Vec::new());
+        let Size { rows, columns } = self.size()?;
+        let mut file = Vec::new();
         let mut encoder = png::Encoder::new(&mut file, columns as u32, rows as u32);
         encoder.set_color(png::ColorType::Rgb);
         let pixels: Vec<u8> = self.0.permute((1, 2, 0))?.flatten_all()?.to_dtype(DType::U8)?.to_vec1()?;

@@ -38,7 +38,8 @@ impl Filter {
         let mut weights = vec![0.0; to * from];
         for (i, row) in weights.chunks_mut(from).enumerate() {
             let middle = (i as f32 + 0.5) * scale - 0.5;
-            let (first, last) = (middle - radius, middle + radius);
+            let first = middle - radius;
+            let last = middle + radius;
             for j in first.ceil() as i64..=last.floor() as i64 {
                 // Pixels outside have no weight if there is antialiasing, and else the value of the nearest pixel.
                 if (0..from as i64).contains(&j) || !self.antialias {

@@ -48,7 +48,8 @@ impl Batch {
     /// Returns the places (N,), rows of (B·T, ..), whose next token follows from earlier tokens, and these next tokens
     /// (N,).
     pub fn copies(&self, device: &Device) -> Result<(Tensor, Tensor)> {
-        let (mut places, mut next) = (Vec::new(), Vec::new());
+        let mut places = Vec::new();
+        let mut next = Vec::new();
         for (row, (tokens, &period)) in self.tokens.iter().zip(&self.periods).enumerate() {
             for t in period..LENGTH - 1 {
                 places.push((row * LENGTH + t) as u32);

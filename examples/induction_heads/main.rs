@@ -76,7 +76,8 @@ fn run(args: &Args) -> Result<()> {
     std::fs::create_dir_all(&args.out).map_err(common::cannot("make", &args.out))?;
 
     let sentence = tokenizer.encode_batch(&[SENTENCE])?;
-    let (tokens, ids) = (&sentence.tokens()[0], sentence.ids_tensor(&Device::Cpu)?);
+    let tokens = &sentence.tokens()[0];
+    let ids = sentence.ids_tensor(&Device::Cpu)?;
     let heat_map = |model: &AttentionOnly, when: &str| {
         let map = HeatMap::new(&model.attention_weights(&ids)?)?.with_tokens(tokens)?;
         Ok::<_, Error>(map.with_title(format!("Second layer {when}")))

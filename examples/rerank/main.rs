@@ -51,11 +51,13 @@ fn run(args: &Args) -> Result<String> {
     let passages = args.passages.read()?;
     let Files { folder, config, vb } = args.model.open(&[TOKENIZER])?;
     let model = with_bar("loading", "blocks", |loaded| Encoder::load(&config, vb.clone(), loaded))?;
-    let (layers, width) = (model.blocks.len(), model.blocks.width);
+    let layers = model.blocks.len();
+    let width = model.blocks.width;
     let head = head(width, &vb)?;
     let most = max_tokens(&folder, model.max_tokens)?;
     let tokenizer = tokenizer(&folder, most)?;
-    let (mut scores, mut num_cut) = (Vec::with_capacity(passages.len()), 0);
+    let mut scores = Vec::with_capacity(passages.len());
+    let mut num_cut = 0;
     with_bar("reading", "passages", |done| {
         for batch in passages.chunks(args.passages.batch.get()) {
             let pairs = batch.iter().map(|passage| tokenizer.encode_pair(&args.question, passage));
@@ -87,7 +89,8 @@ fn run(args: &Args) -> Result<String> {
         passages.len()
     );
     for i in order.into_iter().take(args.top.unwrap_or(usize::MAX)) {
-        let (score, passage) = (scores[i], shown(&passages[i]));
+        let score = scores[i];
+        let passage = shown(&passages[i]);
         text += &format!("{score:>8.4}  {:>11.4}  {passage}\n", 1.0 / (1.0 + (-score).exp()));
     }
     Ok(text)

@@ -47,12 +47,15 @@ impl Embedder<'_> {
     /// As the model, and if a sentence has no token.
     pub fn embed(&self, sentences: &[String], done: &mut dyn FnMut(usize, usize)) -> Result<Embeddings> {
         let &Self { model, tokenizer, recipe, batch } = self;
-        let (mut vectors, mut lens, mut cut) = (Vec::new(), Vec::new(), 0);
+        let mut vectors = Vec::new();
+        let mut lens = Vec::new();
+        let mut cut = 0;
         for chunk in sentences.chunks(batch) {
             let encodings = chunk.par_iter().map(|sentence| recipe.encode(tokenizer, sentence));
             let encodings = encodings.collect::<Result<Vec<_>>>()?;
             let texts: Vec<_> = encodings.iter().map(|encoding| encoding.ids.as_slice()).collect();
-            let (hidden, mut start) = (model.forward(&texts)?, 0);
+            let hidden = model.forward(&texts)?;
+            let mut start = 0;
             for encoding in &encodings {
                 let len = encoding.ids.len();
                 vectors.push(pool(&hidden.narrow(0, start, len)?, recipe.steps.pooling)?);

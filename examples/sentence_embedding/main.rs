@@ -69,13 +69,15 @@ fn run(args: &Args) -> Result<String> {
         write_page(&model, &tokenizer, &sentences[0], &recipe.encode(&tokenizer, &sentences[0])?, path)?;
     }
 
-    let (layers, width) = (model.blocks.len(), model.blocks.width);
+    let layers = model.blocks.len();
+    let width = model.blocks.width;
     let pooling = match recipe.steps.pooling {
         Pooling::Mean => "mean over tokens",
         Pooling::Cls => "first token",
     };
     let normalized = if recipe.steps.normalize { ", normalised" } else { "" };
-    let (shortest, longest) = (lens.iter().min().unwrap_or(&0), lens.iter().max().unwrap_or(&0));
+    let shortest = lens.iter().min().unwrap_or(&0);
+    let longest = lens.iter().max().unwrap_or(&0);
     let most = recipe.max_tokens.map_or(String::new(), |most| format!(", {cut} cut at {most}"));
     let prompt = if recipe.prompt.is_empty() { String::new() } else { format!(", each after {:?}", recipe.prompt) };
     let model_type = config["model_type"].as_str().unwrap_or_default();

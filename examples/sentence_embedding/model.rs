@@ -91,7 +91,8 @@ impl Encoder {
     /// # Errors
     /// If the architecture, a field or an activation is not supported, or a tensor is missing.
     pub fn load(json: &Value, vb: VarBuilder, loaded: impl FnMut(usize, usize)) -> Result<Self> {
-        let (family, weights) = (family(json)?, Weights::from(vb));
+        let family = family(json)?;
+        let weights = Weights::from(vb);
         let inner = weights.below(BASES, WORDS);
         let words = EmbeddingLayer::from_embedding(inner.table(inner.named(WORDS)?)?)?;
         let mut loader = Loader::new("encoder", family, json, weights, words.embed_dim());

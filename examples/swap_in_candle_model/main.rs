@@ -70,15 +70,18 @@ fn run(args: Args) -> Result<()> {
     for again in ["", ", again after clearing"] {
         let mut position = 0;
         for Step { name, calls, positions } in STEPS {
-            let (mut logits, mut differences) = (Vec::new(), Vec::new());
+            let mut logits = Vec::new();
+            let mut differences = Vec::new();
             for _ in 0..calls {
                 let ids = ids(position, positions)?;
-                let (expected, found) = (before.forward(&ids)?, after.forward(&ids)?);
+                let expected = before.forward(&ids)?;
+                let found = after.forward(&ids)?;
                 differences.extend((found - &expected)?.flatten_all()?.to_vec1::<f32>()?);
                 logits.extend(expected.flatten_all()?.to_vec1::<f32>()?);
                 position += positions;
             }
-            let (logit, difference) = (largest(logits), largest(differences));
+            let logit = largest(logits);
+            let difference = largest(differences);
             let part = difference / logit;
             parts.push(part);
             println!(

@@ -70,7 +70,8 @@ fn main() -> ExitCode {
 
 fn run(args: &Args) -> Result<()> {
     let device = args.model.device.open(0)?;
-    let (mut times, mut start) = (Vec::new(), Instant::now());
+    let mut times = Vec::new();
+    let mut start = Instant::now();
     let mut lap = |step| {
         device.synchronize()?;
         times.push((step, start.elapsed()));

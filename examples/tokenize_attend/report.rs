@@ -23,7 +23,8 @@ pub struct Report {
 impl Report {
     pub fn to_text(&self) -> Result<String> {
         let cfg = self.source.layer.config();
-        let (hidden, output) = (&self.hidden, &self.output.output);
+        let hidden = &self.hidden;
+        let output = &self.output.output;
         let first = output.get(0)?.get(0)?.to_dtype(DType::F32)?.to_vec1::<f32>()?;
         let first: String = first.iter().take(4).map(|number| format!("{number:.4}, ")).collect();
         let step = |(name, time): &(&str, Duration)| format!("{name} {:.2} ms", time.as_secs_f64() * 1e3);
@@ -57,10 +58,12 @@ impl Report {
 
     /// Returns tokens above their ids.
     fn token_table(&self, row: usize) -> String {
-        let (mut tokens, mut ids) = (String::from("tokens    "), String::from("ids       "));
+        let mut tokens = String::from("tokens    ");
+        let mut ids = String::from("ids       ");
         for (token, id) in self.batch.tokens()[row].iter().zip(&self.batch.ids()[row]) {
             // Tokens are untrusted text: control characters are not sent to the terminal.
-            let (token, id) = (token.replace(char::is_control, "\u{fffd}"), id.to_string());
+            let token = token.replace(char::is_control, "\u{fffd}");
+            let id = id.to_string();
             let width = token.width().max(id.len()) + 2;
             for (line, cell) in [(&mut tokens, token), (&mut ids, id)] {
                 *line += &format!("{cell}{}", " ".repeat(width - cell.width()));
@@ -71,7 +74,8 @@ impl Report {
 
     /// Returns the heat map of one text, without its padding.
     pub fn heat_map(&self, row: usize) -> Result<HeatMap> {
-        let (len, t) = (self.batch.lens()[row], self.batch.seq_len());
+        let len = self.batch.lens()[row];
+        let t = self.batch.seq_len();
         let weights = self.output.weights.narrow(0, row, 1)?.narrow(2, 0, len)?;
         let weights = Tensor::cat(&[weights.narrow(3, 0, len)?, weights.narrow(3, t, weights.dim(3)? - t)?], 3)?;
         HeatMap::new(&weights)?.with_query_tokens(&self.batch.tokens()[row][..len])?.with_key_tokens(&self.keys(row)?)
@@ -86,7 +90,8 @@ impl Report {
 
     /// Writes the weights of the first text, without its padding, as a page.
     pub fn write_page(&self, title: &str, file: &Path) -> Result<()> {
-        let (heads, len) = (self.source.layer.config().num_heads(), self.batch.lens()[0]);
+        let heads = self.source.layer.config().num_heads();
+        let len = self.batch.lens()[0];
         let hidden = self.hidden.narrow(0, 0, 1)?.narrow(1, 0, len)?;
         let mut page = PageOfLayers::new(title, &self.batch.tokens()[0][..len], &self.keys(0)?, 1, heads)?;
         page.attend("", |wanted| self.source.layer.forward_with_statistics(&hidden, wanted))?;

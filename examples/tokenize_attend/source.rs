@@ -47,7 +47,8 @@ impl Source {
 
     /// Opens the layer in a file, described by a `config.json` of `models/`, or else by its names and shapes.
     fn exported(args: &Args, file: &Path, config: Option<Value>, device: &Device) -> Result<Self> {
-        let (checkpoint, n) = (Checkpoint::open(file)?, args.layer.unwrap_or(0));
+        let checkpoint = Checkpoint::open(file)?;
+        let n = args.layer.unwrap_or(0);
         let layers = checkpoint.attention_layers();
         let prefix = layers.get(n).with_context(|| format!("[tokenize_attend] no layer {n} in {}", file.display()))?;
         let layout = args.layout.map_or_else(|| checkpoint.detect(prefix), Ok)?;
@@ -63,7 +64,8 @@ impl Source {
         };
         let tokenizer = tokenizer(args, file.parent())?;
         let table = EmbeddingLayer::new(&EmbeddingConfig::new(tokenizer.vocab_size(), cfg.embed_dim()), own)?;
-        let (layer, weights) = (MultiHeadAttention::load(&cfg, layout, vb)?, format!("{} ({layout})", file.display()));
+        let layer = MultiHeadAttention::load(&cfg, layout, vb)?;
+        let weights = format!("{} ({layout})", file.display());
         Ok(Self { tokenizer, input: alone(table), layer, weights, embedding: embedding.into() })
     }
 

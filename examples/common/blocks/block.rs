@@ -58,7 +58,8 @@ impl<'a> Loader<'a> {
             ["rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"];
         let vb = VarBuilder::pp(weights, name);
         let given = EPSILONS.iter().find_map(|key| self.json[*key].as_f64());
-        let (width, eps) = (self.width, |default: f64| given.unwrap_or(default));
+        let width = self.width;
+        let eps = |default: f64| given.unwrap_or(default);
         // Old checkpoints of BERT call a norm's bias beta.
         let has_bias = self.family.needs_biases || vb.contains_tensor("bias") || vb.contains_tensor("beta");
         Ok(match self.family.norm {
@@ -112,12 +113,15 @@ impl<'a> Loader<'a> {
 
     /// Loads the attention of the kind in the config.
     fn attention(&self, layer: usize) -> Result<Attention> {
-        let (json, root, shard) = (self.json, self.weights.root(), self.weights.shard());
+        let json = self.json;
+        let root = self.weights.root();
+        let shard = self.weights.shard();
         if let Some(gguf) = self.weights.gguf {
             return gguf.attention(layer, shard).map(Attention::MultiHead);
         }
         let sharded = shard.zip(self.weights.shards.as_ref().and_then(|shards| shards.vb.as_ref()));
-        let (is_linear, is_latent) = (hf::is_linear_attention(json, layer)?, size(json, "kv_lora_rank").is_some());
+        let is_linear = hf::is_linear_attention(json, layer)?;
+        let is_latent = size(json, "kv_lora_rank").is_some();
         Ok(match sharded {
             Some((own, vb)) if is_linear => Attention::Linear(hf::load_linear_attention_shard(json, layer, own, vb)?),
             Some((own, vb)) if is_latent => Attention::Latent(hf::load_latent_attention_shard(json, layer, own, vb)?),
@@ -151,7 +155,8 @@ impl<'a> Loader<'a> {
             MlpKind::Plain | MlpKind::Conv1d => {
                 let is_there = |names: &PlainNames| at.first(&[names.up, names.down]).is_some();
                 let names = PLAIN_MLPS.into_iter().find(is_there).unwrap_or(PLAIN_MLPS[0]);
-                let (up, down) = (linear(names.up, OUTPUTS)?, linear(names.down, INPUTS)?);
+                let up = linear(names.up, OUTPUTS)?;
+                let down = linear(names.down, INPUTS)?;
                 match self.family.activation_name(self.json) {
                     "quick_gelu" => Mlp::new(seq().add(up).add_fn(|xs| xs * ops::sigmoid(&(xs * 1.702)?)?), down),
                     _ => Mlp::plain(up, down, self.activation()?),

@@ -20,7 +20,8 @@ pub fn experts(json: &Value, all: &Weights, count: usize) -> Result<Vec<Mlp>> {
     let mut experts = Vec::with_capacity(count);
     for expert in 0..count {
         let gate_up = gate_up.expert(expert)?;
-        let (gate, up) = (gate_up.every_second_row(0)?, gate_up.every_second_row(1)?);
+        let gate = gate_up.every_second_row(0)?;
+        let up = gate_up.every_second_row(1)?;
         let down = down.expert(expert)?;
         let down = PackedLinear::new(&down.weight, Some(&down.bias))?;
         experts.push(Mlp::new(ClampedGlu { gate, up, alpha, limit }, down));
@@ -100,7 +101,8 @@ impl Stacked {
 
     /// Returns one expert's weight (out, in) and bias (out,).
     fn expert(&self, expert: usize) -> Result<Expert> {
-        let (weight, bias) = (self.weights.i(expert)?, self.biases.i(expert)?);
+        let weight = self.weights.i(expert)?;
+        let bias = self.biases.i(expert)?;
         let weight = match &self.scales {
             Some(scales) => {
                 dequantize(&weight, &scales.i(expert)?)?.to_dtype(bias.dtype())?.to_device(bias.device())?
@@ -121,7 +123,8 @@ const NUMBERS: [f32; 16] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, 
 /// on the CPU. A byte has two numbers, in its low and its high bits; a scale is the exponent of 2 plus 127.
 fn dequantize(blocks: &Tensor, scales: &Tensor) -> Result<Tensor> {
     let (rows, count) = scales.dims2()?;
-    let (bytes, scales) = (blocks.flatten_all()?.to_vec1::<u8>()?, scales.flatten_all()?.to_vec1::<u8>()?);
+    let bytes = blocks.flatten_all()?.to_vec1::<u8>()?;
+    let scales = scales.flatten_all()?.to_vec1::<u8>()?;
     let mut numbers = Vec::with_capacity(2 * bytes.len());
     for (block, &scale) in bytes.chunks(BLOCK / 2).zip(&scales) {
         let scale = (f32::from(scale) - 127.0).exp2();

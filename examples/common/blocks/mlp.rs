@@ -98,7 +98,8 @@ impl Experts {
     /// Loads the experts of a layer from weights at the module's prefix, one for each score of the router.
     pub fn read(mixture: &Mixture, json: &Value, weights: &Weights, activation: Activation) -> Result<Self> {
         let router = Router::read(mixture, json, &weights.pp(weights.named(ROUTERS)?))?;
-        let (all, count) = (weights.pp("experts"), router.linear.out_dim());
+        let all = weights.pp("experts");
+        let count = router.linear.out_dim();
         let experts = if all.contains_tensor("gate_up_proj_bias") {
             gpt_oss::experts(json, &all, count)?
         } else if all.contains_tensor("gate_up_proj") {

@@ -208,7 +208,8 @@ impl<'a> Weights<'a> {
         if let Some(Shards { vb: Some(vb), processes }) = &self.shards
             && unit == 1
         {
-            let (rank, n) = (processes.shard().rank(), processes.shard().world_size());
+            let rank = processes.shard().rank();
+            let n = processes.shard().world_size();
             let shard = Shard { dim, rank: part.index * n + rank, world_size: part.count * n };
             // Candle reads equal shards; others are cut out of the whole tensor.
             if let Ok(own) = vb.get_with_hints_dtype((), &format!("{}.{name}", self.prefix()), shard, dtype) {

@@ -107,7 +107,9 @@ impl Checkpoint {
     /// As [`open`](Self::open), and for a tensor that is in two files.
     pub fn from_files<P: AsRef<Path>>(files: &[P]) -> Result<Self> {
         let [first, ..] = files else { bail!("[weights] expected at least one file, found none") };
-        let (mut entries, mut safetensors, mut n_head) = (BTreeMap::new(), Vec::new(), None);
+        let mut entries = BTreeMap::new();
+        let mut safetensors = Vec::new();
+        let mut n_head = None;
         for file in files.iter().map(AsRef::as_ref) {
             refuse_cut_tensors(file)?;
             let own = if starts_like_a_zip(file)? {

@@ -145,7 +145,8 @@ impl Machine<'_> {
             // EMPTY_DICT, SETITEM, SETITEMS
             b'}' => self.push(Object::Dict(Vec::new())),
             b's' => {
-                let (value, key) = (self.pop()?, self.pop()?);
+                let value = self.pop()?;
+                let key = self.pop()?;
                 self.insert(&[key, value])?;
             }
             b'u' => {
@@ -161,7 +162,8 @@ impl Machine<'_> {
             }
             // REDUCE, NEWOBJ
             b'R' | 0x81 => {
-                let (arguments, function) = (self.pop()?, self.pop()?);
+                let arguments = self.pop()?;
+                let function = self.pop()?;
                 let is_dict = matches!(
                     &self.objects[function],
                     Object::Global(name) if name == "collections.OrderedDict" || name == "collections.defaultdict"

@@ -91,7 +91,8 @@ impl Reader {
         if !matches!(self.pickle.get(self.pickle.top), Object::Dict(_)) {
             bail!("{} was saved, expected a state dict (`module.state_dict()`)", self.describe(self.pickle.top))
         }
-        let (mut tensors, mut names_len) = (BTreeMap::new(), 0);
+        let mut tensors = BTreeMap::new();
+        let mut names_len = 0;
         // A dict can contain itself, so each is read once.
         let mut seen = HashSet::from([self.pickle.top]);
         let mut open = vec![(String::new(), self.pickle.top)];

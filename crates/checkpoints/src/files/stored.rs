@@ -71,7 +71,8 @@ impl Stored {
         device: &Device,
     ) -> Result<Tensor> {
         let count = self.shape.iter().product();
-        let (own_dtype, size) = (self.dtype, self.dtype.size_in_bytes());
+        let own_dtype = self.dtype;
+        let size = self.dtype.size_in_bytes();
         if count > self.storage_len {
             bail!(
                 "shape {:?} repeats the {} elements of a storage (an expanded tensor); save it after .contiguous()",

@@ -51,7 +51,8 @@ impl<R: Read + Seek> File<'_, R> {
 
     /// Reads a linear layer of any shape, and its bias if the file has one.
     pub fn linear(&mut self, name: &str) -> Result<Weight> {
-        let (weight, bias) = (format!("{name}.weight"), self.has(&format!("{name}.bias")));
+        let weight = format!("{name}.weight");
+        let bias = self.has(&format!("{name}.bias"));
         match self.content.tensor_infos.get(&weight).map(|info| info.shape.dims()) {
             Some(&[out_dim, in_dim]) => self.weight(name, (out_dim, in_dim), bias),
             Some(found) => bail!("[gguf] {weight} has shape {found:?}, expected (out, in)"),
@@ -124,7 +125,8 @@ impl Weight {
         if range.start >= range.end || range.end > inputs {
             bail!("[gguf] {name}: inputs {range:?} were requested, expected some of {inputs}")
         }
-        let (dtype, data) = (self.weight.dtype(), self.weight.data()?);
+        let dtype = self.weight.dtype();
+        let data = self.weight.data()?;
         let block = dtype.block_size();
         if !range.start.is_multiple_of(block) || !range.end.is_multiple_of(block) {
             bail!(
@@ -147,7 +149,8 @@ impl Weight {
 
     /// Joins the rows of weights of one type, one after the other. A missing bias is zeros.
     pub fn concat(all: &[Self]) -> Result<Self> {
-        let (first, device) = (&all[0].weight, all[0].weight.device());
+        let first = &all[0].weight;
+        let device = all[0].weight.device();
         let rows = all.iter().map(Self::out_dim).sum::<usize>();
         let data = all.iter().map(|own| own.weight.data()).collect::<Result<Vec<_>>>()?;
         let storage = QStorage::from_data(data.concat().into(), &device, first.dtype())?;
@@ -238,7 +241,8 @@ mod tests {
 
     #[test]
     fn gguf_shards_have_the_numbers_of_the_whole() -> Result<()> {
-        let (whole, bias) = (Tensor::randn(0f32, 1., (6, 512), &Device::Cpu)?, Tensor::arange(0f32, 6., &Device::Cpu)?);
+        let whole = Tensor::randn(0f32, 1., (6, 512), &Device::Cpu)?;
+        let bias = Tensor::arange(0f32, 6., &Device::Cpu)?;
         for dtype in [GgmlDType::F32, GgmlDType::BF16, GgmlDType::Q8_0, GgmlDType::Q4K] {
             let weight = Weight { weight: QTensor::quantize(&whole, dtype)?, bias: Some(bias.clone()) };
             let numbers = |any: &Weight| any.weight.dequantize(&Device::Cpu);

@@ -101,7 +101,8 @@ pub(super) const ARCHITECTURES: &[Architecture] = &[
         rope_by_kind(metadata, fields)
     }),
     of("mpt", "mpt").adjust(|metadata, fields| {
-        let (slope, clip) = (metadata.number("attention.max_alibi_bias")?, metadata.number("attention.clamp_kqv")?);
+        let slope = metadata.number("attention.max_alibi_bias")?;
+        let clip = metadata.number("attention.clamp_kqv")?;
         let alibi = json!({"alibi": slope != Some(0.0), "alibi_bias_max": slope.unwrap_or(8.0), "clip_qkv": clip});
         fields.insert("attn_config".into(), alibi);
         Ok(())

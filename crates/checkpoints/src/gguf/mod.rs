@@ -304,7 +304,8 @@ fn layer_config(metadata: &Metadata, layer: usize) -> Result<MultiHeadAttentionC
     let cfg = hf::attention_config(&metadata.config()?, layer).map_err(|error| metadata.explain(&error))?;
     let has = |name: &str| metadata.content.tensor_infos.contains_key(&format!("blk.{layer}.{name}.bias"));
     let [q, k, v] = cfg.qkv_bias();
-    let (packed, out) = (has("attn_qkv"), cfg.out_bias() || has("attn_output"));
+    let packed = has("attn_qkv");
+    let out = cfg.out_bias() || has("attn_output");
     let mut cfg = cfg
         .with_q_bias(q || packed || has("attn_q"))
         .with_k_bias(k || packed || has("attn_k"))

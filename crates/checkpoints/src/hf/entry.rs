@@ -118,7 +118,8 @@ impl<'a> Entry<'a> {
             return fields.fail("attention is not latent, expected a call of `attention_config` or `load_attention`");
         };
         self.refuse_others(fields)?;
-        let (embed_dim, num_heads) = (self.embed_dim(fields)?, self.num_heads(fields)?);
+        let embed_dim = self.embed_dim(fields)?;
+        let num_heads = self.num_heads(fields)?;
         let cfg = latent.config(fields, embed_dim, num_heads, rope)?;
         cfg.validate()?;
         Ok(cfg)
@@ -222,7 +223,8 @@ impl<'a> Entry<'a> {
     /// once.
     fn num_heads(&self, fields: &Fields) -> Result<usize> {
         let Family { size_names, default_sizes, model_type, has_default_sizes, .. } = self.family;
-        let (name, width) = (size_names.num_heads, size_names.embed_dim);
+        let name = size_names.num_heads;
+        let width = size_names.embed_dim;
         if has_default_sizes && !fields.has(name) && fields.has(width) {
             static LOGGED: Once = Once::new();
             LOGGED.call_once(|| {

@@ -80,7 +80,8 @@ impl Entry<'_> {
 
     /// Loads the relative bias that all layers of a checkpoint share.
     pub fn load_relative_bias(&self, vb: &VarBuilder) -> Result<RelativeBias> {
-        let (cfg, model) = (self.attention(0)?, self.family.model_type);
+        let cfg = self.attention(0)?;
+        let model = self.family.model_type;
         self.refuse_quantized()?;
         let Some(buckets) = cfg.relative_bias() else {
             bail!("[hf] {model}: there is no relative bias in this architecture")

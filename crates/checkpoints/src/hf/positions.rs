@@ -95,7 +95,8 @@ fn conformer(fields: &Fields, default: &str) -> Result<Option<ContentPositions>>
 
 /// Returns the relative positions in a window, whose sides are given in patches, or in the whole image.
 fn grid(fields: &Fields, window: Option<usize>, image: [usize; 2]) -> Result<ContentPositions> {
-    let (image, patch) = (fields.pair("image_size", image)?, fields.pair("patch_size", [16; 2])?);
+    let image = fields.pair("image_size", image)?;
+    let patch = fields.pair("patch_size", [16; 2])?;
     let [height, width] = match window {
         Some(window) => [window; 2],
         None => [image[0] / patch[0], image[1] / patch[1]],
@@ -116,7 +117,8 @@ pub(super) struct Cosine {
 
 impl Cosine {
     fn add(&self, fields: &Fields, cfg: MultiHeadAttentionConfig) -> Result<MultiHeadAttentionConfig> {
-        let (mut halvings, mut trained) = (0, 0);
+        let mut halvings = 0;
+        let mut trained = 0;
         if let Some(stages) = self.stages {
             let [stage, _] = stages.place(fields)?;
             let windows = fields.get_or("pretrained_window_sizes", vec![0; 4])?;

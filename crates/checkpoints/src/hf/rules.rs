@@ -225,7 +225,8 @@ pub(super) fn llama4(fields: &Fields, cfg: Config) -> Result<Config> {
     if rotates || !fields.flag("attn_temperature_tuning", true)? {
         return Ok(cfg);
     }
-    let (beta, interval) = (fields.get_or("attn_scale", 0.1)?, fields.get_or("floor_scale", 8192)?);
+    let beta = fields.get_or("attn_scale", 0.1)?;
+    let interval = fields.get_or("floor_scale", 8192)?;
     Ok(cfg.with_attention_temperature(AttentionTemperature { beta, interval, first: 1 }))
 }
 

@@ -68,7 +68,10 @@ where
     let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden()).with_message(file.to_string());
     // A bar that is dropped before its end remains on the screen.
     let bar = bar.with_finish(ProgressFinish::Abandon);
-    let (mut limit, mut heard, mut transfer, mut announced) = (settings.answer, Instant::now(), None, None);
+    let mut limit = settings.answer;
+    let mut heard = Instant::now();
+    let mut transfer = None;
+    let mut announced = None;
     loop {
         match receiver.recv_timeout(limit.saturating_sub(heard.elapsed())) {
             Ok(Message::Start(size)) => {

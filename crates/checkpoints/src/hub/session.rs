@@ -119,7 +119,9 @@ impl<'a> Session<'a> {
     }
 
     fn download(&self, hub: &Hub, file: &str, cached: Cached) -> Result<Option<PathBuf>> {
-        let (repo, revision, name) = (hub.repo.clone(), self.revision.clone(), file.to_string());
+        let repo = hub.repo.clone();
+        let revision = self.revision.clone();
+        let name = file.to_string();
         let answer = watched(file, &self.settings, move |events| {
             repo.download_file().filename(name).revision(revision).progress(events).send()
         });
@@ -159,9 +161,11 @@ impl<'a> Session<'a> {
 
     /// Returns the error for a file, or for several alternatives, that is neither in the cache nor, online, on the hub.
     pub(super) fn missing(&self, file: &str) -> Error {
-        let (id, revision) = (&self.model.id, &self.model.revision);
+        let id = &self.model.id;
+        let revision = &self.model.revision;
         let Some(Hub { endpoint, repo }) = &self.hub else {
-            let (folder, why) = (self.folder.display(), self.settings.offline.unwrap_or_default());
+            let folder = self.folder.display();
+            let why = self.settings.offline.unwrap_or_default();
             let what =
                 format!("not in the cache {folder}, and {why}, so nothing was requested; fetch it once while online");
             return self.error(file, &what);
@@ -184,7 +188,8 @@ impl<'a> Session<'a> {
     /// Describes why a request failed.
     fn explain(&self, Hub { endpoint, .. }: &Hub, failure: &Failure) -> String {
         let in_brackets = |text: Option<&str>| text.map(|text| format!(" ({text})")).unwrap_or_default();
-        let (id, folder) = (&self.model.id, self.folder.display());
+        let id = &self.model.id;
+        let folder = self.folder.display();
         let unreachable = |what: String| {
             format!("{what}, and it is not in the cache {folder}; check the network, the proxy and HF_ENDPOINT")
         };
@@ -285,7 +290,8 @@ pub(super) fn without_credentials(text: &str) -> String {
 
 /// Returns the text of an error with its innermost cause, since reqwest's own text is only that a request failed.
 fn with_root(error: &(dyn std::error::Error + 'static)) -> String {
-    let (outer, inner) = (error.to_string(), root(error));
+    let outer = error.to_string();
+    let inner = root(error);
     if outer.contains(&inner) { outer } else { format!("{outer} ({inner})") }
 }
 

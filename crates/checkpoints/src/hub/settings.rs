@@ -113,7 +113,8 @@ mod tests {
     fn hub_token_comes_from_the_variable_or_a_file() -> Result<()> {
         let dir = tempfile::TempDir::new()?;
         std::fs::write(dir.path().join("token"), "hf_file\n")?;
-        let (home, file) = (dir.path().display().to_string(), dir.path().join("token").display().to_string());
+        let home = dir.path().display().to_string();
+        let file = dir.path().join("token").display().to_string();
         let token = |vars: &[(&str, &str)]| Ok::<_, Error>(read(vars)?.token.unwrap_or_default());
         assert_eq!(token(&[("HF_HOME", &home)])?, "hf_file");
         assert_eq!(token(&[("HF_TOKEN_PATH", &file)])?, "hf_file");

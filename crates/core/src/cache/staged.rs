@@ -153,7 +153,8 @@ impl AttentionCache {
         let floats = (!self.config.q8()).then(|| self.config.dtype().unwrap_or(k.dtype()));
         let kv = KvBuffers::encode(k, own_v, d_v, floats)?;
         if let Some(buffers) = self.buffers.as_ref().filter(|own| !self.held.is_empty() && !own.accepts(&kv)) {
-            let (found, stored) = (kv.shapes(), buffers.shapes());
+            let found = kv.shapes();
+            let stored = buffers.shapes();
             bail!(
                 "[{OP}] keys {} and values {} do not fit those of the calls before, {} and {}",
                 found.keys,
@@ -175,7 +176,8 @@ impl AttentionCache {
             bail!("[{OP}] the cache of the earlier layer is empty, expected its call with the same tokens first")
         };
         if buffers.sizes() != Some(sizes) {
-            let (KvShapes { keys, values }, KvSizes { h_kv, d, d_v }) = (buffers.shapes(), sizes);
+            let KvShapes { keys, values } = buffers.shapes();
+            let KvSizes { h_kv, d, d_v } = sizes;
             bail!(
                 "[{OP}] the earlier layer's keys {keys} and values {values} do not fit, expected H_kv = {h_kv}, D = {d} \
                  and D_v = {d_v}"

@@ -81,7 +81,8 @@ fn cache_appends_keys_and_values_in_one_buffer() -> Result<()> {
         assert_eq!((&now.0.1, &now.1.1), (&vec![H_KV * 8 * D, 8 * D, D, 1], &vec![H_KV * 8 * D_V, 8 * D_V, D_V, 1]));
         assert_eq!(*places.get_or_insert(now.clone()), now, "nothing moves");
     }
-    let (before, memory) = (places.expect("calls"), cache.memory());
+    let before = places.expect("calls");
+    let memory = cache.memory();
     let (k, _) = append(&mut cache, 1, 6, Padding::default())?;
     assert!(place(&k).0 != before.0.0 && cache.capacity() == 16 && cache.memory() == 2 * memory, "doubled");
     assert_eq!(memory, B * H_KV * 8 * (D + D_V) * 4);
@@ -93,7 +94,8 @@ fn cache_appends_keys_and_values_in_one_buffer() -> Result<()> {
 #[test]
 fn sliding_cache_allocates_a_buffer_once_in_capacity_less_window_positions() -> Result<()> {
     let mut cache = AttentionCache::new(&AttentionCacheConfig::new().with_window(4))?;
-    let (mut moves, mut at) = (0, 0);
+    let mut moves = 0;
+    let mut at = 0;
     for n in 0..41 {
         let (k, _) = append(&mut cache, 1, n, Padding::default())?;
         assert!(cache.capacity() <= 8 && k.dim(2)? >= 4.min(n + 1), "{:?}", k.dims());
@@ -123,7 +125,9 @@ fn cache_is_unchanged_by_a_call_that_was_not_committed() -> Result<()> {
             let [k, v] = rows.floats(DType::F32)?;
             Ok([numbers(&k)?, numbers(&v)?].concat())
         };
-        let (before, capacity, memory) = (held(&cache)?, cache.capacity(), cache.memory());
+        let before = held(&cache)?;
+        let capacity = cache.capacity();
+        let memory = cache.memory();
         for t in [1, 2, 9] {
             let (k, v) = new(t, 1)?;
             drop(stage(&cache, &k, &v, Padding::default())?);
@@ -201,7 +205,8 @@ fn calls() -> [(usize, [usize; B], [usize; B]); 3] {
 }
 
 fn masks() -> Result<Vec<AttentionMask>> {
-    let (none, causal) = (AttentionMask::none, AttentionMask::causal);
+    let none = AttentionMask::none;
+    let causal = AttentionMask::causal;
     let t_kv = LENS[0];
     let keep = random((B, 1, T, t_kv))?.ge(-0.3f32)?;
     let bias = random((1, H, T, t_kv))?;
@@ -236,7 +241,8 @@ fn options() -> Result<Vec<SdpaOptions>> {
 
 fn assert_close(found: &Tensor, expected: &Tensor, what: &str) -> Result<()> {
     assert_eq!(found.dims(), expected.dims(), "{what}");
-    let (found, expected) = (found.flatten_all()?.to_vec1::<f32>()?, expected.flatten_all()?.to_vec1::<f32>()?);
+    let found = found.flatten_all()?.to_vec1::<f32>()?;
+    let expected = expected.flatten_all()?.to_vec1::<f32>()?;
     for (number, exact) in found.into_iter().zip(expected) {
         assert!((number - exact).abs() <= 2e-6 * exact.abs().max(1.0), "{what}: {number}, not {exact}");
     }
@@ -251,11 +257,13 @@ fn rounded(rows: &Tensor) -> Result<Tensor> {
 
 #[test]
 fn q8_with_uniform_fully_masked_rows_matches_floats() -> Result<()> {
-    let (k, v) = (random((B, 2, 5, 6))?, random((B, 2, 5, 5))?);
+    let k = random((B, 2, 5, 6))?;
+    let v = random((B, 2, 5, 5))?;
     let cache = AttentionCache::new(&AttentionCacheConfig::new().with_q8())?;
     let (staged, _) = stage(&cache, &k, &v, Padding::default())?;
     let mask = AttentionMask::none().with_valid_lens(vec![3, 0]).with_fully_masked_rows(FullyMaskedRows::Uniform);
-    let (q, options) = (random((B, H, 5, 6))?, SdpaOptions::default());
+    let q = random((B, H, 5, 6))?;
+    let options = SdpaOptions::default();
     let expected = scaled_dot_product_attention(&q, &rounded(&k)?, &rounded(&v)?, &mask, &options)?;
     assert_close(&staged.attend(&q, &mask, &options, OutputOnly)?, &expected, "uniform rows")
 }
@@ -268,7 +276,8 @@ fn q8_matches_attention_to_the_rounded_floats() -> Result<()> {
         let mut small = AttentionCache::new(&cfg.clone().with_q8())?;
         let mut plain = AttentionCache::new(&cfg)?;
         for (n, (t, starts, lens)) in calls().into_iter().enumerate() {
-            let (k, v) = (random((B, 2, t, 6))?, random((B, 2, t, 5))?);
+            let k = random((B, 2, t, 6))?;
+            let v = random((B, 2, t, 5))?;
             let padding = Padding { valid_lens: Some(&lens), starts: Some(&starts) };
             let (staged_q8, after_q8) = stage(&small, &k, &v, padding)?;
             let (staged, after) = stage(&plain, &rounded(&k)?, &rounded(&v)?, padding)?;

@@ -137,11 +137,13 @@ impl NewTokens {
         if self.all_valid() && self.before.iter().all(|&before| before == first) {
             return Positions::starting_at(&[first], self.t);
         }
-        let (b, t) = (self.tokens.len(), self.t);
+        let b = self.tokens.len();
+        let t = self.t;
         let bytes = [b, t, size_of::<u32>()];
         check_memory("rope", format_args!("the positions of {b} sequences of {t} tokens"), &bytes)?;
         let of_sequence = |(&before, tokens): (&usize, &Range<usize>)| {
-            let (start, last) = (tokens.start, (before + tokens.len()).saturating_sub(1));
+            let start = tokens.start;
+            let last = (before + tokens.len()).saturating_sub(1);
             (0..t).map(move |i| (before + i.saturating_sub(start)).min(last))
         };
         Positions::of_each(self.before.iter().zip(&self.tokens).flat_map(of_sequence), t)

@@ -63,7 +63,10 @@ impl MultiHeadAttentionConfig {
     /// Checks the numbers of heads, their widths and the width of the output.
     fn validate_heads(&self) -> Result<()> {
         const MOST: usize = u32::MAX as usize;
-        let (h, h_kv, d, d_v) = (self.num_heads, self.num_kv_heads(), self.head_dim(), self.value_head_dim());
+        let h = self.num_heads;
+        let h_kv = self.num_kv_heads();
+        let d = self.head_dim();
+        let d_v = self.value_head_dim();
         if !h.is_multiple_of(h_kv) {
             bail!("[{OP}] num_kv_heads is {h_kv}, which does not divide num_heads {h}")
         }
@@ -84,7 +87,8 @@ impl MultiHeadAttentionConfig {
         if self.out_proj {
             return Ok(());
         }
-        let (out_dim, concatenated) = (self.out_dim(), h.saturating_mul(d_v));
+        let out_dim = self.out_dim();
+        let concatenated = h.saturating_mul(d_v);
         if out_dim != concatenated {
             bail!(
                 "[{OP}] out_dim is {out_dim}, but without an output projection the {h} heads of width {d_v} give \
@@ -177,7 +181,8 @@ impl MultiHeadAttentionConfig {
     /// Checks that relative positions by content fit the layer.
     fn validate_content_positions(&self, positions: &ContentPositions) -> Result<()> {
         const OP: &str = "content_positions";
-        let (h, h_kv) = (self.num_heads, self.num_kv_heads());
+        let h = self.num_heads;
+        let h_kv = self.num_kv_heads();
         match positions {
             ContentPositions::Grid { .. } => {
                 if self.softcap.is_some() {

@@ -171,14 +171,18 @@ impl AdditiveAttention {
     pub fn forward_with(&self, input: AdditiveInput) -> Result<AttentionOutput> {
         self.check(&input)?;
         let AdditiveInput { queries, keys, values, .. } = input;
-        let ((b, t_q, _), t_kv) = (queries.dims3()?, keys.dim(1)?);
-        let (device, dtype) = (queries.device(), queries.dtype());
+        let (b, t_q, _) = queries.dims3()?;
+        let t_kv = keys.dim(1)?;
+        let device = queries.device();
+        let dtype = queries.dtype();
         let mask = input.mask.cloned().unwrap_or_default();
         mask.resolve(b, t_q, t_kv)?;
         let scores = self.scores(queries, keys)?;
         // The scores are a bias on products of zeros, so that the function does everything else.
         let zeros = |t| Tensor::zeros((b, 1, t, 1), dtype, device);
-        let (q, k, v) = (zeros(t_q)?, zeros(t_kv)?, values.unsqueeze(1)?);
+        let q = zeros(t_q)?;
+        let k = zeros(t_kv)?;
+        let v = values.unsqueeze(1)?;
         let mut options = SdpaOptions::default().with_dropout(self.config.dropout, input.train);
         options.dropout_seed = input.dropout_seed.cloned();
         let qkv = Qkv { q: &q, k: &k, v: &v };
@@ -189,7 +193,8 @@ impl AdditiveAttention {
 
     /// Returns the scores (B, 1, T_q, T_kv).
     fn scores(&self, queries: &Tensor, keys: &Tensor) -> Result<Tensor> {
-        let ((b, t_q, _), t_kv) = (queries.dims3()?, keys.dim(1)?);
+        let (b, t_q, _) = queries.dims3()?;
+        let t_kv = keys.dim(1)?;
         if [b, t_q, t_kv].contains(&0) {
             return Tensor::zeros((b, 1, t_q, t_kv), queries.dtype(), queries.device());
         }
@@ -206,7 +211,8 @@ impl AdditiveAttention {
         self.check_tensor("queries", queries, &[Dim::Any("B"), Dim::Any("T_q"), Dim::Is(config.query_size)])?;
         self.check_tensor("keys", keys, &[Dim::Any("B"), Dim::Any("T_kv"), Dim::Is(config.key_size)])?;
         self.check_tensor("values", values, &["B", "T_kv", "D_v"].map(Dim::Any))?;
-        let ((b, t_q, _), t_kv) = (queries.dims3()?, keys.dim(1)?);
+        let (b, t_q, _) = queries.dims3()?;
+        let t_kv = keys.dim(1)?;
         check_keys_and_values(OP, Some(b), keys, values)?;
         let units = config.hidden_size;
         // Four bytes an entry.

@@ -218,7 +218,8 @@ impl MultiHeadAttention {
         else {
             bail!("[{OP}] keys and values are those of an earlier layer, expected a memory that it projects")
         };
-        let (k, v) = (self.key_heads(k, rotation.as_ref(), None)?, self.value_heads(v)?);
+        let k = self.key_heads(k, rotation.as_ref(), None)?;
+        let v = self.value_heads(v)?;
         // Contiguous heads, since every later call reads them.
         Ok(ProjectedMemory { k: k.contiguous()?, v: v.contiguous()?, t_kv, batched })
     }

@@ -189,7 +189,9 @@ impl MultiHeadAttention {
         projections: impl FnOnce(&ParameterReader) -> Result<Projections>,
     ) -> Result<Self> {
         cfg.validate()?;
-        let (h, h_kv, d) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim());
+        let h = cfg.num_heads();
+        let h_kv = cfg.num_kv_heads();
+        let d = cfg.head_dim();
         let config = cfg.for_shard(source.shard)?;
         let source = source.with_heads([h, h_kv])?;
         let projections = projections(&source)?;

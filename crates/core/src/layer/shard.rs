@@ -21,7 +21,9 @@ impl MultiHeadAttentionConfig {
     /// heads, and for unequal shards of a relative bias, whose heads are divided without the key heads.
     #[doc(hidden)]
     pub fn for_shard(&self, shard: HeadShard) -> Result<Self> {
-        let (h, h_kv, n) = (self.num_heads(), self.num_kv_heads(), shard.world_size());
+        let h = self.num_heads();
+        let h_kv = self.num_kv_heads();
+        let n = shard.world_size();
         let heads = [h, h_kv];
         if n == 1 {
             return Ok(self.clone());
@@ -42,7 +44,8 @@ impl MultiHeadAttentionConfig {
                  with {h_kv} key heads"
             )
         }
-        let (queries, keys) = (shard.range(Heads::Query, heads, h), shard.range(Heads::Key, heads, h_kv));
+        let queries = shard.range(Heads::Query, heads, h);
+        let keys = shard.range(Heads::Key, heads, h_kv);
         // Options whose default depends on the number of heads are those of the whole layer.
         let mut own = self
             .clone()
@@ -62,7 +65,9 @@ impl MultiHeadAttentionConfig {
         if shard.world_size() == 1 || self.qk_norm().is_none_or(|norm| norm.scope != QkNormScope::Projection) {
             return NormSpans::default();
         }
-        let (h, h_kv, d) = (self.num_heads(), self.num_kv_heads(), self.head_dim());
+        let h = self.num_heads();
+        let h_kv = self.num_kv_heads();
+        let d = self.head_dim();
         NormSpans {
             queries: Some(ShardedDimension { width: h * d, counts: true }),
             keys: Some(ShardedDimension { width: h_kv * d, counts: shard.is_first_of_keys(h_kv) }),
@@ -98,8 +103,10 @@ struct NormSpecs {
 
 impl NormSpecs {
     fn new(cfg: &MultiHeadAttentionConfig) -> Self {
-        let (h, h_kv) = (cfg.num_heads(), cfg.num_kv_heads());
-        let (d, d_v) = (cfg.head_dim(), cfg.value_head_dim());
+        let h = cfg.num_heads();
+        let h_kv = cfg.num_kv_heads();
+        let d = cfg.head_dim();
+        let d_v = cfg.value_head_dim();
         let projects_keys = cfg.kv_sharing() != KvSharing::EarlierLayer;
         let without_weight = |eps| QkNorm { kind: QkNormKind::RmsNoWeight, scope: QkNormScope::PerHead, eps };
         Self {
@@ -141,7 +148,9 @@ impl NormSpecs {
 /// If the checkpoint has parameters that the config does not use.
 pub(super) fn specs(cfg: &MultiHeadAttentionConfig, source: &ParameterReader) -> Result<Vec<ParameterSpec>> {
     refuse_norms(cfg.qk_norm(), cfg.output_norm(), source)?;
-    let (embed_dim, num_heads, head_dim) = (cfg.embed_dim(), cfg.num_heads(), cfg.head_dim());
+    let embed_dim = cfg.embed_dim();
+    let num_heads = cfg.num_heads();
+    let head_dim = cfg.head_dim();
     let content = content_specs(cfg.content_positions(), &LayerSpecs { embed_dim, num_heads, head_dim, source })?;
     let mut specs = Vec::new();
     let NormSpecs { queries, keys, values, output } = NormSpecs::new(cfg);
@@ -167,7 +176,8 @@ pub(super) fn specs(cfg: &MultiHeadAttentionConfig, source: &ParameterReader) ->
 impl MultiHeadAttention {
     /// Returns the layer with norms and content-based positions built from other parameters under the same names.
     pub(super) fn with_parameters(mut self, parameters: ParameterList) -> Result<Self> {
-        let (dtype, device) = (self.projections.dtype, &self.projections.device);
+        let dtype = self.projections.dtype;
+        let device = &self.projections.device;
         let build = |spec: Option<NormSpec>| spec.map(|spec| spec.build(&parameters, dtype, device)).transpose();
         let specs = NormSpecs::new(&self.config);
         let spans = self.norm_spans;
@@ -198,7 +208,8 @@ mod tests {
                 for rank in 0..world_size {
                     let shard = HeadShard::new(rank, world_size)?;
                     let own = |heads, len| shard.range(heads, [h, h_kv], len);
-                    let (queries, keys) = (own(Heads::Query, h), own(Heads::Key, h_kv));
+                    let queries = own(Heads::Query, h);
+                    let keys = own(Heads::Key, h_kv);
                     let config = MultiHeadAttentionConfig::new(h * 2, h).with_num_kv_heads(h_kv).for_shard(shard)?;
                     assert_eq!((config.num_heads(), config.num_kv_heads()), (queries.len(), keys.len()));
                     assert!(queries.start == next && !queries.is_empty(), "{h}, {h_kv}, {rank} of {world_size}");

@@ -62,7 +62,8 @@ fn self_attention_reads_columns_of_one_product() -> Result<()> {
 #[test]
 fn keys_and_values_of_one_input_are_columns_of_one_product() -> Result<()> {
     for kdim in [8, 7] {
-        let (queries, keys) = (xs(8)?, xs(kdim)?);
+        let queries = xs(8)?;
+        let keys = xs(kdim)?;
         let input = AttentionInput::new(&queries).with_key_value(&keys, &keys);
         let [q, k, v] = qkv(&layer(&config().with_kdim(kdim))?, input)?.each_ref().map(place);
         assert!(q.0 != k.0 && k.0 == v.0, "one buffer for two");
@@ -74,7 +75,9 @@ fn keys_and_values_of_one_input_are_columns_of_one_product() -> Result<()> {
 
 #[test]
 fn other_inputs_and_variables_have_a_product_each() -> Result<()> {
-    let (queries, keys, values) = (xs(8)?, xs(8)?, xs(8)?);
+    let queries = xs(8)?;
+    let keys = xs(8)?;
+    let values = xs(8)?;
     let crossed = AttentionInput::new(&queries).with_key_value(&keys, &values);
     let trained =
         MultiHeadAttention::new(&config(), VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu))?;

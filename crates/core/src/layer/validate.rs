@@ -72,7 +72,8 @@ impl AttentionInput<'_> {
             bail!("[{op}] packed sequences were given with a cache, expected one of the two")
         }
         let t_q = queries.dim(1)?;
-        let (total_queries, total_keys) = (sequences.total_queries(), sequences.total_keys());
+        let total_queries = sequences.total_queries();
+        let total_keys = sequences.total_keys();
         if total_queries != t_q || total_keys != t_kv {
             bail!(
                 "[{op}] the packed sequences have {total_queries} queries and {total_keys} keys, expected the {t_q} and \
@@ -83,7 +84,8 @@ impl AttentionInput<'_> {
             return Ok(());
         }
         for s in 0..sequences.len() {
-            let (of_queries, of_keys) = (sequences.queries(s), sequences.keys(s));
+            let of_queries = sequences.queries(s);
+            let of_keys = sequences.keys(s);
             if of_queries != of_keys {
                 bail!(
                     "[{op}] packed sequence {s} has queries {of_queries:?} and keys {of_keys:?}, expected the same in \

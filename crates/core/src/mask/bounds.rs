@@ -115,7 +115,8 @@ impl SequenceBounds {
     /// Returns the bounds of sequence `b`; `None` if a constraint has no bound of this form.
     fn new(constraints: &[Constraint], b: usize, plan: &SequencePlan) -> Option<Self> {
         let SequencePlan { placement, queries, .. } = plan;
-        let (t_q, t_kv) = (queries.len(), placement.keys.len());
+        let t_q = queries.len();
+        let t_kv = placement.keys.len();
         let QueryPosition { first: position, other } = placement.query_position(constraints, b, 0);
         let mut bounds = Self {
             position,
@@ -284,7 +285,8 @@ mod tests {
         /// Returns the keys that query `i` of sequence `b` attends to, as a kernel computes them.
         fn keys(&self, b: usize, i: usize, t_kv: usize) -> Range<i32> {
             let position = self.first_positions[b] + i as i32;
-            let (mut start, mut end) = (0, t_kv as i32);
+            let mut start = 0;
+            let mut end = t_kv as i32;
             let of_sequence = |entries: &Option<Vec<i32>>| entries.as_ref().map(|entries| entries[b]);
             if let Some(own) = of_sequence(&self.starts) {
                 start = start.max(own);
@@ -313,7 +315,8 @@ mod tests {
     /// Compares every mask of ranges, alone and with each other mask.
     #[test]
     fn bounds_have_the_ranges_of_keys_that_the_mask_has() -> Result<()> {
-        let (none, causal) = (AttentionMask::none, AttentionMask::causal);
+        let none = AttentionMask::none;
+        let causal = AttentionMask::causal;
         let masks = [
             none(),
             causal(),
@@ -337,7 +340,8 @@ mod tests {
             causal().with_prefix(vec![2, 0]),
             AttentionMask::causal_upper_left().with_prefix(vec![2, 4]).with_window(2),
         ];
-        let (mut bounds_found, mut ranges_only) = (0, 0);
+        let mut bounds_found = 0;
+        let mut ranges_only = 0;
         for mask in masks.iter().flat_map(|a| masks.iter().map(|b| a.and(b))) {
             for (t_q, t_kv) in [(1, 1), (1, 6), (3, 3), (3, 6), (3, 2), (3, 0), (0, 2)] {
                 let (Ok(call), Ok(ranges)) = (mask.ranges_of_batch(2, t_q, t_kv), mask.resolve(2, t_q, t_kv)) else {

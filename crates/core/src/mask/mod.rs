@@ -156,7 +156,8 @@ impl AttentionMask {
     pub fn from_attention_mask(mask: &Tensor) -> Result<Self> {
         Expect::one("from_attention_mask", "the mask", mask).shape(&["B", "T_kv"].map(Dim::Any))?;
         let mask = &tensors::readable(mask)?;
-        let (rows, columns) = (rows_of_ones("from_attention_mask", mask)?, mask.dim(1)?);
+        let rows = rows_of_ones("from_attention_mask", mask)?;
+        let columns = mask.dim(1)?;
         if rows.iter().all(|row| !row.has_gaps) {
             return Ok(Self::of_runs(rows.iter().map(|row| (row.start, row.end)), columns));
         }
@@ -259,7 +260,8 @@ impl AttentionMask {
             Constraint::Aligned(alignment, Reach::Causal { prefix: own }) => Some((alignment, own)),
             _ => None,
         });
-        let (first, prefix) = (causals.next(), prefix.into());
+        let first = causals.next();
+        let prefix = prefix.into();
         if causals.any(|other| Some(other) != first) {
             return self.with(Constraint::ambiguous("with_prefix"));
         }

@@ -130,7 +130,9 @@ impl AttentionMask {
             }
             *constraint = constraint.of_queries(&queries)?;
         }
-        let (t_q, t_kv, first) = (queries.len(), keys.len(), queries.start);
+        let t_q = queries.len();
+        let t_kv = keys.len();
+        let first = queries.start;
         let each = vec![Placement { query: first as i128, first_query: first, tokens: 0..t_q, keys }];
         Ok(own.placed(Placements { b, t_q, t_kv, each }))
     }

@@ -187,7 +187,8 @@ impl AttentionMask {
         let Some(mut keys) = filled(&[total], 0..0) else {
             bail!("[{op}] a range for each of {total} queries does not fit in memory")
         };
-        let (mut sequences, mut conflict) = (Vec::new(), None);
+        let mut sequences = Vec::new();
+        let mut conflict = None;
         for (s, SequencePlan { placement, queries, first_key, .. }) in plans.enumerate() {
             for (i, of_query) in keys[queries.clone()].iter_mut().enumerate() {
                 let own = placement.allowed_keys(&self.constraints, s, i);

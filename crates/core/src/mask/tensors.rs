@@ -72,7 +72,8 @@ impl AttentionMask {
             bias.to_dtype(dtype)
         });
         let sum = own.reduce(|sum, bias| {
-            let (sum, bias) = (sum?, bias?);
+            let sum = sum?;
+            let bias = bias?;
             check_memory(sum.shape().broadcast_shape_binary_op(bias.shape(), "bias")?.dims(), dtype)?;
             sum.broadcast_add(&bias)
         });
@@ -105,7 +106,8 @@ impl AttentionMask {
     /// It is written out as tensors: a range of keys cannot have a gap before the appended ones.
     pub(crate) fn with_appended_keys(&self, n: usize, dims: [usize; 4], dtype: DType, device: &Device) -> Result<Self> {
         let appended = |tensor: Tensor, fill: f64| -> Result<Tensor> {
-            let ((b, h, t_q, _), t_kv) = (tensor.dims4()?, dims[3]);
+            let (b, h, t_q, _) = tensor.dims4()?;
+            let t_kv = dims[3];
             check_memory(&[b, h, t_q, t_kv.saturating_add(n)], tensor.dtype())?;
             let tensor = tensor.broadcast_as((b, h, t_q, t_kv))?;
             let fill = (Tensor::zeros((b, h, t_q, n), tensor.dtype(), device)? + fill)?;
@@ -113,7 +115,8 @@ impl AttentionMask {
         };
         let keep = self.keep_tensor(dims, device)?.map(|keep| appended(keep, 1.0)).transpose()?;
         let bias = self.bias_tensor(dims, dtype, device)?.map(|bias| appended(bias, 0.0)).transpose()?;
-        let (bool_masks, biases) = (Vec::from_iter(keep), Vec::from_iter(bias));
+        let bool_masks = Vec::from_iter(keep);
+        let biases = Vec::from_iter(bias);
         Ok(Self { bool_masks, biases, fully_masked_rows: self.fully_masked_rows, ..Self::none() })
     }
 }

@@ -72,7 +72,9 @@ impl Windows {
     /// # Errors
     /// For another shape, and for padded images that do not fit in memory.
     pub fn partition(&self, xs: &Tensor) -> Result<Tensor> {
-        let ([height, width], [down, across], w) = (self.image, self.counts(), self.window);
+        let [height, width] = self.image;
+        let [down, across] = self.counts();
+        let w = self.window;
         let (b, e) = match xs.dims() {
             &[b, t, e] if t == height * width => (b, e),
             dims => bail!("[{OP}] images have shape {dims:?}, expected (B, {height} · {width}, E)"),
@@ -92,7 +94,9 @@ impl Windows {
     /// # Errors
     /// For another shape, and for windows that do not fit in memory.
     pub fn join(&self, xs: &Tensor) -> Result<Tensor> {
-        let ([height, width], [down, across], w) = (self.image, self.counts(), self.window);
+        let [height, width] = self.image;
+        let [down, across] = self.counts();
+        let w = self.window;
         let (b, e) = match xs.dims() {
             &[n, t, e] if t == w * w && n % (down * across) == 0 => (n / (down * across), e),
             dims => bail!("[{OP}] windows have shape {dims:?}, expected (B · {}, {w} · {w}, E)", down * across),
@@ -114,8 +118,10 @@ impl Windows {
         if self.shift == 0 {
             return Ok(AttentionMask::none());
         }
-        let ([down, across], w) = (self.counts(), self.window);
-        let (n, tokens) = (down * across, w * w);
+        let [down, across] = self.counts();
+        let w = self.window;
+        let n = down * across;
+        let tokens = w * w;
         check_memory("a mask", &[b, n, tokens, tokens], DType::U8)?;
         if b == 0 {
             let keep = Tensor::zeros((0, 1, tokens, tokens), DType::U8, device)?;

@@ -44,7 +44,10 @@ impl ProjectionTensor {
 
 /// Returns (out, in) of a projection. One that the layer does not have has no outputs.
 pub fn projection_shape(cfg: &MultiHeadAttentionConfig, projection: Projection) -> (usize, usize) {
-    let (h, h_kv, d_v, sharing) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.value_head_dim(), cfg.kv_sharing());
+    let h = cfg.num_heads();
+    let h_kv = cfg.num_kv_heads();
+    let d_v = cfg.value_head_dim();
+    let sharing = cfg.kv_sharing();
     let gate = cfg.output_gate().map_or(0, |gate| h * gate.width(d_v));
     match projection {
         Query => (h * cfg.head_dim(), cfg.embed_dim()),
@@ -189,7 +192,8 @@ fn share_of(projections: &[Projection], is_bias: bool, is_transposed: bool) -> O
 
 /// Returns the order of query heads in a layout. x-transformers repeats all its key heads one after the other.
 fn query_head_order(cfg: &MultiHeadAttentionConfig, layout: WeightLayout) -> QueryHeadOrder {
-    let (num_heads, num_kv_heads) = (cfg.num_heads(), cfg.num_kv_heads());
+    let num_heads = cfg.num_heads();
+    let num_kv_heads = cfg.num_kv_heads();
     match layout {
         WeightLayout::XTransformers if num_kv_heads > 1 && num_kv_heads < num_heads => {
             QueryHeadOrder::Cyclic { num_heads, num_kv_heads }
@@ -237,7 +241,8 @@ fn holds_gate(gate: OutputGate, tensors: &[LayoutTensor], is_packed: bool) -> bo
 }
 
 fn stack_problem(cfg: &MultiHeadAttentionConfig) -> Option<String> {
-    let (h, h_kv) = (cfg.num_heads(), cfg.num_kv_heads());
+    let h = cfg.num_heads();
+    let h_kv = cfg.num_kv_heads();
     if cfg.out_proj() {
         return Some("a stack of heads has no output projection, but the config has one".into());
     }
@@ -248,7 +253,9 @@ fn stack_problem(cfg: &MultiHeadAttentionConfig) -> Option<String> {
 }
 
 fn packed_problem(cfg: &MultiHeadAttentionConfig) -> Option<String> {
-    let (q, k, v) = (cfg.embed_dim(), cfg.kdim(), cfg.vdim());
+    let q = cfg.embed_dim();
+    let k = cfg.kdim();
+    let v = cfg.vdim();
     if [k, v] != [q, q] {
         return Some(format!("one packed weight reads one input, but the config has input widths {q}, {k} and {v}"));
     }
@@ -260,7 +267,9 @@ fn packed_problem(cfg: &MultiHeadAttentionConfig) -> Option<String> {
 }
 
 fn torch_problem(cfg: &MultiHeadAttentionConfig) -> Option<String> {
-    let (h, d, embed_dim) = (cfg.num_heads(), cfg.head_dim(), cfg.embed_dim());
+    let h = cfg.num_heads();
+    let d = cfg.head_dim();
+    let embed_dim = cfg.embed_dim();
     let problem = |has: &str| Some(format!("torch.nn.MultiheadAttention has {has}"));
     if !cfg.out_proj() {
         return problem("an output projection, but the config has none");

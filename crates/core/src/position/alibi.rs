@@ -48,7 +48,8 @@ impl AlibiConfig {
             return Ok((1..=n).map(slope).collect());
         }
         // The rule of MPT and of the paper: the even slopes are those of the power of two below.
-        let (even, odd) = ((2..=n).step_by(2), (1..=n).step_by(2));
+        let even = (2..=n).step_by(2);
+        let odd = (1..=n).step_by(2);
         Ok(even.chain(odd).take(num_heads).map(slope).collect())
     }
 
@@ -154,7 +155,8 @@ mod tests {
     #[test]
     fn alibi_slopes_match_the_paper_for_every_number_of_heads() {
         for n in 1..200 {
-            let (found, expected) = (alibi_slopes(n).expect("few heads"), recipe(n));
+            let found = alibi_slopes(n).expect("few heads");
+            let expected = recipe(n);
             assert_eq!(found.len(), n);
             for (slope, exact) in found.iter().zip(expected) {
                 assert!((f64::from(*slope) / exact - 1.0).abs() < 1e-6, "{n} heads: {slope}, expected {exact}");

@@ -53,7 +53,8 @@ impl Positions {
 
     /// Returns a position for each of T tokens of each sequence, row by row.
     pub(crate) fn of_each(positions: impl IntoIterator<Item = usize>, t: usize) -> Result<Self> {
-        let (mut entries, mut length) = (Vec::new(), 0);
+        let mut entries = Vec::new();
+        let mut length = 0;
         for position in positions {
             if position >= END {
                 bail!("[rope] position {position} is past {}, from where f32 cannot tell them apart", END - 1)
@@ -119,7 +120,8 @@ fn latest<K, V: Clone>(
 /// Returns the entries of a table (N, H) at the indices, which are listed in a shape (..), by head: (H, ..), in the
 /// dtype in which scores are computed.
 fn gathered(op: &str, table: &Tensor, indices: impl Iterator<Item = usize>, shape: &[usize]) -> Result<Tensor> {
-    let (dtype, device) = (accumulation_dtype(table.dtype()), table.device());
+    let dtype = accumulation_dtype(table.dtype());
+    let device = table.device();
     let of_heads = [&table.dims()[1..], shape].concat();
     let bytes = [of_heads.as_slice(), &[dtype.size_in_bytes()]].concat();
     check_memory(op, format_args!("a bias of {of_heads:?}"), &bytes)?;

@@ -191,7 +191,8 @@ impl RelativeBias {
     /// # Errors
     /// For a world size that does not divide the heads.
     pub fn shard(&self, shard: HeadShard) -> Result<Self> {
-        let (h, n) = (self.num_heads(), shard.world_size());
+        let h = self.num_heads();
+        let n = shard.world_size();
         if !h.is_multiple_of(n) {
             bail!("[{OP}] a world size of {n} does not divide the {h} heads")
         }
@@ -318,7 +319,8 @@ mod tests {
     #[test]
     fn sequences_have_positions_of_their_own() -> Result<()> {
         let bias = bias(3)?;
-        let (queries, keys) = (Positions::starting_at(&[4, 0, 9], 2)?, Positions::starting_at(&[0], 6)?);
+        let queries = Positions::starting_at(&[4, 0, 9], 2)?;
+        let keys = Positions::starting_at(&[0], 6)?;
         let together = bias.by_pair(&queries, &keys)?;
         assert_eq!(together.dims(), [3, 3, 2, 6]);
         for (b, offset) in [4, 0, 9].into_iter().enumerate() {
@@ -332,8 +334,10 @@ mod tests {
     #[test]
     fn biases_by_distance_are_those_of_every_pair() -> Result<()> {
         let bias = bias(2)?;
-        let (queries, keys) = (Positions::starting_at(&[4, 0, 9], 3)?, Positions::starting_at(&[0], 6)?);
-        let (by_distance, by_pair) = (bias.between(&queries, &keys)?, bias.by_pair(&queries, &keys)?);
+        let queries = Positions::starting_at(&[4, 0, 9], 3)?;
+        let keys = Positions::starting_at(&[0], 6)?;
+        let by_distance = bias.between(&queries, &keys)?;
+        let by_pair = bias.by_pair(&queries, &keys)?;
         assert_eq!(by_distance.dims(), [3, 2, 8]);
         for i in 0..3 {
             let diagonal = by_distance.narrow(2, 2 - i, 6)?.flatten_all()?.to_vec1::<f32>()?;

@@ -92,7 +92,9 @@ impl Call {
             Expect::one(op, name, tensor).shape(&dims.map(Dim::Any)[4 - rank..])?;
         }
         let is_packed = sequences.is_some();
-        let (q, k, v) = (in_four_dims(q, is_packed)?, in_four_dims(k, is_packed)?, in_four_dims(v, is_packed)?);
+        let q = in_four_dims(q, is_packed)?;
+        let k = in_four_dims(k, is_packed)?;
+        let v = in_four_dims(v, is_packed)?;
         Self::with_all_dims(op, Qkv { q: &q, k: &k, v: &v }, None, sequences, mask, options)
     }
 
@@ -119,7 +121,8 @@ impl Call {
             }
         };
         let q = qkv.q.clone();
-        let (k, v) = (expanded(qkv.k, b)?, expanded(qkv.v, b)?);
+        let k = expanded(qkv.k, b)?;
+        let v = expanded(qkv.v, b)?;
         for (name, tensor) in [("k", &k), ("v", &v)] {
             let found = Expect::one(op, name, tensor).same_device("q", q.device())?;
             if scales.is_none() {
@@ -204,7 +207,8 @@ impl Call {
 
     /// Checks the options for scores in `dtype`.
     fn check_options(&self, dtype: DType) -> Result<()> {
-        let (op, options) = (self.op, &self.options);
+        let op = self.op;
+        let options = &self.options;
         // The factors, and one over the softcap, have to be numbers of the dtype of the scores too.
         let (least, most) = match dtype {
             DType::F64 => (f64::MIN_POSITIVE, f64::MAX),

@@ -94,8 +94,10 @@ fn attend_sequences(
 
 /// Returns the call of one packed sequence.
 fn call_of_sequence(packed: &Call, sequences: &PackedSequences, s: usize) -> Result<Call> {
-    let (queries, keys) = (sequences.queries(s), sequences.keys(s));
-    let (t_q, t_kv) = (queries.len(), keys.len());
+    let queries = sequences.queries(s);
+    let keys = sequences.keys(s);
+    let t_q = queries.len();
+    let t_kv = keys.len();
     let narrowed = |xs: &Tensor, rows: &Range<usize>| xs.narrow(2, rows.start, rows.len());
     let mut options = packed.options.clone();
     // The outputs of all sequences are put into the layout together.
@@ -164,7 +166,8 @@ fn attend_batch(call: &Call, first: FirstRow) -> Result<BatchAttention> {
     let Dims { b, h, t_q, t_kv, .. } = call.dims;
     let score_dims = call.score_dims();
     check_memory(call.op, format_args!("a tensor of scores {score_dims:?}"), &score_dims)?;
-    let (device, dtype) = (call.q.device(), accumulation_dtype(call.q.dtype()));
+    let device = call.q.device();
+    let dtype = accumulation_dtype(call.q.dtype());
     let keep = call.rows()?.to_keep(call.keep.clone(), score_dims, device)?;
     let sinks = match &call.options.sinks {
         Some(sinks) => Some(sinks.to_dtype(dtype)?.reshape((1, h, 1, 1))?),
@@ -200,7 +203,8 @@ fn attend_batch(call: &Call, first: FirstRow) -> Result<BatchAttention> {
 /// Returns the results of a call without scores: zeros, and the log-sum-exp of the sinks alone.
 fn attend_to_nothing(call: &Call, sinks: Option<&Tensor>) -> Result<BatchAttention> {
     let Dims { b, h, t_q, d_v, .. } = call.dims;
-    let (device, dtype) = (call.q.device(), accumulation_dtype(call.q.dtype()));
+    let device = call.q.device();
+    let dtype = accumulation_dtype(call.q.dtype());
     for shape in [&[b, h, t_q][..], &[b, h, t_q, d_v]] {
         check_memory(call.op, format_args!("a result of {shape:?}"), shape)?;
     }
@@ -233,7 +237,8 @@ fn matmul_ready(matrix: &Tensor) -> Result<Tensor> {
 fn alibi_bias(call: &Call, slopes: &Tensor) -> Result<Tensor> {
     let Dims { b, h, t_q, t_kv, .. } = call.dims;
     let rows = call.rows()?;
-    let (positions, sequences) = (rows.positions()?, &rows.sequences);
+    let positions = rows.positions()?;
+    let sequences = &rows.sequences;
     let are_alike = sequences.iter().all(|sequence| sequence.position == sequences[0].position);
     let batch = if are_alike { 1 } else { b };
     let positions = positions.into_iter().take(batch * t_q).map(|position| position as f64).collect();

@@ -57,7 +57,8 @@ impl StatisticsOptions {
 
     /// Checks that the options fit a call.
     pub(super) fn check(&self, call: &Call) -> Result<()> {
-        let (op, Dims { t_q, t_kv, .. }) = (call.op, call.dims);
+        let op = call.op;
+        let Dims { t_q, t_kv, .. } = call.dims;
         number::within(op, "top_keys", self.top_keys, 0..=MAX_TOP)?;
         let Some(Tile { queries, keys }) = &self.tile else { return Ok(()) };
         let is_within = |range: &Range<usize>, count| range.start <= range.end && range.end <= count;
@@ -111,7 +112,8 @@ impl AttentionStatistics {
 
     /// Returns the statistics that the kernel computed for a call.
     pub(super) fn from_kernel(found: flash::Statistics, call: &Call, options: &StatisticsOptions) -> Result<Self> {
-        let (Dims { b, h, t_q, t_kv, .. }, device) = (call.dims, call.q.device());
+        let Dims { b, h, t_q, t_kv, .. } = call.dims;
+        let device = call.q.device();
         let k = options.top_keys.min(t_kv);
         let weights = match &options.tile {
             Some(Tile { queries, keys }) => {
@@ -131,7 +133,8 @@ impl AttentionStatistics {
     /// Returns the statistics of weights (B, H, T_q, T_kv), in plain loops: the specification.
     pub(super) fn from_weights(weights: &Tensor, options: &StatisticsOptions) -> Result<Self> {
         let (b, h, t_q, t_kv) = weights.dims4()?;
-        let (k, device) = (options.top_keys.min(t_kv), weights.device());
+        let k = options.top_keys.min(t_kv);
+        let device = weights.device();
         let numbers = to_vec::<f64>(weights)?;
         let mut top_keys = Vec::new();
         let mut entropy = Vec::new();

@@ -30,13 +30,17 @@ fn sdpa_without_batch_or_heads_matches_the_call_with_all_dimensions() -> Result<
                 }
                 Ok(())
             };
-            let (q, k, v) = (draw((1, 4, t_q, 8))?, draw((1, 2, 7, 8))?, draw((1, 2, 7, 6))?);
+            let q = draw((1, 4, t_q, 8))?;
+            let k = draw((1, 2, 7, 8))?;
+            let v = draw((1, 2, 7, 6))?;
             let without = |x: &Tensor| x.squeeze(0);
             let whole = run(&q, &k, &v)?;
             same(run(&without(&q)?, &without(&k)?, &without(&v)?)?, whole.map(|x| without(&x).expect("one batch")))?;
 
             let head = |x: &Tensor| x.narrow(1, 0, 1);
-            let (q1, k1, v1) = (head(&q)?, head(&k)?, head(&v)?);
+            let q1 = head(&q)?;
+            let k1 = head(&k)?;
+            let v1 = head(&v)?;
             let single = run(&q1, &k1, &v1)?;
             let bare = |x: &Tensor| x.squeeze(0)?.squeeze(0);
             same(run(&bare(&q1)?, &bare(&k1)?, &bare(&v1)?)?, single.map(|x| bare(&x).expect("one head")))?;
@@ -118,12 +122,15 @@ fn gpu_operation_that_fails_is_an_error_or_is_replaced_and_logged_once() -> Resu
 /// Changes variables as an optimiser may, between the backward passes of two losses of one call.
 #[test]
 fn alibi_and_sinks_gradients_use_the_values_of_the_forward_pass() -> Result<()> {
-    let (q, k) = (Tensor::randn(0f32, 1., (1, 2, 5, 8), &Device::Cpu)?, Tensor::randn(0f32, 1., 640, &Device::Cpu)?);
+    let q = Tensor::randn(0f32, 1., (1, 2, 5, 8), &Device::Cpu)?;
+    let k = Tensor::randn(0f32, 1., 640, &Device::Cpu)?;
     let k = k.reshape((1, 2, 40, 8))?;
     let gradients = |is_changed: bool| -> Result<Vec<Vec<f32>>> {
         let vars = [q.clone(), Tensor::new(&[0.5f32, 1.], &Device::Cpu)?, Tensor::new(&[0.1f32, -1.], &Device::Cpu)?];
         let [queries, slopes, sinks] = vars.map(|values| Var::from_tensor(&values));
-        let (queries, slopes, sinks) = (queries?, slopes?, sinks?);
+        let queries = queries?;
+        let slopes = slopes?;
+        let sinks = sinks?;
         let options = SdpaOptions::default().with_alibi_slopes(&slopes).with_sinks(&sinks);
         let context = scaled_dot_product_attention(&queries, &k, &k, &AttentionMask::causal(), &options)?;
         if is_changed {

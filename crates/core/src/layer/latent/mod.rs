@@ -116,7 +116,9 @@ impl MultiHeadLatentAttention {
     /// Loads all heads, or those of a shard.
     fn load(cfg: &MultiHeadLatentAttentionConfig, source: ParameterReader) -> Result<Self> {
         cfg.validate()?;
-        let (h, embed_dim, rank) = (cfg.num_heads(), cfg.embed_dim(), cfg.kv_lora_rank());
+        let h = cfg.num_heads();
+        let embed_dim = cfg.embed_dim();
+        let rank = cfg.kv_lora_rank();
         let source = source.with_heads([h; 2])?;
         let down = (rank + cfg.rope_head_dim(), embed_dim);
         let up = (h * (cfg.nope_head_dim() + cfg.value_head_dim()), rank);
@@ -185,9 +187,12 @@ impl MultiHeadLatentAttentionConfig {
     /// an output `Σ w (W_v c) = W_v (Σ w c)`: either queries absorb W_k and outputs W_v, or keys and values are
     /// computed from the latents.
     fn absorbs(&self, t_q: usize, t_kv: usize) -> bool {
-        let (rank, nope) = (self.kv_lora_rank as f64, self.nope_head_dim as f64);
-        let (rope, value) = (self.rope_head_dim as f64, self.value_head_dim as f64);
-        let (t_q, t_kv) = (t_q as f64, t_kv as f64);
+        let rank = self.kv_lora_rank as f64;
+        let nope = self.nope_head_dim as f64;
+        let rope = self.rope_head_dim as f64;
+        let value = self.value_head_dim as f64;
+        let t_q = t_q as f64;
+        let t_kv = t_kv as f64;
         // Multiplications for one head.
         let between = rank * (nope + value);
         let expanded = t_kv * between + t_q * t_kv * (nope + rope + value);
@@ -331,7 +336,8 @@ impl MultiHeadLatentAttention {
     /// Returns the normalised latent and the rotated shared key of each token, (B, 1, T, rank + rope): the rows that a
     /// cache stores.
     fn latent_rows(&self, xs: &Tensor, rotation: Option<&Rotation>) -> Result<Tensor> {
-        let (rank, rope) = (self.config.kv_lora_rank(), self.config.rope_head_dim());
+        let rank = self.config.kv_lora_rank();
+        let rope = self.config.rope_head_dim();
         let compressed = self.down.forward(xs)?;
         let latents = self.norm.forward(&part(&compressed, 2, 0..rank)?)?;
         let shared_keys = rotated(part(&compressed, 2, rank..rank + rope)?.unsqueeze(2)?, rotation)?.squeeze(2)?;

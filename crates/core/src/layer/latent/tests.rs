@@ -91,7 +91,8 @@ fn mask_of(case: &Case, b: usize, t: usize, t_kv: usize) -> Result<AttentionMask
 fn difference(found: &Tensor, expected: &Tensor) -> Result<f64> {
     assert_eq!((found.dims(), found.dtype()), (expected.dims(), expected.dtype()));
     let numbers = |tensor: &Tensor| tensor.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>();
-    let (found, expected) = (numbers(found)?, numbers(expected)?);
+    let found = numbers(found)?;
+    let expected = numbers(expected)?;
     let largest = expected.iter().fold(1.0, |most: f64, x| most.max(x.abs()));
     let errors = found.iter().zip(&expected).map(|(a, b)| (a - b).abs() / largest);
     Ok(errors.map(|error| if error.is_nan() { f64::INFINITY } else { error }).fold(0.0, f64::max))

@@ -14,7 +14,8 @@ impl MultiHeadLatentAttention {
     pub(super) fn prepared(mut self) -> Result<Self> {
         self.absorbing.clear();
         if self.up.is_packed() {
-            let (weights, nope) = (self.weights()?, self.config.nope_head_dim());
+            let weights = self.weights()?;
+            let nope = self.config.nope_head_dim();
             let key = |head: usize| PackedLinear::new(&weights.get(head)?.narrow(0, 0, nope)?.t()?, None);
             self.absorbing = (0..self.config.num_heads()).map(key).collect::<Result<_>>()?;
         }
@@ -31,7 +32,8 @@ impl MultiHeadLatentAttention {
 
     /// Maps means of latents (B, T, H, rank) to means of values (B, T, H, D_v).
     pub(super) fn values_of(&self, contexts: &Tensor) -> Result<Tensor> {
-        let (nope, value) = (self.config.nope_head_dim(), self.config.value_head_dim());
+        let nope = self.config.nope_head_dim();
+        let value = self.config.value_head_dim();
         if self.up.is_packed() {
             return self.by_head(contexts, |head, own| {
                 let end = (head + 1) * (nope + value);
@@ -51,7 +53,8 @@ impl MultiHeadLatentAttention {
     /// Maps (B, T, H, from) to (B, T, H, to) by a product (B, T, from) to (B, T, to) for each head.
     fn by_head(&self, xs: &Tensor, product: impl Fn(usize, &Tensor) -> Result<Tensor> + Sync) -> Result<Tensor> {
         let one = |head: usize| product(head, &part(xs, 2, head..head + 1)?.squeeze(2)?);
-        let ((b, t, h, _), cfg) = (xs.dims4()?, &self.config);
+        let (b, t, h, _) = xs.dims4()?;
+        let cfg = &self.config;
         let of_head = cfg.kv_lora_rank() * cfg.nope_head_dim().max(cfg.value_head_dim());
         let products = (b * t * h).saturating_mul(of_head);
         let heads: Vec<_> = (0..h).map(|_| OnceLock::new()).collect();
@@ -67,7 +70,8 @@ impl MultiHeadLatentAttention {
     /// views of (B, T, H, ..).
     pub(super) fn expand(&self, rows: &Tensor) -> Result<[Tensor; 2]> {
         let (b, _, t, width) = rows.dims4()?;
-        let (cfg, dtype) = (&self.config, rows.dtype());
+        let cfg = &self.config;
+        let dtype = rows.dtype();
         let [h, rank, nope, value] = [cfg.num_heads(), cfg.kv_lora_rank(), cfg.nope_head_dim(), cfg.value_head_dim()];
         let latents = part(rows, 3, 0..rank)?.squeeze(1)?;
         // A product reads f32 with weights in half precision too, which keeps the precision of a cache's 8 bits.

@@ -32,7 +32,8 @@ impl Image {
     /// Checks that queries (B, H, T, D) are the tokens of the image; `what` it is, a grid or a window, is for the
     /// error.
     pub fn check(self, what: &str, queries: &Tensor) -> Result<()> {
-        let (t, Self { rows, columns }) = (queries.dim(2)?, self);
+        let t = queries.dim(2)?;
+        let Self { rows, columns } = self;
         if t != rows * columns {
             bail!("[multi_head_attention] queries have {t} tokens, expected the {rows} × {columns} of the {what}")
         }

@@ -39,7 +39,8 @@ impl ScoreModifier for Clipped {
         }
         let [t, d] = [arguments.q.dim(2)?, arguments.q.dim(3)?];
         let vectors = self.vectors.get(t, || self.compute(t, d))?;
-        let (queries, scale) = (arguments.q.clone(), arguments.options.scale.unwrap_or(1.0));
+        let queries = arguments.q.clone();
+        let scale = arguments.options.scale.unwrap_or(1.0);
         arguments.content_scores = Some(ContentScores { queries, vectors, scale });
         Ok(())
     }
@@ -48,7 +49,8 @@ impl ScoreModifier for Clipped {
 impl Clipped {
     /// Returns the vectors of the distances of `t` tokens, for heads of width `d`.
     fn compute(&self, t: usize, d: usize) -> Result<DistanceVectors> {
-        let (left, right) = (self.left as i64, self.right as i64);
+        let left = self.left as i64;
+        let right = self.right as i64;
         let rows = descending(t).map(|distance| (left - distance.clamp(-right, left)) as usize);
         let of_queries = Some(by_head(&rows_of(&wide(&self.parameters, TABLE)?, rows)?, d)?);
         Ok(DistanceVectors { of_queries, of_keys: None })

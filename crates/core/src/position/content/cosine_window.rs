@@ -81,8 +81,11 @@ impl CosineWindow {
     /// Returns the network's output for each place of a key from its query, (places, H).
     fn entries(&self) -> Result<Tensor> {
         let parameter = |name: &str| wide(&self.parameters, name);
-        let (weight, bias, last) = (parameter(FIRST_WEIGHT)?, parameter(FIRST_BIAS)?, parameter(SECOND_WEIGHT)?);
-        let (Image { rows, columns }, trained) = (self.image, self.trained.unwrap_or(self.image));
+        let weight = parameter(FIRST_WEIGHT)?;
+        let bias = parameter(FIRST_BIAS)?;
+        let last = parameter(SECOND_WEIGHT)?;
+        let Image { rows, columns } = self.image;
+        let trained = self.trained.unwrap_or(self.image);
         let places = [2 * rows - 1, 2 * columns - 1];
         let bytes = [places[0], places[1], HIDDEN, weight.dtype().size_in_bytes()];
         check_memory(OP, format_args!("a bias for {places:?} places"), &bytes)?;

@@ -181,7 +181,8 @@ pub(super) struct Disentangled {
 
 /// Returns the parameters.
 pub(super) fn specs(config: &DisentangledConfig, layer: &LayerSpecs) -> Vec<ParameterSpec> {
-    let (width, e) = (layer.num_heads * layer.head_dim, layer.embed_dim);
+    let width = layer.num_heads * layer.head_dim;
+    let e = layer.embed_dim;
     let mut specs = Vec::new();
     for name in config.projections() {
         specs.push(layer.by_head(&format!("{name}.weight"), &[width, e], LINEAR_WEIGHT));
@@ -206,7 +207,8 @@ impl ScoreModifier for Disentangled {
         // Modules may differ in a clone of the layer, and may change.
         let may_change = self.config.shared_projections && call.projections.has_modules();
         let vectors = if may_change { compute()? } else { self.vectors.get(t, compute)? };
-        let (queries, scale) = (arguments.q.clone(), arguments.options.scale.unwrap_or(1.0));
+        let queries = arguments.q.clone();
+        let scale = arguments.options.scale.unwrap_or(1.0);
         arguments.content_scores = Some(ContentScores { queries, vectors, scale });
         Ok(())
     }
@@ -221,7 +223,8 @@ impl Disentangled {
                  `with_relative_embeddings`"
             )
         };
-        let (config, embeddings) = (&self.config, embeddings.forward()?);
+        let config = &self.config;
+        let embeddings = embeddings.forward()?;
         let (keys, queries) = if config.shared_projections {
             let xs = embeddings.unsqueeze(0)?;
             let Projected { q, kv, .. } = projections.query_key_value(&xs, Some([&xs, &xs]))?;

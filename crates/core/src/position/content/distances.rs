@@ -123,7 +123,8 @@ impl KeysByHeads {
 
     /// Returns the number of key heads whose scores are computed at once.
     fn step(&self, q: &Tensor, options: &SdpaOptions) -> Result<usize> {
-        let ((b, h, t, _), h_kv) = (q.dims4()?, self.own.keys.dim(1)?);
+        let (b, h, t, _) = q.dims4()?;
+        let h_kv = self.own.keys.dim(1)?;
         if options.drops_by_seed() {
             return Ok(h_kv);
         }

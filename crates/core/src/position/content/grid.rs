@@ -63,7 +63,8 @@ impl ScoreModifier for Grid {
 impl Grid {
     /// Returns queries (B, H, T, D), a view of (B, T, ..), with their products.
     fn wider_queries(&self, q: &Tensor, scale: f64) -> Result<Tensor> {
-        let (Image { rows, columns }, (b, h, t, d)) = (self.image, q.dims4()?);
+        let Image { rows, columns } = self.image;
+        let (b, h, t, d) = q.dims4()?;
         let dtype = accumulation_dtype(q.dtype());
         let shape = [b, t, h, d + rows + columns];
         let bytes = [&shape[..], &[dtype.size_in_bytes()]].concat();
@@ -92,7 +93,8 @@ impl Grid {
 
     /// Returns keys (B, H_kv, T, D), a view of (B, T, ..), with ones at their row and column.
     fn wider_keys(&self, k: &Tensor) -> Result<Tensor> {
-        let (k, Image { rows, columns }) = (k.transpose(1, 2)?, self.image);
+        let k = k.transpose(1, 2)?;
+        let Image { rows, columns } = self.image;
         let (b, t, h_kv, _) = k.dims4()?;
         let ones = |axis: Axis| {
             let (n, shape) = match axis {

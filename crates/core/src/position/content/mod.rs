@@ -163,7 +163,8 @@ impl ContentPositions {
     /// Returns the score modifier of a layer with these parameters. `embeddings` are the vectors of distances that the
     /// layers of a stack share.
     pub(crate) fn modifier(&self, parameters: ParameterList, embeddings: Option<RelativeEmbeddings>) -> SharedModifier {
-        let (bias, vectors) = (WindowBias::default(), LatestVectors::default());
+        let bias = WindowBias::default();
+        let vectors = LatestVectors::default();
         match *self {
             Self::Grid { height, width } => {
                 Arc::new(Grid { image: Image { rows: height, columns: width }, parameters })
@@ -198,7 +199,8 @@ pub(crate) fn content_specs(positions: Option<&ContentPositions>, layer: &LayerS
     if let Some(positions) = positions {
         return Ok(positions.specs(layer));
     }
-    let (height, width) = (1, 1);
+    let height = 1;
+    let width = 1;
     let one_of_each = [
         ContentPositions::Grid { height, width },
         ContentPositions::Window { height, width },

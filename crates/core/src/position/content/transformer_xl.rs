@@ -35,7 +35,8 @@ pub(super) struct TransformerXl {
 /// Returns the parameters.
 pub(super) fn specs(layer: &LayerSpecs) -> Vec<ParameterSpec> {
     let stored = if layer.source.has(PARAKEET.of_content) { PARAKEET } else { NAMES };
-    let (h, d) = (layer.num_heads, layer.head_dim);
+    let h = layer.num_heads;
+    let d = layer.head_dim;
     let projection = layer.by_head(NAMES.projection, &[h * d, layer.embed_dim], LINEAR_WEIGHT);
     vec![
         projection.stored(stored.projection),

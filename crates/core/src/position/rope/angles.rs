@@ -75,7 +75,8 @@ impl RotaryEmbedding {
     /// # Errors
     /// For a position past the end of given tables.
     pub(crate) fn at(&self, positions: &Positions) -> Result<Rotation> {
-        let (length, scaling) = (positions.length, self.config.scaling());
+        let length = positions.length;
+        let scaling = self.config.scaling();
         let is_long = is_long(scaling, length);
         let table = match &self.given {
             Some(given) if length > given.rows() => {
@@ -118,7 +119,8 @@ impl RotaryEmbedding {
     /// Returns a table up to the last position; `None` if most of it would be computed for a few large positions.
     fn table(&self, table: &RwLock<Arc<Angles>>, positions: &Positions) -> Option<Arc<Angles>> {
         let angles = table.read().unwrap_or_else(PoisonError::into_inner).clone();
-        let (length, rows) = (positions.length, angles.rows());
+        let length = positions.length;
+        let rows = angles.rows();
         if length <= rows {
             return Some(angles);
         }
@@ -138,9 +140,11 @@ impl RotaryEmbedding {
     /// Computes the angles of a call of some length, which is its largest position + 1. `position(axis, row)` returns
     /// the position of a row on an axis.
     fn angles(&self, length: usize, rows: usize, position: impl Fn(usize, usize) -> f32 + Sync) -> Arc<Angles> {
-        let (half, factor) = (self.half(), attention_factor(self.config.scaling()) as f32);
+        let half = self.half();
+        let factor = attention_factor(self.config.scaling()) as f32;
         let pairs = frequencies(&self.config, half, length);
-        let (mut cos, mut sin) = (vec![0.0; rows * half], vec![0.0; rows * half]);
+        let mut cos = vec![0.0; rows * half];
+        let mut sin = vec![0.0; rows * half];
         let compute = |(row, (cosines, sines)): (usize, (&mut [f32], &mut [f32]))| {
             for (i, &(axis, frequency)) in pairs.iter().enumerate() {
                 let (s, c) = f64::from(position(axis, row) * frequency).sin_cos();
@@ -166,7 +170,9 @@ fn is_long(scaling: &RopeScaling, length: usize) -> bool {
 /// Returns the axis of each of the r/2 pairs, and its frequency in a call of some length: the angle between one
 /// position and the next.
 fn frequencies(config: &RopeConfig, pairs: usize, length: usize) -> Vec<(usize, f32)> {
-    let (scaling, mut base, r) = (config.scaling(), config.base() as f32, 2 * pairs);
+    let scaling = config.scaling();
+    let mut base = config.base() as f32;
+    let r = 2 * pairs;
     let is_long = is_long(scaling, length);
     if let RopeScaling::Dynamic { factor, original_context } = scaling
         && is_long
@@ -198,7 +204,8 @@ fn frequencies(config: &RopeConfig, pairs: usize, length: usize) -> Vec<(usize, 
                     let numerator = r as f64 * (original_context as f64 / (rotations * 2.0 * PI)).ln();
                     numerator / (2.0 * config.base().ln())
                 };
-                let (mut low, mut high) = (boundary(beta_fast), boundary(beta_slow));
+                let mut low = boundary(beta_fast);
+                let mut high = boundary(beta_slow);
                 if truncate {
                     (low, high) = (low.floor(), high.ceil());
                 }
@@ -307,7 +314,8 @@ mod tests {
             factor: None,
             attention_factor: None,
         };
-        let (long, none) = (rotary(long)?, rotary(RopeScaling::None)?);
+        let long = rotary(long)?;
+        let none = rotary(RopeScaling::None)?;
         let within = Positions::starting_at(&[0], 8)?;
         for rotary in [&dynamic, &long] {
             assert_eq!(cosines(rotary, &within), cosines(&none, &within));
@@ -317,7 +325,8 @@ mod tests {
         // Position 3 in calls of two lengths, then in the first again.
         let [nine, ten] = [9, 10].map(|t| Positions::starting_at(&[0], t));
         let at_3 = |positions: &Positions| cosines(&dynamic, positions)[3 * 4..][..4].to_vec();
-        let (nine, ten) = (nine?, ten?);
+        let nine = nine?;
+        let ten = ten?;
         assert!(at_3(&nine) != at_3(&ten) && at_3(&nine) != at_3(&within));
         assert_eq!(at_3(&nine), at_3(&nine));
         Ok(())

@@ -202,7 +202,8 @@ impl Rotation {
         let (cosines, sines) = angles;
         let sign = if self.inverse { -1.0 } else { 1.0 };
         let rotated = |x: f32, y: f32, cos: &f32, sin: &f32| {
-            let (cos, sin) = (*cos, sign * sin);
+            let cos = *cos;
+            let sin = sign * sin;
             (x * cos - y * sin, y * cos + x * sin)
         };
         let half = cosines.len();
@@ -228,7 +229,9 @@ impl Rotation {
             // A view of nothing may begin past the end of its buffer, where the copies of callers would panic.
             return if xs.track_op() { Ok(xs.clone()) } else { xs.zeros_like() };
         }
-        let ((b, t, h, d), r, rows) = (xs.dims4()?, 2 * self.angles.half, self.index.len());
+        let (b, t, h, d) = xs.dims4()?;
+        let r = 2 * self.angles.half;
+        let rows = self.index.len();
         let [cos, sin] = self.tensors(xs)?;
         // Sequences with different positions are concatenated to one sequence.
         let in_one = |part: Tensor, dims: [usize; 4]| if rows == t { Ok(part) } else { part.reshape(&dims) };
@@ -247,7 +250,8 @@ impl Rotation {
 
     /// Cosines and sines for `xs`, (T, r/2) or (B · T, r/2), in the dtype of the computation.
     fn tensors(&self, xs: &Tensor) -> Result<[Tensor; 2]> {
-        let (index, device) = (&self.index, xs.device());
+        let index = &self.index;
+        let device = xs.device();
         let in_a_row = index.windows(2).all(|pair| pair[1] == pair[0] + 1);
         let chosen = |table: &Tensor| {
             let rows = match index.first() {
@@ -285,7 +289,10 @@ mod tests {
     /// Compares the three implementations on the CPU, with their gradients.
     #[test]
     fn rope_implementations_agree() -> Result<()> {
-        let (b, t, h, d) = (2, 3, 2, 8);
+        let b = 2;
+        let t = 3;
+        let h = 2;
+        let d = 8;
         let ragged =
             Positions::from_tensor("positions", &Tensor::new(&[[5u32, 6, 7], [0, 0, 1]], &Device::Cpu)?, b, t)?;
         for style in [RopeStyle::RotateHalf, RopeStyle::Interleaved] {
@@ -297,7 +304,8 @@ mod tests {
                     let xs = Var::from_tensor(&Tensor::randn(0f32, 1.0, (b, t, h, d), &Device::Cpu)?)?;
                     let weigh = Tensor::randn(0f32, 1.0, (b, t, h, d), &Device::Cpu)?;
                     let plain = xs.as_detached_tensor();
-                    let (own, composed) = (rotation.apply(&xs)?, rotation.by_candle(&xs)?);
+                    let own = rotation.apply(&xs)?;
+                    let composed = rotation.by_candle(&xs)?;
                     let fused = rotation.by_candle(&plain)?;
                     let gradient = |ys: &Tensor| -> Result<Tensor> {
                         let store = ys.mul(&weigh)?.sum_all()?.backward()?;

@@ -21,7 +21,8 @@ pub(super) fn output(call: Call, instruction_set: InstructionSet) -> Result<Tens
     if needs_reference_gradients(&call) {
         return reference::output(&call);
     }
-    let (layout, dtype) = (call.output_layout(), call.q.dtype());
+    let layout = call.output_layout();
+    let dtype = call.q.dtype();
     let kernel_call = KernelCall::new(call, instruction_set)?;
     let output = with_float!(kernel_call.call.op, dtype, |E| kernel_call.output::<E>())?;
     swapped_for(layout, output)
@@ -32,7 +33,8 @@ pub(super) fn output_and_lse(call: Call, instruction_set: InstructionSet) -> Res
     if needs_reference_gradients(&call) {
         return reference::output_and_lse(&call);
     }
-    let (layout, dtype) = (call.output_layout(), call.q.dtype());
+    let layout = call.output_layout();
+    let dtype = call.q.dtype();
     let kernel_call = KernelCall::new(call, instruction_set)?;
     let (output, lse) = with_float!(kernel_call.call.op, dtype, |E| kernel_call.output_and_lse::<E>())?;
     Ok((swapped_for(layout, output)?, lse))
@@ -44,7 +46,8 @@ pub(super) fn output_and_statistics(
     instruction_set: InstructionSet,
     options: &StatisticsOptions,
 ) -> Result<(Tensor, AttentionStatistics)> {
-    let (layout, dtype) = (call.output_layout(), call.q.dtype());
+    let layout = call.output_layout();
+    let dtype = call.q.dtype();
     let kernel_call = KernelCall::new(call, instruction_set)?;
     let (output, statistics) =
         with_float!(kernel_call.call.op, dtype, |E| kernel_call.output_and_statistics::<E>(options))?;
@@ -146,7 +149,9 @@ impl KernelCall {
         run: impl FnOnce(&AttentionProblem<E>) -> std::result::Result<R, candle_attention_kernels::Error>,
     ) -> Result<R> {
         let Call { op, q, k, v, scales, keep, options, dims, .. } = &self.call;
-        let (q, k, v) = (read(q), read(k), read(v));
+        let q = read(q);
+        let k = read(k);
+        let v = read(v);
         let scales = scales.as_ref().map(|KvScales { k: of_keys, v: of_values }| (read(of_keys), read(of_values)));
         let (k, v) = match &scales {
             None => (KvRows::Float(k.strided()?), KvRows::Float(v.strided()?)),
@@ -209,7 +214,8 @@ impl KernelCall {
     /// Returns the output as it is stored, and the log-sum-exp.
     fn output_and_lse<E: Element>(self) -> Result<(Tensor, Tensor)> {
         let is_tracked = self.call.tracks_gradients();
-        let (mut lse, mut softmax_stats) = (Vec::new(), Vec::new());
+        let mut lse = Vec::new();
+        let mut softmax_stats = Vec::new();
         let output = self.with_problem(|problem: &AttentionProblem<E>| {
             let softmax_stats = is_tracked.then_some(&mut softmax_stats);
             flash::attend_vec(problem, self.instruction_set, Some(&mut lse), softmax_stats)
