@@ -51,7 +51,8 @@ fn model_folders_are_detected_inferred_and_saved_unchanged() -> Result<()> {
         let sizes = |own: &MultiHeadAttentionConfig| {
             let widths = [own.embed_dim(), own.kdim(), own.vdim(), own.out_dim()];
             let heads = [own.num_heads(), own.num_kv_heads(), own.head_dim(), own.value_head_dim()];
-            (widths, heads, own.qkv_bias(), own.out_proj(), own.out_bias(), own.bias_kv())
+            let biases = [own.q_bias(), own.k_bias(), own.v_bias(), own.out_bias(), own.bias_kv()];
+            (widths, heads, biases, own.out_proj())
         };
         assert_eq!(sizes(&inferred), sizes(&cfg), "{name}");
         if config["parameters"].get("mask").is_some() {

@@ -70,7 +70,9 @@ pub fn grid() -> Vec<MultiHeadAttentionConfig> {
 /// Returns whether a layout supports all parameters of a layer. It is written from the definition of the modules, not
 /// from the code that loads them.
 pub fn fits(cfg: &MultiHeadAttentionConfig, layout: WeightLayout) -> bool {
-    let [q, k, v] = cfg.qkv_bias();
+    let q = cfg.q_bias();
+    let k = cfg.k_bias();
+    let v = cfg.v_bias();
     let any_bias = q || k || v || cfg.out_bias();
     let gate = cfg.output_gate().map(|gate| gate.layout);
     let each_head_has_keys = cfg.num_heads() == cfg.num_kv_heads();

@@ -28,8 +28,8 @@ pub fn assert_joined(layer: &MultiHeadAttention, what: &str) -> Result<()> {
     }
     let (q, k, v, _) = layer.projections()?;
     let of_inputs = [(cfg.embed_dim(), q), (cfg.kdim(), k), (cfg.vdim(), v)];
-    for ((_, linear), bias) in of_inputs.iter().zip(cfg.qkv_bias()) {
-        assert_eq!(linear.bias().is_some(), bias, "{what}");
+    for ((_, linear), has_bias) in of_inputs.iter().zip([cfg.q_bias(), cfg.k_bias(), cfg.v_bias()]) {
+        assert_eq!(linear.bias().is_some(), has_bias, "{what}");
     }
     let mut buffers = Vec::new();
     for joined in of_inputs.chunk_by(|(one, _), (other, _)| one == other) {

@@ -92,7 +92,8 @@ fn pth_arguments_of_nanogpt_decide_order_of_rows() -> Result<()> {
     let layout = checkpoint.detect(prefix)?;
     assert_eq!(layout.to_string(), "packed:c_attn");
     let cfg = checkpoint.infer_config(prefix, layout, None)?;
-    assert_eq!((cfg.num_heads(), cfg.num_kv_heads(), cfg.embed_dim(), cfg.qkv_bias()), (2, 2, 8, [false; 3]));
+    assert_eq!((cfg.num_heads(), cfg.num_kv_heads(), cfg.embed_dim()), (2, 2, 8));
+    assert_eq!([cfg.q_bias(), cfg.k_bias(), cfg.v_bias()], [false; 3]);
     let vb = checkpoint.var_builder(DType::F32, &CPU)?.pp(prefix);
     let (_, k, ..) = MultiHeadAttention::load(&cfg, layout, vb.clone())?.projections()?;
     assert_close(k.weight(), &vb.get((24, 8), "c_attn.weight")?.narrow(0, 8, 8)?, 0.0, "the keys");

@@ -32,7 +32,10 @@ pub mod weights {
 pub mod internal {
     pub use crate::cache::{NewTokens, Padding};
     pub use crate::mask::rows_of_ones;
-    pub use crate::params::{GATE_NAMES, LayoutTensor, TensorSource, detect_with, projection_shape, query_weights};
+    pub use crate::params::{
+        GATE_NAME, LayoutTensor, OTHER_GATE_NAME, ProjectionShape, TensorSource, detect_with, projection_shape,
+        query_weights,
+    };
     pub use crate::sdpa::{has_relative_bias, take_alibi_slopes, without_sinks};
 }
 

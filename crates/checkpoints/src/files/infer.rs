@@ -2,7 +2,7 @@
 
 use candle_core::{Result, bail};
 
-use candle_attention_core::internal::{GATE_NAMES, LayoutTensor, TensorSource};
+use candle_attention_core::internal::{GATE_NAME, LayoutTensor, OTHER_GATE_NAME, TensorSource};
 use candle_attention_core::{MultiHeadAttentionConfig, WeightLayout};
 use candle_attention_modules::linear::Projection::{Gate, Key, Output, Query, Value};
 
@@ -91,7 +91,9 @@ fn refuse_untold(tensors: &impl TensorSource) -> Result<()> {
     if tensors.contains("q_norm.weight") || tensors.contains("k_norm.weight") {
         bail!("[weights] the layer normalises queries and keys (q_norm); shapes do not tell how, so give a config")
     }
-    if let Some(name) = GATE_NAMES.into_iter().find(|name| tensors.contains(&format!("{name}.weight"))) {
+    if let Some(name) =
+        [GATE_NAME, OTHER_GATE_NAME].into_iter().find(|name| tensors.contains(&format!("{name}.weight")))
+    {
         bail!("[weights] the layer has an output gate ({name}); shapes do not tell its activation, so give a config")
     }
     Ok(())

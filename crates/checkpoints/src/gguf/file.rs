@@ -7,6 +7,7 @@ use candle_core::quantized::gguf_file::Content;
 use candle_core::quantized::{QStorage, QTensor};
 use candle_core::{DType, Device, Error, Result, Tensor, bail};
 
+use candle_attention_core::internal::ProjectionShape;
 use candle_attention_modules::base::{is_addressable, root};
 use candle_attention_modules::linear::{Outputs, PackedLinear, PackedProjection};
 
@@ -39,22 +40,22 @@ impl<R: Read + Seek> File<'_, R> {
             .map_err(|error| Error::msg(format!("[gguf] {name}: {}", root(&error))))
     }
 
-    /// Reads `name.weight` (out, in), and `name.bias` (out,) if `bias` asks for it.
-    pub fn weight(&mut self, name: &str, (out_dim, in_dim): (usize, usize), bias: bool) -> Result<Weight> {
-        let weight = self.shaped(&format!("{name}.weight"), &[out_dim, in_dim])?;
-        let bias = match bias {
-            true => Some(self.shaped(&format!("{name}.bias"), &[out_dim])?.dequantize(self.device)?),
-            false => None,
-        };
+    /// Reads `name.weight` (out, in), and `name.bias` (out,) if `has_bias` is true.
+    pub fn weight(&mut self, name: &str, shape: ProjectionShape, has_bias: bool) -> Result<Weight> {
+        let weight = self.shaped(&format!("{name}.weight"), &[shape.outputs, shape.inputs])?;
+        let mut bias = None;
+        if has_bias {
+            bias = Some(self.shaped(&format!("{name}.bias"), &[shape.outputs])?.dequantize(self.device)?);
+        }
         Ok(Weight { weight, bias })
     }
 
     /// Reads a linear layer of any shape, and its bias if the file has one.
     pub fn linear(&mut self, name: &str) -> Result<Weight> {
         let weight = format!("{name}.weight");
-        let bias = self.has(&format!("{name}.bias"));
+        let has_bias = self.has(&format!("{name}.bias"));
         match self.content.tensor_infos.get(&weight).map(|info| info.shape.dims()) {
-            Some(&[out_dim, in_dim]) => self.weight(name, (out_dim, in_dim), bias),
+            Some(&[outputs, inputs]) => self.weight(name, ProjectionShape { outputs, inputs }, has_bias),
             Some(found) => bail!("[gguf] {weight} has shape {found:?}, expected (out, in)"),
             None => bail!("[gguf] {weight} is missing"),
         }
@@ -130,7 +131,8 @@ impl Weight {
         let block = dtype.block_size();
         if !range.start.is_multiple_of(block) || !range.end.is_multiple_of(block) {
             bail!(
-                "[gguf] {name}: inputs {range:?} of a weight in {dtype:?} were requested, expected whole blocks of {block}"
+                "[gguf] {name}: inputs {range:?} of a weight in {dtype:?} were requested, expected whole blocks of \
+                 {block}"
             )
         }
         let bytes = range.start / block * dtype.type_size()..range.end / block * dtype.type_size();
@@ -152,17 +154,17 @@ impl Weight {
         let first = &all[0].weight;
         let device = all[0].weight.device();
         let rows = all.iter().map(Self::out_dim).sum::<usize>();
-        let data = all.iter().map(|own| own.weight.data()).collect::<Result<Vec<_>>>()?;
+        let data = all.iter().map(|part| part.weight.data()).collect::<Result<Vec<_>>>()?;
         let storage = QStorage::from_data(data.concat().into(), &device, first.dtype())?;
-        let bias = |own: &Self| match &own.bias {
-            Some(bias) => Ok(bias.clone()),
-            None => Tensor::zeros(own.out_dim(), DType::F32, &device),
-        };
-        let biases = match all.iter().any(|own| own.bias.is_some()) {
-            true => Some(Tensor::cat(&all.iter().map(bias).collect::<Result<Vec<_>>>()?, 0)?),
-            false => None,
-        };
-        Ok(Self { weight: QTensor::new(storage, (rows, first.shape().dims()[1]))?, bias: biases })
+        let mut bias = None;
+        if all.iter().any(|part| part.bias.is_some()) {
+            let bias_or_zeros = |part: &Self| match &part.bias {
+                Some(bias) => Ok(bias.clone()),
+                None => Tensor::zeros(part.out_dim(), DType::F32, &device),
+            };
+            bias = Some(Tensor::cat(&all.iter().map(bias_or_zeros).collect::<Result<Vec<_>>>()?, 0)?);
+        }
+        Ok(Self { weight: QTensor::new(storage, (rows, first.shape().dims()[1]))?, bias })
     }
 
     /// Packs the weight.

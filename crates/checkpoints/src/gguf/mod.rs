@@ -19,6 +19,8 @@
 //! unchanged, Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 as codes of 4 or 8 bits, without loss. K-quants (Q2_K to Q6_K) are
 //! multiplied by Candle's `QMatMul`, whose inputs are rounded to 8 bits.
 
+mod architectures;
+mod config;
 mod file;
 mod metadata;
 
@@ -36,14 +38,16 @@ use candle_nn::{Init, VarBuilder};
 use serde_json::Value;
 
 use crate::hf;
-use candle_attention_core::internal::projection_shape;
+use architectures::{ARCHITECTURES, metadata_of};
+use candle_attention_core::internal::{ProjectionShape, projection_shape};
 use candle_attention_core::{MultiHeadAttention, MultiHeadAttentionConfig, RopeConfig, RopeScaling, RopeStyle};
 use candle_attention_modules::base::rowwise::to_vec;
 use candle_attention_modules::base::{HeadShard, Heads};
 use candle_attention_modules::linear::{Outputs, PackedLinear, PackedProjection, Projection, Projections};
 use candle_attention_modules::norm::{QkNorm, QkNormKind};
+use config::{ROPE_FACTORS, ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT, ROPE_FREQS};
 use file::{File, Weight};
-use metadata::{ARCHITECTURES, Metadata, ROPE_FACTORS};
+use metadata::Metadata;
 
 /// Returns the values of `general.architecture` that are known, in alphabetical order.
 pub fn architectures() -> impl Iterator<Item = &'static str> {
@@ -57,7 +61,7 @@ pub fn architectures() -> impl Iterator<Item = &'static str> {
 /// For an architecture that is not known, naming those that are, and for metadata that are missing, of the wrong type
 /// or not supported.
 pub fn hf_config(content: &Content) -> Result<Value> {
-    Metadata::of(content)?.config()
+    metadata_of(content)?.config()
 }
 
 /// Returns the config of the first layer's attention. Where layers differ, as in Gemma, a loaded layer has
@@ -67,7 +71,7 @@ pub fn hf_config(content: &Content) -> Result<Value> {
 /// As [`hf_config`] and [`hf::attention_config`], and where a part of the config is in tensors (the factors of rotary
 /// frequencies of Llama 3.1 and Phi 3), which [`load_attention`] reads.
 pub fn attention_config(content: &Content) -> Result<MultiHeadAttentionConfig> {
-    let metadata = Metadata::of(content)?;
+    let metadata = metadata_of(content)?;
     let cfg = layer_config(&metadata, 0)?;
     if let Some(name) = ROPE_FACTORS.iter().find(|name| content.tensor_infos.contains_key(**name)) {
         bail!("[gguf] {name} is a part of the config: expected a call of `load_attention`, whose layer has the config")
@@ -107,7 +111,7 @@ pub fn load_attention_shard<R: Read + Seek>(
 
 fn load<R: Read + Seek>(file: &mut File<R>, layer: usize, shard: HeadShard) -> Result<MultiHeadAttention> {
     let device = file.device;
-    let metadata = Metadata::of(file.content)?;
+    let metadata = metadata_of(file.content)?;
     let cfg = file.with_rope_factors(&metadata, layer_config(&metadata, layer)?)?;
     cfg.validate().map_err(|error| metadata.explain(&error))?;
     // Refuses options that a shard cannot have.
@@ -132,8 +136,8 @@ struct LayerWeights<'a, 'f, R> {
 struct Input {
     /// llama.cpp's name.
     name: &'static str,
-    /// (out, in) of the whole projection.
-    shape: (usize, usize),
+    /// The shape of the whole projection.
+    shape: ProjectionShape,
     has_bias: bool,
     /// The rows of this rank's heads.
     rows: Range<usize>,
@@ -150,15 +154,14 @@ impl<R: Read + Seek> LayerWeights<'_, '_, R> {
     }
 
     fn inputs(&self) -> [Input; 3] {
-        let [q_bias, k_bias, v_bias] = self.cfg.qkv_bias();
         let input = |name, projection, heads, has_bias| {
             let shape = projection_shape(self.cfg, projection);
-            Input { name, shape, has_bias, rows: self.own_range(heads, shape.0) }
+            Input { name, shape, has_bias, rows: self.own_range(heads, shape.outputs) }
         };
         [
-            input("attn_q", Projection::Query, Heads::Query, q_bias),
-            input("attn_k", Projection::Key, Heads::Key, k_bias),
-            input("attn_v", Projection::Value, Heads::Key, v_bias),
+            input("attn_q", Projection::Query, Heads::Query, self.cfg.q_bias()),
+            input("attn_k", Projection::Key, Heads::Key, self.cfg.k_bias()),
+            input("attn_v", Projection::Value, Heads::Key, self.cfg.v_bias()),
         ]
     }
 
@@ -191,10 +194,11 @@ impl<R: Read + Seek> LayerWeights<'_, '_, R> {
         let mut first = 0;
         for input in inputs {
             rows.push(first + input.rows.start..first + input.rows.end);
-            first += input.shape.0;
+            first += input.shape.outputs;
         }
         let has_bias = inputs.iter().any(|input| input.has_bias);
-        let whole = self.file.weight(&self.name("attn_qkv"), (first, inputs[0].shape.1), has_bias)?;
+        let shape = ProjectionShape { outputs: first, inputs: inputs[0].shape.inputs };
+        let whole = self.file.weight(&self.name("attn_qkv"), shape, has_bias)?;
         self.outputs("attn_qkv", whole, rows)
     }
 
@@ -211,7 +215,7 @@ impl<R: Read + Seek> LayerWeights<'_, '_, R> {
         if self.shard == HeadShard::WHOLE {
             return Ok(whole);
         }
-        let range = self.own_range(Heads::Query, shape.1);
+        let range = self.own_range(Heads::Query, shape.inputs);
         whole.part(&name, &LinearShard::Inputs { range, has_bias: self.shard.rank() == 0 })
     }
 
@@ -220,7 +224,7 @@ impl<R: Read + Seek> LayerWeights<'_, '_, R> {
     fn parameters(&mut self) -> Result<HashMap<String, Tensor>> {
         let has_norms = self.cfg.qk_norm().is_some();
         let mut parameters = HashMap::new();
-        for (own, name, is_expected) in [
+        for (parameter, name, is_expected) in [
             ("q_norm.weight", "attn_q_norm.weight", has_norms),
             ("k_norm.weight", "attn_k_norm.weight", has_norms),
             ("q_norm.bias", "attn_q_norm.bias", false),
@@ -229,7 +233,7 @@ impl<R: Read + Seek> LayerWeights<'_, '_, R> {
         ] {
             let name = self.name(name);
             if is_expected || self.file.has(&name) {
-                parameters.insert(own.to_string(), self.file.tensor(&name)?.dequantize(self.file.device)?);
+                parameters.insert(parameter.to_string(), self.file.tensor(&name)?.dequantize(self.file.device)?);
             }
         }
         Ok(parameters)
@@ -303,14 +307,12 @@ impl<R: Read + Seek + Send> SimpleBackend for Tensors<R> {
 fn layer_config(metadata: &Metadata, layer: usize) -> Result<MultiHeadAttentionConfig> {
     let cfg = hf::attention_config(&metadata.config()?, layer).map_err(|error| metadata.explain(&error))?;
     let has = |name: &str| metadata.content.tensor_infos.contains_key(&format!("blk.{layer}.{name}.bias"));
-    let [q, k, v] = cfg.qkv_bias();
-    let packed = has("attn_qkv");
-    let out = cfg.out_bias() || has("attn_output");
-    let mut cfg = cfg
-        .with_q_bias(q || packed || has("attn_q"))
-        .with_k_bias(k || packed || has("attn_k"))
-        .with_v_bias(v || packed || has("attn_v"))
-        .with_out_bias(out);
+    let has_packed_bias = has("attn_qkv");
+    let q_bias = cfg.q_bias() || has_packed_bias || has("attn_q");
+    let k_bias = cfg.k_bias() || has_packed_bias || has("attn_k");
+    let v_bias = cfg.v_bias() || has_packed_bias || has("attn_v");
+    let out_bias = cfg.out_bias() || has("attn_output");
+    let mut cfg = cfg.with_q_bias(q_bias).with_k_bias(k_bias).with_v_bias(v_bias).with_out_bias(out_bias);
     if let Some(norm @ QkNorm { kind: QkNormKind::RmsPlusOne, .. }) = cfg.qk_norm() {
         cfg = cfg.with_qk_norm(QkNorm { kind: QkNormKind::Rms, ..norm });
     }
@@ -339,15 +341,18 @@ impl<R: Read + Seek> File<'_, R> {
         cfg: MultiHeadAttentionConfig,
     ) -> Result<MultiHeadAttentionConfig> {
         let Some(rope) = cfg.rope() else { return Ok(cfg) };
-        let [of_all, short, long] = ROPE_FACTORS;
-        let names = match (self.has(of_all), self.has(short) || self.has(long)) {
-            (true, false) => [of_all, of_all],
-            (false, true) => [short, long],
-            (true, true) => return metadata.fail(format!("{of_all} and {long} are both in the file, expected one")),
-            (false, false) => return Ok(cfg),
-        };
+        let has_one_list = self.has(ROPE_FREQS);
+        let has_two_lists = self.has(ROPE_FACTORS_SHORT) || self.has(ROPE_FACTORS_LONG);
+        if has_one_list && has_two_lists {
+            return metadata.fail(format!("{ROPE_FREQS} and {ROPE_FACTORS_LONG} are both in the file, expected one"));
+        }
+        if !has_one_list && !has_two_lists {
+            return Ok(cfg);
+        }
+        let short = if has_one_list { ROPE_FREQS } else { ROPE_FACTORS_SHORT };
+        let long = if has_one_list { ROPE_FREQS } else { ROPE_FACTORS_LONG };
         if *rope.scaling() != RopeScaling::None {
-            return metadata.fail(format!("{} is in the file, but the metadata scale frequencies too", names[0]));
+            return metadata.fail(format!("{short} is in the file, but the metadata scale frequencies too"));
         }
         let mut factors = |name| to_vec::<f64>(&self.tensor(name)?.dequantize(&Device::Cpu)?);
         let context = match metadata.size("rope.scaling.original_context_length")? {
@@ -355,8 +360,8 @@ impl<R: Read + Seek> File<'_, R> {
             original => original,
         };
         let scaling = RopeScaling::LongRope {
-            short_factor: factors(names[0])?,
-            long_factor: factors(names[1])?,
+            short_factor: factors(short)?,
+            long_factor: factors(long)?,
             original_context: context.unwrap_or(u32::MAX as usize),
             factor: None,
             attention_factor: Some(metadata.attention_factor()?),

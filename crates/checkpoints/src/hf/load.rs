@@ -32,9 +32,8 @@ impl Entry<'_> {
     ) -> Result<MultiHeadAttention> {
         let cfg = self.attention(layer)?;
         self.refuse_quantized()?;
-        let [q_bias, ..] = cfg.qkv_bias();
         let mut attention = load_module(self.modules(), &self.numbers(layer)?, vb, |layout, module| {
-            let has_key_bias = |name: &str| q_bias && has(vb, &format!("{module}.{name}"));
+            let has_key_bias = |name: &str| cfg.q_bias() && has(vb, &format!("{module}.{name}"));
             if self.family.key_bias.is_some_and(has_key_bias) {
                 return load(&cfg.clone().with_k_bias(true), layout, module);
             }

@@ -5,6 +5,7 @@ use candle_nn::VarBuilder;
 
 use candle_attention_core::WeightLayout;
 use candle_attention_modules::base::has;
+use candle_attention_modules::linear::Projection;
 
 pub(super) const LAYERS: &str = "num_hidden_layers";
 pub(super) const HIDDEN: &str = "hidden_size";
@@ -50,8 +51,10 @@ impl ModuleNames {
 
     /// Returns the name of the parameter that shows that a module is there.
     fn parameter(&self, module: &str) -> String {
-        let [query, _] = self.layout.query_and_output(true);
-        format!("{module}.{}", self.parameter.unwrap_or(&query))
+        match self.parameter {
+            Some(parameter) => format!("{module}.{parameter}"),
+            None => format!("{module}.{}", self.layout.weight_name(Projection::Query, true)),
+        }
     }
 }
 
@@ -75,10 +78,10 @@ pub(super) fn load_module<'a, T>(
     load: impl Fn(WeightLayout, &str) -> Result<T>,
 ) -> Result<T> {
     let mut candidates = Vec::new();
-    for own in names {
-        candidates.extend(own.modules(numbers).map(|module| Candidate {
-            layout: own.layout,
-            parameter: own.parameter(&module),
+    for module_names in names {
+        candidates.extend(module_names.modules(numbers).map(|module| Candidate {
+            layout: module_names.layout,
+            parameter: module_names.parameter(&module),
             module,
         }));
     }

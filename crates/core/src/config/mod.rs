@@ -250,7 +250,7 @@ impl MultiHeadAttentionConfig {
     }
 }
 
-/// Which keys and values a layer shares.
+/// The keys and values that a layer shares with other uses or with an earlier layer.
 ///
 /// ```
 /// use candle_attention::{KvSharing, MultiHeadAttentionConfig};

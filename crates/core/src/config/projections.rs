@@ -47,8 +47,8 @@ impl MultiHeadAttentionConfig {
         self
     }
 
-    /// Sets whether keys and values are projected by the layer itself. The default is [`KvSharing::None`]: they are,
-    /// by one projection each.
+    /// Sets which keys and values the layer shares. The default is [`KvSharing::None`]: it has one projection for keys
+    /// and one for values.
     pub fn with_kv_sharing(mut self, kv_sharing: KvSharing) -> Self {
         self.kv_sharing = kv_sharing;
         self
@@ -77,9 +77,19 @@ impl MultiHeadAttentionConfig {
         self
     }
 
-    /// Returns whether the query, the key and the value projection have biases, in this order.
-    pub fn qkv_bias(&self) -> [bool; 3] {
-        [self.q_bias, self.k_bias, self.v_bias]
+    /// Returns whether the query projection has a bias.
+    pub fn q_bias(&self) -> bool {
+        self.q_bias
+    }
+
+    /// Returns whether the key projection has a bias.
+    pub fn k_bias(&self) -> bool {
+        self.k_bias
+    }
+
+    /// Returns whether the value projection has a bias.
+    pub fn v_bias(&self) -> bool {
+        self.v_bias
     }
 
     /// Returns whether the output projection has a bias.

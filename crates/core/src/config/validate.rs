@@ -76,10 +76,8 @@ impl MultiHeadAttentionConfig {
             }
         }
         if self.head_dim.is_none() {
-            let (name, width) = match self.out_dim {
-                Some(out_dim) => ("out_dim", out_dim),
-                None => ("embed_dim", self.embed_dim),
-            };
+            let name = if self.out_dim.is_some() { "out_dim" } else { "embed_dim" };
+            let width = self.out_dim.unwrap_or(self.embed_dim);
             if !width.is_multiple_of(h) {
                 bail!("[{OP}] num_heads is {h}, which does not divide {name} {width}; give head_dim")
             }
@@ -139,13 +137,11 @@ impl MultiHeadAttentionConfig {
     /// Checks the options that a layer with appended keys cannot have: these keys come after the call's, and have
     /// neither their norms nor their positions.
     fn validate_appended_keys(&self) -> Result<()> {
-        let (option, key) = if self.bias_kv {
-            ("bias_kv", "a learned key")
-        } else if self.add_zero_attn {
-            ("add_zero_attn", "a key of zeros")
-        } else {
+        if !self.bias_kv && !self.add_zero_attn {
             return Ok(());
-        };
+        }
+        let option = if self.bias_kv { "bias_kv" } else { "add_zero_attn" };
+        let key = if self.bias_kv { "a learned key" } else { "a key of zeros" };
         for (other, is_set) in [("qk_norm", self.qk_norm.is_some()), ("value_norm", self.value_norm.is_some())] {
             if is_set {
                 bail!("[{OP}] {option} and {other} are both set, but no norm is defined for {key}")

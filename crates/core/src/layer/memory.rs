@@ -2,9 +2,9 @@
 
 use candle_core::Tensor;
 
-/// Keys (B, H_kv, T_kv, D) and values (B, H_kv, T_kv, D_v) that a layer projected
-/// ([`MultiHeadAttention::project_memory`](crate::MultiHeadAttention::project_memory)): of cross-attention, for any number
-/// of calls; or of a whole sequence, for later layers that attend to them too
+/// Keys (B, H_kv, T_kv, D) and values (B, H_kv, T_kv, D_v) that a layer projected by
+/// [`MultiHeadAttention::project_memory`](crate::MultiHeadAttention::project_memory). They are for any number of calls of
+/// cross-attention, or for later layers that attend to the keys of this layer
 /// ([`KvSharing::EarlierLayer`](crate::KvSharing)).
 #[derive(Debug, Clone)]
 pub struct ProjectedMemory {

@@ -120,7 +120,7 @@ impl MultiHeadAttention {
     /// As [`new`](Self::new), for an output projection that the config does not have, and for a missing one.
     pub fn from_modules(cfg: &MultiHeadAttentionConfig, modules: ProjectionModules, vb: VarBuilder) -> Result<Self> {
         Self::build(cfg, ParameterReader::new(OP, "of modules", vb)?, |source| {
-            let width = |place| projection_shape(cfg, place).0;
+            let width = |projection| projection_shape(cfg, projection).outputs;
             Projections::from_modules(width, &modules, source.vb.dtype(), source.vb.device())
         })
     }
@@ -150,7 +150,7 @@ impl MultiHeadAttention {
     /// projection. Without an output projection, a rank returns the columns of its own heads.
     ///
     /// Each tensor is read whole, and the rank's part is kept. [`config`](Self::config) returns the config of the
-    /// shard, in which ALiBi is the slopes of its heads (but for Falcon's). Shard a relative bias by
+    /// shard. ALiBi is listed in it as the slopes of the shard's heads, except for Falcon's. Shard a relative bias by
     /// [`RelativeBias::shard`](crate::RelativeBias::shard).
     ///
     /// ```no_run
@@ -196,8 +196,10 @@ impl MultiHeadAttention {
         let source = source.with_heads([h, h_kv])?;
         let projections = projections(&source)?;
         let parameters = ParameterList::load(&shard::specs(cfg, &source)?, &source)?;
-        let own = source.own_range(Heads::Query, h);
-        let alibi = cfg.alibi().map(|alibi_config| alibi(alibi_config, h, own, source.vb.device())).transpose()?;
+        let alibi = match cfg.alibi() {
+            Some(alibi_config) => Some(alibi(alibi_config, h, source.own_range(Heads::Query, h), source.vb.device())?),
+            None => None,
+        };
         let layer = Self {
             config,
             projections,
@@ -209,7 +211,7 @@ impl MultiHeadAttention {
             alibi,
             relative_embeddings: None,
             relative_bias: None,
-            mask: own_mask(cfg),
+            mask: layer_mask(cfg),
         };
         layer.with_parameters(parameters)
     }
@@ -299,10 +301,11 @@ impl MultiHeadAttention {
     /// ```
     pub fn map_projection(
         mut self,
-        place: Projection,
+        projection: Projection,
         change: impl FnOnce(ProjectionModule) -> Result<ProjectionModule>,
     ) -> Result<Self> {
-        self.projections = self.projections.map(projection_shape(&self.config, place).0, place, change)?;
+        let outputs = projection_shape(&self.config, projection).outputs;
+        self.projections = self.projections.map(outputs, projection, change)?;
         Ok(self)
     }
 
@@ -356,11 +359,11 @@ impl MultiHeadAttention {
     /// [`PackedLinear`]: candle_attention_modules::linear::PackedLinear
     pub fn projections(&self) -> Result<(Linear, Linear, Linear, Option<Linear>)> {
         let mut all = self.projections.to_linears()?;
-        let mut take = |place| all.remove(&place);
-        let (Some(q), Some(k)) = (take(Projection::Query), take(Projection::Key)) else {
+        let (Some(q), Some(k)) = (all.remove(&Projection::Query), all.remove(&Projection::Key)) else {
             bail!("[{OP}] keys and values are those of an earlier layer, which has their projections")
         };
-        Ok((q, k.clone(), take(Projection::Value).unwrap_or(k), take(Projection::Output)))
+        let v = all.remove(&Projection::Value).unwrap_or_else(|| k.clone());
+        Ok((q, k, v, all.remove(&Projection::Output)))
     }
 
     /// Returns the layer's parameters under the names and in the shapes of a layout, as a state dict that PyTorch
@@ -406,7 +409,7 @@ impl MultiHeadAttention {
 }
 
 /// Returns the mask that a layer's config describes.
-fn own_mask(cfg: &MultiHeadAttentionConfig) -> AttentionMask {
+fn layer_mask(cfg: &MultiHeadAttentionConfig) -> AttentionMask {
     let mut mask = if cfg.causal() { AttentionMask::causal() } else { AttentionMask::none() };
     if let Some(window) = cfg.window() {
         mask = mask.with_window(window);

@@ -7,6 +7,7 @@ use candle_nn::VarBuilder;
 
 use super::layout::{Orientation, PackedNaming, QkvOrder, Storage, WeightLayout};
 use super::source::TensorSource;
+use candle_attention_modules::linear::Projection::{Output, Query};
 
 /// The prefixes that training loops and compilers put in front of a model's names.
 const WRAPPERS: [&str; 5] = ["module", "_orig_mod", "model", "state_dict", "model_state_dict"];
@@ -100,8 +101,10 @@ fn elsewhere(tensors: &impl TensorSource) -> Result<String> {
 /// A layout that names and shapes allow.
 struct Reading {
     layout: WeightLayout,
-    /// The names of the weights of the query and the output projection.
-    names: [String; 2],
+    /// The name of the weight of the query projection.
+    query: String,
+    /// The name of the weight of the output projection.
+    output: String,
     /// Whether the output projection is there.
     has_output: bool,
 }
@@ -111,14 +114,16 @@ struct Reading {
 fn readings(tensors: &impl TensorSource) -> Result<Vec<WeightLayout>> {
     let mut found = Vec::new();
     for layout in WeightLayout::all() {
-        let names = layout.query_and_output(tensors.contains("in_proj_weight"));
-        if tensors.contains(&names[0]) && fits(tensors, layout, &names[0])? {
-            found.push(Reading { layout, has_output: tensors.contains(&names[1]), names });
+        let one_width = tensors.contains("in_proj_weight");
+        let query = layout.weight_name(Query, one_width);
+        let output = layout.weight_name(Output, one_width);
+        if tensors.contains(&query) && fits(tensors, layout, &query)? {
+            found.push(Reading { layout, has_output: tensors.contains(&output), query, output });
         }
     }
     let counts = |reading: &Reading| {
-        let alike: Vec<&Reading> = found.iter().filter(|other| other.names[0] == reading.names[0]).collect();
-        if alike.iter().any(|other| other.has_output) { reading.has_output } else { alike[0].names == reading.names }
+        let alike: Vec<&Reading> = found.iter().filter(|other| other.query == reading.query).collect();
+        if alike.iter().any(|other| other.has_output) { reading.has_output } else { alike[0].output == reading.output }
     };
     Ok(found.iter().filter(|reading| counts(reading)).map(|reading| reading.layout).collect())
 }
@@ -147,8 +152,7 @@ pub fn query_weights() -> BTreeSet<String> {
     let mut names = BTreeSet::new();
     for layout in WeightLayout::all() {
         for one_width in [true, false] {
-            let [query, _] = layout.query_and_output(one_width);
-            names.insert(query);
+            names.insert(layout.weight_name(Query, one_width));
         }
     }
     names

@@ -4,13 +4,16 @@
 mod detect;
 mod foreign;
 mod layout;
+mod layout_tensors;
+mod names;
 mod source;
 mod tensors;
 
 pub use detect::{detect_with, query_weights};
-pub use layout::{GATE_NAMES, LayoutTensor, Naming, Orientation, PackedNaming, QkvOrder, Storage, WeightLayout};
+pub use layout::{Naming, Orientation, PackedNaming, QkvOrder, Storage, WeightLayout};
+pub use layout_tensors::{GATE_NAME, LayoutTensor, OTHER_GATE_NAME};
 pub use source::TensorSource;
-pub use tensors::projection_shape;
+pub use tensors::{ProjectionShape, projection_shape};
 
 use candle_core::{Result, Tensor, bail};
 use candle_nn::Linear;
@@ -35,16 +38,17 @@ pub(crate) fn load_projections(
     let own_heads = reader.own_range(Heads::Query, cfg.num_heads());
     let tensors = projection_tensors(reader.op, cfg, layout, own_heads)?;
     if !cfg.output_gate().is_some_and(|gate| gate.layout != GateLayout::FusedWithQuery) {
-        let names = GATE_NAMES.into_iter().flat_map(|name| ["weight", "bias"].map(|part| format!("{name}.{part}")));
+        let modules = [GATE_NAME, OTHER_GATE_NAME].into_iter();
+        let names = modules.flat_map(|module| [format!("{module}.weight"), format!("{module}.bias")]);
         reader.refuse(names, "the config says there is no such gate")?;
     }
-    let has_gate = reader.has(&format!("{}.weight", GATE_NAMES[0]));
+    let has_gate = reader.has(&format!("{GATE_NAME}.weight"));
     let mut projections = ByProjection::<WeightAndBias>::new();
     for mut tensor in tensors {
         let stored = &mut tensor.tensor.spec.stored;
         if let Some(other) = other_name(stored)
             && reader.has(&other)
-            && !(has_gate && other.starts_with(GATE_NAMES[1]))
+            && !(has_gate && other.starts_with(OTHER_GATE_NAME))
         {
             *stored = other;
         }
@@ -85,10 +89,14 @@ fn refuse_unused(cfg: &MultiHeadAttentionConfig, layout: WeightLayout, reader: &
 /// Returns the other name that some files have for a parameter: that of a gate's projection; and the parameters outside
 /// the projections in which the first files of BEiT and VideoMAE store biases.
 fn other_name(name: &str) -> Option<String> {
-    let gate = (GATE_NAMES[0], GATE_NAMES[1]);
-    let names = [("query.bias", "q_bias"), ("key.bias", "k_bias"), ("value.bias", "v_bias"), gate];
-    let (usual, other) = names.into_iter().find(|(usual, _)| name.contains(usual))?;
-    Some(name.replace(usual, other))
+    for (usual, other) in
+        [("query.bias", "q_bias"), ("key.bias", "k_bias"), ("value.bias", "v_bias"), (GATE_NAME, OTHER_GATE_NAME)]
+    {
+        if name.contains(usual) {
+            return Some(name.replace(usual, other));
+        }
+    }
+    None
 }
 
 /// Refuses an output projection of any layout, which would change the output.
@@ -115,7 +123,9 @@ pub(crate) fn state_dict(
         }
     }
     let mask_size = cfg.context_length().filter(|_| cfg.causal() && layout.has_mask_buffer());
-    if let (Some(t), Some((_, weight))) = (mask_size, named.first()) {
+    if let Some(t) = mask_size
+        && let Some((_, weight)) = named.first()
+    {
         // Four bytes an entry, and a copy in the dtype of the weights.
         if !fits_in_memory(&[8, t, t]) {
             bail!("[state_dict] the mask buffer of a context length of {t} does not fit in memory (layout {layout})")

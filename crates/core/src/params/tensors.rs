@@ -5,7 +5,8 @@ use std::ops::Range;
 use candle_core::{Result, Tensor, bail};
 use candle_nn::{Init, Linear};
 
-use super::layout::{Kind, LayoutTensor, QkvOrder, WeightLayout};
+use super::layout::{QkvOrder, WeightLayout};
+use super::layout_tensors::{Kind, LayoutTensor};
 use crate::config::{KvSharing, MultiHeadAttentionConfig};
 use candle_attention_modules::base::{
     DRAWN_THEN_ZEROED, FusedRows, FusedTensor, Heads, LINEAR_WEIGHT, NO_BIAS, ParameterSpec, QueryHeadOrder, Share,
@@ -42,31 +43,46 @@ impl ProjectionTensor {
     }
 }
 
-/// Returns (out, in) of a projection. One that the layer does not have has no outputs.
-pub fn projection_shape(cfg: &MultiHeadAttentionConfig, projection: Projection) -> (usize, usize) {
+/// The numbers of outputs and inputs of a projection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ProjectionShape {
+    /// The number of outputs; 0 for a projection that the layer does not have.
+    pub outputs: usize,
+    /// The number of inputs.
+    pub inputs: usize,
+}
+
+/// Returns the shape of a projection.
+pub fn projection_shape(cfg: &MultiHeadAttentionConfig, projection: Projection) -> ProjectionShape {
     let h = cfg.num_heads();
     let h_kv = cfg.num_kv_heads();
     let d_v = cfg.value_head_dim();
     let sharing = cfg.kv_sharing();
-    let gate = cfg.output_gate().map_or(0, |gate| h * gate.width(d_v));
-    match projection {
-        Query => (h * cfg.head_dim(), cfg.embed_dim()),
-        Gate => (gate, cfg.embed_dim()),
-        Key if sharing == KvSharing::EarlierLayer => (0, cfg.kdim()),
-        Key => (h_kv * cfg.head_dim(), cfg.kdim()),
-        Value if sharing != KvSharing::None => (0, cfg.vdim()),
-        Value => (h_kv * d_v, cfg.vdim()),
-        Output => (if cfg.out_proj() { cfg.out_dim() } else { 0 }, h * d_v),
-    }
+    let outputs = match projection {
+        Query => h * cfg.head_dim(),
+        Gate => cfg.output_gate().map_or(0, |gate| h * gate.width(d_v)),
+        Key if sharing == KvSharing::EarlierLayer => 0,
+        Key => h_kv * cfg.head_dim(),
+        Value if sharing != KvSharing::None => 0,
+        Value => h_kv * d_v,
+        Output if cfg.out_proj() => cfg.out_dim(),
+        Output => 0,
+    };
+    let inputs = match projection {
+        Query | Gate => cfg.embed_dim(),
+        Key => cfg.kdim(),
+        Value => cfg.vdim(),
+        Output => h * d_v,
+    };
+    ProjectionShape { outputs, inputs }
 }
 
 /// Returns whether the config has a bias on a projection.
 fn has_bias(cfg: &MultiHeadAttentionConfig, projection: Projection) -> bool {
-    let [q, k, v] = cfg.qkv_bias();
     match projection {
-        Query => q,
-        Key => k,
-        Value => v,
+        Query => cfg.q_bias(),
+        Key => cfg.k_bias(),
+        Value => cfg.v_bias(),
         Output => cfg.out_bias(),
         Gate => cfg.output_gate().is_some_and(|gate| gate.layout == GateLayout::Separate { bias: true }),
     }
@@ -88,8 +104,11 @@ pub(super) fn projection_tensors(
     }
     let one_width = [cfg.kdim(), cfg.vdim()] == [cfg.embed_dim(); 2];
     let heads = if layout.is_stacked() { heads } else { 0..1 };
-    let all = heads.flat_map(move |head| layout.tensors(head, one_width).into_iter().map(move |own| (head, own)));
-    Ok(all.filter_map(move |(head, named)| projection_tensor(cfg, layout, head, &named)))
+    let tensors_of_head = move |head| {
+        let named = layout.tensors(head, one_width);
+        named.into_iter().filter_map(move |tensor| projection_tensor(cfg, layout, head, &tensor))
+    };
+    Ok(heads.flat_map(tensors_of_head))
 }
 
 /// Returns a tensor of a layout; `None` for projections that the config does not have.
@@ -106,7 +125,7 @@ fn projection_tensor(
     if out_dim == 0 {
         return None;
     }
-    let (_, in_dim) = projection_shape(cfg, projections[0]);
+    let in_dim = projection_shape(cfg, projections[0]).inputs;
     let is_transposed = named.is_transposed();
     let shape = if is_bias {
         vec![out_dim]
@@ -141,7 +160,7 @@ fn projections_of(cfg: &MultiHeadAttentionConfig, named: &'static [Projection]) 
 
 /// Returns the rows of a projection in a tensor, and the heads that they belong to.
 fn rows_of(cfg: &MultiHeadAttentionConfig, layout: WeightLayout, projection: Projection) -> FusedRows {
-    let (count, _) = projection_shape(cfg, projection);
+    let count = projection_shape(cfg, projection).outputs;
     if layout.is_stacked() {
         return FusedRows { count: count / cfg.num_heads(), heads: None };
     }
@@ -259,8 +278,7 @@ fn packed_problem(cfg: &MultiHeadAttentionConfig) -> Option<String> {
     if [k, v] != [q, q] {
         return Some(format!("one packed weight reads one input, but the config has input widths {q}, {k} and {v}"));
     }
-    let [q_bias, k_bias, v_bias] = cfg.qkv_bias();
-    if [k_bias, v_bias] != [q_bias; 2] {
+    if cfg.k_bias() != cfg.q_bias() || cfg.v_bias() != cfg.q_bias() {
         return Some("one packed bias covers q, k and v, but the config has some of them only".into());
     }
     None
@@ -280,7 +298,7 @@ fn torch_problem(cfg: &MultiHeadAttentionConfig) -> Option<String> {
     if h * d != embed_dim || cfg.out_dim() != embed_dim {
         return problem(&format!("heads and an output of {embed_dim} in all"));
     }
-    if cfg.qkv_bias() != [cfg.out_bias(); 3] {
+    if [cfg.q_bias(), cfg.k_bias(), cfg.v_bias()] != [cfg.out_bias(); 3] {
         return problem("all four biases or none, but the config has some");
     }
     None

@@ -89,14 +89,14 @@ pub fn alibi_slopes(num_heads: usize) -> Result<Vec<f32>> {
     AlibiConfig::Standard.slopes(num_heads)
 }
 
-/// Returns the term of some of `num_heads` heads.
+/// Returns the score modifier of `heads`, which are some of `num_heads` heads.
 pub(crate) fn alibi(
     config: &AlibiConfig,
     num_heads: usize,
-    own: Range<usize>,
+    heads: Range<usize>,
     device: &Device,
 ) -> Result<SharedModifier> {
-    let slopes = &config.slopes(num_heads)?[own];
+    let slopes = &config.slopes(num_heads)?[heads];
     Ok(Arc::new(match config {
         AlibiConfig::Falcon => {
             Alibi::OfKeys(Tensor::new(slopes, &Device::Cpu)?.to_dtype(DType::BF16)?.reshape((1, (), 1, 1))?)
@@ -116,22 +116,25 @@ enum Alibi {
 
 impl ScoreModifier for Alibi {
     fn modify(&self, arguments: &mut ScoreArguments, _: Option<&mut KeysAndValues>, call: &CallContext) -> Result<()> {
-        match (self, call.positions) {
-            (Self::OfDistances(slopes), _) => arguments.options.alibi_slopes = Some(slopes.clone()),
-            (Self::OfKeys(_), _) if call.packed.is_some() => bail!(
+        let slopes = match self {
+            Self::OfDistances(slopes) => {
+                arguments.options.alibi_slopes = Some(slopes.clone());
+                return Ok(());
+            }
+            Self::OfKeys(slopes) => slopes,
+        };
+        if call.packed.is_some() {
+            bail!(
                 "[multi_head_attention] the layer has a bias for each key that follows from its position, which packed \
                  sequences do not take"
-            ),
-            (Self::OfKeys(slopes), Some(QueryKeyPositions { keys, .. })) => {
-                let positions = Tensor::from_slice(&keys.entries, (keys.rows(), 1, 1, keys.t), &Device::Cpu)?;
-                let biases = positions.to_dtype(DType::BF16)?.broadcast_mul(slopes)?.to_dtype(DType::F64)?;
-                let biases = (biases * arguments.options.scale.unwrap_or(1.0))?;
-                let biases =
-                    biases.to_dtype(accumulation_dtype(arguments.q.dtype()))?.to_device(arguments.q.device())?;
-                arguments.mask = arguments.mask.clone().with_bias(&biases);
-            }
-            (Self::OfKeys(_), None) => {}
+            )
         }
+        let Some(QueryKeyPositions { keys, .. }) = call.positions else { return Ok(()) };
+        let positions = Tensor::from_slice(&keys.entries, (keys.rows(), 1, 1, keys.t), &Device::Cpu)?;
+        let biases = positions.to_dtype(DType::BF16)?.broadcast_mul(slopes)?.to_dtype(DType::F64)?;
+        let biases = (biases * arguments.options.scale.unwrap_or(1.0))?;
+        let biases = biases.to_dtype(accumulation_dtype(arguments.q.dtype()))?.to_device(arguments.q.device())?;
+        arguments.mask = arguments.mask.clone().with_bias(&biases);
         Ok(())
     }
 }
