@@ -1,6 +1,8 @@
 //! Files of weights in all formats.
 
+mod backend;
 mod infer;
+mod layers;
 mod pickle;
 mod pth;
 mod safetensors;
@@ -16,18 +18,14 @@ use std::sync::Arc;
 
 #[cfg(not(feature = "hub"))]
 use self::safetensors::ShardIndex;
+use backend::Backend;
 use candle_core::safetensors::MmapedSafetensors;
-use candle_core::{DType, Device, Error, Result, Shape, Tensor, bail};
-use candle_nn::var_builder::SimpleBackend;
-use candle_nn::{Init, VarBuilder};
-use infer::infer_config;
+use candle_core::{DType, Device, Error, Result, bail};
+use candle_nn::VarBuilder;
 use serde_json::{Value, json};
-use stored::{Entry, Scale, Stored};
+use stored::Entry;
 
-use candle_attention_core::MultiHeadAttentionConfig;
-use candle_attention_core::internal::{TensorSource, detect_with, query_weights};
-use candle_attention_core::weights::{PackedNaming, QkvOrder, WeightLayout};
-use candle_attention_modules::base::{SCALES, edits, root};
+use candle_attention_modules::base::{SCALES, root};
 
 /// Opens the weights at `path` and returns a builder that converts them to `dtype`: [`Checkpoint::open`] and
 /// [`Checkpoint::var_builder`] in one.
@@ -112,16 +110,15 @@ impl Checkpoint {
         let mut n_head = None;
         for file in files.iter().map(AsRef::as_ref) {
             refuse_cut_tensors(file)?;
-            let own = if starts_like_a_zip(file)? {
-                pth::entries(file).map(|(own, heads)| {
-                    n_head = n_head.or(heads);
-                    own
-                })
+            let file_entries = if starts_like_a_zip(file)? {
+                let contents = pth::contents(file).map_err(|error| cannot_read(file, &error))?;
+                n_head = n_head.or(contents.n_head);
+                contents.entries
             } else {
                 safetensors.push(file.to_path_buf());
-                safetensors::entries(file)
+                safetensors::entries(file).map_err(|error| cannot_read(file, &error))?
             };
-            for (name, entry) in own.map_err(|error| cannot_read(file, &error))? {
+            for (name, entry) in file_entries {
                 if entries.contains_key(&name) {
                     bail!("[weights] {name} is in {} and in another file before it", file.display())
                 }
@@ -165,53 +162,6 @@ impl Checkpoint {
         self.entries.iter().filter_map(|(name, entry)| Some((name.as_str(), entry.shape()?)))
     }
 
-    /// Returns the prefixes below which there is an attention layer, numbers in their natural order. The root is "".
-    #[must_use]
-    pub fn attention_layers(&self) -> Vec<String> {
-        let mut suffixes = Vec::from_iter(query_weights());
-        // A name that ends with another comes before it.
-        suffixes.sort_by_key(|name| std::cmp::Reverse(name.len()));
-        let prefix_of = |name: &str| {
-            let below =
-                |suffix: &String| name.strip_suffix(suffix.as_str()).filter(|p| p.is_empty() || p.ends_with('.'));
-            Some(without_head(suffixes.iter().find_map(below)?.trim_end_matches('.')).to_string())
-        };
-        let mut prefixes: Vec<_> = self.shapes().filter_map(|(name, _)| prefix_of(name)).collect();
-        prefixes.sort_by_key(|prefix| natural_order(prefix));
-        prefixes.dedup();
-        prefixes
-    }
-
-    /// Detects the layout below a prefix as [`WeightLayout::detect`] does, from the names and shapes alone. Where they
-    /// allow two readings, the checkpoint's own config decides, if it can: the `model_args` that nanoGPT saves with its
-    /// weights, or the `config.json` next to the files, by its `model_type` or by `layout`.
-    ///
-    /// # Errors
-    /// As [`WeightLayout::detect`].
-    pub fn detect(&self, prefix: &str) -> Result<WeightLayout> {
-        detect_with(&LayerTensors { checkpoint: self, prefix: prefix.to_string() }, |layout| {
-            names_layout(&self.config, layout)
-        })
-    }
-
-    /// Infers the config of the layer below a prefix from its shapes: widths, key heads, biases, output projection;
-    /// and, where a causal `mask` buffer (T, T) was saved with the layer, causality and the context length. `num_heads`
-    /// has to be given, except for a stack of heads, which can be counted, and for nanoGPT's checkpoints, which have
-    /// it.
-    ///
-    /// # Errors
-    /// If a tensor is missing, or the shapes do not fit `num_heads`.
-    pub fn infer_config(
-        &self,
-        prefix: &str,
-        layout: WeightLayout,
-        num_heads: Option<usize>,
-    ) -> Result<MultiHeadAttentionConfig> {
-        let saved = || self.config["model_args"]["n_head"].as_u64().and_then(|heads| heads.try_into().ok());
-        let tensors = LayerTensors { checkpoint: self, prefix: prefix.to_string() };
-        infer_config(&tensors, layout, num_heads.or_else(saved))
-    }
-
     /// Returns whether there is a tensor of this name that is not the scale of another.
     fn contains(&self, name: &str) -> bool {
         self.entries.contains_key(name) && !self.is_scale(name)
@@ -221,141 +171,6 @@ impl Checkpoint {
     fn is_scale(&self, name: &str) -> bool {
         let weight = SCALES.iter().find_map(|suffix| name.strip_suffix(suffix));
         weight.and_then(|weight| self.entries.get(weight)).is_some_and(Entry::is_float8)
-    }
-
-    /// Returns the end of an error about a missing tensor: the layers of the checkpoint, or the names next to the
-    /// missing one, the most similar first.
-    fn hint(&self, missing: &str) -> String {
-        let parents = std::iter::successors(missing.rsplit_once('.'), |(parent, _)| parent.rsplit_once('.'));
-        let next_to = |parent: &str| -> Vec<&str> {
-            let below = |name: &'_ String| name.strip_prefix(parent).is_some_and(|rest| rest.starts_with('.'));
-            self.entries.keys().filter(|name| parent.is_empty() || below(name)).map(String::as_str).collect()
-        };
-        let found = parents.map(|(parent, _)| (parent, next_to(parent))).find(|(_, names)| !names.is_empty());
-        let layers = self.attention_layers();
-        if found.is_none() && layers.first().is_some_and(|layer| !layer.is_empty()) {
-            return format!("attention weights are below {}", listed(&layers));
-        }
-        let (parent, mut names) = found.unwrap_or_else(|| ("", next_to("")));
-        let last = &missing[parent.len()..];
-        names.sort_by_cached_key(|name| edits(last, &name[parent.len()..]));
-        if names.is_empty() { "the file has no tensors".to_string() } else { format!("there are {}", listed(&names)) }
-    }
-}
-
-/// The tensors below a prefix of a checkpoint. Names and shapes come from the headers of the files.
-struct LayerTensors<'a> {
-    checkpoint: &'a Checkpoint,
-    prefix: String,
-}
-
-impl LayerTensors<'_> {
-    fn full_name(&self, name: &str) -> String {
-        if self.prefix.is_empty() { name.to_string() } else { format!("{}.{name}", self.prefix) }
-    }
-}
-
-impl TensorSource for LayerTensors<'_> {
-    fn prefix(&self) -> String {
-        self.prefix.clone()
-    }
-
-    fn at(&self, prefix: &str) -> Self {
-        Self { checkpoint: self.checkpoint, prefix: prefix.to_string() }
-    }
-
-    fn contains(&self, name: &str) -> bool {
-        self.checkpoint.contains(&self.full_name(name))
-    }
-
-    fn shape(&self, name: &str) -> Result<Vec<usize>> {
-        let name = self.full_name(name);
-        match self.checkpoint.entries.get(&name) {
-            None => bail!("[weights] {name} is missing; {}", self.checkpoint.hint(&name)),
-            Some(Entry::Stored(stored)) => Ok(stored.shape.clone()),
-            Some(Entry::Unreadable { shape: Some(shape), .. }) => Ok(shape.clone()),
-            Some(Entry::Unreadable { shape: None, what }) => bail!("[weights] {name}: {what}"),
-        }
-    }
-
-    fn hint(&self, missing: &str) -> Result<Option<String>> {
-        Ok(Some(self.checkpoint.hint(&self.full_name(missing))))
-    }
-}
-
-/// Returns the first few names of a list, and their number.
-fn listed<S: AsRef<str>>(names: &[S]) -> String {
-    let first: Vec<_> = names.iter().take(4).map(|name| format!("{:?}", name.as_ref())).collect();
-    let more = if names.len() > 4 { format!(", .. ({} in all)", names.len()) } else { String::new() };
-    format!("{}{more}", first.join(", "))
-}
-
-/// Reads a checkpoint's tensors for a `VarBuilder`.
-struct Backend {
-    checkpoint: Checkpoint,
-    mapped: Option<MmapedSafetensors>,
-}
-
-impl Backend {
-    fn find(&self, name: &str) -> Result<&Stored> {
-        match self.checkpoint.entries.get(name) {
-            Some(Entry::Stored(stored)) => Ok(stored),
-            Some(Entry::Unreadable { what, .. }) => Err(Error::msg(what)),
-            None => {
-                // The reader of a layer finds the hint as the context of the cause.
-                let missing = Error::CannotFindTensor { path: name.to_string() };
-                Err(missing.context(self.checkpoint.hint(name)).context(format!("[weights] {name} is missing")))
-            }
-        }
-    }
-
-    fn read(&self, name: &str, stored: &Stored, dtype: DType, device: &Device) -> Result<Tensor> {
-        let scale = if stored.dtype == DType::F8E4M3 && dtype != DType::F8E4M3 {
-            Some(self.scale(name, &stored.shape)?)
-        } else {
-            None
-        };
-        let view = self.mapped.as_ref().and_then(|mapped| mapped.get(name).ok());
-        stored.read(view.as_ref().map(|view| view.data()), scale.as_ref(), dtype, device)
-    }
-
-    fn scale(&self, weight: &str, shape: &[usize]) -> Result<Scale> {
-        let named = SCALES.map(|suffix| format!("{weight}{suffix}"));
-        let Some(name) = named.iter().find(|name| self.checkpoint.entries.contains_key(*name)) else {
-            bail!(
-                "{weight} is float8, and the file has no {} for it; a builder of F8E4M3 returns weights as stored",
-                named.join(" or ")
-            )
-        };
-        let stored = self.find(name)?;
-        let numbers = self.read(name, stored, DType::F32, &Device::Cpu)?;
-        match Scale::new(shape, &numbers)? {
-            Some(scale) => Ok(scale),
-            None => bail!(
-                "{weight} is float8 of shape {shape:?} and {name} has shape {:?}, expected one number, one for each row, or one for each block of 128 by 128",
-                stored.shape
-            ),
-        }
-    }
-}
-
-impl SimpleBackend for Backend {
-    fn get(&self, shape: Shape, name: &str, _: Init, dtype: DType, device: &Device) -> Result<Tensor> {
-        if let Some(got) = self.checkpoint.entries.get(name).and_then(Entry::shape)
-            && got != shape.dims()
-        {
-            let msg = format!("shape mismatch for {name}");
-            return Err(Error::UnexpectedShape { msg, expected: shape, got: got.into() }.bt());
-        }
-        self.read(name, self.find(name)?, dtype, device)
-    }
-
-    fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
-        self.read(name, self.find(name)?, dtype, device)
-    }
-
-    fn contains_tensor(&self, name: &str) -> bool {
-        self.checkpoint.contains(name)
     }
 }
 
@@ -405,41 +220,4 @@ fn shards(index: &Path) -> Result<Vec<PathBuf>> {
     let is_bin = index.file_name().is_some_and(|name| name.to_string_lossy().contains(".bin."));
     let parsed = ShardIndex::read(index, if is_bin { ".bin" } else { ".safetensors" }).map_err(fault)?;
     Ok(parsed.shards(None).map_err(fault)?.into_iter().map(|shard| index.with_file_name(shard)).collect())
-}
-
-/// Returns the prefix of a stack for the prefix `heads.{i}` of one of its heads, and any other prefix unchanged.
-fn without_head(prefix: &str) -> &str {
-    let Some((stack, _)) = prefix.rsplit_once('.').filter(|(_, head)| head.parse::<usize>().is_ok()) else {
-        return prefix;
-    };
-    match stack.strip_suffix("heads") {
-        Some("") => "",
-        Some(outer) => outer.strip_suffix('.').unwrap_or(prefix),
-        None => prefix,
-    }
-}
-
-/// Returns a key that sorts `layers.2` before `layers.10`.
-fn natural_order(prefix: &str) -> Vec<(u64, String)> {
-    prefix.split('.').map(|part| (part.parse().unwrap_or(u64::MAX), part.to_string())).collect()
-}
-
-/// Returns whether the config of a checkpoint names this layout: by `layout`, a key of this crate, or by an
-/// architecture whose packed rows are in an order that their names do not tell.
-fn names_layout(config: &Value, layout: WeightLayout) -> bool {
-    // nanoGPT saves `model_args`.
-    if config["model_args"]["n_head"].is_number() {
-        return layout == WeightLayout::Packed(PackedNaming::CAttn, QkvOrder::ByPart);
-    }
-    if let Some(spelling) = config["layout"].as_str() {
-        return spelling == layout.to_string();
-    }
-    let WeightLayout::Packed(_, order) = layout else { return false };
-    match config["model_type"].as_str() {
-        Some("bloom" | "falcon" | "gpt_bigcode" | "gpt_neox" | "RefinedWeb" | "RefinedWebModel") => {
-            order == QkvOrder::ByHead
-        }
-        Some("chatglm") => order == QkvOrder::ByPart,
-        _ => false,
-    }
 }

@@ -17,7 +17,7 @@ use zip::read::ZipFile;
 use zip::{CompressionMethod, ZipArchive};
 
 use super::pickle::{Id, MAX_NAME, Object, Pickle};
-use super::stored::{Entry, Stored, span};
+use super::stored::{Entry, StoredTensor, span};
 use candle_attention_modules::base::is_addressable;
 
 /// The largest number of bytes of all names and of the descriptions of unreadable tensors: several times the number of
@@ -28,12 +28,19 @@ const MAX_RANK: usize = 16;
 /// The largest number of calls around the call that makes a tensor. A parameter has one, a parameter of a subclass two.
 const MAX_WRAPPERS: usize = 16;
 
-/// Reads the tensors of a file by name, and `n_head` of the `model_args` that nanoGPT saves with its state dict. The
-/// names of a nested dict are `key.name`.
+/// The contents of a file.
+pub(super) struct Contents {
+    /// The tensors by name. The names of a nested dict are `key.name`.
+    pub entries: BTreeMap<String, Entry>,
+    /// `n_head` of the `model_args` that nanoGPT saves with its state dict.
+    pub n_head: Option<i64>,
+}
+
+/// Reads the contents of a file.
 ///
 /// # Errors
 /// For a file that is no such archive, or whose tensors reach beyond their storages.
-pub(super) fn entries(path: &Path) -> Result<(BTreeMap<String, Entry>, Option<i64>)> {
+pub(super) fn contents(path: &Path) -> Result<Contents> {
     let file = File::open(path)?;
     let file_len = file.metadata()?.len();
     let mut archive = ZipArchive::new(BufReader::new(file)).map_err(Error::msg)?;
@@ -46,15 +53,15 @@ pub(super) fn entries(path: &Path) -> Result<(BTreeMap<String, Entry>, Option<i6
         bail!("a zip archive with {} files named data.pkl, expected the one of torch.save", roots.len())
     };
     let root = root.clone();
-    if let Ok(order) = contents(&mut archive, &format!("{root}byteorder"))
+    if let Ok(order) = bytes_of(&mut archive, &format!("{root}byteorder"))
         && order != b"little"
     {
         bail!("byte order {:?}, expected \"little\"", String::from_utf8_lossy(&order))
     }
-    let pickle = contents(&mut archive, &format!("{root}data.pkl"))?;
+    let pickle = bytes_of(&mut archive, &format!("{root}data.pkl"))?;
     let pickle = Pickle::read(&pickle).map_err(|problem| Error::msg(format!("data.pkl: {problem}")))?;
     let mut reader = Reader { path: path.into(), archive, file_len, root, pickle, storages: HashMap::new() };
-    Ok((reader.state_dict()?, reader.n_head()))
+    Ok(Contents { entries: reader.state_dict()?, n_head: reader.n_head() })
 }
 
 /// The bytes of a storage in the file.
@@ -116,8 +123,8 @@ impl Reader {
                     Object::Dict(_) if seen.insert(value) => open.push((format!("{name}."), value)),
                     Object::Call { function, arguments } => {
                         let entry = self.entry(&name, *function, *arguments)?;
-                        if let Entry::Unreadable { what, .. } = &entry {
-                            names_len += what.len();
+                        if let Entry::Unreadable { problem, .. } = &entry {
+                            names_len += problem.len();
                         }
                         if tensors.insert(name.clone(), entry).is_some() {
                             bail!("the tensor {name} is in the file twice")
@@ -194,7 +201,7 @@ impl Reader {
         }
         let strides = (!Shape::from(shape.as_slice()).is_contiguous(&strides)).then_some(strides);
         let start = storage.start.saturating_add((offset as u64).saturating_mul(element as u64));
-        Ok(Entry::Stored(Stored { file: self.path.clone(), dtype, shape, strides, start, storage_len }))
+        Ok(Entry::Stored(StoredTensor { file: self.path.clone(), dtype, shape, strides, start, storage_len }))
     }
 
     /// Returns the class of a storage, which tells its dtype, and its name in the archive.
@@ -217,8 +224,8 @@ impl Reader {
     }
 
     fn unreadable(&self, name: &str, kind: &str) -> Entry {
-        let what = format!("{} has {name} as {kind}, which cannot be read", self.path.display());
-        Entry::Unreadable { shape: None, what }
+        let problem = format!("{} has {name} as {kind}, which cannot be read", self.path.display());
+        Entry::Unreadable { shape: None, problem }
     }
 
     fn storage(&mut self, key: &str) -> Result<Storage> {
@@ -254,7 +261,7 @@ impl Reader {
 }
 
 /// Reads a small file of the archive.
-fn contents(archive: &mut ZipArchive<BufReader<File>>, name: &str) -> Result<Vec<u8>> {
+fn bytes_of(archive: &mut ZipArchive<BufReader<File>>, name: &str) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
     uncompressed(archive, name)?.read_to_end(&mut bytes)?;
     Ok(bytes)

@@ -12,7 +12,7 @@ use safetensors::SafeTensorError;
 use safetensors::tensor::{Metadata, TensorInfo};
 use serde::Deserialize;
 
-use super::stored::{Entry, Stored};
+use super::stored::{Entry, StoredTensor};
 use candle_attention_modules::base::is_addressable;
 
 /// The largest header that the format allows.
@@ -62,9 +62,9 @@ pub(super) fn entries(path: &Path) -> Result<BTreeMap<String, Entry>> {
         }
         let entry = match DType::try_from(dtype) {
             Ok(DType::F4 | DType::F6E2M3 | DType::F6E3M2 | DType::F8E8M0) | Err(_) => {
-                Entry::Unreadable { shape: Some(shape), what: format!("unsupported safetensors dtype {dtype:?}") }
+                Entry::Unreadable { shape: Some(shape), problem: format!("unsupported safetensors dtype {dtype:?}") }
             }
-            Ok(dtype) => Entry::Stored(Stored {
+            Ok(dtype) => Entry::Stored(StoredTensor {
                 file: shared_path.clone(),
                 dtype,
                 storage_len: shape.iter().product(),

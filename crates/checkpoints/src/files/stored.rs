@@ -15,17 +15,17 @@ const CHUNK: usize = 1 << 20;
 /// The rows and columns of a block of a float8 weight that shares a scale, as in DeepSeek.
 const BLOCK: usize = 128;
 
-/// An entry of a file.
+/// A tensor that a file lists.
 #[derive(Debug, Clone)]
 pub(super) enum Entry {
     /// A tensor that can be read.
-    Stored(Stored),
+    Stored(StoredTensor),
     /// A tensor of a dtype or layout that Candle does not have. Reading it is an error.
     Unreadable {
         /// The shape, if the file has it.
         shape: Option<Vec<usize>>,
         /// The text of the error.
-        what: String,
+        problem: String,
     },
 }
 
@@ -38,15 +38,15 @@ impl Entry {
         }
     }
 
-    /// Returns whether it is a float8 tensor (E4M3).
+    /// Returns whether the tensor is float8 (E4M3).
     pub(super) fn is_float8(&self) -> bool {
         matches!(self, Self::Stored(stored) if stored.dtype == DType::F8E4M3)
     }
 }
 
-/// A tensor in a file.
+/// A tensor that can be read: its location in a file.
 #[derive(Debug, Clone)]
-pub(super) struct Stored {
+pub(super) struct StoredTensor {
     pub file: Arc<Path>,
     pub dtype: DType,
     pub shape: Vec<usize>,
@@ -58,7 +58,7 @@ pub(super) struct Stored {
     pub storage_len: usize,
 }
 
-impl Stored {
+impl StoredTensor {
     /// Reads the tensor as `dtype` on `device`, from the file or from `mapped`. A float8 tensor is multiplied by its
     /// scale.
     ///
@@ -71,7 +71,6 @@ impl Stored {
         device: &Device,
     ) -> Result<Tensor> {
         let count = self.shape.iter().product();
-        let own_dtype = self.dtype;
         let size = self.dtype.size_in_bytes();
         if count > self.storage_len {
             bail!(
@@ -85,16 +84,20 @@ impl Stored {
         }
         let result = Tensor::zeros(count, dtype, device)?;
         let mut elements = self.elements(mapped)?;
-        let step = scale.map_or(CHUNK, |scale| (CHUNK / scale.columns).max(1) * scale.columns).min(count.max(1));
-        let mut bytes = bytes(step * size)?;
-        for start in (0..count).step_by(step) {
-            let bytes = &mut bytes[..step.min(count - start) * size];
-            elements.read_exact(bytes).map_err(|error| self.unreadable(error))?;
-            let chunk = Tensor::from_raw_buffer(bytes, own_dtype, &[bytes.len() / size], &Device::Cpu)?;
-            let chunk = match scale {
-                Some(scale) => scale.apply(&chunk, start)?,
-                None => chunk,
-            };
+        // A scale is applied to whole rows.
+        let chunk_len = match scale {
+            Some(scale) => (CHUNK / scale.columns).max(1) * scale.columns,
+            None => CHUNK,
+        };
+        let chunk_len = chunk_len.min(count.max(1));
+        let mut buffer = zeroed(chunk_len * size)?;
+        for start in (0..count).step_by(chunk_len) {
+            let bytes = &mut buffer[..chunk_len.min(count - start) * size];
+            elements.read_exact(bytes).map_err(|error| self.read_error(error))?;
+            let mut chunk = Tensor::from_raw_buffer(bytes, self.dtype, &[bytes.len() / size], &Device::Cpu)?;
+            if let Some(scale) = scale {
+                chunk = scale.apply(&chunk, start)?;
+            }
             result.slice_set(&chunk.to_dtype(dtype)?.to_device(device)?, 0, start)?;
         }
         result.reshape(self.shape.as_slice())
@@ -105,24 +108,27 @@ impl Stored {
         if let Some(mapped) = mapped {
             return Ok(Box::new(mapped));
         }
-        let open = || -> std::io::Result<File> {
-            let mut file = File::open(&self.file)?;
-            file.seek(SeekFrom::Start(self.start))?;
-            Ok(file)
-        };
-        let mut file = open().map_err(|error| self.unreadable(error))?;
-        let size = self.dtype.size_in_bytes();
-        match (&self.strides, self.strides.as_deref().and_then(|strides| span(&self.shape, strides))) {
-            (Some(strides), Some(span)) => {
-                let mut view = bytes(span * size)?;
-                file.read_exact(&mut view).map_err(|error| self.unreadable(error))?;
-                Ok(Box::new(Cursor::new(gather(&view, size, &self.shape, strides)?)))
-            }
-            _ => Ok(Box::new(file)),
+        let mut file = self.open_at_start().map_err(|error| self.read_error(error))?;
+        if let Some(strides) = &self.strides
+            && let Some(span) = span(&self.shape, strides)
+        {
+            let size = self.dtype.size_in_bytes();
+            let mut view = zeroed(span * size)?;
+            file.read_exact(&mut view).map_err(|error| self.read_error(error))?;
+            return Ok(Box::new(Cursor::new(gather(&view, size, &self.shape, strides)?)));
         }
+        Ok(Box::new(file))
     }
 
-    fn unreadable(&self, error: std::io::Error) -> Error {
+    /// Opens the file at the first element.
+    fn open_at_start(&self) -> std::io::Result<File> {
+        let mut file = File::open(&self.file)?;
+        file.seek(SeekFrom::Start(self.start))?;
+        Ok(file)
+    }
+
+    /// Returns the error of a file that was opened and cannot be read.
+    fn read_error(&self, error: std::io::Error) -> Error {
         let file = self.file.display();
         Error::msg(match error.kind() {
             ErrorKind::UnexpectedEof => {
@@ -133,13 +139,19 @@ impl Stored {
     }
 }
 
-/// The scale of a float8 weight: element (i, j) is multiplied by `values[i / block[0]][j / block[1]]`.
+/// The numbers of rows and columns of a weight that share a scale.
+#[derive(Debug)]
+struct Block {
+    rows: usize,
+    columns: usize,
+}
+
+/// The scale of a float8 weight: element (i, j) is multiplied by `values[i / block.rows][j / block.columns]`.
 #[derive(Debug)]
 pub(super) struct Scale {
     /// The number of columns of the weight.
     columns: usize,
-    /// The number of rows and of columns that share a scale.
-    block: [usize; 2],
+    block: Block,
     /// The scales, one row of blocks after the other.
     values: Vec<Vec<f32>>,
 }
@@ -148,25 +160,29 @@ impl Scale {
     /// Returns a scale of one number, of one for each row, or of one for each block of 128 by 128; `None` for another
     /// shape.
     pub(super) fn new(weight: &[usize], scale: &Tensor) -> Result<Option<Self>> {
-        let (rows, columns) = match *weight {
-            [rows, columns] => (rows, columns),
-            _ => (1, weight.iter().product()),
-        };
-        let (grid, block) = match *scale.dims() {
-            _ if scale.elem_count() == 1 => ((1, 1), [rows, columns]),
-            [n] | [n, 1] if n == rows => ((n, 1), [1, columns]),
-            [n, m] if n == rows.div_ceil(BLOCK) && m == columns.div_ceil(BLOCK) => ((n, m), [BLOCK, BLOCK]),
+        let rows = if weight.len() == 2 { weight[0] } else { 1 };
+        let columns = if weight.len() == 2 { weight[1] } else { weight.iter().product() };
+        let block = match *scale.dims() {
+            _ if scale.elem_count() == 1 => Block { rows, columns },
+            [n] | [n, 1] if n == rows => Block { rows: 1, columns },
+            [n, m] if n == rows.div_ceil(BLOCK) && m == columns.div_ceil(BLOCK) => {
+                Block { rows: BLOCK, columns: BLOCK }
+            }
             _ => return Ok(None),
         };
-        let values = scale.to_dtype(DType::F32)?.reshape(grid)?.to_vec2()?;
-        Ok(Some(Self { columns: columns.max(1), block: block.map(|len| len.max(1)), values }))
+        // A list of scales is one column.
+        let grid_rows = scale.dims().first().copied().unwrap_or(1);
+        let grid_columns = if scale.rank() == 2 { scale.dims()[1] } else { 1 };
+        let values = scale.to_dtype(DType::F32)?.reshape((grid_rows, grid_columns))?.to_vec2()?;
+        let block = Block { rows: block.rows.max(1), columns: block.columns.max(1) };
+        Ok(Some(Self { columns: columns.max(1), block, values }))
     }
 
     /// Multiplies whole rows, in a flat tensor that begins with element `start`.
     fn apply(&self, chunk: &Tensor, start: usize) -> Result<Tensor> {
         let mut values: Vec<f32> = chunk.to_dtype(DType::F32)?.to_vec1()?;
         for (row, i) in values.chunks_mut(self.columns).zip(start / self.columns..) {
-            for (part, scale) in row.chunks_mut(self.block[1]).zip(&self.values[i / self.block[0]]) {
+            for (part, scale) in row.chunks_mut(self.block.columns).zip(&self.values[i / self.block.rows]) {
                 part.iter_mut().for_each(|x| *x *= scale);
             }
         }
@@ -186,11 +202,11 @@ pub(super) fn span(shape: &[usize], strides: &[usize]) -> Option<usize> {
 
 /// Returns the elements of a view without the gaps between them.
 fn gather(view: &[u8], size: usize, shape: &[usize], strides: &[usize]) -> Result<Vec<u8>> {
-    let mut gathered = bytes(shape.iter().product::<usize>() * size)?;
+    let mut gathered = zeroed(shape.iter().product::<usize>() * size)?;
     let mut index = vec![0; shape.len()];
     for element in gathered.chunks_exact_mut(size) {
-        let at: usize = index.iter().zip(strides).map(|(i, stride)| i * stride).sum();
-        element.copy_from_slice(&view[at * size..][..size]);
+        let offset: usize = index.iter().zip(strides).map(|(i, stride)| i * stride).sum();
+        element.copy_from_slice(&view[offset * size..][..size]);
         for (i, &dim) in index.iter_mut().zip(shape).rev() {
             *i += 1;
             if *i < dim {
@@ -202,7 +218,8 @@ fn gather(view: &[u8], size: usize, shape: &[usize], strides: &[usize]) -> Resul
     Ok(gathered)
 }
 
-fn bytes(len: usize) -> Result<Vec<u8>> {
+/// Returns `len` bytes of 0.
+fn zeroed(len: usize) -> Result<Vec<u8>> {
     match filled(&[len], 0) {
         Some(bytes) => Ok(bytes),
         None => bail!("{len} bytes do not fit in memory"),

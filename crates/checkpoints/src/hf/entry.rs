@@ -155,7 +155,8 @@ impl<'a> Entry<'a> {
         let Some(linear) = self.family.linear else { return Ok(()) };
         if linear.is_in(fields)? {
             return fields.fail(format!(
-                "layer {} has linear attention, expected a call of `linear_attention_config` or `load_linear_attention`",
+                "layer {} has linear attention, expected a call of `linear_attention_config` or \
+                 `load_linear_attention`",
                 fields.layer
             ));
         }
@@ -245,10 +246,15 @@ impl<'a> Entry<'a> {
     fn heads(&self, fields: &Fields) -> Result<MultiHeadAttentionConfig> {
         let Family { size_names, heads, .. } = self.family;
         let width = self.embed_dim(fields)?;
-        let (embed_dim, num_heads) = match &self.family.stages {
-            Some(stages) => (stages.width(fields, width)?, stages.num_heads(fields, size_names.num_heads)?),
-            None => (width, self.num_heads(fields)?),
-        };
+        let embed_dim;
+        let num_heads;
+        if let Some(stages) = &self.family.stages {
+            embed_dim = stages.width(fields, width)?;
+            num_heads = stages.num_heads(fields, size_names.num_heads)?;
+        } else {
+            embed_dim = width;
+            num_heads = self.num_heads(fields)?;
+        }
         let cfg = MultiHeadAttentionConfig::new(embed_dim, num_heads);
         if self.family.head_dim_follows || matches!(heads, Heads::Equal) {
             fields.agrees("head_dim", embed_dim / num_heads)?;
@@ -335,23 +341,21 @@ impl<'a> Entry<'a> {
         window: Option<usize>,
         cfg: MultiHeadAttentionConfig,
     ) -> Result<MultiHeadAttentionConfig> {
-        // The window of an encoder on each side; `None` inside means all keys.
-        let encoder = match self.family.mask {
-            Mask::Encoder => Some(window),
-            Mask::CausalIf(name) => (!fields.flag(name, false)?).then_some(window),
+        let is_decoder = match self.family.mask {
+            Mask::Encoder => false,
+            Mask::CausalIf(name) => fields.flag(name, false)?,
             Mask::CausalOrBidirectional if is_bidirectional(fields)? => {
                 fields.only("is_causal", true)?;
-                Some(window.map(|window| window / 2))
+                // Half of the window is on each side of the query.
+                let side = window.map(|window| window / 2);
+                return Ok(with_window_on_each_side(cfg.with_causal(false), side));
             }
-            Mask::Causal | Mask::CausalOrBidirectional => None,
+            Mask::Causal | Mask::CausalOrBidirectional => true,
         };
-        let causal = encoder.is_none() && fields.flag("is_causal", true)?;
-        let cfg = cfg.with_causal(causal);
-        Ok(match encoder.unwrap_or(window) {
-            Some(window) if causal => cfg.with_window(window),
-            Some(side) => cfg.with_local_window(side, side),
-            None => cfg,
-        })
+        if is_decoder && fields.flag("is_causal", true)? {
+            return Ok(with(cfg.with_causal(true), window, MultiHeadAttentionConfig::with_window));
+        }
+        Ok(with_window_on_each_side(cfg.with_causal(false), window))
     }
 
     /// Returns the layer whose keys and values one of the last `num_kv_shared_layers` layers reads: the last layer of
@@ -360,8 +364,8 @@ impl<'a> Entry<'a> {
         const SHARED: &str = "num_kv_shared_layers";
         let Some(default) = self.family.kv_shared_layers else { return Ok(None) };
         let shared = fields.count(SHARED, default)?;
-        let own = fields.num_layers.saturating_sub(shared);
-        if fields.layer < own {
+        let first_shared = fields.num_layers.saturating_sub(shared);
+        if fields.layer < first_shared {
             return Ok(None);
         }
         let mut other = fields.clone();
@@ -370,13 +374,21 @@ impl<'a> Entry<'a> {
             self.family.window.of(&other).map(|window| window.is_some())
         };
         let kind = is_windowed(fields.layer)?;
-        for earlier in (0..own).rev() {
+        for earlier in (0..first_shared).rev() {
             if is_windowed(earlier)? == kind {
                 return Ok(Some(earlier));
             }
         }
         let layer = fields.layer;
         fields.fail(format!("{SHARED} is {shared}, but no layer of the kind of layer {layer} comes before these"))
+    }
+}
+
+/// Sets a window of this many keys on each side of a query; `None` means all keys.
+fn with_window_on_each_side(cfg: MultiHeadAttentionConfig, side: Option<usize>) -> MultiHeadAttentionConfig {
+    match side {
+        Some(side) => cfg.with_local_window(side, side),
+        None => cfg,
     }
 }
 

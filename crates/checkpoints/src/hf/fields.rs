@@ -6,7 +6,7 @@ use candle_core::{Result, bail};
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
-/// Other names of fields: (other, own), as `attribute_map` in transformers.
+/// Other names of fields: (alias, field), as `attribute_map` in transformers.
 pub(super) type Aliases = &'static [(&'static str, &'static str)];
 
 static EMPTY: LazyLock<Map<String, Value>> = LazyLock::new(Map::new);
@@ -24,7 +24,7 @@ pub(super) struct Fields<'a> {
     within: String,
     object: &'a Map<String, Value>,
     /// The fields of this layer alone, which override the others.
-    own: Option<&'a Map<String, Value>>,
+    overrides: Option<&'a Map<String, Value>>,
     aliases: Vec<(&'static str, &'static str)>,
 }
 
@@ -34,7 +34,7 @@ impl<'a> Fields<'a> {
         object: &'a Map<String, Value>,
         aliases: Vec<(&'static str, &'static str)>,
     ) -> Self {
-        Self { model, layer: 0, num_layers: 0, within: String::new(), object, own: None, aliases }
+        Self { model, layer: 0, num_layers: 0, within: String::new(), object, overrides: None, aliases }
     }
 
     /// Returns the object in a field; `None` where it is absent, null or empty.
@@ -61,15 +61,16 @@ impl<'a> Fields<'a> {
     /// Returns the fields of a layer, with those that `per_layer_config` has for it.
     pub(super) fn of(self, layer: usize, num_layers: usize) -> Result<Self> {
         const NAME: &str = "per_layer_config";
-        let mut of_layer = None;
-        for (key, own) in self.object(NAME)?.iter().flat_map(|layers| layers.object) {
-            match (key.parse::<usize>(), own) {
-                (Ok(of), Value::Object(own)) if of == layer => of_layer = Some(own),
-                (Ok(_), Value::Object(_)) => {}
-                _ => return self.fail(format!("{NAME} has {key}: {own}, expected a layer's number and an object")),
+        let mut overrides = None;
+        for (key, value) in self.object(NAME)?.iter().flat_map(|layers| layers.object) {
+            let (Ok(number), Value::Object(object)) = (key.parse::<usize>(), value) else {
+                return self.fail(format!("{NAME} has {key}: {value}, expected a layer's number and an object"));
+            };
+            if number == layer {
+                overrides = Some(object);
             }
         }
-        Ok(Self { layer, num_layers, own: of_layer, ..self })
+        Ok(Self { layer, num_layers, overrides, ..self })
     }
 
     pub(super) fn fail<T>(&self, message: impl std::fmt::Display) -> Result<T> {
@@ -82,10 +83,10 @@ impl<'a> Fields<'a> {
 
     /// Returns the value, which may be null.
     fn raw(&self, name: &str) -> Option<&'a Value> {
-        let aliases = self.aliases.iter().filter(|(_, own)| *own == name).map(|(other, _)| *other);
+        let aliases = self.aliases.iter().filter(|(_, field)| *field == name).map(|(alias, _)| *alias);
         let mut names = aliases.chain([name]);
-        if let Some(own) = self.own
-            && let Some(value) = names.clone().find_map(|spelling| own.get(spelling))
+        if let Some(overrides) = self.overrides
+            && let Some(value) = names.clone().find_map(|spelling| overrides.get(spelling))
         {
             return Some(value);
         }

@@ -140,8 +140,8 @@ fn by_channel(embed_dim: usize, sizes: &ByChannel, eps: f64) -> Config {
 
 /// Reads Kimi Linear's sizes: from `linear_attn_config`, as published, or next to it, as transformers saves them.
 fn kimi(fields: &Fields, Sizes { embed_dim, num_heads }: Sizes) -> Result<Config> {
-    let own = fields.section("linear_attn_config")?;
-    let size = |name, outer, default| own.get_or(name, fields.get_or(outer, default)?);
+    let section = fields.section("linear_attn_config")?;
+    let size = |name, outer, default| section.get_or(name, fields.get_or(outer, default)?);
     let sizes = ByChannel {
         head_dim: size("head_dim", HEAD_DIM, 128)?,
         num_heads: size("num_heads", NUM_HEADS, num_heads)?,
@@ -153,10 +153,10 @@ fn kimi(fields: &Fields, Sizes { embed_dim, num_heads }: Sizes) -> Result<Config
 
 /// Reads Kimi Linear's fields, and GLM 5's bound of decays.
 fn glm5(fields: &Fields, sizes: Sizes) -> Result<Config> {
-    let own = fields.section("linear_attn_config")?;
+    let section = fields.section("linear_attn_config")?;
     let bound = fields.nullable("linear_lower_bound", Some(-5.0))?;
-    let bound = own.nullable("gate_lower_bound", bound)?;
-    let is_safe = fields.has("linear_attn_config") && own.flag("safe_gate", true)?;
+    let bound = section.nullable("gate_lower_bound", bound)?;
+    let is_safe = fields.has("linear_attn_config") && section.flag("safe_gate", true)?;
     let cfg = kimi(fields, sizes)?;
     Ok(with(cfg, bound.or(is_safe.then_some(-5.0)), Config::with_decay_lower_bound))
 }

@@ -48,20 +48,20 @@ pub(super) fn bigcode_key_heads(fields: &Fields, num_heads: usize) -> Result<usi
     Ok(key_heads)
 }
 
-/// Returns whether OLMo Hybrid has rotary positions: unless their base is null, as published.
+/// Returns whether OLMo Hybrid has rotary positions. The published models have none: their base is null.
 pub(super) fn has_theta(fields: &Fields) -> Result<bool> {
     let theta = fields.nullable("rope_theta", Some(1.0))?;
     let theta_of_parameters = fields.section("rope_parameters")?.nullable("rope_theta", Some(1.0))?;
     Ok(theta.is_some() && theta_of_parameters.is_some())
 }
 
-/// Returns whether Falcon has rotary positions: unless it has ALiBi.
+/// Returns whether Falcon has rotary positions, which it has if it has no ALiBi.
 pub(super) fn has_no_alibi(fields: &Fields) -> Result<bool> {
     Ok(!fields.flag("alibi", false)?)
 }
 
-/// Returns whether a layer of Muse Glimmer has rotary positions: those that attend to all keys have none, nor have
-/// those with a base of 0.
+/// Returns whether a layer of Muse Glimmer has rotary positions. Layers that attend to all keys have none. A base of 0
+/// means none too.
 pub(super) fn muse_rotary(fields: &Fields) -> Result<bool> {
     Ok(match fields.of_layer("layer_rope_theta")? {
         Some(theta) => theta.as_f64() != Some(0.0),
@@ -103,29 +103,31 @@ pub(super) fn layer_norm_of_output(fields: &Fields, cfg: Config) -> Result<Confi
 
 /// Reads `attn_config` of DBRX.
 pub(super) fn dbrx(fields: &Fields, cfg: Config) -> Result<Config> {
-    let own = fields.section("attn_config")?;
-    let cfg = cfg.with_dropout(own.optional("attn_pdrop")?.unwrap_or(0.0));
+    let attn_config = fields.section("attn_config")?;
+    let mut cfg = cfg.with_dropout(attn_config.optional("attn_pdrop")?.unwrap_or(0.0));
     // As published, `attn_config` has the base.
-    let cfg = match (fields.object("rope_parameters")?, own.optional("rope_theta")?) {
-        (None, Some(base)) => cfg.with_rope(RopeConfig::new(base)),
-        _ => cfg,
-    };
-    clipped(&own, cfg)
+    let base = attn_config.optional("rope_theta")?;
+    if fields.object("rope_parameters")?.is_none()
+        && let Some(base) = base
+    {
+        cfg = cfg.with_rope(RopeConfig::new(base));
+    }
+    clipped(&attn_config, cfg)
 }
 
 /// Reads `attn_config` of MPT, and refuses options that the model's first implementation has and transformers ignores.
 pub(super) fn mpt(fields: &Fields, cfg: Config) -> Result<Config> {
-    let own = fields.section("attn_config")?;
-    own.only("attn_type", "multihead_attention")?;
-    own.only("alibi", true)?;
+    let attn_config = fields.section("attn_config")?;
+    attn_config.only("attn_type", "multihead_attention")?;
+    attn_config.only("alibi", true)?;
     for name in ["prefix_lm", "qk_ln", "attn_uses_sequence_id"] {
-        own.only(name, false)?;
+        attn_config.only(name, false)?;
     }
-    own.only("alibi_bias_max", 8)?;
-    let cfg = cfg.with_alibi(AlibiConfig::Standard).with_dropout(own.get_or("attn_pdrop", 0.0)?);
+    attn_config.only("alibi_bias_max", 8)?;
+    let cfg = cfg.with_alibi(AlibiConfig::Standard).with_dropout(attn_config.get_or("attn_pdrop", 0.0)?);
     // transformers treats 0 as absent.
-    let cfg = with(cfg, own.optional("clip_qkv")?.filter(|&clip| clip != 0.0), Config::with_clip_qkv);
-    Ok(with(cfg, own.optional("softmax_scale")?, Config::with_scale))
+    let cfg = with(cfg, attn_config.optional("clip_qkv")?.filter(|&clip| clip != 0.0), Config::with_clip_qkv);
+    Ok(with(cfg, attn_config.optional("softmax_scale")?, Config::with_scale))
 }
 
 /// Reads `scale_attn_weights` and `scale_attn_by_inverse_layer_idx` of GPT-2.
@@ -168,19 +170,19 @@ pub(super) fn minimax_rotary(fields: &Fields, cfg: Config) -> Result<Config> {
 
 /// Refuses Phi-MoE's own kind of scaling of rotary positions.
 pub(super) fn no_scaling(fields: &Fields, cfg: Config) -> Result<Config> {
-    match is_scaled(&cfg) {
-        true => fields.fail("the model's own kind of scaling of rotary positions is not supported"),
-        false => Ok(cfg),
+    if is_scaled(&cfg) {
+        return fields.fail("the model's own kind of scaling of rotary positions is not supported");
     }
+    Ok(cfg)
 }
 
 /// Refuses a scaling for some layers of Molmo 2.
 pub(super) fn molmo_scaling(fields: &Fields, cfg: Config) -> Result<Config> {
-    let listed = fields.optional::<Vec<usize>>("rope_scaling_layers")?;
-    match listed.is_some_and(|listed| is_scaled(&cfg) && !listed.contains(&fields.layer)) {
-        true => fields.fail("rope_scaling_layers has some layers only, which is not supported"),
-        false => Ok(cfg),
+    let scaled_layers = fields.optional::<Vec<usize>>("rope_scaling_layers")?;
+    if scaled_layers.is_some_and(|layers| is_scaled(&cfg) && !layers.contains(&fields.layer)) {
+        return fields.fail("rope_scaling_layers has some layers only, which is not supported");
     }
+    Ok(cfg)
 }
 
 fn is_scaled(cfg: &Config) -> bool {
@@ -212,11 +214,14 @@ pub(super) fn llama4(fields: &Fields, cfg: Config) -> Result<Config> {
             ));
         }
     };
-    let cfg = match (is_chunked, fields.nullable("attention_chunk_size", Some(8192))?) {
-        (true, Some(chunk)) => cfg.with_chunk(chunk),
-        (true, None) => return fields.fail("a layer has chunked_attention, but attention_chunk_size is not given"),
-        (false, _) => cfg,
-    };
+    let chunk = fields.nullable("attention_chunk_size", Some(8192))?;
+    let mut cfg = cfg;
+    if is_chunked {
+        let Some(chunk) = chunk else {
+            return fields.fail("a layer has chunked_attention, but attention_chunk_size is not given");
+        };
+        cfg = cfg.with_chunk(chunk);
+    }
     if rotates && fields.flag("use_qk_norm", true)? {
         let eps = fields.get_or("rms_norm_eps", 1e-5)?;
         let norm = QkNorm { kind: QkNormKind::RmsNoWeight, scope: QkNormScope::PerHead, eps };
@@ -251,7 +256,8 @@ pub(super) fn attention_temperature(fields: &Fields, cfg: Config) -> Result<Conf
 /// Reads `gating` of Laguna, and the heads of each layer in `num_attention_heads_per_layer`.
 pub(super) fn laguna(fields: &Fields, cfg: Config) -> Result<Config> {
     let per_head = fields.get("gating").is_none_or(|gating| *gating == true || *gating == "per-head");
-    let gate = OutputGate { activation: GateActivation::Softplus, ..if per_head { GATE_OF_HEADS } else { GATE } };
+    let sigmoid_gate = if per_head { GATE_OF_HEADS } else { GATE };
+    let gate = OutputGate { activation: GateActivation::Softplus, ..sigmoid_gate };
     let heads = match fields.of_layer("num_attention_heads_per_layer")? {
         None => cfg.num_heads(),
         Some(heads) => match heads.as_u64().and_then(|heads| usize::try_from(heads).ok()) {
@@ -288,24 +294,24 @@ pub(super) fn step3p5(fields: &Fields, cfg: Config) -> Result<Config> {
 pub(super) fn gemma4_full(fields: &Fields, cfg: Config) -> Result<Config> {
     let keys_as_values = fields.flag("attention_k_eq_v", false)?;
     let key_heads = fields.optional("num_global_key_value_heads")?.filter(|_| keys_as_values);
-    let cfg = widened(fields, cfg, key_heads)?;
+    let cfg = with_full_heads(fields, cfg, key_heads)?;
     Ok(if keys_as_values && is_full(&cfg) { cfg.with_kv_sharing(KvSharing::KeysAsValues) } else { cfg })
 }
 
-/// Reads the heads of such layers of Gemma's diffusion model, whose keys are always values.
+/// Reads the heads of the layers of Gemma's diffusion model that attend to all keys. Their keys are always values.
 pub(super) fn diffusion_gemma_full(fields: &Fields, cfg: Config) -> Result<Config> {
-    let cfg = widened(fields, cfg, fields.optional("num_global_key_value_heads")?)?;
+    let cfg = with_full_heads(fields, cfg, fields.optional("num_global_key_value_heads")?)?;
     Ok(if is_full(&cfg) { cfg.with_kv_sharing(KvSharing::KeysAsValues) } else { cfg })
 }
 
-/// Reads the heads of such layers of EmbeddingGemma 2, whose keys are never values.
+/// Reads the heads of the layers of EmbeddingGemma 2 that attend to all keys. Their keys are never values.
 pub(super) fn embedding_gemma_full(fields: &Fields, cfg: Config) -> Result<Config> {
     let key_heads = fields.get_or("num_global_key_value_heads", 1)?;
-    widened(fields, cfg, Some(key_heads))
+    with_full_heads(fields, cfg, Some(key_heads))
 }
 
 /// Sets the heads of layers that attend to all keys, unless the config has the heads of each layer.
-fn widened(fields: &Fields, cfg: Config, key_heads: Option<usize>) -> Result<Config> {
+fn with_full_heads(fields: &Fields, cfg: Config, key_heads: Option<usize>) -> Result<Config> {
     if !is_full(&cfg) || fields.has("per_layer_config") {
         return Ok(cfg);
     }
@@ -335,10 +341,10 @@ pub(super) fn equal_heads(fields: &Fields, cfg: Config) -> Result<Config> {
 
 /// Sets the width of values of MobileBERT, which may be projected from a wider input than queries and keys.
 pub(super) fn mobilebert_values(fields: &Fields, cfg: Config) -> Result<Config> {
-    Ok(match fields.flag("use_bottleneck_attention", false)? {
-        true => cfg,
-        false => cfg.with_vdim(fields.get_or("hidden_size", 512)?),
-    })
+    if fields.flag("use_bottleneck_attention", false)? {
+        return Ok(cfg);
+    }
+    Ok(cfg.with_vdim(fields.get_or("hidden_size", 512)?))
 }
 
 /// Sets the width of the images that a Q-Former attends to, in every `cross_attention_frequency`-th layer.

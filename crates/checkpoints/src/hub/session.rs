@@ -58,13 +58,13 @@ enum Cached {
 impl<'a> Session<'a> {
     /// Reads the environment and, online, creates a client of hf-hub. It makes no request.
     pub(super) fn open(model: &'a HubModel) -> Result<Self> {
-        let own = model.settings.clone();
+        let requested = model.settings.clone();
         let mut settings = Settings::read(|name| std::env::var(name).ok(), std::env::home_dir())?;
-        settings.hides_progress |= own.hides_progress;
-        settings.endpoint = own.endpoint.or(settings.endpoint);
-        settings.token = own.token.or(settings.token);
-        settings.offline = settings.offline.or(own.offline);
-        let Some(cache_dir) = own.cache_dir.or(settings.cache_dir.take()) else {
+        settings.hides_progress |= requested.hides_progress;
+        settings.endpoint = requested.endpoint.or(settings.endpoint);
+        settings.token = requested.token.or(settings.token);
+        settings.offline = settings.offline.or(requested.offline);
+        let Some(cache_dir) = requested.cache_dir.or(settings.cache_dir.take()) else {
             return Err(Error::Msg(format!("[hub] {model}: there is no home folder for the cache; set HF_HOME")));
         };
         let hub = if settings.offline.is_some() { None } else { Some(Hub::open(model, &settings, &cache_dir)?) };
@@ -178,7 +178,8 @@ impl<'a> Session<'a> {
                 Ok((true, _)) => format!("{endpoint}/{id} has no revision {revision}, or not this file in it"),
                 Ok((false, _)) => format!("{endpoint} has no model {id}; check the id"),
                 _ => format!(
-                    "{endpoint} has no model {id} that may be read, or no revision {revision}; check both, and for a private model set HF_TOKEN"
+                    "{endpoint} has no model {id} that may be read, or no revision {revision}; check both, and for a \
+                     private model set HF_TOKEN"
                 ),
             }
         };
@@ -197,7 +198,8 @@ impl<'a> Session<'a> {
             Failure::NoAnswer(waited) => return unreachable(format!("no answer from {endpoint} in {waited:?}")),
             Failure::Stalled { bytes, waited } => {
                 return format!(
-                    "the download from {endpoint} stalled for {waited:?} after {bytes} bytes; try again (HF_HUB_DOWNLOAD_TIMEOUT sets the limit in seconds)"
+                    "the download from {endpoint} stalled for {waited:?} after {bytes} bytes; try again \
+                     (HF_HUB_DOWNLOAD_TIMEOUT sets the limit in seconds)"
                 );
             }
             Failure::Broken(why) => return why.clone(),
@@ -208,13 +210,16 @@ impl<'a> Session<'a> {
                 let status = context.status.as_u16();
                 match context.error_code.as_deref() {
                     Some("GatedRepo") => format!(
-                        "the model is gated ({status}); accept its terms at {endpoint}/{id}, then set HF_TOKEN to a token of that account"
+                        "the model is gated ({status}); accept its terms at {endpoint}/{id}, then set HF_TOKEN to a \
+                         token of that account"
                     ),
                     Some("RepoNotFound") | None if status == 401 => format!(
-                        "{endpoint} answered 401: there is no such model, or it is private, or HF_TOKEN is not valid; check the id, and set HF_TOKEN to a token that may read it"
+                        "{endpoint} answered 401: there is no such model, or it is private, or HF_TOKEN is not valid; \
+                         check the id, and set HF_TOKEN to a token that may read it"
                     ),
                     code => format!(
-                        "{endpoint} answered {status}{}: HF_TOKEN is missing or may not read it; set it to a token that may",
+                        "{endpoint} answered {status}{}: HF_TOKEN is missing or may not read it; set it to a token \
+                         that may",
                         in_brackets(code)
                     ),
                 }

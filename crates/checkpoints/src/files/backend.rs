@@ -1,0 +1,81 @@
+//! A builder's source of tensors over a checkpoint.
+
+use candle_core::safetensors::MmapedSafetensors;
+use candle_core::{DType, Device, Error, Result, Shape, Tensor, bail};
+use candle_nn::Init;
+use candle_nn::var_builder::SimpleBackend;
+
+use super::Checkpoint;
+use super::stored::{Entry, Scale, StoredTensor};
+use candle_attention_modules::base::SCALES;
+
+/// Reads a checkpoint's tensors for a `VarBuilder`.
+pub(super) struct Backend {
+    pub checkpoint: Checkpoint,
+    /// The safetensors files, if they are mapped into memory.
+    pub mapped: Option<MmapedSafetensors>,
+}
+
+impl Backend {
+    fn find(&self, name: &str) -> Result<&StoredTensor> {
+        match self.checkpoint.entries.get(name) {
+            Some(Entry::Stored(stored)) => Ok(stored),
+            Some(Entry::Unreadable { problem, .. }) => Err(Error::msg(problem)),
+            None => {
+                // The reader of a layer finds the hint as the context of the cause.
+                let missing = Error::CannotFindTensor { path: name.to_string() };
+                Err(missing.context(self.checkpoint.hint(name)).context(format!("[weights] {name} is missing")))
+            }
+        }
+    }
+
+    fn read(&self, name: &str, stored: &StoredTensor, dtype: DType, device: &Device) -> Result<Tensor> {
+        let scale = if stored.dtype == DType::F8E4M3 && dtype != DType::F8E4M3 {
+            Some(self.scale(name, &stored.shape)?)
+        } else {
+            None
+        };
+        let view = self.mapped.as_ref().and_then(|mapped| mapped.get(name).ok());
+        stored.read(view.as_ref().map(|view| view.data()), scale.as_ref(), dtype, device)
+    }
+
+    fn scale(&self, weight: &str, shape: &[usize]) -> Result<Scale> {
+        let named = SCALES.map(|suffix| format!("{weight}{suffix}"));
+        let Some(name) = named.iter().find(|name| self.checkpoint.entries.contains_key(*name)) else {
+            bail!(
+                "{weight} is float8, and the file has no {} for it; a builder of F8E4M3 returns weights as stored",
+                named.join(" or ")
+            )
+        };
+        let stored = self.find(name)?;
+        let numbers = self.read(name, stored, DType::F32, &Device::Cpu)?;
+        match Scale::new(shape, &numbers)? {
+            Some(scale) => Ok(scale),
+            None => bail!(
+                "{weight} is float8 of shape {shape:?} and {name} has shape {:?}, expected one number, one for each \
+                 row, or one for each block of 128 by 128",
+                stored.shape
+            ),
+        }
+    }
+}
+
+impl SimpleBackend for Backend {
+    fn get(&self, shape: Shape, name: &str, _: Init, dtype: DType, device: &Device) -> Result<Tensor> {
+        if let Some(got) = self.checkpoint.entries.get(name).and_then(Entry::shape)
+            && got != shape.dims()
+        {
+            let msg = format!("shape mismatch for {name}");
+            return Err(Error::UnexpectedShape { msg, expected: shape, got: got.into() }.bt());
+        }
+        self.read(name, self.find(name)?, dtype, device)
+    }
+
+    fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
+        self.read(name, self.find(name)?, dtype, device)
+    }
+
+    fn contains_tensor(&self, name: &str) -> bool {
+        self.checkpoint.contains(name)
+    }
+}

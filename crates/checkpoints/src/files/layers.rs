@@ -1,0 +1,180 @@
+//! The attention layers of a checkpoint: where they are, their layouts and their configs.
+
+use candle_core::{Result, bail};
+use serde_json::Value;
+
+use super::Checkpoint;
+use super::infer::infer_config;
+use super::stored::Entry;
+use candle_attention_core::MultiHeadAttentionConfig;
+use candle_attention_core::internal::{TensorSource, detect_with, query_weights};
+use candle_attention_core::weights::{PackedNaming, QkvOrder, WeightLayout};
+use candle_attention_modules::base::edits;
+
+impl Checkpoint {
+    /// Returns the prefixes below which there is an attention layer, numbers in their natural order. The root is "".
+    #[must_use]
+    pub fn attention_layers(&self) -> Vec<String> {
+        let mut suffixes = Vec::from_iter(query_weights());
+        // A name that ends with another comes before it.
+        suffixes.sort_by_key(|name| std::cmp::Reverse(name.len()));
+        let prefix_of = |name: &str| {
+            for suffix in &suffixes {
+                if let Some(prefix) = name.strip_suffix(suffix.as_str())
+                    && (prefix.is_empty() || prefix.ends_with('.'))
+                {
+                    return Some(without_head(prefix.trim_end_matches('.')).to_string());
+                }
+            }
+            None
+        };
+        let mut prefixes: Vec<_> = self.shapes().filter_map(|(name, _)| prefix_of(name)).collect();
+        prefixes.sort_by_key(|prefix| natural_order(prefix));
+        prefixes.dedup();
+        prefixes
+    }
+
+    /// Detects the layout below a prefix as [`WeightLayout::detect`] does, from the names and shapes alone. Where they
+    /// allow two readings, the checkpoint's own config decides, if it can: the `model_args` that nanoGPT saves with its
+    /// weights, or the `config.json` next to the files, by its `model_type` or by `layout`.
+    ///
+    /// # Errors
+    /// As [`WeightLayout::detect`].
+    pub fn detect(&self, prefix: &str) -> Result<WeightLayout> {
+        detect_with(&LayerTensors { checkpoint: self, prefix: prefix.to_string() }, |layout| {
+            names_layout(&self.config, layout)
+        })
+    }
+
+    /// Infers the config of the layer below a prefix from its shapes: widths, key heads, biases, output projection;
+    /// and, where a causal `mask` buffer (T, T) was saved with the layer, causality and the context length. `num_heads`
+    /// has to be given, except for a stack of heads, which can be counted, and for nanoGPT's checkpoints, which have
+    /// it.
+    ///
+    /// # Errors
+    /// If a tensor is missing, or the shapes do not fit `num_heads`.
+    pub fn infer_config(
+        &self,
+        prefix: &str,
+        layout: WeightLayout,
+        num_heads: Option<usize>,
+    ) -> Result<MultiHeadAttentionConfig> {
+        let saved = || self.config["model_args"]["n_head"].as_u64().and_then(|heads| heads.try_into().ok());
+        let tensors = LayerTensors { checkpoint: self, prefix: prefix.to_string() };
+        infer_config(&tensors, layout, num_heads.or_else(saved))
+    }
+
+    /// Returns the end of an error about a missing tensor: the layers of the checkpoint, or the names next to the
+    /// missing one, the most similar first.
+    pub(super) fn hint(&self, missing: &str) -> String {
+        let mut parent = missing;
+        let mut names = Vec::new();
+        while names.is_empty()
+            && let Some((outer, _)) = parent.rsplit_once('.')
+        {
+            parent = outer;
+            names = self.names_below(parent);
+        }
+        if names.is_empty() {
+            let layers = self.attention_layers();
+            if layers.first().is_some_and(|layer| !layer.is_empty()) {
+                return format!("attention weights are below {}", listed(&layers));
+            }
+            parent = "";
+            names = self.names_below(parent);
+        }
+        let last = &missing[parent.len()..];
+        names.sort_by_cached_key(|name| edits(last, &name[parent.len()..]));
+        if names.is_empty() { "the file has no tensors".to_string() } else { format!("there are {}", listed(&names)) }
+    }
+
+    /// Returns the names of all tensors below a prefix, which may be empty.
+    fn names_below(&self, prefix: &str) -> Vec<&str> {
+        let is_below = |name: &str| name.strip_prefix(prefix).is_some_and(|rest| rest.starts_with('.'));
+        self.entries.keys().map(String::as_str).filter(|name| prefix.is_empty() || is_below(name)).collect()
+    }
+}
+
+/// The tensors below a prefix of a checkpoint. Names and shapes come from the headers of the files.
+struct LayerTensors<'a> {
+    checkpoint: &'a Checkpoint,
+    prefix: String,
+}
+
+impl LayerTensors<'_> {
+    fn full_name(&self, name: &str) -> String {
+        if self.prefix.is_empty() { name.to_string() } else { format!("{}.{name}", self.prefix) }
+    }
+}
+
+impl TensorSource for LayerTensors<'_> {
+    fn prefix(&self) -> String {
+        self.prefix.clone()
+    }
+
+    fn at(&self, prefix: &str) -> Self {
+        Self { checkpoint: self.checkpoint, prefix: prefix.to_string() }
+    }
+
+    fn contains(&self, name: &str) -> bool {
+        self.checkpoint.contains(&self.full_name(name))
+    }
+
+    fn shape(&self, name: &str) -> Result<Vec<usize>> {
+        let name = self.full_name(name);
+        match self.checkpoint.entries.get(&name) {
+            None => bail!("[weights] {name} is missing; {}", self.checkpoint.hint(&name)),
+            Some(Entry::Stored(stored)) => Ok(stored.shape.clone()),
+            Some(Entry::Unreadable { shape: Some(shape), .. }) => Ok(shape.clone()),
+            Some(Entry::Unreadable { shape: None, problem }) => bail!("[weights] {name}: {problem}"),
+        }
+    }
+
+    fn hint(&self, missing: &str) -> Result<Option<String>> {
+        Ok(Some(self.checkpoint.hint(&self.full_name(missing))))
+    }
+}
+
+/// Returns the first few names of a list, and their number.
+fn listed<S: AsRef<str>>(names: &[S]) -> String {
+    let first: Vec<_> = names.iter().take(4).map(|name| format!("{:?}", name.as_ref())).collect();
+    let more = if names.len() > 4 { format!(", .. ({} in all)", names.len()) } else { String::new() };
+    format!("{}{more}", first.join(", "))
+}
+
+/// Returns the prefix of a stack for the prefix `heads.{i}` of one of its heads, and any other prefix unchanged.
+fn without_head(prefix: &str) -> &str {
+    let Some((stack, _)) = prefix.rsplit_once('.').filter(|(_, head)| head.parse::<usize>().is_ok()) else {
+        return prefix;
+    };
+    match stack.strip_suffix("heads") {
+        Some("") => "",
+        Some(outer) => outer.strip_suffix('.').unwrap_or(prefix),
+        None => prefix,
+    }
+}
+
+/// Returns a key that sorts `layers.2` before `layers.10`.
+fn natural_order(prefix: &str) -> Vec<(u64, String)> {
+    prefix.split('.').map(|part| (part.parse().unwrap_or(u64::MAX), part.to_string())).collect()
+}
+
+/// Returns whether the config of a checkpoint names this layout: by `layout`, a key of this crate, or by an
+/// architecture whose packed rows are in an order that their names do not tell.
+fn names_layout(config: &Value, layout: WeightLayout) -> bool {
+    // nanoGPT saves `model_args`.
+    if config["model_args"]["n_head"].is_number() {
+        return layout == WeightLayout::Packed(PackedNaming::CAttn, QkvOrder::ByPart);
+    }
+    if let Some(spelling) = config["layout"].as_str() {
+        return spelling == layout.to_string();
+    }
+    let WeightLayout::Packed(_, order) = layout else { return false };
+    match config["model_type"].as_str() {
+        Some("bloom" | "falcon" | "gpt_bigcode" | "gpt_neox" | "RefinedWeb" | "RefinedWebModel") => {
+            order == QkvOrder::ByHead
+        }
+        Some("chatglm") => order == QkvOrder::ByPart,
+        _ => false,
+    }
+}
