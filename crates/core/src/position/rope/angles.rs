@@ -10,7 +10,8 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use candle_core::{Device, Result, Tensor, bail};
 use rayon::prelude::*;
 
-use super::config::{Pair, RopeConfig, RopeScaling};
+use super::config::{Pair, RopeConfig};
+use super::scaling::RopeScaling;
 use super::{RotaryEmbedding, Rotation};
 use crate::position::{Latest, Positions, latest};
 
@@ -27,23 +28,37 @@ pub(super) struct Angles {
     pub sin: Vec<f32>,
     pub half: usize,
     /// Copies on devices.
-    copies: Mutex<Vec<[Tensor; 2]>>,
+    copies: Mutex<Vec<AngleTensors>>,
+}
+
+/// Cosines and sines on a device, (rows, r/2) each.
+#[derive(Debug, Clone)]
+pub(super) struct AngleTensors {
+    pub cos: Tensor,
+    pub sin: Tensor,
+}
+
+/// The r/2 cosines and sines of one position.
+#[derive(Clone, Copy)]
+pub(super) struct AngleRow<'a> {
+    pub cos: &'a [f32],
+    pub sin: &'a [f32],
 }
 
 impl Angles {
     /// Returns angles whose rows have `half` cosines and sines.
-    pub fn given(cos: Vec<f32>, sin: Vec<f32>, half: usize) -> Self {
+    pub fn new(cos: Vec<f32>, sin: Vec<f32>, half: usize) -> Self {
         Self { cos, sin, half, copies: Mutex::default() }
     }
 
-    /// Returns both on a device, (rows, r/2) each in f32. They are copied there once.
-    pub fn on(&self, device: &Device) -> Result<[Tensor; 2]> {
+    /// Returns both on a device, in f32. They are copied there once.
+    pub fn on(&self, device: &Device) -> Result<AngleTensors> {
         let mut copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(copy) = copies.iter().find(|[cos, _]| cos.device().location() == device.location()) {
+        if let Some(copy) = copies.iter().find(|copy| copy.cos.device().location() == device.location()) {
             return Ok(copy.clone());
         }
         let copied = |entries: &[f32]| Tensor::from_slice(entries, (self.rows(), self.half), device);
-        let copy = [copied(&self.cos)?, copied(&self.sin)?];
+        let copy = AngleTensors { cos: copied(&self.cos)?, sin: copied(&self.sin)? };
         copies.push(copy.clone());
         Ok(copy)
     }
@@ -54,9 +69,9 @@ impl Angles {
 
     /// Returns the cosines and sines of one row.
     #[inline]
-    pub fn row(&self, row: usize) -> (&[f32], &[f32]) {
+    pub fn row(&self, row: usize) -> AngleRow<'_> {
         let row = row * self.half..(row + 1) * self.half;
-        (&self.cos[row.clone()], &self.sin[row])
+        AngleRow { cos: &self.cos[row.clone()], sin: &self.sin[row] }
     }
 }
 
@@ -90,8 +105,8 @@ impl RotaryEmbedding {
         match table {
             Some(angles) => Ok(self.rotation(angles, positions.entries.as_slice().into())),
             None => {
-                let on_each: Vec<_> = positions.entries.iter().map(|&position| position as f32).collect();
-                self.on_axes(&on_each.repeat(self.config.num_axes()))
+                let on_one_axis: Vec<_> = positions.entries.iter().map(|&position| position as f32).collect();
+                self.on_axes(&on_one_axis.repeat(self.config.num_axes()))
             }
         }
     }
@@ -103,7 +118,8 @@ impl RotaryEmbedding {
             let length = positions.iter().map(|&entry| entry.max(0.0) as usize + 1).max();
             Ok(self.angles(length.unwrap_or(0), rows, |axis, row| positions[axis * rows + row]))
         };
-        let angles = latest(&self.tables.latest, |own| own == positions, compute, |_| Some(positions.to_vec()))?;
+        let is_same = |latest_positions: &Vec<f32>| latest_positions == positions;
+        let angles = latest(&self.tables.latest, is_same, compute, |_| Some(positions.to_vec()))?;
         Ok(self.rotation(angles, (0..rows as u32).collect()))
     }
 
@@ -143,17 +159,17 @@ impl RotaryEmbedding {
         let half = self.half();
         let factor = attention_factor(self.config.scaling()) as f32;
         let pairs = frequencies(&self.config, half, length);
-        let mut cos = vec![0.0; rows * half];
-        let mut sin = vec![0.0; rows * half];
-        let compute = |(row, (cosines, sines)): (usize, (&mut [f32], &mut [f32]))| {
-            for (i, &(axis, frequency)) in pairs.iter().enumerate() {
-                let (s, c) = f64::from(position(axis, row) * frequency).sin_cos();
-                (cosines[i], sines[i]) = (c as f32 * factor, s as f32 * factor);
+        let mut all_cos = vec![0.0; rows * half];
+        let mut all_sin = vec![0.0; rows * half];
+        let all_rows = all_cos.par_chunks_mut(half).zip(all_sin.par_chunks_mut(half)).enumerate();
+        all_rows.with_min_len(TASK_ENTRIES.div_ceil(half)).for_each(|(row, (cos, sin))| {
+            for (i, pair) in pairs.iter().enumerate() {
+                let angle = f64::from(position(pair.axis, row) * pair.frequency);
+                cos[i] = angle.cos() as f32 * factor;
+                sin[i] = angle.sin() as f32 * factor;
             }
-        };
-        let all = cos.par_chunks_mut(half).zip(sin.par_chunks_mut(half)).enumerate();
-        all.with_min_len(TASK_ENTRIES.div_ceil(half)).for_each(compute);
-        Arc::new(Angles::given(cos, sin, half))
+        });
+        Arc::new(Angles::new(all_cos, all_sin, half))
     }
 }
 
@@ -167,9 +183,15 @@ fn is_long(scaling: &RopeScaling, length: usize) -> bool {
     }
 }
 
-/// Returns the axis of each of the r/2 pairs, and its frequency in a call of some length: the angle between one
-/// position and the next.
-fn frequencies(config: &RopeConfig, pairs: usize, length: usize) -> Vec<(usize, f32)> {
+/// The axis whose positions rotate a pair, and the pair's frequency: the angle between one position and the next.
+#[derive(PartialEq)]
+struct PairFrequency {
+    axis: usize,
+    frequency: f32,
+}
+
+/// Returns the frequencies of the r/2 pairs in a call of some length.
+fn frequencies(config: &RopeConfig, pairs: usize, length: usize) -> Vec<PairFrequency> {
     let scaling = config.scaling();
     let mut base = config.base() as f32;
     let r = 2 * pairs;
@@ -227,10 +249,12 @@ fn frequencies(config: &RopeConfig, pairs: usize, length: usize) -> Vec<(usize, 
             }
         }
     };
-    // `base^(place/n)`, the period of a pair in a series of n.
-    let period = |place: usize, n: usize| power(base, (place as f32 / n as f32).into());
-    let pairs = config.pairs(pairs).into_iter().enumerate();
-    pairs.map(|(i, Pair { axis, index, count })| (axis, frequency(i, period(index, count)))).collect()
+    let mut frequencies = Vec::with_capacity(pairs);
+    for (i, Pair { axis, index, count }) in config.pairs(pairs).into_iter().enumerate() {
+        let period = power(base, (index as f32 / count as f32).into());
+        frequencies.push(PairFrequency { axis, frequency: frequency(i, period) });
+    }
+    frequencies
 }
 
 /// Returns the factor on cosines and sines.
@@ -277,7 +301,7 @@ mod tests {
     /// Returns the cosines of each position.
     fn cosines(rotary: &RotaryEmbedding, positions: &Positions) -> Vec<f32> {
         let Rotation { angles, index, .. } = rotary.at(positions).expect("no table is given");
-        index.iter().flat_map(|&row| angles.row(row as usize).0.to_vec()).collect()
+        index.iter().flat_map(|&row| angles.row(row as usize).cos.to_vec()).collect()
     }
 
     #[test]

@@ -1,9 +1,13 @@
 //! Rotary positions: angles by position, on one axis or several, and the rotation of heads.
 
 mod angles;
+mod axes;
 mod config;
+mod scaling;
 
-pub use config::{RopeAxes, RopeAxisLayout, RopeConfig, RopeScaling, RopeStyle};
+pub use axes::{RopeAxes, RopeAxisLayout};
+pub use config::{RopeConfig, RopeStyle};
+pub use scaling::RopeScaling;
 
 pub(crate) use angles::score_factor;
 
@@ -13,9 +17,11 @@ use candle_core::{DType, Result, Tensor, bail};
 use candle_nn::rotary_emb;
 
 use crate::position::Positions;
-use angles::{Angles, Tables};
+use angles::{AngleRow, AngleTensors, Angles, Tables};
 use candle_attention_modules::base::rowwise::{Row, RowPass, map_rows, read, to_vec, with_contiguous_rows, with_float};
 use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, check_memory, record};
+
+const OP: &str = "rope";
 
 /// Rotary embedding: the cosines and sines of a [`RopeConfig`] for heads of one width, and the rotation of queries and
 /// keys by them.
@@ -81,8 +87,8 @@ impl RotaryEmbedding {
     /// in memory or that are tracked for gradients, which do not flow into them. A position past their end is an error
     /// of the call.
     pub fn from_tables(config: &RopeConfig, head_dim: usize, cos: &Tensor, sin: &Tensor) -> Result<Self> {
-        let own = Self::new(config, head_dim)?;
-        let half = own.half();
+        let embedding = Self::new(config, head_dim)?;
+        let half = embedding.half();
         if config.axes().is_some() {
             bail!("[rope] tables have one row for a position, but the config has axes")
         }
@@ -96,8 +102,8 @@ impl RotaryEmbedding {
             }
             to_vec(table)
         };
-        let given = Angles::given(entries("cos", cos)?, entries("sin", sin)?, half);
-        Ok(Self { given: Some(Arc::new(given)), ..own })
+        let given = Angles::new(entries("cos", cos)?, entries("sin", sin)?, half);
+        Ok(Self { given: Some(Arc::new(given)), ..embedding })
     }
 
     /// Returns the config.
@@ -189,33 +195,32 @@ impl Rotation {
         let backward = move |_: &Tensor, gradient: &Tensor| Ok(vec![Some(inverse.apply(gradient)?)]);
         with_float!("rope", xs.dtype(), |E| {
             let rotated: Vec<E> = {
-                let own = read(&xs);
-                let rows = own.rows::<E>()?;
+                let reader = read(&xs);
+                let rows = reader.rows::<E>()?;
                 map_rows(&rows, [&rows], None, self).rows
             };
             record("rotary-embedding", &[Some(&xs)], rotated, xs.shape(), backward)
         })
     }
 
-    /// Rotates the pairs of a head by `angles`, the cosines and sines of its token.
-    fn rotate_pairs(&self, head: &mut [f32], angles: (&[f32], &[f32])) {
-        let (cosines, sines) = angles;
+    /// Rotates the pairs of a head by the angles of its token.
+    fn rotate_pairs(&self, head: &mut [f32], angles: AngleRow) {
+        let AngleRow { cos, sin } = angles;
         let sign = if self.inverse { -1.0 } else { 1.0 };
         let rotated = |x: f32, y: f32, cos: &f32, sin: &f32| {
-            let cos = *cos;
-            let sin = sign * sin;
-            (x * cos - y * sin, y * cos + x * sin)
+            let signed_sin = sign * sin;
+            (x * cos - y * signed_sin, y * cos + x * signed_sin)
         };
-        let half = cosines.len();
+        let half = cos.len();
         match self.style {
             RopeStyle::RotateHalf => {
                 let (first, second) = head[..2 * half].split_at_mut(half);
-                for (((x, y), cos), sin) in first.iter_mut().zip(second).zip(cosines).zip(sines) {
+                for (((x, y), cos), sin) in first.iter_mut().zip(second).zip(cos).zip(sin) {
                     (*x, *y) = rotated(*x, *y, cos, sin);
                 }
             }
             RopeStyle::Interleaved => {
-                for ((pair, cos), sin) in head.chunks_exact_mut(2).zip(cosines).zip(sines) {
+                for ((pair, cos), sin) in head.chunks_exact_mut(2).zip(cos).zip(sin) {
                     (pair[0], pair[1]) = rotated(pair[0], pair[1], cos, sin);
                 }
             }
@@ -226,13 +231,13 @@ impl Rotation {
     /// nothing is tracked for gradients, since they have no backward pass.
     fn by_candle(&self, xs: &Tensor) -> Result<Tensor> {
         if xs.elem_count() == 0 {
-            // A view of nothing may begin past the end of its buffer, where the copies of callers would panic.
+            // An empty view may begin past the end of its buffer, where the copies of callers would panic.
             return if xs.track_op() { Ok(xs.clone()) } else { xs.zeros_like() };
         }
         let (b, t, h, d) = xs.dims4()?;
         let r = 2 * self.angles.half;
         let rows = self.index.len();
-        let [cos, sin] = self.tensors(xs)?;
+        let AngleTensors { cos, sin } = self.tensors(xs)?;
         // Sequences with different positions are concatenated to one sequence.
         let in_one = |part: Tensor, dims: [usize; 4]| if rows == t { Ok(part) } else { part.reshape(&dims) };
         let inputs = in_one(xs.narrow(3, 0, r)?, [1, rows, h, r])?.transpose(1, 2)?;
@@ -248,8 +253,8 @@ impl Rotation {
         if r == d { rotated.contiguous() } else { Tensor::cat(&[&rotated, &xs.narrow(3, r, d - r)?], 3)?.contiguous() }
     }
 
-    /// Cosines and sines for `xs`, (T, r/2) or (B · T, r/2), in the dtype of the computation.
-    fn tensors(&self, xs: &Tensor) -> Result<[Tensor; 2]> {
+    /// Returns the cosines and sines for `xs`, (T, r/2) or (B · T, r/2), in the dtype of the computation.
+    fn tensors(&self, xs: &Tensor) -> Result<AngleTensors> {
         let index = &self.index;
         let device = xs.device();
         let in_a_row = index.windows(2).all(|pair| pair[1] == pair[0] + 1);
@@ -260,8 +265,9 @@ impl Rotation {
             };
             rows.to_dtype(accumulation_dtype(xs.dtype()))
         };
-        let [cos, sin] = self.angles.on(device)?;
-        Ok([chosen(&cos)?, if self.inverse { chosen(&sin)?.neg()? } else { chosen(&sin)? }])
+        let tables = self.angles.on(device)?;
+        let sin = chosen(&tables.sin)?;
+        Ok(AngleTensors { cos: chosen(&tables.cos)?, sin: if self.inverse { sin.neg()? } else { sin } })
     }
 }
 
@@ -304,7 +310,7 @@ mod tests {
                     let xs = Var::from_tensor(&Tensor::randn(0f32, 1.0, (b, t, h, d), &Device::Cpu)?)?;
                     let weigh = Tensor::randn(0f32, 1.0, (b, t, h, d), &Device::Cpu)?;
                     let plain = xs.as_detached_tensor();
-                    let own = rotation.apply(&xs)?;
+                    let applied = rotation.apply(&xs)?;
                     let composed = rotation.by_candle(&xs)?;
                     let fused = rotation.by_candle(&plain)?;
                     let gradient = |ys: &Tensor| -> Result<Tensor> {
@@ -312,10 +318,10 @@ mod tests {
                         Ok(store.get(&xs).expect("xs are tracked").clone())
                     };
                     let pairs = [
-                        (rotation.apply(&plain)?, own.clone()),
-                        (composed.clone(), own.clone()),
-                        (fused, own.clone()),
-                        (gradient(&composed)?, gradient(&own)?),
+                        (rotation.apply(&plain)?, applied.clone()),
+                        (composed.clone(), applied.clone()),
+                        (fused, applied.clone()),
+                        (gradient(&composed)?, gradient(&applied)?),
                     ];
                     for (n, (found, expected)) in pairs.into_iter().enumerate() {
                         let off = (found - expected)?.abs()?.max_all()?.to_dtype(DType::F64)?.to_scalar::<f64>()?;
