@@ -24,7 +24,8 @@ impl Files {
         match &args.model.model {
             Some(path) if path.is_file() && args.model.dtype != DType::F32 => {
                 bail!(
-                    "[causal_lm] a GGUF file has its own types of weights and computes in f32, expected no other --dtype"
+                    "[causal_lm] a GGUF file has its own types of weights and computes in f32, expected no other \
+                     --dtype"
                 )
             }
             Some(path) if path.is_file() => Ok(Self::Gguf(Gguf::open(path, device)?)),

@@ -222,7 +222,7 @@ impl<'a> Weights<'a> {
         let Some(shard) = self.shard() else { return whole.narrow(dim, start, len) };
         if len / unit < shard.world_size() {
             bail!(
-                "[causal_lm] {}.{name} has {} units of {unit}, expected one for each of {} processes",
+                "[causal_lm] {}.{name} has {} units of {unit}, expected at least one for each of {} shards",
                 self.prefix(),
                 len / unit,
                 shard.world_size()
