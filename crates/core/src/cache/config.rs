@@ -98,9 +98,9 @@ impl AttentionCacheConfig {
     /// Sets that keys and values are stored in 8 bits a number and an f32 scale for each row of a head: a quarter of
     /// the memory of f32, and 4 bytes a row.
     ///
-    /// A number is off by at most 1/254 of the largest number in its row, f32's own rounding aside, if that is from
-    /// 1.5e-36 to 3.4e38. A row of smaller numbers becomes zeros, and a row with a number that is not finite in f32
-    /// becomes NaN.
+    /// A number is off by at most 1/254 of the largest number in its row, besides the rounding to f32, if the largest
+    /// number is from 1.5e-36 to 3.4e38. A row of smaller numbers becomes zeros, and a row with a number that is not
+    /// finite in f32 becomes NaN.
     ///
     /// The fused kernels of CPUs and CUDA read 8 bits directly. Where another path runs (on Metal, or on the reference
     /// path for f64, for weights on request and for what [`plan`](crate::MultiHeadAttention::plan) names), all stored

@@ -11,7 +11,7 @@ pub use config::AttentionCacheConfig;
 pub use tokens::{NewTokens, Padding};
 
 pub(crate) use staged::CachedCall;
-pub(crate) use storage::KvSizes;
+pub(crate) use storage::{KvFloats, KvSizes};
 
 use std::ops::Range;
 
@@ -85,7 +85,7 @@ pub struct AttentionCache {
     buffers: Option<KvBuffers>,
     /// The positions of each sequence that the buffers store: all but the ones that a sliding cache has dropped. Empty
     /// before the first call.
-    held: Vec<Range<usize>>,
+    stored: Vec<Range<usize>>,
     /// The position of each token of each sequence, of dropped ones too, if a call was given positions; otherwise a
     /// token's position is its index in the sequence.
     positions: Option<Vec<Vec<u32>>>,
@@ -120,12 +120,12 @@ impl AttentionCache {
 
     /// Returns the length of the longest sequence: the number of its tokens, of dropped ones too.
     pub fn len(&self) -> usize {
-        self.held.iter().map(|held| held.end).max().unwrap_or(0)
+        self.stored.iter().map(|positions| positions.end).max().unwrap_or(0)
     }
 
     /// Returns the length of each sequence, which is the position of its next token; empty before the first call.
     pub fn lens(&self) -> Vec<usize> {
-        self.held.iter().map(|held| held.end).collect()
+        self.stored.iter().map(|positions| positions.end).collect()
     }
 
     /// Returns whether no sequence has a token.
@@ -145,8 +145,9 @@ impl AttentionCache {
 
     /// Removes all sequences. The buffers stay allocated for the next ones, which may be another number of sequences.
     pub fn reset(&mut self) {
-        self.held.clear();
-        (self.positions, self.dtype) = (None, None);
+        self.stored.clear();
+        self.positions = None;
+        self.dtype = None;
         self.padding = EarlierPadding::default();
     }
 
@@ -156,10 +157,10 @@ impl AttentionCache {
     /// # Errors
     /// As [`truncate_to`](Self::truncate_to).
     pub fn truncate(&mut self, len: usize) -> Result<()> {
-        if self.held.is_empty() && len > 0 {
+        if self.stored.is_empty() && len > 0 {
             bail!("[{OP}] len is {len}, expected 0 for an empty cache")
         }
-        self.truncate_to(&vec![len; self.held.len()])
+        self.truncate_to(&vec![len; self.stored.len()])
     }
 
     /// Removes the positions of each sequence from its entry of `lens` on. The next token of a sequence then has this
@@ -174,21 +175,24 @@ impl AttentionCache {
     /// For another number of sequences, for more positions than a sequence has, and for fewer than a sliding cache has
     /// dropped. An error does not change the cache.
     pub fn truncate_to(&mut self, lens: &[usize]) -> Result<()> {
-        check_entries(OP, "lens", lens.len(), self.held.len(), "sequences")?;
-        for (sequence, (&len, held)) in lens.iter().zip(&self.held).enumerate() {
-            if len > held.end {
-                bail!("[{OP}] the length for sequence {sequence} is {len}, expected at most its {} positions", held.end)
-            }
-            if len > 0 && len < held.start {
+        check_entries(OP, "lens", lens.len(), self.stored.len(), "sequences")?;
+        for (sequence, (&len, stored)) in lens.iter().zip(&self.stored).enumerate() {
+            if len > stored.end {
                 bail!(
-                    "[{OP}] the length for sequence {sequence} is {len}, expected 0 or at least {}: the window has dropped \
-                     the positions before",
-                    held.start
+                    "[{OP}] the length for sequence {sequence} is {len}, expected at most its {} positions",
+                    stored.end
+                )
+            }
+            if len > 0 && len < stored.start {
+                bail!(
+                    "[{OP}] the length for sequence {sequence} is {len}, expected 0 or at least {}: the window has \
+                     dropped the positions before",
+                    stored.start
                 )
             }
         }
-        for (held, &len) in self.held.iter_mut().zip(lens) {
-            *held = if len == 0 { 0..0 } else { held.start..len };
+        for (stored, &len) in self.stored.iter_mut().zip(lens) {
+            *stored = if len == 0 { 0..0 } else { stored.start..len };
         }
         for (positions, &len) in self.positions.iter_mut().flatten().zip(lens) {
             positions.truncate(len);
@@ -209,35 +213,35 @@ impl AttentionCache {
     /// For a sequence that the cache does not have, and for buffers that do not fit in memory. An error does not change
     /// the cache.
     pub fn reorder(&mut self, sequences: &[usize]) -> Result<()> {
-        if let Some(sequence) = sequences.iter().find(|&&sequence| sequence >= self.held.len()) {
+        if let Some(sequence) = sequences.iter().find(|&&sequence| sequence >= self.stored.len()) {
             bail!(
                 "[{OP}] an entry of the order is {sequence}, expected one of the cache's {} sequences",
-                self.held.len()
+                self.stored.len()
             )
         }
         if sequences.is_empty() {
             self.reset();
             return Ok(());
         }
-        let stored = |sequence: usize| StoredRows { sequence, rows: 0..self.held[sequence].len() };
+        let rows_of = |sequence: usize| StoredRows { sequence, rows: 0..self.stored[sequence].len() };
         if let Some(buffers) = &self.buffers {
-            if sequences.len() == self.held.len() {
+            if sequences.len() == self.stored.len() {
                 // All sequences are read before the first is overwritten.
                 let mut copies = Vec::new();
                 for (n, &from) in sequences.iter().enumerate() {
-                    if n != from && !self.held[from].is_empty() {
-                        copies.push((n, buffers.rows(&stored(from))?.copy()?));
+                    if n != from && !self.stored[from].is_empty() {
+                        copies.push((n, buffers.rows_of_sequence(&rows_of(from))?.copy()?));
                     }
                 }
                 for (n, copy) in copies {
                     buffers.write_sequence(n, 0, &copy)?;
                 }
             } else {
-                let rows: Vec<_> = sequences.iter().map(|&from| stored(from)).collect();
+                let rows: Vec<_> = sequences.iter().map(|&from| rows_of(from)).collect();
                 self.buffers = Some(buffers.gather(&rows, buffers.capacity())?);
             }
         }
-        self.held = sequences.iter().map(|&sequence| self.held[sequence].clone()).collect();
+        self.stored = sequences.iter().map(|&sequence| self.stored[sequence].clone()).collect();
         if let Some(positions) = &mut self.positions {
             *positions = sequences.iter().map(|&sequence| positions[sequence].clone()).collect();
         }
@@ -249,11 +253,11 @@ impl AttentionCache {
     /// # Errors
     /// For buffers that do not fit in memory.
     pub fn fork(&self) -> Result<Self> {
-        let buffers = self.buffers.as_ref().filter(|_| !self.held.is_empty());
+        let buffers = self.buffers.as_ref().filter(|_| !self.stored.is_empty());
         Ok(Self {
             config: self.config.clone(),
             buffers: buffers.map(KvBuffers::copy).transpose()?,
-            held: self.held.clone(),
+            stored: self.stored.clone(),
             positions: self.positions.clone(),
             dtype: self.dtype,
             padding: self.padding,
@@ -316,11 +320,13 @@ impl AttentionCache {
 
     /// Returns the position of each token of each sequence after a call, if this call or an earlier one was given some.
     fn positions_with(&self, new: &NewTokens) -> Result<Option<Vec<Vec<u32>>>> {
-        if self.positions.is_none() && new.given.is_none() {
+        if self.positions.is_none() && new.given_positions.is_none() {
             return Ok(None);
         }
-        let places = || new.before.iter().map(|&before| (0..before as u32).collect()).collect();
-        let mut rows = self.positions.clone().unwrap_or_else(places);
+        let mut rows = match &self.positions {
+            Some(positions) => positions.clone(),
+            None => new.before.iter().map(|&before| (0..before as u32).collect()).collect(),
+        };
         let positions = new.positions()?;
         for (b, (row, tokens)) in rows.iter_mut().zip(&new.tokens).enumerate() {
             row.extend(&positions.of_sequence(b)[tokens.clone()]);

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use super::storage::{KvBuffers, KvCodes, KvShapes, KvSizes, StoredRows};
+use super::storage::{KvBuffers, KvCodes, KvFloats, KvShapes, KvSizes, StorageFormat, StoredRows};
 use super::tokens::NewTokens;
 use super::{AttentionCache, EarlierPadding, OP};
 use crate::mask::{AttentionMask, Placement};
@@ -14,7 +14,7 @@ use crate::sdpa::{
 };
 
 /// Computes keys (B, H, T, D) and values (B, H, T, D_v) from the rows (B, H_kv, T, width) of a cache, in their dtype.
-type Expansion<'e> = Box<dyn Fn(&Tensor) -> Result<[Tensor; 2]> + 'e>;
+type Expansion<'e> = Box<dyn Fn(&Tensor) -> Result<KvFloats> + 'e>;
 
 /// The stored keys and values that one call attends to, with the call's own if it has some.
 pub(crate) struct CachedCall<'e> {
@@ -31,6 +31,13 @@ pub(crate) struct CachedCall<'e> {
     pub expansion: Option<Expansion<'e>>,
 }
 
+/// A call whose keys and values are staged.
+pub(crate) struct StagedCall<'e> {
+    pub call: CachedCall<'e>,
+    /// The cache after the call.
+    pub cache: AttentionCache,
+}
+
 /// The rows of the buffers that a call attends to, and the mask and the options for these rows.
 pub(super) struct ReadRows {
     pub buffers: KvBuffers,
@@ -39,8 +46,8 @@ pub(super) struct ReadRows {
 }
 
 impl AttentionCache {
-    /// Stages the keys (B, H_kv, T, D) and values (B, H_kv, T, D_v) of a call behind the stored ones. Returns what the
-    /// call attends to, and the cache after the call. Without `own_v`, values are the first `d_v` columns of the keys.
+    /// Stages the keys (B, H_kv, T, D) and values (B, H_kv, T, D_v) of a call behind the stored ones. Without `v`,
+    /// values are the first `d_v` columns of the keys.
     ///
     /// # Errors
     /// For keys and values that do not fit each other or the stored ones, for keys that are tracked for gradients, and
@@ -49,110 +56,113 @@ impl AttentionCache {
         &self,
         new: &NewTokens,
         k: &Tensor,
-        own_v: Option<&Tensor>,
+        v: Option<&Tensor>,
         d_v: usize,
-    ) -> Result<(CachedCall<'e>, Self)> {
-        let kv = self.encode(k, own_v, d_v)?;
-        let held = if self.held.is_empty() { vec![0..0; new.tokens.len()] } else { self.held.clone() };
-        let own = self.buffers.as_ref().filter(|own| own.accepts(&kv));
-        let kept = self.evict_for(new, &held, own.map_or(0, KvBuffers::capacity))?;
-        let read = new.appended_to(&kept);
-        let buffers = self.reserve(own, &kv, &rows_of(&held, &kept), longest(&read))?;
-        buffers.append(&kv, &kept, new)?;
-        let cached = CachedCall {
-            dtype: buffers.float_dtype(k.dtype()),
+    ) -> Result<StagedCall<'e>> {
+        let kv = self.encode(k, v, d_v)?;
+        let stored = if self.stored.is_empty() { vec![0..0; new.tokens.len()] } else { self.stored.clone() };
+        let buffers = self.buffers.as_ref().filter(|buffers| buffers.accepts(&kv));
+        let kept = self.evict_for(new, &stored, buffers.map_or(0, KvBuffers::capacity))?;
+        let attended = new.appended_to(&kept);
+        let staged = self.reserve(buffers, &kv, &rows_of(&stored, &kept), longest(&attended))?;
+        staged.append(&kv, &kept, new)?;
+        let call = CachedCall {
+            dtype: staged.float_dtype(k.dtype()),
             detached: self.config.detached(),
-            placements: new.placements(&read),
+            placements: new.placements(&attended),
             is_of_earlier_layer: false,
             expansion: None,
-            buffers,
+            buffers: staged,
         };
-        let after = self.commit(new, &cached.buffers, read, k.dtype())?;
-        Ok((cached, after))
+        let cache = self.commit(new, &call.buffers, attended, k.dtype())?;
+        Ok(StagedCall { call, cache })
     }
 
-    /// Returns which of the stored positions `held` a call attends to: all of them, if they and the new ones fit; else
-    /// those within the window of a sliding cache.
+    /// Returns which of the stored positions a call attends to: all of them, if they and the new ones fit; else those
+    /// within the window of a sliding cache.
     ///
     /// # Errors
     /// For more positions than a cache without a window may store.
-    fn evict_for(&self, new: &NewTokens, held: &[Range<usize>], capacity: usize) -> Result<Vec<Range<usize>>> {
-        let most = self.config.most_held().unwrap_or(usize::MAX);
-        let with_new = new.appended_to(held);
-        if longest(&with_new) <= most.max(capacity) {
-            return Ok(held.to_vec());
+    fn evict_for(&self, new: &NewTokens, stored: &[Range<usize>], capacity: usize) -> Result<Vec<Range<usize>>> {
+        let limit = self.config.most_held().unwrap_or(usize::MAX);
+        let with_new = new.appended_to(stored);
+        if longest(&with_new) <= limit.max(capacity) {
+            return Ok(stored.to_vec());
         }
         let Some(window) = self.config.window() else {
-            let full = with_new.iter().position(|range| range.len() > most).unwrap_or(0);
+            let full = with_new.iter().position(|positions| positions.len() > limit).unwrap_or(0);
             bail!(
-                "[{OP}] sequence {full} holds {} positions, and {} more exceed the capacity of {most}",
-                held[full].len(),
+                "[{OP}] sequence {full} holds {} positions, and {} more exceed the capacity of {limit}",
+                stored[full].len(),
                 new.tokens[full].len()
             )
         };
         // The first new token attends to `window - 1` positions before it.
-        Ok(held.iter().map(|held| last(held, window - 1)).collect())
+        Ok(stored.iter().map(|positions| last(positions, window - 1)).collect())
     }
 
-    /// Returns buffers with memory for `needed` positions, of which the first ones store `rows` of the own buffers: the
-    /// own buffers, if all of their rows are kept and there is memory; else new ones, so that a call that fails leaves
-    /// the cache as it was. A sliding cache needs new ones once in every `capacity - window` positions.
+    /// Returns buffers with memory for `needed` positions, of which the first ones store `rows` of the present buffers:
+    /// these buffers, if all of their rows are kept and there is memory; else new ones, so that a call that fails
+    /// leaves the cache as it was. A sliding cache needs new ones once in every `capacity - window` positions.
     fn reserve(
         &self,
-        own: Option<&KvBuffers>,
+        present: Option<&KvBuffers>,
         kv: &KvBuffers,
         rows: &[StoredRows],
         needed: usize,
     ) -> Result<KvBuffers> {
-        let capacity = own.map_or(0, KvBuffers::capacity);
-        let keeps_all = |held: &Range<usize>, kept: &StoredRows| kept.rows == (0..held.len());
-        let is_whole = self.held.is_empty() || self.held.iter().zip(rows).all(|(held, rows)| keeps_all(held, rows));
+        let capacity = present.map_or(0, KvBuffers::capacity);
+        let keeps_all = self.stored.is_empty()
+            || self.stored.iter().zip(rows).all(|(positions, kept)| kept.rows == (0..positions.len()));
         let doubled = capacity.saturating_mul(2).max(self.config.first_capacity());
         let larger = needed.max(doubled.min(self.config.most_held().unwrap_or(usize::MAX)));
-        match own {
-            Some(own) if is_whole && needed <= capacity => Ok(own.clone()),
-            Some(own) => own.gather(rows, larger),
+        match present {
+            Some(present) if keeps_all && needed <= capacity => Ok(present.clone()),
+            Some(present) => present.gather(rows, larger),
             None => kv.zeros(rows.len(), larger),
         }
     }
 
-    /// Returns the cache after a call that attended to the positions `read` in `buffers`.
-    fn commit(&self, new: &NewTokens, buffers: &KvBuffers, read: Vec<Range<usize>>, dtype: DType) -> Result<Self> {
-        let most = self.config.most_held().unwrap_or(usize::MAX);
-        let kept: Vec<_> = read.iter().map(|held| last(held, most)).collect();
-        let (buffers, held) = if kept == read || self.config.shared() {
-            (buffers.clone(), read)
-        } else {
-            // A call that attends to more positions than a sliding cache stores.
-            (buffers.gather(&rows_of(&read, &kept), most)?, kept)
+    /// Returns the cache after a call that attended to the positions `attended` in `buffers`.
+    fn commit(&self, new: &NewTokens, buffers: &KvBuffers, attended: Vec<Range<usize>>, dtype: DType) -> Result<Self> {
+        let positions = self.positions_with(new)?;
+        let padding = EarlierPadding {
+            is_stored: self.padding.is_stored || new.some_are_masked,
+            is_left_out: self.padding.is_left_out || new.tokens.iter().any(|tokens| tokens.start > 0),
         };
-        Ok(Self {
-            config: self.config.clone(),
-            buffers: Some(buffers),
-            held,
-            positions: self.positions_with(new)?,
-            dtype: Some(dtype),
-            padding: EarlierPadding {
-                is_stored: self.padding.is_stored || new.are_hidden,
-                is_left_out: self.padding.is_left_out || new.tokens.iter().any(|tokens| tokens.start > 0),
-            },
-        })
+        let config = self.config.clone();
+        let limit = self.config.most_held().unwrap_or(usize::MAX);
+        let kept: Vec<_> = attended.iter().map(|stored| last(stored, limit)).collect();
+        if kept == attended || self.config.shared() {
+            let buffers = Some(buffers.clone());
+            return Ok(Self { config, buffers, stored: attended, positions, dtype: Some(dtype), padding });
+        }
+        // The call attended to more positions than a sliding cache stores.
+        let buffers = Some(buffers.gather(&rows_of(&attended, &kept), limit)?);
+        Ok(Self { config, buffers, stored: kept, positions, dtype: Some(dtype), padding })
     }
 
     /// Returns the keys and values of a call in the format of the cache.
-    fn encode(&self, k: &Tensor, own_v: Option<&Tensor>, d_v: usize) -> Result<KvBuffers> {
+    fn encode(&self, k: &Tensor, v: Option<&Tensor>, d_v: usize) -> Result<KvBuffers> {
         if let Some(dtype) = self.dtype.filter(|&dtype| dtype != k.dtype()) {
             bail!("[{OP}] keys have dtype {:?}, expected {dtype:?} as in the calls before", k.dtype())
         }
-        if (k.track_op() || own_v.is_some_and(Tensor::track_op)) && !self.config.detached() {
+        if (k.track_op() || v.is_some_and(Tensor::track_op)) && !self.config.detached() {
             bail!(
                 "[{OP}] keys or values are tracked for gradients, which a cache would lose; expected a layer after \
                  `freeze()` and an input `xs.detach()`, or a cache made `with_detached(true)`"
             )
         }
-        let floats = (!self.config.q8()).then(|| self.config.dtype().unwrap_or(k.dtype()));
-        let kv = KvBuffers::encode(k, own_v, d_v, floats)?;
-        if let Some(buffers) = self.buffers.as_ref().filter(|own| !self.held.is_empty() && !own.accepts(&kv)) {
+        let format = if self.config.q8() {
+            StorageFormat::Q8
+        } else {
+            StorageFormat::Floats(self.config.dtype().unwrap_or(k.dtype()))
+        };
+        let kv = KvBuffers::encode(k, v, d_v, format)?;
+        if let Some(buffers) = &self.buffers
+            && !self.stored.is_empty()
+            && !buffers.accepts(&kv)
+        {
             let found = kv.shapes();
             let stored = buffers.shapes();
             bail!(
@@ -179,8 +189,8 @@ impl AttentionCache {
             let KvShapes { keys, values } = buffers.shapes();
             let KvSizes { h_kv, d, d_v } = sizes;
             bail!(
-                "[{OP}] the earlier layer's keys {keys} and values {values} do not fit, expected H_kv = {h_kv}, D = {d} \
-                 and D_v = {d_v}"
+                "[{OP}] the earlier layer's keys {keys} and values {values} do not fit, expected H_kv = {h_kv}, D = \
+                 {d} and D_v = {d_v}"
             )
         }
         if dtype != q.dtype() {
@@ -188,7 +198,7 @@ impl AttentionCache {
         }
         Ok(CachedCall {
             buffers: buffers.clone(),
-            placements: new.placements(&self.held),
+            placements: new.placements(&self.stored),
             dtype: buffers.float_dtype(dtype),
             detached: self.config.detached(),
             is_of_earlier_layer: true,
@@ -200,11 +210,14 @@ impl AttentionCache {
 impl CachedCall<'_> {
     /// Returns the keys (B, H_kv, rows, D) and values (B, H_kv, rows, D_v) of rows of the buffers: views, or floats for
     /// 8 bits, or what is computed from these.
-    pub(super) fn read(&self, rows: &KvBuffers) -> Result<[Tensor; 2]> {
+    pub(super) fn read(&self, rows: &KvBuffers) -> Result<KvFloats> {
         let floats = rows.floats(self.dtype)?;
         let Some(expand) = &self.expansion else { return Ok(floats) };
-        let expanded = expand(&floats[0])?;
-        Ok(if self.detached { expanded.map(|tensor| tensor.detach()) } else { expanded })
+        let KvFloats { k, v } = expand(&floats.k)?;
+        if self.detached {
+            return Ok(KvFloats { k: k.detach(), v: v.detach() });
+        }
+        Ok(KvFloats { k, v })
     }
 
     /// Returns the rows of the buffers that store a key of some sequence, with the mask and the options for these rows
@@ -219,7 +232,7 @@ impl CachedCall<'_> {
         let (b, h, t_q, _) = q.dims4()?;
         let mask = mask.rebase(OP, &self.placements, [b, h, t_q, rows], q.device())?;
         let options = options.for_keys_from(&starts, t_q, rows)?;
-        Ok(ReadRows { buffers: self.buffers.positions(&(0..rows))?, mask, options })
+        Ok(ReadRows { buffers: self.buffers.rows(&(0..rows))?, mask, options })
     }
 }
 
@@ -271,8 +284,8 @@ impl CachedCall<'_> {
     fn call_of_floats(&self, op: &'static str, q: &Tensor, rows: &ReadRows) -> Result<Call> {
         let q = q.to_dtype(self.dtype)?;
         let call = |buffers: &KvBuffers| {
-            let [k, v] = &self.read(buffers)?;
-            Call::with_all_dims(op, Qkv { q: &q, k, v }, None, None, &rows.mask, &rows.options)
+            let KvFloats { k, v } = self.read(buffers)?;
+            Call::with_all_dims(op, Qkv { q: &q, k: &k, v: &v }, None, None, &rows.mask, &rows.options)
         };
         let in_place = call(&rows.buffers)?;
         // A copy for the graph, since later calls of the earlier layer write to its buffers in place.
@@ -281,20 +294,20 @@ impl CachedCall<'_> {
 }
 
 /// Returns the rows of the buffers that store a part of the stored positions, for each sequence.
-fn rows_of(held: &[Range<usize>], part: &[Range<usize>]) -> Vec<StoredRows> {
-    let of_sequence = |(sequence, (stored, kept)): (usize, (&Range<usize>, &Range<usize>))| StoredRows {
-        sequence,
-        rows: kept.start - stored.start..kept.end - stored.start,
-    };
-    held.iter().zip(part).enumerate().map(of_sequence).collect()
+fn rows_of(stored: &[Range<usize>], part: &[Range<usize>]) -> Vec<StoredRows> {
+    let mut rows = Vec::with_capacity(stored.len());
+    for (sequence, (stored, part)) in stored.iter().zip(part).enumerate() {
+        rows.push(StoredRows { sequence, rows: part.start - stored.start..part.end - stored.start });
+    }
+    rows
 }
 
-/// Returns the most positions that are stored for a sequence.
-fn longest(held: &[Range<usize>]) -> usize {
-    held.iter().map(Range::len).max().unwrap_or(0)
+/// Returns the largest number of positions of a sequence.
+fn longest(sequences: &[Range<usize>]) -> usize {
+    sequences.iter().map(Range::len).max().unwrap_or(0)
 }
 
-/// Returns the last n positions, or all.
-fn last(held: &Range<usize>, n: usize) -> Range<usize> {
-    held.end - held.len().min(n)..held.end
+/// Returns the last n positions, or all if there are fewer.
+fn last(positions: &Range<usize>, n: usize) -> Range<usize> {
+    positions.end - positions.len().min(n)..positions.end
 }

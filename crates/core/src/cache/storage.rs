@@ -9,14 +9,56 @@ use super::tokens::NewTokens;
 use crate::sdpa::{KvScales, ZERO_POINT, decoded};
 use candle_attention_modules::base::{self, accumulation_dtype, part};
 
+/// The format in which a cache stores keys and values.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum StorageFormat {
+    Floats(DType),
+    /// Codes of 8 bits, and a scale for each row.
+    Q8,
+}
+
+/// Keys or values.
+#[derive(Debug, Clone)]
+struct Buffer {
+    /// Floats or codes of 8 bits, (B, H_kv, capacity, width).
+    entries: Tensor,
+    /// The scales of codes, (B, H_kv, capacity, 1).
+    scales: Option<Tensor>,
+}
+
+impl Buffer {
+    /// Returns rows of any strides as a cache stores them.
+    fn encode(rows: &Tensor, format: StorageFormat) -> Result<Self> {
+        let rows = rows.detach();
+        match format {
+            StorageFormat::Floats(dtype) => Ok(Self { entries: rows.to_dtype(dtype)?.contiguous()?, scales: None }),
+            StorageFormat::Q8 => {
+                let QuantizedRows { codes, scales } = quantize(&rows)?;
+                Ok(Self { entries: codes, scales: Some(scales) })
+            }
+        }
+    }
+
+    /// Returns floats: a view of the buffer, or the numbers of its codes in `dtype`.
+    fn floats(&self, dtype: DType) -> Result<Tensor> {
+        match &self.scales {
+            Some(scales) => decoded(&self.entries, scales, dtype),
+            None => Ok(self.entries.clone()),
+        }
+    }
+
+    fn try_map(&self, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
+        Ok(Self { entries: f(&self.entries)?, scales: self.scales.as_ref().map(&f).transpose()? })
+    }
+}
+
 /// Keys (B, H_kv, capacity, D) and values (B, H_kv, capacity, D_v), as floats or as 8 bits. Views made by
 /// [`rows`](Self::rows) share the storage: what is written to one is written to all.
 #[derive(Debug, Clone)]
 pub(super) struct KvBuffers {
-    /// Keys, and values unless they are the first columns of the keys.
-    numbers: Vec<Tensor>,
-    /// The scales (B, H_kv, capacity, 1) of each of them, if they are 8 bits; otherwise none.
-    scales: Vec<Tensor>,
+    keys: Buffer,
+    /// `None` if the values are the first `d_v` columns of the keys, which are then latents.
+    values: Option<Buffer>,
     d_v: usize,
 }
 
@@ -41,6 +83,12 @@ pub(super) struct KvShapes {
     pub values: String,
 }
 
+/// Keys (B, H_kv, rows, D) and values (B, H_kv, rows, D_v) as floats.
+pub(crate) struct KvFloats {
+    pub k: Tensor,
+    pub v: Tensor,
+}
+
 /// The 8-bit codes of keys and values, and their scales.
 pub(super) struct KvCodes {
     pub k: Tensor,
@@ -49,160 +97,167 @@ pub(super) struct KvCodes {
 }
 
 impl KvBuffers {
-    /// Returns keys and values of any strides as a cache stores them: as floats of a dtype, or as 8 bits. Without
-    /// values, these are the first `d_v` columns of the keys.
-    pub fn encode(k: &Tensor, v: Option<&Tensor>, d_v: usize, floats: Option<DType>) -> Result<Self> {
-        let parts = [k].into_iter().chain(v).map(Tensor::detach);
-        let Some(dtype) = floats else {
-            let (numbers, scales) = parts.map(|part| quantize(&part)).collect::<Result<Vec<_>>>()?.into_iter().unzip();
-            return Ok(Self { numbers, scales, d_v });
+    /// Returns keys and values of any strides as a cache stores them. Without values, these are the first `d_v` columns
+    /// of the keys.
+    pub fn encode(k: &Tensor, v: Option<&Tensor>, d_v: usize, format: StorageFormat) -> Result<Self> {
+        let keys = Buffer::encode(k, format)?;
+        let values = match v {
+            Some(v) => Some(Buffer::encode(v, format)?),
+            None => None,
         };
-        let numbers = parts.map(|part| part.to_dtype(dtype)?.contiguous()).collect::<Result<_>>()?;
-        Ok(Self { numbers, scales: Vec::new(), d_v })
+        Ok(Self { keys, values, d_v })
     }
 
     /// Returns buffers of zeros in the format of these, for `b` sequences.
     pub fn zeros(&self, b: usize, capacity: usize) -> Result<Self> {
-        self.try_map(|like| {
-            let (_, h, _, width) = like.dims4()?;
+        self.try_map(|tensor| {
+            let (_, h, _, width) = tensor.dims4()?;
             let dims = [b, h, capacity, width];
-            check_memory(&dims, like.dtype())?;
-            Tensor::zeros(&dims, like.dtype(), like.device())
+            check_memory(&dims, tensor.dtype())?;
+            Tensor::zeros(&dims, tensor.dtype(), tensor.device())
         })
     }
 
     /// Returns new buffers that store rows of some sequences, the first row of each in row 0.
-    pub fn gather(&self, rows: &[StoredRows], capacity: usize) -> Result<Self> {
-        let gathered = self.zeros(rows.len(), capacity)?;
-        for (n, own) in rows.iter().enumerate() {
-            gathered.write_sequence(n, 0, &self.rows(own)?)?;
+    pub fn gather(&self, sequences: &[StoredRows], capacity: usize) -> Result<Self> {
+        let gathered = self.zeros(sequences.len(), capacity)?;
+        for (n, rows) in sequences.iter().enumerate() {
+            gathered.write_sequence(n, 0, &self.rows_of_sequence(rows)?)?;
         }
         Ok(gathered)
     }
 
     /// Returns a copy in new memory.
     pub fn copy(&self) -> Result<Self> {
-        self.try_map(|part| {
-            check_memory(part.dims(), part.dtype())?;
-            part.force_contiguous()
+        self.try_map(|tensor| {
+            check_memory(tensor.dims(), tensor.dtype())?;
+            tensor.force_contiguous()
         })
     }
 
     /// Returns the number of positions of a sequence that there is memory for.
     pub fn capacity(&self) -> usize {
-        self.numbers[0].dims()[2]
+        self.keys.entries.dims()[2]
     }
 
-    /// Returns the dtype in which attention to the floats is computed, for keys that were projected in the dtype
-    /// `came`.
-    pub fn float_dtype(&self, came: DType) -> DType {
-        if self.scales.is_empty() { self.numbers[0].dtype() } else { accumulation_dtype(came) }
+    /// Returns the dtype in which attention to the floats is computed, for a layer whose keys have `key_dtype`.
+    pub fn float_dtype(&self, key_dtype: DType) -> DType {
+        match self.keys.scales {
+            Some(_) => accumulation_dtype(key_dtype),
+            None => self.keys.entries.dtype(),
+        }
     }
 
     /// Returns whether the rows of other buffers can be written to these.
     pub fn accepts(&self, other: &Self) -> bool {
-        let fits = |(own, part): (&Tensor, &Tensor)| {
-            let is_alike = own.dtype() == part.dtype() && own.device().same_device(part.device());
-            is_alike && [0, 1, 3].iter().all(|&dim| own.dims()[dim] == part.dims()[dim])
+        // The capacity, dimension 2, may differ.
+        let fits = |tensor: &Tensor, written: &Tensor| {
+            tensor.dtype() == written.dtype()
+                && tensor.device().same_device(written.device())
+                && [0, 1, 3].iter().all(|&dim| tensor.dims()[dim] == written.dims()[dim])
         };
-        (self.numbers.len(), self.d_v) == (other.numbers.len(), other.d_v)
-            && self.tensors().zip(other.tensors()).all(fits)
+        self.values.is_some() == other.values.is_some()
+            && self.d_v == other.d_v
+            && self.tensors().zip(other.tensors()).all(|(tensor, written)| fits(tensor, written))
     }
 
     /// Returns the sizes of keys and values; `None` for latents.
     pub fn sizes(&self) -> Option<KvSizes> {
-        let (_, h_kv, _, d) = self.numbers[0].dims4().ok()?;
-        (self.numbers.len() > 1).then_some(KvSizes { h_kv, d, d_v: self.d_v })
+        let &[_, h_kv, _, d] = self.keys.entries.dims() else { return None };
+        self.values.as_ref().map(|_| KvSizes { h_kv, d, d_v: self.d_v })
     }
 
     /// Returns the shapes of keys and values.
     pub fn shapes(&self) -> KvShapes {
-        let shape = |part: &Tensor| {
-            let dims = part.dims();
-            format!("({}, {}, T, {}) on {:?}", dims[0], dims[1], dims[3], part.device().location())
+        let shape = |tensor: &Tensor| {
+            let dims = tensor.dims();
+            format!("({}, {}, T, {}) on {:?}", dims[0], dims[1], dims[3], tensor.device().location())
         };
-        let values = match self.numbers.get(1) {
-            Some(values) => shape(values),
+        let values = match &self.values {
+            Some(values) => shape(&values.entries),
             None => format!("in their first {} columns", self.d_v),
         };
-        KvShapes { keys: shape(&self.numbers[0]), values }
+        KvShapes { keys: shape(&self.keys.entries), values }
     }
 
     /// Returns the bytes of all buffers.
     pub fn bytes(&self) -> usize {
-        self.tensors().map(|part| part.elem_count() * part.dtype().size_in_bytes()).sum()
+        self.tensors().map(|tensor| tensor.elem_count() * tensor.dtype().size_in_bytes()).sum()
     }
 
-    /// Returns keys (B, H_kv, capacity, D) and values (B, H_kv, capacity, D_v) as floats: views of the buffers, or the
-    /// numbers of 8 bits in `dtype`.
-    pub fn floats(&self, dtype: DType) -> Result<[Tensor; 2]> {
-        let read = |(n, numbers): (usize, &Tensor)| match self.scales.get(n) {
-            Some(scales) => decoded(numbers, scales, dtype),
-            None => Ok(numbers.clone()),
+    /// Returns keys and values as floats: views of the buffers, or the numbers of 8 bits in `dtype`.
+    pub fn floats(&self, dtype: DType) -> Result<KvFloats> {
+        let k = self.keys.floats(dtype)?;
+        let v = match &self.values {
+            Some(values) => values.floats(dtype)?,
+            None => part(&k, 3, 0..self.d_v)?,
         };
-        self.keys_and_values(self.numbers.iter().enumerate().map(read).collect::<Result<_>>()?)
+        Ok(KvFloats { k, v })
     }
 
-    /// Returns the 8-bit codes of keys and values, if these are stored so.
+    /// Returns the 8-bit codes of keys and values, if they are stored in 8 bits.
     pub fn codes(&self) -> Result<Option<KvCodes>> {
-        let (Some(of_keys), Some(of_values)) = (self.scales.first(), self.scales.last()) else { return Ok(None) };
-        let [k, v] = self.keys_and_values(self.numbers.clone())?;
-        Ok(Some(KvCodes { k, v, scales: KvScales { k: of_keys.clone(), v: of_values.clone() } }))
+        let values = match &self.values {
+            Some(values) => values.clone(),
+            None => Buffer { entries: part(&self.keys.entries, 3, 0..self.d_v)?, scales: self.keys.scales.clone() },
+        };
+        let (Some(k_scales), Some(v_scales)) = (&self.keys.scales, values.scales) else { return Ok(None) };
+        let scales = KvScales { k: k_scales.clone(), v: v_scales };
+        Ok(Some(KvCodes { k: self.keys.entries.clone(), v: values.entries, scales }))
     }
 
-    /// Returns keys and values from one part, of which values are the first columns, or from two.
-    fn keys_and_values(&self, parts: Vec<Tensor>) -> Result<[Tensor; 2]> {
-        match <[Tensor; 2]>::try_from(parts) {
-            Ok(both) => Ok(both),
-            Err(keys) => Ok([keys[0].clone(), part(&keys[0], 3, 0..self.d_v)?]),
-        }
+    /// Returns a view of some rows of all sequences.
+    pub fn rows(&self, rows: &Range<usize>) -> Result<Self> {
+        self.try_map(|tensor| tensor.narrow(2, rows.start, rows.len()))
     }
 
-    /// Returns a view of some positions.
-    pub fn positions(&self, rows: &Range<usize>) -> Result<Self> {
-        self.try_map(|part| part.narrow(2, rows.start, rows.len()))
+    /// Returns a view of some rows of one sequence, as buffers of a batch of 1.
+    pub fn rows_of_sequence(&self, rows: &StoredRows) -> Result<Self> {
+        self.rows(&rows.rows)?.try_map(|tensor| tensor.narrow(0, rows.sequence, 1))
     }
 
-    /// Returns a view of some positions of one sequence, as buffers of a batch of 1.
-    pub fn rows(&self, own: &StoredRows) -> Result<Self> {
-        self.positions(&own.rows)?.try_map(|part| part.narrow(0, own.sequence, 1))
-    }
-
-    /// Writes all positions of `from` at position `at` of every sequence.
-    pub fn write(&self, at: usize, from: &Self) -> Result<()> {
-        for (own, part) in self.tensors().zip(from.tensors()) {
-            if part.elem_count() > 0 {
-                own.slice_set(&part.contiguous()?, 2, at)?;
+    /// Writes all rows of `from` to every sequence, from row `start` on.
+    pub fn write(&self, start: usize, from: &Self) -> Result<()> {
+        for (tensor, rows) in self.tensors().zip(from.tensors()) {
+            if rows.elem_count() > 0 {
+                tensor.slice_set(&rows.contiguous()?, 2, start)?;
             }
         }
         Ok(())
     }
 
-    /// Writes all positions of `from`, buffers of one sequence, at position `at` of one sequence.
-    pub fn write_sequence(&self, sequence: usize, at: usize, from: &Self) -> Result<()> {
-        self.try_map(|part| part.narrow(0, sequence, 1))?.write(at, from)
+    /// Writes all rows of `from`, buffers of one sequence, to one sequence, from row `start` on.
+    pub fn write_sequence(&self, sequence: usize, start: usize, from: &Self) -> Result<()> {
+        self.try_map(|tensor| tensor.narrow(0, sequence, 1))?.write(start, from)
     }
 
-    /// Writes the tokens of a call behind the stored positions `held` of each sequence.
-    pub fn append(&self, kv: &Self, held: &[Range<usize>], new: &NewTokens) -> Result<()> {
-        let at = held.first().map_or(0, Range::len);
-        if new.all_valid() && held.iter().all(|held| held.len() == at) {
-            return self.write(at, kv);
+    /// Writes the tokens of a call behind the positions `stored` of each sequence.
+    pub fn append(&self, kv: &Self, stored: &[Range<usize>], new: &NewTokens) -> Result<()> {
+        let start = stored.first().map_or(0, Range::len);
+        if new.all_valid() && stored.iter().all(|positions| positions.len() == start) {
+            return self.write(start, kv);
         }
-        for (sequence, (stored, tokens)) in held.iter().zip(&new.tokens).enumerate() {
-            let own = kv.rows(&StoredRows { sequence, rows: tokens.clone() })?;
-            self.write_sequence(sequence, stored.len(), &own)?;
+        for (sequence, (positions, tokens)) in stored.iter().zip(&new.tokens).enumerate() {
+            let rows = kv.rows_of_sequence(&StoredRows { sequence, rows: tokens.clone() })?;
+            self.write_sequence(sequence, positions.len(), &rows)?;
         }
         Ok(())
     }
 
     fn try_map(&self, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
-        let mapped = |parts: &[Tensor]| parts.iter().map(&f).collect::<Result<_>>();
-        Ok(Self { numbers: mapped(&self.numbers)?, scales: mapped(&self.scales)?, d_v: self.d_v })
+        let keys = self.keys.try_map(&f)?;
+        let values = match &self.values {
+            Some(values) => Some(values.try_map(&f)?),
+            None => None,
+        };
+        Ok(Self { keys, values, d_v: self.d_v })
     }
 
     fn tensors(&self) -> impl Iterator<Item = &Tensor> {
-        self.numbers.iter().chain(&self.scales)
+        [&self.keys]
+            .into_iter()
+            .chain(&self.values)
+            .flat_map(|buffer| [&buffer.entries].into_iter().chain(&buffer.scales))
     }
 }
 
@@ -210,23 +265,31 @@ fn check_memory(dims: &[usize], dtype: DType) -> Result<()> {
     base::check_memory(OP, format_args!("a buffer of {dims:?}"), &[dims, &[dtype.size_in_bytes()]].concat())
 }
 
-/// Returns rows (.., width) of floats as u8 (.., width) and f32 scales (.., 1): x is stored as `round(x / scale) +
-/// 128`, where the scale is 1/127 of the row's largest magnitude.
+/// Rows of floats as u8 codes (.., width) and f32 scales (.., 1).
+pub(super) struct QuantizedRows {
+    pub codes: Tensor,
+    pub scales: Tensor,
+}
+
+/// Quantises rows (.., width) of floats: x is stored as `round(x / scale) + 128`, where the scale is 1/127 of the row's
+/// largest magnitude.
 ///
-/// A row with a number that is not finite in f32 has a scale of NaN; one whose scale would be subnormal is all zeros.
-pub(super) fn quantize(rows: &Tensor) -> Result<(Tensor, Tensor)> {
+/// A row with a number that is not finite in f32 has a scale of NaN; a row whose scale would be subnormal is all zeros.
+pub(super) fn quantize(rows: &Tensor) -> Result<QuantizedRows> {
     let rows = rows.to_dtype(DType::F32)?.contiguous()?;
     if rows.elem_count() == 0 {
         let dims = [&rows.dims()[..rows.rank() - 1], &[1]].concat();
-        return Ok((rows.to_dtype(DType::U8)?, Tensor::zeros(dims, DType::F32, rows.device())?));
+        let scales = Tensor::zeros(dims, DType::F32, rows.device())?;
+        return Ok(QuantizedRows { codes: rows.to_dtype(DType::U8)?, scales });
     }
-    // x - x is 0 for finite x and NaN otherwise, which a maximum may pass over.
+    // A maximum may ignore NaN. x - x is 0 for finite x and NaN otherwise, so a sum of it makes the scale NaN.
     let residue = rows.sub(&rows)?.sum_keepdim(D::Minus1)?;
     let scales = ((rows.abs()?.max_keepdim(D::Minus1)? / 127.0)? + residue)?;
-    let normal = scales.ge(f32::MIN_POSITIVE)?.to_dtype(DType::F32)?;
-    let scales = scales.mul(&normal)?;
+    let is_normal = scales.ge(f32::MIN_POSITIVE)?.to_dtype(DType::F32)?;
+    let scales = scales.mul(&is_normal)?;
     let divisors = (&scales + scales.eq(0f32)?.to_dtype(DType::F32)?)?;
     let multiples = rows.broadcast_mul(&scales.ne(0f32)?.to_dtype(DType::F32)?)?.broadcast_div(&divisors)?;
     // The conversion rounds towards zero.
-    Ok(((multiples + (ZERO_POINT + 0.5))?.to_dtype(DType::U8)?, scales))
+    let codes = (multiples + (ZERO_POINT + 0.5))?.to_dtype(DType::U8)?;
+    Ok(QuantizedRows { codes, scales })
 }

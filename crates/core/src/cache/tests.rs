@@ -2,8 +2,8 @@
 
 use candle_core::{DType, Device, Result, Storage, Tensor};
 
-use super::staged::CachedCall;
-use super::storage::quantize;
+use super::staged::{CachedCall, StagedCall};
+use super::storage::{KvFloats, QuantizedRows, quantize};
 use super::{AttentionCache, AttentionCacheConfig, Padding};
 use crate::mask::{AttentionMask, FullyMaskedRows};
 use crate::sdpa::{Backend, OutputOnly, SdpaOptions, WithWeights, decoded, scaled_dot_product_attention};
@@ -16,44 +16,49 @@ const D: usize = 4;
 const D_V: usize = 5;
 
 /// Returns keys and values of `t` positions, all of whose numbers differ.
-fn new(t: usize, first: usize) -> Result<(Tensor, Tensor)> {
+fn keys_and_values(t: usize, first: usize) -> Result<KvFloats> {
     let numbers = |width: usize| {
         let end = (B * H_KV * t * width) as f32;
         let numbers = (Tensor::arange(0f32, end, &Device::Cpu)? + 1000.0 * first as f64)?;
         // As a layer projects them: heads second in memory.
         numbers.reshape((B, t, H_KV, width))?.transpose(1, 2)
     };
-    Ok((numbers(D)?, numbers(D_V)?))
+    Ok(KvFloats { k: numbers(D)?, v: numbers(D_V)? })
 }
 
-/// Returns the address of a view's buffer, and the view's strides.
-fn place(tensor: &Tensor) -> (usize, Vec<usize>) {
-    let (storage, layout) = tensor.storage_and_layout();
-    let Storage::Cpu(storage) = &*storage else { panic!("a CPU tensor") };
-    assert_eq!(layout.start_offset(), 0);
-    (storage.as_slice::<f32>().expect("f32").as_ptr() as usize, layout.stride().to_vec())
+/// The address of a view's buffer, and the view's strides.
+#[derive(Debug, Clone, PartialEq)]
+struct Location {
+    address: usize,
+    strides: Vec<usize>,
 }
 
-/// Returns what a call attends to, and the cache after the call.
-fn stage(
-    cache: &AttentionCache,
-    k: &Tensor,
-    v: &Tensor,
-    padding: Padding,
-) -> Result<(CachedCall<'static>, AttentionCache)> {
+impl Location {
+    fn of(tensor: &Tensor) -> Self {
+        let (storage, layout) = tensor.storage_and_layout();
+        let Storage::Cpu(storage) = &*storage else { panic!("a CPU tensor") };
+        assert_eq!(layout.start_offset(), 0);
+        let address = storage.as_slice::<f32>().expect("f32").as_ptr() as usize;
+        Self { address, strides: layout.stride().to_vec() }
+    }
+}
+
+/// Stages a call, without committing it.
+fn stage(cache: &AttentionCache, k: &Tensor, v: &Tensor, padding: Padding) -> Result<StagedCall<'static>> {
     let new = cache.new_tokens((B, k.dim(2)?), padding)?;
     cache.stage(&new, k, Some(v), v.dim(3)?)
 }
 
 /// Returns the keys and values that a call attends to, after it was committed.
-fn append(cache: &mut AttentionCache, t: usize, first: usize, padding: Padding) -> Result<(Tensor, Tensor)> {
-    let (k, v) = new(t, first)?;
-    let (staged, after) = stage(cache, &k, &v, padding)?;
+fn append(cache: &mut AttentionCache, t: usize, first: usize, padding: Padding) -> Result<KvFloats> {
+    let KvFloats { k, v } = keys_and_values(t, first)?;
+    let staged = stage(cache, &k, &v, padding)?;
     // A mask that allows no key that a sliding cache has dropped.
-    let rows = staged.all_rows(&k, &AttentionMask::causal().with_window(1), &SdpaOptions::default())?.buffers;
-    let [keys, values] = staged.read(&rows)?;
-    *cache = after;
-    Ok((keys, values))
+    let mask = AttentionMask::causal().with_window(1);
+    let rows = staged.call.all_rows(&k, &mask, &SdpaOptions::default())?;
+    let attended = staged.call.read(&rows.buffers)?;
+    *cache = staged.cache;
+    Ok(attended)
 }
 
 fn numbers(tensor: &Tensor) -> Result<Vec<f32>> {
@@ -64,27 +69,31 @@ fn numbers(tensor: &Tensor) -> Result<Vec<f32>> {
 fn cache_appends_keys_and_values_in_one_buffer() -> Result<()> {
     let cfg = AttentionCacheConfig::new().with_capacity(8);
     let mut cache = AttentionCache::new(&cfg)?;
-    let mut expected = Vec::new();
-    let mut places = None;
+    let mut appended_keys = Vec::new();
+    let mut appended_values = Vec::new();
+    let mut key_location = None;
+    let mut value_location = None;
     for (n, t) in [3, 1, 0, 2, 1, 1].into_iter().enumerate() {
-        expected.push(new(t, n)?);
-        let (k, v) = append(&mut cache, t, n, Padding::default())?;
-        let len = cache.len();
-        assert_eq!((k.dims(), v.dims()), ([B, H_KV, len, D].as_slice(), [B, H_KV, len, D_V].as_slice()));
-        let parts = |part: fn(&(Tensor, Tensor)) -> &Tensor| {
-            let parts: Vec<_> = expected.iter().map(part).filter(|part| part.elem_count() > 0).collect();
-            numbers(&Tensor::cat(&parts, 2)?)
-        };
-        assert_eq!(numbers(&k)?, parts(|(keys, _)| keys)?);
-        assert_eq!(numbers(&v)?, parts(|(_, values)| values)?);
-        let now = (place(&k), place(&v));
-        assert_eq!((&now.0.1, &now.1.1), (&vec![H_KV * 8 * D, 8 * D, D, 1], &vec![H_KV * 8 * D_V, 8 * D_V, D_V, 1]));
-        assert_eq!(*places.get_or_insert(now.clone()), now, "nothing moves");
+        let new = keys_and_values(t, n)?;
+        if t > 0 {
+            appended_keys.push(new.k);
+            appended_values.push(new.v);
+        }
+        let KvFloats { k, v } = append(&mut cache, t, n, Padding::default())?;
+        assert_eq!(k.dims(), [B, H_KV, cache.len(), D]);
+        assert_eq!(v.dims(), [B, H_KV, cache.len(), D_V]);
+        assert_eq!(numbers(&k)?, numbers(&Tensor::cat(&appended_keys, 2)?)?);
+        assert_eq!(numbers(&v)?, numbers(&Tensor::cat(&appended_values, 2)?)?);
+        assert_eq!(Location::of(&k).strides, [H_KV * 8 * D, 8 * D, D, 1]);
+        assert_eq!(Location::of(&v).strides, [H_KV * 8 * D_V, 8 * D_V, D_V, 1]);
+        assert_eq!(*key_location.get_or_insert(Location::of(&k)), Location::of(&k), "keys are not moved");
+        assert_eq!(*value_location.get_or_insert(Location::of(&v)), Location::of(&v), "values are not moved");
     }
-    let before = places.expect("calls");
+    let before = key_location.expect("calls");
     let memory = cache.memory();
-    let (k, _) = append(&mut cache, 1, 6, Padding::default())?;
-    assert!(place(&k).0 != before.0.0 && cache.capacity() == 16 && cache.memory() == 2 * memory, "doubled");
+    let KvFloats { k, .. } = append(&mut cache, 1, 6, Padding::default())?;
+    assert_ne!(Location::of(&k).address, before.address);
+    assert_eq!((cache.capacity(), cache.memory()), (16, 2 * memory), "doubled");
     assert_eq!(memory, B * H_KV * 8 * (D + D_V) * 4);
     Ok(())
 }
@@ -95,16 +104,17 @@ fn cache_appends_keys_and_values_in_one_buffer() -> Result<()> {
 fn sliding_cache_allocates_a_buffer_once_in_capacity_less_window_positions() -> Result<()> {
     let mut cache = AttentionCache::new(&AttentionCacheConfig::new().with_window(4))?;
     let mut moves = 0;
-    let mut at = 0;
+    let mut address = 0;
     for n in 0..41 {
-        let (k, _) = append(&mut cache, 1, n, Padding::default())?;
+        let KvFloats { k, .. } = append(&mut cache, 1, n, Padding::default())?;
         assert!(cache.capacity() <= 8 && k.dim(2)? >= 4.min(n + 1), "{:?}", k.dims());
         // The first number of each position is that of its call.
         let firsts = numbers(&k.narrow(0, 0, 1)?.narrow(1, 0, 1)?.narrow(3, 0, 1)?)?;
         let expected: Vec<_> = (n + 1 - k.dim(2)?..=n).map(|n| 1000.0 * n as f32).collect();
         assert_eq!(firsts, expected, "call {n}");
-        moves += usize::from(place(&k).0 != at);
-        at = place(&k).0;
+        let current = Location::of(&k).address;
+        moves += usize::from(current != address);
+        address = current;
     }
     assert!(moves <= 10, "{moves} buffers in 41 calls");
     assert_eq!((cache.len(), cache.capacity()), (41, 8));
@@ -120,28 +130,28 @@ fn cache_is_unchanged_by_a_call_that_was_not_committed() -> Result<()> {
     ] {
         let mut cache = AttentionCache::new(&cfg)?;
         append(&mut cache, 3, 0, Padding::default())?;
-        let held = |source: &AttentionCache| -> Result<Vec<f32>> {
-            let rows = source.buffers.as_ref().expect("buffers").positions(&(0..source.held[0].len()))?;
-            let [k, v] = rows.floats(DType::F32)?;
+        let stored_numbers = |source: &AttentionCache| -> Result<Vec<f32>> {
+            let rows = source.buffers.as_ref().expect("buffers").rows(&(0..source.stored[0].len()))?;
+            let KvFloats { k, v } = rows.floats(DType::F32)?;
             Ok([numbers(&k)?, numbers(&v)?].concat())
         };
-        let before = held(&cache)?;
+        let before = stored_numbers(&cache)?;
         let capacity = cache.capacity();
         let memory = cache.memory();
         for t in [1, 2, 9] {
-            let (k, v) = new(t, 1)?;
+            let KvFloats { k, v } = keys_and_values(t, 1)?;
             drop(stage(&cache, &k, &v, Padding::default())?);
             assert_eq!((cache.lens(), cache.capacity(), cache.memory()), (vec![3, 3], capacity, memory));
-            assert_eq!(held(&cache)?, before);
+            assert_eq!(stored_numbers(&cache)?, before);
         }
     }
     Ok(())
 }
 
 fn round_trip(rows: &Tensor) -> Result<Vec<Vec<f32>>> {
-    let (numbers, scales) = quantize(rows)?;
-    assert_eq!((numbers.dtype(), scales.dtype()), (DType::U8, DType::F32));
-    decoded(&numbers, &scales, DType::F32)?.to_vec2()
+    let QuantizedRows { codes, scales } = quantize(rows)?;
+    assert_eq!((codes.dtype(), scales.dtype()), (DType::U8, DType::F32));
+    decoded(&codes, &scales, DType::F32)?.to_vec2()
 }
 
 #[test]
@@ -199,16 +209,25 @@ fn random(shape: (usize, usize, usize, usize)) -> Result<Tensor> {
     Tensor::randn(0f32, 1.0, shape, &Device::Cpu)
 }
 
-/// Calls with the tokens of each sequence: eight positions of the first, five of the second.
-fn calls() -> [(usize, [usize; B], [usize; B]); 3] {
-    [(4, [0, 0], [4, 3]), (1, [0, 1], [1, 1]), (T, [0, 1], [3, 3])]
+/// The tokens of a call of `t` positions: `starts[b]..lens[b]` of sequence b.
+struct CallTokens {
+    t: usize,
+    starts: [usize; B],
+    lens: [usize; B],
 }
+
+/// Calls that have eight tokens of the first sequence and five of the second.
+const CALLS: [CallTokens; 3] = [
+    CallTokens { t: 4, starts: [0, 0], lens: [4, 3] },
+    CallTokens { t: 1, starts: [0, 1], lens: [1, 1] },
+    CallTokens { t: T, starts: [0, 1], lens: [3, 3] },
+];
 
 fn masks() -> Result<Vec<AttentionMask>> {
     let none = AttentionMask::none;
     let causal = AttentionMask::causal;
     let t_kv = LENS[0];
-    let keep = random((B, 1, T, t_kv))?.ge(-0.3f32)?;
+    let bool_mask = random((B, 1, T, t_kv))?.ge(-0.3f32)?;
     let bias = random((1, H, T, t_kv))?;
     let hidden = (random((B, H, 1, t_kv))?.ge(0.3f32)?.to_dtype(DType::F32)? * -1e30)?;
     Ok(vec![
@@ -222,7 +241,7 @@ fn masks() -> Result<Vec<AttentionMask>> {
         none().with_starts(vec![3, 0]),
         none().with_valid_lens(vec![2, 4]),
         none().with_valid_lens(vec![vec![0, 1, 8], vec![5, 0, 2]]),
-        causal().with_bool_mask(&keep),
+        causal().with_bool_mask(&bool_mask),
         causal().with_bias(&bias).with_starts(vec![1, 1]),
         none().with_bias(&(hidden * 1e30)?),
     ])
@@ -251,8 +270,8 @@ fn assert_close(found: &Tensor, expected: &Tensor, what: &str) -> Result<()> {
 
 /// Returns rows as a cache of 8 bits rounds them.
 fn rounded(rows: &Tensor) -> Result<Tensor> {
-    let (numbers, scales) = quantize(rows)?;
-    decoded(&numbers, &scales, DType::F32)
+    let QuantizedRows { codes, scales } = quantize(rows)?;
+    decoded(&codes, &scales, DType::F32)
 }
 
 #[test]
@@ -260,7 +279,7 @@ fn q8_with_uniform_fully_masked_rows_matches_floats() -> Result<()> {
     let k = random((B, 2, 5, 6))?;
     let v = random((B, 2, 5, 5))?;
     let cache = AttentionCache::new(&AttentionCacheConfig::new().with_q8())?;
-    let (staged, _) = stage(&cache, &k, &v, Padding::default())?;
+    let staged = stage(&cache, &k, &v, Padding::default())?.call;
     let mask = AttentionMask::none().with_valid_lens(vec![3, 0]).with_fully_masked_rows(FullyMaskedRows::Uniform);
     let q = random((B, H, 5, 6))?;
     let options = SdpaOptions::default();
@@ -275,16 +294,17 @@ fn q8_matches_attention_to_the_rounded_floats() -> Result<()> {
     for (cfg, slides) in [(growing.clone(), false), (growing.with_window(4), true)] {
         let mut small = AttentionCache::new(&cfg.clone().with_q8())?;
         let mut plain = AttentionCache::new(&cfg)?;
-        for (n, (t, starts, lens)) in calls().into_iter().enumerate() {
+        for (n, CallTokens { t, starts, lens }) in CALLS.into_iter().enumerate() {
             let k = random((B, 2, t, 6))?;
             let v = random((B, 2, t, 5))?;
             let padding = Padding { valid_lens: Some(&lens), starts: Some(&starts) };
-            let (staged_q8, after_q8) = stage(&small, &k, &v, padding)?;
-            let (staged, after) = stage(&plain, &rounded(&k)?, &rounded(&v)?, padding)?;
+            let staged_q8 = stage(&small, &k, &v, padding)?;
+            let staged = stage(&plain, &rounded(&k)?, &rounded(&v)?, padding)?;
             if n == 2 {
-                compare(&staged_q8, &staged, slides)?;
+                compare(&staged_q8.call, &staged.call, slides)?;
             }
-            (small, plain) = (after_q8, after);
+            small = staged_q8.cache;
+            plain = staged.cache;
         }
         assert_eq!(small.lens(), LENS);
     }

@@ -1,4 +1,4 @@
-//! The tokens of one call, behind the tokens of the calls before it.
+//! The tokens of one call, and their positions after the tokens of earlier calls.
 
 use std::ops::Range;
 
@@ -19,7 +19,7 @@ pub struct Padding<'a> {
 
 /// The tokens of a call (B, T), checked against a cache.
 ///
-/// For a call without a cache and without padding the lists of sequences are empty: all T positions of a sequence are
+/// For a call without a cache and without padding, `before` and `tokens` are empty: all T positions of a sequence are
 /// tokens, and the first is at position 0.
 #[derive(Debug, Clone, Default)]
 pub struct NewTokens {
@@ -30,14 +30,15 @@ pub struct NewTokens {
     /// For each sequence, which of the T positions are tokens; the others are padding.
     pub tokens: Vec<Range<usize>>,
     /// The positions that the caller gave.
-    pub(crate) given: Option<Positions>,
+    pub(crate) given_positions: Option<Positions>,
     /// Whether the mask of the call masks some of the tokens for all queries.
-    pub(crate) are_hidden: bool,
+    pub(crate) some_are_masked: bool,
 }
 
 impl NewTokens {
     /// Returns the tokens of a call of `dims` (B, T) in a cache whose sequences have the lengths `before`, an empty
-    /// list before the first call. `hint` ends the error about padding that exceeds the call: `hint("starts")`, say.
+    /// list before the first call. `hint(name)` is the end of the error about an entry of `name` (`starts` or
+    /// `valid_lens`) that exceeds T.
     ///
     /// # Errors
     /// For another number of sequences than the cache has, for padding that does not fit the call, and where memory is
@@ -55,26 +56,23 @@ impl NewTokens {
         }
         // For lengths, starts, ends and ranges: a batch of empty sequences has them too.
         check_memory(op, format_args!("the lengths of {b} sequences"), &[b, 8, size_of::<usize>()])?;
-        let entries = |name: &str, given: Option<&[usize]>, default: usize| {
-            let Some(entries) = given else { return Ok(vec![default; b]) };
-            check_entries(op, name, entries.len(), b, "sequences")?;
-            if let Some((sequence, entry)) = entries.iter().enumerate().find(|&(_, &entry)| entry > t) {
-                let hint = hint(name);
-                bail!("[{op}] {name} has {entry} for sequence {sequence}, expected at most the call's {t}{hint}")
-            }
-            Ok(entries.to_vec())
-        };
-        let ends = entries("valid_lens", padding.valid_lens, t)?;
-        let starts = entries("starts", padding.starts, 0)?;
+        if let Some(valid_lens) = padding.valid_lens {
+            check_padding(op, "valid_lens", valid_lens, dims, hint)?;
+        }
+        if let Some(starts) = padding.starts {
+            check_padding(op, "starts", starts, dims, hint)?;
+        }
         let mut tokens = Vec::with_capacity(b);
-        for (sequence, (start, end)) in starts.into_iter().zip(ends).enumerate() {
+        for sequence in 0..b {
+            let start = padding.starts.map_or(0, |starts| starts[sequence]);
+            let end = padding.valid_lens.map_or(t, |valid_lens| valid_lens[sequence]);
             if start > end {
                 bail!("[{op}] the tokens of sequence {sequence} start at {start}, after their end at {end}")
             }
             tokens.push(start..end);
         }
         let before = if before.is_empty() { vec![0; b] } else { before };
-        Ok(Self { t, before, tokens, given: None, are_hidden: false })
+        Ok(Self { t, before, tokens, given_positions: None, some_are_masked: false })
     }
 
     /// Returns the length of each sequence after the call.
@@ -83,7 +81,7 @@ impl NewTokens {
     }
 
     /// Returns the positions of the new tokens in each sequence.
-    pub(crate) fn places(&self) -> Vec<Range<usize>> {
+    pub(crate) fn position_ranges(&self) -> Vec<Range<usize>> {
         self.before.iter().zip(self.ends()).map(|(&before, end)| before..end).collect()
     }
 
@@ -92,15 +90,15 @@ impl NewTokens {
         self.ends().max().unwrap_or(0)
     }
 
-    /// Returns the stored positions of each sequence, `held`, with those of the new tokens.
-    pub(super) fn appended_to(&self, held: &[Range<usize>]) -> Vec<Range<usize>> {
-        held.iter().zip(&self.tokens).map(|(held, tokens)| held.start..held.end + tokens.len()).collect()
+    /// Returns the positions of each sequence that are stored and those of its new tokens, as one range.
+    pub(super) fn appended_to(&self, stored: &[Range<usize>]) -> Vec<Range<usize>> {
+        stored.iter().zip(&self.tokens).map(|(stored, tokens)| stored.start..stored.end + tokens.len()).collect()
     }
 
-    /// Returns where the queries of each sequence are located among its keys, of which the positions `held` are stored.
-    pub(super) fn placements(&self, held: &[Range<usize>]) -> Vec<Placement> {
-        let mut placements = Vec::with_capacity(held.len());
-        for ((&before, tokens), keys) in self.before.iter().zip(&self.tokens).zip(held) {
+    /// Returns where the queries of each sequence are located among its keys, which are at the positions `keys`.
+    pub(super) fn placements(&self, keys: &[Range<usize>]) -> Vec<Placement> {
+        let mut placements = Vec::with_capacity(keys.len());
+        for ((&before, tokens), keys) in self.before.iter().zip(&self.tokens).zip(keys) {
             placements.push(Placement {
                 query: before as i128 - tokens.start as i128,
                 first_query: 0,
@@ -130,7 +128,7 @@ impl NewTokens {
     /// Returns the positions that the caller gave, or those that continue each sequence. Padding has the position of
     /// the nearest token, so that it makes no sequence longer.
     pub(crate) fn positions(&self) -> Result<Positions> {
-        if let Some(given) = &self.given {
+        if let Some(given) = &self.given_positions {
             return Ok(given.clone());
         }
         let first = self.before.first().copied().unwrap_or(0);
@@ -141,11 +139,29 @@ impl NewTokens {
         let t = self.t;
         let bytes = [b, t, size_of::<u32>()];
         check_memory("rope", format_args!("the positions of {b} sequences of {t} tokens"), &bytes)?;
-        let of_sequence = |(&before, tokens): (&usize, &Range<usize>)| {
-            let start = tokens.start;
-            let last = (before + tokens.len()).saturating_sub(1);
+        let of_sequence = |sequence: usize| {
+            let before = self.before[sequence];
+            let start = self.tokens[sequence].start;
+            let last = (before + self.tokens[sequence].len()).saturating_sub(1);
             (0..t).map(move |i| (before + i.saturating_sub(start)).min(last))
         };
-        Positions::of_each(self.before.iter().zip(&self.tokens).flat_map(of_sequence), t)
+        Positions::of_each((0..b).flat_map(of_sequence), t)
     }
+}
+
+/// Checks that the starts or ends of the tokens have an entry for each sequence of a call of `dims` (B, T), at most T.
+fn check_padding(
+    op: &str,
+    name: &str,
+    entries: &[usize],
+    dims: (usize, usize),
+    hint: fn(&str) -> String,
+) -> Result<()> {
+    let (b, t) = dims;
+    check_entries(op, name, entries.len(), b, "sequences")?;
+    if let Some((sequence, entry)) = entries.iter().enumerate().find(|&(_, &entry)| entry > t) {
+        let hint = hint(name);
+        bail!("[{op}] {name} has {entry} for sequence {sequence}, expected at most the call's {t}{hint}")
+    }
+    Ok(())
 }

@@ -51,8 +51,8 @@ impl MultiHeadAttention {
     /// (T, E), and for packed sequences.
     ///
     /// The CPU kernel computes them without storing the weights, see
-    /// [`scaled_dot_product_attention_with_statistics`](crate::scaled_dot_product_attention_with_statistics). Key
-    /// indices count the keys that are attended to; with a cache, from the first that it stores.
+    /// [`scaled_dot_product_attention_with_statistics`](crate::scaled_dot_product_attention_with_statistics). The index
+    /// of the call's first key is 0; with a cache, the index of the first key that it stores.
     ///
     /// ```
     /// use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig, StatisticsOptions};
@@ -103,41 +103,41 @@ impl MultiHeadAttention {
         self.prepare(&input)?.finish(input.cache, request)
     }
 
-    /// Does everything that comes before attention.
+    /// Validates and projects an input, and applies the score modifiers: everything that comes before attention.
     pub(super) fn prepare<'a>(&'a self, input: &AttentionInput<'a>) -> Result<PreparedCall<'a>> {
         let checked = self.validate(input)?;
         let ProjectedHeads { q, kv, gate } = self.project(&checked, input.all_reduce)?;
-        let arguments = ScoreArguments {
+        let mut arguments = ScoreArguments {
             mask: self.mask_of_call(input, &q, checked.t_kv)?,
             options: self.options_of_call(input)?,
             content_scores: None,
             q,
         };
-        let (keys, arguments, cache) = match checked.keys_from {
+        let mut cache_after = None;
+        let keys = match checked.keys_from {
             KeysFrom::Cache(cache) => {
                 let KeysAndValues { keys, values } = kv.ok_or_else(no_keys)?;
-                let (cached, after) = cache.stage(&checked.tokens, &keys, Some(&values), values.dim(3)?)?;
-                let arguments = self.modify_for_cache(arguments, input, &checked, &after)?;
-                (AttendedKeys::Cached(cached), arguments, Some(after))
+                let staged = cache.stage(&checked.tokens, &keys, Some(&values), values.dim(3)?)?;
+                self.modify_for_cache(&mut arguments, input, &checked, &staged.cache)?;
+                cache_after = Some(staged.cache);
+                AttendedKeys::Cached(staged.call)
             }
             KeysFrom::EarlierLayer(cache) => {
                 let cfg = &self.config;
                 let sizes = KvSizes { h_kv: cfg.num_kv_heads(), d: cfg.head_dim(), d_v: cfg.value_head_dim() };
                 let cached = cache.reading(&checked.tokens, &arguments.q, sizes)?;
-                let arguments = self.modify_for_cache(arguments, input, &checked, cache)?;
-                (AttendedKeys::Cached(cached), arguments, None)
+                self.modify_for_cache(&mut arguments, input, &checked, cache)?;
+                AttendedKeys::Cached(cached)
             }
             KeysFrom::Own | KeysFrom::Cross { .. } | KeysFrom::Memory(_) => {
-                let own = kv.ok_or_else(no_keys)?;
-                let (keys, arguments) = self.modify_for_own_keys(arguments, own, input, &checked)?;
-                (keys, arguments, None)
+                self.modify_for_projected_keys(&mut arguments, kv.ok_or_else(no_keys)?, input, &checked)?
             }
         };
         let residual = checked.residual;
         Ok(PreparedCall {
             q: arguments.q,
             keys,
-            cache,
+            cache: cache_after,
             mask: arguments.mask,
             options: arguments.options,
             batched: input.queries.rank() == 3,
@@ -168,52 +168,48 @@ impl MultiHeadAttention {
     /// Applies the score modifiers to a call that attends to the keys in a cache.
     fn modify_for_cache(
         &self,
-        mut arguments: ScoreArguments,
+        arguments: &mut ScoreArguments,
         input: &AttentionInput,
         checked: &CheckedInput,
         cache: &AttentionCache,
-    ) -> Result<ScoreArguments> {
+    ) -> Result<()> {
         // The cache knows the positions of earlier calls too.
-        let key_positions = match self.has_modifier_with_positions() {
-            true => Some(cache.key_positions()?),
-            false => None,
-        };
+        let key_positions = if self.has_modifier_with_positions() { Some(cache.key_positions()?) } else { None };
         let positions = match (&checked.positions, &key_positions) {
             (Some(positions), Some(keys)) => Some(QueryKeyPositions { queries: &positions.queries, keys }),
             _ => None,
         };
         let context = self.call_context(input, positions);
         for modifier in self.score_modifiers() {
-            modifier.modify(&mut arguments, None, &context)?;
+            modifier.modify(arguments, None, &context)?;
         }
-        Ok(arguments)
+        Ok(())
     }
 
-    /// Applies the score modifiers to a call that attends to its own keys and values.
-    fn modify_for_own_keys<'a>(
+    /// Applies the score modifiers to a call without a cache, and returns the keys and values that it attends to.
+    fn modify_for_projected_keys<'a>(
         &self,
-        mut arguments: ScoreArguments,
-        mut own: KeysAndValues,
+        arguments: &mut ScoreArguments,
+        mut kv: KeysAndValues,
         input: &AttentionInput<'a>,
         checked: &CheckedInput,
-    ) -> Result<(AttendedKeys<'a>, ScoreArguments)> {
+    ) -> Result<AttendedKeys<'a>> {
         let positions = checked.positions.as_ref().map(|positions| QueryKeyPositions {
             queries: &positions.queries,
             keys: positions.keys.as_ref().unwrap_or(&positions.queries),
         });
         let context = self.call_context(input, positions);
         for modifier in self.score_modifiers() {
-            modifier.modify(&mut arguments, Some(&mut own), &context)?;
+            modifier.modify(arguments, Some(&mut kv), &context)?;
         }
         if let Some(scores) = arguments.content_scores.take() {
-            return Ok((AttendedKeys::ByHeads(KeysByHeads { own, scores }), arguments));
+            return Ok(AttendedKeys::ByHeads(KeysByHeads { kv, scores }));
         }
-        let KeysAndValues { keys: k, values: v } = own;
-        let keys = match input.function {
+        let KeysAndValues { keys: k, values: v } = kv;
+        Ok(match input.function {
             Some(function) => AttendedKeys::Function(FunctionKeys { k, v, function }),
             None => AttendedKeys::Own(OwnKeys { k, v, sequences: input.packed }),
-        };
-        Ok((keys, arguments))
+        })
     }
 
     /// Returns the facts about a call on which score modifiers depend.

@@ -32,15 +32,13 @@ impl MultiHeadAttention {
         let key_value = inputs.key_value.as_ref().map(|KeyValueInputs { keys, values }| [keys, values]);
         let Projected { q, kv, gate } = self.projections.query_key_value(&inputs.queries, key_value)?;
         let rotations = self.rotations(inputs)?;
-        let kv = match (kv, inputs.keys_from) {
-            (Some(KeysAndValues { keys, values }), _) => {
-                let keys = self.key_heads(keys, rotations.keys.as_ref().or(rotations.queries.as_ref()), all_reduce)?;
-                Some(KeysAndValues { keys, values: self.value_heads(values)? })
-            }
-            (None, KeysFrom::Memory(memory)) => {
-                Some(KeysAndValues { keys: memory.k.clone(), values: memory.v.clone() })
-            }
-            (None, _) => None,
+        let kv = if let Some(KeysAndValues { keys, values }) = kv {
+            let keys = self.key_heads(keys, rotations.keys.as_ref().or(rotations.queries.as_ref()), all_reduce)?;
+            Some(KeysAndValues { keys, values: self.value_heads(values)? })
+        } else if let KeysFrom::Memory(memory) = inputs.keys_from {
+            Some(KeysAndValues { keys: memory.k.clone(), values: memory.v.clone() })
+        } else {
+            None
         };
         let q = self.query_heads(q, rotations.queries.as_ref(), all_reduce)?;
         // The output for padding is 0, and 0 · NaN of padding's gate must not reach it.
@@ -112,7 +110,7 @@ impl MultiHeadAttention {
         all_reduce: Option<&AllReduce>,
     ) -> Result<Tensor> {
         let xs = self.normalized_projection(projected, self.norms.keys.as_ref(), all_reduce)?;
-        let xs = self.with_appended_row(xs, "bias_k")?;
+        let xs = self.with_appended_rows(xs, "bias_k")?;
         let heads = split_heads(&xs, self.config.num_kv_heads())?;
         let norm = self.norms.keys.as_ref().filter(|_| !self.norms_span_projections());
         self.normalized_and_rotated(heads, norm, rotation)?.transpose(1, 2)
@@ -121,7 +119,7 @@ impl MultiHeadAttention {
     /// Returns value heads (B, H_kv, T, D_v), a view of (B, T, H_kv, D_v), of a projection (B, T, H_kv · D_v), followed
     /// by the values that the layer appends.
     fn value_heads(&self, projected: Tensor) -> Result<Tensor> {
-        let xs = self.with_appended_row(self.clipped(projected)?, "bias_v")?;
+        let xs = self.with_appended_rows(self.clipped(projected)?, "bias_v")?;
         let heads = split_heads(&xs, self.config.num_kv_heads())?;
         let heads = match &self.norms.values {
             Some(norm) => norm.forward(&heads)?,
@@ -150,20 +148,26 @@ impl MultiHeadAttention {
         norm: Option<&Norm>,
         rotation: Option<&Rotation>,
     ) -> Result<Tensor> {
-        let normalized = |xs: Tensor| norm.map_or(Ok(xs.clone()), |norm| norm.forward(&xs));
-        let rotated = |xs: Tensor| rotation.map_or(Ok(xs.clone()), |rotation| rotation.apply(&xs));
+        let normalized = |xs: Tensor| match norm {
+            Some(norm) => norm.forward(&xs),
+            None => Ok(xs),
+        };
+        let rotated = |xs: Tensor| match rotation {
+            Some(rotation) => rotation.apply(&xs),
+            None => Ok(xs),
+        };
         if self.config.norm_after_rope() { normalized(rotated(heads)?) } else { rotated(normalized(heads)?) }
     }
 
     /// Returns a projection (B, T, width), followed by the rows that the layer appends to each sequence: the learned
-    /// row of the parameter `name`, then a row of zeros.
-    fn with_appended_row(&self, xs: Tensor, name: &str) -> Result<Tensor> {
+    /// row of the parameter `learned_name`, then a row of zeros.
+    fn with_appended_rows(&self, xs: Tensor, learned_name: &str) -> Result<Tensor> {
         if self.config.appended_keys() == 0 {
             return Ok(xs);
         }
         let (b, _, width) = xs.dims3()?;
         let mut rows = vec![xs.clone()];
-        if let Some(learned) = self.parameters.tensor(name)? {
+        if let Some(learned) = self.parameters.tensor(learned_name)? {
             rows.push(learned.broadcast_as((b, 1, width))?.contiguous()?);
         }
         if self.config.add_zero_attn() {

@@ -26,6 +26,19 @@ pub(super) enum KeysFrom<'a> {
     EarlierLayer(&'a AttentionCache),
 }
 
+impl KeysFrom<'_> {
+    /// Returns the name of the source in errors.
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Own => "the queries",
+            Self::Cross { .. } => "keys and values",
+            Self::Memory(_) => "a memory",
+            Self::Cache(_) => "a cache",
+            Self::EarlierLayer(_) => "the cache of an earlier layer",
+        }
+    }
+}
+
 /// The inputs and options of one forward call. A `&Tensor` converts into self-attention over it.
 #[must_use]
 pub struct AttentionInput<'a> {
@@ -166,8 +179,8 @@ impl<'a> AttentionInput<'a> {
     /// other layers, the tokens of earlier calls have not attended to those of this call; a warning is logged once.
     ///
     /// Pass padding with [`with_starts`](Self::with_starts) and [`with_valid_lens`](Self::with_valid_lens), which do
-    /// not store it in the cache. A mask hides padding in its own call only: the cache stores the padding, and later
-    /// calls attend to it unless their masks hide it again. A warning is logged once if they do not.
+    /// not store it in the cache. A mask masks padding in its own call only: the cache stores the padding, and later
+    /// calls attend to it unless their masks mask it again. A warning is logged once if they do not.
     pub fn with_cache(mut self, cache: &'a mut AttentionCache) -> Self {
         self.cache = Some(cache);
         self
@@ -306,21 +319,23 @@ impl<'a> AttentionInput<'a> {
     pub(super) fn keys_from(&self, op: &str) -> Result<KeysFrom<'_>> {
         let mut sources = Vec::new();
         if let Some(memory) = self.memory {
-            sources.push(("a memory", KeysFrom::Memory(memory)));
+            sources.push(KeysFrom::Memory(memory));
         }
         if let Some(KeyValueInputs { keys, values }) = self.key_value {
-            sources.push(("keys and values", KeysFrom::Cross { keys, values }));
+            sources.push(KeysFrom::Cross { keys, values });
         }
         if let Some(cache) = self.cache.as_deref() {
-            sources.push(("a cache", KeysFrom::Cache(cache)));
+            sources.push(KeysFrom::Cache(cache));
         }
         if let Some(cache) = self.shared_cache {
-            sources.push(("the cache of an earlier layer", KeysFrom::EarlierLayer(cache)));
+            sources.push(KeysFrom::EarlierLayer(cache));
         }
         match sources[..] {
             [] => Ok(KeysFrom::Own),
-            [(_, keys_from)] => Ok(keys_from),
-            [(one, _), (other, _), ..] => bail!("[{op}] both {one} and {other} were given, expected one of the two"),
+            [source] => Ok(source),
+            [one, other, ..] => {
+                bail!("[{op}] both {} and {} were given, expected one of the two", one.name(), other.name())
+            }
         }
     }
 
@@ -357,10 +372,10 @@ impl<'a> AttentionInput<'a> {
     }
 
     /// Returns the layer's mask combined with the call's, whose prefix lifts the layer's causal constraint.
-    pub(super) fn mask_with(&self, own: &AttentionMask) -> AttentionMask {
+    pub(super) fn mask_with(&self, layer_mask: &AttentionMask) -> AttentionMask {
         match self.mask {
-            Some(mask) => own.with_prefixes_of(mask).and(mask),
-            None => own.clone(),
+            Some(mask) => layer_mask.with_prefixes_of(mask).and(mask),
+            None => layer_mask.clone(),
         }
     }
 

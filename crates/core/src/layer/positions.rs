@@ -36,12 +36,11 @@ impl CallPositions {
 }
 
 impl AttentionInput<'_> {
-    /// Returns the tokens of a call of `b` sequences and `t` positions, after those in its cache. `own` is the layer's
-    /// mask.
+    /// Returns the tokens of a call of `b` sequences and `t` positions, after those in its cache.
     ///
     /// # Errors
     /// For padding that does not fit, and for a mask that contradicts the cache.
-    pub(super) fn tokens(&self, op: &str, b: usize, t: usize, own: &AttentionMask) -> Result<NewTokens> {
+    pub(super) fn tokens(&self, op: &str, b: usize, t: usize, layer_mask: &AttentionMask) -> Result<NewTokens> {
         if self.function.is_some() && (self.any_cache().is_some() || self.packed.is_some()) {
             bail!("[{op}] an attention function was given with a cache or packed sequences, expected one of them")
         }
@@ -61,11 +60,11 @@ impl AttentionInput<'_> {
             }
         };
         if let Some(cache) = self.any_cache() {
-            warnings::check_mask(op, self.mask(), own, &tokens, cache.earlier_padding())?;
-            tokens.are_hidden = self.mask().is_some_and(|mask| mask.hides_tokens(&tokens.places()));
+            warnings::check_mask(op, self.mask(), layer_mask, &tokens, cache.earlier_padding())?;
+            tokens.some_are_masked = self.mask().is_some_and(|mask| mask.masks_tokens(&tokens.position_ranges()));
         }
-        if let Some(given) = self.positions {
-            tokens.given = Some(Positions::from_tensor("positions", given, b, t)?);
+        if let Some(positions) = self.positions {
+            tokens.given_positions = Some(Positions::from_tensor("positions", positions, b, t)?);
         }
         Ok(tokens)
     }
@@ -84,23 +83,24 @@ impl AttentionInput<'_> {
         is_used: bool,
     ) -> Result<Option<CallPositions>> {
         let b = if self.queries.rank() == 3 { self.queries.dim(0)? } else { 1 };
-        let given_keys = match self.key_positions {
-            Some(given) => Some(Positions::from_tensor("key positions", given, b, t_kv)?),
+        let given_key_positions = match self.key_positions {
+            Some(positions) => Some(Positions::from_tensor("key positions", positions, b, t_kv)?),
             None => None,
         };
-        if given_keys.is_some() && !self.is_cross() {
+        if given_key_positions.is_some() && !self.is_cross() {
             bail!("[{op}] key positions are given, but the keys are the queries")
         }
         let axis_positions = self.checked_axis_positions(op, axes, b, tokens.t)?;
         if !is_used {
             return Ok(None);
         }
-        let queries = match (self.packed, &tokens.given) {
-            (Some(_), None) => self.default_positions(PackedSequences::queries, tokens.t)?,
-            _ => tokens.positions()?,
+        let queries = if self.packed.is_some() && tokens.given_positions.is_none() {
+            self.default_positions(PackedSequences::queries, tokens.t)?
+        } else {
+            tokens.positions()?
         };
-        let keys = match given_keys {
-            Some(keys) => Some(keys),
+        let keys = match given_key_positions {
+            Some(positions) => Some(positions),
             None if self.is_cross() => Some(self.default_positions(PackedSequences::keys, t_kv)?),
             None => None,
         };
@@ -126,7 +126,7 @@ impl AttentionInput<'_> {
             return Ok(None);
         };
         let count = axes.sections().len();
-        let Some(given) = self.axis_positions else {
+        let Some(positions) = self.axis_positions else {
             if axes.is_axial() {
                 bail!("[{op}] rotary positions are on {count} axes, expected a call `with_axis_positions`")
             }
@@ -135,7 +135,7 @@ impl AttentionInput<'_> {
         if self.is_cross() {
             bail!("[{op}] axis positions were given beside keys, expected self-attention")
         }
-        Ok(Some(AxisPositions { entries: axes.positions(given, b, t)?, count }))
+        Ok(Some(AxisPositions { entries: axes.positions(positions, b, t)?, count }))
     }
 
     /// Returns positions that count from 0, in each packed sequence if there are such. `ranges` returns the rows of a
@@ -149,17 +149,17 @@ impl AttentionInput<'_> {
 impl CallPositions {
     /// Warns if the first position of a sequence does not come after the last one in the cache.
     fn warn_of_going_back(&self, op: &str, cache: &AttentionCache, tokens: &NewTokens) {
-        for (sequence, (&before, own)) in tokens.before.iter().zip(&tokens.tokens).enumerate() {
-            if before == 0 || own.is_empty() {
+        for (sequence, (&before, new)) in tokens.before.iter().zip(&tokens.tokens).enumerate() {
+            if before == 0 || new.is_empty() {
                 continue;
             }
             if let Some(axes) = &self.axes
-                && axes.is_at_origin(self.queries.t, sequence, own.start)
+                && axes.is_at_origin(self.queries.t, sequence, new.start)
             {
                 warnings::about_axis_positions(op, sequence, before);
                 continue;
             }
-            let first = self.queries.of_sequence(sequence)[own.start] as usize;
+            let first = self.queries.of_sequence(sequence)[new.start] as usize;
             let last = cache.position(sequence, before - 1);
             if first <= last {
                 warnings::about_positions(op, sequence, first, last);

@@ -47,7 +47,7 @@ impl MultiHeadAttentionConfig {
         let queries = shard.range(Heads::Query, heads, h);
         let keys = shard.range(Heads::Key, heads, h_kv);
         // Options whose default depends on the number of heads are those of the whole layer.
-        let mut own = self
+        let mut config = self
             .clone()
             .with_head_dim(self.head_dim())
             .with_value_head_dim(self.value_head_dim())
@@ -55,9 +55,9 @@ impl MultiHeadAttentionConfig {
             .with_kdim(self.kdim())
             .with_vdim(self.vdim());
         if let Some(alibi) = self.alibi().filter(|&alibi| *alibi != AlibiConfig::Falcon) {
-            own = own.with_alibi(AlibiConfig::Slopes(alibi.slopes(h)?[queries.clone()].to_vec()));
+            config = config.with_alibi(AlibiConfig::Slopes(alibi.slopes(h)?[queries.clone()].to_vec()));
         }
-        Ok(own.with_heads(queries.len(), keys.len()))
+        Ok(config.with_heads(queries.len(), keys.len()))
     }
 
     /// Returns the dimensions that norms of whole projections span, if these are sharded.
@@ -207,9 +207,8 @@ mod tests {
                 let mut next = 0;
                 for rank in 0..world_size {
                     let shard = HeadShard::new(rank, world_size)?;
-                    let own = |heads, len| shard.range(heads, [h, h_kv], len);
-                    let queries = own(Heads::Query, h);
-                    let keys = own(Heads::Key, h_kv);
+                    let queries = shard.range(Heads::Query, [h, h_kv], h);
+                    let keys = shard.range(Heads::Key, [h, h_kv], h_kv);
                     let config = MultiHeadAttentionConfig::new(h * 2, h).with_num_kv_heads(h_kv).for_shard(shard)?;
                     assert_eq!((config.num_heads(), config.num_kv_heads()), (queries.len(), keys.len()));
                     assert!(queries.start == next && !queries.is_empty(), "{h}, {h_kv}, {rank} of {world_size}");

@@ -1,4 +1,4 @@
-//! The checks of a call's inputs, and the place that its keys and values come from.
+//! The checks of a call's inputs, and the source of its keys and values.
 
 use std::fmt;
 
@@ -52,8 +52,8 @@ impl ExpectedInput<'_> {
     /// Returns the residual of a call as (B, T_q, width) after checking it.
     pub fn residual(&self, input: &AttentionInput, width: usize) -> Result<Option<Tensor>> {
         let Some(residual) = input.residual else { return Ok(None) };
-        let of_output = [&input.queries.dims()[..input.queries.rank() - 1], &[width]].concat();
-        Expect::many(self.op, "residuals", residual).sizes(&of_output)?;
+        let output_dims = [&input.queries.dims()[..input.queries.rank() - 1], &[width]].concat();
+        Expect::many(self.op, "residuals", residual).sizes(&output_dims)?;
         self.other("residuals", residual, width).map(Some)
     }
 
@@ -76,19 +76,19 @@ impl AttentionInput<'_> {
         let total_keys = sequences.total_keys();
         if total_queries != t_q || total_keys != t_kv {
             bail!(
-                "[{op}] the packed sequences have {total_queries} queries and {total_keys} keys, expected the {t_q} and \
-                 {t_kv} of the inputs"
+                "[{op}] the packed sequences have {total_queries} queries and {total_keys} keys, expected the {t_q} \
+                 and {t_kv} of the inputs"
             )
         }
         if self.is_cross() {
             return Ok(());
         }
         for s in 0..sequences.len() {
-            let of_queries = sequences.queries(s);
-            let of_keys = sequences.keys(s);
-            if of_queries != of_keys {
+            let queries = sequences.queries(s);
+            let keys = sequences.keys(s);
+            if queries != keys {
                 bail!(
-                    "[{op}] packed sequence {s} has queries {of_queries:?} and keys {of_keys:?}, expected the same in \
+                    "[{op}] packed sequence {s} has queries {queries:?} and keys {keys:?}, expected the same in \
                      self-attention"
                 )
             }
@@ -129,7 +129,13 @@ impl MultiHeadAttention {
         let queries = expected.queries(input.queries, cfg.embed_dim())?;
         let residual = expected.residual(input, cfg.out_dim())?;
         let (b, t_q, _) = queries.dims3()?;
-        let (key_value, t_kv) = self.key_value_inputs(input, keys_from, &queries, &expected)?;
+        let key_value = self.key_value_inputs(input, keys_from, &queries, &expected)?;
+        let t_kv = match (&key_value, keys_from) {
+            (Some(inputs), _) => inputs.keys.dim(1)?,
+            (None, KeysFrom::EarlierLayer(cache)) => cache.len(),
+            (None, KeysFrom::Memory(memory)) => memory.t_kv,
+            (None, KeysFrom::Own | KeysFrom::Cross { .. } | KeysFrom::Cache(_)) => t_q,
+        };
         let what = format_args!("queries {:?} and {t_kv} keys", input.queries.dims());
         self.check_addressable(b, t_q.max(t_kv), what)?;
         input.check_packed(OP, &queries, t_kv)?;
@@ -156,30 +162,30 @@ impl MultiHeadAttention {
         Ok(CheckedInput { queries, keys_from, key_value, t_kv, tokens, positions, residual })
     }
 
-    /// Returns the inputs to project keys and values from, if these are projected in this call, and T_kv.
+    /// Returns the inputs to project keys and values from; `None` for keys and values that were projected before.
     fn key_value_inputs(
         &self,
         input: &AttentionInput,
         keys_from: KeysFrom,
         queries: &Tensor,
         expected: &ExpectedInput,
-    ) -> Result<(Option<KeyValueInputs>, usize)> {
+    ) -> Result<Option<KeyValueInputs>> {
         let cfg = &self.config;
-        let (b, t_q, _) = queries.dims3()?;
+        let b = queries.dim(0)?;
         let shares_earlier = cfg.kv_sharing() == KvSharing::EarlierLayer;
         match keys_from {
-            KeysFrom::EarlierLayer(cache) => {
+            KeysFrom::EarlierLayer(_) => {
                 if !shares_earlier {
                     bail!("[{OP}] the cache of an earlier layer was given, but the layer has keys of its own")
                 }
-                Ok((None, cache.len()))
+                Ok(None)
             }
             KeysFrom::Memory(memory) => {
                 self.check_memory(input, memory, b)?;
                 if !shares_earlier {
                     self.warn_of_cross_attention();
                 }
-                Ok((None, memory.t_kv))
+                Ok(None)
             }
             KeysFrom::Cross { .. } | KeysFrom::Own | KeysFrom::Cache(_) if shares_earlier => bail!("[{OP}] {NO_KEYS}"),
             KeysFrom::Cross { keys, values } => {
@@ -193,8 +199,7 @@ impl MultiHeadAttention {
                 if values.id() == input.queries.id() {
                     inputs.values = queries.clone();
                 }
-                let t_kv = inputs.keys.dim(1)?;
-                Ok((Some(inputs), t_kv))
+                Ok(Some(inputs))
             }
             KeysFrom::Own | KeysFrom::Cache(_) => {
                 if cfg.kdim() != cfg.embed_dim() || cfg.vdim() != cfg.embed_dim() {
@@ -206,7 +211,7 @@ impl MultiHeadAttention {
                         cfg.vdim()
                     )
                 }
-                Ok((Some(KeyValueInputs { keys: queries.clone(), values: queries.clone() }), t_q))
+                Ok(Some(KeyValueInputs { keys: queries.clone(), values: queries.clone() }))
             }
         }
     }
@@ -248,30 +253,29 @@ impl MultiHeadAttention {
         values: &Tensor,
     ) -> Result<KeyValueInputs> {
         let cfg = &self.config;
-        let is_one = keys.id() == values.id();
-        if cfg.kv_sharing() == KvSharing::KeysAsValues && !is_one {
+        let is_one_tensor = keys.id() == values.id();
+        if cfg.kv_sharing() == KvSharing::KeysAsValues && !is_one_tensor {
             bail!("[{OP}] values are the keys' projection, expected one tensor as the input of both")
         }
         let keys = expected.other("keys", keys, cfg.kdim())?;
         let values = expected.other("values", values, cfg.vdim())?;
         check_keys_and_values(OP, b, &keys, &values)?;
-        Ok(KeyValueInputs { values: if is_one { keys.clone() } else { values }, keys })
+        Ok(KeyValueInputs { values: if is_one_tensor { keys.clone() } else { values }, keys })
     }
 
     /// Checks that `memory` was projected by this layer, or by one whose keys it may read, and has the queries' batch.
     fn check_memory(&self, input: &AttentionInput, memory: &ProjectedMemory, b: usize) -> Result<()> {
         let cfg = &self.config;
         if self.rotary.is_some() {
-            let unsupported = match (input.key_positions, input.packed) {
-                (Some(_), _) => Some("key positions"),
-                (None, Some(_)) => Some("packed sequences"),
-                (None, None) => None,
-            };
-            if let Some(unsupported) = unsupported {
-                bail!(
-                    "[{OP}] {unsupported} were given with a memory, whose keys have the positions 0..T_kv; expected keys \
-                     and values"
-                )
+            for (name, is_given) in
+                [("key positions", input.key_positions.is_some()), ("packed sequences", input.packed.is_some())]
+            {
+                if is_given {
+                    bail!(
+                        "[{OP}] {name} were given with a memory, whose keys have the positions 0..T_kv; expected keys \
+                         and values"
+                    )
+                }
             }
         }
         let batched = input.queries.rank() == 3;

@@ -1,12 +1,12 @@
-//! Calls that are allowed because somebody can mean them, and that are a mistake more often. Each kind is logged once
-//! in a process, since a model would repeat it for every layer and token.
+//! Warnings about calls that are valid and usually a mistake. Each kind is logged once in a process, since a model
+//! would repeat it for every layer and token.
 
 use std::sync::Once;
 
 use candle_core::{Result, bail};
 
 use crate::cache::{AttentionCache, EarlierPadding, NewTokens};
-use crate::mask::AttentionMask;
+use crate::mask::{AttentionMask, OtherOffset};
 
 /// Logs a warning the first time that this place is reached.
 macro_rules! warn_once {
@@ -16,33 +16,33 @@ macro_rules! warn_once {
     }};
 }
 
-/// Checks the masks of a call, its own and the layer's, against the earlier calls of its cache.
+/// Checks the masks of a call, the caller's and the layer's, against the earlier calls of its cache.
 ///
 /// # Errors
 /// For [`AttentionMask::causal_upper_left`] after earlier positions.
 pub(super) fn check_mask(
     op: &str,
-    given: Option<&AttentionMask>,
-    own: &AttentionMask,
+    call_mask: Option<&AttentionMask>,
+    layer_mask: &AttentionMask,
     tokens: &NewTokens,
     padding: EarlierPadding,
 ) -> Result<()> {
     let Some(&before) = tokens.before.iter().find(|&&before| before > 0) else { return Ok(()) };
-    if own.shows_later_keys() && given.is_none_or(AttentionMask::shows_later_keys) {
+    if layer_mask.allows_later_keys() && call_mask.is_none_or(AttentionMask::allows_later_keys) {
         warn_once!(
-            "[{op}] a layer that is not causal continues a cache: its earlier tokens have not attended to those of this \
-             call, as in one call over all they would; expected `with_causal(true)`, or a causal mask"
+            "[{op}] a layer that is not causal continues a cache: its earlier tokens have not attended to those of \
+             this call, as in one call over all they would; expected `with_causal(true)`, or a causal mask"
         );
     }
-    if padding.is_stored && given.is_none_or(|mask| !mask.can_name_padding()) {
+    if padding.is_stored && call_mask.is_none_or(|mask| !mask.can_name_padding()) {
         warn_once!(
             "[{op}] this call attends to padding: the mask of an earlier call hid some of its tokens, the cache stores \
              them, and the mask of this call has no starts, lengths or tensors that hide them; expected padding in \
              `AttentionInput::with_starts` and `with_valid_lens`, which leave it out of the cache"
         );
     }
-    let Some(given) = given else { return Ok(()) };
-    if padding.is_left_out && given.counts_left_padding() {
+    let Some(call_mask) = call_mask else { return Ok(()) };
+    if padding.is_left_out && call_mask.counts_left_padding() {
         warn_once!(
             "[{op}] the mask has starts above 0 or a tensor with a row for each sequence, but the cache does not store \
              the padding that `AttentionInput::with_starts` left out of an earlier call; expected a mask that does not \
@@ -50,7 +50,7 @@ pub(super) fn check_mask(
         );
     }
     if tokens.t > 0 {
-        check_offset(op, given, tokens, before)?;
+        check_offset(op, call_mask, tokens, before)?;
     }
     Ok(())
 }
@@ -58,19 +58,19 @@ pub(super) fn check_mask(
 /// Checks that the offsets of a causal mask are the numbers of positions that the cache has.
 fn check_offset(op: &str, mask: &AttentionMask, tokens: &NewTokens, before: usize) -> Result<()> {
     let sequences = tokens.before.iter().zip(&tokens.tokens);
-    let first_queries: Vec<_> = sequences.map(|(&len, own)| len as i128 - own.start as i128).collect();
-    match mask.other_offset(&first_queries) {
-        None => {}
-        Some((_, 0)) => bail!(
-            "[{op}] by the mask, query i attends to keys 0..=i (`causal_upper_left`), but {before} positions are in the \
-             cache before query 0; expected `causal`, which is aligned to the end"
-        ),
-        Some((sequence, offset)) => warn_once!(
-            "[{op}] an offset of the mask puts query 0 of sequence {sequence} at position {offset}, and the cache at {}; \
-             expected `causal`, which is aligned to the end",
-            first_queries[sequence]
-        ),
+    let first_queries: Vec<_> = sequences.map(|(&len, new)| len as i128 - new.start as i128).collect();
+    let Some(OtherOffset { sequence, position }) = mask.other_offset(&first_queries) else { return Ok(()) };
+    if position == 0 {
+        bail!(
+            "[{op}] by the mask, query i attends to keys 0..=i (`causal_upper_left`), but {before} positions are in \
+             the cache before query 0; expected `causal`, which is aligned to the end"
+        )
     }
+    warn_once!(
+        "[{op}] an offset of the mask puts query 0 of sequence {sequence} at position {position}, and the cache at {}; \
+         expected `causal`, which is aligned to the end",
+        first_queries[sequence]
+    );
     Ok(())
 }
 
@@ -78,8 +78,8 @@ fn check_offset(op: &str, mask: &AttentionMask, tokens: &NewTokens, before: usiz
 pub(super) fn about_dropout(op: &str, cache: &AttentionCache) {
     if !cache.config().detached() {
         warn_once!(
-            "[{op}] dropout happens in a call with a cache; expected `with_train(false)` for inference, or a cache made \
-             `with_detached(true)` for training"
+            "[{op}] dropout happens in a call with a cache; expected `with_train(false)` for inference, or a cache \
+             made `with_detached(true)` for training"
         );
     }
 }
@@ -87,8 +87,8 @@ pub(super) fn about_dropout(op: &str, cache: &AttentionCache) {
 /// Warns about a causal layer, or one with a window, whose keys are another sequence's.
 pub(super) fn about_cross_attention(op: &str) {
     warn_once!(
-        "[{op}] a layer that is causal or has a window is used in cross-attention, where its mask counts from the end of \
-         the other sequence; expected a config without it"
+        "[{op}] a layer that is causal or has a window is used in cross-attention, where its mask counts from the end \
+         of the other sequence; expected a config without it"
     );
 }
 
@@ -103,7 +103,7 @@ pub(super) fn about_positions(op: &str, sequence: usize, first: usize, last: usi
 /// Warns about axis positions of new tokens that begin at 0 after those in the cache.
 pub(super) fn about_axis_positions(op: &str, sequence: usize, before: usize) {
     warn_once!(
-        "[{op}] the axis positions of sequence {sequence} begin at 0 on all axes after {before} positions in the cache; \
-         expected positions that continue those of earlier calls"
+        "[{op}] the axis positions of sequence {sequence} begin at 0 on all axes after {before} positions in the \
+         cache; expected positions that continue those of earlier calls"
     );
 }

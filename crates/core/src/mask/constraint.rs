@@ -69,8 +69,8 @@ impl Placement {
         let first = self.keys.start;
         let mut allowed = first as i128..self.keys.end as i128;
         for constraint in constraints {
-            let own = constraint.keys(b, i, self);
-            allowed = allowed.start.max(own.start)..allowed.end.min(own.end);
+            let keys = constraint.keys(b, i, self);
+            allowed = allowed.start.max(keys.start)..allowed.end.min(keys.end);
         }
         if allowed.is_empty() { 0..0 } else { allowed.start as usize - first..allowed.end as usize - first }
     }

@@ -78,7 +78,7 @@ impl ValidLens {
     /// Returns the entries of some of the queries of each sequence; `what` names the lengths in errors.
     pub(super) fn of_queries(&self, what: &str, queries: &Range<usize>) -> Result<Self> {
         let Lens::PerQuery(rows) = &*self.0 else { return Ok(self.clone()) };
-        let mut own = Vec::with_capacity(rows.len());
+        let mut selected = Vec::with_capacity(rows.len());
         for (b, row) in rows.iter().enumerate() {
             let Some(entries) = row.get(queries.clone()) else {
                 bail!(
@@ -86,9 +86,9 @@ impl ValidLens {
                     row.len()
                 )
             };
-            own.push(entries.to_vec());
+            selected.push(entries.to_vec());
         }
-        Ok(own.into())
+        Ok(selected.into())
     }
 
     /// Returns the entry of query `i` of sequence `b`; zero if there is none.

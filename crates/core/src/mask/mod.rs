@@ -23,15 +23,17 @@ pub use windows::Windows;
 
 pub(crate) use bounds::KeyBounds;
 pub(crate) use call_ranges::CallRanges;
+pub(crate) use padding::OtherOffset;
 pub(crate) use placement::Placement;
 pub(crate) use ranges::RowRanges;
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
 use constraint::{Alignment, Constraint, Reach};
 use placement::Placements;
-use tokenizer::{RowOfOnes, Tokenized};
+use tokenizer::Tokenized;
 
 use candle_attention_modules::base::{Dim, Expect};
 
@@ -159,21 +161,26 @@ impl AttentionMask {
         let rows = rows_of_ones("from_attention_mask", mask)?;
         let columns = mask.dim(1)?;
         if rows.iter().all(|row| !row.has_gaps) {
-            return Ok(Self::of_runs(rows.iter().map(|row| (row.start, row.end)), columns));
+            return Ok(Self::of_runs(rows.iter().map(|row| row.start..row.end), columns));
         }
         let allowed = mask.ne(&mask.zeros_like()?)?.unsqueeze(1)?.unsqueeze(1)?;
-        let ends = rows.iter().map(|row: &RowOfOnes| row.end).collect();
-        let this = Self { bool_masks: vec![allowed], ..Self::none() };
-        Ok(this.with(Constraint::Tokenized(Tokenized { columns, ends, has_gaps: true })))
+        let ends = rows.iter().map(|row| row.end).collect();
+        let bool_mask = Self { bool_masks: vec![allowed], ..Self::none() };
+        Ok(bool_mask.with(Constraint::Tokenized(Tokenized { columns, ends, has_gaps: true })))
     }
 
     /// Returns the mask of sequences whose tokens begin and end at these columns.
     #[doc(hidden)]
-    pub fn of_runs(runs: impl Iterator<Item = (usize, usize)>, columns: usize) -> Self {
-        let (starts, ends): (Vec<_>, Vec<_>) = runs.unzip();
+    pub fn of_runs(runs: impl Iterator<Item = Range<usize>>, columns: usize) -> Self {
+        let mut starts = Vec::new();
+        let mut ends = Vec::new();
+        for run in runs {
+            starts.push(run.start);
+            ends.push(run.end);
+        }
         let tokenized = Tokenized { columns, ends: ends.as_slice().into(), has_gaps: false };
-        let this = Self::none().with_valid_lens(ends).with(Constraint::Tokenized(tokenized));
-        if starts.iter().any(|&start| start > 0) { this.with_starts(starts) } else { this }
+        let mask = Self::none().with_valid_lens(ends).with(Constraint::Tokenized(tokenized));
+        if starts.iter().any(|&start| start > 0) { mask.with_starts(starts) } else { mask }
     }
 
     fn aligned(alignment: Alignment) -> Self {
@@ -256,13 +263,13 @@ impl AttentionMask {
     /// A prefix that was set on joined masks with different causal constraints is an error where the mask is used.
     #[must_use]
     pub fn with_prefix(mut self, prefix: impl Into<ValidLens>) -> Self {
-        let mut causals = self.constraints.iter().filter_map(|constraint| match constraint {
-            Constraint::Aligned(alignment, Reach::Causal { prefix: own }) => Some((alignment, own)),
+        let prefix = prefix.into();
+        let mut causal_constraints = self.constraints.iter().filter_map(|constraint| match constraint {
+            Constraint::Aligned(alignment, Reach::Causal { prefix }) => Some((alignment, prefix)),
             _ => None,
         });
-        let first = causals.next();
-        let prefix = prefix.into();
-        if causals.any(|other| Some(other) != first) {
+        let first = causal_constraints.next();
+        if causal_constraints.any(|other| Some(other) != first) {
             return self.with(Constraint::ambiguous("with_prefix"));
         }
         self.relax(&prefix);
@@ -326,11 +333,11 @@ impl AttentionMask {
         both.constraints.extend_from_slice(&other.constraints);
         both.bool_masks.extend_from_slice(&other.bool_masks);
         both.biases.extend_from_slice(&other.biases);
-        if let Some(of_other) = &other.placements {
-            let own = both.placements.get_or_insert_with(|| of_other.clone());
-            if own != of_other {
-                return both.with(Constraint::different_parts());
-            }
+        match (&self.placements, &other.placements) {
+            (_, None) => {}
+            (None, Some(placements)) => both.placements = Some(placements.clone()),
+            (Some(placements), Some(others)) if placements == others => {}
+            (Some(_), Some(_)) => return both.with(Constraint::different_parts()),
         }
         if other.fully_masked_rows == FullyMaskedRows::Uniform {
             both.fully_masked_rows = FullyMaskedRows::Uniform;
@@ -365,10 +372,10 @@ impl AttentionMask {
     }
 
     /// Relaxes the causal constraints for the keys before a prefix.
-    fn relax(&mut self, by: &ValidLens) {
+    fn relax(&mut self, prefix: &ValidLens) {
         for constraint in &mut self.constraints {
-            if let Constraint::Aligned(_, Reach::Causal { prefix }) = constraint {
-                prefix.push(by.clone());
+            if let Constraint::Aligned(_, Reach::Causal { prefix: prefixes }) = constraint {
+                prefixes.push(prefix.clone());
             }
         }
     }

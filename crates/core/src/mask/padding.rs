@@ -7,9 +7,16 @@ use candle_core::Tensor;
 use super::AttentionMask;
 use super::constraint::{Alignment, Constraint, Reach};
 
+/// A sequence whose first query is at another position by an offset of the mask than by the cache.
+pub(crate) struct OtherOffset {
+    pub sequence: usize,
+    /// The position by the offset.
+    pub position: i128,
+}
+
 impl AttentionMask {
     /// Returns whether a query may attend to keys after its own: no constraint masks them, and no tensor could.
-    pub(crate) fn shows_later_keys(&self) -> bool {
+    pub(crate) fn allows_later_keys(&self) -> bool {
         let masks_later_keys = |constraint: &Constraint| {
             matches!(constraint, Constraint::Aligned(_, Reach::Causal { .. } | Reach::Window { right: 0, .. }))
         };
@@ -18,7 +25,7 @@ impl AttentionMask {
 
     /// Returns whether the mask masks some of the new tokens of a call for all queries. `tokens` are their positions in
     /// each sequence.
-    pub(crate) fn hides_tokens(&self, tokens: &[Range<usize>]) -> bool {
+    pub(crate) fn masks_tokens(&self, tokens: &[Range<usize>]) -> bool {
         self.constraints.iter().any(|constraint| {
             let mut sequences = tokens.iter().enumerate().filter(|(_, new)| !new.is_empty());
             match constraint {
@@ -34,7 +41,7 @@ impl AttentionMask {
         })
     }
 
-    /// Returns whether the mask has anything that can name padding: starts, lengths or a tensor.
+    /// Returns whether the mask has a constraint that can mask padding: starts, lengths or a tensor.
     pub(crate) fn can_name_padding(&self) -> bool {
         let is_length =
             |constraint: &Constraint| matches!(constraint, Constraint::Starts(_) | Constraint::ValidLens(_));
@@ -44,9 +51,9 @@ impl AttentionMask {
     /// Returns whether the mask seems to count padding on the left: it has starts above 0, or a tensor with a row for
     /// each sequence.
     pub(crate) fn counts_left_padding(&self) -> bool {
-        let is_start = |constraint: &Constraint| matches!(constraint, Constraint::Starts(own) if own.is_above_zero());
-        let is_by_sequence = |tensor: &Tensor| matches!(*tensor.dims(), [b, _, _, _] if b > 1);
-        self.constraints.iter().any(is_start) || self.bool_masks.iter().chain(&self.biases).any(is_by_sequence)
+        let is_start = |constraint: &Constraint| matches!(constraint, Constraint::Starts(lens) if lens.is_above_zero());
+        let has_row_per_sequence = |tensor: &Tensor| matches!(*tensor.dims(), [b, _, _, _] if b > 1);
+        self.constraints.iter().any(is_start) || self.bool_masks.iter().chain(&self.biases).any(has_row_per_sequence)
     }
 
     /// Returns whether a constraint counts from the positions of the queries: a causal mask, a window, chunks.
@@ -54,9 +61,8 @@ impl AttentionMask {
         self.constraints.iter().any(|constraint| constraint.alignment().is_some())
     }
 
-    /// Returns a sequence in which an offset of the mask places the first query elsewhere than `first_queries` does,
-    /// and the position by the offset.
-    pub(crate) fn other_offset(&self, first_queries: &[i128]) -> Option<(usize, i128)> {
+    /// Returns a sequence in which an offset of the mask places the first query elsewhere than `first_queries` does.
+    pub(crate) fn other_offset(&self, first_queries: &[i128]) -> Option<OtherOffset> {
         for alignment in self.constraints.iter().filter_map(Constraint::alignment) {
             for (b, &query) in first_queries.iter().enumerate() {
                 let offset = match alignment {
@@ -68,7 +74,7 @@ impl AttentionMask {
                     },
                 };
                 if offset != query {
-                    return Some((b, offset));
+                    return Some(OtherOffset { sequence: b, position: offset });
                 }
             }
         }

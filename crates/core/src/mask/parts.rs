@@ -53,8 +53,8 @@ impl AttentionMask {
             )
         }
         let columns_of = |name: &str, tensors: &[Tensor]| -> Result<Vec<Tensor>> {
-            let own = tensors.iter().map(|tensor| fit(name, tensor, [b, h, t_q, t_kv], device));
-            own.map(|tensor| columns(&tensor?, placements, rows)).collect()
+            let fitted = tensors.iter().map(|tensor| fit(name, tensor, [b, h, t_q, t_kv], device));
+            fitted.map(|tensor| columns(&tensor?, placements, rows)).collect()
         };
         let bool_masks = columns_of(BOOL_MASK, &self.bool_masks)?;
         let biases = columns_of("bias", &self.biases)?;
@@ -121,8 +121,8 @@ impl AttentionMask {
                 bail!("[{OP}] the {name} of the part are {range:?}, expected a range that ends at or after its start")
             }
         }
-        let mut own = self.clone();
-        for constraint in &mut own.constraints {
+        let mut mask = self.clone();
+        for constraint in &mut mask.constraints {
             if let Constraint::Tokenized(Tokenized { columns, .. }) = *constraint
                 && keys.end > columns
             {
@@ -134,7 +134,7 @@ impl AttentionMask {
         let t_kv = keys.len();
         let first = queries.start;
         let each = vec![Placement { query: first as i128, first_query: first, tokens: 0..t_q, keys }];
-        Ok(own.placed(Placements { b, t_q, t_kv, each }))
+        Ok(mask.placed(Placements { b, t_q, t_kv, each }))
     }
 
     /// Returns the constraints for placements of the sequences, without boolean masks and biases. Columns of a
@@ -164,17 +164,17 @@ fn columns(tensor: &Tensor, placements: &[Placement], rows: usize) -> Result<Ten
     }
     let (_, h, t_q, _) = tensor.dims4()?;
     check_memory(&[placements.len(), h, t_q, rows], tensor.dtype())?;
-    let of_all = tensor.broadcast_as((placements.len(), h, t_q, t_kv))?;
+    let whole = tensor.broadcast_as((placements.len(), h, t_q, t_kv))?;
     let mut parts = Vec::with_capacity(placements.len());
     for (b, placement) in placements.iter().enumerate() {
         let first = placement.keys.start;
-        let have = rows.min(t_kv - first);
+        let count = rows.min(t_kv - first);
         // Rows past the end of a sequence are masked.
-        parts.push(if have == 0 {
+        parts.push(if count == 0 {
             Tensor::zeros((1, h, t_q, rows), tensor.dtype(), tensor.device())?
         } else {
-            let own = of_all.narrow(0, b, 1)?.narrow(3, first, have)?;
-            readable(&own)?.contiguous()?.pad_with_zeros(3, 0, rows - have)?
+            let columns = whole.narrow(0, b, 1)?.narrow(3, first, count)?;
+            readable(&columns)?.contiguous()?.pad_with_zeros(3, 0, rows - count)?
         });
     }
     Tensor::cat(&parts, 0)

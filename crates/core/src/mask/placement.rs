@@ -65,8 +65,8 @@ impl Placements {
         }
         if let Some([queries, keys]) = sizes.iter().find(|&&size| size != [t_q, t_kv]) {
             bail!(
-                "[{OP}] the mask is `of_part` with {t_q} queries and {t_kv} keys, expected {queries} queries and {keys} \
-                 keys"
+                "[{OP}] the mask is `of_part` with {t_q} queries and {t_kv} keys, expected {queries} queries and \
+                 {keys} keys"
             )
         }
         Ok(())

@@ -103,8 +103,8 @@ impl RowRanges {
     /// Returns the rows of one of several packed sequences, as of a batch of one.
     pub fn of_sequence(&self, s: usize) -> Self {
         let SequenceRows { queries, first_key, position } = self.sequences[s].clone();
-        let own = |keys: &Range<usize>| keys.start - first_key..keys.end - first_key;
-        let keys: Vec<_> = self.keys[queries].iter().map(own).collect();
+        let keys = self.keys[queries].iter().map(|keys| keys.start - first_key..keys.end - first_key);
+        let keys: Vec<_> = keys.collect();
         let position = position.saturating_sub(first_key as i64);
         let sequences = vec![SequenceRows { queries: 0..keys.len(), first_key: 0, position }];
         Self { keys, sequences, conflict: self.conflict }
@@ -133,8 +133,8 @@ impl RowRanges {
             bail!("[{OP}] a position for each of {} queries does not fit in memory", self.keys.len())
         };
         for sequence in &self.sequences {
-            for (i, own) in (0..).zip(&mut numbers[sequence.queries.clone()]) {
-                *own = number(sequence, i);
+            for (i, entry) in (0..).zip(&mut numbers[sequence.queries.clone()]) {
+                *entry = number(sequence, i);
             }
         }
         Ok(numbers)
@@ -142,14 +142,14 @@ impl RowRanges {
 
     /// Returns the ranges and a boolean mask as one boolean mask: u8 that broadcasts to `dims` = (B, H, T_q, T_kv),
     /// where 1 allows to attend; `None` if nothing is masked.
-    pub fn to_keep(&self, keep: Option<Tensor>, dims: [usize; 4], device: &Device) -> Result<Option<Tensor>> {
+    pub fn to_bool_mask(&self, other: Option<Tensor>, dims: [usize; 4], device: &Device) -> Result<Option<Tensor>> {
         let [_, _, t_q, t_kv] = dims;
         if self.keys.iter().all(|keys| *keys == (0..t_kv)) {
-            return Ok(keep);
+            return Ok(other);
         }
         // One matrix for all sequences, if their ranges are equal.
         let first = &self.keys[..t_q];
-        let rows = if self.keys.chunks(t_q).all(|own| own == first) { first } else { &self.keys };
+        let rows = if self.keys.chunks(t_q).all(|keys| keys == first) { first } else { &self.keys };
         let matrices = [rows.len() / t_q, t_q, t_kv];
         let Some(mut allowed) = filled(&matrices, 0u8) else {
             bail!("[{OP}] a mask of {matrices:?} entries does not fit in memory")
@@ -158,7 +158,10 @@ impl RowRanges {
             row[keys.clone()].fill(1);
         }
         let allowed = Tensor::from_vec(allowed, (matrices[0], 1, t_q, t_kv), device)?;
-        Ok(Some(if let Some(keep) = keep { all_of(&allowed, &keep)? } else { allowed }))
+        match other {
+            Some(other) => all_of(&allowed, &other).map(Some),
+            None => Ok(Some(allowed)),
+        }
     }
 }
 
@@ -190,13 +193,13 @@ impl AttentionMask {
         let mut sequences = Vec::new();
         let mut conflict = None;
         for (s, SequencePlan { placement, queries, first_key, .. }) in plans.enumerate() {
-            for (i, of_query) in keys[queries.clone()].iter_mut().enumerate() {
-                let own = placement.allowed_keys(&self.constraints, s, i);
-                *of_query = first_key + own.start..first_key + own.end;
+            for (i, keys_of_query) in keys[queries.clone()].iter_mut().enumerate() {
+                let allowed = placement.allowed_keys(&self.constraints, s, i);
+                *keys_of_query = first_key + allowed.start..first_key + allowed.end;
             }
             let QueryPosition { first: position, other } = placement.query_position(&self.constraints, s, 0);
-            if let (None, Some(other)) = (conflict, other) {
-                conflict = Some(PositionConflict { sequence: s, position, other });
+            if let Some(other) = other {
+                conflict.get_or_insert(PositionConflict { sequence: s, position, other });
             }
             sequences.push(SequenceRows { queries, first_key, position: position.saturating_add(first_key as i64) });
         }
@@ -205,8 +208,8 @@ impl AttentionMask {
 
     /// Returns the placement of sequence `b`.
     pub(super) fn placement(&self, b: usize, t_q: usize, t_kv: usize) -> Placement {
-        let own = self.placements.as_ref().and_then(|placements| placements.of_sequence(b));
-        own.cloned().unwrap_or_else(|| Placement::whole(t_q, t_kv))
+        let placement = self.placements.as_ref().and_then(|placements| placements.of_sequence(b));
+        placement.cloned().unwrap_or_else(|| Placement::whole(t_q, t_kv))
     }
 
     /// Checks that the mask fits `n` sequences, with the queries and keys of `sizes` for each sequence, or for all.

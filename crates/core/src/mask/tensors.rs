@@ -36,48 +36,53 @@ impl AttentionMask {
             Some(bias) => bias,
             None => Tensor::zeros((1, 1, t_q, t_kv), dtype, device)?,
         };
-        let Some(keep) = self.keep_tensor(dims, device)? else { return Ok(bias) };
-        let shape = keep.shape().broadcast_shape_binary_op(bias.shape(), "to_additive")?;
+        let Some(bool_mask) = self.combined_bool_mask(dims, device)? else { return Ok(bias) };
+        let shape = bool_mask.shape().broadcast_shape_binary_op(bias.shape(), "to_additive")?;
         check_memory(shape.dims(), dtype)?;
-        let hidden = Tensor::new(f32::NEG_INFINITY, device)?.to_dtype(dtype)?.broadcast_as(&shape)?;
-        keep.broadcast_as(&shape)?.where_cond(&bias.broadcast_as(&shape)?, &hidden)
+        let masked = Tensor::new(f32::NEG_INFINITY, device)?.to_dtype(dtype)?.broadcast_as(&shape)?;
+        bool_mask.broadcast_as(&shape)?.where_cond(&bias.broadcast_as(&shape)?, &masked)
     }
 
     /// Returns all constraints and boolean masks as one boolean mask: u8 that broadcasts to (B, H, T_q, T_kv), where 1
     /// allows to attend; `None` if nothing is masked.
-    pub(crate) fn keep_tensor(&self, dims: [usize; 4], device: &Device) -> Result<Option<Tensor>> {
+    pub(crate) fn combined_bool_mask(&self, dims: [usize; 4], device: &Device) -> Result<Option<Tensor>> {
         check_addressable(dims)?;
         let [b, _, t_q, t_kv] = dims;
         let ranges = self.ranges_of_batch(b, t_q, t_kv)?;
-        ranges.rows(OP)?.to_keep(self.explicit_keep(dims, device)?, dims, device)
+        ranges.rows(OP)?.to_bool_mask(self.bool_mask(dims, device)?, dims, device)
     }
 
     /// Returns the boolean masks as one, without the ranges of [`resolve`](Self::resolve). A single mask stays a view.
-    pub(crate) fn explicit_keep(&self, dims: [usize; 4], device: &Device) -> Result<Option<Tensor>> {
-        let own = self.bool_masks.iter().map(|keep| {
-            Expect::one(OP, BOOL_MASK, keep).dtype_of(&[DType::U8], " with 1 = attend")?;
-            fit(BOOL_MASK, keep, dims, device)
-        });
-        own.reduce(|one, other| all_of(&one?, &other?)).transpose()
+    pub(crate) fn bool_mask(&self, dims: [usize; 4], device: &Device) -> Result<Option<Tensor>> {
+        let mut combined: Option<Tensor> = None;
+        for mask in &self.bool_masks {
+            Expect::one(OP, BOOL_MASK, mask).dtype_of(&[DType::U8], " with 1 = attend")?;
+            let mask = fit(BOOL_MASK, mask, dims, device)?;
+            combined = Some(match combined {
+                Some(combined) => all_of(&combined, &mask)?,
+                None => mask,
+            });
+        }
+        Ok(combined)
     }
 
     /// Returns the sum of all biases in `dtype`, which broadcasts to (B, H, T_q, T_kv); `None` if there is none.
     pub(crate) fn bias_tensor(&self, dims: [usize; 4], dtype: DType, device: &Device) -> Result<Option<Tensor>> {
-        let own = self.biases.iter().map(|bias| {
+        let mut sum: Option<Tensor> = None;
+        for bias in &self.biases {
             Expect::one(OP, "bias", bias).dtype_of(&FLOATS, "; a mask of ones and zeros is for `with_bool_mask`")?;
-            let bias = fit("bias", bias, dims, device)?;
+            let mut bias = fit("bias", bias, dims, device)?;
             if bias.dtype() != dtype {
                 check_memory(bias.dims(), dtype)?;
+                bias = bias.to_dtype(dtype)?;
             }
-            bias.to_dtype(dtype)
-        });
-        let sum = own.reduce(|sum, bias| {
-            let sum = sum?;
-            let bias = bias?;
-            check_memory(sum.shape().broadcast_shape_binary_op(bias.shape(), "bias")?.dims(), dtype)?;
-            sum.broadcast_add(&bias)
-        });
-        sum.transpose()
+            if let Some(sum) = sum {
+                check_memory(sum.shape().broadcast_shape_binary_op(bias.shape(), "bias")?.dims(), dtype)?;
+                bias = sum.broadcast_add(&bias)?;
+            }
+            sum = Some(bias);
+        }
+        Ok(sum)
     }
 
     /// Returns the dtype of the bias, if there is exactly one.
@@ -90,15 +95,15 @@ impl AttentionMask {
 
     /// Returns the mask of some of `h` heads.
     pub(crate) fn of_heads(&self, heads: Range<usize>, h: usize) -> Result<Self> {
-        let mut own = self.clone();
-        for tensor in own.bool_masks.iter_mut().chain(&mut own.biases) {
-            if let [.., of, _, _] = *tensor.dims()
-                && of == h
+        let mut mask = self.clone();
+        for tensor in mask.bool_masks.iter_mut().chain(&mut mask.biases) {
+            if let [.., tensor_heads, _, _] = *tensor.dims()
+                && tensor_heads == h
             {
                 *tensor = readable(&tensor.narrow(tensor.rank() - 3, heads.start, heads.len())?)?;
             }
         }
-        Ok(own)
+        Ok(mask)
     }
 
     /// Returns the mask for keys to which `n` more were appended that every query attends to, with biases in `dtype`.
@@ -113,25 +118,33 @@ impl AttentionMask {
             let fill = (Tensor::zeros((b, h, t_q, n), tensor.dtype(), device)? + fill)?;
             Tensor::cat(&[&tensor.contiguous()?, &fill], 3)
         };
-        let keep = self.keep_tensor(dims, device)?.map(|keep| appended(keep, 1.0)).transpose()?;
-        let bias = self.bias_tensor(dims, dtype, device)?.map(|bias| appended(bias, 0.0)).transpose()?;
-        let bool_masks = Vec::from_iter(keep);
-        let biases = Vec::from_iter(bias);
-        Ok(Self { bool_masks, biases, fully_masked_rows: self.fully_masked_rows, ..Self::none() })
+        let mut mask = Self::none().with_fully_masked_rows(self.fully_masked_rows);
+        if let Some(bool_mask) = self.combined_bool_mask(dims, device)? {
+            mask.bool_masks.push(appended(bool_mask, 1.0)?);
+        }
+        if let Some(bias) = self.bias_tensor(dims, dtype, device)? {
+            mask.biases.push(appended(bias, 0.0)?);
+        }
+        Ok(mask)
     }
 }
 
 /// Returns the largest entry of a boolean mask, if it is on a CPU and has entries. Entries that a view repeats are read
 /// once, in the order of memory.
-pub(super) fn largest_entry(keep: &Tensor) -> Option<u8> {
-    if keep.dtype() != DType::U8 || keep.elem_count() == 0 || !keep.device().is_cpu() {
+pub(super) fn largest_entry(mask: &Tensor) -> Option<u8> {
+    if mask.dtype() != DType::U8 || mask.elem_count() == 0 || !mask.device().is_cpu() {
         return None;
     }
-    let mut repeated = keep.stride().iter().enumerate().filter(|&(_, &stride)| stride == 0).map(|(dim, _)| dim);
-    let once = repeated.try_fold(keep.clone(), |once, dim| once.narrow(dim, 0, 1));
-    let mut order: Vec<_> = (0..keep.rank()).collect();
-    order.sort_by_key(|&dim| std::cmp::Reverse(keep.stride()[dim]));
-    once.and_then(|once| once.permute(order)?.max_all()?.to_scalar()).ok()
+    let strides = mask.stride();
+    let mut without_repeats = mask.clone();
+    for (dim, &stride) in strides.iter().enumerate() {
+        if stride == 0 {
+            without_repeats = without_repeats.narrow(dim, 0, 1).ok()?;
+        }
+    }
+    let mut order: Vec<_> = (0..mask.rank()).collect();
+    order.sort_by_key(|&dim| std::cmp::Reverse(strides[dim]));
+    without_repeats.permute(order).ok()?.max_all().ok()?.to_scalar().ok()
 }
 
 /// Returns the boolean mask that allows what both masks allow.
@@ -176,8 +189,12 @@ pub(super) fn fit(what: &str, tensor: &Tensor, dims: [usize; 4], device: &Device
         bail!("[{OP}] {what} has shape {shape:?}, which does not broadcast to (B, H, T_q, T_kv) = {dims:?}{meant}")
     }
     Expect::one(OP, what, tensor).same_device("the queries", device)?;
+    let mut padded = readable(tensor)?;
     // Not a reshape, which would write out a view that is expanded.
-    (shape.len()..4).try_fold(readable(tensor)?, |padded, _| padded.unsqueeze(0))
+    for _ in shape.len()..4 {
+        padded = padded.unsqueeze(0)?;
+    }
+    Ok(padded)
 }
 
 /// Returns a tensor that Candle can copy: a view of an empty buffer may begin past its end, where copies panic, so an

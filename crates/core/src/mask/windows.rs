@@ -43,8 +43,8 @@ impl Windows {
         Ok(Self { image, window, shift: 0 })
     }
 
-    /// Shifts the image up and to the left by `shift` tokens before it is divided, where its first rows and columns
-    /// follow the last (Swin). Attention then needs the [`mask`](Self::mask).
+    /// Shifts the image up and to the left by `shift` tokens before it is divided (Swin). The first rows and columns
+    /// move to the end. Attention then needs the [`mask`](Self::mask).
     ///
     /// # Errors
     /// For a shift that is not below the window.
@@ -75,10 +75,11 @@ impl Windows {
         let [height, width] = self.image;
         let [down, across] = self.counts();
         let w = self.window;
-        let (b, e) = match xs.dims() {
-            &[b, t, e] if t == height * width => (b, e),
-            dims => bail!("[{OP}] images have shape {dims:?}, expected (B, {height} · {width}, E)"),
-        };
+        let dims = xs.dims();
+        if dims.len() != 3 || dims[1] != height * width {
+            bail!("[{OP}] images have shape {dims:?}, expected (B, {height} · {width}, E)")
+        }
+        let (b, _, e) = xs.dims3()?;
         check_memory("padded images", &[b, down * w, across * w, e], xs.dtype())?;
         let padded = xs.reshape((b, height, width, e))?;
         let padded = padded.pad_with_zeros(1, 0, down * w - height)?.pad_with_zeros(2, 0, across * w - width)?;
@@ -97,10 +98,13 @@ impl Windows {
         let [height, width] = self.image;
         let [down, across] = self.counts();
         let w = self.window;
-        let (b, e) = match xs.dims() {
-            &[n, t, e] if t == w * w && n % (down * across) == 0 => (n / (down * across), e),
-            dims => bail!("[{OP}] windows have shape {dims:?}, expected (B · {}, {w} · {w}, E)", down * across),
-        };
+        let count = down * across;
+        let dims = xs.dims();
+        if dims.len() != 3 || dims[0] % count != 0 || dims[1] != w * w {
+            bail!("[{OP}] windows have shape {dims:?}, expected (B · {count}, {w} · {w}, E)")
+        }
+        let (n, _, e) = xs.dims3()?;
+        let b = n / count;
         check_memory("windows", xs.dims(), xs.dtype())?;
         let parts = xs.contiguous()?.reshape(vec![b, down, across, w, w, e])?.transpose(2, 3)?.contiguous()?;
         let padded = parts.reshape((b, down * w, across * w, e))?;
@@ -124,18 +128,18 @@ impl Windows {
         let tokens = w * w;
         check_memory("a mask", &[b, n, tokens, tokens], DType::U8)?;
         if b == 0 {
-            let keep = Tensor::zeros((0, 1, tokens, tokens), DType::U8, device)?;
-            return Ok(AttentionMask::none().with_bool_mask(&keep));
+            let empty = Tensor::zeros((0, 1, tokens, tokens), DType::U8, device)?;
+            return Ok(AttentionMask::none().with_bool_mask(&empty));
         }
         // A number for each token of the padded image: whether its row and its column are moved to the opposite side.
         let padded = Self { image: [down * w, across * w], ..*self };
-        let is_moved = |place| u8::from(place < self.shift);
-        let of_row = |row| (0..across * w).map(move |column| 2 * is_moved(row) + is_moved(column));
-        let sides = Tensor::from_iter((0..down * w).flat_map(of_row), &Device::Cpu)?;
+        let is_moved = |line| u8::from(line < self.shift);
+        let row_of_sides = |row| (0..across * w).map(move |column| 2 * is_moved(row) + is_moved(column));
+        let sides = Tensor::from_iter((0..down * w).flat_map(row_of_sides), &Device::Cpu)?;
         let sides = padded.partition(&sides.reshape((1, n * tokens, 1))?)?;
-        let keep = sides.broadcast_eq(&sides.transpose(1, 2)?)?.to_device(device)?;
-        let keep = keep.broadcast_as((b, n, tokens, tokens))?.contiguous()?;
-        Ok(AttentionMask::none().with_bool_mask(&keep.reshape((b * n, 1, tokens, tokens))?))
+        let allowed = sides.broadcast_eq(&sides.transpose(1, 2)?)?.to_device(device)?;
+        let allowed = allowed.broadcast_as((b, n, tokens, tokens))?.contiguous()?;
+        Ok(AttentionMask::none().with_bool_mask(&allowed.reshape((b * n, 1, tokens, tokens))?))
     }
 }
 

@@ -106,8 +106,8 @@ fn latest<K, V: Clone>(
     key: impl FnOnce(&V) -> Option<K>,
 ) -> Result<V> {
     let latest = || latest.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some((own, value)) = &*latest()
-        && is_same(own)
+    if let Some((latest_key, value)) = &*latest()
+        && is_same(latest_key)
     {
         return Ok(value.clone());
     }
@@ -122,15 +122,15 @@ fn latest<K, V: Clone>(
 fn gathered(op: &str, table: &Tensor, indices: impl Iterator<Item = usize>, shape: &[usize]) -> Result<Tensor> {
     let dtype = accumulation_dtype(table.dtype());
     let device = table.device();
-    let of_heads = [&table.dims()[1..], shape].concat();
-    let bytes = [of_heads.as_slice(), &[dtype.size_in_bytes()]].concat();
-    check_memory(op, format_args!("a bias of {of_heads:?}"), &bytes)?;
+    let dims = [&table.dims()[1..], shape].concat();
+    let bytes = [dims.as_slice(), &[dtype.size_in_bytes()]].concat();
+    check_memory(op, format_args!("a bias of {dims:?}"), &bytes)?;
     if shape.contains(&0) {
-        return Tensor::zeros(of_heads, dtype, device);
+        return Tensor::zeros(dims, dtype, device);
     }
     let indices = Tensor::from_iter(indices.map(|index| index as u32), device)?;
     // By head first, so that the gathered entries are in the order of scores.
-    table.to_dtype(dtype)?.t()?.contiguous()?.index_select(&indices, 1)?.reshape(of_heads)
+    table.to_dtype(dtype)?.t()?.contiguous()?.index_select(&indices, 1)?.reshape(dims)
 }
 
 /// Attention temperature tuning of Llama 4 and Ministral 3 (<https://arxiv.org/abs/2501.19399>): a query at position p
@@ -214,13 +214,12 @@ pub(crate) struct QueryKeyPositions<'a> {
 
 /// A part of a layer that changes its attention scores: a bias, relative positions, a window.
 pub(crate) trait ScoreModifier: Debug + Send + Sync {
-    /// Changes the arguments of attention. `own` are the call's keys (B, H_kv, T_kv, D) and values (B, H_kv, T_kv,
-    /// D_v), or `None` if the queries attend to a cache.
+    /// Changes the arguments of attention. `kv` are the call's keys (B, H_kv, T_kv, D) and values (B, H_kv, T_kv, D_v),
+    /// or `None` if the queries attend to a cache.
     ///
     /// # Errors
     /// For calls that the modifier does not support.
-    fn modify(&self, arguments: &mut ScoreArguments, own: Option<&mut KeysAndValues>, call: &CallContext)
-    -> Result<()>;
+    fn modify(&self, arguments: &mut ScoreArguments, kv: Option<&mut KeysAndValues>, call: &CallContext) -> Result<()>;
 }
 
 /// A score modifier that clones of a layer share.

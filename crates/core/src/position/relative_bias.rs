@@ -101,19 +101,20 @@ impl RelativeBiasConfig {
     /// in f32 where transformers does, so that the borders of buckets are the same.
     fn bucket(&self, behind: i64) -> usize {
         let directed = self.directed();
-        let (first, distance) = match behind {
-            0.. => (0, behind as usize),
-            _ if self.bidirectional => (directed, behind.unsigned_abs() as usize),
-            _ => (0, 0),
-        };
+        let is_later = behind < 0;
+        if is_later && !self.bidirectional {
+            return 0;
+        }
+        let first = if is_later { directed } else { 0 };
+        let distance = behind.unsigned_abs() as usize;
         let exact = directed / 2;
         if distance < exact {
             return first + distance;
         }
-        let turns = f64::from(distance as f32 / exact as f32).ln() as f32;
-        let all = (self.max_distance as f64 / exact as f64).ln() as f32;
-        let grown = exact + (turns / all * (directed - exact) as f32) as usize;
-        first + grown.min(directed - 1)
+        let log_distance = f64::from(distance as f32 / exact as f32).ln() as f32;
+        let log_max_distance = (self.max_distance as f64 / exact as f64).ln() as f32;
+        let bucket = exact + (log_distance / log_max_distance * (directed - exact) as f32) as usize;
+        first + bucket.min(directed - 1)
     }
 }
 
@@ -150,21 +151,25 @@ pub struct RelativeBias {
 
 impl ScoreModifier for RelativeBias {
     fn modify(&self, arguments: &mut ScoreArguments, _: Option<&mut KeysAndValues>, call: &CallContext) -> Result<()> {
-        let biases = match (call.packed, call.positions) {
-            (Some(_), _) if call.has_given_positions => bail!(
-                "[multi_head_attention] positions were given with packed sequences, expected none for a relative \
-                 bias: each counts from 0"
-            ),
-            (Some(sequences), _) => {
-                let queries = Positions::starting_at(&[0], sequences.most_queries())?;
-                self.between(&queries, &Positions::starting_at(&[0], sequences.most_keys())?)?
+        let biases = if let Some(sequences) = call.packed {
+            if call.has_given_positions {
+                bail!(
+                    "[multi_head_attention] positions were given with packed sequences, expected none for a relative \
+                     bias: each counts from 0"
+                )
             }
-            (None, Some(QueryKeyPositions { queries, keys })) => self.between(queries, keys)?,
-            (None, None) => return Ok(()),
+            let queries = Positions::starting_at(&[0], sequences.most_queries())?;
+            self.between(&queries, &Positions::starting_at(&[0], sequences.most_keys())?)?
+        } else if let Some(QueryKeyPositions { queries, keys }) = call.positions {
+            self.between(queries, keys)?
+        } else {
+            return Ok(());
         };
-        match biases.rank() {
-            4 => arguments.mask = arguments.mask.clone().with_bias(&biases),
-            _ => arguments.options.relative_bias = Some(biases),
+        // Biases by pair have four dimensions, biases by distance have fewer.
+        if biases.rank() == 4 {
+            arguments.mask = arguments.mask.clone().with_bias(&biases);
+        } else {
+            arguments.options.relative_bias = Some(biases);
         }
         Ok(())
     }
@@ -197,9 +202,9 @@ impl RelativeBias {
             bail!("[{OP}] a world size of {n} does not divide the {h} heads")
         }
         let heads = shard.rank_range(h);
-        let own = self.weight.narrow(1, heads.start, heads.len())?;
+        let columns = self.weight.narrow(1, heads.start, heads.len())?;
         // A view of a variable stays a view: training changes it in place.
-        Ok(self.with_weight(if own.track_op() { own } else { own.force_contiguous()? }))
+        Ok(self.with_weight(if columns.track_op() { columns } else { columns.force_contiguous()? }))
     }
 
     /// Returns a copy that does not follow a variable.
@@ -252,7 +257,7 @@ impl RelativeBias {
     fn between(&self, queries: &Positions, keys: &Positions) -> Result<Tensor> {
         let may_be_stored = |biases: &Tensor| !biases.track_op() && biases.elem_count() <= KEPT;
         let key = |biases: &Tensor| may_be_stored(biases).then(|| [queries, keys].map(Clone::clone));
-        let is_same = |own: &[Positions; 2]| own.each_ref() == [queries, keys];
+        let is_same = |latest: &[Positions; 2]| latest.each_ref() == [queries, keys];
         latest(&self.latest, is_same, || self.computed(queries, keys), key)
     }
 

@@ -50,7 +50,7 @@ pub(crate) struct Call {
     /// The range of keys that each query attends to, for a batch or for packed sequences.
     pub ranges: CallRanges,
     /// A boolean mask on top of the ranges: u8 that broadcasts to (B, H, T_q, T_kv).
-    pub keep: Option<Tensor>,
+    pub bool_mask: Option<Tensor>,
     /// An additive bias, which broadcasts to (B, H, T_q, T_kv): in the dtype of the scores, or on CUDA in that of the
     /// queries.
     pub bias: Option<Tensor>,
@@ -131,7 +131,7 @@ impl Call {
         }
         Expect::one(op, "q", &q).dtype_of(&FLOATS, "")?;
         let dtype = accumulation_dtype(q.dtype());
-        let keep = mask.explicit_keep(scores, q.device())?;
+        let bool_mask = mask.bool_mask(scores, q.device())?;
         let bias = mask.bias_tensor(scores, bias_dtype(mask, &q, dtype), q.device())?;
         let call = Self {
             op,
@@ -140,7 +140,7 @@ impl Call {
             v,
             scales: scales.cloned(),
             ranges,
-            keep,
+            bool_mask,
             bias,
             fully_masked_rows: mask.fully_masked_rows(),
             options: options.clone(),
@@ -210,13 +210,11 @@ impl Call {
         let op = self.op;
         let options = &self.options;
         // The factors, and one over the softcap, have to be numbers of the dtype of the scores too.
-        let (least, most) = match dtype {
-            DType::F64 => (f64::MIN_POSITIVE, f64::MAX),
-            _ => (f32::MIN_POSITIVE.into(), f32::MAX.into()),
-        };
-        let is_finite = |scale: f64| scale.abs() <= most;
+        let smallest = if dtype == DType::F64 { f64::MIN_POSITIVE } else { f32::MIN_POSITIVE.into() };
+        let largest = if dtype == DType::F64 { f64::MAX } else { f32::MAX.into() };
+        let is_finite = |scale: f64| scale.abs() <= largest;
         number::expect(op, "scale", options.scale, is_finite, format_args!("a finite number in {dtype:?}"))?;
-        let is_in_range = |softcap: f64| (least..=most).contains(&softcap);
+        let is_in_range = |softcap: f64| (smallest..=largest).contains(&softcap);
         let expected = format_args!("a finite number above zero in {dtype:?}");
         number::expect(op, "softcap", options.softcap, is_in_range, expected)?;
         number::probability(op, "dropout", options.dropout)?;
@@ -256,8 +254,8 @@ fn in_four_dims(tensor: &Tensor, is_packed: bool) -> Result<Tensor> {
 
 /// Returns keys or values with a batch of `b`, as a view.
 fn expanded(tensor: &Tensor, b: usize) -> Result<Tensor> {
-    let (own_b, h_kv, t, d) = tensor.dims4()?;
-    if own_b == b { Ok(tensor.clone()) } else { tensor.broadcast_as((b, h_kv, t, d)) }
+    let (tensor_b, h_kv, t, d) = tensor.dims4()?;
+    if tensor_b == b { Ok(tensor.clone()) } else { tensor.broadcast_as((b, h_kv, t, d)) }
 }
 
 /// Returns a view of (B, H, T, ..) whose dimensions are in the order of a layout, and the other way round.

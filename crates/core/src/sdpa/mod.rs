@@ -8,6 +8,7 @@ mod cpu;
 mod cuda;
 mod function;
 mod keys;
+mod merge;
 mod metal;
 mod options;
 mod packed;
@@ -16,6 +17,7 @@ mod reference;
 mod request;
 mod result;
 mod score_tensors;
+mod softmax;
 mod statistics;
 #[cfg(test)]
 mod tests;
@@ -27,11 +29,12 @@ pub use function::{
     scaled_dot_product_attention_with_weights,
 };
 pub use keys::AttentionFunction;
+pub use merge::merge_attention;
 pub use options::{Backend, OutputLayout, SdpaOptions, has_relative_bias, take_alibi_slopes, without_sinks};
 pub use packed::PackedSequences;
 pub use plan::Plan;
-pub use reference::{masked_softmax, merge_attention};
 pub use result::AttentionOutput;
+pub use softmax::masked_softmax;
 pub use statistics::{AttentionStatistics, StatisticsOptions};
 
 pub(crate) use call::{Call, KvScales, Qkv, ZERO_POINT, decoded};

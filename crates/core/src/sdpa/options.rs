@@ -183,7 +183,8 @@ pub fn has_relative_bias(options: &SdpaOptions) -> bool {
     options.relative_bias.is_some()
 }
 
-/// Returns the options without sinks. Of attention over several parts of the keys, one part has the sinks.
+/// Returns the options without sinks. If attention is computed over several parts of the keys, only one part may have
+/// the sinks.
 pub fn without_sinks(options: &SdpaOptions) -> SdpaOptions {
     SdpaOptions { sinks: None, ..options.clone() }
 }

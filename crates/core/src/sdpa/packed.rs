@@ -58,7 +58,7 @@ impl PackedSequences {
         Self::new(read("cu_seqlens_q", cu_seqlens_q)?, read("cu_seqlens_kv", cu_seqlens_kv)?)
     }
 
-    /// Makes sequences of the length of each.
+    /// Makes sequences from the number of queries and the number of keys of each sequence.
     ///
     /// # Errors
     /// For lists of different lengths, and for a sum that no tensor can have.

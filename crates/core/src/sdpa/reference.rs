@@ -1,5 +1,4 @@
-//! The specification of attention: Candle's own operations, differentiable, on any device. Also the softmax over the
-//! keys that a query attends to, and the merging of attention over parts of the keys.
+//! The specification of attention: Candle's own operations, differentiable, on any device.
 
 use std::ops::Range;
 
@@ -8,10 +7,10 @@ use candle_core::{D, DType, Device, Result, Tensor, bail};
 use super::call::{Call, Dims};
 use super::options::{OutputLayout, SdpaOptions};
 use super::packed::PackedSequences;
+use super::softmax::{Softmax, constant_like, masked_softmax_and_lse};
 use super::statistics::{AttentionStatistics, StatisticsOptions};
-use crate::mask::{AttentionMask, FullyMaskedRows, ValidLens};
 use candle_attention_kernels::flash::{WeightIndex, philox_keeps};
-use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, check_memory, sum_of_terms};
+use candle_attention_modules::base::{accumulation_dtype, check_memory};
 
 /// Returns the attention output.
 pub(super) fn output(call: &Call) -> Result<Tensor> {
@@ -44,23 +43,22 @@ pub(super) fn output_and_weights(call: &Call) -> Result<(Tensor, Tensor)> {
 
 /// Returns the attention output and statistics of the weights before dropout.
 pub(super) fn output_and_statistics(call: &Call, options: &StatisticsOptions) -> Result<(Tensor, AttentionStatistics)> {
-    let (output, weights) = match &call.sequences {
-        Some(sequences) if call.dims.t_q > 0 => {
-            let mut of_sequences = Vec::new();
-            let joined = attend_sequences(call, sequences, |sequence, weights, keys| {
-                let weights = before_dropout(sequence, weights)?;
-                of_sequences.push(weights.pad_with_zeros(3, keys.start, call.dims.t_kv - keys.end)?);
-                Ok(())
-            })?;
-            // (1, H, total_q, total_kv).
-            (joined.output, Tensor::cat(&of_sequences, 2)?.contiguous()?)
-        }
-        _ => {
-            let found = attend_batch(call, FirstRow::default())?;
-            (found.output, before_dropout(call, found.weights)?)
-        }
-    };
-    Ok((output, AttentionStatistics::from_weights(&weights.detach(), options)?))
+    if let Some(sequences) = &call.sequences
+        && call.dims.t_q > 0
+    {
+        let mut parts = Vec::new();
+        let joined = attend_sequences(call, sequences, |sequence, weights, keys| {
+            let weights = before_dropout(sequence, weights)?;
+            parts.push(weights.pad_with_zeros(3, keys.start, call.dims.t_kv - keys.end)?);
+            Ok(())
+        })?;
+        // (1, H, total_q, total_kv).
+        let weights = Tensor::cat(&parts, 2)?.contiguous()?;
+        return Ok((joined.output, AttentionStatistics::from_weights(&weights.detach(), options)?));
+    }
+    let found = attend_batch(call, FirstRow::default())?;
+    let weights = before_dropout(call, found.weights)?;
+    Ok((found.output, AttentionStatistics::from_weights(&weights.detach(), options)?))
 }
 
 /// The attention output and the log-sum-exp of packed sequences.
@@ -117,7 +115,7 @@ fn call_of_sequence(packed: &Call, sequences: &PackedSequences, s: usize) -> Res
         fully_masked_rows: packed.fully_masked_rows,
         // Packed sequences have none of these.
         scales: None,
-        keep: None,
+        bool_mask: None,
         bias: None,
         sequences: None,
     })
@@ -168,7 +166,7 @@ fn attend_batch(call: &Call, first: FirstRow) -> Result<BatchAttention> {
     check_memory(call.op, format_args!("a tensor of scores {score_dims:?}"), &score_dims)?;
     let device = call.q.device();
     let dtype = accumulation_dtype(call.q.dtype());
-    let keep = call.rows()?.to_keep(call.keep.clone(), score_dims, device)?;
+    let bool_mask = call.rows()?.to_bool_mask(call.bool_mask.clone(), score_dims, device)?;
     let sinks = match &call.options.sinks {
         Some(sinks) => Some(sinks.to_dtype(dtype)?.reshape((1, h, 1, 1))?),
         None => None,
@@ -193,11 +191,12 @@ fn attend_batch(call: &Call, first: FirstRow) -> Result<BatchAttention> {
     if let Some(bias) = &call.bias {
         scores = scores.broadcast_add(&bias.to_dtype(dtype)?)?;
     }
-    let (before_dropout, lse) = masked_softmax_and_lse(&scores, keep.as_ref(), sinks.as_ref(), call.fully_masked_rows)?;
-    let after_dropout = dropout(&before_dropout, &call.options, first)?;
-    let output = weighted_values(&after_dropout, &values, keep.as_ref())?;
+    let Softmax { weights, lse } =
+        masked_softmax_and_lse(&scores, bool_mask.as_ref(), sinks.as_ref(), call.fully_masked_rows)?;
+    let after_dropout = dropout(&weights, &call.options, first)?;
+    let output = weighted_values(&after_dropout, &values, bool_mask.as_ref())?;
     let output = call.in_output_layout(output.to_dtype(call.q.dtype())?)?;
-    Ok(BatchAttention { output, lse, weights: Some(Weights { before_dropout, after_dropout }) })
+    Ok(BatchAttention { output, lse, weights: Some(Weights { before_dropout: weights, after_dropout }) })
 }
 
 /// Returns the results of a call without scores: zeros, and the log-sum-exp of the sinks alone.
@@ -270,35 +269,37 @@ fn dropout(weights: &Tensor, options: &SdpaOptions, first: FirstRow) -> Result<T
         return weights * 0.0;
     }
     // Not Candle's own dropout, which rounds p to f32 and refuses one that becomes 1.
-    let keep = match (&options.dropout_seed, options.dropout_philox_seed) {
-        (Some(seed), _) => seed.dropout_keep(weights.shape(), p)?.to_device(weights.device())?,
-        (None, Some(seed)) => philox_keep(weights, p, seed, first)?,
-        (None, None) => Tensor::rand(0f32, 1f32, weights.shape(), weights.device())?.ge(p)?,
+    let is_kept = if let Some(seed) = &options.dropout_seed {
+        seed.dropout_keep(weights.shape(), p)?.to_device(weights.device())?
+    } else if let Some(seed) = options.dropout_philox_seed {
+        kept_by_philox(weights, p, seed, first)?
+    } else {
+        Tensor::rand(0f32, 1f32, weights.shape(), weights.device())?.ge(p)?
     };
-    weights.mul(&keep.to_dtype(weights.dtype())?)? / (1.0 - p)
+    weights.mul(&is_kept.to_dtype(weights.dtype())?)? / (1.0 - p)
 }
 
 /// Returns 1 for the weights (B, H, T_q, T_kv) that Philox keeps, and 0 for the others.
-fn philox_keep(weights: &Tensor, p: f64, seed: u64, first: FirstRow) -> Result<Tensor> {
+fn kept_by_philox(weights: &Tensor, p: f64, seed: u64, first: FirstRow) -> Result<Tensor> {
     let (b, h, t_q, t_kv) = weights.dims4()?;
-    let mut keep = Vec::with_capacity(weights.elem_count());
+    let mut is_kept = Vec::with_capacity(weights.elem_count());
     for sequence in 0..b {
         for head in 0..h {
             for i in 0..t_q {
                 let index = |j| WeightIndex { b: sequence, head, query: first.query + i, key: first.key + j };
-                keep.extend((0..t_kv).map(|j| u8::from(philox_keeps(seed, p, index(j)))));
+                is_kept.extend((0..t_kv).map(|j| u8::from(philox_keeps(seed, p, index(j)))));
             }
         }
     }
-    Tensor::from_vec(keep, weights.shape(), &Device::Cpu)?.to_device(weights.device())
+    Tensor::from_vec(is_kept, weights.shape(), &Device::Cpu)?.to_device(weights.device())
 }
 
 /// Multiplies weights (B, H, T_q, T_kv) with values (B, H_kv, T_kv, D_v).
 ///
 /// A masked key has weight zero, but zero times NaN is NaN. Values that are not finite are therefore multiplied
 /// separately, so that they reach only the queries that attend to them.
-fn weighted_values(weights: &Tensor, v: &Tensor, keep: Option<&Tensor>) -> Result<Tensor> {
-    let Some(keep) = keep else { return grouped_matmul(weights, v) };
+fn weighted_values(weights: &Tensor, v: &Tensor, bool_mask: Option<&Tensor>) -> Result<Tensor> {
+    let Some(bool_mask) = bool_mask else { return grouped_matmul(weights, v) };
     if v.elem_count() == 0 || are_finite(&v.detach())? {
         return grouped_matmul(weights, v);
     }
@@ -307,7 +308,7 @@ fn weighted_values(weights: &Tensor, v: &Tensor, keep: Option<&Tensor>) -> Resul
 
     // With `FullyMaskedRows::Uniform`, masked keys have weight too.
     let has_weight = weights.ne(0f64)?.to_dtype(v.dtype())?;
-    let attended = (keep.broadcast_as(weights.shape())?.to_dtype(v.dtype())? + has_weight)?;
+    let attended = (bool_mask.broadcast_as(weights.shape())?.to_dtype(v.dtype())? + has_weight)?;
     for special in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
         let which = if special.is_nan() { v.ne(v)? } else { v.eq(special)? };
         let is_reached = grouped_matmul(&attended, &which.to_dtype(v.dtype())?)?.ne(0f64)?;
@@ -321,128 +322,6 @@ fn are_finite(v: &Tensor) -> Result<bool> {
     // x - x is 0 for finite x and NaN otherwise.
     let residue = v.sub(v)?.sum_all()?.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.to_scalar::<f64>()?;
     Ok(residue == 0.0)
-}
-
-/// Computes a softmax over the last dimension with masked keys, sinks and fully masked rows: scores (.., T_q, T_kv) in
-/// f32 or f64, T_kv at least 1, to weights of the same shape and the log-sum-exp (.., T_q). Differentiable.
-///
-/// `keep` is u8, broadcastable to the scores; 0 masks a key. `sinks` are one more logit for each row, broadcastable to
-/// (.., T_q, 1), which takes weight but has no column.
-fn masked_softmax_and_lse(
-    scores: &Tensor,
-    keep: Option<&Tensor>,
-    sinks: Option<&Tensor>,
-    fully_masked_rows: FullyMaskedRows,
-) -> Result<(Tensor, Tensor)> {
-    let scores = match keep {
-        None => scores.clone(),
-        Some(keep) => {
-            keep.broadcast_as(scores.shape())?.where_cond(scores, &constant_like(f64::NEG_INFINITY, scores)?)?
-        }
-    };
-    // The softmax does not change when its row is shifted, so the maximum needs no gradient.
-    let row_max = scores.max_keepdim(D::Minus1)?.detach();
-    let has_no_max = row_max.eq(f64::NEG_INFINITY)?;
-    let largest = match sinks {
-        None => row_max,
-        Some(sinks) => row_max.broadcast_maximum(&sinks.detach())?,
-    };
-    // Only a row without any score above -inf has this maximum; any finite shift keeps -inf - shift from being NaN.
-    let shift = largest.eq(f64::NEG_INFINITY)?.where_cond(&largest.zeros_like()?, &largest)?;
-
-    let exponentials = scores.broadcast_sub(&shift)?.exp()?;
-    let sum_of_keys = exponentials.sum_keepdim(D::Minus1)?;
-    // Candle's maximum may pass over a NaN, the sum does not: a row with a NaN is not fully masked.
-    let is_fully_masked = has_no_max.mul(&sum_of_keys.eq(0f64)?)?;
-    let sum = match sinks {
-        None => sum_of_keys,
-        Some(sinks) => (sum_of_keys + sinks.broadcast_sub(&shift)?.exp()?)?,
-    };
-    // A sum of 0 is replaced before the logarithm and the division, whose gradients at 0 are NaN.
-    let is_zero = sum.eq(0f64)?;
-    let divisor = is_zero.where_cond(&sum.ones_like()?, &sum)?;
-    let lse = (divisor.log()? + &shift)?;
-    let lse = is_zero.where_cond(&constant_like(f64::NEG_INFINITY, &divisor)?, &lse)?.squeeze(D::Minus1)?;
-    let weights = exponentials.broadcast_div(&divisor)?;
-    let weights = match fully_masked_rows {
-        FullyMaskedRows::Zero => weights,
-        FullyMaskedRows::Uniform => {
-            let uniform = constant_like(1.0 / scores.dim(D::Minus1)? as f64, &weights)?;
-            is_fully_masked.broadcast_as(weights.shape())?.where_cond(&uniform, &weights)?
-        }
-    };
-    Ok((weights, lse))
-}
-
-/// Returns a constant in the shape and dtype and on the device of a tensor. It is converted on the CPU, since Metal has
-/// no f64.
-fn constant_like(value: f64, like: &Tensor) -> Result<Tensor> {
-    Tensor::new(value, &Device::Cpu)?.to_dtype(like.dtype())?.to_device(like.device())?.broadcast_as(like.shape())
-}
-
-/// Computes d2l's `masked_softmax`: the softmax over the last dimension of scores (B, T_q, T_kv) without the keys at
-/// and past a valid length, which is (B,) for each sequence or (B, T_q) for each query. The result has the shape and
-/// dtype of the scores.
-///
-/// A row whose length is 0 is zeros with [`FullyMaskedRows::Zero`], and 1/T_kv everywhere with
-/// [`FullyMaskedRows::Uniform`], as in d2l. Unlike d2l's function this one does not change its input.
-///
-/// # Errors
-/// For scores of another rank or of an integer dtype, and for lengths that do not fit them.
-pub fn masked_softmax(
-    scores: &Tensor,
-    valid_lens: Option<&ValidLens>,
-    fully_masked_rows: FullyMaskedRows,
-) -> Result<Tensor> {
-    let expected = Expect::many("masked_softmax", "scores", scores);
-    expected.shape(&["B", "T_q", "T_kv"].map(Dim::Any))?.dtype_of(&FLOATS, "")?;
-    let (b, t_q, t_kv) = scores.dims3()?;
-    let mask = valid_lens.map_or_else(AttentionMask::none, |lens| AttentionMask::none().with_valid_lens(lens.clone()));
-    let keep = mask.keep_tensor([b, 1, t_q, t_kv], scores.device())?;
-    if scores.elem_count() == 0 {
-        return Ok(scores.clone());
-    }
-    let floats = scores.unsqueeze(1)?.to_dtype(accumulation_dtype(scores.dtype()))?;
-    let (weights, _) = masked_softmax_and_lse(&floats, keep.as_ref(), None, fully_masked_rows)?;
-    weights.squeeze(1)?.to_dtype(scores.dtype())
-}
-
-/// Merges attention over disjoint parts of the keys into attention over all of them, exactly.
-///
-/// Each part is an attention output (B, H, T_q, D_v) and the log-sum-exp (B, H, T_q) of its scores, as returned by
-/// [`scaled_dot_product_attention_with_lse`](crate::scaled_dot_product_attention_with_lse). The result is the same pair
-/// for all keys, with the output in the dtype of the first part. A part in which a query is fully masked (`-inf`) adds
-/// nothing for that query. Pass sinks to one part only, since each part's sum counts its own.
-///
-/// # Errors
-/// For no parts, and for parts whose shapes, dtypes or devices differ.
-pub fn merge_attention(parts: &[(Tensor, Tensor)]) -> Result<(Tensor, Tensor)> {
-    const OP: &str = "merge_attention";
-    let Some((first, first_lse)) = parts.first() else { bail!("[{OP}] expected at least one part, found none") };
-    Expect::one(OP, "the output", first).shape(&["B", "H", "T_q", "D_v"].map(Dim::Any))?.dtype_of(&FLOATS, "")?;
-    Expect::one(OP, "the log-sum-exp", first_lse).dtype_of(&FLOATS, "")?;
-    for (i, (output, lse)) in parts.iter().enumerate() {
-        let name = format!("the output of part {i}");
-        let found = Expect::one(OP, &name, output).sizes(first.dims())?;
-        found.dtype(first.dtype(), "the first part's")?.same_device("the first part", first.device())?;
-        let name_of_lse = format!("the log-sum-exp of part {i}");
-        let checked = Expect::one(OP, &name_of_lse, lse).sizes(&first.dims()[..3])?;
-        checked.dtype(first_lse.dtype(), "the first part's")?.same_device("the first part", first.device())?;
-    }
-    if first_lse.elem_count() == 0 {
-        return Ok((first.clone(), first_lse.clone()));
-    }
-    let dtype = accumulation_dtype(first.dtype());
-    let lses = parts.iter().map(|(_, lse)| lse.to_dtype(dtype)?.unsqueeze(D::Minus1)).collect::<Result<Vec<_>>>()?;
-    // The weights (.., parts) of the parts are the softmax of their log-sum-exps.
-    let (weights, lse) = masked_softmax_and_lse(&Tensor::cat(&lses, D::Minus1)?, None, None, FullyMaskedRows::Zero)?;
-    let lse = lse.to_dtype(first_lse.dtype())?;
-    if first.elem_count() == 0 {
-        return Ok((first.clone(), lse));
-    }
-    let weighted = |i: usize| parts[i].0.to_dtype(dtype)?.broadcast_mul(&weights.narrow(3, i, 1)?);
-    let merged = sum_of_terms(0..parts.len(), &weighted)?;
-    Ok((merged.to_dtype(first.dtype())?, lse))
 }
 
 #[cfg(test)]

@@ -49,7 +49,7 @@ impl StatisticsOptions {
         self.top_keys
     }
 
-    /// Adds the weights themselves of some queries and some keys: that tile of them, not those of all queries and keys.
+    /// Requests the weights of a tile too: of these queries and these keys.
     pub fn with_weights_of(mut self, queries: Range<usize>, keys: Range<usize>) -> Self {
         self.tile = Some(Tile { queries, keys });
         self
@@ -64,8 +64,8 @@ impl StatisticsOptions {
         let is_within = |range: &Range<usize>, count| range.start <= range.end && range.end <= count;
         if !is_within(queries, t_q) || !is_within(keys, t_kv) {
             bail!(
-                "[{op}] weights of queries {queries:?} and keys {keys:?} were requested, expected some of {t_q} queries \
-                 and {t_kv} keys"
+                "[{op}] weights of queries {queries:?} and keys {keys:?} were requested, expected some of {t_q} \
+                 queries and {t_kv} keys"
             )
         }
         Ok(())
@@ -73,11 +73,12 @@ impl StatisticsOptions {
 
     /// Returns the options of the kernels.
     pub(super) fn for_kernels(&self) -> flash::RequestedStatistics {
-        let (rows, columns) = match &self.tile {
-            Some(tile) => (tile.queries.clone(), tile.keys.clone()),
-            None => (0..0, 0..0),
-        };
-        flash::RequestedStatistics { top: self.top_keys, rows, columns }
+        let mut requested = flash::RequestedStatistics { top: self.top_keys, rows: 0..0, columns: 0..0 };
+        if let Some(tile) = &self.tile {
+            requested.rows = tile.queries.clone();
+            requested.columns = tile.keys.clone();
+        }
+        requested
     }
 }
 

@@ -6,6 +6,8 @@ mod gguf;
 mod pipeline;
 mod tokenizer;
 
+use std::ops::Range;
+
 use candle_core::{Device, Result, Tensor};
 use thiserror::Error;
 use tokenizers::{PaddingDirection, PaddingParams};
@@ -138,11 +140,11 @@ impl Batch {
         AttentionMask::of_runs(self.runs(), self.seq_len)
     }
 
-    /// Returns the start and the end of each text in its row.
-    fn runs(&self) -> impl Iterator<Item = (usize, usize)> {
+    /// Returns the range of each text in its row.
+    fn runs(&self) -> impl Iterator<Item = Range<usize>> {
         self.lens.iter().map(|&len| match self.side {
-            PaddingSide::Right => (0, len),
-            PaddingSide::Left => (self.seq_len - len, self.seq_len),
+            PaddingSide::Right => 0..len,
+            PaddingSide::Left => self.seq_len - len..self.seq_len,
         })
     }
 
@@ -165,7 +167,7 @@ impl Batch {
     /// Returns the position of each text's first token, (B,), for `AttentionMask::with_starts`: keys before it are
     /// padding. All are zero if the padding is on the right.
     pub fn starts(&self) -> ValidLens {
-        ValidLens::from(self.runs().map(|(start, _)| start).collect::<Vec<_>>())
+        ValidLens::from(self.runs().map(|run| run.start).collect::<Vec<_>>())
     }
 }
 

@@ -122,7 +122,7 @@ impl MultiHeadLatentAttentionConfig {
         self
     }
 
-    /// Sets whether queries and shared keys rotate. The default is true. Those of Kimi Linear have no positions.
+    /// Sets whether queries and shared keys rotate. The default is true. In Kimi Linear they have no positions.
     pub fn with_rotates(mut self, rotates: bool) -> Self {
         self.rotates = rotates;
         self

@@ -7,7 +7,7 @@ mod up;
 
 pub use config::MultiHeadLatentAttentionConfig;
 
-use candle_core::{Error, Module, ModuleT, Result, Tensor, bail};
+use candle_core::{Module, ModuleT, Result, Tensor, bail};
 use candle_nn::VarBuilder;
 use candle_nn::var_builder::ShardedVarBuilder;
 
@@ -16,7 +16,7 @@ use super::forward::{AttendedKeys, PreparedCall};
 use super::input::{AttentionInput, KeysFrom};
 use super::validate::ExpectedInput;
 use super::warnings;
-use crate::cache::NewTokens;
+use crate::cache::{KvFloats, NewTokens};
 use crate::mask::AttentionMask;
 use crate::position::{RotaryEmbedding, Rotation};
 use crate::sdpa::{
@@ -70,8 +70,8 @@ const COLUMNS: Share = Share::Heads(Heads::Query, 1);
 #[derive(Debug, Clone)]
 pub struct MultiHeadLatentAttention {
     config: MultiHeadLatentAttentionConfig,
-    /// The projection that compresses queries and the norm after it, if queries are compressed.
-    compress: Option<(PackedLinear, Norm)>,
+    /// The compression of the queries, if they are compressed.
+    compression: Option<QueryCompression>,
     /// The projection to queries, (H · D, ..).
     queries: PackedLinear,
     /// The projection to latents and shared keys, (rank + rope, E).
@@ -85,6 +85,25 @@ pub struct MultiHeadLatentAttention {
     out: PackedLinear,
     rotary: RotaryEmbedding,
     mask: AttentionMask,
+}
+
+/// The projection that compresses queries, and the norm after it.
+#[derive(Debug, Clone)]
+struct QueryCompression {
+    down: PackedLinear,
+    norm: Norm,
+}
+
+impl QueryCompression {
+    /// Returns (B, T, q_lora_rank) of inputs (B, T, E).
+    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+        self.norm.forward(&self.down.forward(xs)?)
+    }
+
+    /// Returns a copy that does not follow variables.
+    fn freeze(&self) -> Result<Self> {
+        Ok(Self { down: self.down.freeze()?, norm: self.norm.freeze()? })
+    }
 }
 
 impl MultiHeadLatentAttention {
@@ -120,25 +139,30 @@ impl MultiHeadLatentAttention {
         let embed_dim = cfg.embed_dim();
         let rank = cfg.kv_lora_rank();
         let source = source.with_heads([h; 2])?;
-        let down = (rank + cfg.rope_head_dim(), embed_dim);
-        let up = (h * (cfg.nope_head_dim() + cfg.value_head_dim()), rank);
-        let out = (embed_dim, h * cfg.value_head_dim());
+        let down_shape = (rank + cfg.rope_head_dim(), embed_dim);
+        let up_shape = (h * (cfg.nope_head_dim() + cfg.value_head_dim()), rank);
+        let out_shape = (embed_dim, h * cfg.value_head_dim());
         let norm = |name, size| Norm::load(QkNormKind::Rms, cfg.norm_eps(), size, false, &source.pp(name));
-        let compress = |q_rank| {
-            let matrix = source.linear("q_a_proj", (q_rank, embed_dim), cfg.bias(), None)?.try_into()?;
-            Ok::<_, Error>((matrix, norm("q_a_layernorm", q_rank)?))
+        let query_width = h * cfg.head_dim();
+        let mut compression = None;
+        let queries = match cfg.q_lora_rank() {
+            Some(q_rank) => {
+                let down = source.linear("q_a_proj", (q_rank, embed_dim), cfg.bias(), None)?.try_into()?;
+                compression = Some(QueryCompression { down, norm: norm("q_a_layernorm", q_rank)? });
+                source.linear("q_b_proj", (query_width, q_rank), false, Some(ROWS))?
+            }
+            None => source.linear("q_proj", (query_width, embed_dim), false, Some(ROWS))?,
         };
-        let (queries, width) = cfg.q_lora_rank().map_or(("q_proj", embed_dim), |q_rank| ("q_b_proj", q_rank));
         let mut config = cfg.clone();
         config.num_heads = source.shard.rank_range(h).len();
         let layer = Self {
-            compress: cfg.q_lora_rank().map(compress).transpose()?,
-            queries: source.linear(queries, (h * cfg.head_dim(), width), false, Some(ROWS))?.try_into()?,
-            down: source.linear("kv_a_proj_with_mqa", down, cfg.bias(), None)?.try_into()?,
+            compression,
+            queries: queries.try_into()?,
+            down: source.linear("kv_a_proj_with_mqa", down_shape, cfg.bias(), None)?.try_into()?,
             norm: norm("kv_a_layernorm", rank)?,
-            up: source.linear("kv_b_proj", up, false, Some(ROWS))?.try_into()?,
+            up: source.linear("kv_b_proj", up_shape, false, Some(ROWS))?.try_into()?,
             absorbing: Vec::new(),
-            out: source.linear("o_proj", out, cfg.bias(), Some(COLUMNS))?.try_into()?,
+            out: source.linear("o_proj", out_shape, cfg.bias(), Some(COLUMNS))?.try_into()?,
             rotary: RotaryEmbedding::new(cfg.rope(), cfg.rope_head_dim())?,
             mask: if cfg.causal() { AttentionMask::causal() } else { AttentionMask::none() },
             config,
@@ -160,9 +184,12 @@ impl MultiHeadLatentAttention {
     /// # Errors
     /// If the weights do not fit in memory.
     pub fn freeze(&self) -> Result<Self> {
-        let compress = self.compress.as_ref().map(|(down, norm)| Ok::<_, Error>((down.freeze()?, norm.freeze()?)));
+        let compression = match &self.compression {
+            Some(compression) => Some(compression.freeze()?),
+            None => None,
+        };
         let layer = Self {
-            compress: compress.transpose()?,
+            compression,
             queries: self.queries.freeze()?,
             down: self.down.freeze()?,
             norm: self.norm.freeze()?,
@@ -256,9 +283,9 @@ impl MultiHeadLatentAttention {
         self.prepare(&input, None)?.finish(input.cache, request)
     }
 
-    /// Does everything that comes before attention. With a cache, `absorbs` says whether queries absorb the matrix of
-    /// keys; the default is the form with fewer multiplications. The attention output is then of latents (B, H, T,
-    /// rank), and otherwise of values (B, H, T, D_v).
+    /// Validates and projects an input: everything that comes before attention. With a cache, `absorbs` says whether
+    /// queries absorb the matrix of keys; the default is the form with fewer multiplications. If they absorb it, the
+    /// attention output is of latents (B, H, T, rank), and otherwise of values (B, H, T, D_v).
     fn prepare<'a>(&'a self, input: &AttentionInput<'a>, absorbs: Option<bool>) -> Result<PreparedCall<'a>> {
         let cfg = &self.config;
         let CheckedLatentInput { xs, tokens, rotation, residual } = self.validate(input)?;
@@ -267,27 +294,25 @@ impl MultiHeadLatentAttention {
         let absorbs = is_cached && absorbs.unwrap_or_else(|| cfg.absorbs(t, tokens.longest()));
         let rows = self.latent_rows(&xs, rotation.as_ref())?;
         let q = self.project_queries(&xs, rotation.as_ref(), absorbs)?;
-        let (keys, cache) = match &input.cache {
-            Some(cache) => {
-                let (mut cached, after) = cache.stage(&tokens, &rows, None, cfg.kv_lora_rank())?;
-                if !absorbs {
-                    cached.expansion = Some(Box::new(|latents| self.expand(latents)));
-                }
-                (AttendedKeys::Cached(cached), Some(after))
+        let mut cache_after = None;
+        let keys = if let Some(cache) = &input.cache {
+            let mut staged = cache.stage(&tokens, &rows, None, cfg.kv_lora_rank())?;
+            if !absorbs {
+                staged.call.expansion = Some(Box::new(|latents| self.expand(latents)));
             }
-            None => {
-                let [k, v] = self.expand(&rows)?;
-                let keys = match input.function {
-                    Some(function) => AttendedKeys::Function(FunctionKeys { k, v, function }),
-                    None => AttendedKeys::Own(OwnKeys { k, v, sequences: input.packed }),
-                };
-                (keys, None)
+            cache_after = Some(staged.cache);
+            AttendedKeys::Cached(staged.call)
+        } else {
+            let KvFloats { k, v } = self.expand(&rows)?;
+            match input.function {
+                Some(function) => AttendedKeys::Function(FunctionKeys { k, v, function }),
+                None => AttendedKeys::Own(OwnKeys { k, v, sequences: input.packed }),
             }
         };
         Ok(PreparedCall {
             q,
             keys,
-            cache,
+            cache: cache_after,
             mask: input.mask_with(&self.mask),
             options: input.options(cfg.dropout()).with_scale(cfg.scale()),
             batched: input.queries.rank() == 3,
@@ -348,8 +373,8 @@ impl MultiHeadLatentAttention {
     fn project_queries(&self, xs: &Tensor, rotation: Option<&Rotation>, absorbs: bool) -> Result<Tensor> {
         let cfg = &self.config;
         let (b, t, _) = xs.dims3()?;
-        let projected = match &self.compress {
-            Some((down, norm)) => self.queries.forward(&norm.forward(&down.forward(xs)?)?)?,
+        let projected = match &self.compression {
+            Some(compression) => self.queries.forward(&compression.forward(xs)?)?,
             None => self.queries.forward(xs)?,
         };
         let q = projected.reshape((b, t, cfg.num_heads(), cfg.head_dim()))?;

@@ -11,14 +11,19 @@ use candle_attention_modules::linear::KeysAndValues;
 /// # Errors
 /// For a call that attends to other keys, or that has positions or an attention function: relative positions by content
 /// are between the tokens of one call.
-pub(super) fn own_keys<'k>(own: Option<&'k mut KeysAndValues>, call: &CallContext) -> Result<&'k mut KeysAndValues> {
-    match (own, call.unsupported_by_content) {
-        (Some(own), None) => Ok(own),
-        (_, unsupported) => bail!(
-            "[multi_head_attention] {} were given, but relative positions by content are between the tokens of a call",
-            unsupported.unwrap_or("keys of others")
-        ),
+pub(super) fn projected_keys<'k>(
+    kv: Option<&'k mut KeysAndValues>,
+    call: &CallContext,
+) -> Result<&'k mut KeysAndValues> {
+    if let Some(kv) = kv
+        && call.unsupported_by_content.is_none()
+    {
+        return Ok(kv);
     }
+    bail!(
+        "[multi_head_attention] {} were given, but relative positions by content are between the tokens of a call",
+        call.unsupported_by_content.unwrap_or("keys of others")
+    )
 }
 
 /// The rows and columns of an image or of a window of one, whose tokens are listed row by row.

@@ -3,7 +3,7 @@
 use candle_core::Result;
 
 use super::super::{CallContext, ScoreArguments, ScoreModifier};
-use super::call::{own_keys, wide};
+use super::call::{projected_keys, wide};
 use super::distances::{ContentScores, DistanceVectors, LatestVectors, by_head, descending, rows_of};
 use super::specs::{LayerSpecs, normal};
 use candle_attention_modules::base::{ParameterList, ParameterSpec};
@@ -15,7 +15,9 @@ const TABLE: &str = "distance_embedding.weight";
 /// The term of [`ContentPositions::Clipped`](crate::ContentPositions::Clipped).
 #[derive(Debug)]
 pub(super) struct Clipped {
+    /// The largest distance of a key before the query that has a vector.
     pub left: usize,
+    /// The largest distance of a key after the query that has a vector.
     pub right: usize,
     pub parameters: ParameterList,
     pub vectors: LatestVectors,
@@ -27,21 +29,15 @@ pub(super) fn specs(left: usize, right: usize, layer: &LayerSpecs) -> Vec<Parame
 }
 
 impl ScoreModifier for Clipped {
-    fn modify(
-        &self,
-        arguments: &mut ScoreArguments,
-        own: Option<&mut KeysAndValues>,
-        call: &CallContext,
-    ) -> Result<()> {
-        own_keys(own, call)?;
+    fn modify(&self, arguments: &mut ScoreArguments, kv: Option<&mut KeysAndValues>, call: &CallContext) -> Result<()> {
+        projected_keys(kv, call)?;
         if arguments.q.elem_count() == 0 {
             return Ok(());
         }
-        let [t, d] = [arguments.q.dim(2)?, arguments.q.dim(3)?];
+        let t = arguments.q.dim(2)?;
+        let d = arguments.q.dim(3)?;
         let vectors = self.vectors.get(t, || self.compute(t, d))?;
-        let queries = arguments.q.clone();
-        let scale = arguments.options.scale.unwrap_or(1.0);
-        arguments.content_scores = Some(ContentScores { queries, vectors, scale });
+        arguments.content_scores = Some(ContentScores::new(arguments.q.clone(), vectors, &arguments.options));
         Ok(())
     }
 }

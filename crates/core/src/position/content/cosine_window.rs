@@ -5,7 +5,7 @@ use candle_nn::{Init, ops};
 
 use super::super::{CallContext, ScoreArguments, ScoreModifier};
 use super::OP;
-use super::call::{Image, own_keys, wide};
+use super::call::{Image, projected_keys, wide};
 use super::specs::LayerSpecs;
 use super::window::WindowBias;
 use candle_attention_modules::base::{LINEAR_WEIGHT, ParameterList, ParameterSpec, check_memory, linear_bias};
@@ -44,19 +44,14 @@ pub(super) fn specs(layer: &LayerSpecs) -> Vec<ParameterSpec> {
 }
 
 impl ScoreModifier for CosineWindow {
-    fn modify(
-        &self,
-        arguments: &mut ScoreArguments,
-        own: Option<&mut KeysAndValues>,
-        call: &CallContext,
-    ) -> Result<()> {
-        let own = own_keys(own, call)?;
+    fn modify(&self, arguments: &mut ScoreArguments, kv: Option<&mut KeysAndValues>, call: &CallContext) -> Result<()> {
+        let kv = projected_keys(kv, call)?;
         self.image.check("window", &arguments.q)?;
         if arguments.q.elem_count() > 0 {
             arguments.mask = self.bias.add_to(&arguments.mask, self.image, || self.entries())?;
-            let [q, k] = self.cosines(&arguments.q, &own.keys)?;
-            arguments.q = q;
-            own.keys = k;
+            let cosines = self.cosines(&arguments.q, &kv.keys)?;
+            arguments.q = cosines.q;
+            kv.keys = cosines.k;
             // Queries are scaled already.
             arguments.options.scale = Some(1.0);
         }
@@ -64,9 +59,15 @@ impl ScoreModifier for CosineWindow {
     }
 }
 
+/// Queries and keys whose products are the scores.
+struct Cosines {
+    q: Tensor,
+    k: Tensor,
+}
+
 impl CosineWindow {
     /// Returns queries (B, H, T, D) and keys (B, H_kv, T, D), views of (B, T, ..), whose products are the scores.
-    fn cosines(&self, q: &Tensor, k: &Tensor) -> Result<[Tensor; 2]> {
+    fn cosines(&self, q: &Tensor, k: &Tensor) -> Result<Cosines> {
         let (_, h, _, d) = q.dims4()?;
         // Nothing is divided by less than a length of 1e-12.
         let norm = Norm::without_weight(1e-24 / d as f64, d, q.dtype(), q.device())?;
@@ -75,7 +76,8 @@ impl CosineWindow {
         let factors = (factors / d as f64)?.reshape((h, 1))?;
         let normalised = norm.forward(&q.transpose(1, 2)?)?.to_dtype(factors.dtype())?;
         let q = normalised.broadcast_mul(&factors)?.to_dtype(q.dtype())?;
-        Ok([q.transpose(1, 2)?, norm.forward(&k.transpose(1, 2)?)?.transpose(1, 2)?])
+        let k = norm.forward(&k.transpose(1, 2)?)?;
+        Ok(Cosines { q: q.transpose(1, 2)?, k: k.transpose(1, 2)? })
     }
 
     /// Returns the network's output for each place of a key from its query, (places, H).

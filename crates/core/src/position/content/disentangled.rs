@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::super::{CallContext, ScoreArguments, ScoreModifier};
 use super::OP;
-use super::call::own_keys;
+use super::call::projected_keys;
 use super::distances::{ContentScores, DistanceVectors, LatestVectors, by_head, descending, rows_of};
 use super::specs::LayerSpecs;
 use candle_attention_modules::base::{
@@ -118,11 +118,11 @@ impl DisentangledConfig {
         let bucket = match self.num_buckets {
             Some(buckets) if behind.unsigned_abs() as usize > buckets / 2 => {
                 let middle = buckets / 2;
-                let turns = |x: f32| f64::from(x).ln() as f32;
-                let of = turns(behind.unsigned_abs() as f32 / middle as f32);
-                let all = turns((self.max_distance - 1) as f32 / middle as f32);
-                let grown = (of / all * (middle - 1) as f32).ceil() as i64 + middle as i64;
-                grown * behind.signum()
+                let ln = |x: f32| f64::from(x).ln() as f32;
+                let log_distance = ln(behind.unsigned_abs() as f32 / middle as f32);
+                let log_max_distance = ln((self.max_distance - 1) as f32 / middle as f32);
+                let bucket = (log_distance / log_max_distance * (middle - 1) as f32).ceil() as i64 + middle as i64;
+                bucket * behind.signum()
             }
             _ => behind,
         };
@@ -192,24 +192,18 @@ pub(super) fn specs(config: &DisentangledConfig, layer: &LayerSpecs) -> Vec<Para
 }
 
 impl ScoreModifier for Disentangled {
-    fn modify(
-        &self,
-        arguments: &mut ScoreArguments,
-        own: Option<&mut KeysAndValues>,
-        call: &CallContext,
-    ) -> Result<()> {
-        own_keys(own, call)?;
+    fn modify(&self, arguments: &mut ScoreArguments, kv: Option<&mut KeysAndValues>, call: &CallContext) -> Result<()> {
+        projected_keys(kv, call)?;
         if arguments.q.elem_count() == 0 {
             return Ok(());
         }
-        let [t, d] = [arguments.q.dim(2)?, arguments.q.dim(3)?];
+        let t = arguments.q.dim(2)?;
+        let d = arguments.q.dim(3)?;
         let compute = || self.compute(t, d, call.projections);
         // Modules may differ in a clone of the layer, and may change.
         let may_change = self.config.shared_projections && call.projections.has_modules();
         let vectors = if may_change { compute()? } else { self.vectors.get(t, compute)? };
-        let queries = arguments.q.clone();
-        let scale = arguments.options.scale.unwrap_or(1.0);
-        arguments.content_scores = Some(ContentScores { queries, vectors, scale });
+        arguments.content_scores = Some(ContentScores::new(arguments.q.clone(), vectors, &arguments.options));
         Ok(())
     }
 }
@@ -225,17 +219,23 @@ impl Disentangled {
         };
         let config = &self.config;
         let embeddings = embeddings.forward()?;
-        let (keys, queries) = if config.shared_projections {
+        let mut keys = None;
+        let mut queries = None;
+        if config.shared_projections {
             let xs = embeddings.unsqueeze(0)?;
             let Projected { q, kv, .. } = projections.query_key_value(&xs, Some([&xs, &xs]))?;
-            let keys = match kv {
-                Some(kv) if config.content_to_position => Some(kv.keys.squeeze(0)?),
-                _ => None,
-            };
-            (keys, if config.position_to_content { Some(q.squeeze(0)?) } else { None })
+            if let Some(kv) = kv
+                && config.content_to_position
+            {
+                keys = Some(kv.keys.squeeze(0)?);
+            }
+            if config.position_to_content {
+                queries = Some(q.squeeze(0)?);
+            }
         } else {
-            (self.project(KEYS, &embeddings)?, self.project(QUERIES, &embeddings)?)
-        };
+            keys = self.project(KEYS, &embeddings)?;
+            queries = self.project(QUERIES, &embeddings)?;
+        }
         let dtype = accumulation_dtype(embeddings.dtype());
         let rows = |table: Option<Tensor>, sign: i64| -> Result<Option<Tensor>> {
             let Some(table) = table else { return Ok(None) };

@@ -1,5 +1,5 @@
 //! Relative positions by content along one axis: a vector for each distance between query and key, which queries or
-//! keys are multiplied with; and attention for some heads at a time, so that there is a bias for these alone.
+//! keys are multiplied with; and attention to some heads at a time, so that only their bias is in memory.
 
 use std::ops::Range;
 
@@ -34,7 +34,7 @@ pub(super) struct LatestVectors(Latest<usize, DistanceVectors>);
 impl LatestVectors {
     /// Returns the vectors for `t` tokens, which are computed if they are not the latest.
     pub fn get(&self, t: usize, compute: impl FnOnce() -> Result<DistanceVectors>) -> Result<DistanceVectors> {
-        latest(&self.0, |&own| own == t, compute, |vectors| (!vectors.is_tracked()).then_some(t))
+        latest(&self.0, |&latest_t| latest_t == t, compute, |vectors| (!vectors.is_tracked()).then_some(t))
     }
 }
 
@@ -84,14 +84,22 @@ pub(crate) struct ContentScores {
     pub scale: f64,
 }
 
+impl ContentScores {
+    /// Returns the scores of a call with these options.
+    pub(super) fn new(queries: Tensor, vectors: DistanceVectors, options: &SdpaOptions) -> Self {
+        Self { queries, vectors, scale: options.scale.unwrap_or(1.0) }
+    }
+}
+
 /// Keys and values of a call with scores by content, which are computed for some heads at a time.
 pub(crate) struct KeysByHeads {
-    pub own: KeysAndValues,
+    /// Keys (B, H_kv, T, D) and values (B, H_kv, T, D_v).
+    pub kv: KeysAndValues,
     pub scores: ContentScores,
 }
 
 /// The arguments of attention for some heads.
-struct OfHeads {
+struct HeadsCall {
     keys: OwnKeys<'static>,
     q: Tensor,
     mask: AttentionMask,
@@ -108,23 +116,23 @@ impl KeysByHeads {
         options: &SdpaOptions,
         request: R,
     ) -> Result<R::Result> {
-        let h_kv = self.own.keys.dim(1)?;
+        let h_kv = self.kv.keys.dim(1)?;
         request.run_by_key_heads(h_kv, self.step(q, options)?, |key_heads| {
-            let part = self.of_key_heads(key_heads, q, mask, options)?;
-            part.keys.attend(&part.q, &part.mask, &part.options, request)
+            let call = self.call_of_key_heads(key_heads, q, mask, options)?;
+            call.keys.attend(&call.q, &call.mask, &call.options, request)
         })
     }
 
     /// Returns the path of the first heads, which is that of all heads.
     pub fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
-        let part = self.of_key_heads(0..self.step(q, options)?, q, mask, options)?;
-        part.keys.plan(&part.q, &part.mask, &part.options)
+        let call = self.call_of_key_heads(0..self.step(q, options)?, q, mask, options)?;
+        call.keys.plan(&call.q, &call.mask, &call.options)
     }
 
     /// Returns the number of key heads whose scores are computed at once.
     fn step(&self, q: &Tensor, options: &SdpaOptions) -> Result<usize> {
         let (b, h, t, _) = q.dims4()?;
-        let h_kv = self.own.keys.dim(1)?;
+        let h_kv = self.kv.keys.dim(1)?;
         if options.drops_by_seed() {
             return Ok(h_kv);
         }
@@ -133,19 +141,19 @@ impl KeysByHeads {
     }
 
     /// Returns the arguments of attention for some key heads and their query heads.
-    fn of_key_heads(
+    fn call_of_key_heads(
         &self,
         key_heads: Range<usize>,
         q: &Tensor,
         mask: &AttentionMask,
         options: &SdpaOptions,
-    ) -> Result<OfHeads> {
-        let KeysAndValues { keys: k, values: v } = &self.own;
+    ) -> Result<HeadsCall> {
+        let KeysAndValues { keys: k, values: v } = &self.kv;
         let h = q.dim(1)?;
         let group = h / k.dim(1)?;
         let heads = key_heads.start * group..key_heads.end * group;
         let narrowed = |tensor: &Tensor| tensor.narrow(1, key_heads.start, key_heads.len());
-        Ok(OfHeads {
+        Ok(HeadsCall {
             keys: OwnKeys { k: narrowed(k)?, v: narrowed(v)?, sequences: None },
             q: q.narrow(1, heads.start, heads.len())?,
             mask: mask.of_heads(heads.clone(), h)?.with_bias(&self.scores.of_heads(k, heads.clone())?),

@@ -5,7 +5,7 @@ use candle_core::{D, Result, Tensor};
 
 use super::super::{CallContext, ScoreArguments, ScoreModifier};
 use super::OP;
-use super::call::{Image, own_keys, wide};
+use super::call::{Image, projected_keys, wide};
 use super::distances::rows_of;
 use super::specs::{LayerSpecs, zeros};
 use candle_attention_modules::base::{ParameterList, ParameterSpec, accumulation_dtype, check_memory};
@@ -30,6 +30,16 @@ enum Axis {
     Across,
 }
 
+impl Axis {
+    /// Returns the number of lines along the axis: the rows or the columns of the image.
+    fn lines(self, image: Image) -> usize {
+        match self {
+            Self::Down => image.rows,
+            Self::Across => image.columns,
+        }
+    }
+}
+
 /// Returns the parameters.
 pub(super) fn specs(image: Image, layer: &LayerSpecs) -> Vec<ParameterSpec> {
     vec![
@@ -39,18 +49,13 @@ pub(super) fn specs(image: Image, layer: &LayerSpecs) -> Vec<ParameterSpec> {
 }
 
 impl ScoreModifier for Grid {
-    fn modify(
-        &self,
-        arguments: &mut ScoreArguments,
-        own: Option<&mut KeysAndValues>,
-        call: &CallContext,
-    ) -> Result<()> {
-        let own = own_keys(own, call)?;
+    fn modify(&self, arguments: &mut ScoreArguments, kv: Option<&mut KeysAndValues>, call: &CallContext) -> Result<()> {
+        let kv = projected_keys(kv, call)?;
         self.image.check("grid", &arguments.q)?;
         if arguments.q.elem_count() > 0 {
             let scale = arguments.options.scale.unwrap_or(1.0);
             let wider_q = self.wider_queries(&arguments.q, scale)?;
-            own.keys = self.wider_keys(&own.keys)?;
+            kv.keys = self.wider_keys(&kv.keys)?;
             arguments.q = wider_q;
         }
         Ok(())
@@ -81,14 +86,15 @@ impl Grid {
     /// lines: (B, rows, columns, H · n).
     fn products(&self, axis: Axis, queries: &Tensor, h: usize) -> Result<Tensor> {
         let (b, rows, columns, width) = queries.dims4()?;
-        let (n, others, dim, name) = match axis {
-            Axis::Down => (rows, columns, 1, HEIGHT),
-            Axis::Across => (columns, rows, 2, WIDTH),
-        };
+        let n = axis.lines(self.image);
+        let queries_of_line = rows * columns / n;
+        let name = if axis == Axis::Down { HEIGHT } else { WIDTH };
+        // The dimension of `queries` along the axis.
+        let dim = if axis == Axis::Down { 1 } else { 2 };
         let vectors = by_lines(n, &wide(&self.parameters, name)?)?;
-        let lines = queries.transpose(1, dim)?.contiguous()?.reshape((b, n, others * h, width / h))?;
+        let lines = queries.transpose(1, dim)?.contiguous()?.reshape((b, n, queries_of_line * h, width / h))?;
         let products = lines.broadcast_matmul(&vectors)?;
-        products.reshape((b, n, others, h * n))?.transpose(1, dim)?.contiguous()
+        products.reshape((b, n, queries_of_line, h * n))?.transpose(1, dim)?.contiguous()
     }
 
     /// Returns keys (B, H_kv, T, D), a view of (B, T, ..), with ones at their row and column.
@@ -97,10 +103,8 @@ impl Grid {
         let Image { rows, columns } = self.image;
         let (b, t, h_kv, _) = k.dims4()?;
         let ones = |axis: Axis| {
-            let (n, shape) = match axis {
-                Axis::Down => (rows, (1, rows, 1, 1, rows)),
-                Axis::Across => (columns, (1, 1, columns, 1, columns)),
-            };
+            let n = axis.lines(self.image);
+            let shape = if axis == Axis::Down { (1, n, 1, 1, n) } else { (1, 1, n, 1, n) };
             check_memory(OP, format_args!("the positions of {n} rows or columns"), &[n, n, k.dtype().size_in_bytes()])?;
             let ones = Tensor::eye(n, k.dtype(), k.device())?.reshape(shape)?;
             ones.broadcast_as((b, rows, columns, h_kv, n))?.reshape((b, t, h_kv, n))

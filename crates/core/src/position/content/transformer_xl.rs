@@ -4,7 +4,7 @@ use candle_core::{Device, Result, Tensor};
 
 use super::super::{CallContext, ScoreArguments, ScoreModifier};
 use super::OP;
-use super::call::{own_keys, wide};
+use super::call::{projected_keys, wide};
 use super::distances::{ContentScores, DistanceVectors, LatestVectors, by_head, descending};
 use super::specs::{LayerSpecs, zeros};
 use candle_attention_modules::base::{LINEAR_WEIGHT, ParameterList, ParameterSpec, accumulation_dtype, check_memory};
@@ -46,24 +46,19 @@ pub(super) fn specs(layer: &LayerSpecs) -> Vec<ParameterSpec> {
 }
 
 impl ScoreModifier for TransformerXl {
-    fn modify(
-        &self,
-        arguments: &mut ScoreArguments,
-        own: Option<&mut KeysAndValues>,
-        call: &CallContext,
-    ) -> Result<()> {
-        let own = own_keys(own, call)?;
+    fn modify(&self, arguments: &mut ScoreArguments, kv: Option<&mut KeysAndValues>, call: &CallContext) -> Result<()> {
+        let dtype = projected_keys(kv, call)?.keys.dtype();
         if arguments.q.elem_count() == 0 {
             return Ok(());
         }
-        let [t, d] = [arguments.q.dim(2)?, arguments.q.dim(3)?];
-        let q = arguments.q.to_dtype(accumulation_dtype(own.keys.dtype()))?;
-        let with = |bias: &str| q.broadcast_add(&wide(&self.parameters, bias)?.unsqueeze(1)?);
-        arguments.q = with(NAMES.of_content)?.to_dtype(own.keys.dtype())?;
-        let queries = with(NAMES.of_distances)?;
+        let t = arguments.q.dim(2)?;
+        let d = arguments.q.dim(3)?;
+        let q = arguments.q.to_dtype(accumulation_dtype(dtype))?;
+        let with_bias = |name: &str| q.broadcast_add(&wide(&self.parameters, name)?.unsqueeze(1)?);
+        arguments.q = with_bias(NAMES.of_content)?.to_dtype(dtype)?;
+        let queries = with_bias(NAMES.of_distances)?;
         let vectors = self.vectors.get(t, || self.compute(t, d))?;
-        let scale = arguments.options.scale.unwrap_or(1.0);
-        arguments.content_scores = Some(ContentScores { queries, vectors, scale });
+        arguments.content_scores = Some(ContentScores::new(queries, vectors, &arguments.options));
         Ok(())
     }
 }
@@ -84,6 +79,7 @@ fn sinusoids(t: usize, e: usize, device: &Device) -> Result<Tensor> {
     check_memory(OP, format_args!("a wave for each distance of {t} tokens"), &[2 * t, e, size_of::<f32>()])?;
     let frequency = |pair: usize| (-(10_000f64.ln()) * (2 * pair) as f64 / e as f64).exp() as f32;
     let frequencies: Vec<_> = (0..e / 2).map(frequency).collect();
-    let angles = descending(t).flat_map(|distance| frequencies.iter().map(move |turn| distance as f32 * turn));
+    let angles =
+        descending(t).flat_map(|distance| frequencies.iter().map(move |frequency| distance as f32 * frequency));
     Tensor::from_vec(angles.flat_map(|angle| [angle.sin(), angle.cos()]).collect(), (2 * t, e), device)
 }

@@ -4,7 +4,7 @@ use candle_core::{Result, Tensor};
 
 use super::super::{CallContext, Latest, ScoreArguments, ScoreModifier, gathered, latest};
 use super::OP;
-use super::call::{Image, own_keys};
+use super::call::{Image, projected_keys};
 use super::specs::{LayerSpecs, normal};
 use crate::mask::AttentionMask;
 use candle_attention_modules::base::{Heads, ParameterList, ParameterSpec};
@@ -28,13 +28,8 @@ pub(super) fn specs(image: Image, layer: &LayerSpecs) -> Vec<ParameterSpec> {
 }
 
 impl ScoreModifier for Window {
-    fn modify(
-        &self,
-        arguments: &mut ScoreArguments,
-        own: Option<&mut KeysAndValues>,
-        call: &CallContext,
-    ) -> Result<()> {
-        own_keys(own, call)?;
+    fn modify(&self, arguments: &mut ScoreArguments, kv: Option<&mut KeysAndValues>, call: &CallContext) -> Result<()> {
+        projected_keys(kv, call)?;
         self.image.check("window", &arguments.q)?;
         if arguments.q.elem_count() > 0 {
             arguments.mask = self.bias.add_to(&arguments.mask, self.image, || self.parameters.expect(TABLE))?;

@@ -2,9 +2,11 @@
 
 mod graph;
 
-use candle_core::{Error, Result, Shape, Tensor, WithDType};
+use std::ops::Deref;
 
-use super::call::{Call, Dims, KvScales, swapped_for};
+use candle_core::{Error, Result, Shape, Storage, Tensor, WithDType};
+
+use super::call::{Call, Dims, swapped_for};
 use super::options::OutputLayout;
 use super::reference;
 use super::score_tensors::ScoreTensors;
@@ -87,9 +89,9 @@ impl DropoutSource {
 
 /// Returns a bit for each weight, which is 1 if PyTorch's generator keeps the weight.
 fn kept_bits(seed: &TorchSeed, call: &Call) -> Result<Vec<u8>> {
-    let keep = seed.dropout_keep(&call.score_dims(), call.options.dropout)?.flatten_all()?.to_vec1::<u8>()?;
+    let is_kept = seed.dropout_keep(&call.score_dims(), call.options.dropout)?.flatten_all()?.to_vec1::<u8>()?;
     let byte = |bits: &[u8]| bits.iter().rev().fold(0, |byte, bit| byte << 1 | bit);
-    Ok(keep.chunks(8).map(byte).collect())
+    Ok(is_kept.chunks(8).map(byte).collect())
 }
 
 /// Draws a seed for Philox from the generator of the device: 24 bits of each of three numbers.
@@ -97,6 +99,17 @@ fn draw_philox_seed(call: &Call) -> Result<u64> {
     let numbers = Tensor::rand(0f32, 1f32, 3, call.q.device())?.to_vec1::<f32>()?;
     let bits = |x: f32| (f64::from(x) * f64::from(1 << 24)) as u64;
     Ok(numbers.into_iter().fold(0u64, |seed, x| seed.rotate_left(24) ^ bits(x)))
+}
+
+/// Returns keys or values as the kernel reads them: floats, or codes of 8 bits with scales.
+fn kv_rows<'r, E: WithDType>(
+    rows: &'r Read<'_, impl Deref<Target = Storage>>,
+    scales: Option<&'r Read<'_, impl Deref<Target = Storage>>>,
+) -> Result<KvRows<'r, E>> {
+    match scales {
+        Some(scales) => Ok(KvRows::Q8 { codes: rows.strided()?, scales: scales.strided()? }),
+        None => Ok(KvRows::Float(rows.strided()?)),
+    }
 }
 
 /// A call in the form that the kernel reads.
@@ -148,24 +161,18 @@ impl KernelCall {
         &self,
         run: impl FnOnce(&AttentionProblem<E>) -> std::result::Result<R, candle_attention_kernels::Error>,
     ) -> Result<R> {
-        let Call { op, q, k, v, scales, keep, options, dims, .. } = &self.call;
+        let Call { op, q, k, v, scales, bool_mask, options, dims, .. } = &self.call;
         let q = read(q);
         let k = read(k);
         let v = read(v);
-        let scales = scales.as_ref().map(|KvScales { k: of_keys, v: of_values }| (read(of_keys), read(of_values)));
-        let (k, v) = match &scales {
-            None => (KvRows::Float(k.strided()?), KvRows::Float(v.strided()?)),
-            Some((k_scales, v_scales)) => (
-                KvRows::Q8 { codes: k.strided()?, scales: k_scales.strided()? },
-                KvRows::Q8 { codes: v.strided()?, scales: v_scales.strided()? },
-            ),
-        };
+        let k_scales = scales.as_ref().map(|scales| read(&scales.k));
+        let v_scales = scales.as_ref().map(|scales| read(&scales.v));
         let ScoreTensors { bias, relative_bias, slopes, sinks } = &self.score_tensors;
         let bias = bias.as_ref().map(read);
         let relative_bias = relative_bias.as_ref().map(read);
         let slopes = slopes.as_ref().map(read);
         let sinks = sinks.as_ref().map(read);
-        let keep = keep.as_ref().map(read);
+        let bool_mask = bool_mask.as_ref().map(read);
         let relative_bias = match &relative_bias {
             Some(biases) => Some(RelativeBias {
                 rows: biases.strided()?,
@@ -185,15 +192,15 @@ impl KernelCall {
             alibi: slopes.map(|slopes| Alibi { slopes, positions: &self.positions }),
             relative_bias,
             bias: bias.as_ref().map(Read::strided).transpose()?,
-            keep: keep.as_ref().map(Read::strided).transpose()?,
+            keep: bool_mask.as_ref().map(Read::strided).transpose()?,
             sinks: sinks.as_ref().map(Read::contiguous).transpose()?,
             dropout: dropout_mask.map(|mask| Dropout { mask, p: options.dropout }),
         };
         let problem = AttentionProblem {
             dims: *dims,
             q: q.strided()?,
-            k,
-            v,
+            k: kv_rows(&k, k_scales.as_ref())?,
+            v: kv_rows(&v, v_scales.as_ref())?,
             ranges: &self.call.rows()?.keys,
             scores,
             output_layout: self.call.output_layout(),

@@ -126,7 +126,7 @@ fn attention_call(call: &Call, score_tensors: &ScoreTensors) -> Result<Attention
             alibi_slopes: slopes,
             relative_bias,
             bias,
-            boolean_mask: call.keep.clone(),
+            boolean_mask: call.bool_mask.clone(),
             sinks,
             dropout,
         },

@@ -164,7 +164,7 @@ fn check(call: &Call, kind: ResultKind) -> Supported<()> {
     if call.sequences.is_some() {
         return Err("has no packed sequences".into());
     }
-    if call.keep.is_some() {
+    if call.bool_mask.is_some() {
         return Err("has no boolean mask".into());
     }
     if call.bias.is_some() {
