@@ -67,20 +67,21 @@ impl Files {
     /// Opens the weights; each of several `processes` reads its shard.
     pub fn weights(&self, dtype: DType, device: &Device, processes: Option<Rc<dyn Processes>>) -> Result<Weights<'_>> {
         let processes = processes.filter(|processes| processes.shard().world_size() > 1);
-        let (weights, vb) = match self {
+        let mut vb = None;
+        let weights: Weights = match self {
             Self::Folder(folder) => {
                 let checkpoint = Checkpoint::open(folder)?;
-                let vb = match (&processes, checkpoint.safetensors()) {
-                    (None, _) => None,
-                    (Some(_), []) => {
+                if processes.is_some() {
+                    let files = checkpoint.safetensors();
+                    if files.is_empty() {
                         bail!("[causal_lm] the checkpoint has no safetensors, which processes read parts of")
                     }
                     // SAFETY: like every program that maps a checkpoint, this one counts on nobody writing to it.
-                    (Some(_), files) => Some(unsafe { ShardedSafeTensors::var_builder(files, dtype, device)? }),
-                };
-                (checkpoint.var_builder(dtype, device)?.into(), vb)
+                    vb = Some(unsafe { ShardedSafeTensors::var_builder(files, dtype, device)? });
+                }
+                checkpoint.var_builder(dtype, device)?.into()
             }
-            Self::Gguf(gguf) => (gguf.weights(dtype)?, None),
+            Self::Gguf(gguf) => gguf.weights(dtype)?,
         };
         Ok(Weights { shards: processes.map(|processes| Shards { vb, processes }), ..weights })
     }

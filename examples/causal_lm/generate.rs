@@ -119,10 +119,10 @@ impl<'m> Batch<'m> {
         let mut start = 0;
         while start < longest_row {
             let end = self.chunk_end(&rows, &cached, start);
-            let (ids, lens) = padded(&rows, start..end, self.model.device())?;
-            let logits = self.model.next_logits(&ids, &lens, &mut self.caches)?;
+            let batch = PaddedIds::new(&rows, start..end, self.model.device())?;
+            let logits = self.model.next_logits(&batch.ids, &batch.lens, &mut self.caches)?;
             last.resize(rows.len(), logits.get(0)?);
-            for (sequence, &len) in lens.iter().enumerate() {
+            for (sequence, &len) in batch.lens.iter().enumerate() {
                 if len > 0 {
                     last[sequence] = logits.get(sequence)?;
                 }
@@ -151,44 +151,54 @@ impl<'m> Batch<'m> {
     /// Prints a note when the sequences first exceed the original context of a scaling whose frequencies depend on the
     /// number of positions: it says which frequencies the keys have.
     fn note_scaling(&self, cached: usize, len: usize) {
-        let (original, effect) = match self.model.length_dependent_scaling() {
-            Some(&RopeScaling::LongRope { original_context, .. }) if cached == 0 => {
-                (original_context, "longrope scaling rotates all of them by its long factors".to_string())
-            }
-            Some(&RopeScaling::LongRope { original_context, .. }) => (
-                original_context,
-                format!(
-                    "longrope scaling changes to its long factors, with which the {cached} cached positions are \
-                     computed again, as in transformers' Phi 3"
-                ),
-            ),
-            Some(&RopeScaling::Dynamic { original_context, .. }) => (
-                original_context,
-                "dynamic scaling changes the rotary frequencies with every position from here on; cached keys keep the \
-                 frequencies of their own call, as in transformers"
-                    .to_string(),
-            ),
-            _ => return,
+        let scaling = self.model.length_dependent_scaling();
+        let Some(&RopeScaling::LongRope { original_context, .. } | &RopeScaling::Dynamic { original_context, .. }) =
+            scaling
+        else {
+            return;
         };
-        if cached <= original && len > original {
-            let shared = if self.tokens.len() > 1 { "; the longest sequence decides for the whole batch" } else { "" };
-            eprintln!("note: {len} positions exceed the original context of {original}: {effect}{shared}");
+        if cached > original_context || len <= original_context {
+            return;
         }
+        let effect = if let Some(RopeScaling::Dynamic { .. }) = scaling {
+            "dynamic scaling changes the rotary frequencies with every position from here on; cached keys keep the \
+             frequencies of their own call, as in transformers"
+                .to_string()
+        } else if cached == 0 {
+            "longrope scaling rotates all of them by its long factors".to_string()
+        } else {
+            format!(
+                "longrope scaling changes to its long factors, with which the {cached} cached positions are computed \
+                 again, as in transformers' Phi 3"
+            )
+        };
+        let shared = if self.tokens.len() > 1 { "; the longest sequence decides for the whole batch" } else { "" };
+        eprintln!("note: {len} positions exceed the original context of {original_context}: {effect}{shared}");
     }
 }
 
-/// Returns the part `range` of each row as a batch (B, T), right-padded with 0, and the number of tokens in each row.
-pub fn padded(rows: &[impl AsRef<[u32]>], range: Range<usize>, device: &Device) -> Result<(Tensor, Vec<usize>)> {
-    let mut ids = Vec::new();
-    let mut lens = Vec::new();
-    for row in rows {
-        let row = row.as_ref();
-        let part = &row[range.start.min(row.len())..range.end.min(row.len())];
-        ids.extend(part);
-        lens.push(part.len());
-        ids.resize(lens.len() * range.len(), 0);
+/// A batch of token ids.
+pub struct PaddedIds {
+    /// (B, T), right-padded with 0.
+    pub ids: Tensor,
+    /// The number of tokens in each row.
+    pub lens: Vec<usize>,
+}
+
+impl PaddedIds {
+    /// Returns the part `range` of each row.
+    pub fn new(rows: &[impl AsRef<[u32]>], range: Range<usize>, device: &Device) -> Result<Self> {
+        let mut ids = Vec::new();
+        let mut lens = Vec::new();
+        for row in rows {
+            let row = row.as_ref();
+            let part = &row[range.start.min(row.len())..range.end.min(row.len())];
+            ids.extend(part);
+            lens.push(part.len());
+            ids.resize(lens.len() * range.len(), 0);
+        }
+        Ok(Self { ids: Tensor::from_vec(ids, (rows.len(), range.len()), device)?, lens })
     }
-    Ok((Tensor::from_vec(ids, (rows.len(), range.len()), device)?, lens))
 }
 
 /// Chooses a token by its logits (V,): the most likely one, or with a temperature one drawn from the most likely tokens

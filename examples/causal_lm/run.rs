@@ -12,7 +12,7 @@ use crate::args::Args;
 use crate::common::page::{PageOfLayers, texts};
 use crate::common::{cannot, with_bar};
 use crate::files::Files;
-use crate::generate::{Batch, generate, padded};
+use crate::generate::{Batch, PaddedIds, generate};
 use crate::model::CausalLm;
 use crate::model::weights::Processes;
 
@@ -143,9 +143,9 @@ fn write_logits(model: &CausalLm, prompts: &[Vec<u32>], path: Option<&PathBuf>) 
     if longest == 0 {
         bail!("[causal_lm] no prompt has a token")
     }
-    let (ids, lens) = padded(prompts, 0..longest, model.device())?;
+    let batch = PaddedIds::new(prompts, 0..longest, model.device())?;
     let mut caches = model.caches(|config| config)?;
-    let logits = model.logits(&model.forward(&ids, Some(&lens), &mut caches)?)?;
+    let logits = model.logits(&model.forward(&batch.ids, Some(&batch.lens), &mut caches)?)?;
     let Some(path) = path else { return Ok(()) };
     logits.save_safetensors("logits", path).map_err(cannot("write", path))
 }

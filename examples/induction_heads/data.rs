@@ -26,6 +26,14 @@ pub struct Batch {
     periods: Vec<usize>,
 }
 
+/// The positions of a batch whose next token follows from earlier tokens.
+pub struct Copies {
+    /// The positions as rows of (B·T, ..), (N,).
+    pub rows: Tensor,
+    /// The next token of each, (N,).
+    pub next_tokens: Tensor,
+}
+
 impl Batch {
     /// Draws a batch, the same one for the same step.
     pub fn draw(size: usize, step: u64) -> Result<Self> {
@@ -45,18 +53,17 @@ impl Batch {
         Tensor::new(self.tokens.concat(), device)?.reshape(((), LENGTH))
     }
 
-    /// Returns the places (N,), rows of (B·T, ..), whose next token follows from earlier tokens, and these next tokens
-    /// (N,).
-    pub fn copies(&self, device: &Device) -> Result<(Tensor, Tensor)> {
-        let mut places = Vec::new();
-        let mut next = Vec::new();
+    /// Returns the positions whose next token follows from earlier tokens.
+    pub fn copies(&self, device: &Device) -> Result<Copies> {
+        let mut rows = Vec::new();
+        let mut next_tokens = Vec::new();
         for (row, (tokens, &period)) in self.tokens.iter().zip(&self.periods).enumerate() {
             for t in period..LENGTH - 1 {
-                places.push((row * LENGTH + t) as u32);
-                next.push(tokens[t + 1]);
+                rows.push((row * LENGTH + t) as u32);
+                next_tokens.push(tokens[t + 1]);
             }
         }
-        Ok((Tensor::new(places, device)?, Tensor::new(next, device)?))
+        Ok(Copies { rows: Tensor::new(rows, device)?, next_tokens: Tensor::new(next_tokens, device)? })
     }
 
     /// Returns for each head the share of its weights (B, H, T, T) that queries in a repetition have on tokens after a

@@ -9,7 +9,7 @@ use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder, VarMap, loss};
 
 use crate::Args;
 use crate::attention_only::{AttentionOnly, AttentionOnlyConfig};
-use crate::data::Batch;
+use crate::data::{Batch, Copies};
 
 const DEVICE: Device = Device::Cpu;
 const BATCH: usize = 32;
@@ -81,24 +81,26 @@ impl Training {
         self.warmth += 1;
         self.optimizer.set_learning_rate(LEARNING_RATE * (self.warmth as f64 / WARM_UP as f64).min(1.0));
         let batch = Batch::draw(BATCH, step as u64)?;
-        let (logits, next) = self.logits(&batch)?;
-        self.optimizer.backward_step(&loss::cross_entropy(&logits, &next)?)
+        let copies = batch.copies(&DEVICE)?;
+        let logits = self.logits(&batch, &copies)?;
+        self.optimizer.backward_step(&loss::cross_entropy(&logits, &copies.next_tokens)?)
     }
 
-    /// Returns the logits (N, V) where a batch repeats, and the next tokens (N,) there.
-    fn logits(&self, batch: &Batch) -> Result<(Tensor, Tensor)> {
-        let (places, next) = batch.copies(&DEVICE)?;
+    /// Returns the logits (N, V) at the positions of `copies`.
+    fn logits(&self, batch: &Batch, copies: &Copies) -> Result<Tensor> {
         let logits = self.model.forward(&batch.ids(&DEVICE)?)?.flatten_to(1)?;
-        Ok((logits.index_select(&places, 0)?, next))
+        logits.index_select(&copies.rows, 0)
     }
 
     /// Measures the model after `step` steps, and adds the measurement to the history.
     pub fn measure(&mut self, step: usize) -> Result<&Measurement> {
-        let (logits, next) = self.logits(&self.measured)?;
-        let copied = logits.argmax(D::Minus1)?.eq(&next)?.to_dtype(DType::F32)?.mean_all()?.to_scalar()?;
+        let copies = self.measured.copies(&DEVICE)?;
+        let logits = self.logits(&self.measured, &copies)?;
+        let is_right = logits.argmax(D::Minus1)?.eq(&copies.next_tokens)?;
+        let copied = is_right.to_dtype(DType::F32)?.mean_all()?.to_scalar()?;
         let weights = self.model.attention_weights(&self.measured.ids(&DEVICE)?)?;
         let induction = self.measured.induction(&weights)?.into_iter().fold(0.0, f32::max);
-        let loss = loss::cross_entropy(&logits, &next)?.to_scalar()?;
+        let loss = loss::cross_entropy(&logits, &copies.next_tokens)?.to_scalar()?;
         self.history.push(Measurement { step, loss, copied, induction });
         Ok(&self.history[self.history.len() - 1])
     }

@@ -1,11 +1,12 @@
-//! The spelling of layouts.
+//! The spellings of weight layouts: each is unique and parses back.
 
 use std::collections::HashSet;
 
 use candle_attention::WeightLayout;
 use candle_core::Result;
 
-const OF_THE_TABLE: &str = "canonical book short d2l bert vit distilbert opt phi t5 meta diffusers x-transformers mingpt \
+/// The spellings in the documentation of [`WeightLayout`].
+const DOCUMENTED: &str = "canonical book short d2l bert vit distilbert opt phi t5 meta diffusers x-transformers mingpt \
     raw:book raw:short raw:d2l raw:canonical raw-transposed:book stacked:book stacked-raw:short \
     stacked-raw-transposed:short torch conv1d packed:qkv_proj packed:Wqkv packed:Wqkv-Wo packed:query_key_value \
     packed:query_key_value:by-head packed:c_attn packed:c_attn:by-head packed:qkv packed:to_qkv packed:to_qkv-to_out.0 \
@@ -15,8 +16,9 @@ const OF_THE_TABLE: &str = "canonical book short d2l bert vit distilbert opt phi
 fn layout_names_are_unique_and_parse_back() -> Result<()> {
     let all = WeightLayout::all();
     let spellings: HashSet<_> = all.iter().map(ToString::to_string).collect();
-    assert_eq!((spellings.len(), all.iter().collect::<HashSet<_>>().len()), (all.len(), all.len()));
-    for spelling in spellings.iter().map(String::as_str).chain(OF_THE_TABLE.split_whitespace()) {
+    assert_eq!(all.iter().collect::<HashSet<_>>().len(), all.len());
+    assert_eq!(spellings.len(), all.len());
+    for spelling in spellings.iter().map(String::as_str).chain(DOCUMENTED.split_whitespace()) {
         assert_eq!(spelling.parse::<WeightLayout>()?.to_string(), spelling);
     }
     Ok(())
