@@ -1,5 +1,5 @@
-// The kernels of the gated delta rule on the emulator against the recurrence in double, token by token, and its adjoint.
-// A program tests one specialisation: run_delta_tests.sh.
+// The kernels of the gated delta rule on the emulator against the recurrence in double, token by token, and its
+// adjoint. A program tests one specialisation: run_delta_tests.sh.
 #include "../kernels/delta.cu"
 #include "testing.h"
 
@@ -81,7 +81,8 @@ struct Head {
             errors[t].resize(VALUE_WIDTH);
             for (int c = 0; c < VALUE_WIDTH; c++) {
                 double error = v[t * VALUE_WIDTH + c];
-                for (int d = 0; has_betas && d < KEY_WIDTH; d++) error -= state[d * VALUE_WIDTH + c] * k_rows[t * KEY_WIDTH + d];
+                for (int d = 0; has_betas && d < KEY_WIDTH; d++)
+                    error -= state[d * VALUE_WIDTH + c] * k_rows[t * KEY_WIDTH + d];
                 errors[t][c] = error;
             }
             for (int d = 0; d < KEY_WIDTH; d++)
@@ -138,7 +139,8 @@ struct Head {
         const double own = row_factor(row);
         double along = 0;
         for (int d = 0; d < KEY_WIDTH; d++) along += gradient[d] * row[d] * own;
-        for (int d = 0; d < KEY_WIDTH; d++) gradient[d] = factor * own * (gradient[d] - (has_norm ? row[d] * own * along : 0));
+        for (int d = 0; d < KEY_WIDTH; d++)
+            gradient[d] = factor * own * (gradient[d] - (has_norm ? row[d] * own * along : 0));
     }
 };
 
@@ -160,15 +162,23 @@ struct Call {
     int rows() const { return entries * test.heads * tokens; }
 
     Call(const Case& test)
-        : test(test), entries(test.is_packed ? 1 : int(test.lengths.size())),
-          tokens(test.is_packed ? sum(test.lengths) : test.lengths[0]), sequences(int(test.lengths.size())),
-          q(entries, test.query_heads, tokens, KEY_WIDTH, "queries"), k(entries, test.key_heads, tokens, KEY_WIDTH, "keys"),
-          v(entries, test.value_heads, tokens, VALUE_WIDTH, "values"), output(entries, test.heads, tokens, VALUE_WIDTH, "output"),
+        : test(test),
+          entries(test.is_packed ? 1 : int(test.lengths.size())),
+          tokens(test.is_packed ? sum(test.lengths) : test.lengths[0]),
+          sequences(int(test.lengths.size())),
+          q(entries, test.query_heads, tokens, KEY_WIDTH, "queries"),
+          k(entries, test.key_heads, tokens, KEY_WIDTH, "keys"),
+          v(entries, test.value_heads, tokens, VALUE_WIDTH, "values"),
+          output(entries, test.heads, tokens, VALUE_WIDTH, "output"),
           output_gradient(entries, test.heads, tokens, VALUE_WIDTH, "output_gradient"),
-          decays(rows() * (test.decay == Decay::Channels ? KEY_WIDTH : 1), "decays"), betas(rows(), "betas"),
-          initial_states(states(), "initial_states"), final_states(states(), "final_states"),
-          final_state_gradient(states(), "final_state_gradient"), cumulative_tokens(sequences + 1, "cumulative_tokens"),
-          cumulative_chunks(sequences + 1, "cumulative_chunks"), recurrent_heads(sequences * test.heads, "recurrent_heads") {
+          decays(rows() * (test.decay == Decay::Channels ? KEY_WIDTH : 1), "decays"),
+          betas(rows(), "betas"),
+          initial_states(states(), "initial_states"),
+          final_states(states(), "final_states"),
+          final_state_gradient(states(), "final_state_gradient"),
+          cumulative_tokens(sequences + 1, "cumulative_tokens"),
+          cumulative_chunks(sequences + 1, "cumulative_chunks"),
+          recurrent_heads(sequences * test.heads, "recurrent_heads") {
         fill();
         for (int n = 0; n < sequences; n++)
             for (int head = 0; head < test.heads; head++) heads.push_back(reference(n, head));
@@ -183,7 +193,8 @@ struct Call {
             const size_t head = i / (decays.count / (entries * test.heads)) % test.heads;
             if (test.has_large_head && head == 0) decays[i] = float(uniform(2.6, 2.9));
         }
-        for (size_t i = 0; i < betas.count; i++) betas[i] = uniform(0, 1) < 0.1 ? 0 : float(uniform(0, test.largest_beta));
+        for (size_t i = 0; i < betas.count; i++)
+            betas[i] = uniform(0, 1) < 0.1 ? 0 : float(uniform(0, test.largest_beta));
         for (size_t i = 0; i < initial_states.count; i++) initial_states[i] = float(0.3 * normal());
         for (size_t i = 0; i < final_state_gradient.count; i++) final_state_gradient[i] = float(0.3 * normal());
         for (int n = 0; n <= sequences; n++) {
@@ -196,7 +207,9 @@ struct Call {
     int entry_of(int n) const { return test.is_packed ? 0 : n; }
     int first_token(int n) const { return test.is_packed ? cumulative_tokens[n] : 0; }
     // The row in (B, H, T) of a token of a sequence.
-    i64 row(int n, int head, int t) const { return ((i64)entry_of(n) * test.heads + head) * tokens + first_token(n) + t; }
+    i64 row(int n, int head, int t) const {
+        return ((i64)entry_of(n) * test.heads + head) * tokens + first_token(n) + t;
+    }
 
     Head reference(int n, int h) {
         Head head;
@@ -207,7 +220,8 @@ struct Call {
             Numbers numbers;
             for (int t = 0; t < length; t++)
                 for (int column = 0; column < rows.width; column++) {
-                    numbers.push_back(from_element(rows.elements[rows.at(entry, h / (test.heads / count), first + t, column)]));
+                    numbers.push_back(
+                        from_element(rows.elements[rows.at(entry, h / (test.heads / count), first + t, column)]));
                 }
             return numbers;
         };
@@ -267,15 +281,17 @@ static void step(DeltaArguments arguments, bool only_recurrent_heads) {
 
 static void forward(const DeltaArguments& arguments) {
     const int blocks = divide_up(VALUE_COLUMNS / 16, SCAN_WARPS);
-    launch("delta_prepare", arguments.chunks, arguments.heads, 1, PREPARE_WARPS * 32, PREPARE_SHARED, arguments, delta_prepare);
-    launch("delta_scan", blocks, arguments.heads, arguments.sequences, SCAN_WARPS * 32, SCAN_SHARED, arguments, delta_scan);
+    launch("delta_prepare", arguments.chunks, arguments.heads, 1, PREPARE_WARPS * 32, PREPARE_SHARED, arguments,
+           delta_prepare);
+    launch("delta_scan", blocks, arguments.heads, arguments.sequences, SCAN_WARPS * 32, SCAN_SHARED, arguments,
+           delta_scan);
     step(arguments, true);
 }
 
 static void backward(const DeltaArguments& arguments) {
     const int blocks = divide_up(VALUE_COLUMNS / 16, SCAN_WARPS);
-    launch("delta_prepare_backward", arguments.chunks, arguments.heads, 1, PREPARE_WARPS * 32, PREPARE_SHARED, arguments,
-           delta_prepare_backward);
+    launch("delta_prepare_backward", arguments.chunks, arguments.heads, 1, PREPARE_WARPS * 32, PREPARE_SHARED,
+           arguments, delta_prepare_backward);
     launch("delta_scan_backward", blocks, arguments.heads, arguments.sequences, SCAN_WARPS * 32, SCAN_SHARED, arguments,
            delta_scan_backward);
     launch("delta_gradients", arguments.chunks, arguments.heads, 1, GRADIENT_WARPS * 32, GRADIENT_SHARED, arguments,
@@ -288,7 +304,8 @@ static double tolerance(double f32, double f16, double bf16) { return ELEMENT ==
 
 // The name of the comparisons of a head.
 static std::string name_of(const Call& call, const char* path, int n, int h) {
-    return std::string(call.test.name) + ", " + path + ", head " + std::to_string(h) + " of sequence " + std::to_string(n);
+    return std::string(call.test.name) + ", " + path + ", head " + std::to_string(h) + " of sequence " +
+           std::to_string(n);
 }
 
 static void check_results(const Call& call, const char* path) {
@@ -310,8 +327,10 @@ static void check_results(const Call& call, const char* path) {
         }
 }
 
-// Compares gradients (B, H, T, width), the expected ones as they are or, for one number of a token, summed over columns.
-static void check_rows(const Call& call, const char* what, const Array<float>& found, int width, const Numbers Head::*field) {
+// Compares gradients (B, H, T, width), the expected ones as they are or, for one number of a token, summed over
+// columns.
+static void check_rows(const Call& call, const char* what, const Array<float>& found, int width,
+                       const Numbers Head::* field) {
     for (int n = 0; n < call.sequences; n++)
         for (int h = 0; h < call.test.heads; h++) {
             const Head& head = call.heads[n * call.test.heads + h];
@@ -403,12 +422,23 @@ int main(int count, char** names) {
         {.name = "grouped heads", .lengths = {7, 7}, .heads = 4, .query_heads = 4, .key_heads = 1, .value_heads = 2},
         {.name = "packed sequences", .lengths = {CHUNK, 0, 1, 2 * CHUNK + 1}, .is_packed = true},
         {.name = "factors of zero", .lengths = {2 * CHUNK + 2}, .decay = Decay::Channels, .clears_states = true},
-        {.name = "growing states", .lengths = {CHUNK + 4}, .largest_beta = 0.5, .smallest_decay = -0.5, .largest_decay = 0.6},
+        {.name = "growing states",
+         .lengths = {CHUNK + 4},
+         .largest_beta = 0.5,
+         .smallest_decay = -0.5,
+         .largest_decay = 0.6},
         // f16 has no numbers as large as these outputs.
-        {.name = "factors of a head too large for a chunk", .lengths = {18}, .has_initial_states = false,
-         .largest_beta = 0.1, .has_large_head = ELEMENT != 0},
-        {.name = "large factors of channels in packed sequences", .lengths = {18, 0, 3}, .is_packed = true,
-         .decay = Decay::Channels, .has_betas = false, .has_large_head = ELEMENT != 0},
+        {.name = "factors of a head too large for a chunk",
+         .lengths = {18},
+         .has_initial_states = false,
+         .largest_beta = 0.1,
+         .has_large_head = ELEMENT != 0},
+        {.name = "large factors of channels in packed sequences",
+         .lengths = {18, 0, 3},
+         .is_packed = true,
+         .decay = Decay::Channels,
+         .has_betas = false,
+         .has_large_head = ELEMENT != 0},
     };
     for (const Case& test : all) {
         if (count < 2 || std::string(test.name).find(names[1]) != std::string::npos) run(test);

@@ -65,11 +65,13 @@ static void run(const ConvolutionCase& test) {
     emulator::clear_buffers();
     const int count = test.entries * test.tokens * test.channels, rows = test.entries * test.tokens;
     const i64 token_stride = test.channels + 3, entry_stride = test.tokens * token_stride + 1;
-    Array<Element> inputs(test.entries * entry_stride, "inputs"), gradient(test.entries * entry_stride, "output_gradient");
+    Array<Element> inputs(test.entries * entry_stride, "inputs"),
+        gradient(test.entries * entry_stride, "output_gradient");
     Array<Element> state(test.entries * (K - 1) * test.channels, "state"), next(state.count, "next_state");
     Array<Element> output(count, "output"), input_gradient(count, "input_gradient");
     Array<float> taps(K * test.channels, "taps"), tap_gradient(K * test.channels, "tap_gradient");
-    Array<float> parts(test.entries * divide_up(test.tokens, CONVOLUTION_TOKENS) * K * test.channels, "tap_gradient_parts");
+    Array<float> parts(test.entries * divide_up(test.tokens, CONVOLUTION_TOKENS) * K * test.channels,
+                       "tap_gradient_parts");
     Array<int> cumulative(test.cumulative.size(), "cumulative_tokens");
     std::copy(test.cumulative.begin(), test.cumulative.end(), cumulative.data);
     fill(inputs), fill(gradient), fill(state), fill(taps);
@@ -100,20 +102,25 @@ static void run(const ConvolutionCase& test) {
             const int entry = row / test.tokens, token = row % test.tokens, start = own.start_of(token);
             const double z = own.sum(entry, token, channel), s = sigmoid(z);
             outputs.push_back(z * s);
-            const double dz = from_element(gradient[entry * entry_stride + token * token_stride + channel]) * s * (1 + z * (1 - s));
+            const double dz =
+                from_element(gradient[entry * entry_stride + token * token_stride + channel]) * s * (1 + z * (1 - s));
             for (int i = 0; i < K; i++) {
                 const int from = token - K + 1 + i;
                 tap_gradients[i * test.channels + channel] += dz * own.input(entry, from, channel, start);
-                if (from >= start) input_gradients[(entry * test.tokens + from) * test.channels + channel] += dz * taps[i * test.channels + channel];
+                if (from >= start)
+                    input_gradients[(entry * test.tokens + from) * test.channels + channel] +=
+                        dz * taps[i * test.channels + channel];
             }
         }
     compare(test.name, "output", numbers_of(output), outputs, tolerance(1e-6, 1e-3, 5e-3));
-    compare(test.name, "the gradient of inputs", numbers_of(input_gradient), input_gradients, tolerance(1e-6, 1e-3, 5e-3));
+    compare(test.name, "the gradient of inputs", numbers_of(input_gradient), input_gradients,
+            tolerance(1e-6, 1e-3, 5e-3));
     compare(test.name, "the gradient of taps", numbers_of(tap_gradient), tap_gradients, 1e-5);
     if (!test.cumulative.empty()) return;
     for (int entry = 0; entry < test.entries; entry++)
         for (int i = 0; i < K - 1; i++)
-            for (int channel = 0; channel < test.channels; channel++) last.push_back(own.input(entry, test.tokens - K + 1 + i, channel, 0));
+            for (int channel = 0; channel < test.channels; channel++)
+                last.push_back(own.input(entry, test.tokens - K + 1 + i, channel, 0));
     compare(test.name, "the last inputs", numbers_of(next), last, 0);
 }
 
@@ -125,7 +132,9 @@ struct NormCase {
 
 static double activated(int activation, double x, double& slope) {
     const double s = sigmoid(x);
-    slope = activation == ACTIVATION_SIGMOID ? s * (1 - s) : activation == ACTIVATION_SOFTPLUS ? s : s * (1 + x * (1 - s));
+    slope = activation == ACTIVATION_SIGMOID    ? s * (1 - s)
+            : activation == ACTIVATION_SOFTPLUS ? s
+                                                : s * (1 + x * (1 - s));
     return activation == ACTIVATION_SIGMOID ? s : activation == ACTIVATION_SOFTPLUS ? std::log1p(std::exp(x)) : x * s;
 }
 
@@ -152,7 +161,8 @@ static void run(const NormCase& test) {
     arguments.weight_head_stride = test.has_weights_of_heads ? D : 0;
     arguments.entries = test.entries, arguments.tokens = test.tokens, arguments.heads = test.heads;
     arguments.parts = parts, arguments.activation = test.activation, arguments.epsilon = float(eps);
-    launch("gated_norm_forward", divide_up(rows, NORM_WARPS), test.heads, 1, NORM_WARPS * 32, 0, arguments, gated_norm_forward);
+    launch("gated_norm_forward", divide_up(rows, NORM_WARPS), test.heads, 1, NORM_WARPS * 32, 0, arguments,
+           gated_norm_forward);
     launch("gated_norm_backward", parts, test.heads, 1, NORM_WARPS * 32, NORM_SHARED, arguments, gated_norm_backward);
     launch("gated_norm_sum_weights", divide_up(weight_count, 128), 1, 1, 128, 0, arguments, gated_norm_sum_weights);
 
@@ -179,9 +189,11 @@ static void run(const NormCase& test) {
             for (int c = 0; c < D; c++) input_gradients.push_back((of_weighted[c] - normed[c] * along) * factor);
         }
     compare(test.name, "output", numbers_of(output), outputs, tolerance(1e-6, 1e-3, 5e-3));
-    compare(test.name, "the gradient of inputs", numbers_of(input_gradient), input_gradients, tolerance(2e-6, 2e-3, 1e-2));
+    compare(test.name, "the gradient of inputs", numbers_of(input_gradient), input_gradients,
+            tolerance(2e-6, 2e-3, 1e-2));
     compare(test.name, "the gradient of gates", numbers_of(gate_gradient), gate_gradients, tolerance(1e-6, 1e-3, 5e-3));
-    compare(test.name, "the gradient of weights", numbers_of(weight_gradient), weight_gradients, tolerance(1e-5, 2e-3, 1e-2));
+    compare(test.name, "the gradient of weights", numbers_of(weight_gradient), weight_gradients,
+            tolerance(1e-5, 2e-3, 1e-2));
 }
 
 int main() {

@@ -75,8 +75,8 @@ inline void compare(const std::string& test, const char* what, const std::vector
     const bool is_right = worst <= tolerance;
     if (!is_right) counts().failures++;
     if (!is_right || getenv("VERBOSE")) {
-        printf("  %s %s: %s is off by %.2e of %.3g, allowed %.2e", is_right ? "ok  " : "FAIL", test.c_str(), what, worst,
-               largest, tolerance);
+        printf("  %s %s: %s is off by %.2e of %.3g, allowed %.2e", is_right ? "ok  " : "FAIL", test.c_str(), what,
+               worst, largest, tolerance);
         if (!expected.empty()) printf(" (at %zu: %g, expected %g)", at, found[at], expected[at]);
         printf("\n");
     }
@@ -84,7 +84,8 @@ inline void compare(const std::string& test, const char* what, const std::vector
 
 // Runs a kernel on the emulator. A fault ends the program.
 template <class Arguments, class Kernel>
-void launch(const char* name, int x, int y, int z, int threads, int shared_bytes, const Arguments& arguments, Kernel kernel) {
+void launch(const char* name, int x, int y, int z, int threads, int shared_bytes, const Arguments& arguments,
+            Kernel kernel) {
     if (x * y * z == 0 || emulator::launch(name, x, y, z, threads, shared_bytes, [&] { kernel(arguments); })) return;
     printf("FAIL: %s\n", emulator::machine().fault.c_str());
     std::exit(1);

@@ -1,4 +1,5 @@
-// The short causal convolution, depthwise, and SiLU: `y[t] = silu(sum over i of taps[i] x[t - K + 1 + i])` of each channel.
+// The short causal convolution, depthwise, and SiLU: `y[t] = silu(sum over i of taps[i] x[t - K + 1 + i])` of each
+// channel.
 //
 // A thread has one channel of CONVOLUTION_TOKENS tokens.
 //
@@ -37,8 +38,8 @@ DEVICE TokenRange range_of_token(const ConvolutionArguments& arguments, int toke
     return range;
 }
 
-// The input of a channel at a token of an entry. Before the first token of a sequence are the last inputs of earlier calls,
-// or zeros.
+// The input of a channel at a token of an entry. Before the first token of a sequence are the last inputs of earlier
+// calls, or zeros.
 DEVICE float input_at(const ConvolutionArguments& arguments, int entry, int channel, int token, int start) {
     if (token >= start) {
         const i64 row = entry * arguments.input_entry_stride + token * arguments.input_token_stride;
@@ -116,7 +117,8 @@ KERNEL(convolution_backward, CONVOLUTION_THREADS, 1, ConvolutionArguments) {
         float gradient = 0;
         if (token < arguments.tokens) {
             const float sum = move_window(arguments, window, entry, channel, token);
-            const i64 row = entry * arguments.output_gradient_entry_stride + token * arguments.output_gradient_token_stride;
+            const i64 row =
+                entry * arguments.output_gradient_entry_stride + token * arguments.output_gradient_token_stride;
             gradient = read_element(arguments.output_gradient, row + channel) * activate(ACTIVATION_SILU, sum).slope;
         }
         UNROLL for (int i = 0; i < CONVOLUTION_WIDTH; i++) {
@@ -135,16 +137,19 @@ KERNEL(convolution_backward, CONVOLUTION_THREADS, 1, ConvolutionArguments) {
     const i64 blocks = (arguments.tokens + CONVOLUTION_TOKENS - 1) / CONVOLUTION_TOKENS;
     const i64 block = entry * blocks + block_index_y();
     UNROLL for (int i = 0; i < CONVOLUTION_WIDTH; i++) {
-        store_global(arguments.tap_gradient_parts + (block * CONVOLUTION_WIDTH + i) * arguments.channels + channel, tap_gradients[i]);
+        store_global(arguments.tap_gradient_parts + (block * CONVOLUTION_WIDTH + i) * arguments.channels + channel,
+                     tap_gradients[i]);
     }
 }
 
 // Adds up the gradients of the taps of all blocks, always in the same order.
 KERNEL(convolution_sum_taps, CONVOLUTION_THREADS, 1, ConvolutionArguments) {
-    const int index = block_index_x() * CONVOLUTION_THREADS + thread_index(), count = CONVOLUTION_WIDTH * arguments.channels;
+    const int index = block_index_x() * CONVOLUTION_THREADS + thread_index(),
+              count = CONVOLUTION_WIDTH * arguments.channels;
     if (index >= count) return;
     const i64 blocks = (i64)arguments.entries * ((arguments.tokens + CONVOLUTION_TOKENS - 1) / CONVOLUTION_TOKENS);
     float sum = 0;
-    for (i64 block = 0; block < blocks; block++) sum += load_global(arguments.tap_gradient_parts + block * count + index);
+    for (i64 block = 0; block < blocks; block++)
+        sum += load_global(arguments.tap_gradient_parts + block * count + index);
     store_global(arguments.tap_gradient + index, sum);
 }

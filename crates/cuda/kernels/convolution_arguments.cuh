@@ -1,8 +1,8 @@
 // The one argument of the kernels of the short causal convolution.
 //
 // The Rust side has the same struct, with the same field names in the same order; a test compares all offsets. B is
-// `entries`, T is `tokens`, C is `channels` and K is CONVOLUTION_WIDTH. Packed sequences are successive rows of one entry. A
-// pointer that a call does not need is null.
+// `entries`, T is `tokens`, C is `channels` and K is CONVOLUTION_WIDTH. Packed sequences are successive rows of one
+// entry. A pointer that a call does not need is null.
 #pragma once
 
 #include "device.cuh"

@@ -1,8 +1,8 @@
 // The one argument of every kernel of the gated delta rule.
 //
-// The Rust side has the same struct, with the same field names in the same order; a test compares all offsets. B is
-// `tokens` long entries, N is `sequences`, H is `heads`, T is `tokens`, D_k and D_v are KEY_WIDTH and VALUE_WIDTH.
-// Packed sequences are successive rows of one entry, of which T is the total. A pointer that a call does not need is null.
+// The Rust side has the same struct, with the same field names in the same order; a test compares all offsets. N is
+// `sequences`, H is `heads`, T is `tokens`, D_k and D_v are KEY_WIDTH and VALUE_WIDTH. B is N, or 1 for packed sequences:
+// successive rows of one entry, of which T is the total. A pointer that a call does not need is null.
 #pragma once
 
 #include "device.cuh"
@@ -14,15 +14,15 @@ struct DeltaArguments {
     const void* queries;           // (B, H_q, T, D_k), elements
     const void* keys;              // (B, H_k, T, D_k), elements
     const void* values;            // (B, H_v, T, D_v), elements
-    const float* decays;           // (B, H, T), or (B, H, T, D_k) with decay_per_channel: logarithms of the factors of a
-                                   // state before a token; null: all factors are 1
+    const float* decays;           // (B, H, T), or (B, H, T, D_k) with decay_per_channel: logarithms of the factors of
+                                   // a state before a token; null: all factors are 1
     const float* betas;            // (B, H, T); null: a token adds its value, and does not subtract the stored value
     const float* initial_states;   // (N, H, D_k, D_v), contiguous; null: zeros
     void* output;                  // (B, H, T, D_v), elements; null: not computed
     float* final_states;           // (N, H, D_k, D_v), contiguous; null: not stored
 
     // ---- sequences ----
-    const int* cumulative_tokens;  // (N + 1): the first token of each packed sequence, and T; null: an entry is a sequence
+    const int* cumulative_tokens;  // (N + 1): the first token of each packed sequence, and T; null: each entry is one
     const int* cumulative_chunks;  // (N + 1): the first chunk of each packed sequence, and `chunks`
 
     // ---- scratch ----

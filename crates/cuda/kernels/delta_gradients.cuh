@@ -1,5 +1,5 @@
-// The gradients of the rows of each chunk and head, from the states before the chunks, the gradients of the states after
-// them, and the errors and their gradients that the scans stored: all chunks side by side.
+// The gradients of the rows of each chunk and head, from the states before the chunks, the gradients of the states
+// after them, and the errors and their gradients that the scans stored: all chunks side by side.
 //
 // With U = beta E and Y = beta X, the gradients are of
 //
@@ -8,8 +8,8 @@
 //     reading queries   dO transposed S                    reading keys       -Y transposed S
 //     writing keys      U transposed dS'
 //
-// Factors act on queries and keys alone, so that the gradient of a logarithm is the sum over the token and all tokens after
-// it of `q * dq` and `k * dk` of reading rows, less `k * dk` of writing rows.
+// Factors act on queries and keys alone, so that the gradient of a logarithm is the sum over the token and all tokens
+// after it of `q * dq` and `k * dk` of reading rows, less `k * dk` of writing rows.
 //
 // Grid: (chunks, H). Threads: GRADIENT_WARPS * 32. Shared memory: GRADIENT_SHARED bytes.
 #pragma once
@@ -43,14 +43,16 @@ DEVICE void read_value_rows(const DeltaArguments& arguments, const DeltaTokens& 
         const bool exists = i < tokens.count;
         const float beta = beta_of(arguments, tokens, i);
         const i64 row = (chunk_and_head * CHUNK + i) * VALUE_COLUMNS;
-        const i64 output = exists ? row_at(arguments.output_gradient_strides, tokens.entry, tokens.head, tokens.first + i) : 0;
+        const i64 output =
+            exists ? row_at(arguments.output_gradient_strides, tokens.entry, tokens.head, tokens.first + i) : 0;
         float beta_gradient = 0;
         for (int column = lane; column < VALUE_COLUMNS; column += 32) {
             const bool is_read = exists && column < VALUE_WIDTH;
             const float error = is_read ? load_global(arguments.errors + row + column) : 0.0f;
             const float error_gradient = is_read ? load_global(arguments.error_gradients + row + column) : 0.0f;
             const u32 at = i * GRADIENT_PITCH + column * 4;
-            store_shared(GRADIENT_OUTPUTS + at, is_read ? read_element(arguments.output_gradient, output + column) : 0.0f);
+            store_shared(GRADIENT_OUTPUTS + at,
+                         is_read ? read_element(arguments.output_gradient, output + column) : 0.0f);
             store_shared(GRADIENT_UPDATES + at, beta * error);
             // Keys read nothing without a beta.
             store_shared(GRADIENT_MINUS_Y + at, arguments.betas ? -beta * error_gradient : 0.0f);
@@ -175,8 +177,8 @@ DEVICE float differentiate_reading(int column) {
     return decayed;
 }
 
-// Computes for a column the gradients of keys as writing rows, in the place of the gradients of writing rows. Returns the
-// sum of the products of writing rows and their gradients.
+// Computes for a column the gradients of keys as writing rows, in the place of the gradients of writing rows. Returns
+// the sum of the products of writing rows and their gradients.
 DEVICE float differentiate_writing(int column) {
     const u32 queries = GRADIENT_QUERIES + column * 4, keys = GRADIENT_KEYS + column * 4;
     const u32 factors = GRADIENT_FACTORS + column * 4;
@@ -189,8 +191,10 @@ DEVICE float differentiate_writing(int column) {
         float between = 1;
         for (int i = j + 1; i < CHUNK; i++) {
             between *= load_shared<float>(factors + i * KEY_PITCH);
-            const float by_query = product_gradient(GRADIENT_OF_QUERY_PRODUCTS, i, j) * load_shared<float>(queries + i * KEY_PITCH);
-            const float by_key = product_gradient(GRADIENT_OF_KEY_PRODUCTS, i, j) * load_shared<float>(keys + i * KEY_PITCH);
+            const float by_query =
+                product_gradient(GRADIENT_OF_QUERY_PRODUCTS, i, j) * load_shared<float>(queries + i * KEY_PITCH);
+            const float by_key =
+                product_gradient(GRADIENT_OF_KEY_PRODUCTS, i, j) * load_shared<float>(keys + i * KEY_PITCH);
             gradient += between * (by_query + by_key);
         }
         store_shared(at, gradient);
@@ -199,15 +203,16 @@ DEVICE float differentiate_writing(int column) {
     return ends;
 }
 
-// Computes a column of the gradients of queries, keys and logarithms of factors. The gradients of the logarithms take the
-// place of the factors.
+// Computes a column of the gradients of queries, keys and logarithms of factors. The gradients of the logarithms take
+// the place of the factors.
 DEVICE void differentiate_rows(int column) {
     const float kept = differentiate_reading(column);
     float later = kept * load_shared<float>(GRADIENT_ENDS + column * 4);
     later += differentiate_writing(column);
     for (int i = CHUNK - 1; i >= 0; i--) {
         const u32 row = i * KEY_PITCH + column * 4, at = i * GRADIENT_PITCH + column * 4;
-        const float reading = load_shared<float>(GRADIENT_OF_KEYS + at), writing = load_shared<float>(GRADIENT_OF_WRITING + at);
+        const float reading = load_shared<float>(GRADIENT_OF_KEYS + at),
+                    writing = load_shared<float>(GRADIENT_OF_WRITING + at);
         later += load_shared<float>(GRADIENT_QUERIES + row) * load_shared<float>(GRADIENT_OF_QUERIES + at);
         later += load_shared<float>(GRADIENT_KEYS + row) * (reading - writing);
         store_shared(GRADIENT_OF_KEYS + at, reading + writing);
@@ -238,7 +243,8 @@ KERNEL(delta_gradients, GRADIENT_WARPS * 32, 1, DeltaArguments) {
         store_columns(gradients.keys, GRADIENT_OF_KEYS, column, lane);
         store_columns(gradients.writing, GRADIENT_OF_WRITING, column, lane);
         if (lane % 4 == 0) {
-            UNROLL for (int j = 0; j < 2; j++) store_shared(GRADIENT_ENDS + (column + 8 * j + lane / 4) * 4, gradients.ends[j]);
+            UNROLL for (int j = 0; j < 2; j++)
+                store_shared(GRADIENT_ENDS + (column + 8 * j + lane / 4) * 4, gradients.ends[j]);
         }
     }
     block_barrier();

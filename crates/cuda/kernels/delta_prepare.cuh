@@ -16,8 +16,8 @@
 #define PREPARE_BETAS (PREPARE_INVERSE + CHUNK * CHUNK_PITCH)
 #define PREPARE_SHARED (PREPARE_BETAS + CHUNK_NUMBERS)
 
-// Computes key_products below the diagonal and query_products up to the diagonal, and the writing rows: a warp takes the
-// key of a token along the tokens after it.
+// Computes key_products below the diagonal and query_products up to the diagonal, and the writing rows: a warp takes
+// the key of a token along the tokens after it.
 DEVICE void multiply_rows(int warp, int lane) {
     for (int j = warp; j < CHUNK; j += PREPARE_WARPS) {
         float decayed[KEY_LANES];
@@ -52,8 +52,8 @@ DEVICE void multiply_rows(int warp, int lane) {
     }
 }
 
-// Computes a column of the inverse of the unit triangular matrix 1 + A, where A is key_products beta, or beta key_products
-// with ROWS_HAVE_BETA. Without betas A is 0: the values of other tokens are not subtracted.
+// Computes a column of the inverse of the unit triangular matrix 1 + A, where A is key_products beta, or beta
+// key_products with ROWS_HAVE_BETA. Without betas A is 0: the values of other tokens are not subtracted.
 template <bool ROWS_HAVE_BETA> DEVICE void invert_column(const DeltaArguments& arguments, int column) {
     for (int i = 0; i < CHUNK; i++) {
         float sum = i == column ? 1.0f : 0.0f;
@@ -70,8 +70,8 @@ template <bool ROWS_HAVE_BETA> DEVICE void invert_column(const DeltaArguments& a
     }
 }
 
-// Turns the rows of queries and keys into reading rows, a column for each thread, and stores the factors of the state over
-// the chunk. Marks the head if a product of factors in the chunk is too large for the kernels over chunks.
+// Turns the rows of queries and keys into reading rows, a column for each thread, and stores the factors of the state
+// over the chunk. Marks the head if a product of factors in the chunk is too large for the kernels over chunks.
 DEVICE void decay_reading_rows(const DeltaArguments& arguments, const DeltaSequence& sequence, int head, float* tile) {
     for (int column = thread_index(); column < KEY_COLUMNS; column += PREPARE_WARPS * 32) {
         float decayed = 1, largest = 1;
@@ -100,7 +100,8 @@ DEVICE void store_rows(u32 from, float* to, float sign, bool has_betas) {
 }
 
 // Stores the product of the inverse, or of its transpose, and rows of keys, times a sign. A sign of 0 stores zeros.
-template <bool IS_TRANSPOSED> DEVICE void store_product_with_inverse(u32 rows, float* to, float sign, int warp, int lane) {
+template <bool IS_TRANSPOSED>
+DEVICE void store_product_with_inverse(u32 rows, float* to, float sign, int warp, int lane) {
     const int g = lane >> 2, t = lane & 3;
     for (int task = warp; task < CHUNK / 16 * (KEY_COLUMNS / 16); task += PREPARE_WARPS) {
         const int row = task % (CHUNK / 16) * 16, column = task / (CHUNK / 16) * 16;

@@ -31,7 +31,8 @@ DEVICE void write_row_gradient(float* to, u32 row, u32 gradient, float factor, b
 
 // Writes the gradients of the row at `index` of (B, H, T) by one warp.
 DEVICE void write_row_gradients(const DeltaArguments& arguments, const RowGradients& row, i64 index, int lane) {
-    const float query_factor = load_shared<float>(row.row_factors), key_factor = load_shared<float>(row.row_factors + 4);
+    const float query_factor = load_shared<float>(row.row_factors),
+                key_factor = load_shared<float>(row.row_factors + 4);
     const float square = arguments.scale * arguments.scale;
     const bool has_norm = arguments.has_norm;
     float* query = arguments.query_gradient + index * KEY_WIDTH;

@@ -1,7 +1,7 @@
 // The scans over the chunks of each head: forward for states and outputs, and backward for the gradients of states.
 //
-// The columns of a state are independent of each other. A warp has 16 of them, as the rows of the transposed state in its
-// sums, for all chunks one after the other. The warps of a block share the matrices of a chunk.
+// The columns of a state are independent of each other. A warp has 16 of them, as the rows of the transposed state in
+// its sums, for all chunks one after the other. The warps of a block share the matrices of a chunk.
 //
 // Grid: (ceil(VALUE_COLUMNS / 16 / SCAN_WARPS), H, N). Threads: SCAN_WARPS * 32. Shared memory: SCAN_SHARED bytes.
 #pragma once
@@ -60,7 +60,8 @@ DEVICE void write_state(const StateRows& state, float* to, int first_column, int
     UNROLL for (int n = 0; n < KEY_COLUMNS / 8; n++) {
         UNROLL for (int e = 0; e < 4; e++) {
             const int row = 8 * n + 2 * t + (e & 1), column = first_column + g + 8 * (e / 2);
-            if (row < KEY_WIDTH && column < VALUE_WIDTH) store_global(to + row * VALUE_WIDTH + column, state.columns[n][e]);
+            if (row < KEY_WIDTH && column < VALUE_WIDTH)
+                store_global(to + row * VALUE_WIDTH + column, state.columns[n][e]);
         }
     }
 }
@@ -78,8 +79,8 @@ DEVICE void write_transposed_state(const StateRows& state, float* to, int first_
     }
 }
 
-// Reads 16 columns of the values, or of the gradients of outputs, of 16 tokens, in the order of a left operand whose rows are
-// the columns.
+// Reads 16 columns of the values, or of the gradients of outputs, of 16 tokens, in the order of a left operand whose
+// rows are the columns.
 template <bool IS_BACKWARD>
 DEVICE void read_values(float (&values)[8], const DeltaArguments& arguments, const DeltaTokens& tokens, int first_token,
                         int first_column, int lane) {
@@ -89,8 +90,9 @@ DEVICE void read_values(float (&values)[8], const DeltaArguments& arguments, con
             const int i = first_token + 8 * s + 2 * t + e;
             i64 row = 0;
             if (i < tokens.count) {
-                row = IS_BACKWARD ? row_at(arguments.output_gradient_strides, tokens.entry, tokens.head, tokens.first + i)
-                                  : value_row(arguments, tokens, i);
+                row = IS_BACKWARD
+                          ? row_at(arguments.output_gradient_strides, tokens.entry, tokens.head, tokens.first + i)
+                          : value_row(arguments, tokens, i);
             }
             UNROLL for (int half = 0; half < 2; half++) {
                 const int column = first_column + g + 8 * half;
@@ -173,7 +175,8 @@ DEVICE void scan_chunk(const DeltaArguments& arguments, const DeltaTokens& token
         UNROLL for (int e = 0; e < 4; e++) errors[n][e] = outputs[n][e] = 0;
     // Read before they are needed, since memory is slow.
     float values[CHUNK / 16][8];
-    UNROLL for (int n = 0; n < CHUNK / 16; n++) read_values<false>(values[n], arguments, tokens, 16 * n, first_column, lane);
+    UNROLL for (int n = 0; n < CHUNK / 16; n++)
+        read_values<false>(values[n], arguments, tokens, 16 * n, first_column, lane);
     UNROLL for (int n = 0; n < KEY_COLUMNS / 8; n += 2) {
         LeftOperand left;
         sums_to_left(left, state.columns[n], state.columns[n + 1]);

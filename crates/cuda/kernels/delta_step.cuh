@@ -1,4 +1,5 @@
-// The gated delta rule token by token: for one token, for a few, and for heads that the kernels over chunks do not take.
+// The gated delta rule token by token: for one token, for a few, and for heads that the kernels over chunks do not
+// take.
 //
 // A block has 32 columns of a state, a lane for each, and a warp has some of the rows, in registers for all tokens.
 //
@@ -21,7 +22,8 @@
 #define STEP_SHARED (STEP_SUMS + 2 * 2 * STEP_WARPS * 32 * 4)
 
 // Reads the row of a token, and 32 of its values, by one warp.
-DEVICE void read_step(const DeltaArguments& arguments, const DeltaTokens& tokens, int i, int warp, int lane, int column) {
+DEVICE void read_step(const DeltaArguments& arguments, const DeltaTokens& tokens, int i, int warp, int lane,
+                      int column) {
     float query[KEY_LANES], key[KEY_LANES], product = 0;
     read_row(arguments, tokens, i, lane, query, key);
     UNROLL for (int n = 0; n < KEY_LANES; n++) {

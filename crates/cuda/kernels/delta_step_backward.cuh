@@ -1,5 +1,5 @@
-// The backward pass token by token, for the heads that the kernels over chunks do not take. It is slow: for each token the
-// state before it is computed from the state before its chunk.
+// The backward pass token by token, for the heads that the kernels over chunks do not take. It is slow: for each token
+// the state before it is computed from the state before its chunk.
 //
 // Grid: (H, N). Threads: BACKWARD_STEP_WARPS * 32. Shared memory: BACKWARD_STEP_SHARED bytes.
 #pragma once
@@ -31,14 +31,15 @@ struct BackwardStep {
 
 DEVICE float chunk_number(u32 rows, int i, int column) { return load_shared<float>(rows + i * KEY_PITCH + column * 4); }
 
-// Computes the state before the token, times the factors of the token, and adds what the output of the token adds to the
-// gradient of the state. A thread has the same numbers of both for all tokens of a chunk.
+// Computes the state before the token, times the factors of the token, and adds what the output of the token adds to
+// the gradient of the state. A thread has the same numbers of both for all tokens of a chunk.
 DEVICE void replay_tokens(const BackwardStep& step, const float* chunk_state) {
     for (int at = thread_index(); at < KEY_WIDTH * VALUE_WIDTH; at += BACKWARD_STEP_THREADS) {
         const int row = at / VALUE_WIDTH, column = at % VALUE_WIDTH;
         float x = load_global(chunk_state + column * KEY_COLUMNS + row);
         for (int m = 0; m < step.i; m++) {
-            const float update = load_shared<float>(step.rows.betas + m * 4) * load_global(step.errors + m * VALUE_COLUMNS + column);
+            const float update =
+                load_shared<float>(step.rows.betas + m * 4) * load_global(step.errors + m * VALUE_COLUMNS + column);
             x = x * chunk_number(step.rows.factors, m, row) + chunk_number(step.rows.keys, m, row) * update;
         }
         store_global(step.state + column * KEY_COLUMNS + row, x * chunk_number(step.rows.factors, step.i, row));
@@ -54,10 +55,12 @@ DEVICE void differentiate_values(const DeltaArguments& arguments, const Backward
     for (int column = thread_index(); column < VALUE_WIDTH; column += BACKWARD_STEP_THREADS) {
         float gradient = 0;
         for (int row = 0; row < KEY_WIDTH; row++) {
-            gradient += chunk_number(step.rows.keys, step.i, row) * load_global(step.state_gradient + row * VALUE_WIDTH + column);
+            gradient += chunk_number(step.rows.keys, step.i, row) *
+                        load_global(step.state_gradient + row * VALUE_WIDTH + column);
         }
         store_shared(BACKWARD_STEP_ERROR_GRADIENTS + column * 4, gradient);
-        store_global(arguments.value_gradient + (step.tokens.first_row + step.i) * VALUE_WIDTH + column, beta * gradient);
+        store_global(arguments.value_gradient + (step.tokens.first_row + step.i) * VALUE_WIDTH + column,
+                     beta * gradient);
     }
 }
 
@@ -72,7 +75,8 @@ DEVICE void differentiate_step(const BackwardStep& step) {
             const float of_state = load_global(step.state_gradient + row * VALUE_WIDTH + column);
             const float update = beta * load_shared<float>(BACKWARD_STEP_ERRORS + column * 4);
             // Keys read nothing without a beta.
-            const float y = step.has_betas ? beta * load_shared<float>(BACKWARD_STEP_ERROR_GRADIENTS + column * 4) : 0.0f;
+            const float y =
+                step.has_betas ? beta * load_shared<float>(BACKWARD_STEP_ERROR_GRADIENTS + column * 4) : 0.0f;
             of_query += (state + key * update) * load_shared<float>(BACKWARD_STEP_OUTPUTS + column * 4);
             of_key += of_state * update - state * y;
             of_decay += (of_state - key * y) * state;
@@ -97,7 +101,8 @@ DEVICE void differentiate_state(const BackwardStep& step) {
 
 DEVICE void step_backward(const DeltaArguments& arguments, const BackwardStep& step, const float* chunk_state) {
     const int warp = thread_index() / 32, lane = thread_index() % 32;
-    const i64 output = row_at(arguments.output_gradient_strides, step.tokens.entry, step.tokens.head, step.tokens.first + step.i);
+    const i64 output =
+        row_at(arguments.output_gradient_strides, step.tokens.entry, step.tokens.head, step.tokens.first + step.i);
     for (int column = thread_index(); column < VALUE_WIDTH; column += BACKWARD_STEP_THREADS) {
         store_shared(BACKWARD_STEP_OUTPUTS + column * 4, read_element(arguments.output_gradient, output + column));
         store_shared(BACKWARD_STEP_ERRORS + column * 4, load_global(step.errors + step.i * VALUE_COLUMNS + column));

@@ -2,15 +2,15 @@
 //
 // KEY_WIDTH and VALUE_WIDTH are D_k and D_v. CHUNK is the number of tokens of a chunk, 16 or 32.
 //
-// With the state S before a chunk, `decayed(i, j)` the product of the factors of the tokens after j up to i, and e_i the
-// difference between the value of token i and the value that the state has for its key:
+// With the state S before a chunk, `decayed(i, j)` the product of the factors of the tokens after j up to i, and e_i
+// the difference between the value of token i and the value that the state has for its key:
 //
 //     e_i = v_i - (k_i * decayed(i, start)) S - sum over j < i of key_products(i, j) beta_j e_j
 //     o_i =       (q_i * decayed(i, start)) S + sum over j <= i of query_products(i, j) beta_j e_j
 //     S'  = decayed(end, start) * S + sum over j of transposed (k_j * decayed(end, j)) beta_j e_j
 //
-// The rows `k_i * decayed(i, start)` and `q_i * decayed(i, start)` are reading rows, `k_j * decayed(end, j)` writing rows.
-// Factors are multiplied along the tokens, and never divided, so that a factor of 0 is allowed.
+// The rows `k_i * decayed(i, start)` and `q_i * decayed(i, start)` are reading rows, `k_j * decayed(end, j)` writing
+// rows. Factors are multiplied along the tokens, and never divided, so that a factor of 0 is allowed.
 #pragma once
 
 #include "delta_arguments.cuh"
@@ -31,8 +31,8 @@
 // Columns of a row of keys that a lane of a warp has.
 #define KEY_LANES ((KEY_COLUMNS + 31) / 32)
 
-// The matrices that a scan over chunks reads for each chunk and head, in numbers from the beginning of the chunk's tile.
-// The forward pass has with E the errors e and V the values of a chunk, and beta a diagonal matrix
+// The matrices that a scan over chunks reads for each chunk and head, in numbers from the beginning of the chunk's
+// tile. The forward pass has with E the errors e and V the values of a chunk, and beta a diagonal matrix
 //
 //     E  = local V + reading S                       local   = the inverse of (1 + key_products beta)
 //     O  = queries S + mixing E                      reading = -local (reading rows of keys)
@@ -105,7 +105,8 @@ struct DeltaTokens {
     i64 first_row;  // of (B, H, T)
 };
 
-DEVICE DeltaTokens tokens_of(const DeltaArguments& arguments, const DeltaSequence& sequence, int head, int from, int count) {
+DEVICE DeltaTokens tokens_of(const DeltaArguments& arguments, const DeltaSequence& sequence, int head, int from,
+                             int count) {
     DeltaTokens tokens;
     tokens.head = head;
     tokens.entry = sequence.entry;

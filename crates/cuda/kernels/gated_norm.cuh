@@ -1,8 +1,9 @@
-// The root mean square norm of the rows of heads, times an activated gate: x / sqrt(mean(x * x) + eps) * weight * f(gate).
+// The root mean square norm of the rows of heads, times an activated gate: x / sqrt(mean(x * x) + eps) * weight *
+// f(gate).
 //
 // A warp has a row. Grid of gated_norm_forward: (ceil(B * T / NORM_WARPS), H), of gated_norm_backward: (parts, H), of
-// gated_norm_sum_weights: (ceil(number of weights / 128)). Threads: NORM_WARPS * 32, in the last one 128. Shared memory of
-// gated_norm_backward: NORM_SHARED bytes.
+// gated_norm_sum_weights: (ceil(number of weights / 128)). Threads: NORM_WARPS * 32, in the last one 128. Shared memory
+// of gated_norm_backward: NORM_SHARED bytes.
 #pragma once
 
 #include "activations.cuh"

@@ -1,10 +1,10 @@
 // Products of matrices of f32 by the tensor cores, for tensors of any element type.
 //
-// A number of f32 is the sum of two numbers of TF32 up to 2^-22 of it. With elements of f32 a product is the sum of three
-// products of TF32, and with elements of 16 bits, which TF32 represents exactly, it is one.
+// A number of f32 is the sum of two numbers of TF32 up to 2^-22 of it. With elements of f32 a product is the sum of
+// three products of TF32, and with elements of 16 bits, which TF32 represents exactly, it is one.
 //
-// An operand is a fragment of 16 x 16 numbers. The depth of a product of TF32 is permuted: its column t holds column 2t,
-// and its column t + 4 holds column 2t + 1, so that sums are left operands as they are.
+// An operand is a fragment of 16 x 16 numbers. The depth of a product of TF32 is permuted: its column t holds column
+// 2t, and its column t + 4 holds column 2t + 1, so that sums are left operands as they are.
 #pragma once
 
 #include "device.cuh"
@@ -101,7 +101,8 @@ DEVICE void add_product(Sums& first, Sums& second, const LeftOperand& left, cons
         UNROLL for (int j = 0; j < 2; j++) {
             Sums& sums = j ? second : first;
             const int at = 4 * j + 2 * s;
-            // Tensor cores truncate what they add to a sum, which would drift over many products: the sum is kept outside.
+            // Tensor cores truncate what they add to a sum, which would drift over many products: the sum is kept
+            // outside.
             Sums product = {0, 0, 0, 0};
             if (TF32_TERMS == 2) {
                 multiply_add_tf32(product, a[TF32_TERMS - 1], right.x[0][at], right.x[0][at + 1]);

@@ -60,6 +60,6 @@ pub(super) struct DeltaArguments {
     pub norm_epsilon: f32,
 }
 
-// SAFETY: the struct has the fields of the source in the same order, and no padding; the calls of this module check shapes,
-// and take addresses from the operands of the launch.
+// SAFETY: the struct has the fields of the source in the same order, and no padding; the calls of this module check
+// shapes, and take addresses from the operands of the launch.
 unsafe impl KernelArguments for DeltaArguments {}

@@ -70,9 +70,9 @@ impl BackwardBuffers {
 }
 
 impl DeltaCall {
-    /// Computes the gradients of all inputs from the gradient of the output, (B, H, T, D_v) in q's dtype with contiguous
-    /// rows, and from that of the states after the last tokens, (N, H, D_k, D_v), contiguous, f32, if a loss depends on
-    /// them. Memory is O(T) for a head.
+    /// Computes the gradients of all inputs from the gradient of the output, (B, H, T, D_v) in q's dtype with
+    /// contiguous rows, and from that of the states after the last tokens, (N, H, D_k, D_v), contiguous, f32, if a loss
+    /// depends on them. Memory is O(T) for a head.
     ///
     /// # Errors
     /// If the call does not fit together, no kernel runs it, or one does not compile or launch.

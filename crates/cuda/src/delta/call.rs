@@ -36,8 +36,8 @@ pub struct DeltaCall {
     pub k: Tensor,
     /// (B, H_v, T, D_v), in q's dtype.
     pub v: Tensor,
-    /// The logarithms of the factors of the state before each token, (B, H, T, 1), or (B, H, T, D_k) for a factor of each
-    /// row of the state; f32.
+    /// The logarithms of the factors of the state before each token, (B, H, T, 1), or (B, H, T, D_k) for a factor of
+    /// each row of the state; f32.
     pub decay: Option<Tensor>,
     /// (B, H, T, 1), f32.
     pub beta: Option<Tensor>,
@@ -45,8 +45,8 @@ pub struct DeltaCall {
     pub states: Option<Tensor>,
     /// H.
     pub heads: usize,
-    /// The first token of each of N packed sequences, and last the number of all tokens, T. B is 1 then. If `None`, each
-    /// entry of the batch is a sequence.
+    /// The first token of each of N packed sequences, and last the number of all tokens, T. B is 1 then. If `None`,
+    /// each entry of the batch is a sequence.
     pub cumulative_tokens: Option<Vec<usize>>,
     /// The factor of queries.
     pub scale: f64,
@@ -80,8 +80,8 @@ pub struct DeltaResults {
     pub states: Storage,
 }
 
-/// The gradients of the inputs, in f32, contiguous. The gradients of q, k and v have all H heads: where several heads read
-/// one head of an input, the caller sums over them.
+/// The gradients of the inputs, in f32, contiguous. The gradients of q, k and v have all H heads: where several heads
+/// read one head of an input, the caller sums over them.
 #[derive(Debug, Clone)]
 pub struct DeltaGradients {
     /// (B, H, T, D_k).

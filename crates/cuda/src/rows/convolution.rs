@@ -18,15 +18,16 @@ const WIDTHS: std::ops::RangeInclusive<usize> = 2..=16;
 const TOKENS: usize = 32;
 const THREADS: usize = 128;
 
-/// A convolution of each channel with its own taps: `y[t] = silu(Σ taps[i] x[t - K + 1 + i])`. The last dimension of all
-/// tensors is contiguous.
+/// A convolution of each channel with its own taps: `y[t] = silu(Σ taps[i] x[t - K + 1 + i])`. The last dimension of
+/// all tensors is contiguous.
 #[derive(Debug, Clone)]
 pub struct ConvolutionCall {
     /// (B, T, C), f32, bf16 or f16.
     pub xs: Tensor,
     /// (K, C), f32: the last one is of a token's own input.
     pub taps: Tensor,
-    /// The inputs before the first token, (B, K - 1, C), in the dtype of `xs`; zeros if `None`, and for packed sequences.
+    /// The inputs before the first token, (B, K - 1, C), in the dtype of `xs`; zeros if `None`, and for packed
+    /// sequences.
     pub state: Option<Tensor>,
     /// The first token of each of N packed sequences, and last the number of all tokens, T. B is 1 then.
     pub cumulative_tokens: Option<Vec<usize>>,
@@ -36,7 +37,7 @@ pub struct ConvolutionCall {
 pub struct ConvolutionResults {
     /// (B, T, C), contiguous, in the dtype of the inputs.
     pub output: Storage,
-    /// The last K - 1 inputs of each entry, (B, K - 1, C), if they were asked for.
+    /// The last K - 1 inputs of each entry, (B, K - 1, C), if the caller wants them.
     pub next_state: Option<Tensor>,
 }
 
@@ -91,8 +92,8 @@ struct ConvolutionArguments {
     sequences: i32,
 }
 
-// SAFETY: the struct has the fields of the source in the same order, and no padding; the calls of this module check shapes,
-// and take addresses from the operands of the launch.
+// SAFETY: the struct has the fields of the source in the same order, and no padding; the calls of this module check
+// shapes, and take addresses from the operands of the launch.
 unsafe impl KernelArguments for ConvolutionArguments {}
 
 impl ConvolutionCall {
@@ -156,13 +157,13 @@ impl ConvolutionCall {
     /// Computes the outputs, and the last K - 1 inputs of each entry if `with_state`.
     ///
     /// # Errors
-    /// If the call does not fit together, no kernel runs it, or one does not compile or launch; with packed sequences for
-    /// `with_state`.
+    /// If the call does not fit together, no kernel runs it, or one does not compile or launch; with packed sequences
+    /// for `with_state`.
     pub fn forward(&self, with_state: bool) -> Result<ConvolutionResults> {
         let sizes = self.sizes()?;
         let Sizes { b, t, c, k } = sizes;
         if with_state && self.cumulative_tokens.is_some() {
-            bail!("[{OP}] the last inputs of packed sequences were asked for, expected entries of a batch")
+            bail!("[{OP}] the last inputs of packed sequences are wanted, expected entries of a batch")
         }
         let device = KernelDevice::of(self.xs.device())?;
         let program = self.load(&device, sizes)?;
@@ -183,8 +184,8 @@ impl ConvolutionCall {
         Ok(ConvolutionResults { output: output.into_storage(), next_state })
     }
 
-    /// Computes the gradients of the inputs and of the taps from the gradient of the output, (B, T, C). The state has no
-    /// gradient.
+    /// Computes the gradients of the inputs and of the taps from the gradient of the output, (B, T, C). The state has
+    /// no gradient.
     ///
     /// # Errors
     /// As [`forward`](Self::forward).

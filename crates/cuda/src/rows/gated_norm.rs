@@ -118,8 +118,8 @@ struct GatedNormArguments {
     epsilon: f32,
 }
 
-// SAFETY: the struct has the fields of the source in the same order, and no padding; the calls of this module check shapes,
-// and take addresses from the operands of the launch.
+// SAFETY: the struct has the fields of the source in the same order, and no padding; the calls of this module check
+// shapes, and take addresses from the operands of the launch.
 unsafe impl KernelArguments for GatedNormArguments {}
 
 impl GatedNormCall {

@@ -25,8 +25,8 @@ pub(super) struct CudaConvolution {
 }
 
 impl CudaConvolution {
-    /// Returns a convolution of inputs (B, T, C) by taps (K, C) after the last inputs of earlier calls (B, K - 1, C), or
-    /// of packed sequences (1, total, C); `None` if the kernels do not support it.
+    /// Returns a convolution of inputs (B, T, C) by taps (K, C) after the last inputs of earlier calls (B, K - 1, C),
+    /// or of packed sequences (1, total, C); `None` if the kernels do not support it.
     pub fn plan(
         taps: &Tensor,
         xs: &Tensor,

@@ -40,8 +40,8 @@ impl CudaCall {
         Ok(Self { call: rows, kernels })
     }
 
-    /// Runs the kernels and records their results: the attention output (B, H, T, D_v), a view of (B, T, H, D_v), and the
-    /// states (n, H, D_k, D_v).
+    /// Runs the kernels and records their results: the attention output (B, H, T, D_v), a view of (B, T, H, D_v), and
+    /// the states (n, H, D_k, D_v).
     pub fn run(self) -> Result<(Tensor, Tensor)> {
         let Self { call, kernels } = self;
         let DeltaDims { b, t, h, d_v, .. } = call.dims;

@@ -48,14 +48,15 @@ use cuda::CudaCall;
 /// H_s, the number of states, is the larger of H_k and H_v. The heads of q, k, v, decay and beta may be fewer: any
 /// number that divides H_s. H_q may also be a multiple of H_s. With H the larger of H_q and H_s, head h of H reads head
 /// `h / (H / n)` of an input with n heads. Decay, beta and state may have any float dtype, and all inputs any strides.
-/// Decays above 0 and any beta are computed as the formula says, though a state may then grow beyond its dtype.
-/// On the CPU, decays above 2.5, and with a norm a scale that is not 0 whose magnitude is below 1e-15 or above 1e15, take
-/// the reference path: the products that the fused kernel computes would overflow. On CUDA, such a scale takes it if there
+/// Decays above 0 and any beta are computed as the formula says, though a state may then grow beyond its dtype. On the
+/// CPU, decays above 2.5, and with a norm a scale that is not 0 whose magnitude is below 1e-15 or above 1e15, take the
+/// reference path: the products that the fused kernel computes would overflow. On CUDA, such a scale takes it if there
 /// are gradients, and heads with such decays are computed token by token.
 ///
 /// Returns the outputs o, (B, H, T, D_v) in q's dtype, and the state after the last token, (B, H_s, D_k, D_v), in f32,
 /// or f64 where q is; everything is computed in that dtype. Gradients reach all inputs. For f32, bf16 and f16, fused
-/// kernels run on the CPU and, for D_k and D_v up to 256, on CUDA. Their output is a view of a contiguous (B, T, H, D_v).
+/// kernels run on the CPU and, for D_k and D_v up to 256, on CUDA. Their output is a view of a contiguous (B, T, H,
+/// D_v).
 ///
 /// ```
 /// use candle_attention::{DeltaOptions, gated_delta_rule};

@@ -20,8 +20,8 @@ pub(super) struct CudaGatedNorm {
 }
 
 impl CudaGatedNorm {
-    /// Returns the norm of rows (B, T, H, D) times an activated gate; `None` if the kernels do not support it. `weight` is
-    /// (D,), contiguous.
+    /// Returns the norm of rows (B, T, H, D) times an activated gate; `None` if the kernels do not support it. `weight`
+    /// is (D,), contiguous.
     pub fn plan(
         norm: RowNorm,
         xs: &Tensor,
