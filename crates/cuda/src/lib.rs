@@ -37,7 +37,7 @@ pub use unsupported::Unsupported;
 /// Returns the programs that continuous integration compiles for a device with some limits: the ones that it would run
 /// for the usual head dimensions and each score modifier.
 pub fn catalogue(limits: &Limits) -> Vec<CatalogueEntry> {
-    attention::entries(limits)
+    [attention::entries(limits), delta::entries(limits), rows::entries()].concat()
 }
 
 /// Returns the source of a program of the [`catalogue`](fn@catalogue), as NVRTC compiles it.

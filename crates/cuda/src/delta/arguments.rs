@@ -63,3 +63,64 @@ pub(super) struct DeltaArguments {
 // SAFETY: the struct has the fields of the source in the same order, and no padding; the calls of this module check
 // shapes, and take addresses from the operands of the launch.
 unsafe impl KernelArguments for DeltaArguments {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::delta::source_sizes::{assert_same_layout, source_sizes};
+    use crate::program::Program;
+
+    #[test]
+    fn delta_arguments_match_the_source() {
+        let sizes = source_sizes(&Program { root: "delta.cu", defines: Vec::new() });
+        assert_same_layout!(
+            sizes,
+            DeltaArguments,
+            [
+                queries,
+                keys,
+                values,
+                decays,
+                betas,
+                initial_states,
+                output,
+                final_states,
+                cumulative_tokens,
+                cumulative_chunks,
+                tiles,
+                recurrent_heads,
+                output_gradient,
+                final_state_gradient,
+                query_gradient,
+                key_gradient,
+                value_gradient,
+                decay_gradient,
+                beta_gradient,
+                initial_state_gradient,
+                chunk_states,
+                chunk_state_gradients,
+                errors,
+                error_gradients,
+                query_strides,
+                key_strides,
+                value_strides,
+                decay_strides,
+                beta_strides,
+                output_strides,
+                output_gradient_strides,
+                sequences,
+                heads,
+                query_heads,
+                key_heads,
+                value_heads,
+                tokens,
+                chunks,
+                decay_per_channel,
+                has_norm,
+                only_recurrent_heads,
+                scale,
+                norm_epsilon
+            ]
+        );
+    }
+}

@@ -4,8 +4,10 @@ mod arguments;
 mod backward;
 mod call;
 mod forward;
+#[cfg(test)]
+pub(crate) mod source_sizes;
 mod specialization;
 
-pub(crate) use specialization::element_code;
+pub(crate) use specialization::{element_code, entries};
 
 pub use call::{DeltaCall, DeltaGradients, DeltaKernel, DeltaResults};

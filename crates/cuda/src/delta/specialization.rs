@@ -3,8 +3,9 @@
 use candle_core::DType;
 
 use crate::capability::Limits;
+use crate::catalogue::CatalogueEntry;
 use crate::device::{Grid, Launch};
-use crate::program::{Define, Program};
+use crate::program::{Define, KernelShape, Program};
 use crate::unsupported::Unsupported;
 
 /// The largest D_k and D_v of the kernels, whose registers and shared memory have rows of a state.
@@ -163,20 +164,22 @@ impl DeltaSpecialization {
         }
     }
 
-    /// Returns the launches of a program, for lists of kernels: each kernel once.
-    #[cfg(test)]
-    pub fn launches(&self) -> Vec<Launch> {
+    /// Returns the kernels of the program.
+    fn kernels(&self) -> Vec<KernelShape> {
         let grid = DeltaGrid { sequences: 1, heads: 1, chunks: 1 };
         let mut launches = vec![self.prepare("delta_prepare", grid), self.scan("delta_scan", grid), self.step(grid)];
         if self.is_backward {
-            launches.extend([
-                self.prepare("delta_prepare_backward", grid),
-                self.scan("delta_scan_backward", grid),
-                self.gradients(grid),
-                self.step_backward(grid),
-            ]);
+            launches.push(self.prepare("delta_prepare_backward", grid));
+            launches.push(self.scan("delta_scan_backward", grid));
+            launches.push(self.gradients(grid));
+            launches.push(self.step_backward(grid));
         }
-        launches
+        let shape = |launch: Launch| KernelShape {
+            name: launch.kernel,
+            threads: launch.threads,
+            shared_bytes: launch.shared_bytes,
+        };
+        launches.into_iter().map(shape).collect()
     }
 
     fn largest_shared_bytes(&self) -> usize {
@@ -223,6 +226,23 @@ impl DeltaSpecialization {
     }
 }
 
+/// Returns the programs that a device runs for the usual widths.
+pub(crate) fn entries(limits: &Limits) -> Vec<CatalogueEntry> {
+    let mut entries = Vec::new();
+    for (dtype, name) in [(DType::F16, "f16"), (DType::BF16, "bf16"), (DType::F32, "f32")] {
+        for (d_k, d_v) in [(64, 64), (128, 128), (256, 256), (75, 33)] {
+            for is_backward in [false, true] {
+                let Ok(own) = DeltaSpecialization::choose(limits, dtype, d_k, d_v, is_backward) else { continue };
+                let pass = if is_backward { "backward" } else { "forward" };
+                let is_quick = is_backward && d_k == 128;
+                let name = format!("delta {pass} {name} d{d_k} {d_v}");
+                entries.push(CatalogueEntry::new(&own.program(), name, is_quick, own.kernels()));
+            }
+        }
+    }
+    entries
+}
+
 /// Returns the number of an element type in the source.
 ///
 /// # Errors
@@ -233,5 +253,29 @@ pub(crate) fn element_code(dtype: DType) -> Result<i64, Unsupported> {
         DType::BF16 => Ok(1),
         DType::F32 => Ok(2),
         other => Err(Unsupported::new(format!("the kernels compute F16, BF16 and F32, and the inputs are {other:?}"))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::delta::source_sizes::source_sizes;
+
+    /// Compares tiles and shared memory with the source, for widths of whole fragments and others.
+    #[test]
+    fn delta_sizes_match_the_source() {
+        for (d_k, d_v, chunk) in [(128, 128, 32), (37, 45, 16), (16, 200, 32)] {
+            let own =
+                DeltaSpecialization { element: 2, d_k, d_v, chunk, scan_warps: 2, scan_stages: 2, is_backward: true };
+            let sizes = source_sizes(&own.program());
+            assert_eq!(sizes["TILE_WORDS"], own.tile_len());
+            assert_eq!(sizes["PREPARE_SHARED"], own.prepare_bytes());
+            assert_eq!(sizes["SCAN_SHARED"], own.scan_bytes());
+            assert_eq!(sizes["STEP_SHARED"], own.step_bytes());
+            assert_eq!(sizes["GRADIENT_SHARED"], own.gradient_bytes());
+            assert_eq!(sizes["BACKWARD_STEP_SHARED"], own.backward_step_bytes());
+            let grid = DeltaGrid { sequences: 1, heads: 1, chunks: 1 };
+            assert_eq!(sizes["GRADIENT_WARPS"] * 32, own.gradients(grid).threads);
+        }
     }
 }

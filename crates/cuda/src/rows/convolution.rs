@@ -4,9 +4,10 @@ use candle_core::{DType, Result, Storage, Tensor, bail};
 
 use super::check_tensor;
 use crate::arguments::Address;
+use crate::catalogue::CatalogueEntry;
 use crate::delta::element_code;
 use crate::device::{Grid, KernelArguments, KernelDevice, Launch, LoadedProgram, Operands, Reading};
-use crate::program::{Define, Program};
+use crate::program::{Define, KernelShape, Program};
 use crate::unsupported::Unsupported;
 
 const OP: &str = "short_convolution";
@@ -277,6 +278,18 @@ fn program(element: i64, width: usize) -> Program {
     Program { root: "convolution.cu", defines }
 }
 
+/// Returns the programs of the usual number of taps.
+pub(super) fn entries() -> Vec<CatalogueEntry> {
+    let kernel = |name| KernelShape { name, threads: THREADS, shared_bytes: 0 };
+    let names = ["convolution_forward", "convolution_backward", "convolution_sum_taps"];
+    [(0, "f16"), (1, "bf16"), (2, "f32")]
+        .map(|(element, name)| {
+            let kernels = names.map(kernel).into();
+            CatalogueEntry::new(&program(element, 4), format!("convolution {name} k4"), true, kernels)
+        })
+        .into()
+}
+
 /// Returns the launch of a kernel over blocks of tokens and channels.
 fn block_launch(kernel: &'static str, Sizes { b, t, c, .. }: Sizes) -> Launch {
     let grid = Grid { x: c.div_ceil(THREADS), y: t.div_ceil(TOKENS), z: b };
@@ -287,4 +300,45 @@ fn block_launch(kernel: &'static str, Sizes { b, t, c, .. }: Sizes) -> Launch {
 fn sum_launch(Sizes { c, k, .. }: Sizes) -> Launch {
     let grid = Grid::linear((k * c).div_ceil(THREADS));
     Launch { kernel: "convolution_sum_taps", grid, threads: THREADS, shared_bytes: 0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::delta::source_sizes::{assert_same_layout, source_sizes};
+
+    #[test]
+    fn convolution_arguments_match_the_source() {
+        let sizes = source_sizes(&program(2, 4));
+        assert_same_layout!(
+            sizes,
+            ConvolutionArguments,
+            [
+                inputs,
+                taps,
+                state,
+                output,
+                next_state,
+                cumulative_tokens,
+                output_gradient,
+                input_gradient,
+                tap_gradient_parts,
+                tap_gradient,
+                input_entry_stride,
+                input_token_stride,
+                tap_stride,
+                state_entry_stride,
+                state_token_stride,
+                next_state_entry_stride,
+                next_state_token_stride,
+                output_gradient_entry_stride,
+                output_gradient_token_stride,
+                entries,
+                tokens,
+                channels,
+                sequences
+            ]
+        );
+        assert_eq!((sizes["CONVOLUTION_TOKENS"], sizes["CONVOLUTION_THREADS"]), (TOKENS, THREADS));
+    }
 }

@@ -4,9 +4,10 @@ use candle_core::{DType, Result, Storage, Tensor, bail};
 
 use super::check_tensor;
 use crate::arguments::{Address, RowStrides};
+use crate::catalogue::CatalogueEntry;
 use crate::delta::element_code;
 use crate::device::{Grid, KernelArguments, KernelDevice, Launch, LoadedProgram, Operands, Reading};
-use crate::program::{Define, Program};
+use crate::program::{Define, KernelShape, Program};
 use crate::unsupported::Unsupported;
 
 const OP: &str = "gated_norm";
@@ -264,6 +265,24 @@ fn program(element: i64, width: usize) -> Program {
     Program { root: "gated_norm.cu", defines }
 }
 
+/// Returns the programs of the usual sizes of rows.
+pub(super) fn entries() -> Vec<CatalogueEntry> {
+    let mut entries = Vec::new();
+    for (element, name) in [(0, "f16"), (1, "bf16"), (2, "f32")] {
+        for width in [64, 128, 256] {
+            let backward = backward_launch(Sizes { b: 1, t: 1, h: 1, d: width });
+            let kernels = vec![
+                KernelShape { name: "gated_norm_forward", threads: WARPS * 32, shared_bytes: 0 },
+                KernelShape { name: backward.kernel, threads: backward.threads, shared_bytes: backward.shared_bytes },
+                KernelShape { name: "gated_norm_sum_weights", threads: 128, shared_bytes: 0 },
+            ];
+            let own = program(element, width);
+            entries.push(CatalogueEntry::new(&own, format!("gated norm {name} d{width}"), width == 128, kernels));
+        }
+    }
+    entries
+}
+
 /// Returns the launch of the backward pass, with a row of gradients of weights for each warp in shared memory.
 fn backward_launch(sizes: Sizes) -> Launch {
     Launch {
@@ -278,4 +297,42 @@ fn backward_launch(sizes: Sizes) -> Launch {
 fn row_strides(reading: &Reading) -> RowStrides {
     let strides = reading.strides();
     RowStrides { sequence: strides[0] as i64, head: strides[2] as i64, row: strides[1] as i64 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::delta::source_sizes::{assert_same_layout, source_sizes};
+
+    #[test]
+    fn gated_norm_arguments_match_the_source() {
+        let sizes = source_sizes(&program(2, 75));
+        assert_same_layout!(
+            sizes,
+            GatedNormArguments,
+            [
+                inputs,
+                gates,
+                weights,
+                output,
+                output_gradient,
+                input_gradient,
+                gate_gradient,
+                weight_gradient_parts,
+                weight_gradient,
+                input_strides,
+                gate_strides,
+                output_gradient_strides,
+                weight_head_stride,
+                entries,
+                tokens,
+                heads,
+                parts,
+                activation,
+                epsilon
+            ]
+        );
+        let launch = backward_launch(Sizes { b: 1, t: 1, h: 1, d: 75 });
+        assert_eq!((sizes["NORM_WARPS"], sizes["NORM_SHARED"]), (WARPS, launch.shared_bytes));
+    }
 }

@@ -8,6 +8,13 @@ pub use gated_norm::{Activation, GatedNormCall, GatedNormGradients};
 
 use candle_core::{DType, Result, Tensor, bail};
 
+use crate::catalogue::CatalogueEntry;
+
+/// Returns the programs that devices run for the usual sizes.
+pub(crate) fn entries() -> Vec<CatalogueEntry> {
+    [convolution::entries(), gated_norm::entries()].concat()
+}
+
 /// Checks the shape, the dtype and the last stride of a tensor.
 fn check_tensor(op: &str, name: &str, tensor: &Tensor, dims: &[usize], dtype: DType) -> Result<()> {
     let has_rows = dims.last() == Some(&1) || tensor.stride().last() == Some(&1);
