@@ -5,6 +5,8 @@
 
 mod graph;
 mod key_ranges;
+#[cfg(test)]
+mod tests;
 mod uploads;
 
 use std::fmt;

@@ -1,0 +1,46 @@
+//! Keys and values that a cache stores as codes of 8 bits.
+
+use candle_core::{DType, Result, Tensor};
+
+use super::problem::{SIZES, Sizes, emulator_runs};
+use crate::mask::AttentionMask;
+use crate::sdpa::call::{Call, KvScales, Qkv};
+use crate::sdpa::cuda::CudaCall;
+use crate::sdpa::options::{Backend, SdpaOptions};
+use crate::sdpa::request::{OutputOnly, run};
+use crate::sdpa::result::ResultKind;
+use candle_attention_modules::base::rowwise::to_vec;
+use candle_attention_modules::init::TorchSeed;
+
+#[test]
+fn cuda_kernels_with_caches_of_8_bits_match_reference_and_cpu_kernel() -> Result<()> {
+    if !emulator_runs() {
+        return Ok(());
+    }
+    let generator = TorchSeed::new(11);
+    let Sizes { b, h, h_kv, t_kv, d, .. } = SIZES;
+    let capacity = t_kv + 11;
+    let codes = || (generator.rand((b, h_kv, capacity, d))? * 255.0)?.to_dtype(DType::U8)?.narrow(2, 0, t_kv);
+    let scales = || (generator.rand((b, h_kv, capacity, 1))? * 0.02)?.narrow(2, 0, t_kv);
+    let kv_scales = KvScales { k: scales()?, v: scales()? };
+    let (k, v) = (codes()?, codes()?);
+    let padded = AttentionMask::causal().with_valid_lens(vec![t_kv, 9]);
+    for (t_q, mask) in [(1, AttentionMask::causal()), (1, padded.clone()), (19, padded)] {
+        let q = generator.randn((b, h, t_q, d))?.to_dtype(DType::BF16)?;
+        let call = |q: &Tensor, backend: Backend| {
+            let options = SdpaOptions::default().with_backend(backend);
+            Call::with_all_dims("test", Qkv { q, k: &k, v: &v }, Some(&kv_scales), None, &mask, &options)
+        };
+        let cuda_call = CudaCall::plan(&call(&q, Backend::Auto)?, ResultKind::Output);
+        let found = to_vec::<f32>(&cuda_call.map_err(candle_core::Error::msg)?.output()?)?;
+        let exact = to_vec::<f32>(&run(call(&q.to_dtype(DType::F64)?, Backend::Reference)?, OutputOnly)?)?;
+        let on_cpu = to_vec::<f32>(&run(call(&q, Backend::Auto)?, OutputOnly)?)?;
+        for expected in [&exact, &on_cpu] {
+            let largest = expected.iter().fold(0f32, |largest, number| largest.max(number.abs()));
+            let differences = found.iter().zip(expected).map(|(own, wanted)| (own - wanted).abs());
+            let difference = differences.fold(0f32, f32::max);
+            assert!(difference <= 0.02 * largest, "{difference} of {largest}, {t_q} queries, {mask:?}");
+        }
+    }
+    Ok(())
+}

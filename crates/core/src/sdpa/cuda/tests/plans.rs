@@ -1,0 +1,45 @@
+//! The calls that run on CUDA and the reasons why others do not.
+
+use candle_core::{DType, Device, Result, Tensor};
+
+use super::problem::emulator_runs;
+use crate::mask::AttentionMask;
+use crate::sdpa::call::{Call, Qkv};
+use crate::sdpa::cuda::CudaCall;
+use crate::sdpa::options::SdpaOptions;
+use crate::sdpa::result::ResultKind;
+use candle_attention_modules::init::TorchSeed;
+
+/// Returns the kernel of a call of one head, or the reason why there is none.
+fn plan(t_q: usize, d: usize, dtype: DType, options: &SdpaOptions, kind: ResultKind) -> Result<String> {
+    let rows = |t: usize| Tensor::zeros((1, 1, t, d), dtype, &Device::Cpu);
+    let (q, kv) = (rows(t_q)?, rows(500)?);
+    let call = Call::new("test", Qkv { q: &q, k: &kv, v: &kv }, None, &AttentionMask::causal(), options)?;
+    Ok(match CudaCall::plan(&call, kind) {
+        Ok(cuda_call) => cuda_call.to_string(),
+        Err(reason) => reason,
+    })
+}
+
+#[test]
+fn cuda_plan_names_the_kernel_or_the_reason() -> Result<()> {
+    if !emulator_runs() {
+        return Ok(());
+    }
+    let plain = SdpaOptions::default();
+    let output = ResultKind::Output;
+    assert_eq!(plan(500, 64, DType::BF16, &plain, output)?, "the CUDA forward kernel");
+    assert!(plan(1, 64, DType::F16, &plain, output)?.starts_with("the CUDA decode kernel"));
+    assert_eq!(plan(500, 64, DType::BF16, &plain, ResultKind::LogSumExp)?, "the CUDA forward kernel");
+
+    let weights = plan(70, 64, DType::BF16, &plain, ResultKind::Weights)?;
+    assert_eq!(weights, "the CUDA kernels do not return attention weights");
+    let statistics = plan(70, 64, DType::BF16, &plain, ResultKind::Statistics)?;
+    assert_eq!(statistics, "the CUDA kernels do not compute statistics of weights");
+    assert!(plan(0, 64, DType::BF16, &plain, output)?.contains("no scores"));
+    assert!(plan(70, 64, DType::F64, &plain, output)?.contains("F64"));
+    assert!(plan(70, 300, DType::F16, &plain, output)?.contains("300"));
+    let of_pytorch = plain.with_dropout(0.5, true).with_dropout_seed(&TorchSeed::new(1));
+    assert!(plan(70, 64, DType::F16, &of_pytorch, output)?.contains("PyTorch's generator"));
+    Ok(())
+}

@@ -1,0 +1,289 @@
+//! A call with inputs of its own, and the comparison of its results on the emulator with those of other paths.
+
+use candle_core::{DType, Device, Result, Tensor, Var};
+
+use crate::mask::AttentionMask;
+use crate::sdpa::call::{Call, Qkv};
+use crate::sdpa::cuda::CudaCall;
+use crate::sdpa::options::{Backend, SdpaOptions};
+use crate::sdpa::packed::PackedSequences;
+use crate::sdpa::request::{WithLogSumExp, run};
+use crate::sdpa::result::ResultKind;
+use candle_attention_modules::base::rowwise::to_vec;
+use candle_attention_modules::init::TorchSeed;
+
+/// The element types of the kernels.
+pub const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+
+/// Returns whether the emulator runs here, and prints why a test is skipped where it does not.
+pub fn emulator_runs() -> bool {
+    match candle_attention_cuda::is_available(&Device::Cpu) {
+        Ok(()) => true,
+        Err(reason) => {
+            println!("skipped: {reason}");
+            false
+        }
+    }
+}
+
+/// Returns the largest difference that a result may have, as a part of its largest number.
+fn tolerance(dtype: DType) -> f64 {
+    match dtype {
+        DType::F32 => 3e-5,
+        DType::F16 => 4e-3,
+        _ => 3e-2,
+    }
+}
+
+/// The sizes of a call; of packed sequences, T_q and T_kv are totals.
+#[derive(Debug, Clone, Copy)]
+pub struct Sizes {
+    pub b: usize,
+    pub h: usize,
+    pub h_kv: usize,
+    pub t_q: usize,
+    pub t_kv: usize,
+    pub d: usize,
+    pub d_v: usize,
+}
+
+/// Small sizes with grouped heads, of which tests change some.
+pub const SIZES: Sizes = Sizes { b: 2, h: 4, h_kv: 2, t_q: 19, t_kv: 37, d: 16, d_v: 16 };
+
+/// The order of queries, keys and values in memory, from which their strides follow.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Order {
+    /// Contiguous (B, H, T, D).
+    Contiguous,
+    /// As a layer projects them: (B, T, H, D).
+    HeadsInRows,
+    /// Views into wider rows, whose first element is not aligned.
+    OddRows,
+    /// Keys and values with a batch of one, which all sequences share.
+    SharedKeys,
+}
+
+/// The inputs of a call, and everything else that describes it.
+#[derive(Debug, Clone)]
+pub struct Problem {
+    pub dtype: DType,
+    pub sizes: Sizes,
+    pub order: Order,
+    pub mask: AttentionMask,
+    pub options: SdpaOptions,
+    pub sequences: Option<PackedSequences>,
+    /// The dimensions of a bias, if there is one.
+    pub bias: Option<[usize; 4]>,
+    /// Whether the kernels read the bias in the dtype of the queries, which rounds it, instead of in f32.
+    pub bias_in_half: bool,
+    pub has_slopes: bool,
+    /// The dimensions of a relative bias, if there is one.
+    pub relative_bias: Option<Vec<usize>>,
+    pub has_sinks: bool,
+    /// Whether the log-sum-exp is requested, and has a gradient.
+    pub with_lse: bool,
+}
+
+/// The inputs that gradients flow into.
+struct Variables {
+    q: Var,
+    k: Var,
+    v: Var,
+    bias: Option<Var>,
+    slopes: Option<Var>,
+    relative_bias: Option<Var>,
+    sinks: Option<Var>,
+}
+
+/// A result or a gradient, with its name for messages.
+struct Named {
+    name: &'static str,
+    numbers: Vec<f64>,
+}
+
+/// A path that computes a call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Path {
+    Emulator,
+    Cpu,
+    Reference,
+}
+
+impl Problem {
+    /// Returns a call without score modifiers.
+    pub fn new(dtype: DType, mask: AttentionMask) -> Self {
+        Self {
+            dtype,
+            sizes: SIZES,
+            order: Order::Contiguous,
+            mask,
+            options: SdpaOptions::default(),
+            sequences: None,
+            bias: None,
+            bias_in_half: false,
+            has_slopes: false,
+            relative_bias: None,
+            has_sinks: false,
+            with_lse: false,
+        }
+    }
+
+    /// Checks the output, the log-sum-exp and all gradients against the reference path in f64, and the output against
+    /// the CPU kernel. `seed` draws the inputs.
+    pub fn check(&self, seed: u64) -> Result<()> {
+        let variables = self.draw(seed)?;
+        let found = self.results(&variables, seed, Path::Emulator)?;
+        let exact = self.results(&variables.to_f64()?, seed, Path::Reference)?;
+        assert_eq!(found.len(), exact.len());
+        for (own, expected) in found.iter().zip(&exact) {
+            self.assert_close(own, expected, Path::Reference);
+        }
+        let on_cpu = self.results(&variables, seed, Path::Cpu)?;
+        self.assert_close(&found[0], &on_cpu[0], Path::Cpu);
+        Ok(())
+    }
+
+    fn assert_close(&self, found: &Named, expected: &Named, path: Path) {
+        assert_eq!((found.name, found.numbers.len()), (expected.name, expected.numbers.len()));
+        let finite = expected.numbers.iter().filter(|number| number.is_finite());
+        let largest = finite.fold(0.1, |largest: f64, number| largest.max(number.abs()));
+        for (index, (own, wanted)) in found.numbers.iter().zip(&expected.numbers).enumerate() {
+            let is_close = own == wanted || (own - wanted).abs() <= tolerance(self.dtype) * largest;
+            assert!(is_close, "{} {index} is {own}, {path:?} has {wanted} of {largest}: {self:?}", found.name);
+        }
+    }
+
+    fn draw(&self, seed: u64) -> Result<Variables> {
+        let generator = TorchSeed::new(seed);
+        let Sizes { b, h, h_kv, t_q, t_kv, d, d_v } = self.sizes;
+        let draw = |dims: &[usize], dtype: DType| Var::from_tensor(&generator.randn(dims)?.to_dtype(dtype)?);
+        let rows = |b: usize, h: usize, t: usize, d: usize| match (&self.sequences, self.order) {
+            (Some(_), _) => draw(&[t, h, d], self.dtype),
+            (None, Order::HeadsInRows) => draw(&[b, t, h, d], self.dtype),
+            (None, Order::OddRows) => draw(&[b, h, t, d + 3], self.dtype),
+            (None, Order::Contiguous | Order::SharedKeys) => draw(&[b, h, t, d], self.dtype),
+        };
+        let b_kv = if self.order == Order::SharedKeys { 1 } else { b };
+        let optional = |dims: Option<&[usize]>| dims.map(|dims| draw(dims, DType::F32)).transpose();
+        Ok(Variables {
+            q: rows(b, h, t_q, d)?,
+            k: rows(b_kv, h_kv, t_kv, d)?,
+            v: rows(b_kv, h_kv, t_kv, d_v)?,
+            bias: optional(self.bias.as_ref().map(|dims| dims.as_slice()))?,
+            slopes: optional(self.has_slopes.then_some(&[h][..]))?,
+            relative_bias: optional(self.relative_bias.as_deref())?,
+            sinks: optional(self.has_sinks.then_some(&[h][..]))?,
+        })
+    }
+
+    /// Returns a view (B, H, T, d) of a variable.
+    fn view(&self, variable: &Var, d: usize) -> Result<Tensor> {
+        match (&self.sequences, self.order) {
+            (None, Order::HeadsInRows) => variable.transpose(1, 2),
+            (None, Order::OddRows) => variable.narrow(3, 1, d),
+            _ => Ok(variable.as_tensor().clone()),
+        }
+    }
+
+    /// Returns the call of these inputs.
+    fn call(&self, variables: &Variables, path: Path) -> Result<Call> {
+        let mut options = self.options.clone();
+        options.backend = if path == Path::Reference { Backend::Reference } else { Backend::Auto };
+        let tensor = |variable: &Option<Var>| variable.as_ref().map(|own| own.as_tensor().clone());
+        options.alibi_slopes = tensor(&variables.slopes);
+        options.relative_bias = tensor(&variables.relative_bias);
+        options.sinks = tensor(&variables.sinks);
+        let mask = match &variables.bias {
+            Some(bias) => self.mask.clone().with_bias(bias),
+            None => self.mask.clone(),
+        };
+        let q = self.view(&variables.q, self.sizes.d)?;
+        let k = self.view(&variables.k, self.sizes.d)?;
+        let v = self.view(&variables.v, self.sizes.d_v)?;
+        let mut call = Call::new("test", Qkv { q: &q, k: &k, v: &v }, self.sequences.as_ref(), &mask, &options)?;
+        if self.bias_in_half && path == Path::Emulator {
+            call.bias = call.bias.map(|bias| bias.to_dtype(self.dtype)).transpose()?;
+        }
+        Ok(call)
+    }
+
+    /// Returns the output, the log-sum-exp if it is requested, and the gradients of all inputs for a loss that depends
+    /// on all results.
+    fn results(&self, variables: &Variables, seed: u64, path: Path) -> Result<Vec<Named>> {
+        let call = self.call(variables, path)?;
+        let (output, lse) = match path {
+            Path::Emulator => self.on_emulator(&call)?,
+            Path::Cpu | Path::Reference => {
+                let (output, lse) = run(call, WithLogSumExp)?;
+                (output, self.with_lse.then_some(lse))
+            }
+        };
+        let generator = TorchSeed::new(seed + 1);
+        let mut loss = weighted_sum(&output, &generator)?;
+        let mut results = vec![Named::new("output", &output)?];
+        if let Some(lse) = &lse {
+            loss = (loss + weighted_sum(lse, &generator)?)?;
+            results.push(Named::new("log-sum-exp", lse)?);
+        }
+        let gradients = loss.backward()?;
+        for (name, variable) in variables.named() {
+            let Some(gradient) = gradients.get(variable) else { panic!("{name} has no gradient on {path:?}") };
+            results.push(Named::new(name, gradient)?);
+        }
+        Ok(results)
+    }
+
+    /// Runs a call with the CUDA kernels.
+    fn on_emulator(&self, call: &Call) -> Result<(Tensor, Option<Tensor>)> {
+        let kind = if self.with_lse { ResultKind::LogSumExp } else { ResultKind::Output };
+        let cuda_call = CudaCall::plan(call, kind).map_err(candle_core::Error::msg)?;
+        if !self.with_lse {
+            return Ok((cuda_call.output()?, None));
+        }
+        let (output, lse) = cuda_call.output_and_lse()?;
+        Ok((output, Some(lse)))
+    }
+}
+
+impl Variables {
+    fn to_f64(&self) -> Result<Self> {
+        let wide = |variable: &Var| Var::from_tensor(&variable.to_dtype(DType::F64)?);
+        let optional = |variable: &Option<Var>| variable.as_ref().map(wide).transpose();
+        Ok(Self {
+            q: wide(&self.q)?,
+            k: wide(&self.k)?,
+            v: wide(&self.v)?,
+            bias: optional(&self.bias)?,
+            slopes: optional(&self.slopes)?,
+            relative_bias: optional(&self.relative_bias)?,
+            sinks: optional(&self.sinks)?,
+        })
+    }
+
+    /// Returns the variables of the call with the names of their gradients.
+    fn named(&self) -> Vec<(&'static str, &Var)> {
+        let mut named = vec![("gradient of q", &self.q), ("gradient of k", &self.k), ("gradient of v", &self.v)];
+        for (name, variable) in [
+            ("gradient of the bias", &self.bias),
+            ("gradient of the slopes", &self.slopes),
+            ("gradient of the relative bias", &self.relative_bias),
+            ("gradient of the sinks", &self.sinks),
+        ] {
+            named.extend(variable.as_ref().map(|own| (name, own)));
+        }
+        named
+    }
+}
+
+impl Named {
+    fn new(name: &'static str, tensor: &Tensor) -> Result<Self> {
+        Ok(Self { name, numbers: to_vec(tensor)? })
+    }
+}
+
+/// Returns the sum of a tensor with weights that every dtype represents.
+fn weighted_sum(tensor: &Tensor, generator: &TorchSeed) -> Result<Tensor> {
+    let weights = (generator.randn(tensor.shape())?.clamp(-3f32, 3f32)? * 4.0)?.round()?;
+    let weights = (weights.to_dtype(DType::F64)? / 4.0)?;
+    tensor.to_dtype(DType::F64)?.mul(&weights)?.sum_all()
+}
