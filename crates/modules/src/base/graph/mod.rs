@@ -79,8 +79,8 @@ pub fn record(
         return Ok(result.untracked());
     }
     let is_tracked = operands.is_tracked;
-    let of_tracked = move |numbers: &Tensor, gradient: &Tensor| {
-        let gradients = backward(numbers, gradient)?;
+    let of_tracked = move |stored: &Tensor, gradient: &Tensor| {
+        let gradients = backward(stored, gradient)?;
         Ok(tracked_only(gradients, &is_tracked))
     };
     node(name, &operands.tracked, result, Box::new(of_tracked))
