@@ -4,7 +4,7 @@ use candle_core::{DType, Result};
 
 use super::arguments::DeltaArguments;
 use super::call::{DeltaCall, DeltaChunks, DeltaKernel, DeltaReadings, DeltaResults};
-use crate::device::{KernelDevice, Operands, Reading};
+use crate::device::{Buffer, KernelDevice, Operands, Reading};
 
 impl DeltaCall {
     /// Computes the attention output and the states after the last tokens.
@@ -22,10 +22,13 @@ impl DeltaCall {
         let state_len = sizes.n * self.heads * sizes.d_k * sizes.d_v;
         let mut output = device.uninitialized(self.q.dtype(), rows * sizes.d_v)?;
         let mut states = device.uninitialized(DType::F32, state_len)?;
-        let scratch_chunks = if kernel == DeltaKernel::Chunks { chunks.count } else { 0 };
-        let tile_count = scratch_chunks * self.heads * specialization.tile_len();
-        let mut tiles = device.uninitialized(DType::F32, tile_count)?;
-        let mut recurrent_heads = device.zeros(DType::I32, sizes.n * self.heads)?;
+        let mut scratch = match kernel {
+            DeltaKernel::Steps => None,
+            DeltaKernel::Chunks => Some(ChunkScratch {
+                tiles: device.uninitialized(DType::F32, chunks.count * self.heads * specialization.tile_len())?,
+                recurrent_heads: device.zeros(DType::I32, sizes.n * self.heads)?,
+            }),
+        };
         {
             let readings = DeltaReadings::new(self);
             let sequences = SequenceReadings::new(&chunks);
@@ -34,10 +37,10 @@ impl DeltaCall {
             add_inputs(&mut arguments, &mut operands, &readings, &sequences)?;
             arguments.output = operands.write("output", &mut output)?;
             arguments.final_states = operands.write("final_states", &mut states)?;
-            arguments.tiles = operands.write("tiles", &mut tiles)?;
-            arguments.recurrent_heads = operands.write("recurrent_heads", &mut recurrent_heads)?;
             let grid = self.grid(&sizes, chunks.count);
-            if kernel == DeltaKernel::Chunks {
+            if let Some(ChunkScratch { tiles, recurrent_heads }) = &mut scratch {
+                arguments.tiles = operands.write("tiles", tiles)?;
+                arguments.recurrent_heads = operands.write("recurrent_heads", recurrent_heads)?;
                 operands.launch(&program, &specialization.prepare("delta_prepare", grid), &arguments)?;
                 operands.launch(&program, &specialization.scan("delta_scan", grid), &arguments)?;
                 arguments.only_recurrent_heads = 1;
@@ -46,6 +49,12 @@ impl DeltaCall {
         }
         Ok(DeltaResults { output: output.into_storage(), states: states.into_storage() })
     }
+}
+
+/// The memory between the kernels over chunks.
+struct ChunkScratch {
+    tiles: Buffer,
+    recurrent_heads: Buffer,
 }
 
 /// The tensors of packed sequences while launches read them.

@@ -19,7 +19,7 @@ pub(crate) fn source_sizes(program: &Program) -> BTreeMap<String, usize> {
             options.push(format!("-D{name}={value}"));
         }
     }
-    let output = Command::new(std::env::var("CXX").unwrap_or_else(|_| "c++".into()))
+    let compilation = Command::new(std::env::var("CXX").unwrap_or_else(|_| "c++".into()))
         .args(["-std=c++17", "-w", "-DEMULATOR"])
         .args(&options)
         .arg("-I")
@@ -31,9 +31,9 @@ pub(crate) fn source_sizes(program: &Program) -> BTreeMap<String, usize> {
         .arg(&path)
         .output()
         .expect("the C++ compiler starts");
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let output = Command::new(&path).output().expect("the program starts");
-    let text = String::from_utf8(output.stdout).expect("the program prints UTF-8");
+    assert!(compilation.status.success(), "{}", String::from_utf8_lossy(&compilation.stderr));
+    let run = Command::new(&path).output().expect("the program starts");
+    let text = String::from_utf8(run.stdout).expect("the program prints UTF-8");
     let entry = |line: &str| {
         let (name, value) = line.split_once(' ').expect("a name and a number");
         (name.to_string(), value.parse().expect("a number"))

@@ -20,10 +20,11 @@ pub(super) fn taps_of(weight: &Parameter) -> Result<Tensor> {
 
 /// Computes [`convolve`] of entries of a batch, and returns the last inputs of their `tokens` too.
 pub(super) fn convolve_with_state(taps: &Tensor, xs: &Tensor, state: &Tensor, tokens: &NewTokens) -> Result<Convolved> {
-    if xs.device().is_cuda() && tokens.all_valid() {
-        if let Some(call) = CudaConvolution::plan(taps, xs, Some(state), None) {
-            return call.run_with_state();
-        }
+    if xs.device().is_cuda()
+        && tokens.all_valid()
+        && let Some(call) = CudaConvolution::plan(taps, xs, Some(state), None)
+    {
+        return call.run_with_state();
     }
     Ok(Convolved { ys: convolve(taps, xs, state, None)?, next_state: Some(tail(xs, state, tokens)?) })
 }
@@ -42,10 +43,10 @@ pub(super) fn convolve(
     if xs.device().is_cpu() && xs.dtype() != DType::F64 {
         return with_float!(OP, xs.dtype(), |E| convolve_in_one_pass::<E>(taps, xs, state, sequences));
     }
-    if xs.device().is_cuda() {
-        if let Some(call) = CudaConvolution::plan(taps, xs, Some(state), sequences) {
-            return call.run();
-        }
+    if xs.device().is_cuda()
+        && let Some(call) = CudaConvolution::plan(taps, xs, Some(state), sequences)
+    {
+        return call.run();
     }
     let Some(sequences) = sequences else { return shifted(xs, state, taps) };
     let mut outputs = Vec::new();

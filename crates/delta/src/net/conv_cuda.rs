@@ -129,7 +129,8 @@ mod tests {
     fn cuda_convolution_after_last_inputs_matches_one_call() -> Result<()> {
         let xs = Tensor::randn(0f32, 1.0, (2, 7, 6), &Device::Cpu)?;
         let taps = Tensor::randn(0f32, 1.0, (4, 6), &Device::Cpu)?;
-        let plan = |xs: &Tensor, state: Option<&Tensor>| CudaConvolution::plan(&taps, xs, state, None).expect("a plan");
+        let plan =
+            |own: &Tensor, state: Option<&Tensor>| CudaConvolution::plan(&taps, own, state, None).expect("a plan");
         let whole = plan(&xs, None).run()?;
         let mut state = Tensor::zeros((2, 3, 6), DType::F32, &Device::Cpu)?;
         for (first, len) in [(0, 1), (1, 1), (2, 5)] {

@@ -51,12 +51,19 @@ impl CudaCall {
         let backward = move |_: &Tensor, output_grad: &Tensor, states_grad: Option<Tensor>| {
             let output_grad = with_contiguous_rows(&output_grad.transpose(1, 2)?)?;
             let states_grad = states_grad.as_ref().map(Tensor::contiguous).transpose()?;
-            let DeltaGradients { q, k, v, decay, beta, states } =
-                kernels.backward(&output_grad, states_grad.as_ref())?;
-            operands_of.gradients_of(AllHeadGradients { q, k, v, decay, beta, states })
+            let gradients: DeltaGradients = kernels.backward(&output_grad, states_grad.as_ref())?;
+            operands_of.gradients_of(AllHeadGradients {
+                q: gradients.q,
+                k: gradients.k,
+                v: gradients.v,
+                decay: gradients.decay,
+                beta: gradients.beta,
+                states: gradients.states,
+            })
         };
         let operands = call.operands();
-        let [ys, states] = record_two("gated-delta-rule", &operands, shapes.each_ref(), output, states, backward)?;
-        Ok((ys.transpose(1, 2)?, states))
+        let [ys, final_states] =
+            record_two("gated-delta-rule", &operands, shapes.each_ref(), output, states, backward)?;
+        Ok((ys.transpose(1, 2)?, final_states))
     }
 }

@@ -126,10 +126,10 @@ impl RmsNorm {
         if let Some(rows) = self.0.rows(xs, &affine) {
             return rows.apply_gated(xs, &affine.weight, gate, activation);
         }
-        if xs.device().is_cuda() {
-            if let Some(call) = CudaGatedNorm::plan(self.0.row_norm(), xs, &affine.weight, gate, activation) {
-                return call.run();
-            }
+        if xs.device().is_cuda()
+            && let Some(call) = CudaGatedNorm::plan(self.0.row_norm(), xs, &affine.weight, gate, activation)
+        {
+            return call.run();
         }
         activation.gate(&self.forward(xs)?, gate)
     }
