@@ -1,5 +1,5 @@
-// The attention kernels on the emulator, against plain loops in f64. A program tests one specialisation; run_tests.sh has
-// the list of them. ONLY=words runs the cases whose names contain the words, VERBOSE=1 prints every error.
+// The attention kernels on the emulator, against plain loops in f64. A program tests one specialisation; run_tests.sh
+// has the list of them. ONLY=words runs the cases whose names contain the words, VERBOSE=1 prints every error.
 #include "reference.h"
 
 static int failures = 0, comparisons = 0;
@@ -62,8 +62,9 @@ static bool run_decode(Call& call) {
     if (!launch(call.c, "attention_decode", a.splits, row_blocks * a.key_heads, a.sequences, DECODE_THREADS,
                 DECODE_SHARED_BYTES, a, attention_decode))
         return false;
-    return a.splits == 1 || launch(call.c, "attention_combine", quotient(int(call.rows()), 4), 1, 1, SMALL_BLOCK_THREADS,
-                                   0, a, attention_combine);
+    if (a.splits == 1) return true;
+    return launch(call.c, "attention_combine", quotient(int(call.rows()), 4), 1, 1, SMALL_BLOCK_THREADS, 0, a,
+                  attention_combine);
 #else
     return false;
 #endif
@@ -132,8 +133,9 @@ static bool run_backward(Call& call, const Gradients& gradients) {
                                 attention_backward_finish);
 #endif
 #if BIAS_GRADIENT
-    is_good = is_good && launch(c, "attention_backward_bias", quotient(a.bias_keys, SMALL_BLOCK_THREADS), a.bias_queries,
-                                a.bias_sequences * a.bias_heads, SMALL_BLOCK_THREADS, 16, a, attention_backward_bias);
+    is_good = is_good && launch(c, "attention_backward_bias", quotient(a.bias_keys, SMALL_BLOCK_THREADS),
+                                a.bias_queries, a.bias_sequences * a.bias_heads, SMALL_BLOCK_THREADS, 16, a,
+                                attention_backward_bias);
 #endif
 #if SLOPE_GRADIENT
     is_good = is_good && launch(c, "attention_backward_slopes", a.heads, 1, 1, SMALL_BLOCK_THREADS, 16, a,
@@ -141,8 +143,8 @@ static bool run_backward(Call& call, const Gradients& gradients) {
 #endif
 #if RELATIVE_BIAS_GRADIENT
     is_good = is_good && launch(c, "attention_backward_relative_bias",
-                                quotient(a.relative_bias_length, SMALL_BLOCK_THREADS), a.heads, 1, SMALL_BLOCK_THREADS, 0,
-                                a, attention_backward_relative_bias);
+                                quotient(a.relative_bias_length, SMALL_BLOCK_THREADS), a.heads, 1,
+                                SMALL_BLOCK_THREADS, 0, a, attention_backward_relative_bias);
 #endif
     return is_good && gradients.q.rows == call.query_count;
 }
@@ -156,12 +158,15 @@ static void test_backward(Call& call, const Reference& reference) {
     compare(c, "gradient of keys", gradients.k.numbers(), reference.key_gradient, tolerance, 4);
     compare(c, "gradient of values", gradients.v.numbers(), reference.value_gradient, tolerance, 4);
     // Sums of many terms that nearly cancel.
-    if (c.has_sinks) compare(c, "gradient of sinks", to_vector(gradients.sinks), reference.sink_gradient, 5 * tolerance, 4);
-    if (SLOPE_GRADIENT) compare(c, "gradient of slopes", to_vector(gradients.slopes), reference.slope_gradient, 5 * tolerance, 40);
+    if (c.has_sinks)
+        compare(c, "gradient of sinks", to_vector(gradients.sinks), reference.sink_gradient, 5 * tolerance, 4);
+    if (SLOPE_GRADIENT)
+        compare(c, "gradient of slopes", to_vector(gradients.slopes), reference.slope_gradient, 5 * tolerance, 40);
     if (RELATIVE_BIAS_GRADIENT)
-        compare(c, "gradient of the relative bias", to_vector(gradients.relative_bias), reference.relative_bias_gradient,
-                tolerance, 4);
-    if (BIAS_GRADIENT) compare(c, "gradient of the bias", to_vector(gradients.bias), reference.bias_gradient, tolerance, 4);
+        compare(c, "gradient of the relative bias", to_vector(gradients.relative_bias),
+                reference.relative_bias_gradient, tolerance, 4);
+    if (BIAS_GRADIENT)
+        compare(c, "gradient of the bias", to_vector(gradients.bias), reference.bias_gradient, tolerance, 4);
 }
 #endif
 
@@ -189,12 +194,18 @@ static std::vector<Case> list_cases() {
     };
     add("plain", [](Case&) {});
     add("one key, rows of a head together", [](Case& c) { c.is_bthd = false, c.keys = 1, c.queries = 5; });
-    add("a head for each key head", [](Case& c) { c.heads = c.key_heads = 2, c.sequences = 1, c.queries = 70, c.keys = 333; });
+    add("a head for each key head", [](Case& c) {
+        c.heads = c.key_heads = 2, c.sequences = 1, c.queries = 70, c.keys = 333;
+    });
     add("no log-sum-exp", [](Case& c) { c.has_log_sum_exp = false, c.backward = false, c.queries = 20; });
-    add("causal", [](Case& c) { c.causal = true, c.queries = 150, c.keys = 200, c.has_origins = c.has_dropout_seed = true; });
+    add("causal", [](Case& c) {
+        c.causal = true, c.queries = 150, c.keys = 200, c.has_origins = c.has_dropout_seed = true;
+    });
     add("causal, more queries than keys", [](Case& c) { c.causal = true, c.queries = 170, c.keys = 90; });
     add("causal with an offset", [](Case& c) { c.causal = true, c.has_offset = true, c.offset = 17; });
-    add("causal with offsets and lengths", [](Case& c) { c.causal = c.has_offsets = c.has_lengths = true, c.queries = 160; });
+    add("causal with offsets and lengths", [](Case& c) {
+        c.causal = c.has_offsets = c.has_lengths = true, c.queries = 160;
+    });
     add("prefixes and starts", [](Case& c) { c.causal = c.has_prefixes = c.has_starts = true; });
     add("window", [](Case& c) { c.causal = true, c.window_left = 20, c.queries = c.keys = 200; });
     add("window on both sides", [](Case& c) { c.window_left = 9, c.window_right = 30, c.queries = 140; });
@@ -206,10 +217,13 @@ static std::vector<Case> list_cases() {
     add("keys of one sequence for all", [](Case& c) { c.shares_keys = true, c.backward = false, c.queries = 40; });
     add("special values", [](Case& c) { c.causal = c.has_special = true, c.backward = false, c.scale = 0.05; });
     add("special values in a window", [](Case& c) {
-        c.causal = c.has_special = c.has_lengths = true, c.backward = false, c.scale = 0.05, c.window_left = 30, c.queries = 130;
+        c.causal = c.has_special = c.has_lengths = true, c.backward = false, c.scale = 0.05;
+        c.window_left = 30, c.queries = 130;
     });
     add("packed", [](Case& c) { c.is_packed = true, c.sequences = 4; });
-    add("packed, causal, sinks", [](Case& c) { c.is_packed = c.causal = c.has_sinks = true, c.sequences = 5, c.queries = 160; });
+    add("packed, causal, sinks", [](Case& c) {
+        c.is_packed = c.causal = c.has_sinks = true, c.sequences = 5, c.queries = 160;
+    });
     add("packed in a window", [](Case& c) { c.is_packed = c.causal = true, c.window_left = 15, c.sequences = 3; });
     add("a bias of all sequences", [](Case& c) { c.one_sequence = true; });
     add("a bias of all heads, causal", [](Case& c) { c.one_head = c.causal = true; });
@@ -222,13 +236,25 @@ static std::vector<Case> list_cases() {
             add(name, [&](Case& c) { c.is_decode = true, c.backward = false, c.splits = splits, set(c); });
         };
         add_decode("decode", [](Case& c) { c.queries = 1, c.keys = 300; });
-        add_decode("decode, causal, lengths", [](Case& c) { c.queries = 3, c.keys = 400, c.heads = 8, c.key_heads = 1, c.causal = c.has_lengths = true; });
-        add_decode("decode in a window, sinks", [](Case& c) { c.queries = 5, c.keys = 500, c.heads = 6, c.causal = c.has_sinks = true, c.window_left = 100; });
-        add_decode("decode, special values", [](Case& c) { c.queries = 9, c.keys = 200, c.causal = c.has_special = true, c.scale = 0.05; });
+        add_decode("decode, causal, lengths", [](Case& c) {
+            c.queries = 3, c.keys = 400, c.heads = 8, c.key_heads = 1, c.causal = c.has_lengths = true;
+        });
+        add_decode("decode in a window, sinks", [](Case& c) {
+            c.queries = 5, c.keys = 500, c.heads = 6, c.causal = c.has_sinks = true, c.window_left = 100;
+        });
+        add_decode("decode, special values", [](Case& c) {
+            c.queries = 9, c.keys = 200, c.causal = c.has_special = true, c.scale = 0.05;
+        });
         add_decode("decode, starts", [](Case& c) { c.queries = 2, c.keys = 200, c.has_starts = c.has_origins = true; });
-        add_decode("decode, keys of one sequence for all", [](Case& c) { c.queries = 1, c.keys = 90, c.shares_keys = true, c.is_bthd = false; });
-        add_decode("decode, a row of the least biases", [](Case& c) { c.queries = 2, c.keys = 90, c.has_least_bias = true; });
-        add_decode("decode, packed", [](Case& c) { c.queries = 3, c.keys = 200, c.is_packed = c.causal = true, c.sequences = 4; });
+        add_decode("decode, keys of one sequence for all", [](Case& c) {
+            c.queries = 1, c.keys = 90, c.shares_keys = true, c.is_bthd = false;
+        });
+        add_decode("decode, a row of the least biases", [](Case& c) {
+            c.queries = 2, c.keys = 90, c.has_least_bias = true;
+        });
+        add_decode("decode, packed", [](Case& c) {
+            c.queries = 3, c.keys = 200, c.is_packed = c.causal = true, c.sequences = 4;
+        });
     }
     return cases;
 }
@@ -238,7 +264,8 @@ static bool is_for_this_specialisation(const Case& c) {
     const bool has_score_tensor = HAS_BIAS || HAS_BOOLEAN_MASK;
     const bool is_broadcast = c.one_sequence || c.one_head || c.one_query || c.one_key;
     if (!(KERNEL_SET & (c.is_decode ? 2 : 1))) return false;
-    if (c.is_packed && has_score_tensor || is_broadcast && !has_score_tensor || c.has_least_bias && !HAS_BIAS) return false;
+    if (has_score_tensor ? c.is_packed : is_broadcast) return false;
+    if (c.has_least_bias && !HAS_BIAS) return false;
     // Aligned rows are read in chunks of keys, whose stride is 1.
     if (c.one_key && (HAS_BIAS && ALIGNED_BIAS || HAS_BOOLEAN_MASK && ALIGNED_BOOLEAN_MASK)) return false;
     // A special value whose weight is 0 (dropped, or a bias of -inf) may reach the output as NaN.

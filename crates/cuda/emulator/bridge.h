@@ -1,7 +1,7 @@
 // What a library of kernels for the emulator exports, for callers in other languages.
 //
-// A library includes the kernels, then this file, and exports an array of them by EXPORT_KERNELS. A kernel is launched with a
-// pointer to its argument, which is copied. Calls must not overlap: the emulator's machine is global.
+// A library includes the kernels, then this file, and exports an array of them by EXPORT_KERNELS. A kernel is launched
+// with a pointer to its argument, which is copied. Calls must not overlap: the emulator's machine is global.
 #pragma once
 #include <cstring>
 #include "cuda_on_cpu.h"

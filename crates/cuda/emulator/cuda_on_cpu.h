@@ -546,8 +546,8 @@ struct LoadMatricesArgument {
     u32 address;
     u32* result;
 };
-// Matrix n: its 8 rows of 16 bytes are at the addresses of lanes 8n to 8n + 7. Lane l receives the elements (l / 4, 2 (l %
-// 4)) and the next in the row; transposed, (2 (l % 4), l / 4) and the next in the column.
+// Matrix n: its 8 rows of 16 bytes are at the addresses of lanes 8n to 8n + 7. Lane l receives the elements (l / 4, 2
+// (l % 4)) and the next in the row; transposed, (2 (l % 4), l / 4) and the next in the column.
 inline void load_matrices(u32 (&result)[4], u32 address, bool is_transposed) {
     LoadMatricesArgument own{address, result};
     auto run = [is_transposed](void** all) {

@@ -1,5 +1,5 @@
-// Prints the size of the argument of the kernels and the offset of each of its fields, then the sizes that follow from the
-// specialisation: what another language repeats, for a test that compares.
+// Prints the size of the argument of the kernels and the offset of each of its fields, then the sizes that follow from
+// the specialisation: what another language repeats, for a test that compares.
 #include <cstddef>
 #include <cstdio>
 #include "attention.cu"

@@ -58,9 +58,10 @@ inline void Reference::forward(Call& call, Row& row) {
         if (!(row.scores[j] > -INFINITY)) continue;
         row.weights[j] = std::exp(row.scores[j] - top) / sum;
         if (row.weights[j] == 0 || call.is_dropped(row.b, row.head, row.query, j)) continue;
+        const double weight = row.weights[j] / (1 - DROPOUT);
         for (int d = 0; d < VALUE_DIM; d++)
             output[row.index * VALUE_DIM + d] +=
-                row.weights[j] / (1 - DROPOUT) * call.value(call.key_batch(row.b), key_head, call.first_key(row.b) + j, d);
+                weight * call.value(call.key_batch(row.b), key_head, call.first_key(row.b) + j, d);
     }
 }
 
@@ -96,7 +97,8 @@ inline void Reference::backward(Call& call, const Row& row) {
         if (HAS_SOFTCAP) score_gradient *= 1 - row.tanh[j] * row.tanh[j];
         const size_t key_index = (size_t(batch) * c.key_heads + key_head) * call.key_count + key_row;
         for (int d = 0; d < HEAD_DIM; d++) {
-            query_gradient[row.index * HEAD_DIM + d] += score_gradient * c.scale * call.key(batch, key_head, key_row, d);
+            query_gradient[row.index * HEAD_DIM + d] +=
+                score_gradient * c.scale * call.key(batch, key_head, key_row, d);
             key_gradient[key_index * HEAD_DIM + d] +=
                 score_gradient * c.scale * to_number(call.q.at(batch, row.head, query_row, d));
         }

@@ -1,7 +1,7 @@
 // A case of the tests: sizes and options, and the tensors of the call that they describe.
 //
-// Tensors have the exact size that a kernel may access, and are registered with the emulator. Rows are padded, with NaN in
-// the padding. Keys that no query attends to are NaN, so that a kernel that reads them shows it.
+// Tensors have the exact size that a kernel may access, and are registered with the emulator. Rows are padded, with NaN
+// in the padding. Keys that no query attends to are NaN, so that a kernel that reads them shows it.
 #pragma once
 #include <algorithm>
 #include <cstdio>
@@ -85,7 +85,8 @@ struct Case {
     int window_left = -1, window_right = -1, chunk = 0;
     bool has_offset = false;
     int offset = 0;
-    bool has_offsets = false, has_lengths = false, has_starts = false, has_prefixes = false, has_query_intervals = false;
+    bool has_offsets = false, has_lengths = false, has_starts = false, has_prefixes = false;
+    bool has_query_intervals = false;
     bool is_packed = false;
     bool has_sinks = false, has_log_sum_exp = true, has_log_sum_exp_gradient = false;
     bool is_bthd = true;
@@ -184,7 +185,8 @@ struct Call {
           log_sum_exp(rows(), "log_sum_exp"), log_sum_exp_gradient(rows(), "log_sum_exp_gradient"),
           sinks(c.heads, "sinks"), slopes(c.heads, "alibi_slopes"),
           relative_bias(size_t(c.heads) * relative_length, "relative_bias"),
-          cumulative_queries(c.sequences + 1, "cumulative_queries"), cumulative_keys(c.sequences + 1, "cumulative_keys"),
+          cumulative_queries(c.sequences + 1, "cumulative_queries"),
+          cumulative_keys(c.sequences + 1, "cumulative_keys"),
           offsets(c.sequences, "offsets"), lengths(c.sequences, "key_lengths"), starts(c.sequences, "key_starts"),
           prefixes(c.sequences, "prefix_lengths"), first_keys(size_t(batches) * query_count, "first_keys"),
           end_keys(size_t(batches) * query_count, "end_keys"), origins(c.sequences, "relative_bias_origins"),

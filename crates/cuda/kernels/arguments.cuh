@@ -5,8 +5,8 @@
 //
 // B is `sequences`, H is `heads`, H_kv is `key_heads`, T_q is `query_count` and T_kv is `key_count`. Packed sequences
 // are successive rows of one tensor: then T_q and T_kv are totals, and all tensors but those of lengths have a batch of
-// one. Tensors (B, H, T_q) are contiguous. The others have strides, in elements, and a last dimension that is contiguous
-// unless a stride for it is named. A pointer that a call does not need is null.
+// one. Tensors (B, H, T_q) are contiguous. The others have strides, in elements, and a last dimension that is
+// contiguous unless a stride for it is named. A pointer that a call does not need is null.
 #pragma once
 
 // Strides of a tensor (B, H, T, D) whose last dimension is contiguous.
@@ -41,7 +41,7 @@ struct AttentionArguments {
     const float* relative_bias;         // (B or 1, H, relative_bias_length), with HAS_RELATIVE_BIAS
     const int* relative_bias_origins;   // (B): replaces relative_bias_origin. May be null
     const float* sinks;                 // (H): a logit that takes weight and has no value. May be null
-    const u32* dropout_seed;            // (2): the low and the high half; replaces dropout_seed_low and _high. May be null
+    const u32* dropout_seed;            // (2): low and high half; replaces dropout_seed_low and _high. May be null
 
     // ---- which keys a query attends to ----
     const int* cumulative_queries;      // (B + 1): the first query of each packed sequence, and the total; else null

@@ -1,9 +1,9 @@
 // The gradients of keys (B, H_kv, T_kv, D) and values (B, H_kv, T_kv, D_v).
 //
-// A block has KEY_BLOCK keys of a key head and goes through the tiles of queries that attend to any of them, of all heads
-// that share the key head; the next tile arrives while one is worked on. Scores are transposed: rows are keys, columns are
-// queries. WARPS_PER_KEYS warps share their keys: each computes the scores of a part of the queries, which the others
-// read from shared memory, and a part of the columns of the gradients.
+// A block has KEY_BLOCK keys of a key head and goes through the tiles of queries that attend to any of them, of all
+// heads that share the key head; the next tile arrives while one is worked on. Scores are transposed: rows are keys,
+// columns are queries. WARPS_PER_KEYS warps share their keys: each computes the scores of a part of the queries, which
+// the others read from shared memory, and a part of the columns of the gradients.
 //
 // With FUSED_BACKWARD, a block also adds its part to the gradient of each tile of queries (query_gradients.cuh).
 #pragma once
@@ -82,7 +82,8 @@ DEVICE void differentiate_key_scores(const AttentionArguments& arguments, const 
             u32 words[4];
             if (HAS_DROPOUT)
                 dropout_words_transposed(dropout, sequence.first_query + first_query + column,
-                                         sequence.first_key + first_key, sequence.first_key % 4 == 0, block.lane, words);
+                                         sequence.first_key + first_key, sequence.first_key % 4 == 0, block.lane,
+                                         words);
             float behind_softcap[4];
             UNROLL for (int e = 0; e < 4; e++) {
                 const int key = first_key + 8 * (e >> 1), query = first_query + column + (e & 1);
@@ -92,7 +93,8 @@ DEVICE void differentiate_key_scores(const AttentionArguments& arguments, const 
                 const int own_key = smaller(key, sequence.key_count - 1);
                 if (MODIFIES_SCORES) weight = modify_score(modifiers, weight, own_query, own_key, tanh);
                 if (HAS_BIAS)
-                    weight = fused_multiply_add(load_bias(arguments, modifiers, own_query, own_key), SCORE_UNIT, weight);
+                    weight = fused_multiply_add(load_bias(arguments, modifiers, own_query, own_key), SCORE_UNIT,
+                                                weight);
 #endif
                 weight = normalized_weight(weight, pair.log_sum_exp[e & 1], block.scale);
                 const bool is_dropped = HAS_DROPOUT && words[e] < arguments.dropout_threshold;
@@ -139,8 +141,8 @@ DEVICE void share_key_scores(const KeyBlock& block, const KeyScores& weights, co
             }
 }
 
-// Adds the products of a matrix of scores (keys, queries) and a tile of queries to a gradient. The scores are the warp's
-// own, or those in shared memory at `shared_at`.
+// Adds the products of a matrix of scores (keys, queries) and a tile of queries to a gradient. The scores are the
+// warp's own, or those in shared memory at `shared_at`.
 template <int PITCH, int COLUMNS>
 DEVICE void add_to_gradient(const KeyBlock& block, const KeyScores& scores, u32 shared_at, int c, u32 tile_at,
                             float (&gradient)[KEY_ROW_TILES][COLUMNS / 8][4]) {
@@ -149,7 +151,8 @@ DEVICE void add_to_gradient(const KeyBlock& block, const KeyScores& scores, u32 
         if (WARPS_PER_KEYS > 1)
             load_left<SCORE_PITCH>(left[n], shared_at, block.warp_row + 16 * n, 16 * c, block.lane);
         else
-            accumulators_to_left(left[n], scores[n][2 * c % (WARP_QUERIES / 8)], scores[n][(2 * c + 1) % (WARP_QUERIES / 8)]);
+            accumulators_to_left(left[n], scores[n][2 * c % (WARP_QUERIES / 8)],
+                                 scores[n][(2 * c + 1) % (WARP_QUERIES / 8)]);
     }
     UNROLL for (int d = 0; d < COLUMNS / 16; d++) {
         RightFragment right;
@@ -193,7 +196,8 @@ KERNEL(attention_backward_keys, KEY_THREADS, 1, AttentionArguments) {
     commit_copies();
     while (has_tile) {
         wait_for_copies<0>();
-        if (FUSED_BACKWARD && !is_clean) clean_head_tile<KEY_BLOCK, KEY_THREADS>(KEY_KEYS_AT, block.thread), is_clean = true;
+        if (FUSED_BACKWARD && !is_clean) clean_head_tile<KEY_BLOCK, KEY_THREADS>(KEY_KEYS_AT, block.thread);
+        is_clean = true;
         block_barrier();
         if (FUSED_BACKWARD) pass_turn(block, turn);
         const bool has_next = find_query_tile(block, tile.head * block.tiles + tile.index + 1, next);

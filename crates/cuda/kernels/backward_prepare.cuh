@@ -1,5 +1,5 @@
-// What the backward pass needs before its products: delta (B, H, T_q) from output and its gradient, and the intervals of
-// keys of queries and of tiles of queries.
+// What the backward pass needs before its products: delta (B, H, T_q) from output and its gradient, and the intervals
+// of keys of queries and of tiles of queries.
 #pragma once
 #include "specialization.cuh"
 #include "shared_layout.cuh"
@@ -9,8 +9,8 @@
 #include "masks.cuh"
 
 #if KERNEL_SET & 4
-// delta: the sum of output * output_gradient over a row, less the gradient of the log-sum-exp. The gradient of a score is
-// its weight times the difference of the weight's gradient and delta.
+// delta: the sum of output * output_gradient over a row, less the gradient of the log-sum-exp. The gradient of a score
+// is its weight times the difference of the weight's gradient and delta.
 KERNEL(attention_backward_delta, SMALL_BLOCK_THREADS, 1, AttentionArguments) {
     const int lane = thread_index() & 31, query = block_index_x() * (SMALL_BLOCK_THREADS / 32) + thread_index() / 32;
     const int head = block_index_y(), batch = block_index_z();

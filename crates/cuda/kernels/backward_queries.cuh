@@ -1,8 +1,8 @@
 // The gradient of the queries (B, H, T_q, D), and of each score (B, H, T_q, T_kv) where a bias needs it.
 //
 // As in the forward pass, a block has QUERY_BLOCK queries of a head and goes through the keys that they attend to, in
-// tiles of QUERY_KEYS of which the next one arrives while one is worked on. With FUSED_BACKWARD, the kernel of keys does
-// this instead.
+// tiles of QUERY_KEYS of which the next one arrives while one is worked on. With FUSED_BACKWARD, the kernel of keys
+// does this instead.
 #pragma once
 #include "specialization.cuh"
 #include "shared_layout.cuh"
@@ -48,8 +48,8 @@ DEVICE void load_query_block_tile(const AttentionArguments& arguments, const Que
                                                   block.key_rows + key * key_row_bytes, key_row_bytes, first, end,
                                                   block.thread);
         load_value_tile<QUERY_KEYS, QUERY_THREADS>(QUERY_VALUES_AT + stage * QUERY_KEYS * VALUE_PITCH,
-                                                   block.value_rows + key * value_row_bytes, value_row_bytes, first, end,
-                                                   block.thread);
+                                                   block.value_rows + key * value_row_bytes, value_row_bytes, first,
+                                                   end, block.thread);
     }
     commit_copies();
 }

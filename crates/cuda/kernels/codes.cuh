@@ -1,8 +1,8 @@
 // Keys and values that a cache stores as 8-bit codes: a number is (code - 128) times the scale of its row.
 //
 // The products are of integers, code - 128, which every element type represents exactly. The scale of a key multiplies
-// its scores, and the scale of a value multiplies its weights before these are rounded to elements: no digit of a number
-// is lost that the code has.
+// its scores, and the scale of a value multiplies its weights before these are rounded to elements: no digit of a
+// number is lost that the code has.
 #pragma once
 #include "specialization.cuh"
 #include "device.cuh"
@@ -17,6 +17,24 @@
 // The weight of a value row times the row's scale. The scale of a row with numbers that are not finite is NaN: it must
 // not reach queries for which the row is masked.
 DEVICE float scaled_weight(float weight, float scale) { return weight == 0.0f ? 0.0f : weight * scale * WEIGHT_FACTOR; }
+
+#if ELEMENT != 2
+// Four codes as two pairs of elements, code - 128: the codes become the low bytes of elements.
+DEVICE void unpack_codes(u32 codes, u32& first, u32& second) {
+#if ELEMENT == 1
+    // bf16 has 7 bits behind the first one: 128 + (code & 127) is exact, from which 256 is taken, or 128 for a code
+    // from 128 on.
+    const u32 high_bytes = 0x43434343u, sum = codes & 0x7f7f7f7fu, excess = ~codes & 0x80808080u;
+    first = subtract_pairs(select_bytes(sum, high_bytes, 0x4140), select_bytes(excess, high_bytes, 0x4140));
+    second = subtract_pairs(select_bytes(sum, high_bytes, 0x4342), select_bytes(excess, high_bytes, 0x4342));
+#else
+    // 1024 + code is exact in f16, from which 1152 is taken.
+    const u32 high_bytes = 0x64646464u, excess = 0x64806480u;
+    first = subtract_pairs(select_bytes(codes, high_bytes, 0x4140), excess);
+    second = subtract_pairs(select_bytes(codes, high_bytes, 0x4342), excess);
+#endif
+}
+#endif
 
 // Loads rows of `columns` codes, padded to a pitch, and becomes 0 outside of [first_row, end_row).
 template <int ROWS, int COLUMNS, int PITCH, int THREADS>
@@ -48,8 +66,7 @@ template <int ROWS, int COLUMNS, int PITCH, int THREADS> DEVICE void convert_cod
             store_shared<float4>(row_to + w * 16, numbers);
 #else
             uint2 pairs;
-            pairs.x = pack_codes(select_bytes(words[w], 0, 0x1100));
-            pairs.y = pack_codes(select_bytes(words[w], 0, 0x3322));
+            unpack_codes(words[w], pairs.x, pairs.y);
             store_shared<uint2>(row_to + w * 8, pairs);
 #endif
         }
@@ -79,28 +96,29 @@ template <int PITCH> DEVICE void load_right_codes(RightFragment& fragment, u32 a
 #if ELEMENT == 2
         UNROLL for (int e = 0; e < 4; e++) fragment.x[4 * tile + e] = (float)(int)(word >> 8 * e & 0xff) - 128;
 #else
-        fragment.x[2 * tile] = pack_codes(select_bytes(word, 0, 0x1100));
-        fragment.x[2 * tile + 1] = pack_codes(select_bytes(word, 0, 0x3322));
+        unpack_codes(word, fragment.x[2 * tile], fragment.x[2 * tile + 1]);
 #endif
     }
 }
 
 // Rows of k, 32 columns of n, from codes: two fragments of four matrices of 8 columns. Column n of matrix m is column
 // 4n + m of the 32.
-template <int PITCH> DEVICE void load_right_codes_transposed(RightFragment (&fragments)[2], u32 at, int k, int n, int lane) {
+template <int PITCH>
+DEVICE void load_right_codes_transposed(RightFragment (&fragments)[2], u32 at, int k, int n, int lane) {
     const int group = lane >> 2, pair = lane & 3;
     u32 words[4];
     UNROLL for (int e = 0; e < 4; e++)
         words[e] = load_shared<u32>(at + (k + 2 * pair + (e & 1) + 8 * (e >> 1)) * PITCH + n + 4 * group);
-    UNROLL for (int matrix = 0; matrix < 4; matrix++) {
-        RightFragment& fragment = fragments[matrix / 2];
+    UNROLL for (int n = 0; n < 2; n++) {
+        RightFragment& fragment = fragments[n];
 #if ELEMENT == 2
-        UNROLL for (int e = 0; e < 4; e++)
-            fragment.x[4 * (matrix % 2) + e] = (float)(int)(words[e] >> 8 * matrix & 0xff) - 128;
+        UNROLL for (int e = 0; e < 8; e++)
+            fragment.x[e] = (float)(int)(words[e % 4] >> 8 * (2 * n + e / 4) & 0xff) - 128;
 #else
-        const u32 selector = 0x4400 + 0x1111 * matrix;
-        fragment.x[2 * (matrix % 2)] = pack_codes(select_bytes(words[0], words[1], selector));
-        fragment.x[2 * (matrix % 2) + 1] = pack_codes(select_bytes(words[2], words[3], selector));
+        // Two codes of a row of k and two of the next one, in turn: the pairs of two matrices.
+        const u32 selector = n == 0 ? 0x5140 : 0x7362;
+        unpack_codes(select_bytes(words[0], words[1], selector), fragment.x[0], fragment.x[2]);
+        unpack_codes(select_bytes(words[2], words[3], selector), fragment.x[1], fragment.x[3]);
 #endif
     }
 }

@@ -1,5 +1,5 @@
-// Combines the parts of attention_decode: output (B, H, T_q, D_v) and log-sum-exp (B, H, T_q) from `splits` outputs, each
-// with the maximum of its scores and the sum of its weights. Each warp combines one row.
+// Combines the parts of attention_decode: output (B, H, T_q, D_v) and log-sum-exp (B, H, T_q) from `splits` outputs,
+// each with the maximum of its scores and the sum of its weights. Each warp combines one row.
 #pragma once
 #include "specialization.cuh"
 #include "device.cuh"

@@ -115,8 +115,8 @@ DEVICE void load_decode_tile(const AttentionArguments& arguments, const DecodeBl
         const i64 key_scale = arguments.key_scale_strides.row, value_scale = arguments.value_scale_strides.row;
         load_scales<DECODE_KEYS, 32>(to + DECODE_TILE_SCALES_AT, block.key_scales + key * key_scale, key_scale, first,
                                      end, block.lane);
-        load_scales<DECODE_KEYS, 32>(to + DECODE_TILE_SCALES_AT + DECODE_KEYS * 4, block.value_scales + key * value_scale,
-                                     value_scale, first, end, block.lane);
+        load_scales<DECODE_KEYS, 32>(to + DECODE_TILE_SCALES_AT + DECODE_KEYS * 4,
+                                     block.value_scales + key * value_scale, value_scale, first, end, block.lane);
 #else
         load_head_tile<DECODE_KEYS, 32>(to, keys, key_row_bytes, first, end, block.lane);
         load_value_tile<DECODE_KEYS, 32>(to + DECODE_TILE_VALUES_AT, values, value_row_bytes, first, end, block.lane);

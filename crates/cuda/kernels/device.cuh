@@ -90,14 +90,17 @@ DEVICE u32 pack_pair(float low, float high) {
 DEVICE float unpack_half(u16 half) {
     return ELEMENT == 1 ? emulator::bf16_to_f32(half) : emulator::f16_to_f32(half);
 }
-// Two elements from the codes in bytes 0 and 2: code - 128, which is exact.
-DEVICE u32 pack_codes(u32 two) { return pack_pair(float(two & 0xff) - 128, float(two >> 16 & 0xff) - 128); }
 // Byte i of the result is byte (selector >> 4 i & 7) of the eight bytes of a, then b.
 DEVICE u32 select_bytes(u32 a, u32 b, u32 selector) {
     const u64 bytes = a | u64(b) << 32;
     u32 result = 0;
     for (int i = 0; i < 4; i++) result |= u32(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
     return result;
+}
+// The differences of two pairs of elements.
+DEVICE u32 subtract_pairs(u32 a, u32 b) {
+    return pack_pair(unpack_half((u16)a) - unpack_half((u16)b),
+                     unpack_half((u16)(a >> 16)) - unpack_half((u16)(b >> 16)));
 }
 
 DEVICE void wait_for_turn(const int* at, int turn) {
@@ -218,23 +221,19 @@ DEVICE float unpack_half(u16 half) {
     return f;
 #endif
 }
-// Two elements from the codes in bytes 0 and 2: code - 128, which is exact.
-DEVICE u32 pack_codes(u32 two) {
+// Byte i of the result is byte (selector >> 4 i & 7) of the eight bytes of a, then b.
+DEVICE u32 select_bytes(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
+// The differences of two pairs of elements.
+DEVICE u32 subtract_pairs(u32 a, u32 b) {
     u32 r;
 #if ELEMENT == 1
-    // bf16 has 7 bits behind the first: 128 + (code & 127) is exact, from which 256 or 128 is taken.
-    const u32 low_bits = (two & 0x007f007fu) | 0x43004300u, excess = (two & 0x00800080u) ^ 0x43804380u;
-    const u32 minus_one = 0xbf80bf80u;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(excess), "r"(minus_one), "r"(low_bits));
+    // There is a subtraction only from compute capability 9.0 on.
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(b), "r"(0xbf80bf80u), "r"(a));
 #else
-    // 1024 + code is exact in f16, from which 1152 is taken.
-    const u32 sum = (two & 0x00ff00ffu) | 0x64006400u, excess = 0x64806480u;
-    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(sum), "r"(excess));
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
 #endif
     return r;
 }
-// Byte i of the result is byte (selector >> 4 i & 7) of the eight bytes of a, then b.
-DEVICE u32 select_bytes(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 
 DEVICE void wait_for_turn(const int* at, int turn) {
     int now;

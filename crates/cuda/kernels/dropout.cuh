@@ -41,8 +41,8 @@ DEVICE u32 dropout_word(const Dropout& dropout, int query, int key) {
 }
 
 // The words of an accumulator whose rows are the queries `query` and `query` + 8, and whose columns are the keys `key`
-// and `key` + 1, where `key` is even if the sequence is aligned: its first key is a multiple of four. Then lanes side by
-// side need the same four words of each row: one draws for the upper row, the other for the lower one.
+// and `key` + 1, where `key` is even if the sequence is aligned: its first key is a multiple of four. Then lanes side
+// by side need the same four words of each row: one draws for the upper row, the other for the lower one.
 DEVICE void dropout_words(const Dropout& dropout, int query, int key, bool is_aligned, int lane, u32 (&words)[4]) {
     if (!is_aligned) {
         UNROLL for (int e = 0; e < 4; e++) words[e] = dropout_word(dropout, query + 8 * (e >> 1), key + (e & 1));
@@ -57,8 +57,8 @@ DEVICE void dropout_words(const Dropout& dropout, int query, int key, bool is_al
     words[2] = is_odd ? own[2] : other0, words[3] = is_odd ? own[3] : other1;
 }
 
-// The same of a transposed accumulator: rows are the keys `key` and `key` + 8, columns the queries `query` and the next.
-// The four lanes of four successive keys draw one of their four counters each, and exchange words in two steps.
+// The same of a transposed accumulator: rows are the keys `key` and `key` + 8, columns the queries `query` and the
+// next. The four lanes of four successive keys draw one of their four counters each, and exchange words in two steps.
 DEVICE void dropout_words_transposed(const Dropout& dropout, int query, int key, bool is_aligned, int lane,
                                      u32 (&words)[4]) {
     if (!is_aligned) {

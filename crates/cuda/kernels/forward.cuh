@@ -1,9 +1,9 @@
 // The forward pass: output (B, H, T_q, D_v) and log-sum-exp (B, H, T_q) from queries, keys and values.
 //
-// A block has FORWARD_QUERIES queries of a head, of which each warp has FORWARD_ROW_TILES * 16, and goes through the keys
-// that any of them attends to in tiles of FORWARD_KEYS. The products of a tile, its weights and the output stay in
-// registers (FlashAttention-2). With one stage the values of a tile arrive while its products are computed, and the keys
-// of the next tile while the output is; with two stages the whole next tile arrives.
+// A block has FORWARD_QUERIES queries of a head, of which each warp has FORWARD_ROW_TILES * 16, and goes through the
+// keys that any of them attends to in tiles of FORWARD_KEYS. The products of a tile, its weights and the output stay in
+// registers (FlashAttention-2). With one stage the values of a tile arrive while its products are computed, and the
+// keys of the next tile while the output is; with two stages the whole next tile arrives.
 #pragma once
 #include "specialization.cuh"
 #include "shared_layout.cuh"
@@ -110,8 +110,8 @@ DEVICE void multiply_forward_keys(const ForwardBlock& block, ForwardQueries& que
     UNROLL for (int k = 0; k < HEAD_COLUMNS / 16; k++) {
         if (!FORWARD_QUERIES_IN_REGISTERS)
             UNROLL for (int tile = 0; tile < FORWARD_ROW_TILES; tile++)
-                load_left<HEAD_PITCH>(queries.fragments[tile][0], FORWARD_QUERIES_AT, block.warp_row + 16 * tile, 16 * k,
-                                      block.lane);
+                load_left<HEAD_PITCH>(queries.fragments[tile][0], FORWARD_QUERIES_AT, block.warp_row + 16 * tile,
+                                      16 * k, block.lane);
         UNROLL for (int c = 0; c < FORWARD_KEYS / 16; c++) {
             RightFragment keys;
             load_right<HEAD_PITCH>(keys, keys_at, 16 * c, 16 * k, block.lane);
@@ -232,9 +232,9 @@ DEVICE void add_special_values(const AttentionArguments& arguments, const Forwar
                 UNROLL for (int d = 0; d < VALUE_COLUMNS / 8; d++)
                     UNROLL for (int e = 0; e < 2; e++) {
                         const int column = 8 * d + block.lane_column + e;
-                        const float value =
-                            column < VALUE_DIM ? load_element(block.value_rows, key * arguments.value_strides.row + column)
-                                               : 0.0f;
+                        if (column >= VALUE_DIM) continue;
+                        const i64 at = key * arguments.value_strides.row + column;
+                        const float value = load_element(block.value_rows, at);
                         if (!is_finite(value)) state.output[tile][d][2 * r + e] += value;
                     }
             }
@@ -309,7 +309,8 @@ DEVICE void products_to_weights(const AttentionArguments& arguments, const Forwa
 #endif
 }
 
-// Attends to all keys of the block. Returns whether values that are not finite were left out, which is_careful asks for.
+// Attends to all keys of the block. Returns whether values that are not finite were left out, which is_careful asks
+// for.
 DEVICE bool attend_to_keys(const AttentionArguments& arguments, const ForwardBlock& block, ForwardState& state,
                            float scale, bool is_careful) {
     const int first = block.keys.first / FORWARD_KEYS, last = (block.keys.end + FORWARD_KEYS - 1) / FORWARD_KEYS;
@@ -334,9 +335,11 @@ DEVICE bool attend_to_keys(const AttentionArguments& arguments, const ForwardBlo
         const u32 values_at = FORWARD_VALUES_AT + (FORWARD_STAGES == 2 ? stage * FORWARD_KEYS * VALUE_PITCH : 0);
         wait_for_copies<0>();
 #if KEY_CODES
-        convert_codes<FORWARD_KEYS, HEAD_COLUMNS, HEAD_PITCH, FORWARD_THREADS>(keys_at, FORWARD_KEY_CODES_AT, block.thread);
+        convert_codes<FORWARD_KEYS, HEAD_COLUMNS, HEAD_PITCH, FORWARD_THREADS>(keys_at, FORWARD_KEY_CODES_AT,
+                                                                               block.thread);
 #endif
-        if (FORWARD_STAGES == 2 && is_careful) found |= clean_value_tile<FORWARD_KEYS, FORWARD_THREADS>(values_at, block.thread);
+        if (FORWARD_STAGES == 2 && is_careful)
+            found |= clean_value_tile<FORWARD_KEYS, FORWARD_THREADS>(values_at, block.thread);
         block_barrier();
         load_forward_terms(arguments, block, key);
         if (FORWARD_STAGES == 1) {

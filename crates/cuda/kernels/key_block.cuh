@@ -54,8 +54,8 @@ DEVICE bool start_key_block(const AttentionArguments& arguments, KeyBlock& block
     block.sequence_index = place.sequence;
     block.sequence = load_sequence(arguments, place.sequence);
     block.key_head = place.head, block.group = arguments.heads / arguments.key_heads;
-    // The first keys of a causal call have the most queries and start first. With FUSED_BACKWARD a block waits for those
-    // of later keys, which therefore start first.
+    // The first keys of a causal call have the most queries and start first. With FUSED_BACKWARD a block waits for
+    // those of later keys, which therefore start first.
     block.index = FUSED_BACKWARD ? place.block : arguments.blocks - 1 - place.block;
     block.first_key = block.index * KEY_BLOCK;
     const Sequence& sequence = block.sequence;
@@ -68,7 +68,8 @@ DEVICE bool start_key_block(const AttentionArguments& arguments, KeyBlock& block
         arguments.key_strides.row * ELEMENT_BYTES, 0, rows, block.thread);
     load_value_tile<KEY_BLOCK, KEY_THREADS>(
         KEY_VALUES_AT,
-        row_address(arguments.values, arguments.value_strides, sequence.batch, block.key_head, first_row, ELEMENT_BYTES),
+        row_address(arguments.values, arguments.value_strides, sequence.batch, block.key_head, first_row,
+                    ELEMENT_BYTES),
         arguments.value_strides.row * ELEMENT_BYTES, 0, rows, block.thread);
     block.tiles = (sequence.query_count + BACKWARD_QUERIES - 1) / BACKWARD_QUERIES;
     block.tile_intervals = arguments.tile_intervals + (i64)place.sequence * arguments.query_tiles;

@@ -1,8 +1,8 @@
 // Elements in global memory, and their way to tiles in shared memory.
 //
-// A tile is some rows of a tensor, whose pitch (bytes from row to row) is padded. Its columns are rounded up to matrices
-// of 16, with zeros behind the last element. Rows that must not be read, since they are outside of the tensor or since no
-// query attends to them, become zeros.
+// A tile is some rows of a tensor, whose pitch (bytes from row to row) is padded. Its columns are rounded up to
+// matrices of 16, with zeros behind the last element. Rows that must not be read, since they are outside of the tensor
+// or since no query attends to them, become zeros.
 #pragma once
 #include "specialization.cuh"
 #include "device.cuh"
@@ -102,8 +102,8 @@ DEVICE void load_tile(u32 to, const char* from, i64 row_bytes, i64 column_bytes,
 template <int ROWS, int THREADS>
 DEVICE void load_head_tile(u32 to, const char* from, i64 row_bytes, int first_row, int end_row, int thread) {
     load_tile<ROWS, HEAD_COLUMNS * ELEMENT_BYTES / 16, HEAD_PITCH, THREADS, ALIGNED_ROWS, ELEMENT_BYTES,
-              HEAD_COLUMNS == HEAD_DIM>(to, from, row_bytes, ELEMENT_BYTES, first_row, end_row, HEAD_DIM * ELEMENT_BYTES,
-                                        thread);
+              HEAD_COLUMNS == HEAD_DIM>(to, from, row_bytes, ELEMENT_BYTES, first_row, end_row,
+                                        HEAD_DIM * ELEMENT_BYTES, thread);
 }
 
 // Loads rows of D_v elements.
@@ -117,8 +117,8 @@ DEVICE void load_value_tile(u32 to, const char* from, i64 row_bytes, int first_r
 // Replaces numbers that are not finite by zeros, in the chunks that this thread loaded, which no other thread may have
 // read yet. Returns whether there were any.
 //
-// A weight of zero times NaN is NaN: in a tile to which some queries attend and others do not, such values must not meet
-// the weights of the others. In f32 they must not meet any weight: the TF32 remainder of infinity is NaN.
+// A weight of zero times NaN is NaN: in a tile to which some queries attend and others do not, such values must not
+// meet the weights of the others. In f32 they must not meet any weight: the TF32 remainder of infinity is NaN.
 template <int ROWS, int CHUNKS, int PITCH, int THREADS> DEVICE bool clean_tile(u32 at, int thread) {
     const u32 EXPONENT = ELEMENT == 2 ? 0x7f800000u : ELEMENT == 1 ? 0x7f807f80u : 0x7c007c00u;
     // What carries an exponent of ones into the highest bit of the number.

@@ -53,8 +53,8 @@ DEVICE int chunk_start(int position, int chunk) {
 }
 
 // The keys [first, end) of its sequence that query `query` of a sequence attends to; 0 and 0 if there are none.
-DEVICE void attended_keys(const AttentionArguments& arguments, const Sequence& sequence, int index, int query, int& first,
-                          int& end) {
+DEVICE void attended_keys(const AttentionArguments& arguments, const Sequence& sequence, int index, int query,
+                          int& first, int& end) {
     first = 0, end = sequence.key_count;
     if (arguments.key_lengths) end = smaller(end, load_global(arguments.key_lengths + index));
     if (arguments.key_starts) first = larger(first, load_global(arguments.key_starts + index));
@@ -140,8 +140,8 @@ struct BlockPlace {
     int sequence;
 };
 
-// The blocks in the order in which they start: those of `section_heads` heads side by side, so that these find their keys
-// in the cache; of each head the last block first, which is the longest one of a causal call.
+// The blocks in the order in which they start: those of `section_heads` heads side by side, so that these find their
+// keys in the cache; of each head the last block first, which is the longest one of a causal call.
 DEVICE BlockPlace block_place(const AttentionArguments& arguments, int index, int heads) {
     const int section_blocks = arguments.section_heads * arguments.blocks;
     const int section = index / section_blocks, rest = index - section * section_blocks;

@@ -1,14 +1,15 @@
 // What the backward kernel of keys collects for the gradients of ALiBi slopes and of the relative bias.
 //
-// Each block writes sums of its own, which the kernels of modifier_sums.cuh add up in a fixed order. For a slope that is
-// one number for each warp. For a relative bias it is a vector of all entries: a tile of scores adds the sum of each of
-// its diagonals.
+// Each block writes sums of its own, which the kernels of modifier_sums.cuh add up in a fixed order. For a slope that
+// is one number for each warp. For a relative bias it is a vector of all entries: a tile of scores adds the sum of each
+// of its diagonals.
 #pragma once
 #include "specialization.cuh"
 #include "shared_layout.cuh"
 #include "device.cuh"
 #include "arguments.cuh"
 #include "loads.cuh"
+#include "modifiers.cuh"
 #include "key_block.cuh"
 
 #if KERNEL_SET & 4
@@ -44,9 +45,7 @@ DEVICE void add_relative_bias_gradients(const AttentionArguments& arguments, con
     const i64 head = (i64)block.sequence_index * arguments.heads + block.key_head * block.group + tile.head;
     float* to = arguments.relative_bias_parts +
                 (head * arguments.key_blocks + block.index) * arguments.relative_bias_length;
-    const int origin = arguments.relative_bias_origins
-                           ? load_global(arguments.relative_bias_origins + block.sequence_index)
-                           : arguments.relative_bias_origin;
+    const int origin = relative_bias_origin(arguments, block.sequence_index);
     const int first_entry = origin + block.first_key - tile.index * BACKWARD_QUERIES;
     for (int n = block.thread; n < KEY_BLOCK + BACKWARD_QUERIES - 1; n += KEY_THREADS) {
         const int distance = n - (BACKWARD_QUERIES - 1); // key - query, in the tile

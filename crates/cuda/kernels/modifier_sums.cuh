@@ -1,5 +1,5 @@
-// The gradients of sinks, slopes, relative bias and bias, from what the other backward kernels stored. Each kernel adds up
-// in a fixed order, so that the result has the same bits every time.
+// The gradients of sinks, slopes, relative bias and bias, from what the other backward kernels stored. Each kernel adds
+// up in a fixed order, so that the result has the same bits every time.
 #pragma once
 #include "specialization.cuh"
 #include "device.cuh"
@@ -64,8 +64,8 @@ KERNEL(attention_backward_relative_bias, SMALL_BLOCK_THREADS, 1, AttentionArgume
 #endif
 
 #if BIAS_GRADIENT
-// (bias_sequences, bias_heads, bias_queries, bias_keys) from the gradients of scores (B, H, T_q, T_kv). A thread has a key,
-// or some of the keys of a sum over all of them.
+// (bias_sequences, bias_heads, bias_queries, bias_keys) from the gradients of scores (B, H, T_q, T_kv). A thread has a
+// key, or some of the keys of a sum over all of them.
 KERNEL(attention_backward_bias, SMALL_BLOCK_THREADS, 1, AttentionArguments) {
     const int thread = thread_index(), column = block_index_x() * SMALL_BLOCK_THREADS + thread;
     const bool sums_keys = arguments.bias_keys == 1, sums_queries = arguments.bias_queries == 1;

@@ -22,7 +22,14 @@ struct ScoreModifiers {
     const u8* boolean_mask;      // of the head
 };
 
-DEVICE ScoreModifiers load_modifiers(const AttentionArguments& arguments, const Sequence& sequence, int index, int head) {
+// The entry of the relative bias that query 0 of a sequence has for its key 0.
+DEVICE int relative_bias_origin(const AttentionArguments& arguments, int index) {
+    return arguments.relative_bias_origins ? load_global(arguments.relative_bias_origins + index)
+                                           : arguments.relative_bias_origin;
+}
+
+DEVICE ScoreModifiers load_modifiers(const AttentionArguments& arguments, const Sequence& sequence, int index,
+                                     int head) {
     ScoreModifiers modifiers;
     modifiers.scale = HAS_SOFTCAP ? arguments.scale / arguments.softcap : arguments.scale * SCORE_UNIT;
     modifiers.cap = arguments.softcap * SCORE_UNIT;
@@ -31,8 +38,7 @@ DEVICE ScoreModifiers load_modifiers(const AttentionArguments& arguments, const 
     if (HAS_RELATIVE_BIAS) {
         modifiers.relative_bias = arguments.relative_bias + index * arguments.relative_bias_sequence_stride +
                                   head * arguments.relative_bias_head_stride;
-        modifiers.relative_origin = arguments.relative_bias_origins ? load_global(arguments.relative_bias_origins + index)
-                                                                    : arguments.relative_bias_origin;
+        modifiers.relative_origin = relative_bias_origin(arguments, index);
         modifiers.relative_length = arguments.relative_bias_length;
     }
     if (HAS_BIAS) {
@@ -71,7 +77,8 @@ DEVICE float load_bias(const AttentionArguments& arguments, const ScoreModifiers
     const i64 at = query * arguments.bias_strides.query + key * arguments.bias_strides.key;
     return HAS_BIAS == 2 ? load_global((const float*)modifiers.bias + at) : load_element(modifiers.bias, at);
 }
-DEVICE bool load_boolean_mask(const AttentionArguments& arguments, const ScoreModifiers& modifiers, int query, int key) {
+DEVICE bool load_boolean_mask(const AttentionArguments& arguments, const ScoreModifiers& modifiers, int query,
+                              int key) {
     const ScoreStrides& strides = arguments.boolean_mask_strides;
     return load_global(modifiers.boolean_mask + query * strides.query + key * strides.key) != 0;
 }

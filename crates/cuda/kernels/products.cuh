@@ -9,8 +9,8 @@
 
 #if ELEMENT == 2
 // f32: each operand is the sum of two TF32 numbers, of whose four products the smallest is left out. The index k is
-// permuted in both operands, so that accumulators are left operands as they are: of 8 successive columns, column t of the
-// instruction is column 2t, and column t + 4 is column 2t + 1.
+// permuted in both operands, so that accumulators are left operands as they are: of 8 successive columns, column t of
+// the instruction is column 2t, and column t + 4 is column 2t + 1.
 struct LeftFragment {
     float x[8];
 };

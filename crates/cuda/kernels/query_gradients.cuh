@@ -1,8 +1,8 @@
 // With FUSED_BACKWARD: the gradient of the queries (B, H, T_q, D), which blocks of keys add up.
 //
-// The sums of a tile of queries are f32 in an order of their own: the accumulators of the warps, lane by lane. Blocks add
-// to them by turns, the last keys first, so that the result has the same bits every time. A block waits for blocks with
-// smaller indices only, which the machine starts first.
+// The sums of a tile of queries are f32 in an order of their own: the accumulators of the warps, lane by lane. Blocks
+// add to them by turns, the last keys first, so that the result has the same bits every time. A block waits for blocks
+// with smaller indices only, which the machine starts first.
 #pragma once
 #include "specialization.cuh"
 #include "shared_layout.cuh"
@@ -36,8 +36,8 @@ DEVICE void pass_turn(const KeyBlock& block, const QueryGradientTurn& turn) {
     if (turn.at && block.thread == 0) set_turn(turn.at, turn.next);
 }
 
-// Multiplies the gradients of products (keys, queries) in shared memory, transposed, and the keys, and adds the result to
-// the sums of the tile.
+// Multiplies the gradients of products (keys, queries) in shared memory, transposed, and the keys, and adds the result
+// to the sums of the tile.
 DEVICE QueryGradientTurn add_query_gradients(const AttentionArguments& arguments, const KeyBlock& block,
                                              const QueryTile& tile, const TileInterval& keys) {
     const int head = block.key_head * block.group + tile.head;

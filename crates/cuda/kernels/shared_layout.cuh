@@ -21,7 +21,7 @@
 #define FORWARD_CODE_BYTES (FORWARD_KEYS * (HEAD_COLUMNS + VALUE_COLUMNS + 16))
 #define FORWARD_SHARED_BYTES (FORWARD_KEY_CODES_AT + (KEY_CODES ? FORWARD_CODE_BYTES : 0))
 
-// ---- decode: queries, then a ring of tiles for each warp, in the place of which the warps' results come at the end ----
+// ---- decode: queries, then a ring of tiles for each warp, and in its place the warps' results ----
 
 // Columns of the output in registers. Codes are read four columns at a time, for four matrices of 8 columns.
 #define DECODE_OUTPUT_COLUMNS (KEY_CODES ? (VALUE_COLUMNS + 31) / 32 * 32 : VALUE_COLUMNS)
@@ -55,7 +55,7 @@
 #define QUERY_WARP_INTERVALS_AT (QUERY_INTERVALS_AT + QUERY_BLOCK * 8)
 #define QUERY_SHARED_BYTES (QUERY_WARP_INTERVALS_AT + QUERY_WARPS * 16)
 
-// ---- backward of keys: keys, values, two tiles of queries and of gradients of the output, then matrices (keys, queries)
+// ---- backward of keys: keys, values, two tiles of queries and of gradients of the output, scores ----
 
 #define KEY_KEYS_AT 0
 #define KEY_VALUES_AT (KEY_KEYS_AT + KEY_BLOCK * HEAD_PITCH)

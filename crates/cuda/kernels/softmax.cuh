@@ -1,7 +1,7 @@
 // The softmax over keys that arrive tile by tile, and the weights that the backward pass computes again.
 //
-// A row has the maximum of its scores and the sum of exp(score - maximum) over the keys so far; its output is relative to
-// the same maximum. Each lane sums the scores that it has: the sum of a row is that of four lanes.
+// A row has the maximum of its scores and the sum of exp(score - maximum) over the keys so far; its output is relative
+// to the same maximum. Each lane sums the scores that it has: the sum of a row is that of four lanes.
 #pragma once
 #include "specialization.cuh"
 #include "device.cuh"
@@ -34,8 +34,8 @@ template <int ROW_TILES, int OUTPUT_TILES> DEVICE void clear(SoftmaxState<ROW_TI
 
 // Raises the maxima by the scores of a tile of keys, and replaces the scores by weights.
 //
-// IS_LAZY: the maxima move only if a weight of the warp would exceed 2^8 otherwise, which spares most multiplications of
-// the output. Weights are then at most 2^8, otherwise at most 1.
+// IS_LAZY: the maxima move only if a weight of the warp would exceed 2^8 otherwise, which spares most multiplications
+// of the output. Weights are then at most 2^8, otherwise at most 1.
 template <bool IS_LAZY, int ROW_TILES, int OUTPUT_TILES, int KEY_TILES>
 DEVICE void update_softmax(SoftmaxState<ROW_TILES, OUTPUT_TILES>& state, float (&scores)[ROW_TILES][KEY_TILES][4],
                            float scale) {

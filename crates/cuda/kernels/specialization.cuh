@@ -117,8 +117,8 @@
 
 // ---- tiles of the backward kernel of keys ----
 
-// The gradient of the queries is made by the kernel of keys too, added up in an order that is always the same. With 0, a
-// kernel of queries makes it.
+// The gradient of the queries is made by the kernel of keys too, added up in an order that is always the same. With 0,
+// a kernel of queries makes it.
 #ifndef FUSED_BACKWARD
 #define FUSED_BACKWARD 0
 #endif
