@@ -223,6 +223,7 @@ impl KeyRanges {
                 check_vector("the positions of query 0", positions, DType::I32, sizes.sequences)?;
             }
         }
+        expect(self.chunk != Some(0), || "the chunk has 0 positions, expected at least 1".into())?;
         for (name, tensor) in [("starts", &self.starts), ("lengths", &self.lengths), ("prefixes", &self.prefixes)] {
             if let Some(tensor) = tensor {
                 check_vector(name, tensor, DType::I32, sizes.sequences)?;

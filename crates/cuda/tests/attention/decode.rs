@@ -1,0 +1,91 @@
+//! The decode kernel.
+
+use candle_attention_cuda::{
+    AttentionCall, FirstPosition, Kernel, KeyRanges, KvScales, OutputLayout, PackedSequences, ScoreModifiers,
+};
+use candle_core::{DType, Result};
+
+use super::case::{FEW_QUERIES, Sizes, check_forward, integers, numbers};
+use super::forward::with_scores;
+
+/// Checks a call that the decode kernel runs with some parts of the keys.
+fn check(call: &AttentionCall, expected_splits: usize) -> Result<()> {
+    assert_eq!(call.plan(), Ok(Kernel::Decode { splits: expected_splits }));
+    check_forward(call)?;
+    Ok(())
+}
+
+#[test]
+fn decode_with_keys_in_parts_matches_reference() -> Result<()> {
+    check(&FEW_QUERIES.call(DType::F32)?, 2)?;
+    check(&Sizes { t_q: 1, t_kv: 700, ..FEW_QUERIES }.call(DType::F32)?, 5)?;
+    check(&Sizes { t_q: 1, t_kv: 700, ..FEW_QUERIES }.call(DType::BF16)?, 5)
+}
+
+#[test]
+fn decode_of_short_keys_has_one_part_and_matches_reference() -> Result<()> {
+    check(&Sizes { t_kv: 40, ..FEW_QUERIES }.call(DType::F32)?, 1)
+}
+
+#[test]
+fn decode_with_causal_mask_lengths_and_sinks_matches_reference() -> Result<()> {
+    let call = FEW_QUERIES.call(DType::F32)?;
+    let keys = KeyRanges {
+        causal: true,
+        first_position: FirstPosition::Each(integers(&[200, 3])?),
+        lengths: Some(integers(&[203, 6])?),
+        ..KeyRanges::default()
+    };
+    let sinks = Some(numbers(6, &[4], DType::F32)?);
+    let scores = ScoreModifiers { sinks, ..call.scores };
+    check(&AttentionCall { keys, scores, output_layout: OutputLayout::Bthd, ..call }, 2)
+}
+
+#[test]
+fn decode_of_packed_sequences_matches_reference() -> Result<()> {
+    let sizes = Sizes { b: 1, t_q: 4, t_kv: 500, ..FEW_QUERIES };
+    let packed = PackedSequences {
+        cu_seqlens_q: integers(&[0, 1, 2, 4])?,
+        cu_seqlens_kv: integers(&[0, 290, 290, 500])?,
+        longest_queries: 2,
+        longest_keys: 290,
+    };
+    let keys = KeyRanges { causal: true, ..KeyRanges::default() };
+    check(&AttentionCall { packed: Some(packed), keys, ..sizes.call(DType::F32)? }, 2)
+}
+
+#[test]
+fn decode_with_all_score_modifiers_matches_reference() -> Result<()> {
+    let Sizes { b, h, t_q, t_kv, .. } = FEW_QUERIES;
+    let call = with_scores(FEW_QUERIES, |scores| {
+        Ok(ScoreModifiers {
+            softcap: Some(0.9),
+            alibi_slopes: Some((numbers(6, &[h], DType::F32)? * 0.01)?),
+            relative_bias: Some(numbers(7, &[1, h, t_q + t_kv - 1], DType::F32)?),
+            bias: Some(numbers(8, &[b, 1, t_q, t_kv], DType::F32)?),
+            boolean_mask: Some(numbers(9, &[1, h, 1, t_kv], DType::F32)?.gt(-0.7)?),
+            ..scores
+        })
+    })?;
+    check(&call, 2)
+}
+
+/// Returns a call whose keys and values are codes.
+fn with_codes(sizes: Sizes, dtype: DType) -> Result<AttentionCall> {
+    let Sizes { b, h_kv, t_kv, d, d_v, .. } = sizes;
+    let codes = |seed, columns| -> Result<_> {
+        numbers(seed, &[b, h_kv, t_kv, columns], DType::F32)?.affine(127.0, 128.0)?.to_dtype(DType::U8)
+    };
+    let scales = |seed| numbers(seed, &[b, h_kv, t_kv, 1], DType::F32)?.affine(0.003, 0.007);
+    let kv_scales = Some(KvScales { k: scales(6)?, v: scales(7)? });
+    Ok(AttentionCall { k: codes(2, d)?, v: codes(3, d_v)?, kv_scales, ..sizes.call(dtype)? })
+}
+
+#[test]
+fn keys_and_values_of_8_bits_match_reference_in_both_kernels() -> Result<()> {
+    check(&with_codes(FEW_QUERIES, DType::F16)?, 2)?;
+    let many = with_codes(super::case::MANY_QUERIES, DType::F16)?;
+    assert_eq!(many.plan(), Ok(Kernel::Forward));
+    check_forward(&many)?;
+    Ok(())
+}

@@ -1,0 +1,8 @@
+//! Attention on the emulator, by the public functions, against plain loops in f64.
+
+mod backward;
+mod case;
+mod decode;
+mod forward;
+mod plan;
+mod reference;
