@@ -122,3 +122,112 @@ pub(crate) struct AttentionArguments {
     pub bias_queries: i32,
     pub bias_keys: i32,
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpp;
+    use std::mem::offset_of;
+
+    /// Lists the names and the offsets of fields.
+    macro_rules! offsets {
+        ($($field:ident),* $(,)?) => {
+            vec![$((stringify!($field), offset_of!(AttentionArguments, $field))),*]
+        };
+    }
+
+    #[test]
+    fn fields_of_arguments_have_the_offsets_of_the_source() {
+        let Some(printed) = cpp::run("offsets.cpp", &["-DELEMENT=1"]) else { return };
+        let mut expected = vec![("AttentionArguments", size_of::<AttentionArguments>())];
+        expected.extend(offsets![
+            queries,
+            keys,
+            values,
+            key_scales,
+            value_scales,
+            output,
+            log_sum_exp,
+            bias,
+            boolean_mask,
+            alibi_slopes,
+            relative_bias,
+            relative_bias_origins,
+            sinks,
+            dropout_seed,
+            cumulative_queries,
+            cumulative_keys,
+            offsets,
+            key_lengths,
+            key_starts,
+            prefix_lengths,
+            first_keys,
+            end_keys,
+            partial_outputs,
+            partial_statistics,
+            output_gradient,
+            log_sum_exp_gradient,
+            query_gradient,
+            key_gradient,
+            value_gradient,
+            score_gradient,
+            bias_gradient,
+            sink_gradient,
+            slope_gradient,
+            relative_bias_gradient,
+            delta,
+            query_intervals,
+            tile_intervals,
+            query_gradient_sums,
+            query_gradient_turns,
+            slope_gradient_parts,
+            relative_bias_parts,
+            query_strides,
+            key_strides,
+            value_strides,
+            key_scale_strides,
+            value_scale_strides,
+            output_strides,
+            output_gradient_strides,
+            query_gradient_strides,
+            key_gradient_strides,
+            value_gradient_strides,
+            bias_strides,
+            boolean_mask_strides,
+            relative_bias_sequence_stride,
+            relative_bias_head_stride,
+            sequences,
+            heads,
+            key_heads,
+            query_count,
+            key_count,
+            has_offset,
+            offset,
+            causal,
+            window_left,
+            window_right,
+            chunk,
+            relative_bias_origin,
+            relative_bias_length,
+            splits,
+            blocks,
+            section_heads,
+            query_tiles,
+            key_blocks,
+            scale,
+            softcap,
+            kept_weight_factor,
+            dropout_threshold,
+            dropout_seed_low,
+            dropout_seed_high,
+            bias_sequences,
+            bias_heads,
+            bias_queries,
+            bias_keys,
+        ]);
+        // After the fields come sizes that depend on macros.
+        let printed: Vec<_> = printed.lines().take(expected.len()).collect();
+        let expected: Vec<_> = expected.into_iter().map(|(name, offset)| format!("{name} {offset}")).collect();
+        assert_eq!(printed, expected);
+    }
+}

@@ -6,6 +6,8 @@ mod capability;
 mod catalogue;
 #[cfg(any(feature = "cuda", test))]
 mod compile;
+#[cfg(test)]
+mod cpp;
 mod delta;
 mod device;
 #[cfg(any(feature = "cuda", test))]

@@ -151,3 +151,79 @@ fn add_passes(case: &Case, limits: &Limits, entries: &mut Vec<CatalogueEntry>) {
         add("backward", tile.program(specialization), launched);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::capability::Capability;
+    use crate::cpp;
+    use std::collections::BTreeSet;
+
+    const CAPABILITIES: [Capability; 3] =
+        [Capability { major: 8, minor: 0 }, Capability { major: 8, minor: 6 }, Capability { major: 9, minor: 0 }];
+
+    /// Returns the macros of the threads and the shared memory of a kernel's blocks; `None` for a kernel without
+    /// products.
+    fn macros(kernel: &str) -> Option<(&'static str, &'static str)> {
+        match kernel {
+            "attention_forward" => Some(("FORWARD_THREADS", "FORWARD_SHARED_BYTES")),
+            "attention_decode" => Some(("DECODE_THREADS", "DECODE_SHARED_BYTES")),
+            "attention_backward_keys" => Some(("KEY_THREADS", "KEY_SHARED_BYTES")),
+            "attention_backward_queries" => Some(("QUERY_THREADS", "QUERY_SHARED_BYTES")),
+            "attention_backward_tiles" => Some(("SMALL_BLOCK_THREADS", "TILES_SHARED_BYTES")),
+            _ => None,
+        }
+    }
+
+    #[test]
+    fn threads_and_shared_memory_of_every_program_are_those_of_the_source() {
+        let mut checked = BTreeSet::new();
+        for capability in CAPABILITIES {
+            for entry in entries(&Limits::of_capability(capability)) {
+                let mut text = String::from("#include \"specialization.cuh\"\n#include \"shared_layout.cuh\"\n");
+                for kernel in &entry.kernels {
+                    if let Some((threads, bytes)) = macros(kernel.name) {
+                        text += &format!("static_assert({threads} == {}, \"threads\");\n", kernel.threads);
+                        text += &format!("static_assert({bytes} == {}, \"bytes\");\n", kernel.shared_bytes);
+                    }
+                }
+                let defines: Vec<_> = entry.options.iter().filter(|option| option.starts_with("-D")).cloned().collect();
+                if checked.insert((text.clone(), defines.clone())) {
+                    let Some(result) = cpp::check(&text, &defines) else { return };
+                    assert_eq!(result, Ok(()), "{} for {capability}", entry.name);
+                }
+            }
+        }
+        assert!(checked.len() > 100, "only {} programs", checked.len());
+    }
+
+    #[test]
+    fn every_program_fits_the_shared_memory_of_its_device_and_has_a_name_of_its_own() {
+        for capability in CAPABILITIES {
+            let limits = Limits::of_capability(capability);
+            let mut names = BTreeSet::new();
+            for entry in entries(&limits) {
+                let largest = entry.kernels.iter().map(|kernel| kernel.shared_bytes).max();
+                assert!(largest <= Some(limits.shared_bytes), "{} for {capability}", entry.name);
+                assert!(names.insert(entry.name.clone()), "{} twice", entry.name);
+            }
+        }
+    }
+
+    #[test]
+    fn every_call_but_wide_f32_backward_has_programs_on_every_device() {
+        for capability in CAPABILITIES {
+            let names: BTreeSet<_> =
+                entries(&Limits::of_capability(capability)).into_iter().map(|entry| entry.name).collect();
+            for case in plain_cases().into_iter().chain(modifier_cases()).chain(layout_cases()) {
+                let Specialization { dropout, key_codes, .. } = case.specialization;
+                let passes = [("forward", true), ("decode", !dropout), ("backward", !key_codes)];
+                for (pass, _) in passes.into_iter().filter(|(_, is_expected)| *is_expected) {
+                    let name = format!("{pass} {}", case.name);
+                    let is_too_wide = name == "backward f32 d256" && capability.minor == 6;
+                    assert_eq!(names.contains(&name), !is_too_wide, "{name} for {capability}");
+                }
+            }
+        }
+    }
+}

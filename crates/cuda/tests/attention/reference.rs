@@ -188,15 +188,17 @@ impl<'a> Problem<'a> {
         let is_in_prefix = (key as i64) < entry(&keys.prefixes, 0)?;
         let mut attends = (key as i64) >= entry(&keys.starts, 0)? && (key as i64) < entry(&keys.lengths, i64::MAX)?;
         attends &= !keys.causal || distance <= 0 || is_in_prefix;
-        attends &= keys.left.is_none_or(|left| -distance <= left as i64);
-        attends &= keys.right.is_none_or(|right| distance <= right as i64);
+        // No distance is larger than i32.
+        let bound = |distance: usize| distance.min(i32::MAX as usize) as i64;
+        attends &= keys.left.is_none_or(|left| -distance <= bound(left));
+        attends &= keys.right.is_none_or(|right| distance <= bound(right));
         attends &=
             keys.chunk.is_none_or(|chunk| position.div_euclid(chunk as i64) == (key as i64).div_euclid(chunk as i64));
         if let Some(intervals) = &keys.intervals {
             let row = sequence.batch * self.q.dims[2] + sequence.first_query + query;
-            let bound =
+            let entry =
                 |tensor: &Tensor| -> Result<i64> { Ok(i64::from(tensor.flatten_all()?.to_vec1::<i32>()?[row])) };
-            attends &= (key as i64) >= bound(&intervals.starts)? && (key as i64) < bound(&intervals.ends)?;
+            attends &= (key as i64) >= entry(&intervals.starts)? && (key as i64) < entry(&intervals.ends)?;
         }
         if let Some(mask) = &self.boolean_mask {
             attends &= mask.get(&[sequence.batch, head, query, key]) != 0.0;
