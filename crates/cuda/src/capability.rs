@@ -29,8 +29,8 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// Returns the limits of a device with a compute capability, as many multiprocessors as an A100 has, and the shared
-    /// memory of NVIDIA's table "Technical Specifications per Compute Capability".
+    /// Returns the limits of a device with a compute capability: the shared memory of NVIDIA's table "Technical
+    /// Specifications per Compute Capability", and the multiprocessors of an A100.
     pub fn of_capability(capability: Capability) -> Self {
         let Capability { major, minor } = capability;
         let kibibytes = match (major, minor) {

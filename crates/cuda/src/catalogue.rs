@@ -31,9 +31,10 @@ pub struct CatalogueKernel {
 
 impl CatalogueEntry {
     pub(crate) fn new(program: &Program, name: String, is_quick: bool, kernels: Vec<KernelShape>) -> Self {
-        let kernels = kernels.into_iter().map(|kernel| {
-            let KernelShape { name, threads, shared_bytes } = kernel;
-            CatalogueKernel { name, threads, shared_bytes }
+        let kernels = kernels.into_iter().map(|kernel| CatalogueKernel {
+            name: kernel.name,
+            threads: kernel.threads,
+            shared_bytes: kernel.shared_bytes,
         });
         Self { source: program.root, name, options: program.options(), is_quick, kernels: kernels.collect() }
     }

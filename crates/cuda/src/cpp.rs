@@ -5,8 +5,8 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// Returns the compiler with the kernels and the emulator among its folders; `None`, saying that a test is skipped, if it
-/// is not installed.
+/// Returns the compiler with the folders of the kernels and the emulator; `None` if it is not installed, after the
+/// message that a test is skipped.
 fn compiler() -> Option<Command> {
     let name = env::var("CXX").unwrap_or_else(|_| "c++".into());
     if Command::new(&name).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status().is_err() {

@@ -228,9 +228,9 @@ mod tests {
         // A file with the folder's name stops every user, root too.
         let file = folder.path().join("file");
         fs::write(&file, b"")?;
-        let cache = DiskCache::in_folder(&file);
-        cache.write(&key("source", &[]), b"program");
-        assert_eq!(cache.read(&key("source", &[])), None);
+        let without_folder = DiskCache::in_folder(&file);
+        without_folder.write(&key("source", &[]), b"program");
+        assert_eq!(without_folder.read(&key("source", &[])), None);
         // A folder with the name of a program's file.
         let cache = DiskCache::in_folder(folder.path());
         fs::create_dir(folder.path().join(key("source", &[]).file_name()))?;

@@ -175,9 +175,9 @@ impl Nvrtc {
             let program_pointer = &raw mut program.program;
             let name = c"attention.cu".as_ptr();
             self.check(create(program_pointer, source.as_ptr(), name, 0, ptr::null(), ptr::null()))?;
-            let code = compile(program.program, options.len() as c_int, option_pointers.as_ptr());
-            if code != 0 {
-                return Err(format!("{}: {}", self.error_text(code), program.log()));
+            let status = compile(program.program, options.len() as c_int, option_pointers.as_ptr());
+            if status != 0 {
+                return Err(format!("{}: {}", self.error_text(status), program.log()));
             }
             let mut size = 0;
             self.check(cubin_size(program.program, &raw mut size))?;
@@ -356,8 +356,8 @@ mod tests {
         let Some(nvrtc) = nvrtc("nvrtc_reports_errors_of_the_source") else { return };
         let error = nvrtc.compile("no source", &["--gpu-architecture=sm_80".into()]).expect_err("an error");
         assert!(error.contains("NVRTC_ERROR_COMPILATION") && error.contains("attention.cu"), "{error}");
-        let error = nvrtc.compile("", &["--no-such-option".into()]).expect_err("an error");
-        assert!(error.contains("NVRTC_ERROR_INVALID_OPTION"), "{error}");
+        let option_error = nvrtc.compile("", &["--no-such-option".into()]).expect_err("an error");
+        assert!(option_error.contains("NVRTC_ERROR_INVALID_OPTION"), "{option_error}");
     }
 
     #[test]

@@ -194,19 +194,19 @@ pub struct BackwardInputs<'a> {
 /// The inputs whose gradients a backward pass computes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct RequestedGradients {
-    /// Whether the gradient of the queries is wanted.
+    /// Whether to compute the gradient of the queries.
     pub q: bool,
-    /// Whether the gradient of the keys is wanted.
+    /// Whether to compute the gradient of the keys.
     pub k: bool,
-    /// Whether the gradient of the values is wanted.
+    /// Whether to compute the gradient of the values.
     pub v: bool,
-    /// Whether the gradient of the bias is wanted.
+    /// Whether to compute the gradient of the bias.
     pub bias: bool,
-    /// Whether the gradient of the relative bias is wanted.
+    /// Whether to compute the gradient of the relative bias.
     pub relative_bias: bool,
-    /// Whether the gradient of the ALiBi slopes is wanted.
+    /// Whether to compute the gradient of the ALiBi slopes.
     pub slopes: bool,
-    /// Whether the gradient of the sinks is wanted.
+    /// Whether to compute the gradient of the sinks.
     pub sinks: bool,
 }
 

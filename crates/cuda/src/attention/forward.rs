@@ -7,7 +7,7 @@ use super::plan::ForwardChoice;
 use super::readings::{Readings, alignment, contiguous_strides};
 use super::sizes::Sizes;
 use crate::arguments::{AttentionArguments, RowStrides};
-use crate::device::{Grid, KernelDevice, Launch, Operands};
+use crate::device::{Buffer, Grid, KernelDevice, Launch, Operands};
 use crate::specialization::{ModifierGradients, Specialization};
 use crate::tiles::{DecodeTile, ForwardTile};
 
@@ -26,12 +26,10 @@ impl AttentionCall {
             true => Some(device.uninitialized(DType::F32, sizes.rows())?),
             false => None,
         };
-        let parts = match choice {
-            ForwardChoice::Decode { splits, .. } if splits > 1 => splits,
-            _ => 0,
+        let mut parts = match choice {
+            ForwardChoice::Decode { splits, .. } if splits > 1 => Some(DecodeParts::new(&device, &sizes, splits)?),
+            _ => None,
         };
-        let mut partial_outputs = device.uninitialized(DType::F32, parts * sizes.rows() * sizes.value_dim)?;
-        let mut partial_statistics = device.uninitialized(DType::F32, parts * sizes.rows() * 2)?;
 
         let readings = Readings::new(self);
         let mut operands = Operands::new(&device);
@@ -39,9 +37,9 @@ impl AttentionCall {
         arguments.output = operands.write("the output", &mut output)?;
         arguments.output_strides = output_strides(self.output_layout, &sizes);
         arguments.log_sum_exp = operands.write_optional("the log-sum-exp", log_sum_exp.as_mut())?;
-        if parts > 0 {
-            arguments.partial_outputs = operands.write("the parts of the output", &mut partial_outputs)?;
-            arguments.partial_statistics = operands.write("the statistics of parts", &mut partial_statistics)?;
+        if let Some(DecodeParts { outputs, statistics }) = &mut parts {
+            arguments.partial_outputs = operands.write("the parts of the output", outputs)?;
+            arguments.partial_statistics = operands.write("the statistics of parts", statistics)?;
         }
         let alignment = alignment(&arguments, self, &sizes);
         let specialization = self.specialization(&sizes, ModifierGradients::default(), alignment);
@@ -57,6 +55,22 @@ impl AttentionCall {
             log_sum_exp: log_sum_exp.map(|buffer| buffer.into_storage()),
             log_sum_exp_shape: (sizes.batch, sizes.heads, sizes.queries).into(),
         })
+    }
+}
+
+/// The results of the decode kernel for parts of the keys.
+struct DecodeParts {
+    /// (splits, B, H, T_q, D_v).
+    outputs: Buffer,
+    /// (splits, B, H, T_q) pairs.
+    statistics: Buffer,
+}
+
+impl DecodeParts {
+    fn new(device: &KernelDevice, sizes: &Sizes, splits: usize) -> Result<Self> {
+        let rows = splits * sizes.rows();
+        let outputs = device.uninitialized(DType::F32, rows * sizes.value_dim)?;
+        Ok(Self { outputs, statistics: device.uninitialized(DType::F32, rows * 2)? })
     }
 }
 

@@ -59,8 +59,8 @@ pub(super) enum ForwardChoice {
     Decode { tile: DecodeTile, splits: usize },
 }
 
-/// The most pairs of a query and a head that share a key head for which keys are split. Beyond, the forward kernel reads
-/// keys less often.
+/// The most pairs of a query and a head that share a key head for which keys are split. With more, the forward kernel
+/// reads keys less often.
 const MOST_DECODE_ROWS: usize = 128;
 
 /// The most parts of the keys.

@@ -51,9 +51,9 @@ impl Sizes {
     }
 }
 
-/// Returns a reason unless a condition holds.
-fn expect(holds: bool, reason: impl FnOnce() -> String) -> Result<(), Unsupported> {
-    if holds { Ok(()) } else { Err(Unsupported::new(reason())) }
+/// Checks a condition, and returns a reason if it is false.
+fn expect(is_met: bool, reason: impl FnOnce() -> String) -> Result<(), Unsupported> {
+    if is_met { Ok(()) } else { Err(Unsupported::new(reason())) }
 }
 
 /// Returns the four sizes of a tensor.

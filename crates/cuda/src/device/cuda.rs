@@ -62,7 +62,7 @@ struct SizedFunction {
 }
 
 /// The use of memory by launches: dropped after them, it tells Candle's streams.
-pub(super) struct Use<'a> {
+pub(crate) struct Use<'a> {
     address: u64,
     _guard: SyncOnDrop<'a>,
 }
@@ -184,6 +184,7 @@ impl CudaRunner {
         grid: GridDimensions,
         arguments: &A,
     ) -> Result<()> {
+        self.context.context.bind_to_thread().w()?;
         let function = program.function(launch.kernel, launch.shared_bytes)?;
         let config = LaunchConfig {
             grid_dim: (grid.x, grid.y, grid.z),

@@ -20,7 +20,7 @@ pub struct Sizes {
     pub d_v: usize,
 }
 
-/// So many queries share a key head that the forward kernel runs.
+/// Enough queries to a key head for the forward kernel.
 pub const MANY_QUERIES: Sizes = Sizes { b: 2, h: 4, h_kv: 2, t_q: 70, t_kv: 90, d: 16, d_v: 32 };
 
 /// A few queries, for which keys are split.
@@ -70,12 +70,12 @@ fn tolerance(dtype: DType) -> f64 {
 
 /// Checks that a result has the reference's numbers.
 pub fn assert_close(name: &str, found: &Tensor, expected: &[f64], tolerance: f64) -> Result<()> {
-    let found = found.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>()?;
-    assert_eq!(found.len(), expected.len(), "{name}");
+    let numbers = found.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>()?;
+    assert_eq!(numbers.len(), expected.len(), "{name}");
     let largest = expected.iter().filter(|x| x.is_finite()).fold(0.05f64, |largest, x| largest.max(x.abs()));
-    for (index, (&found, &expected)) in found.iter().zip(expected).enumerate() {
-        let is_close = found == expected || (found - expected).abs() <= tolerance * largest;
-        assert!(is_close, "{name}, entry {index}: found {found}, expected {expected}");
+    for (index, (&number, &reference)) in numbers.iter().zip(expected).enumerate() {
+        let is_close = number == reference || (number - reference).abs() <= tolerance * largest;
+        assert!(is_close, "{name}, entry {index}: found {number}, expected {reference}");
     }
     Ok(())
 }
@@ -123,7 +123,7 @@ pub fn check_backward(call: &AttentionCall) -> Result<Gradients> {
     let loss =
         Loss { output_gradient: Rows::of(&output_gradient)?, log_sum_exp_gradient: Rows::of(&log_sum_exp_gradient)? };
     let expected = reference::backward(call, &loss)?;
-    let tolerance = 2.0 * tolerance(call.q.dtype());
+    let largest_error = 2.0 * tolerance(call.q.dtype());
     let results = [
         ("the gradient of q", &found.q, Some(&expected.q)),
         ("the gradient of k", &found.k, Some(&expected.k)),
@@ -133,10 +133,10 @@ pub fn check_backward(call: &AttentionCall) -> Result<Gradients> {
         ("the gradient of slopes", &found.slopes, expected.slopes.as_ref()),
         ("the gradient of sinks", &found.sinks, expected.sinks.as_ref()),
     ];
-    for (name, found, expected) in results {
-        assert_eq!(found.is_some(), expected.is_some(), "{name}");
-        if let (Some(found), Some(expected)) = (found, expected) {
-            assert_close(name, found, expected, tolerance)?;
+    for (name, gradient, reference) in results {
+        assert_eq!(gradient.is_some(), reference.is_some(), "{name}");
+        if let (Some(gradient), Some(reference)) = (gradient, reference) {
+            assert_close(name, gradient, reference, largest_error)?;
         }
     }
     Ok(found)

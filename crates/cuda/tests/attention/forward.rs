@@ -152,9 +152,9 @@ fn bias_and_boolean_mask_are_broadcast() -> Result<()> {
 
 #[test]
 fn dropout_drops_the_weights_that_cpu_kernels_drop() -> Result<()> {
-    let seed = 0x1234_5678_9abc_def0u64;
-    let halves = Tensor::new(&[seed as u32, (seed >> 32) as u32], &candle_core::Device::Cpu)?;
-    for seed in [DropoutSeed::Number(seed), DropoutSeed::OnDevice(halves)] {
+    let number = 0x1234_5678_9abc_def0u64;
+    let halves = Tensor::new(&[number as u32, (number >> 32) as u32], &candle_core::Device::Cpu)?;
+    for seed in [DropoutSeed::Number(number), DropoutSeed::OnDevice(halves)] {
         let dropout = Some(Dropout { p: 0.3, seed });
         check(&with_scores(MANY_QUERIES, |scores| Ok(ScoreModifiers { dropout, ..scores }))?)?;
     }

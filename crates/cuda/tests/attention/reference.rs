@@ -189,16 +189,16 @@ impl<'a> Problem<'a> {
         let mut attends = (key as i64) >= entry(&keys.starts, 0)? && (key as i64) < entry(&keys.lengths, i64::MAX)?;
         attends &= !keys.causal || distance <= 0 || is_in_prefix;
         // No distance is larger than i32.
-        let bound = |distance: usize| distance.min(i32::MAX as usize) as i64;
+        let bound = |most: usize| most.min(i32::MAX as usize) as i64;
         attends &= keys.left.is_none_or(|left| -distance <= bound(left));
         attends &= keys.right.is_none_or(|right| distance <= bound(right));
         attends &=
             keys.chunk.is_none_or(|chunk| position.div_euclid(chunk as i64) == (key as i64).div_euclid(chunk as i64));
         if let Some(intervals) = &keys.intervals {
             let row = sequence.batch * self.q.dims[2] + sequence.first_query + query;
-            let entry =
+            let of_row =
                 |tensor: &Tensor| -> Result<i64> { Ok(i64::from(tensor.flatten_all()?.to_vec1::<i32>()?[row])) };
-            attends &= (key as i64) >= entry(&intervals.starts)? && (key as i64) < entry(&intervals.ends)?;
+            attends &= (key as i64) >= of_row(&intervals.starts)? && (key as i64) < of_row(&intervals.ends)?;
         }
         if let Some(mask) = &self.boolean_mask {
             attends &= mask.get(&[sequence.batch, head, query, key]) != 0.0;
@@ -287,8 +287,8 @@ pub fn forward(call: &AttentionCall) -> Result<ForwardResult> {
                 let row = problem.row(sequence, head, query)?;
                 found.log_sum_exp[at] = row.log_sum_exp;
                 for weight in &row.weights {
-                    let value = [sequence.batch, head / problem.group(), sequence.first_key + weight.key, 0];
-                    let from = problem.v.at(&value);
+                    let row_of_value = [sequence.batch, head / problem.group(), sequence.first_key + weight.key, 0];
+                    let from = problem.v.at(&row_of_value);
                     for column in 0..d_v {
                         let value = problem.v.values[from + column];
                         found.output[at * d_v + column] += weight.weight * weight.factor * value;
@@ -341,9 +341,9 @@ pub fn backward(call: &AttentionCall, loss: &Loss) -> Result<BackwardResult> {
                         found.q[of_query] += product_gradient * problem.k.values[of_key];
                         found.k[of_key] += product_gradient * problem.q.values[of_query];
                     }
-                    for column in 0..d_v {
-                        found.v[first_value + weight.key * d_v + column] +=
-                            weight.weight * weight.factor * output_gradient[column];
+                    let value_gradient = &mut found.v[first_value + weight.key * d_v..][..d_v];
+                    for (sum, gradient) in value_gradient.iter_mut().zip(output_gradient) {
+                        *sum += weight.weight * weight.factor * gradient;
                     }
                     if let (Some(gradient), Some(bias)) = (&mut found.bias, &problem.bias) {
                         gradient[bias.at(&[sequence.batch, head, query, weight.key])] += score_gradient;

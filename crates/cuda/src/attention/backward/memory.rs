@@ -40,9 +40,9 @@ pub(super) struct BackwardMemory {
     relative_bias_parts: Option<Buffer>,
 }
 
-/// Allocates memory if a condition holds.
-fn allocate_if(holds: bool, allocate: impl FnOnce() -> Result<Buffer>) -> Result<Option<Buffer>> {
-    if holds { Ok(Some(allocate()?)) } else { Ok(None) }
+/// Allocates memory if `is_needed`.
+fn allocate_if(is_needed: bool, allocate: impl FnOnce() -> Result<Buffer>) -> Result<Option<Buffer>> {
+    if is_needed { Ok(Some(allocate()?)) } else { Ok(None) }
 }
 
 impl BackwardMemory {

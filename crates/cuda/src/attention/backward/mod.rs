@@ -89,7 +89,7 @@ impl AttentionCall {
         self.gradients(memory, wanted)
     }
 
-    /// Returns the sizes of the gradient of the bias, if it is wanted.
+    /// Returns the sizes of the gradient of the bias, if it was requested.
     fn bias_gradient(&self, sizes: &Sizes, wanted: RequestedGradients) -> Option<BiasGradient> {
         let bias = self.scores.bias.as_ref().filter(|_| wanted.bias)?;
         let &[batch, heads, queries, keys] = bias.dims() else { return None };
@@ -121,7 +121,7 @@ impl AttentionCall {
         Ok(())
     }
 
-    /// Returns the gradients that are wanted.
+    /// Returns the gradients that were requested.
     fn gradients(&self, memory: BackwardMemory, wanted: RequestedGradients) -> Result<Gradients> {
         let mut found = Gradients::default();
         if wanted.q {
