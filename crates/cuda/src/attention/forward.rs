@@ -48,7 +48,7 @@ impl AttentionCall {
             ForwardChoice::Forward(tile) => pass.forward(&tile, arguments)?,
             ForwardChoice::Decode { tile, splits } => pass.decode(&tile, splits, arguments)?,
         }
-        drop(operands);
+        operands.finish();
         Ok(ForwardOutput {
             output: output.into_storage(),
             output_shape: output_shape(self.output_layout, &sizes),

@@ -112,6 +112,9 @@ impl<'a> Operands<'a> {
         }
     }
 
+    /// Ends the use of the memory, after the last launch.
+    pub fn finish(self) {}
+
     /// Adds memory of the CPU and returns its address.
     fn add_region(&mut self, name: &'static str, memory: CpuMemory) -> u64 {
         #[cfg(feature = "emulator")]

@@ -85,7 +85,7 @@ impl AttentionCall {
         let plan = BackwardPlan { specialization: Specialization { alignment, ..specialization }, ..plan };
         let program = device.load(&tile.program(&plan.specialization))?;
         BackwardLaunches { operands: &operands, program: &program, plan, arguments }.run()?;
-        drop(operands);
+        operands.finish();
         self.gradients(memory, wanted)
     }
 
