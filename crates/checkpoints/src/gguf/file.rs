@@ -159,7 +159,7 @@ impl Weight {
         let mut bias = None;
         if all.iter().any(|part| part.bias.is_some()) {
             let bias_or_zeros = |part: &Self| match &part.bias {
-                Some(bias) => Ok(bias.clone()),
+                Some(stored) => Ok(stored.clone()),
                 None => Tensor::zeros(part.out_dim(), DType::F32, &device),
             };
             bias = Some(Tensor::cat(&all.iter().map(bias_or_zeros).collect::<Result<Vec<_>>>()?, 0)?);

@@ -59,10 +59,10 @@ impl Metadata<'_> {
         bail!("[gguf] {}: {message}", self.architecture.name)
     }
 
-    /// Adds the metadata that an error of a config is about, which calls them by other names.
+    /// Returns an error of a config with the metadata that it is about, since the error has the names of the config.
     pub fn explain(&self, error: &Error) -> Error {
-        let text = root(error).to_string();
-        let text = text.lines().next().unwrap_or_default().trim_start_matches("[hf] ").to_string();
+        let whole_text = root(error).to_string();
+        let text = whole_text.lines().next().unwrap_or_default().trim_start_matches("[hf] ");
         let mut causes = Vec::new();
         for (key, names) in NAMES_IN_CONFIGS {
             if let Some(value) = self.get(key)
@@ -71,11 +71,13 @@ impl Metadata<'_> {
                 causes.push(format!("{key} {}", shown(value)));
             }
         }
-        let causes =
-            if causes.is_empty() { String::new() } else { format!("; the metadata have {}", causes.join(", ")) };
-        Error::msg(format!("[gguf] as a config.json: {text}{causes}"))
+        if causes.is_empty() {
+            return Error::msg(format!("[gguf] as a config.json: {text}"));
+        }
+        Error::msg(format!("[gguf] as a config.json: {text}; the metadata have {}", causes.join(", ")))
     }
 
+    /// Returns the value of a key of the architecture.
     pub fn get(&self, key: &str) -> Option<&Value> {
         self.content.metadata.get(&format!("{}.{key}", self.architecture.name))
     }
@@ -118,6 +120,7 @@ impl Metadata<'_> {
         }
     }
 
+    /// Reads the number of layers.
     pub fn num_layers(&self) -> Result<usize> {
         let key = "block_count";
         match self.get(key) {
@@ -144,6 +147,7 @@ impl Metadata<'_> {
         }
     }
 
+    /// Reads a text.
     pub fn text(&self, key: &str) -> Result<Option<&str>> {
         match self.get(key) {
             None => Ok(None),
@@ -152,6 +156,7 @@ impl Metadata<'_> {
         }
     }
 
+    /// Reads a flag.
     pub fn flag(&self, key: &str) -> Result<Option<bool>> {
         match self.get(key) {
             None => Ok(None),

@@ -246,15 +246,15 @@ impl<'a> Entry<'a> {
     fn heads(&self, fields: &Fields) -> Result<MultiHeadAttentionConfig> {
         let Family { size_names, heads, .. } = self.family;
         let width = self.embed_dim(fields)?;
-        let embed_dim;
-        let num_heads;
-        if let Some(stages) = &self.family.stages {
-            embed_dim = stages.width(fields, width)?;
-            num_heads = stages.num_heads(fields, size_names.num_heads)?;
-        } else {
-            embed_dim = width;
-            num_heads = self.num_heads(fields)?;
-        }
+        let stages = self.family.stages.as_ref();
+        let embed_dim = match stages {
+            Some(stages) => stages.width(fields, width)?,
+            None => width,
+        };
+        let num_heads = match stages {
+            Some(stages) => stages.num_heads(fields, size_names.num_heads)?,
+            None => self.num_heads(fields)?,
+        };
         let cfg = MultiHeadAttentionConfig::new(embed_dim, num_heads);
         if self.family.head_dim_follows || matches!(heads, Heads::Equal) {
             fields.agrees("head_dim", embed_dim / num_heads)?;

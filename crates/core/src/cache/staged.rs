@@ -296,8 +296,8 @@ impl CachedCall<'_> {
 /// Returns the rows of the buffers that store a part of the stored positions, for each sequence.
 fn rows_of(stored: &[Range<usize>], part: &[Range<usize>]) -> Vec<StoredRows> {
     let mut rows = Vec::with_capacity(stored.len());
-    for (sequence, (stored, part)) in stored.iter().zip(part).enumerate() {
-        rows.push(StoredRows { sequence, rows: part.start - stored.start..part.end - stored.start });
+    for (sequence, (whole, selected)) in stored.iter().zip(part).enumerate() {
+        rows.push(StoredRows { sequence, rows: selected.start - whole.start..selected.end - whole.start });
     }
     rows
 }

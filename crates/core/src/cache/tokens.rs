@@ -98,12 +98,12 @@ impl NewTokens {
     /// Returns where the queries of each sequence are located among its keys, which are at the positions `keys`.
     pub(super) fn placements(&self, keys: &[Range<usize>]) -> Vec<Placement> {
         let mut placements = Vec::with_capacity(keys.len());
-        for ((&before, tokens), keys) in self.before.iter().zip(&self.tokens).zip(keys) {
+        for ((&before, tokens), key_positions) in self.before.iter().zip(&self.tokens).zip(keys) {
             placements.push(Placement {
                 query: before as i128 - tokens.start as i128,
                 first_query: 0,
                 tokens: tokens.clone(),
-                keys: keys.clone(),
+                keys: key_positions.clone(),
             });
         }
         placements

@@ -84,12 +84,12 @@ impl AttentionInput<'_> {
             return Ok(());
         }
         for s in 0..sequences.len() {
-            let queries = sequences.queries(s);
-            let keys = sequences.keys(s);
-            if queries != keys {
+            let query_range = sequences.queries(s);
+            let key_range = sequences.keys(s);
+            if query_range != key_range {
                 bail!(
-                    "[{op}] packed sequence {s} has queries {queries:?} and keys {keys:?}, expected the same in \
-                     self-attention"
+                    "[{op}] packed sequence {s} has queries {query_range:?} and keys {key_range:?}, expected the same \
+                     in self-attention"
                 )
             }
         }

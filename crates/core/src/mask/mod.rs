@@ -265,7 +265,7 @@ impl AttentionMask {
     pub fn with_prefix(mut self, prefix: impl Into<ValidLens>) -> Self {
         let prefix = prefix.into();
         let mut causal_constraints = self.constraints.iter().filter_map(|constraint| match constraint {
-            Constraint::Aligned(alignment, Reach::Causal { prefix }) => Some((alignment, prefix)),
+            Constraint::Aligned(alignment, Reach::Causal { prefix: prefixes }) => Some((alignment, prefixes)),
             _ => None,
         });
         let first = causal_constraints.next();

@@ -100,7 +100,7 @@ impl Windows {
         let w = self.window;
         let count = down * across;
         let dims = xs.dims();
-        if dims.len() != 3 || dims[0] % count != 0 || dims[1] != w * w {
+        if dims.len() != 3 || !dims[0].is_multiple_of(count) || dims[1] != w * w {
             bail!("[{OP}] windows have shape {dims:?}, expected (B · {count}, {w} · {w}, E)")
         }
         let (n, _, e) = xs.dims3()?;

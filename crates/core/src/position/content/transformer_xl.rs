@@ -79,7 +79,6 @@ fn sinusoids(t: usize, e: usize, device: &Device) -> Result<Tensor> {
     check_memory(OP, format_args!("a wave for each distance of {t} tokens"), &[2 * t, e, size_of::<f32>()])?;
     let frequency = |pair: usize| (-(10_000f64.ln()) * (2 * pair) as f64 / e as f64).exp() as f32;
     let frequencies: Vec<_> = (0..e / 2).map(frequency).collect();
-    let angles =
-        descending(t).flat_map(|distance| frequencies.iter().map(move |frequency| distance as f32 * frequency));
+    let angles = descending(t).flat_map(|distance| frequencies.iter().map(move |turn| distance as f32 * turn));
     Tensor::from_vec(angles.flat_map(|angle| [angle.sin(), angle.cos()]).collect(), (2 * t, e), device)
 }

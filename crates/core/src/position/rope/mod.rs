@@ -205,22 +205,22 @@ impl Rotation {
 
     /// Rotates the pairs of a head by the angles of its token.
     fn rotate_pairs(&self, head: &mut [f32], angles: AngleRow) {
-        let AngleRow { cos, sin } = angles;
+        let AngleRow { cos: cosines, sin: sines } = angles;
         let sign = if self.inverse { -1.0 } else { 1.0 };
         let rotated = |x: f32, y: f32, cos: &f32, sin: &f32| {
             let signed_sin = sign * sin;
             (x * cos - y * signed_sin, y * cos + x * signed_sin)
         };
-        let half = cos.len();
+        let half = cosines.len();
         match self.style {
             RopeStyle::RotateHalf => {
                 let (first, second) = head[..2 * half].split_at_mut(half);
-                for (((x, y), cos), sin) in first.iter_mut().zip(second).zip(cos).zip(sin) {
+                for (((x, y), cos), sin) in first.iter_mut().zip(second).zip(cosines).zip(sines) {
                     (*x, *y) = rotated(*x, *y, cos, sin);
                 }
             }
             RopeStyle::Interleaved => {
-                for ((pair, cos), sin) in head.chunks_exact_mut(2).zip(cos).zip(sin) {
+                for ((pair, cos), sin) in head.chunks_exact_mut(2).zip(cosines).zip(sines) {
                     (pair[0], pair[1]) = rotated(pair[0], pair[1], cos, sin);
                 }
             }
