@@ -5,6 +5,7 @@
 #include "delta.cu"
 #include "convolution.cu"
 #include "gated_norm.cu"
+#include "delta_gates.cu"
 
 #define ARGUMENTS(type) printf("%s %zu\n", #type, sizeof(type))
 #define FIELD(type, name) printf("%s.%s %zu\n", #type, #name, offsetof(type, name))
@@ -99,6 +100,25 @@ int main() {
     FIELD(GatedNormArguments, parts);
     FIELD(GatedNormArguments, activation);
     FIELD(GatedNormArguments, epsilon);
+    ARGUMENTS(DeltaGatesArguments);
+    FIELD(DeltaGatesArguments, beta_inputs);
+    FIELD(DeltaGatesArguments, decay_inputs);
+    FIELD(DeltaGatesArguments, biases);
+    FIELD(DeltaGatesArguments, log_rates);
+    FIELD(DeltaGatesArguments, betas);
+    FIELD(DeltaGatesArguments, decays);
+    FIELD(DeltaGatesArguments, beta_entry_stride);
+    FIELD(DeltaGatesArguments, beta_token_stride);
+    FIELD(DeltaGatesArguments, decay_entry_stride);
+    FIELD(DeltaGatesArguments, decay_token_stride);
+    FIELD(DeltaGatesArguments, entries);
+    FIELD(DeltaGatesArguments, tokens);
+    FIELD(DeltaGatesArguments, heads);
+    FIELD(DeltaGatesArguments, decay_width);
+    FIELD(DeltaGatesArguments, has_lower_bound);
+    FIELD(DeltaGatesArguments, lower_bound);
+    FIELD(DeltaGatesArguments, beta_factor);
+    FIELD(DeltaGatesArguments, reserved);
     SIZE(TILE_WORDS);
     SIZE(PREPARE_SHARED);
     SIZE(SCAN_SHARED);
@@ -110,5 +130,6 @@ int main() {
     SIZE(CONVOLUTION_THREADS);
     SIZE(NORM_WARPS);
     SIZE(NORM_SHARED);
+    SIZE(GATES_THREADS);
     return 0;
 }

@@ -1,7 +1,8 @@
-// The short causal convolution and the gated norm on the emulator against plain loops in double.
-// A program tests one specialisation: run_delta_tests.sh.
+// The short causal convolution, the gated norm, and the decays and betas of a gated delta net on the emulator against
+// plain loops in double. A program tests one specialisation: run_delta_tests.sh.
 #include "../kernels/convolution.cu"
 #include "../kernels/gated_norm.cu"
+#include "../kernels/delta_gates.cu"
 #include "testing.h"
 
 using namespace testing;
@@ -24,6 +25,10 @@ template <class T> Numbers numbers_of(const Array<T>& numbers) {
         result.push_back(is_element ? from_element(Element(numbers[i])) : double(numbers[i]));
     }
     return result;
+}
+
+static Numbers numbers_of_floats(const Array<float>& floats) {
+    return Numbers(floats.data, floats.data + floats.count);
 }
 
 struct ConvolutionCase {
@@ -196,6 +201,49 @@ static void run(const NormCase& test) {
             tolerance(1e-5, 2e-3, 1e-2));
 }
 
+struct GatesCase {
+    const char* name;
+    int entries, tokens, heads, decay_width;
+    double lower_bound = 0; // 0: none
+    double beta_factor = 1;
+};
+
+static void run(const GatesCase& test) {
+    emulator::clear_buffers();
+    const int width = test.heads * test.decay_width, rows = test.entries * test.tokens;
+    const i64 beta_stride = test.heads + 1, decay_stride = width + 2;
+    Array<Element> beta_inputs(rows * beta_stride, "beta_inputs"), decay_inputs(rows * decay_stride, "decay_inputs");
+    Array<float> biases(width, "biases"), log_rates(test.heads, "log_rates");
+    Array<float> betas(rows * test.heads, "betas"), decays(rows * width, "decays");
+    fill(beta_inputs), fill(decay_inputs), fill(biases), fill(log_rates);
+    DeltaGatesArguments arguments;
+    memset((void*)&arguments, 0, sizeof arguments);
+    arguments.beta_inputs = beta_inputs.data, arguments.decay_inputs = decay_inputs.data;
+    arguments.biases = biases.data, arguments.log_rates = log_rates.data;
+    arguments.betas = betas.data, arguments.decays = decays.data;
+    arguments.beta_token_stride = beta_stride, arguments.beta_entry_stride = test.tokens * beta_stride;
+    arguments.decay_token_stride = decay_stride, arguments.decay_entry_stride = test.tokens * decay_stride;
+    arguments.entries = test.entries, arguments.tokens = test.tokens, arguments.heads = test.heads;
+    arguments.decay_width = test.decay_width, arguments.has_lower_bound = test.lower_bound != 0;
+    arguments.lower_bound = float(test.lower_bound), arguments.beta_factor = float(test.beta_factor);
+    launch("delta_gates", divide_up(rows * width, GATES_THREADS), 1, 1, GATES_THREADS, 0, arguments, delta_gates);
+
+    Numbers expected_betas, expected_decays;
+    for (int row = 0; row < rows; row++)
+        for (int head = 0; head < test.heads; head++) {
+            expected_betas.push_back(test.beta_factor * sigmoid(from_element(beta_inputs[row * beta_stride + head])));
+            const double rate = std::exp(log_rates[head]);
+            for (int i = 0; i < test.decay_width; i++) {
+                const int column = head * test.decay_width + i;
+                const double x = from_element(decay_inputs[row * decay_stride + column]) + biases[column];
+                const double softplus = std::log1p(std::exp(x));
+                expected_decays.push_back(test.lower_bound ? test.lower_bound * sigmoid(rate * x) : -rate * softplus);
+            }
+        }
+    compare(test.name, "betas", numbers_of_floats(betas), expected_betas, 1e-6);
+    compare(test.name, "decays", numbers_of_floats(decays), expected_decays, 1e-6);
+}
+
 int main() {
     const ConvolutionCase convolutions[] = {
         {"convolution over tokens of several blocks", 2, 2 * CONVOLUTION_TOKENS + 5, 130},
@@ -211,5 +259,10 @@ int main() {
         {"norm gated by softplus", 1, 1, 2, ACTIVATION_SOFTPLUS},
     };
     for (const NormCase& test : norms) run(test);
+    const GatesCase gates[] = {
+        {"decays of heads", 2, 17, 5, 1},
+        {"decays of channels with a lower bound, betas up to 2", 1, 3, 2, 70, -5, 2},
+    };
+    for (const GatesCase& test : gates) run(test);
     return finish();
 }

@@ -32,7 +32,8 @@ pub use capability::{Capability, Limits};
 pub use catalogue::{CatalogueEntry, CatalogueKernel};
 pub use delta::{DeltaCall, DeltaGradients, DeltaKernel, DeltaResults};
 pub use rows::{
-    Activation, ConvolutionCall, ConvolutionGradients, ConvolutionResults, GatedNormCall, GatedNormGradients,
+    Activation, ConvolutionCall, ConvolutionGradients, ConvolutionResults, DeltaGates, DeltaGatesCall, GatedNormCall,
+    GatedNormGradients,
 };
 pub use unsupported::Unsupported;
 

@@ -30,6 +30,8 @@ const FILES: &[SourceFile] = source_files![
     "decode.cuh",
     "delta.cu",
     "delta_arguments.cuh",
+    "delta_gates.cu",
+    "delta_gates_arguments.cuh",
     "delta_gradients.cuh",
     "delta_prepare.cuh",
     "delta_row_gradients.cuh",

@@ -150,6 +150,7 @@ fn build(program: &Program) -> Result<PathBuf> {
 fn emulator_file(program: &Program) -> &'static str {
     match program.root {
         "convolution.cu" => "convolution_library.cpp",
+        "delta_gates.cu" => "delta_gates_library.cpp",
         "delta.cu" => "delta_library.cpp",
         "gated_norm.cu" => "gated_norm_library.cpp",
         _ => "library.cpp",

@@ -1,9 +1,11 @@
-//! Kernels that compute rows: the short convolution, and norms with gates.
+//! Kernels that compute rows: the short convolution, the gates of linear attention, and norms with gates.
 
 mod convolution;
+mod delta_gates;
 mod gated_norm;
 
 pub use convolution::{ConvolutionCall, ConvolutionGradients, ConvolutionResults};
+pub use delta_gates::{DeltaGates, DeltaGatesCall};
 pub use gated_norm::{Activation, GatedNormCall, GatedNormGradients};
 
 use candle_core::{DType, Result, Tensor, bail};
@@ -12,7 +14,7 @@ use crate::catalogue::CatalogueEntry;
 
 /// Returns the programs that devices run for the usual sizes.
 pub(crate) fn entries() -> Vec<CatalogueEntry> {
-    [convolution::entries(), gated_norm::entries()].concat()
+    [convolution::entries(), delta_gates::entries(), gated_norm::entries()].concat()
 }
 
 /// Checks the shape, the dtype and the last stride of a tensor.

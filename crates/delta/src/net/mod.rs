@@ -4,6 +4,7 @@ mod cache;
 mod config;
 mod conv;
 mod conv_cuda;
+mod gates;
 mod input;
 mod layout;
 mod projections;
@@ -25,28 +26,26 @@ use candle_attention_core::PackedSequences;
 use candle_attention_core::internal::NewTokens;
 use candle_attention_modules::base::{
     FusedTensor, HeadShard, Heads, Parameter, ParameterList, ParameterReader, ParameterSpec, Share, WeightAndBias,
-    accumulation_dtype, frozen, part, save,
+    frozen, part, save,
 };
-use candle_attention_modules::gate::GateActivation;
 use candle_attention_modules::linear::{PackedLinear, PackedProjection};
 use candle_attention_modules::norm::RmsNorm;
 use config::OP;
 use conv::{convolve, convolve_with_state, taps_of};
 use conv_cuda::Convolved;
+use gates::{A_LOG, DT_BIAS, DecayParameters, Gates};
 use input::CheckedInput;
 use projections::{ConvChannels, Projections};
 
 /// The epsilon that every model adds to the sum of squares of a query or a key.
 const QK_EPS: f64 = 1e-6;
 
+/// The name of the norm's weight among the layer's parameters.
+const NORM: &str = "norm.weight";
+
 /// The names of the second projections, from compressed inputs to the gate and to decays.
 const GATE_UP: &str = "g_b_proj";
 const DECAY_UP: &str = "f_b_proj";
-
-/// The names of the parameters other than projections and convolutions.
-const A_LOG: &str = "A_log";
-const DT_BIAS: &str = "dt_bias";
-const NORM: &str = "norm.weight";
 
 /// A layer of linear attention by the gated delta rule (Yang et al., <https://arxiv.org/abs/2412.06464>), as in
 /// most layers of Qwen3-Next, Qwen3.5, Kimi Linear (<https://arxiv.org/abs/2510.26692>) and OLMo Hybrid.
@@ -91,6 +90,8 @@ pub struct GatedDeltaNet {
     convolution: Parameter,
     /// The taps (K, C) of the convolutions, unless the weights are variables.
     taps: Option<Tensor>,
+    /// The parameters of decays, unless one is a variable.
+    decay_parameters: Option<DecayParameters>,
     /// `A_log` (H,) or (1, 1, H, 1), `dt_bias` (decays,), `norm.weight` (D_v,).
     parameters: ParameterList,
     norm: RmsNorm,
@@ -160,6 +161,7 @@ impl GatedDeltaNet {
         let decay_up = up_projection(&reader, DECAY_UP, cfg.decay_rank(), cfg.num_decays())?;
         let convolution = layout.read_convolutions(cfg, &reader)?;
         let out_share = Some(Share::Heads(Heads::Query, 1));
+        let decay_parameters = Some(DecayParameters::new(&parameters)?).filter(|decays| !decays.is_tracked());
         Ok(Self {
             projections,
             gate_up,
@@ -167,6 +169,7 @@ impl GatedDeltaNet {
             taps: if convolution.is_tracked() { None } else { Some(taps_of(&convolution)?) },
             convolution,
             norm: RmsNorm::new(parameters.expect(NORM)?, cfg.norm_eps())?,
+            decay_parameters,
             parameters,
             out: reader.linear(out_name, (embed_dim, width), false, out_share)?.try_into()?,
             config: cfg.with_heads(reader.own_range(Heads::Query, h).len(), reader.own_range(Heads::Key, h_k).len()),
@@ -280,8 +283,9 @@ impl GatedDeltaNet {
         let k = by_head(&convolved_k.ys.reshape((b, t, h_k, d_k))?)?;
         let v = by_head(&convolved_v.ys.reshape((b, t, h, d_v))?)?;
         // Padding neither decays a state nor writes to it.
-        let beta = by_head(&tokens.without_padding(self.beta(&projected.beta)?)?)?;
-        let decay = by_head(&tokens.without_padding(self.decay(&projected.decay)?)?)?;
+        let gates = self.gates(&projected)?;
+        let beta = by_head(&tokens.without_padding(gates.beta)?)?;
+        let decay = by_head(&tokens.without_padding(gates.decay)?)?;
         let options = DeltaOptions::default().with_qk_norm(QK_EPS).with_backend(input.backend);
         let (ys, states) = match input.packed {
             Some(sequences) => {
@@ -322,29 +326,17 @@ impl GatedDeltaNet {
         }
     }
 
-    /// Returns beta (B, T, H) from its projection, in the accumulation dtype.
-    fn beta(&self, xs: &Tensor) -> Result<Tensor> {
-        let beta = GateActivation::Sigmoid.apply(&xs.to_dtype(accumulation_dtype(xs.dtype()))?)?;
-        if self.config.allow_neg_eigval() { beta * 2.0 } else { Ok(beta) }
-    }
-
-    /// Returns the logarithms of decays (B, T, H), or (B, T, H, D_k) of channels, from their projection, in the
-    /// accumulation dtype.
-    fn decay(&self, projected: &Tensor) -> Result<Tensor> {
-        let (cfg, dtype) = (&self.config, accumulation_dtype(projected.dtype()));
+    /// Returns the decays and betas of a call from their projections.
+    fn gates(&self, projected: &Projections<Tensor>) -> Result<Gates> {
         let full_rank = match &self.decay_up {
-            Some(decay_up) => decay_up.forward(projected)?.to_dtype(dtype)?,
-            None => projected.to_dtype(dtype)?,
+            Some(decay_up) => &decay_up.forward(&projected.decay)?,
+            None => &projected.decay,
         };
-        let biased = full_rank.broadcast_add(&self.parameters.expect(DT_BIAS)?.to_dtype(dtype)?)?;
-        let rate = self.parameters.expect(A_LOG)?.to_dtype(dtype)?.flatten_all()?.exp()?.unsqueeze(1)?;
-        let (b, t, decays) = biased.dims3()?;
-        let xs = biased.reshape((b, t, cfg.num_value_heads(), decays / cfg.num_value_heads()))?;
-        let decay = match cfg.decay_lower_bound() {
-            Some(bound) => (GateActivation::Sigmoid.apply(&xs.broadcast_mul(&rate)?)? * bound)?,
-            None => GateActivation::Softplus.apply(&xs)?.broadcast_mul(&rate.neg()?)?,
+        let parameters = match &self.decay_parameters {
+            Some(parameters) => parameters,
+            None => &DecayParameters::new(&self.parameters)?,
         };
-        if cfg.decay_per_channel() { Ok(decay) } else { decay.squeeze(3) }
+        Gates::new(&self.config, parameters, &projected.beta, full_rank)
     }
 }
 
