@@ -13,7 +13,9 @@ pub mod flash;
 pub mod linear;
 mod number;
 
-pub use cpu::{InstructionSet, UnsupportedInstructionSet, Workers, for_each_chunk, for_each_task, large_page_vec};
+pub use cpu::{
+    InstructionSet, UnsupportedInstructionSet, WorkSize, Workers, for_each_chunk, for_each_task, large_page_vec,
+};
 pub use error::Error;
 
 use half::{bf16, f16};

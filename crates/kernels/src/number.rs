@@ -58,7 +58,7 @@ pub trait Number: Stored {
 }
 
 macro_rules! number {
-    ($type:ty, $format:ident, $load:ident, $store:ident, $from_f32:expr, $dispatch:path) => {
+    ($type:ty { format: $format:ident, load: $load:ident, store: $store:ident, from: $from_f32:expr, run: $dispatch:path }) => {
         impl Stored for $type {
             const IS_SCALED: bool = false;
 
@@ -95,9 +95,9 @@ macro_rules! number {
     };
 }
 
-number!(f32, F32, load, store, std::convert::identity, dispatch_f32);
-number!(bf16, BF16, load_bf16, store_bf16, bf16::from_f32, dispatch_bf16);
-number!(f16, F16, load_f16, store_f16, f16::from_f32, dispatch_f32);
+number!(f32 { format: F32, load: load, store: store, from: std::convert::identity, run: dispatch_f32 });
+number!(bf16 { format: BF16, load: load_bf16, store: store_bf16, from: bf16::from_f32, run: dispatch_bf16 });
+number!(f16 { format: F16, load: load_f16, store: store_f16, from: f16::from_f32, run: dispatch_f32 });
 
 /// Loads the first `n` lanes. The other lanes are default elements.
 ///
@@ -216,7 +216,8 @@ impl<T, const N: usize> Strided<'_, T, N> {
         let strides = self.strides;
         let found = self.data.len();
         Err(Error::Shape(format!(
-            "{what} of {dims:?} entries of {width} elements with strides {strides:?} ends past the {found} elements of its slice"
+            "{what} of {dims:?} entries of {width} elements with strides {strides:?} ends past the {found} \
+             elements of its slice"
         )))
     }
 

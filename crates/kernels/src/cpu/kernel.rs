@@ -25,13 +25,12 @@ pub trait Vector: Copy + Kernel<Vector = Self> {
     unsafe fn load_f16(from: *const u16) -> Self;
     /// Loads whole numbers from 0 to 255.
     unsafe fn load_u8(from: *const u8) -> Self;
-    /// Loads the lower bf16 of each of `LANES` words, and the upper ones.
-    unsafe fn load_pairs(from: *const f32) -> (Self, Self);
-    /// Returns the highest 4 or 8 bits of each word as a number, and the words shifted so that the next bits are the
-    /// highest. The bits that are shifted in have no meaning. Where `IS_SIGNED`, the bits are in two's complement and
-    /// the number is multiplied by 2^(32 - BITS), as the bits are in the word: that takes a mask, where moving the sign
-    /// would take a second shift, which processors of AMD run on half of the ports.
-    unsafe fn take_bits<const BITS: u32, const IS_SIGNED: bool>(self) -> (Self, Self);
+    /// Loads the two bf16 of each of `LANES` words.
+    unsafe fn load_pairs(from: *const f32) -> Pair<Self>;
+    /// Takes the highest 4 or 8 bits of each word. Where `IS_SIGNED`, the bits are in two's complement, and the number
+    /// is multiplied by 2^(32 - BITS), since the bits stay at the top of the word: that takes one mask. Moving them
+    /// down with their sign would take a second shift, which AMD's processors run on half of their ports.
+    unsafe fn take_bits<const BITS: u32, const IS_SIGNED: bool>(self) -> TakenBits<Self>;
     /// Stores bf16, rounded to the nearest, ties to even.
     unsafe fn store_bf16(self, to: *mut u16);
     unsafe fn store_f16(self, to: *mut u16);
@@ -78,6 +77,23 @@ pub trait Vector: Copy + Kernel<Vector = Self> {
 
     /// Transposes a square of `LANES` by `LANES` 32-bit words. Strides count words.
     unsafe fn transpose(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize);
+}
+
+/// The two bf16 of each word of a vector, as f32.
+#[derive(Clone, Copy)]
+pub struct Pair<V> {
+    /// The lower halves of the words.
+    pub low: V,
+    /// The upper halves of the words.
+    pub high: V,
+}
+
+/// The highest bits of each word of a vector.
+pub struct TakenBits<V> {
+    /// The bits as a number.
+    pub number: V,
+    /// The words, shifted so that the next bits are the highest. The bits that were shifted in have no meaning.
+    pub rest: V,
 }
 
 /// Writes the methods of a [`Vector`], which all have the same attributes and the same reason to be sound.

@@ -67,7 +67,7 @@ impl<T> Unwritten<T> {
     ///
     /// # Safety
     /// Every element was written.
-    pub unsafe fn written(mut self) -> Vec<T> {
+    pub unsafe fn into_vec(mut self) -> Vec<T> {
         // SAFETY: the vector has the capacity, by `new`, and the elements, by this function's contract.
         unsafe { self.vec.set_len(self.count) };
         self.vec
@@ -95,7 +95,7 @@ impl Scratch {
     pub fn try_zeros(counts: &[usize]) -> Option<Self> {
         let words = counts.iter().try_fold(1usize, |words, &count| words.checked_mul(count))?;
         // SAFETY: zeros are written to all of them.
-        unsafe { Self::written(words, &|to| to.write_bytes(0, words)) }
+        unsafe { Self::filled_by(words, &|to| to.write_bytes(0, words)) }
     }
 
     /// Allocates words that `write` fills, without clearing them before, or returns `None` if there is no memory for
@@ -103,7 +103,7 @@ impl Scratch {
     ///
     /// # Safety
     /// `write` writes each of the `words` words.
-    pub unsafe fn written(words: usize, write: &dyn Fn(*mut f32)) -> Option<Self> {
+    pub unsafe fn filled_by(words: usize, write: &dyn Fn(*mut f32)) -> Option<Self> {
         let count = words.div_ceil(WORDS);
         let mut lines: Vec<Line> = large_page_vec(count)?;
         // The last line may be longer than what is written.
@@ -170,7 +170,7 @@ mod tests {
     use super::large_page_vec;
 
     #[test]
-    fn large_page_vec_of_any_size_stores_what_is_written() {
+    fn large_page_vec_of_any_size_stores_its_bytes() {
         // Miri takes minutes for megabytes.
         let large = if cfg!(miri) { 0 } else { 4 << 20 };
         for bytes in [0, 1, 4097, large + 4095, large, large + 4097, 2 * large] {

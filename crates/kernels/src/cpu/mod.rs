@@ -39,4 +39,4 @@ pub use panel::CODE_BLOCK;
 pub(crate) use panel::{Format, LeftOperand, MAX_COLUMNS, PanelProduct};
 pub(crate) use product::{Bf16Pairs, CodeBlocks, F16Rows, Words, add_products, multiply};
 pub(crate) use threads::for_each_index;
-pub use threads::{Workers, for_each_chunk, for_each_task};
+pub use threads::{WorkSize, Workers, for_each_chunk, for_each_task};

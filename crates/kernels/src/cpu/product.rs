@@ -3,7 +3,7 @@
 use std::marker::PhantomData;
 
 use super::functions::prefetch_bytes;
-use super::kernel::{ColumnBlock, Columns, Kernel, SimdTask, Vector};
+use super::kernel::{ColumnBlock, Columns, Kernel, Pair, SimdTask, Vector};
 use super::panel::{BF16_PAIR, CODE_BLOCK, Format, PanelProduct};
 
 /// Rows of numbers of `BYTES` bytes: words as the kernel multiplies them, or f16.
@@ -35,25 +35,29 @@ pub(crate) struct Bf16Pairs;
 
 impl Columns for Bf16Pairs {
     const STEPS: usize = BF16_PAIR;
-    type Loaded<V: Vector> = (V, V);
+    type Loaded<V: Vector> = Pair<V>;
 
     #[inline(always)]
-    unsafe fn load<V: Vector>(b: *const f32, _: &ColumnBlock, column: usize) -> (V, V) {
+    unsafe fn load<V: Vector>(b: *const f32, _: &ColumnBlock, column: usize) -> Pair<V> {
         // SAFETY: the panel has a vector of pairs from this column on.
         unsafe { V::load_pairs(b.add(column)) }
     }
 
     #[inline(always)]
-    unsafe fn take<V: Vector>(loaded: &mut (V, V)) -> V {
-        std::mem::replace(&mut loaded.0, loaded.1)
+    unsafe fn take<V: Vector>(loaded: &mut Pair<V>) -> V {
+        let first = loaded.low;
+        loaded.low = loaded.high;
+        first
     }
 }
 
-/// Blocks of codes of 4 or 8 bits: the scales of a panel in f16, its minimums in f16 if it has any, and then words of
-/// the codes of neighbouring steps, the first one highest. With minimums codes are unsigned, and a number is
-/// `code · scale + minimum`, rounded once. Without them codes are in two's complement, and a number is `code · scale`.
-/// These are the numbers, to the bit, that GGUF files define: of an infinite scale `code · scale - middle · scale`
-/// would be NaN, and of a negative scale it would lose the sign of a zero.
+/// Blocks of codes of 4 or 8 bits. A block has the scales of a panel in f16, its minimums in f16 if it has any, and
+/// then words of the codes of neighbouring steps, the first step in the highest bits.
+///
+/// With minimums, codes are unsigned, and a number is `code · scale + minimum`, rounded once. Without minimums, codes
+/// are in two's complement, and a number is `code · scale`. Both are the numbers that GGUF files define, to the bit.
+/// With unsigned codes and `code · scale - middle · scale` instead, an infinite scale would lead to NaN, and a negative
+/// scale would lose the sign of a zero.
 pub(crate) struct CodeBlocks<const BITS: u32, const HAS_MINIMUMS: bool>;
 
 /// The codes of a vector of columns, the next ones highest, with their scale and minimum.
@@ -97,21 +101,21 @@ impl<const BITS: u32, const HAS_MINIMUMS: bool> Columns for CodeBlocks<BITS, HAS
         // SAFETY: the processor has the instruction set of V.
         unsafe {
             if HAS_MINIMUMS {
-                let (code, rest) = loaded.codes.take_bits::<BITS, false>();
-                loaded.codes = rest;
-                return code.mul_add(loaded.scale, loaded.minimum);
+                let code = loaded.codes.take_bits::<BITS, false>();
+                loaded.codes = code.rest;
+                return code.number.mul_add(loaded.scale, loaded.minimum);
             }
-            let (code, rest) = loaded.codes.take_bits::<BITS, true>();
-            loaded.codes = rest;
-            code.mul(loaded.scale)
+            let code = loaded.codes.take_bits::<BITS, true>();
+            loaded.codes = code.rest;
+            code.number.mul(loaded.scale)
         }
     }
 }
 
-/// The distance in bytes at which columns that are narrower than words are prefetched; 4 to 12 KB are alike. The
-/// processor's own prefetching falls behind them: one row times 4096² from memory takes 0.54 of the time in bf16 and
-/// 0.57 in f16 on a Zen 5 (AVX2: 0.41 and 0.33), and times 1536² from the cache up to 1.14 (`cargo bench --bench linear
-/// -- --engines ours`).
+/// The distance in bytes at which columns that are narrower than words are prefetched; 4 to 12 KB are equally fast. The
+/// processor's own prefetching falls behind them. Compared with no prefetching, on a Zen 5, one row times a weight of
+/// 4096² in memory takes 0.54 of the time in bf16 and 0.57 in f16 (AVX2: 0.41 and 0.33), and one row times a weight of
+/// 1536² in the cache up to 1.14 (`cargo bench --bench linear -- --engines ours`).
 const PREFETCH_BYTES: usize = 6 << 10;
 
 /// Computes `C = A B`, or `C = C · factors + A B`.
@@ -251,6 +255,7 @@ pub(super) unsafe fn multiply_rows<K: Kernel, B: Columns>(product: &PanelProduct
         }
         let mut a = product.a.at.wrapping_add(whole / K::ROWS * product.a.group);
         let rest = product.rows - whole;
+        // The rest is a sum of these powers of two.
         for rows in [4, 2, 1] {
             if rest & rows == 0 {
                 continue;

@@ -3,6 +3,15 @@
 use super::memory::SharedPtr;
 use super::pool::{self, Claims, Pool};
 
+/// The size of the work of a call.
+#[derive(Debug, Clone, Copy)]
+pub struct WorkSize {
+    /// The number of multiply-adds.
+    pub multiply_adds: usize,
+    /// The bytes that the call reads once.
+    pub bytes: usize,
+}
+
 /// The threads of a call.
 #[derive(Debug, Clone, Copy)]
 pub struct Workers {
@@ -18,14 +27,16 @@ const MULTIPLY_ADDS_OF_A_THREAD: usize = 1 << 20;
 const BYTES_OF_A_THREAD: usize = 1 << 18;
 
 impl Workers {
-    /// Chooses the threads of a call from its multiply-adds and the bytes that it reads once.
-    pub fn for_call(multiply_adds: usize, bytes: usize) -> Self {
-        let worth = (multiply_adds / MULTIPLY_ADDS_OF_A_THREAD).max(bytes / BYTES_OF_A_THREAD).saturating_add(1);
-        // A call that is worth one thread does not start a pool.
-        if worth == 1 {
+    /// Chooses the threads for the work of a call.
+    pub fn for_call(work: WorkSize) -> Self {
+        let WorkSize { multiply_adds, bytes } = work;
+        let useful_threads =
+            (multiply_adds / MULTIPLY_ADDS_OF_A_THREAD).max(bytes / BYTES_OF_A_THREAD).saturating_add(1);
+        // A call for one thread does not start a pool.
+        if useful_threads == 1 {
             return Self { count: 1 };
         }
-        Self { count: rayon::current_num_threads().clamp(1, worth) }
+        Self { count: rayon::current_num_threads().clamp(1, useful_threads) }
     }
 
     /// Chooses the threads of a call whose tasks are worth a thread each.

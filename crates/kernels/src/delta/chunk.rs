@@ -20,7 +20,8 @@ use crate::cpu::{Scratch, Vector};
 pub(super) struct Chunk {
     tokens: usize,
     pub width: usize,
-    /// The rows of reading keys, reading queries and writing keys, each for all tokens, and the row of kept factors.
+    /// The rows of reading keys, reading queries and writing keys, each for all tokens, and the row of the decay over
+    /// the chunk.
     rows: Scratch,
     /// `key_products`, 0 on and above the diagonal, and `query_products`, 0 above the diagonal.
     products: Scratch,
@@ -28,7 +29,8 @@ pub(super) struct Chunk {
 
 impl Chunk {
     pub fn new(tokens: usize, width: usize) -> Self {
-        let (rows, products) = (Scratch::zeros((3 * tokens + 1) * width), Scratch::zeros(2 * tokens * tokens));
+        let rows = Scratch::zeros((3 * tokens + 1) * width);
+        let products = Scratch::zeros(2 * tokens * tokens);
         Self { tokens, width, rows, products }
     }
 
@@ -52,7 +54,7 @@ impl Chunk {
 
     /// Returns the row `decayed(end, start)`, the factors of the state over the chunk.
     #[inline(always)]
-    pub fn kept(&self) -> *const f32 {
+    pub fn decay(&self) -> *const f32 {
         self.rows.as_ptr().wrapping_add(3 * self.tokens * self.width)
     }
 
@@ -74,11 +76,13 @@ impl Chunk {
     /// The processor has the instruction set of V, whose lanes the rows are multiples of; the block has the tokens.
     #[inline(always)]
     pub unsafe fn fill<V: Vector>(&mut self, block: &TokenRows, first: usize) {
-        let (n, width) = (self.tokens, self.width);
+        let n = self.tokens;
+        let width = self.width;
         let q = block.q.as_ptr().wrapping_add(first * width);
         let k = block.k.as_ptr().wrapping_add(first * width);
         let factors = block.factors.as_ptr().wrapping_add(first * width);
-        let (rows, products) = (self.rows.as_mut_ptr(), self.products.words_mut());
+        let rows = self.rows.as_mut_ptr();
+        let products = self.products.words_mut();
         // SAFETY: as this method's contract; every row has `width` words.
         unsafe {
             for j in 0..n {
@@ -86,16 +90,18 @@ impl Chunk {
                 decayed.copy_from_nonoverlapping(k.add(j * width), width);
                 products[(n + j) * n + j] = dot::<V>(q.add(j * width), decayed, width);
                 for i in j + 1..n {
-                    let mut sums = [V::splat(0.0); 2];
+                    let mut key_sum = V::splat(0.0);
+                    let mut query_sum = V::splat(0.0);
                     for at in (0..width).step_by(V::LANES) {
-                        let (key, at) = (decayed.add(at), i * width + at);
-                        let further = V::load(key).mul(V::load(factors.add(at)));
+                        let key = decayed.add(at);
+                        let word = i * width + at;
+                        let further = V::load(key).mul(V::load(factors.add(word)));
                         further.store(key);
-                        sums[0] = V::load(k.add(at)).mul_add(further, sums[0]);
-                        sums[1] = V::load(q.add(at)).mul_add(further, sums[1]);
+                        key_sum = V::load(k.add(word)).mul_add(further, key_sum);
+                        query_sum = V::load(q.add(word)).mul_add(further, query_sum);
                     }
-                    products[i * n + j] = sums[0].sum();
-                    products[(n + i) * n + j] = sums[1].sum();
+                    products[i * n + j] = key_sum.sum();
+                    products[(n + i) * n + j] = query_sum.sum();
                 }
             }
             for at in (0..width).step_by(V::LANES) {

@@ -8,6 +8,7 @@ use std::ops::Range;
 
 use super::DeltaCall;
 use super::chunk::Chunk;
+use super::pass::{PanelAddress, PanelUpdate, ReadingRows, TOKENS, VECTORS, VECTORS_OF_ONE, pass, sweep};
 use super::problem::DeltaDims;
 use super::rows::{BLOCK, NextBlock, ReadRows, TokenAddresses, TokenRows};
 use crate::cpu::{Kernel, Scratch, SimdTask, Vector};
@@ -30,16 +31,6 @@ pub(super) struct Tiling {
     /// The heads of a task.
     pub heads: usize,
 }
-
-/// The tokens of a pass, and the vectors of its panels: 16 sums, 8 updates and 2 vectors of the state, which fit in the
-/// 32 registers of AVX-512 together. In the 16 registers of AVX2 fit the updates, or the sums of keys, or the sums of
-/// queries: on a Zen 3, a pass of these three loops takes 0.86 of the time of two passes of two tokens in one loop,
-/// whose row waits for a longer chain of multiply-adds.
-const TOKENS: usize = 4;
-const VECTORS: usize = 2;
-
-/// The vectors of a panel of one token: rows of 512 bytes with AVX-512, which are read from memory at its full speed.
-const VECTORS_OF_ONE: usize = 8;
 
 impl Tiling {
     pub fn new<V: Vector>(longest: usize, d_v: usize, heads: usize) -> Self {
@@ -68,7 +59,8 @@ pub(super) struct ForwardScratch {
 
 impl ForwardScratch {
     pub fn new<V: Vector>(dims: &DeltaDims, tiling: Tiling) -> Self {
-        let (width, value_width) = (dims.d_k.next_multiple_of(V::LANES), tiling.panels * tiling.panel);
+        let width = dims.d_k.next_multiple_of(V::LANES);
+        let value_width = tiling.panels * tiling.panel;
         let tokens = tiling.passes * tiling.tokens;
         Self {
             tiling,
@@ -94,28 +86,10 @@ impl ForwardScratch {
     }
 }
 
-/// The address of rows of a panel in memory, and the words from one row to the next.
-#[derive(Clone, Copy)]
-struct PanelAddress {
-    first: *mut f32,
-    stride: usize,
-}
-
-impl PanelAddress {
-    fn at_column(self, column: usize) -> Self {
-        Self { first: self.first.wrapping_add(column), ..self }
-    }
-
-    /// Copies some rows of some columns.
-    ///
-    /// # Safety
-    /// Both addresses are valid for the rows and columns.
-    unsafe fn copy_to(self, to: PanelAddress, rows: usize, columns: usize) {
-        for row in 0..rows {
-            // SAFETY: as this method's contract.
-            unsafe { to.first.add(row * to.stride).copy_from(self.first.add(row * self.stride), columns) }
-        }
-    }
+/// A block of tokens of one head.
+struct HeadBlock {
+    head: usize,
+    tokens: Range<usize>,
 }
 
 /// Runs all tokens of some heads of a sequence, for some panels of their states, block after block. The rows of
@@ -132,8 +106,10 @@ pub(super) unsafe fn run_heads<K: Kernel, E: Number>(
     panels: Range<usize>,
 ) {
     let problem = call.problem;
-    let (DeltaDims { h, d_k, d_v, h_v, .. }, len) = (problem.dims, problem.state_len());
-    let (tokens, panel_width) = (problem.sequences[sequence].clone(), scratch.tiling.panel);
+    let DeltaDims { h, d_k, d_v, h_v, .. } = problem.dims;
+    let len = problem.state_len();
+    let tokens = problem.sequences[sequence].clone();
+    let panel_width = scratch.tiling.panel;
     // Whole panels are read and written in the caller's memory: a single token takes two thirds of the time.
     let is_direct = |columns: &Range<usize>| columns.len() == panel_width && !tokens.is_empty();
     let state_of =
@@ -143,7 +119,7 @@ pub(super) unsafe fn run_heads<K: Kernel, E: Number>(
     // Each block is computed for all heads before the next block.
     let block_of = |index: usize| {
         let first = tokens.end.min(tokens.start + index / heads.len() * BLOCK);
-        (heads.start + index % heads.len(), first..tokens.end.min(first + BLOCK))
+        HeadBlock { head: heads.start + index % heads.len(), tokens: first..tokens.end.min(first + BLOCK) }
     };
     let rows_of = |head, token| TokenAddresses::new(problem, &problem.v, h_v, head, token);
     // SAFETY: as this function's contract; states have D_k rows of D_v, and this task alone writes these columns.
@@ -160,12 +136,13 @@ pub(super) unsafe fn run_heads<K: Kernel, E: Number>(
             }
         }
         for index in 0..tokens.len().div_ceil(BLOCK) * heads.len() {
-            let ((head, own_tokens), (next_head, next_tokens)) = (block_of(index), block_of(index + 1));
-            let next_rows = rows_of(next_head, next_tokens.start);
+            let HeadBlock { head, tokens: own_tokens } = block_of(index);
+            let next_block = block_of(index + 1);
+            let next_rows = rows_of(next_block.head, next_block.tokens.start);
             let next = NextBlock {
                 from: next_rows,
                 to: next_rows.in_scratch(scratch.next_rows.as_mut_ptr().cast()),
-                tokens: next_tokens.len(),
+                tokens: next_block.tokens.len(),
             };
             // The rows of blocks after the first were copied with the block before.
             let from = if index == 0 { rows_of(head, own_tokens.start) } else { next.to };
@@ -259,19 +236,23 @@ impl ForwardBlock<'_> {
                 let direct_or_own = |state: Option<PanelAddress>| {
                     state.filter(|_| columns.len() == own.stride).map_or(own, |state| state.at_column(columns.start))
                 };
-                let (mut from, last) = (direct_or_own(self.initial), direct_or_own(self.result));
+                let mut from = direct_or_own(self.initial);
+                let last = direct_or_own(self.result);
                 if let Some(saved) = self.saved {
                     let saved = PanelAddress { first: saved, stride: self.dims.d_v };
                     from.copy_to(saved.at_column(columns.start), self.dims.d_k, columns.len());
                 }
-                let (mut updates, mut sums) = ([[V::splat(0.0); N]; TOKENS], [[V::splat(0.0); N]; 2 * TOKENS]);
-                let (updates, sums) = (&mut updates[..c], &mut sums[..2 * c]);
-                let (d_k, first) = (self.dims.d_k, &self.scratch.chunks[0]);
+                let mut all_updates = [[V::splat(0.0); N]; TOKENS];
+                let mut all_sums = [[V::splat(0.0); N]; 2 * TOKENS];
+                let updates = &mut all_updates[..c];
+                let sums = &mut all_sums[..2 * c];
+                let d_k = self.dims.d_k;
+                let first = &self.scratch.chunks[0];
                 pass(PanelUpdate { from, to: own, channels: d_k, writing: first }, &[], first, sums);
                 for pass_index in 0..passes {
                     let step = (panel - self.panels.start) * passes + pass_index;
                     self.next.copy::<V>(step * copied..(step + 1) * copied);
-                    self.finish(pass_index, columns.start, sums, updates);
+                    self.compute_updates(pass_index, columns.start, sums, updates);
                     let remaining = &self.scratch.chunks[pass_index..passes];
                     let writing = &remaining[0];
                     match remaining.get(1) {
@@ -295,7 +276,7 @@ impl ForwardBlock<'_> {
     /// # Safety
     /// As [`passes`](Self::passes).
     #[inline(always)]
-    unsafe fn finish<V: Vector, const N: usize>(
+    unsafe fn compute_updates<V: Vector, const N: usize>(
         &mut self,
         pass: usize,
         column: usize,
@@ -303,8 +284,10 @@ impl ForwardBlock<'_> {
         updates: &mut [[V; N]],
     ) {
         let ForwardScratch { rows, chunks, output, errors, .. } = &mut *self.scratch;
-        let (key_products, query_products) = (chunks[pass].key_products(), chunks[pass].query_products());
-        let (c, (keys, queries)) = (updates.len(), sums.split_at(updates.len()));
+        let key_products = chunks[pass].key_products();
+        let query_products = chunks[pass].query_products();
+        let c = updates.len();
+        let (key_sums, query_sums) = sums.split_at(c);
         // SAFETY: as this method's contract.
         updates.fill(unsafe { [V::splat(0.0); N] });
         for i in 0..c.min(self.tokens - pass * c) {
@@ -315,13 +298,13 @@ impl ForwardBlock<'_> {
                 unsafe {
                     let mut error = V::load(rows.values.as_ptr().add(at));
                     if self.has_beta {
-                        error = error.sub(keys[i][n]);
+                        error = error.sub(key_sums[i][n]);
                         for j in 0..i {
                             error = updates[j][n].mul_add(V::splat(-key_products[i * c + j]), error);
                         }
                     }
                     updates[i][n] = error.mul(V::splat(rows.beta[token]));
-                    let mut sum = queries[i][n];
+                    let mut sum = query_sums[i][n];
                     for j in 0..=i {
                         sum = updates[j][n].mul_add(V::splat(query_products[i * c + j]), sum);
                     }
@@ -333,110 +316,6 @@ impl ForwardBlock<'_> {
             }
         }
     }
-}
-
-/// An update of a panel of a state by the tokens of a chunk.
-#[derive(Clone, Copy)]
-struct PanelUpdate<'a> {
-    from: PanelAddress,
-    to: PanelAddress,
-    /// The rows of the panel.
-    channels: usize,
-    /// The chunk whose tokens write to the state.
-    writing: &'a Chunk,
-}
-
-/// The rows of keys, queries or both that read a state.
-#[derive(Clone, Copy)]
-struct ReadingRows {
-    first: *const f32,
-    tokens: usize,
-}
-
-/// Adds updates of the tokens of a chunk, if there are any, to N vectors of columns of a state. Then reads the state by
-/// the keys and by the queries of the tokens of the chunk `reading`. The sums of the queries follow the sums of the
-/// keys.
-///
-/// # Safety
-/// The processor has the instruction set of V; both addresses have the channels as rows of N vectors, and the chunks
-/// have the tokens.
-#[inline(always)]
-unsafe fn pass<V: Vector, const N: usize>(
-    update: PanelUpdate,
-    updates: &[[V; N]],
-    reading: &Chunk,
-    sums: &mut [[V; N]],
-) {
-    let tokens = sums.len() / 2;
-    let keys = ReadingRows { first: reading.reading_keys(), tokens };
-    let queries = ReadingRows { first: reading.reading_queries(), tokens };
-    // SAFETY: as this function's contract; the rows of queries follow the rows of keys.
-    unsafe {
-        if V::LANES > 8 || tokens == 1 {
-            return sweep(update, updates, keys, sums);
-        }
-        let read = if updates.is_empty() { update.from } else { update.to };
-        if !updates.is_empty() {
-            sweep(update, updates, ReadingRows { tokens: 0, ..keys }, &mut []);
-        }
-        let (key_sums, query_sums) = sums.split_at_mut(tokens);
-        let only_read = PanelUpdate { from: read, to: read, writing: reading, ..update };
-        sweep(only_read, &[], keys, key_sums);
-        sweep(only_read, &[], queries, query_sums);
-    }
-}
-
-/// Computes [`pass`] in one loop, or a part of it: N updates for each token of a chunk, and N sums for each of the rows
-/// that read, which are one or two for each token.
-///
-/// # Safety
-/// As [`pass`]; each row that reads has the width of a row of the chunk.
-#[inline(always)]
-unsafe fn sweep<V: Vector, const N: usize>(
-    PanelUpdate { mut from, mut to, channels, writing }: PanelUpdate,
-    updates: &[[V; N]],
-    ReadingRows { first: words, tokens }: ReadingRows,
-    sums: &mut [[V; N]],
-) {
-    let (kept, writing_keys, width) = (writing.kept(), writing.writing_keys(), writing.width);
-    // SAFETY: as this function's contract.
-    let mut registers = unsafe { [[V::splat(0.0); N]; 2 * TOKENS] };
-    // Not `sums` itself, which would be written in each turn of the loop.
-    let own_sums = &mut registers[..sums.len()];
-    for d in 0..channels {
-        // SAFETY: as this function's contract.
-        unsafe {
-            let mut row = [V::splat(0.0); N];
-            for (n, vector) in row.iter_mut().enumerate() {
-                *vector = V::load(from.first.add(n * V::LANES));
-                if !updates.is_empty() {
-                    *vector = vector.mul(V::splat(*kept.add(d)));
-                }
-            }
-            for (i, token_updates) in updates.iter().enumerate() {
-                let key = V::splat(*writing_keys.add(i * width + d));
-                for (vector, &update) in row.iter_mut().zip(token_updates) {
-                    *vector = key.mul_add(update, *vector);
-                }
-            }
-            if !updates.is_empty() {
-                for (n, &vector) in row.iter().enumerate() {
-                    vector.store(to.first.add(n * V::LANES));
-                }
-                to = to.at_column(to.stride);
-            }
-            for token in 0..tokens {
-                for (n, &vector) in row.iter().enumerate() {
-                    for r in (token..own_sums.len()).step_by(tokens) {
-                        let word = V::splat(*words.add(r * width + d));
-                        own_sums[r][n] = word.mul_add(vector, own_sums[r][n]);
-                    }
-                }
-            }
-            from = from.at_column(from.stride);
-        }
-    }
-    sums.copy_from_slice(own_sums);
 }
 
 /// Writes the outputs of a block, rounded to their type, and the errors if they are saved.
@@ -451,7 +330,8 @@ struct WriteOutput<'a, 'b, E> {
 impl<E: Number> SimdTask for WriteOutput<'_, '_, E> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
-        let (DeltaDims { t, h, d_v, .. }, lanes) = (self.call.problem.dims, K::Vector::LANES);
+        let DeltaDims { t, h, d_v, .. } = self.call.problem.dims;
+        let lanes = K::Vector::LANES;
         let first = self.panels.start * self.scratch.tiling.panel;
         let end = d_v.min(self.panels.end * self.scratch.tiling.panel);
         let width = self.scratch.rows.value_width;

@@ -5,6 +5,7 @@
 mod backward;
 mod chunk;
 mod forward;
+mod pass;
 mod problem;
 mod rows;
 #[cfg(test)]
@@ -15,7 +16,9 @@ pub use problem::{DeltaDecay, DeltaDims, DeltaProblem};
 
 use half::{bf16, f16};
 
-use crate::cpu::{InstructionSet, Kernel, SharedPtr, SimdTask, Unwritten, Workers, dispatch_f32, for_each_task};
+use crate::cpu::{
+    InstructionSet, Kernel, SharedPtr, SimdTask, Unwritten, WorkSize, Workers, dispatch_f32, for_each_task,
+};
 use crate::error::{Error, check_instruction_set, check_len};
 use crate::number::{Number, Strided};
 use forward::{ForwardScratch, MAX_HEADS, Tiling, run_heads};
@@ -164,7 +167,10 @@ kernels!(f32, bf16, f16);
 /// use candle_attention_kernels::flash::Strided;
 ///
 /// // One head of width 1: the second token corrects the value that the first token stored for the same key.
-/// let (q, k, v, beta) = ([1.0, 1.0], [1.0, 1.0], [4.0, 6.0], [1.0, 0.5]);
+/// let q = [1.0, 1.0];
+/// let k = [1.0, 1.0];
+/// let v = [4.0, 6.0];
+/// let beta = [1.0, 0.5];
 /// let rows = |data| Strided { data, strides: [2, 2, 1] };
 /// let problem = DeltaProblem {
 ///     dims: DeltaDims { b: 1, t: 2, h: 1, h_q: 1, h_k: 1, h_v: 1, d_k: 1, d_v: 1 },
@@ -213,8 +219,8 @@ pub fn gated_delta_rule<E: DeltaKernels>(
     }
     // SAFETY: each head of each sequence wrote its columns of all results.
     unsafe {
-        let saved = DeltaSaved { errors: errors.written(), states: block_states.written() };
-        Ok(DeltaOutput { output: output.written(), states: states.written(), saved: saves.then_some(saved) })
+        let saved = DeltaSaved { errors: errors.into_vec(), states: block_states.into_vec() };
+        Ok(DeltaOutput { output: output.into_vec(), states: states.into_vec(), saved: saves.then_some(saved) })
     }
 }
 
@@ -231,10 +237,10 @@ impl<E: Number> SimdTask for &DeltaCall<'_, E> {
     unsafe fn run<K: Kernel>(self) {
         let problem = self.problem;
         let longest = problem.sequences.iter().map(|range| range.len()).max().unwrap_or(0);
-        let (multiply_adds, bytes) = problem.work();
-        let workers = Workers::for_call(multiply_adds, bytes);
+        let workers = Workers::for_call(problem.work());
         // The division of heads and columns into tasks changes no number.
-        let (target_tasks, h) = (2 * workers.count, problem.dims.h);
+        let target_tasks = 2 * workers.count;
+        let h = problem.dims.h;
         let most_heads = if longest > BLOCK { MAX_HEADS.min(h.max(1)) } else { 1 };
         let heads = (problem.heads() / target_tasks).clamp(1, most_heads);
         let tiling = Tiling::new::<K::Vector>(longest, problem.dims.d_v, heads);
@@ -243,10 +249,11 @@ impl<E: Number> SimdTask for &DeltaCall<'_, E> {
         let groups = h.div_ceil(heads);
         let new_scratch = || ForwardScratch::new::<K::Vector>(&problem.dims, tiling);
         for_each_task(problem.sequences.len() * groups * parts, workers, &new_scratch, &|scratch, task| {
-            let (group, panels) = (task / parts, panels(task % parts));
+            let group = task / parts;
+            let task_panels = panels(task % parts);
             let first = group % groups * heads;
             // SAFETY: the processor has the instruction set of K, by the contract of `SimdTask`.
-            unsafe { run_heads::<K, E>(self, scratch, group / groups, first..h.min(first + heads), panels) };
+            unsafe { run_heads::<K, E>(self, scratch, group / groups, first..h.min(first + heads), task_panels) };
         });
     }
 }
@@ -302,12 +309,12 @@ pub fn gated_delta_rule_backward<E: DeltaKernels>(
     // SAFETY: each head of each sequence wrote the rows of its tokens and its state.
     unsafe {
         Ok(DeltaGradients {
-            q: q.written(),
-            k: k.written(),
-            v: v.written(),
-            decay: decay.written(),
-            beta: beta.written(),
-            states: states.written(),
+            q: q.into_vec(),
+            k: k.into_vec(),
+            v: v.into_vec(),
+            decay: decay.into_vec(),
+            beta: beta.into_vec(),
+            states: states.into_vec(),
         })
     }
 }
@@ -315,8 +322,8 @@ pub fn gated_delta_rule_backward<E: DeltaKernels>(
 impl<E: Number> SimdTask for &DeltaBackwardCall<'_, E> {
     unsafe fn run<K: Kernel>(self) {
         let problem = &self.problem.forward;
-        let (multiply_adds, bytes) = problem.work();
-        let workers = Workers::for_call(multiply_adds.saturating_mul(2), bytes);
+        let WorkSize { multiply_adds, bytes } = problem.work();
+        let workers = Workers::for_call(WorkSize { multiply_adds: multiply_adds.saturating_mul(2), bytes });
         let new_scratch = || backward::BackwardScratch::new::<K>(&problem.dims);
         for_each_task(problem.heads(), workers, &new_scratch, &|scratch, task| {
             // SAFETY: the processor has the instruction set of K, by the contract of `SimdTask`.

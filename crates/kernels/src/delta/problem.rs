@@ -3,7 +3,7 @@
 use std::ops::{Range, RangeInclusive};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use crate::cpu::Vector;
+use crate::cpu::{Vector, WorkSize};
 use crate::error::{Error, check_len};
 use crate::number::Strided;
 
@@ -109,7 +109,8 @@ impl<E> DeltaProblem<'_, E> {
             check_len("states", states.len(), self.heads() * self.state_len())?;
         }
         if self.qk_norm.is_some() && self.scale != 0.0 && !SCALES_WITH_NORM.contains(&self.scale.abs()) {
-            let (least, most) = (SCALES_WITH_NORM.start(), SCALES_WITH_NORM.end());
+            let least = SCALES_WITH_NORM.start();
+            let most = SCALES_WITH_NORM.end();
             return Err(Error::Range(format!(
                 "scale is {:e}, expected 0 or a magnitude from {least:e} to {most:e} with qk_norm",
                 self.scale
@@ -159,10 +160,13 @@ impl<E> DeltaProblem<'_, E> {
     }
 
     /// Returns the multiply-adds of the recurrence, and the bytes of the states.
-    pub(super) fn work(&self) -> (usize, usize) {
+    pub(super) fn work(&self) -> WorkSize {
         let tokens = self.dims.b * self.dims.t;
         let product = |counts: &[usize]| counts.iter().copied().fold(1usize, usize::saturating_mul);
-        (product(&[3, tokens, self.dims.h, self.state_len()]), product(&[8, self.heads(), self.state_len()]))
+        WorkSize {
+            multiply_adds: product(&[3, tokens, self.dims.h, self.state_len()]),
+            bytes: product(&[8, self.heads(), self.state_len()]),
+        }
     }
 }
 
@@ -173,21 +177,21 @@ pub(super) struct ExcessDecay(AtomicU32);
 impl ExcessDecay {
     /// Returns a decay above the bound, and 0 otherwise.
     #[inline(always)]
-    pub fn of(decay: f32) -> f32 {
+    pub fn excess(decay: f32) -> f32 {
         if decay > MAX_DECAY { decay } else { 0.0 }
     }
 
-    /// Returns for each lane what [`of`](Self::of) returns.
+    /// Returns [`excess`](Self::excess) of each lane.
     ///
     /// # Safety
     /// The processor has the instruction set of V.
     #[inline(always)]
-    pub unsafe fn of_each<V: Vector>(decays: V) -> V {
+    pub unsafe fn excess_of_lanes<V: Vector>(decays: V) -> V {
         // SAFETY: as this function's contract.
         unsafe { V::select(V::splat(MAX_DECAY).less_than(decays), decays, V::splat(0.0)) }
     }
 
-    /// Records what a thread found.
+    /// Records the largest excess that a thread found.
     pub fn record(&self, excess: f32) {
         // The bits of numbers of at least 0 are ordered as the numbers are.
         self.0.fetch_max(excess.to_bits(), Ordering::Relaxed);

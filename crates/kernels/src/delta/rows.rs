@@ -167,15 +167,21 @@ impl<E: Number> SimdTask for ReadRows<'_, '_, E> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let DeltaProblem { dims: DeltaDims { t, d_k, d_v, .. }, scale, qk_norm, .. } = *self.problem;
-        let (head, rows) = (self.head, self.rows);
-        let (width, value_width) = (rows.width, rows.value_width);
-        let (q_rows, k_rows, value_rows) = (rows.q.as_mut_ptr(), rows.k.as_mut_ptr(), rows.values.as_mut_ptr());
+        let head = self.head;
+        let rows = self.rows;
+        let width = rows.width;
+        let value_width = rows.value_width;
+        let q_rows = rows.q.as_mut_ptr();
+        let k_rows = rows.k.as_mut_ptr();
+        let value_rows = rows.values.as_mut_ptr();
         for (i, token) in self.tokens.clone().enumerate() {
-            let (entry, position) = (token / t, token % t);
+            let entry = token / t;
+            let position = token % t;
             // SAFETY: the processor has the instruction set of K; the problem was checked, and a block has this many
             // rows.
             unsafe {
-                let (q_row, k_row) = (q_rows.add(i * width), k_rows.add(i * width));
+                let q_row = q_rows.add(i * width);
+                let k_row = k_rows.add(i * width);
                 let value_row = value_rows.add(i * value_width);
                 widen_row::<E, K::Vector>(self.from.q.row(i).cast(), d_k, q_row, width, 1.0);
                 widen_row::<E, K::Vector>(self.from.k.row(i).cast(), d_k, k_row, width, 1.0);
@@ -189,7 +195,7 @@ impl<E: Number> SimdTask for ReadRows<'_, '_, E> {
                 rows.scales[i] = scales;
                 let factors = rows.factors.as_mut_ptr().add(i * width);
                 let excess = &mut rows.excess_decays;
-                read_factors::<K::Vector>(self.problem.decay, [entry, head, position], factors, [d_k, width], excess);
+                read_factors::<K::Vector>(self.problem.decay, [entry, head, position], factors, d_k, width, excess);
                 rows.beta[i] = self.problem.beta.map_or(1.0, |beta| *beta.at([entry, head, position]));
             }
         }
@@ -226,7 +232,8 @@ unsafe fn read_factors<V: Vector>(
     decay: Option<DeltaDecay>,
     index: [usize; 3],
     to: *mut f32,
-    [d_k, width]: [usize; 2],
+    d_k: usize,
+    width: usize,
     excess: &mut [f32; MAX_LANES],
 ) {
     // SAFETY: as this function's contract.
@@ -238,7 +245,7 @@ unsafe fn read_factors<V: Vector>(
         let factor = match decay {
             Some(DeltaDecay::Heads(decay)) => {
                 let logarithm = *decay.at(index);
-                excess[0] = excess[0].max(ExcessDecay::of(logarithm));
+                excess[0] = excess[0].max(ExcessDecay::excess(logarithm));
                 logarithm.exp()
             }
             Some(DeltaDecay::Channels(_)) | None => 1.0,
@@ -248,7 +255,7 @@ unsafe fn read_factors<V: Vector>(
             let factors = match channels {
                 Some(channels) => {
                     let logarithms: V = load_first(channels.add(at), V::LANES.min(d_k - at));
-                    largest = largest.max(ExcessDecay::of_each(logarithms));
+                    largest = largest.max(ExcessDecay::excess_of_lanes(logarithms));
                     logarithms.mul(V::splat(std::f32::consts::LOG2_E)).exp2()
                 }
                 None => V::splat(factor),

@@ -168,8 +168,11 @@ impl Case {
         let summed = |gradient: &[f32], heads: usize, width: usize| {
             let mut sums = vec![0f64; b * heads * t * width];
             for (n, x) in gradient.iter().enumerate() {
-                let (row, d) = (n / width, n % width);
-                let (entry, head, token) = (row / t / h, row / t % h * heads / h, row % t);
+                let row = n / width;
+                let d = n % width;
+                let entry = row / t / h;
+                let head = row / t % h * heads / h;
+                let token = row % t;
                 sums[((entry * heads + head) * t + token) * width + d] += f64::from(*x);
             }
             sums
@@ -379,14 +382,16 @@ fn gated_delta_rule_with_dimensions_of_any_size_computes_or_returns_error() {
     let data = [0.5f32; 4];
     let counts: &[usize] = if cfg!(miri) { &[0, usize::MAX] } else { &[0, 1, 2, usize::MAX / 4, usize::MAX] };
     let count = |case: usize, n: u32| counts[case / counts.len().pow(n) % counts.len()];
-    let (mut computed, mut refused) = (0, 0);
+    let mut computed = 0;
+    let mut refused = 0;
     for case in 0..counts.len().pow(5) {
         let [b, t, h, d_k, d_v] = std::array::from_fn(|n| count(case, n as u32));
         let rows = Strided { data: &data[..], strides: [0; 3] };
         let tokens = b.saturating_mul(t);
         // A call with more tokens than fit in memory, in a row that repeats, would take forever.
         let all = if tokens <= 4 { tokens } else { 1 };
-        let (whole, entries) = ([0..all], [0..t.min(4), t.min(4)..all.max(t.min(4))]);
+        let whole = [0..all];
+        let entries = [0..t.min(4), t.min(4)..all.max(t.min(4))];
         for sequences in [&[][..], &whole, &entries] {
             let forward = DeltaProblem {
                 dims: DeltaDims { b, t, h, h_q: h, h_k: h, h_v: h, d_k, d_v },

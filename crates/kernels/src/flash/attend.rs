@@ -12,23 +12,29 @@ use super::problem::{AttentionProblem, KvRows};
 use crate::cpu::{InstructionSet, Unwritten};
 use crate::error::{Error, check_instruction_set};
 
-/// Computes attention of every query of a call, on the calling thread and on helper threads: the
-/// attention output, B·H·T_q·D_v elements in the order that the problem names; in `lse` the log-sum-exp of each query's
-/// scores, (B, H, T_q); and in `stats` the softmax statistics that [`attend_backward`](super::attend_backward) reads,
-/// (B, H, T_q). On success every element of all three is initialised.
+/// Computes attention of every query of a call, on the calling thread and on helper threads.
+///
+/// - `output` receives the attention output: B·H·T_q·D_v elements in the order that the problem names.
+/// - `lse` receives the log-sum-exp of each query's scores, (B, H, T_q).
+/// - `stats` receives the softmax statistics that [`attend_backward`](super::attend_backward) reads, (B, H, T_q).
+///
+/// On success every element of all three is initialised.
 ///
 /// # Errors
-/// [`Error::Shape`] if a slice is shorter than the dimensions need, a range ends past the keys, a query attends to a
-/// key without an entry in the relative bias, the query heads are no multiple of the key heads, or only one of keys and
-/// values has 8 bits; [`Error::InstructionSet`] if the processor lacks the instruction set; [`Error::Memory`] if there
-/// is no memory for intermediate results.
+/// - [`Error::Shape`] if a slice is shorter than the dimensions need, a range ends past the keys, a query attends to a
+///   key without an entry in the relative bias, the query heads are no multiple of the key heads, or only one of keys
+///   and values has 8 bits.
+/// - [`Error::InstructionSet`] if the processor lacks the instruction set.
+/// - [`Error::Memory`] if there is no memory for intermediate results.
 ///
 /// ```
 /// use candle_attention_kernels::InstructionSet;
 /// use candle_attention_kernels::flash::{self, AttentionDims, AttentionProblem, OutputLayout, ScoreOptions, Strided};
 ///
 /// // One sequence and head: two queries over two keys of width 2, causal.
-/// let (q, k, v) = ([1.0, 0.0, 0.0, 1.0], [1.0, 0.0, 0.0, 1.0], [1.0, 2.0]);
+/// let q = [1.0, 0.0, 0.0, 1.0];
+/// let k = [1.0, 0.0, 0.0, 1.0];
+/// let v = [1.0, 2.0];
 /// let rows = |data, width| Strided { data, strides: [2 * width, 2 * width, width] };
 /// let problem = AttentionProblem {
 ///     dims: AttentionDims { b: 1, h: 1, h_kv: 1, t_q: 2, t_kv: 2, d: 2, d_v: 1 },
@@ -117,12 +123,16 @@ pub fn attend_vec<E: AttentionKernels>(
     attend(problem, instruction_set, output.elements(), lse_to, stats_to)?;
     // SAFETY: `attend` initialised every element of all three.
     unsafe {
-        if let (Some(lse), Some(new_lse)) = (lse, new_lse) {
-            *lse = new_lse.written();
+        if let Some(lse) = lse
+            && let Some(new_lse) = new_lse
+        {
+            *lse = new_lse.into_vec();
         }
-        if let (Some(stats), Some(new_stats)) = (stats, new_stats) {
-            *stats = new_stats.written();
+        if let Some(stats) = stats
+            && let Some(new_stats) = new_stats
+        {
+            *stats = new_stats.into_vec();
         }
-        Ok(output.written())
+        Ok(output.into_vec())
     }
 }

@@ -21,7 +21,7 @@ pub(super) unsafe fn multiply_keys<K: Kernel>(
     // SAFETY: as this function's contract; a block has `BLOCK` rows, which is a multiple of `ROWS`.
     unsafe {
         multiply::<K>(&PanelProduct {
-            a: rows.offset((part.keys.start - overlap.block) * rows.row),
+            a: rows.offset((part.keys.start - overlap.block_start) * rows.row),
             b: columns.add(column),
             c: to.add((part.keys.start - overlap.keys.start) * K::PANEL + column),
             rows: part.keys.len().next_multiple_of(K::ROWS),
@@ -53,7 +53,7 @@ pub(super) unsafe fn add_values<K: Kernel>(
     // SAFETY: as this function's contract.
     unsafe {
         multiply::<K>(&PanelProduct {
-            a: values.offset((part.keys.start - overlap.block) / K::ELEMENTS * values.step),
+            a: values.offset((part.keys.start - overlap.block_start) / K::ELEMENTS * values.step),
             b: weights.add((part.keys.start - overlap.keys.start) / K::ELEMENTS * K::PANEL + column),
             c: to.add(column),
             rows,

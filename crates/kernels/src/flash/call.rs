@@ -76,7 +76,7 @@ impl<'a, E: Number> AttentionCall<'a, E> {
     /// # Safety
     /// The row belongs to the call, and no other thread writes its log-sum-exp.
     #[inline(always)]
-    pub(super) unsafe fn write_lse(&self, row: QueryRow, stats: SoftmaxStats, lse: impl FnOnce() -> f32) {
+    pub(super) unsafe fn write_stats(&self, row: QueryRow, stats: SoftmaxStats, lse: impl FnOnce() -> f32) {
         let index = self.inputs.dims.row_index(row);
         // SAFETY: there is an element for each query of each head.
         unsafe {

@@ -46,7 +46,7 @@ impl AttentionDims {
         QueryRow { b: kv.b, head: self.query_head(kv, row % self.group()), query: row / self.group() }
     }
 
-    /// Returns the n-th of the query heads that share a key head.
+    /// Returns the n-th of the query heads that share a key head, counted from 0.
     pub(super) fn query_head(&self, kv: KvHead, n: usize) -> usize {
         kv.head * self.group() + n
     }

@@ -23,7 +23,7 @@ pub enum DropoutMask<'a> {
     /// The weights that Philox draws for this seed ([`philox_keeps`]).
     Philox(u64),
     /// The weights whose bit is 0: a bit for each of (B, H, T_q, T_kv), the first of eight in the lowest bit of a byte.
-    Kept(&'a [u8]),
+    KeptBits(&'a [u8]),
 }
 
 /// The index of a weight.
@@ -53,7 +53,7 @@ pub(super) fn threshold(p: f64) -> u32 {
 impl Dropout<'_> {
     /// Checks that the mask has a bit for each weight.
     pub(super) fn check(&self, dims: &AttentionDims) -> Result<(), Error> {
-        let DropoutMask::Kept(bits) = self.mask else { return Ok(()) };
+        let DropoutMask::KeptBits(bits) = self.mask else { return Ok(()) };
         let shape = [dims.b, dims.h, dims.t_q, dims.t_kv];
         let count = shape.iter().try_fold(1usize, |count, &dim| count.checked_mul(dim));
         let count = count.ok_or_else(|| Error::Memory(format!("a dropout mask of {shape:?}")))?;

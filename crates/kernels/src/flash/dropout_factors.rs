@@ -18,7 +18,7 @@ pub(super) struct DropoutFactors<'a> {
 }
 
 impl DropoutFactors<'_> {
-    /// Writes the factors.
+    /// Writes the factors of the tile's weights.
     ///
     /// # Safety
     /// The processor has the instruction set of V; `to` is valid for writes of a factor for each score.
@@ -28,13 +28,13 @@ impl DropoutFactors<'_> {
         for column in (0..tile.rows.len()).step_by(MAX_LANES) {
             let mut queries = [0u32; MAX_LANES];
             let mut heads = [0u32; MAX_LANES];
-            // The index of the first weight of each row.
-            let mut first = [0; MAX_LANES];
+            // The index in (B, H, T_q, T_kv) of the weight of each row's first key.
+            let mut first_weights = [0; MAX_LANES];
             for (lane, row) in (tile.rows.start + column..tile.rows.end).take(MAX_LANES).enumerate() {
                 let row = dims.row(tile.kv, row);
                 queries[lane] = row.query as u32;
                 heads[lane] = row.head as u32;
-                first[lane] = dims.row_index(row) * dims.t_kv;
+                first_weights[lane] = dims.row_index(row) * dims.t_kv;
             }
             // A loop for each kind of mask: a branch within one would cost as much as some rounds of Philox.
             // SAFETY: as this method's contract.
@@ -43,9 +43,9 @@ impl DropoutFactors<'_> {
                     DropoutMask::Philox(seed) => self.write_columns::<V>(column, |group, lane| {
                         philox([group as u32, queries[lane], heads[lane], tile.kv.b as u32], seed)
                     }),
-                    DropoutMask::Kept(bits) => self.write_columns::<V>(column, |group, lane| {
+                    DropoutMask::KeptBits(bits) => self.write_columns::<V>(column, |group, lane| {
                         [0, 1, 2, 3].map(|n| {
-                            let at = first[lane] + 4 * group + n;
+                            let at = first_weights[lane] + 4 * group + n;
                             bits.get(at / 8).map_or(0, |byte| u32::from(byte >> (at % 8) & 1))
                         })
                     }),
@@ -54,8 +54,8 @@ impl DropoutFactors<'_> {
         }
     }
 
-    /// Writes a vector of columns. `words` returns the words of a group of four keys and a lane: words below the
-    /// threshold belong to weights that are dropped.
+    /// Writes a vector of columns. `words` returns the words of four neighbouring keys for a lane, given the number of
+    /// the keys' group. Words below the threshold belong to weights that are dropped.
     ///
     /// # Safety
     /// As [`write`](Self::write).
@@ -67,22 +67,22 @@ impl DropoutFactors<'_> {
         let panel = self.tile.panel;
         let p = self.dropout.p;
         let factor = if p < 1.0 { (1.0 / (1.0 - p)) as f32 } else { 0.0 };
-        let threshold = if let DropoutMask::Philox(_) = self.dropout.mask { threshold(p) } else { 1 };
+        let least_kept = if let DropoutMask::Philox(_) = self.dropout.mask { threshold(p) } else { 1 };
         for group in keys.start / 4..keys.end.div_ceil(4) {
-            let mut of_keys = [[0; MAX_LANES]; 4];
+            let mut group_words = [[0; MAX_LANES]; 4];
             for lane in 0..MAX_LANES {
-                for (of_key, word) in of_keys.iter_mut().zip(words(group, lane)) {
-                    of_key[lane] = word;
+                for (key_words, word) in group_words.iter_mut().zip(words(group, lane)) {
+                    key_words[lane] = word;
                 }
             }
-            for (key, of_key) in (4 * group..).zip(&of_keys).filter(|(key, _)| keys.contains(key)) {
+            for (key, key_words) in (4 * group..).zip(&group_words).filter(|(key, _)| keys.contains(key)) {
                 let to = to.wrapping_add((key - keys.start) * panel + column);
                 // SAFETY: as this method's contract; the lanes written are columns of the panel.
-                let write = |lane, word| unsafe { to.add(lane).write(if word >= threshold { factor } else { 0.0 }) };
+                let write = |lane, word| unsafe { to.add(lane).write(if word >= least_kept { factor } else { 0.0 }) };
                 // A number of lanes that is known is written as vectors.
                 match panel - column {
-                    lanes @ 0..MAX_LANES => (0..lanes).for_each(|lane| write(lane, of_key[lane])),
-                    _ => (0..MAX_LANES).for_each(|lane| write(lane, of_key[lane])),
+                    lanes @ 0..MAX_LANES => (0..lanes).for_each(|lane| write(lane, key_words[lane])),
+                    _ => (0..MAX_LANES).for_each(|lane| write(lane, key_words[lane])),
                 }
             }
         }

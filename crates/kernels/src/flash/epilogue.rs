@@ -9,7 +9,7 @@ use super::dims::{AttentionDims, KvHead, QueryRow};
 use super::inputs::ScoreInputs;
 use super::options::SoftmaxStats;
 use super::state::State;
-use crate::cpu::{Kernel, MAX_LANES, Scratch, SharedPtr, SimdTask, Vector, Workers, for_each_index};
+use crate::cpu::{Kernel, MAX_LANES, Scratch, SharedPtr, SimdTask, Vector, WorkSize, Workers, for_each_index};
 use crate::number::{Number, store_first};
 
 /// Writes the output rows of a state, or the rows of its part of the keys.
@@ -72,10 +72,13 @@ impl<E: Number> SimdTask for WriteOutput<'_, '_, E> {
     }
 }
 
+/// The words after the sums of a row: the largest exponent and the sum of the weights.
+const STATS_WORDS: usize = 2;
+
 /// The results of rows over each part of the keys, where keys are split: D_v sums of weighted values, padded to whole
 /// vectors, the largest exponent and the sum of the weights. No two tasks write the same row.
 pub(super) struct Partials {
-    /// The memory: (B, H_kv, rows, parts, width + 2).
+    /// The memory: (B, H_kv, rows, parts, width + [`STATS_WORDS`]).
     at: SharedPtr<f32>,
     _memory: Scratch,
     heads: usize,
@@ -89,13 +92,13 @@ impl Partials {
     /// Allocates some rows for each key head; `None` if there is no memory for them.
     pub fn new(dims: &AttentionDims, rows: usize, parts: usize) -> Option<Self> {
         let width = dims.d_v.checked_next_multiple_of(MAX_LANES)?;
-        let mut memory = Scratch::try_zeros(&[dims.kv_heads(), rows, parts, width + 2])?;
+        let mut memory = Scratch::try_zeros(&[dims.kv_heads(), rows, parts, width + STATS_WORDS])?;
         Some(Self { at: SharedPtr(memory.as_mut_ptr()), _memory: memory, heads: dims.h_kv, rows, parts, width })
     }
 
     /// Returns the words from one row to the next.
     pub fn stride(&self) -> usize {
-        self.parts * (self.width + 2)
+        self.parts * (self.width + STATS_WORDS)
     }
 
     /// Returns a pointer to a part of a row.
@@ -123,26 +126,28 @@ impl Partials {
         let dims = &call.inputs.dims;
         let rows = dims.rows();
         let count = dims.kv_heads() * rows;
-        // Brief for most calls: it is over before another thread would have begun.
+        // In most calls it is over before another thread would have begun.
         let sums = count * self.parts * dims.d_v;
-        let workers = Workers::for_call(sums, sums.saturating_mul(size_of::<f32>()));
+        let work = WorkSize { multiply_adds: sums, bytes: sums.saturating_mul(size_of::<f32>()) };
+        let workers = Workers::for_call(work);
         for_each_index(count, workers, &|index| self.merge_row(call, dims.kv_head(index / rows), index % rows));
     }
 
     /// Merges the parts of one row, and writes its output.
     fn merge_row<E: Number>(&self, call: &AttentionCall<E>, kv: KvHead, row: usize) {
         let width = self.width;
+        let part_len = width + STATS_WORDS;
         let unit = call.inputs.options.exponent_unit();
         // SAFETY: the words are initialised, and one task merges each row.
         let parts = unsafe { std::slice::from_raw_parts_mut(self.row(kv, row, 0), self.stride()) };
-        let max = parts.chunks_exact(width + 2).fold(f32::NEG_INFINITY, |max, part| max.max(part[width]));
+        let max = parts.chunks_exact(part_len).fold(f32::NEG_INFINITY, |max, part| max.max(part[width]));
         // Where no part has a key, the factors multiply zeros.
         let shift = if max == f32::NEG_INFINITY { 0.0 } else { max };
         let factor_of = |part: &[f32]| ((part[width] - shift) * unit).exp2();
-        let (whole, others) = parts.split_at_mut(width + 2);
+        let (whole, others) = parts.split_at_mut(part_len);
         let first = factor_of(whole);
         whole.iter_mut().for_each(|sum| *sum *= first);
-        for part in others.chunks_exact(width + 2) {
+        for part in others.chunks_exact(part_len) {
             let factor = factor_of(part);
             whole.iter_mut().zip(part).for_each(|(sum, x)| *sum += x * factor);
         }
@@ -179,7 +184,7 @@ pub(super) unsafe fn normalise<E: Number>(call: &AttentionCall<E>, row: QueryRow
     let unit = call.inputs.options.exponent_unit();
     let whole = with_sink(&call.inputs, row, stats);
     // SAFETY: as this function's contract.
-    unsafe { call.write_lse(row, whole, || log_sum_exp(whole, unit)) };
+    unsafe { call.write_stats(row, whole, || log_sum_exp(whole, unit)) };
     if whole.sum == 0.0 {
         0.0
     } else if whole.max == stats.max {

@@ -24,28 +24,34 @@ pub(super) unsafe fn run_on<K: Kernel, E: Number, S: Stored>(
     call: &AttentionCall<E>,
     keys_values: &KeysValues<S>,
 ) -> Option<()> {
-    let is_decoded = call.inputs.options.dropout.is_none() && call.statistics.is_none();
-    if is_decoded && call.inputs.dims.rows() <= decode::max_rows::<K>() {
+    let can_decode = call.inputs.options.dropout.is_none() && call.statistics.is_none();
+    if can_decode && call.inputs.dims.rows() <= decode::max_rows::<K>() {
         // SAFETY: the processor has the instruction set of K, which includes that of its kernel for f32.
         return unsafe { decode::run::<K::Vector, E, S>(call, keys_values) };
     }
     run_tasks(call, K::LAYOUT, size_of::<S>(), &|workspace, task| {
-        let &AttentionTask { inputs, units, kv, ref rows, ref tiles, key_part, .. } = task;
+        let inputs = task.inputs;
         // SAFETY: the processor has the instruction set of K, which includes that of its kernel for f32; the workspace
         // was made for the call and has a panel for each tile.
         unsafe {
-            for (index, tile) in tiles.iter().enumerate() {
+            for (index, tile) in task.tiles.iter().enumerate() {
                 let tile_rows = &TileRows { matrix: &call.q, width: inputs.dims.d, dims: &inputs.dims, tile };
                 let width = workspace.d;
                 let staging = workspace.staging.as_mut_ptr();
                 let panel = workspace.queries.as_mut_ptr().add(index * width.word_squares * K::PANEL);
-                K::run_simd(PackTile { rows: tile_rows, width, panel, staging, factor: units.query });
+                K::run_simd(PackTile { rows: tile_rows, width, panel, staging, factor: task.units.query });
             }
             K::run_simd(Prefill { task, keys_values, workspace });
             if let Some(output) = &call.statistics {
                 K::Vector::run_simd(Observe { task, output, workspace });
             }
-            K::Vector::run_simd(WriteOutput { call, state: &mut workspace.state, kv, rows: rows.clone(), key_part });
+            K::Vector::run_simd(WriteOutput {
+                call,
+                state: &mut workspace.state,
+                kv: task.kv,
+                rows: task.rows.clone(),
+                key_part: task.key_part,
+            });
         }
     })
 }
@@ -99,6 +105,7 @@ fn run_tasks<E: Number>(
     if let Some(partials) = partials {
         partials.merge(call);
     }
-    let is_short = call.statistics.as_ref().is_some_and(|statistics| statistics.is_short.load(Ordering::Relaxed));
-    (!is_short).then_some(())
+    let is_out_of_memory =
+        call.statistics.as_ref().is_some_and(|statistics| statistics.is_out_of_memory.load(Ordering::Relaxed));
+    (!is_out_of_memory).then_some(())
 }

@@ -30,9 +30,9 @@ impl ScoreInputs<'_> {
     }
 
     /// Returns whether the boolean mask, if there is one, lets a query attend to a key.
-    pub fn is_kept(&self, row: QueryRow, key: usize) -> bool {
+    pub fn is_allowed(&self, row: QueryRow, key: usize) -> bool {
         // SAFETY: the view was checked for every query and key of the call.
-        self.options.keep.as_ref().is_none_or(|keep| unsafe { *keep.at([row.b, row.head, row.query, key]) != 0 })
+        self.options.bool_mask.as_ref().is_none_or(|mask| unsafe { *mask.at([row.b, row.head, row.query, key]) != 0 })
     }
 }
 

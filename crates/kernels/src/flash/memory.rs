@@ -8,7 +8,7 @@ pub(super) fn zeros<T: Copy + Default>(name: &str, shape: &[usize]) -> Result<Ve
     let mut zeros = unwritten(name, shape)?;
     zeros.clear();
     // SAFETY: every element was cleared.
-    Ok(unsafe { zeros.written() })
+    Ok(unsafe { zeros.into_vec() })
 }
 
 /// Returns uninitialised memory for a result with this name and shape.

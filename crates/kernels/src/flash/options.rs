@@ -1,7 +1,11 @@
 //! The score modifiers of a call, and the units of its scores.
 
+use std::ops::Range;
+
+use super::dims::AttentionDims;
 use super::dropout::Dropout;
 use super::relative_bias::RelativeBias;
+use crate::error::{Error, check_len};
 use crate::number::Strided;
 
 /// ALiBi: `-slope · |position - key|` is added to a score.
@@ -27,7 +31,7 @@ pub struct ScoreOptions<'a> {
     /// A bias for each score, added to it: (B, H, T_q, T_kv).
     pub bias: Option<Strided<'a, f32, 4>>,
     /// A boolean mask: 0 masks a key for a query, (B, H, T_q, T_kv).
-    pub keep: Option<Strided<'a, u8, 4>>,
+    pub bool_mask: Option<Strided<'a, u8, 4>>,
     /// Attention sinks: a logit for each query head that is added to the softmax's sum and has no value, (H,).
     pub sinks: Option<&'a [f32]>,
     /// Dropout of the weights after the softmax.
@@ -43,7 +47,7 @@ impl Default for ScoreOptions<'_> {
             alibi: None,
             relative_bias: None,
             bias: None,
-            keep: None,
+            bool_mask: None,
             sinks: None,
             dropout: None,
         }
@@ -54,7 +58,7 @@ impl Default for ScoreOptions<'_> {
 /// one f32 would lose the sum next to a large score.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct SoftmaxStats {
-    /// The largest exponent, a sink's included, as a power of two; of 16 where the call has a bias.
+    /// The largest exponent, a sink's included, in the unit of [`ScoreOptions::exponent_unit`].
     pub(super) max: f32,
     /// The sum of all weights, a sink's included, relative to the largest.
     pub(super) sum: f32,
@@ -74,8 +78,33 @@ pub(super) struct ScoreUnits {
 }
 
 impl ScoreOptions<'_> {
+    /// Checks that every index of the call is within its slice. `ranges` are the keys of each query, (B, T_q).
+    pub(super) fn check(&self, dims: &AttentionDims, ranges: &[Range<usize>]) -> Result<(), Error> {
+        let AttentionDims { b, h, t_q, t_kv, .. } = *dims;
+        if let Some(Alibi { slopes, positions }) = self.alibi {
+            check_len("slopes", slopes.len(), h)?;
+            check_len("positions", positions.len(), b * t_q)?;
+        }
+        if let Some(relative_bias) = &self.relative_bias {
+            relative_bias.check(dims, ranges)?;
+        }
+        if let Some(bias) = &self.bias {
+            bias.check("bias", [b, h, t_q, t_kv], 1)?;
+        }
+        if let Some(bool_mask) = &self.bool_mask {
+            bool_mask.check("bool_mask", [b, h, t_q, t_kv], 1)?;
+        }
+        if let Some(sinks) = self.sinks {
+            check_len("sinks", sinks.len(), h)?;
+        }
+        if let Some(dropout) = &self.dropout {
+            dropout.check(dims)?;
+        }
+        Ok(())
+    }
+
     /// Returns whether scores are modified by more than a factor between the product and the softmax.
-    pub(super) fn modify_scores(&self) -> bool {
+    pub(super) fn modifies_scores(&self) -> bool {
         self.softcap.is_some() || self.alibi.is_some() || self.has_bias()
     }
 
@@ -84,40 +113,41 @@ impl ScoreOptions<'_> {
         self.relative_bias.is_some() || self.bias.is_some()
     }
 
-    /// Returns the unit of exponents and of running maxima, in powers of two. Masks contain biases down to the least
-    /// f32, which times log2 e is -inf. With a bias the unit is 4, of which no score has too many; a power of two
-    /// changes no other digit.
+    /// Returns the unit of exponents and of running maxima: an exponent of x is a weight of 2^(x · unit). A bias
+    /// may be as low as the least f32, which times log2 e would be -inf. With a bias the unit is therefore 4, in which
+    /// the least f32 stays finite. A power of two changes no digit of an exponent.
     pub(super) fn exponent_unit(&self) -> f32 {
         if self.has_bias() { 4.0 } else { 1.0 }
     }
 
     /// Splits the scale into a power of two and the rest, between 1 and 2. The power changes no digit of a query, and
-    /// the rest multiplies the products, so that its rounding is not added to them. `keeps_bf16` says that queries stay
-    /// bf16, where a small one would lose digits to a power too.
-    pub(super) fn units(&self, keeps_bf16: bool) -> ScoreUnits {
+    /// the rest multiplies the products, so that its rounding is not added to them. With
+    /// `queries_are_bf16`, queries stay in bf16 and take the sign alone: a power could make a small query lose digits.
+    pub(super) fn units(&self, queries_are_bf16: bool) -> ScoreUnits {
         use std::f64::consts::LOG2_E;
         let magnitude = self.scale.abs();
         let sign = 1f64.copysign(self.scale);
-        let query: f64;
+        let query_factor: f64;
         let rest: f64;
         if magnitude == 0.0 {
-            query = 0.0;
+            query_factor = 0.0;
             rest = 1.0;
-        } else if keeps_bf16 {
-            query = sign;
+        } else if queries_are_bf16 {
+            query_factor = sign;
             rest = magnitude;
         } else {
             let power = magnitude.log2().floor().clamp(-126.0, 127.0).exp2();
-            query = sign * power;
+            query_factor = sign * power;
             rest = magnitude / power;
         }
-        let query = query as f32;
-        let whole = (rest * LOG2_E) as f32;
+        let query = query_factor as f32;
         let exponent_unit = self.exponent_unit();
-        if self.modify_scores() || !whole.is_normal() {
+        // The rest and log2 e as one factor, if nothing happens between them.
+        let rest_in_exponent = (rest * LOG2_E) as f32;
+        if self.modifies_scores() || !rest_in_exponent.is_normal() {
             let exponent = LOG2_E as f32 / exponent_unit;
             return ScoreUnits { query, product: rest as f32, exponent, exponent_unit };
         }
-        ScoreUnits { query, product: 1.0, exponent: whole, exponent_unit }
+        ScoreUnits { query, product: 1.0, exponent: rest_in_exponent, exponent_unit }
     }
 }

@@ -148,8 +148,11 @@ struct Pack<'a, S> {
     form: Form,
 }
 
+/// The form in which rows are packed.
 enum Form {
+    /// As they are, padded to `depth` words each.
     Rows { depth: usize },
+    /// Transposed, by way of a staging buffer.
     Columns { staging: *mut f32, width: PackedWidth },
 }
 
@@ -300,8 +303,8 @@ impl<E> TileRows<'_, E> {
     }
 }
 
-/// Does the work of [`pack_columns`] for words of one element, in groups of the columns that are the rows of a product:
-/// (width / rows, block, rows), the groups [`column_group`] words apart.
+/// Packs rows, transposed, as words of one element: in groups of the columns that are the rows of a product, (width /
+/// rows, block, rows), the groups [`column_group`] words apart.
 ///
 /// # Safety
 /// As [`pack_columns`].
@@ -326,8 +329,7 @@ unsafe fn pack_column_groups<K: Kernel, S: Stored>(
     }
 }
 
-/// Does the work of [`pack_columns`] for pairs of neighbouring keys, transposed to (width, block / 2), and zeros to the
-/// end of the block.
+/// Packs rows, transposed, as pairs of neighbouring keys: (width, block / 2), with zeros to the end of the block.
 ///
 /// # Safety
 /// As [`pack_columns`]; S is bf16 or scaled.

@@ -7,8 +7,8 @@
 //!         scores  = softcap, ALiBi, bias; -inf where masked
 //!         weights = 2^(scores - largest so far)            replace the scores
 //!         sum     = sum · factor + Σ weights               factor = 2^(largest before - largest so far)
-//!         values  = values · factor + valuesᵀ · weights    (D_v, panel)
-//! values / sum, transposed, to the output
+//!         outputs = outputs · factor + valuesᵀ · weights   (D_v, panel)
+//! outputs / sum, transposed, to the output
 //! ```
 
 use super::block_products::{add_values, multiply_keys};
@@ -97,9 +97,9 @@ impl<S: Stored> TileBlock<'_, '_, S> {
                 dropout: workspace.dropout.as_mut_ptr(),
                 cap_slopes: None,
             };
-            let scores_out = workspace.kept.as_mut().map(|kept| {
+            let scores_out = workspace.statistics.as_mut().map(|memory| {
                 let first = index * inputs.dims.t_kv + overlap.keys.start;
-                kept.as_mut_ptr().add(first * K::PANEL)
+                memory.scores.as_mut_ptr().add(first * K::PANEL)
             });
             let factors_out = factors.as_mut_ptr();
             K::run_simd(&TileSoftmax { scores: tile_scores, depth, pairs, state, factors: factors_out, scores_out });
@@ -111,15 +111,15 @@ impl<S: Stored> TileBlock<'_, '_, S> {
                 } else {
                     add_values::<K>(&overlap, part, block.v, d_v.rows, weights, &factors, state.values);
                 }
-                // The first part of a vector corrected its earlier sums; the next parts only add.
+                // The first product of a vector multiplied its earlier sums by the factors; the next ones only add.
                 factors[part.vectors.start * K::Vector::LANES..part.vectors.end * K::Vector::LANES].fill(1.0);
             }
         }
     }
 
-    /// Does the work of [`add_values`] where the values are not all finite: zero times NaN is NaN, so that each query
-    /// sums only the keys that it attends to. One query after the other, since such values are rare; finite values get
-    /// the same sums as elsewhere.
+    /// Adds weighted values as [`add_values`], where the values are not all finite: zero times NaN is NaN, so that each
+    /// query sums only the keys that it attends to. One query after the other, since such values are rare. The sums of
+    /// finite values have the same bits.
     ///
     /// # Safety
     /// As [`add_values`].

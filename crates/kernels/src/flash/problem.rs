@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::dims::AttentionDims;
-use super::options::{Alibi, ScoreOptions};
+use super::options::ScoreOptions;
 use crate::error::{Error, check_len};
 use crate::number::Strided;
 
@@ -99,26 +99,6 @@ impl<E> AttentionProblem<'_, E> {
         if let Some(range) = self.ranges.iter().find(|range| !range.is_empty() && range.end > t_kv) {
             return Err(Error::Shape(format!("expected ranges within {t_kv} keys, found {range:?}")));
         }
-        let ScoreOptions { alibi, relative_bias, bias, keep, sinks, dropout, .. } = &self.scores;
-        if let Some(Alibi { slopes, positions }) = alibi {
-            check_len("slopes", slopes.len(), h)?;
-            check_len("positions", positions.len(), b * t_q)?;
-        }
-        if let Some(relative_bias) = relative_bias {
-            relative_bias.check(&self.dims, self.ranges)?;
-        }
-        if let Some(bias) = bias {
-            bias.check("bias", [b, h, t_q, t_kv], 1)?;
-        }
-        if let Some(keep) = keep {
-            keep.check("keep", [b, h, t_q, t_kv], 1)?;
-        }
-        if let Some(sinks) = sinks {
-            check_len("sinks", sinks.len(), h)?;
-        }
-        if let Some(dropout) = dropout {
-            dropout.check(&self.dims)?;
-        }
-        Ok(())
+        self.scores.check(&self.dims, self.ranges)
     }
 }

@@ -40,7 +40,8 @@ impl RelativeBias<'_> {
             // Wider than both, so that no origin overflows.
             let entries = i128::from(origin) + keys.start as i128..i128::from(origin) + keys.end as i128;
             if !keys.is_empty() && (entries.start < 0 || entries.end > self.len as i128) {
-                let (sequence, query) = (index / dims.t_q, index % dims.t_q);
+                let sequence = index / dims.t_q;
+                let query = index % dims.t_q;
                 return Err(Error::Shape(format!(
                     "query {query} of sequence {sequence} (origin {origin}, keys {keys:?}) reads entries {entries:?} of \
                      the relative bias, expected entries within 0..{}",
@@ -51,7 +52,7 @@ impl RelativeBias<'_> {
         Ok(())
     }
 
-    /// Returns how many sequences have separate biases: B, or 1 where all share them.
+    /// Returns the number of sequences with separate biases: B, or 1 where all share them.
     pub(super) fn sequences(&self, dims: &AttentionDims) -> usize {
         if self.rows.strides[0] == 0 { dims.b.min(1) } else { dims.b }
     }
@@ -62,7 +63,7 @@ impl RelativeBias<'_> {
     }
 
     /// Returns the biases of a head of a sequence.
-    pub(super) fn of_head(&self, b: usize, head: usize) -> &[f32] {
+    pub(super) fn head_biases(&self, b: usize, head: usize) -> &[f32] {
         if self.len == 0 {
             // Rows without entries may have any stride.
             return &[];
@@ -96,7 +97,9 @@ pub(super) struct DiagonalRun {
     pub width: usize,
     /// The word of the first column for the first key. It decreases from key to key by the heads of a group.
     first: i64,
+    /// The number of heads of a group.
     group: i64,
+    /// The last word from which a vector can be read.
     last: i64,
 }
 
@@ -115,10 +118,10 @@ impl<'a> RelativeBiasTable<'a> {
         let heads = bias.sequences(dims) * dims.h_kv;
         let size = bias.len.checked_mul(group)?.checked_add(2 * MAX_LANES)?;
         let mut words = Scratch::try_zeros(&[heads, size])?;
-        for (index, of_head) in words.words_mut().chunks_exact_mut(size).take(heads).enumerate() {
+        for (index, head_words) in words.words_mut().chunks_exact_mut(size).take(heads).enumerate() {
             let kv = dims.kv_head(index);
-            for (word, entry) in of_head[MAX_LANES..].iter_mut().zip(bias.table_entries(group)) {
-                *word = bias.of_head(kv.b, dims.query_head(kv, entry.head))[entry.entry];
+            for (word, entry) in head_words[MAX_LANES..].iter_mut().zip(bias.table_entries(group)) {
+                *word = bias.head_biases(kv.b, dims.query_head(kv, entry.head))[entry.entry];
             }
         }
         Some(Self { bias, group, words, heads })
@@ -131,7 +134,7 @@ impl<'a> RelativeBiasTable<'a> {
 
     /// Returns the words of a key head.
     #[inline(always)]
-    pub fn of_head(&self, dims: &AttentionDims, kv: KvHead) -> &[f32] {
+    pub fn head_words(&self, dims: &AttentionDims, kv: KvHead) -> &[f32] {
         let head = dims.kv_index(kv) % self.heads;
         &self.words.words()[head * self.size()..][..self.size()]
     }
@@ -165,8 +168,8 @@ impl<'a> RelativeBiasTable<'a> {
         })
     }
 
-    /// Returns the word of a row for the first of some keys. It is outside of the table if no row
-    /// of the vector that begins with this one has an entry for any of the keys.
+    /// Returns the word of a row for the first of some keys. It is outside of the table if no row of the vector that
+    /// begins with this one has an entry for any of the keys.
     fn first_word(&self, dims: &AttentionDims, kv: KvHead, row: usize, keys: &Range<usize>) -> i64 {
         let from_last = self.bias.len as i128 - 1 - self.bias.entry(dims, dims.row(kv, row), keys.start);
         // Beyond these bounds no column has an entry for any key: all of its words are zeros.

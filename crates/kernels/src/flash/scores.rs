@@ -19,7 +19,7 @@ pub(super) struct TileScores<'a> {
     pub tile: &'a Tile,
     pub units: ScoreUnits,
     pub keys: Range<usize>,
-    /// The rows of the panel: one for each key, or fewer in a narrow tile.
+    /// The rows of the panel: one for each key, or fewer in a narrow tile, whose rows have several keys each.
     pub rows: usize,
     /// Whether some of the keys are masked for some query, or the last row has columns of keys beyond them.
     pub is_masked: bool,
@@ -31,6 +31,11 @@ pub(super) struct TileScores<'a> {
     /// Takes the derivative of the softcap for each score, in a backward pass with a softcap.
     pub cap_slopes: Option<*mut f32>,
 }
+
+/// The entries of a tensor are added to the scores.
+const BIAS: bool = true;
+/// The entries of a tensor that are 0 mask the scores.
+const MASK: bool = false;
 
 /// Replaces the scores of some rows of the panel by an expression of the score, the row and the column. A closure would
 /// not be compiled for the instruction set.
@@ -56,9 +61,11 @@ impl SimdTask for &TileScores<'_> {
         let options = &self.inputs.options;
         // SAFETY: the processor has the instruction set of K; the pointers are valid.
         unsafe {
-            if options.modify_scores() {
+            if options.modifies_scores() {
                 self.cap::<K::Vector>();
-                if let (Some(softcap), Some(to)) = (options.softcap, self.cap_slopes) {
+                if let Some(softcap) = options.softcap
+                    && let Some(to) = self.cap_slopes
+                {
                     self.derive_cap::<K::Vector>(softcap, to);
                 }
                 self.add_biases::<K::Vector>();
@@ -142,7 +149,7 @@ impl TileScores<'_> {
                 self.add_relative_bias_of_rows(bias);
             }
             if let Some(bias) = &options.bias {
-                self.combine::<V, f32, true>(bias);
+                self.combine::<V, f32, BIAS>(bias);
             }
         }
     }
@@ -178,7 +185,7 @@ impl TileScores<'_> {
     #[inline(always)]
     unsafe fn add_relative_bias<V: Vector>(&self, table: &RelativeBiasTable) {
         let &Self { inputs: ScoreInputs { dims, .. }, tile, ref keys, scores, .. } = self;
-        let words = table.of_head(&dims, tile.kv).as_ptr();
+        let words = table.head_words(&dims, tile.kv).as_ptr();
         for run in table.runs(&dims, tile.kv, &tile.rows, V::LANES, keys) {
             for index in 0..keys.len() {
                 // SAFETY: as this method's contract; the table has a vector from each word of a run on.
@@ -205,9 +212,9 @@ impl TileScores<'_> {
             let key_of = |entry: usize| (entry as i128 - first_entry).clamp(0, self.keys.len() as i128) as usize;
             let keys = key_of(0)..key_of(bias.len);
             if !keys.is_empty() {
-                let from = &bias.of_head(row.b, row.head)[(first_entry + keys.start as i128) as usize..];
+                let from = &bias.head_biases(row.b, row.head)[(first_entry + keys.start as i128) as usize..];
                 // SAFETY: as this method's contract; the biases of the row have the entries of these keys.
-                unsafe { self.combine_row::<f32, true>(column, keys, from.as_ptr(), 1) };
+                unsafe { self.combine_row::<f32, BIAS>(column, keys, from.as_ptr(), 1) };
             }
         }
     }
@@ -218,13 +225,13 @@ impl TileScores<'_> {
     /// As [`SimdTask::run`].
     #[inline(always)]
     unsafe fn mask<V: Vector>(&self) {
-        let every = &self.tile.every;
+        let every = &self.tile.all_attend;
         let first = self.keys.start;
         let keys_of_row = self.keys_of_row();
         // The scores of keys that every query attends to do not change: in a window, all but those at the edges.
-        let from = every.start.saturating_sub(first).div_ceil(keys_of_row).min(self.rows);
-        let to = match every.end.saturating_sub(first) {
-            keys if keys < self.keys.len() => (keys / keys_of_row).clamp(from, self.rows),
+        let first_unmasked_row = every.start.saturating_sub(first).div_ceil(keys_of_row).min(self.rows);
+        let unmasked_end = match every.end.saturating_sub(first) {
+            keys if keys < self.keys.len() => (keys / keys_of_row).clamp(first_unmasked_row, self.rows),
             _ => self.rows,
         };
         // SAFETY: as this method's contract; the bounds have an element for each column.
@@ -233,17 +240,17 @@ impl TileScores<'_> {
             for at in self.keys.len() * self.tile.width..self.rows * self.tile.panel {
                 *self.scores.add(at) = f32::NEG_INFINITY;
             }
-            if from > 0 || to < self.rows {
+            if first_unmasked_row > 0 || unmasked_end < self.rows {
                 let bounds = self.tile.bounds(first, self.keys.len());
-                for_each!(self, V, (0..from).chain(to..self.rows), |score, row, column| {
+                for_each!(self, V, (0..first_unmasked_row).chain(unmasked_end..self.rows), |score, row, column| {
                     let key = V::splat((row * keys_of_row) as f32);
                     let is_before = key.less_than(V::load(bounds.starts.as_ptr().add(column)));
                     let is_before_end = key.less_than(V::load(bounds.ends.as_ptr().add(column)));
                     V::select(is_before_end, V::select(is_before, masked, score), masked)
                 });
             }
-            if let Some(keep) = &self.inputs.options.keep {
-                self.combine::<V, u8, false>(keep);
+            if let Some(bool_mask) = &self.inputs.options.bool_mask {
+                self.combine::<V, u8, MASK>(bool_mask);
             }
         }
     }
@@ -306,8 +313,8 @@ impl TileScores<'_> {
         }
     }
 
-    /// Does the same as [`combine`](Self::combine) for some of the keys of one row of a narrow tile, whose entries are
-    /// `step` apart.
+    /// Adds or masks as [`combine`](Self::combine), for some of the keys of one row of a narrow tile. `from` is the
+    /// entry of the first of these keys, and the entries of the others follow, `step` apart.
     ///
     /// # Safety
     /// As [`SimdTask::run`]; there is an entry for each of the keys, which are counted from the first.

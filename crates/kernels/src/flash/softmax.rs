@@ -8,7 +8,7 @@ use super::scores::TileScores;
 use super::state::PanelState;
 use crate::cpu::{Kernel, MAX_LANES, SimdTask, Vector};
 
-/// The number of sums that a thread adds to in turn: several short sums round less than a long one.
+/// The number of partial sums of a column: several short sums round less than a long one.
 const PARTIAL_SUMS: usize = 4;
 
 /// The most vectors of columns that are taken at once.
@@ -72,19 +72,19 @@ impl TileSoftmax<'_> {
         unsafe { weights.mul(K::Vector::load(self.scores.dropout.add(at))) }
     }
 
-    /// Computes the weights of some vectors of columns, from vector `first` on, and the new maxima, sums and factors.
+    /// Computes the weights of some vectors of columns, from `first_vector` on, and the new maxima, sums and factors.
     /// The number of vectors is a constant after inlining into [`SimdTask::run`].
     ///
     /// # Safety
     /// As [`SimdTask::run`]; the panel has the vectors.
     #[inline(always)]
-    unsafe fn softmax<K: Kernel>(&self, vectors: usize, first: usize) {
+    unsafe fn softmax<K: Kernel>(&self, vectors: usize, first_vector: usize) {
         // SAFETY: as this method's contract.
         unsafe {
             let lanes = K::Vector::LANES;
             let rows = self.scores.rows;
             let units = self.scores.units;
-            let first_column = first * lanes;
+            let first_column = first_vector * lanes;
             let column = |n: usize| first_column + n * lanes;
             let exponent = K::Vector::splat(units.exponent);
             let unit = K::Vector::splat(units.exponent_unit);

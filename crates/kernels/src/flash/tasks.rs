@@ -10,9 +10,9 @@ use super::inputs::ScoreInputs;
 use super::options::ScoreUnits;
 use super::packed_width::PackedWidth;
 use super::state::State;
-use super::statistics::memory::kept_scores;
+use super::statistics::memory::StatisticsMemory;
 use super::tile::Tile;
-use crate::cpu::{Layout, Scratch, Workers, second_cache};
+use crate::cpu::{Layout, Scratch, WorkSize, Workers, second_cache};
 
 /// Tasks for each thread, so that tasks of different lengths (causal masks) even out.
 const TASKS_PER_THREAD: usize = 4;
@@ -27,8 +27,9 @@ pub(super) const KV_SPLIT: usize = 1024;
 /// The number of threads that a call with statistics is split for.
 const STATISTICS_THREADS: usize = 16;
 
-/// The bytes of the scores that a task keeps, unless one panel takes more: a thread's part of a third cache.
-const KEPT_BYTES: usize = 8 << 20;
+/// The most bytes of scores that a task with statistics stores, unless one panel takes more: a core's share of an L3
+/// cache.
+const STORED_SCORE_BYTES: usize = 8 << 20;
 
 /// Returns the threads for a call that reads keys and values, of `bytes` a number, once and multiplies them `passes`
 /// times.
@@ -36,7 +37,8 @@ pub(super) fn workers(dims: &AttentionDims, bytes: usize, passes: usize) -> Work
     let product = |counts: [usize; 5]| counts.into_iter().fold(1usize, usize::saturating_mul);
     let width = dims.d.saturating_add(dims.d_v);
     let multiply_adds = product([dims.b, dims.h, dims.t_q, dims.t_kv, width]).saturating_mul(passes);
-    Workers::for_call(multiply_adds, product([dims.b, dims.h_kv, dims.t_kv, width, bytes]))
+    let read = product([dims.b, dims.h_kv, dims.t_kv, width, bytes]);
+    Workers::for_call(WorkSize { multiply_adds, bytes: read })
 }
 
 /// The split of the rows and keys of each key head.
@@ -70,20 +72,21 @@ impl AttentionTaskSplit {
         let d_v = PackedWidth::new(layout, dims.d_v);
         // The packed query, its output, maximum and sum. They take half of the second cache, whose other half stores a
         // block of keys and values and its scores.
-        let mut fit = second_cache() / 2 / (4 * (d.word_squares + d_v.row_squares + 2));
+        let mut rows_that_fit = second_cache() / 2 / (4 * (d.word_squares + d_v.row_squares + 2));
         let threads = if has_statistics { STATISTICS_THREADS } else { threads };
         if has_statistics {
-            fit = fit.min(KEPT_BYTES / (4 * dims.t_kv).max(1));
+            rows_that_fit = rows_that_fit.min(STORED_SCORE_BYTES / (4 * dims.t_kv).max(1));
         }
-        let even = (dims.kv_heads() * rows).saturating_mul(key_parts).div_ceil(TASKS_PER_THREAD * threads);
+        let rows_for_threads = (dims.kv_heads() * rows).saturating_mul(key_parts).div_ceil(TASKS_PER_THREAD * threads);
         // Chunks of one length, or the last would pack all keys for few rows.
         let panels = rows.div_ceil(layout.panel);
-        let row_chunks = panels.div_ceil((fit.min(even) / layout.panel).max(1));
+        let row_chunks = panels.div_ceil((rows_that_fit.min(rows_for_threads) / layout.panel).max(1));
         let rows_per_chunk = panels.div_ceil(row_chunks) * layout.panel;
         Self { rows_per_chunk, row_chunks: rows.div_ceil(rows_per_chunk), keys_per_part, key_parts }
     }
 
-    /// Returns the key head and rows of a chunk, the last rows first, and the keys of a part.
+    /// Returns the key head and rows of a chunk, and the keys of a part. The last rows come first: under a causal mask
+    /// they attend to the most keys.
     pub fn task(&self, dims: &AttentionDims, chunk: usize, part: usize) -> TaskRange {
         let heads = dims.kv_heads();
         let row = (self.row_chunks - 1 - chunk / heads) * self.rows_per_chunk;
@@ -132,15 +135,13 @@ pub(super) struct AttentionWorkspace {
     pub dropout: Scratch,
     /// Rows before they are transposed.
     pub staging: Scratch,
-    /// The scores of all keys (panels, T_kv, panel), until the sum of their weights is known, and the statistics so
-    /// far, allocated by [`kept_scores`]. `None` where no statistics are requested, and where there is no memory for
-    /// them.
-    pub kept: Option<Scratch>,
+    /// The memory for statistics. `None` where none are requested, and where there is not enough.
+    pub statistics: Option<StatisticsMemory>,
 }
 
 impl AttentionWorkspace {
     /// Allocates memory for tasks of some panels.
-    pub fn new(layout: Layout, inputs: &ScoreInputs, panels: usize, keeps_scores: bool) -> Self {
+    pub fn new(layout: Layout, inputs: &ScoreInputs, panels: usize, has_statistics: bool) -> Self {
         let Layout { block, lanes, panel, .. } = layout;
         let dims = &inputs.dims;
         let d = PackedWidth::new(layout, dims.d);
@@ -158,7 +159,7 @@ impl AttentionWorkspace {
             weights: Scratch::zeros(if layout.elements == 2 { block / 2 * panel } else { 0 }),
             dropout: Scratch::zeros(if inputs.options.dropout.is_some() { block * panel } else { 0 }),
             staging: Scratch::zeros(staging),
-            kept: if keeps_scores { kept_scores(dims, panels, panel) } else { None },
+            statistics: if has_statistics { StatisticsMemory::new(dims, panels, panel) } else { None },
         }
     }
 }

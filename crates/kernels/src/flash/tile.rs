@@ -14,15 +14,15 @@ pub(super) struct Tile {
     pub rows: Range<usize>,
     /// The columns of the panel.
     pub panel: usize,
-    /// The columns of one key: all columns of the panel, or in a narrow tile a part of them, and the next columns
-    /// belong to the next key.
+    /// The number of columns that belong to one key. In most tiles it is the whole panel. In a narrow tile, a row of
+    /// the panel has several keys, one after the other.
     pub width: usize,
     /// The vectors of the panel that contain a query.
     pub vectors: usize,
     /// The smallest range that contains every key that some query attends to.
-    pub some: Range<usize>,
+    pub some_attend: Range<usize>,
     /// The keys that every query attends to.
-    pub every: Range<usize>,
+    pub all_attend: Range<usize>,
     /// The smallest range of keys for the queries of each vector.
     vector_ranges: [Range<usize>; MAX_VECTORS],
     /// The keys that each query attends to.
@@ -47,7 +47,7 @@ pub(super) struct ColumnBounds {
 /// The keys of a block from about the first to the last that a tile attends to.
 pub(super) struct Overlap {
     /// The first key of the block.
-    pub block: usize,
+    pub block_start: usize,
     pub keys: Range<usize>,
     /// The words of depth of a product over the keys.
     pub depth: usize,
@@ -125,22 +125,22 @@ impl Tile {
         width: usize,
     ) -> Self {
         let mut ranges = Vec::with_capacity(rows.len());
-        let mut some = NO_KEYS;
-        let mut every = keys.clone();
+        let mut some_attend = NO_KEYS;
+        let mut all_attend = keys.clone();
         let mut vector_ranges = [NO_KEYS; MAX_VECTORS];
         for (column, row) in rows.clone().enumerate() {
             let range = intersection(inputs.range(inputs.dims.row(kv, row)), &keys);
             if !range.is_empty() {
-                some = union(&some, &range);
-                let of_vector = &mut vector_ranges[column / layout.lanes];
-                *of_vector = union(of_vector, &range);
+                some_attend = union(&some_attend, &range);
+                let vector_range = &mut vector_ranges[column / layout.lanes];
+                *vector_range = union(vector_range, &range);
             }
-            every = intersection(&every, &range);
+            all_attend = intersection(&all_attend, &range);
             ranges.push(range);
         }
-        let some = some.start.min(some.end)..some.end;
+        some_attend.start = some_attend.start.min(some_attend.end);
         let vectors = layout.panel / layout.lanes;
-        Self { kv, rows, panel: layout.panel, width, vectors, some, every, vector_ranges, ranges }
+        Self { kv, rows, panel: layout.panel, width, vectors, some_attend, all_attend, vector_ranges, ranges }
     }
 
     /// Iterates over the columns of the panel that contain one of the rows.
@@ -152,13 +152,14 @@ impl Tile {
 
     /// Returns the smallest range of the keys that the queries of some tiles attend to.
     pub fn attended_keys(tiles: &[Self]) -> Range<usize> {
-        let ranges = tiles.iter().map(|tile| &tile.some).filter(|some| !some.is_empty());
+        let ranges = tiles.iter().map(|tile| &tile.some_attend).filter(|some| !some.is_empty());
         let start = ranges.clone().map(|some| some.start).min().unwrap_or(0);
         start..ranges.map(|some| some.end).max().unwrap_or(0)
     }
 
     /// Splits keys where the vectors that attend to some of them change, in multiples of `step` from the first: along
-    /// the edge of a mask, products over a part of the panel are enough. Keys without any such vector are left out.
+    /// the edge of a mask, products over a part of the panel are enough. Keys that no vector attends to are
+    /// left out.
     pub fn parts(&self, keys: Range<usize>, step: usize) -> Parts {
         let mut parts = Parts::NONE;
         if self.attends_to_all(&keys) {
@@ -211,17 +212,17 @@ impl Tile {
         // Keys are the rows of one product and the depth of another, and begin at whole multiples of both; the keys
         // before the first one of the tile are masked.
         let step = layout.rows.max(layout.depth * layout.elements);
-        let skipped = self.some.start.saturating_sub(block.start) / step * step;
-        let keys = block.start + skipped..self.some.end.min(block.end);
+        let skipped = self.some_attend.start.saturating_sub(block.start) / step * step;
+        let keys = block.start + skipped..self.some_attend.end.min(block.end);
         if keys.is_empty() {
             return None;
         }
         let depth = keys.len().div_ceil(layout.elements).next_multiple_of(layout.depth);
         // A product over these keys reads `depth` words of them; words past the end have weights of zero.
         let read = (keys.start + depth * layout.elements).min(block.end);
-        let is_masked = !self.attends_to_all(&(keys.start..read)) || inputs.options.keep.is_some();
+        let is_masked = !self.attends_to_all(&(keys.start..read)) || inputs.options.bool_mask.is_some();
         let parts = self.parts(keys.clone(), step);
-        Some(Overlap { block: block.start, keys, depth, is_masked, parts })
+        Some(Overlap { block_start: block.start, keys, depth, is_masked, parts })
     }
 
     /// Returns whether a column has no query, or a fully masked one.
@@ -231,13 +232,13 @@ impl Tile {
 
     /// Returns whether some keys are within the range of every query.
     pub fn attends_to_all(&self, keys: &Range<usize>) -> bool {
-        self.every.start <= keys.start && keys.end <= self.every.end
+        self.all_attend.start <= keys.start && keys.end <= self.all_attend.end
     }
 
     /// Iterates over the keys among some that the query of a column attends to.
     pub fn keys_of(&self, inputs: &ScoreInputs, column: usize, keys: &Range<usize>) -> impl Iterator<Item = usize> {
         let row = inputs.dims.row(self.kv, self.rows.start + column);
-        intersection(keys, &self.ranges[column]).filter(move |&key| inputs.is_kept(row, key))
+        intersection(keys, &self.ranges[column]).filter(move |&key| inputs.is_allowed(row, key))
     }
 }
 
@@ -255,8 +256,8 @@ mod tests {
             panel: MAX_COLUMNS,
             width: MAX_COLUMNS,
             vectors: ranges.len(),
-            some: 0..0,
-            every: 0..0,
+            some_attend: 0..0,
+            all_attend: 0..0,
             vector_ranges,
             ranges: Vec::new(),
         }

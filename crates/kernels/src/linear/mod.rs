@@ -13,9 +13,9 @@
 //! are summed in blocks of one length, from the first to the last, for any number of rows, columns and threads. So the
 //! bits of an output depend on its row and its weights alone.
 //!
-//! The same loops serve a weight that is not packed ([`Right::Matrix`]), since training changes it after each call: a
-//! block of a panel is then copied for the rows of one task. The gradient of the inputs reads a transposed weight
-//! ([`Right::Transposed`]), and the gradient of the weight reads both of its operands transposed.
+//! The right operand may also be a matrix in memory ([`Right::Matrix`]), for a weight that training changes after each
+//! call: a block of a panel is then copied for the rows of one task. The gradient of the inputs reads a transposed
+//! weight ([`Right::Transposed`]), and the gradient of the weight reads both of its operands transposed.
 
 mod epilogue;
 mod matrix;
@@ -168,5 +168,5 @@ pub fn multiply_vec<X: ProductKernels>(product: &Product<X>) -> Result<Vec<X>, E
     let mut output = Unwritten::new(&[product.check()?]).ok_or_else(|| product.no_memory())?;
     X::multiply(product, output.elements())?;
     // SAFETY: `multiply` initialises every element, or fails.
-    Ok(unsafe { output.written() })
+    Ok(unsafe { output.into_vec() })
 }

@@ -24,10 +24,11 @@ pub const MAX_ROWS: usize = 192;
 /// A bound of the zeros that pad the depth of a product.
 const MAX_PADDING: usize = 4 * MAX_LANES;
 
-/// The left operand of a product, (rows, depth): `lead` columns of zeros, which are not in memory, and then a matrix.
+/// The left operand of a product, (rows, depth): columns of zeros, which are not in memory, and then a matrix.
 pub struct Left<'a, X> {
     pub matrix: &'a Matrix<'a, X>,
-    pub lead: usize,
+    /// The number of columns of zeros.
+    pub leading_zeros: usize,
 }
 
 impl<X: Number> Left<'_, X> {
@@ -39,14 +40,14 @@ impl<X: Number> Left<'_, X> {
     /// rounded up to a multiple of `K::MIN_ROWS`, or of a vector where columns are contiguous.
     #[inline(always)]
     pub unsafe fn copy<K: Kernel>(&self, rows: &Range<usize>, first: usize, steps: usize, to: *mut f32) {
-        let Self { matrix, lead } = *self;
+        let Self { matrix, leading_zeros } = *self;
         let lanes = K::Vector::LANES;
         // SAFETY: as this method's contract; a copied row has room for whole squares.
         unsafe {
             if !matrix.is_transposed {
                 let count = steps * K::ELEMENTS;
-                let start = first.saturating_sub(lead);
-                let zeros = lead.saturating_sub(first).min(count);
+                let start = first.saturating_sub(leading_zeros);
+                let zeros = leading_zeros.saturating_sub(first).min(count);
                 for row in rows.clone() {
                     let row_words = to.add((row - rows.start) * BLOCK_ROW);
                     row_words.write_bytes(0, zeros.div_ceil(K::ELEMENTS));
@@ -63,7 +64,7 @@ impl<X: Number> Left<'_, X> {
             for row in rows.clone().step_by(lanes) {
                 for step in (0..steps).step_by(lanes) {
                     let square_to = to.add((row - rows.start) * BLOCK_ROW + step);
-                    let first_column = (first + step * K::ELEMENTS).wrapping_sub(lead);
+                    let first_column = (first + step * K::ELEMENTS).wrapping_sub(leading_zeros);
                     if let Some(from) = columns.square_in_place(first_column, row, lanes) {
                         K::Vector::transpose(from, columns.stride, square_to, BLOCK_ROW);
                         continue;
@@ -115,7 +116,7 @@ impl<X> Right<'_, X> {
         check_instruction_set(self.instruction_set())?;
         match self {
             Self::Matrix { matrix, .. } => {
-                // A line that is repeated has any depth in little memory, and the depth is padded.
+                // With a stride of 0, a small slice is a matrix of any depth, and the depth is padded below.
                 if matrix.rows > usize::MAX - MAX_PADDING {
                     return Err(Error::Shape(format!("expected a depth that can be padded, found {}", matrix.rows)));
                 }
@@ -175,7 +176,7 @@ impl<X> Right<'_, X> {
 
     /// Returns the number of zeros before the depth. Where outputs are the depth, they begin at a multiple of every
     /// vector of pairs.
-    pub(super) fn lead(&self) -> usize {
+    pub(super) fn leading_zeros(&self) -> usize {
         match self {
             Self::Transposed { outputs, .. } if !outputs.is_empty() => outputs.start % (2 * MAX_LANES),
             _ => 0,
@@ -202,7 +203,7 @@ impl<X> Right<'_, X> {
             Self::Weight { weight, .. } => weight.padded,
             Self::Transposed { .. } | Self::Matrix { .. } => {
                 let multiple = K::ELEMENTS * K::Vector::LANES.max(K::DEPTH);
-                (self.lead() + self.depth()).next_multiple_of(multiple)
+                (self.leading_zeros() + self.depth()).next_multiple_of(multiple)
             }
         }
     }
@@ -282,7 +283,7 @@ impl<X: Number> Right<'_, X> {
                     matrix.t().transpose::<K::Vector>(column, first, K::ELEMENTS, to, K::PANEL);
                 }
                 Self::Weight { weight, outputs } | Self::Transposed { weight, outputs } => {
-                    let first_output = outputs.start - self.lead() + first;
+                    let first_output = outputs.start - self.leading_zeros() + first;
                     transpose_outputs::<K>(weight, outputs, first_output, column, to);
                 }
             }
@@ -307,7 +308,8 @@ unsafe fn transpose_outputs<K: Kernel>(
     let mut square: Square = [0.0; _];
     let mut pairs = [0f32; 2 * MAX_LANES * MAX_LANES];
     // Words of two elements are made of pairs of rows.
-    let (rows, stride) = if K::IS_BF16 { (pairs.as_mut_ptr(), lanes) } else { (to, K::PANEL) };
+    let rows = if K::IS_BF16 { pairs.as_mut_ptr() } else { to };
+    let stride = if K::IS_BF16 { lanes } else { K::PANEL };
     // SAFETY: as this function's contract; the squares have room for what is written to them.
     unsafe {
         for output in (first..first + K::ELEMENTS * lanes).step_by(lanes) {

@@ -7,7 +7,7 @@ use half::f16;
 use super::matrix::{Matrix, Square};
 use super::weight::{PackedWeight, WeightShape};
 use crate::cpu::{
-    CODE_BLOCK, Format, InstructionSet, Kernel, Scratch, SharedPtr, SimdTask, Vector, Workers, dispatch_f32,
+    CODE_BLOCK, Format, InstructionSet, Kernel, Scratch, SharedPtr, SimdTask, Vector, WorkSize, Workers, dispatch_f32,
     for_each_index, kernel_layout,
 };
 use crate::error::{Error, check_instruction_set, check_len};
@@ -24,7 +24,7 @@ pub(super) fn pack_weight<E: Number>(
     let matrix = Matrix { data: rows, rows: outputs, columns: inputs, stride: inputs, is_transposed: false };
     // SAFETY: a task writes its whole panel.
     unsafe {
-        PackedWeight::written(E::FORMAT, shape, instruction_set, &|weight, index, to| {
+        PackedWeight::filled_by(E::FORMAT, shape, instruction_set, &|weight, index, to| {
             dispatch_f32(instruction_set, PackPanel { matrix, weight, index, to });
         })
     }
@@ -45,7 +45,7 @@ impl PackedWeight {
     ///
     /// # Safety
     /// `write` writes all words of a panel.
-    unsafe fn written(
+    unsafe fn filled_by(
         format: Format,
         shape: WeightShape,
         instruction_set: InstructionSet,
@@ -66,17 +66,18 @@ impl PackedWeight {
         let PanelSizes { padded, panel_words, words } = sizes().ok_or_else(|| shape.no_memory())?;
         let mut weight =
             Self { words: Scratch::zeros(0), format, instruction_set, inputs, outputs, panel: layout.panel, padded };
-        let unwritten = &weight;
+        let without_words = &weight;
         let write_all = |to: *mut f32| {
             let tasks = if panel_words == 0 { 0 } else { panels };
             let all_panels = SharedPtr(to);
-            for_each_index(tasks, Workers::for_call(outputs.saturating_mul(inputs), 0), &|index| {
+            let work = WorkSize { multiply_adds: outputs.saturating_mul(inputs), bytes: 0 };
+            for_each_index(tasks, Workers::for_call(work), &|index| {
                 // SAFETY: the index is that of a panel.
-                write(unwritten, index, unsafe { all_panels.add(index * panel_words) });
+                write(without_words, index, unsafe { all_panels.add(index * panel_words) });
             });
         };
         // SAFETY: every panel is written, by this function's contract.
-        let packed = unsafe { Scratch::written(words, &write_all) };
+        let packed = unsafe { Scratch::filled_by(words, &write_all) };
         weight.words = packed.ok_or_else(|| shape.no_memory())?;
         Ok(weight)
     }
@@ -173,7 +174,7 @@ impl PackedWeight {
         let format = Format::Codes { bits: codes.bits, has_minimums: codes.minimums.is_some() };
         // SAFETY: a task clears its whole panel first.
         unsafe {
-            Self::written(format, shape, instruction_set, &|&Self { panel, .. }, index, to| {
+            Self::filled_by(format, shape, instruction_set, &|&Self { panel, .. }, index, to| {
                 let halves = format.bytes(inputs) * panel / size_of::<u16>();
                 to.cast::<u16>().write_bytes(0, halves);
                 let panel_halves = std::slice::from_raw_parts_mut(to.cast(), halves);

@@ -7,7 +7,7 @@ use super::epilogue::Up;
 use super::operands::{BLOCK, BLOCK_ROW, Left, MAX_ROWS, Right};
 use super::product::Product;
 use crate::cpu::{
-    Format, Kernel, LeftOperand, MAX_COLUMNS, PanelProduct, Scratch, SharedPtr, SimdTask, Vector, Workers,
+    Format, Kernel, LeftOperand, MAX_COLUMNS, PanelProduct, Scratch, SharedPtr, SimdTask, Vector, WorkSize, Workers,
     dispatch_f32, for_each_task, second_cache,
 };
 use crate::error::{Error, check_len};
@@ -60,7 +60,8 @@ impl<X: Number> SimdTask for Run<'_, X> {
         let width = right.panel::<K>();
         let panels = columns.start / width..columns.end.div_ceil(width);
         let products = rows.saturating_mul(columns.len()).saturating_mul(left.columns).saturating_mul(rights.len());
-        let workers = Workers::for_call(products, rights.len() * right.bytes());
+        let work = WorkSize { multiply_adds: products, bytes: rights.len() * right.bytes() };
+        let workers = Workers::for_call(work);
         let split = TaskSplit::new::<K>(rows, panels.len(), rights.len(), workers.count);
         let multiple = if left.is_transposed { K::Vector::LANES } else { K::MIN_ROWS };
         let most_rows = split.rows.min(rows).next_multiple_of(multiple);
@@ -154,7 +155,7 @@ impl<X: Number> SimdTask for Task<'_, X> {
         }
         let panel_words = rows * K::PANEL;
         let right_words = panels.len() * panel_words;
-        let left = Left { matrix: &product.left, lead: rights[0].lead() };
+        let left = Left { matrix: &product.left, leading_zeros: rights[0].leading_zeros() };
         // SAFETY: the processor has the instruction set of K; the scratch was made for these sizes, and each operand
         // has these panels.
         unsafe {

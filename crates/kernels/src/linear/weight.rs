@@ -8,7 +8,7 @@ use half::f16;
 use super::matrix::Square;
 use crate::cpu::{
     Bf16Pairs, CodeBlocks, ColumnBlock, Columns, F16Rows, Format, InstructionSet, Kernel, PanelProduct, Scratch,
-    SharedPtr, SimdTask, Vector, Words, Workers, for_each_index, multiply,
+    SharedPtr, SimdTask, Vector, Words, WorkSize, Workers, for_each_index, multiply,
 };
 use crate::error::Error;
 use crate::number::Number;
@@ -309,7 +309,7 @@ pub(super) fn unpack_rows<E: Number>(weight: &PackedWeight, outputs: &[usize]) -
     rows.resize(count, E::default());
     let to = SharedPtr(rows.as_mut_ptr());
     let tasks = if inputs == 0 { 0 } else { outputs.len() };
-    for_each_index(tasks, Workers::for_call(count, 0), &|row| {
+    for_each_index(tasks, Workers::for_call(WorkSize { multiply_adds: count, bytes: 0 }), &|row| {
         // SAFETY: the row is this task's.
         unsafe { weight.unpack_row(outputs[row], to.slice(row * inputs, inputs)) }
     });

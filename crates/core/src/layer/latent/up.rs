@@ -6,7 +6,7 @@ use candle_core::{DType, Module, Result, Tensor};
 
 use super::MultiHeadLatentAttention;
 use crate::cache::KvFloats;
-use candle_attention_kernels::{Workers, for_each_task};
+use candle_attention_kernels::{WorkSize, Workers, for_each_task};
 use candle_attention_modules::base::part;
 use candle_attention_modules::linear::PackedLinear;
 
@@ -62,7 +62,7 @@ impl MultiHeadLatentAttention {
         let task = |(): &mut (), head: usize| {
             heads[head].get_or_init(|| product_of(head));
         };
-        for_each_task(h, Workers::for_call(multiplications, 0), &|| (), &task);
+        for_each_task(h, Workers::for_call(WorkSize { multiply_adds: multiplications, bytes: 0 }), &|| (), &task);
         let heads = heads.into_iter().filter_map(OnceLock::into_inner).collect::<Result<Vec<_>>>()?;
         Tensor::stack(&heads, 2)
     }

@@ -183,7 +183,7 @@ impl KernelCall {
         };
         let slopes = slopes.as_ref().map(Read::contiguous).transpose()?;
         let dropout_mask = self.dropout.as_ref().map(|source| match source {
-            DropoutSource::Bits(kept) => DropoutMask::Kept(kept),
+            DropoutSource::Bits(kept) => DropoutMask::KeptBits(kept),
             DropoutSource::Philox(seed) => DropoutMask::Philox(*seed),
         });
         let scores = ScoreOptions {
@@ -192,7 +192,7 @@ impl KernelCall {
             alibi: slopes.map(|slopes| Alibi { slopes, positions: &self.positions }),
             relative_bias,
             bias: bias.as_ref().map(Read::strided).transpose()?,
-            keep: bool_mask.as_ref().map(Read::strided).transpose()?,
+            bool_mask: bool_mask.as_ref().map(Read::strided).transpose()?,
             sinks: sinks.as_ref().map(Read::contiguous).transpose()?,
             dropout: dropout_mask.map(|mask| Dropout { mask, p: options.dropout }),
         };

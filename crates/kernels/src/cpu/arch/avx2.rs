@@ -4,7 +4,7 @@ use std::arch::asm;
 use std::arch::x86_64::*;
 
 use crate::cpu::functions::{EXP2, EXP2_MIN, EXP2_ROUND, polynomial};
-use crate::cpu::kernel::{Columns, Kernel, MAX_LANES, Vector, compiled_for, simd_fns};
+use crate::cpu::kernel::{Columns, Kernel, MAX_LANES, Pair, TakenBits, Vector, compiled_for, simd_fns};
 use crate::cpu::panel::PanelProduct;
 use crate::cpu::product::multiply_rows;
 
@@ -26,23 +26,24 @@ impl Vector for Avx2 {
         fn load_u8(from: *const u8) -> Self {
             Self(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast()))))
         }
-        fn load_pairs(from: *const f32) -> (Self, Self) {
+        fn load_pairs(from: *const f32) -> Pair<Self> {
             let words = _mm256_loadu_si256(from.cast());
             let upper = _mm256_and_si256(words, _mm256_set1_epi32(0xffff_0000_u32 as i32));
-            (Self(_mm256_castsi256_ps(_mm256_slli_epi32(words, 16))), Self(_mm256_castsi256_ps(upper)))
+            let lower = _mm256_slli_epi32(words, 16);
+            Pair { low: Self(_mm256_castsi256_ps(lower)), high: Self(_mm256_castsi256_ps(upper)) }
         }
-        fn take_bits<const BITS: u32, const IS_SIGNED: bool>(self) -> (Self, Self) {
+        fn take_bits<const BITS: u32, const IS_SIGNED: bool>(self) -> TakenBits<Self> {
             let words = _mm256_castps_si256(self.0);
             let highest = match IS_SIGNED {
                 true => _mm256_and_si256(words, _mm256_set1_epi32(-1 << (32 - BITS))),
                 false => _mm256_srl_epi32(words, _mm_cvtsi32_si128(32 - BITS as i32)),
             };
             let rest = _mm256_sll_epi32(words, _mm_cvtsi32_si128(BITS as i32));
-            (Self(_mm256_cvtepi32_ps(highest)), Self(_mm256_castsi256_ps(rest)))
+            TakenBits { number: Self(_mm256_cvtepi32_ps(highest)), rest: Self(_mm256_castsi256_ps(rest)) }
         }
         fn load_f16(from: *const u16) -> Self { Self(_mm256_cvtph_ps(_mm_loadu_si128(from.cast()))) }
         fn store_bf16(self, to: *mut u16) {
-            // Rounded to nearest even, NaN kept a NaN.
+            // Rounded to nearest even. NaN stays NaN.
             let bits = _mm256_castps_si256(self.0);
             let odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
             let rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));

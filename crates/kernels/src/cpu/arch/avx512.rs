@@ -4,7 +4,7 @@
 use std::arch::x86_64::*;
 
 use crate::cpu::functions::{EXP2, EXP2_MIN, polynomial};
-use crate::cpu::kernel::{Columns, Kernel, MAX_LANES, Vector, compiled_for, simd_fns};
+use crate::cpu::kernel::{Columns, Kernel, MAX_LANES, Pair, TakenBits, Vector, compiled_for, simd_fns};
 use crate::cpu::panel::PanelProduct;
 use crate::cpu::product::multiply_rows;
 
@@ -51,30 +51,32 @@ impl Vector for Avx512 {
         fn load_u8(from: *const u8) -> Self {
             Self(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast()))))
         }
-        fn load_pairs(from: *const f32) -> (Self, Self) {
+        fn load_pairs(from: *const f32) -> Pair<Self> {
             let words = _mm512_loadu_si512(from.cast());
             let upper = _mm512_and_si512(words, _mm512_set1_epi32(0xffff_0000_u32 as i32));
-            (Self(_mm512_castsi512_ps(_mm512_slli_epi32(words, 16))), Self(_mm512_castsi512_ps(upper)))
+            let lower = _mm512_slli_epi32(words, 16);
+            Pair { low: Self(_mm512_castsi512_ps(lower)), high: Self(_mm512_castsi512_ps(upper)) }
         }
-        fn take_bits<const BITS: u32, const IS_SIGNED: bool>(self) -> (Self, Self) {
+        fn take_bits<const BITS: u32, const IS_SIGNED: bool>(self) -> TakenBits<Self> {
             let words = _mm512_castps_si512(self.0);
             if BITS == 4 {
                 // A permutation reads the lowest 4 bits of an index: a table in one instruction.
                 let rotated = _mm512_rol_epi32::<4>(words);
                 let table = if IS_SIGNED { SIGNED_NIBBLES } else { NIBBLES };
                 let numbers = _mm512_permutexvar_ps(rotated, _mm512_loadu_ps(table.as_ptr()));
-                return (Self(numbers), Self(_mm512_castsi512_ps(rotated)));
+                return TakenBits { number: Self(numbers), rest: Self(_mm512_castsi512_ps(rotated)) };
             }
             const { assert!(BITS == 4 || BITS == 8) };
             let highest = match IS_SIGNED {
                 true => _mm512_and_si512(words, _mm512_set1_epi32(-1 << 24)),
                 false => _mm512_srli_epi32::<24>(words),
             };
-            (Self(_mm512_cvtepi32_ps(highest)), Self(_mm512_castsi512_ps(_mm512_slli_epi32::<8>(words))))
+            let rest = _mm512_slli_epi32::<8>(words);
+            TakenBits { number: Self(_mm512_cvtepi32_ps(highest)), rest: Self(_mm512_castsi512_ps(rest)) }
         }
         fn load_f16(from: *const u16) -> Self { Self(_mm512_cvtph_ps(_mm256_loadu_si256(from.cast()))) }
         fn store_bf16(self, to: *mut u16) {
-            // Rounded to nearest even, NaN kept a NaN.
+            // Rounded to nearest even. NaN stays NaN.
             let bits = _mm512_castps_si512(self.0);
             let odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
             let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));

@@ -9,7 +9,7 @@ use std::arch::aarch64::*;
 use std::arch::asm;
 
 use crate::cpu::functions::{EXP2, EXP2_MIN, EXP2_ROUND, polynomial};
-use crate::cpu::kernel::{Columns, Kernel, MAX_LANES, Vector, compiled_for, simd_fns};
+use crate::cpu::kernel::{Columns, Kernel, MAX_LANES, Pair, TakenBits, Vector, compiled_for, simd_fns};
 use crate::cpu::panel::PanelProduct;
 use crate::cpu::product::multiply_rows;
 
@@ -29,12 +29,13 @@ impl Vector for Neon {
             let bytes = vcreate_u8(u64::from(from.cast::<u32>().read_unaligned()));
             Self(vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(bytes)))))
         }
-        fn load_pairs(from: *const f32) -> (Self, Self) {
+        fn load_pairs(from: *const f32) -> Pair<Self> {
             let words = vld1q_u32(from.cast());
             let upper = vandq_u32(words, vdupq_n_u32(0xffff_0000));
-            (Self(vreinterpretq_f32_u32(vshlq_n_u32::<16>(words))), Self(vreinterpretq_f32_u32(upper)))
+            let lower = vshlq_n_u32::<16>(words);
+            Pair { low: Self(vreinterpretq_f32_u32(lower)), high: Self(vreinterpretq_f32_u32(upper)) }
         }
-        fn take_bits<const BITS: u32, const IS_SIGNED: bool>(self) -> (Self, Self) {
+        fn take_bits<const BITS: u32, const IS_SIGNED: bool>(self) -> TakenBits<Self> {
             let words = vreinterpretq_u32_f32(self.0);
             let highest = match IS_SIGNED {
                 true => {
@@ -43,7 +44,8 @@ impl Vector for Neon {
                 }
                 false => vcvtq_f32_u32(vshlq_u32(words, vdupq_n_s32(BITS as i32 - 32))),
             };
-            (Self(highest), Self(vreinterpretq_f32_u32(vshlq_u32(words, vdupq_n_s32(BITS as i32)))))
+            let rest = vshlq_u32(words, vdupq_n_s32(BITS as i32));
+            TakenBits { number: Self(highest), rest: Self(vreinterpretq_f32_u32(rest)) }
         }
         fn load_f16(from: *const u16) -> Self { Self(vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from)))) }
         fn store_bf16(self, to: *mut u16) {
@@ -253,7 +255,9 @@ unsafe fn tile<M: ByLane, const N: usize>(product: &PanelProduct, row: usize) {
         if a_row == 1 {
             while left > 0 {
                 eight_rows::<M, N>(&mut sums, a, b);
-                (a, b, left) = (a.wrapping_add(product.a.step), b.add(PANEL), left - 1);
+                a = a.wrapping_add(product.a.step);
+                b = b.add(PANEL);
+                left -= 1;
             }
         } else if product.a.step == 1 {
             while left >= 4 {
@@ -262,13 +266,17 @@ unsafe fn tile<M: ByLane, const N: usize>(product: &PanelProduct, row: usize) {
                 let mut again = b;
                 asm!("/* {} */", inout(reg) again, options(pure, readonly, nostack, preserves_flags));
                 four_steps::<M, N, 4>(&mut sums, a.add(4 * a_row), a_row, again);
-                (a, b, left) = (a.wrapping_add(4), b.add(4 * PANEL), left - 4);
+                a = a.wrapping_add(4);
+                b = b.add(4 * PANEL);
+                left -= 4;
             }
         }
         while left > 0 {
             one_step::<M, N, 0>(&mut sums, a, a_row, b);
             one_step::<M, N, 4>(&mut sums, a.add(4 * a_row), a_row, b);
-            (a, b, left) = (a.wrapping_add(product.a.step), b.add(PANEL), left - 1);
+            a = a.wrapping_add(product.a.step);
+            b = b.add(PANEL);
+            left -= 1;
         }
         let c = product.c.add(row * PANEL);
         for (n, sums) in sums.iter().enumerate() {

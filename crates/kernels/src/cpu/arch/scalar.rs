@@ -4,7 +4,7 @@ use half::slice::{HalfBitsSliceExt, HalfFloatSliceExt};
 use half::{bf16, f16};
 
 use crate::cpu::functions::{EXP2, EXP2_MIN, EXP2_ROUND, polynomial};
-use crate::cpu::kernel::{Columns, Kernel, MAX_LANES, SimdTask, Vector, simd_fns};
+use crate::cpu::kernel::{Columns, Kernel, MAX_LANES, Pair, SimdTask, TakenBits, Vector, simd_fns};
 use crate::cpu::panel::PanelProduct;
 use crate::cpu::product::multiply_rows;
 
@@ -75,16 +75,19 @@ impl Vector for Scalar {
             let codes = from.cast::<Lanes<u8>>().read_unaligned();
             Self::each(|lane| codes[lane].into())
         }
-        fn load_pairs(from: *const f32) -> (Self, Self) {
+        fn load_pairs(from: *const f32) -> Pair<Self> {
             let words = Self::load(from);
-            (words.map(|x| f32::from_bits(x.to_bits() << 16)), words.map(|x| f32::from_bits(x.to_bits() & 0xffff_0000)))
+            Pair {
+                low: words.map(|x| f32::from_bits(x.to_bits() << 16)),
+                high: words.map(|x| f32::from_bits(x.to_bits() & 0xffff_0000)),
+            }
         }
-        fn take_bits<const BITS: u32, const IS_SIGNED: bool>(self) -> (Self, Self) {
+        fn take_bits<const BITS: u32, const IS_SIGNED: bool>(self) -> TakenBits<Self> {
             let highest = self.map(|x| match IS_SIGNED {
                 true => (x.to_bits() & u32::MAX << (32 - BITS)).cast_signed() as f32,
                 false => (x.to_bits() >> (32 - BITS)) as f32,
             });
-            (highest, self.map(|x| f32::from_bits(x.to_bits() << BITS)))
+            TakenBits { number: highest, rest: self.map(|x| f32::from_bits(x.to_bits() << BITS)) }
         }
         fn load_f16(from: *const u16) -> Self { Self(widen_f16(from.cast::<Lanes<u16>>().read_unaligned())) }
         fn store_bf16(self, to: *mut u16) { to.cast::<Lanes<bf16>>().write_unaligned(narrow(self.0, bf16::ZERO)) }

@@ -128,19 +128,19 @@ impl SimdTask for Pairs {
             return;
         }
         let lanes = K::Vector::LANES;
-        // Dot products may take what is not normal for zero.
+        // Dot products may treat subnormal numbers as zero.
         let all: Vec<f32> = around::<bf16>().filter(|x| !x.is_subnormal()).collect();
         let mut words = vec![0f32; lanes];
         for (low, high) in all.chunks_exact(lanes).zip(all.chunks_exact(lanes).rev()) {
             // SAFETY: the processor has the instruction set of K; chunks and words are vectors.
             unsafe {
-                let [low, high] = [low, high].map(|chunk| K::Vector::load(chunk.as_ptr()));
-                low.store_pairs(high, words.as_mut_ptr());
+                let low_vector = K::Vector::load(low.as_ptr());
+                low_vector.store_pairs(K::Vector::load(high.as_ptr()), words.as_mut_ptr());
             }
             for (lane, word) in words.iter().enumerate() {
                 let bits = word.to_bits();
-                for (number, got) in [(low[lane], bits as u16), (high[lane], (bits >> 16) as u16)] {
-                    let got = bf16::from_bits(got);
+                for (number, half) in [(low[lane], bits as u16), (high[lane], (bits >> 16) as u16)] {
+                    let got = bf16::from_bits(half);
                     let expected = bf16::from_f32(number);
                     assert!(
                         if number.is_nan() { got.is_nan() } else { got.to_bits() == expected.to_bits() },
@@ -170,9 +170,9 @@ impl<E: Half> SimdTask for First<E> {
             // SAFETY: the processor has the instruction set of K; `n` elements are read and written.
             unsafe {
                 // A separate vector, so that a tool finds a read past its end.
-                let held: K::Vector = load_first(from[..n].to_vec().as_ptr(), n);
-                held.store(loaded.as_mut_ptr());
-                store_first(held, stored.as_mut_ptr(), n);
+                let vector: K::Vector = load_first(from[..n].to_vec().as_ptr(), n);
+                vector.store(loaded.as_mut_ptr());
+                store_first(vector, stored.as_mut_ptr(), n);
             }
             for lane in 0..lanes {
                 let expected = if lane < n { lane as f32 + 1.0 } else { 0.0 };

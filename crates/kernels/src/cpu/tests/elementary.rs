@@ -28,7 +28,8 @@ fn ulp(exact: f64) -> f64 {
 /// Applies a function of a vector to any number of f32.
 macro_rules! mapped {
     ($V:ty, $from:expr, |$x:ident| $value:expr) => {{
-        let (lanes, from): (usize, &[f32]) = (<$V>::LANES, $from);
+        let lanes: usize = <$V>::LANES;
+        let from: &[f32] = $from;
         let mut to = from.to_vec();
         to.resize(from.len().next_multiple_of(lanes), 0.0);
         for chunk in to.chunks_exact_mut(lanes) {
@@ -228,7 +229,9 @@ impl SimdTask for Arithmetic {
         for (turn, &b) in SPECIAL.iter().enumerate() {
             let numbers: Vec<f32> = (0..lanes * SPECIAL.len()).map(|n| SPECIAL[(n + turn) % SPECIAL.len()]).collect();
             // SAFETY: the processor has the instruction set of K.
-            let (other, one) = unsafe { (K::Vector::splat(b), K::Vector::splat(1.0)) };
+            let other = unsafe { K::Vector::splat(b) };
+            // SAFETY: as above.
+            let one = unsafe { K::Vector::splat(1.0) };
             let check = |name: &str, results: Vec<f32>, expected_of: &dyn Fn(f32) -> f32| {
                 for (&a, &got) in numbers.iter().zip(&results) {
                     let expected = expected_of(a);

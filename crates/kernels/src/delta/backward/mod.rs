@@ -11,7 +11,7 @@
 //! d value = y,  d beta = x · e
 //! d query_products = do uᵀ,  d key_products = -y uᵀ
 //! d reading_queries = do Sᵀ,  d reading_keys = -y Sᵀ,  d writing_keys = u dSᵀ
-//! dS = kept ∘ dS + reading_queriesᵀ do - reading_keysᵀ y
+//! dS = decay ∘ dS + reading_queriesᵀ do - reading_keysᵀ y
 //! ```
 //!
 //! Factors act on queries and keys alone, so that the gradient of a logarithm is the sum over the token and all tokens
@@ -71,7 +71,8 @@ pub(super) struct BackwardScratch {
 
 impl BackwardScratch {
     pub fn new<K: Kernel>(dims: &DeltaDims) -> Self {
-        let (d_k, d_v) = (dims.d_k, dims.d_v);
+        let d_k = dims.d_k;
+        let d_v = dims.d_v;
         let width = d_k.next_multiple_of(K::Vector::LANES);
         let depth = d_v.next_multiple_of(K::Vector::LANES);
         let value_width = d_v.div_ceil(K::PANEL) * K::PANEL;
@@ -121,7 +122,8 @@ pub(super) unsafe fn run_head<K: Kernel, E: Number>(
     at: SequenceHead,
 ) {
     let DeltaBackwardProblem { forward: problem, saved, output_grad, states_grad } = call.problem;
-    let (dims, len) = (problem.dims, problem.state_len());
+    let dims = problem.dims;
+    let len = problem.state_len();
     let tokens = problem.sequences[at.sequence].clone();
     let index = problem.head_index(at);
     let gradients = &call.gradients;
@@ -224,13 +226,15 @@ impl BackwardBlock<'_> {
     /// # Safety
     /// As [`SimdTask::run`].
     #[inline(always)]
-    unsafe fn advance_state<K: Kernel>(&mut self, chunk: usize) {
+    unsafe fn advance_state<K: Kernel>(&mut self, index: usize) {
         let BackwardScratch { rows, chunks, states, updates, .. } = &mut *self.scratch;
-        let (before, after) = states.split_at_mut(chunk + 1);
-        let (before, after, chunk) = (&before[chunk], &mut after[0], &chunks[chunk]);
+        let (earlier, later) = states.split_at_mut(index + 1);
+        let before = &earlier[index];
+        let after = &mut later[0];
+        let chunk = &chunks[index];
         // SAFETY: as this method's contract.
         unsafe {
-            scale_rows::<K::Vector>(before.at(0, 0), chunk.kept(), after);
+            scale_rows::<K::Vector>(before.at(0, 0), chunk.decay(), after);
             let keys = left_operand::<K>(chunk.writing_keys(), 1, rows.width);
             for panel in 0..after.count() {
                 let sizes = ProductSizes { rows: self.dims.d_k, depth: CHUNK, columns: after.len(panel) };
@@ -244,9 +248,10 @@ impl BackwardBlock<'_> {
     /// # Safety
     /// As [`SimdTask::run`].
     #[inline(always)]
-    unsafe fn solve<K: Kernel>(&mut self, chunk: usize) {
+    unsafe fn solve<K: Kernel>(&mut self, index: usize) {
         let BackwardScratch { rows, chunks, state_grad, value_grads, solution, errors, .. } = &mut *self.scratch;
-        let (first, chunk) = (chunk * CHUNK, &chunks[chunk]);
+        let first = index * CHUNK;
+        let chunk = &chunks[index];
         let d_v = self.dims.d_v;
         // SAFETY: as this method's contract; the results have rows for each token.
         unsafe {
@@ -259,7 +264,8 @@ impl BackwardBlock<'_> {
             let queries = left_operand::<K>(chunk.query_products().as_ptr(), 1, CHUNK);
             let keys = left_operand::<K>(chunk.writing_keys(), rows.width, 1);
             for panel in 0..solution.count() {
-                let (to, columns) = (solution.at_mut(panel, 0), solution.len(panel));
+                let to = solution.at_mut(panel, 0);
+                let columns = solution.len(panel);
                 let query_sizes = ProductSizes { rows: CHUNK, depth: CHUNK, columns };
                 let key_sizes = ProductSizes { rows: CHUNK, depth: self.dims.d_k, columns };
                 multiply::<K>(queries, value_grads.at(panel, CHUNK), to, query_sizes, false);
@@ -327,12 +333,12 @@ impl BackwardBlock<'_> {
     /// # Safety
     /// As [`SimdTask::run`].
     #[inline(always)]
-    unsafe fn advance_state_gradient<K: Kernel>(&mut self, chunk: usize) {
+    unsafe fn advance_state_gradient<K: Kernel>(&mut self, index: usize) {
         let BackwardScratch { rows, chunks, state_grad, value_grads, .. } = &mut *self.scratch;
-        let chunk = &chunks[chunk];
+        let chunk = &chunks[index];
         // SAFETY: as this method's contract; the reading queries follow the reading keys.
         unsafe {
-            scale_rows::<K::Vector>(state_grad.at(0, 0), chunk.kept(), state_grad);
+            scale_rows::<K::Vector>(state_grad.at(0, 0), chunk.decay(), state_grad);
             let reading = left_operand::<K>(chunk.reading_keys(), 1, rows.width);
             for panel in 0..state_grad.count() {
                 let sizes = ProductSizes { rows: self.dims.d_k, depth: 2 * CHUNK, columns: state_grad.len(panel) };

@@ -45,12 +45,15 @@ impl Panels {
     /// `from` is valid for the matrix, row after row.
     pub unsafe fn copy_rows_from(&mut self, from: *const f32) {
         let panels = self.count();
-        for (row, panel) in (0..self.rows).flat_map(|row| (0..panels).map(move |panel| (row, panel))) {
-            let (to, columns) = (self.at_mut(panel, row), self.len(panel));
-            // SAFETY: as this method's contract.
-            unsafe {
-                to.copy_from_nonoverlapping(from.add(row * self.columns + panel * self.panel), columns);
-                to.add(columns).write_bytes(0, self.panel - columns);
+        for row in 0..self.rows {
+            for panel in 0..panels {
+                let to = self.at_mut(panel, row);
+                let columns = self.len(panel);
+                // SAFETY: as this method's contract.
+                unsafe {
+                    to.copy_from_nonoverlapping(from.add(row * self.columns + panel * self.panel), columns);
+                    to.add(columns).write_bytes(0, self.panel - columns);
+                }
             }
         }
     }
@@ -61,11 +64,13 @@ impl Panels {
     /// `to` is valid for writes of the matrix, row after row.
     pub unsafe fn copy_rows_to(&self, to: *mut f32) {
         let panels = self.count();
-        for (row, panel) in (0..self.rows).flat_map(|row| (0..panels).map(move |panel| (row, panel))) {
-            // SAFETY: as this method's contract.
-            unsafe {
-                let to = to.add(row * self.columns + panel * self.panel);
-                to.copy_from_nonoverlapping(self.at(panel, row), self.len(panel));
+        for row in 0..self.rows {
+            for panel in 0..panels {
+                // SAFETY: as this method's contract.
+                unsafe {
+                    let columns_to = to.add(row * self.columns + panel * self.panel);
+                    columns_to.copy_from_nonoverlapping(self.at(panel, row), self.len(panel));
+                }
             }
         }
     }
@@ -89,13 +94,8 @@ pub(super) struct ProductSizes {
 /// # Safety
 /// As [`cpu::multiply`](crate::cpu::multiply).
 #[inline(always)]
-pub(super) unsafe fn multiply<K: Kernel>(
-    a: LeftOperand,
-    b: *const f32,
-    c: *mut f32,
-    ProductSizes { rows, depth, columns }: ProductSizes,
-    adds: bool,
-) {
+pub(super) unsafe fn multiply<K: Kernel>(a: LeftOperand, b: *const f32, c: *mut f32, sizes: ProductSizes, adds: bool) {
+    let ProductSizes { rows, depth, columns } = sizes;
     static ONES: [f32; MAX_COLUMNS] = [1.0; MAX_COLUMNS];
     let vectors = columns.div_ceil(K::Vector::LANES);
     let factors = adds.then_some(ONES.as_ptr());

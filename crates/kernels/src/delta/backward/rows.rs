@@ -13,10 +13,13 @@ impl BackwardBlock<'_> {
     #[inline(always)]
     pub(super) unsafe fn differentiate_rows<V: Vector>(&mut self, index: usize) {
         let scratch = &mut *self.scratch;
-        let (width, chunk) = (scratch.rows.width, &scratch.chunks[index]);
-        let (state, state_grad) = (&scratch.states[index], &scratch.state_grad);
+        let width = scratch.rows.width;
+        let chunk = &scratch.chunks[index];
+        let state = &scratch.states[index];
+        let state_grad = &scratch.state_grad;
         let rows_of_chunk = |rows: &Scratch| rows.as_ptr().wrapping_add(index * CHUNK * width);
-        let (q, k) = (rows_of_chunk(&scratch.rows.q), rows_of_chunk(&scratch.rows.k));
+        let q = rows_of_chunk(&scratch.rows.q);
+        let k = rows_of_chunk(&scratch.rows.k);
         let factors = rows_of_chunk(&scratch.rows.factors);
         // SAFETY: as this method's contract; every row has whole vectors.
         unsafe {
@@ -32,8 +35,10 @@ impl BackwardBlock<'_> {
                     }
                 }
                 let zero = V::splat(0.0);
-                let (mut dq, mut reading, mut writing) = ([zero; CHUNK], [zero; CHUNK], [zero; CHUNK]);
-                let mut later = V::load(ends.as_ptr()).mul(V::load(chunk.kept().add(at)));
+                let mut dq = [zero; CHUNK];
+                let mut reading = [zero; CHUNK];
+                let mut writing = [zero; CHUNK];
+                let mut later = V::load(ends.as_ptr()).mul(V::load(chunk.decay().add(at)));
                 let mut decayed = V::splat(1.0);
                 for i in 0..CHUNK {
                     decayed = decayed.mul(V::load(factors.add(i * width + at)));
@@ -45,7 +50,8 @@ impl BackwardBlock<'_> {
                 for j in 0..CHUNK {
                     let mut key = V::load(k.add(j * width + at));
                     let mut written = V::load(scratch.writing.at(0, j).add(at));
-                    let (panel, column) = (j / scratch.product_grads.panel, j % scratch.product_grads.panel);
+                    let panel = j / scratch.product_grads.panel;
+                    let column = j % scratch.product_grads.panel;
                     let product = |row: usize| scratch.product_grads.at(panel, row).wrapping_add(column);
                     let own = V::splat(*product(CHUNK + j));
                     dq[j] = key.mul_add(own, dq[j]);
@@ -82,15 +88,18 @@ impl BackwardBlock<'_> {
     #[inline(always)]
     pub(super) unsafe fn write_gradients<V: Vector>(&mut self, chunk: usize) {
         let BackwardScratch { rows, q_grad, k_grad, decay_grad, .. } = &mut *self.scratch;
-        let (width, d_k) = (rows.width, self.dims.d_k);
+        let width = rows.width;
+        let d_k = self.dims.d_k;
         for i in 0..CHUNK.min(self.tokens - chunk * CHUNK) {
-            let (token, row) = (chunk * CHUNK + i, self.row + chunk * CHUNK + i);
+            let token = chunk * CHUNK + i;
+            let row = self.row + chunk * CHUNK + i;
             let scales = rows.scales[token];
             let q_row = rows.q.as_ptr().wrapping_add(token * width);
             let k_row = rows.k.as_ptr().wrapping_add(token * width);
             // SAFETY: as this method's contract; the results have a row for each token.
             unsafe {
-                let (dq, dk) = (q_grad.as_mut_ptr().add(i * width), k_grad.as_mut_ptr().add(i * width));
+                let dq = q_grad.as_mut_ptr().add(i * width);
+                let dk = k_grad.as_mut_ptr().add(i * width);
                 if self.is_normed {
                     differentiate_norm::<V>(dq, q_row, width, self.scale);
                     differentiate_norm::<V>(dk, k_row, width, 1.0);

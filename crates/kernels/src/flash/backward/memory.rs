@@ -85,9 +85,9 @@ impl BackwardSizes {
     pub fn new(layout: Layout, dims: &AttentionDims) -> Self {
         let d = RowSize::new(layout, dims.d);
         let d_v = RowSize::new(layout, dims.d_v);
-        let of_rows = d.row_words(layout) + d_v.row_words(layout);
-        let of_sums = d.sum_words(layout) + d_v.sum_words(layout);
-        let words = of_rows + of_sums + d.packed.column_words(layout);
+        let row_words = d.row_words(layout) + d_v.row_words(layout);
+        let sum_words = d.sum_words(layout) + d_v.sum_words(layout);
+        let words = row_words + sum_words + d.packed.column_words(layout);
         Self { d, d_v, blocks: blocks_of_task(layout.block, dims, words) }
     }
 }

@@ -3,14 +3,14 @@
 //! whole.
 
 pub(super) mod call;
-mod gradient;
+mod gradients;
 mod memory;
 mod output;
-mod results;
 mod rows;
 pub(super) mod run;
 mod step;
 mod task;
+mod tile_gradient;
 
 use super::call::{AttentionCall, AttentionOutputs};
 use super::inputs::{KeysValues, KvMatrix};
@@ -20,9 +20,11 @@ use super::problem::KvRows;
 use super::relative_bias::RelativeBiasTable;
 use crate::cpu::InstructionSet;
 use crate::error::{Error, check_instruction_set, check_len};
+use crate::number::Strided;
 use call::AttentionBackwardCall;
-pub use call::{AttentionBackwardProblem, AttentionGradients, RequestedGradients};
-use results::Results;
+pub use call::AttentionBackwardProblem;
+use gradients::GradientMemory;
+pub use gradients::{AttentionGradients, RequestedGradients};
 
 /// Computes the gradients of a call of [`attend`](super::attend), on the calling thread and on helper
 /// rayon pool. They are the same to the bit for any number of threads, and for any other sequences in the batch.
@@ -42,7 +44,9 @@ use results::Results;
 /// };
 ///
 /// // One query over two keys of width 1, whose values are 0 and 1: the output is the second weight.
-/// let (q, k, v) = ([1.0], [0.0, 2.0], [0.0, 1.0]);
+/// let q = [1.0];
+/// let k = [0.0, 2.0];
+/// let v = [0.0, 1.0];
 /// let rows = |data| Strided { data, strides: [2, 2, 1] };
 /// let forward = AttentionProblem {
 ///     dims: AttentionDims { b: 1, h: 1, h_kv: 1, t_q: 1, t_kv: 2, d: 1, d_v: 1 },
@@ -73,11 +77,8 @@ pub fn attend_backward<E: AttentionKernels>(
     check_instruction_set(instruction_set)?;
     let AttentionBackwardProblem { forward, output, stats, output_grad, lse_grad } = *problem;
     let dims = forward.dims;
-    let (KvRows::Float(k), KvRows::Float(v)) = (forward.k, forward.v) else {
-        return Err(Error::Shape("expected keys and values that are floats, found some of 8 bits".into()));
-    };
-    let k = KvMatrix { rows: k, scales: None, width: dims.d };
-    let v = KvMatrix { rows: v, scales: None, width: dims.d_v };
+    let k = KvMatrix { rows: floats(forward.k)?, scales: None, width: dims.d };
+    let v = KvMatrix { rows: floats(forward.v)?, scales: None, width: dims.d_v };
     let output = std::ptr::from_ref(output).cast_mut();
     let mut call = AttentionCall::new(&forward, AttentionOutputs { output, lse: None, stats: None, statistics: None })?;
     let table = match forward.scores.relative_bias {
@@ -92,16 +93,24 @@ pub fn attend_backward<E: AttentionKernels>(
     output_grad.check("output_grad", [dims.b, dims.h, dims.t_q], dims.d_v)?;
     requested.check(&forward)?;
 
-    let mut results = Results::new(&forward, requested)?;
+    let mut memory = GradientMemory::new(&forward, requested)?;
     if dims.queries() == 0 {
         // The other dimensions may be of any size then.
-        results.clear_keys_values();
+        memory.clear_keys_values();
     } else {
-        let to = results.pointers();
+        let to = memory.pointers();
         let backward = AttentionBackwardCall { call, stats, output_grad, lse_grad, requested, to };
         let kernel_call = KernelCall::Backward(&backward, KeysValues { k, v });
         E::run(kernel_call, instruction_set).ok_or_else(no_scratch_memory)?;
     }
     // SAFETY: every element was written.
-    Ok(unsafe { results.written() })
+    Ok(unsafe { memory.into_gradients() })
+}
+
+/// Returns keys or values as floats.
+fn floats<E>(rows: KvRows<E>) -> Result<Strided<E, 3>, Error> {
+    match rows {
+        KvRows::Float(floats) => Ok(floats),
+        KvRows::Q8 { .. } => Err(Error::Shape("expected keys and values that are floats, found some of 8 bits".into())),
+    }
 }

@@ -7,8 +7,8 @@ use crate::flash::dims::{AttentionDims, QueryRow};
 use crate::flash::tile::Tile;
 use crate::number::{load_first, store_first};
 
-/// The gradient of a bias: a contiguous tensor of the scores' dimensions (B, H, T_q, T_kv), or 1. The last dimension of
-/// a relative bias, which queries share, is the number of its entries; the last dimension of queries is D.
+/// A contiguous tensor for a gradient, in f32, of rank 4. Each of the first three dimensions is that of (B, H, T_q), or
+/// 1. The last dimension is T_kv (or 1) for a bias, the number of entries for a relative bias, and D for queries.
 #[derive(Clone, Copy)]
 pub(super) struct GradientOutput {
     pub at: SharedPtr<f32>,
@@ -43,11 +43,12 @@ impl GradientOutput {
         (end - 1) / tile.panel
     }
 
-    /// Returns a pointer to the entry of a row for a key, or another index of the last dimension.
+    /// Returns a pointer to an entry of a row. `last` is its index in the last dimension: a key, an entry of a relative
+    /// bias, or an entry of a query.
     #[inline(always)]
-    pub fn entry(&self, row: QueryRow, key: usize) -> *mut f32 {
-        let [b, h, query, keys] = self.strides;
-        self.at.0.wrapping_add(row.b * b + row.head * h + row.query * query + key * keys)
+    pub fn entry(&self, row: QueryRow, last: usize) -> *mut f32 {
+        let [b, h, query, entry] = self.strides;
+        self.at.0.wrapping_add(row.b * b + row.head * h + row.query * query + last * entry)
     }
 
     /// Adds the gradients of a tile (keys, panel) to the entries of some keys.
@@ -72,13 +73,13 @@ impl GradientOutput {
                 unsafe {
                     let from = gradients.add(key * tile.panel + vector * lanes);
                     V::transpose(from, tile.panel, square.as_mut_ptr(), lanes);
-                    for (entry, of_row) in entries[..rows.len()].iter().zip(square.chunks_exact(lanes)) {
+                    for (entry, row_gradients) in entries[..rows.len()].iter().zip(square.chunks_exact(lanes)) {
                         let to: *mut f32 = entry.wrapping_add(key * self.strides[3]);
                         if self.strides[3] == 0 {
-                            *to += of_row[..filled].iter().sum::<f32>();
+                            *to += row_gradients[..filled].iter().sum::<f32>();
                         } else {
                             let sum: V = load_first::<f32, _>(to, filled);
-                            store_first(sum.add(V::load(of_row.as_ptr())), to, filled);
+                            store_first(sum.add(V::load(row_gradients.as_ptr())), to, filled);
                         }
                     }
                 }

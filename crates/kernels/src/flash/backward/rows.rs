@@ -9,14 +9,14 @@ use crate::flash::inputs::query_row;
 use crate::number::{Number, load_first, store_first};
 
 impl<E: Number> AttentionBackwardCall<'_, E> {
-    /// Computes the row term of the softmax's backward pass for each query of one head of (B, H): δ_i = Σ_d O_id ·
-    /// dO_id, without the gradient of the log-sum-exp (FlashAttention-2, Algorithm 2). Clears the sums of the queries'
-    /// gradients as well, and sums the gradient of the head's sink.
+    /// Prepares the tiles' work for each query of one head of (B, H): writes the row term of the softmax's backward
+    /// pass, δ_i = Σ_d O_id · dO_id minus the gradient of the log-sum-exp (FlashAttention-2, Algorithm 2), clears the
+    /// sums of the queries' gradients, and sums the gradient of the head's sink.
     ///
     /// # Safety
     /// The processor has the instruction set of V, and no other task writes the rows of the head.
     #[inline(always)]
-    pub(super) unsafe fn write_deltas<V: Vector>(&self, head: usize, sink: &mut f32) {
+    pub(super) unsafe fn prepare_rows<V: Vector>(&self, head: usize, sink: &mut f32) {
         let call = &self.call;
         let lanes = V::LANES;
         let dims = &call.inputs.dims;
@@ -36,17 +36,20 @@ impl<E: Number> AttentionBackwardCall<'_, E> {
                 let mut sum = V::splat(0.0);
                 for d in (0..dims.d_v).step_by(lanes) {
                     let width = lanes.min(dims.d_v - d);
-                    let of_output: V = load_first(output.add(d), width);
-                    sum = of_output.mul_add(load_first(gradient.add(d), width), sum);
+                    let outputs: V = load_first(output.add(d), width);
+                    sum = outputs.mul_add(load_first(gradient.add(d), width), sum);
                 }
                 let stats = self.stats[index];
                 // The gradient of a fully masked query is zero for any gradient of its output.
                 let is_masked = call.inputs.range(row).is_empty() && options.sinks.is_none() || stats.sum == 0.0;
                 // Adding to every score adds the same to the log-sum-exp.
-                let of_lse = if let Some(lse) = self.lse_grad { lse[index] } else { 0.0 };
-                let delta = if is_masked { 0.0 } else { sum.sum() - of_lse };
+                let lse_grad = if let Some(lse_grads) = self.lse_grad { lse_grads[index] } else { 0.0 };
+                let delta = if is_masked { 0.0 } else { sum.sum() - lse_grad };
                 self.to.deltas.add(index).write(delta);
-                if let (Some(sinks), true) = (options.sinks, self.requested.sinks && !is_masked) {
+                if let Some(sinks) = options.sinks
+                    && self.requested.sinks
+                    && !is_masked
+                {
                     let unit = options.exponent_unit();
                     let weight = ((sinks[row.head] * (LOG2_E / unit) - stats.max) * unit).exp2() / stats.sum;
                     // A sink without weight has no gradient either.
@@ -62,7 +65,7 @@ impl<E: Number> AttentionBackwardCall<'_, E> {
     /// Rounds the gradients of the queries of one head of (B, H) to their type.
     ///
     /// # Safety
-    /// As [`write_deltas`](Self::write_deltas).
+    /// As [`prepare_rows`](Self::prepare_rows).
     #[inline(always)]
     pub(super) unsafe fn round_queries<V: Vector>(&self, head: usize, to: SharedPtr<E>) {
         let dims = &self.call.inputs.dims;

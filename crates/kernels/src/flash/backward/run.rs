@@ -4,10 +4,10 @@
 use std::ops::Range;
 
 use super::call::AttentionBackwardCall;
-use super::gradient::ModifierGradients;
 use super::memory::{BackwardMemory, BackwardSizes};
 use super::output::GradientOutput;
 use super::task::{BackwardTask, Work, WorkOfCall};
+use super::tile_gradient::ModifierGradients;
 use crate::cpu::{Kernel, Layout, MAX_LANES, Scratch, SharedPtr, for_each_index, for_each_task};
 use crate::flash::chain::Chain;
 use crate::flash::dims::{KvHead, QueryRow};
@@ -43,7 +43,7 @@ fn run_tasks<E: Number>(
     for_each_index(heads, workers, &|head| {
         // SAFETY: each task has a separate sum.
         let sink = unsafe { &mut *sink_sums.add(head) };
-        run(Work::Deltas { head, sink });
+        run(Work::PrepareRows { head, sink });
     });
 
     let split = BackwardSplit::new(backward, layout)?;
@@ -78,12 +78,12 @@ fn write_head_sums(heads: usize, sums: &[f32], to: SharedPtr<f32>) {
 /// The split of a call into tasks: a chunk of the keys of each key head.
 struct BackwardSplit {
     sizes: BackwardSizes,
-    /// The keys of a chunk.
-    chunk: usize,
+    /// The number of keys in a chunk.
+    keys_per_chunk: usize,
     chunks: usize,
     tasks: usize,
     chain: Chain,
-    /// The tiles of a key head.
+    /// The number of tiles of a key head.
     tiles: usize,
     /// The smallest range of keys for each tile, (B, tiles).
     tile_keys: Vec<Range<usize>>,
@@ -95,13 +95,13 @@ impl BackwardSplit {
         let inputs = &backward.call.inputs;
         let dims = &inputs.dims;
         let sizes = BackwardSizes::new(layout, dims);
-        let chunk = sizes.blocks * layout.block;
-        let chunks = dims.t_kv.div_ceil(chunk);
+        let keys_per_chunk = sizes.blocks * layout.block;
+        let chunks = dims.t_kv.div_ceil(keys_per_chunk);
         let tiles = dims.rows().div_ceil(layout.panel);
-        let tile_keys = |index: usize| {
+        let keys_of_tile = |index: usize| {
             let kv = KvHead { b: index / tiles, head: 0 };
             let first = index % tiles * layout.panel;
-            Tile::new(layout, inputs, kv, first..dims.rows().min(first + layout.panel)).some
+            Tile::new(layout, inputs, kv, first..dims.rows().min(first + layout.panel)).some_attend
         };
         // Tasks that add to the same numbers wait for each other: tasks of the same head, or all.
         let outputs = [backward.to.bias, backward.to.relative_bias];
@@ -110,12 +110,12 @@ impl BackwardSplit {
         let tasks = chunks.checked_mul(heads)?;
         Some(Self {
             sizes,
-            chunk,
+            keys_per_chunk,
             chunks,
             tasks,
             chain: Chain::new(tasks, if is_shared { 1 } else { heads })?,
             tiles,
-            tile_keys: (0..dims.b * tiles).map(tile_keys).collect(),
+            tile_keys: (0..dims.b * tiles).map(keys_of_tile).collect(),
         })
     }
 
@@ -133,12 +133,12 @@ impl BackwardSplit {
         let heads = dims.kv_heads();
         // The first keys first: under a causal mask, most queries attend to them.
         let kv = dims.kv_head(task % heads);
-        let first = task / heads * self.chunk;
-        let keys = first..dims.t_kv.min(first + self.chunk);
+        let first = task / heads * self.keys_per_chunk;
+        let keys = first..dims.t_kv.min(first + self.keys_per_chunk);
         let mut sums = TaskSums::new(backward, kv, keys.clone());
         // SAFETY: each task has separate sums, one for each head of the group.
         let slopes = backward.requested.slopes.then(|| SharedPtr(unsafe { slope_sums.add(task * dims.group()) }));
-        let modifiers = sums.modifiers(backward, slopes);
+        let modifiers = sums.modifier_gradients(backward, slopes);
         let tiles = &self.tile_keys[kv.b * self.tiles..(kv.b + 1) * self.tiles];
         run(Work::Keys(BackwardTask { memory, kv, keys, tiles, chain: &self.chain, index: task, modifiers }));
         if !sums.are_empty() {
@@ -162,10 +162,10 @@ struct TaskSums {
 
 impl TaskSums {
     fn new<E: Number>(backward: &AttentionBackwardCall<E>, kv: KvHead, keys: Range<usize>) -> Self {
-        let ScoreInputs { dims, relative_bias: table, .. } = &backward.call.inputs;
+        let inputs = &backward.call.inputs;
         let has_shared_bias = backward.to.bias.is_some_and(|bias| bias.is_summed_over_queries);
-        let bias_len = if has_shared_bias { dims.group() * keys.len() } else { 0 };
-        let table_len = match table {
+        let bias_len = if has_shared_bias { inputs.dims.group() * keys.len() } else { 0 };
+        let table_len = match inputs.relative_bias {
             Some(table) if backward.to.relative_bias.is_some() => table.size(),
             _ => 0,
         };
@@ -173,7 +173,7 @@ impl TaskSums {
     }
 
     /// Returns where the task adds the gradients of score modifiers; `None` if none are requested.
-    fn modifiers<E: Number>(
+    fn modifier_gradients<E: Number>(
         &mut self,
         backward: &AttentionBackwardCall<E>,
         slopes: Option<SharedPtr<f32>>,
@@ -216,7 +216,9 @@ impl TaskSums {
                     *to.entry(row(index / count), self.keys.start + index % count) += sum;
                 }
             }
-            if let (Some(to), Some(bias)) = (backward.to.relative_bias, options.relative_bias) {
+            if let Some(to) = backward.to.relative_bias
+                && let Some(bias) = options.relative_bias
+            {
                 let entries = bias.table_entries(dims.group());
                 for (sum, entry) in self.relative_bias[MAX_LANES..].iter().zip(entries) {
                     *to.entry(row(entry.head), entry.entry) += sum;

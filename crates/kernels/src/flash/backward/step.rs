@@ -4,8 +4,8 @@ use std::cell::OnceCell;
 use std::ops::Range;
 
 use super::call::AttentionBackwardCall;
-use super::gradient::{ColumnStats, ModifierGradients, TileGradient};
 use super::memory::{BackwardMemory, BlockMemory, BlockRowsMemory, RowSize};
+use super::tile_gradient::{ColumnStats, ModifierGradients, TileGradient};
 use crate::cpu::{Format, Kernel, LeftOperand, MAX_COLUMNS, PanelProduct, Vector, multiply};
 use crate::flash::block_products::{add_values, multiply_keys};
 use crate::flash::options::ScoreUnits;
@@ -86,12 +86,12 @@ pub(super) struct PackedTile<'a, E> {
 impl<E: Number> PackedTile<'_, E> {
     /// Returns whether all queries and gradients of outputs are finite. Computed once.
     fn are_finite(&self) -> bool {
-        let is_finite = |rows: &TileRows<E>| {
+        let all_finite = |rows: &TileRows<E>| {
             // SAFETY: the rows belong to the call.
             let is_finite = |row| unsafe { is_finite_row(row, rows.width) };
             (0..self.tile.rows.len()).filter_map(|column| rows.row(column)).all(is_finite)
         };
-        *self.finite.get_or_init(|| is_finite(&self.queries) && is_finite(&self.output_grads))
+        *self.finite.get_or_init(|| all_finite(&self.queries) && all_finite(&self.output_grads))
     }
 }
 
@@ -99,7 +99,7 @@ impl<E: Number> PackedTile<'_, E> {
 pub(super) struct BackwardStep<'a, 'b, E> {
     pub backward: &'a AttentionBackwardCall<'b, E>,
     pub block: &'a KeyBlock<'a, E>,
-    pub tile: &'a PackedTile<'a, E>,
+    pub packed: &'a PackedTile<'a, E>,
     pub units: ScoreUnits,
     pub modifiers: Option<ModifierGradients>,
 }
@@ -114,7 +114,7 @@ impl<E: Number> BackwardStep<'_, '_, E> {
     /// tile; no other thread uses the gradients of score modifiers that the tile adds to.
     #[inline(always)]
     pub unsafe fn run<K: Kernel>(&self, memory: &mut BackwardMemory) {
-        let &Self { backward, block, tile: packed, .. } = self;
+        let &Self { backward, block, packed, .. } = self;
         let tile = packed.tile;
         let sizes = memory.sizes;
         let requested = &backward.requested;
@@ -167,7 +167,7 @@ impl<E: Number> BackwardStep<'_, '_, E> {
         TileGradient {
             scores: TileScores {
                 inputs,
-                tile: self.tile.tile,
+                tile: self.packed.tile,
                 units: self.units,
                 keys: overlap.keys.clone(),
                 rows: overlap.keys.len(),
@@ -178,21 +178,21 @@ impl<E: Number> BackwardStep<'_, '_, E> {
                 cap_slopes: Some(memory.cap_slopes.as_mut_ptr()),
             },
             gradients: memory.gradients.as_mut_ptr(),
-            columns: &self.tile.columns,
+            columns: &self.packed.columns,
             scale: inputs.options.scale as f32,
             modifiers: self.modifiers,
         }
     }
 
-    /// Does the work of the products where an operand is not finite: zero times NaN is NaN, so that each query and key
-    /// that is not masked is added separately. Rare, and slow.
+    /// Adds the products of each query and key that is not masked, one by one, where an operand is not finite: in a
+    /// product of matrices, the weight 0 of a masked key times NaN would be NaN. Rare, and slow.
     ///
     /// # Safety
     /// As [`run`](Self::run); the weights and the gradients of scores are computed.
     unsafe fn add_attended<K: Kernel>(&self, memory: &mut BackwardMemory, overlap: &Overlap) {
         let inputs = &self.backward.call.inputs;
         let sizes = memory.sizes;
-        let tile = self.tile.tile;
+        let tile = self.packed.tile;
         let block = self.block;
         let widened = |row: *const E, width: usize| {
             let mut wide = vec![0f32; width];
@@ -201,8 +201,8 @@ impl<E: Number> BackwardStep<'_, '_, E> {
             wide
         };
         for column in 0..tile.rows.len() {
-            let Some(query) = self.tile.queries.row(column) else { continue };
-            let Some(output_grad) = self.tile.output_grads.row(column) else { continue };
+            let Some(query) = self.packed.queries.row(column) else { continue };
+            let Some(output_grad) = self.packed.output_grads.row(column) else { continue };
             let query = widened(query, sizes.d.width);
             let output_grad = widened(output_grad, sizes.d_v.width);
             for key in tile.keys_of(inputs, column, &overlap.keys) {
@@ -264,7 +264,7 @@ unsafe fn add_rows<K: Kernel>(
             multiply::<K>(&PanelProduct {
                 a: LeftOperand { at: weights.add(row + start), group: K::ROWS * words, row: words, step: 1 },
                 b: rows.add((panel * words + start) * K::PANEL),
-                c: to.add((panel * K::BLOCK + part.keys.start - overlap.block) * K::PANEL),
+                c: to.add((panel * K::BLOCK + part.keys.start - overlap.block_start) * K::PANEL),
                 rows: part.keys.len().next_multiple_of(K::MIN_ROWS),
                 depth: end - start,
                 vectors: size.vectors_of(panel),

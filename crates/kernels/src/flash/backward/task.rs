@@ -18,10 +18,10 @@ use std::cell::OnceCell;
 use std::ops::Range;
 
 use super::call::AttentionBackwardCall;
-use super::gradient::{ColumnStats, ModifierGradients};
 use super::memory::{BackwardMemory, RowSize, TileRowsMemory};
 use super::output::GradientOutput;
 use super::step::{BackwardStep, KeyBlock, PackedTile};
+use super::tile_gradient::{ColumnStats, ModifierGradients};
 use crate::cpu::{Kernel, MAX_COLUMNS, SharedPtr, SimdTask, Vector};
 use crate::flash::chain::Chain;
 use crate::flash::dims::{AttentionDims, KvHead};
@@ -46,8 +46,8 @@ pub(super) struct BackwardTask<'a> {
 
 /// The work that is compiled for an instruction set and a type of elements. Heads are counted in (B, H).
 pub(super) enum Work<'a, E> {
-    /// Computes the row terms of a head's queries, and the gradient of its sink.
-    Deltas { head: usize, sink: &'a mut f32 },
+    /// Computes the row terms of a head's queries and the gradient of its sink, before the first tile.
+    PrepareRows { head: usize, sink: &'a mut f32 },
     /// Computes the gradients of some keys.
     Keys(BackwardTask<'a>),
     /// Rounds the gradients of a head's queries.
@@ -68,7 +68,7 @@ impl<E: Number> SimdTask for WorkOfCall<'_, '_, E> {
         // SAFETY: the processor has the instruction set of K, and no other task writes the rows.
         unsafe {
             match work {
-                Work::Deltas { head, sink } => backward.write_deltas::<K::Vector>(head, sink),
+                Work::PrepareRows { head, sink } => backward.prepare_rows::<K::Vector>(head, sink),
                 Work::RoundQueries { head, to } => backward.round_queries::<K::Vector>(head, to),
                 Work::Keys(task) => task.run::<K, E>(backward, keys_values),
             }
@@ -83,7 +83,7 @@ impl BackwardTask<'_> {
     /// The processor has the instruction set of K; the memory was made for the call, and has the task's blocks.
     #[inline(always)]
     unsafe fn run<K: Kernel, E: Number>(self, backward: &AttentionBackwardCall<E>, keys_values: &KeysValues<E>) {
-        let Self { memory, kv, keys, tiles, chain, index: task, modifiers } = self;
+        let Self { memory, kv, keys, tiles, chain, index, modifiers } = self;
         let inputs = &backward.call.inputs;
         let units = inputs.options.units(K::IS_BF16);
         let AttentionDims { b, h, t_q, t_kv, d, d_v, .. } = inputs.dims;
@@ -94,28 +94,28 @@ impl BackwardTask<'_> {
         unsafe {
             let _tiles = K::configure_tiles();
             let mut blocks = Vec::new();
-            for (index, first) in keys.clone().step_by(K::BLOCK).enumerate() {
-                let of_block = first..keys.end.min(first + K::BLOCK);
-                let k = HeadRows::new(&keys_values.k, kv, of_block.clone());
-                let v = HeadRows::new(&keys_values.v, kv, of_block);
-                blocks.push(KeyBlock::new::<K>(k, v, memory, index));
+            for (block_index, first) in keys.clone().step_by(K::BLOCK).enumerate() {
+                let block_keys = first..keys.end.min(first + K::BLOCK);
+                let k = HeadRows::new(&keys_values.k, kv, block_keys.clone());
+                let v = HeadRows::new(&keys_values.v, kv, block_keys);
+                blocks.push(KeyBlock::new::<K>(k, v, memory, block_index));
             }
-            for (index, of_tile) in tiles.iter().enumerate() {
-                if of_tile.start >= keys.end || of_tile.end <= keys.start {
+            for (tile_index, tile_keys) in tiles.iter().enumerate() {
+                if tile_keys.start >= keys.end || tile_keys.end <= keys.start {
                     continue;
                 }
-                chain.pass(task, index);
-                let first = index * K::PANEL;
+                chain.pass(index, tile_index);
+                let first = tile_index * K::PANEL;
                 let tile = &Tile::new(K::LAYOUT, inputs, kv, first..inputs.dims.rows().min(first + K::PANEL));
                 let packed = &pack_tile::<K, E>(backward, memory, tile, units.query);
                 if let Some(bias) = shared {
-                    chain.wait(task, bias.last_sharing(&inputs.dims, tile));
+                    chain.wait(index, bias.last_sharing(&inputs.dims, tile));
                 }
                 for block in &blocks {
-                    BackwardStep { backward, block, tile: packed, units, modifiers }.run::<K>(memory);
+                    BackwardStep { backward, block, packed, units, modifiers }.run::<K>(memory);
                 }
                 if backward.requested.q {
-                    chain.wait(task, index);
+                    chain.wait(index, tile_index);
                     queries.add::<K::Vector>(&inputs.dims, tile, 0..d, memory.query_sums.as_ptr());
                 }
             }
@@ -209,13 +209,13 @@ unsafe fn pack_row_panels<K: Kernel, E: Number>(rows: &TileRows<E>, size: &RowSi
         let columns = size.columns(K::Vector::LANES, panel);
         let width = columns.len();
         for word in 0..words {
-            let part = |column: usize| rows.row(column).map(|row| row.wrapping_add(columns.start));
+            let row_from_start = |column: usize| rows.row(column).map(|row| row.wrapping_add(columns.start));
             // SAFETY: as this function's contract.
             unsafe {
                 let to = to.add((panel * words + word) * K::PANEL);
                 if K::ELEMENTS == 2 {
-                    pack_row_pair(part(2 * word), part(2 * word + 1), width, to, K::PANEL);
-                } else if let Some(row) = part(word) {
+                    pack_row_pair(row_from_start(2 * word), row_from_start(2 * word + 1), width, to, K::PANEL);
+                } else if let Some(row) = row_from_start(word) {
                     widen_row::<E, K::Vector>(row, width, to, K::PANEL, 1.0);
                 } else {
                     to.write_bytes(0, K::PANEL);

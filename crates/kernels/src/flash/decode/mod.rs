@@ -67,8 +67,8 @@ pub(super) unsafe fn run<V: Vector, E: Number, S: Stored>(
     })
 }
 
-/// A step that is compiled for each type of elements and each instruction set. By reference, where a copy would wait
-/// for a store from a moment before.
+/// A step that is compiled for each type of elements and each instruction set. Large arguments are passed by reference:
+/// a copy would have to wait until they are stored.
 enum DecodeStep<'a> {
     /// Converts queries to rows in f32.
     WidenQueries { kv: &'a KvHead, to: *mut f32 },
@@ -116,8 +116,8 @@ fn run_parts<E: Number>(
         let kv = dims.kv_head(task / parts);
         let keys = part * KV_SPLIT..dims.t_kv.min((part + 1) * KV_SPLIT);
         let tile = |first: usize| {
-            let of_tile = first..dims.rows().min(first + group);
-            Tile::narrow(layout, inputs, kv, of_tile, keys.clone(), group)
+            let tile_rows = first..dims.rows().min(first + group);
+            Tile::narrow(layout, inputs, kv, tile_rows, keys.clone(), group)
         };
         let tiles: Vec<_> = (0..dims.rows()).step_by(group).map(tile).collect();
         let decoded = DecodeTask {
@@ -166,12 +166,13 @@ impl DecodeTask<'_, '_> {
             }
         }
         // The keys that every row attends to.
-        let all = if self.inputs.options.keep.is_some() { 0..0 } else { self.keys.clone() };
-        let every = self.tiles.iter().fold(all, |every, tile| intersection(&every, &tile.every));
+        let all = if self.inputs.options.bool_mask.is_some() { 0..0 } else { self.keys.clone() };
+        let every = self.tiles.iter().fold(all, |every, tile| intersection(&every, &tile.all_attend));
         // The product of a weight of zero and a value that is not finite is NaN. Most calls mask no key, or few.
-        let masked = [self.keys.start..every.start.min(self.keys.end), every.end.max(self.keys.start)..self.keys.end];
+        let masked_before = self.keys.start..every.start.min(self.keys.end);
+        let masked_after = every.end.max(self.keys.start)..self.keys.end;
         let mut are_finite = true;
-        for keys in masked.iter().filter(|keys| !keys.is_empty()) {
+        for keys in [&masked_before, &masked_after].into_iter().filter(|keys| !keys.is_empty()) {
             run(DecodeStep::CheckFinite { kv: &self.kv, keys, are_finite: &mut are_finite });
         }
         for (index, tile) in self.tiles.iter().enumerate() {
@@ -211,8 +212,8 @@ impl DecodeTask<'_, '_> {
 
     /// Returns the products of a tile with a block of keys.
     fn products(&self, index: usize, keys: &Range<usize>, operand: Operand) -> Products {
-        let numbers = self.scores_of(index, keys.start);
-        Products { kv: self.kv, keys: keys.clone(), group: self.group, numbers, operand }
+        let scores_or_weights = self.scores_of(index, keys.start);
+        Products { kv: self.kv, keys: keys.clone(), group: self.group, scores_or_weights, operand }
     }
 
     /// Turns the scores of a tile into weights, and writes its maxima and sums.

@@ -13,9 +13,9 @@ use crate::number::{Stored, load_first};
 /// keys: they stay in the first cache meanwhile.
 pub(super) const KEY_BLOCK: usize = 32;
 
-/// The most sums that outputs are added to in.
+/// The most vectors of sums of outputs that are in registers.
 const MAX_SUMS: usize = 16;
-/// The most vectors of values that are added to these sums.
+/// The most vectors of values that are added to these sums at a time.
 const MAX_VECTORS: usize = 8;
 
 /// The products of a group of R query rows of one key head, a power of two, with some of the keys of one part, or of
@@ -26,7 +26,7 @@ pub(super) struct Products {
     /// R.
     pub group: usize,
     /// (keys, R), rounded up to a vector: takes the scores, or contains the weights.
-    pub numbers: *mut f32,
+    pub scores_or_weights: *mut f32,
     pub operand: Operand,
 }
 
@@ -126,7 +126,7 @@ impl<S: Stored> RowProducts<'_, S> {
                 if whole < d {
                     self.add_keys(r, &mut sums, &from, whole..d, queries);
                 }
-                V::sum_each(&sums).store(self.products.numbers.add(first * r));
+                V::sum_each(&sums).store(self.products.scores_or_weights.add(first * r));
             }
         }
     }
@@ -165,11 +165,11 @@ impl<S: Stored> RowProducts<'_, S> {
         let at = elements.start;
         let filled = elements.len();
         let width = self.rows.width.next_multiple_of(V::LANES);
-        for (k, of_key) in sums[..V::LANES].chunks_exact_mut(r).enumerate() {
+        for (k, key_sums) in sums[..V::LANES].chunks_exact_mut(r).enumerate() {
             // SAFETY: as this method's contract.
             unsafe {
                 let key: V = load_first(keys[k].add(at), filled);
-                for (row, sum) in of_key.iter_mut().enumerate() {
+                for (row, sum) in key_sums.iter_mut().enumerate() {
                     *sum = key.mul_add(V::load(queries.add(row * width + at)), *sum);
                 }
             }
@@ -193,7 +193,7 @@ impl<S: Stored> RowProducts<'_, S> {
             unsafe {
                 let scale = *first.wrapping_add(key.wrapping_mul(stride));
                 for row in 0..r {
-                    *self.products.numbers.add(key * r + row) *= scale;
+                    *self.products.scores_or_weights.add(key * r + row) *= scale;
                 }
             }
         }
@@ -237,12 +237,12 @@ impl<S: Stored> RowProducts<'_, S> {
         outputs: OutputRows,
         d: &mut usize,
     ) {
-        let Products { kv, keys: all, numbers, .. } = &self.products;
+        let Products { kv, keys: all, scores_or_weights, .. } = &self.products;
         let rows = &self.rows;
         let lanes = V::LANES;
         while *d < rows.width && (n == 1 || *d + n * lanes <= rows.width) {
             let mut from = rows.row(*kv, keys.start).wrapping_add(*d);
-            let mut weights = numbers.wrapping_add((keys.start - all.start) * r).cast_const();
+            let mut weights = scores_or_weights.wrapping_add((keys.start - all.start) * r).cast_const();
             // SAFETY: as this method's contract.
             unsafe {
                 // Sums of a few keys each, and not one over all of them, which would round more.
@@ -263,8 +263,8 @@ impl<S: Stored> RowProducts<'_, S> {
                     from = from.wrapping_add(rows.stride());
                     weights = weights.add(r);
                 }
-                for (row, of_row) in sums.chunks_exact(n).enumerate() {
-                    for (vector, sum) in of_row.iter().enumerate() {
+                for (row, row_sums) in sums.chunks_exact(n).enumerate() {
+                    for (vector, sum) in row_sums.iter().enumerate() {
                         let at = outputs.at.add(*d + row * outputs.stride + vector * lanes);
                         sum.add(V::load(at)).store(at);
                     }

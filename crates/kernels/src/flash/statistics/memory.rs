@@ -7,10 +7,23 @@ use crate::flash::dims::AttentionDims;
 /// of the vectors of every instruction set.
 pub(in crate::flash) const KEY_GROUP: usize = MAX_LANES;
 
-/// Allocates memory for the scores of some panels (panels, T_kv, panel), followed by the largest score of each group of
-/// keys (groups, panel) and sums over queries (group, T_kv). `None` if there is no memory.
-pub(in crate::flash) fn kept_scores(dims: &AttentionDims, panels: usize, panel: usize) -> Option<Scratch> {
-    let sums = dims.group().checked_mul(dims.t_kv)?.div_ceil(panel);
-    let scores = panels.checked_mul(dims.t_kv)?;
-    Scratch::try_zeros(&[scores.checked_add(dims.t_kv.div_ceil(KEY_GROUP) + sums)?, panel])
+/// The scores of the tiles of a task until the sums of their weights are known, and the statistics so far.
+pub(in crate::flash) struct StatisticsMemory {
+    /// The scores of all keys, (panels, T_kv, panel).
+    pub scores: Scratch,
+    /// The largest score of each group of keys, (groups, panel).
+    pub largest: Scratch,
+    /// The sums over queries for each key, (group, T_kv).
+    pub sums: Scratch,
+}
+
+impl StatisticsMemory {
+    /// Allocates memory for some panels; `None` if there is not enough.
+    pub fn new(dims: &AttentionDims, panels: usize, panel: usize) -> Option<Self> {
+        Some(Self {
+            scores: Scratch::try_zeros(&[panels, dims.t_kv, panel])?,
+            largest: Scratch::try_zeros(&[dims.t_kv.div_ceil(KEY_GROUP), panel])?,
+            sums: Scratch::try_zeros(&[dims.group(), dims.t_kv])?,
+        })
+    }
 }

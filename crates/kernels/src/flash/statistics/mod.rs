@@ -33,7 +33,9 @@ pub use output::{MAX_TOP, RequestedStatistics, Statistics};
 /// };
 ///
 /// // One query over three keys of width 1.
-/// let (q, k, v) = ([1.0], [0.0, 1.0, 0.0], [1.0, 2.0, 3.0]);
+/// let q = [1.0];
+/// let k = [0.0, 1.0, 0.0];
+/// let v = [1.0, 2.0, 3.0];
 /// let rows = |data| Strided { data, strides: [3, 3, 1] };
 /// let problem = AttentionProblem {
 ///     dims: AttentionDims { b: 1, h: 1, h_kv: 1, t_q: 1, t_kv: 3, d: 1, d_v: 1 },
@@ -64,5 +66,5 @@ pub fn attend_with_statistics<E: AttentionKernels>(
     let outputs = AttentionOutputs { output: to, lse: None, stats: None, statistics: statistics_to };
     attend_to(problem, instruction_set, outputs)?;
     // SAFETY: `attend_to` initialised every element.
-    Ok((unsafe { output.written() }, statistics))
+    Ok((unsafe { output.into_vec() }, statistics))
 }

@@ -1,4 +1,4 @@
-//! From the kept scores of a tile to the statistics of its weights.
+//! From the stored scores of a tile to the statistics of its weights.
 
 use std::f32::consts::LN_2;
 use std::ops::Range;
@@ -14,7 +14,7 @@ use crate::flash::state::PanelState;
 use crate::flash::tasks::{AttentionTask, AttentionWorkspace};
 use crate::flash::tile::{Tile, intersection};
 
-/// Computes the statistics of some tiles of a key head, whose scores were kept and whose state includes all keys.
+/// Computes the statistics of some tiles of a key head, whose scores were stored and whose state includes all keys.
 pub(in crate::flash) struct Observe<'a, 'b> {
     pub task: &'a AttentionTask<'b>,
     pub output: &'a StatisticsOutput<'a>,
@@ -24,26 +24,25 @@ pub(in crate::flash) struct Observe<'a, 'b> {
 impl SimdTask for Observe<'_, '_> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
-        let Self { task, output, workspace: AttentionWorkspace { state, kept, .. } } = self;
+        let Self { task, output, workspace: AttentionWorkspace { state, statistics, .. } } = self;
         let &AttentionTask { inputs, units, kv, ref tiles, chain, index: task_index, .. } = task;
-        let Some(kept) = kept else {
-            output.is_short.store(true, Ordering::Relaxed);
+        let Some(memory) = statistics else {
+            output.is_out_of_memory.store(true, Ordering::Relaxed);
             return chain.finish(task_index);
         };
         let panel = state.panel;
         let t_kv = inputs.dims.t_kv;
         // The sums of the heads of a group.
         let words = inputs.dims.group() * t_kv;
-        let (scores, rest) = kept.words_mut().split_at_mut(tiles.len() * t_kv * panel);
-        let (largest, sums) = rest.split_at_mut(t_kv.div_ceil(KEY_GROUP) * panel);
-        let sums = &mut sums[..words];
+        let largest = memory.largest.as_mut_ptr();
+        let sums = &mut memory.sums.words_mut()[..words];
         sums.fill(0.0);
         for (index, tile) in tiles.iter().enumerate() {
-            let scores = scores[index * t_kv * panel..].as_ptr();
-            let tile = KeptTile { inputs, output, tile, units, scores, largest: largest.as_mut_ptr(), panel };
+            let scores = memory.scores.words()[index * t_kv * panel..].as_ptr();
+            let scored = ScoredTile { inputs, output, tile, units, scores, largest, panel };
             // SAFETY: the processor has the instruction set of K; the scores of the keys that the tile attends to were
-            // kept, and there is a row of largest scores for each group of keys.
-            unsafe { tile.observe::<K>(state.of_panel(index), sums) };
+            // stored, and there is a row of largest scores for each group of keys.
+            unsafe { scored.observe::<K>(state.of_panel(index), sums) };
         }
         chain.wait_for_all(task_index);
         // SAFETY: the sums for the heads of a group are contiguous, and the tasks that add to them take turns.
@@ -53,8 +52,8 @@ impl SimdTask for Observe<'_, '_> {
     }
 }
 
-/// A tile whose scores (T_kv, panel) were kept.
-struct KeptTile<'a, 'b> {
+/// A tile whose scores (T_kv, panel) were stored.
+struct ScoredTile<'a, 'b> {
     inputs: &'a ScoreInputs<'b>,
     output: &'a StatisticsOutput<'a>,
     tile: &'a Tile,
@@ -73,38 +72,38 @@ struct ColumnStatistics {
     factors: [f32; MAX_COLUMNS],
     /// Whether all powers are finite, also in columns without a query.
     are_finite: bool,
-    /// The part of `-Σ w ln w` in which each `ln w` is that of the factor.
+    /// The first part of the entropy: with w = factor · power, `-Σ w ln w` is `-Σ w ln factor - Σ w ln power`.
     entropy: [f32; MAX_COLUMNS],
-    /// The sums of powers times their exponents, the rest of the entropy.
+    /// The sums of powers times their exponents, from which the second part of the entropy follows.
     exponents: [f32; MAX_COLUMNS],
-    /// The largest of the scores of [`KeptTile::largest`], one for each top key, in order.
+    /// The largest of the scores of [`ScoredTile::largest`], one for each top key, in order.
     top: [[f32; MAX_COLUMNS]; MAX_TOP],
 }
 
-/// Weights of a group of keys without their factors. They do not replace the scores, which would write all of them to
-/// memory again.
+/// The powers of a group of keys: weights before they are multiplied by the factor of their column. They do not replace
+/// the scores, since all of these would then be written to memory again.
 type Powers = [[f32; MAX_COLUMNS]; KEY_GROUP];
 
-impl KeptTile<'_, '_> {
+impl ScoredTile<'_, '_> {
     /// Computes the statistics of the tile.
     ///
     /// # Safety
-    /// The processor has the instruction set of K; the scores of the keys that the tile attends to were kept.
+    /// The processor has the instruction set of K; the scores of the keys that the tile attends to were stored.
     #[inline(always)]
     unsafe fn observe<K: Kernel>(&self, state: PanelState, key_weight_sums: &mut [f32]) {
         let t_kv = self.inputs.dims.t_kv;
         let mut columns = self.columns(state);
-        let of_heads = self.factors_of_heads(&columns);
+        let head_factors = self.factors_of_heads(&columns);
         let mut powers = [[0f32; MAX_COLUMNS]; KEY_GROUP];
-        for group in 0..self.tile.some.len().div_ceil(KEY_GROUP) {
+        for group in 0..self.tile.some_attend.len().div_ceil(KEY_GROUP) {
             let keys = self.keys_of(group);
             // SAFETY: as this method's contract.
             unsafe {
                 self.weigh::<K>(group, &mut columns, &mut powers);
-                for (head, factors) in of_heads.iter().enumerate() {
+                for (head, factors) in head_factors.iter().enumerate() {
                     let sums = sums_of_keys::<K>(&powers, factors, self.tile.vectors, columns.are_finite);
-                    let of_head = &mut key_weight_sums[head * t_kv..][keys.clone()];
-                    of_head.iter_mut().zip(sums).for_each(|(to, sum)| *to += sum);
+                    let head_sums = &mut key_weight_sums[head * t_kv..][keys.clone()];
+                    head_sums.iter_mut().zip(sums).for_each(|(to, sum)| *to += sum);
                 }
                 self.write_requested_weights(&keys, &columns, &powers);
             }
@@ -115,8 +114,8 @@ impl KeptTile<'_, '_> {
 
     /// Returns the keys of a group.
     fn keys_of(&self, group: usize) -> Range<usize> {
-        let first = self.tile.some.start + group * KEY_GROUP;
-        first..self.tile.some.end.min(first + KEY_GROUP)
+        let first = self.tile.some_attend.start + group * KEY_GROUP;
+        first..self.tile.some_attend.end.min(first + KEY_GROUP)
     }
 
     /// Prepares the factors of each column from the state after all keys.
@@ -131,21 +130,21 @@ impl KeptTile<'_, '_> {
         };
         for column in 0..self.panel {
             // SAFETY: the state has an element for each column.
-            let of_keys = unsafe { SoftmaxStats { max: *state.max.add(column), sum: *state.sum.add(column) } };
-            columns.are_finite &= of_keys.sum.is_finite();
+            let key_stats = unsafe { SoftmaxStats { max: *state.max.add(column), sum: *state.sum.add(column) } };
+            columns.are_finite &= key_stats.sum.is_finite();
             let row = self.tile.rows.start + column;
             // The weights of a column without a query are zeros, but its powers must be finite.
             let whole = if row < self.tile.rows.end {
-                with_sink(self.inputs, self.inputs.dims.row(self.tile.kv, row), of_keys)
+                with_sink(self.inputs, self.inputs.dims.row(self.tile.kv, row), key_stats)
             } else {
-                SoftmaxStats { sum: 0.0, ..of_keys }
+                SoftmaxStats { sum: 0.0, ..key_stats }
             };
             columns.shifts[column] = if whole.max == f32::NEG_INFINITY { 0.0 } else { -whole.max };
             // The weights of a fully masked query are zeros too.
             if whole.sum != 0.0 {
                 columns.factors[column] = 1.0 / whole.sum;
                 // The sum of the keys' weights, without the sink's.
-                let share = of_keys.sum * ((of_keys.max - whole.max) * self.units.exponent_unit).exp2() / whole.sum;
+                let share = key_stats.sum * ((key_stats.max - whole.max) * self.units.exponent_unit).exp2() / whole.sum;
                 columns.entropy[column] = share * whole.sum.ln();
             }
         }
@@ -155,11 +154,11 @@ impl KeptTile<'_, '_> {
     /// Returns for each head of the group the factors of the columns of its queries, and 0 for other columns.
     fn factors_of_heads(&self, columns: &ColumnStatistics) -> Vec<[f32; MAX_COLUMNS]> {
         let group = self.inputs.dims.group();
-        let mut of_heads = vec![[0f32; MAX_COLUMNS]; group];
+        let mut head_factors = vec![[0f32; MAX_COLUMNS]; group];
         for (column, row) in self.tile.rows.clone().enumerate() {
-            of_heads[row % group][column] = columns.factors[column];
+            head_factors[row % group][column] = columns.factors[column];
         }
-        of_heads
+        head_factors
     }
 
     /// Computes the powers of a group of keys, the sums of powers times their exponents, and the largest scores.
@@ -175,12 +174,12 @@ impl KeptTile<'_, '_> {
                 let shift = K::Vector::load(columns.shifts.as_ptr().add(column));
                 let mut exponents = K::Vector::load(columns.exponents.as_ptr().add(column));
                 let mut largest = K::Vector::splat(f32::NEG_INFINITY);
-                for (key, of_key) in self.keys_of(group).zip(powers.iter_mut()) {
+                for (key, key_powers) in self.keys_of(group).zip(powers.iter_mut()) {
                     let score = K::Vector::load(self.scores.add(key * self.panel + column));
                     largest = score.max(largest);
                     let exponent = self.exponent(score, shift);
                     let power = exponent.exp2();
-                    power.store(of_key.as_mut_ptr().add(column));
+                    power.store(key_powers.as_mut_ptr().add(column));
                     // Not 0 · inf for a weight of zero.
                     exponents = power.mul_add(exponent.max(K::Vector::splat(EXP2_MIN)), exponents);
                 }
@@ -263,7 +262,7 @@ impl KeptTile<'_, '_> {
                 }
                 let shift = K::Vector::splat(columns.shifts[column]);
                 let factor = K::Vector::splat(columns.factors[column]);
-                top.finish(|score| {
+                top.write_weights(|score| {
                     let mut lanes = [0f32; MAX_LANES];
                     self.exponent(K::Vector::splat(score), shift).exp2().mul(factor).store(lanes.as_mut_ptr());
                     lanes[0]
@@ -289,7 +288,7 @@ impl KeptTile<'_, '_> {
     /// As [`observe`](Self::observe).
     #[inline(always)]
     unsafe fn find_top(&self, least: &[f32], all: &mut [TopScores]) {
-        for group in 0..self.tile.some.len().div_ceil(KEY_GROUP) {
+        for group in 0..self.tile.some_attend.len().div_ceil(KEY_GROUP) {
             // SAFETY: as this method's contract.
             let largest = unsafe { std::slice::from_raw_parts(self.largest.add(group * self.panel), least.len()) };
             if !largest.iter().zip(least).fold(false, |found, (largest, least)| found | (largest >= least)) {
@@ -344,7 +343,7 @@ impl TopScores<'_> {
 
     /// Turns scores into weights, and replaces keys of weight 0 by the lowest other keys.
     #[inline(always)]
-    fn finish(self, weigh: impl Fn(f32) -> f32) {
+    fn write_weights(self, weigh: impl Fn(f32) -> f32) {
         let Self { keys, scores: weights, count } = self;
         weights[..count].iter_mut().for_each(|weight| *weight = weigh(*weight));
         let count = weights[..count].iter().filter(|weight| **weight != 0.0).count();
@@ -365,9 +364,9 @@ unsafe fn sums_of_keys<K: Kernel>(
     vectors: usize,
     are_finite: bool,
 ) -> [f32; KEY_GROUP] {
-    let mut sums_of_group = [0f32; KEY_GROUP];
-    for (of_vector, found) in
-        powers.chunks_exact(K::Vector::LANES).zip(sums_of_group.chunks_exact_mut(K::Vector::LANES))
+    let mut group_sums = [0f32; KEY_GROUP];
+    for (vector_powers, found) in
+        powers.chunks_exact(K::Vector::LANES).zip(group_sums.chunks_exact_mut(K::Vector::LANES))
     {
         // SAFETY: as this function's contract; the arrays have an element for each column.
         unsafe {
@@ -378,8 +377,8 @@ unsafe fn sums_of_keys<K: Kernel>(
                 // Columns of other heads, and without a query, may have powers of NaN or infinity, whose product with 0
                 // is not 0.
                 let is_left_out = factor.abs().less_than(K::Vector::splat(f32::MIN_POSITIVE));
-                for (of_key, sum) in of_vector.iter().zip(&mut sums) {
-                    let mut power = K::Vector::load(of_key.as_ptr().add(column));
+                for (key_powers, sum) in vector_powers.iter().zip(&mut sums) {
+                    let mut power = K::Vector::load(key_powers.as_ptr().add(column));
                     if !are_finite {
                         power = K::Vector::select(is_left_out, zero, power);
                     }
@@ -389,5 +388,5 @@ unsafe fn sums_of_keys<K: Kernel>(
             K::Vector::sum_each(&sums).store(found.as_mut_ptr());
         }
     }
-    sums_of_group
+    group_sums
 }

@@ -85,7 +85,7 @@ pub(in crate::flash) struct StatisticsOutput<'a> {
     pub key_weight_sums: SharedPtr<f32>,
     pub weights: SharedPtr<f32>,
     /// Set if there is no memory for scores.
-    pub is_short: AtomicBool,
+    pub is_out_of_memory: AtomicBool,
 }
 
 impl<'a> StatisticsOutput<'a> {
@@ -98,7 +98,7 @@ impl<'a> StatisticsOutput<'a> {
             entropy: SharedPtr(statistics.entropy.as_mut_ptr()),
             key_weight_sums: SharedPtr(statistics.key_weight_sums.as_mut_ptr()),
             weights: SharedPtr(statistics.weights.as_mut_ptr()),
-            is_short: AtomicBool::new(false),
+            is_out_of_memory: AtomicBool::new(false),
         }
     }
 }

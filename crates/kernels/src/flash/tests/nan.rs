@@ -7,11 +7,13 @@ use crate::flash::{AttentionDims, AttentionProblem, OutputLayout, ScoreOptions, 
 /// Checks every payload of a NaN, with and without a softcap, where rows are decoded and where they fill tiles.
 #[test]
 fn nan_key_with_softcap_reaches_only_queries_that_attend_to_it() {
-    let (t_kv, d) = (20, 3);
+    let t_kv = 20;
+    let d = 3;
     let nans = if cfg!(miri) { 1..2 } else { 0..512 };
     for instruction_set in if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() } {
         for (t_q, softcap) in [(2, None), (2, Some(3.0)), (20, None), (20, Some(3.0))] {
-            let (q, v) = (numbers::<f32>(t_q * d, 1), numbers::<f32>(t_kv * d, 2));
+            let q = numbers::<f32>(t_q * d, 1);
+            let v = numbers::<f32>(t_kv * d, 2);
             let attend = |k: &[f32]| {
                 let rows = |data| Strided { data, strides: [0, 0, d] };
                 let problem = AttentionProblem {

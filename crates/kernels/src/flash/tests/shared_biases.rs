@@ -25,7 +25,9 @@ fn gradients<E: Element + Into<f32>>(
     let bias = numbers::<f32>(shape.iter().product(), 4);
     let stride = |n: usize| if shape[n] == 1 { 0 } else { shape[n + 1..].iter().product() };
     let bias = Strided { data: &bias[..], strides: std::array::from_fn(stride) };
-    let (slopes, positions, sinks) = (numbers::<f32>(h, 5), vec![0.0; b * t_q], numbers::<f32>(h, 6));
+    let slopes = numbers::<f32>(h, 5);
+    let positions = vec![0.0; b * t_q];
+    let sinks = numbers::<f32>(h, 6);
     let alibi = Some(Alibi { slopes: &slopes, positions: &positions });
     // Each query attends to a few keys, so that tiles follow each other soon.
     let range = |query: usize| query.saturating_sub(3).min(t_kv)..(query + 4).min(t_kv);
@@ -69,7 +71,8 @@ fn shared_bias_gradients_are_equal_for_any_number_of_threads() {
     // Each group, and how often it runs on the best instruction set.
     let groups: &[(usize, usize)] = if cfg!(miri) { &[(3, 1)] } else { &[(3, 10), (5, 10), (6, 10), (7, 10), (71, 2)] };
     // A call is worth several threads by its length, one of Miri's by its width.
-    let (t, width) = if cfg!(miri) { (32, 32) } else { (520, 2) };
+    let t = if cfg!(miri) { 32 } else { 520 };
+    let width = if cfg!(miri) { 32 } else { 2 };
     let [one, two, four] = [1, 2, 4].map(|n| rayon::ThreadPoolBuilder::new().num_threads(n).build().expect("a pool"));
     for instruction_set in if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() } {
         let gradients_of = match instruction_set {

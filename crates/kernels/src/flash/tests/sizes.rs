@@ -19,17 +19,21 @@ fn dimensions_of_any_size_are_computed_or_refused() {
 fn count_computed_and_refused(counts: &[usize]) -> (usize, usize) {
     let data = [0.5f32; 20];
     let count = |case: usize, n: u32| counts[case / counts.len().pow(n) % counts.len()];
-    let (mut computed, mut refused) = (0, 0);
+    let mut computed = 0;
+    let mut refused = 0;
     for case in 0..counts.len().pow(7) {
         let [b, h, h_kv, t_q, t_kv, d, d_v] = std::array::from_fn(|n| count(case, n as u32));
         let dims = AttentionDims { b, h, h_kv, t_q, t_kv, d, d_v };
         let ranges = vec![0..t_kv.min(3); b.saturating_mul(t_q).min(400)];
         let rows = Strided { data: &data[..], strides: [0; 3] };
-        let mask = DropoutMask::Kept(&[255; 20]);
+        let mask = DropoutMask::KeptBits(&[255; 20]);
         for dropout in [None, Some(Dropout { mask, p: 0.5 })] {
             let bias = Some(Strided { data: &data[..], strides: [0; 4] });
             let scores = ScoreOptions { dropout, bias, ..Default::default() };
-            let (q, k, v, output_layout) = (rows, rows.into(), rows.into(), OutputLayout::Bhtd);
+            let q = rows;
+            let k = rows.into();
+            let v = rows.into();
+            let output_layout = OutputLayout::Bhtd;
             let forward = AttentionProblem { dims, q, k, v, ranges: &ranges, scores, output_layout };
             // Results of a wrong length.
             let _ = attend(&forward, InstructionSet::Scalar, &mut [], Some(&mut []), None);
@@ -75,10 +79,14 @@ fn unused_strides_of_any_size_are_accepted() {
     for (t, d) in [(1, 2), (1, 0), (3, 0)] {
         for (h, h_kv) in [(1, 1), (40, 1)] {
             let dims = AttentionDims { b: 1, h, h_kv, t_q: t, t_kv: t, d, d_v: d };
-            let (any, of_heads) = (usize::MAX, if d == 0 { usize::MAX } else { 0 });
+            let any = usize::MAX;
+            let of_heads = if d == 0 { usize::MAX } else { 0 };
             let rows = Strided { data: &data[..], strides: [any, of_heads, any] };
-            let (k, v, ranges) = (rows.into(), rows.into(), vec![0..t; t]);
-            let (scores, output_layout) = (ScoreOptions::default(), OutputLayout::Bhtd);
+            let k = rows.into();
+            let v = rows.into();
+            let ranges = vec![0..t; t];
+            let scores = ScoreOptions::default();
+            let output_layout = OutputLayout::Bhtd;
             let forward = AttentionProblem { dims, q: rows, k, v, ranges: &ranges, scores, output_layout };
             for instruction_set in InstructionSet::available() {
                 let mut stats = Vec::new();

@@ -2,7 +2,8 @@
 
 use half::{bf16, f16};
 
-use super::{Case, dims};
+use super::case::{Case, QueryIndex, RowWeights, dims};
+use super::on_miri_only_scalar;
 use crate::cpu::InstructionSet;
 use crate::flash::{
     AttentionDims, AttentionProblem, OutputLayout, RequestedStatistics, ScoreOptions, Statistics, Strided, attend_vec,
@@ -14,7 +15,8 @@ use crate::{Element, Error};
 /// statistics.
 fn check<E: Element + Into<f32> + PartialEq>(case: &Case, instruction_set: InstructionSet, top: usize, tolerance: f64) {
     let AttentionDims { b, h, t_q, t_kv, .. } = case.dims;
-    let (rows, columns) = (t_q / 3..t_q, 0..t_kv.div_ceil(2));
+    let rows = t_q / 3..t_q;
+    let columns = 0..t_kv.div_ceil(2);
     let options = RequestedStatistics { top, rows: rows.clone(), columns: columns.clone() };
     let data = case.data::<E>();
     let problem = case.problem(&data);
@@ -31,8 +33,8 @@ fn check<E: Element + Into<f32> + PartialEq>(case: &Case, instruction_set: Instr
     let wide = data.clone().widened(case.q8);
     let mut key_weight_sums = vec![0.0; b * h * t_kv];
     for row in 0..b * h * t_q {
-        let [batch, head, i] = case.row(row);
-        let (weights, _) = case.weights(&wide, row);
+        let QueryIndex { batch, head, query } = case.row(row);
+        let RowWeights { weights, .. } = case.weights(&wide, row);
         for (key, weight) in weights.iter().enumerate() {
             key_weight_sums[(batch * h + head) * t_kv + key] += weight;
         }
@@ -40,14 +42,15 @@ fn check<E: Element + Into<f32> + PartialEq>(case: &Case, instruction_set: Instr
         near(found.entropy[row], terms.sum(), "entropy");
         let mut sorted = weights.clone();
         sorted.sort_by(|one, other| other.total_cmp(one));
-        let (keys, of_keys) = (&found.top_keys[row * k..][..k], &found.top_weights[row * k..][..k]);
-        for (n, (&key, &weight)) in keys.iter().zip(of_keys).enumerate() {
+        let keys = &found.top_keys[row * k..][..k];
+        let key_weights = &found.top_weights[row * k..][..k];
+        for (n, (&key, &weight)) in keys.iter().zip(key_weights).enumerate() {
             near(weight, sorted[n], "the largest weights");
             near(weight, weights[key as usize], "the weight of a key");
             assert!(!keys[..n].contains(&key), "{keys:?}");
         }
-        if rows.contains(&i) {
-            let first = ((batch * h + head) * rows.len() + i - rows.start) * columns.len();
+        if rows.contains(&query) {
+            let first = ((batch * h + head) * rows.len() + query - rows.start) * columns.len();
             for (x, exact) in found.weights[first..][..columns.len()].iter().zip(&weights) {
                 near(*x, *exact, "weights");
             }
@@ -61,19 +64,17 @@ fn check<E: Element + Into<f32> + PartialEq>(case: &Case, instruction_set: Instr
 #[test]
 fn statistics_with_causal_softcap_alibi_sinks_dropout_match_plain_loops() {
     let shapes = [dims(2, 1, 3, 3, 2), dims(2, 9, 40, 8, 3), dims(6, 50, 131, 5, 3), dims(1, 130, 300, 8, 4)];
-    let (instruction_sets, shapes) = match cfg!(miri) {
-        true => (vec![InstructionSet::Scalar], &shapes[..1]),
-        false => (InstructionSet::available(), &shapes[..]),
-    };
-    for instruction_set in instruction_sets {
-        for (&dims, top) in shapes.iter().zip([5, 32, 7, 0]) {
-            let cases = [(false, false), (true, false), (true, true)];
-            for ((causal, everything), q8) in cases.into_iter().flat_map(|case| [(case, false), (case, true)]) {
-                let case = Case { q8, ..Case::new(dims, causal, everything) };
-                let case = if causal && q8 { case.with_dropout(7) } else { case };
-                check::<f32>(&case, instruction_set, top, 2e-5);
-                check::<bf16>(&case, instruction_set, top, 2e-2);
-                check::<f16>(&case, instruction_set, top, 2e-3);
+    let used_shapes = if cfg!(miri) { &shapes[..1] } else { &shapes[..] };
+    for instruction_set in on_miri_only_scalar() {
+        for (&dims, top) in used_shapes.iter().zip([5, 32, 7, 0]) {
+            for (causal, has_modifiers) in [(false, false), (true, false), (true, true)] {
+                for q8 in [false, true] {
+                    let case = Case { q8, ..Case::new(dims, causal, has_modifiers) };
+                    let case = if causal && q8 { case.with_dropout(7) } else { case };
+                    check::<f32>(&case, instruction_set, top, 2e-5);
+                    check::<bf16>(&case, instruction_set, top, 2e-2);
+                    check::<f16>(&case, instruction_set, top, 2e-3);
+                }
             }
         }
     }
@@ -81,7 +82,8 @@ fn statistics_with_causal_softcap_alibi_sinks_dropout_match_plain_loops() {
 
 /// Computes the statistics of one head, causal if there is a query for each key.
 fn one_head(keys: &[f32], queries: &[f32], options: &RequestedStatistics) -> Result<Statistics, Error> {
-    let (t_q, t_kv) = (queries.len(), keys.len());
+    let t_q = queries.len();
+    let t_kv = keys.len();
     let rows = |data| Strided { data, strides: [0, 0, 1] };
     let end = |query: usize| if t_q == t_kv { query + 1 } else { t_kv };
     let problem = AttentionProblem {
@@ -148,7 +150,8 @@ fn statistics_are_equal_for_any_number_of_threads() {
 #[test]
 fn statistics_of_nan_reach_only_its_query() {
     let q = [1.0, f32::NAN];
-    let (k, v) = ([0.5, 1.0, 0.25], [1.0, 2.0, 3.0]);
+    let k = [0.5, 1.0, 0.25];
+    let v = [1.0, 2.0, 3.0];
     for instruction_set in InstructionSet::available() {
         let problem = AttentionProblem {
             dims: AttentionDims { b: 1, h: 2, h_kv: 1, t_q: 1, t_kv: 3, d: 1, d_v: 1 },
@@ -180,8 +183,9 @@ fn statistics_of_nan_reach_only_its_query() {
         // An infinite key, and lanes without a query.
         let infinite = Strided { data: &[f32::NEG_INFINITY, 1.0, 0.25], strides: [3, 3, 1] };
         let dims = AttentionDims { h: 1, ..problem.dims };
-        let of_infinite = AttentionProblem { dims, k: infinite.into(), ..problem };
-        let (_, of_keys) = attend_with_statistics(&of_infinite, instruction_set, &options).expect("three keys");
-        assert_eq!(of_keys.key_weight_sums[0], 0.0, "{instruction_set}");
+        let infinite_problem = AttentionProblem { dims, k: infinite.into(), ..problem };
+        let (_, infinite_statistics) =
+            attend_with_statistics(&infinite_problem, instruction_set, &options).expect("three keys");
+        assert_eq!(infinite_statistics.key_weight_sums[0], 0.0, "{instruction_set}");
     }
 }

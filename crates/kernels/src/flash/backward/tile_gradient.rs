@@ -54,7 +54,8 @@ impl SimdTask for TileGradient<'_> {
                 modifiers.add::<K::Vector>(scores, self.gradients);
             }
             if !is_plain {
-                self.apply_scale::<K::Vector>(if softcap.is_some() { scores.cap_slopes } else { None });
+                let cap_slopes = if softcap.is_some() { scores.cap_slopes } else { None };
+                self.apply_scale::<K::Vector>(cap_slopes);
             }
         }
     }
@@ -83,26 +84,26 @@ impl TileGradient<'_> {
             let least = V::splat(f32::MIN_POSITIVE);
             for key in 0..self.scores.rows {
                 let at = key * panel + column;
-                let score = self.scores.scores.add(at);
-                let product = self.gradients.add(at);
-                let power = V::load(score).mul(exponent).sub(max).mul(unit).exp2();
+                let score_at = self.scores.scores.add(at);
+                let gradient_at = self.gradients.add(at);
+                let power = V::load(score_at).mul(exponent).sub(max).mul(unit).exp2();
                 let mut weight = power.mul(reciprocal);
                 if IS_MASKED {
                     weight = V::select(power.less_than(least), zero, weight);
                 }
-                let mut kept = weight;
-                let mut weight_grad = V::load(product);
+                let mut weight_after_dropout = weight;
+                let mut weight_grad = V::load(gradient_at);
                 if DROPS {
                     let dropout = V::load(self.scores.dropout.add(at));
-                    kept = kept.mul(dropout);
+                    weight_after_dropout = weight_after_dropout.mul(dropout);
                     weight_grad = weight_grad.mul(dropout);
                 }
                 let mut gradient = weight_grad.sub(delta).mul(weight.mul(factor));
                 if IS_MASKED {
                     gradient = V::select(weight.less_than(least), zero, gradient);
                 }
-                kept.store(score);
-                gradient.store(product);
+                weight_after_dropout.store(score_at);
+                gradient.store(gradient_at);
             }
         }
     }
@@ -151,10 +152,14 @@ impl ModifierGradients {
     pub unsafe fn add<V: Vector>(&self, scores: &TileScores, gradients: *const f32) {
         // SAFETY: as this method's contract.
         unsafe {
-            if let (Some(alibi), Some(slopes)) = (&scores.inputs.options.alibi, self.slopes) {
+            if let Some(alibi) = &scores.inputs.options.alibi
+                && let Some(slopes) = self.slopes
+            {
                 Self::add_slopes::<V>(slopes, scores, alibi, gradients);
             }
-            if let (Some(table), Some(sums)) = (scores.inputs.relative_bias, self.relative_bias) {
+            if let Some(table) = scores.inputs.relative_bias
+                && let Some(sums) = self.relative_bias
+            {
                 Self::add_relative_bias::<V>(sums, scores, table, gradients);
             }
             if let Some(bias) = &self.bias {
@@ -163,7 +168,7 @@ impl ModifierGradients {
         }
     }
 
-    /// Adds the gradients of slopes, whose factor is minus the distance.
+    /// Adds the gradients of slopes. The derivative of a score with respect to its slope is minus the distance.
     ///
     /// # Safety
     /// As [`add`](Self::add).

@@ -1,6 +1,5 @@
-//! The memory for the gradients of a call.
+//! The gradients of a call: the requested ones, their memory, and the results.
 
-use super::call::{AttentionGradients, GradientPointers, RequestedGradients};
 use super::output::GradientOutput;
 use crate::cpu::{Format, SharedPtr, Unwritten};
 use crate::error::Error;
@@ -8,6 +7,74 @@ use crate::flash::dims::AttentionDims;
 use crate::flash::memory::{unwritten, zeros};
 use crate::flash::problem::AttentionProblem;
 use crate::number::Number;
+
+/// The gradients that [`attend_backward`](crate::flash::attend_backward) computes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct RequestedGradients {
+    /// The gradient of the queries.
+    pub q: bool,
+    /// The gradient of the keys.
+    pub k: bool,
+    /// The gradient of the values.
+    pub v: bool,
+    /// The shape of the gradient of the bias, each dimension that of (B, H, T_q, T_kv), or 1. The gradients of scores
+    /// that share an entry are summed.
+    pub bias: Option<[usize; 4]>,
+    /// The gradient of the relative bias.
+    pub relative_bias: bool,
+    /// The gradient of ALiBi's slopes.
+    pub slopes: bool,
+    /// The gradient of the sinks.
+    pub sinks: bool,
+}
+
+/// The requested gradients, contiguous.
+#[derive(Debug, Clone, Default)]
+pub struct AttentionGradients<E> {
+    /// (B, H, T_q, D).
+    pub q: Option<Vec<E>>,
+    /// (B, H_kv, T_kv, D), summed over the queries of the heads that share a key head.
+    pub k: Option<Vec<E>>,
+    /// (B, H_kv, T_kv, D_v).
+    pub v: Option<Vec<E>>,
+    /// In the requested shape.
+    pub bias: Option<Vec<f32>>,
+    /// (B, H) rows of a number for each entry, or (1, H) where sequences share them.
+    pub relative_bias: Option<Vec<f32>>,
+    /// (H,).
+    pub slopes: Option<Vec<f32>>,
+    /// (H,).
+    pub sinks: Option<Vec<f32>>,
+}
+
+impl RequestedGradients {
+    /// Checks that the call has the tensors whose gradients are requested.
+    pub(super) fn check<E>(&self, forward: &AttentionProblem<E>) -> Result<(), Error> {
+        let scores = &forward.scores;
+        let missing =
+            |name: &str| Err(Error::Shape(format!("expected {name}, whose gradient is requested, found none")));
+        if self.bias.is_some() && scores.bias.is_none() {
+            return missing("a bias");
+        }
+        if self.relative_bias && scores.relative_bias.is_none() {
+            return missing("a relative bias");
+        }
+        if self.slopes && scores.alibi.is_none() {
+            return missing("slopes");
+        }
+        if self.sinks && scores.sinks.is_none() {
+            return missing("sinks");
+        }
+        let AttentionDims { b, h, t_q, t_kv, .. } = forward.dims;
+        let full = [b, h, t_q, t_kv];
+        if let Some(shape) = self.bias
+            && shape.iter().zip(full).any(|(&dim, full)| dim != full && dim != 1)
+        {
+            return Err(Error::Shape(format!("expected a bias that broadcasts to {full:?}, found {shape:?}")));
+        }
+        Ok(())
+    }
+}
 
 /// A gradient that tiles add to.
 struct Sums {
@@ -30,8 +97,26 @@ impl Sums {
     }
 }
 
+/// Pointers to the gradients of a call.
+pub(super) struct GradientPointers<E> {
+    /// The row terms of the softmax, (B, H, T_q), computed by [`AttentionBackwardCall::prepare_rows`](super::call::AttentionBackwardCall::prepare_rows).
+    pub deltas: SharedPtr<f32>,
+    /// The sums of the queries' gradients, (B, H, T_q, D): the gradients themselves in f32.
+    pub q_sums: SharedPtr<f32>,
+    /// The gradients of the queries where they are not f32.
+    pub q: Option<SharedPtr<E>>,
+    pub k: Option<SharedPtr<E>>,
+    pub v: Option<SharedPtr<E>>,
+    pub bias: Option<GradientOutput>,
+    pub relative_bias: Option<GradientOutput>,
+    /// (H,).
+    pub slopes: Option<SharedPtr<f32>>,
+    /// (H,).
+    pub sinks: Option<SharedPtr<f32>>,
+}
+
 /// The memory for the gradients of a call.
-pub(super) struct Results<E> {
+pub(super) struct GradientMemory<E> {
     q: Option<Unwritten<E>>,
     k: Option<Unwritten<E>>,
     v: Option<Unwritten<E>>,
@@ -44,7 +129,7 @@ pub(super) struct Results<E> {
     sinks: Option<Sums>,
 }
 
-impl<E: Number> Results<E> {
+impl<E: Number> GradientMemory<E> {
     /// Allocates memory for the requested gradients.
     pub fn new(forward: &AttentionProblem<E>, requested: RequestedGradients) -> Result<Self, Error> {
         let AttentionDims { b, h, h_kv, t_q, t_kv, d, d_v } = forward.dims;
@@ -108,14 +193,14 @@ impl<E: Number> Results<E> {
     ///
     /// # Safety
     /// Every element was written.
-    pub unsafe fn written(self) -> AttentionGradients<E> {
+    pub unsafe fn into_gradients(self) -> AttentionGradients<E> {
         // SAFETY: as this method's contract.
-        let written = |rows: Unwritten<E>| unsafe { rows.written() };
+        let into_vec = |rows: Unwritten<E>| unsafe { rows.into_vec() };
         let sums = |sums: Sums| sums.sums;
         AttentionGradients {
-            q: self.q.map(written),
-            k: self.k.map(written),
-            v: self.v.map(written),
+            q: self.q.map(into_vec),
+            k: self.k.map(into_vec),
+            v: self.v.map(into_vec),
             bias: self.bias.map(sums),
             relative_bias: self.relative_bias.map(sums),
             slopes: self.slopes.map(sums),

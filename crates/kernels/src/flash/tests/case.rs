@@ -1,0 +1,255 @@
+//! A call of the kernel with its tensors, and the same computed in plain loops in f64.
+
+use std::fmt;
+use std::ops::Range;
+
+use crate::Element;
+use crate::cpu::InstructionSet;
+use crate::cpu::tests::numbers;
+use crate::flash::{
+    Alibi, AttentionDims, AttentionProblem, Dropout, DropoutMask, KvRows, OutputLayout, ScoreOptions, Strided,
+    WeightIndex, attend_vec, philox_keeps,
+};
+
+/// A call and its results in plain loops.
+pub struct Case {
+    pub dims: AttentionDims,
+    pub ranges: Vec<Range<usize>>,
+    /// Whether the call has a softcap, ALiBi, a bias, a boolean mask and sinks. Otherwise it has none of them.
+    pub has_modifiers: bool,
+    /// Whether keys and values have 8 bits.
+    pub q8: bool,
+    /// The seed of Philox.
+    pub dropout: Option<u64>,
+    /// A bit for each weight, which is 1 if dropout keeps the weight.
+    pub kept: Vec<u8>,
+}
+
+impl fmt::Display for Case {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let Self { dims, ranges, has_modifiers, q8, .. } = self;
+        write!(f, "{dims:?}, first range {:?}, score modifiers {has_modifiers}, 8 bits {q8}", ranges.first())
+    }
+}
+
+/// The probability that a weight is dropped.
+pub const P: f64 = 0.3;
+
+/// Rows of 8 bits.
+#[derive(Clone)]
+pub struct Q8 {
+    pub codes: Vec<u8>,
+    pub scales: Vec<f32>,
+    /// The numbers that codes and scales represent.
+    pub numbers: Vec<f64>,
+}
+
+/// The weights of a query before dropout, T_kv of them, and the log-sum-exp of its scores.
+pub struct RowWeights {
+    pub weights: Vec<f64>,
+    pub lse: f64,
+}
+
+/// The attention output (B, H, T_q, D_v) and the log-sum-exp (B, H, T_q).
+pub struct Exact {
+    pub output: Vec<f64>,
+    pub lse: Vec<f64>,
+}
+
+/// The indices of a query.
+pub struct QueryIndex {
+    pub batch: usize,
+    pub head: usize,
+    pub query: usize,
+}
+
+pub fn quantized(count: usize, width: usize, salt: u64) -> Q8 {
+    let codes: Vec<u8> = numbers::<f32>(count * width, salt).iter().map(|x| (x * 127.9 + 128.0) as u8).collect();
+    let scales: Vec<f32> = numbers::<f32>(count, salt + 10).iter().map(|x| (x + 1.1) / 128.0).collect();
+    let wide = codes.iter().enumerate().map(|(n, &code)| (f64::from(code) - 128.0) * f64::from(scales[n / width]));
+    let numbers = wide.collect();
+    Q8 { codes, scales, numbers }
+}
+
+impl Case {
+    pub fn new(dims: AttentionDims, causal: bool, has_modifiers: bool) -> Self {
+        let range = |i: usize| 0..if causal { (i + 1 + dims.t_kv).saturating_sub(dims.t_q) } else { dims.t_kv };
+        Self {
+            ranges: (0..dims.b * dims.t_q).map(|row| range(row % dims.t_q)).collect(),
+            dims,
+            has_modifiers,
+            q8: false,
+            dropout: None,
+            kept: Vec::new(),
+        }
+    }
+
+    pub fn with_dropout(mut self, seed: u64) -> Self {
+        let AttentionDims { b, h, t_q, t_kv, .. } = self.dims;
+        self.dropout = Some(seed);
+        self.kept = vec![0; (b * h * t_q * t_kv).div_ceil(8)];
+        for at in 0..b * h * t_q * t_kv {
+            let weight = WeightIndex {
+                b: at / (h * t_q * t_kv),
+                head: at / (t_q * t_kv) % h,
+                query: at / t_kv % t_q,
+                key: at % t_kv,
+            };
+            self.kept[at / 8] |= u8::from(philox_keeps(seed, P, weight)) << (at % 8);
+        }
+        self
+    }
+
+    pub fn data<E: Element>(&self) -> Data<E> {
+        let AttentionDims { b, h, h_kv, t_q, t_kv, d, d_v } = self.dims;
+        Data {
+            q: numbers(b * h * t_q * d, 1),
+            k: numbers(b * h_kv * t_kv * d, 2),
+            v: numbers(b * h_kv * t_kv * d_v, 3),
+            k_q8: quantized(b * h_kv * t_kv, d, 2),
+            v_q8: quantized(b * h_kv * t_kv, d_v, 3),
+            bias: numbers(t_q * t_kv, 4),
+            bool_mask: (0..t_kv).map(|key| u8::from(key % 5 != 2)).collect(),
+            slopes: numbers(h, 5),
+            sinks: numbers(h, 6),
+            // Each sequence of the batch has different positions.
+            positions: (0..b * t_q).map(|row| (row % t_q + t_kv) as f32 - (t_q + row / t_q) as f32).collect(),
+        }
+    }
+
+    pub fn problem<'a, E>(&'a self, data: &'a Data<E>) -> AttentionProblem<'a, E> {
+        let AttentionDims { h, h_kv, t_q, t_kv, d, d_v, .. } = self.dims;
+        let has_modifiers = self.has_modifiers;
+        let scores = ScoreOptions {
+            scale: 0.7,
+            softcap: has_modifiers.then_some(2.0),
+            alibi: has_modifiers.then_some(Alibi { slopes: &data.slopes, positions: &data.positions }),
+            relative_bias: None,
+            bias: has_modifiers.then_some(Strided { data: &data.bias, strides: [0, 0, t_kv, 1] }),
+            bool_mask: has_modifiers.then_some(Strided { data: &data.bool_mask, strides: [0, 0, 0, 1] }),
+            sinks: has_modifiers.then_some(&data.sinks),
+            dropout: self.dropout.map(|seed| {
+                let mask = if has_modifiers { DropoutMask::KeptBits(&self.kept) } else { DropoutMask::Philox(seed) };
+                Dropout { mask, p: P }
+            }),
+        };
+        let kv_rows = |floats: &'a [E], rows: &'a Q8, width: usize| match self.q8 {
+            true => KvRows::Q8 {
+                codes: Strided { data: &rows.codes, strides: [h_kv * t_kv * width, t_kv * width, width] },
+                scales: Strided { data: &rows.scales, strides: [h_kv * t_kv, t_kv, 1] },
+            },
+            false => Strided { data: floats, strides: [h_kv * t_kv * width, t_kv * width, width] }.into(),
+        };
+        AttentionProblem {
+            dims: self.dims,
+            q: Strided { data: &data.q, strides: [h * t_q * d, t_q * d, d] },
+            k: kv_rows(&data.k, &data.k_q8, d),
+            v: kv_rows(&data.v, &data.v_q8, d_v),
+            ranges: &self.ranges,
+            scores,
+            output_layout: OutputLayout::Bhtd,
+        }
+    }
+
+    /// Returns the indices of a row among B·H·T_q rows.
+    pub fn row(&self, row: usize) -> QueryIndex {
+        let AttentionDims { h, t_q, .. } = self.dims;
+        QueryIndex { batch: row / (h * t_q), head: row / t_q % h, query: row % t_q }
+    }
+
+    /// Computes the weights of a row, in plain loops.
+    pub fn weights(&self, data: &Data<f64>, row: usize) -> RowWeights {
+        let AttentionDims { h, h_kv, t_q, t_kv, d, .. } = self.dims;
+        let QueryIndex { batch, head, query } = self.row(row);
+        let range = &self.ranges[batch * t_q + query];
+        let score = |key: usize| {
+            if !range.contains(&key) || self.has_modifiers && data.bool_mask[key] == 0 {
+                return f64::NEG_INFINITY;
+            }
+            let key_row = (batch * h_kv + head / (h / h_kv)) * t_kv + key;
+            let products = (0..d).map(|n| data.q[row * d + n] * data.k[key_row * d + n]);
+            let score = 0.7 * products.sum::<f64>();
+            if !self.has_modifiers {
+                return score;
+            }
+            let distance = f64::from((data.positions[batch * t_q + query] - key as f32).abs());
+            2.0 * (score / 2.0).tanh() - f64::from(data.slopes[head]) * distance
+                + f64::from(data.bias[query * t_kv + key])
+        };
+        let powers: Vec<f64> = (0..t_kv).map(|key| score(key).exp()).collect();
+        let sink = if self.has_modifiers { f64::from(data.sinks[head]).exp() } else { 0.0 };
+        let sum = powers.iter().sum::<f64>() + sink;
+        let weights = powers.into_iter().map(|power| if sum == 0.0 { 0.0 } else { power / sum }).collect();
+        RowWeights { weights, lse: sum.ln() }
+    }
+
+    /// Computes the output and the log-sum-exp, in plain loops.
+    pub fn exact(&self, data: &Data<f64>) -> Exact {
+        let AttentionDims { b, h, h_kv, t_q, t_kv, d_v, .. } = self.dims;
+        let mut exact = Exact { output: Vec::new(), lse: Vec::new() };
+        for row in 0..b * h * t_q {
+            let QueryIndex { batch, head, query } = self.row(row);
+            let RowWeights { weights, lse } = self.weights(data, row);
+            let dropout_factor = |key: usize| match self.dropout {
+                Some(seed) if !philox_keeps(seed, P, WeightIndex { b: batch, head, query, key }) => 0.0,
+                Some(_) => 1.0 / (1.0 - P),
+                None => 1.0,
+            };
+            for n in 0..d_v {
+                let value = |key: usize| data.v[((batch * h_kv + head / (h / h_kv)) * t_kv + key) * d_v + n];
+                let mixed = weights.iter().enumerate().filter(|(_, weight)| **weight > 0.0);
+                exact.output.push(mixed.map(|(key, weight)| weight * dropout_factor(key) * value(key)).sum());
+            }
+            exact.lse.push(lse);
+        }
+        exact
+    }
+
+    /// Returns the largest difference between the kernel and plain loops in f64, on one instruction set.
+    pub fn difference<E: Element + Into<f32>>(&self, instruction_set: InstructionSet) -> f64 {
+        let data = self.data::<E>();
+        let mut lse = Vec::new();
+        let output = attend_vec(&self.problem(&data), instruction_set, Some(&mut lse), None).expect("a few rows");
+        let exact = self.exact(&data.clone().widened(self.q8));
+        assert!(lse.iter().zip(&exact.lse).all(|(x, expected)| expected.is_finite() || f64::from(*x) == *expected));
+        let mut largest = 0f64;
+        let outputs = output.into_iter().map(|x| f64::from(x.into())).zip(exact.output);
+        for (x, expected) in outputs.chain(lse.into_iter().map(f64::from).zip(exact.lse)) {
+            if x != expected && expected != f64::NEG_INFINITY {
+                largest = largest.max((x - expected).abs());
+            }
+        }
+        largest
+    }
+}
+
+/// The tensors of a case.
+#[derive(Clone)]
+pub struct Data<E> {
+    pub q: Vec<E>,
+    pub k: Vec<E>,
+    pub v: Vec<E>,
+    /// Replaces the keys in a case of 8 bits.
+    pub k_q8: Q8,
+    pub v_q8: Q8,
+    pub bias: Vec<f32>,
+    pub bool_mask: Vec<u8>,
+    pub slopes: Vec<f32>,
+    pub sinks: Vec<f32>,
+    pub positions: Vec<f32>,
+}
+
+impl<E: Element + Into<f32>> Data<E> {
+    pub fn widened(self, q8: bool) -> Data<f64> {
+        let wide = |numbers: Vec<E>| -> Vec<f64> { numbers.into_iter().map(|x| f64::from(x.into())).collect() };
+        let kv = |floats: Vec<E>, rows: &Q8| if q8 { rows.numbers.clone() } else { wide(floats) };
+        let Self { q, k, v, k_q8, v_q8, bias, bool_mask, slopes, sinks, positions } = self;
+        let k = kv(k, &k_q8);
+        let v = kv(v, &v_q8);
+        Data { q: wide(q), k, v, k_q8, v_q8, bias, bool_mask, slopes, sinks, positions }
+    }
+}
+
+pub fn dims(h: usize, t_q: usize, t_kv: usize, d: usize, d_v: usize) -> AttentionDims {
+    AttentionDims { b: 2, h, h_kv: h.div_ceil(2), t_q, t_kv, d, d_v }
+}
