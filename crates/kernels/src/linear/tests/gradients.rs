@@ -173,7 +173,9 @@ fn linear_gradient_of_no_columns_is_zeros() {
 /// Checks the gradient that trains adapters of a weight of codes.
 #[test]
 fn packed_codes_gradient_matches_f32_weight() {
-    let (rows, outputs, inputs) = if cfg!(miri) { (1, 3, 32) } else { (9, 53, 96) };
+    let rows = if cfg!(miri) { 1 } else { 9 };
+    let outputs = if cfg!(miri) { 3 } else { 53 };
+    let inputs = if cfg!(miri) { 32 } else { 96 };
     let numbers_of = |salt| numbers::<f16>(outputs * inputs / 32, salt);
     let scales = numbers_of(1);
     let minimums = numbers_of(2);
@@ -200,7 +202,9 @@ fn packed_codes_gradient_matches_f32_weight() {
 #[test]
 fn packed_weight_has_bits_of_plain_weight() {
     fn check<X: Element + PartialEq + std::fmt::Debug>(instruction_set: InstructionSet) {
-        let (rows, inputs, outputs) = if cfg!(miri) { (2, 5, 18) } else { (37, 411, 101) };
+        let rows = if cfg!(miri) { 2 } else { 37 };
+        let inputs = if cfg!(miri) { 5 } else { 411 };
+        let outputs = if cfg!(miri) { 18 } else { 101 };
         let xs = numbers::<X>(rows * inputs, 1);
         let weight = numbers::<X>(outputs * inputs, 2);
         let bias = numbers::<f32>(outputs, 3);
@@ -227,7 +231,8 @@ fn packed_weight_has_bits_of_plain_weight() {
 
 #[test]
 fn linear_sums_of_bf16_columns_are_in_f32() {
-    let (rows, columns) = if cfg!(miri) { (5, 3) } else { (3000, 50) };
+    let rows = if cfg!(miri) { 5 } else { 3000 };
+    let columns = if cfg!(miri) { 3 } else { 50 };
     for instruction_set in instruction_sets() {
         let data = vec![bf16::from_f32(1.0 / 128.0); rows * columns];
         let matrix = Matrix { data: &data, rows, columns, stride: columns, is_transposed: false };
