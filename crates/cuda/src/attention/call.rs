@@ -106,8 +106,8 @@ pub struct ScoreModifiers {
     pub softcap: Option<f64>,
     /// f32 (H,): `-slope · |position of the query - key|` is added.
     pub alibi_slopes: Option<Tensor>,
-    /// f32 (B or 1, H, T_q + T_kv - 1), of which entry `T_q - 1 - query + key` is added. For packed sequences, T_q and
-    /// T_kv are the largest numbers of queries and of keys of a sequence.
+    /// f32 (B or 1, H, T_q + T_kv - 1), of which entry `T_q - 1 - query + key` is added. Packed sequences share one
+    /// (1, H, ..), where T_q and T_kv are the largest numbers of queries and of keys of a sequence.
     pub relative_bias: Option<Tensor>,
     /// f32 or the dtype of the queries, (B or 1, H or 1, T_q or 1, T_kv or 1): added.
     pub bias: Option<Tensor>,

@@ -169,11 +169,11 @@ impl AttentionCall {
         }
         if let Some(biases) = &scores.relative_bias {
             let (dims, entries) = (biases.dims(), sizes.distances());
-            let fits = [1, sizes.sequences].iter().any(|&batch| dims == [batch, sizes.heads, entries]);
+            let fits = [1, sizes.batch].iter().any(|&batch| dims == [batch, sizes.heads, entries]);
             expect(fits, || {
                 format!(
                     "the relative bias has shape {dims:?}, expected ({} or 1, {}, {entries})",
-                    sizes.sequences, sizes.heads
+                    sizes.batch, sizes.heads
                 )
             })?;
             let is_f32 = biases.dtype() == DType::F32;

@@ -18,6 +18,9 @@ pub(crate) struct DecodeTile {
 /// The pairs of a query and a head that a block works on.
 const ROWS: usize = 16;
 
+/// The tile of keys and values of 8 bits: the bytes of twice as many keys, which take fewer instructions each.
+const CODES: DecodeTile = DecodeTile { warps: 4, keys: 32, stages: 3 };
+
 /// Tiles in the order in which they are tried.
 const TILES: [DecodeTile; 4] = [
     DecodeTile { warps: 4, keys: 16, stages: 3 },
@@ -33,7 +36,8 @@ impl DecodeTile {
     /// If none does.
     pub fn choose(specialization: &Specialization, shared_bytes: usize) -> Result<Self, Unsupported> {
         let fits = |tile: &Self| tile.shared_bytes(specialization) <= shared_bytes;
-        TILES.into_iter().find(fits).ok_or_else(|| no_tile("decode", specialization, shared_bytes))
+        let codes = specialization.key_codes.then_some(CODES);
+        codes.into_iter().chain(TILES).find(fits).ok_or_else(|| no_tile("decode", specialization, shared_bytes))
     }
 
     /// Returns the blocks of a key head for a number of queries that share it.

@@ -63,7 +63,9 @@ impl ForwardTile {
     /// Returns the tiles that were timed for a call, the fastest first.
     fn fastest(specialization: &Specialization, length: ForwardLength) -> Vec<Self> {
         if specialization.element == Element::F32 {
-            return vec![tile(4, 1, 32, 1)];
+            // With 32 keys, the registers of wide heads do not suffice.
+            let keys = if Width::of(specialization) == Width::Wide { 16 } else { 32 };
+            return vec![tile(4, 1, keys, 1)];
         }
         let has_bias = specialization.bias.is_some();
         let reads_scores = has_bias || specialization.boolean_mask;
@@ -82,7 +84,7 @@ impl ForwardTile {
     /// Returns the tiles for devices with less shared memory, and for wide heads.
     fn smaller(specialization: &Specialization) -> Vec<Self> {
         let is_f32 = specialization.element == Element::F32;
-        SMALLER.into_iter().filter(|tile| !is_f32 || tile.keys <= 32).collect()
+        SMALLER.into_iter().filter(|tile| !is_f32 || tile.keys == 16).collect()
     }
 
     /// Returns the queries of a block.

@@ -54,8 +54,14 @@ fn gradients_with_causal_mask_lengths_and_sinks_match_reference() -> Result<()> 
 
 #[test]
 fn gradients_of_packed_sequences_match_reference() -> Result<()> {
+    let call = packed_call()?;
+    let scores = ScoreModifiers {
+        alibi_slopes: Some((numbers(6, &[4], DType::F32)? * 0.05)?),
+        relative_bias: Some(numbers(7, &[1, 4, 70 + 50 - 1], DType::F32)?),
+        ..call.scores
+    };
     let keys = KeyRanges { causal: true, ..KeyRanges::default() };
-    check_backward(&AttentionCall { keys, ..packed_call()? })?;
+    check_backward(&AttentionCall { keys, scores, ..call })?;
     Ok(())
 }
 
