@@ -59,14 +59,14 @@ pub struct ValueAndSlope {
     pub slope: f32,
 }
 
-/// The numbers that one number of a gate multiplies.
+/// The part of the attention output that one entry of a gate multiplies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum GateScope {
-    /// One entry of one head's attention output. The gate has H·D_v numbers per token.
+    /// One entry of one head's attention output. The gate has H·D_v entries per token.
     Elementwise,
-    /// The whole attention output of one head. The gate has H numbers per token.
+    /// The whole attention output of one head. The gate has H entries per token.
     PerHead,
 }
 
@@ -90,7 +90,11 @@ pub enum GateLayout {
 ///
 /// ```
 /// use candle_attention::{GateActivation, GateLayout, GateScope, MultiHeadAttentionConfig, OutputGate};
-/// let gate = OutputGate { activation: GateActivation::Sigmoid, scope: GateScope::Elementwise, layout: GateLayout::FusedWithQuery };
+/// let gate = OutputGate {
+///     activation: GateActivation::Sigmoid,
+///     scope: GateScope::Elementwise,
+///     layout: GateLayout::FusedWithQuery,
+/// };
 /// let cfg = MultiHeadAttentionConfig::new(64, 4).with_causal(true).with_output_gate(gate);
 /// cfg.validate().expect("the numbers fit together");
 /// ```
@@ -99,7 +103,7 @@ pub enum GateLayout {
 pub struct OutputGate {
     /// The activation of the gate's projection.
     pub activation: GateActivation,
-    /// Whether the gate has a number for each entry or for each head.
+    /// Whether the gate has an entry for each entry of the output or for each head.
     pub scope: GateScope,
     /// How a checkpoint stores the gate's projection.
     pub layout: GateLayout,

@@ -42,7 +42,7 @@ use architectures::{ARCHITECTURES, metadata_of};
 use candle_attention_core::internal::{ProjectionShape, projection_shape};
 use candle_attention_core::{MultiHeadAttention, MultiHeadAttentionConfig, RopeConfig, RopeScaling, RopeStyle};
 use candle_attention_modules::base::rowwise::to_vec;
-use candle_attention_modules::base::{HeadShard, Heads};
+use candle_attention_modules::base::{HeadCounts, HeadShard, Heads};
 use candle_attention_modules::linear::{Outputs, PackedLinear, PackedProjection, Projection, Projections};
 use candle_attention_modules::norm::{QkNorm, QkNormKind};
 use config::{ROPE_FACTORS, ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT, ROPE_FREQS};
@@ -150,7 +150,8 @@ impl<R: Read + Seek> LayerWeights<'_, '_, R> {
 
     /// Returns the entries of this rank's heads among `len`.
     fn own_range(&self, heads: Heads, len: usize) -> Range<usize> {
-        self.shard.range(heads, [self.cfg.num_heads(), self.cfg.num_kv_heads()], len)
+        let counts = HeadCounts { query: self.cfg.num_heads(), key: self.cfg.num_kv_heads() };
+        self.shard.range(heads, counts, len)
     }
 
     fn inputs(&self) -> [Input; 3] {

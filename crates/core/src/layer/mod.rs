@@ -30,7 +30,7 @@ use crate::position::{
     AlibiConfig, ContentPositions, RelativeBias, RelativeEmbeddings, RotaryEmbedding, ScoreModifier, SharedModifier,
     alibi,
 };
-use candle_attention_modules::base::{Dim, Expect, HeadShard, Heads, ParameterList, ParameterReader, save};
+use candle_attention_modules::base::{Dim, Expect, HeadCounts, HeadShard, Heads, ParameterList, ParameterReader, save};
 use candle_attention_modules::linear::{Projection, ProjectionModule, ProjectionModules, Projections};
 use shard::{LayerNorms, NormSpans};
 use validate::ExpectedInput;
@@ -193,7 +193,7 @@ impl MultiHeadAttention {
         let h_kv = cfg.num_kv_heads();
         let d = cfg.head_dim();
         let config = cfg.for_shard(source.shard)?;
-        let source = source.with_heads([h, h_kv])?;
+        let source = source.with_heads(HeadCounts { query: h, key: h_kv })?;
         let projections = projections(&source)?;
         let parameters = ParameterList::load(&shard::specs(cfg, &source)?, &source)?;
         let alibi = match cfg.alibi() {

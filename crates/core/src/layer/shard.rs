@@ -7,7 +7,7 @@ use candle_nn::Init;
 use super::{MultiHeadAttention, OP};
 use crate::config::{KvSharing, MultiHeadAttentionConfig};
 use crate::position::{AlibiConfig, LayerSpecs, content_specs};
-use candle_attention_modules::base::{HeadShard, Heads, ParameterList, ParameterReader, ParameterSpec};
+use candle_attention_modules::base::{HeadCounts, HeadShard, Heads, ParameterList, ParameterReader, ParameterSpec};
 use candle_attention_modules::norm::{
     KEY_NORM_NAMES, Norm, NormSpec, OUTPUT_NORM_NAMES, QUERY_NORM_NAMES, QkNorm, QkNormKind, QkNormScope,
     ShardedDimension, refuse_norms,
@@ -24,7 +24,7 @@ impl MultiHeadAttentionConfig {
         let h = self.num_heads();
         let h_kv = self.num_kv_heads();
         let n = shard.world_size();
-        let heads = [h, h_kv];
+        let heads = HeadCounts { query: h, key: h_kv };
         if n == 1 {
             return Ok(self.clone());
         }
@@ -207,8 +207,9 @@ mod tests {
                 let mut next = 0;
                 for rank in 0..world_size {
                     let shard = HeadShard::new(rank, world_size)?;
-                    let queries = shard.range(Heads::Query, [h, h_kv], h);
-                    let keys = shard.range(Heads::Key, [h, h_kv], h_kv);
+                    let counts = HeadCounts { query: h, key: h_kv };
+                    let queries = shard.range(Heads::Query, counts, h);
+                    let keys = shard.range(Heads::Key, counts, h_kv);
                     let config = MultiHeadAttentionConfig::new(h * 2, h).with_num_kv_heads(h_kv).for_shard(shard)?;
                     assert_eq!((config.num_heads(), config.num_kv_heads()), (queries.len(), keys.len()));
                     assert!(queries.start == next && !queries.is_empty(), "{h}, {h_kv}, {rank} of {world_size}");

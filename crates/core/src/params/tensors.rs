@@ -204,7 +204,7 @@ fn initialisation(kind: Kind, is_bias: bool, in_dim: usize, out_dim: usize) -> I
 fn share_of(projections: &[Projection], is_bias: bool, is_transposed: bool) -> Option<Share> {
     match projections {
         [Output] if is_bias => Some(Share::Sum),
-        [Output] => Some(Share::Heads(Heads::Query, usize::from(!is_transposed))),
+        [Output] => Some(Share::Heads { heads: Heads::Query, dim: usize::from(!is_transposed) }),
         _ => None,
     }
 }

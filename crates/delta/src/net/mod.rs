@@ -25,8 +25,8 @@ use crate::rule::{DeltaOptions, gated_delta_rule, gated_delta_rule_varlen};
 use candle_attention_core::PackedSequences;
 use candle_attention_core::internal::NewTokens;
 use candle_attention_modules::base::{
-    FusedTensor, HeadShard, Heads, Parameter, ParameterList, ParameterReader, ParameterSpec, Share, WeightAndBias,
-    frozen, part, save,
+    FusedTensor, HeadCounts, HeadShard, Heads, Parameter, ParameterList, ParameterReader, ParameterSpec, Share,
+    WeightAndBias, frozen, part, save,
 };
 use candle_attention_modules::linear::{PackedLinear, PackedProjection};
 use candle_attention_modules::norm::RmsNorm;
@@ -140,8 +140,10 @@ impl GatedDeltaNet {
     /// Reads all heads, or the heads of a shard.
     fn read(cfg: &GatedDeltaNetConfig, layout: DeltaLayout, reader: ParameterReader) -> Result<Self> {
         cfg.validate()?;
-        let (h, h_k, embed_dim) = (cfg.num_value_heads(), cfg.num_key_heads(), cfg.embed_dim());
-        let reader = reader.with_heads([h, h_k])?;
+        let h = cfg.num_value_heads();
+        let h_k = cfg.num_key_heads();
+        let embed_dim = cfg.embed_dim();
+        let reader = reader.with_heads(HeadCounts { query: h, key: h_k })?;
         let tensors = layout.projections(OP, cfg)?;
         let convolutions = layout.convolutions(cfg);
         let biases = tensors.iter().chain(&convolutions).map(|tensor| tensor.spec.name.replace("weight", "bias"));
@@ -160,7 +162,7 @@ impl GatedDeltaNet {
         let gate_up = up_projection(&reader, GATE_UP, cfg.gate_rank(), width)?;
         let decay_up = up_projection(&reader, DECAY_UP, cfg.decay_rank(), cfg.num_decays())?;
         let convolution = layout.read_convolutions(cfg, &reader)?;
-        let out_share = Some(Share::Heads(Heads::Query, 1));
+        let out_share = Some(Share::Heads { heads: Heads::Query, dim: 1 });
         let decay_parameters = Some(DecayParameters::new(&parameters)?).filter(|decays| !decays.is_tracked());
         Ok(Self {
             projections,
@@ -258,7 +260,10 @@ impl GatedDeltaNet {
         let mut input = input.into();
         let CheckedInput { xs, tokens } = input.check(cfg, self.out.dtype(), self.out.device())?;
         let (b, t, _) = xs.dims3()?;
-        let (h, h_k, d_k, d_v) = (cfg.num_value_heads(), cfg.num_key_heads(), cfg.key_head_dim(), cfg.value_head_dim());
+        let h = cfg.num_value_heads();
+        let h_k = cfg.num_key_heads();
+        let d_k = cfg.key_head_dim();
+        let d_v = cfg.value_head_dim();
         let channels = cfg.conv_channels();
         let conv_shape = [b, cfg.conv_kernel_dim() - 1, channels.count()];
         let cached = match &input.cache {
@@ -394,13 +399,14 @@ fn up_projection(
     width: usize,
 ) -> Result<Option<PackedLinear>> {
     let Some(rank) = rank else { return Ok(None) };
-    let share = Some(Share::Heads(Heads::Query, 0));
+    let share = Some(Share::Heads { heads: Heads::Query, dim: 0 });
     reader.linear(name, (width, rank), false, share)?.try_into().map(Some)
 }
 
 /// Returns the parameters other than projections and convolutions. The file's norm has the name `norm`.
 fn specs(cfg: &GatedDeltaNetConfig, norm: &str, reader: &ParameterReader) -> [ParameterSpec; 3] {
-    let (h, init) = (cfg.num_value_heads(), Init::Uniform { lo: 0.0, up: 16f64.ln() });
+    let h = cfg.num_value_heads();
+    let init = Init::Uniform { lo: 0.0, up: 16f64.ln() };
     // Kimi Linear's is (1, 1, H, 1).
     let is_wide =
         reader.has(A_LOG) && reader.get(h, A_LOG, init).is_err() && reader.get((1, 1, h, 1), A_LOG, init).is_ok();

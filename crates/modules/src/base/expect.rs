@@ -155,8 +155,10 @@ impl<'a> Expect<'a> {
 /// Checks that keys and values, (B, T_kv, ..) each, have the same length and the batch size `b` of the queries. Without
 /// queries, `b` is `None` and the two batch sizes have to be equal.
 pub fn check_keys_and_values(op: &str, b: Option<usize>, keys: &Tensor, values: &Tensor) -> Result<()> {
-    let (b_k, t_k) = (keys.dim(0)?, keys.dim(1)?);
-    let (b_v, t_v) = (values.dim(0)?, values.dim(1)?);
+    let b_k = keys.dim(0)?;
+    let t_k = keys.dim(1)?;
+    let b_v = values.dim(0)?;
+    let t_v = values.dim(1)?;
     if let Some(b) = b
         && b != b_k
     {

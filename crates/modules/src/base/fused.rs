@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use candle_core::{Result, Tensor};
 
-use super::parameters::{Parameter, Piece};
+use super::parameters::{Parameter, Piece, Reordering};
 use super::query_heads::QueryHeadOrder;
 use super::reader::ParameterReader;
 use super::shard::{HeadShard, Heads, Share};
@@ -38,6 +38,7 @@ pub struct FusedTensor {
 
 impl FusedTensor {
     /// Returns this rank's rows of each projection, (rows, ..); nothing for a tensor that the config does not ask for.
+    ///
     /// # Errors
     /// For a missing or misshapen tensor, and for one that the config does not ask for.
     pub fn read(&self, reader: &ParameterReader) -> Result<Vec<Parameter>> {
@@ -46,7 +47,7 @@ impl FusedTensor {
             return Ok(Vec::new());
         }
         let is_grouped = self.query_heads == QueryHeadOrder::Grouped;
-        if let Some(Share::Heads(heads, _)) = self.spec.share
+        if let Some(Share::Heads { heads, .. }) = self.spec.share
             && !is_grouped
         {
             return Ok(vec![self.read_reordered_columns(heads, reader)?]);
@@ -56,7 +57,8 @@ impl FusedTensor {
         let mut start = 0;
         for part in &self.parts {
             let range = start / self.groups..(start + part.count) / self.groups;
-            let reordered = (part.heads == Some(Heads::Query) && !is_grouped).then_some((self.query_heads, 0));
+            let reordered = (part.heads == Some(Heads::Query) && !is_grouped)
+                .then_some(Reordering { order: self.query_heads, dim: 0 });
             let piece = Piece { tensor: tensor.clone(), groups: self.groups, range, reordered };
             parameters.push(Parameter::from(piece).narrow(own_rows(part, reader))?);
             start += part.count;
@@ -68,7 +70,7 @@ impl FusedTensor {
     fn read_reordered_columns(&self, heads: Heads, reader: &ParameterReader) -> Result<Parameter> {
         let whole = self.rows_of(reader.read(&ParameterSpec { share: None, ..self.spec.clone() })?)?;
         let (rows, columns) = whole.dims2()?;
-        let reordered = Some((self.query_heads, 1));
+        let reordered = Some(Reordering { order: self.query_heads, dim: 1 });
         let parameter = Parameter::from(Piece { tensor: whole, groups: 1, range: 0..rows, reordered });
         if reader.shard == HeadShard::WHOLE {
             return Ok(parameter);
@@ -91,10 +93,13 @@ impl FusedTensor {
         for (part, rows) in parts.iter().zip(&self.parts) {
             let part = match (rows.heads, self.spec.share) {
                 (Some(Heads::Query), _) => self.query_heads.reorder_from_grouped(part, 0)?,
-                (_, Some(Share::Heads(Heads::Query, _))) => self.query_heads.reorder_from_grouped(part, 1)?,
+                (_, Some(Share::Heads { heads: Heads::Query, .. })) => {
+                    self.query_heads.reorder_from_grouped(part, 1)?
+                }
                 _ => part.clone(),
             };
-            let (count, columns) = (part.dims()[0], &part.dims()[1..]);
+            let count = part.dims()[0];
+            let columns = &part.dims()[1..];
             grouped.push(part.reshape([&[self.groups, count / self.groups], columns].concat())?);
         }
         let joined = Tensor::cat(&grouped, 1)?.flatten(0, 1)?;

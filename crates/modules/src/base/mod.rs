@@ -25,7 +25,7 @@ pub use query_heads::QueryHeadOrder;
 pub use reader::{
     DRAWN_THEN_ZEROED, LINEAR_WEIGHT, ParameterReader, SCALES, has, linear_bias, missing_tensor_hint, root, whole,
 };
-pub use shard::{HeadShard, Heads, Share};
+pub use shard::{HeadCounts, HeadShard, Heads, Share};
 pub use spec::{NO_BIAS, ParameterSpec};
 pub use sum::sum_of_terms;
 

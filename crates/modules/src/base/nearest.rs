@@ -56,7 +56,8 @@ pub fn did_you_mean<'a>(
 /// Returns the number of letters to insert, remove, replace or swap with their neighbour to turn one name into the
 /// other (the optimal string alignment distance).
 pub fn edits(a: &str, b: &str) -> usize {
-    let (a, b): (Vec<_>, Vec<_>) = (a.chars().collect(), b.chars().collect());
+    let a: Vec<_> = a.chars().collect();
+    let b: Vec<_> = b.chars().collect();
     let mut rows = vec![(0..=b.len()).collect::<Vec<_>>()];
     for (i, x) in a.iter().enumerate() {
         let mut row = vec![i + 1];

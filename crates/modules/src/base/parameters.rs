@@ -16,24 +16,33 @@ use super::spec::ParameterSpec;
 
 /// Reads a parameter; `None` for one that the config does not ask for.
 fn load(spec: &ParameterSpec, reader: &ParameterReader) -> Result<Option<Parameter>> {
-    let Some((before, after)) = spec.stored.split_once("{}") else {
-        return Ok(reader.read_requested(spec)?.map(Parameter::from));
-    };
-    let name = |entry| format!("{before}{entry}{after}");
+    match spec.stored.split_once("{}") {
+        Some((before, after)) => load_entries(spec, reader, |entry| format!("{before}{entry}{after}")),
+        None => Ok(reader.read_requested(spec)?.map(Parameter::from)),
+    }
+}
+
+/// Reads a parameter whose entries of the first dimension are separate tensors, under the names that `name` returns;
+/// `None` for one that the config does not ask for.
+fn load_entries(
+    spec: &ParameterSpec,
+    reader: &ParameterReader,
+    name: impl Fn(usize) -> String,
+) -> Result<Option<Parameter>> {
     let count = spec.shape[0];
     if let Some(why) = spec.refused {
         reader.refuse((0..count).map(name), why)?;
         return Ok(None);
     }
     let own = match spec.share {
-        Some(Share::Heads(heads, 0)) => reader.own_range(heads, count),
+        Some(Share::Heads { heads, dim: 0 }) => reader.own_range(heads, count),
         _ => 0..count,
     };
-    let mut pieces = Vec::new();
+    let mut entries = Vec::new();
     for entry in own {
-        pieces.push(Parameter::from(reader.get(&spec.shape[1..], &name(entry), spec.init)?.unsqueeze(0)?));
+        entries.push(Parameter::from(reader.get(&spec.shape[1..], &name(entry), spec.init)?.unsqueeze(0)?));
     }
-    let parameter: Parameter = pieces.into_iter().collect();
+    let parameter: Parameter = entries.into_iter().collect();
     Ok(Some(if parameter.is_tracked() { parameter } else { parameter.tensor()?.into() }))
 }
 
@@ -47,8 +56,15 @@ pub(super) struct Piece {
     pub tensor: Tensor,
     pub groups: usize,
     pub range: Range<usize>,
-    /// The order of the query heads along a dimension of these rows, where it is not this crate's.
-    pub reordered: Option<(QueryHeadOrder, usize)>,
+    /// The order of the query heads in these rows, where it is not this crate's.
+    pub reordered: Option<Reordering>,
+}
+
+/// An order of query heads along a dimension.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Reordering {
+    pub order: QueryHeadOrder,
+    pub dim: usize,
 }
 
 impl From<Tensor> for Parameter {
@@ -71,28 +87,31 @@ impl FromIterator<Parameter> for Parameter {
 }
 
 impl Piece {
-    fn count(&self) -> usize {
+    fn num_rows(&self) -> usize {
         self.groups * self.range.len()
     }
 
     /// Returns whether the rows of `next` follow these rows in one tensor.
     fn is_followed_by(&self, next: &Self) -> bool {
-        let follows = (self.groups, next.groups, self.range.end) == (1, 1, next.range.start);
-        self.tensor.id() == next.tensor.id() && follows && self.reordered.is_none() && next.reordered.is_none()
+        let is_plain = |piece: &Self| piece.groups == 1 && piece.reordered.is_none();
+        let is_adjacent = self.tensor.id() == next.tensor.id() && self.range.end == next.range.start;
+        is_plain(self) && is_plain(next) && is_adjacent
     }
 
     /// Returns the rows, (len, ..): the tensor itself or a view of it where they are adjacent, or a copy.
     fn read(&self) -> Result<Tensor> {
         let rows = self.stored_rows()?;
         match self.reordered {
-            Some((order, dim)) => order.reorder_to_grouped(&rows, dim),
+            Some(Reordering { order, dim }) => order.reorder_to_grouped(&rows, dim),
             None => Ok(rows),
         }
     }
 
     fn stored_rows(&self) -> Result<Tensor> {
-        let (rows, columns) = (self.tensor.dims()[0], &self.tensor.dims()[1..]);
-        let (start, len) = (self.range.start, self.range.len());
+        let rows = self.tensor.dims()[0];
+        let columns = &self.tensor.dims()[1..];
+        let start = self.range.start;
+        let len = self.range.len();
         match self.groups {
             1 if len == rows => Ok(self.tensor.clone()),
             1 => self.tensor.narrow(0, start, len)?.contiguous(),
@@ -106,13 +125,13 @@ impl Piece {
 
 impl Parameter {
     /// Returns the number of rows.
-    pub fn count(&self) -> usize {
-        self.0.iter().map(Piece::count).sum()
+    pub fn num_rows(&self) -> usize {
+        self.0.iter().map(Piece::num_rows).sum()
     }
 
     /// Returns some of the rows: a copy, unless they are all rows.
     pub fn narrow(self, own: Range<usize>) -> Result<Self> {
-        if own.len() == self.count() {
+        if own.len() == self.num_rows() {
             return Ok(self);
         }
         Ok(self.tensor()?.narrow(0, own.start, own.len())?.force_contiguous()?.into())
@@ -190,7 +209,7 @@ impl WeightAndBias {
             // Adding zero changes no number.
             None => {
                 let weight = own.weight.first();
-                Ok(Tensor::zeros(own.weight.count(), weight.dtype(), weight.device())?.into())
+                Ok(Tensor::zeros(own.weight.num_rows(), weight.dtype(), weight.device())?.into())
             }
         };
         let has_bias = all.iter().any(|own| own.bias.is_some());
@@ -239,8 +258,11 @@ impl ParameterList {
 
     /// Returns a copy with the current values of variables.
     pub fn freeze(&self) -> Result<Self> {
-        let freeze = |(name, parameter): &(String, Parameter)| Ok((name.clone(), parameter.freeze()?));
-        Ok(Self(self.0.iter().map(freeze).collect::<Result<_>>()?))
+        let mut frozen = Vec::with_capacity(self.0.len());
+        for (name, parameter) in &self.0 {
+            frozen.push((name.clone(), parameter.freeze()?));
+        }
+        Ok(Self(frozen))
     }
 
     /// Returns the current values of all parameters, by name.
@@ -264,8 +286,8 @@ pub fn frozen(tensor: &Tensor) -> Result<Tensor> {
     if tensor.track_op() { tensor.detach().copy() } else { Ok(tensor.clone()) }
 }
 
-/// Returns the names of the variables without a gradient, in alphabetical order. Training would not change them, and
-/// would not say so. Call it once, after the first `loss.backward()`, and expect no names.
+/// Returns the names of the variables without a gradient, in alphabetical order. An optimizer skips them without an
+/// error. Call this function once, after the first `loss.backward()`, and expect no names.
 ///
 /// A variable is among them where the loss does not depend on it, and where an operation on the way has no backward
 /// pass: `candle_nn::rms_norm`, `layer_norm` with a bias, `softmax_last_dim` and `rope` have none, so that nothing

@@ -22,7 +22,7 @@ impl QueryHeadOrder {
         match self {
             Self::Grouped => Ok(tensor.clone()),
             Self::Cyclic { num_heads, num_kv_heads } => {
-                swap_blocks(tensor, dim, [num_heads / num_kv_heads, num_kv_heads])
+                swap_blocks(tensor, dim, num_heads / num_kv_heads, num_kv_heads)
             }
         }
     }
@@ -32,14 +32,14 @@ impl QueryHeadOrder {
         match self {
             Self::Grouped => Ok(tensor.clone()),
             Self::Cyclic { num_heads, num_kv_heads } => {
-                swap_blocks(tensor, dim, [num_kv_heads, num_heads / num_kv_heads])
+                swap_blocks(tensor, dim, num_kv_heads, num_heads / num_kv_heads)
             }
         }
     }
 }
 
 /// Divides a dimension into (outer, inner, rest), and returns it as (inner, outer, rest).
-fn swap_blocks(tensor: &Tensor, dim: usize, [outer, inner]: [usize; 2]) -> Result<Tensor> {
+fn swap_blocks(tensor: &Tensor, dim: usize, outer: usize, inner: usize) -> Result<Tensor> {
     let dims = tensor.dims();
     let divided = [&dims[..dim], &[outer, inner, dims[dim] / (outer * inner)], &dims[dim + 1..]].concat();
     tensor.reshape(divided)?.transpose(dim, dim + 1)?.contiguous()?.reshape(dims)

@@ -8,7 +8,7 @@ use candle_nn::var_builder::{Shard, ShardedVarBuilder, SimpleBackend};
 use candle_nn::{Linear, VarBuilder};
 
 use super::expect::{FLOATS, fits_in_memory};
-use super::shard::{HeadShard, Heads, Share};
+use super::shard::{HeadCounts, HeadShard, Heads, Share};
 use super::spec::{NO_BIAS, ParameterSpec};
 
 /// The suffixes that the name of a float8 weight's scale adds to the name of the weight. Weights are multiplied by
@@ -44,8 +44,8 @@ pub struct ParameterReader<'a> {
     layout: String,
     /// The shard whose parameters are read.
     pub shard: HeadShard,
-    /// The number of query heads and of key heads of all ranks.
-    heads: [usize; 2],
+    /// The numbers of heads of all ranks.
+    heads: HeadCounts,
 }
 
 impl<'a> ParameterReader<'a> {
@@ -58,7 +58,7 @@ impl<'a> ParameterReader<'a> {
         if !FLOATS.contains(&dtype) {
             bail!("[{op}] the builder returns weights as {dtype:?}, expected F32, F16, BF16 or F64")
         }
-        Ok(Self { vb, op, layout: layout.to_string(), shard: HeadShard::WHOLE, heads: [1; 2] })
+        Ok(Self { vb, op, layout: layout.to_string(), shard: HeadShard::WHOLE, heads: HeadCounts { query: 1, key: 1 } })
     }
 
     /// Returns a reader of one shard over Candle's sharded builder.
@@ -74,14 +74,14 @@ impl<'a> ParameterReader<'a> {
         Ok(Self { shard, ..Self::new(op, layout, whole(vb))? })
     }
 
-    /// Sets the number of query heads and of key heads.
+    /// Sets the numbers of heads of all ranks.
     ///
     /// # Errors
     /// For more ranks than query heads.
-    pub fn with_heads(self, heads: [usize; 2]) -> Result<Self> {
-        let (n, h) = (self.shard.world_size(), heads[0]);
-        if n > h {
-            bail!("[{}] a world size of {n} is more than the {h} heads", self.op)
+    pub fn with_heads(self, heads: HeadCounts) -> Result<Self> {
+        let n = self.shard.world_size();
+        if n > heads.query {
+            bail!("[{}] a world size of {n} is more than the {} heads", self.op, heads.query)
         }
         Ok(Self { heads, ..self })
     }
@@ -132,7 +132,7 @@ impl<'a> ParameterReader<'a> {
     /// As [`get`](Self::get).
     pub fn read(&self, spec: &ParameterSpec) -> Result<Tensor> {
         match spec.share {
-            Some(Share::Heads(heads, dim)) => self.read_part(spec, dim, self.own_range(heads, spec.shape[dim])),
+            Some(Share::Heads { heads, dim }) => self.read_part(spec, dim, self.own_range(heads, spec.shape[dim])),
             Some(Share::Sum) if self.shard.rank() > 0 => self.read_whole(spec)?.zeros_like(),
             Some(Share::Sum) | None => self.read_whole(spec),
         }
@@ -166,18 +166,18 @@ impl<'a> ParameterReader<'a> {
         whole.narrow(dim, range.start, range.len())?.force_contiguous()
     }
 
-    /// Returns `name.weight` of shape (out, in), and `name.bias` (out) if `bias` asks for it. Where heads divide one of
-    /// the two dimensions, it is this rank's part.
+    /// Returns `name.weight` of shape (out, in), and `name.bias` (out,) if `has_bias`. Where heads divide one of the
+    /// two dimensions, they are this rank's part.
     ///
     /// # Errors
     /// As [`read_requested`](Self::read_requested).
-    pub fn linear(&self, name: &str, shape: (usize, usize), bias: bool, share: Option<Share>) -> Result<Linear> {
+    pub fn linear(&self, name: &str, shape: (usize, usize), has_bias: bool, share: Option<Share>) -> Result<Linear> {
         let reader = self.pp(name);
         let weight =
             reader.read(&ParameterSpec { share, ..ParameterSpec::new("weight", [shape.0, shape.1], LINEAR_WEIGHT) })?;
-        let bias_share = if let Some(Share::Heads(_, 1)) = share { Some(Share::Sum) } else { share };
+        let bias_share = if let Some(Share::Heads { dim: 1, .. }) = share { Some(Share::Sum) } else { share };
         let spec = ParameterSpec { share: bias_share, ..ParameterSpec::new("bias", [shape.0], linear_bias(shape.1)) };
-        Ok(Linear::new(weight, reader.read_requested(&spec.only_if(bias, NO_BIAS))?))
+        Ok(Linear::new(weight, reader.read_requested(&spec.only_if(has_bias, NO_BIAS))?))
     }
 
     /// Refuses tensors that would be passed over although they change the output.
@@ -249,7 +249,9 @@ impl<'a> ParameterReader<'a> {
 
 /// Returns a builder of the same tensors, whole.
 pub fn whole(vb: &ShardedVarBuilder<'static>) -> VarBuilder<'static> {
-    let (prefix, dtype, device) = (vb.prefix(), vb.dtype(), vb.device().clone());
+    let prefix = vb.prefix();
+    let dtype = vb.dtype();
+    let device = vb.device().clone();
     let root = VarBuilder::from_backend(Box::new(Whole(vb.root())), dtype, device);
     if prefix.is_empty() { root } else { root.pp(prefix) }
 }
@@ -274,7 +276,8 @@ impl SimpleBackend for Whole {
 /// Returns whether a builder has a tensor of this name in particular. One that claims every name, as
 /// `VarBuilder::zeros` does, has none.
 pub fn has(vb: &VarBuilder, name: &str) -> bool {
-    vb.contains_tensor(name) && !vb.contains_tensor("no parameter has this name")
+    const UNKNOWN_NAME: &str = "no parameter has this name";
+    vb.contains_tensor(name) && !vb.contains_tensor(UNKNOWN_NAME)
 }
 
 /// Returns the tensors that a checkpoint has instead of a missing one, from the error of its builder, which has

@@ -14,7 +14,7 @@ use candle_attention_kernels::{self as kernels, Workers, for_each_chunk};
 /// The smallest number of elements for which a separate task pays.
 pub const TASK_ELEMENTS: usize = 1 << 14;
 
-/// Element types of tensors whose rows are computed in f32. `scratch` is memory of the task.
+/// Element types of tensors whose rows are computed in f32. The `scratch` of the methods is a buffer of the task.
 pub trait Element: kernels::Element + WithDType {
     /// Returns a row in f32.
     fn widen<'a>(xs: &'a [Self], scratch: &'a mut Vec<f32>) -> &'a [f32];
@@ -280,7 +280,8 @@ impl<G: Deref<Target = Storage>> Read<'_, G> {
             _ if self.layout.shape().elem_count() == 0 => Ok(&[]),
             Some((start, end)) => Ok(&self.elements()?[start..end]),
             None => {
-                let (strides, shape) = (self.layout.stride(), self.layout.dims());
+                let strides = self.layout.stride();
+                let shape = self.layout.dims();
                 bail!("expected a contiguous tensor, found strides {strides:?} of shape {shape:?}")
             }
         }
@@ -289,7 +290,8 @@ impl<G: Deref<Target = Storage>> Read<'_, G> {
     /// Returns the tensor with the strides of its first N dimensions, as the kernels read it. A dimension of size 1 is
     /// broadcast. The last dimension is contiguous.
     pub fn strided<E: WithDType, const N: usize>(&self) -> Result<Strided<'_, E, N>> {
-        let (data, layout) = (self.elements()?, self.layout);
+        let data = self.elements()?;
+        let layout = self.layout;
         let stride = |n: usize| if layout.dims()[n] > 1 { layout.stride()[n] } else { 0 };
         // An empty view may begin anywhere.
         Ok(Strided { data: &data[layout.start_offset().min(data.len())..], strides: std::array::from_fn(stride) })

@@ -13,12 +13,25 @@ pub enum Heads {
     Key,
 }
 
+/// The numbers of heads of a layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HeadCounts {
+    /// H, the number of query heads.
+    pub query: usize,
+    /// H_kv, the number of key heads.
+    pub key: usize,
+}
+
 /// The division of a parameter among ranks.
 #[derive(Debug, Clone, Copy)]
 pub enum Share {
-    /// Each rank has the entries of its heads along a dimension, counted from 0. All heads have the same number of
-    /// entries, one head after the other.
-    Heads(Heads, usize),
+    /// Each rank has the entries of its heads. All heads have the same number of entries, one head after the other.
+    Heads {
+        /// The heads that the entries belong to.
+        heads: Heads,
+        /// The dimension of the entries, counted from 0.
+        dim: usize,
+    },
     /// The first rank has all of it and the others have zeros, since the outputs of all ranks are added up.
     Sum,
 }
@@ -67,31 +80,47 @@ impl HeadShard {
     /// Returns this rank's part of `len` entries that are divided in their order and as evenly as possible, such as the
     /// inner columns of an MLP or a vocabulary. It is the part of Candle's `Shard` where the ranks divide the entries.
     pub fn rank_range(&self, len: usize) -> Range<usize> {
-        ith_of(self.rank, len, self.world_size)
+        part_range(self.rank, len, self.world_size)
     }
 
-    /// Returns this rank's part of `len` entries that `h` query heads or `h_kv` key heads divide equally. There are no
+    /// Returns this rank's part of `len` entries that the query heads or the key heads divide equally. There are no
     /// fewer query heads than ranks.
     #[doc(hidden)]
-    pub fn range(&self, heads: Heads, [h, h_kv]: [usize; 2], len: usize) -> Range<usize> {
-        let (n, group) = (self.world_size, h / h_kv);
-        let (queries, keys) = if n <= h_kv {
-            let keys = self.rank_range(h_kv);
-            (keys.start * group..keys.end * group, keys)
-        } else {
-            let key = self.first_key(h_kv);
-            let readers = ith_of(key, n, h_kv);
-            let own = ith_of(self.rank - readers.start, group, readers.len());
-            (key * group + own.start..key * group + own.end, key..key + 1)
+    pub fn range(&self, heads: Heads, counts: HeadCounts, len: usize) -> Range<usize> {
+        let own = match heads {
+            Heads::Query => self.query_heads(counts),
+            Heads::Key => self.key_heads(counts),
         };
-        let (own, width) = match heads {
-            Heads::Query => (queries, len / h),
-            Heads::Key => (keys, len / h_kv),
+        let width = match heads {
+            Heads::Query => len / counts.query,
+            Heads::Key => len / counts.key,
         };
         own.start * width..own.end * width
     }
 
-    /// Returns whether no rank before this one has its key heads.
+    /// Returns the key heads that this rank's query heads read.
+    fn key_heads(&self, counts: HeadCounts) -> Range<usize> {
+        if self.world_size <= counts.key {
+            return self.rank_range(counts.key);
+        }
+        let key = self.first_key(counts.key);
+        key..key + 1
+    }
+
+    /// Returns the query heads of this rank.
+    fn query_heads(&self, counts: HeadCounts) -> Range<usize> {
+        let group = counts.query / counts.key;
+        let keys = self.key_heads(counts);
+        if self.world_size <= counts.key {
+            return keys.start * group..keys.end * group;
+        }
+        // The ranks that share the key head divide its query heads.
+        let ranks = part_range(keys.start, self.world_size, counts.key);
+        let own = part_range(self.rank - ranks.start, group, ranks.len());
+        keys.start * group + own.start..keys.start * group + own.end
+    }
+
+    /// Returns whether this rank is the first that has its key heads.
     pub fn is_first_of_keys(self, h_kv: usize) -> bool {
         let before = Self { rank: self.rank.saturating_sub(1), ..self };
         self.world_size <= h_kv || self.rank == 0 || self.first_key(h_kv) != before.first_key(h_kv)
@@ -103,10 +132,10 @@ impl HeadShard {
     }
 }
 
-/// Returns the entries of `len` that belong to part `i` of `of`. The products do not overflow in u128.
-fn ith_of(i: usize, len: usize, of: usize) -> Range<usize> {
-    let start_of = |part: u128| (part * len as u128).div_ceil(of as u128) as usize;
-    start_of(i as u128)..start_of(i as u128 + 1)
+/// Returns the entries of part `index` if `len` entries are divided into `parts`. The products do not overflow in u128.
+fn part_range(index: usize, len: usize, parts: usize) -> Range<usize> {
+    let start_of = |part: u128| (part * len as u128).div_ceil(parts as u128) as usize;
+    start_of(index as u128)..start_of(index as u128 + 1)
 }
 
 #[cfg(test)]
@@ -134,7 +163,10 @@ mod tests {
             }
             assert_eq!(end, 8, "{world_size}");
         }
-        assert_eq!(HeadShard::new(most - 2, most - 1)?.range(Heads::Key, [most - 1, 3], 3), 2..3);
+        assert_eq!(
+            HeadShard::new(most - 2, most - 1)?.range(Heads::Key, HeadCounts { query: most - 1, key: 3 }, 3),
+            2..3
+        );
         assert!(!HeadShard::new(most - 2, most - 1)?.is_first_of_keys(3));
         Ok(())
     }

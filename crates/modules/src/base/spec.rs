@@ -35,7 +35,7 @@ impl ParameterSpec {
 
     /// Divides dimension `dim` by heads.
     pub fn by_head(self, heads: Heads, dim: usize) -> Self {
-        Self { share: Some(Share::Heads(heads, dim)), ..self }
+        Self { share: Some(Share::Heads { heads, dim }), ..self }
     }
 
     /// Sets the name in files.

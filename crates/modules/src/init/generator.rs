@@ -26,34 +26,36 @@ impl Generator {
     /// Draws a tensor by a hint, after checking that PyTorch accepts the distribution. `what` begins the error texts.
     pub(super) fn draw(&mut self, what: &str, hint: Init, shape: &Shape) -> Result<Tensor> {
         let is_finite = |x: f64| (x as f32).is_finite();
-        let values = || buffer(what, shape, 0f32);
-        let values = match hint {
+        let zeros = || buffer(what, shape, 0f32);
+        let numbers = match hint {
             Init::Const(value) if value.is_finite() && !is_finite(value) => {
                 bail!("{what} the constant {value} is too large for f32")
             }
             Init::Const(value) => buffer(what, shape, value as f32)?,
             // For an empty tensor nothing is drawn: its fan may be 0 and the bound infinite. A tensor that is too large
             // to address has no fan; allocating it is an error.
-            _ if shape.dims().contains(&0) || !is_addressable(shape.dims()) => values()?,
+            _ if shape.dims().contains(&0) || !is_addressable(shape.dims()) => zeros()?,
             Init::Uniform { lo, up } if lo <= up && (up as f32 - lo as f32).is_finite() => {
-                let mut values = values()?;
+                let mut values = zeros()?;
                 self.uniform(lo as f32, up as f32, &mut values);
                 values
             }
             Init::Uniform { lo, up } => bail!(
-                "{what} a uniform distribution takes bounds lo <= up that are finite in f32, as is up - lo; found lo {lo}, up {up}"
+                "{what} a uniform distribution takes bounds lo <= up that are finite in f32, as is up - lo; found lo \
+                 {lo}, up {up}"
             ),
             Init::Randn { mean, stdev } if is_finite(mean) && is_finite(stdev) && stdev >= 0.0 => {
-                let mut values = values()?;
+                let mut values = zeros()?;
                 self.normal(mean, stdev, &mut values);
                 values
             }
             Init::Randn { mean, stdev } => bail!(
-                "{what} a normal distribution takes a mean and a standard deviation >= 0 that are finite in f32; found {mean}, {stdev}"
+                "{what} a normal distribution takes a mean and a standard deviation >= 0 that are finite in f32; found \
+                 {mean}, {stdev}"
             ),
             Init::Kaiming { .. } => return self.draw(what, resolved(hint, shape), shape),
         };
-        Tensor::from_vec(values, shape, &Device::Cpu)
+        Tensor::from_vec(numbers, shape, &Device::Cpu)
     }
 
     /// Draws `uniform_(lo, hi)`, with one 32-bit output for each element.
@@ -231,8 +233,8 @@ fn resolved(hint: Init, shape: &Shape) -> Init {
     let is_default =
         matches!((dist, fan, non_linearity), (NormalOrUniform::Normal, FanInOut::FanIn, NonLinearity::ReLU));
     // The gain of `torch.nn.Linear.reset_parameters`, a leaky ReLU of slope sqrt(5), rounded as PyTorch does.
-    let of_linear = (2.0 / (1.0 + 5f64.sqrt().powi(2))).sqrt();
-    let gain = if is_default { of_linear } else { non_linearity.gain() };
+    let gain_of_linear = (2.0 / (1.0 + 5f64.sqrt().powi(2))).sqrt();
+    let gain = if is_default { gain_of_linear } else { non_linearity.gain() };
     let stdev = gain / (fan.for_shape(shape) as f64).sqrt();
     if is_default || matches!(dist, NormalOrUniform::Uniform) {
         let bound = 3f64.sqrt() * stdev;

@@ -150,7 +150,8 @@ impl SimpleBackend for TorchSeed {
                 let drawn = entry.get().exact.shape();
                 if *drawn != shape {
                     bail!(
-                        "[torch_seed] parameter `{name}` is requested with shape {shape:?}, but was drawn with {drawn:?}"
+                        "[torch_seed] parameter `{name}` is requested with shape {shape:?}, but was drawn with \
+                         {drawn:?}"
                     )
                 }
                 entry.into_mut()

@@ -20,7 +20,8 @@ const OP: &str = "packed_gated_linear";
 /// use candle_nn::{Activation, Linear};
 /// # fn main() -> candle_core::Result<()> {
 /// let linear = || Ok::<_, candle_core::Error>(Linear::new(Tensor::randn(0f32, 1., (48, 16), &Device::Cpu)?, None));
-/// let (gate, up) = (linear()?, linear()?);
+/// let gate = linear()?;
+/// let up = linear()?;
 /// let both = PackedGatedLinear::new(gate.clone().try_into()?, up.clone().try_into()?, Activation::Silu)?;
 ///
 /// let xs = Tensor::randn(0f32, 1., (2, 5, 16), &Device::Cpu)?;
@@ -78,7 +79,8 @@ impl PackedGatedLinear {
 impl Module for PackedGatedLinear {
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         let Self { gate, up } = self;
-        if let (Weight::Packed(gate_weight), Weight::Packed(up_weight)) = (&gate.weight, &up.weight)
+        if let Weight::Packed(gate_weight) = &gate.weight
+            && let Weight::Packed(up_weight) = &up.weight
             && let Some(activation) = gate.activation
             && gate_weight.is_like(up_weight)
             && !xs.track_op()

@@ -1,25 +1,25 @@
 //! Linear layers on the CPU kernels.
 
+mod forward;
 mod gated;
 mod matrix;
 mod product;
 mod projections;
 mod quantized;
 
-use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::quantized::{QMatMul, QTensor};
-use candle_core::{DType, Device, Module, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor, bail};
 use candle_nn::{Activation, Linear, VarBuilder};
 
 use crate::base::rowwise::to_vec;
-use crate::base::{Dim, Expect, FLOATS, check_memory, frozen, is_addressable, part};
+use crate::base::{Dim, Expect, FLOATS, frozen, is_addressable};
 use candle_attention_kernels::InstructionSet;
-use candle_attention_kernels::linear::PackedWeight;
+use candle_attention_kernels::linear::{PackedWeight, WeightShape};
 pub use gated::PackedGatedLinear;
-use matrix::{as_matrix, contiguous};
-use product::{Epilogue, Factor, choose_instruction_set, kernel_activation, pack, plain, product, unpack};
+use matrix::contiguous;
+use product::{choose_instruction_set, kernel_activation, pack, unpack};
 pub use projections::{
     ByProjection, KeysAndValues, Outputs, PackedProjection, Projected, Projection, ProjectionModule, ProjectionModules,
     Projections,
@@ -62,8 +62,7 @@ pub struct PackedLinear {
     weight: Weight,
     /// (out,); in f32 with a packed weight.
     bias: Option<Tensor>,
-    /// (out, in).
-    shape: (usize, usize),
+    shape: WeightShape,
     dtype: DType,
     /// The dtype in which [`to_linear`](Self::to_linear) returns weight and bias.
     linear_dtype: DType,
@@ -151,27 +150,29 @@ impl PackedLinear {
             }
         } else if let Some(instruction_set) = instruction_set {
             bail!(
-                "[{OP}] a weight in {dtype:?} on {:?} is not packed, expected no instruction set, found {instruction_set}",
+                "[{OP}] a weight in {dtype:?} on {:?} is not packed, expected no instruction set, found \
+                 {instruction_set}",
                 weight.device().location()
             )
         } else {
             Weight::Plain(weight.clone())
         };
-        Self::from_checked(own, bias, weight.dims2()?, dtype, weight.device())
+        let (outputs, inputs) = weight.dims2()?;
+        Self::from_checked(own, bias, WeightShape { outputs, inputs }, dtype, weight.device())
     }
 
-    /// Creates a layer from parts that were checked. `shape` is (out, in).
+    /// Creates a layer from parts that were checked.
     fn from_checked(
         weight: Weight,
         bias: Option<&Tensor>,
-        shape: (usize, usize),
+        shape: WeightShape,
         dtype: DType,
         device: &Device,
     ) -> Result<Self> {
         let linear_dtype = bias.map_or(dtype, Tensor::dtype);
         let bias = match (&weight, bias) {
             (Weight::Packed(_), Some(bias)) => {
-                Some(Tensor::from_vec(to_vec::<f32>(&contiguous("bias", bias)?)?, shape.0, device)?)
+                Some(Tensor::from_vec(to_vec::<f32>(&contiguous("bias", bias)?)?, shape.outputs, device)?)
             }
             _ => bias.cloned(),
         };
@@ -228,13 +229,14 @@ impl PackedLinear {
     /// # Errors
     /// If the copy cannot be allocated.
     pub fn freeze(&self) -> Result<Self> {
-        let (weight, instruction_set) = match &self.weight {
-            Weight::Packed(_) | Weight::Quantized { .. } => return Ok(self.clone()),
-            Weight::Tracked { weight, instruction_set } => (weight, Some(*instruction_set)),
-            Weight::Plain(weight) => (weight, None),
-        };
         let bias = self.bias.as_ref().map(frozen).transpose()?;
-        let packed = Self::with_instruction_set(&frozen(weight)?, bias.as_ref(), instruction_set)?;
+        let packed = match &self.weight {
+            Weight::Packed(_) | Weight::Quantized { .. } => return Ok(self.clone()),
+            Weight::Tracked { weight, instruction_set } => {
+                Self::with_instruction_set(&frozen(weight)?, bias.as_ref(), Some(*instruction_set))?
+            }
+            Weight::Plain(weight) => Self::new(&frozen(weight)?, bias.as_ref())?,
+        };
         Ok(Self { activation: self.activation, ..packed })
     }
 
@@ -253,8 +255,8 @@ impl PackedLinear {
         Ok(Linear::new(own(&weight)?, self.bias.as_ref().map(own).transpose()?))
     }
 
-    /// Returns rows of the weight (out, in): ids (..) in u32 give (.., in) in the weight's dtype. So one copy of a
-    /// weight serves as the table of embeddings and as the output projection of a language model.
+    /// Returns the rows of the weight (out, in) with these ids: from ids (..) in u32 to (.., in) in the weight's dtype.
+    /// One copy of a weight can then be both the table of embeddings and the output projection of a language model.
     ///
     /// ```
     /// use candle_attention::PackedLinear;
@@ -294,12 +296,12 @@ impl PackedLinear {
 
     /// Returns the number of outputs.
     pub fn out_dim(&self) -> usize {
-        self.shape.0
+        self.shape.outputs
     }
 
     /// Returns the number of inputs.
     pub fn in_dim(&self) -> usize {
-        self.shape.1
+        self.shape.inputs
     }
 
     /// Returns the weight's dtype; f32 for a quantised weight.
@@ -316,115 +318,6 @@ impl PackedLinear {
     /// tracked for gradients.
     pub fn is_packed(&self) -> bool {
         matches!(self.weight, Weight::Packed(_))
-    }
-
-    /// Computes some of the outputs, with the bits that [`forward`](Module::forward) returns: (.., in) gives
-    /// (.., `columns.len()`). So several projections of one input can share a weight.
-    ///
-    /// # Errors
-    /// As [`forward`](Module::forward), and for columns beyond the width of the output.
-    pub fn forward_columns(&self, xs: &Tensor, columns: Range<usize>) -> Result<Tensor> {
-        self.product(xs, columns, None)
-    }
-
-    /// Computes [`forward`](Module::forward) plus a residual of the output's shape and dtype: (.., in) and (.., out)
-    /// give (.., out). The residual is added before the sum is rounded. Both inputs may be tracked for gradients.
-    ///
-    /// # Errors
-    /// As [`forward`](Module::forward), and for a residual of another shape, dtype or device than the output's.
-    pub fn forward_with_residual(&self, xs: &Tensor, residual: &Tensor) -> Result<Tensor> {
-        self.product(xs, 0..self.out_dim(), Some(residual))
-    }
-
-    /// Checks that the columns exist, that the input fits the weight, and that the output can be allocated.
-    fn check(&self, xs: &Tensor, columns: &Range<usize>) -> Result<()> {
-        if columns.start > columns.end || columns.end > self.out_dim() {
-            bail!("[{OP}] columns are {columns:?}, expected a range within 0..{}", self.out_dim())
-        }
-        let input = Expect::one(OP, "input", xs).shape(&[Dim::Any(".."), Dim::Is(self.in_dim())])?;
-        match self.dtype() {
-            dtype @ (DType::BF16 | DType::F16) => {
-                input.dtype_of(&[dtype, DType::F32], format_args!(" with a weight in {dtype:?}"))?;
-            }
-            dtype => {
-                input.dtype(dtype, "the weight's")?;
-            }
-        }
-        input.same_device("the weight", self.device())?;
-        if !is_addressable(xs.dims()) {
-            bail!("[{OP}] input has shape {:?}, which is too large to address", xs.dims())
-        }
-        let rows: usize = xs.dims()[..xs.rank() - 1].iter().product();
-        check_memory(OP, format_args!("an output of {rows} rows of {}", columns.len()), &[rows, columns.len()])
-    }
-
-    /// Computes some of the outputs, plus a residual (.., `columns.len()`) if there is one.
-    ///
-    /// # Errors
-    /// As [`forward_columns`](Self::forward_columns) and [`forward_with_residual`](Self::forward_with_residual).
-    pub fn product(&self, xs: &Tensor, columns: Range<usize>, residual: Option<&Tensor>) -> Result<Tensor> {
-        self.check(xs, &columns)?;
-        if let Some(residual) = residual {
-            let expected = [&xs.dims()[..xs.rank() - 1], &[columns.len()]].concat();
-            let expect = Expect::one(OP, "residual", residual).sizes(&expected)?;
-            expect.dtype(xs.dtype(), "the input's")?.same_device("the input", xs.device())?;
-        }
-        let is_tracked = xs.track_op() || residual.is_some_and(Tensor::track_op);
-        if let Weight::Packed(weight) = &self.weight
-            && !is_tracked
-        {
-            let activation = self.activation.map(kernel_activation).transpose()?;
-            let factor = Factor::Packed { weight: weight.clone(), columns };
-            return product(xs, factor, self.bias.as_ref(), Epilogue { activation, residual, up: None });
-        }
-        let mut ys = self.affine(xs, columns)?;
-        if let Some(activation) = self.activation {
-            ys = activation.forward(&ys)?;
-        }
-        match residual {
-            Some(residual) => ys + residual,
-            None => Ok(ys),
-        }
-    }
-
-    /// Computes `x Wᵀ + b` of some of the outputs, without the activation.
-    fn affine(&self, xs: &Tensor, columns: Range<usize>) -> Result<Tensor> {
-        let own = |tensor: &Tensor| tensor.narrow(0, columns.start, columns.len())?.to_dtype(xs.dtype());
-        let bias = match &self.bias {
-            Some(bias) if !self.is_packed() => Some(contiguous("bias", &own(bias)?)?),
-            _ => None,
-        };
-        match &self.weight {
-            Weight::Packed(weight) => {
-                let factor = Factor::Packed { weight: weight.clone(), columns };
-                product(xs, factor, self.bias.as_ref(), Epilogue::default())
-            }
-            Weight::Tracked { weight, instruction_set } => {
-                let weight = as_matrix("weight", &own(weight)?)?;
-                let factor = Factor::Matrix { weight, instruction_set: *instruction_set };
-                product(xs, factor, bias.as_ref(), Epilogue::default())
-            }
-            // Candle's quantised product has no gradient and needs a matrix that is not empty.
-            Weight::Quantized { matmul, .. } if !xs.track_op() && xs.elem_count() > 0 => {
-                let rows = contiguous("input", xs)?.reshape(((), self.in_dim()))?;
-                let all = matmul.forward(&rows)?.reshape([&xs.dims()[..xs.rank() - 1], &[self.out_dim()]].concat())?;
-                let ys = part(&all, xs.rank() - 1, columns.clone())?;
-                match bias {
-                    Some(bias) => ys.broadcast_add(&bias),
-                    None => Ok(ys),
-                }
-            }
-            Weight::Quantized { .. } | Weight::Plain(_) => {
-                plain(&Linear::new(own(self.to_linear()?.weight())?, bias), xs)
-            }
-        }
-    }
-}
-
-/// Maps (.., in) to (.., out) in the input's dtype, which is the weight's, or f32 with a weight in half precision.
-impl Module for PackedLinear {
-    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        self.forward_columns(xs, 0..self.out_dim())
     }
 }
 

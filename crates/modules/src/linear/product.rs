@@ -164,12 +164,13 @@ struct Gradients {
 
 fn gradients<E: Element>(xs: &Tensor, factor: &Factor, bias_is_tracked: bool, gradient: &Tensor) -> Result<Gradients> {
     let gradient = as_left_factor("gradient", gradient)?;
-    let of_xs = if xs.track_op() { Some(factor.backward::<E>(&gradient)?) } else { None };
-    let mut found = Gradients { xs: gradient_of(Some(xs), of_xs)?, weight: None, bias: None };
+    let xs_numbers = if xs.track_op() { Some(factor.backward::<E>(&gradient)?) } else { None };
+    let mut found = Gradients { xs: gradient_of(Some(xs), xs_numbers)?, weight: None, bias: None };
     let Factor::Matrix { weight, instruction_set } = factor else { return Ok(found) };
-    let (xs, gradient) = (read(xs), read(&gradient));
-    let inputs: Matrix<E> = matrix_of(&xs)?;
-    let outputs: Matrix<E> = matrix_of(&gradient)?;
+    let xs_storage = read(xs);
+    let gradient_storage = read(&gradient);
+    let inputs: Matrix<E> = matrix_of(&xs_storage)?;
+    let outputs: Matrix<E> = matrix_of(&gradient_storage)?;
     let product = |left: Matrix<E>, right: Matrix<E>| {
         let numbers = multiply(
             left,
@@ -180,9 +181,9 @@ fn gradients<E: Element>(xs: &Tensor, factor: &Factor, bias_is_tracked: bool, gr
     };
     if weight.track_op() {
         // In the order in which the weight is stored.
-        let of_weight =
+        let weight_grad =
             if weight.is_contiguous() { product(outputs.t(), inputs)? } else { product(inputs.t(), outputs)?.t()? };
-        found.weight = Some(of_weight);
+        found.weight = Some(weight_grad);
     }
     if bias_is_tracked {
         let ones = vec![E::from_f64(1.0); outputs.rows];
@@ -200,7 +201,8 @@ pub(super) fn kernel_activation(activation: Activation) -> Result<linear::Activa
         Activation::Silu | Activation::Swish => linear::Activation::Silu,
         Activation::Relu => linear::Activation::Relu,
         other => bail!(
-            "[{OP}] activation is {other:?}, expected Gelu, NewGelu, GeluPytorchTanh, Silu, Swish or Relu after a product"
+            "[{OP}] activation is {other:?}, expected Gelu, NewGelu, GeluPytorchTanh, Silu, Swish or Relu after a \
+             product"
         ),
     })
 }

@@ -30,7 +30,8 @@ impl PackedLinear {
     /// let packed = PackedLinear::from_qtensor(weight, None)?;
     ///
     /// let xs = Tensor::randn(0f32, 1., (2, 5, 64), &Device::Cpu)?;
-    /// let (ys, expected) = (packed.forward(&xs)?, dequantized.forward(&xs)?);
+    /// let ys = packed.forward(&xs)?;
+    /// let expected = dequantized.forward(&xs)?;
     /// assert_eq!(ys.to_vec3::<f32>()?, expected.to_vec3::<f32>()?);
     /// # Ok(()) }
     /// ```
@@ -38,14 +39,15 @@ impl PackedLinear {
     /// # Errors
     /// For shapes, dtypes or devices that do not fit, and if memory is short.
     pub fn from_qtensor(weight: QTensor, bias: Option<&Tensor>) -> Result<Self> {
-        let Ok(shape) = weight.shape().dims2() else {
+        let Ok((outputs, inputs)) = weight.shape().dims2() else {
             bail!("[{OP}] weight has shape {:?}, expected (out, in)", weight.shape().dims())
         };
         let device = weight.device();
         if let Some(bias) = bias {
-            let bias = Expect::one(OP, "bias", bias).shape(&[Dim::Is(shape.0)])?;
+            let bias = Expect::one(OP, "bias", bias).shape(&[Dim::Is(outputs)])?;
             bias.dtype_of(&[DType::F32], "")?.same_device("the quantised weight", &device)?;
         }
+        let shape = WeightShape { outputs, inputs };
         let build = |own, dtype| Self::from_checked(own, bias, shape, dtype, &device);
         let dtype = match weight.dtype() {
             GgmlDType::Q2K | GgmlDType::Q3K | GgmlDType::Q4K | GgmlDType::Q5K | GgmlDType::Q6K | GgmlDType::Q8K => {
@@ -57,7 +59,7 @@ impl PackedLinear {
             GgmlDType::BF16 => DType::BF16,
             _ => DType::F32,
         };
-        check_memory(OP, format_args!("a weight of shape {shape:?}"), &[shape.0, shape.1])?;
+        check_memory(OP, format_args!("a weight of shape {:?}", (outputs, inputs)), &[outputs, inputs])?;
         if !device.is_cpu() || bias.is_some_and(Tensor::track_op) {
             return build(Weight::Plain(weight.dequantize(&device)?), DType::F32);
         }

@@ -49,7 +49,8 @@ pub struct RmsNorm(Norm);
 /// use candle_attention::LayerNorm;
 /// use candle_core::{Device, Module, Tensor};
 /// # fn main() -> candle_core::Result<()> {
-/// let (weight, bias) = (Tensor::new(&[1f32, 1.], &Device::Cpu)?, Tensor::new(&[0f32, 5.], &Device::Cpu)?);
+/// let weight = Tensor::new(&[1f32, 1.], &Device::Cpu)?;
+/// let bias = Tensor::new(&[0f32, 5.], &Device::Cpu)?;
 /// let norm = LayerNorm::new(weight, bias, 0.0)?;
 /// let ys = norm.forward(&Tensor::new(&[[1f32, 3.], [10., 2.]], &Device::Cpu)?)?;
 /// assert_eq!(ys.to_vec2::<f32>()?, [[-1., 6.], [1., 4.]]);

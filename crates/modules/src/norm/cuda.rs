@@ -3,7 +3,7 @@
 use candle_attention_cuda::{Activation, GatedNormCall, GatedNormGradients};
 use candle_core::{Result, Tensor};
 
-use super::rows::RowNorm;
+use super::passes::RowNorm;
 use crate::base::record;
 use crate::base::rowwise::with_contiguous_rows;
 use crate::gate::GateActivation;

@@ -2,6 +2,7 @@
 
 mod blocks;
 mod cuda;
+mod passes;
 mod rows;
 #[cfg(test)]
 mod tests;
@@ -14,7 +15,8 @@ use crate::base::{
     Heads, NO_BIAS, Parameter, ParameterList, ParameterReader, ParameterSpec, accumulation_dtype, check_memory, number,
 };
 pub use blocks::{LayerNorm, RmsNorm, layer_norm, layer_norm_no_bias, rms_norm, rms_norm_plus_one};
-use rows::{Affine, RowNorm};
+use passes::RowNorm;
+use rows::Affine;
 
 /// The formula of a norm.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -129,14 +131,19 @@ impl NormSpec {
         }
     }
 
+    /// Returns the name of the norm in the file of `source`, and the crate's own name if the file has none.
+    fn stored_name(&self, source: &ParameterReader) -> &'static str {
+        let has = |name: &&str| source.has(&format!("{name}.weight")) || source.has(&first_of_list(name));
+        self.names.into_iter().find(has).unwrap_or(self.names[0])
+    }
+
     /// Returns the parameters, under the names that the file of `source` uses.
     pub fn specs(&self, source: &ParameterReader) -> Result<Vec<ParameterSpec>> {
         let Self { norm, names, heads, count, .. } = *self;
         if norm.kind == QkNormKind::RmsNoWeight {
             return Ok(Vec::new());
         }
-        let has = |name: &&str| source.has(&format!("{name}.weight")) || source.has(&first_of_list(name));
-        let stored = names.into_iter().find(has).unwrap_or(names[0]);
+        let stored = self.stored_name(source);
         let is_list = norm.scope == QkNormScope::PerHeadWeights && source.has(&first_of_list(stored));
         let list = format!("{stored}.norms");
         if is_list {
@@ -224,9 +231,10 @@ impl Norm {
     /// Loads a norm over rows of `size` entries: `weight` (size,), also read as `gamma`, and `bias` (size,), also read
     /// as `beta`, below the prefix of `source`.
     pub fn load(kind: QkNormKind, eps: f64, size: usize, has_bias: bool, source: &ParameterReader) -> Result<Self> {
-        let name = |names: [&'static str; 2]| names.into_iter().find(|name| source.has(name)).unwrap_or(names[0]);
-        let weight = source.get(size, name(["weight", "gamma"]), kind.initial_weight())?;
-        let bias = ParameterSpec::new(name(["bias", "beta"]), [size], Init::Const(0.0)).only_if(has_bias, NO_BIAS);
+        let weight_name = if source.has("weight") || !source.has("gamma") { "weight" } else { "gamma" };
+        let bias_name = if source.has("bias") || !source.has("beta") { "bias" } else { "beta" };
+        let weight = source.get(size, weight_name, kind.initial_weight())?;
+        let bias = ParameterSpec::new(bias_name, [size], Init::Const(0.0)).only_if(has_bias, NO_BIAS);
         Self::new(kind, eps, weight.into(), source.read_requested(&bias)?.map(Parameter::from))
     }
 
@@ -257,7 +265,8 @@ impl Norm {
         if xs.track_op() || self.affine.is_none() {
             return self.composed(xs, &affine, None);
         }
-        let (weight, eps) = (self.weight.tensor()?, self.eps as f32);
+        let weight = self.weight.tensor()?;
+        let eps = self.eps as f32;
         let is_fused = weight.rank() == 1 && weight.dtype() == xs.dtype() && xs.dtype() != DType::F64;
         match (self.kind, &self.bias) {
             (QkNormKind::Rms | QkNormKind::RmsNoWeight, None) if is_fused => {

@@ -5,7 +5,7 @@ use candle_core::{DType, Device, Result, Tensor, Var};
 use crate::gate::GateActivation;
 use crate::norm::RmsNorm;
 use crate::norm::cuda::CudaGatedNorm;
-use crate::norm::rows::RowNorm;
+use crate::norm::passes::RowNorm;
 
 /// Returns the output and the gradients of rows, weight and gate, in f64. Rows and gate are views.
 fn run(all: &[Tensor; 4], activation: GateActivation, dtype: DType) -> Result<Vec<Tensor>> {
@@ -28,7 +28,8 @@ fn rms_norm_with_gate_matches_separate_operations() -> Result<()> {
             for tensor in &mut all {
                 *tensor = tensor.to_dtype(dtype)?.to_dtype(DType::F64)?;
             }
-            let (own, expected) = (run(&all, activation, dtype)?, run(&all, activation, DType::F64)?);
+            let own = run(&all, activation, dtype)?;
+            let expected = run(&all, activation, DType::F64)?;
             for (n, (result, exact)) in own.iter().zip(&expected).enumerate() {
                 let largest = |xs: &Tensor| xs.abs()?.flatten_all()?.max(0)?.to_scalar::<f64>();
                 let error = largest(&(result - exact)?)? / largest(exact)?;

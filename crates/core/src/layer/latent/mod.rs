@@ -23,15 +23,15 @@ use crate::sdpa::{
     AttentionOutput, AttentionStatistics, FunctionKeys, OutputOnly, OwnKeys, Plan, Request, StatisticsOptions,
     WithStatistics, WithWeights,
 };
-use candle_attention_modules::base::{HeadShard, Heads, ParameterReader, Share, is_addressable, part};
+use candle_attention_modules::base::{HeadCounts, HeadShard, Heads, ParameterReader, Share, is_addressable, part};
 use candle_attention_modules::linear::PackedLinear;
 use candle_attention_modules::norm::{Norm, QkNormKind};
 
 const OP: &str = "multi_head_latent_attention";
 
 /// The rows and the columns of a weight (out, in) that belong to heads.
-const ROWS: Share = Share::Heads(Heads::Query, 0);
-const COLUMNS: Share = Share::Heads(Heads::Query, 1);
+const ROWS: Share = Share::Heads { heads: Heads::Query, dim: 0 };
+const COLUMNS: Share = Share::Heads { heads: Heads::Query, dim: 1 };
 
 /// Multi-head latent attention of DeepSeek-V2 (<https://arxiv.org/abs/2405.04434>, section 2.1) and V3.
 ///
@@ -138,7 +138,7 @@ impl MultiHeadLatentAttention {
         let h = cfg.num_heads();
         let embed_dim = cfg.embed_dim();
         let rank = cfg.kv_lora_rank();
-        let source = source.with_heads([h; 2])?;
+        let source = source.with_heads(HeadCounts { query: h, key: h })?;
         let down_shape = (rank + cfg.rope_head_dim(), embed_dim);
         let up_shape = (h * (cfg.nope_head_dim() + cfg.value_head_dim()), rank);
         let out_shape = (embed_dim, h * cfg.value_head_dim());

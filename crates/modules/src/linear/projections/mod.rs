@@ -81,7 +81,7 @@ impl PackedProjection {
             return Ok(all.chunks(1).map(Self::of_rows).collect::<Result<Vec<_>>>()?.concat());
         }
         let joined = WeightAndBias::join(all)?;
-        let outputs = all.iter().map(|rows| Outputs { count: rows.weight.count(), has_bias: rows.bias.is_some() });
+        let outputs = all.iter().map(|rows| Outputs { count: rows.weight.num_rows(), has_bias: rows.bias.is_some() });
         let weight = if is_tracked {
             SharedWeight::Tracked(joined)
         } else {
@@ -134,7 +134,8 @@ impl PackedProjection {
     pub fn project(all: &[&Self], xs: &Tensor) -> Result<Vec<Tensor>> {
         let mut outputs = Vec::with_capacity(all.len());
         for run in all.chunk_by(|own, next| Arc::ptr_eq(&own.weight, &next.weight)) {
-            let (first, last) = (run[0], run[run.len() - 1]);
+            let first = run[0];
+            let last = run[run.len() - 1];
             let start = first.columns.start;
             let product = first.weight.product(xs, start..last.columns.end, None)?;
             for Self { columns, .. } in run {
@@ -198,14 +199,12 @@ impl Projections {
     /// Packs weights. Projections of inputs of one width share one weight.
     fn pack(loaded: &ByProjection<WeightAndBias>) -> Result<ByProjection<PackedProjection>> {
         let mut all = ByProjection::new();
-        let entries: Vec<_> = loaded.iter().collect();
-        let width = |rows: &WeightAndBias| rows.weight.first().dims()[1];
-        for run in entries.chunk_by(|(_, own), (projection, next)| **projection != Output && width(own) == width(next))
-        {
-            let rows: Vec<_> = run.iter().map(|(_, rows)| *rows).collect();
-            for ((projection, _), packed) in run.iter().zip(PackedProjection::of_rows(&rows)?) {
-                all.insert(**projection, packed);
-            }
+        let projections: Vec<_> = loaded.keys().copied().collect();
+        let width = |projection: &Projection| loaded[projection].weight.first().dims()[1];
+        // Projections are in the order of queries, keys, values, gate and output.
+        for run in projections.chunk_by(|own, next| *next != Output && width(own) == width(next)) {
+            let rows: Vec<_> = run.iter().map(|projection| &loaded[projection]).collect();
+            all.extend(run.iter().copied().zip(PackedProjection::of_rows(&rows)?));
         }
         Ok(all)
     }
