@@ -93,9 +93,9 @@ impl DeltaCache {
         self.states.clear();
     }
 
-    /// Stores the present state, so that [`truncate`](Self::truncate) can return to this [`len`](Self::len). It replaces
-    /// an earlier snapshot of the same length. It copies nothing, but its memory stays in use until the cache is
-    /// truncated to a shorter length or reset.
+    /// Stores the present state, so that [`truncate`](Self::truncate) can return to this [`len`](Self::len). It
+    /// replaces an earlier snapshot of the same length. It copies nothing, but its memory stays in use until the cache
+    /// is truncated to a shorter length or reset.
     pub fn snapshot(&mut self) {
         if let Some(present) = self.states.pop() {
             self.states.retain(|state| state.len() < present.len());

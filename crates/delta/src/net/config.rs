@@ -257,7 +257,8 @@ impl GatedDeltaNetConfig {
         number::finite(OP, "decay_lower_bound", self.decay_lower_bound)?;
         number::size(OP, "gate_rank", self.gate_rank)?;
         number::epsilon(OP, "norm_eps", self.norm_eps)?;
-        let (h, h_k) = (self.num_value_heads, self.num_key_heads());
+        let h = self.num_value_heads;
+        let h_k = self.num_key_heads();
         if !h.is_multiple_of(h_k) {
             bail!("[{OP}] num_key_heads is {h_k}, which does not divide num_value_heads {h}")
         }

@@ -78,7 +78,8 @@ fn convolve_in_one_pass<E: Element>(
         starts,
     };
     let ys = saved.with_operands(|operands: &Operands<E>| Ok(operands.outputs()))?;
-    let (own_xs, own_taps) = (saved.xs.clone(), saved.taps.clone());
+    let own_xs = saved.xs.clone();
+    let own_taps = saved.taps.clone();
     record("short-convolution", &[Some(&own_xs), Some(&own_taps)], ys, xs.shape(), move |_, gradient| {
         let gradient = with_contiguous_rows(gradient)?;
         let gradients: ConvGradients<E> =
@@ -113,7 +114,8 @@ fn last_inputs(xs: &Tensor, state: &Tensor, end: usize) -> Result<Tensor> {
 
 /// Computes the convolution of one or several sequences in Candle's own operations.
 fn shifted(xs: &Tensor, state: &Tensor, taps: &Tensor) -> Result<Tensor> {
-    let (k, t) = (taps.dim(0)?, xs.dim(1)?);
+    let k = taps.dim(0)?;
+    let t = xs.dim(1)?;
     let all = Tensor::cat(&[state, &xs.contiguous()?], 1)?.to_dtype(taps.dtype())?;
     let tap = |i: usize| all.narrow(1, i, t)?.broadcast_mul(&taps.get(i)?);
     sum_of_terms(0..k, &tap)?.silu()?.to_dtype(xs.dtype())
@@ -134,7 +136,9 @@ struct ConvTensors {
 impl ConvTensors {
     /// Runs a function over the numbers in memory.
     fn with_operands<E: Element, R>(&self, run: impl FnOnce(&Operands<E>) -> Result<R>) -> Result<R> {
-        let (xs, taps, state) = (read(&self.xs), read(&self.taps), read(&self.state));
+        let xs = read(&self.xs);
+        let taps = read(&self.taps);
+        let state = read(&self.state);
         run(&Operands { rows: xs.rows()?, taps: taps.contiguous()?, state: state.contiguous()?, starts: &self.starts })
     }
 }
@@ -276,7 +280,10 @@ mod tests {
         let all = [random(&[2, 90, 7])?, random(&[3, 5])?, random(&[2, 2, 5])?, random(&[2, 90, 5])?];
         for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::BF16, 2e-2), (DType::F16, 2e-3)] {
             let [xs, taps, state, upstream] = all.each_ref().map(|tensor| tensor.to_dtype(dtype));
-            let (xs, taps, state, upstream) = (xs?, taps?, state?, upstream?);
+            let xs = xs?;
+            let taps = taps?;
+            let state = state?;
+            let upstream = upstream?;
             let run = |wide: DType, xs_dtype: DType| {
                 let xs_var = Var::from_tensor(&xs.to_dtype(xs_dtype)?)?;
                 let taps_var = Var::from_tensor(&taps.to_dtype(wide)?)?;
@@ -285,7 +292,8 @@ mod tests {
                 let found = [&xs_var, &taps_var].map(|var| gradients.get(var).cloned().expect("a gradient"));
                 [ys].into_iter().chain(found).map(|tensor| tensor.to_dtype(DType::F64)).collect::<Result<Vec<_>>>()
             };
-            let (found, all_expected) = (run(DType::F32, dtype)?, run(DType::F64, DType::F64)?);
+            let found = run(DType::F32, dtype)?;
+            let all_expected = run(DType::F64, DType::F64)?;
             for (n, (own, expected)) in found.iter().zip(&all_expected).enumerate() {
                 let largest = |tensor: &Tensor| tensor.abs()?.flatten_all()?.max(0)?.to_scalar::<f64>();
                 let error = largest(&(own - expected)?)? / largest(expected)?;

@@ -135,7 +135,8 @@ impl DeltaInput<'_> {
             bail!("[{OP}] both attention_mask and valid_lens were given, expected one of the two")
         }
         Expect::one(OP, "attention_mask", mask).shape(&[Named("B", b), Named("T", t)])?;
-        let (mut starts, mut ends) = (Vec::with_capacity(b), Vec::with_capacity(b));
+        let mut starts = Vec::with_capacity(b);
+        let mut ends = Vec::with_capacity(b);
         for (sequence, row) in rows_of_ones(OP, mask)?.iter().enumerate() {
             if row.has_gaps {
                 bail!("[{OP}] attention_mask has zeros between ones in sequence {sequence}, expected one run of ones")

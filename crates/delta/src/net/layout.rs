@@ -133,7 +133,8 @@ impl DeltaLayout {
 
     /// Reads the weights (C, 1, K) of the convolutions, or this rank's channels of them.
     pub(super) fn read_convolutions(self, cfg: &GatedDeltaNetConfig, reader: &ParameterReader) -> Result<Parameter> {
-        let (tensors, channels) = (self.convolutions(cfg), cfg.conv_channels());
+        let tensors = self.convolutions(cfg);
+        let channels = cfg.conv_channels();
         // transformers 5 saves three convolutions as thirds of all rows, also where their widths differ.
         let third = channels.count().div_ceil(3);
         let third_spec = |n: usize| {

@@ -77,7 +77,9 @@ impl GatedDeltaNetConfig {
     /// Returns the channels of the convolutions.
     pub(super) fn conv_channels(&self) -> ConvChannels {
         let Projections { q, k, v, .. } = self.projection_rows();
-        let (q, k, v) = (q.count, k.count, v.count);
+        let q = q.count;
+        let k = k.count;
+        let v = v.count;
         ConvChannels { q: 0..q, k: q..q + k, v: q + k..q + k + v }
     }
 }

@@ -22,7 +22,8 @@ const CHUNK: usize = 64;
 /// Runs a call that has tokens and values, and returns the attention output (B, H, T, D_v) in q's dtype, and the states
 /// (n, H, D_k, D_v).
 pub(super) fn run(call: &Call) -> Result<(Tensor, Tensor)> {
-    let (inputs, sequences) = (RecurrenceInputs::new(call)?, sequences(call));
+    let inputs = RecurrenceInputs::new(call)?;
+    let sequences = sequences(call);
     let (ys, states) = if call.tracks_gradients() {
         Recurrence::record(inputs, sequences)?
     } else {
@@ -77,7 +78,8 @@ struct Recurred {
 
 impl RecurrenceInputs {
     fn new(call: &Call) -> Result<Self> {
-        let (h, dtype) = (call.dims.h, accumulation_dtype(call.dtype()));
+        let h = call.dims.h;
+        let dtype = accumulation_dtype(call.dtype());
         let normed = |x: &Tensor| {
             let x = x.to_dtype(dtype)?;
             let Some(eps) = call.options.qk_norm else { return Ok(x) };
@@ -160,10 +162,13 @@ impl RecurrenceInputs {
     /// Runs the recurrence over all tokens from the states, and returns the outputs and the states after the last
     /// token.
     fn recur_chunk(&self) -> Result<(Tensor, Tensor)> {
-        let (q, k, v) = (split(&self.q)?, split(&self.k)?, split(&self.v)?);
+        let q = split(&self.q)?;
+        let k = split(&self.k)?;
+        let v = split(&self.v)?;
         let factors = self.factors.as_ref().map(split).transpose()?;
         let beta = self.beta.as_ref().map(split).transpose()?;
-        let (mut state, mut ys) = (self.states.clone(), Vec::with_capacity(q.len()));
+        let mut state = self.states.clone();
+        let mut ys = Vec::with_capacity(q.len());
         for t in 0..q.len() {
             if let Some(factors) = &factors {
                 state = state.broadcast_mul(&factors[t].t()?)?;
