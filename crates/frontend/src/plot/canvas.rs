@@ -1,6 +1,6 @@
 //! The canvases that pictures are drawn on: rectangles and lines of text, in pixels, as SVG or as a bitmap.
 
-use ab_glyph::{Font, FontRef, GlyphId, PxScale, ScaleFont, point};
+use ab_glyph::{Font, FontRef, GlyphId, PxScale, ScaleFont};
 use candle_core::{Error, Result};
 
 use super::style::Rgb;
@@ -10,13 +10,38 @@ const FAMILIES: &str = "Hack, 'DejaVu Sans Mono', Menlo, Consolas, monospace";
 /// Half the height of a capital or digit of Hack, in em: text is centred on it.
 const HALF_CAPITAL: f32 = 0.36;
 
-pub(super) trait Canvas {
-    /// Fills a rectangle, \[left, top, width, height\].
-    fn rect(&mut self, place: [i32; 4], color: Rgb);
-    /// Draws a line of text; `at` is halfway up its capitals, at its anchor.
-    fn text(&mut self, text: &str, at: [i32; 2], style: Style);
+/// A point in a picture, counted from the top left corner.
+#[derive(Clone, Copy)]
+pub(super) struct Point {
+    pub(super) x: i32,
+    pub(super) y: i32,
 }
 
+/// A size in pixels.
+#[derive(Clone, Copy)]
+pub(super) struct Size {
+    pub(super) width: i32,
+    pub(super) height: i32,
+}
+
+/// A rectangle in a picture.
+#[derive(Clone, Copy)]
+pub(super) struct Rectangle {
+    pub(super) left: i32,
+    pub(super) top: i32,
+    pub(super) width: i32,
+    pub(super) height: i32,
+}
+
+/// The operations that pictures are drawn with.
+pub(super) trait Canvas {
+    /// Fills a rectangle.
+    fn rect(&mut self, rectangle: Rectangle, color: Rgb);
+    /// Draws a line of text. The point is halfway up its capitals, at its anchor.
+    fn text(&mut self, text: &str, point: Point, style: Style);
+}
+
+/// The style of a line of text.
 #[derive(Clone, Copy)]
 pub(super) struct Style {
     pub(super) em: i32,
@@ -55,10 +80,12 @@ impl Anchor {
 }
 
 /// Draws an SVG document by `draw`.
-pub(super) fn to_svg([w, h]: [i32; 2], draw: impl FnOnce(&mut dyn Canvas) -> Result<()>) -> Result<String> {
+pub(super) fn to_svg(size: Size, draw: impl FnOnce(&mut dyn Canvas) -> Result<()>) -> Result<String> {
+    let Size { width, height } = size;
     // Without crisp edges, cells are blurred where the picture is scaled, and the background shows between them.
     let mut svg = Svg(format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{w}\" height=\"{h}\" viewBox=\"0 0 {w} {h}\" \
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" \
+         viewBox=\"0 0 {width} {height}\" \
          shape-rendering=\"crispEdges\" font-family=\"{FAMILIES}\">\n"
     ));
     draw(&mut svg)?;
@@ -66,12 +93,12 @@ pub(super) fn to_svg([w, h]: [i32; 2], draw: impl FnOnce(&mut dyn Canvas) -> Res
 }
 
 /// Draws a PNG file by `draw`.
-pub(super) fn to_png(font: Hack, size: [i32; 2], draw: impl FnOnce(&mut dyn Canvas) -> Result<()>) -> Result<Vec<u8>> {
-    let mut bitmap = Bitmap { font, size, pixels: vec![0; 3 * size[0] as usize * size[1] as usize] };
+pub(super) fn to_png(font: Hack, size: Size, draw: impl FnOnce(&mut dyn Canvas) -> Result<()>) -> Result<Vec<u8>> {
+    let mut bitmap = Bitmap { font, size, pixels: vec![0; 3 * size.width as usize * size.height as usize] };
     draw(&mut bitmap)?;
     let failed = |error| Error::Msg(format!("[plot] the PNG cannot be encoded: {error}"));
     let mut bytes = Vec::new();
-    let mut encoder = png::Encoder::new(&mut bytes, size[0].unsigned_abs(), size[1].unsigned_abs());
+    let mut encoder = png::Encoder::new(&mut bytes, size.width.unsigned_abs(), size.height.unsigned_abs());
     encoder.set_color(png::ColorType::Rgb);
     let mut writer = encoder.write_header().map_err(failed)?;
     writer.write_image_data(&bitmap.pixels).map_err(failed)?;
@@ -87,18 +114,23 @@ fn hex([r, g, b]: Rgb) -> String {
 }
 
 impl Canvas for Svg {
-    fn rect(&mut self, [x, y, w, h]: [i32; 4], color: Rgb) {
+    fn rect(&mut self, rectangle: Rectangle, color: Rgb) {
+        let Rectangle { left, top, width, height } = rectangle;
         let fill = hex(color);
-        self.0 += &format!("<rect x=\"{x}\" y=\"{y}\" width=\"{w}\" height=\"{h}\" fill=\"{fill}\"/>\n");
+        self.0 += &format!("<rect x=\"{left}\" y=\"{top}\" width=\"{width}\" height=\"{height}\" fill=\"{fill}\"/>\n");
     }
 
-    fn text(&mut self, text: &str, [x, y]: [i32; 2], Style { em, anchor, color, vertical }: Style) {
-        let anchor = anchor.name();
-        let (fill, baseline) = (hex(color), y + (HALF_CAPITAL * em as f32).round() as i32);
+    fn text(&mut self, text: &str, point: Point, style: Style) {
+        let Point { x, y } = point;
+        let Style { em, anchor, color, vertical } = style;
+        let anchor_name = anchor.name();
+        let fill = hex(color);
+        let baseline = y + (HALF_CAPITAL * em as f32).round() as i32;
         let turn = if vertical { format!(" transform=\"rotate(270 {x} {y})\"") } else { String::new() };
-        let text = text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;");
+        let escaped = text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;");
         self.0 += &format!(
-            "<text x=\"{x}\" y=\"{baseline}\" font-size=\"{em}\" text-anchor=\"{anchor}\" fill=\"{fill}\"{turn}>{text}</text>\n"
+            "<text x=\"{x}\" y=\"{baseline}\" font-size=\"{em}\" text-anchor=\"{anchor_name}\" \
+             fill=\"{fill}\"{turn}>{escaped}</text>\n"
         );
     }
 }
@@ -127,30 +159,33 @@ impl Hack {
 /// A bitmap, three bytes for each pixel.
 struct Bitmap {
     font: Hack,
-    size: [i32; 2],
+    size: Size,
     pixels: Vec<u8>,
 }
 
 impl Bitmap {
     /// Returns the bytes of `w` pixels from (x, y), without those outside of the picture.
     fn row(&mut self, x: i32, y: i32, w: i32) -> &mut [u8] {
-        let [width, height] = self.size;
+        let Size { width, height } = self.size;
         if !(0..height).contains(&y) {
             return &mut [];
         }
-        let [start, end] = [x, x + w].map(|x| 3 * (y as usize * width as usize + x.clamp(0, width) as usize));
-        &mut self.pixels[start..end]
+        let byte = |column: i32| 3 * (y as usize * width as usize + column.clamp(0, width) as usize);
+        &mut self.pixels[byte(x)..byte(x + w)]
     }
 }
 
 impl Canvas for Bitmap {
-    fn rect(&mut self, [x, y, w, h]: [i32; 4], color: Rgb) {
-        for row in y..y + h {
-            self.row(x, row, w).chunks_exact_mut(3).for_each(|pixel| pixel.copy_from_slice(&color));
+    fn rect(&mut self, rectangle: Rectangle, color: Rgb) {
+        let Rectangle { left, top, width, height } = rectangle;
+        for row in top..top + height {
+            self.row(left, row, width).chunks_exact_mut(3).for_each(|pixel| pixel.copy_from_slice(&color));
         }
     }
 
-    fn text(&mut self, text: &str, [x, y]: [i32; 2], Style { em, anchor, color, vertical }: Style) {
+    fn text(&mut self, text: &str, point: Point, style: Style) {
+        let Point { x, y } = point;
+        let Style { em, anchor, color, vertical } = style;
         let em = em as f32;
         let glyphs: Vec<_> = text.chars().map(|c| self.font.glyph_id(c)).collect();
         // A scale is the height of the font's line; an em is what the SVG calls the font size.
@@ -161,16 +196,18 @@ impl Canvas for Bitmap {
         let mut pen = -(advance * anchor.share()).round();
         let baseline = (HALF_CAPITAL * em).round();
         for id in glyphs {
-            let outline = font.outline_glyph(id.with_scale_and_position(scale, point(pen, baseline)));
+            let outline = font.outline_glyph(id.with_scale_and_position(scale, ab_glyph::point(pen, baseline)));
             pen += font.h_advance(id);
             let Some(outline) = outline else { continue };
             let corner = outline.px_bounds().min;
             outline.draw(|dx, dy, coverage| {
-                let (dx, dy) = (dx as i32 + corner.x as i32, dy as i32 + corner.y as i32);
-                // A quarter turn anticlockwise takes the pixel from x to x + 1 to the one from -x - 1 to -x.
-                let (dx, dy) = if vertical { (dy, -dx - 1) } else { (dx, dy) };
+                let right = dx as i32 + corner.x as i32;
+                let down = dy as i32 + corner.y as i32;
+                // A quarter turn anticlockwise moves the pixel from x to x + 1 to the one from -x - 1 to -x.
+                let pixel_x = x + if vertical { down } else { right };
+                let pixel_y = y + if vertical { -right - 1 } else { down };
                 let alpha = (256.0 * coverage.clamp(0.0, 1.0)).round() as i32;
-                for (byte, ink) in self.row(x + dx, y + dy, 1).iter_mut().zip(color) {
+                for (byte, ink) in self.row(pixel_x, pixel_y, 1).iter_mut().zip(color) {
                     *byte = (i32::from(*byte) + (i32::from(ink) - i32::from(*byte)) * alpha / 256) as u8;
                 }
             });

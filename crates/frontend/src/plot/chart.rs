@@ -4,14 +4,15 @@ use std::path::Path;
 
 use candle_core::{Result, bail};
 
-use super::canvas::{self, Anchor, Canvas, Hack, Style};
-use super::picture::{AXIS_NAME, FRAME, TICK, TITLE, WHITE, text_width, ticks};
+use super::axis::{Tick, text_width, ticks};
+use super::canvas::{self, Anchor, Canvas, Hack, Point, Rectangle, Size, Style};
+use super::picture::{AXIS_NAME, FRAME, TICK, TITLE, WHITE};
 use super::save;
 use super::style::{Rgb, gradient, safe};
 
-const SIZE: [i32; 2] = [720, 420];
-/// The area between the axes: left, top, right, bottom.
-const AREA: [i32; 4] = [76, 52, 696, 356];
+const SIZE: Size = Size { width: 720, height: 420 };
+/// The area between the axes.
+const AREA: Rectangle = Rectangle { left: 76, top: 52, width: 620, height: 304 };
 const GRID: Rgb = [225; 3];
 const TICK_LENGTH: i32 = 5;
 const LINE_WIDTH: i32 = 2;
@@ -52,8 +53,13 @@ struct Axis {
 
 impl Axis {
     /// Makes an axis over the numbers of all lines and `include`.
-    fn new(numbers: impl Iterator<Item = f64>, include: f64, [start, end]: [i32; 2]) -> Self {
-        let (low, high) = numbers.fold((include, include), |(low, high), number| (low.min(number), high.max(number)));
+    fn new(numbers: impl Iterator<Item = f64>, include: f64, start: i32, end: i32) -> Self {
+        let mut low = include;
+        let mut high = include;
+        for number in numbers {
+            low = low.min(number);
+            high = high.max(number);
+        }
         // An axis needs some length, also for one number alone.
         Self { low, high: if high > low { high } else { low + 1.0 }, start, end }
     }
@@ -67,10 +73,10 @@ impl Axis {
         f64::from(self.start) + share * f64::from(self.end - self.start)
     }
 
-    /// Returns the pixels of round numbers, and their texts.
-    fn ticks(&self) -> impl Iterator<Item = (i32, String)> {
+    /// Returns the ticks of round numbers along the axis.
+    fn ticks(&self) -> Vec<Tick> {
         let clear = 1.5 * f64::from(TICK.em) / f64::from((self.end - self.start).abs());
-        ticks(self.low, self.high, clear).into_iter().map(|(share, text)| (self.at(share).round() as i32, text))
+        ticks(self.low, self.high, clear)
     }
 }
 
@@ -125,30 +131,46 @@ impl LineChart {
     fn draw(&self, canvas: &mut dyn Canvas) -> Result<()> {
         let Some(first) = self.lines.first() else { bail!("[line_chart] there is no line to draw") };
         let points = || self.lines.iter().flat_map(|line| &line.points);
-        let [left, top, right, bottom] = AREA;
-        let x_axis = Axis::new(points().map(|point| point[0]), first.points[0][0], [left, right]);
-        let y_axis = Axis::new(points().map(|point| point[1]), 0.0, [bottom, top]);
+        let Rectangle { left, top, width, height } = AREA;
+        let right = left + width;
+        let bottom = top + height;
+        let x_axis = Axis::new(points().map(|point| point[0]), first.points[0][0], left, right);
+        let y_axis = Axis::new(points().map(|point| point[1]), 0.0, bottom, top);
 
-        canvas.rect([0, 0, SIZE[0], SIZE[1]], WHITE);
-        canvas.text(&self.title, [SIZE[0] / 2, TITLE.em], TITLE);
-        for (y, text) in y_axis.ticks() {
-            canvas.rect([left, y, right - left, 1], GRID);
-            canvas.text(&text, [left - 2 * TICK_LENGTH, y], Style { anchor: Anchor::End, ..TICK });
+        canvas.rect(Rectangle { left: 0, top: 0, width: SIZE.width, height: SIZE.height }, WHITE);
+        canvas.text(&self.title, Point { x: SIZE.width / 2, y: TITLE.em }, TITLE);
+        for tick in y_axis.ticks() {
+            let y = y_axis.at(tick.position).round() as i32;
+            canvas.rect(Rectangle { left, top: y, width: right - left, height: 1 }, GRID);
+            canvas.text(&tick.text, Point { x: left - 2 * TICK_LENGTH, y }, Style { anchor: Anchor::End, ..TICK });
         }
-        for (x, text) in x_axis.ticks() {
-            canvas.rect([x, bottom, 1, TICK_LENGTH], FRAME);
-            canvas.text(&text, [x, bottom + TICK_LENGTH + TICK.em], Style { anchor: Anchor::Middle, ..TICK });
+        for tick in x_axis.ticks() {
+            let x = x_axis.at(tick.position).round() as i32;
+            canvas.rect(Rectangle { left: x, top: bottom, width: 1, height: TICK_LENGTH }, FRAME);
+            canvas.text(
+                &tick.text,
+                Point { x, y: bottom + TICK_LENGTH + TICK.em },
+                Style { anchor: Anchor::Middle, ..TICK },
+            );
         }
-        canvas.rect([left, top, 1, bottom - top], FRAME);
-        canvas.rect([left, bottom, right - left, 1], FRAME);
-        canvas.text(&self.x_name, [(left + right) / 2, SIZE[1] - AXIS_NAME.em], AXIS_NAME);
-        canvas.text(&self.y_name, [AXIS_NAME.em + 4, (top + bottom) / 2], Style { vertical: true, ..AXIS_NAME });
+        canvas.rect(Rectangle { left, top, width: 1, height: bottom - top }, FRAME);
+        canvas.rect(Rectangle { left, top: bottom, width: right - left, height: 1 }, FRAME);
+        canvas.text(&self.x_name, Point { x: (left + right) / 2, y: SIZE.height - AXIS_NAME.em }, AXIS_NAME);
+        canvas.text(
+            &self.y_name,
+            Point { x: AXIS_NAME.em + 4, y: (top + bottom) / 2 },
+            Style { vertical: true, ..AXIS_NAME },
+        );
 
         let mut name_end = right;
         for (index, line) in self.lines.iter().enumerate().rev() {
             let color = gradient(0.25 + 0.6 * index as f64 / self.lines.len() as f64);
             line.draw(canvas, &x_axis, &y_axis, color);
-            canvas.text(&line.name, [name_end, top - TICK.em], Style { anchor: Anchor::End, color, ..TICK });
+            canvas.text(
+                &line.name,
+                Point { x: name_end, y: top - TICK.em },
+                Style { anchor: Anchor::End, color, ..TICK },
+            );
             name_end -= text_width(line.name.chars().count(), TICK.em) + NAME_GAP;
         }
         Ok(())
@@ -158,17 +180,23 @@ impl LineChart {
 impl Line {
     /// Draws the part of the line that passes through each column of pixels.
     fn draw(&self, canvas: &mut dyn Canvas, x_axis: &Axis, y_axis: &Axis, color: Rgb) {
-        let pixel = |point: &[f64; 2]| [x_axis.pixel(point[0]), y_axis.pixel(point[1])];
         let mut column = |x: i32, from: f64, to: f64| {
-            let [top, bottom] = [from.min(to), from.max(to)].map(|y| y.round() as i32);
-            canvas.rect([x, top - LINE_WIDTH / 2, LINE_WIDTH, bottom - top + LINE_WIDTH], color);
+            let top = from.min(to).round() as i32;
+            let bottom = from.max(to).round() as i32;
+            canvas.rect(
+                Rectangle { left: x, top: top - LINE_WIDTH / 2, width: LINE_WIDTH, height: bottom - top + LINE_WIDTH },
+                color,
+            );
         };
         if let [point] = self.points.as_slice() {
-            let [x, y] = pixel(point);
-            column(x.round() as i32, y, y);
+            let y = y_axis.pixel(point[1]);
+            column(x_axis.pixel(point[0]).round() as i32, y, y);
         }
         for pair in self.points.windows(2) {
-            let ([x0, y0], [x1, y1]) = (pixel(&pair[0]), pixel(&pair[1]));
+            let x0 = x_axis.pixel(pair[0][0]);
+            let y0 = y_axis.pixel(pair[0][1]);
+            let x1 = x_axis.pixel(pair[1][0]);
+            let y1 = y_axis.pixel(pair[1][1]);
             let at = |x: f64| if x1 > x0 { y0 + (y1 - y0) * ((x - x0) / (x1 - x0)).clamp(0.0, 1.0) } else { y1 };
             for x in x0.round() as i32..=x1.round() as i32 {
                 let middle = f64::from(x);

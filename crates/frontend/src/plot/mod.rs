@@ -13,6 +13,8 @@
 //! ```
 
 #[cfg(feature = "plot")]
+mod axis;
+#[cfg(feature = "plot")]
 mod canvas;
 #[cfg(feature = "plot")]
 mod chart;
@@ -81,7 +83,8 @@ impl HeatMap {
             [_, _, _] => weights.clone(),
             [1, _, _, _] => weights.squeeze(0)?,
             [batch, _, _, _] => bail!(
-                "[heat_map] the weights have a batch of {batch}: choose one sequence, as HeatMap::from_batch(&weights, 0) does"
+                "[heat_map] the weights have a batch of {batch}: choose one sequence, as \
+                 HeatMap::from_batch(&weights, 0) does"
             ),
             _ => bail!(
                 "[heat_map] the weights have shape {dims:?}; expected (T_q, T_kv), (H, T_q, T_kv) or (1, H, T_q, T_kv)"

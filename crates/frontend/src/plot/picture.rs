@@ -2,8 +2,9 @@
 
 use candle_core::{Result, bail};
 
-use super::canvas::{self, Anchor, Canvas, Hack, Style};
-use super::style::{NOT_FINITE, Rgb, Scale, contrasting, count, gradient, short, shorten, tick, wrap};
+use super::axis::{text_width, ticks};
+use super::canvas::{self, Anchor, Canvas, Hack, Point, Rectangle, Size, Style};
+use super::style::{NOT_FINITE, Rgb, Scale, contrasting, count, gradient, short, shorten, wrap};
 use super::{Axis, Heads, HeatMap, Panel};
 
 /// The largest side of a picture, except for a title and notes beyond `TEXT_SPACE`.
@@ -106,7 +107,7 @@ impl Labels {
         Self { em, stride, vertical, depth: if is_key && !vertical { em + LABEL_GAP } else { length } }
     }
 
-    fn draw(&self, canvas: &mut dyn Canvas, axis: &Axis, anchor: Anchor, at: impl Fn(i32) -> [i32; 2]) {
+    fn draw(&self, canvas: &mut dyn Canvas, axis: &Axis, anchor: Anchor, at: impl Fn(i32) -> Point) {
         let style = Style { em: self.em, anchor, vertical: self.vertical, ..TITLE };
         for (i, text) in (0..).zip(&axis.labels).step_by(self.stride) {
             canvas.text(text, at(i), style);
@@ -126,13 +127,13 @@ struct Content {
 
 /// A grid of panels of equal size, with labels at its left and bottom, and a colour bar at its right.
 struct Grid {
-    cell: [i32; 2],
+    cell: Size,
     columns: usize,
-    panel: [i32; 2],
+    panel: Size,
     /// The distance from one panel to the next.
-    step: [i32; 2],
+    step: Size,
     /// The size of all panels together.
-    size: [i32; 2],
+    size: Size,
     query_labels: Labels,
     key_labels: Labels,
     /// The left end of the panels in the picture, and the picture's width.
@@ -157,7 +158,7 @@ impl Grid {
             let aspect = if aspect < 0.0 { -1.5 * aspect } else { aspect };
             let panels = content.panels.len();
             let empty = 1.0 - panels as f64 / panels.next_multiple_of(grid.columns) as f64;
-            let shrunk = (f64::from(preferred) / f64::from(grid.cell[0].min(grid.cell[1]))).ln();
+            let shrunk = (f64::from(preferred) / f64::from(grid.cell.width.min(grid.cell.height))).ln();
             // Weighted so that 8 heads are 4 x 2 and not 3 x 3 with a hole, and 5 heads are 3 x 2.
             aspect + 5.75 * empty + shrunk
         };
@@ -167,33 +168,38 @@ impl Grid {
         (1..=most).filter_map(largest).min_by(|a, b| badness(a).total_cmp(&badness(b)))
     }
 
-    /// Returns the grid with this number of columns and size of cells; `None` if the picture would be too large.
-    fn new(content: &Content, columns: usize, cell: i32) -> Option<Self> {
+    /// Returns the grid with this number of columns and this side of cells; `None` if the picture would be too large.
+    fn new(content: &Content, columns: usize, side: i32) -> Option<Self> {
         let rows = content.panels.len().div_ceil(columns);
         // More cells than a picture has pixels are too many in any case.
-        let [queries, keys] =
-            [&content.queries, &content.keys].map(|axis| axis.labels.len().min(MAX_SIDE as usize + 1));
-        let (queries, keys) = (queries as i32, keys as i32);
-        let short = cell.max(SHORT_AXIS_CELL.min(4 * cell));
-        let cell = [if keys < queries { short } else { cell }, if queries < keys { short } else { cell }];
-        let panel = [cell[0] * keys, cell[1] * queries];
-        if panel[0].max(panel[1]) > MAX_SIDE || columns.max(rows) > MAX_SIDE as usize {
+        let cells = |axis: &Axis| axis.labels.len().min(MAX_SIDE as usize + 1) as i32;
+        let queries = cells(&content.queries);
+        let keys = cells(&content.keys);
+        let short = side.max(SHORT_AXIS_CELL.min(4 * side));
+        let cell = Size {
+            width: if keys < queries { short } else { side },
+            height: if queries < keys { short } else { side },
+        };
+        let panel = Size { width: cell.width * keys, height: cell.height * queries };
+        if panel.width.max(panel.height) > MAX_SIDE || columns.max(rows) > MAX_SIDE as usize {
             return None;
         }
-        let step = [panel[0].max(content.caption_width) + GAP, CAPTION_LINE + panel[1] + GAP];
-        let size = [columns as i32 * step[0] - GAP, rows as i32 * step[1] - GAP];
-        let query_labels = Labels::new(&content.queries, cell[1], false);
-        let key_labels = Labels::new(&content.keys, cell[0], true);
+        let step =
+            Size { width: panel.width.max(content.caption_width) + GAP, height: CAPTION_LINE + panel.height + GAP };
+        let size = Size { width: columns as i32 * step.width - GAP, height: rows as i32 * step.height - GAP };
+        let query_labels = Labels::new(&content.queries, cell.height, false);
+        let key_labels = Labels::new(&content.keys, cell.width, true);
 
-        let left = MARGIN + AXIS_NAME_SPACE + query_labels.depth;
-        let width = left + size[0] + GAP + content.bar_width + MARGIN;
+        let least_left = MARGIN + AXIS_NAME_SPACE + query_labels.depth;
+        let least_width = least_left + size.width + GAP + content.bar_width + MARGIN;
         // If the picture is wider than the grid, the grid is in its middle.
-        let inset = (MIN_WIDTH - width).max(0) / 2;
-        let bar_height = (size[1] - CAPTION_LINE).clamp(MIN_BAR_HEIGHT, MAX_BAR_HEIGHT);
-        let bar_top = CAPTION_LINE + (size[1] - CAPTION_LINE - bar_height).max(0) / 2;
-        let key_name = size[1] + key_labels.depth + LABEL_GAP + SMALL_LINE / 2;
+        let inset = (MIN_WIDTH - least_width).max(0) / 2;
+        let bar_height = (size.height - CAPTION_LINE).clamp(MIN_BAR_HEIGHT, MAX_BAR_HEIGHT);
+        let bar_top = CAPTION_LINE + (size.height - CAPTION_LINE - bar_height).max(0) / 2;
+        let key_name = size.height + key_labels.depth + LABEL_GAP + SMALL_LINE / 2;
         let notes = (key_name + SMALL_LINE).max(bar_top + bar_height + SMALL_LINE / 2);
-        let (left, width) = (left + inset, width + 2 * inset);
+        let left = least_left + inset;
+        let width = least_width + 2 * inset;
         if width > MAX_SIDE || notes + 2 * MARGIN > MAX_SIDE - TEXT_SPACE {
             return None;
         }
@@ -237,7 +243,7 @@ struct Picture<'a> {
     grid: Grid,
     title: Vec<String>,
     notes: Vec<String>,
-    size: [i32; 2],
+    size: Size,
 }
 
 impl<'a> Picture<'a> {
@@ -250,7 +256,7 @@ impl<'a> Picture<'a> {
         if heads != Heads::All {
             panels.iter_mut().for_each(|panel| panel.name += &panel.of);
         }
-        let tick_columns = ticks(scale.low, scale.high, 0.0).iter().map(|(_, tick)| tick.len()).max().unwrap_or(0);
+        let tick_columns = ticks(scale.low, scale.high, 0.0).iter().map(|tick| tick.text.len()).max().unwrap_or(0);
         let shortened = |axis: &Axis| {
             Axis::new(axis.noun, axis.labels.iter().map(|label| shorten(label, MAX_LABEL)).collect(), axis.has_tokens)
         };
@@ -291,102 +297,86 @@ impl<'a> Picture<'a> {
         }
         let notes: Vec<_> = notes.iter().chain(&scale.notes).flat_map(|note| wrap(note, columns(NOTE.em))).collect();
         let text_height = title.len() as i32 * TITLE_LINE + notes.len() as i32 * SMALL_LINE;
-        let size = [grid.width, grid.notes + text_height + 2 * MARGIN];
+        let size = Size { width: grid.width, height: grid.notes + text_height + 2 * MARGIN };
         Ok(Self { map, scale, content, grid, title, notes, size })
     }
 
     fn draw(&self, canvas: &mut dyn Canvas) -> Result<()> {
-        let ([w, h], grid) = (self.size, &self.grid);
-        canvas.rect([0, 0, w, h], WHITE);
+        let Size { width, height } = self.size;
+        let grid = &self.grid;
+        canvas.rect(Rectangle { left: 0, top: 0, width, height }, WHITE);
         for (text, y) in self.title.iter().zip((MARGIN + TITLE.em / 2..).step_by(TITLE_LINE as usize)) {
-            canvas.text(text, [w / 2, y], TITLE);
+            canvas.text(text, Point { x: width / 2, y }, TITLE);
         }
         let top = MARGIN + self.title.len() as i32 * TITLE_LINE;
         for index in 0..self.content.panels.len() {
             self.draw_panel(canvas, index, top)?;
         }
-        canvas.text("keys", [grid.left + grid.size[0] / 2, top + grid.key_name], AXIS_NAME);
+        canvas.text("keys", Point { x: grid.left + grid.size.width / 2, y: top + grid.key_name }, AXIS_NAME);
         let left = grid.left - grid.query_labels.depth - AXIS_NAME_SPACE + SMALL_LINE / 2;
-        let middle = top + (grid.size[1] + CAPTION_LINE) / 2;
-        canvas.text("queries", [left, middle], Style { vertical: true, ..AXIS_NAME });
+        let middle = top + (grid.size.height + CAPTION_LINE) / 2;
+        canvas.text("queries", Point { x: left, y: middle }, Style { vertical: true, ..AXIS_NAME });
         self.draw_bar(canvas, top + grid.bar_top);
         let first = top + grid.notes + SMALL_LINE / 2;
         for (text, y) in self.notes.iter().zip((first..).step_by(SMALL_LINE as usize)) {
-            canvas.text(text, [MARGIN, y], NOTE);
+            canvas.text(text, Point { x: MARGIN, y }, NOTE);
         }
         Ok(())
     }
 
-    fn draw_panel(&self, canvas: &mut dyn Canvas, index: usize, top: i32) -> Result<()> {
-        let Grid { cell: [w, h], columns, panel: [width, height], step, .. } = self.grid;
-        let left = self.grid.left + (index % columns) as i32 * step[0] + (step[0] - GAP - width) / 2;
-        let top = top + (index / columns) as i32 * step[1] + CAPTION_LINE;
+    fn draw_panel(&self, canvas: &mut dyn Canvas, index: usize, grid_top: i32) -> Result<()> {
+        let Grid { cell, columns, panel: Size { width, height }, step, .. } = self.grid;
+        let left = self.grid.left + (index % columns) as i32 * step.width + (step.width - GAP - width) / 2;
+        let top = grid_top + (index / columns) as i32 * step.height + CAPTION_LINE;
         let panel = &self.content.panels[index];
-        canvas.text(&panel.name, [left + width / 2, top - CAPTION_LINE / 2], CAPTION);
-        canvas.rect([left - 1, top - 1, width + 2, height + 2], FRAME);
+        canvas.text(&panel.name, Point { x: left + width / 2, y: top - CAPTION_LINE / 2 }, CAPTION);
+        canvas.rect(Rectangle { left: left - 1, top: top - 1, width: width + 2, height: height + 2 }, FRAME);
 
-        let numbered = w >= NUMBERED_CELL_WIDTH && h >= NUMBERED_CELL_HEIGHT;
+        let numbered = cell.width >= NUMBERED_CELL_WIDTH && cell.height >= NUMBERED_CELL_HEIGHT;
         let weights = self.map.panel(panel)?;
-        for (y, row) in (top..).step_by(h as usize).zip(weights.chunks(self.content.keys.labels.len())) {
-            for (x, &weight) in (left..).step_by(w as usize).zip(row) {
+        for (y, row) in (top..).step_by(cell.height as usize).zip(weights.chunks(self.content.keys.labels.len())) {
+            for (x, &weight) in (left..).step_by(cell.width as usize).zip(row) {
                 let color = self.scale.position(weight).map_or(NOT_FINITE, gradient);
-                canvas.rect([x, y, w, h], color);
+                canvas.rect(Rectangle { left: x, top: y, width: cell.width, height: cell.height }, color);
                 let text = short(weight);
-                if numbered && text_width(text.len(), NUMBER.em) + 4 <= w {
-                    canvas.text(&text, [x + w / 2, y + h / 2], Style { color: contrasting(color), ..NUMBER });
+                if numbered && text_width(text.len(), NUMBER.em) + 4 <= cell.width {
+                    let middle = Point { x: x + cell.width / 2, y: y + cell.height / 2 };
+                    canvas.text(&text, middle, Style { color: contrasting(color), ..NUMBER });
                 }
             }
         }
 
         if index.is_multiple_of(columns) {
-            let at = |i| [left - LABEL_GAP, top + i * h + h / 2];
+            let at = |i| Point { x: left - LABEL_GAP, y: top + i * cell.height + cell.height / 2 };
             self.grid.query_labels.draw(canvas, &self.content.queries, Anchor::End, at);
         }
         // The last panel of each column, which in a grid with empty places is not always in the last row.
         if index + columns >= self.content.panels.len() {
             let labels = &self.grid.key_labels;
-            let (anchor, drop) = if labels.vertical { (Anchor::End, 0) } else { (Anchor::Middle, labels.em / 2) };
-            labels
-                .draw(canvas, &self.content.keys, anchor, |j| [left + j * w + w / 2, top + height + LABEL_GAP + drop]);
+            let anchor = if labels.vertical { Anchor::End } else { Anchor::Middle };
+            let drop = if labels.vertical { 0 } else { labels.em / 2 };
+            let y = top + height + LABEL_GAP + drop;
+            let at = |j| Point { x: left + j * cell.width + cell.width / 2, y };
+            labels.draw(canvas, &self.content.keys, anchor, at);
         }
         Ok(())
     }
 
     fn draw_bar(&self, canvas: &mut dyn Canvas, y: i32) {
-        let (x, height) = (self.grid.left + self.grid.size[0] + GAP, self.grid.bar_height);
-        canvas.text(BAR_NAME, [x, y - CAPTION_LINE / 2], NOTE);
-        canvas.rect([x - 1, y - 1, BAR_WIDTH + 2, height + 2], FRAME);
+        let x = self.grid.left + self.grid.size.width + GAP;
+        let height = self.grid.bar_height;
+        canvas.text(BAR_NAME, Point { x, y: y - CAPTION_LINE / 2 }, NOTE);
+        canvas.rect(Rectangle { left: x - 1, top: y - 1, width: BAR_WIDTH + 2, height: height + 2 }, FRAME);
         for step in 0..BAR_STEPS {
-            let [top, bottom] = [step, step + 1].map(|step| y + height * step / BAR_STEPS);
+            let top = y + height * step / BAR_STEPS;
+            let bottom = y + height * (step + 1) / BAR_STEPS;
             let color = gradient(1.0 - f64::from(step) / f64::from(BAR_STEPS - 1));
-            canvas.rect([x, top, BAR_WIDTH, bottom - top], color);
+            canvas.rect(Rectangle { left: x, top, width: BAR_WIDTH, height: bottom - top }, color);
         }
-        for (position, text) in &ticks(self.scale.low, self.scale.high, 1.5 * f64::from(TICK.em) / f64::from(height)) {
+        for tick in ticks(self.scale.low, self.scale.high, 1.5 * f64::from(TICK.em) / f64::from(height)) {
             // The numbers at the ends stay within the bar's length, away from its name.
-            let up = ((position * f64::from(height)).round() as i32).clamp(TICK.em / 2, height - TICK.em / 2);
-            canvas.text(text, [x + BAR_WIDTH + LABEL_GAP, y + height - up], TICK);
+            let up = ((tick.position * f64::from(height)).round() as i32).clamp(TICK.em / 2, height - TICK.em / 2);
+            canvas.text(&tick.text, Point { x: x + BAR_WIDTH + LABEL_GAP, y: y + height - up }, TICK);
         }
     }
-}
-
-/// Returns the positions and texts of the numbers along a scale: its ends, and round numbers between that are more than
-/// `clear` from them.
-pub(super) fn ticks(low: f64, high: f64, clear: f64) -> Vec<(f64, String)> {
-    let mut ticks = vec![(0.0, tick(low)), (1.0, tick(high))];
-    let length = high - low;
-    let magnitude = 10f64.powf((length / 5.0).log10().floor());
-    let step = [1.0, 2.0, 5.0, 10.0].map(|round| round * magnitude).into_iter().find(|step| length / step <= 5.0);
-    if let Some(step) = step.filter(|step| step.is_normal()) {
-        let first = (low / step).ceil();
-        // At most 6 are between the ends, even if the quotient rounds.
-        let values = (0..7).map(|i| (first + f64::from(i)) * step);
-        let inner = values.map(|value| ((value - low) / length, tick(value)));
-        ticks.extend(inner.filter(|(position, _)| *position > clear && *position < 1.0 - clear));
-    }
-    ticks
-}
-
-/// Returns the width of `columns` terminal columns of the embedded font: each glyph of Hack advances 1233/2048 em.
-pub(super) fn text_width(columns: usize, em: i32) -> i32 {
-    (columns as f64 * f64::from(em) * 1233.0 / 2048.0).ceil() as i32
 }

@@ -32,12 +32,17 @@ pub(super) struct Scale {
 impl Scale {
     /// Makes the scale of the weights of all panels of a drawing.
     pub(super) fn of(map: &HeatMap, panels: &[Panel]) -> Result<Self> {
-        let (mut min, mut max, mut not_finite, mut above, mut is_signed) = (0f64, 0f64, 0, 0, false);
+        let mut min = 0f64;
+        let mut max = 0f64;
+        let mut not_finite = 0;
+        let mut above = 0;
+        let mut is_signed = false;
         for panel in panels {
             for weight in map.panel(panel)? {
                 is_signed |= weight < 0.0;
                 if weight.is_finite() {
-                    (min, max) = (min.min(weight), max.max(weight));
+                    min = min.min(weight);
+                    max = max.max(weight);
                     above += usize::from(map.scale_max.is_some_and(|end| weight > end));
                 } else {
                     not_finite += 1;
@@ -51,7 +56,9 @@ impl Scale {
         if min < -ROUNDING {
             notes.push(format!("weights reach below 0, to {}", tick(min)));
         }
-        if let (Some(end), 1..) = (map.scale_max, above) {
+        if let Some(end) = map.scale_max
+            && above > 0
+        {
             notes.push(format!("{} above the scale's end {}", count(above, "weight"), tick(end)));
         }
         let low = if min < -ROUNDING { min } else { 0.0 };

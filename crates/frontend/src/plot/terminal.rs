@@ -116,7 +116,8 @@ struct Shown<'a> {
 impl<'a> Shown<'a> {
     /// Selects at most `most` labels.
     fn of(axis: &'a Axis, most: usize) -> Self {
-        let (len, shown) = (axis.labels.len(), most.min(axis.labels.len()));
+        let len = axis.labels.len();
+        let shown = most.min(axis.labels.len());
         Self { axis, omitted: shown.div_ceil(2)..len - shown / 2 }
     }
 
@@ -165,14 +166,17 @@ impl<'a> Matrix<'a> {
         let smallest = scale.digits + 2;
         let widest = smallest.max(map.keys.columns.min(MAX_KEY_LABEL) + 1);
         let room = max_width.saturating_sub(label + 1);
-        let (cell, shown) = if room / num_keys >= smallest {
-            (widest.min(room / num_keys), num_keys)
+        let cell: usize;
+        let shown: usize;
+        if room / num_keys >= smallest {
+            cell = widest.min(room / num_keys);
+            shown = num_keys;
         } else {
-            let room = room.saturating_sub(GAP.width());
-            let cell = widest.min(ELIDED_KEY_LABEL + 1).max(smallest);
-            let cell = if room / cell < 2 { smallest } else { cell };
-            (cell, room / cell)
-        };
+            let room_beside_gap = room.saturating_sub(GAP.width());
+            let preferred = widest.min(ELIDED_KEY_LABEL + 1).max(smallest);
+            cell = if room_beside_gap / preferred < 2 { smallest } else { preferred };
+            shown = room_beside_gap / cell;
+        }
         if shown == 0 {
             let needed = label + 1 + smallest + if num_keys > 1 { GAP.width() } else { 0 };
             bail!("[heat_map] max_width is {max_width} columns; the row labels and one key need {needed}");
@@ -265,8 +269,10 @@ mod tests {
     }
 
     #[test]
-    fn the_environment_says_how_many_colours_and_columns_there_are() {
-        let (xterm, full, wide) = (("TERM", "xterm-256color"), ("COLORTERM", "truecolor"), ("COLUMNS", "132"));
+    fn terminal_options_follow_environment() {
+        let xterm = ("TERM", "xterm-256color");
+        let full = ("COLORTERM", "truecolor");
+        let wide = ("COLUMNS", "132");
         assert_eq!(detected(false, &[xterm, full, wide]), TerminalOptions::default(), "a file or pipe");
         for (variables, color, width) in [
             (&[xterm][..], Color::Ansi256, 80),
@@ -294,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn the_ramp_of_256_colours_grows_lighter() {
+    fn ramp_of_256_colours_grows_lighter() {
         let sum =
             |index| xterm(index).iter().zip([2126u32, 7152, 722]).map(|(&c, w)| u32::from(c).pow(2) * w).sum::<u32>();
         assert!(RAMP.map(sum).is_sorted_by(|a, b| a < b), "{:?}", RAMP.map(sum));

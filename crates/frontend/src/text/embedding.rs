@@ -100,7 +100,9 @@ impl EmbeddingLayer {
         let tokens = source.pp("embedding");
         let is_new = !tokens.has("weight");
         let table = tokens.get((cfg.vocab_size, cfg.embed_dim), "weight", normal)?;
-        if let (Some(row), true) = (cfg.padding_idx, is_new) {
+        if let Some(row) = cfg.padding_idx
+            && is_new
+        {
             let zeros = Tensor::zeros((1, cfg.embed_dim), table.dtype(), table.device())?;
             // In place, because the variable that an optimiser updates or a file saves must have the zeros too.
             table.slice_set(&zeros, 0, row)?;
@@ -119,11 +121,14 @@ impl EmbeddingLayer {
     ///
     /// If the table is not a float tensor (V, E) with E the embedding's hidden size and neither zero.
     pub fn from_embedding(embedding: Embedding) -> Result<Self> {
-        let (table, hidden_size) = (embedding.embeddings(), embedding.hidden_size());
-        let (dims, dtype) = (table.dims(), table.dtype());
+        let table = embedding.embeddings();
+        let hidden_size = embedding.hidden_size();
+        let dims = table.dims();
+        let dtype = table.dtype();
         if !matches!(*dims, [v, e] if v > 0 && e > 0 && e == hidden_size) || !dtype.is_float() {
             bail!(
-                "[embedding] expected a float table (V, {hidden_size}) with V and E at least 1, found {dims:?} of {dtype:?}"
+                "[embedding] expected a float table (V, {hidden_size}) with V and E at least 1, found {dims:?} of \
+                 {dtype:?}"
             )
         }
         Ok(Self { table: table.clone(), positions: None, padding_idx: None })
@@ -139,7 +144,8 @@ impl EmbeddingLayer {
     /// If `ids` is not an integer tensor (T,) or (B, T) on the table's device, an id is negative or not below V, or
     /// `offset + T` exceeds the number of positions.
     pub fn forward_at(&self, ids: &Tensor, offset: usize) -> Result<Tensor> {
-        let (one, batch) = ([Dim::Any("T")], [Dim::Any("B"), Dim::Any("T")]);
+        let one = [Dim::Any("T")];
+        let batch = [Dim::Any("B"), Dim::Any("T")];
         let integers = [DType::U8, DType::U32, DType::I16, DType::I32, DType::I64];
         let expected = Expect::many("embedding", "ids", ids).shape_of(&[&one, &batch])?;
         expected.dtype_of(&integers, "")?.same_device("the table", self.table.device())?;
@@ -156,7 +162,9 @@ impl EmbeddingLayer {
         }
         let ids = checked_ids(ids, self.vocab_size())?;
         let mut vectors = self.table.contiguous()?.index_select(&ids, 0)?;
-        if let (Some(padding_idx), true) = (self.padding_idx, vectors.track_op()) {
+        if let Some(padding_idx) = self.padding_idx
+            && vectors.track_op()
+        {
             // The same values, without gradients for the padding row.
             let is_padding = ids.eq(padding_idx as i64)?.unsqueeze(1)?.broadcast_as(vectors.shape())?;
             vectors = is_padding.where_cond(&vectors.detach(), &vectors)?;

@@ -158,7 +158,8 @@ fn sentence_piece(metadata: &Metadata, tokens: &[&str], types: &[i64]) -> Result
     let ids: HashMap<_, _> = tokens.iter().enumerate().map(|(id, token)| (*token, id)).collect();
     // A long token has few divisions if few lengths of tokens occur, so only those lengths are tried.
     let lens: BTreeSet<_> = tokens.iter().map(|token| token.len()).filter(|&len| len > 0).collect();
-    let (mut merges, mut divided) = (Vec::new(), 0);
+    let mut merges = Vec::new();
+    let mut divided = 0;
     for ((token, score), kind) in tokens.iter().zip(scores).zip(types) {
         if matches!(*kind, UNKNOWN | CONTROL | BYTE) {
             continue;
@@ -170,7 +171,9 @@ fn sentence_piece(metadata: &Metadata, tokens: &[&str], types: &[i64]) -> Result
                 return metadata.fail("tokens", "too many divisions of its texts", &expected);
             }
             let pair = token.split_at(at);
-            if let (Some(first), Some(second)) = (ids.get(pair.0), ids.get(pair.1)) {
+            if let Some(first) = ids.get(pair.0)
+                && let Some(second) = ids.get(pair.1)
+            {
                 merges.push(Merge { score, ids: (first, second), texts: pair });
             }
         }

@@ -55,9 +55,11 @@ pub struct Batch {
 impl Batch {
     fn new(mut rows: Vec<Encoding>, padding: Option<PaddingParams>) -> std::result::Result<Self, TokenizerError> {
         let lens: Vec<usize> = rows.iter().map(|row| row.ids.len()).collect();
-        let (Some(&shortest), Some(&longest)) = (lens.iter().min(), lens.iter().max()) else {
+        if lens.is_empty() {
             return invalid("the batch is empty: give at least one text");
-        };
+        }
+        let shortest = lens.iter().min().copied().unwrap_or(0);
+        let longest = lens.iter().max().copied().unwrap_or(0);
         let is_left = padding.as_ref().is_some_and(|padding| matches!(padding.direction, PaddingDirection::Left));
         let side = if is_left { PaddingSide::Left } else { PaddingSide::Right };
         if let Some(padding) = padding {
@@ -74,7 +76,12 @@ impl Batch {
             ));
         }
         let num_truncated = rows.iter().map(|row| row.num_truncated).collect();
-        let (ids, tokens) = rows.into_iter().map(|row| (row.ids, row.tokens)).unzip();
+        let mut ids = Vec::with_capacity(rows.len());
+        let mut tokens = Vec::with_capacity(rows.len());
+        for row in rows {
+            ids.push(row.ids);
+            tokens.push(row.tokens);
+        }
         Ok(Self { ids, tokens, lens, num_truncated, seq_len: longest, side })
     }
 
@@ -187,7 +194,12 @@ pub enum TokenizerError {
     Invalid(String),
 
     /// A word of the text is not in the vocabulary, and there is no unknown token.
-    #[error("[tokenizer] word {}, {}, is not in the vocabulary: {}", .position + 1, quoted(.word), suggestion(.nearest, .vocabulary, "add it, or choose a word for all unknown ones with with_unknown"))]
+    #[error(
+        "[tokenizer] word {}, {}, is not in the vocabulary: {}",
+        .position + 1,
+        quoted(.word),
+        suggestion(.nearest, .vocabulary, "add it, or choose a word for all unknown ones with with_unknown")
+    )]
     UnknownWord {
         /// The word that was looked up in the vocabulary (after a loaded file's normalisation).
         word: String,
@@ -201,7 +213,12 @@ pub enum TokenizerError {
 
     /// The model has no token for a part of a word and no unknown token. The `tokenizers` crate would omit that
     /// part without an error.
-    #[error("[tokenizer] word {}, {}, has characters that the file's {model} model has no token for: remove them, or use a file with an unknown token or byte fallback", .position + 1, quoted(.word))]
+    #[error(
+        "[tokenizer] word {}, {}, has characters that the file's {model} model has no token for: remove them, or use a \
+         file with an unknown token or byte fallback",
+        .position + 1,
+        quoted(.word)
+    )]
     DroppedCharacters {
         /// The word, after the file's normalisation.
         word: String,

@@ -18,12 +18,18 @@ use super::{BoxError, Encoding, TokenizerError, failed, invalid};
 #[error("characters without a token")]
 struct Dropped;
 
-/// Loads a tokenizer, whose truncation and padding are removed, and returns it with the file's padding.
+/// A tokenizer without truncation and padding, and the padding of its file.
+pub(super) struct Loaded {
+    pub(super) tokenizer: Tokenizer,
+    pub(super) padding: Option<PaddingParams>,
+}
+
+/// Loads a tokenizer, and removes its truncation and padding.
 ///
 /// # Errors
 ///
 /// If the file's post-processor has tokens that the file does not define, on which the crate would panic later.
-pub(super) fn load(bytes: &[u8]) -> Result<(Tokenizer, Option<PaddingParams>), BoxError> {
+pub(super) fn load(bytes: &[u8]) -> Result<Loaded, BoxError> {
     let mut tokenizer = catch_panic(|| Tokenizer::from_bytes(bytes))?;
     let padding = tokenizer.get_padding().cloned();
     tokenizer.with_truncation(None)?.with_padding(None);
@@ -31,7 +37,7 @@ pub(super) fn load(bytes: &[u8]) -> Result<(Tokenizer, Option<PaddingParams>), B
         catch_panic(|| tokenizer.post_process(Tokens::default(), None, add_special_tokens))
             .map_err(|error| format!("its post-processor cannot be applied: {error}"))?;
     }
-    Ok((tokenizer, padding))
+    Ok(Loaded { tokenizer, padding })
 }
 
 /// Returns the number of special tokens that are added to a text, or to a pair of texts.

@@ -166,7 +166,8 @@ impl Page {
     /// queries, keys or top keys, or the numbers of tokens differ. The page is then unchanged. Weights that are not
     /// finite are no error, and are shown as such.
     pub fn push_layer(&mut self, name: impl AsRef<str>, statistics: &AttentionStatistics, b: usize) -> Result<()> {
-        let (layer, shape) = Layer::new(style::safe(name.as_ref()), statistics, b)?;
+        let layer = Layer::new(style::safe(name.as_ref()), statistics, b)?;
+        let shape = layer.shape;
         let before = self.shape.unwrap_or(shape);
         if shape != before {
             bail!("[page] layer {:?} has {shape}, the layers before it {before}", layer.name)
@@ -239,16 +240,19 @@ struct Shape {
 
 impl fmt::Display for Shape {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let [heads, keys, top] =
-            [(self.heads, "head"), (self.keys, "key"), (self.top, "top key")].map(|(n, noun)| style::count(n, noun));
+        let heads = style::count(self.heads, "head");
+        let keys = style::count(self.keys, "key");
+        let top = style::count(self.top, "top key");
         let queries = if self.queries == 1 { "query" } else { "queries" };
         write!(f, "{heads}, {} {queries}, {keys} and {top}", self.queries)
     }
 }
 
+/// The statistics of a layer in a page.
 #[derive(Debug, Clone)]
 struct Layer {
     name: String,
+    shape: Shape,
     /// Little-endian, in this order: sums of weights (H, T_kv) and entropies (H, T_q) in f32, top keys (H, T_q, k) in
     /// u16 or u32, codes of their weights in u16, and, where all weights are kept, their codes (H, T_q, T_kv) in u8.
     bytes: Vec<u8>,
@@ -257,7 +261,7 @@ struct Layer {
 
 impl Layer {
     /// Encodes sequence `b` of statistics.
-    fn new(name: String, statistics: &AttentionStatistics, b: usize) -> Result<(Self, Shape)> {
+    fn new(name: String, statistics: &AttentionStatistics, b: usize) -> Result<Self> {
         let AttentionStatistics { top_keys, top_weights, entropy, key_weight_sums, weights } = statistics;
         let has_batch = match *top_keys.dims() {
             [batch, _, _, _] if b >= batch => bail!("[page] sequence {b} is not below the batch size {batch}"),
@@ -301,7 +305,7 @@ impl Layer {
             let weights = floats(&of_sequence(weights, "weights")?, "weights", &[heads, queries, keys])?;
             extend_with_codes::<1>(&mut bytes, &name, &weights)?;
         }
-        Ok((Self { name, bytes, has_all_weights: weights.is_some() }, shape))
+        Ok(Self { name, shape, bytes, has_all_weights: weights.is_some() })
     }
 }
 
