@@ -83,7 +83,8 @@ impl Mpi {
             bail!("[mpi] the MPI library has {threading:?} threads, expected MPI_THREAD_SERIALIZED")
         }
         let world = universe.world();
-        let (rank, size) = (world.rank() as usize, world.size() as usize);
+        let rank = world.rank() as usize;
+        let size = world.size() as usize;
         Ok(Self { world, rank, size, bytes_sent: Cell::new(0), _universe: universe })
     }
 
@@ -186,7 +187,8 @@ impl Communicator for Mpi {
         meanwhile: &mut dyn FnMut() -> Result<()>,
     ) -> Result<Vec<Tensor>> {
         xs.iter().try_for_each(|xs| self.count(xs, 1))?;
-        let (ring, is_urgent) = (Ring { rank: self.rank, size: self.size }, AtomicBool::new(false));
+        let ring = Ring { rank: self.rank, size: self.size };
+        let is_urgent = AtomicBool::new(false);
         let pass =
             |(sent, shape): (&Tensor, &Vec<usize>)| by_dtype!(sent, T => ring.pass::<T>(sent, shape, &is_urgent));
         thread::scope(|scope| {
@@ -214,7 +216,8 @@ impl Ring {
     /// Sends a tensor to the next rank, and receives a tensor of `shape` from the previous rank.
     fn pass<T: Number>(self, xs: &Tensor, shape: &[usize], is_urgent: &AtomicBool) -> Result<Tensor> {
         let mut received = vec![T::Sent::default(); shape.iter().product()];
-        let (next, previous) = ((self.rank + 1) % self.size, (self.rank + self.size - 1) % self.size);
+        let next = (self.rank + 1) % self.size;
+        let previous = (self.rank + self.size - 1) % self.size;
         with_numbers::<T, _>(xs, |own| {
             let world = SimpleCommunicator::world();
             mpi::request::scope(|scope| {

@@ -1,4 +1,5 @@
-//! Communication between GPUs, one for each rank, over NCCL (<https://docs.nvidia.com/deeplearning/nccl/>) through Candle's `cudarc`.
+//! Communication between GPUs, one for each rank, over NCCL (<https://docs.nvidia.com/deeplearning/nccl/>) through
+//! Candle's `cudarc`.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -84,7 +85,8 @@ impl Nccl {
     }
 
     fn pass<T: CudaDType + DeviceRepr + ValidAsZeroBits + NcclType>(&self, xs: &Tensor, len: usize) -> Result<Storage> {
-        let (rank, size) = (self.rank(), self.size());
+        let rank = self.rank();
+        let size = self.size();
         self.start::<T>(xs, len, |own, received| {
             group_start()?;
             self.comm.send(own, ((rank + 1) % size) as i32)?;

@@ -27,7 +27,8 @@ fn mpirun(args: &[&str]) -> Output {
 /// Runs a model on `processes` ranks, which all have to succeed, and returns stdout and stderr.
 #[track_caller]
 fn run(processes: usize, model: &Path, args: &[&str]) -> [String; 2] {
-    let (n, model) = (processes.to_string(), model.to_str().expect("UTF-8"));
+    let n = processes.to_string();
+    let model = model.to_str().expect("UTF-8");
     let ran = mpirun(&[&["-n", &n, PROGRAM, "--model", model], args].concat());
     let [out, error] = [ran.stdout, ran.stderr].map(|said| String::from_utf8(said).expect("UTF-8"));
     assert!(ran.status.success(), "{processes} ranks, {model}: {error}");
@@ -70,7 +71,8 @@ fn every_world_size_returns_the_logits_of_transformers() -> Result<()> {
 /// the sum.
 #[test]
 fn blocks_of_four_bits_are_divided() -> Result<()> {
-    let (model, copy) = (of("gpt_oss_mxfp4"), tempfile::tempdir()?);
+    let model = of("gpt_oss_mxfp4");
+    let copy = tempfile::tempdir()?;
     let golden = Decoded::of(&model)?;
     std::fs::copy(model.join("config.json"), copy.path().join("config.json"))?;
     let mut tensors = candle_core::safetensors::load(model.join("model.safetensors"), &Device::Cpu)?;
@@ -91,7 +93,8 @@ fn blocks_of_four_bits_are_divided() -> Result<()> {
 #[test]
 fn gguf_files_are_divided() -> Result<()> {
     for (model, processes) in [("llama_tied", 4), ("qwen2", 2), ("phi3", 2), ("gemma3_text", 4)] {
-        let (golden, file) = (Decoded::of(&of(model))?, tempfile::NamedTempFile::new()?);
+        let golden = Decoded::of(&of(model))?;
+        let file = tempfile::NamedTempFile::new()?;
         std::fs::write(file.path(), gguf::of_checkpoint(model)?.bytes()?)?;
         check_logits(processes, file.path(), &golden.ids[..1], &golden.logits.narrow(0, 0, 1)?)?;
     }
@@ -129,7 +132,8 @@ fn bytes_sent_are_as_in_the_formula() -> Result<()> {
         let json: serde_json::Value = read_json(model.join("config.json"));
         let number = |key: &str| json[key].as_u64().expect(key) as usize;
         let [layers, width, words] = ["num_hidden_layers", "hidden_size", "vocab_size"].map(number);
-        let (prompt, tokens) = (spelled(&golden.ids[0]), golden.ids[0].len() + 2);
+        let prompt = spelled(&golden.ids[0]);
+        let tokens = golden.ids[0].len() + 2;
         for processes in [1, 2, 4] {
             // The last token that is generated is not read again. Four checksums are compared at the start.
             let [_, said] = run(processes, &model, &["--ids", &prompt, "--max-tokens", "3"]);
@@ -143,13 +147,16 @@ fn bytes_sent_are_as_in_the_formula() -> Result<()> {
 #[test]
 fn a_difference_between_ranks_and_an_indivisible_model_are_errors() {
     let model = |name: &str| of(name).to_str().expect("UTF-8").to_string();
-    let (llama, qwen2) = (model("llama"), model("qwen2"));
-    let (mxfp4, qwen3_next) = (model("gpt_oss_mxfp4"), model("qwen3_next"));
+    let llama = model("llama");
+    let qwen2 = model("qwen2");
+    let mxfp4 = model("gpt_oss_mxfp4");
+    let qwen3_next = model("qwen3_next");
     let both = ["-n", "2", PROGRAM, "--ids", "5,7,9", "--model"];
     let two_programs = ["-n", "1", PROGRAM, "--model", &llama, "--ids", "5,7", ":", "-n", "1", PROGRAM];
     let difference =
         "[distributed] expected {} to be the same on all ranks, found a difference between rank 0 and rank 1";
-    let (config, arguments) = (difference.replace("{}", "config.json"), difference.replace("{}", "the arguments"));
+    let config = difference.replace("{}", "config.json");
+    let arguments = difference.replace("{}", "the arguments");
     let of = |message: &str| format!("of 2: error: {message}");
     let units = "[causal_lm] model.layers.0.mlp.experts.gate_up_proj_scales has 1 units of 64, expected";
     let states = "[causal_lm] states of linear attention cannot be divided by positions, expected --divide heads";

@@ -109,7 +109,8 @@ fn numbers(shape: impl Into<candle_core::Shape>, seed: u32, device: &Device) -> 
 }
 
 fn collectives(processes: &dyn Communicator, device: &Device) -> Result<()> {
-    let (rank, size) = (processes.rank(), processes.size());
+    let rank = processes.rank();
+    let size = processes.size();
     for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16, DType::U32, DType::I64] {
         // The tensor is not contiguous.
         let tensor_of = |source: usize| {
@@ -127,7 +128,8 @@ fn collectives(processes: &dyn Communicator, device: &Device) -> Result<()> {
         }
         // Rank r sends r + 1 rows.
         let rows = |source: usize| Tensor::full(source as f64, (source + 1, 2), device)?.to_dtype(dtype);
-        let (before, mut computed) = ((rank + size - 1) % size, false);
+        let before = (rank + size - 1) % size;
+        let mut computed = false;
         let received = processes.send_recv(&[rows(rank)?], &[vec![before + 1, 2]], &mut || {
             computed = true;
             Ok(())
@@ -170,11 +172,9 @@ fn ring_attention_is_attention_over_all_keys(processes: &dyn Communicator, devic
     ];
     for (seed, (t, mask, options)) in cases.into_iter().enumerate() {
         let seed = seed as u32 + 1;
-        let (q, k, v) = (
-            numbers((2, 4, t, 16), seed, device)?,
-            numbers((2, 2, t, 16), seed + 5, device)?,
-            numbers((2, 2, t, 8), seed + 9, device)?,
-        );
+        let q = numbers((2, 4, t, 16), seed, device)?;
+        let k = numbers((2, 2, t, 16), seed + 5, device)?;
+        let v = numbers((2, 2, t, 8), seed + 9, device)?;
         let (expected, expected_lse) = scaled_dot_product_attention_with_lse(&q, &k, &v, &mask, &options)?;
 
         let order = ZigZag::new(t, processes);
@@ -187,17 +187,18 @@ fn ring_attention_is_attention_over_all_keys(processes: &dyn Communicator, devic
         let [own_q, own_k, own_v] = [order.split(&q, 2)?, order.split(&k, 2)?, order.split(&v, 2)?];
         let ring = RingAttention::new(&mask, &options);
         let before = processes.bytes_sent();
-        let (context, lse) = ring.attend([&own_q, &own_k, &own_v], &order, processes)?;
+        let (context, lse) = ring.attend(&own_q, &own_k, &own_v, &order, processes)?;
         if t == 256 {
             // The keys and values of a rank's positions are sent once for each of the other ranks.
             let size = processes.size();
             let bytes = (size - 1) * 2 * 2 * t / size * (16 + 8) * 4;
             assert_eq!(processes.bytes_sent() - before, bytes as u64);
         }
-        let (again, _) = ring.attend([&own_q, &own_k, &own_v], &order, processes)?;
+        let (again, _) = ring.attend(&own_q, &own_k, &own_v, &order, processes)?;
         assert_close(&again, &context, 0.0, "the same bits every time");
 
-        let (context, lse) = (order.gather(&context, 2, processes)?, order.gather(&lse, 2, processes)?);
+        let context = order.gather(&context, 2, processes)?;
+        let lse = order.gather(&lse, 2, processes)?;
         let most = if processes.size() == 1 { 0.0 } else { 1e-5 };
         assert!(max_error(&context, &expected) <= most, "{t}, {mask:?}, {options:?}");
         assert!(max_error(&lse, &expected_lse) <= most, "{t}, {mask:?}, {options:?}");
@@ -206,9 +207,9 @@ fn ring_attention_is_attention_over_all_keys(processes: &dyn Communicator, devic
     let q = Tensor::zeros((1, 1, 9, 4), DType::F32, device)?;
     let biased = RingAttention::new(&AttentionMask::none().with_bias(&Tensor::zeros(1, DType::F32, device)?), &plain);
     let own = order.split(&Tensor::zeros((1, 1, 8, 4), DType::F32, device)?, 2)?;
-    let text = biased.attend([&own, &own, &own], &order, processes).expect_err("a bias").to_string();
+    let text = biased.attend(&own, &own, &own, &order, processes).expect_err("a bias").to_string();
     assert!(text.starts_with("[attention_mask] the mask has a bias tensor"), "{text}");
-    let length = RingAttention::default().attend([&q, &q, &q], &order, processes).expect_err("too long").to_string();
+    let length = RingAttention::default().attend(&q, &q, &q, &order, processes).expect_err("too long").to_string();
     assert!(length.starts_with("[ring_attention] expected (B, H, "), "{length}");
     Ok(())
 }
@@ -224,8 +225,10 @@ fn gradients_are_right_or_an_error(processes: &dyn Communicator, device: &Device
     let library = if device.is_cuda() { "nccl" } else { "mpi" };
     let order = ZigZag::new(24, processes);
     let sinks = Tensor::new(&[0.5f32, -1.0], device)?;
-    let (mask, options) = (AttentionMask::causal().with_window(5), SdpaOptions::default().with_sinks(&sinks));
-    let (ring, alone) = (RingAttention::new(&mask, &options), processes.size() == 1);
+    let mask = AttentionMask::causal().with_window(5);
+    let options = SdpaOptions::default().with_sinks(&sinks);
+    let ring = RingAttention::new(&mask, &options);
+    let alone = processes.size() == 1;
     let whole = [1, 2, 3].map(|seed| Var::from_tensor(&numbers((1, 2, 24, 4), seed, device)?));
     let [q, k, v] = whole.into_iter().collect::<Result<Vec<_>>>()?.try_into().expect("three");
     let (expected, _) = scaled_dot_product_attention_with_lse(&q, &k, &v, &mask, &options)?;
@@ -264,10 +267,10 @@ fn gradients_are_right_or_an_error(processes: &dyn Communicator, device: &Device
     cache.append_prompt(&plain[1], &plain[2], &order)?;
     let token = tracked.each_ref().map(|shard| shard.narrow(2, 0, 1));
     let [token_q, token_k, token_v] = token.into_iter().collect::<Result<Vec<_>>>()?.try_into().expect("three");
-    assert_refused(cache.decode([&token_q, &token_k.detach(), &token_v.detach()], &ring, processes), "context_cache");
-    assert_refused(cache.decode([&token_q.detach(), &token_k, &token_v.detach()], &ring, processes), "context_cache");
-    assert_refused(cache.decode([&token_q.detach(), &token_k.detach(), &token_v], &ring, processes), "context_cache");
-    cache.decode([&token_q.detach(), &token_k.detach(), &token_v.detach()], &ring, processes)?;
+    assert_refused(cache.decode(&token_q, &token_k.detach(), &token_v.detach(), &ring, processes), "context_cache");
+    assert_refused(cache.decode(&token_q.detach(), &token_k, &token_v.detach(), &ring, processes), "context_cache");
+    assert_refused(cache.decode(&token_q.detach(), &token_k.detach(), &token_v, &ring, processes), "context_cache");
+    cache.decode(&token_q.detach(), &token_k.detach(), &token_v.detach(), &ring, processes)?;
     assert_eq!(SingleProcess.all_reduce_sum(xs)?.id(), xs.id());
     Ok(())
 }
@@ -295,7 +298,8 @@ fn prompt_and_tokens(cfg: &MultiHeadAttentionConfig, processes: &dyn Communicato
         weights.insert("sinks".into(), numbers(4, 7, device)?);
     }
     let mha = MultiHeadAttention::new(cfg, VarBuilder::from_tensors(weights, DType::F32, device))?;
-    let (prompt, all) = (53, 60);
+    let prompt = 53;
+    let all = 60;
     let xs = numbers((2, all, 64), 40, device)?;
     let expected = mha.forward(&xs)?;
 
@@ -305,14 +309,15 @@ fn prompt_and_tokens(cfg: &MultiHeadAttentionConfig, processes: &dyn Communicato
     let positions = Tensor::new(order.positions().map(|at| at as u32).collect::<Vec<_>>(), device)?;
     let prefill = |q: &Tensor, k: &Tensor, v: &Tensor, mask: &AttentionMask, options: &SdpaOptions| {
         cache.borrow_mut().append_prompt(k, v, &order)?;
-        Ok(RingAttention::new(mask, options).attend([q, k, v], &order, processes)?.0)
+        Ok(RingAttention::new(mask, options).attend(q, k, v, &order, processes)?.0)
     };
     let ys = mha.forward_with(AttentionInput::new(&own).with_positions(&positions).with_function(&prefill))?;
     let mut outputs = vec![order.gather(&ys, 1, processes)?];
     for at in prompt..all {
-        let (token, position) = (xs.narrow(1, at, 1)?.contiguous()?, Tensor::new(&[at as u32], device)?);
+        let token = xs.narrow(1, at, 1)?.contiguous()?;
+        let position = Tensor::new(&[at as u32], device)?;
         let decode = |q: &Tensor, k: &Tensor, v: &Tensor, mask: &AttentionMask, options: &SdpaOptions| {
-            cache.borrow_mut().decode([q, k, v], &RingAttention::new(mask, options), processes)
+            cache.borrow_mut().decode(q, k, v, &RingAttention::new(mask, options), processes)
         };
         outputs.push(mha.forward_with(AttentionInput::new(&token).with_positions(&position).with_function(&decode))?);
     }

@@ -121,7 +121,8 @@ fn run_by_positions(args: &Args, device: Device, files: &Files, processes: &dyn 
              {len} positions exceed the original context; expected --divide heads"
         )
     }
-    let (order, end) = (ZigZag::new(prompt.0.len(), processes), files.end_tokens(&json)?);
+    let order = ZigZag::new(prompt.0.len(), processes);
+    let end = files.end_tokens(&json)?;
     let capacity = order.positions().count() + args.max_tokens.unwrap_or(100) / processes.size() + 1;
     // This rank's cache of each layer.
     let caches: Vec<_> = model.blocks.attentions().map(|_| RefCell::new(ContextCache::new(capacity))).collect();
@@ -142,7 +143,7 @@ fn run_by_positions(args: &Args, device: Device, files: &Files, processes: &dyn 
     let own = order.positions().map(|at| prompt.0[at]).collect();
     let hidden = forward(own, order.positions().collect(), &|cache, [q, k, v], ring| {
         cache.append_prompt(k, v, &order)?;
-        Ok(ring.attend([q, k, v], &order, processes)?.0)
+        Ok(ring.attend(q, k, v, &order, processes)?.0)
     })?;
     // Rank 0 has the last position.
     let last = match hidden.dim(1)? {
@@ -152,7 +153,8 @@ fn run_by_positions(args: &Args, device: Device, files: &Files, processes: &dyn 
     let mut last = processes.all_gather(&last)?.swap_remove(0);
     let prefill = start.elapsed();
 
-    let (decoding_start, mut made) = (Instant::now(), Vec::new());
+    let decoding_start = Instant::now();
+    let mut made = Vec::new();
     for position in prompt.0.len().. {
         if made.len() == args.max_tokens.unwrap_or(100) || made.last().is_some_and(|token| end.contains(token)) {
             break;

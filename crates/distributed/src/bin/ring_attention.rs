@@ -56,17 +56,21 @@ fn time(args: &Args, mpi: &Rc<Mpi>) -> Result<()> {
     }
     let draw = |h, t| Tensor::randn(0f32, 1., (1, h, t, head_dim), &device);
     let own = positions / size;
-    let (q, k, v) = (draw(heads, own)?, draw(kv_heads, own)?, draw(kv_heads, own)?);
+    let q = draw(heads, own)?;
+    let k = draw(kv_heads, own)?;
+    let v = draw(kv_heads, own)?;
     let ring = RingAttention::new(&AttentionMask::causal(), &SdpaOptions::default());
     let order = ZigZag::new(positions, processes);
 
     // Every rank starts after all ranks have reached the barrier.
     let barrier = || check_same(processes, "the step", b"");
     barrier()?;
-    let (start, before) = (Instant::now(), processes.bytes_sent());
-    ring.attend([&q, &k, &v], &order, processes)?;
+    let start = Instant::now();
+    let before = processes.bytes_sent();
+    ring.attend(&q, &k, &v, &order, processes)?;
     device.synchronize()?;
-    let (sent, alone) = (processes.bytes_sent() - before, start.elapsed().as_secs_f64());
+    let sent = processes.bytes_sent() - before;
+    let alone = start.elapsed().as_secs_f64();
     barrier()?;
     let prompt = start.elapsed().as_secs_f64();
 
@@ -75,10 +79,12 @@ fn time(args: &Args, mpi: &Rc<Mpi>) -> Result<()> {
     let token = [&draw(heads, 1)?, &draw(kv_heads, 1)?, &draw(kv_heads, 1)?];
     cache.decode(token, &ring, processes)?;
     device.synchronize()?;
-    let (decoding_start, before_decoding) = (Instant::now(), processes.bytes_sent());
+    let decoding_start = Instant::now();
+    let before_decoding = processes.bytes_sent();
     cache.decode(token, &ring, processes)?;
     device.synchronize()?;
-    let (decoding, sent_decoding) = (decoding_start.elapsed().as_secs_f64(), processes.bytes_sent() - before_decoding);
+    let decoding = decoding_start.elapsed().as_secs_f64();
+    let sent_decoding = processes.bytes_sent() - before_decoding;
 
     let formula = (size - 1) * own * kv_heads * 2 * head_dim * 4;
     let formula_decoding = if size > 1 { heads * (head_dim + 1) * 4 } else { 0 };

@@ -1,9 +1,10 @@
 //! Caches of calls that fail, and the order of positions.
 
-use super::*;
+use super::{ContextCache, RingAttention, ZigZag};
+use crate::communicator::Communicator;
 use crate::communicator::SingleProcess;
 use candle_attention::{AttentionMask, SdpaOptions, scaled_dot_product_attention};
-use candle_core::Device;
+use candle_core::{DType, Device, Result, Tensor, bail};
 
 /// Communicator whose operations fail.
 struct Alone;
@@ -41,12 +42,16 @@ fn numbers(shape: (usize, usize, usize, usize)) -> Result<Tensor> {
 /// Checks prompts and tokens that are an error, in each function that may return it, with valid tokens between them.
 #[test]
 fn a_call_that_fails_leaves_the_cache_as_it_was() -> Result<()> {
-    let (prompt, all) = (5, 9);
-    let (q, k, v) = (numbers((2, 4, all, 8))?, numbers((2, 2, all, 8))?, numbers((2, 2, all, 6))?);
+    let prompt = 5;
+    let all = 9;
+    let q = numbers((2, 4, all, 8))?;
+    let k = numbers((2, 2, all, 8))?;
+    let v = numbers((2, 2, all, 6))?;
     for capacity in [3, 16, 0] {
         let mut cache = ContextCache::new(capacity);
         let order = ZigZag::new(prompt, &SingleProcess);
-        let (own_k, own_v) = (k.narrow(2, 0, prompt)?, v.narrow(2, 0, prompt)?);
+        let own_k = k.narrow(2, 0, prompt)?;
+        let own_v = v.narrow(2, 0, prompt)?;
         let wrong = [
             own_v.narrow(0, 0, 1)?,
             own_v.narrow(1, 0, 1)?,
@@ -63,24 +68,32 @@ fn a_call_that_fails_leaves_the_cache_as_it_was() -> Result<()> {
 
         let ring = RingAttention::default();
         for at in prompt..all {
-            let [q, k, v] = [&q, &k, &v].map(|xs| xs.narrow(2, at, 1));
-            let (q, k, v) = (q?, k?, v?);
-            let (three, one) = (q.narrow(1, 0, 3)?, v.narrow(1, 0, 1)?);
-            for refused in [[&three, &k, &v], [&q, &k, &one], [&q, &one, &v], [&q.get(0)?, &k, &v]] {
-                assert!(cache.decode(refused, &ring, &SingleProcess).is_err());
+            let token_q = q.narrow(2, at, 1)?;
+            let token_k = k.narrow(2, at, 1)?;
+            let token_v = v.narrow(2, at, 1)?;
+            let three_heads = token_q.narrow(1, 0, 3)?;
+            let one_head = token_v.narrow(1, 0, 1)?;
+            for [wrong_q, wrong_k, wrong_v] in [
+                [&three_heads, &token_k, &token_v],
+                [&token_q, &token_k, &one_head],
+                [&token_q, &one_head, &token_v],
+                [&token_q.get(0)?, &token_k, &token_v],
+            ] {
+                assert!(cache.decode(wrong_q, wrong_k, wrong_v, &ring, &SingleProcess).is_err());
                 assert_eq!(cache.len(), at);
             }
-            let text = cache.decode([&q, &k, &v], &ring, &Alone).expect_err("no answer").to_string();
+            let text = cache.decode(&token_q, &token_k, &token_v, &ring, &Alone).expect_err("no answer").to_string();
             assert!(text.starts_with("[alone]"), "{text}");
             assert_eq!(cache.len(), at);
-            cache.decode([&q, &k, &v], &ring, &SingleProcess)?;
+            cache.decode(&token_q, &token_k, &token_v, &ring, &SingleProcess)?;
         }
         let query = q.narrow(2, all - 1, 1)?;
-        let found = cache.decode([&query, &k.narrow(2, 0, 1)?, &v.narrow(2, 0, 1)?], &ring, &SingleProcess)?;
+        let found = cache.decode(&query, &k.narrow(2, 0, 1)?, &v.narrow(2, 0, 1)?, &ring, &SingleProcess)?;
         let with_first = |xs: &Tensor| Tensor::cat(&[xs, &xs.narrow(2, 0, 1)?], 2);
-        let (k, v) = (with_first(&k)?, with_first(&v)?);
-        let plain = (AttentionMask::none(), SdpaOptions::default());
-        let expected = scaled_dot_product_attention(&query, &k, &v, &plain.0, &plain.1)?;
+        let k = with_first(&k)?;
+        let v = with_first(&v)?;
+        let mask = AttentionMask::none();
+        let expected = scaled_dot_product_attention(&query, &k, &v, &mask, &SdpaOptions::default())?;
         let off = (found - expected)?.abs()?.max_all()?.to_scalar::<f32>()?;
         assert!(off < 1e-5, "off by {off}");
     }
