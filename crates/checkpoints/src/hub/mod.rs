@@ -47,9 +47,12 @@
 //! makes one request, and a fetch of a full commit makes none. Without an answer from the hub, the commit that the
 //! cache has for the revision is used, as in Python's huggingface_hub.
 
+mod errors;
 mod request;
+mod server;
 mod session;
 mod settings;
+mod text;
 
 use std::fmt;
 use std::path::PathBuf;
@@ -57,8 +60,9 @@ use std::path::PathBuf;
 use candle_core::{Error, Result};
 
 use crate::files::ShardIndex;
-use session::{Session, without_credentials};
+use session::Session;
 use settings::Settings;
+use text::without_credentials;
 
 /// The names of weights, the preferred one first, and for an index the extension of its shards.
 const WEIGHTS: [(&str, Option<&str>); 4] = [

@@ -1,4 +1,4 @@
-//! One fetch: the model's folder in the cache, hf-hub's client, and the texts of errors.
+//! One fetch: look-ups in the model's folder in the cache, and downloads.
 //!
 //! The cache on disk has the layout of all Hugging Face libraries:
 //!
@@ -12,43 +12,32 @@
 //! and such a machine is where offline mode is used.
 
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use candle_core::{Error, Result};
-use hf_hub::{HFClient, HFClientSync, HFError, HFRepositorySync, RepoTypeModel, split_id};
+use hf_hub::HFError;
 
 use super::HubModel;
 use super::request::{Failure, watched};
+use super::server::Hub;
 use super::settings::Settings;
-
-/// The number of retries after a failure that may be temporary (no connection, 429, 5xx), with at most 0.4 + 0.8 + 1.6
-/// s between them: without a network the error comes within seconds, and a busy hub has time to recover.
-const RETRIES: usize = 3;
-const RETRY_DELAY: Duration = Duration::from_millis(200);
 
 /// A model at a revision, opened for look-ups.
 pub(super) struct Session<'a> {
-    model: &'a HubModel,
-    settings: Settings,
+    pub(super) model: &'a HubModel,
+    pub(super) settings: Settings,
     /// The model's folder in the cache.
-    folder: PathBuf,
+    pub(super) folder: PathBuf,
     /// The server; `None` offline.
-    hub: Option<Hub>,
+    pub(super) hub: Option<Hub>,
     /// The revision of the model, or its commit once that is known.
     revision: String,
-    /// Whether the first file was found, and with it that the model and the revision exist.
-    is_pinned: bool,
-}
-
-/// The model on a server.
-struct Hub {
-    repo: HFRepositorySync<RepoTypeModel>,
-    endpoint: String,
+    /// Whether the first file was found, so that the model and the revision exist.
+    pub(super) is_pinned: bool,
 }
 
 /// The state of a file at a revision in the cache.
 #[derive(Debug, PartialEq)]
-enum Cached {
+pub(super) enum Cached {
     Found(PathBuf),
     /// The revision does not have the file.
     Absent,
@@ -106,16 +95,18 @@ impl<'a> Session<'a> {
     }
 
     /// Looks for `file` at a branch or a tag, in the commit that it was last known to be at, or at a full commit.
-    fn cached(&self, file: &str) -> Cached {
+    pub(super) fn cached(&self, file: &str) -> Cached {
         let known = || std::fs::read_to_string(self.folder.join("refs").join(&self.revision)).unwrap_or_default();
         let commit = if is_commit(&self.revision) { self.revision.clone() } else { known().trim().to_string() };
-        let at = |kind: &str| self.folder.join(kind).join(&commit).join(file);
-        match (at("snapshots"), at(".no_exist")) {
-            _ if commit.is_empty() => Cached::Unknown,
-            (path, _) if path.exists() => Cached::Found(path),
-            (_, mark) if mark.exists() => Cached::Absent,
-            _ => Cached::Unknown,
+        if commit.is_empty() {
+            return Cached::Unknown;
         }
+        let at = |kind: &str| self.folder.join(kind).join(&commit).join(file);
+        let path = at("snapshots");
+        if path.exists() {
+            return Cached::Found(path);
+        }
+        if at(".no_exist").exists() { Cached::Absent } else { Cached::Unknown }
     }
 
     fn download(&self, hub: &Hub, file: &str, cached: Cached) -> Result<Option<PathBuf>> {
@@ -153,170 +144,9 @@ impl<'a> Session<'a> {
         let what = format!("{endpoint} announced {announced} bytes and sent {found}, which were not kept; try again");
         Err(self.error(file, &what))
     }
-
-    /// Returns an error about `file` in one line, since text from a server is shown in a terminal.
-    pub(super) fn error(&self, file: &str, what: &str) -> Error {
-        message(&format!("{file} of {}: {what}", self.model))
-    }
-
-    /// Returns the error for a file, or for several alternatives, that is neither in the cache nor, online, on the hub.
-    pub(super) fn missing(&self, file: &str) -> Error {
-        let id = &self.model.id;
-        let revision = &self.model.revision;
-        let Some(Hub { endpoint, repo }) = &self.hub else {
-            let folder = self.folder.display();
-            let why = self.settings.offline.unwrap_or_default();
-            let what =
-                format!("not in the cache {folder}, and {why}, so nothing was requested; fetch it once while online");
-            return self.error(file, &what);
-        };
-        let what = if self.is_pinned || self.cached(file) == Cached::Absent {
-            format!("{endpoint}/{id} has no such file at {revision}")
-        } else {
-            let repo = repo.clone();
-            match watched("", &self.settings, move |_| repo.exists().send()) {
-                Ok((true, _)) => format!("{endpoint}/{id} has no revision {revision}, or not this file in it"),
-                Ok((false, _)) => format!("{endpoint} has no model {id}; check the id"),
-                _ => format!(
-                    "{endpoint} has no model {id} that may be read, or no revision {revision}; check both, and for a \
-                     private model set HF_TOKEN"
-                ),
-            }
-        };
-        self.error(file, &format!("not found: {what}"))
-    }
-
-    /// Describes why a request failed.
-    fn explain(&self, Hub { endpoint, .. }: &Hub, failure: &Failure) -> String {
-        let in_brackets = |text: Option<&str>| text.map(|text| format!(" ({text})")).unwrap_or_default();
-        let id = &self.model.id;
-        let folder = self.folder.display();
-        let unreachable = |what: String| {
-            format!("{what}, and it is not in the cache {folder}; check the network, the proxy and HF_ENDPOINT")
-        };
-        let error = match failure {
-            Failure::NoAnswer(waited) => return unreachable(format!("no answer from {endpoint} in {waited:?}")),
-            Failure::Stalled { bytes, waited } => {
-                return format!(
-                    "the download from {endpoint} stalled for {waited:?} after {bytes} bytes; try again \
-                     (HF_HUB_DOWNLOAD_TIMEOUT sets the limit in seconds)"
-                );
-            }
-            Failure::Broken(why) => return why.clone(),
-            Failure::Hub(error) => error,
-        };
-        match error {
-            HFError::AuthRequired { context } | HFError::Forbidden { context } => {
-                let status = context.status.as_u16();
-                match context.error_code.as_deref() {
-                    Some("GatedRepo") => format!(
-                        "the model is gated ({status}); accept its terms at {endpoint}/{id}, then set HF_TOKEN to a \
-                         token of that account"
-                    ),
-                    Some("RepoNotFound") | None if status == 401 => format!(
-                        "{endpoint} answered 401: there is no such model, or it is private, or HF_TOKEN is not valid; \
-                         check the id, and set HF_TOKEN to a token that may read it"
-                    ),
-                    code => format!(
-                        "{endpoint} answered {status}{}: HF_TOKEN is missing or may not read it; set it to a token \
-                         that may",
-                        in_brackets(code)
-                    ),
-                }
-            }
-            HFError::RateLimited { retry_after, .. } => format!(
-                "{endpoint} answers too many requests (429); try again {}, or set HF_TOKEN for a higher limit",
-                retry_after.map_or("later".to_string(), |delay| format!("in {} s", delay.as_secs()))
-            ),
-            HFError::Http { context } => {
-                let server = in_brackets(context.server_message.as_deref());
-                format!("{endpoint} answered {}{server}; try again later", context.status)
-            }
-            HFError::Request { source, .. } if source.is_connect() || source.is_timeout() => {
-                unreachable(format!("no connection to {endpoint} ({})", root(source)))
-            }
-            HFError::Request { source, .. } => {
-                format!("the connection to {endpoint} broke off ({}); try again", root(source))
-            }
-            HFError::Io(e) => format!("the cache {folder} could not be read or written: {e}"),
-            e => with_root(e),
-        }
-    }
-}
-
-impl Hub {
-    fn open(model: &HubModel, settings: &Settings, cache_dir: &Path) -> Result<Self> {
-        let failed = |what: &str| message(&format!("{model}: {what}"));
-        let setup = |e: HFError| match e {
-            HFError::Url(e) => failed(&format!("the endpoint is no URL ({e}); correct HF_ENDPOINT")),
-            e => failed(&format!("hf-hub could not be set up: {}", with_root(&e))),
-        };
-        let server = settings.endpoint.as_deref().unwrap_or("https://huggingface.co");
-        let mut builder = HFClient::builder()
-            .retry_max_attempts(RETRIES)
-            .retry_base_delay(RETRY_DELAY)
-            .cache_dir(cache_dir)
-            .endpoint(server);
-        if let Some(token) = &settings.token {
-            builder = builder.token(token);
-        }
-        let client = builder.build().map_err(setup)?;
-        let endpoint = client.endpoint().to_string();
-        if !(endpoint.starts_with("https://") || endpoint.starts_with("http://")) {
-            return Err(failed("the endpoint begins with neither https:// nor http://; correct HF_ENDPOINT"));
-        }
-        let (owner, name) = split_id(&model.id);
-        let repo = HFClientSync::from_inner(client).map_err(setup)?.model(owner, name);
-        Ok(Self { repo, endpoint })
-    }
 }
 
 /// Returns whether a revision is a full commit, whose files never change.
 fn is_commit(revision: &str) -> bool {
     revision.len() == 40 && revision.bytes().all(|b| b.is_ascii_hexdigit())
-}
-
-/// Returns an error in one line, without control characters and without the credentials of an address.
-fn message(text: &str) -> Error {
-    Error::Msg(format!("[hub] {}", without_credentials(&text.replace(|c: char| c.is_control(), " "))))
-}
-
-/// Removes the credentials before the `@` of addresses: `https://name:secret@host` becomes `https://host`.
-pub(super) fn without_credentials(text: &str) -> String {
-    let mut parts = text.split("://");
-    let mut shown = parts.next().unwrap_or_default().to_string();
-    for part in parts {
-        let end = part.find(|c: char| c.is_whitespace() || c == '"').unwrap_or(part.len());
-        let host = part[..end].rfind('@').map_or(0, |at| at + 1);
-        shown = format!("{shown}://{}", &part[host..]);
-    }
-    shown
-}
-
-/// Returns the text of an error with its innermost cause, since reqwest's own text is only that a request failed.
-fn with_root(error: &(dyn std::error::Error + 'static)) -> String {
-    let outer = error.to_string();
-    let inner = root(error);
-    if outer.contains(&inner) { outer } else { format!("{outer} ({inner})") }
-}
-
-fn root(error: &(dyn std::error::Error + 'static)) -> String {
-    error.source().map_or_else(|| error.to_string(), root)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn hub_errors_show_no_credentials() {
-        for (text, shown) in [
-            ("at https://user:secret@host:8080/a, and http://b", "at https://host:8080/a, and http://b"),
-            ("\"http://t(o),k'en@host\" e@mail", "\"http://host\" e@mail"),
-            ("https://a:b/c@d@host?x", "https://host?x"),
-            ("no address", "no address"),
-        ] {
-            assert_eq!(without_credentials(text), shown);
-        }
-    }
 }
