@@ -105,7 +105,7 @@ impl Grid {
         let ones = |axis: Axis| {
             let n = axis.lines(self.image);
             let shape = if axis == Axis::Down { (1, n, 1, 1, n) } else { (1, 1, n, 1, n) };
-            check_memory(OP, format_args!("the positions of {n} rows or columns"), &[n, n, k.dtype().size_in_bytes()])?;
+            check_lines(n, &[k.dtype().size_in_bytes()])?;
             let ones = Tensor::eye(n, k.dtype(), k.device())?.reshape(shape)?;
             ones.broadcast_as((b, rows, columns, h_kv, n))?.reshape((b, t, h_kv, n))
         };
@@ -114,11 +114,15 @@ impl Grid {
     }
 }
 
+/// Checks that a tensor for each two of `n` rows or columns fits in memory. `bytes` has the sizes of one entry.
+fn check_lines(n: usize, bytes: &[usize]) -> Result<()> {
+    check_memory(OP, format_args!("the positions of {n} rows or columns"), &[&[n, n], bytes].concat())
+}
+
 /// Returns the vector of a table (2 · n - 1, D) for each line of a query and each line of a key on an axis of n lines:
 /// (n, D, n).
 fn by_lines(n: usize, table: &Tensor) -> Result<Tensor> {
-    let bytes = [n, n, table.dim(1)?, table.dtype().size_in_bytes()];
-    check_memory(OP, format_args!("the positions of {n} rows or columns"), &bytes)?;
+    check_lines(n, &[table.dim(1)?, table.dtype().size_in_bytes()])?;
     let distances = (0..n).flat_map(|query| (0..n).map(move |key| query + n - 1 - key));
     rows_of(table, distances)?.reshape((n, n, ()))?.transpose(1, 2)?.contiguous()
 }
