@@ -22,7 +22,8 @@ pub fn parameters(cfg: &MultiHeadAttentionConfig, seed: u64) -> Parameters {
 
 /// Draws random numbers for every variable that is requested, in the order of their names.
 pub fn parameters_of<T>(make: impl FnOnce(VarBuilder) -> Result<T>, seed: u64) -> Parameters {
-    let (asked, mut random) = (VarMap::new(), Random::new(seed));
+    let asked = VarMap::new();
+    let mut random = Random::new(seed);
     make(VarBuilder::from_varmap(&asked, DType::F32, &Device::Cpu)).expect("a valid config");
     let asked: BTreeMap<_, _> = asked.data().lock().expect("one thread").clone().into_iter().collect();
     asked.into_iter().map(|(name, var)| (name, drawn(var.dims(), &mut random))).collect()
@@ -59,8 +60,13 @@ pub struct Output {
 }
 
 pub fn forward(cfg: &MultiHeadAttentionConfig, parameters: &Parameters, input: &Input) -> Output {
-    let (h, h_kv, d, d_v) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim());
-    let (b, t_q, t_kv) = (input.queries.dim(0), input.queries.dim(1), input.keys.dim(1));
+    let h = cfg.num_heads();
+    let h_kv = cfg.num_kv_heads();
+    let d = cfg.head_dim();
+    let d_v = cfg.value_head_dim();
+    let b = input.queries.dim(0);
+    let t_q = input.queries.dim(1);
+    let t_kv = input.keys.dim(1);
 
     let mut q = project(parameters, "q_proj", &input.queries);
     let gate = cfg.output_gate().map(|gate| match gate.layout {
@@ -158,8 +164,14 @@ pub fn forward(cfg: &MultiHeadAttentionConfig, parameters: &Parameters, input: &
 
 /// Computes latent attention.
 pub fn forward_latent(cfg: &MultiHeadLatentAttentionConfig, parameters: &Parameters, input: &Input) -> Output {
-    let (xs, h, d, d_v) = (&input.queries, cfg.num_heads(), cfg.head_dim(), cfg.value_head_dim());
-    let (b, t, nope, rope) = (xs.dim(0), xs.dim(1), cfg.nope_head_dim(), cfg.rope_head_dim());
+    let xs = &input.queries;
+    let h = cfg.num_heads();
+    let d = cfg.head_dim();
+    let d_v = cfg.value_head_dim();
+    let b = xs.dim(0);
+    let t = xs.dim(1);
+    let nope = cfg.nope_head_dim();
+    let rope = cfg.rope_head_dim();
     let normalise = |name: &str, mut normed: Array| {
         let norm = QkNorm { kind: QkNormKind::Rms, scope: QkNormScope::Projection, eps: cfg.norm_eps() };
         self::normalise(parameters, name, norm, normed.width(), &mut normed);
@@ -258,7 +270,8 @@ fn project(parameters: &Parameters, name: &str, xs: &Array) -> Array {
 }
 
 fn normalise(parameters: &Parameters, name: &str, norm: QkNorm, d: usize, xs: &mut Array) {
-    let (width, span) = (xs.width(), if norm.scope == QkNormScope::Projection { xs.width() } else { d });
+    let width = xs.width();
+    let span = if norm.scope == QkNormScope::Projection { xs.width() } else { d };
     let ones = vec![1.0; width];
     let weight = parameters.get(&format!("{name}.weight")).map_or(&ones, |weight| &weight.data);
     let bias = parameters.get(&format!("{name}.bias"));
@@ -272,7 +285,8 @@ fn normalise(parameters: &Parameters, name: &str, norm: QkNorm, d: usize, xs: &m
         let more = if norm.kind == QkNormKind::RmsPlusOne { 1.0 } else { 0.0 };
         let spread = chunk.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / span as f64;
         for (n, x) in chunk.iter_mut().enumerate() {
-            let (weight, bias) = (weight[first + n] + more, bias.map_or(0.0, |bias| bias.data[first + n]));
+            let weight = weight[first + n] + more;
+            let bias = bias.map_or(0.0, |bias| bias.data[first + n]);
             *x = (*x - mean) / (spread + norm.eps).sqrt() * weight + bias;
         }
     }
@@ -280,14 +294,16 @@ fn normalise(parameters: &Parameters, name: &str, norm: QkNorm, d: usize, xs: &m
 
 /// Rotates by positions 0..T, with angles, cosines and sines rounded to f32.
 fn rotate(rope: &RopeConfig, d: usize, xs: &mut Array) {
-    let (t, width) = (xs.dim(1), xs.width());
+    let t = xs.dim(1);
+    let width = xs.width();
     let r = rope.rotary_dim(d);
     for (n, head) in xs.data.chunks_mut(d).enumerate() {
         let position = n / (width / d) % t;
         for i in 0..r / 2 {
             let exponent = f64::from(2.0 * i as f32 / r as f32);
             let angle = f64::from(position as f32 * (1.0 / rope.base().powf(exponent) as f32));
-            let (cos, sin) = (f64::from(angle.cos() as f32), f64::from(angle.sin() as f32));
+            let cos = f64::from(angle.cos() as f32);
+            let sin = f64::from(angle.sin() as f32);
             let (x, y) = match rope.style() {
                 RopeStyle::RotateHalf => (i, i + r / 2),
                 RopeStyle::Interleaved => (2 * i, 2 * i + 1),

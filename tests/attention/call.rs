@@ -106,7 +106,8 @@ impl Call {
     /// Returns output, log-sum-exp and, on paths that have them, weights, by all three functions. The output of each
     /// function is compared with the others. The functions that need the least memory come first.
     pub fn results(&self) -> Result<Vec<Tensor>> {
-        let (context, is_reference) = (self.context()?, self.plan()?.backend == Backend::Reference);
+        let context = self.context()?;
+        let is_reference = self.plan()?.backend == Backend::Reference;
         let (sequence_first, lse) =
             self.clone().with(|options| options.with_output_layout(OutputLayout::Bthd)).with_lse()?;
         let lie_so = context.is_contiguous() && sequence_first.transpose(1, 2)?.is_contiguous();
@@ -275,7 +276,9 @@ impl Expected {
             _ => (0.0, 1e-37),
         };
         let epsilon = if dtype == DType::F64 { f64::EPSILON } else { f64::from(f32::EPSILON) };
-        let (attended, dims, softcap) = (case.attend(), case.dims, case.options.softcap.unwrap_or(0.0));
+        let attended = case.attend();
+        let dims = case.dims;
+        let softcap = case.options.softcap.unwrap_or(0.0);
         Self { attended, dims, dtype, softcap, epsilon, unit, smallest, rounded_weights: 0.0, cap: 0.0 }
     }
 
@@ -308,7 +311,8 @@ impl Expected {
     }
 
     fn lse_bound(&self, row: usize) -> f64 {
-        let (sum, lse) = (self.score_bound(row) + (self.dims.t_kv + 8) as f64 * self.epsilon, self.attended.lse[row]);
+        let sum = self.score_bound(row) + (self.dims.t_kv + 8) as f64 * self.epsilon;
+        let lse = self.attended.lse[row];
         if lse.is_finite() { sum + self.epsilon * lse.abs() } else { sum }
     }
 

@@ -18,7 +18,8 @@ crate::on_each_device!(
 fn sdpa_with_random_masks_and_options_matches_oracle(device: &Device) {
     let drawn = RefCell::new(BTreeSet::new());
     for_all(4_500, recipes(dtypes(device)), |recipe| {
-        let (kinds, mut drawn) = (recipe.masks.concat(), drawn.borrow_mut());
+        let kinds = recipe.masks.concat();
+        let mut drawn = drawn.borrow_mut();
         drawn.insert(format!("{:?}, {:?}", recipe.chosen, recipe.dtype));
         for (n, first) in kinds.iter().enumerate() {
             drawn.insert(format!("{first:?}, {:?}, {}", recipe.dtype, recipe.uniform_fully_masked_rows));
@@ -32,7 +33,8 @@ fn sdpa_with_random_masks_and_options_matches_oracle(device: &Device) {
         paths.truncate(2);
         check_on(&case, recipe.dtype, device, &paths)
     });
-    let (kinds, dtypes) = (Kind::all().len(), dtypes(device).len());
+    let kinds = Kind::all().len();
+    let dtypes = dtypes(device).len();
     let expected = kinds * kinds + 2 * dtypes * kinds + Chosen::SETS * dtypes;
     let found = drawn.take().len();
     assert!(found == expected || std::env::var_os("PROPTEST_CASES").is_some(), "{found} of {expected} are drawn");
@@ -45,7 +47,8 @@ fn sdpa_with_empty_sizes_matches_oracle(device: &Device) {
     for (bits, (n, masks)) in (0..16).flat_map(|bits| lists.iter().enumerate().map(move |masks| (bits, masks))) {
         let size = |bit: usize, size: usize| if bits & bit > 0 { 0 } else { size };
         let dims = Dims { b: size(1, 2), h: 4, h_kv: 2, t_q: size(2, 19), t_kv: size(4, 40), d: 3, d_v: size(8, 18) };
-        let (chosen, dtype) = (Chosen::set((bits + n) % Chosen::SETS), dtypes[n % dtypes.len()]);
+        let chosen = Chosen::set((bits + n) % Chosen::SETS);
+        let dtype = dtypes[n % dtypes.len()];
         let layouts = [Layout::HeadsTransposed, Layout::CacheHead, Layout::CacheMiddle];
         let recipe = Recipe { chosen, layouts, seed: 5, ..Recipe::plain(dims, masks.clone(), dtype) };
         let recipe = Recipe { uniform_fully_masked_rows: bits % 3 == 0, ..recipe };
@@ -60,7 +63,8 @@ fn alibi_sinks_and_bias_in_any_float_dtype_give_equal_output(device: &Device) ->
         let numbers = Tensor::new(&[[0.5f32, -0.25, 1.0], [0.0, 2.0, f32::NEG_INFINITY], [-3.0, 0.125, 1.5]], device)?;
         let heads = Tensor::new(&[0.5f32, 0.25, 0.0, 2.0], device)?;
         let run = |other: DType| -> Result<_> {
-            let (numbers, heads) = (numbers.to_dtype(other)?, heads.to_dtype(other)?);
+            let numbers = numbers.to_dtype(other)?;
+            let heads = heads.to_dtype(other)?;
             let mask = AttentionMask::causal().with_bias(&numbers);
             with_lse(&x, &x, &x, &mask, &SdpaOptions::default().with_alibi_slopes(&heads).with_sinks(&heads))
         };

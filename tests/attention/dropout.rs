@@ -42,11 +42,13 @@ fn rounding(dtype: DType) -> f64 {
 /// kept weight is the weight over 1 - p. With a seed, the weights that are kept are those that PyTorch keeps.
 fn dropout_in_training_drops_fraction_p_and_rescales_kept_weights(device: &Device) -> Result<()> {
     for call in calls(device)? {
-        let (plain, dtype) = (values(&call.with_weights()?.weights), call.q.dtype());
+        let plain = values(&call.with_weights()?.weights);
+        let dtype = call.q.dtype();
         for p in [0.1, 0.5, 0.9] {
             let drawn = values(&TorchSeed::new(11).dropout_keep((2, 4, 40, 50), p)?);
             for (options, pytorchs) in [(training(p), None), (seeded(p, 11), Some(drawn))] {
-                let (mut kept, mut all) = (0.0, 0.0);
+                let mut kept = 0.0;
+                let mut all = 0.0;
                 for (n, after) in values(&with(&call, options)?.weights).into_iter().enumerate() {
                     let before = plain[n];
                     let is_kept = after != 0.0;
@@ -55,7 +57,8 @@ fn dropout_in_training_drops_fraction_p_and_rescales_kept_weights(device: &Devic
                     if before < 1e-3 {
                         continue;
                     }
-                    (kept, all) = (kept + f64::from(u8::from(is_kept)), all + 1.0);
+                    kept += f64::from(u8::from(is_kept));
+                    all += 1.0;
                     let ratio = after * (1.0 - p) / before;
                     assert!(!is_kept || (ratio - 1.0).abs() < rounding(dtype), "{before} became {after}, p = {p}");
                 }
@@ -99,14 +102,16 @@ fn dropout_outside_training_or_with_p_0_or_1_drops_nothing_or_all(device: &Devic
 
 fn dropout_applies_to_output_and_not_to_lse(device: &Device) -> Result<()> {
     for call in calls(device)? {
-        let (output, rounding) = (with(&call, training(0.5))?, rounding(call.q.dtype()));
+        let output = with(&call, training(0.5))?;
+        let rounding = rounding(call.q.dtype());
         let wide = |x: &Tensor| x.to_device(&CPU)?.to_dtype(DType::F64);
         let v = wide(&call.v)?.unsqueeze(2)?.broadcast_as((2, 2, 2, 50, 6))?.reshape((2, 4, 50, 6))?;
         let expected = wide(&output.weights)?.matmul(&v)?;
         // Weights that are kept are twice as large, and values are up to 2.
         let most = 4.0 * (50.0 * rounding).min(4.0 * rounding.max(1e-5)) + 1e-6;
         assert_close(&wide(&output.output)?, &expected, most, &format!("{:?}", call.q.dtype()));
-        let (plain, dropped) = (call.with_lse()?, Call { options: training(0.5), ..call }.with_lse()?);
+        let plain = call.with_lse()?;
+        let dropped = Call { options: training(0.5), ..call }.with_lse()?;
         assert_close(&dropped.1, &plain.1, 0.0, "lse");
         assert!(values(&dropped.0) != values(&plain.0), "the context is that after dropout");
     }
@@ -120,7 +125,8 @@ fn dropout_with_equal_seed_draws_equal_mask(device: &Device) -> Result<()> {
         assert!(values(&run(&training(0.5))?.weights) != values(&run(&training(0.5))?.weights));
         let seed = TorchSeed::new(7);
         let options = training(0.5).with_dropout_seed(&seed);
-        let (first, second) = (run(&options)?, run(&options)?);
+        let first = run(&options)?;
+        let second = run(&options)?;
         assert!(values(&first.weights) != values(&second.weights), "one stream, drawn from in turn");
         seed.manual_seed(7);
         assert_close(&run(&options)?.weights, &first.weights, 0.0, "the stream started again");

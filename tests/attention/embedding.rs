@@ -58,7 +58,8 @@ fn embedding_adds_rows_of_tokens_and_positions() -> Result<()> {
                 [0.0, 1.0, 2.0].map(|feature| 10.0 * id + feature + position)
             };
             let expected: Vec<_> = values(ids).into_iter().enumerate().flat_map(vector).collect();
-            let (found, shape) = (layer.forward_at(ids, offset)?, [ids.dims(), &[3]].concat());
+            let found = layer.forward_at(ids, offset)?;
+            let shape = [ids.dims(), &[3]].concat();
             compare(&format!("{ids:?} from {offset}"), &found, (&shape, dtype), &expected, |_| 0.0)?;
         }
     }
@@ -79,14 +80,16 @@ fn embedding_of_new_variables_is_standard_normal() -> Result<()> {
     let tables = named(&map);
     assert_eq!(tables.len(), 2);
     for (name, dims) in [("embedding.weight", [400, 50]), ("position_embedding.weight", [300, 50])] {
-        let (numbers, count) = (values(&tables[name]), (dims[0] * dims[1]) as f64);
+        let numbers = values(&tables[name]);
+        let count = (dims[0] * dims[1]) as f64;
         let mean = numbers.iter().sum::<f64>() / count;
         let variance = numbers.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / count;
         assert!(mean.abs() < 0.05 && (variance - 1.).abs() < 0.1, "{mean} {variance}");
         assert_eq!(tables[name].dims(), dims);
     }
     // Training moves the layer and its variables together.
-    let (before, table) = (firsts(&layer, &[1u32])?[0], &tables["embedding.weight"]);
+    let before = firsts(&layer, &[1u32])?[0];
+    let table = &tables["embedding.weight"];
     table.set(&(table.as_tensor() + 1.)?)?;
     assert!((firsts(&layer, &[1u32])?[0] - before - 1.0).abs() < 1e-6);
     Ok(())

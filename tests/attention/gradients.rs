@@ -125,7 +125,8 @@ fn sdpa_reference_gradients_match_finite_differences() {
             2 => Function::Lse,
             _ => {
                 // Parts would need separate distances, and an empty row of a part is not an empty row of the whole.
-                (recipe.chosen.alibi, recipe.chosen.distances) = (false, false);
+                recipe.chosen.alibi = false;
+                recipe.chosen.distances = false;
                 recipe.uniform_fully_masked_rows = false;
                 Function::Merged(split)
             }
@@ -165,15 +166,18 @@ fn spoil_unseen(call: &mut Attention, special: f64) {
 #[test]
 fn sdpa_kernel_gradients_match_reference() {
     for_all(96, kernel_recipes(), |mut recipe| {
-        let (dtype, seed) = (recipe.dtype, recipe.seed);
+        let dtype = recipe.dtype;
+        let seed = recipe.seed;
         let special = [None, None, Some(f64::NAN), Some(f64::INFINITY)][(seed / 16 % 4) as usize];
         if special.is_some() {
             // Views without repetition, and no sinks in rows that are fully masked.
-            (recipe.layouts, recipe.chosen.sinks) = ([Layout::HeadsTransposed; 3], false);
+            recipe.layouts = [Layout::HeadsTransposed; 3];
+            recipe.chosen.sinks = false;
         }
         let function = if seed.is_multiple_of(4) { Function::Lse } else { Function::Context };
         let mut call = Attention::new(recipe.case(), function).dropping(seed);
-        let (expected, tolerance) = (backward(&call, &EXACT, |_| true)?, tolerance(&call.case, dtype));
+        let expected = backward(&call, &EXACT, |_| true)?;
+        let tolerance = tolerance(&call.case, dtype);
         let Dims { h, h_kv, t_q, t_kv, d_v, .. } = call.case.dims;
         let most = |name: &str, largest: f64| match name {
             "result 0" | "result 1" => f64::INFINITY,

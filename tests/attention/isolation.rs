@@ -34,7 +34,8 @@ fn poisons(dims: Dims, dtypes: &'static [DType], of_kernel: bool) -> impl Strate
     let of = select(&[Queries, Keys, Keys, Values, Values, Bias, Sinks, Unseen][..]);
     (of, recipes(dtypes), any::<bool>()).prop_map(move |(of, mut recipe, runs)| {
         let layouts = [Layout::HeadsTransposed, Layout::CacheMiddle, Layout::Packed];
-        let (softcap, sinks) = (of_kernel && recipe.chosen.softcap, of == Sinks || recipe.chosen.sinks);
+        let softcap = of_kernel && recipe.chosen.softcap;
+        let sinks = of == Sinks || recipe.chosen.sinks;
         let chosen = Chosen { scale: false, softcap, sinks, ..recipe.chosen };
         recipe.masks.iter_mut().for_each(|kinds| kinds.retain(|kind| !matches!(kind, Kind::Bias(_))));
         // A fully masked row is no row of NaN, with any sink, nor a row of numbers.
@@ -75,7 +76,9 @@ impl Poison {
             edge if edge < t => edge,
             _ => random.up_to(t - 1),
         };
-        let (b, h, column) = (at(b), at(h), at(d.max(d_v)));
+        let b = at(b);
+        let h = at(h);
+        let column = at(d.max(d_v));
         for n in 0..1 + self.recipe.seed as usize % 3 {
             let special = SPECIALS[(self.recipe.seed as usize / 3 + n) % 3];
             let (array, place) = match self.of {
@@ -98,7 +101,8 @@ impl Poison {
 
     /// Checks results exactly next to infinities and NaN, where bounds have no slack.
     fn check(&self, device: &Device, paths: &[Path]) -> Result<()> {
-        let ([clean, spoilt], dtype) = (self.cases(), self.recipe.dtype);
+        let [clean, spoilt] = self.cases();
+        let dtype = self.recipe.dtype;
         let expected = Expected::new(&spoilt, dtype);
         let [clean, spoilt] = [clean, spoilt].map(|case| Attention::on(device, case, Function::All));
         let ways: Vec<_> = paths.iter().map(|&path| (dtype, path)).collect();

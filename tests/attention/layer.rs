@@ -60,20 +60,28 @@ fn call_masks([b, t_q, t_kv]: [usize; 3], h: usize) -> [Vec<Mask>; 5] {
 }
 
 fn run(kind: &Kind, sizes: [usize; 3], masks: Vec<Mask>, (dtype, device): (DType, &Device)) -> Result<()> {
-    let ([b, t_q, t_kv], h, [.., out_dim]) = (sizes, kind.num_heads(), kind.widths());
-    let (parameters, by_hand) = (kind.parameters(3), kind.input(sizes, masks));
-    let (layer, expected) = (kind.of_parameters(&parameters, dtype, device)?, kind.by_hand(&parameters, &by_hand));
+    let [b, t_q, t_kv] = sizes;
+    let h = kind.num_heads();
+    let [.., out_dim] = kind.widths();
+    let parameters = kind.parameters(3);
+    let by_hand = kind.input(sizes, masks);
+    let layer = kind.of_parameters(&parameters, dtype, device)?;
+    let expected = kind.by_hand(&parameters, &by_hand);
     let [xs, keys, vs] = [&by_hand.queries, &by_hand.keys, &by_hand.values].map(|x| x.tensor(dtype, device));
-    let (xs, keys, vs) = (xs?, keys?, vs?);
+    let xs = xs?;
+    let keys = keys?;
+    let vs = vs?;
     let mask = attention_mask(&by_hand.mask, device, |_, _, bias| bias.tensor(dtype, device))?;
     let shared = (by_hand.keys.width(), &by_hand.keys.data) == (by_hand.values.width(), &by_hand.values.data);
     let vs = if shared { keys.clone() } else { vs };
-    let (is_self, is_plain) = (kind.is_self(t_q, t_kv), by_hand.mask.is_empty());
+    let is_self = kind.is_self(t_q, t_kv);
+    let is_plain = by_hand.mask.is_empty();
     let call = || {
         let own = AttentionInput::new(&xs).with_mask(&mask);
         if is_self { own } else { own.with_key_value(&keys, &vs) }
     };
-    let (output, ys) = (layer.run_with_weights(call())?, layer.run(call())?);
+    let output = layer.run_with_weights(call())?;
+    let ys = layer.run(call())?;
     let largest = expected.ys.iter().fold(1.0, |most: f64, y| most.max(y.abs()));
     let most = |_| tolerance(dtype) * largest;
     for (what, found) in [
@@ -87,7 +95,9 @@ fn run(kind: &Kind, sizes: [usize; 3], masks: Vec<Mask>, (dtype, device): (DType
     // Two dimensions are one sequence. A memory has other strides, so the kernel may add in another order.
     for rank in if b == 1 { 2..=3 } else { 3..=3 } {
         let of_rank = |x: &Tensor| if rank == 2 { x.squeeze(0) } else { Ok(x.clone()) };
-        let (xs, keys, vs) = (of_rank(&xs)?, of_rank(&keys)?, of_rank(&vs)?);
+        let xs = of_rank(&xs)?;
+        let keys = of_rank(&keys)?;
+        let vs = of_rank(&vs)?;
         let own = || AttentionInput::new(&xs).with_mask(&mask);
         let memory = layer.as_multi_head().map(|layer| layer.project_memory(&keys, &vs)).transpose()?;
         let plain = if is_self { own() } else { own().with_key_value(&keys, &vs) };
@@ -157,7 +167,8 @@ fn latent_attention_with_random_configs_matches_plain_loops() -> Result<()> {
         let causal = random.chance(0.8);
         let embed_dim = 1 + random.up_to(11);
         let kind = Kind::Latent(latent_of(embed_dim, random).with_causal(causal));
-        let (b, t) = (random.up_to(3), random.up_to(9));
+        let b = random.up_to(3);
+        let t = random.up_to(9);
         let lens = Lens::PerSequence((0..b).map(|_| random.up_to(t)).collect());
         for dtype in [DType::F32, DType::F64, DType::BF16] {
             let masks = vec![Mask::of(Part::ValidLens(lens.clone()))];
@@ -223,7 +234,8 @@ fn dropout_of_layer_applies_in_training_only(device: &Device) -> Result<()> {
     let kinds = |p| [Kind::MultiHead(Config::new(12, 4).with_dropout(p)), Kind::Latent(latent.clone().with_dropout(p))];
     for (with, without) in kinds(0.5).into_iter().zip(kinds(0.0)) {
         let [with, without] = [with, without].map(|kind| kind.layer(TorchSeed::new(3).var_builder(DType::F32, device)));
-        let (with, without) = (with?, without?);
+        let with = with?;
+        let without = without?;
         let xs = Tensor::randn(0f32, 1., (2, 20, 12), device)?;
         let plain = without.run_with_weights(AttentionInput::new(&xs))?;
         let same = [without.forward_t(&xs, true)?, with.forward_t(&xs, false)?];
@@ -233,7 +245,8 @@ fn dropout_of_layer_applies_in_training_only(device: &Device) -> Result<()> {
         }
         assert!(max_error(&with.forward_t(&xs, true)?, &expected) > 1e-3, "in training");
         let trained = with.run_with_weights(AttentionInput::new(&xs).with_train(true))?;
-        let (dropped, weights) = (values(&trained.weights), values(&plain.weights));
+        let dropped = values(&trained.weights);
+        let weights = values(&plain.weights);
         let kept = dropped.iter().filter(|&&weight| weight != 0.0).count();
         assert!((1400..1800).contains(&kept), "{kept} of 3200 are kept, expected about 1600");
         for (after, before) in dropped.into_iter().zip(weights) {

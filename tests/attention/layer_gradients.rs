@@ -6,7 +6,8 @@ use crate::*;
 
 /// Returns lengths under which the first sequence is padded and its first query is fully masked, and a bias.
 fn padding_and_bias(kind: &Kind) -> Vec<Mask> {
-    let (mut random, t) = (Random::new(29), kind.tokens().unwrap_or(4));
+    let mut random = Random::new(29);
+    let t = kind.tokens().unwrap_or(4);
     let bias = Array::new(&[t, t]).filled(|| random.between(-1.0, 1.0));
     let padded = (0..t).map(|i| if i == 0 { 0 } else { (i + 1).min(t - 1) }).collect();
     vec![Mask::of(Part::ValidLens(Lens::PerQuery(vec![padded, vec![t; t]]))), Mask::of(Part::Bias(bias))]
@@ -57,7 +58,8 @@ impl Operation for Call {
 
 impl Exact for Call {
     fn buffers(&mut self) -> Vec<(String, &mut Vec<f64>)> {
-        let (is_self, Input { queries, keys, values, mask }) = (self.is_self(), &mut self.input);
+        let is_self = self.is_self();
+        let Input { queries, keys, values, mask } = &mut self.input;
         let inputs = [("queries", queries), ("keys", keys), ("values", values)].into_iter();
         let inputs = inputs.take(if is_self { 1 } else { 3 }).map(|(name, x)| (name.to_string(), &mut x.data));
         let biases = mask.iter_mut().flat_map(|mask| &mut mask.parts).filter_map(|part| match part {
@@ -75,7 +77,8 @@ impl Exact for Call {
         }
         let mut input = self.input.clone();
         if self.is_self() {
-            (input.keys, input.values) = (input.queries.clone(), input.queries.clone());
+            input.keys = input.queries.clone();
+            input.values = input.queries.clone();
         }
         self.kind.by_hand(&self.parameters, &input).ys
     }

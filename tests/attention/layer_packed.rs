@@ -68,9 +68,12 @@ impl Operation for Call {
 
     fn run(&self, &(backend, is_packed): &Self::Way, leaf: Leaf) -> Result<Vec<Tensor>> {
         let built = self.kind.of_leaves(&self.parameters, DType::F32, &self.device, leaf)?;
-        let (is_self, [width, of_keys, of_values, _]) = (self.kind.is_self(1, 1), self.kind.widths());
+        let is_self = self.kind.is_self(1, 1);
+        let [width, of_keys, of_values, _] = self.kind.widths();
         let sequences = sequences(is_self)?;
-        let (total_q, total_kv, random) = (sequences.total_queries(), sequences.total_keys(), &mut Random::new(7));
+        let total_q = sequences.total_queries();
+        let total_kv = sequences.total_keys();
+        let random = &mut Random::new(7);
         let mut draw = |name, t, size| leaf(name, drawn(&[t, size], random).tensor(DType::F32, &self.device)?);
         let queries = draw("queries", total_q, width)?;
         let cross =
@@ -134,8 +137,10 @@ fn check_layers(layers: Vec<(&'static str, Kind)>, device: &Device) -> Result<()
 fn packed_relative_bias_rejects_positions_of_caller(device: &Device) -> Result<()> {
     for (_, kind) in relative() {
         let layer = kind.of_parameters(&kind.parameters(3), DType::F32, device)?;
-        let (sequences, xs) = (sequences(true)?, rows(13, 12, device)?);
-        let (keys, positions) = (rows(13, kind.widths()[1], device)?, Tensor::zeros(13, DType::U32, device)?);
+        let sequences = sequences(true)?;
+        let xs = rows(13, 12, device)?;
+        let keys = rows(13, kind.widths()[1], device)?;
+        let positions = Tensor::zeros(13, DType::U32, device)?;
         let call = AttentionInput::new(&xs).with_packed(&sequences);
         let call = if kind.is_self(1, 1) { call } else { call.with_key_value(&keys, &keys) };
         let planned = layer.as_multi_head().expect("of many heads").plan(&call)?;
@@ -158,7 +163,8 @@ fn packed_rope_positions_restart_in_each_sequence_unless_given(device: &Device) 
     let positions = Tensor::arange(20u32, 33, device)?.affine(-3.0, 100.0)?;
     let ys = layer.forward_with(call().with_positions(&positions))?;
     let expected = one_by_one(&sequences, |s| {
-        let (xs, positions) = (part_of(&xs, &sequences.queries(s))?, part_of(&positions, &sequences.queries(s))?);
+        let xs = part_of(&xs, &sequences.queries(s))?;
+        let positions = part_of(&positions, &sequences.queries(s))?;
         layer.forward_with(AttentionInput::new(&xs).with_positions(&positions))
     })?;
     assert_close(&ys, &expected, 2e-5, "positions of the caller");
@@ -167,7 +173,8 @@ fn packed_rope_positions_restart_in_each_sequence_unless_given(device: &Device) 
 }
 
 fn packed_sequence_longer_than_context_length_is_rejected(device: &Device) -> Result<()> {
-    let (sequences, xs) = (sequences(true)?, rows(13, 12, device)?);
+    let sequences = sequences(true)?;
+    let xs = rows(13, 12, device)?;
     let run = |context_length| {
         let cfg = Config::new(12, 2).with_context_length(context_length);
         layer(&cfg, DType::F32, device)?.forward_with(AttentionInput::new(&xs).with_packed(&sequences))

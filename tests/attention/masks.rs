@@ -43,7 +43,8 @@ fn enlarge(mask: &mut Mask, random: &mut Random) {
 
 /// Returns a random mask of the oracle and the equal mask of the crate.
 fn both(recipe: &Recipe, device: &Device) -> Result<(Case, AttentionMask)> {
-    let (mut case, mut random) = (recipe.case(), Random::new(recipe.seed));
+    let mut case = recipe.case();
+    let mut random = Random::new(recipe.seed);
     if recipe.seed.is_multiple_of(3) {
         case.masks.iter_mut().for_each(|mask| enlarge(mask, &mut random));
     }
@@ -58,8 +59,10 @@ fn mask_with_random_constraints_matches_oracle(device: &Device) {
         let dims @ Dims { b, h, t_q, t_kv, .. } = recipe.dims;
         let (case, mask) = both(&recipe, device)?;
         let additive = mask.to_additive((b, h, t_q, t_kv), recipe.dtype, device)?;
-        let (ranges, additive) = (mask.resolve(b, t_q, t_kv)?, values(&additive.broadcast_as((b, h, t_q, t_kv))?));
-        let (mut structural, biases) = (case.clone(), Case { options: Options::default(), ..case.clone() });
+        let ranges = mask.resolve(b, t_q, t_kv)?;
+        let additive = values(&additive.broadcast_as((b, h, t_q, t_kv))?);
+        let mut structural = case.clone();
+        let biases = Case { options: Options::default(), ..case.clone() };
         let is_interval = |part: &Part| !matches!(part, Part::Keep(_) | Part::Bias(_));
         structural.masks.iter_mut().for_each(|own| own.parts.retain(is_interval));
         structural.options.alibi_slopes = None;
@@ -102,7 +105,8 @@ fn mask_joining_commutes_and_associates() {
     for_all(2_000, (recipes(&[DType::F64]), recipes(&[DType::F64])), |(one, other)| {
         let other = Recipe { dims: one.dims, dtype: one.dtype, ..other };
         let Dims { b, h, t_q, t_kv, .. } = one.dims;
-        let (one, other) = (both(&one, &device)?.1, both(&other, &device)?.1);
+        let one = both(&one, &device)?.1;
+        let other = both(&other, &device)?.1;
         let written = |mask: &AttentionMask| -> Result<_> {
             let additive = mask.to_additive((b, h, t_q, t_kv), DType::F64, &device)?;
             let additive = values(&additive.broadcast_as((b, h, t_q, t_kv))?);
@@ -187,18 +191,22 @@ const OTHER_SIZES: [(usize, usize, usize); 6] = [(2, 6, 5), (2, 3, 5), (2, 4, 6)
 #[test]
 fn mask_of_part_with_other_sizes_is_an_error_on_every_path() -> Result<()> {
     let mask = AttentionMask::causal().of_part(2, 3..7, 2..7)?;
-    let (device, expected) = (&Device::Cpu, "[attention_mask] the mask is `of_part` with 2 sequences, expected ");
+    let device = &Device::Cpu;
+    let expected = "[attention_mask] the mask is `of_part` with 2 sequences, expected ";
     for (b, t_q, t_kv) in OTHER_SIZES {
         let expected = if b == 2 {
             format!(
-                "[attention_mask] the mask is `of_part` with 4 queries and 5 keys, expected {t_q} queries and {t_kv} keys"
+                "[attention_mask] the mask is `of_part` with 4 queries and 5 keys, expected {t_q} queries and \
+                 {t_kv} keys"
             )
         } else {
             format!("{expected}{b}")
         };
         for dtype in [DType::F32, DType::F64] {
             let tensor = |t| Tensor::zeros((b, 2, t, 8), dtype, device);
-            let (q, kv, options) = (&tensor(t_q)?, &tensor(t_kv)?, &SdpaOptions::default());
+            let q = &tensor(t_q)?;
+            let kv = &tensor(t_kv)?;
+            let options = &SdpaOptions::default();
             let statistics = &StatisticsOptions::default();
             let texts = [
                 error_text(scaled_dot_product_attention(q, kv, kv, &mask, options)),
@@ -220,9 +228,12 @@ fn mask_of_part_with_other_sizes_is_an_error_on_every_path() -> Result<()> {
 
 #[test]
 fn mask_of_part_returns_output_of_its_queries_on_every_path() -> Result<()> {
-    let (b, t, device) = (2, 7, &Device::Cpu);
+    let b = 2;
+    let t = 7;
+    let device = &Device::Cpu;
     let whole = AttentionMask::causal_with_offsets([1, -2]).with_window(4);
-    let (queries, keys) = (3..7, 0..7);
+    let queries = 3..7;
+    let keys = 0..7;
     let part = whole.of_part(b, queries.clone(), keys)?;
     for dtype in [DType::F32, DType::F64] {
         let q = Tensor::randn(0f32, 1.0, (b, 2, t, 8), device)?.to_dtype(dtype)?;
@@ -267,7 +278,8 @@ fn mask_of_part_has_the_entries_of_its_queries() -> Result<()> {
         AttentionMask::causal().with_prefix(lens).with_starts(starts),
     ];
     for mask in masks {
-        let (whole, part) = (mask.resolve(2, 7, 7)?, mask.of_part(2, 2..5, 1..7)?.resolve(2, 3, 6)?);
+        let whole = mask.resolve(2, 7, 7)?;
+        let part = mask.of_part(2, 2..5, 1..7)?.resolve(2, 3, 6)?;
         for (b, i) in (0..2).flat_map(|b| (0..3).map(move |i| (b, i))) {
             let expected: Vec<_> = whole.kv_range(b, 2 + i).filter(|&key| key >= 1).map(|key| key - 1).collect();
             assert_eq!(part.kv_range(b, i).collect::<Vec<_>>(), expected, "{mask:?}, query {i} of {b}");
@@ -349,7 +361,8 @@ fn mask_tensors_may_be_empty_views_past_the_end_of_their_buffer(device: &Device)
         let keep = view(&[0, 1, 4, 5], DType::U8)?;
         let mask = AttentionMask::none().with_bool_mask(&keep).with_bias(&bias);
         assert_eq!(mask.to_additive((0, 2, 4, 5), DType::F32, device)?.dims(), [0, 1, 4, 5]);
-        let (q, kv) = (view(&[0, 2, 4, 3], dtype)?, view(&[0, 2, 5, 3], dtype)?);
+        let q = view(&[0, 2, 4, 3], dtype)?;
+        let kv = view(&[0, 2, 5, 3], dtype)?;
         let output = attend(&q, &kv, &kv, &mask, &reference())?;
         assert_eq!((output.output.dims(), output.weights.dims()), (&[0, 2, 4, 3][..], &[0, 2, 4, 5][..]));
     }

@@ -41,7 +41,8 @@ fn match_matrices<const N: usize>(masks: [Drawn; N], device: &Device) -> Result<
     let joined = |rows: Vec<String>| rows.join(" ");
     for (mask, matrices) in masks {
         for drawn in matrices.split(" | ") {
-            let (t_q, t_kv) = (drawn.split(' ').count(), drawn.split(' ').next().map_or(0, str::len));
+            let t_q = drawn.split(' ').count();
+            let t_kv = drawn.split(' ').next().map_or(0, str::len);
             let found = mask.resolve(1, t_q, t_kv)?.to_string();
             assert_eq!(joined(found.lines().map(|row| row.replace(' ', "")).collect()), drawn, "{mask:?}");
             let [q, k] = [t_q, t_kv].map(|t| Tensor::zeros((1, 1, t, 3), DType::F32, device));

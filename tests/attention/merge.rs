@@ -43,7 +43,8 @@ impl Split {
     /// Returns the call of a part. Its mask and the biases by distance are written as tensors, since positions count in
     /// the whole.
     fn part(&self, n: usize, case: &Case, whole: &Call, leaves: &Named) -> Result<Call> {
-        let (Dims { b, h, t_q, t_kv, .. }, device) = (case.dims, whole.q.device());
+        let Dims { b, h, t_q, t_kv, .. } = case.dims;
+        let device = whole.q.device();
         let keys: Vec<usize> = (0..t_kv).filter(|&j| self.assigned[j] == n).collect();
         let in_order = keys.windows(2).all(|pair| pair[1] == pair[0] + 1);
         let take = |tensor: &Tensor, dim: usize| match keys.first() {
@@ -65,7 +66,8 @@ impl Split {
             Array::each([b, h, t_q, keys.len()], column).tensor(dtype, device)
         };
         let keep = columns(DType::U8, &|index| f64::from(u8::from(case.sees(index))))?;
-        let (mut mask, mut by_distance) = (AttentionMask::none().with_bool_mask(&keep), case.clone());
+        let mut mask = AttentionMask::none().with_bool_mask(&keep);
+        let mut by_distance = case.clone();
         for (m, own) in by_distance.masks.iter_mut().enumerate() {
             for (p, part) in own.parts.iter().enumerate() {
                 if let Part::Bias(bias) = part {
@@ -81,14 +83,16 @@ impl Split {
             mask = mask.with_fully_masked_rows(FullyMaskedRows::Uniform);
         }
         // Scale and softcap belong to every part.
-        let (options, sinks) = (numbers(&case.options), leaves.get("sinks").filter(|_| n == self.sinks_in));
+        let options = numbers(&case.options);
+        let sinks = leaves.get("sinks").filter(|_| n == self.sinks_in);
         let options = sinks.map_or(options.clone(), |sinks| options.with_sinks(sinks));
         Ok(Call { q: whole.q.clone(), k: take(&whole.k, 2)?, v: take(&whole.v, 2)?, mask, options })
     }
 }
 
 fn check(recipe: &Recipe, split: &Split, device: &Device, path: Path) -> Result<()> {
-    let (case, dtype) = (recipe.case(), recipe.dtype);
+    let case = recipe.case();
+    let dtype = recipe.dtype;
     let expected = Expected::new(&Case { uniform_fully_masked_rows: false, ..case.clone() }, dtype).on(path);
     for in_stages in [false, true] {
         let split = Split { in_stages, ..split.clone() };

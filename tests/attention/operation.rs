@@ -66,7 +66,9 @@ fn differentiate<O: Operation>(
         vars.insert(name.to_string(), var.clone());
         Ok(var.into_inner())
     })?;
-    let (mut named, mut loss, mut first) = (Named::new(), None, 0);
+    let mut named = Named::new();
+    let mut loss = None;
+    let mut first = 0;
     for (n, result) in results.into_iter().enumerate() {
         named.insert(format!("result {n}"), result.detach());
         if vars.is_empty() {
@@ -133,14 +135,16 @@ pub fn has_slopes<O: Exact>(call: &O, way: &O::Way, tolerance: f64, probes: usiz
     // Its own error is about the square of this times a third derivative, and rounding adds the last digit of the loss
     // over the step.
     const STEP: f64 = 1e-5;
-    let (gradients, mut moved) = (differentiate(call, way, |_| true, true)?, call.clone());
+    let gradients = differentiate(call, way, |_| true, true)?;
+    let mut moved = call.clone();
     for buffer in 0..moved.buffers().len() {
         let name = moved.buffers()[buffer].0.clone();
         let gradient = values(&gradients[&name]);
         if let Some(n) = gradient.iter().position(|entry| !entry.is_finite()) {
             bail!("{name}: the gradient of entry {n} is {}", gradient[n]);
         }
-        let (count, mut random) = (gradient.len(), Random::new(gradient.len() as u64));
+        let count = gradient.len();
+        let mut random = Random::new(gradient.len() as u64);
         for probe in 0..count.min(probes) {
             let n = if count <= probes { probe } else { random.up_to(count - 1) };
             let value = moved.buffers()[buffer].1[n];
@@ -198,7 +202,8 @@ pub fn isolates<O: Exact>(
     let numbers = [clean, spoilt].map(Exact::exact);
     for way in ways {
         let [before, after] = [clean, spoilt].map(|call| call.run(way, &mut |_, tensor| Ok(tensor)));
-        let (before, after) = (before?, after?);
+        let before = before?;
+        let after = after?;
         check(way, &after)?;
         let [before, after] = [before, after].map(|results| results.iter().flat_map(bits).collect::<Vec<_>>());
         let stays = |n: &usize| numbers[0][*n].to_bits() == numbers[1][*n].to_bits();

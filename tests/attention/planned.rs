@@ -23,7 +23,8 @@ fn outcomes(call: &Call) -> [(&'static str, Result<()>); 3] {
 fn planned(call: &Call) -> Result<Plan> {
     let asked = call.on(Backend::Reference).plan()?;
     assert_eq!((asked.backend, asked.reason.as_str()), (Backend::Reference, "requested"));
-    let (auto, fused) = (call.on(Backend::Auto), call.on(Backend::Fused));
+    let auto = call.on(Backend::Auto);
+    let fused = call.on(Backend::Fused);
     let plan = auto.plan()?;
     assert!(plan.backend != Backend::Auto && !plan.reason.is_empty(), "{plan}");
     assert_eq!(plan.to_string(), format!("{:?}: {}", plan.backend, plan.reason));

@@ -174,7 +174,8 @@ pub fn wide(dtype: DType) -> DType {
 impl Recipe {
     /// Returns a recipe of contiguous tensors without options.
     pub fn plain(dims: Dims, masks: Vec<Vec<Kind>>, dtype: DType) -> Self {
-        let (layouts, chosen) = ([Layout::Contiguous; 3], Chosen::default());
+        let layouts = [Layout::Contiguous; 3];
+        let chosen = Chosen::default();
         Self {
             dims,
             layouts,
@@ -199,7 +200,9 @@ impl Recipe {
         let Dims { b, h, h_kv, t_q, t_kv, d, d_v } = self.dims;
         let shapes = [[b, h, t_q, d], [b, h_kv, t_kv, d], [b, h_kv, t_kv, d_v]];
         let mut draw = |n: usize| self.layouts[n].array(shapes[n]).uniform(&mut random, 2.0, self.dtype);
-        let (q, k, v) = (draw(0), draw(1), draw(2));
+        let q = draw(0);
+        let k = draw(1);
+        let v = draw(2);
         let masks = self.masks.iter().flat_map(|kinds| self.masks(kinds, &mut random)).collect();
         let mut heads = |low: f64, high: f64| -> Vec<f64> {
             (0..h).map(|_| round(random.between(low, high), wide(self.dtype))).collect()

@@ -158,7 +158,8 @@ impl Kind {
     /// Draws self-attention where keys and values have the queries' width and length, and cross-attention elsewhere:
     /// with one tensor for keys and values if there are more keys than queries.
     pub fn input(&self, [b, t_q, t_kv]: [usize; 3], mask: Vec<Mask>) -> Input {
-        let (mut random, [width, of_keys, of_values, _]) = (Random::new(17), self.widths());
+        let mut random = Random::new(17);
+        let [width, of_keys, of_values, _] = self.widths();
         let queries = drawn(&[b, t_q, width], &mut random);
         if self.is_self(t_q, t_kv) {
             return Input { keys: queries.clone(), values: queries.clone(), queries, mask };
@@ -193,7 +194,8 @@ pub fn relative() -> [(&'static str, Kind); 2] {
 /// Returns every kind of content-based relative positions, in layers of grouped heads where these are allowed. Plain
 /// loops do not compute them.
 pub fn content() -> Vec<Config> {
-    let (height, width) = (3, 5);
+    let height = 3;
+    let width = 5;
     let buckets = || DisentangledConfig::new(9).with_num_buckets(6);
     let disentangled = [
         DisentangledConfig::new(8),
@@ -437,7 +439,8 @@ fn rope() -> Configs {
 fn gates() -> Configs {
     let gate = |activation, layout| OutputGate { activation, scope: GateScope::Elementwise, layout };
     let gate_of_heads = |layout| OutputGate { activation: Softplus, scope: GateScope::PerHead, layout };
-    let (separate, biased) = (GateLayout::Separate { bias: false }, GateLayout::Separate { bias: true });
+    let separate = GateLayout::Separate { bias: false };
+    let biased = GateLayout::Separate { bias: true };
     let fused = gate(Sigmoid, GateLayout::FusedWithQuery);
     vec![
         ("gate", grouped().with_output_gate(gate(Sigmoid, separate))),

@@ -15,7 +15,9 @@ fn gated_delta_rule_gradient_sums(tokens: usize, is_packed: bool) -> Result<Vec<
         let numbers: Vec<f64> = (0..tokens * width).map(|n| (n as f64 * by).sin() * 0.5).collect();
         Var::from_tensor(&Tensor::from_vec(numbers, (1, 1, tokens, width), &CPU)?)
     };
-    let (q, k, v) = (wave(2, 0.3)?, wave(2, 0.7)?, wave(3, 0.2)?);
+    let q = wave(2, 0.3)?;
+    let k = wave(2, 0.7)?;
+    let v = wave(3, 0.2)?;
     let decay = Var::from_tensor(&(wave(1, 0.11)?.squeeze(3)? - 0.6)?)?;
     let beta = Var::from_tensor(&(wave(1, 0.13)?.squeeze(3)? + 0.6)?)?;
     let options = DeltaOptions::default().with_backend(Backend::Reference).with_qk_norm(1e-6);
@@ -23,7 +25,8 @@ fn gated_delta_rule_gradient_sums(tokens: usize, is_packed: bool) -> Result<Vec<
         let sequences = PackedSequences::self_attention(vec![0, tokens - 100, tokens])?;
         let token_first = |tensor: &Tensor| tensor.squeeze(0)?.transpose(0, 1);
         let rows = [token_first(&q)?, token_first(&k)?, token_first(&v)?];
-        let (decay, beta) = (token_first(&decay)?, token_first(&beta)?);
+        let decay = token_first(&decay)?;
+        let beta = token_first(&beta)?;
         let [q_rows, k_rows, v_rows] = &rows;
         gated_delta_rule_varlen(q_rows, k_rows, v_rows, Some(&decay), Some(&beta), None, &sequences, &options)?
     } else {

@@ -9,7 +9,8 @@ crate::on_each_device!(statistics_of_random_calls_match_oracle);
 
 /// Returns the requested statistics of a call, by its seed.
 fn wanted(recipe: &Recipe) -> StatisticsOptions {
-    let (Dims { t_q, t_kv, .. }, seed) = (recipe.dims, recipe.seed as usize);
+    let Dims { t_q, t_kv, .. } = recipe.dims;
+    let seed = recipe.seed as usize;
     let options = StatisticsOptions::default().with_top_keys(seed % 33);
     match seed % 3 {
         0 => options,
@@ -34,7 +35,9 @@ fn check(recipe: &Recipe, case: &Case, path: Path, device: &Device) -> Result<()
 /// Compares each statistic with a tolerance that follows from the errors of its weights.
 fn statistics(expected: &Expected, recipe: &Recipe, found: &AttentionStatistics) -> Result<()> {
     let Dims { b, h, t_q, t_kv, .. } = recipe.dims;
-    let (wanted, float, rows) = (wanted(recipe), wide(recipe.dtype), b * h * t_q);
+    let wanted = wanted(recipe);
+    let float = wide(recipe.dtype);
+    let rows = b * h * t_q;
     let weights = &expected.attended.weights;
     let bound = |at: usize| weights[at] * expected.share_bound(at / t_kv) + 1e-37;
     let of_row = |row: usize| row * t_kv..(row + 1) * t_kv;
@@ -55,7 +58,9 @@ fn statistics(expected: &Expected, recipe: &Recipe, found: &AttentionStatistics)
         compare(what, got, (shape, float), &exact, |n| bound(places[n]))
     };
     let k = wanted.top_keys().min(t_kv);
-    let (shape, mut sorted, mut of_keys) = ([b, h, t_q, k], vec![], vec![]);
+    let shape = [b, h, t_q, k];
+    let mut sorted = vec![];
+    let mut of_keys = vec![];
     if (found.top_keys.dims(), found.top_keys.dtype()) != (&shape[..], DType::U32) {
         bail!("{:?}, expected {shape:?} in U32", found.top_keys);
     }
@@ -74,7 +79,8 @@ fn statistics(expected: &Expected, recipe: &Recipe, found: &AttentionStatistics)
     let Some(window) = &found.weights else {
         return if n == 0 { Ok(()) } else { bail!("weights were requested") };
     };
-    let (first, columns) = (t_q / (n + 1), t_kv.div_ceil(n));
+    let first = t_q / (n + 1);
+    let columns = t_kv.div_ceil(n);
     let places = (0..rows).filter(|row| row % t_q >= first).flat_map(|row| row * t_kv..row * t_kv + columns);
     are("weights", window, &[b, h, t_q - first, columns], places.collect())
 }
@@ -110,10 +116,14 @@ pub fn assert_of(found: &AttentionStatistics, weights: &Tensor, tolerance: f64, 
 
 #[test]
 fn statistics_of_packed_sequences_match_separate_calls() -> Result<()> {
-    let (lens_q, lens_kv) = ([5, 0, 1, 70], [9, 2, 1, 70]);
+    let lens_q = [5, 0, 1, 70];
+    let lens_kv = [9, 2, 1, 70];
     let sequences = PackedSequences::from_lens(&lens_q, &lens_kv)?;
-    let (total_q, total_kv) = (sequences.total_queries(), sequences.total_keys());
-    let (q, k, v) = (random(&[total_q, 4, 8])?, random(&[total_kv, 2, 8])?, random(&[total_kv, 2, 6])?);
+    let total_q = sequences.total_queries();
+    let total_kv = sequences.total_keys();
+    let q = random(&[total_q, 4, 8])?;
+    let k = random(&[total_kv, 2, 8])?;
+    let v = random(&[total_kv, 2, 6])?;
     let mask = AttentionMask::causal();
     let wanted = StatisticsOptions::default().with_weights_of(0..total_q, 0..total_kv);
     for backend in [Backend::Fused, Backend::Reference] {
@@ -124,9 +134,12 @@ fn statistics_of_packed_sequences_match_separate_calls() -> Result<()> {
         let all = found.weights.clone().expect("requested");
         assert_of(&found, &all, 1e-6, "packed")?;
         for s in (0..sequences.len()).filter(|s| lens_q[*s] > 0) {
-            let (queries, keys) = (sequences.queries(s), sequences.keys(s));
+            let queries = sequences.queries(s);
+            let keys = sequences.keys(s);
             let part = |xs: &Tensor, of: &std::ops::Range<usize>| xs.narrow(0, of.start, of.len())?.transpose(0, 1);
-            let (q, k, v) = (part(&q, &queries)?, part(&k, &keys)?, part(&v, &keys)?);
+            let q = part(&q, &queries)?;
+            let k = part(&k, &keys)?;
+            let v = part(&v, &keys)?;
             let own = scaled_dot_product_attention_with_weights(&q, &k, &v, &mask, &SdpaOptions::default())?;
             assert_close(&part(&context, &queries)?, &own.output, 1e-5, "context");
             assert_close(&all.i((.., queries, keys))?, &own.weights, 1e-6, "weights");
@@ -141,7 +154,8 @@ fn statistics_of_packed_sequences_match_separate_calls() -> Result<()> {
 fn statistics_of_layers_match_their_weights() -> Result<()> {
     let cfg = Config::new(32, 4).with_causal(true).with_num_kv_heads(2).with_rope(RopeConfig::new(100.0));
     let content = ContentPositions::Clipped { left: 4, right: 2 };
-    let (plain, of_content) = (Config::new(32, 4), Config::new(32, 4).with_content_positions(content));
+    let plain = Config::new(32, 4);
+    let of_content = Config::new(32, 4).with_content_positions(content);
     let config = AttentionCacheConfig::new;
     for (kind, cache) in [
         (Kind::MultiHead(plain.with_relative_bias(RelativeBiasConfig::new(true))), None),
@@ -155,7 +169,8 @@ fn statistics_of_layers_match_their_weights() -> Result<()> {
         let mut caches =
             cache.iter().flat_map(|cache| [cache; 2]).map(AttentionCache::new).collect::<Result<Vec<_>>>()?;
         for t in [9, 1, 3, 1] {
-            let (xs, mut caches) = (random(&[2, t, 32])?, caches.iter_mut());
+            let xs = random(&[2, t, 32])?;
+            let mut caches = caches.iter_mut();
             let mut input = || caches.next().into_iter().fold(AttentionInput::new(&xs), AttentionInput::with_cache);
             let (ys, found) = layer.run_with_statistics(input(), &StatisticsOptions::default().with_top_keys(3))?;
             let expected = layer.run_with_weights(input())?;
@@ -170,7 +185,8 @@ fn statistics_of_layers_match_their_weights() -> Result<()> {
 #[test]
 fn statistics_of_packed_layer_match_separate_calls() -> Result<()> {
     let layer = seeded::layer(&Config::new(32, 4).with_causal(true), DType::F32, &CPU)?;
-    let (sequences, xs) = (PackedSequences::from_lens(&[3, 8], &[3, 8])?, random(&[11, 32])?);
+    let sequences = PackedSequences::from_lens(&[3, 8], &[3, 8])?;
+    let xs = random(&[11, 32])?;
     let input = AttentionInput::new(&xs).with_packed(&sequences);
     let (_, found) = layer.forward_with_statistics(input, &StatisticsOptions::default())?;
     let (_, of_last) =
@@ -230,7 +246,8 @@ fn statistics_with_unsupported_options_are_rejected() -> Result<()> {
 /// Checks that a NaN in a key makes the weights NaN of the queries that attend to it, and of no others.
 #[test]
 fn statistics_of_rows_of_nan_are_nan_on_every_path() -> Result<()> {
-    let (t, bad_key) = (5, 2);
+    let t = 5;
+    let bad_key = 2;
     let q = random(&[1, 1, t, 8])?;
     let not_a_number = Tensor::full(f32::NAN, (1, 1, 1, 8), &CPU)?;
     let keys = [&q.narrow(2, 0, bad_key)?, &not_a_number, &q.narrow(2, bad_key + 1, t - bad_key - 1)?];

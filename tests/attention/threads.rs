@@ -50,7 +50,8 @@ fn all_with_results() -> Result<(Vec<Work>, Vec<Vec<u64>>)> {
             TYPES.into_iter().flat_map(|types| InstructionSet::available().into_iter().map(move |t| (types, t)))
         {
             let product = Product::plain(types, rows, (inputs, outputs));
-            let (packed, xs) = (product.case().packed(instruction_set)?, product.case().input()?);
+            let packed = product.case().packed(instruction_set)?;
+            let xs = product.case().input()?;
             let name = format!("{instruction_set}: {product:?}");
             all.push(Work { name, call: Box::new(move || Ok(vec![packed.forward(&xs)?])) });
         }

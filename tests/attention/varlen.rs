@@ -27,7 +27,8 @@ fn packed(dtypes: &'static [DType]) -> impl Strategy<Value = Packed> {
     let lens = proptest::collection::vec((0..=5usize, 0..=6usize), 0..=7);
     (lens, recipes(dtypes)).prop_map(|(lens, mut recipe)| {
         let longest = |side: fn(&(usize, usize)) -> usize| lens.iter().map(side).max().unwrap_or(0);
-        let (t_q, t_kv) = (longest(|pair| pair.0), longest(|pair| pair.1));
+        let t_q = longest(|pair| pair.0);
+        let t_kv = longest(|pair| pair.1);
         recipe.dims = Dims { b: lens.len(), h: H, h_kv: H_KV, t_q, t_kv, d: D, d_v: D_V };
         // As packed sequences lie, since products take sums in another order where strides are others.
         recipe.layouts = [Layout::HeadsTransposed; 3];
@@ -41,7 +42,8 @@ fn packed(dtypes: &'static [DType]) -> impl Strategy<Value = Packed> {
 impl Packed {
     /// Returns the padded call, with the masks of the rows that each sequence has.
     fn case(&self) -> Case {
-        let (mut case, sequences) = (self.recipe.case(), self.lens.len());
+        let mut case = self.recipe.case();
+        let sequences = self.lens.len();
         for part in case.masks.iter_mut().flat_map(|mask| &mut mask.parts) {
             if let Part::ValidLens(Lens::PerQuery(rows))
             | Part::Starts(Lens::PerQuery(rows))
@@ -74,9 +76,12 @@ impl Packed {
 
     /// Returns the call of one sequence.
     fn alone(&self, case: &Case, s: usize) -> Case {
-        let ((t_q, t_kv), mut own) = (self.lens[s], case.of_sequence(s));
+        let (t_q, t_kv) = self.lens[s];
+        let mut own = case.of_sequence(s);
         let first = |len| View::Narrow { dim: 2, start: 0, len };
-        (own.q, own.k, own.v) = (own.q.view(first(t_q)), own.k.view(first(t_kv)), own.v.view(first(t_kv)));
+        own.q = own.q.view(first(t_q));
+        own.k = own.k.view(first(t_kv));
+        own.v = own.v.view(first(t_kv));
         // Of the biases for the longest queries and keys.
         let distances = View::Narrow { dim: 3, start: own.dims.t_q - t_q, len: t_q + t_kv - 1 };
         own.options.relative_bias = own.options.relative_bias.map(|biases| biases.view(distances));
@@ -87,13 +92,16 @@ impl Packed {
     /// Compares results of the reference path bit for bit, gradients of all inputs in the widest dtype approximately,
     /// and the kernel's results.
     fn check(&self, device: &Device) -> Result<()> {
-        let (dtype, has_queries) = (self.recipe.dtype, self.lens.iter().any(|(t_q, _)| *t_q > 0));
+        let dtype = self.recipe.dtype;
+        let has_queries = self.lens.iter().any(|(t_q, _)| *t_q > 0);
         let is_tracked = dtype == dtypes(device)[0] && has_queries && !self.is_poisoned();
         let run = |backend, is_packed| backward(self, &(device.clone(), backend, is_packed), |_| is_tracked);
-        let (packed, tolerance) = (run(Backend::Reference, true)?, if dtype == DType::F64 { 1e-12 } else { 1e-4 });
+        let packed = run(Backend::Reference, true)?;
+        let tolerance = if dtype == DType::F64 { 1e-12 } else { 1e-4 };
         let most = |name: &str, largest: f64| tolerance * if is_result(name) { 0.0 } else { largest.max(1.0) };
         are_near(&packed, &run(Backend::Reference, false)?, most)?;
-        let (is_cpu, is_uniform) = (device.is_cpu(), self.recipe.uniform_fully_masked_rows);
+        let is_cpu = device.is_cpu();
+        let is_uniform = self.recipe.uniform_fully_masked_rows;
         match (run(Backend::Fused, true), dtype) {
             (Err(error), DType::F64) if !is_cpu || is_uniform || error.to_string().contains("F64") => Ok(()),
             (fused, DType::F64) => bail!("no kernel computes in f64: {fused:?}"),
@@ -110,7 +118,9 @@ impl Operation for Packed {
     type Way = (Device, Backend, bool);
 
     fn run(&self, (device, backend, is_packed): &Self::Way, leaf: Leaf) -> Result<Vec<Tensor>> {
-        let (dtype, case, mut leaves) = (self.recipe.dtype, self.case(), Named::new());
+        let dtype = self.recipe.dtype;
+        let case = self.case();
+        let mut leaves = Named::new();
         let mut call = |of: &Case| -> Result<Call> {
             let call = Call::with_leaves(of, dtype, device, &mut |name, tensor| match leaves.get(name) {
                 Some(known) => Ok(known.clone()),
@@ -135,7 +145,9 @@ impl Operation for Packed {
             let all = std::iter::once(none).chain(self.lens.iter().enumerate().map(own));
             Tensor::cat(&all.collect::<Result<Vec<_>>>()?, 0)
         };
-        let (q, k, v) = (pack(&q, |lens| lens.0)?, pack(&k, |lens| lens.1)?, pack(&v, |lens| lens.1)?);
+        let q = pack(&q, |lens| lens.0)?;
+        let k = pack(&k, |lens| lens.1)?;
+        let v = pack(&v, |lens| lens.1)?;
         let (lens_q, lens_kv): (Vec<_>, Vec<_>) = self.lens.iter().copied().unzip();
         let sequences = PackedSequences::from_lens(&lens_q, &lens_kv)?;
         let (context, lse) = varlen_with_lse(&q, &k, &v, &sequences, &mask, &options)?;
@@ -153,9 +165,11 @@ fn packed_sequences_with_random_masks_match_separate_calls(device: &Device) {
 fn packed_sequences_of_any_strides_match_contiguous_ones(device: &Device) -> Result<()> {
     let sequences = PackedSequences::from_lens(&[2, 4, 1], &[2, 4, 1])?;
     let product = Tensor::randn(0f32, 1., (7, H + 2 * H_KV, D), device)?;
-    let (q, k) = (product.narrow(1, 0, H)?, product.narrow(1, H, H_KV)?);
+    let q = product.narrow(1, 0, H)?;
+    let k = product.narrow(1, H, H_KV)?;
     let v = Tensor::randn(0f32, 1., (H_KV, 7, D_V), device)?.transpose(0, 1)?;
-    let (mask, options) = (AttentionMask::none(), SdpaOptions::default());
+    let mask = AttentionMask::none();
+    let options = SdpaOptions::default();
     let expected = varlen(&q.contiguous()?, &k.contiguous()?, &v.contiguous()?, &sequences, &mask, &options)?;
     // Products of sums of three, which another layout may take in another order.
     assert_close(&varlen(&q, &k, &v, &sequences, &mask, &options)?, &expected, 1e-5, "strides");

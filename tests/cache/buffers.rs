@@ -19,7 +19,8 @@ fn cache_is_read_without_copies() -> Result<()> {
         (&causal, full().with_q8()),
         (&windowed, full().with_window(600)),
     ] {
-        let (layer, mut cache) = (layer(cfg)?, AttentionCache::new(&cache)?);
+        let layer = layer(cfg)?;
+        let mut cache = AttentionCache::new(&cache)?;
         in_calls(&layer, &mut cache, &xs, &[1000])?;
         for at in 1000..1005 {
             let token = part(&xs, at, 1)?;
@@ -42,12 +43,14 @@ fn cache_is_read_without_copies() -> Result<()> {
 fn cache_of_8_bits_is_not_converted_to_floats() -> Result<()> {
     let layer = layer(&Config::new(64, 4).with_num_kv_heads(2).with_value_head_dim(8).with_causal(true))?;
     let full = AttentionCacheConfig::new().with_capacity(8192);
-    let (mut cache, mut small) = (AttentionCache::new(&full)?, AttentionCache::new(&full.with_q8())?);
+    let mut cache = AttentionCache::new(&full)?;
+    let mut small = AttentionCache::new(&full.with_q8())?;
     let xs = Tensor::randn(0f32, 1.0, (1, 8000, 64), &CPU)?;
     for filled in [&mut cache, &mut small] {
         in_calls(&layer, filled, &xs, &[1000; 8])?;
     }
-    let (rows, floats) = (2 * 8192, 4);
+    let rows = 2 * 8192;
+    let floats = 4;
     assert_eq!(cache.memory(), rows * (16 + 8) * floats);
     assert_eq!(small.memory(), cache.memory() / 4 + 2 * rows * floats);
 
@@ -84,8 +87,10 @@ fn cache_call_weights_have_one_column_per_stored_position() -> Result<()> {
     for (cfg, batch) in
         [(Config::new(8, 2).with_causal(true).with_window(2), &[1][..]), (Config::new(8, 4).with_causal(true), &[])]
     {
-        let (layer, xs) = (layer(&cfg)?, wave(1, 7, 8, 0.0)?.reshape([batch, &[7, 8]].concat())?);
-        let (whole, t) = (layer.forward_with_weights(&xs)?, batch.len());
+        let layer = layer(&cfg)?;
+        let xs = wave(1, 7, 8, 0.0)?.reshape([batch, &[7, 8]].concat())?;
+        let whole = layer.forward_with_weights(&xs)?;
+        let t = batch.len();
         let mut cache = AttentionCache::new(&AttentionCacheConfig::for_layer(&cfg))?;
         for n in 0..7 {
             let token = xs.narrow(t, n, 1)?;

@@ -18,7 +18,8 @@ fn call(net: &GatedDeltaNet, cache: &mut DeltaCache, xs: &Tensor) -> Result<Tens
 
 #[test]
 fn delta_cache_truncates_to_snapshots() -> Result<()> {
-    let (net, xs) = (net(DType::F32)?, wave(2, 12, E, 0.0)?);
+    let net = net(DType::F32)?;
+    let xs = wave(2, 12, E, 0.0)?;
     let expected = net.forward(&xs)?;
     let mut cache = DeltaCache::default();
     assert!(cache.is_empty() && cache.lens().is_empty());
@@ -47,7 +48,8 @@ fn delta_cache_truncates_to_snapshots() -> Result<()> {
 /// Restores snapshots by the longest sequence, which need not be the one that a call continues.
 #[test]
 fn delta_cache_snapshot_restores_shorter_sequences() -> Result<()> {
-    let (net, xs) = (net(DType::F32)?, wave(2, 5, E, 0.0)?);
+    let net = net(DType::F32)?;
+    let xs = wave(2, 5, E, 0.0)?;
     let mut cache = DeltaCache::default();
     let call = |state: &mut DeltaCache, lens: &[usize]| {
         net.forward_with(DeltaInput::new(&xs).with_valid_lens(lens).with_cache(state))
@@ -65,7 +67,8 @@ fn delta_cache_snapshot_restores_shorter_sequences() -> Result<()> {
 
 #[test]
 fn delta_cache_forks_and_beams_are_independent() -> Result<()> {
-    let (net, xs) = (net(DType::F32)?, wave(3, 8, E, 0.0)?);
+    let net = net(DType::F32)?;
+    let xs = wave(3, 8, E, 0.0)?;
     let mut cache = DeltaCache::default();
     call(&net, &mut cache, &part(&xs, 0, 5)?)?;
     cache.snapshot();
@@ -154,7 +157,8 @@ fn delta_cache_reorder_after_short_calls_continues_chosen_sequences() -> Result<
 fn delta_cache_fork_and_snapshots_after_short_calls_are_independent() -> Result<()> {
     let net = net(DType::F32)?;
     for (first, second) in CALLS.into_iter().flat_map(|first| CALLS.map(|second| (first, second))) {
-        let (xs, others) = (wave(2, first + second + 2, E, 0.0)?, wave(2, 2, E, 0.5)?);
+        let xs = wave(2, first + second + 2, E, 0.0)?;
+        let others = wave(2, 2, E, 0.5)?;
         let expected = net.forward(&xs)?;
         let mut cache = DeltaCache::default();
         call(&net, &mut cache, &part(&xs, 0, first)?)?;

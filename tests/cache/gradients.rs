@@ -21,7 +21,8 @@ fn cache_call_reads_variables_every_time() -> Result<()> {
     let latent = LatentConfig::new(8, 2).with_q_lora_rank(4).with_kv_lora_rank(6).with_rope_head_dim(2).with_bias(true);
     let of_latents = ["kv_b_proj.weight", "o_proj.weight"];
     for (kind, expected) in [(Kind::MultiHead(config()), &of_latents[1..]), (Kind::Latent(latent), &of_latents)] {
-        let (vars, xs) = (VarMap::new(), wave(1, 4, 8, 0.0)?);
+        let vars = VarMap::new();
+        let xs = wave(1, 4, 8, 0.0)?;
         let layer = kind.layer(VarBuilder::from_varmap(&vars, DType::F32, &CPU))?;
         let named = BTreeMap::from_iter(vars.data().lock().expect("one thread").clone());
         for (n, var) in named.values().enumerate() {
@@ -107,7 +108,8 @@ fn cache_call_gradients_do_not_change_when_cache_is_used_again() -> Result<()> {
         let earlier = layer(&cfg)?;
         let cfg = cfg.with_kv_sharing(KvSharing::EarlierLayer);
         let (later_vars, later) = trained(&cfg)?;
-        let (frozen, bias) = (layer(&cfg)?, Var::zeros((4, 4, 4), DType::F32, &CPU)?);
+        let frozen = layer(&cfg)?;
+        let bias = Var::zeros((4, 4, 4), DType::F32, &CPU)?;
         let mask = AttentionMask::none().with_bias(bias.as_tensor());
         let xs = wave(1, 4, 8, 0.0)?;
         let gradients = |again: Option<Use>| -> Result<Vec<Tensor>> {

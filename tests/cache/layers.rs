@@ -203,7 +203,8 @@ fn masks_with_cache_count_positions_of_each_sequence(device: &Device) {
 }
 
 fn latent_attention_with_cache_matches_one_call(device: &Device) {
-    let (none, windowed) = (AttentionMask::none(), AttentionMask::causal().with_window(4));
+    let none = AttentionMask::none();
+    let windowed = AttentionMask::causal().with_window(4);
     for seed in 0..cases(14) {
         let random = &mut Random::new(seed);
         let cfg = latent_of(EMBED_DIM, random);

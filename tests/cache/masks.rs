@@ -46,7 +46,8 @@ impl Drawn {
     /// Returns the mask of sequence `n` as a whole, whose last queries are the queries of the call. Outputs of earlier
     /// queries are not read.
     pub fn of_sequence(&self, n: usize, call: &Call, device: &Device) -> Result<AttentionMask> {
-        let (before, own) = (call.before[n], call.own[n].clone());
+        let before = call.before[n];
+        let own = call.own[n].clone();
         let len = before + own.len();
         let mut masks: Vec<_> = self.0.iter().map(|mask| mask.of_sequence(n)).collect();
         for part in masks.iter_mut().flat_map(|mask| &mut mask.parts) {

@@ -66,7 +66,8 @@ impl Call {
             2 => random.up_to(5),
             _ => 4 + random.up_to(8),
         };
-        let (left, right) = (random.chance(0.35), random.chance(0.35));
+        let left = random.chance(0.35);
+        let right = random.chance(0.35);
         let own = before.iter().map(|_| {
             let start = if left { random.up_to(t) } else { 0 };
             start..if right { start + random.up_to(t - start) } else { t }
@@ -121,7 +122,8 @@ impl<'a> Program<'a> {
     fn call(&mut self, random: &mut Random) -> Result<f64> {
         let Setup { layer, cache, dtype, device, .. } = self.setup;
         let call = Call::draw(random, self.sequences.iter().map(Sequence::len).collect());
-        let (b, t) = (self.sequences.len(), call.t);
+        let b = self.sequences.len();
+        let t = call.t;
         // Nothing that the NaN of padding touches stays a number.
         let mut data = vec![f32::NAN; b * t * EMBED_DIM];
         // For each sequence, or for all of them and in integers of 64 bits.

@@ -27,7 +27,8 @@ fn rope_scaling_by_length_with_cache_matches_transformers() -> Result<()> {
         let cfg = Config::new(16, 2).with_num_kv_heads(1).with_head_dim(8).with_causal(true).with_rope(rope);
         let layer = MultiHeadAttention::new(&cfg, VarBuilder::from_tensors(tensors.clone(), DType::F32, &CPU))?;
         let mut cache = AttentionCache::default();
-        let (mut at, mut found) = (0, Vec::new());
+        let mut at = 0;
+        let mut found = Vec::new();
         for (t, padding) in CALLS {
             let xs = tensors["xs"].narrow(1, at, t)?;
             let ys = layer.forward_with(AttentionInput::new(&xs).with_cache(&mut cache).with_starts(&padding))?;
@@ -59,8 +60,10 @@ fn rope_positions_do_not_advance_for_sequence_without_tokens() -> Result<()> {
     let scaling = RopeScaling::Dynamic { factor: 2.0, original_context: 4 };
     let short = config().with_context_length(4);
     for cfg in [&short, &config().with_rope(RopeConfig::new(100.0).with_scaling(scaling))] {
-        let (layer, mut cache) = (layer(cfg)?, AttentionCache::default());
-        let (prompt, token) = (wave(2, 4, 8, 0.0)?, wave(2, 1, 8, 9.0)?);
+        let layer = layer(cfg)?;
+        let mut cache = AttentionCache::default();
+        let prompt = wave(2, 4, 8, 0.0)?;
+        let token = wave(2, 1, 8, 9.0)?;
         layer.forward_with(AttentionInput::new(&prompt).with_cache(&mut cache).with_valid_lens(&[4, 2]))?;
         let ys = layer.forward_with(AttentionInput::new(&token).with_cache(&mut cache).with_valid_lens(&[0, 1]))?;
         let alone = Tensor::cat(&[&prompt.narrow(0, 1, 1)?.narrow(1, 0, 2)?, &token.narrow(0, 1, 1)?], 1)?;

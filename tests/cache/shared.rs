@@ -33,7 +33,8 @@ fn layers(cfg: &Config, dtype: DType) -> Result<[MultiHeadAttention; 2]> {
 fn shared_cache_of_earlier_layer_matches_memory() -> Result<()> {
     let place = GateLayout::Separate { bias: true };
     let gate = OutputGate { activation: GateActivation::Sigmoid, scope: GateScope::PerHead, layout: place };
-    let (growing, buckets) = (AttentionCacheConfig::new, RelativeBiasConfig::new(true).with_num_buckets(8));
+    let growing = AttentionCacheConfig::new;
+    let buckets = RelativeBiasConfig::new(true).with_num_buckets(8);
     let none = AttentionMask::none();
     let sliding = AttentionCacheConfig::new().with_window(5).with_shared(true);
     for (cfg, cache, gives_positions) in [
@@ -59,7 +60,8 @@ fn shared_cache_of_earlier_layer_matches_memory() -> Result<()> {
 fn shared_cache_with_window_accepts_long_calls() -> Result<()> {
     let cfg = normed().with_window(5);
     let [earlier, later] = layers(&cfg, DType::F32)?;
-    let (xs, others) = (wave(1, T, EMBED_DIM, 0.0)?, wave(1, T, EMBED_DIM, 9.0)?);
+    let xs = wave(1, T, EMBED_DIM, 0.0)?;
+    let others = wave(1, T, EMBED_DIM, 9.0)?;
     let call = |cache: &mut AttentionCache, start: usize, t: usize| {
         earlier.forward_with(AttentionInput::new(&part(&xs, start, t)?).with_cache(cache))?;
         later.forward_with(AttentionInput::new(&part(&others, start, t)?).with_shared_cache(cache))
@@ -74,7 +76,8 @@ fn shared_cache_with_window_accepts_long_calls() -> Result<()> {
         call(&mut shared, n % T, 1)?;
     }
     assert_eq!(shared.capacity(), 10);
-    let (mut cache, mut at) = (AttentionCache::new(&own)?, 0);
+    let mut cache = AttentionCache::new(&own)?;
+    let mut at = 0;
     for t in [5, 5, 1, 5, 5, 2] {
         assert_close(&call(&mut cache, at, t)?, &part(&expected, at, t)?, 1e-5, "calls of no more than a window");
         at += t;

@@ -88,7 +88,8 @@ fn call<'a>(layer: &MultiHeadAttention, xs: &'a Tensor, cache: &'a mut Attention
 
 /// Calls a layer with a prompt of two sequences of 4 positions, and then with a token.
 fn prompt_and_step(prompt: Given, step: Given) -> Result<()> {
-    let (layer, mut cache) = (decoder()?, AttentionCache::default());
+    let layer = decoder()?;
+    let mut cache = AttentionCache::default();
     call(&layer, &xs(2, 4)?, &mut cache, prompt)?;
     call(&layer, &xs(2, 1)?, &mut cache, step)
 }
@@ -154,7 +155,8 @@ fn stored_padding_of_attention_mask() -> Result<()> {
 
 /// Makes a step whose mask counts padding that the cache has removed.
 fn left_padding_counted_twice() -> Result<()> {
-    let (starts, none) = ([2, 0], AttentionMask::none);
+    let starts = [2, 0];
+    let none = AttentionMask::none;
     let window = none().with_window(3);
     prompt_and_step(left_padded(&starts), masked(&window))?;
     prompt_and_step(NOTHING, masked(&none().with_starts(vec![2, 0])))?;
@@ -166,7 +168,8 @@ fn left_padding_counted_twice() -> Result<()> {
 
 /// Calls a causal layer with keys and values of another sequence.
 fn causal_cross_attention() -> Result<()> {
-    let (queries, others) = (xs(2, 3)?, xs(2, 5)?);
+    let queries = xs(2, 3)?;
+    let others = xs(2, 5)?;
     let cfg = Config::new(8, 2);
     let cross = |own: &Config| -> Result<()> {
         let layer = layer(own)?;
@@ -178,7 +181,8 @@ fn causal_cross_attention() -> Result<()> {
     cross(&cfg)?;
     let causal = cfg.clone().with_causal(true);
     layer(&causal)?.forward_with(AttentionInput::new(&queries).with_key_value(&queries, &queries))?;
-    let (reader, same) = (layer(&causal.clone().with_kv_sharing(KvSharing::EarlierLayer))?, &queries);
+    let reader = layer(&causal.clone().with_kv_sharing(KvSharing::EarlierLayer))?;
+    let same = &queries;
     let memory = layer(&causal)?.project_memory(same, same)?;
     reader.forward_with(AttentionInput::new(&queries).with_memory(&memory))?;
     let mask = AttentionMask::causal();
@@ -197,7 +201,8 @@ fn dropout_with_cache() -> Result<()> {
         layer.forward_with(AttentionInput::new(&xs(1, 3)?).with_train(train))?;
         Ok(())
     };
-    let (plain, detached) = (AttentionCacheConfig::new(), AttentionCacheConfig::new().with_detached(true));
+    let plain = AttentionCacheConfig::new();
+    let detached = AttentionCacheConfig::new().with_detached(true);
     run(0.5, &plain, false)?;
     run(0.0, &plain, true)?;
     run(0.5, &detached, true)?;
@@ -208,12 +213,15 @@ fn dropout_with_cache() -> Result<()> {
 
 fn positions_that_go_back() -> Result<()> {
     let tensor = |positions: &[u32]| Tensor::new(positions, &CPU);
-    let (next, first) = (tensor(&[4])?, tensor(&[0])?);
+    let next = tensor(&[4])?;
+    let first = tensor(&[0])?;
     prompt_and_step(NOTHING, at(&next))?;
-    let (far, after) = (tensor(&[10, 11, 12, 13])?, tensor(&[14])?);
+    let far = tensor(&[10, 11, 12, 13])?;
+    let after = tensor(&[14])?;
     prompt_and_step(at(&far), at(&after))?;
     // A layer that has no use for positions.
-    let (layer, mut cache) = (layer(&Config::new(8, 2).with_causal(true))?, AttentionCache::default());
+    let layer = layer(&Config::new(8, 2).with_causal(true))?;
+    let mut cache = AttentionCache::default();
     layer.forward_with(AttentionInput::new(&xs(1, 4)?).with_cache(&mut cache))?;
     layer.forward_with(AttentionInput::new(&xs(1, 1)?).with_cache(&mut cache).with_positions(&first))?;
     assert_silent("positions that go on, and those that the layer does not use");
@@ -225,7 +233,8 @@ fn positions_that_go_back() -> Result<()> {
 fn axis_positions_that_go_back() -> Result<()> {
     let axes = RopeAxes::new(vec![1, 1], RopeAxisLayout::Sections);
     let layer = layer(&Config::new(8, 2).with_causal(true).with_rope(RopeConfig::new(100.0).with_axes(axes)))?;
-    let (prompt, token) = (Tensor::new(&[[0u32, 1, 2, 3]; 2], &CPU)?, |at: u32| Tensor::new(&[[at]; 2], &CPU));
+    let prompt = Tensor::new(&[[0u32, 1, 2, 3]; 2], &CPU)?;
+    let token = |at: u32| Tensor::new(&[[at]; 2], &CPU);
     let run = |at: &Tensor| -> Result<()> {
         let mut cache = AttentionCache::default();
         layer.forward_with(AttentionInput::new(&xs(1, 4)?).with_cache(&mut cache).with_axis_positions(&prompt))?;

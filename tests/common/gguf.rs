@@ -142,8 +142,8 @@ impl Converted {
 
     /// Builds a file with tensors under Llama's names.
     pub fn file(&self, tensors: impl IntoIterator<Item = (String, Tensor)>) -> Result<File> {
-        let (mut file, is_gemma) =
-            (File::of(&self.architecture, &self.metadata), self.architecture.starts_with("gemma"));
+        let mut file = File::of(&self.architecture, &self.metadata);
+        let is_gemma = self.architecture.starts_with("gemma");
         for (name, list) in &self.tensors {
             file.add(name, &Tensor::new(&list[..], &Device::Cpu)?, GgmlDType::F32)?;
         }

@@ -84,7 +84,8 @@ pub fn listed(folder: impl AsRef<Path>) -> Vec<PathBuf> {
 }
 
 pub fn read_json<T: DeserializeOwned>(path: impl AsRef<Path>) -> T {
-    let (path, text) = (path.as_ref().display(), std::fs::read_to_string(&path));
+    let text = std::fs::read_to_string(&path);
+    let path = path.as_ref().display();
     serde_json::from_str(&text.unwrap_or_else(|error| panic!("{path}: {error}")))
         .unwrap_or_else(|error| panic!("{path}: {error}"))
 }
@@ -108,7 +109,8 @@ pub fn run(mut command: Command) -> Run {
 
 /// Loads the tensors of a file as variables, with a builder over them.
 pub fn variables(path: &Path) -> Result<(VarMap, VarBuilder<'static>)> {
-    let (vars, mut tensors) = (VarMap::new(), HashMap::new());
+    let vars = VarMap::new();
+    let mut tensors = HashMap::new();
     for (name, tensor) in candle_core::safetensors::load(path, &Device::Cpu)? {
         let var = Var::from_tensor(&tensor)?;
         tensors.insert(name.clone(), var.as_tensor().clone());

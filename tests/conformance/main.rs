@@ -115,7 +115,8 @@ impl Case {
                 return Verdict::Wrong(format!("{name} is {:?}, expected {:?}", found.dtype(), expected.dtype()));
             }
             let finite = values(expected).into_iter().map(f64::abs).filter(|number| number.is_finite());
-            let (error, largest) = (max_error(found, expected), finite.fold(0.0, f64::max));
+            let error = max_error(found, expected);
+            let largest = finite.fold(0.0, f64::max);
             if error > tolerance(expected.dtype()) * largest {
                 return Verdict::Wrong(format!("{name} is off by {error:.1e} where the largest is {largest:.1e}"));
             }
@@ -139,7 +140,8 @@ fn conformance_cases_are_equal_or_have_a_reason() {
     let path = root().join("docs/conformance.md");
     let written = std::fs::read_to_string(&path).expect("the page is there");
     let (head, _) = written.split_once("\n## ").expect("a part for each project");
-    let (mut text, mut wrong) = (head.to_string(), Vec::new());
+    let mut text = head.to_string();
+    let mut wrong = Vec::new();
     let answers: [fn(&Case, Backend) -> Result<Answer>; 2] = [onnx::answer, pytorch::answer];
     for (name, answer) in ["onnx", "pytorch"].into_iter().zip(answers) {
         let judge = Judge::open(name);

@@ -25,9 +25,12 @@ fn attention(case: &Case, backend: Backend) -> Result<Answer> {
         .map(|(name, heads)| heads_of(case.input(name), case.count(heads)));
     let past = case.find("past_key").zip(case.find("past_value"));
     if let Some((past_k, past_v)) = past {
-        (k, v) = (Ok(Tensor::cat(&[past_k, &k?], 2)?), Ok(Tensor::cat(&[past_v, &v?], 2)?));
+        k = Ok(Tensor::cat(&[past_k, &k?], 2)?);
+        v = Ok(Tensor::cat(&[past_v, &v?], 2)?);
     }
-    let (q, k, v) = (q?, k?, v?);
+    let q = q?;
+    let k = k?;
+    let v = v?;
     let (b, _, t_q, _) = q.dims4()?;
 
     // Query i has the position of key i + offset.
@@ -123,14 +126,17 @@ fn linear_attention(case: &Case, backend: Backend) -> Result<Answer> {
         true => decay.transpose(1, 2),
         false => heads_of(decay, h_s),
     });
-    let (decay, beta) = (decay.transpose()?, case.find("beta").map(|beta| beta.transpose(1, 2)).transpose()?);
+    let decay = decay.transpose()?;
+    let beta = case.find("beta").map(|beta| beta.transpose(1, 2)).transpose()?;
     let mut options = DeltaOptions::default().with_backend(backend);
     if let Some(scale) = case.number("scale") {
         options = options.with_scale(scale);
     }
-    let (q, past) = (q?, case.find("past_state"));
+    let q = q?;
+    let past = case.find("past_state");
     let (y, state) = gated_delta_rule(&q, &k?, &v?, decay.as_ref(), beta.as_ref(), past, &options)?;
-    let (y, state) = (y.transpose(1, 2)?.flatten_from(2)?, state.to_dtype(q.dtype())?);
+    let y = y.transpose(1, 2)?.flatten_from(2)?;
+    let state = state.to_dtype(q.dtype())?;
     Ok(Answer::Outputs(vec![("output", y), ("present_state", state)]))
 }
 

@@ -24,7 +24,8 @@ pub fn part(judge: &Judge, verdicts: &[(&Case, [Verdict; 2])]) -> String {
         verdicts.len(),
     );
     for (group, [on_reference, on_fused], names) in rows {
-        let (n, names) = (names.len(), listed(&names));
+        let n = names.len();
+        let names = listed(&names);
         let _ = writeln!(text, "| {group} | {n}: {names} | {} | {} |", said(on_reference), said(on_fused));
     }
     text

@@ -45,7 +45,9 @@ fn layer(case: &Case, backend: Backend) -> Result<Answer> {
         false => Ok(xs.clone()),
     };
     let [q, k, v] = ["query", "key", "value"].map(|name| batch_first(case.input(name)));
-    let (q, k, v) = (q?, k?, v?);
+    let q = q?;
+    let k = k?;
+    let v = v?;
     let mut mask = AttentionMask::none();
     for name in ["attn_mask", "key_padding_mask"] {
         let Some(given) = case.find(name) else { continue };

@@ -87,6 +87,7 @@ impl Edit {
 /// Projects a memory; the values' input is the keys' unless given.
 pub fn memory(of: &Fields) -> Result<ProjectedMemory> {
     let layer = MultiHeadAttention::new(&of.need("config")?, of.builder("seed")?)?;
-    let (keys, [values]) = (of.tensor("keys")?, of.tensors(["values"])?);
+    let keys = of.tensor("keys")?;
+    let [values] = of.tensors(["values"])?;
     layer.project_memory(&keys, values.as_ref().unwrap_or(&keys))
 }

@@ -65,12 +65,13 @@ fn names(_: &str, call: &Fields) -> Result<String> {
 
 /// Returns the layer of the config that is inferred from a folder of `models/`, or from a file of these tensors.
 fn inferred(_: &str, call: &Fields) -> Result<String> {
-    let (mut entries, mut end) = (Vec::new(), 0);
+    let mut entries = Vec::new();
+    let mut end = 0;
     for (name, [rows, columns]) in call.need::<BTreeMap<String, [usize; 2]>>("tensors")? {
         let start = end;
         end += rows * columns * 4;
-        let place = format!(r#""shape":[{rows},{columns}],"data_offsets":[{start},{end}]"#);
-        entries.push(format!(r#""{name}":{{"dtype":"F32",{place}}}"#));
+        let location = format!(r#""shape":[{rows},{columns}],"data_offsets":[{start},{end}]"#);
+        entries.push(format!(r#""{name}":{{"dtype":"F32",{location}}}"#));
     }
     let path = match call.get::<String>("folder")? {
         Some(folder) => models().join(folder).join("model.safetensors"),

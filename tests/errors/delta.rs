@@ -11,7 +11,10 @@ fn rule(_: &str, call: &Fields) -> Result<String> {
     let options = with(DeltaOptions::default(), call.get("scale")?, DeltaOptions::with_scale);
     let options = with(options, call.get("qk_norm")?, DeltaOptions::with_qk_norm).with_backend(call.backend());
     let [q, k, v] = ["q", "k", "v"].map(|name| call.tensor(name));
-    let (q, k, v, others) = (&q?, &k?, &v?, call.tensors(["decay", "beta", "state"])?);
+    let q = &q?;
+    let k = &k?;
+    let v = &v?;
+    let others = call.tensors(["decay", "beta", "state"])?;
     let [decay, beta, state] = others.each_ref().map(Option::as_ref);
     match call.part("packed", packed)? {
         Some(packed) => gated_delta_rule_varlen(q, k, v, decay, beta, state, &packed, &options),
@@ -21,7 +24,8 @@ fn rule(_: &str, call: &Fields) -> Result<String> {
 }
 
 fn run(call: &Fields, xs: &Tensor, cache: Option<&mut DeltaCache>) -> Result<Tensor> {
-    let (config, vb) = (call.need("config")?, call.builder("seed")?);
+    let config = call.need("config")?;
+    let vb = call.builder("seed")?;
     let net = match call.get("layout")? {
         Some(layout) => GatedDeltaNet::load(&config, layout, vb)?,
         None => GatedDeltaNet::new(&config, vb)?,
@@ -31,7 +35,8 @@ fn run(call: &Fields, xs: &Tensor, cache: Option<&mut DeltaCache>) -> Result<Ten
         return net.state_dict(layout).map(|_| xs.clone());
     }
     let [residual, attention_mask] = call.tensors(["residual", "attention_mask"])?;
-    let (packed, valid_lens) = (call.part("packed", packed)?, call.get::<Vec<usize>>("valid_lens")?);
+    let packed = call.part("packed", packed)?;
+    let valid_lens = call.get::<Vec<usize>>("valid_lens")?;
     let input = with(DeltaInput::new(xs), residual.as_ref(), DeltaInput::with_residual);
     let input = with(input, attention_mask.as_ref(), DeltaInput::with_attention_mask);
     let input = with(input, valid_lens.as_deref(), DeltaInput::with_valid_lens);
@@ -50,7 +55,8 @@ fn step(call: &Value, cache: &mut DeltaCache) -> Result<Tensor> {
 /// Calls a net. A call with a cache that is an error does not change the cache. The cache has the earlier calls, and a
 /// snapshot after the first.
 fn net(_: &str, call: &Fields) -> Result<String> {
-    let (xs, edit) = (call.tensor("xs")?, call.get::<Edit>("edit")?);
+    let xs = call.tensor("xs")?;
+    let edit = call.get::<Edit>("edit")?;
     let Some(before) = call.json("cache").and_then(Value::as_array) else { return run(call, &xs, None).map(accepted) };
     let mut cache = DeltaCache::default();
     for (n, earlier) in before.iter().enumerate() {

@@ -10,9 +10,13 @@ crate::on_each_accelerator!(tensors_on_another_device_are_rejected);
 
 /// Checks that the error names both devices, for every tensor that is on the wrong one.
 fn tensors_on_another_device_are_rejected(device: &Device) -> Result<()> {
-    let (here, there) = (CPU.location(), device.location());
-    let (q, kv, none) = (zeros((1, 2, 3, 4)).to_device(device)?, zeros((1, 2, 5, 4)), AttentionMask::none());
-    let (k, options) = (kv.to_device(device)?, SdpaOptions::default);
+    let here = CPU.location();
+    let there = device.location();
+    let q = zeros((1, 2, 3, 4)).to_device(device)?;
+    let kv = zeros((1, 2, 5, 4));
+    let none = AttentionMask::none();
+    let k = kv.to_device(device)?;
+    let options = SdpaOptions::default;
     let attend = |keys: &Tensor, values: &Tensor, mask: &AttentionMask, with: SdpaOptions| {
         error_text(scaled_dot_product_attention(&q, keys, values, mask, &with))
     };
@@ -21,14 +25,16 @@ fn tensors_on_another_device_are_rejected(device: &Device) -> Result<()> {
     let lse = zeros((1, 2, 3));
     let parts = [(q.clone(), lse.to_device(device)?), (zeros((1, 2, 3, 4)), lse)];
     let layer = MultiHeadAttention::new(&Config::new(8, 2), VarBuilder::zeros(DType::F32, device))?;
-    let (xs, ys) = (zeros((1, 3, 8)), zeros((1, 3, 8)).to_device(device)?);
+    let xs = zeros((1, 3, 8));
+    let ys = zeros((1, 3, 8)).to_device(device)?;
     let cross = |keys, values| error_text(layer.forward_with(AttentionInput::new(&ys).with_key_value(keys, values)));
     let sdpa =
         |what| format!("[scaled_dot_product_attention] {what} is on {here:?}, expected the device of q, {there:?}");
     let mask = |what| format!("[attention_mask] {what} is on {here:?}, expected the device of the queries, {there:?}");
     let of_layer =
         |what| format!("[multi_head_attention] {what} are on {here:?}, expected the device of the weights, {there:?}");
-    let (weight, xs_of_4) = (zeros((3, 4)), zeros((2, 4)));
+    let weight = zeros((3, 4));
+    let xs_of_4 = zeros((2, 4));
     let elsewhere = PackedLinear::new(&weight.to_device(device)?, None)?;
     let input =
         |one, other| format!("[packed_linear] input is on {one:?}, expected the device of the weight, {other:?}");

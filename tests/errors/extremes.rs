@@ -16,12 +16,15 @@ fn additive_attention_with_empty_sizes_returns_empty_tensors_or_zeros() -> Resul
     let causal = AttentionMask::causal().with_window(2);
     let additive = AdditiveAttention::new(&AdditiveAttentionConfig::new(6, 6, 3), any_weights())?;
     for (b, t_q, t_kv, d_v) in [(0, 3, 4, 5), (2, 0, 4, 5), (2, 3, 0, 5), (2, 3, 4, 0), (2, 0, 0, 5), (0, 0, 0, 0)] {
-        let (q, k, v) = (numbers((b, t_q, 6)), numbers((b, t_kv, 6)), numbers((b, t_kv, d_v)));
+        let q = numbers((b, t_q, 6));
+        let k = numbers((b, t_kv, 6));
+        let v = numbers((b, t_kv, d_v));
         let output = additive.forward_with_weights(&q, &k, &v, &causal)?;
         assert_eq!((output.output.dims(), output.weights.dims()), (&[b, t_q, d_v][..], &[b, t_q, t_kv][..]));
     }
     // Weights do not depend on how wide the values are, be it nothing.
-    let (q, k) = (numbers((1, 3, 6)), numbers((1, 5, 6)));
+    let q = numbers((1, 3, 6));
+    let k = numbers((1, 5, 6));
     let output = additive.forward_with_weights(&q, &k, &zeros((1, 5, 0)), &AttentionMask::none())?;
     assert_close(&output.weights, &(Tensor::ones((1, 3, 5), DType::F32, &CPU)? / 5.0)?, 1e-7, "additive weights");
     let scores = masked_softmax(&zeros((2, 3, 0)), Some(&vec![4, 0].into()), FullyMaskedRows::Uniform)?;
@@ -32,7 +35,8 @@ fn additive_attention_with_empty_sizes_returns_empty_tensors_or_zeros() -> Resul
 /// Compares strides that `tests/attention` does not draw.
 #[test]
 fn strided_slopes_sinks_lengths_and_inputs_match_contiguous_ones() -> Result<()> {
-    let (q, mask) = (numbers((2, 4, 3, 6)), AttentionMask::causal());
+    let q = numbers((2, 4, 3, 6));
+    let mask = AttentionMask::causal();
     let wide = numbers((4, 2));
     let with =
         |heads: &Tensor| attend(&q, &q, &q, &mask, &SdpaOptions::default().with_alibi_slopes(heads).with_sinks(heads));
@@ -66,7 +70,8 @@ const BUILDERS: [(&str, Builder); 3] =
 /// Checks too that sizes beyond memory are errors.
 #[test]
 fn every_builder_loads_every_layout_twice_alike() -> Result<()> {
-    let (most, xs) = (u32::MAX as usize, numbers((1, 3, 8)));
+    let most = u32::MAX as usize;
+    let xs = numbers((1, 3, 8));
     let wide = Config::new(2, most).with_head_dim(most).with_value_head_dim(most);
     for layout in WeightLayout::all() {
         let cfg = Config::new(8, 2).with_out_proj(!matches!(layout, WeightLayout::StackedHeads(..)));

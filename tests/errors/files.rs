@@ -9,7 +9,8 @@ pub const SUBJECTS: &[(&str, Subject)] = &[
     // The first bytes of a file of `models/`, or all of them and more, or bytes.
     ("file", |_, call| {
         let whole = call.get::<String>("of")?.map_or(Ok(Vec::new()), |path| std::fs::read(models().join(path)))?;
-        let (first, more) = (call.get("first")?.unwrap_or(whole.len()), call.get::<String>("more")?);
+        let first = call.get("first")?.unwrap_or(whole.len());
+        let more = call.get::<String>("more")?;
         read(&call.need::<String>("name")?, &[&whole[..first], &bytes(&more.unwrap_or_default())].concat())
     }),
     ("safetensors header", |line, _| {

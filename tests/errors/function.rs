@@ -33,7 +33,10 @@ fn attention(_: &str, call: &Fields) -> Result<String> {
     let options = with(options, slopes.as_ref(), SdpaOptions::with_alibi_slopes);
     let options = &with(options, sinks.as_ref(), SdpaOptions::with_sinks).with_backend(call.backend());
     let [q, k, v] = ["q", "k", "v"].map(|name| call.tensor(name));
-    let (q, k, v, mask) = (&q?, &k?, &v?, &call.part("mask", mask)?.unwrap_or_else(AttentionMask::none));
+    let q = &q?;
+    let k = &k?;
+    let v = &v?;
+    let mask = &call.part("mask", mask)?.unwrap_or_else(AttentionMask::none);
     match (call.get::<String>("entry")?.as_deref(), call.part("packed", packed)?) {
         (None, None) => sdpa(q, k, v, mask, options).map(accepted),
         (None, Some(packed)) => varlen(q, k, v, &packed, mask, options).map(accepted),

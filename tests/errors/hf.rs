@@ -59,7 +59,8 @@ fn without(line: &str, _: &Fields) -> Result<String> {
     let config = serde_json::from_str(&std::fs::read_to_string(folder.join("config.json"))?).map_err(Error::wrap)?;
     let mut tensors = candle_core::safetensors::load(folder.join("model.safetensors"), &CPU)?;
     tensors.remove(missing).expect("the model has it");
-    let (vb, layer) = (VarBuilder::from_tensors(tensors, DType::F32, &CPU), layer.parse().expect("a layer"));
+    let vb = VarBuilder::from_tensors(tensors, DType::F32, &CPU);
+    let layer = layer.parse().expect("a layer");
     match hf::latent_attention_config(&config, layer) {
         Ok(_) => hf::load_latent_attention(&config, layer, vb).map(accepted),
         Err(_) => hf::load_attention(&config, layer, vb).map(accepted),

@@ -41,10 +41,13 @@ fn latent(call: &Fields) -> Result<Latent> {
 pub fn run(call: &Fields, xs: &Tensor, cache: Option<&mut AttentionCache>) -> Result<(String, Tensor)> {
     let [positions, key_positions, axis_positions, residual, keys, values] =
         call.tensors(["positions", "key_positions", "axis_positions", "residual", "keys", "values"])?;
-    let (mask, packed) = (call.part("mask", mask)?, call.part("packed", packed)?);
-    let (memory, shared) = (call.part("memory", memory)?, call.part("shared", |held| filled(held, None))?);
+    let mask = call.part("mask", mask)?;
+    let packed = call.part("packed", packed)?;
+    let memory = call.part("memory", memory)?;
+    let shared = call.part("shared", |held| filled(held, None))?;
     let [valid_lens, starts] = ["valid_lens", "starts"].map(|name| call.get::<Vec<usize>>(name));
-    let (valid_lens, starts) = (valid_lens?, starts?);
+    let valid_lens = valid_lens?;
+    let starts = starts?;
     let input = AttentionInput::new(xs);
     let input = with(input, positions.as_ref(), AttentionInput::with_positions);
     let input = with(input, key_positions.as_ref(), AttentionInput::with_key_positions);

@@ -13,7 +13,8 @@ pub const SUBJECTS: &[(&str, Subject)] =
     &[("linear", product), ("norm", norm), ("linear calls", |line, _| named(CALLS, line))];
 
 fn linear(of: &Fields) -> Result<PackedLinear> {
-    let (weight, [bias]) = (of.tensor("weight")?, of.tensors(["bias"])?);
+    let weight = of.tensor("weight")?;
+    let [bias] = of.tensors(["bias"])?;
     if of.is("quantized") {
         return PackedLinear::from_qtensor(QTensor::quantize(&weight, GgmlDType::Q8_0)?, bias.as_ref());
     }
@@ -23,7 +24,9 @@ fn linear(of: &Fields) -> Result<PackedLinear> {
 }
 
 fn product(_: &str, call: &Fields) -> Result<String> {
-    let (linear, xs, [residual, rows]) = (linear(call)?, &call.tensor("xs")?, call.tensors(["residual", "rows"])?);
+    let linear = linear(call)?;
+    let xs = &call.tensor("xs")?;
+    let [residual, rows] = call.tensors(["residual", "rows"])?;
     if let Some(ids) = rows {
         return linear.weight_rows(&ids).map(accepted);
     }
@@ -38,7 +41,9 @@ fn product(_: &str, call: &Fields) -> Result<String> {
 
 /// Applies a root mean square norm, also with a gate, or a layer norm if there is a bias.
 fn norm(_: &str, call: &Fields) -> Result<String> {
-    let (weight, xs, eps) = (call.tensor("weight")?, call.tensor("xs")?, call.need("eps")?);
+    let weight = call.tensor("weight")?;
+    let xs = call.tensor("xs")?;
+    let eps = call.need("eps")?;
     match call.tensors(["bias", "gate"])? {
         [Some(bias), _] => LayerNorm::new(weight, bias, eps)?.forward(&xs),
         [None, Some(gate)] => RmsNorm::new(weight, eps)?.forward_gated(&xs, &gate, GateActivation::Silu),

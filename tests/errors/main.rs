@@ -173,7 +173,8 @@ fn match_reviewed_files(subject: Option<&[&str]>) {
             continue;
         }
         count += 1;
-        let (mut said, mut heading) = (String::new(), None);
+        let mut said = String::new();
+        let mut heading = None;
         let written = std::fs::read_to_string(&file).expect("a file of texts");
         for line in written.lines().filter(|line| !line.starts_with("    ")) {
             said += &format!("{line}\n");

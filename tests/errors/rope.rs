@@ -16,7 +16,8 @@ pub const SUBJECTS: &[(&str, Subject)] = &[("rope", |_, call| {
 
 /// Builds a rotary embedding, from tables if given.
 pub fn rotary(of: &Fields) -> Result<RotaryEmbedding> {
-    let (config, head_dim) = (of.need("config")?, of.need("head_dim")?);
+    let config = of.need("config")?;
+    let head_dim = of.need("head_dim")?;
     match of.tensors(["cos", "sin"])? {
         [Some(cos), Some(sin)] => RotaryEmbedding::from_tables(&config, head_dim, &cos, &sin),
         _ => RotaryEmbedding::new(&config, head_dim),

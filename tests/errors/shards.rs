@@ -10,7 +10,8 @@ pub const SUBJECTS: &[(&str, Subject)] = &[("share", share), ("share calls", |li
 fn share(_: &str, call: &Fields) -> Result<String> {
     let tensors = call.read("weights", words::named::<Vec<_>>)?.expect("names and tensors").into_iter();
     let vb = sharded(&tensors.map(|(name, tensor)| (format!("layer.{name}"), tensor)).collect())?.pp("layer");
-    let (config, shard) = (call.need("config")?, HeadShard::new(0, call.need("processes")?)?);
+    let config = call.need("config")?;
+    let shard = HeadShard::new(0, call.need("processes")?)?;
     let layer = MultiHeadAttention::load_shard(&config, WeightLayout::Canonical, shard, &vb)?;
     let [xs] = call.tensors(["xs"])?;
     xs.map_or(Ok(()), |xs| layer.forward(&xs).map(drop)).map(accepted)

@@ -200,7 +200,9 @@ fn numbers(list: &Value) -> Result<Tensor> {
             number => found.push(number.as_f64().expect("a number")),
         }
     }
-    let (mut found, mut dims, mut first) = (Vec::new(), Vec::new(), Some(list));
+    let mut found = Vec::new();
+    let mut dims = Vec::new();
+    let mut first = Some(list);
     while let Some(Value::Array(nested)) = first {
         dims.push(nested.len());
         first = nested.first();

@@ -24,7 +24,8 @@ fn logits(file: &File, ids: &str) -> Result<Tensor> {
 #[test]
 fn gguf_files_match_logits_and_tokens_of_checkpoints() -> Result<()> {
     for model in ["llama_tied", "qwen2", "phi3", "gemma3_text"] {
-        let (golden, file) = (Decoded::of(&Checkpoint::of("causal_lm", model).path)?, of_checkpoint(model)?);
+        let golden = Decoded::of(&Checkpoint::of("causal_lm", model).path)?;
+        let file = of_checkpoint(model)?;
         let logits = logits(&file, &spelled(&golden.ids[0]))?;
         assert_near(&logits, &golden.logits.narrow(0, 0, 1)?, 1e-5, model);
         let made = on_disk(&file)?.1.printed(&["--ids", &spelled(&golden.ids[0][..7]), "--max-tokens", "6"]);
@@ -51,7 +52,8 @@ fn gguf_tokenizer_matches_ids() -> Result<()> {
 
     let mut other = process::command("causal_lm");
     other.arg("--model").arg(&model.path).args(["--ids", "5", "--dtype", "bf16"]);
-    let (Run { code, stderr, .. }, said) = (run(other), "a GGUF file has its own types of weights");
+    let Run { code, stderr, .. } = run(other);
+    let said = "a GGUF file has its own types of weights";
     assert!(code == Some(1) && stderr.starts_with(&format!("error: [causal_lm] {said}")), "{stderr}");
     Ok(())
 }
@@ -81,7 +83,8 @@ fn gguf_quantised_weights_match_dequantised_logits() -> Result<()> {
     for (dtype, tied) in
         [(F16, true), (BF16, false), (Q4_0, true), (Q4_1, false), (Q5_0, true), (Q5_1, true), (Q8_0, true)]
     {
-        let (file, mut plain) = (wide(dtype, tied)?, wide(F32, tied)?);
+        let file = wide(dtype, tied)?;
+        let mut plain = wide(F32, tied)?;
         for (name, weight) in &file.tensors {
             plain.add(name, &weight.dequantize(&Device::Cpu)?, F32)?;
         }

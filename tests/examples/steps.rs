@@ -19,12 +19,14 @@ fn load(checkpoint: &Checkpoint) -> Result<CausalLm> {
 #[test]
 fn decoders_called_in_pieces_match_logits_of_transformers() -> Result<()> {
     for checkpoint in Checkpoint::all("causal_lm") {
-        let (model, golden) = (load(&checkpoint)?, Decoded::of(&checkpoint.path)?);
+        let model = load(&checkpoint)?;
+        let golden = Decoded::of(&checkpoint.path)?;
         let t = golden.ids[0].len();
         let pieces = |most: usize| (0..t).step_by(most).map(|at| [most.min(t - at); 2]).collect::<Vec<_>>();
         let uneven = vec![[5, 1], [0, 3], [2, 4], [1, 0], [3, 3]];
         for calls in [1, 2, 5, 65].map(pieces).into_iter().chain([uneven]) {
-            let (mut caches, mut before) = (model.caches(|config| config)?, [0; 2]);
+            let mut caches = model.caches(|config| config)?;
+            let mut before = [0; 2];
             for lens in &calls {
                 let row = |text: usize| {
                     // Padding is another token than the one that is next.
@@ -58,7 +60,8 @@ fn linear_attention_state_does_not_grow() -> Result<()> {
         model.forward(&ids.narrow(1, 0, t)?, None, &mut caches)?;
         Ok(caches.iter().map(Cache::memory).collect())
     };
-    let (few, many) = (held(1)?, held(300)?);
+    let few = held(1)?;
+    let many = held(300)?;
     assert_eq!(few[..3], many[..3]);
     assert!(few[3] < many[3], "{few:?}, {many:?}");
     Ok(())

@@ -62,7 +62,8 @@ fn tokenize_attend_maps_match_pytorch_and_transformers() {
         ("sentence_embedding/models/bert", ["man eats", "the sky is blue"]),
     ] {
         for (layer, exact) in attentions[checkpoint].iter().enumerate() {
-            let (folder, layer) = (format!("tests/{checkpoint}"), layer.to_string());
+            let folder = format!("tests/{checkpoint}");
+            let layer = layer.to_string();
             assert_maps(&[&texts[..], &["--model", &folder, "--layer", &layer]].concat(), exact);
         }
     }

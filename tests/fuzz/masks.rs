@@ -16,7 +16,8 @@ fn check(bytes: &[u8]) -> Result<()> {
     let mut bytes = bytes.iter().copied();
     let mut next = || bytes.next().unwrap_or(0);
     let [t_q, t_kv] = [next() % 40, next() % 40].map(usize::from);
-    let (alignment, at_end) = (next() % 5, [t_kv as i64 - t_q as i64; 2]);
+    let alignment = next() % 5;
+    let at_end = [t_kv as i64 - t_q as i64; 2];
     // With the position of the first query of each of two sequences.
     let (mut mask, positions) = match alignment {
         0 => (AttentionMask::none(), at_end),
@@ -41,7 +42,8 @@ fn check(bytes: &[u8]) -> Result<()> {
     mask = lens.map_or(mask.clone(), |lens| mask.with_valid_lens(each(lens)));
     // Returns whether query i of sequence b attends to key j, if the first queries have these positions.
     let attends = |firsts: [i64; 2], b: usize, i: usize, j: usize| {
-        let (position, j) = (i as i64 + firsts[b], j as i64);
+        let position = i as i64 + firsts[b];
+        let j = j as i64;
         let of = |values: Option<[u8; 2]>| values.map(|values| i64::from(values[b]));
         (alignment == 0 || j <= position || of(prefix).is_some_and(|prefix| j < prefix))
             && window.is_none_or(|[w, _]| position - j < i64::from(w))

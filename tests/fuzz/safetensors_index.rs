@@ -6,7 +6,8 @@ use candle_core::{DType, Device};
 /// Splits the index and the header at the first newline, so that people can read and write seeds.
 pub fn run(bytes: &[u8]) {
     let newline = bytes.iter().position(|&byte| byte == b'\n').unwrap_or(bytes.len());
-    let (index, header) = (&bytes[..newline], bytes.get(newline + 1..).unwrap_or_default());
+    let index = &bytes[..newline];
+    let header = bytes.get(newline + 1..).unwrap_or_default();
     let place = tempfile::tempdir().expect("a temporary folder");
     let mut shard = (header.len() as u64).to_le_bytes().to_vec();
     shard.extend(header);

@@ -70,7 +70,8 @@ impl<'a> System<'a> {
 
     /// Returns the output of a case, and the weights. Outside of training, a seed drops nothing.
     fn run(&self, case: &str, train: bool) -> Result<(Tensor, Option<Tensor>)> {
-        let (golden, device) = (self.golden, self.vb.device());
+        let golden = self.golden;
+        let device = self.vb.device();
         let find = |name: &str| {
             let tensor = golden.find(case, name);
             tensor.map(|tensor| tensor.to_dtype(self.vb.dtype())?.to_device(device)).transpose()
@@ -149,7 +150,8 @@ fn half_precision_error_is_at_most_twice_pytorchs() -> Result<()> {
     let all = all();
     for (golden, dtype) in all.iter().flat_map(|golden| [(golden, DType::F16), (golden, DType::BF16)]) {
         let system = System::open(golden, dtype, &Device::Cpu)?;
-        let (mut ours, mut pytorchs) = (0f64, 0f64);
+        let mut ours = 0f64;
+        let mut pytorchs = 0f64;
         for case in golden.cases() {
             let Some(pytorch) = golden.find(&case, &format!("output_{}", dtype.as_str())) else {
                 let elsewhere = std::env::var_os("CANDLE_ATTENTION_MODELS").is_some();
@@ -221,7 +223,8 @@ fn dropout_in_additive_attention_matches_dropped_weights() -> Result<()> {
 /// Draws PyTorch's dropout mask: the generator is seeded just before the forward pass, as in the tutorial.
 #[test]
 fn dropout_in_frontend_48_train_matches_pytorch() -> Result<()> {
-    let (golden, plain) = (Golden::open(TRAINED), Golden::open("frontend_48"));
+    let golden = Golden::open(TRAINED);
+    let plain = Golden::open("frontend_48");
     let system = System { golden: &golden, ..System::open(&plain, DType::F32, &Device::Cpu)? };
     let (output, weights) = system.run("main", true)?;
     let weights = weights.expect("a layer");

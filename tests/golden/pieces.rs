@@ -27,7 +27,8 @@ fn assert_golden(output: &AttentionOutput, golden: &Golden, case: &str) -> Resul
 
 #[test]
 fn small_examples_match_scores_weights_and_outputs() -> Result<()> {
-    let (sun, golden) = (Golden::open("shiny_sun"), Golden::open("qkv_2x2"));
+    let sun = Golden::open("shiny_sun");
+    let golden = Golden::open("qkv_2x2");
     let x = heads(sun.get("main", "x"))?;
     let output = attend(&x.narrow(2, 1, 1)?, &x, &x, &AttentionMask::none(), Some(1.0))?;
     assert_golden(&output, &sun, "main")?;
@@ -36,7 +37,9 @@ fn small_examples_match_scores_weights_and_outputs() -> Result<()> {
     let all = heads(sun.get("all_queries", "x"))?;
     sun.check("all_queries", "expected_f64", &attend(&all, &all, &all, &AttentionMask::none(), Some(1.0))?.output)?;
     let [q, k, v] = ["q", "k", "v"].map(|name| heads(golden.get("main", name)));
-    let (q, k, v) = (q?, k?, v?);
+    let q = q?;
+    let k = k?;
+    let v = v?;
     golden.check("main", "scores", &scores(&q, &k, 1.0)?)?;
     golden.check("main", "scaled", &scores(&q, &k, 0.5f64.sqrt())?)?;
     assert_golden(&attend(&q, &k, &v, &AttentionMask::none(), None)?, &golden, "main")
@@ -70,7 +73,8 @@ fn batched_matmul_matches_each_head_alone() -> Result<()> {
 #[test]
 fn causal_mask_matches_additive_mask() -> Result<()> {
     let golden = Golden::open("additive_mask");
-    let (scores, meant) = (golden.get("main", "scores"), golden.get("main", "mask_meant"));
+    let scores = golden.get("main", "scores");
+    let meant = golden.get("main", "mask_meant");
     let t = scores.dim(1)?;
     let additive = AttentionMask::causal().to_additive((1, 1, t, t), scores.dtype(), scores.device())?;
     assert_close(&additive.squeeze(0)?.squeeze(0)?, meant, 0.0, "the triangle");
@@ -122,7 +126,8 @@ fn d2l_transpose_qkv_matches_heads_dimension() -> Result<()> {
     let split = x.reshape((b, t, 3, width / 3))?.transpose(1, 2)?;
     assert_close(&split.flatten(0, 1)?, golden.get("main", "output"), 0.0, "split");
     // With a single key, the output is its value, so attention shows how the layer orders heads.
-    let (value, none) = (split.narrow(2, 0, 1)?, AttentionMask::none());
+    let value = split.narrow(2, 0, 1)?;
+    let none = AttentionMask::none();
     let context = scaled_dot_product_attention(&split, &value, &value, &none, &SdpaOptions::default())?;
     let merged = context.transpose(1, 2)?.reshape((b, t, width))?;
     assert_close(&merged, &x.narrow(1, 0, 1)?.broadcast_as((b, t, width))?, TOLERANCE, "merged");
@@ -133,7 +138,8 @@ fn d2l_transpose_qkv_matches_heads_dimension() -> Result<()> {
 fn dropout_mask_matches_pytorch() -> Result<()> {
     let golden = Golden::open("dropout");
     for (case, seed, p) in [("ones", 123, 0.5), ("tenth", 7, 0.1)] {
-        let (x, expected) = (golden.get(case, "x"), golden.get(case, "output"));
+        let x = golden.get(case, "x");
+        let expected = golden.get(case, "output");
         let keep = TorchSeed::new(seed).dropout_keep(x.shape(), p)?;
         assert_close(&keep, golden.get(case, "keep"), 0.0, case);
         assert_close(&(x.mul(&keep.to_dtype(x.dtype())?)? / (1.0 - p))?, expected, 1e-7, case);

@@ -122,7 +122,8 @@ fn gguf_weights_of_every_type_match_dequantised_layer() -> Result<()> {
             for (name, tensor) in &file.tensors {
                 plain.add(name, &tensor.dequantize(&CPU)?, F32)?;
             }
-            let (mut file, mut plain) = (file.open()?, plain.open()?);
+            let mut file = file.open()?;
+            let mut plain = plain.open()?;
             check(&load(&mut file, 0)?.forward(&xs)?, &load(&mut plain, 0)?.forward(&xs)?);
             if architecture == "llama" {
                 let (content, reader) = &mut plain;

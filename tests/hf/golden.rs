@@ -79,7 +79,8 @@ fn hf_layer_shards_sum_to_whole_layer() -> Result<()> {
         if cfg.num_heads() % 2 > 0 || (cfg.num_kv_heads() % 2 > 0 && cfg.num_kv_heads() > 1) || spans {
             continue;
         }
-        let (vb, mask) = (crate::common::sharded(&model.weights)?, mask(&model)?);
+        let vb = crate::common::sharded(&model.weights)?;
+        let mask = mask(&model)?;
         let input = || on_axes(&model, AttentionInput::new(&model.golden["layer0.in"]).with_mask(&mask));
         let of =
             |rank| hf::load_attention_shard(&model.config, 0, HeadShard::new(rank, 2)?, &vb)?.forward_with(input());

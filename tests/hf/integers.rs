@@ -181,7 +181,8 @@ fn with_field(config: &Value, place: &str, value: Value) -> Value {
 /// Tries every field that is read of a config with an integer, in lists where the field is a list. Returns the number
 /// of fields, and the fields that are flags.
 fn try_integers(config: &Value, names: &[&str]) -> (usize, Vec<String>) {
-    let (parts, mut fields) = (parts(config), Fields::default());
+    let parts = parts(config);
+    let mut fields = Fields::default();
     fields.find(&parts, config, "", names);
     for place in &fields.others {
         let text = described(&parts, &with_field(config, place, json!(1)), 0);

@@ -45,7 +45,8 @@ impl Model {
 #[test]
 fn linear_attention_layers_match_transformers() -> Result<()> {
     for model in models() {
-        let (net, xs) = (model.net()?, &model.golden["in"]);
+        let net = model.net()?;
+        let xs = &model.golden["in"];
         model.assert_golden(&net, "whole sequences")?;
         let reference = DeltaInput::new(xs).with_backend(Backend::Reference).with_residual(xs);
         model.assert_close(
@@ -66,7 +67,9 @@ fn linear_attention_layers_match_transformers() -> Result<()> {
 #[test]
 fn linear_attention_cache_ignores_padding() -> Result<()> {
     for model in models() {
-        let (net, xs, expected) = (model.net()?, &model.golden["in"], &model.golden["out"]);
+        let net = model.net()?;
+        let xs = &model.golden["in"];
+        let expected = &model.golden["out"];
         let mut cache = DeltaCache::default();
         let mut at = [0, 0];
         for (lens, is_left) in [([4, 2], true), ([0, 3], false), ([1, 1], false), ([3, 0], false), ([1, 3], false)] {
@@ -109,7 +112,8 @@ fn linear_attention_cache_ignores_padding() -> Result<()> {
 #[test]
 fn linear_attention_packed_sequences_match_separate_calls() -> Result<()> {
     for model in models() {
-        let (net, xs) = (model.net()?, model.golden["in"].flatten_to(1)?);
+        let net = model.net()?;
+        let xs = model.golden["in"].flatten_to(1)?;
         let lens = [3, 0, 6, 1, 7, 1];
         let sequences = PackedSequences::from_lens(&lens, &lens)?;
         let alone = (0..lens.len()).filter(|&s| lens[s] > 0).map(|s| {
@@ -221,7 +225,8 @@ fn linear_attention_shards_sum_to_whole_layer() -> Result<()> {
 }
 
 fn shares_sum(model: &Model) -> Result<()> {
-    let (vb, whole) = (sharded(&model.weights)?, model.net()?);
+    let vb = sharded(&model.weights)?;
+    let whole = model.net()?;
     for world_size in 1..=whole.config().num_value_heads() {
         let mut sum = model.golden["out"].zeros_like()?;
         let mut heads = 0;

@@ -22,9 +22,8 @@ fn renamed(model: &Model, rename: impl Fn(&str) -> String) -> Model {
 #[track_caller]
 fn assert_same(model: &Model, layer: usize, other: &Model) {
     let xs = &model.golden[&format!("layer{layer}.in")];
-    let [own, other] =
-        [model, other].map(|model| forward(model, layer, AttentionInput::new(xs)).expect("its names are known"));
-    assert_eq!(values(&own), values(&other), "{}", model.name);
+    let run = |either: &Model| values(&forward(either, layer, AttentionInput::new(xs)).expect("its names are known"));
+    assert_eq!(run(model), run(other), "{}", model.name);
 }
 
 #[test]
@@ -44,12 +43,12 @@ fn hf_models_with_and_without_head_have_equal_layers() {
 fn hf_gemma3_text_of_image_models_has_equal_layers() {
     let texts: Vec<_> = all_models().into_iter().filter(|model| model.model_type() == "gemma3_text").collect();
     assert!(!texts.is_empty());
-    for (model, prefix) in texts.iter().flat_map(|model| {
-        ["model.language_model.", "language_model.model.", "language_model."].map(|prefix| (model, prefix))
-    }) {
-        let mut other = renamed(model, |name| name.replacen("model.", prefix, 1));
-        other.config = json!({"model_type": "gemma3", "text_config": model.config});
-        (0..model.layers()).for_each(|layer| assert_same(model, layer, &other));
+    for model in &texts {
+        for prefix in ["model.language_model.", "language_model.model.", "language_model."] {
+            let mut other = renamed(model, |name| name.replacen("model.", prefix, 1));
+            other.config = json!({"model_type": "gemma3", "text_config": model.config});
+            (0..model.layers()).for_each(|layer| assert_same(model, layer, &other));
+        }
     }
 }
 
@@ -69,9 +68,10 @@ fn hf_former_and_present_names_have_equal_layers() -> Result<()> {
     // RF-DETR's names before transformers 5.18.
     let detr = Model::named("rf_detr_dinov2");
     let former = renamed(&detr, |name| {
-        let of_out = name.replace("attention.o_proj", "attention.output.dense");
-        let names = [("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value")];
-        names.iter().fold(of_out, |given, (new, old)| given.replace(new, &format!("attention.{old}")))
+        name.replace("attention.o_proj", "attention.output.dense")
+            .replace("q_proj", "attention.query")
+            .replace("k_proj", "attention.key")
+            .replace("v_proj", "attention.value")
     });
     assert_same(&detr, 0, &former);
     Ok(())
@@ -81,10 +81,9 @@ fn hf_former_and_present_names_have_equal_layers() -> Result<()> {
 /// a query. If the config says that there are no biases, one is an error.
 #[test]
 fn hf_videomae_key_bias_changes_nothing() -> Result<()> {
-    let model = Model::named("videomae");
+    let videomae = Model::named("videomae");
     let attention = "videomae.encoder.layer.0.attention.attention";
-    let names = [("q_bias", "query.bias"), ("v_bias", "value.bias")];
-    let mut model = renamed(&model, |name| names.iter().fold(name.to_string(), |n, (a, b)| n.replace(a, b)));
+    let mut model = renamed(&videomae, |name| name.replace("q_bias", "query.bias").replace("v_bias", "value.bias"));
     model.weights.insert(format!("{attention}.key.bias"), Tensor::arange(-16f32, 16., &CPU)?.affine(0.1, 0.)?);
     let ys = hf::load_attention(&model.config, 0, model.vb())?.forward(&model.golden["layer0.in"])?;
     model.assert_close(&ys, &model.golden["layer0.out"], "with a bias of keys");

@@ -14,7 +14,8 @@ pub const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 /// Returns the result of a fetch in a process without this process's environment variables for the hub: the cache is
 /// below `home`.
 pub fn fetch(home: &Path, model: &str, environment: &[(&str, &str)]) -> String {
-    let (mut command, folder) = (Command::new(std::env::current_exe().expect("this test")), TempDir::new());
+    let mut command = Command::new(std::env::current_exe().expect("this test"));
+    let folder = TempDir::new();
     let result = folder.as_ref().expect("a folder").path().join("result");
     command.args(["--exact", "child::child_fetches_and_writes_result", "--ignored", "--quiet", "--nocapture"]);
     for (name, _) in std::env::vars_os() {

@@ -163,7 +163,8 @@ impl Server {
         }
         if file.ends_with(".safetensors") {
             // Large files are elsewhere: the hub says how large, and where.
-            let (size, endpoint) = (bytes.len(), &self.endpoint);
+            let size = bytes.len();
+            let endpoint = &self.endpoint;
             let linked = format!("X-Linked-Size: {size}\r\nX-Linked-ETag: {etag}\r\n");
             return ("302 Found".into(), format!("{commit}{linked}Location: {endpoint}/store/{file}\r\n"), none);
         }

@@ -165,7 +165,8 @@ fn page_escapes_texts_of_users() -> Result<()> {
 #[test]
 fn page_of_statistics_that_do_not_fit_is_rejected() -> Result<()> {
     let good = synthetic(2, 6)?;
-    let (new, page) = (|| Page::new(""), || Page::new("").with_layer("l", &good, 0));
+    let new = || Page::new("");
+    let page = || Page::new("").with_layer("l", &good, 0);
     let mut wrong: [_; 9] = std::array::from_fn(|_| good.clone());
     wrong[0].top_keys = good.top_keys.to_dtype(DType::I64)?;
     wrong[1].top_keys = (&good.top_keys + 1.0)?;

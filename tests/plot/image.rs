@@ -119,7 +119,8 @@ fn heat_map_png_contains_labels() -> Result<()> {
     let svg = map("hello")?.to_svg(Heads::All)?;
     let [hello, jello] =
         [map("hello")?, map("jello")?].map(|map| map.to_png(Heads::All).map(|png| Pixels::decode(&png)));
-    let (hello, jello) = (hello?, jello?);
+    let hello = hello?;
+    let jello = jello?;
     let first = cells(&svg)[0].clone();
     let dark = |png: &Pixels, rows: std::ops::Range<usize>| {
         rows.map(|y| (0..first.x - 1).filter(|&x| png.at(x, y).as_str() < "#80").count()).sum::<usize>()
@@ -185,7 +186,8 @@ fn heat_map_labels_of_small_cells_are_thinned_with_note() -> Result<()> {
 
 #[test]
 fn pictures_that_cannot_be_drawn_are_rejected() -> Result<()> {
-    let (wide, fine) = (HeatMap::new(&many(1, 1, 4100)?)?, HeatMap::new(&many(1, 600, 600)?)?);
+    let wide = HeatMap::new(&many(1, 1, 4100)?)?;
+    let fine = HeatMap::new(&many(1, 600, 600)?)?;
     let chart = || LineChart::new("training", "step", "loss");
     let line = |points: &[[f64; 2]]| chart().with_line("loss", points).map(drop);
     let outcomes = [

@@ -37,7 +37,8 @@ fn matrix(text: &str, rows: usize) -> Vec<&str> {
 #[cfg(not(feature = "plot"))]
 #[test]
 fn pictures_without_plot_feature_are_rejected() -> Result<()> {
-    let (map, file) = (HeatMap::new(&two_heads()?)?, std::env::temp_dir().join("no_picture.svg"));
+    let map = HeatMap::new(&two_heads()?)?;
+    let file = std::env::temp_dir().join("no_picture.svg");
     for error in [
         map.to_svg(Heads::All).expect_err("no feature"),
         map.to_png(Heads::All).expect_err("no feature"),
@@ -58,7 +59,8 @@ fn heat_map_text_matches_reviewed_files() -> Result<()> {
     let zero = HeatMap::new(&Tensor::new(&[[0.0f32, 0.001, 0.999]], &Device::Cpu)?)?;
     let outside = Tensor::new(&[[1.25f32, -0.5], [f32::NAN, f32::NEG_INFINITY]], &Device::Cpu)?;
     let rounding = Tensor::new(&[[1.000_001f32, -1e-7]], &Device::Cpu)?;
-    let (outside, rounding) = (HeatMap::new(&outside)?, HeatMap::new(&rounding)?);
+    let outside = HeatMap::new(&outside)?;
+    let rounding = HeatMap::new(&rounding)?;
     let large = HeatMap::new(&many(1, 64, 50)?)?;
     let hostile = HeatMap::new(&many(1, 11, 11)?)?.with_tokens(&HOSTILE)?.with_title("t\x07\r\n");
     let long = HeatMap::new(&many(1, 2, 2)?)?.with_tokens(&["你好世界你好世界你好", "supercalifragilistic"])?;

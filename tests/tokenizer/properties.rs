@@ -66,7 +66,8 @@ proptest! {
             prop_assert_eq!(batch.tokens()[i].len(), row.len());
             prop_assert_eq!(batch.lens()[i], single.len());
         }
-        let (b, t) = (known.len(), batch.lens().iter().copied().max().unwrap());
+        let b = known.len();
+        let t = batch.lens().iter().copied().max().unwrap();
         prop_assert_eq!((batch.batch_size(), batch.seq_len()), (b, t));
         let tensor = batch.ids_tensor(&Device::Cpu).unwrap();
         prop_assert_eq!((tensor.dtype(), tensor.dims()), (DType::U32, &[b, t][..]));
@@ -99,8 +100,8 @@ fn tokenizer_pairs_match_tokenizers_crate() {
             theirs.with_truncation(params).expect("room");
             for first in texts {
                 for second in texts {
-                    let (own, theirs) =
-                        (own.encode_pair(first, second).unwrap(), theirs.encode((first, second), true).unwrap());
+                    let own = own.encode_pair(first, second).unwrap();
+                    let theirs = theirs.encode((first, second), true).unwrap();
                     assert_eq!(own.ids, theirs.get_ids(), "{model}, {max_length:?}: {first}, {second}");
                     assert_eq!(own.type_ids, theirs.get_type_ids(), "{model}, {max_length:?}: {first}, {second}");
                     assert_eq!(own.tokens, theirs.get_tokens());

@@ -77,11 +77,13 @@ impl Case {
 
     /// Returns the report. It includes encodings without special tokens if these differ.
     fn report(&self, tokenizer: &SimpleTokenizer) -> String {
-        let (size, words) = (tokenizer.vocab_size(), tokenizer.words());
+        let size = tokenizer.vocab_size();
+        let words = tokenizer.words();
         let [padding, unknown] = [tokenizer.padding_token(), tokenizer.unknown_token().map(String::from)];
         let mut report = format!("    {size} words {words:?}, padding {padding:?}, unknown {unknown:?}\n");
         let of = |special| {
-            let (mut lines, mut known) = (String::new(), Vec::new());
+            let mut lines = String::new();
+            let mut known = Vec::new();
             for text in &self.texts {
                 let said = match tokenizer.encode_with(text, special) {
                     Ok(found) => {
@@ -95,9 +97,13 @@ impl Case {
             }
             match tokenizer.encode_batch_with(&known, special) {
                 Ok(batch) => {
-                    let (rows, cut, lens) = (batch.ids(), batch.num_truncated(), batch.lens());
+                    let rows = batch.ids();
+                    let cut = batch.num_truncated();
+                    let lens = batch.lens();
                     let valid = batch.valid_lens().map_or_else(|error| error.to_string(), |valid| format!("{valid:?}"));
-                    let (tokens, starts, side) = (batch.tokens(), batch.starts(), batch.padding_side());
+                    let tokens = batch.tokens();
+                    let starts = batch.starts();
+                    let side = batch.padding_side();
                     lines +=
                         &format!("    {rows:?} {tokens:?} cut {cut:?} lens {lens:?} {side:?} {starts:?} {valid}\n");
                 }
@@ -135,7 +141,8 @@ impl Case {
 #[test]
 fn tokenizer_reports_match_reviewed_texts() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tokenizer/texts.txt");
-    let (reviewed, mut text) = (std::fs::read_to_string(path).expect("the texts"), String::new());
+    let reviewed = std::fs::read_to_string(path).expect("the texts");
+    let mut text = String::new();
     for line in reviewed.lines().filter(|line| !line.starts_with("    ")) {
         let case: Case = serde_json::from_str(line).unwrap_or_else(|error| panic!("{line}: {error}"));
         let answer = case.tokenizer().map_or_else(

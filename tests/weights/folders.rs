@@ -37,7 +37,8 @@ fn model_folders_are_detected_inferred_and_saved_unchanged() -> Result<()> {
         // Without the tensors of an embedding before the layer.
         let mut expected = candle_core::safetensors::load(&file, &CPU)?;
         expected.retain(|tensor, _| !tensor.starts_with("embedding."));
-        let (checkpoint, vb) = (Checkpoint::open(&file)?, weights::open(&file, DType::F32, &CPU)?);
+        let checkpoint = Checkpoint::open(&file)?;
+        let vb = weights::open(&file, DType::F32, &CPU)?;
         assert_eq!(checkpoint.attention_layers(), [""], "{name}");
         let found = WeightLayout::detect(&vb);
         if ["packed_by_head", "packed_by_group", "raw_square"].contains(&name.as_str()) {
@@ -81,7 +82,8 @@ fn attention_layers_are_listed_in_order_of_their_numbers() -> Result<()> {
     for (n, layout) in layouts.enumerate() {
         let is_stack = matches!(layout, WeightLayout::StackedHeads(..));
         let layer = invented(&MultiHeadAttentionConfig::new(4, 2).with_out_proj(!is_stack), layout)?;
-        let (layer, inner) = (layer.state_dict(layout)?, ["attn", "layer.0.SelfAttention", "1", "0.fn"][n % 4]);
+        let inner = ["attn", "layer.0.SelfAttention", "1", "0.fn"][n % 4];
+        let layer = layer.state_dict(layout)?;
         let prefixes: Vec<_> = (0..11).map(|i| format!("model{n}.layers.{i}.{inner}")).collect();
         for (i, prefix) in prefixes.iter().enumerate() {
             tensors.extend(layer.iter().map(|(name, tensor)| (format!("{prefix}.{name}"), tensor.clone())));
@@ -93,7 +95,8 @@ fn attention_layers_are_listed_in_order_of_their_numbers() -> Result<()> {
     let path = folder.path().join("model.safetensors");
     candle_core::safetensors::save(&tensors, &path)?;
     let checkpoint = Checkpoint::open(&path)?;
-    let (found, mut told) = (checkpoint.attention_layers(), 0);
+    let found = checkpoint.attention_layers();
+    let mut told = 0;
     assert_eq!(found.len(), 11 * expected.len());
     for (n, (layout, prefixes)) in expected.iter().enumerate() {
         let own = found.iter().filter(|prefix| prefix.starts_with(&format!("model{n}.")));

@@ -30,7 +30,8 @@ pub fn grid() -> Vec<MultiHeadAttentionConfig> {
     for n in 0..HEADS.len() * 2 * INPUTS.len() * 3 * BIASES.len() {
         let (num_heads, num_kv_heads, head_dim) = HEADS[n / 144];
         let (kdim, vdim) = INPUTS[n / 18 % 4];
-        let (out_dim, [q, k, v, o]) = ([None, Some(8), Some(7)][n / 6 % 3], BIASES[n % 6]);
+        let out_dim = [None, Some(8), Some(7)][n / 6 % 3];
+        let [q, k, v, o] = BIASES[n % 6];
         let cfg = MultiHeadAttentionConfig::new(EMBED_DIM, num_heads)
             .with_num_kv_heads(num_kv_heads)
             .with_head_dim(head_dim)

@@ -96,7 +96,8 @@ fn wave(step: f64, shape: impl Into<Shape>) -> Result<Tensor> {
 
 /// Returns a layer of new variables, with or without biases. A stack of heads has no output projection.
 fn fresh(layout: WeightLayout, biases: bool, cfg: MultiHeadAttentionConfig) -> Result<(VarMap, MultiHeadAttention)> {
-    let (vars, stack) = (VarMap::new(), matches!(layout, WeightLayout::StackedHeads(..)));
+    let vars = VarMap::new();
+    let stack = matches!(layout, WeightLayout::StackedHeads(..));
     let cfg = cfg.with_qkv_bias(biases).with_out_bias(biases && !stack).with_out_proj(!stack);
     let layer = MultiHeadAttention::load(&cfg, layout, VarBuilder::from_varmap(&vars, DType::F32, &CPU))?;
     Ok((vars, layer))

@@ -36,7 +36,8 @@ pub fn assert_joined(layer: &MultiHeadAttention, what: &str) -> Result<()> {
         let (buffer, _, len) = place(joined[0].1.weight());
         buffers.push(buffer);
         let rows: usize = joined.iter().map(|(_, linear)| linear.weight().dims()[0]).sum();
-        let (mut row, width) = (0, joined[0].0);
+        let mut row = 0;
+        let width = joined[0].0;
         for (_, linear) in joined {
             assert!(linear.weight().is_contiguous(), "{what}");
             assert_eq!(place(linear.weight()), (buffer, row * width, len), "{what}");

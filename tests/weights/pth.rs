@@ -73,9 +73,11 @@ fn pth_file_in_folder_is_a_checkpoint() -> Result<()> {
     for file in ["pytorch_model.bin", "model.pth"] {
         let folder = tempfile::tempdir()?;
         std::fs::copy(models().join("book_mha/model.pth"), folder.path().join(file))?;
-        let (zip, safetensors) = (Checkpoint::open(folder.path())?, Checkpoint::open(models().join("book_mha"))?);
+        let zip = Checkpoint::open(folder.path())?;
+        let safetensors = Checkpoint::open(models().join("book_mha"))?;
         assert_eq!(zip.shapes().collect::<Vec<_>>(), safetensors.shapes().collect::<Vec<_>>(), "{file}");
-        let (ours, theirs) = (zip.var_builder(DType::F32, &CPU)?, safetensors.var_builder(DType::F32, &CPU)?);
+        let ours = zip.var_builder(DType::F32, &CPU)?;
+        let theirs = safetensors.var_builder(DType::F32, &CPU)?;
         for (name, shape) in safetensors.shapes() {
             assert_close(&ours.get(shape, name)?, &theirs.get(shape, name)?, 0.0, name);
         }

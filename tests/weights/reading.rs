@@ -15,7 +15,8 @@ fn file_truncated_after_opening_is_rejected() -> Result<()> {
     for file in ["model.safetensors", "model.pth"] {
         let path = folder.path().join(file);
         std::fs::copy(models().join("book_mha").join(file), &path)?;
-        let (checkpoint, vb) = (Checkpoint::open(&path)?, weights::open(&path, DType::F32, &CPU)?);
+        let checkpoint = Checkpoint::open(&path)?;
+        let vb = weights::open(&path, DType::F32, &CPU)?;
         std::fs::OpenOptions::new().write(true).open(&path)?.set_len(100)?;
         for (name, shape) in checkpoint.shapes() {
             let error = error_text(vb.get(shape, name));
@@ -64,8 +65,9 @@ fn float8_weights_are_multiplied_by_their_scales() -> Result<()> {
     let path = folder.path().join("model.safetensors");
     let weight = wave(0.61, (300, 260))?.to_dtype(DType::F8E4M3)?;
     let exact = weight.to_dtype(DType::F32)?;
-    let (rows, blocks, scalar) =
-        ((wave(0.61, (300, 1))? + 1.5)?, (wave(0.61, (3, 3))? + 1.5)?, Tensor::new(0.37f32, &CPU)?);
+    let rows = (wave(0.61, (300, 1))? + 1.5)?;
+    let blocks = (wave(0.61, (3, 3))? + 1.5)?;
+    let scalar = Tensor::new(0.37f32, &CPU)?;
     let rounded = scalar.reshape(1)?.to_dtype(DType::BF16)?;
     let index = |len: u32| Tensor::from_iter((0..len).map(|i| i / 128), &CPU);
     let of_blocks = blocks.index_select(&index(300)?, 0)?.index_select(&index(260)?, 1)?;
@@ -88,7 +90,8 @@ fn float8_weights_are_multiplied_by_their_scales() -> Result<()> {
         stored.insert(format!("{name}.{kind}"), scale.clone());
     }
     // More elements than are converted at once.
-    let (tall, scale) = (wave(0.61, (4100, 260))?.to_dtype(DType::F8E4M3)?, (wave(0.61, (4100, 1))? + 1.5)?);
+    let tall = wave(0.61, (4100, 260))?.to_dtype(DType::F8E4M3)?;
+    let scale = (wave(0.61, (4100, 1))? + 1.5)?;
     stored.insert("tall.weight".into(), tall.clone());
     stored.insert("tall.weight_scale".into(), scale.clone());
     candle_core::safetensors::save(&stored, &path)?;
@@ -107,11 +110,13 @@ fn float8_weights_are_multiplied_by_their_scales() -> Result<()> {
             assert!(vb.contains_tensor("plain.weight_scale") && !vb.contains_tensor("blocks.weight_scale_inv"));
             assert_eq!(
                 error_text(vb.get((300, 260), "none.weight")),
-                "none.weight is float8, and the file has no none.weight_scale_inv or none.weight_scale for it; a builder of F8E4M3 returns weights as stored"
+                "none.weight is float8, and the file has no none.weight_scale_inv or none.weight_scale for it; a \
+                 builder of F8E4M3 returns weights as stored"
             );
             assert_eq!(
                 error_text(vb.get((300, 260), "other.weight")),
-                "other.weight is float8 of shape [300, 260] and other.weight_scale has shape [2, 2], expected one number, one for each row, or one for each block of 128 by 128"
+                "other.weight is float8 of shape [300, 260] and other.weight_scale has shape [2, 2], expected one \
+                 number, one for each row, or one for each block of 128 by 128"
             );
         }
     }

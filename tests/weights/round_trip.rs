@@ -49,10 +49,14 @@ fn masks(cfg: &MultiHeadAttentionConfig, layout: WeightLayout) -> Vec<String> {
 fn layouts_round_trip_every_config_bit_for_bit() -> Result<()> {
     let layouts = WeightLayout::all();
     let folder = tempfile::tempdir()?;
-    let (mut held, mut refused, mut saved, mut shared_out) = (0, 0, 0, 0);
+    let mut held = 0;
+    let mut refused = 0;
+    let mut saved = 0;
+    let mut shared_out = 0;
     for (n, cfg) in grid().into_iter().enumerate() {
         let layer = invented(&cfg, WeightLayout::Canonical)?;
-        let (expected, expected_output) = (bits(&layer)?, output(&layer)?);
+        let expected = bits(&layer)?;
+        let expected_output = output(&layer)?;
         // Two layouts of five, and others for the next config: every option meets every layout.
         for (_, &layout) in layouts.iter().enumerate().filter(|(m, _)| (n + m) % 5 < 2) {
             let what = format!("{layout}, {cfg:?}");

@@ -12,9 +12,12 @@ use crate::{CPU, invented};
 
 /// Writes an index of the files of a folder, and checks that the folder has all of their tensors, in any order.
 fn assert_joined(folder: &Path, index: &str) -> Result<Checkpoint> {
-    let (files, mut weight_map, mut expected) = (listed(folder), serde_json::Map::new(), Vec::new());
+    let files = listed(folder);
+    let mut weight_map = serde_json::Map::new();
+    let mut expected = Vec::new();
     for file in &files {
-        let (shard, vb) = (Checkpoint::open(file)?, weights::open(file, DType::F32, &CPU)?);
+        let shard = Checkpoint::open(file)?;
+        let vb = weights::open(file, DType::F32, &CPU)?;
         for (name, shape) in shard.shapes() {
             weight_map.insert(name.into(), file.file_name().expect("a name").to_string_lossy().into());
             expected.push((name.to_string(), vb.get(shape, name)?));
@@ -39,7 +42,8 @@ fn assert_joined(folder: &Path, index: &str) -> Result<Checkpoint> {
 /// Spreads the tensors of three layers over three files.
 #[test]
 fn sharded_safetensors_match_one_checkpoint() -> Result<()> {
-    let (folder, layout) = (tempfile::tempdir()?, WeightLayout::Canonical);
+    let folder = tempfile::tempdir()?;
+    let layout = WeightLayout::Canonical;
     let layer = invented(&MultiHeadAttentionConfig::new(8, 2).with_bias(true), layout)?;
     let mut shards = [(); 3].map(|()| HashMap::new());
     for (i, (name, tensor)) in layer.state_dict(layout)?.iter().enumerate() {

@@ -40,7 +40,8 @@ impl Processes {
         let processes = Self { barrier: Barrier::new(layers.len()), parts: Mutex::default() };
         let outputs = std::thread::scope(|scope| {
             let run = |(rank, layer)| {
-                let (processes, call) = (&processes, &call);
+                let processes = &processes;
+                let call = &call;
                 scope.spawn(move || call(rank, layer, &|own| processes.sum(own)))
             };
             let running: Vec<_> = layers.iter().enumerate().map(run).collect();

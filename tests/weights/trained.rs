@@ -27,7 +27,8 @@ fn seeded(cfg: &MultiHeadAttentionConfig) -> Result<(HashMap<String, Var>, Multi
 
 fn follows_torch(name: &str, make: impl Fn(Vec<Var>) -> Result<Box<dyn FnMut(&Tensor) -> Result<()>>>) -> Result<()> {
     let expected = safetensors::load(recorded("weights/trained.safetensors"), &CPU)?;
-    let (xs, target) = (wave(0.61, (2, 9, E))?, wave(0.37, (2, 9, E))?);
+    let xs = wave(0.61, (2, 9, E))?;
+    let target = wave(0.37, (2, 9, E))?;
     for backend in [Backend::Auto, Backend::Reference] {
         let (vars, layer) = seeded(&MultiHeadAttentionConfig::new(E, 4).with_causal(true))?;
         let mut step = make(vars.values().cloned().collect())?;

@@ -89,7 +89,8 @@ fn unknown_parameters_in_files_of_every_layout_are_rejected() {
     let layouts = WeightLayout::all();
     let draws = (0..layouts.len(), 0..UNKNOWN.len(), any::<bool>(), any::<bool>());
     for_all(1500, draws, |(layout, unknown, is_inner, has_output)| {
-        let (layout, (name, shape)) = (layouts[layout], UNKNOWN[unknown]);
+        let layout = layouts[layout];
+        let (name, shape) = UNKNOWN[unknown];
         // The norms, sinks and similar parameters of a config are in the module of the projections alone.
         let is_foreign = !["q_norm.weight", "k_layernorm.weight", "sinks", "bias_k", "gate_proj.weight", "rel_pos_h"]
             .contains(&name);

@@ -16,7 +16,8 @@ const E: usize = 64;
 #[track_caller]
 fn assert_uniform(tensor: &Tensor, lo: f64, up: f64, what: &str) {
     let values = values(tensor);
-    let (least, most) = values.iter().fold((f64::MAX, f64::MIN), |(least, most), &x| (least.min(x), most.max(x)));
+    let least = values.iter().copied().fold(f64::MAX, f64::min);
+    let most = values.iter().copied().fold(f64::MIN, f64::max);
     let margin = (up - lo) * 0.2;
     assert!(lo <= least && least < lo + margin && up - margin < most && most <= up, "{what}: from {least} to {most}");
 }
@@ -86,7 +87,8 @@ fn gradient_descent_lowers_loss_in_every_layout() -> Result<()> {
         // Downhill by a hundredth of the loss, as far as the slope tells.
         let rate = 0.01 * f64::from(before.to_scalar::<f32>()?) / steepness;
         SGD::new(vars.all_vars(), rate)?.step(&gradients)?;
-        let (before, after) = (before.to_scalar::<f32>()?, loss()?.to_scalar::<f32>()?);
+        let before = before.to_scalar::<f32>()?;
+        let after = loss()?.to_scalar::<f32>()?;
         assert!(after < 0.999 * before, "{layout}: {before} became {after}");
         assert_close(&frozen.forward(&xs)?, &left, 0.0, &spelling);
 

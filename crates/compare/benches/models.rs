@@ -79,7 +79,8 @@ fn main() -> Result<()> {
             }
         }
         for (side, times) in sides.iter().zip(best) {
-            let (prompt, generation) = (args.prompt as f64 / times.prompt, args.tokens as f64 / times.generation);
+            let prompt = args.prompt as f64 / times.prompt;
+            let generation = args.tokens as f64 / times.generation;
             if args.json {
                 println!(
                     "{}",
@@ -104,7 +105,9 @@ fn config() -> Value {
 
 fn weights(json: &Value) -> Result<HashMap<String, Tensor>> {
     let size = |key: &str| json[key].as_u64().unwrap_or_default() as usize;
-    let (e, inner, vocab) = (size("hidden_size"), size("intermediate_size"), size("vocab_size"));
+    let e = size("hidden_size");
+    let inner = size("intermediate_size");
+    let vocab = size("vocab_size");
     let kv = e / size("num_attention_heads") * size("num_key_value_heads");
     let mut tensors = HashMap::new();
     let mut add = |name: String, (o, i): (usize, usize)| -> Result<()> {
@@ -204,7 +207,8 @@ fn compare(sides: &[Side], ids: &[u32], dtype: DType) -> Result<()> {
         side.model.step(&ids[..ids.len() - 1], 0, &mut held)?;
         side.model.step(&ids[ids.len() - 1..], ids.len() - 1, &mut held)?.to_dtype(DType::F32)
     };
-    let (ours, theirs) = (logits(&sides[0])?, logits(&sides[1])?);
+    let ours = logits(&sides[0])?;
+    let theirs = logits(&sides[1])?;
     let largest = |tensor: &Tensor| tensor.abs()?.max_all()?.to_scalar::<f32>();
     let gap = largest(&(&ours - &theirs)?)? / largest(&theirs)?;
     let most = if dtype == DType::F32 { 1e-4 } else { 0.1 };

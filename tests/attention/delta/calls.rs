@@ -25,7 +25,8 @@ fn gated_delta_rule_on_random_calls_matches_oracle(device: &Device) {
         } else if recipe.d_v == 0 {
             drawn.borrow_mut().insert(format!("no values {is_packed}"));
         }
-        let (case, mut paths) = (recipe.case(), recipe.paths(device));
+        let case = recipe.case();
+        let mut paths = recipe.paths(device);
         let expected = case.recur();
         // The reference path, and another each time.
         let others = paths.len() - 1;
@@ -35,6 +36,7 @@ fn gated_delta_rule_on_random_calls_matches_oracle(device: &Device) {
             outcome.map_err(|difference| difference.context(format!("{path:?}")))
         })
     });
-    let (expected, found) = (3 * 2 * 2 * dtypes(device).len() + 4 + 2, drawn.take().len());
+    let expected = 3 * 2 * 2 * dtypes(device).len() + 4 + 2;
+    let found = drawn.take().len();
     assert!(found == expected || std::env::var_os("PROPTEST_CASES").is_some(), "{found} of {expected} are drawn");
 }

@@ -142,7 +142,9 @@ impl Recipe {
         // Each token rounds a state, and each number of a key a sum of it.
         let of_states = (case.q.dim(2) + self.d_k + 16) as f64 * epsilon * expected.largest_state;
         let of_ys = of_states * expected.largest_query;
-        let (b, sequences, t) = (case.q.dim(0), self.lens.len(), case.q.dim(2));
+        let b = case.q.dim(0);
+        let sequences = self.lens.len();
+        let t = case.q.dim(2);
         let smallest = if self.dtype == DType::F16 { 2f64.powi(-25) } else { 1e-37 };
         compare("y", &y, (&[b, case.h(), t, self.d_v], self.dtype), &expected.y, |n| {
             of_ys + expected.y[n].abs() * unit + smallest
@@ -258,7 +260,9 @@ impl Call {
             options = options.with_qk_norm(eps);
         }
         let Self { q, k, v, .. } = self;
-        let (decay, beta, state) = (self.decay.as_ref(), self.beta.as_ref(), self.state.as_ref());
+        let decay = self.decay.as_ref();
+        let beta = self.beta.as_ref();
+        let state = self.state.as_ref();
         match &self.sequences {
             None => gated_delta_rule(q, k, v, decay, beta, state, &options),
             Some(sequences) => {

@@ -23,7 +23,9 @@ impl Numbers {
 
     fn call(&self, case: &str, input: impl Fn(&str, Tensor) -> Result<Tensor>) -> Result<Call> {
         let get = |name| input(name, self.get(&format!("{case}.{name}"))?);
-        let (decay, beta, state) = (Some(get("decay")?), Some(get("beta")?), Some(get("state")?));
+        let decay = Some(get("decay")?);
+        let beta = Some(get("beta")?);
+        let state = Some(get("state")?);
         let [q, k, v] = [get("q")?, get("k")?, get("v")?];
         Ok(Call { q, k, v, decay, beta, state, sequences: None, scale: None, qk_norm: None })
     }
@@ -34,7 +36,8 @@ fn gated_delta_rule_matches_transformers() -> Result<()> {
     let numbers = Numbers::open()?;
     for (model, function) in ["qwen3_next", "kimi_linear"].into_iter().flat_map(|m| [(m, "chunk"), (m, "recurrent")]) {
         for (norm, qk_norm) in [("", None), ("_norm", Some(1e-6))] {
-            let (case, call) = (format!("{model}.{function}{norm}"), numbers.call(model, |_, tensor| Ok(tensor))?);
+            let case = format!("{model}.{function}{norm}");
+            let call = numbers.call(model, |_, tensor| Ok(tensor))?;
             for backend in BACKENDS {
                 let options = DeltaOptions::default().with_backend(backend);
                 let (y, state) = Call { qk_norm, ..call.clone() }.run(&options)?;

@@ -12,9 +12,11 @@ fn recipes(lens: [&[usize]; 2], dims: [usize; 2]) -> Vec<Recipe> {
             for (m, has_beta) in [false, true].into_iter().enumerate() {
                 let is_packed = (n + m) % 2 == 1;
                 let plain = Recipe::plain(lens[usize::from(is_packed)].to_vec(), heads, dims);
-                let (seed, qk_norm) = (recipes.len() as u64, has_beta.then_some(0.3));
+                let seed = recipes.len() as u64;
+                let qk_norm = has_beta.then_some(0.3);
                 let layouts = [0, 3, 7].map(|at| Layout::ALL[(recipes.len() + at) % Layout::ALL.len()]);
-                let (has_state, one_factor) = (n != 1, n == 3);
+                let has_state = n != 1;
+                let one_factor = n == 3;
                 let plain = Recipe { decay, has_beta, has_state, layouts, ..plain };
                 recipes.push(Recipe { is_packed, one_factor, qk_norm, seed, ..plain });
             }

@@ -51,7 +51,8 @@ fn changes() -> Vec<Change> {
     // Caps far below and far above the scores.
     for (softcap, scale) in [(1e-3, 1.0), (30.0, 10.0), (50.0, 1e-3), (1e4, 1.0), (1e-20, 1e10), (1.0, 1e30)] {
         all.push(Box::new(move |case, _| {
-            (case.options.softcap, case.options.scale) = (Some(softcap), Some(scale));
+            case.options.softcap = Some(softcap);
+            case.options.scale = Some(scale);
         }));
     }
     // A sink of -inf is no sink; one of 1e4 takes all.
@@ -75,7 +76,8 @@ fn extreme_inputs_match_oracle_without_overflow(device: &Device) {
                 let what = format!("change {n} with {:?} in {dtype:?} under {kinds:?}", case.options);
                 check(&case, dtype, device).unwrap_or_else(|difference| panic!("{difference}: {what}"));
                 set(&mut case.v, dtype, |_| 1.0);
-                let (expected, call) = (case.attend().context, Call::fused(&case, dtype).expect("tensors"));
+                let expected = case.attend().context;
+                let call = Call::fused(&case, dtype).expect("tensors");
                 let most = if dtype == DType::BF16 { 2f64.powi(-7) } else { 1e-3 };
                 for instruction_set in InstructionSet::available() {
                     let context = values(&call.on_instruction_set(instruction_set).context().expect("the call runs"));
@@ -95,8 +97,10 @@ fn subnormal_inputs_keep_their_values() -> Result<()> {
         .into_iter()
         .flat_map(|(dtype, exponent)| [1, 9, 40].map(|t_kv| (dtype, t_kv, exponent)))
     {
-        let (q, k) = (Tensor::ones((1, 1, 5, 8), dtype, &CPU)?, Tensor::ones((1, 1, t_kv, 8), dtype, &CPU)?);
-        let (smallest, value) = (2f64.powi(exponent), 100.0 * 2f64.powi(exponent));
+        let q = Tensor::ones((1, 1, 5, 8), dtype, &CPU)?;
+        let k = Tensor::ones((1, 1, t_kv, 8), dtype, &CPU)?;
+        let smallest = 2f64.powi(exponent);
+        let value = 100.0 * 2f64.powi(exponent);
         let v = Tensor::full(value, (1, 1, t_kv, 20), &CPU)?.to_dtype(dtype)?;
         for instruction_set in InstructionSet::available() {
             for x in
@@ -112,7 +116,8 @@ fn subnormal_inputs_keep_their_values() -> Result<()> {
         }
     }
     for (dtype, key, scale, most) in [(DType::F32, -128, 125, 1e-6), (DType::F16, -20, 17, 4e-4)] {
-        let (key, scale) = (2f64.powi(key), 2f64.powi(scale));
+        let key = 2f64.powi(key);
+        let scale = 2f64.powi(scale);
         let q = (Tensor::ones((1, 1, 3, 1), dtype, &CPU)? * 4.0)?;
         let k = Tensor::new(&[[[[key], [0.0], [-key]]]], &CPU)?.to_dtype(dtype)?;
         let v = Tensor::new(&[[[[1f32], [0.], [0.]]]], &CPU)?.to_dtype(dtype)?;

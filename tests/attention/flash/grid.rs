@@ -26,7 +26,10 @@ fn kernel_with_random_calls_matches_oracle() {
     let t_kv = select(&[511, 512, 513, 1023, 1025, 2047, 2049, 4099][..]);
     let long = (kernel_recipes(), t_kv, 1..=3usize).prop_map(|(recipe, t_kv, t_q)| {
         let Dims { b, h, h_kv: of_keys, d, d_v, .. } = recipe.dims;
-        let (b, h_kv, d, d_v) = (b.min(2), of_keys.min(2), d.min(96), d_v.min(96));
+        let b = b.min(2);
+        let h_kv = of_keys.min(2);
+        let d = d.min(96);
+        let d_v = d_v.min(96);
         Recipe { dims: Dims { b, h: h_kv * (h / of_keys), h_kv, t_q, t_kv, d, d_v }, ..recipe }
     });
     let recipes = prop_oneof![4 => kernel_recipes(), 2 => intervals, 1 => long];

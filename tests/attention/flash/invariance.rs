@@ -60,7 +60,8 @@ fn output_bits_do_not_depend_on_strides() -> Result<()> {
             let [q, k, v] = [&viewed.q, &viewed.k, &viewed.v].map(Tensor::force_contiguous);
             let packed = Call { q: q?, k: k?, v: v?, ..viewed.clone() };
             for path in Path::kernels() {
-                let (viewed, packed) = (viewed.by(path).with_lse()?, packed.by(path).with_lse()?);
+                let viewed = viewed.by(path).with_lse()?;
+                let packed = packed.by(path).with_lse()?;
                 let is_same = bits(&viewed.0) == bits(&packed.0) && bits(&viewed.1) == bits(&packed.1);
                 assert!(is_same, "{path:?}: {layout:?} against contiguous tensors, {dtype:?}, {t_q} × {t_kv} × {d}");
             }

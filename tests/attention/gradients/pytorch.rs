@@ -28,7 +28,8 @@ impl Numbers {
         let h_kv = if has("ungrouped") { 4 } else { 2 - usize::from(has("one_key_head")) };
         let dims = Dims { b: 2, h: 4, h_kv, t_q: 3, t_kv: 6, d: 4, d_v: if has("narrow_values") { 3 } else { 4 } };
         let Dims { b, h, t_q, t_kv, d, d_v, .. } = dims;
-        let (mut masks, mut options) = (Vec::new(), Options::default());
+        let mut masks = Vec::new();
+        let mut options = Options::default();
         let mut tracked = vec!["q".to_string(), "k".into(), "v".into()];
         let heads = |option: &str| self.input(option, [1, 1, 1, h]).map(|heads| Some(heads.data));
         for option in name.split('+') {
@@ -66,8 +67,10 @@ impl Numbers {
     /// log-sum-exp is one of the results if it is in the loss.
     fn check(&self, name: &str, of: Option<Function>, way: (DType, Path), tolerance: f64) -> Result<()> {
         let plain = if name.contains("lse") { Function::Lse } else { Function::Context };
-        let ((call, tracked), expected) = (self.call(name, of.unwrap_or(plain))?, &self.0[name]);
-        let (found, mut start) = (backward(&call, &way, |_| true)?, 0);
+        let (call, tracked) = self.call(name, of.unwrap_or(plain))?;
+        let expected = &self.0[name];
+        let found = backward(&call, &way, |_| true)?;
+        let mut start = 0;
         for leaf in &tracked {
             let gradient = &found[leaf];
             let expected = expected.narrow(0, start, gradient.elem_count())?.reshape(gradient.shape())?;

@@ -9,8 +9,10 @@ fn linear_constructors_use_dtype_of_builder() -> Result<()> {
         let tensors = [("weight".into(), random((6, 4))?), ("bias".into(), random(6)?)].into();
         let vb = VarBuilder::from_tensors(tensors, dtype, &CPU);
         let xs = random((3, 4))?.to_dtype(dtype)?;
-        let (weight, bias) = (vb.get((6, 4), "weight")?, vb.get(6, "bias")?);
-        let (with, without) = (PackedLinear::new(&weight, Some(&bias))?, PackedLinear::new(&weight, None)?);
+        let weight = vb.get((6, 4), "weight")?;
+        let bias = vb.get(6, "bias")?;
+        let with = PackedLinear::new(&weight, Some(&bias))?;
+        let without = PackedLinear::new(&weight, None)?;
         for (built, expected) in [
             (packed_linear(4, 6, vb.clone())?, &with),
             (packed_linear_b(4, 6, true, vb.clone())?, &with),
@@ -29,7 +31,8 @@ fn linear_constructors_use_dtype_of_builder() -> Result<()> {
 fn linear_new_variables_match_candle_initialisation() -> Result<()> {
     assert!(!packed_linear(4, 6, VarBuilder::from_varmap(&VarMap::new(), DType::F32, &CPU))?.is_packed());
     let seeded = || TorchSeed::new(7).var_builder(DType::F32, &CPU);
-    let (ours, theirs) = (packed_linear(4, 6, seeded())?.to_linear()?, candle_nn::linear(4, 6, seeded())?);
+    let ours = packed_linear(4, 6, seeded())?.to_linear()?;
+    let theirs = candle_nn::linear(4, 6, seeded())?;
     assert_eq!((bits(ours.weight()), ours.bias().map(bits)), (bits(theirs.weight()), theirs.bias().map(bits)));
     Ok(())
 }
@@ -86,7 +89,9 @@ fn linear_conversions_from_and_to_candle_agree() -> Result<()> {
 fn linear_of_variables_or_f64_is_not_packed() -> Result<()> {
     for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::F64, 1e-14)] {
         let [trained, added] = [&[3, 4][..], &[3]].map(|shape| Var::from_tensor(&random(shape)?.to_dtype(dtype)?));
-        let (trained, added, xs) = (trained?, added?, random((2, 5, 4))?.to_dtype(dtype)?);
+        let trained = trained?;
+        let added = added?;
+        let xs = random((2, 5, 4))?.to_dtype(dtype)?;
         let plain = Tensor::zeros((3, 4), dtype, &CPU)?;
         for (weight, bias) in [(trained.as_tensor(), None), (trained.as_tensor(), Some(&added)), (&plain, Some(&added))]
         {

@@ -110,7 +110,8 @@ impl Product {
         let h = if self.rank > 2 { divisor(self.rows) } else { 1 };
         let b = if self.rank > 3 { divisor(self.rows / h) } else { 1 };
         let rows = self.rows / (b * h);
-        let (xs, weight) = (self.layout.array([b, h, rows, self.inputs]), [1, 1, self.outputs, self.inputs]);
+        let xs = self.layout.array([b, h, rows, self.inputs]);
+        let weight = [1, 1, self.outputs, self.inputs];
         let has_residual = matches!(self.then, Then::Residual | Then::Both(_));
         Case {
             types: self.types,
@@ -128,7 +129,8 @@ impl Product {
     /// Returns a range of some of `of` rows or columns.
     pub fn some(&self, of: usize) -> Range<usize> {
         let at = |fraction: f64| (fraction * of as f64).round() as usize;
-        let (start, end) = (at(self.part.0), at(self.part.1));
+        let start = at(self.part.0);
+        let end = at(self.part.1);
         start.min(end)..start.max(end)
     }
 }
@@ -294,8 +296,8 @@ fn check_instruction_set(
     expected.compare(&ys)?;
 
     let columns = product.some(product.outputs);
-    let (some, narrowed) =
-        (packed.forward_columns(&xs, columns.clone())?, ys.narrow(xs.rank() - 1, columns.start, columns.len())?);
+    let some = packed.forward_columns(&xs, columns.clone())?;
+    let narrowed = ys.narrow(xs.rank() - 1, columns.start, columns.len())?;
     if some.dims() != narrowed.dims() || some.dtype() != ys.dtype() || bits(&some) != bits(&narrowed) {
         bail!("columns {columns:?} differ from those of the whole");
     }

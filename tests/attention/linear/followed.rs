@@ -11,13 +11,15 @@ fn linear_with_activation_gate_or_residual_matches_f64() -> Result<()> {
     for (n, (types, (rows, inputs, outputs))) in
         TYPES.into_iter().flat_map(|types| sizes.map(|sizes| (types, sizes))).enumerate()
     {
-        let (layout, rank) = (Layout::ALL[n % Layout::ALL.len()], 1 + n % 4);
+        let layout = Layout::ALL[n % Layout::ALL.len()];
+        let rank = 1 + n % 4;
         let plain = Product { layout, rank, size: 0.2, ..Product::plain(types, rows, (inputs, outputs)) };
         let steps = ACTIVATIONS.into_iter().flat_map(|own| [Then::Activation(own), Then::Both(own), Then::Gate(own)]);
         for then in steps.chain([Then::Residual]) {
             let product = Product { then, ..plain.clone() };
             let call = Projection::of(product.case());
-            let (mut wide, mut some) = (call.clone(), call.clone());
+            let mut wide = call.clone();
+            let mut some = call.clone();
             (wide.case.types.1, some.columns) = (DType::F32, product.some(outputs));
             let exact = backward(&call, &None, |_| false)?;
             for instruction_set in InstructionSet::available().into_iter().map(Some) {

@@ -39,7 +39,8 @@ impl Operation for Projection {
     fn run(&self, instruction_set: &Self::Way, leaf: Leaf) -> Result<Vec<Tensor>> {
         let types = if instruction_set.is_some() { self.case.types } else { (DType::F64, DType::F64) };
         let case::Tensors { weight, bias, xs, residual, up } = self.case.tensors_of(types, leaf)?;
-        let (columns, activation) = (self.columns.clone(), self.case.then.activation());
+        let columns = self.columns.clone();
+        let activation = self.case.then.activation();
         let Some(instruction_set) = *instruction_set else {
             let rows: usize = xs.dims()[..xs.rank() - 1].iter().product();
             let product = |factor: &Tensor, addend: Option<&Tensor>| {
@@ -90,7 +91,8 @@ impl Exact for Projection {
     }
 
     fn exact(&self) -> Vec<f64> {
-        let (ys, outputs) = (self.case.expected().expect("tensors").ys, self.case.weight.dim(2));
+        let ys = self.case.expected().expect("tensors").ys;
+        let outputs = self.case.weight.dim(2);
         ys.chunks(outputs.max(1)).flat_map(|row| row[self.columns.clone()].to_vec()).collect()
     }
 }
@@ -108,7 +110,8 @@ fn linear_gradients_match_f64() -> Result<()> {
         let none = [(0, 3, 2), (2, 4, 2), (2, 3, 0), (2, 0, 3)]
             .map(|(rows, inputs, outputs)| (rows, many[0].1, inputs, outputs));
         for (m, (rows, layout, inputs, outputs)) in few.chain(many).chain(none).enumerate() {
-            let (rank, of_weight) = (1 + (n + m) % 4, OF_WEIGHTS[(n + m / 4) % 4]);
+            let rank = 1 + (n + m) % 4;
+            let of_weight = OF_WEIGHTS[(n + m / 4) % 4];
             let own = ACTIVATIONS[(n + m / 3) % ACTIVATIONS.len()];
             let follows = [Then::Residual, Then::Activation(own), Then::Both(own), Then::Gate(own)];
             let then = if m % 3 == 0 { follows[m / 3 % 4] } else { Then::Nothing };
@@ -145,7 +148,8 @@ fn linear_bits_do_not_depend_on_threads() {
         InstructionSet::available().into_iter().try_for_each(own)
     };
     for_all(10, products(), |mut product| {
-        (product.inputs, product.outputs) = (800 + product.inputs, 400 + product.outputs);
+        product.inputs += 800;
+        product.outputs += 400;
         product.rows = product.rows.min(9);
         check(&product, Some("xs"))
     });
@@ -156,13 +160,17 @@ fn linear_bits_do_not_depend_on_threads() {
 
 #[test]
 fn linear_follows_its_variables_until_frozen() -> Result<()> {
-    let (gate, up, xs) = (variable((OUTPUTS, INPUTS))?, variable((OUTPUTS, INPUTS))?, random((4, INPUTS))?);
+    let gate = variable((OUTPUTS, INPUTS))?;
+    let up = variable((OUTPUTS, INPUTS))?;
+    let xs = random((4, INPUTS))?;
     let [of_gate, of_up] = [&gate, &up].map(|var| PackedLinear::new(var, None));
     let gated = PackedGatedLinear::new(of_gate?, of_up?, Activation::Silu)?;
     let tracked = PackedLinear::new(&gate, None)?.with_activation(Activation::Silu)?;
-    let (frozen, frozen_gated) = (tracked.freeze()?, gated.freeze()?);
+    let frozen = tracked.freeze()?;
+    let frozen_gated = gated.freeze()?;
     assert_eq!(frozen.activation(), Some(Activation::Silu));
-    let (before, before_gated) = (tracked.forward(&xs)?, gated.forward(&xs)?);
+    let before = tracked.forward(&xs)?;
+    let before_gated = gated.forward(&xs)?;
     gate.set(&random((OUTPUTS, INPUTS))?)?;
     let activated = xs.matmul(&gate.t()?)?.silu()?;
     for (found, expected, what) in [

@@ -24,10 +24,12 @@ fn poisons() -> impl Strategy<Value = Vec<Poison>> {
 
 /// Returns the call with these special numbers.
 fn poisoned(call: &Projection, poisons: &[Poison]) -> Projection {
-    let (place, mut call) = (|part: f64, count: usize| (part * (count - 1) as f64).round() as usize, call.clone());
+    let place = |part: f64, count: usize| (part * (count - 1) as f64).round() as usize;
+    let mut call = call.clone();
     let [outputs, inputs] = [2, 3].map(|dim| call.case.weight.dim(dim));
     for Poison { buffer, at: [row, column], value } in poisons {
-        let (width, data) = ([inputs, outputs, inputs][*buffer], &mut call.buffers()[*buffer].1);
+        let width = [inputs, outputs, inputs][*buffer];
+        let data = &mut call.buffers()[*buffer].1;
         let row = place(*row, data.len() / width);
         data[row * width + place(*column, width)] = *value;
     }
@@ -42,8 +44,8 @@ fn linear_nan_reaches_only_its_row_or_column() {
         let product = Product { bias: true, ..Product::plain(types, rows, (inputs, outputs)) };
         let clean = Projection::of(product.case());
         let spoilt = poisoned(&clean, &poisons);
-        let (expected, instruction_sets) =
-            (spoilt.case.expected()?, InstructionSet::available().into_iter().map(Some).collect::<Vec<_>>());
+        let expected = spoilt.case.expected()?;
+        let instruction_sets = InstructionSet::available().into_iter().map(Some).collect::<Vec<_>>();
         isolates([&clean, &spoilt], &instruction_sets, |_, results| expected.compare(&results[0]))
     });
 }

@@ -24,13 +24,15 @@ fn quantized(shape: (usize, usize), dtype: GgmlDType) -> Result<(QTensor, Tensor
 /// product. All have gradients, row lookup and conversion back to numbers.
 #[test]
 fn gguf_types_match_their_dequantised_weights() -> Result<()> {
-    let (added, ids) = (random(50)?, Tensor::new(&[[3u32, 0, 49], [3, 17, 48]], &CPU)?);
+    let added = random(50)?;
+    let ids = Tensor::new(&[[3u32, 0, 49], [3, 17, 48]], &CPU)?;
     let types = BLOCKS.into_iter().chain(K_QUANTS).chain([F32, F16, BF16]);
     for (dtype, bias) in types.flat_map(|dtype| [(dtype, None), (dtype, Some(&added))]) {
         let (weight, numbers) = quantized((50, 256), dtype)?;
         let copy = QTensor::new(QStorage::from_data(weight.data()?.to_vec().into(), &CPU, dtype)?, weight.shape())?;
         let of_candle = QMatMul::from_qtensor(copy)?;
-        let (packed, plain) = (PackedLinear::from_qtensor(weight, bias)?, PackedLinear::new(&numbers, bias)?);
+        let packed = PackedLinear::from_qtensor(weight, bias)?;
+        let plain = PackedLinear::new(&numbers, bias)?;
         assert_eq!(packed.is_packed(), !K_QUANTS.contains(&dtype), "{dtype:?}");
         assert_eq!((packed.in_dim(), packed.out_dim()), (256, 50));
         let is_half = [F16, BF16].contains(&dtype);
@@ -81,8 +83,9 @@ fn assert_rows(linear: &PackedLinear, weight: &Tensor, ids: &Tensor) -> Result<(
 #[test]
 fn gguf_types_keep_every_code() -> Result<()> {
     for (dtype, bytes) in [(Q4_0, 18), (Q4_1, 20), (Q5_0, 22), (Q5_1, 24), (Q8_0, 34)] {
-        // A bit less in what may be a scale, which is finite then.
-        let byte = |at: usize| (at * 89 + at / 256 * 37 + 11) as u8 & if at % bytes < 4 { 0xbf } else { 0xff };
+        // Without the highest bit of its exponent, a scale or a minimum is finite.
+        let bits = |at: usize| if at % bytes < 4 { 0xbf } else { 0xff };
+        let byte = |at: usize| (at * 89 + at / 256 * 37 + 11) as u8 & bits(at);
         let data: Vec<u8> = (0..bytes * 64).map(byte).collect();
         let weight = QTensor::new(QStorage::from_data(data.into(), &CPU, dtype)?, (32, 64))?;
         let numbers = weight.dequantize(&CPU)?;
@@ -133,17 +136,20 @@ fn bits_with_one_nan(tensor: &Tensor) -> Vec<u32> {
 /// 1.
 #[test]
 fn gguf_blocks_with_any_scale_match_dequantized_weight() {
-    let (out, inputs) = (18, 64);
+    let out = 18;
+    let inputs = 64;
     for_all(48, any_blocks(out * inputs / 32), |(dtype, data)| {
         let weight = QTensor::new(QStorage::from_data(data.into(), &CPU, dtype)?, (out, inputs))?;
         let numbers = weight.dequantize(&CPU)?;
-        let (packed, plain) = (PackedLinear::from_qtensor(weight, None)?, PackedLinear::new(&numbers, None)?);
+        let packed = PackedLinear::from_qtensor(weight, None)?;
+        let plain = PackedLinear::new(&numbers, None)?;
         assert_eq!(bits_with_one_nan(packed.to_linear()?.weight()), bits_with_one_nan(&numbers), "{dtype:?}");
         for rows in [1, 3, 40] {
             let dense = random((rows, inputs))?;
             let single_ones = Tensor::eye(inputs, DType::F32, &CPU)?.narrow(0, 5, rows)?;
             for xs in [(&dense * 1e-40)?, dense, single_ones] {
-                let (ys, expected) = (packed.forward(&xs)?, plain.forward(&xs)?);
+                let ys = packed.forward(&xs)?;
+                let expected = plain.forward(&xs)?;
                 assert_eq!(bits_with_one_nan(&ys), bits_with_one_nan(&expected), "{dtype:?}, {rows} rows");
             }
         }
@@ -156,8 +162,9 @@ fn gguf_blocks_with_any_scale_match_dequantized_weight() {
 fn gguf_types_in_gated_linear_match_separate_products() -> Result<()> {
     let xs = random((3, 256))?;
     for types in [[Q8_0, Q8_0], [Q4_1, Q4_1], [Q4_0, Q4_1], [Q8_0, F32], [Q4K, Q6K], [Q4K, Q8_0]] {
-        let [gate, up] = types.map(|dtype| PackedLinear::from_qtensor(quantized((40, 256), dtype)?.0, None));
-        let (gate, up) = (gate?, up?);
+        let linear = |dtype| PackedLinear::from_qtensor(quantized((40, 256), dtype)?.0, None);
+        let gate = linear(types[0])?;
+        let up = linear(types[1])?;
         let expected = (gate.forward(&xs)?.silu()? * up.forward(&xs)?)?;
         let ys = PackedGatedLinear::new(gate, up, Activation::Silu)?.forward(&xs)?;
         assert_close(&(ys / 100.0)?, &(expected / 100.0)?, 1e-4, &format!("{types:?}"));

@@ -32,7 +32,8 @@ struct Norm {
 impl Norm {
     /// Draws numbers, with a row of zeros at the end.
     fn drawn(kind: Kind, xs: Array) -> Self {
-        let (random, width) = (&mut Random::new(17), xs.dim(xs.rank() - 1));
+        let random = &mut Random::new(17);
+        let width = xs.dim(xs.rank() - 1);
         let mut xs = xs.uniform(random, 2.0, DType::F32);
         xs.data.iter_mut().rev().take(width).for_each(|x| *x = 0.0);
         let [weight, bias] = [(); 2].map(|()| Array::new(&[width]).uniform(random, 2.0, DType::F32));
@@ -49,7 +50,8 @@ impl Norm {
         let [xs, weight, bias] =
             [(&self.xs, 0), (&self.weight, 1), (&self.bias, 1)].map(|(x, n)| rounded(x, dtypes[n]));
         let call = Self { xs, weight, bias, ..self.clone() };
-        let (found, exact) = (call.all(dtypes)?, call.all([DType::F64; 2])?);
+        let found = call.all(dtypes)?;
+        let exact = call.all([DType::F64; 2])?;
         are_near(&found, &exact, |name, largest| tolerance(found[name].dtype()) * largest.max(1.0))
             .map_err(|error| error.context(format!("{:?} of {:?} in {dtypes:?}", self.kind, self.xs)))
     }
@@ -61,7 +63,8 @@ impl Operation for Norm {
 
     fn run(&self, &[of_xs, of_weight]: &Self::Way, leaf: Leaf) -> Result<Vec<Tensor>> {
         let mut look = |name, array: &Array, dtype| array.look(&leaf(name, array.leaf(dtype, &Device::Cpu)?)?);
-        let (xs, weight) = (look("xs", &self.xs, of_xs)?, look("weight", &self.weight, of_weight)?);
+        let xs = look("xs", &self.xs, of_xs)?;
+        let weight = look("weight", &self.weight, of_weight)?;
         let norm: Box<dyn Module> = match self.kind {
             Kind::Rms => Box::new(RmsNorm::new(weight, EPS)?),
             Kind::PlusOne => Box::new(RmsNorm::plus_one(weight, EPS)?),
@@ -87,13 +90,19 @@ fn norm_outputs_and_gradients_match_pytorch() -> Result<()> {
             let mut entries = values(tensor).into_iter();
             Array::new(tensor.dims()).filled(|| entries.next().expect("a number for each entry"))
         };
-        let (xs, weight, bias, factors) =
-            (recorded("xs"), recorded("weight"), recorded("bias"), Some(recorded("factors").data));
+        let xs = recorded("xs");
+        let weight = recorded("weight");
+        let bias = recorded("bias");
+        let factors = Some(recorded("factors").data);
         for (kind, norm) in [(Kind::Rms, "rms"), (Kind::Layer, "layer"), (Kind::LayerNoBias, "layer_no_bias")] {
-            let (xs, weight, bias, factors) = (xs.clone(), weight.clone(), bias.clone(), factors.clone());
+            let xs = xs.clone();
+            let weight = weight.clone();
+            let bias = bias.clone();
+            let factors = factors.clone();
             let given = Norm { kind, xs, weight, bias, factors };
             let torchs = |dtype: &str, like: &Named| -> Result<Named> {
-                let (flat, mut start) = (&numbers[&format!("{norm}.{width}.{dtype}")], 0);
+                let flat = &numbers[&format!("{norm}.{width}.{dtype}")];
+                let mut start = 0;
                 let part = |name: &str| {
                     let tensor = &like[name];
                     start += tensor.elem_count();

@@ -19,7 +19,8 @@ fn inputs() -> Result<Tensor> {
 /// Compares calls in which candle-nn is right.
 #[test]
 fn norm_constructors_match_candle_nn() -> Result<()> {
-    let (xs, plain) = (inputs()?, LayerNormConfig { eps: 1e-3, remove_mean: false, affine: false });
+    let xs = inputs()?;
+    let plain = LayerNormConfig { eps: 1e-3, remove_mean: false, affine: false };
     let affine = |remove_mean| LayerNormConfig { eps: 1e-3, remove_mean, affine: true };
     let same = |ours: &dyn Module, theirs: &dyn Module, what: &str| -> Result<()> {
         assert_close(&ours.forward(&xs)?, &theirs.forward(&xs)?, 1e-5, what);
@@ -27,7 +28,9 @@ fn norm_constructors_match_candle_nn() -> Result<()> {
     };
     for weight in ["norm.weight", "norm.gamma"] {
         let vb = || Ok::<_, candle_core::Error>(builder(&[weight])?.pp("norm"));
-        let (of_rms, of_layer, of_config) = (vb()?, vb()?, vb()?);
+        let of_rms = vb()?;
+        let of_layer = vb()?;
+        let of_config = vb()?;
         same(&rms_norm(WIDTH, 1e-3, of_rms.clone())?, &candle_nn::rms_norm(WIDTH, 1e-3, of_rms)?, weight)?;
         let theirs = candle_nn::layer_norm_no_bias(WIDTH, 1e-3, of_layer.clone())?;
         same(&layer_norm_no_bias(WIDTH, 1e-3, of_layer)?, &theirs, weight)?;
@@ -66,7 +69,8 @@ fn norm_with_new_variables_scales_by_one() -> Result<()> {
 /// Trains variables in place. A frozen norm keeps their former values.
 #[test]
 fn norm_reads_variables_in_every_call_until_frozen() -> Result<()> {
-    let (vars, xs) = (VarMap::new(), inputs()?);
+    let vars = VarMap::new();
+    let xs = inputs()?;
     let vb = VarBuilder::from_varmap(&vars, DType::F32, &CPU);
     let below = linear_no_bias(WIDTH, WIDTH, vb.pp("below"))?;
     let norms = [rms_norm(WIDTH, 1e-6, vb.pp("rms"))?, rms_norm_plus_one(WIDTH, 1e-6, vb.pp("plus_one"))?];
@@ -95,7 +99,8 @@ fn variables_without_gradient_are_listed() -> Result<()> {
     let vars = VarMap::new();
     let vb = VarBuilder::from_varmap(&vars, DType::F32, &CPU);
     let [used, unused] = ["used", "unused"].map(|name| linear_no_bias(WIDTH, WIDTH, vb.pp(name)));
-    let (ys, _) = (used?.forward(&inputs()?.flatten_to(1)?)?, unused?);
+    let ys = used?.forward(&inputs()?.flatten_to(1)?)?;
+    let _ = unused?;
     let lost = candle_nn::ops::softmax_last_dim(&ys)?;
     assert_eq!(variables_without_gradient(&lost.sum_all()?.backward()?, &vars), ["unused.weight", "used.weight"]);
     let kept = candle_nn::ops::softmax(&ys, 1)?;

@@ -25,7 +25,8 @@ fn tokens(cfg: &Config) -> usize {
 #[test]
 fn content_positions_on_every_path_and_dtype_match_f64_reference() -> Result<()> {
     for cfg in content() {
-        let (weights, t) = (weights(&cfg)?, tokens(&cfg));
+        let weights = weights(&cfg)?;
+        let t = tokens(&cfg);
         let exact = layer(&cfg, &weights, DType::F64)?;
         let keep = Tensor::rand(0f32, 1.0, (2, HEADS, t, t), &CPU)?.ge(0.2)?;
         let masks = [
@@ -38,7 +39,8 @@ fn content_positions_on_every_path_and_dtype_match_f64_reference() -> Result<()>
             let xs = random((b, t, 24))?.to_dtype(DType::F64)?;
             let expected = exact.forward_with(AttentionInput::new(&xs).with_mask(&mask))?;
             for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::BF16, 0.06), (DType::F16, 0.008)] {
-                let (layer, xs) = (layer(&cfg, &weights, dtype)?, xs.to_dtype(dtype)?);
+                let layer = layer(&cfg, &weights, dtype)?;
+                let xs = xs.to_dtype(dtype)?;
                 let near = |ys: &Tensor, how: &str| {
                     let error = relative_error(ys, &expected);
                     assert!(error < tolerance, "{cfg:?}, {dtype:?}, {how}: off by {error:e}");
@@ -67,7 +69,8 @@ fn content_positions_with_gqa_or_single_terms_match_whole_layer() -> Result<()> 
             }
             _ => cfg.clone().with_num_kv_heads(HEADS),
         };
-        let (own, mut all) = (weights(&cfg)?, Tensors::new());
+        let own = weights(&cfg)?;
+        let mut all = Tensors::new();
         for (name, other) in weights(&whole)? {
             let tensor = match own.get(&name) {
                 Some(tensor) if tensor.dims() == other.dims() => tensor.clone(),
@@ -92,7 +95,8 @@ fn content_positions_with_gqa_or_single_terms_match_whole_layer() -> Result<()> 
 #[test]
 fn image_windows_partition_and_merge_round_trips() -> Result<()> {
     for (image, window, shift) in [([4, 6], 2, 0), ([4, 6], 2, 1), ([5, 7], 3, 0), ([5, 7], 3, 2), ([2, 2], 3, 1)] {
-        let ([height, width], t) = (image, window * window);
+        let [height, width] = image;
+        let t = window * window;
         let windows = Windows::new(image, window)?.with_shift(shift)?;
         let xs = Tensor::arange(1f32, (2 * height * width) as f32 + 1.0, &CPU)?.reshape((2, height * width, 1))?;
         let parts = windows.partition(&xs)?;
@@ -110,7 +114,8 @@ fn image_windows_partition_and_merge_round_trips() -> Result<()> {
             (row, moved(at % across * window + token % window, across))
         };
         for (n, value) in values(&parts).into_iter().enumerate() {
-            let (w, what) = (n / t, format!("{image:?}, {window}, {shift}: entry {n}"));
+            let w = n / t;
+            let what = format!("{image:?}, {window}, {shift}: entry {n}");
             let ((row, below), (column, behind)) = place(w, n % t);
             let inside = row < height && column < width;
             let expected = if inside { w / count * height * width + row * width + column + 1 } else { 0 };
@@ -149,7 +154,8 @@ fn content_positions_of_cloned_layer_follow_its_adapter() -> Result<()> {
     let cfg = content().pop().expect("shared projections");
     let own = weights(&cfg)?;
     let frozen = || layer(&cfg, &own, DType::F32);
-    let (xs, weights) = (random((2, 7, 24))?, random((2, 7, 24))?);
+    let xs = random((2, 7, 24))?;
+    let weights = random((2, 7, 24))?;
     for (place, is_trained) in
         [Projection::Query, Projection::Key].into_iter().flat_map(|place| [(place, false), (place, true)])
     {
@@ -164,7 +170,8 @@ fn content_positions_of_cloned_layer_follow_its_adapter() -> Result<()> {
         let before = layer.forward(&xs)?;
         let clone = adapted(layer.clone())?;
         for step in 0..2 {
-            let (found, expected) = (clone.forward(&xs)?, adapted(frozen()?)?.forward(&xs)?);
+            let found = clone.forward(&xs)?;
+            let expected = adapted(frozen()?)?.forward(&xs)?;
             assert_close(&found, &expected, 0.0, &format!("{place}, trained: {is_trained}, step {step}"));
             let gradient = |ys: &Tensor| -> Result<Option<Tensor>> {
                 Ok(ys.mul(&weights)?.sum_all()?.backward()?.get(&adapter).cloned())
@@ -185,7 +192,8 @@ fn content_positions_of_cloned_layer_follow_its_adapter() -> Result<()> {
 #[test]
 fn cosine_window_scores_are_bounded() -> Result<()> {
     let cfg = content()[4].clone();
-    let (mut weights, xs) = (weights(&cfg)?, random((2, tokens(&cfg), 24))?);
+    let mut weights = weights(&cfg)?;
+    let xs = random((2, tokens(&cfg), 24))?;
     let mut with = |logit: f64| {
         weights.insert("logit_scale".into(), Tensor::full(logit as f32, (HEADS, 1, 1), &CPU)?);
         layer(&cfg, &weights, DType::F32)?.forward(&xs)

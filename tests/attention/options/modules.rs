@@ -62,9 +62,11 @@ fn gguf_weights_in_layer_match_dequantised_layer() -> Result<()> {
     for cfg in configs() {
         for (dtype, tolerance) in [(GgmlDType::F32, 1e-5), (GgmlDType::Q8_0, 0.03), (GgmlDType::Q4_0, 0.03)] {
             let [layer, plain] = quantized(&cfg, dtype)?;
-            let (kind, what) = (Kind::MultiHead(cfg.clone()), format!("{cfg:?} in {dtype:?}"));
+            let kind = Kind::MultiHead(cfg.clone());
+            let what = format!("{cfg:?} in {dtype:?}");
             let [width, of_keys, of_values, _] = kind.widths();
-            let (xs, keys) = (&random(&[2, 7, width])?, random(&[2, 7, of_keys])?);
+            let xs = &random(&[2, 7, width])?;
+            let keys = random(&[2, 7, of_keys])?;
             let vs = if of_keys == of_values { keys.clone() } else { random(&[2, 7, of_values])? };
             let is_self = kind.is_self(7, 7);
             let call = || {
@@ -133,7 +135,8 @@ fn adapted(cfg: &Config, joint: Option<WeightLayout>, all_places: &[&[usize]]) -
         let adapters: Vec<_> = places
             .iter()
             .map(|&place| {
-                let (down, up) = (Var::from_tensor(&random(&[3, 16])?)?, Var::from_tensor(&random(&[16, 3])?)?);
+                let down = Var::from_tensor(&random(&[3, 16])?)?;
+                let up = Var::from_tensor(&random(&[16, 3])?)?;
                 let name = format!("{}.weight", NAMES[place]);
                 let weight = (&merged[&name] + up.matmul(&down)?)?.detach();
                 merged.insert(name, weight);
@@ -144,7 +147,8 @@ fn adapted(cfg: &Config, joint: Option<WeightLayout>, all_places: &[&[usize]]) -
         for (n, layer) in layers.iter().enumerate() {
             let mut layer = layer.clone();
             for (place, down, up) in &adapters {
-                let (down, up) = (down.as_tensor().clone(), up.as_tensor().clone());
+                let down = down.as_tensor().clone();
+                let up = up.as_tensor().clone();
                 layer = layer.map_projection(PLACES[*place], |own| Ok(Arc::new(Adapter { own, down, up })))?;
             }
             let found = layer.forward(&xs)?;

@@ -44,7 +44,8 @@ fn qk_norm_names_of_other_libraries_give_equal_layers() -> Result<()> {
                 spellings.push(["q_layernorm.norms.{}", "k_layernorm.norms.{}"]);
             }
             for names in spellings {
-                let (renamed, what) = (renamed(&own, names)?, format!("{kind:?} {scope:?} as {names:?}"));
+                let renamed = renamed(&own, names)?;
+                let what = format!("{kind:?} {scope:?} as {names:?}");
                 let layer = MultiHeadAttention::new(&cfg, builder(renamed.clone()))?;
                 assert_close(&layer.forward(&xs)?, &expected, 0.0, &what);
                 let saved: Tensors = layer.state_dict(WeightLayout::Canonical)?.into_iter().collect();

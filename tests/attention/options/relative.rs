@@ -110,7 +110,10 @@ fn positions_of_empty_calls_are_accepted() -> Result<()> {
     for (b, t_q, t_kv) in [(0, 3, 5), (2, 0, 5), (2, 3, 0), (0, 0, 0)] {
         let empty = |t: usize| Tensor::zeros((b, t, 12), DType::F32, &CPU);
         let at = |t: usize| Tensor::zeros((b, t), DType::U32, &CPU);
-        let (xs, keys, positions, key_positions) = (empty(t_q)?, empty(t_kv)?, at(t_q)?, at(t_kv)?);
+        let xs = empty(t_q)?;
+        let keys = empty(t_kv)?;
+        let positions = at(t_q)?;
+        let key_positions = at(t_kv)?;
         for (layer, backend) in layers.iter().flat_map(|layer| [(layer, Backend::Auto), (layer, Backend::Reference)]) {
             let own = || AttentionInput::new(&xs).with_backend(backend);
             let cross = || own().with_key_value(&keys, &keys);

@@ -9,7 +9,8 @@ use crate::*;
 fn layer_parameters_are_trained_frozen_and_saved() -> Result<()> {
     let content = content().into_iter().map(|cfg| ("content", Kind::MultiHead(cfg)));
     for (name, kind) in configs().into_iter().chain(relative()).chain(content) {
-        let (vars, t) = (VarMap::new(), kind.tokens().unwrap_or(17));
+        let vars = VarMap::new();
+        let t = kind.tokens().unwrap_or(17);
         for (path, numbers) in kind.parameters(3) {
             let var = Var::from_tensor(&(numbers.tensor(DType::F32, &CPU)? * 0.6)?)?;
             vars.data().lock().expect("one thread").insert(path, var);
@@ -18,7 +19,9 @@ fn layer_parameters_are_trained_frozen_and_saved() -> Result<()> {
             || named(&vars).into_iter().map(|(path, var)| (path, var.as_tensor().copy().expect("memory").detach()));
         let input = kind.input([2, t, t], vec![]);
         let [xs, keys, vs] = [&input.queries, &input.keys, &input.values].map(|x| x.tensor(DType::F32, &CPU));
-        let (xs, keys, vs) = (xs?, keys?, vs?);
+        let xs = xs?;
+        let keys = keys?;
+        let vs = vs?;
         let run = |layer: &dyn Layer| {
             let own = AttentionInput::new(&xs);
             layer.run(if kind.is_self(t, t) { own } else { own.with_key_value(&keys, &vs) })
@@ -28,7 +31,8 @@ fn layer_parameters_are_trained_frozen_and_saved() -> Result<()> {
             assert!(error < 1e-5, "{name}, {what}: off by {error:e}, {kind:?}");
         };
         let learning = kind.layer(VarBuilder::from_varmap(&vars, DType::F32, &CPU))?;
-        let (frozen, before) = (learning.frozen()?, run(&*learning)?);
+        let frozen = learning.frozen()?;
+        let before = run(&*learning)?;
         let apart = ["relative_attention_bias", "rel_embeddings", "LayerNorm"];
         let apart: Tensors = held().filter(|(path, _)| apart.iter().any(|part| path.starts_with(part))).collect();
         for var in vars.all_vars() {

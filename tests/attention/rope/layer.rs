@@ -34,7 +34,8 @@ fn with_axes(axes: RopeAxes, scaling: RopeScaling, device: &Device) -> Result<Mu
 fn rope_positions_of_left_padded_sequences_match_unpadded(device: &Device) -> Result<()> {
     for kind in [Kind::MultiHead(config()), Kind::Latent(LatentConfig::new(24, 4))] {
         let layer = kind.layer(TorchSeed::new(3).var_builder(DType::F32, device))?;
-        let (xs, run) = (Tensor::randn(0f32, 1.0, (3, 6, 24), device)?, |xs: &Tensor| layer.run(xs.into()));
+        let xs = Tensor::randn(0f32, 1.0, (3, 6, 24), device)?;
+        let run = |input: &Tensor| layer.run(input.into());
         let ones = Tensor::new(&[[1u8, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1]], device)?;
         let positions = Tensor::new(&[[0i64, 1, 2, 3, 4, 5], [0, 0, 0, 1, 2, 3], [0, 0, 0, 0, 0, 0]], device)?;
         let mask = AttentionMask::from_attention_mask(&ones)?;
@@ -54,12 +55,14 @@ fn rope_positions_of_left_padded_sequences_match_unpadded(device: &Device) -> Re
 fn rope_positions_of_queries_and_keys_differ_in_cross_attention(device: &Device) -> Result<()> {
     let layer = layer(&config().with_causal(false), device)?;
     let [xs, memory] = [3, 5].map(|t| Tensor::randn(0f32, 1.0, (2, t, 24), device));
-    let (xs, memory) = (xs?, memory?);
+    let xs = xs?;
+    let memory = memory?;
     let cross = || AttentionInput::new(&xs).with_key_value(&memory, &memory);
     let at = |first: i64, t: i64| Tensor::arange(first, first + t, device);
     let plain = layer.forward_with(cross())?;
     for (first, most) in [(0, 0.0), (9, 1e-5)] {
-        let (queries, keys) = (at(first, 3)?, at(first, 5)?);
+        let queries = at(first, 3)?;
+        let keys = at(first, 5)?;
         let moved = layer.forward_with(cross().with_positions(&queries).with_key_positions(&keys))?;
         assert_close(&moved, &plain, most, "both from the same");
     }
@@ -73,7 +76,8 @@ fn rope_in_projected_memory_matches_key_value_inputs(device: &Device) -> Result<
         let layer = layer(&config().with_causal(false).with_rope(rope().with_scaling(scaling)), device)?;
         for t_q in [1, 3, 9] {
             let [xs, keys] = [t_q, 7].map(|t| Tensor::randn(0f32, 1.0, (2, t, 24), device));
-            let (xs, keys) = (xs?, keys?);
+            let xs = xs?;
+            let keys = keys?;
             let memory = layer.project_memory(&keys, &keys)?;
             let found = layer.forward_with(AttentionInput::new(&xs).with_memory(&memory))?;
             let expected = layer.forward_with(AttentionInput::new(&xs).with_key_value(&keys, &keys))?;
@@ -109,12 +113,14 @@ fn rope_axes_with_cache_or_packed_sequences_match_one_call(device: &Device) -> R
         let whole = layer.forward_with(AttentionInput::new(&xs).with_axis_positions(&positions))?;
         let mut cache = AttentionCache::default();
         for (start, t) in [(0, 3), (3, 1), (4, 1)] {
-            let (tokens, at) = (xs.narrow(1, start, t)?.contiguous()?, positions.narrow(2, start, t)?);
+            let tokens = xs.narrow(1, start, t)?.contiguous()?;
+            let at = positions.narrow(2, start, t)?;
             let input = AttentionInput::new(&tokens).with_axis_positions(&at).with_cache(&mut cache);
             assert_close(&layer.forward_with(input)?, &whole.narrow(1, start, t)?, 2e-6, "with a cache");
         }
         let sequences = PackedSequences::from_lens(&[5, 5], &[5, 5])?;
-        let (rows, at) = (xs.flatten(0, 1)?, positions.flatten(1, 2)?);
+        let rows = xs.flatten(0, 1)?;
+        let at = positions.flatten(1, 2)?;
         let input = AttentionInput::new(&rows).with_axis_positions(&at).with_packed(&sequences);
         assert_close(&layer.forward_with(input)?, &whole.flatten(0, 1)?, 2e-6, "packed");
     }
@@ -145,7 +151,8 @@ fn rope_tables_shared_by_layers_match_own_tables() -> Result<()> {
 /// Checks that layers with and without rotary positions accept the same input.
 #[test]
 fn positions_are_ignored_by_layer_without_rope() -> Result<()> {
-    let (layer, xs) = (layer(&Config::new(24, 4), &CPU)?, random((2, 5, 24))?);
+    let layer = layer(&Config::new(24, 4), &CPU)?;
+    let xs = random((2, 5, 24))?;
     let positions = Tensor::arange(3u32, 8, &CPU)?;
     let given = layer.forward_with(AttentionInput::new(&xs).with_positions(&positions))?;
     assert_close(&given, &layer.forward(&xs)?, 0.0, "no rope");

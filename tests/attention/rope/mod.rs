@@ -53,7 +53,8 @@ fn rope_scaling_matches_transformers(device: &Device) -> Result<()> {
         // One for all calls: what it keeps of one may not change the next.
         let rotary = RotaryEmbedding::new(config, D)?;
         for n in (0..numbers.calls.len()).chain([0, 2]) {
-            let (positions, ys) = (numbers.positions(n, device)?, &numbers.tensors[&format!("{name}.{n}")]);
+            let positions = numbers.positions(n, device)?;
+            let ys = &numbers.tensors[&format!("{name}.{n}")];
             for (view, input) in views.iter().enumerate() {
                 assert_close(&rotary.apply(input, &positions)?, ys, 1e-6, &format!("{name}, call {n}, view {view}"));
             }
@@ -139,9 +140,11 @@ impl Turn {
         let (_, h, t, d) = xs.dims4()?;
         let store = found.sum_all()?.backward()?;
         let gradient = values(store.get(xs).expect("xs are tracked"));
-        let (xs, found) = (values(xs), values(found));
+        let xs = values(xs);
+        let found = values(found);
         for (row, ((got, given), slopes)) in found.chunks(d).zip(xs.chunks(d)).zip(gradient.chunks(d)).enumerate() {
-            let (mut turned, mut back) = (given.to_vec(), vec![1.0; d]);
+            let mut turned = given.to_vec();
+            let mut back = vec![1.0; d];
             for i in 0..self.pairs {
                 let [cos, sin] = (self.pair)(row / (h * t), row % t, i);
                 let (x, y) = if self.style == RopeStyle::RotateHalf { (i, i + self.pairs) } else { (2 * i, 2 * i + 1) };
@@ -168,7 +171,8 @@ fn rope_tables_and_axes_match_definition(device: &Device) -> Result<()> {
             for b in [1, 2] {
                 let positions = Tensor::rand(-3f32, 9.0, (count, b, T), device)?;
                 let given = if b == 1 { positions.squeeze(1)? } else { positions.clone() };
-                let (at, pairs) = (values(&positions), pairs.clone());
+                let at = values(&positions);
+                let pairs = pairs.clone();
                 let pair = move |sequence: usize, t: usize, i: usize| {
                     let (axis, exponent) = pairs[i];
                     let angle = at[(axis * b + sequence % b) * T + t] / 50f64.powf(exponent);
@@ -182,7 +186,8 @@ fn rope_tables_and_axes_match_definition(device: &Device) -> Result<()> {
         for width in [20, 12] {
             let tables = [(); 2].map(|()| Tensor::randn(0f32, 2.0, (width / 2, 9), device)?.t()?.to_dtype(DType::BF16));
             let [cos, sin] = tables;
-            let (cos, sin) = (cos?, sin?);
+            let cos = cos?;
+            let sin = sin?;
             let rope = RopeConfig::new(100.0).with_style(style).with_rotary_dim(width);
             let rotary = RotaryEmbedding::from_tables(&rope, 20, &cos, &sin)?;
             let at = [[8u32, 0, 1, 1, 7], [2, 3, 4, 5, 6]];

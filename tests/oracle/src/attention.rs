@@ -156,7 +156,8 @@ impl Mask {
     }
 
     fn sees(&self, dims: &Dims, [b, h, i, j]: [usize; 4]) -> bool {
-        let (key, position) = (j as i128, self.position(dims, b, i));
+        let key = j as i128;
+        let position = self.position(dims, b, i);
         let later = self.alignment != Alignment::Free && key > position;
         let prefixes = self.parts.iter().filter_map(|part| match part {
             Part::Prefix(lens) => Some(lens),
@@ -233,13 +234,15 @@ impl Case {
     /// behind it.
     fn score(&self, index: [usize; 4], query: &[f64], key: &[f64]) -> (f64, f64) {
         let scale = self.options.scale.unwrap_or(1.0 / (self.dims.d as f64).sqrt());
-        let (mut dot, mut terms) = (0.0, 0.0);
+        let mut dot = 0.0;
+        let mut terms = 0.0;
         for (x, y) in query.iter().zip(key) {
             let product = x * y;
             dot += product;
             terms += finite(product);
         }
-        let (mut score, mut terms) = (dot * scale, terms * scale.abs());
+        let mut score = dot * scale;
+        let mut terms = terms * scale.abs();
         if let Some(softcap) = self.options.softcap {
             score = softcap * (score / softcap).tanh();
         }
@@ -259,7 +262,8 @@ impl Case {
                 let values = vectors(&self.v, [b, self.kv_head(h)], t_kv, d_v);
                 for (i, query) in vectors(&self.q, [b, h], t_q, d).iter().enumerate() {
                     let row = self.row([b, h, i], query, &keys);
-                    let (mut sums, mut terms) = (vec![0.0; d_v], vec![0.0; d_v]);
+                    let mut sums = vec![0.0; d_v];
+                    let mut terms = vec![0.0; d_v];
                     // A masked key is not part of the sum, even if its value is NaN.
                     for j in (0..t_kv).filter(|&j| row.takes_part[j]) {
                         for ((sum, size), value) in sums.iter_mut().zip(&mut terms).zip(&values[j]) {
@@ -294,12 +298,14 @@ impl Case {
         let empty = visible().all(|score| score == f64::NEG_INFINITY);
 
         let largest = visible().chain(sink).fold(f64::NEG_INFINITY, f64::max);
-        let (mut sum, mut lse) = (0.0, f64::NEG_INFINITY);
+        let mut sum = 0.0;
+        let mut lse = f64::NEG_INFINITY;
         if largest > f64::NEG_INFINITY {
             sum = visible().chain(sink).map(|score| (score - largest).exp()).sum();
             lse = largest + sum.ln();
         } else if visible().any(f64::is_nan) {
-            (sum, lse) = (f64::NAN, f64::NAN);
+            sum = f64::NAN;
+            lse = f64::NAN;
         }
         let uniform = empty && self.uniform_fully_masked_rows;
         let weight = |j: usize| match (uniform, seen[j] && !empty) {
@@ -335,7 +341,8 @@ pub fn exact_attention(query: &[f64], keys: &[f64], values: &[f64]) -> Vec<f64> 
     let scale = 1.0 / (d as f64).sqrt();
     let scores: Vec<f64> = keys.chunks_exact(d).map(|key| scale * dot(query, key)).collect();
     let largest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-    let (mut sum, mut context) = (0.0, vec![0.0; d]);
+    let mut sum = 0.0;
+    let mut context = vec![0.0; d];
     for (score, value) in scores.iter().zip(values.chunks_exact(d)) {
         let weight = (score - largest).exp();
         sum += weight;

@@ -48,9 +48,15 @@ impl Delta {
     }
 
     pub fn recur(&self) -> Recurred {
-        let (b, t, h, h_s, d_v) = (self.q.dim(0), self.q.dim(2), self.h(), self.h_s(), self.v.dim(3));
+        let b = self.q.dim(0);
+        let t = self.q.dim(2);
+        let h = self.h();
+        let h_s = self.h_s();
+        let d_v = self.v.dim(3);
         let mut y = vec![0.0; b * h * t * d_v];
-        let (mut states, mut largest_state, mut largest_query) = (Vec::new(), 0f64, 0f64);
+        let mut states = Vec::new();
+        let mut largest_state = 0f64;
+        let mut largest_query = 0f64;
         let largest = |most: f64, state: &[Vec<f64>]| state.iter().flatten().fold(most, |most, x| most.max(x.abs()));
         for (n, (entry, tokens)) in self.sequences.iter().enumerate() {
             for head in 0..h_s {

@@ -28,7 +28,8 @@ enum Order {
 
 /// Returns the logits (B, T, V) of all tokens.
 fn all_logits(order: Order, tokens: &[Vec<u32>], decoder: impl Fn() -> Result<Decoder>) -> Result<Tensor> {
-    let (ids, t) = (Tensor::new(tokens.to_vec(), &Device::Cpu)?, tokens[0].len());
+    let ids = Tensor::new(tokens.to_vec(), &Device::Cpu)?;
+    let t = tokens[0].len();
     let steps = match order {
         Order::Prompts => {
             let prompts = (1..=t).map(|len| Ok(logits(&mut decoder()?, &ids, &[len])?.remove(0)));

@@ -20,7 +20,8 @@ fn encoder_bert_matches_candle_transformers() -> Result<()> {
     let theirs = BertModel::load(builder(&weights), &config)?;
     let ours = Encoder::load(&json, builder(&weights), |_, _| {})?;
     for lens in [vec![1], vec![13], vec![13, 13, 13], vec![4, 13, 1]] {
-        let (b, t) = (lens.len(), lens.iter().copied().max().unwrap_or_default());
+        let b = lens.len();
+        let t = lens.iter().copied().max().unwrap_or_default();
         let ids = ids(b, t, 61)?;
         let attended = lens.iter().flat_map(|&len| (0..t).map(move |position| u8::from(position < len)));
         let attended = Tensor::from_vec(attended.collect(), (b, t), &Device::Cpu)?.to_dtype(DType::U32)?;

@@ -68,7 +68,8 @@ fn decoders_match_candle_transformers() -> Result<()> {
         with("llama", json!({})),
         with("llama", json!({"tie_word_embeddings": true, "num_key_value_heads": 4})),
         with("llama", json!({"rope_scaling": scaling})),
-        // Batches too, whose mask was once that of the first sequence (https://github.com/huggingface/candle/issues/3582).
+        // Batches too, whose mask was once that of the first sequence
+        // (https://github.com/huggingface/candle/issues/3582).
         with("qwen3", qwen3.clone()),
         with("qwen3", with_options(&qwen3, json!({"attention_bias": true}))),
         with("mistral", json!({"sliding_window": null})),
