@@ -6,6 +6,7 @@
 #include "convolution.cu"
 #include "gated_norm.cu"
 #include "delta_gates.cu"
+#include "rotation.cu"
 
 #define ARGUMENTS(type) printf("%s %zu\n", #type, sizeof(type))
 #define FIELD(type, name) printf("%s.%s %zu\n", #type, #name, offsetof(type, name))
@@ -119,6 +120,24 @@ int main() {
     FIELD(DeltaGatesArguments, lower_bound);
     FIELD(DeltaGatesArguments, beta_factor);
     FIELD(DeltaGatesArguments, reserved);
+    ARGUMENTS(RotationArguments);
+    FIELD(RotationArguments, inputs);
+    FIELD(RotationArguments, output);
+    FIELD(RotationArguments, cosines);
+    FIELD(RotationArguments, sines);
+    FIELD(RotationArguments, angle_rows);
+    FIELD(RotationArguments, input_strides);
+    FIELD(RotationArguments, angle_rows_stride);
+    FIELD(RotationArguments, entries);
+    FIELD(RotationArguments, tokens);
+    FIELD(RotationArguments, heads);
+    FIELD(RotationArguments, width);
+    FIELD(RotationArguments, pairs);
+    FIELD(RotationArguments, angle_row_count);
+    FIELD(RotationArguments, first_angle_row);
+    FIELD(RotationArguments, interleaved);
+    FIELD(RotationArguments, inverse);
+    FIELD(RotationArguments, reserved);
     SIZE(TILE_WORDS);
     SIZE(PREPARE_SHARED);
     SIZE(SCAN_SHARED);
@@ -131,5 +150,6 @@ int main() {
     SIZE(NORM_WARPS);
     SIZE(NORM_SHARED);
     SIZE(GATES_THREADS);
+    SIZE(ROTATION_THREADS);
     return 0;
 }

@@ -32,8 +32,8 @@ pub use capability::{Capability, Limits};
 pub use catalogue::{CatalogueEntry, CatalogueKernel};
 pub use delta::{DeltaCall, DeltaGradients, DeltaKernel, DeltaResults};
 pub use rows::{
-    Activation, ConvolutionCall, ConvolutionGradients, ConvolutionResults, DeltaGates, DeltaGatesCall, GatedNormCall,
-    GatedNormGradients,
+    Activation, AngleRows, ConvolutionCall, ConvolutionGradients, ConvolutionResults, DeltaGates, DeltaGatesCall,
+    GatedNormCall, GatedNormGradients, RotationCall,
 };
 pub use unsupported::Unsupported;
 

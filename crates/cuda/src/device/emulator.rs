@@ -153,6 +153,7 @@ fn emulator_file(program: &Program) -> &'static str {
         "delta_gates.cu" => "delta_gates_library.cpp",
         "delta.cu" => "delta_library.cpp",
         "gated_norm.cu" => "gated_norm_library.cpp",
+        "rotation.cu" => "rotation_library.cpp",
         _ => "library.cpp",
     }
 }

@@ -1,12 +1,15 @@
-//! Kernels that compute rows: the short convolution, the gates of linear attention, and norms with gates.
+//! Kernels that compute rows: the short convolution, the gates of linear attention, norms with gates, and rotations of
+//! heads.
 
 mod convolution;
 mod delta_gates;
 mod gated_norm;
+mod rotation;
 
 pub use convolution::{ConvolutionCall, ConvolutionGradients, ConvolutionResults};
 pub use delta_gates::{DeltaGates, DeltaGatesCall};
 pub use gated_norm::{Activation, GatedNormCall, GatedNormGradients};
+pub use rotation::{AngleRows, RotationCall};
 
 use candle_core::{DType, Result, Tensor, bail};
 
@@ -14,7 +17,7 @@ use crate::catalogue::CatalogueEntry;
 
 /// Returns the programs that devices run for the usual sizes.
 pub(crate) fn entries() -> Vec<CatalogueEntry> {
-    [convolution::entries(), delta_gates::entries(), gated_norm::entries()].concat()
+    [convolution::entries(), delta_gates::entries(), gated_norm::entries(), rotation::entries()].concat()
 }
 
 /// Checks the shape, the dtype and the last stride of a tensor.

@@ -12,6 +12,7 @@ pub mod rowwise;
 mod shard;
 mod spec;
 mod sum;
+mod uploads;
 
 pub use expect::{
     Dim, Expect, FLOATS, accumulation_dtype, check_entries, check_keys_and_values, check_memory, filled,
@@ -28,6 +29,7 @@ pub use reader::{
 pub use shard::{HeadCounts, HeadShard, Heads, Share};
 pub use spec::{NO_BIAS, ParameterSpec};
 pub use sum::sum_of_terms;
+pub use uploads::uploaded;
 
 pub mod number {
     //! Checks of the numbers that callers set.

@@ -3,6 +3,7 @@
 mod angles;
 mod axes;
 mod config;
+mod cuda;
 mod scaling;
 
 pub use axes::{RopeAxes, RopeAxisLayout};
@@ -186,6 +187,12 @@ impl Rotation {
         let (b, t, ..) = xs.dims4()?;
         if xs.elem_count() > 0 && ![t, b * t].contains(&self.index.len()) {
             bail!("[rope] there are {} positions, expected {t}, or {b} times {t}", self.index.len())
+        }
+        if xs.device().is_cuda()
+            && xs.elem_count() > 0
+            && let Some(rotated) = self.by_kernel(xs)?
+        {
+            return Ok(rotated);
         }
         if !xs.device().is_cpu() || xs.dtype() == DType::F64 {
             return self.by_candle(xs);

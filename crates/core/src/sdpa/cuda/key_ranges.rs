@@ -6,8 +6,8 @@ use candle_core::{Device, Result, Tensor, bail};
 
 use super::super::call::Call;
 use super::super::packed::PackedSequences;
-use super::uploads::uploaded;
 use crate::mask::{KeyBounds, RowRanges};
+use candle_attention_modules::base::uploaded;
 
 /// Returns the lengths of packed sequences.
 pub(super) fn packed_sequences(

@@ -7,7 +7,6 @@ mod graph;
 mod key_ranges;
 #[cfg(test)]
 mod tests;
-mod uploads;
 
 use std::fmt;
 

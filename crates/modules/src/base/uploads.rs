@@ -22,7 +22,7 @@ struct Upload {
 }
 
 /// Returns a list as an i32 tensor on a device. The tensor may be shared and must not be written to.
-pub(super) fn uploaded(entries: Vec<i32>, shape: &[usize], device: &Device) -> Result<Tensor> {
+pub fn uploaded(entries: Vec<i32>, shape: &[usize], device: &Device) -> Result<Tensor> {
     if device.is_cpu() || entries.len() >= MOST_ENTRIES {
         return Tensor::from_vec(entries, shape, device);
     }

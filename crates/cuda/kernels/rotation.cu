@@ -1,0 +1,2 @@
+// The kernel of the rotation of heads.
+#include "rotation.cuh"

@@ -1,0 +1,218 @@
+//! The rotation of heads by the angles of their tokens: rotary position embeddings.
+
+use candle_core::{DType, Result, Storage, Tensor, bail};
+
+use super::check_tensor;
+use crate::arguments::{Address, RowStrides};
+use crate::catalogue::CatalogueEntry;
+use crate::delta::element_code;
+use crate::device::{Grid, KernelArguments, KernelDevice, Launch, Operands, Reading};
+use crate::program::{Define, KernelShape, Program};
+use crate::unsupported::Unsupported;
+
+const OP: &str = "rotation";
+
+const KERNEL: &str = "rotate_heads";
+
+/// The threads of a block: ROTATION_THREADS in the source.
+const THREADS: usize = 256;
+
+/// A rotation of the first `2 · pairs` columns of each head, by the angles of its token. The gradient of the input is
+/// the gradient of the output, rotated by the opposite angles.
+#[derive(Debug, Clone)]
+pub struct RotationCall {
+    /// (B, T, H, D), f32, bf16 or f16. The last dimension is contiguous.
+    pub xs: Tensor,
+    /// f32 (rows, pairs), contiguous.
+    pub cosines: Tensor,
+    /// f32 (rows, pairs), contiguous.
+    pub sines: Tensor,
+    /// The rows of the angles of the tokens.
+    pub angle_rows: AngleRows,
+    /// Whether a pair are two neighbouring columns; otherwise column n and column n + pairs.
+    pub interleaved: bool,
+    /// Whether heads are rotated by the opposite angles.
+    pub inverse: bool,
+}
+
+/// The rows of the angles of the tokens of a call.
+#[derive(Debug, Clone)]
+pub enum AngleRows {
+    /// The first token of every sequence has this row, and the others those after it.
+    From(usize),
+    /// i32 (T,), or (B · T,) with rows of its own for each sequence. A row outside of the tables is the nearest one in
+    /// them.
+    Each(Tensor),
+}
+
+/// The argument of the kernel. The source documents the fields.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+struct RotationArguments {
+    inputs: Address,
+    output: Address,
+    cosines: Address,
+    sines: Address,
+    angle_rows: Address,
+
+    input_strides: RowStrides,
+    angle_rows_stride: i64,
+
+    entries: i32,
+    tokens: i32,
+    heads: i32,
+    width: i32,
+    pairs: i32,
+    angle_row_count: i32,
+
+    first_angle_row: i32,
+    interleaved: i32,
+    inverse: i32,
+    reserved: i32,
+}
+
+// SAFETY: the struct has the fields of the source in the same order, and no padding; the calls of this module check
+// shapes, and take addresses from the operands of the launch.
+unsafe impl KernelArguments for RotationArguments {}
+
+impl RotationCall {
+    /// Checks that the kernel runs the call. Nothing is compiled, and no tensor is read.
+    ///
+    /// # Errors
+    /// If it does not: the sentence says why.
+    pub fn plan(&self) -> std::result::Result<(), Unsupported> {
+        KernelDevice::of(self.xs.device())?;
+        element_code(self.xs.dtype())?;
+        let fits = |count: &usize| (1..1 << 30).contains(count);
+        if self.xs.rank() != 4 || !self.xs.dims().iter().chain(self.cosines.dims()).all(fits) {
+            return Err(Unsupported::new(format!("heads of the shape {:?} are not rotated", self.xs.dims())));
+        }
+        Ok(())
+    }
+
+    /// Computes the rotated heads, (B, T, H, D), contiguous, in the dtype of the input.
+    ///
+    /// # Errors
+    /// If the call does not fit together, the kernel does not run it, or it does not compile or launch.
+    pub fn forward(&self) -> Result<Storage> {
+        self.plan()?;
+        let (b, t, h, d) = self.xs.dims4()?;
+        let (rows, pairs) = self.cosines.dims2()?;
+        check_tensor(OP, "the input", &self.xs, &[b, t, h, d], self.xs.dtype())?;
+        for (name, table) in [("cosines", &self.cosines), ("sines", &self.sines)] {
+            check_tensor(OP, name, table, &[rows, pairs], DType::F32)?;
+            if !table.is_contiguous() {
+                bail!("[{OP}] {name} have the strides {:?}, expected contiguous ones", table.stride())
+            }
+        }
+        if 2 * pairs > d {
+            bail!("[{OP}] the angles have {pairs} pairs of columns, expected at most those of {d} columns")
+        }
+        let device = KernelDevice::of(self.xs.device())?;
+        let program = device.load(&program(element_code(self.xs.dtype())?))?;
+        let mut output = device.uninitialized(self.xs.dtype(), b * t * h * d)?;
+        {
+            let inputs = Reading::new(&self.xs);
+            let cosines = Reading::new(&self.cosines);
+            let sines = Reading::new(&self.sines);
+            let each = match &self.angle_rows {
+                AngleRows::From(_) => None,
+                AngleRows::Each(list) => Some(self.read_rows(list, b, t)?),
+            };
+            let mut operands = Operands::new(&device);
+            let strides = inputs.strides();
+            let mut arguments = RotationArguments {
+                inputs: operands.read("inputs", &inputs)?,
+                output: operands.write("output", &mut output)?,
+                cosines: operands.read("cosines", &cosines)?,
+                sines: operands.read("sines", &sines)?,
+                input_strides: RowStrides {
+                    sequence: strides[0] as i64,
+                    head: strides[2] as i64,
+                    row: strides[1] as i64,
+                },
+                entries: b as i32,
+                tokens: t as i32,
+                heads: h as i32,
+                width: d as i32,
+                pairs: pairs as i32,
+                angle_row_count: rows as i32,
+                interleaved: i32::from(self.interleaved),
+                inverse: i32::from(self.inverse),
+                ..RotationArguments::default()
+            };
+            match (&self.angle_rows, &each) {
+                (AngleRows::From(first), _) => arguments.first_angle_row = *first as i32,
+                (AngleRows::Each(list), Some(reading)) => {
+                    arguments.angle_rows = operands.read("angle_rows", reading)?;
+                    arguments.angle_rows_stride = if list.elem_count() == t { 0 } else { t as i64 };
+                }
+                (AngleRows::Each(_), None) => {}
+            }
+            let grid = Grid::linear((b * t * h * (d - pairs)).div_ceil(THREADS));
+            operands.launch(
+                &program,
+                &Launch { kernel: KERNEL, grid, threads: THREADS, shared_bytes: 0 },
+                &arguments,
+            )?;
+        }
+        Ok(output.into_storage())
+    }
+
+    /// Checks a list of rows and locks it.
+    fn read_rows<'t>(&self, list: &'t Tensor, b: usize, t: usize) -> Result<Reading<'t>> {
+        let count = if list.elem_count() == t { t } else { b * t };
+        check_tensor(OP, "angle_rows", list, &[count], DType::I32)?;
+        Ok(Reading::new(list))
+    }
+}
+
+/// Returns the program of an element type.
+fn program(element: i64) -> Program {
+    Program { root: "rotation.cu", defines: vec![Define { name: "ELEMENT", value: element }] }
+}
+
+/// Returns the programs of all element types.
+pub(super) fn entries() -> Vec<CatalogueEntry> {
+    let mut entries = Vec::new();
+    for (element, name) in [(0, "f16"), (1, "bf16"), (2, "f32")] {
+        let kernels = vec![KernelShape { name: KERNEL, threads: THREADS, shared_bytes: 0 }];
+        entries.push(CatalogueEntry::new(&program(element), format!("rotation {name}"), true, kernels));
+    }
+    entries
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::delta::source_sizes::{assert_same_layout, source_sizes};
+
+    #[test]
+    fn rotation_arguments_match_the_source() {
+        let sizes = source_sizes(&program(2));
+        assert_same_layout!(
+            sizes,
+            RotationArguments,
+            [
+                inputs,
+                output,
+                cosines,
+                sines,
+                angle_rows,
+                input_strides,
+                angle_rows_stride,
+                entries,
+                tokens,
+                heads,
+                width,
+                pairs,
+                angle_row_count,
+                first_angle_row,
+                interleaved,
+                inverse,
+                reserved
+            ]
+        );
+        assert_eq!(sizes["ROTATION_THREADS"], THREADS);
+    }
+}
