@@ -1,6 +1,7 @@
 #!/bin/bash
-# Runs the tests of the gated delta rule, the short convolution and the gated norm on the emulator: run_delta_tests.sh
-# [--quick]. It needs a C++ compiler, and neither a GPU nor CUDA. With `--quick`, one specialisation of each element type.
+# Runs the tests of the gated delta rule, the short convolution, the gated norm, and decays and betas on the emulator:
+# run_delta_tests.sh [--quick]. It needs a C++ compiler, and neither a GPU nor CUDA. With `--quick`, one specialisation
+# of each element type.
 set -euo pipefail
 cd "$(dirname "$0")"
 build=$(mktemp -d)

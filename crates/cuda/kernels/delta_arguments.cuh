@@ -1,8 +1,8 @@
 // The one argument of every kernel of the gated delta rule.
 //
 // The Rust side has the same struct, with the same field names in the same order; a test compares all offsets. N is
-// `sequences`, H is `heads`, T is `tokens`, D_k and D_v are KEY_WIDTH and VALUE_WIDTH. B is N, or 1 for packed sequences:
-// successive rows of one entry, of which T is the total. A pointer that a call does not need is null.
+// `sequences`, H is `heads`, T is `tokens`, D_k and D_v are KEY_WIDTH and VALUE_WIDTH. B is N, or 1 for packed
+// sequences: successive rows of one entry, of which T is the total. A pointer that a call does not need is null.
 #pragma once
 
 #include "device.cuh"

@@ -12,7 +12,7 @@ pub(crate) fn source_sizes(program: &Program) -> BTreeMap<String, usize> {
     let package = Path::new(env!("CARGO_MANIFEST_DIR"));
     let folder = tempfile::tempdir().expect("a temporary folder");
     let path = folder.path().join("offsets");
-    // The program includes all sources: those of other programs have default constants.
+    // The program includes the sources of all programs, which need these constants.
     let mut options: Vec<_> = program.define_options().collect();
     for (name, value) in [("ELEMENT", 2), ("KEY_WIDTH", 16), ("VALUE_WIDTH", 16), ("CHUNK", 16)] {
         if program.defines.iter().all(|define| define.name != name) {

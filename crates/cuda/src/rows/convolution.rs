@@ -38,7 +38,7 @@ pub struct ConvolutionCall {
 pub struct ConvolutionResults {
     /// (B, T, C), contiguous, in the dtype of the inputs.
     pub output: Storage,
-    /// The last K - 1 inputs of each entry, (B, K - 1, C), if the caller wants them.
+    /// The last K - 1 inputs of each entry, (B, K - 1, C), if the call has `with_state`.
     pub next_state: Option<Tensor>,
 }
 

@@ -79,7 +79,7 @@ mod tests {
     use super::super::conv::convolve;
     use super::*;
 
-    /// The results of a convolution, and the gradients of a loss.
+    /// Returns the output of a convolution, and the gradients of a loss.
     fn results(xs: &Var, taps: &Var, ys: Tensor) -> Result<[Tensor; 3]> {
         let weights = Tensor::from_iter((0..ys.elem_count()).map(|n| (n as f32 * 0.7).sin()), &Device::Cpu)?;
         let loss = (ys.to_dtype(DType::F32)?.flatten_all()? * weights)?.sum_all()?;
