@@ -1,6 +1,10 @@
 //! Calls from any thread return the same bits.
 
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::process::Command;
 use std::sync::LazyLock;
+
+use candle_attention::{DeltaOptions, RmsNorm, gated_delta_rule};
 
 use rayon::prelude::*;
 
@@ -95,5 +99,64 @@ fn calls_nested_in_another_pool_match_sequential_calls() {
                 }
             });
         });
+    }
+}
+
+/// Returns numbers from -1 to 1 that do not repeat.
+fn waves(shape: impl Into<candle_core::Shape>, step: f64) -> Result<Var> {
+    let shape = shape.into();
+    let numbers = (Tensor::arange(0f32, shape.elem_count() as f32, &CPU)? * step)?.sin()?;
+    Var::from_tensor(&numbers.reshape(shape)?)
+}
+
+/// Returns the gradients of attention, of a norm and of the gated delta rule, each large enough for several threads.
+fn backward_passes() -> Result<Vec<Tensor>> {
+    let q = waves((1, 4, 300, 64), 0.37)?;
+    let k = waves((1, 2, 300, 64), 0.53)?;
+    let v = waves((1, 2, 300, 64), 0.71)?;
+    let context = scaled_dot_product_attention(&q, &k, &v, &AttentionMask::causal(), &SdpaOptions::default())?;
+    let mut found = gradients(&context, &[&q, &k, &v])?;
+    let weight = waves(512, 0.91)?;
+    let xs = waves((300, 512), 0.43)?;
+    let normed = RmsNorm::new(weight.as_tensor().clone(), 1e-6)?.forward(&xs)?;
+    found.extend(gradients(&normed, &[&xs, &weight])?);
+    let decay = Var::from_tensor(&(waves((1, 4, 300), 0.29)?.as_tensor() - 1.0)?)?;
+    let keys = waves((1, 4, 300, 64), 0.59)?;
+    let values = waves((1, 4, 300, 64), 0.83)?;
+    let (ys, state) = gated_delta_rule(&q, &keys, &values, Some(&decay), None, None, &DeltaOptions::default())?;
+    found.extend(gradients(&ys, &[&q, &keys, &values, &decay])?);
+    found.extend([ys.detach(), state.detach()]);
+    Ok(found)
+}
+
+/// Prints a hash of the bits of every call on the helper threads of this process.
+#[test]
+#[ignore = "run by calls_with_any_thread_count_have_same_bits"]
+fn child_prints_hash_of_bits() -> Result<()> {
+    let mut hasher = DefaultHasher::new();
+    for work in &ALL.0 {
+        work.run().hash(&mut hasher);
+    }
+    for gradient in backward_passes()? {
+        bits(&gradient).hash(&mut hasher);
+    }
+    println!("hash {:x}", hasher.finish());
+    Ok(())
+}
+
+/// Runs the calls in processes with different numbers of threads, more than the machine may have cores.
+#[test]
+fn calls_with_any_thread_count_have_same_bits() {
+    let hash_with = |threads: &str| {
+        let mut child = Command::new(std::env::current_exe().expect("a test program"));
+        child.args(["--ignored", "--exact", "threads::child_prints_hash_of_bits", "--nocapture"]);
+        let output = child.env("RAYON_NUM_THREADS", threads).output().expect("a child process");
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        let hash = text.lines().find_map(|line| line.split_once("hash ")).map(|(_, hash)| hash.to_string());
+        hash.unwrap_or_else(|| panic!("{threads} threads: {text}{}", String::from_utf8_lossy(&output.stderr)))
+    };
+    let expected = hash_with("1");
+    for threads in ["2", "3", "4", "8"] {
+        assert_eq!(hash_with(threads), expected, "{threads} threads");
     }
 }

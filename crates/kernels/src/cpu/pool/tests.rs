@@ -106,6 +106,7 @@ fn pool_with_panic_in_a_piece_panics_and_works_on() {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "Miri reports the pool of crossbeam's queues, which rayon uses")]
 fn pool_of_rayon_runs_every_piece_once() {
     let rayon_pool = rayon::ThreadPoolBuilder::new().num_threads(3).build().expect("three threads");
     let sum = AtomicUsize::new(0);
