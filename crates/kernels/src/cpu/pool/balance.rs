@@ -5,8 +5,8 @@
 //! calls ask for one helper less. Another one is tried again after a while, and after a longer while each time that the
 //! trial fails.
 
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, Once};
 use std::time::{Duration, Instant};
 
 /// The time, saved and waited for, over which helpers are judged.
@@ -108,6 +108,14 @@ impl Balance {
         account.pause = if is_failed_trial { (account.pause * 2).min(LONGEST_PAUSE) } else { FIRST_PAUSE };
         self.retry_at.store(nanoseconds(now + account.pause), Ordering::Relaxed);
         self.allowed.store(allowed - 1, Ordering::Relaxed);
+        static LOGGED: Once = Once::new();
+        LOGGED.call_once(|| {
+            log::info!(
+                "other programs use the cores of this one: calls run on {allowed} of {} threads, and try more from \
+                 time to time",
+                self.most + 1
+            );
+        });
     }
 }
 
