@@ -9,7 +9,7 @@
 //! cargo bench --bench shared -- --program 'causal_lm=target/release/examples/causal_lm --model MODEL.gguf --ids 1,2,3'
 //! ```
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::env;
 use std::hint::black_box;
 use std::process::{Child, Command, Stdio};
@@ -91,7 +91,7 @@ fn main() -> Result<()> {
             Numbers::F32 => DType::F32,
             Numbers::Bf16 => DType::BF16,
         };
-        println!("{:.2} tokens/s", Model::new(dtype)?.tokens_per_second(work)?);
+        println!("{:.2} tokens/s", Model::new(dtype, work)?.tokens_per_second(work)?);
         return Ok(());
     }
     let sides = sides(&args)?;
@@ -256,20 +256,32 @@ struct Layer {
 }
 
 impl Model {
-    fn new(dtype: DType) -> Result<Self> {
+    /// Creates a model with random weights, which are variables if the work trains them.
+    fn new(dtype: DType, work: Work) -> Result<Self> {
         let variables = VarMap::new();
-        let vb = VarBuilder::from_varmap(&variables, dtype, &Device::Cpu);
+        let trainable = Self::from_weights(dtype, &VarBuilder::from_varmap(&variables, dtype, &Device::Cpu))?;
+        if work == Work::Training {
+            return Ok(trainable);
+        }
+        let mut weights = HashMap::new();
+        for (name, variable) in variables.data().lock().expect("no other thread").iter() {
+            weights.insert(name.clone(), variable.as_detached_tensor());
+        }
+        Self::from_weights(dtype, &VarBuilder::from_tensors(weights, dtype, &Device::Cpu))
+    }
+
+    fn from_weights(dtype: DType, vb: &VarBuilder) -> Result<Self> {
         let config =
             MultiHeadAttentionConfig::new(EMBED_DIM, NUM_HEADS).with_num_kv_heads(NUM_KV_HEADS).with_causal(true);
         let mut layers = Vec::new();
         for index in 0..LAYERS {
-            let vb = vb.pp(index);
-            let gate = packed_linear_no_bias(EMBED_DIM, INNER, vb.pp("gate"))?;
-            let up = packed_linear_no_bias(EMBED_DIM, INNER, vb.pp("up"))?;
+            let layer = vb.pp(index);
+            let gate = packed_linear_no_bias(EMBED_DIM, INNER, layer.pp("gate"))?;
+            let up = packed_linear_no_bias(EMBED_DIM, INNER, layer.pp("up"))?;
             layers.push(Layer {
-                attention: MultiHeadAttention::new(&config, vb.pp("attention"))?,
+                attention: MultiHeadAttention::new(&config, layer.pp("attention"))?,
                 mlp: PackedGatedLinear::new(gate, up, Activation::Silu)?,
-                down: packed_linear_no_bias(INNER, EMBED_DIM, vb.pp("down"))?,
+                down: packed_linear_no_bias(INNER, EMBED_DIM, layer.pp("down"))?,
             });
         }
         let random = |t| Tensor::randn(0f32, 1f32, (1, t, EMBED_DIM), &Device::Cpu)?.to_dtype(dtype);
