@@ -64,11 +64,12 @@ DEVICE QueryPair load_query_pair(u32 statistics_at, int column, bool is_masked) 
 }
 
 // Replaces products by weights, and the gradients of weights by those of products.
-DEVICE void differentiate_key_scores(const AttentionArguments& arguments, const KeyBlock& block, const QueryTile& tile,
-                                     u32 statistics_at, bool is_masked, KeyScores& products, KeyScores& gradients,
+DEVICE void differentiate_key_scores(const AttentionArguments& arguments, const KeyBlock& block,
+                                     const LoadedTile& loaded, KeyScores& products, KeyScores& gradients,
                                      ModifierGradients& modifier_gradients) {
     const Sequence& sequence = block.sequence;
-    const int first_query = tile.index * BACKWARD_QUERIES, head = block.key_head * block.group + tile.head;
+    const int first_query = loaded.tile.index * BACKWARD_QUERIES;
+    const int head = block.key_head * block.group + loaded.tile.head;
     Dropout dropout = block.dropout;
     dropout.head = head;
 #if MODIFIES_SCORES || HAS_BOOLEAN_MASK
@@ -76,7 +77,7 @@ DEVICE void differentiate_key_scores(const AttentionArguments& arguments, const 
 #endif
     UNROLL for (int c = 0; c < WARP_QUERIES / 8; c++) {
         const int column = block.warp_part * WARP_QUERIES + 8 * c + block.lane_column;
-        const QueryPair pair = load_query_pair(statistics_at, column, is_masked);
+        const QueryPair pair = load_query_pair(loaded.statistics_at, column, loaded.is_masked);
         UNROLL for (int n = 0; n < KEY_ROW_TILES; n++) {
             const int first_key = block.first_key + block.warp_row + 16 * n + block.lane_row;
             u32 words[4];
@@ -100,7 +101,7 @@ DEVICE void differentiate_key_scores(const AttentionArguments& arguments, const 
                 const bool is_dropped = HAS_DROPOUT && words[e] < arguments.dropout_threshold;
                 if (HAS_DROPOUT) gradient = is_dropped ? 0.0f : gradient * arguments.kept_weight_factor;
                 gradient = weight * (gradient - pair.delta[e & 1]);
-                bool is_hidden = is_masked && (key < pair.first[e & 1] || key >= pair.end[e & 1]);
+                bool is_hidden = loaded.is_masked && (key < pair.first[e & 1] || key >= pair.end[e & 1]);
 #if HAS_BOOLEAN_MASK
                 is_hidden |= !load_boolean_mask(arguments, modifiers, own_query, own_key);
 #endif
@@ -196,36 +197,32 @@ KERNEL(attention_backward_keys, KEY_THREADS, 1, AttentionArguments) {
     commit_copies();
     while (has_tile) {
         wait_for_copies<0>();
-        if (FUSED_BACKWARD && !is_clean) clean_head_tile<KEY_BLOCK, KEY_THREADS>(KEY_KEYS_AT, block.thread);
-        is_clean = true;
+        if (FUSED_BACKWARD && !is_clean) {
+            clean_head_tile<KEY_BLOCK, KEY_THREADS>(KEY_KEYS_AT, block.thread);
+            is_clean = true;
+        }
         block_barrier();
         if (FUSED_BACKWARD) pass_turn(block, turn);
         const bool has_next = find_query_tile(block, tile.head * block.tiles + tile.index + 1, next);
         if (has_next) load_query_tile(arguments, block, next, stage ^ 1);
         commit_copies();
-        const u32 queries_at = KEY_QUERIES_AT + stage * BACKWARD_QUERIES * HEAD_PITCH;
-        const u32 output_gradients_at = KEY_GRADIENTS_AT + stage * BACKWARD_QUERIES * VALUE_PITCH;
-        const u32 statistics_at = KEY_STATISTICS_AT + stage * BACKWARD_QUERIES * 16;
-        const TileInterval keys = load_tile_interval(block.tile_intervals + tile.index);
-        const bool is_masked = HAS_BOOLEAN_MASK || keys.masks(block.first_key, KEY_BLOCK);
-
+        const LoadedTile loaded = loaded_tile(block, tile, stage);
         KeyScores scores, gradients;
-        multiply_key_rows<HEAD_PITCH, HEAD_COLUMNS>(block, KEY_KEYS_AT, queries_at, scores);
-        multiply_key_rows<VALUE_PITCH, VALUE_COLUMNS>(block, KEY_VALUES_AT, output_gradients_at, gradients);
-        differentiate_key_scores(arguments, block, tile, statistics_at, is_masked, scores, gradients,
-                                 modifier_gradients);
+        multiply_key_rows<HEAD_PITCH, HEAD_COLUMNS>(block, KEY_KEYS_AT, loaded.queries_at, scores);
+        multiply_key_rows<VALUE_PITCH, VALUE_COLUMNS>(block, KEY_VALUES_AT, loaded.output_gradients_at, gradients);
+        differentiate_key_scores(arguments, block, loaded, scores, gradients, modifier_gradients);
         if (SHARES_SCORE_GRADIENTS) share_key_scores(block, scores, gradients);
         if (WARPS_PER_KEYS > 1 || RELATIVE_BIAS_GRADIENT) block_barrier();
         if (RELATIVE_BIAS_GRADIENT) add_relative_bias_gradients(arguments, block, tile);
         UNROLL for (int c = 0; c < BACKWARD_QUERIES / 16; c++) {
-            add_to_gradient<VALUE_PITCH, WARP_VALUE_COLUMNS>(block, scores, KEY_WEIGHTS_AT, c, output_gradients_at,
-                                                             value_gradient);
-            add_to_gradient<HEAD_PITCH, WARP_HEAD_COLUMNS>(block, gradients, KEY_SCORE_GRADIENTS_AT, c, queries_at,
-                                                           key_gradient);
+            add_to_gradient<VALUE_PITCH, WARP_VALUE_COLUMNS>(block, scores, KEY_WEIGHTS_AT, c,
+                                                             loaded.output_gradients_at, value_gradient);
+            add_to_gradient<HEAD_PITCH, WARP_HEAD_COLUMNS>(block, gradients, KEY_SCORE_GRADIENTS_AT, c,
+                                                           loaded.queries_at, key_gradient);
         }
         if (FUSED_BACKWARD) {
             if (WARPS_PER_KEYS == 1) block_barrier();
-            turn = add_query_gradients(arguments, block, tile, keys);
+            turn = add_query_gradients(arguments, block, tile, loaded.keys);
         }
         if (SLOPE_GRADIENT && (!has_next || next.head != tile.head))
             store_slope_gradient(arguments, block, tile.head, modifier_gradients);

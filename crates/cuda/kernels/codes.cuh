@@ -36,11 +36,11 @@ DEVICE void unpack_codes(u32 codes, u32& first, u32& second) {
 }
 #endif
 
-// Loads rows of `columns` codes, padded to a pitch, and becomes 0 outside of [first_row, end_row).
+// Loads rows of `width` codes to rows of COLUMNS codes; 0 outside of [first_row, end_row) and behind the width.
 template <int ROWS, int COLUMNS, int PITCH, int THREADS>
 DEVICE void load_code_tile(u32 to, const char* from, i64 row_bytes, int first_row, int end_row, int width, int thread) {
-    load_tile<ROWS, COLUMNS / 16, PITCH, THREADS, ALIGNED_ROWS, 1>(to, from, row_bytes, 1, first_row, end_row, width,
-                                                                   thread);
+    const TileSource source = {from, row_bytes, 1, first_row, end_row, width};
+    load_tile<ROWS, COLUMNS / 16, PITCH, THREADS, ALIGNED_ROWS, 1>(to, source, thread);
 }
 
 // Loads the scales of rows; 0 outside of [first_row, end_row). `from` is the scale of row 0.

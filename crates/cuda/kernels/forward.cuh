@@ -91,15 +91,17 @@ DEVICE void load_forward_terms(const AttentionArguments& arguments, const Forwar
     if (HAS_BIAS) {
         const ScoreStrides& strides = arguments.bias_strides;
         const char* from = block.modifiers.bias + (block.first_query * strides.query + key * strides.key) * BIAS_BYTES;
+        const TileSource source = {from, strides.query * BIAS_BYTES, strides.key * BIAS_BYTES, 0, queries,
+                                   keys * BIAS_BYTES};
         load_tile<FORWARD_QUERIES, FORWARD_KEYS * BIAS_BYTES / 16, FORWARD_BIAS_PITCH, FORWARD_THREADS, ALIGNED_BIAS,
-                  BIAS_BYTES>(FORWARD_BIAS_AT, from, strides.query * BIAS_BYTES, strides.key * BIAS_BYTES, 0, queries,
-                              keys * BIAS_BYTES, block.thread);
+                  BIAS_BYTES>(FORWARD_BIAS_AT, source, block.thread);
     }
     if (HAS_BOOLEAN_MASK) {
         const ScoreStrides& strides = arguments.boolean_mask_strides;
         const u8* from = block.modifiers.boolean_mask + block.first_query * strides.query + key * strides.key;
+        const TileSource source = {(const char*)from, strides.query, strides.key, 0, queries, keys};
         load_tile<FORWARD_QUERIES, FORWARD_KEYS / 16, FORWARD_MASK_PITCH, FORWARD_THREADS, ALIGNED_BOOLEAN_MASK, 1>(
-            FORWARD_MASK_AT, (const char*)from, strides.query, strides.key, 0, queries, keys, block.thread);
+            FORWARD_MASK_AT, source, block.thread);
     }
 }
 

@@ -45,6 +45,28 @@ struct QueryTile {
     int head; // in the group
 };
 
+// A tile of queries in shared memory.
+struct LoadedTile {
+    QueryTile tile;
+    u32 queries_at;
+    u32 output_gradients_at;
+    u32 statistics_at;
+    TileInterval keys;
+    bool is_masked;   // whether a query does not attend to a key of the block
+};
+
+// The tile that load_query_tile loaded.
+DEVICE LoadedTile loaded_tile(const KeyBlock& block, const QueryTile& tile, int stage) {
+    LoadedTile loaded;
+    loaded.tile = tile;
+    loaded.queries_at = KEY_QUERIES_AT + stage * BACKWARD_QUERIES * HEAD_PITCH;
+    loaded.output_gradients_at = KEY_GRADIENTS_AT + stage * BACKWARD_QUERIES * VALUE_PITCH;
+    loaded.statistics_at = KEY_STATISTICS_AT + stage * BACKWARD_QUERIES * 16;
+    loaded.keys = load_tile_interval(block.tile_intervals + tile.index);
+    loaded.is_masked = HAS_BOOLEAN_MASK || loaded.keys.masks(block.first_key, KEY_BLOCK);
+    return loaded;
+}
+
 // Starts the loads of keys and values. Returns false if there are no such keys.
 DEVICE bool start_key_block(const AttentionArguments& arguments, KeyBlock& block) {
     const BlockPlace place = block_place(arguments, block_index_x(), arguments.key_heads);

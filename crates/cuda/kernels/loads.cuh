@@ -67,29 +67,38 @@ template <int SIZE> DEVICE u32 load_word(const char* row, i64 column_bytes, int 
     return word;
 }
 
-// Loads ROWS rows of 16 * CHUNKS bytes, of numbers of SIZE bytes, with the THREADS threads of a group. Rows outside of
-// [first_row, end_row) and bytes from `width` on are not read and become zeros. IS_FULL: there are no such bytes.
-// With IS_ALIGNED the tile is there after a wait for copies and a barrier, otherwise after a barrier.
+// Rows of a tensor that a tile is loaded from.
+struct TileSource {
+    const char* rows;   // the address of row 0 of the tile
+    i64 row_bytes;      // from row to row
+    i64 column_bytes;   // from number to number
+    int first_row;      // rows outside of [first_row, end_row) are not read and become zeros
+    int end_row;
+    int width;          // bytes of a row; what is behind them becomes zeros
+};
+
+// Loads ROWS rows of 16 * CHUNKS bytes, of numbers of SIZE bytes, with the THREADS threads of a group. IS_FULL: no
+// bytes are behind the width. With IS_ALIGNED the tile is there after a wait for copies and a barrier, otherwise after
+// a barrier.
 template <int ROWS, int CHUNKS, int PITCH, int THREADS, bool IS_ALIGNED, int SIZE, bool IS_FULL = false>
-DEVICE void load_tile(u32 to, const char* from, i64 row_bytes, i64 column_bytes, int first_row, int end_row, int width,
-                      int thread) {
+DEVICE void load_tile(u32 to, const TileSource& source, int thread) {
     UNROLL for (int n = 0; n < (ROWS * CHUNKS + THREADS - 1) / THREADS; n++) {
         const int at = thread + n * THREADS;
         if (ROWS * CHUNKS % THREADS != 0 && at >= ROWS * CHUNKS) break;
         const int row = THREADS % CHUNKS == 0 ? thread / CHUNKS + n * (THREADS / CHUNKS) : at / CHUNKS;
         const int chunk = THREADS % CHUNKS == 0 ? thread % CHUNKS : at % CHUNKS;
-        const bool is_read = row >= first_row && row < end_row;
-        const char* row_from = from + row * row_bytes;
+        const bool is_read = row >= source.first_row && row < source.end_row;
+        const char* from = source.rows + row * source.row_bytes;
         const u32 chunk_to = to + row * PITCH + chunk * 16;
         if (IS_ALIGNED) {
             int bytes = is_read ? 16 : 0;
-            if (!IS_FULL) bytes = is_read ? larger(0, smaller(16, width - chunk * 16)) : 0;
-            copy_async_16(chunk_to, bytes ? row_from + chunk * 16 : from, bytes);
+            if (!IS_FULL) bytes = is_read ? larger(0, smaller(16, source.width - chunk * 16)) : 0;
+            copy_async_16(chunk_to, bytes ? from + chunk * 16 : source.rows, bytes);
         } else {
             u32 words[4];
             UNROLL for (int w = 0; w < 4; w++) {
                 const int column = chunk * (16 / SIZE) + w * (4 / SIZE);
-                words[w] = is_read ? load_word<SIZE>(row_from, column_bytes, column, width) : 0;
+                words[w] = is_read ? load_word<SIZE>(from, source.column_bytes, column, source.width) : 0;
             }
             uint4 all;
             all.x = words[0], all.y = words[1], all.z = words[2], all.w = words[3];
@@ -101,17 +110,17 @@ DEVICE void load_tile(u32 to, const char* from, i64 row_bytes, i64 column_bytes,
 // Loads rows of D elements.
 template <int ROWS, int THREADS>
 DEVICE void load_head_tile(u32 to, const char* from, i64 row_bytes, int first_row, int end_row, int thread) {
+    const TileSource source = {from, row_bytes, ELEMENT_BYTES, first_row, end_row, HEAD_DIM * ELEMENT_BYTES};
     load_tile<ROWS, HEAD_COLUMNS * ELEMENT_BYTES / 16, HEAD_PITCH, THREADS, ALIGNED_ROWS, ELEMENT_BYTES,
-              HEAD_COLUMNS == HEAD_DIM>(to, from, row_bytes, ELEMENT_BYTES, first_row, end_row,
-                                        HEAD_DIM * ELEMENT_BYTES, thread);
+              HEAD_COLUMNS == HEAD_DIM>(to, source, thread);
 }
 
 // Loads rows of D_v elements.
 template <int ROWS, int THREADS>
 DEVICE void load_value_tile(u32 to, const char* from, i64 row_bytes, int first_row, int end_row, int thread) {
+    const TileSource source = {from, row_bytes, ELEMENT_BYTES, first_row, end_row, VALUE_DIM * ELEMENT_BYTES};
     load_tile<ROWS, VALUE_COLUMNS * ELEMENT_BYTES / 16, VALUE_PITCH, THREADS, ALIGNED_ROWS, ELEMENT_BYTES,
-              VALUE_COLUMNS == VALUE_DIM>(to, from, row_bytes, ELEMENT_BYTES, first_row, end_row,
-                                          VALUE_DIM * ELEMENT_BYTES, thread);
+              VALUE_COLUMNS == VALUE_DIM>(to, source, thread);
 }
 
 // Replaces numbers that are not finite by zeros, in the chunks that this thread loaded, which no other thread may have

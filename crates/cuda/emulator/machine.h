@@ -1,0 +1,332 @@
+// Blocks, warps and threads: threads are coroutines, which continue in turn and wait for their warp or for their block.
+#pragma once
+#include <cstdlib>
+#include <functional>
+#include <string>
+#include <vector>
+#if !defined(__x86_64__)
+#include <ucontext.h>
+#endif
+#include "numbers.h"
+
+namespace emulator {
+#if defined(__x86_64__)
+// Saves the registers that a call preserves and the stack pointer at *from, and continues with the stack `to`.
+extern "C" void emulator_switch_stack(void** from, void* to) __attribute__((visibility("hidden")));
+asm(R"(
+.text
+.globl emulator_switch_stack
+.hidden emulator_switch_stack
+.type emulator_switch_stack,@function
+emulator_switch_stack:
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbx
+    popq %rbp
+    ret
+.size emulator_switch_stack,.-emulator_switch_stack
+)");
+#endif
+
+// What a thread waits for.
+enum class Wait { Nothing, Warp, Block, Ended };
+
+// A copy that has not arrived.
+struct Copy {
+    u32 to;
+    const char* from;
+    int bytes; // that are copied
+    int size;  // that are written; zeros follow what is copied
+};
+struct Warp {
+    int arrived = 0; // lanes in the collective operation
+    u64 generation = 0;
+    const char* operation = nullptr;
+    void* arguments[32];
+};
+struct Thread {
+    Wait wait = Wait::Nothing;
+    u64 generation = 0; // of the warp or of the block, when the wait began
+    std::vector<std::vector<Copy>> groups; // committed, the oldest first
+    std::vector<Copy> open;                // not committed
+    std::vector<char> stack;
+#if defined(__x86_64__)
+    void* stack_pointer = nullptr;
+#else
+    ucontext_t context;
+#endif
+};
+// The last accesses to a word of shared memory. Epochs count block barriers.
+struct Word {
+    u32 write_epoch = 0, read_epoch = 0;
+    short writer = -1, reader = -1; // warps; a reader of -2 stands for several
+    bool is_written = false, is_being_copied = false;
+};
+
+struct Machine {
+    std::vector<Thread> threads;
+    std::vector<Warp> warps;
+    std::vector<char> shared;
+    std::vector<Word> words;
+    u32 epoch = 1;
+    int count = 0, arrived = 0, live = 0, current = 0; // threads
+    u64 generation = 0;
+    u32 block[3] = {0, 0, 0};
+    std::string kernel;
+    std::string fault; // empty if there was none
+    std::function<void()> body;
+#if defined(__x86_64__)
+    void* scheduler = nullptr;
+#else
+    ucontext_t scheduler;
+#endif
+};
+inline Machine& machine() {
+    static Machine one;
+    return one;
+}
+
+// Continues with the scheduler; returns when it resumes this thread.
+inline void yield() {
+    auto& m = machine();
+    auto& thread = m.threads[m.current];
+#if defined(__x86_64__)
+    emulator_switch_stack(&thread.stack_pointer, m.scheduler);
+#else
+    swapcontext(&thread.context, &m.scheduler);
+#endif
+}
+
+// Reports a fault and ends the launch.
+[[noreturn]] inline void fail(const std::string& fault) {
+    auto& m = machine();
+    m.fault = m.kernel + ", block (" + std::to_string(m.block[0]) + "," + std::to_string(m.block[1]) + "," +
+              std::to_string(m.block[2]) + "), thread " + std::to_string(m.current) + ": " + fault;
+    yield();
+    abort(); // the scheduler resumes no thread after a fault
+}
+
+inline void run_thread() {
+    auto& m = machine();
+    m.body();
+    auto& thread = m.threads[m.current];
+    for (const auto& group : thread.groups)
+        if (!group.empty()) fail("the thread ended with a cp.async that has not arrived");
+    if (!thread.open.empty()) fail("the thread ended with a cp.async that is neither committed nor waited for");
+    thread.wait = Wait::Ended;
+    yield();
+    abort();
+}
+inline void resume(int index) {
+    auto& m = machine();
+    m.current = index;
+    auto& thread = m.threads[index];
+    thread.wait = Wait::Nothing;
+#if defined(__x86_64__)
+    emulator_switch_stack(&m.scheduler, thread.stack_pointer);
+#else
+    swapcontext(&m.scheduler, &thread.context);
+#endif
+}
+
+// Prepares the threads, and fills shared memory with NaN of every type.
+inline void start_block() {
+    auto& m = machine();
+    for (auto& warp : m.warps) warp = Warp();
+    std::fill(m.shared.begin(), m.shared.end(), char(0xff));
+    std::fill(m.words.begin(), m.words.end(), Word());
+    m.epoch = 1, m.arrived = 0, m.generation = 0, m.live = m.count;
+    for (auto& thread : m.threads) {
+        thread.wait = Wait::Nothing;
+        thread.groups.clear(), thread.open.clear();
+#if defined(__x86_64__)
+        char* top = (char*)((uintptr_t)(thread.stack.data() + thread.stack.size()) & ~uintptr_t(63)) - 64;
+        void** stack = (void**)top;
+        *--stack = nullptr; // a return address of run_thread, so that its stack is aligned as after a call
+        *--stack = (void*)&run_thread;
+        for (int i = 0; i < 6; i++) *--stack = nullptr;
+        thread.stack_pointer = stack;
+#else
+        getcontext(&thread.context);
+        thread.context.uc_stack.ss_sp = thread.stack.data();
+        thread.context.uc_stack.ss_size = thread.stack.size();
+        thread.context.uc_link = nullptr;
+        makecontext(&thread.context, (void (*)())run_thread, 0);
+#endif
+    }
+}
+
+inline std::string describe_waits() {
+    auto& m = machine();
+    std::string state;
+    for (int w = 0; w < m.count / 32; w++) {
+        int threads[4] = {0, 0, 0, 0};
+        for (int lane = 0; lane < 32; lane++) threads[int(m.threads[w * 32 + lane].wait)]++;
+        state += " warp " + std::to_string(w) + ": " + std::to_string(threads[1]) + " at " +
+                 (m.warps[w].operation ? m.warps[w].operation : "-") + ", " + std::to_string(threads[2]) +
+                 " at a barrier, " + std::to_string(threads[3]) + " ended;";
+    }
+    return state;
+}
+
+inline bool can_continue(int index) {
+    auto& m = machine();
+    const auto& thread = m.threads[index];
+    return thread.wait == Wait::Nothing ||
+           (thread.wait == Wait::Warp && m.warps[index / 32].generation != thread.generation) ||
+           (thread.wait == Wait::Block && m.generation != thread.generation);
+}
+
+inline void end_barrier() {
+    auto& m = machine();
+    m.arrived = 0, m.generation++, m.epoch++;
+}
+
+// Runs one block until all of its threads ended, or to a fault.
+inline void run_block() {
+    auto& m = machine();
+    start_block();
+    int ended = 0;
+    while (ended < m.count) {
+        bool progress = false;
+        for (int i = 0; i < m.count; i++) {
+            if (m.threads[i].wait == Wait::Ended || !can_continue(i)) continue;
+            progress = true;
+            resume(i);
+            if (!m.fault.empty()) return;
+            if (m.threads[i].wait == Wait::Ended) {
+                ended++, m.live--;
+                if (m.arrived && m.arrived == m.live) end_barrier();
+            }
+            if (i % 32 != 31) continue;
+            // Stays in a warp while it can continue: its lanes meet often.
+            for (int lane = i - 31; lane <= i; lane++)
+                if (m.threads[lane].wait == Wait::Warp && can_continue(lane)) {
+                    i -= 32;
+                    break;
+                }
+        }
+        if (!progress) {
+            m.current = 0;
+            m.fault = m.kernel + ": the threads diverge, none can continue;" + describe_waits();
+            return;
+        }
+    }
+}
+
+// Runs a grid. Returns whether there was no fault; machine().fault describes one.
+inline bool launch(const char* kernel, u32 grid_x, u32 grid_y, u32 grid_z, int threads, u32 shared_bytes,
+                   std::function<void()> body) {
+    auto& m = machine();
+    m.kernel = kernel;
+    m.fault.clear();
+    if (threads <= 0 || threads % 32) {
+        m.fault = m.kernel + ": a block of " + std::to_string(threads) + " threads, expected whole warps";
+        return false;
+    }
+    m.count = threads;
+    m.threads.resize(threads);
+    m.warps.resize(threads / 32);
+    for (auto& thread : m.threads) thread.stack.resize(256 << 10);
+    m.shared.assign((shared_bytes + 15) / 16 * 16, 0);
+    m.words.assign(m.shared.size() / 4, Word());
+    m.body = body;
+    for (u32 z = 0; z < grid_z; z++)
+        for (u32 y = 0; y < grid_y; y++)
+            for (u32 x = 0; x < grid_x; x++) {
+                m.block[0] = x, m.block[1] = y, m.block[2] = z;
+                run_block();
+                if (!m.fault.empty()) return false;
+            }
+    return true;
+}
+
+// ---- collective operations ----
+
+inline int lane() { return machine().current & 31; }
+
+// Waits for all lanes of the warp; the last one runs `run` with the arguments of all.
+template <class Run> void collective(const char* operation, void* argument, Run run) {
+    auto& m = machine();
+    auto& warp = m.warps[m.current / 32];
+    if (warp.arrived == 0) warp.operation = operation;
+    else if (strcmp(warp.operation, operation))
+        fail(std::string("lanes of a warp diverge: ") + warp.operation + " and " + operation);
+    warp.arguments[lane()] = argument;
+    if (++warp.arrived == 32) {
+        warp.arrived = 0;
+        warp.generation++;
+        run(warp.arguments);
+    } else {
+        auto& thread = m.threads[m.current];
+        thread.wait = Wait::Warp;
+        thread.generation = warp.generation;
+        yield();
+    }
+}
+
+// __syncthreads
+inline void block_barrier() {
+    auto& m = machine();
+    auto& warp = m.warps[m.current / 32];
+    if (warp.arrived) fail(std::string("a lane is at a barrier while others are in ") + warp.operation);
+    if (++m.arrived == m.live) {
+        end_barrier();
+    } else {
+        auto& thread = m.threads[m.current];
+        thread.wait = Wait::Block;
+        thread.generation = m.generation;
+        yield();
+    }
+}
+
+// __syncthreads_or
+inline bool any_in_block(bool x) {
+    static int votes[2];
+    auto& m = machine();
+    const int slot = int(m.generation & 1);
+    if (m.arrived == 0) votes[slot] = 0;
+    votes[slot] |= x;
+    block_barrier();
+    return votes[slot];
+}
+
+struct ShuffleArgument {
+    u32 value;
+    int source;
+    u32 result;
+};
+inline u32 shuffle(u32 value, int source, const char* operation) {
+    ShuffleArgument own{value, source & 31, 0};
+    collective(operation, &own, [](void** all) {
+        for (int l = 0; l < 32; l++) {
+            auto* one = (ShuffleArgument*)all[l];
+            one->result = ((ShuffleArgument*)all[one->source])->value;
+        }
+    });
+    return own.result;
+}
+inline bool any_in_warp(bool x) {
+    ShuffleArgument own{x, 0, 0};
+    collective("vote.any", &own, [](void** all) {
+        u32 any = 0;
+        for (int l = 0; l < 32; l++) any |= ((ShuffleArgument*)all[l])->value;
+        for (int l = 0; l < 32; l++) ((ShuffleArgument*)all[l])->result = any;
+    });
+    return own.result;
+}
+inline void warp_barrier() {
+    int none = 0;
+    collective("bar.warp", &none, [](void**) {});
+}
+} // namespace emulator
