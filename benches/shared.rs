@@ -1,7 +1,7 @@
 //! A model on a machine that does other things too: `cargo bench --bench shared`.
 //!
-//! Busy neighbours are processes that use one core each. Every measurement is a process of its own, with as many threads
-//! as there are cores and with one thread, in turn. `--program NAME=COMMAND` times another program in the same turns;
+//! Busy neighbours are processes that use one core each. Every measurement is a separate process, with a thread for
+//! each core and with one thread, in turn. `--program NAME=COMMAND` times another program in the same turns;
 //! its last `N tokens/s` counts:
 //!
 //! ```sh
@@ -34,7 +34,7 @@ const INNER: usize = 1536;
 const PROMPT: usize = 256;
 const GENERATED: usize = 96;
 
-/// Times a model beside busy neighbours
+/// Times a model while busy neighbours run
 #[derive(Parser)]
 struct Args {
     /// The numbers of busy neighbours, by comma

@@ -42,7 +42,7 @@ impl Path {
         match device.is_cpu() {
             true if dtype == DType::F64 || case.uniform_fully_masked_rows => vec![Self::REFERENCE],
             true => [vec![Self::REFERENCE], Self::kernels()].concat(),
-            // The kernels for CUDA are compiled for each size by themselves, so that they have tests of their own.
+            // The kernels for CUDA are compiled for each size by themselves, so that they have separate tests.
             false if device.is_cuda() => vec![Self::REFERENCE],
             false => vec![Self::REFERENCE, Self::Asked(Backend::Auto)],
         }

@@ -11,8 +11,8 @@ here="$(cd "$(dirname "$0")" && pwd)"
 programs="${CARGO_TARGET_DIR:-$here/../../../target}/emulator"
 mkdir -p "$programs"
 
-# Forward and decode in f16 with two row tiles; bf16 with odd sizes, one element at a time; f32; both backward passes; each
-# score modifier and each gradient; both reads of 8-bit codes.
+# Forward and decode in f16 with two row tiles; bf16 with odd sizes, one element at a time; f32; both backward passes;
+# each score modifier and each gradient; both reads of 8-bit codes.
 quick='
 -DELEMENT=1 -DHEAD_DIM=32 -DFORWARD_WARPS=2 -DKEY_WARPS=4 -DBACKWARD_QUERIES=32 -DQUERY_WARPS=2
 -DELEMENT=0 -DHEAD_DIM=32 -DFORWARD_WARPS=2 -DFORWARD_STAGES=2 -DFORWARD_QUERIES_IN_REGISTERS=1 -DKERNEL_SET=1
@@ -24,7 +24,8 @@ quick='
 -DELEMENT=0 -DHEAD_DIM=32 -DFORWARD_WARPS=2 -DKERNEL_SET=5 -DHAS_BIAS=2 -DHAS_BOOLEAN_MASK=1 -DBIAS_GRADIENT=1 -DFORWARD_STAGES=2 -DHAS_DROPOUT=1 -DKEY_WARPS=4 -DBACKWARD_QUERIES=32
 '
 
-# Every element type, the tiles that are used on GPUs, other sizes of heads and values, every feature alone and all at once.
+# Every element type, the tiles that are used on GPUs, other sizes of heads and values, every feature alone and all
+# together.
 all='
 -DELEMENT=1 -DHEAD_DIM=64
 -DELEMENT=0 -DHEAD_DIM=128

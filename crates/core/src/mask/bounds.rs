@@ -4,7 +4,7 @@ use super::constraint::{Constraint, QueryPosition, Reach};
 use super::lens::ValidLens;
 use super::placement::{Placement, SequencePlan};
 
-/// The largest magnitude of a position, which leaves room for sums in 32 bits.
+/// The largest magnitude of a position, whose sums fit into 32 bits.
 const MOST: i128 = 1 << 30;
 
 /// Bounds of the keys that each query attends to. Query i of a sequence has the key position `first_position + i`, and

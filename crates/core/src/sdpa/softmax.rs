@@ -16,8 +16,8 @@ pub(super) struct Softmax {
 /// Computes a softmax over the last dimension of scores (.., T_q, T_kv) in f32 or f64, T_kv at least 1, with masked
 /// keys, sinks and fully masked rows. Differentiable.
 ///
-/// `bool_mask` is u8, broadcastable to the scores; 0 masks a key. `sinks` are one more logit for each row, broadcastable
-/// to (.., T_q, 1), which takes weight but has no column.
+/// `bool_mask` is u8, broadcastable to the scores; 0 masks a key. `sinks` are one more logit for each row,
+/// broadcastable to (.., T_q, 1), which takes weight but has no column.
 pub(super) fn masked_softmax_and_lse(
     scores: &Tensor,
     bool_mask: Option<&Tensor>,

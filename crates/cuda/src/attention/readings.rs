@@ -148,8 +148,8 @@ impl<'t> Readings<'t> {
         arguments.chunk = keys.chunk.map_or(0, |chunk| chunk.min(i32::MAX as usize) as i32);
 
         arguments.splits = 1;
-        // Blocks of different lengths, as a causal mask makes them, were faster with a few heads side by side on an H100;
-        // blocks of equal length were faster one head after the other.
+        // Blocks of different lengths, as a causal mask makes them, were faster with a few heads side by side on an
+        // H100; blocks of equal length were faster one head after the other.
         let section_heads = if keys.causal { 4 } else { 1 };
         arguments.section_heads = section_heads.min(sizes.heads * sizes.sequences) as i32;
 

@@ -40,7 +40,7 @@ pub struct RotationCall {
 pub enum AngleRows {
     /// The first token of every sequence has this row, and the others those after it.
     From(usize),
-    /// i32 (T,), or (B · T,) with rows of its own for each sequence. A row outside of the tables is the nearest one in
+    /// i32 (T,), or (B · T,) with separate rows for each sequence. A row outside of the tables is the nearest one in
     /// them.
     Each(Tensor),
 }

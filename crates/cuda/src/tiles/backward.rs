@@ -101,7 +101,7 @@ const F32: &[BackwardTile] = &[
     separate(key_tile(1, 1, 1, 16), 1, 1, 16),
 ];
 const F32_WIDE: &[BackwardTile] = &[
-    // Fused, five times as many bytes of registers are spilled.
+    // The fused kernel spills five times the bytes of registers.
     separate(key_tile(4, 1, 2, 32), 4, 1, 16),
     fused(key_tile(2, 1, 1, 16), 1),
     separate(key_tile(2, 1, 1, 16), 2, 1, 16),

@@ -18,7 +18,7 @@ pub(crate) struct DecodeTile {
 /// The pairs of a query and a head that a block works on.
 const ROWS: usize = 16;
 
-/// The tile of keys and values of 8 bits: the bytes of twice as many keys, which take fewer instructions each.
+/// The tile of keys and values of 8 bits: twice the keys, which take fewer instructions each.
 const CODES: DecodeTile = DecodeTile { warps: 4, keys: 32, stages: 3 };
 
 /// Tiles in the order in which they are tried.

@@ -118,7 +118,7 @@ fn entry(count: usize) -> Result<i32> {
     }
 }
 
-/// Returns a position in 32 bits, with room for sums.
+/// Returns a position in 32 bits, whose sums fit too.
 fn position(number: i64) -> Result<i32> {
     match i32::try_from(number) {
         Ok(small) if small.unsigned_abs() <= 1 << 30 => Ok(small),

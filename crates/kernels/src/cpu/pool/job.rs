@@ -83,7 +83,7 @@ impl Job {
     /// Runs pieces until all are taken, and returns how many.
     pub fn run(&self) -> usize {
         let claims = Claims { job: self, first: Cell::new(None), count: Cell::new(0) };
-        // The function may be used only with a piece in hand: the call may have returned otherwise.
+        // Without a piece, the call may have returned already, and the function be gone.
         let Some(first) = claims.claim() else { return 0 };
         claims.first.set(Some(first));
         // SAFETY: the first piece is not finished before the end of this function.

@@ -33,14 +33,14 @@ pub(super) struct Pool {
     /// The number of helpers that sleep, which changes while `jobs` is locked.
     sleeping: AtomicUsize,
     wake: Condvar,
-    /// The number of calls in progress. Each has a thread of its own.
+    /// The number of calls in progress. Each has a calling thread.
     calls: AtomicUsize,
     balance: Balance,
 }
 
 impl Pool {
-    /// Returns the pool of the process. The first call starts its threads: with the calling thread, as many as rayon's
-    /// global pool has, which respects `RAYON_NUM_THREADS` and the quota of a container.
+    /// Returns the pool of the process. The first call starts its threads: with the calling thread, the number of
+    /// threads of rayon's global pool, which respects `RAYON_NUM_THREADS` and the quota of a container.
     pub fn global() -> &'static Self {
         static POOL: OnceLock<&'static Pool> = OnceLock::new();
         POOL.get_or_init(|| Self::start(rayon::current_num_threads() - 1))
@@ -93,7 +93,7 @@ impl Pool {
         job.finish();
     }
 
-    /// Makes a job available to helpers, and wakes as many as it wants.
+    /// Makes a job available to helpers, and wakes those that sleep and are needed.
     fn publish(&self, job: &Arc<Job>, helpers: usize) {
         let sleeping = {
             let mut jobs = self.jobs();
@@ -126,7 +126,7 @@ impl Pool {
         }
     }
 
-    /// Joins a job that wants another helper and has pieces left.
+    /// Joins a job that still admits helpers and has pieces left.
     fn join(&self) -> Option<Arc<Job>> {
         self.jobs().iter().find(|job| job.admit()).cloned()
     }

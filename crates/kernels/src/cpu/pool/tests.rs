@@ -119,7 +119,7 @@ fn pool_of_rayon_runs_every_piece_once() {
     assert_eq!(sum.into_inner(), 5050);
 }
 
-/// A call of 20 pieces of 10 µs, half of which helpers ran, that then waited.
+/// Returns the outcome of a call of 20 pieces of 10 µs, half of which helpers ran, that then waited.
 fn outcome(waited: Duration) -> Outcome {
     Outcome { pieces: 20, own_pieces: 10, own_time: Duration::from_micros(100), waited }
 }

@@ -1,5 +1,5 @@
 //! The CUDA kernels on the emulator, which runs their source on tensors of the CPU: compared with the reference path in
-//! f64, forward and backward, and with the CPU kernel. Each test says that it is skipped where there is no C++ compiler.
+//! f64, forward and backward, and with the CPU kernel. Without a C++ compiler, each test says that it is skipped.
 //!
 //! A specialisation of the kernels takes some seconds to compile, so that calls with score modifiers have all of them.
 

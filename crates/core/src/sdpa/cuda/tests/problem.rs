@@ -1,4 +1,4 @@
-//! A call with inputs of its own, and the comparison of its results on the emulator with those of other paths.
+//! A call with its inputs, and the comparison of its results on the emulator with those of other paths.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 
