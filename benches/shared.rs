@@ -49,7 +49,7 @@ struct Args {
     /// The type of weights and activations of this bench's own work
     #[arg(long, value_enum, default_values_t = [Numbers::F32, Numbers::Bf16])]
     dtype: Vec<Numbers>,
-    /// Another program to time, with its name
+    /// A program to time, with its name
     #[arg(long, value_name = "NAME=COMMAND")]
     program: Vec<String>,
     /// Runs one measurement in this process, and prints its tokens/s

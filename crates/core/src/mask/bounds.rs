@@ -33,7 +33,7 @@ pub(crate) struct KeyBounds {
     pub positions_agree: bool,
 }
 
-/// The bounds of one sequence. Bounds that move with the query are those of query 0.
+/// The bounds of one sequence. Bounds that move with the query are given for query 0.
 struct SequenceBounds {
     position: i64,
     positions_agree: bool,
@@ -199,7 +199,7 @@ impl SequenceBounds {
         }
     }
 
-    /// Adds the first key after those of `t_kv` that query 0 attends to.
+    /// Adds the first key after the keys of `t_kv` that query 0 attends to.
     fn add_window_end(&mut self, key: i128, t_kv: usize) {
         if self.window_end.is_none_or(|other| other.key > key) {
             self.window_end = Some(WindowBound { key, masks_keys: key < t_kv as i128 });

@@ -42,7 +42,7 @@ pub(super) struct Balance {
     account: Mutex<Account>,
 }
 
-/// What helpers brought since they were last judged.
+/// The time that helpers saved and cost since they were last judged.
 struct Account {
     saved: Duration,
     waited: Duration,

@@ -62,7 +62,7 @@ fn pool_with_call_in_a_piece_runs_both() {
     assert_eq!(sum.into_inner(), 5 * 45);
 }
 
-/// A helper keeps its first piece until the calling thread has run all the others.
+/// Checks a call whose helper keeps its first piece until the calling thread has run all the others.
 #[test]
 fn pool_with_late_helper_runs_other_pieces_on_calling_thread() {
     const PIECES: usize = 10;

@@ -46,7 +46,7 @@ fn cuda_kernels_with_every_mask_of_ranges_match_reference_and_cpu_kernel() -> Re
     Ok(())
 }
 
-/// One query is computed by the decode kernel, and its masks have other bounds.
+/// Checks calls of one query, which the decode kernel computes, and whose masks have other bounds.
 #[test]
 fn cuda_kernels_with_one_query_match_reference_and_cpu_kernel() -> Result<()> {
     if !emulator_runs() {

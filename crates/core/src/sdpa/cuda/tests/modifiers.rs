@@ -49,7 +49,7 @@ fn cuda_kernels_with_sinks_match_reference_and_cpu_kernel() -> Result<()> {
     Problem { sizes: Sizes { t_q: 1, ..SIZES }, ..problem }.check(411)
 }
 
-/// A bias in the dtype of the queries is read as it is on CUDA.
+/// Checks a bias in the dtype of the queries, which is read as it is on CUDA.
 #[test]
 fn cuda_kernels_with_a_bias_in_the_dtype_of_the_queries_match_reference_and_cpu_kernel() -> Result<()> {
     if !emulator_runs() {

@@ -1,4 +1,4 @@
-//! A call with its inputs, and the comparison of its results on the emulator with those of other paths.
+//! A call with its inputs, and the comparison of its results on the emulator with the results of other paths.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 
