@@ -15,6 +15,7 @@ use libloading::Library;
 use super::launch::{GridDimensions, KernelArguments, Launch};
 use crate::hash::Fnv;
 use crate::program::Program;
+use crate::unsupported::Unsupported;
 
 /// Memory that a launch may access.
 #[derive(Debug, Clone, Copy)]
@@ -106,10 +107,28 @@ impl EmulatedProgram {
     }
 }
 
+/// Returns the name of the C++ compiler.
+fn compiler() -> String {
+    env::var("CXX").unwrap_or_else(|_| "c++".into())
+}
+
+/// Checks, once, that the C++ compiler starts.
+///
+/// # Errors
+/// If it does not.
+pub(super) fn check_compiler() -> std::result::Result<(), Unsupported> {
+    static STARTS: OnceLock<bool> = OnceLock::new();
+    let starts = || Command::new(compiler()).arg("--version").output().is_ok_and(|output| output.status.success());
+    if *STARTS.get_or_init(starts) {
+        return Ok(());
+    }
+    Err(Unsupported::new(format!("the emulator needs a C++ compiler, and {} does not start", compiler())))
+}
+
 /// Returns the path of a program's library, which is compiled unless it is there.
 fn build(program: &Program) -> Result<PathBuf> {
     let package = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let compiler = env::var("CXX").unwrap_or_else(|_| "c++".into());
+    let compiler = compiler();
     let mut options: Vec<String> =
         ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-DEMULATOR"].map(String::from).into();
     options.extend(program.define_options());

@@ -43,7 +43,12 @@ impl KernelDevice {
     /// If the device runs no kernels, or none can be compiled for it.
     pub fn of(device: &Device) -> Result<Self, Unsupported> {
         match device {
-            Device::Cpu if cfg!(feature = "emulator") => Ok(Self::Emulator),
+            #[cfg(feature = "emulator")]
+            Device::Cpu => {
+                emulator::check_compiler()?;
+                Ok(Self::Emulator)
+            }
+            #[cfg(not(feature = "emulator"))]
             Device::Cpu => Err(Unsupported::new("the tensors are on the CPU")),
             #[cfg(feature = "cuda")]
             Device::Cuda(device) => Ok(Self::Cuda(cuda::CudaRunner::new(device)?)),
