@@ -41,7 +41,7 @@ impl Waiting {
     /// Waits for a moment. Returns `false` if the thread should sleep instead.
     pub fn pause(&mut self) -> bool {
         self.turns = self.turns.wrapping_add(1);
-        if self.turns % TURNS != 0 {
+        if !self.turns.is_multiple_of(TURNS) {
             spin_loop();
             return true;
         }
