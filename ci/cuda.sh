@@ -3,14 +3,21 @@
 # compiles every specialisation for each compute capability. Registers and memory are limited by
 # crates/cuda/registers.txt.
 #
-# usage: bash ci/cuda.sh [quick|all|update]
+# usage: bash ci/cuda.sh [quick|all] [emulator|nvrtc]
+#        bash ci/cuda.sh update
 #
-# quick, the default, runs a few cases of each kernel, and compiles one specialisation of each kernel and element type.
-# all runs and compiles everything, which takes long. update compiles everything and writes the table.
+# quick, the default, runs a few cases of each kernel, and compiles a selection with each kernel and element type, for
+# one compute capability each. all runs and compiles everything, which takes long. update compiles everything and writes
+# the table.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-what=${1:-quick}
-case $what in quick | all | update) ;; *) echo "ci/cuda.sh: expected quick, all or update, found $what" >&2; exit 2 ;; esac
+selection=${1:-quick} parts=${2:-emulator nvrtc}
+usage() {
+    echo "ci/cuda.sh: expected quick, all or update, then emulator, nvrtc or nothing, found $*" >&2
+    exit 2
+}
+case $selection in quick | all) ;; update) parts=nvrtc ;; *) usage "$@" ;; esac
+case $parts in emulator | nvrtc | "emulator nvrtc") ;; *) usage "$@" ;; esac
 
 compile() {
     if ! bash ci/install.sh nvrtc >/dev/null; then
@@ -18,7 +25,7 @@ compile() {
         return 0
     fi
     local options=(--nvrtc "${NVRTC_FOLDER:-target/nvrtc/nvidia/cu13/lib}")
-    [ "$what" = all ] || options+=("--$what")
+    [ "$selection" = all ] || options+=("--$selection")
     cargo run --quiet -p candle-attention-cuda --example specializations | python3 ci/cuda_registers.py "${options[@]}"
 }
 
@@ -27,14 +34,13 @@ emulate() {
         echo "ci/cuda.sh: there is no ${CXX:-g++}: the kernels are NOT run by the emulator" >&2
         return 0
     fi
-    local selection=()
-    [ "$what" != quick ] || selection=(--quick)
-    bash crates/cuda/emulator/run_tests.sh "${selection[@]}"
-    bash crates/cuda/emulator/run_delta_tests.sh "${selection[@]}"
+    local options=()
+    [ "$selection" != quick ] || options=(--quick)
+    bash crates/cuda/emulator/run_tests.sh "${options[@]}"
+    bash crates/cuda/emulator/run_delta_tests.sh "${options[@]}"
 }
 
-echo "== NVRTC"
-compile
-[ "$what" != update ] || exit 0
-echo "== the emulator"
-emulate
+for part in $parts; do
+    echo "== $part, $selection"
+    case $part in emulator) emulate ;; nvrtc) compile ;; esac
+done

@@ -7,7 +7,8 @@ Standard input has a line of JSON for each program and for each specialisation, 
 has libnvrtc.so.13 and its builtins. Without an option, every specialisation is compiled, and a kernel that is not in
 the table, or that takes more registers, spilled bytes or shared memory than the table says, is an error.
 
-`--quick` compiles one specialisation of each kernel and element type for each capability. `--update` writes the table.
+`--quick` compiles a selection with each kernel and element type, for one capability each. `--update` writes the table;
+with `--quick`, the rest of the table stays.
 """
 
 import argparse
@@ -151,6 +152,17 @@ def compile_one(specialization: Specialization) -> dict[Key, Usage]:
     return found
 
 
+def choose(specializations: list[Specialization], is_quick: bool) -> list[Specialization]:
+    """Returns what to compile: everything, or the quick specialisations, each for one of the capabilities in turn."""
+    if not is_quick:
+        return specializations
+    by_name: dict[str, list[Specialization]] = {}
+    for specialization in specializations:
+        if specialization.is_quick:
+            by_name.setdefault(specialization.name, []).append(specialization)
+    return [of_name[number % len(of_name)] for number, of_name in enumerate(by_name.values())]
+
+
 def read_table() -> dict[Key, Usage]:
     table = {}
     lines = TABLE.read_text().splitlines() if TABLE.exists() else []
@@ -174,13 +186,22 @@ def write_table(found: dict[Key, Usage]) -> None:
     TABLE.write_text(HEADER + "".join(lines))
 
 
+def too_large(specializations: list[Specialization]) -> list[str]:
+    """Returns the kernels that ask for more shared memory than a block has, which needs no compilation."""
+    messages = []
+    for specialization in specializations:
+        most = SHARED_KIB[specialization.capability] * 1024
+        for kernel, dynamic in specialization.shared.items():
+            if dynamic > most:
+                name = f"{specialization.capability}, {specialization.name}, {kernel}"
+                messages.append(f"{name}: {dynamic} bytes of shared memory, but a block has at most {most}")
+    return messages
+
+
 def problems(found: dict[Key, Usage], table: dict[Key, Usage], is_all: bool) -> list[str]:
     messages = []
     for key, usage in found.items():
         name = f"{key.capability}, {key.specialization}, {key.kernel}"
-        most = SHARED_KIB[key.capability] * 1024
-        if usage.shared > most:
-            messages.append(f"{name}: {usage.shared} bytes of shared memory, but a block has at most {most}")
         if key not in table:
             messages.append(f"{name}: not in the table")
             continue
@@ -197,12 +218,12 @@ def problems(found: dict[Key, Usage], table: dict[Key, Usage], is_all: bool) -> 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nvrtc", required=True, metavar="FOLDER", help="the folder of libnvrtc.so.13")
-    parser.add_argument("--quick", action="store_true", help="one specialisation of each kernel and element type")
+    parser.add_argument("--quick", action="store_true", help="a selection with each kernel and element type")
     parser.add_argument("--update", action="store_true", help="write the table")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="how many are compiled at the same time")
     args = parser.parse_args()
     programs, specializations = read_input(sys.stdin)
-    chosen = [specialization for specialization in specializations if specialization.is_quick or not args.quick]
+    chosen = choose(specializations, args.quick)
     if not chosen:
         print("ci/cuda_registers.py: no specialisation on standard input", file=sys.stderr)
         return 1
@@ -217,8 +238,8 @@ def main() -> int:
             print(error, file=sys.stderr)
             return 1
     if args.update:
-        write_table(found)
-    messages = problems(found, read_table(), is_all=not args.quick)
+        write_table(read_table() | found if args.quick else found)
+    messages = too_large(specializations) + problems(found, read_table(), is_all=not args.quick)
     print("\n".join(messages), file=sys.stderr, end="\n" if messages else "")
     spilling = sum(usage.spilled > 0 for usage in found.values())
     print(f"{len(chosen)} of {len(specializations)} specialisations, {len(found)} kernels, {spilling} of which spill")
