@@ -20,6 +20,9 @@ for folder in "$packages"/nvidia/cu13/lib "$packages"/nvidia/*/lib /usr/local/cu
 done
 export LD_LIBRARY_PATH=${LD_LIBRARY_PATH-}
 
+for program in device_check device_times; do
+    [ -x $program ] || { gunzip <$program.gz >$program.new && chmod +x $program.new && mv $program.new $program; } || exit 2
+done
 echo "candle-attention $(cat commit.txt)"
 missing=$(ldd ./device_check | awk '/not found/ { print $1 }' | sort -u | tr '\n' ' ')
 case " $missing" in
