@@ -38,7 +38,7 @@ def main() -> int:
     program, *options = sys.argv[1:]
     count = min(os.cpu_count() or 1, MOST)
     start = time.monotonic()
-    # The threads of all processes together number one for each core.
+    # All processes together have a thread for each core.
     environment = os.environ | {"RAYON_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count))}
     processes = []
     for number in range(1, count + 1):
