@@ -74,11 +74,13 @@ fn device_check_of_the_cpu_passes() {
         );
     }
     // The error of 8 bits is larger than that of any dtype.
-    let Row { passed, failed, errors, .. } = row(&run.stdout, "a layer, cache of 8 bits");
-    assert!(passed == 12 && failed == 0 && errors.iter().all(|&error| 1e-3 < error && error < 2e-2), "{errors:?}");
+    let cached = row(&run.stdout, "a layer, cache of 8 bits");
+    let errors_are_small = cached.errors.iter().all(|&error| 1e-3 < error && error < 2e-2);
+    assert!(cached.passed == 12 && cached.failed == 0 && errors_are_small, "{:?}", cached.errors);
     // Three dtypes of each layer that the golden tests read.
-    let Row { passed, skipped, failed, .. } = row(&run.stdout, "layers of models/");
-    assert!(passed >= 3 * 29 && skipped > 0 && failed == 0, "{passed} {skipped} {failed}");
+    let layers = row(&run.stdout, "layers of models/");
+    let counts = format!("{} {} {}", layers.passed, layers.skipped, layers.failed);
+    assert!(layers.passed >= 3 * 29 && layers.skipped > 0 && layers.failed == 0, "{counts}");
     assert!(run.stdout.contains(" Fused: the CPU kernel, "), "{}", run.stdout);
     let last = run.stdout.lines().last().unwrap_or_default();
     assert!(last.ends_with(" skipped, 0 failed"), "{last}");

@@ -53,7 +53,7 @@ pub fn check(device: &Device, tolerance: f64) -> Result<Row> {
 
 fn compare(part: Part, shape: [usize; 4], dtype: DType, device: &Device) -> Result<Checked> {
     let seed = TorchSeed::new(10);
-    let draw = |shape: &[usize]| seed.randn(shape.to_vec())?.to_dtype(dtype);
+    let draw = |dims: &[usize]| seed.randn(dims.to_vec())?.to_dtype(dtype);
     let d = shape[3];
     let operands = Operands { xs: draw(&shape)?, weight: draw(&[d])?, bias: draw(&[d])?, gate: draw(&shape)? };
     let found = part.run(&operands.moved(dtype, device)?)?;

@@ -79,12 +79,12 @@ impl Rule {
         let Self { t, d_k, d_v, by_channel, packed } = *self;
         let seed = TorchSeed::new(6);
         let shape = |heads: usize, width: Option<usize>| -> Vec<usize> {
-            let mut shape = if packed.is_some() { vec![t, heads] } else { vec![BATCH, heads, t] };
-            shape.extend(width);
-            shape
+            let mut dims = if packed.is_some() { vec![t, heads] } else { vec![BATCH, heads, t] };
+            dims.extend(width);
+            dims
         };
-        let normal = |shape: Vec<usize>| seed.randn(shape);
-        let uniform = |shape: Vec<usize>| seed.rand(shape);
+        let normal = |dims: Vec<usize>| seed.randn(dims);
+        let uniform = |dims: Vec<usize>| seed.rand(dims);
         let states = packed.map_or(BATCH, |ends| ends.len());
         // Keys of length 1, as the models have them.
         let k = normal(shape(KEY_HEADS, Some(d_k)))?;

@@ -69,10 +69,10 @@ pub fn check(device: &Device, tolerance: f64) -> Result<[Row; 2]> {
     let mut outputs = Row::new("packed sequences");
     let mut with_gradients = Row::new("packed, gradients");
     for dtype in DTYPES {
-        for call in &calls {
+        for packed in &calls {
             for want in [Want::Output, Want::LogSumExp, Want::Gradients] {
                 let row = if want == Want::Gradients { &mut with_gradients } else { &mut outputs };
-                row.add(dtype, compare(call, want, dtype, device), tolerance * allowed(dtype), &call.name);
+                row.add(dtype, compare(packed, want, dtype, device), tolerance * allowed(dtype), &packed.name);
             }
         }
     }

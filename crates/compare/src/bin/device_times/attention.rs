@@ -48,13 +48,13 @@ pub fn memory(sizes: &AttentionSizes, device: &Device) -> Result<Outcome> {
 impl Call {
     fn new(sizes: &AttentionSizes, copies: usize, device: &Device) -> Result<Self> {
         let AttentionSizes { b, h, h_kv, t_q, t_kv, d, dtype, pass, .. } = *sizes;
-        let draw = |shape: &[usize]| Tensor::randn(0f32, 1., shape, device)?.to_dtype(dtype);
+        let draw = |dims: &[usize]| Tensor::randn(0f32, 1., dims, device)?.to_dtype(dtype);
         let lens = sizes.lens();
         let is_packed = sizes.mask == MaskKind::Packed;
         let total: usize = lens.iter().sum();
         let shape = |heads: usize, t: usize| if is_packed { vec![total, heads, d] } else { vec![b, heads, t, d] };
-        let input = |shape: &[usize]| -> Result<Tensor> {
-            let drawn = draw(shape)?;
+        let input = |dims: &[usize]| -> Result<Tensor> {
+            let drawn = draw(dims)?;
             if pass == Pass::Training { Ok(Var::from_tensor(&drawn)?.into_inner()) } else { Ok(drawn) }
         };
         let q = input(&shape(h, t_q))?;

@@ -147,7 +147,7 @@ impl AttentionSizes {
     /// Returns the number of (query, key) pairs of a head that the mask allows, for all sequences.
     pub fn pairs(&self) -> usize {
         let Self { b, t_q, t_kv, .. } = *self;
-        let causal = |t_q: usize, t_kv: usize| (0..t_q).map(|i| t_kv - t_q + i + 1).sum::<usize>();
+        let causal = |queries: usize, keys: usize| (0..queries).map(|i| keys - queries + i + 1).sum::<usize>();
         match self.mask {
             MaskKind::None | MaskKind::Bias | MaskKind::BooleanMask => b * t_q * t_kv,
             MaskKind::Causal | MaskKind::Alibi => b * causal(t_q, t_kv),

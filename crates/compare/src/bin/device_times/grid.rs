@@ -118,26 +118,26 @@ fn decode(longest: usize) -> Vec<Cell> {
     let name = |bits: &str| format!("a token, layer with a cache in {bits} t{}", cached.t_kv);
     let work = Work::CachedToken(cached);
     cells.push(Cell { name: name("bf16"), section: Section::Decode, work, mark: Mark::None });
-    let work = Work::CachedToken(CachedSizes { q8: true, ..cached });
+    let work_of_8_bits = Work::CachedToken(CachedSizes { q8: true, ..cached });
     let mark = Mark::OfTime { other: name("bf16"), share: 0.6 };
-    cells.push(Cell { name: name("8 bits"), section: Section::Decode, work, mark });
+    cells.push(Cell { name: name("8 bits"), section: Section::Decode, work: work_of_8_bits, mark });
     cells
 }
 
 fn linear(t: usize) -> Vec<Cell> {
     let forward = DeltaSizes { h: HEADS, t, d: 128, pass: Pass::Forward, reference: false };
-    let name = |what: &str| format!("gated delta rule t{t} h{HEADS} d128{what}");
+    let named = |what: &str| format!("gated delta rule t{t} h{HEADS} d128{what}");
     let cell = |name: String, sizes: DeltaSizes, mark: Mark| Cell {
         name,
         section: Section::Linear,
         work: Work::DeltaRule(sizes),
         mark,
     };
-    let reference = name(" reference path");
+    let reference = named(" reference path");
     vec![
         cell(reference.clone(), DeltaSizes { reference: true, ..forward }, Mark::None),
-        cell(name(""), forward, Mark::OfTime { other: reference, share: 0.01 }),
-        cell(name(" backward too"), DeltaSizes { pass: Pass::Training, ..forward }, Mark::None),
+        cell(named(""), forward, Mark::OfTime { other: reference, share: 0.01 }),
+        cell(named(" backward too"), DeltaSizes { pass: Pass::Training, ..forward }, Mark::None),
         cell(format!("gated delta rule one token h{HEADS} d128"), DeltaSizes { t: 1, ..forward }, Mark::None),
     ]
 }

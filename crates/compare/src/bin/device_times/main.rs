@@ -72,11 +72,11 @@ fn open(choice: DeviceChoice) -> Result<Device> {
 
 fn time(cell: &Cell, sizes: &Sizes, clock: &Clock) -> Result<Outcome> {
     match &cell.work {
-        Work::Attention(sizes) => attention::time(sizes, clock),
-        Work::Memory(sizes) => attention::memory(sizes, &clock.device),
-        Work::CachedToken(sizes) => layer::time_cached_token(sizes, clock),
-        Work::DeltaRule(sizes) => delta::time(sizes, clock),
-        Work::LayerTraining(sizes) => layer::time_training(sizes, clock),
+        Work::Attention(own) => attention::time(own, clock),
+        Work::Memory(own) => attention::memory(own, &clock.device),
+        Work::CachedToken(own) => layer::time_cached_token(own, clock),
+        Work::DeltaRule(own) => delta::time(own, clock),
+        Work::LayerTraining(own) => layer::time_training(own, clock),
         Work::Model(step) => llama::time(*step, sizes, clock),
     }
 }

@@ -27,9 +27,9 @@ fn cuda_kernels_with_caches_of_8_bits_match_reference_and_cpu_kernel() -> Result
     let padded = AttentionMask::causal().with_valid_lens(vec![t_kv, 9]);
     for (t_q, mask) in [(1, AttentionMask::causal()), (1, padded.clone()), (19, padded)] {
         let q = generator.randn((b, h, t_q, d))?.to_dtype(DType::BF16)?;
-        let call = |q: &Tensor, backend: Backend| {
+        let call = |queries: &Tensor, backend: Backend| {
             let options = SdpaOptions::default().with_backend(backend);
-            Call::with_all_dims("test", Qkv { q, k: &k, v: &v }, Some(&kv_scales), None, &mask, &options)
+            Call::with_all_dims("test", Qkv { q: queries, k: &k, v: &v }, Some(&kv_scales), None, &mask, &options)
         };
         let cuda_call = CudaCall::plan(&call(&q, Backend::Auto)?, ResultKind::Output);
         let found = to_vec::<f32>(&cuda_call.map_err(candle_core::Error::msg)?.output()?)?;

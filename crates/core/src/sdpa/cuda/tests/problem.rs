@@ -157,11 +157,11 @@ impl Problem {
         let generator = TorchSeed::new(seed);
         let Sizes { b, h, h_kv, t_q, t_kv, d, d_v } = self.sizes;
         let draw = |dims: &[usize], dtype: DType| Var::from_tensor(&generator.randn(dims)?.to_dtype(dtype)?);
-        let rows = |b: usize, h: usize, t: usize, d: usize| match (&self.sequences, self.order) {
-            (Some(_), _) => draw(&[t, h, d], self.dtype),
-            (None, Order::HeadsInRows) => draw(&[b, t, h, d], self.dtype),
-            (None, Order::OddRows) => draw(&[b, h, t, d + 3], self.dtype),
-            (None, Order::Contiguous | Order::SharedKeys) => draw(&[b, h, t, d], self.dtype),
+        let rows = |batch: usize, heads: usize, t: usize, width: usize| match (&self.sequences, self.order) {
+            (Some(_), _) => draw(&[t, heads, width], self.dtype),
+            (None, Order::HeadsInRows) => draw(&[batch, t, heads, width], self.dtype),
+            (None, Order::OddRows) => draw(&[batch, heads, t, width + 3], self.dtype),
+            (None, Order::Contiguous | Order::SharedKeys) => draw(&[batch, heads, t, width], self.dtype),
         };
         let b_kv = if self.order == Order::SharedKeys { 1 } else { b };
         let optional = |dims: Option<&[usize]>| dims.map(|dims| draw(dims, DType::F32)).transpose();
