@@ -6,7 +6,7 @@ use super::options::{OutputLayout, SdpaOptions};
 use super::packed::PackedSequences;
 use crate::mask::{AttentionMask, CallRanges, FullyMaskedRows, RowRanges};
 pub(super) use candle_attention_kernels::flash::AttentionDims as Dims;
-use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, is_addressable, number};
+use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, is_addressable};
 
 /// Queries, keys and values.
 #[derive(Clone, Copy)]
@@ -147,7 +147,8 @@ impl Call {
             sequences: sequences.cloned(),
             dims,
         };
-        call.check_options(dtype)?;
+        let distances = (call.most_queries() + call.most_keys()).saturating_sub(1);
+        options.check(op, &call.q, distances, dtype)?;
         Ok(call)
     }
 
@@ -200,40 +201,8 @@ impl Call {
 
     /// Returns whether an input is tracked for gradients.
     pub fn tracks_gradients(&self) -> bool {
-        let SdpaOptions { alibi_slopes, relative_bias, sinks, .. } = &self.options;
-        let optional = [&self.bias, alibi_slopes, relative_bias, sinks];
-        [&self.q, &self.k, &self.v].into_iter().chain(optional.into_iter().flatten()).any(Tensor::track_op)
-    }
-
-    /// Checks the options for scores in `dtype`.
-    fn check_options(&self, dtype: DType) -> Result<()> {
-        let op = self.op;
-        let options = &self.options;
-        // The factors, and one over the softcap, have to be numbers of the dtype of the scores too.
-        let smallest = if dtype == DType::F64 { f64::MIN_POSITIVE } else { f32::MIN_POSITIVE.into() };
-        let largest = if dtype == DType::F64 { f64::MAX } else { f32::MAX.into() };
-        let is_finite = |scale: f64| scale.abs() <= largest;
-        number::expect(op, "scale", options.scale, is_finite, format_args!("a finite number in {dtype:?}"))?;
-        let is_in_range = |softcap: f64| (smallest..=largest).contains(&softcap);
-        let expected = format_args!("a finite number above zero in {dtype:?}");
-        number::expect(op, "softcap", options.softcap, is_in_range, expected)?;
-        number::probability(op, "dropout", options.dropout)?;
-
-        let b = Dim::Named("B", self.dims.b);
-        let h = Dim::Named("H", self.dims.h);
-        let distances = (self.most_queries() + self.most_keys()).saturating_sub(1);
-        let distances = Dim::Named("T_q + T_kv - 1", distances);
-        self.check_option("alibi_slopes", options.alibi_slopes.as_ref(), &[&[h]])?;
-        self.check_option("sinks", options.sinks.as_ref(), &[&[h]])?;
-        self.check_option("relative_bias", options.relative_bias.as_ref(), &[&[h, distances], &[b, h, distances]])
-    }
-
-    /// Checks a tensor of the options, if there is one.
-    fn check_option(&self, name: &str, tensor: Option<&Tensor>, shapes: &[&[Dim]]) -> Result<()> {
-        let Some(tensor) = tensor else { return Ok(()) };
-        let found = Expect::one(self.op, name, tensor).same_device("q", self.q.device())?;
-        found.shape_of(shapes)?.dtype_of(&FLOATS, "")?;
-        Ok(())
+        let from_options = self.options.tensors().map(|option| option.tensor);
+        [&self.q, &self.k, &self.v].into_iter().chain(&self.bias).chain(from_options).any(Tensor::track_op)
     }
 }
 

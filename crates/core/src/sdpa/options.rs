@@ -2,9 +2,10 @@
 
 use std::ops::Range;
 
-use candle_core::{D, Result, Tensor};
+use candle_core::{D, DType, Result, Tensor};
 
 use candle_attention_kernels::InstructionSet;
+use candle_attention_modules::base::{Dim, Expect, FLOATS, number};
 use candle_attention_modules::init::TorchSeed;
 
 pub use candle_attention_kernels::flash::OutputLayout;
@@ -38,6 +39,13 @@ pub struct SdpaOptions {
     pub(crate) backend: Backend,
     pub(crate) output_layout: OutputLayout,
     pub(crate) instruction_set: Option<InstructionSet>,
+}
+
+/// A tensor of the options.
+pub(super) struct OptionTensor<'a> {
+    /// The words for it in errors.
+    pub name: &'static str,
+    pub tensor: &'a Tensor,
 }
 
 impl SdpaOptions {
@@ -164,6 +172,40 @@ impl SdpaOptions {
             by_sequence.push(biases.narrow(1, start, len)?.pad_with_zeros(1, 0, distances - len)?);
         }
         Ok(Self { relative_bias: Some(Tensor::stack(&by_sequence, 0)?), ..self.clone() })
+    }
+
+    /// Iterates over the tensors that modify the scores or their softmax.
+    pub(super) fn tensors(&self) -> impl Iterator<Item = OptionTensor<'_>> {
+        let Self { alibi_slopes, relative_bias, sinks, .. } = self;
+        let all = [("sinks", sinks), ("relative bias", relative_bias), ("ALiBi", alibi_slopes)];
+        all.into_iter().filter_map(|(name, tensor)| Some(OptionTensor { name, tensor: tensor.as_ref()? }))
+    }
+
+    /// Checks the options for queries (B, H, T_q, D) and scores of a dtype. `distances` is T_q + T_kv - 1 of the
+    /// longest sequence.
+    pub(super) fn check(&self, op: &str, q: &Tensor, distances: usize, scores: DType) -> Result<()> {
+        // The factors, and one over the softcap, have to be numbers of the dtype of the scores too.
+        let smallest = if scores == DType::F64 { f64::MIN_POSITIVE } else { f32::MIN_POSITIVE.into() };
+        let largest = if scores == DType::F64 { f64::MAX } else { f32::MAX.into() };
+        let is_finite = |scale: f64| scale.abs() <= largest;
+        number::expect(op, "scale", self.scale, is_finite, format_args!("a finite number in {scores:?}"))?;
+        let is_in_range = |softcap: f64| (smallest..=largest).contains(&softcap);
+        let expected = format_args!("a finite number above zero in {scores:?}");
+        number::expect(op, "softcap", self.softcap, is_in_range, expected)?;
+        number::probability(op, "dropout", self.dropout)?;
+
+        let b = Dim::Named("B", q.dim(0)?);
+        let h = Dim::Named("H", q.dim(1)?);
+        let distances = Dim::Named("T_q + T_kv - 1", distances);
+        let check = |name: &str, tensor: &Option<Tensor>, shapes: &[&[Dim]]| -> Result<()> {
+            let Some(tensor) = tensor else { return Ok(()) };
+            let found = Expect::one(op, name, tensor).same_device("q", q.device())?;
+            found.shape_of(shapes)?.dtype_of(&FLOATS, "")?;
+            Ok(())
+        };
+        check("alibi_slopes", &self.alibi_slopes, &[&[h]])?;
+        check("sinks", &self.sinks, &[&[h]])?;
+        check("relative_bias", &self.relative_bias, &[&[h, distances], &[b, h, distances]])
     }
 
     /// Returns whether weights are dropped.

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result, Tensor};
 
-use super::call::Call;
+use super::call::{Call, Qkv};
 
 /// The tensors that a call reads besides q, k and v. Gradients flow into them.
 #[derive(Clone)]
@@ -33,6 +33,20 @@ impl ScoreTensors {
         let slopes = kept(call.options.alibi_slopes.as_ref())?;
         let sinks = kept(call.options.sinks.as_ref())?;
         Ok(Self { bias, relative_bias, slopes, sinks })
+    }
+
+    /// Returns all differentiable inputs of a kernel.
+    pub fn with_qkv<'a>(&'a self, qkv: Qkv<'a>) -> ByInput<Option<&'a Tensor>> {
+        let Self { bias, relative_bias, slopes, sinks } = self;
+        ByInput {
+            q: Some(qkv.q),
+            k: Some(qkv.k),
+            v: Some(qkv.v),
+            bias: bias.as_ref(),
+            relative_bias: relative_bias.as_ref(),
+            slopes: slopes.as_ref(),
+            sinks: sinks.as_ref(),
+        }
     }
 }
 

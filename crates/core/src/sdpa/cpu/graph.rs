@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
 
-use super::super::call::{Dims, swapped_for};
-use super::super::score_tensors::{ByInput, ScoreTensors, is_tracked};
+use super::super::call::{Call, Dims, Qkv, swapped_for};
+use super::super::score_tensors::{ByInput, is_tracked};
 use super::KernelCall;
 use candle_attention_kernels::flash::{
     self, AttentionBackwardProblem, AttentionProblem, RequestedGradients, SoftmaxStats,
@@ -54,16 +54,8 @@ pub(super) fn record_output_and_lse<E: Element>(
 impl KernelCall {
     /// Returns the tensors that gradients flow into.
     fn inputs(&self) -> ByInput<Option<&Tensor>> {
-        let ScoreTensors { bias, relative_bias, slopes, sinks } = &self.score_tensors;
-        ByInput {
-            q: Some(&self.call.q),
-            k: Some(&self.call.k),
-            v: Some(&self.call.v),
-            bias: bias.as_ref(),
-            relative_bias: relative_bias.as_ref(),
-            slopes: slopes.as_ref(),
-            sinks: sinks.as_ref(),
-        }
+        let Call { q, k, v, .. } = &self.call;
+        self.score_tensors.with_qkv(Qkv { q, k, v })
     }
 
     /// Computes the gradients of the inputs that are tracked. The output and its gradient are as they are stored.

@@ -6,7 +6,7 @@ use candle_attention_cuda::{AttentionCall, BackwardInputs, ForwardOutput, Gradie
 use candle_core::op::BackpropOp;
 use candle_core::{Error, Layout, Result, Shape, Storage, Tensor};
 
-use super::super::call::swapped_for;
+use super::super::call::{Qkv, swapped_for};
 use super::super::score_tensors::{ByInput, is_tracked};
 use super::CudaCall;
 use candle_attention_modules::base::rowwise::with_contiguous_rows;
@@ -61,15 +61,7 @@ impl CudaCall {
     /// Returns the tensors that gradients flow into.
     fn inputs(&self) -> ByInput<Option<&Tensor>> {
         let AttentionCall { q, k, v, .. } = &self.attention;
-        ByInput {
-            q: Some(q),
-            k: Some(k),
-            v: Some(v),
-            bias: self.score_tensors.bias.as_ref(),
-            relative_bias: self.score_tensors.relative_bias.as_ref(),
-            slopes: self.score_tensors.slopes.as_ref(),
-            sinks: self.score_tensors.sinks.as_ref(),
-        }
+        self.score_tensors.with_qkv(Qkv { q, k, v })
     }
 
     /// Returns whether an input is tracked for gradients.

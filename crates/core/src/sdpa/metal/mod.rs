@@ -145,14 +145,8 @@ fn check(call: &Call, kind: ResultKind) -> Supported<()> {
         ResultKind::LogSumExp => return Err("has no log-sum-exp".into()),
         ResultKind::Statistics => return Err("has no statistics of weights".into()),
     }
-    if options.sinks.is_some() {
-        return Err("has no sinks".into());
-    }
-    if options.relative_bias.is_some() {
-        return Err("has no relative bias".into());
-    }
-    if options.alibi_slopes.is_some() {
-        return Err("has no ALiBi".into());
+    if let Some(option) = options.tensors().next() {
+        return Err(format!("has no {}", option.name));
     }
     // It has a softcap for one query alone, and reads 1.0 as no softcap.
     if options.softcap.is_some() {
