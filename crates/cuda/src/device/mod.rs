@@ -22,6 +22,7 @@ use crate::unsupported::Unsupported;
 /// A device that runs kernels.
 pub(crate) enum KernelDevice {
     /// The emulator, for tensors on the CPU.
+    #[cfg_attr(not(feature = "emulator"), expect(dead_code, reason = "made by the feature `emulator` alone"))]
     Emulator,
     /// A GPU.
     #[cfg(feature = "cuda")]
