@@ -261,7 +261,8 @@ impl SimpleTokenizer {
     }
 
     /// Cuts the end of texts that have more than `max_tokens` tokens, special ones included.
-    /// [`Encoding::num_truncated`] and [`Batch::num_truncated`] count the tokens that were cut. By default nothing is
+    /// [`Encoding::num_truncated`](super::Encoding::num_truncated) and
+    /// [`Batch::num_truncated`](super::Batch::num_truncated) count the tokens that were cut. By default nothing is
     /// cut, also if the file has a truncation.
     ///
     /// # Errors

@@ -9,8 +9,9 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, Once};
 use std::time::{Duration, Instant};
 
-/// The time, saved and waited for, over which helpers are judged.
-const JUDGED: Duration = Duration::from_millis(2);
+/// The time, saved and waited for, over which helpers are judged: several times as long as the system keeps a thread
+/// from running now and then on an idle machine.
+const JUDGED: Duration = Duration::from_millis(16);
 
 /// The time after which another helper is tried for the first time.
 const FIRST_PAUSE: Duration = Duration::from_millis(25);
