@@ -135,6 +135,7 @@ fn build(program: &Program) -> Result<PathBuf> {
 
     let mut hash = Fnv::new();
     hash.add_text(&compiler);
+    hash.add_text(program.root);
     options.iter().for_each(|option| hash.add_text(option));
     for folder in ["kernels", "emulator"] {
         hash_files(&package.join(folder), &mut hash)?;
