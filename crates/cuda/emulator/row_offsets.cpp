@@ -5,6 +5,8 @@
 #include "delta.cu"
 #include "convolution.cu"
 #include "gated_norm.cu"
+#include "norm.cu"
+#include "gate.cu"
 #include "delta_gates.cu"
 #include "rotation.cu"
 
@@ -138,6 +140,47 @@ int main() {
     FIELD(RotationArguments, interleaved);
     FIELD(RotationArguments, inverse);
     FIELD(RotationArguments, reserved);
+    ARGUMENTS(NormArguments);
+    FIELD(NormArguments, inputs);
+    FIELD(NormArguments, weights);
+    FIELD(NormArguments, biases);
+    FIELD(NormArguments, output);
+    FIELD(NormArguments, output_gradient);
+    FIELD(NormArguments, input_gradient);
+    FIELD(NormArguments, means);
+    FIELD(NormArguments, factors);
+    FIELD(NormArguments, weight_gradient_parts);
+    FIELD(NormArguments, bias_gradient_parts);
+    FIELD(NormArguments, weight_gradient);
+    FIELD(NormArguments, bias_gradient);
+    FIELD(NormArguments, input_strides);
+    FIELD(NormArguments, output_gradient_strides);
+    FIELD(NormArguments, weight_head_stride);
+    FIELD(NormArguments, entries);
+    FIELD(NormArguments, tokens);
+    FIELD(NormArguments, heads);
+    FIELD(NormArguments, width);
+    FIELD(NormArguments, parts);
+    FIELD(NormArguments, row_warps);
+    FIELD(NormArguments, subtracts_mean);
+    FIELD(NormArguments, epsilon);
+    ARGUMENTS(GateArguments);
+    FIELD(GateArguments, gates);
+    FIELD(GateArguments, values);
+    FIELD(GateArguments, output);
+    FIELD(GateArguments, output_gradient);
+    FIELD(GateArguments, gate_gradient);
+    FIELD(GateArguments, value_gradient);
+    FIELD(GateArguments, gate_strides);
+    FIELD(GateArguments, value_strides);
+    FIELD(GateArguments, output_gradient_strides);
+    FIELD(GateArguments, gate_column_stride);
+    FIELD(GateArguments, entries);
+    FIELD(GateArguments, tokens);
+    FIELD(GateArguments, heads);
+    FIELD(GateArguments, width);
+    FIELD(GateArguments, columns);
+    FIELD(GateArguments, activation);
     SIZE(TILE_WORDS);
     SIZE(PREPARE_SHARED);
     SIZE(SCAN_SHARED);
@@ -151,5 +194,9 @@ int main() {
     SIZE(NORM_SHARED);
     SIZE(GATES_THREADS);
     SIZE(ROTATION_THREADS);
+    SIZE(ROW_NORM_WARPS);
+    SIZE(ROW_NORM_COLUMNS);
+    SIZE(ROW_NORM_SHARED);
+    SIZE(GATE_WARPS);
     return 0;
 }

@@ -1,7 +1,6 @@
 #!/bin/bash
-# Runs the tests of the gated delta rule, the short convolution, the gated norm, and decays and betas on the emulator:
-# run_delta_tests.sh [--quick]. It needs a C++ compiler, and neither a GPU nor CUDA. With `--quick`, one specialisation
-# of each element type.
+# Runs the tests of all kernels but attention's on the emulator: run_delta_tests.sh [--quick]. It needs a C++ compiler,
+# and neither a GPU nor CUDA. With `--quick`, one specialisation of each element type.
 set -euo pipefail
 cd "$(dirname "$0")"
 build=$(mktemp -d)
@@ -19,6 +18,7 @@ test delta_tests.cpp -DELEMENT=2 -DKEY_WIDTH=37 -DVALUE_WIDTH=45 -DCHUNK=32 -DSC
 test delta_tests.cpp -DELEMENT=1 -DKEY_WIDTH=32 -DVALUE_WIDTH=16 -DCHUNK=16 -DSCAN_WARPS=1
 test row_tests.cpp -DELEMENT=0 -DNORM_WIDTH=75 -DCONVOLUTION_WIDTH=4
 test row_tests.cpp -DELEMENT=2 -DNORM_WIDTH=128 -DCONVOLUTION_WIDTH=2
+for element in 0 1 2; do test layer_tests.cpp -DELEMENT=$element; done
 if [ "${1:-}" != --quick ]; then
     test delta_tests.cpp -DELEMENT=0 -DKEY_WIDTH=16 -DVALUE_WIDTH=64 -DCHUNK=16 -DSCAN_WARPS=4 -DSCAN_STAGES=2
     test delta_tests.cpp -DELEMENT=1 -DKEY_WIDTH=128 -DVALUE_WIDTH=128 -DCHUNK=32 -DSCAN_WARPS=4 -DSCAN_STAGES=2

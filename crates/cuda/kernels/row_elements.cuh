@@ -7,10 +7,12 @@
 DEVICE float exponential(float x) { return std::exp(x); }
 DEVICE float square_root(float x) { return std::sqrt(x); }
 DEVICE float log_of_one_plus(float x) { return std::log1p(x); }
+DEVICE float error_function(float x) { return std::erf(x); }
 #else
 DEVICE float exponential(float x) { return expf(x); }
 DEVICE float square_root(float x) { return sqrtf(x); }
 DEVICE float log_of_one_plus(float x) { return log1pf(x); }
+DEVICE float error_function(float x) { return erff(x); }
 #endif
 
 DEVICE float read_element(const void* base, i64 at) {

@@ -33,7 +33,8 @@ pub use catalogue::{CatalogueEntry, CatalogueKernel};
 pub use delta::{DeltaCall, DeltaGradients, DeltaKernel, DeltaResults};
 pub use rows::{
     Activation, AngleRows, ConvolutionCall, ConvolutionGradients, ConvolutionResults, DeltaGates, DeltaGatesCall,
-    GatedNormCall, GatedNormGradients, RotationCall,
+    GateCall, GateGradients, GatedNormCall, GatedNormGradients, NormCall, NormGradients, NormParameterGradients,
+    RotationCall,
 };
 pub use unsupported::Unsupported;
 

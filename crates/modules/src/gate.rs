@@ -1,10 +1,12 @@
 //! Output gates: factors of each head's attention output, computed from the queries' input.
 
+use candle_attention_cuda::Activation;
 use candle_core::{Result, Tensor};
 use candle_nn::ops;
 use serde::{Deserialize, Serialize};
 
 use crate::base::accumulation_dtype;
+use crate::cuda_gate::CudaGate;
 
 /// The activation of a gate's projection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -30,6 +32,15 @@ impl GateActivation {
         }
     }
 
+    /// Returns the activation of the CUDA kernels.
+    pub(crate) fn kernel(self) -> Activation {
+        match self {
+            Self::Sigmoid => Activation::Sigmoid,
+            Self::Softplus => Activation::Softplus,
+            Self::Silu => Activation::Silu,
+        }
+    }
+
     /// Returns the activation of one number and its derivative.
     #[inline]
     pub fn value_and_slope(self, x: f32) -> ValueAndSlope {
@@ -44,6 +55,11 @@ impl GateActivation {
     /// Multiplies the attention output (B, T, H, D_v) by the activated gate. `projected`, the gate's projection, is
     /// (B, T, H, D_v) or (B, T, H, 1). The result has the dtype of `output`.
     pub fn gate(self, output: &Tensor, projected: &Tensor) -> Result<Tensor> {
+        if output.device().is_cuda()
+            && let Some(call) = CudaGate::plan(projected, output, self.kernel())
+        {
+            return call.run();
+        }
         let dtype = accumulation_dtype(output.dtype());
         let factors = self.apply(&projected.to_dtype(dtype)?)?;
         output.to_dtype(dtype)?.broadcast_mul(&factors)?.to_dtype(output.dtype())
@@ -113,5 +129,80 @@ impl OutputGate {
     /// Returns the number of gate entries for each head. `value_head_dim` is D_v.
     pub fn width(self, value_head_dim: usize) -> usize {
         if self.scope == GateScope::PerHead { 1 } else { value_head_dim }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{D, DType, Device, Var};
+    use candle_nn::Activation as Function;
+
+    use super::*;
+
+    /// The inputs of a test.
+    struct Inputs {
+        gates: Var,
+        values: Var,
+        upstream: Tensor,
+    }
+
+    /// Returns the product and the gradients of gates and values.
+    fn with_gradients(inputs: &Inputs, output: Tensor) -> Result<Vec<Tensor>> {
+        let gradients = (&output * &inputs.upstream)?.sum_all()?.backward()?;
+        let of = |variable: &Var| gradients.get(variable).cloned().expect("a gradient");
+        Ok(vec![of(&inputs.gates), of(&inputs.values), output])
+    }
+
+    /// Compares the kernels on the emulator with separate operations of Candle.
+    fn compare(
+        gate_width: usize,
+        activation: Activation,
+        separate: impl Fn(&Tensor, &Tensor) -> Result<Tensor>,
+    ) -> Result<()> {
+        let random = |width: usize| Tensor::randn(0f32, 1., (2, 5, 3, width), &Device::Cpu);
+        let (gates, values) = (Var::from_tensor(&random(gate_width)?)?, Var::from_tensor(&random(70)?)?);
+        let upstream = Tensor::randn(0f32, 1., (2, 3, 5, 70), &Device::Cpu)?;
+        let inputs = Inputs { gates, values, upstream };
+        let (gate_view, value_view) = (inputs.gates.transpose(1, 2)?, inputs.values.transpose(1, 2)?);
+        let call = CudaGate::plan(&gate_view, &value_view, activation).expect("the kernels run the call");
+        let own = with_gradients(&inputs, call.run()?)?;
+        let expected = with_gradients(&inputs, separate(&gate_view, &value_view)?)?;
+        for (n, (result, exact)) in own.iter().zip(&expected).enumerate() {
+            let error = (result - exact)?.abs()?.max_all()?.to_scalar::<f32>()?;
+            assert!(error < 2e-5, "{activation:?}, gate of {gate_width}: result {n} is off by {error:e}");
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn cuda_gate_of_attention_output_matches_separate_operations() -> Result<()> {
+        for gate in [GateActivation::Sigmoid, GateActivation::Softplus, GateActivation::Silu] {
+            for width in [1, 70] {
+                compare(width, gate.kernel(), |gates, values| gate.gate(values, gates))?;
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn cuda_gate_of_feed_forward_layer_matches_separate_operations() -> Result<()> {
+        let functions = [
+            (Activation::Relu, Function::Relu),
+            (Activation::Gelu, Function::Gelu),
+            (Activation::GeluTanh, Function::NewGelu),
+        ];
+        for (activation, function) in functions {
+            compare(70, activation, |gates, values| gates.contiguous()?.apply(&function)?.mul(values))?;
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn cuda_gate_of_another_shape_or_dtype_is_not_planned() -> Result<()> {
+        let values = Tensor::zeros((2, 3, 8), DType::F32, &Device::Cpu)?;
+        assert!(CudaGate::plan(&values, &values, Activation::Silu).is_some());
+        assert!(CudaGate::plan(&values.narrow(D::Minus1, 0, 2)?, &values, Activation::Silu).is_none());
+        assert!(CudaGate::plan(&values.to_dtype(DType::F16)?, &values, Activation::Silu).is_none());
+        Ok(())
     }
 }

@@ -172,7 +172,9 @@ fn emulator_file(program: &Program) -> &'static str {
         "convolution.cu" => "convolution_library.cpp",
         "delta_gates.cu" => "delta_gates_library.cpp",
         "delta.cu" => "delta_library.cpp",
+        "gate.cu" => "gate_library.cpp",
         "gated_norm.cu" => "gated_norm_library.cpp",
+        "norm.cu" => "norm_library.cpp",
         "rotation.cu" => "rotation_library.cpp",
         _ => "library.cpp",
     }

@@ -2,7 +2,8 @@
 
 use candle_core::{DType, Result, Storage, Tensor, bail};
 
-use super::check_tensor;
+use super::activation::Activation;
+use super::{check_tensor, row_strides};
 use crate::arguments::{Address, RowStrides};
 use crate::catalogue::CatalogueEntry;
 use crate::delta::element_code;
@@ -20,28 +21,6 @@ const WARPS: usize = 8;
 
 /// The most blocks whose gradients of weights are added up.
 const MAX_PARTS: usize = 256;
-
-/// The activation of a gate.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Activation {
-    /// 1 / (1 + e^-x).
-    Sigmoid,
-    /// ln(1 + e^x).
-    Softplus,
-    /// x / (1 + e^-x).
-    Silu,
-}
-
-impl Activation {
-    /// Returns the number of the activation in the source.
-    fn code(self) -> i32 {
-        match self {
-            Self::Sigmoid => 0,
-            Self::Softplus => 1,
-            Self::Silu => 2,
-        }
-    }
-}
 
 /// `x / sqrt(mean(x²) + eps) · weight · activation(gate)` over the rows of heads. The last dimension of all tensors is
 /// contiguous.
@@ -291,12 +270,6 @@ fn backward_launch(sizes: Sizes) -> Launch {
         threads: WARPS * 32,
         shared_bytes: WARPS * sizes.d.next_multiple_of(32) * 4,
     }
-}
-
-/// Returns the strides of a tensor (B, T, H, D).
-fn row_strides(reading: &Reading) -> RowStrides {
-    let strides = reading.strides();
-    RowStrides { sequence: strides[0] as i64, head: strides[2] as i64, row: strides[1] as i64 }
 }
 
 #[cfg(test)]

@@ -1,23 +1,40 @@
-//! Kernels that compute rows: the short convolution, the gates of linear attention, norms with gates, and rotations of
-//! heads.
+//! Kernels that compute rows: the short convolution, the gates of linear attention, norms, norms with gates, gates, and
+//! rotations of heads.
 
+mod activation;
 mod convolution;
 mod delta_gates;
+mod gate;
 mod gated_norm;
+mod norm;
 mod rotation;
 
+pub use activation::Activation;
 pub use convolution::{ConvolutionCall, ConvolutionGradients, ConvolutionResults};
 pub use delta_gates::{DeltaGates, DeltaGatesCall};
-pub use gated_norm::{Activation, GatedNormCall, GatedNormGradients};
+pub use gate::{GateCall, GateGradients};
+pub use gated_norm::{GatedNormCall, GatedNormGradients};
+pub use norm::{NormCall, NormGradients, NormParameterGradients};
 pub use rotation::{AngleRows, RotationCall};
 
 use candle_core::{DType, Result, Tensor, bail};
 
+use crate::arguments::RowStrides;
 use crate::catalogue::CatalogueEntry;
+use crate::device::Reading;
+use crate::unsupported::Unsupported;
 
 /// Returns the programs that devices run for the usual sizes.
 pub(crate) fn entries() -> Vec<CatalogueEntry> {
-    [convolution::entries(), delta_gates::entries(), gated_norm::entries(), rotation::entries()].concat()
+    let all = [
+        convolution::entries(),
+        delta_gates::entries(),
+        gated_norm::entries(),
+        rotation::entries(),
+        norm::entries(),
+        gate::entries(),
+    ];
+    all.concat()
 }
 
 /// Checks the shape, the dtype and the last stride of a tensor.
@@ -33,4 +50,26 @@ fn check_tensor(op: &str, name: &str, tensor: &Tensor, dims: &[usize], dtype: DT
         tensor.stride(),
         tensor.dtype()
     )
+}
+
+/// Returns the dimensions of rows (B, T, H, D).
+///
+/// # Errors
+/// If a tensor has another rank, has no rows, or has more rows or wider ones than the kernels count.
+fn rows_shape(xs: &Tensor) -> std::result::Result<[usize; 4], Unsupported> {
+    let &[b, t, h, d] = xs.dims() else {
+        return Err(Unsupported::new(format!("the rows have the shape {:?}, expected (B, T, H, D)", xs.dims())));
+    };
+    // The number of rows and of warps that compute them is an i32.
+    let most = i32::MAX as usize / 32;
+    if [b, t, h, d].contains(&0) || b.saturating_mul(t).saturating_mul(h) > most || d > most {
+        return Err(Unsupported::new(format!("the rows have the shape {:?}, which no kernel takes", [b, t, h, d])));
+    }
+    Ok([b, t, h, d])
+}
+
+/// Returns the strides of a tensor (B, T, H, D).
+fn row_strides(reading: &Reading) -> RowStrides {
+    let strides = reading.strides();
+    RowStrides { sequence: strides[0] as i64, head: strides[2] as i64, row: strides[1] as i64 }
 }

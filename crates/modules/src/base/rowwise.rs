@@ -215,6 +215,16 @@ pub fn with_contiguous_rows(tensor: &Tensor) -> Result<Tensor> {
     if is_row || tensor.elem_count() == 0 { Ok(tensor.clone()) } else { tensor.contiguous() }
 }
 
+/// Returns a view (B, T, H, D) of rows (D,), (T, D), (B, T, D) or (B, T, H, D). Missing dimensions are 1.
+pub fn with_four_dimensions(rows: &Tensor) -> Result<Tensor> {
+    match rows.rank() {
+        1 => rows.unsqueeze(0)?.unsqueeze(0)?.unsqueeze(0),
+        2 => rows.unsqueeze(0)?.unsqueeze(2),
+        3 => rows.unsqueeze(2),
+        _ => Ok(rows.clone()),
+    }
+}
+
 /// Evaluates an expression with the Rust type of a dtype that the CPU kernels compute: f32, bf16 or f16. Any other
 /// dtype is an error of the operation, whose caller should have checked it.
 #[macro_export]

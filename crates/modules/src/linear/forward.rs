@@ -81,7 +81,7 @@ impl PackedLinear {
     }
 
     /// Computes `x Wᵀ + b` of some of the outputs, without the activation.
-    fn affine(&self, xs: &Tensor, columns: Range<usize>) -> Result<Tensor> {
+    pub(super) fn affine(&self, xs: &Tensor, columns: Range<usize>) -> Result<Tensor> {
         let own = |tensor: &Tensor| tensor.narrow(0, columns.start, columns.len())?.to_dtype(xs.dtype());
         let bias = match &self.bias {
             Some(bias) if !self.is_packed() => Some(contiguous("bias", &own(bias)?)?),

@@ -207,6 +207,17 @@ pub(super) fn kernel_activation(activation: Activation) -> Result<linear::Activa
     })
 }
 
+/// Returns the activation of the CUDA kernels for one of candle-nn's; `None` if they do not have it.
+pub(super) fn cuda_activation(activation: Activation) -> Option<candle_attention_cuda::Activation> {
+    match activation {
+        Activation::Gelu => Some(candle_attention_cuda::Activation::Gelu),
+        Activation::NewGelu | Activation::GeluPytorchTanh => Some(candle_attention_cuda::Activation::GeluTanh),
+        Activation::Silu | Activation::Swish => Some(candle_attention_cuda::Activation::Silu),
+        Activation::Relu => Some(candle_attention_cuda::Activation::Relu),
+        _ => None,
+    }
+}
+
 /// Converts an error of the kernels to Candle's.
 pub(super) fn kernel_error(error: candle_attention_kernels::Error) -> Error {
     Error::msg(format!("[{OP}] {error}"))

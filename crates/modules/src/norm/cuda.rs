@@ -1,11 +1,12 @@
-//! The gated norm by its CUDA kernels, as an operation in Candle's graph.
+//! Norms by their CUDA kernels, as operations in Candle's graph: a norm alone, and a norm times an activated gate.
 
-use candle_attention_cuda::{Activation, GatedNormCall, GatedNormGradients};
+use candle_attention_cuda::{GatedNormCall, GatedNormGradients, NormCall, NormGradients, NormParameterGradients};
 use candle_core::{Result, Tensor};
 
 use super::passes::RowNorm;
+use super::rows::Affine;
 use crate::base::record;
-use crate::base::rowwise::with_contiguous_rows;
+use crate::base::rowwise::{with_contiguous_rows, with_four_dimensions};
 use crate::gate::GateActivation;
 
 /// A norm times an activated gate that the kernels support, in the form that they read.
@@ -38,11 +39,7 @@ impl CudaGatedNorm {
             xs: xs.detach(),
             gate: gate.detach(),
             weight: weight.detach(),
-            activation: match activation {
-                GateActivation::Sigmoid => Activation::Sigmoid,
-                GateActivation::Softplus => Activation::Softplus,
-                GateActivation::Silu => Activation::Silu,
-            },
+            activation: activation.kernel(),
             eps: norm.eps.into(),
         };
         kernels.plan().ok()?;
@@ -57,6 +54,44 @@ impl CudaGatedNorm {
         record("gated-norm", &operands, output, xs.shape(), move |_, gradient| {
             let gradients: GatedNormGradients = kernels.backward(&with_contiguous_rows(gradient)?)?;
             Ok(vec![Some(gradients.xs), Some(gradients.weight), Some(gradients.gate)])
+        })
+    }
+}
+
+/// A norm that the kernels support, in the form that they read.
+pub(super) struct CudaNorm {
+    /// (.., D), with contiguous rows.
+    xs: Tensor,
+    affine: Affine,
+    kernels: NormCall,
+}
+
+impl CudaNorm {
+    /// Returns the norm of rows (D,), (T, D), (B, T, D) or (B, T, H, D); `None` if the kernels do not support it.
+    pub fn plan(norm: RowNorm, xs: &Tensor, affine: &Affine) -> Option<Self> {
+        let xs = with_contiguous_rows(xs).ok()?;
+        let kernels = NormCall {
+            xs: with_four_dimensions(&xs.detach()).ok()?,
+            weight: affine.weight.detach(),
+            bias: affine.bias.as_ref().map(Tensor::detach),
+            subtracts_mean: norm.subtracts_mean,
+            eps: norm.eps.into(),
+        };
+        kernels.plan().ok()?;
+        Some(Self { xs, affine: affine.clone(), kernels })
+    }
+
+    /// Returns the output, contiguous, in the shape of the rows.
+    pub fn run(self) -> Result<Tensor> {
+        let Self { xs, affine: Affine { weight, bias }, kernels } = self;
+        let output = kernels.forward()?;
+        let is_tracked = weight.track_op() || bias.as_ref().is_some_and(Tensor::track_op);
+        let wanted = if is_tracked { NormParameterGradients::All } else { NormParameterGradients::None };
+        let shape = xs.shape().clone();
+        record("norm", &[Some(&xs), Some(&weight), bias.as_ref()], output, xs.shape(), move |_, gradient| {
+            let gradient = with_four_dimensions(&with_contiguous_rows(gradient)?)?;
+            let found: NormGradients = kernels.backward(&gradient, wanted)?;
+            Ok(vec![Some(found.xs.reshape(&shape)?), found.weight, found.bias])
         })
     }
 }

@@ -15,6 +15,7 @@ use crate::base::{
     Heads, NO_BIAS, Parameter, ParameterList, ParameterReader, ParameterSpec, accumulation_dtype, check_memory, number,
 };
 pub use blocks::{LayerNorm, RmsNorm, layer_norm, layer_norm_no_bias, rms_norm, rms_norm_plus_one};
+use cuda::CudaNorm;
 use passes::RowNorm;
 use rows::Affine;
 
@@ -260,6 +261,12 @@ impl Norm {
         let affine = self.affine()?;
         if let Some(rows) = self.rows(xs, &affine) {
             return rows.apply(xs, &affine);
+        }
+        if xs.device().is_cuda()
+            && affine.weight.dtype() == DType::F32
+            && let Some(call) = CudaNorm::plan(self.row_norm(), xs, &affine)
+        {
+            return call.run();
         }
         // Candle's fused norms have no backward pass and no f64, and need a weight (D,) of the dtype of the rows.
         if xs.track_op() || self.affine.is_none() {

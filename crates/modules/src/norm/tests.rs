@@ -1,11 +1,12 @@
-//! A norm times a gate in one pass, against separate operations.
+//! Norms and norms times a gate in one pass, against separate operations.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 
 use crate::gate::GateActivation;
 use crate::norm::RmsNorm;
-use crate::norm::cuda::CudaGatedNorm;
+use crate::norm::cuda::{CudaGatedNorm, CudaNorm};
 use crate::norm::passes::RowNorm;
+use crate::norm::rows::Affine;
 
 /// Returns the output and the gradients of rows, weight and gate, in f64. Rows and gate are views.
 fn run(all: &[Tensor; 4], activation: GateActivation, dtype: DType) -> Result<Vec<Tensor>> {
@@ -69,6 +70,80 @@ fn cuda_rms_norm_with_gate_matches_separate_operations() -> Result<()> {
                 let largest = |xs: &Tensor| xs.abs()?.flatten_all()?.max(0)?.to_scalar::<f64>();
                 let error = largest(&(result - exact)?)? / largest(exact)?;
                 assert!(error <= tolerance, "{dtype:?} {activation:?}: result {n} is off by {error:e}");
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A norm of rows with weights, and the gradient of its output.
+struct NormInputs {
+    xs: Tensor,
+    weight: Tensor,
+    bias: Option<Tensor>,
+    upstream: Tensor,
+}
+
+/// The way to compute a norm.
+#[derive(Clone, Copy)]
+enum Path {
+    Cpu,
+    Cuda,
+}
+
+/// Returns the output and the gradients of rows, weight and bias. The rows are a view: the two dimensions before the
+/// last one are transposed in memory.
+fn norm_with_gradients(norm: RowNorm, inputs: &NormInputs, path: Path) -> Result<Vec<Tensor>> {
+    let rank = inputs.xs.rank();
+    let xs = Var::from_tensor(&inputs.xs)?;
+    let rows = if rank > 2 { xs.transpose(rank - 3, rank - 2)? } else { xs.as_tensor().clone() };
+    let weight = Var::from_tensor(&inputs.weight)?;
+    let bias = inputs.bias.as_ref().map(Var::from_tensor).transpose()?;
+    let affine =
+        Affine { weight: weight.as_tensor().clone(), bias: bias.as_ref().map(|bias| bias.as_tensor().clone()) };
+    let ys = match path {
+        Path::Cpu => norm.apply(&rows, &affine)?,
+        Path::Cuda => CudaNorm::plan(norm, &rows, &affine).expect("the kernels run the call").run()?,
+    };
+    let upstream = inputs.upstream.reshape(ys.shape())?.to_dtype(ys.dtype())?;
+    let gradients = (&ys * upstream)?.sum_all()?.backward()?;
+    let mut results = vec![ys];
+    for variable in [Some(&xs), Some(&weight), bias.as_ref()].into_iter().flatten() {
+        results.push(gradients.get(variable).cloned().expect("a gradient"));
+    }
+    results.iter().map(|tensor| tensor.to_dtype(DType::F64)).collect()
+}
+
+#[test]
+fn cuda_norms_match_cpu_norms() -> Result<()> {
+    let random = |shape: &[usize]| Tensor::randn(0f32, 1., shape, &Device::Cpu);
+    let shapes: [(&[usize], &[usize]); 5] = [
+        (&[33], &[33]),
+        (&[7, 600], &[600]),
+        (&[2, 3, 40], &[40]),
+        (&[2, 3, 5, 64], &[64]),
+        (&[2, 3, 5, 20], &[3, 20]),
+    ];
+    for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::BF16, 1e-2), (DType::F16, 2e-3)] {
+        for (shape, weight_shape) in shapes {
+            for (subtracts_mean, has_bias) in [(false, false), (true, true), (true, false)] {
+                let norm = RowNorm { subtracts_mean, eps: 1e-5 };
+                let inputs = NormInputs {
+                    xs: random(shape)?.to_dtype(dtype)?,
+                    weight: random(weight_shape)?,
+                    bias: if has_bias { Some(random(weight_shape)?) } else { None },
+                    upstream: random(shape)?,
+                };
+                let own = norm_with_gradients(norm, &inputs, Path::Cuda)?;
+                let expected = norm_with_gradients(norm, &inputs, Path::Cpu)?;
+                for (n, (result, exact)) in own.iter().zip(&expected).enumerate() {
+                    let largest = |xs: &Tensor| xs.abs()?.flatten_all()?.max(0)?.to_scalar::<f64>();
+                    let error = largest(&(result - exact)?)? / largest(exact)?;
+                    assert!(
+                        error <= tolerance,
+                        "{dtype:?} {shape:?}, mean {subtracts_mean}: result {n} is off by {error:e}"
+                    );
+                }
             }
         }
     }

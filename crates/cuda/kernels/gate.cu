@@ -1,0 +1,2 @@
+// The kernels of gates.
+#include "gate.cuh"

@@ -1,0 +1,2 @@
+// The kernels of norms over rows.
+#include "norm.cuh"

@@ -1,0 +1,260 @@
+//! Values times an activated gate.
+
+use candle_core::{Result, Storage, Tensor};
+
+use super::activation::Activation;
+use super::{check_tensor, row_strides, rows_shape};
+use crate::arguments::{Address, RowStrides};
+use crate::catalogue::CatalogueEntry;
+use crate::delta::element_code;
+use crate::device::{Grid, KernelArguments, KernelDevice, Launch, LoadedProgram, Operands, Reading};
+use crate::program::{Define, KernelShape, Program};
+use crate::unsupported::Unsupported;
+
+const OP: &str = "gate";
+
+/// The warps of a block: GATE_WARPS in the source.
+const WARPS: usize = 4;
+
+/// The columns of a warp in a row whose gate is as wide.
+const COLUMNS: usize = 256;
+
+/// `activation(gate) · value`, computed in f32 and rounded once. The last dimension of all tensors is contiguous.
+#[derive(Debug, Clone)]
+pub struct GateCall {
+    /// (B, T, H, D), or (B, T, H, 1) with a number for each row, in the dtype of `values`; before the activation.
+    pub gates: Tensor,
+    /// (B, T, H, D), f32, bf16 or f16.
+    pub values: Tensor,
+    /// The activation of the gate.
+    pub activation: Activation,
+}
+
+/// The gradients of a gate and of the values that it multiplies.
+#[derive(Debug, Clone)]
+pub struct GateGradients {
+    /// In the shape and the dtype of the gates.
+    pub gates: Tensor,
+    /// In the shape and the dtype of the values.
+    pub values: Tensor,
+}
+
+/// The dimensions of a call.
+#[derive(Debug, Clone, Copy)]
+struct Sizes {
+    b: usize,
+    t: usize,
+    h: usize,
+    d: usize,
+    gate_d: usize,
+}
+
+impl Sizes {
+    fn rows(self) -> usize {
+        self.b * self.t * self.h
+    }
+
+    /// Returns the columns of a warp.
+    fn columns(self) -> usize {
+        if self.gate_d == self.d { COLUMNS.min(self.d) } else { self.d }
+    }
+}
+
+/// The argument of the kernels. The source documents the fields.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+struct GateArguments {
+    gates: Address,
+    values: Address,
+    output: Address,
+
+    output_gradient: Address,
+    gate_gradient: Address,
+    value_gradient: Address,
+
+    gate_strides: RowStrides,
+    value_strides: RowStrides,
+    output_gradient_strides: RowStrides,
+    gate_column_stride: i64,
+
+    entries: i32,
+    tokens: i32,
+    heads: i32,
+    width: i32,
+    columns: i32,
+
+    activation: i32,
+}
+
+// SAFETY: the struct has the fields of the source in the same order, and no padding; the calls of this module check
+// shapes, and take addresses from the operands of the launch.
+unsafe impl KernelArguments for GateArguments {}
+
+impl GateCall {
+    /// Checks that kernels run the call. Nothing is compiled, and no tensor is read.
+    ///
+    /// # Errors
+    /// If they do not: the sentence says why.
+    pub fn plan(&self) -> std::result::Result<(), Unsupported> {
+        KernelDevice::of(self.values.device())?;
+        element_code(self.values.dtype())?;
+        let shape = rows_shape(&self.values)?;
+        if shape[3].div_ceil(COLUMNS) > usize::from(u16::MAX) {
+            return Err(Unsupported::new(format!("the values have rows of {}, which no kernel takes", shape[3])));
+        }
+        Ok(())
+    }
+
+    fn sizes(&self) -> Result<Sizes> {
+        self.plan()?;
+        let (b, t, h, d) = self.values.dims4()?;
+        let gate_d = if self.gates.dims().last() == Some(&1) { 1 } else { d };
+        check_tensor(OP, "the values", &self.values, &[b, t, h, d], self.values.dtype())?;
+        check_tensor(OP, "the gate", &self.gates, &[b, t, h, gate_d], self.values.dtype())?;
+        Ok(Sizes { b, t, h, d, gate_d })
+    }
+
+    fn load(&self, device: &KernelDevice) -> Result<LoadedProgram> {
+        device.load(&program(element_code(self.values.dtype())?))
+    }
+
+    /// Computes the output, (B, T, H, D), contiguous, in the dtype of the values.
+    ///
+    /// # Errors
+    /// If the call does not fit together, no kernel runs it, or one does not compile or launch.
+    pub fn forward(&self) -> Result<Storage> {
+        let sizes = self.sizes()?;
+        let device = KernelDevice::of(self.values.device())?;
+        let program = self.load(&device)?;
+        let mut output = device.uninitialized(self.values.dtype(), sizes.rows() * sizes.d)?;
+        {
+            let readings = Readings::new(self);
+            let mut operands = Operands::new(&device);
+            let mut arguments = self.arguments(sizes, &readings, &mut operands)?;
+            arguments.output = operands.write("output", &mut output)?;
+            operands.launch(&program, &launch(FORWARD, sizes), &arguments)?;
+        }
+        Ok(output.into_storage())
+    }
+
+    /// Computes the gradients from the gradient of the output, (B, T, H, D).
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward).
+    pub fn backward(&self, gradient: &Tensor) -> Result<GateGradients> {
+        let sizes = self.sizes()?;
+        let Sizes { b, t, h, d, gate_d } = sizes;
+        check_tensor(OP, "the output's gradient", gradient, &[b, t, h, d], self.values.dtype())?;
+        let device = KernelDevice::of(self.values.device())?;
+        let program = self.load(&device)?;
+        let mut of_gates = device.uninitialized(self.values.dtype(), sizes.rows() * gate_d)?;
+        let mut of_values = device.uninitialized(self.values.dtype(), sizes.rows() * d)?;
+        {
+            let readings = Readings::new(self);
+            let gradient_reading = Reading::new(gradient);
+            let mut operands = Operands::new(&device);
+            let mut arguments = self.arguments(sizes, &readings, &mut operands)?;
+            arguments.output_gradient = operands.read("output_gradient", &gradient_reading)?;
+            arguments.output_gradient_strides = row_strides(&gradient_reading);
+            arguments.gate_gradient = operands.write("gate_gradient", &mut of_gates)?;
+            arguments.value_gradient = operands.write("value_gradient", &mut of_values)?;
+            operands.launch(&program, &launch(BACKWARD, sizes), &arguments)?;
+        }
+        Ok(GateGradients {
+            gates: of_gates.into_tensor((b, t, h, gate_d))?,
+            values: of_values.into_tensor((b, t, h, d))?,
+        })
+    }
+
+    fn arguments<'a>(
+        &self,
+        sizes: Sizes,
+        readings: &'a Readings,
+        operands: &mut Operands<'a>,
+    ) -> Result<GateArguments> {
+        Ok(GateArguments {
+            gates: operands.read("gates", &readings.gates)?,
+            values: operands.read("values", &readings.values)?,
+            gate_strides: row_strides(&readings.gates),
+            value_strides: row_strides(&readings.values),
+            gate_column_stride: if sizes.gate_d == sizes.d { 1 } else { 0 },
+            entries: sizes.b as i32,
+            tokens: sizes.t as i32,
+            heads: sizes.h as i32,
+            width: sizes.d as i32,
+            columns: sizes.columns() as i32,
+            activation: self.activation.code(),
+            ..GateArguments::default()
+        })
+    }
+}
+
+/// The tensors of a call while launches read them.
+struct Readings<'t> {
+    gates: Reading<'t>,
+    values: Reading<'t>,
+}
+
+impl<'t> Readings<'t> {
+    fn new(call: &'t GateCall) -> Self {
+        Self { gates: Reading::new(&call.gates), values: Reading::new(&call.values) }
+    }
+}
+
+const FORWARD: KernelShape = KernelShape { name: "gate_forward", threads: WARPS * 32, shared_bytes: 0 };
+const BACKWARD: KernelShape = KernelShape { name: "gate_backward", threads: WARPS * 32, shared_bytes: 0 };
+
+/// Returns the launch of a kernel.
+fn launch(kernel: KernelShape, sizes: Sizes) -> Launch {
+    let grid = Grid { x: sizes.rows().div_ceil(WARPS), y: sizes.d.div_ceil(sizes.columns()), z: 1 };
+    Launch::new(kernel, grid)
+}
+
+/// Returns the program of an element type.
+fn program(element: i64) -> Program {
+    Program { root: "gate.cu", defines: vec![Define { name: "ELEMENT", value: element }] }
+}
+
+/// Returns the programs of all element types.
+pub(super) fn entries() -> Vec<CatalogueEntry> {
+    let mut entries = Vec::new();
+    for (element, name) in [(0, "f16"), (1, "bf16"), (2, "f32")] {
+        let kernels = vec![FORWARD, BACKWARD];
+        entries.push(CatalogueEntry::new(&program(element), format!("gate {name}"), true, kernels));
+    }
+    entries
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::delta::source_sizes::{assert_same_layout, source_sizes};
+
+    #[test]
+    fn gate_arguments_match_the_source() {
+        let sizes = source_sizes(&program(2));
+        assert_same_layout!(
+            sizes,
+            GateArguments,
+            [
+                gates,
+                values,
+                output,
+                output_gradient,
+                gate_gradient,
+                value_gradient,
+                gate_strides,
+                value_strides,
+                output_gradient_strides,
+                gate_column_stride,
+                entries,
+                tokens,
+                heads,
+                width,
+                columns,
+                activation
+            ]
+        );
+        assert_eq!(sizes["GATE_WARPS"], WARPS);
+    }
+}
