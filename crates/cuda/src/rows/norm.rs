@@ -41,7 +41,7 @@ pub struct NormCall {
     pub eps: f64,
 }
 
-/// The gradients that a call wants besides that of the rows.
+/// The gradients that a call computes besides that of the rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NormParameterGradients {
     /// The weight and the bias are constants.
@@ -55,9 +55,9 @@ pub enum NormParameterGradients {
 pub struct NormGradients {
     /// (B, T, H, D), in the dtype of the inputs.
     pub xs: Tensor,
-    /// In the weight's shape, f32; `None` if not wanted.
+    /// In the weight's shape, f32; `None` if not requested.
     pub weight: Option<Tensor>,
-    /// In the bias's shape, f32; `None` if not wanted.
+    /// In the bias's shape, f32; `None` if not requested.
     pub bias: Option<Tensor>,
 }
 
