@@ -27,7 +27,7 @@ static void compare(const Case& c, const char* what, const std::vector<double>& 
 }
 
 static std::vector<double> to_vector(const Buffer<float>& numbers) {
-    return std::vector<double>(numbers.data, numbers.data + numbers.size);
+    return std::vector<double>(numbers.data, numbers.data + numbers.count);
 }
 
 // Launches a kernel. Returns false after a fault, which counts as a failure.

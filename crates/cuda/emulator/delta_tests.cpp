@@ -4,7 +4,6 @@
 #include "testing.h"
 
 using namespace testing;
-typedef std::vector<double> Numbers;
 
 enum class Decay { None, Heads, Channels };
 
@@ -25,7 +24,7 @@ struct Case {
 struct Rows {
     int heads, tokens, width;
     RowStrides strides;
-    Array<Element> elements;
+    Buffer<Element> elements;
 
     Rows(int entries, int heads, int tokens, int width, const char* name)
         : heads(heads), tokens(tokens), width(width), strides(strides_of(heads, tokens, width)),
@@ -149,8 +148,8 @@ struct Call {
     const Case& test;
     int entries, tokens, sequences, chunks = 0;
     Rows q, k, v, output, output_gradient;
-    Array<float> decays, betas, initial_states, final_states, final_state_gradient;
-    Array<int> cumulative_tokens, cumulative_chunks, recurrent_heads;
+    Buffer<float> decays, betas, initial_states, final_states, final_state_gradient;
+    Buffer<int> cumulative_tokens, cumulative_chunks, recurrent_heads;
     std::vector<Head> heads; // (N, H)
 
     static int sum(const std::vector<int>& lengths) {
@@ -221,7 +220,7 @@ struct Call {
             for (int t = 0; t < length; t++)
                 for (int column = 0; column < rows.width; column++) {
                     numbers.push_back(
-                        from_element(rows.elements[rows.at(entry, h / (test.heads / count), first + t, column)]));
+                        to_number(rows.elements[rows.at(entry, h / (test.heads / count), first + t, column)]));
                 }
             return numbers;
         };
@@ -271,8 +270,6 @@ struct Call {
     }
 };
 
-static int divide_up(int count, int by) { return (count + by - 1) / by; }
-
 static void step(DeltaArguments arguments, bool only_recurrent_heads) {
     arguments.only_recurrent_heads = only_recurrent_heads;
     launch("delta_step", divide_up(VALUE_WIDTH, 32), arguments.heads, arguments.sequences, STEP_WARPS * 32, STEP_SHARED,
@@ -300,8 +297,6 @@ static void backward(const DeltaArguments& arguments) {
            arguments, delta_step_backward);
 }
 
-static double tolerance(double f32, double f16, double bf16) { return ELEMENT == 2 ? f32 : ELEMENT == 0 ? f16 : bf16; }
-
 // The name of the comparisons of a head.
 static std::string name_of(const Call& call, const char* path, int n, int h) {
     return std::string(call.test.name) + ", " + path + ", head " + std::to_string(h) + " of sequence " +
@@ -316,7 +311,7 @@ static void check_results(const Call& call, const char* path) {
             for (int t = 0; t < head.tokens; t++)
                 for (int c = 0; c < VALUE_WIDTH; c++) {
                     const i64 at = call.output.at(call.entry_of(n), h, call.first_token(n) + t, c);
-                    outputs.push_back(from_element(call.output.elements[at]));
+                    outputs.push_back(to_number(call.output.elements[at]));
                 }
             for (int i = 0; i < KEY_WIDTH * VALUE_WIDTH; i++) {
                 states.push_back(call.final_states[(i64)(n * call.test.heads + h) * (KEY_WIDTH * VALUE_WIDTH) + i]);
@@ -329,7 +324,7 @@ static void check_results(const Call& call, const char* path) {
 
 // Compares gradients (B, H, T, width), the expected ones as they are or, for one number of a token, summed over
 // columns.
-static void check_rows(const Call& call, const char* what, const Array<float>& found, int width,
+static void check_rows(const Call& call, const char* what, const Buffer<float>& found, int width,
                        const Numbers Head::* field) {
     for (int n = 0; n < call.sequences; n++)
         for (int h = 0; h < call.test.heads; h++) {
@@ -351,13 +346,13 @@ static void check_rows(const Call& call, const char* what, const Array<float>& f
 static void check_gradients(Call& call, DeltaArguments arguments) {
     const Case& test = call.test;
     const int rows = call.rows(), tile_rows = call.chunks * test.heads;
-    Array<float> dq(rows * KEY_WIDTH, "query_gradient"), dk(rows * KEY_WIDTH, "key_gradient");
-    Array<float> dv(rows * VALUE_WIDTH, "value_gradient"), ddecay(call.decays.count, "decay_gradient");
-    Array<float> dbeta(rows, "beta_gradient"), dinitial(call.states(), "initial_state_gradient");
-    Array<float> chunk_states(tile_rows * VALUE_COLUMNS * KEY_COLUMNS, "chunk_states");
-    Array<float> chunk_state_gradients(tile_rows * VALUE_COLUMNS * KEY_COLUMNS, "chunk_state_gradients");
-    Array<float> errors(tile_rows * CHUNK * VALUE_COLUMNS, "errors");
-    Array<float> error_gradients(tile_rows * CHUNK * VALUE_COLUMNS, "error_gradients");
+    Buffer<float> dq(rows * KEY_WIDTH, "query_gradient"), dk(rows * KEY_WIDTH, "key_gradient");
+    Buffer<float> dv(rows * VALUE_WIDTH, "value_gradient"), ddecay(call.decays.count, "decay_gradient");
+    Buffer<float> dbeta(rows, "beta_gradient"), dinitial(call.states(), "initial_state_gradient");
+    Buffer<float> chunk_states(tile_rows * VALUE_COLUMNS * KEY_COLUMNS, "chunk_states");
+    Buffer<float> chunk_state_gradients(tile_rows * VALUE_COLUMNS * KEY_COLUMNS, "chunk_state_gradients");
+    Buffer<float> errors(tile_rows * CHUNK * VALUE_COLUMNS, "errors");
+    Buffer<float> error_gradients(tile_rows * CHUNK * VALUE_COLUMNS, "error_gradients");
     arguments.output = nullptr, arguments.final_states = nullptr;
     arguments.chunk_states = chunk_states.data, arguments.errors = errors.data;
     forward(arguments);
@@ -402,7 +397,7 @@ static void run(const Case& test) {
     step(arguments, false);
     check_results(call, "token by token");
 
-    Array<float> tiles((size_t)call.chunks * test.heads * TILE_WORDS, "tiles");
+    Buffer<float> tiles((size_t)call.chunks * test.heads * TILE_WORDS, "tiles");
     arguments.tiles = tiles.data;
     for (size_t i = 0; i < call.recurrent_heads.count; i++) call.recurrent_heads[i] = 0;
     forward(arguments);

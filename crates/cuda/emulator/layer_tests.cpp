@@ -5,22 +5,6 @@
 #include "testing.h"
 
 using namespace testing;
-typedef std::vector<double> Numbers;
-
-static double tolerance(double f32, double f16, double bf16) { return ELEMENT == 2 ? f32 : ELEMENT == 0 ? f16 : bf16; }
-static int divide_up(int count, int by) { return (count + by - 1) / by; }
-
-static void fill(Array<Element>& numbers, double mean = 0) {
-    for (size_t i = 0; i < numbers.count; i++) numbers[i] = to_element(mean + normal());
-}
-template <class T> Numbers numbers_of(const Array<T>& numbers) {
-    const bool is_element = sizeof(T) == sizeof(Element);
-    Numbers result;
-    for (size_t i = 0; i < numbers.count; i++) {
-        result.push_back(is_element ? from_element(Element(numbers[i])) : double(numbers[i]));
-    }
-    return result;
-}
 
 // Rows (B, T, H, D) that are a view: heads are before tokens in memory, and there is space behind each row and entry.
 struct Rows {
@@ -54,12 +38,12 @@ static void run(const NormCase& test) {
     const Rows& rows = test.rows;
     const double eps = 1e-5;
     const int d = rows.width, parts = 3, weight_count = (test.has_weights_of_heads ? rows.heads : 1) * d;
-    Array<Element> inputs(rows.size(), "inputs"), gradient(rows.size(), "output_gradient");
-    Array<Element> output(rows.count() * d, "output"), input_gradient(rows.count() * d, "input_gradient");
-    Array<float> weights(weight_count, "weights"), biases(weight_count, "biases");
-    Array<float> means(rows.count(), "means"), factors(rows.count(), "factors");
-    Array<float> weight_parts(parts * weight_count, "weight_gradient_parts"), bias_parts(parts * weight_count, "bias_gradient_parts");
-    Array<float> weight_gradient(weight_count, "weight_gradient"), bias_gradient(weight_count, "bias_gradient");
+    Buffer<Element> inputs(rows.size(), "inputs"), gradient(rows.size(), "output_gradient");
+    Buffer<Element> output(rows.count() * d, "output"), input_gradient(rows.count() * d, "input_gradient");
+    Buffer<float> weights(weight_count, "weights"), biases(weight_count, "biases");
+    Buffer<float> means(rows.count(), "means"), factors(rows.count(), "factors");
+    Buffer<float> weight_parts(parts * weight_count, "weight_gradient_parts"), bias_parts(parts * weight_count, "bias_gradient_parts");
+    Buffer<float> weight_gradient(weight_count, "weight_gradient"), bias_gradient(weight_count, "bias_gradient");
     fill(inputs, test.mean), fill(gradient);
     for (int i = 0; i < weight_count; i++) weights[i] = float(normal()), biases[i] = float(normal());
     NormArguments arguments;
@@ -90,13 +74,13 @@ static void run(const NormCase& test) {
         const int weight_at = test.has_weights_of_heads ? rows.head(row) * d : 0;
         double mean = 0, variance = 0, along = 0, of_mean = 0;
         if (test.subtracts_mean)
-            for (int c = 0; c < d; c++) mean += from_element(inputs[at + c]) / d;
-        for (int c = 0; c < d; c++) variance += std::pow(from_element(inputs[at + c]) - mean, 2) / d;
+            for (int c = 0; c < d; c++) mean += to_number(inputs[at + c]) / d;
+        for (int c = 0; c < d; c++) variance += std::pow(to_number(inputs[at + c]) - mean, 2) / d;
         const double factor = 1 / std::sqrt(variance + eps);
         Numbers normed(d), of_normed(d);
         for (int c = 0; c < d; c++) {
-            const double dy = from_element(gradient[at + c]), weight = weights[weight_at + c];
-            normed[c] = (from_element(inputs[at + c]) - mean) * factor;
+            const double dy = to_number(gradient[at + c]), weight = weights[weight_at + c];
+            normed[c] = (to_number(inputs[at + c]) - mean) * factor;
             outputs.push_back(normed[c] * weight + (test.has_bias ? biases[weight_at + c] : 0));
             weight_gradients[weight_at + c] += dy * normed[c];
             bias_gradients[weight_at + c] += dy;
@@ -137,9 +121,9 @@ static void run(const GateCase& test) {
     const Rows& rows = test.rows;
     const Rows gate_rows = {rows.entries, rows.tokens, rows.heads, test.is_shared ? 1 : rows.width};
     const int d = rows.width, columns = test.is_shared ? d : 64;
-    Array<Element> gates(gate_rows.size(), "gates"), values(rows.size(), "values"), gradient(rows.size(), "output_gradient");
-    Array<Element> output(rows.count() * d, "output"), value_gradient(rows.count() * d, "value_gradient");
-    Array<Element> gate_gradient(rows.count() * gate_rows.width, "gate_gradient");
+    Buffer<Element> gates(gate_rows.size(), "gates"), values(rows.size(), "values"), gradient(rows.size(), "output_gradient");
+    Buffer<Element> output(rows.count() * d, "output"), value_gradient(rows.count() * d, "value_gradient");
+    Buffer<Element> gate_gradient(rows.count() * gate_rows.width, "gate_gradient");
     fill(gates), fill(values), fill(gradient);
     GateArguments arguments;
     memset((void*)&arguments, 0, sizeof arguments);
@@ -159,8 +143,8 @@ static void run(const GateCase& test) {
     for (int row = 0; row < rows.count(); row++)
         for (int c = 0; c < d; c++) {
             const int gate_column = test.is_shared ? 0 : c;
-            const double gate = from_element(gates[gate_rows.start(row) + gate_column]), small = 1e-5;
-            const double value = from_element(values[rows.start(row) + c]), dy = from_element(gradient[rows.start(row) + c]);
+            const double gate = to_number(gates[gate_rows.start(row) + gate_column]), small = 1e-5;
+            const double value = to_number(values[rows.start(row) + c]), dy = to_number(gradient[rows.start(row) + c]);
             const double slope = (activated(test.activation, gate + small) - activated(test.activation, gate - small)) / (2 * small);
             outputs.push_back(activated(test.activation, gate) * value);
             value_gradients.push_back(activated(test.activation, gate) * dy);

@@ -6,30 +6,10 @@
 #include "testing.h"
 
 using namespace testing;
-typedef std::vector<double> Numbers;
 
 static const int K = CONVOLUTION_WIDTH, D = NORM_WIDTH;
 
-static double tolerance(double f32, double f16, double bf16) { return ELEMENT == 2 ? f32 : ELEMENT == 0 ? f16 : bf16; }
 static double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
-static int divide_up(int count, int by) { return (count + by - 1) / by; }
-
-template <class T> void fill(Array<T>& numbers) {
-    const bool is_element = sizeof(T) == sizeof(Element);
-    for (size_t i = 0; i < numbers.count; i++) numbers[i] = is_element ? T(to_element(normal())) : T(normal());
-}
-template <class T> Numbers numbers_of(const Array<T>& numbers) {
-    const bool is_element = sizeof(T) == sizeof(Element);
-    Numbers result;
-    for (size_t i = 0; i < numbers.count; i++) {
-        result.push_back(is_element ? from_element(Element(numbers[i])) : double(numbers[i]));
-    }
-    return result;
-}
-
-static Numbers numbers_of_floats(const Array<float>& floats) {
-    return Numbers(floats.data, floats.data + floats.count);
-}
 
 struct ConvolutionCase {
     const char* name;
@@ -41,8 +21,8 @@ struct ConvolutionCase {
 // The convolution in double: the output, or the gradients of inputs and taps.
 struct Convolution {
     const ConvolutionCase& test;
-    const Array<Element>&inputs, &state;
-    const Array<float>& taps;
+    const Buffer<Element>&inputs, &state;
+    const Buffer<float>& taps;
     i64 entry_stride, token_stride;
 
     int start_of(int token) const {
@@ -52,10 +32,10 @@ struct Convolution {
         return start;
     }
     double input(int entry, int token, int channel, int start) const {
-        if (token >= start) return from_element(inputs[entry * entry_stride + token * token_stride + channel]);
+        if (token >= start) return to_number(inputs[entry * entry_stride + token * token_stride + channel]);
         const int row = token - start + K - 1;
         if (!test.has_state || !test.cumulative.empty()) return 0;
-        return from_element(state[((i64)entry * (K - 1) + row) * test.channels + channel]);
+        return to_number(state[((i64)entry * (K - 1) + row) * test.channels + channel]);
     }
     double sum(int entry, int token, int channel) const {
         double sum = 0;
@@ -70,14 +50,14 @@ static void run(const ConvolutionCase& test) {
     emulator::clear_buffers();
     const int count = test.entries * test.tokens * test.channels, rows = test.entries * test.tokens;
     const i64 token_stride = test.channels + 3, entry_stride = test.tokens * token_stride + 1;
-    Array<Element> inputs(test.entries * entry_stride, "inputs"),
+    Buffer<Element> inputs(test.entries * entry_stride, "inputs"),
         gradient(test.entries * entry_stride, "output_gradient");
-    Array<Element> state(test.entries * (K - 1) * test.channels, "state"), next(state.count, "next_state");
-    Array<Element> output(count, "output"), input_gradient(count, "input_gradient");
-    Array<float> taps(K * test.channels, "taps"), tap_gradient(K * test.channels, "tap_gradient");
-    Array<float> parts(test.entries * divide_up(test.tokens, CONVOLUTION_TOKENS) * K * test.channels,
+    Buffer<Element> state(test.entries * (K - 1) * test.channels, "state"), next(state.count, "next_state");
+    Buffer<Element> output(count, "output"), input_gradient(count, "input_gradient");
+    Buffer<float> taps(K * test.channels, "taps"), tap_gradient(K * test.channels, "tap_gradient");
+    Buffer<float> parts(test.entries * divide_up(test.tokens, CONVOLUTION_TOKENS) * K * test.channels,
                        "tap_gradient_parts");
-    Array<int> cumulative(test.cumulative.size(), "cumulative_tokens");
+    Buffer<int> cumulative(test.cumulative.size(), "cumulative_tokens");
     std::copy(test.cumulative.begin(), test.cumulative.end(), cumulative.data);
     fill(inputs), fill(gradient), fill(state), fill(taps);
     ConvolutionArguments arguments;
@@ -108,7 +88,7 @@ static void run(const ConvolutionCase& test) {
             const double z = own.sum(entry, token, channel), s = sigmoid(z);
             outputs.push_back(z * s);
             const double dz =
-                from_element(gradient[entry * entry_stride + token * token_stride + channel]) * s * (1 + z * (1 - s));
+                to_number(gradient[entry * entry_stride + token * token_stride + channel]) * s * (1 + z * (1 - s));
             for (int i = 0; i < K; i++) {
                 const int from = token - K + 1 + i;
                 tap_gradients[i * test.channels + channel] += dz * own.input(entry, from, channel, start);
@@ -149,12 +129,12 @@ static void run(const NormCase& test) {
     RowStrides strides;
     strides.head = D + 1, strides.row = test.heads * strides.head, strides.sequence = test.tokens * strides.row + 2;
     const int rows = test.entries * test.tokens, count = rows * test.heads * D, parts = 3;
-    Array<Element> inputs(test.entries * strides.sequence, "inputs"), gates(inputs.count, "gates");
-    Array<Element> gradient(inputs.count, "output_gradient"), output(count, "output");
-    Array<Element> input_gradient(count, "input_gradient"), gate_gradient(count, "gate_gradient");
+    Buffer<Element> inputs(test.entries * strides.sequence, "inputs"), gates(inputs.count, "gates");
+    Buffer<Element> gradient(inputs.count, "output_gradient"), output(count, "output");
+    Buffer<Element> input_gradient(count, "input_gradient"), gate_gradient(count, "gate_gradient");
     const int weight_count = (test.has_weights_of_heads ? test.heads : 1) * D;
-    Array<float> weights(weight_count, "weights"), weight_gradient(weight_count, "weight_gradient");
-    Array<float> weight_gradient_parts(parts * test.heads * D, "weight_gradient_parts");
+    Buffer<float> weights(weight_count, "weights"), weight_gradient(weight_count, "weight_gradient");
+    Buffer<float> weight_gradient_parts(parts * test.heads * D, "weight_gradient_parts");
     fill(inputs), fill(gates), fill(gradient), fill(weights);
     GatedNormArguments arguments;
     memset((void*)&arguments, 0, sizeof arguments);
@@ -176,15 +156,15 @@ static void run(const NormCase& test) {
         for (int head = 0; head < test.heads; head++) {
             const i64 at = row / test.tokens * strides.sequence + row % test.tokens * strides.row + head * strides.head;
             double square = 0, along = 0;
-            for (int c = 0; c < D; c++) square += from_element(inputs[at + c]) * from_element(inputs[at + c]);
+            for (int c = 0; c < D; c++) square += to_number(inputs[at + c]) * to_number(inputs[at + c]);
             const double factor = 1 / std::sqrt(square / D + eps);
             Numbers of_weighted(D), normed(D);
             for (int c = 0; c < D; c++) {
                 const int weight_at = test.has_weights_of_heads ? head * D + c : c;
-                const double weight = weights[weight_at], dy = from_element(gradient[at + c]);
-                normed[c] = from_element(inputs[at + c]) * factor;
+                const double weight = weights[weight_at], dy = to_number(gradient[at + c]);
+                normed[c] = to_number(inputs[at + c]) * factor;
                 double slope;
-                const double gate = activated(test.activation, from_element(gates[at + c]), slope);
+                const double gate = activated(test.activation, to_number(gates[at + c]), slope);
                 outputs.push_back(normed[c] * weight * gate);
                 gate_gradients.push_back(dy * normed[c] * weight * slope);
                 weight_gradients[weight_at] += dy * gate * normed[c];
@@ -212,9 +192,9 @@ static void run(const GatesCase& test) {
     emulator::clear_buffers();
     const int width = test.heads * test.decay_width, rows = test.entries * test.tokens;
     const i64 beta_stride = test.heads + 1, decay_stride = width + 2;
-    Array<Element> beta_inputs(rows * beta_stride, "beta_inputs"), decay_inputs(rows * decay_stride, "decay_inputs");
-    Array<float> biases(width, "biases"), log_rates(test.heads, "log_rates");
-    Array<float> betas(rows * test.heads, "betas"), decays(rows * width, "decays");
+    Buffer<Element> beta_inputs(rows * beta_stride, "beta_inputs"), decay_inputs(rows * decay_stride, "decay_inputs");
+    Buffer<float> biases(width, "biases"), log_rates(test.heads, "log_rates");
+    Buffer<float> betas(rows * test.heads, "betas"), decays(rows * width, "decays");
     fill(beta_inputs), fill(decay_inputs), fill(biases), fill(log_rates);
     DeltaGatesArguments arguments;
     memset((void*)&arguments, 0, sizeof arguments);
@@ -231,17 +211,17 @@ static void run(const GatesCase& test) {
     Numbers expected_betas, expected_decays;
     for (int row = 0; row < rows; row++)
         for (int head = 0; head < test.heads; head++) {
-            expected_betas.push_back(test.beta_factor * sigmoid(from_element(beta_inputs[row * beta_stride + head])));
+            expected_betas.push_back(test.beta_factor * sigmoid(to_number(beta_inputs[row * beta_stride + head])));
             const double rate = std::exp(log_rates[head]);
             for (int i = 0; i < test.decay_width; i++) {
                 const int column = head * test.decay_width + i;
-                const double x = from_element(decay_inputs[row * decay_stride + column]) + biases[column];
+                const double x = to_number(decay_inputs[row * decay_stride + column]) + biases[column];
                 const double softplus = std::log1p(std::exp(x));
                 expected_decays.push_back(test.lower_bound ? test.lower_bound * sigmoid(rate * x) : -rate * softplus);
             }
         }
-    compare(test.name, "betas", numbers_of_floats(betas), expected_betas, 1e-6);
-    compare(test.name, "decays", numbers_of_floats(decays), expected_decays, 1e-6);
+    compare(test.name, "betas", numbers_of(betas), expected_betas, 1e-6);
+    compare(test.name, "decays", numbers_of(decays), expected_decays, 1e-6);
 }
 
 int main() {

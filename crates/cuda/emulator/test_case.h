@@ -5,47 +5,9 @@
 #pragma once
 #include <algorithm>
 #include <cstdio>
-#include <random>
 #include <vector>
 #include "attention.cu"
-
-// ---- random numbers ----
-
-inline std::mt19937_64& generator() {
-    static std::mt19937_64 one(12345);
-    return one;
-}
-inline double normal() { return std::normal_distribution<double>(0, 1)(generator()); }
-inline int below(int n) { return int(generator()() % u64(n)); }
-
-// ---- elements ----
-
-#if ELEMENT == 2
-typedef float Element;
-inline Element to_element(double x) { return float(x); }
-inline double to_number(Element x) { return x; }
-#else
-typedef u16 Element;
-inline Element to_element(double x) {
-    return ELEMENT == 1 ? emulator::f32_to_bf16(float(x)) : emulator::f32_to_f16(float(x));
-}
-inline double to_number(Element x) { return unpack_half(x); }
-#endif
-
-// Memory of an exact size, filled with a byte, that kernels may access.
-template <class T> struct Buffer {
-    T* data;
-    size_t size;
-    Buffer(size_t size, const char* name, int fill = 0xff) : size(size) {
-        data = (T*)aligned_alloc(64, (size * sizeof(T) + 63) / 64 * 64 + 64);
-        memset((void*)data, fill, size * sizeof(T));
-        emulator::add_buffer(data, size * sizeof(T), name);
-    }
-    Buffer(const Buffer&) = delete;
-    ~Buffer() { free(data); }
-    T& operator[](size_t i) { return data[i]; }
-    const T& operator[](size_t i) const { return data[i]; }
-};
+#include "test_elements.h"
 
 // A tensor (B, H, T, D) with rows of elements, or of codes.
 template <class T> struct Rows {
@@ -264,12 +226,12 @@ inline void Call::draw_numbers() {
     for (size_t i = 0; i < rows(); i++) log_sum_exp_gradient[i] = c.has_log_sum_exp_gradient ? float(normal()) : 0.0f;
     dropout_seed[0] = 77, dropout_seed[1] = 5;
     for (int h = 0; h < c.heads; h++) sinks[h] = float(normal()), slopes[h] = float(0.02 * (h + 1));
-    for (size_t i = 0; i < relative_bias.size; i++) relative_bias[i] = float(normal());
-    for (size_t i = 0; i < element_bias.buffer.size; i++)
+    for (size_t i = 0; i < relative_bias.count; i++) relative_bias[i] = float(normal());
+    for (size_t i = 0; i < element_bias.buffer.count; i++)
         element_bias.buffer[i] = to_element(below(50) == 0 ? -INFINITY : normal());
-    for (size_t i = 0; i < float_bias.buffer.size; i++)
+    for (size_t i = 0; i < float_bias.buffer.count; i++)
         float_bias.buffer[i] = float(below(50) == 0 ? -INFINITY : normal());
-    for (size_t i = 0; i < boolean_mask.buffer.size; i++) boolean_mask.buffer[i] = below(4) != 0;
+    for (size_t i = 0; i < boolean_mask.buffer.count; i++) boolean_mask.buffer[i] = below(4) != 0;
     if (!c.has_least_bias) return;
     // One row, whose weights are then all the same.
     for (int j = 0; j < c.keys; j++) {
@@ -288,7 +250,7 @@ inline void Call::draw_masks() {
         prefixes[b] = keys_of(b) / 2 + b;
         origins[b] = most_queries - 1 - 2 * b;
     }
-    for (size_t i = 0; i < first_keys.size; i++) {
+    for (size_t i = 0; i < first_keys.count; i++) {
         first_keys[i] = below(most_keys / 3 + 1);
         end_keys[i] = i % 7 == 3 ? 0 : below(most_keys + 20);
     }

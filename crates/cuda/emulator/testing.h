@@ -1,52 +1,40 @@
-// What the tests of kernels share: random numbers, buffers that the emulator guards, and comparisons.
+// The common part of the tests of kernels but attention's: random inputs, comparisons, launches.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
-#include <random>
 #include <string>
 #include <vector>
 
+#include "test_elements.h"
+
 namespace testing {
 
-inline std::mt19937_64& generator() {
-    static std::mt19937_64 state(12345);
-    return state;
-}
-inline double uniform(double from, double to) { return std::uniform_real_distribution<double>(from, to)(generator()); }
-inline double normal() { return std::normal_distribution<double>(0, 1)(generator()); }
+typedef std::vector<double> Numbers;
 
-#if ELEMENT == 2
-typedef float Element;
-inline Element to_element(double x) { return float(x); }
-inline double from_element(Element x) { return x; }
-#else
-typedef u16 Element;
-inline Element to_element(double x) {
-    return ELEMENT == 1 ? emulator::f32_to_bf16(float(x)) : emulator::f32_to_f16(float(x));
-}
-inline double from_element(Element x) { return unpack_half(x); }
-#endif
+inline double tolerance(double f32, double f16, double bf16) { return ELEMENT == 2 ? f32 : ELEMENT == 0 ? f16 : bf16; }
+inline int divide_up(int count, int by) { return (count + by - 1) / by; }
 
-// An array of exactly its size for the emulator, filled with bits that are NaN in every type.
-template <class T> struct Array {
-    T* data;
-    size_t count;
-
-    Array(size_t count, const char* name) : count(count) {
-        const size_t bytes = count * sizeof(T);
-        data = (T*)aligned_alloc(64, (bytes + 63) / 64 * 64 + 64);
-        memset((void*)data, 0xff, bytes);
-        emulator::add_buffer(data, bytes, name);
+// Fills a buffer of elements or of floats with normal numbers.
+template <class T> void fill(Buffer<T>& numbers, double mean = 0) {
+    const bool is_element = sizeof(T) == sizeof(Element);
+    for (size_t i = 0; i < numbers.count; i++) {
+        const double x = mean + normal();
+        numbers[i] = is_element ? T(to_element(x)) : T(x);
     }
-    Array(const Array&) = delete;
-    ~Array() { free(data); }
-    T& operator[](size_t at) { return data[at]; }
-    const T& operator[](size_t at) const { return data[at]; }
-};
+}
+
+// Returns the numbers of a buffer of elements or of floats.
+template <class T> Numbers numbers_of(const Buffer<T>& numbers) {
+    const bool is_element = sizeof(T) == sizeof(Element);
+    Numbers result;
+    for (size_t i = 0; i < numbers.count; i++) {
+        result.push_back(is_element ? to_number(Element(numbers[i])) : double(numbers[i]));
+    }
+    return result;
+}
 
 struct Counts {
     int checks = 0;
@@ -58,8 +46,8 @@ inline Counts& counts() {
 }
 
 // Compares numbers, relative to the largest expected one.
-inline void compare(const std::string& test, const char* what, const std::vector<double>& found,
-                    const std::vector<double>& expected, double tolerance) {
+inline void compare(const std::string& test, const char* what, const Numbers& found, const Numbers& expected,
+                    double tolerance) {
     double largest = 1e-3, worst = 0;
     size_t at = 0;
     for (double x : expected) largest = std::max(largest, std::fabs(x));

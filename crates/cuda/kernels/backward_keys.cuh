@@ -23,23 +23,6 @@
 #include "query_gradients.cuh"
 
 #if KERNEL_SET & 4
-// Multiplies the warp's rows of one tile (PITCH, COLUMNS) and its part of the queries of another one.
-template <int PITCH, int COLUMNS>
-DEVICE void multiply_key_rows(const KeyBlock& block, u32 rows_at, u32 queries_at, KeyScores& products) {
-    clear(products);
-    UNROLL for (int k = 0; k < COLUMNS / 16; k++) {
-        LeftFragment left[KEY_ROW_TILES];
-        UNROLL for (int tile = 0; tile < KEY_ROW_TILES; tile++)
-            load_left<PITCH>(left[tile], rows_at, block.warp_row + 16 * tile, 16 * k, block.lane);
-        UNROLL for (int c = 0; c < WARP_QUERIES / 16; c++) {
-            RightFragment right;
-            load_right<PITCH>(right, queries_at, block.warp_part * WARP_QUERIES + 16 * c, 16 * k, block.lane);
-            UNROLL for (int tile = 0; tile < KEY_ROW_TILES; tile++)
-                multiply_fragments(products[tile][2 * c], products[tile][2 * c + 1], left[tile], right);
-        }
-    }
-}
-
 // The numbers of two neighbouring queries.
 struct QueryPair {
     float log_sum_exp[2]; // in the unit of scores
@@ -208,8 +191,12 @@ KERNEL(attention_backward_keys, KEY_THREADS, 1, AttentionArguments) {
         commit_copies();
         const LoadedTile loaded = loaded_tile(block, tile, stage);
         KeyScores scores, gradients;
-        multiply_key_rows<HEAD_PITCH, HEAD_COLUMNS>(block, KEY_KEYS_AT, loaded.queries_at, scores);
-        multiply_key_rows<VALUE_PITCH, VALUE_COLUMNS>(block, KEY_VALUES_AT, loaded.output_gradients_at, gradients);
+        // The warp's keys, and its part of the queries.
+        const int first_query = block.warp_part * WARP_QUERIES;
+        multiply_tile_rows<HEAD_PITCH, HEAD_COLUMNS>(KEY_KEYS_AT, block.warp_row, loaded.queries_at, first_query,
+                                                     block.lane, scores);
+        multiply_tile_rows<VALUE_PITCH, VALUE_COLUMNS>(KEY_VALUES_AT, block.warp_row, loaded.output_gradients_at,
+                                                       first_query, block.lane, gradients);
         differentiate_key_scores(arguments, block, loaded, scores, gradients, modifier_gradients);
         if (SHARES_SCORE_GRADIENTS) share_key_scores(block, scores, gradients);
         if (WARPS_PER_KEYS > 1 || RELATIVE_BIAS_GRADIENT) block_barrier();

@@ -54,23 +54,6 @@ DEVICE void load_query_block_tile(const AttentionArguments& arguments, const Que
     commit_copies();
 }
 
-// Multiplies the warp's rows of one tile (PITCH, COLUMNS) and all rows of another one.
-template <int PITCH, int COLUMNS>
-DEVICE void multiply_query_rows(const QueryBlock& block, u32 rows_at, u32 keys_at, QueryScores& products) {
-    clear(products);
-    UNROLL for (int k = 0; k < COLUMNS / 16; k++) {
-        LeftFragment left[QUERY_ROW_TILES];
-        UNROLL for (int tile = 0; tile < QUERY_ROW_TILES; tile++)
-            load_left<PITCH>(left[tile], rows_at, block.warp_row + 16 * tile, 16 * k, block.lane);
-        UNROLL for (int c = 0; c < QUERY_KEYS / 16; c++) {
-            RightFragment right;
-            load_right<PITCH>(right, keys_at, 16 * c, 16 * k, block.lane);
-            UNROLL for (int tile = 0; tile < QUERY_ROW_TILES; tile++)
-                multiply_fragments(products[tile][2 * c], products[tile][2 * c + 1], left[tile], right);
-        }
-    }
-}
-
 DEVICE void drop_weight_gradients(const AttentionArguments& arguments, const QueryBlock& block, int key,
                                   QueryScores& gradients) {
     const Sequence& sequence = block.sequence;
@@ -202,8 +185,11 @@ KERNEL(attention_backward_queries, QUERY_THREADS, 1, AttentionArguments) {
         block_barrier();
         load_query_block_tile(arguments, block, key + QUERY_KEYS, stage ^ 1);
         QueryScores products, weight_gradients;
-        multiply_query_rows<HEAD_PITCH, HEAD_COLUMNS>(block, QUERY_QUERIES_AT, keys_at, products);
-        multiply_query_rows<VALUE_PITCH, VALUE_COLUMNS>(block, QUERY_GRADIENTS_AT, values_at, weight_gradients);
+        // The warp's queries, and all keys of the tile.
+        multiply_tile_rows<HEAD_PITCH, HEAD_COLUMNS>(QUERY_QUERIES_AT, block.warp_row, keys_at, 0, block.lane,
+                                                     products);
+        multiply_tile_rows<VALUE_PITCH, VALUE_COLUMNS>(QUERY_GRADIENTS_AT, block.warp_row, values_at, 0, block.lane,
+                                                       weight_gradients);
         if (HAS_DROPOUT) drop_weight_gradients(arguments, block, key, weight_gradients);
         differentiate_scores(arguments, block, key, is_masked, products, weight_gradients);
         UNROLL for (int c = 0; c < QUERY_KEYS / 16; c++) {

@@ -43,12 +43,12 @@ DEVICE TokenRange range_of_token(const ConvolutionArguments& arguments, int toke
 DEVICE float input_at(const ConvolutionArguments& arguments, int entry, int channel, int token, int start) {
     if (token >= start) {
         const i64 row = entry * arguments.input_entry_stride + token * arguments.input_token_stride;
-        return read_element(arguments.inputs, row + channel);
+        return load_element(arguments.inputs, row + channel);
     }
     const int state_row = token - start + CONVOLUTION_WIDTH - 1;
     if (!arguments.state || arguments.cumulative_tokens || state_row < 0) return 0.0f;
     const i64 row = entry * arguments.state_entry_stride + state_row * arguments.state_token_stride;
-    return read_element(arguments.state, row + channel);
+    return load_element(arguments.state, row + channel);
 }
 
 // A channel of some tokens, one after the other, with the inputs that the taps multiply.
@@ -94,12 +94,12 @@ KERNEL(convolution_forward, CONVOLUTION_THREADS, 1, ConvolutionArguments) {
     for (int token = first; token < end; token++) {
         const float sum = move_window(arguments, window, entry, channel, token);
         const i64 to = ((i64)entry * arguments.tokens + token) * arguments.channels + channel;
-        write_element(arguments.output, to, activate(ACTIVATION_SILU, sum).value);
+        store_element(arguments.output, to, activate(ACTIVATION_SILU, sum).value);
     }
     if (!arguments.next_state || end < arguments.tokens) return;
     UNROLL for (int i = 1; i < CONVOLUTION_WIDTH; i++) {
         const i64 to = entry * arguments.next_state_entry_stride + (i - 1) * arguments.next_state_token_stride;
-        write_element(arguments.next_state, to + channel, window.inputs[i]);
+        store_element(arguments.next_state, to + channel, window.inputs[i]);
     }
 }
 
@@ -119,7 +119,7 @@ KERNEL(convolution_backward, CONVOLUTION_THREADS, 1, ConvolutionArguments) {
             const float sum = move_window(arguments, window, entry, channel, token);
             const i64 row =
                 entry * arguments.output_gradient_entry_stride + token * arguments.output_gradient_token_stride;
-            gradient = read_element(arguments.output_gradient, row + channel) * activate(ACTIVATION_SILU, sum).slope;
+            gradient = load_element(arguments.output_gradient, row + channel) * activate(ACTIVATION_SILU, sum).slope;
         }
         UNROLL for (int i = 0; i < CONVOLUTION_WIDTH; i++) {
             const bool is_own = i == CONVOLUTION_WIDTH - 1;
@@ -131,7 +131,7 @@ KERNEL(convolution_backward, CONVOLUTION_THREADS, 1, ConvolutionArguments) {
         const int complete = token - CONVOLUTION_WIDTH + 1;
         if (complete >= first && complete < end) {
             const i64 to = ((i64)entry * arguments.tokens + complete) * arguments.channels + channel;
-            write_element(arguments.input_gradient, to, input_gradients[0]);
+            store_element(arguments.input_gradient, to, input_gradients[0]);
         }
     }
     const i64 blocks = (arguments.tokens + CONVOLUTION_TOKENS - 1) / CONVOLUTION_TOKENS;

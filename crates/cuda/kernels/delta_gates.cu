@@ -14,7 +14,7 @@ KERNEL(delta_gates, GATES_THREADS, 1, DeltaGatesArguments) {
     const int column = (int)(index % width), head = column / arguments.decay_width;
     const i64 entry = row / arguments.tokens, token = row % arguments.tokens;
     const i64 decay_row = entry * arguments.decay_entry_stride + token * arguments.decay_token_stride;
-    const float x = read_element(arguments.decay_inputs, decay_row + column) + load_global(arguments.biases + column);
+    const float x = load_element(arguments.decay_inputs, decay_row + column) + load_global(arguments.biases + column);
     const float rate = exponential(load_global(arguments.log_rates + head));
     const float decay = arguments.has_lower_bound
                             ? arguments.lower_bound * activate(ACTIVATION_SIGMOID, rate * x).value
@@ -22,6 +22,6 @@ KERNEL(delta_gates, GATES_THREADS, 1, DeltaGatesArguments) {
     store_global(arguments.decays + index, decay);
     if (column % arguments.decay_width) return;
     const i64 beta_row = entry * arguments.beta_entry_stride + token * arguments.beta_token_stride;
-    const float beta = activate(ACTIVATION_SIGMOID, read_element(arguments.beta_inputs, beta_row + head)).value;
+    const float beta = activate(ACTIVATION_SIGMOID, load_element(arguments.beta_inputs, beta_row + head)).value;
     store_global(arguments.betas + row * arguments.heads + head, arguments.beta_factor * beta);
 }

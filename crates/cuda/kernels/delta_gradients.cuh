@@ -52,7 +52,7 @@ DEVICE void read_value_rows(const DeltaArguments& arguments, const DeltaTokens& 
             const float error_gradient = is_read ? load_global(arguments.error_gradients + row + column) : 0.0f;
             const u32 at = i * GRADIENT_PITCH + column * 4;
             store_shared(GRADIENT_OUTPUTS + at,
-                         is_read ? read_element(arguments.output_gradient, output + column) : 0.0f);
+                         is_read ? load_element(arguments.output_gradient, output + column) : 0.0f);
             store_shared(GRADIENT_UPDATES + at, beta * error);
             // Keys read nothing without a beta.
             store_shared(GRADIENT_MINUS_Y + at, arguments.betas ? -beta * error_gradient : 0.0f);

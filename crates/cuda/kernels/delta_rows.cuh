@@ -34,8 +34,8 @@ DEVICE RowFactors read_row(const DeltaArguments& arguments, const DeltaTokens& t
     UNROLL for (int n = 0; n < KEY_LANES; n++) {
         const int column = lane + 32 * n;
         const bool is_read = exists && column < KEY_WIDTH;
-        query[n] = is_read ? read_element(arguments.queries, query_from + column) : 0.0f;
-        key[n] = is_read ? read_element(arguments.keys, key_from + column) : 0.0f;
+        query[n] = is_read ? load_element(arguments.queries, query_from + column) : 0.0f;
+        key[n] = is_read ? load_element(arguments.keys, key_from + column) : 0.0f;
         query_square += query[n] * query[n];
         key_square += key[n] * key[n];
     }

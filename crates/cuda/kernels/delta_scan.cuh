@@ -98,7 +98,7 @@ DEVICE void read_values(float (&values)[8], const DeltaArguments& arguments, con
                 const int column = first_column + g + 8 * half;
                 const void* from = IS_BACKWARD ? arguments.output_gradient : arguments.values;
                 const bool is_read = i < tokens.count && column < VALUE_WIDTH;
-                values[4 * s + 2 * e + half] = is_read ? read_element(from, row + column) : 0.0f;
+                values[4 * s + 2 * e + half] = is_read ? load_element(from, row + column) : 0.0f;
             }
         }
     }
@@ -128,7 +128,7 @@ DEVICE void write_output(const DeltaArguments& arguments, const DeltaTokens& tok
             const i64 row = row_at(arguments.output_strides, tokens.entry, tokens.head, tokens.first + i);
             UNROLL for (int half = 0; half < 2; half++) {
                 const int column = first_column + g + 8 * half;
-                if (column < VALUE_WIDTH) write_element(arguments.output, row + column, outputs[n][2 * half + e]);
+                if (column < VALUE_WIDTH) store_element(arguments.output, row + column, outputs[n][2 * half + e]);
             }
         }
     }

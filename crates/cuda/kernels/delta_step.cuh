@@ -38,7 +38,7 @@ DEVICE void read_step(const DeltaArguments& arguments, const DeltaTokens& tokens
     }
     product = warp_sum(product);
     const bool is_read = i < tokens.count && column < VALUE_WIDTH;
-    const float value = is_read ? read_element(arguments.values, value_row(arguments, tokens, i) + column) : 0.0f;
+    const float value = is_read ? load_element(arguments.values, value_row(arguments, tokens, i) + column) : 0.0f;
     store_shared(STEP_VALUES + (warp * 32 + lane) * 4, value);
     if (lane == 0) {
         store_shared(STEP_BETAS + warp * 4, beta_of(arguments, tokens, i));
@@ -82,7 +82,7 @@ DEVICE float step_token(const DeltaArguments& arguments, const DeltaTokens& toke
     if (arguments.output && warp == slot && column < VALUE_WIDTH) {
         const float stored = sum_over_warps(own_sums + STEP_WARPS * 32 * 4, lane);
         const i64 row = row_at(arguments.output_strides, tokens.entry, tokens.head, tokens.first + i);
-        write_element(arguments.output, row + column, stored + update * load_shared<float>(STEP_PRODUCTS + slot * 4));
+        store_element(arguments.output, row + column, stored + update * load_shared<float>(STEP_PRODUCTS + slot * 4));
     }
     return error;
 }

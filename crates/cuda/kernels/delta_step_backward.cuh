@@ -104,7 +104,7 @@ DEVICE void step_backward(const DeltaArguments& arguments, const BackwardStep& s
     const i64 output =
         row_at(arguments.output_gradient_strides, step.tokens.entry, step.tokens.head, step.tokens.first + step.i);
     for (int column = thread_index(); column < VALUE_WIDTH; column += BACKWARD_STEP_THREADS) {
-        store_shared(BACKWARD_STEP_OUTPUTS + column * 4, read_element(arguments.output_gradient, output + column));
+        store_shared(BACKWARD_STEP_OUTPUTS + column * 4, load_element(arguments.output_gradient, output + column));
         store_shared(BACKWARD_STEP_ERRORS + column * 4, load_global(step.errors + step.i * VALUE_COLUMNS + column));
     }
     block_barrier();

@@ -37,9 +37,9 @@ KERNEL(gate_forward, GATE_WARPS * 32, 1, GateArguments) {
     const i64 gates = gate_row_start(arguments, arguments.gate_strides, own.row);
     const i64 values = gate_row_start(arguments, arguments.value_strides, own.row);
     for (int c = own.begin; c < own.end; c += 32) {
-        const float gate = read_element(arguments.gates, gates + c * arguments.gate_column_stride);
-        const float value = read_element(arguments.values, values + c);
-        write_element(arguments.output, (i64)own.row * arguments.width + c,
+        const float gate = load_element(arguments.gates, gates + c * arguments.gate_column_stride);
+        const float value = load_element(arguments.values, values + c);
+        store_element(arguments.output, (i64)own.row * arguments.width + c,
                       activate(arguments.activation, gate).value * value);
     }
 }
@@ -54,15 +54,15 @@ KERNEL(gate_backward, GATE_WARPS * 32, 1, GateArguments) {
     const bool is_shared = arguments.gate_column_stride == 0;
     float sum = 0;
     for (int c = own.begin; c < own.end; c += 32) {
-        const float before = read_element(arguments.gates, gates + c * arguments.gate_column_stride);
+        const float before = load_element(arguments.gates, gates + c * arguments.gate_column_stride);
         const ValueAndSlope gate = activate(arguments.activation, before);
-        const float gradient = read_element(arguments.output_gradient, gradients + c);
-        const float of_gate = gradient * read_element(arguments.values, values + c) * gate.slope;
-        write_element(arguments.value_gradient, to + c, gradient * gate.value);
+        const float gradient = load_element(arguments.output_gradient, gradients + c);
+        const float of_gate = gradient * load_element(arguments.values, values + c) * gate.slope;
+        store_element(arguments.value_gradient, to + c, gradient * gate.value);
         if (is_shared) sum += of_gate;
-        else write_element(arguments.gate_gradient, to + c, of_gate);
+        else store_element(arguments.gate_gradient, to + c, of_gate);
     }
     if (!is_shared) return;
     sum = warp_sum(sum);
-    if (thread_index() % 32 == 0) write_element(arguments.gate_gradient, own.row, sum);
+    if (thread_index() % 32 == 0) store_element(arguments.gate_gradient, own.row, sum);
 }

@@ -24,7 +24,7 @@ DEVICE i64 norm_row(const GatedNormArguments& arguments, const RowStrides& strid
 DEVICE void read_norm_row(float (&xs)[NORM_LANES], const void* base, i64 at, int lane) {
     UNROLL for (int n = 0; n < NORM_LANES; n++) {
         const int column = lane + 32 * n;
-        xs[n] = column < NORM_WIDTH ? read_element(base, at + column) : 0.0f;
+        xs[n] = column < NORM_WIDTH ? load_element(base, at + column) : 0.0f;
     }
 }
 
@@ -61,7 +61,7 @@ KERNEL(gated_norm_forward, NORM_WARPS * 32, 1, GatedNormArguments) {
         const int column = lane + 32 * n;
         if (column >= NORM_WIDTH) continue;
         const float gate = activate(arguments.activation, gates[n]).value;
-        write_element(arguments.output, to + column, xs[n] * factor * weights[n] * gate);
+        store_element(arguments.output, to + column, xs[n] * factor * weights[n] * gate);
     }
 }
 
@@ -80,7 +80,7 @@ DEVICE void differentiate_norm_row(const GatedNormArguments& arguments, int row,
         const ValueAndSlope gate = activate(arguments.activation, gates[n]);
         const float normed = xs[n] * factor;
         if (arguments.gate_gradient && column < NORM_WIDTH) {
-            write_element(arguments.gate_gradient, to + column, gradients[n] * normed * weights[n] * gate.slope);
+            store_element(arguments.gate_gradient, to + column, gradients[n] * normed * weights[n] * gate.slope);
         }
         // Rounded, as the normed rows of separate operations would be.
         const float of_normed = rounded_to_element(gradients[n] * gate.value);
@@ -92,7 +92,7 @@ DEVICE void differentiate_norm_row(const GatedNormArguments& arguments, int row,
     UNROLL for (int n = 0; n < NORM_LANES; n++) {
         const int column = lane + 32 * n;
         if (column >= NORM_WIDTH) continue;
-        write_element(arguments.input_gradient, to + column, (gradients[n] - xs[n] * factor * along) * factor);
+        store_element(arguments.input_gradient, to + column, (gradients[n] - xs[n] * factor * along) * factor);
     }
 }
 

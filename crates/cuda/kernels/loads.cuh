@@ -6,22 +6,7 @@
 #pragma once
 #include "specialization.cuh"
 #include "device.cuh"
-
-DEVICE float load_element(const void* tensor, i64 at) {
-#if ELEMENT == 2
-    return load_global((const float*)tensor + at);
-#else
-    return unpack_half(load_global((const u16*)tensor + at));
-#endif
-}
-
-DEVICE void store_element(void* tensor, i64 at, float x) {
-#if ELEMENT == 2
-    store_global((float*)tensor + at, x);
-#else
-    store_global((u16*)tensor + at, (u16)pack_pair(x, 0.0f));
-#endif
-}
+#include "elements.cuh"
 
 // Stores two neighbours in a row of `width` elements; `column` is even.
 DEVICE void store_pair(void* tensor, i64 at, float x, float y, int column, int width) {

@@ -71,12 +71,12 @@ DEVICE Moments row_moments(const NormArguments& arguments, const RowThreads& thr
     moments.mean = 0;
     if (arguments.subtracts_mean) {
         float sum = 0;
-        for (int c = threads.lane; c < arguments.width; c += threads.count) sum += read_element(arguments.inputs, from + c);
+        for (int c = threads.lane; c < arguments.width; c += threads.count) sum += load_element(arguments.inputs, from + c);
         moments.mean = row_sum(arguments, sum) / arguments.width;
     }
     float squares = 0;
     for (int c = threads.lane; c < arguments.width; c += threads.count) {
-        const float x = read_element(arguments.inputs, from + c) - moments.mean;
+        const float x = load_element(arguments.inputs, from + c) - moments.mean;
         squares += x * x;
     }
     moments.factor = 1.0f / square_root(row_sum(arguments, squares) / arguments.width + arguments.epsilon);
@@ -90,9 +90,9 @@ KERNEL(norm_forward, ROW_NORM_WARPS * 32, 1, NormArguments) {
     const i64 from = row_start(arguments, arguments.input_strides, threads.row);
     const i64 to = (i64)threads.row * arguments.width, weights = weight_start(arguments, threads.row);
     for (int c = threads.lane; c < arguments.width; c += threads.count) {
-        const float normed = (read_element(arguments.inputs, from + c) - moments.mean) * moments.factor;
+        const float normed = (load_element(arguments.inputs, from + c) - moments.mean) * moments.factor;
         const float bias = arguments.biases ? load_global(arguments.biases + weights + c) : 0.0f;
-        write_element(arguments.output, to + c, normed * load_global(arguments.weights + weights + c) + bias);
+        store_element(arguments.output, to + c, normed * load_global(arguments.weights + weights + c) + bias);
     }
 }
 
@@ -107,19 +107,19 @@ KERNEL(norm_backward, ROW_NORM_WARPS * 32, 1, NormArguments) {
     // The components of the normed row's gradient along ones and along the normed row do not reach the inputs.
     float sum = 0, along = 0;
     for (int c = threads.lane; c < arguments.width; c += threads.count) {
-        const float normed = (read_element(arguments.inputs, from + c) - moments.mean) * moments.factor;
+        const float normed = (load_element(arguments.inputs, from + c) - moments.mean) * moments.factor;
         const float of_normed =
-            read_element(arguments.output_gradient, gradients + c) * load_global(arguments.weights + weights + c);
+            load_element(arguments.output_gradient, gradients + c) * load_global(arguments.weights + weights + c);
         sum += of_normed;
         along += of_normed * normed;
     }
     const float mean = arguments.subtracts_mean ? row_sum(arguments, sum) / arguments.width : 0.0f;
     along = row_sum(arguments, along) / arguments.width;
     for (int c = threads.lane; c < arguments.width; c += threads.count) {
-        const float normed = (read_element(arguments.inputs, from + c) - moments.mean) * moments.factor;
+        const float normed = (load_element(arguments.inputs, from + c) - moments.mean) * moments.factor;
         const float of_normed =
-            read_element(arguments.output_gradient, gradients + c) * load_global(arguments.weights + weights + c);
-        write_element(arguments.input_gradient, to + c, (of_normed - mean - normed * along) * moments.factor);
+            load_element(arguments.output_gradient, gradients + c) * load_global(arguments.weights + weights + c);
+        store_element(arguments.input_gradient, to + c, (of_normed - mean - normed * along) * moments.factor);
     }
     if (threads.lane != 0) return;
     store_global(arguments.means + threads.row, moments.mean);
@@ -138,8 +138,8 @@ KERNEL(norm_parameter_gradients, ROW_NORM_COLUMNS, 1, NormArguments) {
         const int row = has_weights_of_heads ? index * arguments.heads + head : index;
         const i64 at = row_start(arguments, arguments.input_strides, row) + column;
         const i64 gradient_at = row_start(arguments, arguments.output_gradient_strides, row) + column;
-        const float gradient = read_element(arguments.output_gradient, gradient_at);
-        const float x = read_element(arguments.inputs, at) - load_global(arguments.means + row);
+        const float gradient = load_element(arguments.output_gradient, gradient_at);
+        const float x = load_element(arguments.inputs, at) - load_global(arguments.means + row);
         of_weight += gradient * x * load_global(arguments.factors + row);
         of_bias += gradient;
     }

@@ -142,3 +142,22 @@ template <int ROWS, int COLUMNS> DEVICE void clear(float (&matrices)[ROWS][COLUM
         UNROLL for (int column = 0; column < COLUMNS; column++)
             UNROLL for (int e = 0; e < 4; e++) matrices[row][column][e] = 0;
 }
+
+// Multiplies 16 * ROW_TILES rows from `left_row` on of one tile and 8 * COLUMN_TILES rows from `right_row` on of another
+// tile, both with PITCH bytes and COLUMNS elements a row.
+template <int PITCH, int COLUMNS, int ROW_TILES, int COLUMN_TILES>
+DEVICE void multiply_tile_rows(u32 left_at, int left_row, u32 right_at, int right_row, int lane,
+                               float (&products)[ROW_TILES][COLUMN_TILES][4]) {
+    clear(products);
+    UNROLL for (int k = 0; k < COLUMNS / 16; k++) {
+        LeftFragment left[ROW_TILES];
+        UNROLL for (int tile = 0; tile < ROW_TILES; tile++)
+            load_left<PITCH>(left[tile], left_at, left_row + 16 * tile, 16 * k, lane);
+        UNROLL for (int c = 0; c < COLUMN_TILES / 2; c++) {
+            RightFragment right;
+            load_right<PITCH>(right, right_at, right_row + 16 * c, 16 * k, lane);
+            UNROLL for (int tile = 0; tile < ROW_TILES; tile++)
+                multiply_fragments(products[tile][2 * c], products[tile][2 * c + 1], left[tile], right);
+        }
+    }
+}

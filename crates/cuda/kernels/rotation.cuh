@@ -27,7 +27,7 @@ KERNEL(rotate_heads, ROTATION_THREADS, 1, RotationArguments) {
     const i64 to = row * arguments.width;
     if (slot >= arguments.pairs) {
         const int column = arguments.pairs + slot;
-        write_element(arguments.output, to + column, read_element(arguments.inputs, from + column));
+        store_element(arguments.output, to + column, load_element(arguments.inputs, from + column));
         return;
     }
     const i64 angle = (i64)angle_row(arguments, entry, place) * arguments.pairs + slot;
@@ -35,7 +35,7 @@ KERNEL(rotate_heads, ROTATION_THREADS, 1, RotationArguments) {
     const float sine = arguments.inverse ? -positive : positive;
     const int first = arguments.interleaved ? 2 * slot : slot;
     const int second = arguments.interleaved ? 2 * slot + 1 : slot + arguments.pairs;
-    const float x = read_element(arguments.inputs, from + first), y = read_element(arguments.inputs, from + second);
-    write_element(arguments.output, to + first, x * cosine - y * sine);
-    write_element(arguments.output, to + second, y * cosine + x * sine);
+    const float x = load_element(arguments.inputs, from + first), y = load_element(arguments.inputs, from + second);
+    store_element(arguments.output, to + first, x * cosine - y * sine);
+    store_element(arguments.output, to + second, y * cosine + x * sine);
 }

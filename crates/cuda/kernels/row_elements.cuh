@@ -2,6 +2,7 @@
 #pragma once
 
 #include "device.cuh"
+#include "elements.cuh"
 
 #ifdef EMULATOR
 DEVICE float exponential(float x) { return std::exp(x); }
@@ -14,22 +15,6 @@ DEVICE float square_root(float x) { return sqrtf(x); }
 DEVICE float log_of_one_plus(float x) { return log1pf(x); }
 DEVICE float error_function(float x) { return erff(x); }
 #endif
-
-DEVICE float read_element(const void* base, i64 at) {
-#if ELEMENT == 2
-    return load_global((const float*)base + at);
-#else
-    return unpack_half(load_global((const u16*)base + at));
-#endif
-}
-
-DEVICE void write_element(void* base, i64 at, float x) {
-#if ELEMENT == 2
-    store_global((float*)base + at, x);
-#else
-    store_global((u16*)base + at, (u16)pack_pair(x, 0.0f));
-#endif
-}
 
 // A number rounded to an element.
 DEVICE float rounded_to_element(float x) {

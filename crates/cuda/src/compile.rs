@@ -8,7 +8,7 @@ use crate::source;
 /// Returns the machine code of a program for an architecture such as `sm_90`.
 ///
 /// # Errors
-/// What the compiler says.
+/// If the program does not compile; the text is the compiler's log.
 pub(crate) fn compile(
     nvrtc: &Nvrtc,
     cache: &DiskCache,

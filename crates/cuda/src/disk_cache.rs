@@ -179,7 +179,7 @@ mod tests {
     fn cache_is_in_the_folder_of_xdg_or_of_home() {
         let home = ("HOME", "/home/me");
         assert_eq!(folder_of(&[home]), Some("/home/me/.cache/candle-attention".into()));
-        assert_eq!(folder_of(&[home, ("XDG_CACHE_HOME", "/tmp/xdg")]), Some("/tmp/xdg/candle-attention".into()));
+        assert_eq!(folder_of(&[home, ("XDG_CACHE_HOME", "/caches")]), Some("/caches/candle-attention".into()));
         let relative = ("XDG_CACHE_HOME", "relative");
         assert_eq!(folder_of(&[home, relative]), Some("/home/me/.cache/candle-attention".into()));
         assert_eq!(folder_of(&[relative]), None);
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn folder_that_cannot_be_written_is_no_error() -> io::Result<()> {
+    fn disk_cache_in_unwritable_folder_returns_no_error() -> io::Result<()> {
         let folder = tempfile::tempdir()?;
         // A file with the folder's name stops every user, root too.
         let file = folder.path().join("file");

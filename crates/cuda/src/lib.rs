@@ -12,6 +12,7 @@ mod delta;
 mod device;
 #[cfg(any(feature = "cuda", test))]
 mod disk_cache;
+mod element;
 #[cfg(any(feature = "cuda", feature = "emulator"))]
 mod hash;
 #[cfg(any(feature = "cuda", test))]

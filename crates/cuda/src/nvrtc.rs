@@ -161,7 +161,7 @@ impl Nvrtc {
     /// Compiles a source to machine code.
     ///
     /// # Errors
-    /// What the compiler says about the source or the options.
+    /// If the source or the options have an error; the text is the compiler's log.
     pub fn compile(&self, source: &str, options: &[String]) -> Result<Vec<u8>, String> {
         let c_text = |text: &str| CString::new(text).map_err(|error| format!("{error} in {text:?}"));
         let source = c_text(source)?;
@@ -298,7 +298,8 @@ fn builtins(nvrtc: &Path, version: NvrtcVersion) -> Option<Library> {
 mod tests {
     use super::*;
     use crate::disk_cache::DiskCache;
-    use crate::specialization::{Element, Specialization};
+    use crate::element::Element;
+    use crate::specialization::Specialization;
     use crate::tiles::{ForwardLength, ForwardTile};
     use crate::{compile, program};
 

@@ -42,6 +42,7 @@ const FILES: &[SourceFile] = source_files![
     "delta_tile.cuh",
     "device.cuh",
     "dropout.cuh",
+    "elements.cuh",
     "forward.cuh",
     "gate.cu",
     "gate.cuh",

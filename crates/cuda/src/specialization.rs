@@ -1,40 +1,7 @@
 //! The constants that attention kernels are compiled for, besides their tiles.
 
-use candle_core::DType;
-
+use crate::element::Element;
 use crate::program::Define;
-
-/// The type of queries, keys, values, output and their gradients.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Element {
-    F16,
-    Bf16,
-    F32,
-}
-
-impl Element {
-    /// Returns the type of a dtype; `None` for a dtype that the kernels do not compute in.
-    pub fn of(dtype: DType) -> Option<Self> {
-        match dtype {
-            DType::F16 => Some(Self::F16),
-            DType::BF16 => Some(Self::Bf16),
-            DType::F32 => Some(Self::F32),
-            _ => None,
-        }
-    }
-
-    pub fn dtype(self) -> DType {
-        match self {
-            Self::F16 => DType::F16,
-            Self::Bf16 => DType::BF16,
-            Self::F32 => DType::F32,
-        }
-    }
-
-    pub fn bytes(self) -> usize {
-        self.dtype().size_in_bytes()
-    }
-}
 
 /// The type of a bias.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -153,18 +120,13 @@ impl Specialization {
     pub fn defines(&self) -> Vec<Define> {
         let define = |name, value| Define { name, value };
         let flag = |name, is_set: bool| Define { name, value: is_set.into() };
-        let element = match self.element {
-            Element::F16 => 0,
-            Element::Bf16 => 1,
-            Element::F32 => 2,
-        };
         let bias = match self.bias {
             None => 0,
             Some(BiasElement::Element) => 1,
             Some(BiasElement::F32) => 2,
         };
         let mut defines = vec![
-            define("ELEMENT", element),
+            self.element.define(),
             define("HEAD_DIM", self.head_dim as i64),
             define("VALUE_DIM", self.value_dim as i64),
             flag("KEY_CODES", self.key_codes),

@@ -2,8 +2,9 @@
 
 use crate::capability::Limits;
 use crate::catalogue::CatalogueEntry;
+use crate::element::Element;
 use crate::program::{KernelShape, Program};
-use crate::specialization::{Alignment, BiasElement, Element, ModifierGradients, Specialization};
+use crate::specialization::{Alignment, BiasElement, ModifierGradients, Specialization};
 use crate::tiles::{BackwardTile, DecodeTile, ForwardLength, ForwardTile};
 
 /// Head dimensions of q and k, and of v.
@@ -41,11 +42,11 @@ pub(crate) fn entries(limits: &Limits) -> Vec<CatalogueEntry> {
 /// Returns the calls without score modifiers.
 fn plain_cases() -> Vec<Case> {
     let mut cases = Vec::new();
-    for (element, name) in [(Element::F16, "f16"), (Element::Bf16, "bf16"), (Element::F32, "f32")] {
+    for element in Element::ALL {
         for HeadDims { head, value } in HEAD_DIMS {
             let dims = if head == value { format!("d{head}") } else { format!("d{head} {value}") };
             cases.push(Case {
-                name: format!("{name} {dims}"),
+                name: format!("{} {dims}", element.name()),
                 specialization: Specialization::plain(element, head, value),
                 is_quick: head == 64 || (head == 128 && value == 128 && element == Element::Bf16),
             });
@@ -108,10 +109,14 @@ fn layout_cases() -> Vec<Case> {
         Case { name: "f16 d75 33 unaligned".into(), specialization: odd, is_quick: true },
         Case { name: "f16 d75 33 unaligned bias".into(), specialization: odd_bias, is_quick: false },
     ];
-    for (element, name) in [(Element::F16, "f16"), (Element::Bf16, "bf16"), (Element::F32, "f32")] {
+    for element in Element::ALL {
         for head in [64, 128, 256] {
             let specialization = Specialization { key_codes: true, ..Specialization::plain(element, head, head) };
-            cases.push(Case { name: format!("{name} d{head} 8 bits"), specialization, is_quick: head == 64 });
+            cases.push(Case {
+                name: format!("{} d{head} 8 bits", element.name()),
+                specialization,
+                is_quick: head == 64,
+            });
         }
     }
     cases

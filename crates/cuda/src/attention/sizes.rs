@@ -3,7 +3,7 @@
 use candle_core::{DType, Tensor};
 
 use super::call::{AttentionCall, DropoutSeed, FirstPosition, Intervals, KeyRanges, KvScales, PackedSequences};
-use crate::specialization::Element;
+use crate::element::Element;
 use crate::unsupported::Unsupported;
 
 /// The largest head dimension of the kernels.
@@ -87,10 +87,8 @@ impl AttentionCall {
 
     /// Returns the sizes of q, k and v after checking that they agree.
     fn sizes_of_tensors(&self) -> Result<Sizes, Unsupported> {
-        let Some(element) = Element::of(self.q.dtype()) else {
-            let reason = format!("q is {:?}, expected f16, bf16 or f32", self.q.dtype());
-            return Err(Unsupported::new(reason));
-        };
+        let element = Element::of(self.q.dtype())
+            .map_err(|_| Unsupported::new(format!("q is {:?}, expected f16, bf16 or f32", self.q.dtype())))?;
         let [batch, heads, queries, head_dim] = four_dims("q", &self.q)?;
         let [_, key_heads, keys, _] = four_dims("k", &self.k)?;
         let [_, _, _, value_dim] = four_dims("v", &self.v)?;

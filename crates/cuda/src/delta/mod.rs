@@ -8,6 +8,6 @@ mod forward;
 pub(crate) mod source_sizes;
 mod specialization;
 
-pub(crate) use specialization::{element_code, entries};
+pub(crate) use specialization::entries;
 
 pub use call::{DeltaCall, DeltaGradients, DeltaKernel, DeltaResults};

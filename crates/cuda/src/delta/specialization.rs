@@ -5,6 +5,7 @@ use candle_core::DType;
 use crate::capability::Limits;
 use crate::catalogue::CatalogueEntry;
 use crate::device::{Grid, Launch};
+use crate::element::Element;
 use crate::program::{Define, KernelShape, Program};
 use crate::unsupported::Unsupported;
 
@@ -24,7 +25,7 @@ const MAX_SCAN_WARPS: usize = 4;
 /// The constants of a program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct DeltaSpecialization {
-    element: i64,
+    element: Element,
     d_k: usize,
     d_v: usize,
     /// The tokens of a chunk.
@@ -58,7 +59,7 @@ impl DeltaSpecialization {
         d_v: usize,
         is_backward: bool,
     ) -> Result<Self, Unsupported> {
-        let element = element_code(dtype)?;
+        let element = Element::of(dtype)?;
         for (name, width) in [("queries and keys", d_k), ("values", d_v)] {
             if width == 0 || width > MAX_WIDTH {
                 return Err(Unsupported::new(format!(
@@ -87,7 +88,7 @@ impl DeltaSpecialization {
     pub fn program(&self) -> Program {
         let define = |name, value: usize| Define { name, value: value as i64 };
         let defines = vec![
-            Define { name: "ELEMENT", value: self.element },
+            self.element.define(),
             define("KEY_WIDTH", self.d_k),
             define("VALUE_WIDTH", self.d_v),
             define("CHUNK", self.chunk),
@@ -229,31 +230,20 @@ impl DeltaSpecialization {
 /// Returns the programs that a device runs for the usual widths.
 pub(crate) fn entries(limits: &Limits) -> Vec<CatalogueEntry> {
     let mut entries = Vec::new();
-    for (dtype, name) in [(DType::F16, "f16"), (DType::BF16, "bf16"), (DType::F32, "f32")] {
+    for element in Element::ALL {
         for (d_k, d_v) in [(64, 64), (128, 128), (256, 256), (75, 33)] {
             for is_backward in [false, true] {
-                let Ok(own) = DeltaSpecialization::choose(limits, dtype, d_k, d_v, is_backward) else { continue };
+                let Ok(own) = DeltaSpecialization::choose(limits, element.dtype(), d_k, d_v, is_backward) else {
+                    continue;
+                };
                 let pass = if is_backward { "backward" } else { "forward" };
                 let is_quick = is_backward && d_k == 128;
-                let name = format!("delta {pass} {name} d{d_k} {d_v}");
+                let name = format!("delta {pass} {} d{d_k} {d_v}", element.name());
                 entries.push(CatalogueEntry::new(&own.program(), name, is_quick, own.kernels()));
             }
         }
     }
     entries
-}
-
-/// Returns the number of an element type in the source.
-///
-/// # Errors
-/// For a type that the kernels do not take.
-pub(crate) fn element_code(dtype: DType) -> Result<i64, Unsupported> {
-    match dtype {
-        DType::F16 => Ok(0),
-        DType::BF16 => Ok(1),
-        DType::F32 => Ok(2),
-        other => Err(Unsupported::new(format!("the kernels compute F16, BF16 and F32, and the inputs are {other:?}"))),
-    }
 }
 
 #[cfg(test)]
@@ -265,8 +255,15 @@ mod tests {
     #[test]
     fn delta_sizes_match_the_source() {
         for (d_k, d_v, chunk) in [(128, 128, 32), (37, 45, 16), (16, 200, 32)] {
-            let own =
-                DeltaSpecialization { element: 2, d_k, d_v, chunk, scan_warps: 2, scan_stages: 2, is_backward: true };
+            let own = DeltaSpecialization {
+                element: Element::F32,
+                d_k,
+                d_v,
+                chunk,
+                scan_warps: 2,
+                scan_stages: 2,
+                is_backward: true,
+            };
             let sizes = source_sizes(&own.program());
             assert_eq!(sizes["TILE_WORDS"], own.tile_len());
             assert_eq!(sizes["PREPARE_SHARED"], own.prepare_bytes());

@@ -5,8 +5,8 @@ use candle_core::{DType, Result, Storage, Tensor, bail};
 use super::check_tensor;
 use crate::arguments::Address;
 use crate::catalogue::CatalogueEntry;
-use crate::delta::element_code;
 use crate::device::{Grid, KernelArguments, KernelDevice, Launch, LoadedProgram, Operands, Reading};
+use crate::element::Element;
 use crate::program::{Define, KernelShape, Program};
 use crate::unsupported::Unsupported;
 
@@ -104,7 +104,7 @@ impl ConvolutionCall {
     /// If they do not: the sentence says why.
     pub fn plan(&self) -> std::result::Result<(), Unsupported> {
         KernelDevice::of(self.xs.device())?;
-        element_code(self.xs.dtype())?;
+        Element::of(self.xs.dtype())?;
         let width = self.taps.dims().first().copied().unwrap_or(0);
         if !WIDTHS.contains(&width) {
             return Err(Unsupported::new(format!(
@@ -145,7 +145,7 @@ impl ConvolutionCall {
     }
 
     fn load(&self, device: &KernelDevice, sizes: Sizes) -> Result<LoadedProgram> {
-        device.load(&program(element_code(self.xs.dtype())?, sizes.k))
+        device.load(&program(Element::of(self.xs.dtype())?, sizes.k))
     }
 
     /// Returns the first tokens of packed sequences on the device.
@@ -272,9 +272,8 @@ impl<'t> Readings<'t> {
 }
 
 /// Returns the program of an element type and a number of taps.
-fn program(element: i64, width: usize) -> Program {
-    let defines =
-        vec![Define { name: "ELEMENT", value: element }, Define { name: "CONVOLUTION_WIDTH", value: width as i64 }];
+fn program(element: Element, width: usize) -> Program {
+    let defines = vec![element.define(), Define { name: "CONVOLUTION_WIDTH", value: width as i64 }];
     Program { root: "convolution.cu", defines }
 }
 
@@ -282,12 +281,12 @@ fn program(element: i64, width: usize) -> Program {
 pub(super) fn entries() -> Vec<CatalogueEntry> {
     let kernel = |name| KernelShape { name, threads: THREADS, shared_bytes: 0 };
     let names = ["convolution_forward", "convolution_backward", "convolution_sum_taps"];
-    [(0, "f16"), (1, "bf16"), (2, "f32")]
-        .map(|(element, name)| {
-            let kernels = names.map(kernel).into();
-            CatalogueEntry::new(&program(element, 4), format!("convolution {name} k4"), true, kernels)
-        })
-        .into()
+    let mut entries = Vec::new();
+    for element in Element::ALL {
+        let name = format!("convolution {} k4", element.name());
+        entries.push(CatalogueEntry::new(&program(element, 4), name, true, names.map(kernel).into()));
+    }
+    entries
 }
 
 /// Returns the launch of a kernel over blocks of tokens and channels.
@@ -309,7 +308,7 @@ mod tests {
 
     #[test]
     fn convolution_arguments_match_the_source() {
-        let sizes = source_sizes(&program(2, 4));
+        let sizes = source_sizes(&program(Element::F32, 4));
         assert_same_layout!(
             sizes,
             ConvolutionArguments,

@@ -2,15 +2,18 @@
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use super::check_tensor;
+use super::{check_tensor, entries_of, program_of};
 use crate::arguments::Address;
 use crate::catalogue::CatalogueEntry;
-use crate::delta::element_code;
 use crate::device::{Grid, KernelArguments, KernelDevice, Launch, Operands, Reading};
-use crate::program::{Define, KernelShape, Program};
+use crate::element::Element;
+use crate::program::KernelShape;
 use crate::unsupported::Unsupported;
 
 const OP: &str = "gated_delta_net";
+
+/// The file of the kernels.
+const ROOT: &str = "delta_gates.cu";
 
 /// The threads of a block: GATES_THREADS in the source.
 const THREADS: usize = 128;
@@ -80,7 +83,7 @@ impl DeltaGatesCall {
     /// If none does: the sentence says why.
     pub fn plan(&self) -> std::result::Result<(), Unsupported> {
         KernelDevice::of(self.beta.device())?;
-        element_code(self.beta.dtype())?;
+        Element::of(self.beta.dtype())?;
         let count = self.decay.elem_count();
         if count == 0 || count > i32::MAX as usize || self.beta.rank() != 3 || self.beta.elem_count() == 0 {
             let shapes = format!("{:?} and {:?}", self.beta.dims(), self.decay.dims());
@@ -106,7 +109,7 @@ impl DeltaGatesCall {
         }
         let width = decays / h;
         let device = KernelDevice::of(self.beta.device())?;
-        let program = device.load(&program(element_code(self.beta.dtype())?))?;
+        let program = device.load(&program_of(ROOT, Element::of(self.beta.dtype())?))?;
         let mut beta = device.uninitialized(DType::F32, b * t * h)?;
         let mut decay = device.uninitialized(DType::F32, b * t * decays)?;
         {
@@ -135,26 +138,17 @@ impl DeltaGatesCall {
                 reserved: 0,
             };
             let grid = Grid::linear((b * t * decays).div_ceil(THREADS));
-            operands.launch(&program, &Launch::new(kernel(), grid), &arguments)?;
+            operands.launch(&program, &Launch::new(KERNEL, grid), &arguments)?;
         }
         Ok(DeltaGates { beta: beta.into_tensor((b, t, h))?, decay: decay.into_tensor((b, t, h, width))? })
     }
 }
 
-/// Returns the program of an element type.
-fn program(element: i64) -> Program {
-    Program { root: "delta_gates.cu", defines: vec![Define { name: "ELEMENT", value: element }] }
-}
-
-fn kernel() -> KernelShape {
-    KernelShape { name: "delta_gates", threads: THREADS, shared_bytes: 0 }
-}
+const KERNEL: KernelShape = KernelShape { name: "delta_gates", threads: THREADS, shared_bytes: 0 };
 
 /// Returns the programs of all element types.
 pub(super) fn entries() -> Vec<CatalogueEntry> {
-    let entry =
-        |(element, name)| CatalogueEntry::new(&program(element), format!("delta gates {name}"), true, vec![kernel()]);
-    [(0, "f16"), (1, "bf16"), (2, "f32")].map(entry).into()
+    entries_of(ROOT, "delta gates", &[KERNEL])
 }
 
 #[cfg(test)]
@@ -164,7 +158,7 @@ mod tests {
 
     #[test]
     fn delta_gates_arguments_match_the_source() {
-        let sizes = source_sizes(&program(2));
+        let sizes = source_sizes(&program_of(ROOT, Element::F32));
         assert_same_layout!(
             sizes,
             DeltaGatesArguments,

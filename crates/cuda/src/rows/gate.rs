@@ -3,15 +3,18 @@
 use candle_core::{Result, Storage, Tensor};
 
 use super::activation::Activation;
-use super::{check_tensor, row_strides, rows_shape};
+use super::{check_tensor, entries_of, program_of, row_strides, rows_shape};
 use crate::arguments::{Address, RowStrides};
 use crate::catalogue::CatalogueEntry;
-use crate::delta::element_code;
 use crate::device::{Grid, KernelArguments, KernelDevice, Launch, LoadedProgram, Operands, Reading};
-use crate::program::{Define, KernelShape, Program};
+use crate::element::Element;
+use crate::program::KernelShape;
 use crate::unsupported::Unsupported;
 
 const OP: &str = "gate";
+
+/// The file of the kernels.
+const ROOT: &str = "gate.cu";
 
 /// The warps of a block: GATE_WARPS in the source.
 const WARPS: usize = 4;
@@ -97,7 +100,7 @@ impl GateCall {
     /// If they do not: the sentence says why.
     pub fn plan(&self) -> std::result::Result<(), Unsupported> {
         KernelDevice::of(self.values.device())?;
-        element_code(self.values.dtype())?;
+        Element::of(self.values.dtype())?;
         let shape = rows_shape(&self.values)?;
         if shape[3].div_ceil(COLUMNS) > usize::from(u16::MAX) {
             return Err(Unsupported::new(format!("the values have rows of {}, which no kernel takes", shape[3])));
@@ -115,7 +118,7 @@ impl GateCall {
     }
 
     fn load(&self, device: &KernelDevice) -> Result<LoadedProgram> {
-        device.load(&program(element_code(self.values.dtype())?))
+        device.load(&program_of(ROOT, Element::of(self.values.dtype())?))
     }
 
     /// Computes the output, (B, T, H, D), contiguous, in the dtype of the values.
@@ -210,19 +213,9 @@ fn launch(kernel: KernelShape, sizes: Sizes) -> Launch {
     Launch::new(kernel, grid)
 }
 
-/// Returns the program of an element type.
-fn program(element: i64) -> Program {
-    Program { root: "gate.cu", defines: vec![Define { name: "ELEMENT", value: element }] }
-}
-
 /// Returns the programs of all element types.
 pub(super) fn entries() -> Vec<CatalogueEntry> {
-    let mut entries = Vec::new();
-    for (element, name) in [(0, "f16"), (1, "bf16"), (2, "f32")] {
-        let kernels = vec![FORWARD, BACKWARD];
-        entries.push(CatalogueEntry::new(&program(element), format!("gate {name}"), true, kernels));
-    }
-    entries
+    entries_of(ROOT, "gate", &[FORWARD, BACKWARD])
 }
 
 #[cfg(test)]
@@ -232,7 +225,7 @@ mod tests {
 
     #[test]
     fn gate_arguments_match_the_source() {
-        let sizes = source_sizes(&program(2));
+        let sizes = source_sizes(&program_of(ROOT, Element::F32));
         assert_same_layout!(
             sizes,
             GateArguments,

@@ -1,13 +1,13 @@
 //! The root mean square norm times an activated gate.
 
-use candle_core::{DType, Result, Storage, Tensor, bail};
+use candle_core::{DType, Result, Storage, Tensor};
 
 use super::activation::Activation;
-use super::{check_tensor, row_strides};
+use super::{check_contiguous, check_tensor, row_strides};
 use crate::arguments::{Address, RowStrides};
 use crate::catalogue::CatalogueEntry;
-use crate::delta::element_code;
 use crate::device::{Grid, KernelArguments, KernelDevice, Launch, LoadedProgram, Operands, Reading};
+use crate::element::Element;
 use crate::program::{Define, KernelShape, Program};
 use crate::unsupported::Unsupported;
 
@@ -109,7 +109,7 @@ impl GatedNormCall {
     /// If they do not: the sentence says why.
     pub fn plan(&self) -> std::result::Result<(), Unsupported> {
         KernelDevice::of(self.xs.device())?;
-        element_code(self.xs.dtype())?;
+        Element::of(self.xs.dtype())?;
         let &[b, t, h, d] = self.xs.dims() else {
             return Err(Unsupported::new(format!(
                 "the rows have the shape {:?}, expected (B, T, H, D)",
@@ -133,14 +133,12 @@ impl GatedNormCall {
         } else {
             check_tensor(OP, "weight", &self.weight, &[h, d], DType::F32)?;
         }
-        if !self.weight.is_contiguous() {
-            bail!("[{OP}] weight has the strides {:?}, expected contiguous ones", self.weight.stride())
-        }
+        check_contiguous(OP, "weight", &self.weight)?;
         Ok(Sizes { b, t, h, d })
     }
 
     fn load(&self, device: &KernelDevice, sizes: Sizes) -> Result<LoadedProgram> {
-        device.load(&program(element_code(self.xs.dtype())?, sizes.d))
+        device.load(&program(Element::of(self.xs.dtype())?, sizes.d))
     }
 
     /// Computes the output, (B, T, H, D), contiguous, in the dtype of the inputs.
@@ -239,15 +237,15 @@ impl<'t> Readings<'t> {
 }
 
 /// Returns the program of an element type and a size of rows.
-fn program(element: i64, width: usize) -> Program {
-    let defines = vec![Define { name: "ELEMENT", value: element }, Define { name: "NORM_WIDTH", value: width as i64 }];
+fn program(element: Element, width: usize) -> Program {
+    let defines = vec![element.define(), Define { name: "NORM_WIDTH", value: width as i64 }];
     Program { root: "gated_norm.cu", defines }
 }
 
 /// Returns the programs of the usual sizes of rows.
 pub(super) fn entries() -> Vec<CatalogueEntry> {
     let mut entries = Vec::new();
-    for (element, name) in [(0, "f16"), (1, "bf16"), (2, "f32")] {
+    for element in Element::ALL {
         for width in [64, 128, 256] {
             let backward = backward_launch(Sizes { b: 1, t: 1, h: 1, d: width });
             let kernels = vec![
@@ -255,8 +253,8 @@ pub(super) fn entries() -> Vec<CatalogueEntry> {
                 KernelShape { name: backward.kernel, threads: backward.threads, shared_bytes: backward.shared_bytes },
                 KernelShape { name: "gated_norm_sum_weights", threads: 128, shared_bytes: 0 },
             ];
-            let own = program(element, width);
-            entries.push(CatalogueEntry::new(&own, format!("gated norm {name} d{width}"), width == 128, kernels));
+            let name = format!("gated norm {} d{width}", element.name());
+            entries.push(CatalogueEntry::new(&program(element, width), name, width == 128, kernels));
         }
     }
     entries
@@ -279,7 +277,7 @@ mod tests {
 
     #[test]
     fn gated_norm_arguments_match_the_source() {
-        let sizes = source_sizes(&program(2, 75));
+        let sizes = source_sizes(&program(Element::F32, 75));
         assert_same_layout!(
             sizes,
             GatedNormArguments,

@@ -22,6 +22,8 @@ use candle_core::{DType, Result, Tensor, bail};
 use crate::arguments::RowStrides;
 use crate::catalogue::CatalogueEntry;
 use crate::device::Reading;
+use crate::element::Element;
+use crate::program::{KernelShape, Program};
 use crate::unsupported::Unsupported;
 
 /// Returns the programs that devices run for the usual sizes.
@@ -72,4 +74,27 @@ fn rows_shape(xs: &Tensor) -> std::result::Result<[usize; 4], Unsupported> {
 fn row_strides(reading: &Reading) -> RowStrides {
     let strides = reading.strides();
     RowStrides { sequence: strides[0] as i64, head: strides[2] as i64, row: strides[1] as i64 }
+}
+
+/// Returns the program of an element type that needs no other constant.
+fn program_of(root: &'static str, element: Element) -> Program {
+    Program { root, defines: vec![element.define()] }
+}
+
+/// Returns the programs of [`program_of`] for all element types.
+fn entries_of(root: &'static str, name: &str, kernels: &[KernelShape]) -> Vec<CatalogueEntry> {
+    let mut entries = Vec::new();
+    for element in Element::ALL {
+        let own_name = format!("{name} {}", element.name());
+        entries.push(CatalogueEntry::new(&program_of(root, element), own_name, true, kernels.to_vec()));
+    }
+    entries
+}
+
+/// Checks that a tensor that a kernel reads without strides is contiguous.
+fn check_contiguous(op: &str, name: &str, tensor: &Tensor) -> Result<()> {
+    if tensor.is_contiguous() {
+        return Ok(());
+    }
+    bail!("[{op}] {name} has the strides {:?}, expected contiguous ones", tensor.stride())
 }

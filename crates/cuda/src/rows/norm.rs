@@ -1,16 +1,19 @@
 //! Norms over rows.
 
-use candle_core::{DType, Result, Storage, Tensor, bail};
+use candle_core::{DType, Result, Storage, Tensor};
 
-use super::{check_tensor, row_strides, rows_shape};
+use super::{check_contiguous, check_tensor, entries_of, program_of, row_strides, rows_shape};
 use crate::arguments::{Address, RowStrides};
 use crate::catalogue::CatalogueEntry;
-use crate::delta::element_code;
 use crate::device::{Grid, KernelArguments, KernelDevice, Launch, LoadedProgram, Operands, Reading};
-use crate::program::{Define, KernelShape, Program};
+use crate::element::Element;
+use crate::program::KernelShape;
 use crate::unsupported::Unsupported;
 
 const OP: &str = "norm";
+
+/// The file of the kernels.
+const ROOT: &str = "norm.cu";
 
 /// The warps and the columns of a block, and the shared memory of a block that has rows: ROW_NORM_WARPS,
 /// ROW_NORM_COLUMNS and ROW_NORM_SHARED in the source.
@@ -131,7 +134,7 @@ impl NormCall {
     /// If they do not: the sentence says why.
     pub fn plan(&self) -> std::result::Result<(), Unsupported> {
         KernelDevice::of(self.xs.device())?;
-        element_code(self.xs.dtype())?;
+        Element::of(self.xs.dtype())?;
         rows_shape(&self.xs).map(|_| ())
     }
 
@@ -144,15 +147,13 @@ impl NormCall {
         for (name, parameter) in parameters {
             let Some(parameter) = parameter else { continue };
             check_tensor(OP, name, parameter, &shape, DType::F32)?;
-            if !parameter.is_contiguous() {
-                bail!("[{OP}] {name} has the strides {:?}, expected contiguous ones", parameter.stride())
-            }
+            check_contiguous(OP, name, parameter)?;
         }
         Ok(Sizes { b, t, h, d })
     }
 
     fn load(&self, device: &KernelDevice) -> Result<LoadedProgram> {
-        device.load(&program(element_code(self.xs.dtype())?))
+        device.load(&program_of(ROOT, Element::of(self.xs.dtype())?))
     }
 
     /// Computes the output, (B, T, H, D), contiguous, in the dtype of the inputs.
@@ -288,20 +289,10 @@ fn row_launch(kernel: &'static str, sizes: Sizes) -> Launch {
     Launch::new(row_kernel(kernel), Grid::linear(blocks))
 }
 
-/// Returns the program of an element type.
-fn program(element: i64) -> Program {
-    Program { root: "norm.cu", defines: vec![Define { name: "ELEMENT", value: element }] }
-}
-
 /// Returns the programs of all element types.
 pub(super) fn entries() -> Vec<CatalogueEntry> {
-    let mut entries = Vec::new();
-    for (element, name) in [(0, "f16"), (1, "bf16"), (2, "f32")] {
-        let kernels =
-            vec![row_kernel("norm_forward"), row_kernel("norm_backward"), PARAMETER_GRADIENTS, PARAMETER_SUMS];
-        entries.push(CatalogueEntry::new(&program(element), format!("norm {name}"), true, kernels));
-    }
-    entries
+    let kernels = [row_kernel("norm_forward"), row_kernel("norm_backward"), PARAMETER_GRADIENTS, PARAMETER_SUMS];
+    entries_of(ROOT, "norm", &kernels)
 }
 
 #[cfg(test)]
@@ -311,7 +302,7 @@ mod tests {
 
     #[test]
     fn norm_arguments_match_the_source() {
-        let sizes = source_sizes(&program(2));
+        let sizes = source_sizes(&program_of(ROOT, Element::F32));
         assert_same_layout!(
             sizes,
             NormArguments,

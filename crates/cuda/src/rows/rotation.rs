@@ -2,20 +2,23 @@
 
 use candle_core::{DType, Result, Storage, Tensor, bail};
 
-use super::check_tensor;
+use super::{check_contiguous, check_tensor, entries_of, program_of, row_strides};
 use crate::arguments::{Address, RowStrides};
 use crate::catalogue::CatalogueEntry;
-use crate::delta::element_code;
 use crate::device::{Grid, KernelArguments, KernelDevice, Launch, Operands, Reading};
-use crate::program::{Define, KernelShape, Program};
+use crate::element::Element;
+use crate::program::KernelShape;
 use crate::unsupported::Unsupported;
 
 const OP: &str = "rotation";
 
-const KERNEL: &str = "rotate_heads";
+/// The file of the kernels.
+const ROOT: &str = "rotation.cu";
 
 /// The threads of a block: ROTATION_THREADS in the source.
 const THREADS: usize = 256;
+
+const KERNEL: KernelShape = KernelShape { name: "rotate_heads", threads: THREADS, shared_bytes: 0 };
 
 /// A rotation of the first `2 · pairs` columns of each head, by the angles of its token. The gradient of the input is
 /// the gradient of the output, rotated by the opposite angles.
@@ -82,7 +85,7 @@ impl RotationCall {
     /// If it does not: the sentence says why.
     pub fn plan(&self) -> std::result::Result<(), Unsupported> {
         KernelDevice::of(self.xs.device())?;
-        element_code(self.xs.dtype())?;
+        Element::of(self.xs.dtype())?;
         let fits = |count: &usize| (1..1 << 30).contains(count);
         if self.xs.rank() != 4 || !self.xs.dims().iter().chain(self.cosines.dims()).all(fits) {
             return Err(Unsupported::new(format!("heads of the shape {:?} are not rotated", self.xs.dims())));
@@ -101,36 +104,29 @@ impl RotationCall {
         check_tensor(OP, "the input", &self.xs, &[b, t, h, d], self.xs.dtype())?;
         for (name, table) in [("cosines", &self.cosines), ("sines", &self.sines)] {
             check_tensor(OP, name, table, &[rows, pairs], DType::F32)?;
-            if !table.is_contiguous() {
-                bail!("[{OP}] {name} have the strides {:?}, expected contiguous ones", table.stride())
-            }
+            check_contiguous(OP, name, table)?;
         }
         if 2 * pairs > d {
             bail!("[{OP}] the angles have {pairs} pairs of columns, expected at most those of {d} columns")
         }
         let device = KernelDevice::of(self.xs.device())?;
-        let program = device.load(&program(element_code(self.xs.dtype())?))?;
+        let program = device.load(&program_of(ROOT, Element::of(self.xs.dtype())?))?;
         let mut output = device.uninitialized(self.xs.dtype(), b * t * h * d)?;
         {
             let inputs = Reading::new(&self.xs);
             let cosines = Reading::new(&self.cosines);
             let sines = Reading::new(&self.sines);
-            let each = match &self.angle_rows {
+            let list = match &self.angle_rows {
                 AngleRows::From(_) => None,
-                AngleRows::Each(list) => Some(self.read_rows(list, b, t)?),
+                AngleRows::Each(list) => Some(RowList::new(list, b, t)?),
             };
             let mut operands = Operands::new(&device);
-            let strides = inputs.strides();
             let mut arguments = RotationArguments {
                 inputs: operands.read("inputs", &inputs)?,
                 output: operands.write("output", &mut output)?,
                 cosines: operands.read("cosines", &cosines)?,
                 sines: operands.read("sines", &sines)?,
-                input_strides: RowStrides {
-                    sequence: strides[0] as i64,
-                    head: strides[2] as i64,
-                    row: strides[1] as i64,
-                },
+                input_strides: row_strides(&inputs),
                 entries: b as i32,
                 tokens: t as i32,
                 heads: h as i32,
@@ -141,45 +137,39 @@ impl RotationCall {
                 inverse: i32::from(self.inverse),
                 ..RotationArguments::default()
             };
-            match (&self.angle_rows, &each) {
-                (AngleRows::From(first), _) => arguments.first_angle_row = *first as i32,
-                (AngleRows::Each(list), Some(reading)) => {
-                    arguments.angle_rows = operands.read("angle_rows", reading)?;
-                    arguments.angle_rows_stride = if list.elem_count() == t { 0 } else { t as i64 };
-                }
-                (AngleRows::Each(_), None) => {}
+            if let AngleRows::From(first) = self.angle_rows {
+                arguments.first_angle_row = first as i32;
+            }
+            if let Some(RowList { rows, sequence_stride }) = &list {
+                arguments.angle_rows = operands.read("angle_rows", rows)?;
+                arguments.angle_rows_stride = *sequence_stride;
             }
             let grid = Grid::linear((b * t * h * (d - pairs)).div_ceil(THREADS));
-            operands.launch(
-                &program,
-                &Launch { kernel: KERNEL, grid, threads: THREADS, shared_bytes: 0 },
-                &arguments,
-            )?;
+            operands.launch(&program, &Launch::new(KERNEL, grid), &arguments)?;
         }
         Ok(output.into_storage())
     }
-
-    /// Checks a list of rows and locks it.
-    fn read_rows<'t>(&self, list: &'t Tensor, b: usize, t: usize) -> Result<Reading<'t>> {
-        let count = if list.elem_count() == t { t } else { b * t };
-        check_tensor(OP, "angle_rows", list, &[count], DType::I32)?;
-        Ok(Reading::new(list))
-    }
 }
 
-/// Returns the program of an element type.
-fn program(element: i64) -> Program {
-    Program { root: "rotation.cu", defines: vec![Define { name: "ELEMENT", value: element }] }
+/// The rows of [`AngleRows::Each`] while a launch reads them.
+struct RowList<'t> {
+    rows: Reading<'t>,
+    /// The distance from the rows of a sequence to those of the next one; 0 if all sequences have the same rows.
+    sequence_stride: i64,
+}
+
+impl<'t> RowList<'t> {
+    /// Checks the rows of B sequences of T tokens.
+    fn new(rows: &'t Tensor, b: usize, t: usize) -> Result<Self> {
+        let is_shared = rows.elem_count() == t;
+        check_tensor(OP, "angle_rows", rows, &[if is_shared { t } else { b * t }], DType::I32)?;
+        Ok(Self { rows: Reading::new(rows), sequence_stride: if is_shared { 0 } else { t as i64 } })
+    }
 }
 
 /// Returns the programs of all element types.
 pub(super) fn entries() -> Vec<CatalogueEntry> {
-    let mut entries = Vec::new();
-    for (element, name) in [(0, "f16"), (1, "bf16"), (2, "f32")] {
-        let kernels = vec![KernelShape { name: KERNEL, threads: THREADS, shared_bytes: 0 }];
-        entries.push(CatalogueEntry::new(&program(element), format!("rotation {name}"), true, kernels));
-    }
-    entries
+    entries_of(ROOT, "rotation", &[KERNEL])
 }
 
 #[cfg(test)]
@@ -189,7 +179,7 @@ mod tests {
 
     #[test]
     fn rotation_arguments_match_the_source() {
-        let sizes = source_sizes(&program(2));
+        let sizes = source_sizes(&program_of(ROOT, Element::F32));
         assert_same_layout!(
             sizes,
             RotationArguments,

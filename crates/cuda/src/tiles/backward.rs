@@ -1,8 +1,9 @@
 //! Tiles of the backward kernels.
 
 use super::{ROOT, SMALL_BLOCK_THREADS, SMALL_BLOCK_WARPS, Width, no_tile};
+use crate::element::Element;
 use crate::program::{Define, KernelShape, Program};
-use crate::specialization::{Element, Specialization};
+use crate::specialization::Specialization;
 use crate::unsupported::Unsupported;
 
 /// A tile of the kernel of keys, and how the gradients of the queries are made.

@@ -1,8 +1,9 @@
 //! Tiles of the forward kernel.
 
 use super::{ROOT, Width, no_tile};
+use crate::element::Element;
 use crate::program::{Define, KernelShape, Program};
-use crate::specialization::{Element, Specialization};
+use crate::specialization::Specialization;
 use crate::unsupported::Unsupported;
 
 /// A tile of the forward kernel.

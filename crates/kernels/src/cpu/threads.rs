@@ -61,19 +61,20 @@ pub fn for_each_task<S>(
     task: &(dyn Fn(&mut S, usize) + Sync),
 ) {
     let count = workers.count.min(tasks);
+    if tasks == 0 {
+        return;
+    }
     if count <= 1 {
-        let mut state = (tasks > 0).then(state);
+        let mut only_state = state();
         for index in 0..tasks {
-            if let Some(state) = &mut state {
-                task(state, index);
-            }
+            task(&mut only_state, index);
         }
         return;
     }
     let work = |claims: &Claims| {
-        let mut state = state();
+        let mut own_state = state();
         while let Some(index) = claims.next() {
-            task(&mut state, index);
+            task(&mut own_state, index);
         }
     };
     if rayon::current_thread_index().is_some() {

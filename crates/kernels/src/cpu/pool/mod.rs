@@ -75,7 +75,8 @@ impl Pool {
         // Other calls have a thread each, which is one helper less.
         let free = self.helpers.saturating_sub(other_calls).min(self.balance.allowed());
         let helpers = helpers.min(free).min(pieces.saturating_sub(1));
-        // SAFETY: `job.finish` returns after the last use of `work`, also if `work` panics on this thread.
+        // SAFETY: all pieces are finished before this function returns, also if `work` panics on this thread: `job.run`
+        // returns after the pieces of this thread, `job.wait` after the pieces of the helpers.
         let job = Arc::new(Job::new(pieces, helpers, unsafe { Work::new(work) }));
         if helpers > 0 {
             self.publish(&job, helpers);
