@@ -2,7 +2,7 @@
 """Checks the English of documentation and comments.
 
 - A doc comment does not begin with What, That, Those, Of, So many or Likewise, or another of OPENERS: a noun clause that
-  has to be decoded.
+  has to be decoded. Nor does the text under one of its headings, or a comment of the CUDA sources.
 - The doc comment of a function begins with a verb in the third person: "Returns the ..", "Checks that ..".
 - The words of ci/prose.txt occur no more often than it says. They are everyday words in the place of the field's terms
   (hold for store, see for attend to) and turns of phrase that a reader has to decode. A limit is what is left where the
@@ -20,6 +20,7 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 WORDS = ROOT / "ci/prose.txt"
 OPENERS = ("What", "That", "Those", "Of", "So many", "As many", "Likewise", "Whoever", "Where", "The same", "Another")
+CPP = (".cuh", ".cu", ".cpp", ".h")
 # Words in the third person that are no verbs at the beginning of a sentence, and plurals.
 NO_VERBS = {"this", "its", "as", "is", "always", "across", "unless", "plus", "whereas", "others", "bias", "axis", "class"}
 VERBS = {"do", "does", "has"}
@@ -31,6 +32,10 @@ class DocComment:
         self.line = line
         self.text = text
         self.following = following
+
+    def openings(self) -> list[str]:
+        """Returns the beginning of the comment and of the text under each heading."""
+        return [self.text, *(part.strip() for part in re.split(r"\s# [A-Z]\w+(?=\s)", self.text)[1:])]
 
     def function(self) -> str | None:
         """Returns the name of the function that the comment documents, if it is one."""
@@ -60,6 +65,24 @@ def doc_comments(lines: list[str]):
                 if depth <= 0:
                     break
         yield DocComment(start + 1, " ".join(text).strip(), lines[following] if following < len(lines) and marker == "///" else "")
+
+
+def opener_of(text: str) -> str | None:
+    """Returns the forbidden opener with which a text begins."""
+    return next((opener for opener in OPENERS if re.match(rf"{opener}\b", text)), None)
+
+
+def cpp_comments(lines: list[str]):
+    """Returns the line number and the text of every block of `//` comments that has its own lines in a C++ file."""
+    at = 0
+    while at < len(lines):
+        start, text = at, []
+        while at < len(lines) and (match := re.match(r"\s*// ?(.*)", lines[at])):
+            text.append(match[1])
+            at += 1
+        if text:
+            yield start + 1, " ".join(text)
+        at += 1
 
 
 def is_verb(word: str) -> bool:
@@ -97,7 +120,7 @@ def limits() -> dict[str, int]:
 
 def files(arguments: list[str]) -> list[pathlib.Path]:
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
-    paths = [ROOT / name for name in tracked if name.endswith((".rs", ".md", ".sh", ".py", ".toml"))]
+    paths = [ROOT / name for name in tracked if name.endswith((".rs", ".md", ".sh", ".py", ".toml", *CPP))]
     chosen = [pathlib.Path(argument).resolve() for argument in arguments]
     paths = [path for path in paths if path.exists() and path.name != "prose.py" and path.parts[-2] != "seeds"]
     if chosen:
@@ -115,12 +138,18 @@ def main() -> int:
         if path.suffix == ".rs":
             for comment in doc_comments(text.splitlines()):
                 comments += 1
-                opener = next((opener for opener in OPENERS if re.match(rf"{opener}\b", comment.text)), None)
+                begun = [(opener, text) for text in comment.openings() if (opener := opener_of(text))]
                 first = re.match(r"[\w'-]+", comment.text)
-                if opener:
-                    found.append(f"{name}:{comment.line}: a doc comment begins with {opener!r}: {comment.text[:70]}")
+                if begun:
+                    opener, beginning = begun[0]
+                    found.append(f"{name}:{comment.line}: a doc comment begins with {opener!r}: {beginning[:70]}")
                 elif comment.function() and not (first and is_verb(first[0])):
                     found.append(f"{name}:{comment.line}: the doc of fn {comment.function()} begins with no verb: {comment.text[:70]}")
+        if path.suffix in CPP:
+            for number, comment in cpp_comments(text.splitlines()):
+                if opener := opener_of(comment):
+                    found.append(f"{name}:{number}: a comment begins with {opener!r}: {comment[:70]}")
+            continue
         for number, line in comment_text(path, text):
             for word, pattern in patterns.items():
                 for _ in pattern.finditer(line):

@@ -1,4 +1,4 @@
-// What a library of kernels for the emulator exports, for callers in other languages.
+// The exports of a library of kernels for the emulator, for callers in other languages.
 //
 // A library includes the kernels, then this file, and exports an array of them by EXPORT_KERNELS. A kernel is launched
 // with a pointer to its argument, which is copied. Calls must not overlap: the emulator's machine is global.

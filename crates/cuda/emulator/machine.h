@@ -38,7 +38,7 @@ emulator_switch_stack:
 )");
 #endif
 
-// What a thread waits for.
+// The reason why a thread waits.
 enum class Wait { Nothing, Warp, Block, Ended };
 
 // A copy that has not arrived.

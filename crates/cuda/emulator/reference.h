@@ -1,4 +1,4 @@
-// What the kernels compute, by plain loops in f64.
+// The results of the kernels, computed by plain loops in f64.
 #pragma once
 #include "test_case.h"
 

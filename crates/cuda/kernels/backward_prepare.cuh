@@ -1,4 +1,4 @@
-// What the backward pass needs before its products: delta (B, H, T_q) from output and its gradient, and the intervals
+// The inputs of the products of the backward pass: delta (B, H, T_q) from output and its gradient, and the intervals
 // of keys of queries and of tiles of queries.
 #pragma once
 #include "specialization.cuh"

@@ -19,7 +19,7 @@
 #define QUERY_KEY_TILES (QUERY_KEYS / 8)
 typedef float QueryScores[QUERY_ROW_TILES][QUERY_KEY_TILES][4];
 
-// What a thread of a block works on.
+// The part of a call that a thread of a block computes.
 struct QueryBlock {
     int thread;
     int lane;

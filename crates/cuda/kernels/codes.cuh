@@ -10,8 +10,8 @@
 #include "products.cuh"
 
 #if KEY_CODES
-// What weights are multiplied with, besides the scales, so that few of them are below the least normal f16; the output
-// is divided by it. The largest weight is 1 and the largest scale of f16 numbers is 516, so that none overflows.
+// A factor of weights besides the scales, so that few weights are below the least normal f16; the output is divided by
+// it. The largest weight is 1 and the largest scale of f16 numbers is 516, so that none overflows.
 #define WEIGHT_FACTOR (ELEMENT == 0 ? 64.0f : 1.0f)
 
 // The weight of a value row times the row's scale. The scale of a row with numbers that are not finite is NaN: it must

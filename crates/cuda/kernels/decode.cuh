@@ -27,8 +27,8 @@ struct DecodeQueries {
     LeftFragment fragments[DECODE_QUERIES_IN_REGISTERS ? HEAD_COLUMNS / 16 : 1];
 };
 
-// What a thread works on. Row r of the block is head (first_row + r) % group of the group, and query (first_row + r) /
-// group.
+// The part of a call that a thread computes. Row r of the block is head (first_row + r) % group of the group, and query
+// (first_row + r) / group.
 struct DecodeBlock {
     int thread;
     int lane;

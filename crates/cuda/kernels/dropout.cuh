@@ -57,8 +57,9 @@ DEVICE void dropout_words(const Dropout& dropout, int query, int key, bool is_al
     words[2] = is_odd ? own[2] : other0, words[3] = is_odd ? own[3] : other1;
 }
 
-// The same of a transposed accumulator: rows are the keys `key` and `key` + 8, columns the queries `query` and the
-// next. The four lanes of four successive keys draw one of their four counters each, and exchange words in two steps.
+// The words of a transposed accumulator, whose rows are the keys `key` and `key` + 8, and whose columns are the queries
+// `query` and `query` + 1. The four lanes of four successive keys draw one of their four counters each, and exchange
+// words in two steps.
 DEVICE void dropout_words_transposed(const Dropout& dropout, int query, int key, bool is_aligned, int lane,
                                      u32 (&words)[4]) {
     if (!is_aligned) {

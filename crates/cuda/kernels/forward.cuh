@@ -31,7 +31,7 @@ struct ForwardQueries {
     LeftFragment fragments[FORWARD_ROW_TILES][FORWARD_QUERIES_IN_REGISTERS ? HEAD_COLUMNS / 16 : 1];
 };
 
-// What a thread of a block works on.
+// The part of a call that a thread of a block computes.
 struct ForwardBlock {
     int thread;
     int lane;

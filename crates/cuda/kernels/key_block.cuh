@@ -18,7 +18,7 @@
 // Scores of the warp: rows are its keys, columns its part of the queries.
 typedef float KeyScores[KEY_ROW_TILES][WARP_QUERIES / 8][4];
 
-// What a thread of a block works on.
+// The part of a call that a thread of a block computes.
 struct KeyBlock {
     int thread;
     int lane;

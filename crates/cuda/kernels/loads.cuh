@@ -115,7 +115,7 @@ DEVICE void load_value_tile(u32 to, const char* from, i64 row_bytes, int first_r
 // meet the weights of the others. In f32 they must not meet any weight: the TF32 remainder of infinity is NaN.
 template <int ROWS, int CHUNKS, int PITCH, int THREADS> DEVICE bool clean_tile(u32 at, int thread) {
     const u32 EXPONENT = ELEMENT == 2 ? 0x7f800000u : ELEMENT == 1 ? 0x7f807f80u : 0x7c007c00u;
-    // What carries an exponent of ones into the highest bit of the number.
+    // Added to an exponent of ones, it carries into the highest bit of the number.
     const u32 CARRY = ELEMENT == 2 ? 0x00800000u : ELEMENT == 1 ? 0x00800080u : 0x04000400u;
     const u32 HIGHEST = ELEMENT == 2 ? 0x80000000u : 0x80008000u;
     bool found = false;

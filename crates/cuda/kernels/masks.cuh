@@ -133,7 +133,7 @@ DEVICE TileInterval store_intervals(const AttentionArguments& arguments, const S
     return tile;
 }
 
-// What a block works on, in a grid over blocks, heads and sequences.
+// The part of a call that a block computes, in a grid over blocks, heads and sequences.
 struct BlockPlace {
     int block;
     int head;

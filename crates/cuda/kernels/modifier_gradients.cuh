@@ -1,7 +1,7 @@
-// What the backward kernel of keys collects for the gradients of ALiBi slopes and of the relative bias.
+// Sums that the backward kernel of keys collects for the gradients of ALiBi slopes and of the relative bias.
 //
-// Each block writes sums of its own, which the kernels of modifier_sums.cuh add up in a fixed order. For a slope that
-// is one number for each warp. For a relative bias it is a vector of all entries: a tile of scores adds the sum of each
+// Each block writes its sums, which the kernels of modifier_sums.cuh add up in a fixed order. For a slope, a block has
+// one number for each warp. For a relative bias, it has a vector of all entries: a tile of scores adds the sum of each
 // of its diagonals.
 #pragma once
 #include "specialization.cuh"

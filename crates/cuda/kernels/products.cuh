@@ -143,8 +143,8 @@ template <int ROWS, int COLUMNS> DEVICE void clear(float (&matrices)[ROWS][COLUM
             UNROLL for (int e = 0; e < 4; e++) matrices[row][column][e] = 0;
 }
 
-// Multiplies 16 * ROW_TILES rows from `left_row` on of one tile and 8 * COLUMN_TILES rows from `right_row` on of another
-// tile, both with PITCH bytes and COLUMNS elements a row.
+// Multiplies 16 * ROW_TILES rows from `left_row` on of one tile and 8 * COLUMN_TILES rows from `right_row` on of
+// another tile, both with PITCH bytes and COLUMNS elements a row.
 template <int PITCH, int COLUMNS, int ROW_TILES, int COLUMN_TILES>
 DEVICE void multiply_tile_rows(u32 left_at, int left_row, u32 right_at, int right_row, int lane,
                                float (&products)[ROW_TILES][COLUMN_TILES][4]) {

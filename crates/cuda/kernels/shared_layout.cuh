@@ -1,4 +1,4 @@
-// Where each kernel keeps what in shared memory, in bytes from its beginning, and the bytes it is launched with.
+// The layout of the shared memory of each kernel, in bytes from its beginning, and the bytes of a launch.
 #pragma once
 #include "specialization.cuh"
 
@@ -61,7 +61,8 @@
 #define KEY_VALUES_AT (KEY_KEYS_AT + KEY_BLOCK * HEAD_PITCH)
 #define KEY_QUERIES_AT (KEY_VALUES_AT + KEY_BLOCK * VALUE_PITCH)
 #define KEY_GRADIENTS_AT (KEY_QUERIES_AT + 2 * BACKWARD_QUERIES * HEAD_PITCH)
-// Of each query of the two tiles: log-sum-exp, delta and interval. A tile has all of the first, then all of the second.
+// The log-sum-exp, the delta and the interval of each query of the two tiles. A tile has all log-sum-exps, then all
+// deltas, then all intervals.
 #define KEY_STATISTICS_AT (KEY_GRADIENTS_AT + 2 * BACKWARD_QUERIES * VALUE_PITCH)
 #define SCORE_PITCH (BACKWARD_QUERIES * ELEMENT_BYTES + ROW_PADDING)
 #define SHARES_SCORE_GRADIENTS (FUSED_BACKWARD || WARPS_PER_KEYS > 1 || RELATIVE_BIAS_GRADIENT)

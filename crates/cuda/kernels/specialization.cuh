@@ -1,7 +1,7 @@
 // The constants that the kernels are compiled for. Each macro can be defined before; its default is here.
 //
-// What is no constant needs no specialisation: every mask that leaves a query an interval of keys, packed sequences,
-// sinks, the log-sum-exp, grouped heads, and the broadcasting of a bias or of a boolean mask.
+// Inputs that are no constants need no specialisation: every mask that leaves a query an interval of keys, packed
+// sequences, sinks, the log-sum-exp, grouped heads, and the broadcasting of a bias or of a boolean mask.
 #pragma once
 
 // ---- what is computed ----
@@ -71,7 +71,7 @@
 #ifndef ALIGNED_BIAS
 #define ALIGNED_BIAS 1
 #endif
-// The same of the boolean mask.
+// Rows of the boolean mask begin at multiples of 16 bytes, and its stride from key to key is 1.
 #ifndef ALIGNED_BOOLEAN_MASK
 #define ALIGNED_BOOLEAN_MASK 1
 #endif

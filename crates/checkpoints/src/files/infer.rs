@@ -23,7 +23,7 @@ struct Inputs {
 /// Returns the config that the shapes of a layer imply.
 ///
 /// # Errors
-/// Where shapes do not tell, and for weights that do not fit together.
+/// If the shapes allow several configs, and for weights that do not fit together.
 pub(super) fn infer_config(
     tensors: &impl TensorSource,
     layout: WeightLayout,
