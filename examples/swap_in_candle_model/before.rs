@@ -69,8 +69,7 @@ impl Attention {
 impl SelfAttention for Attention {
     fn new(cfg: &Config, vb: VarBuilder) -> Result<Self> {
         let head_dim = cfg.hidden_size / cfg.num_heads;
-        let q_dim = cfg.num_heads * head_dim;
-        let kv_dim = cfg.num_kv_heads * head_dim;
+        let (q_dim, kv_dim) = (cfg.num_heads * head_dim, cfg.num_kv_heads * head_dim);
         Ok(Self {
             q_proj: linear_no_bias(cfg.hidden_size, q_dim, vb.pp("q_proj"))?,
             k_proj: linear_no_bias(cfg.hidden_size, kv_dim, vb.pp("k_proj"))?,
