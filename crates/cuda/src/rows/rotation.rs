@@ -140,9 +140,9 @@ impl RotationCall {
             if let AngleRows::From(first) = self.angle_rows {
                 arguments.first_angle_row = first as i32;
             }
-            if let Some(RowList { rows, sequence_stride }) = &list {
-                arguments.angle_rows = operands.read("angle_rows", rows)?;
-                arguments.angle_rows_stride = *sequence_stride;
+            if let Some(list) = &list {
+                arguments.angle_rows = operands.read("angle_rows", &list.rows)?;
+                arguments.angle_rows_stride = list.sequence_stride;
             }
             let grid = Grid::linear((b * t * h * (d - pairs)).div_ceil(THREADS));
             operands.launch(&program, &Launch::new(KERNEL, grid), &arguments)?;
