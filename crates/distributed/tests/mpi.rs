@@ -240,7 +240,7 @@ fn gradients_are_right_or_an_error(processes: &dyn Communicator, device: &Device
     for of in 0..3 {
         let mut qkv = plain.each_ref();
         qkv[of] = &tracked[of];
-        let attended = ring.attend(qkv, &order, processes);
+        let attended = ring.attend(qkv[0], qkv[1], qkv[2], &order, processes);
         if of > 0 && !alone {
             assert_refused(attended, "ring_attention");
             continue;

@@ -161,8 +161,8 @@ fn run_by_positions(args: &Args, device: Device, files: &Files, processes: &dyn 
         }
         let token = model.logits(&last)?.i(0)?.argmax(0)?.to_scalar::<u32>()?;
         made.push(token);
-        last =
-            forward(vec![token], vec![position], &|cache, qkv, ring| cache.decode(qkv, ring, processes))?.i((.., 0))?;
+        last = forward(vec![token], vec![position], &|cache, [q, k, v], ring| cache.decode(q, k, v, ring, processes))?
+            .i((.., 0))?;
     }
     if processes.rank() == 0 {
         writeln!(std::io::stdout(), "{}", made.iter().map(u32::to_string).collect::<Vec<_>>().join(","))?;

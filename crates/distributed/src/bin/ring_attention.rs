@@ -76,12 +76,14 @@ fn time(args: &Args, mpi: &Rc<Mpi>) -> Result<()> {
 
     let mut cache = ContextCache::new(own + 2);
     cache.append_prompt(&k, &v, &order)?;
-    let token = [&draw(heads, 1)?, &draw(kv_heads, 1)?, &draw(kv_heads, 1)?];
-    cache.decode(token, &ring, processes)?;
+    let token_q = draw(heads, 1)?;
+    let token_k = draw(kv_heads, 1)?;
+    let token_v = draw(kv_heads, 1)?;
+    cache.decode(&token_q, &token_k, &token_v, &ring, processes)?;
     device.synchronize()?;
     let decoding_start = Instant::now();
     let before_decoding = processes.bytes_sent();
-    cache.decode(token, &ring, processes)?;
+    cache.decode(&token_q, &token_k, &token_v, &ring, processes)?;
     device.synchronize()?;
     let decoding = decoding_start.elapsed().as_secs_f64();
     let sent_decoding = processes.bytes_sent() - before_decoding;
