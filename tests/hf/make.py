@@ -104,6 +104,9 @@ def run(model, case):
         layers = [block for layer in layers for block in getattr(layer, "blocks", [layer])]
         for i, layer in enumerate(layers):
             name = f"{kind}layer{i}"
+            # Layers without attention: convolutions, recurrences.
+            if not hasattr(layer, attention.split(".")[0]):
+                continue
             module = layer.get_submodule(attention)
             hooks.append(module.register_forward_pre_hook(note_input(f"{name}.in"), with_kwargs=True))
             hooks.append(layer.get_submodule(out_proj).register_forward_hook(note_output(f"{name}.out")))
