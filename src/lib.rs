@@ -59,7 +59,7 @@ pub use candle_attention_core::{
     MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig,
     OutputLayout, PackedSequences, Plan, ProjectedMemory, RelativeBias, RelativeBiasConfig, RelativeEmbeddings,
     RopeAxes, RopeAxisLayout, RopeConfig, RopeScaling, RopeStyle, RotaryEmbedding, SdpaOptions, StatisticsOptions,
-    ValidLens, WeightLayout, Windows, alibi_slopes, cpu, masked_softmax, merge_attention, plan,
+    TokenTree, ValidLens, WeightLayout, Windows, alibi_slopes, cpu, masked_softmax, merge_attention, plan,
     scaled_dot_product_attention, scaled_dot_product_attention_varlen, scaled_dot_product_attention_varlen_with_lse,
     scaled_dot_product_attention_varlen_with_statistics, scaled_dot_product_attention_with_lse,
     scaled_dot_product_attention_with_statistics, scaled_dot_product_attention_with_weights,

@@ -96,6 +96,71 @@ fn delta_cache_forks_and_beams_are_independent() -> Result<()> {
     Ok(())
 }
 
+/// Runs random schedules: sequences of different lengths end and join, and each has the outputs of itself alone.
+#[test]
+fn delta_cache_with_sequences_that_leave_and_join_matches_each_alone() -> Result<()> {
+    let net = net(DType::F32)?;
+    for seed in 0..25 {
+        let random = &mut Random::new(seed);
+        let mut cache = DeltaCache::default();
+        // The inputs of each sequence so far, (1, T, E).
+        let mut sequences: Vec<Tensor> = Vec::new();
+        for step in 0..12 {
+            let first = (seed * 100 + step) as f32;
+            match random.up_to(4) {
+                _ if sequences.is_empty() || (sequences.len() < 4 && random.chance(0.3)) => {
+                    let prompt = wave(1, 1 + random.up_to(6), E, first)?;
+                    let mut other = DeltaCache::default();
+                    call(&net, &mut other, &prompt)?;
+                    cache.join(&other)?;
+                    sequences.push(prompt);
+                }
+                0 => {
+                    let sequence = random.up_to(sequences.len() - 1);
+                    cache.remove(sequence)?;
+                    sequences.remove(sequence);
+                }
+                1 => {
+                    let sequence = random.up_to(sequences.len() - 1);
+                    cache.swap_remove(sequence)?;
+                    sequences.swap_remove(sequence);
+                }
+                _ => {
+                    let xs = wave(sequences.len(), 1, E, first)?;
+                    let ys = call(&net, &mut cache, &xs)?;
+                    for (n, tokens) in sequences.iter_mut().enumerate() {
+                        *tokens = Tensor::cat(&[&*tokens, &xs.narrow(0, n, 1)?], 1)?.contiguous()?;
+                        let last = tokens.dim(1)? - 1;
+                        let expected = net.forward(tokens)?.narrow(1, last, 1)?;
+                        assert_close(&ys.narrow(0, n, 1)?, &expected, 1e-5, &format!("seed {seed}, sequence {n}"));
+                    }
+                }
+            }
+            let lens: Vec<_> = sequences.iter().map(|tokens| tokens.dim(1)).collect::<Result<_>>()?;
+            assert_eq!(cache.lens(), lens);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn delta_cache_join_of_another_layer_is_an_error_that_changes_nothing() -> Result<()> {
+    let net = net(DType::F32)?;
+    let mut cache = DeltaCache::default();
+    call(&net, &mut cache, &wave(2, 3, E, 0.0)?)?;
+    cache.snapshot();
+    let memory = cache.memory();
+    let cfg = GatedDeltaNetConfig::new(E, 4).with_num_key_heads(2).with_key_head_dim(6).with_value_head_dim(7);
+    let other_net = GatedDeltaNet::load(&cfg, DeltaLayout::Qwen3_5, TorchSeed::new(3).var_builder(DType::F32, &CPU))?;
+    let mut other = DeltaCache::default();
+    call(&other_net, &mut other, &wave(1, 3, E, 0.0)?)?;
+    assert!(error_text(cache.join(&other)).contains("of the other cache have shape"), "another shape");
+    assert!(error_text(cache.remove(2)).contains("sequence is 2, expected one of the 2 sequences"));
+    assert!(error_text(cache.swap_remove(2)).contains("sequence is 2, expected one of the 2 sequences"));
+    assert_eq!((cache.lens(), cache.memory()), (vec![3, 3], memory));
+    Ok(())
+}
+
 #[test]
 fn delta_cache_in_every_dtype_matches_f64() -> Result<()> {
     let xs = wave(2, 7, E, 0.0)?;

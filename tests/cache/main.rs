@@ -24,6 +24,7 @@ use attention_oracle::{array, attention as oracle};
 mod masks;
 mod program;
 
+mod batches;
 mod buffers;
 mod delta;
 mod gradients;

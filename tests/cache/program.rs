@@ -1,6 +1,6 @@
-//! Sequences that are continued in ragged calls, truncated, reordered, forked and begun anew, each compared with the
-//! same sequence in one call of the reference path without a cache. The layer projects keys and values, or reads the
-//! keys and values of an earlier layer.
+//! Sequences that are continued in ragged calls, truncated, drafted, reordered, forked and begun anew, in batches that
+//! sequences join and that they are removed from, each compared with the same sequence in one call of the reference
+//! path without a cache. The layer projects keys and values, or reads the keys and values of an earlier layer.
 
 use std::ops::Range;
 
@@ -104,7 +104,10 @@ impl<'a> Program<'a> {
         let lens: Vec<_> = self.sequences.iter().map(Sequence::len).collect();
         assert_eq!(self.cache.lens(), lens);
         assert_eq!(self.cache.len(), lens.into_iter().max().unwrap_or(0));
-        match random.up_to(28) {
+        match random.up_to(34) {
+            28..30 => self.leave(random).map(|()| 0.0),
+            30..32 => self.arrive(random),
+            32..34 => self.draft(random),
             0..3 => self.truncate(random).map(|()| 0.0),
             3..6 => {
                 // Tokens that are tried, and some of them taken back.
@@ -186,23 +189,26 @@ impl<'a> Program<'a> {
 
     /// Returns the expected outputs of the last tokens of a sequence alone.
     fn expected(&self, n: usize, call: &Call, drawn: Option<&Drawn>) -> Result<Tensor> {
+        let mask = drawn.map_or(Ok(AttentionMask::none()), |drawn| drawn.of_sequence(n, call, self.setup.device))?;
+        self.alone(&self.sequences[n], &mask)?.narrow(0, call.before[n], call.own[n].len())
+    }
+
+    /// Returns the outputs of a sequence in one call without a cache.
+    fn alone(&self, sequence: &Sequence, mask: &AttentionMask) -> Result<Tensor> {
         let Setup { layer, dtype, device, .. } = self.setup;
-        let sequence = &self.sequences[n];
         let xs = Tensor::from_slice(&sequence.tokens, (sequence.len(), EMBED_DIM), &Device::Cpu)?;
         let xs = xs.to_dtype(dtype)?.to_device(device)?;
         let positions = Tensor::new(sequence.positions.as_slice(), &Device::Cpu)?;
-        let mask = drawn.map_or(Ok(AttentionMask::none()), |drawn| drawn.of_sequence(n, call, device))?;
-        let mask = self.setup.mask.and(&mask);
+        let mask = self.setup.mask.and(mask);
         let memory = self.setup.earlier.map(|earlier| earlier.project_memory(&xs, &xs)).transpose()?;
         let gives = self.setup.gives_positions;
         let input = AttentionInput::new(&xs).with_mask(&mask).with_backend(Backend::Reference);
         let input = if gives && self.says_positions { input.with_positions(&positions) } else { input };
-        let ys = layer.run(match &memory {
+        layer.run(match &memory {
             Some(memory) if gives => input.with_memory(memory).with_key_positions(&positions),
             Some(memory) => input.with_memory(memory),
             None => input,
-        })?;
-        ys.narrow(0, call.before[n], call.own[n].len())
+        })
     }
 
     /// Returns the smallest length, other than zero, to which a sequence can be truncated.
@@ -238,6 +244,106 @@ impl<'a> Program<'a> {
         Ok(())
     }
 
+    /// Removes a sequence, if another one stays.
+    fn leave(&mut self, random: &mut Random) -> Result<()> {
+        if self.sequences.len() == 1 {
+            return Ok(());
+        }
+        let memory = self.cache.memory();
+        let sequence = random.up_to(self.sequences.len() - 1);
+        if random.chance(0.5) {
+            self.cache.remove(sequence)?;
+            self.sequences.remove(sequence);
+        } else {
+            self.cache.swap_remove(sequence)?;
+            self.sequences.swap_remove(sequence);
+        }
+        assert_eq!(self.cache.memory(), memory);
+        Ok(())
+    }
+
+    /// Adds the sequences of another cache, which continues independently.
+    fn arrive(&mut self, random: &mut Random) -> Result<f64> {
+        if self.sequences.len() > 3 {
+            return self.leave(random).map(|()| 0.0);
+        }
+        let sequences = vec![Sequence::default(); 1 + random.up_to(1)];
+        let mut guest = Program { cache: AttentionCache::new(self.setup.cache)?, sequences, ..*self };
+        let first = guest.call(random)?;
+        self.cache.join(&guest.cache)?;
+        self.sequences.extend(guest.sequences.iter().cloned());
+        let found = [first, guest.call(random)?, self.call(random)?, guest.call(random)?];
+        Ok(found.into_iter().fold(0.0, f64::max))
+    }
+
+    /// Calls the layer with a tree of drafts for each sequence, compares each node with its path alone, and keeps a
+    /// path or some of it.
+    fn draft(&mut self, random: &mut Random) -> Result<f64> {
+        let Setup { cache, dtype, device, mask, .. } = self.setup;
+        // A draft may not drop keys that the next call needs.
+        let most = cache.window().map_or(6, |window| cache.most_held().unwrap_or(6).saturating_sub(window).min(6));
+        if most == 0 {
+            return self.call(random);
+        }
+        let b = self.sequences.len();
+        let before: Vec<_> = self.sequences.iter().map(Sequence::len).collect();
+        let trees: Vec<_> = (0..b).map(|_| drawn_tree(random, most)).collect::<Result<_>>()?;
+        let is_one = random.chance(0.4);
+        let tree_of = |n: usize| &trees[if is_one { 0 } else { n }];
+        let left = random.up_to(2);
+        let t = left + (0..b).map(|n| tree_of(n).len()).max().unwrap_or(0);
+        let starts: Vec<_> = (0..b).map(|n| if left == 0 { 0 } else { random.up_to(t - tree_of(n).len()) }).collect();
+        let ends: Vec<_> = (0..b).map(|n| starts[n] + tree_of(n).len()).collect();
+        let mut data = vec![f32::NAN; b * t * EMBED_DIM];
+        for n in 0..b {
+            let own = (n * t + starts[n]) * EMBED_DIM..(n * t + ends[n]) * EMBED_DIM;
+            data[own].iter_mut().for_each(|number| *number = random.between(-1.0, 1.0) as f32);
+        }
+        let xs = Tensor::from_slice(&data, (b, t, EMBED_DIM), &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?;
+        let backend = if random.chance(0.25) { Backend::Reference } else { Backend::Auto };
+        let input = || {
+            let input = AttentionInput::new(&xs).with_mask(mask).with_backend(backend);
+            let input = input.with_starts(&starts).with_valid_lens(&ends);
+            if is_one { input.with_tree(&trees[0]) } else { input.with_trees(&trees) }
+        };
+        let ys = match self.setup.earlier {
+            None => self.setup.layer.run(input().with_cache(&mut self.cache))?,
+            Some(earlier) => {
+                earlier.forward_with(input().with_cache(&mut self.cache))?;
+                self.setup.layer.run(input().with_shared_cache(&self.cache))?
+            }
+        };
+        let mut largest = 0.0f64;
+        let mut kept = Vec::new();
+        for n in 0..b {
+            let tree = tree_of(n);
+            let continued = |path: &[usize]| {
+                let mut sequence = self.sequences[n].clone();
+                for &node in path {
+                    let row = (n * t + starts[n] + node) * EMBED_DIM;
+                    sequence.tokens.extend_from_slice(&data[row..row + EMBED_DIM]);
+                    sequence.positions.push((before[n] + tree.depths()[node]) as u32);
+                }
+                sequence
+            };
+            for node in 0..tree.len() {
+                let path = continued(&tree.path(node)?);
+                let expected = self.alone(&path, &AttentionMask::none())?.narrow(0, path.len() - 1, 1)?;
+                largest = largest.max(difference(&ys.i(n)?.narrow(0, starts[n] + node, 1)?, &expected));
+            }
+            let mut path = tree.path(random.up_to(tree.len() - 1))?;
+            path.truncate(random.up_to(path.len()));
+            kept.push((continued(&path), path));
+        }
+        let (sequences, paths): (Vec<_>, Vec<_>) = kept.into_iter().unzip();
+        self.cache.keep(&before, &paths)?;
+        self.sequences = sequences;
+        for (sequence, len) in self.sequences.iter_mut().zip(before) {
+            sequence.begun = sequence.begun.max(len);
+        }
+        Ok(largest)
+    }
+
     /// Resets the cache, whose buffers then serve a batch of another size.
     fn reset(&mut self, random: &mut Random) -> Result<f64> {
         let memory = self.cache.memory();
@@ -256,6 +362,16 @@ impl<'a> Program<'a> {
         let found = [self.call(random)?, other.call(random)?, self.call(random)?, other.call(random)?];
         Ok(found.into_iter().fold(0.0, f64::max))
     }
+}
+
+/// Draws a tree of up to `most` nodes.
+fn drawn_tree(random: &mut Random, most: usize) -> Result<TokenTree> {
+    let nodes = 1 + random.up_to(most - 1);
+    let mut parents = Vec::with_capacity(nodes);
+    for node in 0..nodes {
+        parents.push(if random.chance(0.2) { None } else { random.up_to(node).checked_sub(1) });
+    }
+    TokenTree::new(&parents)
 }
 
 /// Returns the largest difference, relative to the largest expected number if that is above 1.

@@ -72,6 +72,9 @@ pub enum Edit {
     Truncate(usize),
     TruncateTo(Vec<usize>),
     Reorder(Vec<usize>),
+    Remove(usize),
+    SwapRemove(usize),
+    Keep { lens: Vec<usize>, kept: Vec<Vec<usize>> },
 }
 
 impl Edit {
@@ -80,6 +83,9 @@ impl Edit {
             Self::Truncate(len) => cache.truncate(*len),
             Self::TruncateTo(lens) => cache.truncate_to(lens),
             Self::Reorder(sequences) => cache.reorder(sequences),
+            Self::Remove(sequence) => cache.remove(*sequence),
+            Self::SwapRemove(sequence) => cache.swap_remove(*sequence),
+            Self::Keep { lens, kept } => cache.keep(lens, kept),
         }
     }
 }

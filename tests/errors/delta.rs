@@ -69,7 +69,9 @@ fn net(_: &str, call: &Fields) -> Result<String> {
     let outcome = match edit {
         Some(Edit::Truncate(len)) => cache.truncate(len),
         Some(Edit::Reorder(sequences)) => cache.reorder(&sequences),
-        Some(Edit::TruncateTo(_)) => panic!("a state has one length to be truncated to"),
+        Some(Edit::Remove(sequence)) => cache.remove(sequence),
+        Some(Edit::SwapRemove(sequence)) => cache.swap_remove(sequence),
+        Some(Edit::TruncateTo(_) | Edit::Keep { .. }) => panic!("a state has one length to be truncated to"),
         None => run(call, &xs, Some(&mut cache)).map(drop),
     };
     if let (Err(_), Some(first)) = (&outcome, before.first()) {

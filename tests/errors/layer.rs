@@ -43,6 +43,8 @@ pub fn run(call: &Fields, xs: &Tensor, cache: Option<&mut AttentionCache>) -> Re
         call.tensors(["positions", "key_positions", "axis_positions", "residual", "keys", "values"])?;
     let mask = call.part("mask", mask)?;
     let packed = call.part("packed", packed)?;
+    let tree = call.get::<Vec<Option<usize>>>("tree")?.map(|parents| TokenTree::new(&parents)).transpose()?;
+    let new_tokens = call.tensors(["new_token_mask"])?;
     let memory = call.part("memory", memory)?;
     let shared = call.part("shared", |held| filled(held, None))?;
     let [valid_lens, starts] = ["valid_lens", "starts"].map(|name| call.get::<Vec<usize>>(name));
@@ -57,6 +59,8 @@ pub fn run(call: &Fields, xs: &Tensor, cache: Option<&mut AttentionCache>) -> Re
     let input = with(input, valid_lens.as_deref(), AttentionInput::with_valid_lens);
     let input = with(input, starts.as_deref(), AttentionInput::with_starts);
     let input = with(input, packed.as_ref(), AttentionInput::with_packed);
+    let input = with(input, tree.as_ref(), AttentionInput::with_tree);
+    let input = with(input, new_tokens[0].as_ref(), AttentionInput::with_new_token_mask);
     let input = with(input, memory.as_ref(), AttentionInput::with_memory);
     let input =
         with(input, keys.as_ref().zip(values.as_ref()), |input, (keys, values)| input.with_key_value(keys, values));

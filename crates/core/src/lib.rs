@@ -45,7 +45,7 @@ pub use layer::{
     AdditiveAttention, AdditiveAttentionConfig, AdditiveInput, AttentionInput, LayerOutput, MultiHeadAttention,
     MultiHeadLatentAttention, MultiHeadLatentAttentionConfig, ProjectedMemory,
 };
-pub use mask::{AttentionMask, FullyMaskedRows, KeyRanges, ValidLens, Windows};
+pub use mask::{AttentionMask, FullyMaskedRows, KeyRanges, TokenTree, ValidLens, Windows};
 pub use params::WeightLayout;
 pub use position::{
     AlibiConfig, AttentionTemperature, ContentPositions, DisentangledConfig, RelativeBias, RelativeBiasConfig,

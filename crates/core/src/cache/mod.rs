@@ -1,6 +1,9 @@
-//! The keys and values of earlier calls of a layer. `staged` has one call with a cache, `storage` the buffers.
+//! The keys and values of earlier calls of a layer. `staged` has one call with a cache, `storage` the buffers, `batch`
+//! the edits of the batch, `drafts` the choice among drafted tokens.
 
+mod batch;
 mod config;
+mod drafts;
 mod staged;
 mod storage;
 #[cfg(test)]
@@ -19,7 +22,7 @@ use candle_core::{DType, Result, bail};
 
 use crate::position::Positions;
 use candle_attention_modules::base::check_entries;
-use storage::{KvBuffers, StoredRows};
+use storage::{KvBuffers, StorageFormat};
 
 const OP: &str = "attention_cache";
 
@@ -58,8 +61,15 @@ const OP: &str = "attention_cache";
 /// is not stored: position n is the n-th token of its sequence. Masks count positions in the same way, and a causal
 /// mask is aligned to the end of each sequence.
 ///
-/// [`truncate`](Self::truncate) drops positions, [`reorder`](Self::reorder) selects beams, and [`fork`](Self::fork)
-/// continues one prompt in two ways.
+/// Sequences end and come between calls: [`remove`](Self::remove) and [`join`](Self::join) are for continuous
+/// batching, and [`reorder`](Self::reorder) selects beams. [`truncate`](Self::truncate) takes positions back, and
+/// [`keep`](Self::keep) takes back all drafted tokens but some.
+///
+/// # Copies
+///
+/// A cache is not `Clone`, since calls write to its buffers in place, and a copy of them may not fit in memory:
+/// [`fork`](Self::fork) copies them or returns an error. It continues one prompt in two ways. A model that has to be
+/// `Clone` stores its caches elsewhere, for example in a `Vec` that the caller passes to `forward`.
 ///
 /// # Positions
 ///
@@ -126,6 +136,15 @@ impl AttentionCache {
     /// Returns the length of each sequence, which is the position of its next token; empty before the first call.
     pub fn lens(&self) -> Vec<usize> {
         self.stored.iter().map(|positions| positions.end).collect()
+    }
+
+    /// Returns the positions of each sequence that are stored: `0..len`, or the last ones in a sliding cache; empty
+    /// before the first call.
+    ///
+    /// The weights of a call have a column for each row of the buffers. In a call of no more tokens than the window,
+    /// column 0 of a sequence is the first position that is stored after the call.
+    pub fn stored(&self) -> &[Range<usize>] {
+        &self.stored
     }
 
     /// Returns whether no sequence has a token.
@@ -203,67 +222,6 @@ impl AttentionCache {
         Ok(())
     }
 
-    /// Replaces sequence n of the batch by sequence `sequences[n]`, as beam search does between its steps. A sequence
-    /// may occur several times or not at all, and the batch may grow or shrink. An empty list is a
-    /// [`reset`](Self::reset).
-    ///
-    /// If the number of sequences stays the same, sequences with the same index as before are not copied.
-    ///
-    /// # Errors
-    /// For a sequence that the cache does not have, and for buffers that do not fit in memory. An error does not change
-    /// the cache.
-    pub fn reorder(&mut self, sequences: &[usize]) -> Result<()> {
-        if let Some(sequence) = sequences.iter().find(|&&sequence| sequence >= self.stored.len()) {
-            bail!(
-                "[{OP}] an entry of the order is {sequence}, expected one of the cache's {} sequences",
-                self.stored.len()
-            )
-        }
-        if sequences.is_empty() {
-            self.reset();
-            return Ok(());
-        }
-        let rows_of = |sequence: usize| StoredRows { sequence, rows: 0..self.stored[sequence].len() };
-        if let Some(buffers) = &self.buffers {
-            if sequences.len() == self.stored.len() {
-                // All sequences are read before the first is overwritten.
-                let mut copies = Vec::new();
-                for (n, &from) in sequences.iter().enumerate() {
-                    if n != from && !self.stored[from].is_empty() {
-                        copies.push((n, buffers.rows_of_sequence(&rows_of(from))?.copy()?));
-                    }
-                }
-                for (n, copy) in copies {
-                    buffers.write_sequence(n, 0, &copy)?;
-                }
-            } else {
-                let rows: Vec<_> = sequences.iter().map(|&from| rows_of(from)).collect();
-                self.buffers = Some(buffers.gather(&rows, buffers.capacity())?);
-            }
-        }
-        self.stored = sequences.iter().map(|&sequence| self.stored[sequence].clone()).collect();
-        if let Some(positions) = &mut self.positions {
-            *positions = sequences.iter().map(|&sequence| positions[sequence].clone()).collect();
-        }
-        Ok(())
-    }
-
-    /// Returns a copy of the cache with the same sequences. Later calls with one of the two do not change the other.
-    ///
-    /// # Errors
-    /// For buffers that do not fit in memory.
-    pub fn fork(&self) -> Result<Self> {
-        let buffers = self.buffers.as_ref().filter(|_| !self.stored.is_empty());
-        Ok(Self {
-            config: self.config.clone(),
-            buffers: buffers.map(KvBuffers::copy).transpose()?,
-            stored: self.stored.clone(),
-            positions: self.positions.clone(),
-            dtype: self.dtype,
-            padding: self.padding,
-        })
-    }
-
     /// Returns the padding of earlier calls.
     pub(crate) fn earlier_padding(&self) -> EarlierPadding {
         self.padding
@@ -318,15 +276,28 @@ impl AttentionCache {
         Positions::of_each(rows.into_iter().flatten().map(|position| position as usize), longest)
     }
 
+    /// Returns the format in which the cache stores keys and values of a dtype.
+    fn format(&self, dtype: DType) -> StorageFormat {
+        if self.config.q8() {
+            return StorageFormat::Q8;
+        }
+        StorageFormat::Floats(self.config.dtype().unwrap_or(dtype))
+    }
+
+    /// Returns the position of each token of sequences of these lengths.
+    fn positions_of(&self, lens: &[usize]) -> Vec<Vec<u32>> {
+        match &self.positions {
+            Some(positions) => positions.clone(),
+            None => lens.iter().map(|&len| (0..len as u32).collect()).collect(),
+        }
+    }
+
     /// Returns the position of each token of each sequence after a call, if this call or an earlier one was given some.
     fn positions_with(&self, new: &NewTokens) -> Result<Option<Vec<Vec<u32>>>> {
         if self.positions.is_none() && new.given_positions.is_none() {
             return Ok(None);
         }
-        let mut rows = match &self.positions {
-            Some(positions) => positions.clone(),
-            None => new.before.iter().map(|&before| (0..before as u32).collect()).collect(),
-        };
+        let mut rows = self.positions_of(&new.before);
         let positions = new.positions()?;
         for (b, (row, tokens)) in rows.iter_mut().zip(&new.tokens).enumerate() {
             row.extend(&positions.of_sequence(b)[tokens.clone()]);

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use super::storage::{KvBuffers, KvCodes, KvFloats, KvShapes, KvSizes, StorageFormat, StoredRows};
+use super::storage::{KvBuffers, KvCodes, KvFloats, KvShapes, KvSizes, Room, StoredRows};
 use super::tokens::NewTokens;
 use super::{AttentionCache, EarlierPadding, OP};
 use crate::mask::{AttentionMask, Placement};
@@ -61,10 +61,13 @@ impl AttentionCache {
     ) -> Result<StagedCall<'e>> {
         let kv = self.encode(k, v, d_v)?;
         let stored = if self.stored.is_empty() { vec![0..0; new.tokens.len()] } else { self.stored.clone() };
-        let buffers = self.buffers.as_ref().filter(|buffers| buffers.accepts(&kv));
+        let sequences = new.tokens.len();
+        let has_room = |buffers: &&KvBuffers| buffers.accepts(&kv) && sequences <= buffers.room().sequences;
+        let buffers = self.buffers.as_ref().filter(has_room);
         let kept = self.evict_for(new, &stored, buffers.map_or(0, KvBuffers::capacity))?;
         let attended = new.appended_to(&kept);
-        let staged = self.reserve(buffers, &kv, &rows_of(&stored, &kept), longest(&attended))?;
+        let reserved = self.reserve(buffers, &kv, &rows_of(&stored, &kept), longest(&attended))?;
+        let staged = reserved.first_sequences(sequences)?;
         staged.append(&kv, &kept, new)?;
         let call = CachedCall {
             dtype: staged.float_dtype(k.dtype()),
@@ -74,7 +77,7 @@ impl AttentionCache {
             expansion: None,
             buffers: staged,
         };
-        let cache = self.commit(new, &call.buffers, attended, k.dtype())?;
+        let cache = self.commit(new, &reserved, attended, k.dtype())?;
         Ok(StagedCall { call, cache })
     }
 
@@ -114,13 +117,18 @@ impl AttentionCache {
         let capacity = present.map_or(0, KvBuffers::capacity);
         let keeps_all = self.stored.is_empty()
             || self.stored.iter().zip(rows).all(|(positions, kept)| kept.rows == (0..positions.len()));
-        let doubled = capacity.saturating_mul(2).max(self.config.first_capacity());
-        let larger = needed.max(doubled.min(self.config.most_held().unwrap_or(usize::MAX)));
+        let positions = self.larger_capacity(capacity, needed);
         match present {
             Some(present) if keeps_all && needed <= capacity => Ok(present.clone()),
-            Some(present) => present.gather(rows, larger),
-            None => kv.zeros(rows.len(), larger),
+            Some(present) => present.gather(rows, Room { positions, ..present.room() }),
+            None => kv.zeros(Room { sequences: rows.len(), positions }),
         }
+    }
+
+    /// Returns the capacity of new buffers, which is larger than the present one and at least `needed`.
+    pub(super) fn larger_capacity(&self, present: usize, needed: usize) -> usize {
+        let doubled = present.saturating_mul(2).max(self.config.first_capacity());
+        needed.max(doubled.min(self.config.most_held().unwrap_or(usize::MAX)))
     }
 
     /// Returns the cache after a call that attended to the positions `attended` in `buffers`.
@@ -138,7 +146,8 @@ impl AttentionCache {
             return Ok(Self { config, buffers, stored: attended, positions, dtype: Some(dtype), padding });
         }
         // The call attended to more positions than a sliding cache stores.
-        let buffers = Some(buffers.gather(&rows_of(&attended, &kept), limit)?);
+        let room = Room { positions: limit, ..buffers.room() };
+        let buffers = Some(buffers.gather(&rows_of(&attended, &kept), room)?);
         Ok(Self { config, buffers, stored: kept, positions, dtype: Some(dtype), padding })
     }
 
@@ -153,18 +162,13 @@ impl AttentionCache {
                  `freeze()` and an input `xs.detach()`, or a cache made `with_detached(true)`"
             )
         }
-        let format = if self.config.q8() {
-            StorageFormat::Q8
-        } else {
-            StorageFormat::Floats(self.config.dtype().unwrap_or(k.dtype()))
-        };
-        let kv = KvBuffers::encode(k, v, d_v, format)?;
+        let kv = KvBuffers::encode(k, v, d_v, self.format(k.dtype()))?;
         if let Some(buffers) = &self.buffers
             && !self.stored.is_empty()
             && !buffers.accepts(&kv)
         {
             let found = kv.shapes();
-            let stored = buffers.shapes();
+            let stored = buffers.first_sequences(self.stored.len())?.shapes();
             bail!(
                 "[{OP}] keys {} and values {} do not fit those of the calls before, {} and {}",
                 found.keys,
@@ -185,6 +189,7 @@ impl AttentionCache {
         let (Some(buffers), Some(dtype)) = (&self.buffers, self.dtype) else {
             bail!("[{OP}] the cache of the earlier layer is empty, expected its call with the same tokens first")
         };
+        let buffers = buffers.first_sequences(self.stored.len())?;
         if buffers.sizes() != Some(sizes) {
             let KvShapes { keys, values } = buffers.shapes();
             let KvSizes { h_kv, d, d_v } = sizes;
@@ -197,12 +202,12 @@ impl AttentionCache {
             bail!("[{OP}] the earlier layer's keys have dtype {dtype:?}, expected the queries' {:?}", q.dtype())
         }
         Ok(CachedCall {
-            buffers: buffers.clone(),
             placements: new.placements(&self.stored),
             dtype: buffers.float_dtype(dtype),
             detached: self.config.detached(),
             is_of_earlier_layer: true,
             expansion: None,
+            buffers,
         })
     }
 }
@@ -294,7 +299,7 @@ impl CachedCall<'_> {
 }
 
 /// Returns the rows of the buffers that store a part of the stored positions, for each sequence.
-fn rows_of(stored: &[Range<usize>], part: &[Range<usize>]) -> Vec<StoredRows> {
+pub(super) fn rows_of(stored: &[Range<usize>], part: &[Range<usize>]) -> Vec<StoredRows> {
     let mut rows = Vec::with_capacity(stored.len());
     for (sequence, (whole, selected)) in stored.iter().zip(part).enumerate() {
         rows.push(StoredRows { sequence, rows: selected.start - whole.start..selected.end - whole.start });
@@ -303,11 +308,11 @@ fn rows_of(stored: &[Range<usize>], part: &[Range<usize>]) -> Vec<StoredRows> {
 }
 
 /// Returns the largest number of positions of a sequence.
-fn longest(sequences: &[Range<usize>]) -> usize {
+pub(super) fn longest(sequences: &[Range<usize>]) -> usize {
     sequences.iter().map(Range::len).max().unwrap_or(0)
 }
 
 /// Returns the last n positions, or all if there are fewer.
-fn last(positions: &Range<usize>, n: usize) -> Range<usize> {
+pub(super) fn last(positions: &Range<usize>, n: usize) -> Range<usize> {
     positions.end - positions.len().min(n)..positions.end
 }

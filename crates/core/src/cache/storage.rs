@@ -1,5 +1,6 @@
 //! The buffers of a cache: keys and values as floats, or as 8 bits with a scale for each row.
 
+use std::fmt;
 use std::ops::Range;
 
 use candle_core::{D, DType, Result, Tensor};
@@ -10,11 +11,20 @@ use crate::sdpa::{KvScales, ZERO_POINT, decoded};
 use candle_attention_modules::base::{self, accumulation_dtype, part};
 
 /// The format in which a cache stores keys and values.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum StorageFormat {
     Floats(DType),
     /// Codes of 8 bits, and a scale for each row.
     Q8,
+}
+
+impl fmt::Display for StorageFormat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Floats(dtype) => write!(f, "{dtype:?}"),
+            Self::Q8 => f.write_str("8 bits"),
+        }
+    }
 }
 
 /// Keys or values.
@@ -69,6 +79,13 @@ pub(super) struct StoredRows {
     pub rows: Range<usize>,
 }
 
+/// The number of sequences, and of positions of each, that buffers have memory for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Room {
+    pub sequences: usize,
+    pub positions: usize,
+}
+
 /// The sizes of keys and values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct KvSizes {
@@ -108,19 +125,19 @@ impl KvBuffers {
         Ok(Self { keys, values, d_v })
     }
 
-    /// Returns buffers of zeros in the format of these, for `b` sequences.
-    pub fn zeros(&self, b: usize, capacity: usize) -> Result<Self> {
+    /// Returns buffers of zeros in the format of these.
+    pub fn zeros(&self, room: Room) -> Result<Self> {
         self.try_map(|tensor| {
             let (_, h, _, width) = tensor.dims4()?;
-            let dims = [b, h, capacity, width];
+            let dims = [room.sequences, h, room.positions, width];
             check_memory(&dims, tensor.dtype())?;
             Tensor::zeros(&dims, tensor.dtype(), tensor.device())
         })
     }
 
     /// Returns new buffers that store rows of some sequences, the first row of each in row 0.
-    pub fn gather(&self, sequences: &[StoredRows], capacity: usize) -> Result<Self> {
-        let gathered = self.zeros(sequences.len(), capacity)?;
+    pub fn gather(&self, sequences: &[StoredRows], room: Room) -> Result<Self> {
+        let gathered = self.zeros(room)?;
         for (n, rows) in sequences.iter().enumerate() {
             gathered.write_sequence(n, 0, &self.rows_of_sequence(rows)?)?;
         }
@@ -140,6 +157,19 @@ impl KvBuffers {
         self.keys.entries.dims()[2]
     }
 
+    /// Returns the numbers of sequences and positions that there is memory for.
+    pub fn room(&self) -> Room {
+        Room { sequences: self.keys.entries.dims()[0], positions: self.capacity() }
+    }
+
+    /// Returns the format in which keys and values are stored.
+    pub fn format(&self) -> StorageFormat {
+        match self.keys.scales {
+            Some(_) => StorageFormat::Q8,
+            None => StorageFormat::Floats(self.keys.entries.dtype()),
+        }
+    }
+
     /// Returns the dtype in which attention to the floats is computed, for a layer whose keys have `key_dtype`.
     pub fn float_dtype(&self, key_dtype: DType) -> DType {
         match self.keys.scales {
@@ -148,13 +178,13 @@ impl KvBuffers {
         }
     }
 
-    /// Returns whether the rows of other buffers can be written to these.
+    /// Returns whether sequences of other buffers can be written to these, if there is memory for them.
     pub fn accepts(&self, other: &Self) -> bool {
-        // The capacity, dimension 2, may differ.
+        // The numbers of sequences and of positions, dimensions 0 and 2, may differ.
         let fits = |tensor: &Tensor, written: &Tensor| {
             tensor.dtype() == written.dtype()
                 && tensor.device().same_device(written.device())
-                && [0, 1, 3].iter().all(|&dim| tensor.dims()[dim] == written.dims()[dim])
+                && [1, 3].iter().all(|&dim| tensor.dims()[dim] == written.dims()[dim])
         };
         self.values.is_some() == other.values.is_some()
             && self.d_v == other.d_v
@@ -209,6 +239,11 @@ impl KvBuffers {
     /// Returns a view of some rows of all sequences.
     pub fn rows(&self, rows: &Range<usize>) -> Result<Self> {
         self.try_map(|tensor| tensor.narrow(2, rows.start, rows.len()))
+    }
+
+    /// Returns a view of the first `n` sequences.
+    pub fn first_sequences(&self, n: usize) -> Result<Self> {
+        self.try_map(|tensor| tensor.narrow(0, 0, n))
     }
 
     /// Returns a view of some rows of one sequence, as buffers of a batch of 1.

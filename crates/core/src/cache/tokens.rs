@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use candle_core::{Result, Tensor, bail};
 
-use crate::mask::Placement;
+use crate::mask::{NewTokenCall, NewTokenMask, Placement};
 use crate::position::Positions;
 use candle_attention_modules::base::{check_entries, check_memory};
 
@@ -33,6 +33,8 @@ pub struct NewTokens {
     pub(crate) given_positions: Option<Positions>,
     /// Whether the mask of the call masks some of the tokens for all queries.
     pub(crate) some_are_masked: bool,
+    /// Which new tokens each of them attends to, if the call says so.
+    pub(crate) new_token_mask: Option<NewTokenMask>,
 }
 
 impl NewTokens {
@@ -72,7 +74,7 @@ impl NewTokens {
             tokens.push(start..end);
         }
         let before = if before.is_empty() { vec![0; b] } else { before };
-        Ok(Self { t, before, tokens, given_positions: None, some_are_masked: false })
+        Ok(Self { t, before, tokens, ..Self::default() })
     }
 
     /// Returns the length of each sequence after the call.
@@ -107,6 +109,11 @@ impl NewTokens {
             });
         }
         placements
+    }
+
+    /// Returns the sequences of the call for a mask of its new tokens.
+    pub(crate) fn of_mask(&self) -> NewTokenCall<'_> {
+        NewTokenCall { before: &self.before, tokens: &self.tokens, t_q: self.t }
     }
 
     /// Returns whether the call has no padding.

@@ -108,7 +108,7 @@ impl MultiHeadAttention {
         let checked = self.validate(input)?;
         let ProjectedHeads { q, kv, gate } = self.project(&checked, input.all_reduce)?;
         let mut arguments = ScoreArguments {
-            mask: self.mask_of_call(input, &q, checked.t_kv)?,
+            mask: self.mask_of_call(input, &q, &checked)?,
             options: self.options_of_call(input)?,
             content_scores: None,
             q,
@@ -146,13 +146,13 @@ impl MultiHeadAttention {
     }
 
     /// Returns the layer's mask combined with the call's, over the keys that the layer appends too.
-    fn mask_of_call(&self, input: &AttentionInput, q: &Tensor, t_kv: usize) -> Result<AttentionMask> {
-        let mask = input.mask_with(&self.mask);
+    fn mask_of_call(&self, input: &AttentionInput, q: &Tensor, checked: &CheckedInput) -> Result<AttentionMask> {
+        let mask = input.whole_mask(&self.mask, &checked.tokens, q.dim(0)?, q.device())?;
         let appended = self.config.appended_keys();
         if appended == 0 {
             return Ok(mask);
         }
-        let dims = [q.dim(0)?, self.config.num_heads(), q.dim(2)?, t_kv];
+        let dims = [q.dim(0)?, self.config.num_heads(), q.dim(2)?, checked.t_kv];
         mask.with_appended_keys(appended, dims, accumulation_dtype(q.dtype()), q.device())
     }
 
@@ -174,7 +174,7 @@ impl MultiHeadAttention {
         cache: &AttentionCache,
     ) -> Result<()> {
         // The cache knows the positions of earlier calls too.
-        let key_positions = if self.has_modifier_with_positions() { Some(cache.key_positions()?) } else { None };
+        let key_positions = if self.has_modifier_with_positions(input) { Some(cache.key_positions()?) } else { None };
         let positions = match (&checked.positions, &key_positions) {
             (Some(positions), Some(keys)) => Some(QueryKeyPositions { queries: &positions.queries, keys }),
             _ => None,
@@ -221,6 +221,7 @@ impl MultiHeadAttention {
         CallContext {
             positions,
             has_given_positions: input.positions.is_some() || input.key_positions.is_some(),
+            has_tree: input.has_tree(),
             packed: input.packed,
             projections: &self.projections,
             unsupported_by_content: input.unsupported_by_content_positions(),

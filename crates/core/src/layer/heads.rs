@@ -36,7 +36,7 @@ impl MultiHeadAttention {
             let keys = self.key_heads(keys, rotations.keys.as_ref().or(rotations.queries.as_ref()), all_reduce)?;
             Some(KeysAndValues { keys, values: self.value_heads(values)? })
         } else if let KeysFrom::Memory(memory) = inputs.keys_from {
-            Some(KeysAndValues { keys: memory.k.clone(), values: memory.v.clone() })
+            Some(memory.for_batch(inputs.queries.dim(0)?)?)
         } else {
             None
         };

@@ -2,11 +2,11 @@
 
 use std::fmt;
 
-use candle_core::{Result, Tensor, bail};
+use candle_core::{Device, Result, Tensor, bail};
 
 use super::memory::ProjectedMemory;
-use crate::cache::AttentionCache;
-use crate::mask::AttentionMask;
+use crate::cache::{AttentionCache, NewTokens};
+use crate::mask::{AttentionMask, NewTokenMask, TokenTree};
 use crate::sdpa::{AttentionFunction, Backend, OutputLayout, PackedSequences, SdpaOptions};
 use candle_attention_modules::init::TorchSeed;
 use candle_attention_modules::norm::AllReduce;
@@ -55,6 +55,9 @@ pub struct AttentionInput<'a> {
     shared_cache: Option<&'a AttentionCache>,
     pub(super) valid_lens: Option<&'a [usize]>,
     pub(super) starts: Option<&'a [usize]>,
+    /// One tree for all sequences, or one for each.
+    trees: Option<&'a [TokenTree]>,
+    new_token_mask: Option<&'a Tensor>,
     pub(super) packed: Option<&'a PackedSequences>,
     pub(super) residual: Option<&'a Tensor>,
     pub(super) all_reduce: Option<&'a AllReduce<'a>>,
@@ -86,6 +89,8 @@ impl<'a> AttentionInput<'a> {
             shared_cache: None,
             valid_lens: None,
             starts: None,
+            trees: None,
+            new_token_mask: None,
             packed: None,
             residual: None,
             all_reduce: None,
@@ -237,6 +242,57 @@ impl<'a> AttentionInput<'a> {
         self
     }
 
+    /// Sets that the tokens of the call are the nodes of a tree, in every sequence: drafts, of which a model accepts
+    /// one path. A node attends to the tokens in the cache, to its ancestors and to itself. [`TokenTree`] has an
+    /// example.
+    ///
+    /// The position of a node is its depth after the tokens in the cache: for windows and chunks, and also for rotary
+    /// positions and biases, unless [`with_positions`](Self::with_positions) sets other ones.
+    ///
+    /// The layer's causal mask, and one of the call that is aligned to the end, do not apply among the new tokens.
+    /// Other masks of the call apply too, with a column for each token of the cache and each node. Attention has a
+    /// boolean mask (T_q, T_kv) then, which the fused kernel of CPUs and that of CUDA read.
+    pub fn with_tree(mut self, tree: &'a TokenTree) -> Self {
+        self.trees = Some(std::slice::from_ref(tree));
+        self
+    }
+
+    /// Sets a [tree](Self::with_tree) for each sequence. Trees of different sizes need padding
+    /// ([`with_valid_lens`](Self::with_valid_lens)): the nodes are the tokens of a sequence.
+    pub fn with_trees(mut self, trees: &'a [TokenTree]) -> Self {
+        self.trees = Some(trees);
+        self
+    }
+
+    /// Sets which new tokens each new token attends to: u8 entries of 1 (attend) and 0, (T_q, T_q) for all sequences or
+    /// (B, T_q, T_q). All tokens in the cache are attended to. The layer's causal mask, and one of the call that is
+    /// aligned to the end, do not apply among the new tokens; all other masks do.
+    ///
+    /// Windows, chunks and rotary positions count tokens in their order, unless
+    /// [`with_positions`](Self::with_positions) sets other rotary positions; [`with_tree`](Self::with_tree) counts by
+    /// depth. The entries are copied to the CPU.
+    ///
+    /// ```
+    /// use candle_attention::{AttentionCache, AttentionInput, MultiHeadAttention, MultiHeadAttentionConfig};
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_nn::VarBuilder;
+    /// # fn main() -> candle_core::Result<()> {
+    /// let cfg = MultiHeadAttentionConfig::new(64, 4).with_causal(true);
+    /// let mha = MultiHeadAttention::new(&cfg, VarBuilder::zeros(DType::F32, &Device::Cpu))?;
+    /// let mut cache = AttentionCache::default();
+    /// let prompt = Tensor::randn(0f32, 1., (2, 9, 64), &Device::Cpu)?;
+    /// mha.forward_with(AttentionInput::new(&prompt).with_cache(&mut cache))?;
+    /// // A block of four tokens that all attend to each other.
+    /// let block = Tensor::randn(0f32, 1., (2, 4, 64), &Device::Cpu)?;
+    /// let mask = Tensor::ones((4, 4), DType::U8, &Device::Cpu)?;
+    /// mha.forward_with(AttentionInput::new(&block).with_cache(&mut cache).with_new_token_mask(&mask))?;
+    /// # Ok(()) }
+    /// ```
+    pub fn with_new_token_mask(mut self, mask: &'a Tensor) -> Self {
+        self.new_token_mask = Some(mask);
+        self
+    }
+
     /// Reads `xs` (total_q, E) as packed sequences: sequences of different lengths, one after the other, without
     /// padding. Each attends to its own keys, and the output is (total_q, out_dim). Keys and values of cross-attention
     /// are (total_kv, ..).
@@ -363,6 +419,9 @@ impl<'a> AttentionInput<'a> {
         if self.positions.is_some() {
             return Some("positions");
         }
+        if self.has_tree() {
+            return Some("a tree");
+        }
         self.function.is_some().then_some("other functions")
     }
 
@@ -377,6 +436,51 @@ impl<'a> AttentionInput<'a> {
             Some(mask) => layer_mask.with_prefixes_of(mask).and(mask),
             None => layer_mask.clone(),
         }
+    }
+
+    /// Returns whether the tokens of the call are the nodes of trees.
+    pub(super) fn has_tree(&self) -> bool {
+        self.trees.is_some()
+    }
+
+    /// Returns the mask of the layer and of the call together, for `b` sequences on a device.
+    ///
+    /// # Errors
+    /// For a mask that does not fit in memory.
+    pub(super) fn whole_mask(
+        &self,
+        layer_mask: &AttentionMask,
+        tokens: &NewTokens,
+        b: usize,
+        device: &Device,
+    ) -> Result<AttentionMask> {
+        let mask = self.mask_with(layer_mask);
+        match &tokens.new_token_mask {
+            Some(new) => mask.with_new_tokens(new, b, tokens.of_mask(), device),
+            None => Ok(mask),
+        }
+    }
+
+    /// Returns the mask among the new tokens of a call of `b` sequences, if it has one.
+    ///
+    /// # Errors
+    /// For a tree or a mask that does not fit the call, for both, and for keys of other inputs or packed sequences.
+    pub(super) fn new_token_mask(&self, op: &str, tokens: &NewTokens, b: usize) -> Result<Option<NewTokenMask>> {
+        let mask = match (self.trees, self.new_token_mask) {
+            (None, None) => return Ok(None),
+            (Some(_), Some(_)) => {
+                bail!("[{op}] both a tree and a mask of the new tokens were given, expected one of the two")
+            }
+            (Some(trees), None) => NewTokenMask::of_trees(trees, b, tokens.of_mask())?,
+            (None, Some(mask)) => NewTokenMask::from_tensor(mask, b, tokens.of_mask())?,
+        };
+        if self.is_cross() || self.packed.is_some() {
+            bail!(
+                "[{op}] a mask of the new tokens was given with keys of other inputs or packed sequences, expected \
+                 self-attention"
+            )
+        }
+        Ok(Some(mask))
     }
 
     /// Returns the options of attention that the call sets, for a layer with this probability of dropout.
@@ -398,6 +502,7 @@ impl fmt::Debug for AttentionInput<'_> {
         input.field("caches", &[self.cache.as_deref(), self.shared_cache]).field("mask", &self.mask);
         input.field("positions", &[self.positions, self.key_positions, self.axis_positions]);
         input.field("padding", &[self.starts, self.valid_lens]);
+        input.field("trees", &self.trees).field("new_token_mask", &self.new_token_mask);
         input.field("packed", &self.packed).field("residual", &self.residual);
         input.field("train", &self.train).field("backend", &self.backend).finish_non_exhaustive()
     }

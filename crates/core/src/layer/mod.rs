@@ -397,9 +397,15 @@ impl MultiHeadAttention {
         [&self.content, &self.alibi].into_iter().flatten().map(|modifier| &**modifier).chain(bias)
     }
 
-    /// Returns whether a score modifier depends on positions.
-    fn has_modifier_with_positions(&self) -> bool {
-        self.config.relative_bias().is_some() || self.config.alibi() == Some(&AlibiConfig::Falcon)
+    /// Returns whether a score modifier of a call depends on positions.
+    fn has_modifier_with_positions(&self, input: &AttentionInput) -> bool {
+        let has_alibi_by_position = match self.config.alibi() {
+            Some(AlibiConfig::Falcon) => true,
+            // The order of a tree's tokens is not that of their positions.
+            Some(_) => input.has_tree(),
+            None => false,
+        };
+        self.config.relative_bias().is_some() || has_alibi_by_position
     }
 
     /// Returns the expected rank, dtype and device of the layer's inputs.

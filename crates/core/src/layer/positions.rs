@@ -63,8 +63,14 @@ impl AttentionInput<'_> {
             warnings::check_mask(op, self.mask(), layer_mask, &tokens, cache.earlier_padding())?;
             tokens.some_are_masked = self.mask().is_some_and(|mask| mask.masks_tokens(&tokens.position_ranges()));
         }
+        tokens.new_token_mask = self.new_token_mask(op, &tokens, b)?;
         if let Some(positions) = self.positions {
             tokens.given_positions = Some(Positions::from_tensor("positions", positions, b, t)?);
+        } else if let Some(new) = &tokens.new_token_mask
+            && self.has_tree()
+        {
+            let each = (0..b).flat_map(|sequence| new.positions(sequence, tokens.of_mask()));
+            tokens.given_positions = Some(Positions::of_each(each, t)?);
         }
         Ok(tokens)
     }

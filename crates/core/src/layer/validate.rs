@@ -232,7 +232,7 @@ impl MultiHeadAttention {
         let cfg = &self.config;
         let axes = cfg.rope().and_then(RopeConfig::axes);
         let is_used =
-            self.rotary.is_some() || cfg.attention_temperature().is_some() || self.has_modifier_with_positions();
+            self.rotary.is_some() || cfg.attention_temperature().is_some() || self.has_modifier_with_positions(input);
         let positions = input.call_positions(OP, tokens, t_kv, axes, is_used)?;
         let length = positions.as_ref().map_or(0, CallPositions::length);
         if let Some(context_length) = cfg.context_length()
@@ -263,7 +263,8 @@ impl MultiHeadAttention {
         Ok(KeyValueInputs { values: if is_one_tensor { keys.clone() } else { values }, keys })
     }
 
-    /// Checks that `memory` was projected by this layer, or by one whose keys it may read, and has the queries' batch.
+    /// Checks that `memory` was projected by this layer, or by one whose keys it may read, and has one sequence or the
+    /// queries' batch.
     fn check_memory(&self, input: &AttentionInput, memory: &ProjectedMemory, b: usize) -> Result<()> {
         let cfg = &self.config;
         if self.rotary.is_some() {
@@ -283,9 +284,21 @@ impl MultiHeadAttention {
             let name = |is_batch| if is_batch { "a batch" } else { "one sequence without a batch" };
             bail!("[{OP}] the memory is of {}, expected {} as the queries", name(memory.batched), name(batched))
         }
+        let found = memory.batch_size();
+        if found != b && found != 1 {
+            let hint = match b.checked_rem(found) {
+                Some(0) if b > 0 => format!("call memory.repeat({}) for the beams of each sequence", b / found),
+                _ => "call memory.reorder with a sequence of the memory for each of the input".to_string(),
+            };
+            bail!("[{OP}] the memory has batch {found}, the input {b}: {hint}")
+        }
         let rows = memory.t_kv + cfg.appended_keys();
-        self.check_memory_tensor("the memory's keys", &memory.k, &[b, cfg.num_kv_heads(), rows, cfg.head_dim()])?;
-        self.check_memory_tensor("the memory's values", &memory.v, &[b, cfg.num_kv_heads(), rows, cfg.value_head_dim()])
+        self.check_memory_tensor("the memory's keys", &memory.k, &[found, cfg.num_kv_heads(), rows, cfg.head_dim()])?;
+        self.check_memory_tensor(
+            "the memory's values",
+            &memory.v,
+            &[found, cfg.num_kv_heads(), rows, cfg.value_head_dim()],
+        )
     }
 
     fn check_memory_tensor(&self, name: &str, tensor: &Tensor, sizes: &[usize]) -> Result<()> {

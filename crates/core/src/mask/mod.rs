@@ -8,21 +8,25 @@ mod bounds;
 mod call_ranges;
 mod constraint;
 mod lens;
+mod new_tokens;
 mod padding;
 mod parts;
 mod placement;
 mod ranges;
 mod tensors;
 mod tokenizer;
+mod tree;
 mod windows;
 
 pub use lens::ValidLens;
 pub use ranges::KeyRanges;
 pub use tokenizer::rows_of_ones;
+pub use tree::TokenTree;
 pub use windows::Windows;
 
 pub(crate) use bounds::KeyBounds;
 pub(crate) use call_ranges::CallRanges;
+pub(crate) use new_tokens::{NewTokenCall, NewTokenMask};
 pub(crate) use padding::OtherOffset;
 pub(crate) use placement::Placement;
 pub(crate) use ranges::RowRanges;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
-use super::{CallContext, QueryKeyPositions, ScoreArguments, ScoreModifier, SharedModifier};
+use super::{CallContext, Positions, QueryKeyPositions, ScoreArguments, ScoreModifier, SharedModifier};
 use candle_attention_modules::base::{accumulation_dtype, check_entries, check_memory, number};
 use candle_attention_modules::linear::KeysAndValues;
 
@@ -117,6 +117,7 @@ enum Alibi {
 impl ScoreModifier for Alibi {
     fn modify(&self, arguments: &mut ScoreArguments, _: Option<&mut KeysAndValues>, call: &CallContext) -> Result<()> {
         let slopes = match self {
+            Self::OfDistances(slopes) if call.has_tree => return add_biases_by_pair(slopes, arguments, call),
             Self::OfDistances(slopes) => {
                 arguments.options.alibi_slopes = Some(slopes.clone());
                 return Ok(());
@@ -137,6 +138,27 @@ impl ScoreModifier for Alibi {
         arguments.mask = arguments.mask.clone().with_bias(&biases);
         Ok(())
     }
+}
+
+/// Adds the bias of each query and key by their positions, for calls in which these are not the indices of the keys.
+fn add_biases_by_pair(slopes: &Tensor, arguments: &mut ScoreArguments, call: &CallContext) -> Result<()> {
+    let Some(QueryKeyPositions { queries, keys }) = call.positions else { return Ok(()) };
+    let device = arguments.q.device();
+    let h = slopes.dim(0)?;
+    let b = queries.rows().max(keys.rows());
+    let bytes = [b, h, queries.t, keys.t, size_of::<f32>()];
+    check_memory("alibi", format_args!("a bias for each of {} queries and {} keys", queries.t, keys.t), &bytes)?;
+    // f32 has all positions.
+    let column = |positions: &Positions, dims: (usize, usize, usize, usize)| {
+        Tensor::from_slice(&positions.entries, dims, &Device::Cpu)?.to_dtype(DType::F32)?.to_device(device)
+    };
+    let query_positions = column(queries, (queries.rows(), 1, queries.t, 1))?;
+    let key_positions = column(keys, (keys.rows(), 1, 1, keys.t))?;
+    let distances = query_positions.broadcast_sub(&key_positions)?.abs()?;
+    let biases = distances.broadcast_mul(&slopes.to_dtype(DType::F32)?.neg()?.reshape((1, h, 1, 1))?)?;
+    let biases = biases.to_dtype(accumulation_dtype(arguments.q.dtype()))?;
+    arguments.mask = arguments.mask.clone().with_bias(&biases);
+    Ok(())
 }
 
 #[cfg(test)]

@@ -199,6 +199,8 @@ pub(crate) struct CallContext<'a> {
     pub positions: Option<QueryKeyPositions<'a>>,
     /// Whether the caller passed positions.
     pub has_given_positions: bool,
+    /// Whether the tokens of the call are the nodes of trees, whose indices are not their positions.
+    pub has_tree: bool,
     pub packed: Option<&'a PackedSequences>,
     pub projections: &'a Projections,
     /// The first input that relative positions by content do not support, for an error.

@@ -64,6 +64,27 @@ impl CachedState {
             head_states: self.head_states.index_select(&rows, 0)?,
         })
     }
+
+    /// Returns the state with the sequences of another after its own.
+    ///
+    /// # Errors
+    /// For tensors of other shapes, another dtype or another device.
+    fn joined(&self, other: &Self) -> Result<Self> {
+        Ok(Self {
+            lens: [self.lens.as_slice(), &other.lens].concat(),
+            conv_inputs: joined("last inputs", &self.conv_inputs, &other.conv_inputs)?,
+            head_states: joined("states", &self.head_states, &other.head_states)?,
+        })
+    }
+}
+
+/// Returns tensors (B, ..) one after the other; `kind` names them in errors.
+fn joined(kind: &str, own: &Tensor, added: &Tensor) -> Result<Tensor> {
+    let dims = [&[added.dims()[0]], &own.dims()[1..]].concat();
+    let name = format!("{kind} of the other cache");
+    let found = Expect::many(OP, &name, added).sizes(&dims)?;
+    found.dtype(own.dtype(), "this cache's")?.same_device("this cache", own.device())?;
+    Tensor::cat(&[own, added], 0)?.contiguous()
 }
 
 impl DeltaCache {
@@ -140,6 +161,56 @@ impl DeltaCache {
             return Ok(());
         }
         self.states = self.states.iter().map(|state| state.reordered(sequences)).collect::<Result<_>>()?;
+        Ok(())
+    }
+
+    /// Removes a sequence from the batch, in snapshots too. Later sequences move one place down. Removing the only
+    /// sequence is a [`reset`](Self::reset). Copies the states of the other sequences, whose size does not depend on
+    /// their lengths.
+    ///
+    /// # Errors
+    /// As [`reorder`](Self::reorder).
+    pub fn remove(&mut self, sequence: usize) -> Result<()> {
+        let batch = self.lens().len();
+        if sequence >= batch {
+            bail!("[{OP}] sequence is {sequence}, expected one of the {batch} sequences in the cache")
+        }
+        let others: Vec<_> = (0..batch).filter(|&other| other != sequence).collect();
+        self.reorder(&others)
+    }
+
+    /// Removes a sequence from the batch, in snapshots too, and puts the last sequence into its place. Copies as
+    /// [`remove`](Self::remove) does.
+    ///
+    /// # Errors
+    /// As [`reorder`](Self::reorder).
+    pub fn swap_remove(&mut self, sequence: usize) -> Result<()> {
+        let batch = self.lens().len();
+        if sequence >= batch {
+            bail!("[{OP}] sequence is {sequence}, expected one of the {batch} sequences in the cache")
+        }
+        let mut others: Vec<_> = (0..batch).collect();
+        others.swap_remove(sequence);
+        self.reorder(&others)
+    }
+
+    /// Adds the sequences of another cache of the same layer after the present ones, with their lengths. The other
+    /// cache does not change. Copies the states of all sequences.
+    ///
+    /// Drops the snapshots of this cache, which do not have the new sequences. An empty cache takes the snapshots of
+    /// the other one.
+    ///
+    /// # Errors
+    /// For a cache whose states have other shapes, another dtype or another device. The cache is unchanged then.
+    pub fn join(&mut self, other: &Self) -> Result<()> {
+        let (Some(own), Some(added)) = (self.states.last(), other.states.last()) else {
+            if self.states.is_empty() {
+                self.states.clone_from(&other.states);
+            }
+            return Ok(());
+        };
+        let joined = own.joined(added)?;
+        self.states = vec![joined];
         Ok(())
     }
 

@@ -294,6 +294,7 @@ impl MultiHeadLatentAttention {
         let absorbs = is_cached && absorbs.unwrap_or_else(|| cfg.absorbs(t, tokens.longest()));
         let rows = self.latent_rows(&xs, rotation.as_ref())?;
         let q = self.project_queries(&xs, rotation.as_ref(), absorbs)?;
+        let mask = input.whole_mask(&self.mask, &tokens, xs.dim(0)?, xs.device())?;
         let mut cache_after = None;
         let keys = if let Some(cache) = &input.cache {
             let mut staged = cache.stage(&tokens, &rows, None, cfg.kv_lora_rank())?;
@@ -313,7 +314,7 @@ impl MultiHeadLatentAttention {
             q,
             keys,
             cache: cache_after,
-            mask: input.mask_with(&self.mask),
+            mask,
             options: input.options(cfg.dropout()).with_scale(cfg.scale()),
             batched: input.queries.rank() == 3,
             output: Box::new(move |output| self.project_output(output, absorbs, residual.as_ref())),
