@@ -2,7 +2,7 @@
 //!
 //! Busy neighbours are processes that use one core each. Every measurement is a separate process, with a thread for
 //! each core and with one thread, in turn. `--program NAME=COMMAND` times another program in the same turns;
-//! its last `N tokens/s` counts:
+//! its last `N tokens/s` or `N texts/s` counts:
 //!
 //! ```sh
 //! cargo build --release --example causal_lm
@@ -40,6 +40,9 @@ struct Args {
     /// The numbers of busy neighbours, by comma
     #[arg(long, value_delimiter = ',', default_values_t = [0, 1, 2])]
     neighbours: Vec<usize>,
+    /// The number of processes that do the same work at the same time; their rates are added
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    processes: u32,
     /// How often each side has its turn
     #[arg(long, default_value_t = 5)]
     rounds: usize,
@@ -95,7 +98,10 @@ fn main() -> Result<()> {
         return Ok(());
     }
     let sides = sides(&args)?;
-    println!("median tokens/s of {} rounds; in brackets the CPU time of a whole run in seconds", args.rounds);
+    println!(
+        "median rate (tokens/s or texts/s) of {} rounds; in brackets the CPU time of a whole run in seconds",
+        args.rounds
+    );
     println!("| neighbours | work | all threads | one thread | ratio |\n| ---: | --- | ---: | ---: | ---: |");
     for &count in &args.neighbours {
         let neighbours = Neighbours::start(count)?;
@@ -103,7 +109,7 @@ fn main() -> Result<()> {
             let mut runs: BTreeMap<bool, Vec<Run>> = BTreeMap::new();
             for _ in 0..args.rounds {
                 for is_single in [false, true] {
-                    runs.entry(is_single).or_default().push(side.run(is_single)?);
+                    runs.entry(is_single).or_default().push(side.run(is_single, args.processes)?);
                 }
             }
             let all = median(&runs[&false]);
@@ -111,11 +117,11 @@ fn main() -> Result<()> {
             println!(
                 "| {count} | {} | {:.1} ({:.1}) | {:.1} ({:.1}) | {:.2} |",
                 side.name,
-                all.tokens_per_second,
+                all.rate,
                 all.cpu_seconds,
-                one.tokens_per_second,
+                one.rate,
                 one.cpu_seconds,
-                all.tokens_per_second / one.tokens_per_second
+                all.rate / one.rate
             );
         }
         drop(neighbours);
@@ -123,16 +129,17 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// A command that prints tokens/s.
+/// A command that prints its rate.
 struct Side {
     name: String,
     command: Vec<String>,
 }
 
-/// The result of one process.
+/// One turn of a side.
 #[derive(Clone, Copy)]
 struct Run {
-    tokens_per_second: f64,
+    /// Tokens or texts a second.
+    rate: f64,
     cpu_seconds: f64,
 }
 
@@ -165,37 +172,52 @@ fn sides(args: &Args) -> Result<Vec<Side>> {
 }
 
 impl Side {
-    /// Runs the command with one thread or with all.
-    fn run(&self, is_single: bool) -> Result<Run> {
+    /// Runs the command with one thread or with all, in a number of processes at the same time.
+    fn run(&self, is_single: bool, processes: u32) -> Result<Run> {
         let [program, arguments @ ..] = &self.command[..] else {
             return Err(Error::msg(format!("{} has no command", self.name)));
         };
         let mut command = Command::new(program);
-        command.args(arguments);
+        command.args(arguments).stdout(Stdio::piped()).stderr(Stdio::piped());
         if is_single {
             command.env("RAYON_NUM_THREADS", "1");
         }
         let before = children_cpu_seconds();
-        let output = command.output()?;
-        let cpu_seconds = children_cpu_seconds() - before;
-        let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
-        let Some(tokens_per_second) = last_tokens_per_second(&text) else {
-            return Err(Error::msg(format!("{} printed no `N tokens/s`:\n{text}", self.name)));
-        };
-        Ok(Run { tokens_per_second, cpu_seconds })
+        let mut children = Vec::new();
+        for _ in 0..processes {
+            children.push(command.spawn()?);
+        }
+        let mut rate = 0.0;
+        for child in children {
+            let output = child.wait_with_output()?;
+            let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+            let Some(own_rate) = last_rate(&text) else {
+                return Err(Error::msg(format!("{} printed no `N tokens/s` or `N texts/s`:\n{text}", self.name)));
+            };
+            rate += own_rate;
+        }
+        Ok(Run { rate, cpu_seconds: children_cpu_seconds() - before })
     }
 }
 
-/// Returns the number before the last ` tokens/s` of a text.
-fn last_tokens_per_second(text: &str) -> Option<f64> {
-    let (before, _) = text.rsplit_once(" tokens/s")?;
-    before.rsplit(char::is_whitespace).next()?.parse().ok()
+/// Returns the last number of a text that is followed by `tokens/s` or `texts/s`.
+fn last_rate(text: &str) -> Option<f64> {
+    let mut rate = None;
+    let mut before = "";
+    for word in text.split_whitespace() {
+        let unit = word.trim_end_matches(|character: char| character.is_ascii_punctuation());
+        if unit == "tokens/s" || unit == "texts/s" {
+            rate = before.parse().ok().or(rate);
+        }
+        before = word;
+    }
+    rate
 }
 
 /// Returns the run whose speed is the median.
 fn median(runs: &[Run]) -> Run {
     let mut sorted = runs.to_vec();
-    sorted.sort_by(|a, b| a.tokens_per_second.total_cmp(&b.tokens_per_second));
+    sorted.sort_by(|a, b| a.rate.total_cmp(&b.rate));
     sorted[sorted.len() / 2]
 }
 

@@ -14,7 +14,7 @@ pub fn peak_resident() -> Option<u64> {
 /// fails, the peak is the peak of the whole process so far.
 pub fn forget_peak() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
-    // SAFETY: gives unused memory back to the system and touches nothing else.
+    // SAFETY: returns unused memory to the system and touches nothing else.
     unsafe {
         libc::malloc_trim(0);
     }

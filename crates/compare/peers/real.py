@@ -27,7 +27,10 @@ def main():
     args = parser.parse_args()
     if args.engine:
         engine, dtype, prompt, threads = args.engine
-        print(json.dumps(ENGINES[engine](dtype, int(prompt), int(threads))))
+        result = ENGINES[engine](dtype, int(prompt), int(threads))
+        # `cargo bench --bench shared -- --program` reads a rate.
+        print(f"{result['generation']:.1f} tokens/s" if "generation" in result else f"{result['rate']:.1f} texts/s")
+        print(json.dumps(result))
         return
     build = ["cargo", "build", "--release", "--quiet", "--example", "causal_lm", "--example", "sentence_embedding"]
     subprocess.run(build, cwd=ROOT, check=True)
