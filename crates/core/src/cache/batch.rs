@@ -95,8 +95,9 @@ impl AttentionCache {
     /// has them as the last sequences of its batch. The other cache does not change. [`remove`](Self::remove) has an
     /// example.
     ///
-    /// Copies the sequences of the other cache, if there is memory for them, of removed sequences. Otherwise all
-    /// sequences of both are copied to new buffers. A sliding cache takes as many of the last positions as it stores.
+    /// If the memory of removed sequences is large enough, only the sequences of the other cache are copied. Otherwise
+    /// all sequences of both caches are copied to new buffers. A sliding cache takes as many of the last positions as
+    /// it stores.
     ///
     /// # Errors
     /// For a cache whose keys or values have other sizes, another dtype or another device, or are stored in another
