@@ -31,6 +31,7 @@ pub mod weights {
 #[doc(hidden)]
 pub mod internal {
     pub use crate::cache::{NewTokens, Padding};
+    pub use crate::layer::LatentProjections;
     pub use crate::mask::rows_of_ones;
     pub use crate::params::{
         GATE_NAME, LayoutTensor, OTHER_GATE_NAME, ProjectionShape, TensorSource, detect_with, projection_shape,

@@ -5,3 +5,9 @@ mod rule;
 
 pub use net::{DeltaCache, DeltaInput, DeltaLayout, GatedDeltaNet, GatedDeltaNetConfig};
 pub use rule::{DeltaOptions, gated_delta_rule, gated_delta_rule_varlen};
+
+/// Internals that other packages of the workspace use. They are not covered by semantic versioning.
+#[doc(hidden)]
+pub mod internal {
+    pub use crate::net::DeltaWeights;
+}

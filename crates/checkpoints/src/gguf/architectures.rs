@@ -4,15 +4,33 @@ use candle_core::quantized::gguf_file::Content;
 use candle_core::{Result, bail};
 use serde_json::json;
 
+use super::hybrid;
 use super::metadata::{Architecture, DEFAULT_BASE, Fields, FullLayer, Metadata, shown};
+use super::t5::t5;
 
 const fn of(name: &'static str, model_type: &'static str) -> Architecture {
-    Architecture { name, model_type, reorders_rotary: false, window_pattern: None, adjust: |_, _| Ok(()) }
+    Architecture {
+        name,
+        model_type,
+        reorders_rotary: false,
+        is_hybrid: false,
+        reads: &[],
+        window_pattern: None,
+        adjust: |_, _| Ok(()),
+    }
 }
 
 impl Architecture {
     const fn reorders_rotary(self) -> Self {
         Self { reorders_rotary: true, ..self }
+    }
+
+    const fn hybrid(self) -> Self {
+        Self { is_hybrid: true, ..self }
+    }
+
+    const fn reads(self, reads: &'static [&'static str]) -> Self {
+        Self { reads, ..self }
     }
 
     const fn window_pattern(self, full_layer: FullLayer) -> Self {
@@ -31,15 +49,23 @@ pub(super) const ARCHITECTURES: &[Architecture] = &[
     of("chatglm", "glm"),
     of("cohere2", "cohere2").window_pattern(FullLayer::Last),
     of("command-r", "cohere"),
+    of("deepseek2", "deepseek_v3").reads(&[hybrid::YARN_LOG_MULTIPLIER]).adjust(hybrid::deepseek2),
+    of("eurobert", "eurobert"),
     of("falcon", "falcon").adjust(|_, fields| {
         fields.insert("new_decoder_architecture".into(), json!(fields["num_kv_heads"] != 1));
         Ok(())
     }),
+    of("falcon-h1", "falcon_h1"),
     of("gemma", "gemma"),
     of("gemma2", "gemma2").window_pattern(FullLayer::Last).adjust(|metadata, fields| gemma_scale(metadata, fields, 46)),
     of("gemma3", "gemma3_text").window_pattern(FullLayer::Last).adjust(|metadata, fields| {
         rope_by_kind(metadata, fields)?;
         gemma_scale(metadata, fields, 62)
+    }),
+    of("gemma-embedding", "gemma3_text").window_pattern(FullLayer::Last).adjust(|metadata, fields| {
+        fields.insert("use_bidirectional_attention".into(), json!(true));
+        rope_by_kind(metadata, fields)?;
+        gemma_scale(metadata, fields, usize::MAX)
     }),
     of("glm4", "glm4"),
     of("gpt-oss", "gpt_oss").window_pattern(FullLayer::Last).adjust(|_, fields| {
@@ -49,6 +75,10 @@ pub(super) const ARCHITECTURES: &[Architecture] = &[
     of("gpt2", "gpt2"),
     of("gptneox", "gpt_neox"),
     of("granite", "granite").reorders_rotary(),
+    of("granitehybrid", "granitemoehybrid").reorders_rotary().hybrid().adjust(hybrid::granite_hybrid),
+    of("jamba", "jamba").hybrid().adjust(hybrid::jamba),
+    of("jina-bert-v3", "jina_embeddings_v3"),
+    of("kimi-linear", "kimi_linear").hybrid().adjust(hybrid::kimi_linear),
     of("llama", "llama").reorders_rotary().adjust(|metadata, fields| {
         if metadata.size("expert_count")?.is_some_and(|experts| experts > 0) {
             fields["model_type"] = json!("mixtral");
@@ -57,6 +87,7 @@ pub(super) const ARCHITECTURES: &[Architecture] = &[
         }
         Ok(())
     }),
+    of("minicpm3", "minicpm3").adjust(hybrid::latent),
     of("modern-bert", "modernbert").window_pattern(FullLayer::First).adjust(|metadata, fields| {
         if let Some(window) = fields.remove("sliding_window") {
             fields.insert("local_attention".into(), window);
@@ -70,7 +101,10 @@ pub(super) const ARCHITECTURES: &[Architecture] = &[
         fields.insert("attn_config".into(), alibi);
         Ok(())
     }),
+    of("nemotron_h", "nemotron_h").hybrid().adjust(hybrid::nemotron_h),
+    of("nemotron_h_moe", "nemotron_h").hybrid().adjust(hybrid::nemotron_h),
     of("nomic-bert", "nomic_bert"),
+    of("nomic-bert-moe", "nomic_bert"),
     of("olmo2", "olmo2").adjust(|metadata, _| match metadata.size("attention.sliding_window")? {
         Some(window @ 1..) => metadata.fail(format!("the window of Olmo 3, {window}, is not supported")),
         _ => Ok(()),
@@ -79,10 +113,15 @@ pub(super) const ARCHITECTURES: &[Architecture] = &[
     of("phi3", "phi3"),
     of("qwen2", "qwen2"),
     of("qwen3", "qwen3"),
+    of("qwen35", "qwen3_5_text").hybrid().adjust(hybrid::qwen3_next),
+    of("qwen35moe", "qwen3_5_moe_text").hybrid().adjust(hybrid::qwen3_next),
+    of("qwen3next", "qwen3_next").hybrid().adjust(hybrid::qwen3_next),
     of("smollm3", "smollm3").reorders_rotary(),
     of("stablelm", "stablelm"),
     of("starcoder", "gpt_bigcode"),
     of("starcoder2", "starcoder2"),
+    of("t5", "t5").adjust(t5),
+    of("t5encoder", "t5").adjust(t5),
 ];
 
 /// Finds the architecture of a file.

@@ -4,7 +4,7 @@ use candle_core::quantized::gguf_file::Value;
 use candle_core::{Result, bail};
 use serde_json::json;
 
-use super::metadata::{ATTENTION_FACTOR, DEFAULT_BASE, Fields, Metadata, shown, whole};
+use super::metadata::{ATTENTION_FACTOR, DEFAULT_BASE, Fields, Metadata, is_set, shown, whole};
 
 /// The tensor that divides rotary frequencies in calls of any length.
 pub(super) const ROPE_FREQS: &str = "rope_freqs.weight";
@@ -51,9 +51,9 @@ impl Metadata<'_> {
             fields.insert(name.into(), value);
         };
         let num_heads = self.required("attention.head_count")?;
-        let num_kv_heads = self.count("attention.head_count_kv")?.unwrap_or(num_heads);
+        let num_kv_heads = self.key_heads()?.unwrap_or(num_heads);
         set("model_type", json!(self.architecture.model_type));
-        set("num_hidden_layers", json!(self.required("block_count")?));
+        set("num_hidden_layers", json!(self.num_hidden_layers()?));
         set("hidden_size", json!(self.required("embedding_length")?));
         set("num_attention_heads", json!(num_heads));
         set("head_dim", json!(self.count("attention.key_length")?));
@@ -135,7 +135,8 @@ impl Metadata<'_> {
 
     /// Returns `rope_parameters`, without the factors that are tensors.
     fn rope(&self) -> Result<serde_json::Value> {
-        for &(key, neutral) in UNSUPPORTED {
+        let is_read = |key: &&str| self.architecture.reads.contains(key);
+        for &(key, neutral) in UNSUPPORTED.iter().filter(|(key, _)| !is_read(key)) {
             if let Some(number) = self.number(key)?.filter(|&number| number != neutral) {
                 return self.fail(format!("{key} is {number}, which is not supported, expected {neutral}"));
             }
@@ -189,15 +190,3 @@ const UNSUPPORTED: &[(&str, f64)] = &[
     ("rope.scaling.yarn_attn_factor", 1.0),
     ("rope.scaling.yarn_ext_factor", 1.0),
 ];
-
-/// Returns a flag, which may also be 0 or 1 of any integer type.
-fn is_set(value: &Value) -> Option<bool> {
-    match value {
-        Value::Bool(flag) => Some(*flag),
-        other => match whole(other)? {
-            0 => Some(false),
-            1 => Some(true),
-            _ => None,
-        },
-    }
-}

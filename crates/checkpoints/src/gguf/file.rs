@@ -61,7 +61,8 @@ impl<R: Read + Seek> File<'_, R> {
         }
     }
 
-    fn shaped(&mut self, name: &str, shape: &[usize]) -> Result<QTensor> {
+    /// Reads a tensor of this shape.
+    pub fn shaped(&mut self, name: &str, shape: &[usize]) -> Result<QTensor> {
         match self.content.tensor_infos.get(name) {
             None => bail!("[gguf] {name} is missing, expected shape {shape:?}"),
             Some(info) if info.shape.dims() != shape => {
@@ -176,6 +177,40 @@ impl Weight {
     pub fn columns(self) -> Result<Vec<PackedProjection>> {
         let outputs = Outputs { count: self.out_dim(), has_bias: self.bias.is_some() };
         Ok(PackedProjection::split(self.pack()?, [outputs]))
+    }
+}
+
+/// A weight with the rows of one or more projections of one input.
+pub(super) struct FusedWeight {
+    pub weight: Weight,
+    /// The projections, in the order of the rows.
+    pub outputs: Vec<Outputs>,
+}
+
+impl FusedWeight {
+    /// Packs the weight, and returns its projections.
+    pub fn pack(self) -> Result<Vec<PackedProjection>> {
+        Ok(PackedProjection::split(self.weight.pack()?, self.outputs))
+    }
+
+    /// Packs weights of one input. Neighbours of one type become one weight, whose products are computed at once.
+    pub fn pack_joined(all: Vec<Self>) -> Result<Vec<PackedProjection>> {
+        let mut runs: Vec<Vec<Self>> = Vec::new();
+        for next in all {
+            let dtype = next.weight.weight.dtype();
+            match runs.last_mut() {
+                Some(run) if run[0].weight.weight.dtype() == dtype => run.push(next),
+                _ => runs.push(vec![next]),
+            }
+        }
+        let mut projections = Vec::new();
+        for run in runs {
+            let outputs = run.iter().flat_map(|fused| fused.outputs.iter().copied()).collect();
+            let mut weights: Vec<_> = run.into_iter().map(|fused| fused.weight).collect();
+            let weight = if weights.len() == 1 { weights.remove(0) } else { Weight::concat(&weights)? };
+            projections.extend(Self { weight, outputs }.pack()?);
+        }
+        Ok(projections)
     }
 }
 

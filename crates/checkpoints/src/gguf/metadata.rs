@@ -14,6 +14,10 @@ pub(super) struct Architecture {
     /// Whether llama.cpp's converter reorders the rows of q and k, so that the two entries of a rotated pair are
     /// neighbours.
     pub reorders_rotary: bool,
+    /// Whether some layers have no softmax attention, and 0 key heads.
+    pub is_hybrid: bool,
+    /// Numbers that change attention and that `adjust` reads, among those that are refused in other architectures.
+    pub reads: &'static [&'static str],
     /// Which layers have a window where `attention.sliding_window_pattern` is one number.
     pub window_pattern: Option<FullLayer>,
     /// Sets the fields that this architecture alone has.
@@ -120,7 +124,53 @@ impl Metadata<'_> {
         }
     }
 
-    /// Reads the number of layers.
+    /// Reads a whole number for each layer, or one for all.
+    pub fn per_layer(&self, key: &str) -> Result<Option<Vec<usize>>> {
+        let layers = self.num_layers()?;
+        match self.get(key) {
+            None => Ok(None),
+            Some(found @ Value::Array(list)) => match list.iter().map(whole).collect::<Option<Vec<_>>>() {
+                Some(numbers) if numbers.len() == layers => Ok(Some(numbers)),
+                _ => self.expected(key, found, "a whole number, or one for each layer"),
+            },
+            Some(_) => Ok(self.size(key)?.map(|size| vec![size; layers])),
+        }
+    }
+
+    /// Reads the number of key heads of the layers that have softmax attention; the other layers of the model have 0.
+    pub fn key_heads(&self) -> Result<Option<usize>> {
+        let Some(found @ Value::Array(_)) = self.get(KEY_HEADS).filter(|_| self.architecture.is_hybrid) else {
+            return self.count(KEY_HEADS);
+        };
+        let Some(numbers) = self.per_layer(KEY_HEADS)? else { return Ok(None) };
+        let mut with_heads = numbers.iter().copied().filter(|&heads| heads > 0);
+        match with_heads.next() {
+            Some(first) if with_heads.all(|heads| heads == first) => Ok(Some(first)),
+            _ => {
+                self.expected(KEY_HEADS, found, "a whole number of at least 1, the same for all layers with attention")
+            }
+        }
+    }
+
+    /// Returns whether each layer has key heads, which layers without softmax attention do not have.
+    pub fn has_key_heads(&self) -> Result<Vec<bool>> {
+        match self.per_layer(KEY_HEADS)? {
+            Some(numbers) => Ok(numbers.into_iter().map(|heads| heads > 0).collect()),
+            None => self.fail(format!("the metadata has no {KEY_HEADS}")),
+        }
+    }
+
+    /// Reads the number of layers, without those that predict more tokens after the next one, which come last.
+    pub fn num_hidden_layers(&self) -> Result<usize> {
+        let layers = self.num_layers()?;
+        let last = self.size("nextn_predict_layers")?.unwrap_or(0);
+        match layers.checked_sub(last) {
+            Some(hidden @ 1..) => Ok(hidden),
+            _ => self.fail(format!("nextn_predict_layers is {last}, expected less than block_count, {layers}")),
+        }
+    }
+
+    /// Reads the number of layers of the file.
     pub fn num_layers(&self) -> Result<usize> {
         let key = "block_count";
         match self.get(key) {
@@ -165,6 +215,19 @@ impl Metadata<'_> {
         }
     }
 
+    /// Reads a flag for each layer.
+    pub fn flags(&self, key: &str) -> Result<Option<Vec<bool>>> {
+        let Some(found) = self.get(key) else { return Ok(None) };
+        let mut flags = None;
+        if let Value::Array(list) = found {
+            flags = list.iter().map(is_set).collect::<Option<Vec<_>>>();
+        }
+        match flags {
+            Some(each) if each.len() == self.num_layers()? => Ok(Some(each)),
+            _ => self.expected(key, found, "true or false for each layer"),
+        }
+    }
+
     /// Reads the scale of the scores; 0 means the usual one, as in llama.cpp.
     pub fn scale(&self) -> Result<Option<f64>> {
         Ok(self.number("attention.scale")?.filter(|&scale| scale != 0.0))
@@ -175,6 +238,9 @@ impl Metadata<'_> {
         Ok(self.number(ATTENTION_FACTOR)?.unwrap_or(1.0))
     }
 }
+
+/// The key of the number of key heads.
+const KEY_HEADS: &str = "attention.head_count_kv";
 
 /// The key of the factor on queries and keys.
 pub(super) const ATTENTION_FACTOR: &str = "rope.scaling.attn_factor";
@@ -222,6 +288,18 @@ pub(super) fn whole(value: &Value) -> Option<usize> {
         Value::F32(_) | Value::F64(_) | Value::Bool(_) | Value::String(_) | Value::Array(_) => return None,
     };
     usize::try_from(number).ok()
+}
+
+/// Returns a flag, which may also be 0 or 1 of any integer type.
+pub(super) fn is_set(value: &Value) -> Option<bool> {
+    match value {
+        Value::Bool(flag) => Some(*flag),
+        other => match whole(other)? {
+            0 => Some(false),
+            1 => Some(true),
+            _ => None,
+        },
+    }
 }
 
 /// Returns a value as errors show it.

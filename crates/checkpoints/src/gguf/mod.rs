@@ -22,13 +22,16 @@
 mod architectures;
 mod config;
 mod file;
+mod hybrid;
+mod latent;
+mod layer;
+mod linear;
 mod metadata;
+mod t5;
 
 pub use file::{LinearShard, read};
 
-use std::collections::HashMap;
 use std::io::{Read, Seek};
-use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 use candle_core::quantized::gguf_file::Content;
@@ -39,15 +42,22 @@ use serde_json::Value;
 
 use crate::hf;
 use architectures::{ARCHITECTURES, metadata_of};
-use candle_attention_core::internal::{ProjectionShape, projection_shape};
-use candle_attention_core::{MultiHeadAttention, MultiHeadAttentionConfig, RopeConfig, RopeScaling, RopeStyle};
+use candle_attention_core::{
+    MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig, RopeConfig,
+    RopeScaling, RopeStyle,
+};
+use candle_attention_delta::{GatedDeltaNet, GatedDeltaNetConfig};
+use candle_attention_modules::base::HeadShard;
 use candle_attention_modules::base::rowwise::to_vec;
-use candle_attention_modules::base::{HeadCounts, HeadShard, Heads};
-use candle_attention_modules::linear::{Outputs, PackedLinear, PackedProjection, Projection, Projections};
+use candle_attention_modules::linear::PackedLinear;
 use candle_attention_modules::norm::{QkNorm, QkNormKind};
 use config::{ROPE_FACTORS, ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT, ROPE_FREQS};
-use file::{File, Weight};
+use file::File;
+use latent::{LatentWeights, latent_config};
+use layer::{LayerNames, LayerWeights, Place};
+use linear::{DeltaNetWeights, linear_config};
 use metadata::Metadata;
+use t5::load_relative_bias;
 
 /// Returns the values of `general.architecture` that are known, in alphabetical order.
 pub fn architectures() -> impl Iterator<Item = &'static str> {
@@ -64,7 +74,8 @@ pub fn hf_config(content: &Content) -> Result<Value> {
     metadata_of(content)?.config()
 }
 
-/// Returns the config of the first layer's attention. Where layers differ, as in Gemma, a loaded layer has
+/// Returns the config of the attention of the first layer with softmax attention; in a model with an encoder and a
+/// decoder, of the encoder. Where layers differ, as in Gemma, a loaded layer has
 /// [its own](MultiHeadAttention::config).
 ///
 /// # Errors
@@ -72,26 +83,56 @@ pub fn hf_config(content: &Content) -> Result<Value> {
 /// frequencies of Llama 3.1 and Phi 3), which [`load_attention`] reads.
 pub fn attention_config(content: &Content) -> Result<MultiHeadAttentionConfig> {
     let metadata = metadata_of(content)?;
-    let cfg = layer_config(&metadata, 0)?;
-    if let Some(name) = ROPE_FACTORS.iter().find(|name| content.tensor_infos.contains_key(**name)) {
-        bail!("[gguf] {name} is a part of the config: expected a call of `load_attention`, whose layer has the config")
-    }
+    let cfg = first_config(&metadata, |layer| layer_config(&metadata, encoder_or_alone(content), layer))?;
+    refuse_rope_factors(content, "load_attention")?;
     cfg.validate().map_err(|error| metadata.explain(&error))?;
     Ok(cfg)
 }
 
-/// Loads one layer's attention. Layers count from 0. Inputs are f32.
+/// Returns the config of the first layer with latent attention, in the files of DeepSeek V2 and V3 and of models with
+/// the same attention.
+///
+/// # Errors
+/// As [`attention_config`], and for an architecture with another kind of attention.
+pub fn latent_attention_config(content: &Content) -> Result<MultiHeadLatentAttentionConfig> {
+    let metadata = metadata_of(content)?;
+    let cfg = first_config(&metadata, |layer| latent_config(&metadata, layer))?;
+    refuse_rope_factors(content, "load_latent_attention")?;
+    Ok(cfg)
+}
+
+/// Returns the config of the first layer with linear attention by the gated delta rule.
+///
+/// # Errors
+/// As [`attention_config`], and for an architecture without linear attention.
+pub fn linear_attention_config(content: &Content) -> Result<GatedDeltaNetConfig> {
+    let metadata = metadata_of(content)?;
+    first_config(&metadata, |layer| linear_config(&metadata, layer))
+}
+
+/// Returns whether a layer has linear attention by the gated delta rule, and is loaded by [`load_linear_attention`].
+///
+/// # Errors
+/// As [`hf_config`], and for a layer that the model does not have.
+pub fn is_linear_attention(content: &Content, layer: usize) -> Result<bool> {
+    let metadata = metadata_of(content)?;
+    hf::is_linear_attention(&metadata.config()?, layer).map_err(|error| metadata.explain(&error))
+}
+
+/// Loads one layer's attention; in a model with an encoder and a decoder, of the encoder. Layers count from 0. Inputs
+/// are f32.
 ///
 /// # Errors
 /// As [`hf_config`] and [`hf::attention_config`], for a missing or misshapen tensor, named with both shapes, and if the
-/// file cannot be read.
+/// file cannot be read. Latent attention is for [`load_latent_attention`], linear attention for
+/// [`load_linear_attention`].
 pub fn load_attention<R: Read + Seek>(
     content: &Content,
     reader: &mut R,
     layer: usize,
     device: &Device,
 ) -> Result<MultiHeadAttention> {
-    load(&mut File { content, reader, device }, layer, HeadShard::WHOLE)
+    load(&mut File { content, reader, device }, encoder_or_alone(content), layer, HeadShard::WHOLE)
 }
 
 /// Loads one rank's heads of a layer's attention, as [`MultiHeadAttention::load_shard`] does. Weights stay quantised.
@@ -106,138 +147,111 @@ pub fn load_attention_shard<R: Read + Seek>(
     shard: HeadShard,
     device: &Device,
 ) -> Result<MultiHeadAttention> {
-    load(&mut File { content, reader, device }, layer, shard)
+    load(&mut File { content, reader, device }, encoder_or_alone(content), layer, shard)
 }
 
-fn load<R: Read + Seek>(file: &mut File<R>, layer: usize, shard: HeadShard) -> Result<MultiHeadAttention> {
-    let device = file.device;
-    let metadata = metadata_of(file.content)?;
-    let cfg = file.with_rope_factors(&metadata, layer_config(&metadata, layer)?)?;
+/// Loads a layer's self-attention in the decoder of a model with an encoder.
+///
+/// # Errors
+/// As [`load_attention`], and for an architecture without an encoder and a decoder.
+pub fn load_decoder_attention<R: Read + Seek>(
+    content: &Content,
+    reader: &mut R,
+    layer: usize,
+    device: &Device,
+) -> Result<MultiHeadAttention> {
+    load(&mut File { content, reader, device }, Place::Decoder, layer, HeadShard::WHOLE)
+}
+
+/// Loads the cross-attention of a decoder's layer to an encoder's outputs.
+///
+/// # Errors
+/// As [`load_attention`], and for an architecture without an encoder and a decoder.
+pub fn load_cross_attention<R: Read + Seek>(
+    content: &Content,
+    reader: &mut R,
+    layer: usize,
+    device: &Device,
+) -> Result<MultiHeadAttention> {
+    load(&mut File { content, reader, device }, Place::Cross, layer, HeadShard::WHOLE)
+}
+
+/// Loads one layer's latent attention. Layers count from 0. Inputs are f32. All weights but those from latents to keys
+/// and values stay quantised.
+///
+/// # Errors
+/// As [`load_attention`], and for an architecture with another kind of attention.
+pub fn load_latent_attention<R: Read + Seek>(
+    content: &Content,
+    reader: &mut R,
+    layer: usize,
+    device: &Device,
+) -> Result<MultiHeadLatentAttention> {
+    let mut file = File { content, reader, device };
+    let metadata = metadata_of(content)?;
+    let cfg = latent_config(&metadata, layer)?;
+    let rope = rope_with_factors(&mut file, &metadata, cfg.rope())?;
+    let cfg = cfg.with_rope(rope);
     cfg.validate().map_err(|error| metadata.explain(&error))?;
-    // Refuses options that a shard cannot have.
-    let _ = cfg.for_shard(shard)?;
-    let mut weights = LayerWeights { file, cfg: &cfg, layer, shard };
-    let mut columns = weights.queries_keys_values()?;
-    columns.extend(weights.output()?.columns()?);
-    let vb = VarBuilder::from_tensors(weights.parameters()?, DType::F32, device);
-    MultiHeadAttention::of_gguf(&cfg, Projections::of_columns(columns, device), vb, shard)
+    LatentWeights::new(&mut file, &cfg, layer).load()
 }
 
-/// The weights of one layer in a file, of which a shard is read.
-struct LayerWeights<'a, 'f, R> {
-    file: &'a mut File<'f, R>,
-    /// The config of the whole layer.
-    cfg: &'a MultiHeadAttentionConfig,
+/// Loads a layer of linear attention by the gated delta rule. Layers count from 0. Inputs are f32. The projections stay
+/// quantised.
+///
+/// # Errors
+/// As [`load_attention`], and for a layer of softmax attention.
+pub fn load_linear_attention<R: Read + Seek>(
+    content: &Content,
+    reader: &mut R,
+    layer: usize,
+    device: &Device,
+) -> Result<GatedDeltaNet> {
+    let cfg = linear_config(&metadata_of(content)?, layer)?;
+    DeltaNetWeights::new(&mut File { content, reader, device }, &cfg, layer).load()
+}
+
+fn load<R: Read + Seek>(
+    file: &mut File<R>,
+    place: Place,
     layer: usize,
     shard: HeadShard,
+) -> Result<MultiHeadAttention> {
+    let metadata = metadata_of(file.content)?;
+    let mut cfg = layer_config(&metadata, place, layer)?;
+    if let Some(rope) = cfg.rope() {
+        let rope = rope_with_factors(file, &metadata, rope)?;
+        cfg = cfg.with_rope(rope);
+    }
+    cfg.validate().map_err(|error| metadata.explain(&error))?;
+    let attention = LayerWeights { file, cfg: &cfg, names: LayerNames::new(place, layer), shard }.load()?;
+    match load_relative_bias(file, &cfg, place, layer, shard)? {
+        Some(bias) => attention.with_relative_bias(bias),
+        None => Ok(attention),
+    }
 }
 
-/// A projection of queries, keys or values.
-struct Input {
-    /// llama.cpp's name.
-    name: &'static str,
-    /// The shape of the whole projection.
-    shape: ProjectionShape,
-    has_bias: bool,
-    /// The rows of this rank's heads.
-    rows: Range<usize>,
+/// Returns the place of the layers that [`load_attention`] loads.
+fn encoder_or_alone(content: &Content) -> Place {
+    let has_encoder = content.tensor_infos.keys().any(|name| name.starts_with("enc.blk."));
+    if has_encoder { Place::Encoder } else { Place::Alone }
 }
 
-impl<R: Read + Seek> LayerWeights<'_, '_, R> {
-    fn name(&self, part: &str) -> String {
-        format!("blk.{}.{part}", self.layer)
+/// Returns the config of the first layer that has one.
+fn first_config<T>(metadata: &Metadata, config: impl Fn(usize) -> Result<T>) -> Result<T> {
+    let first = config(0);
+    if first.is_ok() || !metadata.architecture.is_hybrid {
+        return first;
     }
+    (1..metadata.num_hidden_layers()?).find_map(|layer| config(layer).ok()).map_or(first, Ok)
+}
 
-    /// Returns the entries of this rank's heads among `len`.
-    fn own_range(&self, heads: Heads, len: usize) -> Range<usize> {
-        let counts = HeadCounts { query: self.cfg.num_heads(), key: self.cfg.num_kv_heads() };
-        self.shard.range(heads, counts, len)
-    }
-
-    fn inputs(&self) -> [Input; 3] {
-        let input = |name, projection, heads, has_bias| {
-            let shape = projection_shape(self.cfg, projection);
-            Input { name, shape, has_bias, rows: self.own_range(heads, shape.outputs) }
-        };
-        [
-            input("attn_q", Projection::Query, Heads::Query, self.cfg.q_bias()),
-            input("attn_k", Projection::Key, Heads::Key, self.cfg.k_bias()),
-            input("attn_v", Projection::Value, Heads::Key, self.cfg.v_bias()),
-        ]
-    }
-
-    /// Reads the projections of queries, keys and values, from one tensor or from three.
-    fn queries_keys_values(&mut self) -> Result<Vec<PackedProjection>> {
-        let inputs = self.inputs();
-        let parts = inputs.each_ref().map(|input| Outputs { count: input.rows.len(), has_bias: input.has_bias });
-        if self.file.has(&self.name("attn_qkv.weight")) {
-            return Ok(PackedProjection::split(self.packed_inputs(&inputs)?.pack()?, parts));
+fn refuse_rope_factors(content: &Content, call: &str) -> Result<()> {
+    match ROPE_FACTORS.iter().find(|name| content.tensor_infos.contains_key(**name)) {
+        Some(name) => {
+            bail!("[gguf] {name} is a part of the config: expected a call of `{call}`, whose layer has the config")
         }
-        let mut weights = Vec::new();
-        for input in &inputs {
-            let whole = self.file.weight(&self.name(input.name), input.shape, input.has_bias)?;
-            weights.push(self.outputs(input.name, whole, vec![input.rows.clone()])?);
-        }
-        let kind = |weight: &Weight| (weight.weight.dtype(), weight.weight.shape().dims()[1]);
-        if weights.iter().all(|weight| kind(weight) == kind(&weights[0])) {
-            return Ok(PackedProjection::split(Weight::concat(&weights)?.pack()?, parts));
-        }
-        let mut columns = Vec::new();
-        for weight in weights {
-            columns.extend(weight.columns()?);
-        }
-        Ok(columns)
-    }
-
-    /// Reads the tensor that has the rows of queries, then keys, then values.
-    fn packed_inputs(&mut self, inputs: &[Input; 3]) -> Result<Weight> {
-        let mut rows = Vec::new();
-        let mut first = 0;
-        for input in inputs {
-            rows.push(first + input.rows.start..first + input.rows.end);
-            first += input.shape.outputs;
-        }
-        let has_bias = inputs.iter().any(|input| input.has_bias);
-        let shape = ProjectionShape { outputs: first, inputs: inputs[0].shape.inputs };
-        let whole = self.file.weight(&self.name("attn_qkv"), shape, has_bias)?;
-        self.outputs("attn_qkv", whole, rows)
-    }
-
-    /// Returns this rank's outputs of a weight.
-    fn outputs(&self, name: &str, whole: Weight, rows: Vec<Range<usize>>) -> Result<Weight> {
-        if self.shard == HeadShard::WHOLE { Ok(whole) } else { whole.part(name, &LinearShard::Outputs(rows)) }
-    }
-
-    /// Reads this rank's inputs of the output projection.
-    fn output(&mut self) -> Result<Weight> {
-        let name = self.name("attn_output");
-        let shape = projection_shape(self.cfg, Projection::Output);
-        let whole = self.file.weight(&name, shape, self.cfg.out_bias())?;
-        if self.shard == HeadShard::WHOLE {
-            return Ok(whole);
-        }
-        let range = self.own_range(Heads::Query, shape.inputs);
-        whole.part(&name, &LinearShard::Inputs { range, has_bias: self.shard.rank() == 0 })
-    }
-
-    /// Reads the norms of queries and keys and the sinks, by this crate's names. Norms with a bias, which the config
-    /// does not have, are read too: the layer refuses them.
-    fn parameters(&mut self) -> Result<HashMap<String, Tensor>> {
-        let has_norms = self.cfg.qk_norm().is_some();
-        let mut parameters = HashMap::new();
-        for (parameter, name, is_expected) in [
-            ("q_norm.weight", "attn_q_norm.weight", has_norms),
-            ("k_norm.weight", "attn_k_norm.weight", has_norms),
-            ("q_norm.bias", "attn_q_norm.bias", false),
-            ("k_norm.bias", "attn_k_norm.bias", false),
-            ("sinks", "attn_sinks.weight", self.cfg.sinks()),
-        ] {
-            let name = self.name(name);
-            if is_expected || self.file.has(&name) {
-                parameters.insert(parameter.to_string(), self.file.tensor(&name)?.dequantize(self.file.device)?);
-            }
-        }
-        Ok(parameters)
+        None => Ok(()),
     }
 }
 
@@ -305,14 +319,21 @@ impl<R: Read + Seek + Send> SimpleBackend for Tensors<R> {
 }
 
 /// Returns the config of a layer that the metadata, the architecture and the names of tensors tell.
-fn layer_config(metadata: &Metadata, layer: usize) -> Result<MultiHeadAttentionConfig> {
-    let cfg = hf::attention_config(&metadata.config()?, layer).map_err(|error| metadata.explain(&error))?;
-    let has = |name: &str| metadata.content.tensor_infos.contains_key(&format!("blk.{layer}.{name}.bias"));
-    let has_packed_bias = has("attn_qkv");
-    let q_bias = cfg.q_bias() || has_packed_bias || has("attn_q");
-    let k_bias = cfg.k_bias() || has_packed_bias || has("attn_k");
-    let v_bias = cfg.v_bias() || has_packed_bias || has("attn_v");
-    let out_bias = cfg.out_bias() || has("attn_output");
+fn layer_config(metadata: &Metadata, place: Place, layer: usize) -> Result<MultiHeadAttentionConfig> {
+    let config = metadata.config()?;
+    let cfg = match place {
+        Place::Alone | Place::Encoder => hf::attention_config(&config, layer),
+        Place::Decoder => hf::decoder_attention_config(&config, layer),
+        Place::Cross => hf::cross_attention_config(&config, layer),
+    };
+    let cfg = cfg.map_err(|error| metadata.explain(&error))?;
+    let names = LayerNames::new(place, layer);
+    let has_bias = |name: String| metadata.content.tensor_infos.contains_key(&format!("{name}.bias"));
+    let has_packed_bias = has_bias(names.name("qkv"));
+    let q_bias = cfg.q_bias() || has_packed_bias || has_bias(names.name("q"));
+    let k_bias = cfg.k_bias() || has_packed_bias || has_bias(names.name("k"));
+    let v_bias = cfg.v_bias() || has_packed_bias || has_bias(names.name("v"));
+    let out_bias = cfg.out_bias() || has_bias(names.output());
     let mut cfg = cfg.with_q_bias(q_bias).with_k_bias(k_bias).with_v_bias(v_bias).with_out_bias(out_bias);
     if let Some(norm @ QkNorm { kind: QkNormKind::RmsPlusOne, .. }) = cfg.qk_norm() {
         cfg = cfg.with_qk_norm(QkNorm { kind: QkNormKind::Rms, ..norm });
@@ -334,40 +355,32 @@ fn layer_config(metadata: &Metadata, layer: usize) -> Result<MultiHeadAttentionC
     }
 }
 
-impl<R: Read + Seek> File<'_, R> {
-    /// Adds the factors of rotary frequencies that the file has to a config.
-    fn with_rope_factors(
-        &mut self,
-        metadata: &Metadata,
-        cfg: MultiHeadAttentionConfig,
-    ) -> Result<MultiHeadAttentionConfig> {
-        let Some(rope) = cfg.rope() else { return Ok(cfg) };
-        let has_one_list = self.has(ROPE_FREQS);
-        let has_two_lists = self.has(ROPE_FACTORS_SHORT) || self.has(ROPE_FACTORS_LONG);
-        if has_one_list && has_two_lists {
-            return metadata.fail(format!("{ROPE_FREQS} and {ROPE_FACTORS_LONG} are both in the file, expected one"));
-        }
-        if !has_one_list && !has_two_lists {
-            return Ok(cfg);
-        }
-        let short = if has_one_list { ROPE_FREQS } else { ROPE_FACTORS_SHORT };
-        let long = if has_one_list { ROPE_FREQS } else { ROPE_FACTORS_LONG };
-        if *rope.scaling() != RopeScaling::None {
-            return metadata.fail(format!("{short} is in the file, but the metadata scale frequencies too"));
-        }
-        let mut factors = |name| to_vec::<f64>(&self.tensor(name)?.dequantize(&Device::Cpu)?);
-        let context = match metadata.size("rope.scaling.original_context_length")? {
-            None => metadata.size("context_length")?,
-            original => original,
-        };
-        let scaling = RopeScaling::LongRope {
-            short_factor: factors(short)?,
-            long_factor: factors(long)?,
-            original_context: context.unwrap_or(u32::MAX as usize),
-            factor: None,
-            attention_factor: Some(metadata.attention_factor()?),
-        };
-        let rope = rope.clone().with_scaling(scaling);
-        Ok(cfg.with_rope(rope))
+/// Returns rotary positions with the factors of frequencies that the file has.
+fn rope_with_factors<R: Read + Seek>(file: &mut File<R>, metadata: &Metadata, rope: &RopeConfig) -> Result<RopeConfig> {
+    let has_one_list = file.has(ROPE_FREQS);
+    let has_two_lists = file.has(ROPE_FACTORS_SHORT) || file.has(ROPE_FACTORS_LONG);
+    if has_one_list && has_two_lists {
+        return metadata.fail(format!("{ROPE_FREQS} and {ROPE_FACTORS_LONG} are both in the file, expected one"));
     }
+    if !has_one_list && !has_two_lists {
+        return Ok(rope.clone());
+    }
+    let short = if has_one_list { ROPE_FREQS } else { ROPE_FACTORS_SHORT };
+    let long = if has_one_list { ROPE_FREQS } else { ROPE_FACTORS_LONG };
+    if *rope.scaling() != RopeScaling::None {
+        return metadata.fail(format!("{short} is in the file, but the metadata scale frequencies too"));
+    }
+    let mut factors = |name| to_vec::<f64>(&file.tensor(name)?.dequantize(&Device::Cpu)?);
+    let context = match metadata.size("rope.scaling.original_context_length")? {
+        None => metadata.size("context_length")?,
+        original => original,
+    };
+    let scaling = RopeScaling::LongRope {
+        short_factor: factors(short)?,
+        long_factor: factors(long)?,
+        original_context: context.unwrap_or(u32::MAX as usize),
+        factor: None,
+        attention_factor: Some(metadata.attention_factor()?),
+    };
+    Ok(rope.clone().with_scaling(scaling))
 }

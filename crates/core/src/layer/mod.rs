@@ -16,7 +16,7 @@ mod warnings;
 
 pub use additive::{AdditiveAttention, AdditiveAttentionConfig, AdditiveInput};
 pub use input::AttentionInput;
-pub use latent::{MultiHeadLatentAttention, MultiHeadLatentAttentionConfig};
+pub use latent::{LatentProjections, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig};
 pub use memory::ProjectedMemory;
 
 use candle_core::{ModuleT, Result, Tensor, bail};

@@ -233,7 +233,8 @@ impl GatedDeltaNetConfig {
     }
 
     /// Returns the number of decays of a token: one for each head, or for each row of each state.
-    pub(super) fn num_decays(&self) -> usize {
+    #[doc(hidden)]
+    pub fn num_decays(&self) -> usize {
         self.num_value_heads * if self.decay_per_channel { self.key_head_dim } else { 1 }
     }
 

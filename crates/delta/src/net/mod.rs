@@ -25,8 +25,8 @@ use crate::rule::{DeltaOptions, gated_delta_rule, gated_delta_rule_varlen};
 use candle_attention_core::PackedSequences;
 use candle_attention_core::internal::NewTokens;
 use candle_attention_modules::base::{
-    FusedTensor, HeadCounts, HeadShard, Heads, Parameter, ParameterList, ParameterReader, ParameterSpec, Share,
-    WeightAndBias, frozen, part, save,
+    FusedTensor, HeadCounts, HeadShard, Heads, Parameter, ParameterList, ParameterReader, ParameterSpec,
+    QueryHeadOrder, Share, WeightAndBias, frozen, has, part, save,
 };
 use candle_attention_modules::linear::{PackedLinear, PackedProjection};
 use candle_attention_modules::norm::RmsNorm;
@@ -96,6 +96,23 @@ pub struct GatedDeltaNet {
     parameters: ParameterList,
     norm: RmsNorm,
     out: PackedLinear,
+    /// The order of the value heads in the inputs of `out`.
+    out_order: QueryHeadOrder,
+}
+
+/// The weights of a layer that are products with its inputs, or with the rule's outputs.
+#[derive(Debug, Clone)]
+pub struct DeltaWeights {
+    /// The projections of queries, keys, values, the gate, betas and decays, in this order.
+    pub projections: Vec<PackedProjection>,
+    /// The projection from compressed inputs to the gate, if the gate has a rank.
+    pub gate_up: Option<PackedLinear>,
+    /// The projection from compressed inputs to decays, if decays have a rank.
+    pub decay_up: Option<PackedLinear>,
+    /// The output projection, (E, H · D_v).
+    pub out: PackedLinear,
+    /// The order of the value heads in the inputs of the output projection.
+    pub out_order: QueryHeadOrder,
 }
 
 /// Constructors.
@@ -137,23 +154,33 @@ impl GatedDeltaNet {
         Self::read(cfg, layout, ParameterReader::sharded(OP, layout, vb, shard)?)
     }
 
+    /// Makes a layer of the weights of a GGUF file. The builder has the other parameters, with the names of
+    /// [`DeltaLayout::Separate`] or, for one convolution of all channels, of [`DeltaLayout::Qwen3_5`].
+    ///
+    /// # Errors
+    /// As [`load`](Self::load).
+    #[doc(hidden)]
+    pub fn of_gguf(cfg: &GatedDeltaNetConfig, weights: DeltaWeights, vb: VarBuilder) -> Result<Self> {
+        let layout = if has(&vb, "conv1d.weight") { DeltaLayout::Qwen3_5 } else { DeltaLayout::Separate };
+        let reader = reader_of_heads(cfg, ParameterReader::new(OP, "gguf", vb)?)?;
+        let parameters = ParameterList::load(&specs(cfg, layout.output_names().norm, &reader), &reader)?;
+        let convolution = layout.read_convolutions(cfg, &reader)?;
+        Self::assemble(cfg, &reader, weights, parameters, convolution)
+    }
+
     /// Reads all heads, or the heads of a shard.
-    fn read(cfg: &GatedDeltaNetConfig, layout: DeltaLayout, reader: ParameterReader) -> Result<Self> {
-        cfg.validate()?;
-        let h = cfg.num_value_heads();
-        let h_k = cfg.num_key_heads();
-        let embed_dim = cfg.embed_dim();
-        let reader = reader.with_heads(HeadCounts { query: h, key: h_k })?;
+    fn read(cfg: &GatedDeltaNetConfig, layout: DeltaLayout, source: ParameterReader) -> Result<Self> {
+        let reader = reader_of_heads(cfg, source)?;
         let tensors = layout.projections(OP, cfg)?;
         let convolutions = layout.convolutions(cfg);
         let biases = tensors.iter().chain(&convolutions).map(|tensor| tensor.spec.name.replace("weight", "bias"));
         reader.refuse(biases, "the layer has no biases")?;
-        let mut weights = Vec::new();
+        let mut rows = Vec::new();
         for tensor in &tensors {
-            weights.extend(tensor.read(&reader)?.into_iter().map(|weight| WeightAndBias { weight, bias: None }));
+            rows.extend(tensor.read(&reader)?.into_iter().map(|weight| WeightAndBias { weight, bias: None }));
         }
-        let projections = Projections::from_vec(PackedProjection::of_rows(&Vec::from_iter(&weights))?)?;
-        let width = h * cfg.value_head_dim();
+        let projections = PackedProjection::of_rows(&Vec::from_iter(&rows))?;
+        let width = cfg.num_value_heads() * cfg.value_head_dim();
         let names = layout.output_names();
         // Ling 3 has another name.
         let is_ling = layout == DeltaLayout::Separate && reader.has("dense.weight");
@@ -163,18 +190,34 @@ impl GatedDeltaNet {
         let decay_up = up_projection(&reader, DECAY_UP, cfg.decay_rank(), cfg.num_decays())?;
         let convolution = layout.read_convolutions(cfg, &reader)?;
         let out_share = Some(Share::Heads { heads: Heads::Query, dim: 1 });
+        let out = reader.linear(out_name, (cfg.embed_dim(), width), false, out_share)?.try_into()?;
+        let weights = DeltaWeights { projections, gate_up, decay_up, out, out_order: QueryHeadOrder::Grouped };
+        Self::assemble(cfg, &reader, weights, parameters, convolution)
+    }
+
+    /// Makes a layer of what was read.
+    fn assemble(
+        cfg: &GatedDeltaNetConfig,
+        reader: &ParameterReader,
+        weights: DeltaWeights,
+        parameters: ParameterList,
+        convolution: Parameter,
+    ) -> Result<Self> {
+        let value_heads = reader.own_range(Heads::Query, cfg.num_value_heads()).len();
+        let key_heads = reader.own_range(Heads::Key, cfg.num_key_heads()).len();
         let decay_parameters = Some(DecayParameters::new(&parameters)?).filter(|decays| !decays.is_tracked());
         Ok(Self {
-            projections,
-            gate_up,
-            decay_up,
+            projections: Projections::from_vec(weights.projections)?,
+            gate_up: weights.gate_up,
+            decay_up: weights.decay_up,
             taps: if convolution.is_tracked() { None } else { Some(taps_of(&convolution)?) },
             convolution,
             norm: RmsNorm::new(parameters.expect(NORM)?, cfg.norm_eps())?,
             decay_parameters,
             parameters,
-            out: reader.linear(out_name, (embed_dim, width), false, out_share)?.try_into()?,
-            config: cfg.with_heads(reader.own_range(Heads::Query, h).len(), reader.own_range(Heads::Key, h_k).len()),
+            out: weights.out,
+            out_order: weights.out_order,
+            config: cfg.with_heads(value_heads, key_heads),
         })
     }
 
@@ -222,7 +265,8 @@ impl GatedDeltaNet {
         if let Some(decay_up) = &self.decay_up {
             named.push(linear(DECAY_UP, decay_up)?);
         }
-        named.push(linear(names.projection, &self.out)?);
+        let (out_name, out) = linear(names.projection, &self.out)?;
+        named.push((out_name, self.out_order.reorder_to_grouped(&out, 1)?));
         for (name, tensor) in self.parameters.named()? {
             named.push((if name == NORM { format!("{}.weight", names.norm) } else { name }, tensor));
         }
@@ -311,7 +355,8 @@ impl GatedDeltaNet {
         };
         let normed = self.norm.forward_gated(&ys, &gate.reshape((b, t, h, d_v))?, cfg.gate_activation())?;
         let residual = input.residual.map(|residual| residual.reshape(xs.shape())).transpose()?;
-        let output = self.out.product(&normed.reshape((b, t, h * d_v))?, 0..cfg.embed_dim(), residual.as_ref())?;
+        let heads = self.out_order.reorder_from_grouped(&normed.reshape((b, t, h * d_v))?, 2)?;
+        let output = self.out.product(&heads, 0..cfg.embed_dim(), residual.as_ref())?;
         if let (Some(cache), Some(next_conv_state)) = (&mut input.cache, &next_conv_state) {
             cache.advance(tokens.ends().collect(), next_conv_state, &states)?;
         }
@@ -389,6 +434,12 @@ fn join_rows(tensors: &[FusedTensor], rows: &[Tensor]) -> Result<Vec<(String, Te
         first = end;
     }
     Ok(named)
+}
+
+/// Checks a config, and returns a reader that knows its heads.
+fn reader_of_heads<'a>(cfg: &GatedDeltaNetConfig, source: ParameterReader<'a>) -> Result<ParameterReader<'a>> {
+    cfg.validate()?;
+    source.with_heads(HeadCounts { query: cfg.num_value_heads(), key: cfg.num_key_heads() })
 }
 
 /// Loads the projection from a compressed input of width `rank`, if there is a rank.

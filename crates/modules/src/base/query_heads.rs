@@ -18,7 +18,10 @@ pub enum QueryHeadOrder {
 
 impl QueryHeadOrder {
     /// Returns the heads along a dimension of a stored tensor in this crate's order.
-    pub(super) fn reorder_to_grouped(self, tensor: &Tensor, dim: usize) -> Result<Tensor> {
+    ///
+    /// # Errors
+    /// If the tensor cannot be copied.
+    pub fn reorder_to_grouped(self, tensor: &Tensor, dim: usize) -> Result<Tensor> {
         match self {
             Self::Grouped => Ok(tensor.clone()),
             Self::Cyclic { num_heads, num_kv_heads } => {
@@ -28,7 +31,10 @@ impl QueryHeadOrder {
     }
 
     /// Returns the heads along a dimension, which are in this crate's order, in the order of the checkpoint.
-    pub(super) fn reorder_from_grouped(self, tensor: &Tensor, dim: usize) -> Result<Tensor> {
+    ///
+    /// # Errors
+    /// If the tensor cannot be copied.
+    pub fn reorder_from_grouped(self, tensor: &Tensor, dim: usize) -> Result<Tensor> {
         match self {
             Self::Grouped => Ok(tensor.clone()),
             Self::Cyclic { num_heads, num_kv_heads } => {

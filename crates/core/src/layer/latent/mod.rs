@@ -87,6 +87,21 @@ pub struct MultiHeadLatentAttention {
     mask: AttentionMask,
 }
 
+/// The projections of a layer, or of one rank's heads.
+#[derive(Debug, Clone)]
+pub struct LatentProjections {
+    /// The projection that compresses queries, if the config has one.
+    pub compression: Option<PackedLinear>,
+    /// The projection to queries, (H · D, ..).
+    pub queries: PackedLinear,
+    /// The projection to latents and shared keys, (rank + rope, E).
+    pub down: PackedLinear,
+    /// The projection from latents to the keys and values of all heads, (H · (nope + D_v), rank).
+    pub up: PackedLinear,
+    /// The output projection, (E, H · D_v).
+    pub out: PackedLinear,
+}
+
 /// The projection that compresses queries, and the norm after it.
 #[derive(Debug, Clone)]
 struct QueryCompression {
@@ -132,37 +147,72 @@ impl MultiHeadLatentAttention {
         Self::load(cfg, ParameterReader::sharded(OP, "latent", vb, shard)?)
     }
 
+    /// Makes a layer of the weights of a GGUF file. The builder has the weights of the norms, `q_a_layernorm` and
+    /// `kv_a_layernorm`.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    #[doc(hidden)]
+    pub fn of_gguf(
+        cfg: &MultiHeadLatentAttentionConfig,
+        projections: LatentProjections,
+        vb: VarBuilder,
+    ) -> Result<Self> {
+        Self::build(cfg, ParameterReader::new(OP, "gguf", vb)?, |_| Ok(projections))
+    }
+
     /// Loads all heads, or those of a shard.
     fn load(cfg: &MultiHeadLatentAttentionConfig, source: ParameterReader) -> Result<Self> {
-        cfg.validate()?;
         let h = cfg.num_heads();
         let embed_dim = cfg.embed_dim();
         let rank = cfg.kv_lora_rank();
+        let query_width = h.saturating_mul(cfg.head_dim());
+        let down_shape = (rank.saturating_add(cfg.rope_head_dim()), embed_dim);
+        let up_shape = (h.saturating_mul(cfg.nope_head_dim().saturating_add(cfg.value_head_dim())), rank);
+        let out_shape = (embed_dim, h.saturating_mul(cfg.value_head_dim()));
+        Self::build(cfg, source, |heads| {
+            let (compression, queries) = match cfg.q_lora_rank() {
+                Some(q_rank) => (
+                    Some(heads.linear("q_a_proj", (q_rank, embed_dim), cfg.bias(), None)?.try_into()?),
+                    heads.linear("q_b_proj", (query_width, q_rank), false, Some(ROWS))?.try_into()?,
+                ),
+                None => (None, heads.linear("q_proj", (query_width, embed_dim), false, Some(ROWS))?.try_into()?),
+            };
+            Ok(LatentProjections {
+                compression,
+                queries,
+                down: heads.linear("kv_a_proj_with_mqa", down_shape, cfg.bias(), None)?.try_into()?,
+                up: heads.linear("kv_b_proj", up_shape, false, Some(ROWS))?.try_into()?,
+                out: heads.linear("o_proj", out_shape, cfg.bias(), Some(COLUMNS))?.try_into()?,
+            })
+        })
+    }
+
+    /// Makes a layer with all heads, or those of a shard, of its projections and the norms of the source.
+    fn build(
+        cfg: &MultiHeadLatentAttentionConfig,
+        source: ParameterReader,
+        projections: impl FnOnce(&ParameterReader) -> Result<LatentProjections>,
+    ) -> Result<Self> {
+        cfg.validate()?;
+        let h = cfg.num_heads();
         let source = source.with_heads(HeadCounts { query: h, key: h })?;
-        let down_shape = (rank + cfg.rope_head_dim(), embed_dim);
-        let up_shape = (h * (cfg.nope_head_dim() + cfg.value_head_dim()), rank);
-        let out_shape = (embed_dim, h * cfg.value_head_dim());
         let norm = |name, size| Norm::load(QkNormKind::Rms, cfg.norm_eps(), size, false, &source.pp(name));
-        let query_width = h * cfg.head_dim();
-        let mut compression = None;
-        let queries = match cfg.q_lora_rank() {
-            Some(q_rank) => {
-                let down = source.linear("q_a_proj", (q_rank, embed_dim), cfg.bias(), None)?.try_into()?;
-                compression = Some(QueryCompression { down, norm: norm("q_a_layernorm", q_rank)? });
-                source.linear("q_b_proj", (query_width, q_rank), false, Some(ROWS))?
-            }
-            None => source.linear("q_proj", (query_width, embed_dim), false, Some(ROWS))?,
+        let LatentProjections { compression, queries, down, up, out } = projections(&source)?;
+        let compression = match (compression, cfg.q_lora_rank()) {
+            (Some(down), Some(q_rank)) => Some(QueryCompression { down, norm: norm("q_a_layernorm", q_rank)? }),
+            _ => None,
         };
         let mut config = cfg.clone();
         config.num_heads = source.shard.rank_range(h).len();
         let layer = Self {
             compression,
-            queries: queries.try_into()?,
-            down: source.linear("kv_a_proj_with_mqa", down_shape, cfg.bias(), None)?.try_into()?,
-            norm: norm("kv_a_layernorm", rank)?,
-            up: source.linear("kv_b_proj", up_shape, false, Some(ROWS))?.try_into()?,
+            queries,
+            down,
+            norm: norm("kv_a_layernorm", cfg.kv_lora_rank())?,
+            up,
             absorbing: Vec::new(),
-            out: source.linear("o_proj", out_shape, cfg.bias(), Some(COLUMNS))?.try_into()?,
+            out,
             rotary: RotaryEmbedding::new(cfg.rope(), cfg.rope_head_dim())?,
             mask: if cfg.causal() { AttentionMask::causal() } else { AttentionMask::none() },
             config,

@@ -272,10 +272,9 @@ impl Projections {
         self.all.insert(projection, PackedProjection { weight, columns: 0..width, has_bias: false });
     }
 
-    /// Creates projections of packed weights, of queries, keys, values and the output in this order, for inputs in f32.
-    pub fn of_columns(columns: Vec<PackedProjection>, device: &Device) -> Self {
-        let all = [Query, Key, Value, Output].into_iter().zip(columns).collect();
-        Self { all, dtype: DType::F32, device: device.clone() }
+    /// Creates projections of packed weights, for inputs in f32.
+    pub fn of_columns(columns: Vec<(Projection, PackedProjection)>, device: &Device) -> Self {
+        Self { all: columns.into_iter().collect(), dtype: DType::F32, device: device.clone() }
     }
 
     /// Replaces a projection by the module that `change` makes of it. The module has `width` outputs.

@@ -1,0 +1,149 @@
+//! The fields of latent attention, of linear attention, and of models in which some layers are recurrences.
+
+use candle_core::Result;
+use serde_json::{Value, json};
+
+use super::metadata::{Fields, Metadata};
+
+/// 0.1 times the factor by which YaRN corrects the scale of the scores.
+pub(super) const YARN_LOG_MULTIPLIER: &str = "rope.scaling.yarn_log_multiplier";
+
+/// Sets the kinds of layers by their key heads: softmax attention, or a recurrence of this kind.
+pub(super) fn kinds_by_key_heads(metadata: &Metadata, fields: &mut Fields, recurrence: &str) -> Result<()> {
+    let kinds: Vec<_> =
+        metadata.has_key_heads()?.into_iter().map(|has| if has { "attention" } else { recurrence }).collect();
+    fields.insert("layer_types".into(), json!(kinds));
+    Ok(())
+}
+
+/// Sets the first layer with softmax attention and the number of layers from one to the next, which Jamba's fields are.
+pub(super) fn jamba(metadata: &Metadata, fields: &mut Fields) -> Result<()> {
+    let has_heads = metadata.has_key_heads()?;
+    let with_heads: Vec<_> = (0..has_heads.len()).filter(|&layer| has_heads[layer]).collect();
+    let offset = with_heads.first().copied().unwrap_or(0);
+    let period = match with_heads.get(1) {
+        Some(next) => next - offset,
+        None => has_heads.len(),
+    };
+    if (0..has_heads.len()).any(|layer| has_heads[layer] != (layer % period == offset)) {
+        return metadata.fail("attention.head_count_kv has other layers with attention than one of each period");
+    }
+    fields.insert("attn_layer_offset".into(), json!(offset));
+    fields.insert("attn_layer_period".into(), json!(period));
+    Ok(())
+}
+
+/// Sets the kinds of layers of Nemotron H, among which are layers of feed-forward networks alone.
+pub(super) fn nemotron_h(metadata: &Metadata, fields: &mut Fields) -> Result<()> {
+    kinds_by_key_heads(metadata, fields, "mamba")?;
+    if let Some(kinds) = fields.remove("layer_types") {
+        fields.insert("layers_block_type".into(), kinds);
+    }
+    Ok(())
+}
+
+/// Sets Granite 4's positions, which models with recurrences do not have, and the usual scale if there is no other.
+pub(super) fn granite_hybrid(metadata: &Metadata, fields: &mut Fields) -> Result<()> {
+    kinds_by_key_heads(metadata, fields, "mamba")?;
+    let rotates = metadata.flag("rope.scaling.finetuned")?.unwrap_or(true);
+    fields.insert("position_embedding_type".into(), json!(if rotates { "rope" } else { "nope" }));
+    if metadata.scale()?.is_none() {
+        let width = match metadata.size("attention.key_length")? {
+            Some(width) => width,
+            None => metadata.required("embedding_length")? / metadata.required("attention.head_count")?,
+        };
+        fields.insert("attention_multiplier".into(), json!((width as f64).powf(-0.5)));
+    }
+    Ok(())
+}
+
+/// Sets the sizes of linear attention of Qwen3-Next and Qwen3.5, and the layers that have it.
+pub(super) fn qwen3_next(metadata: &Metadata, fields: &mut Fields) -> Result<()> {
+    let value_heads = metadata.required("ssm.time_step_rank")?;
+    let width = metadata.required("ssm.inner_size")?;
+    if !width.is_multiple_of(value_heads) {
+        return metadata
+            .fail(format!("ssm.inner_size is {width}, expected a multiple of ssm.time_step_rank, {value_heads}"));
+    }
+    for (name, size) in [
+        ("linear_num_value_heads", value_heads),
+        ("linear_value_head_dim", width / value_heads),
+        ("linear_num_key_heads", metadata.required("ssm.group_count")?),
+        ("linear_key_head_dim", metadata.required("ssm.state_size")?),
+        ("linear_conv_kernel_dim", metadata.required("ssm.conv_kernel")?),
+    ] {
+        fields.insert(name.into(), json!(size));
+    }
+    let interval = metadata.count("full_attention_interval")?.unwrap_or(4);
+    let is_linear = match metadata.flags("attention.recurrent_layers")? {
+        Some(flags) => flags,
+        None => (0..metadata.num_layers()?).map(|layer| !(layer + 1).is_multiple_of(interval)).collect(),
+    };
+    let kind = |linear: bool| if linear { "linear_attention" } else { "full_attention" };
+    let kinds: Vec<_> = is_linear.into_iter().take(metadata.num_hidden_layers()?).map(kind).collect();
+    fields.insert("full_attention_interval".into(), json!(interval));
+    fields.insert("layer_types".into(), json!(kinds));
+    Ok(())
+}
+
+/// Sets the sizes of Kimi Linear: those of latent attention, which has no positions, and those of linear attention.
+pub(super) fn kimi_linear(metadata: &Metadata, fields: &mut Fields) -> Result<()> {
+    let has_heads = metadata.has_key_heads()?;
+    let full: Vec<_> = (1..=has_heads.len()).filter(|number| has_heads[number - 1]).collect();
+    let linear: Vec<_> = (1..=has_heads.len()).filter(|number| !has_heads[number - 1]).collect();
+    let config = json!({
+        "full_attn_layers": full,
+        "kda_layers": linear,
+        "num_heads": metadata.required("attention.head_count")?,
+        "head_dim": metadata.required("kda.head_dim")?,
+        "short_conv_kernel_size": metadata.required("ssm.conv_kernel")?,
+    });
+    fields.insert("linear_attn_config".into(), config);
+    fields.insert("mla_use_nope".into(), json!(true));
+    latent(metadata, fields)
+}
+
+/// Sets the sizes of latent attention. The number of key heads and the width of heads in the metadata are those of
+/// queries that absorb the projection to keys.
+pub(super) fn latent(metadata: &Metadata, fields: &mut Fields) -> Result<()> {
+    let rotated = metadata.required("rope.dimension_count")?;
+    let key_width = match metadata.count("attention.key_length_mla")? {
+        Some(width) => width,
+        None => metadata.required("attention.key_length")?,
+    };
+    let Some(nope @ 1..) = key_width.checked_sub(rotated) else {
+        return metadata.fail(format!("keys are {key_width} wide, expected more than rope.dimension_count, {rotated}"));
+    };
+    let value_width = match metadata.count("attention.value_length_mla")? {
+        None => metadata.count("attention.value_length")?,
+        width => width,
+    };
+    fields.insert("qk_nope_head_dim".into(), json!(nope));
+    fields.insert("qk_rope_head_dim".into(), json!(rotated));
+    fields.insert("v_head_dim".into(), json!(value_width));
+    fields.insert("kv_lora_rank".into(), json!(metadata.required("attention.kv_lora_rank")?));
+    fields.insert("q_lora_rank".into(), json!(metadata.count("attention.q_lora_rank")?));
+    let heads = fields["num_attention_heads"].clone();
+    for name in ["num_key_value_heads", "num_kv_heads"] {
+        fields.insert(name.into(), heads.clone());
+    }
+    fields.insert("multi_query".into(), json!(false));
+    fields.insert("head_dim".into(), Value::Null);
+    // DeepSeek's configs have two factors, which are equal; the metadata have one.
+    if let Some(multiplier) = metadata.number(YARN_LOG_MULTIPLIER)?.filter(|&multiplier| multiplier != 0.0) {
+        let factor = (multiplier * 1e7).round() / 1e6;
+        for name in ["mscale", "mscale_all_dim"] {
+            fields["rope_parameters"][name] = json!(factor);
+        }
+    }
+    Ok(())
+}
+
+/// Sets the family of a file of latent attention by the function that chooses experts: V3 has sigmoids.
+pub(super) fn deepseek2(metadata: &Metadata, fields: &mut Fields) -> Result<()> {
+    const SOFTMAX: usize = 1;
+    if metadata.size("expert_gating_func")? == Some(SOFTMAX) {
+        fields.insert("model_type".into(), json!("deepseek_v2"));
+    }
+    latent(metadata, fields)
+}
