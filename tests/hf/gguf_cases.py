@@ -21,6 +21,12 @@ SIZES = {
 # Heads that are wider than `hidden_size / heads`.
 WIDE = {"head_dim": 8}
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
+# For architectures whose pattern llama.cpp does not read.
+FULL_LAST = {
+    "layer_types": ["sliding_attention"] * 3 + ["full_attention"], "sliding_window": 5, "num_hidden_layers": 4,
+}
+FULL_FIRST = FULL_LAST | {"layer_types": ["full_attention"] + ["sliding_attention"] * 3}
+TIED = {"tie_word_embeddings": True}
 EXPERTS = {
     "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
     "shared_expert_intermediate_size": 8, "decoder_sparse_step": 1, "norm_topk_prob": True,
@@ -42,16 +48,18 @@ def small(model_type, *configs, **places):
 
 
 CASES = {
-    "afmoe": small("afmoe", WIDE, ALTERNATING, EXPERTS, {"num_dense_layers": 1, "num_shared_experts": 1}),
+    "afmoe": small("afmoe", WIDE, FULL_LAST, EXPERTS, {
+        "num_dense_layers": 1, "num_shared_experts": 1, "mup_enabled": True,
+    }),
     "apertus": small("apertus", rope()),
     "arcee": small("arcee", WIDE, rope()),
-    "bitnet": small("bitnet", rope()),
-    "chameleon": small("chameleon", rope()),
+    "bitnet": small("bitnet", rope(), TIED),
     "cohere2moe": small("cohere2_moe", WIDE, ALTERNATING, EXPERTS),
     "dbrx": small(
         "dbrx",
         {"d_model": 16, "n_heads": 4, "n_layers": 2, "max_seq_len": 64},
         {"attn_config": {"kv_n_heads": 2, "clip_qkv": 0.7, "rope_theta": 500.0}},
+        rope(),
         {"ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2, "ffn_act_fn": {"name": "silu"}}},
         sizes={"vocab_size": 61, "pad_token_id": 0},
         layers="blocks",
@@ -59,22 +67,27 @@ CASES = {
         out_proj="norm_attn_norm.attn.out_proj",
     ),
     "dots1": small("dots1", WIDE, rope(), {
+        "num_key_value_heads": 4,
         "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 8,
         "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
     }),
     "ernie4_5": small("ernie4_5", WIDE, rope()),
     "ernie4_5-moe": small("ernie4_5_moe", rope(), {
-        "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_intermediate_size": 8,
+        "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_intermediate_size": 12,
         "moe_layer_start_index": 1, "moe_layer_interval": 1, "moe_layer_end_index": 1,
     }),
-    "exaone4": small("exaone4", ALTERNATING, rope(), {"sliding_window_pattern": 2}),
-    "exaone-moe": small("exaone_moe", WIDE, ALTERNATING, rope(), EXPERTS, {
-        "num_shared_experts": 1, "n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense", "sparse"],
-        "is_moe_layer": [False, True], "first_k_dense_replace": 1, "sliding_window_pattern": "LG",
+    "exaone4": small("exaone4", rope(), {"sliding_window": None}),
+    # llama.cpp knows the size with windows by its number of layers.
+    "exaone4_windows": small("exaone4", FULL_LAST, rope(), {
+        "num_hidden_layers": 64, "layer_types": FULL_LAST["layer_types"] * 16,
+    }),
+    "exaone-moe": small("exaone_moe", WIDE, FULL_LAST, rope(), EXPERTS, {
+        "num_shared_experts": 1, "n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+        "first_k_dense_replace": 1, "scoring_func": "sigmoid",
     }),
     "gemma3n": small("gemma3n_text", WIDE, {
         "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
-        "sliding_window": 5, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 61, "laurel_rank": 64,
+        "sliding_window": 5, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 61, "laurel_rank": 64,
         "intermediate_size": [24] * 4, "activation_sparsity_pattern": [0.0] * 4,
     }),
     "gemma4": small("gemma4_text", WIDE, {
@@ -90,7 +103,7 @@ CASES = {
         "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "use_qk_norm": True, "attention_bias": True,
         "num_nextn_predict_layers": 0,
     }),
-    "granite_swa": small("granite_swa", WIDE, ALTERNATING, {"attention_multiplier": 0.3}),
+    "granite_swa": small("granite_swa", ALTERNATING, {"attention_multiplier": 0.3}),
     "granitemoe": small("granitemoe", EXPERTS, rope(), {"attention_multiplier": 0.3}),
     "granitemoe_shared": small("granitemoeshared", EXPERTS, rope(), {
         "attention_multiplier": 0.3, "shared_intermediate_size": 8,
@@ -101,21 +114,20 @@ CASES = {
     }),
     "hy_v3": small("hy_v3", WIDE, rope(), EXPERTS, {"num_shared_experts": 1, "first_k_dense_replace": 1}),
     "jais2": small("jais2", WIDE, rope()),
-    "laguna": small("laguna", WIDE, ALTERNATING, EXPERTS, {
-        "num_attention_heads_per_layer": [4, 2], "mlp_layer_types": ["dense", "sparse"], "gating": True,
+    "laguna": small("laguna", WIDE, FULL_FIRST, EXPERTS, {
+        "num_attention_heads_per_layer": [4, 2, 2, 2], "mlp_layer_types": ["dense"] + ["sparse"] * 3, "gating": True,
     }),
     "lfm2": small("lfm2", rope(), {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
                   out_proj="self_attn.out_proj"),
-    "lfm2moe": small("lfm2_moe", rope(), EXPERTS, {
+    "lfm2moe": small("lfm2_moe", rope(), EXPERTS, TIED, {
         "layer_types": ["conv", "full_attention"], "num_dense_layers": 1,
     }, out_proj="self_attn.out_proj"),
     "llama4": replace(CHECKPOINTS["llama4"], config={**SIZES, **WIDE, **rope(), **{
-        "no_rope_layers": [1, 1, 1, 0], "attention_chunk_size": 5, "floor_scale": 4, "attn_scale": 0.5,
-        "num_hidden_layers": 4, "interleave_moe_layer_step": 1, "num_local_experts": 4, "num_experts_per_tok": 1,
-        "intermediate_size_mlp": 24,
+        "no_rope_layers": [1, 1, 1, 0], "num_hidden_layers": 4, "interleave_moe_layer_step": 1,
+        "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 24,
     }}),
     "mellum": small("mellum", WIDE, ALTERNATING, EXPERTS),
-    "minimax-m2": small("minimax_m2", WIDE, EXPERTS, rope(), {"rotary_dim": 4}),
+    "minimax-m2": small("minimax_m2", WIDE, EXPERTS, rope(), {"rotary_dim": 4, "scoring_func": "sigmoid"}),
     "mistral3": small("ministral3", WIDE, {"rope_parameters": YARN | {
         "llama_4_scaling_beta": 0.5, "mscale": 1.0, "mscale_all_dim": 1.0,
     }}),
@@ -123,9 +135,7 @@ CASES = {
     "muse-glimmer": small("muse_glimmer_text", WIDE, ALTERNATING, EXPERTS),
     "nemotron": small("nemotron", rope(partial_rotary_factor=0.5)),
     "olmo": small("olmo", {"clip_qkv": 0.7}, rope()),
-    "olmo2_windows": small("olmo3", rope(), {
-        "layer_types": ["sliding_attention"] * 3 + ["full_attention"], "sliding_window": 5, "num_hidden_layers": 4,
-    }),
+    "olmo2_windows": small("olmo3", rope(), FULL_LAST),
     "olmoe": small("olmoe", rope(), EXPERTS, {"num_key_value_heads": 4, "norm_topk_prob": False}),
     "phimoe": small("phimoe", EXPERTS, rope(), {"attention_bias": True, "lm_head_bias": True}),
     "qwen2moe": small("qwen2_moe", EXPERTS, rope()),

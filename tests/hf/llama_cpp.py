@@ -24,6 +24,8 @@ def convert(folder, file, vocab_size):
 
     fields = ModelBase.load_hparams(folder, False)
     converter = get_model_class(get_model_architecture(fields, ModelType.TEXT))
+    # The models have no layers that predict more tokens after the next one.
+    ModelBase.no_mtp = True
     with torch.inference_mode():
         model = converter(folder, gguf.LlamaFileType.ALL_F32, file, eager=True)
         # Some converters choose another one for each version of a model.
@@ -56,8 +58,11 @@ class Library:
     def text(self, pointer):
         return self.ffi.string(pointer).decode(errors="replace")
 
-    def run(self, file, ids, width, embeds=False):
-        """Returns the logits (T, width) of a decoder or, if `embeds`, the last layer's outputs."""
+    def run(self, file, ids, width, embeds=False, decoder_ids=None):
+        """Returns the logits (T, width) of a decoder or, if `embeds`, the last layer's outputs.
+
+        The decoder of a model with an encoder gets `decoder_ids`, and the encoder `ids`.
+        """
         self.log.clear()
         options = self.lib.llama_model_default_params()
         options.use_extra_bufts = False
@@ -72,17 +77,23 @@ class Library:
         options.pooling_type = self.lib.LLAMA_POOLING_TYPE_NONE
         context = self.lib.llama_init_from_model(model, options)
         assert context != self.ffi.NULL, "".join(self.log[-4:])
+        if decoder_ids:
+            self.call(self.lib.llama_encode, context, ids)
+            ids = decoder_ids
+        self.call(self.lib.llama_encode if embeds else self.lib.llama_decode, context, ids)
+        numbers = self.lib.llama_get_embeddings(context) if embeds else self.lib.llama_get_logits(context)
+        rows = np.frombuffer(self.ffi.buffer(numbers, 4 * len(ids) * width), dtype=np.float32).reshape(len(ids), width)
+        rows = torch.from_numpy(rows.copy())
+        self.lib.llama_free(context)
+        self.lib.llama_model_free(model)
+        return rows
+
+    def call(self, function, context, ids):
+        """Passes tokens to a model's encoder or decoder."""
         batch = self.lib.llama_batch_init(len(ids), 0, 1)
         batch.n_tokens = len(ids)
         for i, token in enumerate(ids):
             batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = token, i, 1, 0, 1
-        run = self.lib.llama_encode if embeds else self.lib.llama_decode
-        code = run(context, batch)
-        assert code == 0, f"{code}: {''.join(self.log[-4:])}"
-        numbers = self.lib.llama_get_embeddings(context) if embeds else self.lib.llama_get_logits(context)
-        rows = np.frombuffer(self.ffi.buffer(numbers, 4 * len(ids) * width), dtype=np.float32).reshape(len(ids), width)
-        rows = torch.from_numpy(rows.copy())
+        code = function(context, batch)
         self.lib.llama_batch_free(batch)
-        self.lib.llama_free(context)
-        self.lib.llama_model_free(model)
-        return rows
+        assert code == 0, f"{code}: {''.join(self.log[-4:])}"

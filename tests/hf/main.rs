@@ -5,6 +5,7 @@ mod common;
 
 mod gguf;
 mod gguf_metadata;
+mod gguf_models;
 mod golden;
 mod integers;
 mod linear;

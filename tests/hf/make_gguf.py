@@ -8,7 +8,7 @@ LLAMA_CPP is a folder of llama.cpp's source. Packages: `requirements_gguf.txt`, 
 
 A model of transformers is saved, converted to a file in f32 by llama.cpp's converter, and llama.cpp's logits for that
 file are compared with those of transformers. Then `{case}.gguf` gets the file's metadata and its tensors of attention,
-without the vocabulary, and `{case}.safetensors` gets `layer{i}.in` and `layer{i}.out` (1, T, E) of transformers. Weights
+without the vocabulary, of its first four layers, and `{case}.safetensors` gets `layer{i}.in` and `layer{i}.out` (1, T, E) of transformers. Weights
 are f16, which loses nothing: all random numbers are rounded to f16 first.
 """
 
@@ -28,10 +28,12 @@ from transformers import AutoConfig
 from transformers.utils import logging
 
 import llama_cpp
-from gguf_cases import CASES
+from gguf_cases import CASES as DECODERS
+from gguf_hybrid_cases import CASES as OTHERS
 from make import run
 from randomise import randomise
 
+CASES = DECODERS | OTHERS
 ROOT = Path(__file__).resolve().parent / "gguf_models"
 # The largest difference of logits, as a part of the largest logit. llama.cpp reads some activations from tables in f16.
 TOLERANCE = 2e-3
@@ -80,26 +82,46 @@ def record(name, case, folder, library):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.half())
-    called = {}
+    called, linear = {}, {}
 
     def note(_, args, kwargs, output):
         called["ids"] = (args[0] if args else kwargs["input_ids"])[0].tolist()
+        called["decoder_ids"] = kwargs["decoder_input_ids"][0].tolist() if case.decoder else None
         called["rows"] = output[0][0]
 
-    model.register_forward_hook(note, with_kwargs=True)
-    tensors = run(model, case)
+    def note_linear(i):
+        def hook(_, args, kwargs, output):
+            linear[f"layer{i}.in"] = (args[0] if args else kwargs["hidden_states"]).clone()
+            linear[f"layer{i}.out"] = output.clone()
+
+        return hook
+
+    # `run` calls the encoder alone.
+    (model.encoder if case.model_type == "t5" else model).register_forward_hook(note, with_kwargs=True)
+    for i, layer in enumerate(getattr(model.base_model, "layers", [])):
+        if hasattr(layer, "linear_attn"):
+            layer.linear_attn.register_forward_hook(note_linear(i), with_kwargs=True)
+    tensors = run(model, case) | linear
     checkpoint = folder / "checkpoint"
     model.save_pretrained(checkpoint)
     whole = folder / "whole.gguf"
     llama_cpp.convert(checkpoint, whole, model.config.get_text_config().vocab_size)
     rows = called["rows"]
-    found = library.run(whole, called["ids"], rows.shape[-1], embeds=case.encoder)
+    embeds = case.encoder and not case.decoder
+    found = library.run(whole, called["ids"], rows.shape[-1], embeds=embeds, decoder_ids=called["decoder_ids"])
     keep_attention(whole, folder / f"{name}.gguf")
-    kept = {key: tensor[:1].contiguous() for key, tensor in tensors.items() if key.startswith("layer")}
+    kept = {}
+    for i in range(KEPT_LAYERS):
+        for kind in ("", "decoder.", "cross."):
+            for part in ("in", "out", "memory"):
+                key = f"{kind}layer{i}.{part}"
+                if key in tensors:
+                    kept[key] = tensors[key][:1].contiguous()
     save_file(kept, folder / f"{name}.safetensors")
     return ((found - rows).abs().max() / rows.abs().max()).item()
 
 
+KEPT_LAYERS = 4
 # Tensors beside attention whose names begin like those of attention.
 NORMS_OF_LAYERS = r"attn_norm|attn_norm_2|attn_post_norm|attn_output_norm|attn_out_norm"
 
@@ -115,6 +137,9 @@ def keep_attention(whole, file):
             kind, entries = field.types[0], field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
             writer.add_key_value(field.name, field.contents(), kind, sub_type=entries)
     for tensor in reader.tensors:
+        layer = re.match(r"blk\.(\d+)\.", tensor.name)
+        if layer and int(layer[1]) >= KEPT_LAYERS:
+            continue
         if re.search(r"attn_|ssm_|rope_|rel_b", tensor.name) and not re.search(rf"\.({NORMS_OF_LAYERS})\.", tensor.name):
             numbers = np.array(tensor.data)
             half = numbers.astype(np.float16)

@@ -57,15 +57,15 @@ pub(super) const ARCHITECTURES: &[Architecture] = &[
     }),
     of("falcon-h1", "falcon_h1"),
     of("gemma", "gemma"),
-    of("gemma2", "gemma2").window_pattern(FullLayer::Last).adjust(|metadata, fields| gemma_scale(metadata, fields, 46)),
-    of("gemma3", "gemma3_text").window_pattern(FullLayer::Last).adjust(|metadata, fields| {
-        rope_by_kind(metadata, fields)?;
-        gemma_scale(metadata, fields, 62)
-    }),
     of("gemma-embedding", "gemma3_text").window_pattern(FullLayer::Last).adjust(|metadata, fields| {
         fields.insert("use_bidirectional_attention".into(), json!(true));
         rope_by_kind(metadata, fields)?;
         gemma_scale(metadata, fields, usize::MAX)
+    }),
+    of("gemma2", "gemma2").window_pattern(FullLayer::Last).adjust(|metadata, fields| gemma_scale(metadata, fields, 46)),
+    of("gemma3", "gemma3_text").window_pattern(FullLayer::Last).adjust(|metadata, fields| {
+        rope_by_kind(metadata, fields)?;
+        gemma_scale(metadata, fields, 62)
     }),
     of("glm4", "glm4"),
     of("gpt-oss", "gpt_oss").window_pattern(FullLayer::Last).adjust(|_, fields| {
@@ -113,8 +113,8 @@ pub(super) const ARCHITECTURES: &[Architecture] = &[
     of("phi3", "phi3"),
     of("qwen2", "qwen2"),
     of("qwen3", "qwen3"),
-    of("qwen35", "qwen3_5_text").hybrid().adjust(hybrid::qwen3_next),
-    of("qwen35moe", "qwen3_5_moe_text").hybrid().adjust(hybrid::qwen3_next),
+    of("qwen35", "qwen3_5_text").hybrid().adjust(hybrid::qwen3_5),
+    of("qwen35moe", "qwen3_5_moe_text").hybrid().adjust(hybrid::qwen3_5),
     of("qwen3next", "qwen3_next").hybrid().adjust(hybrid::qwen3_next),
     of("smollm3", "smollm3").reorders_rotary(),
     of("stablelm", "stablelm"),

@@ -340,11 +340,14 @@ fn layer_config(metadata: &Metadata, place: Place, layer: usize) -> Result<Multi
     }
     if let Some(rope) = cfg.rope() {
         let style = if metadata.architecture.reorders_rotary { RopeStyle::Interleaved } else { rope.style() };
-        let mut rope = RopeConfig::new(rope.base()).with_style(style).with_scaling(rope.scaling().clone());
-        if let Some(r) = metadata.size("rope.dimension_count")?.filter(|&r| r != cfg.head_dim()) {
-            rope = rope.with_rotary_dim(r);
+        let mut own_rope = RopeConfig::new(rope.base()).with_style(style).with_scaling(rope.scaling().clone());
+        if let Some(axes) = rope.axes() {
+            own_rope = own_rope.with_axes(axes.clone());
         }
-        cfg = cfg.with_rope(rope);
+        if let Some(rotated) = metadata.size("rope.dimension_count")?.filter(|&rotated| rotated != cfg.head_dim()) {
+            own_rope = own_rope.with_rotary_dim(rotated);
+        }
+        cfg = cfg.with_rope(own_rope);
     }
     if let Some(scale) = metadata.scale()? {
         cfg = cfg.with_scale(scale);

@@ -17,7 +17,7 @@ pub use layout::DeltaLayout;
 use std::ops::Range;
 use std::path::Path;
 
-use candle_core::{Module, Result, Tensor};
+use candle_core::{DType, Module, Result, Tensor};
 use candle_nn::var_builder::ShardedVarBuilder;
 use candle_nn::{Init, VarBuilder};
 
@@ -98,6 +98,8 @@ pub struct GatedDeltaNet {
     out: PackedLinear,
     /// The order of the value heads in the inputs of `out`.
     out_order: QueryHeadOrder,
+    /// The dtype of inputs.
+    dtype: DType,
 }
 
 /// The weights of a layer that are products with its inputs, or with the rule's outputs.
@@ -217,6 +219,7 @@ impl GatedDeltaNet {
             parameters,
             out: weights.out,
             out_order: weights.out_order,
+            dtype: reader.vb.dtype(),
             config: cfg.with_heads(value_heads, key_heads),
         })
     }
@@ -230,7 +233,7 @@ impl GatedDeltaNet {
         let layout = DeltaLayout::Separate;
         let freeze = |(name, tensor): (String, Tensor)| Ok((name, frozen(&tensor)?));
         let tensors = self.state_dict(layout)?.into_iter().map(freeze).collect::<Result<_>>()?;
-        Self::load(&self.config, layout, VarBuilder::from_tensors(tensors, self.out.dtype(), self.out.device()))
+        Self::load(&self.config, layout, VarBuilder::from_tensors(tensors, self.dtype, self.out.device()))
     }
 }
 
@@ -302,7 +305,7 @@ impl GatedDeltaNet {
     pub fn forward_with<'a>(&self, input: impl Into<DeltaInput<'a>>) -> Result<Tensor> {
         let cfg = &self.config;
         let mut input = input.into();
-        let CheckedInput { xs, tokens } = input.check(cfg, self.out.dtype(), self.out.device())?;
+        let CheckedInput { xs, tokens } = input.check(cfg, self.dtype, self.out.device())?;
         let (b, t, _) = xs.dims3()?;
         let h = cfg.num_value_heads();
         let h_k = cfg.num_key_heads();

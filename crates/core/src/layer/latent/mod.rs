@@ -7,7 +7,7 @@ mod up;
 
 pub use config::MultiHeadLatentAttentionConfig;
 
-use candle_core::{Module, ModuleT, Result, Tensor, bail};
+use candle_core::{DType, Module, ModuleT, Result, Tensor, bail};
 use candle_nn::VarBuilder;
 use candle_nn::var_builder::ShardedVarBuilder;
 
@@ -85,6 +85,8 @@ pub struct MultiHeadLatentAttention {
     out: PackedLinear,
     rotary: RotaryEmbedding,
     mask: AttentionMask,
+    /// The dtype of inputs.
+    dtype: DType,
 }
 
 /// The projections of a layer, or of one rank's heads.
@@ -215,6 +217,7 @@ impl MultiHeadLatentAttention {
             out,
             rotary: RotaryEmbedding::new(cfg.rope(), cfg.rope_head_dim())?,
             mask: if cfg.causal() { AttentionMask::causal() } else { AttentionMask::none() },
+            dtype: source.vb.dtype(),
             config,
         };
         layer.prepared()
@@ -375,7 +378,7 @@ impl MultiHeadLatentAttention {
     fn validate(&self, input: &AttentionInput) -> Result<CheckedLatentInput> {
         let cfg = &self.config;
         let batched = input.queries.rank() == 3;
-        let expected = ExpectedInput { op: OP, batched, dtype: self.down.dtype(), device: self.down.device() };
+        let expected = ExpectedInput { op: OP, batched, dtype: self.dtype, device: self.down.device() };
         let keys_from = input.keys_from(OP)?;
         let xs = expected.queries(input.queries, cfg.embed_dim())?;
         let residual = expected.residual(input, cfg.embed_dim())?;
