@@ -278,7 +278,7 @@ mod tests {
     use std::ops::Range;
 
     use super::*;
-    use crate::mask::AttentionMask;
+    use crate::mask::{AttentionMask, PackedRows};
     use candle_core::Result;
 
     impl KeyBounds {
@@ -392,12 +392,17 @@ mod tests {
 
     #[test]
     fn bounds_of_packed_sequences_count_within_each_sequence() -> Result<()> {
-        let parts = vec![[0..2, 0..4], [2..2, 4..7], [2..3, 7..7], [3..6, 7..9]];
+        let sequences = vec![
+            PackedRows { queries: 0..2, keys: 0..4 },
+            PackedRows { queries: 2..2, keys: 4..7 },
+            PackedRows { queries: 2..3, keys: 7..7 },
+            PackedRows { queries: 3..6, keys: 7..9 },
+        ];
         let mask = AttentionMask::causal().with_valid_lens(vec![3, 1, 1, 1]);
-        let call = mask.ranges_of_packed("test", parts.clone())?;
+        let call = mask.ranges_of_packed("test", sequences.clone())?;
         let bounds = call.bounds().expect("bounds");
         assert!(bounds.is_aligned_to_end && bounds.is_causal);
-        for (s, [queries, keys]) in parts.into_iter().enumerate() {
+        for (s, PackedRows { queries, keys }) in sequences.into_iter().enumerate() {
             for (i, row) in queries.enumerate() {
                 let expected = &call.rows("test")?.keys[row];
                 let own = bounds.keys(s, i, keys.len());

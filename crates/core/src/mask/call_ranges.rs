@@ -1,13 +1,12 @@
 //! The ranges of keys of one call: computed query by query when a path reads them, or as bounds of each sequence.
 
-use std::ops::Range;
 use std::sync::OnceLock;
 
 use candle_core::Result;
 
 use super::AttentionMask;
 use super::bounds::KeyBounds;
-use super::placement::{Placement, SequencePlan};
+use super::placement::{PackedRows, Placement, SequencePlan, SequenceSize};
 use super::ranges::RowRanges;
 
 /// The ranges of keys that the queries of a call attend to, without the boolean masks and biases.
@@ -23,8 +22,8 @@ pub(crate) struct CallRanges {
 enum Source {
     /// B sequences of T_q queries and T_kv keys.
     Batch { mask: AttentionMask, b: usize, t_q: usize, t_kv: usize },
-    /// The queries and the keys of each packed sequence.
-    Packed { mask: AttentionMask, parts: Vec<[Range<usize>; 2]> },
+    /// Packed sequences.
+    Packed { mask: AttentionMask, sequences: Vec<PackedRows> },
     /// One sequence, whose ranges are known.
     Known(RowRanges),
 }
@@ -35,21 +34,21 @@ impl AttentionMask {
     /// # Errors
     /// As [`resolve`](Self::resolve).
     pub(crate) fn ranges_of_batch(&self, b: usize, t_q: usize, t_kv: usize) -> Result<CallRanges> {
-        self.check(b, &[[t_q, t_kv]])?;
+        self.check(b, &[SequenceSize { t_q, t_kv }])?;
         let source = Source::Batch { mask: self.without_tensors(), b, t_q, t_kv };
         Ok(CallRanges { source, rows: OnceLock::new() })
     }
 
-    /// Returns the ranges of packed sequences. `parts` has the queries and the keys of each sequence, which is masked
-    /// as in a batch of one; `op` is for errors.
+    /// Returns the ranges of packed sequences, each of which is masked as in a batch of one; `op` is for errors.
     ///
     /// # Errors
     /// As [`resolve`](Self::resolve), and for a mask of a part.
-    pub(crate) fn ranges_of_packed(&self, op: &str, parts: Vec<[Range<usize>; 2]>) -> Result<CallRanges> {
+    pub(crate) fn ranges_of_packed(&self, op: &str, sequences: Vec<PackedRows>) -> Result<CallRanges> {
         self.check_whole(op)?;
-        let sizes: Vec<_> = parts.iter().map(|part| part.each_ref().map(|rows| rows.len())).collect();
+        let size = |rows: &PackedRows| SequenceSize { t_q: rows.queries.len(), t_kv: rows.keys.len() };
+        let sizes: Vec<_> = sequences.iter().map(size).collect();
         self.check(sizes.len(), &sizes)?;
-        let source = Source::Packed { mask: self.without_tensors(), parts };
+        let source = Source::Packed { mask: self.without_tensors(), sequences };
         Ok(CallRanges { source, rows: OnceLock::new() })
     }
 }
@@ -72,7 +71,7 @@ impl CallRanges {
         let (mask, total) = match &self.source {
             Source::Known(rows) => return Ok(rows),
             Source::Batch { mask, b, t_q, .. } => (mask, b * t_q),
-            Source::Packed { mask, parts } => (mask, parts.last().map_or(0, |[queries, _]| queries.end)),
+            Source::Packed { mask, sequences } => (mask, sequences.last().map_or(0, |rows| rows.queries.end)),
         };
         if let Some(rows) = self.rows.get() {
             return Ok(rows);
@@ -96,7 +95,7 @@ impl CallRanges {
         let count = match &self.source {
             Source::Batch { t_q: 0, .. } | Source::Known(_) => 0,
             Source::Batch { b, .. } => *b,
-            Source::Packed { parts, .. } => parts.len(),
+            Source::Packed { sequences, .. } => sequences.len(),
         };
         (0..count).filter_map(|s| self.source.plan(s))
     }
@@ -113,8 +112,8 @@ impl Source {
                 first_key: 0,
                 t_kv: *t_kv,
             }),
-            Self::Packed { parts, .. } => {
-                let [queries, keys] = &parts[s];
+            Self::Packed { sequences, .. } => {
+                let PackedRows { queries, keys } = &sequences[s];
                 Some(SequencePlan {
                     placement: Placement::whole(queries.len(), keys.len()),
                     queries: queries.clone(),
@@ -133,8 +132,13 @@ mod tests {
     /// Returns the rows of two sequences of 2 and 3 queries and 4 and 2 keys, with one without queries and one without
     /// keys between them.
     fn packed_rows(mask: &AttentionMask) -> Result<RowRanges> {
-        let parts = vec![[0..2, 0..4], [2..2, 4..7], [2..3, 7..7], [3..6, 7..9]];
-        Ok(mask.ranges_of_packed("test", parts)?.rows("test")?.clone())
+        let sequences = vec![
+            PackedRows { queries: 0..2, keys: 0..4 },
+            PackedRows { queries: 2..2, keys: 4..7 },
+            PackedRows { queries: 2..3, keys: 7..7 },
+            PackedRows { queries: 3..6, keys: 7..9 },
+        ];
+        Ok(mask.ranges_of_packed("test", sequences)?.rows("test")?.clone())
     }
 
     #[test]

@@ -7,7 +7,7 @@ use candle_core::{Result, bail};
 
 use super::OP;
 use super::lens::ValidLens;
-use super::placement::Placement;
+use super::placement::{Placement, SequenceSize};
 use super::tokenizer::Tokenized;
 use candle_attention_modules::base::check_entries;
 
@@ -169,7 +169,7 @@ impl Constraint {
 
     /// Checks that the constraint fits `n` sequences, with the queries and keys of `sizes` for each sequence, or for
     /// all.
-    pub fn check(&self, n: usize, sizes: &[[usize; 2]]) -> Result<()> {
+    pub fn check(&self, n: usize, sizes: &[SequenceSize]) -> Result<()> {
         match self {
             Self::Aligned(Alignment::Offsets(offsets), _) => {
                 check_entries(OP, "causal_with_offsets", offsets.len(), n, "sequences")
@@ -179,7 +179,7 @@ impl Constraint {
             Self::Starts(starts) => starts.check("starts", n, sizes),
             Self::Prefix(prefix) => prefix.check("prefix", n, sizes),
             Self::Tokenized(Tokenized { columns, .. }) => {
-                if let Some([_, t_kv]) = sizes.iter().find(|[_, t_kv]| t_kv != columns) {
+                if let Some(SequenceSize { t_kv, .. }) = sizes.iter().find(|size| size.t_kv != *columns) {
                     bail!("[{OP}] the attention mask has {columns} columns, expected one for each of {t_kv} keys")
                 }
                 Ok(())

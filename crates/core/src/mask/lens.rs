@@ -6,6 +6,7 @@ use std::sync::Arc;
 use candle_core::{Result, Tensor, bail};
 
 use super::OP;
+use super::placement::SequenceSize;
 use candle_attention_modules::base::{Dim, Expect, check_entries};
 
 /// A number of keys for each sequence, (B,), or for each query, (B, T_q): the lengths, starts and prefixes of an
@@ -49,14 +50,14 @@ impl ValidLens {
 
     /// Checks that there is an entry for each of `n` sequences, or for each of their queries. `sizes` has the queries
     /// and keys of each sequence, or of all; `what` names the lengths in errors.
-    pub(super) fn check(&self, what: &str, n: usize, sizes: &[[usize; 2]]) -> Result<()> {
+    pub(super) fn check(&self, what: &str, n: usize, sizes: &[SequenceSize]) -> Result<()> {
         let rows = match &*self.0 {
             Lens::PerSequence(lens) => return check_entries(OP, what, lens.len(), n, "sequences"),
             Lens::PerQuery(rows) => rows,
         };
         check_entries(OP, what, rows.len(), n, "sequences")?;
         for (b, row) in rows.iter().enumerate() {
-            let t_q = sizes.get(b).or(sizes.first()).map_or(0, |[t_q, _]| *t_q);
+            let t_q = sizes.get(b).or(sizes.first()).map_or(0, |size| size.t_q);
             check_entries(OP, format_args!("row {b} of {what}"), row.len(), t_q, "queries")?;
         }
         Ok(())

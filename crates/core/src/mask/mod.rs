@@ -28,7 +28,7 @@ pub(crate) use bounds::KeyBounds;
 pub(crate) use call_ranges::CallRanges;
 pub(crate) use new_tokens::{NewTokenCall, NewTokenMask};
 pub(crate) use padding::OtherOffset;
-pub(crate) use placement::Placement;
+pub(crate) use placement::{PackedRows, Placement};
 pub(crate) use ranges::RowRanges;
 
 use std::ops::Range;

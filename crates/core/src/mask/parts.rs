@@ -1,12 +1,12 @@
 //! Masks of whole sequences for calls that have some of their queries and keys: the keys that a cache stores, and the
-//! part of one rank among several.
+//! shard of one rank among several.
 
 use std::ops::Range;
 
 use candle_core::{Device, Result, Tensor, bail};
 
 use super::constraint::Constraint;
-use super::placement::{Placement, Placements};
+use super::placement::{Placement, Placements, SequenceSize};
 use super::tensors::{check_memory, fit, readable};
 use super::tokenizer::Tokenized;
 use super::{AttentionMask, BOOL_MASK, FullyMaskedRows, OP};
@@ -36,7 +36,7 @@ impl AttentionMask {
     ) -> Result<Self> {
         self.check_whole(op)?;
         let t_kv = longest(placements);
-        self.check(b, &[[t_q, t_kv]])?;
+        self.check(b, &[SequenceSize { t_q, t_kv }])?;
         for constraint in &self.constraints {
             if let Constraint::Tokenized(tokenized) = constraint {
                 tokenized.check_ends(placements)?;

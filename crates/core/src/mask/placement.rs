@@ -6,6 +6,20 @@ use candle_core::{Result, bail};
 
 use super::OP;
 
+/// The numbers of queries and keys of a sequence.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct SequenceSize {
+    pub t_q: usize,
+    pub t_kv: usize,
+}
+
+/// The rows of queries and of keys of a packed sequence among the rows of all sequences.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct PackedRows {
+    pub queries: Range<usize>,
+    pub keys: Range<usize>,
+}
+
 /// The queries and keys of a call within one sequence.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Placement {
@@ -58,15 +72,17 @@ impl Placements {
     }
 
     /// Checks that a call has the shape of the placements: `n` sequences, with the queries and keys of `sizes`.
-    pub fn check(&self, n: usize, sizes: &[[usize; 2]]) -> Result<()> {
+    pub fn check(&self, n: usize, sizes: &[SequenceSize]) -> Result<()> {
         let Self { b, t_q, t_kv, .. } = *self;
+        let own = SequenceSize { t_q, t_kv };
         if b != n {
             bail!("[{OP}] the mask is `of_part` with {b} sequences, expected {n}")
         }
-        if let Some([queries, keys]) = sizes.iter().find(|&&size| size != [t_q, t_kv]) {
+        if let Some(size) = sizes.iter().find(|&&size| size != own) {
             bail!(
-                "[{OP}] the mask is `of_part` with {t_q} queries and {t_kv} keys, expected {queries} queries and \
-                 {keys} keys"
+                "[{OP}] the mask is `of_part` with {t_q} queries and {t_kv} keys, expected {} queries and {} keys",
+                size.t_q,
+                size.t_kv
             )
         }
         Ok(())

@@ -6,7 +6,7 @@ use std::ops::Range;
 use candle_core::{Device, Result, Tensor, bail};
 
 use super::constraint::QueryPosition;
-use super::placement::{Placement, SequencePlan};
+use super::placement::{Placement, SequencePlan, SequenceSize};
 use super::tensors::all_of;
 use super::{AttentionMask, OP};
 use candle_attention_modules::base::filled;
@@ -173,7 +173,7 @@ impl AttentionMask {
     /// For lengths whose shape is neither (B,) nor (B, T_q), for a window or a chunk of 0, for an option that is
     /// ambiguous for the joined masks that it was set on, and for a mask [of a part](Self::of_part) with another shape.
     pub fn resolve(&self, b: usize, t_q: usize, t_kv: usize) -> Result<KeyRanges> {
-        self.check(b, &[[t_q, t_kv]])?;
+        self.check(b, &[SequenceSize { t_q, t_kv }])?;
         Ok(KeyRanges { b, t_q, t_kv, mask: self.without_tensors() })
     }
 
@@ -213,7 +213,7 @@ impl AttentionMask {
     }
 
     /// Checks that the mask fits `n` sequences, with the queries and keys of `sizes` for each sequence, or for all.
-    pub(super) fn check(&self, n: usize, sizes: &[[usize; 2]]) -> Result<()> {
+    pub(super) fn check(&self, n: usize, sizes: &[SequenceSize]) -> Result<()> {
         self.constraints.iter().try_for_each(|constraint| constraint.check(n, sizes))?;
         if let Some(placements) = &self.placements {
             placements.check(n, sizes)?;

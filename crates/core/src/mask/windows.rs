@@ -24,8 +24,10 @@ const OP: &str = "windows";
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Windows {
-    /// Height and width of the image.
-    image: [usize; 2],
+    /// The height of the image in tokens.
+    height: usize,
+    /// The width of the image in tokens.
+    width: usize,
     window: usize,
     shift: usize,
 }
@@ -40,7 +42,8 @@ impl Windows {
         if window == 0 || window > MOST || image.iter().any(|&size| size == 0 || size > MOST) {
             bail!("[{OP}] the image is {image:?} and windows are of {window}, expected 1 to {MOST} each")
         }
-        Ok(Self { image, window, shift: 0 })
+        let [height, width] = image;
+        Ok(Self { height, width, window, shift: 0 })
     }
 
     /// Shifts the image up and to the left by `shift` tokens before it is divided (Swin). The first rows and columns
@@ -57,13 +60,17 @@ impl Windows {
 
     /// Returns the number of windows of an image.
     pub fn count(&self) -> usize {
-        let [down, across] = self.counts();
-        down * across
+        self.down() * self.across()
     }
 
-    /// Returns the numbers of windows down and across.
-    fn counts(&self) -> [usize; 2] {
-        self.image.map(|size| size.div_ceil(self.window))
+    /// Returns the number of rows of windows.
+    fn down(&self) -> usize {
+        self.height.div_ceil(self.window)
+    }
+
+    /// Returns the number of windows in a row.
+    fn across(&self) -> usize {
+        self.width.div_ceil(self.window)
     }
 
     /// Returns images (B, height · width, E), whose tokens are listed row by row, as windows (B · windows, window², E):
@@ -72,8 +79,9 @@ impl Windows {
     /// # Errors
     /// For another shape, and for padded images that do not fit in memory.
     pub fn partition(&self, xs: &Tensor) -> Result<Tensor> {
-        let [height, width] = self.image;
-        let [down, across] = self.counts();
+        let Self { height, width, .. } = *self;
+        let down = self.down();
+        let across = self.across();
         let w = self.window;
         let dims = xs.dims();
         if dims.len() != 3 || dims[1] != height * width {
@@ -95,8 +103,9 @@ impl Windows {
     /// # Errors
     /// For another shape, and for windows that do not fit in memory.
     pub fn join(&self, xs: &Tensor) -> Result<Tensor> {
-        let [height, width] = self.image;
-        let [down, across] = self.counts();
+        let Self { height, width, .. } = *self;
+        let down = self.down();
+        let across = self.across();
         let w = self.window;
         let count = down * across;
         let dims = xs.dims();
@@ -122,7 +131,8 @@ impl Windows {
         if self.shift == 0 {
             return Ok(AttentionMask::none());
         }
-        let [down, across] = self.counts();
+        let down = self.down();
+        let across = self.across();
         let w = self.window;
         let n = down * across;
         let tokens = w * w;
@@ -132,7 +142,7 @@ impl Windows {
             return Ok(AttentionMask::none().with_bool_mask(&empty));
         }
         // A number for each token of the padded image: whether its row and its column are moved to the opposite side.
-        let padded = Self { image: [down * w, across * w], ..*self };
+        let padded = Self { height: down * w, width: across * w, ..*self };
         let is_moved = |line| u8::from(line < self.shift);
         let row_of_sides = |row| (0..across * w).map(move |column| 2 * is_moved(row) + is_moved(column));
         let sides = Tensor::from_iter((0..down * w).flat_map(row_of_sides), &Device::Cpu)?;

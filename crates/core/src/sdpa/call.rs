@@ -117,7 +117,7 @@ impl Call {
             None => mask.ranges_of_batch(b, t_q, t_kv)?,
             Some(sequences) => {
                 check_sequences(op, dims, sequences, mask)?;
-                mask.ranges_of_packed(op, sequences.ranges().collect())?
+                mask.ranges_of_packed(op, sequences.rows().collect())?
             }
         };
         let q = qkv.q.clone();

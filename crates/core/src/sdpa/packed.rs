@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use candle_core::{Result, Tensor, bail};
 
+use crate::mask::PackedRows;
 use candle_attention_modules::base::{Dim, Expect, check_entries};
 
 const OP: &str = "packed_sequences";
@@ -22,6 +23,7 @@ const OP: &str = "packed_sequences";
 /// assert_eq!((sequences.queries(1), sequences.keys(1)), (3..4, 5..6));
 /// # Ok(()) }
 /// ```
+#[doc(alias("cu_seqlens", "nested_tensor"))]
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PackedSequences {
     cu_seqlens_q: Arc<[usize]>,
@@ -87,9 +89,9 @@ impl PackedSequences {
         range(&self.cu_seqlens_kv, s)
     }
 
-    /// Returns the ranges of the queries and of the keys of each sequence.
-    pub(crate) fn ranges(&self) -> impl Iterator<Item = [Range<usize>; 2]> {
-        (0..self.len()).map(|s| [self.queries(s), self.keys(s)])
+    /// Returns the rows of the queries and of the keys of each sequence.
+    pub(crate) fn rows(&self) -> impl Iterator<Item = PackedRows> {
+        (0..self.len()).map(|s| PackedRows { queries: self.queries(s), keys: self.keys(s) })
     }
 
     /// Returns the largest number of queries of a sequence.

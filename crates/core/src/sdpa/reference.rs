@@ -9,6 +9,7 @@ use super::options::{OutputLayout, SdpaOptions};
 use super::packed::PackedSequences;
 use super::softmax::{Softmax, constant_like, masked_softmax_and_lse};
 use super::statistics::{AttentionStatistics, StatisticsOptions};
+use crate::mask::PackedRows;
 use candle_attention_kernels::flash::{WeightIndex, philox_keeps};
 use candle_attention_modules::base::{accumulation_dtype, check_memory};
 
@@ -76,7 +77,7 @@ fn attend_sequences(
 ) -> Result<Joined> {
     let mut outputs = Vec::new();
     let mut lses = Vec::new();
-    for (s, [queries, keys]) in sequences.ranges().enumerate() {
+    for (s, PackedRows { queries, keys }) in sequences.rows().enumerate() {
         if queries.is_empty() {
             continue;
         }

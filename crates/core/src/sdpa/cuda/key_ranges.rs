@@ -6,7 +6,7 @@ use candle_core::{Device, Result, Tensor, bail};
 
 use super::super::call::Call;
 use super::super::packed::PackedSequences;
-use crate::mask::{KeyBounds, RowRanges};
+use crate::mask::{KeyBounds, PackedRows, RowRanges};
 use candle_attention_modules::base::uploaded;
 
 /// Returns the lengths of packed sequences.
@@ -15,7 +15,7 @@ pub(super) fn packed_sequences(
     device: &Device,
 ) -> Result<candle_attention_cuda::PackedSequences> {
     let (mut ends_of_queries, mut ends_of_keys) = (vec![0], vec![0]);
-    for [queries, keys] in sequences.ranges() {
+    for PackedRows { queries, keys } in sequences.rows() {
         ends_of_queries.push(entry(queries.end)?);
         ends_of_keys.push(entry(keys.end)?);
     }
