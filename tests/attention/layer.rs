@@ -1,7 +1,8 @@
 //! Layers against themselves in plain loops, for everything that a config can say.
 
+use crate::layer_kind::LayerKind;
 use crate::recipe::Kind::{Band, Bias, Keep, UpperLeft, ValidLens, ValidLensPerQuery, Window};
-use crate::registry::{Feature, Kind, configs, latent_of};
+use crate::registry::{Feature, configs, latent_of};
 use crate::seeded::layer;
 use crate::statistics;
 use crate::*;
@@ -59,7 +60,7 @@ fn call_masks([b, t_q, t_kv]: [usize; 3], h: usize) -> [Vec<Mask>; 5] {
     kinds.map(|kinds| Recipe { seed: 23, ..Recipe::plain(dims, kinds, DType::F64) }.case().masks)
 }
 
-fn run(kind: &Kind, sizes: [usize; 3], masks: Vec<Mask>, (dtype, device): (DType, &Device)) -> Result<()> {
+fn run(kind: &LayerKind, sizes: [usize; 3], masks: Vec<Mask>, (dtype, device): (DType, &Device)) -> Result<()> {
     let [b, t_q, t_kv] = sizes;
     let h = kind.num_heads();
     let [.., out_dim] = kind.widths();
@@ -138,7 +139,7 @@ fn matches_plain_loops(feature: Feature, device: &Device) -> Result<()> {
         }
         let square = [[2, 4, 4], [1, 1, 1], [1, 4, 4], [0, 3, 3], [2, 0, 0], [0, 0, 0]];
         let cross = [[1, 3, 6], [2, 5, 3], [2, 0, 3], [2, 3, 0]];
-        let cross = cross.into_iter().filter(|_| matches!(kind, Kind::MultiHead(_)));
+        let cross = cross.into_iter().filter(|_| matches!(kind, LayerKind::MultiHead(_)));
         for (s, sizes) in square.into_iter().chain(cross).enumerate() {
             // Every mask where lengths are the same and where they differ, and none and another for each other size.
             let is_every = [square[0], [1, 3, 6]].contains(&sizes);
@@ -166,7 +167,7 @@ fn latent_attention_with_random_configs_matches_plain_loops() -> Result<()> {
     for case in 0..90 {
         let causal = random.chance(0.8);
         let embed_dim = 1 + random.up_to(11);
-        let kind = Kind::Latent(latent_of(embed_dim, random).with_causal(causal));
+        let kind = LayerKind::Latent(latent_of(embed_dim, random).with_causal(causal));
         let b = random.up_to(3);
         let t = random.up_to(9);
         let lens = Lens::PerSequence((0..b).map(|_| random.up_to(t)).collect());
@@ -183,10 +184,10 @@ fn latent_attention_with_random_configs_matches_plain_loops() -> Result<()> {
 #[test]
 fn layer_configs_round_trip_through_json() {
     let relative = Config::new(24, 3).with_relative_bias(RelativeBiasConfig::new(false).with_num_buckets(6));
-    for (_, kind) in configs().into_iter().chain([("relative bias", Kind::MultiHead(relative))]) {
+    for (_, kind) in configs().into_iter().chain([("relative bias", LayerKind::MultiHead(relative))]) {
         match kind {
-            Kind::MultiHead(cfg) => survives_json(&cfg),
-            Kind::Latent(cfg) => survives_json(&cfg.with_scale(0.5).with_causal(false)),
+            LayerKind::MultiHead(cfg) => survives_json(&cfg),
+            LayerKind::Latent(cfg) => survives_json(&cfg.with_scale(0.5).with_causal(false)),
         };
     }
     let short =
@@ -231,7 +232,9 @@ fn prefix_of_call_relaxes_causal_mask_of_layer(device: &Device) -> Result<()> {
 
 fn dropout_of_layer_applies_in_training_only(device: &Device) -> Result<()> {
     let latent = LatentConfig::new(12, 4).with_kv_lora_rank(5).with_causal(false);
-    let kinds = |p| [Kind::MultiHead(Config::new(12, 4).with_dropout(p)), Kind::Latent(latent.clone().with_dropout(p))];
+    let kinds = |p| {
+        [LayerKind::MultiHead(Config::new(12, 4).with_dropout(p)), LayerKind::Latent(latent.clone().with_dropout(p))]
+    };
     for (with, without) in kinds(0.5).into_iter().zip(kinds(0.0)) {
         let [with, without] = [with, without].map(|kind| kind.layer(TorchSeed::new(3).var_builder(DType::F32, device)));
         let with = with?;

@@ -1,11 +1,12 @@
 //! Every parameter of a layer gets a gradient, and it is the right one.
 
 use crate::by_hand::{Input, Parameters};
-use crate::registry::{Feature, Kind, content, relative};
+use crate::layer_kind::LayerKind;
+use crate::registry::{Feature, content, relative};
 use crate::*;
 
 /// Returns lengths under which the first sequence is padded and its first query is fully masked, and a bias.
-fn padding_and_bias(kind: &Kind) -> Vec<Mask> {
+fn padding_and_bias(kind: &LayerKind) -> Vec<Mask> {
     let mut random = Random::new(29);
     let t = kind.tokens().unwrap_or(4);
     let bias = Array::new(&[t, t]).filled(|| random.between(-1.0, 1.0));
@@ -16,13 +17,13 @@ fn padding_and_bias(kind: &Kind) -> Vec<Mask> {
 /// A call of a layer.
 #[derive(Clone)]
 struct Call {
-    kind: Kind,
+    kind: LayerKind,
     parameters: Parameters,
     input: Input,
 }
 
 impl Call {
-    fn new(kind: &Kind, masks: Vec<Mask>) -> Self {
+    fn new(kind: &LayerKind, masks: Vec<Mask>) -> Self {
         let t = kind.tokens().unwrap_or(4);
         Self { kind: kind.clone(), parameters: kind.parameters(3), input: kind.input([2, t, t], masks) }
     }
@@ -88,15 +89,15 @@ const EXACT: (DType, bool) = (DType::F64, false);
 
 /// Calls `check` with each layer of a feature, and adds the layer's name to an error.
 fn for_each_layer(
-    layers: impl IntoIterator<Item = (&'static str, Kind)>,
-    check: impl Fn(&str, &Kind) -> Result<()>,
+    layers: impl IntoIterator<Item = (&'static str, LayerKind)>,
+    check: impl Fn(&str, &LayerKind) -> Result<()>,
 ) -> Result<()> {
     layers.into_iter().try_for_each(|(name, kind)| check(name, &kind).map_err(|error| error.context(name)))
 }
 
 /// Returns layers with relative positions, which plain loops do not compute.
-fn with_relative_positions() -> Vec<(&'static str, Kind)> {
-    relative().into_iter().chain(content().into_iter().map(|cfg| ("content", Kind::MultiHead(cfg)))).collect()
+fn with_relative_positions() -> Vec<(&'static str, LayerKind)> {
+    relative().into_iter().chain(content().into_iter().map(|cfg| ("content", LayerKind::MultiHead(cfg)))).collect()
 }
 
 /// Checks gradients of every parameter and input in f64 against finite differences, and that no fused step swallows
@@ -105,7 +106,7 @@ fn gradients_match_finite_differences(feature: Feature) -> Result<()> {
     check_gradients(feature.configs())
 }
 
-fn check_gradients(layers: Vec<(&'static str, Kind)>) -> Result<()> {
+fn check_gradients(layers: Vec<(&'static str, LayerKind)>) -> Result<()> {
     for_each_layer(layers.clone(), |_, kind| {
         [vec![], padding_and_bias(kind)].into_iter().try_for_each(|masks| {
             let call = Call::new(kind, masks);

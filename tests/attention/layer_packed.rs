@@ -3,7 +3,8 @@
 use std::ops::Range;
 
 use crate::by_hand::{Parameters, drawn};
-use crate::registry::{Feature, Kind, Layer, relative};
+use crate::layer_kind::{Layer, LayerKind};
+use crate::registry::{Feature, relative};
 use crate::seeded::layer;
 use crate::*;
 
@@ -57,7 +58,7 @@ fn part_of(xs: &Tensor, rows: &Range<usize>) -> Result<Tensor> {
 
 /// A call of a layer with lengths that mask the last key of each sequence.
 struct Call {
-    kind: Kind,
+    kind: LayerKind,
     parameters: Parameters,
     device: Device,
 }
@@ -102,8 +103,8 @@ impl Operation for Call {
 
 /// Returns whether packed sequences are an error: each would need separate keys that the layer appends, or biases that
 /// count keys of the whole.
-fn rejects_packed_sequences(kind: &Kind) -> bool {
-    let is_falcon = matches!(kind, Kind::MultiHead(cfg) if cfg.alibi() == Some(&AlibiConfig::Falcon));
+fn rejects_packed_sequences(kind: &LayerKind) -> bool {
+    let is_falcon = matches!(kind, LayerKind::MultiHead(cfg) if cfg.alibi() == Some(&AlibiConfig::Falcon));
     kind.more_keys() > 0 || is_falcon
 }
 
@@ -116,7 +117,7 @@ fn packed_layer_with_relative_bias_matches_separate_calls(device: &Device) -> Re
     check_layers(relative().into(), device)
 }
 
-fn check_layers(layers: Vec<(&'static str, Kind)>, device: &Device) -> Result<()> {
+fn check_layers(layers: Vec<(&'static str, LayerKind)>, device: &Device) -> Result<()> {
     for (name, kind) in layers {
         let call = Call { parameters: kind.parameters(3), kind, device: device.clone() };
         for backend in [Backend::Auto, Backend::Reference] {

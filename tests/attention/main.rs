@@ -39,6 +39,7 @@ mod seeded;
 // properties of operations.
 mod by_hand;
 mod call;
+mod layer_kind;
 mod operation;
 mod recipe;
 mod registry;

@@ -1,7 +1,7 @@
 //! Statistics of weights: on every path against the oracle's weights, and in layers against the weights of the same
 //! call.
 
-use crate::registry::Kind;
+use crate::layer_kind::LayerKind;
 use crate::seeded;
 use crate::*;
 
@@ -158,12 +158,12 @@ fn statistics_of_layers_match_their_weights() -> Result<()> {
     let of_content = Config::new(32, 4).with_content_positions(content);
     let config = AttentionCacheConfig::new;
     for (kind, cache) in [
-        (Kind::MultiHead(plain.with_relative_bias(RelativeBiasConfig::new(true))), None),
-        (Kind::MultiHead(of_content), None),
-        (Kind::MultiHead(cfg.clone()), Some(config())),
-        (Kind::MultiHead(cfg.clone()), Some(config().with_q8())),
-        (Kind::MultiHead(cfg.with_window(4)), Some(config().with_window(4))),
-        (Kind::Latent(LatentConfig::new(32, 4).with_causal(true)), Some(config())),
+        (LayerKind::MultiHead(plain.with_relative_bias(RelativeBiasConfig::new(true))), None),
+        (LayerKind::MultiHead(of_content), None),
+        (LayerKind::MultiHead(cfg.clone()), Some(config())),
+        (LayerKind::MultiHead(cfg.clone()), Some(config().with_q8())),
+        (LayerKind::MultiHead(cfg.with_window(4)), Some(config().with_window(4))),
+        (LayerKind::Latent(LatentConfig::new(32, 4).with_causal(true)), Some(config())),
     ] {
         let layer = kind.of_parameters(&kind.parameters(3), DType::F32, &CPU)?;
         let mut caches =

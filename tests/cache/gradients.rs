@@ -20,7 +20,9 @@ fn trained(cfg: &Config) -> Result<(VarMap, MultiHeadAttention)> {
 fn cache_call_reads_variables_every_time() -> Result<()> {
     let latent = LatentConfig::new(8, 2).with_q_lora_rank(4).with_kv_lora_rank(6).with_rope_head_dim(2).with_bias(true);
     let of_latents = ["kv_b_proj.weight", "o_proj.weight"];
-    for (kind, expected) in [(Kind::MultiHead(config()), &of_latents[1..]), (Kind::Latent(latent), &of_latents)] {
+    for (kind, expected) in
+        [(LayerKind::MultiHead(config()), &of_latents[1..]), (LayerKind::Latent(latent), &of_latents)]
+    {
         let vars = VarMap::new();
         let xs = wave(1, 4, 8, 0.0)?;
         let layer = kind.layer(VarBuilder::from_varmap(&vars, DType::F32, &CPU))?;

@@ -271,14 +271,14 @@ fn long_sequences_with_cache_match_one_call(device: &Device) -> Result<()> {
     let latent = latent.with_rope_head_dim(8).with_value_head_dim(16);
     let rope = RopeConfig::new(50.0).with_scaling(yarn(Some(0.7)));
     for (kind, cache) in [
-        (Kind::MultiHead(grouped()), growing()),
-        (Kind::MultiHead(grouped()), growing().with_q8()),
-        (Kind::MultiHead(grouped().with_sinks(true).with_window(500)), growing().with_q8()),
-        (Kind::MultiHead(grouped().with_window(100)), sliding(100)),
-        (Kind::MultiHead(grouped().with_window(600)), sliding(600)),
-        (Kind::MultiHead(grouped().with_window(600)), sliding(600).with_q8()),
-        (Kind::Latent(latent.clone()), growing()),
-        (Kind::Latent(latent.with_rope(rope)), growing()),
+        (LayerKind::MultiHead(grouped()), growing()),
+        (LayerKind::MultiHead(grouped()), growing().with_q8()),
+        (LayerKind::MultiHead(grouped().with_sinks(true).with_window(500)), growing().with_q8()),
+        (LayerKind::MultiHead(grouped().with_window(100)), sliding(100)),
+        (LayerKind::MultiHead(grouped().with_window(600)), sliding(600)),
+        (LayerKind::MultiHead(grouped().with_window(600)), sliding(600).with_q8()),
+        (LayerKind::Latent(latent.clone()), growing()),
+        (LayerKind::Latent(latent.with_rope(rope)), growing()),
     ] {
         let layer = kind.of_parameters(&kind.parameters(3), DType::F32, device)?;
         for (b, prompt, single) in [(1, &[900, 400][..], 40), (2, &[90], 300), (2, &[100, 1, 1, 90, 1, 7], 1)] {

@@ -11,6 +11,9 @@ mod by_hand;
 mod call;
 #[path = "../common/mod.rs"]
 mod common;
+#[path = "../attention/layer_kind.rs"]
+#[allow(dead_code, reason = "not all properties of layers are needed")]
+mod layer_kind;
 #[path = "../attention/recipe.rs"]
 #[allow(dead_code, unused_imports, reason = "only its masks are needed")]
 mod recipe;
@@ -40,8 +43,9 @@ use candle_attention::{MultiHeadAttentionConfig as Config, MultiHeadLatentAttent
 use candle_core::{DType, Device, IndexOp, Result, Tensor, Var};
 use candle_nn::{Linear, VarBuilder, VarMap};
 use common::*;
+use layer_kind::{Layer, LayerKind};
 use oracle::{Alignment, Dims, Lens, Mask, Part};
-use registry::{Kind, Layer, latent_of};
+use registry::latent_of;
 
 const CPU: Device = Device::Cpu;
 
@@ -51,7 +55,7 @@ fn layer(cfg: &Config) -> Result<MultiHeadAttention> {
 }
 
 fn latents(cfg: LatentConfig, dtype: DType, device: &Device) -> Result<Box<dyn Layer>> {
-    let kind = Kind::Latent(cfg);
+    let kind = LayerKind::Latent(cfg);
     kind.of_parameters(&kind.parameters(12), dtype, device)
 }
 

@@ -31,9 +31,9 @@ fn setups() -> Result<Vec<Setup>> {
         (base().with_window(3), sliding().with_shared(true)),
         (base().with_alibi(AlibiConfig::Falcon), growing()),
     ];
-    let multi_head = multi_head.into_iter().map(|(cfg, cache)| (Kind::MultiHead(cfg), cache));
-    let latent = [growing(), growing().with_q8()].map(|cache| (Kind::Latent(latent.clone()), cache));
-    let of_kind = |(kind, cache): (Kind, AttentionCacheConfig)| {
+    let multi_head = multi_head.into_iter().map(|(cfg, cache)| (LayerKind::MultiHead(cfg), cache));
+    let latent = [growing(), growing().with_q8()].map(|cache| (LayerKind::Latent(latent.clone()), cache));
+    let of_kind = |(kind, cache): (LayerKind, AttentionCacheConfig)| {
         Ok(Setup { layer: kind.of_parameters(&kind.parameters(3), DType::F32, &CPU)?, cache })
     };
     multi_head.chain(latent).map(of_kind).collect()

@@ -69,18 +69,12 @@ fn at(positions: &Tensor) -> Given<'_> {
 }
 
 fn call<'a>(layer: &MultiHeadAttention, xs: &'a Tensor, cache: &'a mut AttentionCache, given: Given<'a>) -> Result<()> {
-    let mut input = AttentionInput::new(xs).with_cache(cache);
-    if let Some(mask) = given.mask {
-        input = input.with_mask(mask);
-    }
+    let mut input = AttentionInput::new(xs).with_cache(cache).with_mask(given.mask).with_positions(given.positions);
     if let Some(starts) = given.starts {
         input = input.with_starts(starts);
     }
     if let Some(valid_lens) = given.valid_lens {
         input = input.with_valid_lens(valid_lens);
-    }
-    if let Some(positions) = given.positions {
-        input = input.with_positions(positions);
     }
     layer.forward_with(input)?;
     Ok(())
@@ -103,7 +97,7 @@ fn two_calls(layer: &dyn Layer, mask: &AttentionMask) -> Result<()> {
 }
 
 /// Makes two calls of a layer that is not causal.
-fn not_causal(kind: impl Fn(bool) -> Kind) -> Result<()> {
+fn not_causal(kind: impl Fn(bool) -> LayerKind) -> Result<()> {
     let layer = |causal| kind(causal).layer(TorchSeed::new(1).var_builder(DType::F32, &Device::Cpu));
     let none = AttentionMask::none();
     two_calls(&*layer(true)?, &none)?;
@@ -261,11 +255,11 @@ type Misuse = (&'static str, &'static str, fn() -> Result<()>);
 
 const MISUSES: [Misuse; 11] = [
     ("not causal", "a layer that is not causal continues a cache", || {
-        not_causal(|causal| Kind::MultiHead(Config::new(8, 2).with_causal(causal)))
+        not_causal(|causal| LayerKind::MultiHead(Config::new(8, 2).with_causal(causal)))
     }),
     ("not causal, latent", "a layer that is not causal continues a cache", || {
         let latent = || LatentConfig::new(8, 2).with_kv_lora_rank(4).with_rope_head_dim(2);
-        not_causal(|causal| Kind::Latent(latent().with_causal(causal)))
+        not_causal(|causal| LayerKind::Latent(latent().with_causal(causal)))
     }),
     ("stored left padding", "attends to padding", stored_left_padding),
     ("stored right padding", "attends to padding", stored_right_padding),

@@ -2,14 +2,15 @@
 
 use std::sync::Arc;
 
-use crate::registry::{Kind, content, multi_head_layer};
+use crate::layer_kind::{LayerKind, multi_head_layer};
+use crate::registry::content;
 use crate::*;
 
 const HEADS: usize = 4;
 
 /// Draws small numbers for every parameter, by name.
 fn weights(cfg: &Config) -> Result<Tensors> {
-    let of = Kind::MultiHead(cfg.clone()).parameters(3).into_iter();
+    let of = LayerKind::MultiHead(cfg.clone()).parameters(3).into_iter();
     of.map(|(name, numbers)| Ok((name, (numbers.tensor(DType::F32, &CPU)? * 0.6)?))).collect()
 }
 
@@ -18,7 +19,7 @@ fn layer(cfg: &Config, weights: &Tensors, dtype: DType) -> Result<MultiHeadAtten
 }
 
 fn tokens(cfg: &Config) -> usize {
-    Kind::MultiHead(cfg.clone()).tokens().unwrap_or(17)
+    LayerKind::MultiHead(cfg.clone()).tokens().unwrap_or(17)
 }
 
 /// Compares the paths. tests/hf compares each kind with transformers, in f32 on both paths.

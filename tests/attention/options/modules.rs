@@ -6,7 +6,7 @@ use candle_core::Error;
 use candle_core::quantized::{GgmlDType, QMatMul, QTensor};
 
 use super::weights;
-use crate::registry::Kind;
+use crate::layer_kind::LayerKind;
 use crate::*;
 
 const PLACES: [Projection; 5] =
@@ -62,7 +62,7 @@ fn gguf_weights_in_layer_match_dequantised_layer() -> Result<()> {
     for cfg in configs() {
         for (dtype, tolerance) in [(GgmlDType::F32, 1e-5), (GgmlDType::Q8_0, 0.03), (GgmlDType::Q4_0, 0.03)] {
             let [layer, plain] = quantized(&cfg, dtype)?;
-            let kind = Kind::MultiHead(cfg.clone());
+            let kind = LayerKind::MultiHead(cfg.clone());
             let what = format!("{cfg:?} in {dtype:?}");
             let [width, of_keys, of_values, _] = kind.widths();
             let xs = &random(&[2, 7, width])?;

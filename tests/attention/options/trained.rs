@@ -1,13 +1,14 @@
 //! Layers over variables.
 
-use crate::registry::{Kind, Layer, configs, content, relative};
+use crate::layer_kind::{Layer, LayerKind};
+use crate::registry::{configs, content, relative};
 use crate::*;
 
 /// Checks that after a step, a layer uses the new values of its variables, and a frozen layer the former ones, and that
 /// a saved frozen layer loads as an equal layer. Layers are of every kind, with relative positions too.
 #[test]
 fn layer_parameters_are_trained_frozen_and_saved() -> Result<()> {
-    let content = content().into_iter().map(|cfg| ("content", Kind::MultiHead(cfg)));
+    let content = content().into_iter().map(|cfg| ("content", LayerKind::MultiHead(cfg)));
     for (name, kind) in configs().into_iter().chain(relative()).chain(content) {
         let vars = VarMap::new();
         let t = kind.tokens().unwrap_or(17);

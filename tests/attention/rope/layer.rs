@@ -1,7 +1,7 @@
 //! Rotary positions in the layer.
 
 use super::layouts;
-use crate::registry::Kind;
+use crate::layer_kind::LayerKind;
 use crate::*;
 
 on_each_device!(
@@ -32,7 +32,7 @@ fn with_axes(axes: RopeAxes, scaling: RopeScaling, device: &Device) -> Result<Mu
 
 /// Checks three sequences of 6, 4 and 1 tokens, padded on the left to 6.
 fn rope_positions_of_left_padded_sequences_match_unpadded(device: &Device) -> Result<()> {
-    for kind in [Kind::MultiHead(config()), Kind::Latent(LatentConfig::new(24, 4))] {
+    for kind in [LayerKind::MultiHead(config()), LayerKind::Latent(LatentConfig::new(24, 4))] {
         let layer = kind.layer(TorchSeed::new(3).var_builder(DType::F32, device))?;
         let xs = Tensor::randn(0f32, 1.0, (3, 6, 24), device)?;
         let run = |input: &Tensor| layer.run(input.into());
