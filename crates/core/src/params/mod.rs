@@ -25,7 +25,7 @@ use candle_attention_modules::base::{Heads, ParameterReader, WeightAndBias, fits
 use candle_attention_modules::gate::GateLayout;
 use candle_attention_modules::linear::{ByProjection, Projection, Projections};
 
-/// Loads the projections in any layout, or this rank's part of each. The config is that of the whole layer.
+/// Loads the projections in any layout, or this rank's shard of each. The config is that of the whole layer.
 ///
 /// # Errors
 /// For a config that does not fit the layout, for a missing or misshapen tensor, and for parameters that the layer

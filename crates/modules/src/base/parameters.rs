@@ -223,7 +223,7 @@ impl WeightAndBias {
 pub struct ParameterList(Vec<(String, Parameter)>);
 
 impl ParameterList {
-    /// Reads each parameter that the config asks for, or this rank's part of it.
+    /// Reads each parameter that the config asks for, or this rank's shard of it.
     ///
     /// # Errors
     /// For a missing or misshapen tensor, and for one that the config does not ask for.

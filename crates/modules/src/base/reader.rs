@@ -167,7 +167,7 @@ impl<'a> ParameterReader<'a> {
     }
 
     /// Returns `name.weight` of shape (out, in), and `name.bias` (out,) if `has_bias`. Where heads divide one of the
-    /// two dimensions, they are this rank's part.
+    /// two dimensions, they are this rank's shard.
     ///
     /// # Errors
     /// As [`read_requested`](Self::read_requested).

@@ -77,13 +77,13 @@ impl HeadShard {
         (0..self.world_size).map(move |rank| Self { rank, ..self })
     }
 
-    /// Returns this rank's part of `len` entries that are divided in their order and as evenly as possible, such as the
-    /// inner columns of an MLP or a vocabulary. It is the part of Candle's `Shard` where the ranks divide the entries.
+    /// Returns this rank's shard of `len` entries that are divided in their order and as evenly as possible, such as
+    /// the inner columns of an MLP or a vocabulary. Candle's `Shard` has the same where the ranks divide the entries.
     pub fn rank_range(&self, len: usize) -> Range<usize> {
-        part_range(self.rank, len, self.world_size)
+        shard_range(self.rank, len, self.world_size)
     }
 
-    /// Returns this rank's part of `len` entries that the query heads or the key heads divide equally. There are no
+    /// Returns this rank's shard of `len` entries that the query heads or the key heads divide equally. There are no
     /// fewer query heads than ranks.
     #[doc(hidden)]
     pub fn range(&self, heads: Heads, counts: HeadCounts, len: usize) -> Range<usize> {
@@ -115,8 +115,8 @@ impl HeadShard {
             return keys.start * group..keys.end * group;
         }
         // The ranks that share the key head divide its query heads.
-        let ranks = part_range(keys.start, self.world_size, counts.key);
-        let own = part_range(self.rank - ranks.start, group, ranks.len());
+        let ranks = shard_range(keys.start, self.world_size, counts.key);
+        let own = shard_range(self.rank - ranks.start, group, ranks.len());
         keys.start * group + own.start..keys.start * group + own.end
     }
 
@@ -132,9 +132,9 @@ impl HeadShard {
     }
 }
 
-/// Returns the entries of part `index` if `len` entries are divided into `parts`. The products do not overflow in u128.
-fn part_range(index: usize, len: usize, parts: usize) -> Range<usize> {
-    let start_of = |part: u128| (part * len as u128).div_ceil(parts as u128) as usize;
+/// Returns the entries of shard `index` of `count` shards of `len` entries. The products do not overflow in u128.
+fn shard_range(index: usize, len: usize, count: usize) -> Range<usize> {
+    let start_of = |shard: u128| (shard * len as u128).div_ceil(count as u128) as usize;
     start_of(index as u128)..start_of(index as u128 + 1)
 }
 
