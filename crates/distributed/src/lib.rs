@@ -20,3 +20,8 @@ mod ring;
 
 pub use communicator::{Communicator, SingleProcess, check_same};
 pub use ring::{ContextCache, RingAttention, ZigZag};
+
+/// The document whose code is tested.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/distributed.md")]
+pub mod guide {}
