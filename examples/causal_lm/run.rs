@@ -6,7 +6,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use candle_attention::text::{SimpleTokenizer, SpecialTokens};
-use candle_core::{Device, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor, bail};
 
 use crate::args::Args;
 use crate::common::page::{PageOfLayers, texts};
@@ -65,7 +65,7 @@ fn answer(
     tokenizer: Option<&SimpleTokenizer>,
     out: &mut dyn Write,
 ) -> Result<String> {
-    let caches = model.caches(|config| match args.kv_cache.as_ref().map(|name| name.parse()) {
+    let caches = model.caches(|config| match args.kv_cache.as_ref().map(|name| name.parse::<DType>()) {
         None => config,
         Some(Ok(dtype)) => config.with_dtype(dtype),
         Some(Err(_)) => config.with_q8(), // the one name that is no dtype

@@ -20,10 +20,8 @@ fn function(case: &Case, backend: Backend) -> Result<Answer> {
     let [q, k, v] = ["q", "k", "v"].map(|name| case.input(name));
     // PyTorch broadcasts the dimensions before (T, D).
     let q = if q.rank() < k.rank() { q.broadcast_as((k.dim(0)?, q.dim(0)?, q.dim(1)?, q.dim(2)?))? } else { q.clone() };
-    let mut mask = if case.has("is_causal") { AttentionMask::causal_upper_left() } else { AttentionMask::none() };
-    if let Some(bias) = case.find("attn_mask") {
-        mask = mask.with_bias(bias);
-    }
+    let mask = if case.has("is_causal") { AttentionMask::causal_upper_left() } else { AttentionMask::none() };
+    let mask = mask.with_bias(case.find("attn_mask"));
     let seed = TorchSeed::new(case.count("seed").unwrap_or(0) as u64);
     let options = SdpaOptions::default().with_backend(backend).with_dropout_seed(&seed);
     let options = options.with_dropout(case.number("dropout_p").unwrap_or(0.0), true);

@@ -8,8 +8,8 @@ use crate::*;
 pub const SUBJECTS: &[(&str, Subject)] = &[("delta rule", rule), ("delta net", net)];
 
 fn rule(_: &str, call: &Fields) -> Result<String> {
-    let options = with(DeltaOptions::default(), call.get("scale")?, DeltaOptions::with_scale);
-    let options = with(options, call.get("qk_norm")?, DeltaOptions::with_qk_norm).with_backend(call.backend());
+    let options = DeltaOptions::default().with_scale(call.get::<f64>("scale")?);
+    let options = options.with_qk_norm(call.get::<f64>("qk_norm")?).with_backend(call.backend());
     let [q, k, v] = ["q", "k", "v"].map(|name| call.tensor(name));
     let q = &q?;
     let k = &k?;
@@ -37,10 +37,10 @@ fn run(call: &Fields, xs: &Tensor, cache: Option<&mut DeltaCache>) -> Result<Ten
     let [residual, attention_mask] = call.tensors(["residual", "attention_mask"])?;
     let packed = call.part("packed", packed)?;
     let valid_lens = call.get::<Vec<usize>>("valid_lens")?;
-    let input = with(DeltaInput::new(xs), residual.as_ref(), DeltaInput::with_residual);
-    let input = with(input, attention_mask.as_ref(), DeltaInput::with_attention_mask);
+    let input = DeltaInput::new(xs).with_residual(residual.as_ref());
+    let input = input.with_attention_mask(attention_mask.as_ref());
     let input = with(input, valid_lens.as_deref(), DeltaInput::with_valid_lens);
-    let input = with(input, packed.as_ref(), DeltaInput::with_packed);
+    let input = input.with_packed(packed.as_ref());
     net.forward_with(with(input, cache, DeltaInput::with_cache))
 }
 

@@ -26,12 +26,12 @@ pub const SUBJECTS: &[(&str, Subject)] = &[
 
 fn attention(_: &str, call: &Fields) -> Result<String> {
     let [slopes, sinks] = call.tensors(["slopes", "sinks"])?;
-    let options = with(SdpaOptions::default(), call.get("scale")?, SdpaOptions::with_scale);
-    let options = with(options, call.get("softcap")?, SdpaOptions::with_softcap);
+    let options = SdpaOptions::default().with_scale(call.get::<f64>("scale")?);
+    let options = options.with_softcap(call.get::<f64>("softcap")?);
     // And whether it is training.
     let options = with(options, call.get("dropout")?, |options, (p, train)| options.with_dropout(p, train));
-    let options = with(options, slopes.as_ref(), SdpaOptions::with_alibi_slopes);
-    let options = &with(options, sinks.as_ref(), SdpaOptions::with_sinks).with_backend(call.backend());
+    let options = options.with_alibi_slopes(slopes.as_ref());
+    let options = &options.with_sinks(sinks.as_ref()).with_backend(call.backend());
     let [q, k, v] = ["q", "k", "v"].map(|name| call.tensor(name));
     let q = &q?;
     let k = &k?;

@@ -51,17 +51,11 @@ pub fn run(call: &Fields, xs: &Tensor, cache: Option<&mut AttentionCache>) -> Re
     let valid_lens = valid_lens?;
     let starts = starts?;
     let input = AttentionInput::new(xs);
-    let input = with(input, positions.as_ref(), AttentionInput::with_positions);
-    let input = with(input, key_positions.as_ref(), AttentionInput::with_key_positions);
-    let input = with(input, axis_positions.as_ref(), AttentionInput::with_axis_positions);
-    let input = with(input, residual.as_ref(), AttentionInput::with_residual);
-    let input = with(input, mask.as_ref(), AttentionInput::with_mask);
-    let input = with(input, valid_lens.as_deref(), AttentionInput::with_valid_lens);
-    let input = with(input, starts.as_deref(), AttentionInput::with_starts);
-    let input = with(input, packed.as_ref(), AttentionInput::with_packed);
-    let input = with(input, tree.as_ref(), AttentionInput::with_tree);
-    let input = with(input, new_tokens[0].as_ref(), AttentionInput::with_new_token_mask);
-    let input = with(input, memory.as_ref(), AttentionInput::with_memory);
+    let input = input.with_positions(&positions).with_key_positions(&key_positions);
+    let input = input.with_axis_positions(&axis_positions).with_residual(&residual).with_mask(&mask);
+    let input = input.with_valid_lens(valid_lens.as_deref()).with_starts(starts.as_deref());
+    let input = input.with_packed(packed.as_ref()).with_memory(memory.as_ref());
+    let input = input.with_tree(tree.as_ref()).with_new_token_mask(new_tokens[0].as_ref());
     let input =
         with(input, keys.as_ref().zip(values.as_ref()), |input, (keys, values)| input.with_key_value(keys, values));
     let input = with(input, cache, AttentionInput::with_cache);

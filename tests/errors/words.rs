@@ -242,8 +242,8 @@ pub fn mask(of: &Fields) -> Result<AttentionMask> {
     let mask = with(mask, of.read("prefix", lens)?, AttentionMask::with_prefix);
     let mask = with(mask, of.get("window")?, AttentionMask::with_window);
     let mask = with(mask, of.get("chunk")?, AttentionMask::with_chunk);
-    let mask = with(mask, keep.as_ref(), AttentionMask::with_bool_mask);
-    let mask = with(mask, bias.as_ref(), AttentionMask::with_bias);
+    let mask = mask.with_bool_mask(keep.as_ref());
+    let mask = mask.with_bias(bias.as_ref());
     let mask = with(mask, of.is("uniform").then_some(FullyMaskedRows::Uniform), AttentionMask::with_fully_masked_rows);
     Ok(with(mask, of.part("and", self::mask)?, |mask, other| mask.and(&other)))
 }

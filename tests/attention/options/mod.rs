@@ -1,5 +1,6 @@
 //! Options of the layer, against transformers: `make.py` writes the numbers.
 
+mod absent;
 mod content;
 mod models;
 mod modules;

@@ -32,6 +32,7 @@ use candle_attention_modules::base::{SCALES, root};
 ///
 /// # Errors
 /// As [`Checkpoint::open`] and [`Checkpoint::var_builder`].
+#[doc(alias("load_state_dict", "load_file"))]
 pub fn open(path: impl AsRef<Path>, dtype: DType, device: &Device) -> Result<VarBuilder<'static>> {
     Checkpoint::open(path)?.var_builder(dtype, device)
 }

@@ -11,7 +11,7 @@ use serde_json::Value;
 
 use super::columns::Number;
 use super::families::{Bias, Family, Heads, Mask, Scale, Sizes, families};
-use super::fields::{Fields, with};
+use super::fields::Fields;
 use super::linear;
 use super::names::{DECODER_LAYERS, HIDDEN};
 
@@ -331,7 +331,7 @@ impl<'a> Entry<'a> {
                 Scale::UsualTimes(Number(name, default)) => fields.optional(name)?.unwrap_or(default) / width.sqrt(),
             });
         }
-        let cfg = with(cfg, self.family.gate, MultiHeadAttentionConfig::with_output_gate);
+        cfg = cfg.with_output_gate(self.family.gate);
         Ok(if self.family.sinks { cfg.with_sinks(true) } else { cfg })
     }
 
@@ -353,7 +353,7 @@ impl<'a> Entry<'a> {
             Mask::Causal | Mask::CausalOrBidirectional => true,
         };
         if is_decoder && fields.flag("is_causal", true)? {
-            return Ok(with(cfg.with_causal(true), window, MultiHeadAttentionConfig::with_window));
+            return Ok(cfg.with_causal(true).with_window(window));
         }
         Ok(with_window_on_each_side(cfg.with_causal(false), window))
     }

@@ -194,14 +194,6 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// Sets an option of a config, if there is a value for it.
-pub(super) fn with<C, T>(cfg: C, value: Option<T>, set: impl FnOnce(C, T) -> C) -> C {
-    match value {
-        Some(value) => set(cfg, value),
-        None => cfg,
-    }
-}
-
 /// A type of a field.
 pub(super) trait Field<'a>: Deserialize<'a> {
     /// The values that are expected, for errors.

@@ -2,7 +2,7 @@
 
 use candle_core::Result;
 
-use super::fields::{Fields, with};
+use super::fields::Fields;
 use super::rope::Rope;
 use candle_attention_core::{MultiHeadLatentAttentionConfig, RopeScaling};
 
@@ -54,7 +54,8 @@ impl Latent {
             }
         }
         let value_head_dim = self.value_head_dim.unwrap_or(embed_dim / num_heads);
-        let cfg = MultiHeadLatentAttentionConfig::new(embed_dim, num_heads)
+        Ok(MultiHeadLatentAttentionConfig::new(embed_dim, num_heads)
+            .with_q_lora_rank(fields.nullable("q_lora_rank", self.q_lora_rank)?)
             .with_kv_lora_rank(fields.get_or("kv_lora_rank", self.kv_lora_rank)?)
             .with_nope_head_dim(nope)
             .with_rope_head_dim(rotated)
@@ -65,8 +66,6 @@ impl Latent {
             // transformers ignores `rms_norm_eps` in the norms of the latents.
             .with_norm_eps(1e-6)
             .with_causal(fields.flag("is_causal", true)?)
-            .with_dropout(fields.optional("attention_dropout")?.unwrap_or(0.0));
-        let rank = fields.nullable("q_lora_rank", self.q_lora_rank)?;
-        Ok(with(cfg, rank, MultiHeadLatentAttentionConfig::with_q_lora_rank))
+            .with_dropout(fields.optional("attention_dropout")?.unwrap_or(0.0)))
     }
 }

@@ -2,7 +2,7 @@
 
 use candle_core::Result;
 
-use super::fields::{Fields, with};
+use super::fields::Fields;
 use super::names::{HEADS, HIDDEN, MODEL, ModuleNames, at};
 use candle_attention_core::WeightLayout;
 use candle_attention_delta::{DeltaLayout, GatedDeltaNetConfig as Config};
@@ -158,7 +158,7 @@ fn glm5(fields: &Fields, sizes: Sizes) -> Result<Config> {
     let bound = section.nullable("gate_lower_bound", bound)?;
     let is_safe = fields.has("linear_attn_config") && section.flag("safe_gate", true)?;
     let cfg = kimi(fields, sizes)?;
-    Ok(with(cfg, bound.or(is_safe.then_some(-5.0)), Config::with_decay_lower_bound))
+    Ok(cfg.with_decay_lower_bound(bound.or(is_safe.then_some(-5.0))))
 }
 
 /// Reads Ling 3's fields: heads of `head_dim`, unless the config has `linear_head_dim` too, and a bound of decays.

@@ -56,6 +56,7 @@ pub fn attention_config(json: &Value, layer: usize) -> Result<MultiHeadAttention
 /// As [`attention_config`], for a quantised checkpoint (except float8, which [`weights::open`](crate::files::open)
 /// reads with its scales), and for a missing or misshapen tensor, named with both shapes. Latent attention is for
 /// [`load_latent_attention`].
+#[doc(alias = "from_pretrained")]
 pub fn load_attention(json: &Value, layer: usize, vb: VarBuilder) -> Result<MultiHeadAttention> {
     Entry::of(json)?.load(layer, vb)
 }

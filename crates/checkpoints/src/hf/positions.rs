@@ -4,7 +4,7 @@ use candle_attention_core::{ContentPositions, DisentangledConfig, MultiHeadAtten
 use candle_core::Result;
 use serde_json::Value;
 
-use super::fields::{Fields, with};
+use super::fields::Fields;
 use super::windows::Stages;
 
 /// A kind of positions, with the defaults of its fields.
@@ -66,7 +66,7 @@ impl Positions {
             }
             Self::SegGpt => None,
         };
-        Ok(with(cfg, positions, MultiHeadAttentionConfig::with_content_positions))
+        Ok(cfg.with_content_positions(positions))
     }
 }
 
@@ -164,8 +164,7 @@ impl Deberta {
         if !fields.flag("relative_attention", self.is_relative)? {
             return Ok(cfg);
         }
-        let positions = with(positions, buckets, DisentangledConfig::with_num_buckets);
-        let positions = with(positions, norm, DisentangledConfig::with_layer_norm);
+        let positions = positions.with_num_buckets(buckets).with_layer_norm(norm);
         Ok(cfg.with_content_positions(ContentPositions::Disentangled(positions)))
     }
 }

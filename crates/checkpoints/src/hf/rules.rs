@@ -8,7 +8,7 @@ use candle_attention_modules::gate::{GateActivation, GateLayout, GateScope, Outp
 use candle_attention_modules::norm::{OutputNorm, QkNorm, QkNormKind, QkNormScope};
 use candle_core::Result;
 
-use super::fields::{Fields, with};
+use super::fields::Fields;
 use super::layer_kinds::is_fourth_from_last;
 
 /// A gate in the projection of the queries: Qwen 3 Next's.
@@ -81,12 +81,12 @@ pub(super) fn alibi_if_flag(fields: &Fields, cfg: Config) -> Result<Config> {
 
 /// Reads `clip_qkv`.
 pub(super) fn clipped(fields: &Fields, cfg: Config) -> Result<Config> {
-    Ok(with(cfg, fields.optional("clip_qkv")?, Config::with_clip_qkv))
+    Ok(cfg.with_clip_qkv(fields.optional::<f64>("clip_qkv")?))
 }
 
 /// Reads `attn_logit_softcapping`, with Gemma 2's default.
 pub(super) fn softcapped(fields: &Fields, cfg: Config) -> Result<Config> {
-    Ok(with(cfg, fields.nullable("attn_logit_softcapping", Some(50.0))?, Config::with_softcap))
+    Ok(cfg.with_softcap(fields.nullable("attn_logit_softcapping", Some(50.0))?))
 }
 
 /// Sets BitNet's RMS norm of the attention output.
@@ -126,8 +126,8 @@ pub(super) fn mpt(fields: &Fields, cfg: Config) -> Result<Config> {
     attn_config.only("alibi_bias_max", 8)?;
     let cfg = cfg.with_alibi(AlibiConfig::Standard).with_dropout(attn_config.get_or("attn_pdrop", 0.0)?);
     // transformers treats 0 as absent.
-    let cfg = with(cfg, attn_config.optional("clip_qkv")?.filter(|&clip| clip != 0.0), Config::with_clip_qkv);
-    Ok(with(cfg, attn_config.optional("softmax_scale")?, Config::with_scale))
+    let clip = attn_config.optional("clip_qkv")?.filter(|&clip: &f64| clip != 0.0);
+    Ok(cfg.with_clip_qkv(clip).with_scale(attn_config.optional::<f64>("softmax_scale")?))
 }
 
 /// Reads `scale_attn_weights` and `scale_attn_by_inverse_layer_idx` of GPT-2.
@@ -159,7 +159,7 @@ pub(super) fn gptj_rotary(fields: &Fields, cfg: Config) -> Result<Config> {
 
 /// Reads `rotary_dim` of MiniMax M2, unless `partial_rotary_factor` is set.
 pub(super) fn minimax_rotary(fields: &Fields, cfg: Config) -> Result<Config> {
-    Ok(match (cfg.rope(), fields.optional("rotary_dim")?) {
+    Ok(match (cfg.rope(), fields.optional::<usize>("rotary_dim")?) {
         (Some(rope), Some(rotary_dim)) if rope.rotary_dim(cfg.head_dim()) == cfg.head_dim() => {
             let rope = rope.clone().with_rotary_dim(rotary_dim);
             cfg.with_rope(rope)
@@ -316,7 +316,10 @@ fn with_full_heads(fields: &Fields, cfg: Config, key_heads: Option<usize>) -> Re
         return Ok(cfg);
     }
     let cfg = cfg.with_head_dim(fields.get_or("global_head_dim", 512)?);
-    Ok(with(cfg, key_heads, Config::with_num_kv_heads))
+    Ok(match key_heads {
+        Some(key_heads) => cfg.with_num_kv_heads(key_heads),
+        None => cfg,
+    })
 }
 
 fn is_full(cfg: &Config) -> bool {
@@ -360,8 +363,8 @@ pub(super) fn qformer_cross(fields: &Fields, cfg: Config) -> Result<Config> {
 
 /// Reads the width of the encoder's outputs of TrOCR.
 pub(super) fn trocr_cross(fields: &Fields, cfg: Config) -> Result<Config> {
-    let width = fields.optional("cross_attention_hidden_size")?;
-    Ok(with(with(cfg, width, Config::with_kdim), width, Config::with_vdim))
+    let width = fields.optional::<usize>("cross_attention_hidden_size")?;
+    Ok(cfg.with_kdim(width).with_vdim(width))
 }
 
 /// Reads the dropout of FastSpeech 2's decoder, which has its own field.

@@ -361,16 +361,8 @@ fn compare(
         _ => xs.clone(),
     };
     for backend in [Backend::Auto, Backend::Reference] {
-        let mut input = AttentionInput::new(&packed).with_backend(backend);
-        if let Some(positions) = &model.positions {
-            input = input.with_axis_positions(positions);
-        }
-        if let Some(sequences) = &model.sequences {
-            input = input.with_packed(sequences);
-        }
-        if let Some(earlier) = earlier {
-            input = input.with_memory(earlier);
-        }
+        let input = AttentionInput::new(&packed).with_backend(backend).with_axis_positions(&model.positions);
+        let mut input = input.with_packed(&model.sequences).with_memory(earlier);
         if let Some((keys, values)) = key_value {
             input = input.with_key_value(keys, values);
         }

@@ -19,6 +19,7 @@ impl AttentionCache {
     /// # Errors
     /// For a sequence that the cache does not have, and for buffers that do not fit in memory. An error does not change
     /// the cache.
+    #[doc(alias = "reorder_cache")]
     pub fn reorder(&mut self, sequences: &[usize]) -> Result<()> {
         if let Some(sequence) = sequences.iter().find(|&&sequence| sequence >= self.stored.len()) {
             bail!(

@@ -83,15 +83,16 @@ impl AttentionCacheConfig {
     /// A sliding cache stores the last `2 · window` positions of a sequence at most, or the number of its capacity if
     /// that is more, and drops older ones. If the mask of a call allows a query to attend to a dropped key, the call is
     /// an error. The default is no window: every position is stored.
-    pub fn with_window(mut self, window: usize) -> Self {
-        self.window = Some(window);
+    #[doc(alias = "sliding_window")]
+    pub fn with_window(mut self, window: impl Into<Option<usize>>) -> Self {
+        self.window = window.into();
         self
     }
 
     /// Sets the dtype in which keys and values are stored: F32, BF16, F16 or F64. Attention is computed in it, and its
     /// output is converted back. The default is the dtype of the first keys.
-    pub fn with_dtype(mut self, dtype: DType) -> Self {
-        self.dtype = Some(dtype);
+    pub fn with_dtype(mut self, dtype: impl Into<Option<DType>>) -> Self {
+        self.dtype = dtype.into();
         self
     }
 
@@ -105,6 +106,7 @@ impl AttentionCacheConfig {
     /// The fused kernels of CPUs and CUDA read 8 bits directly. Where another path runs (on Metal, or on the reference
     /// path for f64, for weights on request and for what [`plan`](crate::MultiHeadAttention::plan) names), all stored
     /// keys and values are converted to f32 or f64 first.
+    #[doc(alias("quantize", "int8"))]
     pub fn with_q8(mut self) -> Self {
         self.q8 = true;
         self

@@ -89,6 +89,7 @@ const OP: &str = "attention_cache";
 /// for [latent attention](crate::MultiHeadLatentAttention) there is one, (B, 1, capacity, `kv_lora_rank +
 /// rope_head_dim`). The caches of `candle_nn::kv_cache` have one length for a whole batch and grow by a constant
 /// amount.
+#[doc(alias("past_key_values", "past_key_value", "kv_cache", "KvCache"))]
 #[derive(Debug, Default)]
 pub struct AttentionCache {
     config: AttentionCacheConfig,
@@ -163,6 +164,7 @@ impl AttentionCache {
     }
 
     /// Removes all sequences. The buffers stay allocated for the next ones, which may be another number of sequences.
+    #[doc(alias = "clear")]
     pub fn reset(&mut self) {
         self.stored.clear();
         self.positions = None;
@@ -175,6 +177,7 @@ impl AttentionCache {
     ///
     /// # Errors
     /// As [`truncate_to`](Self::truncate_to).
+    #[doc(alias = "crop")]
     pub fn truncate(&mut self, len: usize) -> Result<()> {
         if self.stored.is_empty() && len > 0 {
             bail!("[{OP}] len is {len}, expected 0 for an empty cache")

@@ -7,6 +7,7 @@ use crate::position::{AlibiConfig, AttentionTemperature, ContentPositions, Relat
 impl MultiHeadAttentionConfig {
     /// Sets whether later keys are masked. The mask is aligned to the end, as a cache needs it: the last query is at
     /// the last key, see [`AttentionMask::causal`](crate::AttentionMask::causal). The default is no.
+    #[doc(alias = "is_causal")]
     pub fn with_causal(mut self, causal: bool) -> Self {
         self.causal = causal;
         self
@@ -14,16 +15,18 @@ impl MultiHeadAttentionConfig {
 
     /// Sets the most positions that a sequence may have, with those in a cache. More are an error. There is no limit by
     /// default.
-    pub fn with_context_length(mut self, context_length: usize) -> Self {
-        self.context_length = Some(context_length);
+    #[doc(alias("max_position_embeddings", "block_size", "max_seq_len"))]
+    pub fn with_context_length(mut self, context_length: impl Into<Option<usize>>) -> Self {
+        self.context_length = context_length.into();
         self
     }
 
     /// Sets a sliding window: a query attends to its own key and the `window - 1` keys before it, as with
     /// `sliding_window` of Hugging Face, see [`AttentionMask::with_window`](crate::AttentionMask::with_window). Later
     /// keys are masked by [`with_causal`](Self::with_causal) only.
-    pub fn with_window(mut self, window: usize) -> Self {
-        self.window = Some(window);
+    #[doc(alias = "sliding_window")]
+    pub fn with_window(mut self, window: impl Into<Option<usize>>) -> Self {
+        self.window = window.into();
         self
     }
 
@@ -38,8 +41,9 @@ impl MultiHeadAttentionConfig {
     /// Sets the length of chunks (`attention_chunk_size` of Llama 4): positions 0 to `chunk - 1` are the first chunk,
     /// and so on, and a query attends to keys of the same chunk only. See
     /// [`AttentionMask::with_chunk`](crate::AttentionMask::with_chunk).
-    pub fn with_chunk(mut self, chunk: usize) -> Self {
-        self.chunk = Some(chunk);
+    #[doc(alias = "attention_chunk_size")]
+    pub fn with_chunk(mut self, chunk: impl Into<Option<usize>>) -> Self {
+        self.chunk = chunk.into();
         self
     }
 
@@ -72,15 +76,17 @@ impl MultiHeadAttentionConfig {
 /// Scores and weights.
 impl MultiHeadAttentionConfig {
     /// Sets the factor on q kᵀ. The default is `1 / sqrt(head_dim)`.
-    pub fn with_scale(mut self, scale: f64) -> Self {
-        self.scale = Some(scale);
+    #[doc(alias("softmax_scale", "query_pre_attn_scalar"))]
+    pub fn with_scale(mut self, scale: impl Into<Option<f64>>) -> Self {
+        self.scale = scale.into();
         self
     }
 
     /// Sets a bound of the scores: they become `softcap · tanh(score / softcap)`, as in Gemma 2. There is none by
     /// default.
-    pub fn with_softcap(mut self, softcap: f64) -> Self {
-        self.softcap = Some(softcap);
+    #[doc(alias = "attn_logit_softcapping")]
+    pub fn with_softcap(mut self, softcap: impl Into<Option<f64>>) -> Self {
+        self.softcap = softcap.into();
         self
     }
 
@@ -92,6 +98,7 @@ impl MultiHeadAttentionConfig {
     }
 
     /// Sets the probability with which an attention weight is dropped in training. The default is 0.
+    #[doc(alias("attention_dropout", "attn_pdrop"))]
     pub fn with_dropout(mut self, dropout: f64) -> Self {
         self.dropout = dropout;
         self
@@ -99,8 +106,11 @@ impl MultiHeadAttentionConfig {
 
     /// Sets the factor on queries that grows with their position, after norms and rotation (Llama 4, Ministral 3).
     /// There is none by default.
-    pub fn with_attention_temperature(mut self, attention_temperature: AttentionTemperature) -> Self {
-        self.attention_temperature = Some(attention_temperature);
+    pub fn with_attention_temperature(
+        mut self,
+        attention_temperature: impl Into<Option<AttentionTemperature>>,
+    ) -> Self {
+        self.attention_temperature = attention_temperature.into();
         self
     }
 
@@ -138,27 +148,28 @@ impl MultiHeadAttentionConfig {
 /// Positions. There are none by default.
 impl MultiHeadAttentionConfig {
     /// Sets rotary positions: queries and keys are rotated by their positions, after their norms.
-    pub fn with_rope(mut self, rope: RopeConfig) -> Self {
-        self.rope = Some(rope);
+    #[doc(alias("rotary", "rope_theta"))]
+    pub fn with_rope(mut self, rope: impl Into<Option<RopeConfig>>) -> Self {
+        self.rope = rope.into();
         self
     }
 
     /// Sets ALiBi's biases, which are added to the scores by the distance of query and key.
-    pub fn with_alibi(mut self, alibi: AlibiConfig) -> Self {
-        self.alibi = Some(alibi);
+    pub fn with_alibi(mut self, alibi: impl Into<Option<AlibiConfig>>) -> Self {
+        self.alibi = alibi.into();
         self
     }
 
     /// Sets T5's biases by distance, which are added to the scores. The layers of a stack share one table: give each
     /// layer [the table](crate::MultiHeadAttention::with_relative_bias) after it was built.
-    pub fn with_relative_bias(mut self, relative_bias: RelativeBiasConfig) -> Self {
-        self.relative_bias = Some(relative_bias);
+    pub fn with_relative_bias(mut self, relative_bias: impl Into<Option<RelativeBiasConfig>>) -> Self {
+        self.relative_bias = relative_bias.into();
         self
     }
 
     /// Sets relative positions that depend on the content of queries or keys, or on positions in an image.
-    pub fn with_content_positions(mut self, content_positions: ContentPositions) -> Self {
-        self.content_positions = Some(content_positions);
+    pub fn with_content_positions(mut self, content_positions: impl Into<Option<ContentPositions>>) -> Self {
+        self.content_positions = content_positions.into();
         self
     }
 

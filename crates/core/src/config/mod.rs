@@ -18,7 +18,8 @@ const OP: &str = "multi_head_attention";
 /// cache, positions) is an [`AttentionInput`](crate::AttentionInput).
 ///
 /// [`new`](Self::new) is self-attention with an output projection and no biases, masks or positions. Every `with_*`
-/// method changes one option and returns the config; the method of the same name without `with_` reads it.
+/// method changes one option and returns the config; the method of the same name without `with_` reads it. An option
+/// that a layer may lack takes a value or an `Option`, such as a field that a `config.json` may lack.
 ///
 /// ```
 /// use candle_attention::{MultiHeadAttentionConfig, RopeConfig};
@@ -28,6 +29,9 @@ const OP: &str = "multi_head_attention";
 ///     .with_causal(true)
 ///     .with_rope(RopeConfig::new(500_000.0));
 /// assert_eq!((cfg.head_dim(), cfg.out_dim()), (128, 4096));
+///
+/// let sliding_window: Option<usize> = None;
+/// assert_eq!(cfg.clone().with_window(sliding_window), cfg);
 /// ```
 ///
 /// [`validate`](Self::validate) checks that the options fit together. Every constructor of a layer calls it, so model
@@ -165,42 +169,43 @@ impl MultiHeadAttentionConfig {
     /// Sets the number of key and value heads (H_kv), for grouped-query attention: each is shared by
     /// `num_heads / num_kv_heads` query heads, which must be a whole number. One head is multi-query attention. The
     /// default is `num_heads`.
-    pub fn with_num_kv_heads(mut self, num_kv_heads: usize) -> Self {
-        self.num_kv_heads = Some(num_kv_heads);
+    #[doc(alias("repeat_kv", "num_key_value_heads", "enable_gqa", "grouped_query_attention", "multi_query"))]
+    pub fn with_num_kv_heads(mut self, num_kv_heads: impl Into<Option<usize>>) -> Self {
+        self.num_kv_heads = num_kv_heads.into();
         self
     }
 
     /// Sets the width of one query head and of one key head (D). The default is `out_dim / num_heads`, or
     /// `embed_dim / num_heads` without an `out_dim`.
-    pub fn with_head_dim(mut self, head_dim: usize) -> Self {
-        self.head_dim = Some(head_dim);
+    pub fn with_head_dim(mut self, head_dim: impl Into<Option<usize>>) -> Self {
+        self.head_dim = head_dim.into();
         self
     }
 
     /// Sets the width of one value head (D_v). The default is the head dimension of queries and keys.
-    pub fn with_value_head_dim(mut self, value_head_dim: usize) -> Self {
-        self.value_head_dim = Some(value_head_dim);
+    pub fn with_value_head_dim(mut self, value_head_dim: impl Into<Option<usize>>) -> Self {
+        self.value_head_dim = value_head_dim.into();
         self
     }
 
     /// Sets the width of the layer's output. The default is `embed_dim`, or `num_heads · value_head_dim` without an
     /// output projection.
-    pub fn with_out_dim(mut self, out_dim: usize) -> Self {
-        self.out_dim = Some(out_dim);
+    pub fn with_out_dim(mut self, out_dim: impl Into<Option<usize>>) -> Self {
+        self.out_dim = out_dim.into();
         self
     }
 
     /// Sets the width of the input that keys are projected from, in cross-attention: `kdim` of
     /// `torch.nn.MultiheadAttention`. The default is `embed_dim`.
-    pub fn with_kdim(mut self, kdim: usize) -> Self {
-        self.kdim = Some(kdim);
+    pub fn with_kdim(mut self, kdim: impl Into<Option<usize>>) -> Self {
+        self.kdim = kdim.into();
         self
     }
 
     /// Sets the width of the input that values are projected from, in cross-attention: `vdim` of
     /// `torch.nn.MultiheadAttention`. The default is `kdim`.
-    pub fn with_vdim(mut self, vdim: usize) -> Self {
-        self.vdim = Some(vdim);
+    pub fn with_vdim(mut self, vdim: impl Into<Option<usize>>) -> Self {
+        self.vdim = vdim.into();
         self
     }
 

@@ -7,6 +7,7 @@ use candle_attention_modules::norm::{OutputNorm, QkNorm};
 /// Projections and their biases.
 impl MultiHeadAttentionConfig {
     /// Sets whether all four projections have biases.
+    #[doc(alias = "attention_bias")]
     pub fn with_bias(self, bias: bool) -> Self {
         self.with_qkv_bias(bias).with_out_bias(bias)
     }
@@ -57,6 +58,7 @@ impl MultiHeadAttentionConfig {
     /// Sets whether a learned key and value (parameters `bias_k` and `bias_v`) are appended to those of a call, for
     /// every query to attend to: `add_bias_kv` of `torch.nn.MultiheadAttention`. Attention weights then have T_kv + 1
     /// columns. The default is no.
+    #[doc(alias = "add_bias_kv")]
     pub fn with_bias_kv(mut self, bias_kv: bool) -> Self {
         self.bias_kv = bias_kv;
         self
@@ -72,8 +74,8 @@ impl MultiHeadAttentionConfig {
 
     /// Sets a bound: queries, keys and values are clamped to ±`clip_qkv` after their projections, after norms of whole
     /// projections and before norms of heads (MPT, OLMo). There is none by default.
-    pub fn with_clip_qkv(mut self, clip_qkv: f64) -> Self {
-        self.clip_qkv = Some(clip_qkv);
+    pub fn with_clip_qkv(mut self, clip_qkv: impl Into<Option<f64>>) -> Self {
+        self.clip_qkv = clip_qkv.into();
         self
     }
 
@@ -131,8 +133,9 @@ impl MultiHeadAttentionConfig {
 /// Norms and gates. There are none by default.
 impl MultiHeadAttentionConfig {
     /// Sets the norm of queries and keys before attention.
-    pub fn with_qk_norm(mut self, qk_norm: QkNorm) -> Self {
-        self.qk_norm = Some(qk_norm);
+    #[doc(alias("qk_layernorm", "q_norm", "k_norm"))]
+    pub fn with_qk_norm(mut self, qk_norm: impl Into<Option<QkNorm>>) -> Self {
+        self.qk_norm = qk_norm.into();
         self
     }
 
@@ -143,21 +146,21 @@ impl MultiHeadAttentionConfig {
     }
 
     /// Sets the epsilon of a norm of each value head: its root mean square, without a weight (Gemma 4).
-    pub fn with_value_norm(mut self, eps: f64) -> Self {
-        self.value_norm = Some(eps);
+    pub fn with_value_norm(mut self, eps: impl Into<Option<f64>>) -> Self {
+        self.value_norm = eps.into();
         self
     }
 
     /// Sets the gate by which the heads' outputs are multiplied before the output projection (Qwen3-Next, AFMoE).
-    pub fn with_output_gate(mut self, output_gate: OutputGate) -> Self {
-        self.output_gate = Some(output_gate);
+    pub fn with_output_gate(mut self, output_gate: impl Into<Option<OutputGate>>) -> Self {
+        self.output_gate = output_gate.into();
         self
     }
 
     /// Sets the norm of the concatenated heads' outputs, after a gate and before the output projection (BitNet,
     /// Kosmos-2).
-    pub fn with_output_norm(mut self, output_norm: OutputNorm) -> Self {
-        self.output_norm = Some(output_norm);
+    pub fn with_output_norm(mut self, output_norm: impl Into<Option<OutputNorm>>) -> Self {
+        self.output_norm = output_norm.into();
         self
     }
 

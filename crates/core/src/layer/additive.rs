@@ -6,7 +6,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::mask::AttentionMask;
 use crate::sdpa::{AttentionOutput, Call, Qkv, SdpaOptions, WithWeights, run_request};
-use candle_attention_modules::base::{Dim, Expect, ParameterReader, check_keys_and_values, check_memory, number};
+use candle_attention_modules::base::{
+    Dim, Expect, OptionalRef, ParameterReader, check_keys_and_values, check_memory, number,
+};
 use candle_attention_modules::init::TorchSeed;
 
 const OP: &str = "additive_attention";
@@ -30,7 +32,7 @@ impl AdditiveAttentionConfig {
         Self { query_size, key_size, hidden_size, dropout: 0.0 }
     }
 
-    /// Sets the probability with which a weight is dropped in training.
+    /// Sets the probability with which an attention weight is dropped in training. The default is 0.
     pub fn with_dropout(mut self, dropout: f64) -> Self {
         self.dropout = dropout;
         self
@@ -51,7 +53,7 @@ impl AdditiveAttentionConfig {
         self.hidden_size
     }
 
-    /// Returns the probability with which a weight is dropped in training.
+    /// Returns the probability with which an attention weight is dropped in training.
     pub fn dropout(&self) -> f64 {
         self.dropout
     }
@@ -87,8 +89,8 @@ impl<'a> AdditiveInput<'a> {
     }
 
     /// Adds a mask of one head: boolean mask and bias tensors broadcast to (B, 1, T_q, T_kv).
-    pub fn with_mask(mut self, mask: &'a AttentionMask) -> Self {
-        self.mask = Some(mask);
+    pub fn with_mask(mut self, mask: impl OptionalRef<'a, AttentionMask>) -> Self {
+        self.mask = mask.into_option();
         self
     }
 
@@ -100,14 +102,15 @@ impl<'a> AdditiveInput<'a> {
 
     /// Draws dropout from PyTorch's generator, see
     /// [`SdpaOptions::with_dropout_seed`](crate::SdpaOptions::with_dropout_seed).
-    pub fn with_dropout_seed(mut self, seed: &'a TorchSeed) -> Self {
-        self.dropout_seed = Some(seed);
+    pub fn with_dropout_seed(mut self, seed: impl OptionalRef<'a, TorchSeed>) -> Self {
+        self.dropout_seed = seed.into_option();
         self
     }
 }
 
 /// Attention with scores `w_v · tanh(W_q q + W_k k)`, without a scale (Bahdanau et al.,
 /// <https://arxiv.org/abs/1409.0473>). Parameters as in Dive into Deep Learning: `W_k`, `W_q` and `w_v`, no biases.
+#[doc(alias = "Bahdanau")]
 #[derive(Debug, Clone)]
 pub struct AdditiveAttention {
     config: AdditiveAttentionConfig,

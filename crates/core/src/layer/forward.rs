@@ -41,6 +41,7 @@ impl MultiHeadAttention {
     ///
     /// # Errors
     /// As [`forward_with`](Self::forward_with).
+    #[doc(alias("need_weights", "output_attentions"))]
     pub fn forward_with_weights<'a>(&self, input: impl Into<AttentionInput<'a>>) -> Result<LayerOutput> {
         let AttentionOutput { output, weights } = self.run(input.into(), WithWeights)?;
         Ok(LayerOutput { output, weights })

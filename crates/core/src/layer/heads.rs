@@ -204,6 +204,7 @@ impl MultiHeadAttention {
     /// }
     /// # Ok(()) }
     /// ```
+    #[doc(alias = "encoder_hidden_states")]
     pub fn project_memory(&self, keys: &Tensor, values: &Tensor) -> Result<ProjectedMemory> {
         let batched = keys.rank() != 2;
         let what = format_args!("keys {:?} and values {:?}", keys.dims(), values.dims());

@@ -8,6 +8,7 @@ use super::memory::ProjectedMemory;
 use crate::cache::{AttentionCache, NewTokens};
 use crate::mask::{AttentionMask, NewTokenMask, TokenTree};
 use crate::sdpa::{AttentionFunction, Backend, OutputLayout, PackedSequences, SdpaOptions};
+use candle_attention_modules::base::OptionalRef;
 use candle_attention_modules::init::TorchSeed;
 use candle_attention_modules::norm::AllReduce;
 
@@ -40,6 +41,9 @@ impl KeysFrom<'_> {
 }
 
 /// The inputs and options of one forward call. A `&Tensor` converts into self-attention over it.
+///
+/// Masks, lengths, positions, memories and other shared references are taken as such or as an `Option`. Caches are not,
+/// so that a `&mut AttentionCache` stays usable after the call.
 #[must_use]
 pub struct AttentionInput<'a> {
     pub(super) queries: &'a Tensor,
@@ -104,6 +108,7 @@ impl<'a> AttentionInput<'a> {
     ///
     /// A layer whose config is causal or has a window applies that to the keys of the other sequence too, counted from
     /// the end of that sequence. This is rarely meant, and a warning is logged once.
+    #[doc(alias("encoder_hidden_states", "cross_attention"))]
     pub fn with_key_value(mut self, keys: &'a Tensor, values: &'a Tensor) -> Self {
         self.key_value = Some(KeyValueInputs { keys, values });
         self
@@ -112,15 +117,17 @@ impl<'a> AttentionInput<'a> {
     /// Attends to keys and values that the layer projected before
     /// ([`project_memory`](crate::MultiHeadAttention::project_memory)). A causal layer logs the warning of
     /// [`with_key_value`](Self::with_key_value).
-    pub fn with_memory(mut self, memory: &'a ProjectedMemory) -> Self {
-        self.memory = Some(memory);
+    #[doc(alias = "cross_attention")]
+    pub fn with_memory(mut self, memory: impl OptionalRef<'a, ProjectedMemory>) -> Self {
+        self.memory = memory.into_option();
         self
     }
 
     /// Adds a mask, which is combined (AND) with the layer's own. A prefix in it also lifts the layer's causal
     /// constraint for the keys of the prefix.
-    pub fn with_mask(mut self, mask: &'a AttentionMask) -> Self {
-        self.mask = Some(mask);
+    #[doc(alias("attn_mask", "attention_mask", "key_padding_mask"))]
+    pub fn with_mask(mut self, mask: impl OptionalRef<'a, AttentionMask>) -> Self {
+        self.mask = mask.into_option();
         self
     }
 
@@ -134,14 +141,15 @@ impl<'a> AttentionInput<'a> {
     ///
     /// If the positions of a call with a cache do not come after those in the cache, as with 0 again in every step, a
     /// warning is logged once.
-    pub fn with_positions(mut self, positions: &'a Tensor) -> Self {
-        self.positions = Some(positions);
+    #[doc(alias("position_ids", "input_pos"))]
+    pub fn with_positions(mut self, positions: impl OptionalRef<'a, Tensor>) -> Self {
+        self.positions = positions.into_option();
         self
     }
 
     /// Sets the positions of the keys of cross-attention: integers (T_kv,) or (B, T_kv). The default is 0..T_kv.
-    pub fn with_key_positions(mut self, key_positions: &'a Tensor) -> Self {
-        self.key_positions = Some(key_positions);
+    pub fn with_key_positions(mut self, key_positions: impl OptionalRef<'a, Tensor>) -> Self {
+        self.key_positions = key_positions.into_option();
         self
     }
 
@@ -153,8 +161,8 @@ impl<'a> AttentionInput<'a> {
     ///
     /// Without them, a token has one position on all axes, as in text; this is an error for axes with series of
     /// frequencies for each axis. Other uses of positions read [`with_positions`](Self::with_positions).
-    pub fn with_axis_positions(mut self, axis_positions: &'a Tensor) -> Self {
-        self.axis_positions = Some(axis_positions);
+    pub fn with_axis_positions(mut self, axis_positions: impl OptionalRef<'a, Tensor>) -> Self {
+        self.axis_positions = axis_positions.into_option();
         self
     }
 
@@ -169,8 +177,8 @@ impl<'a> AttentionInput<'a> {
 
     /// Draws dropout from PyTorch's generator, see
     /// [`SdpaOptions::with_dropout_seed`](crate::SdpaOptions::with_dropout_seed).
-    pub fn with_dropout_seed(mut self, seed: &'a TorchSeed) -> Self {
-        self.dropout_seed = Some(seed);
+    pub fn with_dropout_seed(mut self, seed: impl OptionalRef<'a, TorchSeed>) -> Self {
+        self.dropout_seed = seed.into_option();
         self
     }
 
@@ -186,6 +194,7 @@ impl<'a> AttentionInput<'a> {
     /// Pass padding with [`with_starts`](Self::with_starts) and [`with_valid_lens`](Self::with_valid_lens), which do
     /// not store it in the cache. A mask masks padding in its own call only: the cache stores the padding, and later
     /// calls attend to it unless their masks mask it again. A warning is logged once if they do not.
+    #[doc(alias("past_key_values", "past_key_value", "use_cache", "kv_cache"))]
     pub fn with_cache(mut self, cache: &'a mut AttentionCache) -> Self {
         self.cache = Some(cache);
         self
@@ -225,8 +234,8 @@ impl<'a> AttentionInput<'a> {
     ///
     /// Padding is not added to the cache, attends to nothing and is attended to by nothing. Without a cache, and for
     /// lengths that count the positions of earlier calls too, see [`AttentionMask::with_valid_lens`].
-    pub fn with_valid_lens(mut self, valid_lens: &'a [usize]) -> Self {
-        self.valid_lens = Some(valid_lens);
+    pub fn with_valid_lens(mut self, valid_lens: impl OptionalRef<'a, [usize]>) -> Self {
+        self.valid_lens = valid_lens.into_option();
         self
     }
 
@@ -237,8 +246,8 @@ impl<'a> AttentionInput<'a> {
     /// of the longest sequence without its padding. [`AttentionMask::from_attention_mask`] of a mask that has columns
     /// for padding, as transformers passes it in every step, is an error. Starts above 0, and tensors with a row for
     /// each sequence, in later masks log a warning once.
-    pub fn with_starts(mut self, starts: &'a [usize]) -> Self {
-        self.starts = Some(starts);
+    pub fn with_starts(mut self, starts: impl OptionalRef<'a, [usize]>) -> Self {
+        self.starts = starts.into_option();
         self
     }
 
@@ -252,15 +261,15 @@ impl<'a> AttentionInput<'a> {
     /// The layer's causal mask, and one of the call that is aligned to the end, do not apply among the new tokens.
     /// Other masks of the call apply too, with a column for each token of the cache and each node. Attention has a
     /// boolean mask (T_q, T_kv) then, which the fused kernel of CPUs and that of CUDA read.
-    pub fn with_tree(mut self, tree: &'a TokenTree) -> Self {
-        self.trees = Some(std::slice::from_ref(tree));
+    pub fn with_tree(mut self, tree: impl OptionalRef<'a, TokenTree>) -> Self {
+        self.trees = tree.into_option().map(std::slice::from_ref);
         self
     }
 
     /// Sets a [tree](Self::with_tree) for each sequence. Trees of different sizes need padding
     /// ([`with_valid_lens`](Self::with_valid_lens)): the nodes are the tokens of a sequence.
-    pub fn with_trees(mut self, trees: &'a [TokenTree]) -> Self {
-        self.trees = Some(trees);
+    pub fn with_trees(mut self, trees: impl OptionalRef<'a, [TokenTree]>) -> Self {
+        self.trees = trees.into_option();
         self
     }
 
@@ -288,8 +297,8 @@ impl<'a> AttentionInput<'a> {
     /// mha.forward_with(AttentionInput::new(&block).with_cache(&mut cache).with_new_token_mask(&mask))?;
     /// # Ok(()) }
     /// ```
-    pub fn with_new_token_mask(mut self, mask: &'a Tensor) -> Self {
-        self.new_token_mask = Some(mask);
+    pub fn with_new_token_mask(mut self, mask: impl OptionalRef<'a, Tensor>) -> Self {
+        self.new_token_mask = mask.into_option();
         self
     }
 
@@ -317,15 +326,16 @@ impl<'a> AttentionInput<'a> {
     /// assert_eq!(ys.dims(), [17, 64]);
     /// # Ok(()) }
     /// ```
-    pub fn with_packed(mut self, sequences: &'a PackedSequences) -> Self {
-        self.packed = Some(sequences);
+    #[doc(alias = "cu_seqlens")]
+    pub fn with_packed(mut self, sequences: impl OptionalRef<'a, PackedSequences>) -> Self {
+        self.packed = sequences.into_option();
         self
     }
 
     /// Adds a residual (B, T_q, out_dim), or (T_q, out_dim), to the output: in the pass of the output projection,
     /// before its sums are rounded.
-    pub fn with_residual(mut self, residual: &'a Tensor) -> Self {
-        self.residual = Some(residual);
+    pub fn with_residual(mut self, residual: impl OptionalRef<'a, Tensor>) -> Self {
+        self.residual = residual.into_option();
         self
     }
 
@@ -485,12 +495,11 @@ impl<'a> AttentionInput<'a> {
 
     /// Returns the options of attention that the call sets, for a layer with this probability of dropout.
     pub(super) fn options(&self, dropout: f64) -> SdpaOptions {
-        let mut options = SdpaOptions::default()
+        SdpaOptions::default()
             .with_dropout(dropout, self.train)
+            .with_dropout_seed(self.dropout_seed)
             .with_backend(self.backend)
-            .with_output_layout(OutputLayout::Bthd);
-        options.dropout_seed = self.dropout_seed.cloned();
-        options
+            .with_output_layout(OutputLayout::Bthd)
     }
 }
 

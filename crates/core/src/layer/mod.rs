@@ -69,6 +69,7 @@ pub struct LayerOutput {
 ///
 /// A layer has no state. Inputs are (B, T, E) with outputs (B, T, out_dim), or (T, E) with outputs (T, out_dim) for one
 /// sequence.
+#[doc(alias("MultiheadAttention", "SelfAttention", "CausalSelfAttention", "CrossAttention"))]
 #[derive(Debug, Clone)]
 pub struct MultiHeadAttention {
     config: MultiHeadAttentionConfig,
@@ -102,6 +103,7 @@ impl MultiHeadAttention {
     ///
     /// # Errors
     /// As [`new`](Self::new), and for a config that the layout cannot store.
+    #[doc(alias("from_pretrained", "load_state_dict"))]
     pub fn load(cfg: &MultiHeadAttentionConfig, layout: WeightLayout, vb: VarBuilder) -> Result<Self> {
         Self::build(cfg, ParameterReader::new(OP, layout, vb)?, |source| load_projections(cfg, layout, source))
     }
@@ -149,7 +151,7 @@ impl MultiHeadAttention {
     /// through `cudarc` for example, as Candle's own multi-process Llama does. Rank 0 has the bias of the output
     /// projection. Without an output projection, a rank returns the columns of its own heads.
     ///
-    /// Each tensor is read whole, and the rank's part is kept. [`config`](Self::config) returns the config of the
+    /// Each tensor is read whole, and the rank's shard is kept. [`config`](Self::config) returns the config of the
     /// shard. ALiBi is listed in it as the slopes of the shard's heads, except for Falcon's. Shard a relative bias by
     /// [`RelativeBias::shard`](crate::RelativeBias::shard).
     ///

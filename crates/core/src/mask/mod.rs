@@ -39,7 +39,7 @@ use constraint::{Alignment, Constraint, Reach};
 use placement::Placements;
 use tokenizer::Tokenized;
 
-use candle_attention_modules::base::{Dim, Expect};
+use candle_attention_modules::base::{Dim, Expect, OptionalRef};
 
 const OP: &str = "attention_mask";
 
@@ -110,6 +110,7 @@ impl AttentionMask {
     /// Returns a causal mask that is aligned to the end: a query does not attend to keys after its own, and the last
     /// query is at the last key. This is right for new queries with a longer cache. If T_q > T_kv, the first queries
     /// attend to nothing.
+    #[doc(alias("is_causal", "tril", "triu"))]
     pub fn causal() -> Self {
         Self::aligned(Alignment::End)
     }
@@ -119,6 +120,7 @@ impl AttentionMask {
     ///
     /// In a call that continues a cache, query 0 would attend to the first key only. Such a call is an error: it needs
     /// [`causal`](Self::causal).
+    #[doc(alias = "is_causal")]
     pub fn causal_upper_left() -> Self {
         Self::aligned(Alignment::Offset(0))
     }
@@ -159,6 +161,7 @@ impl AttentionMask {
     ///
     /// # Errors
     /// For another rank, and for a value other than 0 and 1. Another T_kv is an error where the mask is used.
+    #[doc(alias("key_padding_mask", "padding_mask"))]
     pub fn from_attention_mask(mask: &Tensor) -> Result<Self> {
         Expect::one("from_attention_mask", "the mask", mask).shape(&["B", "T_kv"].map(Dim::Any))?;
         let mask = &tensors::readable(mask)?;
@@ -200,6 +203,7 @@ impl AttentionMask {
     /// With a cache, lengths count the positions of earlier calls too. The cache stores keys that a mask masks, as
     /// [`with_starts`](Self::with_starts) says;
     /// [`AttentionInput::with_valid_lens`](crate::AttentionInput::with_valid_lens) does not store padding.
+    #[doc(alias("key_padding_mask", "padding"))]
     #[must_use]
     pub fn with_valid_lens(self, lens: impl Into<ValidLens>) -> Self {
         self.with(Constraint::ValidLens(lens.into()))
@@ -212,6 +216,7 @@ impl AttentionMask {
     /// mask of every later call has to mask them again. A later mask without starts, lengths and tensors is logged as a
     /// warning, once. [`AttentionInput::with_starts`](crate::AttentionInput::with_starts) does not store padding, and
     /// starts of masks do not count it.
+    #[doc(alias = "left_padding")]
     #[must_use]
     pub fn with_starts(self, starts: impl Into<ValidLens>) -> Self {
         self.with(Constraint::Starts(starts.into()))
@@ -222,6 +227,7 @@ impl AttentionMask {
     ///
     /// Errors where the mask is used: a window of 0, and a window that was set on joined masks (see [`and`](Self::and))
     /// whose queries are at different positions.
+    #[doc(alias = "sliding_window")]
     #[must_use]
     pub fn with_window(self, w: usize) -> Self {
         match w.checked_sub(1) {
@@ -252,6 +258,7 @@ impl AttentionMask {
     ///
     /// Errors where the mask is used: chunks of 0, and chunks that were set on joined masks whose queries are at
     /// different positions.
+    #[doc(alias = "attention_chunk_size")]
     #[must_use]
     pub fn with_chunk(self, size: usize) -> Self {
         match size {
@@ -281,7 +288,7 @@ impl AttentionMask {
     }
 
     /// Masks every key whose entry is 0. The mask has u8 entries of 1 (attend) and 0, and broadcasts to (B, H, T_q,
-    /// T_kv) from the right: a boolean `attn_mask` of PyTorch's `scaled_dot_product_attention`.
+    /// T_kv) from the right: a boolean `attn_mask` of PyTorch's `scaled_dot_product_attention`. `None` masks nothing.
     ///
     /// Two dimensions are (T_q, T_kv). A padding mask (B, T_kv) is for
     /// [`from_attention_mask`](Self::from_attention_mask), or has to be (B, 1, 1, T_kv): if B equals T_q, (B, T_kv)
@@ -289,8 +296,10 @@ impl AttentionMask {
     ///
     /// Other entries than 0 and 1 are an error where the mask is used. Entries on a CPU are checked now; on another
     /// device, where the check would have to wait for them, every entry but 0 counts as 1.
+    #[doc(alias("attn_mask", "attention_mask", "key_padding_mask"))]
     #[must_use]
-    pub fn with_bool_mask(mut self, mask: &Tensor) -> Self {
+    pub fn with_bool_mask<'a>(mut self, mask: impl OptionalRef<'a, Tensor>) -> Self {
+        let Some(mask) = mask.into_option() else { return self };
         self.bool_masks.push(mask.clone());
         match tensors::largest_entry(mask) {
             Some(entry) if entry > 1 => {
@@ -302,10 +311,12 @@ impl AttentionMask {
     }
 
     /// Adds a float tensor to the scores: a float `attn_mask` of PyTorch's `scaled_dot_product_attention`. It
-    /// broadcasts to (B, H, T_q, T_kv) like a [boolean mask](Self::with_bool_mask), and gradients flow into it.
+    /// broadcasts to (B, H, T_q, T_kv) like a [boolean mask](Self::with_bool_mask), and gradients flow into it. `None`
+    /// adds nothing.
+    #[doc(alias("attn_mask", "attention_mask"))]
     #[must_use]
-    pub fn with_bias(mut self, bias: &Tensor) -> Self {
-        self.biases.push(bias.clone());
+    pub fn with_bias<'a>(mut self, bias: impl OptionalRef<'a, Tensor>) -> Self {
+        self.biases.extend(bias.into_option().cloned());
         self
     }
 

@@ -40,6 +40,7 @@ use crate::mask::AttentionMask;
 /// # Errors
 /// For shapes, dtypes or devices that do not fit together, for a mask or an option that does not fit them, and for
 /// [`Backend::Fused`](crate::Backend) if no fused path can run the call.
+#[doc(alias("sdpa", "flash_attention", "flash_attn"))]
 pub fn scaled_dot_product_attention(
     q: &Tensor,
     k: &Tensor,
@@ -54,6 +55,7 @@ pub fn scaled_dot_product_attention(
 ///
 /// # Errors
 /// As [`scaled_dot_product_attention`].
+#[doc(alias("need_weights", "output_attentions"))]
 pub fn scaled_dot_product_attention_with_weights(
     q: &Tensor,
     k: &Tensor,
@@ -155,6 +157,7 @@ pub fn plan(q: &Tensor, k: &Tensor, v: &Tensor, mask: &AttentionMask, options: &
 /// # Errors
 /// As [`scaled_dot_product_attention`], for cumulative lengths that do not end where the tensors do, and for a mask
 /// with a boolean mask or bias tensor.
+#[doc(alias = "flash_attn_varlen")]
 pub fn scaled_dot_product_attention_varlen(
     q: &Tensor,
     k: &Tensor,

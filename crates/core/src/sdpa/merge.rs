@@ -15,6 +15,7 @@ use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, su
 ///
 /// # Errors
 /// For no parts, and for parts whose shapes, dtypes or devices differ.
+#[doc(alias("ring_attention", "cascade_attention"))]
 pub fn merge_attention(parts: &[(Tensor, Tensor)]) -> Result<(Tensor, Tensor)> {
     const OP: &str = "merge_attention";
     let Some((first, first_lse)) = parts.first() else { bail!("[{OP}] expected at least one part, found none") };

@@ -5,7 +5,7 @@ use std::ops::Range;
 use candle_core::{D, DType, Result, Tensor};
 
 use candle_attention_kernels::InstructionSet;
-use candle_attention_modules::base::{Dim, Expect, FLOATS, number};
+use candle_attention_modules::base::{Dim, Expect, FLOATS, OptionalRef, number};
 use candle_attention_modules::init::TorchSeed;
 
 pub use candle_attention_kernels::flash::OutputLayout;
@@ -23,7 +23,8 @@ pub enum Backend {
     Fused,
 }
 
-/// Options of [`scaled_dot_product_attention`](crate::scaled_dot_product_attention), set by its `with_*` methods.
+/// Options of [`scaled_dot_product_attention`](crate::scaled_dot_product_attention), set by its `with_*` methods. An
+/// option that a call may lack takes a value or an `Option`.
 #[derive(Debug, Clone, Default)]
 #[must_use]
 pub struct SdpaOptions {
@@ -50,21 +51,23 @@ pub(super) struct OptionTensor<'a> {
 
 impl SdpaOptions {
     /// Sets the factor on q kᵀ. The default is 1/sqrt(D).
-    pub fn with_scale(mut self, scale: f64) -> Self {
-        self.scale = Some(scale);
+    #[doc(alias = "softmax_scale")]
+    pub fn with_scale(mut self, scale: impl Into<Option<f64>>) -> Self {
+        self.scale = scale.into();
         self
     }
 
     /// Bounds the scores to ±`softcap` by `softcap · tanh(score / softcap)`, as Gemma 2 does.
-    pub fn with_softcap(mut self, softcap: f64) -> Self {
-        self.softcap = Some(softcap);
+    #[doc(alias = "attn_logit_softcapping")]
+    pub fn with_softcap(mut self, softcap: impl Into<Option<f64>>) -> Self {
+        self.softcap = softcap.into();
         self
     }
 
     /// Adds ALiBi: `-slope · |query position - key position|`, with a slope for each query head (H,), to the scores.
     /// See Press et al., <https://arxiv.org/abs/2108.12409>.
-    pub fn with_alibi_slopes(mut self, slopes: &Tensor) -> Self {
-        self.alibi_slopes = Some(slopes.clone());
+    pub fn with_alibi_slopes<'a>(mut self, slopes: impl OptionalRef<'a, Tensor>) -> Self {
+        self.alibi_slopes = slopes.into_option().cloned();
         self
     }
 
@@ -87,21 +90,23 @@ impl SdpaOptions {
     /// # assert_eq!(y.dims(), [2, 4, 5, 64]);
     /// # Ok(()) }
     /// ```
-    pub fn with_relative_bias(mut self, biases: &Tensor) -> Self {
-        self.relative_bias = Some(biases.clone());
+    pub fn with_relative_bias<'a>(mut self, biases: impl OptionalRef<'a, Tensor>) -> Self {
+        self.relative_bias = biases.into_option().cloned();
         self
     }
 
     /// Adds attention sinks: a logit for each query head (H,) that joins the softmax and takes weight, but has no value
     /// (gpt-oss; Xiao et al., <https://arxiv.org/abs/2309.17453>). The weights of a query then sum to less than one.
-    pub fn with_sinks(mut self, sinks: &Tensor) -> Self {
-        self.sinks = Some(sinks.clone());
+    pub fn with_sinks<'a>(mut self, sinks: impl OptionalRef<'a, Tensor>) -> Self {
+        self.sinks = sinks.into_option().cloned();
         self
     }
 
-    /// Drops weights with probability `p` and divides the others by `1 - p`, if `train` is set.
-    pub fn with_dropout(mut self, p: f64, train: bool) -> Self {
-        self.dropout = p;
+    /// Sets the probability with which an attention weight is dropped if `train` is set. The others are divided by
+    /// `1 - dropout`. The default is 0.
+    #[doc(alias = "dropout_p")]
+    pub fn with_dropout(mut self, dropout: f64, train: bool) -> Self {
+        self.dropout = dropout;
         self.train = train;
         self
     }
@@ -110,8 +115,8 @@ impl SdpaOptions {
     ///
     /// The next call continues the generator's stream. A mask takes one bit for each weight, B·H·T_q·T_kv bits in all.
     /// The reference path draws it on GPUs and for packed sequences.
-    pub fn with_dropout_seed(mut self, seed: &TorchSeed) -> Self {
-        self.dropout_seed = Some(seed.clone());
+    pub fn with_dropout_seed<'a>(mut self, seed: impl OptionalRef<'a, TorchSeed>) -> Self {
+        self.dropout_seed = seed.into_option().cloned();
         self
     }
 
@@ -120,8 +125,8 @@ impl SdpaOptions {
     ///
     /// Whether key j is dropped for query i of head h in sequence b follows from word `j % 4` of the key `seed` and the
     /// counter `(j / 4, i, h, b)`. For packed sequences i and j count through all sequences, and b is 0.
-    pub fn with_dropout_philox_seed(mut self, seed: u64) -> Self {
-        self.dropout_philox_seed = Some(seed);
+    pub fn with_dropout_philox_seed(mut self, seed: impl Into<Option<u64>>) -> Self {
+        self.dropout_philox_seed = seed.into();
         self
     }
 
@@ -139,8 +144,8 @@ impl SdpaOptions {
 
     /// Sets the instruction set of the fused CPU kernel, for tests and comparisons. The default is the fastest. A call
     /// fails if the processor lacks it.
-    pub fn with_instruction_set(mut self, instruction_set: InstructionSet) -> Self {
-        self.instruction_set = Some(instruction_set);
+    pub fn with_instruction_set(mut self, instruction_set: impl Into<Option<InstructionSet>>) -> Self {
+        self.instruction_set = instruction_set.into();
         self
     }
 

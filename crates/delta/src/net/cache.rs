@@ -32,6 +32,7 @@ const OP: &str = "delta_cache";
 /// assert_eq!(cache.len(), 5);
 /// # Ok(()) }
 /// ```
+#[doc(alias = "past_key_values")]
 #[derive(Debug, Clone, Default)]
 pub struct DeltaCache {
     /// Snapshots by length, the shortest first, and last the present state; empty before the first call.
@@ -110,6 +111,7 @@ impl DeltaCache {
     }
 
     /// Removes all sequences and all snapshots.
+    #[doc(alias = "clear")]
     pub fn reset(&mut self) {
         self.states.clear();
     }

@@ -91,8 +91,8 @@ impl GatedDeltaNetConfig {
 
     /// Sets H_k, the number of heads of queries and keys, which divides the number of value heads. It is the number of
     /// value heads by default.
-    pub fn with_num_key_heads(mut self, num_key_heads: usize) -> Self {
-        self.num_key_heads = Some(num_key_heads);
+    pub fn with_num_key_heads(mut self, num_key_heads: impl Into<Option<usize>>) -> Self {
+        self.num_key_heads = num_key_heads.into();
         self
     }
 
@@ -124,15 +124,15 @@ impl GatedDeltaNetConfig {
 
     /// Sets the rank of the projection to decays, which is then the product of two projections, as in Kimi Linear. It
     /// is one projection of full rank by default.
-    pub fn with_decay_rank(mut self, decay_rank: usize) -> Self {
-        self.decay_rank = Some(decay_rank);
+    pub fn with_decay_rank(mut self, decay_rank: impl Into<Option<usize>>) -> Self {
+        self.decay_rank = decay_rank.into();
         self
     }
 
     /// Sets a lower bound of the decay's logarithm, below 0, as in GLM 5 and Ling 3. The logarithm is then `bound
     /// sigmoid(e^A_log x)` instead of `-e^A_log softplus(x)`, where x is the projected input plus `dt_bias`.
-    pub fn with_decay_lower_bound(mut self, decay_lower_bound: f64) -> Self {
-        self.decay_lower_bound = Some(decay_lower_bound);
+    pub fn with_decay_lower_bound(mut self, decay_lower_bound: impl Into<Option<f64>>) -> Self {
+        self.decay_lower_bound = decay_lower_bound.into();
         self
     }
 
@@ -152,8 +152,8 @@ impl GatedDeltaNetConfig {
 
     /// Sets the rank of the projection to the output gate, which is then the product of two projections, as in Kimi
     /// Linear. It is one projection of full rank by default.
-    pub fn with_gate_rank(mut self, gate_rank: usize) -> Self {
-        self.gate_rank = Some(gate_rank);
+    pub fn with_gate_rank(mut self, gate_rank: impl Into<Option<usize>>) -> Self {
+        self.gate_rank = gate_rank.into();
         self
     }
 

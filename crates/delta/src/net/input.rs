@@ -7,7 +7,7 @@ use super::config::{GatedDeltaNetConfig, OP};
 use candle_attention_core::internal::{NewTokens, Padding, rows_of_ones};
 use candle_attention_core::{Backend, PackedSequences};
 use candle_attention_modules::base::Dim::{Any, Is, Named};
-use candle_attention_modules::base::{Expect, fits_in_memory};
+use candle_attention_modules::base::{Expect, OptionalRef, fits_in_memory};
 
 /// The inputs of one call of a [`GatedDeltaNet`](crate::GatedDeltaNet). A `&Tensor` converts into one without options.
 #[derive(Debug)]
@@ -46,27 +46,27 @@ impl<'a> DeltaInput<'a> {
     /// only, without the tokens in a cache. The ones of a row are contiguous, and a row may have none. A sequence with
     /// tokens in the cache has no padding on the left. Padding affects neither the outputs of tokens nor the cache. The
     /// outputs of padding have no meaning.
-    pub fn with_attention_mask(mut self, attention_mask: &'a Tensor) -> Self {
-        self.attention_mask = Some(attention_mask);
+    pub fn with_attention_mask(mut self, attention_mask: impl OptionalRef<'a, Tensor>) -> Self {
+        self.attention_mask = attention_mask.into_option();
         self
     }
 
     /// Sets padding on the right: the number of tokens of each of the B sequences, at most T.
-    pub fn with_valid_lens(mut self, valid_lens: &'a [usize]) -> Self {
-        self.valid_lens = Some(valid_lens);
+    pub fn with_valid_lens(mut self, valid_lens: impl OptionalRef<'a, [usize]>) -> Self {
+        self.valid_lens = valid_lens.into_option();
         self
     }
 
     /// Sets sequences of different lengths, one after the other in `xs` (total, E). Each begins with a state of zeros.
     /// They have neither a cache nor padding.
-    pub fn with_packed(mut self, packed: &'a PackedSequences) -> Self {
-        self.packed = Some(packed);
+    pub fn with_packed(mut self, packed: impl OptionalRef<'a, PackedSequences>) -> Self {
+        self.packed = packed.into_option();
         self
     }
 
     /// Sets a tensor of the output's shape and dtype, which is added to the output before it is rounded.
-    pub fn with_residual(mut self, residual: &'a Tensor) -> Self {
-        self.residual = Some(residual);
+    pub fn with_residual(mut self, residual: impl OptionalRef<'a, Tensor>) -> Self {
+        self.residual = residual.into_option();
         self
     }
 

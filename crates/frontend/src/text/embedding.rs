@@ -30,15 +30,15 @@ impl EmbeddingConfig {
 
     /// Adds a learned vector for each of `max_positions` positions (GPT-2, BERT).
     #[must_use]
-    pub fn with_max_positions(self, max_positions: usize) -> Self {
-        Self { max_positions: Some(max_positions), ..self }
+    pub fn with_max_positions(self, max_positions: impl Into<Option<usize>>) -> Self {
+        Self { max_positions: max_positions.into(), ..self }
     }
 
     /// Makes `padding_idx` the padding row, as in `torch.nn.Embedding`: a new row starts at zero, a loaded row is used
     /// as it is, and neither gets a gradient.
     #[must_use]
-    pub fn with_padding_idx(self, padding_idx: usize) -> Self {
-        Self { padding_idx: Some(padding_idx), ..self }
+    pub fn with_padding_idx(self, padding_idx: impl Into<Option<usize>>) -> Self {
+        Self { padding_idx: padding_idx.into(), ..self }
     }
 
     fn validate(&self) -> Result<()> {

@@ -5,6 +5,7 @@ mod expect;
 mod fused;
 mod graph;
 mod nearest;
+mod optional_ref;
 mod parameters;
 mod query_heads;
 mod reader;
@@ -21,6 +22,7 @@ pub use expect::{
 pub use fused::{FusedRows, FusedTensor};
 pub use graph::{IntoStorage, gradient_of, record, record_two};
 pub use nearest::{did_you_mean, edits, nearest};
+pub use optional_ref::OptionalRef;
 pub use parameters::{Parameter, ParameterList, WeightAndBias, frozen, part, save, variables_without_gradient};
 pub use query_heads::QueryHeadOrder;
 pub use reader::{

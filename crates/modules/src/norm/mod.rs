@@ -87,6 +87,27 @@ impl QkNormKind {
     }
 }
 
+impl QkNorm {
+    /// Returns the RMS norm of each head with one weight (D,) for all heads (Qwen 3). Other norms set
+    /// [`kind`](Self::kind) and [`scope`](Self::scope).
+    ///
+    /// ```
+    /// use candle_attention::{MultiHeadAttentionConfig, QkNorm, QkNormScope};
+    /// let qwen3 = MultiHeadAttentionConfig::new(1024, 16).with_qk_norm(QkNorm::rms(1e-6));
+    /// let olmo2 = qwen3.clone().with_qk_norm(QkNorm { scope: QkNormScope::Projection, ..QkNorm::rms(1e-6) });
+    /// assert_eq!(qwen3.qk_norm().map(|norm| norm.scope), Some(QkNormScope::PerHead));
+    /// # assert_ne!(qwen3, olmo2);
+    /// ```
+    pub fn rms(eps: f64) -> Self {
+        Self { kind: QkNormKind::Rms, scope: QkNormScope::PerHead, eps }
+    }
+
+    /// Returns the layer norm of each head with one weight and one bias (D,) for all heads (Persimmon, Phi).
+    pub fn layer_norm(eps: f64) -> Self {
+        Self { kind: QkNormKind::Layer, scope: QkNormScope::PerHead, eps }
+    }
+}
+
 /// Converts to a norm over the whole projection.
 impl From<OutputNorm> for QkNorm {
     fn from(OutputNorm { kind, eps }: OutputNorm) -> Self {

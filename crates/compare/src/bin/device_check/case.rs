@@ -197,21 +197,15 @@ impl Case {
     /// Returns the options with the tensors of the operands.
     pub fn options(&self, operands: &Operands) -> SdpaOptions {
         let has = |options: Options| self.options == options || self.options == Options::Everything;
-        let mut options = SdpaOptions::default();
+        let mut options = SdpaOptions::default()
+            .with_alibi_slopes(&operands.alibi_slopes)
+            .with_relative_bias(&operands.relative_bias)
+            .with_sinks(&operands.sinks);
         if has(Options::Scale) {
             options = options.with_scale(0.3);
         }
         if has(Options::Softcap) {
             options = options.with_softcap(2.0);
-        }
-        if let Some(slopes) = &operands.alibi_slopes {
-            options = options.with_alibi_slopes(slopes);
-        }
-        if let Some(biases) = &operands.relative_bias {
-            options = options.with_relative_bias(biases);
-        }
-        if let Some(sinks) = &operands.sinks {
-            options = options.with_sinks(sinks);
         }
         if has(Options::Dropout) {
             // The seed determines the dropped weights on every path.

@@ -78,8 +78,8 @@ impl MultiHeadLatentAttentionConfig {
     }
 
     /// Compresses queries to this width (`q_lora_rank`). Without it one projection computes them.
-    pub fn with_q_lora_rank(mut self, q_lora_rank: usize) -> Self {
-        self.q_lora_rank = Some(q_lora_rank);
+    pub fn with_q_lora_rank(mut self, q_lora_rank: impl Into<Option<usize>>) -> Self {
+        self.q_lora_rank = q_lora_rank.into();
         self
     }
 
@@ -129,8 +129,8 @@ impl MultiHeadLatentAttentionConfig {
     }
 
     /// Sets the factor on the scores, which replaces the default of [`scale`](Self::scale).
-    pub fn with_scale(mut self, scale: f64) -> Self {
-        self.scale = Some(scale);
+    pub fn with_scale(mut self, scale: impl Into<Option<f64>>) -> Self {
+        self.scale = scale.into();
         self
     }
 
@@ -147,7 +147,7 @@ impl MultiHeadLatentAttentionConfig {
         self
     }
 
-    /// Sets the probability with which a weight is dropped in training.
+    /// Sets the probability with which an attention weight is dropped in training. The default is 0.
     pub fn with_dropout(mut self, dropout: f64) -> Self {
         self.dropout = dropout;
         self
@@ -213,7 +213,7 @@ impl MultiHeadLatentAttentionConfig {
         self.causal
     }
 
-    /// Returns the probability with which a weight is dropped in training.
+    /// Returns the probability with which an attention weight is dropped in training.
     pub fn dropout(&self) -> f64 {
         self.dropout
     }

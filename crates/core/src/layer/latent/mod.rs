@@ -67,6 +67,7 @@ const COLUMNS: Share = Share::Heads { heads: Heads::Query, dim: 1 };
 ///
 /// Weights that are plain tensors on a CPU are packed ([`PackedLinear`]), and the key's part of `kv_b_proj` is stored
 /// twice, in both directions. A layer has no state. Inputs are (B, T, E), or (T, E) for one sequence.
+#[doc(alias = "MLA")]
 #[derive(Debug, Clone)]
 pub struct MultiHeadLatentAttention {
     config: MultiHeadLatentAttentionConfig,

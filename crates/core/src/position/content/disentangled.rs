@@ -56,8 +56,8 @@ impl DisentangledConfig {
 
     /// Sets the number of vectors for each direction (`position_buckets`). Distances up to half of it have a vector
     /// each; larger ones share vectors, the more the larger they are. The default is a vector for each distance.
-    pub fn with_num_buckets(mut self, num_buckets: usize) -> Self {
-        self.num_buckets = Some(num_buckets);
+    pub fn with_num_buckets(mut self, num_buckets: impl Into<Option<usize>>) -> Self {
+        self.num_buckets = num_buckets.into();
         self
     }
 
@@ -78,8 +78,8 @@ impl DisentangledConfig {
 
     /// Sets the epsilon of a layer norm of the vectors before they are projected (`norm_rel_ebd`). There is none by
     /// default.
-    pub fn with_layer_norm(mut self, eps: f64) -> Self {
-        self.layer_norm = Some(eps);
+    pub fn with_layer_norm(mut self, eps: impl Into<Option<f64>>) -> Self {
+        self.layer_norm = eps.into();
         self
     }
 

@@ -15,9 +15,11 @@ use super::scaling::{RopeScaling, above_zero};
 pub enum RopeStyle {
     /// Entry i with entry i + r/2, where r entries are rotated: `rotate_half` of transformers, for Llama as Hugging
     /// Face stores it, GPT-NeoX and most others.
+    #[doc(alias = "rotate_half")]
     #[default]
     RotateHalf,
     /// Entry 2i with entry 2i + 1: GPT-J, GLM, Cohere, and Llama as Meta stores it.
+    #[doc(alias = "view_as_complex")]
     Interleaved,
 }
 
@@ -72,13 +74,15 @@ impl RopeConfig {
 
     /// Sets the number of entries at the beginning of each head that are rotated (r), an even number:
     /// `partial_rotary_factor · head_dim` of Hugging Face. The default is the whole head.
-    pub fn with_rotary_dim(mut self, rotary_dim: usize) -> Self {
-        self.rotary_dim = Some(rotary_dim);
+    #[doc(alias = "partial_rotary_factor")]
+    pub fn with_rotary_dim(mut self, rotary_dim: impl Into<Option<usize>>) -> Self {
+        self.rotary_dim = rotary_dim.into();
         self
     }
 
     /// Sets a change of the frequencies for contexts longer than those of the training. The default is
     /// [`RopeScaling::None`].
+    #[doc(alias = "rope_scaling")]
     pub fn with_scaling(mut self, scaling: RopeScaling) -> Self {
         self.scaling = scaling;
         self
@@ -86,8 +90,9 @@ impl RopeConfig {
 
     /// Sets the axes on which tokens have positions, each of which rotates some of the pairs (M-RoPE, images). The
     /// default is one axis. See [`AttentionInput::with_axis_positions`](crate::AttentionInput::with_axis_positions).
-    pub fn with_axes(mut self, axes: RopeAxes) -> Self {
-        self.axes = Some(axes);
+    #[doc(alias = "mrope_section")]
+    pub fn with_axes(mut self, axes: impl Into<Option<RopeAxes>>) -> Self {
+        self.axes = axes.into();
         self
     }
 

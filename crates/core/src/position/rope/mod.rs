@@ -44,6 +44,7 @@ const OP: &str = "rope";
 /// # assert_eq!(layers.len(), 2);
 /// # Ok(()) }
 /// ```
+#[doc(alias("rotate_half", "apply_rotary_pos_emb", "freqs_cis"))]
 #[derive(Debug, Clone)]
 pub struct RotaryEmbedding {
     config: RopeConfig,

@@ -104,7 +104,7 @@ fn metal_refuses_calls_beyond_its_limits() -> Result<()> {
 fn sdpa(inputs: &Inputs) -> Result<Tensor> {
     let Inputs { q, k, v, is_causal, scale } = inputs;
     let mask = if *is_causal { AttentionMask::causal() } else { AttentionMask::none() };
-    let options = SdpaOptions::default().with_scale((*scale).into());
+    let options = SdpaOptions::default().with_scale(f64::from(*scale));
     assert!(q.is_contiguous());
     if *is_causal {
         assert!(q.dim(2)?.is_multiple_of(BLOCK) && k.dim(2)?.is_multiple_of(BLOCK));
