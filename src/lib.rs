@@ -25,6 +25,7 @@
 //! | mask keys | [`AttentionMask`]: causal, lengths, windows, prefixes, tensors |
 //! | decode token by token | [`AttentionCache`] |
 //! | load weights exported from PyTorch | [`weights::open`], [`WeightLayout`], [`hf`], [`gguf`] |
+//! | load, train, merge and save LoRA adapters of PEFT | [`peft`] |
 //! | turn texts into inputs, and plot weights | [`text`], [`plot`] |
 //! | draw the same random weights as PyTorch | [`TorchSeed`] |
 //!
@@ -83,10 +84,10 @@ pub use candle_attention_modules::{
     },
 };
 
-#[cfg(feature = "checkpoints")]
-pub use candle_attention_checkpoints::hf;
 #[cfg(feature = "hub")]
 pub use candle_attention_checkpoints::hub;
+#[cfg(feature = "checkpoints")]
+pub use candle_attention_checkpoints::{hf, peft};
 #[cfg(feature = "text")]
 pub use candle_attention_frontend::{EmbeddingConfig, EmbeddingLayer, SimpleTokenizer, plot, text};
 

@@ -9,13 +9,15 @@ use super::stored::Entry;
 use candle_attention_core::MultiHeadAttentionConfig;
 use candle_attention_core::internal::{TensorSource, detect_with, query_weights};
 use candle_attention_core::weights::{PackedNaming, QkvOrder, WeightLayout};
-use candle_attention_modules::base::edits;
+use candle_attention_modules::base::{edits, moved_names};
 
 impl Checkpoint {
     /// Returns the prefixes below which there is an attention layer, numbers in their natural order. The root is "".
     #[must_use]
     pub fn attention_layers(&self) -> Vec<String> {
-        let mut suffixes = Vec::from_iter(query_weights());
+        let names = query_weights();
+        let moved = names.iter().flat_map(|name| moved_names(name));
+        let mut suffixes = Vec::from_iter(moved.chain(names.iter().cloned()));
         // A name that ends with another comes before it.
         suffixes.sort_by_key(|name| std::cmp::Reverse(name.len()));
         let prefix_of = |name: &str| {
@@ -117,12 +119,12 @@ impl TensorSource for LayerTensors<'_> {
     }
 
     fn contains(&self, name: &str) -> bool {
-        self.checkpoint.contains(&self.full_name(name))
+        self.checkpoint.stored_name(&self.full_name(name)).is_some()
     }
 
     fn shape(&self, name: &str) -> Result<Vec<usize>> {
         let name = self.full_name(name);
-        match self.checkpoint.entries.get(&name) {
+        match self.checkpoint.stored_name(&name).and_then(|stored| self.checkpoint.entries.get(&stored)) {
             None => bail!("[weights] {name} is missing; {}", self.checkpoint.hint(&name)),
             Some(Entry::Stored(stored)) => Ok(stored.shape.clone()),
             Some(Entry::Unreadable { shape: Some(shape), .. }) => Ok(shape.clone()),

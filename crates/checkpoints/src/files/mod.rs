@@ -25,7 +25,7 @@ use candle_nn::VarBuilder;
 use serde_json::{Value, json};
 use stored::Entry;
 
-use candle_attention_modules::base::{SCALES, root};
+use candle_attention_modules::base::{SCALES, moved_names, root};
 
 /// Opens the weights at `path` and returns a builder that converts them to `dtype`: [`Checkpoint::open`] and
 /// [`Checkpoint::var_builder`] in one.
@@ -166,6 +166,12 @@ impl Checkpoint {
     /// Returns whether there is a tensor of this name that is not the scale of another.
     fn contains(&self, name: &str) -> bool {
         self.entries.contains_key(name) && !self.is_scale(name)
+    }
+
+    /// Returns the name under which the checkpoint has a tensor that is not the scale of another: this name, or the
+    /// name to which PEFT moved the tensor.
+    fn stored_name(&self, name: &str) -> Option<String> {
+        std::iter::once(name.to_string()).chain(moved_names(name)).find(|stored| self.contains(stored))
     }
 
     /// Returns whether a tensor is the scale of a float8 weight.

@@ -7,7 +7,7 @@ use serde_json::Value;
 use super::entry::Entry;
 use super::families::SharedPlace;
 use super::linear::Linear;
-use super::names::{ModuleNames, load_module};
+use super::names::{Candidate, ModuleNames, candidates, load_module};
 use candle_attention_core::{
     ContentPositions, MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadLatentAttention,
     MultiHeadLatentAttentionConfig, RelativeBias, RelativeBiasConfig, RelativeEmbeddings, WeightLayout,
@@ -49,6 +49,13 @@ impl Entry<'_> {
             attention = attention.with_relative_bias(shard(bias)?)?;
         }
         Ok(attention)
+    }
+
+    /// Returns the modules that may have the attention of a layer. Modules that the builder has come first.
+    pub fn attention_modules(&self, layer: usize, vb: &VarBuilder) -> Result<Vec<Candidate>> {
+        let mut modules = candidates(self.modules(), &self.numbers(layer)?);
+        modules.sort_by_key(|candidate| !has(vb, &candidate.parameter));
+        Ok(modules)
     }
 
     /// Loads a layer of latent attention with `load`.

@@ -23,7 +23,7 @@ use serde_json::Value;
 
 use candle_attention_core::{
     MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig,
-    RelativeBias,
+    RelativeBias, WeightLayout,
 };
 use candle_attention_delta::{GatedDeltaNet, GatedDeltaNetConfig};
 use candle_attention_modules::base::HeadShard;
@@ -59,6 +59,13 @@ pub fn attention_config(json: &Value, layer: usize) -> Result<MultiHeadAttention
 #[doc(alias = "from_pretrained")]
 pub fn load_attention(json: &Value, layer: usize, vb: VarBuilder) -> Result<MultiHeadAttention> {
     Entry::of(json)?.load(layer, vb)
+}
+
+/// Returns the layouts and the names of the modules that may have a layer's attention. Modules that the builder has come
+/// first.
+pub(crate) fn attention_modules(json: &Value, layer: usize, vb: &VarBuilder) -> Result<Vec<(WeightLayout, String)>> {
+    let modules = Entry::of(json)?.attention_modules(layer, vb)?;
+    Ok(modules.into_iter().map(|candidate| (candidate.layout, candidate.module)).collect())
 }
 
 /// Returns the earlier layer whose keys and values a layer reuses; `None` if the layer projects them itself

@@ -4,6 +4,7 @@ use candle_core::{Error, Result, bail};
 use candle_nn::VarBuilder;
 
 use candle_attention_core::WeightLayout;
+use candle_attention_core::internal::wrapper_prefixes;
 use candle_attention_modules::base::has;
 use candle_attention_modules::linear::Projection;
 
@@ -59,11 +60,11 @@ impl ModuleNames {
 }
 
 /// A module that may have the attention of a layer.
-struct Candidate {
-    layout: WeightLayout,
-    module: String,
+pub(super) struct Candidate {
+    pub layout: WeightLayout,
+    pub module: String,
     /// The parameter whose presence shows that the module is there.
-    parameter: String,
+    pub parameter: String,
 }
 
 /// Loads the attention of a layer: calls `load` with the layout and the name of the first module that the builder has.
@@ -77,6 +78,23 @@ pub(super) fn load_module<'a, T>(
     vb: &VarBuilder,
     load: impl Fn(WeightLayout, &str) -> Result<T>,
 ) -> Result<T> {
+    let candidates = candidates(names, numbers);
+    if let Some(found) = candidates.iter().find(|candidate| has(vb, &candidate.parameter)) {
+        return load(found.layout, &found.module);
+    }
+    let layer = numbers.iter().map(usize::to_string).collect::<Vec<_>>().join(".");
+    let Some(first) = candidates.first() else { bail!("[hf] there is no name for layer {layer}") };
+    load(first.layout, &first.module).map_err(|_| {
+        let looked: Vec<_> = candidates.iter().map(|candidate| candidate.parameter.as_str()).collect();
+        let hint = elsewhere(&candidates, vb);
+        let hint = hint.unwrap_or_else(|| "is the builder at the model's root?".to_string());
+        let looked = looked.join(", ");
+        Error::msg(format!("[hf] no attention of layer {layer} in the checkpoint, looked for {looked}; {hint}"))
+    })
+}
+
+/// Returns the modules that may have the attention of a layer, that of new checkpoints first.
+pub(super) fn candidates<'a>(names: impl Iterator<Item = &'a ModuleNames>, numbers: &[usize]) -> Vec<Candidate> {
     let mut candidates = Vec::new();
     for module_names in names {
         candidates.extend(module_names.modules(numbers).map(|module| Candidate {
@@ -85,16 +103,27 @@ pub(super) fn load_module<'a, T>(
             module,
         }));
     }
-    if let Some(found) = candidates.iter().find(|candidate| has(vb, &candidate.parameter)) {
-        return load(found.layout, &found.module);
+    candidates
+}
+
+/// Returns the reason why a builder has none of the candidates, if it is known: the names begin with the prefix of a
+/// wrapper, or the builder has an adapter alone.
+fn elsewhere(candidates: &[Candidate], vb: &VarBuilder) -> Option<String> {
+    for Candidate { parameter, module, layout } in candidates {
+        for tensor in layout.tensors(0, true) {
+            for prefix in ["base_model.model.", ""] {
+                let matrix = format!("{prefix}{module}.{}.lora_A.weight", tensor.module);
+                if has(vb, &matrix) {
+                    return Some(format!(
+                        "{matrix} is that of an adapter of PEFT, expected the checkpoint of the model that it was \
+                         trained on, and `peft::Adapter` for the adapter"
+                    ));
+                }
+            }
+        }
+        if let Some(prefix) = wrapper_prefixes().find(|prefix| has(vb, &format!("{prefix}.{parameter}"))) {
+            return Some(format!("its names begin with `{prefix}.`, expected the builder `vb.pp({prefix:?})`"));
+        }
     }
-    let layer = numbers.iter().map(usize::to_string).collect::<Vec<_>>().join(".");
-    let Some(first) = candidates.first() else { bail!("[hf] there is no name for layer {layer}") };
-    load(first.layout, &first.module).map_err(|_| {
-        let looked: Vec<_> = candidates.iter().map(|candidate| candidate.parameter.as_str()).collect();
-        Error::msg(format!(
-            "[hf] no attention of layer {layer} in the checkpoint, looked for {}; is the builder at the model's root?",
-            looked.join(", ")
-        ))
-    })
+    None
 }

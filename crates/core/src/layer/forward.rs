@@ -107,7 +107,7 @@ impl MultiHeadAttention {
     /// Validates and projects an input, and applies the score modifiers: everything that comes before attention.
     pub(super) fn prepare<'a>(&'a self, input: &AttentionInput<'a>) -> Result<PreparedCall<'a>> {
         let checked = self.validate(input)?;
-        let ProjectedHeads { q, kv, gate } = self.project(&checked, input.all_reduce)?;
+        let ProjectedHeads { q, kv, gate } = self.project(&checked, input)?;
         let mut arguments = ScoreArguments {
             mask: self.mask_of_call(input, &q, &checked)?,
             options: self.options_of_call(input)?,
@@ -135,6 +135,7 @@ impl MultiHeadAttention {
             }
         };
         let residual = checked.residual;
+        let train = input.train;
         Ok(PreparedCall {
             q: arguments.q,
             keys,
@@ -142,7 +143,10 @@ impl MultiHeadAttention {
             mask: arguments.mask,
             options: arguments.options,
             batched: input.queries.rank() == 3,
-            output: Box::new(move |output| self.project_output(output, gate.as_ref(), residual.as_ref())),
+            output: Box::new(move |output| {
+                let merged = self.merge_heads(output, gate.as_ref())?;
+                self.projections.output(merged, residual.as_ref(), train)
+            }),
         })
     }
 
@@ -225,13 +229,14 @@ impl MultiHeadAttention {
             has_tree: input.has_tree(),
             packed: input.packed,
             projections: &self.projections,
+            train: input.train,
             unsupported_by_content: input.unsupported_by_content_positions(),
         }
     }
 
-    /// Projects the attention output (B, H, T, D_v), a view of (B, T, H, D_v), to (B, T, out_dim), with the layer's
-    /// gate and norm and a residual. The gate is (B, T, H·D_v) or (B, T, H).
-    fn project_output(&self, output: &Tensor, gate: Option<&Tensor>, residual: Option<&Tensor>) -> Result<Tensor> {
+    /// Returns the attention output (B, H, T, D_v), a view of (B, T, H, D_v), as (B, T, H·D_v), with the layer's gate
+    /// and norm. The gate is (B, T, H·D_v) or (B, T, H).
+    fn merge_heads(&self, output: &Tensor, gate: Option<&Tensor>) -> Result<Tensor> {
         let (b, h, t, d_v) = output.dims4()?;
         let heads = output.transpose(1, 2)?;
         let gated = match (self.config.output_gate(), gate) {
@@ -239,11 +244,10 @@ impl MultiHeadAttention {
             _ => heads,
         };
         let merged = gated.reshape((b, t, h * d_v))?;
-        let merged = match &self.norms.output {
-            Some(norm) => norm.forward(&merged)?,
-            None => merged,
-        };
-        self.projections.output(merged, residual)
+        match &self.norms.output {
+            Some(norm) => norm.forward(&merged),
+            None => Ok(merged),
+        }
     }
 }
 

@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Tensor, bail};
 
-use super::input::KeysFrom;
+use super::input::{AttentionInput, KeysFrom};
 use super::memory::ProjectedMemory;
 use super::validate::{CheckedInput, KeyValueInputs};
 use super::{MultiHeadAttention, OP};
@@ -28,9 +28,10 @@ struct Rotations {
 
 impl MultiHeadAttention {
     /// Projects the inputs of a call, and normalises and rotates the heads.
-    pub(super) fn project(&self, inputs: &CheckedInput, all_reduce: Option<&AllReduce>) -> Result<ProjectedHeads> {
+    pub(super) fn project(&self, inputs: &CheckedInput, input: &AttentionInput) -> Result<ProjectedHeads> {
+        let all_reduce = input.all_reduce;
         let key_value = inputs.key_value.as_ref().map(|KeyValueInputs { keys, values }| [keys, values]);
-        let Projected { q, kv, gate } = self.projections.query_key_value(&inputs.queries, key_value)?;
+        let Projected { q, kv, gate } = self.projections.query_key_value(&inputs.queries, key_value, input.train)?;
         let rotations = self.rotations(inputs)?;
         let kv = if let Some(KeysAndValues { keys, values }) = kv {
             let keys = self.key_heads(keys, rotations.keys.as_ref().or(rotations.queries.as_ref()), all_reduce)?;

@@ -1,6 +1,7 @@
 //! Layers: project, split into heads, attend, merge, project. [`forward`] has the order of a call. Latent attention
 //! makes the same [`PreparedCall`](forward::PreparedCall).
 
+mod adapter;
 mod additive;
 mod forward;
 mod heads;
@@ -30,6 +31,7 @@ use crate::position::{
     AlibiConfig, ContentPositions, RelativeBias, RelativeEmbeddings, RotaryEmbedding, ScoreModifier, SharedModifier,
     alibi,
 };
+use adapter::LoadedAdapter;
 use candle_attention_modules::base::{Dim, Expect, HeadCounts, HeadShard, Heads, ParameterList, ParameterReader, save};
 use candle_attention_modules::linear::{Projection, ProjectionModule, ProjectionModules, Projections};
 use shard::{LayerNorms, NormSpans};
@@ -85,6 +87,7 @@ pub struct MultiHeadAttention {
     /// The bias that all layers of a stack share.
     relative_bias: Option<RelativeBias>,
     mask: AttentionMask,
+    adapter: Option<LoadedAdapter>,
 }
 
 impl MultiHeadAttention {
@@ -214,6 +217,7 @@ impl MultiHeadAttention {
             relative_embeddings: None,
             relative_bias: None,
             mask: layer_mask(cfg),
+            adapter: None,
         };
         layer.with_parameters(parameters)
     }
@@ -270,15 +274,19 @@ impl MultiHeadAttention {
         self.with_parameters(parameters)
     }
 
-    /// Replaces a projection by `change(current)`, for example to wrap it in an adapter (LoRA, arXiv:2106.09685).
+    /// Replaces a projection by `change(current)`, for example to wrap it in an adapter.
+    ///
+    /// LoRA (arXiv:2106.09685) in PEFT's files is loaded, trained and merged by `candle_attention::peft`. This function
+    /// is for other adapters.
     ///
     /// The current module computes the layer's own projection, without a copy of its weights. The new module is called
     /// with contiguous inputs in the dtype of the layer's weights, and has to return the shape of its [`Projection`] in
     /// the same dtype. The layer does not know the module's parameters: [`state_dict`](Self::state_dict),
-    /// [`projections`](Self::projections) and [`save`](Self::save) are errors afterwards.
+    /// [`projections`](Self::projections) and [`save`](Self::save) are errors afterwards, and [`freeze`](Self::freeze)
+    /// keeps the module with its variables.
     ///
     /// # Errors
-    /// For the output projection of a layer without one, and if `change` fails.
+    /// For the output projection of a layer without one, for a layer with an adapter of PEFT, and if `change` fails.
     ///
     /// ```
     /// use std::sync::Arc;
@@ -311,8 +319,10 @@ impl MultiHeadAttention {
         Ok(self)
     }
 
-    /// Returns a copy for inference: the current weights are packed, and gradients are not tracked. Modules of the
-    /// caller's are kept.
+    /// Returns a copy for inference: the current weights are packed, and gradients are not tracked.
+    ///
+    /// Modules of the caller's are kept, with their variables. An adapter of PEFT is kept unmerged, with its current
+    /// values; [`merge_and_unload`](Self::merge_and_unload) adds it to the weights.
     ///
     /// ```
     /// use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig};
@@ -336,6 +346,7 @@ impl MultiHeadAttention {
             projections: self.projections.freeze()?,
             relative_embeddings: self.relative_embeddings.as_ref().map(RelativeEmbeddings::freeze).transpose()?,
             relative_bias: self.relative_bias.as_ref().map(RelativeBias::freeze).transpose()?,
+            adapter: self.adapter.as_ref().map(LoadedAdapter::freeze).transpose()?,
             ..self.clone()
         };
         layer.with_parameters(self.parameters.freeze()?)
@@ -355,11 +366,12 @@ impl MultiHeadAttention {
     /// (`force_contiguous`). If the values are the keys' projection, it is returned for both.
     ///
     /// # Errors
-    /// If a projection is a module of the caller's, for a layer without projections of keys and values, and if the
-    /// weights do not fit in memory.
+    /// If a projection is a module of the caller's or the layer has an adapter, for a layer without projections of keys
+    /// and values, and if the weights do not fit in memory.
     ///
     /// [`PackedLinear`]: candle_attention_modules::linear::PackedLinear
     pub fn projections(&self) -> Result<(Linear, Linear, Linear, Option<Linear>)> {
+        self.refuse_adapter()?;
         let mut all = self.projections.to_linears()?;
         let (Some(q), Some(k)) = (all.remove(&Projection::Query), all.remove(&Projection::Key)) else {
             bail!("[{OP}] keys and values are those of an earlier layer, which has their projections")
@@ -378,8 +390,10 @@ impl MultiHeadAttention {
     /// modules register one (`book`, `short` and their stacks), so that a strict `load_state_dict` succeeds.
     ///
     /// # Errors
-    /// If the layout cannot store the layer, with the reason, and if a projection is a module of the caller's.
+    /// If the layout cannot store the layer, with the reason, and if a projection is a module of the caller's or the
+    /// layer has an adapter.
     pub fn state_dict(&self, layout: WeightLayout) -> Result<Vec<(String, Tensor)>> {
+        self.refuse_adapter()?;
         let mut tensors = state_dict(&self.config, layout, &self.projections.to_linears()?)?;
         tensors.extend(self.parameters.named()?);
         Ok(tensors)

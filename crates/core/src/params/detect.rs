@@ -9,8 +9,8 @@ use super::layout::{Orientation, PackedNaming, QkvOrder, Storage, WeightLayout};
 use super::source::TensorSource;
 use candle_attention_modules::linear::Projection::{Output, Query};
 
-/// The prefixes that training loops and compilers put in front of a model's names.
-const WRAPPERS: [&str; 5] = ["module", "_orig_mod", "model", "state_dict", "model_state_dict"];
+/// The prefixes that training loops, compilers and PEFT put in front of a model's names.
+const WRAPPERS: [&str; 6] = ["module", "_orig_mod", "model", "state_dict", "model_state_dict", "base_model.model"];
 
 impl WeightLayout {
     /// Detects the layout of the attention layer at the builder's prefix.
@@ -74,6 +74,12 @@ fn used_by(layout: WeightLayout) -> &'static str {
     }
 }
 
+/// Returns the prefixes that wrappers put in front of a model's names: one of them, or two.
+pub fn wrapper_prefixes() -> impl Iterator<Item = String> {
+    let outer_and_inner = WRAPPERS.into_iter().flat_map(|outer| WRAPPERS.map(|inner| format!("{outer}.{inner}")));
+    WRAPPERS.into_iter().map(str::to_string).chain(outer_and_inner)
+}
+
 /// Returns where attention weights are instead: behind the prefix of a wrapper, without the first part of this prefix,
 /// or as the source tells.
 ///
@@ -81,10 +87,7 @@ fn used_by(layout: WeightLayout) -> &'static str {
 /// For a builder that makes parameters and has none yet.
 fn elsewhere(tensors: &impl TensorSource) -> Result<String> {
     let prefix = tensors.prefix();
-    let mut candidates = Vec::new();
-    for outer in std::iter::once("").chain(WRAPPERS) {
-        candidates.extend(WRAPPERS.map(|inner| format!("{outer}.{inner}.{prefix}")));
-    }
+    let mut candidates: Vec<_> = wrapper_prefixes().map(|wrapper| format!("{wrapper}.{prefix}")).collect();
     if let Some((_, rest)) = prefix.split_once('.') {
         candidates.push(rest.to_string());
     }

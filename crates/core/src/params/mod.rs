@@ -5,13 +5,16 @@ mod detect;
 mod foreign;
 mod layout;
 mod layout_tensors;
+mod modules;
 mod names;
 mod source;
 mod tensors;
 
-pub use detect::{detect_with, query_weights};
+pub use detect::{detect_with, query_weights, wrapper_prefixes};
 pub use layout::{Naming, Orientation, PackedNaming, QkvOrder, Storage, WeightLayout};
 pub use layout_tensors::{GATE_NAME, LayoutTensor, OTHER_GATE_NAME};
+pub(crate) use modules::module_weights;
+pub use modules::{AdaptableModule, AdapterMatrices};
 pub use source::TensorSource;
 pub use tensors::{ProjectionShape, projection_shape};
 

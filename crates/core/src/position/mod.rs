@@ -203,6 +203,8 @@ pub(crate) struct CallContext<'a> {
     pub has_tree: bool,
     pub packed: Option<&'a PackedSequences>,
     pub projections: &'a Projections,
+    /// Whether it is a call of training.
+    pub train: bool,
     /// The first input that relative positions by content do not support, for an error.
     pub unsupported_by_content: Option<&'static str>,
 }

@@ -53,6 +53,14 @@ impl FusedTensor {
             return Ok(vec![self.read_reordered_columns(heads, reader)?]);
         }
         let tensor = self.rows_of(reader.read(&self.spec)?)?;
+        let parameters = self.split_rows(&tensor).into_iter().zip(&self.parts);
+        parameters.map(|(parameter, part)| parameter.narrow(own_rows(part, reader))).collect()
+    }
+
+    /// Splits a tensor that has the same rows as this one, (rows, ..), into the rows of each projection.
+    #[must_use]
+    pub fn split_rows(&self, tensor: &Tensor) -> Vec<Parameter> {
+        let is_grouped = self.query_heads == QueryHeadOrder::Grouped;
         let mut parameters = Vec::new();
         let mut start = 0;
         for part in &self.parts {
@@ -60,10 +68,20 @@ impl FusedTensor {
             let reordered = (part.heads == Some(Heads::Query) && !is_grouped)
                 .then_some(Reordering { order: self.query_heads, dim: 0 });
             let piece = Piece { tensor: tensor.clone(), groups: self.groups, range, reordered };
-            parameters.push(Parameter::from(piece).narrow(own_rows(part, reader))?);
+            parameters.push(Parameter::from(piece));
             start += part.count;
         }
-        Ok(parameters)
+        parameters
+    }
+
+    /// Returns a matrix (.., in) that is multiplied by the inputs of this tensor, with its columns in this crate's
+    /// order of heads.
+    #[must_use]
+    pub fn order_columns(&self, matrix: &Tensor) -> Parameter {
+        let is_of_heads = matches!(self.spec.share, Some(Share::Heads { .. }));
+        let reordered = (is_of_heads && self.query_heads != QueryHeadOrder::Grouped)
+            .then_some(Reordering { order: self.query_heads, dim: 1 });
+        Parameter::from(Piece { range: 0..matrix.dims()[0], groups: 1, tensor: matrix.clone(), reordered })
     }
 
     /// Returns all rows of this rank's columns, where columns belong to heads in another order.

@@ -26,7 +26,8 @@ pub use optional_ref::OptionalRef;
 pub use parameters::{Parameter, ParameterList, WeightAndBias, frozen, part, save, variables_without_gradient};
 pub use query_heads::QueryHeadOrder;
 pub use reader::{
-    DRAWN_THEN_ZEROED, LINEAR_WEIGHT, ParameterReader, SCALES, has, linear_bias, missing_tensor_hint, root, whole,
+    DRAWN_THEN_ZEROED, LINEAR_WEIGHT, ParameterReader, SCALES, has, linear_bias, missing_tensor_hint, moved_names,
+    root, whole,
 };
 pub use shard::{HeadCounts, HeadShard, Heads, Share};
 pub use spec::{NO_BIAS, ParameterSpec};

@@ -102,6 +102,8 @@ impl<'a> ParameterReader<'a> {
     /// For a missing or misshapen tensor, and for a float8 weight whose scale the builder does not apply.
     pub fn get(&self, shape: impl Into<Shape>, name: &str, init: Init) -> Result<Tensor> {
         let shape = shape.into();
+        let stored = stored_name(&self.vb, name);
+        let name = stored.as_str();
         self.refuse_scale(name)?;
         if !fits_in_memory(shape.dims()) {
             return self
@@ -273,11 +275,28 @@ impl SimpleBackend for Whole {
     }
 }
 
-/// Returns whether a builder has a tensor of this name in particular. One that claims every name, as
-/// `VarBuilder::zeros` does, has none.
+/// Returns whether a builder has a tensor of this name in particular, or under the name that PEFT moves it to. One that
+/// claims every name, as `VarBuilder::zeros` does, has none.
 pub fn has(vb: &VarBuilder, name: &str) -> bool {
     const UNKNOWN_NAME: &str = "no parameter has this name";
-    vb.contains_tensor(name) && !vb.contains_tensor(UNKNOWN_NAME)
+    let is_there = vb.contains_tensor(name) || moved_names(name).any(|moved| vb.contains_tensor(&moved));
+    is_there && !vb.contains_tensor(UNKNOWN_NAME)
+}
+
+/// Returns the names to which PEFT moves the parameter of a module that it adapts, or of which it trains a copy:
+/// `q_proj.base_layer.weight` and `q_proj.original_module.weight` for `q_proj.weight`.
+pub fn moved_names(name: &str) -> impl Iterator<Item = String> {
+    let split = name.rsplit_once('.');
+    let moved = |inner: &str| split.map(|(module, parameter)| format!("{module}.{inner}.{parameter}"));
+    [moved("base_layer"), moved("original_module")].into_iter().flatten()
+}
+
+/// Returns the name under which a builder has a parameter: this name, or the name to which PEFT moved the parameter.
+fn stored_name(vb: &VarBuilder, name: &str) -> String {
+    if vb.contains_tensor(name) {
+        return name.to_string();
+    }
+    moved_names(name).find(|moved| vb.contains_tensor(moved)).unwrap_or_else(|| name.to_string())
 }
 
 /// Returns the tensors that a checkpoint has instead of a missing one, from the error of its builder, which has

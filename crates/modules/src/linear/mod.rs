@@ -21,8 +21,8 @@ pub use gated::PackedGatedLinear;
 use matrix::contiguous;
 use product::{choose_instruction_set, kernel_activation, pack, unpack};
 pub use projections::{
-    ByProjection, KeysAndValues, Outputs, PackedProjection, Projected, Projection, ProjectionModule, ProjectionModules,
-    Projections,
+    ByProjection, KeysAndValues, LoraMatrices, Outputs, PackedProjection, Projected, Projection, ProjectionModule,
+    ProjectionModules, Projections,
 };
 
 const OP: &str = "packed_linear";

@@ -12,7 +12,7 @@ use super::specs::LayerSpecs;
 use candle_attention_modules::base::{
     LINEAR_WEIGHT, ParameterList, ParameterReader, ParameterSpec, accumulation_dtype, frozen, linear_bias, number,
 };
-use candle_attention_modules::linear::{KeysAndValues, Projected, Projections};
+use candle_attention_modules::linear::{KeysAndValues, Projected};
 use candle_attention_modules::norm::{Norm, QkNormKind};
 
 /// The projection of vectors to keys, with a weight (H·D, E) and a bias.
@@ -199,9 +199,9 @@ impl ScoreModifier for Disentangled {
         }
         let t = arguments.q.dim(2)?;
         let d = arguments.q.dim(3)?;
-        let compute = || self.compute(t, d, call.projections);
-        // Modules may differ in a clone of the layer, and may change.
-        let may_change = self.config.shared_projections && call.projections.has_modules();
+        let compute = || self.compute(t, d, call);
+        // Modules and adapters may differ in a clone of the layer, and may change.
+        let may_change = self.config.shared_projections && call.projections.may_change();
         let vectors = if may_change { compute()? } else { self.vectors.get(t, compute)? };
         arguments.content_scores = Some(ContentScores::new(arguments.q.clone(), vectors, &arguments.options));
         Ok(())
@@ -210,7 +210,7 @@ impl ScoreModifier for Disentangled {
 
 impl Disentangled {
     /// Returns the vectors of the distances of `t` tokens, for heads of width `d`.
-    fn compute(&self, t: usize, d: usize, projections: &Projections) -> Result<DistanceVectors> {
+    fn compute(&self, t: usize, d: usize, call: &CallContext) -> Result<DistanceVectors> {
         let Some(embeddings) = &self.embeddings else {
             bail!(
                 "[multi_head_attention] the config has disentangled positions, expected the stack's embeddings in \
@@ -223,7 +223,7 @@ impl Disentangled {
         let mut queries = None;
         if config.shared_projections {
             let xs = embeddings.unsqueeze(0)?;
-            let Projected { q, kv, .. } = projections.query_key_value(&xs, Some([&xs, &xs]))?;
+            let Projected { q, kv, .. } = call.projections.query_key_value(&xs, Some([&xs, &xs]), call.train)?;
             if let Some(kv) = kv
                 && config.content_to_position
             {

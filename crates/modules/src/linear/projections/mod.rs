@@ -1,7 +1,9 @@
 //! The projections of an attention layer. Each is some columns of the product with a weight, or a module of the caller.
 
+mod lora;
 mod modules;
 
+pub use lora::LoraMatrices;
 pub use modules::{ByProjection, Projection, ProjectionModule, ProjectionModules};
 
 use Projection::{Gate, Key, Output, Query, Value};
@@ -15,6 +17,7 @@ use candle_nn::Linear;
 
 use super::PackedLinear;
 use crate::base::{Expect, WeightAndBias, part};
+use lora::LoraUpdate;
 
 const OP: &str = "multi_head_attention";
 
@@ -106,6 +109,11 @@ impl PackedProjection {
         projections
     }
 
+    /// Returns whether two projections are columns of one product.
+    fn shares_weight(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.weight, &other.weight)
+    }
+
     /// Returns the projections as linear layers, with the current values of variables. Projections that share a weight
     /// are views of it.
     ///
@@ -113,7 +121,7 @@ impl PackedProjection {
     /// For a module of the caller, whose weights are unknown, and if a weight cannot be allocated.
     pub fn to_linears(all: &[&Self]) -> Result<Vec<Linear>> {
         let mut linears = Vec::with_capacity(all.len());
-        for run in all.chunk_by(|own, next| Arc::ptr_eq(&own.weight, &next.weight)) {
+        for run in all.chunk_by(|own, next| own.shares_weight(next)) {
             let whole = match &*run[0].weight {
                 SharedWeight::Packed(weight) => weight.to_linear()?,
                 SharedWeight::Tracked(rows) => rows.to_linear()?,
@@ -133,7 +141,7 @@ impl PackedProjection {
     /// Projects one input. The outputs of projections that share a weight are views of one product.
     pub fn project(all: &[&Self], xs: &Tensor) -> Result<Vec<Tensor>> {
         let mut outputs = Vec::with_capacity(all.len());
-        for run in all.chunk_by(|own, next| Arc::ptr_eq(&own.weight, &next.weight)) {
+        for run in all.chunk_by(|own, next| own.shares_weight(next)) {
             let first = run[0];
             let last = run[run.len() - 1];
             let start = first.columns.start;
@@ -160,6 +168,8 @@ impl Module for PackedProjection {
 #[derive(Debug, Clone)]
 pub struct Projections {
     all: ByProjection<PackedProjection>,
+    /// Low-rank updates, which are added to the outputs.
+    updates: Vec<LoraUpdate>,
     /// The dtype of the weights, or of the modules' outputs.
     pub dtype: DType,
     /// The device of the weights, or of the modules' outputs.
@@ -193,7 +203,7 @@ impl Projections {
     /// # Errors
     /// If a packed weight cannot be allocated.
     pub fn new(loaded: &ByProjection<WeightAndBias>, dtype: DType, device: &Device) -> Result<Self> {
-        Ok(Self { all: Self::pack(loaded)?, dtype, device: device.clone() })
+        Ok(Self { all: Self::pack(loaded)?, updates: Vec::new(), dtype, device: device.clone() })
     }
 
     /// Packs weights. Projections of inputs of one width share one weight.
@@ -223,7 +233,8 @@ impl Projections {
         let mut all = self.all.clone();
         // All at once, so that the projections of one input share a weight again.
         all.extend(Self::pack(&frozen)?);
-        Ok(Self { all, ..self.clone() })
+        let updates = self.updates.iter().map(LoraUpdate::freeze).collect::<Result<_>>()?;
+        Ok(Self { all, updates, ..self.clone() })
     }
 
     /// Creates projections of modules. `width` returns the number of outputs of a projection, 0 if the config does not
@@ -237,7 +248,7 @@ impl Projections {
         dtype: DType,
         device: &Device,
     ) -> Result<Self> {
-        let mut own = Self { all: ByProjection::new(), dtype, device: device.clone() };
+        let mut own = Self { all: ByProjection::new(), updates: Vec::new(), dtype, device: device.clone() };
         for projection in Projection::ALL {
             let noun = projection.noun();
             match (modules.0.get(&projection).cloned(), width(projection)) {
@@ -274,19 +285,24 @@ impl Projections {
 
     /// Creates projections of packed weights, for inputs in f32.
     pub fn of_columns(columns: Vec<(Projection, PackedProjection)>, device: &Device) -> Self {
-        Self { all: columns.into_iter().collect(), dtype: DType::F32, device: device.clone() }
+        Self { all: columns.into_iter().collect(), updates: Vec::new(), dtype: DType::F32, device: device.clone() }
     }
 
     /// Replaces a projection by the module that `change` makes of it. The module has `width` outputs.
     ///
     /// # Errors
-    /// For a projection that the config does not have, and the errors of `change`.
+    /// For a projection that the config does not have, for a layer with low-rank updates, and the errors of `change`.
     pub fn map(
         mut self,
         width: usize,
         projection: Projection,
         change: impl FnOnce(ProjectionModule) -> Result<ProjectionModule>,
     ) -> Result<Self> {
+        if !self.updates.is_empty() {
+            bail!(
+                "[{OP}] the layer has an adapter, expected modules around its projections before the adapter is loaded"
+            )
+        }
         let Some(own) = self.all.remove(&projection) else {
             bail!("[{OP}] there is no {} in the config, expected a projection of the layer", projection.noun())
         };
@@ -298,14 +314,18 @@ impl Projections {
         Ok(self)
     }
 
-    /// Returns whether queries or keys are projected by modules of the caller, which may change.
-    pub fn has_modules(&self) -> bool {
+    /// Returns whether queries or keys are projected by modules of the caller or have low-rank updates, which may
+    /// change.
+    pub fn may_change(&self) -> bool {
         let is_module = |own: &PackedProjection| matches!(&*own.weight, SharedWeight::Module { .. });
-        [Query, Key].iter().any(|projection| self.all.get(projection).is_some_and(is_module))
+        let has_module = |projection: &Projection| self.all.get(projection).is_some_and(is_module);
+        let has_update = |projection: &Projection| self.updates.iter().any(|update| update.changes(*projection));
+        [Query, Key].iter().any(|projection| has_module(projection) || has_update(projection))
     }
 
-    /// Computes some projections. Projections of one input that share a weight are views of one product.
-    fn project(&self, inputs: &[ProjectionInput]) -> Result<ByProjection<Tensor>> {
+    /// Computes some projections. Projections of one input that share a weight are views of one product. Low-rank
+    /// updates drop entries of the input if it is a call of training.
+    fn project(&self, inputs: &[ProjectionInput], train: bool) -> Result<ByProjection<Tensor>> {
         let mut projected = ByProjection::new();
         for run in inputs.chunk_by(|own, next| own.xs.id() == next.xs.id()) {
             let mut kinds = Vec::new();
@@ -316,36 +336,47 @@ impl Projections {
                     weights.push(weight);
                 }
             }
-            projected.extend(kinds.into_iter().zip(PackedProjection::project(&weights, run[0].xs)?));
+            let mut outputs = kinds.into_iter().zip(PackedProjection::project(&weights, run[0].xs)?).collect();
+            for update in &self.updates {
+                update.add_to(&mut outputs, run[0].xs, train)?;
+            }
+            projected.extend(outputs);
         }
         Ok(projected)
     }
 
     /// Projects queries and their gate, and keys and values if the call has inputs for them. `key_value` are the inputs
-    /// of keys and of values.
-    pub fn query_key_value(&self, queries: &Tensor, key_value: Option<[&Tensor; 2]>) -> Result<Projected> {
+    /// of keys and of values. Low-rank updates drop entries of the inputs if it is a call of training.
+    pub fn query_key_value(&self, queries: &Tensor, key_value: Option<[&Tensor; 2]>, train: bool) -> Result<Projected> {
         let mut inputs = vec![ProjectionInput::new(Query, queries), ProjectionInput::new(Gate, queries)];
         if let Some([keys, values]) = key_value {
             inputs.push(ProjectionInput::new(Key, keys));
             inputs.push(ProjectionInput::new(Value, values));
         }
-        let mut projected = self.project(&inputs)?;
+        let mut projected = self.project(&inputs, train)?;
         let Some(q) = projected.remove(&Query) else { bail!("[{OP}] expected a query projection") };
         let gate = projected.remove(&Gate);
         Ok(Projected { q, kv: keys_and_values(projected), gate })
     }
 
-    /// Projects keys and values alone; `None` if the layer has no such projections.
+    /// Projects keys and values alone, as outside of training; `None` if the layer has no such projections.
     pub fn key_value(&self, keys: &Tensor, values: &Tensor) -> Result<Option<KeysAndValues>> {
         let inputs = [ProjectionInput::new(Key, keys), ProjectionInput::new(Value, values)];
-        Ok(keys_and_values(self.project(&inputs)?))
+        Ok(keys_and_values(self.project(&inputs, false)?))
     }
 
     /// Applies the output projection to merged heads (B, T_q, H·D_v), if the layer has one, and adds a residual (B,
-    /// T_q, out_dim), if there is one.
-    pub fn output(&self, merged: Tensor, residual: Option<&Tensor>) -> Result<Tensor> {
+    /// T_q, out_dim), if there is one. Low-rank updates drop entries of the input if it is a call of training.
+    pub fn output(&self, merged: Tensor, residual: Option<&Tensor>, train: bool) -> Result<Tensor> {
         match (self.all.get(&Output), residual) {
-            (Some(output), _) => output.weight.product(&merged, output.columns.clone(), residual),
+            (Some(output), _) => {
+                let projected = output.weight.product(&merged, output.columns.clone(), residual)?;
+                let mut outputs = ByProjection::from([(Output, projected)]);
+                for update in &self.updates {
+                    update.add_to(&mut outputs, &merged, train)?;
+                }
+                outputs.remove(&Output).map_or(Ok(merged), Ok)
+            }
             (None, Some(residual)) => merged + residual,
             (None, None) => Ok(merged),
         }

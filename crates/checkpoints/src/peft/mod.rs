@@ -1,0 +1,13 @@
+#![doc = include_str!("guide.md")]
+
+mod adapter;
+mod config;
+mod merged;
+mod targets;
+mod tensors;
+
+pub use adapter::Adapter;
+pub use config::{AdapterBias, AdapterConfig};
+
+/// The operation that errors name.
+const OP: &str = "peft";

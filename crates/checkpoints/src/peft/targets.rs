@@ -1,0 +1,79 @@
+//! Names of modules, and regular expressions for them, as PEFT compares them.
+
+use candle_core::{Result, bail};
+use regex_lite::Regex;
+use serde::Deserialize;
+
+use super::OP;
+
+/// PEFT's name for all linear layers but that of the head.
+const ALL_LINEAR: &str = "all-linear";
+
+/// A choice of modules.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(untagged)]
+pub(super) enum Modules {
+    /// The ends of names.
+    Names(Vec<String>),
+    /// A regular expression for whole names, or `all-linear`.
+    Pattern(String),
+}
+
+impl Modules {
+    /// Returns whether a module is chosen.
+    ///
+    /// # Errors
+    /// For a regular expression that is not supported.
+    pub fn include(&self, module: &str) -> Result<bool> {
+        match self {
+            Self::Names(names) => Ok(names.iter().any(|name| is_end(module, name))),
+            Self::Pattern(pattern) if pattern.eq_ignore_ascii_case(ALL_LINEAR) => Ok(true),
+            Self::Pattern(pattern) => Ok(Pattern::new(pattern)?.matches(module)),
+        }
+    }
+
+    /// Returns the names, or the pattern as one name.
+    pub fn names(&self) -> &[String] {
+        match self {
+            Self::Names(names) => names,
+            Self::Pattern(pattern) => std::slice::from_ref(pattern),
+        }
+    }
+}
+
+/// Returns whether a name is another or ends with it, in whole parts between dots.
+fn is_end(name: &str, end: &str) -> bool {
+    name.strip_suffix(end).is_some_and(|before| before.is_empty() || before.ends_with('.'))
+}
+
+/// A regular expression that has to match a whole name.
+pub(super) struct Pattern(Regex);
+
+impl Pattern {
+    /// Returns the regular expression for whole names.
+    ///
+    /// # Errors
+    /// For an expression that is not valid or not supported, such as one that looks ahead.
+    pub fn new(pattern: &str) -> Result<Self> {
+        match Regex::new(&format!("^(?:{pattern})$")) {
+            Ok(regex) => Ok(Self(regex)),
+            Err(error) => bail!(
+                "[{OP}] the regular expression {pattern:?} is not supported ({error}), expected one without look-around \
+                 and backreferences, or a list of names"
+            ),
+        }
+    }
+
+    /// Returns the regular expression for the ends of names.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn of_module(pattern: &str) -> Result<Self> {
+        Self::new(&format!("(?:.*\\.)?(?:{pattern})"))
+    }
+
+    /// Returns whether a whole name matches.
+    pub fn matches(&self, module: &str) -> bool {
+        self.0.is_match(module)
+    }
+}

@@ -1,0 +1,80 @@
+//! The linear layers of a layout that adapters change.
+
+use candle_core::{Result, Tensor, bail};
+
+use super::layout::WeightLayout;
+use super::tensors::{ProjectionTensor, projection_tensors};
+use crate::config::MultiHeadAttentionConfig;
+use candle_attention_modules::linear::{ByProjection, LoraMatrices};
+
+/// A linear layer of a checkpoint that computes one projection or several, and that an adapter may change.
+#[derive(Debug, Clone)]
+pub struct AdaptableModule {
+    /// The name of the module below the attention module.
+    pub name: String,
+    /// The number of outputs.
+    pub outputs: usize,
+    /// The number of inputs.
+    pub inputs: usize,
+}
+
+/// The matrices that an adapter has for a module.
+#[derive(Debug, Clone)]
+pub struct AdapterMatrices {
+    /// A, (r, in).
+    pub a: Tensor,
+    /// B, (out, r).
+    pub b: Tensor,
+    /// The factor of B A.
+    pub scaling: f64,
+    /// The probability with which an entry of the input is dropped in training.
+    pub dropout: f64,
+}
+
+/// A module that an adapter may change, with its weight.
+pub(crate) struct ModuleWeight {
+    pub module: AdaptableModule,
+    weight: ProjectionTensor,
+}
+
+impl ModuleWeight {
+    /// Splits the rows of B into those of each projection.
+    pub fn split(&self, matrices: &AdapterMatrices) -> LoraMatrices {
+        let rows = self.weight.tensor.split_rows(&matrices.b);
+        LoraMatrices {
+            a: self.weight.tensor.order_columns(&matrices.a),
+            b: ByProjection::from_iter(self.weight.projections.iter().copied().zip(rows)),
+            scaling: matrices.scaling,
+            dropout: matrices.dropout,
+        }
+    }
+}
+
+/// Returns the linear layers of a layout.
+///
+/// # Errors
+/// In the name of the operation `op`, for a config that does not fit the layout, and for a layout whose weights are not
+/// those of linear layers.
+pub(crate) fn module_weights(
+    op: &str,
+    cfg: &MultiHeadAttentionConfig,
+    layout: WeightLayout,
+) -> Result<Vec<ModuleWeight>> {
+    if layout.is_stacked() {
+        bail!("[{op}] the layout {layout} has a module for each head, expected one for all heads")
+    }
+    let mut modules = Vec::new();
+    for weight in projection_tensors(op, cfg, layout, 0..cfg.num_heads())?.filter(|tensor| !tensor.is_bias) {
+        let spec = &weight.tensor.spec;
+        let Some(name) = spec.stored.strip_suffix(".weight") else {
+            bail!("[{op}] {} of the layout {layout} is no linear layer, which adapters change", spec.stored)
+        };
+        let (outputs, inputs) = match (weight.tensor.is_transposed, &spec.shape[..]) {
+            (false, &[outputs, inputs]) | (true, &[inputs, outputs]) => (outputs, inputs),
+            (_, shape) => bail!("[{op}] {} has shape {shape:?}, expected a matrix", spec.stored),
+        };
+        let module = AdaptableModule { name: name.to_string(), outputs, inputs };
+        modules.push(ModuleWeight { module, weight });
+    }
+    Ok(modules)
+}

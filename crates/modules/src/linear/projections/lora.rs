@@ -1,0 +1,155 @@
+//! Low-rank updates of projections: LoRA (<https://arxiv.org/abs/2106.09685>).
+
+use candle_core::{DType, Result, Tensor};
+use candle_nn::Linear;
+use candle_nn::ops::dropout;
+
+use super::modules::{ByProjection, Projection};
+use super::{PackedProjection, Projections};
+use crate::base::{Parameter, WeightAndBias, accumulation_dtype};
+
+/// The matrices of a low-rank update of one module, which computes one projection or several.
+#[derive(Debug, Clone)]
+pub struct LoraMatrices {
+    /// A, (r, in).
+    pub a: Parameter,
+    /// The rows of B (out, r) of each projection.
+    pub b: ByProjection<Parameter>,
+    /// The factor of B A.
+    pub scaling: f64,
+    /// The probability with which an entry of the input is dropped in training.
+    pub dropout: f64,
+}
+
+/// A low-rank update: `scaling · B A dropout(x)` is added to the outputs of projections.
+#[derive(Debug, Clone)]
+pub(super) struct LoraUpdate {
+    a: PackedProjection,
+    b: ByProjection<PackedProjection>,
+    dtype: DType,
+    scaling: f64,
+    dropout: f32,
+}
+
+/// Returns a projection by the rows of a matrix.
+fn unbiased(rows: &Parameter) -> WeightAndBias {
+    WeightAndBias { weight: rows.clone(), bias: None }
+}
+
+impl LoraUpdate {
+    /// Creates an update. Matrices that are tracked for gradients are read in each call, others are packed now.
+    ///
+    /// # Errors
+    /// If a packed matrix cannot be allocated.
+    pub fn new(matrices: &LoraMatrices) -> Result<Self> {
+        let rows: Vec<_> = matrices.b.values().map(unbiased).collect();
+        let packed = PackedProjection::of_rows(&Vec::from_iter(&rows))?;
+        Ok(Self {
+            a: PackedProjection::of_rows(&[&unbiased(&matrices.a)])?.remove(0),
+            b: matrices.b.keys().copied().zip(packed).collect(),
+            dtype: matrices.a.first().dtype(),
+            scaling: matrices.scaling,
+            dropout: matrices.dropout as f32,
+        })
+    }
+
+    /// Returns whether the update changes a projection.
+    pub fn changes(&self, projection: Projection) -> bool {
+        self.b.contains_key(&projection)
+    }
+
+    /// Adds the update to the outputs (B, T, out) of the projections that it changes. `xs` is their input (B, T, in).
+    pub fn add_to(&self, outputs: &mut ByProjection<Tensor>, xs: &Tensor, train: bool) -> Result<()> {
+        let changed: Vec<_> = self.b.iter().filter(|(projection, _)| outputs.contains_key(projection)).collect();
+        if changed.is_empty() || xs.elem_count() == 0 {
+            return Ok(());
+        }
+        let mut input = xs.to_dtype(self.dtype)?;
+        if train && self.dropout > 0.0 {
+            input = dropout(&input, self.dropout)?;
+        }
+        let matrices: Vec<_> = changed.iter().map(|(_, b)| *b).collect();
+        for down in PackedProjection::project(&[&self.a], &input)? {
+            let updates = PackedProjection::project(&matrices, &down)?;
+            for ((projection, _), update) in changed.iter().zip(updates) {
+                if let Some(output) = outputs.get_mut(*projection) {
+                    *output = (&*output + (update * self.scaling)?.to_dtype(output.dtype())?)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds `scaling · B A` to the weights of the projections that the update changes.
+    fn add_to_weights(&self, linears: &mut ByProjection<Linear>) -> Result<()> {
+        let a = PackedProjection::to_linears(&[&self.a])?.remove(0);
+        for (projection, b) in &self.b {
+            let Some(linear) = linears.get_mut(projection) else { continue };
+            let b = PackedProjection::to_linears(&[b])?.remove(0);
+            let weight = linear.weight();
+            let dtype = accumulation_dtype(weight.dtype());
+            let factor = |matrix: &Linear| matrix.weight().detach().to_dtype(dtype);
+            let delta = (factor(&b)?.matmul(&factor(&a)?)? * self.scaling)?;
+            let merged = (weight.detach().to_dtype(dtype)? + delta)?.to_dtype(weight.dtype())?;
+            *linear = Linear::new(merged, linear.bias().map(Tensor::detach));
+        }
+        Ok(())
+    }
+
+    /// Returns a copy with the current values of variables, packed.
+    pub fn freeze(&self) -> Result<Self> {
+        let freeze = |own: &PackedProjection| -> Result<Parameter> {
+            let linear = PackedProjection::to_linears(&[own])?.remove(0);
+            Ok(Parameter::from(linear.weight().detach().force_contiguous()?))
+        };
+        let mut b = ByProjection::new();
+        for (projection, own) in &self.b {
+            b.insert(*projection, freeze(own)?);
+        }
+        let dropout = f64::from(self.dropout);
+        Self::new(&LoraMatrices { a: freeze(&self.a)?, b, scaling: self.scaling, dropout })
+    }
+}
+
+impl Projections {
+    /// Adds a low-rank update.
+    ///
+    /// # Errors
+    /// If a packed matrix cannot be allocated.
+    pub fn with_update(mut self, matrices: &LoraMatrices) -> Result<Self> {
+        self.updates.push(LoraUpdate::new(matrices)?);
+        Ok(self)
+    }
+
+    /// Returns projections without low-rank updates, which have the current values of the updates in their weights.
+    /// Sums are computed in f32, or in f64 for weights in f64, and rounded once. Weights without an update are shared.
+    ///
+    /// # Errors
+    /// For a module of the caller that has an update, since its weights are unknown, and if a weight cannot be
+    /// allocated.
+    pub fn merge(&self) -> Result<Self> {
+        let mut all = ByProjection::new();
+        let entries: Vec<_> = self.all.iter().collect();
+        for run in entries.chunk_by(|own, next| own.1.shares_weight(next.1)) {
+            let is_changed = |projection| self.updates.iter().any(|update| update.changes(projection));
+            if !run.iter().any(|(projection, _)| is_changed(**projection)) {
+                all.extend(run.iter().map(|(projection, own)| (**projection, (*own).clone())));
+                continue;
+            }
+            let own: Vec<_> = run.iter().map(|(_, own)| *own).collect();
+            let kinds = run.iter().map(|(projection, _)| **projection);
+            let mut linears: ByProjection<_> = kinds.zip(PackedProjection::to_linears(&own)?).collect();
+            for update in &self.updates {
+                update.add_to_weights(&mut linears)?;
+            }
+            let mut merged = Vec::new();
+            for linear in linears.values() {
+                let bias = linear.bias().map(|bias| Parameter::from(bias.detach()));
+                merged.push(WeightAndBias { weight: linear.weight().detach().into(), bias });
+            }
+            let packed = PackedProjection::of_rows(&Vec::from_iter(&merged))?;
+            all.extend(linears.keys().copied().zip(packed));
+        }
+        Ok(Self { all, updates: Vec::new(), ..self.clone() })
+    }
+}

@@ -1,0 +1,192 @@
+//! LoRA adapters in PEFT's files, against PEFT: `make.py` makes the numbers.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod errors;
+mod names;
+mod training;
+
+use std::path::PathBuf;
+
+use candle_attention::peft::Adapter;
+use candle_attention::{AttentionInput, MultiHeadAttention, hf};
+use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_nn::{VarBuilder, VarMap};
+
+use common::{Model, assert_near, bits, listed, recorded};
+
+const CPU: Device = Device::Cpu;
+
+/// The largest error, as a part of the largest number.
+const TOLERANCE: f64 = 1e-5;
+
+/// A model with an adapter.
+struct Case {
+    folder: PathBuf,
+    model: Model,
+}
+
+impl Case {
+    fn named(name: &str) -> Self {
+        Self::open(recorded("peft/cases").join(name))
+    }
+
+    fn all() -> Vec<Self> {
+        listed(recorded("peft/cases")).into_iter().map(Self::open).collect()
+    }
+
+    fn open(folder: PathBuf) -> Self {
+        Self { model: Model::open(&folder), folder }
+    }
+
+    fn layers(&self) -> usize {
+        (0..).take_while(|i| self.model.golden.contains_key(&format!("layer{i}.in"))).count()
+    }
+
+    /// Returns a builder of the model's weights, without the adapter.
+    fn vb(&self) -> VarBuilder<'static> {
+        VarBuilder::from_tensors(self.model.weights.clone(), DType::F32, &CPU)
+    }
+
+    fn adapter(&self) -> Result<Adapter> {
+        Adapter::open(&self.folder, DType::F32, &CPU)
+    }
+
+    fn base(&self, layer: usize) -> Result<MultiHeadAttention> {
+        hf::load_attention(&self.model.config, layer, self.vb())
+    }
+
+    fn adapted(&self, layer: usize) -> Result<MultiHeadAttention> {
+        self.adapter()?.load_attention(&self.model.config, layer, self.vb())
+    }
+
+    fn golden(&self, name: &str) -> &Tensor {
+        &self.model.golden[name]
+    }
+
+    /// Checks the outputs of a layer against recorded numbers.
+    #[track_caller]
+    fn assert_outputs(&self, layer: &MultiHeadAttention, i: usize, which: &str) {
+        let ys = layer.forward(self.golden(&format!("layer{i}.in"))).expect("an output");
+        assert_near(
+            &ys,
+            self.golden(&format!("layer{i}.{which}")),
+            TOLERANCE,
+            &format!("{}, {which}", self.model.name),
+        );
+    }
+}
+
+#[test]
+fn lora_of_every_case_matches_peft_merged_and_unmerged() -> Result<()> {
+    let mut adapted_layers = 0;
+    for case in Case::all() {
+        for i in 0..case.layers() {
+            let layer = case.adapted(i)?;
+            case.assert_outputs(&layer, i, "out");
+            case.assert_outputs(&layer.freeze()?, i, "out");
+            if case.model.golden.contains_key(&format!("layer{i}.base")) {
+                case.assert_outputs(&layer.unload_adapter()?, i, "base");
+            }
+            if !layer.has_adapter() {
+                assert_eq!((case.model.name.as_str(), i), ("one_layer", 0));
+                continue;
+            }
+            adapted_layers += 1;
+            let merged = layer.merge_adapter()?;
+            case.assert_outputs(&merged, i, "merged");
+            case.assert_outputs(&layer.merge_and_unload()?, i, "merged");
+            assert!(merged.has_adapter() && !layer.merge_and_unload()?.has_adapter());
+        }
+    }
+    assert!(adapted_layers > 15, "{adapted_layers}");
+    Ok(())
+}
+
+#[test]
+fn lora_unmerged_has_the_bits_of_before() -> Result<()> {
+    for case in Case::all() {
+        let i = case.layers() - 1;
+        let xs = case.golden(&format!("layer{i}.in"));
+        let layer = case.adapted(i)?;
+        let merged = layer.merge_adapter()?;
+        assert_eq!(bits(&merged.unmerge_adapter()?.forward(xs)?), bits(&layer.forward(xs)?), "{}", case.model.name);
+        assert_eq!(bits(&merged.unload_adapter()?.forward(xs)?), bits(&case.base(i)?.forward(xs)?));
+        assert_eq!(bits(&merged.merge_adapter()?.forward(xs)?), bits(&merged.forward(xs)?));
+    }
+    Ok(())
+}
+
+#[test]
+fn lora_merged_weights_are_saved_in_any_layout() -> Result<()> {
+    use candle_attention::WeightLayout;
+    let case = Case::named("fused_by_part");
+    let xs = case.golden("layer0.in");
+    let merged = case.adapted(0)?.merge_and_unload()?;
+    let tensors = merged.state_dict(WeightLayout::Canonical)?.into_iter().collect();
+    let loaded = MultiHeadAttention::new(merged.config(), VarBuilder::from_tensors(tensors, DType::F32, &CPU))?;
+    assert_near(&loaded.forward(xs)?, case.golden("layer0.merged"), TOLERANCE, "saved and loaded");
+    Ok(())
+}
+
+/// Checks a builder of merged weights, which reads any layer.
+#[test]
+fn lora_merged_builder_matches_peft() -> Result<()> {
+    for case in Case::all() {
+        let vb = case.adapter()?.merged_builder(case.vb());
+        for i in 0..case.layers() {
+            case.assert_outputs(&hf::load_attention(&case.model.config, i, vb.clone())?, i, "merged");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn lora_in_float_over_half_precision_layer_is_near_peft() -> Result<()> {
+    let case = Case::named("rslora");
+    let halves = case.model.weights.iter().map(|(name, tensor)| Ok((name.clone(), tensor.to_dtype(DType::BF16)?)));
+    let vb = VarBuilder::from_tensors(halves.collect::<Result<_>>()?, DType::BF16, &CPU);
+    let layer = case.adapter()?.load_attention(&case.model.config, 0, vb)?;
+    let xs = case.golden("layer0.in").to_dtype(DType::BF16)?;
+    for either in [&layer, &layer.merge_adapter()?] {
+        let ys = either.forward(&xs)?;
+        assert_eq!(ys.dtype(), DType::BF16);
+        assert_near(&ys, case.golden("layer0.out"), 0.03, "bf16");
+    }
+    Ok(())
+}
+
+/// Checks two adapters of one layer, whose updates are added up.
+#[test]
+fn lora_loaded_twice_adds_both_updates() -> Result<()> {
+    let case = Case::named("dropout");
+    let xs = case.golden("layer0.in");
+    let (layout, module) = (candle_attention::WeightLayout::Canonical, "model.layers.0.self_attn");
+    let once = case.adapted(0)?;
+    let twice = case.adapter()?.load_onto(&once.merge_adapter()?, layout, module)?;
+    // The update of the output projection is linear.
+    let base = case.base(0)?.forward(xs)?;
+    let expected = ((once.forward(xs)? * 2.0)? - base)?;
+    assert_near(&twice.forward(xs)?, &expected, TOLERANCE, "two adapters");
+    assert_near(&twice.merge_adapter()?.forward(xs)?, &expected, TOLERANCE, "two merged adapters");
+    Ok(())
+}
+
+/// Returns the variables of an adapter, and the layer with it.
+fn trainable(case: &Case, layer: usize) -> Result<(VarMap, MultiHeadAttention)> {
+    let vars = VarMap::new();
+    let adapter = Adapter::open_trainable(&case.folder, &vars, DType::F32, &CPU)?;
+    let layer = adapter.load_attention(&case.model.config, layer, case.vb())?;
+    Ok((vars, layer))
+}
+
+/// Returns a variable.
+fn variable(vars: &VarMap, name: &str) -> Var {
+    vars.data().lock().expect("one thread")[name].clone()
+}
+
+/// Returns an input of a call in training.
+fn in_training(xs: &Tensor) -> AttentionInput<'_> {
+    AttentionInput::new(xs).with_train(true)
+}
