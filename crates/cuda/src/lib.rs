@@ -20,6 +20,8 @@ mod nvrtc;
 mod program;
 mod rows;
 mod source;
+#[cfg(test)]
+mod source_sizes;
 mod specialization;
 mod tiles;
 mod unsupported;

@@ -67,8 +67,8 @@ unsafe impl KernelArguments for DeltaArguments {}
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::delta::source_sizes::{assert_same_layout, source_sizes};
     use crate::program::Program;
+    use crate::source_sizes::{assert_same_layout, source_sizes};
 
     #[test]
     fn delta_arguments_match_the_source() {

@@ -4,8 +4,6 @@ mod arguments;
 mod backward;
 mod call;
 mod forward;
-#[cfg(test)]
-pub(crate) mod source_sizes;
 mod specialization;
 
 pub(crate) use specialization::entries;

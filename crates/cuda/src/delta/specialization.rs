@@ -249,7 +249,7 @@ pub(crate) fn entries(limits: &Limits) -> Vec<CatalogueEntry> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::delta::source_sizes::source_sizes;
+    use crate::source_sizes::source_sizes;
 
     /// Compares tiles and shared memory with the source, for widths of whole fragments and others.
     #[test]

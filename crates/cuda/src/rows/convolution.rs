@@ -304,7 +304,7 @@ fn sum_launch(Sizes { c, k, .. }: Sizes) -> Launch {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::delta::source_sizes::{assert_same_layout, source_sizes};
+    use crate::source_sizes::{assert_same_layout, source_sizes};
 
     #[test]
     fn convolution_arguments_match_the_source() {

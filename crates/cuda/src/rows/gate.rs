@@ -3,7 +3,7 @@
 use candle_core::{Result, Storage, Tensor};
 
 use super::activation::Activation;
-use super::{check_tensor, entries_of, program_of, row_strides, rows_shape};
+use super::{RowsShape, check_tensor, entries_of, program_of, row_strides};
 use crate::arguments::{Address, RowStrides};
 use crate::catalogue::CatalogueEntry;
 use crate::device::{Grid, KernelArguments, KernelDevice, Launch, LoadedProgram, Operands, Reading};
@@ -44,22 +44,21 @@ pub struct GateGradients {
 
 /// The dimensions of a call.
 #[derive(Debug, Clone, Copy)]
-struct Sizes {
-    b: usize,
-    t: usize,
-    h: usize,
-    d: usize,
-    gate_d: usize,
+struct GateShape {
+    values: RowsShape,
+    /// D, or 1.
+    gate_width: usize,
 }
 
-impl Sizes {
-    fn rows(self) -> usize {
-        self.b * self.t * self.h
+impl GateShape {
+    fn gate_dims(self) -> [usize; 4] {
+        RowsShape { d: self.gate_width, ..self.values }.dims()
     }
 
     /// Returns the columns of a warp.
     fn columns(self) -> usize {
-        if self.gate_d == self.d { COLUMNS.min(self.d) } else { self.d }
+        let width = self.values.d;
+        if self.gate_width == width { COLUMNS.min(width) } else { width }
     }
 }
 
@@ -101,20 +100,21 @@ impl GateCall {
     pub fn plan(&self) -> std::result::Result<(), Unsupported> {
         KernelDevice::of(self.values.device())?;
         Element::of(self.values.dtype())?;
-        let shape = rows_shape(&self.values)?;
-        if shape[3].div_ceil(COLUMNS) > usize::from(u16::MAX) {
-            return Err(Unsupported::new(format!("the values have rows of {}, which no kernel takes", shape[3])));
+        let shape = RowsShape::of(&self.values)?;
+        if shape.d.div_ceil(COLUMNS) > usize::from(u16::MAX) {
+            return Err(Unsupported::new(format!("the values have rows of {}, which no kernel takes", shape.d)));
         }
         Ok(())
     }
 
-    fn sizes(&self) -> Result<Sizes> {
+    fn checked_shape(&self) -> Result<GateShape> {
         self.plan()?;
-        let (b, t, h, d) = self.values.dims4()?;
-        let gate_d = if self.gates.dims().last() == Some(&1) { 1 } else { d };
-        check_tensor(OP, "the values", &self.values, &[b, t, h, d], self.values.dtype())?;
-        check_tensor(OP, "the gate", &self.gates, &[b, t, h, gate_d], self.values.dtype())?;
-        Ok(Sizes { b, t, h, d, gate_d })
+        let values = RowsShape::of(&self.values)?;
+        let gate_width = if self.gates.dims().last() == Some(&1) { 1 } else { values.d };
+        let shape = GateShape { values, gate_width };
+        check_tensor(OP, "the values", &self.values, &values.dims(), self.values.dtype())?;
+        check_tensor(OP, "the gate", &self.gates, &shape.gate_dims(), self.values.dtype())?;
+        Ok(shape)
     }
 
     fn load(&self, device: &KernelDevice) -> Result<LoadedProgram> {
@@ -126,16 +126,16 @@ impl GateCall {
     /// # Errors
     /// If the call does not fit together, no kernel runs it, or one does not compile or launch.
     pub fn forward(&self) -> Result<Storage> {
-        let sizes = self.sizes()?;
+        let shape = self.checked_shape()?;
         let device = KernelDevice::of(self.values.device())?;
         let program = self.load(&device)?;
-        let mut output = device.uninitialized(self.values.dtype(), sizes.rows() * sizes.d)?;
+        let mut output = device.uninitialized(self.values.dtype(), shape.values.elements())?;
         {
             let readings = Readings::new(self);
             let mut operands = Operands::new(&device);
-            let mut arguments = self.arguments(sizes, &readings, &mut operands)?;
+            let mut arguments = self.arguments(shape, &readings, &mut operands)?;
             arguments.output = operands.write("output", &mut output)?;
-            operands.launch(&program, &launch(FORWARD, sizes), &arguments)?;
+            operands.launch(&program, &launch(FORWARD, shape), &arguments)?;
         }
         Ok(output.into_storage())
     }
@@ -145,33 +145,33 @@ impl GateCall {
     /// # Errors
     /// As [`forward`](Self::forward).
     pub fn backward(&self, gradient: &Tensor) -> Result<GateGradients> {
-        let sizes = self.sizes()?;
-        let Sizes { b, t, h, d, gate_d } = sizes;
-        check_tensor(OP, "the output's gradient", gradient, &[b, t, h, d], self.values.dtype())?;
+        let shape = self.checked_shape()?;
+        let GateShape { values, gate_width } = shape;
+        check_tensor(OP, "the output's gradient", gradient, &values.dims(), self.values.dtype())?;
         let device = KernelDevice::of(self.values.device())?;
         let program = self.load(&device)?;
-        let mut of_gates = device.uninitialized(self.values.dtype(), sizes.rows() * gate_d)?;
-        let mut of_values = device.uninitialized(self.values.dtype(), sizes.rows() * d)?;
+        let mut of_gates = device.uninitialized(self.values.dtype(), values.rows() * gate_width)?;
+        let mut of_values = device.uninitialized(self.values.dtype(), values.elements())?;
         {
             let readings = Readings::new(self);
             let gradient_reading = Reading::new(gradient);
             let mut operands = Operands::new(&device);
-            let mut arguments = self.arguments(sizes, &readings, &mut operands)?;
+            let mut arguments = self.arguments(shape, &readings, &mut operands)?;
             arguments.output_gradient = operands.read("output_gradient", &gradient_reading)?;
             arguments.output_gradient_strides = row_strides(&gradient_reading);
             arguments.gate_gradient = operands.write("gate_gradient", &mut of_gates)?;
             arguments.value_gradient = operands.write("value_gradient", &mut of_values)?;
-            operands.launch(&program, &launch(BACKWARD, sizes), &arguments)?;
+            operands.launch(&program, &launch(BACKWARD, shape), &arguments)?;
         }
         Ok(GateGradients {
-            gates: of_gates.into_tensor((b, t, h, gate_d))?,
-            values: of_values.into_tensor((b, t, h, d))?,
+            gates: of_gates.into_tensor(&shape.gate_dims())?,
+            values: of_values.into_tensor(&values.dims())?,
         })
     }
 
     fn arguments<'a>(
         &self,
-        sizes: Sizes,
+        shape: GateShape,
         readings: &'a Readings,
         operands: &mut Operands<'a>,
     ) -> Result<GateArguments> {
@@ -180,12 +180,12 @@ impl GateCall {
             values: operands.read("values", &readings.values)?,
             gate_strides: row_strides(&readings.gates),
             value_strides: row_strides(&readings.values),
-            gate_column_stride: if sizes.gate_d == sizes.d { 1 } else { 0 },
-            entries: sizes.b as i32,
-            tokens: sizes.t as i32,
-            heads: sizes.h as i32,
-            width: sizes.d as i32,
-            columns: sizes.columns() as i32,
+            gate_column_stride: if shape.gate_width == shape.values.d { 1 } else { 0 },
+            entries: shape.values.b as i32,
+            tokens: shape.values.t as i32,
+            heads: shape.values.h as i32,
+            width: shape.values.d as i32,
+            columns: shape.columns() as i32,
             activation: self.activation.code(),
             ..GateArguments::default()
         })
@@ -208,8 +208,8 @@ const FORWARD: KernelShape = KernelShape { name: "gate_forward", threads: WARPS 
 const BACKWARD: KernelShape = KernelShape { name: "gate_backward", threads: WARPS * 32, shared_bytes: 0 };
 
 /// Returns the launch of a kernel.
-fn launch(kernel: KernelShape, sizes: Sizes) -> Launch {
-    let grid = Grid { x: sizes.rows().div_ceil(WARPS), y: sizes.d.div_ceil(sizes.columns()), z: 1 };
+fn launch(kernel: KernelShape, shape: GateShape) -> Launch {
+    let grid = Grid { x: shape.values.rows().div_ceil(WARPS), y: shape.values.d.div_ceil(shape.columns()), z: 1 };
     Launch::new(kernel, grid)
 }
 
@@ -221,7 +221,7 @@ pub(super) fn entries() -> Vec<CatalogueEntry> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::delta::source_sizes::{assert_same_layout, source_sizes};
+    use crate::source_sizes::{assert_same_layout, source_sizes};
 
     #[test]
     fn gate_arguments_match_the_source() {

@@ -3,7 +3,7 @@
 use candle_core::{DType, Result, Storage, Tensor};
 
 use super::activation::Activation;
-use super::{check_contiguous, check_tensor, row_strides};
+use super::{RowsShape, check_contiguous, check_tensor, row_strides};
 use crate::arguments::{Address, RowStrides};
 use crate::catalogue::CatalogueEntry;
 use crate::device::{Grid, KernelArguments, KernelDevice, Launch, LoadedProgram, Operands, Reading};
@@ -49,24 +49,9 @@ pub struct GatedNormGradients {
     pub weight: Tensor,
 }
 
-/// The dimensions of a call.
-#[derive(Debug, Clone, Copy)]
-struct Sizes {
-    b: usize,
-    t: usize,
-    h: usize,
-    d: usize,
-}
-
-impl Sizes {
-    fn count(self) -> usize {
-        self.b * self.t * self.h * self.d
-    }
-
-    /// Returns the blocks of a head in the backward pass.
-    fn parts(self) -> usize {
-        (self.b * self.t).div_ceil(WARPS).min(MAX_PARTS)
-    }
+/// Returns the blocks of a head in the backward pass.
+fn parts_of(shape: RowsShape) -> usize {
+    shape.tokens().div_ceil(WARPS).min(MAX_PARTS)
 }
 
 /// The argument of the kernels. The source documents the fields.
@@ -110,35 +95,30 @@ impl GatedNormCall {
     pub fn plan(&self) -> std::result::Result<(), Unsupported> {
         KernelDevice::of(self.xs.device())?;
         Element::of(self.xs.dtype())?;
-        let &[b, t, h, d] = self.xs.dims() else {
-            return Err(Unsupported::new(format!(
-                "the rows have the shape {:?}, expected (B, T, H, D)",
-                self.xs.dims()
-            )));
-        };
-        let most = i32::MAX as usize / WARPS;
-        if [b, t, h, d].contains(&0) || d > MAX_WIDTH || h > usize::from(u16::MAX) || b.saturating_mul(t) > most {
-            return Err(Unsupported::new(format!("the rows have the shape {:?}, which no kernel takes", [b, t, h, d])));
+        let RowsShape { h, d, .. } = RowsShape::of(&self.xs)?;
+        if d > MAX_WIDTH || h > usize::from(u16::MAX) {
+            let dims = self.xs.dims();
+            return Err(Unsupported::new(format!("the rows have the shape {dims:?}, which no kernel takes")));
         }
         Ok(())
     }
 
-    fn sizes(&self) -> Result<Sizes> {
+    fn checked_shape(&self) -> Result<RowsShape> {
         self.plan()?;
-        let (b, t, h, d) = self.xs.dims4()?;
-        check_tensor(OP, "the input", &self.xs, &[b, t, h, d], self.xs.dtype())?;
-        check_tensor(OP, "gate", &self.gate, &[b, t, h, d], self.xs.dtype())?;
+        let shape = RowsShape::of(&self.xs)?;
+        check_tensor(OP, "the input", &self.xs, &shape.dims(), self.xs.dtype())?;
+        check_tensor(OP, "gate", &self.gate, &shape.dims(), self.xs.dtype())?;
         if self.weight.rank() == 1 {
-            check_tensor(OP, "weight", &self.weight, &[d], DType::F32)?;
+            check_tensor(OP, "weight", &self.weight, &[shape.d], DType::F32)?;
         } else {
-            check_tensor(OP, "weight", &self.weight, &[h, d], DType::F32)?;
+            check_tensor(OP, "weight", &self.weight, &[shape.h, shape.d], DType::F32)?;
         }
         check_contiguous(OP, "weight", &self.weight)?;
-        Ok(Sizes { b, t, h, d })
+        Ok(shape)
     }
 
-    fn load(&self, device: &KernelDevice, sizes: Sizes) -> Result<LoadedProgram> {
-        device.load(&program(Element::of(self.xs.dtype())?, sizes.d))
+    fn load(&self, device: &KernelDevice, shape: RowsShape) -> Result<LoadedProgram> {
+        device.load(&program(Element::of(self.xs.dtype())?, shape.d))
     }
 
     /// Computes the output, (B, T, H, D), contiguous, in the dtype of the inputs.
@@ -146,16 +126,16 @@ impl GatedNormCall {
     /// # Errors
     /// If the call does not fit together, no kernel runs it, or one does not compile or launch.
     pub fn forward(&self) -> Result<Storage> {
-        let sizes = self.sizes()?;
+        let shape = self.checked_shape()?;
         let device = KernelDevice::of(self.xs.device())?;
-        let program = self.load(&device, sizes)?;
-        let mut output = device.uninitialized(self.xs.dtype(), sizes.count())?;
+        let program = self.load(&device, shape)?;
+        let mut output = device.uninitialized(self.xs.dtype(), shape.elements())?;
         {
             let readings = Readings::new(self);
             let mut operands = Operands::new(&device);
-            let mut arguments = self.arguments(sizes, &readings, &mut operands)?;
+            let mut arguments = self.arguments(shape, &readings, &mut operands)?;
             arguments.output = operands.write("output", &mut output)?;
-            let grid = Grid { x: (sizes.b * sizes.t).div_ceil(WARPS), y: sizes.h, z: 1 };
+            let grid = Grid { x: shape.tokens().div_ceil(WARPS), y: shape.h, z: 1 };
             let launch = Launch { kernel: "gated_norm_forward", grid, threads: WARPS * 32, shared_bytes: 0 };
             operands.launch(&program, &launch, &arguments)?;
         }
@@ -167,41 +147,40 @@ impl GatedNormCall {
     /// # Errors
     /// As [`forward`](Self::forward).
     pub fn backward(&self, gradient: &Tensor) -> Result<GatedNormGradients> {
-        let sizes = self.sizes()?;
-        let Sizes { b, t, h, d } = sizes;
-        check_tensor(OP, "the output's gradient", gradient, &[b, t, h, d], self.xs.dtype())?;
+        let shape = self.checked_shape()?;
+        check_tensor(OP, "the output's gradient", gradient, &shape.dims(), self.xs.dtype())?;
         let device = KernelDevice::of(self.xs.device())?;
-        let program = self.load(&device, sizes)?;
-        let mut of_xs = device.uninitialized(self.xs.dtype(), sizes.count())?;
-        let mut of_gate = device.uninitialized(self.xs.dtype(), sizes.count())?;
-        let mut parts = device.uninitialized(DType::F32, sizes.parts() * h * d)?;
+        let program = self.load(&device, shape)?;
+        let mut of_xs = device.uninitialized(self.xs.dtype(), shape.elements())?;
+        let mut of_gate = device.uninitialized(self.xs.dtype(), shape.elements())?;
+        let mut parts = device.uninitialized(DType::F32, parts_of(shape) * shape.h * shape.d)?;
         let mut of_weight = device.uninitialized(DType::F32, self.weight.elem_count())?;
         {
             let readings = Readings::new(self);
             let gradient_reading = Reading::new(gradient);
             let mut operands = Operands::new(&device);
-            let mut arguments = self.arguments(sizes, &readings, &mut operands)?;
+            let mut arguments = self.arguments(shape, &readings, &mut operands)?;
             arguments.output_gradient = operands.read("output_gradient", &gradient_reading)?;
             arguments.output_gradient_strides = row_strides(&gradient_reading);
             arguments.input_gradient = operands.write("input_gradient", &mut of_xs)?;
             arguments.gate_gradient = operands.write("gate_gradient", &mut of_gate)?;
             arguments.weight_gradient_parts = operands.write("weight_gradient_parts", &mut parts)?;
             arguments.weight_gradient = operands.write("weight_gradient", &mut of_weight)?;
-            operands.launch(&program, &backward_launch(sizes), &arguments)?;
+            operands.launch(&program, &backward_launch(shape), &arguments)?;
             let grid = Grid::linear(self.weight.elem_count().div_ceil(128));
             let sum = Launch { kernel: "gated_norm_sum_weights", grid, threads: 128, shared_bytes: 0 };
             operands.launch(&program, &sum, &arguments)?;
         }
         Ok(GatedNormGradients {
-            xs: of_xs.into_tensor((b, t, h, d))?,
-            gate: of_gate.into_tensor((b, t, h, d))?,
+            xs: of_xs.into_tensor(&shape.dims())?,
+            gate: of_gate.into_tensor(&shape.dims())?,
             weight: of_weight.into_tensor(self.weight.shape())?,
         })
     }
 
     fn arguments<'a>(
         &self,
-        sizes: Sizes,
+        shape: RowsShape,
         readings: &'a Readings,
         operands: &mut Operands<'a>,
     ) -> Result<GatedNormArguments> {
@@ -211,11 +190,11 @@ impl GatedNormCall {
             weights: operands.read("weights", &readings.weight)?,
             input_strides: row_strides(&readings.xs),
             gate_strides: row_strides(&readings.gate),
-            weight_head_stride: if self.weight.rank() == 1 { 0 } else { sizes.d as i64 },
-            entries: sizes.b as i32,
-            tokens: sizes.t as i32,
-            heads: sizes.h as i32,
-            parts: sizes.parts() as i32,
+            weight_head_stride: if self.weight.rank() == 1 { 0 } else { shape.d as i64 },
+            entries: shape.b as i32,
+            tokens: shape.t as i32,
+            heads: shape.h as i32,
+            parts: parts_of(shape) as i32,
             activation: self.activation.code(),
             epsilon: self.eps as f32,
             ..GatedNormArguments::default()
@@ -247,7 +226,7 @@ pub(super) fn entries() -> Vec<CatalogueEntry> {
     let mut entries = Vec::new();
     for element in Element::ALL {
         for width in [64, 128, 256] {
-            let backward = backward_launch(Sizes { b: 1, t: 1, h: 1, d: width });
+            let backward = backward_launch(RowsShape { b: 1, t: 1, h: 1, d: width });
             let kernels = vec![
                 KernelShape { name: "gated_norm_forward", threads: WARPS * 32, shared_bytes: 0 },
                 KernelShape { name: backward.kernel, threads: backward.threads, shared_bytes: backward.shared_bytes },
@@ -261,19 +240,19 @@ pub(super) fn entries() -> Vec<CatalogueEntry> {
 }
 
 /// Returns the launch of the backward pass, with a row of gradients of weights for each warp in shared memory.
-fn backward_launch(sizes: Sizes) -> Launch {
+fn backward_launch(shape: RowsShape) -> Launch {
     Launch {
         kernel: "gated_norm_backward",
-        grid: Grid { x: sizes.parts(), y: sizes.h, z: 1 },
+        grid: Grid { x: parts_of(shape), y: shape.h, z: 1 },
         threads: WARPS * 32,
-        shared_bytes: WARPS * sizes.d.next_multiple_of(32) * 4,
+        shared_bytes: WARPS * shape.d.next_multiple_of(32) * 4,
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::delta::source_sizes::{assert_same_layout, source_sizes};
+    use crate::source_sizes::{assert_same_layout, source_sizes};
 
     #[test]
     fn gated_norm_arguments_match_the_source() {
@@ -303,7 +282,7 @@ mod tests {
                 epsilon
             ]
         );
-        let launch = backward_launch(Sizes { b: 1, t: 1, h: 1, d: 75 });
+        let launch = backward_launch(RowsShape { b: 1, t: 1, h: 1, d: 75 });
         assert_eq!((sizes["NORM_WARPS"], sizes["NORM_SHARED"]), (WARPS, launch.shared_bytes));
     }
 }

@@ -54,20 +54,50 @@ fn check_tensor(op: &str, name: &str, tensor: &Tensor, dims: &[usize], dtype: DT
     )
 }
 
-/// Returns the dimensions of rows (B, T, H, D).
-///
-/// # Errors
-/// If a tensor has another rank, has no rows, or has more rows or wider ones than the kernels count.
-fn rows_shape(xs: &Tensor) -> std::result::Result<[usize; 4], Unsupported> {
-    let &[b, t, h, d] = xs.dims() else {
-        return Err(Unsupported::new(format!("the rows have the shape {:?}, expected (B, T, H, D)", xs.dims())));
-    };
-    // The number of rows and of warps that compute them is an i32.
-    let most = i32::MAX as usize / 32;
-    if [b, t, h, d].contains(&0) || b.saturating_mul(t).saturating_mul(h) > most || d > most {
-        return Err(Unsupported::new(format!("the rows have the shape {:?}, which no kernel takes", [b, t, h, d])));
+/// The dimensions of rows (B, T, H, D).
+#[derive(Debug, Clone, Copy)]
+struct RowsShape {
+    b: usize,
+    t: usize,
+    h: usize,
+    d: usize,
+}
+
+impl RowsShape {
+    /// Returns the dimensions of a tensor.
+    ///
+    /// # Errors
+    /// If a tensor has another rank, has no rows, or has more rows or wider ones than the kernels count.
+    fn of(xs: &Tensor) -> std::result::Result<Self, Unsupported> {
+        let &[b, t, h, d] = xs.dims() else {
+            return Err(Unsupported::new(format!("the rows have the shape {:?}, expected (B, T, H, D)", xs.dims())));
+        };
+        // The number of rows and of warps that compute them is an i32.
+        let most = i32::MAX as usize / 32;
+        if [b, t, h, d].contains(&0) || b.saturating_mul(t).saturating_mul(h) > most || d > most {
+            return Err(Unsupported::new(format!("the rows have the shape {:?}, which no kernel takes", xs.dims())));
+        }
+        Ok(Self { b, t, h, d })
     }
-    Ok([b, t, h, d])
+
+    fn dims(self) -> [usize; 4] {
+        [self.b, self.t, self.h, self.d]
+    }
+
+    /// Returns the number of tokens of all sequences.
+    fn tokens(self) -> usize {
+        self.b * self.t
+    }
+
+    /// Returns the number of rows.
+    fn rows(self) -> usize {
+        self.tokens() * self.h
+    }
+
+    /// Returns the number of elements.
+    fn elements(self) -> usize {
+        self.rows() * self.d
+    }
 }
 
 /// Returns the strides of a tensor (B, T, H, D).

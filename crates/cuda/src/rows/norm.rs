@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result, Storage, Tensor};
 
-use super::{check_contiguous, check_tensor, entries_of, program_of, row_strides, rows_shape};
+use super::{RowsShape, check_contiguous, check_tensor, entries_of, program_of, row_strides};
 use crate::arguments::{Address, RowStrides};
 use crate::catalogue::CatalogueEntry;
 use crate::device::{Grid, KernelArguments, KernelDevice, Launch, LoadedProgram, Operands, Reading};
@@ -64,30 +64,15 @@ pub struct NormGradients {
     pub bias: Option<Tensor>,
 }
 
-/// The dimensions of a call.
-#[derive(Debug, Clone, Copy)]
-struct Sizes {
-    b: usize,
-    t: usize,
-    h: usize,
-    d: usize,
+/// Returns the warps that compute a row.
+fn row_warps(shape: RowsShape) -> usize {
+    if shape.d <= WARP_WIDTH { 1 } else { WARPS }
 }
 
-impl Sizes {
-    fn rows(self) -> usize {
-        self.b * self.t * self.h
-    }
-
-    /// Returns the warps that compute a row.
-    fn row_warps(self) -> usize {
-        if self.d <= WARP_WIDTH { 1 } else { WARPS }
-    }
-
-    /// Returns the parts of the rows that share a weight.
-    fn parts(self, has_weights_of_heads: bool) -> usize {
-        let rows = if has_weights_of_heads { self.b * self.t } else { self.rows() };
-        rows.div_ceil(PART_ROWS).min(MAX_PARTS)
-    }
+/// Returns the parts of the rows that share a weight.
+fn weight_parts(shape: RowsShape, has_weights_of_heads: bool) -> usize {
+    let rows = if has_weights_of_heads { shape.tokens() } else { shape.rows() };
+    rows.div_ceil(PART_ROWS).min(MAX_PARTS)
 }
 
 /// The argument of the kernels. The source documents the fields.
@@ -135,21 +120,21 @@ impl NormCall {
     pub fn plan(&self) -> std::result::Result<(), Unsupported> {
         KernelDevice::of(self.xs.device())?;
         Element::of(self.xs.dtype())?;
-        rows_shape(&self.xs).map(|_| ())
+        RowsShape::of(&self.xs).map(|_| ())
     }
 
-    fn sizes(&self) -> Result<Sizes> {
+    fn checked_shape(&self) -> Result<RowsShape> {
         self.plan()?;
-        let (b, t, h, d) = self.xs.dims4()?;
-        check_tensor(OP, "the input", &self.xs, &[b, t, h, d], self.xs.dtype())?;
-        let shape = if self.weight.rank() == 1 { vec![d] } else { vec![h, d] };
+        let shape = RowsShape::of(&self.xs)?;
+        check_tensor(OP, "the input", &self.xs, &shape.dims(), self.xs.dtype())?;
+        let parameter_dims = if self.weight.rank() == 1 { vec![shape.d] } else { vec![shape.h, shape.d] };
         let parameters = [("weight", Some(&self.weight)), ("bias", self.bias.as_ref())];
         for (name, parameter) in parameters {
             let Some(parameter) = parameter else { continue };
-            check_tensor(OP, name, parameter, &shape, DType::F32)?;
+            check_tensor(OP, name, parameter, &parameter_dims, DType::F32)?;
             check_contiguous(OP, name, parameter)?;
         }
-        Ok(Sizes { b, t, h, d })
+        Ok(shape)
     }
 
     fn load(&self, device: &KernelDevice) -> Result<LoadedProgram> {
@@ -161,16 +146,16 @@ impl NormCall {
     /// # Errors
     /// If the call does not fit together, no kernel runs it, or one does not compile or launch.
     pub fn forward(&self) -> Result<Storage> {
-        let sizes = self.sizes()?;
+        let shape = self.checked_shape()?;
         let device = KernelDevice::of(self.xs.device())?;
         let program = self.load(&device)?;
-        let mut output = device.uninitialized(self.xs.dtype(), sizes.rows() * sizes.d)?;
+        let mut output = device.uninitialized(self.xs.dtype(), shape.elements())?;
         {
             let readings = Readings::new(self);
             let mut operands = Operands::new(&device);
-            let mut arguments = self.arguments(sizes, &readings, &mut operands)?;
+            let mut arguments = self.arguments(shape, &readings, &mut operands)?;
             arguments.output = operands.write("output", &mut output)?;
-            operands.launch(&program, &row_launch("norm_forward", sizes), &arguments)?;
+            operands.launch(&program, &row_launch("norm_forward", shape), &arguments)?;
         }
         Ok(output.into_storage())
     }
@@ -180,22 +165,21 @@ impl NormCall {
     /// # Errors
     /// As [`forward`](Self::forward).
     pub fn backward(&self, gradient: &Tensor, wanted: NormParameterGradients) -> Result<NormGradients> {
-        let sizes = self.sizes()?;
-        let Sizes { b, t, h, d } = sizes;
-        check_tensor(OP, "the output's gradient", gradient, &[b, t, h, d], self.xs.dtype())?;
+        let shape = self.checked_shape()?;
+        check_tensor(OP, "the output's gradient", gradient, &shape.dims(), self.xs.dtype())?;
         let device = KernelDevice::of(self.xs.device())?;
         let program = self.load(&device)?;
         let count = self.weight.elem_count();
         let wants_weight = wanted == NormParameterGradients::All;
         let wants_bias = wants_weight && self.bias.is_some();
-        let parts = sizes.parts(self.weight.rank() > 1);
+        let parts = weight_parts(shape, self.weight.rank() > 1);
         let floats = |is_wanted: bool, len| match is_wanted {
             true => device.uninitialized(DType::F32, len).map(Some),
             false => Ok(None),
         };
-        let mut of_xs = device.uninitialized(self.xs.dtype(), sizes.rows() * d)?;
-        let mut means = device.uninitialized(DType::F32, sizes.rows())?;
-        let mut factors = device.uninitialized(DType::F32, sizes.rows())?;
+        let mut of_xs = device.uninitialized(self.xs.dtype(), shape.elements())?;
+        let mut means = device.uninitialized(DType::F32, shape.rows())?;
+        let mut factors = device.uninitialized(DType::F32, shape.rows())?;
         let mut weight_parts = floats(wants_weight, parts * count)?;
         let mut bias_parts = floats(wants_bias, parts * count)?;
         let mut of_weight = floats(wants_weight, count)?;
@@ -204,7 +188,7 @@ impl NormCall {
             let readings = Readings::new(self);
             let gradient_reading = Reading::new(gradient);
             let mut operands = Operands::new(&device);
-            let mut arguments = self.arguments(sizes, &readings, &mut operands)?;
+            let mut arguments = self.arguments(shape, &readings, &mut operands)?;
             arguments.parts = parts as i32;
             arguments.output_gradient = operands.read("output_gradient", &gradient_reading)?;
             arguments.output_gradient_strides = row_strides(&gradient_reading);
@@ -216,17 +200,17 @@ impl NormCall {
             arguments.bias_gradient_parts = operands.write_optional("bias_gradient_parts", bias_parts.as_mut())?;
             arguments.weight_gradient = operands.write_optional("weight_gradient", of_weight.as_mut())?;
             arguments.bias_gradient = operands.write_optional("bias_gradient", of_bias.as_mut())?;
-            operands.launch(&program, &row_launch("norm_backward", sizes), &arguments)?;
+            operands.launch(&program, &row_launch("norm_backward", shape), &arguments)?;
             if wants_weight {
-                let heads = if self.weight.rank() > 1 { h } else { 1 };
-                let parts_grid = Grid { x: d.div_ceil(COLUMNS), y: parts, z: heads };
+                let heads = if self.weight.rank() > 1 { shape.h } else { 1 };
+                let parts_grid = Grid { x: shape.d.div_ceil(COLUMNS), y: parts, z: heads };
                 operands.launch(&program, &Launch::new(PARAMETER_GRADIENTS, parts_grid), &arguments)?;
                 let sums_grid = Grid::linear(count.div_ceil(COLUMNS));
                 operands.launch(&program, &Launch::new(PARAMETER_SUMS, sums_grid), &arguments)?;
             }
         }
         Ok(NormGradients {
-            xs: of_xs.into_tensor((b, t, h, d))?,
+            xs: of_xs.into_tensor(&shape.dims())?,
             weight: of_weight.map(|buffer| buffer.into_tensor(self.weight.shape())).transpose()?,
             bias: of_bias.map(|buffer| buffer.into_tensor(self.weight.shape())).transpose()?,
         })
@@ -234,7 +218,7 @@ impl NormCall {
 
     fn arguments<'a>(
         &self,
-        sizes: Sizes,
+        shape: RowsShape,
         readings: &'a Readings,
         operands: &mut Operands<'a>,
     ) -> Result<NormArguments> {
@@ -243,12 +227,12 @@ impl NormCall {
             weights: operands.read("weights", &readings.weight)?,
             biases: operands.read_optional("biases", readings.bias.as_ref())?,
             input_strides: row_strides(&readings.xs),
-            weight_head_stride: if self.weight.rank() == 1 { 0 } else { sizes.d as i64 },
-            entries: sizes.b as i32,
-            tokens: sizes.t as i32,
-            heads: sizes.h as i32,
-            width: sizes.d as i32,
-            row_warps: sizes.row_warps() as i32,
+            weight_head_stride: if self.weight.rank() == 1 { 0 } else { shape.d as i64 },
+            entries: shape.b as i32,
+            tokens: shape.t as i32,
+            heads: shape.h as i32,
+            width: shape.d as i32,
+            row_warps: row_warps(shape) as i32,
             subtracts_mean: self.subtracts_mean.into(),
             epsilon: self.eps as f32,
             ..NormArguments::default()
@@ -284,8 +268,8 @@ fn row_kernel(name: &'static str) -> KernelShape {
 }
 
 /// Returns the launch of a kernel that computes rows.
-fn row_launch(kernel: &'static str, sizes: Sizes) -> Launch {
-    let blocks = sizes.rows().div_ceil(WARPS / sizes.row_warps());
+fn row_launch(kernel: &'static str, shape: RowsShape) -> Launch {
+    let blocks = shape.rows().div_ceil(WARPS / row_warps(shape));
     Launch::new(row_kernel(kernel), Grid::linear(blocks))
 }
 
@@ -298,7 +282,7 @@ pub(super) fn entries() -> Vec<CatalogueEntry> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::delta::source_sizes::{assert_same_layout, source_sizes};
+    use crate::source_sizes::{assert_same_layout, source_sizes};
 
     #[test]
     fn norm_arguments_match_the_source() {

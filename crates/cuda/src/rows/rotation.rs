@@ -175,7 +175,7 @@ pub(super) fn entries() -> Vec<CatalogueEntry> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::delta::source_sizes::{assert_same_layout, source_sizes};
+    use crate::source_sizes::{assert_same_layout, source_sizes};
 
     #[test]
     fn rotation_arguments_match_the_source() {
