@@ -34,6 +34,7 @@ pub use attention::{
 pub use capability::{Capability, Limits};
 pub use catalogue::{CatalogueEntry, CatalogueKernel};
 pub use delta::{DeltaCall, DeltaGradients, DeltaKernel, DeltaResults};
+pub use device::launches_of_thread;
 pub use rows::{
     Activation, AngleRows, ConvolutionCall, ConvolutionGradients, ConvolutionResults, DeltaGates, DeltaGatesCall,
     GateCall, GateGradients, GatedNormCall, GatedNormGradients, NormCall, NormGradients, NormParameterGradients,

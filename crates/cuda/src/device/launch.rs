@@ -1,5 +1,7 @@
 //! The shape and the argument of a launch.
 
+use std::cell::Cell;
+
 use candle_core::{Result, bail};
 
 use crate::program::KernelShape;
@@ -28,6 +30,30 @@ impl Launch {
         let KernelShape { name, threads, shared_bytes } = shape;
         Self { kernel: name, grid, threads, shared_bytes }
     }
+}
+
+thread_local! {
+    static LAUNCHES: Cell<u64> = const { Cell::new(0) };
+}
+
+/// Returns the number of kernels of this package that the current thread has launched, on GPUs and on the emulator.
+/// The kernels of Candle are not counted.
+///
+/// The difference between two numbers is the number of launches in between:
+///
+/// ```
+/// let before = candle_attention_cuda::launches_of_thread();
+/// // A call.
+/// let launches = candle_attention_cuda::launches_of_thread() - before;
+/// # assert_eq!(launches, 0);
+/// ```
+pub fn launches_of_thread() -> u64 {
+    LAUNCHES.get()
+}
+
+/// Counts a launch of the current thread, before it is queued.
+pub(super) fn count_launch() {
+    LAUNCHES.set(LAUNCHES.get() + 1);
 }
 
 /// The number of blocks of a launch, by dimension.

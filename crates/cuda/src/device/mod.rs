@@ -12,6 +12,7 @@ mod operands;
 use candle_core::{DType, Device};
 
 pub(crate) use buffer::Buffer;
+pub use launch::launches_of_thread;
 pub(crate) use launch::{Grid, KernelArguments, Launch};
 pub(crate) use operands::{Operands, Reading};
 

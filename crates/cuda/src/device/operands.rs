@@ -2,7 +2,7 @@
 
 use candle_core::{CpuStorage, DType, Layout, Result, Storage, StorageRef, Tensor, bail};
 
-use super::launch::{KernelArguments, Launch};
+use super::launch::{KernelArguments, Launch, count_launch};
 use super::{Buffer, KernelDevice, LoadedProgram};
 
 /// A tensor that launches read. Its storage is locked.
@@ -133,6 +133,7 @@ impl<'a> Operands<'a> {
         if [grid.x, grid.y, grid.z].contains(&0) {
             return Ok(());
         }
+        count_launch();
         match (self.device, program) {
             #[cfg(feature = "emulator")]
             (KernelDevice::Emulator, LoadedProgram::Emulator(program)) => {

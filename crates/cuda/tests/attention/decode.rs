@@ -2,6 +2,7 @@
 
 use candle_attention_cuda::{
     AttentionCall, FirstPosition, Kernel, KeyRanges, KvScales, OutputLayout, PackedSequences, ScoreModifiers,
+    launches_of_thread,
 };
 use candle_core::{DType, Result};
 
@@ -25,6 +26,25 @@ fn decode_with_keys_in_parts_matches_reference() -> Result<()> {
 #[test]
 fn decode_of_short_keys_has_one_part_and_matches_reference() -> Result<()> {
     check(&Sizes { t_kv: 40, ..FEW_QUERIES }.call(DType::F32)?, 1)
+}
+
+#[test]
+fn decode_of_keys_in_a_longer_cache_matches_reference() -> Result<()> {
+    let Sizes { b, h_kv, t_kv, d, d_v, .. } = FEW_QUERIES;
+    let call = FEW_QUERIES.call(DType::BF16)?;
+    let k = numbers(2, &[b, h_kv, t_kv + 30, d], DType::BF16)?.narrow(2, 0, t_kv)?;
+    let v = numbers(3, &[b, h_kv, t_kv + 30, d_v], DType::BF16)?.narrow(2, 0, t_kv)?;
+    check(&AttentionCall { k, v, ..call }, 2)
+}
+
+#[test]
+fn decode_launches_a_second_kernel_for_keys_in_parts() -> Result<()> {
+    for (t_kv, splits, expected) in [(300, 2, 2), (40, 1, 1)] {
+        let before = launches_of_thread();
+        check(&Sizes { t_kv, ..FEW_QUERIES }.call(DType::F32)?, splits)?;
+        assert_eq!(launches_of_thread() - before, expected, "{t_kv} keys");
+    }
+    Ok(())
 }
 
 #[test]
