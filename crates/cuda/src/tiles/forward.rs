@@ -73,6 +73,10 @@ impl ForwardTile {
         match Width::of(specialization) {
             Width::Narrow if specialization.key_codes => vec![tile(4, 2, 64, 1)],
             Width::Narrow if reads_scores => vec![tile(4, 2, 64, 2)],
+            // With the queries in registers, the addresses of the relative bias do not fit beside them.
+            Width::Narrow if specialization.relative_bias => {
+                vec![ForwardTile { queries_in_registers: false, ..NARROW }]
+            }
             Width::Narrow => vec![NARROW],
             Width::Middle if has_bias && specialization.boolean_mask => vec![tile(4, 2, 32, 1)],
             Width::Middle if reads_scores => vec![tile(4, 2, 64, 1), tile(4, 2, 32, 1)],
