@@ -59,6 +59,8 @@ pub enum Order {
     HeadsInRows,
     /// Views into wider rows, whose first element is not aligned.
     OddRows,
+    /// (B, H, D, T), which is made contiguous before a kernel reads it.
+    ColumnMajor,
     /// Keys and values with a batch of one, which all sequences share.
     SharedKeys,
 }
@@ -161,6 +163,7 @@ impl Problem {
             (Some(_), _) => draw(&[t, heads, width], self.dtype),
             (None, Order::HeadsInRows) => draw(&[batch, t, heads, width], self.dtype),
             (None, Order::OddRows) => draw(&[batch, heads, t, width + 3], self.dtype),
+            (None, Order::ColumnMajor) => draw(&[batch, heads, width, t], self.dtype),
             (None, Order::Contiguous | Order::SharedKeys) => draw(&[batch, heads, t, width], self.dtype),
         };
         let b_kv = if self.order == Order::SharedKeys { 1 } else { b };
@@ -181,6 +184,7 @@ impl Problem {
         match (&self.sequences, self.order) {
             (None, Order::HeadsInRows) => variable.transpose(1, 2),
             (None, Order::OddRows) => variable.narrow(3, 1, d),
+            (None, Order::ColumnMajor) => variable.transpose(2, 3),
             _ => Ok(variable.as_tensor().clone()),
         }
     }

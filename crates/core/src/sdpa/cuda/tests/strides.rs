@@ -11,7 +11,8 @@ fn cuda_kernels_with_strided_inputs_match_reference_and_cpu_kernel() -> Result<(
     if !emulator_runs() {
         return Ok(());
     }
-    for (n, order) in [Order::HeadsInRows, Order::SharedKeys, Order::OddRows].into_iter().enumerate() {
+    let orders = [Order::HeadsInRows, Order::SharedKeys, Order::OddRows, Order::ColumnMajor];
+    for (n, order) in orders.into_iter().enumerate() {
         let plain = Problem::new(DType::F16, AttentionMask::causal());
         let options = plain.options.clone().with_output_layout(OutputLayout::Bthd);
         Problem { order, options, ..plain.clone() }.check(300 + n as u64)?;
