@@ -55,6 +55,8 @@ fn device_check_of_the_cpu_passes() {
         "gradients, relative bias",
         "gradients, sinks",
         "gradients, everything",
+        "gradients, other masks",
+        "gradients, other widths",
         "packed sequences",
         "packed, gradients",
         "a layer",
@@ -64,6 +66,7 @@ fn device_check_of_the_cpu_passes() {
         "gated delta rule",
         "delta rule, gradients",
         "a layer, linear",
+        "a token of a block",
     ] {
         let Row { passed, skipped, failed, errors } = row(&run.stdout, name);
         assert!(passed >= 9 && skipped == 0 && failed == 0, "{name}: {passed} passed");

@@ -123,7 +123,13 @@ impl Grid {
             Group { name: "D_v other than D", cases: widths(&[(64, 32), (64, 65), (7, 64), (192, 128)]) },
             Group {
                 name: "a long cache",
-                cases: vec![cached(1, 8, 2, 64), cached(1, 8, 8, 128), cached(3, 8, 1, 128), cached(16, 8, 2, 64)],
+                cases: vec![
+                    cached(1, 8, 2, 64),
+                    cached(1, 8, 8, 128),
+                    cached(3, 8, 1, 128),
+                    cached(16, 8, 2, 64),
+                    cached(1, 8, 2, 256),
+                ],
             },
         ]
     }
@@ -142,6 +148,23 @@ impl Grid {
     fn gradients(&self) -> Vec<Group> {
         let row = |name, mask, options| self.row(name, Case { want: Want::Gradients, mask, options, ..plain(PLAIN) });
         let of_layout = |name, layout| self.row(name, Case { want: Want::Gradients, layout, ..CAUSAL });
+        let of_mask =
+            |mask| Case { want: Want::Gradients, mask, ..plain(Dims { h_kv: 2, t_q: 70, t_kv: 90, ..PLAIN }) };
+        let of_width = |(d, d_v)| Case { want: Want::Gradients, dims: Dims { h_kv: 2, d, d_v, ..PLAIN }, ..CAUSAL };
+        let other_masks = [
+            Mask::UpperLeft,
+            Mask::Offset,
+            Mask::Offsets,
+            Mask::Band,
+            Mask::Chunk,
+            Mask::Starts,
+            Mask::LensByQuery,
+            Mask::StartsByQuery,
+            Mask::Prefix,
+            Mask::Bool,
+            Mask::BiasInF32,
+        ];
+        let other_widths = [(8, 8), (13, 13), (80, 80), (96, 96), (192, 128), (64, 65), (256, 256)];
         vec![
             row("gradients", Mask::Causal, Options::Plain),
             row("gradients, no mask", Mask::None, Options::Plain),
@@ -161,6 +184,8 @@ impl Grid {
             of_layout("gradients, odd rows", Layout::OddRows),
             of_layout("gradients, one sequence", Layout::OneSequence),
             self.row("gradients, log-sum-exp", Case { want: Want::GradientsWithLogSumExp, ..CAUSAL }),
+            Group { name: "gradients, other masks", cases: other_masks.map(of_mask).into() },
+            Group { name: "gradients, other widths", cases: other_widths.map(of_width).into() },
         ]
     }
 }

@@ -24,7 +24,7 @@ class Part:
         for line in output.splitlines():
             if line.startswith("check "):
                 self.header = line
-            elif line.startswith(("FAILED: ", "skipped: ")):
+            elif line.startswith(("FAILED: ", "skipped: ", "noted: ")):
                 self.remarks.append(line)
             elif match := re.fullmatch(r"(\d+) passed, (\d+) skipped, (\d+) failed", line):
                 self.totals = [int(count) for count in match.groups()]

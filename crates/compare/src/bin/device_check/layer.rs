@@ -83,7 +83,7 @@ impl Layers {
     }
 
     /// Checks a prompt, of which each sequence has `lens` tokens, and then single tokens, through a cache. Each
-    /// sequence has to have the numbers of a call by itself.
+    /// sequence has to have the numbers of a call by itself. The plan is that of the last token.
     fn compare_cached(&self, lens: [usize; BATCH], cache: &AttentionCacheConfig) -> Result<Checked> {
         let longest = lens.into_iter().max().unwrap_or(0);
         let xs = inputs(longest + TOKENS, self.dtype)?;
@@ -92,8 +92,10 @@ impl Layers {
         let prompt = here.narrow(1, 0, longest)?;
         let mut calls =
             vec![self.here.forward_with(AttentionInput::new(&prompt).with_cache(&mut cache).with_valid_lens(&lens))?];
+        let mut plan = None;
         for t in longest..longest + TOKENS {
             let token = here.narrow(1, t, 1)?;
+            plan = Some(self.here.plan(&AttentionInput::new(&token).with_cache(&mut cache))?);
             calls.push(self.here.forward_with(AttentionInput::new(&token).with_cache(&mut cache))?);
         }
         let found = Tensor::cat(&calls, 1)?;
@@ -106,7 +108,7 @@ impl Layers {
             };
             error = error.max(relative_error(&own(&found)?, &self.exact.forward(&own(&exact)?)?)?);
         }
-        Ok(Checked { error, plan: None })
+        Ok(Checked { error, plan })
     }
 }
 

@@ -20,6 +20,7 @@ mod operands;
 mod packed;
 mod progress;
 mod table;
+mod token;
 
 use std::process::ExitCode;
 
@@ -75,6 +76,7 @@ enum Task {
     Blocks,
     DeltaRule,
     LinearLayer,
+    Token,
 }
 
 fn check_device(device: &Device, args: &Args) -> Result<Vec<Row>> {
@@ -82,7 +84,7 @@ fn check_device(device: &Device, args: &Args) -> Result<Vec<Row>> {
     let widths = if args.widths.is_empty() { default_widths } else { &args.widths };
     let mut tasks: Vec<Task> = Grid::new(args.short, widths).groups().into_iter().map(Task::Calls).collect();
     tasks.extend([Task::Packed, Task::Models, Task::Layer, Task::CachedLayer, Task::LayerGradients]);
-    tasks.extend([Task::Blocks, Task::DeltaRule, Task::LinearLayer]);
+    tasks.extend([Task::Blocks, Task::DeltaRule, Task::LinearLayer, Task::Token]);
     let mut own_tasks = Vec::new();
     for (at, task) in tasks.into_iter().enumerate() {
         if args.part.has(at) {
@@ -104,6 +106,7 @@ fn check_device(device: &Device, args: &Args) -> Result<Vec<Row>> {
             Task::Blocks => rows.push(blocks::check(device, tolerance)?),
             Task::DeltaRule => rows.extend(delta::check(device, args.short, tolerance)?),
             Task::LinearLayer => rows.push(delta::check_layer(device, tolerance)?),
+            Task::Token => rows.push(token::check(device, tolerance)?),
         }
     }
     Ok(rows)
@@ -131,6 +134,7 @@ impl Task {
             Self::Blocks => "norms and rotation",
             Self::DeltaRule => "gated delta rule",
             Self::LinearLayer => "a layer, linear",
+            Self::Token => "a token of a block",
         }
     }
 }

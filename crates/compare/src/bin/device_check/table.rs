@@ -17,7 +17,7 @@ pub struct Row {
     fused: Option<usize>,
     /// The largest error in each of [`DTYPES`]; none if nothing was checked.
     errors: [Option<f64>; 3],
-    /// The reasons for skipped checks, and the failures.
+    /// The reasons for skipped checks, the failures, and notes.
     pub remarks: Vec<String>,
     /// The reasons for the paths that calls took.
     pub reasons: Vec<String>,
@@ -66,6 +66,11 @@ impl Row {
     pub fn skip(&mut self, count: usize, reason: &str) {
         self.skipped += count;
         self.remarks.push(format!("skipped: {}: {reason}", self.name));
+    }
+
+    /// Adds a remark that is no failure.
+    pub fn note(&mut self, remark: &str) {
+        self.remarks.push(format!("noted: {}: {remark}", self.name));
     }
 }
 
