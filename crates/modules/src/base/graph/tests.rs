@@ -1,4 +1,4 @@
-use candle_core::{CustomOp1, Device, Var};
+use candle_core::{Device, Var};
 use rayon::ThreadPoolBuilder;
 use rayon::prelude::*;
 
@@ -87,27 +87,14 @@ fn record_two_with_parallel_backward_passes_matches_a_single_pass() -> Result<()
     Ok(())
 }
 
-/// The identity, without a backward pass.
-struct WithoutBackward;
-
-impl CustomOp1 for WithoutBackward {
-    fn name(&self) -> &'static str {
-        "without-backward"
-    }
-
-    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let number = storage.as_slice::<f32>()?[layout.start_offset()];
-        Ok((CpuStorage::F32(vec![number]), layout.shape().clone()))
-    }
-}
-
 #[test]
 fn record_two_after_a_failed_backward_pass_has_the_right_gradients() -> Result<()> {
     let operands = variables(7)?;
     let [product, sum] = product_and_sum(&operands)?;
     for failing in [&product, &sum] {
         let other = if std::ptr::eq(failing, &product) { &sum } else { &product };
-        let failing = failing.apply_op1(WithoutBackward)?;
+        // Candle has no backward pass for this operation, which keeps a single number.
+        let failing = failing.reshape((1, 1, 1, 1))?.upsample_bilinear2d(1, 1, false)?.reshape(())?;
         for loss in [(&failing + other.affine(80.0, 0.0)?)?, (other.affine(80.0, 0.0)? + &failing)?] {
             assert!(loss.backward().is_err());
             assert_eq!(gradients(&product, &operands)?, expected(7, 1.0, 0.0));
