@@ -27,7 +27,8 @@ struct Prompt {
 
 /// Two norms, rotations of queries and keys, attention, and the gate of the MLP; with many keys, a kernel combines the
 /// parts of attention.
-const PROMPTS: [Prompt; 2] = [Prompt { len: 12, launches: 6 }, Prompt { len: 700, launches: 7 }];
+const PROMPTS: [Prompt; 3] =
+    [Prompt { len: 12, launches: 6 }, Prompt { len: 90, launches: 6 }, Prompt { len: 700, launches: 7 }];
 
 /// The weights of a block.
 struct Weights {
