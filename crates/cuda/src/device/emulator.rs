@@ -153,7 +153,8 @@ fn build(program: &Program) -> Result<PathBuf> {
     Ok(library)
 }
 
-/// Returns a header that includes the emulator, beside which its precompiled form is, the same for all programs.
+/// Returns a header that includes the emulator. The compiler finds its precompiled form in the same folder, and all
+/// programs share it.
 ///
 /// # Errors
 /// If it does not compile.

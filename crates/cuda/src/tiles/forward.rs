@@ -73,7 +73,7 @@ impl ForwardTile {
         match Width::of(specialization) {
             Width::Narrow if specialization.key_codes => vec![tile(4, 2, 64, 1)],
             Width::Narrow if reads_scores => vec![tile(4, 2, 64, 2)],
-            // With the queries in registers, the addresses of the relative bias do not fit beside them.
+            // With the queries and the relative bias, a kernel would spill registers.
             Width::Narrow if specialization.relative_bias => {
                 vec![ForwardTile { queries_in_registers: false, ..NARROW }]
             }
