@@ -24,6 +24,22 @@ pub fn run(bytes: &[u8]) {
             let _ = attention.forward(&xs);
         }
     }
+    let _ = gguf::latent_attention_config(&content);
+    let _ = gguf::linear_attention_config(&content);
+    for layer in [0, 1] {
+        if let Ok(attention) = gguf::load_latent_attention(&content, &mut reader, layer, device)
+            && let Ok(xs) = Tensor::zeros((1, 3, attention.config().embed_dim()), DType::F32, device)
+        {
+            let _ = attention.forward(&xs);
+        }
+        if let Ok(net) = gguf::load_linear_attention(&content, &mut reader, layer, device)
+            && let Ok(xs) = Tensor::zeros((1, 3, net.config().embed_dim()), DType::F32, device)
+        {
+            let _ = net.forward(&xs);
+        }
+        let _ = gguf::load_decoder_attention(&content, &mut reader, layer, device);
+        let _ = gguf::load_cross_attention(&content, &mut reader, layer, device);
+    }
     for name in content.tensor_infos.keys().filter_map(|name| name.strip_suffix(".weight")) {
         let _ = gguf::load_linear(&content, &mut reader, name, device);
         for part in [LinearShard::Outputs(vec![1..2, 0..1]), LinearShard::Inputs { range: 0..32, has_bias: true }] {

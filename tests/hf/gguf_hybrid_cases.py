@@ -1,5 +1,7 @@
 """The models of `gguf_models/` with latent attention, with linear attention or other recurrences, and encoders."""
 
+import json
+
 from transformers import AutoModel, AutoModelForSeq2SeqLM, T5EncoderModel
 
 from cases import decoder
@@ -53,6 +55,8 @@ MAMBA = {
 T5 = {
     "vocab_size": 61, "d_model": 32, "d_kv": 10, "d_ff": 24, "num_layers": 2, "num_heads": 4,
     "relative_attention_num_buckets": 8, "pad_token_id": 0, "decoder_start_token_id": 0,
+    # llama.cpp reads the activation of other models from a table in f16.
+    "feed_forward_proj": "relu", "tie_word_embeddings": False,
 }
 T5_PLACES = {
     "layers": "encoder.block", "attention": "layer.0.SelfAttention", "out_proj": "layer.0.SelfAttention.o",
@@ -82,7 +86,7 @@ CASES = {
     "deepseek2_v2": small("deepseek_v2", LATENT, {"q_lora_rank": 14, "rope_parameters": YARN | {
         "mscale": 0.707, "mscale_all_dim": 0.707,
     }}),
-    "eurobert": encoder("eurobert", ROPE),
+    "eurobert": encoder("eurobert", ROPE, {"classifier_pooling": "mean"}),
     "falcon-h1": small("falcon_h1", MAMBA, ROPE, {
         "mamba_d_ssm": 64, "key_multiplier": 0.7, "attention_in_multiplier": 1.0, "attention_out_multiplier": 1.0,
         "head_dim": 16,
@@ -105,13 +109,12 @@ CASES = {
     }),
     "jina-bert-v3": encoder("jina_embeddings_v3", ROPE, {"num_key_value_heads": 4}),
     "kimi-linear": small("kimi_linear", KIMI),
-    "minicpm3": small("minicpm3", LATENT, ROPE, {"q_lora_rank": 14}),
+    "minicpm3": small("minicpm3", LATENT, ROPE, {"q_lora_rank": 14, "v_head_dim": 8}),
     "nemotron_h": small("nemotron_h", {
         "layers_block_type": ["mamba", "attention", "mlp"], "hybrid_override_pattern": "M*-", "num_hidden_layers": 3,
         "head_dim": 16, "ssm_state_size": 16, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 1,
         "conv_kernel": 4, "expand": 2, "chunk_size": 16,
     }, attention="mixer", out_proj="mixer.o_proj"),
-    "nomic-bert": encoder("nomic_bert", ROPE, {"num_key_value_heads": 4}),
     "qwen35": small("qwen3_5_text", LINEAR, AXES),
     "qwen35moe": small("qwen3_5_moe_text", LINEAR, AXES, EXPERTS),
     "qwen3next": small("qwen3_next", LINEAR, EXPERTS),
@@ -120,3 +123,32 @@ CASES = {
                         **T5_PLACES),
     "t5encoder": small("t5", sizes=T5, auto_class=T5EncoderModel, encoder=True, **T5_PLACES),
 }
+
+
+def gemma(config, tensors, folder):
+    """Writes a vocabulary, which the converter counts."""
+    vocabulary = {str(i): i for i in range(config["vocab_size"])}
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": []}))
+
+
+def kimi_linear(config, tensors, _):
+    """Changes a checkpoint to the names of the published one, which has dense layers under another name."""
+    kinds = config["layer_types"]
+    numbers = {kind: [i + 1 for i, own in enumerate(kinds) if own == kind] for kind in kinds}
+    config["linear_attn_config"] = {
+        "full_attn_layers": numbers["full_attention"], "kda_layers": numbers["linear_attention"],
+        "num_heads": config["linear_num_heads"], "head_dim": config["linear_head_dim"],
+        "short_conv_kernel_size": config["linear_conv_kernel_dim"],
+    }
+    config["first_k_dense_replace"] = config["mlp_layer_types"].count("dense")
+    for name in [name for name in tensors if ".0.block_sparse_moe." in name]:
+        tensors[name.replace("block_sparse_moe", "mlp")] = tensors.pop(name)
+
+
+def jina_embeddings_v3(config, *_):
+    """Changes a config to that of the published checkpoint, which has adapters."""
+    config |= {"architectures": ["XLMRobertaModel"], "lora_adaptations": ["none"], "position_embedding_type": "rotary"}
+
+
+# Changes of the checkpoints that transformers saves to what llama.cpp's converter reads: (config, tensors, folder).
+PUBLISHED = {"gemma-embedding": gemma, "jina-bert-v3": jina_embeddings_v3, "kimi-linear": kimi_linear}

@@ -34,6 +34,8 @@ def convert(folder, file, vocab_size):
         def set_vocab():
             writing.gguf_writer.add_tokenizer_model("none")
             writing.gguf_writer.add_vocab_size(vocab_size)
+            # For embeddings of kinds of tokens, which BERT has.
+            writing.gguf_writer.add_token_type_count(fields.get("type_vocab_size") or 1)
 
         writing.set_vocab = set_vocab
         model.write()

@@ -4,6 +4,7 @@
 mod common;
 
 mod gguf;
+mod gguf_forms;
 mod gguf_metadata;
 mod gguf_models;
 mod golden;

@@ -105,7 +105,7 @@ def run(model, case):
         for i, layer in enumerate(layers):
             name = f"{kind}layer{i}"
             # Layers without attention: convolutions, recurrences.
-            if not hasattr(layer, attention.split(".")[0]):
+            if not (has_module(layer, attention) and has_module(layer, out_proj)):
                 continue
             module = layer.get_submodule(attention)
             hooks.append(module.register_forward_pre_hook(note_input(f"{name}.in"), with_kwargs=True))
@@ -137,6 +137,13 @@ def run(model, case):
         tensors["attention_mask"] = mask.to(torch.uint8)
     assert all(torch.isfinite(tensor).all() for tensor in tensors.values() if tensor.is_floating_point())
     return tensors
+
+
+def has_module(layer, path):
+    try:
+        return layer.get_submodule(path) is not None
+    except AttributeError:
+        return False
 
 
 def in_one_row(tokens):

@@ -13,6 +13,7 @@ are f16, which loses nothing: all random numbers are rounded to f16 first.
 """
 
 import argparse
+import json
 import re
 import sys
 import tempfile
@@ -30,6 +31,7 @@ from transformers.utils import logging
 import llama_cpp
 from gguf_cases import CASES as DECODERS
 from gguf_hybrid_cases import CASES as OTHERS
+from gguf_hybrid_cases import PUBLISHED
 from make import run
 from randomise import randomise
 
@@ -104,6 +106,12 @@ def record(name, case, folder, library):
     tensors = run(model, case) | linear
     checkpoint = folder / "checkpoint"
     model.save_pretrained(checkpoint)
+    if name in PUBLISHED:
+        fields = json.loads((checkpoint / "config.json").read_text())
+        stored = load_file(checkpoint / "model.safetensors")
+        PUBLISHED[name](fields, stored, checkpoint)
+        (checkpoint / "config.json").write_text(json.dumps(fields))
+        save_file(stored, checkpoint / "model.safetensors", {"format": "pt"})
     whole = folder / "whole.gguf"
     llama_cpp.convert(checkpoint, whole, model.config.get_text_config().vocab_size)
     rows = called["rows"]

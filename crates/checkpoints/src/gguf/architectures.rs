@@ -104,7 +104,6 @@ pub(super) const ARCHITECTURES: &[Architecture] = &[
     of("nemotron_h", "nemotron_h").hybrid().adjust(hybrid::nemotron_h),
     of("nemotron_h_moe", "nemotron_h").hybrid().adjust(hybrid::nemotron_h),
     of("nomic-bert", "nomic_bert"),
-    of("nomic-bert-moe", "nomic_bert"),
     of("olmo2", "olmo2").adjust(|metadata, _| match metadata.size("attention.sliding_window")? {
         Some(window @ 1..) => metadata.fail(format!("the window of Olmo 3, {window}, is not supported")),
         _ => Ok(()),

@@ -89,9 +89,31 @@ struct Stored {
     name: &'static str,
     shape: ProjectionShape,
     has_bias: bool,
-    /// The rows of this rank's heads, of one projection after the other.
-    own_rows: Vec<Range<usize>>,
+    rows: Rows,
     outputs: Vec<(Projection, Outputs)>,
+}
+
+/// The rows of this rank's heads in a tensor.
+enum Rows {
+    /// Those of one projection after the other.
+    ByProjection(Vec<Range<usize>>),
+    /// For each head, the rows of its queries and then those of its gate.
+    ByHead { heads: Range<usize>, width: usize, gate_width: usize },
+}
+
+impl Rows {
+    /// Returns the rows, of one projection after the other. They are listed after the tensor was read, since a config
+    /// may claim more heads than any file has.
+    fn ranges(self) -> Vec<Range<usize>> {
+        let (heads, width, gate_width) = match self {
+            Self::ByProjection(ranges) => return ranges,
+            Self::ByHead { heads, width, gate_width } => (heads, width, gate_width),
+        };
+        let start = |head: usize| head * (width + gate_width);
+        let queries = heads.clone().map(|head| start(head)..start(head) + width);
+        let gates = heads.clone().map(|head| start(head) + width..start(head + 1));
+        queries.chain(gates).collect()
+    }
 }
 
 impl Stored {
@@ -107,7 +129,7 @@ impl Stored {
             name,
             shape: ProjectionShape { outputs: rows, inputs: inputs.first().map_or(0, |input| input.shape.inputs) },
             has_bias: inputs.iter().any(|input| input.has_bias),
-            own_rows,
+            rows: Rows::ByProjection(own_rows),
             outputs: inputs.iter().map(Input::outputs).collect(),
         }
     }
@@ -117,29 +139,26 @@ impl Stored {
         let width = query.shape.outputs / num_heads;
         let gate_width = gate.shape.outputs / num_heads;
         let heads = query.own_rows.start / width..query.own_rows.end / width;
-        let start = |head: usize| head * (width + gate_width);
-        let queries = heads.clone().map(|head| start(head)..start(head) + width);
-        let gates = heads.clone().map(|head| start(head) + width..start(head + 1));
         Self {
             name,
             shape: ProjectionShape { outputs: query.shape.outputs + gate.shape.outputs, ..query.shape },
             has_bias: query.has_bias,
-            own_rows: queries.chain(gates).collect(),
+            rows: Rows::ByHead { heads, width, gate_width },
             outputs: vec![query.outputs(), gate.outputs()],
         }
     }
+}
 
-    /// Returns whether this rank's rows are all rows in the order of the file.
-    fn is_whole(&self) -> bool {
-        let mut next = 0;
-        for rows in &self.own_rows {
-            if rows.start != next {
-                return false;
-            }
-            next = rows.end;
+/// Returns whether ranges are all of `count` rows in their order.
+fn are_all(ranges: &[Range<usize>], count: usize) -> bool {
+    let mut next = 0;
+    for rows in ranges {
+        if rows.start != next {
+            return false;
         }
-        next == self.shape.outputs
+        next = rows.end;
     }
+    next == count
 }
 
 impl<R: Read + Seek> LayerWeights<'_, '_, R> {
@@ -200,8 +219,9 @@ impl<R: Read + Seek> LayerWeights<'_, '_, R> {
         for stored in self.stored() {
             let name = self.names.name(stored.name);
             let whole = self.file.weight(&name, stored.shape, stored.has_bias)?;
-            let is_whole = stored.is_whole();
-            let weight = if is_whole { whole } else { whole.part(&name, &LinearShard::Outputs(stored.own_rows))? };
+            let rows = stored.rows.ranges();
+            let is_whole = are_all(&rows, stored.shape.outputs);
+            let weight = if is_whole { whole } else { whole.part(&name, &LinearShard::Outputs(rows))? };
             weights.push(FusedWeight { weight, outputs: stored.outputs.iter().map(|(_, outputs)| *outputs).collect() });
             projections.extend(stored.outputs.into_iter().map(|(projection, _)| projection));
         }

@@ -126,7 +126,7 @@ impl Metadata<'_> {
 
     /// Reads a whole number for each layer, or one for all.
     pub fn per_layer(&self, key: &str) -> Result<Option<Vec<usize>>> {
-        let layers = self.num_layers()?;
+        let layers = self.num_listed_layers()?;
         match self.get(key) {
             None => Ok(None),
             Some(found @ Value::Array(list)) => match list.iter().map(whole).collect::<Option<Vec<_>>>() {
@@ -167,6 +167,15 @@ impl Metadata<'_> {
         match layers.checked_sub(last) {
             Some(hidden @ 1..) => Ok(hidden),
             _ => self.fail(format!("nextn_predict_layers is {last}, expected less than block_count, {layers}")),
+        }
+    }
+
+    /// Reads the number of layers of the file, for a list with an entry for each.
+    pub fn num_listed_layers(&self) -> Result<usize> {
+        const MOST: usize = 65_536;
+        match self.num_layers()? {
+            layers @ ..=MOST => Ok(layers),
+            layers => self.fail(format!("block_count is {layers}, expected at most {MOST}")),
         }
     }
 
