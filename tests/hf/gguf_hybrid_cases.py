@@ -77,7 +77,7 @@ def encoder(model_type, *configs, **places):
 
 CASES = {
     "bert_of_roberta": encoder(
-        "xlm-roberta", layers="encoder.layer", attention="attention.self", out_proj="attention.output.dense"
+        "xlm-roberta", {"num_key_value_heads": 4}, layers="encoder.layer", attention="attention.self", out_proj="attention.output.dense"
     ),
     "deepseek2": small("deepseek_v3", LATENT, {"q_lora_rank": 14, "rope_parameters": YARN}),
     "deepseek2_lite": small("deepseek_v2", LATENT, ROPE, {"q_lora_rank": None, "num_hidden_layers": 27,
@@ -92,7 +92,8 @@ CASES = {
         "head_dim": 16,
     }),
     "gemma-embedding": encoder("gemma3_text", {
-        "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6,
+        "head_dim": 16, "layer_types": ["sliding_attention"] * 5 + ["full_attention"], "sliding_window": 6,
+        "num_hidden_layers": 6,
         "use_bidirectional_attention": True, "query_pre_attn_scalar": 16,
     }),
     "granitehybrid": small("granitemoehybrid", MAMBA, {
@@ -109,7 +110,9 @@ CASES = {
     }),
     "jina-bert-v3": encoder("jina_embeddings_v3", ROPE, {"num_key_value_heads": 4}),
     "kimi-linear": small("kimi_linear", KIMI),
-    "minicpm3": small("minicpm3", LATENT, ROPE, {"q_lora_rank": 14, "v_head_dim": 8}),
+    "minicpm3": small("minicpm3", LATENT, ROPE, {
+        "q_lora_rank": 14, "v_head_dim": 8, "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256,
+    }),
     "nemotron_h": small("nemotron_h", {
         "layers_block_type": ["mamba", "attention", "mlp"], "hybrid_override_pattern": "M*-", "num_hidden_layers": 3,
         "head_dim": 16, "ssm_state_size": 16, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 1,
@@ -140,9 +143,26 @@ def kimi_linear(config, tensors, _):
         "num_heads": config["linear_num_heads"], "head_dim": config["linear_head_dim"],
         "short_conv_kernel_size": config["linear_conv_kernel_dim"],
     }
+    config["moe_router_activation_func"] = "sigmoid"
     config["first_k_dense_replace"] = config["mlp_layer_types"].count("dense")
     for name in [name for name in tensors if ".0.block_sparse_moe." in name]:
         tensors[name.replace("block_sparse_moe", "mlp")] = tensors.pop(name)
+
+
+def granite_hybrid(config, *_):
+    """Names the kinds of layers as published checkpoints do."""
+    config["layer_types"] = ["attention" if "attention" in kind else "mamba" for kind in config["layer_types"]]
+
+
+def bamba(config, *_):
+    """Adds the number of rotated columns, which published configs have."""
+    config["attn_rotary_emb"] = int(config["hidden_size"] / config["num_attention_heads"] * 0.5)
+
+
+def nemotron_h(config, *_):
+    """Names the kinds of layers as published checkpoints do."""
+    letters = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-"}
+    config["hybrid_override_pattern"] = "".join(letters[kind] for kind in config["layers_block_type"])
 
 
 def jina_embeddings_v3(config, *_):
@@ -151,4 +171,9 @@ def jina_embeddings_v3(config, *_):
 
 
 # Changes of the checkpoints that transformers saves to what llama.cpp's converter reads: (config, tensors, folder).
-PUBLISHED = {"gemma-embedding": gemma, "jina-bert-v3": jina_embeddings_v3, "kimi-linear": kimi_linear}
+PUBLISHED = {
+    "gemma-embedding": gemma, "granitehybrid": granite_hybrid, "granitehybrid_of_bamba": bamba, "jina-bert-v3": jina_embeddings_v3,
+    "kimi-linear": kimi_linear, "nemotron_h": nemotron_h,
+}
+# The factor by which transformers multiplies logits and llama.cpp does not.
+LOGIT_FACTORS = {"t5_of_umt5": T5["d_model"] ** -0.5}

@@ -31,7 +31,7 @@ from transformers.utils import logging
 import llama_cpp
 from gguf_cases import CASES as DECODERS
 from gguf_hybrid_cases import CASES as OTHERS
-from gguf_hybrid_cases import PUBLISHED
+from gguf_hybrid_cases import LOGIT_FACTORS, PUBLISHED
 from make import run
 from randomise import randomise
 
@@ -114,7 +114,7 @@ def record(name, case, folder, library):
         save_file(stored, checkpoint / "model.safetensors", {"format": "pt"})
     whole = folder / "whole.gguf"
     llama_cpp.convert(checkpoint, whole, model.config.get_text_config().vocab_size)
-    rows = called["rows"]
+    rows = called["rows"] / LOGIT_FACTORS.get(name, 1.0)
     embeds = case.encoder and not case.decoder
     found = library.run(whole, called["ids"], rows.shape[-1], embeds=embeds, decoder_ids=called["decoder_ids"])
     keep_attention(whole, folder / f"{name}.gguf")
